@@ -11,6 +11,7 @@ from warpspec.fmha import ops
 from warpspec.fmha.backward import function
 from warpspec.fmha.checks import check_kinds, check_window
 from warpspec.fmha.operands import Operands, Options
+from warpspec.fmha.quantized import FORMATS
 from warpspec.fmha.state import AttentionState, check_states, combine, normalized_output
 
 __all__ = ["AttentionState", "UnsupportedProblem", "attention", "attention_varlen", "merge"]
@@ -36,6 +37,8 @@ def attention(
     out: torch.Tensor | None = None,
     deterministic: bool = False,
     softcap: float | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | AttentionState:
     """Scaled dot-product attention, differentiable in q, k, v, sink and bias.
@@ -52,9 +55,10 @@ def attention(
     Args:
         q: [B, Sq, Hq, D], bf16 or fp16. Any strides with the last dimension contiguous and rows aligned to 16
             bytes (the address, and the stride of every dimension of more than one element).
-        k, v: [B, Sk, Hkv, D], like q; Hq a multiple of Hkv, query head h reads KV head h // (Hq / Hkv). With
-            page_table: [pages, page_size, Hkv, D]. v=None: V is K (shared-KV attention), loaded once.
-            D is a multiple of 8 up to 256, or 512. V's head size may be another one up to 256: o has it, too.
+        k, v: [B, Sk, Hkv, D], like q or in FP8 (see k_scale); Hq a multiple of Hkv, query head h reads KV
+            head h // (Hq / Hkv). With page_table: [pages, page_size, Hkv, D]. v=None: V is K (shared-KV attention),
+            loaded once. D is a multiple of 8 up to 256, or 512. V's head size may be another one up to 256: o has it,
+            too.
         scale: finite float that multiplies q.k; default D**-0.5.
         causal: key j is visible when (j + 1) * key_stride - 1 <= p, with p the row's position (see q_start).
             With the defaults: the last query sees the last key.
@@ -85,6 +89,10 @@ def attention(
             asks for it, too. (Results always are.)
         softcap: the logits' soft cap, a float of 1e-3 to 1e4: softcap * tanh(scale * q.k / softcap) takes the place of
             scale * q.k, before bias, masks and sink. None or 0: there is none.
+        k_scale, v_scale: fp32 [], [1], [Hkv] or [B, Hkv], on q's device, where the kernel reads them: k and v are FP8
+            (torch.float8_e4m3fn or torch.float8_e5m2, both alike), and each stands for its code times its scale, which
+            is at least 0; None: 1. q stays in 16 bits and so does the arithmetic; codes are converted exactly. sm90
+            kernels, D 64, 128 and 256; no gradients.
         backend: "auto", "sm100", "sm90" (native kernels, CUDA tensors), "sim" (the sm100 kernel executed on
             the CPU, CPU tensors) or "reference" (FP32 torch, any device). "auto": the device's kernel for
             CUDA tensors, "sim" for CPU tensors; the environment variable WARPSPEC_BACKEND overrides it.
@@ -102,7 +110,19 @@ def attention(
             or in forward mode. UnsupportedProblem comes from backward(), too: where the backend has none (D 512).
         All name the argument; the first three are raised before anything is launched or written.
     """
-    operands = Operands(q, k, v, out, sink, kv_lengths, q_start, page_table=page_table, bias=bias)
+    operands = Operands(
+        q,
+        k,
+        v,
+        out,
+        sink,
+        kv_lengths,
+        q_start,
+        page_table=page_table,
+        bias=bias,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
     options = Options(
         scale,
         causal,
@@ -140,6 +160,8 @@ def attention_varlen(
     out: torch.Tensor | None = None,
     deterministic: bool = False,
     softcap: float | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | AttentionState:
     """``attention`` of B requests with different numbers of queries, which stand one behind another in q.
@@ -165,8 +187,8 @@ def attention_varlen(
             page_table has room for (which may be many more than there are: give it).
         page_table, kv_lengths: [B, max_pages] and [B] int32, both or neither, as of ``attention``.
         q_start: [B] int32: query i of request b stands at position p = q_start[b] + i; default L - n.
-        scale, causal, window, sink, key_stride, normalize, num_splits, deterministic, softcap, backend: as of
-            ``attention``.
+        scale, causal, window, sink, key_stride, normalize, num_splits, deterministic, softcap, k_scale, v_scale,
+            backend: as of ``attention``.
         return_lse: also return lse.
         out: o is written here and returned: [T, Hq, D], else as of ``attention``. Rows that belong to no request
             are left as they are.
@@ -192,6 +214,8 @@ def attention_varlen(
         page_table=page_table,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
     options = Options(
         scale,
@@ -241,6 +265,10 @@ def _check_kinds(operands: Operands, options: Options, backend) -> tuple[Options
     check_kind("backend", backend, str)
     refuse_tangents(**operands.inputs)
     records = ops.needs_gradient(operands)
+    if records and operands.k.dtype in FORMATS:
+        raise NotImplementedError(
+            "k: gradients are not implemented with FP8 keys and values; call under torch.no_grad()"
+        )
     if operands.o is not None and records:
         raise NotImplementedError(
             "out: gradients are not implemented for a call with out; leave it out, or call under torch.no_grad()"

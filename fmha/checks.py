@@ -12,6 +12,7 @@ from warpspec.common.checks import check_bool, check_int, check_rows, check_tens
 from warpspec.common.outputs import check_apart, check_elements
 from warpspec.fmha.heads import CLASSES, LARGEST, STEP, supported
 from warpspec.fmha.operands import Operands, Options
+from warpspec.fmha.quantized import FORMATS
 from warpspec.fmha.values import POSITION_LIMIT
 
 HEAD_SIZES = f"a multiple of {STEP} up to {LARGEST}, or {CLASSES[-1]}"
@@ -73,14 +74,16 @@ def layout(name: str, operands: Operands) -> tuple[str, ...]:
 
 def check_operand(name, tensor, operands, memory):
     """q, k or v: of one dtype and device, rows TMA can address."""
-    check_tensor(name, tensor, DTYPES)
+    check_tensor(name, tensor, DTYPES if name == "q" else (*DTYPES, *FORMATS))
     q, dimensions = operands.q, layout(name, operands)
     if tensor.dim() != len(dimensions):
         raise ValueError(
             f"{name}: must have {len(dimensions)} dimensions [{', '.join(dimensions)}], got {shape_of(tensor)}"
         )
-    if tensor.dtype != q.dtype:
-        raise TypeError(f"{name}: dtype must be q's, {q.dtype}, got {tensor.dtype}")
+    if tensor.dtype not in FORMATS and tensor.dtype != q.dtype:
+        raise TypeError(f"{name}: dtype must be q's, {q.dtype}, or an FP8 type, got {tensor.dtype}")
+    if name == "v" and tensor.dtype != operands.k.dtype:
+        raise TypeError(f"v: dtype must be k's, {operands.k.dtype}, got {tensor.dtype}")
     if tensor.device != q.device:
         raise ValueError(f"{name}: device must be q's, {q.device}, got {tensor.device}")
     check_rows(name, tensor, memory)

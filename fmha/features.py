@@ -65,8 +65,8 @@ class KernelFeatures:
     scheduled: a warp works out the CTA's tiles for all roles (``device.record``). page_size: keys of a page of K and V,
     0 where they are not paged. bias_heads, bias_batches: heads, batch rows have each their own bias. packed_q,
     packed_k: requests' queries, keys stand one behind another. many_queries: some request of packed queries has more
-    than a tile's, as far as the host knows. exact_maximum: O is rescaled whenever the maximum moves. The rest: which
-    optional operands there are.
+    than a tile's, as far as the host knows. kv_format: FP8 format of K and V; None: they have dtype. exact_maximum: O
+    is rescaled whenever the maximum moves. The rest: which optional operands there are.
     """
 
     dtype: str
@@ -94,6 +94,9 @@ class KernelFeatures:
     exact_maximum: bool = False
     schedule: Schedule = Schedule.SINGLE
     scheduled: bool = False
+    kv_format: str | None = None
+    has_k_scale: bool = False
+    has_v_scale: bool = False
     cuts_line: ClassVar[bool] = False  # whether the kernel has Schedule.LINE
     record_slots: ClassVar[int] = 1  # of tile records
 
@@ -323,6 +326,9 @@ def features(
         "exact_maximum": problem.seq_q <= EXACT_QUERIES,
         "schedule": schedule,
         "scheduled": scheduled,
+        "kv_format": problem.kv_format,
+        "has_k_scale": problem.has_k_scale,
+        "has_v_scale": problem.has_v_scale,
     }
 
 

@@ -4,7 +4,8 @@
 
 Arguments by position are those of flash-attn 2; by name also those of flash-attn 3 and 4 and of engines: ``page_table``
 for ``block_table``; ``learnable_sink``, ``s_aux`` or ``sinks``; ``return_lse`` or ``return_softmax_lse``;
-``seqused_k``, ``num_splits``, ``out``. What may be given and does nothing here: NO_EFFECT. What is not done raises
+``seqused_k``, ``num_splits``, ``out``; ``k_descale`` and ``v_descale`` [B, Hkv] of FP8 keys and values (queries
+stay in 16 bits). What may be given and does nothing here: NO_EFFECT. What is not done raises
 NotImplementedError with its name: UNSUPPORTED, and gradients where ``attention`` has none. Errors of what reaches
 ``attention`` name its arguments.
 
@@ -34,7 +35,7 @@ UNSUPPORTED = {
     "attention_chunk": (None, 0),
     **dict.fromkeys(
         (
-            "alibi_slopes", "qv", "q_v", "q_descale", "k_descale", "v_descale", "score_mod", "score_mod_bwd",
+            "alibi_slopes", "qv", "q_v", "q_descale", "score_mod", "score_mod_bwd",
             "mask_mod", "aux_tensors", "aux_scalars", "block_sparse_tensors", "block_sparse_tensors_bwd",
             "gather_kv_indices", "seqused_q", "cu_seqlens_k_new", "rotary_cos", "rotary_sin", "rotary_seqlens",
             "cache_batch_idx", "cache_leftpad",
@@ -85,8 +86,9 @@ def flash_attn_func(
         NotImplementedError: naming an argument that asks for what is not done. TypeError, ValueError,
         UnsupportedProblem: as ``attention`` does.
     """
+    scales = _descales(others)
     sink = _sink_of(dropout_p=dropout_p, alibi_slopes=alibi_slopes, **others)
-    options = _options(softmax_scale, causal, window_size, num_splits, softcap)
+    options = _options(softmax_scale, causal, window_size, num_splits, softcap) | scales
     wants = return_attn_probs or return_lse
     result = attention(
         *_plain(q, k, v), sink=sink, out=out, return_lse=wants, deterministic=deterministic, **options
@@ -140,8 +142,9 @@ def flash_attn_varlen_func(
     Raises:
         As ``flash_attn_func`` does.
     """
+    scales = _descales(others)
     sink = _sink_of(dropout_p=dropout_p, alibi_slopes=alibi_slopes, **others)
-    options = _options(softmax_scale, causal, window_size, num_splits, softcap)
+    options = _options(softmax_scale, causal, window_size, num_splits, softcap) | scales
     table = _one_of(block_table=block_table, page_table=page_table)
     wants = return_attn_probs or return_lse or return_softmax_lse
     q, k, v = _plain(q, k, v)
@@ -219,6 +222,7 @@ def flash_attn_with_kvcache(
     Raises:
         As ``flash_attn_func`` does.
     """
+    scales = _descales(others)
     sink = _sink_of(
         alibi_slopes=alibi_slopes,
         rotary_cos=rotary_cos,
@@ -227,7 +231,7 @@ def flash_attn_with_kvcache(
         cache_leftpad=cache_leftpad,
         **others,
     )
-    options = _options(softmax_scale, causal, window_size, num_splits, softcap)
+    options = _options(softmax_scale, causal, window_size, num_splits, softcap) | scales
     table = _one_of(block_table=block_table, page_table=page_table)
     lengths = _one_of(cache_seqlens=cache_seqlens, seqused_k=seqused_k)
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
@@ -337,6 +341,11 @@ def _one_of(**given):
             f"{next(iter(found))}: is the same argument as {', '.join(list(found)[1:])}; give one"
         )
     return next(iter(found.values()), None)
+
+
+def _descales(others: dict) -> dict:
+    """The scales of FP8 keys and values, taken from the other arguments, as ``attention`` names them."""
+    return {f"{side}_scale": others.pop(f"{side}_descale", None) for side in ("k", "v")}
 
 
 def _options(softmax_scale, causal, window_size, num_splits, softcap) -> dict:

@@ -16,6 +16,7 @@ class Operands(NamedTuple):
     kv_lengths, q_start [B] int32; lse, row_max, row_sum [B, Hq, Sq] fp32; page_table [B, max_pages] int32; bias
     [B or 1, Hq or 1, Sq, Sk]. Packed queries, T in all: q, o [1, T, Hq, D]; lse, row_max, row_sum [1, Hq, T];
     cu_seqlens_q [B + 1] int32, where each request's begin. Packed keys: k, v [1, Tk, Hkv, D]; cu_seqlens_k [B + 1].
+    k, v in FP8 (bytes in kernels): k_scale, v_scale fp32, in kernels [B, Hkv, 1].
 
     o, lse, row_max and row_sum are written, the others are read. Where keys are split, o, row_max and row_sum of the
     attention kernel have one more dimension in front, the splits. Where work is cut by length (``line``), pieces
@@ -37,6 +38,8 @@ class Operands(NamedTuple):
     bias: Any = None
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
+    k_scale: Any = None
+    v_scale: Any = None
     pieces: Any = None
     joins: Any = None
     queue: Any = None

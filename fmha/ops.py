@@ -35,6 +35,7 @@ from warpspec.fmha import reference
 from warpspec.fmha.launch import Prepared, check_supported, prepare
 from warpspec.fmha.operands import ARGUMENTS, INPUTS, Operands, Options
 from warpspec.fmha.problem import AttentionProblem
+from warpspec.fmha.quantized import as_bytes, spread
 from warpspec.fmha.state import normalized_output
 from warpspec.fmha.values import debugging, request_rows
 
@@ -200,6 +201,8 @@ def run(call: Call, operands: Operands, stats: tuple[torch.Tensor, ...] | None =
     if call.prepared is None:
         run_reference(call.problem, record)
     else:
+        if call.problem.kv_format is not None:
+            record = record._replace(k=as_bytes(record.k), v=as_bytes(record.v))
         call.prepared.run(record)
     return o, stats
 
@@ -209,7 +212,9 @@ def kernel_operands(
 ) -> Operands:
     """A checked call's tensors as kernels want them. outputs: in the place of the operands' OUTPUTS. regular: strides
     of q, k, v and o are known to be."""
-    q, k, v, _, sink, kv_lengths, q_start, _, _, _, page_table, bias, *cu_seqlens = operands[:ARGUMENTS]
+    q, k, v, _, sink, kv_lengths, q_start, _, _, _, page_table, bias, *cu_seqlens, k_scale, v_scale = (
+        operands[:ARGUMENTS]
+    )
     o, lse, row_max, row_sum = outputs
     v = k if v is None else v
     if not regular:
@@ -234,8 +239,25 @@ def kernel_operands(
         lse = None if lse is None else lse[None]
         if row_max is not None:
             row_max, row_sum = row_max[None], row_sum[None]
+    if problem.kv_format is not None:
+        sizes = (problem.batch, problem.heads_kv)
+        k_scale, v_scale = spread(k_scale, *sizes), spread(v_scale, *sizes)
     return Operands(
-        q, k, v, o, sink, kv_lengths, q_start, lse, row_max, row_sum, page_table, bias, *cu_seqlens
+        q,
+        k,
+        v,
+        o,
+        sink,
+        kv_lengths,
+        q_start,
+        lse,
+        row_max,
+        row_sum,
+        page_table,
+        bias,
+        *cu_seqlens,
+        k_scale,
+        v_scale,
     )
 
 

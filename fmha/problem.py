@@ -34,6 +34,7 @@ from warpspec.fmha.checks import (
 )
 from warpspec.fmha.heads import HeadSizes
 from warpspec.fmha.operands import INPUTS, Operands, Options
+from warpspec.fmha.quantized import FORMATS, check_scales
 from warpspec.fmha.values import POSITION_LIMIT, are_checked, check_values
 
 
@@ -54,7 +55,7 @@ class AttentionProblem:
     heads_q: int  # Hq >= 1, a multiple of heads_kv; query head h reads KV head h // group
     heads_kv: int  # Hkv >= 1
     head_dim: int  # D of q and k (``heads.supported``)
-    dtype: torch.dtype  # of q, k and v: bfloat16 or float16
+    dtype: torch.dtype  # of q, and of k and v without kv_format: bfloat16 or float16
     device: torch.device  # of every tensor
     scale: float  # finite; logit = scale * q.k + bias, or softcap * tanh(scale * q.k / softcap) + bias
     softcap: float | None = None  # positive and finite
@@ -82,6 +83,9 @@ class AttentionProblem:
     least_q: int | None = None
     page_size: int | None = None  # keys to a page; None: no page table
     num_splits: int | None = None  # >= 1; None: the kernel chooses
+    kv_format: str | None = None  # "e4m3" or "e5m2" of k and v; None: they have dtype
+    has_k_scale: bool = False  # otherwise 1; only with kv_format
+    has_v_scale: bool = False
 
     @property
     def heads(self) -> HeadSizes:
@@ -175,6 +179,7 @@ class AttentionProblem:
             check_bias(bias, (batch, heads_q, seq_q, seq_k), q.device)
         for name in ("kv_lengths", "q_start"):
             check_per_request(name, getattr(operands, name), batch, q.device)
+        check_scales(operands, batch, k.shape[-2], q.device)
         if memory and are_checked(q.device):
             _check_values(operands)
 
@@ -201,6 +206,9 @@ class AttentionProblem:
             has_kv_lengths=operands.kv_lengths is not None,
             has_q_start=operands.q_start is not None,
             num_splits=num_splits,
+            kv_format=FORMATS.get(k.dtype),
+            has_k_scale=operands.k_scale is not None,
+            has_v_scale=operands.v_scale is not None,
         )
         if out is not None:
             check_out(operands, problem.o_dtype, memory, v_dim)

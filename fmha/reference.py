@@ -14,6 +14,7 @@ from warpspec.common.autocast import without_autocast
 from warpspec.fmha.mask import visible
 from warpspec.fmha.operands import Operands
 from warpspec.fmha.problem import AttentionProblem
+from warpspec.fmha.quantized import dequantized
 from warpspec.fmha.state import AttentionState
 from warpspec.fmha.values import request_rows
 
@@ -32,7 +33,11 @@ def packed(problem: AttentionProblem, operands: Operands) -> AttentionState:
         keys = request_rows(operands.cu_seqlens_k, operands.k.shape[1])
     for b, rows in enumerate(request_rows(operands.cu_seqlens_q, problem.total_q)):
         q_start = None if operands.q_start is None else operands.q_start[b : b + 1]
-        one = Operands(operands.q[:, rows], operands.k, operands.v, q_start=q_start)
+        scales = {
+            name: None if scale is None else scale[b : b + 1]
+            for name, scale in (("k_scale", operands.k_scale), ("v_scale", operands.v_scale))
+        }
+        one = Operands(operands.q[:, rows], operands.k, operands.v, q_start=q_start, **scales)
         if keys is not None:
             one = one._replace(k=operands.k[:, keys[b]], v=operands.v[:, keys[b]])
             seq_k = one.k.shape[1]
@@ -78,7 +83,11 @@ def rectangle(problem: AttentionProblem, operands: Operands) -> AttentionState:
                     head = head & (head_bias != -torch.inf)
                 keys = head.any(dim=0).nonzero()[:, 0]  # keys that no row sees take no part
                 head = head[:, keys]
-                head_k, head_v = (t[b, keys, h // problem.group].float() for t in (k, v))  # [keys, D]
+                kv_head = h // problem.group
+                head_k, head_v = (  # [keys, D]
+                    dequantized(t[b, keys, kv_head], scale, b, kv_head)
+                    for t, scale in ((k, operands.k_scale), (v, operands.v_scale))
+                )
                 finite = head_v.isfinite().all(dim=1)
             if len(keys) == 0:
                 continue

@@ -44,6 +44,13 @@ def shared_tiles(
     return cute.make_tensor(cute.recast_ptr(base, layout.inner, dtype=dtype), layout.outer)
 
 
+def plain_tiles(base: cute.Pointer, dtype, box: tuple[int, ...], stages: int) -> cute.Tensor:
+    """Ring of tiles at ``base`` in shared memory without a swizzle, (D, rows..., STAGE). base: aligned to 128 bytes."""
+    tile = cute.make_layout(box)
+    layout = cute.append(tile, cute.make_layout(stages, stride=cute.size(tile)))
+    return cute.make_tensor(cute.recast_ptr(base, dtype=dtype), layout)
+
+
 def make_load(
     tensor: cute.Tensor,
     box: tuple[int, ...],

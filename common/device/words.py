@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import cutlass.cute as cute
-from cutlass import Int64, Uint32
+from cutlass import Int32, Int64, Uint32
 
 from warpspec.common.hardware import VECTOR_BYTES, WORD_BYTES
 
@@ -49,3 +49,32 @@ def store_words(row: cute.Tensor, first, words: list) -> None:
         for i in range(step):
             vector[i] = words[part * step + i]
         cute.autovec_copy(vector, cute.local_tile(row, (step,), (first // step + part,)))
+
+
+def scaled_pair(pair: Uint32, factor: int, kind: str) -> Uint32:
+    """Multiply two 16-bit numbers with a constant. factor: its bits. kind: "bf16x2" or "f16x2"."""
+    return cute.arch.inline_ptx(
+        f"{{ .reg .b32 factor; mov.b32 factor, {factor << 16 | factor:#x}; mul.rn.{kind} {{$w0}}, {{$r0}}, factor; }}",
+        write_only_types=[Uint32],
+        read_only_args=[pair],
+    )
+
+
+def load_shared(address) -> cute.Tensor:
+    """(4): 16 bytes of shared memory at an address."""
+    words = cute.make_rmem_tensor(VECTOR_WORDS, Uint32)
+    cute.autovec_copy(shared_vector(address), words)
+    return words
+
+
+def store_shared(address, words: list) -> None:
+    """Store 16 bytes to shared memory at an address."""
+    vector = cute.make_rmem_tensor(VECTOR_WORDS, Uint32)
+    for i in range(VECTOR_WORDS):
+        vector[i] = words[i]
+    cute.autovec_copy(vector, shared_vector(address))
+
+
+def shared_vector(address) -> cute.Tensor:
+    pointer = cute.make_ptr(Uint32, Int32(address), cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
+    return cute.make_tensor(pointer, cute.make_layout(VECTOR_WORDS))

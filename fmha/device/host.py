@@ -56,6 +56,8 @@ class AttentionHost:
         bias: cute.Tensor | None,
         cu_seqlens_q: cute.Tensor | None,
         cu_seqlens_k: cute.Tensor | None,
+        k_scale: cute.Tensor | None,
+        v_scale: cute.Tensor | None,
         pieces: cute.Tensor | None,
         joins: cute.Tensor | None,
         queue: cute.Tensor | None,
@@ -87,6 +89,8 @@ class AttentionHost:
             bias,
             cu_seqlens_q,
             cu_seqlens_k,
+            k_scale,
+            v_scale,
             pieces,
             joins,
             queue,
@@ -100,7 +104,8 @@ class AttentionHost:
         found = [tma.make_load(q_view(config, operands.q), config.q_box)]
         for ring in config.rings:
             tensor = operands.v if ring == "v" else operands.k
-            found.append(tma.make_load(kv_view(config, tensor, ring), config.kv_box(ring)))
+            view, box = kv_view(config, tensor, ring), config.kv_box(ring)
+            found.append(tma.make_load(view, box, swizzled=not config.kv_format))
         return found
 
 
@@ -130,9 +135,10 @@ def kv_view(config: KernelFeatures, t: cute.Tensor, ring: str = "k") -> cute.Ten
             stride=(1, t.stride[1], size, t.stride[2], t.stride[0]),
         )
         return cute.make_tensor(t.iterator, layout)
+    block = config.head_dim if config.kv_format else BLOCK  # FP8 rows are loaded whole
     layout = cute.make_layout(
-        (BLOCK, t.shape[1], config.heads.blocks(ring), t.shape[2], t.shape[0]),
-        stride=(1, t.stride[1], BLOCK, t.stride[2], t.stride[0]),
+        (block, t.shape[1], config.heads.blocks(ring) * BLOCK // block, t.shape[2], t.shape[0]),
+        stride=(1, t.stride[1], block, t.stride[2], t.stride[0]),
     )
     return cute.make_tensor(t.iterator, layout)
 
@@ -141,6 +147,7 @@ def fake_arguments(config: KernelFeatures) -> tuple:
     """What a kernel of a configuration is compiled for: the arguments of ``AttentionHost.__call__`` but the stream."""
     dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[config.dtype]
     fp32, int32 = cutlass.Float32, cutlass.Int32
+    kv_dtype = cutlass.Uint8 if config.kv_format else dtype
 
     def rows(dtype, rank, size=config.head_dim):
         return fake_rows(dtype, rank, size, alignment=TMA_ALIGNMENT)
@@ -149,8 +156,8 @@ def fake_arguments(config: KernelFeatures) -> tuple:
     partial, line = 1 if config.splits else 0, config.schedule is Schedule.LINE
     operands = Operands(
         q=rows(dtype, 4),
-        k=rows(dtype, 4),
-        v=rows(dtype, 4, sizes.v),
+        k=rows(kv_dtype, 4),
+        v=rows(kv_dtype, 4, sizes.v),
         o=rows(dtype if config.normalize else fp32, 4 + partial, sizes.v_state if partial else sizes.v),
         sink=fake_rows(fp32, 1) if config.has_sink else None,
         kv_lengths=fake_rows(int32, 1) if config.has_kv_lengths else None,
@@ -162,6 +169,8 @@ def fake_arguments(config: KernelFeatures) -> tuple:
         bias=fake_rows(TYPES[config.bias], 4, alignment=config.bias_alignment) if config.bias else None,
         cu_seqlens_q=fake_rows(int32, 1) if config.packed_q else None,
         cu_seqlens_k=fake_rows(int32, 1) if config.packed_k else None,
+        k_scale=fake_rows(fp32, 3, 1) if config.has_k_scale else None,
+        v_scale=fake_rows(fp32, 3, 1) if config.has_v_scale else None,
         pieces=fake_rows(fp32, 3, config.piece_columns, alignment=TMA_ALIGNMENT) if line else None,
         joins=fake_rows(int32, 2, JOIN_WORDS) if line else None,
         queue=fake_rows(cutlass.Int64, 1) if config.schedule is Schedule.QUEUE else None,

@@ -24,6 +24,7 @@ from warpspec.common.hardware import WORD_BYTES
 from warpspec.fmha.device.bias import row_of
 from warpspec.fmha.device.logits import add_bias, map_score, unit
 from warpspec.fmha.device.pages import address_of
+from warpspec.fmha.device.scales import codes_as_fp32
 
 
 class RowColumns(NamedTuple):
@@ -104,13 +105,13 @@ def recompute(
         weight = cute.math.exp2((score - reference) * unit(config.logits, numbers), fastmath=True)
         v = part(operands.v[(*where, place.kv_head, None)])
         if exists:
-            accumulate(values, weight, v, vectors)
+            accumulate(config, values, weight, v, vectors)
 
 
-def accumulate(values: cute.Tensor, weight, v: cute.Tensor, vectors) -> None:
+def accumulate(config, values: cute.Tensor, weight, v: cute.Tensor, vectors) -> None:
     """Add weight times a row of V to the thread's values. vectors: (registers, number) of each."""
     for registers, number in vectors:
-        elements = load_vector(v, len(registers), number)
+        elements = load_kv(config, v, len(registers), number)
         for at, i in enumerate(registers):
             values[i] = values[i] + weight * elements[at].to(Float32)
 
@@ -122,13 +123,18 @@ def load_vector(row: cute.Tensor, size: int, number) -> cute.Tensor:
     return registers
 
 
+def load_kv(config, row: cute.Tensor, size: int, number) -> cute.Tensor:
+    """``load_vector`` of a row of K or V."""
+    return codes_as_fp32(config, row, size, number) if config.kv_format else load_vector(row, size, number)
+
+
 @cute.jit
 def dot(config: cutlass.Constexpr, q: cute.Tensor, k: cute.Tensor) -> Float32:
     """q.k of two rows (D) in global memory, as many elements at a time as the configuration has registers for."""
     total = Float32(0.0)
     size = math.gcd(config.recompute_elements, config.head_dim)
     for number in cutlass.range(config.head_dim // size, unroll=1):
-        a, b = (load_vector(row, size, number) for row in (q, k))
+        a, b = load_vector(q, size, number), load_kv(config, k, size, number)
         for i in cutlass.range_constexpr(size):
             total = total + a[i].to(Float32) * b[i].to(Float32)
     return total

@@ -41,6 +41,8 @@ from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm90.shapes import (
     DECODE,
     DECODE_LOADS,
+    FLOAT8,
+    FLOAT8_LOADS,
     PREFILL,
     WARPGROUP_ROWS,
     Shape,
@@ -55,6 +57,8 @@ CLEAR_BARRIER = 5  # named barrier of all consumers, or two of one each, after r
 SUMS_BARRIER = 7  # named barrier of paired consumers that add up their row sums
 WEIGHT_STAGES = 2  # P tiles in shared memory: one from each of two consumers
 MIN_STAGES = 2  # KV tiles in flight: one is loaded while the other is read
+RAW_ALIGNMENT = 128  # bytes, of what TMA loads without a swizzle
+INSTRUCTION_REGISTERS = 30  # that ptxas wants for a wgmma besides those of its result
 STATISTICS = 3  # numbers of a row that go with a P tile: reference, maximum, factor
 
 
@@ -81,7 +85,6 @@ class AttentionConfig(KernelFeatures):
     schedule: Schedule = Schedule.PERSISTENT
     shape: Shape = PREFILL[64]
     cuts_line: ClassVar[bool] = True
-    decode_loads: ClassVar[Loads] = DECODE_LOADS
 
     def __post_init__(self):
         super().__post_init__()
@@ -114,6 +117,10 @@ class AttentionConfig(KernelFeatures):
             raise UnsupportedProblem("sm90 attention: bias=of strided rows is not supported")
         check_page_size("sm90", problem.page_size)
         check_requests("sm90", problem)
+        if problem.kv_format and (problem.head_dim not in FLOAT8 or problem.heads.v != problem.head_dim):
+            raise UnsupportedProblem(
+                f"sm90 attention: k in FP8 is supported for head sizes {tuple(FLOAT8)}, got {problem.head_dim}"
+            )
         pack = choose_pack(problem.group, problem.seq_q, WARPGROUP_ROWS)
         if shape is None:
             shape = choose_shape(problem, target, pack, splits)
@@ -158,6 +165,15 @@ class AttentionConfig(KernelFeatures):
         return self.heads.v // self.column_parts
 
     @property
+    def pv_columns(self) -> int:
+        """N of PV. ptxas takes no instruction that needs more registers than a thread has at launch, whatever
+        setmaxnreg gives a consumer later; with a converter that is few."""
+        columns, room = self.o_columns, self.register_pool // self.threads - INSTRUCTION_REGISTERS
+        while self.converts and columns // 2 > room:  # a thread has half a column's fp32 numbers
+            columns //= 2
+        return columns
+
+    @property
     def paired(self) -> bool:
         """Two consumers share 64 rows and pass each other P through shared memory (``pair``)."""
         return self.column_parts == 2 and self.shared_kv
@@ -195,7 +211,33 @@ class AttentionConfig(KernelFeatures):
 
     @property
     def threads(self) -> int:
-        return (self.consumers + 1) * WARPGROUP_THREADS
+        return (self.consumers + 1 + self.converts) * WARPGROUP_THREADS
+
+    @property
+    def decode_loads(self) -> Loads:
+        """How fast an SM takes the keys of few queries."""
+        return FLOAT8_LOADS if self.converts else DECODE_LOADS
+
+    @property
+    def converts(self) -> bool:
+        """The last warpgroup converts K and V from FP8 (``convert``)."""
+        return self.kv_format is not None
+
+    @property
+    def p_dtype(self) -> str:
+        """dtype of P and of V in shared memory. FP8 codes become fp16 by one instruction, and P has more digits so."""
+        return "float16" if self.converts and not self.shared_kv else self.dtype
+
+    @property
+    def skips_idle_warps(self) -> bool:
+        """A consumer's warps without rows leave the softmax out: where few rows are decoded, the converter needs the
+        time."""
+        return self.converts
+
+    @property
+    def convert_warp(self) -> int:
+        """First warp of that warpgroup."""
+        return self.load_warp + WARPGROUP_THREADS // WARP_THREADS
 
     @property
     def load_warp(self) -> int:
@@ -227,6 +269,7 @@ class AttentionConfig(KernelFeatures):
     def role_registers(self) -> int:
         """Registers of a CTA once the roles have set theirs."""
         per_lane = self.consumers * self.shape.consumer_registers + self.shape.producer_registers
+        per_lane += self.shape.converter_registers
         return per_lane * WARPGROUP_THREADS
 
     # KV tiles: loaded and released in parts, complete in pieces.
@@ -248,10 +291,39 @@ class AttentionConfig(KernelFeatures):
 
     def kv_box(self, ring: str = "k") -> tuple[int, int, int]:
         """As in ``KernelFeatures``; no more than a piece."""
+        if self.converts:  # a page's rows as they lie in memory, one box
+            return (self.head_dim, self.page_keys, 1)
         keys, rows, blocks = super().kv_box(ring)
         if self.pieces == 1:
             return (keys, rows, blocks)
         return (keys, rows, min(blocks, self.blocks // self.pieces))
+
+    def kv_boxes(self, ring: str = "k") -> tuple[int, int]:
+        """As in ``KernelFeatures``."""
+        return (1, self.tile_pages) if self.converts else super().kv_boxes(ring)
+
+    def load_ring(self, ring: str) -> str:
+        """Name of the ring that TMA fills with a ring's tiles."""
+        return f"raw_{ring}" if self.converts else ring
+
+    @property
+    def load_stages(self) -> int:
+        """Stages of each of them."""
+        return self.shape.raw_stages if self.converts else self.kv_stages
+
+    def load_tile_bytes(self, ring: str) -> int:
+        """Bytes that TMA loads of a tile of a ring's."""
+        return self.float8_tile_bytes if self.converts else self.ring_tile_bytes(ring)
+
+    @property
+    def float8_tile_bytes(self) -> int:
+        """A K or V tile in FP8."""
+        return self.tile_n * self.head_dim if self.converts else 0
+
+    @property
+    def float8_bytes(self) -> int:
+        """A ring of such tiles."""
+        return self.shape.raw_stages * self.float8_tile_bytes
 
     # Tiles.
 
@@ -292,7 +364,17 @@ class AttentionConfig(KernelFeatures):
                 "sums", self.sums_bytes // FP32_BYTES, "float32", 0, "",
                 "row sums that paired consumers add up, of two tiles",
             ),
+            *self.float8_regions,
         )  # fmt: skip
+
+    @property
+    def float8_regions(self) -> tuple[memory.Region, ...]:
+        """What a converter adds to ``smem_regions``."""
+        if not self.converts:
+            return ()
+        size = len(self.rings) * self.float8_bytes
+        holds = f"{self.shape.raw_stages} x [{self.tile_n}, {self.head_dim}] of each, as they are loaded"
+        return (memory.Region("raw", size, "uint8", RAW_ALIGNMENT, "FP8", holds),)
 
     @property
     def p_bytes(self) -> int:
@@ -337,7 +419,9 @@ class AttentionConfig(KernelFeatures):
             ),
         )
         if self.scheduled:
-            q += self.record_barriers("scheduler", "consumers and load warp", warps + 1)
+            readers = warps + 1 + self.converts * (WARPGROUP_THREADS // WARP_THREADS)
+            roles = "consumers, converter and load warp" if self.converts else "consumers and load warp"
+            q += self.record_barriers("scheduler", roles, readers)
         if self.paired:
             pieces, parts = stages * self.pieces, stages * self.parts
             mine, other = "the tile's consumer, one thread a warp", "the other consumer"
@@ -353,6 +437,8 @@ class AttentionConfig(KernelFeatures):
                 Barrier("p_full", WEIGHT_STAGES, warps, mine, other, "P and statistics are in shared memory"),
                 Barrier("p_empty", WEIGHT_STAGES, warps, other, "the tile's consumer", "PV has read P"),
             )
+        if self.converts:
+            return (*q, *self.conversion_barriers)
         if self.shared_kv:
             return (
                 *q,
@@ -366,3 +452,26 @@ class AttentionConfig(KernelFeatures):
             Barrier("v_full", stages, 1, filled, "consumers", "V tile is in shared memory"),
             Barrier("v_empty", stages, warps, warp, load, "PV has read the V tile"),
         )
+
+    @property
+    def conversion_barriers(self) -> tuple[Barrier, ...]:
+        """mbarriers of K and V that are converted."""
+        stages, raw_stages, warps = self.kv_stages, self.shape.raw_stages, WARPGROUP_THREADS // WARP_THREADS
+        loaded, mine, warp = (
+            "load warp, expect_tx + TMA bytes",
+            "converter, one thread a warp",
+            "consumers, one thread a warp",
+        )
+        readers = self.consumers * warps
+        table = []
+        for name in self.rings:
+            tile = name.upper()
+            table += [
+                Barrier(
+                    f"raw_{name}_full", raw_stages, 1, loaded, "converter", f"{tile} tile is here in FP8"
+                ),
+                Barrier(f"raw_{name}_empty", raw_stages, warps, mine, "load warp", "it is in registers"),
+                Barrier(f"{name}_full", stages, warps, mine, "consumers", f"{tile} tile is here in 16 bits"),
+                Barrier(f"{name}_empty", stages, readers, warp, "converter", "the products have read it"),
+            ]
+        return tuple(table)

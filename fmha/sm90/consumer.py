@@ -13,13 +13,13 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Boolean, Float32, Int32
+from cutlass import BFloat16, Boolean, Float16, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from warpspec.common.device import tma
 from warpspec.common.device.wgmma import COLUMNS, PAIR, THREAD_ROWS, elements, flat, multiply
-from warpspec.common.hardware import WARPGROUP_THREADS
+from warpspec.common.hardware import WARP_ROWS, WARP_THREADS, WARPGROUP_THREADS
 from warpspec.fmha.device import unseen
 from warpspec.fmha.device.logits import LogitNumbers, map_scores, negate_scores, unit
 from warpspec.fmha.device.mask import hide
@@ -29,11 +29,12 @@ from warpspec.fmha.sm90.config import CLEAR_BARRIER, FIRST_ORDER_BARRIER
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
 
 ONE_WARPGROUP = (1, 1, 1)
+DTYPES = {"bfloat16": BFloat16, "float16": Float16}
 
 
 class Products(NamedTuple):
     """Both products of a consumer. q (MMA, MMA_M, MMA_K, STAGE), k, v (MMA, MMA_N, MMA_K, STAGE): descriptors of
-    shared memory. s, o (n): fp32 registers. p (MMA, MMA_M, MMA_K): registers in q's dtype."""
+    shared memory. s, o (n): fp32 registers. p (MMA, MMA_M, MMA_K): registers in V's dtype."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -70,7 +71,8 @@ def products(config, dtype, q_base, k_base, v_base, part) -> Products:
     """q_base: of this consumer's Q; v_base is k_base where V is K. part: of O's columns."""
     rows, keys, depth, columns = WARPGROUP_ROWS, config.tile_n, config.heads.qk_room, config.o_columns
     room = config.heads.v_room // config.column_parts  # columns of V in shared memory
-    qk, pv = make_qk(config, dtype), make_pv(config, dtype)
+    p_dtype = DTYPES[config.p_dtype]
+    qk, pv = make_qk(config, dtype), make_pv(config, p_dtype, config.pv_columns)
 
     def shared(base, layout):
         return cute.make_tensor(cute.recast_ptr(base, layout.inner, dtype=dtype), layout.outer)
@@ -79,21 +81,21 @@ def products(config, dtype, q_base, k_base, v_base, part) -> Products:
     q = shared(q_base, hopper.make_smem_layout_a(row_major, (rows, keys, depth), dtype, 1))
     k = shared(k_base, hopper.make_smem_layout_b(row_major, (rows, keys, depth), dtype, config.kv_stages))
     # V's blocks of columns lie one behind another; a part begins with some block, a stage is all of them.
-    v_layout = hopper.make_smem_layout_b(column_major, (rows, room, keys), dtype, 1)
+    v_layout = hopper.make_smem_layout_b(column_major, (rows, room, keys), p_dtype, 1)
     stages = cute.make_layout(config.kv_stages, stride=keys * config.heads.v_room)
     part_bytes = config.v_tile_bytes // config.column_parts
     v_part = (v_base + part * part_bytes).align(tma.TILE_ALIGNMENT)
-    v_first = cute.make_tensor(cute.recast_ptr(v_part, v_layout.inner, dtype=dtype), v_layout.outer)
+    v_first = cute.make_tensor(cute.recast_ptr(v_part, v_layout.inner, dtype=p_dtype), v_layout.outer)
     v_first = v_first[None, None, 0]
     v = cute.make_tensor(v_first.iterator, cute.append(v_first.layout, stages))
-    wide = pv if room == columns else make_pv(config, dtype, room)  # describes whole spans of V
+    wide = pv if room == columns else make_pv(config, p_dtype, room)  # describes whole spans of V
     qk_slice = qk.get_slice(0)
     return Products(
         q=qk.make_fragment_A(qk_slice.partition_A(q)),
         k=qk.make_fragment_B(qk_slice.partition_B(k)),
         v=wide.make_fragment_B(wide.get_slice(0).partition_B(v)),
         s=cute.make_rmem_tensor(qk.partition_shape_C((rows, keys)), Float32),
-        p=cute.make_rmem_tensor(pv.partition_shape_A((rows, keys)), dtype),
+        p=cute.make_rmem_tensor(pv.partition_shape_A((rows, keys)), p_dtype),
         o=cute.make_rmem_tensor(pv.partition_shape_C((rows, columns)), Float32),
     )
 
@@ -137,7 +139,7 @@ class Work:
         k = self.mma.k[None, None, None, (self.use + step) % self.config.kv_stages]
         q = self.mma.q[None, None, None, 0]
         multiply(
-            make_qk(self.config, self.mma.p.element_type),
+            make_qk(self.config, DTYPES[self.config.dtype]),
             self.mma.s,
             q,
             k,
@@ -148,7 +150,13 @@ class Work:
     def issue_pv(self, step) -> None:
         """O plus P V of the step-th KV tile."""
         v = self.mma.v[None, None, None, (self.use + step) % self.config.kv_stages]
-        multiply(make_pv(self.config, self.mma.p.element_type), self.mma.o, self.mma.p, v, True)
+        multiply(
+            make_pv(self.config, self.mma.p.element_type, self.config.pv_columns),
+            self.mma.o,
+            self.mma.p,
+            v,
+            True,
+        )
 
     def release_k(self, step) -> None:
         """QK has read the K tile; where it is V too, PV is still to come."""
@@ -166,6 +174,13 @@ class Work:
     def idle(self) -> Boolean:
         """None of the consumer's rows is a query's."""
         return Boolean(self.tile.first_query_of(self.row_group) >= self.tile.seq_q)
+
+    @property
+    def warp_has_rows(self) -> Boolean:
+        """Some row of the warp is a query's."""
+        rows = (self.tile.seq_q - self.tile.first_query_of(self.row_group)) * self.config.pack
+        warp = cute.arch.make_warp_uniform(self.thread // WARP_THREADS)
+        return Boolean(warp * WARP_ROWS < rows)
 
     @property
     def several(self) -> Boolean:
@@ -317,6 +332,36 @@ def weigh(work, step, state, masked: cutlass.Constexpr):
 
     masked: some row may not see some key of the tile.
     """
+    config, span = work.config, work.tile.span
+    factors, moved = (Float32(1.0),) * THREAD_ROWS, Boolean(False)
+    if cutlass.const_expr(config.skips_idle_warps):
+        if work.warp_has_rows:
+            state, factors, moved = weigh_rows(work, step, state, masked)
+    else:
+        state, factors, moved = weigh_rows(work, step, state, masked)
+    if cutlass.const_expr(masked and (config.band or config.ends_in_tile)):  # noqa: SIM102
+        if span.has_unseen(span.tile(step), config.tile_n):
+            use = work.use + step
+            barrier, threads = CLEAR_BARRIER, config.consumer_threads
+            if cutlass.const_expr(config.paired):  # the tile is this consumer's alone, and here since QK
+                barrier, threads = CLEAR_BARRIER + work.consumer, WARPGROUP_THREADS
+            else:
+                work.v_full.wait(use)
+            first_key = span.tile(step) * config.tile_n
+            stage = work.v_base + use % config.kv_stages * config.v_tile_bytes
+            if cutlass.const_expr(config.paired):  # noqa: SIM114
+                unseen.clear(config, span, first_key, work.thread, stage)
+                cute.arch.fence_view_async_shared()
+            elif work.consumer == 0:  # two writers of one place are a race, even of zeros
+                unseen.clear(config, span, first_key, work.thread, stage)
+                cute.arch.fence_view_async_shared()
+            cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
+    return state, factors, moved
+
+
+@cute.jit
+def weigh_rows(work, step, state, masked: cutlass.Constexpr):
+    """``weigh`` of the thread's rows, without what V needs."""
     config, span, numbers = work.config, work.tile.span, work.numbers
     score_unit = unit(config.logits, numbers)
     references, maxima, sums = state
@@ -342,20 +387,4 @@ def weigh(work, step, state, masked: cutlass.Constexpr):
         total = sums[r] * factor + total
         new.append((reference, highest, total, factor, moved))
     references, maxima, sums, factors, moved = zip(*new, strict=True)
-    if cutlass.const_expr(masked and (config.band or config.ends_in_tile)):  # noqa: SIM102
-        if span.has_unseen(span.tile(step), config.tile_n):
-            use = work.use + step
-            barrier, threads = CLEAR_BARRIER, config.consumer_threads
-            if cutlass.const_expr(config.paired):  # the tile is this consumer's alone, and here since QK
-                barrier, threads = CLEAR_BARRIER + work.consumer, WARPGROUP_THREADS
-            else:
-                work.v_full.wait(use)
-            stage = work.v_base + use % config.kv_stages * config.v_tile_bytes
-            if cutlass.const_expr(config.paired):  # noqa: SIM114
-                unseen.clear(config, span, first_key, work.thread, stage)
-                cute.arch.fence_view_async_shared()
-            elif work.consumer == 0:  # two writers of one place are a race, even of zeros
-                unseen.clear(config, span, first_key, work.thread, stage)
-                cute.arch.fence_view_async_shared()
-            cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
     return (references, maxima, sums), factors, moved[0] | moved[1]

@@ -11,6 +11,7 @@ from cutlass import Boolean, Float32, Int32
 from warpspec.common.device.wgmma import VECTOR, flat, store_row
 from warpspec.fmha.device.logits import unit
 from warpspec.fmha.device.results import of_split, piece_statistics, statistics
+from warpspec.fmha.device.scales import value_factor
 from warpspec.fmha.device.unseen import recompute, tainted
 from warpspec.fmha.features import BLOCK, Schedule
 from warpspec.fmha.sm90.fragment import PAIR, QUAD, THREAD_ROWS, elements, row_columns
@@ -81,6 +82,7 @@ def finish_row(work, r: cutlass.Constexpr, state, operands) -> tuple:
     teller = replace(row, member=row.member + work.part * QUAD)
     score_unit = unit(config.logits, work.numbers)
     factor = statistics(config, teller, place, work.tile, row_state, operands, score_unit, empty)
+    factor = value_factor(config, operands, work.tile, factor)
     untaint(work, r, place, references[r], total, operands)
     return place, factor, empty
 
@@ -100,6 +102,7 @@ def write_piece(work, state, operands):
         ]  # (D + 4)
         row_state = (references[r], maxima[r], total)
         factor = piece_statistics(config, row, target, row_state, unit(config.logits, work.numbers), empty)
+        factor = value_factor(config, operands, tile, factor)
         untaint(work, r, place, references[r], total, operands)
         for i in elements(o, r):
             o[i] = o[i] * factor

@@ -22,6 +22,7 @@ from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, AttentionHost
 from warpspec.fmha.device.line import chunks_of, place_chunks, write_join
 from warpspec.fmha.device.logits import LogitNumbers
 from warpspec.fmha.device.record import records_of
+from warpspec.fmha.device.scales import score_numbers
 from warpspec.fmha.device.tiles import each_tile, schedule
 from warpspec.fmha.features import Schedule
 from warpspec.fmha.sm90.consumer import (
@@ -32,6 +33,7 @@ from warpspec.fmha.sm90.consumer import (
     pass_turn,
     products,
 )
+from warpspec.fmha.sm90.convert import convert
 from warpspec.fmha.sm90.epilogue import epilogue
 from warpspec.fmha.sm90.fragment import thread_rows
 from warpspec.fmha.sm90.load import load
@@ -41,7 +43,7 @@ from warpspec.fmha.sm90.rings import Source
 
 class Shared(NamedTuple):
     """Where the regions of shared memory begin. q, k, v, p: Uint8 pointers; v is k where V is K. statistics, sums:
-    Float32 pointers, of paired consumers."""
+    Float32 pointers, of paired consumers. raw: Uint8 pointer to the rings of FP8 tiles."""
 
     q: cute.Pointer
     k: cute.Pointer
@@ -49,6 +51,7 @@ class Shared(NamedTuple):
     p: cute.Pointer
     statistics: cute.Pointer
     sums: cute.Pointer
+    raw: cute.Pointer
 
 
 class Attention(AttentionHost):
@@ -79,7 +82,6 @@ class Attention(AttentionHost):
     def kernel(self, operands, atoms, coordinates, where, numbers):
         config = self.config
         dtype = operands.q.element_type
-        thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
 
         # 1. Shared memory: barriers, Q of every consumer, K and V, what paired consumers pass each other.
@@ -107,28 +109,61 @@ class Attention(AttentionHost):
             storage.p.data_ptr(),
             storage.statistics.data_ptr(),
             storage.sums.data_ptr(),
+            storage.raw.data_ptr() if cutlass.const_expr(config.converts) else k_base,
         )
-        if warp >= config.load_warp:
-            if cutlass.const_expr(config.schedule is Schedule.LINE):  # noqa: SIM102
-                if warp == config.join_warp:
-                    write_join(config, operands, where.line, where.cursors)
-            cute.arch.setmaxregister_decrease(config.shape.producer_registers)
-            if warp < config.load_warp + config.parts:
-                part = warp - config.load_warp if cutlass.const_expr(config.parts > 1) else 0
-                source = Source(config, operands, atoms, coordinates, shared, dtype, part)
-                load(config, channels, source, tiles)
-            elif cutlass.const_expr(config.scheduled):  # noqa: SIM102
-                if warp == config.scheduler_warp:
-                    schedule(config, channels, operands, where, tiles)
-        else:
-            cute.arch.setmaxregister_increase(config.shape.consumer_registers)
-            consumer = warp // (WARPGROUP_THREADS // WARP_THREADS)
-            if cutlass.const_expr(config.paired):  # each has code of its own: ``pair`` says why
-                for each in cutlass.range_constexpr(config.consumers):
-                    if consumer == each:
-                        consume(config, channels, shared, operands, tiles, numbers, dtype, thread, each)
+        if cutlass.const_expr(config.converts):
+            if warp >= config.convert_warp:
+                set_registers(config, config.shape.converter_registers)
+                rings = tuple(shared.raw + i * config.float8_bytes for i in range(len(config.rings)))
+                convert(config, channels, operands, rings, (shared.k, shared.v), tiles)
             else:
-                consume(config, channels, shared, operands, tiles, numbers, dtype, thread, consumer)
+                play(config, channels, shared, operands, (atoms, coordinates), where, tiles, numbers, dtype)
+        else:
+            play(config, channels, shared, operands, (atoms, coordinates), where, tiles, numbers, dtype)
+
+
+@cute.jit
+def play(
+    config: cutlass.Constexpr,
+    channels: cutlass.Constexpr,
+    shared: cutlass.Constexpr,
+    operands,
+    maps,
+    where,
+    tiles,
+    numbers,
+    dtype: cutlass.Constexpr,
+):
+    """The roles of the producer's warpgroup and of the consumers. maps: TMA's atoms and coordinates."""
+    thread, _, _ = cute.arch.thread_idx()
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    if warp >= config.load_warp:
+        if cutlass.const_expr(config.schedule is Schedule.LINE):  # noqa: SIM102
+            if warp == config.join_warp:
+                write_join(config, operands, where.line, where.cursors)
+        cute.arch.setmaxregister_decrease(config.shape.producer_registers)
+        if warp < config.load_warp + config.parts:
+            part = warp - config.load_warp if cutlass.const_expr(config.parts > 1) else 0
+            source = Source(config, operands, *maps, shared, dtype, part)
+            load(config, channels, source, tiles)
+        elif cutlass.const_expr(config.scheduled):  # noqa: SIM102
+            if warp == config.scheduler_warp:
+                schedule(config, channels, operands, where, tiles)
+    else:
+        cute.arch.setmaxregister_increase(config.shape.consumer_registers)
+        consumer = warp // (WARPGROUP_THREADS // WARP_THREADS)
+        if cutlass.const_expr(config.paired):  # each has code of its own: ``pair`` says why
+            for each in cutlass.range_constexpr(config.consumers):
+                if consumer == each:
+                    consume(config, channels, shared, operands, tiles, numbers, dtype, thread, each)
+        else:
+            consume(config, channels, shared, operands, tiles, numbers, dtype, thread, consumer)
+
+
+def set_registers(config, registers: int) -> None:
+    """Give a warpgroup its registers, more or fewer than at launch."""
+    more = registers * config.threads >= config.register_pool
+    (cute.arch.setmaxregister_increase if more else cute.arch.setmaxregister_decrease)(registers)
 
 
 def where_of(config, operands, numbers):
@@ -216,7 +251,7 @@ def consume_tile(role, tile, uses):
         role.thread,
         use,
         q_use,
-        role.numbers,
+        score_numbers(config, operands, tile, role.numbers),
         role.shared.v,
     )
     if cutlass.const_expr(config.skips_idle):

@@ -37,7 +37,12 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, source, where):
     """
     role = Loader(config, channels, source, where)
     _, use = each_tile(config, source.operands, where, load_tile, role, (Int32(0), Int32(0)))
-    drain(tuple(channels[name + "_empty"] for name in config.rings), use, config.parts, source.part)
+    drain(
+        tuple(channels[config.load_ring(name) + "_empty"] for name in config.rings),
+        use,
+        config.parts,
+        source.part,
+    )
 
 
 @cute.jit
@@ -66,7 +71,8 @@ def load_tile(role, tile, uses):
         places = kv_places(config, source.operands, tile, span.tile(step))
         for i, name in enumerate(config.rings):
             ring = source.kv(tile, i)
-            full, empty = channels[name + "_full"], channels[name + "_empty"]
+            loaded = config.load_ring(name)
+            full, empty = channels[loaded + "_full"], channels[loaded + "_empty"]
             empty.wait_previous((use + step) * config.parts + part)
             if cutlass.const_expr(config.pieces == 1):  # a loop of one would take registers all the same
                 load_piece(config, name, ring, full, use + step, 0, places)
@@ -84,7 +90,7 @@ def load_piece(
 ):
     """One piece of a KV tile. use: of its mbarrier; piece: which of the tile's."""
     blocks, pages = config.kv_boxes(name)
-    full.expect_bytes(use, config.ring_tile_bytes(name) // config.pieces)
+    full.expect_bytes(use, config.load_tile_bytes(name) // config.pieces)
     for block in cutlass.range(blocks // config.pieces, unroll=1):
         for page in cutlass.range_constexpr(pages):
             row, source = places[page]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
@@ -53,5 +54,9 @@ class Source:
         )
         tiles = cute.group_modes(tiles, 3, 6)
         # A stage's boxes stand in it one after another: a block of D, in it the pages.
-        shared = tma.shared_tiles(self.shared[1 + number], self.dtype, box, config.kv_stages * boxes)
+        if config.converts:
+            base = self.shared.raw + number * config.float8_bytes
+            shared = tma.plain_tiles(base, cutlass.Uint8, box, config.load_stages * boxes)
+        else:
+            shared = tma.shared_tiles(self.shared[1 + number], self.dtype, box, config.kv_stages * boxes)
         return tma.TileRing.make(self.atoms[1 + number], tiles, shared)

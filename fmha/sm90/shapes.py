@@ -17,6 +17,9 @@ from warpspec.fmha.problem import AttentionProblem
 # Decoding at D 64 and 128 in CTAs of one consumer: fitted to 22 shapes on an H200
 # (docs/records/2026-11-23-packed-batches.md).
 DECODE_LOADS = Loads(one=28, two=22.5, all=18, spread=0.75)
+# Of FP8 keys, in bytes that the same numbers would have in bf16: the conversion binds, and one CTA on an SM does nearly
+# what two do. Measured on an H200 at three shapes.
+FLOAT8_LOADS = Loads(one=20, two=25, all=25, spread=1)
 WARPGROUP_ROWS = 64  # query rows of a consumer warpgroup: M of wgmma
 
 
@@ -24,7 +27,9 @@ WARPGROUP_ROWS = 64  # query rows of a consumer warpgroup: M of wgmma
 class Shape:
     """consumers: warpgroups of 64 query rows each. tile_n: keys of a KV tile. kv_stages: KV tiles in flight.
     ctas_per_sm: that registers and shared memory are budgeted for. consumer_registers, producer_registers: of a
-    thread, set by setmaxnreg. column_parts: consumers that share 64 rows, each with a part of O's columns."""
+    thread, set by setmaxnreg. column_parts: consumers that share 64 rows, each with a part of O's columns. raw_stages,
+    converter_registers: where K and V are FP8, tiles that are loaded ahead of their conversion, and registers of a
+    thread that converts."""
 
     consumers: int
     tile_n: int
@@ -33,6 +38,8 @@ class Shape:
     consumer_registers: int
     producer_registers: int
     column_parts: int = 1
+    raw_stages: int = 0
+    converter_registers: int = 0
 
 
 # Many rows: O, S and P of 64 rows in a consumer's registers decide how many consumers and keys fit.
@@ -88,6 +95,18 @@ SMALL_KEYS = 1024
 # K and V one tensor: a stage holds both, so that the keys of a tile may be twice as many. Nothing else fits.
 SHARED = {512: Shape(2, 64, 2, 1, 240, 24, column_parts=2)}
 
+# K and V in FP8. A warpgroup converts them, and needs registers; tiles are loaded ahead of it.
+FLOAT8 = {
+    64: Shape(2, 128, 3, 1, 208, 24, raw_stages=3, converter_registers=72),
+    128: Shape(2, 128, 2, 1, 208, 24, raw_stages=2, converter_registers=72),
+    256: Shape(2, 64, 2, 1, 208, 24, raw_stages=1, converter_registers=72),
+}
+FLOAT8_DECODE = {
+    64: Shape(1, 64, 3, 2, 160, 24, raw_stages=4, converter_registers=56),
+    128: Shape(1, 64, 2, 2, 160, 24, raw_stages=2, converter_registers=56),
+    256: Shape(1, 64, 2, 1, 240, 24, raw_stages=2, converter_registers=120),
+}
+
 
 def choose_shape(problem: AttentionProblem, target: Target, pack: int, splits: bool) -> Shape:
     """The shape for a problem, among others by how many tiles each SM of the target gets.
@@ -95,6 +114,8 @@ def choose_shape(problem: AttentionProblem, target: Target, pack: int, splits: b
     pack: heads of a KV group that share a tile. splits: keys are split, which matters for few rows only.
     """
     dim = class_of(problem.heads.v)
+    if problem.kv_format is not None:
+        return (FLOAT8_DECODE if problem.seq_q <= WARPGROUP_ROWS // pack else FLOAT8)[dim]
     if problem.shared_kv and dim in SHARED:
         return SHARED[dim]
     if problem.seq_q <= WARPGROUP_ROWS // pack:

@@ -196,7 +196,7 @@ def test_soft_cap():
 
 REFUSED = {
     "dropout_p": 0.1, "alibi_slopes": torch.zeros(4), "qv": torch.zeros(1), "attention_chunk": 128,
-    "q_descale": torch.ones(1), "k_descale": torch.ones(1), "v_descale": torch.ones(1), "score_mod": max,
+    "q_descale": torch.ones(1), "score_mod": max,
     "mask_mod": max, "seqused_q": int32(1), "gather_kv_indices": int32(1),
 }  # fmt: skip
 

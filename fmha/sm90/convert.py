@@ -1,0 +1,105 @@
+"""The converter, a warpgroup: FP8 tiles of K and V, as TMA has loaded them, become the 16-bit tiles that the products
+read.
+
+A row of an FP8 tile has D bytes, without a swizzle. A thread takes 16 codes at a time and stores two chunks of 16 bytes
+with the 128-byte swizzle. Eight neighbouring threads have codes of two rows, so that neither their loads nor their
+stores meet on a bank: of D 64 both rows; of larger D the first half of a block pair in one row and the second half in
+the other, then the other way round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from warpspec.common.device import tma
+from warpspec.common.device.float8 import widened
+from warpspec.common.device.words import load_shared, store_shared
+from warpspec.common.hardware import VECTOR_BYTES, WARPGROUP_THREADS
+from warpspec.fmha.device.tiles import each_tile
+from warpspec.fmha.features import BLOCK
+
+SWIZZLE_ROWS = 8  # after so many rows the swizzle begins again
+OCTET = 8  # threads whose accesses of 16 bytes pass shared memory together
+PIECES = BLOCK // VECTOR_BYTES  # of a row of a block: 16 codes each
+BATCH = 4  # vectors that a thread has in registers
+
+
+@dataclass(frozen=True)
+class Converter:
+    """What the converter has for all of its tiles. raw, wide: Uint8 pointers to the rings, by ``config.rings``."""
+
+    config: object
+    channels: dict
+    raw: tuple
+    wide: tuple
+    thread: Int32
+
+
+@cute.jit
+def convert(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands, raw, wide, where):
+    """Convert every K and V tile of the CTA, in the order in which they are loaded.
+
+    Consumes: raw_k_full, raw_v_full; k_empty, v_empty, a stage of each before it is filled again. Produces: k_full,
+    v_full; raw_k_empty, raw_v_empty, one arrival a warp. Leaves only when every stage has been released.
+    """
+    thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
+    role = Converter(config, channels, raw, wide, thread)
+    use = each_tile(config, operands, where, convert_tile, role, Int32(0))
+    for last in cutlass.range(cutlass.max(use - config.kv_stages, 0), use, unroll=1):
+        for name in config.rings:
+            channels[name + "_empty"].wait(last)
+
+
+@cute.jit
+def convert_tile(role, tile, use):
+    """K and V of one tile's KV tiles. use: KV tiles before; returns those after."""
+    config = role.config
+    for step in cutlass.range(use, use + tile.span.count, unroll=1):
+        for i, name in enumerate(config.rings):
+            convert_stage(role, i, name, step)
+    return use + tile.span.count
+
+
+@cute.jit
+def convert_stage(role, ring: cutlass.Constexpr, name: cutlass.Constexpr, use):
+    """One K or V tile. ring: its number of ``config.rings``; name: its name."""
+    config, channels, thread = role.config, role.channels, role.thread
+    vectors = config.float8_tile_bytes // (WARPGROUP_THREADS * VECTOR_BYTES)
+    source = role.raw[ring].toint() + use % config.shape.raw_stages * config.float8_tile_bytes
+    target = role.wide[ring].toint() + use % config.kv_stages * config.kv_tile_bytes
+    channels["raw_" + name + "_full"].wait(use)
+    for first in cutlass.range_constexpr(0, vectors, BATCH):
+        batch = range(first, min(first + BATCH, vectors))
+        places = [place_of(config, thread, vector) for vector in batch]
+        codes = [load_shared(source + row * config.head_dim + column) for row, column in places]
+        if cutlass.const_expr(first + BATCH >= vectors):
+            channels["raw_" + name + "_empty"].arrive_warp(use)
+        if cutlass.const_expr(first == 0):
+            channels[name + "_empty"].wait_previous(use)
+        for i in cutlass.range_constexpr(len(places)):
+            row, column = places[i]
+            dtype = config.p_dtype if name == config.v_ring else config.dtype
+            wide = widened([codes[i][w] for w in range(4)], config.kv_format, dtype)
+            block, chunk = column // BLOCK, column % BLOCK // 8
+            at = target + (block * config.tile_n + row) * tma.ROW_BYTES
+            chunk = (chunk ^ (row % SWIZZLE_ROWS)) * VECTOR_BYTES
+            store_shared(at + chunk, [wide[w] for w in range(4)])
+            store_shared(at + (chunk ^ VECTOR_BYTES), [wide[w] for w in range(4, 8)])
+    cute.arch.fence_view_async_shared()
+    channels[name + "_full"].arrive_warp(use)
+
+
+def place_of(config, thread: Int32, vector: int) -> tuple:
+    """(row, first column) of the thread's vector-th 16 codes of a tile."""
+    octet, member = thread // OCTET + vector * (WARPGROUP_THREADS // OCTET), thread % OCTET
+    half, piece = member // PIECES, member % PIECES
+    if config.blocks == 1:
+        return octet * 2 + half, piece * VECTOR_BYTES
+    turn, pair = octet % 2, octet // 2
+    row = pair // (config.blocks // 2) * 2 + (half ^ turn)
+    block = pair % (config.blocks // 2) * 2 + half
+    return row, block * BLOCK + piece * VECTOR_BYTES

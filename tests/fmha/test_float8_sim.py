@@ -1,0 +1,62 @@
+"""FP8 keys and values in the sm90 kernel, in the simulator, against FP32 on dequantised values."""
+
+import pytest
+import torch
+from helpers.float8_cases import Case, check
+from helpers.suites import long
+
+from warpspec import sim
+from warpspec.common.launch import simulating
+from warpspec.fmha import attention, attention_varlen
+
+FP16, E5M2 = torch.float16, torch.float8_e5m2
+PAGED = Case(1, 150, (16, 2), batch=2, page=16, lengths=(150, 33), scale="request")
+CASES = [
+    PAGED,
+    Case(70, 140, (2, 1), 64, dtype=FP16, float8=E5M2, window=(90, 0), sink=True, nan=True),
+    long(Case(1, 300, (16, 2), 64, batch=2, float8=E5M2, lengths=(300, 17), splits=2, scale="tensor")),
+    long(Case(1, 200, (8, 1), 256, dtype=FP16, scale=None)),
+    long(Case(130, 260, (2, 1), 128, causal=True, nan=True)),
+    long(Case(70, 140, (2, 1), 256, causal=True)),
+    long(Case(3, 200, (8, 2), 128, dtype=FP16, causal=True, shared=True)),
+    long(Case(2, 200, (8, 2), 128, normalize=False, page=64, lengths=(190,))),
+    long(Case(1, 1, (4, 1), 128)),
+]
+
+
+def run(arguments):
+    with simulating("sm_90a", seed=1):
+        results = attention(**arguments, return_lse=arguments["normalize"], backend="sim")
+    assert all(launch.local_bytes == 0 for launch in sim.last_report().launches)
+    return results
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_against_reference(case):
+    check(case, run)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", [PAGED, Case(130, 260, (2, 1), 128, causal=True)])
+def test_order_is_clean(case, check_order):
+    check(case, run)
+
+
+@pytest.mark.long
+def test_packed_queries():
+    """The rows of packed requests are those of a call for each."""
+    arguments = PAGED.arguments()
+    q, counts = torch.randn(7, 16, 128, generator=torch.Generator().manual_seed(5)).bfloat16(), (5, 2)
+    shared = {name: arguments[name] for name in ("page_table", "kv_lengths", "k_scale", "v_scale")}
+    with simulating("sm_90a"):
+        got = attention_varlen(
+            q, arguments["k"], arguments["v"], cu_seqlens_q=torch.tensor([0, 5, 7], dtype=torch.int32),
+            max_seqlen_q=5, causal=True, backend="sim", **shared,
+        )  # fmt: skip
+    for b, rows in enumerate(q.split(counts)):
+        own = {name: tensor[b : b + 1] for name, tensor in shared.items()}
+        wanted = attention(
+            rows[None], arguments["k"], arguments["v"], causal=True, backend="reference", **own
+        )[0]
+        piece = got[sum(counts[:b]) :][: counts[b]].float()
+        assert (piece - wanted.float()).norm() < 4e-3 * wanted.float().norm()
