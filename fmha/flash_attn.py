@@ -231,7 +231,7 @@ def flash_attn_with_kvcache(
         cache_leftpad=cache_leftpad,
         **others,
     )
-    options = _options(softmax_scale, causal, window_size, num_splits, softcap) | scales
+    options = _options(softmax_scale, causal, window_size, num_splits, softcap)
     table = _one_of(block_table=block_table, page_table=page_table)
     lengths = _one_of(cache_seqlens=cache_seqlens, seqused_k=seqused_k)
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
@@ -258,7 +258,7 @@ def flash_attn_with_kvcache(
         if not (is_same(k, v) and is_same(k_cache, v_cache)):
             check_output("v_cache", v_cache, {**read, "k_cache": k_cache})
         after = lengths + k.shape[1]
-        arguments = {"o": out, "sink": sink, "kv_lengths": after, "page_table": table}
+        arguments = {"o": out, "sink": sink, "kv_lengths": after, "page_table": table, **scales}
         check(
             Operands(*_plain(q, k_cache, v_cache), **arguments),
             Options(**options, return_lse=return_softmax_lse or return_lse),
@@ -267,7 +267,13 @@ def flash_attn_with_kvcache(
             _append(cache, new, lengths, table)
         lengths = after
     wants = return_softmax_lse or return_lse
-    options |= {"sink": sink, "out": out, "return_lse": wants, "page_table": table, "kv_lengths": lengths}
+    options |= {
+        "sink": sink,
+        "out": out,
+        "return_lse": wants,
+        "page_table": table,
+        "kv_lengths": lengths,
+    } | scales
     q, k_cache, v_cache = _plain(q, k_cache, v_cache)
     if cu_seqlens_q is None:
         result = attention(q, k_cache, v_cache, **options)
