@@ -91,8 +91,8 @@ def attention(
             scale * q.k, before bias, masks and sink. None or 0: there is none.
         k_scale, v_scale: fp32 [], [1], [Hkv] or [B, Hkv], on q's device, where the kernel reads them: k and v are FP8
             (torch.float8_e4m3fn or torch.float8_e5m2, both alike), and each stands for its code times its scale, which
-            is at least 0; None: 1. q stays in 16 bits and so does the arithmetic; codes are converted exactly. sm90
-            kernels, D 64, 128 and 256; no gradients.
+            is at least 0; None: 1. q stays in 16 bits and so does the arithmetic; codes are converted exactly. D 64,
+            128 and 256 with backend "sim" for sm_90a, any D with "reference"; not on a GPU yet. No gradients.
         backend: "auto", "sm100", "sm90" (native kernels, CUDA tensors), "sim" (the sm100 kernel executed on
             the CPU, CPU tensors) or "reference" (FP32 torch, any device). "auto": the device's kernel for
             CUDA tensors, "sim" for CPU tensors; the environment variable WARPSPEC_BACKEND overrides it.

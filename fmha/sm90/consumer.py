@@ -19,7 +19,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from warpspec.common.device import tma
 from warpspec.common.device.wgmma import COLUMNS, PAIR, THREAD_ROWS, elements, flat, multiply
-from warpspec.common.hardware import WARP_ROWS, WARP_THREADS, WARPGROUP_THREADS
+from warpspec.common.hardware import WARPGROUP_THREADS
 from warpspec.fmha.device import unseen
 from warpspec.fmha.device.logits import LogitNumbers, map_scores, negate_scores, unit
 from warpspec.fmha.device.mask import hide
@@ -150,13 +150,8 @@ class Work:
     def issue_pv(self, step) -> None:
         """O plus P V of the step-th KV tile."""
         v = self.mma.v[None, None, None, (self.use + step) % self.config.kv_stages]
-        multiply(
-            make_pv(self.config, self.mma.p.element_type, self.config.pv_columns),
-            self.mma.o,
-            self.mma.p,
-            v,
-            True,
-        )
+        pv = make_pv(self.config, self.mma.p.element_type, self.config.pv_columns)
+        multiply(pv, self.mma.o, self.mma.p, v, True)
 
     def release_k(self, step) -> None:
         """QK has read the K tile; where it is V too, PV is still to come."""
@@ -174,13 +169,6 @@ class Work:
     def idle(self) -> Boolean:
         """None of the consumer's rows is a query's."""
         return Boolean(self.tile.first_query_of(self.row_group) >= self.tile.seq_q)
-
-    @property
-    def warp_has_rows(self) -> Boolean:
-        """Some row of the warp is a query's."""
-        rows = (self.tile.seq_q - self.tile.first_query_of(self.row_group)) * self.config.pack
-        warp = cute.arch.make_warp_uniform(self.thread // WARP_THREADS)
-        return Boolean(warp * WARP_ROWS < rows)
 
     @property
     def several(self) -> Boolean:
@@ -332,36 +320,6 @@ def weigh(work, step, state, masked: cutlass.Constexpr):
 
     masked: some row may not see some key of the tile.
     """
-    config, span = work.config, work.tile.span
-    factors, moved = (Float32(1.0),) * THREAD_ROWS, Boolean(False)
-    if cutlass.const_expr(config.skips_idle_warps):
-        if work.warp_has_rows:
-            state, factors, moved = weigh_rows(work, step, state, masked)
-    else:
-        state, factors, moved = weigh_rows(work, step, state, masked)
-    if cutlass.const_expr(masked and (config.band or config.ends_in_tile)):  # noqa: SIM102
-        if span.has_unseen(span.tile(step), config.tile_n):
-            use = work.use + step
-            barrier, threads = CLEAR_BARRIER, config.consumer_threads
-            if cutlass.const_expr(config.paired):  # the tile is this consumer's alone, and here since QK
-                barrier, threads = CLEAR_BARRIER + work.consumer, WARPGROUP_THREADS
-            else:
-                work.v_full.wait(use)
-            first_key = span.tile(step) * config.tile_n
-            stage = work.v_base + use % config.kv_stages * config.v_tile_bytes
-            if cutlass.const_expr(config.paired):  # noqa: SIM114
-                unseen.clear(config, span, first_key, work.thread, stage)
-                cute.arch.fence_view_async_shared()
-            elif work.consumer == 0:  # two writers of one place are a race, even of zeros
-                unseen.clear(config, span, first_key, work.thread, stage)
-                cute.arch.fence_view_async_shared()
-            cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
-    return state, factors, moved
-
-
-@cute.jit
-def weigh_rows(work, step, state, masked: cutlass.Constexpr):
-    """``weigh`` of the thread's rows, without what V needs."""
     config, span, numbers = work.config, work.tile.span, work.numbers
     score_unit = unit(config.logits, numbers)
     references, maxima, sums = state
@@ -387,4 +345,20 @@ def weigh_rows(work, step, state, masked: cutlass.Constexpr):
         total = sums[r] * factor + total
         new.append((reference, highest, total, factor, moved))
     references, maxima, sums, factors, moved = zip(*new, strict=True)
+    if cutlass.const_expr(masked and (config.band or config.ends_in_tile)):  # noqa: SIM102
+        if span.has_unseen(span.tile(step), config.tile_n):
+            use = work.use + step
+            barrier, threads = CLEAR_BARRIER, config.consumer_threads
+            if cutlass.const_expr(config.paired):  # the tile is this consumer's alone, and here since QK
+                barrier, threads = CLEAR_BARRIER + work.consumer, WARPGROUP_THREADS
+            else:
+                work.v_full.wait(use)
+            stage = work.v_base + use % config.kv_stages * config.v_tile_bytes
+            if cutlass.const_expr(config.paired):  # noqa: SIM114
+                unseen.clear(config, span, first_key, work.thread, stage)
+                cute.arch.fence_view_async_shared()
+            elif work.consumer == 0:  # two writers of one place are a race, even of zeros
+                unseen.clear(config, span, first_key, work.thread, stage)
+                cute.arch.fence_view_async_shared()
+            cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
     return (references, maxima, sums), factors, moved[0] | moved[1]
