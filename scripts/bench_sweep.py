@@ -1,6 +1,7 @@
 """Attention, its gradients, softmax and top-k at many shapes, against every peer that runs them, on this GPU.
 
     python scripts/bench_sweep.py [--seed N] [--shapes N] [--only KIND ...]   shapes drawn at random
+    python scripts/bench_sweep.py --seeds N                                  by N new seeds, which it prints
     python scripts/bench_sweep.py --quick                                    a few of each kind
     python scripts/bench_sweep.py --cliffs                                   the fixed table of shapes that were slow
     python scripts/bench_sweep.py --cases FILE                               shapes, or results, of a JSON file
@@ -24,6 +25,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import random
 import sys
 import tempfile
 import time
@@ -309,7 +311,9 @@ def shapes_of(options) -> list[Shape]:
     elif options.cliffs:
         shapes = cliffs()
     else:
-        return draw_shapes(QUICK if options.quick else options.shapes, options.seed, tuple(options.only))
+        number = QUICK if options.quick else options.shapes
+        drawn = [shape for seed in options.seeds for shape in draw_shapes(number, seed, tuple(options.only))]
+        return list(dict.fromkeys(drawn))
     return list(dict.fromkeys(shape for shape in shapes if shape.kind in options.only))
 
 
@@ -324,8 +328,17 @@ def interleaved(shapes: Sequence[Shape]) -> list[Shape]:
 
 def parser() -> argparse.ArgumentParser:
     parser = driver.parser(__doc__, only=KINDS, markdown=True)
-    parser.add_argument("--seed", type=int, default=SEED, help="of the shapes (default %(default)s)")
-    parser.add_argument("--shapes", type=int, default=SHAPES, help="how many (default %(default)s)")
+    seeds = parser.add_mutually_exclusive_group()
+    seeds.add_argument(
+        "--seed",
+        type=int,
+        nargs="+",
+        default=[SEED],
+        dest="seeds",
+        help="of the shapes (default %(default)s)",
+    )
+    seeds.add_argument("--seeds", type=int, metavar="N", dest="new_seeds", help="so many new seeds instead")
+    parser.add_argument("--shapes", type=int, default=SHAPES, help="how many of a seed (default %(default)s)")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK} shapes")
     parser.add_argument("--cliffs", action="store_true", help="the fixed table")
     parser.add_argument("--cases", type=Path, metavar="FILE", help="shapes, or results of --json")
@@ -338,6 +351,9 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     options = parser().parse_args()
+    if options.new_seeds:
+        options.seeds = [random.SystemRandom().randrange(10**8) for _ in range(options.new_seeds)]
+        print(f"seeds {' '.join(map(str, options.seeds))}", flush=True)
     shapes = shapes_of(options)
     if options.list:
         for shape in shapes:
@@ -355,12 +371,12 @@ def main() -> None:
         header = driver.begin("flash-attn-4")
         if flash_attention() is None:
             print("flash-attn-4 is not installed: ratios are against the other peers")
-        speeds = gpu_bench.Speeds.measured()
-        print(speeds, flush=True)
+        speeds = gpu_bench.measured_speeds()
+        print(f"{speeds}, measured here", flush=True)
         results = sweep(interleaved(shapes), speeds, options.workers, options.seconds)
     print(f"\n{sweep_report.report(results, options.markdown)}", flush=True)
     if options.json:
-        about = {"header": header, "seed": options.seed, "speeds": speeds._asdict()}
+        about = {"header": header, "seeds": options.seeds, "speeds": speeds._asdict()}
         options.json.write_text(json.dumps(about | {"results": results}, indent=1))
 
 
