@@ -194,9 +194,11 @@ def rates(trainers: dict[str, Trainer], size: Size, tokens: torch.Tensor, timed:
     return {name: size.tokens / statistics.median(found) for name, found in times.items()}
 
 
-def curve(size: Size, name: str, lengths: list[int], steps: list[torch.Tensor], device: str) -> torch.Tensor:
-    """Losses of steps from the beginning."""
-    trainer = Trainer(size, name, MODES[0], lengths, device)
+def curve(
+    size: Size, name: str, mode: str, lengths: list[int], steps: list[torch.Tensor], device: str
+) -> torch.Tensor:
+    """Losses of steps from the beginning. mode: of MODES."""
+    trainer = Trainer(size, name, mode, lengths, device)
     return torch.stack([trainer.step(tokens) for tokens in steps]).float().cpu()
 
 
@@ -220,7 +222,7 @@ def measure(label: str, size: Size, options: argparse.Namespace, device: str) ->
     curves = {}
     if options.steps:
         for name, own in (*names.items(), (AGAIN, names[SDPA])):
-            curves[name] = curve(size, own, lengths, steps, device)
+            curves[name] = curve(size, own, MODES[0], lengths, steps, device)
     return {"rates": found, "curves": {name: each.tolist() for name, each in curves.items()}}
 
 

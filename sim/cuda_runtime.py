@@ -20,14 +20,13 @@ from warpspec.sim.device import (
     MAX_CLUSTER,
     MAX_GRID,
     MAX_PORTABLE_CLUSTER,
-    REGISTERS_PER_SM,
-    REGISTERS_PER_WARP_STEP,
     SHARED_PER_CTA_DEFAULT,
     SHARED_RESERVED,
     WARP_SIZE,
     Device,
 )
 from warpspec.sim.errors import HostError
+from warpspec.sim.limits import ctas_by_registers, register_shortage
 from warpspec.sim.memory import GlobalMemory
 
 CUDA_PREFIX = "_cu"  # of the entry points in host code
@@ -304,11 +303,10 @@ def set_device(_session: Session, ordinal: int) -> None:
 def occupancy(session: Session, out: int, kernel: int, threads: int, smem: int) -> None:
     r = session.kernel(kernel).resources
     warps = -(-threads // WARP_SIZE)
-    per_warp = -(-r.registers * WARP_SIZE // REGISTERS_PER_WARP_STEP) * REGISTERS_PER_WARP_STEP
     limits = [
         session.device.ctas_per_sm,
         session.device.threads_per_sm // (warps * WARP_SIZE),
-        REGISTERS_PER_SM // (per_warp * warps),
+        ctas_by_registers(r.registers, threads),
         session.device.shared_per_sm // (SHARED_RESERVED + r.static_smem + smem),
     ]
     _store(out, INT, min(limits))
@@ -482,5 +480,5 @@ def _check_launch(kernel: Kernel, grid, block, cluster, smem: int) -> None:
     )
     if smem > allowed:
         refuse(f"{smem} bytes of dynamic shared memory, at most {allowed}")
-    if kernel.resources.registers * threads > REGISTERS_PER_SM:
-        refuse(f"{threads} threads of {kernel.resources.registers} registers, an SM has {REGISTERS_PER_SM}")
+    if shortage := register_shortage(kernel.resources.registers, threads):
+        refuse(shortage)

@@ -14,6 +14,7 @@ MAX_BLOCK = (1024, 1024, 64)
 MAX_PORTABLE_CLUSTER = 8
 MAX_CLUSTER = 16
 REGISTERS_PER_SM = 65536
+SM_PARTITIONS = 4  # of an SM, each with a quarter of its registers; warps go to them in turn
 REGISTERS_PER_WARP_STEP = 256  # registers are given to a warp in steps of this many
 SHARED_PER_CTA_DEFAULT = 48 * 1024
 SHARED_RESERVED = 1024  # bytes of a CTA's shared memory that are the system's

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from warpspec.common.cubin import KernelResources
-from warpspec.sim.device import MAX_BLOCK, MAX_GRID, REGISTERS_PER_SM, Device
+from warpspec.sim.device import (
+    MAX_BLOCK,
+    MAX_GRID,
+    REGISTERS_PER_SM,
+    REGISTERS_PER_WARP_STEP,
+    SM_PARTITIONS,
+    Device,
+)
 from warpspec.sim.errors import HostError
 from warpspec.sim.instruction import Kernel
+from warpspec.sim.lanes import WARP_SIZE
 
 Dim3 = tuple[int, int, int]
 
@@ -76,8 +84,29 @@ def check_launch(
             f"{shared_bytes} bytes of shared memory a CTA (static and dynamic); {device.name} has "
             f"{device.shared_per_cta}"
         )
-    if resources is not None and resources.registers * threads > REGISTERS_PER_SM:
-        refuse(f"{threads} threads of {resources.registers} registers; an SM has {REGISTERS_PER_SM}")
+    if resources is not None and (shortage := register_shortage(resources.registers, threads)):
+        refuse(shortage)
+
+
+def register_shortage(registers: int, threads: int) -> str | None:
+    """Why an SM cannot hold a CTA of so many threads of so many registers; None where it can."""
+    if ctas_by_registers(registers, threads):
+        return None
+    return (
+        f"{threads} threads of {registers} registers; an SM has {REGISTERS_PER_SM}, "
+        f"{REGISTERS_PER_SM // SM_PARTITIONS} for every {SM_PARTITIONS}th warp"
+    )
+
+
+def ctas_by_registers(registers: int, threads: int) -> int:
+    """CTAs that an SM has registers for.
+
+    A warp's registers lie in one of the SM's partitions and are taken in steps: nine warps of 224 do not fit, although
+    they are fewer than an SM has (CUDA's occupancy calculation: warps count by fours).
+    """
+    per_warp = -(-registers * WARP_SIZE // REGISTERS_PER_WARP_STEP) * REGISTERS_PER_WARP_STEP
+    warps = -(-threads // (WARP_SIZE * SM_PARTITIONS))  # of one CTA in the fullest partition
+    return REGISTERS_PER_SM // SM_PARTITIONS // per_warp // warps
 
 
 def _product(shape: Dim3) -> int:

@@ -469,7 +469,7 @@ class AttentionConfig(KernelFeatures):
                 Barrier(
                     f"raw_{name}_full", raw_stages, 1, loaded, "converter", f"{tile} tile is here in FP8"
                 ),
-                Barrier(f"raw_{name}_empty", raw_stages, warps, mine, "load warp", "it is in registers"),
+                Barrier(f"raw_{name}_empty", raw_stages, warps, mine, "load warp", "it is in 16 bits"),
                 Barrier(f"{name}_full", stages, warps, mine, "consumers", f"{tile} tile is here in 16 bits"),
                 Barrier(f"{name}_empty", stages, readers, warp, "converter", "the products have read it"),
             ]

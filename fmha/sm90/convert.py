@@ -76,8 +76,6 @@ def convert_stage(role, ring: cutlass.Constexpr, name: cutlass.Constexpr, use):
         batch = range(first, min(first + BATCH, vectors))
         places = [place_of(config, thread, vector) for vector in batch]
         codes = [load_shared(source + row * config.head_dim + column) for row, column in places]
-        if cutlass.const_expr(first + BATCH >= vectors):
-            channels["raw_" + name + "_empty"].arrive_warp(use)
         if cutlass.const_expr(first == 0):
             channels[name + "_empty"].wait_previous(use)
         for i in cutlass.range_constexpr(len(places)):
@@ -90,6 +88,8 @@ def convert_stage(role, ring: cutlass.Constexpr, name: cutlass.Constexpr, use):
             store_shared(at + chunk, [wide[w] for w in range(4)])
             store_shared(at + (chunk ^ VECTOR_BYTES), [wide[w] for w in range(4, 8)])
     cute.arch.fence_view_async_shared()
+    # An arrival does not wait for the data of loads before it; here they have been used.
+    channels["raw_" + name + "_empty"].arrive_warp(use)
     channels[name + "_full"].arrive_warp(use)
 
 

@@ -13,7 +13,8 @@ from warpspec.sim.clocks.blocks import BlockCost
 from warpspec.sim.clocks.constants import Chip
 from warpspec.sim.clocks.replay import Placed, Replay, Result
 from warpspec.sim.clocks.trace import CtaTrace, LaunchTrace, Step
-from warpspec.sim.device import REGISTERS_PER_SM, REGISTERS_PER_WARP_STEP, SHARED_RESERVED, device_of
+from warpspec.sim.device import SHARED_RESERVED, device_of
+from warpspec.sim.limits import ctas_by_registers
 
 WARP = 32
 STREAMED_ROUNDS = 4  # of CTAs that are replayed where there are more
@@ -37,8 +38,7 @@ def residency(trace: LaunchTrace) -> Residency:
         "shared memory": device.shared_per_sm // (trace.shared_bytes + SHARED_RESERVED),
     }
     if trace.registers:
-        step = REGISTERS_PER_WARP_STEP
-        limits["registers"] = REGISTERS_PER_SM // (warps * (-(-trace.registers * WARP // step) * step))
+        limits["registers"] = ctas_by_registers(trace.registers, trace.threads)
     if trace.tmem_columns:
         limits["tensor memory"] = device.tmem_columns // trace.tmem_columns
     name = min(limits, key=limits.get)

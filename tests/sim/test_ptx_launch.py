@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import warpspec.sim as sim
+from warpspec.sim.limits import ctas_by_registers, register_shortage
 
 NAN = float("nan")
 MODULE = """
@@ -206,6 +207,16 @@ def test_limits_are_the_targets_own():
         sim.launch(text, grid=16, block=32, cluster=16, args=[x, x, 1.0, 4])
     with pytest.raises(sim.HostError, match=r"the simulator runs sm_90a, .* and sm_120a, not sm_80"):
         sim.launch(text.replace("sm_120a", "sm_80"), grid=1, block=32, args=[x, x, 1.0, 4])
+
+
+@pytest.mark.parametrize(
+    ("registers", "threads", "ctas"),
+    [(224, 256, 1), (224, 288, 0), (168, 384, 1), (168, 388, 0), (32, 128, 16)],
+)
+def test_registers_of_a_quarter_of_an_sm(registers, threads, ctas):
+    """A 9th warp of 224 registers fits an SM's 65536 registers, and none of its four partitions."""
+    assert ctas_by_registers(registers, threads) == ctas
+    assert (register_shortage(registers, threads) is None) == (ctas > 0)
 
 
 def test_the_kernel_must_be_named_where_there_are_several():
