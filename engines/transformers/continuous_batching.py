@@ -26,7 +26,7 @@ from warpspec.fmha import attention, attention_varlen, flash_attn
 # transformers does without masks if a name contains "flash", and fills page tables if a 2 or 3 follows.
 NAME = "warpspec_flash2"
 PAGE_SETTING = "page_size (of ContinuousBatchingConfig; block_size before transformers 5.18)"
-UNSUPPORTED_ARGUMENTS = ("softcap", "head_mask", "position_bias", "output_attentions")
+UNSUPPORTED_ARGUMENTS = ("head_mask", "position_bias", "output_attentions")
 
 
 def prepare_continuous_batching(model: torch.nn.Module, backend: str = "auto", name: str = NAME) -> None:
@@ -102,6 +102,7 @@ def paged_attention_forward(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
+    softcap: float | None = None,
     backend: str = "auto",
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
@@ -135,7 +136,7 @@ def paged_attention_forward(
         read=None if read_index is None else read_index[layer.group],
         write=None if write_index is None else write_index[layer.group],
     )
-    options = dict(scale=scaling, sink=s_aux, backend=backend)
+    options = dict(scale=scaling, softcap=softcap, sink=s_aux, backend=backend)
     window = keys.window_of(sliding_window if layer.window else None, counts_own=True)
     if block_table is not None:
         return _decode(layer, step, q, k, v, options)[None], None
