@@ -13,6 +13,7 @@ COMMANDS = {
     "simulate": "warpspec.cli.simulate",
     "validate": "warpspec.cli.validate",
     "bench": "warpspec.cli.bench",
+    "tune": "warpspec.cli.tune",
 }
 DESCRIPTION = """\
 commands:
@@ -20,6 +21,7 @@ commands:
   simulate   run one operator at a shape in the simulator, instruction by instruction (needs no GPU)
   validate   compare operators with their FP32 definitions, on this machine's GPU or simulated
   bench      time an operator on this machine's GPU beside torch's own
+  tune       measure this machine's GPU, once, for the choice of kernels
 
 examples:
   python -m warpspec validate                                          is this installation right?

@@ -10,6 +10,7 @@ the L2 holds, except where one set does by itself.
 from __future__ import annotations
 
 import datetime
+import functools
 import importlib.metadata
 import shutil
 import statistics
@@ -17,6 +18,8 @@ import subprocess
 from collections.abc import Callable, Sequence
 
 import torch
+
+from warpspec.common.hardware import Speeds
 
 L2_MULTIPLES = 4  # rotated inputs and outputs together hold this many times the L2
 MOST_SETS = 256  # of rotated inputs: tiny shapes need no more
@@ -28,6 +31,8 @@ GRAPH_CALLS = 32  # in one captured graph
 GRAPH_US, MOST_GRAPH_CALLS, MOST_GRAPH_US = 1000.0, 128, 20_000.0  # of one graph of ``graph_times``
 WELL_BEHIND = 2.0  # times as slow as the fastest
 SHORT_ROUNDS = {"rounds": 20, "round_ms": 4.0}  # of gpu_times
+COPY_BYTES = 4 << 30  # of the copy that measures bandwidth: read once and written once
+MATMUL_SIZE = 8192  # rows, columns and reduction of the matrix product that measures FLOP/s
 
 PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "quack-kernels")
 
@@ -156,3 +161,26 @@ def graph_times(
             replays = {name: graphs[name][0].replay for name in names}
             times |= gpu_times(replays, [()], rounds=how[0], round_ms=how[1])
     return {name: times[name] / graphs[name][1] for name in candidates}
+
+
+def copy_bandwidth() -> float:
+    """TB/s of a device-to-device copy through torch: bytes read plus bytes written, over the median time."""
+    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    microseconds = gpu_times({"copy": target.copy_}, [(source,)])["copy"]
+    return 2 * COPY_BYTES / microseconds * 1e-6
+
+
+def matmul_rate() -> float:
+    """TFLOP/s of a large bf16 matrix product through torch, over the median time."""
+    a, b = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    out = torch.empty_like(a)
+    call = functools.partial(torch.matmul, out=out)
+    return 2 * MATMUL_SIZE**3 / gpu_times({"matmul": call}, [(a, b)], **SHORT_ROUNDS)["matmul"] * 1e-6
+
+
+def measured_speeds() -> Speeds:
+    """Those of the current device, which gets back the memory that this takes."""
+    found = Speeds(copy_bandwidth(), matmul_rate())
+    torch.cuda.empty_cache()
+    return found

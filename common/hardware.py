@@ -8,6 +8,7 @@ The limits of an SM are those of compute capabilities 9.0 and 10.x, which agree 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 KIB, MIB = 1 << 10, 1 << 20  # bytes
 
@@ -53,13 +54,29 @@ TMEM_COLUMNS = 512
 L2_SHARE = 2 / 3  # ``Gpu.l2_share`` of a GPU that is not listed: an H200's
 
 
+class Speeds(NamedTuple):
+    """What one GPU does at most. copy: TB/s of a large copy, bytes read plus bytes written. matmul: TFLOP/s of a large
+    bf16 matrix product."""
+
+    copy: float
+    matmul: float
+
+    def __str__(self) -> str:
+        return f"copy {self.copy:.2f} TB/s, bf16 matrix product {self.matmul:.0f} TFLOP/s"
+
+
+# Parts of data sheets' figures that a large copy and a large matrix product reach, as on an H200 and an H100.
+COPY_REACHED, MATMUL_REACHED = 0.89, 0.72
+H200_SPEEDS, H100_SPEEDS = Speeds(4.25, 710.0), Speeds(3.03, 690.0)  # measured
+
+
 @dataclass(frozen=True)
 class Gpu:
     """What is known of one GPU model.
 
     arch: compilation target. name: the model, a word of the name that CUDA reports. sm_count: number of SMs. l2_bytes:
     size of L2, as CUDA reports it. l2_share: the fraction of L2 in which plans expect K and V to stay while other data
-    passes through.
+    passes through. speeds: measured, or parts of the data sheet's.
     """
 
     arch: str
@@ -67,13 +84,20 @@ class Gpu:
     sm_count: int
     l2_bytes: int
     l2_share: float = L2_SHARE
+    speeds: Speeds = H200_SPEEDS
 
 
 # Attention's sections were tuned on an H200 with 40 MiB of K and V; an H100 gets the same from its smaller L2.
 MODELS = (
     Gpu("sm_90a", "H200", sm_count=132, l2_bytes=60 * MIB),
-    Gpu("sm_90a", "H100", sm_count=132, l2_bytes=50 * MIB, l2_share=0.8),
-    Gpu("sm_100a", "B200", sm_count=148, l2_bytes=126 * MIB),
+    Gpu("sm_90a", "H100", sm_count=132, l2_bytes=50 * MIB, l2_share=0.8, speeds=H100_SPEEDS),
+    Gpu(
+        "sm_100a",
+        "B200",
+        sm_count=148,
+        l2_bytes=126 * MIB,
+        speeds=Speeds(8.0 * COPY_REACHED, 2250.0 * MATMUL_REACHED),
+    ),
 )
 GPUS = {gpu.arch: gpu for gpu in MODELS}  # an architecture's last model stands for it without a device
 

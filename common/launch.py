@@ -19,8 +19,9 @@ import torch
 from warpspec.common.architecture import Architecture, architecture, architecture_of
 from warpspec.common.compile import compile_kernel
 from warpspec.common.errors import UnsupportedProblem
-from warpspec.common.hardware import GPUS, L2_SHARE, Gpu, gpu_model
+from warpspec.common.hardware import GPUS, H200_SPEEDS, L2_SHARE, MODELS, Gpu, Speeds, gpu_model
 from warpspec.common.simulator import simulator
+from warpspec.common.speeds import speeds_of
 
 _NOTHING = contextlib.nullcontext()
 
@@ -31,7 +32,7 @@ class Target:
 
     architecture: what they are compiled for. device: index of the CUDA device; None: the simulator, on CPU tensors.
     sm_count, l2_bytes: number of SMs and bytes of L2 that they are planned for; at least 1 SM, otherwise ValueError.
-    seed: from which the simulator draws the order of threads. l2_share: see ``hardware.Gpu``.
+    seed: from which the simulator draws the order of threads. l2_share, speeds: see ``hardware.Gpu``.
     """
 
     architecture: Architecture
@@ -40,6 +41,7 @@ class Target:
     l2_bytes: int
     seed: int = 0
     l2_share: float = L2_SHARE
+    speeds: Speeds = H200_SPEEDS
 
     def __post_init__(self):
         if not isinstance(self.sm_count, int) or self.sm_count < 1:
@@ -49,7 +51,7 @@ class Target:
     def of_model(cls, gpu: Gpu, device: int | None = None) -> Target:
         """A GPU model as target; without a device, the simulator."""
         found = architecture(gpu.arch)
-        return cls(found, device, gpu.sm_count, gpu.l2_bytes, l2_share=gpu.l2_share)
+        return cls(found, device, gpu.sm_count, gpu.l2_bytes, l2_share=gpu.l2_share, speeds=gpu.speeds)
 
     @property
     def l2_room(self) -> int:
@@ -152,7 +154,13 @@ def _device_target(device: torch.device) -> Target | None:
         properties.multi_processor_count,
         properties.L2_cache_size,
         l2_share=L2_SHARE if model is None else model.l2_share,
+        speeds=speeds_of(properties, model, _like(found)),
     )
+
+
+def _like(found: Architecture) -> Gpu:
+    """A model whose kernels an architecture runs."""
+    return next(gpu for gpu in reversed(MODELS) if architecture(gpu.arch).backend == found.backend)
 
 
 class Kernel:

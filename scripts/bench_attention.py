@@ -259,7 +259,7 @@ def paged() -> list[list]:
 
 def varlen() -> list[list]:
     """Requests of different lengths, from the fixed table of bench_sweep.py."""
-    rows, speeds = [], gpu_bench.Speeds.measured()
+    rows, speeds = [], gpu_bench.measured_speeds()
     for shape in sweep_shapes.cliffs():
         if not isinstance(shape, sweep_shapes.AttentionShape) or shape.form == "plain":
             continue

@@ -24,6 +24,8 @@ from warpspec.fmha.device.line import slot_of
 from warpspec.fmha.features import JOIN_WORDS
 from warpspec.fmha.join import BATCH, THREADS, JoinConfig
 
+GROUPS_ROUNDS = 2  # loads, barriers and the sum over groups of a row's pieces, in rounds of loads
+
 
 class Join:
     """``Join(config)(...)`` launches the kernel behind an attention launch."""
@@ -79,7 +81,7 @@ class Join:
             outputs = (sink, o, lse, row_max, row_sum)
             queries = cutlass.min(record.queries, config.row_groups * config.row_group_queries)
             rows = queries * config.pack
-            if count <= BATCH:
+            if row_each(config, rows, count):
                 for row in cutlass.range(
                     block * config.groups + group, rows, config.parts * config.groups, unroll=1
                 ):
@@ -96,6 +98,14 @@ class Join:
                         state = add_groups(config, shared, thread, state)
                         writes = Boolean(group == 0) & Boolean(row % config.pack < record.heads)
                         write_row(config, writes, tile.place(row), column, *state, outputs)
+
+
+def row_each(config: JoinConfig, rows, count) -> Boolean:
+    """Whether groups of threads have a row each, and load its pieces BATCH at a time: where rows are many, or pieces
+    few. Otherwise all groups share the pieces of one row after another, which takes GROUPS_ROUNDS as long each time."""
+    rounds = (rows + config.parts * config.groups - 1) // (config.parts * config.groups)
+    alone = rounds * ((count + BATCH - 1) // BATCH)
+    return Boolean(alone <= (rows + config.parts - 1) // config.parts * GROUPS_ROUNDS)
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,9 @@ class Loads:
 
 
 COUNTED = Loads(FILL_BYTES, FILL_BYTES, all=math.inf, spread=1)
+# Decoding at D 64 and 128 in CTAs of one consumer on sm_90a: fitted to 22 shapes on an H200
+# (docs/records/2026-11-23-packed-batches.md).
+DECODE_LOADS = Loads(one=28, two=22.5, all=18, spread=0.75)
 
 
 @lru_cache(maxsize=4096)

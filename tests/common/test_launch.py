@@ -10,6 +10,7 @@ from warpspec.common import launch
 from warpspec.common.architecture import ARCHITECTURES
 from warpspec.common.compile import fake_rows
 from warpspec.common.errors import UnsupportedProblem
+from warpspec.common.hardware import gpu_model
 from warpspec.common.launch import SIMULATED, SIMULATED_ARCH, Kernel, Target, target_of
 from warpspec.sim import SimReport
 
@@ -123,7 +124,8 @@ def cuda(monkeypatch):
 
 def test_a_device_is_asked_once_and_compiled_for_by_its_own_name(cuda):
     target = target_of(torch.device("cuda", 1))
-    assert target == Target(ARCHITECTURES["sm_103a"], 1, 160, 1 << 27) and target.native
+    assert target == Target(ARCHITECTURES["sm_103a"], 1, 160, 1 << 27, speeds=target.speeds) and target.native
+    assert target.speeds.copy == gpu_model("B200").speeds.copy, "its like"
     assert target_of(torch.device("cuda", 1)) is target and len(cuda.asked) == 1
 
 
