@@ -1,9 +1,9 @@
 """Times orders and pieces of attention's gradients (fmha/backward/schedule.py) on this machine's GPU.
 
-    python scripts/tune_gradients.py [--seed N] [--shapes N] [--seconds S] [--json FILE] [--list]
+    python scripts/tune_gradients.py [--seed N] [--shapes N] [--seconds S] [--only-fixed] [--json FILE] [--list]
 
 Each shape of a table, then random ones: the order that is chosen, others, a fixed order of dQ, and flash-attn-4 on the
-shapes of the table, in turn. Every variant's gradients are compared with the chosen one's. --list prints shapes and
+shapes of the table, in turn. --only-fixed: the chosen order and the fixed one alone. Every variant's gradients are compared with the chosen one's. --list prints shapes and
 choices for an H200; that needs no GPU. Kernels are compiled in processes of their own first.
 """
 
@@ -109,16 +109,16 @@ def problem_of(shape: Shape, deterministic: bool):
     )
 
 
-def variants(shape: Shape, target: Target) -> dict[str, tuple]:
-    """Name -> (deterministic, order, configuration), equal ones once."""
+def variants(shape: Shape, target: Target, orders=True) -> dict[str, tuple]:
+    """Name -> (deterministic, order, configuration), equal ones once. orders: others than the chosen one, too."""
     problem, ordered = (problem_of(shape, deterministic) for deterministic in (False, True))
     config = launch.plan(problem, target)
     order = choose_order(problem, config, target)
     rows = shape.heads_kv * (1 if shape.packed else len(shape.lengths))
-    orders = {CHOSEN: order, "by rows": Order(order.pieces, 1), "all rows": Order(order.pieces, rows)}
-    orders |= {f"{n} pieces": Order(n, order.section) for n in {1, 2, 4, shape.heads_q // shape.heads_kv}}
+    tried = {CHOSEN: order, "by rows": Order(order.pieces, 1), "all rows": Order(order.pieces, rows)}
+    tried |= {f"{n} pieces": Order(n, order.section) for n in {1, 2, 4, shape.heads_q // shape.heads_kv}}
     found = {}
-    for name, each in orders.items():
+    for name, each in tried.items() if orders else [(CHOSEN, order)]:
         item = (False, each, replace(config, cut=each.pieces > 1))
         if item not in found.values():
             found[name] = item
@@ -128,15 +128,15 @@ def variants(shape: Shape, target: Target) -> dict[str, tuple]:
     return found
 
 
-def kernels(shape: Shape, target: Target) -> list[tuple]:
+def kernels(shape: Shape, target: Target, orders: bool) -> list[tuple]:
     """(kernel, configuration) of all variants."""
     found = []
-    for deterministic, _, config in variants(shape, target).values():
+    for deterministic, _, config in variants(shape, target, orders).values():
         found += filter(None, launch.kernels(problem_of(shape, deterministic), target, config))
     return found
 
 
-def calls(shape: Shape, target: Target, peer: bool) -> dict:
+def calls(shape: Shape, target: Target, peer: bool, orders: bool) -> dict:
     """Name -> function without arguments to (dq, dk, dv)."""
     operands, options = shape.operands("cuda")
     names = {"causal": shape.causal, "window": options.window, "return_lse": True}
@@ -148,7 +148,7 @@ def calls(shape: Shape, target: Target, peer: bool) -> dict:
         else:
             o, lse = attention(operands.q, operands.k, operands.v, **names)
     full, do, found = operands._replace(o=o, lse=lse), torch.randn_like(o), {}
-    for name, (deterministic, order, config) in variants(shape, target).items():
+    for name, (deterministic, order, config) in variants(shape, target, orders).items():
         wanted = (True, True, True, False, False)
         own = options._replace(deterministic=deterministic)
         checked = backward_call.check(full, own, "auto", wanted, do, None)
@@ -165,9 +165,9 @@ def calls(shape: Shape, target: Target, peer: bool) -> dict:
     return found
 
 
-def measure(shape: Shape, target: Target, peer: bool) -> dict:
+def measure(shape: Shape, target: Target, peer: bool, orders: bool) -> dict:
     """Microseconds and largest relative differences from the chosen variant, by name."""
-    own = calls(shape, target, peer)
+    own = calls(shape, target, peer, orders)
     expected, errors = own[CHOSEN](), {}
     for name, call in list(own.items()):
         try:
@@ -185,6 +185,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=20261124)
     parser.add_argument("--shapes", type=int, default=47, help="random ones")
     parser.add_argument("--seconds", type=float, default=220.0, help="begin no shape after so many")
+    parser.add_argument(
+        "--only-fixed", action="store_true", help="no other orders than the chosen and a fixed one"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args()
@@ -199,13 +202,14 @@ def main() -> None:
     driver.need_gpu("--list needs none")
     start, target, results = time.monotonic(), target_of(torch.device("cuda", 0)), []
     driver.begin("flash-attn-4")
-    wanted = dict.fromkeys(item for shape in shapes for item in kernels(shape, target))
+    orders = not options.only_fixed
+    wanted = dict.fromkeys(item for shape in shapes for item in kernels(shape, target, orders))
     compile_all(list(wanted), target.arch, max(1, (os.cpu_count() or 2) - 1))
     for number, shape in enumerate(shapes):
         if time.monotonic() - start > options.seconds:
             print(f"{len(shapes) - number} shapes left out")
             break
-        result = measure(shape, target, number < len(TABLE))
+        result = measure(shape, target, number < len(TABLE), orders)
         results.append(result)
         print(json.dumps(result), flush=True)
         torch.cuda.empty_cache()

@@ -13,7 +13,7 @@ from warpspec.common.hardware import (
     WARP_THREADS,
     WARPGROUP_THREADS,
 )
-from warpspec.fmha.backward.features import BackwardFeatures, backward_features
+from warpspec.fmha.backward.features import WARPS, BackwardFeatures, backward_features
 from warpspec.fmha.backward.problem import BackwardProblem
 from warpspec.fmha.features import BLOCK, ELEMENT_BYTES, check_requests
 
@@ -23,6 +23,8 @@ TILE_M = {64: 128, 128: 64, 256: 64}  # queries of a tile, by D
 BIAS_DIM, BIAS_STAGES, BIAS_VECTOR = 128, 2, 8  # where a bias comes by TMA
 PAIRED_DIM = 256  # from which on both consumers have the same keys: one makes P and dV, the other dS and dK
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
+# Beside a turn warp, of a thread: of all at launch, and at D 128 of the consumers', which take what its warp gives up.
+TURN_LAUNCH_REGISTERS, TURN_CONSUMER_REGISTERS = 224, 248
 BARRIER_BYTES = 1024  # room for the mbarriers: what follows is aligned to it
 CONSUMER_BARRIER = 1  # named barrier of both consumers: dS is in shared memory, or rows have been cleared
 P_FACTOR = 2.0**14  # of P in fp16 from one paired consumer to the other: P is at most 1
@@ -56,7 +58,9 @@ class BackwardConfig(BackwardFeatures):
         super().__post_init__()
         assert self.parts == CONSUMERS * self.consumer_parts
         assert self.smem_bytes <= MAX_SMEM_PER_CTA
-        assert sum(self.registers) * WARPGROUP_THREADS <= REGISTERS_PER_SM
+        assert (
+            self.register_count <= (self.launch_registers or REGISTERS_PER_SM // self.threads) * self.threads
+        )
         assert self.paired or self.q_stages == self.do_stages + 1
         # S of the next step is issued before what is fetched in this one.
         assert (self.wants_q and not (self.paired or self.bias_tiles) and self.ahead > 1) or not self.late
@@ -108,11 +112,14 @@ class BackwardConfig(BackwardFeatures):
         """Parts of dQ that a consumer makes."""
         return 2 if self.paired else 1
 
-    # Warp roles: consumer warpgroups, then, of a pair, the producer's, of which one warp works.
+    # Warp roles: consumer warpgroups, then, of a pair, the producer's, of which one warp loads. Where dQ's order is
+    # fixed, a turn warp.
 
     @property
     def threads(self) -> int:
-        return (CONSUMERS + self.paired) * WARPGROUP_THREADS
+        if self.paired:
+            return self.consumer_threads + WARPGROUP_THREADS
+        return self.consumer_threads + WARP_THREADS * self.deterministic
 
     @property
     def load_warp(self) -> int:
@@ -120,11 +127,37 @@ class BackwardConfig(BackwardFeatures):
         return CONSUMERS * WARPGROUP_THREADS // WARP_THREADS if self.paired else 0
 
     @property
+    def turn_warp(self) -> int:
+        """It follows the consumers, and the load warp of a pair."""
+        return self.consumer_threads // WARP_THREADS + self.paired
+
+    @property
     def registers(self) -> tuple[int, ...]:
-        """Of a thread of each warpgroup."""
+        """Of a thread of each warpgroup, the last of which may be part of one."""
         if self.paired:
             return (CONSUMER_REGISTERS,) * CONSUMERS + (PRODUCER_REGISTERS,)
+        if self.moves_registers:
+            return (TURN_CONSUMER_REGISTERS,) * CONSUMERS + (PRODUCER_REGISTERS,)
+        if self.deterministic:
+            return (TURN_LAUNCH_REGISTERS,) * (CONSUMERS + 1)
         return (REGISTERS_PER_SM // self.threads - 1,) * CONSUMERS
+
+    @property
+    def launch_registers(self) -> int | None:
+        """Of a thread at launch, where that must be said; None: ptxas chooses. It would take 168, as for 384 threads:
+        too few in all for setmaxnreg."""
+        return TURN_LAUNCH_REGISTERS if self.deterministic and not self.paired else None
+
+    @property
+    def moves_registers(self) -> bool:
+        """Warps of the last warpgroup hand registers on to the consumers."""
+        return self.paired or self.dv_groups > 1
+
+    @property
+    def register_count(self) -> int:
+        """Of all threads."""
+        others = self.registers[-1]
+        return self.registers[0] * self.consumer_threads + others * (self.threads - self.consumer_threads)
 
     @property
     def consumer_threads(self) -> int:
@@ -162,9 +195,14 @@ class BackwardConfig(BackwardFeatures):
         return 2 if self.wants_q or self.stores_bias else 0
 
     @property
-    def takes_turns(self) -> bool:
-        """Warps add dQ of a step from registers when it is their turn, a step later (``exchange``)."""
-        return self.late and self.deterministic
+    def dv_groups(self) -> int:
+        """Groups in which dV of a block is issued. Beside turn warps D 128 has 248 registers a thread, not the 250 that
+        it takes to hold P until all of dV is there: dS takes the registers of a half of P as soon as that is done."""
+        return 2 if self.deterministic and self.head_dim == 2 * BLOCK else 1
+
+    @property
+    def turn_counts(self) -> int:
+        return CONSUMERS
 
     @property
     def ahead(self) -> int:
@@ -216,6 +254,17 @@ class BackwardConfig(BackwardFeatures):
             "consumers",
             "dS is there, dQ has read that of the step before, dV dO, and dK the Q before it",
         )
+        turns = (
+            Barrier(
+                "turn",
+                CONSUMERS,
+                1,
+                "turn warp, a thread for each",
+                "a consumer",
+                "the consumer may add its dQ",
+            ),
+            Barrier("added", CONSUMERS, WARPS, warp, "turn warp", "the consumer has added its dQ"),
+        )
         return (
             Barrier("k_full", 1, 1, filled, "consumers", "K is in shared memory"),
             Barrier("v_full", 1, 1, filled, "consumers", "V is in shared memory"),
@@ -225,4 +274,5 @@ class BackwardConfig(BackwardFeatures):
             Barrier("do_full", self.do_stages, 1, filled, "consumers", "dO is in shared memory"),
             *(released["do"] if self.paired else ()),
             *((exchanged,) if self.late else ()),
+            *(turns if self.deterministic else ()),
         )

@@ -94,7 +94,10 @@ class Work:
     def issue_dv(self, step, block: int) -> None:
         stage = step % self.config.do_stages
         columns = self.mma.do_columns[None, None, None, stage]
-        multiply(self.mma.rows, self.mma.dv, self.mma.p, columns, True, block * (BLOCK // MMA_K))
+        first, each = block * (BLOCK // MMA_K), BLOCK // MMA_K // self.config.dv_groups
+        for group in range(self.config.dv_groups):
+            p = cute.local_tile(self.mma.p, (*self.mma.p.shape[:2], each), (0, 0, group))
+            multiply(self.mma.rows, self.mma.dv, p, columns, True, first + group * each)
 
     def issue_dk(self, step, block: int) -> None:
         columns = self.mma.q_columns[None, None, None, step % self.config.q_stages]
@@ -176,9 +179,18 @@ def consume(
             pair.go_through(work)
         else:
             go_through(work)
+    if cutlass.const_expr(config.deterministic):  # dK and dV last: it takes fewer registers
+        finish_queries(work)
     results.write_keys(work)
-    if cutlass.const_expr(not config.paired):  # noqa: SIM102
-        if tile.steps > 0:
+    if cutlass.const_expr(not config.deterministic):
+        finish_queries(work)
+
+
+@cute.jit
+def finish_queries(work):
+    """dQ of the last step, where it is late."""
+    if cutlass.const_expr(not work.config.paired):  # noqa: SIM102
+        if work.tile.steps > 0:
             exchange.add_last(work)
 
 
@@ -217,7 +229,7 @@ def go_through(work):
                     next_place = tile.following(*place)
                     clear_unseen_rows(work, next_place[1], step + 1)
             if cutlass.const_expr(config.needs_ds):
-                warpgroup.wait_group(int(config.wants_v))
+                warpgroup.wait_group(config.wants_v * config.dv_groups)
                 derive(own, flat(mma.s), flat(mma.dp), tile.needs_mask(place[1], block))
                 if cutlass.const_expr(config.stores_early):
                     put_ds(work, step, block)
@@ -302,7 +314,13 @@ def read_keys(work, base, operand: cute.Tensor):
 @cute.jit
 def put_ds(work, step, block: cutlass.Constexpr):
     """dS of a block as operand of dK, and in shared memory."""
-    keep(work.mma.dp, work.mma.ds_rows)
+    groups = work.config.dv_groups
+    for group in cutlass.range_constexpr(groups):
+        if cutlass.const_expr(groups > 1 and work.config.wants_v):
+            warpgroup.wait_group(
+                groups - group
+            )  # this part of dV, whose operand's registers dS takes; S is behind it
+        keep(work.mma.dp, work.mma.ds_rows, group, groups)
     exchange.wait_other(work, step, block)
     store_ds(work, step, block)
 
