@@ -3,8 +3,9 @@
     python scripts/tune_gradients.py [--seed N] [--shapes N] [--seconds S] [--only-fixed] [--json FILE] [--list]
 
 Each shape of a table, then random ones: the order that is chosen, others, a fixed order of dQ, and flash-attn-4 on the
-shapes of the table, in turn. --only-fixed: the chosen order and the fixed one alone. Every variant's gradients are compared with the chosen one's. --list prints shapes and
-choices for an H200; that needs no GPU. Kernels are compiled in processes of their own first.
+shapes of the table, in turn. --only-fixed: the chosen order and the fixed one alone. Every variant's gradients are
+compared with the chosen one's, and the fixed order's bits with each other's. --list prints shapes and choices for an
+H200; that needs no GPU. Kernels are compiled in processes of their own first.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from warpspec.fmha.backward import launch
 from warpspec.fmha.backward.schedule import Order, choose_order
 from warpspec.fmha.operands import Operands, Options
 
-CHOSEN = "chosen"
+CHOSEN, FIXED = "chosen", "deterministic"
+REPEATS = 3  # pairs of calls in a fixed order whose bits are compared
 ROUNDS = {"rounds": 6, "round_ms": 3.0}
 
 
@@ -124,7 +126,7 @@ def variants(shape: Shape, target: Target, orders=True) -> dict[str, tuple]:
             found[name] = item
     fixed = launch.plan(ordered, target)
     each = choose_order(ordered, fixed, target)
-    found["deterministic"] = (True, each, fixed)
+    found[FIXED] = (True, each, fixed)
     return found
 
 
@@ -166,7 +168,8 @@ def calls(shape: Shape, target: Target, peer: bool, orders: bool) -> dict:
 
 
 def measure(shape: Shape, target: Target, peer: bool, orders: bool) -> dict:
-    """Microseconds and largest relative differences from the chosen variant, by name."""
+    """Microseconds and largest relative differences from the chosen variant, by name; whether the fixed order's bits
+    are the same each time."""
     own = calls(shape, target, peer, orders)
     expected, errors = own[CHOSEN](), {}
     for name, call in list(own.items()):
@@ -176,8 +179,12 @@ def measure(shape: Shape, target: Target, peer: bool, orders: bool) -> dict:
         except Exception as error:
             errors[name] = f"{type(error).__name__}: {error}"[:200]
             del own[name]
+    same = all(
+        torch.equal(*pair) for _ in range(REPEATS) for pair in zip(own[FIXED](), own[FIXED](), strict=True)
+    )
     times = gpu_bench.gpu_times(own, [()], **ROUNDS)
-    return {"shape": shape.name, "order": variants(shape, target)[CHOSEN][1], "us": times, "errors": errors}
+    order = variants(shape, target)[CHOSEN][1]
+    return {"shape": shape.name, "order": order, "us": times, "errors": errors, "same bits": same}
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
 """The turn warp: whose turn it is to add to dQ, where its order is fixed.
 
 A query tile of one head has a count in global memory for each consumer: how many key tiles have added what that
-consumer makes of dQ. The turn warp reads the consumers' counts, tells each when its turn has come, and counts on when it
-has added. To wait for what was added to arrive (a fence of the GPU), and for a count, takes half a step and longer; here
-it holds up nobody who computes.
+consumer makes of dQ. The turn warp reads the consumers' counts, tells each when its turn has come, and counts on when
+it has added. To wait for what was added to arrive (a fence of the GPU), and for a count, takes half a step and longer;
+here it holds up nobody who computes.
 """
 
 from __future__ import annotations
