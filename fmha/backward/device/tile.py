@@ -6,8 +6,8 @@ A key tile's *steps* are its (query head, query tile) pairs. Where a tile is cut
 Steps go through the heads one after another; pieces are equal runs of steps. Where dQ is added up in a fixed order,
 that of the key tiles, steps go down from the last query tile, and at each query tile through the heads. So all key
 tiles come to what they add to in the same order, and each may follow close behind the one before it: heads one after
-another would have key tiles with fewer query tiles wait at every head. Pieces are then those of the heads and of all query
-tiles of the request, so that the same piece of two key tiles adds to the same, too.
+another would have key tiles with fewer query tiles wait at every head. Pieces are then those of the heads and of all
+query tiles of the request, so that the same piece of two key tiles adds to the same, too.
 """
 
 from __future__ import annotations
