@@ -39,16 +39,15 @@ def block_of(work, step, number: int, place) -> Block:
     )
 
 
-def keep(values: cute.Tensor, operand: cute.Tensor, part: int = 0, parts: int = 1) -> None:
-    """Values in 16 bits in the registers of an operand: the same order. part: of so many equal parts.
+def keep(values: cute.Tensor, operand: cute.Tensor) -> None:
+    """Values in 16 bits in the registers of an operand: the same order.
 
     By inline PTX, which stays behind the wait in front of it: otherwise the compiler converts earlier, into registers
     of their own while the operand's are still being read, and there are not enough for both.
     """
     source, words = flat(values), cute.recast_tensor(flat(operand), Int32)
     kind = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}[operand.element_type]
-    count = cute.size(words) // parts
-    for i in range(part * count, (part + 1) * count):
+    for i in range(cute.size(words)):
         words[i] = cute.arch.inline_ptx(
             f"cvt.rn.{kind}.f32 {{$w0}}, {{$r0}}, {{$r1}};",
             write_only_types=[Int32],

@@ -23,8 +23,6 @@ TILE_M = {64: 128, 128: 64, 256: 64}  # queries of a tile, by D
 BIAS_DIM, BIAS_STAGES, BIAS_VECTOR = 128, 2, 8  # where a bias comes by TMA
 PAIRED_DIM = 256  # from which on both consumers have the same keys: one makes P and dV, the other dS and dK
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
-# Beside a turn warp, of a thread: of all at launch, and at D 128 of the consumers', which take what its warp gives up.
-TURN_LAUNCH_REGISTERS, TURN_CONSUMER_REGISTERS = 224, 248
 BARRIER_BYTES = 1024  # room for the mbarriers: what follows is aligned to it
 CONSUMER_BARRIER = 1  # named barrier of both consumers: dS is in shared memory, or rows have been cleared
 P_FACTOR = 2.0**14  # of P in fp16 from one paired consumer to the other: P is at most 1
@@ -58,9 +56,7 @@ class BackwardConfig(BackwardFeatures):
         super().__post_init__()
         assert self.parts == CONSUMERS * self.consumer_parts
         assert self.smem_bytes <= MAX_SMEM_PER_CTA
-        assert (
-            self.register_count <= (self.launch_registers or REGISTERS_PER_SM // self.threads) * self.threads
-        )
+        assert sum(self.registers) * WARPGROUP_THREADS <= REGISTERS_PER_SM
         assert self.paired or self.q_stages == self.do_stages + 1
         # S of the next step is issued before what is fetched in this one.
         assert (self.wants_q and not (self.paired or self.bias_tiles) and self.ahead > 1) or not self.late
@@ -117,9 +113,7 @@ class BackwardConfig(BackwardFeatures):
 
     @property
     def threads(self) -> int:
-        if self.paired:
-            return self.consumer_threads + WARPGROUP_THREADS
-        return self.consumer_threads + WARP_THREADS * self.deterministic
+        return self.consumer_threads + WARPGROUP_THREADS * self.moves_registers
 
     @property
     def load_warp(self) -> int:
@@ -133,31 +127,16 @@ class BackwardConfig(BackwardFeatures):
 
     @property
     def registers(self) -> tuple[int, ...]:
-        """Of a thread of each warpgroup, the last of which may be part of one."""
-        if self.paired:
-            return (CONSUMER_REGISTERS,) * CONSUMERS + (PRODUCER_REGISTERS,)
+        """Of a thread of each warpgroup."""
         if self.moves_registers:
-            return (TURN_CONSUMER_REGISTERS,) * CONSUMERS + (PRODUCER_REGISTERS,)
-        if self.deterministic:
-            return (TURN_LAUNCH_REGISTERS,) * (CONSUMERS + 1)
+            return (CONSUMER_REGISTERS,) * CONSUMERS + (PRODUCER_REGISTERS,)
         return (REGISTERS_PER_SM // self.threads - 1,) * CONSUMERS
 
     @property
-    def launch_registers(self) -> int | None:
-        """Of a thread at launch, where that must be said; None: ptxas chooses. It would take 168, as for 384 threads:
-        too few in all for setmaxnreg."""
-        return TURN_LAUNCH_REGISTERS if self.deterministic and not self.paired else None
-
-    @property
     def moves_registers(self) -> bool:
-        """Warps of the last warpgroup hand registers on to the consumers."""
-        return self.paired or self.dv_groups > 1
-
-    @property
-    def register_count(self) -> int:
-        """Of all threads."""
-        others = self.registers[-1]
-        return self.registers[0] * self.consumer_threads + others * (self.threads - self.consumer_threads)
+        """Warps of the last warpgroup hand registers on to the consumers. Each quarter of an SM has 512 a lane, for a
+        warp of every warpgroup: so a single further warp leaves consumers no more than a whole warpgroup does."""
+        return self.paired or self.deterministic
 
     @property
     def consumer_threads(self) -> int:
@@ -195,10 +174,10 @@ class BackwardConfig(BackwardFeatures):
         return 2 if self.wants_q or self.stores_bias else 0
 
     @property
-    def dv_groups(self) -> int:
-        """Groups in which dV of a block is issued. Beside turn warps D 128 has 248 registers a thread, not the 250 that
-        it takes to hold P until all of dV is there: dS takes the registers of a half of P as soon as that is done."""
-        return 2 if self.deterministic and self.head_dim == 2 * BLOCK else 1
+    def dv_first(self) -> bool:
+        """dV of a block is waited for before dS is made: beside a turn warp D 128 has 240 registers a thread, not the
+        250 that it takes to hold P under dS."""
+        return self.deterministic and self.head_dim == 2 * BLOCK
 
     @property
     def turn_counts(self) -> int:

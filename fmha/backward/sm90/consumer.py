@@ -94,10 +94,7 @@ class Work:
     def issue_dv(self, step, block: int) -> None:
         stage = step % self.config.do_stages
         columns = self.mma.do_columns[None, None, None, stage]
-        first, each = block * (BLOCK // MMA_K), BLOCK // MMA_K // self.config.dv_groups
-        for group in range(self.config.dv_groups):
-            p = cute.local_tile(self.mma.p, (*self.mma.p.shape[:2], each), (0, 0, group))
-            multiply(self.mma.rows, self.mma.dv, p, columns, True, first + group * each)
+        multiply(self.mma.rows, self.mma.dv, self.mma.p, columns, True, block * (BLOCK // MMA_K))
 
     def issue_dk(self, step, block: int) -> None:
         columns = self.mma.q_columns[None, None, None, step % self.config.q_stages]
@@ -229,7 +226,7 @@ def go_through(work):
                     next_place = tile.following(*place)
                     clear_unseen_rows(work, next_place[1], step + 1)
             if cutlass.const_expr(config.needs_ds):
-                warpgroup.wait_group(config.wants_v * config.dv_groups)
+                warpgroup.wait_group(int(config.wants_v and not config.dv_first))
                 derive(own, flat(mma.s), flat(mma.dp), tile.needs_mask(place[1], block))
                 if cutlass.const_expr(config.stores_early):
                     put_ds(work, step, block)
@@ -314,13 +311,7 @@ def read_keys(work, base, operand: cute.Tensor):
 @cute.jit
 def put_ds(work, step, block: cutlass.Constexpr):
     """dS of a block as operand of dK, and in shared memory."""
-    groups = work.config.dv_groups
-    for group in cutlass.range_constexpr(groups):
-        if cutlass.const_expr(groups > 1 and work.config.wants_v):
-            warpgroup.wait_group(
-                groups - group
-            )  # this part of dV, whose operand's registers dS takes; S is behind it
-        keep(work.mma.dp, work.mma.ds_rows, group, groups)
+    keep(work.mma.dp, work.mma.ds_rows)
     exchange.wait_other(work, step, block)
     store_ds(work, step, block)
 

@@ -9,7 +9,6 @@ import cutlass.cute as cute
 
 from warpspec.common.device import tma
 from warpspec.common.device.pipeline import init_barriers
-from warpspec.common.device.registers import set_launch_registers
 from warpspec.common.device.storage import allocate
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.fmha.backward.device.host import BackwardHost
@@ -78,7 +77,7 @@ class Backward(BackwardHost):
         ).launch(
             grid=(key_tiles_of(config, operands) * operands.k.shape[2] * rows * order[0], 1, 1),
             block=(config.threads, 1, 1),
-            min_blocks_per_mp=0 if config.launch_registers else 1,
+            min_blocks_per_mp=1,
             preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
             stream=stream,
         )
@@ -87,8 +86,6 @@ class Backward(BackwardHost):
     def kernel(self, operands, atoms, coordinates, scales, window, order):
         config = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if cutlass.const_expr(config.launch_registers is not None):
-            set_launch_registers(config.launch_registers)
 
         # 1. Shared memory.
         storage = allocate(config.smem_regions)
@@ -106,8 +103,7 @@ class Backward(BackwardHost):
         if cutlass.const_expr(config.threads == config.consumer_threads):
             consume(*arguments, consumer, loads)  # one of the consumers' warps loads
         elif warp >= config.consumer_threads // WARP_THREADS:
-            if cutlass.const_expr(config.moves_registers):
-                cute.arch.setmaxregister_decrease(config.registers[-1])
+            cute.arch.setmaxregister_decrease(config.registers[-1])
             tile = key_tile_at(config, operands, window, order, cute.arch.block_idx()[0])
             if cutlass.const_expr(config.paired):  # noqa: SIM102
                 if warp == config.load_warp:
@@ -116,8 +112,7 @@ class Backward(BackwardHost):
                 if warp == config.turn_warp:
                     take_turns(config, channels, operands, tile)
         elif cutlass.const_expr(not config.paired):
-            if cutlass.const_expr(config.moves_registers):
-                cute.arch.setmaxregister_increase(config.registers[0])
+            cute.arch.setmaxregister_increase(config.registers[0])
             consume(*arguments, consumer, loads)
         else:
             cute.arch.setmaxregister_increase(config.registers[0])
