@@ -29,16 +29,16 @@ class Operands(NamedTuple):
 
     @property
     def outputs(self) -> dict[str, torch.Tensor | None]:
-        """Those that the call writes to, by name."""
+        """Tensors that the call writes to, by name."""
         return {name: getattr(self, name) for name in OUTPUTS}
 
     @property
     def inputs(self) -> dict[str, torch.Tensor | None]:
-        """Those that the call reads, by name."""
+        """Tensors that the call reads, by name."""
         return {name: tensor for name, tensor in self._asdict().items() if name not in OUTPUTS}
 
     def detached(self) -> Operands:
-        """The same without autograd."""
+        """These operands detached from autograd."""
         return Operands(*(None if tensor is None else tensor.detach() for tensor in self))
 
 

@@ -66,7 +66,7 @@ def run_reference(operands: Operands, options: Options) -> None:
 
 
 def words(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The same memory as 32-bit words."""
+    """A view of the tensor's memory as 32-bit words."""
     return None if tensor is None else tensor.view(torch.uint32)
 
 

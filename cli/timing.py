@@ -180,7 +180,7 @@ def matmul_rate() -> float:
 
 
 def measured_speeds() -> Speeds:
-    """Those of the current device, which gets back the memory that this takes."""
+    """Measure the current device's speeds, and give back the memory that this takes."""
     found = Speeds(copy_bandwidth(), matmul_rate())
     torch.cuda.empty_cache()
     return found

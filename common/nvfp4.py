@@ -97,7 +97,7 @@ class NVFP4Tensor:
         return self.data.device
 
     def to(self, device) -> NVFP4Tensor:
-        """The same tensor on another device. Raises TypeError or ValueError for what names none."""
+        """Copy the tensor to another device. Raises TypeError or ValueError for what names none."""
         device = check_device("device", device)
         return NVFP4Tensor(self.data.to(device), self.scale.to(device), self.global_scale.to(device))
 

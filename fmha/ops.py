@@ -312,7 +312,7 @@ def unobserved(operands: Operands) -> bool:
 
 
 def regular_strides(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements; a dimension of size 1, whose stride means nothing, gets one that TMA accepts."""
+    """A view of the tensor whose dimensions of size 1, whose strides mean nothing, have strides that TMA accepts."""
     strides = list(tensor.stride())
     vector = TMA_ALIGNMENT // tensor.element_size()
     step = -(-tensor.shape[-1] // vector) * vector

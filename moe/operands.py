@@ -191,7 +191,7 @@ class PreparedWeights:
         return self.n // 2 if self.gated else self.n
 
     def to(self, device) -> PreparedWeights:
-        """The same weights on another device. Raises TypeError or ValueError for what names none."""
+        """Copy the weights to another device. Raises TypeError or ValueError for what names none."""
         device = check_device("device", device)
         tensors = {name: getattr(self, name) for name in ("data", "scales", "global_scale", "bias")}
         return replace(self, **{name: t if t is None else t.to(device) for name, t in tensors.items()})

@@ -115,7 +115,7 @@ class StreamedWeights:
         return self.data.shape[1]
 
     def to(self, device) -> StreamedWeights:
-        """The same weights on another device. Raises TypeError or ValueError for what names none."""
+        """Copy the weights to another device. Raises TypeError or ValueError for what names none."""
         device = check_device("device", device)
         tensors = {name: getattr(self, name) for name in ("data", "global_scale", "bias")}
         return replace(self, **{name: t if t is None else t.to(device) for name, t in tensors.items()})

@@ -30,7 +30,7 @@ CALLS, ROUNDS = 20, 5
 
 
 def microseconds(call, group) -> float:
-    """Of a call, the slowest rank's: median over rounds of calls in a row."""
+    """Time of a call on the slowest rank: median over rounds of calls in a row."""
     found = []
     for _ in range(ROUNDS):
         dist.barrier(group)

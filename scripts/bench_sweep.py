@@ -102,7 +102,7 @@ def quiet() -> None:
 
 
 def compile_peers(shapes: Sequence[Shape]) -> None:
-    """Of shapes that may share a kernel: one after another, so that a kernel is compiled once."""
+    """Compile peers' kernels for shapes that may share one, one after another, so that each is compiled once."""
     for shape in shapes:
         try:
             calls_of(shape).compile_peer(shape)

@@ -227,7 +227,7 @@ def measure(label: str, size: Size, options: argparse.Namespace, device: str) ->
 
 
 def curve_rows(label: str, curves: dict) -> list[list]:
-    """Of each candidate: first and last loss, largest difference from SDPA's curve, and mean one."""
+    """Rows of a table, one a candidate: first and last loss, largest difference from SDPA's curve, and mean one."""
     exact = torch.tensor(curves[SDPA])
     rows = []
     for name, losses in curves.items():

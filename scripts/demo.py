@@ -78,7 +78,7 @@ def has_hopper() -> bool:
 
 
 def run_natively(options, console: Console) -> list[validate_layer.LayerResult]:
-    """The same layers through the sm_90a kernels on this machine's GPU; none where it has no Hopper."""
+    """Run the layers through the sm_90a kernels on this machine's GPU; none where it has no Hopper."""
     if not has_hopper():
         return []
     console.print(

@@ -28,7 +28,7 @@ def integer_type(kind: str) -> tuple[int, bool] | None:
 
 
 def signed(bits: np.ndarray) -> np.ndarray:
-    """The same bits as two's-complement integers."""
+    """Read bits as two's-complement integers."""
     return bits.view(SIGNED[bits.dtype.itemsize * 8])
 
 

@@ -94,7 +94,7 @@ class BackwardFeatures(KernelFeatures):
 
     @property
     def statistics_bytes(self) -> int:
-        """Of a query tile of one head."""
+        """Bytes of the statistics of one query tile of one head."""
         return self.tile_m * STATISTICS * 4
 
     @property

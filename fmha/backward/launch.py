@@ -29,7 +29,8 @@ from warpspec.fmha.ops import regular_strides
 
 
 class Gradients(NamedTuple):
-    """Of o (as ``aligned`` makes them) and lse, read; of the differentiable arguments, written where they are not None.
+    """Gradients of o (as ``aligned`` makes them) and of lse, which are read; and of the differentiable arguments, which
+    are written where they are not None.
     Shapes are those of what they are gradients of, as in ``Operands``."""
 
     do: torch.Tensor | None

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 
 class BackwardOperands(NamedTuple):
-    """Of the main kernel; absent ones are None. q, k, v, do, kv_lengths, q_start, bias, cu_seqlens_q, cu_seqlens_k: as
-    in ``fmha.operands``. statistics, dq_sums: ``features``; turns [Hq, slots, warps of all parts] int32. dk, dv: like
-    k; of a kernel that cuts key tiles, sums [Hkv, slots of keys, pieces, tile_n * D] fp32 (``features``). dbias: like
-    bias, fp32 where it is a sum."""
+    """Operands of the main kernel; absent ones are None. q, k, v, do, kv_lengths, q_start, bias, cu_seqlens_q,
+    cu_seqlens_k: as in ``fmha.operands``. statistics, dq_sums: ``features``; turns [Hq, slots, warps of all parts]
+    int32. dk, dv: like k; of a kernel that cuts key tiles, sums [Hkv, slots of keys, pieces, tile_n * D] fp32
+    (``features``). dbias: like bias, fp32 where it is a sum.
+    """
 
     q: Any
     k: Any
@@ -31,8 +32,9 @@ class BackwardOperands(NamedTuple):
 
 
 class RowOperands(NamedTuple):
-    """Of the kernel before it: o, do [B, Sq, Hq, D], lse, dlse [B, Hq, Sq], sink [Hq], cu_seqlens_q; written are
-    statistics, dq_sums and turns (zeros), dsink [Hq, slots] fp32, a tile's part."""
+    """Operands of the kernel before the main one: o, do [B, Sq, Hq, D], lse, dlse [B, Hq, Sq], sink [Hq], cu_seqlens_q;
+    written are statistics, dq_sums and turns (zeros), dsink [Hq, slots] fp32, a tile's part.
+    """
 
     o: Any
     do: Any
@@ -47,7 +49,7 @@ class RowOperands(NamedTuple):
 
 
 class QueryOperands(NamedTuple):
-    """Of the kernel after it: dq [B, Sq, Hq, D] is written."""
+    """Operands of the kernel after the main one: dq [B, Sq, Hq, D] is written."""
 
     dq_sums: Any
     dq: Any

@@ -12,7 +12,9 @@ from warpspec.fmha.backward.features import PART_ELEMENTS, BackwardFeatures
 
 @dataclass(frozen=True)
 class RowConfig:
-    """Of the kernel before: statistics of rows. The rest says which operands there are."""
+    """Configuration of the kernel before the main one, which makes statistics of rows. The other fields say which
+    operands there are.
+    """
 
     head_dim: int
     tile_m: int
@@ -29,7 +31,7 @@ class RowConfig:
 
 @dataclass(frozen=True)
 class QueryConfig:
-    """Of the kernel after: dQ."""
+    """Configuration of the kernel after the main one, which finishes dQ."""
 
     head_dim: int
     tile_m: int
@@ -43,7 +45,7 @@ class QueryConfig:
 
 @dataclass(frozen=True)
 class KeyConfig:
-    """Of the kernel that adds up what pieces of key tiles left: dK and dV. packed: of requests."""
+    """Configuration of the kernel that adds up the dK and dV of key tiles' pieces. packed: of requests."""
 
     head_dim: int
     tile_n: int

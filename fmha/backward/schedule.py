@@ -119,7 +119,9 @@ def choose_pieces(problem: BackwardProblem, config: BackwardFeatures, steps: lis
 def expected_us(
     problem: BackwardProblem, config: BackwardFeatures, steps: list[int], sms: int, pieces: int
 ) -> float:
-    """Of the busiest SM, and of the launch that adds up pieces. steps: of each key tile, the most first."""
+    """Predict the microseconds of the busiest SM and of the launch that adds up pieces. steps: of each key tile, the
+    most first.
+    """
     forward = problem.forward
     requests = forward.batch
     if forward.packed_q:  # of least_q to twice as many queries

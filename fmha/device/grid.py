@@ -52,7 +52,7 @@ class Grid(NamedTuple):
 
 
 class DivisorGrid(NamedTuple):
-    """The same extents as divisors that the host prepares: dividing by one is a multiplication.
+    """A grid's extents as divisors that the host prepares, so that dividing by one is a multiplication.
 
     query_tiles, head_tiles, heads_kv, splits: divisors. group: query heads of a KV head. whole_rounds, last_tiles: what
     ``rounds`` returns. Kernels of paired consumers use it; docs/notebook/attention_sm90.md has what it

@@ -140,7 +140,7 @@ def scan(own) -> Scan:
 
 @cute.jit
 def shares(config: cutlass.Constexpr, operands, line, of_lane) -> Scan:
-    """Of the requests lane * of_lane and so many on. By a whole warp."""
+    """Work of the ``of_lane`` requests that start at lane * of_lane, by a whole warp."""
     first, own = cute.arch.lane_idx() * of_lane, Int64(0)
     for request in cutlass.range(first, first + of_lane, unroll=1):
         own += length_of(config, operands, line, request, line.requests)

@@ -111,7 +111,7 @@ def few_idle(rounds: float, kv_tiles: int) -> bool:
 
 
 def in_turn(rounds: float, kv_tiles: int, config: KernelFeatures) -> bool:
-    """The same of tiles of few queries, which wait for memory."""
+    """Like ``few_idle``, for tiles of few queries, which wait for memory."""
     keys = kv_tiles * config.tile_n
     if rounds >= TURNS:
         return keys <= TURN_KEYS

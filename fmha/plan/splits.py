@@ -103,7 +103,7 @@ def tile_clocks(
 
 
 def tile_bytes(head_dim: int, tile_n: int, shared_kv: bool) -> int:
-    """Of K and V of a tile."""
+    """Bytes of K and V of a KV tile."""
     return (1 if shared_kv else 2) * tile_n * head_dim * ELEMENT_BYTES
 
 

@@ -185,7 +185,7 @@ class AttentionConfig(KernelFeatures):
 
     @property
     def pv_first(self) -> bool:
-        """Of paired consumers: PV of the other's tile comes before QK, not into the middle of it."""
+        """Whether paired consumers issue PV of the other's tile before QK, not in the middle of it."""
         return False
 
     @property
@@ -244,12 +244,12 @@ class AttentionConfig(KernelFeatures):
 
     @property
     def scheduler_warp(self) -> int:
-        """Of the producer's warpgroup: it works out the tiles for the other roles, where it does."""
+        """Warp of the producer's warpgroup that works out the tiles for the other roles, where one does."""
         return self.load_warp + 1
 
     @property
     def join_warp(self) -> int:
-        """Of the producer's warpgroup: it writes the join record of work that is cut by length, and is done."""
+        """Warp of the producer's warpgroup that writes the join record of work that is cut by length."""
         return self.load_warp + 2
 
     @property

@@ -75,7 +75,7 @@ class Pair:
         return own_stage(self.config, self.shared, self.part)
 
     def use(self, step):
-        """Of the rings, by the step-th KV tile."""
+        """Ring use count of the KV tile of this step."""
         return self.work.use + step
 
     def issue_qk(self, step, depth_part: int) -> None:
@@ -118,7 +118,7 @@ class Pair:
         self.work.channels["k_empty"].arrive_warp(self.use(step) * self.config.parts + self.part)
 
     def release_other(self, step) -> None:
-        """The same of the other's tile, and its P."""
+        """Release the other consumer's tile, and its P."""
         self.release(step)
         self.work.channels["p_empty"].arrive_warp(self.use(step))
 

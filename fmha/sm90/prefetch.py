@@ -37,8 +37,8 @@ def prefetch_kv(source, where, tile, step):
 
 
 def leads(tile, where) -> Boolean:
-    """Of the M tiles that read the same K and V, which other CTAs do at about the same time, this one prefetches: one
-    with the last queries, which see the most keys.
+    """Whether this M tile prefetches, among those that read the same K and V on other CTAs at about the same time: the
+    one with the last queries, which see the most keys.
 
     None does where there is one M tile only: then memory is what binds, and asking twice costs (64 heads, B128 L640:
     12% more time on an H200).

@@ -168,8 +168,8 @@ def long_table(problem: AttentionProblem) -> dict[int, Shape]:
 
 
 def fewer_rounds(problem: AttentionProblem, target: Target, pack: int) -> bool:
-    """Of tiles alike, for there are far more keys than queries, three consumers' leave fewer SMs idle in the last
-    round."""
+    """Whether tiles of three consumers leave fewer SMs idle in the last round. Asked where there are far more keys than
+    queries, so that all tiles take about as long."""
     if problem.packed_q or problem.seq_k < ALIKE_KEYS * problem.seq_q:
         return False
     two, three = (tile_count(problem, pack, consumers) / target.sm_count for consumers in (2, 3))

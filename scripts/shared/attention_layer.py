@@ -67,7 +67,7 @@ class AttentionInputs:
     positions: torch.Tensor  # [1, Sq]
 
     def with_bias(self) -> AttentionInputs:
-        """The same with all keys as one set whose bias is the mask."""
+        """This layer with all keys as one set whose bias is the mask."""
         return replace(self, key_sets=(KeySet(0, self.key.shape[2], causal=False, masked=True),))
 
     def output(self, o: torch.Tensor) -> torch.Tensor:

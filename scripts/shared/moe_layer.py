@@ -256,7 +256,7 @@ def fill_module(module: torch.nn.Module, experts: NVFP4Experts, e: int) -> None:
 
 
 def second_errors(w2: PreparedWeights, h: torch.Tensor, got: torch.Tensor, e: int) -> tuple[float, float]:
-    """Of GEMM 2 of one expert, and of torch's in bf16, on dequantised operands, against torch's in FP32."""
+    """Errors of one expert's GEMM 2, and of torch's in bf16, on dequantised operands, against torch's in FP32."""
     weight, bias = reference.one_expert(w2, e), None if w2.bias is None else w2.bias[e]
     exact = torch.nn.functional.linear(h, weight, bias)
     rounded = (None if tensor is None else tensor.to(DTYPE) for tensor in (h, weight, bias))

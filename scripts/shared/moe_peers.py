@@ -309,7 +309,7 @@ def quack(model) -> Callable | None:
 
 
 def peers_of(model, bf16: bool) -> dict[str, Callable]:
-    """Those that are there, by name; why one is not, on stderr. bf16: those with bf16 weights, too."""
+    """Peers that are installed, by name; prints why one is not to stderr. bf16: those with bf16 weights, too."""
     makers = {
         "triton_kernels, 4 warps": lambda: triton_kernels(model, FEW_WARPS),
         "triton_kernels, 8 warps": lambda: triton_kernels(model, MANY_WARPS),

@@ -116,12 +116,12 @@ class AttentionShape:
 
     @property
     def kv_bytes(self) -> int:
-        """Of K and V for one key."""
+        """Bytes of K and V for one key."""
         return (1 if self.shared_kv else 2) * self.heads_kv * self.head_dim * ELEMENT_BYTES["bfloat16"]
 
     @property
     def qo_bytes(self) -> int:
-        """Of Q and O."""
+        """Bytes of Q and O."""
         return 2 * sum(self.queries) * self.heads_q * self.head_dim * ELEMENT_BYTES["bfloat16"]
 
     @property
@@ -136,7 +136,7 @@ class AttentionShape:
 
     @property
     def held_bytes(self) -> int:
-        """Of all its tensors."""
+        """Bytes of all tensors of the shape."""
         keys = max(self.keys) * self.batch if self.form in ("plain", "ranges") else sum(self.keys)
         return self.copies * (keys * self.kv_bytes + self.qo_bytes)
 
@@ -147,7 +147,7 @@ class AttentionShape:
         return round(GRADIENT_WORK * forward) if self.kind == GRADIENTS else forward
 
     def _pairs(self, queries: int, keys: int) -> int:
-        """Of a query and a key that it sees. The last query stands at the last key."""
+        """Count the pairs of a query and a key that it sees. The last query stands at the last key."""
         if not self.causal:
             return queries * keys
         most = keys if self.window is None else min(keys, self.window)
@@ -340,7 +340,7 @@ def softmax(draw: random.Random) -> RowShape:
 
 
 def top_k(draw: random.Random) -> RowShape:
-    """Of a router, 1 to 8 experts, whose probabilities sum to 1; of others up to 100."""
+    """Draw a top-k: a router's 1 to 8 experts, whose probabilities sum to 1, or up to 100 of something else."""
     fields = matrix(draw)
     router = fields["length"] in EXPERTS
     k = draw.choice((1, 2, 4, 6, 8)) if router else draw.choice((1, 8, 20, 40, 50, 64, 100))

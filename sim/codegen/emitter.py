@@ -140,7 +140,7 @@ class Emitter:
         return f"%p{at}"
 
     def parameter32(self, value: int) -> str:
-        """The same as an i32."""
+        """The parameter as an i32."""
         return self.op(f"trunc i64 {self.parameter(value)} to i32")
 
     # ---- registers --------------------------------------------------------------------------------------------

@@ -268,7 +268,7 @@ def isspacep(e: Emitter, ins: Instr) -> None:
 
 @translator("mapa", family=Family.MEMORY, destinations=1)
 def mapa(e: Emitter, ins: Instr) -> None:
-    """The same shared variable in another CTA of the cluster: replace the address's rank bits."""
+    """Address of a shared variable in another CTA of the cluster: replace the rank bits."""
     bits = element_bits(ins.parts[-1])
     value = e.get(ins.operands[1], bits)
     rank = e.resize(e.get(ins.operands[2], 32), 32, bits)

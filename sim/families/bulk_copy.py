@@ -275,7 +275,7 @@ class StoreOrder:
 
     @classmethod
     def issue(cls, m: Machine, w: Warp, ins: Instr, group: BulkGroup, reduces: bool, lane: int) -> StoreOrder:
-        """Of a store that a thread issues into a bulk async-group."""
+        """Record a store that a thread issues into a bulk async-group."""
         order = m.order
         op = order.issue(w, ins, mask=1 << lane)
         reads, writes = order.queue(w, "bulk reads"), order.queue(w, "bulk writes")

@@ -59,7 +59,7 @@ class Domain:
 
 
 def wider(rows: np.ndarray, width: int) -> np.ndarray:
-    """The same clock with room for more components."""
+    """A copy of the clock with room for more components."""
     grown = np.zeros((rows.shape[0], width), np.int32)
     grown[:, : rows.shape[1]] = rows
     return grown
@@ -287,7 +287,7 @@ class Agent(Clock):
         self._changed()
 
     def foreign_seen(self, domain: int, rows: np.ndarray, relaxed: bool) -> None:
-        """The same of another cluster's clock, or, unless `relaxed`, an acquire."""
+        """A read of another cluster's clock: like ``see`` where it is relaxed, else an acquire."""
         if relaxed:
             self.seen_foreign = merged(self.seen_foreign, {domain: rows})
         else:

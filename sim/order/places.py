@@ -83,7 +83,7 @@ def _lane_shape(steps: bytes, nbytes: int, unit: int, mask: int) -> LaneShape | 
 
 
 def of_lanes(values: np.ndarray, mask: int) -> np.ndarray:
-    """Those of 32 values that belong to lanes of a mask."""
+    """Values, of 32, that belong to lanes of a mask."""
     first = (mask & -mask).bit_length() - 1
     run = mask >> first
     if run & run + 1 == 0:

@@ -36,8 +36,9 @@ class Touched:
 
 
 def touched(name: str, unit: int, shadow: Shadow, early: Shadow | None, ledger: Ledger, mine) -> Touched:
-    """Of an allocation's shadow. early: of the accesses that may take place beside an earlier launch. mine: tells an
-    access of this launch that the next one must know of."""
+    """Collect what an allocation's shadow has of touched places. early: of the accesses that may take place beside an
+    earlier launch. mine: tells an access of this launch that the next one must know of.
+    """
     texts: dict[int, tuple[str, int, bool]] = {}
 
     def named(access: Access) -> int:

@@ -58,8 +58,9 @@ class CtaOrder:
 
     @cached_property
     def lanes(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Of each unit of shared memory, for writes and for reads: when and which lane (see `TAG` in memory.py), the
-        number of the access."""
+        """Last access to each unit of shared memory, for writes and for reads: when and which lane (see `TAG` in
+        memory.py), the number of the access.
+        """
         units = self.shared.cells.size
         return {kind: (np.zeros(units, np.int64), np.zeros(units, np.int32)) for kind in ("write", "read")}
 

@@ -105,7 +105,7 @@ def _any_group(live, under_way: int) -> int:
 
 
 def _in_all_groups(live, registers: int) -> int:
-    """The same registers in every plane."""
+    """Repeat registers in every plane."""
     return sum(registers << group * len(live.bit) for group in range(GROUPS + 1))
 
 

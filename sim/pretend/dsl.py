@@ -86,7 +86,7 @@ def _run_arguments(self, arguments: list) -> object:
 
 
 def runtime_arguments(compiled: object, names: dict[str, object]) -> dict[str, object]:
-    """Those of a host function's arguments that a call of the compiled function takes."""
+    """Arguments of a host function that a call of the compiled function takes."""
     taken = {parameter.name for parameter in HostModule.of(compiled).host.parameters}
     return {name: value for name, value in names.items() if name in taken}
 

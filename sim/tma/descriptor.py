@@ -188,7 +188,7 @@ class TensorMap:
 
     @cached_property
     def box_view(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """Of a box in global memory, as bytes, outermost dimension first: shape, strides, bytes from first to last."""
+        """A box in global memory as bytes, outermost dimension first: shape, strides, bytes from first to last."""
         rest = [step * stride for step, stride in zip(self.element_strides[1:], self.strides, strict=False)]
         inner = self.box[0] * self.element.bits // 8
         shape = (*reversed(self.box_elements[1:]), inner)

@@ -202,7 +202,7 @@ def test_speculative_decoding(checkpoints, start, calls):
 
 
 def test_experts_in_nvfp4(tmp_path, start):
-    """Of a ModelOpt checkpoint. Activations are rounded to NVFP4 as well, which is what the error is of."""
+    """Experts of a ModelOpt checkpoint. Activations are rounded to NVFP4 as well, which is what the error is of."""
     model = write_nvfp4_experts(tmp_path)
     results = generate(start(tmp_path, quantization=engine.QUANTIZATION), prompts(LENGTHS))
     error = error_of(model, results)

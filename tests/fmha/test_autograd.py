@@ -83,7 +83,7 @@ def test_a_graph_is_walked_twice_only_if_kept():
 
 
 def strided(tensor):
-    """The same tensor, of every other head in memory."""
+    """Copy a tensor into every other head of a larger one."""
     if tensor.dim() < 4:
         return tensor.clone()
     return torch.cat([tensor, torch.full_like(tensor, torch.nan)], dim=2)[:, :, : tensor.shape[2]]

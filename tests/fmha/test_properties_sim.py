@@ -190,7 +190,7 @@ def normalized(state) -> torch.Tensor:
 
 
 def shuffled(call: Call, inputs: dict) -> dict:
-    """The same keys in another order, batch row by batch row; those past a length stay."""
+    """Keys in another order, batch row by batch row; those past a length stay."""
     moved = dict(inputs)
     names = ("k",) if inputs["v"] is None else ("k", "v")
     for name in names:

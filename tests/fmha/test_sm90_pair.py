@@ -62,7 +62,7 @@ def test_tiles_of_every_length(simulate, seed):
 
 @pytest.mark.long
 def test_two_head_tiles(simulate):
-    """The same of 128 heads: both tiles of 64 heads load Q once, and KV tiles of their own."""
+    """With 128 heads, both tiles of 64 heads load Q once, and KV tiles of their own."""
     for seed in range(3):
         launch = simulate(replace(LENGTHS, heads_q=128), ctas=4, seed=seed, num_splits=1).launches[0]
         tiles = sum(-(-length // 64) for length in LENGTHS.kv_lengths)

@@ -152,7 +152,7 @@ def test_layer(streamed_layer, tokens):
 @hopper
 @pytest.mark.parametrize("tokens", [1, 2, 30])
 def test_sorted_and_unsorted(streamed_layer, tokens):
-    """The same bits; also in a graph, after other ids have been put in."""
+    """Results have the same bits; also in a graph, after other ids have been put in."""
     w13, w2, middle = streamed_layer.w13, streamed_layer.w2, streamed_layer.intermediate_scale
     x, ids, weights = layer_case(tokens)
     problem = LayerProblem.check(
@@ -198,7 +198,7 @@ def test_layer_in_a_graph_and_compiled(streamed_layer, no_synchronisation):
 
 @hopper
 def test_w4a4_has_the_bits_of_sm_100a():
-    """Of its kernels in the simulator, where sums are exact in any order."""
+    """Compared with its kernels in the simulator, where sums are exact in any order."""
     layer, arguments = exact_case()
     options = dict(activation="swiglu_oai", limit=3.0, precision="w4a4")
     x, *routing = arguments

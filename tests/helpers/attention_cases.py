@@ -339,7 +339,7 @@ def _values(case: Case, shapes, generator) -> dict[str, torch.Tensor]:
 
 
 def _place(case: Case, values) -> dict[str, torch.Tensor]:
-    """The same values in the case's memory layout; what lies between them is NaN.
+    """Values in the case's memory layout; what lies between them is NaN.
 
     bshd: contiguous. bhsd: heads outside the sequence. packed: q, k and v are slices of one [B, S, 3, H, D]
     tensor. padded: rows 16 bytes longer than D, and 16 bytes into their allocation. broadcast: k and v have

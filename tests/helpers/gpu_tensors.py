@@ -4,7 +4,7 @@ import torch
 
 
 def on_gpu(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements with the same strides."""
+    """Copy a tensor to the GPU with its strides."""
     sizes = [1 if step == 0 else size for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
     copy = torch.empty_strided(sizes, tensor.stride(), dtype=tensor.dtype, device="cuda")
     copy.copy_(tensor.as_strided(sizes, tensor.stride()))

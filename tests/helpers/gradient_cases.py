@@ -138,7 +138,7 @@ class Case:
         return torch.stack([seed, seed], dim=-1)[..., 0] if self.sliced else seed
 
     def expected(self, tensors: dict) -> dict:
-        """The same in float64 by autograd of the definition, of each batch row or request by itself."""
+        """Gradients in float64 by autograd of the definition, of each batch row or request by itself."""
         leaves = {
             n: t.detach().cpu().double().nan_to_num(0.0, neginf=-torch.inf).requires_grad_()
             for n, t in tensors.items()

@@ -67,7 +67,7 @@ class Progress:
                 self.write()
 
     def seconds_left(self) -> float:
-        """Of the clock."""
+        """Seconds left by the clock."""
         mean = sum(self.seconds.values()) / max(self.done, 1)
         return sum(self.known.get(test, mean) for test in self.left) / self.workers()
 

@@ -251,7 +251,7 @@ def _padded(request, length) -> torch.Tensor:
 
 
 def _sliced(t) -> torch.Tensor:
-    """The same, as heads of a tensor that has one more on each side, of NaN."""
+    """The tensor as heads of one that has a head of NaN more on each side."""
     heads = t.shape[-2]
     room = _nan(*t.shape[:-2], heads + 2, t.shape[-1], dtype=t.dtype)
     room[..., 1 : 1 + heads, :] = t
@@ -259,6 +259,6 @@ def _sliced(t) -> torch.Tensor:
 
 
 def _moved(t, device) -> torch.Tensor:
-    """The same view of the same memory, on a device."""
+    """Copy a view and its memory to a device."""
     memory = t.new_empty(0).set_(t.untyped_storage()).to(device)
     return memory.as_strided(t.shape, t.stride(), t.storage_offset())

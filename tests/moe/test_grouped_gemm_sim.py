@@ -199,7 +199,7 @@ def test_nvfp4_results_have_the_bits_of_the_reference_quantiser(shape):
 @pytest.mark.long
 @pytest.mark.parametrize("epilogue", ["oai", "oai-nvfp4"])
 def test_every_choice_of_tiles_gives_the_same_bits(epilogue):
-    """Of sums that are exact: a token's result does not depend on how many other tokens there are."""
+    """With sums that are exact, a token's result does not depend on how many other tokens there are."""
     case = GemmCase("", (70, 0, 21), k=16, width=104, **EPILOGUES[epilogue])
     inputs = inputs_of(case)
     first, *others = (launch(case, inputs, shape)[1] for shape in SHAPES)

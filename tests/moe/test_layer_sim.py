@@ -151,7 +151,9 @@ def test_zero_rows_and_weights(plain):
     ("magnitude", "limit"), [(1e-30, None), (1e-3, None), (1e4, 10.0), (1e34, 10.0), (1e34, None)]
 )
 def test_magnitudes(plain, magnitude, limit):
-    """Of tokens, one huge beside small ones. What is cut or vanishes between the GEMMs does in the reference, too."""
+    """Tokens of a magnitude, one huge beside small ones. What is cut or vanishes between the GEMMs does in the
+    reference, too.
+    """
     x, ids, weights = case(10, 2)
     x[3] = (x[3].float() * magnitude).bfloat16()
     check(plain, x, ids, weights, limit=limit)

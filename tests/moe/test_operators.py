@@ -75,7 +75,7 @@ def test_schemas_and_fake_implementations_are_right():
 
 
 def test_operators_of_streamed_experts():
-    """Of experts laid out for sm_90a: the same checks, and one compilation for any number of tokens."""
+    """Experts laid out for sm_90a have the same checks, and one compilation for any number of tokens."""
     layer = LAYER.for_backend("sm90")
     x, logits = inputs()
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")

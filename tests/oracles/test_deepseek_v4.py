@@ -68,7 +68,7 @@ def exact_logits(heads: int, batch: int, length: int, *ends: int) -> torch.Tenso
 
 
 def our_logits(heads: int, batch: int, length: int, *ends: int, way: str) -> torch.Tensor:
-    """The same with our attention."""
+    """Logits with our attention."""
     model = with_attention(shared_model(heads), attention_name("reference", way))
     return logits_in_steps(model, tokens(batch, length), *ends)
 

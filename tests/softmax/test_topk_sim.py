@@ -33,7 +33,7 @@ def run(config, logits, k, arch="sm_90a", seed=0):
 
 
 def poisoned(logits, offset, gap, poison=torch.nan):
-    """The same rows as a view: ``offset`` elements into a buffer, ``gap`` elements apart, poison everywhere else."""
+    """Rows as a view: ``offset`` elements into a buffer, ``gap`` elements apart, poison everywhere else."""
     rows, length = logits.shape
     buffer = torch.full((offset + rows * (length + gap) + 8,), poison, dtype=logits.dtype)
     view = buffer.as_strided((rows, length), (length + gap, 1), offset)
@@ -68,7 +68,7 @@ WAYS = STREAMS | AGAIN | HELD
 
 
 def longest(config) -> int:
-    """Of the rows that a configuration takes."""
+    """Length of the longest row that a configuration takes."""
     return config.capacity * config.per_vector if config.held else 5000
 
 

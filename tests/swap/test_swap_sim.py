@@ -24,7 +24,7 @@ SM90, SM100 = simulated("sm_90a"), simulated("sm_100a")
 
 
 def test_fused_and_chain_on_sm90():
-    """The same bits; two requests, a last row tile of 12 rows, an odd d_ff; four CTAs share weights in pairs."""
+    """Both have the same bits: two requests, a last row tile of 12 rows, an odd d_ff, four CTAs that share weights."""
     case = *small(2, cores=70, d_ff=200), CALL
     chain = check_forced(*case, make_plan("sm_90a"), SM90)
     fused = check_forced(*case, make_plan("sm_90a", fused=True), SM90, seed=3)

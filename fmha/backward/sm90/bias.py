@@ -43,7 +43,7 @@ def fetch(work, step, head, query_tile) -> None:
 
 
 def matrix_address(base, thread) -> Int32:
-    """Of the row of the first four matrices of 8 queries and 8 keys that a thread names: keys of the thread's warp."""
+    """Address of the row that a thread names of the first four matrices, each of 8 queries and 8 keys of its warp."""
     lane = thread % WARP_THREADS
     row = lane // (2 * SWIZZLE_ROWS) * SWIZZLE_ROWS + lane % SWIZZLE_ROWS
     chunk = thread // WARP_THREADS * (WARP_ROWS // SWIZZLE_ROWS) + lane // SWIZZLE_ROWS % 2

@@ -95,7 +95,7 @@ class BackwardConfig(BackwardFeatures):
 
     @property
     def delta_factor(self) -> float:
-        """Of a pair delta comes in P's inverse factor, like dP, which is multiplied by it as delta is subtracted."""
+        """Factor of delta: 1 / P_FACTOR where a pair exchanges P, so that delta matches dP, else 1."""
         return 1 / P_FACTOR if self.paired else 1.0
 
     @property
@@ -121,7 +121,7 @@ class BackwardConfig(BackwardFeatures):
 
     @property
     def registers(self) -> tuple[int, ...]:
-        """Of a thread of each warpgroup."""
+        """Registers of a thread, by warpgroup."""
         if self.paired:
             return (CONSUMER_REGISTERS,) * CONSUMERS + (PRODUCER_REGISTERS,)
         return (REGISTERS_PER_SM // self.threads - 1,) * CONSUMERS

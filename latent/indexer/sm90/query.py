@@ -221,7 +221,7 @@ def multiply(config: ScoresConfig, query: Scorer, a, scores) -> None:
 
 
 def in_registers(row: cute.Tensor) -> cute.Tensor:
-    """The same row, with its address kept in registers."""
+    """The row with its address kept in registers."""
     address = row.iterator.toint()
     low, high = (
         Uint32(cute.arch.shuffle_sync_bfly(Uint32(word), 0)) for word in (address & 0xFFFFFFFF, address >> 32)

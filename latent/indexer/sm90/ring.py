@@ -131,7 +131,7 @@ def allocate_ring(config, smem) -> Int32:
 
 
 def opaque(word: Int32) -> Int32:
-    """The same number, kept in a register: values derived from special registers are recomputed in a loop otherwise."""
+    """Keep a number in a register: a loop would otherwise recompute what derives from special registers."""
     return Int32(cute.arch.shuffle_sync_bfly(word, 0)) & 0x7FFFFFFF
 
 

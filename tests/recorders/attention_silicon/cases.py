@@ -79,7 +79,7 @@ class Recorded:
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Of the results."""
+        """dtypes of the results."""
         if not self.case.normalize:
             return dict.fromkeys(("o", "row_max", "row_sum"), torch.float32)
         return {"o": self.case.dtype, "lse": torch.float32}
