@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from warpspec.common.checks import check_floating, check_tensor
+from warpspec.common.checks import check_floating, check_kind, check_tensor
 
 
 class AttentionState(NamedTuple):
@@ -77,6 +77,7 @@ def check_states(states, sink) -> None:
             raise TypeError(f"states: must hold AttentionState, got {type(state).__name__} at index {index}")
         for field, tensor, first in zip(state._fields, state, states[0], strict=True):
             name = f"states: {field} of state {index}"
+            check_kind(name, tensor, torch.Tensor)
             check_tensor(name, tensor, (torch.float32,), tuple(first.shape), states[0].o.device)
     o, row_max, row_sum = states[0]
     if (
