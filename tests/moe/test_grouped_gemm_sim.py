@@ -272,7 +272,11 @@ NVFP4 = dict(case=dict(epilogue="swiglu", out="nvfp4"))
         (ValueError, "limit: must not be negative", dict(GATED, limit=-1.0)),
         (ValueError, "a: k must be that of w", dict(a=field("a", "k", lambda k: 48))),
         (ValueError, r"offsets: shape must be \[2\]", dict(offsets=torch.zeros(3, dtype=torch.int32))),
-        (TypeError, "offsets: must be a torch.int32", dict(offsets=torch.zeros(2, dtype=torch.int64))),
+        (
+            TypeError,
+            "offsets: dtype must be one of torch.int32",
+            dict(offsets=torch.zeros(2, dtype=torch.int64)),
+        ),
         (ValueError, "a.scales: .* atoms of rows needed", dict(a=field("a", "scales", lambda s: s[:1]))),
         (ValueError, "a.row_scale: shape", dict(a=field("a", "row_scale", lambda s: s[1:]))),
         (ValueError, "a.data: must be contiguous", dict(a=field("a", "data", lambda d: d.T.contiguous().T))),
@@ -286,9 +290,13 @@ NVFP4 = dict(case=dict(epilogue="swiglu", out="nvfp4"))
             "w.data: rows must be multiples of 16 bytes",
             dict(w=field("w", "data", lambda d: d[..., :24].clone())),
         ),
-        (TypeError, "w.global_scale: must be", dict(w=field("w", "global_scale", lambda s: s.double()))),
+        (
+            TypeError,
+            "w.global_scale: dtype must be one of torch.float32",
+            dict(w=field("w", "global_scale", lambda s: s.double())),
+        ),
         (ValueError, "out: shape must be", dict(out=torch.empty(6, 32, dtype=torch.bfloat16))),
-        (TypeError, "out: must be a torch.bfloat16", dict(out=torch.empty(7, 32))),
+        (TypeError, "out: dtype must be one of torch.bfloat16", dict(out=torch.empty(7, 32))),
         (ValueError, "out: linear writes bf16", dict(out=lambda arguments: arguments["a"])),
         (
             ValueError,
