@@ -105,8 +105,8 @@ def ctas_by_registers(registers: int, threads: int) -> int:
     they are fewer than an SM has (CUDA's occupancy calculation: warps count by fours).
     """
     per_warp = -(-registers * WARP_SIZE // REGISTERS_PER_WARP_STEP) * REGISTERS_PER_WARP_STEP
-    warps = -(-threads // (WARP_SIZE * SM_PARTITIONS))  # of one CTA in the fullest partition
-    return REGISTERS_PER_SM // SM_PARTITIONS // per_warp // warps
+    held = REGISTERS_PER_SM // SM_PARTITIONS // per_warp * SM_PARTITIONS  # warps
+    return held // -(-threads // WARP_SIZE)
 
 
 def _product(shape: Dim3) -> int:
