@@ -1,6 +1,7 @@
 """atom and red without a native translation: 16-bit floats, vectors, b16 and b128 (PTX ISA 9.7.13).
 
-A vector is atomic element by element; the lanes of a warp go one after the other.
+A vector is atomic element by element; the lanes of a warp go one after the other, or at once where each has elements
+of its own.
 """
 
 from __future__ import annotations
@@ -8,14 +9,14 @@ from __future__ import annotations
 import numpy as np
 
 from warpspec.sim.codegen.memory import space_of
-from warpspec.sim.errors import UnsupportedInstruction
+from warpspec.sim.errors import MemoryFault, UnsupportedInstruction
 from warpspec.sim.families.alu import form_of
-from warpspec.sim.families.wide import place, read, write
+from warpspec.sim.families.wide import bytes_at, place, read, write
 from warpspec.sim.instruction import Instr, Operand, Vec
 from warpspec.sim.lanes import lanes
 from warpspec.sim.machine import Machine
 from warpspec.sim.registry import fallback
-from warpspec.sim.warp import Warp
+from warpspec.sim.warp import LANE_NUMBERS, Warp
 
 # bits of an element, operations
 TYPES = {
@@ -51,6 +52,28 @@ def operand_lanes(w: Warp, operand: Operand, bits: int) -> np.ndarray:
     return np.stack([w.values(item, bits) for item in items])
 
 
+def all_at_once(m, w, ins, mask, addresses, nbytes, combine, source, old) -> bool:
+    """Do an operation for the lanes of a mask together, if no two have the same address; whether it is done.
+
+    nbytes: of a lane. source: uint [elements, 32]. old: its like, which receives what was there.
+    """
+    active = np.flatnonzero(mask >> LANE_NUMBERS & 1)
+    places = addresses[active]
+    low, high = int(places.min()), int(places.max())
+    if (places % nbytes).any() or len(set(places.tolist())) < len(places):
+        return False
+    try:
+        cells = bytes_at(m, w, ins, low, high - low + nbytes, True).view(old.dtype)
+    except MemoryFault:  # of several allocations, or which lane's access it is
+        return False
+    first = (places - low) // old.itemsize
+    index = (first[:, None] + np.arange(len(old), dtype=first.dtype)).ravel()
+    before = cells[index]
+    cells[index] = combine(before, np.ascontiguousarray(source[:, active].T).ravel())
+    old[:, active] = before.reshape(len(active), len(old)).T
+    return True
+
+
 @fallback("atom", "red")
 def atomic(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """atom d, [a], b[, c]; red [a], b."""
@@ -65,17 +88,19 @@ def atomic(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
         ".ftz" if type_ == "f32" and space_of(ins) != "shared" else ""
     )  # as the scalar form does in global memory
     combine = None if operation in ("exch", "cas") else form_of(f"{operation}{flush}.{type_}", 2).function
-    for lane in lanes(mask):
-        cells = place(m, w, ins, int(addresses[lane]), count * bits // 8, True).view(old.dtype)
-        before = cells.copy().reshape(old[:, lane].shape)
-        old[:, lane] = before
-        if combine is not None:
-            after = combine(before, sources[0][:, lane])
-        elif operation == "exch":
-            after = sources[0][:, lane]
-        else:
-            after = sources[1][:, lane] if (before == sources[0][:, lane]).all() else before
-        cells[:] = after.reshape(-1)
+    nbytes = count * bits // 8
+    if combine is None or not all_at_once(m, w, ins, mask, addresses, nbytes, combine, sources[0], old):
+        for lane in lanes(mask):
+            cells = place(m, w, ins, int(addresses[lane]), nbytes, True).view(old.dtype)
+            before = cells.copy().reshape(old[:, lane].shape)
+            old[:, lane] = before
+            if combine is not None:
+                after = combine(before, sources[0][:, lane])
+            elif operation == "exch":
+                after = sources[0][:, lane]
+            else:
+                after = sources[1][:, lane] if (before == sources[0][:, lane]).all() else before
+            cells[:] = after.reshape(-1)
     if target is None:
         return
     if bits == 128:

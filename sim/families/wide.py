@@ -44,6 +44,12 @@ def place(m: Machine, w: Warp, ins: Instr, address: int, nbytes: int, store: boo
     """uint8 view of the bytes at an address of the instruction's state space, aligned to their number."""
     if address % nbytes:
         raise MemoryFault(f"{nbytes}-byte access at {address:#x} is not aligned to its size")
+    return bytes_at(m, w, ins, address, nbytes, store)
+
+
+def bytes_at(m: Machine, w: Warp, ins: Instr, address: int, nbytes: int, store: bool) -> np.ndarray:
+    """uint8 view of bytes in the instruction's state space, whatever their alignment. MemoryFault unless they are in
+    one allocation."""
     space = space_of(ins)
     if space in ("shared", "cluster"):
         return m.shared(w, address & 0xFFFFFFFF, nbytes)

@@ -78,6 +78,26 @@ def test_atom_returns_what_was_there():
     assert sorted(map(tuple, old.tolist())) == [(float(i), 2.0 * i) for i in range(32)]
 
 
+@pytest.mark.parametrize("shared_by", [1, 2])
+def test_lanes_with_elements_of_their_own(shared_by):
+    """The upper 24 lanes, in reverse; where two have the same elements, one sees what the other has left."""
+    out, old = np.arange(64, dtype=np.float32), np.full((32, 2), -1, np.float32)
+    launch(
+        f"""
+      ld.param.u64 %rd1, [out]; ld.param.u64 %rd2, [old]; mov.u32 %r1, %tid.x; setp.ge.u32 %p1, %r1, 8;
+      sub.u32 %r2, 31, %r1; div.u32 %r2, %r2, {shared_by}; mul.wide.u32 %rd3, %r2, 8; add.s64 %rd3, %rd1, %rd3;
+      cvt.rn.f32.u32 %f1, %r1; mov.f32 %f2, 0f42C80000; mul.wide.u32 %rd4, %r1, 8; add.s64 %rd4, %rd2, %rd4;
+      @%p1 atom.global.add.v2.f32 {{%f3, %f4}}, [%rd3], {{%f1, %f2}}; @%p1 st.global.v2.f32 [%rd4], {{%f3, %f4}};
+    """,
+        {"out": out, "old": old},
+    )
+    sums, seen = np.arange(64, dtype=np.float32).reshape(32, 2), np.full((32, 2), -1, np.float32)
+    for lane in range(8, 32):
+        seen[lane] = sums[(31 - lane) // shared_by]
+        sums[(31 - lane) // shared_by] += lane, 100
+    assert np.array_equal(out.reshape(32, 2), sums) and np.array_equal(old, seen)
+
+
 def test_compare_and_swap_of_16_and_128_bits():
     """One lane wins each exchange of zero for its own number."""
     out, wide = np.zeros(2, np.uint16), np.zeros(4, np.uint64)
