@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 
 from warpspec.cache import reference
-from warpspec.cache.operands import Operands, Options
+from warpspec.cache.config import InsertConfig
+from warpspec.cache.operands import OUTPUTS, Operands, Options
 from warpspec.cache.problem import check_insert, check_values, config_of
 from warpspec.common.backend import resolve_backend
 from warpspec.common.launch import target_of
+from warpspec.common.operands import option_schema, tensor_schema
 from warpspec.common.repeated import watched
 
 
@@ -25,24 +27,24 @@ def run_insert(operands: Operands, options: Options, backend: str, target=None) 
     config = config_of(operands, options)
     from warpspec.cache.device.insert import INSERT
 
-    rows = (words(operands.q if config.q_heads else None), words(operands.out if config.q_heads else None))
-    rows += (words(operands.k), words(operands.v))
-    INSERT.run(
-        config,
-        target or target_of(device),
-        *rows,
-        operands.q_weight if config.q_heads else None,
-        operands.k_weight,
-        operands.cos_sin,
-        operands.positions,
-        operands.slots,
-        words(paged(operands.k_cache)),
-        words(paged(operands.v_cache)),
-        as_bytes(paged(operands.k_block_scales)),
-        as_bytes(paged(operands.v_block_scales)),
-        one_dimension(operands.k_scale),
-        one_dimension(operands.v_scale),
-        float(options.eps),
+    INSERT.run(config, target or target_of(device), *kernel_operands(config, operands), float(options.eps))
+
+
+def kernel_operands(config: InsertConfig, operands: Operands) -> Operands:
+    """The views that kernels take."""
+    queries = config.q_heads > 0
+    return operands._replace(
+        k=words(operands.k),
+        v=words(operands.v),
+        k_cache=words(paged(operands.k_cache)),
+        v_cache=words(paged(operands.v_cache)),
+        q=words(operands.q) if queries else None,
+        out=words(operands.out) if queries else None,
+        q_weight=operands.q_weight if queries else None,
+        k_scale=one_dimension(operands.k_scale),
+        v_scale=one_dimension(operands.v_scale),
+        k_block_scales=as_bytes(paged(operands.k_block_scales)),
+        v_block_scales=as_bytes(paged(operands.v_block_scales)),
     )
 
 
@@ -86,30 +88,23 @@ def one_dimension(scale: torch.Tensor | None) -> torch.Tensor | None:
 def insert(operands: Operands, options: Options, backend: str) -> None:
     """``run_insert``, through the torch operator while something records operators (a trace, a dispatch mode)."""
     if watched(*(tensor for tensor in operands if tensor is not None)):
-        insert_operator(*operands, *options.values, backend)
+        insert_operator(*operands, *options, backend)
     else:
         check_values(operands)
         run_insert(operands, options, backend)
 
 
-@torch.library.custom_op(
-    "warpspec::cache_insert",
-    mutates_args=("k_cache", "v_cache", "out", "k_block_scales", "v_block_scales"),
-    schema="(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, Tensor? q, Tensor(c!)? out, "
-    "Tensor? cos_sin, Tensor? positions, Tensor? q_weight, Tensor? k_weight, Tensor? k_scale, Tensor? v_scale, "
-    "Tensor(d!)? k_block_scales, Tensor(e!)? v_block_scales, str? format, bool interleaved, bool swizzled, float eps, "
-    "str backend) -> ()",
-)
-def insert_operator(
-    k, v, k_cache, v_cache, slots, q, out, cos_sin, positions, q_weight, k_weight, k_scale, v_scale, k_block_scales,
-    v_block_scales, format, interleaved, swizzled, eps, backend,
-) -> None:  # fmt: skip
+SCHEMA = f"{tensor_schema(Operands, Operands._fields)}, {option_schema(Options)}, str backend"
+
+
+@torch.library.custom_op("warpspec::cache_insert", mutates_args=OUTPUTS, schema=f"({SCHEMA}) -> ()")
+def insert_operator(*arguments) -> None:
     """Operator of ``insert``."""
-    operands = Operands(
-        k, v, k_cache, v_cache, slots, q, out, cos_sin, positions, q_weight, k_weight, k_scale, v_scale,
-        k_block_scales, v_block_scales,
-    )  # fmt: skip
-    options = Options(format, interleaved, swizzled, eps)
+    *call, backend = arguments
+    operands, options = (
+        Operands(*call[: len(Operands._fields)]),
+        Options(*call[len(Operands._fields) :]),
+    )
     check_insert(operands, options)
     check_values(operands)
     run_insert(operands, options, backend)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Annotated, Any, NamedTuple
 
 import torch
 
-from warpspec.common.compile import fake_rows
 from warpspec.common.hardware import FP32_BYTES, TMA_ALIGNMENT, WARP_THREADS
 from warpspec.common.launch import Kernel, Target, target_of
+from warpspec.common.operands import FLOAT32, INT32, Operand, fakes
 from warpspec.fmha.checks import DTYPES
 from warpspec.fmha.features import dtype_name
 from warpspec.fmha.heads import CLASSES
@@ -88,28 +89,33 @@ class CombineConfig:
         return THREADS * (VECTOR + 1) * FP32_BYTES if self.ways > 1 else 0
 
 
+class Results(NamedTuple):
+    """Results of rows, and the sink that goes into them. sink: [Hq]. o: [B, Sq, Hq, D], D contiguous. lse, row_max,
+    row_sum: [B, Hq, Sq] fp32. What a configuration lacks is None. All but the sink are written."""
+
+    sink: Annotated[Any, Operand(FLOAT32, 1, when="has_sink")]
+    o: Annotated[Any, Operand(lambda c: c.dtype, 4, lambda c: c.columns, TMA_ALIGNMENT)]
+    lse: Annotated[Any, Operand(FLOAT32, 3, when="has_lse")]
+    row_max: Annotated[Any, Operand(FLOAT32, 3, when=lambda c: not c.normalize)]
+    row_sum: Annotated[Any, Operand(FLOAT32, 3, when=lambda c: not c.normalize)]
+
+
+class CombineOperands(NamedTuple):
+    """Tensors of the combine kernel. partial_o: [S, B, Sq, Hq, D] fp32, partial_max, partial_sum: [S, B, Hq, Sq] fp32.
+    cu_seqlens_q: [requests + 1] int32, or None."""
+
+    partial_o: Annotated[Any, Operand(FLOAT32, 5, lambda c: c.head_dim, TMA_ALIGNMENT)]
+    partial_max: Annotated[Any, Operand(FLOAT32, 4)]
+    partial_sum: Annotated[Any, Operand(FLOAT32, 4)]
+    results: Results
+    cu_seqlens_q: Annotated[Any, Operand(INT32, 1, when="packed")]
+
+
 def combine_arguments(config: CombineConfig) -> tuple:
     """The host function of a configuration and its arguments but the stream."""
-    import cutlass
-
     from warpspec.fmha.device.combine import Combine
 
-    fp32 = cutlass.Float32
-    o_types = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": fp32}
-
-    def rows(dtype, rank):
-        return fake_rows(dtype, rank, config.head_dim, alignment=TMA_ALIGNMENT)
-
-    return (
-        Combine(config),
-        rows(fp32, 5),
-        *(fake_rows(fp32, 4) for _ in range(2)),
-        fake_rows(fp32, 1) if config.has_sink else None,
-        fake_rows(o_types[config.dtype], 4, config.columns, alignment=TMA_ALIGNMENT),
-        fake_rows(fp32, 3) if config.has_lse else None,
-        *(None if config.normalize else fake_rows(fp32, 3) for _ in range(2)),
-        fake_rows(cutlass.Int32, 1) if config.packed else None,
-    )
+    return (Combine(config), *fakes(CombineOperands, config))
 
 
 COMBINE = Kernel("fmha.combine", combine_arguments)

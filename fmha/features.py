@@ -14,6 +14,7 @@ import torch
 from warpspec.common.barriers import Barrier
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import WARP_THREADS, WORD_BYTES
+from warpspec.common.operands import FLOAT32, UINT8
 from warpspec.fmha.heads import BLOCK, HeadSizes
 from warpspec.fmha.line import MOST_ROUNDS
 from warpspec.fmha.logits import PLAIN, LogitMap
@@ -29,9 +30,7 @@ PAGE_STEP, PAGE_LARGE = 16, 128
 SEARCH_ROUNDS = 3
 MOST_REQUESTS = WARP_THREADS**SEARCH_ROUNDS
 
-# Words of what is kept of a cut of the line (``device.line``): a cursor, in shared memory; a join record, in global
-# memory.
-CURSOR_WORDS, JOIN_WORDS = 3, 9
+CURSOR_WORDS = 3  # of what is kept in shared memory of a cut of the line (``device.line``)
 RECORD_WORDS = 24  # of a tile's record (``device.record``), with room
 PIECE_STATISTICS = 4  # fp32 behind the D columns of a row of a piece's state: maximum, sum, two unused
 
@@ -114,6 +113,41 @@ class KernelFeatures:
     def bias(self) -> str | None:
         """dtype of the bias, or None."""
         return self.logits.bias
+
+    @property
+    def kv_dtype(self) -> str:
+        """dtype of K and V as they lie in memory; FP8 as bytes."""
+        return UINT8 if self.kv_format else self.dtype
+
+    @property
+    def o_dtype(self) -> str:
+        """dtype of o."""
+        return self.dtype if self.normalize else FLOAT32
+
+    @property
+    def o_size(self) -> int:
+        """Elements of a row of o: a split's are padded to the tuned head size."""
+        return self.heads.v_state if self.splits else self.heads.v
+
+    @property
+    def split_dims(self) -> int:
+        """Dimensions in front of o's, row_max's and row_sum's: the splits."""
+        return int(self.splits)
+
+    @property
+    def cuts_tiles(self) -> bool:
+        """Work is cut by length: CTAs leave states of pieces of tiles, and join records."""
+        return self.schedule is Schedule.LINE
+
+    @property
+    def from_queue(self) -> bool:
+        """CTAs take tiles from a queue."""
+        return self.schedule is Schedule.QUEUE
+
+    @property
+    def writes_state(self) -> bool:
+        """What is written is an un-normalised state: row_max and row_sum beside o."""
+        return not self.normalize
 
     @property
     def rescale_threshold(self) -> float:

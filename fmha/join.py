@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
 
-from warpspec.common.compile import fake_rows
 from warpspec.common.hardware import FP32_BYTES, TMA_ALIGNMENT
 from warpspec.common.launch import Kernel
-from warpspec.fmha.combine import CHUNK, VECTOR
-from warpspec.fmha.features import JOIN_WORDS, PIECE_STATISTICS
+from warpspec.common.operands import FLOAT32, INT32, Operand, fakes
+from warpspec.fmha.combine import CHUNK, VECTOR, Results
+from warpspec.fmha.features import PIECE_STATISTICS
+from warpspec.fmha.line import JOIN_WORDS
 
 THREADS = 256
 PART_CTAS = 4, 16  # CTAs that share a tile's rows: of one row group, of more
@@ -74,23 +76,19 @@ class JoinConfig:
         return PART_CTAS[self.row_groups > 1]
 
 
+class JoinOperands(NamedTuple):
+    """Tensors of the join kernel. pieces: [2 CTAs, rows, D + 4] fp32; joins: [CTAs, 9] int32."""
+
+    pieces: Annotated[Any, Operand(FLOAT32, 3, lambda c: c.head_dim + PIECE_STATISTICS, TMA_ALIGNMENT)]
+    joins: Annotated[Any, Operand(INT32, 2, JOIN_WORDS)]
+    results: Results
+
+
 def join_arguments(config: JoinConfig) -> tuple:
     """The host function of a configuration and its arguments but the stream."""
-    import cutlass
-
     from warpspec.fmha.device.join import Join
 
-    fp32, int32 = cutlass.Float32, cutlass.Int32
-    o_types = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": fp32}
-    return (
-        Join(config),
-        fake_rows(fp32, 3, config.head_dim + PIECE_STATISTICS, alignment=TMA_ALIGNMENT),
-        fake_rows(int32, 2, JOIN_WORDS),
-        fake_rows(fp32, 1) if config.has_sink else None,
-        fake_rows(o_types[config.dtype], 4, config.columns, alignment=TMA_ALIGNMENT),
-        fake_rows(fp32, 3) if config.has_lse else None,
-        *(None if config.normalize else fake_rows(fp32, 3) for _ in range(2)),
-    )
+    return (Join(config), *fakes(JoinOperands, config))
 
 
 JOIN = Kernel("fmha.join", join_arguments)

@@ -18,9 +18,10 @@ from warpspec.common.launch import Kernel, Target
 from warpspec.common.simulator import joined
 from warpspec.common.workspace import EMPTY, new_workspace, prepare_reserve, workspace
 from warpspec.fmha.combine import COMBINE, CombineConfig
-from warpspec.fmha.features import JOIN_WORDS, KernelFeatures, Schedule, dtype_name
+from warpspec.fmha.features import KernelFeatures, Schedule, dtype_name
 from warpspec.fmha.heads import class_of
 from warpspec.fmha.join import JOIN, JoinConfig
+from warpspec.fmha.line import JOIN_WORDS
 from warpspec.fmha.operands import Operands
 from warpspec.fmha.plan import Plan, launch_numbers, make_plan
 from warpspec.fmha.problem import AttentionProblem

@@ -20,6 +20,7 @@ ROUND_TILES = 20  # query tiles of a chunk where there are several rounds
 MOST_ROUNDS = 24  # the ends of so many chunks have room in shared memory
 EDGE_TILES = 1  # KV tiles: a cut no further from an end of a query tile moves there, as a piece costs more
 FAR = 1 << 30  # positions that count as no end
+JOIN_WORDS = 9  # of a join record, in global memory (``device.line.Join``)
 
 
 def round_count(query_tiles, ctas, minimum=min, maximum=max):

@@ -9,8 +9,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
 
 from warpspec.common.logarithms import LOG2_E
+from warpspec.common.operands import FLOAT32, Number
 from warpspec.fmha.heads import class_of
 from warpspec.fmha.problem import AttentionProblem
 
@@ -50,13 +52,24 @@ class LogitMap:
         return cls(negate=problem.scale < 0 and not signed, bias=bias)
 
 
-def logit_numbers(problem: AttentionProblem, signed: bool = False) -> tuple[float, float | None]:
-    """``device.logits.LogitNumbers`` of a problem, as a kernel's host function takes them. signed: as in
-    ``LogitMap.of``."""
-    if problem.softcap is not None:
-        return 2 * LOG2_E * problem.scale / problem.softcap, problem.softcap * LOG2_E
-    scale = problem.scale if signed else max(abs(problem.scale), SMALLEST_SCALE)
-    return scale * LOG2_E, None
+class LogitNumbers(NamedTuple):
+    """The map's run-time numbers.
+
+    factor: what q.k is multiplied with: scale * log2(e), the logit in powers of two; under a soft cap
+    2 * scale * log2(e) / cap, the exponent of tanh's exponential in powers of two. cap: the cap in powers of two, or
+    None.
+    """
+
+    factor: Annotated[Any, Number(FLOAT32)]
+    cap: Annotated[Any, Number(FLOAT32, when=lambda config: config.logits.softcap)] = None
+
+    @classmethod
+    def of(cls, problem: AttentionProblem, signed: bool = False) -> LogitNumbers:
+        """The numbers of a problem. signed: as in ``LogitMap.of``."""
+        if problem.softcap is not None:
+            return cls(2 * LOG2_E * problem.scale / problem.softcap, problem.softcap * LOG2_E)
+        scale = problem.scale if signed else max(abs(problem.scale), SMALLEST_SCALE)
+        return cls(scale * LOG2_E)
 
 
 PLAIN = LogitMap()  # nothing but the scale

@@ -1,12 +1,26 @@
 """What an attention call is made of: its tensors and its options, as records that travel whole.
 
-A new operand is one field of ``Operands``, one argument of ``device.host.AttentionHost`` and its use; a new option is
-one field of ``Options``. ``ops`` makes torch's operator schema of both.
+A new operand is one field of ``Operands``, from which the kernel's host function and torch's operator get their
+arguments, and its use; a new option is one field of ``Options``.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from warpspec.common.hardware import TMA_ALIGNMENT
+from warpspec.common.operands import (
+    CONTIGUOUS,
+    FLOAT32,
+    INT32,
+    INT64,
+    OUTPUT,
+    WORKSPACE,
+    Operand,
+    inputs_of,
+    names_of,
+)
+from warpspec.fmha.line import JOIN_WORDS
 
 
 class Operands(NamedTuple):
@@ -24,25 +38,33 @@ class Operands(NamedTuple):
     (``device.queue``), queue [1] int64.
     """
 
-    q: Any
-    k: Any
-    v: Any = None
-    o: Any = None
-    sink: Any = None
-    kv_lengths: Any = None
-    q_start: Any = None
-    lse: Any = None
-    row_max: Any = None
-    row_sum: Any = None
-    page_table: Any = None
-    bias: Any = None
-    cu_seqlens_q: Any = None
-    cu_seqlens_k: Any = None
-    k_scale: Any = None
-    v_scale: Any = None
-    pieces: Any = None
-    joins: Any = None
-    queue: Any = None
+    q: Annotated[Any, Operand(lambda c: c.dtype, 4, lambda c: c.head_dim, TMA_ALIGNMENT)]
+    k: Annotated[Any, Operand(lambda c: c.kv_dtype, 4, lambda c: c.head_dim, TMA_ALIGNMENT)]
+    v: Annotated[Any, Operand(lambda c: c.kv_dtype, 4, lambda c: c.heads.v, TMA_ALIGNMENT)] = None
+    o: Annotated[
+        Any,
+        Operand(lambda c: c.o_dtype, lambda c: 4 + c.split_dims, lambda c: c.o_size, TMA_ALIGNMENT),
+        OUTPUT,
+    ] = None
+    sink: Annotated[Any, Operand(FLOAT32, 1, when="has_sink"), CONTIGUOUS] = None
+    kv_lengths: Annotated[Any, Operand(INT32, 1, when="has_kv_lengths"), CONTIGUOUS] = None
+    q_start: Annotated[Any, Operand(INT32, 1, when="has_q_start"), CONTIGUOUS] = None
+    lse: Annotated[Any, Operand(FLOAT32, 3, when="has_lse"), OUTPUT] = None
+    row_max: Annotated[Any, Operand(FLOAT32, lambda c: 3 + c.split_dims, when="writes_state"), OUTPUT] = None
+    row_sum: Annotated[Any, Operand(FLOAT32, lambda c: 3 + c.split_dims, when="writes_state"), OUTPUT] = None
+    page_table: Annotated[Any, Operand(INT32, 2, when="page_size"), CONTIGUOUS] = None
+    bias: Annotated[Any, Operand(lambda c: c.bias, 4, alignment=lambda c: c.bias_alignment, when="bias")] = (
+        None
+    )
+    cu_seqlens_q: Annotated[Any, Operand(INT32, 1, when="packed_q"), CONTIGUOUS] = None
+    cu_seqlens_k: Annotated[Any, Operand(INT32, 1, when="packed_k"), CONTIGUOUS] = None
+    k_scale: Annotated[Any, Operand(FLOAT32, 3, 1, when="has_k_scale")] = None
+    v_scale: Annotated[Any, Operand(FLOAT32, 3, 1, when="has_v_scale")] = None
+    pieces: Annotated[
+        Any, Operand(FLOAT32, 3, lambda c: c.piece_columns, TMA_ALIGNMENT, "cuts_tiles"), WORKSPACE
+    ] = None
+    joins: Annotated[Any, Operand(INT32, 2, JOIN_WORDS, when="cuts_tiles"), WORKSPACE] = None
+    queue: Annotated[Any, Operand(INT64, 1, when="from_queue"), WORKSPACE] = None
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -50,10 +72,16 @@ class Operands(NamedTuple):
         return {name: getattr(self, name) for name in INPUTS}
 
 
-OUTPUTS = ("o", "lse", "row_max", "row_sum")
-WORKSPACE = ("pieces", "joins", "queue")
-ARGUMENTS = len(Operands._fields) - len(WORKSPACE)  # fields in front, which are not workspace
-INPUTS = tuple(name for name in Operands._fields if name not in (*OUTPUTS, *WORKSPACE))
+INPUTS = inputs_of(Operands)
+PLACES = Operands(*range(len(Operands._fields)))  # of each field in the record
+ROWS, STATISTICS = (
+    slice(PLACES.q, PLACES.o + 1),
+    slice(PLACES.lse, PLACES.row_sum + 1),
+)  # q, k, v, o; lse to row_sum
+GAPLESS = names_of(Operands, CONTIGUOUS)
+ARGUMENTS = len(Operands._fields) - len(
+    names_of(Operands, WORKSPACE)
+)  # fields in front, which are not workspace
 
 
 class Options(NamedTuple):

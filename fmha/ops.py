@@ -13,6 +13,7 @@ checks (``key_of``, ``recall``), with or without the dispatcher.
 
 from __future__ import annotations
 
+import operator
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from warpspec.common.allocation import empty
 from warpspec.common.backend import resolve_backend
 from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.common.launch import target_of
+from warpspec.common.operands import option_schema, tensor_schema
 from warpspec.common.outputs import check_apart, overlap, span_bytes
 from warpspec.common.repeated import (
     Remembered,
@@ -33,7 +35,16 @@ from warpspec.common.repeated import (
 from warpspec.common.transforms import call_operator, takes_gradients
 from warpspec.fmha import reference
 from warpspec.fmha.launch import Prepared, check_supported, prepare
-from warpspec.fmha.operands import ARGUMENTS, INPUTS, Operands, Options
+from warpspec.fmha.operands import (
+    ARGUMENTS,
+    GAPLESS,
+    INPUTS,
+    PLACES,
+    ROWS,
+    STATISTICS,
+    Operands,
+    Options,
+)
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.quantized import as_bytes, spread
 from warpspec.fmha.state import normalized_output
@@ -42,10 +53,9 @@ from warpspec.fmha.values import debugging, request_rows
 # The operators' arguments: INPUTS, then the options with the window's sides apart, then the backend.
 SCHEMA = ", ".join(
     (
-        *(f"Tensor{'' if name in ('q', 'k') else '?'} {name}" for name in INPUTS),
-        "float? scale, bool causal, SymInt? window_left, SymInt? window_right, SymInt key_stride",
-        "bool normalize, bool return_lse, SymInt? num_splits, SymInt? max_seqlen_q, SymInt? max_seqlen_k",
-        "bool deterministic, float? softcap, str backend",
+        tensor_schema(Operands, INPUTS),
+        option_schema(Options, window="SymInt? window_left, SymInt? window_right"),
+        "str backend",
     )
 )
 
@@ -82,8 +92,8 @@ def caller_shape(problem: AttentionProblem, shape: tuple[int, ...]) -> tuple[int
 class Call(NamedTuple):
     """A call that was checked.
 
-    prepared: None is the reference. empty: nothing is to be launched. regular: strides of q, k, v and o are such as TMA
-    accepts (``regular_strides``). spans: bytes of each of INPUTS (``span_bytes``), 0 for none; out_span: of out.
+    prepared: None is the reference. empty: nothing is to be launched. regular: inputs and out are as kernels want them
+    (``regular_operands``). spans: bytes of each of INPUTS (``span_bytes``), 0 for none; out_span: of out.
     recorded: autograd records it; lse is then among the results whether asked for or not. gradients: calls of its
     backward pass that were checked. The rest is the problem's.
     """
@@ -165,7 +175,8 @@ def check_call(operands: Operands, options: Options, backend: str, records: bool
         problem,
         prepared,
         empty=empty,
-        regular=all(t is None or regular_strides(t) is t for t in (operands.q, operands.k, operands.v, out)),
+        regular=(out is None or regular_strides(out) is out)
+        and all(map(operator.is_, operands, regular_operands(operands))),
         spans=tuple(0 if t is None else span_bytes(t) for t in operands.inputs.values()),
         out_span=0 if out is None else span_bytes(out),
         o_shape=caller_shape(problem, problem.o_shape),
@@ -210,54 +221,37 @@ def run(call: Call, operands: Operands, stats: tuple[torch.Tensor, ...] | None =
 def kernel_operands(
     problem: AttentionProblem, operands: Operands, outputs: tuple, regular: bool = False
 ) -> Operands:
-    """A checked call's tensors as kernels want them. outputs: in the place of the operands' OUTPUTS. regular: strides
-    of q, k, v and o are known to be."""
-    q, k, v, _, sink, kv_lengths, q_start, _, _, _, page_table, bias, *cu_seqlens, k_scale, v_scale = (
-        operands[:ARGUMENTS]
-    )
-    o, lse, row_max, row_sum = outputs
-    v = k if v is None else v
+    """A checked call's tensors as kernels want them. outputs: instead of the operands' own. regular: ``Call``."""
     if not regular:
-        q, k, v, o = (regular_strides(tensor) for tensor in (q, k, v, o))
-    if sink is not None:
-        if sink.dtype is not torch.float32:
-            sink = sink.detach().to(torch.float32)
-        sink = sink.contiguous()
-    if bias is not None:
-        bias = regular_strides(bias)
-    if kv_lengths is not None:
-        kv_lengths = kv_lengths.contiguous()
-    if q_start is not None:
-        q_start = q_start.contiguous()
-    if page_table is not None:
-        page_table = page_table.contiguous()
+        operands, outputs = regular_operands(operands), (regular_strides(outputs[0]), *outputs[1:])
+    q, k, v = operands.q, operands.k, operands.v
+    o, *statistics = outputs
+    v = k if v is None else v
     if problem.packed_q:
-        cu_seqlens = [None if starts is None else starts.contiguous() for starts in cu_seqlens]
         q, o = q[None], o[None]
         if problem.packed_k:
             k, v = k[None], v[None]
-        lse = None if lse is None else lse[None]
-        if row_max is not None:
-            row_max, row_sum = row_max[None], row_sum[None]
+        statistics = [None if each is None else each[None] for each in statistics]
+    found = list(operands)
+    found[ROWS], found[STATISTICS] = (q, k, v, o), statistics
     if problem.kv_format is not None:
         sizes = (problem.batch, problem.heads_kv)
-        k_scale, v_scale = spread(k_scale, *sizes), spread(v_scale, *sizes)
-    return Operands(
-        q,
-        k,
-        v,
-        o,
-        sink,
-        kv_lengths,
-        q_start,
-        lse,
-        row_max,
-        row_sum,
-        page_table,
-        bias,
-        *cu_seqlens,
-        k_scale,
-        v_scale,
+        found[PLACES.k_scale] = spread(operands.k_scale, *sizes)
+        found[PLACES.v_scale] = spread(operands.v_scale, *sizes)
+    return Operands._make(found)
+
+
+def regular_operands(operands: Operands) -> Operands:
+    """The inputs as kernels want them; where none has to change, with the tensors that it was given."""
+    sink = operands.sink
+    if sink is not None and sink.dtype is not torch.float32:
+        sink = sink.detach().to(torch.float32)
+    changed = {name: getattr(operands, name) for name in ("q", "k", "v", "bias")}
+    changed = {name: None if each is None else regular_strides(each) for name, each in changed.items()}
+    operands = operands._replace(sink=sink, **changed)
+    gapless = {name: getattr(operands, name) for name in GAPLESS}
+    return operands._replace(
+        **{name: None if each is None else each.contiguous() for name, each in gapless.items()}
     )
 
 

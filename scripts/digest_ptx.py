@@ -137,15 +137,20 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="CASE")
     parser.add_argument("--write", type=Path, metavar="FILE")
     parser.add_argument("--against", type=Path, metavar="FILE")
+    parser.add_argument("--jobs", type=int, default=JOBS, metavar="N", help="processes")
     options = parser.parse_args()
     names = [name for name in cases() if not options.names or any(part in name for part in options.names)]
-    with multiprocessing.get_context("spawn").Pool(JOBS, maxtasksperchild=20) as pool:
-        found = dict(pool.imap_unordered(digests, names))
-    if options.write:
-        options.write.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    before = {} if options.against is None else json.loads(options.against.read_text())
+    found = {}
+    with multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=20) as pool:
+        for name, seen in pool.imap_unordered(digests, names):
+            found[name] = seen
+            if options.write:  # after each case: a run that is stopped has not been for nothing
+                options.write.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+            if options.against and seen != before.get(name):
+                print(f"  {name}: changed", flush=True)
     if options.against is None:
         return 0
-    before = json.loads(options.against.read_text())
     changed = [name for name in names if found[name] != before.get(name)]
     print(f"{len(names) - len(changed)} of {len(names)} cases have the same PTX")
     for name in changed:

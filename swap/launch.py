@@ -27,7 +27,7 @@ from warpspec.swap.config import (
     SwapConfig,
     Tiles,
 )
-from warpspec.swap.operands import TAKEN, Operands
+from warpspec.swap.operands import Operands, taken
 from warpspec.swap.problem import SwapProblem
 from warpspec.swap.weights import SwapFFNWeights
 
@@ -131,6 +131,7 @@ class Step:
             for phase in phases
             if phase != "swap" or problem.events > 1
         }
+        self.taken = {phase: taken(self.config(phase)) for phase in self.launchers}
 
     def config(self, phase: str) -> SwapConfig:
         """The configuration of a phase's kernel."""
@@ -217,14 +218,13 @@ class Step:
 
     def launch(self, phase: str, operands: Operands, event: int = 0):
         """Launch one phase's kernel. Returns the simulator's report, or None on a GPU."""
-        taken = {name: getattr(operands, name) for name in TAKEN[phase]}
-        if phase in ("first", "swap", "fused"):
-            taken |= {name: getattr(operands, name) for name in ("forced", "recorded", "margins")}
+        names = self.taken[phase]
+        given = (
+            tensor if name in names else None for name, tensor in zip(Operands._fields, operands, strict=True)
+        )
         ctas = self.ctas(phase)
         try:
-            return self.launchers[phase](
-                *Operands(**taken), ctas, event, self.problem.ffn_steps, self.problem.k_ffn
-            )
+            return self.launchers[phase](*given, ctas, event, self.problem.ffn_steps, self.problem.k_ffn)
         except Exception as error:
             if phase == "fused" and TOO_LARGE in str(error).lower():
                 raise RuntimeError(

@@ -3,10 +3,16 @@ writes; the others are None."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-if TYPE_CHECKING:
-    import torch
+from warpspec.common.hardware import VECTOR_BYTES
+from warpspec.common.operands import BFLOAT16, FLOAT32, INT32, UINT8, Number, Operand
+from warpspec.swap.config import SLOTS, SwapConfig
+
+
+def width(config: SwapConfig) -> int:
+    """D."""
+    return config.d_model
 
 
 class Operands(NamedTuple):
@@ -26,33 +32,43 @@ class Operands(NamedTuple):
     fp32 [events, R, 2]: the gate's logit, and the best bank score less the second best.
     """
 
-    x: torch.Tensor | None = None
-    core_scale: torch.Tensor | None = None
-    core_shift: torch.Tensor | None = None
-    core_alpha: torch.Tensor | None = None
-    router_norm: torch.Tensor | None = None
-    router_w: torch.Tensor | None = None
-    swap_w: torch.Tensor | None = None
-    swap_b: torch.Tensor | None = None
-    bank_w: torch.Tensor | None = None
-    bank_b: torch.Tensor | None = None
-    w13: torch.Tensor | None = None
-    w2: torch.Tensor | None = None
-    basis: torch.Tensor | None = None
-    decoder: torch.Tensor | None = None
-    ram: torch.Tensor | None = None
-    map: torch.Tensor | None = None
-    vectors: torch.Tensor | None = None
-    inverse: torch.Tensor | None = None
-    hidden: torch.Tensor | None = None
-    partial: torch.Tensor | None = None
-    pooled: torch.Tensor | None = None
-    summed: torch.Tensor | None = None
-    delta: torch.Tensor | None = None
-    counters: torch.Tensor | None = None
-    forced: torch.Tensor | None = None
-    recorded: torch.Tensor | None = None
-    margins: torch.Tensor | None = None
+    x: Annotated[Any, Operand(BFLOAT16, 2, None, VECTOR_BYTES)] = None
+    core_scale: Annotated[Any, Operand(FLOAT32, 2, width, VECTOR_BYTES)] = None
+    core_shift: Annotated[Any, Operand(FLOAT32, 2, width, VECTOR_BYTES)] = None
+    core_alpha: Annotated[Any, Operand(FLOAT32, 2, SLOTS, VECTOR_BYTES)] = None
+    router_norm: Annotated[Any, Operand(BFLOAT16, 1, None, VECTOR_BYTES)] = None
+    router_w: Annotated[Any, Operand(BFLOAT16, 2, width, VECTOR_BYTES)] = None
+    swap_w: Annotated[Any, Operand(BFLOAT16, 1)] = None
+    swap_b: Annotated[Any, Operand(BFLOAT16, 1)] = None
+    bank_w: Annotated[Any, Operand(BFLOAT16, 2)] = None
+    bank_b: Annotated[Any, Operand(BFLOAT16, 1)] = None
+    w13: Annotated[Any, Operand(BFLOAT16, 2, None, VECTOR_BYTES)] = None
+    w2: Annotated[Any, Operand(BFLOAT16, 2, None, VECTOR_BYTES)] = None
+    basis: Annotated[Any, Operand(BFLOAT16, 3, width, VECTOR_BYTES)] = None
+    decoder: Annotated[Any, Operand(BFLOAT16, 2)] = None
+    ram: Annotated[Any, Operand(BFLOAT16, 3, width, VECTOR_BYTES)] = None
+    map: Annotated[Any, Operand(UINT8, 1)] = None
+    vectors: Annotated[Any, Operand(BFLOAT16, 2, width, VECTOR_BYTES)] = None
+    inverse: Annotated[Any, Operand(FLOAT32, 1)] = None
+    hidden: Annotated[Any, Operand(BFLOAT16, 2, None, VECTOR_BYTES)] = None
+    partial: Annotated[Any, Operand(FLOAT32, 3, width, VECTOR_BYTES)] = None
+    pooled: Annotated[Any, Operand(FLOAT32, 3, width, VECTOR_BYTES)] = None
+    summed: Annotated[Any, Operand(FLOAT32, 2)] = None
+    delta: Annotated[Any, Operand(BFLOAT16, 2, None, VECTOR_BYTES)] = None
+    counters: Annotated[Any, Operand(INT32, 1)] = None
+    forced: Annotated[Any, Operand(UINT8, 2)] = None
+    recorded: Annotated[Any, Operand(UINT8, 2)] = None
+    margins: Annotated[Any, Operand(FLOAT32, 3)] = None
+
+
+class StepNumbers(NamedTuple):
+    """The numbers among a kernel's arguments. ctas: of the grid. event: of a rows phase. steps, k_ffn: of the fused
+    kernel: FFN steps in all and of an event."""
+
+    ctas: Annotated[Any, Number(INT32)]
+    event: Annotated[Any, Number(INT32)]
+    steps: Annotated[Any, Number(INT32)]
+    k_ffn: Annotated[Any, Number(INT32)]
 
 
 ROUTER = ("router_norm", "router_w", "swap_w", "swap_b", "bank_w", "bank_b", "ram", "map")
@@ -69,3 +85,9 @@ TAKEN = {
     "decode": ("decoder", "summed", "delta"),
     "fused": tuple(name for name in Operands._fields if name not in ("forced", "recorded", "margins")),
 }
+
+
+def taken(config: SwapConfig) -> tuple[str, ...]:
+    """Names of the operands of a configuration's kernel."""
+    decisions = ("forced",) * config.forced + ("recorded", "margins") * config.recorded
+    return (*TAKEN[config.phase], *(decisions if config.routes else ()))

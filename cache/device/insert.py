@@ -14,7 +14,6 @@ from cutlass import Boolean, Float32, Int32, Uint8
 from warpspec.cache.config import InsertConfig, RowLayout
 from warpspec.cache.device.quantize import float8_words, nvfp4_words
 from warpspec.cache.device.rows import (
-    DTYPES,
     load_angles,
     load_row,
     load_weights,
@@ -22,10 +21,12 @@ from warpspec.cache.device.rows import (
     unpack,
 )
 from warpspec.cache.formats import swizzled_place
-from warpspec.common.compile import fake_rows
+from warpspec.cache.operands import InsertNumbers, Operands
+from warpspec.common.device.host import host_function
 from warpspec.common.device.words import store_words
-from warpspec.common.hardware import VECTOR_BYTES, WORD_BYTES
+from warpspec.common.hardware import WORD_BYTES
 from warpspec.common.launch import Kernel
+from warpspec.common.operands import fakes
 
 
 class Insert:
@@ -34,43 +35,21 @@ class Insert:
     def __init__(self, config: InsertConfig):
         self.config = config
 
-    @cute.jit
-    def __call__(
-        self,
-        q,
-        q_out,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        q_weight,
-        k_weight,
-        cos_sin,
-        positions,
-        slots: cute.Tensor,
-        k_cache: cute.Tensor,
-        v_cache: cute.Tensor,
-        k_blocks,
-        v_blocks,
-        k_scale,
-        v_scale,
-        eps: Float32,
-        stream: CUstream,
-    ):
-        """Launch the kernel; tensors that the configuration does not use are None.
-
-        q, q_out, k, v: [T, H, dim/2] words of two numbers. q_weight, k_weight: [dim]. cos_sin: [N, R]. positions: [T].
-        slots: [S]. k_cache, v_cache: words [pages, page_size, H, row]. k_blocks, v_blocks: bytes [pages, page_size, H,
-        dim/16]. k_scale, v_scale: fp32 [1] or [H].
-        """
-        config = self.config
+    @host_function(Operands, InsertNumbers)
+    def __call__(self, operands: Operands, numbers: InsertNumbers, stream: CUstream):
+        """Launch the kernel."""
+        config, ops = self.config, operands
         q_ctas = Int32(0)
-        if cutlass.const_expr(config.q_heads > 0):
-            q_ctas = ctas(config, config.key_layout, q.shape[0], q.shape[1], config.q_heads)
-        k_ctas = ctas(config, config.key_layout, slots.shape[0], k.shape[1], config.kv_heads)
-        v_ctas = ctas(config, config.value_layout, slots.shape[0], v.shape[1], config.kv_heads)
-        queries = (q, q_out, q_weight)
-        keys = (k, k_weight, k_cache, k_blocks, k_scale)
-        values = (v, None, v_cache, v_blocks, v_scale)
-        self.kernel(queries, keys, values, cos_sin, positions, slots, eps, k_ctas, v_ctas).launch(
+        if config.q_heads > 0:
+            q_ctas = ctas(config, config.key_layout, ops.q.shape[0], ops.q.shape[1], config.q_heads)
+        tokens = ops.slots.shape[0]
+        k_ctas = ctas(config, config.key_layout, tokens, ops.k.shape[1], config.kv_heads)
+        v_ctas = ctas(config, config.value_layout, tokens, ops.v.shape[1], config.kv_heads)
+        queries = (ops.q, ops.out, ops.q_weight)
+        keys = (ops.k, ops.k_weight, ops.k_cache, ops.k_block_scales, ops.k_scale)
+        values = (ops.v, None, ops.v_cache, ops.v_block_scales, ops.v_scale)
+        shared = (ops.cos_sin, ops.positions, ops.slots, numbers.eps)
+        self.kernel(queries, keys, values, *shared, k_ctas, v_ctas).launch(
             grid=(q_ctas + k_ctas + v_ctas, 1, 1), block=(config.threads, 1, 1), stream=stream
         )
 
@@ -222,40 +201,8 @@ def project(config: InsertConfig, rows: list, item: Item, weight, norm, cos_sin,
 
 def host_and_arguments(config: InsertConfig) -> tuple:
     """The host function and its arguments without the stream."""
-    from cutlass import Uint32
-
-    def words(alignment=VECTOR_BYTES, rank=3):
-        return fake_rows(Uint32, rank, alignment=alignment)
-
-    def optional(dtype, rank, last=None, alignment=None):
-        return None if dtype is None else fake_rows(DTYPES[dtype], rank, last, alignment=alignment)
-
-    def cache(layout):
-        width = config.fmt.row_bytes(layout.numbers)
-        return words(min(VECTOR_BYTES, width), 4)
-
     assert config.fmt.row_bytes(config.key_layout.numbers) % WORD_BYTES == 0
-    queries, positions = config.q_heads > 0, config.rotated > 0
-    nvfp4 = config.format == "nvfp4"
-    return (
-        Insert(config),
-        words() if queries else None,
-        words() if queries else None,
-        words(),
-        words(),
-        optional(config.q_weight, 1, config.k_dim, VECTOR_BYTES),
-        optional(config.k_weight, 1, config.k_dim, VECTOR_BYTES),
-        optional(config.table if positions else None, 2, config.rotated, VECTOR_BYTES),
-        optional(config.positions if positions else None, 1),
-        fake_rows(DTYPES[config.slots], 1),
-        cache(config.key_layout),
-        cache(config.value_layout),
-        fake_rows(Uint8, 4) if nvfp4 else None,
-        fake_rows(Uint8, 4) if nvfp4 else None,
-        fake_rows(Float32, 1) if config.k_scale else None,
-        fake_rows(Float32, 1) if config.v_scale else None,
-        Float32(0.0),
-    )
+    return (Insert(config), *fakes(Operands, config), *fakes(InsertNumbers, config))
 
 
 INSERT = Kernel("kv_cache.insert", host_and_arguments)  # by InsertConfig

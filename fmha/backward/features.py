@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from warpspec.common import memory
 from warpspec.common.hardware import FP32_BYTES, WARPGROUP_THREADS
+from warpspec.common.operands import FLOAT32
 from warpspec.fmha.backward.problem import BackwardProblem
 from warpspec.fmha.features import BLOCK, ELEMENT_BYTES, KernelFeatures, dtype_name, features, logits_of
 
@@ -60,6 +61,21 @@ class BackwardFeatures(KernelFeatures):
     def delta_factor(self) -> float:
         """What delta is multiplied by in the statistics, a power of two."""
         return 1.0
+
+    @property
+    def bias_alignment(self) -> int | None:
+        """Bytes to which rows of the bias are aligned in memory; None: an element's."""
+        return None
+
+    @property
+    def dbias_alignment(self) -> int | None:
+        """As ``bias_alignment``, of the bias's gradient."""
+        return None
+
+    @property
+    def dbias_dtype(self) -> str | None:
+        """dtype of the bias's gradient."""
+        return FLOAT32 if self.bias_gradient == "sum" else self.bias_gradient
 
     @property
     def parts(self) -> int:

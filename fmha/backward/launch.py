@@ -23,7 +23,7 @@ from warpspec.fmha.backward.problem import BackwardProblem
 from warpspec.fmha.backward.rows import KEYS, QUERIES, ROWS, QueryConfig, key_config, row_config
 from warpspec.fmha.backward.schedule import Order, choose_order
 from warpspec.fmha.checks import SIZE_LIMIT
-from warpspec.fmha.logits import logit_numbers
+from warpspec.fmha.logits import LogitNumbers
 from warpspec.fmha.operands import Operands
 from warpspec.fmha.ops import regular_strides
 
@@ -121,7 +121,7 @@ def prepare(
         config,
         order,
         *launchers,
-        (*logit_numbers(forward, signed=True), forward.scale, *window, *order),
+        (*LogitNumbers.of(forward, signed=True), forward.scale, *window, *order),
     )
 
 

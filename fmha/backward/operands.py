@@ -1,8 +1,34 @@
-"""The tensors of backward kernels, as records that travel whole."""
+"""The arguments of backward kernels, as records that travel whole."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Annotated, Any, NamedTuple
+
+from warpspec.common.hardware import TMA_ALIGNMENT
+from warpspec.common.operands import FLOAT32, INT32, Number, Operand
+from warpspec.fmha.logits import LogitNumbers
+
+ROWS = Operand(lambda c: c.dtype, 4, lambda c: c.head_dim, TMA_ALIGNMENT)  # [B, S, H, D]
+
+
+def tile_elements(config) -> int:
+    """Elements of a query tile, as dQ's sums have them."""
+    return config.tile_m * config.head_dim
+
+
+def key_elements(config) -> int:
+    """Elements of a key tile, as the sums of a cut one have them."""
+    return config.tile_n * config.head_dim
+
+
+# dK or dV: rows, or the sums of a cut key tile's pieces.
+KEY_ROWS = Operand(
+    lambda c: FLOAT32 if c.cut else c.dtype,
+    4,
+    lambda c: key_elements(c) if c.cut else c.head_dim,
+    TMA_ALIGNMENT,
+)
 
 
 class BackwardOperands(NamedTuple):
@@ -12,21 +38,23 @@ class BackwardOperands(NamedTuple):
     (``features``). dbias: like bias, fp32 where it is a sum.
     """
 
-    q: Any
-    k: Any
-    v: Any
-    do: Any
-    statistics: Any
-    dq_sums: Any = None
-    turns: Any = None
-    dk: Any = None
-    dv: Any = None
-    kv_lengths: Any = None
-    q_start: Any = None
-    bias: Any = None
-    dbias: Any = None
-    cu_seqlens_q: Any = None
-    cu_seqlens_k: Any = None
+    q: Annotated[Any, ROWS]
+    k: Annotated[Any, ROWS]
+    v: Annotated[Any, ROWS]
+    do: Annotated[Any, ROWS]
+    statistics: Annotated[Any, Operand(FLOAT32, 4, 4, TMA_ALIGNMENT)]
+    dq_sums: Annotated[Any, Operand(FLOAT32, 3, tile_elements, TMA_ALIGNMENT, "wants_q")] = None
+    turns: Annotated[Any, Operand(INT32, 3, when="deterministic")] = None
+    dk: Annotated[Any, replace(KEY_ROWS, when="wants_k")] = None
+    dv: Annotated[Any, replace(KEY_ROWS, when="wants_v")] = None
+    kv_lengths: Annotated[Any, Operand(INT32, 1, when="has_kv_lengths")] = None
+    q_start: Annotated[Any, Operand(INT32, 1, when="has_q_start")] = None
+    bias: Annotated[Any, Operand(lambda c: c.bias, 4, None, lambda c: c.bias_alignment, "bias")] = None
+    dbias: Annotated[
+        Any, Operand(lambda c: c.dbias_dtype, 4, None, lambda c: c.dbias_alignment, "bias_gradient")
+    ] = None
+    cu_seqlens_q: Annotated[Any, Operand(INT32, 1, when="packed_q")] = None
+    cu_seqlens_k: Annotated[Any, Operand(INT32, 1, when="packed_k")] = None
 
     page_table = None  # not a field: gradients of paged keys are not implemented
 
@@ -36,21 +64,49 @@ class RowOperands(NamedTuple):
     written are statistics, dq_sums and turns (zeros), dsink [Hq, slots] fp32, a tile's part.
     """
 
-    o: Any
-    do: Any
-    lse: Any
-    dlse: Any
-    sink: Any
-    cu_seqlens_q: Any
-    statistics: Any
-    dq_sums: Any
-    turns: Any
-    dsink: Any
+    o: Annotated[Any, ROWS]
+    do: Annotated[Any, replace(ROWS, when="has_do")]
+    lse: Annotated[Any, Operand(FLOAT32, 3)]
+    dlse: Annotated[Any, Operand(FLOAT32, 3, when="has_dlse")]
+    sink: Annotated[Any, Operand(FLOAT32, 1, when="has_sink")]
+    cu_seqlens_q: Annotated[Any, Operand(INT32, 1, when="packed")]
+    statistics: Annotated[Any, Operand(FLOAT32, 4, 4, TMA_ALIGNMENT)]
+    dq_sums: Annotated[Any, Operand(FLOAT32, 3, tile_elements, TMA_ALIGNMENT, "wants_q")]
+    turns: Annotated[Any, Operand(INT32, 3, when="deterministic")]
+    dsink: Annotated[Any, Operand(FLOAT32, 2, when="wants_sink")]
 
 
 class QueryOperands(NamedTuple):
-    """Operands of the kernel after the main one: dq [B, Sq, Hq, D] is written."""
+    """Arguments of the kernel after the main one: dq [B, Sq, Hq, D] is written. scale: of dQ."""
 
-    dq_sums: Any
-    dq: Any
-    cu_seqlens_q: Any
+    dq_sums: Annotated[Any, Operand(FLOAT32, 3, tile_elements, TMA_ALIGNMENT)]
+    dq: Annotated[Any, ROWS]
+    cu_seqlens_q: Annotated[Any, Operand(INT32, 1, when="packed")]
+    scale: Annotated[Any, Number(FLOAT32)]
+
+
+class KeyOperands(NamedTuple):
+    """Arguments of the kernel that adds up pieces of key tiles.
+
+    dk_sums, dv_sums: [Hkv, slots of keys, pieces, tile_n * D] fp32 (``features``). dk, dv: [B, Sk, Hkv, D], are
+    written. scale: of dK.
+    """
+
+    dk_sums: Annotated[Any, Operand(FLOAT32, 4, key_elements, TMA_ALIGNMENT, "wants_k")]
+    dv_sums: Annotated[Any, Operand(FLOAT32, 4, key_elements, TMA_ALIGNMENT, "wants_v")]
+    dk: Annotated[Any, replace(ROWS, when="wants_k")]
+    dv: Annotated[Any, replace(ROWS, when="wants_v")]
+    cu_seqlens_k: Annotated[Any, Operand(INT32, 1, when="packed")]
+    scale: Annotated[Any, Number(FLOAT32)]
+
+
+class BackwardNumbers(NamedTuple):
+    """The numbers among the main kernel's arguments. logits: with the factor's sign that of the scale. scale: of dK.
+    window_left, window_right: not read where unbounded. pieces, section: ``schedule.Order``."""
+
+    logits: LogitNumbers
+    scale: Annotated[Any, Number(FLOAT32)]
+    window_left: Annotated[Any, Number(INT32)]
+    window_right: Annotated[Any, Number(INT32)]
+    pieces: Annotated[Any, Number(INT32)]
+    section: Annotated[Any, Number(INT32)]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from warpspec.common.compile import fake_rows
-from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.common.launch import Kernel
+from warpspec.common.operands import fakes
 from warpspec.fmha.backward.features import PART_ELEMENTS, BackwardFeatures
+from warpspec.fmha.backward.operands import KeyOperands, QueryOperands, RowOperands
 
 
 @dataclass(frozen=True)
@@ -88,63 +88,22 @@ def row_config(config: BackwardFeatures, problem) -> RowConfig:
     )
 
 
-def _types(dtype: str):
-    import cutlass
-
-    return {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[dtype], cutlass.Float32, cutlass.Int32
-
-
 def row_arguments(config: RowConfig) -> tuple:
     from warpspec.fmha.backward.device.rows import Rows
 
-    dtype, fp32, int32 = _types(config.dtype)
-
-    def rows(dtype, rank, last):
-        return fake_rows(dtype, rank, last, alignment=TMA_ALIGNMENT)
-
-    return (
-        Rows(config),
-        rows(dtype, 4, config.head_dim),
-        rows(dtype, 4, config.head_dim) if config.has_do else None,
-        fake_rows(fp32, 3),
-        fake_rows(fp32, 3) if config.has_dlse else None,
-        fake_rows(fp32, 1) if config.has_sink else None,
-        fake_rows(int32, 1) if config.packed else None,
-        rows(fp32, 4, 4),
-        rows(fp32, 3, config.tile_m * config.head_dim) if config.wants_q else None,
-        fake_rows(int32, 3) if config.deterministic else None,
-        fake_rows(fp32, 2) if config.wants_sink else None,
-    )
+    return (Rows(config), *fakes(RowOperands, config))
 
 
 def query_arguments(config: QueryConfig) -> tuple:
     from warpspec.fmha.backward.device.queries import Queries
 
-    dtype, fp32, int32 = _types(config.dtype)
-    return (
-        Queries(config),
-        fake_rows(fp32, 3, config.tile_m * config.head_dim, alignment=TMA_ALIGNMENT),
-        fake_rows(dtype, 4, config.head_dim, alignment=TMA_ALIGNMENT),
-        fake_rows(int32, 1) if config.packed else None,
-        1.0,
-    )
+    return (Queries(config), *fakes(QueryOperands, config))
 
 
 def key_arguments(config: KeyConfig) -> tuple:
     from warpspec.fmha.backward.device.keys import Keys
 
-    dtype, fp32, int32 = _types(config.dtype)
-    sums = fake_rows(fp32, 4, config.tile_n * config.head_dim, alignment=TMA_ALIGNMENT)
-    rows = fake_rows(dtype, 4, config.head_dim, alignment=TMA_ALIGNMENT)
-    return (
-        Keys(config),
-        sums if config.wants_k else None,
-        sums if config.wants_v else None,
-        rows if config.wants_k else None,
-        rows if config.wants_v else None,
-        fake_rows(int32, 1) if config.packed else None,
-        1.0,
-    )
+    return (Keys(config), *fakes(KeyOperands, config))
 
 
 KEYS = Kernel("fmha.backward.keys", key_arguments)

@@ -15,9 +15,10 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Boolean, Float32, Int32
 
+from warpspec.common.device.host import host_function
 from warpspec.common.hardware import FP32_BYTES
 from warpspec.common.logarithms import LN_2, LOG2_E
-from warpspec.fmha.combine import BATCH, THREADS, VECTOR, CombineConfig
+from warpspec.fmha.combine import BATCH, THREADS, VECTOR, CombineConfig, CombineOperands
 
 SMEM_CARVEOUT_PERCENT = 25  # of an SM's L1 and shared memory: room for the sums of eight CTAs
 CTAS_PER_SM = 4  # at least: threads waiting for loads are what hides their latency
@@ -30,41 +31,22 @@ class Combine:
     def __init__(self, config: CombineConfig):
         self.config = config
 
-    @cute.jit
-    def __call__(
-        self,
-        partial_o: cute.Tensor,
-        partial_max: cute.Tensor,
-        partial_sum: cute.Tensor,
-        sink: cute.Tensor | None,
-        o: cute.Tensor,
-        lse: cute.Tensor | None,
-        row_max: cute.Tensor | None,
-        row_sum: cute.Tensor | None,
-        cu_seqlens_q: cute.Tensor | None,
-        stream: CUstream,
-    ):
-        """Host side.
-
-        partial_o: [S, B, Sq, Hq, D] fp32, partial_max, partial_sum: [S, B, Hq, Sq] fp32. sink: [Hq]. o:
-        [B, Sq, Hq, D], D contiguous. lse, row_max, row_sum: [B, Hq, Sq] fp32. cu_seqlens_q: [requests + 1] int32. What
-        the configuration lacks is None. A programmatic dependent launch: the kernel starts once every CTA of the launch
-        before has run ``griddepcontrol.launch_dependents``, as the attention kernels' do at their start, or has ended;
-        and it waits for the end of that launch.
+    @host_function(CombineOperands)
+    def __call__(self, operands: CombineOperands, stream: CUstream):
+        """Host side. A programmatic dependent launch: the kernel starts once every CTA of the launch before has run
+        ``griddepcontrol.launch_dependents``, as the attention kernels' do at their start, or has ended; and it waits
+        for the end of that launch.
         """
-        batch, seq_q, heads, _ = o.shape
+        batch, seq_q, heads, _ = operands.results.o.shape
         parts = batch * seq_q * heads * self.config.chunks
-        tensors = (partial_o, partial_max, partial_sum, sink, o, lse, row_max, row_sum, cu_seqlens_q)
-        self.kernel(*tensors, parts).launch(stream=stream, **launch_options(self.config, parts))
+        self.kernel(operands, parts).launch(stream=stream, **launch_options(self.config, parts))
 
     @cute.kernel
-    def kernel(
-        self, partial_o, partial_max, partial_sum, sink, o, lse, row_max, row_sum, cu_seqlens_q, parts: Int32
-    ):
+    def kernel(self, operands, parts: Int32):
+        partial_o, partial_max, partial_sum, results, cu_seqlens_q = operands
         found = combine_row(self.config, partial_o, partial_max, partial_sum, cu_seqlens_q, parts)
         writes, place, column, maximum, total, values = found
-        outputs = (sink, o, lse, row_max, row_sum)
-        write_row(self.config, writes, place, column, maximum, total, values, outputs)
+        write_row(self.config, writes, place, column, maximum, total, values, results)
 
 
 def launch_options(config: CombineConfig, parts) -> dict:
@@ -116,14 +98,14 @@ def combine_row(config: cutlass.Constexpr, partial_o, partial_max, partial_sum, 
 
 @cute.jit
 def write_row(
-    config: cutlass.Constexpr, writes, place: cutlass.Constexpr, column, maximum, total, values, outputs
+    config: cutlass.Constexpr, writes, place: cutlass.Constexpr, column, maximum, total, values, results
 ):
     """Write VECTOR columns of a row, and once a row its statistics.
 
     config: ``CombineConfig`` or ``JoinConfig``. place: (batch, query, head). column: in units of VECTOR. maximum,
-    total, values (VECTOR): the row's state. outputs: (sink, o, lse, row_max, row_sum).
+    total, values (VECTOR): the row's state. results: ``Results``.
     """
-    (batch, query, head), (sink, o, lse, row_max, row_sum) = place, outputs
+    (batch, query, head), (sink, o, lse, row_max, row_sum) = place, results
     if cutlass.const_expr(config.columns < config.head_dim):
         writes = writes & Boolean(column < config.columns // VECTOR)
     if writes:

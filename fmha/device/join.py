@@ -15,14 +15,15 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Boolean, Float32, Int32
 
+from warpspec.common.device.host import host_function
 from warpspec.common.hardware import FP32_BYTES, WARP_THREADS
 from warpspec.common.logarithms import LOG2_E
 from warpspec.fmha.combine import VECTOR
 from warpspec.fmha.device.combine import finite, write_row
 from warpspec.fmha.device.line import Join as Record
 from warpspec.fmha.device.line import slot_of
-from warpspec.fmha.features import JOIN_WORDS
-from warpspec.fmha.join import BATCH, THREADS, JoinConfig
+from warpspec.fmha.join import BATCH, THREADS, JoinConfig, JoinOperands
+from warpspec.fmha.line import JOIN_WORDS
 
 GROUPS_ROUNDS = 2  # loads, barriers and the sum over groups of a row's pieces, in rounds of loads
 
@@ -33,25 +34,11 @@ class Join:
     def __init__(self, config: JoinConfig):
         self.config = config
 
-    @cute.jit
-    def __call__(
-        self,
-        pieces: cute.Tensor,
-        joins: cute.Tensor,
-        sink: cute.Tensor | None,
-        o: cute.Tensor,
-        lse: cute.Tensor | None,
-        row_max: cute.Tensor | None,
-        row_sum: cute.Tensor | None,
-        stream: CUstream,
-    ):
-        """Host side.
-
-        pieces: [2 CTAs, rows, D + 4] fp32; joins: [CTAs, 9] int32. The rest as ``combine.Combine``, whose way of
-        launching is this one's.
-        """
-        self.kernel(pieces, joins, sink, o, lse, row_max, row_sum).launch(
-            grid=(self.config.parts, joins.shape[0], 1),
+    @host_function(JoinOperands)
+    def __call__(self, operands: JoinOperands, stream: CUstream):
+        """Host side. The way of launching is ``combine.Combine``'s."""
+        self.kernel(operands).launch(
+            grid=(self.config.parts, operands.joins.shape[0], 1),
             block=(THREADS, 1, 1),
             smem=self.config.smem_bytes,
             stream=stream,
@@ -59,7 +46,8 @@ class Join:
         )
 
     @cute.kernel
-    def kernel(self, pieces, joins, sink, o, lse, row_max, row_sum):
+    def kernel(self, operands):
+        pieces, joins, results = operands
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         block, cta, _ = cute.arch.block_idx()
@@ -78,7 +66,6 @@ class Join:
         if first:
             count = Int32(2) + further_cuts(joins, record, cta)
             tile = Tile(config, pieces, cta, count, slot_of(cta - 1, Boolean(not continues)), record)
-            outputs = (sink, o, lse, row_max, row_sum)
             queries = cutlass.min(record.queries, config.row_groups * config.row_group_queries)
             rows = queries * config.pack
             if row_each(config, rows, count):
@@ -89,7 +76,7 @@ class Join:
                         for chunk in cutlass.range_constexpr(config.chunks):
                             column = chunk * config.lanes + lane
                             state = join(tile, row, column, 0, 1)
-                            write_row(config, True, tile.place(row), column, *state, outputs)
+                            write_row(config, True, tile.place(row), column, *state, results)
             else:
                 for row in cutlass.range(block, rows, config.parts, unroll=1):
                     for chunk in cutlass.range_constexpr(config.chunks):
@@ -97,7 +84,7 @@ class Join:
                         state = join(tile, row, column, group, config.groups)
                         state = add_groups(config, shared, thread, state)
                         writes = Boolean(group == 0) & Boolean(row % config.pack < record.heads)
-                        write_row(config, writes, tile.place(row), column, *state, outputs)
+                        write_row(config, writes, tile.place(row), column, *state, results)
 
 
 def row_each(config: JoinConfig, rows, count) -> Boolean:

@@ -8,13 +8,12 @@ estimate from the bits of the number, and two of Newton's steps.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from warpspec.common.logarithms import LOG2_E
+from warpspec.fmha.logits import LogitNumbers
 
 # RECIPROCAL_BITS minus the bits of x are those of 1 / x, but for 6%; each step y (c - x y) squares the error. The
 # constants make the largest error smallest: 1.5e-3 after one step, 1.3e-6 after two.
@@ -23,23 +22,6 @@ RECIPROCAL_STEPS = (2.00149958, 2.00000104)
 # tanh is 1 to the last bit of fp32 from here on, in powers of two of its exponential, which stays finite.
 LARGEST_EXPONENT = 60.0
 SMALLEST_NORMAL = 2.0**-126
-
-
-class LogitNumbers(NamedTuple):
-    """The map's run-time numbers.
-
-    factor: what q.k is multiplied with: scale * log2(e), the logit in powers of two; under a soft cap
-    2 * scale * log2(e) / cap, the exponent of tanh's exponential in powers of two. cap: the cap in powers of two, or
-    None.
-    """
-
-    factor: Float32
-    cap: Float32 | None = None
-
-
-def fake_numbers(logits) -> LogitNumbers:
-    """Numbers that a map's kernels are compiled for."""
-    return LogitNumbers(1.0, Float32(1.0) if logits.softcap else None)
 
 
 def unit(logits, numbers: LogitNumbers):

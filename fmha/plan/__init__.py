@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from warpspec.common.launch import Target
 from warpspec.fmha.features import KernelFeatures, Schedule
-from warpspec.fmha.logits import logit_numbers
+from warpspec.fmha.logits import LogitNumbers
 from warpspec.fmha.plan.sections import choose_section
 from warpspec.fmha.plan.splits import COUNTED, choose_splits, visited_tiles
 from warpspec.fmha.problem import AttentionProblem
@@ -171,6 +171,6 @@ def best_splits(config: KernelFeatures, problem: AttentionProblem, target: Targe
 
 
 def launch_numbers(problem: AttentionProblem, plan: Plan) -> tuple:
-    """The numbers among a kernel's arguments (``device.host.AttentionHost``); an unbounded window side is not read."""
+    """The fields of ``numbers.LaunchNumbers``, one by one; an unbounded window side is not read."""
     window = (problem.window_left or 0, problem.window_right or 0)
-    return (*logit_numbers(problem), *window, plan.ctas, plan.section)
+    return (*LogitNumbers.of(problem), *window, plan.ctas, plan.section)

@@ -10,10 +10,12 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32
 
+from warpspec.common.device.host import host_function
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.fmha.backward.device.queries import write_tile
 from warpspec.fmha.backward.device.rows import place_of
 from warpspec.fmha.backward.features import WARPS
+from warpspec.fmha.backward.operands import KeyOperands
 
 
 class Keys:
@@ -22,28 +24,21 @@ class Keys:
     def __init__(self, config):
         self.config = config
 
-    @cute.jit
-    def __call__(
-        self,
-        dk_sums: cute.Tensor | None,
-        dv_sums: cute.Tensor | None,
-        dk: cute.Tensor | None,
-        dv: cute.Tensor | None,
-        cu_seqlens_k: cute.Tensor | None,
-        scale: Float32,
-        stream: CUstream,
-    ):
-        """dk_sums, dv_sums: [Hkv, slots of keys, pieces, tile_n * D] fp32 (``features``). dk, dv: [B, Sk, Hkv, D], are
-        written. scale: of dk."""
+    @host_function(KeyOperands)
+    def __call__(self, operands: KeyOperands, stream: CUstream):
+        ops = operands
         gradients = [
             (sums, target, factor)
-            for sums, target, factor in ((dk_sums, dk, scale), (dv_sums, dv, Float32(1.0)))
+            for sums, target, factor in (
+                (ops.dk_sums, ops.dk, ops.scale),
+                (ops.dv_sums, ops.dv, Float32(1.0)),
+            )
             if target is not None
         ]
         sums, target, _ = gradients[0]
         slots, heads = sums.shape[1], target.shape[2]
         threads = self.config.parts * WARPS * WARP_THREADS
-        self.kernel(gradients, cu_seqlens_k).launch(
+        self.kernel(gradients, ops.cu_seqlens_k).launch(
             grid=(slots, heads, len(gradients)), block=(threads, 1, 1), stream=stream
         )
 

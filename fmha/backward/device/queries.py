@@ -10,6 +10,7 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Boolean, Float32
 
+from warpspec.common.device.host import host_function
 from warpspec.common.device.wgmma import QUAD, ROW_DISTANCE, THREAD_ROWS, WARP_ROWS, store_row
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.fmha.backward.device.rows import place_of
@@ -26,27 +27,19 @@ class Queries:
     def __init__(self, config):
         self.config = config
 
-    @cute.jit
-    def __call__(
-        self,
-        dq_sums: cute.Tensor,
-        dq: cute.Tensor,
-        cu_seqlens_q: cute.Tensor | None,
-        scale: Float32,
-        stream: CUstream,
-    ):
-        slots, heads = dq_sums.shape[1], dq.shape[2]
+    @host_function(QueryOperands)
+    def __call__(self, operands: QueryOperands, stream: CUstream):
         threads = self.config.parts * WARPS * WARP_THREADS
-        self.kernel(QueryOperands(dq_sums, dq, cu_seqlens_q), scale).launch(
-            grid=(slots, heads, 1), block=(threads, 1, 1), stream=stream
-        )
+        grid = (operands.dq_sums.shape[1], operands.dq.shape[2], 1)
+        self.kernel(operands).launch(grid=grid, block=(threads, 1, 1), stream=stream)
 
     @cute.kernel
-    def kernel(self, operands, scale):
+    def kernel(self, operands):
         config, dq = self.config, operands.dq
         slot, head, _ = cute.arch.block_idx()
         batch, number, first, rows = place_of(config, operands.cu_seqlens_q, dq, slot)
-        write_tile(config, operands.dq_sums[head, slot, None], (batch, number, first, rows), dq, head, scale)
+        sums, place = operands.dq_sums[head, slot, None], (batch, number, first, rows)
+        write_tile(config, sums, place, dq, head, operands.scale)
 
 
 @cute.jit

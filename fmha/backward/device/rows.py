@@ -10,6 +10,7 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Boolean, Float32, Int32
 
+from warpspec.common.device.host import host_function
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.common.logarithms import LOG2_E
 from warpspec.fmha.backward.operands import RowOperands
@@ -26,24 +27,10 @@ class Rows:
     def __init__(self, config):
         self.config = config
 
-    @cute.jit
-    def __call__(
-        self,
-        o: cute.Tensor,
-        do: cute.Tensor | None,
-        lse: cute.Tensor,
-        dlse: cute.Tensor | None,
-        sink: cute.Tensor | None,
-        cu_seqlens_q: cute.Tensor | None,
-        statistics: cute.Tensor,
-        dq_sums: cute.Tensor | None,
-        turns: cute.Tensor | None,
-        dsink: cute.Tensor | None,
-        stream: CUstream,
-    ):
-        operands = RowOperands(o, do, lse, dlse, sink, cu_seqlens_q, statistics, dq_sums, turns, dsink)
-        slots, heads = statistics.shape[1], o.shape[2]
-        self.kernel(operands).launch(grid=(slots, heads, 1), block=(THREADS, 1, 1), stream=stream)
+    @host_function(RowOperands)
+    def __call__(self, operands: RowOperands, stream: CUstream):
+        grid = (operands.statistics.shape[1], operands.o.shape[2], 1)
+        self.kernel(operands).launch(grid=grid, block=(THREADS, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(self, operands):

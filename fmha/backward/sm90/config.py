@@ -10,6 +10,7 @@ from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import (
     MAX_SMEM_PER_CTA,
     REGISTERS_PER_SM,
+    TMA_ALIGNMENT,
     WARP_THREADS,
     WARPGROUP_THREADS,
 )
@@ -151,6 +152,14 @@ class BackwardConfig(BackwardFeatures):
     def stores_bias(self) -> bool:
         """dS of a step, a row a query, is what the copy engine stores to dbias."""
         return self.bias_tiles and self.bias_gradient == "bfloat16"
+
+    @property
+    def bias_alignment(self) -> int | None:
+        return TMA_ALIGNMENT if self.bias_tiles else None
+
+    @property
+    def dbias_alignment(self) -> int | None:
+        return TMA_ALIGNMENT if self.stores_bias else None
 
     @property
     def bias_bytes(self) -> int:

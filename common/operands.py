@@ -1,0 +1,167 @@
+"""Arguments of a kernel, declared once: a record says in its fields' annotations what the kernel is compiled for.
+
+    class Operands(NamedTuple):
+        x: Annotated[Any, Operand(BFLOAT16, 2, lambda config: config.width, VECTOR_BYTES)]
+        out: Annotated[Any, Operand(BFLOAT16, 2), OUTPUT]
+        scale: Annotated[Any, Operand(FLOAT32, 1, when="has_scale")] = None
+
+    class Numbers(NamedTuple):
+        eps: Annotated[Any, Number(FLOAT32)]
+
+On the host such a record holds torch tensors and numbers, in a kernel the DSL's; absent ones are None. The rest follows
+from the record: the signature of the compiled function (``common.device.host``), the stand-ins that it is compiled for
+(``fakes``), the arguments of a torch operator (``schema``), which fields are written (``names_of``). A field annotated
+with a record stands for that record's fields. Nothing here loads the DSL before ``fakes`` is called.
+"""
+
+from __future__ import annotations
+
+import functools
+import string
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from warpspec.common.compile import fake_rows
+
+BFLOAT16, FLOAT32, INT32, INT64, UINT8, UINT32 = "bfloat16", "float32", "int32", "int64", "uint8", "uint32"
+DSL_NAMES = {  # dtype -> the DSL's class of it
+    "bfloat16": "BFloat16",
+    "float16": "Float16",
+    "float32": "Float32",
+    "int32": "Int32",
+    "int64": "Int64",
+    "uint8": "Uint8",
+    "uint32": "Uint32",
+}
+# What else a field's annotation may say: a tensor is written; it is memory for the kernels alone; kernels read it
+# without gaps between its elements.
+OUTPUT, WORKSPACE, CONTIGUOUS = "output", "workspace", "contiguous"
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor that a kernel takes: dtype, number of dimensions, extent of the last one (None: any), alignment in bytes
+    of its address and strides (None: an element's). Each is a value or a function of the configuration.
+
+    when: the name of the configuration's attribute that says whether there is such an operand, or a function of the
+    configuration; None: there always is.
+    """
+
+    dtype: str | Callable[[Any], str]
+    rank: int | Callable[[Any], int]
+    last: int | Callable[[Any], int] | None = None
+    alignment: int | Callable[[Any], int | None] | None = None
+    when: str | Callable[[Any], object] | None = None
+
+    def fake(self, config):
+        """A tensor without memory that a kernel of ``config`` is compiled for, or None."""
+        if not is_there(self.when, config):
+            return None
+        dtype, rank, last, alignment = (
+            value(config) if callable(value) else value
+            for value in (self.dtype, self.rank, self.last, self.alignment)
+        )
+        return fake_rows(dsl_type(dtype), rank, last, alignment=alignment)
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number that a kernel takes. when: as in ``Operand``."""
+
+    dtype: str
+    when: str | Callable[[Any], object] | None = None
+
+    def fake(self, config):
+        """A number that a kernel of ``config`` is compiled for, or None."""
+        return dsl_type(self.dtype)(1) if is_there(self.when, config) else None
+
+
+def is_there(when: str | Callable | None, config) -> bool:
+    """Whether a configuration has an operand (``Operand.when``)."""
+    if when is None:
+        return True
+    return bool(when(config) if callable(when) else getattr(config, when))
+
+
+def dsl_type(dtype: str) -> type:
+    """The DSL's class of a dtype."""
+    import cutlass
+
+    return getattr(cutlass, DSL_NAMES[dtype])
+
+
+@functools.cache
+def declared(record: type) -> dict[str, tuple]:
+    """What the annotation of each field of a record says: an Operand or a Number, then its roles; or another
+    record."""
+    hints = typing.get_type_hints(record, include_extras=True)
+    return {
+        name: (hints[name],) if hasattr(hints[name], "_fields") else typing.get_args(hints[name])[1:]
+        for name in record._fields
+    }
+
+
+def flat_fields(record: type) -> dict[str, Operand | Number]:
+    """The fields of a record and of the records in it, by name, in order."""
+    found = {}
+    for name, (kind, *_) in declared(record).items():
+        found |= flat_fields(kind) if hasattr(kind, "_fields") else {name: kind}
+    return found
+
+
+def fakes(record: type, config, names: typing.Container[str] | None = None) -> list:
+    """What a kernel of ``config`` is compiled for: stand-ins of a record's flat fields; None for those it lacks, and
+    for all but ``names`` where these are given."""
+    return [
+        kind.fake(config) if names is None or name in names else None
+        for name, kind in flat_fields(record).items()
+    ]
+
+
+def gather(record: type, values: typing.Iterator):
+    """A record from its flat fields' values, taken from an iterator."""
+    return record(
+        *(
+            gather(kind, values) if hasattr(kind, "_fields") else next(values)
+            for kind, *_ in declared(record).values()
+        )
+    )
+
+
+def names_of(record: type, role: str) -> tuple[str, ...]:
+    """Names of a record's fields whose annotations have a role: OUTPUT, WORKSPACE or CONTIGUOUS."""
+    return tuple(name for name, (_, *roles) in declared(record).items() if role in roles)
+
+
+def inputs_of(record: type) -> tuple[str, ...]:
+    """Names of a record's fields that kernels only read."""
+    return tuple(name for name in record._fields if not {OUTPUT, WORKSPACE} & set(declared(record)[name][1:]))
+
+
+SCHEMA_TYPES = {
+    bool: "bool",
+    int: "SymInt",
+    int | None: "SymInt?",
+    float: "float",
+    float | None: "float?",
+    str | None: "str?",
+}
+
+
+def tensor_schema(record: type, names: tuple[str, ...]) -> str:
+    """Fields of a record as tensors among the arguments of a torch operator. Those with a default may be None; those
+    that are OUTPUT are written."""
+    aliases, found = iter(string.ascii_lowercase), []
+    for name in names:
+        written = f"({next(aliases)}!)" if OUTPUT in declared(record)[name] else ""
+        found.append(f"Tensor{written}{'?' if name in record._field_defaults else ''} {name}")
+    return ", ".join(found)
+
+
+def option_schema(record: type, **others: str) -> str:
+    """The fields of a record of options as arguments of a torch operator, by their annotations; others: those of
+    fields of other types."""
+    hints = typing.get_type_hints(record)
+    return ", ".join(others.get(name) or f"{SCHEMA_TYPES[hints[name]]} {name}" for name in record._fields)
