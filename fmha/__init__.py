@@ -37,6 +37,7 @@ def attention(
     out: torch.Tensor | None = None,
     deterministic: bool = False,
     softcap: float | None = None,
+    v_dim: int | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     backend: str = "auto",
@@ -58,7 +59,7 @@ def attention(
         k, v: [B, Sk, Hkv, D], like q or in FP8 (see k_scale); Hq a multiple of Hkv, query head h reads KV
             head h // (Hq / Hkv). With page_table: [pages, page_size, Hkv, D]. v=None: V is K (shared-KV attention),
             loaded once. D is a multiple of 8 up to 256, or 512. V's head size may be another one up to 256: o has it,
-            too.
+            too. 576 with v=None and v_dim=512 is MLA's absorbed form.
         scale: finite float that multiplies q.k; default D**-0.5.
         causal: key j is visible when (j + 1) * key_stride - 1 <= p, with p the row's position (see q_start).
             With the defaults: the last query sees the last key.
@@ -89,6 +90,8 @@ def attention(
             asks for it, too. (Results always are.)
         softcap: the logits' soft cap, a float of 1e-3 to 1e4: softcap * tanh(scale * q.k / softcap) takes the place of
             scale * q.k, before bias, masks and sink. None or 0: there is none.
+        v_dim: head size of V and o where v=None: V is the first v_dim elements of each of K's rows. 512 with a D of
+            576; None or D: all of them.
         k_scale, v_scale: fp32 [], [1], [Hkv] or [B, Hkv], on q's device, where the kernel reads them: k and v are FP8
             (torch.float8_e4m3fn or torch.float8_e5m2, both alike), and each stands for its code times its scale, which
             is at least 0; None: 1. q stays in 16 bits and so does the arithmetic; codes are converted exactly. D 64,
@@ -133,6 +136,7 @@ def attention(
         num_splits,
         deterministic=deterministic,
         softcap=softcap,
+        v_dim=v_dim,
     )
     return _call(operands, options, backend)
 
@@ -160,6 +164,7 @@ def attention_varlen(
     out: torch.Tensor | None = None,
     deterministic: bool = False,
     softcap: float | None = None,
+    v_dim: int | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     backend: str = "auto",
@@ -187,8 +192,8 @@ def attention_varlen(
             page_table has room for (which may be many more than there are: give it).
         page_table, kv_lengths: [B, max_pages] and [B] int32, both or neither, as of ``attention``.
         q_start: [B] int32: query i of request b stands at position p = q_start[b] + i; default L - n.
-        scale, causal, window, sink, key_stride, normalize, num_splits, deterministic, softcap, k_scale, v_scale,
-            backend: as of ``attention``.
+        scale, causal, window, sink, key_stride, normalize, num_splits, deterministic, softcap, v_dim, k_scale,
+            v_scale, backend: as of ``attention``.
         return_lse: also return lse.
         out: o is written here and returned: [T, Hq, D], else as of ``attention``. Rows that belong to no request
             are left as they are.
@@ -229,6 +234,7 @@ def attention_varlen(
         max_seqlen_k,
         deterministic,
         softcap,
+        v_dim,
     )
     return _call(operands, options, backend)
 

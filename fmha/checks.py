@@ -10,7 +10,7 @@ import torch
 
 from warpspec.common.checks import check_bool, check_int, check_rows, check_tensor, kind_of, shape_of
 from warpspec.common.outputs import check_apart, check_elements
-from warpspec.fmha.heads import CLASSES, LARGEST, STEP, supported
+from warpspec.fmha.heads import CLASSES, LARGEST, LATENT, STEP, supported
 from warpspec.fmha.operands import Operands, Options
 from warpspec.fmha.quantized import FORMATS
 from warpspec.fmha.values import POSITION_LIMIT
@@ -36,7 +36,7 @@ def check_kinds(operands: Operands, options: Options) -> None:
         flag = getattr(options, name)
         check_bool(name, flag)
     needed = ("key_stride",) if operands.cu_seqlens_q is None else ("key_stride", "max_seqlen_q")
-    for name in ("key_stride", "num_splits", "max_seqlen_q", "max_seqlen_k"):
+    for name in ("key_stride", "num_splits", "max_seqlen_q", "max_seqlen_k", "v_dim"):
         value = getattr(options, name)
         if value is not None or name in needed:
             check_int(name, value)
@@ -89,10 +89,10 @@ def check_operand(name, tensor, operands, memory):
     check_rows(name, tensor, memory)
 
 
-def check_heads(q, k):
-    """Head sizes and head counts that go together."""
+def check_heads(q, k, v_dim: int | None = None):
+    """Head sizes and head counts that go together. v_dim: the option."""
     heads_q, head_dim = q.shape[-2:]
-    if not supported(head_dim):
+    if not supported(head_dim) and (head_dim, v_dim) != LATENT:
         raise ValueError(f"q: head size must be {HEAD_SIZES}, got {head_dim} (shape {shape_of(q)})")
     if heads_q == 0:
         raise ValueError(f"q: needs at least one head, got shape {shape_of(q)}")
@@ -115,6 +115,17 @@ def check_values_size(v, k) -> int:
             f"v: head size must be {HEAD_SIZES} where k's is, too, got {size} (shape {shape_of(v)}, k {shape_of(k)})"
         )
     return size
+
+
+def check_shared_size(v_dim, v, head_dim) -> int:
+    """The head size of V where it is the first part of K's rows."""
+    if v is not None:
+        raise ValueError(f"v_dim: must be None where v is given, got {v_dim}")
+    if v_dim != head_dim and (head_dim, v_dim) != LATENT:
+        raise ValueError(
+            f"v_dim: must be q's head size, {head_dim}, or {LATENT[1]} with one of {LATENT[0]}, got {v_dim}"
+        )
+    return v_dim
 
 
 def check_scale(scale, head_dim):

@@ -57,15 +57,15 @@ class Schedule(enum.Enum):
 class KernelFeatures:
     """Switches of one kernel.
 
-    dtype: "bfloat16" or "float16". head_dim: D; v_dim: of V and O, 0 for D. shared_kv: K and V are one tensor. pack:
-    query heads of one KV group whose rows stand together; row r is head r % pack of query r // pack. causal, has_left,
-    has_right, key_stride: which sides of the band that a row sees are bounded, and how. logits: the map between S and
-    P. splits: partial results, one for each split of the keys, are written. schedule: which tiles a CTA does.
-    scheduled: a warp works out the CTA's tiles for all roles (``device.record``). page_size: keys of a page of K and V,
-    0 where they are not paged. bias_heads, bias_batches: heads, batch rows have each their own bias. packed_q,
-    packed_k: requests' queries, keys stand one behind another. many_queries: some request of packed queries has more
-    than a tile's, as far as the host knows. kv_format: FP8 format of K and V; None: they have dtype. exact_maximum: O
-    is rescaled whenever the maximum moves. The rest: which optional operands there are.
+    dtype: "bfloat16" or "float16". head_dim: D; v_dim: of V and O, 0 for D. shared_kv: V is K, or the first part of its
+    rows. pack: query heads of one KV group whose rows stand together; row r is head r % pack of query r // pack.
+    causal, has_left, has_right, key_stride: which sides of the band that a row sees are bounded, and how. logits: the
+    map between S and P. splits: partial results, one for each split of the keys, are written. schedule: which tiles a
+    CTA does. scheduled: a warp works out the CTA's tiles for all roles (``device.record``). page_size: keys of a page
+    of K and V, 0 where they are not paged. bias_heads, bias_batches: heads, batch rows have each their own bias.
+    packed_q, packed_k: requests' queries, keys stand one behind another. many_queries: some request of packed queries
+    has more than a tile's, as far as the host knows. kv_format: FP8 format of K and V; None: they have dtype.
+    exact_maximum: O is rescaled whenever the maximum moves. The rest: which optional operands there are.
     """
 
     dtype: str
@@ -251,6 +251,11 @@ class KernelFeatures:
     def ring_tile_bytes(self, ring: str) -> int:
         """Shared memory of a tile of a ring's."""
         return self.v_tile_bytes if ring == "v" else self.kv_tile_bytes
+
+    @property
+    def v_stage_bytes(self) -> int:
+        """Shared memory from one stage of V to the next: where V is K, K's stage."""
+        return self.kv_tile_bytes if self.shared_kv else self.v_tile_bytes
 
     @property
     def v_bytes(self) -> int:

@@ -15,6 +15,7 @@ MMA_K = 16  # elements that one instruction sums over
 STEP = 8  # a head size is a multiple of so many: rows aligned to 16 bytes
 CLASSES = (64, 128, 256, 512)  # head sizes that tile shapes are tuned for
 LARGEST = 256  # of the sizes between those; 512 is by itself
+LATENT = (576, 512)  # sizes of Q and K, and of V, where V is the first part of K's rows (MLA's absorbed form)
 
 
 def supported(size: int) -> bool:

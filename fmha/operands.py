@@ -98,3 +98,4 @@ class Options(NamedTuple):
     max_seqlen_k: int | None = None
     deterministic: bool = False
     softcap: float | None = None
+    v_dim: int | None = None

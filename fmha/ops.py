@@ -226,7 +226,8 @@ def kernel_operands(
         operands, outputs = regular_operands(operands), (regular_strides(outputs[0]), *outputs[1:])
     q, k, v = operands.q, operands.k, operands.v
     o, *statistics = outputs
-    v = k if v is None else v
+    if v is None:
+        v = k[..., : problem.v_dim] if problem.v_dim else k
     if problem.packed_q:
         q, o = q[None], o[None]
         if problem.packed_k:

@@ -25,6 +25,7 @@ from warpspec.fmha.checks import (
     check_out,
     check_per_request,
     check_scale,
+    check_shared_size,
     check_sink,
     check_softcap,
     check_starts,
@@ -66,7 +67,7 @@ class AttentionProblem:
     key_stride: int = 1  # >= 1; above 1 there is no window
     normalize: bool = True  # False: o in fp32 un-normalised, row_max and row_sum
     return_lse: bool = False  # never where normalize is False
-    shared_kv: bool = False  # v was None: V is K
+    shared_kv: bool = False  # v was None: V is K, or the first v_dim elements of its rows
     has_sink: bool = False  # never where normalize is False
     has_bias: bool = False
     bias_dtype: torch.dtype | None = None  # one of BIAS_DTYPES
@@ -154,9 +155,12 @@ class AttentionProblem:
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             if tensor is not None:
                 check_operand(name, tensor, operands, memory)
-        check_heads(q, k)
+        check_heads(q, k, options.v_dim)
         heads_q, head_dim = q.shape[-2:]
-        v_dim = head_dim if v is None else check_values_size(v, k)
+        if options.v_dim is not None:
+            v_dim = check_shared_size(options.v_dim, v, head_dim)
+        else:
+            v_dim = head_dim if v is None else check_values_size(v, k)
         sizes = _rectangle(operands) if operands.cu_seqlens_q is None else _packed(operands, options)
         batch, seq_q, seq_k = sizes["batch"], sizes["seq_q"], sizes["seq_k"]
 

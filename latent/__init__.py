@@ -1,4 +1,5 @@
-"""DeepSeek-V4's serving path: caches of latent keys, the indexer, attention over selected rows, the output projection.
+"""Latent attention: DeepSeek-V4's serving path (caches of latent keys, the indexer, attention over selected rows, the
+output projection), and MLA's decode of DeepSeek V2 and V3.
 
 Each step of a layer has its own package, and all public names can be imported from here:
 
@@ -6,6 +7,7 @@ Each step of a layer has its own package, and all public names can be imported f
 - ``warpspec.latent.indexer``: queries, scores and selection of the indexer
 - ``warpspec.latent.gathered``: attention over rows that are found by slot
 - ``warpspec.latent.projection``: the grouped output projection
+- ``warpspec.latent.mla``: MLA's decode, rows of 576 numbers in pages
 
 docs/latent.md has an example of a layer, from insert to output.
 """
@@ -34,6 +36,7 @@ from warpspec.latent.cache import (
 )
 from warpspec.latent.gathered import KeySet, gathered_attention
 from warpspec.latent.indexer import IndexQueries, index_queries, index_scores, index_topk, select_entries
+from warpspec.latent.mla import mla_decode
 from warpspec.latent.projection import Float8Tensor, output_projection, quantize_output
 
 __all__ = [
@@ -59,6 +62,7 @@ __all__ = [
     "index_scores",
     "index_topk",
     "insert_window",
+    "mla_decode",
     "output_projection",
     "quantize_output",
     "rope_table",

@@ -1,7 +1,7 @@
 """Attention on this machine's GPU against its peers: prints tables, writes a PNG.
 
-    python scripts/bench_attention.py [--only prefill|heads|decode|paged|varlen|shared|host|backward ...] [--markdown]
-                                       [--png FILE]
+    python scripts/bench_attention.py [--only prefill|heads|decode|paged|varlen|shared|mla|host|backward ...]
+                                       [--markdown] [--png FILE]
 
 Times are medians (gpu_bench). Peers run on the same tensors in the same process: flash-attn-4 where installed, torch's
 SDPA on cuDNN for prefill and heads (other head sizes, soft caps), torch's SDPA for decode and for K and V in one
@@ -23,6 +23,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.fmha import attention
+from warpspec.fmha.heads import LATENT
+from warpspec.latent import mla_decode
 
 BF16 = torch.bfloat16
 WRONG = 5e-3  # relative difference from a peer's result that no bf16 rounding explains
@@ -307,6 +309,40 @@ def shared() -> list[list]:
     return rows
 
 
+def mla(copy: float) -> list[list]:
+    """MLA's decode over pages in random order; SDPA on the same rows in order, all of a request's where lengths differ.
+    copy: TB/s."""
+    rows, page, (dim, values) = [], bench_shapes.MLA_PAGE, LATENT
+    for batch, heads, queries, keys, ragged in bench_shapes.MLA:
+        q, kv = random(batch, queries, heads, dim), random(batch * keys // page, page, dim)
+        order = torch.randperm(len(kv), device="cuda", dtype=torch.int32).view(batch, -1)
+        lengths = torch.full((batch,), keys, device="cuda", dtype=torch.int32)
+        if ragged:
+            lengths = torch.randint(1, keys + 1, (batch,), device="cuda", dtype=torch.int32)
+        scale, out = dim**-0.5, torch.full_like(q[..., :values], torch.nan).contiguous()
+
+        def ours(q=q, kv=kv, order=order, lengths=lengths, scale=scale, out=out):
+            return mla_decode(q, kv, order, lengths, scale=scale, out=out)
+
+        ours()
+        few = (q[-1:, :, -2:].contiguous(), kv, order[-1:], lengths[-1:])
+        agree(f"mla B{batch} L{keys}", out[-1:, :, -2:], mla_decode(*few, scale=scale, backend="reference"))
+        times = {"warpspec": gpu_bench.graph_time(ours, [()], calls=4, replays=10)}
+        name = f"B{batch} L{'1..' if ragged else ''}{keys} {heads} heads Sq{queries}"
+        if queries == 1:
+            dense = kv.view(batch, keys, 1, dim)
+            try:
+                call = functools.partial(sdpa_shared, q, dense, values, scale=scale)
+                times["SDPA"] = gpu_bench.graph_time(call, [()], calls=2, replays=5)
+            except RuntimeError as error:  # no kernel for these sizes, or no memory
+                print(f"SDPA: {str(error).splitlines()[0]}")
+        seen = int(lengths.sum())
+        cells = columns(times, 2 * heads * queries * seen * (dim + values) * 1e-6, ("SDPA",))
+        speed = seen * dim * q.element_size() / times["warpspec"] * 1e-6  # TB/s
+        rows.append([name, *cells, speed, speed / copy])
+    return rows
+
+
 def host() -> list[list]:
     """Microseconds of a call from Python, the GPU not waited for: with so little to do that it is never behind."""
     q, k, v = random(4, 1, 64, 128), random(4, 256, 8, 128), random(4, 256, 8, 128)
@@ -354,7 +390,7 @@ def plot(prefills: list[list], decodes: list[list], copy: float, path: str) -> N
 
 
 def main() -> None:
-    parts = ("prefill", "heads", "decode", "paged", "varlen", "shared", "host", "backward")
+    parts = ("prefill", "heads", "decode", "paged", "varlen", "shared", "mla", "host", "backward")
     parser = driver.parser(__doc__, only=parts, markdown=True)
     parser.add_argument("--png", help="write the rates of prefill and decode as a picture")
     options = parser.parse_args()
@@ -382,6 +418,10 @@ def main() -> None:
         show(names, varlen())
     if "shared" in options.only:
         show(["D 512, K and V one tensor", "us", "TFLOP/s", "SDPA", "ratio"], shared(), f"{FLASH_MLA}\n")
+    if "mla" in options.only:
+        copy = gpu_bench.copy_bandwidth()
+        names = ["MLA, 576 and 512", "us", "TFLOP/s", "SDPA", "ratio", "TB/s", "share of a copy's speed"]
+        show(names, mla(copy), f"{FLASH_MLA}\n")
     if "backward" in options.only:
         names = [
             "backward",

@@ -44,6 +44,10 @@ class BackwardProblem:
                 "normalize: gradients are not implemented with normalize=False; a gradient flows through "
                 "attention(..., return_lse=True)"
             )
+        if forward.shared_kv and forward.v_dim:
+            raise NotImplementedError(
+                f"v_dim: gradients are not implemented where V is a part of K's rows, got v_dim={forward.v_dim}"
+            )
         if forward.paged:
             raise NotImplementedError("page_table: gradients are not implemented for paged keys")
         return cls(forward, wanted, **options)

@@ -160,6 +160,7 @@ def best_splits(config: KernelFeatures, problem: AttentionProblem, target: Targe
         kv_tiles=most_tiles(config, problem),
         rows=problem.batch * problem.seq_q * problem.heads_q,
         head_dim=problem.head_dim,
+        v_dim=problem.v_dim,
         tile_m=config.tile_m,
         tile_n=config.tile_n,
         shared_kv=config.shared_kv,

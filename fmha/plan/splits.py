@@ -58,6 +58,7 @@ def choose_splits(
     kv_tiles: int,
     rows: int,
     head_dim: int,
+    v_dim: int = 0,
     tile_m: int,
     tile_n: int,
     sm_count: int,
@@ -68,9 +69,10 @@ def choose_splits(
 ) -> int:
     """Number of splits with the fewest clocks by the model above; the fewest splits among equals.
 
-    m_tiles: CTAs without splits. kv_tiles: KV tiles of the M tile that visits most (``visited_tiles``). rows:
-    B * Sq * Hq. tile_m, tile_n: rows and keys of a tile. shared_kv: K and V are one tile. Never more than
-    kv_tiles; 1 where the M tiles fill the device. No split has no tile of the longest M tile.
+    m_tiles: CTAs without splits. kv_tiles: KV tiles of the M tile that visits most (``visited_tiles``). rows: B
+    * Sq * Hq. v_dim: head size of V, 0 for head_dim. tile_m, tile_n: rows and keys of a tile. shared_kv: K and
+    V are one tile. Never more than kv_tiles; 1 where the M tiles fill the device. No split has no tile of the
+    longest M tile.
     """
     slots = sm_count * ctas_per_sm
     if m_tiles >= slots or kv_tiles <= 1:
@@ -85,7 +87,7 @@ def choose_splits(
         tile = together * tile_clocks(head_dim, tile_m, tile_n, shared_kv, rate)
         setup = SETUP_CLOCKS * ((waves + 1) / 2 if persistent else waves)
         attention = setup + max(waves * -(-kv_tiles // splits) * tile, least)
-        return attention + combine_clocks(splits, rows, head_dim, sm_count)
+        return attention + combine_clocks(splits, rows, v_dim or head_dim, sm_count)
 
     # Of the counts that give the longest part the same number of tiles, only the fewest splits.
     parts = {-(-kv_tiles // splits) for splits in range(1, min(kv_tiles, 2 * slots) + 1)}

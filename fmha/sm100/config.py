@@ -99,7 +99,8 @@ class AttentionConfig(KernelFeatures):
         if problem.bias_rows == "strided":
             raise UnsupportedProblem("sm100 attention: bias=of strided rows is not supported")
         shapes = SHARED_SHAPES if problem.shared_kv else SHAPES
-        shape = shape or shapes[class_of(max(problem.head_dim, problem.heads.v))][0]
+        size = problem.heads.v if problem.shared_kv else max(problem.head_dim, problem.heads.v)
+        shape = shape or shapes[class_of(size)][0]
         pack = choose_pack(problem.group, problem.seq_q, shape.tile_m)
         switches = features(
             problem,

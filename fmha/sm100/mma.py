@@ -11,7 +11,7 @@ from cutlass import Boolean, Float32
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
 from warpspec.common.device import tmem
-from warpspec.fmha.features import Schedule
+from warpspec.fmha.features import ELEMENT_BYTES, Schedule
 
 
 def make_qk(config, dtype) -> cute.TiledMma:
@@ -74,7 +74,9 @@ def fragments(config, dtype, q_base, k_base, v_base, p_base, columns) -> Fragmen
 
     q = shared(q_base, blackwell.make_smem_layout_a(qk, config.qk_tiler, dtype, 1))
     k = shared(k_base, blackwell.make_smem_layout_b(qk, config.qk_tiler, dtype, stages))
-    v = shared(v_base, blackwell.make_smem_layout_b(wide, config.pv_tiler, dtype, stages))
+    v = shared(v_base, blackwell.make_smem_layout_b(wide, config.pv_tiler, dtype, 1))[None, None, None, 0]
+    v_stages = cute.make_layout(stages, stride=config.v_stage_bytes // ELEMENT_BYTES)
+    v = cute.make_tensor(v.iterator, cute.append(v.layout, v_stages))
     p_layout = blackwell.make_smem_layout_a(pv, config.pv_tiler, dtype, 1)
     if config.p_in_smem:
         p = pv_tile.make_fragment_A(shared(p_base, p_layout))[None, None, None, 0]

@@ -151,7 +151,7 @@ def tile_step(
         if span.has_unseen(span.tile(step), config.tile_n):
             full = channels[config.v_ring + "_full"]
             full.wait(use)
-            stage = columns.v_smem + full.stage(use) * config.v_tile_bytes
+            stage = columns.v_smem + full.stage(use) * config.v_stage_bytes
             unseen.clear(config, span, first_key, columns.thread, stage)
             if cutlass.const_expr(not config.p_in_smem):  # P's fence is for it, too
                 cute.arch.fence_view_async_shared()

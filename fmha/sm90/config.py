@@ -35,7 +35,7 @@ from warpspec.fmha.features import (
     choose_pack,
     features,
 )
-from warpspec.fmha.heads import class_of
+from warpspec.fmha.heads import MMA_K, class_of
 from warpspec.fmha.plan.splits import Loads
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm90.shapes import (
@@ -55,6 +55,7 @@ FIRST_ORDER_BARRIER = (
 )
 CLEAR_BARRIER = 5  # named barrier of all consumers, or two of one each, after rows of V have been cleared
 SUMS_BARRIER = 7  # named barrier of paired consumers that add up their row sums
+SCORED_BARRIER = 8  # named barriers of one paired consumer each: all its warps have read the tile's K
 WEIGHT_STAGES = 2  # P tiles in shared memory: one from each of two consumers
 MIN_STAGES = 2  # KV tiles in flight: one is loaded while the other is read
 RAW_ALIGNMENT = 128  # bytes, of what TMA loads without a swizzle
@@ -66,7 +67,7 @@ def fitting(shape: Shape, problem: AttentionProblem) -> Shape:
     """A shape that was chosen by V's head size, with as many stages and CTAs an SM as Q and K leave room for; for tiles
     of which not even two stages fit, those of Q's head size."""
     sizes = problem.heads
-    if sizes.qk_room <= class_of(sizes.v):
+    if problem.shared_kv or sizes.qk_room <= class_of(sizes.v):
         return shape
     q = shape.consumers * WARPGROUP_ROWS * sizes.qk_room * ELEMENT_BYTES
     stage = shape.tile_n * (sizes.qk_room + sizes.v_room) * ELEMENT_BYTES
@@ -184,6 +185,17 @@ class AttentionConfig(KernelFeatures):
         return self.column_parts == 2 and self.shared_kv
 
     @property
+    def p_in_keys(self) -> bool:
+        """P of a tile takes the place of those columns of its keys that are not V's: QK has read them, and there is no
+        room besides."""
+        return self.paired and self.heads.qk_blocks > self.heads.v_blocks
+
+    @property
+    def p_stage_bytes(self) -> int:
+        """Shared memory from one P to the next."""
+        return self.kv_tile_bytes if self.p_in_keys else self.p_bytes
+
+    @property
     def pv_first(self) -> bool:
         """Whether paired consumers issue PV of the other's tile before QK, not in the middle of it."""
         return False
@@ -284,6 +296,26 @@ class AttentionConfig(KernelFeatures):
         return self.blocks if self.paired else 1
 
     @property
+    def part_blocks(self) -> int:
+        """Blocks of 64 columns that each load warp brings."""
+        return self.blocks // self.parts
+
+    @property
+    def odd_blocks(self) -> int:
+        """Blocks that are left: the last load warp brings them, of keys either warp in turn (``part_pieces``)."""
+        return self.blocks % self.parts
+
+    @property
+    def part_pieces(self) -> int:
+        """Pieces of V's columns of a part. Of paired consumers' keys that are wider than V, the last piece is no
+        part's: it is loaded and released with that half of its tile that the tile's consumer does not release."""
+        return self.pieces // self.parts
+
+    def piece_of(self, block: int, consumer: int) -> int:
+        """Piece that brings MMA_K columns of a tile of a paired consumer's. block: their number."""
+        return block * MMA_K // (self.heads.qk_room // self.pieces)
+
+    @property
     def prefetches(self) -> bool:
         """Load warps bring into L2 what has no room in shared memory yet."""
         return self.paired
@@ -377,8 +409,8 @@ class AttentionConfig(KernelFeatures):
 
     @property
     def p_bytes(self) -> int:
-        """One P tile of paired consumers."""
-        return WARPGROUP_ROWS * self.tile_n * ELEMENT_BYTES if self.paired else 0
+        """One P tile of paired consumers that has a place of its own."""
+        return WARPGROUP_ROWS * self.tile_n * ELEMENT_BYTES if self.paired and not self.p_in_keys else 0
 
     @property
     def statistics_bytes(self) -> int:
@@ -425,6 +457,11 @@ class AttentionConfig(KernelFeatures):
             pieces, parts = stages * self.pieces, stages * self.parts
             mine, other = "the tile's consumer, one thread a warp", "the other consumer"
             warps = WARPGROUP_THREADS // WARP_THREADS
+            read = ()
+            if not self.p_in_keys:
+                read = (
+                    Barrier("p_empty", WEIGHT_STAGES, warps, other, "the tile's consumer", "PV has read P"),
+                )
             return (
                 *q,
                 Barrier(
@@ -434,7 +471,7 @@ class AttentionConfig(KernelFeatures):
                     "k_empty", parts, warps, "the part's consumer", "its load warp", "QK and PV have read it"
                 ),
                 Barrier("p_full", WEIGHT_STAGES, warps, mine, other, "P and statistics are in shared memory"),
-                Barrier("p_empty", WEIGHT_STAGES, warps, other, "the tile's consumer", "PV has read P"),
+                *read,
             )
         if self.converts:
             return (*q, *self.conversion_barriers)

@@ -24,6 +24,7 @@ from warpspec.fmha.device import unseen
 from warpspec.fmha.device.logits import LogitNumbers, map_scores, negate_scores, unit
 from warpspec.fmha.device.mask import hide
 from warpspec.fmha.device.softmax import move_reference
+from warpspec.fmha.features import ELEMENT_BYTES
 from warpspec.fmha.sm90 import bias, softmax
 from warpspec.fmha.sm90.config import CLEAR_BARRIER, FIRST_ORDER_BARRIER
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
@@ -82,7 +83,7 @@ def products(config, dtype, q_base, k_base, v_base, part) -> Products:
     k = shared(k_base, hopper.make_smem_layout_b(row_major, (rows, keys, depth), dtype, config.kv_stages))
     # V's blocks of columns lie one behind another; a part begins with some block, a stage is all of them.
     v_layout = hopper.make_smem_layout_b(column_major, (rows, room, keys), p_dtype, 1)
-    stages = cute.make_layout(config.kv_stages, stride=keys * config.heads.v_room)
+    stages = cute.make_layout(config.kv_stages, stride=config.v_stage_bytes // ELEMENT_BYTES)
     part_bytes = config.v_tile_bytes // config.column_parts
     v_part = (v_base + part * part_bytes).align(tma.TILE_ALIGNMENT)
     v_first = cute.make_tensor(cute.recast_ptr(v_part, v_layout.inner, dtype=p_dtype), v_layout.outer)
@@ -353,7 +354,7 @@ def weigh(work, step, state, masked: cutlass.Constexpr):
                 barrier, threads = CLEAR_BARRIER + work.consumer, WARPGROUP_THREADS
             else:
                 work.v_full.wait(use)
-            stage = work.v_base + use % config.kv_stages * config.v_tile_bytes
+            stage = work.v_base + use % config.kv_stages * config.v_stage_bytes
             if cutlass.const_expr(config.paired):  # noqa: SIM114
                 unseen.clear(config, span, first_key, work.thread, stage)
                 cute.arch.fence_view_async_shared()

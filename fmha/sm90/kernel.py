@@ -106,7 +106,7 @@ class Attention(AttentionHost):
             storage.q.data_ptr(),
             k_base,
             k_base if cutlass.const_expr(config.shared_kv) else storage.v.data_ptr(),
-            storage.p.data_ptr(),
+            k_base + config.v_tile_bytes if cutlass.const_expr(config.p_in_keys) else storage.p.data_ptr(),
             storage.statistics.data_ptr(),
             storage.sums.data_ptr(),
             storage.raw.data_ptr() if cutlass.const_expr(config.converts) else k_base,
@@ -262,7 +262,7 @@ def consume_tile(role, tile, uses):
     elif cutlass.const_expr(config.paired):
         state = attend_paired(Pair(work, role.shared, tile_use))
         stage = None
-        if cutlass.const_expr(config.normalize):
+        if cutlass.const_expr(config.normalize and not config.p_in_keys):
             stage = own_stage(config, role.shared, role.number)  # every P has been read
         epilogue(work, state, operands, stage)
     else:

@@ -50,7 +50,7 @@ def load_tile(role, tile, uses):
     """Q, K and V of one tile. uses: (tiles with keys, KV tiles) loaded before; returns those after."""
     config, channels, source, where = role.config, role.channels, role.source, role.where
     tile_use, use = uses
-    part, blocks, pieces = source.part, source.blocks, config.pieces // config.parts
+    part, pieces = source.part, config.part_pieces
     span = tile.span
     if cutlass.const_expr(config.prefetches):  # noqa: SIM102
         if tile_use > 0:  # while the tile before ends
@@ -62,10 +62,7 @@ def load_tile(role, tile, uses):
             q_use = tile_use * config.row_groups + row_group
             ring = source.q(tile, row_group)
             channels["q_empty"].wait_previous(q_use)
-            channels["q_full"].expect_bytes(q_use, blocks * tma.tile_bytes(config.q_box))
-            for i in cutlass.range_constexpr(blocks):
-                block = part * blocks + i
-                ring.load(block, row_group * config.blocks + block, channels["q_full"].barrier(q_use))
+            load_q(config, ring, channels["q_full"], q_use, part, row_group)
         tile_use += 1
     for step in cutlass.range(span.count, unroll=1):
         places = kv_places(config, source.operands, tile, span.tile(step))
@@ -79,9 +76,33 @@ def load_tile(role, tile, uses):
             else:
                 for piece in cutlass.range(part * pieces, (part + 1) * pieces, unroll=1):
                     load_piece(config, name, ring, full, (use + step) * config.pieces + piece, piece, places)
+                if cutlass.const_expr(config.p_in_keys):
+                    last = config.pieces - 1
+                    if (use + step) % config.parts != part:
+                        load_piece(
+                            config, name, ring, full, (use + step) * config.pieces + last, last, places
+                        )
         if cutlass.const_expr(config.prefetches):
             prefetch_kv(source, where, tile, step + config.kv_stages)
     return tile_use, use + span.count
+
+
+@cute.jit
+def load_q(config: cutlass.Constexpr, ring, full: cutlass.Constexpr, use, part, row_group: cutlass.Constexpr):
+    """The blocks of Q that a load warp brings."""
+    blocks, odd = config.part_blocks, config.odd_blocks
+    expected = blocks * tma.tile_bytes(config.q_box)
+    if cutlass.const_expr(odd > 0):
+        more = odd * tma.tile_bytes(config.q_box)
+        expected += Int32(cutlass.select_(part == config.parts - 1, Int32(more), Int32(0)))
+    full.expect_bytes(use, expected)
+    for i in cutlass.range_constexpr(blocks):
+        block = part * blocks + i
+        ring.load(block, row_group * config.blocks + block, full.barrier(use))
+    if cutlass.const_expr(odd > 0):  # noqa: SIM102
+        if part == config.parts - 1:
+            for block in cutlass.range_constexpr(config.blocks - odd, config.blocks):
+                ring.load(block, row_group * config.blocks + block, full.barrier(use))
 
 
 @cute.jit

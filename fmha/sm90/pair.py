@@ -31,7 +31,9 @@ from cutlass.tensor_utils import LayoutEnum
 from warpspec.common.device import tma
 from warpspec.common.device.wgmma import settle
 from warpspec.common.hardware import WARPGROUP_THREADS
-from warpspec.fmha.sm90.config import STATISTICS, SUMS_BARRIER, WEIGHT_STAGES
+from warpspec.fmha.features import ELEMENT_BYTES
+from warpspec.fmha.heads import MMA_K
+from warpspec.fmha.sm90.config import SCORED_BARRIER, STATISTICS, SUMS_BARRIER, WEIGHT_STAGES
 from warpspec.fmha.sm90.consumer import (
     ONE_WARPGROUP,
     Work,
@@ -84,16 +86,19 @@ class Pair:
         config, mma = self.config, self.work.mma
         tiled_mma = make_qk(config, mma.p.element_type)
         k = mma.k[None, None, None, self.use(step) % config.kv_stages]
-        blocks = cute.size(mma.q, mode=[2]) // DEPTH_PARTS  # of 16 of D, of a half
-        per_piece = blocks // (config.pieces // DEPTH_PARTS)
-        begin = (self.part if depth_part == 0 else 1 - self.part) * blocks
+        half = config.heads.v_room // MMA_K // DEPTH_PARTS  # instructions over half of V's columns
+        begin = (self.part if depth_part == 0 else 1 - self.part) * half
+        blocks = list(range(begin, begin + half))
+        if depth_part > 0:  # and over the columns that are not V's
+            blocks += range(DEPTH_PARTS * half, config.heads.qk_steps)
+        piece = None
         warpgroup.fence()
-        for block in range(blocks):
-            at = begin + block
-            if block % per_piece == 0:
-                self.work.channels["k_full"].wait(self.use(step) * config.pieces + at // per_piece)
-            tiled_mma.set(warpgroup.Field.ACCUMULATE, depth_part > 0 or block > 0)
-            cute.gemm(tiled_mma, mma.s, mma.q[None, None, at, 0], k[None, None, at], mma.s)
+        for block in blocks:
+            if config.piece_of(block, self.part) != piece:
+                piece = config.piece_of(block, self.part)
+                self.work.channels["k_full"].wait(self.use(step) * config.pieces + piece)
+            tiled_mma.set(warpgroup.Field.ACCUMULATE, depth_part > 0 or block != begin)
+            cute.gemm(tiled_mma, mma.s, mma.q[None, None, block, 0], k[None, None, block], mma.s)
         warpgroup.commit_group()
 
     def issue_others_pv(self, step) -> None:
@@ -105,9 +110,11 @@ class Pair:
         tiled_mma = hopper.make_trivial_tiled_mma(
             dtype, dtype, k_major, n_major, Float32, ONE_WARPGROUP, shape
         )
-        layout = hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (*shape, keys), dtype, WEIGHT_STAGES)
+        layout = hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (*shape, keys), dtype, 1)
         base = self.shared.p.align(tma.TILE_ALIGNMENT)
-        p = cute.make_tensor(cute.recast_ptr(base, layout.inner, dtype=dtype), layout.outer)
+        p = cute.make_tensor(cute.recast_ptr(base, layout.inner, dtype=dtype), layout.outer)[None, None, 0]
+        stages = cute.make_layout(WEIGHT_STAGES, stride=config.p_stage_bytes // ELEMENT_BYTES)
+        p = cute.make_tensor(p.iterator, cute.append(p.layout, stages))
         p = tiled_mma.make_fragment_A(tiled_mma.get_slice(0).partition_A(p))
         use = self.use(step)
         v = mma.v[None, None, None, use % config.kv_stages]
@@ -120,7 +127,8 @@ class Pair:
     def release_other(self, step) -> None:
         """Release the other consumer's tile, and its P."""
         self.release(step)
-        self.work.channels["p_empty"].arrive_warp(self.use(step))
+        if cutlass.const_expr(not self.config.p_in_keys):
+            self.work.channels["p_empty"].arrive_warp(self.use(step))
 
     def statistics(self, step) -> cute.Tensor:
         """(NUMBER, ROW): what goes with P of a tile: reference, maximum, factor."""
@@ -131,7 +139,7 @@ class Pair:
 def own_stage(config, shared, part: int) -> Int32:
     """The address of a consumer's stage of P: the other's P is in the other stage, for consumers and stages take turns
     alike."""
-    return (shared.p + part * config.p_bytes).toint()
+    return (shared.p + part * config.p_stage_bytes).toint()
 
 
 @cute.jit
@@ -218,7 +226,10 @@ def publish(pair, step, state, factors):
     keep_weights(work.mma)
     words = cute.recast_tensor(flat(work.mma.p), Int32)
     settle(words)  # PV comes behind a branch
-    work.channels["p_empty"].wait_previous(use)
+    if cutlass.const_expr(work.config.p_in_keys):  # what other warps' QK reads, too
+        cute.arch.barrier(barrier_id=SCORED_BARRIER + work.part, number_of_threads=WARPGROUP_THREADS)
+    else:
+        work.channels["p_empty"].wait_previous(use)
     store_words(pair.own_p, work.rows[0], [words[i] for i in range(TILE_WORDS)])
     told = pair.statistics(step)
     if work.rows[0].member == 0:

@@ -17,8 +17,12 @@ def prefetch_q(source, tile):
     if tile.span.count > 0:
         for row_group in cutlass.range_constexpr(source.config.row_groups):
             ring = source.q(tile, row_group)
-            for block in cutlass.range_constexpr(source.blocks):
-                ring.prefetch(source.part * source.blocks + block)
+            for block in cutlass.range_constexpr(source.config.part_blocks):
+                ring.prefetch(source.part * source.config.part_blocks + block)
+            if cutlass.const_expr(source.config.odd_blocks > 0):
+                first, end = source.blocks
+                for block in cutlass.range(first + source.config.part_blocks, end, unroll=1):
+                    ring.prefetch(block)
 
 
 @cute.jit
@@ -29,8 +33,8 @@ def prefetch_kv(source, where, tile, step):
         places = kv_places(config, source.operands, tile, tile.span.tile(step))
         ring = source.kv(tile)
         _, pages = config.kv_boxes()
-        first = source.part * source.blocks
-        for block in cutlass.range(first, first + source.blocks, unroll=1):
+        first, end = source.blocks
+        for block in cutlass.range(first, end, unroll=1):
             for page in cutlass.range_constexpr(pages):
                 row, origin = places[page]
                 ring.prefetch((row, block, origin))

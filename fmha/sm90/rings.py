@@ -25,9 +25,14 @@ class Source:
     part: Int32 | int
 
     @property
-    def blocks(self) -> int:
-        """Blocks of 64 columns of the part."""
-        return self.config.blocks // self.config.parts
+    def blocks(self) -> tuple:
+        """(first, end) of the blocks of 64 columns that this warp prefetches."""
+        config = self.config
+        first = self.part * config.part_blocks
+        end = first + config.part_blocks
+        if config.odd_blocks:
+            end += Int32(cutlass.select_(self.part == config.parts - 1, Int32(config.odd_blocks), Int32(0)))
+        return first, end
 
     def q(self, tile, row_group: int) -> tma.TileRing:
         """The ring of Q of one row group, whose stages are the blocks of D of every row group."""

@@ -34,8 +34,10 @@ def sdpa(q, k, v, *, backend: SDPBackend | None = None, **options) -> torch.Tens
     return o.transpose(1, 2)
 
 
-def sdpa_shared(q, kv) -> torch.Tensor:
-    """torch's SDPA of one head of keys that are values, too, with the heads as so many queries: nothing is causal."""
+def sdpa_shared(q, kv, values: int | None = None, scale: float | None = None) -> torch.Tensor:
+    """torch's SDPA of one head of keys that are values, too, with the heads as so many queries: nothing is causal.
+    values: how many numbers of a key, from the first, are its value; None: all."""
     batch, queries, heads, dim = q.shape
     keys = kv.transpose(1, 2)
-    return scaled_dot_product_attention(q.view(batch, 1, queries * heads, dim), keys, keys).view(q.shape)
+    rows = q.view(batch, 1, queries * heads, dim)
+    return scaled_dot_product_attention(rows, keys, keys[..., :values], scale=scale).view(*q.shape[:3], -1)

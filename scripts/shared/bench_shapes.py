@@ -52,6 +52,21 @@ SHARED = [
     (1, 128, 4096, 4096),
 ]
 SHARED_DIM = 512
+# (batch, heads, queries, most keys, whether requests' lengths are random) of MLA's decode, 576 and 512, pages of 64
+MLA = [
+    (128, 128, 1, 4096, False),
+    (128, 64, 1, 4096, False),
+    (128, 16, 1, 4096, False),
+    (128, 8, 1, 4096, False),
+    (128, 16, 2, 4096, False),
+    (128, 128, 1, 1024, False),
+    (32, 16, 1, 8192, False),
+    (1, 128, 1, 8192, False),
+    (1, 16, 1, 65536, False),
+    (128, 128, 1, 4096, True),
+    (128, 16, 1, 4096, True),
+]
+MLA_PAGE = 64
 
 # Softmax: rows, columns.
 SOFTMAX = (

@@ -51,6 +51,7 @@ class Case:
     key_stride: int = 1
     normalize: bool = True
     shared_kv: bool = False
+    v_dim: int | None = None
     layout: str = "bshd"
     data: str = "normal"
     poison: bool = True
@@ -173,6 +174,7 @@ def arguments(case: Case, seed: int = 0, device: str = "cpu") -> dict:
     result = {
         "scale": case.scale,
         "softcap": case.softcap,
+        "v_dim": case.v_dim,
         "causal": case.causal,
         "window": case.window,
         "normalize": case.normalize,
@@ -182,7 +184,7 @@ def arguments(case: Case, seed: int = 0, device: str = "cpu") -> dict:
         "key_stride": case.key_stride,
     }
     if case.poison:
-        plain = {name: values[name].to(case.dtype) for name in "qkv"}
+        plain = {name: values[name].to(case.dtype) for name in ("qk" if case.v_dim else "qkv")}
         problem = AttentionProblem.of(**{**result, **plain, "normalize": True})
         hidden = ~visible(problem, result["kv_lengths"], result["q_start"]).any(dim=1).cpu()  # [B, Sk]
         if case.layout == "broadcast":  # batch rows share their keys
@@ -198,7 +200,7 @@ def arguments(case: Case, seed: int = 0, device: str = "cpu") -> dict:
 
 def poisoned_out(case: Case, device: str = "cpu") -> torch.Tensor:
     """An ``out`` full of NaN, in the case's layout, so that an element never written shows."""
-    shape = (case.batch, case.seq_q, case.heads_q, case.head_dim)
+    shape = (case.batch, case.seq_q, case.heads_q, case.v_dim or case.head_dim)
     dtype = case.dtype if case.normalize else torch.float32
     if case.layout == "bhsd":
         return torch.full(
@@ -261,6 +263,7 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
 def torch_attention(case: Case, inputs: dict) -> torch.Tensor:
     """torch's scaled_dot_product_attention in the case's dtype; the sink is one more key, of zeros."""
     q, k, v = inputs["q"], inputs["k"], inputs["k"] if inputs["v"] is None else inputs["v"]
+    v = v[..., : case.v_dim]
     problem = AttentionProblem.of(**inputs)
     seen = visible(problem, inputs["kv_lengths"], inputs["q_start"])[:, None].expand(-1, case.heads_q, -1, -1)
     k, v = (torch.where(seen.any(dim=2).any(dim=1)[..., None, None], t, 0.0) for t in (k, v))

@@ -1,0 +1,90 @@
+"""MLA's decode in its absorbed form: attention of latent queries over paged latent rows (DeepSeek V2 and V3, Kimi K2).
+
+A token's row has 512 latent numbers, from which the up-projections of keys and values are absorbed into the query and
+the output, and 64 rotated ones. All heads share it: it is the key as a whole, and its first 512 numbers are the value.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from warpspec.common.checks import check_number, check_operand, refuse_gradients
+from warpspec.fmha import attention
+from warpspec.fmha.heads import LATENT
+from warpspec.fmha.state import AttentionState
+
+__all__ = ["mla_decode"]
+
+ROW, VALUES = LATENT
+HEAD_LIMIT = 128
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def mla_decode(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    page_table: torch.Tensor,
+    kv_lengths: torch.Tensor,
+    *,
+    scale: float,
+    normalize: bool = True,
+    return_lse: bool = False,
+    num_splits: int | None = None,
+    out: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | AttentionState:
+    """MLA decode 576/512: each of a request's last queries over the rows of its pages, causally, in one launch.
+
+    With r[j] the j-th row of request b: logit[j] = scale * q.r[j], for j up to the query's own position, and
+    o = sum of exp(logit[j]) r[j][:512] / sum of exp(logit[j]). (DeepSeek-V2, arXiv 2405.04434, section 2.1 and
+    appendix C: W_UK absorbed into q, W_UV into what follows o.) One request's queries and heads fill the rows of a tile
+    together; few heads cost no more memory traffic than many. Lengths and page numbers are read on the device, so a
+    call can be captured in a CUDA graph and replayed with others. Forward only.
+
+    Args:
+        q: bf16 or fp16 [B, Sq, H, 576], 1 to 128 heads: of each head 512 numbers (q_nope W_UK), then 64 rotated ones.
+            Query i of request b stands at position kv_lengths[b] - Sq + i. Rows aligned to 16 bytes.
+        kv: q's dtype [pages, page_size, 576]: the cache. Pages of 64 rows, or of any other size that ``attention``
+            takes. Any distance of pages and rows that is a multiple of 16 bytes.
+        page_table: int32 [B, max_pages], page numbers in kv. Entries past a request's length may hold anything.
+        kv_lengths: int32 [B], rows of each request, the new tokens' own included. 0: no rows.
+        scale: finite float, of the logits: (d_nope + d_rope)**-0.5 of the model's heads, 192**-0.5 for DeepSeek V3,
+            times its RoPE scaling's squared factor. There is no default: the absorbed sizes do not tell it.
+        normalize: False returns an ``AttentionState``, which ``warpspec.fmha.merge`` combines with others.
+        return_lse: also return lse.
+        num_splits: parts that the keys are cut into, at least 1; None lets the library choose. A second launch combines
+            them.
+        out: memory for o that no other argument uses.
+        backend: as of ``warpspec.fmha.attention``.
+
+    Returns:
+        o [B, Sq, H, 512] in q's dtype; with return_lse (o, lse), lse fp32 [B, H, Sq] = ln(sum of exp(logit)); with
+        normalize=False an AttentionState, fp32. A query that sees no row gives 0 and lse -inf (FlashMLA: +inf). NaN in
+        rows that a query does not see never reaches it.
+
+    Raises:
+        TypeError, ValueError: naming the argument. UnsupportedProblem: the backend cannot run it.
+        NotImplementedError: a gradient is asked for.
+    """
+    check_operand("q", q, DTYPES, (-1, -1, -1, ROW), None, aligned=True)
+    check_operand("kv", kv, (q.dtype,), (-1, -1, ROW), q.device, aligned=True)
+    check_operand("page_table", page_table, (torch.int32,), (len(q), -1), q.device)
+    check_operand("kv_lengths", kv_lengths, (torch.int32,), (len(q),), q.device)
+    refuse_gradients(q=q, kv=kv)
+    if not 1 <= q.shape[2] <= HEAD_LIMIT:
+        raise ValueError(f"q: must have 1 to {HEAD_LIMIT} heads, got {q.shape[2]}")
+    check_number("scale", scale, signed=True)
+    return attention(
+        q,
+        kv[:, :, None],
+        scale=float(scale),
+        causal=q.shape[1] > 1,
+        kv_lengths=kv_lengths,
+        page_table=page_table,
+        normalize=normalize,
+        return_lse=return_lse,
+        num_splits=num_splits,
+        out=out,
+        v_dim=VALUES,
+        backend=backend,
+    )

@@ -1,0 +1,154 @@
+"""MLA's absorbed form, rows of 576 whose first 512 numbers are V: kernels of both architectures in the simulator, and
+what is refused."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.attention_cases import Case, arguments, check, poisoned_out
+from helpers.page_layouts import paged
+from helpers.suites import long, long_but
+
+from warpspec import sim
+from warpspec.fmha import attention
+from warpspec.latent import mla_decode
+
+ARCHS = ("sm_90a", "sm_100a")
+MLA = dict(head_dim=576, v_dim=512, heads_kv=1, shared_kv=True)
+# Requests of 0 to 5 KV tiles, one after another in a CTA, whose last tile is full, has one key, or all but one.
+LENGTHS = Case("lengths", batch=6, seq_k=260, heads_q=64, kv_lengths=(64, 260, 0, 1, 129, 63), sink=True,
+               data="creeping", **MLA)  # fmt: skip
+# A rank of tensor parallelism has few heads: those of several queries fill a tile. Rows that see one key, or none.
+DRAFTS = Case(
+    "drafts",
+    batch=3,
+    seq_q=5,
+    seq_k=300,
+    heads_q=16,
+    causal=True,
+    kv_lengths=(300, 130, 3),
+    scale=0.07,
+    **MLA,
+)
+STATE = Case(
+    "state",
+    batch=2,
+    seq_q=2,
+    seq_k=200,
+    heads_q=128,
+    normalize=False,
+    causal=True,
+    kv_lengths=(200, 65),
+    **MLA,
+)
+POISONED = Case("poisoned", batch=2, seq_q=4, seq_k=150, heads_q=8, causal=True, data="poisoned-tail",
+                kv_lengths=(150, 150), **MLA)  # fmt: skip
+
+
+def through_pages(case: Case, page_size: int = 64, **options) -> sim.SimReport:
+    """Run a case through pages, with NaN behind all lengths and in unused pages, and judge it."""
+    inputs = arguments(case)
+    (pages,), table = paged((inputs["k"],), case.kv_lengths, page_size)
+    options = dict(k=pages, page_table=table, return_lse=case.normalize, out=poisoned_out(case), **options)
+    result = attention(**{**inputs, **options}, backend="sim")
+    check(case, result, inputs, against_torch=case.seq_q == 1)
+    assert all(launch.local_bytes == 0 for launch in sim.last_report().launches)
+    return sim.last_report()
+
+
+RUNS = [(LENGTHS, "sm_90a")]
+EVERY = [(case, arch) for case in (LENGTHS, DRAFTS, STATE, POISONED) for arch in ARCHS]
+
+
+@pytest.mark.parametrize(("case", "arch"), long_but(RUNS, EVERY), ids=lambda v: getattr(v, "id", v))
+def test_cases(case, arch, simulate_as, check_order):
+    """P lies where columns of the keys lay: no role may take the one for the other."""
+    simulate_as(arch, sm_count=2)
+    launch = through_pages(case, num_splits=1).launches[0]
+    if case is LENGTHS:  # Q once, every key once, and nothing for the request without keys
+        tiles = sum(-(-length // 64) for length in case.kv_lengths)
+        assert launch.tma_bytes_loaded == (5 * 64 + tiles * 64) * 2 * 576
+        assert launch.mma_flops == 2 * 64 * 64 * tiles * (576 + 512)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("page_size", [16, 128])
+def test_split_keys_of_any_pages(arch, page_size, simulate_as):
+    simulate_as(arch)
+    through_pages(LENGTHS, page_size, num_splits=3)
+
+
+@pytest.mark.parametrize("arch", [long("sm_90a"), "sm_100a"])
+def test_decode(arch, simulate_as):
+    """The public function: two drafts of a rank's 8 heads, as two requests of a graph's batch are replayed: one has no
+    token."""
+    simulate_as(arch)
+    case = replace(DRAFTS, batch=2, seq_q=2, heads_q=8, kv_lengths=(140, 0))
+    inputs = arguments(case)
+    (pages,), table = paged((inputs["k"],), case.kv_lengths, 64)
+    call = (inputs["q"], pages[:, :, 0], table, inputs["kv_lengths"])
+    out = poisoned_out(case)
+    o, lse = mla_decode(*call, scale=case.scale, return_lse=True, out=out, backend="sim")
+    assert o is out
+    check(case, (o, lse), inputs, against_torch=False)
+    state = mla_decode(*call, scale=case.scale, normalize=False, backend="reference")
+    assert (state.lse - lse)[0].abs().max() < 1e-3 and (state.lse[1] == -torch.inf).all()
+
+
+def decode_call(**changes) -> dict:
+    """Arguments of ``mla_decode`` on tensors of zeros."""
+    call = dict(
+        q=torch.zeros(2, 1, 4, 576).bfloat16(), kv=torch.zeros(3, 64, 576).bfloat16(),
+        page_table=torch.zeros(2, 1, dtype=torch.int32), kv_lengths=torch.zeros(2, dtype=torch.int32), scale=0.1,
+        backend="reference",
+    )  # fmt: skip
+    return {**call, **changes}
+
+
+BAD = {
+    "q-size": ({"q": torch.zeros(2, 1, 4, 512).bfloat16()}, ValueError, "q: shape must be"),
+    "heads": (
+        {"q": torch.zeros(2, 1, 129, 576).bfloat16()},
+        ValueError,
+        "q: must have 1 to 128 heads, got 129",
+    ),
+    "kv-dtype": ({"kv": torch.zeros(3, 64, 576)}, TypeError, "kv: dtype must be one of torch.bfloat16"),
+    "kv-size": ({"kv": torch.zeros(3, 64, 512).bfloat16()}, ValueError, "kv: shape must be"),
+    "table": ({"page_table": torch.zeros(3, 1, dtype=torch.int32)}, ValueError, "page_table: shape must be"),
+    "no-lengths": ({"kv_lengths": None}, TypeError, "kv_lengths: must be a torch.Tensor"),
+    "long": ({"kv_lengths": torch.tensor([1, 65], dtype=torch.int32)}, ValueError, "kv_lengths: "),
+    "scale": ({"scale": None}, TypeError, "scale: must be a float"),
+    "out": ({"out": torch.zeros(2, 1, 4, 576).bfloat16()}, ValueError, "out: shape must be"),
+    "gradient": (
+        {"q": torch.zeros(2, 1, 4, 576).bfloat16().requires_grad_()},
+        NotImplementedError,
+        "q: gradients",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name):
+    changes, kind, message = BAD[name]
+    with pytest.raises(kind, match="^" + message):
+        mla_decode(**decode_call(**changes))
+
+
+def test_sizes_of_v():
+    """Of attention: V may be the first 512 numbers of 576, and nothing else."""
+    q, k = torch.ones(1, 2, 2, 576).bfloat16(), torch.ones(1, 9, 1, 576).bfloat16()
+    assert attention(q, k, v_dim=512, backend="reference").shape == (1, 2, 2, 512)
+    for wrong, message in (
+        (dict(), "q: head size must be"),
+        (dict(v_dim=576), "q: head size must be"),
+        (dict(v_dim=512, v=k[..., :512]), "v_dim: must be None where v is given"),
+    ):
+        with pytest.raises(ValueError, match="^" + message):
+            attention(q, k, **wrong)
+    with pytest.raises(
+        ValueError, match=r"^v_dim: must be q's head size, 128, or 512 with one of 576, got 64"
+    ):
+        attention(q[..., :128], k[..., :128], v_dim=64)
+    with pytest.raises(NotImplementedError, match=r"^v_dim: gradients"):
+        attention(q.requires_grad_(), k, v_dim=512, backend="reference").sum().backward()
