@@ -24,6 +24,15 @@ def multiply_bf16x2(pair: Uint32, factor: Uint32) -> Uint32:
     )
 
 
+def multiply_add_bf16x2(pair: Uint32, factor: Uint32, added: Uint32) -> Uint32:
+    """Multiply two pairs of bf16 and add a third, rounding once."""
+    return cute.arch.inline_ptx(
+        "fma.rn.bf16x2 {$w0}, {$r0}, {$r1}, {$r2};",
+        write_only_types=[Uint32],
+        read_only_args=[pair, factor, added],
+    )
+
+
 def shuffle_address(address: Int64, source) -> Int64:
     """The 64-bit number of another lane."""
     low = Uint32(cute.arch.shuffle_sync(Uint32(address & Int64(0xFFFFFFFF)), source))

@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 
 from warpspec.common import memory
 from warpspec.common.barriers import Barrier
-from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS
+from warpspec.common.hardware import BF16_BYTES, VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS, WORD_BYTES
+from warpspec.common.memory import ROW_BYTES
+from warpspec.fmha.heads import BLOCK, LATENT, MMA_K
 from warpspec.fmha.sm90.config import AttentionConfig
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS, Shape
 from warpspec.fmha.sm100 import config as sm100
@@ -20,7 +22,8 @@ from warpspec.fmha.sm100.shapes import SHARED_SHAPES
 from warpspec.latent.cache.formats import LATENT_FORMATS, RowFormat
 
 MAX_KEY_SETS = 3
-GATHERED_FORMATS = ("v4-fp8", "bf16")
+GATHERED_FORMATS = ("v4-fp8", "bf16", "v3.2-fp8")
+VALUE_DIM = LATENT[1]  # the first numbers of a row, of which O is made
 ROPE_DIM = 64  # the last numbers of a row, which are rotated
 MASK_BYTES = 4
 SCALES_BYTES = 4  # of a key's part, one byte a block
@@ -47,11 +50,14 @@ class Gathers:
         assert self.warps_of_part * self.keys_of_warp == self.tile_n
         assert self.keys_of_warp == WARP_THREADS, "a lane looks up a key"
         assert self.normalize or not self.float8
+        assert self.fmt.tail * BF16_BYTES == ROW_BYTES or self.copies, "the tail fills a block"
 
     @classmethod
     def of(cls, **options):
         """A configuration with the given options; all other fields are fixed for gathered attention."""
-        return cls(dtype="bfloat16", head_dim=512, shared_kv=True, pack=WARPGROUP_ROWS, **options)
+        dim = LATENT_FORMATS[options.get("format", cls.format)].dim
+        sizes = {"head_dim": dim, "v_dim": 0 if dim == VALUE_DIM else VALUE_DIM}
+        return cls(dtype="bfloat16", shared_kv=True, pack=WARPGROUP_ROWS, **sizes, **options)
 
     @property
     def fmt(self) -> RowFormat:
@@ -91,16 +97,34 @@ class Gathers:
         return self.blocks // self.parts
 
     @property
+    def part_bytes(self) -> int:
+        """A part of a tile in shared memory."""
+        return self.part_blocks * self.tile_n * ROW_BYTES
+
+    @property
+    def tail_apart(self) -> bool:
+        """Whether a row's bf16 tail is a block behind both parts; otherwise it is the second part's last block. Then
+        either part's warps copy it in turn, and there is no room for raw keys ahead of a tile."""
+        return self.blocks > self.parts * self.part_blocks
+
+    @property
     def raw_vectors(self) -> int:
-        """16-byte vectors that each of an FP8 key's four lanes copies: one of every e4m3 block, and two for the part's
-        last block, which is bf16 in the second part."""
-        return self.part_blocks + 1
+        """16-byte vectors that each of an FP8 key's four lanes copies before conversion: one of every e4m3 block, and
+        two for the part's last block where it is bf16 in the second part."""
+        return self.part_blocks + (0 if self.tail_apart else 1)
+
+    @property
+    def scale_words(self) -> int:
+        """32-bit words of scales of a key's part."""
+        return self.fmt.scale_bytes // self.parts // WORD_BYTES if self.tail_apart else 1
 
     @property
     def raw_bytes(self) -> int:
         """Bytes in which a producer warp keeps eight FP8 keys before conversion: vectors and a word of scales a
         lane."""
-        return 0 if self.copies else WARP_THREADS * (self.raw_vectors * VECTOR_BYTES + SCALES_BYTES)
+        if self.copies or self.tail_apart:
+            return 0
+        return WARP_THREADS * (self.raw_vectors * VECTOR_BYTES + SCALES_BYTES)
 
     @property
     def raw_bytes_of_cta(self) -> int:
@@ -151,6 +175,12 @@ class GatheredConfig(Gathers, AttentionConfig):
     def pieces(self) -> int:
         """False: all columns that a warp copies of a key arrive together, so a part of a tile has no smaller pieces."""
         return self.parts
+
+    def piece_of(self, block: int, consumer: int) -> int:
+        """As in ``AttentionConfig``. The columns behind both parts come with the part that the tile's consumer does not
+        release."""
+        part = block * MMA_K // (self.part_blocks * BLOCK)
+        return part if part < self.parts else 1 - consumer
 
     @property
     def barrier_parts(self) -> int:

@@ -19,6 +19,7 @@ from warpspec.common.device import tma
 from warpspec.common.device.pipeline import drain
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS, WORD_BYTES
 from warpspec.fmha.features import Schedule
+from warpspec.latent.gathered.codes import copy_codes, copy_tails, load_codes, store_scaled
 from warpspec.latent.gathered.rows import (
     GROUP_KEYS,
     RAW_PAIR,
@@ -51,7 +52,11 @@ def gather(
     loader = Loader(config, operands, part, warp % config.warps_of_part, thread % WARP_THREADS)
     cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     use, task_use = Int32(0), Int32(0)
-    bring = copy_tiles if cutlass.const_expr(config.copies) else convert_tiles
+    bring = convert_tiles
+    if cutlass.const_expr(config.copies):
+        bring = copy_tiles
+    elif cutlass.const_expr(config.tail_apart):
+        bring = convert_in_place
     for index in cutlass.range(cta, units.total, ctas, unroll=1):
         task = task_at(config, operands, units, index)
         if task.span.count > 0:
@@ -109,6 +114,42 @@ def convert_tiles(loader, channels: cutlass.Constexpr, shared, task, use, q_load
 
 
 @cute.jit
+def convert_in_place(loader, channels: cutlass.Constexpr, shared, task, use, q_load):
+    """``convert_tiles`` where there is no room for keys ahead of their tile: all groups are copied to the place of the
+    converted keys once the tile may be filled, from L2, and the tails to where they stay."""
+    config, groups = loader.config, loader.groups
+    block_bytes, group_bytes = config.tile_n * tma.ROW_BYTES, GROUP_KEYS * tma.ROW_BYTES
+    words = loader.words()
+    slots = Slots.of(loader, task)
+    row, scale_at = locate(loader, look_up(loader, task, slots, Int32(0)))
+    prefetch(loader, row)
+    slot = look_up(loader, task, slots, Int32(1))
+    for step in cutlass.range(task.span.count, unroll=1):
+        next_row, next_scale_at = locate(loader, slot)
+        prefetch(loader, next_row)
+        slot = look_up(loader, task, slots, step + 2)
+        rows = [row_of(loader, row, scale_at, group) for group in range(groups)]
+        base = begin_tile(loader, channels, shared, use + step, row)
+        inside = base + loader.half * (groups * group_bytes) + loader.lane * VECTOR_BYTES
+        if (
+            use + step
+        ) % config.parts != loader.part:  # who releases this part has read P in the tails' place
+            copy_tails(loader, base, [address for address, _ in rows])
+        for group in cutlass.range_constexpr(groups):
+            copy_codes(loader, inside + group * group_bytes, block_bytes, *rows[group])
+            cute.arch.cp_async_commit_group()
+        load_q_first(loader, channels, shared, task, step, q_load)
+        for group in cutlass.range(groups, unroll=1):
+            cute.arch.cp_async_wait_group(groups - 1)
+            scales = load_codes(loader, inside + group * group_bytes, block_bytes, words)
+            cute.arch.sync_warp()  # lanes write where other lanes have read
+            store_scaled(loader, base, group, words, scales)
+            cute.arch.cp_async_commit_group()  # an empty group, so that the same number of groups follows each one
+        end_tile(loader, channels, use + step)
+        row, scale_at = next_row, next_scale_at
+
+
+@cute.jit
 def copy_tiles(loader, channels: cutlass.Constexpr, shared, task, use, q_load):
     """Bring a task's tiles of bf16 rows by copies alone. use: KV tiles that came before.
 
@@ -145,7 +186,7 @@ def begin_tile(loader, channels: cutlass.Constexpr, shared, number, row) -> Int3
     if (loader.part == 0) & (loader.lane == 0):
         shared.masks[stage * config.warps_of_part + loader.half] = Uint32(mask)
     base = shared.k.toint() + stage * config.kv_tile_bytes
-    return base + loader.part * (config.kv_tile_bytes // config.parts)
+    return base + loader.part * config.part_bytes
 
 
 def end_tile(loader, channels, number) -> None:
@@ -248,7 +289,7 @@ def locate(loader, found) -> tuple:
 def prefetch(loader, row):
     """Prefetch the part of the lane's row to L2, about one tile before its copies begin."""
     fmt = loader.config.fmt
-    part_bytes = fmt.data_bytes // loader.config.parts
+    part_bytes = (fmt.data_bytes if fmt.apart else fmt.row_bytes) // loader.config.parts
     if row != 0:
         at = row + Int64(loader.part * part_bytes)
         for offset in cutlass.range_constexpr(0, part_bytes, LINE_BYTES):

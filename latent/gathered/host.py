@@ -83,8 +83,8 @@ def gathered_arguments(host: type, config) -> tuple:
     """The host function of a configuration and its arguments without the stream."""
     partial = 1 if config.splits else 0
 
-    def rows(dtype, rank):
-        return fake_rows(dtype, rank, config.head_dim, alignment=TMA_ALIGNMENT)
+    def rows(dtype, rank, size=config.heads.v):
+        return fake_rows(dtype, rank, size, alignment=TMA_ALIGNMENT)
 
     def of(present, *arguments, **options):
         return fake_rows(*arguments, **options) if present else None
@@ -92,7 +92,7 @@ def gathered_arguments(host: type, config) -> tuple:
     results = (rows(BFloat16 if config.normalize else Float32, 4 + partial), None)
     if config.float8:
         results = (
-            fake_rows(Uint32, 4, config.head_dim // WORD_BYTES, alignment=TMA_ALIGNMENT),
+            fake_rows(Uint32, 4, config.heads.v // WORD_BYTES, alignment=TMA_ALIGNMENT),
             fake_rows(Float32, 4),
         )
     sets = []
@@ -106,7 +106,7 @@ def gathered_arguments(host: type, config) -> tuple:
         ]
     return (
         host(config),
-        rows(BFloat16, 4),
+        rows(BFloat16, 4, config.head_dim),
         *results,
         of(config.has_sink, Float32, 1),
         of(config.has_lse, Float32, 3),

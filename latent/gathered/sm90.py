@@ -96,7 +96,7 @@ class GatheredAttention(GatheredHost):
             storage.q.data_ptr(),
             k_base,
             k_base,
-            storage.p.data_ptr(),
+            k_base + config.v_tile_bytes if cutlass.const_expr(config.p_in_keys) else storage.p.data_ptr(),
             storage.statistics.data_ptr(),
             storage.sums.data_ptr(),
             storage.masks.get_tensor(cute.make_layout(config.mask_words)),
@@ -151,7 +151,7 @@ def consume(
             write_pair(work, state, operands)
         else:
             stage = None
-            if cutlass.const_expr(config.normalize):
+            if cutlass.const_expr(config.normalize and not config.p_in_keys):
                 stage = own_stage(config, shared, part)  # every P has been read by now
             epilogue(work, state, operands, stage)
 

@@ -47,7 +47,10 @@ def place_of(fmt: cutlass.Constexpr, key_set: DeviceKeySet, slot) -> tuple:
         page, within = slot // key_set.page_size, slot % key_set.page_size
         address = key_set.pool.iterator.toint() + Int64(page) * Int64(key_set.pool.stride[0] * WORD_BYTES)
         address = address + Int64(within * fmt.row_stride)
-        scale_at = page_rows * fmt.data_bytes + within * (fmt.scale_stride - fmt.row_stride)
+        if cutlass.const_expr(fmt.apart):
+            scale_at = page_rows * fmt.data_bytes + within * (fmt.scale_stride - fmt.row_stride)
+        else:
+            scale_at = Int32(fmt.value_bytes)
     return address, scale_at
 
 

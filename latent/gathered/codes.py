@@ -1,0 +1,175 @@
+"""Rows of e4m3 codes with fp32 scales and a bf16 tail behind them ("v3.2-fp8"), in a producer warp.
+
+A part of a key is four blocks of 64 codes under two scales. A lane has 16 codes of each block; the key's four lanes
+have the same scales. Codes are copied to the place of the converted keys, read from there, and stored there again in
+bf16.
+
+A code times its scale is rounded to bf16 once: with the scale as a sum of two bf16 numbers, high and low, code * low is
+rounded to bf16 far below the product's last bit, and code * high is added to it in one fused operation. Rounding the
+scale itself, as one multiplication would, shifts a whole block by up to 2**-9.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
+
+from warpspec.common.device import tma
+from warpspec.common.device.words import multiply_add_bf16x2, multiply_bf16x2, permute, scaled_pair
+from warpspec.common.hardware import VECTOR_BYTES, WORD_BYTES
+from warpspec.fmha.features import BLOCK
+from warpspec.latent.gathered.convert import (
+    BF16_EXPONENT_BIT,
+    BYTES_HIGH,
+    BYTES_LOW,
+    EXPONENT_GAP,
+    EXPONENT_SHIFT,
+    FIELD_BIAS,
+    FIELDS,
+    HIGH_BITS,
+    LOW_BITS,
+    NAN_PAIR,
+    ONES,
+)
+from warpspec.latent.gathered.rows import (
+    GROUP_KEYS,
+    VECTOR_WORDS,
+    bytes_of,
+    copy_vector,
+    raw_place,
+    store_vector,
+)
+
+GAP_FACTOR = 2.0**EXPONENT_GAP  # what a code's bits, moved to bf16's fields, have to be multiplied with
+GAP_BITS = EXPONENT_GAP + FIELD_BIAS << BF16_EXPONENT_BIT  # of it in bf16
+SMALL_SCALE = 128.0  # below it, a scale times GAP_FACTOR is a number of bf16's
+SCALE_BLOCKS = 2  # blocks of 64 codes that share a scale
+
+
+def copy_codes(loader, target, pair_bytes: int, address, scale_at) -> None:
+    """Issue the copies of the codes and scales of a key that the lane will convert; zeros if the key is not there.
+    Arguments as of ``rows.copy_raw``."""
+    config = loader.config
+    wanted = bytes_of(address, VECTOR_BYTES)
+    begin = address + Int64(loader.part * (loader.blocks * BLOCK) + loader.member * VECTOR_BYTES)
+    for block in range(loader.blocks):
+        copy_vector(target, raw_place(block, pair_bytes), begin, block * BLOCK, wanted)
+    count = config.scale_words * WORD_BYTES
+    cute.arch.inline_ptx(
+        f"cp.async.ca.shared.global [{{$r0}}+{raw_place(loader.blocks, pair_bytes)}], [{{$r1}}], {count}, {{$r2}};",
+        read_only_args=[
+            scales_place(loader, target),
+            address + Int64(scale_at + loader.part * count),
+            bytes_of(address, count),
+        ],
+    )
+
+
+def scales_place(loader, target):
+    """The lane's base address for its scales, which lie side by side in a warp."""
+    return target - loader.lane * (VECTOR_BYTES - loader.config.scale_words * WORD_BYTES)
+
+
+def copy_tails(loader, base, addresses: list) -> None:
+    """Issue the copies of the tails of the warp's keys to the block behind both parts; keys that are not there become
+    zeros. base: of the warp's part. addresses: of the lane's key in every group."""
+    config = loader.config
+    block = config.parts * config.part_bytes - loader.part * config.part_bytes  # from the part to the block
+    key = base + block + (loader.half * config.keys_of_warp + loader.key) * tma.ROW_BYTES
+    places = [key + (loader.key ^ loader.plain_chunk(i)) * VECTOR_BYTES for i in range(2)]
+    for group, address in enumerate(addresses):
+        wanted = bytes_of(address, VECTOR_BYTES)
+        for i in range(2):
+            source = address + Int64(loader.plain_chunk(i) * VECTOR_BYTES)
+            at = group * GROUP_KEYS * tma.ROW_BYTES
+            copy_vector(places[i], at, source, config.fmt.tail_offset, wanted)
+
+
+def load_codes(loader, target, pair_bytes: int, words: cute.Tensor) -> list:
+    """Load what ``copy_codes`` copied into words (WORD, VECTOR); returns the scales' words."""
+    outputs = ", ".join(f"{{$w{i}}}" for i in range(VECTOR_WORDS))
+    for vector in range(loader.vectors):
+        loaded = cute.arch.inline_ptx(
+            f"ld.shared.v4.b32 {{{outputs}}}, [{{$r0}}+{raw_place(vector, pair_bytes)}];",
+            write_only_types=[Uint32] * VECTOR_WORDS,
+            read_only_args=[target],
+        )
+        for i in range(VECTOR_WORDS):
+            words[i, vector] = loaded[i]
+    place = scales_place(loader, target) + raw_place(loader.blocks, pair_bytes)
+    scales = cute.make_tensor(
+        cute.make_ptr(Uint32, Int32(place), cute.AddressSpace.smem, assumed_align=2 * WORD_BYTES),
+        cute.make_layout(loader.config.scale_words),
+    )
+    found = cute.make_rmem_tensor(loader.config.scale_words, Uint32)
+    cute.autovec_copy(scales, found)
+    return [found[i] for i in range(loader.config.scale_words)]
+
+
+@cute.jit
+def store_scaled(loader, base, group, words: cute.Tensor, scales: cutlass.Constexpr):
+    """Store the lane's part of one key, converted to bf16, in the tile's part at ``base``, with the 128-byte
+    swizzle."""
+    values = [float_of(word) for word in scales]
+    large = Boolean(False)
+    for value in values:
+        large = large | ~Boolean(value < Float32(SMALL_SCALE))  # NaN, too
+    if cute.arch.vote_any_sync(large):
+        store_key(loader, base, group, words, values, False)
+    else:
+        store_key(loader, base, group, words, values, True)
+
+
+@cute.jit
+def store_key(loader, base, group, words: cute.Tensor, scales: cutlass.Constexpr, small: cutlass.Constexpr):
+    """``store_scaled`` once it is known whether all scales of the warp's keys are below SMALL_SCALE."""
+    key = loader.half * loader.config.keys_of_warp + group * GROUP_KEYS + loader.key
+    row = base + key * tma.ROW_BYTES
+    first = row + (loader.key ^ (2 * loader.member)) * VECTOR_BYTES
+    for number in cutlass.range_constexpr(loader.config.scale_words):
+        high, low = split_scale(scales[number], small)
+        for i in cutlass.range_constexpr(SCALE_BLOCKS):
+            block = number * SCALE_BLOCKS + i
+            out = scaled([words[j, block] for j in range(VECTOR_WORDS)], high, low, small)
+            at = first + block * loader.config.tile_n * tma.ROW_BYTES
+            store_vector(at, out[:VECTOR_WORDS])
+            store_vector(at ^ VECTOR_BYTES, out[VECTOR_WORDS:])
+
+
+def float_of(word: Uint32) -> Float32:
+    """The fp32 number with these bits."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[word])
+
+
+def split_scale(scale: Float32, small: bool) -> tuple:
+    """(high, low): words of two bf16 each, whose sum is the scale, times GAP_FACTOR where it is small."""
+    if small:
+        scale = scale * Float32(GAP_FACTOR)
+    high = scale.to(BFloat16).to(Float32)
+    return pair_of(high), pair_of(scale - high)
+
+
+def pair_of(value: Float32) -> Uint32:
+    """A word of twice a number, rounded to bf16."""
+    return cute.arch.inline_ptx(
+        "cvt.rn.bf16x2.f32 {$w0}, {$r0}, {$r0};", write_only_types=[Uint32], read_only_args=[value]
+    )
+
+
+def scaled(words: list, high: Uint32, low: Uint32, small: bool) -> list:
+    """Words of four codes times a scale to words of two bf16. A NaN among the codes makes all numbers NaN, because its
+    bits would otherwise be read as 480."""
+    marks = Uint32(0)
+    for word in words:
+        marks = marks | ((word & Uint32(LOW_BITS)) + Uint32(ONES))
+    bad = Boolean((marks & Uint32(HIGH_BITS)) != 0)
+    high = Uint32(cutlass.select_(bad, Uint32(NAN_PAIR), high))
+    out = []
+    for word in words:
+        for order in (BYTES_LOW, BYTES_HIGH):
+            moved = (permute(word, order) << EXPONENT_SHIFT) & Uint32(FIELDS)
+            if not small:
+                moved = scaled_pair(moved, GAP_BITS, "bf16x2")
+            out.append(multiply_add_bf16x2(moved, high, multiply_bf16x2(moved, low)))
+    return out
