@@ -47,7 +47,8 @@ def gathered_attention(
     visible row of NaN makes the result NaN, and so does an e4m3 NaN, which stands for the 64 numbers of its block
     whatever the block's scale.
 
-    Kernels read "v4-fp8" and "bf16" rows. With few queries, each query's keys are split over several CTAs and a second
+    Kernels compute on bf16 keys: "v4-fp8" rows are converted exactly, "v3.2-fp8" rows, whose scales are any fp32
+    numbers, rounded once. With few queries, each query's keys are split over several CTAs and a second
     launch combines their states.
     Raises TypeError or ValueError naming the argument, and UnsupportedProblem where a backend cannot run it. Forward
     only.

@@ -6,7 +6,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from warpspec.common.architecture import Family
-from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import Kernel, Target
 from warpspec.common.logarithms import LOG2_E
 from warpspec.common.simulator import joined
@@ -14,7 +13,6 @@ from warpspec.fmha.combine import COMBINE, CombineConfig
 from warpspec.fmha.launch import partial_results
 from warpspec.fmha.plan.splits import choose_splits
 from warpspec.latent.gathered.config import (
-    GATHERED_FORMATS,
     GatheredConfig,
     Gathers,
     Sm100GatheredConfig,
@@ -54,7 +52,6 @@ class GatheredPlan(NamedTuple):
 @lru_cache(maxsize=4096)
 def make_plan(problem: GatheredProblem, target: Target) -> GatheredPlan:
     """Choose how a problem is computed. Raises UnsupportedProblem naming what there is no kernel for."""
-    check_format(problem)
     kind = GATHERED.of(target.architecture).config
     tile_m, tile_n = kind.of().tile_m, kind.of().tile_n
     tiles = sum(-(-k // tile_n) for k in problem.slots)
@@ -94,15 +91,6 @@ def make_plan(problem: GatheredProblem, target: Target) -> GatheredPlan:
             has_lse=problem.return_lse,
         )
     return GatheredPlan(config, splits, combine)
-
-
-def check_format(problem: GatheredProblem) -> None:
-    """Raise UnsupportedProblem for rows that no kernel reads."""
-    if problem.format not in GATHERED_FORMATS:
-        raise UnsupportedProblem(
-            f"gathered_attention: kernels read rows of {', '.join(GATHERED_FORMATS)}, got {problem.format!r} (backend "
-            "'reference' reads all)"
-        )
 
 
 def run(problem: GatheredProblem, target: Target, tensors: dict):

@@ -4,13 +4,9 @@ import pytest
 import torch
 from helpers.gathered_cases import pool_of_rows, random_case
 
-from warpspec.common.errors import UnsupportedProblem
-from warpspec.common.launch import SIMULATED
 from warpspec.fmha import merge
 from warpspec.latent.cache import LatentPool, rope_table
 from warpspec.latent.gathered import KeySet, gathered_attention, problem
-from warpspec.latent.gathered.launch import make_plan
-from warpspec.latent.gathered.problem import GatheredProblem
 
 
 def test_is_torch_attention():
@@ -166,17 +162,6 @@ def test_bad_key_sets():
         ValueError, match="rows must be of one format, got 'v4-fp8' in set 0 and 'bf16' in set 1"
     ):
         gathered_attention(q, [KeySet(pool, slots), KeySet(LatentPool.empty(1, 4, "bf16"), slots)])
-
-
-def test_what_no_kernel_runs():
-    pool = LatentPool.empty(1, 4, "v3.2-fp8")
-    key_set = KeySet(pool, torch.zeros(1, 2, dtype=torch.int32))
-    q = torch.zeros(1, 2, 576, dtype=torch.bfloat16)
-    with pytest.raises(UnsupportedProblem, match=r"read rows of v4-fp8, bf16, got 'v3.2-fp8'"):
-        gathered_attention(q, [key_set], backend="sim")
-    problem = GatheredProblem(3, 2, "v3.2-fp8", (8,), (True,), 1.0)
-    with pytest.raises(UnsupportedProblem, match=r"read rows of v4-fp8, bf16, got 'v3.2-fp8'"):
-        make_plan(problem, SIMULATED["sm_90a"])
 
 
 @pytest.mark.long
