@@ -17,6 +17,7 @@ time share the K and V of one head in L2.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from warpspec.fmha.mask import key_range
 
@@ -68,8 +69,37 @@ class TileGrid:
         return head % self.head_tiles, head // self.head_tiles, batch
 
 
+class KvTiles(Protocol):
+    """KV tiles that the rows of a tile visit, whatever the keys come from. ``KeySpan``: keys that a mask hides.
+    ``SparseTiles``: keys any of which may be missing."""
+
+    begin: int
+    count: int
+    inner_first: int
+    inner_end: int
+
+    def tile(self, step):
+        """KV tile of the step-th visit."""
+
+
 @dataclass(frozen=True)
-class KeySpan:
+class SparseTiles(KvTiles):
+    """KV tiles ``first`` to ``first`` + ``count`` - 1 of keys any of which may be missing: their source says which
+    (``config.every_tile_masked``). No tile is whole, whatever the row."""
+
+    first: int
+    count: int
+    begin: int = 0
+    inner_first: int = 0
+    inner_end: int = 0
+
+    def tile(self, step):
+        """KV tile of the step-th visit, counted from ``first``."""
+        return step
+
+
+@dataclass(frozen=True)
+class KeySpan(KvTiles):
     """KV tiles of one M tile. A row's interval [first, end) of visible keys moves up with its position, so
     the lowest and the highest position of the tile bound them all.
 

@@ -7,7 +7,7 @@ or a stack slot, for all of them, although they have different register budgets.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import cutlass
 from cutlass import Boolean, Int32
@@ -15,7 +15,7 @@ from cutlass import Boolean, Int32
 from warpspec.fmha.device.packed import extent_of, request_of
 from warpspec.fmha.features import KernelFeatures, Schedule
 from warpspec.fmha.mask import key_range
-from warpspec.fmha.schedule import KeySpan, extent, key_span
+from warpspec.fmha.schedule import KeySpan, KvTiles, extent, key_span
 
 INTEGERS = {"minimum": cutlass.min, "maximum": cutlass.max}
 
@@ -25,13 +25,14 @@ class Row:
     """A query row, as one of the threads that work on it knows it.
 
     index: the row's number in its row group, of ``config.row_group_size`` rows. member: which of the threads that share
-    the row this one is; number 0 writes what is written once a row. first, end: the row sees the keys [first, end).
+    the row this one is; number 0 writes what is written once a row. first, end: the row sees the keys [first, end);
+    None where the source of the keys says by itself which there are.
     """
 
     index: Int32
     member: Int32
-    first: Int32
-    end: Int32
+    first: Int32 | None = None
+    end: Int32 | None = None
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,26 @@ class Place:
     in_range: Boolean
 
 
+class RowTile(Protocol):
+    """Rows that a CTA works on at a time, and the keys that they meet: all that softmax and the epilogues need of them.
+
+    ``Tile``: keys of one request, dense, packed or paged. ``latent.gathered.task.Task``: keys gathered by slot. A
+    source of keys is such a class, the load role that fills its KV tiles (``load``, ``gather``), and a ``hide`` of the
+    keys in a KV tile that a row does not see (``sm90.consumer.Work``, ``sm100.softmax_warps.Columns``).
+    """
+
+    span: KvTiles
+    split: Int32
+
+    def row(self, index, member, row_group=0) -> Row:
+        """A row, by its number in its row group. member: as in ``Row``."""
+
+    def place(self, index, row_group=0) -> Place:
+        """Where a row's results belong."""
+
+
 @dataclass(frozen=True)
-class Tile:
+class Tile(RowTile):
     """An M tile and the KV tiles that its rows meet.
 
     query_tile, head_tile, kv_head, split: its place in the grid. batch: which row of q and o it belongs to, request:

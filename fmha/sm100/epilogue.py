@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32
@@ -11,6 +14,46 @@ from warpspec.fmha.device.logits import unit
 from warpspec.fmha.device.results import of_split, piece_statistics, statistics
 from warpspec.fmha.device.unseen import RowColumns, recompute, tainted
 from warpspec.fmha.features import BLOCK, Schedule
+
+
+class Results(Protocol):
+    """Where a row's columns go. block: columns that are handed over at a time."""
+
+    block: ClassVar[int]
+
+    def store(self, config, operands, tile, row, place, values, number, count) -> None:
+        """Store the number-th block of a row's columns, final ones. values: (block) fp32. count: how many of them
+        belong to the row."""
+
+
+@dataclass(frozen=True)
+class RowResults(Results):
+    """o, a split's part of it, or a piece's state in the workspace."""
+
+    block: ClassVar[int] = BLOCK
+
+    @cute.jit
+    def store(
+        self,
+        config: cutlass.Constexpr,
+        operands,
+        tile,
+        row,
+        place,
+        values,
+        number,
+        count: cutlass.Constexpr,
+    ):
+        if cutlass.const_expr(config.schedule is Schedule.LINE):
+            if tile.piece.whole:
+                store(values, of_split(config, operands.o, tile, place), number, count)
+            else:
+                store(values, operands.pieces[tile.piece.slot, row.index, None], number, count)
+        else:
+            store(values, of_split(config, operands.o, tile, place), number, count)
+
+
+ROW_RESULTS = RowResults()
 
 
 @cute.jit
@@ -24,16 +67,18 @@ def epilogue(
     columns,
     operands,
     numbers,
+    results: cutlass.Constexpr = ROW_RESULTS,
 ):
     """Write one row: o = O / (row_sum + sink), lse; or un-normalised o, row_max, row_sum. Of a piece of a tile the
     row's state, into the workspace.
 
     state: (reference, maximum, row_sum) from the softmax loop. columns: ``softmax_warps.Columns``. operands: global
-    tensors. Consumes the last pv_done. A row that sees no key writes zeros and -inf whatever O holds.
+    tensors. results: ``Results``. Consumes the last pv_done. A row that sees no key writes zeros and -inf whatever O
+    holds.
     """
     reference, _, row_sum = state
     factor, empty = finish_row(config, channels, row, place, tile, state, operands, numbers, columns.use)
-    for part, (start, size) in enumerate(config.o_parts(BLOCK)):
+    for start, size in config.o_parts(results.block):
         values = cute.make_rmem_tensor(size, Float32)  # (D block)
         if cutlass.const_expr(config.schedule is Schedule.LINE):
             values.fill(0.0)  # or they would be kept from tile to tile, for one without keys
@@ -47,16 +92,10 @@ def epilogue(
             own = RowColumns((range(count),), (number,), whole_row)
             if place.in_range & tainted(values, own, row_sum):
                 recompute(config, row, place, operands, reference, numbers, values, own)
-        columns.finish(config, row, part, values)
+        columns.finish(config, row, start, values)
         if place.in_range:
             scale_or_zero(values, factor, empty)
-            if cutlass.const_expr(config.schedule is Schedule.LINE):
-                if tile.piece.whole:
-                    store(values, of_split(config, operands.o, tile, place), block, count)
-                else:
-                    store(values, operands.pieces[tile.piece.slot, row.index, None], block, count)
-            else:
-                store(values, of_split(config, operands.o, tile, place), block, count)
+            results.store(config, operands, tile, row, place, values, block, count)
 
 
 @cute.jit

@@ -44,8 +44,9 @@ class Columns:
         first = row.first - first_key if config.has_left else None
         hide(scores, range(config.tile_n), 1, 1, first, row.end - first_key)
 
-    def finish(self, config, row, part: int, values: cute.Tensor) -> None:
-        """What else is done to the part-th BLOCK columns (n) of the thread's O, before they are scaled: nothing."""
+    def finish(self, config, row, first: int, values: cute.Tensor) -> None:
+        """What else is done to columns (n) of the thread's O from number ``first`` on, before they are scaled:
+        nothing."""
 
 
 @cute.jit
@@ -70,7 +71,7 @@ def softmax(
     for step in cutlass.range(span.count, unroll=1):
         state = (reference, row_maximum, row_sum)
         # Two bodies, not a branch around the mask: that would become predicated selections in every tile.
-        if span.needs_mask(span.tile(step), config.tile_n):
+        if cutlass.const_expr(config.every_tile_masked) or span.needs_mask(span.tile(step), config.tile_n):
             reference, row_maximum, row_sum = tile_step(
                 config, channels, row, span, columns, numbers, dtype, step, state, True
             )

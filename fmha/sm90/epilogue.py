@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import cutlass
 import cutlass.cute as cute
@@ -28,27 +29,49 @@ from warpspec.fmha.sm90.staging import (
 )
 
 
+class Results(Protocol):
+    """Where the rows of a thread go."""
+
+    def store(self, work, r: int, row, place, factor, empty, operands) -> None:
+        """Store the consumer's columns of row r of the thread: O times ``factor``, zeros where ``empty``."""
+
+
+@dataclass(frozen=True)
+class RowResults(Results):
+    """o, or a split's part of it."""
+
+    def store(self, work, r: int, row, place, factor, empty, operands) -> None:
+        o = flat(work.mma.o)
+        for i in elements(o, r):
+            o[i] = Float32(cutlass.select_(empty, Float32(0.0), o[i] * factor))
+        target = columns(work, operands.o, place)
+        store = store_row if work.config.normalize else store_pairs
+        store(o, r, row.member, target, place.in_range)
+
+
+ROW_RESULTS = RowResults()
+
+
 @cute.jit
-def epilogue(work, state, operands, stage):
+def epilogue(work, state, operands, stage, results: cutlass.Constexpr = ROW_RESULTS):
     """Write both rows of a thread: o = O / (row_sum + sink), lse; or un-normalised o, row_max, row_sum.
 
     work: ``consumer.Work``; O is in ``work.mma.o``. state: from ``consumer.attend``. stage: the address of a tile in
-    shared memory that the consumer may write to, or None. A row that sees no key writes zeros and -inf. Of a piece of a
-    tile the rows' states are written, into the workspace.
+    shared memory that the consumer may write to, or None. results: ``Results``, used without a stage. A row that sees
+    no key writes zeros and -inf. Of a piece of a tile the rows' states are written, into the workspace.
     """
     if cutlass.const_expr(work.config.schedule is Schedule.LINE):
         if work.tile.piece.whole:
-            write_results(work, state, operands, stage)
+            write_results(work, state, operands, stage, results)
         else:
             write_piece(work, state, operands)
     else:
-        write_results(work, state, operands, stage)
+        write_results(work, state, operands, stage, results)
 
 
 @cute.jit
-def write_results(work, state, operands, stage):
+def write_results(work, state, operands, stage, results: cutlass.Constexpr):
     """As ``epilogue``, of a whole tile, or of a split."""
-    config, o = work.config, flat(work.mma.o)
     factors, empties = [], []
     for r in cutlass.range_constexpr(THREAD_ROWS):
         row = work.rows[r]
@@ -57,13 +80,7 @@ def write_results(work, state, operands, stage):
             factors.append(factor)
             empties.append(empty)
         else:
-            for i in elements(o, r):
-                o[i] = Float32(cutlass.select_(empty, Float32(0.0), o[i] * factor))
-            target = columns(work, operands.o, place)
-            if cutlass.const_expr(config.normalize):
-                store_row(o, r, row.member, target, place.in_range)
-            else:
-                store_pairs(o, r, row.member, target, place.in_range)
+            results.store(work, r, row, place, factor, empty, operands)
     if cutlass.const_expr(stage is not None):
         store_tiles(work, factors, empties, operands, stage)
 

@@ -73,6 +73,11 @@ class Gathers:
         """Whether keys that no query sees were loaded; they were not, zeros stand in their place."""
         return False
 
+    @property
+    def every_tile_masked(self) -> bool:
+        """True: any key of a tile may be missing."""
+        return True
+
     def kv_box(self, ring: str = "k") -> tuple[int, int, int]:
         raise AssertionError("keys are gathered, not loaded by TMA")
 
@@ -186,10 +191,6 @@ class GatheredConfig(Gathers, AttentionConfig):
     def barrier_parts(self) -> int:
         """Parts of a tile that have mbarriers of their own."""
         return self.parts
-
-    @property
-    def every_tile_masked(self) -> bool:
-        return True
 
     @property
     def pv_first(self) -> bool:

@@ -6,21 +6,22 @@ of it; the kernel that combines splits gives it to a warp.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Uint32
 
 from warpspec.common.compile import fake_rows
-from warpspec.common.device import tmem
-from warpspec.common.device.wgmma import PAIR, THREAD_ROWS, elements, flat, transpose
+from warpspec.common.device.wgmma import PAIR, elements, flat, transpose
 from warpspec.common.device.words import store_words
 from warpspec.common.hardware import QUAD, TMA_ALIGNMENT, WARP_THREADS
 from warpspec.common.launch import Kernel
 from warpspec.fmha.combine import CombineConfig
 from warpspec.fmha.device.combine import combine_row, divided, launch_options, log_sum
-from warpspec.fmha.features import BLOCK as COLUMNS
-from warpspec.fmha.sm90.epilogue import finish_row
+from warpspec.fmha.sm90 import epilogue as sm90
 from warpspec.fmha.sm100 import epilogue as sm100
 from warpspec.latent.cache.device.rows import to_bf16
 from warpspec.latent.projection.float8 import FP8_BLOCK
@@ -33,14 +34,14 @@ LOW_HALF = 0xFFFF
 # sm_90a.
 
 
-@cute.jit
-def write_pair(work, state, operands):
-    """FP8 counterpart of ``sm90.epilogue.epilogue``: both rows of a thread, the consumer's columns."""
-    config, o = work.config, flat(work.mma.o)
-    blocks = config.o_columns // FP8_BLOCK
-    for r in cutlass.range_constexpr(THREAD_ROWS):
-        row = work.rows[r]
-        place, factor, empty = finish_row(work, r, state, operands)
+@dataclass(frozen=True)
+class PairFloat8(sm90.Results):
+    """Codes and scales of the consumer's columns of a thread's rows."""
+
+    @cute.jit
+    def store(self, work, r: cutlass.Constexpr, row, place, factor, empty, operands):
+        config, o = work.config, flat(work.mma.o)
+        blocks = config.o_columns // FP8_BLOCK
         index = (place.batch, place.query, place.head, None)
         own = elements(o, r)
         count = len(own) // blocks  # columns of a block that the thread has
@@ -58,6 +59,9 @@ def write_pair(work, state, operands):
                     store_words(operands.o[index], at, vectors[i])
                 if row.member == 0:
                     operands.scales[(*index[:-1], number)] = scale
+
+
+PAIR_FLOAT8 = PairFloat8()
 
 
 def gather_columns(words: list, member) -> list:
@@ -80,36 +84,20 @@ def gather_columns(words: list, member) -> list:
 # sm_100a.
 
 
-@cute.jit
-def write_row(
-    config: cutlass.Constexpr,
-    channels: cutlass.Constexpr,
-    row,
-    place,
-    task,
-    state,
-    columns,
-    operands,
-    numbers,
-):
-    """FP8 counterpart of ``sm100.epilogue.epilogue``: a thread's columns of a row."""
-    factor, empty = sm100.finish_row(config, channels, row, place, task, state, operands, numbers)
-    blocks = config.o_columns // FP8_BLOCK
-    index = (place.batch, place.query, place.head, None)
-    for block in cutlass.range_constexpr(blocks):
-        values = cute.make_rmem_tensor(FP8_BLOCK, Float32)
-        if task.span.count > 0:
-            tmem.load_row(columns.o + block * FP8_BLOCK, values, columns.thread)
-            tmem.wait_loads()
-        for half in cutlass.range_constexpr(FP8_BLOCK // COLUMNS):
-            part = cute.local_tile(values, (COLUMNS,), (half,))
-            columns.finish(config, row, block * (FP8_BLOCK // COLUMNS) + half, part)
-        if place.in_range:
-            sm100.scale_or_zero(values, factor, empty)
-            codes, scale = quantize_block(to_bf16([values[i] for i in range(FP8_BLOCK)]), 1)
-            number = row.member * blocks + block
-            store_words(operands.o[index], number * len(codes), codes)
-            operands.scales[(*index[:-1], number)] = scale
+@dataclass(frozen=True)
+class RowFloat8(sm100.Results):
+    """Codes and scales of a thread's columns of a row."""
+
+    block: ClassVar[int] = FP8_BLOCK
+
+    def store(self, config, operands, tile, row, place, values, number, count) -> None:
+        index = (place.batch, place.query, place.head)
+        codes, scale = quantize_block(to_bf16([values[i] for i in range(count)]), 1)
+        store_words(operands.o[(*index, None)], number * len(codes), codes)
+        operands.scales[(*index, number)] = scale
+
+
+ROW_FLOAT8 = RowFloat8()
 
 
 # Combining splits.

@@ -16,12 +16,11 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Uint32
 from warpspec.common.device import tmem
 from warpspec.common.device.pipeline import init_barriers
 from warpspec.common.device.storage import allocate
-from warpspec.fmha.features import BLOCK
-from warpspec.fmha.sm100.epilogue import epilogue
+from warpspec.fmha.sm100.epilogue import ROW_RESULTS, epilogue
 from warpspec.fmha.sm100.mma import fragments, mma
-from warpspec.fmha.sm100.softmax_warps import Columns, share, tile_step
+from warpspec.fmha.sm100.softmax_warps import Columns, softmax
 from warpspec.latent.gathered.config import ROPE_DIM, Sm100GatheredConfig
-from warpspec.latent.gathered.float8 import write_row
+from warpspec.latent.gathered.float8 import ROW_FLOAT8
 from warpspec.latent.gathered.gather import gather
 from warpspec.latent.gathered.host import GatheredHost, gathered_arguments
 from warpspec.latent.gathered.task import task_at
@@ -53,10 +52,12 @@ class GatheredColumns(Columns):
         words = config.tile_n // MASK_BITS
         hide_missing(scores, [self.masks[step % config.kv_stages * words + i] for i in range(words)])
 
-    def finish(self, config, row, part, values) -> None:
+    def finish(self, config, row, first, values) -> None:
         """Rotate the row's last columns back; called as ``Columns.finish``."""
-        if config.rotate_back and part == config.o_columns // BLOCK - 1:
-            turn_back(config, row, values, self.operands, self.token)
+        size = cute.size(values)
+        if config.rotate_back and first + size == config.o_columns:
+            last = cute.local_tile(values, (ROPE_DIM,), (size // ROPE_DIM - 1,))
+            turn_back(config, row, last, self.operands, self.token)
 
 
 @cute.jit
@@ -124,7 +125,11 @@ class GatheredAttention(GatheredHost):
                 operands=operands,
                 token=task.token,
             )
-            attend(config, channels, task, places, operands, numbers, thread)
+            row = task.row(config.row_of(thread), config.column_part_of(thread))
+            state = softmax(config, channels, row, task.span, places, numbers, BFloat16)
+            results = ROW_FLOAT8 if cutlass.const_expr(config.float8) else ROW_RESULTS
+            place = task.place(row.index)
+            epilogue(config, channels, row, place, task, state, places, operands, numbers, results)
             cute.arch.barrier(barrier_id=1, number_of_threads=config.softmax_threads)
             tmem.free(warp, columns, config.tmem_allocation)
         elif warp < config.mma_warp:
@@ -136,22 +141,6 @@ class GatheredAttention(GatheredHost):
                 task = task_at(config, operands, units, cute.arch.block_idx()[0])
                 bases = (shared.q, shared.k, shared.k, storage.p.data_ptr())
                 mma(config, channels, fragments(config, BFloat16, *bases, columns), task.span, BFloat16)
-
-
-@cute.jit
-def attend(config: cutlass.Constexpr, channels: cutlass.Constexpr, task, columns, operands, numbers, thread):
-    """A softmax thread: its row of all KV tiles, then the results, like ``fmha.sm100.softmax_warps.softmax`` and the
-    epilogue. It also waits on k_full, because the warps that fill a tile write its mask."""
-    row = task.row(config.row_of(thread), config.column_part_of(thread))
-    reference, maximum, total = -Float32.inf, -Float32.inf, Float32(0.0)
-    for step in cutlass.range(task.span.count, unroll=1):
-        state = (reference, maximum, total)
-        reference, maximum, total = tile_step(
-            config, channels, row, task.span, columns, numbers, BFloat16, step, state, True
-        )
-    state = (reference, share(config, thread, maximum), share(config, thread, total))
-    write = write_row if cutlass.const_expr(config.float8) else epilogue
-    write(config, channels, row, task.place(row.index), task, state, columns, operands, numbers)
 
 
 def host_and_arguments(config: Sm100GatheredConfig) -> tuple:

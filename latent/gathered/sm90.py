@@ -24,10 +24,10 @@ from warpspec.common.device.wgmma import (
 )
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.fmha.sm90.consumer import Work, products
-from warpspec.fmha.sm90.epilogue import epilogue
+from warpspec.fmha.sm90.epilogue import ROW_RESULTS, epilogue
 from warpspec.fmha.sm90.pair import Pair, attend_paired, own_stage
 from warpspec.latent.gathered.config import ROPE_DIM, GatheredConfig
-from warpspec.latent.gathered.float8 import write_pair
+from warpspec.latent.gathered.float8 import PAIR_FLOAT8
 from warpspec.latent.gathered.gather import gather
 from warpspec.latent.gathered.host import GatheredHost, gathered_arguments
 from warpspec.latent.gathered.task import task_at
@@ -147,13 +147,12 @@ def consume(
         use += count
         if cutlass.const_expr(config.rotate_back and part == config.column_parts - 1):
             turn_back(config, flat(mma.o), rows[0].member, operands, task.token)
+        stage, results = None, ROW_RESULTS
         if cutlass.const_expr(config.float8):
-            write_pair(work, state, operands)
-        else:
-            stage = None
-            if cutlass.const_expr(config.normalize and not config.p_in_keys):
-                stage = own_stage(config, shared, part)  # every P has been read by now
-            epilogue(work, state, operands, stage)
+            results = PAIR_FLOAT8
+        elif cutlass.const_expr(config.normalize and not config.p_in_keys):
+            stage = own_stage(config, shared, part)  # every P has been read by now
+        epilogue(work, state, operands, stage, results)
 
 
 @cute.jit

@@ -13,7 +13,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from warpspec.common.hardware import WORD_BYTES
-from warpspec.fmha.device.tile import Place, Row
+from warpspec.fmha.device.tile import Place, Row, RowTile
+from warpspec.fmha.schedule import SparseTiles
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
 
 
@@ -83,22 +84,7 @@ class Units(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Span:
-    """KV tiles of a task over all key sets, with the interface of ``schedule.KeySpan``. Any of them may have keys that
-    are not there."""
-
-    first: Int32
-    count: Int32
-    begin: int = 0
-    inner_first: int = 0
-    inner_end: int = 0
-
-    def tile(self, step):
-        return step
-
-
-@dataclass(frozen=True)
-class Task:
+class Task(RowTile):
     """A task: 64 heads of one query, or a part of its keys.
 
     token, head_group, split: which one. heads: of q. ends: for each key set, the end of its tiles. span: all tiles.
@@ -109,11 +95,11 @@ class Task:
     split: Int32
     heads: Int32
     ends: tuple
-    span: Span
+    span: SparseTiles
 
-    def row(self, index, member) -> Row:
+    def row(self, index, member, row_group=0) -> Row:
         """The record of a row for the threads that share it."""
-        return Row(index, member, Int32(0), Int32(0))
+        return Row(index, member)
 
     def place(self, index, row_group=0) -> Place:
         """Where a row's results go."""
@@ -131,4 +117,4 @@ def task_at(config, operands: Gathered, units: Units, index) -> Task:
         ends.append(tiles)
     first = tiles * split // units.splits
     count = tiles * (split + 1) // units.splits - first
-    return Task(token, head_group, split, operands.q.shape[2], tuple(ends), Span(first, count))
+    return Task(token, head_group, split, operands.q.shape[2], tuple(ends), SparseTiles(first, count))
