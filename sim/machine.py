@@ -383,8 +383,7 @@ class Machine:
                     Where(self.program.name, cta.coords),
                 )
         for barrier in cta.mbarriers.values():
-            text = barrier.at_exit()
-            if text:
+            for text in barrier.at_exit():
                 self.stats.warn(text)
         cluster = cta.cluster
         cluster.live_ctas -= 1

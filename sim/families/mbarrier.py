@@ -44,6 +44,9 @@ class Mbarrier:
     phase: int = 0
     arrivals: int = 0  # in all phases, for reports
     last: tuple | None = field(default=None, repr=False)  # (warp, instruction) of the last arrival
+    early: tuple | None = field(
+        default=None, repr=False
+    )  # its like, of a wait that passed before any phase ended
     marker: int = field(default=0, repr=False)
     order: object = field(default=None, repr=False)  # what the order checker keeps of it
 
@@ -64,18 +67,34 @@ class Mbarrier:
     def _surplus(self) -> str:
         return f"{self.expected} bytes expected, {self.expected - self.tx} came"
 
-    def at_exit(self) -> str:
-        """What is wrong with it when its CTA exits, "" if nothing: more bytes came than expect_tx announced, so that
-        phases ended before all of theirs had come."""
-        if self.tx >= 0:
-            return ""
-        return f"expect_tx is too small: mbarrier {place(self.cta, self.offset)}: {self._surplus()} (in all phases)"
+    def at_exit(self) -> list[str]:
+        """What is wrong with it when its CTA exits: more bytes came than expect_tx announced, so that phases ended
+        before all of theirs had come; or a wait for bytes passed before any could have come."""
+        where, texts = place(self.cta, self.offset), []
+        if self.tx < 0:
+            texts.append(f"expect_tx is too small: mbarrier {where}: {self._surplus()} (in all phases)")
+        if self.early is not None and self.expected:
+            texts.append(
+                f"a first parity is wrong: mbarrier {where}: a wait for parity 1 passed before any phase had ended, "
+                f"although bytes of copies end its phases; who waits for bytes begins with parity 0: "
+                f"{_by(*self.early)}"
+            )
+        return texts
 
     def _history(self) -> str:
         if self.last is None:
             return "no arrival yet"
-        w, ins = self.last
-        return f"last arrival by warp {w.index}, {placed(ins.source) or f'PTX line {ins.line}'}"
+        return f"last arrival by {_by(*self.last)}"
+
+    def passed(self, parity: int, w: Warp, ins: Instr) -> None:
+        """A wait for a parity has passed."""
+        if parity and not self.phase and self.early is None:
+            self.early = w, ins
+
+
+def _by(w: Warp, ins: Instr) -> str:
+    """Which warp executed an instruction, and where it stands."""
+    return f"warp {w.index}, {placed(ins.source) or f'PTX line {ins.line}'}"
 
 
 def place(cta: Cta, offset: int) -> str:
@@ -349,6 +368,7 @@ def _wait_state(m: Machine, w: Warp, ins: Instr, mask: int) -> tuple[int, Mbarri
             if parity and same <= 1:
                 if same != barrier.phase & 1:
                     done |= members
+                    barrier.passed(same, w, ins)
                 else:
                     missing = barrier
                 continue
@@ -397,6 +417,8 @@ def mbarrier_try_wait(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None
     if parity == 0 or parity == 1:
         complete = parity != barrier.phase & 1
         done, missing = (mask, None) if complete else (0, barrier)
+        if complete and not barrier.phase:
+            barrier.passed(parity, w, ins)
     else:
         barrier = None
         done, missing = _wait_state(m, w, ins, mask)
@@ -421,4 +443,7 @@ def describe_wait(m: Machine, w: Warp, ins: Instr, mask: int) -> str:
     kind = "parity" if ins.has("parity") else "phase"
     if kind == "phase" and shown != "?":
         shown &= (1 << STATE_PENDING) - 1
-    return missing.describe(f"waits for {kind} {shown} of the")
+    text = missing.describe(f"waits for {kind} {shown} of the")
+    if kind == "parity" and not (missing.phase or missing.arrivals or missing.expected):
+        text += "; who waits for what is free at first begins with parity 1"
+    return text

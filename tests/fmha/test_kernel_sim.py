@@ -36,10 +36,16 @@ SHARING = [
     replace(BY_ID["data-peaked"], heads_q=1),
     replace(BY_ID["data-outliers"], dtype=torch.bfloat16),
     replace(BY_ID["short-of-a-tile"], heads_q=1),
-    replace(BY_ID["layout-padded"], sink=False, causal=True),
+    replace(BY_ID["layout-padded"], heads_kv=2, sink=False, causal=True),
     replace(BY_ID["layout-bhsd"], heads_kv=4),
     replace(BY_ID["three-tiles"], heads_kv=2),
 ]
+# The mask of poison-window, on the kernel of window-causal.
+POISON_WINDOW = next(
+    replace(case, id="poison-window-causal", causal=True, heads_q=2)
+    for case in PARTLY_POISONED
+    if case.id == "poison-window"
+)
 # fmt: on
 
 
@@ -72,7 +78,7 @@ def test_hazard_on_a_kernel_of_other_cases(case):
 
 @pytest.mark.parametrize(
     "case",
-    [case if case.id in ("poison-causal", "poison-window") else long(case) for case in PARTLY_POISONED],
+    [case if case.id == "poison-causal" else long(case) for case in PARTLY_POISONED] + [POISON_WINDOW],
     ids=lambda case: case.id,
 )
 def test_nan_and_inf_reach_only_rows_that_see_them(case):

@@ -96,9 +96,9 @@ def test_bits_depend_on_the_batch_alone(simulate_as, cut):
 
 
 def test_rounds_of_chunks(simulate_as, cut):
-    """Whole tiles in all rounds but the last."""
+    """Whole tiles in all rounds but the last; by the kernel of MIXED."""
     batch = Packed(
-        "rounds", seq_q=(60, 1, 64, 3), seq_k=(60, 200, 64, 130), heads_q=48, heads_kv=48, causal=True
+        "rounds", seq_q=(60, 1, 64, 3), seq_k=(60, 200, 64, 130), heads_q=96, heads_kv=48, causal=True
     )
     simulate_as("sm_90a", sm_count=1)
     config = launch.plan(AttentionProblem.of(**batch.arguments(), memory=False), SIMULATED["sm_90a"]).config

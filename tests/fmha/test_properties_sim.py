@@ -23,7 +23,6 @@ from helpers.attention_cases import (
     relative_error,
 )
 from helpers.page_layouts import PAGE_SIZES, paged
-from helpers.suites import long_but
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -226,11 +225,8 @@ KERNELS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "kernel",
-    long_but(KERNELS[:1], KERNELS),
-    ids=lambda kernel: str(kernel.head_dim),
-)
+@pytest.mark.long
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: str(kernel.head_dim))
 @settings(max_examples=10)
 @given(data=st.data())
 def test_random_calls(kernel, data):

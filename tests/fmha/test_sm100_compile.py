@@ -85,7 +85,7 @@ def check_resources(config):
 
 
 # What runs in test_kernel_sim and test_head_dims_sim is looked at there: here a few others by default.
-@pytest.mark.parametrize("config", VARIANTS[4::11], ids=label)
+@pytest.mark.parametrize("config", VARIANTS[4::22], ids=label)
 def test_compiles_without_spills(config):
     check_resources(config)
 
@@ -97,7 +97,7 @@ def test_every_variant_compiles_without_spills(config):
 
 
 @pytest.mark.parametrize("config", [
-    long(config) if is_simulated(config) or number % 2 else config
+    long(config) if is_simulated(config) or number % 4 else config
     for number, config in enumerate(SHAPE_VARIANTS[::2])
 ], ids=label)  # fmt: skip
 def test_every_shape_compiles_without_spills(config):

@@ -107,7 +107,7 @@ def test_the_shape_of_few_tiles(monkeypatch, head_dim, name):
 
 
 @pytest.mark.parametrize(("head_dim", "page_size", "causal"), [
-    (64, 48, True), (128, 112, True), long(256, 128, True), long(64, 384, False),
+    long(64, 48, True), (128, 112, True), long(256, 128, True), long(64, 384, False),
     *(pytest.param(*other, marks=pytest.mark.long) for other in itertools.product(PREFILL, PAGE_SIZES, (False, True))),
 ])  # fmt: skip
 def test_many_queries_through_pages(head_dim, page_size, causal):

@@ -169,9 +169,9 @@ def test_the_combine_kernel_of_packed_queries_is_another():
     assert COMBINE.compiled(plain, "sm_90a").artifacts.PTX != COMBINE.compiled(other, "sm_90a").artifacts.PTX
 
 
-@pytest.mark.parametrize(
-    ("seed", "arch"), long_but([(100, "sm_100a")], itertools.product(range(100, 130), ARCHS))
-)
+@pytest.mark.long
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("seed", range(100, 130))
 def test_random_batches(simulate_as, arch, seed):
     simulate_as(arch, seed=seed)
     run(random_batch(seed))

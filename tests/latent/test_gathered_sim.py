@@ -73,7 +73,7 @@ def test_one_cta(simulate_as, format):
     and end, or all of it; scales of both sizes side by side; pages of one row. What no query selects is NaN."""
     simulate_as("sm_90a", sm_count=1)
     counts = torch.tensor([[130, 70], [1, 0], [0, 0], [64, 0], [65, 64], [0, 8], [128, 1]], dtype=torch.int32)
-    case = random_case(len(counts), 8, (130, 70), format=format, num_splits=1, rotate=False)
+    case = random_case(len(counts), 8, (130, 70), format=format, num_splits=1)
     generator = torch.Generator().manual_seed(1)
     for number, (k, page_size) in enumerate(((130, 33), (70, 1))):
         pool = pool_of_rows(3 * k, page_size, format, generator)

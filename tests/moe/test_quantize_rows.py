@@ -80,10 +80,10 @@ def test_against_reference(tokens, k, choices, experts):
         assert launch.local_bytes == 0
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     st.integers(1, 20),
-    st.sampled_from([(1, 3), (3, 9), (17, 8), (70, 1)]),  # each is compiled
+    st.sampled_from([(3, 9), (70, 1)]),  # each is compiled
     st.integers(1, 40),
     st.integers(0, 1000),
 )

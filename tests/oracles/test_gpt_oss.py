@@ -23,7 +23,7 @@ from transformers import GptOssConfig, GptOssForCausalLM, StaticCache
 
 import warpspec.engines.transformers
 
-BACKENDS = ["reference", long("sim")]  # padded batches and `make demo` are simulated by default
+BACKENDS = ["reference", long("sim")]  # test_demo simulates a layer by default
 
 
 def make_model(**changes) -> GptOssForCausalLM:
@@ -109,7 +109,7 @@ def test_decode_with_cache(pair):
     assert relative_error(*results) <= ATTENTION_TOLERANCE
 
 
-@pytest.mark.parametrize("backend", ["reference", "sim"], indirect=True)
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_batch(pair, side):
     ids, mask = padded(side, (150, 97))

@@ -92,6 +92,26 @@ def test_more_bytes_than_expected_are_named():
         run(body + WAIT.format(parity=0))
 
 
+def test_first_parities_are_named():
+    """Of a barrier that copies end, which passes at once; of one that nobody has arrived at, which never passes."""
+    body = INIT.format(count=32) + WAIT.format(parity=1)
+    copy = "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r10], 4;\n"
+    copy += "mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [%r10], 4;\n"
+    out = {"out": np.zeros(64, np.uint32)}
+    (warning,) = launch(body + copy, out).warnings
+    assert "a first parity is wrong: mbarrier at shared offset 0x400" in warning
+    assert f"warp 0, PTX line {line_of(body, 'try_wait')}" in warning
+    assert (
+        launch(body + copy.replace("expect_tx.", "").replace(", 4;", ";", 1).splitlines()[0], out).warnings
+        == []
+    )
+    assert launch(INIT.format(count=32) + copy + WAIT.format(parity=0), out).warnings == []
+    with pytest.raises(
+        Deadlock, match="no arrival yet; who waits for what is free at first begins with parity 1"
+    ):
+        run(INIT.format(count=32) + WAIT.format(parity=0))
+
+
 def test_named_barrier_that_a_warp_misses():
     body = OUT + "setp.ge.u32 %p1, %r1, 32; @%p1 bra SKIP; barrier.sync 2, 64;\nSKIP:"
     with pytest.raises(Deadlock, match=r"waits at named barrier 2 of CTA \(0, 0, 0\): 32 of 64 threads"):

@@ -195,7 +195,9 @@ def test_k_is_the_row(length):
         cases.judge(*run(config_of(torch.float32, length, **WAYS[way]), logits, length), logits, length)
 
 
-@pytest.mark.parametrize("way", ["a warp a row", "eight warps", "held by 16 lanes", "held by four warps"])
+@pytest.mark.parametrize(
+    "way", [long("a warp a row"), "eight warps", "held by 16 lanes", long("held by four warps")]
+)
 def test_renormalized(way):
     config = config_of(torch.float32, 6, **WAYS[way], renormalize=True)
     logits = cases.random_rows(4, 255, scale=20.0)
@@ -243,7 +245,7 @@ def chosen(dtypes, ks, renormalize):
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_nothing_spills(arch):
-    for config in sorted(chosen([torch.float32], [8], False), key=repr)[::9]:
+    for config in sorted(chosen([torch.float32], [8], False), key=repr)[9 * ARCHS.index(arch) :: 18]:
         (kernel,) = resources(topk_kernel.compiled(config, arch)).values()
         assert kernel.local_bytes == 0, config
 

@@ -157,7 +157,7 @@ def test_lost_states_are_nan(simulated, kind):
     )
 
 
-@pytest.mark.parametrize("simulated", ["sm_90a"], indirect=True)
+@pytest.mark.parametrize("simulated", ["sm_100a"], indirect=True)
 @pytest.mark.parametrize("backend", ["reference", "sim"])
 def test_entries_beyond_the_table(simulated, backend):
     """Their rotated numbers are NaN; the others are what they are."""

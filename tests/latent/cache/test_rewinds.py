@@ -72,8 +72,8 @@ def test_reference(kind, schedules):
 
 
 SIMULATED_CASES = [
-    ("sm_100a", "hca", 2, 3),
-    ("sm_90a", "hca", 9, 3),
+    ("sm_100a", "hca", 2, 2),
+    ("sm_90a", "hca", 9, 1),
     ("sm_100a", "csa", 2, 2),
     *(long(arch, kind, d, 20) for arch in SIMULATED for kind in STRIDES for d in (0, 1, 3, 9)),
 ]
