@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from shared.lane_arrivals import every_lane_arrives
+from shared.lane_arrivals import every_lane_arrives, traced
 
 from warpspec.common.disk_cache import CACHE_VARIABLE
 
@@ -172,6 +172,8 @@ def run_case(name: str, every_lane: bool) -> None:
         CASES[name]()
     if DEVICE == "cuda":
         torch.cuda.synchronize()
+    if every_lane and not traced:
+        raise RuntimeError(f"{name}: no kernel was compiled with every lane arriving")
     print(DONE)
 
 

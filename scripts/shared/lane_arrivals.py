@@ -19,6 +19,7 @@ from warpspec.common.device import pipeline
 from warpspec.common.hardware import WARP_THREADS
 
 ARRIVE = "mbarrier.arrive.release.{scope}.shared::{space}.b64 _, [{address}], {count};"
+traced: list[str] = []  # the arrivals' PTX, of kernels compiled in this process: none where a kept kernel was loaded
 MAP = "mapa.shared::cluster.u32 remote, {$r0}, {$r1};"
 
 
@@ -26,6 +27,7 @@ def arrive_times(barrier: cute.Pointer, count: int, rank=None) -> None:
     """``count`` arrivals by each calling thread, on CTA ``rank``'s barrier where given."""
     if rank is None:
         code = ARRIVE.format(scope="cta", space="cta", address="{$r0}", count=count)
+        traced.append(code)
         cute.arch.inline_ptx(code, read_only_args=[barrier.toint()])
     else:
         code = ARRIVE.format(scope="cluster", space="cluster", address="remote", count=count)

@@ -15,10 +15,11 @@ __device__ void arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-__device__ void wait(unsigned barrier, int parity) {
+__device__ unsigned address(void *shared) { return __cvta_generic_to_shared(shared); }
+
+__device__ void wait(unsigned barrier) {
   asm volatile(
-      "{.reg .pred done; AGAIN: mbarrier.try_wait.parity.shared.b64 done, [%0], %1; @!done bra AGAIN; }" ::"r"(barrier),
-      "r"(parity)
+      "{.reg .pred done; AGAIN: mbarrier.try_wait.parity.shared.b64 done, [%0], 0; @!done bra AGAIN; }" ::"r"(barrier)
       : "memory");
 }
 
@@ -29,29 +30,31 @@ __device__ bool elected() {
 }
 
 __global__ void hand_over(int way, int *sums) {
-  __shared__ unsigned long long full, empty;
+  // A barrier for each use: a writer that does not wait cannot end a phase twice, for which the reader would wait for ever.
+  __shared__ unsigned long long full[USES], empty[USES];
   __shared__ int word;
-  unsigned full_address = __cvta_generic_to_shared(&full), empty_address = __cvta_generic_to_shared(&empty);
   int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
   if (threadIdx.x == 0) {
-    asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(full_address));
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(empty_address), "r"(way == ONE_LANE ? 1 : LANES));
+    for (int use = 0; use < USES; use++) {
+      asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(address(&full[use])));
+      asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address(&empty[use])), "r"(way == ONE_LANE ? 1 : LANES));
+    }
   }
   __syncthreads();
   int sum = 0;
   for (int use = 0; use < USES; use++) {
     if (warp == 0) {
-      if (use && way != NO_WAIT) wait(empty_address, (use - 1) % 2);
+      if (use && way != NO_WAIT) wait(address(&empty[use - 1]));
       if (lane == 0) {
         word = use;
-        arrive(full_address);
+        arrive(address(&full[use]));
       }
       __syncwarp();
     } else {
-      wait(full_address, use % 2);
+      wait(address(&full[use]));
       sum += word;
       __syncwarp();
-      if (way != ONE_LANE || elected()) arrive(empty_address);
+      if (way != ONE_LANE || elected()) arrive(address(&empty[use]));
       __syncwarp();
     }
   }
