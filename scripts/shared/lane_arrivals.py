@@ -19,7 +19,9 @@ from warpspec.common.device import pipeline
 from warpspec.common.hardware import WARP_THREADS
 
 ARRIVE = "mbarrier.arrive.release.{scope}.shared::{space}.b64 _, [{address}], {count};"
-traced: list[str] = []  # the arrivals' PTX, of kernels compiled in this process: none where a kept kernel was loaded
+traced: list[
+    str
+] = []  # the arrivals' PTX, of kernels compiled in this process: none where a kept kernel was loaded
 MAP = "mapa.shared::cluster.u32 remote, {$r0}, {$r1};"
 
 
