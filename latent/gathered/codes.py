@@ -1,4 +1,4 @@
-"""Rows of e4m3 codes with fp32 scales and a bf16 tail behind them ("v3.2-fp8"), in a producer warp.
+"""Rows of e4m3 codes in a producer warp: with fp32 scales and a bf16 tail ("v3.2-fp8"), or codes alone ("e4m3").
 
 A part of a key is four blocks of 64 codes under two scales. A lane has 16 codes of each block; the key's four lanes
 have the same scales. Codes are copied to the place of the converted keys, read from there, and stored there again in
@@ -16,7 +16,13 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
 
 from warpspec.common.device import tma
-from warpspec.common.device.words import multiply_add_bf16x2, multiply_bf16x2, permute, scaled_pair
+from warpspec.common.device.words import (
+    load_shared,
+    multiply_add_bf16x2,
+    multiply_bf16x2,
+    permute,
+    scaled_pair,
+)
 from warpspec.common.hardware import VECTOR_BYTES, WORD_BYTES
 from warpspec.fmha.features import BLOCK
 from warpspec.latent.gathered.convert import (
@@ -31,6 +37,7 @@ from warpspec.latent.gathered.convert import (
     LOW_BITS,
     NAN_PAIR,
     ONES,
+    to_bf16,
 )
 from warpspec.latent.gathered.rows import (
     GROUP_KEYS,
@@ -56,6 +63,8 @@ def copy_codes(loader, target, pair_bytes: int, address, scale_at) -> None:
     for block in range(loader.blocks):
         copy_vector(target, raw_place(block, pair_bytes), begin, block * BLOCK, wanted)
     count = config.scale_words * WORD_BYTES
+    if count == 0:
+        return
     cute.arch.inline_ptx(
         f"cp.async.ca.shared.global [{{$r0}}+{raw_place(loader.blocks, pair_bytes)}], [{{$r1}}], {count}, {{$r2}};",
         read_only_args=[
@@ -72,18 +81,24 @@ def scales_place(loader, target):
 
 
 def copy_tails(loader, base, addresses: list) -> None:
-    """Issue the copies of the tails of the warp's keys to the block behind both parts; keys that are not there become
-    zeros. base: of the warp's part. addresses: of the lane's key in every group."""
-    config = loader.config
-    block = config.parts * config.part_bytes - loader.part * config.part_bytes  # from the part to the block
-    key = base + block + (loader.half * config.keys_of_warp + loader.key) * tma.ROW_BYTES
+    """Issue the copies of the tails of the warp's keys to the block behind both parts, bf16 to where it stays, codes to
+    where ``convert_tail`` finds them; keys that are not there become zeros. base: of the warp's part. addresses: of the
+    lane's key in every group."""
+    fmt, block = loader.config.fmt, tail_place(loader, base)
+    if fmt.tail == 0:  # codes, to be converted
+        for group, address in enumerate(addresses):
+            source = address + Int64(loader.member * VECTOR_BYTES)
+            target = block + raw_group(loader, group) + loader.lane * VECTOR_BYTES
+            offset = loader.config.heads.v
+            copy_vector(target, 0, source, offset, bytes_of(address, VECTOR_BYTES))
+        return
+    key = block + (loader.half * loader.config.keys_of_warp + loader.key) * tma.ROW_BYTES
     places = [key + (loader.key ^ loader.plain_chunk(i)) * VECTOR_BYTES for i in range(2)]
     for group, address in enumerate(addresses):
         wanted = bytes_of(address, VECTOR_BYTES)
         for i in range(2):
             source = address + Int64(loader.plain_chunk(i) * VECTOR_BYTES)
-            at = group * GROUP_KEYS * tma.ROW_BYTES
-            copy_vector(places[i], at, source, config.fmt.tail_offset, wanted)
+            copy_vector(places[i], group * GROUP_KEYS * tma.ROW_BYTES, source, fmt.tail_offset, wanted)
 
 
 def load_codes(loader, target, pair_bytes: int, words: cute.Tensor) -> list:
@@ -97,6 +112,8 @@ def load_codes(loader, target, pair_bytes: int, words: cute.Tensor) -> list:
         )
         for i in range(VECTOR_WORDS):
             words[i, vector] = loaded[i]
+    if loader.config.scale_words == 0:
+        return []
     place = scales_place(loader, target) + raw_place(loader.blocks, pair_bytes)
     scales = cute.make_tensor(
         cute.make_ptr(Uint32, Int32(place), cute.AddressSpace.smem, assumed_align=2 * WORD_BYTES),
@@ -111,7 +128,15 @@ def load_codes(loader, target, pair_bytes: int, words: cute.Tensor) -> list:
 def store_scaled(loader, base, group, words: cute.Tensor, scales: cutlass.Constexpr):
     """Store the lane's part of one key, converted to bf16, in the tile's part at ``base``, with the 128-byte
     swizzle."""
-    values = [float_of(word) for word in scales]
+    if cutlass.const_expr(len(scales) == 0):
+        store_codes(loader, base, group, words)
+    else:
+        store_blocks(loader, base, group, words, [float_of(word) for word in scales])
+
+
+@cute.jit
+def store_blocks(loader, base, group, words: cute.Tensor, values: cutlass.Constexpr):
+    """``store_scaled`` of codes under scales."""
     large = Boolean(False)
     for value in values:
         large = large | ~Boolean(value < Float32(SMALL_SCALE))  # NaN, too
@@ -123,10 +148,8 @@ def store_scaled(loader, base, group, words: cute.Tensor, scales: cutlass.Conste
 
 @cute.jit
 def store_key(loader, base, group, words: cute.Tensor, scales: cutlass.Constexpr, small: cutlass.Constexpr):
-    """``store_scaled`` once it is known whether all scales of the warp's keys are below SMALL_SCALE."""
-    key = loader.half * loader.config.keys_of_warp + group * GROUP_KEYS + loader.key
-    row = base + key * tma.ROW_BYTES
-    first = row + (loader.key ^ (2 * loader.member)) * VECTOR_BYTES
+    """``store_blocks`` once it is known whether all scales of the warp's keys are below SMALL_SCALE."""
+    first = chunk_place(loader, base, group)
     for number in cutlass.range_constexpr(loader.config.scale_words):
         high, low = split_scale(scales[number], small)
         for i in cutlass.range_constexpr(SCALE_BLOCKS):
@@ -135,6 +158,49 @@ def store_key(loader, base, group, words: cute.Tensor, scales: cutlass.Constexpr
             at = first + block * loader.config.tile_n * tma.ROW_BYTES
             store_vector(at, out[:VECTOR_WORDS])
             store_vector(at ^ VECTOR_BYTES, out[VECTOR_WORDS:])
+
+
+@cute.jit
+def store_codes(loader, base, group, words: cute.Tensor):
+    """``store_scaled`` of codes without scales, which is exact."""
+    first = chunk_place(loader, base, group)
+    for block in cutlass.range_constexpr(loader.blocks):
+        store_plain_codes(
+            first + block * loader.config.tile_n * tma.ROW_BYTES,
+            [words[j, block] for j in range(VECTOR_WORDS)],
+        )
+
+
+@cute.jit
+def convert_tail(loader, base, group):
+    """Convert the lane's codes of one key's last block, where ``copy_tails`` has put them, in their place."""
+    block = tail_place(loader, base)
+    codes = load_shared(block + raw_group(loader, group) + loader.lane * VECTOR_BYTES)
+    cute.arch.sync_warp()  # lanes write where other lanes have read
+    store_plain_codes(chunk_place(loader, block, group), [codes[j] for j in range(VECTOR_WORDS)])
+
+
+def store_plain_codes(address, words: list) -> None:
+    """Store 16 codes in bf16. address: of the first chunk."""
+    out = to_bf16(words, Uint32(FIELD_BIAS), True)
+    store_vector(address, out[:VECTOR_WORDS])
+    store_vector(address ^ VECTOR_BYTES, out[VECTOR_WORDS:])
+
+
+def chunk_place(loader, block, group):
+    """Address of the lane's first converted chunk of one key in a block of columns."""
+    key = loader.half * loader.config.keys_of_warp + group * GROUP_KEYS + loader.key
+    return block + key * tma.ROW_BYTES + (loader.key ^ (2 * loader.member)) * VECTOR_BYTES
+
+
+def raw_group(loader, group):
+    """Bytes from a block of columns to the warp's keys of a group."""
+    return (loader.half * loader.config.keys_of_warp + group * GROUP_KEYS) * tma.ROW_BYTES
+
+
+def tail_place(loader, base):
+    """Address of the block of columns behind both parts. base: of the warp's part."""
+    return base + (loader.config.parts - loader.part) * loader.config.part_bytes
 
 
 def float_of(word: Uint32) -> Float32:

@@ -22,7 +22,10 @@ from warpspec.fmha.sm100.shapes import SHARED_SHAPES
 from warpspec.latent.cache.formats import LATENT_FORMATS, RowFormat
 
 MAX_KEY_SETS = 3
-GATHERED_FORMATS = ("v4-fp8", "bf16", "v3.2-fp8")
+# Rows of codes alone, whose one scale is an operand (``latent.mla``).
+E4M3_ROWS = RowFormat("e4m3", "latent", LATENT[0], LATENT[0], "e4m3")
+GATHERED_FORMATS = {**LATENT_FORMATS, E4M3_ROWS.name: E4M3_ROWS}
+PAGE_ROWS = 64  # rows of a page where keys are found by a page table: those of a KV tile
 VALUE_DIM = LATENT[1]  # the first numbers of a row, of which O is made
 ROPE_DIM = 64  # the last numbers of a row, which are rotated
 MASK_BYTES = 4
@@ -35,7 +38,9 @@ class Gathers:
     """The part of a configuration that gathered keys add.
 
     format: of the rows of all key sets. sets: how many key sets. lengths: for each set, whether it has lengths.
-    rotate_back, float8: rotate the result back; store it in FP8.
+    rotate_back, float8: rotate the result back; store it in FP8. paged: the only set's slots are a page table of
+    requests, each of which has as many neighbouring queries, the last of its tokens. has_kv_scale: all keys have one
+    scale, an operand.
     """
 
     format: str = "v4-fp8"
@@ -43,6 +48,8 @@ class Gathers:
     lengths: tuple[bool, ...] = (True,)
     rotate_back: bool = False
     float8: bool = False
+    paged: bool = False
+    has_kv_scale: bool = False
 
     def check(self) -> None:
         assert self.head_dim == self.fmt.dim and self.format in GATHERED_FORMATS
@@ -50,18 +57,19 @@ class Gathers:
         assert self.warps_of_part * self.keys_of_warp == self.tile_n
         assert self.keys_of_warp == WARP_THREADS, "a lane looks up a key"
         assert self.normalize or not self.float8
-        assert self.fmt.tail * BF16_BYTES == ROW_BYTES or self.copies, "the tail fills a block"
+        assert self.copies or self.fmt.tail * BF16_BYTES in (0, ROW_BYTES), "the tail fills a block"
+        assert not self.paged or (self.sets == 1 and self.lengths[0] and self.tile_n == PAGE_ROWS)
 
     @classmethod
     def of(cls, **options):
         """A configuration with the given options; all other fields are fixed for gathered attention."""
-        dim = LATENT_FORMATS[options.get("format", cls.format)].dim
+        dim = GATHERED_FORMATS[options.get("format", cls.format)].dim
         sizes = {"head_dim": dim, "v_dim": 0 if dim == VALUE_DIM else VALUE_DIM}
         return cls(dtype="bfloat16", shared_kv=True, pack=WARPGROUP_ROWS, **sizes, **options)
 
     @property
     def fmt(self) -> RowFormat:
-        return LATENT_FORMATS[self.format]
+        return GATHERED_FORMATS[self.format]
 
     @property
     def copies(self) -> bool:
@@ -108,8 +116,9 @@ class Gathers:
 
     @property
     def tail_apart(self) -> bool:
-        """Whether a row's bf16 tail is a block behind both parts; otherwise it is the second part's last block. Then
-        either part's warps copy it in turn, and there is no room for raw keys ahead of a tile."""
+        """Whether a row has a block behind both parts: its bf16 tail, or codes as the others. Then either part's warps
+        bring it in turn, and there is no room for raw keys ahead of a tile. Otherwise the tail is the second part's
+        last block."""
         return self.blocks > self.parts * self.part_blocks
 
     @property

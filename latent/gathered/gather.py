@@ -19,7 +19,8 @@ from warpspec.common.device import tma
 from warpspec.common.device.pipeline import drain
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS, WORD_BYTES
 from warpspec.fmha.features import Schedule
-from warpspec.latent.gathered.codes import copy_codes, copy_tails, load_codes, store_scaled
+from warpspec.latent.gathered.codes import convert_tail, copy_codes, copy_tails, load_codes, store_scaled
+from warpspec.latent.gathered.config import PAGE_ROWS
 from warpspec.latent.gathered.rows import (
     GROUP_KEYS,
     RAW_PAIR,
@@ -131,9 +132,8 @@ def convert_in_place(loader, channels: cutlass.Constexpr, shared, task, use, q_l
         rows = [row_of(loader, row, scale_at, group) for group in range(groups)]
         base = begin_tile(loader, channels, shared, use + step, row)
         inside = base + loader.half * (groups * group_bytes) + loader.lane * VECTOR_BYTES
-        if (
-            use + step
-        ) % config.parts != loader.part:  # who releases this part has read P in the tails' place
+        brings_tails = (use + step) % config.parts != loader.part  # its consumer has read P in their place
+        if brings_tails:
             copy_tails(loader, base, [address for address, _ in rows])
         for group in cutlass.range_constexpr(groups):
             copy_codes(loader, inside + group * group_bytes, block_bytes, *rows[group])
@@ -144,6 +144,9 @@ def convert_in_place(loader, channels: cutlass.Constexpr, shared, task, use, q_l
             scales = load_codes(loader, inside + group * group_bytes, block_bytes, words)
             cute.arch.sync_warp()  # lanes write where other lanes have read
             store_scaled(loader, base, group, words, scales)
+            if cutlass.const_expr(config.fmt.tail == 0):  # noqa: SIM102
+                if brings_tails:
+                    convert_tail(loader, base, group)
             cute.arch.cp_async_commit_group()  # an empty group, so that the same number of groups follows each one
         end_tile(loader, channels, use + step)
         row, scale_at = next_row, next_scale_at
@@ -240,7 +243,8 @@ class Slots:
         own = loader.half * loader.config.keys_of_warp + loader.lane
         addresses, limits = [], []
         for each in loader.operands.sets:
-            row = Int64(task.token) * Int64(each.slots.stride[0]) + Int64(own)
+            row = Int64(each.request(task.token)) * Int64(each.slots.stride[0])
+            row = row if loader.config.paged else row + Int64(own)  # one entry of a page table serves a tile
             addresses.append(each.slots.iterator.toint() + row * Int64(WORD_BYTES))
             limits.append(each.length(task.token) - own)
         return cls(tuple(addresses), tuple(limits))
@@ -257,7 +261,9 @@ def look_up(loader, task, slots: Slots, step) -> tuple:
         inside = Boolean(tile >= begin) & Boolean(tile < task.ends[number])
         at = (tile - begin) * loader.config.tile_n
         here = here | (inside & Boolean(at < slots.limits[number]))
-        if number == 0:
+        if loader.config.paged:
+            address = address + Int64(tile * WORD_BYTES)
+        elif number == 0:
             address = address + Int64(at * WORD_BYTES)
         else:
             there = slots.addresses[number] + Int64(at * WORD_BYTES)
@@ -271,6 +277,10 @@ def look_up(loader, task, slots: Slots, step) -> tuple:
         write_only_types=[Int32],
         read_only_args=[address, Int32(here)],
     )
+    if loader.config.paged:
+        known = Boolean(slot >= 0) & Boolean(slot < loader.operands.sets[0].pool.shape[0])
+        own = loader.half * loader.config.keys_of_warp + loader.lane
+        slot = Int32(cutlass.select_(known, slot * PAGE_ROWS + own, Int32(NO_SLOT)))
     return slot, which
 
 

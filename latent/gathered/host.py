@@ -35,6 +35,7 @@ class GatheredHost:
         row_sum: cute.Tensor | None,
         cos_sin: cute.Tensor | None,
         positions: cute.Tensor | None,
+        kv_scale: cute.Tensor | None,
         pool0: cute.Tensor,
         slots0: cute.Tensor,
         lengths0: cute.Tensor | None,
@@ -58,12 +59,15 @@ class GatheredHost:
         most CTAs of a persistent launch.
         """
         config = self.config
+        queries = None
+        if cutlass.const_expr(config.paged):
+            queries = Int32(q.shape[1] // lengths0.shape[0])
         sets = (
-            DeviceKeySet(pool0, slots0, lengths0, cute.FastDivmodDivisorV2(page_size0)),
+            DeviceKeySet(pool0, slots0, lengths0, cute.FastDivmodDivisorV2(page_size0), queries),
             DeviceKeySet(pool1, slots1, lengths1, cute.FastDivmodDivisorV2(page_size1)),
             DeviceKeySet(pool2, slots2, lengths2, cute.FastDivmodDivisorV2(page_size2)),
         )[: config.sets]
-        operands = Gathered(q, o, scales, sink, lse, row_max, row_sum, cos_sin, positions, sets)
+        operands = Gathered(q, o, scales, sink, lse, row_max, row_sum, cos_sin, positions, kv_scale, sets)
         head_groups = cute.ceil_div(q.shape[2], config.pack)
         units = Units(Int32(q.shape[1] * head_groups * splits), head_groups, splits)
         atom, coordinates = tma.make_load(q_view(config, q), config.q_box)
@@ -114,6 +118,7 @@ def gathered_arguments(host: type, config) -> tuple:
         of(not config.normalize, Float32, 3 + partial),
         of(config.rotate_back, Float32, 2, ROPE_DIM),
         of(config.rotate_back, Int32, 1),
+        of(config.has_kv_scale, Float32, 1),
         *sets,
         Float32(1.0),
         Int32(1),

@@ -79,6 +79,8 @@ def make_plan(problem: GatheredProblem, target: Target) -> GatheredPlan:
         rotate_back=problem.rotate_back,
         splits=splits > 1,
         float8=of_kernel.float8,
+        paged=problem.paged,
+        has_kv_scale=problem.has_kv_scale,
     )
     combine = None
     if splits > 1:
@@ -96,9 +98,9 @@ def make_plan(problem: GatheredProblem, target: Target) -> GatheredPlan:
 def run(problem: GatheredProblem, target: Target, tensors: dict):
     """Launch on the tensors' device and its current stream, without synchronisation.
 
-    tensors: q [T, H, D], o (words, if in FP8), scales, sink, lse, row_max, row_sum, cos_sin, positions (None where the
-    problem has none) and key_sets, each as (words, slots, lengths, page_size). Returns the simulator's report, or None
-    on a GPU.
+    tensors: q [T, H, D], o (words, if in FP8), scales, sink, lse, row_max, row_sum, cos_sin, positions, kv_scale (None
+    where the problem has none) and key_sets, each as (words, slots, lengths, page_size). Returns the simulator's
+    report, or None on a GPU.
     """
     plan = make_plan(problem, target)
     q, o, scales, sink = (tensors[name] for name in ("q", "o", "scales", "sink"))
@@ -106,7 +108,7 @@ def run(problem: GatheredProblem, target: Target, tensors: dict):
     row_stats = [
         None if t is None else t[None] for t in (tensors["lse"], tensors["row_max"], tensors["row_sum"])
     ]
-    angles = (tensors["cos_sin"], tensors["positions"])
+    angles = (tensors["cos_sin"], tensors["positions"], tensors.get("kv_scale"))
     sets = list(tensors["key_sets"]) + [(None, None, None, 1)] * (MAX_KEY_SETS - len(problem.slots))
     flat = [part for each in sets for part in each]
     numbers = (problem.scale * LOG2_E, plan.splits, target.sm_count)

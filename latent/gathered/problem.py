@@ -77,6 +77,7 @@ class GatheredProblem:
     """Sizes and switches of a call, without tensors. Hashable.
 
     tokens, heads: q's. format: of all rows. slots: K of each key set. lengths: for each set, whether it has lengths.
+    paged, has_kv_scale: as in ``config.Gathers``.
     """
 
     tokens: int
@@ -91,6 +92,8 @@ class GatheredProblem:
     rotate_back: bool = False
     num_splits: int | None = None
     float8: bool = False
+    paged: bool = False
+    has_kv_scale: bool = False
 
     @classmethod
     def of(

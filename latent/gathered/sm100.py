@@ -23,7 +23,7 @@ from warpspec.latent.gathered.config import ROPE_DIM, Sm100GatheredConfig
 from warpspec.latent.gathered.float8 import ROW_FLOAT8
 from warpspec.latent.gathered.gather import gather
 from warpspec.latent.gathered.host import GatheredHost, gathered_arguments
-from warpspec.latent.gathered.task import task_at
+from warpspec.latent.gathered.task import score_numbers, task_at
 
 MASK_BITS = 32
 
@@ -53,8 +53,12 @@ class GatheredColumns(Columns):
         hide_missing(scores, [self.masks[step % config.kv_stages * words + i] for i in range(words)])
 
     def finish(self, config, row, first, values) -> None:
-        """Rotate the row's last columns back; called as ``Columns.finish``."""
+        """Rotate the row's last columns back, scale O of codes; called as ``Columns.finish``."""
         size = cute.size(values)
+        if config.has_kv_scale:
+            scale = self.operands.kv_scale[0]
+            for i in range(size):
+                values[i] = values[i] * scale
         if config.rotate_back and first + size == config.o_columns:
             last = cute.local_tile(values, (ROPE_DIM,), (size // ROPE_DIM - 1,))
             turn_back(config, row, last, self.operands, self.token)
@@ -94,6 +98,7 @@ class GatheredAttention(GatheredHost):
     @cute.kernel
     def kernel(self, operands, atom, coordinates, units, numbers):
         config = self.config
+        numbers = score_numbers(config, operands, numbers)
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
 

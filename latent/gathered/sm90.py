@@ -30,7 +30,7 @@ from warpspec.latent.gathered.config import ROPE_DIM, GatheredConfig
 from warpspec.latent.gathered.float8 import PAIR_FLOAT8
 from warpspec.latent.gathered.gather import gather
 from warpspec.latent.gathered.host import GatheredHost, gathered_arguments
-from warpspec.latent.gathered.task import task_at
+from warpspec.latent.gathered.task import score_numbers, task_at
 
 MASK_BITS = 32
 
@@ -81,6 +81,7 @@ class GatheredAttention(GatheredHost):
     @cute.kernel
     def kernel(self, operands, atom, coordinates, units, numbers):
         config = self.config
+        numbers = score_numbers(config, operands, numbers)
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
 
@@ -147,6 +148,8 @@ def consume(
         use += count
         if cutlass.const_expr(config.rotate_back and part == config.column_parts - 1):
             turn_back(config, flat(mma.o), rows[0].member, operands, task.token)
+        if cutlass.const_expr(config.has_kv_scale):
+            scale_values(flat(mma.o), operands)
         stage, results = None, ROW_RESULTS
         if cutlass.const_expr(config.float8):
             results = PAIR_FLOAT8
@@ -173,6 +176,13 @@ def turn_back(config: cutlass.Constexpr, o: cute.Tensor, member, operands, token
             low, high = o[i], o[i + 1]
             o[i] = low * cos + high * sin
             o[i + 1] = high * cos - low * sin
+
+
+def scale_values(o: cute.Tensor, operands) -> None:
+    """O (n) of codes becomes O of values."""
+    scale = operands.kv_scale[0]
+    for i in range(cute.size(o)):
+        o[i] = o[i] * scale
 
 
 def host_and_arguments(config: GatheredConfig) -> tuple:

@@ -13,26 +13,38 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from warpspec.common.hardware import WORD_BYTES
+from warpspec.fmha.device.logits import LogitNumbers
 from warpspec.fmha.device.tile import Place, Row, RowTile
+from warpspec.fmha.logits import SMALLEST_SCALE
 from warpspec.fmha.schedule import SparseTiles
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
+from warpspec.latent.gathered.config import PAGE_ROWS
 
 
 class DeviceKeySet(NamedTuple):
     """One key set on the device.
 
     pool: [pages, words]. slots: int32 [T, K]. lengths: int32 [T] or None. page_size: rows of a page, prepared so that
-    division by it is a multiplication.
+    division by it is a multiplication. queries: of a request, where slots is a page table [R, pages] and lengths [R];
+    else None.
     """
 
     pool: cute.Tensor
     slots: cute.Tensor
     lengths: cute.Tensor | None
     page_size: cute.FastDivmodDivisorV2
+    queries: Int32 | None = None
+
+    def request(self, token):
+        """The row of slots that is the token's."""
+        return token if self.queries is None else token // self.queries
 
     def length(self, token) -> Int32:
-        """How many of the token's slots count."""
+        """How many of the token's slots, or of its request's rows, count."""
         most = Int32(self.slots.shape[1])
+        if self.queries is not None:
+            rows = cutlass.min(Int32(self.lengths[self.request(token)]), most * PAGE_ROWS)
+            return cutlass.max(rows - self.queries + 1 + token % self.queries, 0)
         if self.lengths is None:
             return most
         return cutlass.max(cutlass.min(Int32(self.lengths[token]), most), 0)
@@ -60,7 +72,7 @@ class Gathered(NamedTuple):
 
     q: [1, T, H, D]. o: as q, with the splits in front if there are any; in FP8 words of four e4m3, with scales fp32
     [1, T, H, 4], else None. sink: [H]. lse, row_max, row_sum: [1, H, T]. cos_sin: fp32 [N, R] and positions: int32 [T],
-    or None. sets: ``DeviceKeySet``s.
+    or None. kv_scale: fp32 [1] or None. sets: ``DeviceKeySet``s.
     """
 
     q: cute.Tensor
@@ -72,7 +84,16 @@ class Gathered(NamedTuple):
     row_sum: cute.Tensor | None
     cos_sin: cute.Tensor | None
     positions: cute.Tensor | None
+    kv_scale: cute.Tensor | None
     sets: tuple
+
+
+def score_numbers(config, operands: Gathered, numbers: LogitNumbers) -> LogitNumbers:
+    """The map's numbers for Q times codes, where keys have one scale. numbers: for Q times keys."""
+    if not config.has_kv_scale:
+        return numbers
+    factor = numbers.factor * operands.kv_scale[0]
+    return numbers._replace(factor=cute.arch.fmax(factor, SMALLEST_SCALE, nan=True))
 
 
 class Units(NamedTuple):

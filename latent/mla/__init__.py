@@ -8,10 +8,20 @@ from __future__ import annotations
 
 import torch
 
-from warpspec.common.checks import check_number, check_operand, refuse_gradients
+from warpspec.common.backend import resolve_backend
+from warpspec.common.checks import (
+    check_bool,
+    check_int,
+    check_kind,
+    check_number,
+    check_operand,
+    check_tensor,
+    refuse_gradients,
+)
 from warpspec.fmha import attention
 from warpspec.fmha.heads import LATENT
 from warpspec.fmha.state import AttentionState
+from warpspec.latent.mla import float8
 
 __all__ = ["mla_decode"]
 
@@ -27,6 +37,7 @@ def mla_decode(
     kv_lengths: torch.Tensor,
     *,
     scale: float,
+    kv_scale: torch.Tensor | None = None,
     normalize: bool = True,
     return_lse: bool = False,
     num_splits: int | None = None,
@@ -44,12 +55,15 @@ def mla_decode(
     Args:
         q: bf16 or fp16 [B, Sq, H, 576], 1 to 128 heads: of each head 512 numbers (q_nope W_UK), then 64 rotated ones.
             Query i of request b stands at position kv_lengths[b] - Sq + i. Rows aligned to 16 bytes.
-        kv: q's dtype [pages, page_size, 576]: the cache. Pages of 64 rows, or of any other size that ``attention``
-            takes. Any distance of pages and rows that is a multiple of 16 bytes.
+        kv: q's dtype or e4m3 (torch.float8_e4m3fn) [pages, page_size, 576]: the cache. Pages of 64 rows; those of q's
+            dtype may have any other size that ``attention`` takes. Any distance of pages, and in q's dtype of rows,
+            that is a multiple of 16 bytes.
         page_table: int32 [B, max_pages], page numbers in kv. Entries past a request's length may hold anything.
         kv_lengths: int32 [B], rows of each request, the new tokens' own included. 0: no rows.
         scale: finite float, of the logits: (d_nope + d_rope)**-0.5 of the model's heads, 192**-0.5 for DeepSeek V3,
             times its RoPE scaling's squared factor. There is no default: the absorbed sizes do not tell it.
+        kv_scale: fp32 [] or [1] on q's device, with e4m3 rows only: a row's numbers are its codes times this. The
+            kernel reads it, and converts codes exactly; q is bf16. None: 1.
         normalize: False returns an ``AttentionState``, which ``warpspec.fmha.merge`` combines with others.
         return_lse: also return lse.
         num_splits: parts that the keys are cut into, at least 1; None lets the library choose. A second launch combines
@@ -67,16 +81,33 @@ def mla_decode(
         NotImplementedError: a gradient is asked for.
     """
     check_operand("q", q, DTYPES, (-1, -1, -1, ROW), None, aligned=True)
-    check_operand("kv", kv, (q.dtype,), (-1, -1, ROW), q.device, aligned=True)
+    check_operand("kv", kv, (q.dtype, torch.float8_e4m3fn), (-1, -1, ROW), q.device, aligned=True)
     check_operand("page_table", page_table, (torch.int32,), (len(q), -1), q.device)
     check_operand("kv_lengths", kv_lengths, (torch.int32,), (len(q),), q.device)
     refuse_gradients(q=q, kv=kv)
     if not 1 <= q.shape[2] <= HEAD_LIMIT:
         raise ValueError(f"q: must have 1 to {HEAD_LIMIT} heads, got {q.shape[2]}")
     check_number("scale", scale, signed=True)
+    for name, flag in (("normalize", normalize), ("return_lse", return_lse)):
+        check_bool(name, flag)
+    if num_splits is not None:
+        check_int("num_splits", num_splits, 1)
+    check_kind("backend", backend, str)
+    codes = kv.dtype == torch.float8_e4m3fn
+    if kv_scale is not None and not codes:
+        raise ValueError(f"kv_scale: must be None with rows of {kv.dtype}")
+    if codes:
+        kv_scale = checked_scale(kv_scale, q.device)
+        if resolve_backend(backend, q.device) != "reference":
+            return float8.decode(
+                q, kv, page_table, kv_lengths, kv_scale, scale=scale, normalize=normalize, return_lse=return_lse,
+                num_splits=num_splits, out=out, backend=backend,
+            )  # fmt: skip
     return attention(
         q,
         kv[:, :, None],
+        k_scale=kv_scale,
+        v_scale=kv_scale,
         scale=float(scale),
         causal=q.shape[1] > 1,
         kv_lengths=kv_lengths,
@@ -88,3 +119,13 @@ def mla_decode(
         v_dim=VALUES,
         backend=backend,
     )
+
+
+def checked_scale(kv_scale: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """fp32 [] or [1]: the scale of a call with e4m3 rows."""
+    if kv_scale is None:
+        return torch.ones(1, dtype=torch.float32, device=device)
+    check_tensor("kv_scale", kv_scale, (torch.float32,), None, device)
+    if kv_scale.numel() != 1:
+        raise ValueError(f"kv_scale: must be one number, [] or [1], got shape {list(kv_scale.shape)}")
+    return kv_scale.detach()

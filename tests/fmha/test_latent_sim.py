@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.attention_cases import Case, arguments, check, poisoned_out
+from helpers.attention_cases import Case, arguments, check, poisoned_out, relative_error
 from helpers.page_layouts import paged
 from helpers.suites import long, long_but
 
@@ -96,6 +96,42 @@ def test_decode(arch, simulate_as):
     assert (state.lse - lse)[0].abs().max() < 1e-3 and (state.lse[1] == -torch.inf).all()
 
 
+def codes_of(pages: torch.Tensor) -> torch.Tensor:
+    """e4m3 [pages, 64, 576] in memory with room between pages, NaN where ``pages`` has it."""
+    room = torch.full((len(pages), 64 * 576 + 48), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    codes = room[:, : 64 * 576].unflatten(1, (64, 576))
+    codes.copy_(pages.to(torch.float8_e4m3fn))
+    return codes
+
+
+@pytest.mark.parametrize(
+    ("arch", "queries", "heads", "splits"),
+    [("sm_90a", 2, 8, 1), long("sm_100a", 2, 8, 1), long("sm_90a", 1, 128, 3), long("sm_100a", 1, 16, 3)],
+)
+@pytest.mark.usefixtures("check_order")
+def test_codes(arch, queries, heads, splits, simulate_as):
+    """e4m3 rows, causal: lengths off every boundary, requests that see one row or none, NaN behind lengths."""
+    simulate_as(arch, sm_count=2)
+    case = replace(DRAFTS, batch=4, seq_q=queries, heads_q=heads, seq_k=200, kv_lengths=(200, 1, 0, 65))
+    inputs = arguments(case)
+    (pages,), table = paged((inputs["k"],), case.kv_lengths, 64)
+    call = (inputs["q"], codes_of(pages[:, :, 0]), table, inputs["kv_lengths"])
+    options = dict(scale=0.3, kv_scale=torch.tensor(0.37))
+    out = poisoned_out(case)
+    o, lse = mla_decode(*call, **options, return_lse=True, num_splits=splits, out=out, backend="sim")
+    assert o is out
+    wanted = mla_decode(*call, **options, normalize=False, backend="reference")
+    expected = torch.where(
+        wanted.row_sum.transpose(1, 2)[..., None] == 0,
+        0,
+        wanted.o / wanted.row_sum.transpose(1, 2)[..., None],
+    )
+    assert relative_error(o.float(), expected) <= 4e-3
+    seen = wanted.lse != -torch.inf
+    assert (lse - wanted.lse)[seen].abs().max() <= 1e-3 and (lse[~seen] == -torch.inf).all()
+    assert not o[2].any() and all(launch.local_bytes == 0 for launch in sim.last_report().launches)
+
+
 def decode_call(**changes) -> dict:
     """Arguments of ``mla_decode`` on tensors of zeros."""
     call = dict(
@@ -118,6 +154,11 @@ BAD = {
     "table": ({"page_table": torch.zeros(3, 1, dtype=torch.int32)}, ValueError, "page_table: shape must be"),
     "no-lengths": ({"kv_lengths": None}, TypeError, "kv_lengths: must be a torch.Tensor"),
     "long": ({"kv_lengths": torch.tensor([1, 65], dtype=torch.int32)}, ValueError, "kv_lengths: "),
+    "kv-scale": (
+        {"kv_scale": torch.ones(1)},
+        ValueError,
+        "kv_scale: must be None with rows of torch.bfloat16",
+    ),
     "scale": ({"scale": None}, TypeError, "scale: must be a float"),
     "out": ({"out": torch.zeros(2, 1, 4, 576).bfloat16()}, ValueError, "out: shape must be"),
     "gradient": (
