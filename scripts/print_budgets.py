@@ -285,6 +285,10 @@ def hopper() -> str:
             config("bfloat16", head_dim=128, shape=hopper_shapes.PREFILL[128], scheduled=True),
         ),
         ("D = 512, K and V one tensor:", config("bfloat16", head_dim=512, shape=latent, shared_kv=True)),
+        (
+            "D = 576, V the first 512 (MLA):",
+            config("bfloat16", head_dim=576, v_dim=512, shape=latent, shared_kv=True),
+        ),
         (f"D = 512, rows gathered by slot ({registers}: consumers, producers):", gathered),
     )
     regions = ("shared memory", "bytes", "holds")
