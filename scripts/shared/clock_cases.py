@@ -86,11 +86,43 @@ def _flash(batch, heads, length, dim, causal, device="cuda"):
     return lambda: flash_attn_func(q, k, v, causal=causal)
 
 
+def _flash_gradients(batch, heads, length, dim, causal, device="cuda"):
+    from flash_attn.cute import flash_attn_func
+
+    q, k, v = (_randn(device, batch, length, heads, dim).requires_grad_() for _ in "qkv")
+    o = flash_attn_func(q, k, v, causal=causal)
+    o = o[0] if isinstance(o, tuple) else o
+    do = _randn(device, *o.shape)
+    return lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
+
+
 def _quack(rows, columns, device="cuda"):
     from quack.softmax import softmax
 
     x = _randn(device, rows, columns)
     return lambda: softmax(x)
+
+
+def _quack_norm(rows, columns, device="cuda"):
+    from quack.rmsnorm import rmsnorm_fwd
+
+    x, weight = _randn(device, rows, columns), _randn(device, columns, dtype=torch.float32)
+    return lambda: rmsnorm_fwd(x, weight)
+
+
+def _quack_cross_entropy(rows, columns, device="cuda"):
+    from quack.cross_entropy import cross_entropy_fwd
+
+    x = _randn(device, rows, columns)
+    target = (torch.arange(rows, device=device) * 7919) % columns
+    return lambda: cross_entropy_fwd(x, target)
+
+
+def _quack_topk(rows, columns, k, device="cuda"):
+    from quack.topk import topk
+
+    x = _randn(device, rows, columns)
+    return lambda: topk(x, k)
 
 
 def _name(what: str, *sizes, causal: bool | None = None) -> str:
@@ -108,6 +140,13 @@ PREFILLS = (
     (1, 16, 16, 4096, 4096, 64, True),
     *((1, 8, 8, 2048, 2048, 256, causal) for causal in (True, False)),
     (1, 8, 8, 512, 512, 128, True),
+    (4, 16, 4, 768, 768, 128, True),
+    (1, 32, 8, 4096, 4096, 128, True),
+    (1, 16, 16, 3072, 3072, 128, False),
+    (8, 8, 8, 512, 512, 64, False),
+    (2, 16, 2, 1536, 1536, 64, True),
+    (2, 4, 4, 3072, 3072, 256, True),
+    (1, 8, 8, 256, 4096, 128, True),
 )
 WINDOWS = ((2, 16, 16, 4096, 4096, 64, True, 128), (2, 16, 16, 4096, 4096, 128, True, 512))
 DECODES = (
@@ -115,12 +154,17 @@ DECODES = (
     (128, 64, 8, 1, 1024, 128),
     (1, 64, 8, 1, 65536, 128),
     (32, 64, 8, 1, 2048, 64),
+    (64, 32, 8, 1, 4096, 128),
+    (8, 32, 8, 1, 2048, 128),
+    (16, 16, 16, 1, 1024, 64),
 )
 GRADIENTS = (
     *((2, 8, 2048, 128, causal) for causal in (True, False)),
     *((1, 16, 4096, 64, causal) for causal in (True, False)),
     (1, 8, 2048, 256, True),
     (1, 8, 1024, 128, True),
+    (1, 16, 1536, 128, False),
+    (4, 8, 1024, 64, True),
 )
 SOFTMAX = (
     (128, 1024),
@@ -131,6 +175,10 @@ SOFTMAX = (
     (32768, 4096),
     (8192, 50257),
     (4, 8388608),
+    (512, 2048),
+    (4096, 16384),
+    (16384, 1536),
+    (1024, 32768),
 )
 TOPK = (
     (64, 129280, 8, torch.float32),
@@ -138,10 +186,25 @@ TOPK = (
     (512, 2048, 8, torch.bfloat16),
     (8192, 256, 8, torch.bfloat16),
     (8192, 50257, 10, torch.float32),
+    (1024, 32000, 16, torch.bfloat16),
+    (4096, 128, 4, torch.float32),
 )  # fmt: skip
-EXPERTS = (4, 256, 2048)
-FLASH = ((2, 8, 2048, 128, True), (2, 8, 2048, 128, False), (1, 16, 4096, 128, True), (2, 8, 2048, 64, True))
-QUACK = ((2048, 1024), (2048, 8192), (32768, 4096), (4, 262144))
+EXPERTS = (4, 256, 2048, 32, 1024)
+FLASH = (
+    (2, 8, 2048, 128, True),
+    (2, 8, 2048, 128, False),
+    (1, 16, 4096, 128, True),
+    (2, 8, 2048, 64, True),
+    (4, 16, 1024, 128, False),
+    (1, 16, 2560, 128, True),
+    (4, 8, 1024, 64, False),
+    (1, 8, 512, 128, True),
+)
+FLASH_GRADIENTS = ((2, 8, 2048, 128, True), (1, 16, 2048, 64, False))
+QUACK = ((2048, 1024), (2048, 8192), (32768, 4096), (4, 262144), (4096, 2048), (8192, 16384))
+QUACK_NORM = ((2048, 4096), (16384, 8192), (512, 1024))
+QUACK_CROSS_ENTROPY = ((2048, 32000), (512, 4096))
+QUACK_TOPK = ((4096, 1024, 8), (512, 256, 16))
 
 
 def cases() -> list[ClockCase]:
@@ -177,4 +240,22 @@ def cases() -> list[ClockCase]:
     found += [
         ClockCase("QuACK", _name("quack softmax", *sizes), _call(_quack, *sizes), False) for sizes in QUACK
     ]
+    found += [
+        ClockCase(
+            "flash-attn-4 gradients",
+            _name("flash-attn-4 gradients", *sizes[:4], causal=sizes[4]),
+            _call(_flash_gradients, *sizes),
+            False,
+        )
+        for sizes in FLASH_GRADIENTS
+    ]
+    for what, function, shapes in (
+        ("rmsnorm", _quack_norm, QUACK_NORM),
+        ("cross entropy", _quack_cross_entropy, QUACK_CROSS_ENTROPY),
+        ("topk", _quack_topk, QUACK_TOPK),
+    ):
+        found += [
+            ClockCase("QuACK", _name(f"quack {what}", *sizes), _call(function, *sizes), False)
+            for sizes in shapes
+        ]
     return found
