@@ -4,8 +4,8 @@
     python scripts/microbench/run.py --list | --ptx FOLDER           # without a GPU
 
 Each kernel is PTX text of a few lines (`arithmetic.py`, `shared_memory.py`, `synchronise.py`, `wgmma.py`, `memory.py`,
-`launches.py`, `instructions.py`), timed by %clock64 inside. OUT.json: the GPU and, for each kernel, what it measures,
-every figure the median over the repeats (the first run only warms up).
+`launches.py`, `instructions.py`, `overlap.py`), timed by %clock64 inside. OUT.json: the GPU and, for each kernel, what
+it measures, every figure the median over the repeats (the first run only warms up).
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ import instructions
 import launches
 import memory
 import numpy as np
+import overlap
 import shared_memory
 import synchronise
 import wgmma
 from case import FIELDS, HEADER, Case
 from driver import CLOCK_RATE, L2_BYTES, MEMORY_CLOCK, SM_COUNT, Gpu, TensorMap
 
-SOURCES = (arithmetic, shared_memory, synchronise, wgmma, memory, launches, instructions)
+SOURCES = (arithmetic, shared_memory, synchronise, wgmma, memory, launches, instructions, overlap)
 FLUSH_BYTES = 256 << 20
 EMPTY = HEADER + ".visible .entry empty() { ret; }\n"
 EMPTY_LAUNCHES = 400
