@@ -1,6 +1,7 @@
 """wgmma of one warpgroup while others compute, or multiply too: how much each slows the other down.
 
-Every warpgroup repeats its own work until a span of clocks is over. What is measured is how many clocks a round takes.
+The first warpgroup makes a fixed number of rounds, the others go on until it has set a flag in shared memory (or make
+as many where they multiply too: a warpgroup's warps must leave together). Measured: how many clocks a round takes.
 """
 
 from __future__ import annotations
@@ -8,24 +9,36 @@ from __future__ import annotations
 import numpy as np
 import wgmma
 from arithmetic import MIXES, _line
-from case import END_NS, Case, keep
+from case import END, END_NS, START, Case, keep
 
-SPAN = 30000  # clocks
+ROUNDS = 24  # of wgmmas
 COUNTED = 192  # instructions of a round of arithmetic
 FIRST_VALUE = 320  # number of the first register of the values that arithmetic works on
+# What the first warpgroup does where it does not multiply: it lets the others work for a while.
+WAIT = """IDLE_{name}: mov.u64 %rd40, %clock64; sub.s64 %rd41, %rd40, %t0;
+setp.lt.s64 %p11, %rd41, 20000; @%p11 bra IDLE_{name};"""
+CLEAR = "mov.b32 %r57, 0; st.shared.u32 [%s+16], %r57;"
 MMAS = {"n128ss": (128, False), "n128rs": (128, True), "n64rs": (64, True), "n256ss": (256, False)}
 ARITHMETIC = ("fma", "fmax", "ex2", "lop3", "shfl", "pack_bf16", "attention", "fma4_ex2")
 
 
 def rounds(case: Case, times: np.ndarray) -> dict[str, float]:
     """Clocks of a round: of each warpgroup of the first CTA."""
-    first = times[0]
-    return {f"group{i // 4}": SPAN / max(1.0, float(first[i, END_NS])) for i in range(0, len(first), 4)}
+    found = {}
+    for i in range(0, len(times[0]), 4):
+        group = times[0][i : i + 4]
+        took = float(group[:, END].max() - group[:, START].min())
+        found[f"group{i // 4}"] = took / max(1.0, float(group[:, END_NS].mean()))
+    return found
 
 
-def _until(body: str, label: str) -> str:
-    again = "add.s32 %r58, %r58, 1; mov.u64 %rd40, %clock64; sub.s64 %rd41, %rd40, %t0; "
-    again += f"setp.lt.s64 %p11, %rd41, {SPAN}; @%p11 bra {label};"
+def _repeat(body: str, label: str) -> str:
+    return f"{label}:\n{body}\nadd.s32 %r58, %r58, 1; setp.lt.s32 %p11, %r58, {ROUNDS}; @%p11 bra {label};\n"
+
+
+def _until_flag(body: str, label: str) -> str:
+    again = "add.s32 %r58, %r58, 1; ld.volatile.shared.u32 %r57, [%s+16]; setp.eq.s32 %p11, %r57, 0;"
+    again += f"@%p11 bra {label};"
     return f"{label}:\n{body}\n{again}\n"
 
 
@@ -50,15 +63,19 @@ def _arithmetic(name: str) -> str:
 
 def _case(name: str, width: int, registers: bool, length: int, other: str, groups: int) -> Case:
     """The first warpgroup multiplies; the others do `other`: arithmetic, or mma4 or mma16, or nothing."""
-    rest = {"mma4": _mma(width, registers, 4), "mma16": _mma(width, registers, 16), "nothing": ""}.get(other)
-    rest = _arithmetic(other) if rest is None else rest
+    multiplies = {"mma4": 4, "mma16": 16}.get(other)
+    if multiplies:
+        rest = _repeat(_mma(width, registers, multiplies), f"REST_{name}")
+    else:
+        rest = "" if other == "nothing" else _until_flag(_arithmetic(other), f"REST_{name}")
     values = "".join(
         f"cvt.rn.f32.u32 %g{i}, %thread; mul.f32 %g{i}, %g{i}, 0f3c{i:02x}0000;\n" for i in range(128)
     )
     body = f"""mov.b32 %r58, 0; setp.ge.u32 %p9, %warp, 4; @%p9 bra OTHERS_{name};
-{_until(_mma(width, registers, length), f"MMA_{name}") if length else ""}bra DONE_BODY_{name};
+{_repeat(_mma(width, registers, length), f"MMA_{name}") if length else WAIT.format(name=name)}
+mov.b32 %r57, 1; st.volatile.shared.u32 [%s+16], %r57; bra DONE_BODY_{name};
 OTHERS_{name}:
-{_until(rest, f"REST_{name}") if rest else ""}DONE_BODY_{name}:
+{rest}DONE_BODY_{name}:
 """
     finish = "mov.b32 %r59, 0;" + "".join(f"xor.b32 %r59, %r59, %f{i};" for i in range(width // 2))
     finish += "setp.eq.s32 %p13, %r59, 0x12345677; @%p13 st.global.b32 [%out], %r59;"
@@ -67,7 +84,7 @@ OTHERS_{name}:
         name,
         body,
         1,
-        setup=f".reg .b32 %g<128>;\n{values}{wgmma._setup(width, registers)}",
+        setup=f".reg .b32 %g<128>;\n{values}{wgmma._setup(width, registers)}{CLEAR}",
         finish=finish,
         block=128 * groups,
         shared=160 * 1024,
