@@ -24,6 +24,9 @@ class Simulator(Protocol):
     def one_stream(self) -> contextlib.AbstractContextManager:
         """A context whose runs belong to one stream."""
 
+    def times(self) -> bool:
+        """Whether runs of now are recorded so that their time can be predicted: plans are then a whole GPU's."""
+
     def remember(self, report):
         """Make a report the last one, which users can ask for. Returns it."""
 

@@ -1,10 +1,11 @@
 """Predicts the time of the calls that scripts/measure_clocks.py measures, without a GPU.
 
-    python scripts/predict_clocks.py OUT.json [--chips h200 h100] [--only TEXT] [--sample 4]
+    python scripts/predict_clocks.py OUT.json [--chips h200 h100] [--only TEXT] [--sample 4] [--traces FOLDER]
 
-Each call of ``shared/clock_cases.py`` runs a few clusters of each kernel in the simulator. OUT.json: for each case and
-chip its kernels in order with clocks (prediction, low, high), what binds, and the version of the table of constants.
-Cases that are there already stay, unless they are among those asked for.
+Each call of ``shared/clock_cases.py`` runs a few clusters of each kernel in the simulator, planned for the chip's own
+GPU. OUT.json: for each case and chip its kernels in order with clocks (prediction, low, high), what binds, and the
+version of the table of constants. Cases that are there already stay, unless they are among those asked for. FOLDER
+keeps the traces: a call whose trace is there is timed again without running.
 """
 
 from __future__ import annotations
@@ -18,40 +19,67 @@ import torch
 from shared.clock_cases import ClockCase, cases
 
 from warpspec import sim
-from warpspec.common.launch import simulating
+from warpspec.common.hardware import MODELS
+from warpspec.common.launch import Target, simulating
 from warpspec.sim.clocks.answer import clocks_of
 from warpspec.sim.clocks.chips import chip, table_digest
 from warpspec.sim.clocks.record import captured
+from warpspec.sim.clocks.store import load, save
 
 SAMPLE = 4
 
 
-def traces_of(case: ClockCase, sample: int) -> list:
+def target_of(name: str) -> Target:
+    """The simulated GPU of a chip."""
+    return Target.of_model(next(gpu for gpu in MODELS if gpu.name.lower() == name))
+
+
+def traces_of(case: ClockCase, sample: int, chip_name: str = "h200") -> list:
     """The recorded launches of one call, of which preparing its inputs is no part."""
-    with simulating("sm_90a"), sim.recording(sample):
+    if not case.ours:
+        return peers_traces(case, sample)
+    with simulating(target_of(chip_name)), sim.recording(sample):
         call = case.make("cpu")
         with captured() as traces:
             call()
     return traces
 
 
-def predicted(traces: list, chips: list[str]) -> dict[str, list[dict]]:
-    found = {}
-    for name in chips:
-        launches = clocks_of(traces, name).launches
-        found[name] = [
-            {
-                "kernel": one.kernel,
-                "clocks": round(one.clocks),
-                "low": round(one.low),
-                "high": round(one.high),
-                "binds": one.binding.split(" ")[0],
-                "ctas_an_sm": one.ctas_an_sm,
-                "waves": round(one.waves, 2),
-            }
-            for one in launches
-        ]
-    return found
+def peers_traces(case: ClockCase, sample: int) -> list:
+    """The same of a library's call, which believes that it runs on a GPU."""
+    with sim.intercept("sm_90a"), sim.recording(sample):
+        call = case.make("cuda")
+        with captured() as traces:
+            call()
+    return traces
+
+
+def kept_traces(case: ClockCase, sample: int, chip_name: str, folder: Path | None) -> list:
+    """The same, from the folder where they are there, else put into it."""
+    if folder is None:
+        return traces_of(case, sample, chip_name)
+    path = folder / f"{chip_name} {case.name}.xz"
+    if path.exists():
+        return load(path)
+    traces = traces_of(case, sample, chip_name)
+    save(traces, path)
+    return traces
+
+
+def predicted(traces: list, name: str) -> list[dict]:
+    return [
+        {
+            "kernel": one.kernel,
+            "clocks": round(one.clocks),
+            "low": round(one.low),
+            "high": round(one.high),
+            "binds": one.binding.split(" ")[0],
+            "ctas_an_sm": one.ctas_an_sm,
+            "waves": round(one.waves, 2),
+            "code": one.code,
+        }
+        for one in clocks_of(traces, name).launches
+    ]
 
 
 def main() -> None:
@@ -60,28 +88,34 @@ def main() -> None:
     parser.add_argument("--chips", nargs="+", default=["h200", "h100"])
     parser.add_argument("--only", default="", help="cases whose name or family has this text")
     parser.add_argument("--sample", type=int, default=SAMPLE, help="clusters of each kernel")
+    parser.add_argument("--traces", type=Path, help="folder of traces")
+    parser.add_argument("--peers", action="store_true", help="also kernels that are not ours")
     options = parser.parse_args()
     torch.set_num_threads(1)
     result = json.loads(options.out.read_text()) if options.out.exists() else {"cases": {}}
     result["constants"] = {name: table_digest(chip(name)) for name in options.chips}
     for case in cases():
-        if not case.ours or (options.only not in case.name and options.only not in case.family):
+        if options.only not in case.name and options.only not in case.family:
             continue
-        began = time.monotonic()
-        try:
-            traces = traces_of(case, options.sample)
-            middle = time.monotonic()
-            result["cases"][case.name] = predicted(traces, options.chips)
-        except Exception as error:  # one case that fails must not lose the others
-            print(f"{case.name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+        if not case.ours and not options.peers:
             continue
-        took = f"{middle - began:.1f} s to run, {time.monotonic() - middle:.1f} s to replay"
-        first = result["cases"][case.name][options.chips[0]]
-        text = "; ".join(
-            f"{one['kernel']} {one['clocks']} ({one['low']} to {one['high']}) {one['binds']}" for one in first
-        )
-        print(f"{case.name}: {text} [{took}]", flush=True)
-        options.out.write_text(json.dumps(result, indent=1))
+        for name in options.chips:
+            began = time.monotonic()
+            try:
+                traces = kept_traces(case, options.sample, name, options.traces)
+                middle = time.monotonic()
+                rows = predicted(traces, name)
+            except Exception as error:  # one case that fails must not lose the others
+                print(f"{name} {case.name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+                continue
+            result["cases"].setdefault(case.name, {})[name] = rows
+            took = f"{middle - began:.1f} s to run, {time.monotonic() - middle:.1f} s to replay"
+            text = "; ".join(
+                f"{one['kernel']} {one['clocks']} ({one['low']} to {one['high']}) {one['binds']}"
+                for one in rows
+            )
+            print(f"{name} {case.name}: {text} [{took}]", flush=True)
+            options.out.write_text(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import sys
 
 from warpspec.common.simulator import offer
 from warpspec.sim import errors
-from warpspec.sim.clocks.record import recording
+from warpspec.sim.clocks.record import recording, times
 from warpspec.sim.errors import (
     BadDescriptor,
     BarrierFault,
@@ -56,6 +56,7 @@ __all__ = [
     "remember",
     "run",
     "tensor_map",
+    "times",
     "triton",
 ]
 

@@ -198,6 +198,7 @@ def execute(
         trace = LaunchTrace(
             program, program.name, grid, block, cluster, static + dynamic_smem, registers, tensors, False
         )
+        trace.ptx = text
         recorder = Recorder(trace, chosen_clusters(clusters, active().sample))
         trace.sampled = len(recorder.clusters) < clusters
         shares, clusters = 1, len(recorder.clusters)

@@ -10,6 +10,7 @@ import torch
 from warpspec.common.compile import fake_rows
 from warpspec.common.hardware import MIB, VECTOR_BYTES
 from warpspec.common.launch import Kernel, Target, target_of
+from warpspec.common.simulator import simulator
 from warpspec.common.workspace import EMPTY, new_workspace, prepare_reserve, workspace
 from warpspec.softmax.plan import SoftmaxPlan, choose_plan
 from warpspec.softmax.problem import SoftmaxProblem
@@ -58,6 +59,11 @@ def launcher(problem: SoftmaxProblem, target: Target, plan: SoftmaxPlan | None =
     return lambda x, out: kernel(x, out, workspace(words, device), groups, group)
 
 
+def _simulated_target(device: torch.device) -> Target:
+    whole = target_of(device)
+    return whole if simulator().times() else replace(whole, sm_count=SIMULATED_SMS, l2_bytes=SIMULATED_L2)
+
+
 def run_sim(
     x: torch.Tensor,
     out: torch.Tensor,
@@ -68,10 +74,11 @@ def run_sim(
 ):
     """Execute on CPU matrices in the simulator; returns its ``SimReport``.
 
-    plan: None: the chosen one. target: None: a small GPU of the simulated architecture.
+    plan: None: the chosen one. target: None: a small GPU of the simulated architecture, a whole one where times are
+    predicted.
     """
     problem = SoftmaxProblem.of(x, out)
-    target = target or replace(target_of(x.device), sm_count=SIMULATED_SMS, l2_bytes=SIMULATED_L2)
+    target = target or _simulated_target(x.device)
     plan = plan or choose_plan(problem, target)
     if not plan.group:
         return softmax_kernel.run(plan.config, target, x, out, seed=seed)

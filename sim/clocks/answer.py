@@ -22,7 +22,8 @@ class LaunchClocks:
 
     clocks: of the SM, from the launch to the last CTA's end. low, high: with all constants that are not sure 20% faster
     and slower. busy: part of a CTA's time that each unit of its SM works. path: part of the critical path that each
-    unit has. waits: warp number -> what it waits for -> clocks. binding: the busiest unit, or "latency".
+    unit has. waits: warp number -> what it waits for -> clocks. binding: the busiest unit, or "latency". code: what
+    native code was timed by: "SASS", and who assembled it, or "PTX", and why.
     """
 
     kernel: str
@@ -40,6 +41,7 @@ class LaunchClocks:
     limit: str
     waves: float
     cta_clocks: float
+    code: str
     main: Result = field(repr=False)
 
     def __str__(self) -> str:
@@ -50,7 +52,7 @@ class LaunchClocks:
             f"  {self.clocks:,.0f} clocks ({self.low:,.0f} to {self.high:,.0f}), {self.microseconds:.1f} us; "
             f"{self.ctas_an_sm} CTAs an SM (limit: {self.limit}), {self.waves:.2f} waves, "
             f"{self.cta_clocks:,.0f} clocks a CTA",
-            f"  binds: {self.binding}",
+            f"  binds: {self.binding}; code: {self.code}",
             "  busy: " + ", ".join(f"{name} {part:.0%}" for name, part in units if part >= 0.005),
             "  critical path: " + ", ".join(f"{name} {part:.0%}" for name, part in path if part >= 0.005),
         ]
@@ -163,6 +165,7 @@ def _answer(trace: LaunchTrace, chip: Chip, launch: Launch, low: float, high: fl
         limit=launch.residency.limit,
         waves=launch.waves,
         cta_clocks=main.clocks,
+        code=launch.code,
         main=main,
     )
 

@@ -75,8 +75,9 @@ _MEMORY = (
         MEDIUM,
     ),
 )
+LAUNCH = "of a kernel that are no CTA's, as ncu counts clocks, caches flushed"
 _LAUNCH = (
-    ("launch", 3900, "of a kernel that are no CTA's, as ncu counts clocks, caches flushed", NCU, MEDIUM),
+    ("launch", 3900, LAUNCH, NCU, MEDIUM),
     ("cta_turnover", 440, "from a CTA's end to the start of the next in its place", OURS, HIGH),
 )
 _WGMMA = (
@@ -85,6 +86,7 @@ _WGMMA = (
     ("wgmma_fence", 2, "", OURS, MEDIUM),
     ("wgmma_tail", 47, "from the last multiplication to the end of wait_group", OURS, HIGH),
     ("wgmma_registers", 28, "before the first multiplication, where A comes from registers", OURS, HIGH),
+    ("code_beside_wgmma", 1.45, "times the clocks of code, while its tensor core multiplies", OURS, HIGH),
     ("wgmma_least_registers", 13, "between wgmmas with A from registers, at least", OURS, HIGH),
 )
 _TCGEN05 = (
@@ -103,8 +105,9 @@ _TCGEN05 = (
 _COMMON = (*_PIPES, *_SHARED, *_SYNCHRONISATION, *_TMA, *_MEMORY, *_LAUNCH)
 
 
-def _hopper(hbm: float, l2: float, stored: float, dirty: float) -> tuple:
+def _hopper(hbm: float, l2: float, stored: float, dirty: float, launch: float) -> tuple:
     own = (
+        ("launch", launch, LAUNCH, NCU, MEDIUM),
         ("l2_dirty_mb", dirty, "MB of stores that L2 keeps at a kernel's end", DRAM, MEDIUM),
         ("hbm_gb", hbm, "GB/s that all SMs read from HBM", COPY, HIGH),
         ("l2_bytes", l2, "a clock that all SMs load from L2 together", OURS, HIGH),
@@ -147,8 +150,8 @@ def _table(rows: tuple) -> dict[str, Constant]:
 
 _B300 = (("mufu", 4, "ex2 and its kin", GB300, HIGH),)
 CHIPS = {
-    "h100": Chip("H100", "sm_90a", 132, 1.98, _table(_hopper(3030, 3900, 2160, 22))),
-    "h200": Chip("H200", "sm_90a", 132, 1.98, _table(_hopper(4280, 4700, 2530, 26))),
+    "h100": Chip("H100", "sm_90a", 132, 1.98, _table(_hopper(3030, 3900, 2160, 22, 4840))),
+    "h200": Chip("H200", "sm_90a", 132, 1.98, _table(_hopper(4280, 4700, 2530, 26, 3900))),
     "b200": Chip("B200", "sm_100a", 148, 1.9, _table(_blackwell())),
     "b300": Chip("B300", "sm_103a", 148, 1.9, _table(_blackwell(*_B300))),
 }

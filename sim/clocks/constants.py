@@ -45,6 +45,10 @@ class Chip:
         """The value of a constant."""
         return self.table[name].value
 
+    def has(self, name: str) -> bool:
+        """Whether the table has a constant."""
+        return name in self.table
+
     def varied(self, factor: float) -> Chip:
         """The chip with every constant that is not sure slower (factor above 1) or faster by that factor."""
         table = {

@@ -19,13 +19,14 @@ REGISTER_BYTES = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}
 
 
 class Pipe(IntEnum):
-    """What warps of one scheduler share, and, last, what all of an SM do."""
+    """What warps of one scheduler share, and, SHARED, what all of an SM do. TENSOR: the tensor core, by wgmma."""
 
     ISSUE = 0
     FMA = 1
     ALU = 2
     MUFU = 3
     SHARED = 4
+    TENSOR = 5
 
 
 PIPES = len(Pipe)

@@ -1,7 +1,8 @@
 """Native code of several warps at once, as a fluid: each progresses at a rate that its pipes allow.
 
 A stretch of code that alone takes T clocks and D of a pipe loads that pipe by D / T. Where the stretches of one
-scheduler (for shared memory: of one SM) load a pipe by more than 1, those that use it slow down by that factor.
+scheduler (for shared memory: of one SM) load a pipe by more than 1, those that use it slow down by that factor. A
+warp's wgmma is a stretch, too: those of a scheduler's warps share its tensor core, and code beside them is slower.
 """
 
 from __future__ import annotations
@@ -10,105 +11,96 @@ from warpspec.sim.clocks.costs import PIPES, Pipe
 
 SCHEDULERS = 4
 LIGHT = 0.04  # a load of a pipe below which a stretch does not suffer from the pipe's being full
-DONE = 1e-6  # clocks
+NEVER = float("inf")
 
 
 class Stretch:
-    """Native code in progress."""
+    """Native code in progress, or a wgmma. owner: the warp, or what `Pool.add` was given."""
 
-    __slots__ = ("left", "loads", "rate", "scheduler", "sm", "warp")
+    __slots__ = ("left", "loads", "owner", "rate", "scheduler")
 
-    def __init__(self, warp: int, sm: int, scheduler: int, left: float, loads: tuple[float, ...]):
-        self.warp, self.sm, self.scheduler, self.left, self.loads = warp, sm, scheduler, left, loads
+    def __init__(self, owner: int, scheduler: int, left: float, loads: tuple[float, ...]):
+        self.owner, self.scheduler, self.left, self.loads = owner, scheduler, left, loads
         self.rate = 1.0
 
 
-class Pool:
-    """Everything that runs on the SMs. used: of each SM, clocks that each pipe was taken for."""
+class _Sm:
+    """What runs on one SM. now: up to when its stretches have progressed; end: when the next is through."""
 
-    def __init__(self, sms: int):
-        self.active: list[list[list[Stretch]]] = [[[] for _ in range(SCHEDULERS)] for _ in range(sms)]
-        self.full: list[list[list[float]]] = [[[0.0] * PIPES for _ in range(SCHEDULERS)] for _ in range(sms)]
-        self.shared = [0.0] * sms
-        self.used = [[0.0] * PIPES for _ in range(sms)]
+    __slots__ = ("active", "beside", "end", "next", "now")
+
+    def __init__(self, beside: float):
+        self.beside = beside  # what the clocks of code are multiplied by while the tensor core works
+        self.active: list[Stretch] = []
         self.now = 0.0
-        self.all: list[Stretch] = []
-        self._next: Stretch | None = None
-        self._next_end: float | None = None
-        self._stale = False
+        self.next: Stretch | None = None
+        self.end = NEVER
 
-    def add(self, now: float, warp: int, sm: int, scheduler: int, alone: float, demand: list[float]) -> None:
-        """Begin a stretch of `alone` clocks."""
-        self._advance(now)
-        alone = max(alone, 1.0)
-        loads = tuple(clocks / alone for clocks in demand)
-        stretch = Stretch(warp, sm, scheduler, alone, loads)
-        for pipe in range(PIPES):
-            self.used[sm][pipe] += demand[pipe]
-        self.active[sm][scheduler].append(stretch)
-        self.all.append(stretch)
-        self._stale = True
-
-    def take(self, now: float) -> int:
-        """End the stretch that is through; its warp."""
-        self._advance(now)
-        stretch = self._next
-        self.active[stretch.sm][stretch.scheduler].remove(stretch)
-        self.all.remove(stretch)
-        self._stale = True
-        return stretch.warp
-
-    def next_end(self) -> float | None:
-        """When the next stretch is through; None: nothing runs."""
-        if self._stale:
-            self._settle()
-        return self._next_end
-
-    def _advance(self, now: float) -> None:
+    def advance(self, now: float) -> None:
         passed = now - self.now
         if passed > 0:
-            if self._stale:
-                self._settle()
-            for stretch in self.all:
+            for stretch in self.active:
                 stretch.left -= passed * stretch.rate
             self.now = now
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Rates of all, and which is through next."""
-        best, soonest = None, None
-        for schedulers in self.active:
-            shared = 0.0
-            for stretches in schedulers:
-                for stretch in stretches:
-                    shared += stretch.loads[Pipe.SHARED]
-            for stretches in schedulers:
-                if not stretches:
-                    continue
-                if len(stretches) == 1:
-                    issue = fma = alu = mufu = 1.0
-                else:
-                    issue = fma = alu = mufu = 0.0
-                    for stretch in stretches:
-                        a, b, c, d, _ = stretch.loads
-                        issue += a
-                        fma += b
-                        alu += c
-                        mufu += d
-                for stretch in stretches:
-                    a, b, c, d, e = stretch.loads
-                    slow = 1.0
-                    if issue > slow and a > LIGHT:
-                        slow = issue
-                    if fma > slow and b > LIGHT:
-                        slow = fma
-                    if alu > slow and c > LIGHT:
-                        slow = alu
-                    if mufu > slow and d > LIGHT:
-                        slow = mufu
-                    if shared > slow and e > LIGHT:
-                        slow = shared
-                    stretch.rate = 1.0 / slow
-                    end = self.now + max(stretch.left, 0.0) * slow
-                    if soonest is None or end < soonest:
-                        best, soonest = stretch, end
-        self._next, self._next_end, self._stale = best, soonest, False
+        full = [[0.0] * PIPES for _ in range(SCHEDULERS)]
+        shared = 0.0
+        for stretch in self.active:
+            mine = full[stretch.scheduler]
+            for pipe, load in enumerate(stretch.loads):
+                mine[pipe] += load
+            shared += stretch.loads[Pipe.SHARED]
+        self.next, self.end = None, NEVER
+        multiplying = [min(mine[Pipe.TENSOR], 1.0) for mine in full]
+        for mine in full:
+            mine[Pipe.SHARED] = shared
+        for stretch in self.active:
+            slow = 1.0
+            for load, total in zip(stretch.loads, full[stretch.scheduler], strict=True):
+                if total > slow and load > LIGHT:
+                    slow = total
+            if multiplying[stretch.scheduler] and not stretch.loads[Pipe.TENSOR]:
+                slow *= 1.0 + (self.beside - 1.0) * multiplying[stretch.scheduler]
+            stretch.rate = 1.0 / slow
+            end = self.now + (stretch.left * slow if stretch.left > 0 else 0.0)
+            if end < self.end:
+                self.next, self.end = stretch, end
+
+
+class Pool:
+    """Everything that runs on the SMs. used: of each SM, clocks that each pipe was taken for. beside: see `_Sm`."""
+
+    def __init__(self, sms: int, beside: float):
+        self.sms = [_Sm(beside) for _ in range(sms)]
+        self.used = [[0.0] * PIPES for _ in range(sms)]
+
+    def add(self, now: float, owner: int, sm: int, scheduler: int, alone: float, demand: list[float]) -> None:
+        """Begin a stretch of `alone` clocks."""
+        alone = max(alone, 1.0)
+        used = self.used[sm]
+        for pipe in range(PIPES):
+            used[pipe] += demand[pipe]
+        place = self.sms[sm]
+        place.advance(now)
+        place.active.append(Stretch(owner, scheduler, alone, tuple([clocks / alone for clocks in demand])))
+        place.settle()
+
+    def take(self, now: float) -> int:
+        """End the stretch that is through; its owner."""
+        place = min(self.sms, key=_end) if len(self.sms) > 1 else self.sms[0]
+        place.advance(now)
+        stretch = place.next
+        place.active.remove(stretch)
+        place.settle()
+        return stretch.owner
+
+    def next_end(self) -> float | None:
+        """When the next stretch is through; None: nothing runs."""
+        end = min(place.end for place in self.sms)
+        return None if end == NEVER else end
+
+
+def _end(place: _Sm) -> float:
+    return place.end

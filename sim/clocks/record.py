@@ -39,6 +39,11 @@ def active() -> Recording | None:
     return _active
 
 
+def times() -> bool:
+    """Whether runs of now are recorded to predict their time."""
+    return _active is not None
+
+
 @contextmanager
 def recording(sample: int | None = SAMPLE) -> Iterator[None]:
     """Runs inside keep traces, so that their report has `clocks`.

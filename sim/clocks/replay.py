@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -18,10 +19,15 @@ from warpspec.sim.clocks.blocks import BlockCost, block_cost
 from warpspec.sim.clocks.constants import Chip
 from warpspec.sim.clocks.costs import PIPES, Pipe
 from warpspec.sim.clocks.pool import Pool
+from warpspec.sim.clocks.sass_blocks import Chunk
+from warpspec.sim.clocks.sass_order import Jump, Moved, SassOrder
 from warpspec.sim.clocks.servers import Sm
 from warpspec.sim.clocks.trace import CtaTrace, LaunchTrace, Step
 
 WARP = 32
+SCOREBOARDS = 6
+CHUNK = 24.0  # clocks of SASS that run in one go
+BRANCH_STALL = 5.0  # of a branch's time, what its control word says
 FLUSH = 12.0  # clocks of native code that may be left to a later wait without moving what is issued between
 LONGEST_RUN = 4000.0  # clocks after which native code is cut, so that what runs beside it is seen
 
@@ -61,6 +67,16 @@ class Result:
     bytes_moved: float
 
 
+@dataclass(slots=True)
+class Product:
+    """A warp's part of a wgmma: clocks of its tensor core, the group that it ends, the SM and scheduler, when issued."""
+
+    busy: float
+    group: Event
+    place: tuple[int, int]
+    issued: float
+
+
 Placed = list[tuple[CtaTrace, int]]
 """The CTAs of a cluster, each with the SM that it is on."""
 
@@ -85,8 +101,9 @@ class Replay:
         costs: dict[int, BlockCost] | None = None,
         active_share: float = 1.0,
         written_share: float = 1.0,
+        order: SassOrder | None = None,
     ):
-        self.trace, self.clusters, self.chip = trace, clusters, chip
+        self.trace, self.clusters, self.chip, self.order = trace, clusters, chip, order
         self.resident = len(clusters) if resident is None else resident
         self.costs = {} if costs is None else costs
         self.actions: dict[int, Action] = {}
@@ -94,7 +111,10 @@ class Replay:
             Sm(chip, fresh_share, cold, active_share, written_share)
             for _ in range(1 + max(sm for _, sm in clusters[0]))
         ]
-        self.pool = Pool(len(self.sms))
+        self.pool = Pool(
+            len(self.sms), chip.clocks("code_beside_wgmma") if chip.has("code_beside_wgmma") else 1.0
+        )
+        self.tensor: dict[int, deque[Product]] = {}  # of each warp, its wgmmas that are not through
         self.events: dict[tuple[int, int], Event] = {}
         self.queue: list[tuple[float, int, int, object]] = []
         self._order = 0
@@ -122,6 +142,7 @@ class Replay:
                     self.warps.append((name, index))
                     self.spans.append([])
                     owner.append(number)
+                    entries = entries if self.order is None else self.order.warp(entries)
                     programs.append(self._warp(warp, entries, sm, index % 4, number))
                     self._push(time, "resume", warp)
                 live[number] += len(cta.warps)
@@ -137,6 +158,9 @@ class Replay:
                 self.now, _, what, argument = heapq.heappop(queue)
             elif soonest is not None:
                 self.now, what, argument = soonest, "resume", pool.take(soonest)
+                if argument < 0:
+                    self._multiplied(-1 - argument)
+                    continue
             else:
                 break
             if what == "signal":
@@ -160,7 +184,7 @@ class Replay:
         stuck = [w for w in range(len(programs)) if programs[w].gi_frame is not None]
         if stuck:
             raise RuntimeError(f"{len(stuck)} warps never end in the replay of {self.trace.kernel}")
-        busy = dict(zip(("issue", "fma", "alu", "mufu", "shared"), pool.used[0], strict=True))
+        busy = dict(zip(("issue", "fma", "alu", "mufu", "shared"), pool.used[0], strict=False))
         for name in ("issue", "fma", "alu", "mufu"):
             busy[name] /= 4
         busy |= self.sms[0].busy()
@@ -169,6 +193,32 @@ class Replay:
     def _push(self, time: float, what: str, argument: object) -> None:
         self._order += 1
         heapq.heappush(self.queue, (time, self._order, what, argument))
+
+    # ---- wgmma: a queue a warp; their heads share the scheduler's tensor core ---------------------------------------
+
+    def _multiply(self, warp: int, place: tuple[int, int], action: Action, group: Event) -> None:
+        """A warp's part of a wgmma joins the warp's queue; the group waits for it."""
+        group.missing += 1
+        queue = self.tensor.setdefault(warp, deque())
+        queue.append(Product(action.busy, group, place, self.now))
+        sm, scheduler = place
+        self.sms[sm].tensor_used[scheduler] += action.busy
+        if len(queue) == 1:
+            self._begin_product(warp, action.latency)
+
+    def _begin_product(self, warp: int, latency: float) -> None:
+        product = self.tensor[warp][0]
+        demand = [0.0] * PIPES
+        demand[Pipe.TENSOR] = product.busy
+        self.pool.add(self.now, -1 - warp, *product.place, product.busy + latency, demand)
+
+    def _multiplied(self, warp: int) -> None:
+        queue = self.tensor[warp]
+        product = queue.popleft()
+        cause = ("tensor", warp, product.issued)
+        self._push(self.now + self.chip.clocks("wgmma_tail"), "signal", (product.group, cause))
+        if queue:
+            self._begin_product(warp, 0.0)
 
     def _event(self, number: int, copy: int) -> Event:
         event = self.events.get((number, copy))
@@ -205,16 +255,47 @@ class Replay:
         branch = chip.clocks("branch")
         alone, demand = 0.0, [0.0] * PIPES
         pending: list[tuple[int, float]] = []  # (registers, when loads fill them)
-        wgmma: list[float] = []  # when committed groups are done
-        opened = 0.0  # when the uncommitted one is
+        wgmma: list[Event] = []  # the ends of committed groups
+        opened = Event(0)  # of the uncommitted one
         bulk: list[tuple[float, float]] = []  # (source read, all done) of committed groups
         bulk_open = (0.0, 0.0)
         copies: list[float] = []
         copies_open = 0.0
         tensor_memory = 0.0
+        boards = [0.0] * SCOREBOARDS  # when the loads of each are done
         previous = -2
         for entry in entries:
-            if type(entry) is not Step:
+            kind_of_entry = type(entry)
+            if kind_of_entry is Chunk or kind_of_entry is Moved:
+                chunk = entry if kind_of_entry is Chunk else entry.chunk
+                if chunk.waits:
+                    until = max(boards[b] for b in range(SCOREBOARDS) if chunk.waits >> b & 1)
+                    if until > self.now + alone:
+                        if alone:
+                            yield from self._run(warp, sm, scheduler, alone, demand)
+                            alone, demand = 0.0, [0.0] * PIPES
+                        if until > self.now:
+                            yield from self._sleep(warp, until, "memory", ("memory", warp, self.now))
+                alone += chunk.alone
+                for pipe in range(PIPES):
+                    demand[pipe] += chunk.demand[pipe]
+                if kind_of_entry is Moved:
+                    at = self.now + alone
+                    for nbytes, board in entry.loads:
+                        if nbytes:
+                            done = server.load(at, nbytes, 1)
+                            if board < SCOREBOARDS:
+                                boards[board] = max(boards[board], done)
+                    if entry.stored:
+                        server.store(at, entry.stored)
+                if alone > CHUNK:
+                    yield from self._run(warp, sm, scheduler, alone, demand)
+                    alone, demand = 0.0, [0.0] * PIPES
+                continue
+            if kind_of_entry is Jump:
+                alone += branch - BRANCH_STALL
+                continue
+            if kind_of_entry is not Step:
                 index, lanes = (entry, WARP) if type(entry) is int else (entry[0], entry[1].bit_count())
                 cost = self.costs.get(index) or self._cost(index)
                 if index != previous + 1 and previous >= 0:
@@ -284,14 +365,15 @@ class Replay:
                 else:
                     alone += action.latency
             elif kind is Kind.WGMMA:
-                opened = server.mma(scheduler, at + action.latency, action.busy)
+                self._multiply(warp, (sm, scheduler), action, opened)
             elif kind is Kind.WGMMA_COMMIT:
-                wgmma.append(opened + chip.clocks("wgmma_tail"))
+                wgmma.append(opened)
+                opened = Event(0)
             elif kind is Kind.WGMMA_WAIT:
-                done = max(wgmma[: len(wgmma) - action.count], default=0.0)
-                del wgmma[: max(0, len(wgmma) - action.count)]
-                if done > self.now:
-                    yield from self._sleep(warp, done, "tensor", ("tensor", warp, self.now))
+                through = max(0, len(wgmma) - action.count)
+                for group in wgmma[:through]:
+                    yield from self._wait(warp, group, "tensor")
+                del wgmma[:through]
             elif kind is Kind.LOAD:
                 done = server.tma_load(at, entry.nbytes, entry.fresh)
                 for number in entry.signals:

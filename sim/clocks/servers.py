@@ -95,15 +95,6 @@ class Sm:
         read = self.store(start, nbytes) + chip.clocks("store_read_latency")
         return read, read + chip.clocks("store_latency")
 
-    # ---- wgmma -------------------------------------------------------------------------------------------------
-
-    def mma(self, scheduler: int, at: float, busy: float) -> float:
-        """A warp's part of a wgmma on its scheduler's tensor core: when it has been multiplied."""
-        start = max(at, self.tensor_free[scheduler])
-        self.tensor_free[scheduler] = start + busy
-        self.tensor_used[scheduler] += busy
-        return start + busy
-
     # ---- tcgen05 -----------------------------------------------------------------------------------------------
 
     def tensor_mma(self, at: float, about: tuple, lanes: int) -> float:

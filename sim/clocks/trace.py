@@ -56,7 +56,7 @@ class LaunchTrace:
     """A launch as recorded.
 
     contributions: of each event, how many end it. tensor_bytes: of all tensors that the launch may touch. sampled:
-    whether CTAs that are not here did not run at all. registers: a thread, None: not known.
+    whether CTAs that are not here did not run at all. registers: a thread, None: not known. ptx: the module's text.
     """
 
     program: Program
@@ -71,6 +71,7 @@ class LaunchTrace:
     ctas: list[CtaTrace] = field(default_factory=list)
     contributions: list[int] = field(default_factory=list)
     tmem_columns: int = 0
+    ptx: str = ""
 
     @property
     def grid_ctas(self) -> int:

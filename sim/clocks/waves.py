@@ -12,9 +12,12 @@ from itertools import pairwise
 from warpspec.sim.clocks.blocks import BlockCost
 from warpspec.sim.clocks.constants import Chip
 from warpspec.sim.clocks.replay import Placed, Replay, Result
+from warpspec.sim.clocks.sass import NoSass, sass_of
+from warpspec.sim.clocks.sass_order import SassOrder
 from warpspec.sim.clocks.trace import CtaTrace, LaunchTrace, Step
 from warpspec.sim.device import SHARED_RESERVED, device_of
 from warpspec.sim.limits import ctas_by_registers
+from warpspec.sim.tcgen05.memory import COLUMNS
 
 WARP = 32
 STREAMED_ROUNDS = 4  # of CTAs that are replayed where there are more
@@ -40,7 +43,7 @@ def residency(trace: LaunchTrace) -> Residency:
     if trace.registers:
         limits["registers"] = ctas_by_registers(trace.registers, trace.threads)
     if trace.tmem_columns:
-        limits["tensor memory"] = device.tmem_columns // trace.tmem_columns
+        limits["tensor memory"] = COLUMNS // trace.tmem_columns
     name = min(limits, key=limits.get)
     return Residency(max(1, limits[name]), name)
 
@@ -50,7 +53,8 @@ class Launch:
     """A launch's prediction.
 
     clocks: of the whole. main: the replay that stands for it. residency, ctas_an_sm: what an SM could hold and what it
-    does. waves: rounds of CTAs. overhead: clocks that are no CTA's. hbm_bound: clocks that HBM needs for all bytes.
+    does. waves: rounds of CTAs. overhead: clocks that are no CTA's. hbm_bound: clocks that HBM needs for all bytes. code: what
+    native code was timed by.
     """
 
     clocks: float
@@ -60,6 +64,7 @@ class Launch:
     waves: float
     overhead: float
     hbm_bound: float
+    code: str
 
 
 def load_bytes(cta: CtaTrace) -> tuple[int, int]:
@@ -94,7 +99,7 @@ def lane_bytes(cta: CtaTrace, costs) -> tuple[int, int]:
 class Grid:
     """A launch on a chip: what does not depend on how sure the constants are, then `predict`."""
 
-    def __init__(self, trace: LaunchTrace, chip: Chip, cold: bool):
+    def __init__(self, trace: LaunchTrace, chip: Chip, cold: bool, use_sass: bool = True):
         if not trace.ctas:
             raise ValueError(f"the trace of {trace.kernel} has no CTA")
         self.trace, self.cold = trace, cold
@@ -109,6 +114,14 @@ class Grid:
             groups.setdefault(cta.cluster, []).append((cta, cta.rank))
         self.groups = groups
         self.longest: int | None = None  # number of the cluster that lasts longest
+        self.sass, self.code = None, "PTX, as asked"
+        if use_sass:
+            try:
+                self.sass = sass_of(trace.ptx, trace.program.kernel.name, trace.program.module.target)
+            except NoSass as error:
+                self.code = f"PTX ({error})"
+            else:
+                self.code = f"SASS by {self.sass.assembler}"
         costs: dict[int, BlockCost] = {}
         probe = Replay(trace, [next(iter(groups.values()))], chip, costs=costs)
         self.costs = costs
@@ -128,6 +141,7 @@ class Grid:
 
     def predict(self, chip: Chip, *, keep_spans: bool = True) -> Launch:
         """The launch's time with a chip's constants; costs of blocks are made anew where they differ."""
+        self.order = None if self.sass is None else SassOrder(self.trace.program, self.sass, chip)
         costs = self.costs if keep_spans else {}
         if len(self.groups) < 2 or self.clusters <= self.places:
             lasts, main = self._together(chip, costs, keep_spans)
@@ -136,7 +150,9 @@ class Grid:
         hbm = (min(self.to_read, self.loaded) + self.written) / (chip.clocks("hbm_gb") / chip.ghz)
         overhead = chip.clocks("launch")
         waves = self.clusters / self.places
-        return Launch(max(lasts, hbm) + overhead, main, self.residency, self.here, waves, overhead, hbm)
+        return Launch(
+            max(lasts, hbm) + overhead, main, self.residency, self.here, waves, overhead, hbm, self.code
+        )
 
     def _replay(
         self, chip: Chip, costs: dict, clusters: list[Placed], resident: int, keep_spans: bool
@@ -147,6 +163,7 @@ class Grid:
             "active_share": self.active_share,
         }
         options = {"resident": resident, "keep_spans": keep_spans, "cold": self.cold, "costs": costs}
+        options["order"] = self.order
         return Replay(self.trace, clusters, chip, **options, **shares).run()
 
     def _together(self, chip: Chip, costs: dict, keep_spans: bool) -> tuple[float, Result]:
