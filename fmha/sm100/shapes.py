@@ -23,7 +23,7 @@ class Shape:
 
 
 # Compute capability 10.0 makes 16 exponentials a clock and SM. At D = 64 that unit is busy for 1032 clocks of a tile of
-# 128 x 128, the tensor core for 512, and issuing all instructions takes 472 (scripts/count_clocks.py). So there one of
+# 128 x 128, the tensor core for 512, and issuing all instructions takes 472. So there one of
 # every four pairs of scores is computed on the multiply-add units: 776 clocks of exponentials, 616 of issue.
 #
 # The first of a head dimension is its default. Where K and V are one tensor a stage holds one tile, not two.

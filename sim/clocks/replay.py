@@ -69,7 +69,7 @@ class Result:
 
 @dataclass(slots=True)
 class Product:
-    """A warp's part of a wgmma: clocks of its tensor core, the group that it ends, the SM and scheduler, when issued."""
+    """A warp's part of a wgmma: clocks of its tensor core, the group that it ends, (SM, scheduler), when issued."""
 
     busy: float
     group: Event

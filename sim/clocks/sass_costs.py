@@ -27,8 +27,24 @@ DOUBLES = ("DFMA", "DADD", "DMUL", "DSETP", "DMNMX")
 MUFU_NAMES = ("MUFU", "I2F", "F2I", "F2F", "POPC", "FLO", "BREV", "REDUX", "FRND", "I2I", "MATCH")
 SHARED_NAMES = ("LDS", "STS", "ATOMS", "LDSM", "STSM", "SHFL", "LDL", "STL", "MOVM")
 GLOBAL_NAMES = ("LDG", "STG", "ATOMG", "ATOM", "RED", "REDG", "LD", "ST")
-ISSUE_NAMES = ("BRA", "BRX", "BRXU", "JMP", "EXIT", "BSSY", "BSYNC", "NOP", "CALL", "RET", "WARPSYNC", "YIELD",
-               "NANOSLEEP", "DEPBAR", "MEMBAR", "ERRBAR", "CCTL", "FENCE", "PREEXIT", "ACQBULK", "ELECT", "KILL")  # fmt: skip
+ISSUE_NAMES = (
+    *(
+        "BRA",
+        "BRX",
+        "BRXU",
+        "JMP",
+        "EXIT",
+        "BSSY",
+        "BSYNC",
+        "NOP",
+        "CALL",
+        "RET",
+        "WARPSYNC",
+        "YIELD",
+        "NANOSLEEP",
+    ),
+    *("DEPBAR", "MEMBAR", "ERRBAR", "CCTL", "FENCE", "PREEXIT", "ACQBULK", "ELECT", "KILL"),
+)
 WIDTH = re.compile(r"\.(128|64|U16|S16|16|U8|S8|256)\b")
 WIDTHS = {"128": 16, "64": 8, "U16": 2, "S16": 2, "16": 2, "U8": 1, "S8": 1, "256": 32}
 MATRICES = re.compile(r"\.(4|2)\b")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from warpspec.sim.cfg import control_of, targets
 from warpspec.sim.clocks.constants import Chip
 from warpspec.sim.clocks.sass import Sass
-from warpspec.sim.clocks.sass_blocks import Chunk, Place, SassBlock, cut, fill, ptx_kind
+from warpspec.sim.clocks.sass_blocks import Chunk, Place, cut, fill, ptx_kind
 from warpspec.sim.clocks.trace import Entry, Step
 from warpspec.sim.codegen.program import Program
 from warpspec.sim.lanes import FULL_MASK

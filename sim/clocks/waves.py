@@ -53,8 +53,8 @@ class Launch:
     """A launch's prediction.
 
     clocks: of the whole. main: the replay that stands for it. residency, ctas_an_sm: what an SM could hold and what it
-    does. waves: rounds of CTAs. overhead: clocks that are no CTA's. hbm_bound: clocks that HBM needs for all bytes. code: what
-    native code was timed by.
+    does. waves: rounds of CTAs. overhead: clocks that are no CTA's. hbm_bound: clocks that HBM needs for all bytes.
+    code: what native code was timed by.
     """
 
     clocks: float
