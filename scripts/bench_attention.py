@@ -313,23 +313,24 @@ def mla(copy: float) -> list[list]:
     """MLA's decode over pages in random order; SDPA on the same rows in order, all of a request's where lengths differ.
     copy: TB/s."""
     rows, page, (dim, values) = [], bench_shapes.MLA_PAGE, LATENT
-    for batch, heads, queries, keys, ragged in bench_shapes.MLA:
+    for batch, heads, queries, keys, ragged, kind in bench_shapes.MLA:
         q, kv = random(batch, queries, heads, dim), random(batch * keys // page, page, dim)
         order = torch.randperm(len(kv), device="cuda", dtype=torch.int32).view(batch, -1)
         lengths = torch.full((batch,), keys, device="cuda", dtype=torch.int32)
         if ragged:
             lengths = torch.randint(1, keys + 1, (batch,), device="cuda", dtype=torch.int32)
+        stored = kv.to(torch.float8_e4m3fn) if kind == "e4m3" else kv
         scale, out = dim**-0.5, torch.full_like(q[..., :values], torch.nan).contiguous()
 
-        def ours(q=q, kv=kv, order=order, lengths=lengths, scale=scale, out=out):
-            return mla_decode(q, kv, order, lengths, scale=scale, out=out)
+        def ours(q=q, stored=stored, order=order, lengths=lengths, scale=scale, out=out):
+            return mla_decode(q, stored, order, lengths, scale=scale, out=out)
 
         ours()
-        few = (q[-1:, :, -2:].contiguous(), kv, order[-1:], lengths[-1:])
+        few = (q[-1:, :, -2:].contiguous(), stored, order[-1:], lengths[-1:])
         agree(f"mla B{batch} L{keys}", out[-1:, :, -2:], mla_decode(*few, scale=scale, backend="reference"))
         times = {"warpspec": gpu_bench.graph_time(ours, [()], calls=4, replays=10)}
-        name = f"B{batch} L{'1..' if ragged else ''}{keys} {heads} heads Sq{queries}"
-        if queries == 1:
+        name = f"B{batch} L{'1..' if ragged else ''}{keys} {heads} heads Sq{queries} {kind}"
+        if queries == 1 and kind == "bf16":
             dense = kv.view(batch, keys, 1, dim)
             try:
                 call = functools.partial(sdpa_shared, q, dense, values, scale=scale)
@@ -338,7 +339,7 @@ def mla(copy: float) -> list[list]:
                 print(f"SDPA: {str(error).splitlines()[0]}")
         seen = int(lengths.sum())
         cells = columns(times, 2 * heads * queries * seen * (dim + values) * 1e-6, ("SDPA",))
-        speed = seen * dim * q.element_size() / times["warpspec"] * 1e-6  # TB/s
+        speed = seen * dim * stored.element_size() / times["warpspec"] * 1e-6  # TB/s
         rows.append([name, *cells, speed, speed / copy])
     return rows
 

@@ -100,30 +100,40 @@ WINDOW_ROWS = 1 << 14
 
 def random_pool(rows: int, format: str) -> LatentPool:
     pool = LatentPool.empty(rows // 64, 64, format, device="cuda")
-    store_rows(random_bf16(rows, 512), pool, torch.arange(rows, dtype=torch.int32, device="cuda"))
+    numbers, slots = (
+        random_bf16(rows, pool.row_format.dim),
+        torch.arange(rows, dtype=torch.int32, device="cuda"),
+    )
+    if format == "v3.2-fp8":  # which no kernel writes
+        pool.write(slots, numbers)
+    else:
+        store_rows(numbers, pool, slots)
     return pool
 
 
 def bench_gathered() -> str:
-    """Decoding and prefill over a window and selected entries: 4 x 512 operations a head and key, over the time."""
+    """Decoding and prefill over a window and selected entries, DeepSeek V3.2's over selected rows: operations of both
+    products over the time."""
     rows = []
     for queries, heads, slots, format in bench_shapes.GATHERED:
         sizes = (min(WINDOW_ROWS, GATHERED_ROWS), GATHERED_ROWS if format == "v4-fp8" else GATHERED_ROWS // 4)
-        pools = [random_pool(size, format) for size in sizes]
+        pools = [random_pool(size, format) for size in sizes[-len(slots) :]]
+        dim = pools[0].row_format.dim
         sink = torch.randn(heads, device="cuda")
         positions = torch.full((queries,), 1000, dtype=torch.int32, device="cuda")
         keys, cos_sin = sum(slots), angles()
+        rotation = (cos_sin, positions) if dim == 512 else None
 
-        def make(_, shape=(queries, heads), pools=pools, slots=slots):
+        def make(_, shape=(queries, heads), pools=pools, slots=slots, dim=dim):
             sets = [
                 KeySet(pool, torch.randint(0, pool.capacity, (shape[0], k), dtype=torch.int32, device="cuda"))
                 for pool, k in zip(pools, slots, strict=True)
             ]
             out = torch.empty(*shape, 512, dtype=torch.bfloat16, device="cuda")
             # FlashMLA's prefill takes one set: all slots in the larger pool.
-            return random_bf16(*shape, 512), sets, out, torch.cat([each.slots for each in sets], 1)
+            return random_bf16(*shape, dim), sets, out, torch.cat([each.slots for each in sets], 1)
 
-        def call(q, sets, out, _, sink=sink, rotate_back=(cos_sin, positions)):
+        def call(q, sets, out, _, sink=sink, rotate_back=rotation):
             gathered_attention(q, sets, sink=sink, rotate_back=rotate_back, out=out)
 
         candidates = {"ours": call}
@@ -148,7 +158,7 @@ def bench_gathered() -> str:
             wanted = gathered_attention(q, sets, sink=sink, rotate_back=(cos_sin, positions)).float()
             wanted = rotate(wanted, cos_sin[positions.long(), None])
             error = ((out.float() - wanted).norm() / wanted.norm()).item()
-        operations = 4 * 512 * heads * queries * keys
+        operations = 2 * (dim + 512) * heads * queries * keys
         times = graph_times(candidates, inputs)
         rates = [operations / times[name] * 1e-6 if name in times else None for name in ("ours", "FlashMLA")]
         row = (queries, heads, "+".join(map(str, slots)), format, times["ours"], rates[0])

@@ -63,7 +63,7 @@ def mla_decode(
         scale: finite float, of the logits: (d_nope + d_rope)**-0.5 of the model's heads, 192**-0.5 for DeepSeek V3,
             times its RoPE scaling's squared factor. There is no default: the absorbed sizes do not tell it.
         kv_scale: fp32 [] or [1] on q's device, with e4m3 rows only: a row's numbers are its codes times this. The
-            kernel reads it, and converts codes exactly; q is bf16. None: 1.
+            kernel reads it, and converts codes exactly; q is bf16. Not under torch.compile. None: 1.
         normalize: False returns an ``AttentionState``, which ``warpspec.fmha.merge`` combines with others.
         return_lse: also return lse.
         num_splits: parts that the keys are cut into, at least 1; None lets the library choose. A second launch combines

@@ -9,6 +9,7 @@ from warpspec.common.checks import check_operand, check_range
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import target_of
 from warpspec.common.outputs import check_output
+from warpspec.common.repeated import watched
 from warpspec.fmha.state import AttentionState
 from warpspec.latent.gathered.config import E4M3_ROWS, PAGE_ROWS
 from warpspec.latent.gathered.problem import VALUE_DIM, GatheredProblem
@@ -19,6 +20,8 @@ def decode(
 ):
     """``mla_decode`` of e4m3 rows by a kernel; arguments are checked as far as bf16 rows' are. backend: not
     "reference"."""
+    if watched(q, kv):
+        raise UnsupportedProblem("kv: e4m3 rows are not supported under torch.compile or torch's modes")
     target = target_of(q.device)
     resolve_backend(backend, q.device)
     if kv.shape[1] != PAGE_ROWS:

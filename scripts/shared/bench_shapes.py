@@ -52,19 +52,22 @@ SHARED = [
     (1, 128, 4096, 4096),
 ]
 SHARED_DIM = 512
-# (batch, heads, queries, most keys, whether requests' lengths are random) of MLA's decode, 576 and 512, pages of 64
+# (batch, heads, queries, most keys, whether requests' lengths are random, rows' type) of MLA's decode, pages of 64
 MLA = [
-    (128, 128, 1, 4096, False),
-    (128, 64, 1, 4096, False),
-    (128, 16, 1, 4096, False),
-    (128, 8, 1, 4096, False),
-    (128, 16, 2, 4096, False),
-    (128, 128, 1, 1024, False),
-    (32, 16, 1, 8192, False),
-    (1, 128, 1, 8192, False),
-    (1, 16, 1, 65536, False),
-    (128, 128, 1, 4096, True),
-    (128, 16, 1, 4096, True),
+    (128, 128, 1, 4096, False, "bf16"),
+    (128, 64, 1, 4096, False, "bf16"),
+    (128, 16, 1, 4096, False, "bf16"),
+    (128, 8, 1, 4096, False, "bf16"),
+    (128, 16, 2, 4096, False, "bf16"),
+    (128, 128, 1, 1024, False, "bf16"),
+    (32, 16, 1, 8192, False, "bf16"),
+    (1, 128, 1, 8192, False, "bf16"),
+    (1, 16, 1, 65536, False, "bf16"),
+    (128, 128, 1, 4096, True, "bf16"),
+    (128, 16, 1, 4096, True, "bf16"),
+    (128, 128, 1, 4096, False, "e4m3"),
+    (128, 64, 1, 4096, False, "e4m3"),
+    (128, 16, 1, 4096, False, "e4m3"),
 ]
 MLA_PAGE = 64
 
@@ -115,6 +118,8 @@ GATHERED = [
     (1, 64, (128, 512), "v4-fp8"),
     (16, 64, (128, 8192), "v4-fp8"),
     (4096, 128, (128, 1024), "bf16"),
+    (128, 128, (2048,), "v3.2-fp8"),
+    (128, 16, (2048,), "v3.2-fp8"),
 ]
 SELECTED = [
     (64, 32768, 512),

@@ -8,8 +8,10 @@ import torch
 from helpers.attention_cases import Case, arguments, check, poisoned_out, relative_error
 from helpers.page_layouts import paged
 from helpers.suites import long, long_but
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from warpspec import sim
+from warpspec.common.errors import UnsupportedProblem
 from warpspec.fmha import attention
 from warpspec.latent import mla_decode
 
@@ -174,6 +176,31 @@ def test_bad_input(name):
     changes, kind, message = BAD[name]
     with pytest.raises(kind, match="^" + message):
         mla_decode(**decode_call(**changes))
+
+
+class Watch(TorchDispatchMode):
+    """Sees operator calls, and runs them."""
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        return function(*arguments, **(options or {}))
+
+
+def test_what_kernels_do_not_do_with_codes():
+    codes = torch.zeros(3, 64, 576).to(torch.float8_e4m3fn)
+    half = torch.zeros(2, 1, 4, 576).half()
+    for changes, message in (
+        ({"kv": codes[:, :32]}, "kv: kernels read pages of 64 e4m3 rows, got 32"),
+        ({"kv": codes, "q": half}, "q: must be torch.bfloat16 with e4m3 rows"),
+    ):
+        with pytest.raises(UnsupportedProblem, match="^" + message):
+            mla_decode(**decode_call(**changes, backend="sim"))
+    with Watch(), pytest.raises(UnsupportedProblem, match=r"^kv: e4m3 rows are not supported under"):
+        mla_decode(**decode_call(kv=codes, backend="sim"))
+    apart = torch.zeros(3, 64, 592).to(torch.float8_e4m3fn)[..., :576]
+    with pytest.raises(ValueError, match=r"^kv: rows of a page must be contiguous"):
+        mla_decode(**decode_call(kv=apart, backend="sim"))
+    with pytest.raises(ValueError, match=r"^kv_scale: must be one number"):
+        mla_decode(**decode_call(kv=codes, kv_scale=torch.ones(2)))
 
 
 def test_sizes_of_v():
