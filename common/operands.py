@@ -10,14 +10,16 @@
 
 On the host such a record holds torch tensors and numbers, in a kernel the DSL's; absent ones are None. The rest follows
 from the record: the signature of the compiled function (``common.device.host``), the stand-ins that it is compiled for
-(``fakes``), the arguments of a torch operator (``schema``), which fields are written (``names_of``). A field annotated
-with a record stands for that record's fields. Nothing here loads the DSL before ``fakes`` is called.
+(``fakes``), the arguments of a torch operator (``tensor_schema``), which fields are written (``names_of``). A field
+annotated with a record stands for that record's fields, with ``Several`` for those of several records. Nothing here
+loads the DSL before ``fakes`` is called.
 """
 
 from __future__ import annotations
 
 import functools
 import string
+import sys
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -78,6 +80,29 @@ class Number:
         return dsl_type(self.dtype)(1) if is_there(self.when, config) else None
 
 
+@dataclass(frozen=True)
+class Several:
+    """A tuple of records of one kind, as a field. of: what a record is compiled for, by the configuration and the
+    record's number. Names of its flat fields end in the number."""
+
+    record: type
+    count: int
+    of: Callable[[Any, int], Any]
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """An argument of the number-th of ``several`` records."""
+
+    kind: Operand | Number
+    several: Several
+    number: int
+
+    def fake(self, config):
+        """As of the argument."""
+        return self.kind.fake(self.several.of(config, self.number))
+
+
 def is_there(when: str | Callable | None, config) -> bool:
     """Whether a configuration has an operand (``Operand.when``)."""
     if when is None:
@@ -96,18 +121,24 @@ def dsl_type(dtype: str) -> type:
 def declared(record: type) -> dict[str, tuple]:
     """What the annotation of each field of a record says: an Operand or a Number, then its roles; or another
     record."""
-    hints = typing.get_type_hints(record, include_extras=True)
+    # With the module's names as globals, functions in annotations find them when they are called.
+    hints = typing.get_type_hints(record, vars(sys.modules[record.__module__]), include_extras=True)
     return {
         name: (hints[name],) if hasattr(hints[name], "_fields") else typing.get_args(hints[name])[1:]
         for name in record._fields
     }
 
 
-def flat_fields(record: type) -> dict[str, Operand | Number]:
+def flat_fields(record: type) -> dict[str, Operand | Number | OneOf]:
     """The fields of a record and of the records in it, by name, in order."""
     found = {}
     for name, (kind, *_) in declared(record).items():
-        found |= flat_fields(kind) if hasattr(kind, "_fields") else {name: kind}
+        if isinstance(kind, Several):
+            for number in range(kind.count):
+                fields = flat_fields(kind.record).items()
+                found |= {f"{field}{number}": OneOf(each, kind, number) for field, each in fields}
+        else:
+            found |= flat_fields(kind) if hasattr(kind, "_fields") else {name: kind}
     return found
 
 
@@ -122,12 +153,13 @@ def fakes(record: type, config, names: typing.Container[str] | None = None) -> l
 
 def gather(record: type, values: typing.Iterator):
     """A record from its flat fields' values, taken from an iterator."""
-    return record(
-        *(
-            gather(kind, values) if hasattr(kind, "_fields") else next(values)
-            for kind, *_ in declared(record).values()
-        )
-    )
+
+    def field(kind):
+        if isinstance(kind, Several):
+            return tuple(gather(kind.record, values) for _ in range(kind.count))
+        return gather(kind, values) if hasattr(kind, "_fields") else next(values)
+
+    return record(*(field(kind) for kind, *_ in declared(record).values()))
 
 
 def names_of(record: type, role: str) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 
-from warpspec.common.operands import Operand, dsl_type, flat_fields, gather
+from warpspec.common.operands import OneOf, Operand, dsl_type, flat_fields, gather
 
 
 def host_function(*records: type) -> Callable:
@@ -21,6 +21,8 @@ def host_function(*records: type) -> Callable:
     parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
     for record in records:
         for name, kind in flat_fields(record).items():
+            if isinstance(kind, OneOf):
+                kind = kind.kind
             if isinstance(kind, Operand):
                 annotation = cute.Tensor | None
             else:

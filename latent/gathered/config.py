@@ -14,6 +14,7 @@ from warpspec.common import memory
 from warpspec.common.barriers import Barrier
 from warpspec.common.hardware import BF16_BYTES, VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS, WORD_BYTES
 from warpspec.common.memory import ROW_BYTES
+from warpspec.common.operands import UINT32
 from warpspec.fmha.heads import BLOCK, LATENT, MMA_K
 from warpspec.fmha.sm90.config import AttentionConfig
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS, Shape
@@ -70,6 +71,16 @@ class Gathers:
     @property
     def fmt(self) -> RowFormat:
         return GATHERED_FORMATS[self.format]
+
+    @property
+    def o_dtype(self) -> str:
+        """dtype of o; in FP8 words of four codes."""
+        return UINT32 if self.float8 else super().o_dtype
+
+    @property
+    def o_size(self) -> int:
+        """Elements of a row of o."""
+        return self.heads.v // WORD_BYTES if self.float8 else self.heads.v
 
     @property
     def copies(self) -> bool:

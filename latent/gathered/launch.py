@@ -11,6 +11,7 @@ from warpspec.common.logarithms import LOG2_E
 from warpspec.common.simulator import joined
 from warpspec.fmha.combine import COMBINE, CombineConfig
 from warpspec.fmha.launch import partial_results
+from warpspec.fmha.logits import LogitNumbers
 from warpspec.fmha.plan.splits import choose_splits
 from warpspec.latent.gathered.config import (
     GatheredConfig,
@@ -111,7 +112,7 @@ def run(problem: GatheredProblem, target: Target, tensors: dict):
     angles = (tensors["cos_sin"], tensors["positions"], tensors.get("kv_scale"))
     sets = list(tensors["key_sets"]) + [(None, None, None, 1)] * (MAX_KEY_SETS - len(problem.slots))
     flat = [part for each in sets for part in each]
-    numbers = (problem.scale * LOG2_E, plan.splits, target.sm_count)
+    numbers = (*LogitNumbers(problem.scale * LOG2_E), plan.splits, target.sm_count)
     attention = GATHERED.of(target.architecture).kernel.launcher(plan.config, target)
     with target.current():
         if plan.combine is None:

@@ -6,19 +6,42 @@ Every role computes its own task, as the roles of the attention kernels compute 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from warpspec.common.hardware import WORD_BYTES
-from warpspec.fmha.device.logits import LogitNumbers
+from warpspec.common.hardware import TMA_ALIGNMENT, WORD_BYTES
+from warpspec.common.operands import BFLOAT16, FLOAT32, INT32, UINT32, Number, Operand, Several
 from warpspec.fmha.device.tile import Place, Row, RowTile
-from warpspec.fmha.logits import SMALLEST_SCALE
+from warpspec.fmha.logits import SMALLEST_SCALE, LogitNumbers
 from warpspec.fmha.schedule import SparseTiles
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
-from warpspec.latent.gathered.config import PAGE_ROWS
+from warpspec.latent.gathered.config import MAX_KEY_SETS, PAGE_ROWS, ROPE_DIM
+
+
+class KeySetConfig(NamedTuple):
+    """What a key set is compiled for: whether there is one, whether it has lengths."""
+
+    there: bool
+    has_lengths: bool
+
+
+def key_set_of(config, number: int) -> KeySetConfig:
+    """What the number-th key set of a configuration is compiled for."""
+    there = number < config.sets
+    return KeySetConfig(there, there and config.lengths[number])
+
+
+class KeySetOperands(NamedTuple):
+    """One key set among the arguments. pool: [pages, words]. slots: int32 [T, K]. lengths: int32 [T] or None.
+    page_size: rows of a page."""
+
+    pool: Annotated[Any, Operand(UINT32, 2, None, TMA_ALIGNMENT, "there")]
+    slots: Annotated[Any, Operand(INT32, 2, when="there")]
+    lengths: Annotated[Any, Operand(INT32, 1, when="has_lengths")]
+    page_size: Annotated[Any, Number(INT32)]
 
 
 class DeviceKeySet(NamedTuple):
@@ -72,20 +95,31 @@ class Gathered(NamedTuple):
 
     q: [1, T, H, D]. o: as q, with the splits in front if there are any; in FP8 words of four e4m3, with scales fp32
     [1, T, H, 4], else None. sink: [H]. lse, row_max, row_sum: [1, H, T]. cos_sin: fp32 [N, R] and positions: int32 [T],
-    or None. kv_scale: fp32 [1] or None. sets: ``DeviceKeySet``s.
+    or None. kv_scale: fp32 [1] or None. sets: ``KeySetOperands``, in kernels the ``DeviceKeySet``s that there are.
     """
 
-    q: cute.Tensor
-    o: cute.Tensor
-    scales: cute.Tensor | None
-    sink: cute.Tensor | None
-    lse: cute.Tensor | None
-    row_max: cute.Tensor | None
-    row_sum: cute.Tensor | None
-    cos_sin: cute.Tensor | None
-    positions: cute.Tensor | None
-    kv_scale: cute.Tensor | None
-    sets: tuple
+    q: Annotated[Any, Operand(BFLOAT16, 4, lambda c: c.head_dim, TMA_ALIGNMENT)]
+    o: Annotated[
+        Any, Operand(lambda c: c.o_dtype, lambda c: 4 + c.split_dims, lambda c: c.o_size, TMA_ALIGNMENT)
+    ]
+    scales: Annotated[Any, Operand(FLOAT32, 4, when="float8")]
+    sink: Annotated[Any, Operand(FLOAT32, 1, when="has_sink")]
+    lse: Annotated[Any, Operand(FLOAT32, 3, when="has_lse")]
+    row_max: Annotated[Any, Operand(FLOAT32, lambda c: 3 + c.split_dims, when="writes_state")]
+    row_sum: Annotated[Any, Operand(FLOAT32, lambda c: 3 + c.split_dims, when="writes_state")]
+    cos_sin: Annotated[Any, Operand(FLOAT32, 2, ROPE_DIM, when="rotate_back")]
+    positions: Annotated[Any, Operand(INT32, 1, when="rotate_back")]
+    kv_scale: Annotated[Any, Operand(FLOAT32, 1, when="has_kv_scale")]
+    sets: Annotated[tuple, Several(KeySetOperands, MAX_KEY_SETS, key_set_of)]
+
+
+class GatheredNumbers(NamedTuple):
+    """The numbers among the arguments. logits: the scale. splits: parts of each query's keys. ctas: most CTAs of a
+    persistent launch."""
+
+    logits: LogitNumbers
+    splits: Annotated[Any, Number(INT32)]
+    ctas: Annotated[Any, Number(INT32)]
 
 
 def score_numbers(config, operands: Gathered, numbers: LogitNumbers) -> LogitNumbers:

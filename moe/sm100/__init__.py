@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from warpspec.common.checks import ANY, check_tensor
-from warpspec.common.compile import fake_rows
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.common.launch import Kernel, Target, target_of
 from warpspec.common.nvfp4 import ATOM_BYTES, ATOM_ROWS, NVFP4_BLOCK
+from warpspec.common.operands import fakes
 from warpspec.moe.operands import (
     PreparedWeights,
     QuantizedRows,
@@ -17,6 +17,7 @@ from warpspec.moe.operands import (
     scale_atoms,
 )
 from warpspec.moe.sm100.config import EPILOGUES, GemmConfig, Shape
+from warpspec.moe.sm100.operands import GemmNumbers, GemmOperands
 from warpspec.moe.sm100.plan import choose_shape, group_count
 
 __all__ = ["EPILOGUES", "GemmConfig", "Shape", "choose_config", "gemm_kernel", "grouped_gemm"]
@@ -104,35 +105,9 @@ def alignment(tensor: torch.Tensor) -> int:
 
 def _host_and_arguments(config: GemmConfig) -> tuple:
     """The host function and its arguments without the stream."""
-    import cutlass
-
     from warpspec.moe.sm100.kernel import GroupedGemm
 
-    uint8, fp32 = cutlass.Uint8, cutlass.Float32
-
-    def rows(dtype, rank, last=None):
-        return fake_rows(dtype, rank, last, alignment=TMA_ALIGNMENT)
-
-    def atoms(rank):
-        """A fake tensor of contiguous scale atoms."""
-        return rows(uint8, rank, ATOM_BYTES)
-
-    quantizes = config.quantizes
-    return (
-        GroupedGemm(config),
-        rows(uint8, 2),
-        atoms(3),
-        fake_rows(fp32, 1) if config.has_row_scale else None,
-        rows(uint8, 3),
-        atoms(4),
-        fake_rows(fp32, 2, 2 if config.gated else 1),
-        rows(fp32, 2) if config.has_bias else None,
-        fake_rows(cutlass.Int32, 1),
-        rows(uint8 if quantizes else cutlass.BFloat16, 2),
-        atoms(3) if quantizes else None,
-        fake_rows(fp32, 1) if quantizes else None,
-        *(1, 1, 0.0, 1),  # k, columns, limit, groups
-    )
+    return (GroupedGemm(config), *fakes(GemmOperands, config), *fakes(GemmNumbers, config))
 
 
 gemm_kernel = Kernel("moe", _host_and_arguments)  # by GemmConfig

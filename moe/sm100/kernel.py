@@ -8,61 +8,39 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int32
 
 from warpspec.common.device import tmem
+from warpspec.common.device.host import host_function
 from warpspec.common.device.pipeline import init_barriers
 from warpspec.common.device.storage import allocate
 from warpspec.moe.sm100.config import GemmConfig
 from warpspec.moe.sm100.epilogue import EpilogueOperands, epilogue
 from warpspec.moe.sm100.load import load, make_sources, make_stages
 from warpspec.moe.sm100.mma import fragments, mma
+from warpspec.moe.sm100.operands import GemmNumbers, GemmOperands
 from warpspec.moe.sm100.schedule import Records, schedule
 from warpspec.moe.sm100.store import make_result
 
 
 class GroupedGemm:
-    """``cute.compile(GroupedGemm(config), ...)`` makes one kernel; the arguments are those of ``__call__``."""
+    """``cute.compile(GroupedGemm(config), ...)`` makes one kernel; whose arguments ``GemmOperands``
+    and ``GemmNumbers`` declare."""
 
     def __init__(self, config: GemmConfig):
         self.config = config
 
-    @cute.jit
-    def __call__(
-        self,
-        tokens: cute.Tensor,
-        token_scales: cute.Tensor,
-        row_scale: cute.Tensor | None,
-        weights: cute.Tensor,
-        weight_scales: cute.Tensor,
-        global_scale: cute.Tensor,
-        bias: cute.Tensor | None,
-        offsets: cute.Tensor,
-        out: cute.Tensor,
-        out_scales: cute.Tensor | None,
-        out_scale: cute.Tensor | None,
-        k: Int32,
-        columns: Int32,
-        limit: Float32,
-        groups: Int32,
-        stream: CUstream,
-    ):
-        """Host side: TMA descriptors, grid, launch.
-
-        tokens: uint8 [R, pitch]; token_scales: uint8 [atoms, K atoms, 512]; row_scale: fp32 [R]. weights: uint8
-        [E, N, pitch]; weight_scales: uint8 [E, N atoms, K atoms, 512]; global_scale: fp32 [E, 1 or 2]; bias: fp32
-        [E, N]. offsets: int32 [E]. out: bf16 [R, columns], or uint8 [R, pitch] together with out_scales, shaped like
-        token_scales, and out_scale fp32 [E]. k: values along K. columns: outputs of a row. limit: the clamp's. groups:
-        CTAs, or pairs.
-        """
-        config = self.config
-        sources = make_sources(config, tokens, token_scales, weights, weight_scales, k)
+    @host_function(GemmOperands, GemmNumbers)
+    def __call__(self, operands: GemmOperands, numbers: GemmNumbers, stream: CUstream):
+        """Host side: TMA descriptors, grid, launch."""
+        config, ops = self.config, operands
+        k, columns, limit, groups = numbers
+        rest = ops.token_scales, ops.weights, ops.weight_scales
         self.kernel(
-            sources,
-            EpilogueOperands(row_scale, global_scale, bias, out_scale),
-            make_result(config, out, out_scales, columns),
-            offsets,
-            (k, weights.shape[1], tokens.shape[0]),
+            make_sources(config, ops.tokens, *rest, k),
+            EpilogueOperands(ops.row_scale, ops.global_scale, ops.bias, ops.out_scale),
+            make_result(config, ops.out, ops.out_scales, columns),
+            ops.offsets,
+            (k, ops.weights.shape[1], ops.tokens.shape[0]),
             limit,
         ).launch(
             grid=(groups * config.ctas, 1, 1),

@@ -5,37 +5,21 @@ from __future__ import annotations
 
 import torch
 
-from warpspec.common.compile import fake_rows
 from warpspec.common.errors import UnsupportedProblem
-from warpspec.common.hardware import TMA_ALIGNMENT, WARPGROUP_ROWS
+from warpspec.common.hardware import WARPGROUP_ROWS
 from warpspec.common.launch import Kernel, Target, target_of
-from warpspec.moe.permute import WORK_COLUMNS, head_rows
+from warpspec.common.operands import fakes
+from warpspec.moe.permute import head_rows
 from warpspec.moe.sm90.config import StreamConfig
 from warpspec.moe.streamed import StreamedWeights, chunks_of
 
 
 def _host_and_arguments(config: StreamConfig) -> tuple:
     """The host function and its arguments without the stream."""
-    import cutlass
-
     from warpspec.moe.sm90.kernel import StreamedGemm
+    from warpspec.moe.sm90.tiles import StreamGrid, StreamOperands
 
-    def rows(dtype, rank):
-        return fake_rows(dtype, rank, alignment=TMA_ALIGNMENT)
-
-    return (
-        StreamedGemm(config),
-        rows(cutlass.BFloat16, 2),
-        fake_rows(cutlass.Int32, 1) if config.gathers and not config.routing else None,
-        fake_rows(cutlass.Float32, 1) if config.rounds else None,
-        rows(cutlass.Uint8, 3),
-        fake_rows(cutlass.Float32, 2, 2 if config.gated else 1),
-        fake_rows(cutlass.Float32, 2) if config.has_bias else None,
-        None if config.routing else fake_rows(cutlass.Int32, 2, WORK_COLUMNS),
-        fake_rows(cutlass.Int32, 2) if config.routing else None,
-        rows(cutlass.Float32 if config.rounds else cutlass.BFloat16, 2),
-        *(1, 0.0, 1),  # chunks, limit, ctas
-    )
+    return (StreamedGemm(config), *fakes(StreamOperands, config), *fakes(StreamGrid, config))
 
 
 stream_kernel = Kernel("moe.stream", _host_and_arguments)  # by StreamConfig

@@ -10,15 +10,15 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int32
 
+from warpspec.common.device.host import host_function
 from warpspec.common.device.pipeline import init_barriers
 from warpspec.common.device.storage import allocate
 from warpspec.common.hardware import WARPGROUP_THREADS
 from warpspec.moe.sm90.config import WARPS, StreamConfig
 from warpspec.moe.sm90.consumer import consume
 from warpspec.moe.sm90.load import load
-from warpspec.moe.sm90.tiles import StreamOperands
+from warpspec.moe.sm90.tiles import StreamGrid, StreamOperands
 
 # Per cent of L1 and shared memory that are used as shared memory: all, because the rings fill it.
 SMEM_CARVEOUT_PERCENT = 100
@@ -38,28 +38,11 @@ class StreamedGemm:
     def __init__(self, config: StreamConfig):
         self.config = config
 
-    @cute.jit
-    def __call__(
-        self,
-        tokens: cute.Tensor,
-        source: cute.Tensor | None,
-        row_scale: cute.Tensor | None,
-        data: cute.Tensor,
-        global_scale: cute.Tensor,
-        bias: cute.Tensor | None,
-        work: cute.Tensor | None,
-        ids: cute.Tensor | None,
-        out: cute.Tensor,
-        chunks: Int32,
-        limit: Float32,
-        ctas: Int32,
-        stream: CUstream,
-    ):
-        """Launch the kernel. Tensors: see ``tiles.StreamOperands``. chunks: along K. ctas: of the persistent launch."""
-        read = tokens, source, row_scale, data, global_scale, bias, work, ids
-        ops = StreamOperands(*read, out, chunks, limit)
+    @host_function(StreamOperands, StreamGrid)
+    def __call__(self, ops: StreamOperands, grid: StreamGrid, stream: CUstream):
+        """Launch the kernel."""
         self.kernel(ops).launch(
-            grid=(ctas, 1, 1),
+            grid=(grid.ctas, 1, 1),
             block=(self.config.threads, 1, 1),
             min_blocks_per_mp=self.config.shape.ctas_per_sm,
             preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
+from warpspec.common.hardware import TMA_ALIGNMENT
+from warpspec.common.operands import BFLOAT16, FLOAT32, INT32, UINT8, Number, Operand
 from warpspec.moe.permute import WORK_COLUMNS, head_rows
 
 EXPERT, FIRST, COUNT = 0, 1, 2  # columns of an entry
@@ -19,20 +21,26 @@ class StreamOperands(NamedTuple):
     tokens: [T or R, padded K] bf16 in the kernel's order. source: int32 [R] or None; row r is token source[r] //
     choices. row_scale: fp32 [T], of tokens, or None. data: uint8 [E, row tile, bytes]. global_scale: [E, 1 or 2]. bias:
     [E, rows] or None. Either work: int32 [heads + entries, 4], ends of classes, then (expert, first row, rows); or ids:
-    int32 [T, k], if the configuration has a ``Routing``. out: [R, columns].
+    int32 [T, k], if the configuration has a ``Routing``. out: [R, columns]. chunks: along K. limit: the clamp's.
     """
 
-    tokens: cute.Tensor
-    source: cute.Tensor | None
-    row_scale: cute.Tensor | None
-    data: cute.Tensor
-    global_scale: cute.Tensor
-    bias: cute.Tensor | None
-    work: cute.Tensor | None
-    ids: cute.Tensor | None
-    out: cute.Tensor
-    chunks: Int32
-    limit: cute.Numeric
+    tokens: Annotated[Any, Operand(BFLOAT16, 2, None, TMA_ALIGNMENT)]
+    source: Annotated[Any, Operand(INT32, 1, when=lambda c: c.gathers and not c.routing)]
+    row_scale: Annotated[Any, Operand(FLOAT32, 1, when="rounds")]
+    data: Annotated[Any, Operand(UINT8, 3, None, TMA_ALIGNMENT)]
+    global_scale: Annotated[Any, Operand(FLOAT32, 2, lambda c: 2 if c.gated else 1)]
+    bias: Annotated[Any, Operand(FLOAT32, 2, when="has_bias")]
+    work: Annotated[Any, Operand(INT32, 2, WORK_COLUMNS, when=lambda c: not c.routing)]
+    ids: Annotated[Any, Operand(INT32, 2, when="routing")]
+    out: Annotated[Any, Operand(lambda c: FLOAT32 if c.rounds else BFLOAT16, 2, None, TMA_ALIGNMENT)]
+    chunks: Annotated[Any, Number(INT32)]
+    limit: Annotated[Any, Number(FLOAT32)]
+
+
+class StreamGrid(NamedTuple):
+    """Arguments of the launch. ctas: of its grid; they are persistent."""
+
+    ctas: Annotated[Any, Number(INT32)]
 
 
 class StreamTile(NamedTuple):

@@ -13,19 +13,18 @@ Entries that would need them become NaN.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Boolean, Float32, Int32, Uint32
+from cutlass import Boolean, Float32, Int32
 
-from warpspec.common.compile import fake_rows
+from warpspec.common.device.host import host_function
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
 from warpspec.common.launch import Kernel
 from warpspec.common.logarithms import LOG2_E
+from warpspec.common.operands import fakes
 from warpspec.latent.cache.config import VECTOR, CompressConfig
-from warpspec.latent.cache.device.insert import DTYPES, ROPE_DIM, load_weights
+from warpspec.latent.cache.device.insert import load_weights
 from warpspec.latent.cache.device.rows import (
     hadamard_transform,
     load_angles,
@@ -35,32 +34,11 @@ from warpspec.latent.cache.device.rows import (
     to_bf16,
 )
 from warpspec.latent.cache.models import CONTENT_AND_GATE, ONLINE_NUMBERS
+from warpspec.latent.cache.operands import CompressOperands, PoolNumbers
 from warpspec.latent.cache.state import SETTLED, WRITTEN
 
 FOLD_BATCH = 8  # tokens whose loads are in flight together
 CONTENT, GATE = range(CONTENT_AND_GATE)
-
-
-class CompressOperands(NamedTuple):
-    """Tensors of a launch.
-
-    new: [T, 2, c dim] fp32, C and Z. ape: [stride, c dim]. weight: [dim]. cos_sin: [N, R] fp32. tail: [requests, ring,
-    2, c dim] fp32. online: [requests, 3, dim] fp32 for HCA, else None. progress: int32 [requests, 2]. requests, starts:
-    int32 [R]. cu_seqlens: int32 [R + 1]. slots: int32 [T]. pool: [pages, words].
-    """
-
-    new: cute.Tensor
-    ape: cute.Tensor
-    weight: cute.Tensor
-    cos_sin: cute.Tensor
-    tail: cute.Tensor
-    online: cute.Tensor | None
-    progress: cute.Tensor
-    requests: cute.Tensor
-    starts: cute.Tensor
-    cu_seqlens: cute.Tensor
-    slots: cute.Tensor
-    pool: cute.Tensor
 
 
 class Compress:
@@ -69,32 +47,14 @@ class Compress:
     def __init__(self, config: CompressConfig):
         self.config = config
 
-    @cute.jit
-    def __call__(
-        self,
-        new: cute.Tensor,
-        ape: cute.Tensor,
-        weight: cute.Tensor,
-        cos_sin: cute.Tensor,
-        tail: cute.Tensor,
-        online,
-        progress: cute.Tensor,
-        requests: cute.Tensor,
-        starts: cute.Tensor,
-        cu_seqlens: cute.Tensor,
-        slots: cute.Tensor,
-        pool: cute.Tensor,
-        page_size: Int32,
-        eps: Float32,
-        stream: CUstream,
-    ):
-        """Launch the kernel; ``CompressOperands`` lists the tensors."""
-        operands = CompressOperands(
-            new, ape, weight, cos_sin, tail, online, progress, requests, starts, cu_seqlens, slots, pool
-        )
-        groups = cute.ceil_div(new.shape[0], self.config.stride)
-        self.kernel(operands, page_size, eps).launch(
-            grid=(requests.shape[0] + groups, 1, 1), block=(self.config.threads, 1, 1), stream=stream
+    @host_function(CompressOperands, PoolNumbers)
+    def __call__(self, operands: CompressOperands, numbers: PoolNumbers, stream: CUstream):
+        """Launch the kernel."""
+        groups = cute.ceil_div(operands.new.shape[0], self.config.stride)
+        self.kernel(operands, *numbers).launch(
+            grid=(operands.requests.shape[0] + groups, 1, 1),
+            block=(self.config.threads, 1, 1),
+            stream=stream,
         )
 
     @cute.kernel
@@ -415,31 +375,7 @@ def put(target: cute.Tensor, values: list) -> None:
 
 def host_and_arguments(config: CompressConfig) -> tuple:
     """The host function and its arguments without the stream."""
-    width = config.series * config.dim
-
-    def fp32(rank, last):
-        return fake_rows(Float32, rank, last, alignment=VECTOR_BYTES)
-
-    def int32(rank):
-        return fake_rows(Int32, rank)
-
-    return (
-        Compress(config),
-        fp32(3, width),
-        fake_rows(DTYPES[config.ape], 2, width, alignment=VECTOR_BYTES),
-        fake_rows(DTYPES[config.weight], 1, config.dim, alignment=VECTOR_BYTES),
-        fp32(2, ROPE_DIM),
-        fp32(4, width),
-        fp32(3, config.dim) if config.tail == "hca" else None,
-        int32(2),
-        int32(1),
-        int32(1),
-        int32(1),
-        int32(1),
-        fake_rows(Uint32, 2, alignment=VECTOR_BYTES),
-        Int32(1),
-        Float32(0.0),
-    )
+    return (Compress(config), *fakes(CompressOperands, config), *fakes(PoolNumbers, config))
 
 
 COMPRESS = Kernel("cache.compress", host_and_arguments)  # by CompressConfig
