@@ -90,7 +90,7 @@ def test_selection():
     )  # selecting makes a difference
 
 
-@pytest.mark.parametrize("way", ["chunked", "speculative"])
+@pytest.mark.parametrize("way", [long("chunked"), "speculative"])
 def test_quantised_rows(models, way):
     """FP8 and FP4: within 3 percent of eager's; the same however the prompt is divided, but for the order of sums."""
     eager, ours = models
