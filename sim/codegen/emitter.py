@@ -8,6 +8,7 @@ share one compiled function. Lanes that do not execute compute garbage that noth
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 from warpspec.sim.codegen.layout import CLOCK_REGISTERS, FIRST_PARAMETER, Ctx, RegisterFile
 from warpspec.sim.instruction import Imm, Instr, Not, Operand, Reg, Sym, Vec
@@ -43,6 +44,13 @@ class Place:
     targets: dict[str, tuple[int, bool]]
 
 
+class Origin(Enum):
+    """Where a parameter comes from: the place that a register is read from or written to, the number of the
+    instruction, or a value that instructions of one kind share."""
+
+    SOURCE, TARGET, INSTRUCTION, VALUE = range(4)
+
+
 @dataclass(frozen=True, slots=True)
 class Form:
     """Compiled code of instructions: its text and the definitions that it needs. The text is its name."""
@@ -72,6 +80,7 @@ class Emitter:
         self.shared = shared  # shared variable -> offset in shared memory
         self.place = place
         self.parameters: list[int] = []  # 64-bit words of the record
+        self.origins: list[tuple[Origin, object]] = []  # of each parameter: what, and which register or value
         self.head: list[str] = []
         self.lines: list[str] = []
         self.allocas: dict[tuple[str, int], str] = {}
@@ -131,23 +140,25 @@ class Emitter:
 
     # ---- parameters -------------------------------------------------------------------------------------------
 
-    def parameter(self, value: int) -> str:
-        """A 64-bit word that the form reads from the record; `value` is that of this use."""
+    def parameter(self, value: int, origin: Origin = Origin.VALUE, name: str = "") -> str:
+        """A 64-bit word that the form reads from the record; `value` is that of this use. name: of the register whose
+        place it is."""
         at = len(self.parameters)
         self.parameters.append(value & 0xFFFFFFFFFFFFFFFF)
+        self.origins.append((origin, name or self.parameters[at]))
         self.head.append(f"  %p{at}.at = getelementptr i64, ptr %record, i64 {FIRST_PARAMETER + at}")
         self.head.append(f"  %p{at} = load i64, ptr %p{at}.at, align 8")
         return f"%p{at}"
 
-    def parameter32(self, value: int) -> str:
+    def parameter32(self, value: int, origin: Origin = Origin.VALUE) -> str:
         """The parameter as an i32."""
-        return self.op(f"trunc i64 {self.parameter(value)} to i32")
+        return self.op(f"trunc i64 {self.parameter(value, origin)} to i32")
 
     # ---- registers --------------------------------------------------------------------------------------------
 
-    def at(self, offset: int) -> str:
-        """A pointer into the warp's register file."""
-        return self.op(f"getelementptr i8, ptr %regs, i64 {self.parameter(offset)}")
+    def at(self, offset: int, origin: Origin, name: str) -> str:
+        """A pointer into the warp's register file, to the place of a register."""
+        return self.op(f"getelementptr i8, ptr %regs, i64 {self.parameter(offset, origin, name)}")
 
     def load(self, name: str) -> str:
         """The register's value from where it lies."""
@@ -156,7 +167,7 @@ class Emitter:
             offset = self.place.sources.get(name, self.registers.offset.get(name))
         if offset is None:  # read before any write
             return "zeroinitializer"
-        at = self.at(offset)
+        at = self.at(offset, Origin.SOURCE, name)
         if bits == 1:
             raw = self.op(f"load i32, ptr {at}, align 4")
             return self.op(f"bitcast i32 {raw} to {ivec(1)}")
@@ -182,7 +193,11 @@ class Emitter:
         """Write the registers that have changed to where they belong."""
         for name in self.dirty:
             offset, masked = (0, False) if self.place is None else self.place.targets[name]
-            bits, value, at = self.registers.bits[name], self.values[name], self.at(offset)
+            bits, value, at = (
+                self.registers.bits[name],
+                self.values[name],
+                self.at(offset, Origin.TARGET, name),
+            )
             if bits == 1:
                 value = self.op(f"bitcast {ivec(1)} {value} to i32")
                 if masked:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from warpspec.sim.codegen.emitter import Emitter, NotNative, ivec
+from warpspec.sim.codegen.emitter import Emitter, NotNative, Origin, ivec
 from warpspec.sim.codegen.layout import Ctx, Stop
 from warpspec.sim.codegen.support import SPACES, atomic_function, load_function, store_function
 from warpspec.sim.instruction import Imm, Instr, Mem, Reg, Sym, Vec
@@ -78,7 +78,7 @@ def checked(e: Emitter, function: tuple[str, str], space: str, buffers: str, add
     """Call a lane loop; leave the block on a fault."""
     name, text = function
     e.intrinsics.add(text)
-    index = e.parameter32(e.instruction.index)
+    index = e.parameter32(e.instruction.index, Origin.INSTRUCTION)
     bad = e.op(
         f"call i32 @{name}(ptr %ctx, i32 {SPACES[space]}, ptr {address}, i32 {e.active()}, {buffers}, i32 {index})"
     )

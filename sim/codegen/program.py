@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 
 import numpy as np
 
 from warpspec.sim import cfg
-from warpspec.sim.codegen import control, forms
+from warpspec.sim.codegen import control, forms, templates
 from warpspec.sim.codegen.emitter import Emitter, Form, NotNative, Place
 from warpspec.sim.codegen.layout import (
     CLOCK_REGISTERS,
@@ -97,9 +97,16 @@ class VectorPlace:
 class _KernelEmitter(Emitter):
     """An emitter that also knows local variables (their addresses are offsets in local memory)."""
 
-    def __init__(self, registers: RegisterFile, tables: SymbolTables, place: Place | None = None):
+    def __init__(
+        self,
+        registers: RegisterFile,
+        tables: SymbolTables,
+        place: Place | None = None,
+        logging: bool = False,
+    ):
         super().__init__(registers, tables.symbols, tables.params, tables.shared, place)
         self.local = tables.local
+        self.logging = logging
 
     def symbol(self, name: str, offset: int, bits: int) -> str:
         if name in self.local:
@@ -326,14 +333,14 @@ class Program:
             through = self.through(block.index)
             logging = self.logging and not self.hooked[block.index]
             for ins, found in zip(instrs, places[block.index], strict=True):
-                e = _KernelEmitter(self.registers, self.tables, temporary.resolve(*found))
-                e.logging = logging
+                place = temporary.resolve(*found)
+                emitter = partial(_KernelEmitter, self.registers, self.tables, place, logging)
                 if ins is instrs[-1] and ends_by is not None:
+                    e = emitter()
                     form = control.ending(e, ins, ends_by, self.targets(ins), through)
                     add(form, e.parameters, True)
                 else:
-                    e.translate(ins)
-                    add(e.form(), e.parameters, False)
+                    add(*templates.translated(ins, self.registers, place, logging, emitter), False)
             if ends_by is None:
                 e = _KernelEmitter(self.registers, self.tables)
                 add(control.jump(e, through), e.parameters, True)
