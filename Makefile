@@ -18,7 +18,7 @@ venv: ## set up .venv (done by the others when needed)
 demo: venv ## run the compiled Blackwell attention kernel on a gpt-oss layer in the simulator (under 2 minutes)
 	@$(PY) scripts/demo.py
 
-test: venv ## all tests that need no GPU and no patience (13 minutes on 2 cores the first time, less later)
+test: venv ## all tests that need no GPU and no patience (10 minutes on 2 cores the first time, less later)
 	@$(PYTEST) -n $(WORKERS) --dist worksteal
 
 test-long: venv ## the tests marked long

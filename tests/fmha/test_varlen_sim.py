@@ -110,6 +110,7 @@ def test_tiles_from_a_queue(simulate_as, queue, batch, sms):
     assert all(torch.equal(first, second) for first, second in zip(*results, strict=True))
 
 
+@pytest.mark.long
 def test_few_tiles_have_a_consumer_each(simulate_as):
     simulate_as("sm_90a", small=True)
     launch.prepare.cache_clear()

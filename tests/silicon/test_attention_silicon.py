@@ -26,6 +26,7 @@ LONG = (
     "bias-bf16-64",
     "bias-fp32-128",
     "fp16-128",
+    "pages-of-16-64",
     "pages-of-64-128",
     "shared-kv-64",
     "shared-kv-512",
