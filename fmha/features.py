@@ -203,6 +203,11 @@ class KernelFeatures:
         return False
 
     @property
+    def swizzled_kv(self) -> bool:
+        """Whether K and V tiles are swizzled as TMA loads them."""
+        return True
+
+    @property
     def v_ring(self) -> str:
         """Name of the ring that V comes through."""
         return "k" if self.shared_kv else "v"

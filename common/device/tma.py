@@ -9,6 +9,7 @@ matrix descriptor" of tcgen05.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import cutlass.cute as cute
@@ -16,31 +17,36 @@ from cutlass import Int16
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 # Sizes of tiles are in a module that configurations can import without the DSL; kernels find them here, too.
-from warpspec.common.memory import ROW_BYTES, tile_bytes
+from warpspec.common.memory import ROW_BYTES
 from warpspec.common.memory import TILE_ALIGNMENT as TILE_ALIGNMENT
+from warpspec.common.memory import tile_bytes as tile_bytes
 
-SWIZZLE_128B = (3, 4, 3)  # bits, base, shift
+# Bits, base and shift of the swizzle of rows of so many bytes: as many rows as its bits count fill 1024 bytes.
+SWIZZLES = {128: (3, 4, 3), 64: (2, 4, 3)}
 
 
 def swizzled_layout(
-    box: tuple[int, ...], stages: int | None = None, stage_bytes: int | None = None
+    box: tuple[int, ...],
+    stages: int | None = None,
+    stage_bytes: int | None = None,
+    row_bytes: int = ROW_BYTES,
 ) -> cute.ComposedLayout:
     """Shared memory layout of a tile (D, rows...), or of a ring of tiles (D, rows..., STAGE).
 
-    stage_bytes: distance between stages if it is not the size of a tile.
+    stage_bytes: distance between stages if it is not the size of a tile. row_bytes: of D, ROW_BYTES or half of them.
     """
     layout = cute.make_layout(box)
     if stages is not None:
-        elements = (stage_bytes or tile_bytes(box)) // (ROW_BYTES // box[0])
+        elements = stage_bytes // (row_bytes // box[0]) if stage_bytes else math.prod(box)
         layout = cute.append(layout, cute.make_layout(stages, stride=elements))
-    return cute.make_composed_layout(cute.make_swizzle(*SWIZZLE_128B), 0, layout)
+    return cute.make_composed_layout(cute.make_swizzle(*SWIZZLES[row_bytes]), 0, layout)
 
 
 def shared_tiles(
     base: cute.Pointer, dtype, box: tuple[int, ...], stages: int, stage_bytes=None
 ) -> cute.Tensor:
     """Ring of tiles at ``base`` in shared memory, (D, rows..., STAGE). base: aligned to TILE_ALIGNMENT."""
-    layout = swizzled_layout(box, stages, stage_bytes)
+    layout = swizzled_layout(box, stages, stage_bytes, box[0] * dtype.width // 8)
     return cute.make_tensor(cute.recast_ptr(base, layout.inner, dtype=dtype), layout.outer)
 
 
@@ -66,12 +72,13 @@ def make_load(
     otherwise they are not. pair: bytes complete on the mbarrier of the pair's even CTA (cta_group::2). multicast: loads
     name the CTAs of the cluster that receive the box, at the same place, and on whose mbarriers its bytes complete.
     """
-    if swizzled and box[0] * tensor.element_type.width // 8 != ROW_BYTES:
-        raise ValueError(f"a row must be {ROW_BYTES} bytes, got {box[0]} of {tensor.element_type}")
+    row_bytes = box[0] * tensor.element_type.width // 8
+    if swizzled and row_bytes not in SWIZZLES:
+        raise ValueError(f"a row must be one of {tuple(SWIZZLES)} bytes, got {row_bytes}")
     padded = box + (1,) * (cute.rank(tensor) - len(box))
     kind = cpasync.CopyBulkTensorTileG2SMulticastOp if multicast else cpasync.CopyBulkTensorTileG2SOp
     op = kind(tcgen05.CtaGroup.TWO if pair else tcgen05.CtaGroup.ONE)
-    layout = swizzled_layout(padded) if swizzled else cute.make_layout(padded)
+    layout = swizzled_layout(padded, row_bytes=row_bytes) if swizzled else cute.make_layout(padded)
     return cpasync.make_tiled_tma_atom(op, tensor, layout, padded)
 
 

@@ -17,6 +17,15 @@ def permute(word: Uint32, order: int) -> Uint32:
     )
 
 
+def interleave(low: Uint32, high: Uint32, order: int) -> Uint32:
+    """Select bytes of two words, of which ``high``'s are numbers 4 to 7, by the nibbles of ``order`` (prmt)."""
+    return cute.arch.inline_ptx(
+        f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {order:#x};",
+        write_only_types=[Uint32],
+        read_only_args=[low, high],
+    )
+
+
 def multiply_bf16x2(pair: Uint32, factor: Uint32) -> Uint32:
     """Multiply two pairs of bf16."""
     return cute.arch.inline_ptx(

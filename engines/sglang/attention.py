@@ -10,6 +10,7 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
+from warpspec.cache import insert
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.engines import keys
 from warpspec.fmha import attention_varlen
@@ -36,10 +37,10 @@ class WarpspecBackend(AttentionBackend):
         super().__init__()
         self.page_size = runner.server_args.page_size
         keys.check_page_size(self.page_size, "--page-size (page_size)")
-        keys.check_dtype(runner.kv_cache_dtype, "--kv-cache-dtype")
-        keys.check_head_size(
-            runner.model_config.head_dim, "choose another --attention-backend for this model"
-        )
+        head_dim = runner.model_config.head_dim
+        keys.check_head_size(head_dim, "choose another --attention-backend for this model")
+        keys.check_cache_dtype(runner.kv_cache_dtype, head_dim, "--kv-cache-dtype")
+        self.float8 = runner.kv_cache_dtype if runner.kv_cache_dtype in keys.FLOAT8.values() else None
         self.most_keys = runner.model_config.context_len
         self.req_to_token_pool = runner.req_to_token_pool  # SGLang expects both under these names
         self.token_to_kv_pool = runner.token_to_kv_pool
@@ -112,15 +113,22 @@ class WarpspecBackend(AttentionBackend):
         """Attention of the new tokens to all keys of their request: q [rows, Hq * D], k and v -> [rows, Hq * D]."""
         _check_layer(layer, others)
         batch, heads, head_dim = self.forward_metadata, layer.tp_q_head_num, layer.qk_head_dim
+        pool = self.token_to_kv_pool
+        in_window_pool = self.has_window_pool and pool.layers_mapping[layer.layer_id][1]
+        k_slots, v_slots = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+        scales = self._scales_of(layer)
         if save_kv_cache and k is not None:
-            slots = KVWriteLoc(step.out_cache_loc, batch.window_slots)
-            self.token_to_kv_pool.set_kv_buffer(layer, slots, k, v)
-        in_window_pool = self.has_window_pool and self.token_to_kv_pool.layers_mapping[layer.layer_id][1]
+            if self.float8 is None:
+                pool.set_kv_buffer(layer, KVWriteLoc(step.out_cache_loc, batch.window_slots), k, v)
+            else:  # (SGLang would divide k and v in 16 bits and in place, and round them twice)
+                slots = batch.window_slots if in_window_pool else step.out_cache_loc
+                new = (t.view(-1, layer.tp_k_head_num, head_dim) for t in (k, v))
+                insert(*new, k_slots, v_slots, slots, **scales)
         out = q.new_empty(q.shape[0], heads * head_dim)
         attention_varlen(
             q.reshape(-1, heads, head_dim),
-            keys.pages_of(self.token_to_kv_pool.get_key_buffer(layer.layer_id), self.page_size),
-            keys.pages_of(self.token_to_kv_pool.get_value_buffer(layer.layer_id), self.page_size),
+            keys.pages_of(k_slots, self.page_size),
+            keys.pages_of(v_slots, self.page_size),
             batch.cu_seqlens_q,
             max_seqlen_q=batch.most_queries,
             max_seqlen_k=batch.most_keys,
@@ -130,9 +138,14 @@ class WarpspecBackend(AttentionBackend):
             window=_window_of(layer),
             sink=sinks,
             scale=layer.scaling,
+            **scales,
             out=out.view(-1, heads, head_dim),
         )
         return out
+
+    def _scales_of(self, layer) -> dict:
+        """k_scale and v_scale of a layer with an FP8 cache: one number each on its device, or None."""
+        return {} if self.float8 is None else {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
 
 
 def _window_of(layer) -> tuple[int, int] | None:

@@ -16,6 +16,7 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 
+from warpspec.cache import insert
 from warpspec.common.architecture import architecture_of
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.engines import keys
@@ -29,7 +30,7 @@ class WarpspecBackend(AttentionBackend):
     """What vLLM asks about before it chooses the backend."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = list(keys.DTYPES)
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *keys.FLOAT8]
     forward_includes_kv_cache_update = False
 
     @staticmethod
@@ -83,17 +84,21 @@ class WarpspecBackend(AttentionBackend):
     ) -> str | None:
         """Which settings have to be changed, and to what."""
         reasons = []
-        for check, value, setting in (
+        checks = (
             (keys.check_head_size, head_size, "choose another --attention-backend for this model"),
             (keys.check_dtype, dtype, "--dtype"),
             (keys.check_page_size, PREFERRED_BLOCK if block_size is None else block_size, "--block-size"),
-        ):
+        )
+        if kv_cache_dtype in keys.FLOAT8:
+            checks += ((keys.check_float8_head, head_size, "--kv-cache-dtype"),)
+        for check, value, setting in checks:
             try:
                 check(value, setting)
             except UnsupportedProblem as problem:
                 reasons.append(str(problem))
         if kv_cache_dtype not in (None, *cls.supported_kv_cache_dtypes):
-            reasons.append(f"--kv-cache-dtype: must be auto, float16 or bfloat16, got {kv_cache_dtype}")
+            allowed = ", ".join(cls.supported_kv_cache_dtypes)
+            reasons.append(f"--kv-cache-dtype: must be one of {allowed}, got {kv_cache_dtype}")
         return "; ".join(reasons) or None
 
     @classmethod
@@ -166,6 +171,8 @@ class WarpspecAttention(AttentionImpl[Batch]):
                 f"--kv-cache-dtype: must be one of {', '.join(WarpspecBackend.supported_kv_cache_dtypes)}, got "
                 f"{kv_cache_dtype}"
             )
+        if kv_cache_dtype in keys.FLOAT8:
+            keys.check_float8_head(head_size, "--kv-cache-dtype")
         for name, value in (("alibi_slopes", alibi_slopes), ("logits_soft_cap", logits_soft_cap or None)):
             if value is not None:
                 raise UnsupportedProblem(f"{name}: not supported, choose another --attention-backend")
@@ -174,6 +181,8 @@ class WarpspecAttention(AttentionImpl[Batch]):
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
+        self.float8 = keys.FLOAT8.get(kv_cache_dtype)  # dtype of an FP8 cache, or None
+        self.supports_quant_query_input = False  # queries stay in 16 bits
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks  # [Hq], of this rank
         self.window = keys.window_of(sliding_window, counts_own=True)
@@ -217,14 +226,24 @@ class WarpspecAttention(AttentionImpl[Batch]):
             window=self.window,
             sink=self.sinks,
             scale=self.scale,
+            **self.scales_of(layer),
             out=output.view(-1, self.num_heads, self.head_size)[: batch.tokens],
         )
         return output
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
-        """Write key and value [rows, Hkv, D] to the slots; -1 means none."""
+        """Write key and value [rows, Hkv, D] to the slots; -1 means none. FP8: divided by the layer's scales."""
         key_pages, value_pages = self.pages_of(kv_cache)
-        if kv_cache.is_cuda:
+        if self.float8 is not None:
+            insert(
+                key,
+                value,
+                key_pages,
+                value_pages,
+                slot_mapping,
+                **self.scales_of(layer),
+            )
+        elif kv_cache.is_cuda:
             from vllm._custom_ops import reshape_and_cache_flash
 
             reshape_and_cache_flash(
@@ -237,14 +256,22 @@ class WarpspecAttention(AttentionImpl[Batch]):
                 layer._k_scale,
                 layer._v_scale,
             )
-            return
-        block = key_pages.shape[1]
-        rows = (slot_mapping >= 0).nonzero()[:, 0]
-        slots = slot_mapping[rows]
-        key_pages[slots // block, slots % block] = key[rows]
-        value_pages[slots // block, slots % block] = value[rows]
+        else:
+            block = key_pages.shape[1]
+            rows = (slot_mapping >= 0).nonzero()[:, 0]
+            slots = slot_mapping[rows]
+            key_pages[slots // block, slots % block] = key[rows]
+            value_pages[slots // block, slots % block] = value[rows]
+
+    def scales_of(self, layer) -> dict:
+        """k_scale and v_scale of an FP8 cache, on its device: one number, or one of each KV head."""
+        if self.float8 is None:
+            return {}
+        return {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
 
     def pages_of(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """View keys and values as [blocks, block, Hkv, D] each, in place."""
+        if self.float8 is not None:
+            kv_cache = kv_cache.view(self.float8)
         key_pages, value_pages = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         return key_pages, value_pages

@@ -16,7 +16,8 @@ class Provider:
     """What vLLM asks for work: one unit for each kind of layer and batch."""
 
     def __init__(self) -> None:
-        self.layers: dict = {}  # (sizes, window, whether it has sinks, dtype): the sizes of vLLM's batches
+        # (sizes, window, whether it has sinks, dtype, the cache's dtype): the sizes of vLLM's batches
+        self.layers: dict = {}
 
     def get_cutedsl_warmup_compile_units(self) -> list:
         from vllm.model_executor.warmup.cutedsl_warmup import CuTeDSLCompileUnit
@@ -49,6 +50,7 @@ def of_layer(layer, dtype: torch.dtype) -> None:
         layer.window,
         layer.sinks is not None,
         dtype,
+        layer.float8 or dtype,
     )
     scheduler = config.scheduler_config
     provider.layers[kind] = (
@@ -71,12 +73,13 @@ def batches(most_requests: int, most_tokens: int, most_keys: int, block: int) ->
 
 def run(kind, requests: int, tokens: int, most_queries: int, most_keys: int, block: int) -> None:
     """Compute attention of requests without keys: this compiles the kernel and launches it on nothing."""
-    heads, heads_kv, head_dim, scale, window, has_sinks, dtype = kind
+    heads, heads_kv, head_dim, scale, window, has_sinks, dtype, cache_dtype = kind
     from vllm.platforms import current_platform
 
     keys.check_page_size(block, "--block-size")
     device = torch.device(current_platform.device_type)
-    cache = torch.zeros(1, heads_kv, block, 2 * head_dim, dtype=dtype, device=device)
+    cache = torch.zeros(1, heads_kv, block, 2 * head_dim, device=device).to(cache_dtype)
+    scale_of_cache = None if cache_dtype == dtype else torch.ones(1, device=device)
     key_pages, value_pages = cache.transpose(1, 2).split(head_dim, dim=-1)
     integers = {"dtype": torch.int32, "device": device}
     attention_varlen(
@@ -92,5 +95,7 @@ def run(kind, requests: int, tokens: int, most_queries: int, most_keys: int, blo
         window=window,
         sink=torch.zeros(heads, dtype=dtype, device=device) if has_sinks else None,
         scale=scale,
+        k_scale=scale_of_cache,
+        v_scale=scale_of_cache,
         out=torch.empty(tokens, heads, head_dim, dtype=dtype, device=device),
     )

@@ -34,7 +34,7 @@ class AttentionHost:
         for ring in config.rings:
             tensor = operands.v if ring == "v" else operands.k
             view, box = kv_view(config, tensor, ring), config.kv_box(ring)
-            found.append(tma.make_load(view, box, swizzled=not config.kv_format))
+            found.append(tma.make_load(view, box, swizzled=config.swizzled_kv))
         return found
 
 
@@ -64,7 +64,7 @@ def kv_view(config: KernelFeatures, t: cute.Tensor, ring: str = "k") -> cute.Ten
             stride=(1, t.stride[1], size, t.stride[2], t.stride[0]),
         )
         return cute.make_tensor(t.iterator, layout)
-    block = config.head_dim if config.kv_format else BLOCK  # FP8 rows are loaded whole
+    block = config.kv_box(ring)[0] if config.kv_format else BLOCK
     layout = cute.make_layout(
         (block, t.shape[1], config.heads.blocks(ring) * BLOCK // block, t.shape[2], t.shape[0]),
         stride=(1, t.stride[1], block, t.stride[2], t.stride[0]),

@@ -28,7 +28,6 @@ from warpspec.common.launch import Target
 from warpspec.fmha.features import (
     BLOCK,
     ELEMENT_BYTES,
-    KernelFeatures,
     Schedule,
     check_page_size,
     check_requests,
@@ -38,12 +37,14 @@ from warpspec.fmha.features import (
 from warpspec.fmha.heads import MMA_K, class_of
 from warpspec.fmha.plan.splits import Loads
 from warpspec.fmha.problem import AttentionProblem
+from warpspec.fmha.sm90.float8 import STATISTICS, Float8Features
 from warpspec.fmha.sm90.shapes import (
     DECODE,
     DECODE_LOADS,
     FLOAT8,
     FLOAT8_LOADS,
     PREFILL,
+    WARP_ROWS,
     WARPGROUP_ROWS,
     Shape,
     choose_shape,
@@ -58,9 +59,7 @@ SUMS_BARRIER = 7  # named barrier of paired consumers that add up their row sums
 SCORED_BARRIER = 8  # named barriers of one paired consumer each: all its warps have read the tile's K
 WEIGHT_STAGES = 2  # P tiles in shared memory: one from each of two consumers
 MIN_STAGES = 2  # KV tiles in flight: one is loaded while the other is read
-RAW_ALIGNMENT = 128  # bytes, of what TMA loads without a swizzle
 INSTRUCTION_REGISTERS = 30  # that ptxas wants for a wgmma besides those of its result
-STATISTICS = 3  # numbers of a row that go with a P tile: reference, maximum, factor
 
 
 def fitting(shape: Shape, problem: AttentionProblem) -> Shape:
@@ -80,7 +79,7 @@ def fitting(shape: Shape, problem: AttentionProblem) -> Shape:
 
 
 @dataclass(frozen=True)
-class AttentionConfig(KernelFeatures):
+class AttentionConfig(Float8Features):
     """Compile-time shape of one kernel. shape: its tiles."""
 
     schedule: Schedule = Schedule.PERSISTENT
@@ -96,6 +95,10 @@ class AttentionConfig(KernelFeatures):
         assert 1 <= self.pack <= WARPGROUP_ROWS
         assert self.consumers % self.column_parts == 0
         assert self.smem_bytes <= self.smem_limit
+        if (
+            self.by_warp
+        ):  # so that a warp has every use of a stage: it would take a phase for the one two before
+            assert self.consumers == 1 and self.kv_stages % (WARPGROUP_THREADS // WARP_THREADS) == 0
         if self.paired:
             assert self.consumers == 2 and self.kv_stages == 2 and self.tile_n == BLOCK
         assert self.role_registers <= self.register_pool, "setmaxnreg would wait for ever"
@@ -122,16 +125,13 @@ class AttentionConfig(KernelFeatures):
             raise UnsupportedProblem(
                 f"sm90 attention: k in FP8 is supported for head sizes {tuple(FLOAT8)}, got {problem.head_dim}"
             )
-        if problem.kv_format and target.native:
-            raise UnsupportedProblem(
-                f"sm90 attention: k in FP8 ({problem.kv_format}) is not supported on a GPU yet: the kernel is right in "
-                "the simulator, but long rows were wrong on an H200; backend 'reference' takes it"
-            )
         pack = choose_pack(problem.group, problem.seq_q, WARPGROUP_ROWS)
         if shape is None:
             shape = choose_shape(problem, target, pack, splits)
         shape = fitting(shape, problem)
-        tile_m = shape.consumers // shape.column_parts * WARPGROUP_ROWS
+        if shape.row_tiles:
+            pack = choose_pack(problem.group, problem.seq_q, WARP_ROWS)
+        tile_m = WARP_ROWS if shape.row_tiles else shape.consumers // shape.column_parts * WARPGROUP_ROWS
         switches = {"splits": splits, "schedule": schedule}
         switches["scheduled"] = shape.column_parts == 1
         return cls(**features(problem, pack=pack, tile_m=tile_m, **switches), shape=shape)
@@ -153,7 +153,7 @@ class AttentionConfig(KernelFeatures):
     @property
     def row_group_size(self) -> int:
         """Rows of a consumer, or of those that share them."""
-        return WARPGROUP_ROWS
+        return WARP_ROWS if self.by_warp else WARPGROUP_ROWS
 
     @property
     def recompute_elements(self) -> int:
@@ -213,7 +213,7 @@ class AttentionConfig(KernelFeatures):
     @property
     def tile_m(self) -> int:
         """Query rows of a CTA."""
-        return self.row_groups * WARPGROUP_ROWS
+        return self.row_groups * self.row_group_size
 
     @property
     def tile_n(self) -> int:
@@ -234,21 +234,6 @@ class AttentionConfig(KernelFeatures):
     def decode_loads(self) -> Loads:
         """How fast an SM takes the keys of few queries."""
         return FLOAT8_LOADS if self.converts else DECODE_LOADS
-
-    @property
-    def converts(self) -> bool:
-        """The last warpgroup converts K and V from FP8 (``convert``)."""
-        return self.kv_format is not None
-
-    @property
-    def p_dtype(self) -> str:
-        """dtype of P and of V in shared memory. FP8 codes become fp16 by one instruction, and P has more digits so."""
-        return "float16" if self.converts and not self.shared_kv else self.dtype
-
-    @property
-    def convert_warp(self) -> int:
-        """First warp of that warpgroup."""
-        return self.load_warp + WARPGROUP_THREADS // WARP_THREADS
 
     @property
     def load_warp(self) -> int:
@@ -324,6 +309,8 @@ class AttentionConfig(KernelFeatures):
         """As in ``KernelFeatures``; no more than a piece."""
         if self.converts:  # a page's rows as they lie in memory, one box
             return (self.head_dim, self.page_keys, 1)
+        if self.by_warp:
+            return (self.row_bytes, self.page_keys, 1)
         keys, rows, blocks = super().kv_box(ring)
         if self.pieces == 1:
             return (keys, rows, blocks)
@@ -331,30 +318,19 @@ class AttentionConfig(KernelFeatures):
 
     def kv_boxes(self, ring: str = "k") -> tuple[int, int]:
         """As in ``KernelFeatures``."""
+        if self.by_warp:
+            return (self.head_dim // self.row_bytes, self.tile_pages)
         return (1, self.tile_pages) if self.converts else super().kv_boxes(ring)
 
-    def load_ring(self, ring: str) -> str:
-        """Name of the ring that TMA fills with a ring's tiles."""
-        return f"raw_{ring}" if self.converts else ring
+    @property
+    def kv_tile_bytes(self) -> int:
+        """As in ``KernelFeatures``."""
+        return self.float8_tile_bytes if self.by_warp else super().kv_tile_bytes
 
     @property
-    def load_stages(self) -> int:
-        """Stages of each of them."""
-        return self.shape.raw_stages if self.converts else self.kv_stages
-
-    def load_tile_bytes(self, ring: str) -> int:
-        """Bytes that TMA loads of a tile of a ring's."""
-        return self.float8_tile_bytes if self.converts else self.ring_tile_bytes(ring)
-
-    @property
-    def float8_tile_bytes(self) -> int:
-        """A K or V tile in FP8."""
-        return self.tile_n * self.head_dim if self.converts else 0
-
-    @property
-    def float8_bytes(self) -> int:
-        """A ring of such tiles."""
-        return self.shape.raw_stages * self.float8_tile_bytes
+    def v_tile_bytes(self) -> int:
+        """As in ``KernelFeatures``."""
+        return self.float8_tile_bytes if self.by_warp else super().v_tile_bytes
 
     # Tiles.
 
@@ -368,7 +344,7 @@ class AttentionConfig(KernelFeatures):
     @property
     def q_bytes(self) -> int:
         """Q of one row group."""
-        return WARPGROUP_ROWS * self.heads.qk_room * ELEMENT_BYTES
+        return self.row_group_size * self.heads.qk_room * ELEMENT_BYTES
 
     @property
     def smem_regions(self) -> tuple[memory.Region, ...]:
@@ -383,7 +359,7 @@ class AttentionConfig(KernelFeatures):
             memory.Region("records", self.record_bytes // WORD_BYTES, "int32", 0, "records", "of tiles"),
             memory.tile_region(
                 "q", self.row_groups * self.q_bytes, "Q",
-                f"{self.row_groups} x [{WARPGROUP_ROWS}, {self.heads.qk_room}]",
+                f"{self.row_groups} x [{self.row_group_size}, {self.heads.qk_room}]",
             ),
             memory.tile_region("k", stages * self.kv_tile_bytes, name, f"{rows}, {self.heads.qk_room}]"),
             memory.tile_region("v", self.v_bytes, "V", f"{rows}, {self.heads.v_room}]"),
@@ -396,16 +372,8 @@ class AttentionConfig(KernelFeatures):
                 "row sums that paired consumers add up, of two tiles",
             ),
             *self.float8_regions,
+            *self.merge_regions,
         )  # fmt: skip
-
-    @property
-    def float8_regions(self) -> tuple[memory.Region, ...]:
-        """What a converter adds to ``smem_regions``."""
-        if not self.converts:
-            return ()
-        size = len(self.rings) * self.float8_bytes
-        holds = f"{self.shape.raw_stages} x [{self.tile_n}, {self.head_dim}] of each, as they are loaded"
-        return (memory.Region("raw", size, "uint8", RAW_ALIGNMENT, "FP8", holds),)
 
     @property
     def p_bytes(self) -> int:
@@ -475,6 +443,8 @@ class AttentionConfig(KernelFeatures):
             )
         if self.converts:
             return (*q, *self.conversion_barriers)
+        if self.by_warp:
+            return (*q, *self.warp_barriers)
         if self.shared_kv:
             return (
                 *q,
@@ -488,26 +458,3 @@ class AttentionConfig(KernelFeatures):
             Barrier("v_full", stages, 1, filled, "consumers", "V tile is in shared memory"),
             Barrier("v_empty", stages, warps, warp, load, "PV has read the V tile"),
         )
-
-    @property
-    def conversion_barriers(self) -> tuple[Barrier, ...]:
-        """mbarriers of K and V that are converted."""
-        stages, raw_stages, warps = self.kv_stages, self.shape.raw_stages, WARPGROUP_THREADS // WARP_THREADS
-        loaded, mine, warp = (
-            "load warp, expect_tx + TMA bytes",
-            "converter, one thread a warp",
-            "consumers, one thread a warp",
-        )
-        readers = self.consumers * warps
-        table = []
-        for name in self.rings:
-            tile = name.upper()
-            table += [
-                Barrier(
-                    f"raw_{name}_full", raw_stages, 1, loaded, "converter", f"{tile} tile is here in FP8"
-                ),
-                Barrier(f"raw_{name}_empty", raw_stages, warps, mine, "load warp", "it is in 16 bits"),
-                Barrier(f"{name}_full", stages, warps, mine, "consumers", f"{tile} tile is here in 16 bits"),
-                Barrier(f"{name}_empty", stages, readers, warp, "converter", "the products have read it"),
-            ]
-        return tuple(table)

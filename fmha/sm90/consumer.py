@@ -44,6 +44,12 @@ class Products(NamedTuple):
     p: cute.Tensor
     o: cute.Tensor
 
+    @classmethod
+    def of_rows(cls, config) -> Products:
+        """Nothing but registers of O, of 64 rows, where products are not wgmma's."""
+        o = cute.make_rmem_tensor(config.heads.v * WARPGROUP_ROWS // WARPGROUP_THREADS, Float32)
+        return cls(*(None,) * (len(cls._fields) - 1), o)
+
 
 def make_qk(config, dtype) -> cute.TiledMma:
     """S [M, N] = Q [M, K] K [N, K]^T: both operands from shared memory, D contiguous."""
@@ -68,11 +74,11 @@ def make_pv(config, dtype, columns: int | None = None) -> cute.TiledMma:
     )
 
 
-def products(config, dtype, q_base, k_base, v_base, part) -> Products:
+def products(config, q_base, k_base, v_base, part) -> Products:
     """q_base: of this consumer's Q; v_base is k_base where V is K. part: of O's columns."""
     rows, keys, depth, columns = WARPGROUP_ROWS, config.tile_n, config.heads.qk_room, config.o_columns
     room = config.heads.v_room // config.column_parts  # columns of V in shared memory
-    p_dtype = DTYPES[config.p_dtype]
+    dtype, p_dtype = DTYPES[config.qk_dtype], DTYPES[config.p_dtype]
     qk, pv = make_qk(config, dtype), make_pv(config, p_dtype, config.pv_columns)
 
     def shared(base, layout):
@@ -104,9 +110,10 @@ def products(config, dtype, q_base, k_base, v_base, part) -> Products:
 @dataclass(frozen=True)
 class Work:
     """One consumer's part of a tile. rows: the thread's two; biases: theirs (KEY), or None. consumer: which one it is;
-    row_group: which 64 rows it has; part: which part of O's columns (plain ints of paired consumers). thread: 0..127
-    of it. use: KV tiles that this CTA has done before; q_use: number of this tile's Q in its ring. numbers: of the map
-    between S and P. v_base: Uint8 pointer to the first V stage."""
+    row_group: which 64 rows it has; part: which part of O's columns (plain ints of paired consumers). thread: 0..127 of
+    it. use: KV tiles that this CTA has done before; q_use: number of this tile's Q in its ring. numbers: of the map
+    between S and P. shared: ``kernel.Shared``. row_factors: what the scores of the thread's rows are multiplied with
+    (``narrow``), or None."""
 
     config: object
     channels: dict
@@ -121,7 +128,29 @@ class Work:
     use: Int32
     q_use: Int32
     numbers: LogitNumbers
-    v_base: cute.Pointer
+    shared: tuple
+    row_factors: tuple | None = None
+
+    def numbers_of(self, r: int) -> LogitNumbers:
+        """The map's numbers for the scores of row r of the thread."""
+        if self.row_factors is None:
+            return self.numbers
+        return self.numbers._replace(factor=self.numbers.factor * self.row_factors[r])
+
+    def in_units(self, state: tuple) -> tuple:
+        """A state (references, maxima, sums) whose first two are in units of true scores."""
+        if self.row_factors is None or self.config.logits.in_powers:
+            return state
+        references, maxima = (
+            tuple(value * factor for value, factor in zip(values, self.row_factors, strict=True))
+            for values in state[:2]
+        )
+        return references, maxima, state[2]
+
+    @property
+    def v_base(self) -> cute.Pointer:
+        """Uint8 pointer to the first V stage."""
+        return self.shared.v
 
     @property
     def span(self):
@@ -140,7 +169,7 @@ class Work:
         k = self.mma.k[None, None, None, (self.use + step) % self.config.kv_stages]
         q = self.mma.q[None, None, None, 0]
         multiply(
-            make_qk(self.config, DTYPES[self.config.dtype]),
+            make_qk(self.config, DTYPES[self.config.qk_dtype]),
             self.mma.s,
             q,
             k,
@@ -242,7 +271,7 @@ def attend(work):
         work.issue_pv(last)
         warpgroup.wait_group(0)
         work.v_empty.arrive_warp(work.use + last)
-    return state
+    return work.in_units(state)
 
 
 @cute.jit
@@ -321,15 +350,15 @@ def weigh(work, step, state, masked: cutlass.Constexpr):
 
     masked: some row may not see some key of the tile.
     """
-    config, span, numbers = work.config, work.tile.span, work.numbers
-    score_unit = unit(config.logits, numbers)
+    config, span = work.config, work.tile.span
     references, maxima, sums = state
     scores = flat(work.mma.s)
     first_key = span.tile(step) * config.tile_n
     negate_scores(config.logits, scores)
     new = []
     for r in cutlass.range_constexpr(THREAD_ROWS):
-        row = work.rows[r]
+        row, numbers = work.rows[r], work.numbers_of(r)
+        score_unit = unit(config.logits, numbers)
         origin = first_key + PAIR * row.member  # key of element 0
         if cutlass.const_expr(config.bias is not None):
             bias.add(config, scores, r, work.biases[r], origin, numbers, masked)

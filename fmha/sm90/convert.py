@@ -25,7 +25,7 @@ from warpspec.fmha.features import BLOCK
 SWIZZLE_ROWS = 8  # after so many rows the swizzle begins again
 OCTET = 8  # threads whose accesses of 16 bytes pass shared memory together
 PIECES = BLOCK // VECTOR_BYTES  # of a row of a block: 16 codes each
-BATCH = 4  # vectors that a thread has in registers
+BATCH = 2  # vectors that a thread has in registers
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,7 @@ def convert_stage(role, ring: cutlass.Constexpr, name: cutlass.Constexpr, use):
             channels[name + "_empty"].wait_previous(use)
         for i in cutlass.range_constexpr(len(places)):
             row, column = places[i]
-            dtype = config.p_dtype if name == config.v_ring else config.dtype
-            wide = widened([codes[i][w] for w in range(4)], config.kv_format, dtype)
+            wide = widened([codes[i][w] for w in range(4)], config.kv_format, config.p_dtype)
             block, chunk = column // BLOCK, column % BLOCK // 8
             at = target + (block * config.tile_n + row) * tma.ROW_BYTES
             chunk = (chunk ^ (row % SWIZZLE_ROWS)) * VECTOR_BYTES

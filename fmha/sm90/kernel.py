@@ -10,11 +10,12 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 
 from warpspec.common.device import tma
 from warpspec.common.device.pipeline import init_barriers
 from warpspec.common.device.storage import allocate
+from warpspec.common.device.wgmma import QUAD, ROW_DISTANCE, THREAD_ROWS
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.fmha.device.bias import row_of
 from warpspec.fmha.device.grid import DivisorGrid, Grid, Where, grid_of
@@ -25,6 +26,7 @@ from warpspec.fmha.device.record import records_of
 from warpspec.fmha.device.scales import score_numbers
 from warpspec.fmha.device.tiles import each_tile, schedule
 from warpspec.fmha.features import Schedule
+from warpspec.fmha.sm90.by_warp import attend_by_warp
 from warpspec.fmha.sm90.consumer import (
     Products,
     Work,
@@ -37,13 +39,15 @@ from warpspec.fmha.sm90.convert import convert
 from warpspec.fmha.sm90.epilogue import epilogue
 from warpspec.fmha.sm90.fragment import thread_rows
 from warpspec.fmha.sm90.load import load
+from warpspec.fmha.sm90.narrow import ROW_THREADS, narrow_queries
 from warpspec.fmha.sm90.pair import Pair, attend_paired, own_stage
 from warpspec.fmha.sm90.rings import Source
 
 
 class Shared(NamedTuple):
     """Where the regions of shared memory begin. q, k, v, p: Uint8 pointers; v is k where V is K. statistics, sums:
-    Float32 pointers, of paired consumers. raw: Uint8 pointer to the rings of FP8 tiles."""
+    Float32 pointers, of paired consumers. raw: Uint8 pointer to the rings of FP8 tiles. parts, states: Float32
+    pointers, of warps that have KV tiles of their own."""
 
     q: cute.Pointer
     k: cute.Pointer
@@ -52,6 +56,8 @@ class Shared(NamedTuple):
     statistics: cute.Pointer
     sums: cute.Pointer
     raw: cute.Pointer
+    parts: cute.Pointer | None
+    states: cute.Pointer | None
 
 
 class Attention(AttentionHost):
@@ -110,6 +116,8 @@ class Attention(AttentionHost):
             storage.statistics.data_ptr(),
             storage.sums.data_ptr(),
             storage.raw.data_ptr() if cutlass.const_expr(config.converts) else k_base,
+            storage.parts.data_ptr() if cutlass.const_expr(config.by_warp) else None,
+            storage.states.data_ptr() if cutlass.const_expr(config.by_warp) else None,
         )
         if cutlass.const_expr(config.converts):
             if warp >= config.convert_warp:
@@ -218,7 +226,10 @@ def consume(
     thread = thread % WARPGROUP_THREADS
     row_group, part = consumer // config.column_parts, consumer % config.column_parts
     q_base = shared.q + row_group * config.q_bytes
-    mma = products(config, dtype, q_base.align(tma.TILE_ALIGNMENT), shared.k, shared.v, part)
+    if cutlass.const_expr(config.by_warp):
+        mma = Products.of_rows(config)
+    else:
+        mma = products(config, q_base.align(tma.TILE_ALIGNMENT), shared.k, shared.v, part)
     if consumer == config.consumers - 1:
         pass_turn(config, consumer)  # the first consumer begins
     role = Consumer(config, channels, shared, operands, numbers, mma, consumer, row_group, part, thread)
@@ -234,6 +245,9 @@ def consume_tile(role, tile, uses):
     q_use = tile_use * config.row_groups + role.row_group
     if tile.span.count > 0:
         channels["q_full"].wait(q_use)
+    row_factors = None
+    if cutlass.const_expr(config.narrows_q and not config.by_warp):
+        row_factors = narrow_rows(role, tile)
     biases = None
     if cutlass.const_expr(config.bias is not None):
         places = (tile.place(row.index, role.row_group) for row in mine)
@@ -252,7 +266,8 @@ def consume_tile(role, tile, uses):
         use,
         q_use,
         score_numbers(config, operands, tile, role.numbers),
-        role.shared.v,
+        role.shared,
+        row_factors,
     )
     if cutlass.const_expr(config.skips_idle):
         if work.idle:
@@ -265,8 +280,24 @@ def consume_tile(role, tile, uses):
         if cutlass.const_expr(config.normalize and not config.p_in_keys):
             stage = own_stage(config, role.shared, role.number)  # every P has been read
         epilogue(work, state, operands, stage)
+    elif cutlass.const_expr(config.by_warp):
+        state = attend_by_warp(work)
+        if role.thread < WARP_THREADS:
+            epilogue(work, state, operands, None)
     else:
         epilogue(work, attend(work), operands, None)
     if tile.span.count > 0:
         tile_use += 1
     return tile_use, use + tile.span.count
+
+
+@cute.jit
+def narrow_rows(role, tile) -> tuple:
+    """``narrow_queries`` of a consumer's rows; returns what the scores of the thread's own two are multiplied with."""
+    config, factor = role.config, Float32(1.0)
+    if tile.span.count > 0:
+        base = role.shared.q.toint() + role.row_group * config.q_bytes
+        factor = narrow_queries(config, base, role.number, role.thread)
+    first = role.thread % WARP_THREADS // QUAD
+    lanes = (ROW_THREADS * (first + r * ROW_DISTANCE) for r in range(THREAD_ROWS))
+    return tuple(cute.arch.shuffle_sync(factor, lane) for lane in lanes)

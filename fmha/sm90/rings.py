@@ -63,5 +63,6 @@ class Source:
             base = self.shared.raw + number * config.float8_bytes
             shared = tma.plain_tiles(base, cutlass.Uint8, box, config.load_stages * boxes)
         else:
-            shared = tma.shared_tiles(self.shared[1 + number], self.dtype, box, config.kv_stages * boxes)
+            dtype = cutlass.Uint8 if config.kv_format else self.dtype
+            shared = tma.shared_tiles(self.shared[1 + number], dtype, box, config.kv_stages * boxes)
         return tma.TileRing.make(self.atoms[1 + number], tiles, shared)

@@ -21,6 +21,8 @@ DECODE_LOADS = Loads(one=28, two=22.5, all=18, spread=0.75)
 # what two do. Measured on an H200 at three shapes.
 FLOAT8_LOADS = Loads(one=20, two=25, all=25, spread=1)
 WARPGROUP_ROWS = 64  # query rows of a consumer warpgroup: M of wgmma
+WARP_ROWS = 16  # query rows of a tile whose KV tiles are shared among warps
+COLUMN_ROWS = 8  # query rows that are the columns of one mma.sync: N
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class Shape:
     ctas_per_sm: that registers and shared memory are budgeted for. consumer_registers, producer_registers: of a
     thread, set by setmaxnreg. column_parts: consumers that share 64 rows, each with a part of O's columns. raw_stages,
     converter_registers: where K and V are FP8, tiles that are loaded ahead of their conversion, and registers of a
-    thread that converts."""
+    thread that converts. row_tiles: where each warp of a consumer has KV tiles of its own (``by_warp``), how many times
+    8 query rows; else 0."""
 
     consumers: int
     tile_n: int
@@ -40,6 +43,7 @@ class Shape:
     column_parts: int = 1
     raw_stages: int = 0
     converter_registers: int = 0
+    row_tiles: int = 0
 
 
 # Many rows: O, S and P of 64 rows in a consumer's registers decide how many consumers and keys fit.
@@ -106,6 +110,18 @@ FLOAT8_DECODE = {
     128: Shape(1, 64, 2, 2, 160, 24, raw_stages=2, converter_registers=56),
     256: Shape(1, 64, 2, 1, 240, 24, raw_stages=2, converter_registers=120),
 }
+# So few rows that the warps of a consumer take KV tiles of their own: by how many times 8 rows.
+FLOAT8_FEW = {
+    1: {
+        64: Shape(1, 64, 8, 2, 216, 40, row_tiles=1),
+        128: Shape(1, 32, 8, 2, 208, 48, row_tiles=1),
+        256: Shape(1, 32, 4, 2, 216, 40, row_tiles=1),
+    },
+    2: {
+        64: Shape(1, 64, 8, 2, 216, 40, row_tiles=2),
+        128: Shape(1, 64, 4, 2, 216, 40, row_tiles=2),
+    },
+}
 
 
 def choose_shape(problem: AttentionProblem, target: Target, pack: int, splits: bool) -> Shape:
@@ -115,6 +131,10 @@ def choose_shape(problem: AttentionProblem, target: Target, pack: int, splits: b
     """
     dim = class_of(problem.heads.v)
     if problem.kv_format is not None:
+        rows = problem.group * problem.seq_q
+        few = FLOAT8_FEW.get(-(-rows // COLUMN_ROWS), {})
+        if dim in few:
+            return few[dim]
         return (FLOAT8_DECODE if problem.seq_q <= WARPGROUP_ROWS // pack else FLOAT8)[dim]
     if problem.shared_kv and dim in SHARED:
         return SHARED[dim]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -25,9 +26,10 @@ from warpspec.softmax import softmax, softmax_topk
 from . import gpu_bench
 from .attention_peers import CUDNN, FLASH, SDPA, flash_attention, result_of, sdpa, sdpa_shared
 from .row_peers import QUACK, quack_softmax, quack_topk, softmax_peers, topk_peers
-from .sweep_shapes import MOST_BYTES, AttentionShape, RowShape, Shape
+from .sweep_shapes import FLOAT8, MOST_BYTES, AttentionShape, RowShape, Shape
 
 OURS = "warpspec"
+BF16 = "warpspec, bf16"  # a peer of FP8 keys
 DTYPE = torch.bfloat16
 FLASH_MOST_DIM = 256  # of a head, on sm_90
 SETS_BYTES, MOST_SETS = 2 * MOST_BYTES, 64  # of all inputs that calls of a shape go round
@@ -39,7 +41,8 @@ SETS_BYTES, MOST_SETS = 2 * MOST_BYTES, 64  # of all inputs that calls of a shap
 def attention_inputs(
     shape: AttentionShape, device: str, seed: int = 0, *, values: bool = True
 ) -> SimpleNamespace:
-    """q, k, v (None where V is K) and the options of our call. values: random ones, and pages in random order."""
+    """q, k, v (None where V is K) and the options of our call; of FP8 keys also ``wide``, the same in bf16 for peers.
+    values: random ones, and pages in random order."""
     draw = random.Random(seed)
 
     def tensor(*sizes):
@@ -81,6 +84,10 @@ def attention_inputs(
     q = tensor(*query_rows, shape.heads_q, shape.head_dim)
     k = tensor(*key_rows, shape.heads_kv, shape.head_dim)
     v = None if shape.shared_kv else tensor(*key_rows, shape.heads_kv, shape.head_dim)
+    if shape.kind == FLOAT8:
+        codes = [t.to(torch.float8_e4m3fn) for t in (k, v)]
+        wide = SimpleNamespace(q=q, k=codes[0].to(DTYPE), v=codes[1].to(DTYPE), options=options)
+        return SimpleNamespace(q=q, k=codes[0], v=codes[1], options=options, wide=wide)
     return SimpleNamespace(q=q, k=k, v=v, options=options)
 
 
@@ -133,6 +140,10 @@ def peers(shape: Shape) -> dict[str, Callable]:
                 found.pop(QUACK, None)  # computes something else
             return {name: lambda x, call=call: call(x)[0] for name, call in found.items()}
         return softmax_peers(shape.length)
+    if shape.kind == FLOAT8:
+        plain = replace(shape, kind="decode")  # any kind without peers of its own
+        found = {BF16: ours(plain), **peers(plain)}
+        return {name: lambda x, call=call: call(x.wide) for name, call in found.items()}
     if shape.shared_kv:
         return {SDPA: lambda x: sdpa_shared(x.q, x.k)}
     found = {}
@@ -185,7 +196,9 @@ def our_kernels(shape: Shape, target: Target) -> list[tuple[Kernel, Hashable]]:
     """
     if isinstance(shape, AttentionShape):
         x = attention_inputs(shape, "meta", values=False)
-        return kernels([AttentionProblem.of(x.q, x.k, x.v, memory=False, **x.options)], target)
+        calls = [x, x.wide] if shape.kind == FLOAT8 else [x]
+        problems = [AttentionProblem.of(x.q, x.k, x.v, memory=False, **x.options) for x in calls]
+        return kernels(problems, target)
     edges = shape.length * getattr(torch, shape.dtype).itemsize % VECTOR_BYTES != 0
     if shape.k:
         from warpspec.softmax.topk.launch import topk_kernel
@@ -226,7 +239,8 @@ def compile_peer(shape: Shape) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         with FakeTensorMode(), torch.no_grad():
-            flash_call(flash_attention(), shape, attention_inputs(shape, "cuda", values=False))
+            x = attention_inputs(shape, "cuda", values=False)
+            flash_call(flash_attention(), shape, x.wide if shape.kind == FLOAT8 else x)
         return
     from quack.cute_dsl_utils import torch2cute_dtype_map
 

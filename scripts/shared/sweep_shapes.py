@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from warpspec.aot.models import CALLS, FULL, MODELS, PACKED, PAGED, Model, sliding
 
@@ -40,7 +40,9 @@ EXPERTS = (8, 16, 32, 60, 64, 72, 128, 160, 256)
 GRADIENTS = "gradients"  # kind of a shape whose backward pass is timed, not its forward pass
 GRADIENT_WORK = 2.5  # a backward pass has five products for the forward pass's two
 GRADIENT_DIMS = (64, 128, 256)  # head sizes that have gradients
-# Of 140 shapes.
+FLOAT8 = "fp8"  # kind of a shape whose keys and values are e4m3
+FLOAT8_DIMS = (64, 128, 256)
+# Of 160 shapes.
 SHARES = {
     "prefill": 20,
     "chunked": 14,
@@ -51,6 +53,7 @@ SHARES = {
     "softmax": 15,
     "top-k": 15,
     GRADIENTS: 20,
+    FLOAT8: 20,
 }
 KINDS = tuple(SHARES)
 
@@ -117,7 +120,8 @@ class AttentionShape:
     @property
     def kv_bytes(self) -> int:
         """Bytes of K and V for one key."""
-        return (1 if self.shared_kv else 2) * self.heads_kv * self.head_dim * ELEMENT_BYTES["bfloat16"]
+        size = 1 if self.kind == FLOAT8 else ELEMENT_BYTES["bfloat16"]
+        return (1 if self.shared_kv else 2) * self.heads_kv * self.head_dim * size
 
     @property
     def qo_bytes(self) -> int:
@@ -138,7 +142,8 @@ class AttentionShape:
     def held_bytes(self) -> int:
         """Bytes of all tensors of the shape."""
         keys = max(self.keys) * self.batch if self.form in ("plain", "ranges") else sum(self.keys)
-        return self.copies * (keys * self.kv_bytes + self.qo_bytes)
+        forms = 3 if self.kind == FLOAT8 else 1  # peers read the same values in bf16
+        return self.copies * (forms * keys * self.kv_bytes + self.qo_bytes)
 
     @property
     def flops(self) -> int:
@@ -360,6 +365,14 @@ def gradients(draw: random.Random) -> AttentionShape:
     return AttentionShape(GRADIENTS, queries=queries, keys=queries, **fields)
 
 
+def float8(draw: random.Random) -> AttentionShape:
+    """A serving layer of any kind, decoding most of all, whose cache is e4m3."""
+    kind = draw.choice((decode, decode, decode, speculative, chunked, prefill))
+    while (shape := kind(draw)).head_dim not in FLOAT8_DIMS:
+        pass
+    return replace(shape, kind=FLOAT8)
+
+
 DRAWS = {
     "prefill": prefill,
     "chunked": chunked,
@@ -370,6 +383,7 @@ DRAWS = {
     "softmax": softmax,
     "top-k": top_k,
     GRADIENTS: gradients,
+    FLOAT8: float8,
 }
 
 

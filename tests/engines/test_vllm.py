@@ -157,6 +157,16 @@ def test_same_tokens_as_the_own_attention(kind, checkpoints, start):
     assert same >= 0.75 * 6 * len(inputs)  # a near tie flips a token and those behind it
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "dtype"),
+    [("llama", "fp8", torch.float8_e4m3fn), ("gemma3", "fp8_e5m2", torch.float8_e5m2)],
+)
+def test_float8_cache(kind, name, dtype, checkpoints, start):
+    model, folder = checkpoints(kind)
+    llm = start(folder, kv_cache_dtype=name)
+    Judge(model, dtype).check(generate(llm, prompts(LENGTHS)))
+
+
 def test_preemption(checkpoints, start):
     """Six requests grow to 110 tokens, four blocks each; there are 15."""
     model, folder = checkpoints("llama")

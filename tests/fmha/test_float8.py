@@ -9,12 +9,9 @@ import torch
 from helpers.float8_cases import Case
 
 from warpspec.common.errors import UnsupportedProblem
-from warpspec.common.hardware import GPUS
-from warpspec.common.launch import Target, simulating
+from warpspec.common.launch import simulating
 from warpspec.fmha import attention
 from warpspec.fmha.flash_attn import flash_attn_func
-from warpspec.fmha.problem import AttentionProblem
-from warpspec.fmha.sm90.config import AttentionConfig
 
 CASE = Case(3, 20, (4, 2), 64, batch=2, scale="request")
 
@@ -70,14 +67,6 @@ def test_what_kernels_do_not_do():
     wide = Case(3, 20, (4, 2), 512, scale=None).arguments()
     with simulating("sm_90a"), pytest.raises(UnsupportedProblem, match=r"sm90.*k in FP8"):
         attention(**wide, backend="sim")
-
-
-def test_a_gpu_is_refused():
-    """The kernel is not right on an H200: docs/notebook/attention_sm90.md."""
-    arguments = CASE.arguments()
-    target = Target.of_model(GPUS["sm_90a"], device=0)
-    with pytest.raises(UnsupportedProblem, match=r"k in FP8 .* not supported on a GPU"):
-        AttentionConfig.of(AttentionProblem.of(**arguments, memory=False), target)
 
 
 def test_flash_attn_names_descales():

@@ -1,5 +1,7 @@
 """FP8 keys and values in the sm90 kernel, in the simulator, against FP32 on dequantised values."""
 
+import math
+
 import pytest
 import torch
 from helpers.float8_cases import Case, check
@@ -21,6 +23,8 @@ CASES = [
     long(Case(3, 200, (8, 2), 128, dtype=FP16, causal=True, shared=True)),
     long(Case(2, 200, (8, 2), 128, normalize=False, page=64, lengths=(190,))),
     long(Case(1, 1, (4, 1), 128)),
+    long(Case(4, 300, (4, 1), 64, causal=True, nan=True)),
+    long(Case(3, 200, (32, 2), 128, batch=2, page=16, lengths=(200, 33))),
 ]
 
 
@@ -29,6 +33,22 @@ def run(arguments):
         results = attention(**arguments, return_lse=arguments["normalize"], backend="sim")
     assert all(launch.local_bytes == 0 for launch in sim.last_report().launches)
     return results
+
+
+@pytest.mark.parametrize("queries", [1, pytest.param(3, marks=pytest.mark.long)])
+def test_queries_of_any_size(queries):
+    """A row of bf16 queries is brought into fp16's range by a factor of its own: rows of 0, of 2^-100, of 2^20, with
+    one number far above the others, with NaN, with Inf."""
+    arguments = Case(queries, 40, (8, 1), 64, scale=None).arguments()
+    q = arguments["q"]
+    for head, factor in enumerate((0.0, 2.0**-100, 2.0**-20, 2.0**20)):
+        q[:, :, head] *= factor
+    q[:, :, 5, 3], q[:, :, 6, 3], q[:, :, 7, 3] = 2.0**12, math.nan, math.inf
+    o, _ = run(arguments)
+    wanted = attention(**arguments, backend="reference")
+    assert torch.equal(o.isnan(), wanted.isnan()) and bool(wanted[:, :, 6:].isnan().all())
+    error = (o - wanted)[:, :, :6].float().norm(dim=-1) / wanted[:, :, :6].float().norm(dim=-1)
+    assert error.max() < 4e-3
 
 
 @pytest.mark.parametrize("case", CASES)

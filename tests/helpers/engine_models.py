@@ -3,7 +3,7 @@
 from copy import deepcopy
 
 import torch
-from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, DynamicCache, GptOssConfig, LlamaConfig, Qwen3Config
 from transformers.models.gemma2 import Gemma2Config
 from transformers.models.gemma3 import Gemma3TextConfig
 
@@ -80,23 +80,40 @@ def prompts(lengths, common: int = 0) -> list[list[int]]:
     ]
 
 
-def log_probabilities(model, prompt: list[int], generated: list[int]) -> torch.Tensor:
-    """[generated tokens, vocabulary]: what the model says after each prefix, in one forward without a cache."""
+class RoundingCache(DynamicCache):
+    """A cache whose keys and values have been rounded to a dtype, with a scale of 1."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def update(self, key_states, value_states, *rest, **named):
+        rounded = (t.to(self.dtype).to(t.dtype) for t in (key_states, value_states))
+        return super().update(*rounded, *rest, **named)
+
+
+def log_probabilities(model, prompt: list[int], generated: list[int], cached=None) -> torch.Tensor:
+    """[generated tokens, vocabulary]: what the model says after each prefix, in one forward. cached: dtype to which
+    keys and values are rounded; None: they are not."""
+    cache = None if cached is None else RoundingCache(cached)
     with torch.no_grad():
-        logits = model(torch.tensor([prompt + generated[:-1]]), use_cache=False).logits[0]
+        inputs = torch.tensor([prompt + generated[:-1]])
+        logits = model(inputs, use_cache=cache is not None, past_key_values=cache).logits[0]
     return logits[len(prompt) - 1 :].float().log_softmax(-1)
 
 
 class Judge:
     """Compares an engine's log-probabilities of what it generated with the same model in FP32, with eager attention.
 
-    The measure is the model's own error in bf16: the root mean square of the differences.
+    The measure is the model's own error in bf16: the root mean square of the differences. cached: the dtype of the
+    engine's cache, to which both models' keys and values are rounded.
     """
 
     FACTOR = 1.6  # ours over the model's own in bf16; some dozens of tokens scatter
     NEAR_TIE = 4.0  # in own errors: a token that greedy decoding may take instead of the best one
 
-    def __init__(self, model):
+    def __init__(self, model, cached: torch.dtype | None = None):
+        self.cached = cached
         self.exact = deepcopy(model).float()
         self.exact.set_attn_implementation("eager")
         self.rounded = deepcopy(model)
@@ -107,9 +124,9 @@ class Judge:
         own, ours, behind = [], [], []
         for prompt, generated, said in requests:
             chosen = torch.tensor(generated)[:, None]
-            exact = log_probabilities(self.exact, prompt, generated)
+            exact = log_probabilities(self.exact, prompt, generated, self.cached)
             of_chosen = exact.gather(1, chosen)[:, 0]
-            rounded = log_probabilities(self.rounded, prompt, generated).gather(1, chosen)[:, 0]
+            rounded = log_probabilities(self.rounded, prompt, generated, self.cached).gather(1, chosen)[:, 0]
             own.append(rounded - of_chosen)
             behind.append(exact.amax(1) - of_chosen)
             if said is not None:

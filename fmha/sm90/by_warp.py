@@ -1,0 +1,397 @@
+"""A consumer for few query rows over FP8 keys: each of its warps takes every fourth KV tile, alone.
+
+A warp turns a tile's codes to 16 bits on their way from shared memory to the fragments of mma.sync, of which keys, not
+queries, fill the 16 rows: S^T = K Q^T and O^T += V^T P^T. So the eight columns of an instruction are enough for eight
+query rows, nothing 16 bits wide passes shared memory, and a thread has few scores. The warps' states meet at the end of
+a tile of rows (``merge``).
+
+The order of D within products is free. A lane reads the 16-byte chunks of a row that no other lane of its octet has on
+the same banks, and what stands side by side in them becomes neighbours in a fragment:
+
+- Of K, a lane (g, t) of 4 g + t reads a quarter of rows g and g + 8, four codes for each of the products' steps.
+- Of V, it reads an eighth of the rows 2 t, 2 t + 1, 2 t + 8, 2 t + 9. Two rows' codes of one column are neighbours in a
+  fragment of V^T; so O^T has an eighth of D in a lane, in two columns, queries 2 t and 2 t + 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Uint32
+
+from warpspec.common.device import tma
+from warpspec.common.device.float8 import widened
+from warpspec.common.device.mma import C_WORDS, MMA_COLUMNS, MMA_DEPTH, MMA_ROWS, multiply, transpose
+from warpspec.common.device.wgmma import PAIR, QUAD, flat
+from warpspec.common.device.words import VECTOR_WORDS, interleave, load_shared
+from warpspec.common.hardware import FP32_BYTES, VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS, WORD_BYTES
+from warpspec.fmha.device.logits import map_scores, negate_scores, unit
+from warpspec.fmha.device.softmax import move_reference
+from warpspec.fmha.features import BLOCK
+from warpspec.fmha.sm90.config import CLEAR_BARRIER
+from warpspec.fmha.sm90.consumer import DTYPES, unmasked_steps
+from warpspec.fmha.sm90.float8 import STATISTICS
+from warpspec.fmha.sm90.narrow import factors, largest, maximum_of_halves, narrowed
+
+WARPS = WARPGROUP_THREADS // WARP_THREADS
+OCTET = 8  # lanes with one t
+PAIRS = (0x5140, 0x7362)  # prmt selectors: bytes of two words in turn, of their lower and upper halves
+
+
+class Lane:
+    """g and t of this lane, and which warp it is in. config: compile-time."""
+
+    def __init__(self, config, thread):
+        lane = thread % WARP_THREADS
+        self.g, self.t, self.warp = lane // QUAD, lane % QUAD, thread // WARP_THREADS
+        self.config = config
+        self.columns = PAIR * config.shape.row_tiles
+        self.spans = config.head_dim // config.row_bytes
+        self.steps = config.row_bytes // MMA_DEPTH  # of QK within a span; words of a quarter of a row
+        self.vector = config.row_bytes // OCTET // WORD_BYTES  # words of an eighth of a row
+
+    def chunk(self, base, span, row, byte):
+        """Address of a byte of a row in a swizzled tile. byte: in the row's span."""
+        config = self.config
+        swizzled = row // (tma.ROW_BYTES // config.row_bytes) % (config.row_bytes // VECTOR_BYTES)
+        place = (byte // VECTOR_BYTES) ^ swizzled
+        at = base + (span * config.tile_n + row) * config.row_bytes
+        return at + place * VECTOR_BYTES + byte % VECTOR_BYTES
+
+
+@cute.jit
+def attend_by_warp(work):
+    """As ``consumer.attend``, whose results it has in the first warp; those of the others mean nothing.
+
+    Consumes: k_full, v_full of the warp's own tiles. Produces: k_empty, v_empty of these, one arrival each; q_empty,
+    one arrival a warp.
+    """
+    config, span = work.config, work.tile.span
+    lane = Lane(config, work.thread)
+    o = cute.make_rmem_tensor((C_WORDS, lane.spans * lane.vector * PAIR, config.shape.row_tiles), Float32)
+    o.fill(0.0)
+    q = cute.make_rmem_tensor((PAIR, lane.spans * lane.steps, config.shape.row_tiles), Uint32)
+    q.fill(0)
+    scaled = (Float32(1.0),) * lane.columns
+    if span.count > 0:
+        scaled = read_queries(work, lane, q)
+        release(work.channels["q_empty"], work.q_use)
+    work = replace(work, row_factors=scaled if config.narrows_q else None)
+    references, maxima = (-Float32.inf,) * lane.columns, (-Float32.inf,) * lane.columns
+    state = (references, maxima, (Float32(0.0),) * lane.columns)
+    whole, partial = unmasked_steps(config, span)
+    first = (lane.warp - work.use) % WARPS
+    for step in cutlass.range((first + WARPS) % WARPS, span.count, WARPS, unroll=1):
+        masked = Boolean(step < whole) | Boolean(step >= partial)
+        state = take_tile(work, lane, q, o, step, masked, state)
+    return merge(work, lane, o, work.in_units(state))
+
+
+@cute.jit
+def read_queries(work, lane: cutlass.Constexpr, q: cute.Tensor) -> tuple:
+    """q (2, STEP, ROW TILE) from shared memory: of query g of each row tile what K's columns of this lane meet. Returns
+    what the scores of the lane's columns are multiplied with."""
+    config, found = work.config, []
+    block_bytes = config.q_bytes // config.blocks
+    base = work.shared.q.toint()
+    for row_tile in cutlass.range_constexpr(config.shape.row_tiles):
+        row = row_tile * MMA_COLUMNS + lane.g
+        for span in cutlass.range_constexpr(lane.spans):
+            for half in cutlass.range_constexpr(lane.steps // PAIR):
+                column = span * config.row_bytes + lane.t * (config.row_bytes // QUAD) + half * 8
+                place = (column % BLOCK // 8) ^ (row % 8)
+                at = base + column // BLOCK * block_bytes + row * tma.ROW_BYTES + place * VECTOR_BYTES
+                words = load_shared(at)
+                for i in cutlass.range_constexpr(VECTOR_WORDS):
+                    q[i % PAIR, span * lane.steps + half * PAIR + i // PAIR, row_tile] = words[i]
+        down = Float32(1.0)
+        if cutlass.const_expr(config.narrows_q):
+            own = flat(q[None, None, row_tile])
+            pair = largest([own[i] for i in range(cute.size(own))])
+            for distance in cutlass.range_constexpr(1, QUAD):  # 1 and 2, and both: the quad
+                pair = maximum_of_halves(pair, Uint32(cute.arch.shuffle_sync_bfly(pair, distance)))
+            up, down = factors(pair)
+            for i in cutlass.range_constexpr(cute.size(own)):
+                own[i] = narrowed(own[i], up)
+        for e in cutlass.range_constexpr(PAIR):
+            found.append(cute.arch.shuffle_sync(down, QUAD * (PAIR * lane.t + e)))
+    return tuple(found)
+
+
+@cute.jit
+def take_tile(work, lane: cutlass.Constexpr, q, o, step, masked, state):
+    """S^T, softmax and O^T of one KV tile; returns the state. masked: some row may not see some key of it."""
+    config, channels = work.config, work.channels
+    use, key_tiles = work.use + step, config.tile_n // MMA_ROWS
+    stage = use % config.kv_stages * config.float8_tile_bytes
+    first_key = work.span.tile(step) * config.tile_n
+    s = cute.make_rmem_tensor((C_WORDS, key_tiles, config.shape.row_tiles), Float32)
+    s.fill(0.0)
+    channels["k_full"].wait(use)
+    score(work, lane, q, s, work.shared.k.toint() + stage)
+    if cutlass.const_expr(not config.shared_kv):
+        release(channels["k_empty"], use)
+    state = weigh(work, lane, s, o, first_key, masked, state)
+    if cutlass.const_expr(not config.shared_kv):
+        channels["v_full"].wait(use)
+    add_values(work, lane, s, o, work.shared.v.toint() + stage, first_key, masked)
+    release(channels[config.v_ring + "_empty"], use)
+    return state
+
+
+def release(channel, use) -> None:
+    """The warp hands a stage back. The fence waits for its loads: an arrival alone overtakes them."""
+    cute.arch.fence_view_async_shared()
+    channel.arrive_warp(use)
+
+
+@cute.jit
+def score(work, lane: cutlass.Constexpr, q, s, base):
+    """s (4, KEY TILE, ROW TILE) += K Q^T of a tile at an address."""
+    config = work.config
+    for key_tile in cutlass.range_constexpr(config.tile_n // MMA_ROWS):
+        for span in cutlass.range_constexpr(lane.spans):
+            for vector in cutlass.range_constexpr(lane.steps // VECTOR_WORDS):
+                byte = lane.t * (config.row_bytes // QUAD) + vector * VECTOR_BYTES
+                rows = (key_tile * MMA_ROWS + lane.g + 8 * i for i in range(2))
+                codes = [load_shared(lane.chunk(base, span, row, byte)) for row in rows]
+                low, high = (
+                    widened([words[i] for i in range(VECTOR_WORDS)], config.kv_format, config.qk_dtype)
+                    for words in codes
+                )
+                for i in cutlass.range_constexpr(VECTOR_WORDS):
+                    a = [low[2 * i], high[2 * i], low[2 * i + 1], high[2 * i + 1]]
+                    at = span * lane.steps + vector * VECTOR_WORDS + i
+                    for row_tile in cutlass.range_constexpr(config.shape.row_tiles):
+                        b = [q[0, at, row_tile], q[1, at, row_tile]]
+                        multiply(config.qk_dtype, s[None, key_tile, row_tile], a, b)
+
+
+@cute.jit
+def weigh(work, lane: cutlass.Constexpr, s, o, first_key, masked, state):
+    """S^T becomes P^T of the tile, in place; O^T is scaled where the references move. Returns the state."""
+    config, scores = work.config, flat(s)
+    negate_scores(config.logits, scores)
+    if cutlass.const_expr(config.logits.in_powers):
+        for c in cutlass.range_constexpr(lane.columns):
+            map_scores(config.logits, scores, elements(s, c), work.numbers_of(c))
+    units = [unit(config.logits, work.numbers_of(c)) for c in range(lane.columns)]
+    if masked:
+        hide(work, lane, s, first_key)
+    references, maxima, sums = state
+    threshold = config.rescale_threshold
+    highest, moves = [], Boolean(False)
+    for c in cutlass.range_constexpr(lane.columns):
+        own = elements(s, c)
+        chains = [scores[own[0]], scores[own[1]]]
+        for n, i in enumerate(own[2:]):
+            chains[n % 2] = cute.arch.fmax(chains[n % 2], scores[i])
+        highest.append(cute.arch.fmax(maxima[c], cute.arch.fmax(chains[0], chains[1])))
+        moves = moves | Boolean((highest[c] - references[c]) * units[c] > threshold)
+    maxima = tuple(highest)
+    if cute.arch.vote_any_sync(moves):
+        maxima, references, sums = move(work, lane, o, units, maxima, references, sums)
+    totals = []
+    for c in cutlass.range_constexpr(lane.columns):
+        reference = references[c]
+        nothing = Boolean(reference == -Float32.inf)
+        offset = Float32(cutlass.select_(nothing, Float32(0.0), -reference * units[c]))
+        chains = [Float32(0.0), Float32(0.0)]
+        for n, i in enumerate(elements(s, c)):
+            power = cute.math.exp2(scores[i] * units[c] + offset, fastmath=True)
+            scores[i] = power
+            chains[n % 2] = chains[n % 2] + power
+        totals.append(sums[c] + (chains[0] + chains[1]))
+    return references, maxima, tuple(totals)
+
+
+@cute.jit
+def move(work, lane: cutlass.Constexpr, o, units: cutlass.Constexpr, maxima, references, sums):
+    """(maxima, references, sums) once the references of the warp's rows follow their maxima; O^T is scaled."""
+    config = work.config
+    values, found = flat(o), []
+    for c in cutlass.range_constexpr(lane.columns):
+        highest = over_keys(maxima[c], cute.arch.fmax)
+        reference, factor, _ = move_reference(references[c], highest, units[c], config.rescale_threshold)
+        for i in elements(o, c):
+            values[i] = values[i] * factor
+        found.append((highest, reference, sums[c] * factor))
+    return tuple(zip(*found, strict=True))
+
+
+def elements(t: cute.Tensor, column: int) -> list[int]:
+    """Which of t's (4, n, ROW TILE) numbers are of one of the lane's query rows: 0 and 1 are of the first row tile."""
+    count = cute.size(t, mode=[1])
+    return [
+        (column // PAIR * count + n) * C_WORDS + half * PAIR + column % PAIR
+        for n in range(count)
+        for half in (0, 1)
+    ]
+
+
+def over_keys(value, combine):
+    """A query row's value from those of the eight lanes that share it."""
+    for distance in (4, 8, 16):
+        value = combine(value, cute.arch.shuffle_sync_bfly(value, distance))
+    return value
+
+
+@cute.jit
+def hide(work, lane: cutlass.Constexpr, s, first_key):
+    """Scores at keys that a row does not see become -inf."""
+    config, scores = work.config, flat(s)
+    for c in cutlass.range_constexpr(lane.columns):
+        row = work.tile.row(c // PAIR * MMA_COLUMNS + PAIR * lane.t + c % PAIR, 0)
+        for n, i in enumerate(elements(s, c)):
+            key = first_key + n * 8 + lane.g
+            seen = Boolean(key < row.end)
+            if cutlass.const_expr(config.has_left):
+                seen = seen & Boolean(key >= row.first)
+            scores[i] = Float32(cutlass.select_(seen, scores[i], -Float32.inf))
+
+
+@cute.jit
+def add_values(work, lane: cutlass.Constexpr, s, o, base, first_key, masked):
+    """O^T += V^T P^T of a tile at an address. Rows of V that no row of the tile sees count as zeros."""
+    config, span = work.config, work.span
+    p_type = DTYPES[config.p_dtype]
+    for key_tile in cutlass.range_constexpr(config.tile_n // MMA_ROWS):
+        b = []
+        for row_tile in cutlass.range_constexpr(config.shape.row_tiles):
+            words = []
+            for half in cutlass.range_constexpr(2):
+                pair = cute.make_rmem_tensor(PAIR, p_type)
+                for i in cutlass.range_constexpr(PAIR):
+                    pair[i] = s[half * PAIR + i, key_tile, row_tile].to(p_type)
+                words.append(transpose(cute.recast_tensor(pair, Uint32)[0]))
+            b.append(words)
+        rows = [key_tile * MMA_ROWS + PAIR * lane.t + i % 2 + i // 2 * 8 for i in range(4)]
+        for part in cutlass.range_constexpr(lane.spans):
+            codes = [load_vector(lane, base, part, row) for row in rows]
+            if cutlass.const_expr(config.band or config.ends_in_tile):  # noqa: SIM102
+                if masked:
+                    for i in cutlass.range_constexpr(4):
+                        key = first_key + rows[i]
+                        seen = Boolean(key >= span.first) & Boolean(key < span.end)
+                        for w in cutlass.range_constexpr(lane.vector):
+                            codes[i][w] = Uint32(cutlass.select_(seen, codes[i][w], Uint32(0)))
+            for w in cutlass.range_constexpr(lane.vector):
+                for half in cutlass.range_constexpr(2):
+                    pairs = [interleave(codes[i][w], codes[i + 1][w], PAIRS[half]) for i in (0, 2)]
+                    wide = widened(pairs, config.kv_format, config.p_dtype)
+                    at = (part * lane.vector + w) * PAIR + half
+                    for row_tile in cutlass.range_constexpr(config.shape.row_tiles):
+                        a = [wide[i] for i in range(4)]
+                        multiply(config.p_dtype, o[None, at, row_tile], a, b[row_tile])
+
+
+def load_vector(lane, base, span, row) -> cute.Tensor:
+    """(vector): this lane's eighth of a row of V."""
+    words = cute.make_rmem_tensor(lane.vector, Uint32)
+    size = lane.vector * WORD_BYTES
+    address = lane.chunk(base, span, row, lane.g * size)
+    pointer = cute.make_ptr(Uint32, Int32(address), cute.AddressSpace.smem, assumed_align=size)
+    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(lane.vector)), words)
+    return words
+
+
+@cute.jit
+def merge(work, lane: cutlass.Constexpr, o, state):
+    """O of the tile's rows, in ``work.mma.o``, and their state, as ``consumer.attend`` leaves them, from those of the
+    warps. One warp's O is in shared memory for eight rows at a time."""
+    wide = flat(work.mma.o)
+    wide.fill(0.0)
+    nothing = ((-Float32.inf,) * PAIR, (-Float32.inf,) * PAIR, (Float32(0.0),) * PAIR)
+    found = nothing
+    if work.span.count > 0:
+        found = merged(work, lane, o, wide, state)
+    return found
+
+
+@cute.jit
+def merged(work, lane: cutlass.Constexpr, o, wide, state):
+    """``merge`` where there are keys."""
+    config, tiles = work.config, work.config.shape.row_tiles
+    score_unit = unit(config.logits, work.numbers)
+    barrier = {"barrier_id": CLEAR_BARRIER, "number_of_threads": WARPGROUP_THREADS}
+    references, maxima, sums = state
+    states, parts = work.shared.states, work.shared.parts
+    cute.arch.barrier(**barrier)  # what the tile before left has been read
+    for c in cutlass.range_constexpr(lane.columns):
+        row = c // PAIR * MMA_COLUMNS + PAIR * lane.t + c % PAIR
+        total, highest = over_keys(sums[c], lambda a, b: a + b), over_keys(maxima[c], cute.arch.fmax)
+        if lane.g == 0:
+            at = (lane.warp * tiles * MMA_COLUMNS + row) * STATISTICS
+            for i, value in enumerate((references[c], highest, total)):
+                states[at + i] = value
+    rows = []
+    for row_tile in cutlass.range_constexpr(tiles):
+        if cutlass.const_expr(row_tile > 0):
+            cute.arch.barrier(**barrier)
+        write_part(lane, o, parts, row_tile)
+        cute.arch.barrier(**barrier)
+        found = (-Float32.inf, -Float32.inf, Float32(0.0))
+        if lane.warp == 0:
+            row = row_tile * MMA_COLUMNS + lane.g
+            found = read_parts(lane, parts, states, wide, row_tile, row, score_unit)
+        rows.append(found)
+    if cutlass.const_expr(tiles < PAIR):
+        rows.append((-Float32.inf, -Float32.inf, Float32(0.0)))
+    references, maxima, sums = zip(*rows, strict=True)
+    sums = tuple(Float32(cutlass.select_(Boolean(lane.t == 0), total, Float32(0.0))) for total in sums)
+    return references, maxima, sums
+
+
+@cute.jit
+def write_part(lane: cutlass.Constexpr, o, parts, row_tile: cutlass.Constexpr):
+    """The warp's O of eight rows to shared memory, (D) a row."""
+    config = lane.config
+    for e in cutlass.range_constexpr(PAIR):
+        row = (lane.warp * MMA_COLUMNS + PAIR * lane.t + e) * config.merge_row
+        for span in cutlass.range_constexpr(lane.spans):
+            for w in cutlass.range_constexpr(lane.vector):
+                four = cute.make_rmem_tensor(WORD_BYTES, Float32)
+                for i in cutlass.range_constexpr(WORD_BYTES):
+                    four[i] = o[i % 2 * PAIR + e, (span * lane.vector + w) * PAIR + i // 2, row_tile]
+                column = span * config.row_bytes + (lane.g * lane.vector + w) * WORD_BYTES
+                cute.autovec_copy(four, vector_at(parts, row + column, WORD_BYTES))
+
+
+@cute.jit
+def read_parts(
+    lane: cutlass.Constexpr, parts, states, wide, row_tile: cutlass.Constexpr, row, score_unit
+) -> tuple:
+    """The state of a row from the warps', whose O the lanes t add up in ``wide``, as wgmma's fragment has it."""
+    config, tiles = lane.config, lane.config.shape.row_tiles
+    found = []
+    for warp in cutlass.range_constexpr(WARPS):
+        at = (warp * tiles * MMA_COLUMNS + row) * STATISTICS
+        found.append(tuple(states[at + i] for i in range(STATISTICS)))
+    reference, highest, total = found[0][0], found[0][1], Float32(0.0)
+    for other in found[1:]:
+        reference, highest = cute.arch.fmax(reference, other[0]), cute.arch.fmax(highest, other[1])
+    factors = []
+    for own, _, part in found:
+        lag = (own - reference) * score_unit
+        factor = Float32(
+            cutlass.select_(Boolean(own == -Float32.inf), Float32(0.0), cute.math.exp2(lag, fastmath=True))
+        )
+        factors.append(factor)
+        total = total + part * factor
+    for n in cutlass.range_constexpr(config.head_dim // (QUAD * PAIR)):
+        for warp in cutlass.range_constexpr(WARPS):
+            at = (warp * MMA_COLUMNS + row % MMA_COLUMNS) * config.merge_row + n * QUAD * PAIR + PAIR * lane.t
+            pair = cute.make_rmem_tensor(PAIR, Float32)
+            cute.autovec_copy(vector_at(parts, at, PAIR), pair)
+            for i in cutlass.range_constexpr(PAIR):
+                to = (n * 2 + row_tile) * PAIR + i
+                wide[to] = wide[to] + pair[i] * factors[warp]
+    return reference, highest, total
+
+
+def vector_at(memory: cute.Pointer, index, count: int) -> cute.Tensor:
+    """(count): fp32 numbers of shared memory, aligned to as many."""
+    pointer = (memory + index).align(count * FP32_BYTES)
+    return cute.make_tensor(pointer, cute.make_layout(count))

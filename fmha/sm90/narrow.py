@@ -1,0 +1,87 @@
+"""Queries in fp16 instead of bf16, for products with FP8 keys, which are fp16 numbers.
+
+A row is multiplied with a power of two that brings its largest number to the top of fp16's range, and its scores are
+divided by it. A number keeps all its bits unless it is smaller than the row's largest by 2**29 or more; what is lost
+then is below 2**-40 of the largest, less than the rounding of a sum in fp32.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float16, Float32, Int32, Uint32
+
+from warpspec.common.device import tma
+from warpspec.common.device.words import VECTOR_WORDS, load_shared, store_shared
+from warpspec.common.hardware import VECTOR_BYTES, WARPGROUP_THREADS
+
+FP32_MANTISSA_BITS, FP32_EXPONENT_BIAS = 23, 127
+TOP = 14  # exponent of a row's largest number in fp16, whose own largest is 15
+ABSOLUTE = 0x7FFF7FFF  # two 16-bit numbers without their signs
+LARGEST_EXPONENT = 0xFE  # field of finite fp32 numbers
+NARROW_BARRIER = 10  # named barriers of a consumer each, from here on
+ROW_THREADS = 2  # of a consumer, that share a row
+SWIZZLE_ROWS = 8
+
+
+def largest(words: list) -> Uint32:
+    """Bits of the largest of some pairs of bf16 without their signs, each half by itself; NaN counts as largest."""
+    found = Uint32(0)
+    for word in words:
+        found = maximum_of_halves(found, word & Uint32(ABSOLUTE))
+    return found
+
+
+def maximum_of_halves(a: Uint32, b: Uint32) -> Uint32:
+    """The larger of each half, as unsigned numbers."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b16 a0; .reg .b16 a1; .reg .b16 b0; .reg .b16 b1; mov.b32 {a0, a1}, {$r0}; mov.b32 {b0, b1}, {$r1};"
+        " max.u16 a0, a0, b0; max.u16 a1, a1, b1; mov.b32 {$w0}, {a0, a1}; }",
+        write_only_types=[Uint32],
+        read_only_args=[a, b],
+    )
+
+
+def factors(pair: Uint32) -> tuple[Float32, Float32]:
+    """(what a row is multiplied with, what its scores are) for the ``largest`` of all its numbers: powers of two.
+    1 where the row is all zeros, or has NaN or Inf."""
+    high = cutlass.max(Int32(pair >> 16), Int32(pair & Uint32(0xFFFF)))
+    field = high >> 7
+    plain = Boolean(high == 0) | Boolean(field > LARGEST_EXPONENT)
+    # Of rows of tiny numbers, the largest factor whose inverse is a normal number.
+    field = cutlass.max(field, Int32(TOP + 1))
+    up = Int32(2 * FP32_EXPONENT_BIAS + TOP) - field
+    up = Int32(cutlass.select_(plain, Int32(FP32_EXPONENT_BIAS), up))
+    down = Int32(2 * FP32_EXPONENT_BIAS) - up
+    return tuple((field << FP32_MANTISSA_BITS).bitcast(Float32) for field in (up, down))
+
+
+def narrowed(word: Uint32, factor: Float32) -> Uint32:
+    """Two fp16 numbers of two of bf16 times a factor."""
+    pair = cute.make_rmem_tensor(2, Float16)
+    pair[0] = ((word << 16).bitcast(Float32) * factor).to(Float16)
+    pair[1] = ((word & Uint32(0xFFFF0000)).bitcast(Float32) * factor).to(Float16)
+    return cute.recast_tensor(pair, Uint32)[0]
+
+
+@cute.jit
+def narrow_queries(config: cutlass.Constexpr, base, consumer, thread) -> Float32:
+    """Q of a row group, in shared memory at an address, becomes fp16 in place, by the consumer's threads, two a row.
+    Returns what the scores of a thread's row, number thread / 2, are multiplied with."""
+    row, half = thread // ROW_THREADS, thread % ROW_THREADS
+    block_bytes = config.q_bytes // config.blocks
+    chunks = config.blocks * tma.ROW_BYTES // VECTOR_BYTES // ROW_THREADS
+    places, vectors = [], []
+    for i in cutlass.range_constexpr(chunks):
+        chunk = half * chunks + i
+        block, place = chunk // SWIZZLE_ROWS, (chunk % SWIZZLE_ROWS) ^ (row % SWIZZLE_ROWS)
+        places.append(base + block * block_bytes + row * tma.ROW_BYTES + place * VECTOR_BYTES)
+        vectors.append(load_shared(places[i]))
+    pair = largest([words[i] for words in vectors for i in range(VECTOR_WORDS)])
+    pair = maximum_of_halves(pair, Uint32(cute.arch.shuffle_sync_bfly(pair, 1)))
+    up, down = factors(pair)
+    for place, words in zip(places, vectors, strict=True):
+        store_shared(place, [narrowed(words[i], up) for i in range(VECTOR_WORDS)])
+    cute.arch.fence_view_async_shared()
+    cute.arch.barrier(barrier_id=NARROW_BARRIER + consumer, number_of_threads=WARPGROUP_THREADS)
+    return down
