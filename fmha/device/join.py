@@ -25,7 +25,7 @@ from warpspec.fmha.device.line import slot_of
 from warpspec.fmha.join import BATCH, THREADS, JoinConfig, JoinOperands
 from warpspec.fmha.line import JOIN_WORDS
 
-GROUPS_ROUNDS = 2  # loads, barriers and the sum over groups of a row's pieces, in rounds of loads
+GROUPS_LOADS = 2  # time of loads, barriers and the sum over groups of a row's pieces, in times of BATCH loads
 
 
 class Join:
@@ -89,10 +89,10 @@ class Join:
 
 def row_each(config: JoinConfig, rows, count) -> Boolean:
     """Whether groups of threads have a row each, and load its pieces BATCH at a time: where rows are many, or pieces
-    few. Otherwise all groups share the pieces of one row after another, which takes GROUPS_ROUNDS as long each time."""
-    rounds = (rows + config.parts * config.groups - 1) // (config.parts * config.groups)
-    alone = rounds * ((count + BATCH - 1) // BATCH)
-    return Boolean(alone <= (rows + config.parts - 1) // config.parts * GROUPS_ROUNDS)
+    few. Otherwise all groups share the pieces of one row after another, which takes GROUPS_LOADS as long each time."""
+    passes = (rows + config.parts * config.groups - 1) // (config.parts * config.groups)
+    alone = passes * ((count + BATCH - 1) // BATCH)
+    return Boolean(alone <= (rows + config.parts - 1) // config.parts * GROUPS_LOADS)
 
 
 @dataclass(frozen=True)

@@ -134,12 +134,12 @@ def score_share(config: cutlass.Constexpr, rows, places, entries, first, end, gr
     query, weights, row = rows
     base, factors, table, ones = places
     own = thread % WARPGROUP_THREADS
-    rounds = -(-config.heads * BLOCKS // WARPGROUP_THREADS)
-    asked = [load_asked(config, query, weights, own + i * WARPGROUP_THREADS) for i in range(rounds)]
+    passes = -(-config.heads * BLOCKS // WARPGROUP_THREADS)
+    asked = [load_asked(config, query, weights, own + i * WARPGROUP_THREADS) for i in range(passes)]
     limit = cutlass.min(row.shape[0], end * TILE_KEYS)
     begun = begin_loads(config, thread, entries, first, 1)
     meet(group)  # the previous query has been read
-    for i in cutlass.range_constexpr(rounds):
+    for i in cutlass.range_constexpr(passes):
         prepare(config, asked[i], base, table, ones, factors, own + i * WARPGROUP_THREADS)
     cute.arch.fence_view_async_shared()
     meet(group)
