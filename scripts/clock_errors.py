@@ -24,6 +24,10 @@ FAMILIES = (
     "<!-- scripts/clock_errors.py families: begin -->",
     "<!-- scripts/clock_errors.py families: end -->",
 )
+PUBLISHED = (
+    "<!-- scripts/clock_errors.py published: begin -->",
+    "<!-- scripts/clock_errors.py published: end -->",
+)
 KERNELS = ("<!-- scripts/clock_errors.py kernels: begin -->", "<!-- scripts/clock_errors.py kernels: end -->")
 
 
@@ -122,9 +126,35 @@ def kernel_table(record: dict) -> str:
     return generated_tables.table(header, lines)
 
 
+def published_table(record: dict) -> str:
+    """Kernels of others that others have timed, beside their predictions; then pairs, in which the clock cancels."""
+    rows = record["published"]["rows"]
+    lines = []
+    for row in rows:
+        low, high = (row["flop"] / clocks * row["ghz"] / 1000 for clocks in (row["high"], row["low"]))
+        guess = row["flop"] / row["clocks"] * row["ghz"] / 1000
+        error = row["tflops"] / guess - 1
+        about = (row["case"], row["variant"], f"{row['tflops']:,.0f}", f"{guess:,.0f}", f"{low:,.0f} to {high:,.0f}")
+        lines.append((*about, f"{error:+.0%}", "yes" if low <= row["tflops"] <= high else "no"))
+    header = ("M x N x K", "kernel", "published TFLOP/s", "predicted", "interval", "error of time", "in the interval")
+    pairs = []
+    for first, second in zip(rows, rows[1:], strict=False):
+        if first["case"] == second["case"]:
+            real, guess = second["tflops"] / first["tflops"], first["clocks"] / second["clocks"]
+            sign = "yes" if (real > 1) == (guess > 1) else "no"
+            name = f"{second['variant']} over {first['variant']}"
+            pairs.append((first["case"], name, f"{real:.2f}", f"{guess:.2f}", sign))
+    titles = ("M x N x K", "pair", "published ratio", "predicted ratio", "right sign")
+    return "\n\n".join([generated_tables.table(header, lines), generated_tables.table(titles, pairs)])
+
+
 def sections() -> list[generated_tables.Section]:
     record = json.loads(RECORD.read_text())
-    return [(*FAMILIES, family_table(record)), (*KERNELS, kernel_table(record))]
+    return [
+        (*FAMILIES, family_table(record)),
+        (*PUBLISHED, published_table(record)),
+        (*KERNELS, kernel_table(record)),
+    ]
 
 
 def keep(chip: str, measured: Path, predictions: list[Path]) -> None:
