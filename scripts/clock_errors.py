@@ -14,6 +14,7 @@ import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from shared import generated_tables
@@ -134,11 +135,25 @@ def published_table(record: dict) -> str:
         low, high = (row["flop"] / clocks * row["ghz"] / 1000 for clocks in (row["high"], row["low"]))
         guess = row["flop"] / row["clocks"] * row["ghz"] / 1000
         error = row["tflops"] / guess - 1
-        about = (row["case"], row["variant"], f"{row['tflops']:,.0f}", f"{guess:,.0f}", f"{low:,.0f} to {high:,.0f}")
+        about = (
+            row["case"],
+            row["variant"],
+            f"{row['tflops']:,.0f}",
+            f"{guess:,.0f}",
+            f"{low:,.0f} to {high:,.0f}",
+        )
         lines.append((*about, f"{error:+.0%}", "yes" if low <= row["tflops"] <= high else "no"))
-    header = ("M x N x K", "kernel", "published TFLOP/s", "predicted", "interval", "error of time", "in the interval")
+    header = (
+        "M x N x K",
+        "kernel",
+        "published TFLOP/s",
+        "predicted",
+        "interval",
+        "error of time",
+        "in the interval",
+    )
     pairs = []
-    for first, second in zip(rows, rows[1:], strict=False):
+    for first, second in pairwise(rows):
         if first["case"] == second["case"]:
             real, guess = second["tflops"] / first["tflops"], first["clocks"] / second["clocks"]
             sign = "yes" if (real > 1) == (guess > 1) else "no"
