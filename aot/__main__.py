@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from warpspec.aot.models import CALLS, MODELS, PAGE_SIZES, kernels, problems
+from warpspec.aot.models import CALLS, MODELS, NEAR, PAGE_SIZES, kernels, problems
 from warpspec.aot.workers import compile_all
 from warpspec.common.disk_cache import CACHE_VARIABLE
 from warpspec.common.hardware import GPUS
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = dict.fromkeys(
         item
         for name in options.model
-        for item in kernels(problems(MODELS[name], options.calls, options.page_sizes), target)
+        for item in kernels(problems(MODELS[name], options.calls, options.page_sizes), target, NEAR)
     )
     if options.list:
         for kernel, config in wanted:

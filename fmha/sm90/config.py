@@ -6,7 +6,8 @@ Plain Python, fixed at compile time. One ``AttentionConfig`` is one compiled ker
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import ClassVar
 
 from warpspec.common import memory
@@ -33,21 +34,14 @@ from warpspec.fmha.features import (
     check_page_size,
     check_requests,
     choose_pack,
+    choose_packs,
     features,
 )
-from warpspec.fmha.heads import MMA_K, class_of
-from warpspec.fmha.plan.splits import Loads
+from warpspec.fmha.heads import MMA_K, rounded
+from warpspec.fmha.plan.cost import HOPPER, Constants, Tiling, Way
+from warpspec.fmha.plan.splits import DECODE_LOADS, FLOAT8_LOADS, Loads
 from warpspec.fmha.problem import AttentionProblem
-from warpspec.fmha.sm90.shapes import (
-    DECODE,
-    DECODE_LOADS,
-    FLOAT8,
-    FLOAT8_LOADS,
-    PREFILL,
-    WARPGROUP_ROWS,
-    Shape,
-    choose_shape,
-)
+from warpspec.fmha.sm90.shapes import FLOAT8, TWO_CONSUMERS, WARPGROUP_ROWS, Shape, float8_tiles, tiles
 
 BARRIER_BYTES = 1024  # room for the mbarriers: what follows is aligned to it
 FIRST_ORDER_BARRIER = (
@@ -57,26 +51,9 @@ CLEAR_BARRIER = 5  # named barrier of all consumers, or two of one each, after r
 SUMS_BARRIER = 7  # named barrier of paired consumers that add up their row sums
 SCORED_BARRIER = 8  # named barriers of one paired consumer each: all its warps have read the tile's K
 WEIGHT_STAGES = 2  # P tiles in shared memory: one from each of two consumers
-MIN_STAGES = 2  # KV tiles in flight: one is loaded while the other is read
 RAW_ALIGNMENT = 128  # bytes, of what TMA loads without a swizzle
 INSTRUCTION_REGISTERS = 30  # that ptxas wants for a wgmma besides those of its result
 STATISTICS = 3  # numbers of a row that go with a P tile: reference, maximum, factor
-
-
-def fitting(shape: Shape, problem: AttentionProblem) -> Shape:
-    """A shape that was chosen by V's head size, with as many stages and CTAs an SM as Q and K leave room for; for tiles
-    of which not even two stages fit, those of Q's head size."""
-    sizes = problem.heads
-    if problem.shared_kv or sizes.qk_room <= class_of(sizes.v):
-        return shape
-    q = shape.consumers * WARPGROUP_ROWS * sizes.qk_room * ELEMENT_BYTES
-    stage = shape.tile_n * (sizes.qk_room + sizes.v_room) * ELEMENT_BYTES
-    for ctas in range(shape.ctas_per_sm, 0, -1):
-        limit = min(SMEM_PER_SM // ctas - SMEM_RESERVED_PER_CTA, MAX_SMEM_PER_CTA)
-        stages = min((limit - BARRIER_BYTES - q) // stage, shape.kv_stages)
-        if stages >= MIN_STAGES:
-            return replace(shape, kv_stages=stages, ctas_per_sm=ctas)
-    return DECODE[class_of(sizes.qk)] if shape.consumers == 1 else PREFILL[class_of(sizes.qk)]
 
 
 @dataclass(frozen=True)
@@ -84,8 +61,15 @@ class AttentionConfig(KernelFeatures):
     """Compile-time shape of one kernel. shape: its tiles."""
 
     schedule: Schedule = Schedule.PERSISTENT
-    shape: Shape = PREFILL[64]
-    cuts_line: ClassVar[bool] = True
+    shape: Shape = TWO_CONSUMERS
+    costs: ClassVar[Constants] = HOPPER
+    schedules: ClassVar[dict[Way, Schedule]] = {
+        Way.PERSISTENT: Schedule.PERSISTENT,
+        Way.SINGLE: Schedule.PERSISTENT,  # of as many CTAs as there are tiles
+        Way.QUEUE: Schedule.QUEUE,
+        Way.LINE: Schedule.LINE,
+        Way.SPLIT: Schedule.PERSISTENT,
+    }
 
     def __post_init__(self):
         super().__post_init__()
@@ -103,17 +87,8 @@ class AttentionConfig(KernelFeatures):
         assert not ((self.schedule is Schedule.LINE or self.scheduled) and self.paired)
 
     @classmethod
-    def of(
-        cls,
-        problem: AttentionProblem,
-        target: Target,
-        *,
-        shape: Shape | None = None,
-        splits: bool = False,
-        schedule: Schedule = Schedule.PERSISTENT,
-    ):
-        """The kernel for a problem, with tiles for the target's SMs. UnsupportedProblem names what this kernel does
-        not do."""
+    def check(cls, problem: AttentionProblem, target: Target) -> None:
+        """Raise UnsupportedProblem, naming what this kernel does not do on the target."""
         if problem.bias_rows == "strided":
             raise UnsupportedProblem("sm90 attention: bias=of strided rows is not supported")
         check_page_size("sm90", problem.page_size)
@@ -127,10 +102,62 @@ class AttentionConfig(KernelFeatures):
                 f"sm90 attention: k in FP8 ({problem.kv_format}) is not supported on a GPU yet: the kernel is right in "
                 "the simulator, but long rows were wrong on an H200; backend 'reference' takes it"
             )
-        pack = choose_pack(problem.group, problem.seq_q, WARPGROUP_ROWS)
-        if shape is None:
-            shape = choose_shape(problem, target, pack, splits)
-        shape = fitting(shape, problem)
+
+    @classmethod
+    def shapes(cls, problem: AttentionProblem) -> tuple[Shape, ...]:
+        """Tile shapes that a problem may get."""
+        if problem.kv_format is not None:
+            return float8_tiles(problem)
+        heads = problem.heads
+        key_bytes = (heads.qk_room if problem.shared_kv else heads.qk_room + heads.v_room) * ELEMENT_BYTES
+        columns, row_bytes = rounded(heads.v, MMA_K), heads.qk_room * ELEMENT_BYTES
+        return tiles(columns, row_bytes, key_bytes, problem.shared_kv, problem.has_bias)
+
+    @staticmethod
+    def decode_loads(problem: AttentionProblem) -> Loads:
+        """How fast an SM takes the keys of few queries (``plan.splits``)."""
+        return DECODE_LOADS if problem.kv_format is None else FLOAT8_LOADS
+
+    @classmethod
+    def tilings(cls, problem: AttentionProblem) -> Iterator[tuple[Shape, Tiling]]:
+        """Shapes and what of them decides the time, for each number of heads that may share a tile. Not those of which
+        some consumer would have no rows."""
+        packs = choose_packs(problem, WARPGROUP_ROWS)
+        for shape in cls.shapes(problem):
+            groups = shape.consumers // shape.column_parts
+            for pack in packs:
+                if groups == 1 or problem.seq_q > (groups - 1) * (WARPGROUP_ROWS // pack):
+                    sizes = (groups, WARPGROUP_ROWS, shape.column_parts, shape.tile_n, shape.kv_stages)
+                    yield shape, Tiling(*sizes, shape.ctas_per_sm, pack)
+
+    @classmethod
+    def ways(cls, problem: AttentionProblem) -> tuple[Way, ...]:
+        """How CTAs may get their work; the first is for any number of tiles."""
+        if cls.shapes(problem)[0].column_parts > 1:
+            return Way.PERSISTENT, Way.SPLIT
+        if problem.has_bias:
+            return Way.PERSISTENT, Way.SINGLE, Way.SPLIT
+        return tuple(cls.schedules)
+
+    @classmethod
+    def of(
+        cls,
+        problem: AttentionProblem,
+        target: Target,
+        *,
+        shape: Shape | None = None,
+        splits: bool = False,
+        schedule: Schedule = Schedule.PERSISTENT,
+        pack: int | None = None,
+    ):
+        """The kernel for a problem. UnsupportedProblem names what this kernel does not do.
+
+        shape: None is the first of ``shapes``. splits: for split KV, whose results are combined later. pack: heads of a
+        KV group that share a tile; None is what suits the longest request.
+        """
+        cls.check(problem, target)
+        pack = pack or choose_pack(problem.group, problem.seq_q, WARPGROUP_ROWS)
+        shape = shape or cls.shapes(problem)[0]
         tile_m = shape.consumers // shape.column_parts * WARPGROUP_ROWS
         switches = {"splits": splits, "schedule": schedule}
         switches["scheduled"] = shape.column_parts == 1
@@ -229,11 +256,6 @@ class AttentionConfig(KernelFeatures):
     @property
     def threads(self) -> int:
         return (self.consumers + 1 + self.converts) * WARPGROUP_THREADS
-
-    @property
-    def decode_loads(self) -> Loads:
-        """How fast an SM takes the keys of few queries."""
-        return FLOAT8_LOADS if self.converts else DECODE_LOADS
 
     @property
     def converts(self) -> bool:
