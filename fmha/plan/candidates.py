@@ -66,10 +66,10 @@ def suits(way: Way, ways: tuple[Way, ...], problem: AttentionProblem, rounds: fl
     is worth its second launch only where whole tiles would leave CTAs idle.
     """
     unknown = problem.packed_q or problem.has_kv_lengths
+    if Way.QUEUE not in ways:
+        return way is ways[0] or (unknown if way is Way.LINE else rounds > 1)
     if way is Way.LINE:
         return rounds <= (FEW_ROUNDS if unknown else 1)
-    if Way.QUEUE not in ways:
-        return way is ways[0] or rounds > 1
     if way is Way.QUEUE:
         return rounds > (QUEUE_ROUNDS if problem.packed_q else FEW_ROUNDS)
     if way is Way.SINGLE:

@@ -16,10 +16,10 @@ from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.schedule import TileGrid, key_span, place_in_round
 
 TILE_OVERHEAD = 1.5  # what the start and end of a query tile cost, in KV tiles (H200, D 128)
-MOST_TILES = 1 << 11  # whose balance is computed on the host: the first ones stand for all
+MOST_TILES = 1 << 13  # whose balance is computed on the host: the first ones stand for all
 # Sizes of sections that are tried beside all heads in one; not where those cost no more than LEVEL.
-SECTIONS = np.array([64, 56, 48, 40, 32, 28, 24, 20, 16, 14, 12, 10, 8, 7, 6, 5, 4, 3, 2, 1])
-LEVEL = 1.02
+SECTIONS = np.array([64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1], np.int32)
+LEVEL = 1.005
 
 # What it costs that the K and V of a section do not fit L2 (H200, D 64 to 256, causal, 16 to 256 heads): bandwidth
 # where CTAs ask for all there is, and on the way there power, which the clock pays for.
@@ -95,7 +95,7 @@ def balanced_section(
     if grid.size <= ctas or grid.query_tiles == 1:  # nothing to balance, or one order whatever the section
         return max(rows, 1)
     work = np.asarray(tile_counts) + TILE_OVERHEAD
-    number = np.arange(min(grid.size, MOST_TILES))
+    number = np.arange(min(grid.size, MOST_TILES), dtype=np.int32)
     round_, place = number // ctas, number % ctas
     cta = place_in_round(round_, place, ctas)  # its own inverse
 
@@ -104,12 +104,12 @@ def balanced_section(
         first = number // (sections * grid.query_tiles) * sections
         size = np.minimum(sections, rows - first)
         query_tile = grid.query_tiles - 1 - (number - first * grid.query_tiles) // size
-        place = cta + ctas * np.arange(len(sections))[:, None]
+        place = cta + ctas * np.arange(len(sections), dtype=np.int32)[:, None]
         of_cta = np.bincount(place.ravel(), work[query_tile.ravel()], minlength=ctas * len(sections))
         return of_cta.reshape(-1, ctas).max(1) * [cost(int(section)) for section in sections.ravel()]
 
     mean = work.mean() * len(number) / ctas
-    if times(np.array([[rows]]))[0] <= LEVEL * mean:
+    if times(np.array([[rows]], np.int32))[0] <= LEVEL * mean:
         return rows
     tried = np.concatenate([[rows], SECTIONS[rows > SECTIONS]])
     return int(tried[np.argmin(times(tried[:, None]))])

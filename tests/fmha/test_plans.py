@@ -172,7 +172,7 @@ def packed(lengths_q, longest, *, arch="sm_90a", heads=(32, 8), dim=128, page=16
 def test_what_is_cut_by_length(arch):
     whole = launch.ATTENTION.of(SIMULATED[arch].architecture).AttentionConfig.schedules
     whole = {whole.get(way) for way in (Way.PERSISTENT, Way.SINGLE, Way.QUEUE)}
-    assert packed([1] * 64 + [2048] * 2, 8192, causal=True, arch=arch) is Schedule.LINE
+    assert packed([1] * 24 + [256] * 2, 16384, causal=True, arch=arch) is Schedule.LINE
     assert packed([1] * 4, 64, arch=arch) in whole  # little work
     assert packed([1] * 32, 8192, num_splits=2, arch=arch) is not Schedule.LINE
     assert packed([1] * 256, 8192, window=(127, 0), arch=arch) in whole  # tiles alike
@@ -211,11 +211,11 @@ def test_one_long_row_fills_the_gpu():
 
 
 def test_sections_follow_the_l2():
-    """Causal heads worked on at a time: fewer with less L2 (of 16384 keys of D 128, five fit 40 MiB)."""
-    q = torch.empty(1, 16384, 32, 128, dtype=torch.bfloat16, device="meta")
+    """Causal heads worked on at a time: fewer with less L2 (of 8192 keys of D 128, ten fit 40 MiB)."""
+    q = torch.empty(1, 8192, 128, 128, dtype=torch.bfloat16, device="meta")
     sections = [
         plan_for(replace(H200, l2_bytes=mib << 20), q=q, k=q, v=q, causal=True).section
-        for mib in (25, 50, 400)
+        for mib in (50, 400, 4000)
     ]
     assert sections == sorted(sections) and len(set(sections)) > 1
 
