@@ -2,8 +2,8 @@
 
 Warps run their code side by side, in the order of SASS where there is one: what runs on one scheduler shares its issue
 slot, pipes and tensor core, what runs on one SM its shared memory, and everybody slows down where one would be more
-than full (`pool`). Asynchronous units are servers: the TMA engine, the SM's share of L2 and HBM, tcgen05's queue. A warp
-waits where its trace says that it waited: for events, for groups of its own asynchronous work, for loads.
+than full (`pool`). Asynchronous units are servers: the TMA engine, the SM's share of L2 and HBM, tcgen05's queue. A
+warp waits where its trace says that it waited: for events, for groups of its own asynchronous work, for loads.
 """
 
 from __future__ import annotations
