@@ -90,6 +90,12 @@ def test_prompts_in_parts_beside_decode_and_prefix_hits(kind, checkpoints, start
     assert cached[0] == 64
 
 
+def test_float8_cache(checkpoints, start):
+    model, folder = checkpoints("llama")
+    results, _ = generate(start(folder, kv_cache_dtype="fp8_e4m3"), prompts(LENGTHS))
+    Judge(model, torch.float8_e4m3fn).check(results)
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_same_tokens_as_the_own_attention(kind, checkpoints, start):
     """(SGLang's Gemma 3 has its own opinion of which layers have windows, so that Judge is of no use.)"""
@@ -149,7 +155,7 @@ def runner(**others):
     ("setting", "value", "message"),
     [
         ("page_size", 1, r"--page-size.*got 1; set it to 16, 32, 64 or 128"),
-        ("kv_cache_dtype", torch.float8_e4m3fn, r"--kv-cache-dtype.*float8.*set it to bfloat16"),
+        ("kv_cache_dtype", torch.float32, r"--kv-cache-dtype.*fp8_e4m3.*float32; set it to auto"),
         ("head_dim", 96, r"head size.*96.*--attention-backend"),
     ],
 )
