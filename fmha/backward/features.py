@@ -83,6 +83,11 @@ class BackwardFeatures(KernelFeatures):
         return self.tile_m * self.head_dim // PART_ELEMENTS
 
     @property
+    def turn_counts(self) -> int:
+        """Counts of a query tile of one head that say whose turn it is, where dQ's order is fixed."""
+        return self.parts * WARPS
+
+    @property
     def scatters(self) -> bool:
         """Some row sees only part of a key tile that another row sees more of, or none of it."""
         return self.band or self.ends_in_tile

@@ -17,7 +17,7 @@ from warpspec.common.architecture import Family
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.common.launch import Kernel, Target
-from warpspec.fmha.backward.features import WARPS, BackwardFeatures
+from warpspec.fmha.backward.features import BackwardFeatures
 from warpspec.fmha.backward.operands import BackwardOperands
 from warpspec.fmha.backward.problem import BackwardProblem
 from warpspec.fmha.backward.rows import KEYS, QUERIES, ROWS, QueryConfig, key_config, row_config
@@ -151,7 +151,7 @@ def run_prepared(
     if config.wants_q:
         dq_sums = empty((heads, slots, config.tile_m * config.head_dim), fp32, device)
     if config.deterministic:
-        turns = empty((heads, slots, config.parts * WARPS), torch.int32, device)
+        turns = empty((heads, slots, config.turn_counts), torch.int32, device)
     if gradients.sink is not None:
         dsink = empty((heads, slots), fp32, device)
     rows = (operands.lse.contiguous(), dlse, operands.sink, operands.cu_seqlens_q)

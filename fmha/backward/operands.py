@@ -33,7 +33,7 @@ KEY_ROWS = Operand(
 
 class BackwardOperands(NamedTuple):
     """Operands of the main kernel; absent ones are None. q, k, v, do, kv_lengths, q_start, bias, cu_seqlens_q,
-    cu_seqlens_k: as in ``fmha.operands``. statistics, dq_sums: ``features``; turns [Hq, slots, warps of all parts]
+    cu_seqlens_k: as in ``fmha.operands``. statistics, dq_sums: ``features``; turns [Hq, slots, turn_counts]
     int32. dk, dv: like k; of a kernel that cuts key tiles, sums [Hkv, slots of keys, pieces, tile_n * D] fp32
     (``features``). dbias: like bias, fp32 where it is a sum.
     """

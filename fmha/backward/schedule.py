@@ -111,9 +111,14 @@ def choose_pieces(problem: BackwardProblem, config: BackwardFeatures, steps: lis
     """Pieces with the least time; 1 where cutting gains little."""
     if not config.can_cut or (problem.deterministic and config.bias_gradient == "sum"):
         return 1
-    times = [expected_us(problem, config, steps, sms, pieces) for pieces in range(1, MOST_PIECES + 1)]
-    best = min(range(MOST_PIECES), key=times.__getitem__)
-    return best + 1 if times[best] < (1 - LEAST_GAIN) * times[0] else 1
+    group = problem.forward.group
+    times = {
+        pieces: expected_us(problem, config, steps, sms, pieces)
+        for pieces in range(1, MOST_PIECES + 1)
+        if not config.deterministic or group % pieces == 0 or pieces % group == 0
+    }
+    best = min(times, key=times.__getitem__)
+    return best if times[best] < (1 - LEAST_GAIN) * times[1] else 1
 
 
 def expected_us(

@@ -1,7 +1,13 @@
 """The key tile that a CTA works on, and the query tiles whose rows see some of it.
 
-A key tile's *steps* are its (query head, query tile) pairs, heads one after another. Where a tile is cut, a CTA has one
-of its *pieces*: equal runs of steps (``schedule``).
+A key tile's *steps* are its (query head, query tile) pairs. Where a tile is cut, a CTA has one of its *pieces*
+(``schedule``).
+
+Steps go through the heads one after another; pieces are equal runs of steps. Where dQ is added up in a fixed order,
+that of the key tiles, steps go down from the last query tile, and at each query tile through the heads. So all key
+tiles come to what they add to in the same order, and each may follow close behind the one before it: heads one after
+another would have key tiles with fewer query tiles wait at every head. Pieces are then those of the heads and of all
+query tiles of the request, so that the same piece of two key tiles adds to the same, too.
 """
 
 from __future__ import annotations
@@ -30,8 +36,9 @@ class KeyTile:
     """A key tile of one KV head, or a piece of its steps.
 
     request: batch row or request; place: where its queries and keys are. number: of the tile, in the request; slot:
-    counted over all requests. first_key: of the tile, in the request. group: query heads of the KV head. piece: the
-    piece's number; first_step, steps: which steps it has. begin, count: query tiles of each head. inner_first,
+    counted over all requests. first_key: of the tile, in the request. first_head, group: query heads of the KV head;
+    where dQ's order is fixed, of the piece. piece: the piece's number; first_step, steps: which steps it has. begin,
+    count: query tiles of each head; where dQ's order is fixed, of the piece. inner_first,
     inner_end: queries that see every key of the tile. seen_first, seen_end: keys of the request that some row sees;
     rows_first, rows_end: rows that see some key of the request. bounds: arguments of ``key_range``.
     """
@@ -43,6 +50,7 @@ class KeyTile:
     number: Int32
     slot: Int32
     first_key: Int32
+    first_head: Int32
     group: Int32
     piece: Int32
     first_step: Int32 | int
@@ -62,8 +70,7 @@ class KeyTile:
         """The query tile that each head's steps begin with, and go round from.
 
         Where all key tiles of a head have the same query tiles, each starts at another, so that not all add to the same
-        dQ. Where dQ is added up in order, which is that of the key tiles, all start at the last and go down: so a key
-        tile comes to every query tile behind the one before it, and never waits for long.
+        dQ. Where dQ is added up in order, all start at the last.
         """
         config = self.config
         if config.deterministic:
@@ -75,28 +82,18 @@ class KeyTile:
     def following(self, head, query_tile) -> tuple:
         """The (query head, query tile) after one."""
         if self.config.deterministic:
-            query_tile -= 1
-            query_tile = Int32(cutlass.select_(Boolean(query_tile < self.begin), self.start, query_tile))
-        else:
-            query_tile += 1
-            query_tile = Int32(
-                cutlass.select_(Boolean(query_tile == self.begin + self.count), self.begin, query_tile)
-            )
+            ends = Boolean(head + 1 == self.first_head + self.group)
+            return Int32(cutlass.select_(ends, self.first_head, head + 1)), query_tile - Int32(ends)
+        query_tile += 1
+        query_tile = Int32(
+            cutlass.select_(Boolean(query_tile == self.begin + self.count), self.begin, query_tile)
+        )
         return head + Int32(Boolean(query_tile == self.start)), query_tile
 
-    def preceding(self, head, query_tile) -> tuple:
-        """The (query head, query tile) before one, where dQ is added up in order."""
-        assert self.config.deterministic
-        begins = Boolean(query_tile == self.start)
-        query_tile = Int32(cutlass.select_(begins, self.begin, query_tile + 1))
-        return head - Int32(begins), query_tile
-
     def place_of(self, step) -> tuple:
-        """The (query head, query tile) of one of the tile's steps."""
+        """The (query head, query tile) of one of the tile's steps, where heads come one after another."""
         count = cutlass.max(self.count, 1)
-        head, offset = self.kv_head * self.group + step // count, step % count
-        if self.config.deterministic:
-            return head, self.start - offset
+        head, offset = self.first_head + step // count, step % count
         query_tile = self.start + offset
         past = Boolean(query_tile >= self.begin + count)
         return head, query_tile - Int32(cutlass.select_(past, count, Int32(0)))
@@ -104,18 +101,18 @@ class KeyTile:
     @property
     def first(self) -> tuple:
         """The (query head, query tile) of the CTA's first step."""
-        if self.config.cut:
+        if self.config.cut and not self.config.deterministic:
             return self.place_of(self.first_step)
-        return self.kv_head * self.group, self.start
+        return self.first_head, self.start
 
     @property
     def last(self) -> tuple:
         """The (query head, query tile) of the CTA's last step."""
-        if self.config.cut:
-            return self.place_of(self.first_step + self.steps - 1)
-        head = (self.kv_head + 1) * self.group - 1
+        head = self.first_head + self.group - 1
         if self.config.deterministic:
             return head, self.begin
+        if self.config.cut:
+            return self.place_of(self.first_step + self.steps - 1)
         end = Int32(cutlass.select_(Boolean(self.start == self.begin), self.begin + self.count, self.start))
         return head, end - 1
 
@@ -168,6 +165,20 @@ def key_tiles_of(config: BackwardFeatures, operands):
     return cute.ceil_div(operands.k.shape[1], config.tile_n)
 
 
+def fixed_piece(piece, pieces, group, tiles) -> tuple:
+    """(first head of the group, heads, first query tile, end) of a piece where dQ's order is fixed.
+
+    The heads are cut first, into as many parts as there are pieces or heads, then the query tiles, of which the request
+    has ``tiles``. Pieces past the product of both have none.
+    """
+    head_parts = cutlass.min(pieces, group)
+    tile_parts = pieces // head_parts
+    first_head, heads = split_part(piece % head_parts, head_parts, group)
+    first, count = split_part(piece // head_parts, tile_parts, tiles)
+    past = Boolean(piece >= head_parts * tile_parts)
+    return first_head, heads, first, Int32(cutlass.select_(past, first, first + count))
+
+
 def key_tile_at(config: BackwardFeatures, operands, window, order, index) -> KeyTile:
     """What the index-th CTA of the launch works on. order: (pieces of a tile, rows of a section), see ``schedule``. By
     a whole warp."""
@@ -184,7 +195,8 @@ def key_tile_at(config: BackwardFeatures, operands, window, order, index) -> Key
     _, seq_q, _, length, start = place
     first_key = number * config.tile_n
     last_key = cutlass.min(first_key + config.tile_n, length) - 1
-    zero = Int32(0)
+    zero, group = Int32(0), operands.q.shape[2] // heads
+    first_head = kv_head * group
     tile = KeyTile(
         config,
         request,
@@ -193,7 +205,8 @@ def key_tile_at(config: BackwardFeatures, operands, window, order, index) -> Key
         number,
         slot,
         first_key,
-        operands.q.shape[2] // heads,
+        first_head,
+        group,
         *(zero,) * 11,
         bounds,
     )
@@ -203,8 +216,16 @@ def key_tile_at(config: BackwardFeatures, operands, window, order, index) -> Key
     begin = low // config.tile_m
     count = (high + config.tile_m - 1) // config.tile_m - begin
     count = Int32(cutlass.select_(some, count, zero))
-    steps, first_step = count * tile.group, zero
-    if cutlass.const_expr(config.cut):
+    first_step = zero
+    if cutlass.const_expr(config.cut and config.deterministic):
+        tiles_q = (seq_q + config.tile_m - 1) // config.tile_m
+        head, group, first_tile, tiles_end = fixed_piece(piece, order[0], group, tiles_q)
+        first_head += head
+        end = cutlass.min(begin + count, tiles_end)
+        begin = cutlass.max(begin, first_tile)
+        count = cutlass.max(end - begin, 0)
+    steps = count * group
+    if cutlass.const_expr(config.cut and not config.deterministic):
         first_step, steps = split_part(piece, order[0], steps)
     # Rows behind the last query have a P of zero by their statistics: no mask is needed for them.
     inner_end = Int32(cutlass.select_(Boolean(inner_end >= seq_q), Int32(FAR), inner_end))
@@ -221,7 +242,8 @@ def key_tile_at(config: BackwardFeatures, operands, window, order, index) -> Key
         number,
         slot,
         first_key,
-        tile.group,
+        first_head,
+        group,
         piece,
         first_step,
         steps,

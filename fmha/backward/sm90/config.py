@@ -14,7 +14,7 @@ from warpspec.common.hardware import (
     WARP_THREADS,
     WARPGROUP_THREADS,
 )
-from warpspec.fmha.backward.features import BackwardFeatures, backward_features
+from warpspec.fmha.backward.features import WARPS, BackwardFeatures, backward_features
 from warpspec.fmha.backward.problem import BackwardProblem
 from warpspec.fmha.features import BLOCK, ELEMENT_BYTES, check_requests
 
@@ -109,11 +109,12 @@ class BackwardConfig(BackwardFeatures):
         """Parts of dQ that a consumer makes."""
         return 2 if self.paired else 1
 
-    # Warp roles: consumer warpgroups, then, of a pair, the producer's, of which one warp works.
+    # Warp roles: consumer warpgroups, then, of a pair, the producer's, of which one warp loads. Where dQ's order is
+    # fixed, a turn warp.
 
     @property
     def threads(self) -> int:
-        return (CONSUMERS + self.paired) * WARPGROUP_THREADS
+        return self.consumer_threads + WARPGROUP_THREADS * self.moves_registers
 
     @property
     def load_warp(self) -> int:
@@ -121,11 +122,22 @@ class BackwardConfig(BackwardFeatures):
         return CONSUMERS * WARPGROUP_THREADS // WARP_THREADS if self.paired else 0
 
     @property
+    def turn_warp(self) -> int:
+        """It follows the consumers, and the load warp of a pair."""
+        return self.consumer_threads // WARP_THREADS + self.paired
+
+    @property
     def registers(self) -> tuple[int, ...]:
         """Registers of a thread, by warpgroup."""
-        if self.paired:
+        if self.moves_registers:
             return (CONSUMER_REGISTERS,) * CONSUMERS + (PRODUCER_REGISTERS,)
         return (REGISTERS_PER_SM // self.threads - 1,) * CONSUMERS
+
+    @property
+    def moves_registers(self) -> bool:
+        """Warps of the last warpgroup hand registers on to the consumers. Each quarter of an SM has 512 a lane, for a
+        warp of every warpgroup: so a single further warp leaves consumers no more than a whole warpgroup does."""
+        return self.paired or self.deterministic
 
     @property
     def consumer_threads(self) -> int:
@@ -171,9 +183,14 @@ class BackwardConfig(BackwardFeatures):
         return 2 if self.wants_q or self.stores_bias else 0
 
     @property
-    def takes_turns(self) -> bool:
-        """Warps add dQ of a step from registers when it is their turn, a step later (``exchange``)."""
-        return self.late and self.deterministic
+    def dv_first(self) -> bool:
+        """dV of a block is waited for before dS is made: beside a turn warp D 128 has 240 registers a thread, not the
+        250 that it takes to hold P under dS."""
+        return self.deterministic and self.head_dim == 2 * BLOCK
+
+    @property
+    def turn_counts(self) -> int:
+        return CONSUMERS
 
     @property
     def ahead(self) -> int:
@@ -225,6 +242,17 @@ class BackwardConfig(BackwardFeatures):
             "consumers",
             "dS is there, dQ has read that of the step before, dV dO, and dK the Q before it",
         )
+        turns = (
+            Barrier(
+                "turn",
+                CONSUMERS,
+                1,
+                "turn warp, a thread for each",
+                "a consumer",
+                "the consumer may add its dQ",
+            ),
+            Barrier("added", CONSUMERS, WARPS, warp, "turn warp", "the consumer has added its dQ"),
+        )
         return (
             Barrier("k_full", 1, 1, filled, "consumers", "K is in shared memory"),
             Barrier("v_full", 1, 1, filled, "consumers", "V is in shared memory"),
@@ -234,4 +262,5 @@ class BackwardConfig(BackwardFeatures):
             Barrier("do_full", self.do_stages, 1, filled, "consumers", "dO is in shared memory"),
             *(released["do"] if self.paired else ()),
             *((exchanged,) if self.late else ()),
+            *(turns if self.deterministic else ()),
         )

@@ -176,9 +176,18 @@ def consume(
             pair.go_through(work)
         else:
             go_through(work)
+    if cutlass.const_expr(config.deterministic):  # dK and dV last: it takes fewer registers
+        finish_queries(work)
     results.write_keys(work)
-    if cutlass.const_expr(not config.paired):  # noqa: SIM102
-        if tile.steps > 0:
+    if cutlass.const_expr(not config.deterministic):
+        finish_queries(work)
+
+
+@cute.jit
+def finish_queries(work):
+    """dQ of the last step, where it is late."""
+    if cutlass.const_expr(not work.config.paired):  # noqa: SIM102
+        if work.tile.steps > 0:
             exchange.add_last(work)
 
 
@@ -217,7 +226,7 @@ def go_through(work):
                     next_place = tile.following(*place)
                     clear_unseen_rows(work, next_place[1], step + 1)
             if cutlass.const_expr(config.needs_ds):
-                warpgroup.wait_group(int(config.wants_v))
+                warpgroup.wait_group(int(config.wants_v and not config.dv_first))
                 derive(own, flat(mma.s), flat(mma.dp), tile.needs_mask(place[1], block))
                 if cutlass.const_expr(config.stores_early):
                     put_ds(work, step, block)

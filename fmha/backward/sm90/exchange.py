@@ -20,7 +20,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.fmha.backward.device.load import load_keys, load_step
-from warpspec.fmha.backward.sm90 import bias, results
+from warpspec.fmha.backward.sm90 import bias, results, turns
 from warpspec.fmha.backward.sm90.config import APART_BARRIER
 from warpspec.fmha.backward.sm90.products import other_products
 
@@ -76,27 +76,15 @@ def meet(work, step, place):
 
 
 @cute.jit
-def turn_over(work, step, before):
-    """Under the products of dQ and dK: what was added a step ago has arrived, which is said; and the next turn is
-    waited for. before: (query head, query tile) of the step before."""
-    if cutlass.const_expr(work.config.takes_turns):
-        if step > 1:
-            results.leave_turn(work, work.tile.preceding(*before))
-        if step > 0:
-            results.take_turn(work, before)
-
-
-@cute.jit
 def take_dq(work, step, place, before):
     """What ``issue_dq`` has issued leaves its registers."""
-    turn_over(work, step, before)
     if cutlass.const_expr(work.config.wants_q):
         warpgroup.wait_group(int(work.config.wants_k))
     if cutlass.const_expr(work.config.late):
         cute.arch.fence_proxy("async.shared", space="cta")
         work.channels["exchanged"].arrive_warp(step)
         if step > 0:
-            results.add_queries(work, 0, before)
+            turns.add(work, step - 1, before)
     elif cutlass.const_expr(work.config.wants_q):
         results.add_queries(work, 0, place)
 
@@ -108,14 +96,8 @@ def add_last(work):
         last, place = work.tile.steps - 1, work.tile.last
         work.channels["exchanged"].wait(last)
         work.issue_dq(last, mma=other_products(work))
-        if cutlass.const_expr(work.config.takes_turns):
-            if last > 0:
-                results.leave_turn(work, work.tile.preceding(*place))
-            results.take_turn(work, place)
         warpgroup.wait_group(0)
-        results.add_queries(work, 0, place)
-        if cutlass.const_expr(work.config.takes_turns):
-            results.leave_turn(work, place)
+        turns.add(work, last, place)
 
 
 @cute.jit

@@ -15,11 +15,10 @@ from warpspec.fmha.backward.device.host import BackwardHost
 from warpspec.fmha.backward.device.load import load
 from warpspec.fmha.backward.device.tile import key_tile_at, key_tiles_of
 from warpspec.fmha.backward.sm90.config import (
-    CONSUMER_REGISTERS,
     CONSUMERS,
-    PRODUCER_REGISTERS,
 )
 from warpspec.fmha.backward.sm90.consumer import consume
+from warpspec.fmha.backward.sm90.turns import take_turns
 from warpspec.fmha.device.grid import requests_of
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, kv_view
 from warpspec.fmha.features import BLOCK
@@ -101,15 +100,22 @@ class Backward(BackwardHost):
         consumer = warp // (WARPGROUP_THREADS // WARP_THREADS)
         arguments = (config, channels, shared, operands, scales, window, order)
         loads = (atoms, coordinates)
-        if cutlass.const_expr(not config.paired):  # one of the consumers' warps loads
+        if cutlass.const_expr(config.threads == config.consumer_threads):
+            consume(*arguments, consumer, loads)  # one of the consumers' warps loads
+        elif warp >= config.consumer_threads // WARP_THREADS:
+            cute.arch.setmaxregister_decrease(config.registers[-1])
+            tile = key_tile_at(config, operands, window, order, cute.arch.block_idx()[0])
+            if cutlass.const_expr(config.paired):  # noqa: SIM102
+                if warp == config.load_warp:
+                    load(config, channels, shared, operands, atoms, coordinates, tile)
+            if cutlass.const_expr(config.deterministic):  # noqa: SIM102
+                if warp == config.turn_warp:
+                    take_turns(config, channels, operands, tile)
+        elif cutlass.const_expr(not config.paired):
+            cute.arch.setmaxregister_increase(config.registers[0])
             consume(*arguments, consumer, loads)
-        elif warp >= config.load_warp:
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            if warp == config.load_warp:
-                tile = key_tile_at(config, operands, window, order, cute.arch.block_idx()[0])
-                load(config, channels, shared, operands, atoms, coordinates, tile)
         else:
-            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            cute.arch.setmaxregister_increase(config.registers[0])
             for each in cutlass.range_constexpr(CONSUMERS):  # each has code of its own
                 if consumer == each:
                     consume(*arguments, each, loads)

@@ -19,7 +19,7 @@ from warpspec.common.device.wgmma import PAIR, flat
 from warpspec.common.hardware import WARPGROUP_THREADS
 from warpspec.fmha.backward.device.arithmetic import follow_cap, weigh, write_bias
 from warpspec.fmha.backward.device.clear import clear_unseen_keys, clear_unseen_rows
-from warpspec.fmha.backward.sm90 import consumer, results
+from warpspec.fmha.backward.sm90 import consumer, results, turns
 from warpspec.fmha.backward.sm90.arithmetic import block_of, keep
 from warpspec.fmha.backward.sm90.config import P_BARRIER, P_FACTOR
 
@@ -78,7 +78,10 @@ def make_p(work):
             for part in cutlass.range_constexpr(config.consumer_parts):
                 work.issue_dq(step, part)
                 warpgroup.wait_group(0)
+                if cutlass.const_expr(part == 0):
+                    turns.wait(work, step)
                 results.add_queries(work, part, place)
+            turns.leave(work, step)
         warpgroup.wait_group(0)
         channels["q_empty"].arrive_warp(step)
 
@@ -119,6 +122,7 @@ def make_ds(work):
             work.issue_dp(following, 0)
         if cutlass.const_expr(config.wants_q):
             warpgroup.wait_group(1)
+            turns.wait(work, step)
             results.add_queries(work, 0, place)
             work.issue_dq(step, 1)
         if cutlass.const_expr(config.wants_k):
@@ -126,6 +130,7 @@ def make_ds(work):
         if cutlass.const_expr(config.wants_q):
             warpgroup.wait_group(1 if config.wants_k else 0)
             results.add_queries(work, 1, place)
+            turns.leave(work, step)
     warpgroup.wait_group(0)
     channels["q_empty"].arrive_warp(last)
 

@@ -10,7 +10,6 @@ from warpspec.common.device import tma
 from warpspec.common.device.wgmma import flat
 from warpspec.common.hardware import FP32_BYTES, WARP_THREADS
 from warpspec.fmha.backward.device.tile import slot_of
-from warpspec.fmha.backward.device.turns import end_warp_turn, wait_warp_turn
 from warpspec.fmha.backward.features import THREAD_ELEMENTS, WARP_ELEMENTS, WARPS
 from warpspec.fmha.backward.sm90.config import CONSUMER_KEYS
 from warpspec.fmha.sm90.staging import (
@@ -44,15 +43,10 @@ def sums_of(work, place, number):
 
 @cute.jit
 def add_queries(work, part: cutlass.Constexpr, place):
-    """One of a consumer's parts of dQ, added to global memory 16 bytes a thread. Where the order is fixed, who calls
-    takes the turn, but for a pair."""
+    """One of a consumer's parts of dQ, added to global memory 16 bytes a thread."""
     config, dq = work.config, flat(work.mma.dq)
     warp, lane = work.thread // WARP_THREADS, work.thread % WARP_THREADS
     number = (work.consumer * config.consumer_parts + part) * WARPS + warp
-    waits = config.deterministic and not config.takes_turns
-    if cutlass.const_expr(waits):
-        turn = turn_at(work, place, number)
-        wait_warp_turn(turn, work.tile.turn(place[1]), lane)
     start = sums_of(work, place, number) + lane * VECTOR * FP32_BYTES
     for i in cutlass.range_constexpr(THREAD_ELEMENTS // VECTOR):
         cute.arch.inline_ptx(
@@ -62,28 +56,6 @@ def add_queries(work, part: cutlass.Constexpr, place):
                 *(dq[VECTOR * i + j] for j in range(VECTOR)),
             ],
         )
-    if cutlass.const_expr(waits):
-        end_warp_turn(turn, lane)
-
-
-def turn_at(work, place, number) -> cute.Pointer:
-    """The count of those that have added to what warp ``number`` of the parts' adds to."""
-    return work.operands.turns.iterator + warp_of(work, place, number)
-
-
-@cute.jit
-def take_turn(work, place):
-    """The warp's turn to add dQ of a step has come."""
-    lane = work.thread % WARP_THREADS
-    number = work.consumer * WARPS + work.thread // WARP_THREADS
-    wait_warp_turn(turn_at(work, place, number), work.tile.turn(place[1]), lane)
-
-
-@cute.jit
-def leave_turn(work, place):
-    """What the warp has added to dQ of a step is there: the next one's turn."""
-    number = work.consumer * WARPS + work.thread // WARP_THREADS
-    end_warp_turn(turn_at(work, place, number), work.thread % WARP_THREADS)
 
 
 @cute.jit
