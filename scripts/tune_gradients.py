@@ -3,7 +3,7 @@
     python scripts/tune_gradients.py [--seed N] [--shapes N] [--seconds S] [--only-fixed] [--json FILE] [--list]
 
 Each shape of a table, then random ones: the order that is chosen, others, a fixed order of dQ, and flash-attn-4 on the
-shapes of the table, in turn. --only-fixed: the chosen order and the fixed one alone. Every variant's gradients are
+shapes of the table, in turn. --only-fixed: the chosen order and the fixed one, without flash-attn-4. Every variant's gradients are
 compared with the chosen one's, and the fixed order's bits with each other's. --list prints shapes and choices for an
 H200; that needs no GPU. Kernels are compiled in processes of their own first.
 """
@@ -216,7 +216,7 @@ def main() -> None:
         if time.monotonic() - start > options.seconds:
             print(f"{len(shapes) - number} shapes left out")
             break
-        result = measure(shape, target, number < len(TABLE), orders)
+        result = measure(shape, target, orders and number < len(TABLE), orders)
         results.append(result)
         print(json.dumps(result), flush=True)
         torch.cuda.empty_cache()
