@@ -3,9 +3,9 @@
     python scripts/tune_gradients.py [--seed N] [--shapes N] [--seconds S] [--only-fixed] [--json FILE] [--list]
 
 Each shape of a table, then random ones: the order that is chosen, others, a fixed order of dQ, and flash-attn-4 on the
-shapes of the table, in turn. --only-fixed: the chosen order and the fixed one, without flash-attn-4. Every variant's gradients are
-compared with the chosen one's, and the fixed order's bits with each other's. --list prints shapes and choices for an
-H200; that needs no GPU. Kernels are compiled in processes of their own first.
+shapes of the table, in turn. --only-fixed: the chosen order and the fixed one, without flash-attn-4. Every variant's
+gradients are compared with the chosen one's, and the fixed order's bits with each other's. --list prints shapes and
+choices for an H200; that needs no GPU. Kernels are compiled in processes of their own first.
 """
 
 from __future__ import annotations
