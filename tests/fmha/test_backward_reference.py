@@ -8,7 +8,8 @@ from helpers.gradient_cases import CASES, NAMES, REFERENCE_TOLERANCE, Case, defi
 
 from warpspec.fmha import attention, merge
 from warpspec.fmha.backward import call as backward_call
-from warpspec.fmha.operands import INPUTS
+from warpspec.fmha.operands import Operands, Options
+from warpspec.fmha.ops import flat
 
 EVERYTHING = Case(
     "everything", seq_q=9, seq_k=12, causal=True, sink=True, bias=(False, True), through="o+lse"
@@ -88,9 +89,8 @@ def test_operator_is_registered_right():
     case = EVERYTHING
     tensors = {name: t.detach() for name, t in case.tensors().items()}
     o, lse = case.call(tensors, backend="reference")
-    arguments = [tensors.get(name) for name in INPUTS]
-    options = (None, True, None, None, 1, True, True, None, None, None, False, 2.0, "reference")
-    call = (torch.randn_like(o), torch.randn_like(lse), o, lse, [True] * len(NAMES), *arguments, *options)
+    arguments = flat(Operands(**tensors), Options(causal=True, return_lse=True, softcap=2.0), "reference")
+    call = (torch.randn_like(o), torch.randn_like(lse), o, lse, [True] * len(NAMES), *arguments)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.warpspec.fmha_backward, call, test_utils=checks)
 
