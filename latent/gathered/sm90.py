@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Uint32
+from cutlass import Float32, Int32, Uint32
 
 from warpspec.common.device import tma
 from warpspec.common.device.pipeline import init_barriers
@@ -127,7 +127,7 @@ def consume(
     """One consumer: half of O's columns for each of the CTA's tasks. Consumes q_full and what ``pair.attend_paired``
     consumes; produces what ``attend_paired`` produces."""
     thread = thread % WARPGROUP_THREADS
-    mma = products(config, BFloat16, shared.q.align(tma.TILE_ALIGNMENT), shared.k, shared.v, part)
+    mma = products(config, shared.q.align(tma.TILE_ALIGNMENT), shared.k, shared.v, part)
     cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     use, task_use = Int32(0), Int32(0)
     for index in cutlass.range(cta, units.total, ctas, unroll=1):
@@ -139,8 +139,8 @@ def consume(
         if count > 0:
             channels["q_full"].wait(task_use)
         work = GatheredWork(
-            config, channels, mma, task, rows, None, part, 0, part, thread, use, task_use, numbers, shared.v,
-            shared.masks,
+            config, channels, mma, task, rows, None, part, 0, part, thread, use, task_use, numbers, shared,
+            masks=shared.masks,
         )  # fmt: skip
         state = attend_paired(Pair(work, shared, task_use))
         if count > 0:
