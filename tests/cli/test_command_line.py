@@ -7,8 +7,8 @@ import sys
 
 import pytest
 import torch
-from helpers.suites import long
 
+from warpspec import sim
 from warpspec.cli import bench, cases, simulate, validate
 from warpspec.cli.main import COMMANDS, main
 
@@ -20,8 +20,19 @@ def call(*arguments):
     return subprocess.run([sys.executable, "-m", "warpspec", *arguments], capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("arch", [long("sm_100a"), "sm_90a"])  # the demo runs it on sm_100a
-def test_simulate(arch, tmp_path):
+def test_simulate(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv(sim.CHECK_VARIABLE, "")  # put back afterwards
+    timeline = tmp_path / "trace.json"
+    shape = ("--rows", "2", "--columns", "64", "--arch", "sm_90a")
+    assert simulate.main(["softmax", *shape, "--check", "order", "--timeline", str(timeline)]) == 0
+    out = capsys.readouterr().out
+    assert "against FP32, tolerance" in out and ": ok" in out
+    assert json.loads(timeline.read_text())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("arch", simulate.ARCHITECTURES)
+def test_simulate_attention(arch, tmp_path):
     timeline = tmp_path / "trace.json"
     done = call(*SMALL, "--arch", arch, "--check", "order", "--timeline", str(timeline))
     assert done.returncode == 0, done.stderr

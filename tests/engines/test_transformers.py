@@ -40,6 +40,7 @@ def test_continuous_batching(kind):
     judge.check(generate(model, prompts(LENGTHS, common=36)))
 
 
+@pytest.mark.long
 def test_simulated_kernel():
     """One step of a prompt in parts, one of decode, on the compiled kernel."""
     model = make_model("gpt_oss")

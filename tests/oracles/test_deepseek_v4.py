@@ -22,7 +22,7 @@ from helpers.model_pairs import (
     tokens,
     with_attention,
 )
-from helpers.suites import long, long_but
+from helpers.suites import long
 from transformers import DeepseekV4ForCausalLM
 
 import warpspec.engines.transformers
@@ -33,10 +33,6 @@ WAYS = ["bias", "key_sets"]
 SIMULATED = [("key_sets", SLIDING, 64), *((way, kind, 512) for way in WAYS for kind in KINDS)]
 ONE_LAYER = [("reference", way, kind, 512) for way in WAYS for kind in KINDS]
 ONE_LAYER += [("sim", *case) for case in SIMULATED]
-# By default the kernel runs where two key sets are merged; the tests of fmha have it with a bias, and by head size.
-ONE_LAYER_QUICK = [
-    case for case in ONE_LAYER if case[0] == "reference" or case == ("sim", "key_sets", SELECTED, 512)
-]
 
 
 def attention_name(backend: str, way: str) -> str:
@@ -81,14 +77,14 @@ every_way = pytest.mark.parametrize("way", WAYS)
 
 
 ONE_LAYER_NAMES = ("backend", "way", "kind", "head_dim")
-one_layer = pytest.mark.parametrize(ONE_LAYER_NAMES, long_but(ONE_LAYER_QUICK, ONE_LAYER))
-one_layer_simulated_in_long_suite = pytest.mark.parametrize(
+# By default the kernel runs in the tests of fmha: on shared keys, with a bias, and by head size.
+one_layer = pytest.mark.parametrize(
     ONE_LAYER_NAMES, [long(*case) if case[0] == "sim" else case for case in ONE_LAYER]
 )
 
 
 @pytest.mark.parametrize(("heads", "length", "way"), [
-    (64, 300, "bias"), (128, 140, "key_sets"), long(64, 300, "key_sets"), long(128, 140, "bias"),
+    (64, 300, "bias"), *(long(*case) for case in ((128, 140, "key_sets"), (64, 300, "key_sets"), (128, 140, "bias"))),
 ])  # fmt: skip
 def test_prefill(heads, length, way):
     """300 positions: two heavily compressed keys, 75 of the other kind."""
@@ -104,13 +100,13 @@ def test_prefill_of_one_layer(backend, way, kind, head_dim, length=5):
     assert relative_error(ours, exact) <= ATTENTION_TOLERANCE
 
 
-@one_layer_simulated_in_long_suite
+@one_layer
 def test_prefill_of_one_layer_past_the_window(backend, way, kind, head_dim):
     """Just past the window and the first key that is compressed from 128."""
     test_prefill_of_one_layer(backend, way, kind, head_dim, length=131)
 
 
-@one_layer_simulated_in_long_suite
+@one_layer
 def test_decode_of_one_layer(backend, way, kind, head_dim):
     """The window fills and the first key compressed from 128 appears. The prompt is the reference's."""
     model, ids = shared_model(64, (kind,), head_dim=head_dim), tokens(1, 130)
@@ -127,7 +123,7 @@ def test_decode_of_one_layer(backend, way, kind, head_dim):
 
 
 @pytest.mark.parametrize(("heads", "batch", "start", "end", "way"), [
-    (64, 2, 124, 130, "key_sets"), (64, 1, 253, 257, "bias"), long(128, 1, 253, 257, "bias"),
+    (64, 1, 253, 257, "bias"), long(64, 2, 124, 130, "key_sets"), long(128, 1, 253, 257, "bias"),
     long(64, 2, 124, 130, "bias"), long(128, 1, 253, 257, "key_sets"),
 ])  # fmt: skip
 def test_decode_with_cache(heads, batch, start, end, way):
@@ -145,7 +141,7 @@ def test_steps_of_several_tokens(way):
 
 
 @pytest.mark.parametrize("ends", [
-    pytest.param((), id="prefill", marks=pytest.mark.long), pytest.param((296, 297, 298, 299), id="decode"),
+    pytest.param((), id="prefill"), pytest.param((296, 297, 298, 299), id="decode", marks=pytest.mark.long),
 ])  # fmt: skip
 def test_selection_by_the_indexer(ends):
     """More compressed keys than the indexer lets a query see: its choice is in the mask.
@@ -190,7 +186,8 @@ def test_generate(way):
     assert relative_error(torch.stack(ours.logits), torch.stack(exact.logits)) <= ATTENTION_TOLERANCE
 
 
-@pytest.mark.parametrize("way", ["key_sets", long("bias")])
+@pytest.mark.long
+@every_way
 def test_bf16_model(way):
     """As a user has it: the whole model in bf16, our attention registered by its public name; past the window."""
     name = f"warpspec_reference_{way}"
@@ -208,7 +205,7 @@ def test_bf16_model(way):
     assert relative_error(ours, exact) <= EAGER_FACTOR * relative_error(eager, exact)
 
 
-@pytest.mark.parametrize("without", ["sinks", "window", SELECTED, HEAVY])
+@pytest.mark.parametrize("without", ["sinks", long("window"), SELECTED, HEAVY])
 def test_logits_depend_on_what_is_compared(without):
     """Agreement says something of sinks, window and compressed keys: without them logits are far off."""
     changed = make_model(sliding_window=1024) if without == "window" else make_model()

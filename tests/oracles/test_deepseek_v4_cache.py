@@ -69,7 +69,7 @@ def eager_logits(model, ids) -> torch.Tensor:
     return model(ids, use_cache=True).logits
 
 
-@pytest.mark.parametrize("way", ["prefill", "chunked", long("tokens"), "speculative"])
+@pytest.mark.parametrize("way", [long("prefill"), "chunked", long("tokens"), "speculative"])
 def test_logits_are_eagers(models, way):
     eager, ours = models
     ids = tokens(2, LENGTH)
@@ -116,6 +116,7 @@ def test_projection(models):
         attach(ours, "FP8")
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_greedy_generation(models):
     """Token by token eager's, up to where eager's two best are closer than rounding: the weights are random."""

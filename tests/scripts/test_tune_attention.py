@@ -38,6 +38,7 @@ def test_what_does_not_fit_is_not_compiled(monkeypatch):
     assert tune.refusal(problem, Shape(3, 128, 2, 1, 160, 32), False) == "over the registers"
 
 
+@pytest.mark.long
 def test_a_shape_that_fits_compiles_without_spills():
     assert tune.refusal(tune.prefill(1, 1, 256, 64).problem(), Shape(2, 64, 2, 1, 240, 24), False) == ""
 
