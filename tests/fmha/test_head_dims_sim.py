@@ -36,7 +36,7 @@ def run(case: Case, seed: int = 0, **options) -> sim.SimReport:
 @pytest.mark.parametrize(
     ("case", "head_dim", "shared"),
     [
-        (PREFILL, 128, False), (DECODE, 256, True), long(PREFILL, 512, True), long(WINDOW, 512, False),
+        (PREFILL, 128, False), long(DECODE, 256, True), long(PREFILL, 512, True), long(WINDOW, 512, False),
     ],
     ids=lambda value: getattr(value, "id", str(value)),
 )  # fmt: skip
@@ -102,7 +102,7 @@ def test_shared_kv_is_loaded_once():
     assert report.launches[0].tma_bytes_loaded == 128 * row + m_tiles * case.seq_k * row
 
 
-@pytest.mark.parametrize(("head_dim", "shared", "splits"), [(64, False, 3), long(512, True, 7)])
+@pytest.mark.parametrize(("head_dim", "shared", "splits"), [long(64, False, 3), long(512, True, 7)])
 def test_split_keys(head_dim, shared, splits):
     """More splits than tiles included: some then hold no key."""
     case = replace(DECODE, head_dim=head_dim, shared_kv=shared)

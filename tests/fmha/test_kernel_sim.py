@@ -24,10 +24,7 @@ DEFAULT = (
     "one-tile-fp16", "data-creeping",
     "group-3-odd-queries",
     "decode-mqa-128",
-    "scale-negative",
-    "state-empty-rows",
     "window-causal",
-    "q-start-window-past-keys",
     "q-start-lengths",
 )
 # Hazards on a kernel of those lines; with the kernel of the case itself they are in the long suite.

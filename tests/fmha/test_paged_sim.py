@@ -67,7 +67,7 @@ def assert_no_spills(config):
     assert kernel.local_bytes == 0, "registers spill, or an array landed in local memory"
 
 
-@pytest.mark.parametrize("page_size", long_but((16, 80), (*PAGE_SIZES, 48, 80, 96, 112, 256, 384)))
+@pytest.mark.parametrize("page_size", long_but((16,), (*PAGE_SIZES, 48, 80, 96, 112, 256, 384)))
 def test_pages_give_the_dense_result(page_size):
     dense, pages = inputs(LENGTHS, page_size, seq_q=3, heads_q=4, heads_kv=2, causal=True)
     assert_same(attention(**dense, backend=BACKEND), attention(**pages, backend=BACKEND))
@@ -90,7 +90,7 @@ def test_pages_of_other_head_dims(head_dim, page_size, shared_kv):
     assert_no_spills(simulate.plan_for("sm_100a", **pages).config)
 
 
-@pytest.mark.parametrize("far", long_but(FAR[:2], FAR))
+@pytest.mark.parametrize("far", long_but(FAR[:1], FAR))
 def test_page_out_of_range_reads_as_zeros(far):
     """Where nothing checked the table: in a page that keys use, by TMA and by the exact path of rows that a
     NaN hidden from them may have reached."""
@@ -112,7 +112,7 @@ def test_page_out_of_range_reads_as_zeros(far):
 @pytest.mark.parametrize(
     "head_dim, page_size, shared_kv, bias_dtype",
     [
-        (64, 16, False, torch.bfloat16),
+        long(64, 16, False, torch.bfloat16),
         pytest.param(128, 128, False, torch.float32, marks=pytest.mark.long),
         pytest.param(256, 64, True, torch.bfloat16, marks=pytest.mark.long),
         pytest.param(512, 32, True, torch.float32, marks=pytest.mark.long),

@@ -2,9 +2,10 @@
 
 import pytest
 from helpers.peaks import check_as_exact_as_torch, every_peak
+from helpers.suites import long
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("arch", [long("sm_90a"), "sm_100a"])
 @every_peak
 def test_as_exact_as_torch(simulate_as, arch, steps):
     simulate_as(arch)

@@ -8,6 +8,7 @@ import torch
 from helpers.attention_cases import CASES, Case, arguments, check, poisoned_out, relative_error
 from helpers.page_layouts import paged
 from helpers.peaks import HEADS, KEYS, check_as_exact_as_torch, every_peak
+from helpers.suites import long_but
 
 from warpspec import sim
 from warpspec.common.compile import resources
@@ -54,7 +55,7 @@ LENGTHS = Case(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", long_but(range(2), range(4)))
 def test_tiles_of_every_length(simulate, seed):
     """Rows of 0 to 7 KV tiles after one another in a CTA: whose turn it is begins with either consumer."""
     simulate(LENGTHS, ctas=2, seed=seed, num_splits=1)

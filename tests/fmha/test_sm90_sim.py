@@ -8,7 +8,7 @@ import torch
 from helpers.attention_cases import CASES, SPLIT_KEYS, Case, arguments, check, poisoned_out, relative_error
 from helpers.page_layouts import PAGE_SIZES, paged
 from helpers.simulate import plan_for
-from helpers.suites import long, long_but
+from helpers.suites import long
 
 from warpspec import sim
 from warpspec.common.compile import resources
@@ -89,7 +89,7 @@ def test_the_shape_of_many_rows(always_long, name):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "name"), [(128, "three-tiles"), long(64, "three-tiles"), long(128, "past-a-tile")]
+    ("head_dim", "name"), [long(128, "three-tiles"), long(64, "three-tiles"), long(128, "past-a-tile")]
 )
 def test_the_shape_of_many_rows_and_few_keys(monkeypatch, always_long, head_dim, name):
     monkeypatch.setattr(shapes, "SHORT_KEYS", 1024)
@@ -98,7 +98,7 @@ def test_the_shape_of_many_rows_and_few_keys(monkeypatch, always_long, head_dim,
     run(case, num_splits=1)
 
 
-@pytest.mark.parametrize(("head_dim", "name"), [(256, "three-tiles"), long(128, "past-a-tile")])
+@pytest.mark.parametrize(("head_dim", "name"), [long(256, "three-tiles"), long(128, "past-a-tile")])
 def test_the_shape_of_few_tiles(monkeypatch, head_dim, name):
     monkeypatch.setattr(shapes, "SMALL_TILES", 1)
     case = replace(BY_ID[name], head_dim=head_dim)
@@ -127,6 +127,7 @@ def test_many_queries_through_pages(head_dim, page_size, causal):
     assert config.consumers > 1 and config.tile_n % config.page_keys == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(2))
 def test_persistent_ctas_take_several_tiles(simulate_as, seed):
     case = Case(
@@ -148,7 +149,7 @@ def test_splits_and_shared_kv(head_dim):
 
 
 @pytest.mark.parametrize(("head_dim", "dtype", "shape", "window"), [
-    (64, torch.bfloat16, (1, 4, 70, 261), None), long(128, torch.float32, (2, 1, 70, 261), (100, 3)),
+    long(64, torch.bfloat16, (1, 4, 70, 261), None), long(128, torch.float32, (2, 1, 70, 261), (100, 3)),
 ], ids=["bf16 a head", "fp32 a batch row, window"])  # fmt: skip
 def test_bias(head_dim, dtype, shape, window):
     case = Case("bias", batch=2, seq_q=70, seq_k=261, heads_q=4, heads_kv=2, head_dim=head_dim, window=window)
@@ -189,7 +190,8 @@ def spilled_bytes(head_dim, shape, variant) -> int:
     return kernel.local_bytes
 
 
-@pytest.mark.parametrize("head_dim", long_but((512,), PREFILL))
+@pytest.mark.long
+@pytest.mark.parametrize("head_dim", PREFILL)
 def test_the_largest_shapes_do_not_spill(head_dim):
     assert spilled_bytes(head_dim, PREFILL[head_dim], "causal") == 0
 

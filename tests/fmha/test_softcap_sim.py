@@ -37,15 +37,11 @@ STATE = Packed(
 WIDE = Packed("wide-fp16", seq_q=(70,), seq_k=(140,), heads_q=1, heads_kv=1, head_dim=256, causal=True, scale=-0.5,
               softcap=4.0, dtype=torch.float16)  # fmt: skip
 SPILLED = 16  # bytes that ptxas keeps on the stack, once a tile
-RUNS = [(PACKED, "sm_90a"), (PAGED, "sm_100a")]
-OTHERS = [
-    (PACKED, "sm_100a"),
-    (PAGED, "sm_90a"),
-    *((batch, arch) for batch in (WIDE, STATE) for arch in ("sm_90a", "sm_100a")),
-]
+EVERY = [(batch, arch) for batch in (PACKED, PAGED, WIDE, STATE) for arch in ("sm_90a", "sm_100a")]
 
 
-@pytest.mark.parametrize(("batch", "arch"), long_but(RUNS, RUNS + OTHERS), ids=lambda v: getattr(v, "id", v))
+@pytest.mark.long  # by default test_head_sizes_sim has a packed batch with a soft cap
+@pytest.mark.parametrize(("batch", "arch"), EVERY, ids=lambda v: getattr(v, "id", v))
 def test_packed(batch, arch, simulate_as):
     """NaN and Inf at hidden keys and in whole requests; pages, splits, windows, sinks, states; no more
     spills than that."""
