@@ -62,7 +62,7 @@ def test_numbers_that_are_only_stored_keep_their_bits():
     assert torch.equal(stored[1], arguments["v"].view(torch.int16))
 
 
-@pytest.mark.parametrize("name", ["e4m3", "nvfp4"])
+@pytest.mark.parametrize("name", ["e4m3", long("nvfp4")])
 def test_no_spills(name):
     """A Llama layer's kernel: no register spills, and enough CTAs fit an SM to keep memory busy."""
     arch, config = (

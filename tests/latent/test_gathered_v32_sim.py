@@ -63,8 +63,8 @@ def compare(case: Case, monkeypatch, true=TRUE_TOLERANCE, rounded_=O_TOLERANCE) 
 @pytest.mark.parametrize(
     ("arch", "heads", "slots", "splits"),
     [
-        ("sm_90a", 8, (200, 70), 1),
-        long("sm_100a", 8, (130, 70), 1),
+        ("sm_100a", 8, (130, 70), 1),
+        long("sm_90a", 8, (200, 70), 1),
         long("sm_90a", 128, (64, 65, 1), 1),
         long("sm_90a", 16, (300,), 3),
         long("sm_100a", 16, (300,), 3),
@@ -78,10 +78,8 @@ def test_true_scales(simulate_as, monkeypatch, arch, heads, slots, splits):
     random_scales(case)
     got = compare(case, monkeypatch)
     assert not got[2].any() and got.isfinite().all()
-    if (arch, heads) == (
-        "sm_90a",
-        8,
-    ):  # the same kernel: scales above 128, of few keys, whose weights' rounding shows; NaN that is seen
+    if heads == 8:
+        # The same kernel: scales above 128, of few keys, whose weights' rounding shows; NaN that is seen.
         scales = scales_of(case.key_sets[0].pool)
         scales[0, :8] *= 3e4
         put_scales(case.key_sets[0].pool, scales)

@@ -53,12 +53,12 @@ def run(case: GemmCase, shape, seed=0, groups=3):
     return report, inputs, out
 
 
-# Each kernel takes seconds to compile and translate: by default every shape, output and activation once or twice.
+# Each kernel takes seconds to compile and translate: by default every output and activation once or twice;
+# few tokens in the tests of the layer.
 DEFAULT = [
     (SINGLE, "oai-nvfp4"),
     (SINGLE, "swiglu"),
     (PAIR, "down"),
-    (SWAPPED[8], "oai"),
     (SWAPPED[16], "nvfp4"),
     (SWAPPED[64], "linear"),
 ]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.suites import long
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -69,7 +70,7 @@ def random_case(tokens, k, choices, experts, seed=0):
         (1, 16, 1, 1),
         (3, 80, 2, 4),
         (5, 2880, 4, 32),
-        (2, 4096, 7, 257),
+        long(2, 4096, 7, 257),
         (2, 7168, 7, 385),
         (300, 64, 2, 3),
     ],
@@ -80,6 +81,7 @@ def test_against_reference(tokens, k, choices, experts):
         assert launch.local_bytes == 0
 
 
+@pytest.mark.long
 @settings(max_examples=15)
 @given(
     st.integers(1, 20),
@@ -120,7 +122,7 @@ def test_rows_may_lie_apart():
     check(wide[:, 8:72], ids, 3)
 
 
-@pytest.mark.parametrize(("k", "choices"), [(2880, 4), (4096, 7), (7168, 7), (16384, 9)])
+@pytest.mark.parametrize(("k", "choices"), [(2880, 4), long(4096, 7), (7168, 7), long(16384, 9)])
 def test_no_spills(k, choices):
     for kernel in resources(quantize_kernel.compiled(QuantizeConfig(k, choices), "sm_100a")).values():
         assert kernel.local_bytes == 0 and kernel.registers <= 128

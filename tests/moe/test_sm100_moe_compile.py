@@ -58,7 +58,7 @@ def check_resources(config):
     )
 
 
-@pytest.mark.parametrize("config", CONFIGS[5::31], ids=label)
+@pytest.mark.parametrize("config", CONFIGS[5::93], ids=label)
 def test_compiles_without_spills(config):
     check_resources(config)
 

@@ -67,13 +67,13 @@ def test_the_layer(layer):
 
 
 def test_no_token_depends_on_others(layer):
-    x, ids, weights = case(9, 2)
+    x, ids, weights = case(12, 3)
     together = run(layer, x, ids, weights)
-    alone = run(layer, x[8:], ids[8:], weights[8:])
-    assert torch.equal(alone[0], together[8])
+    alone = run(layer, x[11:], ids[11:], weights[11:])
+    assert torch.equal(alone[0], together[11])
     x[4, 17], x[5, 3] = torch.nan, torch.inf
     got = run(layer, x, ids, weights)
-    other = torch.arange(9) // 2 != 2
+    other = torch.arange(12) // 2 != 2
     assert got[4:6].isnan().all() and torch.equal(got[other], together[other])
     none = torch.full_like(ids[:0], -1)
     assert run(layer, x[:0], none, weights[:0]).shape == (0, HIDDEN)

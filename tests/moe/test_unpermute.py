@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.suites import long
 
 from warpspec.common.compile import resources
 from warpspec.common.launch import SIMULATED
@@ -37,7 +38,7 @@ def expected(rows, s, weights):
     [
         ("sm_100a", 1, 8, 1, False),
         ("sm_100a", 5, 2880, 4, False),
-        ("sm_100a", 3, 1032, 7, False),
+        long("sm_100a", 3, 1032, 7, False),
         ("sm_90a", 40, 64, 8, False),
         ("sm_90a", 3, 16, 9, True),
     ],

@@ -23,6 +23,7 @@ from helpers.host_calls import (
     rows_host,
     scale_module,
 )
+from helpers.suites import long
 
 from warpspec.common.compile import compile_host
 from warpspec.sim.arguments import PackedArguments, Value, pack_scalar
@@ -231,20 +232,20 @@ class TestScalars:
         ("dtype", "value", "form", "expected"),
         [
             (cutlass.Int8, -3, "<b", -3),
-            (cutlass.Int16, -300, "<h", -300),
+            long(cutlass.Int16, -300, "<h", -300),
             (cutlass.Int32, -(2**31), "<i", -(2**31)),
             (cutlass.Uint32, 2**32 - 1, "<I", 2**32 - 1),
-            (cutlass.Int64, -(2**40), "<q", -(2**40)),
+            long(cutlass.Int64, -(2**40), "<q", -(2**40)),
             (cutlass.Uint64, 2**63 + 5, "<Q", 2**63 + 5),
             (cutlass.Int32, cutlass.Int32(9), "<i", 9),
             (cutlass.Int32, np.int64(9), "<i", 9),
             (cutlass.Int32, True, "<i", 1),
             (cutlass.Float32, 1.5, "<f", 1.5),
-            (cutlass.Float32, 3, "<f", 3.0),
-            (cutlass.Float32, np.float64(0.25), "<f", 0.25),
+            long(cutlass.Float32, 3, "<f", 3.0),
+            long(cutlass.Float32, np.float64(0.25), "<f", 0.25),
             (cutlass.Float32, float("inf"), "<f", float("inf")),
             (cutlass.Float64, 0.1, "<d", 0.1),
-            (cutlass.Float16, 0.5, "<e", 0.5),
+            long(cutlass.Float16, 0.5, "<e", 0.5),
             (cutlass.BFloat16, 1.0, "<H", 0x3F80),
             (cutlass.Boolean, True, "<?", True),
             (cutlass.Boolean, 0, "<?", False),

@@ -266,7 +266,8 @@ def test_small_formats(name):
         sign = 1 << sum(SMALL[name][:2]) if pattern >> 31 else 0
         return nearest_code(abs(Fraction(value)), name) | sign
 
-    want = [code(a) << field | code(b) for a, b in zip(upper, lower, strict=True)]
+    codes = [code(pattern) for pattern in sources]
+    want = [a << field | b for a, b in zip(codes, codes[::-1], strict=True)]
     assert got == want
     nan = NAN_CODE[name]
     assert run(f"cvt.rn.satfinite.{name}x2.f32", [NAN32], [0xFFC00000]) == [nan << field | nan]

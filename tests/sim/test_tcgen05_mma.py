@@ -426,17 +426,19 @@ def test_block_scaling(kind, a, b, scale_format, per_row, m, n, group, duplicate
         tmem, rows = ctas[rank].tmem, m // group
         halves = 2 if rows == 64 else 1
         product = np.zeros((rows, n))
-        sfb = {}
-        for r, c, s in itertools.product(range(rows), range(n), range(per_row)):
-            half, in_half = divmod(c, n // halves)
-            partition = r // 32 + 2 * half if halves == 2 else r // 32
-            if (partition, c, s) not in sfb:
-                code = scale_code(tmem, SFB_COLUMN, in_half, ids[1] + s, 32 * partition + in_half % 32)
-                sfb[partition, c, s] = cached_value(code, scale_format)
-            code_a = scale_code(tmem, SFA_COLUMN, r, ids[0] + s, 32 * partition + r % 32)
+        steps = (range(0, rows, 32), range(halves), range(per_row))
+        for first, half, s in itertools.product(*steps):
+            partition, columns = first // 32 + 2 * half, n // halves
+
+            def values(column, of, byte, partition=partition):
+                codes = (scale_code(tmem, column, i, byte, 32 * partition + i % 32) for i in of)
+                return np.array([cached_value(code, scale_format) for code in codes])
+
+            sfa = values(SFA_COLUMN, range(first, first + 32), ids[0] + s)
+            sfb = values(SFB_COLUMN, range(columns), ids[1] + s)
+            own, theirs = slice(first, first + 32), slice(half * columns, (half + 1) * columns)
             span = slice(s * block, (s + 1) * block)
-            part = own_a[r, span] @ full_b[c, span]
-            product[r, c] += part * cached_value(code_a, scale_format) * sfb[partition, c, s]
+            product[own, theirs] += own_a[own, span] @ full_b[theirs, span].T * np.outer(sfa, sfb)
         return product
 
     check(ctas, one, a_layout, b_layout, scale=scale)

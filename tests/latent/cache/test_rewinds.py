@@ -46,8 +46,9 @@ def test_a_token_is_folded_once():
         assert torch.equal(run.entries(0), grow_at_once(run).entries(0))
 
 
-@pytest.mark.parametrize("backend", ["reference", "sim"])
-@pytest.mark.parametrize("kind", STRIDES)
+@pytest.mark.parametrize(
+    ("kind", "backend"), [("csa", "reference"), ("hca", "reference"), ("csa", "sim"), long("hca", "sim")]
+)
 def test_drafts_are_counted_from_the_furthest(kind, backend):
     """A start within max_draft of the last call's end, but not of the furthest: the tokens before it have been folded,
     or written over."""
@@ -64,7 +65,7 @@ def test_drafts_are_counted_from_the_furthest(kind, backend):
     assert made[:lost].isnan().all() and made[lost:].isfinite().all() and len(made) > lost
 
 
-@pytest.mark.parametrize("schedules", [25, long(1500)])
+@pytest.mark.parametrize("schedules", [12, long(1500)])
 @pytest.mark.parametrize("kind", STRIDES)
 def test_reference(kind, schedules):
     for seed in range(schedules):
@@ -72,9 +73,9 @@ def test_reference(kind, schedules):
 
 
 SIMULATED_CASES = [
-    ("sm_100a", "hca", 2, 2),
-    ("sm_90a", "hca", 9, 1),
     ("sm_100a", "csa", 2, 2),
+    long("sm_90a", "hca", 9, 1),
+    long("sm_100a", "hca", 2, 2),
     *(long(arch, kind, d, 20) for arch in SIMULATED for kind in STRIDES for d in (0, 1, 3, 9)),
 ]
 
