@@ -36,7 +36,7 @@ def run(case: Case, seed: int = 0, **options) -> sim.SimReport:
 @pytest.mark.parametrize(
     ("case", "head_dim", "shared"),
     [
-        (PREFILL, 128, False), long(DECODE, 256, True), long(PREFILL, 512, True), long(WINDOW, 512, False),
+        (PREFILL, 128, False), (DECODE, 256, True), long(PREFILL, 512, True), long(WINDOW, 512, False),
     ],
     ids=lambda value: getattr(value, "id", str(value)),
 )  # fmt: skip

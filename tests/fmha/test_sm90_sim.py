@@ -98,7 +98,7 @@ def test_the_shape_of_many_rows_and_few_keys(monkeypatch, always_long, head_dim,
     run(case, num_splits=1)
 
 
-@pytest.mark.parametrize(("head_dim", "name"), [long(256, "three-tiles"), long(128, "past-a-tile")])
+@pytest.mark.parametrize(("head_dim", "name"), [(256, "three-tiles"), long(128, "past-a-tile")])
 def test_the_shape_of_few_tiles(monkeypatch, head_dim, name):
     monkeypatch.setattr(shapes, "SMALL_TILES", 1)
     case = replace(BY_ID[name], head_dim=head_dim)
