@@ -135,7 +135,6 @@ torch.save(softmax(x, backend="sim"), sys.argv[1])
 """
 
 
-@pytest.mark.long
 def test_processes_share_one_compilation(tmp_path):
     """Two at once: one compiles, the other waits for it or comes later, and both have the same bits."""
     environment = os.environ | {CACHE_VARIABLE: str(tmp_path / "cache")}

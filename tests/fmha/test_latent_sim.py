@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.attention_cases import Case, arguments, check, poisoned_out, relative_error
 from helpers.page_layouts import paged
-from helpers.suites import long
+from helpers.suites import long, long_but
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from warpspec import sim
@@ -58,11 +58,11 @@ def through_pages(case: Case, page_size: int = 64, **options) -> sim.SimReport:
     return sim.last_report()
 
 
+RUNS = [(LENGTHS, "sm_90a")]
 EVERY = [(case, arch) for case in (LENGTHS, DRAFTS, STATE, POISONED) for arch in ARCHS]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("case", "arch"), EVERY, ids=lambda v: getattr(v, "id", v))
+@pytest.mark.parametrize(("case", "arch"), long_but(RUNS, EVERY), ids=lambda v: getattr(v, "id", v))
 def test_cases(case, arch, simulate_as, check_order):
     """P lies where columns of the keys lay: no role may take the one for the other."""
     simulate_as(arch, sm_count=2)
