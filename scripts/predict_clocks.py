@@ -46,7 +46,7 @@ def traces_of(case: ClockCase, sample: int, chip_name: str = "h200") -> list:
 
 
 def peers_traces(case: ClockCase, sample: int) -> list:
-    """The same of a library's call, which believes that it runs on a GPU."""
+    """Traces of a library's call, which is made to believe that it runs on a GPU."""
     with sim.intercept("sm_90a"), sim.recording(sample):
         call = case.make("cuda")
         with captured() as traces:
@@ -55,7 +55,7 @@ def peers_traces(case: ClockCase, sample: int) -> list:
 
 
 def kept_traces(case: ClockCase, sample: int, chip_name: str, folder: Path | None) -> list:
-    """The same, from the folder where they are there, else put into it."""
+    """Traces of a case: read from the folder if they are there, otherwise recorded and saved in it."""
     if folder is None:
         return traces_of(case, sample, chip_name)
     path = folder / f"{chip_name} {case.name}.xz"

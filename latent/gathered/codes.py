@@ -44,6 +44,7 @@ from warpspec.latent.gathered.rows import (
     VECTOR_WORDS,
     bytes_of,
     copy_vector,
+    load_vectors,
     raw_place,
     store_vector,
 )
@@ -103,15 +104,7 @@ def copy_tails(loader, base, addresses: list) -> None:
 
 def load_codes(loader, target, pair_bytes: int, words: cute.Tensor) -> list:
     """Load what ``copy_codes`` copied into words (WORD, VECTOR); returns the scales' words."""
-    outputs = ", ".join(f"{{$w{i}}}" for i in range(VECTOR_WORDS))
-    for vector in range(loader.vectors):
-        loaded = cute.arch.inline_ptx(
-            f"ld.shared.v4.b32 {{{outputs}}}, [{{$r0}}+{raw_place(vector, pair_bytes)}];",
-            write_only_types=[Uint32] * VECTOR_WORDS,
-            read_only_args=[target],
-        )
-        for i in range(VECTOR_WORDS):
-            words[i, vector] = loaded[i]
+    load_vectors(loader, target, pair_bytes, words)
     if loader.config.scale_words == 0:
         return []
     place = scales_place(loader, target) + raw_place(loader.blocks, pair_bytes)

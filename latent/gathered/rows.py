@@ -197,8 +197,8 @@ def scales_place(loader, target):
     return target - loader.lane * (VECTOR_BYTES - WORD_BYTES)
 
 
-def load_raw(loader, target, pair_bytes: int, words: cute.Tensor) -> Uint32:
-    """Load what ``copy_raw`` copied into words (WORD, VECTOR); returns the scales."""
+def load_vectors(loader, target, pair_bytes: int, words: cute.Tensor) -> None:
+    """Load the lane's vectors of a raw row, from ``target`` on, into words (WORD, VECTOR)."""
     outputs = ", ".join(f"{{$w{i}}}" for i in range(VECTOR_WORDS))
     for vector in range(loader.vectors):
         loaded = cute.arch.inline_ptx(
@@ -208,6 +208,11 @@ def load_raw(loader, target, pair_bytes: int, words: cute.Tensor) -> Uint32:
         )
         for i in range(VECTOR_WORDS):
             words[i, vector] = loaded[i]
+
+
+def load_raw(loader, target, pair_bytes: int, words: cute.Tensor) -> Uint32:
+    """Load what ``copy_raw`` copied into words (WORD, VECTOR); returns the scales."""
+    load_vectors(loader, target, pair_bytes, words)
     return cute.arch.inline_ptx(
         f"ld.shared.b32 {{$w0}}, [{{$r0}}+{raw_place(loader.vectors, pair_bytes)}];",
         write_only_types=[Uint32],

@@ -204,7 +204,7 @@ def test_what_kernels_do_not_do_with_codes():
 
 
 def test_sizes_of_v():
-    """Of attention: V may be the first 512 numbers of 576, and nothing else."""
+    """Attention takes as V the first 512 numbers of 576, and no other part of K's rows."""
     q, k = torch.ones(1, 2, 2, 576).bfloat16(), torch.ones(1, 9, 1, 576).bfloat16()
     assert attention(q, k, v_dim=512, backend="reference").shape == (1, 2, 2, 512)
     for wrong, message in (

@@ -93,7 +93,7 @@ def test_more_bytes_than_expected_are_named():
 
 
 def test_first_parities_are_named():
-    """Of a barrier that copies end, which passes at once; of one that nobody has arrived at, which never passes."""
+    """A wait for parity 1 that passes before any copy draws a warning; a deadlock before any arrival names parity 1."""
     body = INIT.format(count=32) + WAIT.format(parity=1)
     copy = "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r10], 4;\n"
     copy += "mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [%r10], 4;\n"
