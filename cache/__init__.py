@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from warpspec.cache import ops
-from warpspec.cache.formats import FORMATS, CacheFormat
 from warpspec.cache.operands import Operands, Options
 from warpspec.cache.problem import check_insert
 from warpspec.common.checks import refuse_gradients
+from warpspec.common.kv_formats import FORMATS, CacheFormat
 
 __all__ = ["FORMATS", "CacheFormat", "insert"]
 
@@ -55,9 +55,10 @@ def insert(
 
     k_scale, v_scale: fp32 [], [1] or [H] on k's device, where the kernel reads them; None: 1. k_block_scales,
     v_block_scales: for "nvfp4", uint8 or float8_e4m3fn [slots, H, D/16] or [pages, page_size, H, D/16], any strides but
-    1 in the last dimension. swizzled: the block scales of values are laid out for sm_100 (``formats.swizzled_place``).
-    Nothing in the bytes tells the two layouts apart: read as linear, a swizzled cache gives scales of other tokens, and
-    results are off by more than half. vLLM and SGLang swizzle on sm_100 and not on sm_90.
+    1 in the last dimension. swizzled: the block scales of values are laid out for sm_100
+    (``warpspec.common.kv_formats.swizzled_place``). Nothing in the bytes tells the two layouts apart: read as linear, a
+    swizzled cache gives scales of other tokens, and results are off by more than half. vLLM and SGLang swizzle on
+    sm_100 and not on sm_90.
 
     The norm is computed in fp32 and rounded to k's dtype, then the rotation is, each product rounded before the two are
     added. What is stored is quantised from that (``quantize``): the code of x is x / scale in fp32, rounded to nearest,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from warpspec.cache.formats import FORMATS, CacheFormat
 from warpspec.common.hardware import BF16_BYTES, VECTOR_BYTES, WARP_THREADS
+from warpspec.common.kv_formats import FORMATS, CacheFormat
 
 MAX_DIM = 512
 WARPS = 4  # of a CTA
@@ -61,7 +61,7 @@ class InsertConfig:
 
     A CTA takes rows of queries, of keys or of values. A group of lanes takes an item: some heads of one token.
 
-    dtype: of queries, keys and values. format: the cache's (``formats.FORMATS``). k_dim, v_dim: numbers of a head.
+    dtype: of queries, keys and values. format: the cache's (``kv_formats.FORMATS``). k_dim, v_dim: numbers of a head.
     q_heads, kv_heads: heads of an item (``heads_per_item``); q_heads 0: no queries. rotated: R, how many numbers of a
     head are rotated; 0: none. interleaved: which of them are pairs (``reference.rotate``). table, positions, slots:
     dtypes of these tensors. q_weight, k_weight: dtypes of the norms' weights; None: no norm. k_scale, v_scale: what a

@@ -15,10 +15,10 @@ from warpspec.cache.config import (
     heads_per_item,
     numbers_per_lane,
 )
-from warpspec.cache.formats import FORMATS, SCALE_ROWS, SIXTEEN_BITS, CacheFormat
 from warpspec.cache.operands import Operands, Options
 from warpspec.common.checks import check_number, check_operand, check_range
 from warpspec.common.hardware import VECTOR_BYTES
+from warpspec.common.kv_formats import FORMATS, SCALE_ROWS, SIXTEEN_BITS, CacheFormat
 from warpspec.common.outputs import check_apart, check_elements, has_memory
 
 DTYPES = tuple(getattr(torch, name) for name in SIXTEEN_BITS)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from warpspec.cache.formats import FORMATS, swizzled_place
 from warpspec.common import nvfp4
+from warpspec.common.kv_formats import FORMATS
 
 CODE_NAN = 0x7F
 FLOAT8_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -43,11 +43,3 @@ def dequantize_nvfp4(data: torch.Tensor, blocks: torch.Tensor, scale: torch.Tens
     values = nvfp4.packed_values(data).unflatten(-1, (-1, nvfp4.NVFP4_BLOCK))
     factors = blocks.view(torch.float8_e4m3fn).float()[..., None]
     return (values * factors).flatten(-2) * scale[..., None]
-
-
-def unswizzle_block_scales(blocks: torch.Tensor) -> torch.Tensor:
-    """Linear block scales of swizzled ones, [pages, page_size, H, S], 1 byte each (``formats.swizzled_place``)."""
-    _, size, _, count = blocks.shape
-    rows, columns = torch.arange(size)[:, None], torch.arange(count)[None]
-    row, column = swizzled_place(rows, columns, count)
-    return blocks.transpose(1, 2)[:, :, row, column].transpose(1, 2)

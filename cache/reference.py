@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from warpspec.cache.formats import FORMATS, swizzled_place
 from warpspec.cache.quantize import quantize_float8, quantize_nvfp4
+from warpspec.common.kv_formats import FORMATS, swizzled_place
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

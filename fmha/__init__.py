@@ -40,6 +40,9 @@ def attention(
     v_dim: int | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    k_block_scales: torch.Tensor | None = None,
+    v_block_scales: torch.Tensor | None = None,
+    swizzled: bool = False,
     backend: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | AttentionState:
     """Scaled dot-product attention, differentiable in q, k, v, sink and bias.
@@ -56,10 +59,10 @@ def attention(
     Args:
         q: [B, Sq, Hq, D], bf16 or fp16. Any strides with the last dimension contiguous and rows aligned to 16
             bytes (the address, and the stride of every dimension of more than one element).
-        k, v: [B, Sk, Hkv, D], like q or in FP8 (see k_scale); Hq a multiple of Hkv, query head h reads KV
-            head h // (Hq / Hkv). With page_table: [pages, page_size, Hkv, D]. v=None: V is K (shared-KV attention),
-            loaded once. D is a multiple of 8 up to 256, or 512. V's head size may be another one up to 256: o has it,
-            too. 576 with v=None and v_dim=512 is MLA's absorbed form.
+        k, v: [B, Sk, Hkv, D], like q, in FP8 (see k_scale) or in NVFP4 (see k_block_scales); Hq a multiple of Hkv,
+            query head h reads KV head h // (Hq / Hkv). With page_table: [pages, page_size, Hkv, D]. v=None: V is K
+            (shared-KV attention), loaded once. D is a multiple of 8 up to 256, or 512. V's head size may be another one
+            up to 256: o has it, too. 576 with v=None and v_dim=512 is MLA's absorbed form.
         scale: finite float that multiplies q.k; default D**-0.5.
         causal: key j is visible when (j + 1) * key_stride - 1 <= p, with p the row's position (see q_start).
             With the defaults: the last query sees the last key.
@@ -92,10 +95,19 @@ def attention(
             scale * q.k, before bias, masks and sink. None or 0: there is none.
         v_dim: head size of V and o where v=None: V is the first v_dim elements of each of K's rows. 512 with a D of
             576; None or D: all of them.
-        k_scale, v_scale: fp32 [], [1], [Hkv] or [B, Hkv], on q's device, where the kernel reads them: k and v are FP8
-            (torch.float8_e4m3fn or torch.float8_e5m2, both alike), and each stands for its code times its scale, which
-            is at least 0; None: 1. q stays in 16 bits and so does the arithmetic; codes are converted exactly. D 64,
-            128 and 256 with backend "sim" for sm_90a, any D with "reference"; not on a GPU yet. No gradients.
+        k_scale, v_scale: fp32 [], [1], [Hkv] or [B, Hkv], on q's device, where the kernel reads it: of k and v in FP8
+            (torch.float8_e4m3fn or torch.float8_e5m2, both alike) or NVFP4. Each number stands for its code times its
+            scale, which is at least 0; None: 1. q stays in 16 bits and so does the arithmetic; codes are converted
+            exactly. D 64, 128 and 256 on sm_90a, any D with "reference". No gradients.
+        k_block_scales, v_block_scales: k and v are NVFP4: torch.uint8 with D/2 bytes a row, two e2m1 codes in each, the
+            first in the low nibble. These, torch.uint8 or torch.float8_e4m3fn, have their shape but for D/16 in the
+            last dimension, any strides whose rows are aligned to D/16 bytes: an e4m3 scale for each 16 codes, by which
+            they are multiplied besides k_scale and v_scale. As ``warpspec.cache.insert`` writes them. With v=None V
+            has K's.
+        swizzled: the block scales of values are laid out for sm_100, page by page or, without pages, over each batch
+            row's keys (``warpspec.common.kv_formats.swizzled_place``). Nothing in the bytes tells the two layouts
+            apart, and read as the other one results are off by more than half: ask who wrote the cache. vLLM and
+            SGLang swizzle on sm_100 and not on sm_90; K's are never swizzled.
         backend: "auto", "sm100", "sm90" (native kernels, CUDA tensors), "sim" (the sm100 kernel executed on
             the CPU, CPU tensors) or "reference" (FP32 torch, any device). "auto": the device's kernel for
             CUDA tensors, "sim" for CPU tensors; the environment variable WARPSPEC_BACKEND overrides it.
@@ -125,6 +137,8 @@ def attention(
         bias=bias,
         k_scale=k_scale,
         v_scale=v_scale,
+        k_block_scales=k_block_scales,
+        v_block_scales=v_block_scales,
     )
     options = Options(
         scale,
@@ -137,6 +151,7 @@ def attention(
         deterministic=deterministic,
         softcap=softcap,
         v_dim=v_dim,
+        swizzled=swizzled,
     )
     return _call(operands, options, backend)
 
@@ -167,6 +182,9 @@ def attention_varlen(
     v_dim: int | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    k_block_scales: torch.Tensor | None = None,
+    v_block_scales: torch.Tensor | None = None,
+    swizzled: bool = False,
     backend: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | AttentionState:
     """``attention`` of B requests with different numbers of queries, which stand one behind another in q.
@@ -193,7 +211,7 @@ def attention_varlen(
         page_table, kv_lengths: [B, max_pages] and [B] int32, both or neither, as of ``attention``.
         q_start: [B] int32: query i of request b stands at position p = q_start[b] + i; default L - n.
         scale, causal, window, sink, key_stride, normalize, num_splits, deterministic, softcap, v_dim, k_scale,
-            v_scale, backend: as of ``attention``.
+            v_scale, k_block_scales, v_block_scales, swizzled, backend: as of ``attention``.
         return_lse: also return lse.
         out: o is written here and returned: [T, Hq, D], else as of ``attention``. Rows that belong to no request
             are left as they are.
@@ -221,6 +239,8 @@ def attention_varlen(
         cu_seqlens_k=cu_seqlens_k,
         k_scale=k_scale,
         v_scale=v_scale,
+        k_block_scales=k_block_scales,
+        v_block_scales=v_block_scales,
     )
     options = Options(
         scale,
@@ -235,6 +255,7 @@ def attention_varlen(
         deterministic,
         softcap,
         v_dim,
+        swizzled,
     )
     return _call(operands, options, backend)
 
@@ -273,7 +294,7 @@ def _check_kinds(operands: Operands, options: Options, backend) -> tuple[Options
     records = ops.needs_gradient(operands)
     if records and operands.k.dtype in FORMATS:
         raise NotImplementedError(
-            "k: gradients are not implemented with FP8 keys and values; call under torch.no_grad()"
+            "k: gradients are not implemented with FP8 or NVFP4 keys and values; call under torch.no_grad()"
         )
     if operands.o is not None and records:
         raise NotImplementedError(

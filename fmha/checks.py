@@ -12,7 +12,7 @@ from warpspec.common.checks import check_bool, check_int, check_rows, check_tens
 from warpspec.common.outputs import check_apart, check_elements
 from warpspec.fmha.heads import CLASSES, LARGEST, LATENT, STEP, supported
 from warpspec.fmha.operands import Operands, Options
-from warpspec.fmha.quantized import FORMATS
+from warpspec.fmha.quantized import FORMATS, head_size
 from warpspec.fmha.values import POSITION_LIMIT
 
 HEAD_SIZES = f"a multiple of {STEP} up to {LARGEST}, or {CLASSES[-1]}"
@@ -32,7 +32,7 @@ def check_kinds(operands: Operands, options: Options) -> None:
     for name, tensor in {**operands.inputs, "out": operands.o}.items():
         if not isinstance(tensor, torch.Tensor) and (tensor is not None or name in ("q", "k")):
             raise TypeError(f"{name}: must be a torch.Tensor, got {kind_of(tensor)}")
-    for name in ("causal", "normalize", "return_lse", "deterministic"):
+    for name in ("causal", "normalize", "return_lse", "deterministic", "swizzled"):
         flag = getattr(options, name)
         check_bool(name, flag)
     needed = ("key_stride",) if operands.cu_seqlens_q is None else ("key_stride", "max_seqlen_q")
@@ -81,7 +81,9 @@ def check_operand(name, tensor, operands, memory):
             f"{name}: must have {len(dimensions)} dimensions [{', '.join(dimensions)}], got {shape_of(tensor)}"
         )
     if tensor.dtype not in FORMATS and tensor.dtype != q.dtype:
-        raise TypeError(f"{name}: dtype must be q's, {q.dtype}, or an FP8 type, got {tensor.dtype}")
+        raise TypeError(
+            f"{name}: dtype must be q's, {q.dtype}, or one of FP8 or NVFP4 (torch.uint8), got {tensor.dtype}"
+        )
     if name == "v" and tensor.dtype != operands.k.dtype:
         raise TypeError(f"v: dtype must be k's, {operands.k.dtype}, got {tensor.dtype}")
     if tensor.device != q.device:
@@ -97,8 +99,8 @@ def check_heads(q, k, v_dim: int | None = None):
     if heads_q == 0:
         raise ValueError(f"q: needs at least one head, got shape {shape_of(q)}")
     heads_kv = k.shape[-2]
-    if k.shape[-1] != head_dim:
-        raise ValueError(f"k: head size must be q's, {head_dim}, got {k.shape[-1]} (shape {shape_of(k)})")
+    if head_size(k) != head_dim:
+        raise ValueError(f"k: head size must be q's, {head_dim}, got {head_size(k)} (shape {shape_of(k)})")
     if heads_kv == 0 or heads_q % heads_kv != 0:
         raise ValueError(
             f"k: head count must divide q's, {heads_q}, got {heads_kv} (shape {shape_of(k)}, q {shape_of(q)})"
@@ -107,10 +109,10 @@ def check_heads(q, k, v_dim: int | None = None):
 
 def check_values_size(v, k) -> int:
     """The head size of v, which has k's shape otherwise. 512 goes with 512 alone."""
-    size, largest = v.shape[-1], CLASSES[-1]
+    size, largest = head_size(v), CLASSES[-1]
     if v.shape[:-1] != k.shape[:-1]:
         raise ValueError(f"v: shape must be k's but for the head size, {shape_of(k)}, got {shape_of(v)}")
-    if not supported(size) or (largest in (size, k.shape[-1]) and size != k.shape[-1]):
+    if not supported(size) or (largest in (size, head_size(k)) and size != head_size(k)):
         raise ValueError(
             f"v: head size must be {HEAD_SIZES} where k's is, too, got {size} (shape {shape_of(v)}, k {shape_of(k)})"
         )

@@ -14,6 +14,7 @@ import torch
 from warpspec.common.barriers import Barrier
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import WARP_THREADS, WORD_BYTES
+from warpspec.common.kv_formats import FORMATS as CACHE_FORMATS
 from warpspec.common.operands import FLOAT32, UINT8
 from warpspec.fmha.heads import BLOCK, HeadSizes
 from warpspec.fmha.line import MOST_ROUNDS
@@ -64,7 +65,7 @@ class KernelFeatures:
     CTA does. scheduled: a warp works out the CTA's tiles for all roles (``device.record``). page_size: keys of a page
     of K and V, 0 where they are not paged. bias_heads, bias_batches: heads, batch rows have each their own bias.
     packed_q, packed_k: requests' queries, keys stand one behind another. many_queries: some request of packed queries
-    has more than a tile's, as far as the host knows. kv_format: FP8 format of K and V; None: they have dtype.
+    has more than a tile's, as far as the host knows. kv_format: FP8 or NVFP4 format of K and V; None: they have dtype.
     exact_maximum: O is rescaled whenever the maximum moves. The rest: which optional operands there are.
     """
 
@@ -96,6 +97,7 @@ class KernelFeatures:
     kv_format: str | None = None
     has_k_scale: bool = False
     has_v_scale: bool = False
+    swizzled: bool = False
     cuts_line: ClassVar[bool] = False  # whether the kernel has Schedule.LINE
     record_slots: ClassVar[int] = 1  # of tile records
 
@@ -116,8 +118,17 @@ class KernelFeatures:
 
     @property
     def kv_dtype(self) -> str:
-        """dtype of K and V as they lie in memory; FP8 as bytes."""
+        """dtype of K and V as they lie in memory; FP8 and NVFP4 as bytes."""
         return UINT8 if self.kv_format else self.dtype
+
+    def kv_row(self, size: int) -> int:
+        """Elements, of kv_dtype, of a row of K or V of so many numbers."""
+        return CACHE_FORMATS[self.kv_format].row_bytes(size) if self.kv_format else size
+
+    @property
+    def kv_block(self) -> int:
+        """Numbers of K and V that share a block scale; 0 without."""
+        return CACHE_FORMATS[self.kv_format].block if self.kv_format else 0
 
     @property
     def o_dtype(self) -> str:
@@ -373,6 +384,7 @@ def features(
         "kv_format": problem.kv_format,
         "has_k_scale": problem.has_k_scale,
         "has_v_scale": problem.has_v_scale,
+        "swizzled": problem.swizzled,
     }
 
 

@@ -4,10 +4,10 @@
 
 Arguments by position are those of flash-attn 2; by name also those of flash-attn 3 and 4 and of engines: ``page_table``
 for ``block_table``; ``learnable_sink``, ``s_aux`` or ``sinks``; ``return_lse`` or ``return_softmax_lse``;
-``seqused_k``, ``num_splits``, ``out``; ``k_descale`` and ``v_descale`` [B, Hkv] of FP8 keys and values (queries
-stay in 16 bits). What may be given and does nothing here: NO_EFFECT. What is not done raises
-NotImplementedError with its name: UNSUPPORTED, and gradients where ``attention`` has none. Errors of what reaches
-``attention`` name its arguments.
+``seqused_k``, ``num_splits``, ``out``; ``k_descale`` and ``v_descale`` [B, Hkv] of FP8 and NVFP4 keys and values
+(queries stay in 16 bits), of NVFP4 also ``attention``'s ``k_block_scales``, ``v_block_scales`` and ``swizzled``. What
+may be given and does nothing here: NO_EFFECT. What is not done raises NotImplementedError with its name: UNSUPPORTED,
+and gradients where ``attention`` has none. Errors of what reaches ``attention`` name its arguments.
 
 Differences from flash-attn: head sizes are multiples of 8 up to 256, and 512; pages hold a multiple of 16 keys up to
 128 or a multiple of 128. A row that sees no key has lse -inf (flash-attn 2 says +inf). Where lse is not asked for the
@@ -23,6 +23,7 @@ from warpspec.common.outputs import check_output, is_same
 from warpspec.fmha import attention, attention_varlen, check
 from warpspec.fmha.checks import SIZE_LIMIT
 from warpspec.fmha.operands import Operands, Options
+from warpspec.fmha.quantized import BLOCK_SCALES, BYTES
 from warpspec.fmha.values import are_checked
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
@@ -86,9 +87,9 @@ def flash_attn_func(
         NotImplementedError: naming an argument that asks for what is not done. TypeError, ValueError,
         UnsupportedProblem: as ``attention`` does.
     """
-    scales = _descales(others)
+    scales, swizzled = _descales(others), others.pop("swizzled", False)
     sink = _sink_of(dropout_p=dropout_p, alibi_slopes=alibi_slopes, **others)
-    options = _options(softmax_scale, causal, window_size, num_splits, softcap) | scales
+    options = _options(softmax_scale, causal, window_size, num_splits, softcap, swizzled) | scales
     wants = return_attn_probs or return_lse
     result = attention(
         *_plain(q, k, v), sink=sink, out=out, return_lse=wants, deterministic=deterministic, **options
@@ -142,9 +143,9 @@ def flash_attn_varlen_func(
     Raises:
         As ``flash_attn_func`` does.
     """
-    scales = _descales(others)
+    scales, swizzled = _descales(others), others.pop("swizzled", False)
     sink = _sink_of(dropout_p=dropout_p, alibi_slopes=alibi_slopes, **others)
-    options = _options(softmax_scale, causal, window_size, num_splits, softcap) | scales
+    options = _options(softmax_scale, causal, window_size, num_splits, softcap, swizzled) | scales
     table = _one_of(block_table=block_table, page_table=page_table)
     wants = return_attn_probs or return_lse or return_softmax_lse
     q, k, v = _plain(q, k, v)
@@ -222,7 +223,7 @@ def flash_attn_with_kvcache(
     Raises:
         As ``flash_attn_func`` does.
     """
-    scales = _descales(others)
+    scales, swizzled = _descales(others), others.pop("swizzled", False)
     sink = _sink_of(
         alibi_slopes=alibi_slopes,
         rotary_cos=rotary_cos,
@@ -231,7 +232,7 @@ def flash_attn_with_kvcache(
         cache_leftpad=cache_leftpad,
         **others,
     )
-    options = _options(softmax_scale, causal, window_size, num_splits, softcap)
+    options = _options(softmax_scale, causal, window_size, num_splits, softcap, swizzled)
     table = _one_of(block_table=block_table, page_table=page_table)
     lengths = _one_of(cache_seqlens=cache_seqlens, seqused_k=seqused_k)
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
@@ -247,6 +248,10 @@ def flash_attn_with_kvcache(
     if k is not None:
         if cu_seqlens_q is not None:
             raise NotImplementedError("k: must be None with cu_seqlens_q")
+        if k_cache.dtype == BYTES:
+            raise NotImplementedError(
+                "k: must be None with a cache in NVFP4, which warpspec.cache.insert writes"
+            )
         if lengths is None:
             raise ValueError("cache_seqlens: must be given with k and v: where they are to be written")
         for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
@@ -350,11 +355,13 @@ def _one_of(**given):
 
 
 def _descales(others: dict) -> dict:
-    """The scales of FP8 keys and values, taken from the other arguments, as ``attention`` names them."""
-    return {f"{side}_scale": others.pop(f"{side}_descale", None) for side in ("k", "v")}
+    """The scales of FP8 and NVFP4 keys and values, taken from the other arguments, as ``attention`` names them."""
+    scales = {f"{side}_scale": others.pop(f"{side}_descale", None) for side in ("k", "v")}
+    blocks = {name: others.pop(name, None) for name in BLOCK_SCALES}
+    return scales | blocks
 
 
-def _options(softmax_scale, causal, window_size, num_splits, softcap) -> dict:
+def _options(softmax_scale, causal, window_size, num_splits, softcap, swizzled) -> dict:
     """Arguments of ``attention``."""
     window = None
     if window_size is not None:
@@ -372,6 +379,7 @@ def _options(softmax_scale, causal, window_size, num_splits, softcap) -> dict:
     if softmax_scale is not None:
         check_number("softmax_scale", softmax_scale, signed=True)
     return {
+        "swizzled": swizzled,
         "scale": softmax_scale,
         "causal": causal,
         "window": window,

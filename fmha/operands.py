@@ -6,6 +6,7 @@ arguments, and its use; a new option is one field of ``Options``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
 
 from warpspec.common.hardware import TMA_ALIGNMENT
@@ -15,12 +16,25 @@ from warpspec.common.operands import (
     INT32,
     INT64,
     OUTPUT,
+    UINT8,
     WORKSPACE,
     Operand,
     inputs_of,
     names_of,
 )
 from warpspec.fmha.line import JOIN_WORDS
+from warpspec.fmha.quantized import block_alignment
+
+
+def block_scales(size: Callable) -> Operand:
+    """NVFP4's block scales of rows of so many numbers. size: by the configuration, 0 where there are none."""
+
+    def count(config) -> int:
+        return size(config) // config.kv_block
+
+    return Operand(
+        UINT8, 4, count, lambda c: block_alignment(count(c)), lambda c: c.kv_block > 0 and size(c) > 0
+    )
 
 
 class Operands(NamedTuple):
@@ -30,7 +44,8 @@ class Operands(NamedTuple):
     kv_lengths, q_start [B] int32; lse, row_max, row_sum [B, Hq, Sq] fp32; page_table [B, max_pages] int32; bias
     [B or 1, Hq or 1, Sq, Sk]. Packed queries, T in all: q, o [1, T, Hq, D]; lse, row_max, row_sum [1, Hq, T];
     cu_seqlens_q [B + 1] int32, where each request's begin. Packed keys: k, v [1, Tk, Hkv, D]; cu_seqlens_k [B + 1].
-    k, v in FP8 (bytes in kernels): k_scale, v_scale fp32, in kernels [B, Hkv, 1].
+    k, v in FP8 or NVFP4 (bytes in kernels; NVFP4's rows have D/2): k_scale, v_scale fp32, in kernels [B, Hkv, 1]; of
+    NVFP4 k_block_scales, v_block_scales with a row of D/16 bytes for each row of k and v.
 
     o, lse, row_max and row_sum are written, the others are read. Where keys are split, o, row_max and row_sum of the
     attention kernel have one more dimension in front, the splits. Where work is cut by length (``line``), pieces
@@ -39,8 +54,8 @@ class Operands(NamedTuple):
     """
 
     q: Annotated[Any, Operand(lambda c: c.dtype, 4, lambda c: c.head_dim, TMA_ALIGNMENT)]
-    k: Annotated[Any, Operand(lambda c: c.kv_dtype, 4, lambda c: c.head_dim, TMA_ALIGNMENT)]
-    v: Annotated[Any, Operand(lambda c: c.kv_dtype, 4, lambda c: c.heads.v, TMA_ALIGNMENT)] = None
+    k: Annotated[Any, Operand(lambda c: c.kv_dtype, 4, lambda c: c.kv_row(c.head_dim), TMA_ALIGNMENT)]
+    v: Annotated[Any, Operand(lambda c: c.kv_dtype, 4, lambda c: c.kv_row(c.heads.v), TMA_ALIGNMENT)] = None
     o: Annotated[
         Any,
         Operand(lambda c: c.o_dtype, lambda c: 4 + c.split_dims, lambda c: c.o_size, TMA_ALIGNMENT),
@@ -60,6 +75,8 @@ class Operands(NamedTuple):
     cu_seqlens_k: Annotated[Any, Operand(INT32, 1, when="packed_k"), CONTIGUOUS] = None
     k_scale: Annotated[Any, Operand(FLOAT32, 3, 1, when="has_k_scale")] = None
     v_scale: Annotated[Any, Operand(FLOAT32, 3, 1, when="has_v_scale")] = None
+    k_block_scales: Annotated[Any, block_scales(lambda c: c.head_dim)] = None
+    v_block_scales: Annotated[Any, block_scales(lambda c: 0 if c.shared_kv else c.heads.v)] = None
     pieces: Annotated[
         Any, Operand(FLOAT32, 3, lambda c: c.piece_columns, TMA_ALIGNMENT, "cuts_tiles"), WORKSPACE
     ] = None
@@ -99,3 +116,4 @@ class Options(NamedTuple):
     deterministic: bool = False
     softcap: float | None = None
     v_dim: int | None = None
+    swizzled: bool = False

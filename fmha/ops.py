@@ -46,7 +46,7 @@ from warpspec.fmha.operands import (
     Options,
 )
 from warpspec.fmha.problem import AttentionProblem
-from warpspec.fmha.quantized import as_bytes, spread
+from warpspec.fmha.quantized import BLOCK_SCALES, as_bytes, spread
 from warpspec.fmha.state import normalized_output
 from warpspec.fmha.values import debugging, request_rows
 
@@ -213,7 +213,9 @@ def run(call: Call, operands: Operands, stats: tuple[torch.Tensor, ...] | None =
         run_reference(call.problem, record)
     else:
         if call.problem.kv_format is not None:
-            record = record._replace(k=as_bytes(record.k), v=as_bytes(record.v))
+            record = record._replace(
+                **{name: as_bytes(getattr(record, name)) for name in ("k", "v", *BLOCK_SCALES)}
+            )
         call.prepared.run(record)
     return o, stats
 
@@ -227,7 +229,7 @@ def kernel_operands(
     q, k, v = operands.q, operands.k, operands.v
     o, *statistics = outputs
     if v is None:
-        v = k[..., : problem.v_dim] if problem.v_dim else k
+        v = k[..., : problem.v_dim * k.shape[-1] // problem.head_dim] if problem.v_dim else k
     if problem.packed_q:
         q, o = q[None], o[None]
         if problem.packed_k:
@@ -239,6 +241,9 @@ def kernel_operands(
         sizes = (problem.batch, problem.heads_kv)
         found[PLACES.k_scale] = spread(operands.k_scale, *sizes)
         found[PLACES.v_scale] = spread(operands.v_scale, *sizes)
+        if problem.packed_k:
+            for at in (PLACES.k_block_scales, PLACES.v_block_scales):
+                found[at] = None if found[at] is None else found[at][None]
     return Operands._make(found)
 
 
@@ -247,7 +252,7 @@ def regular_operands(operands: Operands) -> Operands:
     sink = operands.sink
     if sink is not None and sink.dtype is not torch.float32:
         sink = sink.detach().to(torch.float32)
-    changed = {name: getattr(operands, name) for name in ("q", "k", "v", "bias")}
+    changed = {name: getattr(operands, name) for name in ("q", "k", "v", "bias", *BLOCK_SCALES)}
     changed = {name: None if each is None else regular_strides(each) for name, each in changed.items()}
     operands = operands._replace(sink=sink, **changed)
     gapless = {name: getattr(operands, name) for name in GAPLESS}

@@ -35,7 +35,7 @@ from warpspec.fmha.checks import (
 )
 from warpspec.fmha.heads import HeadSizes
 from warpspec.fmha.operands import INPUTS, Operands, Options
-from warpspec.fmha.quantized import FORMATS, check_scales
+from warpspec.fmha.quantized import FORMATS, check_block_scales, check_scales
 from warpspec.fmha.values import POSITION_LIMIT, are_checked, check_values
 
 
@@ -84,9 +84,10 @@ class AttentionProblem:
     least_q: int | None = None
     page_size: int | None = None  # keys to a page; None: no page table
     num_splits: int | None = None  # >= 1; None: the kernel chooses
-    kv_format: str | None = None  # "e4m3" or "e5m2" of k and v; None: they have dtype
+    kv_format: str | None = None  # "e4m3", "e5m2" or "nvfp4" of k and v; None: they have dtype
     has_k_scale: bool = False  # otherwise 1; only with kv_format
     has_v_scale: bool = False
+    swizzled: bool = False  # V's block scales; only with NVFP4
 
     @property
     def heads(self) -> HeadSizes:
@@ -184,6 +185,7 @@ class AttentionProblem:
         for name in ("kv_lengths", "q_start"):
             check_per_request(name, getattr(operands, name), batch, q.device)
         check_scales(operands, batch, k.shape[-2], q.device)
+        check_block_scales(operands, options.swizzled, memory)
         if memory and are_checked(q.device):
             _check_values(operands)
 
@@ -213,6 +215,7 @@ class AttentionProblem:
             kv_format=FORMATS.get(k.dtype),
             has_k_scale=operands.k_scale is not None,
             has_v_scale=operands.v_scale is not None,
+            swizzled=options.swizzled,
         )
         if out is not None:
             check_out(operands, problem.o_dtype, memory, v_dim)

@@ -7,6 +7,7 @@ Nothing here is fast, and nothing is shared with the kernels but the visibility 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -14,7 +15,7 @@ from warpspec.common.autocast import without_autocast
 from warpspec.fmha.mask import visible
 from warpspec.fmha.operands import Operands
 from warpspec.fmha.problem import AttentionProblem
-from warpspec.fmha.quantized import dequantized
+from warpspec.fmha.quantized import BLOCK, BLOCK_SCALES, SCALES, dequantized, linear
 from warpspec.fmha.state import AttentionState
 from warpspec.fmha.values import request_rows
 
@@ -33,13 +34,13 @@ def packed(problem: AttentionProblem, operands: Operands) -> AttentionState:
         keys = request_rows(operands.cu_seqlens_k, operands.k.shape[1])
     for b, rows in enumerate(request_rows(operands.cu_seqlens_q, problem.total_q)):
         q_start = None if operands.q_start is None else operands.q_start[b : b + 1]
-        scales = {
-            name: None if scale is None else scale[b : b + 1]
-            for name, scale in (("k_scale", operands.k_scale), ("v_scale", operands.v_scale))
-        }
-        one = Operands(operands.q[:, rows], operands.k, operands.v, q_start=q_start, **scales)
+        scales = {name: getattr(operands, name) for name in SCALES}
+        scales = {name: None if scale is None else scale[b : b + 1] for name, scale in scales.items()}
+        cached = {name: getattr(operands, name) for name in ("k", "v", *BLOCK_SCALES)}
         if keys is not None:
-            one = one._replace(k=operands.k[:, keys[b]], v=operands.v[:, keys[b]])
+            cached = {name: None if t is None else t[:, keys[b]] for name, t in cached.items()}
+        one = Operands(operands.q[:, rows], q_start=q_start, **cached, **scales)
+        if keys is not None:
             seq_k = one.k.shape[1]
         else:
             seq_k = operands.page_table.shape[1] * problem.page_size
@@ -67,11 +68,10 @@ def empty_state(problem: AttentionProblem) -> AttentionState:
 
 def rectangle(problem: AttentionProblem, operands: Operands) -> AttentionState:
     """The state of a problem with as many queries in each batch row."""
-    q, k, v, bias = operands.q, operands.k, operands.v, operands.bias
+    q, bias = operands.q, operands.bias
     o, row_max, row_sum = state = empty_state(problem)
     seen = visible(problem, operands.kv_lengths, operands.q_start)  # [B, Sq, Sk]
-    if operands.page_table is not None:
-        k, v = (gather_pages(pages, operands.page_table) for pages in (k, v))  # [B, Sk, Hkv, D]
+    k, v = keys_and_values(problem, operands)
     # So many query heads after one another have the same keys, values and mask.
     alike = 1 if bias is not None and bias.shape[1] > 1 else problem.group
     for b in range(problem.batch):
@@ -84,10 +84,7 @@ def rectangle(problem: AttentionProblem, operands: Operands) -> AttentionState:
                 keys = head.any(dim=0).nonzero()[:, 0]  # keys that no row sees take no part
                 head = head[:, keys]
                 kv_head = h // problem.group
-                head_k, head_v = (  # [keys, D]
-                    dequantized(t[b, keys, kv_head], scale, b, kv_head)
-                    for t, scale in ((k, operands.k_scale), (v, operands.v_scale))
-                )
+                head_k, head_v = (each.of_head(b, keys, kv_head) for each in (k, v))  # [keys, D]
                 finite = head_v.isfinite().all(dim=1)
             if len(keys) == 0:
                 continue
@@ -100,6 +97,33 @@ def rectangle(problem: AttentionProblem, operands: Operands) -> AttentionState:
             row_sum[b, h] = weights.sum(dim=1)
             o[b, :, h] = weighted_sum(weights, head, head_v, finite)
     return state
+
+
+class Rows(NamedTuple):
+    """Keys or values: codes [B, Sk, Hkv, D] or bytes of them, block scales [B, Sk, Hkv, D/16] or None, scale [B, Hkv,
+    1] or None."""
+
+    codes: torch.Tensor
+    blocks: torch.Tensor | None
+    scale: torch.Tensor | None
+
+    def of_head(self, batch: int, keys: torch.Tensor, head: int) -> torch.Tensor:
+        """fp32 [keys, D]."""
+        blocks = None if self.blocks is None else self.blocks[batch, keys, head]
+        values = dequantized(self.codes[batch, keys, head], blocks)
+        return values if self.scale is None else values * self.scale[batch, head]
+
+
+def keys_and_values(problem: AttentionProblem, operands: Operands) -> tuple[Rows, Rows]:
+    """K and V, out of their pages."""
+    k_blocks, v_blocks = operands.k_block_scales, operands.v_block_scales
+    if k_blocks is not None and v_blocks is None:
+        v_blocks = k_blocks[..., : problem.heads.v // BLOCK]
+    found = (operands.k, linear(k_blocks, False), operands.v, linear(v_blocks, problem.swizzled))
+    if operands.page_table is not None:
+        found = (None if t is None else gather_pages(t, operands.page_table) for t in found)
+    k, k_blocks, v, v_blocks = found
+    return Rows(k, k_blocks, operands.k_scale), Rows(v, v_blocks, operands.v_scale)
 
 
 def capped(problem: AttentionProblem, logits: torch.Tensor) -> torch.Tensor:

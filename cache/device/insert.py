@@ -20,11 +20,11 @@ from warpspec.cache.device.rows import (
     normalize,
     unpack,
 )
-from warpspec.cache.formats import swizzled_place
 from warpspec.cache.operands import InsertNumbers, Operands
 from warpspec.common.device.host import host_function
 from warpspec.common.device.words import store_words
 from warpspec.common.hardware import WORD_BYTES
+from warpspec.common.kv_formats import swizzled_place
 from warpspec.common.launch import Kernel
 from warpspec.common.operands import fakes
 

@@ -94,7 +94,7 @@ class AttentionConfig(KernelFeatures):
         """
         check_page_size("sm100", problem.page_size)
         if problem.kv_format is not None:
-            raise UnsupportedProblem(f"sm100 attention: k in FP8 ({problem.kv_format}) is not supported")
+            raise UnsupportedProblem(f"sm100 attention: k in {problem.kv_format} is not supported")
         check_requests("sm100", problem)
         if problem.bias_rows == "strided":
             raise UnsupportedProblem("sm100 attention: bias=of strided rows is not supported")

@@ -13,8 +13,8 @@ from warpspec.cache.quantize import (
     dequantize_nvfp4,
     quantize_float8,
     quantize_nvfp4,
-    unswizzle_block_scales,
 )
+from warpspec.common.kv_formats import unswizzle_block_scales
 
 
 def fp32(x: float) -> float:

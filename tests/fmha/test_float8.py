@@ -62,7 +62,7 @@ def test_gradients_are_refused():
 
 def test_what_kernels_do_not_do():
     arguments = CASE.arguments()
-    with simulating("sm_100a"), pytest.raises(UnsupportedProblem, match=r"sm100.*k in FP8"):
+    with simulating("sm_100a"), pytest.raises(UnsupportedProblem, match=r"sm100.*k in e4m3"):
         attention(**arguments, backend="sim")
     wide = Case(3, 20, (4, 2), 512, scale=None).arguments()
     with simulating("sm_90a"), pytest.raises(UnsupportedProblem, match=r"sm90.*k in FP8"):

@@ -283,7 +283,23 @@ class TestTorch:
         arguments = replace(PAGED, seq_q=(4, 1, 0, 1, 5)).arguments()
         arguments["q"] = arguments["q"][:11].clone()  # every row is written, so that runs compare
         tensors = [arguments.get(name) for name in INPUTS]
-        options = (None, True, None, None, 1, True, True, None, 4, None, False, None, None, "reference")
+        options = (
+            None,
+            True,
+            None,
+            None,
+            1,
+            True,
+            True,
+            None,
+            4,
+            None,
+            False,
+            None,
+            None,
+            False,
+            "reference",
+        )
         checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
         torch.library.opcheck(torch.ops.warpspec.fmha_forward, (*tensors, *options), test_utils=checks)
         out = torch.zeros_like(arguments["q"])

@@ -1,4 +1,5 @@
-"""Attention with FP8 keys and values: its arguments, with garbage where no row may look, and what it is worth."""
+"""Attention with keys and values in FP8 and NVFP4: its arguments, with garbage where no row may look, and what it is
+worth."""
 
 from __future__ import annotations
 
@@ -9,14 +10,17 @@ import torch
 from warpspec.fmha import attention
 
 O_TOLERANCE, LSE_TOLERANCE = 4e-3, 1e-3  # worst head's relative error; lse's largest difference
-CODES_OF_NAN = {torch.float8_e4m3fn: 0xFF, torch.float8_e5m2: 0x7E}
+# Bytes that are NaN: codes, and of NVFP4 a block's scale.
+CODES_OF_NAN = {torch.float8_e4m3fn: 0xFF, torch.float8_e5m2: 0x7E, torch.uint8: 0x7F}
 CODE_OF_INF = 0x7C  # of e5m2
+NVFP4 = torch.uint8  # as a dtype of keys
 
 
 @dataclass(frozen=True)
 class Case:
     """scale: shape of k_scale and v_scale, "tensor", "head", "request", or None. page: keys of a page, 0 without pages.
-    nan: a visible key of V has NaN (or Inf), which other rows do not see."""
+    nan: a visible key of V has NaN (or Inf), which other rows do not see. swizzled: V's block scales. by_head: keys of
+    a head stand together in memory."""
 
     queries: int
     keys: int
@@ -35,29 +39,47 @@ class Case:
     splits: int | None = None
     normalize: bool = True
     nan: bool = False
+    swizzled: bool = False
+    by_head: bool = False
 
     def arguments(self, seed: int = 0) -> dict:
-        """Arguments of ``attention``. Codes of keys past a row's length, and of unused pages, are NaN."""
+        """Arguments of ``attention``. Codes of keys past a row's length, and of unused pages, are NaN; of NVFP4 the
+        scales of their blocks."""
         generator = torch.Generator().manual_seed(seed)
         heads, kv_heads = self.heads
         bad = torch.tensor(CODES_OF_NAN[self.float8], dtype=torch.uint8)
+        shape = (self.batch, self.keys, kv_heads)
 
         def codes():
-            found = 3 * torch.randn(self.batch, self.keys, kv_heads, self.dim, generator=generator)
+            found = 3 * torch.randn(*shape, self.dim, generator=generator)
             found[..., :4] *= 2.0**-9  # subnormal codes among them
             return found.to(self.float8).view(torch.uint8)
+
+        def blocks():
+            found = 2 * torch.randn(*shape, self.dim // 16, generator=generator).exp2()
+            found[..., ::3] *= 2.0**-8  # subnormal scales among them, and 0
+            return found.to(torch.float8_e4m3fn).view(torch.uint8)
 
         def scale():
             shape = {"tensor": (), "head": (kv_heads,), "request": (self.batch, kv_heads)}[self.scale]
             return 0.1 + torch.rand(shape, generator=generator)
 
-        k, v = codes(), codes()
+        if self.float8 == NVFP4:
+            row = (*shape, self.dim // 2)
+            cached = {name: torch.randint(256, row, generator=generator, dtype=torch.uint8) for name in "kv"}
+            cached |= {f"{name}_block_scales": blocks() for name in "kv"}
+            spoilt = ("k_block_scales", "v_block_scales")
+        else:
+            cached = {name: codes() for name in "kv"}
+            spoilt = ("k", "v")
         if self.nan:
-            v[0, -1, 0, 5] = bad
-            v[0, -1, 0, 9] = CODE_OF_INF if self.float8 == torch.float8_e5m2 else bad
+            v = cached[spoilt[1]]
+            v[0, -1, 0, 3] = bad
+            v[0, -1, 0, v.shape[-1] - 2] = CODE_OF_INF if self.float8 == torch.float8_e5m2 else bad
         lengths = self.lengths or (self.keys,) * self.batch
         for row, length in enumerate(lengths):
-            k[row, length:], v[row, length:] = bad, bad
+            for name in spoilt:
+                cached[name][row, length:] = bad
         found = {
             "q": torch.randn(self.batch, self.queries, heads, self.dim, generator=generator).to(self.dtype),
             "causal": self.causal,
@@ -71,13 +93,29 @@ class Case:
             slots = -(-self.keys // self.page)
             place = torch.randperm(self.batch * slots + 1, generator=generator)[1:].view(self.batch, slots)
             found["page_table"] = place.int()
-            k, v = (pages(t, self.page, place, bad) for t in (k, v))
-        found |= {"k": k.view(self.float8), "v": None if self.shared else v.view(self.float8)}
+            cached = {name: pages(t, self.page, place, bad) for name, t in cached.items()}
+        if self.swizzled:
+            found["swizzled"] = True
+            cached["v_block_scales"] = swizzle_block_scales(cached["v_block_scales"])
+        if self.by_head:
+            cached = {name: t.transpose(1, 2).contiguous().transpose(1, 2) for name, t in cached.items()}
+        found |= {name: t.view(self.float8) if name in "kv" else t for name, t in cached.items()}
+        if self.shared:
+            found |= {"v": None} | ({"v_block_scales": None} if self.float8 == NVFP4 else {})
         if self.sink:
             found["sink"] = torch.randn(heads, generator=generator)
         if self.scale:
             found |= {"k_scale": scale(), "v_scale": scale()}
         return found
+
+
+def swizzle_block_scales(blocks: torch.Tensor) -> torch.Tensor:
+    """[pages, page_size, H, S] as sm_100 has V's: scale (t, s) goes to row t/4*4 + s/(S/4), column s%(S/4)*4 + t%4."""
+    found, count = torch.empty_like(blocks), blocks.shape[-1]
+    for t in range(blocks.shape[1]):
+        for s in range(count):
+            found[:, t // 4 * 4 + s // (count // 4), :, s % (count // 4) * 4 + t % 4] = blocks[:, t, :, s]
+    return found
 
 
 def pages(codes: torch.Tensor, size: int, place: torch.Tensor, bad: torch.Tensor) -> torch.Tensor:
@@ -98,7 +136,7 @@ def check(case: Case, run) -> None:
     wanted = attention(**arguments, return_lse=case.normalize, backend="reference")
     if case.normalize:
         (o, lse), (wanted_o, wanted_lse) = got, wanted
-        assert (lse - wanted_lse).abs().max() < LSE_TOLERANCE
+        torch.testing.assert_close(lse, wanted_lse, rtol=0, atol=LSE_TOLERANCE)
     else:
         o, wanted_o = got.o, wanted.o
         torch.testing.assert_close(got.row_max, wanted.row_max, rtol=1e-4, atol=LSE_TOLERANCE)
@@ -109,5 +147,5 @@ def check(case: Case, run) -> None:
         beyond = wanted_o.isinf()
         assert torch.equal(o[beyond], wanted_o[beyond])
         o, wanted_o = (torch.where(wanted_o.isfinite(), t, 0.0) for t in (o, wanted_o))
-    error = (o - wanted_o).flatten(2).norm(dim=-1) / wanted_o.flatten(2).norm(dim=-1)
-    assert error.max() < O_TOLERANCE
+    error, size = ((o - wanted_o).flatten(2).norm(dim=-1), wanted_o.flatten(2).norm(dim=-1))
+    assert bool((error <= O_TOLERANCE * size).all()), (error / size).max()

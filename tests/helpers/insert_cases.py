@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from warpspec.cache.formats import FORMATS
+from warpspec.common.kv_formats import FORMATS
 
 POISON = 0xA5
 HARD_SCALES = (0.0, 1e-40, torch.inf, torch.nan, 1.0, 3e38, 2.0**-61, 0.3)

@@ -1,4 +1,4 @@
-"""How caches of keys and values store numbers: one record a format. Plain Python, no tensors.
+"""How caches of keys and values store numbers: one record a format.
 
 x = code * scale. In "e4m3" and "e5m2" the scale is an fp32 number of a tensor or of a head; in "nvfp4" it is the e4m3
 scale of a block of 16 numbers times such a number. The 16-bit formats have no scale.
@@ -7,6 +7,8 @@ scale of a block of 16 numbers times such a number. The 16-bit formats have no s
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import torch
 
 from warpspec.common.nvfp4 import NVFP4_BLOCK
 
@@ -57,3 +59,11 @@ def swizzled_place(row, block, blocks: int) -> tuple:
         row // SCALE_ROWS * SCALE_ROWS + block // quarter,
         block % quarter * SCALE_ROWS + row % SCALE_ROWS,
     )
+
+
+def unswizzle_block_scales(blocks: torch.Tensor) -> torch.Tensor:
+    """Linear block scales of swizzled ones, [pages, page_size, H, S], 1 byte each (``swizzled_place``)."""
+    _, size, _, count = blocks.shape
+    rows, columns = torch.arange(size)[:, None], torch.arange(count)[None]
+    row, column = swizzled_place(rows, columns, count)
+    return blocks.transpose(1, 2)[:, :, row, column].transpose(1, 2)

@@ -1,0 +1,96 @@
+"""Attention over FP8 keys and values on a Hopper GPU: masks, states, row counts, page sizes; sizes drawn at random."""
+
+import math
+import random
+
+import pytest
+import torch
+from helpers.float8_cases import Case, check
+
+from warpspec.fmha import AttentionState, attention
+
+FP16, E5M2 = torch.float16, torch.float8_e5m2
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="sm_90a"
+    ),
+]
+CASES = [
+    Case(1, 3000, (16, 2), batch=3, lengths=(3000, 17, 0), scale="request"),
+    Case(1, 3000, (8, 1), batch=3, page=16, lengths=(2999, 33, 1), scale="request", sink=True),
+    Case(1, 5000, (8, 1), 64, float8=E5M2, batch=2, lengths=(5000, 300), splits=3, scale="tensor"),
+    Case(1, 2000, (8, 8), 256, float8=E5M2, dtype=FP16, scale=None, nan=False),
+    Case(1, 2000, (4, 2), 256, page=64, lengths=(1990,), window=(700, 0), normalize=False),
+    Case(2, 2000, (8, 2), 128, normalize=False, page=64, lengths=(1990,)),
+    Case(4, 1000, (4, 1), 64, causal=True, nan=True),
+    Case(3, 1100, (8, 2), 128, dtype=FP16, causal=True, shared=True, window=(500, 3)),
+    Case(16, 1100, (8, 8), 128, causal=True, sink=True),
+    Case(5, 1100, (24, 8), 128, float8=E5M2, causal=True, page=128, batch=2, lengths=(1000, 3)),
+    Case(3, 900, (32, 2), 128, batch=2, page=16, lengths=(900, 33)),
+    Case(150, 700, (16, 2), batch=2, page=16, lengths=(700, 33), scale="request", causal=True),
+    Case(700, 700, (4, 2), 64, dtype=FP16, float8=E5M2, window=(90, 0), sink=True, nan=True),
+    Case(700, 1300, (4, 2), 128, dtype=FP16, causal=True, nan=True),
+    Case(700, 1300, (4, 2), 128, float8=E5M2, causal=True, normalize=False),
+    Case(300, 900, (4, 2), 256, dtype=FP16, causal=True, page=32, lengths=(900,)),
+    Case(300, 900, (2, 2), 256, window=(64, 64), sink=True),
+]
+
+
+def drawn(seed: int) -> Case:
+    """A case of a seed: few queries over requests of any length."""
+    draw = random.Random(seed)
+    kv_heads, group, dim = draw.choice((1, 2, 8)), draw.choice((1, 3, 4, 8, 12)), draw.choice((64, 128, 256))
+    queries, keys = draw.choice((1, 1, 1, 2, 7)), draw.randint(1, 4000)
+    batch = draw.randint(1, 6)
+    lengths = tuple(draw.randint(0, keys) for _ in range(batch))
+    return Case(
+        queries, keys, (group * kv_heads, kv_heads), dim, batch=batch, lengths=lengths,
+        float8=draw.choice((torch.float8_e4m3fn, E5M2)), dtype=draw.choice((torch.bfloat16, FP16)),
+        page=draw.choice((0, 16, 48, 64, 256)), causal=draw.random() < 0.5, sink=draw.random() < 0.3,
+        scale=draw.choice(("tensor", "head", "request", None)), splits=draw.choice((None, None, 1, 3)),
+        window=draw.choice((None, None, (draw.randint(0, 3000), 0))),
+    )  # fmt: skip
+
+
+def run(arguments: dict):
+    """The results on a GPU, on the CPU."""
+    moved = {name: t.cuda() if isinstance(t, torch.Tensor) else t for name, t in arguments.items()}
+    found = attention(**moved, return_lse=arguments["normalize"])
+    back = [t.cpu() for t in found]
+    return back if arguments["normalize"] else AttentionState(*back)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_against_reference(case):
+    check(case, run)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_drawn(seed):
+    check(drawn(seed), run)
+
+
+@pytest.mark.parametrize("queries", [1, 12, 200])
+def test_queries_of_any_size(queries):
+    """As in the simulator: rows of 0, of 2^-100, of 2^20, with one number far above the others, with NaN, with Inf."""
+    arguments = Case(queries, 400, (8, 1), 128, scale=None).arguments()
+    q = arguments["q"]
+    for head, factor in enumerate((0.0, 2.0**-100, 2.0**-20, 2.0**20)):
+        q[:, :, head] *= factor
+    q[:, :, 5, 3], q[:, :, 6, 3], q[:, :, 7, 3] = 2.0**12, math.nan, math.inf
+    o, _ = run(arguments)
+    wanted = attention(**arguments, backend="reference")
+    assert torch.equal(o.isnan(), wanted.isnan()) and bool(wanted[:, :, 6:].isnan().all())
+    error = (o - wanted)[:, :, :6].float().norm(dim=-1) / wanted[:, :, :6].float().norm(dim=-1)
+    assert error.max() < 4e-3
+
+
+def test_scales_of_requests_without_keys():
+    """NaN there reaches nobody."""
+    arguments = Case(1, 300, (8, 1), batch=2, lengths=(300, 0), scale="request").arguments()
+    wanted, _ = run(arguments)
+    for name in ("k_scale", "v_scale"):
+        arguments[name][1] = math.nan
+    got, _ = run(arguments)
+    assert torch.equal(got, wanted) and not bool(got[1].any())
