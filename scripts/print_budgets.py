@@ -89,7 +89,7 @@ def attention_budgets(config: fmha.AttentionConfig, barriers: bool = True) -> st
         ],
     )
     parts = [smem, tmem]
-    if config.ctas_per_sm > 1:  # a CTA with an SM to itself has registers enough without setmaxnreg
+    if config.moves_registers:  # a CTA with an SM to itself has registers enough without setmaxnreg
         parts.append(
             table(
                 ("registers", "a thread", "threads"),
@@ -97,7 +97,9 @@ def attention_budgets(config: fmha.AttentionConfig, barriers: bool = True) -> st
                     ("at launch", config.launch_registers, config.threads),
                     ("softmax warps 0-3", config.softmax_registers, config.softmax_threads),
                     (
-                        "MMA and load warps 4-5",
+                        "MMA and load warps 4-5, converter 8-11"
+                        if config.converts
+                        else "MMA and load warps 4-5",
                         config.other_registers,
                         config.threads - config.softmax_threads,
                     ),
@@ -118,15 +120,29 @@ def _columns(first: int, end: int) -> str:
     return f"{first}-{end - 1} ({end - first})"
 
 
+def config_of(shape, head_dim: int, **options) -> fmha.AttentionConfig:
+    """The kernel for sm_100a of a shape, for bf16 queries."""
+    if options.get("kv_format"):
+        registers = fmha.FLOAT8_REGISTERS[shape.ctas_per_sm]
+        options |= dict(zip(("softmax_registers", "other_registers"), registers, strict=True))
+    return fmha.AttentionConfig("bfloat16", head_dim=head_dim, shape=shape, **options)
+
+
 def overview() -> str:
     """Markdown: every shape of every head dimension in a row; the first of a head dimension is its default."""
     rows = []
-    for shared, shapes in ((False, fmha.SHAPES), (True, fmha.SHARED_SHAPES)):
+    float8 = {dim: (shape,) for dim, shape in fmha.FLOAT8_SHAPES.items()}
+    tables = (
+        ("two", fmha.SHAPES, {}),
+        ("one", fmha.SHARED_SHAPES, {"shared_kv": True}),
+        ("two, FP8", float8, {"kv_format": "e4m3"}),
+    )
+    for tensors, shapes, options in tables:
         for head_dim, choices in shapes.items():
             for shape in choices:
-                c = fmha.AttentionConfig("bfloat16", head_dim=head_dim, shape=shape, shared_kv=shared)
+                c = config_of(shape, head_dim, **options)
                 smem_left = SMEM_PER_SM // c.ctas_per_sm - SMEM_RESERVED_PER_CTA - c.smem_bytes
-                stage = len(c.rings) * c.kv_tile_bytes
+                stage = len(c.rings) * (c.float8_tile_bytes if c.converts else c.kv_tile_bytes)
                 tmem_left = TMEM_COLUMNS // c.ctas_per_sm - c.tmem_columns
                 limit = (
                     "SMEM: no further stage fits" if smem_left < stage else "TMEM" if tmem_left < 64 else "-"
@@ -134,10 +150,10 @@ def overview() -> str:
                 rows.append(
                     (
                         head_dim,
-                        "one" if shared else "two",
+                        tensors,
                         f"{c.tile_m} x {c.tile_n}",
                         shape.p_in.upper(),
-                        c.kv_stages,
+                        f"{c.kv_stages}, {shape.raw_stages} of FP8" if c.converts else c.kv_stages,
                         c.ctas_per_sm,
                         c.smem_bytes,
                         f"{c.tmem_columns} of {c.tmem_allocation}",
@@ -228,6 +244,8 @@ def attention() -> str:
             attention_budgets(large, barriers=False),
             "D = 512, rows gathered by slot (its `k_full` has four arrivals, of the producer warps):",
             attention_budgets(Sm100GatheredConfig.of(), barriers=False),
+            "D = 128, K and V in FP8:",
+            attention_budgets(config_of(fmha.FLOAT8_SHAPES[128], 128, kv_format="e4m3")),
             "With a bias that TMA streams, of every row of a tile (heads that share it need one row a query, at most "
             "8 KB in decode); tensor memory is as above:",
             with_bias(),

@@ -62,16 +62,18 @@ def fence_after_wait(*, loc=None, ip=None):
     nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC, loc=loc, ip=ip)
 
 
-def load_row(columns: cute.Pointer, registers: cute.Tensor, thread) -> None:
+def load_row(columns: cute.Pointer, registers: cute.Tensor, thread, most: int = 128) -> None:
     """Issue tcgen05.ld of this thread's row into ``registers`` (n), 32-bit, n a power of two up to 128.
 
-    columns: TMEM pointer to lane 0 of the first column. thread: 0..127 in the warpgroup. Asynchronous: the registers
+    columns: TMEM pointer to lane 0 of the first column. thread: 0..127 in the warpgroup. most: columns of one
+    instruction, whose result ptxas wants to fit the registers that a thread has at launch. Asynchronous: the registers
     hold the row only after ``wait_loads``.
     """
-    count = cute.size(registers)
+    count = min(cute.size(registers), most)
     atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(_REPETITIONS[count]), registers.element_type)
-    source, row = _row_partition(atom, columns, count, thread, loading=True)
-    cute.copy(atom, source, cute.make_tensor(registers.iterator, row))
+    for first in range(0, cute.size(registers), count):
+        source, row = _row_partition(atom, columns + first, count, thread, loading=True)
+        cute.copy(atom, source, cute.make_tensor(registers.iterator + first, row))
 
 
 def store_row(registers: cute.Tensor, columns: cute.Pointer, thread) -> None:

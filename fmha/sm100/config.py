@@ -26,11 +26,11 @@ from warpspec.common.hardware import (
     WORD_BYTES,
 )
 from warpspec.common.launch import Target
+from warpspec.fmha.conversion import CONVERTER_WARPS, ConversionFeatures
 from warpspec.fmha.features import (
     BIAS_BYTES,
     BLOCK,
     ELEMENT_BYTES,
-    KernelFeatures,
     Schedule,
     check_page_size,
     check_requests,
@@ -40,14 +40,23 @@ from warpspec.fmha.features import (
 from warpspec.fmha.heads import MMA_K, class_of, rounded
 from warpspec.fmha.plan.splits import COUNTED, Loads
 from warpspec.fmha.problem import AttentionProblem
-from warpspec.fmha.sm100.shapes import SHAPES, SHARED_SHAPES, Shape
+from warpspec.fmha.sm100.shapes import FLOAT8_REGISTERS, FLOAT8_SHAPES, SHAPES, SHARED_SHAPES, Shape
 
 MMA_N_MAX = 256  # columns of D that one tcgen05.mma writes
 QUARTER_LANES = 32  # lanes of tensor memory that a warp reaches
 
 
+def default_shape(problem: AttentionProblem) -> Shape:
+    """The tiles of a problem's head sizes and format of keys."""
+    if problem.kv_format:
+        return FLOAT8_SHAPES[problem.head_dim]
+    shapes = SHARED_SHAPES if problem.shared_kv else SHAPES
+    size = problem.heads.v if problem.shared_kv else max(problem.head_dim, problem.heads.v)
+    return shapes[class_of(size)][0]
+
+
 @dataclass(frozen=True)
-class AttentionConfig(KernelFeatures):
+class AttentionConfig(ConversionFeatures):
     """Compile-time shape of one kernel.
 
     shape: its tiles. bias_stages: KV tiles of the bias in flight, 0 where it is read from global memory.
@@ -74,7 +83,7 @@ class AttentionConfig(KernelFeatures):
         assert (self.smem_bytes + SMEM_RESERVED_PER_CTA) * self.ctas_per_sm <= SMEM_PER_SM
         assert self.register_pool >= self.role_registers
         assert barrier_count(self.barriers) <= self.barrier_slots
-        assert (self.barrier_slots * MBARRIER_BYTES + self.word_bytes) <= memory.TILE_ALIGNMENT
+        assert (self.barrier_slots * MBARRIER_BYTES + self.word_bytes) <= self.control_room
         assert not (self.schedule is Schedule.LINE and (self.bias or self.column_parts > 1))
 
     @classmethod
@@ -93,14 +102,22 @@ class AttentionConfig(KernelFeatures):
         schedule: SINGLE or LINE.
         """
         check_page_size("sm100", problem.page_size)
-        if problem.kv_format is not None:
-            raise UnsupportedProblem(f"sm100 attention: k in {problem.kv_format} is not supported")
+        if problem.kv_format == "nvfp4":
+            raise UnsupportedProblem("sm100 attention: k in nvfp4 is not supported")
+        if problem.kv_format and (
+            problem.head_dim not in FLOAT8_SHAPES or problem.heads.v != problem.head_dim
+        ):
+            raise UnsupportedProblem(
+                f"sm100 attention: k in FP8 is supported for head sizes {tuple(FLOAT8_SHAPES)}, got {problem.head_dim}"
+            )
         check_requests("sm100", problem)
         if problem.bias_rows == "strided":
             raise UnsupportedProblem("sm100 attention: bias=of strided rows is not supported")
-        shapes = SHARED_SHAPES if problem.shared_kv else SHAPES
-        size = problem.heads.v if problem.shared_kv else max(problem.head_dim, problem.heads.v)
-        shape = shape or shapes[class_of(size)][0]
+        shape = shape or default_shape(problem)
+        registers = {}
+        if problem.kv_format:
+            softmax_registers, other_registers = FLOAT8_REGISTERS[shape.ctas_per_sm]
+            registers = {"softmax_registers": softmax_registers, "other_registers": other_registers}
         pack = choose_pack(problem.group, problem.seq_q, shape.tile_m)
         switches = features(
             problem,
@@ -110,14 +127,15 @@ class AttentionConfig(KernelFeatures):
             schedule=schedule,
             scheduled=schedule is Schedule.LINE,
         )
-        config = cls(**switches, shape=shape)
+        config = cls(**switches, shape=shape, **registers)
         return config.with_bias(problem, target) if problem.has_bias else config
 
     def with_bias(self, problem: AttentionProblem, target: Target) -> AttentionConfig:
         """This kernel, of a problem with a bias. Room for it comes from the rings of K and V, which keep two
         stages where they had them, then from the second CTA of an SM; it gets two stages where that is enough.
         """
-        streamed = problem.bias_rows == "aligned"  # otherwise threads read it from global memory
+        # Otherwise threads read it from global memory; so, too, where a converter's tiles fill shared memory.
+        streamed = problem.bias_rows == "aligned" and not self.converts
         tiles = self
         # ptxas starts a tile's loads from global memory all at once, and at 128 keys has no registers for that. In
         # fp32, half the keys leave room for two CTAs, with two stages of everything.
@@ -175,12 +193,18 @@ class AttentionConfig(KernelFeatures):
         return 5
 
     @property
+    def convert_warp(self) -> int:
+        """The first of four, a warpgroup of their own; two warps before them are idle."""
+        return 8
+
+    @property
     def softmax_threads(self) -> int:
         return len(self.softmax_warps) * WARP_THREADS
 
     @property
     def threads(self) -> int:
-        return 6 * WARP_THREADS
+        warps = self.convert_warp + CONVERTER_WARPS if self.converts else self.load_warp + 1
+        return warps * WARP_THREADS
 
     # Tiles.
 
@@ -282,13 +306,24 @@ class AttentionConfig(KernelFeatures):
         """(M, N) of one tcgen05.mma of PV: D above 256 is written in column tiles."""
         return (self.tile_m, min(rounded(self.heads.v, MMA_K), MMA_N_MAX))
 
-    # Registers: what two CTAs of one SM leave each thread at launch, and what setmaxnreg makes of them.
+    # Registers: what CTAs of one SM leave each thread at launch, and what setmaxnreg makes of them.
+
+    @property
+    def moves_registers(self) -> bool:
+        """Softmax gets registers of the other roles."""
+        return self.ctas_per_sm > 1 or self.converts
 
     @property
     def launch_registers(self) -> int:
         """Registers a thread at launch."""
         per_thread = min(REGISTERS_PER_SM // (self.ctas_per_sm * self.threads), MAX_REGISTERS_PER_THREAD)
         return per_thread // REGISTER_STEP * REGISTER_STEP
+
+    @property
+    def load_columns(self) -> int:
+        """Columns of tensor memory that one tcgen05.ld brings. ptxas takes no instruction whose result needs more
+        registers than a thread has at launch."""
+        return 32 if self.converts and self.ctas_per_sm > 1 else 128
 
     @property
     def register_pool(self) -> int:
@@ -347,8 +382,14 @@ class AttentionConfig(KernelFeatures):
 
     @property
     def barrier_slots(self) -> int:
-        """mbarriers there is room for: with the words behind them, less than the alignment of what follows."""
-        return 31 if self.schedule is Schedule.LINE else 64
+        """mbarriers there is room for in ``control_room``."""
+        return 31 if self.schedule is Schedule.LINE and not self.converts else 64
+
+    @property
+    def control_room(self) -> int:
+        """Bytes of mbarriers and of the words behind them: the alignment of what follows, or twice that where a
+        converter's barriers meet the records of a cut line."""
+        return memory.TILE_ALIGNMENT * (2 if self.converts and self.schedule is Schedule.LINE else 1)
 
     @property
     def word_bytes(self) -> int:
@@ -370,6 +411,7 @@ class AttentionConfig(KernelFeatures):
                 "bias", self.bias_ring_bytes, "bias",
                 f"{self.bias_stages} x [{self.bias_rows}, {self.tile_n}] {self.bias}",
             ),
+            *self.float8_regions,
         )  # fmt: skip
 
     @property
@@ -418,16 +460,20 @@ class AttentionConfig(KernelFeatures):
         """Barriers of what a CTA has once an M tile, where it has several of those."""
         if self.schedule is not Schedule.LINE:
             return ()
-        warps = len(self.softmax_warps) + 1
+        readers, warps = "softmax warps and MMA warp", len(self.softmax_warps) + 1
+        if self.converts:
+            readers, warps = "softmax warps, MMA warp and converter", warps + CONVERTER_WARPS
         return (
             Barrier("q_empty", 1, 1, commit, load, "QK has read Q"),
-            *self.record_barriers(load, "softmax warps and MMA warp", warps),
+            *self.record_barriers(load, readers, warps),
         )
 
     def _kv_barriers(self, load, mma, softmax, commit) -> tuple[Barrier, ...]:
         """Barriers of the rings of K and V, or of the one ring of both."""
         stages, filled = self.kv_stages, f"{load}, expect_tx + TMA bytes"
         both = f"{mma}; {softmax} when they clear rows"
+        if self.converts:
+            return self.conversion_barriers(mma, both, commit, 1)
         if self.shared_kv:
             return (
                 Barrier("k_full", stages, 1, filled, both, "KV tile is in shared memory"),

@@ -12,6 +12,7 @@ from cutlass import Boolean, Float32
 from warpspec.common.device import tmem
 from warpspec.fmha.device.logits import unit
 from warpspec.fmha.device.results import of_split, piece_statistics, statistics
+from warpspec.fmha.device.scales import value_factor
 from warpspec.fmha.device.unseen import RowColumns, recompute, tainted
 from warpspec.fmha.features import BLOCK, Schedule
 
@@ -83,7 +84,7 @@ def epilogue(
         if cutlass.const_expr(config.schedule is Schedule.LINE):
             values.fill(0.0)  # or they would be kept from tile to tile, for one without keys
         if tile.span.count > 0:
-            tmem.load_row(columns.o + start, values, columns.thread)
+            tmem.load_row(columns.o + start, values, columns.thread, config.load_columns)
             tmem.wait_loads()
         block = row.member * (config.o_columns // size) + start // size
         count = size if config.heads.whole else min(size, config.heads.v - start)
@@ -110,7 +111,7 @@ def factor_of(config: cutlass.Constexpr, row, place, tile, state, operands, scor
             factor = piece_statistics(config, row, target, state, score_unit, empty)
     else:
         factor = statistics(config, row, place, tile, state, operands, score_unit, empty)
-    return factor
+    return value_factor(config, operands, tile, factor)
 
 
 def store(values: cute.Tensor, row: cute.Tensor, block, count: int) -> None:

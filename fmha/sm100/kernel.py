@@ -14,11 +14,13 @@ from cutlass import Int32
 from warpspec.common.device import tmem
 from warpspec.common.device.pipeline import init_barriers
 from warpspec.common.device.storage import allocate
+from warpspec.fmha.device.convert import convert
 from warpspec.fmha.device.grid import Grid, Where, grid_of
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, AttentionHost
 from warpspec.fmha.device.line import chunks_of, place_chunks, write_join
 from warpspec.fmha.device.logits import LogitNumbers
 from warpspec.fmha.device.record import read_tile, records_of, write_end, write_tile
+from warpspec.fmha.device.scales import score_numbers
 from warpspec.fmha.device.tiles import each_found, each_tile
 from warpspec.fmha.features import Schedule
 from warpspec.fmha.sm100 import bias as biases
@@ -91,7 +93,7 @@ class Attention(AttentionHost):
         q_base, k_base, p_base = storage.q.data_ptr(), storage.k.data_ptr(), storage.p.data_ptr()
         v_base = k_base if cutlass.const_expr(config.shared_kv) else storage.v.data_ptr()
         if warp < len(config.softmax_warps):
-            if cutlass.const_expr(config.ctas_per_sm > 1):
+            if cutlass.const_expr(config.moves_registers):
                 cute.arch.setmaxregister_increase(config.softmax_registers)
             places = Columns(
                 thread=thread,
@@ -108,11 +110,13 @@ class Attention(AttentionHost):
             cute.arch.barrier(barrier_id=1, number_of_threads=config.softmax_threads)
             tmem.free(warp, columns, config.tmem_allocation)
         else:
-            if cutlass.const_expr(config.ctas_per_sm > 1):
+            if cutlass.const_expr(config.moves_registers):
                 cute.arch.setmaxregister_decrease(config.other_registers)
             if warp == config.load_warp:
-                bases = (q_base, k_base, v_base)
-                bases = (*bases, storage.bias.data_ptr())
+                kv_bases = (k_base, v_base)
+                if cutlass.const_expr(config.converts):
+                    kv_bases = raw_rings(config, storage)
+                bases = (q_base, *kv_bases, storage.bias.data_ptr())
                 loader = Loader(config, channels, operands, found, atoms, coordinates, bases, dtype)
                 number, uses = each_found(config, operands, where, load_tile, loader, (0, NO_USES))
                 if cutlass.const_expr(config.scheduled):
@@ -124,6 +128,14 @@ class Attention(AttentionHost):
                 products = fragments(config, dtype, q_base, k_base, v_base, p_base, columns)
                 products = Products(config, channels, products, dtype)
                 each_tile(config, operands, found, multiply_tile, products, NO_USES)
+            if cutlass.const_expr(config.converts):  # noqa: SIM102
+                if warp >= config.convert_warp:
+                    convert(config, channels, operands, raw_rings(config, storage), (k_base, v_base), found)
+
+
+def raw_rings(config, storage) -> tuple:
+    """Where the rings begin that TMA fills with FP8 tiles."""
+    return tuple(storage.raw.data_ptr() + i * config.float8_bytes for i in range(len(config.rings)))
 
 
 @dataclass(frozen=True)
@@ -146,15 +158,16 @@ def finish_rows(role, tile, uses):
     """A softmax thread's part of an M tile: all KV tiles, then the results. uses: (M tiles, KV tiles) before it."""
     config, channels, operands = role.config, role.channels, role.operands
     thread = role.columns.thread
+    numbers = score_numbers(config, operands, tile, role.numbers)
     row = tile.row(config.row_of(thread), config.column_part_of(thread))
     bias = biases.source(config, operands.bias, tile, row, role.bias)
     columns = replace(role.columns, bias=bias, use=uses[1])
-    state = softmax(config, channels, row, tile.span, columns, role.numbers, role.dtype)
+    state = softmax(config, channels, row, tile.span, columns, numbers, role.dtype)
     if cutlass.const_expr(config.scheduled):  # read again: there are no registers to keep it in
         tile = read_tile(config, role.found, uses[0])
         row = tile.row(config.row_of(thread), config.column_part_of(thread))
     place = tile.place(row.index)
-    epilogue(config, channels, row, place, tile, state, columns, operands, role.numbers)
+    epilogue(config, channels, row, place, tile, state, columns, operands, numbers)
     return uses[0] + 1, uses[1] + tile.span.count
 
 

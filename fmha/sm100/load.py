@@ -8,13 +8,14 @@ import cutlass.cute as cute
 from warpspec.common.device import tma
 from warpspec.common.device.pipeline import drain
 from warpspec.fmha.device.pages import kv_places
+from warpspec.fmha.device.rings import kv_ring
 from warpspec.fmha.features import Schedule
 from warpspec.fmha.sm100 import bias as biases
 
 
 def rings(config, atoms, coordinates, bases, tile, dtype) -> tuple[tma.TileRing, ...]:
     """Rings of Q, whose stages are the blocks of D, and of K and V. atoms, coordinates: from ``tma.make_load``.
-    bases: shared memory regions."""
+    bases: Uint8 pointers to the shared memory that TMA fills."""
     # (D, HEAD, QUERY, BLOCK): this tile's, from its first head and query on
     q = coordinates[0][None, None, None, None, tile.batch]
     q = cute.domain_offset((0, tile.first_head, tile.first_row_of(0), 0), q)
@@ -22,19 +23,8 @@ def rings(config, atoms, coordinates, bases, tile, dtype) -> tuple[tma.TileRing,
     block_bytes = config.tile_m * tma.ROW_BYTES
     q_shared = tma.shared_tiles(bases[0], dtype, config.q_box, config.blocks, block_bytes)
     found = [tma.TileRing.make(atoms[0], q_tiles, q_shared)]
-    for atom, tensor, base, ring in zip(atoms[1:], coordinates[1:], bases[1:], config.rings, strict=False):
-        # (D, KEY, BLOCK, (TILE, BLOCK TILE, BATCH or PAGE))
-        tiles = tensor[None, None, None, tile.kv_head, None]
-        if config.packed_k:  # from the request's first key on
-            tiles = cute.domain_offset((0, tile.first_key, 0, 0), tiles)
-        box, boxes = config.kv_box(ring), cute.size(config.kv_boxes(ring))
-        tiles = cute.local_tile(
-            tiles, box, (0, None, None, None) if config.heads.whole else (None, None, 0, None)
-        )
-        tiles = cute.group_modes(tiles, 3, 6)
-        # A stage's boxes stand in it one after another: a block of D, in it the pages.
-        shared = tma.shared_tiles(base, dtype, box, config.kv_stages * boxes)
-        found.append(tma.TileRing.make(atom, tiles, shared))
+    for places in zip(atoms[1:], coordinates[1:], bases[1:], config.rings, strict=False):
+        found.append(kv_ring(config, *places, tile, dtype))
     return tuple(found)
 
 
@@ -46,7 +36,7 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, rings, tile, op
     rings: of Q, K and, if it is another tensor, V. operands: for the page table. bias: its ring, where it
     comes through one. uses: (M tiles with keys, KV tiles) that the CTA has loaded before.
     Produces: q_full, k_full, v_full (expect_tx by one lane, bytes by TMA). Consumes: q_empty, where there are several
-    M tiles; k_empty, v_empty, a stage of each before it is filled again.
+    M tiles; k_empty, v_empty, a stage of each before it is filled again. Of FP8 keys, raw_k_full and the like.
     """
     span, (tile_use, first_use) = tile.span, uses
     if span.count > 0:
@@ -59,9 +49,10 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, rings, tile, op
         use = first_use + step
         places = kv_places(config, operands, tile, span.tile(step))
         for name, ring in zip(config.rings, rings[1:], strict=True):
-            full, empty = channels[name + "_full"], channels[name + "_empty"]
+            loaded = config.load_ring(name)
+            full, empty = channels[loaded + "_full"], channels[loaded + "_empty"]
             empty.wait_previous(use)
-            full.expect_bytes(use, config.ring_tile_bytes(name))
+            full.expect_bytes(use, config.load_tile_bytes(name))
             blocks, pages = config.kv_boxes(name)
             for box in cutlass.range(blocks * pages, unroll=1):  # unrolled, its addresses cost spills
                 block, page = (box, 0) if cutlass.const_expr(pages == 1) else (box // pages, box % pages)
@@ -79,7 +70,7 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, rings, tile, op
 def drain_all(config: cutlass.Constexpr, channels: cutlass.Constexpr, uses):
     """``drain`` of all rings. uses: of all that was loaded."""
     tile_use, end = uses
-    drain(tuple(channels[name + "_empty"] for name in config.rings), end)
+    drain(tuple(channels[config.load_ring(name) + "_empty"] for name in config.rings), end)
     if cutlass.const_expr(config.schedule is Schedule.LINE):  # noqa: SIM102
         if tile_use > 0:
             channels["q_empty"].wait(tile_use - 1)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 class Shape:
     """tile_m: query rows of a CTA. tile_n: keys of a KV tile. p_in: where P lies for PV, "tmem" or "smem".
     kv_stages: KV tiles in flight. ctas_per_sm: CTAs that share an SM. polynomial_every: of so many pairs of
-    exponentials one is computed on the multiply-add units (0: none)."""
+    exponentials one is computed on the multiply-add units (0: none). raw_stages: where K and V are FP8, tiles of each
+    that are loaded ahead of their conversion."""
 
     tile_m: int
     tile_n: int
@@ -20,6 +21,7 @@ class Shape:
     kv_stages: int
     ctas_per_sm: int
     polynomial_every: int = 0
+    raw_stages: int = 0
 
 
 # Compute capability 10.0 makes 16 exponentials a clock and SM. At D = 64 that unit is busy for 1032 clocks of a tile of
@@ -40,3 +42,13 @@ SHARED_SHAPES: dict[int, tuple[Shape, ...]] = {
     256: (Shape(128, 64, "tmem", 4, 1), Shape(128, 64, "smem", 4, 1)),
     512: (Shape(64, 64, "smem", 2, 1),),
 }
+# K and V in FP8, which four more warps convert: 2.1 instructions a number, for 128 keys of D 128 about 540 of a
+# scheduler's clocks beside the tensor core's 1024. The 16-bit tiles take the room of a third stage; at D 64 two CTAs
+# have registers for three warpgroups only with half the keys.
+FLOAT8_SHAPES: dict[int, Shape] = {
+    64: Shape(128, 64, "tmem", 3, 2, 4, raw_stages=4),
+    128: Shape(128, 128, "tmem", 2, 1, raw_stages=2),
+    256: Shape(128, 64, "tmem", 2, 1, raw_stages=1),
+}
+# (softmax_registers, other_registers) with a converter, by CTAs an SM.
+FLOAT8_REGISTERS = {1: (240, 128), 2: (144, 48)}

@@ -117,7 +117,7 @@ def tile_step(
     scores = cute.make_rmem_tensor(config.tile_n, Float32)  # (KEY)
     channels["s_full"].wait(use)
     tmem.fence_after_wait()
-    tmem.load_row(columns.s, scores, columns.thread)
+    tmem.load_row(columns.s, scores, columns.thread, config.load_columns)
     tmem.wait_loads()
     tmem.fence_before_arrive()
     channels["s_empty"].arrive(use)

@@ -309,8 +309,6 @@ class AttentionConfig(Float8Features):
 
     def kv_box(self, ring: str = "k") -> tuple[int, int, int]:
         """As in ``KernelFeatures``; no more than a piece."""
-        if self.converts:  # a page's rows as they lie in memory, one box
-            return (self.head_dim, self.page_keys, 1)
         if self.by_warp:
             return (self.row_bytes, self.page_keys, 1)
         keys, rows, blocks = super().kv_box(ring)
@@ -322,7 +320,7 @@ class AttentionConfig(Float8Features):
         """As in ``KernelFeatures``."""
         if self.by_warp:
             return (self.head_dim // self.row_bytes, self.tile_pages)
-        return (1, self.tile_pages) if self.converts else super().kv_boxes(ring)
+        return super().kv_boxes(ring)
 
     @property
     def kv_tile_bytes(self) -> int:
@@ -444,7 +442,7 @@ class AttentionConfig(Float8Features):
                 *read,
             )
         if self.converts:
-            return (*q, *self.conversion_barriers)
+            return (*q, *self.conversion_barriers("consumers", "consumers", warp, warps))
         if self.by_warp:
             return (*q, *self.warp_barriers)
         if self.shared_kv:

@@ -18,6 +18,7 @@ from warpspec.common.device.storage import allocate
 from warpspec.common.device.wgmma import QUAD, ROW_DISTANCE, THREAD_ROWS
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.fmha.device.bias import row_of
+from warpspec.fmha.device.convert import convert
 from warpspec.fmha.device.grid import DivisorGrid, Grid, Where, grid_of
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, AttentionHost
 from warpspec.fmha.device.line import chunks_of, place_chunks, write_join
@@ -35,7 +36,6 @@ from warpspec.fmha.sm90.consumer import (
     pass_turn,
     products,
 )
-from warpspec.fmha.sm90.convert import convert
 from warpspec.fmha.sm90.epilogue import epilogue
 from warpspec.fmha.sm90.fragment import thread_rows
 from warpspec.fmha.sm90.load import load

@@ -9,6 +9,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from warpspec.common.device import tma
+from warpspec.fmha.device.rings import kv_ring
 
 
 @dataclass(frozen=True)
@@ -48,21 +49,7 @@ class Source:
     def kv(self, tile, number: int = 0) -> tma.TileRing:
         """The ring of K or V. number: of ``config.rings``."""
         config = self.config
-        # (D, KEY, BLOCK, (TILE, BLOCK TILE, BATCH or PAGE))
-        tiles = self.coordinates[1 + number][None, None, None, tile.kv_head, None]
-        if config.packed_k:  # from the request's first key on
-            tiles = cute.domain_offset((0, tile.first_key, 0, 0), tiles)
-        ring = config.rings[number]
-        box, boxes = config.kv_box(ring), cute.size(config.kv_boxes(ring))
-        tiles = cute.local_tile(
-            tiles, box, (0, None, None, None) if config.heads.whole else (None, None, 0, None)
-        )
-        tiles = cute.group_modes(tiles, 3, 6)
-        # A stage's boxes stand in it one after another: a block of D, in it the pages.
-        if config.converts:
-            base = self.shared.raw + number * config.float8_bytes
-            shared = tma.plain_tiles(base, cutlass.Uint8, box, config.load_stages * boxes)
-        else:
-            dtype = cutlass.Uint8 if config.kv_format else self.dtype
-            shared = tma.shared_tiles(self.shared[1 + number], dtype, box, config.kv_stages * boxes)
-        return tma.TileRing.make(self.atoms[1 + number], tiles, shared)
+        raw = self.shared.raw + number * config.float8_bytes
+        base = raw if config.converts else self.shared[1 + number]
+        arguments = self.atoms[1 + number], self.coordinates[1 + number], base, config.rings[number]
+        return kv_ring(config, *arguments, tile, self.dtype)

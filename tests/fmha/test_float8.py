@@ -60,12 +60,11 @@ def test_gradients_are_refused():
         attention(**arguments, backend="reference")
 
 
-def test_what_kernels_do_not_do():
-    arguments = CASE.arguments()
-    with simulating("sm_100a"), pytest.raises(UnsupportedProblem, match=r"sm100.*k in e4m3"):
-        attention(**arguments, backend="sim")
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_what_kernels_do_not_do(arch):
     wide = Case(3, 20, (4, 2), 512, scale=None).arguments()
-    with simulating("sm_90a"), pytest.raises(UnsupportedProblem, match=r"sm90.*k in FP8"):
+    kernel = arch.removesuffix("a").replace("_", "")
+    with simulating(arch), pytest.raises(UnsupportedProblem, match=rf"{kernel}.*k in FP8"):
         attention(**wide, backend="sim")
 
 

@@ -1,4 +1,4 @@
-"""FP8 keys and values in the sm90 kernel, in the simulator, against FP32 on dequantised values."""
+"""FP8 keys and values in both kernels, in the simulator, against FP32 on dequantised values."""
 
 import math
 
@@ -28,8 +28,21 @@ CASES = [
 ]
 
 
-def run(arguments):
-    with simulating("sm_90a", seed=1):
+# The kernel for sm_100a has one way for all numbers of rows.
+BLACKWELL = [
+    Case(70, 140, (2, 1), 64, dtype=FP16, float8=E5M2, window=(90, 0), sink=True, nan=True),
+    long(PAGED),
+    long(Case(130, 260, (2, 1), 128, causal=True, nan=True)),
+    long(Case(70, 140, (2, 1), 256, causal=True, sink=True)),
+    long(Case(1, 300, (16, 2), 64, batch=2, float8=E5M2, lengths=(300, 17), splits=2, scale="tensor")),
+    long(Case(3, 200, (8, 2), 128, dtype=FP16, causal=True, shared=True)),
+    long(Case(2, 200, (8, 2), 256, normalize=False, page=64, lengths=(190,))),
+    long(Case(1, 1, (4, 1), 128, scale=None)),
+]
+
+
+def run(arguments, arch="sm_90a"):
+    with simulating(arch, seed=1):
         results = attention(**arguments, return_lse=arguments["normalize"], backend="sim")
     assert all(launch.local_bytes == 0 for launch in sim.last_report().launches)
     return results
@@ -56,19 +69,26 @@ def test_against_reference(case):
     check(case, run)
 
 
+@pytest.mark.parametrize("case", BLACKWELL)
+def test_against_reference_on_blackwell(case):
+    check(case, lambda arguments: run(arguments, "sm_100a"))
+
+
 @pytest.mark.long
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("case", [PAGED, Case(130, 260, (2, 1), 128, causal=True)])
-def test_order_is_clean(case, check_order):
-    check(case, run)
+def test_order_is_clean(case, arch, check_order):
+    check(case, lambda arguments: run(arguments, arch))
 
 
 @pytest.mark.long
-def test_packed_queries():
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_packed_queries(arch):
     """The rows of packed requests are those of a call for each."""
     arguments = PAGED.arguments()
     q, counts = torch.randn(7, 16, 128, generator=torch.Generator().manual_seed(5)).bfloat16(), (5, 2)
     shared = {name: arguments[name] for name in ("page_table", "kv_lengths", "k_scale", "v_scale")}
-    with simulating("sm_90a"):
+    with simulating(arch):
         got = attention_varlen(
             q, arguments["k"], arguments["v"], cu_seqlens_q=torch.tensor([0, 5, 7], dtype=torch.int32),
             max_seqlen_q=5, causal=True, backend="sim", **shared,

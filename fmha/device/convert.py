@@ -1,5 +1,5 @@
-"""The converter, a warpgroup: FP8 tiles of K and V, as TMA has loaded them, become the 16-bit tiles that the products
-read.
+"""The converter, four warps: FP8 tiles of K and V, as TMA has loaded them, become the 16-bit tiles that the products
+read. The same on every architecture.
 
 A row of an FP8 tile has D bytes, without a swizzle. A thread takes 16 codes at a time and stores two chunks of 16 bytes
 with the 128-byte swizzle. Eight neighbouring threads have codes of two rows, so that neither their loads nor their
@@ -18,7 +18,7 @@ from cutlass import Int32
 from warpspec.common.device import tma
 from warpspec.common.device.float8 import widened
 from warpspec.common.device.words import load_shared, store_shared
-from warpspec.common.hardware import VECTOR_BYTES, WARPGROUP_THREADS
+from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS
 from warpspec.fmha.device.tiles import each_tile
 from warpspec.fmha.features import BLOCK
 
@@ -46,7 +46,7 @@ def convert(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands, ra
     Consumes: raw_k_full, raw_v_full; k_empty, v_empty, a stage of each before it is filled again. Produces: k_full,
     v_full; raw_k_empty, raw_v_empty, one arrival a warp. Leaves only when every stage has been released.
     """
-    thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
+    thread = cute.arch.thread_idx()[0] - config.convert_warp * WARP_THREADS
     role = Converter(config, channels, raw, wide, thread)
     use = each_tile(config, operands, where, convert_tile, role, Int32(0))
     for last in cutlass.range(cutlass.max(use - config.kv_stages, 0), use, unroll=1):
