@@ -22,8 +22,10 @@ from warpspec.sim.errors import (
     SimError,
     TmemFault,
     UnsupportedInstruction,
+    WrongResult,
 )
 from warpspec.sim.order.findings import Finding, OrderError
+from warpspec.sim.order.stores import Stores, recording_stores
 from warpspec.sim.pretend import intercept
 from warpspec.sim.ptx_run import launch
 from warpspec.sim.report import LaunchReport, SimReport
@@ -45,14 +47,17 @@ __all__ = [
     "ScheduleDependence",
     "SimError",
     "SimReport",
+    "Stores",
     "TmemFault",
     "UnsupportedInstruction",
+    "WrongResult",
     "errors",
     "intercept",
     "last_report",
     "launch",
     "one_stream",
     "recording",
+    "recording_stores",
     "remember",
     "run",
     "tensor_map",

@@ -102,5 +102,9 @@ class ScheduleDependence(SimError):
     """Runs that differ in nothing but their seeds leave different results."""
 
 
+class WrongResult(SimError):
+    """A tensor is not what was expected. The message names the store that left its first wrong element."""
+
+
 class HostError(SimError):
     """The host function failed, or an argument does not fit the compiled signature."""

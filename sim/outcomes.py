@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from warpspec.sim.errors import ScheduleDependence
+from warpspec.sim.order.stores import Stores
 
 ROUNDING = 1e-2  # relative difference of floats that the order of atomic sums may make
 
@@ -51,6 +52,11 @@ class Outcomes:
                     f"{seed} in {count} of {tensor.numel()} elements, the first at {index}: {_shown(first[index])} "
                     f"and {_shown(tensor[index])}"
                 )
+
+    def against_first(self, stores: Stores) -> None:
+        """Raises WrongResult for the first tensor that is not what the first run left: which store made it so."""
+        for name, tensor in self._tensors.items():
+            stores.compare(tensor, self._first[name], rtol=0.0, atol=0.0)
 
 
 def _tensors(arguments: dict[str, object]):

@@ -6,9 +6,10 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 
-from warpspec.sim.errors import ScheduleDependence, SimError
+from warpspec.sim.errors import ScheduleDependence, SimError, WrongResult
 from warpspec.sim.order.findings import OrderError
 from warpspec.sim.order.launches import Stream
+from warpspec.sim.order.stores import recording_stores
 from warpspec.sim.outcomes import Outcomes
 from warpspec.sim.report import SimReport
 
@@ -65,6 +66,7 @@ def _run_seeds(once, outcomes: Outcomes, seeds: range, check: str | None) -> Sim
                 error.add_note(f"warning: {text}")
             if check is None:
                 _say_what_races(error, once, outcomes, seed)
+            _say_which_store(error, once, outcomes, seed)
             raise
     return report
 
@@ -82,6 +84,23 @@ def _say_what_races(error: ScheduleDependence, once, outcomes: Outcomes, seed: i
         error.add_note(f'check="order" finds: {order}')
     except SimError as other:
         error.add_note(f'check="order" stops with {type(other).__name__}: {other}')
+    finally:
+        outcomes.put(results)
+
+
+def _say_which_store(error: ScheduleDependence, once, outcomes: Outcomes, seed: int) -> None:
+    """Add to an error which store of a run of the seed left what is not the first run's, and leave the tensors as they
+    were."""
+    results = outcomes.now()
+    outcomes.restore()
+    try:
+        with recording_stores() as stores:
+            once(seed, None, False)
+        outcomes.against_first(stores)
+    except WrongResult as wrong:
+        error.add_note(f"the first store that differs, under seed {seed}: {wrong}")
+    except SimError:
+        pass  # what it says has been said
     finally:
         outcomes.put(results)
 

@@ -34,6 +34,8 @@ from warpspec.sim.order.checker import OrderChecker
 from warpspec.sim.order.findings import OrderError
 from warpspec.sim.order.launches import Overlap, with_itself
 from warpspec.sim.order.shares import conflicts
+from warpspec.sim.order.stores import StoreRecorder
+from warpspec.sim.order.stores import active as stores_active
 from warpspec.sim.registry import find, import_all
 from warpspec.sim.report import LaunchReport, LaunchStats, count_instructions
 from warpspec.sim.starving import starved
@@ -166,7 +168,7 @@ def execute(
     to be pending; not: last bits do not depend on the seed. overlap: what else of its stream may run beside it.
     """
     start = time.monotonic()
-    program = load_program(text, kernel, check == "order")
+    program = load_program(text, kernel, check == "order" or stores_active() is not None)
     translated = time.monotonic()
     device = device_of(program.module.target)
     cluster = cluster_of(program.kernel, cluster)
@@ -223,7 +225,14 @@ def execute(
     try:
         with _collector_paused():
             stats = _run_shares(
-                program, [launch(s) for s in range(shares)], gmem, seed, clusters, translated - start, overlap
+                program,
+                [launch(s) for s in range(shares)],
+                gmem,
+                seed,
+                clusters,
+                translated - start,
+                overlap,
+                check,
             )
         static = of_text(program)
         if check == "order":
@@ -285,11 +294,24 @@ def _collector_paused():
             gc.enable()
 
 
+def _order(program: Program, gmem: GlobalMemory, overlap: Overlap, check: str | None) -> OrderChecker | None:
+    """Who is told of the accesses of a run, if anyone."""
+    if stores_active() is not None:
+        return StoreRecorder(program, gmem, overlap, stores_active(), check == "order")
+    return OrderChecker(program, gmem, overlap) if check == "order" else None
+
+
 def _run_share(
-    program: Program, launch: Launch, gmem: GlobalMemory, seed: int, overlap: Overlap, progress=None
+    program: Program,
+    launch: Launch,
+    gmem: GlobalMemory,
+    seed: int,
+    overlap: Overlap,
+    check: str | None,
+    progress=None,
 ) -> LaunchStats:
     stats = LaunchStats()
-    order = OrderChecker(program, gmem, overlap) if program.logging else None
+    order = _order(program, gmem, overlap, check)
     machine = Machine(program, launch, gmem, seed * SHARES + launch.share[0], stats, order)
     machine.on_cluster_done = progress
     try:
@@ -302,9 +324,9 @@ def _run_share(
             raise
         raise OrderError(errors, program.name) from error
     if order is not None:
-        stats.findings = order.found
+        stats.findings = order.all_found()
         stats.seen = order.seen
-        if launch.share[1] > 1 or order.seen.triggered:
+        if check == "order" and (launch.share[1] > 1 or order.seen.triggered):
             stats.touched = [order.summary()]
     return stats
 
@@ -312,7 +334,7 @@ def _run_share(
 def _may_fork(program: Program) -> bool:
     """Whether shares may run in processes of their own. Not what a kernel prints: it belongs in our sys.stdout."""
     alone = len(os.sched_getaffinity(0)) < 2 or os.environ.get("WARPSPEC_SIM_PROCESSES") == "1"
-    return not alone and not _prints(program)
+    return not alone and not _prints(program) and stores_active() is None
 
 
 def _run_shares(
@@ -323,17 +345,20 @@ def _run_shares(
     clusters: int,
     translation: float,
     overlap: Overlap | None,
+    check: str | None,
 ) -> LaunchStats:
     """Run the shares of a launch: on forked processes where there are cores for it, else one after the other."""
     overlap = overlap or Overlap()
     progress = Progress(program.name, -(-clusters // len(launches)), translation)
+    if stores_active() is not None:
+        stores_active().launches += 1
     try:
         if len(launches) == 1 or not _may_fork(program):
-            parts = [_run_share(program, launch, gmem, seed, overlap, progress) for launch in launches]
+            parts = [_run_share(program, launch, gmem, seed, overlap, check, progress) for launch in launches]
         else:
-            children = [_Child(program, launch, gmem, seed, overlap) for launch in launches[1:]]
+            children = [_Child(program, launch, gmem, seed, overlap, check) for launch in launches[1:]]
             try:
-                parts = [_run_share(program, launches[0], gmem, seed, overlap, progress)]
+                parts = [_run_share(program, launches[0], gmem, seed, overlap, check, progress)]
                 parts += [child.stats() for child in children]
             finally:
                 for child in children:
@@ -345,7 +370,7 @@ def _run_shares(
         for one, two in zip(total.touched, part.touched, strict=False):
             total.findings |= conflicts(one, two)
         total.merge(part)
-    if program.logging:
+    if check == "order":
         touched = [share for part in parts for share in part.touched]
         overlap.seen = total.seen
         if total.seen.triggered:
@@ -358,7 +383,15 @@ def _run_shares(
 class _Child:
     """A share of a launch that runs in a forked process."""
 
-    def __init__(self, program: Program, launch: Launch, gmem: GlobalMemory, seed: int, overlap: Overlap):
+    def __init__(
+        self,
+        program: Program,
+        launch: Launch,
+        gmem: GlobalMemory,
+        seed: int,
+        overlap: Overlap,
+        check: str | None,
+    ):
         self._reading, writing = os.pipe()
         self._pid: int | None = os.fork()
         if self._pid:
@@ -367,7 +400,7 @@ class _Child:
         try:  # whatever happens, this process does not go on as its parent would
             os.close(self._reading)
             try:
-                answer: object = _run_share(program, launch, gmem, seed, overlap)
+                answer: object = _run_share(program, launch, gmem, seed, overlap, check)
             except SimError as error:
                 answer = error
             except BaseException:  # the parent re-raises what the child cannot handle

@@ -155,6 +155,9 @@ class LoadOrder:
         covered = nbytes
         if isinstance(data, tuple):  # of a tensor load: gaps in shared memory count as written
             covered = copy.shared_bytes(data[0], data[1].size // copy.box_bytes(data[0]))
+            order.layouts.written(load.target, self.offset, covered, data[0], op.ins)
+        else:
+            order.layouts.overwritten(load.target, self.offset, covered)
         order.shared_range(load.target, self.offset, covered, written, op.clock)
         return data, nbytes
 

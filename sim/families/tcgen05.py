@@ -170,9 +170,10 @@ def note_mmas(order, mmas: list[Mma], ops: list, ctas) -> None:
         op = ops[stop - 1]  # its completion is that of those before it
         read, written = order.of(op, False, queued=True), order.of(op, True, queued=True)
         read.pipe = written.pipe = mmas[start].pipe
-        for cta, chunks, cells, accumulator in mma.footprint(mmas[start:stop], ctas):
-            for where in chunks:
-                order.shared_chunks(cta, where, CHUNK_BYTES, read, op.clock)
+        for cta, shared, cells, accumulator in mma.footprint(mmas[start:stop], ctas):
+            for operand in shared:
+                order.shared_chunks(cta, operand.chunks, CHUNK_BYTES, read, op.clock)
+                order.layouts.read(cta, op.ins, operand)
             for where in cells:
                 order.tensor_access(cta, where, read, op.clock)
             order.tensor_access(cta, accumulator, written, op.clock)

@@ -23,6 +23,7 @@ from warpspec.sim.machine import Machine
 from warpspec.sim.operation import Op, Wait
 from warpspec.sim.registry import Collective, Family, handler
 from warpspec.sim.tcgen05 import operands, smem_descriptor
+from warpspec.sim.tcgen05.operands import SharedOperand
 from warpspec.sim.warp import Warp
 
 M = 64
@@ -145,13 +146,16 @@ class Product(Op):
             steps, ops = self.steps[start:stop], [mine[start] for mine in self.orders]
             read = order.of(ops[0], False, component=self.group.order.component, count=self.number + 1)
             clocks = [op.clock for op in ops]
-            descriptors = tuple(step.b for step in steps)
-            chunks = [operands.operand_chunks(descriptors, f.n, f.b, f.k, steps[0].b_mn_major)]
+            b, mn_major = tuple(step.b for step in steps), steps[0].b_mn_major
+            chunks = operands.operand_chunks(b, f.n, f.b, f.k, mn_major)
+            shared = [SharedOperand("B", b[0], f.n, mn_major, chunks)]
             if steps[0].a is not None:
-                descriptors = tuple(step.a for step in steps)
-                chunks.append(operands.operand_chunks(descriptors, M, f.a, f.k, steps[0].a_mn_major))
-            for where in chunks:
-                order.shared_chunks(self.cta, where, smem_descriptor.CHUNK_BYTES, read, *clocks)
+                a, mn_major = tuple(step.a for step in steps), steps[0].a_mn_major
+                chunks = operands.operand_chunks(a, M, f.a, f.k, mn_major)
+                shared.append(SharedOperand("A", a[0], M, mn_major, chunks))
+            for operand in shared:
+                order.shared_chunks(self.cta, operand.chunks, smem_descriptor.CHUNK_BYTES, read, *clocks)
+                order.layouts.read(self.cta, ops[0].ins, operand)
             start = stop
 
     def compute(self, parts: list[int]) -> None:

@@ -5,7 +5,8 @@ check="order")` makes one a launch. Its methods stand by subject: accesses (who 
 and global), synchronisation, tensors (tensor memory and tensor maps), checker (the end of a CTA). state: what is kept;
 clocks: who knows of what; shadow: who accessed each word last; shares: of two shares of a launch; findings: how two
 accesses that nothing orders are shown. wgmma_registers, load_registers: wgmma.fence and tcgen05.wait::ld, which order
-registers, along the paths of a kernel (flow); they need no run.
+registers, along the paths of a kernel (flow); they need no run. pending_loads: loads that an arrival does not wait for.
+operand_layouts: matrix descriptors that are not their tile's. stores: who wrote what, for results that are wrong.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import contextmanager
 
 import numpy as np
@@ -15,13 +16,14 @@ from warpspec.sim.memory import (
     GlobalMemory,
 )
 from warpspec.sim.names import placed
-from warpspec.sim.order import findings, launches
+from warpspec.sim.order import findings, launches, pending_loads
 from warpspec.sim.order.clocks import (
+    ALIKE,
     ASYNC_GLOBAL,
     ASYNC_SHARED,
     BARRIERS,
     BASE,
-    BOTH,
+    LOADED,
     MAP,
     MAP_RELEASED,
     PUBLISHED,
@@ -35,6 +37,7 @@ from warpspec.sim.order.clocks import (
 )
 from warpspec.sim.order.findings import Access, Finding
 from warpspec.sim.order.launches import EARLIER, Overlap, Seen
+from warpspec.sim.order.operand_layouts import OperandLayouts
 from warpspec.sim.order.places import SHARED, TENSOR_MAPS, TENSOR_MEMORY
 from warpspec.sim.order.shadow import Ledger, Shadow
 from warpspec.sim.order.state import CtaOrder, GlobalShadow, Operation, Queue
@@ -53,6 +56,7 @@ class Accesses:
         self._behind_wait = self.overlap.waited() if self.overlap.dependent else None
         self._released: dict[int, Clock] = {}  # by cluster: known to the next launch from its start
         self.ledger = Ledger(self.known)
+        self.layouts = OperandLayouts(self.last_writer)
         self.found: dict[tuple, Finding] = {}
         self.units = {False: 4, True: 4}  # bytes, of shared memory and (True) of global memory
         for ins in program.kernel.instrs:
@@ -70,6 +74,8 @@ class Accesses:
         self._orders: dict[int, object] = {}  # instruction -> `Ordered`
         self.suspected: list[dict] = []
         self.narrow: dict[int, Instr] = {}  # arrivals on other CTAs' mbarriers without .cluster scope
+        self._pending = pending_loads.at_arrivals(program)
+        self._late_loads = frozenset(at for loads in self._pending.values() for at in loads)
         self._holding = False
         self._tags = 0
         self._forms: dict[int, tuple] = {}
@@ -148,7 +154,7 @@ class Accesses:
             component = op.queue.component
             if component >= rows.shape[1]:
                 rows = np.pad(rows, ((0, 0), (0, component + 1 - rows.shape[1])))
-            np.maximum(rows[BOTH, component], op.queue_count, out=rows[BOTH, component])
+            np.maximum(rows[ALIKE, component], op.queue_count, out=rows[ALIKE, component])
             if op.tensor:
                 own = op.clock.rows[TENSOR_OWN]
                 np.maximum(rows[TENSOR, : own.size], own, out=rows[TENSOR, : own.size])
@@ -156,6 +162,11 @@ class Accesses:
         return rows, op.clock.foreign
 
     # ---- accesses ---------------------------------------------------------------------------------------------
+
+    def last_writer(self, cta, offset: int) -> Instr | None:
+        """The instruction that last wrote a byte of a CTA's shared memory."""
+        number = int(cta.order.shared.writes[offset // self.units[False]])
+        return self.ledger.accesses[number].ins if number else None
 
     @staticmethod
     def known(access: Access, clock: Clock | Snapshot, row: int = BASE) -> bool:
@@ -231,6 +242,13 @@ class Accesses:
         elif missing == TENSOR_OWN and self.known(first, clock, TENSOR):
             missing = TENSOR
         kind, remedy = findings.diagnose(first, second, missing, memory)
+        tolerated = findings.is_tolerated(first, second, missing)
+        if (
+            missing == ASYNC_SHARED
+            and first.ins.index in self._late_loads
+            and not self.known(first, clock, LOADED)
+        ):
+            kind, remedy, tolerated = pending_loads.KIND, self._late_arrivals(first.ins), False
         if missing == WRITES:
             remedy += self._narrow_arrivals()
         if first.domain is EARLIER:
@@ -242,17 +260,19 @@ class Accesses:
             second.describe(),
             remedy,
             (first.ins.line, second.ins.line),
-            findings.is_tolerated(first, second, missing),
+            tolerated,
         )
         return False
 
+    def _late_arrivals(self, load: Instr) -> str:
+        """What would end a load before the arrivals behind it."""
+        instrs = self.program.kernel.instrs
+        arrivals = [instrs[at] for at, loads in self._pending.items() if load.index in loads]
+        return f"a use of what the first loads, or fence.proxy.async, before the arrival ({_lines(arrivals)})"
+
     def _narrow_arrivals(self) -> str:
         """Which arrivals on other CTAs' mbarriers say too narrow a scope, for a remedy."""
-        lines = [
-            f"PTX line {ins.line}" + f" from {placed(ins.source)}" * bool(ins.source)
-            for ins in self.narrow.values()
-        ]
-        return f": {'; '.join(lines)}" if lines else ""
+        return f": {_lines(self.narrow.values())}" if self.narrow else ""
 
     def report(self, kind, place, first, second, remedy, lines, tolerated: bool = False) -> None:
         """Add a finding, once for each pair of instructions."""
@@ -281,6 +301,8 @@ class Accesses:
                 agent.domain, part.component, agent.count(part), ins=ins, agent=f"warp {w.index}", cta=w.cta.coords,
                 write=write, generic=True, strong=strong, queued=True,
             )  # fmt: skip
+            if ins.index in self._late_loads:
+                agent.last_loads[ins.index] = access.component, access.count
         return access
 
     def of(self, op: Operation, write: bool, *, component: int | None = None, count: int = 0, generic=False,
@@ -315,6 +337,12 @@ class Accesses:
             "shared memory of a CTA that may have exited", place, access.describe(), "",
             _wait(access), (access.ins.line,), tolerated,
         )  # fmt: skip
+
+
+def _lines(instrs: Iterable[Instr]) -> str:
+    return "; ".join(
+        f"PTX line {ins.line}" + f" from {placed(ins.source)}" * bool(ins.source) for ins in instrs
+    )
 
 
 def _wait(access: Access) -> str:

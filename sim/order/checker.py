@@ -12,6 +12,7 @@ import numpy as np
 from warpspec.sim.order.clocks import (
     Clock,
 )
+from warpspec.sim.order.findings import Finding
 from warpspec.sim.order.places import shared_place
 from warpspec.sim.order.shadow import distinct
 from warpspec.sim.order.tensors import TensorAccesses
@@ -19,6 +20,10 @@ from warpspec.sim.order.tensors import TensorAccesses
 
 class OrderChecker(TensorAccesses):
     """Happens-before of one launch, or of one share of it."""
+
+    def all_found(self) -> dict[tuple, Finding]:
+        """The findings of a run that is over."""
+        return self.found | self.layouts.findings()
 
     def cta_exits(self, cta) -> None:
         """The last warp of a CTA leaves the kernel: all accesses to its shared memory must be over by then."""

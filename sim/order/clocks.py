@@ -10,6 +10,7 @@ A clock has several rows, as one event may be known for one purpose and not for 
 - BASE: causality order (PTX ISA, "Memory Consistency Model").
 - WRITES: BASE but for what an arrival on another CTA's mbarrier without .cluster scope says: that orders no writes of
   the generic proxy and of cp.async (seen on a B200, github.com/NVIDIA/cutlass/issues/3643).
+- LOADED: BASE but for reads of shared memory whose data an arrival on an mbarrier does not wait for (pending_loads.py).
 - ASYNC_SHARED, ASYNC_GLOBAL: generic-proxy accesses with a fence.proxy.async behind them; only these are ordered
   before accesses of the async proxy.
 - BARRIERS: mbarrier initialisations with a fence.mbarrier_init behind them; CTAs that have started.
@@ -24,15 +25,19 @@ acquired).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from warpspec.sim.lanes import FULL_MASK
 
-BASE, WRITES, ASYNC_SHARED, ASYNC_GLOBAL, BARRIERS, TENSOR, MAP_RELEASED = range(7)
-PUBLISHED = 7  # rows that travel
-TENSOR_OWN, FENCED, CLUSTER_FENCED, SEEN, MAP = range(7, 12)
-ROWS = 12
-BOTH = slice(BASE, WRITES + 1)  # what is known in BASE is known in WRITES, but for what such an arrival says
+BASE, WRITES, LOADED, ASYNC_SHARED, ASYNC_GLOBAL, BARRIERS, TENSOR, MAP_RELEASED = range(8)
+PUBLISHED = 8  # rows that travel
+TENSOR_OWN, FENCED, CLUSTER_FENCED, SEEN, MAP = range(8, 13)
+ROWS = 13
+ALIKE = slice(
+    BASE, LOADED + 1
+)  # what is known in BASE is known in the others, but for what such arrivals say
 STEP = 32  # components by which a clock grows
 
 MOST_PARTS = 8  # sets of lanes that a warp's accesses are told apart by
@@ -110,8 +115,8 @@ class Clock:
             self.rows = wider(self.rows, component + STEP)
         if self.rows[row, component] < count:
             self.rows[row, component] = count
-        if row == BASE and self.rows[WRITES, component] < count:
-            self.rows[WRITES, component] = count
+        if row == BASE and self.rows[ALIKE, component].min() < count:
+            np.maximum(self.rows[ALIKE, component], count, out=self.rows[ALIKE, component])
 
 
 class Snapshot:
@@ -147,6 +152,7 @@ class Agent(Clock):
         "fence_scope",
         "frozen",
         "lanes",
+        "last_loads",
         "last_release",
         "loose",
         "parts",
@@ -164,6 +170,9 @@ class Agent(Clock):
         self.epoch = 0  # grows with every publication: accesses behind it have a new count
         self.frozen: dict[int, Snapshot] = {}  # by lanes, until the clock changes
         self.relaxed: dict[int, np.ndarray] = {}  # what lanes publish relaxed, until it changes
+        self.last_loads: dict[
+            int, tuple[int, int]
+        ] = {}  # (component, count) by instruction, see pending_loads.py
         self.accesses: dict = {}  # accesses at this count, by instruction, kind and lanes
         self.fence_scope = ""
         self.seen_foreign: Foreign = {}
@@ -188,7 +197,7 @@ class Agent(Clock):
         """The count of an access that takes place now."""
         if part.epoch != self.epoch:
             part.epoch = self.epoch
-            self.rows[BOTH, part.component] = self.rows[BASE, part.component] + 1
+            self.rows[ALIKE, part.component] = self.rows[BASE, part.component] + 1
             self.accesses = {}
             self.frozen = {}
             if part not in self.loose:
@@ -232,13 +241,24 @@ class Agent(Clock):
             np.minimum(column, part.synced, out=column)
         return rows
 
-    def release(self, into: Clock, mask: int, relaxed: bool = False, narrow: bool = False) -> None:
+    def release(
+        self,
+        into: Clock,
+        mask: int,
+        relaxed: bool = False,
+        narrow: bool = False,
+        pending: Sequence[tuple[int, int]] = (),
+    ) -> None:
         """Publish to a synchronisation object what lanes know. relaxed: only what a fence precedes. narrow: of another
-        CTA, at a scope that does not reach it: writes that only a fence of its scope precedes."""
+        CTA, at a scope that does not reach it: writes that only a fence of its scope precedes. pending: the warp's
+        loads that may be under way, as (component, count)."""
         rows = self.published(mask, relaxed)
-        if narrow:
+        if narrow or pending:
             rows = rows[:PUBLISHED].copy()
+        if narrow:
             np.minimum(rows[WRITES], self.rows[CLUSTER_FENCED], out=rows[WRITES])
+        for component, count in pending:
+            rows[LOADED, component] = min(rows[LOADED, component], count - 1)
         into.join(rows, self.foreign)
 
     def published(self, mask: int, relaxed: bool = False) -> np.ndarray:

@@ -47,6 +47,7 @@ class CtaOrder:
         self.domain = domain
         self.pair = PairOrder()
         self.shared.clear()
+        self.tiles: dict[int, object] = {}  # by offset: what tensor copies wrote (operand_layouts.py)
         if self._tensor is not None:
             self._tensor.clear()
         self.start = (

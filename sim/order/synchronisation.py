@@ -277,7 +277,9 @@ class Synchronisation(MemoryAccesses):
             self.narrow[ins.index] = ins
         if barrier.cta is not w.cta:
             self.arrival(barrier, self.generic(w, ins, True, mask=mask))
-        w.order.release(barrier.order.collected, mask, "relaxed" in ins.parts, narrow)
+        last = w.order.last_loads
+        pending = [last[load] for load in self._pending.get(ins.index, ()) if load in last]
+        w.order.release(barrier.order.collected, mask, "relaxed" in ins.parts, narrow, pending)
 
     def arrive_op(self, op: Operation, barrier) -> None:
         """An operation's completion arrives, or completes bytes. That it has arrived is known by the barrier alone: a

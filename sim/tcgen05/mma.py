@@ -16,6 +16,7 @@ from warpspec.sim.errors import BadDescriptor, TmemFault, UnsupportedInstruction
 from warpspec.sim.tcgen05 import operands
 from warpspec.sim.tcgen05.instruction_descriptor import WORDS_PER_OPERAND_ROW, InstructionDescriptor
 from warpspec.sim.tcgen05.memory import LANES, PARTITION_LANES, Tmem, address_parts
+from warpspec.sim.tcgen05.operands import SharedOperand
 
 PARTITIONS = LANES // PARTITION_LANES
 # Scale exponents this far from 2**0 could leave float32's range before both scales are multiplied together.
@@ -122,16 +123,19 @@ def run(mmas: Sequence[Mma], ctas: Sequence) -> None:
 def footprint(mmas: Sequence[Mma], ctas: Sequence) -> Iterator[tuple]:
     """What MMAs of which each continues the one before access in each CTA.
 
-    (CTA, arrays of chunks of shared memory that are read, indices of tensor memory that are read, index of D).
+    (CTA, operands in shared memory, indices of tensor memory that are read, index of D).
     """
     first = mmas[0]
     d = first.descriptor
     rows = d.m // first.cta_group
-    descriptors = tuple(mma.b for mma in mmas)
-    chunks = [operands.operand_chunks(descriptors, d.n // first.cta_group, d.b_format, d.k, d.b_mn_major)]
+    columns = d.n // first.cta_group
+    b = tuple(mma.b for mma in mmas)
+    chunks = operands.operand_chunks(b, columns, d.b_format, d.k, d.b_mn_major)
+    shared = [SharedOperand("B", b[0], columns, d.b_mn_major, chunks)]
     if not first.a_in_tmem:
-        descriptors = tuple(mma.a for mma in mmas)
-        chunks.append(operands.operand_chunks(descriptors, rows, d.a_format, d.k, d.a_mn_major))
+        a = tuple(mma.a for mma in mmas)
+        chunks = operands.operand_chunks(a, rows, d.a_format, d.k, d.a_mn_major)
+        shared.append(SharedOperand("A", a[0], rows, d.a_mn_major, chunks))
     for cta in ctas:
         layout = Accumulator(cta.tmem, first)
         lanes: slice | np.ndarray = slice(0, LANES)
@@ -144,7 +148,7 @@ def footprint(mmas: Sequence[Mma], ctas: Sequence) -> Iterator[tuple]:
         if first.scales_per_row:
             cells += _scale_cells([mma.scale_a for mma in mmas], rows)
             cells += _scale_cells([mma.scale_b for mma in mmas], layout.columns)
-        yield cta, chunks, cells, (lanes, _columns(lanes, layout.column, layout.columns))
+        yield cta, shared, cells, (lanes, _columns(lanes, layout.column, layout.columns))
 
 
 def _runs(addresses: Iterable[int], width: int) -> list[tuple[int, int]]:

@@ -6,6 +6,7 @@ PTX ISA: "Packing formats of elements in Tensor and Shared memory", "Block Scali
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -27,6 +28,18 @@ TF32_MASK = np.uint32(0xFFFFE000)
 CONTAINER_SHIFT = {"e2m1": 2, "e2m3": 1, "e3m2": 1}
 PADDED_BYTES_USED = {"e2m1": 8, "e2m3": 12, "e3m2": 12}
 PACKED_KINDS = ("mxf4", "mxf4nvf4")  # two e2m1 a byte, no padding
+
+
+@dataclass(frozen=True, slots=True)
+class SharedOperand:
+    """A matrix operand of consecutive MMAs in shared memory. name: A or B. descriptor: the first one's. rows: along M
+    or N. chunks: see `operand_chunks`."""
+
+    name: str
+    descriptor: int
+    rows: int
+    mn_major: bool
+    chunks: np.ndarray
 
 
 @lru_cache(maxsize=1)

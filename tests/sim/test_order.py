@@ -385,3 +385,40 @@ def test_the_defect_is_found(name, seed):
     if name == "tcgen05.commit before tensor memory is freed" and isinstance(caught.value, sim.TmemFault):
         return  # the product was computed behind that
     assert any(kind in finding.kind for finding in caught.value.findings), caught.value
+
+
+HANDED_BACK = f"""
+  {START} @%p1 mbarrier.init.shared.b64 [%r11], 1; @%p1 mbarrier.init.shared.b64 [%r11+8], 32;
+  @%p1 mbarrier.init.shared.b64 [%r11+16], 32; fence.mbarrier_init.release.cluster; bar.sync 0;
+  {LOAD} @%p2 bra refill;
+  {wait(0, "A")} ld.shared.u32 %r4, [%r12+-128]; mov.b32 %r5, %r4;
+  [[early]] mbarrier.arrive.shared.b64 _, [%r11+8]; [[late]] bra end;
+  refill: {wait(0, "C").replace("[%r11]", "[%r11+8]")} {LOAD} {wait(1, "B")}
+  end:
+"""
+USE = "add.u32 %r6, %r5, 1; st.global.u32 [%rd2], %r6;"
+OTHER = "mbarrier.arrive.shared.b64 _, [%r11+16];"
+PENDING = "while a load of it may be under way"
+
+
+@pytest.mark.parametrize(
+    ("early", "late", "finding", "warning"),
+    [
+        ("", USE, True, False),
+        (OTHER, USE, True, False),
+        ("bar.warp.sync -1;", USE, True, False),
+        (USE, "", False, True),
+        (OTHER + USE, "", False, True),  # under way at an arrival that hands nothing back
+        ("fence.proxy.async;", USE, False, False),
+    ],
+)
+def test_a_load_under_way_at_the_arrival_that_hands_its_buffer_back(early, late, finding, warning):
+    body = HANDED_BACK.replace("[[early]]", early).replace("[[late]]", late)
+    if finding:
+        with pytest.raises(sim.OrderError, match=PENDING) as caught:
+            run(body, block=(64, 1, 1))
+        (found,) = caught.value.findings
+        assert "ld.shared" in found.first and "cp.async.bulk" in found.second
+        assert "use of what the first loads, or fence.proxy.async" in found.remedy
+    else:
+        assert [PROXY in text for text in run(body, block=(64, 1, 1)).warnings] == [True] * warning

@@ -1,0 +1,89 @@
+"""Loads of shared memory whose data may still be under way when their thread arrives at an mbarrier.
+
+An arrival waits for no load: the hardware issues in order, a load's data come later, and only an instruction that uses
+them waits. TMA that waits for the arrival may overwrite what the load has still to read. (On an H200 that gave wrong
+results: docs/notebook/checker.md.) By the ISA's text it is a generic read before an asynchronous write without a proxy
+fence, which is a warning elsewhere, as many kernels have used their loads by then.
+
+A static part, along the blocks of a kernel: which loads have no use of their registers on some path to an arrival. A
+mov is no use, it hands on what is under way. Fences and barriers of threads end a load.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from warpspec.sim import cfg
+from warpspec.sim.codegen.memory import space_of
+from warpspec.sim.codegen.program import Program
+from warpspec.sim.instruction import Instr
+from warpspec.sim.order.flow import along_blocks
+from warpspec.sim.registry import Family, find
+
+KIND = "a buffer is handed back to an asynchronous write while a load of it may be under way"
+ENDS = ("fence", "membar", "bar.sync", "bar.red", "barrier.", "bar.cta")
+
+
+@cache
+def at_arrivals(program: Program) -> dict[int, tuple[int, ...]]:
+    """By the index of a mbarrier.arrive: the indexes of loads that may be under way there."""
+    instrs = program.kernel.instrs
+    arrivals = any(ins.opcode.startswith("mbarrier.arrive") for ins in instrs)
+    loads = [ins for ins in instrs if _loads_shared(ins)] if arrivals else []
+    if not loads:
+        return {}
+    holders = _holders(program, loads)
+    bit = {ins.index: 1 << number for number, ins in enumerate(loads)}
+    found: dict[int, int] = {}
+    along_blocks(program, 0, lambda ins, under_way: _after(program, ins, under_way, bit, holders, found))
+    return {
+        arrival: tuple(ins.index for ins in loads if under_way & bit[ins.index])
+        for arrival, under_way in found.items()
+    }
+
+
+def _loads_shared(ins: Instr) -> bool:
+    if ins.opcode.startswith("ldmatrix"):
+        return True
+    return ins.parts[0] == "ld" and space_of(ins) in ("shared", "cluster", "generic")
+
+
+def _holders(program: Program, loads: list[Instr]) -> dict[str, int]:
+    """By register: the loads (bits in their order) whose data it may hold, moves included."""
+    holders: dict[str, int] = {}
+    for number, ins in enumerate(loads):
+        for register in cfg.reads_writes(ins)[1]:
+            holders[register] = holders.get(register, 0) | 1 << number
+    moves = [ins for ins in program.kernel.instrs if _moves(ins)]
+    grew = True
+    while grew:
+        grew = False
+        for ins in moves:
+            reads, writes = cfg.reads_writes(ins)
+            held = 0
+            for register in reads:
+                held |= holders.get(register, 0)
+            for register in writes if held else ():
+                before = holders.get(register, 0)
+                if held & ~before:
+                    holders[register] = before | held
+                    grew = True
+    return holders
+
+
+def _moves(ins: Instr) -> bool:
+    row = find(ins.opcode)
+    return row is not None and row.family is Family.MOVE and ins.guard is None
+
+
+def _after(program: Program, ins: Instr, under_way: int, bit: dict, holders: dict, found: dict) -> int:
+    """Behind an instruction: the loads under way, as bits."""
+    if under_way:
+        if ins.opcode.startswith(ENDS):
+            return 0
+        if ins.opcode.startswith("mbarrier.arrive"):
+            found[ins.index] = found.get(ins.index, 0) | under_way
+        elif find(ins.opcode) is not None and not _moves(ins):
+            for register in cfg.reads_writes(ins)[0]:
+                under_way &= ~holders.get(register, 0)
+    return under_way | bit.get(ins.index, 0)
