@@ -2,10 +2,11 @@
 
     python scripts/tune_gradients.py [--seed N] [--shapes N] [--seconds S] [--only-fixed] [--json FILE] [--list]
 
-Each shape of a table, then random ones: the order that is chosen, others, a fixed order of dQ, and flash-attn-4 on the
-shapes of the table, in turn. --only-fixed: the chosen order and the fixed one, without flash-attn-4. Every variant's
-gradients are compared with the chosen one's, and the fixed order's bits with each other's. --list prints shapes and
-choices for an H200; that needs no GPU. Kernels are compiled in processes of their own first.
+Each shape of a table, then random ones: the order that is chosen, others, heads inside or outside of query tiles, a
+fixed order of dQ, and flash-attn-4 on the shapes of the table, in turn. --only-fixed: the chosen order and the fixed
+one, without flash-attn-4. Every variant's gradients are compared with the chosen one's, and the fixed order's bits with
+each other's. --list prints shapes and choices for an H200; that needs no GPU. Kernels are compiled in processes of
+their own first.
 """
 
 from __future__ import annotations
@@ -124,6 +125,11 @@ def variants(shape: Shape, target: Target, orders=True) -> dict[str, tuple]:
         item = (False, each, replace(config, cut=each.pieces > 1))
         if item not in found.values():
             found[name] = item
+    if orders and shape.heads_q > shape.heads_kv:
+        other = replace(config, heads_inside=not config.heads_inside)
+        each = choose_order(problem, other, target)
+        name = "heads inside" if other.heads_inside else "heads outside"
+        found[name] = (False, each, replace(other, cut=each.pieces > 1))
     fixed = launch.plan(ordered, target)
     each = choose_order(ordered, fixed, target)
     found[FIXED] = (True, each, fixed)

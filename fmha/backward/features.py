@@ -38,7 +38,8 @@ WARPS = 4  # of a warpgroup, one for each piece
 class BackwardFeatures(KernelFeatures):
     """wants_q, wants_k, wants_v: which gradients are computed. bias_gradient: "float32" or "bfloat16", as what dS is
     stored; "sum": it is added up in fp32; None: there is none. deterministic: dQ is added up in a fixed order. cut: a
-    CTA has a piece of a key tile's steps, and leaves its part of dK and dV (``schedule``)."""
+    CTA has a piece of a key tile's steps, and leaves its part of dK and dV (``schedule``). heads_inside: a key tile's
+    steps take one query tile after another, and at each the heads of the group (``device.tile``)."""
 
     wants_q: bool = True
     wants_k: bool = True
@@ -46,6 +47,12 @@ class BackwardFeatures(KernelFeatures):
     bias_gradient: str | None = None
     deterministic: bool = False
     cut: bool = False
+    heads_inside: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        assert self.heads_inside or not self.deterministic
+        assert self.packed_q == self.packed_k and not (self.packed_k and self.has_kv_lengths)
 
     @property
     def can_cut(self) -> bool:
@@ -177,5 +184,6 @@ def backward_features(problem: BackwardProblem) -> dict:
         "shared_kv": False,
         **{f"wants_{name}": wants for name, wants in wanted.items()},
         "bias_gradient": gradient,
-        "deterministic": problem.deterministic and (wanted["q"]),
+        "deterministic": problem.deterministic and wanted["q"],
+        "heads_inside": problem.deterministic and wanted["q"],
     }

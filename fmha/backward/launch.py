@@ -1,4 +1,4 @@
-"""Running a checked backward problem on a GPU or in the simulator: statistics of rows, the main kernel, dQ.
+"""Running a checked backward problem on a GPU or in the simulator: statistics of rows, the main kernel, results.
 
 ``prepare`` does all that does not depend on the tensors and remembers it.
 """
@@ -20,8 +20,8 @@ from warpspec.common.launch import Kernel, Target
 from warpspec.fmha.backward.features import BackwardFeatures
 from warpspec.fmha.backward.operands import BackwardOperands
 from warpspec.fmha.backward.problem import BackwardProblem
-from warpspec.fmha.backward.rows import KEYS, QUERIES, ROWS, QueryConfig, key_config, row_config
-from warpspec.fmha.backward.schedule import Order, choose_order
+from warpspec.fmha.backward.rows import RESULTS, ROWS, result_config, row_config
+from warpspec.fmha.backward.schedule import Order, choose_order, reads_beyond_l2
 from warpspec.fmha.checks import SIZE_LIMIT
 from warpspec.fmha.logits import LogitNumbers
 from warpspec.fmha.operands import Operands
@@ -57,6 +57,8 @@ def plan(problem: BackwardProblem, target: Target) -> BackwardFeatures:
             f"{forward.seq_k}"
         )
     config = GRADIENTS.of(target.architecture).BackwardConfig.of(problem)
+    if reads_beyond_l2(problem, config, target):
+        config = replace(config, heads_inside=True)
     return replace(config, cut=choose_order(problem, config, target).pieces > 1)
 
 
@@ -64,40 +66,35 @@ check_supported = plan
 
 
 class Prepared(NamedTuple):
-    """A problem ready to run. order: of the main kernel's CTAs. rows, main, keys, queries: functions of the kernels'
-    arguments; keys: None where key tiles are not cut; queries: None where dQ is not wanted. numbers: of the main
-    kernel."""
+    """A problem ready to run. order: of the main kernel's CTAs. rows, main, results: functions of the kernels'
+    arguments, results None as in ``Kernels``. numbers: of the main kernel. window: (left, right), 0 where unbounded."""
 
     target: Target
     config: BackwardFeatures
     order: Order
     rows: Callable
     main: Callable
-    keys: Callable | None
-    queries: Callable | None
+    results: Callable | None
     numbers: tuple
+    window: tuple[int, int]
 
 
 class Kernels(NamedTuple):
-    """What a problem runs, each a (kernel, configuration): statistics of rows, the main kernel, the sums of cut key
-    tiles, dQ. keys: None where key tiles are not cut; queries: None where dQ is not wanted."""
+    """What a problem runs, each a (kernel, configuration): statistics of rows, the main kernel, then dQ and the sums of
+    cut key tiles. results: None where key tiles are not cut and dQ is not wanted."""
 
     rows: tuple[Kernel, Hashable]
     main: tuple[Kernel, Hashable]
-    keys: tuple[Kernel, Hashable] | None
-    queries: tuple[Kernel, Hashable] | None
+    results: tuple[Kernel, Hashable] | None
 
 
 def kernels(problem: BackwardProblem, target: Target, config: BackwardFeatures | None = None) -> Kernels:
     """The kernels of a problem. config: of the main kernel, instead of the planned one."""
     config = config or plan(problem, target)
-    keys = queries = None
-    if config.cut and (config.wants_k or config.wants_v):
-        keys = (KEYS, key_config(config))
-    if config.wants_q:
-        queries = (QUERIES, QueryConfig(config.head_dim, config.tile_m, config.dtype, config.packed_q))
+    last = result_config(config)
     main = GRADIENTS.of(target.architecture).MAIN
-    return Kernels((ROWS, row_config(config, problem)), (main, config), keys, queries)
+    results = None if last is None else (RESULTS, last)
+    return Kernels((ROWS, row_config(config, problem)), (main, config), results)
 
 
 @lru_cache(maxsize=4096)
@@ -122,6 +119,7 @@ def prepare(
         order,
         *launchers,
         (*LogitNumbers.of(forward, signed=True), forward.scale, *window, *order),
+        window,
     )
 
 
@@ -154,20 +152,24 @@ def run_prepared(
         turns = empty((heads, slots, config.turn_counts), torch.int32, device)
     if gradients.sink is not None:
         dsink = empty((heads, slots), fp32, device)
+    dk, dv, dbias = gradients.k, gradients.v, gradients.bias
+    if forward.shared_kv and dk is not None:  # V is K: its gradient is the sum of both
+        dv = torch.empty_like(dk)
+    targets = (dk if config.wants_k else None, dv if config.wants_v else None)
+    requests, tile_order = (None,) * 7, None
+    if config.packed_k:
+        tile_order = empty((key_slot_count(config, operands),), torch.int32, device)
+        dq = gradients.q if config.wants_q else None
+        start = operands.q_start if config.has_q_start else None
+        requests = (operands.k, operands.cu_seqlens_k, start, tile_order, dq, *targets)
     rows = (operands.lse.contiguous(), dlse, operands.sink, operands.cu_seqlens_q)
-    prepared.rows(operands.o, do, *rows, statistics, dq_sums, turns, dsink)
+    workspace = (statistics, dq_sums, turns, dsink)
+    prepared.rows(operands.o, do, *rows, *workspace, *requests, *prepared.window)
     if gradients.sink is not None:
         gradients.sink.copy_(dsink.sum(dim=1))
     if set(problem.wanted) == {"sink"}:
         return
 
-    dk, dv, dbias = gradients.k, gradients.v, gradients.bias
-    if forward.shared_kv and dk is not None:  # V is K: its gradient is the sum of both
-        dv = torch.empty_like(dk)
-    if forward.packed_k:
-        for tensor in (dk, dv):
-            if tensor is not None:
-                tensor.zero_()  # rows of no request
     if dbias is not None:
         if config.bias_gradient == "sum" and dbias.dtype != torch.float32:
             dbias = torch.zeros(dbias.shape, dtype=fp32, device=device)
@@ -175,7 +177,6 @@ def run_prepared(
             dbias.zero_()  # of tiles that nobody sees
     if do is None:
         do = torch.zeros_like(q)
-    targets = (dk if config.wants_k else None, dv if config.wants_v else None)
     sums = targets
     if config.cut:
         tile = (
@@ -200,19 +201,18 @@ def run_prepared(
         dbias,
         operands.cu_seqlens_q,
         operands.cu_seqlens_k,
+        tile_order,
     )
     for part in parts_of(prepared, problem, main):
         prepared.main(*part, *prepared.numbers)
-    if prepared.keys is not None:
-        prepared.keys(*sums, *targets, operands.cu_seqlens_k, forward.scale)
+    if prepared.results is not None:
+        cut = config.cut
+        keys = (*sums, gradients.q, *targets) if cut else (None, None, gradients.q, None, None)
+        prepared.results(dq_sums, *keys, operands.cu_seqlens_q, operands.cu_seqlens_k, forward.scale)
     if forward.shared_kv and dk is not None:
         dk += dv
     if gradients.bias is not None and dbias is not gradients.bias:
         gradients.bias.copy_(dbias)
-    if config.wants_q:
-        if forward.packed_q:
-            gradients.q.zero_()  # rows of no request
-        prepared.queries(dq_sums, gradients.q, operands.cu_seqlens_q, forward.scale)
 
 
 def slot_count(config: BackwardFeatures, operands: Operands) -> int:

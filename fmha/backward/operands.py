@@ -35,7 +35,8 @@ class BackwardOperands(NamedTuple):
     """Operands of the main kernel; absent ones are None. q, k, v, do, kv_lengths, q_start, bias, cu_seqlens_q,
     cu_seqlens_k: as in ``fmha.operands``. statistics, dq_sums: ``features``; turns [Hq, slots, turn_counts]
     int32. dk, dv: like k; of a kernel that cuts key tiles, sums [Hkv, slots of keys, pieces, tile_n * D] fp32
-    (``features``). dbias: like bias, fp32 where it is a sum.
+    (``features``). dbias: like bias, fp32 where it is a sum. tile_order [key tiles] int32: of packed requests, which
+    key tile comes when.
     """
 
     q: Annotated[Any, ROWS]
@@ -55,13 +56,22 @@ class BackwardOperands(NamedTuple):
     ] = None
     cu_seqlens_q: Annotated[Any, Operand(INT32, 1, when="packed_q")] = None
     cu_seqlens_k: Annotated[Any, Operand(INT32, 1, when="packed_k")] = None
+    tile_order: Annotated[Any, Operand(INT32, 1, when="packed_k")] = None
 
     page_table = None  # not a field: gradients of paged keys are not implemented
 
 
+def of_main(name: str):
+    """Whether requests are packed, and the main kernel's configuration has this attribute."""
+    return lambda config: config.main is not None and getattr(config.main, name)
+
+
 class RowOperands(NamedTuple):
-    """Operands of the kernel before the main one: o, do [B, Sq, Hq, D], lse, dlse [B, Hq, Sq], sink [Hq], cu_seqlens_q;
-    written are statistics, dq_sums and turns (zeros), dsink [Hq, slots] fp32, a tile's part.
+    """Arguments of the kernel before the main one: o, do [B, Sq, Hq, D], lse, dlse [B, Hq, Sq], sink [Hq],
+    cu_seqlens_q; written are statistics, dq_sums and turns (zeros), dsink [Hq, slots] fp32, a tile's part.
+
+    Of packed requests also k, cu_seqlens_k and q_start; written are tile_order, and zeros in rows of dq, dk and dv that
+    belong to no request. window_left, window_right: not read where unbounded.
     """
 
     o: Annotated[Any, ROWS]
@@ -74,28 +84,29 @@ class RowOperands(NamedTuple):
     dq_sums: Annotated[Any, Operand(FLOAT32, 3, tile_elements, TMA_ALIGNMENT, "wants_q")]
     turns: Annotated[Any, Operand(INT32, 3, when="deterministic")]
     dsink: Annotated[Any, Operand(FLOAT32, 2, when="wants_sink")]
+    k: Annotated[Any, replace(ROWS, when="main")]
+    cu_seqlens_k: Annotated[Any, Operand(INT32, 1, when="main")]
+    q_start: Annotated[Any, Operand(INT32, 1, when=of_main("has_q_start"))]
+    tile_order: Annotated[Any, Operand(INT32, 1, when="main")]
+    dq: Annotated[Any, replace(ROWS, when=of_main("wants_q"))]
+    dk: Annotated[Any, replace(ROWS, when=of_main("wants_k"))]
+    dv: Annotated[Any, replace(ROWS, when=of_main("wants_v"))]
+    window_left: Annotated[Any, Number(INT32)]
+    window_right: Annotated[Any, Number(INT32)]
 
 
-class QueryOperands(NamedTuple):
-    """Arguments of the kernel after the main one: dq [B, Sq, Hq, D] is written. scale: of dQ."""
-
-    dq_sums: Annotated[Any, Operand(FLOAT32, 3, tile_elements, TMA_ALIGNMENT)]
-    dq: Annotated[Any, ROWS]
-    cu_seqlens_q: Annotated[Any, Operand(INT32, 1, when="packed")]
-    scale: Annotated[Any, Number(FLOAT32)]
-
-
-class KeyOperands(NamedTuple):
-    """Arguments of the kernel that adds up pieces of key tiles.
-
-    dk_sums, dv_sums: [Hkv, slots of keys, pieces, tile_n * D] fp32 (``features``). dk, dv: [B, Sk, Hkv, D], are
-    written. scale: of dK.
+class ResultOperands(NamedTuple):
+    """Arguments of the kernel after the main one. dq_sums: ``features``; dk_sums, dv_sums: [Hkv, slots of keys, pieces,
+    tile_n * D] fp32 (``features``). dq [B, Sq, Hq, D], dk, dv [B, Sk, Hkv, D] are written. scale: of dq and dk.
     """
 
-    dk_sums: Annotated[Any, Operand(FLOAT32, 4, key_elements, TMA_ALIGNMENT, "wants_k")]
-    dv_sums: Annotated[Any, Operand(FLOAT32, 4, key_elements, TMA_ALIGNMENT, "wants_v")]
-    dk: Annotated[Any, replace(ROWS, when="wants_k")]
-    dv: Annotated[Any, replace(ROWS, when="wants_v")]
+    dq_sums: Annotated[Any, Operand(FLOAT32, 3, tile_elements, TMA_ALIGNMENT, "q")]
+    dk_sums: Annotated[Any, Operand(FLOAT32, 4, key_elements, TMA_ALIGNMENT, "k")]
+    dv_sums: Annotated[Any, Operand(FLOAT32, 4, key_elements, TMA_ALIGNMENT, "v")]
+    dq: Annotated[Any, replace(ROWS, when="q")]
+    dk: Annotated[Any, replace(ROWS, when="k")]
+    dv: Annotated[Any, replace(ROWS, when="v")]
+    cu_seqlens_q: Annotated[Any, Operand(INT32, 1, when="packed")]
     cu_seqlens_k: Annotated[Any, Operand(INT32, 1, when="packed")]
     scale: Annotated[Any, Number(FLOAT32)]
 

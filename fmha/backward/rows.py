@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from warpspec.common.launch import Kernel
 from warpspec.common.operands import fakes
-from warpspec.fmha.backward.features import PART_ELEMENTS, BackwardFeatures
-from warpspec.fmha.backward.operands import KeyOperands, QueryOperands, RowOperands
+from warpspec.fmha.backward.features import BackwardFeatures
+from warpspec.fmha.backward.operands import ResultOperands, RowOperands
 
 
 @dataclass(frozen=True)
 class RowConfig:
-    """Configuration of the kernel before the main one, which makes statistics of rows. The other fields say which
-    operands there are.
+    """Configuration of the kernel before the main one, which makes statistics of rows. main: the main kernel's
+    configuration, where requests are packed, whose key tiles are sorted. The other fields say which operands there are.
     """
 
     head_dim: int
@@ -27,48 +27,34 @@ class RowConfig:
     wants_sink: bool = False
     deterministic: bool = False
     delta_factor: float = 1.0
+    main: BackwardFeatures | None = None
 
 
 @dataclass(frozen=True)
-class QueryConfig:
-    """Configuration of the kernel after the main one, which finishes dQ."""
+class ResultConfig:
+    """Configuration of the kernel after the main one, which finishes dQ, and dK and dV of cut key tiles.
+
+    tile_m, tile_n: rows of the tiles of queries and of keys. packed: requests are. q: dQ is wanted. k, v: there are
+    pieces of dK, of dV to add up.
+    """
 
     head_dim: int
     tile_m: int
-    dtype: str = "bfloat16"
-    packed: bool = False
-
-    @property
-    def parts(self) -> int:
-        return self.tile_m * self.head_dim // PART_ELEMENTS
-
-
-@dataclass(frozen=True)
-class KeyConfig:
-    """Configuration of the kernel that adds up the dK and dV of key tiles' pieces. packed: of requests."""
-
-    head_dim: int
     tile_n: int
     dtype: str = "bfloat16"
     packed: bool = False
-    wants_k: bool = True
-    wants_v: bool = True
-
-    @property
-    def tile_m(self) -> int:
-        """Rows of a tile."""
-        return self.tile_n
-
-    @property
-    def parts(self) -> int:
-        return self.tile_n * self.head_dim // PART_ELEMENTS
+    q: bool = True
+    k: bool = False
+    v: bool = False
 
 
-def key_config(config: BackwardFeatures) -> KeyConfig:
-    """The kernel behind the main kernel of ``config``, which cuts key tiles."""
-    return KeyConfig(
-        config.head_dim, config.tile_n, config.dtype, config.packed_k, config.wants_k, config.wants_v
-    )
+def result_config(config: BackwardFeatures) -> ResultConfig | None:
+    """The kernel behind the main kernel of ``config``; None where nothing is left to do."""
+    k, v = config.cut and config.wants_k, config.cut and config.wants_v
+    if not (config.wants_q or k or v):
+        return None
+    sizes = (config.head_dim, config.tile_m, config.tile_n)
+    return ResultConfig(*sizes, config.dtype, config.packed_q, config.wants_q, k, v)
 
 
 def row_config(config: BackwardFeatures, problem) -> RowConfig:
@@ -85,6 +71,7 @@ def row_config(config: BackwardFeatures, problem) -> RowConfig:
         "sink" in problem.wanted,
         config.deterministic,
         config.delta_factor,
+        replace(config, cut=False) if config.packed_k else None,  # cut or not, key tiles have the same order
     )
 
 
@@ -94,18 +81,11 @@ def row_arguments(config: RowConfig) -> tuple:
     return (Rows(config), *fakes(RowOperands, config))
 
 
-def query_arguments(config: QueryConfig) -> tuple:
-    from warpspec.fmha.backward.device.queries import Queries
+def result_arguments(config: ResultConfig) -> tuple:
+    from warpspec.fmha.backward.device.results import Results
 
-    return (Queries(config), *fakes(QueryOperands, config))
-
-
-def key_arguments(config: KeyConfig) -> tuple:
-    from warpspec.fmha.backward.device.keys import Keys
-
-    return (Keys(config), *fakes(KeyOperands, config))
+    return (Results(config), *fakes(ResultOperands, config))
 
 
-KEYS = Kernel("fmha.backward.keys", key_arguments)
 ROWS = Kernel("fmha.backward.rows", row_arguments)
-QUERIES = Kernel("fmha.backward.queries", query_arguments)
+RESULTS = Kernel("fmha.backward.results", result_arguments)

@@ -79,6 +79,16 @@ def in_rows(config: BackwardFeatures, steps: list[int]) -> bool:
     return not (unknown or config.deterministic) and sum(steps) >= EVEN * len(steps) * steps[0]
 
 
+def reads_beyond_l2(problem: BackwardProblem, config: BackwardFeatures, target: Target) -> bool:
+    """Whether key tiles that run together read more than L2 holds, if each takes one head of a group after another."""
+    forward = problem.forward
+    steps = tile_steps(problem, config)
+    if forward.group == 1 or in_rows(config, steps):
+        return False
+    together = min(-(-target.sm_count // max(len(steps), 1)), forward.heads_kv * forward.batch)
+    return together * row_bytes(problem) > L2_SHARE * target.l2_bytes
+
+
 def row_bytes(problem: BackwardProblem) -> int:
     """What the key tiles of a row read and add to: Q, dO, dQ's sums."""
     forward = problem.forward
@@ -115,7 +125,7 @@ def choose_pieces(problem: BackwardProblem, config: BackwardFeatures, steps: lis
     times = {
         pieces: expected_us(problem, config, steps, sms, pieces)
         for pieces in range(1, MOST_PIECES + 1)
-        if not config.deterministic or group % pieces == 0 or pieces % group == 0
+        if not config.heads_inside or group % pieces == 0 or pieces % group == 0
     }
     best = min(times, key=times.__getitem__)
     return best if times[best] < (1 - LEAST_GAIN) * times[1] else 1

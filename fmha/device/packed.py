@@ -50,6 +50,23 @@ def request_of(cu_seqlens: cute.Tensor, tile, queries: cutlass.Constexpr, total)
 
 
 @cute.jit
+def find_request(cu_seqlens: cute.Tensor, tile, queries: cutlass.Constexpr, total) -> tuple:
+    """As ``request_of``, by a single thread."""
+    requests = Int32(cute.size(cu_seqlens) - 1)
+    request, query_tile = tile, Int32(0)
+    if tile >= requests:
+        low, count = Int32(0), requests  # candidates
+        while count > 1:
+            half = count // 2
+            begins = Boolean(entry(cu_seqlens, low + half, total) // queries <= tile - requests)
+            low = Int32(cutlass.select_(begins, low + half, low))
+            count = Int32(cutlass.select_(begins, count - half, half))
+        request = low
+        query_tile = 1 + tile - requests - entry(cu_seqlens, request, total) // queries
+    return request, query_tile
+
+
+@cute.jit
 def begun_by(cu_seqlens: cute.Tensor, tile, queries: cutlass.Constexpr, total) -> Int32:
     """The last request that begins in a tile of T queries, or before it. By a whole warp."""
     lane = cute.arch.lane_idx()

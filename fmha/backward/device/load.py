@@ -37,6 +37,8 @@ def load(
     if tile.steps > 0:
         for name in "kv":
             load_keys(name, config, channels, shared, operands, atoms, coordinates, tile)
+    wait_before(config)
+    if tile.steps > 0:
         head, query_tile = tile.first
         for step in cutlass.range(tile.steps, unroll=1):
             load_step(config, channels, shared, operands, atoms, coordinates, tile, step, head, query_tile)
@@ -44,6 +46,20 @@ def load(
         for name in ("q_empty", "do_empty"):  # dO's buffers may come back with Q's
             if cutlass.const_expr(name in channels):
                 drain((channels[name],), tile.steps)
+
+
+def wait_first(config) -> None:
+    """Wait for the launch before where it sorts the key tiles. By every thread, before it looks for its tile."""
+    cute.arch.griddepcontrol_launch_dependents()
+    if config.packed_k:
+        cute.arch.griddepcontrol_wait()
+
+
+def wait_before(config) -> None:
+    """Wait for the launch before, unless ``wait_first`` did: before what it has written is read, or added to. Every
+    thread calls one of both, even without a step, so that the next launch begins after that launch is over."""
+    if not config.packed_k:
+        cute.arch.griddepcontrol_wait()
 
 
 def load_keys(name: str, config, channels, shared, operands, atoms, coordinates, tile) -> None:

@@ -1,6 +1,7 @@
 """What the main kernel needs of every query row: lse' and delta; zeros where it adds up dQ. Of no architecture.
 
-A CTA has one query tile of one head. ``features`` says how statistics and sums lie.
+A CTA has one query tile of one head. ``features`` says how statistics and sums lie. Of packed requests CTAs also sort
+the key tiles, and clear gradients of rows that belong to no request.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from cutlass import Boolean, Float32, Int32
 from warpspec.common.device.host import host_function
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.common.logarithms import LOG2_E
-from warpspec.fmha.backward.operands import RowOperands
-from warpspec.fmha.device.packed import extent_of, query_tiles, request_of
+from warpspec.fmha.backward.device.tile import sort_key_tiles
+from warpspec.fmha.backward.operands import BackwardOperands, RowOperands
+from warpspec.fmha.device.packed import entry, extent_of, request_of
 
 THREADS = 128
 VECTOR = 8  # elements of o and do that a thread loads at a time: 16 bytes
@@ -37,7 +39,10 @@ class Rows:
         config, o = self.config, operands.o
         slot, head, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
-        batch, number, first, rows = place_of(config, operands.cu_seqlens_q, o, slot)
+        cute.arch.griddepcontrol_launch_dependents()
+        if cutlass.const_expr(config.main is not None):
+            prepare_requests(config, operands, thread)
+        batch, number, first, rows = place_of(config.packed, config.tile_m, operands.cu_seqlens_q, o, slot)
         if cutlass.const_expr(operands.dq_sums is not None):
             clear(operands.dq_sums[head, slot, None], thread)
         if cutlass.const_expr(operands.turns is not None):  # noqa: SIM102
@@ -81,22 +86,62 @@ class Rows:
 
 
 @cute.jit
-def place_of(config: cutlass.Constexpr, cu_seqlens: cute.Tensor | None, o: cute.Tensor, slot) -> tuple:
-    """(batch row of o, query tile, first row, rows) of a slot: of its request, or batch row. By whole warps."""
-    total = o.shape[1]
-    if cutlass.const_expr(config.packed):
-        request, number = request_of(cu_seqlens, slot, config.tile_m, total)
-        first, rows = extent_of(cu_seqlens, request, total)
-        return Int32(0), number, first, rows
-    tiles = cute.ceil_div(total, config.tile_m)
+def place_of(
+    packed: cutlass.Constexpr,
+    tile_rows: cutlass.Constexpr,
+    cu_seqlens: cute.Tensor | None,
+    rows: cute.Tensor,
+    slot,
+) -> tuple:
+    """(batch row, tile, first row, rows) of a slot: of its request, or batch row. rows: [B, S, H, D], in tiles of
+    ``tile_rows``. By whole warps."""
+    total = rows.shape[1]
+    if cutlass.const_expr(packed):
+        request, number = request_of(cu_seqlens, slot, tile_rows, total)
+        first, length = extent_of(cu_seqlens, request, total)
+        return Int32(0), number, first, length
+    tiles = cute.ceil_div(total, tile_rows)
     return slot // tiles, slot % tiles, Int32(0), total
 
 
-def slots_of(config, cu_seqlens, o):
-    """Slots of all batch rows or requests."""
-    if config.packed:
-        return query_tiles(config.tile_m, o.shape[1], cu_seqlens.shape[0] - 1)
-    return o.shape[0] * -(-o.shape[1] // config.tile_m)
+@cute.jit
+def prepare_requests(config: cutlass.Constexpr, operands, thread):
+    """Sort the key tiles of packed requests; clear gradients of rows that belong to no request."""
+    slot, head, _ = cute.arch.block_idx()
+    slots, heads, _ = cute.arch.grid_dim()
+    cta, ctas = head * slots + slot, heads * slots
+    main = BackwardOperands(
+        operands.o,
+        operands.k,
+        *(None,) * 3,
+        q_start=operands.q_start,
+        cu_seqlens_q=operands.cu_seqlens_q,
+        cu_seqlens_k=operands.cu_seqlens_k,
+        tile_order=operands.tile_order,
+    )
+    window = (operands.window_left, operands.window_right)
+    sort_key_tiles(config.main, main, window, cta, ctas, THREADS // WARP_THREADS)
+    for tensor, cu_seqlens in (
+        (operands.dq, operands.cu_seqlens_q),
+        (operands.dk, operands.cu_seqlens_k),
+        (operands.dv, operands.cu_seqlens_k),
+    ):
+        if cutlass.const_expr(tensor is not None):
+            clear_rest(tensor, cu_seqlens, cta, ctas, thread)
+
+
+@cute.jit
+def clear_rest(tensor: cute.Tensor, cu_seqlens: cute.Tensor, cta, ctas, thread):
+    """Zeros in rows [1, ROW, H, D] behind the last request, by all CTAs of a launch."""
+    _, total, heads, depth = tensor.shape
+    vectors = depth // VECTOR
+    zeros = cute.make_rmem_tensor(VECTOR, tensor.element_type)
+    zeros.fill(0.0)
+    first = entry(cu_seqlens, cute.size(cu_seqlens) - 1, total)
+    for row in cutlass.range(first + cta, total, ctas, unroll=1):
+        for i in cutlass.range(thread, heads * vectors, THREADS, unroll=1):
+            line = tensor[0, row, i // vectors, None]
+            cute.autovec_copy(zeros, cute.local_tile(line, (VECTOR,), (i % vectors,)))
 
 
 @cute.jit

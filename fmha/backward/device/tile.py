@@ -3,25 +3,30 @@
 A key tile's *steps* are its (query head, query tile) pairs. Where a tile is cut, a CTA has one of its *pieces*
 (``schedule``).
 
-Steps go through the heads one after another; pieces are equal runs of steps. Where dQ is added up in a fixed order,
-that of the key tiles, steps go down from the last query tile, and at each query tile through the heads. So all key
-tiles come to what they add to in the same order, and each may follow close behind the one before it: heads one after
-another would have key tiles with fewer query tiles wait at every head. Pieces are then those of the heads and of all
-query tiles of the request, so that the same piece of two key tiles adds to the same, too.
+Steps go through the heads one after another; pieces are equal runs of steps. With ``heads_inside`` steps go down from
+the last query tile, and at each query tile through the heads. So all key tiles come to the same query tiles at about
+the same time. Where dQ is added up in a fixed order, that of the key tiles, each may then follow close behind the one
+before it: heads one after another would have key tiles with fewer query tiles wait at every head. Elsewhere it keeps
+what key tiles read together in L2. Pieces are then those of the heads and of all query tiles of the request, so that
+the same piece of two key tiles has the same query tiles, too.
+
+The CTAs of packed requests take key tiles in the order of their steps, the most first (``sort_key_tiles``).
 """
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
+from warpspec.common.hardware import WARP_THREADS
 from warpspec.fmha.backward.features import BackwardFeatures
 from warpspec.fmha.backward.schedule import decode
 from warpspec.fmha.device.grid import requests_of
-from warpspec.fmha.device.packed import entry, query_tiles, request_of
+from warpspec.fmha.device.packed import entry, find_request, query_tiles, request_of
 from warpspec.fmha.device.tile import INTEGERS, Request, bounds_of, request_at
 from warpspec.fmha.features import BLOCK
 from warpspec.fmha.mask import key_range, position_range
@@ -37,8 +42,8 @@ class KeyTile:
 
     request: batch row or request; place: where its queries and keys are. number: of the tile, in the request; slot:
     counted over all requests. first_key: of the tile, in the request. first_head, group: query heads of the KV head;
-    where dQ's order is fixed, of the piece. piece: the piece's number; first_step, steps: which steps it has. begin,
-    count: query tiles of each head; where dQ's order is fixed, of the piece. inner_first,
+    with heads inside, of the piece. piece: the piece's number; first_step, steps: which steps it has. begin,
+    count: query tiles of each head; with heads inside, of the piece. inner_first,
     inner_end: queries that see every key of the tile. seen_first, seen_end: keys of the request that some row sees;
     rows_first, rows_end: rows that see some key of the request. bounds: arguments of ``key_range``.
     """
@@ -70,10 +75,10 @@ class KeyTile:
         """The query tile that each head's steps begin with, and go round from.
 
         Where all key tiles of a head have the same query tiles, each starts at another, so that not all add to the same
-        dQ. Where dQ is added up in order, all start at the last.
+        dQ. With heads inside all start at the last.
         """
         config = self.config
-        if config.deterministic:
+        if config.heads_inside:
             return self.begin + cutlass.max(self.count, 1) - 1
         if config.band:
             return self.begin
@@ -81,7 +86,7 @@ class KeyTile:
 
     def following(self, head, query_tile) -> tuple:
         """The (query head, query tile) after one."""
-        if self.config.deterministic:
+        if self.config.heads_inside:
             ends = Boolean(head + 1 == self.first_head + self.group)
             return Int32(cutlass.select_(ends, self.first_head, head + 1)), query_tile - Int32(ends)
         query_tile += 1
@@ -101,7 +106,7 @@ class KeyTile:
     @property
     def first(self) -> tuple:
         """The (query head, query tile) of the CTA's first step."""
-        if self.config.cut and not self.config.deterministic:
+        if self.config.cut and not self.config.heads_inside:
             return self.place_of(self.first_step)
         return self.first_head, self.start
 
@@ -109,7 +114,7 @@ class KeyTile:
     def last(self) -> tuple:
         """The (query head, query tile) of the CTA's last step."""
         head = self.first_head + self.group - 1
-        if self.config.deterministic:
+        if self.config.heads_inside:
             return head, self.begin
         if self.config.cut:
             return self.place_of(self.first_step + self.steps - 1)
@@ -166,7 +171,7 @@ def key_tiles_of(config: BackwardFeatures, operands):
 
 
 def fixed_piece(piece, pieces, group, tiles) -> tuple:
-    """(first head of the group, heads, first query tile, end) of a piece where dQ's order is fixed.
+    """(first head of the group, heads, first query tile, end) of a piece with heads inside.
 
     The heads are cut first, into as many parts as there are pieces or heads, then the query tiles, of which the request
     has ``tiles``. Pieces past the product of both have none.
@@ -188,8 +193,15 @@ def key_tile_at(config: BackwardFeatures, operands, window, order, index) -> Key
     kv_head, request = rest % heads, rest // heads
     slot = request * tiles + number
     if cutlass.const_expr(config.packed_k):
-        slot = number
-        request, number = request_of(operands.cu_seqlens_k, number, config.tile_n, operands.k.shape[1])
+        slot = operands.tile_order[number]
+        request, number = request_of(operands.cu_seqlens_k, slot, config.tile_n, operands.k.shape[1])
+    return key_tile(config, operands, window, order[0], (request, number, slot), kv_head, piece)
+
+
+def key_tile(config: BackwardFeatures, operands, window, pieces, own, kv_head, piece) -> KeyTile:
+    """A piece of a key tile of one KV head. own: (request, its number there, slot)."""
+    request, number, slot = own
+    heads = operands.k.shape[2]
     place = request_at(config, operands, request)
     bounds = bounds_of(config, window)
     _, seq_q, _, length, start = place
@@ -217,16 +229,16 @@ def key_tile_at(config: BackwardFeatures, operands, window, order, index) -> Key
     count = (high + config.tile_m - 1) // config.tile_m - begin
     count = Int32(cutlass.select_(some, count, zero))
     first_step = zero
-    if cutlass.const_expr(config.cut and config.deterministic):
+    if cutlass.const_expr(config.cut and config.heads_inside):
         tiles_q = (seq_q + config.tile_m - 1) // config.tile_m
-        head, group, first_tile, tiles_end = fixed_piece(piece, order[0], group, tiles_q)
+        head, group, first_tile, tiles_end = fixed_piece(piece, pieces, group, tiles_q)
         first_head += head
         end = cutlass.min(begin + count, tiles_end)
         begin = cutlass.max(begin, first_tile)
         count = cutlass.max(end - begin, 0)
     steps = count * group
-    if cutlass.const_expr(config.cut and not config.deterministic):
-        first_step, steps = split_part(piece, order[0], steps)
+    if cutlass.const_expr(config.cut and not config.heads_inside):
+        first_step, steps = split_part(piece, pieces, steps)
     # Rows behind the last query have a P of zero by their statistics: no mask is needed for them.
     inner_end = Int32(cutlass.select_(Boolean(inner_end >= seq_q), Int32(FAR), inner_end))
     inner_end = Int32(cutlass.select_(Boolean(first_key + config.tile_n > length), zero, inner_end))
@@ -257,6 +269,37 @@ def key_tile_at(config: BackwardFeatures, operands, window, order, index) -> Key
         rows_end,
         bounds,
     )
+
+
+@cute.jit
+def sort_key_tiles(config: cutlass.Constexpr, operands, window, cta, ctas, warps: cutlass.Constexpr):
+    """Which key tile of the packed requests comes when, to ``tile_order``: the one with the most steps first, of equal
+    ones the first. By all CTAs of a launch, each warp some tiles.
+
+    Where dQ's order is fixed, a key tile waits for those of its request with earlier keys, which must come first: tiles
+    of requests with more keys come first then, a request's in their order.
+    """
+    thread, _, _ = cute.arch.thread_idx()
+    warp, lane = thread // WARP_THREADS, thread % WARP_THREADS
+    tiles = key_tiles_of(config, operands)
+    for tile in cutlass.range(cta * warps + warp, tiles, ctas * warps, unroll=1):
+        own, before = weight_of(config, operands, window, tile), Int32(0)
+        for other in cutlass.range(lane, tiles, WARP_THREADS, unroll=1):
+            its = weight_of(config, operands, window, other)
+            comes = Boolean(its > own) | (Boolean(its == own) & Boolean(other < tile))
+            before += Int32(comes)
+        before = cute.arch.warp_reduction(before, operator.add)
+        if lane == 0:
+            operands.tile_order[before] = tile
+
+
+@cute.jit
+def weight_of(config: cutlass.Constexpr, operands, window, slot) -> Int32:
+    """What ``sort_key_tiles`` sorts by."""
+    request, number = find_request(operands.cu_seqlens_k, slot, config.tile_n, operands.k.shape[1])
+    zero = Int32(0)
+    tile = key_tile(config, operands, window, Int32(1), (request, number, slot), zero, zero)
+    return tile.place.length if cutlass.const_expr(config.deterministic) else tile.count
 
 
 def slot_of(config: BackwardFeatures, operands, request, query_tile):

@@ -11,7 +11,7 @@ from warpspec.common.device.pipeline import init_barriers
 from warpspec.common.device.storage import allocate
 from warpspec.common.hardware import TMEM_COLUMNS
 from warpspec.fmha.backward.device.host import BackwardHost
-from warpspec.fmha.backward.device.load import load
+from warpspec.fmha.backward.device.load import load, wait_before, wait_first
 from warpspec.fmha.backward.device.tile import key_tile_at, key_tiles_of
 from warpspec.fmha.backward.sm100.keys import work_on_keys
 from warpspec.fmha.backward.sm100.mma import mma
@@ -59,6 +59,7 @@ class Backward(BackwardHost):
             block=(config.threads, 1, 1),
             min_blocks_per_mp=1,
             preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
+            use_pdl=True,
             stream=stream,
         )
 
@@ -79,6 +80,7 @@ class Backward(BackwardHost):
                 cute.nvgpu.cpasync.prefetch_descriptor(atom)
         cute.arch.sync_threads()
         columns = tmem.base(storage.tmem_address.data_ptr())
+        wait_first(config)
 
         # 3. Roles.
         shared = Shared(*(getattr(storage, name).data_ptr() for name in Shared._fields))
@@ -86,6 +88,7 @@ class Backward(BackwardHost):
         part = index % config.column_parts
         tile = key_tile_at(config, operands, window, order, index // config.column_parts)
         if warp < config.mma_warp:
+            wait_before(config)
             work_on_keys(config, channels, shared, operands, scales, tile, part, columns, thread)
             cute.arch.barrier(barrier_id=1, number_of_threads=config.mma_warp * 32)
             tmem.free(warp, columns, TMEM_COLUMNS)

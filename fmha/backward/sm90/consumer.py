@@ -40,6 +40,7 @@ from warpspec.common.device.wgmma import (
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.fmha.backward.device.arithmetic import derive, weigh
 from warpspec.fmha.backward.device.clear import clear_unseen_keys, clear_unseen_rows
+from warpspec.fmha.backward.device.load import wait_before
 from warpspec.fmha.backward.device.tile import key_tile_at
 from warpspec.fmha.backward.sm90 import bias, exchange, pair, results
 from warpspec.fmha.backward.sm90.arithmetic import block_of, keep
@@ -173,9 +174,12 @@ def consume(
         mma.dv.fill(0.0)
     if tile.steps > 0:
         if cutlass.const_expr(config.paired):
+            wait_before(config)
             pair.go_through(work)
         else:
             go_through(work)
+    else:
+        wait_before(config)
     if cutlass.const_expr(config.deterministic):  # dK and dV last: it takes fewer registers
         finish_queries(work)
     results.write_keys(work)

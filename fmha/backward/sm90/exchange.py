@@ -19,7 +19,7 @@ from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from warpspec.common.hardware import WARP_THREADS
-from warpspec.fmha.backward.device.load import load_keys, load_step
+from warpspec.fmha.backward.device.load import load_keys, load_step, wait_before
 from warpspec.fmha.backward.sm90 import bias, results, turns
 from warpspec.fmha.backward.sm90.config import APART_BARRIER
 from warpspec.fmha.backward.sm90.products import other_products
@@ -102,12 +102,13 @@ def add_last(work):
 
 @cute.jit
 def fetch_first(work):
-    """The first loads of a tile, by the first warp: K and Q, then V, and so many steps as are fetched ahead. Returns
-    the (query head, query tile) of the step behind these."""
+    """The first loads of a tile, by the first warp: K, behind the launch before Q, then V, and so many steps as are
+    fetched ahead. Returns the (query head, query tile) of the step behind these."""
     loads, tile = work.index < WARP_THREADS, work.tile
     place = tile.first
     if loads:
         fetch_keys(work, "k")
+    wait_before(work.config)
     for step in cutlass.range_constexpr(work.config.ahead):
         if Boolean(loads) & Boolean(step < tile.steps):
             fetch(work, Int32(step), place)

@@ -12,7 +12,7 @@ from warpspec.common.device.pipeline import init_barriers
 from warpspec.common.device.storage import allocate
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.fmha.backward.device.host import BackwardHost
-from warpspec.fmha.backward.device.load import load
+from warpspec.fmha.backward.device.load import load, wait_before, wait_first
 from warpspec.fmha.backward.device.tile import key_tile_at, key_tiles_of
 from warpspec.fmha.backward.sm90.config import (
     CONSUMERS,
@@ -79,6 +79,7 @@ class Backward(BackwardHost):
             block=(config.threads, 1, 1),
             min_blocks_per_mp=1,
             preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
+            use_pdl=True,
             stream=stream,
         )
 
@@ -94,6 +95,7 @@ class Backward(BackwardHost):
             for atom in atoms:
                 cute.nvgpu.cpasync.prefetch_descriptor(atom)
         cute.arch.sync_threads()
+        wait_first(config)
 
         # 2. Roles.
         shared = Shared(*(getattr(storage, name).data_ptr() for name in Shared._fields))
@@ -110,6 +112,7 @@ class Backward(BackwardHost):
                     load(config, channels, shared, operands, atoms, coordinates, tile)
             if cutlass.const_expr(config.deterministic):  # noqa: SIM102
                 if warp == config.turn_warp:
+                    wait_before(config)
                     take_turns(config, channels, operands, tile)
         elif cutlass.const_expr(not config.paired):
             cute.arch.setmaxregister_increase(config.registers[0])

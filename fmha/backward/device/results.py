@@ -1,0 +1,128 @@
+"""dQ from its sums in fp32, and dK and dV from those that pieces of cut key tiles left. Of no architecture.
+
+Sums are added up in the order of the pieces, scaled, rounded, and put in the order of q or k. They come in the order of
+wgmma's registers (``features``): a warp has 16 rows and 64 columns, a CTA some parts of a tile of one head. CTAs first
+have dQ, then dK, then dV. A programmatic dependent launch behind the main kernel.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Boolean, Float32
+
+from warpspec.common.device.host import host_function
+from warpspec.common.device.wgmma import QUAD, ROW_DISTANCE, THREAD_ROWS, WARP_ROWS, store_row
+from warpspec.common.hardware import WARP_THREADS
+from warpspec.fmha.backward.device.rows import place_of
+from warpspec.fmha.backward.features import (
+    PART_ELEMENTS,
+    PART_ROWS,
+    THREAD_ELEMENTS,
+    WARP_ELEMENTS,
+    WARPS,
+)
+from warpspec.fmha.backward.operands import ResultOperands
+from warpspec.fmha.features import BLOCK
+
+VECTOR = 4  # fp32 numbers of a 16-byte load
+CTA_PARTS = 2  # parts of a tile that a CTA has
+THREADS = CTA_PARTS * WARPS * WARP_THREADS
+
+
+class Results:
+    """The kernel of one ``rows.ResultConfig``."""
+
+    def __init__(self, config):
+        self.config = config
+
+    @host_function(ResultOperands)
+    def __call__(self, operands: ResultOperands, stream: CUstream):
+        config = self.config
+        gradients = [
+            (sums, target, rows, cu_seqlens, factor)
+            for sums, target, rows, cu_seqlens, factor in (
+                (operands.dq_sums, operands.dq, config.tile_m, operands.cu_seqlens_q, operands.scale),
+                (operands.dk_sums, operands.dk, config.tile_n, operands.cu_seqlens_k, operands.scale),
+                (operands.dv_sums, operands.dv, config.tile_n, operands.cu_seqlens_k, Float32(1.0)),
+            )
+            if target is not None
+        ]
+        ctas = 0
+        for sums, _, rows, _, _ in gradients:
+            ctas += sums.shape[0] * sums.shape[1] * (rows * config.head_dim // (CTA_PARTS * PART_ELEMENTS))
+        self.kernel(gradients).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), use_pdl=True, stream=stream)
+
+    @cute.kernel
+    def kernel(self, gradients):
+        config = self.config
+        index, _, _ = cute.arch.block_idx()
+        cute.arch.griddepcontrol_wait()
+        begin = 0
+        for number in cutlass.range_constexpr(len(gradients)):
+            sums, target, rows, cu_seqlens, factor = gradients[number]
+            shares = rows * config.head_dim // (CTA_PARTS * PART_ELEMENTS)  # CTAs of a tile
+            slots, own = sums.shape[1], index - begin
+            end = begin + sums.shape[0] * slots * shares
+            if (index >= begin) & (index < end):
+                head, slot, share = own // (slots * shares), own // shares % slots, own % shares
+                batch, tile, first, length = place_of(config.packed, rows, cu_seqlens, target, slot)
+                place = (batch, tile * rows, first, length)
+                if cutlass.const_expr(cute.rank(sums) == 3):
+                    write_tile(config, sums[head, slot, None], place, target, head, share, factor)
+                else:
+                    write_tile(config, sums[head, slot, None, None], place, target, head, share, factor)
+            begin = end
+
+
+@cute.jit
+def write_tile(
+    config: cutlass.Constexpr,
+    sums: cute.Tensor,
+    place: cutlass.Constexpr,
+    target: cute.Tensor,
+    head,
+    share,
+    scale,
+):
+    """Sums, times the scale, to the rows of a tile of ``target`` [B, S, H, D], rounded. A thread has rows and columns
+    as of wgmma.
+
+    sums: (ELEMENT) of the tile, or (PIECE, ELEMENT), which are added up in order. place: (batch row, the tile's first
+    row, the request's first row, its rows), see ``rows.place_of``. share: which CTA_PARTS of the tile's parts.
+    """
+    batch, tile_first, first, rows = place
+    thread, _, _ = cute.arch.thread_idx()
+    warp, lane = share * (CTA_PARTS * WARPS) + thread // WARP_THREADS, thread % WARP_THREADS
+    part, piece = warp // WARPS, warp % WARPS
+    values = cute.make_rmem_tensor(THREAD_ELEMENTS, Float32)
+    if cutlass.const_expr(cute.rank(sums) == 1):
+        read(sums, warp, lane, values)
+    else:
+        read(sums[0, None], warp, lane, values)
+        for other in cutlass.range(1, sums.shape[0], unroll=1):
+            more = cute.make_rmem_tensor(THREAD_ELEMENTS, Float32)
+            read(sums[other, None], warp, lane, more)
+            for i in cutlass.range_constexpr(THREAD_ELEMENTS):
+                values[i] = values[i] + more[i]
+    for i in cutlass.range_constexpr(THREAD_ELEMENTS):
+        values[i] = values[i] * scale
+    columns = config.head_dim // BLOCK
+    row_block, column_block = part // columns, part % columns
+    own_first = tile_first + row_block * PART_ROWS + piece * WARP_ROWS + lane // QUAD
+    for r in cutlass.range_constexpr(THREAD_ROWS):
+        own = own_first + r * ROW_DISTANCE
+        in_range = Boolean(own < rows)
+        row = first + cutlass.max(cutlass.min(own, rows - 1), 0)
+        row = cutlass.min(row, target.shape[1] - 1)
+        line = cute.local_tile(target[batch, row, head, None], (BLOCK,), (column_block,))
+        store_row(values, r, lane % QUAD, line, in_range)
+
+
+def read(sums: cute.Tensor, warp, lane, values: cute.Tensor) -> None:
+    """A thread's elements of the sums of a tile."""
+    own = cute.local_tile(sums, (WARP_ELEMENTS,), (warp,))
+    for i in range(THREAD_ELEMENTS // VECTOR):
+        source = cute.local_tile(own, (VECTOR,), (i * WARP_THREADS + lane,))
+        cute.autovec_copy(source, cute.local_tile(values, (VECTOR,), (i,)))
