@@ -23,6 +23,7 @@ CONSUMER_KEYS = 64
 TILE_M = {64: 128, 128: 64, 256: 64}  # queries of a tile, by D
 BIAS_DIM, BIAS_STAGES, BIAS_VECTOR = 128, 2, 8  # where a bias comes by TMA
 PAIRED_DIM = 256  # from which on both consumers have the same keys: one makes P and dV, the other dS and dK
+TURN_STAGES = 2  # steps that a consumer's turns may be granted ahead of what it has added
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 BARRIER_BYTES = 1024  # room for the mbarriers: what follows is aligned to it
 CONSUMER_BARRIER = 1  # named barrier of both consumers: dS is in shared memory, or rows have been cleared
@@ -123,7 +124,7 @@ class BackwardConfig(BackwardFeatures):
 
     @property
     def turn_warp(self) -> int:
-        """It follows the consumers, and the load warp of a pair."""
+        """The first of the turn warps. They follow the consumers, and the load warp of a pair."""
         return self.consumer_threads // WARP_THREADS + self.paired
 
     @property
@@ -242,16 +243,18 @@ class BackwardConfig(BackwardFeatures):
             "consumers",
             "dS is there, dQ has read that of the step before, dV dO, and dK the Q before it",
         )
+        uses = CONSUMERS * TURN_STAGES
         turns = (
             Barrier(
                 "turn",
-                CONSUMERS,
+                uses,
                 1,
-                "turn warp, a thread for each",
+                "first turn warp, a thread for each",
                 "a consumer",
                 "the consumer may add its dQ",
             ),
-            Barrier("added", CONSUMERS, WARPS, warp, "turn warp", "the consumer has added its dQ"),
+            Barrier("added", uses, WARPS, warp, "a consumer's turn warp", "the consumer has added its dQ"),
+            Barrier("left", uses, 1, "a consumer's turn warp", "first turn warp", "added has been seen"),
         )
         return (
             Barrier("k_full", 1, 1, filled, "consumers", "K is in shared memory"),

@@ -111,9 +111,9 @@ class Backward(BackwardHost):
                 if warp == config.load_warp:
                     load(config, channels, shared, operands, atoms, coordinates, tile)
             if cutlass.const_expr(config.deterministic):  # noqa: SIM102
-                if warp == config.turn_warp:
+                if warp >= config.turn_warp:
                     wait_before(config)
-                    take_turns(config, channels, operands, tile)
+                    take_turns(config, channels, operands, tile, warp - config.turn_warp)
         elif cutlass.const_expr(not config.paired):
             cute.arch.setmaxregister_increase(config.registers[0])
             consume(*arguments, consumer, loads)

@@ -1,9 +1,9 @@
-"""The turn warp: whose turn it is to add to dQ, where its order is fixed.
+"""The turn warps: whose turn it is to add to dQ, where its order is fixed.
 
 A query tile of one head has a count in global memory for each consumer: how many key tiles have added what that
-consumer makes of dQ. The turn warp reads the consumers' counts, tells each when its turn has come, and counts on when
-it has added. To wait for what was added to arrive (a fence of the GPU), and for a count, takes half a step and longer;
-here it holds up nobody who computes.
+consumer makes of dQ. One warp reads the consumers' counts and tells each when its turn has come, up to TURN_STAGES
+steps ahead; a warp for each consumer counts on when it has added. To wait for what was added to arrive (a fence of the
+GPU), and for a count, each takes about half a step: here it holds up nobody who computes, and neither the other.
 """
 
 from __future__ import annotations
@@ -19,28 +19,57 @@ from warpspec.fmha.backward.sm90.config import CONSUMERS
 
 
 @cute.jit
-def take_turns(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands, tile):
-    """The turn warp. Produces turn and consumes added, of every step and consumer.
+def take_turns(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands, tile, warp):
+    """The turn warps, of which the first is number 0. Together they produce turn and consume added, of every step and
+    consumer."""
+    if warp == 0:
+        grant_turns(config, channels, operands, tile)
+    elif warp <= CONSUMERS:
+        leave_turns(config, channels, operands, tile, warp - 1)
+
+
+@cute.jit
+def grant_turns(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands, tile):
+    """Produces turn, consumes left.
 
     A lane for each consumer. The lanes of a warp wait for each other behind a loop: so neither ever waits in one, and
     each looks once a round at what it is waiting for.
     """
-    consumer = cute.arch.lane_idx()
+    consumer, left = cute.arch.lane_idx(), channels["left"]
     if consumer < CONSUMERS:
         head, query_tile = tile.first
-        step, adding = Int32(0), Boolean(False)
+        step = Int32(0)
         while step < tile.steps:
-            slot = slot_of(config, operands, tile.request, query_tile)
-            count = operands.turns[head, slot, None].iterator + consumer
             use = use_of(step, consumer)
-            if adding:
-                if cute.arch.mbarrier_test_wait(channels["added"].barrier(use), use // CONSUMERS % 2):
-                    end_turn(count)
-                    head, query_tile = tile.following(head, query_tile)
-                    step, adding = step + 1, Boolean(False)
-            elif cute.arch.load(count, Int32, sem="acquire", scope="gpu") == tile.turn(query_tile):
+            count = count_of(config, operands, tile, head, query_tile, consumer)
+            seen = cute.arch.load(count, Int32, sem="acquire", scope="gpu")
+            comes = Boolean(seen == tile.turn(query_tile))
+            free = cute.arch.mbarrier_test_wait(
+                left.barrier(use), (use // left.stages + 1) % 2
+            )  # of wait_previous
+            if comes & free:
                 channels["turn"].arrive(use)
-                adding = Boolean(True)
+                head, query_tile = tile.following(head, query_tile)
+                step += 1
+
+
+@cute.jit
+def leave_turns(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands, tile, consumer):
+    """Consumes a consumer's added, produces its left, and counts on. By one lane."""
+    if cute.arch.lane_idx() == 0:
+        head, query_tile = tile.first
+        for step in cutlass.range(tile.steps, unroll=1):
+            use = use_of(step, consumer)
+            channels["added"].wait(use)
+            channels["left"].arrive(use)
+            end_turn(count_of(config, operands, tile, head, query_tile, consumer))
+            head, query_tile = tile.following(head, query_tile)
+
+
+def count_of(config, operands, tile, head, query_tile, consumer) -> cute.Pointer:
+    """The count of those that have added what a consumer makes of a query tile's dQ."""
+    slot = slot_of(config, operands, tile.request, query_tile)
+    return operands.turns[head, slot, None].iterator + consumer
 
 
 def use_of(step, consumer) -> Int32:
