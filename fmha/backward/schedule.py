@@ -21,6 +21,7 @@ of packed requests or with kv_lengths they are not known, and the busiest SM has
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from warpspec.common.hardware import FP32_BYTES
@@ -29,6 +30,7 @@ from warpspec.fmha.backward.features import BackwardFeatures
 from warpspec.fmha.backward.problem import BackwardProblem
 from warpspec.fmha.features import ELEMENT_BYTES
 from warpspec.fmha.mask import position_range
+from warpspec.fmha.problem import AttentionProblem
 
 # Microseconds on an H200.
 STEP_US = {64: 2.4, 128: 2.25, 256: 3.1}  # a step, by D
@@ -40,6 +42,7 @@ MOST_PIECES = 32
 LEAST_GAIN = 0.03  # of the time, for which tiles are cut
 ROUNDS = 2  # CTAs of a section for each SM, about, at least
 L2_SHARE = 0.8  # of the L2 for what a section reads and adds to
+BEYOND_L2 = 1.9  # times the L2 that key tiles read together, from which on heads inside of query tiles gain
 EVEN = 0.85  # the mean of key tiles' steps as a part of the most, from which on they count as equal
 COUNTED_ROUNDS = 16  # of CTAs, after which the mean says what the busiest SM has
 
@@ -80,19 +83,30 @@ def in_rows(config: BackwardFeatures, steps: list[int]) -> bool:
 
 
 def reads_beyond_l2(problem: BackwardProblem, config: BackwardFeatures, target: Target) -> bool:
-    """Whether key tiles that run together read more than L2 holds, if each takes one head of a group after another."""
+    """Whether key tiles that run together read so much more than L2 holds, if each takes one head of a group after
+    another, that heads inside of query tiles are better: they may be cut into fewer numbers of pieces."""
     forward = problem.forward
     steps = tile_steps(problem, config)
     if forward.group == 1 or in_rows(config, steps):
         return False
     together = min(-(-target.sm_count // max(len(steps), 1)), forward.heads_kv * forward.batch)
-    return together * row_bytes(problem) > L2_SHARE * target.l2_bytes
+    if together * bytes_of(forward, forward.seq_q) < BEYOND_L2 * target.l2_bytes:
+        return False
+    inside = replace(config, heads_inside=True)
+    pieces = [choose_pieces(problem, each, steps, target.sm_count) for each in (config, inside)]
+    times = [expected_us(problem, config, steps, target.sm_count, each) for each in pieces]
+    return times[1] < (1 + LEAST_GAIN) * times[0]
 
 
 def row_bytes(problem: BackwardProblem) -> int:
     """What the key tiles of a row read and add to: Q, dO, dQ's sums."""
     forward = problem.forward
     queries = forward.least_q if forward.packed_q else forward.seq_q
+    return bytes_of(forward, queries)
+
+
+def bytes_of(forward: AttentionProblem, queries: int) -> int:
+    """Q, dO and dQ's sums of so many queries of one KV head."""
     return forward.group * queries * forward.head_dim * (2 * ELEMENT_BYTES + FP32_BYTES)
 
 
