@@ -5,6 +5,7 @@
     options = dict(attn_implementation="warpspec", experts_implementation="warpspec")  # either or both
     model = AutoModelForCausalLM.from_pretrained(..., **options)
     model.generate(...)  # dynamic and static caches
+    model.generate(..., past_key_values=engine.QuantizedCache("e4m3"))  # keys and values in FP8, or "nvfp4"
 
     engine.prepare_continuous_batching(model)
     model.generate_batch(...)  # paged cache, requests of any lengths in one launch
@@ -31,8 +32,10 @@ from warpspec.engines.transformers.continuous_batching import (
     prepare_continuous_batching,
 )
 from warpspec.engines.transformers.experts import attach as attach_experts
+from warpspec.engines.transformers.quantized_cache import QuantizedCache
 
 __all__ = [
+    "QuantizedCache",
     "additive_mask",
     "attach_experts",
     "attention_forward",

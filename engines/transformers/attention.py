@@ -25,6 +25,7 @@ import torch
 from transformers import masking_utils
 
 from warpspec.common.errors import UnsupportedProblem
+from warpspec.engines.transformers.quantized_cache import scales_of
 from warpspec.fmha import attention, merge
 
 # Arguments of transformers' attention functions that change the result and have no equivalent in `attention`.
@@ -52,7 +53,8 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function.
 
-    query [B, Hq, Sq, D]; key and value [B, Hkv, Sk, D], bf16 or fp16, one tensor if a layer shares them.
+    query [B, Hq, Sq, D]; key and value [B, Hkv, Sk, D], bf16 or fp16, one tensor if a layer shares them; or
+    codes that a ``QuantizedCache`` has handed out.
     attention_mask: what a `mask_maker` function returned, or additive [B or 1, Hq or 1, Sq, Sk]; the latter alone
     determines which keys a query sees, as in eager attention. s_aux [Hq]: sink logits. softcap: of the logits.
     sliding_window counts the row's own position. Returns ([B, Sq, Hq, D], None). Raises UnsupportedProblem as the
@@ -66,9 +68,19 @@ def attention_forward(
     q, k = query.transpose(1, 2), key.transpose(1, 2)  # [B, S, H, D]
     v = None if value is key else value.transpose(1, 2)
     options = dict(scale=scaling, softcap=softcap, backend=backend)
+    blocks = {}
+    if (scales := scales_of(key)) is not None:  # codes of a QuantizedCache
+        of_values = scales_of(value)
+        options |= {"k_scale": scales.scale, "v_scale": of_values.scale}
+        if scales.blocks is not None:
+            blocks = {
+                "k_block_scales": scales.blocks.transpose(1, 2),
+                "v_block_scales": of_values.blocks.transpose(1, 2),
+            }
 
     if attention_mask is not None and attention_mask.is_floating_point():
-        return attention(q, k, v, sink=s_aux, bias=_bias(attention_mask, q, k), **options), None
+        bias = _bias(attention_mask, q, k)
+        return attention(q, k, v, sink=s_aux, bias=bias, **options, **blocks), None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is not None and not causal:
         raise UnsupportedProblem("attention_mask: needs a causal layer, got is_causal=False")
@@ -85,9 +97,11 @@ def attention_forward(
         first, q_start, kv_lengths = _columns(attention_mask, k.shape[0])
         if first is not None:
             k, v = _shift(k, first), None if v is None else _shift(v, first)
+            blocks = {name: _shift(tensor, first) for name, tensor in blocks.items()}
         ranges = {"q_start": q_start, "kv_lengths": kv_lengths}
     window = None if sliding_window is None else (sliding_window - 1, 0 if causal else sliding_window - 1)
-    return attention(q, k, v, causal=bool(causal), window=window, sink=s_aux, **options, **ranges), None
+    options |= blocks | ranges
+    return attention(q, k, v, causal=bool(causal), window=window, sink=s_aux, **options), None
 
 
 def mask_maker(compressed: str = "bias"):
@@ -261,4 +275,7 @@ def _shift(tensor: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
     """Copy of [B, S, H, D] in which row b starts at its key first[b]; its last key fills the end."""
     index = torch.arange(tensor.shape[1], device=tensor.device) + first[:, None]
     index = index.clamp(max=tensor.shape[1] - 1).long()
-    return tensor[torch.arange(tensor.shape[0], device=tensor.device)[:, None], index]
+    rows = torch.arange(tensor.shape[0], device=tensor.device)[:, None]
+    if tensor.element_size() == 1:  # FP8 is not indexed everywhere
+        return tensor.view(torch.uint8)[rows, index].view(tensor.dtype)
+    return tensor[rows, index]

@@ -81,20 +81,19 @@ def prompts(lengths, common: int = 0) -> list[list[int]]:
 
 
 class RoundingCache(DynamicCache):
-    """A cache whose keys and values have been rounded to a dtype, with a scale of 1."""
+    """A cache whose keys and values have been rounded. to: a dtype, with a scale of 1, or a function."""
 
-    def __init__(self, dtype: torch.dtype):
+    def __init__(self, to):
         super().__init__()
-        self.dtype = dtype
+        self.to = to if callable(to) else lambda t: t.to(to).to(t.dtype)
 
     def update(self, key_states, value_states, *rest, **named):
-        rounded = (t.to(self.dtype).to(t.dtype) for t in (key_states, value_states))
-        return super().update(*rounded, *rest, **named)
+        return super().update(self.to(key_states), self.to(value_states), *rest, **named)
 
 
 def log_probabilities(model, prompt: list[int], generated: list[int], cached=None) -> torch.Tensor:
-    """[generated tokens, vocabulary]: what the model says after each prefix, in one forward. cached: dtype to which
-    keys and values are rounded; None: they are not."""
+    """[generated tokens, vocabulary]: what the model says after each prefix, in one forward. cached: to what keys and
+    values are rounded (``RoundingCache``); None: they are not."""
     cache = None if cached is None else RoundingCache(cached)
     with torch.no_grad():
         inputs = torch.tensor([prompt + generated[:-1]])
@@ -105,14 +104,14 @@ def log_probabilities(model, prompt: list[int], generated: list[int], cached=Non
 class Judge:
     """Compares an engine's log-probabilities of what it generated with the same model in FP32, with eager attention.
 
-    The measure is the model's own error in bf16: the root mean square of the differences. cached: the dtype of the
-    engine's cache, to which both models' keys and values are rounded.
+    The measure is the model's own error in bf16: the root mean square of the differences. cached: what the engine's
+    cache rounds to (``RoundingCache``), and both models' keys and values, too.
     """
 
     FACTOR = 1.6  # ours over the model's own in bf16; some dozens of tokens scatter
     NEAR_TIE = 4.0  # in own errors: a token that greedy decoding may take instead of the best one
 
-    def __init__(self, model, cached: torch.dtype | None = None):
+    def __init__(self, model, cached=None):
         self.cached = cached
         self.exact = deepcopy(model).float()
         self.exact.set_attn_implementation("eager")
