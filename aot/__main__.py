@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from warpspec.aot.models import CALLS, MODELS, PAGE_SIZES, kernels, problems
+from warpspec.aot.models import CALLS, MODELS, NEAR, PAGE_SIZES, kernels, problems
 from warpspec.aot.workers import compile_all
 from warpspec.common.disk_cache import CACHE_VARIABLE
 from warpspec.common.hardware import GPUS
@@ -71,20 +71,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if options.list else parser().error("--model: name one, or several, of these")
     if options.cache is not None:
         os.environ[CACHE_VARIABLE] = os.path.abspath(options.cache)
+    if CACHE.folder is None and not options.list:
+        parser().error(f"--cache: needed, {CACHE_VARIABLE} is empty")
     target = replace(SIMULATED[options.arch], device=0)  # compile as for a GPU
     if options.sm_count:
         target = replace(target, sm_count=options.sm_count)
     wanted = dict.fromkeys(
         item
         for name in options.model
-        for item in kernels(problems(MODELS[name], options.calls, options.page_sizes), target)
+        for item in kernels(problems(MODELS[name], options.calls, options.page_sizes), target, NEAR)
     )
     if options.list:
         for kernel, config in wanted:
             print(kernel.name, config)
         return 0
-    if CACHE.folder is None:
-        parser().error(f"--cache: needed, {CACHE_VARIABLE} is empty")
     print(f"{len(wanted)} kernels for {options.arch} into {CACHE.folder}")
     failed = compile_all(list(wanted), options.arch, options.jobs)
     return 1 if failed else 0

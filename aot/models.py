@@ -1,7 +1,8 @@
 """Which attention kernels a model's calls need.
 
 ``MODELS`` describes models' layers, ``CALLS`` how engines delimit requests. ``kernels`` plans calls of many sizes as
-``warpspec.fmha`` plans them, and collects the resulting configurations.
+``warpspec.fmha`` plans them, and collects the configurations that were chosen, and those that nearly were: what sizes
+in between ask for.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 
 from warpspec.common.launch import Kernel, Target
 from warpspec.fmha.launch import ATTENTION, second_kernel
-from warpspec.fmha.plan import choose_config
+from warpspec.fmha.plan import likely_kernels
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.values import POSITION_LIMIT
 
@@ -79,11 +80,12 @@ CALLS = ("plain", "ranges", "paged", "packed", "packed-paged")
 PAGED, PACKED = ("paged", "packed-paged"), ("packed", "packed-paged")
 PAGE_SIZES = (16, 64)
 
-BATCHES = (1, 2, 4, 8, 16, 24, 32, 64, 128, 256)
+BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256)
 DECODE_QUERIES = (1, 2, 4, 8)  # more than one query: speculative decoding
-PREFILL_QUERIES = (16, 32, 64, 128, 256, 1024, 4096, 16384)
+PREFILL_QUERIES = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 4096, 16384)
 KEYS = (128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 MOST_QUERIES = 65536  # of a batch
+NEAR = 0.05  # more than a plan's expected time that kernels take which calls of sizes in between may ask for
 
 
 class Sizes(NamedTuple):
@@ -146,17 +148,20 @@ def problem(model: Model, layer: dict, size: Sizes, call: str, page_size: int) -
     return AttentionProblem.of(q, k, v, memory=False, **options)
 
 
-def kernels(found: Iterable[AttentionProblem], target: Target) -> list[tuple[Kernel, Hashable]]:
-    """The kernels with their configurations that a target runs for these problems, each once.
+def kernels(
+    found: Iterable[AttentionProblem], target: Target, margin: float = 0.0
+) -> list[tuple[Kernel, Hashable]]:
+    """The kernels with their configurations that a target runs for these problems, each once; with a margin, those,
+    too, that the plan's model of time expects to take at most ``1 + margin`` times as long.
 
     Raises UnsupportedProblem naming what the target's kernel cannot do.
     """
     package = ATTENTION.of(target.architecture)
     wanted: dict[tuple[Kernel, Hashable], None] = {}
     for problem in found:
-        config, splits = choose_config(package.AttentionConfig, problem, target)
-        wanted[package.ATTENTION, config] = None
-        second = second_kernel(problem, config, splits)
-        if second is not None:
-            wanted[second] = None
+        for config, splits in likely_kernels(package.AttentionConfig, problem, target, margin):
+            wanted[package.ATTENTION, config] = None
+            second = second_kernel(problem, config, splits)
+            if second is not None:
+                wanted[second] = None
     return list(wanted)

@@ -98,7 +98,6 @@ class KernelFeatures:
     has_k_scale: bool = False
     has_v_scale: bool = False
     swizzled: bool = False
-    cuts_line: ClassVar[bool] = False  # whether the kernel has Schedule.LINE
     record_slots: ClassVar[int] = 1  # of tile records
 
     def __post_init__(self):
@@ -400,3 +399,11 @@ def choose_pack(group: int, seq_q: int, tile_m: int) -> int:
         return -(-group // pack) * -(-seq_q // (tile_m // pack))
 
     return min(range(1, min(group, tile_m) + 1), key=lambda pack: (tiles(pack), -pack))
+
+
+def choose_packs(problem: AttentionProblem, tile_m: int) -> tuple[int, ...]:
+    """Numbers of heads of a KV group that may share an M tile: what suits the longest request, and of packed queries
+    what suits a request of one."""
+    most = choose_pack(problem.group, problem.seq_q, tile_m)
+    few = choose_pack(problem.group, 1, tile_m) if problem.packed_q else most
+    return (most,) if few == most else (most, few)

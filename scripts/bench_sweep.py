@@ -37,7 +37,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import torch
-from shared import driver, gpu_bench, sweep_calls, sweep_gradients, sweep_report
+from shared import driver, gpu_bench, sweep_calls, sweep_gradients, sweep_regret, sweep_report
 from shared.attention_peers import flash_attention
 from shared.sweep_calls import OURS
 from shared.sweep_shapes import (
@@ -59,6 +59,7 @@ SHAPES, QUICK, SEED = 128, 20, 20261122
 SECONDS = 200.0  # in which shapes are begun
 SHAPE_SECONDS = 20.0  # of a candidate at a shape, or of reading its kernels
 START_SECONDS = 90.0  # of a process
+PLANS = 6  # of --regret
 DIFFERENT = 1e-2  # relative difference that no rounding to bf16 explains
 DIFFERENT_GRADIENTS = 3e-2  # dS is rounded, too, and is a difference of two numbers
 CACHES = {"FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash-attn-4", "QUACK_CACHE_DIR": "quack"}
@@ -111,14 +112,16 @@ def compile_peers(shapes: Sequence[Shape]) -> None:
 
 
 def start_compiling(
-    pool: ProcessPoolExecutor, shapes: Sequence[Shape], target: Target
+    pool: ProcessPoolExecutor, shapes: Sequence[Shape], target: Target, plans: int = 0
 ) -> dict[Shape, list[Future]]:
-    """What each shape waits for."""
+    """What each shape waits for. plans: how many besides the chosen one are timed."""
     waits, ours, peers = defaultdict(list), defaultdict(list), defaultdict(list)
     for shape in shapes:
         waits[shape] = []
         try:
             for item in calls_of(shape).our_kernels(shape, target):
+                ours[item].append(shape)
+            for item in sweep_regret.other_kernels(shape, target, plans) if plans else ():
                 ours[item].append(shape)
         except UnsupportedProblem:
             pass  # timing it will say so
@@ -147,26 +150,30 @@ def serve(connection) -> None:
     flash_attention()
     connection.send(("ready", None))
     while True:
-        fields, without, speeds = connection.recv()
+        fields, without, speeds, plans = connection.recv()
         shape = from_json(fields)
         result = sweep_report.result_of(shape, speeds) | {"missing": dict(without)}
         try:
             with torch.no_grad():
-                measure(shape, result, lambda name: connection.send(("at", name)))
+                measure(shape, result, lambda name: connection.send(("at", name)), plans)
         except Exception as error:
             result["missing"][OURS] = one_line(error)
         torch.cuda.empty_cache()
         connection.send(("result", result))
 
 
-def measure(shape: Shape, result: dict, at: Callable[[str], None]) -> None:
-    """Fills in times, errors and missing. at: called with a candidate before it does anything that may fail."""
+def measure(shape: Shape, result: dict, at: Callable[[str], None], plans: int = 0) -> None:
+    """Fills in times, errors and missing. at: called with a candidate before it does anything that may fail. plans:
+    how many besides the chosen one are timed."""
     at(OURS)
     inputs = calls_of(shape).input_sets(shape)
     calls = {OURS: calls_of(shape).ours(shape)}
     expected = calls[OURS](*inputs[0])
     torch.cuda.synchronize()
-    for name, call in calls_of(shape).peers(shape).items():
+    others = {}
+    if plans and sweep_regret.planned(shape):
+        others, result["chosen"] = sweep_regret.other_calls(shape, plans)
+    for name, call in (others | calls_of(shape).peers(shape)).items():
         if name in result["missing"]:
             continue
         at(name)
@@ -185,7 +192,9 @@ def measure(shape: Shape, result: dict, at: Callable[[str], None]) -> None:
     del expected
     at(OURS)
     rounds = gpu_bench.SHORT_ROUNDS if result["flops_us"] > result["bytes_us"] else {}
-    result["times"] = gpu_bench.graph_times(calls, inputs, **rounds)
+    times = gpu_bench.graph_times(calls, inputs, **rounds)
+    result["plans"] = {name: time for name, time in times.items() if name in others}
+    result["times"] = {name: time for name, time in times.items() if name not in others}
 
 
 def difference(theirs, ours) -> float:
@@ -206,10 +215,17 @@ def check_device() -> None:
 
 
 class Timer:
-    """The process that times. speeds: of the GPU."""
+    """The process that times. speeds: of the GPU. plans: how many besides the chosen one are timed."""
 
-    def __init__(self, speeds: gpu_bench.Speeds, serve: Callable = serve, start_method: str = "spawn"):
+    def __init__(
+        self,
+        speeds: gpu_bench.Speeds,
+        serve: Callable = serve,
+        start_method: str = "spawn",
+        plans: int = 0,
+    ):
         self.speeds, self.serve, self.context = speeds, serve, multiprocessing.get_context(start_method)
+        self.plans = plans
         self.process = None
 
     def start(self) -> None:
@@ -239,7 +255,7 @@ class Timer:
             try:
                 if self.process is None:
                     self.start()
-                self.connection.send((to_json(shape), missing, self.speeds))
+                self.connection.send((to_json(shape), missing, self.speeds, self.plans))
                 while True:
                     what, value = self._message(SHAPE_SECONDS)
                     if what == "result":
@@ -256,15 +272,18 @@ class Timer:
 # All of it.
 
 
-def sweep(shapes: Sequence[Shape], speeds: gpu_bench.Speeds, workers: int, seconds: float) -> list[dict]:
-    """Results in the order of the shapes; prints one line each. Shapes not begun in time are left out, and said."""
+def sweep(
+    shapes: Sequence[Shape], speeds: gpu_bench.Speeds, workers: int, seconds: float, plans: int = 0
+) -> list[dict]:
+    """Results in the order of the shapes; prints one line each. Shapes not begun in time are left out, and said. plans:
+    how many besides the chosen one are timed."""
     start, target = time.monotonic(), target_of(torch.device("cuda", 0))
     progress, results = Progress(len(shapes)), {}
-    timer = Timer(speeds)
+    timer = Timer(speeds, plans=plans)
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=quiet)
     try:
-        waits = start_compiling(pool, shapes, target)
+        waits = start_compiling(pool, shapes, target, plans)
         left = list(shapes)
         while left and time.monotonic() - start < seconds:
             ready = [shape for shape in left if all(future.done() for future in waits[shape])]
@@ -342,6 +361,15 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help=f"{QUICK} shapes")
     parser.add_argument("--cliffs", action="store_true", help="the fixed table")
     parser.add_argument("--cases", type=Path, metavar="FILE", help="shapes, or results of --json")
+    parser.add_argument(
+        "--regret",
+        type=int,
+        nargs="?",
+        const=PLANS,
+        default=0,
+        metavar="N",
+        help=f"also time the N next best plans of attention ({PLANS}), and say what the choice loses",
+    )
     parser.add_argument("--list", action="store_true", help="print the shapes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="begin no shape after so many")
@@ -373,8 +401,11 @@ def main() -> None:
             print("flash-attn-4 is not installed: ratios are against the other peers")
         speeds = gpu_bench.measured_speeds()
         print(f"{speeds}, measured here", flush=True)
-        results = sweep(interleaved(shapes), speeds, options.workers, options.seconds)
+        results = sweep(interleaved(shapes), speeds, options.workers, options.seconds, options.regret)
     print(f"\n{sweep_report.report(results, options.markdown)}", flush=True)
+    if options.regret:
+        print(f"\n{sweep_regret.regret_table(results, options.markdown)}")
+        print(f"\nworst choices\n{sweep_regret.worst_choices(results)}", flush=True)
     if options.json:
         about = {"header": header, "seeds": options.seeds, "speeds": speeds._asdict()}
         options.json.write_text(json.dumps(about | {"results": results}, indent=1))

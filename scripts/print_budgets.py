@@ -25,7 +25,8 @@ from warpspec.common.hardware import (
 )
 from warpspec.common.launch import SIMULATED
 from warpspec.common.memory import budget_rows
-from warpspec.fmha.features import BLOCK
+from warpspec.fmha.features import BLOCK, ELEMENT_BYTES
+from warpspec.fmha.heads import HeadSizes
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm90 import config as hopper_config
 from warpspec.fmha.sm90 import shapes as hopper_shapes
@@ -255,31 +256,29 @@ def attention() -> str:
     )
 
 
+def hopper_tiles(size: int, shared: bool = False) -> tuple:
+    """Tile shapes of sm_90a for a head size of Q, K and V."""
+    row = ELEMENT_BYTES * HeadSizes(size, size).qk_room
+    return hopper_shapes.tiles(size, row, row if shared else 2 * row, shared, False)
+
+
 def hopper() -> str:
     """Everything generated of attention for sm_90a: its shapes, and the barriers of one of them."""
     rows = []
-    uses = (
-        ("prefill", hopper_shapes.PREFILL),
-        ("long prefill", hopper_shapes.LONG),
-        ("narrow windows", hopper_shapes.NARROW),
-        ("a bias", hopper_shapes.BIASED),
-        ("a bias and pages", hopper_shapes.BIASED_PAGES),
-        ("decode", hopper_shapes.DECODE),
-        ("decode, keys split", hopper_shapes.SPLIT),
-        ("K and V one tensor", hopper_shapes.SHARED),
-    )
-    printed = set()
-    for use, shapes in uses:
-        for head_dim, shape in shapes.items():
-            if (head_dim, shape) in printed and shapes is not hopper_shapes.SHARED:
-                continue  # the same as a table before
-            printed.add((head_dim, shape))
-            shared = shapes is hopper_shapes.SHARED
-            c = hopper_config.AttentionConfig("bfloat16", head_dim=head_dim, shape=shape, shared_kv=shared)
+    for columns, shared in (
+        (64, False),
+        (96, False),
+        (128, False),
+        (192, False),
+        (256, False),
+        (512, False),
+        (512, True),
+    ):
+        for shape in hopper_tiles(columns, shared):
+            c = hopper_config.AttentionConfig("bfloat16", head_dim=columns, shape=shape, shared_kv=shared)
             rows.append(
                 (
-                    use,
-                    head_dim,
+                    f"{columns}, K and V one tensor" if shared else columns,
                     f"{c.row_groups} x {hopper_shapes.WARPGROUP_ROWS} x {c.tile_n}",
                     f"{c.consumers} of {c.o_columns} columns",
                     c.kv_stages,
@@ -290,22 +289,24 @@ def hopper() -> str:
                 )
             )
     head = (
-        "for", "D", "rows x keys", "consumers", "KV stages", "CTAs an SM", "SMEM a CTA",
+        "D", "rows x keys", "consumers", "KV stages", "CTAs an SM", "SMEM a CTA",
         "registers a thread: consumer, producer", "registers of an SM",
     )  # fmt: skip
-    latent = hopper_shapes.SHARED[512]
     config = hopper_config.AttentionConfig
     gathered = GatheredConfig.of()
     registers = f"{gathered.shape.consumer_registers}, {gathered.shape.producer_registers} registers a thread"
     kernels = (
         (
             "D = 128, prefill:",
-            config("bfloat16", head_dim=128, shape=hopper_shapes.PREFILL[128], scheduled=True),
+            config("bfloat16", head_dim=128, shape=hopper_shapes.TWO_CONSUMERS, scheduled=True),
         ),
-        ("D = 512, K and V one tensor:", config("bfloat16", head_dim=512, shape=latent, shared_kv=True)),
+        (
+            "D = 512, K and V one tensor:",
+            config("bfloat16", head_dim=512, shape=hopper_shapes.PAIR, shared_kv=True),
+        ),
         (
             "D = 576, V the first 512 (MLA):",
-            config("bfloat16", head_dim=576, v_dim=512, shape=latent, shared_kv=True),
+            config("bfloat16", head_dim=576, v_dim=512, shape=hopper_shapes.PAIR, shared_kv=True),
         ),
         (f"D = 512, rows gathered by slot ({registers}: consumers, producers):", gathered),
     )

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import math
 import os
 
 # Before torch is imported: workers and the simulator's own threads share the machine's few cores.
@@ -42,25 +41,24 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture
-def simulate_as(monkeypatch):
+def simulate_as():
     """``simulate_as("sm_90a", sm_count=2, seed=1)``: from now on backend "sim" runs the kernels for this target.
 
-    small: on sm_90a, attention has the tile shapes of problems that have few tiles for each SM, as a test's have,
-    instead of those of many. What was prepared is forgotten: it does not know of this.
+    Attention's tiles are whole ones. small: on sm_90a, they are of one consumer, as is best for the few tiles of a
+    test; otherwise of several, as is best for many.
     """
+    from helpers.simulate import choosing
+
     from warpspec.common.launch import simulating
-    from warpspec.fmha import launch
-    from warpspec.fmha.sm90 import shapes
 
     with contextlib.ExitStack() as contexts:
 
         def choose(arch: str, *, small: bool = False, **changes) -> None:
-            monkeypatch.setattr(shapes, "SMALL_TILES", math.inf if small else 0)
-            launch.prepare.cache_clear()
+            groups = small or arch != "sm_90a"
+            contexts.enter_context(choosing(wanted=lambda one: groups == (one.tiling.row_groups == 1)))
             contexts.enter_context(simulating(arch, **changes))
 
         yield choose
-        launch.prepare.cache_clear()
 
 
 @pytest.fixture

@@ -17,7 +17,9 @@ from warpspec.fmha.schedule import TileGrid, key_span, place_in_round
 
 TILE_OVERHEAD = 1.5  # what the start and end of a query tile cost, in KV tiles (H200, D 128)
 MOST_TILES = 1 << 13  # whose balance is computed on the host: the first ones stand for all
-MOST_SECTIONS = 64  # sizes of sections that are tried
+# Sizes of sections that are tried beside all heads in one, so many TOGETHER, until one costs no more than LEVEL.
+SECTIONS = np.array([64, 56, 48, 40, 32, 28, 24, 20, 16, 14, 12, 10, 8, 7, 6, 5, 4, 3, 2, 1])
+TOGETHER, LEVEL = 5, 1.02
 
 # What it costs that the K and V of a section do not fit L2 (H200, D 64 to 256, causal, 16 to 256 heads): bandwidth
 # where CTAs ask for all there is, and on the way there power, which the clock pays for.
@@ -97,11 +99,22 @@ def balanced_section(
     round_, place = number // ctas, number % ctas
     cta = place_in_round(round_, place, ctas)  # its own inverse
 
-    def time(section):
-        first = number // (section * grid.query_tiles) * section
-        size = np.minimum(section, rows - first)
+    def times(sections):
+        """What each of the sections costs, [sections, 1] in and [sections] out."""
+        first = number // (sections * grid.query_tiles) * sections
+        size = np.minimum(sections, rows - first)
         query_tile = grid.query_tiles - 1 - (number - first * grid.query_tiles) // size
-        of_cta = np.bincount(cta, work[query_tile], minlength=ctas)
-        return of_cta.max() / of_cta.mean() * cost(section)
+        place = cta + ctas * np.arange(len(sections))[:, None]
+        of_cta = np.bincount(place.ravel(), work[query_tile.ravel()], minlength=ctas * len(sections))
+        return of_cta.reshape(-1, ctas).max(1) * [cost(int(section)) for section in sections.ravel()]
 
-    return min((rows, *range(min(rows, MOST_SECTIONS), 0, -1)), key=time)
+    mean = work.mean() * len(number) / ctas
+    best, least = rows, times(np.array([[rows]]))[0]
+    tried = SECTIONS[rows > SECTIONS]
+    for first in range(0, len(tried), TOGETHER):
+        if least <= LEVEL * mean:
+            break
+        found = times(tried[first : first + TOGETHER, None])
+        if found.min() < least:
+            best, least = int(tried[first + found.argmin()]), found.min()
+    return best

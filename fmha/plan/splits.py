@@ -49,6 +49,12 @@ class Loads:
 
 
 COUNTED = Loads(FILL_BYTES, FILL_BYTES, all=math.inf, spread=1)
+# Decoding at D 64 and 128 in CTAs of one consumer on sm_90a: fitted to 22 shapes on an H200
+# (docs/records/2026-11-23-packed-batches.md).
+DECODE_LOADS = Loads(one=28, two=22.5, all=18, spread=0.75)
+# Of FP8 keys, in bytes that the same numbers would have in bf16: the conversion binds, and one CTA on an SM does nearly
+# what two do. Measured on an H200 at three shapes.
+FLOAT8_LOADS = Loads(one=20, two=25, all=25, spread=1)
 
 
 @lru_cache(maxsize=4096)

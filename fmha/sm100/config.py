@@ -6,6 +6,7 @@ Everything here is plain Python, fixed at compile time. One ``AttentionConfig`` 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -35,15 +36,18 @@ from warpspec.fmha.features import (
     check_page_size,
     check_requests,
     choose_pack,
+    choose_packs,
     features,
 )
 from warpspec.fmha.heads import MMA_K, class_of, rounded
-from warpspec.fmha.plan.splits import COUNTED, Loads
+from warpspec.fmha.plan.cost import BLACKWELL, Constants, Tiling, Way
+from warpspec.fmha.plan.splits import Loads
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm100.shapes import FLOAT8_REGISTERS, FLOAT8_SHAPES, SHAPES, SHARED_SHAPES, Shape
 
 MMA_N_MAX = 256  # columns of D that one tcgen05.mma writes
 QUARTER_LANES = 32  # lanes of tensor memory that a warp reaches
+FULL_ROWS = 128  # lanes of tensor memory: rows of an accumulator, one to a thread
 
 
 def default_shape(problem: AttentionProblem) -> Shape:
@@ -67,8 +71,12 @@ class AttentionConfig(ConversionFeatures):
     bias_stages: int = 0
     softmax_registers: int = 216
     other_registers: int = 72
-    cuts_line: ClassVar[bool] = True
-    decode_loads: ClassVar[Loads] = COUNTED
+    costs: ClassVar[Constants] = BLACKWELL
+    schedules: ClassVar[dict[Way, Schedule]] = {
+        Way.SINGLE: Schedule.SINGLE,
+        Way.LINE: Schedule.LINE,
+        Way.SPLIT: Schedule.SINGLE,
+    }
     record_slots: ClassVar[int] = 2  # softmax warps keep a record while others go on to the next
 
     def __post_init__(self):
@@ -87,20 +95,8 @@ class AttentionConfig(ConversionFeatures):
         assert not (self.schedule is Schedule.LINE and (self.bias or self.column_parts > 1))
 
     @classmethod
-    def of(
-        cls,
-        problem: AttentionProblem,
-        target: Target,
-        *,
-        shape: Shape | None = None,
-        splits: bool = False,
-        schedule: Schedule = Schedule.SINGLE,
-    ) -> AttentionConfig:
-        """The kernel for a problem. UnsupportedProblem names what this kernel does not do.
-
-        shape: instead of the head dimension's default. splits: for split KV, whose results are combined later.
-        schedule: SINGLE or LINE.
-        """
+    def check(cls, problem: AttentionProblem, target: Target) -> None:
+        """Raise UnsupportedProblem, naming what this kernel does not do."""
         check_page_size("sm100", problem.page_size)
         if problem.kv_format == "nvfp4":
             raise UnsupportedProblem("sm100 attention: k in nvfp4 is not supported")
@@ -113,12 +109,49 @@ class AttentionConfig(ConversionFeatures):
         check_requests("sm100", problem)
         if problem.bias_rows == "strided":
             raise UnsupportedProblem("sm100 attention: bias=of strided rows is not supported")
+
+    @staticmethod
+    def decode_loads(problem: AttentionProblem) -> Loads | None:
+        """How fast an SM takes the keys of few queries (``plan.splits``); None: nobody has timed such calls."""
+        return None
+
+    @classmethod
+    def tilings(cls, problem: AttentionProblem) -> Iterator[tuple[Shape, Tiling]]:
+        """The shape and what of it decides the time, for each number of heads that may share a tile."""
+        shape = default_shape(problem)
+        for pack in choose_packs(problem, shape.tile_m):
+            yield shape, Tiling(1, shape.tile_m, 1, shape.tile_n, shape.kv_stages, shape.ctas_per_sm, pack)
+
+    @classmethod
+    def ways(cls, problem: AttentionProblem) -> tuple[Way, ...]:
+        """How CTAs may get their work; the first is for any number of tiles."""
+        if problem.has_bias or default_shape(problem).tile_m < FULL_ROWS:
+            return Way.SINGLE, Way.SPLIT
+        return tuple(cls.schedules)
+
+    @classmethod
+    def of(
+        cls,
+        problem: AttentionProblem,
+        target: Target,
+        *,
+        shape: Shape | None = None,
+        splits: bool = False,
+        schedule: Schedule = Schedule.SINGLE,
+        pack: int | None = None,
+    ) -> AttentionConfig:
+        """The kernel for a problem. UnsupportedProblem names what this kernel does not do.
+
+        shape: instead of the head dimension's default. splits: for split KV, whose results are combined later.
+        schedule: SINGLE or LINE. pack: heads of a KV group that share a tile; None is what suits the longest request.
+        """
+        cls.check(problem, target)
         shape = shape or default_shape(problem)
         registers = {}
         if problem.kv_format:
             softmax_registers, other_registers = FLOAT8_REGISTERS[shape.ctas_per_sm]
             registers = {"softmax_registers": softmax_registers, "other_registers": other_registers}
-        pack = choose_pack(problem.group, problem.seq_q, shape.tile_m)
+        pack = pack or choose_pack(problem.group, problem.seq_q, shape.tile_m)
         switches = features(
             problem,
             pack=pack,
@@ -215,7 +248,7 @@ class AttentionConfig(ConversionFeatures):
         An accumulator of 64 rows takes 16 lanes of each quarter of tensor memory; the other 16 hold the second half of
         D.
         """
-        return 128 // self.tile_m
+        return FULL_ROWS // self.tile_m
 
     @property
     def o_columns(self) -> int:

@@ -6,7 +6,8 @@ Plain Python, fixed at compile time. One ``AttentionConfig`` is one compiled ker
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import ClassVar
 
 from warpspec.common import memory
@@ -32,22 +33,21 @@ from warpspec.fmha.features import (
     check_page_size,
     check_requests,
     choose_pack,
+    choose_packs,
     features,
 )
-from warpspec.fmha.heads import MMA_K, class_of
-from warpspec.fmha.plan.splits import Loads
+from warpspec.fmha.heads import MMA_K, rounded
+from warpspec.fmha.plan.cost import HOPPER, Constants, Tiling, Way
+from warpspec.fmha.plan.splits import DECODE_LOADS, FLOAT8_LOADS, Loads
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm90.float8 import STATISTICS, Float8Features
 from warpspec.fmha.sm90.shapes import (
-    DECODE,
-    DECODE_LOADS,
     FLOAT8,
-    FLOAT8_LOADS,
-    PREFILL,
-    WARP_ROWS,
+    TWO_CONSUMERS,
     WARPGROUP_ROWS,
     Shape,
-    choose_shape,
+    float8_tiles,
+    tiles,
 )
 
 BARRIER_BYTES = 1024  # room for the mbarriers: what follows is aligned to it
@@ -58,24 +58,7 @@ CLEAR_BARRIER = 5  # named barrier of all consumers, or two of one each, after r
 SUMS_BARRIER = 7  # named barrier of paired consumers that add up their row sums
 SCORED_BARRIER = 8  # named barriers of one paired consumer each: all its warps have read the tile's K
 WEIGHT_STAGES = 2  # P tiles in shared memory: one from each of two consumers
-MIN_STAGES = 2  # KV tiles in flight: one is loaded while the other is read
 INSTRUCTION_REGISTERS = 30  # that ptxas wants for a wgmma besides those of its result
-
-
-def fitting(shape: Shape, problem: AttentionProblem) -> Shape:
-    """A shape that was chosen by V's head size, with as many stages and CTAs an SM as Q and K leave room for; for tiles
-    of which not even two stages fit, those of Q's head size."""
-    sizes = problem.heads
-    if problem.shared_kv or sizes.qk_room <= class_of(sizes.v):
-        return shape
-    q = shape.consumers * WARPGROUP_ROWS * sizes.qk_room * ELEMENT_BYTES
-    stage = shape.tile_n * (sizes.qk_room + sizes.v_room) * ELEMENT_BYTES
-    for ctas in range(shape.ctas_per_sm, 0, -1):
-        limit = min(SMEM_PER_SM // ctas - SMEM_RESERVED_PER_CTA, MAX_SMEM_PER_CTA)
-        stages = min((limit - BARRIER_BYTES - q) // stage, shape.kv_stages)
-        if stages >= MIN_STAGES:
-            return replace(shape, kv_stages=stages, ctas_per_sm=ctas)
-    return DECODE[class_of(sizes.qk)] if shape.consumers == 1 else PREFILL[class_of(sizes.qk)]
 
 
 @dataclass(frozen=True)
@@ -83,8 +66,15 @@ class AttentionConfig(Float8Features):
     """Compile-time shape of one kernel. shape: its tiles."""
 
     schedule: Schedule = Schedule.PERSISTENT
-    shape: Shape = PREFILL[64]
-    cuts_line: ClassVar[bool] = True
+    shape: Shape = TWO_CONSUMERS
+    costs: ClassVar[Constants] = HOPPER
+    schedules: ClassVar[dict[Way, Schedule]] = {
+        Way.PERSISTENT: Schedule.PERSISTENT,
+        Way.SINGLE: Schedule.PERSISTENT,  # of as many CTAs as there are tiles
+        Way.QUEUE: Schedule.QUEUE,
+        Way.LINE: Schedule.LINE,
+        Way.SPLIT: Schedule.PERSISTENT,
+    }
 
     def __post_init__(self):
         super().__post_init__()
@@ -106,17 +96,8 @@ class AttentionConfig(Float8Features):
         assert not ((self.schedule is Schedule.LINE or self.scheduled) and self.paired)
 
     @classmethod
-    def of(
-        cls,
-        problem: AttentionProblem,
-        target: Target,
-        *,
-        shape: Shape | None = None,
-        splits: bool = False,
-        schedule: Schedule = Schedule.PERSISTENT,
-    ):
-        """The kernel for a problem, with tiles for the target's SMs. UnsupportedProblem names what this kernel does
-        not do."""
+    def check(cls, problem: AttentionProblem, target: Target) -> None:
+        """Raise UnsupportedProblem, naming what this kernel does not do on the target."""
         if problem.bias_rows == "strided":
             raise UnsupportedProblem("sm90 attention: bias=of strided rows is not supported")
         check_page_size("sm90", problem.page_size)
@@ -127,13 +108,62 @@ class AttentionConfig(Float8Features):
             raise UnsupportedProblem(
                 f"sm90 attention: k in FP8 is supported for head sizes {tuple(FLOAT8)}, got {problem.head_dim}"
             )
-        pack = choose_pack(problem.group, problem.seq_q, WARPGROUP_ROWS)
-        if shape is None:
-            shape = choose_shape(problem, target, pack, splits)
-        shape = fitting(shape, problem)
-        if shape.row_tiles:
-            pack = choose_pack(problem.group, problem.seq_q, WARP_ROWS)
-        tile_m = WARP_ROWS if shape.row_tiles else shape.consumers // shape.column_parts * WARPGROUP_ROWS
+
+    @classmethod
+    def shapes(cls, problem: AttentionProblem) -> tuple[Shape, ...]:
+        """Tile shapes that a problem may get; of FP8 keys just one."""
+        if problem.kv_format is not None:
+            return float8_tiles(problem)
+        heads = problem.heads
+        key_bytes = (heads.qk_room if problem.shared_kv else heads.qk_room + heads.v_room) * ELEMENT_BYTES
+        columns, row_bytes = rounded(heads.v, MMA_K), heads.qk_room * ELEMENT_BYTES
+        return tiles(columns, row_bytes, key_bytes, problem.shared_kv, problem.has_bias)
+
+    @classmethod
+    def decode_loads(cls, problem: AttentionProblem) -> Loads:
+        """How fast an SM takes the keys of few queries (``plan.splits``)."""
+        return FLOAT8_LOADS if problem.kv_format and not cls.shapes(problem)[0].row_tiles else DECODE_LOADS
+
+    @classmethod
+    def tilings(cls, problem: AttentionProblem) -> Iterator[tuple[Shape, Tiling]]:
+        """Shapes and what of them decides the time, for each number of heads that may share a tile. Not those of which
+        some consumer would have no rows."""
+        for shape in cls.shapes(problem):
+            groups, rows = shape.consumers // shape.column_parts, shape.group_rows
+            for pack in choose_packs(problem, rows):
+                if groups == 1 or problem.seq_q > (groups - 1) * (rows // pack):
+                    sizes = (groups, rows, shape.column_parts, shape.tile_n, shape.kv_stages)
+                    yield shape, Tiling(*sizes, shape.ctas_per_sm, pack)
+
+    @classmethod
+    def ways(cls, problem: AttentionProblem) -> tuple[Way, ...]:
+        """How CTAs may get their work; the first is for any number of tiles."""
+        if cls.shapes(problem)[0].column_parts > 1:
+            return Way.PERSISTENT, Way.SPLIT
+        if problem.has_bias:
+            return Way.PERSISTENT, Way.SINGLE, Way.SPLIT
+        return tuple(cls.schedules)
+
+    @classmethod
+    def of(
+        cls,
+        problem: AttentionProblem,
+        target: Target,
+        *,
+        shape: Shape | None = None,
+        splits: bool = False,
+        schedule: Schedule = Schedule.PERSISTENT,
+        pack: int | None = None,
+    ):
+        """The kernel for a problem. UnsupportedProblem names what this kernel does not do.
+
+        shape: None is the first of ``shapes``. splits: for split KV, whose results are combined later. pack: heads of a
+        KV group that share a tile; None is what suits the longest request.
+        """
+        cls.check(problem, target)
+        shape = shape or cls.shapes(problem)[0]
+        pack = pack or choose_pack(problem.group, problem.seq_q, shape.group_rows)
+        tile_m = shape.consumers // shape.column_parts * shape.group_rows
         switches = {"splits": splits, "schedule": schedule}
         switches["scheduled"] = shape.column_parts == 1
         return cls(**features(problem, pack=pack, tile_m=tile_m, **switches), shape=shape)
@@ -155,7 +185,7 @@ class AttentionConfig(Float8Features):
     @property
     def row_group_size(self) -> int:
         """Rows of a consumer, or of those that share them."""
-        return WARP_ROWS if self.by_warp else WARPGROUP_ROWS
+        return self.shape.group_rows
 
     @property
     def recompute_elements(self) -> int:
@@ -231,11 +261,6 @@ class AttentionConfig(Float8Features):
     @property
     def threads(self) -> int:
         return (self.consumers + 1 + self.converts) * WARPGROUP_THREADS
-
-    @property
-    def decode_loads(self) -> Loads:
-        """How fast an SM takes the keys of few queries."""
-        return FLOAT8_LOADS if self.converts else DECODE_LOADS
 
     @property
     def load_warp(self) -> int:

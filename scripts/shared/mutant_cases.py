@@ -17,7 +17,6 @@ import torch
 
 from warpspec.common.launch import SIMULATED, simulating
 from warpspec.fmha import attention
-from warpspec.fmha.sm90 import shapes
 
 TESTS = Path(__file__).resolve().parent.parent.parent / "tests"
 sys.path[:0] = [str(TESTS / name) for name in (".", "fmha", "latent", "latent/indexer", "moe", "softmax")]
@@ -25,10 +24,11 @@ sys.path[:0] = [str(TESTS / name) for name in (".", "fmha", "latent", "latent/in
 
 @contextlib.contextmanager
 def few_sms(arch: str, sms: int | None = 1) -> Iterator[None]:
-    """Simulate a GPU of few SMs, so that a CTA has several tiles, of the shapes that few tiles get on a whole GPU."""
-    tiles = shapes.SMALL_TILES * SIMULATED[arch].sm_count
-    count = sms or SIMULATED[arch].sm_count
-    with simulating(arch, sm_count=count), mock.patch.object(shapes, "SMALL_TILES", tiles / count):
+    """Simulate a GPU of few SMs, so that a CTA has several tiles, each of one row group, as few tiles have on a whole
+    GPU."""
+    from helpers.simulate import choosing
+
+    with simulating(arch, sm_count=sms), choosing(wanted=lambda one: one.tiling.row_groups == 1):
         yield
 
 

@@ -1,15 +1,14 @@
 """Kernels compiled ahead are those that a model's calls ask for."""
 
-import itertools
 import random
 from dataclasses import replace
 
 import pytest
 import torch
-from helpers.suites import long_but
+from helpers.suites import long
 
 from warpspec.aot import __main__ as aot
-from warpspec.aot.models import CALLS, MODELS, PAGED, Sizes, kernels, problem, problems
+from warpspec.aot.models import CALLS, MODELS, NEAR, PAGED, Sizes, kernels, problem, problems
 from warpspec.common import compile
 from warpspec.common.disk_cache import CACHE_VARIABLE
 from warpspec.common.hardware import GPUS
@@ -35,24 +34,29 @@ def asked_for(found, target):
         yield JOIN, launch.join_config(found, planned.config)
 
 
-# By default the models with windows, soft caps, and strides, each on one architecture: the others have less.
-BY_TURNS = [("sm_100a", "gpt-oss-120b"), ("sm_90a", "deepseek-v4-flash"), ("sm_90a", "gemma-2-9b")]
-
-
-@pytest.mark.parametrize(("arch", "name"), long_but(BY_TURNS, itertools.product(
-    GPUS, ["gpt-oss-120b", "deepseek-v4-flash", "llama-3-8b", "qwen3-32b", "gemma-2-9b", "deepseek-v3"]
-)))  # fmt: skip
-def test_calls_of_other_sizes_find_their_kernels(arch, name):
+@pytest.mark.parametrize(
+    ("name", "arch", "calls"),
+    [
+        ("gpt-oss-120b", "sm_100a", ["packed-paged"]), ("deepseek-v4-flash", "sm_90a", ["ranges"]),
+        ("gemma-2-9b", "sm_90a", ["plain"]), ("llama-3-8b", "sm_90a", ["packed-paged"]),
+        *(
+            long(name, arch, CALLS)
+            for name in ("gpt-oss-120b", "deepseek-v4-flash", "qwen3-32b", "gemma-2-9b", "deepseek-v3")
+            for arch in GPUS
+        ),
+    ],
+)  # fmt: skip
+def test_calls_of_other_sizes_find_their_kernels(name, arch, calls):
     """Sizes between those that were planned ahead ask for nothing else."""
     model, target, draw = MODELS[name], native(arch), random.Random(5)
-    ahead = set(kernels(problems(model, CALLS, [16]), target))
+    ahead = set(kernels(problems(model, calls, [16]), target, NEAR))
     layers = [*model.layers, *({"key_stride": s, "normalize": False} for s in model.strides)]
     missing = set()
     for _ in range(300):
         seq_q = draw.choice([draw.randint(1, 8), round(2 ** draw.uniform(3, 12))])
         batch = draw.randint(1, min(256, max(32768 // seq_q, 1)))
         size = Sizes(batch, seq_q, seq_q + round(2 ** draw.uniform(0, 16)))
-        layer, call = draw.choice(layers), draw.choice(CALLS)
+        layer, call = draw.choice(layers), draw.choice(calls)
         found = problem(model, layer, size, call, page_size=16 if call in PAGED else 0)
         missing |= {(size, *item) for item in asked_for(found, target) if item not in ahead}
     assert not missing
@@ -80,7 +84,7 @@ def test_a_call_with_tensors_finds_its_kernel():
 
 def test_what_is_compiled_ahead_is_not_compiled_again(monkeypatch, tmp_path, capsys):
     config = CombineConfig.of(128, 3)
-    monkeypatch.setattr(aot, "kernels", lambda problems, target: [(COMBINE, config)])
+    monkeypatch.setattr(aot, "kernels", lambda problems, target, margin: [(COMBINE, config)])
     monkeypatch.setenv(CACHE_VARIABLE, "")  # put back afterwards
     assert aot.main(["--model", "llama-3-8b", "--jobs", "1", "--cache", str(tmp_path)]) == 0
     assert "1/1" in capsys.readouterr().out

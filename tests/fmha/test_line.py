@@ -1,13 +1,10 @@
-"""The line that work is cut along: sums in closed form, cuts, and which problems are cut by length."""
+"""The line that work is cut along: sums in closed form, and cuts."""
 
 import itertools
 import random
 
 import pytest
-import torch
-from helpers.simulate import plan_for
 
-from warpspec.fmha.features import Schedule
 from warpspec.fmha.line import FAR, MOST_ROUNDS, ROUND_TILES, clamped_sum, cut, round_count, stretch
 from warpspec.fmha.mask import key_range
 
@@ -64,44 +61,6 @@ def test_rounds():
     assert round_count(0, 132) == round_count(132 * ROUND_TILES, 132) == 1
     assert round_count(3 * 132 * ROUND_TILES, 132) == 3
     assert round_count(10**9, 132) == MOST_ROUNDS
-
-
-def packed(lengths_q, longest, *, arch="sm_90a", heads=(32, 8), dim=128, page=16, **options):
-    """How a packed call over pages is done: "cut" by length, from a "queue", or otherwise, ""."""
-    total, requests = sum(lengths_q), len(lengths_q)
-    q = torch.empty(total, heads[0], dim, dtype=torch.bfloat16, device="meta")
-    k = torch.empty(1000, page, heads[1], dim, dtype=torch.bfloat16, device="meta")
-    tensors = {
-        "cu_seqlens_q": torch.empty(requests + 1, dtype=torch.int32, device="meta"),
-        "kv_lengths": torch.empty(requests, dtype=torch.int32, device="meta"),
-        "page_table": torch.empty(requests, -(-longest // page), dtype=torch.int32, device="meta"),
-    }
-    config = plan_for(arch, q=q, k=k, v=k, max_seqlen_q=max(lengths_q), **tensors, **options).config
-    return "cut" if config.schedule is Schedule.LINE else "queue" if config.schedule is Schedule.QUEUE else ""
-
-
-def test_what_is_cut_by_length():
-    assert packed([1] * 32, 8192) == "cut"
-    assert packed([1] * 64 + [2048] * 2, 8192, causal=True) == "cut"
-    assert packed([512], 8192, causal=True) == "cut"
-    assert packed([1] * 32, 8192, arch="sm_100a") == "cut"
-    assert packed([1] * 4, 64) == ""  # little work
-    assert packed([1] * 32, 8192, num_splits=2) == ""
-    assert packed([1] * 256, 8192, window=(127, 0)) == ""  # tiles alike
-    assert packed([100, 200], 1024, causal=True) == ""  # a tile a CTA at most, of few keys
-    assert packed([1000] * 4, 4096, heads=(8, 1), causal=True) == "cut"  # two tiles a CTA
-    assert packed([1024] * 4, 1664, heads=(8, 1), causal=True) == ""  # two alike, of few keys
-    assert packed([512] * 2, 1664, heads=(40, 5), causal=True) == "cut"  # two and a half
-    assert packed([1] * 33, 1280, heads=(64, 8)) == ""  # a tile a CTA
-    assert packed([1] * 92, 2048, heads=(64, 8)) == ""  # three in turn
-    assert packed([1] * 32, 2048, heads=(64, 8)) == "cut"  # or longer ones
-    assert packed([1] * 64, 1024, heads=(32, 8)) == ""  # two rounds, nearly
-    assert packed([1] * 64, 2048, heads=(32, 8)) == "cut"
-    assert packed([1] * 40, 1024, heads=(32, 8)) == "cut"  # one and a bit
-    assert packed([4000] * 16, 4096, causal=True) == "queue"  # many whole tiles
-    assert packed([400] * 16, 400, causal=True) == "queue"
-    assert packed([4000] * 16, 4096, causal=True, arch="sm_100a") == ""
-    assert packed([400] * 16, 400, causal=True, window=(127, 0)) == ""  # several CTAs an SM
 
 
 def test_random_numbers_of_tiles_take_all_of_the_line():

@@ -1,20 +1,22 @@
 """Work cut by length, in the simulator: pieces of tiles, joined, are what whole tiles give."""
 
+import contextlib
 from dataclasses import replace
 
 import pytest
 import torch
 from helpers.attention_cases import Case, check
 from helpers.page_layouts import paged
-from helpers.simulate import run_unchecked
+from helpers.simulate import choosing, run_unchecked
 from helpers.suites import long
 from helpers.varlen_cases import Packed, random_batch
 
 from warpspec import sim
 from warpspec.common.launch import SIMULATED
-from warpspec.fmha import attention, attention_varlen, launch, plan
+from warpspec.fmha import attention, attention_varlen, launch
 from warpspec.fmha.features import Schedule
 from warpspec.fmha.line import round_count
+from warpspec.fmha.plan.cost import Way
 from warpspec.fmha.problem import AttentionProblem
 
 # One request among others that many CTAs share; rows without keys, requests without queries.
@@ -43,22 +45,15 @@ MORE = [(STATE, 5), (WINDOW, 4), (WIDE, 2), (STRIDE, 3), (MIXED, 1), (MIXED, 132
 
 
 @pytest.fixture
-def cut(monkeypatch):
-    """Everything that can be cut is, however small. What was prepared is forgotten: it does not know of this."""
-    always = {
-        "CUT_TILES": 0,
-        "CUT_WORK": 0,
-        "WHOLE_KEYS": -1,
-        "WHOLE_TILES": 10**9,
-        "FEW_TILES": -1,
-        "TURNS": 10**9,
-        "UNEVEN": 0,
-    }
-    for name, value in always.items():
-        monkeypatch.setattr(plan, name, value)
-    launch.prepare.cache_clear()
-    yield
-    launch.prepare.cache_clear()
+def cut(simulate_as):
+    """A function that makes plans cut all that can be cut, however small; the arguments are ``simulate_as``'s."""
+    with contextlib.ExitStack() as contexts:
+
+        def choose(*arguments, **changes):
+            simulate_as(*arguments, **changes)
+            contexts.enter_context(choosing(Way.LINE))
+
+        yield choose
 
 
 def run(batch: Packed):
@@ -78,17 +73,17 @@ def run(batch: Packed):
     [(arch, *case) for case in CASES + MORE for arch in ARCHS],
     ids=lambda x: getattr(x, "id", x),
 )
-def test_cases(simulate_as, cut, arch, batch, sms):
-    simulate_as(arch, sm_count=sms)
+def test_cases(cut, arch, batch, sms):
+    cut(arch, sm_count=sms)
     run(batch)
 
 
 @pytest.mark.parametrize(("batch", "sms"), [(FEW, 5), long(DECODE, 3)], ids=lambda x: getattr(x, "id", x))
-def test_bits_depend_on_the_batch_alone(simulate_as, cut, batch, sms):
+def test_bits_depend_on_the_batch_alone(cut, batch, sms):
     """Not on the order in which CTAs run."""
     results = []
     for seed in (0, 1):
-        simulate_as("sm_90a", sm_count=sms, seed=seed)
+        cut("sm_90a", sm_count=sms, seed=seed)
         o, lse = run(batch)
         queries = sum(batch.seq_q)  # nobody writes what is behind them
         results.append((o[:queries], lse[:, :queries]))
@@ -96,20 +91,23 @@ def test_bits_depend_on_the_batch_alone(simulate_as, cut, batch, sms):
         assert torch.equal(first.nan_to_num(), second.nan_to_num())
 
 
-def test_rounds_of_chunks(simulate_as, cut):
-    """Whole tiles in all rounds but the last; by the kernel of MIXED."""
+def test_rounds_of_chunks(cut):
+    """Whole tiles in all rounds but the last."""
     batch = Packed(
         "rounds", seq_q=(60, 1, 64, 3), seq_k=(60, 200, 64, 130), heads_q=96, heads_kv=48, causal=True
     )
-    simulate_as("sm_90a", sm_count=1)
-    config = launch.plan(AttentionProblem.of(**batch.arguments(), memory=False), SIMULATED["sm_90a"]).config
-    assert round_count(batch.total_q // config.queries * 48, config.shape.ctas_per_sm) > 1
-    run(batch)
+    cut("sm_90a", sm_count=1)
+    with choosing(Way.LINE, wanted=lambda one: one.shape.ctas_per_sm == 2):
+        config = launch.plan(
+            AttentionProblem.of(**batch.arguments(), memory=False), SIMULATED["sm_90a"]
+        ).config
+        assert round_count(batch.total_q // config.queries * 48, config.shape.ctas_per_sm) > 1
+        run(batch)
 
 
-def test_decoding_with_kv_lengths(simulate_as, cut):
+def test_decoding_with_kv_lengths(cut):
     """A rectangle of few queries, whose lengths the device knows."""
-    simulate_as("sm_90a", sm_count=3)
+    cut("sm_90a", sm_count=3)
     lengths, generator = (270, 0, 64, 133), torch.Generator().manual_seed(0)
     q = torch.randn(4, 2, 8, 64, generator=generator).bfloat16()
     k, v = torch.randn(2, 4, 270, 2, 64, generator=generator).bfloat16()
@@ -124,6 +122,7 @@ def test_decoding_with_kv_lengths(simulate_as, cut):
 @pytest.mark.parametrize("arch", ARCHS)
 def test_lengths_that_nobody_checked_touch_nothing_else(cut, arch):
     """Descending, negative and too large entries: memory outside the tensors is not touched; the simulator says so."""
+    cut(arch)
     arguments = MIXED.arguments()
     q, k, v = (arguments[name].nan_to_num(0.0, 0.0, 0.0) for name in ("q", "k", "v"))
     o = torch.full_like(q, torch.nan)
@@ -141,7 +140,7 @@ def test_lengths_that_nobody_checked_touch_nothing_else(cut, arch):
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(200, 240))
-def test_random_batches(simulate_as, cut, seed):
+def test_random_batches(cut, seed):
     batch = random_batch(seed, num_splits=None, shared_kv=False)
-    simulate_as(ARCHS[seed % 2], sm_count=1 + seed % 7, seed=seed)
+    cut(ARCHS[seed % 2], sm_count=1 + seed % 7, seed=seed)
     run(batch)

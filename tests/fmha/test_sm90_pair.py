@@ -14,7 +14,7 @@ from warpspec import sim
 from warpspec.common.compile import resources
 from warpspec.fmha import attention, sm90
 from warpspec.fmha.logits import LogitMap
-from warpspec.fmha.sm90.shapes import SHARED
+from warpspec.fmha.sm90.shapes import PAIR
 from warpspec.sim import tma
 
 LATENT = dict(head_dim=512, heads_kv=1, shared_kv=True)
@@ -192,7 +192,7 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_nothing_spills(variant):
     config = sm90.AttentionConfig(
-        dtype="bfloat16", head_dim=512, shared_kv=True, shape=SHARED[512], **VARIANTS[variant]
+        dtype="bfloat16", head_dim=512, shared_kv=True, shape=PAIR, **VARIANTS[variant]
     )
     (kernel,) = resources(sm90.ATTENTION.compiled(config, "sm_90a")).values()
     assert kernel.local_bytes == 0

@@ -2,30 +2,21 @@
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers.attention_cases import CASES, SPLIT_KEYS, Case, arguments, check, poisoned_out, relative_error
 from helpers.page_layouts import PAGE_SIZES, paged
-from helpers.simulate import plan_for
+from helpers.simulate import choosing, plan_for
 from helpers.suites import long
 
 from warpspec import sim
 from warpspec.common.compile import resources
 from warpspec.fmha import attention, sm90
-from warpspec.fmha.sm90 import shapes
-from warpspec.fmha.sm90.shapes import (
-    BIASED,
-    BIASED_PAGES,
-    DECODE,
-    LONG,
-    NARROW,
-    PREFILL,
-    SHARED,
-    SHORT,
-    SMALL,
-    SPLIT,
-)
+from warpspec.fmha.heads import CLASSES as HEAD_DIMS
+from warpspec.fmha.heads import HeadSizes
+from warpspec.fmha.sm90.shapes import PAIR, Shape
 
 BY_ID = {case.id: case for case in CASES}
 
@@ -63,17 +54,15 @@ def test_cases(name, head_dim):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("head_dim", PREFILL)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_every_case(case, head_dim):
     run(replace(case, head_dim=head_dim))
 
 
-@pytest.fixture
-def always_long(monkeypatch):
-    """The shapes of many rows, for few; of many keys."""
-    for name in ("LONG_ROWS", "LONG_CAUSAL", "LONG_TILES", "SHORT_TILES", "SHORT_KEYS"):
-        monkeypatch.setattr(shapes, name, 0)
+def of_shape(consumers: int, keys: int):
+    """Plans are chosen among tiles of so many consumers and keys."""
+    return choosing(wanted=lambda one: (one.tiling.row_groups, one.tiling.tile_n) == (consumers, keys))
 
 
 @pytest.mark.parametrize("name", [
@@ -82,33 +71,36 @@ def always_long(monkeypatch):
         "data-creeping",
     ))
 ])  # fmt: skip
-def test_the_shape_of_many_rows(always_long, name):
+def test_three_consumers(name):
     case = replace(BY_ID[name], head_dim=128)
-    assert plan_for("sm_90a", **arguments(case, 0)).config.shape == LONG[128]
-    run(case, num_splits=1)
+    with of_shape(3, 80):
+        assert plan_for("sm_90a", **arguments(case, 0)).config.consumers == 3
+        run(case, num_splits=1)
 
 
 @pytest.mark.parametrize(
     ("head_dim", "name"), [long(128, "three-tiles"), long(64, "three-tiles"), long(128, "past-a-tile")]
 )
-def test_the_shape_of_many_rows_and_few_keys(monkeypatch, always_long, head_dim, name):
-    monkeypatch.setattr(shapes, "SHORT_KEYS", 1024)
+def test_three_consumers_whatever_their_keys(head_dim, name):
     case = replace(BY_ID[name], head_dim=head_dim)
-    assert plan_for("sm_90a", **arguments(case, 0)).config.shape == SHORT[head_dim]
-    run(case, num_splits=1)
+    keys = {64: 128, 128: 80}[head_dim]
+    with of_shape(3, keys):
+        config = plan_for("sm_90a", **arguments(case, 0)).config
+        assert (config.consumers, config.tile_n) == (3, keys)
+        run(case, num_splits=1)
 
 
 @pytest.mark.parametrize(("head_dim", "name"), [(256, "three-tiles"), long(128, "past-a-tile")])
-def test_the_shape_of_few_tiles(monkeypatch, head_dim, name):
-    monkeypatch.setattr(shapes, "SMALL_TILES", 1)
+def test_one_consumer(head_dim, name):
     case = replace(BY_ID[name], head_dim=head_dim)
-    assert plan_for("sm_90a", **arguments(case, 0)).config.shape == SMALL[head_dim]
-    run(case, num_splits=1)
+    with of_shape(1, 64):
+        assert plan_for("sm_90a", **arguments(case, 0)).config.consumers == 1
+        run(case, num_splits=1)
 
 
 @pytest.mark.parametrize(("head_dim", "page_size", "causal"), [
     long(64, 48, True), (128, 112, True), long(256, 128, True), long(64, 384, False),
-    *(pytest.param(*other, marks=pytest.mark.long) for other in itertools.product(PREFILL, PAGE_SIZES, (False, True))),
+    *(pytest.param(*one, marks=pytest.mark.long) for one in itertools.product(HEAD_DIMS, PAGE_SIZES, (False, True))),
 ])  # fmt: skip
 def test_many_queries_through_pages(head_dim, page_size, causal):
     """As many as are computed together without pages."""
@@ -175,14 +167,24 @@ VARIANTS = {
     "splits": {"splits": True, "normalize": False, "has_kv_lengths": True, "page_size": 16, "pack": 8},
     "shared": {"shared_kv": True, "causal": True, "pack": 8, "negate": True},
 }
-TABLES = (PREFILL, LONG, NARROW, DECODE, SPLIT)
-SHAPES = list(dict.fromkeys((head_dim, shape) for table in TABLES for head_dim, shape in table.items()))
+
+
+def shapes_of(head_dim: int, **options) -> tuple[Shape, ...]:
+    """Tile shapes of a head dimension. options: shared_kv, has_bias of the problem."""
+    heads = HeadSizes(head_dim, head_dim)
+    problem = SimpleNamespace(
+        heads=heads, kv_format=None, **({"shared_kv": False, "has_bias": False} | options)
+    )
+    return sm90.AttentionConfig.shapes(problem)
+
+
+SHAPES = [(head_dim, shape) for head_dim in HEAD_DIMS for shape in shapes_of(head_dim)]
 
 
 def spilled_bytes(head_dim, shape, variant) -> int:
     options = dict(VARIANTS[variant])
     if options.get("shared_kv"):
-        shape = SHARED.get(head_dim, shape)
+        shape = PAIR if head_dim == 512 else shape
     if options.get("page_size", 0) and shape.tile_n % options["page_size"]:
         options["page_size"] = 0
     config = sm90.AttentionConfig(dtype="bfloat16", head_dim=head_dim, shape=shape, **options)
@@ -191,9 +193,11 @@ def spilled_bytes(head_dim, shape, variant) -> int:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("head_dim", PREFILL)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_the_largest_shapes_do_not_spill(head_dim):
-    assert spilled_bytes(head_dim, PREFILL[head_dim], "causal") == 0
+    assert (
+        spilled_bytes(head_dim, max(shapes_of(head_dim), key=lambda s: s.tile_n * s.consumers), "causal") == 0
+    )
 
 
 @pytest.mark.long
@@ -214,18 +218,14 @@ BIASES = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("head_dim", "bias"), itertools.product(BIASED, BIASES))
-def test_a_bias_spills_nothing(head_dim, bias):
-    for table, page_size in ((BIASED, 0), (BIASED_PAGES, 64)):
-        options = {**BIASES[bias], "page_size": page_size}
-        if page_size:
-            options["has_kv_lengths"] = True
+@pytest.mark.parametrize(("head_dim", "bias", "page_size"), itertools.product(HEAD_DIMS, BIASES, (0, 64)))
+def test_a_bias_spills_nothing(head_dim, bias, page_size):
+    options = {**BIASES[bias], "page_size": page_size}
+    if page_size:
+        options["has_kv_lengths"] = True
+    for shape in shapes_of(head_dim, has_bias=True):
         config = sm90.AttentionConfig(
-            dtype="bfloat16",
-            head_dim=head_dim,
-            shape=table[head_dim],
-            exact_maximum=head_dim == 64,
-            **options,
+            dtype="bfloat16", head_dim=head_dim, shape=shape, exact_maximum=head_dim == 64, **options
         )
         (kernel,) = resources(sm90.ATTENTION.compiled(config, "sm_90a")).values()
-        assert kernel.local_bytes == 0
+        assert kernel.local_bytes == 0, shape

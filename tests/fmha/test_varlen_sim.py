@@ -5,17 +5,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.simulate import plan_for, run_unchecked
+from helpers.simulate import choosing, plan_for, run_unchecked
 from helpers.suites import long, long_but
 from helpers.varlen_cases import Packed, random_batch
 
 from warpspec import sim
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import SIMULATED
-from warpspec.fmha import attention_varlen, launch, plan
+from warpspec.fmha import attention_varlen, launch
 from warpspec.fmha.combine import COMBINE, CombineConfig
 from warpspec.fmha.device import packed
 from warpspec.fmha.features import MOST_REQUESTS, Schedule
+from warpspec.fmha.plan.cost import Way
 from warpspec.fmha.problem import AttentionProblem
 
 ARCHS = ("sm_90a", "sm_100a")
@@ -74,17 +75,6 @@ def test_a_wrong_hint_and_few_ctas_change_no_result(simulate_as, arch):
     run(replace(MIXED, hint_q=1, hint_k=1))
 
 
-@pytest.fixture
-def queue(monkeypatch):
-    """Packed queries take their tiles from a queue, however few they are, and nothing is cut by length. What was
-    prepared is forgotten: it does not know of this."""
-    monkeypatch.setattr(plan, "WHOLE_TILES", 0)
-    monkeypatch.setattr(plan, "CUT_TILES", 10**9)
-    launch.prepare.cache_clear()
-    yield
-    launch.prepare.cache_clear()
-
-
 WIDE = replace(MIXED, head_dim=128)  # so that a request has several tiles
 
 
@@ -92,17 +82,18 @@ WIDE = replace(MIXED, head_dim=128)  # so that a request has several tiles
     ("batch", "sms"),
     [(WIDE, 2), long(STATE, 3), long(replace(PAGED, head_dim=128, window=(700, 0)), 1), long(WIDE, 132)],
 )
-def test_tiles_from_a_queue(simulate_as, queue, batch, sms):
+def test_tiles_from_a_queue(simulate_as, batch, sms):
     """Whichever CTA gets a tile, the bits are the same. The queue is left as it was found (``launch`` asserts it)."""
     results = []
     for seed in (0, 1):
         simulate_as("sm_90a", sm_count=sms, seed=seed)
         arguments = batch.arguments()
-        planned = launch.plan(AttentionProblem.of(**arguments, memory=False), SIMULATED["sm_90a"])
-        assert planned.config.schedule is Schedule.QUEUE
-        result = attention_varlen(
-            **arguments, out=batch.poisoned_out(), return_lse=batch.normalize, backend="sim"
-        )
+        with choosing(Way.QUEUE):
+            planned = launch.plan(AttentionProblem.of(**arguments, memory=False), SIMULATED["sm_90a"])
+            assert planned.config.schedule is Schedule.QUEUE
+            result = attention_varlen(
+                **arguments, out=batch.poisoned_out(), return_lse=batch.normalize, backend="sim"
+            )
         batch.check(result)
         queries = sum(batch.seq_q)  # nobody writes what is behind them
         results.append([t[:queries] if t is result[0] else t[:, :queries] for t in result])
@@ -112,15 +103,14 @@ def test_tiles_from_a_queue(simulate_as, queue, batch, sms):
 @pytest.mark.long
 def test_few_tiles_have_a_consumer_each(simulate_as):
     simulate_as("sm_90a", small=True)
-    launch.prepare.cache_clear()
     run(replace(PAGED, head_dim=128))
-    launch.prepare.cache_clear()
 
 
 @pytest.mark.parametrize("arch", long_but(["sm_90a"], ARCHS))  # test_line_sim has it on both
 def test_lengths_that_nobody_checked_touch_nothing_else(arch):
     """Descending, negative and too large entries: memory outside the tensors is not touched (the simulator would say
-    so), and nothing but the results of the keys there are is written."""
+    so), and whole tiles write nothing but the results of the keys there are. (Where keys are split, what the second
+    launch reads of a row that is no request's is undefined.)"""
     batch = replace(MIXED, layout="plain")
     arguments = batch.arguments()
     inputs = {name: arguments[name] for name in ("q", "k", "v")}
@@ -130,7 +120,8 @@ def test_lengths_that_nobody_checked_touch_nothing_else(arch):
     cu_seqlens = torch.tensor([5, 2**31 - 1, -7, 0, 1000, 3], dtype=torch.int32)
     arguments |= dict(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, return_lse=True)
     arguments["sink"] = arguments["sink"].float()  # as kernels take it
-    run_unchecked(arguments, o=o, arch=arch, lse=lse)
+    with choosing():
+        run_unchecked(arguments, o=o, arch=arch, lse=lse)
     assert o[5].isfinite().all()  # the first request begins here
     assert o.nan_to_num(0.0).abs().max() <= v.abs().max()
 

@@ -1,13 +1,16 @@
 """Calls of attention in the simulator: for which architecture, and past the checks of values."""
 
 import contextlib
+from collections.abc import Callable
 from unittest import mock
 
 from warpspec.common.launch import SIMULATED, Target, simulating
-from warpspec.fmha import launch
+from warpspec.fmha import launch, plan
 from warpspec.fmha.backward import call as backward_call
 from warpspec.fmha.operands import Operands
 from warpspec.fmha.plan import Plan
+from warpspec.fmha.plan.candidates import Candidate, candidates
+from warpspec.fmha.plan.cost import Way
 from warpspec.fmha.problem import AttentionProblem
 
 
@@ -18,6 +21,33 @@ def simulating_gradients(arch: str, **changes):
     resolve = mock.patch.object(backward_call, "resolve_backend", lambda backend, device: "sim")
     with simulating(arch, **changes), resolve:
         yield
+
+
+@contextlib.contextmanager
+def choosing(
+    way: Way | None = None, wanted: Callable[[Candidate], bool] = lambda candidate: True, shape=None
+):
+    """Plans are chosen, by their expected time, among the candidates that are ``wanted``, where there are some.
+
+    way: the one in which CTAs get their work, however few tiles there are, where the kernel has it and nobody says how
+    to split; None: the one that any number of tiles may be done in. shape: of tiles, instead of the chosen one. What
+    was prepared is forgotten: it does not know of this.
+    """
+
+    def chosen(config_class, problem, target):
+        ways = config_class.ways(problem)
+        taken = ways[0] if way is None or way not in ways else way
+        if problem.num_splits is None:
+            found = [Candidate(*tiles, taken, 1) for tiles in config_class.tilings(problem)]
+        else:
+            found = list(candidates(config_class, problem, target))
+        found = [candidate for candidate in found if wanted(candidate)] or found
+        return found if shape is None else [found[0]._replace(shape=shape)]
+
+    launch.prepare.cache_clear()
+    with mock.patch.object(plan, "candidates", chosen):
+        yield
+    launch.prepare.cache_clear()
 
 
 def plan_for(target: Target | str, **arguments) -> Plan:

@@ -280,7 +280,7 @@ def dies_at_a_peer(connection):
     """Like ``bench_sweep.serve``, with candidates that end the process or hang."""
     connection.send(("ready", None))
     while True:
-        fields, missing, speeds = connection.recv()
+        fields, missing, speeds, _ = connection.recv()
         assert speeds == SPEEDS
         for name in (OURS, "ends", "hangs", "works"):
             connection.send(("at", name))

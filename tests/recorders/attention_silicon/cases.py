@@ -8,26 +8,40 @@ import re
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from unittest import mock
 
 import numpy as np
 import torch
 from helpers.attention_cases import Case, arguments
+from helpers.simulate import choosing
 
 from warpspec.common.launch import SIMULATED
 from warpspec.fmha import attention, launch
 from warpspec.fmha.problem import AttentionProblem
-from warpspec.fmha.sm90 import shapes
 from warpspec.fmha.sm90.shapes import Shape
 
 SEED = 7
+# Shapes of the kernels that were recorded, by what a case has.
+FEW = 12  # queries
+RECORDED_SHAPES = {
+    ("many", 64): Shape(3, 128, 4, 1, 160, 32),
+    ("many", 128): Shape(2, 128, 2, 1, 240, 24),
+    ("many", 256): Shape(2, 64, 2, 1, 240, 24),
+    ("few", 64): Shape(1, 128, 2, 2, 208, 48),
+    ("few", 128): Shape(1, 64, 2, 2, 208, 48),
+    ("few", 256): Shape(1, 64, 3, 1, 240, 24),
+    ("few", 512): Shape(2, 64, 2, 1, 240, 24, column_parts=2),
+    ("split", 64): Shape(1, 128, 3, 2, 208, 48),
+    ("split", 128): Shape(1, 64, 3, 2, 208, 48),
+    ("biased", 64): Shape(3, 80, 4, 1, 160, 32),
+    ("biased", 128): Shape(2, 96, 3, 1, 240, 24),
+}
 
 
 @dataclass(frozen=True)
 class Recorded:
     """One call. num_splits: as in ``attention``. page_size: K and V are cut into pages of it, which lie in another
-    order. bias: dtype of a bias of its own for every head, with hidden keys. shape: of a narrow window, instead of what
-    ``shapes.NARROW`` has: the kernel that was recorded."""
+    order. bias: dtype of a bias of its own for every head, with hidden keys. shape: of the kernel that was recorded;
+    None: the one that RECORDED_SHAPES has."""
 
     case: Case
     num_splits: int | None = 1
@@ -71,11 +85,11 @@ class Recorded:
     @contextmanager
     def recorded_shape(self):
         """Plans give the case its shape, and remember nothing of it."""
-        table = {} if self.shape is None else {self.case.head_dim: self.shape}
-        launch.prepare.cache_clear()
-        with mock.patch.dict(shapes.NARROW, table):
+        queries = "few" if self.case.seq_q <= FEW else "biased" if self.bias else "many"
+        kind = "split" if self.num_splits > 1 else queries
+        shape = self.shape or RECORDED_SHAPES[kind, self.case.head_dim]
+        with choosing(shape=shape):
             yield
-        launch.prepare.cache_clear()
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:

@@ -1,0 +1,139 @@
+"""Plans that can run a problem: every tile shape of a kernel with every way to hand out work that fits the problem.
+
+``candidates`` lists them; ``cost`` says how long each takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from warpspec.common.launch import Target
+from warpspec.fmha.features import Schedule
+from warpspec.fmha.plan.cost import Tiling, Way
+from warpspec.fmha.plan.splits import Loads, choose_splits, visited_tiles
+from warpspec.fmha.problem import AttentionProblem
+
+# Rounds of all CTAs that parts of split keys fill, of the numbers of parts that are candidates; and the most rounds of
+# whole tiles for which keys are split at all.
+SPLIT_ROUNDS, MOST_ROUNDS = (0.5, 0.75, 1.0, 1.5, 2.0, 3.0), 2
+QUEUE_ROUNDS = 2  # of tiles, more than which a queue balances: a CTA takes one ahead of time
+FEW_ROUNDS = 4  # of tiles, up to which ways without a queue may be best
+
+
+class Candidate(NamedTuple):
+    """shape: of tiles. tiling: what of it and of the packing decides the time. way: how CTAs get their work. splits: of
+    the keys."""
+
+    shape: object
+    tiling: Tiling
+    way: Way
+    splits: int
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.way.schedule
+
+
+def candidates(config_class: type, problem: AttentionProblem, target: Target) -> Iterator[Candidate]:
+    """Every candidate; there is at least one. config_class: the target architecture's ``AttentionConfig``."""
+    ways, wanted = config_class.ways(problem), problem.num_splits
+    for shape, tiling in config_class.tilings(problem):
+        tiles, slots = tile_count(problem, tiling), target.sm_count * tiling.ctas_per_sm
+        if wanted is not None:
+            yield Candidate(shape, tiling, Way.SPLIT if wanted > 1 else ways[0], wanted)
+            continue
+        tuned = measured_splits(config_class.decode_loads(problem), problem, tiling, target)
+        for way in ways:
+            if tuned is not None and way is not (Way.SPLIT if tuned > 1 else ways[0]):
+                continue
+            if way is Way.SPLIT:
+                counts = (
+                    split_counts(tiles, most_tiles(problem, tiling), slots) if tuned is None else (tuned,)
+                )
+                for splits in counts:
+                    yield Candidate(shape, tiling, way, splits)
+            elif suits(way, ways, problem, tiles / slots):
+                yield Candidate(shape, tiling, way, 1)
+
+
+def suits(way: Way, ways: tuple[Way, ...], problem: AttentionProblem, rounds: float) -> bool:
+    """Whether CTAs may get so many rounds of whole tiles, or a line of them, in a way. One of ``ways`` always suits.
+
+    As measured (docs/records/2026-11-24-plan-model.md): with many rounds, CTAs that take tiles from a queue hide their
+    starts and balance any order. With few, tiles of packed queries go to SMs as these come free, for no order is known
+    to be balanced. Where the host knows the lengths, dealing out tiles longest first is as good as either. A line
+    is worth its second launch only where whole tiles would leave CTAs idle.
+    """
+    unknown = problem.packed_q or problem.has_kv_lengths
+    if Way.QUEUE not in ways:
+        return way is ways[0] or (unknown if way is Way.LINE else rounds > 1)
+    if way is Way.LINE:
+        return rounds <= (FEW_ROUNDS if unknown else 1)
+    if way is Way.QUEUE:
+        return rounds > (QUEUE_ROUNDS if problem.packed_q else FEW_ROUNDS)
+    if way is Way.SINGLE:
+        return unknown and 1 < rounds <= FEW_ROUNDS
+    return rounds <= 1 or not problem.packed_q
+
+
+def measured_splits(
+    loads: Loads | None, problem: AttentionProblem, tiling: Tiling, target: Target
+) -> int | None:
+    """Parts of the keys where few queries decode keys of which the host knows how many, in several CTAs an SM: by a
+    model of its own, which was fitted to just such calls (``splits``). None: elsewhere."""
+    known = not (problem.packed_q or problem.has_kv_lengths)
+    if (
+        loads is None
+        or not known
+        or tiling.ctas_per_sm == 1
+        or tiling.column_parts > 1
+        or problem.seq_q > tiling.queries
+    ):
+        return None
+    return choose_splits(
+        m_tiles=tile_count(problem, tiling),
+        kv_tiles=most_tiles(problem, tiling),
+        rows=problem.batch * problem.seq_q * problem.heads_q,
+        head_dim=problem.heads.v,
+        tile_m=tiling.row_groups * tiling.rows,
+        tile_n=tiling.tile_n,
+        shared_kv=problem.shared_kv,
+        sm_count=target.sm_count,
+        ctas_per_sm=tiling.ctas_per_sm,
+        persistent=True,
+        loads=loads,
+    )
+
+
+def split_counts(tiles: int, kv_tiles: int, slots: int) -> list[int]:
+    """Numbers of parts worth a look: with them the parts fill about SPLIT_ROUNDS rounds, and the longest is no longer
+    than with one part fewer."""
+    if tiles >= MOST_ROUNDS * slots or kv_tiles < 2:
+        return []
+    found = set()
+    for rounds in SPLIT_ROUNDS:
+        parts = min(max(int(slots * rounds) // tiles, 2), kv_tiles)
+        found.add(-(-kv_tiles // -(-kv_tiles // parts)))
+    return sorted(found)
+
+
+def most_tiles(problem: AttentionProblem, tiling: Tiling) -> int:
+    """KV tiles that one M tile visits at most, from shapes alone."""
+    plain = problem.key_stride == 1  # only then do positions count keys
+    return visited_tiles(
+        seq_k=problem.seq_k,
+        queries=tiling.queries,
+        tile_n=tiling.tile_n,
+        left=problem.window_left if plain else None,
+        right=problem.window_right if plain else None,
+        causal=problem.causal and plain,
+    )
+
+
+def tile_count(problem: AttentionProblem, tiling: Tiling) -> int:
+    """Query tiles of a launch, idle ones of packed queries among them."""
+    query_tiles = problem.batch * -(-problem.seq_q // tiling.queries)
+    if problem.packed_q:
+        query_tiles = min(query_tiles, problem.batch + problem.least_q // tiling.queries)
+    return query_tiles * problem.heads_kv * -(-problem.group // tiling.pack)

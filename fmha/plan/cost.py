@@ -1,0 +1,386 @@
+"""How long a plan takes: one model of the time of a launch, whose constants were fitted to timings.
+
+A plan is judged by counted quantities (``Work``): query tiles and the KV tiles that they visit, the longest and the
+shortest query tile, tiles with a mask, loads of pages, bytes. ``microseconds`` makes of these:
+
+- the time of a KV tile in a CTA: the greatest of what the tensor cores, the exponential units, the chain of products
+  and softmax of one consumer, the loads' bytes and the loads' latency need, rounded off by a power mean;
+- the time of the busiest CTA, by how the schedule hands out query tiles;
+- the bytes that the call must move, at the GPU's copy speed;
+- the launch, the cuts of a line and the second launch that joins or combines.
+
+Lengths that the host does not know are drawn up as scenarios (``scenarios``).
+
+All arithmetic works for numbers and for numpy arrays alike, which is how ``scripts/fit_plans.py`` fits the constants.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from warpspec.common.hardware import FP32_BYTES
+from warpspec.fmha.combine import CHUNK, VECTOR
+from warpspec.fmha.features import ELEMENT_BYTES
+from warpspec.fmha.join import BATCH, PART_CTAS, THREADS
+
+CLOCKS_PER_US = 1755.0  # that constants in clocks mean
+MMA_FLOPS = 4096  # bf16, a clock and SM
+EXPONENTIALS = 16  # a clock and SM
+REFERENCE_MATMUL = 710.0 / 132  # TFLOP/s of a large product, of an SM of the GPU that constants mean
+FAR = 1 << 30
+UNSORTED = 2.0
+# Parts of split keys are one on an SM up to this share of the SMs. Further ones meet on SMs: it seems because the
+# combine launch of the call before still has its CTAs on the others.
+SPREAD = 0.75
+CROWDED = 0.02  # SMs of all that may have a CTA more than the others, and nobody waits for them
+LINE_LEAST = 4  # KV tiles of the shortest chunk of a line
+
+
+class Way(enum.Enum):
+    """How CTAs get their query tiles."""
+
+    SINGLE = "one each, in their order as SMs come free"
+    PERSISTENT = "one of every round"
+    QUEUE = "from a queue, one after another"
+    LINE = "a chunk of the line of all, cut by length, whose pieces a second launch joins"
+    SPLIT = "one of every round, of parts of split keys, which a second launch combines"
+
+
+class Tiling(NamedTuple):
+    """What of a kernel's configuration decides its time. row_groups: of ``rows`` rows, that a CTA has. groups_alike:
+    warpgroups that work on each (``column_parts``)."""
+
+    row_groups: int
+    rows: int
+    column_parts: int
+    tile_n: int
+    stages: int
+    ctas_per_sm: int
+    pack: int
+
+    @property
+    def group_queries(self) -> int:
+        return self.rows // self.pack
+
+    @property
+    def queries(self) -> int:
+        """Of a query tile."""
+        return self.row_groups * self.group_queries
+
+
+class Work(NamedTuple):
+    """Counts of a launch. tiles: query tiles with a query. idle: others. kv: KV tiles that they visit. longest,
+    shortest: KV tiles of a query tile. spread: standard deviation of KV tiles among query tiles that stand in no
+    order of length. masked: KV tiles with a mask. groups: KV tiles times row groups with a query. rows: query rows.
+    bytes: that must be moved. boxes: loads of a K or V tile. depth: elements of a row. keyed: tensors of keys."""
+
+    tiles: float
+    idle: float
+    kv: float
+    longest: float
+    shortest: float
+    spread: float
+    masked: float
+    groups: float
+    rows: float
+    bytes: float
+    boxes: float
+    depth: float
+    tensors: float
+    requests: float
+
+
+def _clipped_mean(first: float, last: float) -> float:
+    """Mean of max(x, 0) for x from first to last, evenly."""
+    if first >= 0:
+        return (first + last) / 2
+    if last <= 0:
+        return 0.0
+    return last * last / (2 * (last - first))
+
+
+def work_of(problem, tiling: Tiling, requests) -> Work:
+    """What a problem with these requests makes in such tiles."""
+    queries_of, keys_of, group_queries = tiling.queries, tiling.tile_n, tiling.group_queries
+    stride = problem.key_stride
+    plain = stride == 1
+    left = problem.window_left if plain else None
+    right = 0 if problem.causal else problem.window_right
+    heads = problem.heads_kv * -(-problem.group // tiling.pack)
+    tiles = kv = masked = groups = rows = moved = squares = offsets = 0.0
+    longest, shortest = 0.0, math.inf
+    for count, queries, keys in requests:
+        if queries <= 0 or keys <= 0:
+            continue
+        number = -(-queries // queries_of)
+        last = queries - (number - 1) * queries_of  # queries of the last tile
+        visible = keys if left is None else min(keys, left + queries)
+        if right is None:
+            mean_end, first_end = keys, keys
+        else:
+            first_end = min(
+                max((keys * stride - queries + min(queries_of, queries) + right) // stride, 0), keys
+            )
+            last_end = min(keys + right // stride, keys)
+            mean_end = (first_end + last_end) / 2
+        mean_start = first_start = last_start = 0.0
+        if left is not None:
+            first_start, last_start = keys - queries - left, keys - last - left
+            mean_start = _clipped_mean(first_start, last_start)
+            first_start, last_start = max(first_start, 0), max(last_start, 0)
+        ragged = 0.5 * (right is not None and number > 1) + 0.5 * (mean_start > 0)
+        if number == 1:
+            long = -(-mean_end // keys_of) + 0.5 * (mean_start > 0) - mean_start / keys_of
+            mean = short = max(long, 0.0)
+        else:
+            end = -(-keys // keys_of)
+            mean = (
+                (mean_end - mean_start) / keys_of + ragged
+                if right is not None
+                else end - mean_start / keys_of
+            )
+            ends = (first_end - first_start) / keys_of + 0.5, end - last_start / keys_of
+            long, short = max(ends), max(min(ends), 0.0)
+            if left is not None:  # between the first tile and the last one, tiles see a whole window
+                long = max(long, min((left + queries_of + (right or 0)) / keys_of + 0.5, end))
+        of_all = count * number * heads
+        tiles += of_all
+        kv += of_all * mean
+        bands = (0 if right is None else (queries_of - 1) / keys_of / stride + 1) + (
+            (queries_of - 1) / keys_of + 1 if mean_start > 0 else 0
+        )
+        masked += of_all * min(
+            mean, bands + (problem.has_kv_lengths or keys % keys_of != 0) * (right is None)
+        )
+        groups += count * heads * mean * -(-queries // group_queries)
+        rows += count * queries * problem.heads_q
+        moved += count * visible
+        longest, shortest = max(longest, long), min(shortest, short)
+        offset = min(max(keys * stride - queries, 0.0), FAR if left is None else left) / (keys_of * stride)
+        offsets += of_all * offset
+        squares += of_all * offset * offset
+    spread = math.sqrt(max(squares / tiles - (offsets / tiles) ** 2, 0.0)) if tiles else 0.0
+    tensors, depth = 1 if problem.shared_kv else 2, (problem.heads.qk + problem.heads.v) / 2
+    total = sum(one.count * one.queries for one in requests)
+    idle = 0.0
+    if problem.packed_q:
+        idle = max((total // queries_of + problem.batch) * heads - tiles, 0.0)
+    return Work(
+        tiles, idle, kv, longest, 0.0 if shortest == math.inf else shortest, spread, masked, groups, rows,
+        (moved * problem.heads_kv * tensors + 2 * rows) * depth * ELEMENT_BYTES,
+        boxes_of(problem, tiling.tile_n), depth, tensors, problem.batch,
+    )  # fmt: skip
+
+
+def boxes_of(problem, tile_n: int) -> int:
+    """Loads of a K or V tile."""
+    pages = tile_n // math.gcd(problem.page_size or tile_n, tile_n)
+    return 1 if pages == 1 and problem.heads.whole else pages * problem.heads.qk_blocks
+
+
+def join_rounds(t: Tiling, w: Work, pieces, maximum, minimum, ceil):
+    """Rounds of loads by which joining a tile of many pieces takes longer than of few (``device.join.row_each``)."""
+    parts = PART_CTAS[0] + (PART_CTAS[1] - PART_CTAS[0]) * minimum(t.row_groups - 1, 1)
+    groups = THREADS * VECTOR / minimum(w.depth, CHUNK)
+    rows = w.rows / maximum(w.tiles, 1)
+    each = ceil(rows / (parts * groups)) * ceil(pieces / BATCH)
+    shared = ceil(rows / parts) * (2 + pieces / (BATCH * groups))
+    return maximum(minimum(each, shared) - 1, 0)
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Of a family of kernels. Clocks are of CLOCKS_PER_US.
+
+    serial_mma, serial_key, serial_tile: what a consumer's step takes by itself: share of the products' clocks, clocks a
+    key, and clocks. mma, exponentials: the SM's units, as multiples of what is counted. turn: clocks of the tensor
+    cores between consumers. power: of the mean. sm_bytes: from memory that arrive on an SM, a clock. latency: clocks
+    from the demand of a KV tile to its arrival. box: clocks that a load takes to issue. mask: clocks a key of a tile
+    with a mask; pack_mask: times as many where heads share a tile. tile, tile_row: clocks of a query tile's start and
+    end, and more for each element of its rows; pack_ends: times as many where heads share a tile; hidden: part by which
+    each further CTA of an SM lengthens them. alone: clocks of a launch's first tile. team_RC: times that a step takes
+    with R row groups and C CTAs an SM, beside that of two row groups. round_, greedy: parts of a last round's idle time
+    that persistent CTAs lose, and those that take tiles as SMs come free. spread, greedy_spread: standard deviations of
+    a tile's length by which the busiest CTA exceeds the mean. single: starts and ends that nothing hides where a CTA
+    has one tile. queue: clocks to take a tile. idle: clocks of a tile without a query. launch: microseconds. memory: as
+    a multiple of the copy speed. chunk: clocks of a chunk's start. scan, scan_requests: microseconds of cutting a line,
+    and of each 32 requests. join, join_bytes: microseconds of the launch that joins, and bytes of states a microsecond.
+    line: times that all of it takes. combine, combine_bytes: likewise of the launch that combines; combine_round,
+    combine_parts: microseconds of each round of so many parts.
+    """
+
+    serial_mma: float = 0.1892
+    serial_key: float = 7.137
+    serial_tile: float = 111.2
+    mma: float = 0.741
+    exponentials: float = 1.642
+    power: float = 2.921
+    sm_bytes: float = 37.69
+    latency: float = 692.8
+    box: float = 37.65
+    mask: float = 2.277
+    tile: float = 1745.0
+    tile_row: float = 0.09925
+    hidden: float = 0.1739
+    alone: float = 104.4
+    round_: float = 0.5203
+    greedy: float = 0.3741
+    spread: float = 0.4666
+    greedy_spread: float = 1.145
+    launch: float = 4.751
+    memory: float = 1.292
+    turn: float = 244.7
+    chunk: float = 97.52
+    scan: float = 1.185
+    scan_requests: float = 0.01188
+    join: float = 3.185
+    join_bytes: float = 2957000.0
+    combine: float = 0.9159
+    combine_bytes: float = 4557000.0
+    queue: float = 2.259
+    pack_mask: float = 1.737
+    pack_ends: float = 1.137
+    team_11: float = 1.079
+    team_12: float = 1.024
+    team_13: float = 1.019
+    team_31: float = 0.9283
+    single: float = 1.226
+    combine_round: float = 0.5928
+    combine_parts: float = 32.0
+    idle: float = 3566.0
+    line: float = 1.05
+
+
+class Tile(NamedTuple):
+    """What a tile shape's time is made of at a head size, in clocks, some of it to the power ``Constants.power``.
+
+    unit: the tensor cores and the exponential units for a KV tile of a warpgroup. fixed: a KV tile's own chain and
+    latency. bytes: of a KV tile. mask: for a KV tile with a mask. ends: of a query tile's start and end. team: times
+    that a KV tile takes.
+    """
+
+    unit: float
+    fixed: float
+    bytes: float
+    mask: float
+    ends: float
+    team: float
+
+
+def tile_of(t: Tiling, depth, tensors, c: Constants, where) -> Tile:
+    """A tiling's ``Tile``."""
+    columns = depth / t.column_parts
+    products = t.rows * t.tile_n * (depth + columns) * 2 / MMA_FLOPS  # of a row group, QK and PV
+    exponentials = t.rows * t.tile_n / EXPONENTIALS
+    serial = c.serial_mma * products + c.serial_key * t.tile_n + c.serial_tile
+    p = c.power
+    one_each = where(t.ctas_per_sm == 2, c.team_12, where(t.ctas_per_sm == 3, c.team_13, c.team_11))
+    team = where(t.row_groups == 1, one_each, where(t.row_groups == 3, c.team_31, 1.0))
+    several = t.pack > 1
+    ends = c.tile + c.tile_row * t.row_groups * t.rows * depth
+    return Tile(
+        unit=(c.mma * products + c.turn) ** p + (c.exponentials * exponentials) ** p,
+        fixed=serial**p + (c.latency / t.stages) ** p,
+        bytes=tensors * t.tile_n * depth * ELEMENT_BYTES,
+        mask=c.mask * t.tile_n * where(several, c.pack_mask, 1.0),
+        ends=ends * where(several, c.pack_ends, 1.0),
+        team=team,
+    )
+
+
+def either(condition, first, second):
+    """``numpy.where`` of numbers."""
+    return first if condition else second
+
+
+@lru_cache(maxsize=1024)
+def known_tile(t: Tiling, depth: float, tensors: int, c: Constants) -> Tile:
+    """``tile_of`` for numbers."""
+    return tile_of(t, depth, tensors, c, either)
+
+
+def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=None):
+    """Time of a launch, and of the second one behind it. xp: numpy, for arrays."""
+    if xp is None:
+        maximum, minimum, ceil, where = max, min, math.ceil, either
+        tile = known_tile(t, w.depth, w.tensors, c)
+    else:
+        maximum, minimum, ceil, where = xp.maximum, xp.minimum, xp.ceil, xp.where
+        tile = tile_of(t, w.depth, w.tensors, c, where)
+    sms, p = target.sm_count, c.power
+    slots = sms * t.ctas_per_sm
+    consumers = t.row_groups * t.column_parts
+    parts = w.tiles * splits
+    tiles = maximum(w.tiles, 1)
+
+    fresh = minimum(w.bytes / (w.kv * tile.bytes), 1.0)  # part of the loads that come from memory
+    memory_rate = c.memory * target.speeds.copy * 1e6  # bytes a microsecond
+    rest = tile.fixed + (w.boxes * w.tensors * c.box) ** p
+    load = fresh * tile.bytes
+
+    def step(ctas, ctas_here, groups=1.0):
+        """Clocks of a KV tile in each of so many CTAs an SM, so many on all SMs. groups: part of the warpgroups that
+        have a query."""
+        loads = load * maximum(ctas / c.sm_bytes, ctas_here * CLOCKS_PER_US / memory_rate)
+        return ((consumers * ctas * groups) ** p * tile.unit + loads**p + rest) ** (1 / p) * tile.team
+
+    if way is Way.LINE:
+        ctas_here = 1.0 * t.ctas_per_sm
+        # Tiles whose row groups all have a query, and tiles of which one has: so many of them that the mean is right.
+        groups, least = w.groups / maximum(w.kv * t.row_groups, 1), 1 / t.row_groups
+        whole = (groups - least) / maximum(1 - least, 0.1)
+        full = whole * step(ctas_here, slots) + (1 - whole) * step(ctas_here, slots, least)
+    else:
+        ctas_here = most_here = maximum(minimum(t.ctas_per_sm, parts / sms), 1.0)
+        if way is Way.SPLIT:
+            most_here = maximum(minimum(t.ctas_per_sm, parts / (sms * SPREAD)), 1.0)
+        groups = 1.0
+        full = step(ceil(most_here - CROWDED), minimum(parts, slots))
+    alone = step(1.0, 0.5 * minimum(parts, sms), groups)
+    mask = tile.mask * maximum(consumers * ctas_here / 2, 1.0)
+    shared = tile.ends * (1 + c.hidden * (ctas_here - 1))
+
+    parts_of = splits if way is Way.SPLIT else 1
+    average = w.kv / tiles / parts_of
+    each = average * full + shared + w.masked / tiles / parts_of * mask
+    spread = w.spread / parts_of
+    total = parts * each + w.idle * c.idle
+    if way is Way.LINE:
+        busy = maximum(total / slots, minimum(LINE_LEAST, average) * full) + tile.ends + c.chunk
+    else:
+        if way is Way.QUEUE:
+            total = total + parts * c.queue
+        mean = total / minimum(slots, parts)
+        longest = ceil(w.longest / splits) if way is Way.SPLIT else w.longest
+        one = maximum(longest - average, 0) * alone  # more in the longest tile than in the mean one
+        short = minimum(w.shortest / parts_of * full + shared, each)
+        rounds = ceil(parts / slots)
+        left = rounds - parts / slots  # of a round, that is idle
+        if way in (Way.PERSISTENT, Way.SPLIT):
+            # How little their order sorts tiles by length.
+            mixed = minimum(UNSORTED * spread / maximum(average, 0.1), 1.0)
+            more = left * (c.round_ * short * (1 - mixed) + each * mixed)
+            more = more + c.spread * spread * alone * rounds**0.5
+        else:
+            more = left * c.greedy * short + c.greedy_spread * spread * alone + c.single * shared
+        busy = mean + where(parts <= slots, one, maximum(more, one - mean + each))
+    found = c.launch + maximum((busy + c.alone) / CLOCKS_PER_US, w.bytes / memory_rate)
+    if way is Way.SPLIT:
+        found = found + c.combine + 2 * splits * w.rows * w.depth * FP32_BYTES / c.combine_bytes
+        found = found + c.combine_round * ceil(splits / c.combine_parts)
+    if way is Way.LINE:
+        states = minimum(2 * slots, parts) * t.row_groups * t.rows * w.depth * FP32_BYTES
+        found = found + c.scan + c.scan_requests * w.requests / 32 + c.join + states / c.join_bytes
+        pieces = w.longest * slots / maximum(w.kv, 1) + 1
+        found = c.line * (found + c.combine_round * join_rounds(t, w, pieces, maximum, minimum, ceil))
+    return found
+
+
+# Fitted by scripts/fit_plans.py to timings of scripts/collect_plans.py.
+HOPPER = Constants()
+# Assumed; nothing was measured. The tensor cores take half the clocks, and memory gives more to an SM.
+BLACKWELL = replace(HOPPER, mma=HOPPER.mma / 2, serial_mma=HOPPER.serial_mma / 2)

@@ -1,0 +1,74 @@
+"""Lengths of a call's requests, as far as the host knows them: what ``cost`` judges plans by.
+
+The host knows the longest request and, of packed queries, their number within an eighth; lengths themselves are on the
+device. A scenario is a list of ``Requests`` that such a call may consist of. A plan should do well in all of them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from warpspec.fmha.problem import AttentionProblem
+
+
+class Requests(NamedTuple):
+    """``count`` requests with so many queries and keys each."""
+
+    count: float
+    queries: float
+    keys: float
+
+
+PARTS = (0.13, 0.38, 0.62, 0.87)  # of the longest: what stands for lengths drawn evenly
+EVEN, FEW = 0.8, 0.3  # queries of the mean request, as a part of the longest one's: from here on, up to here
+CHUNK = 0.6  # queries of a request in its prefill, as a part of the longest one's
+UNKNOWN_TOTAL = 1.06  # queries there are, times those that there are at least
+
+
+def scenarios(problem: AttentionProblem) -> list[list[Requests]]:
+    """What a call may consist of; at least one scenario."""
+    batch, queries, keys = problem.batch, problem.seq_q, problem.seq_k
+    if not problem.packed_q:
+        return key_scenarios(problem, queries)
+    total = min(max(problem.least_q * UNKNOWN_TOTAL, batch), batch * queries)
+    mean = total / batch
+    if queries == 1 or batch == 1:
+        return key_scenarios(problem, mean)
+    if mean >= EVEN * queries:
+        return [[Requests(batch, mean, keys)], spread(batch, mean, keys, queries)]
+    if mean > FEW * queries:
+        return [spread(batch, mean, keys, queries)]
+    return [mixed(batch, total, queries, keys)]
+
+
+def key_scenarios(problem: AttentionProblem, queries: float) -> list[list[Requests]]:
+    """Requests with so many queries each, and keys of which only the most may be known."""
+    batch, keys = problem.batch, problem.seq_k
+    equal = [Requests(batch, queries, keys)]
+    if batch == 1 or not (problem.has_kv_lengths or problem.packed_k):
+        return [equal]
+    return [equal, [Requests(1, queries, keys), *even(batch - 1, queries, keys)]]
+
+
+def even(count: float, queries: float, keys: float) -> list[Requests]:
+    """Requests whose keys are spread evenly."""
+    return [Requests(count / len(PARTS), queries, max(keys * part, queries)) for part in PARTS]
+
+
+def spread(batch: int, mean: float, keys: int, longest: int) -> list[Requests]:
+    """Requests whose queries and keys are spread evenly; the longest is there."""
+    before, count = keys - longest, batch - 1
+    rest = max(mean * batch - longest, count) / count  # queries of the others' mean request
+    found = [Requests(count / len(PARTS), part * 2 * rest, part * (2 * rest + before)) for part in PARTS]
+    return [Requests(1, longest, keys), *found]
+
+
+def mixed(batch: int, total: float, longest: int, keys: int) -> list[Requests]:
+    """Requests that decode, and some that are in their prefill, the longest among them."""
+    chunks = min(max(round((total - batch) / (CHUNK * longest)), 1), batch)
+    decoding = batch - chunks
+    found = [Requests(1, longest, max(CHUNK * keys, longest))]
+    if chunks > 1:
+        each = max((total - decoding - longest) / (chunks - 1), 1)
+        found.append(Requests(chunks - 1, each, max(CHUNK * keys, each)))
+    return [*found, *even(decoding, 1, keys)] if decoding else found

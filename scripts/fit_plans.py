@@ -1,0 +1,231 @@
+"""Fits the constants of ``fmha.plan.cost`` to timings, and says what its choices lose.
+
+    python scripts/fit_plans.py FILE ... [--held N]     fit to the files, judged on the templates of number N modulo 4
+    python scripts/fit_plans.py FILE ... --judge        of the constants as they are
+
+FILE: of ``collect_plans.py``, or of ``bench_sweep.py --regret --json``; packed by xz or not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+from collections import defaultdict
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+from shared.sweep_calls import OURS
+from shared.sweep_regret import problem_of
+from shared.sweep_report import best_peer
+from shared.sweep_shapes import from_json
+
+from warpspec.fmha.plan import cost
+from warpspec.fmha.plan.cost import Constants, Tiling, Way, Work
+from warpspec.fmha.plan.scenarios import Requests
+
+WAYS = list(Way)
+MANY_CTAS = 99999
+COMMON = 0.7  # part of a problem's mean error that does not count: it is no candidate's
+
+
+def timings(path: Path) -> tuple[dict, list[dict]]:
+    """What a file says about its GPU, and the timings of each problem, as ``collect_plans.py`` writes them."""
+    content = path.read_bytes()
+    text = (lzma.decompress(content) if path.suffix == ".xz" else content).decode()
+    if '"results"' not in text:
+        about, *lines = map(json.loads, text.splitlines())
+        return about, lines
+    found, lines = json.loads(text), []
+    for number, result in enumerate(found["results"]):
+        if not result.get("plans") or OURS not in result["times"]:
+            continue
+        present = json.dumps(result["chosen"])
+        times = {present: result["times"][OURS]}
+        times |= {name[name.index("[") :]: us for name, us in result["plans"].items()}
+        peer = best_peer(result)
+        if peer is not None:
+            times["flash"] = result["times"][peer]
+        row = {"i": [number, 0], "shape": result["shape"], "present": result["chosen"], "times": times}
+        lines.append(row)
+    return found, lines
+
+
+class Data:
+    """Timings in columns."""
+
+    def __init__(self, paths):
+        self.row, self.us, self.names, self.meta, self.problems = [], [], [], [], []
+        self.way, self.splits, work, tiling, bytes_us, sms = [], [], [], [], [], []
+        for number, path in enumerate(paths):
+            about, lines = timings(path)
+            for line in lines:
+                shape = from_json({"model": ""} | line["shape"])
+                problem = problem_of(shape)
+                requests = [Requests(1, q, k) for q, k in zip(shape.queries, shape.keys, strict=True)]
+                index = len(self.meta)
+                self.meta.append(
+                    SimpleNamespace(
+                        shape=shape,
+                        file=number,
+                        template=line["i"][0],
+                        flash=line["times"].get("flash"),
+                        present=json.dumps(line["present"]),
+                    )
+                )
+                self.problems.append(problem)
+                for name, us in line["times"].items():
+                    if name == "flash":
+                        continue
+                    consumers, tile_n, stages, per_sm, pack, schedule, splits, ctas, _ = json.loads(name)
+                    parts = 2 if problem.head_dim > 256 else 1
+                    t = Tiling(consumers // parts, 64, parts, tile_n, stages, per_sm, pack)
+                    way = Way.SPLIT if splits > 1 else Way[schedule]
+                    if schedule == "PERSISTENT" and splits == 1 and ctas in (1, MANY_CTAS):
+                        way = Way.SINGLE
+                    self.row.append(index)
+                    self.us.append(us)
+                    self.names.append(name)
+                    self.way.append(WAYS.index(way))
+                    self.splits.append(splits)
+                    tiling.append(t)
+                    of = cost.work_of(problem, t, requests)
+                    work.append(of._replace(masked=of.masked * about.get("mask", 1.0)))
+                    bytes_us.append(about["speeds"]["copy"])
+                    sms.append(132)
+        self.row, self.us, self.way, self.splits = map(np.array, (self.row, self.us, self.way, self.splits))
+        self.work = Work(*(np.array(column, float) for column in zip(*work, strict=True)))
+        self.tiling = Tiling(*(np.array(column, float) for column in zip(*tiling, strict=True)))
+        self.bytes_us, self.sms = np.array(bytes_us), np.array(sms, float)
+        self.kind = np.array([self.meta[i].shape.kind for i in self.row])
+        self.template = np.array([self.meta[i].template for i in self.row])
+
+    def times(self, constants: Constants) -> np.ndarray:
+        found = np.empty(len(self.us))
+        for way in Way:
+            some = self.way == WAYS.index(way)
+            if some.any():
+                work = Work(*(column[some] for column in self.work))
+                tiling = Tiling(*(column[some] for column in self.tiling))
+                target = SimpleNamespace(
+                    sm_count=self.sms[some], speeds=SimpleNamespace(copy=self.bytes_us[some])
+                )
+                found[some] = cost.microseconds(work, tiling, way, self.splits[some], target, constants, np)
+        return found
+
+
+def fit(data: Data, start: Constants, taken: np.ndarray, steps: int = 60) -> Constants:
+    """Least squares of the logarithm of times, by Levenberg and Marquardt; all constants stay positive."""
+    names = [name for name, value in asdict(start).items() if value > 0]
+
+    def constants(x):
+        return replace(start, **dict(zip(names, map(float, np.exp(x)), strict=True)))
+
+    number = np.unique(data.row[taken], return_inverse=True)[1]
+    count = np.bincount(number)
+    best = np.full(len(count), np.inf)
+    np.minimum.at(best, number, data.us[taken])
+    weight = 1 / (data.us[taken] / best[number])
+
+    def residual(x):
+        error = np.log(data.times(constants(x))[taken] / data.us[taken])
+        error = (
+            error - COMMON * (np.bincount(number, error * weight) / np.bincount(number, weight))[number]
+        ) * weight
+        return np.concatenate(
+            [np.sign(error) * np.sqrt(2 * (np.sqrt(1 + error**2 / 0.02) - 1) * 0.02), (x - x0) * 0.05]
+        )
+
+    x0 = x = np.log([getattr(start, name) for name in names])
+    r = residual(x)
+    damping = 1.0
+    for _ in range(steps):
+        jacobian = np.stack([(residual(x + 1e-4 * e) - r) / 1e-4 for e in np.eye(len(x))], axis=1)
+        normal, gradient = jacobian.T @ jacobian, jacobian.T @ r
+        for _ in range(8):
+            step = np.linalg.solve(normal + damping * np.diag(np.diag(normal) + 1e-6), -gradient)
+            tried = residual(x + np.clip(step, -0.5, 0.5))
+            if tried @ tried < r @ r:
+                x, r, damping = x + np.clip(step, -0.5, 0.5), tried, damping / 3
+                break
+            damping *= 4
+        else:
+            break
+    return constants(x)
+
+
+def judge(data: Data, predicted: np.ndarray, only=None) -> None:
+    """Prints errors, and regrets by kind."""
+    error = np.log(predicted / data.us)
+    groups = defaultdict(list)
+    for i, row in enumerate(data.row):
+        if only is None or only[i]:
+            groups[row].append(i)
+    regrets, present, flash = defaultdict(list), defaultdict(list), defaultdict(list)
+    worst = []
+    for row, members in groups.items():
+        meta = data.meta[row]
+        best = min(data.us[i] for i in members)
+        chosen = min(members, key=lambda i: predicted[i])
+        for kind in (meta.shape.kind, "all"):
+            regrets[kind].append(data.us[chosen] / best)
+            mine = [data.us[i] for i in members if data.names[i] == meta.present]
+            if mine:
+                present[kind].append(mine[0] / best)
+            if meta.flash:
+                flash[kind].append((meta.flash / best, meta.flash / data.us[chosen]))
+        worst.append(
+            (
+                data.us[chosen] / best,
+                meta.shape.name,
+                data.names[chosen],
+                data.us[chosen],
+                data.names[min(members, key=lambda i: data.us[i])],
+                best,
+                predicted[chosen],
+            )
+        )
+    for kind in regrets:
+        some = [i for i in range(len(data.us)) if (only is None or only[i]) and kind in ("all", data.kind[i])]
+        of = np.array(regrets[kind])
+        text = f"{kind:12} {len(of)} problems, {len(some)} timings: error {np.std(error[some]):.3f} "
+        text += f"(bias {np.mean(error[some]):+.3f}); regret mean {np.exp(np.mean(np.log(of))):.3f}, "
+        text += f"p90 {np.quantile(of, 0.9):.3f}, worst {of.max():.2f}, above 3%: {np.mean(of > 1.03):.0%}"
+        of = np.array(present[kind])
+        text += f"; present mean {np.exp(np.mean(np.log(of))):.3f} p90 {np.quantile(of, 0.9):.3f} worst {of.max():.2f}"
+        if flash[kind]:
+            best, ours = np.array(flash[kind]).T
+            text += f"; of {len(best)} with a peer below 0.97 with the best {np.mean(best < 0.97):.0%}, "
+            text += f"with the chosen {np.mean(ours < 0.97):.0%}"
+        print(text)
+    worst.sort(reverse=True)
+    for one in worst[:12]:
+        print("   ", *one)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--held", type=int, default=None)
+    parser.add_argument("--judge", action="store_true", help="fit nothing")
+    options = parser.parse_args()
+    data = Data(options.files)
+    if options.judge:
+        return judge(data, data.times(Constants()))
+    held = data.template % 4 == options.held if options.held is not None else np.zeros(len(data.us), bool)
+    found = fit(data, Constants(), ~held)
+    for name, value in asdict(found).items():
+        print(f"    {name}: float = {value:.4g}")
+    print("fitted")
+    judge(data, data.times(found), ~held)
+    if held.any():
+        print("held out")
+        judge(data, data.times(found), held)
+
+
+if __name__ == "__main__":
+    main()

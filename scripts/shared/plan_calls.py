@@ -1,0 +1,43 @@
+"""Calls of attention by a given plan, instead of the one that would be chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
+
+from warpspec.common.launch import Target
+from warpspec.fmha import launch, ops
+from warpspec.fmha.operands import Operands
+from warpspec.fmha.plan import ANY_CTAS, Plan
+from warpspec.fmha.problem import AttentionProblem
+
+OPERANDS = ("sink", "kv_lengths", "page_table", "cu_seqlens_q", "cu_seqlens_k")
+
+
+def planned_call(
+    problem: AttentionProblem, target: Target, plan: Plan, o: torch.Tensor | None = None
+) -> Callable:
+    """A function of ``sweep_calls.attention_inputs`` to o, which is always the same tensor. o: that tensor, as the
+    caller has it; None: a new one."""
+    prepared = launch.prepare.__wrapped__(problem, target, plan)
+    if o is None:
+        o = torch.empty(problem.o_shape, dtype=problem.o_dtype, device=problem.device)
+        o = o[0] if problem.packed_q else o
+
+    def call(x: SimpleNamespace) -> torch.Tensor:
+        tensors = {name: x.options[name] for name in OPERANDS if name in x.options}
+        operands = Operands(x.q, x.k, x.v, **tensors)
+        prepared.run(ops.kernel_operands(problem, operands, (o, None, None, None)))
+        return o
+
+    return call
+
+
+def describe(plan: Plan) -> list:
+    """A plan in JSON: consumers, keys of a tile, stages, CTAs an SM, heads to a tile, schedule, splits, whether as many
+    CTAs are launched as there are tiles, section."""
+    config, shape = plan.config, plan.config.shape
+    tile = (shape.consumers, shape.tile_n, shape.kv_stages, shape.ctas_per_sm, config.pack)
+    return [*tile, config.schedule.name, plan.splits, int(plan.ctas == ANY_CTAS), plan.section]

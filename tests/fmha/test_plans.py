@@ -1,0 +1,232 @@
+"""Plans: what is chosen is feasible for any problem and GPU, follows the model of the time, and suits plain cases."""
+
+import itertools
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.page_layouts import PAGE_SIZES
+from helpers.simulate import plan_for
+from helpers.suites import long
+
+from warpspec.common.hardware import MODELS, WARP_THREADS, Speeds
+from warpspec.common.launch import SIMULATED, Target, simulated
+from warpspec.fmha import launch, sm90
+from warpspec.fmha.features import Schedule
+from warpspec.fmha.plan import candidates, expectation, make_plan
+from warpspec.fmha.plan.cost import Tiling, Way, microseconds, work_of
+from warpspec.fmha.plan.scenarios import Requests, scenarios
+from warpspec.fmha.problem import AttentionProblem
+from warpspec.fmha.schedule import key_span
+from warpspec.fmha.sm90.shapes import Shape
+
+UNKNOWN = replace(SIMULATED["sm_90a"], sm_count=78, l2_bytes=60 << 20, speeds=Speeds(3.5, 140.0))  # as an H20
+TARGETS = {gpu.name: Target.of_model(gpu) for gpu in MODELS} | {"unknown": UNKNOWN}
+H200 = TARGETS["H200"]
+
+
+def random_problem(draw: random.Random) -> AttentionProblem:
+    """Any sizes and switches that go together."""
+    head_dim, packed = draw.choice((40, 64, 96, 128, 192, 256, 512)), draw.random() < 0.5
+    heads_kv, group = draw.choice((1, 2, 8)), draw.choice((1, 2, 3, 5, 7, 8, 16, 20, 64, 100))
+    batch, seq_q = (
+        round(2 ** draw.uniform(0, 9)),
+        round(2 ** draw.uniform(0, 14)) if draw.random() < 0.6 else 1,
+    )
+    seq_k = seq_q + round(2 ** draw.uniform(0, 17))
+    page_size = draw.choice((None, None, *PAGE_SIZES))
+    total = draw.randint(seq_q, seq_q * batch)
+    bias = not packed and draw.random() < 0.2
+    window = draw.choice((None, None, 0, 127, 5000))
+    return AttentionProblem(
+        batch, seq_q, seq_k, heads_kv * group, heads_kv, head_dim, torch.bfloat16, torch.device("meta"), 0.1,
+        causal=draw.random() < 0.7,
+        window_left=window,
+        window_right=None if window is None else draw.choice((None, 0, 3)),
+        has_sink=draw.random() < 0.3,
+        return_lse=draw.random() < 0.3,
+        shared_kv=draw.random() < 0.2,
+        softcap=draw.choice((None, None, None, 30.0)),
+        has_kv_lengths=page_size is not None or (not packed and draw.random() < 0.3),
+        page_size=page_size,
+        has_bias=bias,
+        bias_dtype=draw.choice((torch.bfloat16, torch.float32)) if bias else None,
+        bias_rows="aligned" if bias else None,
+        packed_q=packed,
+        packed_k=packed and page_size is None,
+        total_q=total if packed else None,
+        least_q=1 << total.bit_length() >> 1 if packed else None,
+        num_splits=draw.choice((None, None, None, 1, 3)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("seed", [0, *map(long, range(1, 20))])
+def test_plans_of_random_problems_are_feasible(name, seed):
+    """Configurations check their budgets. A plan has CTAs and as many splits as asked for; times are numbers."""
+    target, draw = TARGETS[name], random.Random(seed)
+    config_class = launch.ATTENTION.of(target.architecture).AttentionConfig
+    for _ in range(60):
+        problem = random_problem(draw)
+        plan = make_plan(config_class, problem, target)
+        assert plan.ctas >= 1 and plan.section >= 1 and plan.splits >= 1
+        assert plan.config.splits == (plan.splits > 1)
+        assert problem.num_splits in (None, plan.splits)
+        if problem.page_size:
+            assert plan.config.tile_n % plan.config.page_keys == 0
+            assert plan.config.kv_boxes()[1] <= WARP_THREADS  # a lane has the page of each
+        time = expectation(config_class, problem, target)
+        times = [time(candidate) for candidate in candidates(config_class, problem, target)]
+        assert all(0 < value < math.inf for value in times)
+
+
+def test_every_candidate_makes_a_kernel():
+    """Not only the chosen one: constants change."""
+    draw, seen = random.Random(3), set()
+    for target in (H200, TARGETS["B200"]):
+        config_class = launch.ATTENTION.of(target.architecture).AttentionConfig
+        for _ in range(25):
+            problem = random_problem(draw)
+            for one in candidates(config_class, problem, target):
+                seen.add(one.way)
+                config_class.of(
+                    problem, target, shape=one.shape, pack=one.tiling.pack, splits=one.splits > 1,
+                    schedule=config_class.schedules[one.way],
+                )  # fmt: skip
+    assert seen == set(Way)
+
+
+def test_work_is_what_tiles_visit():
+    """Query tiles exactly, KV tiles nearly, of random requests."""
+    draw = random.Random(1)
+    for _ in range(100):
+        problem = replace(
+            random_problem(draw), causal=True, window_right=None, page_size=None, packed_q=False
+        )
+        requests = [
+            Requests(1, q, q + draw.randint(0, 3000))
+            for q in (draw.randint(1, 2000) for _ in range(draw.randint(1, 6)))
+        ]
+        tiling = Tiling(draw.randint(1, 3), 64, 1, draw.choice((64, 80, 128)), 2, 1, min(problem.group, 4))
+        found, heads = work_of(problem, tiling, requests), problem.heads_kv * -(-problem.group // tiling.pack)
+        bounds = {"causal": True, "left": problem.window_left, "right": None, "key_stride": 1}
+        tiles = kv = 0
+        for _, queries, keys in requests:
+            for first in range(keys - queries, keys, tiling.queries):
+                last = min(first + tiling.queries, keys) - 1
+                tiles += heads
+                kv += heads * key_span(first, last, keys, tiling.tile_n, bounds).count
+        assert found.tiles == tiles
+        assert found.kv == pytest.approx(kv, rel=0.3, abs=2 * tiles)
+
+
+def test_scenarios_have_what_the_host_knows():
+    draw = random.Random(2)
+    for _ in range(300):
+        problem = random_problem(draw)
+        for case in scenarios(problem):
+            count, queries = sum(one.count for one in case), sum(one.count * one.queries for one in case)
+            assert count == pytest.approx(problem.batch)
+            assert all(one.count >= 0 and one.queries > 0 and one.keys > 0 for one in case)
+            assert max(one.keys for one in case) <= problem.seq_k * 1.001 + problem.seq_q
+            if not problem.packed_q:
+                assert queries == pytest.approx(problem.batch * problem.seq_q)
+
+
+def test_more_work_takes_longer():
+    """The model, for every way: of twice the keys, of four times the requests, on a slower GPU."""
+    problem = AttentionProblem(
+        8, 1, 4096, 32, 8, 128, torch.bfloat16, torch.device("meta"), 0.1, has_kv_lengths=True
+    )
+    costs = launch.ATTENTION.of(H200.architecture).AttentionConfig.costs
+    tiling = Tiling(1, 64, 1, 64, 3, 2, 4)
+
+    def time(way, count, keys, target=H200):
+        work = work_of(problem, tiling, [Requests(count, 1, keys)])
+        return microseconds(work, tiling, way, 3 if way is Way.SPLIT else 1, target, costs)
+
+    for way in Way:
+        assert time(way, 64, 4096) < time(way, 64, 8192) < time(way, 256, 8192)
+        assert time(way, 256, 8192) < time(way, 256, 8192, replace(H200, speeds=Speeds(2.0, 400.0)))
+        assert time(way, 256, 8192) < time(way, 256, 8192, UNKNOWN)
+
+
+# Plain cases, whose answer does not depend on a constant's last digit.
+
+
+def packed(lengths_q, longest, *, arch="sm_90a", heads=(32, 8), dim=128, page=16, **options) -> Schedule:
+    total, requests = sum(lengths_q), len(lengths_q)
+    q = torch.empty(total, heads[0], dim, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(1000, page, heads[1], dim, dtype=torch.bfloat16, device="meta")
+    tensors = {
+        "cu_seqlens_q": torch.empty(requests + 1, dtype=torch.int32, device="meta"),
+        "kv_lengths": torch.empty(requests, dtype=torch.int32, device="meta"),
+        "page_table": torch.empty(requests, -(-longest // page), dtype=torch.int32, device="meta"),
+    }
+    return plan_for(arch, q=q, k=k, v=k, max_seqlen_q=max(lengths_q), **tensors, **options).config.schedule
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_what_is_cut_by_length(arch):
+    whole = launch.ATTENTION.of(SIMULATED[arch].architecture).AttentionConfig.schedules
+    whole = {whole.get(way) for way in (Way.PERSISTENT, Way.SINGLE, Way.QUEUE)}
+    assert packed([1] * 24 + [256] * 2, 16384, causal=True, arch=arch) is Schedule.LINE
+    assert packed([1] * 4, 64, arch=arch) in whole  # little work
+    assert packed([1] * 32, 8192, num_splits=2, arch=arch) is not Schedule.LINE
+    assert packed([1] * 256, 8192, window=(127, 0), arch=arch) in whole  # tiles alike
+    assert packed([4000] * 16, 4096, causal=True, arch=arch) in whole  # many whole tiles
+
+
+def test_decoding_takes_one_consumer_and_prefill_several():
+    for dim, heads in itertools.product((64, 128), ((32, 8), (64, 8))):
+        q, k = (torch.empty(32, 1, n, dim, dtype=torch.bfloat16, device="meta") for n in heads)
+        k = k.expand(32, 4096, heads[1], dim)
+        assert plan_for("sm_90a", q=q, k=k, v=k).config.consumers == 1
+        q = torch.empty(2, 8192, heads[0], dim, dtype=torch.bfloat16, device="meta")
+        k = torch.empty(2, 8192, heads[1], dim, dtype=torch.bfloat16, device="meta")
+        assert plan_for("sm_90a", q=q, k=k, v=k, causal=True).config.consumers > 1
+
+
+@pytest.mark.parametrize("group", [5, 7, 20])
+def test_heads_share_a_tile_where_most_requests_decode(group):
+    """However many queries the longest one has: a tile of one head would have one row of 64."""
+    q = torch.empty(64 + 512, group, 128, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(1000, 64, 1, 128, dtype=torch.bfloat16, device="meta")
+    tensors = {
+        "cu_seqlens_q": torch.empty(66, dtype=torch.int32, device="meta"),
+        "kv_lengths": torch.empty(65, dtype=torch.int32, device="meta"),
+        "page_table": torch.empty(65, 32, dtype=torch.int32, device="meta"),
+    }
+    assert plan_for("sm_90a", q=q, k=k, v=k, max_seqlen_q=512, causal=True, **tensors).config.pack == group
+
+
+def test_one_long_row_fills_the_gpu():
+    q = torch.empty(1, 1, 64, 128, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(1, 65536, 8, 128, dtype=torch.bfloat16, device="meta")
+    for sms in (66, 132):
+        plan = plan_for(simulated("sm_90a", sm_count=sms), q=q, k=k, v=k)
+        assert 0.6 * sms <= 8 * plan.splits <= 3 * sms
+
+
+def test_sections_follow_the_l2():
+    """Causal heads worked on at a time: fewer with less L2 (of 8192 keys of D 128, ten fit 40 MiB)."""
+    q = torch.empty(1, 8192, 128, 128, dtype=torch.bfloat16, device="meta")
+    sections = [
+        plan_for(replace(H200, l2_bytes=mib << 20), q=q, k=q, v=q, causal=True).section
+        for mib in (50, 400, 4000)
+    ]
+    assert sections == sorted(sections) and len(set(sections)) > 1
+
+
+@pytest.mark.parametrize(("tile_n", "page_size", "keys"), [
+    (128, 16, 16), (128, 128, 128), (128, 384, 128), (128, 48, 16), (80, 64, 16), (80, 80, 80), (64, 112, 16),
+])  # fmt: skip
+def test_a_tile_is_read_in_boxes_that_lie_within_pages(tile_n, page_size, keys):
+    shape = Shape(3, tile_n, 2, 1, 160, 32)
+    config = sm90.AttentionConfig(
+        "bfloat16", head_dim=128, shape=shape, page_size=page_size, has_kv_lengths=True
+    )
+    assert (config.page_keys, config.tile_pages) == (keys, tile_n // keys)
+    assert config.kv_boxes()[1] <= WARP_THREADS  # a lane has the page of each
