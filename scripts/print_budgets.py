@@ -31,6 +31,7 @@ from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm90 import config as hopper_config
 from warpspec.fmha.sm90 import shapes as hopper_shapes
 from warpspec.fmha.sm100 import config as fmha
+from warpspec.fmha.sm100 import shapes as blackwell_shapes
 from warpspec.latent.gathered.config import GatheredConfig, Sm100GatheredConfig
 
 MARKERS = (  # begin and end: attention for sm_100a and sm_90a, the grouped GEMM, Swap-FFN, gradients
@@ -124,7 +125,7 @@ def _columns(first: int, end: int) -> str:
 def config_of(shape, head_dim: int, **options) -> fmha.AttentionConfig:
     """The kernel for sm_100a of a shape, for bf16 queries."""
     if options.get("kv_format"):
-        registers = fmha.FLOAT8_REGISTERS[shape.ctas_per_sm]
+        registers = blackwell_shapes.FLOAT8_REGISTERS[shape.ctas_per_sm]
         options |= dict(zip(("softmax_registers", "other_registers"), registers, strict=True))
     return fmha.AttentionConfig("bfloat16", head_dim=head_dim, shape=shape, **options)
 
@@ -132,10 +133,10 @@ def config_of(shape, head_dim: int, **options) -> fmha.AttentionConfig:
 def overview() -> str:
     """Markdown: every shape of every head dimension in a row; the first of a head dimension is its default."""
     rows = []
-    float8 = {dim: (shape,) for dim, shape in fmha.FLOAT8_SHAPES.items()}
+    float8 = {dim: (shape,) for dim, shape in blackwell_shapes.FLOAT8_SHAPES.items()}
     tables = (
-        ("two", fmha.SHAPES, {}),
-        ("one", fmha.SHARED_SHAPES, {"shared_kv": True}),
+        ("two", blackwell_shapes.SHAPES, {}),
+        ("one", blackwell_shapes.SHARED_SHAPES, {"shared_kv": True}),
         ("two, FP8", float8, {"kv_format": "e4m3"}),
     )
     for tensors, shapes, options in tables:
@@ -178,7 +179,7 @@ def overview() -> str:
 def with_bias() -> str:
     """Markdown: what a streamed bias leaves of every default shape."""
     rows = []
-    for shared, shapes in ((False, fmha.SHAPES), (True, fmha.SHARED_SHAPES)):
+    for shared, shapes in ((False, blackwell_shapes.SHAPES), (True, blackwell_shapes.SHARED_SHAPES)):
         for head_dim, dtype in itertools.product(shapes, (torch.bfloat16, torch.float32)):
             c = fmha.AttentionConfig.of(_problem(head_dim, shared, dtype), SIMULATED["sm_100a"])
             rows.append(
@@ -219,7 +220,7 @@ PAGE_SIZES = (16, 32, 64, 128)  # keys; those that engines use
 def with_pages() -> str:
     """Markdown: TMA boxes of a K or V tile by page size; memory is that of the same shape without pages."""
     rows = []
-    for head_dim, shapes in fmha.SHAPES.items():
+    for head_dim, shapes in blackwell_shapes.SHAPES.items():
         cells = []
         for page_size in PAGE_SIZES:
             c = fmha.AttentionConfig(
@@ -235,7 +236,9 @@ def with_pages() -> str:
 def attention() -> str:
     """Everything generated of attention."""
     default = fmha.AttentionConfig("bfloat16")
-    large = fmha.AttentionConfig("bfloat16", head_dim=512, shape=fmha.SHARED_SHAPES[512][0], shared_kv=True)
+    large = fmha.AttentionConfig(
+        "bfloat16", head_dim=512, shape=blackwell_shapes.SHARED_SHAPES[512][0], shared_kv=True
+    )
     return "\n\n".join(
         (
             overview(),
@@ -246,7 +249,7 @@ def attention() -> str:
             "D = 512, rows gathered by slot (its `k_full` has four arrivals, of the producer warps):",
             attention_budgets(Sm100GatheredConfig.of(), barriers=False),
             "D = 128, K and V in FP8:",
-            attention_budgets(config_of(fmha.FLOAT8_SHAPES[128], 128, kv_format="e4m3")),
+            attention_budgets(config_of(blackwell_shapes.FLOAT8_SHAPES[128], 128, kv_format="e4m3")),
             "With a bias that TMA streams, of every row of a tile (heads that share it need one row a query, at most "
             "8 KB in decode); tensor memory is as above:",
             with_bias(),

@@ -6,13 +6,11 @@ Everything here is plain Python, fixed at compile time. One ``AttentionConfig`` 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from warpspec.common import memory
 from warpspec.common.barriers import MBARRIER_BYTES, Barrier, barrier_count
-from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import (
     FP32_BYTES,
     MAX_REGISTERS_PER_THREAD,
@@ -33,34 +31,20 @@ from warpspec.fmha.features import (
     BLOCK,
     ELEMENT_BYTES,
     Schedule,
-    check_page_size,
-    check_requests,
     choose_pack,
-    choose_packs,
     features,
 )
-from warpspec.fmha.heads import MMA_K, class_of, rounded
-from warpspec.fmha.plan.cost import BLACKWELL, Constants, Tiling, Way
-from warpspec.fmha.plan.splits import Loads
+from warpspec.fmha.heads import MMA_K, rounded
 from warpspec.fmha.problem import AttentionProblem
-from warpspec.fmha.sm100.shapes import FLOAT8_REGISTERS, FLOAT8_SHAPES, SHAPES, SHARED_SHAPES, Shape
+from warpspec.fmha.sm100.choices import FULL_ROWS, Choices, default_shape
+from warpspec.fmha.sm100.shapes import FLOAT8_REGISTERS, SHAPES, Shape
 
 MMA_N_MAX = 256  # columns of D that one tcgen05.mma writes
 QUARTER_LANES = 32  # lanes of tensor memory that a warp reaches
-FULL_ROWS = 128  # lanes of tensor memory: rows of an accumulator, one to a thread
-
-
-def default_shape(problem: AttentionProblem) -> Shape:
-    """The tiles of a problem's head sizes and format of keys."""
-    if problem.kv_format:
-        return FLOAT8_SHAPES[problem.head_dim]
-    shapes = SHARED_SHAPES if problem.shared_kv else SHAPES
-    size = problem.heads.v if problem.shared_kv else max(problem.head_dim, problem.heads.v)
-    return shapes[class_of(size)][0]
 
 
 @dataclass(frozen=True)
-class AttentionConfig(ConversionFeatures):
+class AttentionConfig(Choices, ConversionFeatures):
     """Compile-time shape of one kernel.
 
     shape: its tiles. bias_stages: KV tiles of the bias in flight, 0 where it is read from global memory.
@@ -71,12 +55,6 @@ class AttentionConfig(ConversionFeatures):
     bias_stages: int = 0
     softmax_registers: int = 216
     other_registers: int = 72
-    costs: ClassVar[Constants] = BLACKWELL
-    schedules: ClassVar[dict[Way, Schedule]] = {
-        Way.SINGLE: Schedule.SINGLE,
-        Way.LINE: Schedule.LINE,
-        Way.SPLIT: Schedule.SINGLE,
-    }
     record_slots: ClassVar[int] = 2  # softmax warps keep a record while others go on to the next
 
     def __post_init__(self):
@@ -93,41 +71,6 @@ class AttentionConfig(ConversionFeatures):
         assert barrier_count(self.barriers) <= self.barrier_slots
         assert (self.barrier_slots * MBARRIER_BYTES + self.word_bytes) <= self.control_room
         assert not (self.schedule is Schedule.LINE and (self.bias or self.column_parts > 1))
-
-    @classmethod
-    def check(cls, problem: AttentionProblem, target: Target) -> None:
-        """Raise UnsupportedProblem, naming what this kernel does not do."""
-        check_page_size("sm100", problem.page_size)
-        if problem.kv_format == "nvfp4":
-            raise UnsupportedProblem("sm100 attention: k in nvfp4 is not supported")
-        if problem.kv_format and (
-            problem.head_dim not in FLOAT8_SHAPES or problem.heads.v != problem.head_dim
-        ):
-            raise UnsupportedProblem(
-                f"sm100 attention: k in FP8 is supported for head sizes {tuple(FLOAT8_SHAPES)}, got {problem.head_dim}"
-            )
-        check_requests("sm100", problem)
-        if problem.bias_rows == "strided":
-            raise UnsupportedProblem("sm100 attention: bias=of strided rows is not supported")
-
-    @staticmethod
-    def decode_loads(problem: AttentionProblem) -> Loads | None:
-        """How fast an SM takes the keys of few queries (``plan.splits``); None: nobody has timed such calls."""
-        return None
-
-    @classmethod
-    def tilings(cls, problem: AttentionProblem) -> Iterator[tuple[Shape, Tiling]]:
-        """The shape and what of it decides the time, for each number of heads that may share a tile."""
-        shape = default_shape(problem)
-        for pack in choose_packs(problem, shape.tile_m):
-            yield shape, Tiling(1, shape.tile_m, 1, shape.tile_n, shape.kv_stages, shape.ctas_per_sm, pack)
-
-    @classmethod
-    def ways(cls, problem: AttentionProblem) -> tuple[Way, ...]:
-        """How CTAs may get their work; the first is for any number of tiles."""
-        if problem.has_bias or default_shape(problem).tile_m < FULL_ROWS:
-            return Way.SINGLE, Way.SPLIT
-        return tuple(cls.schedules)
 
     @classmethod
     def of(

@@ -6,13 +6,10 @@ Plain Python, fixed at compile time. One ``AttentionConfig`` is one compiled ker
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from warpspec.common import memory
 from warpspec.common.barriers import MBARRIER_BYTES, Barrier, barrier_count
-from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import (
     FP32_BYTES,
     MAX_REGISTERS_PER_THREAD,
@@ -30,24 +27,17 @@ from warpspec.fmha.features import (
     BLOCK,
     ELEMENT_BYTES,
     Schedule,
-    check_page_size,
-    check_requests,
     choose_pack,
-    choose_packs,
     features,
 )
-from warpspec.fmha.heads import MMA_K, rounded
-from warpspec.fmha.plan.cost import HOPPER, Constants, Tiling, Way
-from warpspec.fmha.plan.splits import DECODE_LOADS, FLOAT8_LOADS, Loads
+from warpspec.fmha.heads import MMA_K
 from warpspec.fmha.problem import AttentionProblem
+from warpspec.fmha.sm90.choices import Choices
 from warpspec.fmha.sm90.float8 import STATISTICS, Float8Features
 from warpspec.fmha.sm90.shapes import (
-    FLOAT8,
     TWO_CONSUMERS,
     WARPGROUP_ROWS,
     Shape,
-    float8_tiles,
-    tiles,
 )
 
 BARRIER_BYTES = 1024  # room for the mbarriers: what follows is aligned to it
@@ -62,19 +52,11 @@ INSTRUCTION_REGISTERS = 30  # that ptxas wants for a wgmma besides those of its 
 
 
 @dataclass(frozen=True)
-class AttentionConfig(Float8Features):
+class AttentionConfig(Choices, Float8Features):
     """Compile-time shape of one kernel. shape: its tiles."""
 
     schedule: Schedule = Schedule.PERSISTENT
     shape: Shape = TWO_CONSUMERS
-    costs: ClassVar[Constants] = HOPPER
-    schedules: ClassVar[dict[Way, Schedule]] = {
-        Way.PERSISTENT: Schedule.PERSISTENT,
-        Way.SINGLE: Schedule.PERSISTENT,  # of as many CTAs as there are tiles
-        Way.QUEUE: Schedule.QUEUE,
-        Way.LINE: Schedule.LINE,
-        Way.SPLIT: Schedule.PERSISTENT,
-    }
 
     def __post_init__(self):
         super().__post_init__()
@@ -94,55 +76,6 @@ class AttentionConfig(Float8Features):
         assert self.role_registers <= self.register_pool, "setmaxnreg would wait for ever"
         assert barrier_count(self.barriers) * 8 + self.cursor_bytes + self.record_bytes <= BARRIER_BYTES
         assert not ((self.schedule is Schedule.LINE or self.scheduled) and self.paired)
-
-    @classmethod
-    def check(cls, problem: AttentionProblem, target: Target) -> None:
-        """Raise UnsupportedProblem, naming what this kernel does not do on the target."""
-        if problem.bias_rows == "strided":
-            raise UnsupportedProblem("sm90 attention: bias=of strided rows is not supported")
-        check_page_size("sm90", problem.page_size)
-        check_requests("sm90", problem)
-        if problem.kv_format == "nvfp4":
-            raise UnsupportedProblem("sm90 attention: k in nvfp4 is not supported")
-        if problem.kv_format and (problem.head_dim not in FLOAT8 or problem.heads.v != problem.head_dim):
-            raise UnsupportedProblem(
-                f"sm90 attention: k in FP8 is supported for head sizes {tuple(FLOAT8)}, got {problem.head_dim}"
-            )
-
-    @classmethod
-    def shapes(cls, problem: AttentionProblem) -> tuple[Shape, ...]:
-        """Tile shapes that a problem may get; of FP8 keys just one."""
-        if problem.kv_format is not None:
-            return float8_tiles(problem)
-        heads = problem.heads
-        key_bytes = (heads.qk_room if problem.shared_kv else heads.qk_room + heads.v_room) * ELEMENT_BYTES
-        columns, row_bytes = rounded(heads.v, MMA_K), heads.qk_room * ELEMENT_BYTES
-        return tiles(columns, row_bytes, key_bytes, problem.shared_kv, problem.has_bias)
-
-    @classmethod
-    def decode_loads(cls, problem: AttentionProblem) -> Loads:
-        """How fast an SM takes the keys of few queries (``plan.splits``)."""
-        return FLOAT8_LOADS if problem.kv_format and not cls.shapes(problem)[0].row_tiles else DECODE_LOADS
-
-    @classmethod
-    def tilings(cls, problem: AttentionProblem) -> Iterator[tuple[Shape, Tiling]]:
-        """Shapes and what of them decides the time, for each number of heads that may share a tile. Not those of which
-        some consumer would have no rows."""
-        for shape in cls.shapes(problem):
-            groups, rows = shape.consumers // shape.column_parts, shape.group_rows
-            for pack in choose_packs(problem, rows):
-                if groups == 1 or problem.seq_q > (groups - 1) * (rows // pack):
-                    sizes = (groups, rows, shape.column_parts, shape.tile_n, shape.kv_stages)
-                    yield shape, Tiling(*sizes, shape.ctas_per_sm, pack)
-
-    @classmethod
-    def ways(cls, problem: AttentionProblem) -> tuple[Way, ...]:
-        """How CTAs may get their work; the first is for any number of tiles."""
-        if cls.shapes(problem)[0].column_parts > 1:
-            return Way.PERSISTENT, Way.SPLIT
-        if problem.has_bias:
-            return Way.PERSISTENT, Way.SINGLE, Way.SPLIT
-        return tuple(cls.schedules)
 
     @classmethod
     def of(

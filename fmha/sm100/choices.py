@@ -1,0 +1,72 @@
+"""What plans of the sm_100a attention kernel may choose among: tiles, heads to a tile, ways to hand out work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from warpspec.common.errors import UnsupportedProblem
+from warpspec.common.launch import Target
+from warpspec.fmha.features import Schedule, check_page_size, check_requests, choose_packs
+from warpspec.fmha.heads import class_of
+from warpspec.fmha.plan.cost import BLACKWELL, Constants, Tiling, Way
+from warpspec.fmha.plan.splits import Loads
+from warpspec.fmha.problem import AttentionProblem
+from warpspec.fmha.sm100.shapes import FLOAT8_SHAPES, SHAPES, SHARED_SHAPES, Shape
+
+FULL_ROWS = 128  # lanes of tensor memory: rows of an accumulator, one to a thread
+
+
+def default_shape(problem: AttentionProblem) -> Shape:
+    """The tiles of a problem's head sizes and format of keys."""
+    if problem.kv_format:
+        return FLOAT8_SHAPES[problem.head_dim]
+    shapes = SHARED_SHAPES if problem.shared_kv else SHAPES
+    size = problem.heads.v if problem.shared_kv else max(problem.head_dim, problem.heads.v)
+    return shapes[class_of(size)][0]
+
+
+class Choices:
+    """A configuration's class methods that ``fmha.plan`` asks; costs: constants of its model."""
+
+    costs: ClassVar[Constants] = BLACKWELL
+    schedules: ClassVar[dict[Way, Schedule]] = {
+        Way.SINGLE: Schedule.SINGLE,
+        Way.LINE: Schedule.LINE,
+        Way.SPLIT: Schedule.SINGLE,
+    }
+
+    @classmethod
+    def check(cls, problem: AttentionProblem, target: Target) -> None:
+        """Raise UnsupportedProblem, naming what this kernel does not do."""
+        check_page_size("sm100", problem.page_size)
+        if problem.kv_format == "nvfp4":
+            raise UnsupportedProblem("sm100 attention: k in nvfp4 is not supported")
+        if problem.kv_format and (
+            problem.head_dim not in FLOAT8_SHAPES or problem.heads.v != problem.head_dim
+        ):
+            raise UnsupportedProblem(
+                f"sm100 attention: k in FP8 is supported for head sizes {tuple(FLOAT8_SHAPES)}, got {problem.head_dim}"
+            )
+        check_requests("sm100", problem)
+        if problem.bias_rows == "strided":
+            raise UnsupportedProblem("sm100 attention: bias=of strided rows is not supported")
+
+    @staticmethod
+    def decode_loads(problem: AttentionProblem) -> Loads | None:
+        """How fast an SM takes the keys of few queries (``plan.splits``); None: nobody has timed such calls."""
+        return None
+
+    @classmethod
+    def tilings(cls, problem: AttentionProblem) -> Iterator[tuple[Shape, Tiling]]:
+        """The shape and what of it decides the time, for each number of heads that may share a tile."""
+        shape = default_shape(problem)
+        for pack in choose_packs(problem, shape.tile_m):
+            yield shape, Tiling(1, shape.tile_m, 1, shape.tile_n, shape.kv_stages, shape.ctas_per_sm, pack)
+
+    @classmethod
+    def ways(cls, problem: AttentionProblem) -> tuple[Way, ...]:
+        """How CTAs may get their work; the first is for any number of tiles."""
+        if problem.has_bias or default_shape(problem).tile_m < FULL_ROWS:
+            return Way.SINGLE, Way.SPLIT
+        return tuple(cls.schedules)
