@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,6 +50,23 @@ class Span(NamedTuple):
     by: tuple[int, int, str] | None = None
 
 
+# A wait that has ended as the machine notes it, which is put into words only where somebody looks: CTA, warp, start,
+# end, instruction, what was waited for, and who ended it (a warp and its instruction, or None).
+Wait = tuple[int, int, int, int, Instr, object, tuple[Warp, Instr] | None]
+
+
+def spans(events: Iterable[Span | Wait]) -> list[Span]:
+    """Events in words."""
+    return [event if type(event) is Span else _span(*event) for event in events]
+
+
+def _span(cta: int, warp: int, start: int, end: int, ins: Instr, on: object, by) -> Span:
+    label = getattr(on, "label", None)
+    name = f"wait {label() if label is not None else ins.opcode}"
+    ended = None if by is None else (by[0].cta.number, by[0].index, by[1].source or "")
+    return Span(cta, warp, name, start, end, ins.source or "", ended)
+
+
 @dataclass
 class LaunchStats:
     """Counters of one launch, filled in by the machine and by instruction handlers."""
@@ -62,7 +80,7 @@ class LaunchStats:
     block_counts: dict[int, np.ndarray] = field(
         default_factory=dict
     )  # warp index -> executions of each block
-    events: list[Span] = field(default_factory=list)
+    events: list[Span | Wait] = field(default_factory=list)
     warnings: dict[str, str] = field(
         default_factory=dict
     )  # first words -> what the kernel does that it should not
@@ -88,10 +106,7 @@ class LaunchStats:
         waited for. by: who ended it."""
         self.barrier_waits[w.index] = self.barrier_waits.get(w.index, 0) + 1
         if w.cta.number < TIMELINE_CTAS and len(self.events) < TIMELINE_EVENTS:
-            label = getattr(on, "label", None)
-            name = f"wait {label() if label is not None else ins.opcode}"
-            ended = None if by is None else (by[0].cta.number, by[0].index, by[1].source or "")
-            self.events.append(Span(w.cta.number, w.index, name, since, now, ins.source or "", ended))
+            self.events.append((w.cta.number, w.index, since, now, ins, on, by))
 
     def completed(self, op: Op, now: int) -> None:
         """An asynchronous operation has taken effect."""
@@ -104,6 +119,10 @@ class LaunchStats:
         """A warp has exited."""
         if w.cta.number < TIMELINE_CTAS:
             self.events.append(Span(w.cta.number, w.index, "run", 0, now))
+
+    def __getstate__(self) -> dict:
+        """For another process: events in words, without the machine that they are of."""
+        return self.__dict__ | {"events": spans(self.events)}
 
     def merge(self, other: LaunchStats) -> None:
         """Add the counters of another process's share of the launch."""
@@ -148,13 +167,18 @@ class LaunchReport:
     barrier_waits: dict[int, int]
     seconds: float
     warnings: list[str] = field(default_factory=list)
-    events: list[Span] = field(repr=False, default_factory=list)
+    noted: list[Span | Wait] = field(repr=False, default_factory=list)  # see `events`
     function: str = ""  # what messages call the kernel: its function in the DSL
     findings: list = field(repr=False, default_factory=list)  # of the order checker, those not tolerated
     storage: tuple = field(repr=False, default=())  # fields of dynamic shared memory: name, bytes, offset
     trace: object = field(
         repr=False, default=None
     )  # what is timed (clocks/record.py); None: nothing was recorded
+
+    @cached_property
+    def events(self) -> list[Span]:
+        """What its first CTAs did and waited for, in the order in which it ended."""
+        return spans(self.noted)
 
     @property
     def warp_instructions(self) -> int:

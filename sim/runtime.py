@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import os
-import pickle
-import signal
-import sys
 import time
-import traceback
 from collections.abc import Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -22,27 +17,20 @@ from warpspec.sim.clocks.record import Recorder, active, chosen_clusters
 from warpspec.sim.clocks.trace import LaunchTrace
 from warpspec.sim.codegen.program import Program
 from warpspec.sim.device import device_of
-from warpspec.sim.errors import HostError, SimError
+from warpspec.sim.errors import HostError
 from warpspec.sim.grid import Launch
-from warpspec.sim.instruction import Kernel, Param, PtxModule, Sym
+from warpspec.sim.instruction import Kernel, Param, PtxModule
 from warpspec.sim.limits import check_launch, cluster_of
-from warpspec.sim.machine import Machine
 from warpspec.sim.memory import SHARED_BASE_OFFSET, GlobalMemory
 from warpspec.sim.names import Field, StorageNames
 from warpspec.sim.order import of_text
-from warpspec.sim.order.checker import OrderChecker
 from warpspec.sim.order.findings import OrderError
-from warpspec.sim.order.launches import Overlap, with_itself
-from warpspec.sim.order.shares import conflicts
-from warpspec.sim.order.stores import StoreRecorder
+from warpspec.sim.order.launches import Overlap
 from warpspec.sim.order.stores import active as stores_active
+from warpspec.sim.processes import Run, run_shares, shares_of
 from warpspec.sim.registry import find, import_all
-from warpspec.sim.report import LaunchReport, LaunchStats, count_instructions
+from warpspec.sim.report import LaunchReport, count_instructions
 from warpspec.sim.starving import starved
-
-SHARES = 2  # parts an independent grid is cut into; fixed, so that a seed means the same run on every machine
-SHARE_MIN_CLUSTERS = 4  # smaller grids run in one part
-PROGRESS_AFTER = 5.0  # seconds of expected run time from which progress is shown
 
 import_all(codegen)
 import_all(families)
@@ -105,44 +93,6 @@ def _independent(program: Program) -> bool:
     return independent(program.kernel)
 
 
-@lru_cache(maxsize=64)
-def _prints(program: Program) -> bool:
-    return any(Sym("vprintf") in ins.operands for ins in program.kernel.instrs)
-
-
-class Progress:
-    """A line on stderr once the run is expected to take longer than PROGRESS_AFTER seconds.
-
-    translation: seconds that the kernel's translation took, which count.
-    """
-
-    def __init__(self, name: str, total: int, translation: float = 0.0):
-        self.name, self.total, self.translation = name[:40], total, translation
-        self.start = self.last = time.monotonic()
-        self.shown = False
-
-    def __call__(self, done: int) -> None:
-        now = time.monotonic()
-        elapsed = now - self.start
-        if elapsed < 1 or now - self.last < (0.2 if sys.stderr.isatty() else 10):
-            return
-        expected = elapsed * self.total / max(done, 1) + self.translation
-        elapsed += self.translation
-        if not self.shown and expected < PROGRESS_AFTER:
-            return
-        self.last, self.shown = now, True
-        ending = "" if sys.stderr.isatty() else "\n"
-        start = "\r" if sys.stderr.isatty() else ""
-        text = f"{start}sim {self.name}: {done}/{self.total} clusters, {elapsed:.0f} s of about {expected:.0f} s "
-        if self.translation >= 1:
-            text += f"({self.translation:.0f} s translation) "
-        print(text, end=ending, file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        if self.shown and sys.stderr.isatty():
-            print(file=sys.stderr)
-
-
 def execute(
     text: str,
     kernel: str,
@@ -190,7 +140,7 @@ def execute(
     ]
     addresses = np.array([t.address for t in tables] or [0], np.uint64)
     clusters = int(np.prod([-(-g // c) for g, c in zip(grid, cluster, strict=True)]))
-    shares = SHARES if clusters >= SHARE_MIN_CLUSTERS and _independent(program) else 1
+    shares = shares_of(clusters) if _independent(program) else 1
 
     registers = resources.registers if resources else None
     recorder = None
@@ -224,16 +174,8 @@ def execute(
 
     try:
         with _collector_paused():
-            stats = _run_shares(
-                program,
-                [launch(s) for s in range(shares)],
-                gmem,
-                seed,
-                clusters,
-                translated - start,
-                overlap,
-                check,
-            )
+            run = Run(program, gmem, seed, overlap or Overlap(), check)
+            stats = run_shares(run, [launch(s) for s in range(shares)], clusters, translated - start)
         static = of_text(program)
         if check == "order":
             stats.findings |= static
@@ -271,7 +213,7 @@ def execute(
         barrier_waits=stats.barrier_waits,
         seconds=time.monotonic() - start,
         warnings=list(stats.warnings.values()),
-        events=stats.events,
+        noted=stats.events,
         function=program.name,
         findings=errors,
         storage=tuple(storage),
@@ -292,137 +234,3 @@ def _collector_paused():
     finally:
         if enabled:
             gc.enable()
-
-
-def _order(program: Program, gmem: GlobalMemory, overlap: Overlap, check: str | None) -> OrderChecker | None:
-    """Who is told of the accesses of a run, if anyone."""
-    if stores_active() is not None:
-        return StoreRecorder(program, gmem, overlap, stores_active(), check == "order")
-    return OrderChecker(program, gmem, overlap) if check == "order" else None
-
-
-def _run_share(
-    program: Program,
-    launch: Launch,
-    gmem: GlobalMemory,
-    seed: int,
-    overlap: Overlap,
-    check: str | None,
-    progress=None,
-) -> LaunchStats:
-    stats = LaunchStats()
-    order = _order(program, gmem, overlap, check)
-    machine = Machine(program, launch, gmem, seed * SHARES + launch.share[0], stats, order)
-    machine.on_cluster_done = progress
-    try:
-        machine.run()
-    except SimError as error:
-        for text in stats.warnings.values():
-            error.add_note(f"warning: {text}")
-        errors = [] if order is None else [f for f in order.found.values() if not f.tolerated]
-        if not errors or isinstance(error, OrderError):
-            raise
-        raise OrderError(errors, program.name) from error
-    if order is not None:
-        stats.findings = order.all_found()
-        stats.seen = order.seen
-        if check == "order" and (launch.share[1] > 1 or order.seen.triggered):
-            stats.touched = [order.summary()]
-    return stats
-
-
-def _may_fork(program: Program) -> bool:
-    """Whether shares may run in processes of their own. Not what a kernel prints: it belongs in our sys.stdout."""
-    alone = len(os.sched_getaffinity(0)) < 2 or os.environ.get("WARPSPEC_SIM_PROCESSES") == "1"
-    return not alone and not _prints(program) and stores_active() is None
-
-
-def _run_shares(
-    program,
-    launches: list[Launch],
-    gmem,
-    seed: int,
-    clusters: int,
-    translation: float,
-    overlap: Overlap | None,
-    check: str | None,
-) -> LaunchStats:
-    """Run the shares of a launch: on forked processes where there are cores for it, else one after the other."""
-    overlap = overlap or Overlap()
-    progress = Progress(program.name, -(-clusters // len(launches)), translation)
-    if stores_active() is not None:
-        stores_active().launches += 1
-    try:
-        if len(launches) == 1 or not _may_fork(program):
-            parts = [_run_share(program, launch, gmem, seed, overlap, check, progress) for launch in launches]
-        else:
-            children = [_Child(program, launch, gmem, seed, overlap, check) for launch in launches[1:]]
-            try:
-                parts = [_run_share(program, launches[0], gmem, seed, overlap, check, progress)]
-                parts += [child.stats() for child in children]
-            finally:
-                for child in children:
-                    child.stop()
-    finally:
-        progress.close()
-    total = parts[0]
-    for part in parts[1:]:
-        for one, two in zip(total.touched, part.touched, strict=False):
-            total.findings |= conflicts(one, two)
-        total.merge(part)
-    if check == "order":
-        touched = [share for part in parts for share in part.touched]
-        overlap.seen = total.seen
-        if total.seen.triggered:
-            overlap.over(program.name, gmem, touched)
-            if overlap.dependent and overlap.first:
-                total.findings |= with_itself(touched)
-    return total
-
-
-class _Child:
-    """A share of a launch that runs in a forked process."""
-
-    def __init__(
-        self,
-        program: Program,
-        launch: Launch,
-        gmem: GlobalMemory,
-        seed: int,
-        overlap: Overlap,
-        check: str | None,
-    ):
-        self._reading, writing = os.pipe()
-        self._pid: int | None = os.fork()
-        if self._pid:
-            os.close(writing)
-            return
-        try:  # whatever happens, this process does not go on as its parent would
-            os.close(self._reading)
-            try:
-                answer: object = _run_share(program, launch, gmem, seed, overlap, check)
-            except SimError as error:
-                answer = error
-            except BaseException:  # the parent re-raises what the child cannot handle
-                answer = RuntimeError(f"in a simulator process:\n{traceback.format_exc()}")
-            with os.fdopen(writing, "wb") as pipe:
-                pickle.dump(answer, pipe)
-        finally:
-            os._exit(0)
-
-    def stats(self) -> LaunchStats:
-        """Wait for the share to end; raises what it raised."""
-        with os.fdopen(self._reading, "rb", closefd=False) as pipe:
-            data = pipe.read()
-        answer = pickle.loads(data) if data else RuntimeError("a simulator process died without an answer")
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
-
-    def stop(self) -> None:
-        """End the process, done or not (another share failed, or the user interrupts), and release it."""
-        if self._pid is not None:
-            os.close(self._reading)
-            os.kill(self._pid, signal.SIGKILL)
-            os.waitpid(self._pid, 0)
-            self._pid = None

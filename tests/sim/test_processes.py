@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 from helpers.ptx_launch import launch
 
+from warpspec.sim import processes
 from warpspec.sim.errors import MemoryFault
+from warpspec.sim.order.findings import OrderError
 
 NUMBER = (
     "ld.param.u64 %rd1, [out]; mov.u32 %r1, %ctaid.x; mul.wide.u32 %rd2, %r1, 4; add.s64 %rd2, %rd1, %rd2;"
@@ -45,6 +47,37 @@ def test_an_error_does_not_wait_for_the_other_process():
         )
     assert time.monotonic() - start < SOON
     assert not has_children()
+
+
+@pytest.mark.parametrize(("ctas", "shares"), [(3, 1), (15, 2), (30, 4), (100, 8)])
+def test_a_run_does_not_depend_on_the_number_of_cores(monkeypatch, ctas, shares):
+    """All cores are used, and results, interleaving and findings are those of one."""
+    assert processes.shares_of(ctas) == shares
+    racing = "setp.gt.u32 %p2, %r1, 0; @%p2 st.global.b32 [%rd1], %r1;"  # all CTAs but one
+    started, said = [], []
+    child = processes._Child
+    monkeypatch.setattr(processes, "_Child", lambda *arguments: started.append(1) or child(*arguments))
+    for cores in (1, 2, 3, 8):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
+        started.clear()
+        with pytest.raises(OrderError) as caught:
+            launch(
+                NUMBER + racing, {"out": np.zeros(128, np.uint32)}, grid=(ctas, 1, 1), seed=3, check="order"
+            )
+        report = caught.value.launch
+        said.append((str(caught.value), report.instructions, [str(event) for event in report.events]))
+        assert len(started) == min(cores, shares) - 1
+    assert said == said[:1] * 4
+    assert not has_children()
+
+
+def test_the_first_share_that_fails_is_told(monkeypatch):
+    """CTAs 5 and 18 fault, which are of shares 1 and 2 of 4."""
+    fault = "".join(f"setp.eq.u32 %p1, %r1, {cta}; @%p1 st.global.b32 [%rd1+1024], %r1;" for cta in (5, 18))
+    for cores in (1, 2, 4):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
+        with pytest.raises(MemoryFault, match=r"CTA \(5, 0, 0\)"):
+            launch(NUMBER + fault, {"out": np.zeros(64, np.uint32)}, grid=(30, 1, 1))
 
 
 def interrupted_launch() -> str:
