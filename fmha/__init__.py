@@ -13,8 +13,9 @@ from warpspec.fmha.checks import check_kinds, check_window
 from warpspec.fmha.operands import Operands, Options
 from warpspec.fmha.quantized import FORMATS
 from warpspec.fmha.state import AttentionState, check_states, combine, normalized_output
+from warpspec.fmha.tree import tree_words
 
-__all__ = ["AttentionState", "UnsupportedProblem", "attention", "attention_varlen", "merge"]
+__all__ = ["AttentionState", "UnsupportedProblem", "attention", "attention_varlen", "merge", "tree_words"]
 
 
 def attention(
@@ -43,6 +44,7 @@ def attention(
     k_block_scales: torch.Tensor | None = None,
     v_block_scales: torch.Tensor | None = None,
     swizzled: bool = False,
+    tree: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | AttentionState:
     """Scaled dot-product attention, differentiable in q, k, v, sink and bias.
@@ -108,6 +110,11 @@ def attention(
             row's keys (``warpspec.common.kv_formats.swizzled_place``). Nothing in the bytes tells the two layouts
             apart, and read as the other one results are off by more than half: ask who wrote the cache. vLLM and
             SGLang swizzle on sm_100 and not on sm_90; K's are never swizzled.
+        tree: int64 [B, Sq], what ``tree_words`` makes of a mask: the queries are drafts of a tree (speculative
+            decoding), at most 64, and the key of draft j is key q_start[b] + j. Draft i sees every key before
+            q_start[b], and of the drafts' keys those whose bits are set in tree[b, i]: its ancestors' and its own. With
+            n bits set it stands at position p = q_start[b] + n - 1, and the n keys at q_start[b] to p in turn: windows
+            count from these positions. Needs causal=True and key_stride 1. No gradients.
         backend: "auto", "sm100", "sm90" (native kernels, CUDA tensors), "sim" (the sm100 kernel executed on
             the CPU, CPU tensors) or "reference" (FP32 torch, any device). "auto": the device's kernel for
             CUDA tensors, "sim" for CPU tensors; the environment variable WARPSPEC_BACKEND overrides it.
@@ -139,6 +146,7 @@ def attention(
         v_scale=v_scale,
         k_block_scales=k_block_scales,
         v_block_scales=v_block_scales,
+        tree=tree,
     )
     options = Options(
         scale,
@@ -185,6 +193,7 @@ def attention_varlen(
     k_block_scales: torch.Tensor | None = None,
     v_block_scales: torch.Tensor | None = None,
     swizzled: bool = False,
+    tree: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | AttentionState:
     """``attention`` of B requests with different numbers of queries, which stand one behind another in q.
@@ -212,6 +221,7 @@ def attention_varlen(
         q_start: [B] int32: query i of request b stands at position p = q_start[b] + i; default L - n.
         scale, causal, window, sink, key_stride, normalize, num_splits, deterministic, softcap, v_dim, k_scale,
             v_scale, k_block_scales, v_block_scales, swizzled, backend: as of ``attention``.
+        tree: int64 [T], as of ``attention``; max_seqlen_q is at most 64.
         return_lse: also return lse.
         out: o is written here and returned: [T, Hq, D], else as of ``attention``. Rows that belong to no request
             are left as they are.
@@ -241,6 +251,7 @@ def attention_varlen(
         v_scale=v_scale,
         k_block_scales=k_block_scales,
         v_block_scales=v_block_scales,
+        tree=tree,
     )
     options = Options(
         scale,
@@ -295,6 +306,10 @@ def _check_kinds(operands: Operands, options: Options, backend) -> tuple[Options
     if records and operands.k.dtype in FORMATS:
         raise NotImplementedError(
             "k: gradients are not implemented with FP8 or NVFP4 keys and values; call under torch.no_grad()"
+        )
+    if operands.tree is not None and records:
+        raise NotImplementedError(
+            "tree: gradients are not implemented with trees of drafts; call under torch.no_grad()"
         )
     if operands.o is not None and records:
         raise NotImplementedError(

@@ -13,6 +13,7 @@ from warpspec.common.outputs import check_apart, check_elements
 from warpspec.fmha.heads import CLASSES, LARGEST, LATENT, STEP, supported
 from warpspec.fmha.operands import Operands, Options
 from warpspec.fmha.quantized import FORMATS, head_size
+from warpspec.fmha.tree import MOST_DRAFTS
 from warpspec.fmha.values import POSITION_LIMIT
 
 HEAD_SIZES = f"a multiple of {STEP} up to {LARGEST}, or {CLASSES[-1]}"
@@ -178,6 +179,22 @@ def check_per_request(name, tensor, batch, device):
     check_tensor(name, tensor, (torch.int32,), None, device)
     if tuple(tensor.shape) != (batch,):
         raise ValueError(f"{name}: shape must be [B={batch}], got {shape_of(tensor)}")
+
+
+def check_tree(operands: Operands, options: Options, seq_q: int) -> None:
+    """The words of a tree of drafts, and the arguments that must go with them. seq_q: the most queries of a request."""
+    q, tree = operands.q, operands.tree
+    check_tensor("tree", tree, (torch.int64,), None, q.device)
+    rows = shape_of(q)[: q.dim() - 2]
+    if shape_of(tree) != rows:
+        dimensions = "[T]" if q.dim() == 3 else "[B, Sq]"
+        raise ValueError(f"tree: shape must be {dimensions} = {rows}, got {shape_of(tree)}")
+    if not options.causal or options.key_stride != 1:
+        raise ValueError(
+            f"tree: needs causal=True and key_stride 1, got causal={options.causal}, key_stride={options.key_stride}"
+        )
+    if seq_q > MOST_DRAFTS:
+        raise ValueError(f"tree: a request may have at most {MOST_DRAFTS} queries, got {seq_q}")
 
 
 def check_starts(name, tensor, device, batch=None) -> int:

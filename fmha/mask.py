@@ -1,8 +1,8 @@
 """Which keys a query row may see.
 
-The keys a row sees are always one interval, whatever the combination of causality, window, compressed keys
-and KV length, so the mask is two integers per row: kernels compare a key's index with them, tile loops clip
-to them.
+The keys a row sees are one interval, whatever the combination of causality, window, compressed keys and KV length, so
+the mask is two integers per row: kernels compare a key's index with them, tile loops clip to them. The exception is a
+tree of drafts (``tree``), where up to 64 keys behind the interval are seen or not by a bit each.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from warpspec.fmha.problem import AttentionProblem
+from warpspec.fmha.tree import MOST_DRAFTS, see_drafts
 
 
 def key_range(position, length, *, causal, left=None, right=None, key_stride=1, minimum=min, maximum=max):
@@ -46,10 +47,11 @@ def position_range(key, *, causal, left=None, right=None, key_stride=1, maximum=
     return first, end
 
 
-def visible(problem: AttentionProblem, kv_lengths=None, q_start=None) -> torch.Tensor:
+def visible(problem: AttentionProblem, kv_lengths=None, q_start=None, tree=None) -> torch.Tensor:
     """Visibility of every key to every row, from structure alone (a bias of -inf hides keys besides).
 
-    kv_lengths, q_start: int32 [B] or None, as given to ``attention``. Returns bool [B, Sq, Sk].
+    kv_lengths, q_start: int32 [B] or None, tree: int64 [B, Sq] or None, as given to ``attention``. Returns bool
+    [B, Sq, Sk].
     """
     device = problem.device
     if kv_lengths is None:
@@ -57,7 +59,12 @@ def visible(problem: AttentionProblem, kv_lengths=None, q_start=None) -> torch.T
     else:
         length = kv_lengths.long().clamp(0, problem.seq_k)  # as kernels do where values went unchecked
     start = length - problem.seq_q if q_start is None else q_start.long()
-    position = start[:, None] + torch.arange(problem.seq_q, device=device)  # [B, Sq]
+    drafts = None
+    if tree is None:
+        position = start[:, None] + torch.arange(problem.seq_q, device=device)  # [B, Sq]
+    else:
+        depth, drafts = see_drafts(tree, problem.window_left)
+        position = start[:, None] + depth
     first, end = key_range(
         position,
         length[:, None],
@@ -70,4 +77,10 @@ def visible(problem: AttentionProblem, kv_lengths=None, q_start=None) -> torch.T
     )
     key = torch.arange(problem.seq_k, device=device)
     first, end = (bound[..., None] if isinstance(bound, torch.Tensor) else bound for bound in (first, end))
-    return ((key >= first) & (key < end)).expand(problem.batch, problem.seq_q, problem.seq_k)
+    seen = ((key >= first) & (key < end)).expand(problem.batch, problem.seq_q, problem.seq_k)
+    if drafts is None:
+        return seen
+    number = (key - start[:, None])[:, None].expand(seen.shape)  # of the draft whose key it is
+    on_path = drafts.gather(-1, number.clamp(0, MOST_DRAFTS - 1))
+    on_path = on_path & (number < MOST_DRAFTS) & (key < length[:, None, None])
+    return torch.where(number < 0, seen, on_path)

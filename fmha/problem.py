@@ -30,6 +30,7 @@ from warpspec.fmha.checks import (
     check_softcap,
     check_starts,
     check_table,
+    check_tree,
     check_values_size,
     check_window,
 )
@@ -88,6 +89,7 @@ class AttentionProblem:
     has_k_scale: bool = False  # otherwise 1; only with kv_format
     has_v_scale: bool = False
     swizzled: bool = False  # V's block scales; only with NVFP4
+    has_tree: bool = False  # queries are drafts (``tree``); always causal, key_stride 1
 
     @property
     def heads(self) -> HeadSizes:
@@ -186,6 +188,8 @@ class AttentionProblem:
             check_per_request(name, getattr(operands, name), batch, q.device)
         check_scales(operands, batch, k.shape[-2], q.device)
         check_block_scales(operands, options.swizzled, memory)
+        if operands.tree is not None:
+            check_tree(operands, options, seq_q)
         if memory and are_checked(q.device):
             _check_values(operands)
 
@@ -216,6 +220,7 @@ class AttentionProblem:
             has_k_scale=operands.k_scale is not None,
             has_v_scale=operands.v_scale is not None,
             swizzled=options.swizzled,
+            has_tree=operands.tree is not None,
         )
         if out is not None:
             check_out(operands, problem.o_dtype, memory, v_dim)

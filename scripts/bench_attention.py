@@ -1,14 +1,14 @@
 """Attention on this machine's GPU against its peers: prints tables, writes a PNG.
 
-    python scripts/bench_attention.py [--only prefill|heads|decode|paged|varlen|shared|mla|host|backward ...]
+    python scripts/bench_attention.py [--only prefill|heads|decode|paged|varlen|shared|mla|trees|host|backward ...]
                                        [--markdown] [--png FILE]
 
 Times are medians (gpu_bench). Peers run on the same tensors in the same process: flash-attn-4 where installed, torch's
 SDPA on cuDNN for prefill and heads (other head sizes, soft caps), torch's SDPA for decode and for K and V in one
 tensor. A ratio is the peer's time over ours: above 1 we are faster. varlen: packed requests, and others of different
-lengths, in CUDA graphs. host: CPU time of a call from Python. backward: all gradients from o, lse and dO, FLOPs counted
-as 2.5 forward passes; peers flash-attn-4's backward and torch's SDPA on cuDNN, with a bias torch's efficient kernel
-(the bias's gradient among the results).
+lengths, in CUDA graphs. trees: drafts of a tree, against as many causal queries. host: CPU time of a call from Python.
+backward: all gradients from o, lse and dO, FLOPs counted as 2.5 forward passes; peers flash-attn-4's backward and
+torch's SDPA on cuDNN, with a bias torch's efficient kernel (the bias's gradient among the results).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
 from warpspec.common.errors import UnsupportedProblem
-from warpspec.fmha import attention
+from warpspec.fmha import attention, tree_words
 from warpspec.fmha.heads import LATENT
 from warpspec.latent import mla_decode
 
@@ -309,6 +309,50 @@ def shared() -> list[list]:
     return rows
 
 
+def trees(copy: float) -> list[list]:
+    """Trees of drafts over pages in random order, against causal queries of the same call. copy: TB/s."""
+    rows, page = [], 64
+    for batch, drafts, keys, d, window in bench_shapes.TREES:
+        q = random(batch, drafts, 64, d)
+        k, v = (random(batch * keys // page, page, 8, d) for _ in "kv")
+        order = torch.randperm(len(k), device="cuda", dtype=torch.int32).view(batch, -1)
+        lengths = torch.full((batch,), keys, device="cuda", dtype=torch.int32)
+        mask = torch.eye(drafts, dtype=torch.bool)
+        for i in range(1, drafts):  # a tree of two branches a draft
+            mask[i] |= mask[(i - 1) // 2]
+        words = tree_words(mask.cuda()).repeat(batch, 1)
+        options = dict(
+            page_table=order,
+            kv_lengths=lengths,
+            causal=True,
+            window=window and (window - 1, 0),
+            out=torch.empty_like(q),
+        )
+        calls = {
+            "warpspec": lambda q=q, k=k, v=v, words=words, options=options: attention(
+                q, k, v, tree=words, **options
+            ),
+            "causal": lambda q=q, k=k, v=v, options=options: attention(q, k, v, **options),
+        }
+        times = gpu_bench.graph_times(calls, [()], **gpu_bench.SHORT_ROUNDS)
+        seen = batch * (keys if window is None else min(keys, window + drafts))
+        speed = 2 * seen * 8 * d * k.element_size() / times["warpspec"] * 1e-6
+        name = (
+            f"B{batch} L{keys} {drafts} drafts 64/8 heads D{d}{'' if window is None else f' window {window}'}"
+        )
+        rows.append(
+            [
+                name,
+                times["warpspec"],
+                times["causal"],
+                times["warpspec"] / times["causal"],
+                speed,
+                speed / copy,
+            ]
+        )
+    return rows
+
+
 def mla(copy: float) -> list[list]:
     """MLA's decode over pages in random order; SDPA on the same rows in order, all of a request's where lengths differ.
     copy: TB/s."""
@@ -391,7 +435,7 @@ def plot(prefills: list[list], decodes: list[list], copy: float, path: str) -> N
 
 
 def main() -> None:
-    parts = ("prefill", "heads", "decode", "paged", "varlen", "shared", "mla", "host", "backward")
+    parts = ("prefill", "heads", "decode", "paged", "varlen", "shared", "mla", "trees", "host", "backward")
     parser = driver.parser(__doc__, only=parts, markdown=True)
     parser.add_argument("--png", help="write the rates of prefill and decode as a picture")
     options = parser.parse_args()
@@ -423,6 +467,10 @@ def main() -> None:
         copy = gpu_bench.copy_bandwidth()
         names = ["MLA, 576 and 512", "us", "TFLOP/s", "SDPA", "ratio", "TB/s", "share of a copy's speed"]
         show(names, mla(copy), f"{FLASH_MLA}\n")
+    if "trees" in options.only:
+        copy = gpu_bench.copy_bandwidth()
+        names = ["trees", "us", "causal us", "times causal", "TB/s", "share of a copy's speed"]
+        show(names, trees(copy))
     if "backward" in options.only:
         names = [
             "backward",

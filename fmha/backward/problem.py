@@ -48,6 +48,8 @@ class BackwardProblem:
             raise NotImplementedError(
                 f"v_dim: gradients are not implemented where V is a part of K's rows, got v_dim={forward.v_dim}"
             )
+        if forward.has_tree:
+            raise NotImplementedError("tree: gradients are not implemented with trees of drafts")
         if forward.paged:
             raise NotImplementedError("page_table: gradients are not implemented for paged keys")
         return cls(forward, wanted, **options)

@@ -11,15 +11,25 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
+from warpspec.fmha.device.tree import Drafts
+
 WORD_BITS = 32
 
 
-def hide(scores: cute.Tensor, elements: Sequence[int], run: int, period: int, first, end) -> None:
-    """Scores of a row outside the keys [first, end) become -inf.
+def hide(
+    scores: cute.Tensor,
+    elements: Sequence[int],
+    run: int,
+    period: int,
+    first,
+    end,
+    drafts: Drafts | None = None,
+) -> None:
+    """Scores of a row outside the keys [first, end), and the drafts' that it sees, become -inf.
 
     scores: (n) fp32 registers. elements: those of the row, in the order of their keys: of every ``period`` keys the
     row has the first ``run`` ones. first, end: keys counted from that of the first element; Int32, first None where
-    rows are not bounded on that side.
+    rows are not bounded on that side. drafts: their keys counted likewise, or None.
 
     What a row sees is a word of bits, tested one after another: ptxas makes predicates of several at a time.
     """
@@ -30,8 +40,15 @@ def hide(scores: cute.Tensor, elements: Sequence[int], run: int, period: int, fi
         word = ones(before_end - begin)
         if before_first is not None:
             word = word & ~ones(before_first - begin)
+        drafts_key, drafts_word = None, None
         for bit, i in enumerate(elements[begin : begin + WORD_BITS]):
             seen = Boolean(word & Int32(bit_value(bit)) != 0)
+            if drafts is not None:
+                key = (begin + bit) // run * period + (begin + bit) % run
+                if key // WORD_BITS != drafts_key:
+                    drafts_key = key // WORD_BITS
+                    drafts_word = drafts.word(drafts_key * WORD_BITS)
+                seen = seen | Boolean(drafts_word & Int32(bit_value(key % WORD_BITS)) != 0)
             scores[i] = Float32(cutlass.select_(seen, scores[i], -Float32.inf))
 
 

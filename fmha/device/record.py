@@ -21,21 +21,23 @@ SPAN = ("begin", "count", "first", "end", "inner_first", "inner_end")
 
 
 class Records(NamedTuple):
-    """The slots, (WORD, SLOT) Int32 in shared memory, and what every tile has in common. window: (left, right)."""
+    """The slots, (WORD, SLOT) Int32 in shared memory, and what every tile has in common. window: (left, right). tree:
+    the operand."""
 
     slots: cute.Tensor
     window_left: Int32
     window_right: Int32
+    tree: cute.Tensor | None = None
 
     def slot(self, config, use) -> cute.Tensor:
         """Words of the use-th record."""
         return self.slots[None, use % config.record_slots if config.record_slots > 1 else 0]
 
 
-def records_of(config: KernelFeatures, base: cute.Pointer, where) -> Records:
+def records_of(config: KernelFeatures, base: cute.Pointer, where, operands) -> Records:
     """base: Int32, to ``config.record_bytes`` of shared memory. where: what the scheduler finds tiles by."""
     slots = cute.make_tensor(base, cute.make_layout((RECORD_WORDS, config.record_slots)))
-    return Records(slots, *where.window)
+    return Records(slots, *where.window, operands.tree)
 
 
 def words_of(config: KernelFeatures) -> tuple[str, ...]:
@@ -140,4 +142,5 @@ def read_tile(config: KernelFeatures, records: Records, use) -> Tile:
         bounds=bounds_of(config, (records.window_left, records.window_right)),
         span=KeySpan(*(word[name] for name in SPAN)),
         piece=piece,
+        tree=records.tree,
     )

@@ -10,12 +10,15 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import cutlass
-from cutlass import Boolean, Int32
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Uint64
 
 from warpspec.fmha.device.packed import extent_of, request_of
+from warpspec.fmha.device.tree import Drafts, depth_of, drafts_between, drop_lowest
 from warpspec.fmha.features import KernelFeatures, Schedule
 from warpspec.fmha.mask import key_range
 from warpspec.fmha.schedule import KeySpan, KvTiles, extent, key_span
+from warpspec.fmha.tree import MOST_DRAFTS
 
 INTEGERS = {"minimum": cutlass.min, "maximum": cutlass.max}
 
@@ -26,13 +29,14 @@ class Row:
 
     index: the row's number in its row group, of ``config.row_group_size`` rows. member: which of the threads that share
     the row this one is; number 0 writes what is written once a row. first, end: the row sees the keys [first, end);
-    None where the source of the keys says by itself which there are.
+    None where the source of the keys says by itself which there are. drafts: whose keys it sees besides, with a tree.
     """
 
     index: Int32
     member: Int32
     first: Int32 | None = None
     end: Int32 | None = None
+    drafts: RowDrafts | None = None
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ class Tile(RowTile):
     which of the keys; they differ where queries are packed, which all stand in row 0. first_query: of the tile in its
     request. first_row: where the request's queries begin in their row of q. first_key: where its keys begin in k, with
     packed keys. start: position of query 0. length: KV length. group: query heads of a KV head. seq_q: queries of the
-    request. bounds: arguments of ``key_range``. span: the KV tiles.
+    request. bounds: arguments of ``key_range``. span: the KV tiles. tree: the operand.
     """
 
     config: KernelFeatures
@@ -117,6 +121,7 @@ class Tile(RowTile):
     bounds: dict
     span: KeySpan
     piece: Piece | None = None
+    tree: cute.Tensor | None = None
 
     def cut(self, piece: Piece) -> Tile:
         """The piece of this tile."""
@@ -144,15 +149,23 @@ class Tile(RowTile):
 
     def row(self, index, member, row_group=0) -> Row:
         """A row and the keys it sees; an idle row gets the keys of the query it would be."""
-        position = self.start + self.first_query_of(row_group) + index // self.config.pack
+        config, drafts = self.config, None
+        position = self.start + self.first_query_of(row_group) + index // config.pack
+        if cutlass.const_expr(config.has_tree):
+            drafts = RowDrafts(self, self.first_row_of(row_group) + index // config.pack)
+            position = self.start
+            if config.has_left:
+                position = position + depth_of(drafts.word())
         first, end = key_range(position, self.length, **self.bounds, **INTEGERS)
+        if cutlass.const_expr(config.has_tree):
+            end = cutlass.min(end, self.start)
         if cutlass.const_expr(
-            self.config.splits or self.config.schedule is Schedule.LINE
+            config.splits or config.schedule is Schedule.LINE
         ):  # of the row's keys, those of this part
-            begin = self.span.begin * self.config.tile_n
+            begin = self.span.begin * config.tile_n
             first = cutlass.max(first, begin)
-            end = cutlass.min(end, begin + self.span.count * self.config.tile_n)
-        return Row(index, member, first, end)
+            end = cutlass.min(end, begin + self.span.count * config.tile_n)
+        return Row(index, member, first, end, drafts)
 
     def place(self, index, row_group=0) -> Place:
         """Where a row belongs. index: in its row group."""
@@ -165,6 +178,33 @@ class Tile(RowTile):
             query = query + self.first_row
         head = self.kv_head * self.group + head
         return Place(self.batch, self.request, self.kv_head, head, query, inside & busy)
+
+
+@dataclass(frozen=True)
+class RowDrafts:
+    """The drafts whose keys a row sees. They are read where they are needed, in the few tiles that have their keys:
+    kept, they would take registers all the while. query: the row's, in its row of q; an idle row's may lie past it."""
+
+    tile: Tile
+    query: Int32
+
+    def word(self) -> Uint64:
+        """The row's word of the tree; an idle row gets some other row's."""
+        tree = self.tile.tree
+        return Uint64(tree[self.tile.batch, cutlass.min(self.query, tree.shape[1] - 1)])
+
+    def read(self, key=0) -> Drafts:
+        """The drafts within the window, with their keys counted from ``key``."""
+        tile, word = self.tile, self.word()
+        if tile.config.has_left:
+            word = drop_lowest(word, cutlass.max(depth_of(word) - tile.bounds["left"], 0))
+        return drafts_between(word, tile.start, 0, tile.span.end).counted_from(key)
+
+    def of_part(self) -> Drafts:
+        """The drafts whose keys are among the tile's KV tiles."""
+        tile, drafts = self.tile, self.read()
+        begin = tile.span.begin * tile.config.tile_n
+        return drafts_between(drafts.seen, tile.start, begin, begin + tile.span.count * tile.config.tile_n)
 
 
 def request_at(config: KernelFeatures, operands, request) -> Request:
@@ -227,7 +267,10 @@ def tile_of(config: KernelFeatures, operands, group, window, query_tile, head_ti
     bounds = bounds_of(config, window)
     first_query = query_tile * config.queries
     last_query = cutlass.min(first_query + config.queries, seq_q) - 1
-    span = key_span(start + first_query, start + last_query, length, config.tile_n, bounds, **INTEGERS)
+    lowest, highest = start + first_query, start + last_query
+    if cutlass.const_expr(config.has_tree):  # whatever the words: the host does not see them
+        lowest, highest = start - 1, start + MOST_DRAFTS - 1
+    span = key_span(lowest, highest, length, config.tile_n, bounds, **INTEGERS)
     if cutlass.const_expr(config.packed_q):  # a tile past its request's queries
         some = Boolean(first_query < seq_q)
         span = replace(span, count=Int32(cutlass.select_(some, span.count, Int32(0))))
@@ -248,4 +291,5 @@ def tile_of(config: KernelFeatures, operands, group, window, query_tile, head_ti
         seq_q,
         bounds,
         span,
+        tree=operands.tree,
     )

@@ -95,8 +95,14 @@ def recompute(
     for registers, _ in vectors:
         for i in registers:
             values[i] = Float32(0.0)
-    for key in cutlass.range(Int32(row.first), row.end, unroll=1):
+    end, drafts = row.end, None
+    if cutlass.const_expr(row.drafts is not None):
+        drafts = row.drafts.of_part()
+        end = drafts.end_after(end)
+    for key in cutlass.range(Int32(row.first), end, unroll=1):
         where, exists = address_of(config, operands, place.request, key)
+        if cutlass.const_expr(drafts is not None):
+            exists = exists & (Boolean(key < row.end) | drafts.sees(key))
         score = dot(config, q, operands.k[(*where, place.kv_head, None)])
         if cutlass.const_expr(config.page_size > 0):
             score = Float32(cutlass.select_(exists, score, Float32(0.0)))

@@ -13,6 +13,7 @@ from warpspec.fmha.features import Schedule
 from warpspec.fmha.plan.cost import Tiling, Way
 from warpspec.fmha.plan.splits import Loads, choose_splits, visited_tiles
 from warpspec.fmha.problem import AttentionProblem
+from warpspec.fmha.tree import MOST_DRAFTS
 
 # Rounds of all CTAs that parts of split keys fill, of the numbers of parts that are candidates; and the most rounds of
 # whole tiles for which keys are split at all.
@@ -123,7 +124,7 @@ def most_tiles(problem: AttentionProblem, tiling: Tiling) -> int:
     plain = problem.key_stride == 1  # only then do positions count keys
     return visited_tiles(
         seq_k=problem.seq_k,
-        queries=tiling.queries,
+        queries=MOST_DRAFTS + 1 if problem.has_tree else tiling.queries,
         tile_n=tiling.tile_n,
         left=problem.window_left if plain else None,
         right=problem.window_right if plain else None,

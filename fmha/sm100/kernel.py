@@ -89,7 +89,7 @@ class Attention(AttentionHost):
         # 3. Roles.
         found = where
         if cutlass.const_expr(config.scheduled):
-            found = records_of(config, storage.records.data_ptr(), where)
+            found = records_of(config, storage.records.data_ptr(), where, operands)
         q_base, k_base, p_base = storage.q.data_ptr(), storage.k.data_ptr(), storage.p.data_ptr()
         v_base = k_base if cutlass.const_expr(config.shared_kv) else storage.v.data_ptr()
         if warp < len(config.softmax_warps):

@@ -42,7 +42,8 @@ class Columns:
     def hide(self, config, channels, row, step, first_key, scores: cute.Tensor) -> None:
         """Scores (KEY) of the step-th KV tile that the row does not see become -inf."""
         first = row.first - first_key if config.has_left else None
-        hide(scores, range(config.tile_n), 1, 1, first, row.end - first_key)
+        drafts = row.drafts.read(first_key) if row.drafts else None
+        hide(scores, range(config.tile_n), 1, 1, first, row.end - first_key, drafts)
 
     def finish(self, config, row, first: int, values: cute.Tensor) -> None:
         """What else is done to columns (n) of the thread's O from number ``first`` on, before they are scaled:

@@ -244,11 +244,14 @@ def hide(work, lane: cutlass.Constexpr, s, first_key):
     config, scores = work.config, flat(s)
     for c in cutlass.range_constexpr(lane.columns):
         row = work.tile.row(c // PAIR * MMA_COLUMNS + PAIR * lane.t + c % PAIR, 0)
+        drafts = row.drafts.read() if cutlass.const_expr(config.has_tree) else None
         for n, i in enumerate(elements(s, c)):
             key = first_key + n * 8 + lane.g
             seen = Boolean(key < row.end)
             if cutlass.const_expr(config.has_left):
                 seen = seen & Boolean(key >= row.first)
+            if cutlass.const_expr(config.has_tree):
+                seen = seen | drafts.sees(key)
             scores[i] = Float32(cutlass.select_(seen, scores[i], -Float32.inf))
 
 

@@ -193,7 +193,8 @@ class Work:
         row = self.rows[r]
         origin = self.span.tile(step) * self.config.tile_n + PAIR * row.member  # key of element 0
         first = row.first - origin if self.config.has_left else None
-        hide(scores, elements(scores, r), PAIR, COLUMNS, first, row.end - origin)
+        drafts = row.drafts.read(origin) if row.drafts else None
+        hide(scores, elements(scores, r), PAIR, COLUMNS, first, row.end - origin, drafts)
 
     @property
     def idle(self) -> Boolean:

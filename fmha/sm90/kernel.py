@@ -106,7 +106,7 @@ class Attention(AttentionHost):
         # 2. Roles.
         tiles = where
         if cutlass.const_expr(config.scheduled):
-            tiles = records_of(config, storage.records.data_ptr(), where)
+            tiles = records_of(config, storage.records.data_ptr(), where, operands)
         k_base = storage.k.data_ptr()
         shared = Shared(
             storage.q.data_ptr(),

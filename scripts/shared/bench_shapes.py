@@ -40,6 +40,7 @@ HEADS = [
     (2, 32, 8192, 80, 80, None),
     (2, 32, 8192, 72, 72, None),
     (1, 128, 8192, 192, 128, None),
+    (2, 16, 4096, 512, 512, None),
 ]
 PAGES = (16, 32, 64, 128)
 PAGED_PREFILL = [(2, 4096, d) for d in (128, 64, 256)]  # batch, length, D of 32 query and 8 KV heads
@@ -52,6 +53,14 @@ SHARED = [
     (1, 128, 4096, 4096),
 ]
 SHARED_DIM = 512
+# (batch, drafts, keys, D, window) of 64 query and 8 KV heads, pages of 64
+TREES = [
+    (32, 16, 8192, 128, None),
+    (32, 16, 8192, 64, None),
+    (4, 64, 8192, 128, None),
+    (32, 8, 8192, 256, None),
+    (32, 16, 8192, 128, 1024),
+]
 # (batch, heads, queries, most keys, whether requests' lengths are random, rows' type) of MLA's decode, pages of 64
 MLA = [
     (128, 128, 1, 4096, False, "bf16"),
