@@ -45,6 +45,7 @@ def attention(
     v_block_scales: torch.Tensor | None = None,
     swizzled: bool = False,
     tree: torch.Tensor | None = None,
+    ranges: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | AttentionState:
     """Scaled dot-product attention, differentiable in q, k, v, sink and bias.
@@ -115,6 +116,11 @@ def attention(
             q_start[b], and of the drafts' keys those whose bits are set in tree[b, i]: its ancestors' and its own. With
             n bits set it stands at position p = q_start[b] + n - 1, and the n keys at q_start[b] to p in turn: windows
             count from these positions. Needs causal=True and key_stride 1. No gradients.
+        ranges: int32 [B, Sq, 2]: query i sees the keys ranges[b, i, 0] to ranges[b, i, 1] besides those that causal and
+            window let it see, as the queries of an image see all of the image; (-1, -1): none. A range has to hold the
+            query's own position p (so where the window shall cut it, it begins at p); keys past L do not exist.
+            Checked like kv_lengths; unchecked, what lies between a range and the row's other keys is seen, too. Needs
+            causal=True and key_stride 1. No gradients.
         backend: "auto", "sm100", "sm90" (native kernels, CUDA tensors), "sim" (the sm100 kernel executed on
             the CPU, CPU tensors) or "reference" (FP32 torch, any device). "auto": the device's kernel for
             CUDA tensors, "sim" for CPU tensors; the environment variable WARPSPEC_BACKEND overrides it.
@@ -147,6 +153,7 @@ def attention(
         k_block_scales=k_block_scales,
         v_block_scales=v_block_scales,
         tree=tree,
+        ranges=ranges,
     )
     options = Options(
         scale,
@@ -194,6 +201,7 @@ def attention_varlen(
     v_block_scales: torch.Tensor | None = None,
     swizzled: bool = False,
     tree: torch.Tensor | None = None,
+    ranges: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | AttentionState:
     """``attention`` of B requests with different numbers of queries, which stand one behind another in q.
@@ -221,7 +229,7 @@ def attention_varlen(
         q_start: [B] int32: query i of request b stands at position p = q_start[b] + i; default L - n.
         scale, causal, window, sink, key_stride, normalize, num_splits, deterministic, softcap, v_dim, k_scale,
             v_scale, k_block_scales, v_block_scales, swizzled, backend: as of ``attention``.
-        tree: int64 [T], as of ``attention``; max_seqlen_q is at most 64.
+        tree: int64 [T], ranges: int32 [T, 2], as of ``attention``; with a tree, max_seqlen_q is at most 64.
         return_lse: also return lse.
         out: o is written here and returned: [T, Hq, D], else as of ``attention``. Rows that belong to no request
             are left as they are.
@@ -252,6 +260,7 @@ def attention_varlen(
         k_block_scales=k_block_scales,
         v_block_scales=v_block_scales,
         tree=tree,
+        ranges=ranges,
     )
     options = Options(
         scale,
@@ -307,10 +316,11 @@ def _check_kinds(operands: Operands, options: Options, backend) -> tuple[Options
         raise NotImplementedError(
             "k: gradients are not implemented with FP8 or NVFP4 keys and values; call under torch.no_grad()"
         )
-    if operands.tree is not None and records:
-        raise NotImplementedError(
-            "tree: gradients are not implemented with trees of drafts; call under torch.no_grad()"
-        )
+    for name in ("tree", "ranges"):
+        if getattr(operands, name) is not None and records:
+            raise NotImplementedError(
+                f"{name}: gradients are not implemented with {name}; call under torch.no_grad()"
+            )
     if operands.o is not None and records:
         raise NotImplementedError(
             "out: gradients are not implemented for a call with out; leave it out, or call under torch.no_grad()"

@@ -197,6 +197,22 @@ def check_tree(operands: Operands, options: Options, seq_q: int) -> None:
         raise ValueError(f"tree: a request may have at most {MOST_DRAFTS} queries, got {seq_q}")
 
 
+def check_ranges(operands: Operands, options: Options) -> None:
+    """The ranges of keys that queries see besides, and the arguments that must go with them."""
+    q, ranges = operands.q, operands.ranges
+    check_tensor("ranges", ranges, (torch.int32,), None, q.device)
+    wanted = [*shape_of(q)[: q.dim() - 2], 2]
+    if shape_of(ranges) != wanted:
+        dimensions = "[T, 2]" if q.dim() == 3 else "[B, Sq, 2]"
+        raise ValueError(f"ranges: shape must be {dimensions} = {wanted}, got {shape_of(ranges)}")
+    if not options.causal or options.key_stride != 1:
+        raise ValueError(
+            f"ranges: needs causal=True and key_stride 1, got causal={options.causal}, key_stride={options.key_stride}"
+        )
+    if operands.tree is not None:
+        raise ValueError(f"ranges: must be None with a tree, got shape {shape_of(ranges)}")
+
+
 def check_starts(name, tensor, device, batch=None) -> int:
     """B of cu_seqlens, int32 [B + 1]. batch: what B must be, where that is known."""
     check_tensor(name, tensor, (torch.int32,), None, device)

@@ -99,12 +99,13 @@ class KernelFeatures:
     has_v_scale: bool = False
     swizzled: bool = False
     has_tree: bool = False
+    has_ranges: bool = False
     record_slots: ClassVar[int] = 1  # of tile records
 
     def __post_init__(self):
         assert self.bias in (None, *BIAS_BYTES)
         assert not self.page_size or takes_pages(self.page_size)
-        assert not self.has_tree or (self.causal and self.key_stride == 1)
+        assert not (self.has_tree or self.has_ranges) or (self.causal and self.key_stride == 1)
         assert not self.page_size or self.has_kv_lengths, "pages past the KV length hold anything"
         assert not self.packed_k or (self.packed_q and not self.page_size and not self.has_kv_lengths)
         assert not (self.packed_q and self.bias)
@@ -387,6 +388,7 @@ def features(
         "has_v_scale": problem.has_v_scale,
         "swizzled": problem.swizzled,
         "has_tree": problem.has_tree,
+        "has_ranges": problem.has_ranges,
     }
 
 

@@ -34,6 +34,17 @@ def key_range(position, length, *, causal, left=None, right=None, key_stride=1, 
     return first, end
 
 
+def widened(first, end, range_first, range_last, length, *, minimum=min, maximum=max, select):
+    """Interval [first, end) of a row that sees the keys range_first to range_last besides, as far as they exist; both
+    -1: there are none.
+
+    The range meets the row's interval, so that both together are one (an image has its own queries' keys); where it
+    does not, what lies between is seen, too. select(condition, yes, no). Other arguments as of ``key_range``.
+    """
+    end = maximum(end, minimum(range_last + 1, length))
+    return select(range_first < 0, first, minimum(first, range_first)), end
+
+
 def position_range(key, *, causal, left=None, right=None, key_stride=1, maximum=max):
     """Interval [first, end) of the positions whose rows see ``key``, if the key exists: ``key_range`` from the other
     side. None: unbounded on that side. Arguments as there; both bounds grow with the key."""
@@ -47,11 +58,11 @@ def position_range(key, *, causal, left=None, right=None, key_stride=1, maximum=
     return first, end
 
 
-def visible(problem: AttentionProblem, kv_lengths=None, q_start=None, tree=None) -> torch.Tensor:
+def visible(problem: AttentionProblem, kv_lengths=None, q_start=None, tree=None, ranges=None) -> torch.Tensor:
     """Visibility of every key to every row, from structure alone (a bias of -inf hides keys besides).
 
-    kv_lengths, q_start: int32 [B] or None, tree: int64 [B, Sq] or None, as given to ``attention``. Returns bool
-    [B, Sq, Sk].
+    kv_lengths, q_start: int32 [B] or None, tree: int64 [B, Sq] or None, ranges: int32 [B, Sq, 2] or None, as given to
+    ``attention``. Returns bool [B, Sq, Sk].
     """
     device = problem.device
     if kv_lengths is None:
@@ -75,6 +86,17 @@ def visible(problem: AttentionProblem, kv_lengths=None, q_start=None, tree=None)
         minimum=torch.minimum,
         maximum=lambda lowest, value: value.clamp(min=lowest),
     )
+    if ranges is not None:
+        first = torch.as_tensor(first, device=device).expand(position.shape)
+        first, end = widened(
+            first,
+            end,
+            *ranges.long().unbind(-1),
+            length[:, None],
+            minimum=torch.minimum,
+            maximum=torch.maximum,
+            select=torch.where,
+        )
     key = torch.arange(problem.seq_k, device=device)
     first, end = (bound[..., None] if isinstance(bound, torch.Tensor) else bound for bound in (first, end))
     seen = ((key >= first) & (key < end)).expand(problem.batch, problem.seq_q, problem.seq_k)

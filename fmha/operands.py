@@ -46,7 +46,8 @@ class Operands(NamedTuple):
     cu_seqlens_q [B + 1] int32, where each request's begin. Packed keys: k, v [1, Tk, Hkv, D]; cu_seqlens_k [B + 1].
     k, v in FP8 or NVFP4 (bytes in kernels; NVFP4's rows have D/2): k_scale, v_scale fp32, in kernels [B, Hkv, 1]; of
     NVFP4 k_block_scales, v_block_scales with a row of D/16 bytes for each row of k and v.
-    Where queries are drafts: tree [B, Sq] int64, packed [1, T] (``tree``).
+    Where queries are drafts: tree [B, Sq] int64, packed [1, T] (``tree``). Where they see ranges besides: ranges
+    [B, Sq, 2] int32, packed [1, T, 2].
 
     o, lse, row_max and row_sum are written, the others are read. Where keys are split, o, row_max and row_sum of the
     attention kernel have one more dimension in front, the splits. Where work is cut by length (``line``), pieces
@@ -79,6 +80,7 @@ class Operands(NamedTuple):
     k_block_scales: Annotated[Any, block_scales(lambda c: c.head_dim)] = None
     v_block_scales: Annotated[Any, block_scales(lambda c: 0 if c.shared_kv else c.heads.v)] = None
     tree: Annotated[Any, Operand(INT64, 2, when="has_tree"), CONTIGUOUS] = None
+    ranges: Annotated[Any, Operand(INT32, 3, 2, when="has_ranges"), CONTIGUOUS] = None
     pieces: Annotated[
         Any, Operand(FLOAT32, 3, lambda c: c.piece_columns, TMA_ALIGNMENT, "cuts_tiles"), WORKSPACE
     ] = None

@@ -235,8 +235,8 @@ def kernel_operands(
         if problem.packed_k:
             k, v = k[None], v[None]
         statistics = [None if each is None else each[None] for each in statistics]
-        if operands.tree is not None:
-            operands = operands._replace(tree=operands.tree[None])
+        by_query = {name: getattr(operands, name) for name in ("tree", "ranges")}
+        operands = operands._replace(**{name: t[None] for name, t in by_query.items() if t is not None})
     found = list(operands)
     found[ROWS], found[STATISTICS] = (q, k, v, o), statistics
     if problem.kv_format is not None:

@@ -16,6 +16,7 @@ import torch
 
 from warpspec.common.checks import check_int, shape_of
 from warpspec.common.hardware import TMA_ALIGNMENT
+from warpspec.fmha import values
 from warpspec.fmha.checks import (
     SIZE_LIMIT,
     check_bias,
@@ -24,6 +25,7 @@ from warpspec.fmha.checks import (
     check_operand,
     check_out,
     check_per_request,
+    check_ranges,
     check_scale,
     check_shared_size,
     check_sink,
@@ -90,6 +92,7 @@ class AttentionProblem:
     has_v_scale: bool = False
     swizzled: bool = False  # V's block scales; only with NVFP4
     has_tree: bool = False  # queries are drafts (``tree``); always causal, key_stride 1
+    has_ranges: bool = False  # queries see ranges of keys besides; likewise
 
     @property
     def heads(self) -> HeadSizes:
@@ -190,6 +193,8 @@ class AttentionProblem:
         check_block_scales(operands, options.swizzled, memory)
         if operands.tree is not None:
             check_tree(operands, options, seq_q)
+        if operands.ranges is not None:
+            check_ranges(operands, options)
         if memory and are_checked(q.device):
             _check_values(operands)
 
@@ -221,6 +226,7 @@ class AttentionProblem:
             has_v_scale=operands.v_scale is not None,
             swizzled=options.swizzled,
             has_tree=operands.tree is not None,
+            has_ranges=operands.ranges is not None,
         )
         if out is not None:
             check_out(operands, problem.o_dtype, memory, v_dim)
@@ -235,15 +241,18 @@ def _check_values(operands: Operands) -> None:
         ("cu_seqlens_q", operands.cu_seqlens_q, len(q), "q"),
         ("cu_seqlens_k", operands.cu_seqlens_k, len(k), "k"),
     )
+    seq_k = k.shape[1] if page_table is None else page_table.shape[1] * page_size
     check_values(
         operands.kv_lengths,
         operands.q_start,
         page_table,
-        seq_k=k.shape[1] if page_table is None else page_table.shape[1] * page_size,
+        seq_k=seq_k,
         pages=k.shape[0],
         page_size=page_size,
         starts=[(name, tensor, rows, packed) for name, tensor, rows, packed in starts if tensor is not None],
     )
+    if operands.ranges is not None:
+        values.check_ranges(operands, seq_k)
 
 
 def _rectangle(operands: Operands) -> dict:

@@ -39,8 +39,9 @@ def packed(problem: AttentionProblem, operands: Operands) -> AttentionState:
         cached = {name: getattr(operands, name) for name in ("k", "v", *BLOCK_SCALES)}
         if keys is not None:
             cached = {name: None if t is None else t[:, keys[b]] for name, t in cached.items()}
-        tree = None if operands.tree is None else operands.tree[:, rows]
-        one = Operands(operands.q[:, rows], q_start=q_start, tree=tree, **cached, **scales)
+        by_query = {name: getattr(operands, name) for name in ("tree", "ranges")}
+        by_query = {name: None if t is None else t[:, rows] for name, t in by_query.items()}
+        one = Operands(operands.q[:, rows], q_start=q_start, **by_query, **cached, **scales)
         if keys is not None:
             seq_k = one.k.shape[1]
         else:
@@ -71,7 +72,8 @@ def rectangle(problem: AttentionProblem, operands: Operands) -> AttentionState:
     """The state of a problem with as many queries in each batch row."""
     q, bias = operands.q, operands.bias
     o, row_max, row_sum = state = empty_state(problem)
-    seen = visible(problem, operands.kv_lengths, operands.q_start, operands.tree)  # [B, Sq, Sk]
+    given = (operands.kv_lengths, operands.q_start, operands.tree, operands.ranges)
+    seen = visible(problem, *given)  # [B, Sq, Sk]
     k, v = keys_and_values(problem, operands)
     # So many query heads after one another have the same keys, values and mask.
     alike = 1 if bias is not None and bias.shape[1] > 1 else problem.group

@@ -124,6 +124,11 @@ class KeySpan(KvTiles):
         first, count = split_part(split, splits, self.count)
         return replace(self, begin=self.begin + first, count=count)
 
+    def over(self, first, end, tile_keys: int, minimum=min, maximum=max) -> KeySpan:
+        """The span of rows some of which see other keys besides, all within [first, end)."""
+        begin, count = tiles_of(first, end, tile_keys, minimum, maximum)
+        return replace(self, begin=begin, count=count, first=first, end=end)
+
     def needs_mask(self, tile, tile_keys: int):
         """True where some row does not see some key of the tile."""
         return (tile * tile_keys < self.inner_first) | ((tile + 1) * tile_keys > self.inner_end)
@@ -141,10 +146,15 @@ def key_span(lowest, highest, length, tile_keys: int, bounds: dict, minimum=min,
     """
     first, inner_end = key_range(lowest, length, **bounds, minimum=minimum, maximum=maximum)
     inner_first, end = key_range(highest, length, **bounds, minimum=minimum, maximum=maximum)
-    first_tile = first // tile_keys
+    begin, count = tiles_of(first, end, tile_keys, minimum, maximum)
+    return KeySpan(begin, count, first, end, inner_first, inner_end)
+
+
+def tiles_of(first, end, tile_keys: int, minimum=min, maximum=max) -> tuple:
+    """(first, count) of the KV tiles that hold the keys [first, end)."""
+    begin = first // tile_keys
     end_tile = (maximum(end, 0) + tile_keys - 1) // tile_keys
-    some_key = minimum(maximum(end - first, 0), 1)
-    return KeySpan(first_tile, (end_tile - first_tile) * some_key, first, end, inner_first, inner_end)
+    return begin, (end_tile - begin) * minimum(maximum(end - first, 0), 1)
 
 
 def place_in_round(round_, cta, ctas):

@@ -95,6 +95,35 @@ def check_values(
             )
 
 
+def check_ranges(operands, seq_k: int) -> None:
+    """Raise ValueError where a range of ``ranges`` does not hold its query's own position. operands: ``Operands``.
+    seq_k: Sk. Waits for the device."""
+    ranges, starts_q, starts_k = operands.ranges.long(), operands.cu_seqlens_q, operands.cu_seqlens_k
+    row = torch.arange(ranges.shape[-2], device=ranges.device)
+    if starts_q is None:
+        batch, queries, query = ranges.shape[0], ranges.shape[1], row
+    else:
+        batch, queries = len(starts_q) - 1, starts_q.diff()
+        request = torch.searchsorted(starts_q[1:].contiguous(), row, right=True).clamp(max=batch - 1)
+        query = row - starts_q[request]
+    if starts_k is not None:
+        length = starts_k.diff()
+    else:
+        length = row.new_full((batch,), seq_k) if operands.kv_lengths is None else operands.kv_lengths
+    start = length - queries if operands.q_start is None else operands.q_start
+    position = query + (start[:, None] if starts_q is None else start[request])
+    first, last = ranges.unbind(-1)
+    wrong = ((first > position) | (last < position) | (first < 0)) & ((first != -1) | (last != -1))
+    if starts_q is not None:
+        wrong &= row < starts_q[-1]
+    if wrong.any():
+        place = tuple(wrong.nonzero()[0].tolist())
+        raise ValueError(
+            f"ranges: must be (-1, -1) or hold the query's position, {int(position[place])}, got "
+            f"({int(first[place])}, {int(last[place])}) at index {list(place)}"
+        )
+
+
 def request_rows(cu_seqlens: torch.Tensor, rows: int) -> list[slice]:
     """The rows of each request of a packed tensor of so many: those within the tensor, where values went unchecked.
     Waits for the device."""

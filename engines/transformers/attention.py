@@ -1,9 +1,10 @@
 """An attention function and mask functions for transformers' models, with dynamic and static KV caches.
 
 Supported: causal and causal sliding-window layers, attention sinks, soft caps, grouped and shared KV heads, dynamic and
-static KV caches, padding on either side, additive masks [B or 1, Hq or 1, Sq, Sk], DeepSeek-V4's compressed keys.
+static KV caches, padding on either side, images whose tokens see each other (Gemma 3, Gemma 4), additive masks
+[B or 1, Hq or 1, Sq, Sk], DeepSeek-V4's compressed keys.
 Refused with `UnsupportedProblem`, never computed differently: dropout, boolean mask tensors, packed sequences,
-bidirectional, chunked and block-wise masks, position biases, `output_attentions`. There are gradients wherever
+bidirectional and chunked masks, position biases, `output_attentions`. There are gradients wherever
 `attention` has them. As with transformers' flash attention, results of padding rows are undefined.
 
 Layers of DeepSeek-V4 append compressed keys, one for 4 or 128 positions, to the keys of the sliding window. They do so
@@ -31,6 +32,7 @@ from warpspec.fmha import attention, merge
 # Arguments of transformers' attention functions that change the result and have no equivalent in `attention`.
 UNSUPPORTED_ARGUMENTS = ("head_mask", "position_bias", "cache", "output_attentions")
 RANGES_DTYPE = torch.int32  # marks a mask of `key_ranges`
+OWN_COLUMNS = 3  # of it: q_start, kv_length, first; those of a range follow
 SIZES_DTYPE = torch.int8  # marks one of `key_set_sizes`; additive masks are floating
 BIAS_DTYPES = (torch.bfloat16, torch.float32)
 
@@ -94,11 +96,10 @@ def attention_forward(
         )
     ranges = {}
     if attention_mask is not None:
-        first, q_start, kv_lengths = _columns(attention_mask, k.shape[0])
+        first, ranges = _options_of(attention_mask, *q.shape[:2])
         if first is not None:
             k, v = _shift(k, first), None if v is None else _shift(v, first)
             blocks = {name: _shift(tensor, first) for name, tensor in blocks.items()}
-        ranges = {"q_start": q_start, "kv_lengths": kv_lengths}
     window = None if sliding_window is None else (sliding_window - 1, 0 if causal else sliding_window - 1)
     options |= blocks | ranges
     return attention(q, k, v, causal=bool(causal), window=window, sink=s_aux, **options), None
@@ -133,19 +134,21 @@ def key_ranges(
     Query i has position q_offset + i, key j has position kv_offset + j. attention_mask, [B, positions], bool or None,
     is False at padding. Returns None if the queries are the last of the keys and there is no padding. Otherwise it
     returns int32 [B, 1, 1, 2 or 3] with (q_start, kv_length[, first]) as `attention` takes them, counted from the row's
-    first key that is not padding; first is present only if some row has one. It has four dimensions because
-    transformers passes masks of that rank on unchanged.
+    first key that is not padding; first is present only if some row has one. Where tokens of an image see
+    each other, it returns [B, 1, Sq, 5]: all three for every query, then its range as `attention` takes it. The mask
+    has four dimensions because transformers passes masks of that rank on unchanged.
     """
-    if not _is_causal_mask(mask_function):
+    images = _images_of(mask_function)
+    if images is None and not _is_causal_mask(mask_function):
         raise UnsupportedProblem(
-            "mask: only causal and causal sliding-window masks are supported, not packed sequences, chunked, "
-            "block-wise, bidirectional or custom masks"
+            "mask: only causal and causal sliding-window masks, with images or without, are supported, not packed "
+            "sequences, chunked, bidirectional or custom masks"
         )
     padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
         padding = padding[:, kv_offset : kv_offset + kv_length].bool()
     last = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
-    if last and (padding is None or bool(padding.all())):
+    if images is None and last and (padding is None or bool(padding.all())):
         return None
 
     q_start = torch.as_tensor(q_offset - kv_offset, device=device).expand(batch_size)
@@ -160,7 +163,13 @@ def key_ranges(
                 "attention_mask: must be padding before or after a row's tokens, not between"
             )
         columns = [q_start - first, lengths, first] if bool(first.any()) else [q_start, lengths]
-    return torch.stack(columns, dim=1).to(RANGES_DTYPE)[:, None, None, :]
+    if images is None:
+        return torch.stack(columns, dim=1).to(RANGES_DTYPE)[:, None, None, :]
+    columns = torch.stack([*columns, torch.zeros_like(q_start)][:OWN_COLUMNS], dim=1)[:, None]  # [B, 1, 3]
+    query = torch.as_tensor(q_offset, device=images.device) + torch.arange(q_length, device=images.device)
+    ranges = _ranges_of(images[:, : kv_offset + kv_length], query, kv_offset + columns[..., 2:])
+    columns = torch.cat([columns.expand(-1, q_length, -1), ranges.expand(batch_size, -1, -1)], dim=2)
+    return columns.to(RANGES_DTYPE)[:, None]
 
 
 def additive_mask(*args, dtype: torch.dtype = torch.float32, **kwargs) -> torch.Tensor:
@@ -208,6 +217,49 @@ def _is_causal_mask(mask_function) -> bool:
     (parts,) = (cell.cell_contents for cell in mask_function.__closure__)
     overlay = masking_utils.sliding_window_overlay(1).__code__
     return all(part is causal or getattr(part, "__code__", None) is overlay for part in parts)
+
+
+def _images_of(mask_function) -> torch.Tensor | None:
+    """[B, positions]: the number of each position's image, -1 where there is none, if the mask is transformers' causal
+    one besides which the tokens of an image see each other, whole or cut by a causal sliding window; else None."""
+    union = masking_utils.or_masks(masking_utils.causal_mask_function).__code__
+    intersection = masking_utils.and_masks(masking_utils.causal_mask_function).__code__
+    window = masking_utils.sliding_window_overlay(1).__code__
+    blocks = masking_utils.blockwise_overlay(torch.zeros(1, 1)).__code__
+    parts = [mask_function]
+    if getattr(mask_function, "__code__", None) is intersection:
+        parts = [
+            part for part in _closed_over(mask_function) if getattr(part, "__code__", None) is not window
+        ]
+    if len(parts) != 1 or getattr(parts[0], "__code__", None) is not union:
+        return None
+    causal, *others = _closed_over(parts[0])
+    if causal is not masking_utils.causal_mask_function or len(others) != 1:
+        return None
+    return _closed_over(others[0]) if getattr(others[0], "__code__", None) is blocks else None
+
+
+def _closed_over(function):
+    """The one object that a closure of transformers' holds."""
+    (cell,) = function.__closure__
+    return cell.cell_contents
+
+
+def _ranges_of(images: torch.Tensor, query: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    """[B, Sq, 2]: from each query's own key to the last one of its image, (-1, -1) where there is none.
+
+    images [B, positions]: numbers of the images that positions belong to, as far as there are keys; query [Sq]: its
+    positions; first [B, 1, 1]: the position that keys are counted from. A query sees what comes before its own key
+    without a range, as far as its window reaches.
+    """
+    positions = images.shape[1]
+    index = torch.arange(positions, device=images.device)
+    ends = torch.ones_like(images, dtype=torch.bool)
+    ends[:, :-1] = images[:, :-1] != images[:, 1:]
+    last = torch.where(ends, index, positions).flip(1).cummin(dim=1).values.flip(1)
+    own = query.clamp(max=positions - 1).expand(len(images), -1)
+    pairs = torch.stack([query.expand(len(images), -1), last.gather(1, own)], dim=2) - first
+    return torch.where((images.gather(1, own) >= 0)[..., None], pairs, -1)
 
 
 def _bias(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -260,15 +312,22 @@ def _key_sets(compressor, q, k, v, sizes, sliding_window, sink, options) -> torc
     return o.to(q.dtype)
 
 
-def _columns(mask: torch.Tensor, batch: int):
-    """(first or None, q_start, kv_lengths), each int32 [B], of a mask from `key_ranges`."""
-    if mask.dtype != RANGES_DTYPE or mask.dim() != 4 or mask.shape[1:3] != (1, 1) or mask.shape[0] != batch:
+def _options_of(mask: torch.Tensor, batch: int, queries: int) -> tuple[torch.Tensor | None, dict]:
+    """(first [B] or None, arguments of `attention`) of a mask from `key_ranges`."""
+    shape, with_ranges = tuple(mask.shape), (queries, OWN_COLUMNS + 2)
+    known = ((1, OWN_COLUMNS - 1), (1, OWN_COLUMNS), with_ranges)
+    if mask.dtype != RANGES_DTYPE or shape[:2] != (batch, 1) or shape[2:] not in known:
         raise UnsupportedProblem(
             "attention_mask: must be the [batch, positions] padding mask or an additive, floating-point one; "
-            f"got {mask.dtype} of shape {tuple(mask.shape)}"
+            f"got {mask.dtype} of shape {shape}"
         )
-    columns = [column.contiguous() for column in mask[:, 0, 0].unbind(dim=1)]
-    return (columns[2] if len(columns) == 3 else None), columns[0], columns[1]
+    q_start, kv_lengths, *first = (
+        column.contiguous() for column in mask[:, 0, 0, :OWN_COLUMNS].unbind(dim=1)
+    )
+    options = {"q_start": q_start, "kv_lengths": kv_lengths}
+    if shape[2:] == with_ranges:
+        options["ranges"] = mask[:, 0, :, OWN_COLUMNS:]
+    return (first[0] if first else None), options
 
 
 def _shift(tensor: torch.Tensor, first: torch.Tensor) -> torch.Tensor:

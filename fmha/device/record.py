@@ -21,13 +21,14 @@ SPAN = ("begin", "count", "first", "end", "inner_first", "inner_end")
 
 
 class Records(NamedTuple):
-    """The slots, (WORD, SLOT) Int32 in shared memory, and what every tile has in common. window: (left, right). tree:
-    the operand."""
+    """The slots, (WORD, SLOT) Int32 in shared memory, and what every tile has in common. window: (left, right). tree,
+    ranges: the operands."""
 
     slots: cute.Tensor
     window_left: Int32
     window_right: Int32
     tree: cute.Tensor | None = None
+    ranges: cute.Tensor | None = None
 
     def slot(self, config, use) -> cute.Tensor:
         """Words of the use-th record."""
@@ -37,7 +38,7 @@ class Records(NamedTuple):
 def records_of(config: KernelFeatures, base: cute.Pointer, where, operands) -> Records:
     """base: Int32, to ``config.record_bytes`` of shared memory. where: what the scheduler finds tiles by."""
     slots = cute.make_tensor(base, cute.make_layout((RECORD_WORDS, config.record_slots)))
-    return Records(slots, *where.window, operands.tree)
+    return Records(slots, *where.window, operands.tree, operands.ranges)
 
 
 def words_of(config: KernelFeatures) -> tuple[str, ...]:
@@ -143,4 +144,5 @@ def read_tile(config: KernelFeatures, records: Records, use) -> Tile:
         span=KeySpan(*(word[name] for name in SPAN)),
         piece=piece,
         tree=records.tree,
+        ranges=records.ranges,
     )

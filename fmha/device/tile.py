@@ -13,10 +13,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint64
 
+from warpspec.common.hardware import WARP_THREADS
 from warpspec.fmha.device.packed import extent_of, request_of
 from warpspec.fmha.device.tree import Drafts, depth_of, drafts_between, drop_lowest
 from warpspec.fmha.features import KernelFeatures, Schedule
-from warpspec.fmha.mask import key_range
+from warpspec.fmha.mask import key_range, widened
 from warpspec.fmha.schedule import KeySpan, KvTiles, extent, key_span
 from warpspec.fmha.tree import MOST_DRAFTS
 
@@ -101,7 +102,7 @@ class Tile(RowTile):
     which of the keys; they differ where queries are packed, which all stand in row 0. first_query: of the tile in its
     request. first_row: where the request's queries begin in their row of q. first_key: where its keys begin in k, with
     packed keys. start: position of query 0. length: KV length. group: query heads of a KV head. seq_q: queries of the
-    request. bounds: arguments of ``key_range``. span: the KV tiles. tree: the operand.
+    request. bounds: arguments of ``key_range``. span: the KV tiles. tree, ranges: the operands.
     """
 
     config: KernelFeatures
@@ -122,6 +123,7 @@ class Tile(RowTile):
     span: KeySpan
     piece: Piece | None = None
     tree: cute.Tensor | None = None
+    ranges: cute.Tensor | None = None
 
     def cut(self, piece: Piece) -> Tile:
         """The piece of this tile."""
@@ -159,6 +161,9 @@ class Tile(RowTile):
         first, end = key_range(position, self.length, **self.bounds, **INTEGERS)
         if cutlass.const_expr(config.has_tree):
             end = cutlass.min(end, self.start)
+        if cutlass.const_expr(config.has_ranges):
+            query = self.first_row_of(row_group) + index // config.pack
+            first, end = widened_by(self.ranges, self.batch, query, first, end, self.length)
         if cutlass.const_expr(
             config.splits or config.schedule is Schedule.LINE
         ):  # of the row's keys, those of this part
@@ -205,6 +210,33 @@ class RowDrafts:
         tile, drafts = self.tile, self.read()
         begin = tile.span.begin * tile.config.tile_n
         return drafts_between(drafts.seen, tile.start, begin, begin + tile.span.count * tile.config.tile_n)
+
+
+def widened_by(ranges: cute.Tensor, batch, query, first, end, length) -> tuple:
+    """``widened`` by the range of a query; an idle row may lie past the last."""
+    query = cutlass.min(query, ranges.shape[1] - 1)
+    given = (ranges[batch, query, number] for number in range(2))
+    return widened(first, end, *given, length, **INTEGERS, select=select)
+
+
+def select(condition, yes, no) -> Int32:
+    return Int32(cutlass.select_(Boolean(condition), Int32(yes), Int32(no)))
+
+
+@cute.jit
+def hull(
+    config: cutlass.Constexpr, ranges: cute.Tensor, batch, first_query, last_query, length, span
+) -> tuple:
+    """[first, end) of the keys that some of a tile's rows see, the ranges of its queries among them. span: without
+    them. By a whole warp."""
+    first, end = Int32(span.first), Int32(span.end)
+    for begin in cutlass.range(0, config.queries, WARP_THREADS, unroll=1):
+        query = cutlass.min(first_query + begin + cute.arch.lane_idx(), cutlass.max(last_query, 0))
+        first, end = widened_by(ranges, batch, query, first, end, length)
+    for step in cutlass.range(WARP_THREADS.bit_length() - 1, unroll=1):
+        first = cutlass.min(first, Int32(cute.arch.shuffle_sync_bfly(first, Int32(1) << step)))
+        end = cutlass.max(end, Int32(cute.arch.shuffle_sync_bfly(end, Int32(1) << step)))
+    return first, end
 
 
 def request_at(config: KernelFeatures, operands, request) -> Request:
@@ -271,6 +303,13 @@ def tile_of(config: KernelFeatures, operands, group, window, query_tile, head_ti
     if cutlass.const_expr(config.has_tree):  # whatever the words: the host does not see them
         lowest, highest = start - 1, start + MOST_DRAFTS - 1
     span = key_span(lowest, highest, length, config.tile_n, bounds, **INTEGERS)
+    batch = 0 if config.packed_q else request
+    if cutlass.const_expr(config.has_ranges):
+        first, end = Int32(0), length  # roles that find tiles by themselves have no registers for more
+        if cutlass.const_expr(config.column_parts == 1):
+            rows = (first_row + first_query, first_row + last_query)
+            first, end = hull(config, operands.ranges, batch, *rows, length, span)
+        span = span.over(first, end, config.tile_n, **INTEGERS)
     if cutlass.const_expr(config.packed_q):  # a tile past its request's queries
         some = Boolean(first_query < seq_q)
         span = replace(span, count=Int32(cutlass.select_(some, span.count, Int32(0))))
@@ -279,7 +318,7 @@ def tile_of(config: KernelFeatures, operands, group, window, query_tile, head_ti
         query_tile,
         head_tile,
         kv_head,
-        0 if config.packed_q else request,
+        batch,
         request,
         first_query,
         first_row,
@@ -292,4 +331,5 @@ def tile_of(config: KernelFeatures, operands, group, window, query_tile, head_ti
         bounds,
         span,
         tree=operands.tree,
+        ranges=operands.ranges,
     )

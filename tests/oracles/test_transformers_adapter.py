@@ -89,9 +89,10 @@ def test_ranges_in_a_layer_that_is_not_causal_are_refused():
 MASKS = {
     "bidirectional": masking_utils.bidirectional_mask_function,
     "chunked": masking_utils.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long)),
-    "block": masking_utils.or_masks(
+    "blocks and a custom one": masking_utils.or_masks(
         masking_utils.causal_mask_function,
         masking_utils.blockwise_overlay(torch.zeros(1, 8, dtype=torch.long)),
+        lambda batch, head, q, k: k == 0,
     ),
     "packed": masking_utils.and_masks(
         masking_utils.causal_mask_function, masking_utils.packed_sequence_mask_function(torch.zeros(1, 8))

@@ -1,0 +1,61 @@
+"""Ranges of keys that queries see besides: the rule against the contract's words, the kernels in the simulator."""
+
+import pytest
+import torch
+from helpers.range_cases import CASES, check, inputs_of, ranges_of, run, seen_by
+from helpers.suites import long_but
+
+from warpspec import sim
+from warpspec.fmha import attention, attention_varlen
+from warpspec.fmha.mask import visible
+from warpspec.fmha.problem import AttentionProblem
+
+SPILLED = 16  # bytes that ptxas keeps on the stack, once a tile: 8 at D 256 without ranges, too
+EVERY = [(case, arch) for case in CASES for arch in ("sm_90a", "sm_100a")]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_visible_keys(case):
+    for queries, keys in zip(case.queries, case.keys, strict=True):
+        ranges = ranges_of(case, queries, keys)
+        q, k = torch.zeros(1, queries, 1, 64).half(), torch.zeros(1, keys, 1, 64).half()
+        window = dict(case.options).get("window")
+        problem = AttentionProblem.of(q, k, causal=True, window=window, ranges=ranges[None])
+        assert torch.equal(visible(problem, ranges=ranges[None])[0], seen_by(case, ranges, queries, keys))
+
+
+@pytest.mark.parametrize(("case", "arch"), long_but([EVERY[0]], EVERY), ids=lambda v: getattr(v, "id", v))
+def test_case(case, arch, simulate_as, check_order):
+    simulate_as(arch, small=True, sm_count=2)
+    inputs = inputs_of(case)
+    check(case, run(case, inputs, backend="sim"), inputs)
+    assert all(found.local_bytes <= SPILLED for found in sim.last_report().launches)
+
+
+def test_what_is_refused():
+    q, k = torch.zeros(1, 3, 1, 64).half(), torch.zeros(1, 9, 1, 64).half()
+    ranges = torch.full((1, 3, 2), -1, dtype=torch.int32)
+
+    def refuse(error, match, q=q, **options):
+        with pytest.raises(error, match=match):
+            attention(q, k, **{"ranges": ranges, "causal": True, "backend": "reference", **options})
+
+    refuse(TypeError, "ranges: dtype must be", ranges=ranges.long())
+    refuse(
+        ValueError, r"ranges: shape must be \[B, Sq, 2\] = \[1, 3, 2\], got \[1, 3\]", ranges=ranges[..., 0]
+    )
+    refuse(ValueError, "ranges: needs causal=True and key_stride 1, got causal=False", causal=False)
+    refuse(ValueError, "ranges: must be None with a tree", tree=torch.zeros(1, 3, dtype=torch.int64))
+    refuse(NotImplementedError, "ranges: gradients are not implemented", q=q.clone().requires_grad_())
+    for pair in ((2, 6), (8, 8), (-1, 7), (7, -1), (-2, -2)):
+        wrong = ranges.clone()
+        wrong[0, 1] = torch.tensor(pair)
+        refuse(ValueError, r"ranges: must be .*position, 7, got .* at index \[0, 1\]", ranges=wrong)
+    starts = torch.tensor([0, 1, 3], dtype=torch.int32)
+    packed = torch.full((4, 2), -1, dtype=torch.int32)
+    packed[2], packed[3] = torch.tensor([5, 6]), torch.tensor([90, 95])  # row 3 is no request's
+    with pytest.raises(ValueError, match=r"ranges: must be .*position, 2, got \(5, 6\) at index \[2\]"):
+        attention_varlen(
+            torch.cat([q, q], 1)[0, :4], k[0], None, starts, max_seqlen_q=2, cu_seqlens_k=starts + starts.clamp(max=2),
+            causal=True, ranges=packed, backend="reference",
+        )  # fmt: skip
