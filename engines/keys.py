@@ -31,23 +31,26 @@ def check_head_size(head_dim: int, engine: str) -> None:
         )
 
 
-FLOAT8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-FLOAT8_HEAD_DIMS = (64, 128, 256)
+# Formats of quantised caches (``common.kv_formats``) by engines' names for them.
+QUANTIZED = {"fp8": "e4m3", "fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2", "nvfp4": "nvfp4"}
+FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+QUANTIZED_HEAD_DIMS = (64, 128, 256)
 
 
-def check_float8_head(head_dim: int, setting: str) -> None:
-    """Raise UnsupportedProblem unless heads of this size can be cached in FP8. `setting`: the engine's name for it."""
-    if head_dim not in FLOAT8_HEAD_DIMS:
+def check_quantized_head(head_dim: int, setting: str) -> None:
+    """Raise UnsupportedProblem unless heads of this size can be cached in FP8 and NVFP4. `setting`: the engine's name
+    for it."""
+    if head_dim not in QUANTIZED_HEAD_DIMS:
         raise UnsupportedProblem(
-            f"{setting}: FP8 needs a head size of {', '.join(map(str, FLOAT8_HEAD_DIMS))}, got {head_dim}; "
+            f"{setting}: FP8 and NVFP4 need a head size of {', '.join(map(str, QUANTIZED_HEAD_DIMS))}, got {head_dim}; "
             "set it to auto"
         )
 
 
 def check_cache_dtype(dtype: torch.dtype, head_dim: int, setting: str) -> None:
     """Raise UnsupportedProblem unless attention reads caches of the dtype. `setting`: the engine's name for it."""
-    if dtype in FLOAT8.values():
-        check_float8_head(head_dim, setting)
+    if dtype in FLOAT8_DTYPES:
+        check_quantized_head(head_dim, setting)
     elif dtype not in DTYPES:
         raise UnsupportedProblem(
             f"{setting}: must be bfloat16, float16, fp8_e4m3 or fp8_e5m2, got {dtype}; set it to auto"

@@ -40,7 +40,7 @@ class WarpspecBackend(AttentionBackend):
         head_dim = runner.model_config.head_dim
         keys.check_head_size(head_dim, "choose another --attention-backend for this model")
         keys.check_cache_dtype(runner.kv_cache_dtype, head_dim, "--kv-cache-dtype")
-        self.float8 = runner.kv_cache_dtype if runner.kv_cache_dtype in keys.FLOAT8.values() else None
+        self.float8 = runner.kv_cache_dtype if runner.kv_cache_dtype in keys.FLOAT8_DTYPES else None
         self.most_keys = runner.model_config.context_len
         self.req_to_token_pool = runner.req_to_token_pool  # SGLang expects both under these names
         self.token_to_kv_pool = runner.token_to_kv_pool

@@ -19,10 +19,11 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from warpspec.cache import insert
+from warpspec.cache.quantize import FLOAT8_DTYPES
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.kv_formats import FORMATS
 
-CODES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "nvfp4": torch.uint8}
+CODES = {**FLOAT8_DTYPES, "nvfp4": torch.uint8}
 ROOM = 256  # tokens: storage grows by this at least, and to twice its size
 
 Scale = torch.Tensor | float | None

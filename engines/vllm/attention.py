@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -21,6 +21,7 @@ from warpspec.common.architecture import architecture_of
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.engines import keys
 from warpspec.engines.vllm import NAME, warmup
+from warpspec.engines.vllm.pages import format_of, pages_of, slot_bytes
 from warpspec.fmha import attention_varlen
 
 PREFERRED_BLOCK = 64  # keys of a block, unless --block-size is given
@@ -30,7 +31,7 @@ class WarpspecBackend(AttentionBackend):
     """What vLLM asks about before it chooses the backend."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = list(keys.DTYPES)
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *keys.FLOAT8]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *keys.QUANTIZED]
     forward_includes_kv_cache_update = False
 
     @staticmethod
@@ -48,6 +49,19 @@ class WarpspecBackend(AttentionBackend):
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec=None) -> list[int]:
         return [16, 32, 64, 128]
+
+    @classmethod
+    def customize_spec(cls, spec):
+        """NVFP4: as many bytes as codes and block scales take, keys and values apart."""
+        if spec.state_content_bytes is not None or not spec.kv_quant_mode.is_nvfp4:
+            return spec
+        if spec.head_size_v != spec.head_size:
+            raise UnsupportedProblem(
+                f"--kv-cache-dtype: nvfp4 needs one head size of keys and values, got {spec.head_size} and "
+                f"{spec.head_size_v}; set it to auto"
+            )
+        size = slot_bytes(spec.head_size) * spec.dtype.itemsize
+        return replace(spec, num_head_slots=2 * spec.num_kv_heads, state_content_bytes=size)
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
@@ -89,8 +103,8 @@ class WarpspecBackend(AttentionBackend):
             (keys.check_dtype, dtype, "--dtype"),
             (keys.check_page_size, PREFERRED_BLOCK if block_size is None else block_size, "--block-size"),
         )
-        if kv_cache_dtype in keys.FLOAT8:
-            checks += ((keys.check_float8_head, head_size, "--kv-cache-dtype"),)
+        if kv_cache_dtype in keys.QUANTIZED:
+            checks += ((keys.check_quantized_head, head_size, "--kv-cache-dtype"),)
         for check, value, setting in checks:
             try:
                 check(value, setting)
@@ -171,8 +185,8 @@ class WarpspecAttention(AttentionImpl[Batch]):
                 f"--kv-cache-dtype: must be one of {', '.join(WarpspecBackend.supported_kv_cache_dtypes)}, got "
                 f"{kv_cache_dtype}"
             )
-        if kv_cache_dtype in keys.FLOAT8:
-            keys.check_float8_head(head_size, "--kv-cache-dtype")
+        if kv_cache_dtype in keys.QUANTIZED:
+            keys.check_quantized_head(head_size, "--kv-cache-dtype")
         for name, value in (("alibi_slopes", alibi_slopes), ("logits_soft_cap", logits_soft_cap or None)):
             if value is not None:
                 raise UnsupportedProblem(f"{name}: not supported, choose another --attention-backend")
@@ -181,7 +195,7 @@ class WarpspecAttention(AttentionImpl[Batch]):
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
-        self.float8 = keys.FLOAT8.get(kv_cache_dtype)  # dtype of an FP8 cache, or None
+        self.format = format_of(kv_cache_dtype)
         self.supports_quant_query_input = False  # queries stay in 16 bits
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks  # [Hq], of this rank
@@ -203,7 +217,7 @@ class WarpspecAttention(AttentionImpl[Batch]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of query [rows, Hq, D] to keys and values that are in kv_cache [blocks, Hkv, block, 2 D] already.
+        """Attention of query [rows, Hq, D] to keys and values that are in kv_cache already (``pages.pages_of``).
 
         Writes output [rows, Hq, D] up to the batch's tokens and returns it.
         """
@@ -212,11 +226,11 @@ class WarpspecAttention(AttentionImpl[Batch]):
         if attn_metadata is None:  # vLLM is measuring memory
             return output.fill_(0)
         batch = attn_metadata
-        key_pages, value_pages = self.pages_of(kv_cache)
+        pages = pages_of(kv_cache, self.head_size, self.format)
         attention_varlen(
             query[: batch.tokens],
-            key_pages,
-            value_pages,
+            pages.k,
+            pages.v,
             batch.cu_seqlens_q,
             max_seqlen_q=batch.most_queries,
             max_seqlen_k=batch.most_keys,
@@ -227,51 +241,108 @@ class WarpspecAttention(AttentionImpl[Batch]):
             sink=self.sinks,
             scale=self.scale,
             **self.scales_of(layer),
+            **pages.block_scales,
             out=output.view(-1, self.num_heads, self.head_size)[: batch.tokens],
         )
         return output
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
-        """Write key and value [rows, Hkv, D] to the slots; -1 means none. FP8: divided by the layer's scales."""
-        key_pages, value_pages = self.pages_of(kv_cache)
-        if self.float8 is not None:
-            insert(
-                key,
-                value,
-                key_pages,
-                value_pages,
-                slot_mapping,
-                **self.scales_of(layer),
-            )
-        elif kv_cache.is_cuda:
+        """Write key and value [rows, Hkv, D] to the slots; -1 means none. FP8, NVFP4: divided by the layer's scales."""
+        if self.format is not None:
+            self.insert(layer, key, value, kv_cache, slot_mapping)
+            return
+        pages = pages_of(kv_cache, self.head_size, None)
+        if kv_cache.is_cuda:
             from vllm._custom_ops import reshape_and_cache_flash
 
             reshape_and_cache_flash(
                 key,
                 value,
-                key_pages,
-                value_pages,
+                pages.k,
+                pages.v,
                 slot_mapping,
                 self.kv_cache_dtype,
                 layer._k_scale,
                 layer._v_scale,
             )
         else:
-            block = key_pages.shape[1]
+            block = pages.k.shape[1]
             rows = (slot_mapping >= 0).nonzero()[:, 0]
             slots = slot_mapping[rows]
-            key_pages[slots // block, slots % block] = key[rows]
-            value_pages[slots // block, slots % block] = value[rows]
+            pages.k[slots // block, slots % block] = key[rows]
+            pages.v[slots // block, slots % block] = value[rows]
+
+    def fused_rope_kvcache_supported(self) -> bool:
+        """vLLM may leave RoPE and the cache's update to ``do_rope_and_kv_cache_update``. (vLLM 0.32 asks on ROCm
+        only.)"""
+        return True
+
+    fused_qk_norm_rope_kvcache_supported = fused_rope_kvcache_supported
+
+    def do_rope_and_kv_cache_update(
+        self, layer, query, key, value, positions, cos_sin_cache, is_neox, kv_cache, layer_slot_mapping
+    ) -> None:
+        """Rotate query in place; rotate key, and write it and value to the slots. One launch.
+
+        query [rows, Hq, D] (or Hq D), key and value likewise; cos_sin_cache [positions, R]. key itself keeps its
+        numbers: attention reads the cache.
+        """
+        q = query.view(len(query), -1, self.head_size)
+        rope = dict(positions=positions, cos_sin=cos_sin_cache, interleaved=not is_neox)
+        self.insert(layer, key, value, kv_cache, layer_slot_mapping, q=q, out=q, **rope)
+
+    def do_qk_norm_rope_kvcache_update(
+        self,
+        layer,
+        qkv,
+        q_out,
+        k_out,
+        positions,
+        q_weight,
+        k_weight,
+        rms_norm_eps,
+        cos_sin_cache,
+        is_neox,
+        kv_cache,
+        layer_slot_mapping,
+    ) -> None:
+        """``do_rope_and_kv_cache_update`` behind an RMS norm of each head of query and key. qkv [rows, (Hq + 2 Hkv) D];
+        q_out receives the queries; k_out is not written."""
+        heads = qkv.view(len(qkv), -1, self.head_size)
+        q, key, value = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        self.insert(
+            layer,
+            key,
+            value,
+            kv_cache,
+            layer_slot_mapping,
+            q=q,
+            out=q_out.view(q.shape),
+            q_weight=q_weight,
+            k_weight=k_weight,
+            eps=rms_norm_eps,
+            positions=positions,
+            cos_sin=cos_sin_cache,
+            interleaved=not is_neox,
+        )
+
+    def insert(self, layer, key, value, kv_cache, slots, **projection) -> None:
+        """``warpspec.cache.insert`` of key and value into the layer's cache."""
+        pages = pages_of(kv_cache, self.head_size, self.format)
+        insert(
+            key.view(len(key), -1, self.head_size),
+            value.view(len(value), -1, self.head_size),
+            pages.k,
+            pages.v,
+            slots,
+            format=self.format,
+            **self.scales_of(layer),
+            **pages.block_scales,
+            **projection,
+        )
 
     def scales_of(self, layer) -> dict:
-        """k_scale and v_scale of an FP8 cache, on its device: one number, or one of each KV head."""
-        if self.float8 is None:
+        """k_scale and v_scale of a quantised cache, on its device: one number, or one of each KV head."""
+        if self.format is None:
             return {}
         return {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
-
-    def pages_of(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """View keys and values as [blocks, block, Hkv, D] each, in place."""
-        if self.float8 is not None:
-            kv_cache = kv_cache.view(self.float8)
-        key_pages, value_pages = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
-        return key_pages, value_pages

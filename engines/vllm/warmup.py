@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from warpspec.engines import keys
+from warpspec.engines.vllm.pages import pages_of, slot_bytes
 from warpspec.fmha import attention_varlen
 
 
@@ -16,7 +17,7 @@ class Provider:
     """What vLLM asks for work: one unit for each kind of layer and batch."""
 
     def __init__(self) -> None:
-        # (sizes, window, whether it has sinks, dtype, the cache's dtype): the sizes of vLLM's batches
+        # (sizes, window, whether it has sinks, dtype, the cache's format): the sizes of vLLM's batches
         self.layers: dict = {}
 
     def get_cutedsl_warmup_compile_units(self) -> list:
@@ -50,7 +51,7 @@ def of_layer(layer, dtype: torch.dtype) -> None:
         layer.window,
         layer.sinks is not None,
         dtype,
-        layer.float8 or dtype,
+        layer.format,
     )
     scheduler = config.scheduler_config
     provider.layers[kind] = (
@@ -73,19 +74,24 @@ def batches(most_requests: int, most_tokens: int, most_keys: int, block: int) ->
 
 def run(kind, requests: int, tokens: int, most_queries: int, most_keys: int, block: int) -> None:
     """Compute attention of requests without keys: this compiles the kernel and launches it on nothing."""
-    heads, heads_kv, head_dim, scale, window, has_sinks, dtype, cache_dtype = kind
+    heads, heads_kv, head_dim, scale, window, has_sinks, dtype, fmt = kind
     from vllm.platforms import current_platform
 
     keys.check_page_size(block, "--block-size")
     device = torch.device(current_platform.device_type)
-    cache = torch.zeros(1, heads_kv, block, 2 * head_dim, device=device).to(cache_dtype)
-    scale_of_cache = None if cache_dtype == dtype else torch.ones(1, device=device)
-    key_pages, value_pages = cache.transpose(1, 2).split(head_dim, dim=-1)
+    shape = (
+        (1, 2 * heads_kv, block, slot_bytes(head_dim))
+        if fmt == "nvfp4"
+        else (1, heads_kv, block, 2 * head_dim)
+    )
+    cache = torch.zeros(shape, dtype=dtype if fmt is None else torch.uint8, device=device)
+    scale_of_cache = None if fmt is None else torch.ones(1, device=device)
+    pages = pages_of(cache, head_dim, fmt)
     integers = {"dtype": torch.int32, "device": device}
     attention_varlen(
         torch.zeros(tokens, heads, head_dim, dtype=dtype, device=device),
-        key_pages,
-        value_pages,
+        pages.k,
+        pages.v,
         torch.zeros(requests + 1, **integers),
         max_seqlen_q=most_queries,
         max_seqlen_k=most_keys,
@@ -97,5 +103,6 @@ def run(kind, requests: int, tokens: int, most_queries: int, most_keys: int, blo
         scale=scale,
         k_scale=scale_of_cache,
         v_scale=scale_of_cache,
+        **pages.block_scales,
         out=torch.empty(tokens, heads, head_dim, dtype=dtype, device=device),
     )

@@ -4,27 +4,15 @@ import math
 
 import pytest
 import torch
-from helpers.engine_models import CONFIGS, Judge, log_probabilities, make_model, prompts
+from helpers.engine_models import CONFIGS, Judge, log_probabilities, make_model, prompts, rounding
 from helpers.suites import long
 
 import warpspec.engines.transformers as engine
-from warpspec.cache.quantize import (
-    dequantize_float8,
-    dequantize_nvfp4,
-    quantize_float8,
-    quantize_nvfp4,
-)
+from warpspec.cache.quantize import quantize_float8
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import simulating
 
 SCALE = torch.tensor(0.75)
-
-
-def rounding(name: str):
-    """What a cache of a format makes of keys or values, with a scale of SCALE."""
-    if name == "nvfp4":
-        return lambda t: dequantize_nvfp4(*quantize_nvfp4(t, SCALE), SCALE).to(t.dtype)
-    return lambda t: dequantize_float8(quantize_float8(t, SCALE, name), SCALE, name).to(t.dtype)
 
 
 def generate(model, lengths, cache, tokens=4, **options):
@@ -57,7 +45,7 @@ KINDS += [long("nvfp4", kind) for kind in CONFIGS if kind != "gemma3"]
 @pytest.mark.parametrize("name, kind", KINDS)
 def test_generate(kind, name):
     """Greedy tokens of prompts of two lengths, decoded past windows."""
-    judge = Judge(make_model(kind), cached=rounding(name))
+    judge = Judge(make_model(kind), cached=rounding(name, SCALE))
     judge.check(generate(with_ours(kind), (40, 9), cache_of(name)))
 
 
@@ -73,15 +61,15 @@ def test_logits_are_those_of_rounded_keys(name):
             said.append(model(part, past_key_values=cache).logits.float())
     said = torch.cat(said, dim=1)
     assert cache.get_seq_length() == 300
-    judge, prompt = Judge(make_model("llama"), cached=rounding(name)), ids[0].tolist()
+    judge, prompt = Judge(make_model("llama"), cached=rounding(name, SCALE)), ids[0].tolist()
     whole = prompt[:1], [*prompt[1:], 0]
-    wanted = log_probabilities(judge.exact, *whole, rounding(name))
+    wanted = log_probabilities(judge.exact, *whole, rounding(name, SCALE))
 
     def error(found):
         return (found - wanted).square().mean().sqrt()
 
     ours = error(said[0].log_softmax(-1))
-    assert ours < 1.3 * error(log_probabilities(judge.rounded, *whole, rounding(name)))
+    assert ours < 1.3 * error(log_probabilities(judge.rounded, *whole, rounding(name, SCALE)))
     assert ours < 0.85 * error(log_probabilities(judge.exact, *whole))
 
 
@@ -133,7 +121,7 @@ def test_scales_of_layers_and_heads():
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_simulated_kernels(arch):
     """Insert and attention of compiled kernels."""
-    judge = Judge(make_model("llama"), cached=rounding("e4m3"))
+    judge = Judge(make_model("llama"), cached=rounding("e4m3", SCALE))
     with simulating(arch):
         judge.check(generate(with_ours("llama", "sim"), (24, 9), cache_of("e4m3", backend="sim"), tokens=2))
 

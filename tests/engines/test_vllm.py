@@ -11,6 +11,7 @@ os.environ |= {
 
 import gc
 from copy import deepcopy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +24,9 @@ from helpers.engine_models import (  # noqa: E402
     log_probabilities,
     make_model,
     prompts,
+    rounding,
     write_nvfp4_experts,
+    write_scaled_llama,
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
 
@@ -31,7 +34,9 @@ import warpspec.engines.vllm as engine  # noqa: E402
 from warpspec.common.errors import UnsupportedProblem  # noqa: E402
 from warpspec.engines.vllm import warmup  # noqa: E402
 from warpspec.engines.vllm.attention import BatchBuilder, WarpspecAttention, WarpspecBackend  # noqa: E402
+from warpspec.engines.vllm.pages import pages_of, slot_bytes  # noqa: E402
 from warpspec.fmha import attention_varlen  # noqa: E402
+from warpspec.fmha.quantized import dequantized  # noqa: E402
 
 # Longer and shorter than the windows, one token, several blocks; two begin alike for longer than a block.
 LENGTHS = (70, 5, 1, 40)
@@ -158,13 +163,95 @@ def test_same_tokens_as_the_own_attention(kind, checkpoints, start):
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "dtype"),
-    [("llama", "fp8", torch.float8_e4m3fn), ("gemma3", "fp8_e5m2", torch.float8_e5m2)],
+    ("kind", "name", "format"),
+    [
+        ("llama", "fp8", "e4m3"),
+        ("gemma3", "fp8_e5m2", "e5m2"),
+        ("llama", "nvfp4", "nvfp4"),
+        ("gpt_oss", "nvfp4", "nvfp4"),
+        ("gemma3", "nvfp4", "nvfp4"),
+    ],
 )
-def test_float8_cache(kind, name, dtype, checkpoints, start):
+def test_quantised_cache(kind, name, format, checkpoints, start):
     model, folder = checkpoints(kind)
     llm = start(folder, kv_cache_dtype=name)
-    Judge(model, dtype).check(generate(llm, prompts(LENGTHS)))
+    Judge(model, rounding(format)).check(generate(llm, prompts(LENGTHS)))
+
+
+@pytest.mark.parametrize(("name", "format"), [("fp8", "e4m3"), ("nvfp4", "nvfp4")])
+def test_layers_that_are_skipped(name, format, checkpoints, start):
+    """The second layer's cache stays in 16 bits."""
+    model, folder = checkpoints("llama")
+    llm = start(folder, kv_cache_dtype=name, kv_cache_dtype_skip_layers=["1"])
+    Judge(model, {0: rounding(format)}).check(generate(llm, prompts(LENGTHS)))
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
+def test_scales_of_a_checkpoint(strategy, tmp_path, start):
+    """Scales that compressed-tensors stored, of a layer or of each of its heads."""
+    scales = [torch.tensor([0.05]), torch.tensor([2.0])]
+    if strategy == "attn_head":
+        scales = [torch.tensor([0.5, 0.03]), torch.tensor([0.1, 1.5])]
+    model = write_scaled_llama(tmp_path, strategy, scales)
+    roundings = {layer: rounding("e4m3", scale[:, None, None]) for layer, scale in enumerate(scales)}
+    Judge(model, roundings).check(generate(start(tmp_path), prompts(LENGTHS)))
+
+
+@pytest.mark.parametrize("cache", ["auto", "fp8", "fp8_e5m2", "nvfp4"])
+@pytest.mark.parametrize("is_neox", [True, False])
+def test_rope_and_update_at_once(cache, is_neox, monkeypatch):
+    """vLLM's hooks, against its own norm and rotation and our update of the cache."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    monkeypatch.setenv("WARPSPEC_BACKEND", "reference")
+    generator = torch.Generator().manual_seed(1)
+    rows, heads, kv_heads, size = 7, 4, 2, 64
+    impl = WarpspecAttention(heads, size, 0.125, kv_heads, kv_cache_dtype=cache)
+    layer = SimpleNamespace(_k_scale=torch.tensor(0.5), _v_scale=torch.tensor([0.25, 2.0]))
+    bits = 16 if cache == "auto" else 8
+    shape = (3, 2 * kv_heads, 16, slot_bytes(size)) if cache == "nvfp4" else (3, kv_heads, 16, 2 * size)
+    dtype = torch.bfloat16 if bits == 16 else torch.uint8
+    caches = [torch.zeros(shape, dtype=dtype) for _ in range(3)]
+    slots, positions = torch.tensor([17, 3, -1, 40, 18, 19, -1]), torch.tensor([0, 5, 9, 31, 2, 7, 1])
+    with set_current_vllm_config(VllmConfig()):
+        rope = RotaryEmbedding(size, size, 32, 10000, is_neox, torch.bfloat16)
+    qkv = torch.randn(rows, (heads + 2 * kv_heads) * size, generator=generator).bfloat16()
+    q, k, v = qkv.split([heads * size, kv_heads * size, kv_heads * size], dim=1)
+    rotated = rope.forward_native(positions, q.clone(), k.clone())
+    impl.do_kv_cache_update(
+        layer, rotated[1].view(rows, kv_heads, size), v.view(rows, kv_heads, size), caches[0], slots
+    )
+    own = q.clone().view(rows, heads, size)
+    table = rope.cos_sin_cache
+    impl.do_rope_and_kv_cache_update(
+        layer, own, k.view(rows, kv_heads, size), v.view(rows, kv_heads, size), positions, table, is_neox,
+        caches[1], slots,
+    )  # fmt: skip
+    torch.testing.assert_close(own.flatten(1), rotated[0], rtol=2.0**-7, atol=2.0**-7)
+    assert impl.fused_rope_kvcache_supported() and impl.fused_qk_norm_rope_kvcache_supported()
+
+    def values(stored):
+        pages = pages_of(stored, size, impl.format)
+        blocks = [pages.block_scales.get(f"{n}_block_scales") for n in "kv"]
+        return [dequantized(t, b) for t, b in zip(pages[:2], blocks, strict=True)]
+
+    steps = {"auto": 2.0**-7, "fp8": 2.0**-3, "fp8_e5m2": 2.0**-2, "nvfp4": 0.5}
+    for got, wanted in zip(values(caches[1]), values(caches[0]), strict=True):
+        assert bool(wanted.any())
+        near = (got - wanted).abs() <= steps[cache] * wanted.abs() + (0.7 if cache == "nvfp4" else 0.02)
+        assert near.all() and (got == wanted).float().mean() > 0.95
+    # With weights of 1 and rows of one length, the norm changes nothing but rounding.
+    weights = torch.ones(size, dtype=torch.bfloat16)
+    scaled = torch.nn.functional.rms_norm(qkv.view(rows, -1, size).float(), (size,)).bfloat16()
+    normed = torch.cat([scaled[:, : heads + kv_heads], v.view(rows, kv_heads, size)], dim=1).view(rows, -1)
+    again, k_out = torch.zeros(rows, heads * size).bfloat16(), torch.zeros(rows, kv_heads * size).bfloat16()
+    impl.do_qk_norm_rope_kvcache_update(
+        layer, normed, again, k_out, positions, weights, weights, 0.0, table, is_neox, caches[2], slots
+    )
+    wanted = rope.forward_native(positions, scaled[:, :heads].reshape(rows, -1).clone(), None)[0]
+    torch.testing.assert_close(again, wanted, rtol=2.0**-6, atol=2.0**-6)
+    assert torch.equal(values(caches[2])[1], values(caches[1])[1])
 
 
 def test_preemption(checkpoints, start):
@@ -262,7 +349,7 @@ def test_plug_in_is_found():
     ("option", "value", "message"),
     [
         ("head_size", 96, "head size.*96.*--attention-backend"),
-        ("kv_cache_dtype", "fp8", "--kv-cache-dtype.*fp8"),
+        ("kv_cache_dtype", "nvfp4_4over6", "--kv-cache-dtype.*nvfp4, got nvfp4_4over6"),
         ("logits_soft_cap", 30.0, "logits_soft_cap"),
         ("alibi_slopes", [1.0], "alibi_slopes"),
         ("attn_type", "encoder", "attn_type.*decoder"),

@@ -7,6 +7,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, GptOssConfig, Llama
 from transformers.models.gemma2 import Gemma2Config
 from transformers.models.gemma3 import Gemma3TextConfig
 
+from warpspec.cache import quantize
+
 VOCABULARY = 256
 SIZES = dict(
     vocab_size=VOCABULARY,
@@ -81,14 +83,33 @@ def prompts(lengths, common: int = 0) -> list[list[int]]:
 
 
 class RoundingCache(DynamicCache):
-    """A cache whose keys and values have been rounded. to: a dtype, with a scale of 1, or a function."""
+    """A cache whose keys and values have been rounded. to: a dtype, with a scale of 1, or a function; or functions of
+    some layers, by number."""
 
     def __init__(self, to):
         super().__init__()
-        self.to = to if callable(to) else lambda t: t.to(to).to(t.dtype)
+        self.to = to
 
-    def update(self, key_states, value_states, *rest, **named):
-        return super().update(self.to(key_states), self.to(value_states), *rest, **named)
+    def update(self, key_states, value_states, layer_idx, *rest, **named):
+        to = self.to.get(layer_idx, lambda t: t) if isinstance(self.to, dict) else self.to
+        if isinstance(to, torch.dtype):
+            return super().update(
+                *(t.to(to).to(t.dtype) for t in (key_states, value_states)), layer_idx, *rest, **named
+            )
+        return super().update(to(key_states), to(value_states), layer_idx, *rest, **named)
+
+
+def rounding(name: str, scale: torch.Tensor | float = 1.0):
+    """A function: what a cache of a format ("e4m3", "e5m2", "nvfp4") makes of keys or values."""
+    scale = torch.as_tensor(scale)
+    if name == "nvfp4":
+        return lambda t: quantize.dequantize_nvfp4(*quantize.quantize_nvfp4(t, scale), scale).to(t.dtype)
+
+    def rounded(t):
+        codes = quantize.quantize_float8(t, scale, name)
+        return quantize.dequantize_float8(codes, scale, name).to(t.dtype)
+
+    return rounded
 
 
 def log_probabilities(model, prompt: list[int], generated: list[int], cached=None) -> torch.Tensor:
@@ -192,4 +213,32 @@ def write_nvfp4_experts(folder) -> object:
     config["quantization_config"] = {"quant_method": "modelopt", "ignore": excluded, **quantization}
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors")
+    return model
+
+
+def write_scaled_llama(folder, strategy: str, scales: list[torch.Tensor]) -> object:
+    """A checkpoint of the tiny Llama with scales of an FP8 cache, as compressed-tensors writes them; returns the model.
+    strategy: "tensor" or "attn_head". scales: fp32 [1] or [Hkv] of each layer, of keys and of values."""
+    import json
+
+    from safetensors.torch import load_file, save_file
+
+    model = make_model("llama")
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for layer, scale in enumerate(scales):
+        for name in ("k_scale", "v_scale"):
+            tensors[f"model.layers.{layer}.self_attn.{name}"] = scale.clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    scheme = {"num_bits": 8, "type": "float", "strategy": strategy, "dynamic": False, "symmetric": True}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "dense",
+        "config_groups": {},
+        "ignore": ["lm_head"],
+        "quantization_status": "frozen",
+        "kv_cache_scheme": scheme,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
     return model
