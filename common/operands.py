@@ -18,6 +18,7 @@ loads the DSL before ``fakes`` is called.
 from __future__ import annotations
 
 import functools
+import operator
 import string
 import sys
 import typing
@@ -47,8 +48,8 @@ class Operand:
     """A tensor that a kernel takes: dtype, number of dimensions, extent of the last one (None: any), alignment in bytes
     of its address and strides (None: an element's). Each is a value or a function of the configuration.
 
-    when: the name of the configuration's attribute that says whether there is such an operand, or a function of the
-    configuration; None: there always is.
+    when: the name of the configuration's attribute that says whether there is such an operand, with dots through its
+    parts, or a function of the configuration; None: there always is.
     """
 
     dtype: str | Callable[[Any], str]
@@ -107,7 +108,7 @@ def is_there(when: str | Callable | None, config) -> bool:
     """Whether a configuration has an operand (``Operand.when``)."""
     if when is None:
         return True
-    return bool(when(config) if callable(when) else getattr(config, when))
+    return bool(when(config) if callable(when) else operator.attrgetter(when)(config))
 
 
 def dsl_type(dtype: str) -> type:

@@ -10,8 +10,8 @@ import torch
 
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.fmha.checks import DTYPES
-from warpspec.fmha.features import PAGE_LARGE, PAGE_STEP, takes_pages
 from warpspec.fmha.heads import CLASSES as HEAD_DIMS
+from warpspec.fmha.tiles import PAGE_LARGE, PAGE_STEP, takes_pages
 
 
 def check_page_size(page_size: int, setting: str) -> None:

@@ -6,13 +6,12 @@ from __future__ import annotations
 from warpspec.common import memory
 from warpspec.common.barriers import Barrier
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
-from warpspec.fmha.features import KernelFeatures
 
 RAW_ALIGNMENT = 128  # bytes, of what TMA loads without a swizzle
 CONVERTER_WARPS = WARPGROUP_THREADS // WARP_THREADS
 
 
-class ConversionFeatures(KernelFeatures):
+class ConversionFeatures:
     """Properties that follow from kv_format and from a configuration's ``shape``, whose raw_stages are the tiles of
     K, and of V, are loaded ahead of their conversion. ``convert_warp``, which a configuration adds, is the first of
     CONVERTER_WARPS."""
@@ -20,12 +19,12 @@ class ConversionFeatures(KernelFeatures):
     @property
     def converts(self) -> bool:
         """Four warps convert K and V from FP8 (``device.convert``)."""
-        return self.kv_format is not None
+        return self.format.kv_format is not None
 
     @property
     def p_dtype(self) -> str:
         """dtype of P, and of V in products."""
-        return self.dtype
+        return self.format.dtype
 
     def load_ring(self, ring: str) -> str:
         """Name of the ring that TMA fills with a ring's tiles."""
@@ -38,12 +37,12 @@ class ConversionFeatures(KernelFeatures):
 
     def load_tile_bytes(self, ring: str) -> int:
         """Bytes that TMA loads of a tile of a ring's."""
-        return self.float8_tile_bytes if self.converts else self.ring_tile_bytes(ring)
+        return self.float8_tile_bytes if self.converts else self.kv.bytes_of(ring)
 
     @property
     def float8_tile_bytes(self) -> int:
         """A K or V tile in FP8."""
-        return self.tile_n * self.head_dim if self.kv_format else 0
+        return self.tile_n * self.heads.qk if self.format.kv_format else 0
 
     @property
     def float8_bytes(self) -> int:
@@ -51,25 +50,12 @@ class ConversionFeatures(KernelFeatures):
         return self.shape.raw_stages * self.float8_tile_bytes
 
     @property
-    def swizzled_kv(self) -> bool:
-        """As in ``KernelFeatures``."""
-        return not self.converts
-
-    def kv_box(self, ring: str = "k") -> tuple[int, int, int]:
-        """As in ``KernelFeatures``; of FP8, a page's rows as they lie in memory."""
-        return (self.head_dim, self.page_keys, 1) if self.converts else super().kv_box(ring)
-
-    def kv_boxes(self, ring: str = "k") -> tuple[int, int]:
-        """As in ``KernelFeatures``."""
-        return (1, self.tile_pages) if self.converts else super().kv_boxes(ring)
-
-    @property
     def float8_regions(self) -> tuple[memory.Region, ...]:
         """What a converter adds to ``smem_regions``."""
         if not self.converts:
             return ()
-        size = len(self.rings) * self.float8_bytes
-        holds = f"{self.shape.raw_stages} x [{self.tile_n}, {self.head_dim}] of each, as they are loaded"
+        size = len(self.format.rings) * self.float8_bytes
+        holds = f"{self.shape.raw_stages} x [{self.tile_n}, {self.heads.qk}] of each, as they are loaded"
         return (memory.Region("raw", size, "uint8", RAW_ALIGNMENT, "FP8", holds),)
 
     def conversion_barriers(
@@ -80,7 +66,7 @@ class ConversionFeatures(KernelFeatures):
         stages, raw_stages = self.kv_stages, self.shape.raw_stages
         loaded, mine = "load warp, expect_tx + TMA bytes", "converter, one thread a warp"
         table = []
-        for name in self.rings:
+        for name in self.format.rings:
             tile = name.upper()
             table += [
                 Barrier(
@@ -94,7 +80,7 @@ class ConversionFeatures(KernelFeatures):
                     stages,
                     CONVERTER_WARPS,
                     mine,
-                    v_readers if name == self.v_ring else readers,
+                    v_readers if name == self.format.v_ring else readers,
                     f"{tile} tile is here in 16 bits",
                 ),
                 Barrier(

@@ -1,13 +1,14 @@
-"""What attention kernels of every architecture are compiled for: the switches of a configuration, and what follows from
-them alone."""
+"""What attention kernels of every architecture are compiled for, apart from their tiles: records of few switches.
+
+A configuration is composed of such records and adds tiles and memory of its own: ``AttentionConfig`` and
+``BackwardConfig`` of ``sm90`` and ``sm100``. Kernels that differ in nothing else share these records and the device
+code that reads them. A new switch is a field of one record, a line of that record's ``of``, and its use.
+"""
 
 from __future__ import annotations
 
 import enum
-import functools
-import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -16,16 +17,11 @@ from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import WARP_THREADS, WORD_BYTES
 from warpspec.common.kv_formats import FORMATS as CACHE_FORMATS
 from warpspec.common.operands import FLOAT32, UINT8
-from warpspec.fmha.heads import BLOCK, HeadSizes
+from warpspec.fmha.heads import HeadSizes
 from warpspec.fmha.line import MOST_ROUNDS
 from warpspec.fmha.logits import PLAIN, LogitMap
 from warpspec.fmha.problem import AttentionProblem
-
-ELEMENT_BYTES = 2  # bf16 and fp16
-BIAS_BYTES = {"bfloat16": 2, "float32": 4}  # of an element
-# Keys: a page holds a multiple of the first up to the second, or a multiple of the second, the most of a KV tile. So
-# the boxes that a tile is loaded in begin where the 128-byte swizzle does, every 8 rows, and are few.
-PAGE_STEP, PAGE_LARGE = 16, 128
+from warpspec.fmha.tiles import KvTile, Rows, takes_pages
 
 # A packed request is found by a warp, 32 candidates at a time (``device.packed``).
 SEARCH_ROUNDS = 3
@@ -33,7 +29,6 @@ MOST_REQUESTS = WARP_THREADS**SEARCH_ROUNDS
 
 CURSOR_WORDS = 3  # of what is kept in shared memory of a cut of the line (``device.line``)
 RECORD_WORDS = 24  # of a tile's record (``device.record``), with room
-PIECE_STATISTICS = 4  # fp32 behind the D columns of a row of a piece's state: maximum, sum, two unused
 
 # The running maximum may fall this far behind the true one, in powers of two, before O is rescaled: P then
 # stays below 2**8, well within fp16 and bf16, and sums of it within fp32. Where few queries are decoded the
@@ -55,68 +50,115 @@ class Schedule(enum.Enum):
 
 
 @dataclass(frozen=True)
-class KernelFeatures:
-    """Switches of one kernel.
+class Mask:
+    """Which sides of the band of keys that a row sees are bounded, and how.
 
-    dtype: "bfloat16" or "float16". head_dim: D; v_dim: of V and O, 0 for D. shared_kv: V is K, or the first part of its
-    rows. pack: query heads of one KV group whose rows stand together; row r is head r % pack of query r // pack.
-    causal, has_left, has_right, key_stride: which sides of the band that a row sees are bounded, and how. logits: the
-    map between S and P. splits: partial results, one for each split of the keys, are written. schedule: which tiles a
-    CTA does. scheduled: a warp works out the CTA's tiles for all roles (``device.record``). page_size: keys of a page
-    of K and V, 0 where they are not paged. bias_heads, bias_batches: heads, batch rows have each their own bias.
-    packed_q, packed_k: requests' queries, keys stand one behind another. many_queries: some request of packed queries
-    has more than a tile's, as far as the host knows. kv_format: FP8 or NVFP4 format of K and V; None: they have dtype.
-    exact_maximum: O is rescaled whenever the maximum moves. The rest: which optional operands there are.
+    key_stride: positions that a key stands for. has_tree, has_ranges: an operand says which keys a row sees besides,
+    those of drafts (``tree``) or of an image. sparse: any key of a tile may be missing, and its source says which.
     """
 
-    dtype: str
-    head_dim: int = 64
-    v_dim: int = 0
-    shared_kv: bool = False
-    pack: int = 1
     causal: bool = False
     has_left: bool = False
     has_right: bool = False
     key_stride: int = 1
+    has_tree: bool = False
+    has_ranges: bool = False
+    sparse: bool = False
+
+    def __post_init__(self):
+        assert not (self.has_tree or self.has_ranges) or (self.causal and self.key_stride == 1)
+
+    @classmethod
+    def of(cls, problem: AttentionProblem) -> Mask:
+        return cls(
+            causal=problem.causal,
+            has_left=problem.window_left is not None,
+            has_right=problem.window_right is not None,
+            key_stride=problem.key_stride if problem.causal else 1,
+            has_tree=problem.has_tree,
+            has_ranges=problem.has_ranges,
+        )
+
+    @property
+    def band(self) -> bool:
+        """A row may see only part of a tile that another row of its M tile sees more of."""
+        return self.causal or self.has_left or self.has_right
+
+    def bounds(self, window) -> dict:
+        """Arguments of ``mask.key_range``. window: (left, right), not read where unbounded."""
+        return {
+            "causal": self.causal,
+            "left": window[0] if self.has_left else None,
+            "right": window[1] if self.has_right else None,
+            "key_stride": self.key_stride,
+        }
+
+
+@dataclass(frozen=True)
+class Requests:
+    """Where requests' queries and keys stand, and which operands say so.
+
+    packed_q, packed_k: queries, keys of all requests stand one behind another. many_queries: some request of packed
+    queries has more than a tile's, as far as the host knows. page_size: keys of a page of K and V, 0 where they are not
+    paged.
+    """
+
     has_kv_lengths: bool = False
     has_q_start: bool = False
-    has_sink: bool = False
-    has_lse: bool = False
-    normalize: bool = True
-    logits: LogitMap = PLAIN
-    splits: bool = False
-    page_size: int = 0
-    bias_heads: bool = False
-    bias_batches: bool = False
     packed_q: bool = False
     packed_k: bool = False
     many_queries: bool = False
-    exact_maximum: bool = False
-    schedule: Schedule = Schedule.SINGLE
-    scheduled: bool = False
+    page_size: int = 0
+
+    def __post_init__(self):
+        assert not self.page_size or takes_pages(self.page_size)
+        assert not self.page_size or self.has_kv_lengths, "pages past the KV length hold anything"
+        assert not self.packed_k or (self.packed_q and not self.page_size and not self.has_kv_lengths)
+
+    @classmethod
+    def of(cls, problem: AttentionProblem, tile_queries: int | None = None) -> Requests:
+        """tile_queries: of an M tile; None: nobody asks for ``many_queries``."""
+        return cls(
+            has_kv_lengths=problem.has_kv_lengths,
+            has_q_start=problem.has_q_start,
+            packed_q=problem.packed_q,
+            packed_k=problem.packed_k,
+            many_queries=tile_queries is not None and problem.packed_q and problem.seq_q > tile_queries,
+            page_size=problem.page_size or 0,
+        )
+
+    @property
+    def ends_in_tile(self) -> bool:
+        """A KV tile may hold keys that are no row's: past the KV length, or another request's."""
+        return self.has_kv_lengths or self.packed_k
+
+
+@dataclass(frozen=True)
+class Format:
+    """How numbers lie in memory.
+
+    dtype: of Q, "bfloat16" or "float16". kv_format: FP8 or NVFP4 format of K and V; None: they have dtype. has_k_scale,
+    has_v_scale: codes are multiplied by scales. swizzled: NVFP4's block scales are. shared_kv: V is K, or the first
+    part of its rows.
+    """
+
+    dtype: str = "bfloat16"
     kv_format: str | None = None
     has_k_scale: bool = False
     has_v_scale: bool = False
     swizzled: bool = False
-    has_tree: bool = False
-    has_ranges: bool = False
-    record_slots: ClassVar[int] = 1  # of tile records
+    shared_kv: bool = False
 
-    def __post_init__(self):
-        assert self.bias in (None, *BIAS_BYTES)
-        assert not self.page_size or takes_pages(self.page_size)
-        assert not (self.has_tree or self.has_ranges) or (self.causal and self.key_stride == 1)
-        assert not self.page_size or self.has_kv_lengths, "pages past the KV length hold anything"
-        assert not self.packed_k or (self.packed_q and not self.page_size and not self.has_kv_lengths)
-        assert not (self.packed_q and self.bias)
-        assert not (self.splits and self.schedule in (Schedule.LINE, Schedule.QUEUE))
-        assert self.scheduled or self.schedule is not Schedule.QUEUE
-        assert not (self.splits and (self.normalize or self.has_lse)), "splits write un-normalised states"
-
-    @property
-    def bias(self) -> str | None:
-        """dtype of the bias, or None."""
-        return self.logits.bias
+    @classmethod
+    def of(cls, problem: AttentionProblem) -> Format:
+        return cls(
+            dtype=dtype_name(problem.dtype),
+            kv_format=problem.kv_format,
+            has_k_scale=problem.has_k_scale,
+            has_v_scale=problem.has_v_scale,
+            swizzled=problem.swizzled,
+            shared_kv=problem.shared_kv,
+        )
 
     @property
     def kv_dtype(self) -> str:
@@ -133,29 +175,49 @@ class KernelFeatures:
         return CACHE_FORMATS[self.kv_format].block if self.kv_format else 0
 
     @property
-    def o_dtype(self) -> str:
-        """dtype of o."""
-        return self.dtype if self.normalize else FLOAT32
+    def rings(self) -> tuple[str, ...]:
+        """Names of the rings of KV tiles in shared memory."""
+        return ("k",) if self.shared_kv else ("k", "v")
 
     @property
-    def o_size(self) -> int:
-        """Elements of a row of o: a split's are padded to the tuned head size."""
-        return self.heads.v_state if self.splits else self.heads.v
+    def v_ring(self) -> str:
+        """Name of the ring that V comes through."""
+        return self.rings[-1]
 
-    @property
-    def split_dims(self) -> int:
-        """Dimensions in front of o's, row_max's and row_sum's: the splits."""
-        return int(self.splits)
 
-    @property
-    def cuts_tiles(self) -> bool:
-        """Work is cut by length: CTAs leave states of pieces of tiles, and join records."""
-        return self.schedule is Schedule.LINE
+@dataclass(frozen=True)
+class Output:
+    """What is made of a row's sums and written.
 
-    @property
-    def from_queue(self) -> bool:
-        """CTAs take tiles from a queue."""
-        return self.schedule is Schedule.QUEUE
+    dtype, size: of a row of o. normalize: O is divided by the row's sum; otherwise its un-normalised state is written,
+    row_max and row_sum beside o. splits: the states of each split of the keys are. exact_maximum: O is rescaled
+    whenever the maximum moves.
+    """
+
+    dtype: str = "bfloat16"
+    size: int = 64
+    has_sink: bool = False
+    has_lse: bool = False
+    normalize: bool = True
+    splits: bool = False
+    exact_maximum: bool = False
+
+    def __post_init__(self):
+        assert not (self.splits and (self.normalize or self.has_lse)), "splits write un-normalised states"
+
+    @classmethod
+    def of(cls, problem: AttentionProblem, splits: bool) -> Output:
+        """splits: of the keys, whose results another kernel combines."""
+        normalize = problem.normalize and not splits
+        return cls(
+            dtype=dtype_name(problem.dtype) if normalize else FLOAT32,
+            size=problem.heads.v_state if splits else problem.heads.v,
+            has_sink=problem.has_sink and not splits,
+            has_lse=problem.return_lse and not splits,
+            normalize=normalize,
+            splits=splits,
+            exact_maximum=problem.seq_q <= EXACT_QUERIES,
+        )
 
     @property
     def writes_state(self) -> bool:
@@ -163,153 +225,115 @@ class KernelFeatures:
         return not self.normalize
 
     @property
+    def split_dims(self) -> int:
+        """Dimensions in front of o's, row_max's and row_sum's: the splits."""
+        return int(self.splits)
+
+    @property
     def rescale_threshold(self) -> float:
         """Powers of two that the reference may lag behind the maximum."""
         return 0.0 if self.exact_maximum else RESCALE_THRESHOLD
 
-    @property
-    def heads(self) -> HeadSizes:
-        """Head sizes, and what follows from them."""
-        return HeadSizes(self.head_dim, self.v_dim or self.head_dim)
+
+@dataclass(frozen=True)
+class TileScheduler:
+    """Which tiles a CTA does, and how its roles learn of them.
+
+    has_warp: a warp works out the CTA's tiles for all roles, and leaves them in ``record_count`` records
+    (``device.record``).
+    """
+
+    schedule: Schedule = Schedule.SINGLE
+    has_warp: bool = False
+    record_count: int = 1
+
+    def __post_init__(self):
+        assert self.has_warp or self.schedule is not Schedule.QUEUE
 
     @property
-    def blocks(self) -> int:
-        """Blocks of BLOCK elements that a row of Q and K is cut into."""
-        return self.heads.qk_blocks
+    def cuts_tiles(self) -> bool:
+        """Work is cut by length: CTAs leave states of pieces of tiles, and join records."""
+        return self.schedule is Schedule.LINE
 
     @property
-    def band(self) -> bool:
-        """A row may see only part of a tile that another row of its M tile sees more of."""
-        return self.causal or self.has_left or self.has_right
-
-    # Row groups, of ``row_group_size`` rows, of which an M tile has ``row_groups``: what a configuration adds.
+    def single(self) -> bool:
+        """A CTA does one tile."""
+        return self.schedule is Schedule.SINGLE
 
     @property
-    def row_group_queries(self) -> int:
-        """Queries of a row group; its rows past pack * row_group_queries are idle."""
-        return self.row_group_size // self.pack
+    def persistent(self) -> bool:
+        """A CTA does a tile of every round."""
+        return self.schedule is Schedule.PERSISTENT
 
     @property
-    def column_parts(self) -> int:
-        """Parts of O's columns that have consumers of their own."""
-        return 1
-
-    @property
-    def queries(self) -> int:
-        """Queries of an M tile."""
-        return self.row_groups * self.row_group_queries
-
-    @property
-    def last_first(self) -> bool:
-        """Query tiles are done from the last to the first, a tile of all heads at a time: work grows with a row's
-        position, or tiles of packed queries have their own order (``device.packed``)."""
-        return self.causal or self.packed_q
-
-    @property
-    def ends_in_tile(self) -> bool:
-        """A KV tile may hold keys that are no row's: past the KV length, or another request's."""
-        return self.has_kv_lengths or self.packed_k
-
-    @property
-    def every_tile_masked(self) -> bool:
-        """Any KV tile may hold keys that are not seen: no code for others."""
-        return False
-
-    @property
-    def swizzled_kv(self) -> bool:
-        """Whether K and V tiles are swizzled as TMA loads them."""
-        return True
-
-    @property
-    def v_ring(self) -> str:
-        """Name of the ring that V comes through."""
-        return "k" if self.shared_kv else "v"
-
-    @property
-    def rings(self) -> tuple[str, ...]:
-        return ("k",) if self.shared_kv else ("k", "v")
-
-    @property
-    def piece_columns(self) -> int:
-        """fp32 numbers of a row in a piece's state."""
-        return self.heads.v_state + PIECE_STATISTICS
+    def from_queue(self) -> bool:
+        """CTAs take tiles from a queue."""
+        return self.schedule is Schedule.QUEUE
 
     @property
     def cursor_bytes(self) -> int:
         """Shared memory of the ends of the CTA's chunks."""
-        return 2 * CURSOR_WORDS * MOST_ROUNDS * WORD_BYTES if self.schedule is Schedule.LINE else 0
-
-    def record_barriers(self, scheduler: str, readers: str, warps: int) -> tuple[Barrier, ...]:
-        """mbarriers of the records of tiles, which so many warps read."""
-        readers, slots = f"{readers}, one thread a warp", self.record_slots
-        return (
-            Barrier(
-                "tile_full", slots, 1, scheduler, readers, "the record of the next tile is in shared memory"
-            ),
-            Barrier("tile_empty", slots, warps, readers, scheduler, "every role has read it"),
-        )
+        return 2 * CURSOR_WORDS * MOST_ROUNDS * WORD_BYTES if self.cuts_tiles else 0
 
     @property
     def record_bytes(self) -> int:
         """Shared memory of the records of tiles."""
-        return RECORD_WORDS * WORD_BYTES * self.record_slots if self.scheduled else 0
+        return RECORD_WORDS * WORD_BYTES * self.record_count if self.has_warp else 0
 
-    # KV tiles, of ``tile_n`` keys, which a configuration adds.
+    def barriers(self, scheduler: str, readers: str, warps: int) -> tuple[Barrier, ...]:
+        """mbarriers of the records of tiles, which so many warps read."""
+        readers, count = f"{readers}, one thread a warp", self.record_count
+        return (
+            Barrier(
+                "tile_full", count, 1, scheduler, readers, "the record of the next tile is in shared memory"
+            ),
+            Barrier("tile_empty", count, warps, readers, scheduler, "every role has read it"),
+        )
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """What the configuration of an attention kernel is composed of, on every architecture, which adds its tiles.
+
+    pack: query heads that share an M tile.
+    """
+
+    mask: Mask = Mask()
+    requests: Requests = Requests()
+    logits: LogitMap = PLAIN
+    heads: HeadSizes = HeadSizes(64, 64)
+    format: Format = Format()
+    output: Output = Output()
+    scheduler: TileScheduler = TileScheduler()
+    pack: int = 1
+
+    def __post_init__(self):
+        assert not (self.requests.packed_q and self.logits.bias)
+        assert not (self.output.splits and (self.scheduler.cuts_tiles or self.scheduler.from_queue))
 
     @property
-    def kv_tile_bytes(self) -> int:
-        """Shared memory of a tile of K."""
-        return self.tile_n * self.heads.qk_room * ELEMENT_BYTES
+    def rows(self) -> Rows:
+        """Rows of an M tile."""
+        raise NotImplementedError
 
     @property
-    def v_tile_bytes(self) -> int:
-        """Shared memory of a tile of V."""
-        return self.tile_n * self.heads.v_room * ELEMENT_BYTES
-
-    def ring_tile_bytes(self, ring: str) -> int:
-        """Shared memory of a tile of a ring's."""
-        return self.v_tile_bytes if ring == "v" else self.kv_tile_bytes
-
-    @property
-    def v_stage_bytes(self) -> int:
-        """Shared memory from one stage of V to the next: where V is K, K's stage."""
-        return self.kv_tile_bytes if self.shared_kv else self.v_tile_bytes
-
-    @property
-    def v_bytes(self) -> int:
-        """Shared memory of V's ring: none where V is K."""
-        return 0 if self.shared_kv else self.kv_stages * self.v_tile_bytes
-
-    @property
-    def page_keys(self) -> int:
-        """Keys of a KV tile that lie together in memory wherever the tile begins: all of them, a page's, or a part's of
-        a page of which tiles are no multiple, nor it of tiles."""
-        return math.gcd(self.page_size, self.tile_n)
-
-    @property
-    def tile_pages(self) -> int:
-        """Pages, or parts of pages, that the keys of a KV tile come from."""
-        return self.tile_n // self.page_keys
-
-    def kv_box(self, ring: str = "k") -> tuple[int, int, int]:
-        """(D, KEY, BLOCK) of a load of a ring's: a whole tile, or the keys of (a part of) one page in one block of
-        D."""
-        whole = self.tile_pages == 1 and self.heads.whole
-        return (BLOCK, self.page_keys, self.heads.blocks(ring) if whole else 1)
-
-    def kv_boxes(self, ring: str = "k") -> tuple[int, int]:
-        """(BLOCK, PAGE): loads of one tile of a ring's. Shared memory has a tile's pages side by side in each block
-        of D, so a box of several blocks would leave no room between them for the other pages."""
-        return (self.heads.blocks(ring) // self.kv_box(ring)[2], self.tile_pages)
-
-    def box_of(self, row, block, source) -> tuple:
-        """Which box of K or V, as its coordinates are cut into boxes. row: of the keys, source: batch row or page."""
-        return (row, block, source) if self.heads.whole else (block, row, source)
+    def kv(self) -> KvTile:
+        """A KV tile."""
+        raise NotImplementedError
 
 
-def takes_pages(page_size: int) -> bool:
-    """Kernels read pages of so many keys."""
-    return page_size > 0 and page_size % (PAGE_STEP if page_size < PAGE_LARGE else PAGE_LARGE) == 0
+def parts_of(problem: AttentionProblem, *, rows_of_cta: int, pack: int, splits: bool) -> dict:
+    """The parts of a configuration that follow from the problem. rows_of_cta: query rows of an M tile, pack: heads that
+    share it. splits: as in ``Output.of``."""
+    return {
+        "mask": Mask.of(problem),
+        "requests": Requests.of(problem, rows_of_cta // pack),
+        "logits": logits_of(problem),
+        "heads": problem.heads,
+        "format": Format.of(problem),
+        "output": Output.of(problem, splits),
+        "pack": pack,
+    }
 
 
 def check_requests(kernel: str, problem: AttentionProblem) -> None:
@@ -320,19 +344,6 @@ def check_requests(kernel: str, problem: AttentionProblem) -> None:
         )
 
 
-def check_page_size(kernel: str, page_size: int | None) -> None:
-    """Raise UnsupportedProblem, saying what is allowed, for pages that kernels do not read. None: there are none."""
-    if page_size is None or takes_pages(page_size):
-        return
-    advice = ""
-    if page_size < PAGE_STEP:
-        advice = f"; set the page size (block size) of the engine's KV cache to {PAGE_STEP} or more"
-    raise UnsupportedProblem(
-        f"{kernel} attention: page_size={page_size} is not supported: pages must hold a multiple of {PAGE_STEP} keys "
-        f"up to {PAGE_LARGE}, or a multiple of {PAGE_LARGE}{advice}"
-    )
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     """ "bfloat16" of torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
@@ -341,74 +352,3 @@ def dtype_name(dtype: torch.dtype) -> str:
 def logits_of(problem: AttentionProblem, signed: bool = False) -> LogitMap:
     """The map of a problem; signed: see ``LogitMap.of``."""
     return LogitMap.of(problem, dtype_name(problem.bias_dtype) if problem.has_bias else None, signed)
-
-
-def features(
-    problem: AttentionProblem,
-    *,
-    pack: int,
-    tile_m: int,
-    splits: bool = False,
-    schedule: Schedule = Schedule.SINGLE,
-    scheduled: bool = False,
-) -> dict:
-    """The fields of ``KernelFeatures`` for a problem.
-
-    tile_m: query rows of a CTA. splits: for split KV, whose results are combined later. schedule: which tiles a
-    CTA does. scheduled: a warp works out tiles for all roles.
-    """
-    return {
-        "dtype": dtype_name(problem.dtype),
-        "head_dim": problem.head_dim,
-        "v_dim": problem.v_dim,
-        "shared_kv": problem.shared_kv,
-        "pack": pack,
-        "causal": problem.causal,
-        "has_left": problem.window_left is not None,
-        "has_right": problem.window_right is not None,
-        "key_stride": problem.key_stride if problem.causal else 1,
-        "has_kv_lengths": problem.has_kv_lengths,
-        "has_q_start": problem.has_q_start,
-        "has_sink": problem.has_sink and not splits,
-        "has_lse": problem.return_lse and not splits,
-        "normalize": problem.normalize and not splits,
-        "logits": logits_of(problem),
-        "splits": splits,
-        "page_size": problem.page_size or 0,
-        "bias_heads": problem.has_bias and problem.bias_heads,
-        "bias_batches": problem.has_bias and problem.bias_batches,
-        "packed_q": problem.packed_q,
-        "packed_k": problem.packed_k,
-        "many_queries": problem.packed_q and problem.seq_q > tile_m // pack,
-        "exact_maximum": problem.seq_q <= EXACT_QUERIES,
-        "schedule": schedule,
-        "scheduled": scheduled,
-        "kv_format": problem.kv_format,
-        "has_k_scale": problem.has_k_scale,
-        "has_v_scale": problem.has_v_scale,
-        "swizzled": problem.swizzled,
-        "has_tree": problem.has_tree,
-        "has_ranges": problem.has_ranges,
-    }
-
-
-@functools.lru_cache(maxsize=4096)
-def choose_pack(group: int, seq_q: int, tile_m: int) -> int:
-    """Heads of a KV group that share an M tile: what makes the fewest tiles, the most heads among equals.
-
-    More heads to a tile means fewer queries in it: under a causal or window mask its rows then see more
-    nearly the same keys, so at equal tile count more heads never costs and often saves KV tiles.
-    """
-
-    def tiles(pack):
-        return -(-group // pack) * -(-seq_q // (tile_m // pack))
-
-    return min(range(1, min(group, tile_m) + 1), key=lambda pack: (tiles(pack), -pack))
-
-
-def choose_packs(problem: AttentionProblem, tile_m: int) -> tuple[int, ...]:
-    """Numbers of heads of a KV group that may share an M tile: what suits the longest request, and of packed queries
-    what suits a request of one."""
-    most = choose_pack(problem.group, problem.seq_q, tile_m)
-    few = choose_pack(problem.group, 1, tile_m) if problem.packed_q else most
-    return (most,) if few == most else (most, few)

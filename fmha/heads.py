@@ -15,6 +15,7 @@ MMA_K = 16  # elements that one instruction sums over
 STEP = 8  # a head size is a multiple of so many: rows aligned to 16 bytes
 CLASSES = (64, 128, 256, 512)  # head sizes that tile shapes are tuned for
 LARGEST = 256  # of the sizes between those; 512 is by itself
+PIECE_STATISTICS = 4  # fp32 behind the D columns of a row of a piece's state: maximum, sum, two unused
 LATENT = (576, 512)  # sizes of Q and K, and of V, where V is the first part of K's rows (MLA's absorbed form)
 
 
@@ -79,3 +80,8 @@ class HeadSizes:
     def v_state(self) -> int:
         """fp32 columns of a row of O in a partial result, a power of two; those past ``v`` are not written."""
         return class_of(self.v)
+
+    @property
+    def piece_columns(self) -> int:
+        """fp32 numbers of a row in the state of a piece of a tile (``line``)."""
+        return self.v_state + PIECE_STATISTICS

@@ -9,7 +9,7 @@ from warpspec.common.hardware import FP32_BYTES, TMA_ALIGNMENT
 from warpspec.common.launch import Kernel
 from warpspec.common.operands import FLOAT32, INT32, Operand, fakes
 from warpspec.fmha.combine import CHUNK, VECTOR, Results
-from warpspec.fmha.features import PIECE_STATISTICS
+from warpspec.fmha.heads import PIECE_STATISTICS
 from warpspec.fmha.line import JOIN_WORDS
 
 THREADS = 256
@@ -21,7 +21,7 @@ BATCH = 4  # pieces whose states a thread loads at a time; more are many
 class JoinConfig:
     """Compile-time shape of one join kernel (``device.join``).
 
-    pack, row_group_size, row_groups: the rows of an M tile, as in ``KernelFeatures``. dtype: of o. The rest is as in
+    pack, row_group_size, row_groups: the rows of an M tile, as in ``AttentionKernel``. dtype: of o. The rest is as in
     ``CombineConfig``.
     """
 

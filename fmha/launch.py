@@ -18,7 +18,7 @@ from warpspec.common.launch import Kernel, Target
 from warpspec.common.simulator import joined
 from warpspec.common.workspace import EMPTY, new_workspace, prepare_reserve, workspace
 from warpspec.fmha.combine import COMBINE, CombineConfig
-from warpspec.fmha.features import KernelFeatures, Schedule, dtype_name
+from warpspec.fmha.features import AttentionKernel, Schedule, dtype_name
 from warpspec.fmha.heads import class_of
 from warpspec.fmha.join import JOIN, JoinConfig
 from warpspec.fmha.line import JOIN_WORDS
@@ -45,11 +45,12 @@ class Prepared(NamedTuple):
     """A problem ready to run on a target.
 
     attention, combine: functions of the kernels' arguments. combine: of the second launch, which combines splits or
-    joins pieces, None where there is none. numbers: among the attention kernel's arguments.
+    joins pieces, None where there is none. numbers: among the attention kernel's arguments. schedule: the plan's.
     """
 
     target: Target
     plan: Plan
+    schedule: Schedule
     numbers: tuple
     attention: Callable
     combine: Callable | None
@@ -61,12 +62,11 @@ class Prepared(NamedTuple):
         operands: of the problem that was prepared, as ``AttentionProblem`` promises them; v is given.
         """
         with self.target.current():
-            schedule = self.plan.config.schedule
-            if schedule is QUEUE:
+            if self.schedule is QUEUE:
                 return self.run_queued(operands)
             if self.combine is None:
                 return self.attention(*operands, *self.numbers)
-            if schedule is LINE:
+            if self.schedule is LINE:
                 pieces, joins = piece_workspace(self.plan, operands.o.device)
                 first = self.attention(*operands._replace(pieces=pieces, joins=joins), *self.numbers)
                 results = (operands.sink, operands.o, operands.lse, operands.row_max, operands.row_sum)
@@ -98,11 +98,13 @@ def prepare(problem: AttentionProblem, target: Target, found: Plan | None = None
     """
     found = found or plan(problem, target)
     attention = ATTENTION.of(target.architecture).ATTENTION.launcher(found.config, target)
-    if found.config.schedule is Schedule.QUEUE and target.native:
+    if found.config.scheduler.from_queue and target.native:
         prepare_reserve(target.device)
     second = second_kernel(problem, found.config, found.splits)
     combine = None if second is None else second[0].launcher(second[1], target)
-    return Prepared(target, found, launch_numbers(problem, found), attention, combine)
+    return Prepared(
+        target, found, found.config.scheduler.schedule, launch_numbers(problem, found), attention, combine
+    )
 
 
 def second_kernel(problem: AttentionProblem, config, splits: int) -> tuple[Kernel, Hashable] | None:
@@ -110,7 +112,7 @@ def second_kernel(problem: AttentionProblem, config, splits: int) -> tuple[Kerne
     there are none."""
     if splits > 1:
         return COMBINE, combine_config(problem, splits)
-    return (JOIN, join_config(problem, config)) if config.schedule is Schedule.LINE else None
+    return (JOIN, join_config(problem, config)) if config.scheduler.cuts_tiles else None
 
 
 def combine_config(problem: AttentionProblem, splits: int) -> CombineConfig:
@@ -128,14 +130,14 @@ def combine_config(problem: AttentionProblem, splits: int) -> CombineConfig:
     )
 
 
-def join_config(problem: AttentionProblem, config: KernelFeatures) -> JoinConfig:
+def join_config(problem: AttentionProblem, config: AttentionKernel) -> JoinConfig:
     """The kernel that joins the pieces that a kernel of ``config`` leaves."""
     sizes = problem.heads
     return JoinConfig(
         sizes.v_state,
-        config.pack,
-        config.row_group_size,
-        config.row_groups,
+        config.rows.pack,
+        config.rows.group_size,
+        config.rows.groups,
         dtype=dtype_name(problem.o_dtype),
         normalize=problem.normalize,
         has_sink=problem.has_sink,
@@ -154,9 +156,9 @@ def compiled(problem: AttentionProblem, target: Target) -> tuple:
 
 def piece_workspace(plan: Plan, device) -> tuple[torch.Tensor, torch.Tensor]:
     """Workspace of work that is cut by length: states of pieces, two a CTA, and join records (``device.line``)."""
-    rows = plan.config.row_groups * plan.config.row_group_size
+    rows = plan.config.rows.count
     return (
-        empty((2 * plan.ctas, rows, plan.config.piece_columns), torch.float32, device),
+        empty((2 * plan.ctas, rows, plan.config.heads.piece_columns), torch.float32, device),
         empty((plan.ctas, JOIN_WORDS), torch.int32, device),
     )
 

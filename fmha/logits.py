@@ -18,6 +18,7 @@ from warpspec.fmha.problem import AttentionProblem
 
 # A factor of 0 would turn a hidden score, -inf, into NaN. This one keeps it and weighs all visible keys alike.
 SMALLEST_SCALE = 2.0**-100
+BIAS_BYTES = {"bfloat16": 2, "float32": 4}  # of an element
 # Of so many capped scores one is computed without the reciprocal instruction, by V's head size: the exponential unit is
 # what binds at small ones (scripts/bench_attention.py --only heads; docs/notebook/attention.md).
 NEWTON_EVERY = {64: 1, 128: 3, 256: 4}
@@ -27,15 +28,20 @@ NEWTON_EVERY = {64: 1, 128: 3, 256: 4}
 class LogitMap:
     """What the map consists of.
 
-    negate: scores are negated first, for a negative scale. bias: dtype of the bias that is added, or None. softcap:
-    whether there is one. newton_every: of so many capped scores one has its reciprocal computed on the multiply-add
-    units instead of the exponential unit; 0: none.
+    negate: scores are negated first, for a negative scale. bias: dtype of the bias that is added, or None; bias_heads,
+    bias_batches: heads, batch rows have each their own. softcap: whether there is one. newton_every: of so many capped
+    scores one has its reciprocal computed on the multiply-add units instead of the exponential unit; 0: none.
     """
 
     negate: bool = False
     bias: str | None = None
     softcap: bool = False
     newton_every: int = 0
+    bias_heads: bool = False
+    bias_batches: bool = False
+
+    def __post_init__(self):
+        assert self.bias in (None, *BIAS_BYTES)
 
     @property
     def in_powers(self) -> bool:
@@ -47,9 +53,14 @@ class LogitMap:
     def of(cls, problem: AttentionProblem, bias: str | None, signed: bool = False) -> LogitMap:
         """The map of a problem. bias: dtype of its bias. signed: whether the factor keeps the scale's sign, so that no
         score is negated."""
+        own = {
+            "bias": bias,
+            "bias_heads": problem.has_bias and problem.bias_heads,
+            "bias_batches": problem.has_bias and problem.bias_batches,
+        }
         if problem.softcap is not None:
-            return cls(bias=bias, softcap=True, newton_every=NEWTON_EVERY.get(class_of(problem.heads.v), 0))
-        return cls(negate=problem.scale < 0 and not signed, bias=bias)
+            return cls(softcap=True, newton_every=NEWTON_EVERY.get(class_of(problem.heads.v), 0), **own)
+        return cls(negate=problem.scale < 0 and not signed, **own)
 
 
 class LogitNumbers(NamedTuple):

@@ -30,11 +30,18 @@ def block_scales(size: Callable) -> Operand:
     """NVFP4's block scales of rows of so many numbers. size: by the configuration, 0 where there are none."""
 
     def count(config) -> int:
-        return size(config) // config.kv_block
+        return size(config) // config.format.kv_block
 
     return Operand(
-        UINT8, 4, count, lambda c: block_alignment(count(c)), lambda c: c.kv_block > 0 and size(c) > 0
+        UINT8, 4, count, lambda c: block_alignment(count(c)), lambda c: c.format.kv_block > 0 and size(c) > 0
     )
+
+
+# o, with a dimension for splits in front where there are any, and the statistics of an un-normalised state.
+RESULT = Operand(
+    lambda c: c.output.dtype, lambda c: 4 + c.output.split_dims, lambda c: c.output.size, TMA_ALIGNMENT
+)
+STATE = Operand(FLOAT32, lambda c: 3 + c.output.split_dims, when="output.writes_state")
 
 
 class Operands(NamedTuple):
@@ -55,37 +62,39 @@ class Operands(NamedTuple):
     (``device.queue``), queue [1] int64.
     """
 
-    q: Annotated[Any, Operand(lambda c: c.dtype, 4, lambda c: c.head_dim, TMA_ALIGNMENT)]
-    k: Annotated[Any, Operand(lambda c: c.kv_dtype, 4, lambda c: c.kv_row(c.head_dim), TMA_ALIGNMENT)]
-    v: Annotated[Any, Operand(lambda c: c.kv_dtype, 4, lambda c: c.kv_row(c.heads.v), TMA_ALIGNMENT)] = None
-    o: Annotated[
-        Any,
-        Operand(lambda c: c.o_dtype, lambda c: 4 + c.split_dims, lambda c: c.o_size, TMA_ALIGNMENT),
-        OUTPUT,
+    q: Annotated[Any, Operand(lambda c: c.format.dtype, 4, lambda c: c.heads.qk, TMA_ALIGNMENT)]
+    k: Annotated[
+        Any, Operand(lambda c: c.format.kv_dtype, 4, lambda c: c.format.kv_row(c.heads.qk), TMA_ALIGNMENT)
+    ]
+    v: Annotated[
+        Any, Operand(lambda c: c.format.kv_dtype, 4, lambda c: c.format.kv_row(c.heads.v), TMA_ALIGNMENT)
     ] = None
-    sink: Annotated[Any, Operand(FLOAT32, 1, when="has_sink"), CONTIGUOUS] = None
-    kv_lengths: Annotated[Any, Operand(INT32, 1, when="has_kv_lengths"), CONTIGUOUS] = None
-    q_start: Annotated[Any, Operand(INT32, 1, when="has_q_start"), CONTIGUOUS] = None
-    lse: Annotated[Any, Operand(FLOAT32, 3, when="has_lse"), OUTPUT] = None
-    row_max: Annotated[Any, Operand(FLOAT32, lambda c: 3 + c.split_dims, when="writes_state"), OUTPUT] = None
-    row_sum: Annotated[Any, Operand(FLOAT32, lambda c: 3 + c.split_dims, when="writes_state"), OUTPUT] = None
-    page_table: Annotated[Any, Operand(INT32, 2, when="page_size"), CONTIGUOUS] = None
-    bias: Annotated[Any, Operand(lambda c: c.bias, 4, alignment=lambda c: c.bias_alignment, when="bias")] = (
-        None
-    )
-    cu_seqlens_q: Annotated[Any, Operand(INT32, 1, when="packed_q"), CONTIGUOUS] = None
-    cu_seqlens_k: Annotated[Any, Operand(INT32, 1, when="packed_k"), CONTIGUOUS] = None
-    k_scale: Annotated[Any, Operand(FLOAT32, 3, 1, when="has_k_scale")] = None
-    v_scale: Annotated[Any, Operand(FLOAT32, 3, 1, when="has_v_scale")] = None
-    k_block_scales: Annotated[Any, block_scales(lambda c: c.head_dim)] = None
-    v_block_scales: Annotated[Any, block_scales(lambda c: 0 if c.shared_kv else c.heads.v)] = None
-    tree: Annotated[Any, Operand(INT64, 2, when="has_tree"), CONTIGUOUS] = None
-    ranges: Annotated[Any, Operand(INT32, 3, 2, when="has_ranges"), CONTIGUOUS] = None
+    o: Annotated[Any, RESULT, OUTPUT] = None
+    sink: Annotated[Any, Operand(FLOAT32, 1, when="output.has_sink"), CONTIGUOUS] = None
+    kv_lengths: Annotated[Any, Operand(INT32, 1, when="requests.has_kv_lengths"), CONTIGUOUS] = None
+    q_start: Annotated[Any, Operand(INT32, 1, when="requests.has_q_start"), CONTIGUOUS] = None
+    lse: Annotated[Any, Operand(FLOAT32, 3, when="output.has_lse"), OUTPUT] = None
+    row_max: Annotated[Any, STATE, OUTPUT] = None
+    row_sum: Annotated[Any, STATE, OUTPUT] = None
+    page_table: Annotated[Any, Operand(INT32, 2, when="requests.page_size"), CONTIGUOUS] = None
+    bias: Annotated[
+        Any, Operand(lambda c: c.logits.bias, 4, alignment=lambda c: c.bias_alignment, when="logits.bias")
+    ] = None
+    cu_seqlens_q: Annotated[Any, Operand(INT32, 1, when="requests.packed_q"), CONTIGUOUS] = None
+    cu_seqlens_k: Annotated[Any, Operand(INT32, 1, when="requests.packed_k"), CONTIGUOUS] = None
+    k_scale: Annotated[Any, Operand(FLOAT32, 3, 1, when="format.has_k_scale")] = None
+    v_scale: Annotated[Any, Operand(FLOAT32, 3, 1, when="format.has_v_scale")] = None
+    k_block_scales: Annotated[Any, block_scales(lambda c: c.heads.qk)] = None
+    v_block_scales: Annotated[Any, block_scales(lambda c: 0 if c.format.shared_kv else c.heads.v)] = None
+    tree: Annotated[Any, Operand(INT64, 2, when="mask.has_tree"), CONTIGUOUS] = None
+    ranges: Annotated[Any, Operand(INT32, 3, 2, when="mask.has_ranges"), CONTIGUOUS] = None
     pieces: Annotated[
-        Any, Operand(FLOAT32, 3, lambda c: c.piece_columns, TMA_ALIGNMENT, "cuts_tiles"), WORKSPACE
+        Any,
+        Operand(FLOAT32, 3, lambda c: c.heads.piece_columns, TMA_ALIGNMENT, "scheduler.cuts_tiles"),
+        WORKSPACE,
     ] = None
-    joins: Annotated[Any, Operand(INT32, 2, JOIN_WORDS, when="cuts_tiles"), WORKSPACE] = None
-    queue: Annotated[Any, Operand(INT64, 1, when="from_queue"), WORKSPACE] = None
+    joins: Annotated[Any, Operand(INT32, 2, JOIN_WORDS, when="scheduler.cuts_tiles"), WORKSPACE] = None
+    queue: Annotated[Any, Operand(INT64, 1, when="scheduler.from_queue"), WORKSPACE] = None
 
     @property
     def inputs(self) -> dict[str, Any]:

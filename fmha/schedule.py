@@ -85,7 +85,7 @@ class KvTiles(Protocol):
 @dataclass(frozen=True)
 class SparseTiles(KvTiles):
     """KV tiles ``first`` to ``first`` + ``count`` - 1 of keys any of which may be missing: their source says which
-    (``config.every_tile_masked``). No tile is whole, whatever the row."""
+    (``config.mask.sparse``). No tile is whole, whatever the row."""
 
     first: int
     count: int

@@ -40,7 +40,7 @@ from warpspec.common.compile import resources
 from warpspec.common.disk_cache import CACHE_VARIABLE, cache_folder
 from warpspec.common.launch import SIMULATED, Target, target_of
 from warpspec.fmha import launch
-from warpspec.fmha.features import KernelFeatures
+from warpspec.fmha.features import AttentionKernel
 from warpspec.fmha.launch import ATTENTION
 from warpspec.fmha.plan import Plan, candidates, plan_of
 from warpspec.fmha.problem import AttentionProblem
@@ -60,7 +60,7 @@ SILENT_SECONDS = 20.0
 # What is timed.
 
 
-def plans(problem: AttentionProblem, target: Target, taken: set[KernelFeatures] | None) -> list[Plan]:
+def plans(problem: AttentionProblem, target: Target, taken: set[AttentionKernel] | None) -> list[Plan]:
     """Plans of the problem whose kernels are ``taken``; None: all."""
     config_class, found = ATTENTION.of(target.architecture).AttentionConfig, []
     for candidate in candidates(config_class, problem, target):
@@ -87,7 +87,7 @@ def kernels_of(one: Template, target: Target, draw: random.Random, most: int) ->
     others = {}
     for config in all_of:
         if config not in chosen:
-            others.setdefault((config.shape, config.schedule, config.splits), []).append(config)
+            others.setdefault((config.shape, config.scheduler, config.output.splits), []).append(config)
     order, taken = list(others), list(chosen)
     draw.shuffle(order)
     for key in order:
@@ -406,9 +406,11 @@ def collect(found: list[Template], options) -> list:
                 if why:
                     refused += 1
                     taken = taken - {config}
-                    if isinstance(config, KernelFeatures):
+                    if isinstance(config, AttentionKernel):
                         print(
-                            f"refused {config.shape} D{config.head_dim} {config.schedule.name}: {why}"[:230],
+                            f"refused {config.shape} D{config.heads.qk} {config.scheduler.schedule.name}: {why}"[
+                                :230
+                            ],
                             flush=True,
                         )
             before = len(rows)

@@ -29,7 +29,7 @@ def warp_roles() -> dict[int, str]:
     """Warp index to role of the attention kernel, for reports."""
     from warpspec.fmha.sm100 import AttentionConfig
 
-    config = AttentionConfig("bfloat16")
+    config = AttentionConfig()
     return {
         **dict.fromkeys(config.softmax_warps, "softmax"),
         config.mma_warp: "MMA",

@@ -25,13 +25,14 @@ from warpspec.common.hardware import (
 )
 from warpspec.common.launch import SIMULATED
 from warpspec.common.memory import budget_rows
-from warpspec.fmha.features import BLOCK, ELEMENT_BYTES
-from warpspec.fmha.heads import HeadSizes
+from warpspec.fmha.features import Format, Schedule, TileScheduler
+from warpspec.fmha.heads import BLOCK, HeadSizes
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm90 import config as hopper_config
 from warpspec.fmha.sm90 import shapes as hopper_shapes
 from warpspec.fmha.sm100 import config as fmha
 from warpspec.fmha.sm100 import shapes as blackwell_shapes
+from warpspec.fmha.tiles import ELEMENT_BYTES, KvTile
 from warpspec.latent.gathered.config import GatheredConfig, Sm100GatheredConfig
 
 MARKERS = (  # begin and end: attention for sm_100a and sm_90a, the grouped GEMM, Swap-FFN, gradients
@@ -80,7 +81,7 @@ def attention_budgets(config: fmha.AttentionConfig, barriers: bool = True) -> st
             (
                 "O",
                 _columns(config.tmem_o, config.tmem_columns),
-                f"[{config.tile_m}, {config.head_dim}] fp32{halves}",
+                f"[{config.tile_m}, {config.heads.qk}] fp32{halves}",
             ),
             ("a CTA", config.tmem_allocation, "allocated"),
             (
@@ -122,12 +123,20 @@ def _columns(first: int, end: int) -> str:
     return f"{first}-{end - 1} ({end - first})"
 
 
+def of_shape(
+    kind: type, head_dim: int, shape, v_dim: int = 0, shared_kv: bool = False, kv_format=None, **options
+):
+    """The configuration (kind: an architecture's ``AttentionConfig``) for bf16 queries that has such tiles."""
+    heads, numbers = HeadSizes(head_dim, v_dim or head_dim), Format(kv_format=kv_format, shared_kv=shared_kv)
+    return kind(heads=heads, format=numbers, shape=shape, **options)
+
+
 def config_of(shape, head_dim: int, **options) -> fmha.AttentionConfig:
     """The kernel for sm_100a of a shape, for bf16 queries."""
     if options.get("kv_format"):
         registers = blackwell_shapes.FLOAT8_REGISTERS[shape.ctas_per_sm]
         options |= dict(zip(("softmax_registers", "other_registers"), registers, strict=True))
-    return fmha.AttentionConfig("bfloat16", head_dim=head_dim, shape=shape, **options)
+    return of_shape(fmha.AttentionConfig, head_dim, shape, **options)
 
 
 def overview() -> str:
@@ -144,7 +153,7 @@ def overview() -> str:
             for shape in choices:
                 c = config_of(shape, head_dim, **options)
                 smem_left = SMEM_PER_SM // c.ctas_per_sm - SMEM_RESERVED_PER_CTA - c.smem_bytes
-                stage = len(c.rings) * (c.float8_tile_bytes if c.converts else c.kv_tile_bytes)
+                stage = len(c.format.rings) * (c.float8_tile_bytes if c.converts else c.kv.k_bytes)
                 tmem_left = TMEM_COLUMNS // c.ctas_per_sm - c.tmem_columns
                 limit = (
                     "SMEM: no further stage fits" if smem_left < stage else "TMEM" if tmem_left < 64 else "-"
@@ -186,7 +195,7 @@ def with_bias() -> str:
                 (
                     head_dim,
                     "one" if shared else "two",
-                    c.bias,
+                    c.logits.bias,
                     f"{c.tile_m} x {c.tile_n}",
                     c.kv_stages,
                     f"{c.bias_stages} x {c.bias_tile_bytes}",
@@ -223,11 +232,9 @@ def with_pages() -> str:
     for head_dim, shapes in blackwell_shapes.SHAPES.items():
         cells = []
         for page_size in PAGE_SIZES:
-            c = fmha.AttentionConfig(
-                "bfloat16", head_dim=head_dim, shape=shapes[0], page_size=page_size, has_kv_lengths=True
-            )
-            blocks, pages = c.kv_boxes()
-            _, keys, depth = c.kv_box()
+            kv = KvTile(shapes[0].tile_n, HeadSizes(head_dim, head_dim), page_size=page_size)
+            blocks, pages = kv.boxes()
+            _, keys, depth = kv.box()
             cells.append(f"{blocks * pages} of [{keys}, {depth * BLOCK}]")
         rows.append((head_dim, f"{shapes[0].tile_n}", *cells))
     return table(("D", "keys of a tile", *(f"pages of {size}" for size in PAGE_SIZES)), rows)
@@ -235,10 +242,8 @@ def with_pages() -> str:
 
 def attention() -> str:
     """Everything generated of attention."""
-    default = fmha.AttentionConfig("bfloat16")
-    large = fmha.AttentionConfig(
-        "bfloat16", head_dim=512, shape=blackwell_shapes.SHARED_SHAPES[512][0], shared_kv=True
-    )
+    default = fmha.AttentionConfig()
+    large = of_shape(fmha.AttentionConfig, 512, blackwell_shapes.SHARED_SHAPES[512][0], shared_kv=True)
     return "\n\n".join(
         (
             overview(),
@@ -278,11 +283,11 @@ def hopper() -> str:
         (512, True),
     ):
         for shape in hopper_tiles(columns, shared):
-            c = hopper_config.AttentionConfig("bfloat16", head_dim=columns, shape=shape, shared_kv=shared)
+            c = of_shape(hopper_config.AttentionConfig, columns, shape, shared_kv=shared)
             rows.append(
                 (
                     f"{columns}, K and V one tensor" if shared else columns,
-                    f"{c.row_groups} x {hopper_shapes.WARPGROUP_ROWS} x {c.tile_n}",
+                    f"{c.rows.groups} x {hopper_shapes.WARPGROUP_ROWS} x {c.tile_n}",
                     f"{c.consumers} of {c.o_columns} columns",
                     c.kv_stages,
                     shape.ctas_per_sm,
@@ -296,20 +301,21 @@ def hopper() -> str:
         "registers a thread: consumer, producer", "registers of an SM",
     )  # fmt: skip
     config = hopper_config.AttentionConfig
+    scheduler = TileScheduler(Schedule.PERSISTENT, has_warp=True)
     gathered = GatheredConfig.of()
     registers = f"{gathered.shape.consumer_registers}, {gathered.shape.producer_registers} registers a thread"
     kernels = (
         (
             "D = 128, prefill:",
-            config("bfloat16", head_dim=128, shape=hopper_shapes.TWO_CONSUMERS, scheduled=True),
+            of_shape(config, 128, hopper_shapes.TWO_CONSUMERS, scheduler=scheduler),
         ),
         (
             "D = 512, K and V one tensor:",
-            config("bfloat16", head_dim=512, shape=hopper_shapes.PAIR, shared_kv=True),
+            of_shape(config, 512, hopper_shapes.PAIR, shared_kv=True),
         ),
         (
             "D = 576, V the first 512 (MLA):",
-            config("bfloat16", head_dim=576, v_dim=512, shape=hopper_shapes.PAIR, shared_kv=True),
+            of_shape(config, 576, hopper_shapes.PAIR, v_dim=512, shared_kv=True),
         ),
         (f"D = 512, rows gathered by slot ({registers}: consumers, producers):", gathered),
     )

@@ -24,7 +24,10 @@ from warpspec.common import memory
 from warpspec.common.hardware import FP32_BYTES, WARPGROUP_THREADS
 from warpspec.common.operands import FLOAT32
 from warpspec.fmha.backward.problem import BackwardProblem
-from warpspec.fmha.features import BLOCK, ELEMENT_BYTES, KernelFeatures, dtype_name, features, logits_of
+from warpspec.fmha.features import Format, Mask, Requests, dtype_name, logits_of
+from warpspec.fmha.heads import BLOCK, HeadSizes
+from warpspec.fmha.logits import PLAIN, LogitMap
+from warpspec.fmha.tiles import ELEMENT_BYTES, KvTile
 
 STATISTICS = 2  # numbers of a row: lse', -delta
 PART_ROWS = 64  # of a part of dQ, as columns
@@ -35,34 +38,73 @@ WARPS = 4  # of a warpgroup, one for each piece
 
 
 @dataclass(frozen=True)
-class BackwardFeatures(KernelFeatures):
-    """wants_q, wants_k, wants_v: which gradients are computed. bias_gradient: "float32" or "bfloat16", as what dS is
-    stored; "sum": it is added up in fp32; None: there is none. deterministic: dQ is added up in a fixed order. cut: a
-    CTA has a piece of a key tile's steps, and leaves its part of dK and dV (``schedule``). heads_inside: a key tile's
-    steps take one query tile after another, and at each the heads of the group (``device.tile``)."""
+class Wanted:
+    """Which gradients are computed.
 
-    wants_q: bool = True
-    wants_k: bool = True
-    wants_v: bool = True
-    bias_gradient: str | None = None
+    bias: "float32" or "bfloat16", as what dS is stored; "sum": it is added up in fp32; None: there is none.
+    """
+
+    q: bool = True
+    k: bool = True
+    v: bool = True
+    bias: str | None = None
+
+    @classmethod
+    def of(cls, problem: BackwardProblem) -> Wanted:
+        forward, wanted = problem.forward, problem.wanted
+        bias = None
+        if "bias" in wanted:
+            shared = (forward.batch > 1 and not forward.bias_batches) or (
+                forward.heads_q > 1 and not forward.bias_heads
+            )
+            bias = "sum" if shared else dtype_name(forward.bias_dtype)
+        return cls("q" in wanted, "k" in wanted, ("k" if forward.shared_kv else "v") in wanted, bias)
+
+    @property
+    def ds(self) -> bool:
+        """dS is computed."""
+        return self.q or self.k or self.bias is not None
+
+    @property
+    def bias_dtype(self) -> str | None:
+        """dtype of the bias's gradient."""
+        return FLOAT32 if self.bias == "sum" else self.bias
+
+
+@dataclass(frozen=True)
+class BackwardKernel:
+    """What the configuration of a main kernel is composed of, on every architecture, which adds its tiles: ``tile_m``
+    queries, ``tile_n`` keys, and how many of either have room.
+
+    deterministic: dQ is added up in a fixed order. cut: a CTA has a piece of a key tile's steps, and leaves its part of
+    dK and dV (``schedule``). heads_inside: a key tile's steps take one query tile after another, and at each the heads
+    of the group (``device.tile``).
+    """
+
+    mask: Mask = Mask()
+    requests: Requests = Requests()
+    logits: LogitMap = PLAIN
+    heads: HeadSizes = HeadSizes(64, 64)
+    format: Format = Format()
+    wanted: Wanted = Wanted()
     deterministic: bool = False
     cut: bool = False
     heads_inside: bool = False
 
     def __post_init__(self):
-        super().__post_init__()
+        requests = self.requests
         assert self.heads_inside or not self.deterministic
-        assert self.packed_q == self.packed_k and not (self.packed_k and self.has_kv_lengths)
+        assert requests.packed_q == requests.packed_k and not (requests.packed_k and requests.has_kv_lengths)
+
+    @property
+    def kv(self) -> KvTile:
+        """A tile of K or V."""
+        return KvTile(self.tile_n, self.heads)
 
     @property
     def can_cut(self) -> bool:
         """There is a kernel with ``cut`` set."""
         return False
-
-    @property
-    def needs_ds(self) -> bool:
-        """dS is computed."""
-        return self.wants_q or self.wants_k or self.bias_gradient is not None
 
     @property
     def delta_factor(self) -> float:
@@ -80,14 +122,9 @@ class BackwardFeatures(KernelFeatures):
         return None
 
     @property
-    def dbias_dtype(self) -> str | None:
-        """dtype of the bias's gradient."""
-        return FLOAT32 if self.bias_gradient == "sum" else self.bias_gradient
-
-    @property
     def parts(self) -> int:
         """Parts of dQ in a query tile."""
-        return self.tile_m * self.head_dim // PART_ELEMENTS
+        return self.tile_m * self.heads.qk // PART_ELEMENTS
 
     @property
     def turn_counts(self) -> int:
@@ -97,23 +134,23 @@ class BackwardFeatures(KernelFeatures):
     @property
     def scatters(self) -> bool:
         """Some row sees only part of a key tile that another row sees more of, or none of it."""
-        return self.band or self.ends_in_tile
+        return self.mask.band or self.requests.ends_in_tile
 
     @property
     def whole(self) -> bool:
         """Every row sees every key."""
-        masked = self.causal or self.has_left or self.has_right or self.has_kv_lengths
-        return not (masked or self.packed_q or self.packed_k)
+        masked = self.mask.causal or self.mask.has_left or self.mask.has_right or self.requests.has_kv_lengths
+        return not (masked or self.requests.packed_q or self.requests.packed_k)
 
     @property
     def key_tile_bytes(self) -> int:
         """Shared memory of K or V."""
-        return self.tile_n * self.head_dim * ELEMENT_BYTES
+        return self.tile_n * self.heads.qk * ELEMENT_BYTES
 
     @property
     def query_tile_bytes(self) -> int:
         """Shared memory of Q or dO of a step."""
-        return self.tile_m * self.head_dim * ELEMENT_BYTES
+        return self.tile_m * self.heads.qk * ELEMENT_BYTES
 
     @property
     def ds_bytes(self) -> int:
@@ -126,14 +163,6 @@ class BackwardFeatures(KernelFeatures):
         return self.tile_m * STATISTICS * 4
 
     @property
-    def row_groups(self) -> int:
-        return self.tile_m // self.row_group_size
-
-    @property
-    def row_group_size(self) -> int:
-        return BLOCK
-
-    @property
     def query_blocks(self) -> int:
         """Blocks of 64 queries of a tile, for each of which P and dS are made."""
         return self.tile_m // BLOCK
@@ -141,7 +170,7 @@ class BackwardFeatures(KernelFeatures):
     @property
     def operand_regions(self) -> tuple[memory.Region, ...]:
         """What loads fill, in order."""
-        keys, queries = f"[{self.tile_n}, {self.head_dim}]", f"[{self.tile_m}, {self.head_dim}]"
+        keys, queries = f"[{self.tile_n}, {self.heads.qk}]", f"[{self.tile_m}, {self.heads.qk}]"
         q_stages, do_stages, tile = self.q_stages, self.do_stages, self.query_tile_bytes
         numbers = q_stages * self.statistics_bytes // FP32_BYTES
         rows = f"{q_stages} x lse' and -delta of rows"
@@ -158,32 +187,17 @@ class BackwardFeatures(KernelFeatures):
         return memory.smem_bytes(self.smem_regions)
 
 
-def backward_features(problem: BackwardProblem) -> dict:
-    """The fields of ``BackwardFeatures``."""
-    forward = problem.forward
-    wanted = {name: name in problem.wanted for name in "qkv"}
-    if forward.shared_kv:
-        wanted["v"] = wanted["k"]
-    gradient = None
-    if "bias" in problem.wanted:
-        shared = (forward.batch > 1 and not forward.bias_batches) or (
-            forward.heads_q > 1 and not forward.bias_heads
-        )
-        gradient = "sum" if shared else dtype_name(forward.bias_dtype)
-    own = features(forward, pack=1, tile_m=1)
-    irrelevant = {
-        "has_sink": False,
-        "has_lse": False,
-        "exact_maximum": False,
-        "logits": logits_of(forward, signed=True),
-        "many_queries": False,
-    }
+def parts_of(problem: BackwardProblem) -> dict:
+    """The fields of ``BackwardKernel`` that follow from the problem. K and V are loaded each by itself, also where they
+    are one tensor."""
+    forward, wanted = problem.forward, Wanted.of(problem)
     return {
-        **own,
-        **irrelevant,
-        "shared_kv": False,
-        **{f"wants_{name}": wants for name, wants in wanted.items()},
-        "bias_gradient": gradient,
-        "deterministic": problem.deterministic and wanted["q"],
-        "heads_inside": problem.deterministic and wanted["q"],
+        "mask": Mask.of(forward),
+        "requests": Requests.of(forward),
+        "logits": logits_of(forward, signed=True),
+        "heads": forward.heads,
+        "format": Format(dtype_name(forward.dtype)),
+        "wanted": wanted,
+        "deterministic": problem.deterministic and wanted.q,
+        "heads_inside": problem.deterministic and wanted.q,
     }

@@ -17,7 +17,7 @@ from warpspec.common.architecture import Family
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.common.launch import Kernel, Target
-from warpspec.fmha.backward.features import BackwardFeatures
+from warpspec.fmha.backward.features import BackwardKernel
 from warpspec.fmha.backward.operands import BackwardOperands
 from warpspec.fmha.backward.problem import BackwardProblem
 from warpspec.fmha.backward.rows import RESULTS, ROWS, result_config, row_config
@@ -48,7 +48,7 @@ GRADIENTS = Family(
 )
 
 
-def plan(problem: BackwardProblem, target: Target) -> BackwardFeatures:
+def plan(problem: BackwardProblem, target: Target) -> BackwardKernel:
     """The main kernel's configuration. UnsupportedProblem names what it does not do."""
     forward = problem.forward
     if forward.key_stride * max(forward.seq_k, 1) > SIZE_LIMIT:
@@ -70,7 +70,7 @@ class Prepared(NamedTuple):
     arguments, results None as in ``Kernels``. numbers: of the main kernel. window: (left, right), 0 where unbounded."""
 
     target: Target
-    config: BackwardFeatures
+    config: BackwardKernel
     order: Order
     rows: Callable
     main: Callable
@@ -88,7 +88,7 @@ class Kernels(NamedTuple):
     results: tuple[Kernel, Hashable] | None
 
 
-def kernels(problem: BackwardProblem, target: Target, config: BackwardFeatures | None = None) -> Kernels:
+def kernels(problem: BackwardProblem, target: Target, config: BackwardKernel | None = None) -> Kernels:
     """The kernels of a problem. config: of the main kernel, instead of the planned one."""
     config = config or plan(problem, target)
     last = result_config(config)
@@ -102,7 +102,7 @@ def prepare(
     problem: BackwardProblem,
     target: Target,
     order: Order | None = None,
-    config: BackwardFeatures | None = None,
+    config: BackwardKernel | None = None,
 ) -> Prepared:
     """Plan and compile; what was prepared before is found again. order, config: instead of those that are chosen."""
     config, forward = config or plan(problem, target), problem.forward
@@ -146,8 +146,8 @@ def run_prepared(
         dlse = dlse.contiguous()
     statistics = empty((heads, slots, config.tile_m // 2, 4), fp32, device)
     dq_sums = turns = dsink = None
-    if config.wants_q:
-        dq_sums = empty((heads, slots, config.tile_m * config.head_dim), fp32, device)
+    if config.wanted.q:
+        dq_sums = empty((heads, slots, config.tile_m * config.heads.qk), fp32, device)
     if config.deterministic:
         turns = empty((heads, slots, config.turn_counts), torch.int32, device)
     if gradients.sink is not None:
@@ -155,12 +155,12 @@ def run_prepared(
     dk, dv, dbias = gradients.k, gradients.v, gradients.bias
     if forward.shared_kv and dk is not None:  # V is K: its gradient is the sum of both
         dv = torch.empty_like(dk)
-    targets = (dk if config.wants_k else None, dv if config.wants_v else None)
+    targets = (dk if config.wanted.k else None, dv if config.wanted.v else None)
     requests, tile_order = (None,) * 7, None
-    if config.packed_k:
+    if config.requests.packed_k:
         tile_order = empty((key_slot_count(config, operands),), torch.int32, device)
-        dq = gradients.q if config.wants_q else None
-        start = operands.q_start if config.has_q_start else None
+        dq = gradients.q if config.wanted.q else None
+        start = operands.q_start if config.requests.has_q_start else None
         requests = (operands.k, operands.cu_seqlens_k, start, tile_order, dq, *targets)
     rows = (operands.lse.contiguous(), dlse, operands.sink, operands.cu_seqlens_q)
     workspace = (statistics, dq_sums, turns, dsink)
@@ -171,9 +171,9 @@ def run_prepared(
         return
 
     if dbias is not None:
-        if config.bias_gradient == "sum" and dbias.dtype != torch.float32:
+        if config.wanted.bias == "sum" and dbias.dtype != torch.float32:
             dbias = torch.zeros(dbias.shape, dtype=fp32, device=device)
-        elif config.bias_gradient == "sum" or not config.whole:
+        elif config.wanted.bias == "sum" or not config.whole:
             dbias.zero_()  # of tiles that nobody sees
     if do is None:
         do = torch.zeros_like(q)
@@ -215,18 +215,18 @@ def run_prepared(
         gradients.bias.copy_(dbias)
 
 
-def slot_count(config: BackwardFeatures, operands: Operands) -> int:
+def slot_count(config: BackwardKernel, operands: Operands) -> int:
     """Query tiles of all batch rows or requests (``device.tile.slot_of``)."""
     batch, rows = operands.q.shape[:2]
-    if config.packed_q:
+    if config.requests.packed_q:
         return rows // config.tile_m + len(operands.cu_seqlens_q) - 1
     return batch * -(-rows // config.tile_m)
 
 
-def key_slot_count(config: BackwardFeatures, operands: Operands) -> int:
+def key_slot_count(config: BackwardKernel, operands: Operands) -> int:
     """Key tiles of a KV head, of all batch rows or requests."""
     batch, keys = operands.k.shape[:2]
-    if config.packed_k:
+    if config.requests.packed_k:
         return keys // config.tile_n + len(operands.cu_seqlens_k) - 1
     return batch * -(-keys // config.tile_n)
 
@@ -234,7 +234,7 @@ def key_slot_count(config: BackwardFeatures, operands: Operands) -> int:
 def parts_of(prepared: Prepared, problem: BackwardProblem, main: BackwardOperands):
     """The launches of the main kernel: one, or, where a bias's gradient is a sum in a fixed order, one after another
     for every batch row and KV head that add to the same."""
-    if not (problem.deterministic and prepared.config.bias_gradient == "sum"):
+    if not (problem.deterministic and prepared.config.wanted.bias == "sum"):
         yield main
         return
     forward, slots = problem.forward, main.statistics.shape[1] // problem.forward.batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 from typing import Annotated, Any, NamedTuple
 
@@ -9,24 +10,24 @@ from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.common.operands import FLOAT32, INT32, Number, Operand
 from warpspec.fmha.logits import LogitNumbers
 
-ROWS = Operand(lambda c: c.dtype, 4, lambda c: c.head_dim, TMA_ALIGNMENT)  # [B, S, H, D]
+ROWS = Operand(lambda c: c.format.dtype, 4, lambda c: c.heads.qk, TMA_ALIGNMENT)  # [B, S, H, D]
 
 
 def tile_elements(config) -> int:
     """Elements of a query tile, as dQ's sums have them."""
-    return config.tile_m * config.head_dim
+    return config.tile_m * config.heads.qk
 
 
 def key_elements(config) -> int:
     """Elements of a key tile, as the sums of a cut one have them."""
-    return config.tile_n * config.head_dim
+    return config.tile_n * config.heads.qk
 
 
 # dK or dV: rows, or the sums of a cut key tile's pieces.
 KEY_ROWS = Operand(
-    lambda c: FLOAT32 if c.cut else c.dtype,
+    lambda c: FLOAT32 if c.cut else c.format.dtype,
     4,
-    lambda c: key_elements(c) if c.cut else c.head_dim,
+    lambda c: key_elements(c) if c.cut else c.heads.qk,
     TMA_ALIGNMENT,
 )
 
@@ -44,26 +45,28 @@ class BackwardOperands(NamedTuple):
     v: Annotated[Any, ROWS]
     do: Annotated[Any, ROWS]
     statistics: Annotated[Any, Operand(FLOAT32, 4, 4, TMA_ALIGNMENT)]
-    dq_sums: Annotated[Any, Operand(FLOAT32, 3, tile_elements, TMA_ALIGNMENT, "wants_q")] = None
+    dq_sums: Annotated[Any, Operand(FLOAT32, 3, tile_elements, TMA_ALIGNMENT, "wanted.q")] = None
     turns: Annotated[Any, Operand(INT32, 3, when="deterministic")] = None
-    dk: Annotated[Any, replace(KEY_ROWS, when="wants_k")] = None
-    dv: Annotated[Any, replace(KEY_ROWS, when="wants_v")] = None
-    kv_lengths: Annotated[Any, Operand(INT32, 1, when="has_kv_lengths")] = None
-    q_start: Annotated[Any, Operand(INT32, 1, when="has_q_start")] = None
-    bias: Annotated[Any, Operand(lambda c: c.bias, 4, None, lambda c: c.bias_alignment, "bias")] = None
-    dbias: Annotated[
-        Any, Operand(lambda c: c.dbias_dtype, 4, None, lambda c: c.dbias_alignment, "bias_gradient")
+    dk: Annotated[Any, replace(KEY_ROWS, when="wanted.k")] = None
+    dv: Annotated[Any, replace(KEY_ROWS, when="wanted.v")] = None
+    kv_lengths: Annotated[Any, Operand(INT32, 1, when="requests.has_kv_lengths")] = None
+    q_start: Annotated[Any, Operand(INT32, 1, when="requests.has_q_start")] = None
+    bias: Annotated[
+        Any, Operand(lambda c: c.logits.bias, 4, None, lambda c: c.bias_alignment, "logits.bias")
     ] = None
-    cu_seqlens_q: Annotated[Any, Operand(INT32, 1, when="packed_q")] = None
-    cu_seqlens_k: Annotated[Any, Operand(INT32, 1, when="packed_k")] = None
-    tile_order: Annotated[Any, Operand(INT32, 1, when="packed_k")] = None
+    dbias: Annotated[
+        Any, Operand(lambda c: c.wanted.bias_dtype, 4, None, lambda c: c.dbias_alignment, "wanted.bias")
+    ] = None
+    cu_seqlens_q: Annotated[Any, Operand(INT32, 1, when="requests.packed_q")] = None
+    cu_seqlens_k: Annotated[Any, Operand(INT32, 1, when="requests.packed_k")] = None
+    tile_order: Annotated[Any, Operand(INT32, 1, when="requests.packed_k")] = None
 
     page_table = None  # not a field: gradients of paged keys are not implemented
 
 
 def of_main(name: str):
     """Whether requests are packed, and the main kernel's configuration has this attribute."""
-    return lambda config: config.main is not None and getattr(config.main, name)
+    return lambda config: config.main is not None and operator.attrgetter(name)(config.main)
 
 
 class RowOperands(NamedTuple):
@@ -86,11 +89,11 @@ class RowOperands(NamedTuple):
     dsink: Annotated[Any, Operand(FLOAT32, 2, when="wants_sink")]
     k: Annotated[Any, replace(ROWS, when="main")]
     cu_seqlens_k: Annotated[Any, Operand(INT32, 1, when="main")]
-    q_start: Annotated[Any, Operand(INT32, 1, when=of_main("has_q_start"))]
+    q_start: Annotated[Any, Operand(INT32, 1, when=of_main("requests.has_q_start"))]
     tile_order: Annotated[Any, Operand(INT32, 1, when="main")]
-    dq: Annotated[Any, replace(ROWS, when=of_main("wants_q"))]
-    dk: Annotated[Any, replace(ROWS, when=of_main("wants_k"))]
-    dv: Annotated[Any, replace(ROWS, when=of_main("wants_v"))]
+    dq: Annotated[Any, replace(ROWS, when=of_main("wanted.q"))]
+    dk: Annotated[Any, replace(ROWS, when=of_main("wanted.k"))]
+    dv: Annotated[Any, replace(ROWS, when=of_main("wanted.v"))]
     window_left: Annotated[Any, Number(INT32)]
     window_right: Annotated[Any, Number(INT32)]
 

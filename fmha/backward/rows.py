@@ -6,8 +6,10 @@ from dataclasses import dataclass, replace
 
 from warpspec.common.launch import Kernel
 from warpspec.common.operands import fakes
-from warpspec.fmha.backward.features import BackwardFeatures
+from warpspec.fmha.backward.features import BackwardKernel
 from warpspec.fmha.backward.operands import ResultOperands, RowOperands
+from warpspec.fmha.features import Format
+from warpspec.fmha.heads import HeadSizes
 
 
 @dataclass(frozen=True)
@@ -16,9 +18,9 @@ class RowConfig:
     configuration, where requests are packed, whose key tiles are sorted. The other fields say which operands there are.
     """
 
-    head_dim: int
+    heads: HeadSizes
     tile_m: int
-    dtype: str = "bfloat16"
+    format: Format = Format()
     packed: bool = False
     has_do: bool = True
     has_dlse: bool = False
@@ -27,7 +29,7 @@ class RowConfig:
     wants_sink: bool = False
     deterministic: bool = False
     delta_factor: float = 1.0
-    main: BackwardFeatures | None = None
+    main: BackwardKernel | None = None
 
 
 @dataclass(frozen=True)
@@ -38,40 +40,42 @@ class ResultConfig:
     pieces of dK, of dV to add up.
     """
 
-    head_dim: int
+    heads: HeadSizes
     tile_m: int
     tile_n: int
-    dtype: str = "bfloat16"
+    format: Format = Format()
     packed: bool = False
     q: bool = True
     k: bool = False
     v: bool = False
 
 
-def result_config(config: BackwardFeatures) -> ResultConfig | None:
+def result_config(config: BackwardKernel) -> ResultConfig | None:
     """The kernel behind the main kernel of ``config``; None where nothing is left to do."""
-    k, v = config.cut and config.wants_k, config.cut and config.wants_v
-    if not (config.wants_q or k or v):
+    k, v = config.cut and config.wanted.k, config.cut and config.wanted.v
+    if not (config.wanted.q or k or v):
         return None
-    sizes = (config.head_dim, config.tile_m, config.tile_n)
-    return ResultConfig(*sizes, config.dtype, config.packed_q, config.wants_q, k, v)
+    sizes = (config.heads, config.tile_m, config.tile_n)
+    return ResultConfig(*sizes, config.format, config.requests.packed_q, config.wanted.q, k, v)
 
 
-def row_config(config: BackwardFeatures, problem) -> RowConfig:
+def row_config(config: BackwardKernel, problem) -> RowConfig:
     """The first kernel of a problem whose main kernel is that of ``config``."""
     return RowConfig(
-        config.head_dim,
+        config.heads,
         config.tile_m,
-        config.dtype,
-        config.packed_q,
+        config.format,
+        config.requests.packed_q,
         problem.has_do,
         problem.has_dlse,
         problem.forward.has_sink,
-        config.wants_q,
+        config.wanted.q,
         "sink" in problem.wanted,
         config.deterministic,
         config.delta_factor,
-        replace(config, cut=False) if config.packed_k else None,  # cut or not, key tiles have the same order
+        replace(config, cut=False)
+        if config.requests.packed_k
+        else None,  # cut or not, key tiles have the same order
     )
 
 

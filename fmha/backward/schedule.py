@@ -26,11 +26,11 @@ from typing import NamedTuple
 
 from warpspec.common.hardware import FP32_BYTES
 from warpspec.common.launch import Target
-from warpspec.fmha.backward.features import BackwardFeatures
+from warpspec.fmha.backward.features import BackwardKernel
 from warpspec.fmha.backward.problem import BackwardProblem
-from warpspec.fmha.features import ELEMENT_BYTES
 from warpspec.fmha.mask import position_range
 from warpspec.fmha.problem import AttentionProblem
+from warpspec.fmha.tiles import ELEMENT_BYTES
 
 # Microseconds on an H200.
 STEP_US = {64: 2.4, 128: 2.25, 256: 3.1}  # a step, by D
@@ -63,10 +63,10 @@ def decode(tiles, rows, pieces, section, index, minimum=min) -> tuple:
     return index // size, first + rest // pieces, rest % pieces
 
 
-def choose_order(problem: BackwardProblem, config: BackwardFeatures, target: Target) -> Order:
+def choose_order(problem: BackwardProblem, config: BackwardKernel, target: Target) -> Order:
     """The order with the least time, by the model above. config: the main kernel's, cut or not."""
     steps = sorted(tile_steps(problem, config), reverse=True)
-    rows = problem.forward.heads_kv * (1 if config.packed_k else problem.forward.batch)
+    rows = problem.forward.heads_kv * (1 if config.requests.packed_k else problem.forward.batch)
     pieces = choose_pieces(problem, config, steps, target.sm_count)
     if in_rows(config, steps):
         return Order(pieces, 1)
@@ -76,13 +76,13 @@ def choose_order(problem: BackwardProblem, config: BackwardFeatures, target: Tar
     return Order(pieces, -(-rows // sections))
 
 
-def in_rows(config: BackwardFeatures, steps: list[int]) -> bool:
+def in_rows(config: BackwardKernel, steps: list[int]) -> bool:
     """Key tiles have the same work: one row after another."""
-    unknown = config.packed_q or config.packed_k or config.has_kv_lengths
+    unknown = config.requests.packed_q or config.requests.packed_k or config.requests.has_kv_lengths
     return not (unknown or config.deterministic) and sum(steps) >= EVEN * len(steps) * steps[0]
 
 
-def reads_beyond_l2(problem: BackwardProblem, config: BackwardFeatures, target: Target) -> bool:
+def reads_beyond_l2(problem: BackwardProblem, config: BackwardKernel, target: Target) -> bool:
     """Whether key tiles that run together read so much more than L2 holds, if each takes one head of a group after
     another, that heads inside of query tiles are better: they may be cut into fewer numbers of pieces."""
     forward = problem.forward
@@ -110,7 +110,7 @@ def bytes_of(forward: AttentionProblem, queries: int) -> int:
     return forward.group * queries * forward.head_dim * (2 * ELEMENT_BYTES + FP32_BYTES)
 
 
-def tile_steps(problem: BackwardProblem, config: BackwardFeatures) -> list[int]:
+def tile_steps(problem: BackwardProblem, config: BackwardKernel) -> list[int]:
     """Steps of each key tile of a row; of packed requests, of one that is as long as any may be."""
     forward = problem.forward
     bounds = {
@@ -131,9 +131,9 @@ def tile_steps(problem: BackwardProblem, config: BackwardFeatures) -> list[int]:
     return found
 
 
-def choose_pieces(problem: BackwardProblem, config: BackwardFeatures, steps: list[int], sms: int) -> int:
+def choose_pieces(problem: BackwardProblem, config: BackwardKernel, steps: list[int], sms: int) -> int:
     """Pieces with the least time; 1 where cutting gains little."""
-    if not config.can_cut or (problem.deterministic and config.bias_gradient == "sum"):
+    if not config.can_cut or (problem.deterministic and config.wanted.bias == "sum"):
         return 1
     group = problem.forward.group
     times = {
@@ -146,7 +146,7 @@ def choose_pieces(problem: BackwardProblem, config: BackwardFeatures, steps: lis
 
 
 def expected_us(
-    problem: BackwardProblem, config: BackwardFeatures, steps: list[int], sms: int, pieces: int
+    problem: BackwardProblem, config: BackwardKernel, steps: list[int], sms: int, pieces: int
 ) -> float:
     """Predict the microseconds of the busiest SM and of the launch that adds up pieces. steps: of each key tile, the
     most first.
@@ -160,7 +160,7 @@ def expected_us(
     busiest = sum(sizes) * copies / sms
     for round_ in range(min(COUNTED_ROUNDS, -(-len(sizes) * copies // sms))):
         busiest = max(busiest, (round_ + 1) * sizes[round_ * sms // copies])
-    gradients = config.wants_k + config.wants_v
+    gradients = config.wanted.k + config.wanted.v
     if pieces == 1 or not gradients:
         return busiest
     keys = forward.heads_kv * requests * forward.seq_k

@@ -20,7 +20,7 @@ from warpspec.common.device.float8 import widened
 from warpspec.common.device.words import load_shared, store_shared
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS
 from warpspec.fmha.device.tiles import each_tile
-from warpspec.fmha.features import BLOCK
+from warpspec.fmha.heads import BLOCK
 
 SWIZZLE_ROWS = 8  # after so many rows the swizzle begins again
 OCTET = 8  # threads whose accesses of 16 bytes pass shared memory together
@@ -30,7 +30,7 @@ BATCH = 2  # vectors that a thread has in registers
 
 @dataclass(frozen=True)
 class Converter:
-    """What the converter has for all of its tiles. raw, wide: Uint8 pointers to the rings, by ``config.rings``."""
+    """What the converter has for all of its tiles. raw, wide: Uint8 pointers to the rings, by ``format.rings``."""
 
     config: object
     channels: dict
@@ -50,7 +50,7 @@ def convert(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands, ra
     role = Converter(config, channels, raw, wide, thread)
     use = each_tile(config, operands, where, convert_tile, role, Int32(0))
     for last in cutlass.range(cutlass.max(use - config.kv_stages, 0), use, unroll=1):
-        for name in config.rings:
+        for name in config.format.rings:
             channels[name + "_empty"].wait(last)
 
 
@@ -59,28 +59,28 @@ def convert_tile(role, tile, use):
     """K and V of one tile's KV tiles. use: KV tiles before; returns those after."""
     config = role.config
     for step in cutlass.range(use, use + tile.span.count, unroll=1):
-        for i, name in enumerate(config.rings):
+        for i, name in enumerate(config.format.rings):
             convert_stage(role, i, name, step)
     return use + tile.span.count
 
 
 @cute.jit
 def convert_stage(role, ring: cutlass.Constexpr, name: cutlass.Constexpr, use):
-    """One K or V tile. ring: its number of ``config.rings``; name: its name."""
+    """One K or V tile. ring: its number of ``config.format.rings``; name: its name."""
     config, channels, thread = role.config, role.channels, role.thread
     vectors = config.float8_tile_bytes // (WARPGROUP_THREADS * VECTOR_BYTES)
     source = role.raw[ring].toint() + use % config.shape.raw_stages * config.float8_tile_bytes
-    target = role.wide[ring].toint() + use % config.kv_stages * config.kv_tile_bytes
+    target = role.wide[ring].toint() + use % config.kv_stages * config.kv.k_bytes
     channels["raw_" + name + "_full"].wait(use)
     for first in cutlass.range_constexpr(0, vectors, BATCH):
         batch = range(first, min(first + BATCH, vectors))
         places = [place_of(config, thread, vector) for vector in batch]
-        codes = [load_shared(source + row * config.head_dim + column) for row, column in places]
+        codes = [load_shared(source + row * config.heads.qk + column) for row, column in places]
         if cutlass.const_expr(first == 0):
             channels[name + "_empty"].wait_previous(use)
         for i in cutlass.range_constexpr(len(places)):
             row, column = places[i]
-            wide = widened([codes[i][w] for w in range(4)], config.kv_format, config.p_dtype)
+            wide = widened([codes[i][w] for w in range(4)], config.format.kv_format, config.p_dtype)
             block, chunk = column // BLOCK, column % BLOCK // 8
             at = target + (block * config.tile_n + row) * tma.ROW_BYTES
             chunk = (chunk ^ (row % SWIZZLE_ROWS)) * VECTOR_BYTES
@@ -96,9 +96,9 @@ def place_of(config, thread: Int32, vector: int) -> tuple:
     """(row, first column) of the thread's vector-th 16 codes of a tile."""
     octet, member = thread // OCTET + vector * (WARPGROUP_THREADS // OCTET), thread % OCTET
     half, piece = member // PIECES, member % PIECES
-    if config.blocks == 1:
+    if config.heads.qk_blocks == 1:
         return octet * 2 + half, piece * VECTOR_BYTES
     turn, pair = octet % 2, octet // 2
-    row = pair // (config.blocks // 2) * 2 + (half ^ turn)
-    block = pair % (config.blocks // 2) * 2 + half
+    row = pair // (config.heads.qk_blocks // 2) * 2 + (half ^ turn)
+    block = pair % (config.heads.qk_blocks // 2) * 2 + half
     return row, block * BLOCK + piece * VECTOR_BYTES

@@ -10,25 +10,27 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from warpspec.fmha.device import packed
-from warpspec.fmha.features import KernelFeatures
+from warpspec.fmha.features import AttentionKernel, Requests
 from warpspec.fmha.schedule import TileGrid, extent, place_in_round
 
 
-def grid_of(config: KernelFeatures, operands) -> tuple:
+def grid_of(config: AttentionKernel, operands) -> tuple:
     """(``TileGrid`` of the M tiles, splits of each one's keys). Host side."""
     batch, seq_q, heads_q, _ = operands.q.shape
     heads_kv = operands.k.shape[2]
-    if config.packed_q:
-        query_tiles = packed.query_tiles(config.queries, seq_q, requests_of(config, operands))
+    if config.requests.packed_q:
+        query_tiles = packed.query_tiles(config.rows.queries, seq_q, requests_of(config.requests, operands))
     else:
-        query_tiles = cute.ceil_div(seq_q, config.queries)
-    head_tiles = cute.ceil_div(heads_q // heads_kv, config.pack)
-    return TileGrid(query_tiles, head_tiles, heads_kv, batch), operands.o.shape[0] if config.splits else 1
+        query_tiles = cute.ceil_div(seq_q, config.rows.queries)
+    head_tiles = cute.ceil_div(heads_q // heads_kv, config.rows.pack)
+    return TileGrid(query_tiles, head_tiles, heads_kv, batch), operands.o.shape[
+        0
+    ] if config.output.splits else 1
 
 
-def requests_of(config: KernelFeatures, operands):
+def requests_of(requests: Requests, operands):
     """Requests of a launch, or batch rows."""
-    return cute.size(operands.cu_seqlens_q) - 1 if config.packed_q else operands.q.shape[0]
+    return cute.size(operands.cu_seqlens_q) - 1 if requests.packed_q else operands.q.shape[0]
 
 
 class Grid(NamedTuple):

@@ -8,9 +8,11 @@ from cuda.bindings.driver import CUstream
 from warpspec.common.device import tma
 from warpspec.common.device.host import host_function
 from warpspec.common.operands import fakes
-from warpspec.fmha.features import BLOCK, KernelFeatures
+from warpspec.fmha.features import AttentionKernel
+from warpspec.fmha.heads import BLOCK, HeadSizes
 from warpspec.fmha.numbers import LaunchNumbers
 from warpspec.fmha.operands import Operands
+from warpspec.fmha.tiles import KvTile
 
 # Of an SM's L1 and shared memory, all it can have as shared memory: tiles fill it.
 SMEM_CARVEOUT_PERCENT = 100
@@ -20,7 +22,7 @@ class AttentionHost:
     """``cute.compile(Attention(config), ...)`` makes one kernel, whose arguments ``Operands`` and ``LaunchNumbers``
     declare. An architecture's ``Attention`` adds ``launch``, which gets them."""
 
-    def __init__(self, config: KernelFeatures):
+    def __init__(self, config: AttentionKernel):
         self.config = config
 
     @host_function(Operands, LaunchNumbers)
@@ -30,48 +32,48 @@ class AttentionHost:
     def loads(self, operands: Operands) -> list:
         """``tma.make_load`` of Q, and of K and V or the one tensor that is both."""
         config = self.config
-        found = [tma.make_load(q_view(config, operands.q), config.q_box)]
-        for ring in config.rings:
+        found = [tma.make_load(q_view(config.heads, operands.q), config.q_box)]
+        for ring in config.format.rings:
             tensor = operands.v if ring == "v" else operands.k
-            view, box = kv_view(config, tensor, ring), config.kv_box(ring)
-            found.append(tma.make_load(view, box, swizzled=config.swizzled_kv))
+            view, box = kv_view(config.kv, tensor, ring), config.kv.box(ring)
+            found.append(tma.make_load(view, box, swizzled=config.kv.swizzled))
         return found
 
 
-def q_view(config: KernelFeatures, q: cute.Tensor) -> cute.Tensor:
+def q_view(heads: HeadSizes, q: cute.Tensor) -> cute.Tensor:
     """(D, HEAD, QUERY, BLOCK, BATCH) of q, D cut into blocks; one of all of D where it is not ``whole``."""
-    batch, seq_q, heads, size = q.shape
-    if not config.heads.whole:
+    batch, seq_q, heads_q, size = q.shape
+    if not heads.whole:
         return cute.make_tensor(
             q.iterator,
             cute.make_layout(
-                (size, heads, seq_q, 1, batch), stride=(1, q.stride[2], q.stride[1], size, q.stride[0])
+                (size, heads_q, seq_q, 1, batch), stride=(1, q.stride[2], q.stride[1], size, q.stride[0])
             ),
         )
     layout = cute.make_layout(
-        (BLOCK, heads, seq_q, config.blocks, batch), stride=(1, q.stride[2], q.stride[1], BLOCK, q.stride[0])
+        (BLOCK, heads_q, seq_q, heads.qk_blocks, batch),
+        stride=(1, q.stride[2], q.stride[1], BLOCK, q.stride[0]),
     )
     return cute.make_tensor(q.iterator, layout)
 
 
-def kv_view(config: KernelFeatures, t: cute.Tensor, ring: str = "k") -> cute.Tensor:
+def kv_view(kv: KvTile, t: cute.Tensor, ring: str = "k") -> cute.Tensor:
     """(D, KEY, BLOCK, KV_HEAD, BATCH) of k or v; paged, (D, KEY of the page, BLOCK, KV_HEAD, PAGE). D as in
     ``q_view``."""
-    if not config.heads.whole:
+    if not kv.heads.whole:
         size = t.shape[3]
         layout = cute.make_layout(
             (size, t.shape[1], 1, t.shape[2], t.shape[0]),
             stride=(1, t.stride[1], size, t.stride[2], t.stride[0]),
         )
         return cute.make_tensor(t.iterator, layout)
-    block = config.kv_box(ring)[0] if config.kv_format else BLOCK
     layout = cute.make_layout(
-        (block, t.shape[1], config.heads.blocks(ring) * BLOCK // block, t.shape[2], t.shape[0]),
-        stride=(1, t.stride[1], block, t.stride[2], t.stride[0]),
+        (kv.span, t.shape[1], kv.spans(ring), t.shape[2], t.shape[0]),
+        stride=(1, t.stride[1], kv.span, t.stride[2], t.stride[0]),
     )
     return cute.make_tensor(t.iterator, layout)
 
 
-def fake_arguments(config: KernelFeatures) -> tuple:
+def fake_arguments(config: AttentionKernel) -> tuple:
     """What a kernel of a configuration is compiled for: the arguments of ``AttentionHost.__call__`` but the stream."""
     return (*fakes(Operands, config), *fakes(LaunchNumbers, config))

@@ -22,7 +22,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from warpspec.common.device.warp import running_sum
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.fmha.device.grid import grid_of, requests_of
-from warpspec.fmha.device.tile import INTEGERS, Piece, bounds_of, request_at, tile_of
+from warpspec.fmha.device.tile import INTEGERS, Piece, request_at, tile_of
 from warpspec.fmha.features import CURSOR_WORDS
 from warpspec.fmha.line import LEAST_TILES, MOST_ROUNDS, cut, round_count, stretch
 
@@ -59,7 +59,7 @@ class Chunks(NamedTuple):
         return self.line.window
 
     def at(self, cursors: cute.Pointer) -> Chunks:
-        """cursors: Int32, to ``config.cursor_bytes`` of shared memory."""
+        """cursors: Int32, to ``config.scheduler.cursor_bytes`` of shared memory."""
         places = cute.make_layout((CURSOR_WORDS, SIDES, MOST_ROUNDS))
         return self._replace(cursors=cute.make_tensor(cursors, places))
 
@@ -68,10 +68,10 @@ def chunks_of(config, operands, numbers) -> Chunks:
     """What the CTAs of a launch need to find their chunks. Host side. numbers: ``host.LaunchNumbers``."""
     tiles, _ = grid_of(config, operands)
     heads = tiles.head_tiles * tiles.heads_kv
-    full = operands.q.shape[1] // config.queries * operands.q.shape[0] * heads
+    full = operands.q.shape[1] // config.rows.queries * operands.q.shape[0] * heads
     rounds = round_count(full, numbers.ctas, minimum=cutlass.min, maximum=cutlass.max)
     group = operands.q.shape[2] // operands.k.shape[2]
-    requests = requests_of(config, operands)
+    requests = requests_of(config.requests, operands)
     return Chunks(Line(heads, tiles.head_tiles, group, requests, rounds, *numbers.window))
 
 
@@ -116,10 +116,10 @@ class Scan(NamedTuple):
 
 def stretch_of(config, operands, line: Line, request):
     """``Stretch`` of a request. One without queries has one tile, too, which is idle."""
-    found = request_at(config, operands, request)
-    tiles = cutlass.max((found.seq_q + config.queries - 1) // config.queries, 1)
-    bounds = bounds_of(config, line.window)
-    sizes = {"queries": config.queries, "tile_n": config.tile_n}
+    found = request_at(config.requests, operands, request)
+    tiles = cutlass.max((found.seq_q + config.rows.queries - 1) // config.rows.queries, 1)
+    bounds = config.mask.bounds(line.window)
+    sizes = {"queries": config.rows.queries, "tile_n": config.tile_n}
     return stretch(found.start, found.length, tiles, **sizes, bounds=bounds, wide=Int64, **INTEGERS)
 
 
@@ -151,7 +151,7 @@ def chunk_length(config, line: Line, total, ctas) -> Int64:
     """Length of every chunk but the last ones, which may be shorter or have nothing: the quotient, or a little more."""
     chunks = Int32(line.rounds * ctas)
     most = Int64(Float32(total) * (cute.arch.rcp_approx(Float32(chunks)) * Float32(1.0 + 2.0**-20))) + 1
-    return cutlass.max(most, Int64(LEAST_TILES * config.tile_n * config.key_stride))
+    return cutlass.max(most, Int64(LEAST_TILES * config.tile_n * config.mask.key_stride))
 
 
 @cute.jit
@@ -243,7 +243,7 @@ def write_join(config: cutlass.Constexpr, operands, line, cursors: cute.Tensor):
         batch=Int32(tile.batch),
         first_head=tile.first_head,
         first_row=tile.first_row_of(0),
-        heads=cutlass.min(tile.group - tile.head_tile * config.pack, config.pack),
+        heads=cutlass.min(tile.group - tile.head_tile * config.rows.pack, config.rows.pack),
         queries=tile.seq_q - tile.first_query,
     )
     if cute.arch.lane_idx() == 0:
@@ -311,7 +311,7 @@ class Chunk:
 
     def next(self, head, query_tile, tile) -> tuple:
         """(head, query tile) behind ``tile``, which is at (head, query_tile)."""
-        last = Boolean((query_tile + 1) * self.config.queries >= tile.seq_q)
+        last = Boolean((query_tile + 1) * self.config.rows.queries >= tile.seq_q)
         return head + Int32(last), select_integer(last, 0, query_tile + 1)
 
 

@@ -24,35 +24,35 @@ def page_or_none(config, operands, batch, slot, length) -> Int32:
     """
     slots = operands.page_table.shape[1]
     page = operands.page_table[batch, cutlass.min(slot, slots - 1)]
-    return Int32(cutlass.select_(Boolean(slot * config.page_size < length), page, Int32(NO_PAGE)))
+    return Int32(cutlass.select_(Boolean(slot * config.requests.page_size < length), page, Int32(NO_PAGE)))
 
 
 def address_of(config, operands, request, key) -> tuple:
     """((first index of k and v, row), exists) of a request's key within its KV length. Where its page does not exist
     the indices are those of a page that does."""
-    if config.packed_k:
+    if config.requests.packed_k:
         first_key, _ = extent_of(operands.cu_seqlens_k, request, operands.k.shape[1])
         return (0, first_key + key), Boolean(True)
-    if not config.page_size:
+    if not config.requests.page_size:
         return (request, key), Boolean(True)
-    page = operands.page_table[request, key // config.page_size]
+    page = operands.page_table[request, key // config.requests.page_size]
     nearest = cutlass.max(cutlass.min(page, operands.k.shape[0] - 1), 0)
-    return (nearest, key % config.page_size), Boolean(page == nearest)
+    return (nearest, key % config.requests.page_size), Boolean(page == nearest)
 
 
 def kv_places(config, operands, tile, kv_tile):
     """Where each of a KV tile's boxes comes from, by page of the tile: (tile, batch), or (part of the page, page).
 
-    A box holds ``config.page_keys`` keys, which lie in one page. Page numbers are read here, before the wait for the
+    A box holds ``config.kv.page_keys`` keys, which lie in one page. Page numbers are read here, before the wait for the
     stage, so that their latency lies under it.
     """
-    if not config.page_size:
+    if not config.requests.page_size:
         return ((kv_tile, tile.keys_batch),)
-    key, whole = kv_tile * config.tile_n, config.page_keys == config.page_size
-    if config.tile_pages > 1 and not whole:
-        key = key + cute.arch.lane_idx() * config.page_keys
-    slot, part = key // config.page_size, key % config.page_size // config.page_keys
-    if config.tile_pages == 1:
+    key, whole = kv_tile * config.tile_n, config.kv.page_keys == config.requests.page_size
+    if config.kv.pages > 1 and not whole:
+        key = key + cute.arch.lane_idx() * config.kv.page_keys
+    slot, part = key // config.requests.page_size, key % config.requests.page_size // config.kv.page_keys
+    if config.kv.pages == 1:
         return ((part, page_or_none(config, operands, tile.request, slot, tile.length)),)
     if whole:
         slot, part = slot + cute.arch.lane_idx(), None

@@ -1,8 +1,8 @@
 """Tile records: one warp of a CTA works out its tiles, the others read them from shared memory.
 
 Which tile comes next costs divisions, searches and loads from global memory. The *scheduler* does them while the other
-roles work on the tiles before, and leaves a record in the next of ``config.record_slots`` slots once everybody has
-handed that slot back.
+roles work on the tiles before, and leaves a record in the next of ``record_count`` places once everybody has handed
+that place back.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from warpspec.fmha.device.tile import Piece, Tile, bounds_of
-from warpspec.fmha.features import RECORD_WORDS, KernelFeatures, Schedule
+from warpspec.fmha.device.tile import Piece, Tile
+from warpspec.fmha.features import RECORD_WORDS, AttentionKernel
 from warpspec.fmha.schedule import KeySpan
 
 SPAN = ("begin", "count", "first", "end", "inner_first", "inner_end")
@@ -32,16 +32,17 @@ class Records(NamedTuple):
 
     def slot(self, config, use) -> cute.Tensor:
         """Words of the use-th record."""
-        return self.slots[None, use % config.record_slots if config.record_slots > 1 else 0]
+        count = config.scheduler.record_count
+        return self.slots[None, use % count if count > 1 else 0]
 
 
-def records_of(config: KernelFeatures, base: cute.Pointer, where, operands) -> Records:
-    """base: Int32, to ``config.record_bytes`` of shared memory. where: what the scheduler finds tiles by."""
-    slots = cute.make_tensor(base, cute.make_layout((RECORD_WORDS, config.record_slots)))
+def records_of(config: AttentionKernel, base: cute.Pointer, where, operands) -> Records:
+    """base: Int32, to ``config.scheduler.record_bytes`` of shared memory. where: what the scheduler finds tiles by."""
+    slots = cute.make_tensor(base, cute.make_layout((RECORD_WORDS, config.scheduler.record_count)))
     return Records(slots, *where.window, operands.tree, operands.ranges)
 
 
-def words_of(config: KernelFeatures) -> tuple[str, ...]:
+def words_of(config: AttentionKernel) -> tuple[str, ...]:
     """What a record has, in order; the first says whether there is a tile."""
     words = (
         "some",
@@ -55,10 +56,10 @@ def words_of(config: KernelFeatures) -> tuple[str, ...]:
         "group",
         "seq_q",
     )
-    words += ("first_row",) if config.packed_q else ()
-    words += ("first_key",) if config.packed_k else ()
-    words += ("split",) if config.splits else ()
-    words += ("whole", "piece_slot") if config.schedule is Schedule.LINE else ()
+    words += ("first_row",) if config.requests.packed_q else ()
+    words += ("first_key",) if config.requests.packed_k else ()
+    words += ("split",) if config.output.splits else ()
+    words += ("whole", "piece_slot") if config.scheduler.cuts_tiles else ()
     assert len(words) <= RECORD_WORDS
     return words
 
@@ -67,7 +68,7 @@ def words_of(config: KernelFeatures) -> tuple[str, ...]:
 class Scheduler:
     """What the scheduler has for all tiles."""
 
-    config: KernelFeatures
+    config: AttentionKernel
     channels: dict
     records: Records
 
@@ -108,7 +109,7 @@ def write_end(role, use):
     role.channels["tile_full"].arrive_warp(use)
 
 
-def wait_tile(config: KernelFeatures, channels: dict, records: Records, use) -> Boolean:
+def wait_tile(config: AttentionKernel, channels: dict, records: Records, use) -> Boolean:
     """Whether there is a use-th tile. By whole warps.
 
     Consumes: tile_full.
@@ -117,20 +118,20 @@ def wait_tile(config: KernelFeatures, channels: dict, records: Records, use) -> 
     return Boolean(records.slot(config, use)[0] != 0)
 
 
-def read_tile(config: KernelFeatures, records: Records, use) -> Tile:
+def read_tile(config: AttentionKernel, records: Records, use) -> Tile:
     """The use-th tile, which ``wait_tile`` has found. Who has read it for the last time hands the slot back, by
     tile_empty, one arrival a warp."""
     slot = records.slot(config, use)
     word = {name: slot[i] for i, name in enumerate(words_of(config))}
     piece = None
-    if config.schedule is Schedule.LINE:
+    if config.scheduler.cuts_tiles:
         piece = Piece(0, word["count"], Boolean(word["whole"] != 0), word["piece_slot"])
     return Tile(
         config,
         query_tile=0,  # nobody asks for it
         head_tile=word["head_tile"],
         kv_head=word["kv_head"],
-        batch=0 if config.packed_q else word["request"],
+        batch=0 if config.requests.packed_q else word["request"],
         request=word["request"],
         first_query=word["first_query"],
         first_row=word.get("first_row", 0),
@@ -140,7 +141,7 @@ def read_tile(config: KernelFeatures, records: Records, use) -> Tile:
         split=word.get("split", 0),
         group=word["group"],
         seq_q=word["seq_q"],
-        bounds=bounds_of(config, (records.window_left, records.window_right)),
+        bounds=config.mask.bounds((records.window_left, records.window_right)),
         span=KeySpan(*(word[name] for name in SPAN)),
         piece=piece,
         tree=records.tree,

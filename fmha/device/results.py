@@ -13,7 +13,7 @@ from warpspec.fmha.device.softmax import log_sum, sink_term
 def of_split(config, o: cute.Tensor, tile, place) -> cute.Tensor:
     """The row of o (D): [B, Sq, Hq, D], with splits in front where partial results are written."""
     row = (place.batch, place.query, place.head, None)
-    return o[(tile.split, *row)] if config.splits else o[row]
+    return o[(tile.split, *row)] if config.output.splits else o[row]
 
 
 @cute.jit
@@ -21,11 +21,11 @@ def statistics(config: cutlass.Constexpr, row, place, tile, state, operands, uni
     """Write lse, or row_max and row_sum, once a row; returns what O is multiplied with."""
     reference, _, row_sum = state
     index = (place.batch, place.head, place.query)
-    if cutlass.const_expr(config.splits):
+    if cutlass.const_expr(config.output.splits):
         index = (tile.split, *index)
     writes = place.in_range & Boolean(row.member == 0)
     factor = Float32(1.0)
-    if cutlass.const_expr(config.normalize):
+    if cutlass.const_expr(config.output.normalize):
         total = row_sum
         if cutlass.const_expr(operands.sink is not None):
             head = cutlass.min(place.head, cute.size(operands.sink) - 1)  # idle rows may lie past the end
@@ -36,7 +36,7 @@ def statistics(config: cutlass.Constexpr, row, place, tile, state, operands, uni
         if writes:
             operands.row_max[index] = maximum
             operands.row_sum[index] = total
-    if cutlass.const_expr(config.has_lse):  # noqa: SIM102  (a run-time condition in a compile-time one)
+    if cutlass.const_expr(config.output.has_lse):  # noqa: SIM102  (a run-time condition in a compile-time one)
         if writes:
             operands.lse[index] = log_sum(reference, row_sum, unit)
     return factor

@@ -9,21 +9,21 @@ from warpspec.common.device import tma
 
 
 def kv_ring(config, atom, coordinates, base: cute.Pointer, ring: str, tile, dtype) -> tma.TileRing:
-    """A ring of ``config.rings`` for a tile's KV head and request.
+    """A ring of ``config.format.rings`` for a tile's KV head and request.
 
     atom, coordinates: from ``tma.make_load``. base: Uint8 pointer to shared memory that TMA fills. dtype: of K and V
     where they do not come in FP8.
     """
     # (D, KEY, BLOCK, (TILE, BLOCK TILE, BATCH or PAGE))
     tiles = coordinates[None, None, None, tile.kv_head, None]
-    if config.packed_k:  # from the request's first key on
+    if config.requests.packed_k:  # from the request's first key on
         tiles = cute.domain_offset((0, tile.first_key, 0, 0), tiles)
-    box, boxes = config.kv_box(ring), cute.size(config.kv_boxes(ring))
+    box, boxes = config.kv.box(ring), cute.size(config.kv.boxes(ring))
     tiles = cute.local_tile(
         tiles, box, (0, None, None, None) if config.heads.whole else (None, None, 0, None)
     )
     tiles = cute.group_modes(tiles, 3, 6)
     # A stage's boxes stand in it one after another: a block of D, in it the pages.
-    dtype = cutlass.Uint8 if config.kv_format else dtype
-    shared = tma.shared_tiles if config.swizzled_kv else tma.plain_tiles
+    dtype = cutlass.Uint8 if config.format.kv_format else dtype
+    shared = tma.shared_tiles if config.kv.swizzled else tma.plain_tiles
     return tma.TileRing.make(atom, tiles, shared(base, dtype, box, config.load_stages * boxes))

@@ -16,7 +16,7 @@ BF16_BITS, HIGH_HALF = 16, 0xFFFF0000
 
 def score_numbers(config, operands, tile, numbers: LogitNumbers) -> LogitNumbers:
     """The map's numbers for Q times codes of K, for a tile. numbers: for Q times keys."""
-    if not config.has_k_scale:
+    if not config.format.has_k_scale:
         return numbers
     factor = numbers.factor * operands.k_scale[tile.request, tile.kv_head, 0]
     if not config.logits.softcap:
@@ -26,7 +26,7 @@ def score_numbers(config, operands, tile, numbers: LogitNumbers) -> LogitNumbers
 
 def value_factor(config, operands, tile, factor: Float32) -> Float32:
     """What O of codes of V is multiplied with, for a tile. factor: what O of values is."""
-    if not config.has_v_scale:
+    if not config.format.has_v_scale:
         return factor
     return factor * operands.v_scale[tile.request, tile.kv_head, 0]
 
@@ -45,7 +45,7 @@ def codes_as_fp32(
     else:
         cute.autovec_copy(cute.local_tile(row, (size,), (number,)), codes)
     words = cute.recast_tensor(codes, Uint32)
-    wide = widened([words[i] for i in range(cute.size(words))], config.kv_format, "bfloat16")
+    wide = widened([words[i] for i in range(cute.size(words))], config.format.kv_format, "bfloat16")
     for i in cutlass.range_constexpr(size):
         word = wide[i // 2]
         bits = word & Uint32(HIGH_HALF) if i % 2 else word << BF16_BITS

@@ -16,7 +16,7 @@ from cutlass import Boolean, Int32, Uint64
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.fmha.device.packed import extent_of, request_of
 from warpspec.fmha.device.tree import Drafts, depth_of, drafts_between, drop_lowest
-from warpspec.fmha.features import KernelFeatures, Schedule
+from warpspec.fmha.features import AttentionKernel, Requests
 from warpspec.fmha.mask import key_range, widened
 from warpspec.fmha.schedule import KeySpan, KvTiles, extent, key_span
 from warpspec.fmha.tree import MOST_DRAFTS
@@ -28,9 +28,10 @@ INTEGERS = {"minimum": cutlass.min, "maximum": cutlass.max}
 class Row:
     """A query row, as one of the threads that work on it knows it.
 
-    index: the row's number in its row group, of ``config.row_group_size`` rows. member: which of the threads that share
-    the row this one is; number 0 writes what is written once a row. first, end: the row sees the keys [first, end);
-    None where the source of the keys says by itself which there are. drafts: whose keys it sees besides, with a tree.
+    index: the row's number in its row group, of ``config.rows.group_size`` rows. member: which of the threads that
+    share the row this one is; number 0 writes what is written once a row. first, end: the row sees the keys
+    [first, end); None where the source of the keys says by itself which there are. drafts: whose keys it sees besides,
+    with a tree.
     """
 
     index: Int32
@@ -105,7 +106,7 @@ class Tile(RowTile):
     request. bounds: arguments of ``key_range``. span: the KV tiles. tree, ranges: the operands.
     """
 
-    config: KernelFeatures
+    config: AttentionKernel
     query_tile: Int32
     head_tile: Int32
     kv_head: Int32
@@ -133,39 +134,39 @@ class Tile(RowTile):
     @property
     def first_head(self):
         """First query head of the tile."""
-        return self.kv_head * self.group + self.head_tile * self.config.pack
+        return self.kv_head * self.group + self.head_tile * self.config.rows.pack
 
     @property
     def keys_batch(self):
         """Which row of k and v the keys stand in, where they are not paged."""
-        return 0 if self.config.packed_k else self.request
+        return 0 if self.config.requests.packed_k else self.request
 
     def first_query_of(self, row_group):
         """First query of a row group, in its request."""
-        return self.first_query + row_group * self.config.row_group_queries
+        return self.first_query + row_group * self.config.rows.group_queries
 
     def first_row_of(self, row_group):
         """First query of a row group, in its row of q."""
         first = self.first_query_of(row_group)
-        return first + self.first_row if self.config.packed_q else first
+        return first + self.first_row if self.config.requests.packed_q else first
 
     def row(self, index, member, row_group=0) -> Row:
         """A row and the keys it sees; an idle row gets the keys of the query it would be."""
         config, drafts = self.config, None
-        position = self.start + self.first_query_of(row_group) + index // config.pack
-        if cutlass.const_expr(config.has_tree):
-            drafts = RowDrafts(self, self.first_row_of(row_group) + index // config.pack)
+        position = self.start + self.first_query_of(row_group) + index // config.rows.pack
+        if cutlass.const_expr(config.mask.has_tree):
+            drafts = RowDrafts(self, self.first_row_of(row_group) + index // config.rows.pack)
             position = self.start
-            if config.has_left:
+            if config.mask.has_left:
                 position = position + depth_of(drafts.word())
         first, end = key_range(position, self.length, **self.bounds, **INTEGERS)
-        if cutlass.const_expr(config.has_tree):
+        if cutlass.const_expr(config.mask.has_tree):
             end = cutlass.min(end, self.start)
-        if cutlass.const_expr(config.has_ranges):
-            query = self.first_row_of(row_group) + index // config.pack
+        if cutlass.const_expr(config.mask.has_ranges):
+            query = self.first_row_of(row_group) + index // config.rows.pack
             first, end = widened_by(self.ranges, self.batch, query, first, end, self.length)
         if cutlass.const_expr(
-            config.splits or config.schedule is Schedule.LINE
+            config.output.splits or config.scheduler.cuts_tiles
         ):  # of the row's keys, those of this part
             begin = self.span.begin * config.tile_n
             first = cutlass.max(first, begin)
@@ -175,11 +176,11 @@ class Tile(RowTile):
     def place(self, index, row_group=0) -> Place:
         """Where a row belongs. index: in its row group."""
         config = self.config
-        head = self.head_tile * config.pack + index % config.pack
-        query = self.first_query_of(row_group) + index // config.pack
+        head = self.head_tile * config.rows.pack + index % config.rows.pack
+        query = self.first_query_of(row_group) + index // config.rows.pack
         inside = Boolean(head < self.group) & Boolean(query < self.seq_q)
-        busy = Boolean(index < config.pack * config.row_group_queries)
-        if config.packed_q:
+        busy = Boolean(index < config.rows.pack * config.rows.group_queries)
+        if config.requests.packed_q:
             query = query + self.first_row
         head = self.kv_head * self.group + head
         return Place(self.batch, self.request, self.kv_head, head, query, inside & busy)
@@ -201,7 +202,7 @@ class RowDrafts:
     def read(self, key=0) -> Drafts:
         """The drafts within the window, with their keys counted from ``key``."""
         tile, word = self.tile, self.word()
-        if tile.config.has_left:
+        if tile.config.mask.has_left:
             word = drop_lowest(word, cutlass.max(depth_of(word) - tile.bounds["left"], 0))
         return drafts_between(word, tile.start, 0, tile.span.end).counted_from(key)
 
@@ -230,7 +231,7 @@ def hull(
     """[first, end) of the keys that some of a tile's rows see, the ranges of its queries among them. span: without
     them. By a whole warp."""
     first, end = Int32(span.first), Int32(span.end)
-    for begin in cutlass.range(0, config.queries, WARP_THREADS, unroll=1):
+    for begin in cutlass.range(0, config.rows.queries, WARP_THREADS, unroll=1):
         query = cutlass.min(first_query + begin + cute.arch.lane_idx(), cutlass.max(last_query, 0))
         first, end = widened_by(ranges, batch, query, first, end, length)
     for step in cutlass.range(WARP_THREADS.bit_length() - 1, unroll=1):
@@ -239,15 +240,15 @@ def hull(
     return first, end
 
 
-def request_at(config: KernelFeatures, operands, request) -> Request:
+def request_at(requests: Requests, operands, request) -> Request:
     """Where a request's queries and keys are."""
     seq_q, length = operands.q.shape[1], operands.k.shape[1]
-    if cutlass.const_expr(config.page_size > 0):
-        length = operands.page_table.shape[1] * config.page_size
+    if cutlass.const_expr(requests.page_size > 0):
+        length = operands.page_table.shape[1] * requests.page_size
     first_row, first_key = 0, 0
-    if cutlass.const_expr(config.packed_q):
+    if cutlass.const_expr(requests.packed_q):
         first_row, seq_q = extent_of(operands.cu_seqlens_q, request, seq_q)
-    if cutlass.const_expr(config.packed_k):
+    if cutlass.const_expr(requests.packed_k):
         first_key, length = extent_of(operands.cu_seqlens_k, request, length)
     if operands.kv_lengths is not None:
         length = cutlass.max(cutlass.min(operands.kv_lengths[request], length), 0)
@@ -256,61 +257,59 @@ def request_at(config: KernelFeatures, operands, request) -> Request:
     return Request(first_row, seq_q, first_key, length, start)
 
 
-def bounds_of(config: KernelFeatures, window) -> dict:
-    """Arguments of ``key_range``. window: (left, right), not read where unbounded."""
-    return {
-        "causal": config.causal,
-        "left": window[0] if config.has_left else None,
-        "right": window[1] if config.has_right else None,
-        "key_stride": config.key_stride,
-    }
+def last_first(config: AttentionKernel) -> bool:
+    """Query tiles are done from the last to the first, a tile of all heads at a time: work grows with a row's position,
+    or tiles of packed queries have their own order (``packed``)."""
+    return config.mask.causal or config.requests.packed_q
 
 
-def tile_at(config: KernelFeatures, operands, grid, window, index, section=None) -> Tile:
+def tile_at(config: AttentionKernel, operands, grid, window, index, section=None) -> Tile:
     """The index-th tile of the launch.
 
     operands: ``Operands``. grid: ``grid.Grid`` or ``grid.DivisorGrid``. window: (left, right), not read where
     unbounded. section: of ``TileGrid.decode``.
     """
     split = Int32(0)
-    if cutlass.const_expr(config.splits):
+    if cutlass.const_expr(config.output.splits):
         index, split = index // grid.splits, index % grid.splits
-    if cutlass.const_expr(config.packed_q and not config.many_queries):
+    if cutlass.const_expr(config.requests.packed_q and not config.requests.many_queries):
         section = None
     query_tile, head_tile, kv_head, request = grid.tiles(operands).decode(
-        index, longest_first=config.last_first, section=section, minimum=cutlass.min
+        index, longest_first=last_first(config), section=section, minimum=cutlass.min
     )
-    if cutlass.const_expr(config.packed_q):
-        if cutlass.const_expr(not config.many_queries):
+    if cutlass.const_expr(config.requests.packed_q):
+        if cutlass.const_expr(not config.requests.many_queries):
             query_tile = extent(grid.query_tiles) - 1 - query_tile
         total = operands.q.shape[1]
-        request, query_tile = request_of(operands.cu_seqlens_q, query_tile, config.queries, total)
+        request, query_tile = request_of(operands.cu_seqlens_q, query_tile, config.rows.queries, total)
     tile = tile_of(
         config, operands, grid.heads_of_kv(operands), window, query_tile, head_tile, kv_head, request
     )
-    if cutlass.const_expr(config.splits):
+    if cutlass.const_expr(config.output.splits):
         tile = replace(tile, split=split, span=tile.span.part(split, extent(grid.splits)))
     return tile
 
 
-def tile_of(config: KernelFeatures, operands, group, window, query_tile, head_tile, kv_head, request) -> Tile:
+def tile_of(
+    config: AttentionKernel, operands, group, window, query_tile, head_tile, kv_head, request
+) -> Tile:
     """The tile at a place of the grid, with all of its keys. group: query heads of a KV head."""
-    first_row, seq_q, first_key, length, start = request_at(config, operands, request)
-    bounds = bounds_of(config, window)
-    first_query = query_tile * config.queries
-    last_query = cutlass.min(first_query + config.queries, seq_q) - 1
+    first_row, seq_q, first_key, length, start = request_at(config.requests, operands, request)
+    bounds = config.mask.bounds(window)
+    first_query = query_tile * config.rows.queries
+    last_query = cutlass.min(first_query + config.rows.queries, seq_q) - 1
     lowest, highest = start + first_query, start + last_query
-    if cutlass.const_expr(config.has_tree):  # whatever the words: the host does not see them
+    if cutlass.const_expr(config.mask.has_tree):  # whatever the words: the host does not see them
         lowest, highest = start - 1, start + MOST_DRAFTS - 1
     span = key_span(lowest, highest, length, config.tile_n, bounds, **INTEGERS)
-    batch = 0 if config.packed_q else request
-    if cutlass.const_expr(config.has_ranges):
+    batch = 0 if config.requests.packed_q else request
+    if cutlass.const_expr(config.mask.has_ranges):
         first, end = Int32(0), length  # roles that find tiles by themselves have no registers for more
         if cutlass.const_expr(config.column_parts == 1):
             rows = (first_row + first_query, first_row + last_query)
             first, end = hull(config, operands.ranges, batch, *rows, length, span)
         span = span.over(first, end, config.tile_n, **INTEGERS)
-    if cutlass.const_expr(config.packed_q):  # a tile past its request's queries
+    if cutlass.const_expr(config.requests.packed_q):  # a tile past its request's queries
         some = Boolean(first_query < seq_q)
         span = replace(span, count=Int32(cutlass.select_(some, span.count, Int32(0))))
     return Tile(

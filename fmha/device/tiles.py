@@ -11,7 +11,6 @@ from warpspec.fmha.device.line import chunk_at
 from warpspec.fmha.device.queue import take
 from warpspec.fmha.device.record import Scheduler, read_tile, wait_tile, write_end, write_tile
 from warpspec.fmha.device.tile import tile_at
-from warpspec.fmha.features import Schedule
 
 
 @cute.jit
@@ -30,7 +29,7 @@ def each_tile(
     ``record.Records``. role: what body needs; has the channels. uses: counts. keeps: body reads the tile's record
     again, which is handed back behind it.
     """
-    if cutlass.const_expr(config.scheduled):
+    if cutlass.const_expr(config.scheduler.has_warp):
         number = Int32(0)
         some = wait_tile(config, role.channels, where, number)
         while some:
@@ -60,7 +59,7 @@ def schedule(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands, w
 @cute.jit
 def each_found(config: cutlass.Constexpr, operands, where, body: cutlass.Constexpr, role, uses):
     """``each_tile`` of a warp that finds the tiles itself."""
-    if cutlass.const_expr(config.schedule is Schedule.LINE):
+    if cutlass.const_expr(config.scheduler.cuts_tiles):
         for round_ in cutlass.range(where.line.rounds, unroll=1):
             chunk = chunk_at(config, operands, where.line, where.cursors, round_)
             head, query_tile = chunk.begin.head, chunk.begin.query_tile
@@ -68,13 +67,13 @@ def each_found(config: cutlass.Constexpr, operands, where, body: cutlass.Constex
                 tile = chunk.tile(head, query_tile)
                 uses = body(role, tile, uses)
                 head, query_tile = chunk.next(head, query_tile, tile)
-    elif cutlass.const_expr(config.schedule is Schedule.QUEUE):
+    elif cutlass.const_expr(config.scheduler.from_queue):
         number, _, _ = cute.arch.block_idx()
         while number < where.tiles:
             tile = tile_at(config, operands, where.grid, where.window, number, where.section)
             uses = body(role, tile, uses)
             number = take(operands.queue, where.tiles)
-    elif cutlass.const_expr(config.schedule is Schedule.SINGLE):
+    elif cutlass.const_expr(config.scheduler.single):
         number, _, _ = cute.arch.block_idx()
         tile = tile_at(config, operands, where.grid, where.window, number, where.section)
         uses = body(role, tile, uses)

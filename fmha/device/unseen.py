@@ -104,11 +104,11 @@ def recompute(
         if cutlass.const_expr(drafts is not None):
             exists = exists & (Boolean(key < row.end) | drafts.sees(key))
         score = dot(config, q, operands.k[(*where, place.kv_head, None)])
-        if cutlass.const_expr(config.page_size > 0):
+        if cutlass.const_expr(config.requests.page_size > 0):
             score = Float32(cutlass.select_(exists, score, Float32(0.0)))
         if cutlass.const_expr(config.logits.negate):
             score = -score
-        if cutlass.const_expr(config.bias is not None):
+        if cutlass.const_expr(config.logits.bias is not None):
             value = row_of(config, operands.bias, place)[Int32(key)]
             added = value.to(Float32)
             score = add_bias(map_score(config.logits, score, numbers), added)
@@ -138,15 +138,19 @@ def load_vector(row: cute.Tensor, size: int, number) -> cute.Tensor:
 
 def load_kv(config, row: cute.Tensor, size: int, number) -> cute.Tensor:
     """``load_vector`` of a row of K or V."""
-    return codes_as_fp32(config, row, size, number) if config.kv_format else load_vector(row, size, number)
+    return (
+        codes_as_fp32(config, row, size, number)
+        if config.format.kv_format
+        else load_vector(row, size, number)
+    )
 
 
 @cute.jit
 def dot(config: cutlass.Constexpr, q: cute.Tensor, k: cute.Tensor) -> Float32:
     """q.k of two rows (D) in global memory, as many elements at a time as the configuration has registers for."""
     total = Float32(0.0)
-    size = math.gcd(config.recompute_elements, config.head_dim)
-    for number in cutlass.range(config.head_dim // size, unroll=1):
+    size = math.gcd(config.recompute_elements, config.heads.qk)
+    for number in cutlass.range(config.heads.qk // size, unroll=1):
         a, b = load_vector(q, size, number), load_kv(config, k, size, number)
         for i in cutlass.range_constexpr(size):
             total = total + a[i].to(Float32) * b[i].to(Float32)

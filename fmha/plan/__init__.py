@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from warpspec.common.launch import Target
-from warpspec.fmha.features import KernelFeatures
+from warpspec.fmha.features import AttentionKernel
 from warpspec.fmha.logits import LogitNumbers
 from warpspec.fmha.plan.candidates import Candidate, candidates
 from warpspec.fmha.plan.cost import Way, microseconds, work_of
@@ -28,7 +28,7 @@ class Plan(NamedTuple):
     heads that they work on at a time (``TileGrid.decode``).
     """
 
-    config: KernelFeatures
+    config: AttentionKernel
     splits: int
     ctas: int
     section: int
@@ -53,7 +53,7 @@ def plan_of(config_class: type, problem: AttentionProblem, target: Target, found
 
 def config_of(
     config_class: type, problem: AttentionProblem, target: Target, found: Candidate
-) -> KernelFeatures:
+) -> AttentionKernel:
     """The kernel of a candidate."""
     return config_class.of(
         problem,
@@ -67,7 +67,7 @@ def config_of(
 
 def likely_kernels(
     config_class: type, problem: AttentionProblem, target: Target, margin: float
-) -> Iterator[tuple[KernelFeatures, int]]:
+) -> Iterator[tuple[AttentionKernel, int]]:
     """Kernels of the candidates whose expected time is at most ``1 + margin`` times the least, and into how many parts
     they split the keys; the plan's kernel among them. As ``make_plan``."""
     config_class.check(problem, target)

@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 from warpspec.common.hardware import FP32_BYTES
 from warpspec.fmha.combine import CHUNK, VECTOR
-from warpspec.fmha.features import ELEMENT_BYTES
 from warpspec.fmha.join import BATCH, PART_CTAS, THREADS
+from warpspec.fmha.tiles import ELEMENT_BYTES
 
 CLOCKS_PER_US = 1755.0  # that constants in clocks mean
 MMA_FLOPS = 4096  # bf16, a clock and SM

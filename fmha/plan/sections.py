@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from warpspec.common.launch import Target
-from warpspec.fmha.features import ELEMENT_BYTES, KernelFeatures
+from warpspec.fmha.features import AttentionKernel
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.schedule import TileGrid, key_span, place_in_round
+from warpspec.fmha.tiles import ELEMENT_BYTES
 
 TILE_OVERHEAD = 1.5  # what the start and end of a query tile cost, in KV tiles (H200, D 128)
 MOST_TILES = 1 << 13  # whose balance is computed on the host: the first ones stand for all
@@ -29,43 +30,43 @@ EXPONENTIALS = 16  # a clock and SM
 MISS_COST = 0.17  # part of the time lost when CTAs ask for as many bytes as memory gives
 
 
-def choose_section(problem: AttentionProblem, config: KernelFeatures, target: Target, ctas: int) -> int:
+def choose_section(problem: AttentionProblem, config: AttentionKernel, target: Target, ctas: int) -> int:
     """Heads of a section (``TileGrid.decode``).
 
     The choice balances the CTAs, and lets K and V come from L2 or be read by many CTAs at a time. Of packed queries the
     lengths are not known: as many heads as have the K and V of the longest request in L2, and all sections alike.
     """
-    head_tiles = -(-problem.group // config.pack)
-    if config.packed_q:
+    head_tiles = -(-problem.group // config.rows.pack)
+    if config.requests.packed_q:
         heads = problem.heads_kv * head_tiles
         fit = max(int(target.l2_room / (problem.seq_k * key_bytes(problem, config))) * head_tiles, 1)
         return max(section for section in range(1, heads + 1) if heads % section == 0 and section <= fit)
-    query_tiles = -(-problem.seq_q // config.queries)
+    query_tiles = -(-problem.seq_q // config.rows.queries)
     grid = TileGrid(query_tiles, head_tiles, problem.heads_kv, problem.batch)
-    if not config.causal:
+    if not config.mask.causal:
         return 1  # not read
     bounds = {
         "causal": True,
         "left": problem.window_left,
         "right": problem.window_right,
-        "key_stride": config.key_stride,
+        "key_stride": config.mask.key_stride,
     }
     start = problem.seq_k - problem.seq_q  # as if no row's length or position were given
-    first = start + np.arange(0, problem.seq_q, config.queries)
-    last = np.minimum(first + config.queries, start + problem.seq_q) - 1
+    first = start + np.arange(0, problem.seq_q, config.rows.queries)
+    last = np.minimum(first + config.rows.queries, start + problem.seq_q) - 1
     counts = key_span(first, last, problem.seq_k, config.tile_n, bounds, np.minimum, np.maximum).count
     return balanced_section(
         grid, ctas, counts, lambda section: reading_cost(problem, config, target, ctas, section / head_tiles)
     )
 
 
-def key_bytes(problem: AttentionProblem, config: KernelFeatures) -> int:
+def key_bytes(problem: AttentionProblem, config: AttentionKernel) -> int:
     """K and V of a key and KV head."""
-    return problem.head_dim * ELEMENT_BYTES * len(config.rings)
+    return problem.head_dim * ELEMENT_BYTES * len(config.format.rings)
 
 
 def reading_cost(
-    problem: AttentionProblem, config: KernelFeatures, target: Target, ctas: int, heads: float
+    problem: AttentionProblem, config: AttentionKernel, target: Target, ctas: int, heads: float
 ) -> float:
     """Time as a multiple of that with K and V in L2, where CTAs work on so many KV heads at a time.
 

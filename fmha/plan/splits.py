@@ -24,8 +24,8 @@ from functools import lru_cache
 
 from warpspec.common.hardware import FP32_BYTES
 from warpspec.fmha.combine import BATCH, CombineConfig
-from warpspec.fmha.features import ELEMENT_BYTES
 from warpspec.fmha.heads import class_of
+from warpspec.fmha.tiles import ELEMENT_BYTES
 
 MMA_FLOPS = 8192  # bf16, a clock and SM, 128 rows
 MMA_FULL_ROWS = 128  # with 64 rows the tensor core runs at half the rate

@@ -38,13 +38,13 @@ def ring(config, atom, coordinates, base: cute.Pointer, tile) -> tma.TileRing | 
     """The ring of boxes, ``bias_boxes`` of them a KV tile, or None. base: its shared memory."""
     if not config.bias_stages:
         return None
-    first_head = tile.first_head if config.bias_heads else 0
-    bias = coordinates[None, None, None, tile.batch if config.bias_batches else 0]
+    first_head = tile.first_head if config.logits.bias_heads else 0
+    bias = coordinates[None, None, None, tile.batch if config.logits.bias_batches else 0]
     bias = cute.domain_offset((0, first_head, tile.first_query), bias)
     # (KEY, HEAD, QUERY, BOX)
     boxes = cute.local_tile(bias, config.bias_box, (None, 0, 0))
     stages = config.bias_stages * config.bias_boxes
-    shared = tma.shared_tiles(base, TYPES[config.bias], config.bias_box, stages, config.bias_box_room)
+    shared = tma.shared_tiles(base, TYPES[config.logits.bias], config.bias_box, stages, config.bias_box_room)
     return tma.TileRing.make(atom, boxes, shared)
 
 
@@ -64,7 +64,7 @@ def source(
     """Where a thread finds its row's bias: the ring at ``base`` in shared memory, or the row in global memory."""
     if config.bias_stages:
         return base
-    return row_of(config, bias, tile.place(row.index)) if config.bias else None
+    return row_of(config, bias, tile.place(row.index)) if config.logits.bias else None
 
 
 @cute.jit
@@ -87,11 +87,11 @@ def add(
     if cutlass.const_expr(config.bias_stages > 0):
         full = channels["bias_full"]
         full.wait(step)
-        index = row.index if cutlass.const_expr(config.bias_heads) else row.index // config.pack
+        index = row.index if cutlass.const_expr(config.logits.bias_heads) else row.index // config.rows.pack
         index = cutlass.min(index, config.bias_rows - 1)  # idle rows may lie past the box
         start = bias + full.stage(step) * config.bias_tile_bytes + index * tma.ROW_BYTES
         vectors = tma.ROW_BYTES // VECTOR_BYTES
-        dtype = TYPES[config.bias]
+        dtype = TYPES[config.logits.bias]
         words = VECTOR_BYTES * 8 // dtype.width
         for place in cutlass.range_constexpr(vectors):
             # One address a place; boxes lie at constant distances from it, which cost no register.
@@ -110,7 +110,7 @@ def add(
         last = cute.size(bias) - 1
         start = bias.iterator + first_key
         for i in cutlass.range_constexpr(0, config.tile_n, 2):
-            pair = cute.make_rmem_tensor(2, TYPES[config.bias])
+            pair = cute.make_rmem_tensor(2, TYPES[config.logits.bias])
             pair.fill(0.0)
             for place in cutlass.range_constexpr(2):
                 if cutlass.const_expr(not masked) or first_key + i + place <= last:

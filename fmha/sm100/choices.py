@@ -7,12 +7,13 @@ from typing import ClassVar
 
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import Target
-from warpspec.fmha.features import Schedule, check_page_size, check_requests, choose_packs
+from warpspec.fmha.features import Schedule, check_requests
 from warpspec.fmha.heads import class_of
 from warpspec.fmha.plan.cost import BLACKWELL, Constants, Tiling, Way
 from warpspec.fmha.plan.splits import Loads
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm100.shapes import FLOAT8_SHAPES, SHAPES, SHARED_SHAPES, Shape
+from warpspec.fmha.tiles import check_page_size, choose_packs
 
 FULL_ROWS = 128  # lanes of tensor memory: rows of an accumulator, one to a thread
 

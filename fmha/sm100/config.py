@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from warpspec.common import memory
 from warpspec.common.barriers import MBARRIER_BYTES, Barrier, barrier_count
@@ -26,25 +25,21 @@ from warpspec.common.hardware import (
 )
 from warpspec.common.launch import Target
 from warpspec.fmha.conversion import CONVERTER_WARPS, ConversionFeatures
-from warpspec.fmha.features import (
-    BIAS_BYTES,
-    BLOCK,
-    ELEMENT_BYTES,
-    Schedule,
-    choose_pack,
-    features,
-)
-from warpspec.fmha.heads import MMA_K, rounded
+from warpspec.fmha.features import AttentionKernel, Schedule, TileScheduler, parts_of
+from warpspec.fmha.heads import BLOCK, MMA_K, rounded
+from warpspec.fmha.logits import BIAS_BYTES
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm100.choices import FULL_ROWS, Choices, default_shape
 from warpspec.fmha.sm100.shapes import FLOAT8_REGISTERS, SHAPES, Shape
+from warpspec.fmha.tiles import ELEMENT_BYTES, KvTile, Rows, choose_pack
 
 MMA_N_MAX = 256  # columns of D that one tcgen05.mma writes
+RECORDS = 2  # softmax warps keep a tile's record while others go on to the next
 QUARTER_LANES = 32  # lanes of tensor memory that a warp reaches
 
 
 @dataclass(frozen=True)
-class AttentionConfig(Choices, ConversionFeatures):
+class AttentionConfig(Choices, ConversionFeatures, AttentionKernel):
     """Compile-time shape of one kernel.
 
     shape: its tiles. bias_stages: KV tiles of the bias in flight, 0 where it is read from global memory.
@@ -55,7 +50,6 @@ class AttentionConfig(Choices, ConversionFeatures):
     bias_stages: int = 0
     softmax_registers: int = 216
     other_registers: int = 72
-    record_slots: ClassVar[int] = 2  # softmax warps keep a record while others go on to the next
 
     def __post_init__(self):
         super().__post_init__()
@@ -63,14 +57,14 @@ class AttentionConfig(Choices, ConversionFeatures):
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019 (a planner makes the same few again and again)
     def _check_budgets(self) -> None:
-        assert 1 <= self.pack <= self.tile_m
+        assert 1 <= self.rows.pack <= self.tile_m
         assert self.tmem_allocation * self.ctas_per_sm <= TMEM_COLUMNS
         assert self.smem_bytes <= MAX_SMEM_PER_CTA
         assert (self.smem_bytes + SMEM_RESERVED_PER_CTA) * self.ctas_per_sm <= SMEM_PER_SM
         assert self.register_pool >= self.role_registers
         assert barrier_count(self.barriers) <= self.barrier_slots
         assert (self.barrier_slots * MBARRIER_BYTES + self.word_bytes) <= self.control_room
-        assert not (self.schedule is Schedule.LINE and (self.bias or self.column_parts > 1))
+        assert not (self.scheduler.cuts_tiles and (self.logits.bias or self.column_parts > 1))
 
     @classmethod
     def of(
@@ -95,15 +89,13 @@ class AttentionConfig(Choices, ConversionFeatures):
             softmax_registers, other_registers = FLOAT8_REGISTERS[shape.ctas_per_sm]
             registers = {"softmax_registers": softmax_registers, "other_registers": other_registers}
         pack = pack or choose_pack(problem.group, problem.seq_q, shape.tile_m)
-        switches = features(
-            problem,
-            pack=pack,
-            tile_m=shape.tile_m,
-            splits=splits,
-            schedule=schedule,
-            scheduled=schedule is Schedule.LINE,
+        cuts = schedule is Schedule.LINE
+        config = cls(
+            **parts_of(problem, rows_of_cta=shape.tile_m, pack=pack, splits=splits),
+            scheduler=TileScheduler(schedule, has_warp=cuts, record_count=RECORDS if cuts else 1),
+            shape=shape,
+            **registers,
         )
-        config = cls(**switches, shape=shape, **registers)
         return config.with_bias(problem, target) if problem.has_bias else config
 
     def with_bias(self, problem: AttentionProblem, target: Target) -> AttentionConfig:
@@ -119,7 +111,7 @@ class AttentionConfig(Choices, ConversionFeatures):
             tiles = replace(self, shape=replace(self.shape, tile_n=min(self.tile_n, BLOCK)))
         if not streamed:
             return tiles
-        stage_bytes = sum(tiles.ring_tile_bytes(ring) for ring in tiles.rings)
+        stage_bytes = sum(tiles.kv.bytes_of(ring) for ring in tiles.format.rings)
         for ctas in range(self.ctas_per_sm, 0, -1):
             room = min(target.architecture.smem_per_cta, SMEM_PER_SM // ctas - SMEM_RESERVED_PER_CTA)
             room -= tiles.smem_bytes - tiles.kv_stages * stage_bytes
@@ -218,14 +210,16 @@ class AttentionConfig(Choices, ConversionFeatures):
             return 0
         return thread % QUARTER_LANES // (QUARTER_LANES // self.column_parts)
 
-    @property
-    def row_groups(self) -> int:
-        """Row groups of an M tile: one, of all its rows."""
-        return 1
+    @functools.cached_property
+    def rows(self) -> Rows:
+        """Rows of an M tile, all of one row group."""
+        return Rows(self.pack, 1, self.tile_m)
 
-    @property
-    def row_group_size(self) -> int:
-        return self.tile_m
+    @functools.cached_property
+    def kv(self) -> KvTile:
+        """A KV tile."""
+        tile = KvTile(self.tile_n, self.heads, self.format.shared_kv, self.requests.page_size)
+        return tile.of_codes() if self.converts else tile
 
     @property
     def recompute_elements(self) -> int:
@@ -240,18 +234,18 @@ class AttentionConfig(Choices, ConversionFeatures):
     @property
     def q_box(self) -> tuple[int, int, int]:
         """(D, HEAD, QUERY) of a Q load: one block of D."""
-        return (BLOCK, self.pack, self.queries)
+        return (BLOCK, self.rows.pack, self.rows.queries)
 
     @property
     def bias_rows(self) -> int:
         """Rows of a bias tile: one a query where its heads share them."""
-        return self.pack * self.queries if self.bias_heads else self.queries
+        return self.rows.pack * self.rows.queries if self.logits.bias_heads else self.rows.queries
 
     @property
     def bias_box(self) -> tuple[int, int, int]:
         """(KEY, HEAD, QUERY) of a bias load: 128 bytes of keys."""
-        keys = memory.ROW_BYTES // BIAS_BYTES[self.bias]
-        return (keys, self.pack if self.bias_heads else 1, self.queries)
+        keys = memory.ROW_BYTES // BIAS_BYTES[self.logits.bias]
+        return (keys, self.rows.pack if self.logits.bias_heads else 1, self.rows.queries)
 
     @property
     def bias_boxes(self) -> int:
@@ -359,33 +353,33 @@ class AttentionConfig(Choices, ConversionFeatures):
     @property
     def barrier_slots(self) -> int:
         """mbarriers there is room for in ``control_room``."""
-        return 31 if self.schedule is Schedule.LINE and not self.converts else 64
+        return 31 if self.scheduler.cuts_tiles and not self.converts else 64
 
     @property
     def control_room(self) -> int:
         """Bytes of mbarriers and of the words behind them: the alignment of what follows, or twice that where a
         converter's barriers meet the records of a cut line."""
-        return memory.TILE_ALIGNMENT * (2 if self.converts and self.schedule is Schedule.LINE else 1)
+        return memory.TILE_ALIGNMENT * (2 if self.converts and self.scheduler.cuts_tiles else 1)
 
     @property
     def word_bytes(self) -> int:
         """Behind the mbarriers: the TMEM address, ends of chunks, records of tiles."""
-        return WORD_BYTES + self.cursor_bytes + self.record_bytes
+        return WORD_BYTES + self.scheduler.cursor_bytes + self.scheduler.record_bytes
 
     @property
     def smem_regions(self) -> tuple[memory.Region, ...]:
         """Shared memory, in order."""
         stages, rows = self.kv_stages, f"{self.kv_stages} x [{self.tile_n}"
-        name = "K and V" if self.shared_kv else "K"
+        name = "K and V" if self.format.shared_kv else "K"
         return (
             *self.control_regions,
             memory.tile_region("q", self.q_bytes, "Q", f"[{self.tile_m}, {self.heads.qk_room}]"),
-            memory.tile_region("k", stages * self.kv_tile_bytes, name, f"{rows}, {self.heads.qk_room}]"),
-            memory.tile_region("v", self.v_bytes, "V", f"{rows}, {self.heads.v_room}]"),
+            memory.tile_region("k", stages * self.kv.k_bytes, name, f"{rows}, {self.heads.qk_room}]"),
+            memory.tile_region("v", stages * self.kv.own_v_bytes, "V", f"{rows}, {self.heads.v_room}]"),
             memory.tile_region("p", self.p_bytes, "P", f"[{self.tile_m}, {self.tile_n}]"),
             memory.tile_region(
                 "bias", self.bias_ring_bytes, "bias",
-                f"{self.bias_stages} x [{self.bias_rows}, {self.tile_n}] {self.bias}",
+                f"{self.bias_stages} x [{self.bias_rows}, {self.tile_n}] {self.logits.bias}",
             ),
             *self.float8_regions,
         )  # fmt: skip
@@ -396,8 +390,10 @@ class AttentionConfig(Choices, ConversionFeatures):
         return (
             memory.barrier_region(self.barriers, self.barrier_slots),
             memory.TMEM_ADDRESS,
-            memory.Region("cursors", self.cursor_bytes // WORD_BYTES, "int32", 0, "ends of chunks"),
-            memory.Region("records", self.record_bytes // WORD_BYTES, "int32", 0, "records", "of tiles"),
+            memory.Region("cursors", self.scheduler.cursor_bytes // WORD_BYTES, "int32", 0, "ends of chunks"),
+            memory.Region(
+                "records", self.scheduler.record_bytes // WORD_BYTES, "int32", 0, "records", "of tiles"
+            ),
         )
 
     @property
@@ -434,14 +430,14 @@ class AttentionConfig(Choices, ConversionFeatures):
 
     def _tile_barriers(self, load, commit) -> tuple[Barrier, ...]:
         """Barriers of what a CTA has once an M tile, where it has several of those."""
-        if self.schedule is not Schedule.LINE:
+        if not self.scheduler.cuts_tiles:
             return ()
         readers, warps = "softmax warps and MMA warp", len(self.softmax_warps) + 1
         if self.converts:
             readers, warps = "softmax warps, MMA warp and converter", warps + CONVERTER_WARPS
         return (
             Barrier("q_empty", 1, 1, commit, load, "QK has read Q"),
-            *self.record_barriers(load, readers, warps),
+            *self.scheduler.barriers(load, readers, warps),
         )
 
     def _kv_barriers(self, load, mma, softmax, commit) -> tuple[Barrier, ...]:
@@ -450,7 +446,7 @@ class AttentionConfig(Choices, ConversionFeatures):
         both = f"{mma}; {softmax} when they clear rows"
         if self.converts:
             return self.conversion_barriers(mma, both, commit, 1)
-        if self.shared_kv:
+        if self.format.shared_kv:
             return (
                 Barrier("k_full", stages, 1, filled, both, "KV tile is in shared memory"),
                 Barrier("k_empty", stages, 1, commit, load, "QK and PV have read the KV tile"),

@@ -14,7 +14,7 @@ from warpspec.fmha.device.logits import unit
 from warpspec.fmha.device.results import of_split, piece_statistics, statistics
 from warpspec.fmha.device.scales import value_factor
 from warpspec.fmha.device.unseen import RowColumns, recompute, tainted
-from warpspec.fmha.features import BLOCK, Schedule
+from warpspec.fmha.heads import BLOCK
 
 
 class Results(Protocol):
@@ -45,7 +45,7 @@ class RowResults(Results):
         number,
         count: cutlass.Constexpr,
     ):
-        if cutlass.const_expr(config.schedule is Schedule.LINE):
+        if cutlass.const_expr(config.scheduler.cuts_tiles):
             if tile.piece.whole:
                 store(values, of_split(config, operands.o, tile, place), number, count)
             else:
@@ -81,14 +81,14 @@ def epilogue(
     factor, empty = finish_row(config, channels, row, place, tile, state, operands, numbers, columns.use)
     for start, size in config.o_parts(results.block):
         values = cute.make_rmem_tensor(size, Float32)  # (D block)
-        if cutlass.const_expr(config.schedule is Schedule.LINE):
+        if cutlass.const_expr(config.scheduler.cuts_tiles):
             values.fill(0.0)  # or they would be kept from tile to tile, for one without keys
         if tile.span.count > 0:
             tmem.load_row(columns.o + start, values, columns.thread, config.load_columns)
             tmem.wait_loads()
         block = row.member * (config.o_columns // size) + start // size
         count = size if config.heads.whole else min(size, config.heads.v - start)
-        if cutlass.const_expr(config.band or config.bias is not None):
+        if cutlass.const_expr(config.mask.band or config.logits.bias is not None):
             number = block if count == size else block * (size // count)
             own = RowColumns((range(count),), (number,), whole_row)
             if place.in_range & tainted(values, own, row_sum):
@@ -103,7 +103,7 @@ def epilogue(
 def factor_of(config: cutlass.Constexpr, row, place, tile, state, operands, score_unit, empty) -> Float32:
     """Write the row's statistics, to where the rest of it goes; returns what O is multiplied with."""
     factor = Float32(1.0)
-    if cutlass.const_expr(config.schedule is Schedule.LINE):
+    if cutlass.const_expr(config.scheduler.cuts_tiles):
         if tile.piece.whole:
             factor = statistics(config, row, place, tile, state, operands, score_unit, empty)
         else:

@@ -22,7 +22,6 @@ from warpspec.fmha.device.logits import LogitNumbers
 from warpspec.fmha.device.record import read_tile, records_of, write_end, write_tile
 from warpspec.fmha.device.scales import score_numbers
 from warpspec.fmha.device.tiles import each_found, each_tile
-from warpspec.fmha.features import Schedule
 from warpspec.fmha.sm100 import bias as biases
 from warpspec.fmha.sm100.epilogue import epilogue
 from warpspec.fmha.sm100.load import drain_all, load, rings
@@ -43,7 +42,7 @@ class Attention(AttentionHost):
         if config.bias_stages:
             loads.append(biases.make_load(config, operands.bias))
         tiles, splits = grid_of(config, operands)
-        if config.schedule is Schedule.LINE:
+        if config.scheduler.cuts_tiles:
             where, ctas = chunks_of(config, operands, numbers), numbers.ctas
         else:
             ctas = tiles.size * splits
@@ -78,20 +77,20 @@ class Attention(AttentionHost):
         if warp == config.load_warp:
             for atom in atoms:
                 cute.nvgpu.cpasync.prefetch_descriptor(atom)
-        if cutlass.const_expr(config.schedule is Schedule.LINE):
+        if cutlass.const_expr(config.scheduler.cuts_tiles):
             where = where.at(storage.cursors.data_ptr())
             place_chunks(config, operands, where.line, where.cursors)
         cute.arch.sync_threads()
         columns = tmem.base(storage.tmem_address.data_ptr())
-        if cutlass.const_expr(config.splits or config.schedule is Schedule.LINE):
+        if cutlass.const_expr(config.output.splits or config.scheduler.cuts_tiles):
             cute.arch.griddepcontrol_launch_dependents()  # the second launch comes up meanwhile, and waits
 
         # 3. Roles.
         found = where
-        if cutlass.const_expr(config.scheduled):
+        if cutlass.const_expr(config.scheduler.has_warp):
             found = records_of(config, storage.records.data_ptr(), where, operands)
         q_base, k_base, p_base = storage.q.data_ptr(), storage.k.data_ptr(), storage.p.data_ptr()
-        v_base = k_base if cutlass.const_expr(config.shared_kv) else storage.v.data_ptr()
+        v_base = k_base if cutlass.const_expr(config.format.shared_kv) else storage.v.data_ptr()
         if warp < len(config.softmax_warps):
             if cutlass.const_expr(config.moves_registers):
                 cute.arch.setmaxregister_increase(config.softmax_registers)
@@ -119,11 +118,11 @@ class Attention(AttentionHost):
                 bases = (q_base, *kv_bases, storage.bias.data_ptr())
                 loader = Loader(config, channels, operands, found, atoms, coordinates, bases, dtype)
                 number, uses = each_found(config, operands, where, load_tile, loader, (0, NO_USES))
-                if cutlass.const_expr(config.scheduled):
+                if cutlass.const_expr(config.scheduler.has_warp):
                     write_end(loader, number)
                 drain_all(config, channels, uses)
             if warp == config.mma_warp:
-                if cutlass.const_expr(config.schedule is Schedule.LINE):
+                if cutlass.const_expr(config.scheduler.cuts_tiles):
                     write_join(config, operands, where.line, where.cursors)
                 products = fragments(config, dtype, q_base, k_base, v_base, p_base, columns)
                 products = Products(config, channels, products, dtype)
@@ -135,7 +134,7 @@ class Attention(AttentionHost):
 
 def raw_rings(config, storage) -> tuple:
     """Where the rings begin that TMA fills with FP8 tiles."""
-    return tuple(storage.raw.data_ptr() + i * config.float8_bytes for i in range(len(config.rings)))
+    return tuple(storage.raw.data_ptr() + i * config.float8_bytes for i in range(len(config.format.rings)))
 
 
 @dataclass(frozen=True)
@@ -163,7 +162,7 @@ def finish_rows(role, tile, uses):
     bias = biases.source(config, operands.bias, tile, row, role.bias)
     columns = replace(role.columns, bias=bias, use=uses[1])
     state = softmax(config, channels, row, tile.span, columns, numbers, role.dtype)
-    if cutlass.const_expr(config.scheduled):  # read again: there are no registers to keep it in
+    if cutlass.const_expr(config.scheduler.has_warp):  # read again: there are no registers to keep it in
         tile = read_tile(config, role.found, uses[0])
         row = tile.row(config.row_of(thread), config.column_part_of(thread))
     place = tile.place(row.index)
@@ -190,7 +189,7 @@ class Loader:
 def load_tile(role, tile, uses):
     """``load.load`` of an M tile. uses: M tiles before it, and those of ``load.load``."""
     config, (number, loaded) = role.config, uses
-    if cutlass.const_expr(config.scheduled):
+    if cutlass.const_expr(config.scheduler.has_warp):
         write_tile(role, tile, number)
     filled = rings(config, role.atoms, role.coordinates, role.bases[:-1], tile, role.dtype)
     boxes = biases.ring(config, role.atoms[-1], role.coordinates[-1], role.bases[-1], tile)

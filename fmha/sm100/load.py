@@ -9,7 +9,6 @@ from warpspec.common.device import tma
 from warpspec.common.device.pipeline import drain
 from warpspec.fmha.device.pages import kv_places
 from warpspec.fmha.device.rings import kv_ring
-from warpspec.fmha.features import Schedule
 from warpspec.fmha.sm100 import bias as biases
 
 
@@ -21,9 +20,9 @@ def rings(config, atoms, coordinates, bases, tile, dtype) -> tuple[tma.TileRing,
     q = cute.domain_offset((0, tile.first_head, tile.first_row_of(0), 0), q)
     q_tiles = cute.local_tile(q, config.q_box, (0, 0, 0, None) if config.heads.whole else (None, 0, 0, 0))
     block_bytes = config.tile_m * tma.ROW_BYTES
-    q_shared = tma.shared_tiles(bases[0], dtype, config.q_box, config.blocks, block_bytes)
+    q_shared = tma.shared_tiles(bases[0], dtype, config.q_box, config.heads.qk_blocks, block_bytes)
     found = [tma.TileRing.make(atoms[0], q_tiles, q_shared)]
-    for places in zip(atoms[1:], coordinates[1:], bases[1:], config.rings, strict=False):
+    for places in zip(atoms[1:], coordinates[1:], bases[1:], config.format.rings, strict=False):
         found.append(kv_ring(config, *places, tile, dtype))
     return tuple(found)
 
@@ -40,25 +39,25 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, rings, tile, op
     """
     span, (tile_use, first_use) = tile.span, uses
     if span.count > 0:
-        if cutlass.const_expr(config.schedule is Schedule.LINE):
+        if cutlass.const_expr(config.scheduler.cuts_tiles):
             channels["q_empty"].wait_previous(tile_use)
-        channels["q_full"].expect_bytes(tile_use, config.blocks * tma.tile_bytes(config.q_box))
-        for block in cutlass.range_constexpr(config.blocks):
+        channels["q_full"].expect_bytes(tile_use, config.heads.qk_blocks * tma.tile_bytes(config.q_box))
+        for block in cutlass.range_constexpr(config.heads.qk_blocks):
             rings[0].load(block, block, channels["q_full"].barrier(tile_use))
     for step in cutlass.range(span.count, unroll=1):
         use = first_use + step
         places = kv_places(config, operands, tile, span.tile(step))
-        for name, ring in zip(config.rings, rings[1:], strict=True):
+        for name, ring in zip(config.format.rings, rings[1:], strict=True):
             loaded = config.load_ring(name)
             full, empty = channels[loaded + "_full"], channels[loaded + "_empty"]
             empty.wait_previous(use)
             full.expect_bytes(use, config.load_tile_bytes(name))
-            blocks, pages = config.kv_boxes(name)
+            blocks, pages = config.kv.boxes(name)
             for box in cutlass.range(blocks * pages, unroll=1):  # unrolled, its addresses cost spills
                 block, page = (box, 0) if cutlass.const_expr(pages == 1) else (box // pages, box % pages)
                 row, source = places[page]
                 ring.load(
-                    config.box_of(row, block, source),
+                    config.kv.place_of(row, block, source),
                     full.stage(use) * blocks * pages + box,
                     full.barrier(use),
                 )
@@ -70,8 +69,8 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, rings, tile, op
 def drain_all(config: cutlass.Constexpr, channels: cutlass.Constexpr, uses):
     """``drain`` of all rings. uses: of all that was loaded."""
     tile_use, end = uses
-    drain(tuple(channels[config.load_ring(name) + "_empty"] for name in config.rings), end)
-    if cutlass.const_expr(config.schedule is Schedule.LINE):  # noqa: SIM102
+    drain(tuple(channels[config.load_ring(name) + "_empty"] for name in config.format.rings), end)
+    if cutlass.const_expr(config.scheduler.cuts_tiles):  # noqa: SIM102
         if tile_use > 0:
             channels["q_empty"].wait(tile_use - 1)
     if cutlass.const_expr(config.bias_stages > 0):

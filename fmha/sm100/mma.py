@@ -11,7 +11,7 @@ from cutlass import Boolean, Float32
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
 from warpspec.common.device import tmem
-from warpspec.fmha.features import ELEMENT_BYTES, Schedule
+from warpspec.fmha.tiles import ELEMENT_BYTES
 
 
 def make_qk(config, dtype) -> cute.TiledMma:
@@ -75,7 +75,7 @@ def fragments(config, dtype, q_base, k_base, v_base, p_base, columns) -> Fragmen
     q = shared(q_base, blackwell.make_smem_layout_a(qk, config.qk_tiler, dtype, 1))
     k = shared(k_base, blackwell.make_smem_layout_b(qk, config.qk_tiler, dtype, stages))
     v = shared(v_base, blackwell.make_smem_layout_b(wide, config.pv_tiler, dtype, 1))[None, None, None, 0]
-    v_stages = cute.make_layout(stages, stride=config.v_stage_bytes // ELEMENT_BYTES)
+    v_stages = cute.make_layout(stages, stride=config.kv.v_stage_bytes // ELEMENT_BYTES)
     v = cute.make_tensor(v.iterator, cute.append(v.layout, v_stages))
     p_layout = blackwell.make_smem_layout_a(pv, config.pv_tiler, dtype, 1)
     if config.p_in_smem:
@@ -117,9 +117,9 @@ def mma(
         use = first_use + step
         if step + 1 < span.count:
             score(config, channels, operands, use + 1, dtype)
-        elif cutlass.const_expr(config.schedule is Schedule.LINE):
+        elif cutlass.const_expr(config.scheduler.cuts_tiles):
             channels["q_empty"].commit_mma(tile_use)
-        full, empty = channels[config.v_ring + "_full"], channels[config.v_ring + "_empty"]
+        full, empty = channels[config.format.v_ring + "_full"], channels[config.format.v_ring + "_empty"]
         full.wait(use)
         channels["p_full"].wait(use)
         tmem.fence_after_wait()
@@ -145,7 +145,7 @@ def score(
     qk.set(tcgen05.Field.NEGATE_A, config.logits.negate)
     k = operands.k[None, None, None, channels["k_full"].stage(use)]
     multiply(qk, operands.s, operands.q, k, False, config.heads.qk_steps)
-    if cutlass.const_expr(not config.shared_kv):
+    if cutlass.const_expr(not config.format.shared_kv):
         channels["k_empty"].commit_mma(use)
     channels["s_full"].commit_mma(use)
 

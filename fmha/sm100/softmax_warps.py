@@ -41,7 +41,7 @@ class Columns:
 
     def hide(self, config, channels, row, step, first_key, scores: cute.Tensor) -> None:
         """Scores (KEY) of the step-th KV tile that the row does not see become -inf."""
-        first = row.first - first_key if config.has_left else None
+        first = row.first - first_key if config.mask.has_left else None
         drafts = row.drafts.read(first_key) if row.drafts else None
         hide(scores, range(config.tile_n), 1, 1, first, row.end - first_key, drafts)
 
@@ -72,7 +72,7 @@ def softmax(
     for step in cutlass.range(span.count, unroll=1):
         state = (reference, row_maximum, row_sum)
         # Two bodies, not a branch around the mask: that would become predicated selections in every tile.
-        if cutlass.const_expr(config.every_tile_masked) or span.needs_mask(span.tile(step), config.tile_n):
+        if cutlass.const_expr(config.mask.sparse) or span.needs_mask(span.tile(step), config.tile_n):
             reference, row_maximum, row_sum = tile_step(
                 config, channels, row, span, columns, numbers, dtype, step, state, True
             )
@@ -123,19 +123,21 @@ def tile_step(
     tmem.fence_before_arrive()
     channels["s_empty"].arrive(use)
 
-    if cutlass.const_expr(config.bias is not None):
+    if cutlass.const_expr(config.logits.bias is not None):
         bias.add(config, channels, row, columns.bias, scores, first_key, step, numbers, masked)
     elif cutlass.const_expr(config.logits.in_powers):
         map_scores(config.logits, scores, range(config.tile_n), numbers)
     if cutlass.const_expr(masked):
         columns.hide(config, channels, row, step, first_key, scores)
     row_maximum = cute.arch.fmax(row_maximum, maximum(scores))
-    reference, factor, moved = move_reference(reference, row_maximum, score_unit, config.rescale_threshold)
+    reference, factor, moved = move_reference(
+        reference, row_maximum, score_unit, config.output.rescale_threshold
+    )
     reference = share(config, columns.thread, reference)
     factor = share(config, columns.thread, factor)
     polynomial_every = 0 if masked else config.shape.polynomial_every
     row_sum = row_sum * factor + exponentiate(
-        scores, reference, score_unit, polynomial_every, degree=3 if config.dtype == "bfloat16" else 4
+        scores, reference, score_unit, polynomial_every, degree=3 if config.format.dtype == "bfloat16" else 4
     )
     weights = cute.make_rmem_tensor(config.tile_n, dtype)  # (KEY)
     weights.store(scores.load().to(dtype))
@@ -149,11 +151,11 @@ def tile_step(
     else:
         tmem.store_row(cute.recast_tensor(weights, Int32), columns.p, columns.thread)
     # A tile that every row sees whole has nothing to clear, and past Sk TMA fills in zeros.
-    if cutlass.const_expr(masked and (config.band or config.ends_in_tile)):  # noqa: SIM102
+    if cutlass.const_expr(masked and (config.mask.band or config.requests.ends_in_tile)):  # noqa: SIM102
         if span.has_unseen(span.tile(step), config.tile_n):
-            full = channels[config.v_ring + "_full"]
+            full = channels[config.format.v_ring + "_full"]
             full.wait(use)
-            stage = columns.v_smem + full.stage(use) * config.v_stage_bytes
+            stage = columns.v_smem + full.stage(use) * config.kv.v_stage_bytes
             unseen.clear(config, span, first_key, columns.thread, stage)
             if cutlass.const_expr(not config.p_in_smem):  # P's fence is for it, too
                 cute.arch.fence_view_async_shared()

@@ -29,7 +29,7 @@ from warpspec.common.device.words import VECTOR_WORDS, interleave, load_shared
 from warpspec.common.hardware import FP32_BYTES, VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS, WORD_BYTES
 from warpspec.fmha.device.logits import map_scores, negate_scores, unit
 from warpspec.fmha.device.softmax import move_reference
-from warpspec.fmha.features import BLOCK
+from warpspec.fmha.heads import BLOCK
 from warpspec.fmha.sm90.config import CLEAR_BARRIER
 from warpspec.fmha.sm90.consumer import DTYPES, unmasked_steps
 from warpspec.fmha.sm90.float8 import STATISTICS
@@ -48,7 +48,7 @@ class Lane:
         self.g, self.t, self.warp = lane // QUAD, lane % QUAD, thread // WARP_THREADS
         self.config = config
         self.columns = PAIR * config.shape.row_tiles
-        self.spans = config.head_dim // config.row_bytes
+        self.spans = config.heads.qk // config.row_bytes
         self.steps = config.row_bytes // MMA_DEPTH  # of QK within a span; words of a quarter of a row
         self.vector = config.row_bytes // OCTET // WORD_BYTES  # words of an eighth of a row
 
@@ -94,7 +94,7 @@ def read_queries(work, lane: cutlass.Constexpr, q: cute.Tensor) -> tuple:
     """q (2, STEP, ROW TILE) from shared memory: of query g of each row tile what K's columns of this lane meet. Returns
     what the scores of the lane's columns are multiplied with."""
     config, found = work.config, []
-    block_bytes = config.q_bytes // config.blocks
+    block_bytes = config.q_bytes // config.heads.qk_blocks
     base = work.shared.q.toint()
     for row_tile in cutlass.range_constexpr(config.shape.row_tiles):
         row = row_tile * MMA_COLUMNS + lane.g
@@ -131,13 +131,13 @@ def take_tile(work, lane: cutlass.Constexpr, q, o, step, masked, state):
     s.fill(0.0)
     channels["k_full"].wait(use)
     score(work, lane, q, s, work.shared.k.toint() + stage)
-    if cutlass.const_expr(not config.shared_kv):
+    if cutlass.const_expr(not config.format.shared_kv):
         release(channels["k_empty"], use)
     state = weigh(work, lane, s, o, first_key, masked, state)
-    if cutlass.const_expr(not config.shared_kv):
+    if cutlass.const_expr(not config.format.shared_kv):
         channels["v_full"].wait(use)
     add_values(work, lane, s, o, work.shared.v.toint() + stage, first_key, masked)
-    release(channels[config.v_ring + "_empty"], use)
+    release(channels[config.format.v_ring + "_empty"], use)
     return state
 
 
@@ -158,7 +158,7 @@ def score(work, lane: cutlass.Constexpr, q, s, base):
                 rows = (key_tile * MMA_ROWS + lane.g + 8 * i for i in range(2))
                 codes = [load_shared(lane.chunk(base, span, row, byte)) for row in rows]
                 low, high = (
-                    widened([words[i] for i in range(VECTOR_WORDS)], config.kv_format, config.qk_dtype)
+                    widened([words[i] for i in range(VECTOR_WORDS)], config.format.kv_format, config.qk_dtype)
                     for words in codes
                 )
                 for i in cutlass.range_constexpr(VECTOR_WORDS):
@@ -181,7 +181,7 @@ def weigh(work, lane: cutlass.Constexpr, s, o, first_key, masked, state):
     if masked:
         hide(work, lane, s, first_key)
     references, maxima, sums = state
-    threshold = config.rescale_threshold
+    threshold = config.output.rescale_threshold
     highest, moves = [], Boolean(False)
     for c in cutlass.range_constexpr(lane.columns):
         own = elements(s, c)
@@ -214,7 +214,9 @@ def move(work, lane: cutlass.Constexpr, o, units: cutlass.Constexpr, maxima, ref
     values, found = flat(o), []
     for c in cutlass.range_constexpr(lane.columns):
         highest = over_keys(maxima[c], cute.arch.fmax)
-        reference, factor, _ = move_reference(references[c], highest, units[c], config.rescale_threshold)
+        reference, factor, _ = move_reference(
+            references[c], highest, units[c], config.output.rescale_threshold
+        )
         for i in elements(o, c):
             values[i] = values[i] * factor
         found.append((highest, reference, sums[c] * factor))
@@ -244,13 +246,13 @@ def hide(work, lane: cutlass.Constexpr, s, first_key):
     config, scores = work.config, flat(s)
     for c in cutlass.range_constexpr(lane.columns):
         row = work.tile.row(c // PAIR * MMA_COLUMNS + PAIR * lane.t + c % PAIR, 0)
-        drafts = row.drafts.read() if cutlass.const_expr(config.has_tree) else None
+        drafts = row.drafts.read() if cutlass.const_expr(config.mask.has_tree) else None
         for n, i in enumerate(elements(s, c)):
             key = first_key + n * 8 + lane.g
             seen = Boolean(key < row.end)
-            if cutlass.const_expr(config.has_left):
+            if cutlass.const_expr(config.mask.has_left):
                 seen = seen & Boolean(key >= row.first)
-            if cutlass.const_expr(config.has_tree):
+            if cutlass.const_expr(config.mask.has_tree):
                 seen = seen | drafts.sees(key)
             scores[i] = Float32(cutlass.select_(seen, scores[i], -Float32.inf))
 
@@ -273,7 +275,7 @@ def add_values(work, lane: cutlass.Constexpr, s, o, base, first_key, masked):
         rows = [key_tile * MMA_ROWS + PAIR * lane.t + i % 2 + i // 2 * 8 for i in range(4)]
         for part in cutlass.range_constexpr(lane.spans):
             codes = [load_vector(lane, base, part, row) for row in rows]
-            if cutlass.const_expr(config.band or config.ends_in_tile):  # noqa: SIM102
+            if cutlass.const_expr(config.mask.band or config.requests.ends_in_tile):  # noqa: SIM102
                 if masked:
                     for i in cutlass.range_constexpr(4):
                         key = first_key + rows[i]
@@ -283,7 +285,7 @@ def add_values(work, lane: cutlass.Constexpr, s, o, base, first_key, masked):
             for w in cutlass.range_constexpr(lane.vector):
                 for half in cutlass.range_constexpr(2):
                     pairs = [interleave(codes[i][w], codes[i + 1][w], PAIRS[half]) for i in (0, 2)]
-                    wide = widened(pairs, config.kv_format, config.p_dtype)
+                    wide = widened(pairs, config.format.kv_format, config.p_dtype)
                     at = (part * lane.vector + w) * PAIR + half
                     for row_tile in cutlass.range_constexpr(config.shape.row_tiles):
                         a = [wide[i] for i in range(4)]
@@ -383,7 +385,7 @@ def read_parts(
         )
         factors.append(factor)
         total = total + part * factor
-    for n in cutlass.range_constexpr(config.head_dim // (QUAD * PAIR)):
+    for n in cutlass.range_constexpr(config.heads.qk // (QUAD * PAIR)):
         for warp in cutlass.range_constexpr(WARPS):
             at = (warp * MMA_COLUMNS + row % MMA_COLUMNS) * config.merge_row + n * QUAD * PAIR + PAIR * lane.t
             pair = cute.make_rmem_tensor(PAIR, Float32)

@@ -7,12 +7,13 @@ from typing import ClassVar
 
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import Target
-from warpspec.fmha.features import ELEMENT_BYTES, Schedule, check_page_size, check_requests, choose_packs
+from warpspec.fmha.features import Schedule, check_requests
 from warpspec.fmha.heads import MMA_K, rounded
 from warpspec.fmha.plan.cost import HOPPER, Constants, Tiling, Way
 from warpspec.fmha.plan.splits import DECODE_LOADS, FLOAT8_LOADS, Loads
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm90.shapes import FLOAT8, Shape, float8_tiles, tiles
+from warpspec.fmha.tiles import ELEMENT_BYTES, check_page_size, choose_packs
 
 
 class Choices:

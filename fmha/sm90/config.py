@@ -6,7 +6,7 @@ Plain Python, fixed at compile time. One ``AttentionConfig`` is one compiled ker
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from warpspec.common import memory
 from warpspec.common.barriers import MBARRIER_BYTES, Barrier, barrier_count
@@ -23,22 +23,17 @@ from warpspec.common.hardware import (
     WORD_BYTES,
 )
 from warpspec.common.launch import Target
-from warpspec.fmha.features import (
-    BLOCK,
-    ELEMENT_BYTES,
-    Schedule,
-    choose_pack,
-    features,
-)
-from warpspec.fmha.heads import MMA_K
+from warpspec.fmha.features import AttentionKernel, Schedule, TileScheduler, parts_of
+from warpspec.fmha.heads import BLOCK, MMA_K
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm90.choices import Choices
-from warpspec.fmha.sm90.float8 import STATISTICS, Float8Features
+from warpspec.fmha.sm90.float8 import FP8_BYTES, STATISTICS, Float8Features
 from warpspec.fmha.sm90.shapes import (
     TWO_CONSUMERS,
     WARPGROUP_ROWS,
     Shape,
 )
+from warpspec.fmha.tiles import ELEMENT_BYTES, KvTile, Rows, choose_pack
 
 BARRIER_BYTES = 1024  # room for the mbarriers: what follows is aligned to it
 FIRST_ORDER_BARRIER = (
@@ -52,10 +47,10 @@ INSTRUCTION_REGISTERS = 30  # that ptxas wants for a wgmma besides those of its 
 
 
 @dataclass(frozen=True)
-class AttentionConfig(Choices, Float8Features):
+class AttentionConfig(Choices, Float8Features, AttentionKernel):
     """Compile-time shape of one kernel. shape: its tiles."""
 
-    schedule: Schedule = Schedule.PERSISTENT
+    scheduler: TileScheduler = TileScheduler(Schedule.PERSISTENT)
     shape: Shape = TWO_CONSUMERS
 
     def __post_init__(self):
@@ -64,7 +59,7 @@ class AttentionConfig(Choices, Float8Features):
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019 (a planner makes the same few again and again)
     def _check_budgets(self) -> None:
-        assert 1 <= self.pack <= WARPGROUP_ROWS
+        assert 1 <= self.rows.pack <= WARPGROUP_ROWS
         assert self.consumers % self.column_parts == 0
         assert self.smem_bytes <= self.smem_limit
         if (
@@ -74,8 +69,9 @@ class AttentionConfig(Choices, Float8Features):
         if self.paired:
             assert self.consumers == 2 and self.kv_stages == 2 and self.tile_n == BLOCK
         assert self.role_registers <= self.register_pool, "setmaxnreg would wait for ever"
-        assert barrier_count(self.barriers) * 8 + self.cursor_bytes + self.record_bytes <= BARRIER_BYTES
-        assert not ((self.schedule is Schedule.LINE or self.scheduled) and self.paired)
+        words = self.scheduler.cursor_bytes + self.scheduler.record_bytes
+        assert barrier_count(self.barriers) * MBARRIER_BYTES + words <= BARRIER_BYTES
+        assert not ((self.scheduler.cuts_tiles or self.scheduler.has_warp) and self.paired)
 
     @classmethod
     def of(
@@ -97,9 +93,8 @@ class AttentionConfig(Choices, Float8Features):
         shape = shape or cls.shapes(problem)[0]
         pack = pack or choose_pack(problem.group, problem.seq_q, shape.group_rows)
         tile_m = shape.consumers // shape.column_parts * shape.group_rows
-        switches = {"splits": splits, "schedule": schedule}
-        switches["scheduled"] = shape.column_parts == 1
-        return cls(**features(problem, pack=pack, tile_m=tile_m, **switches), shape=shape)
+        parts = parts_of(problem, rows_of_cta=tile_m, pack=pack, splits=splits)
+        return cls(**parts, scheduler=TileScheduler(schedule, has_warp=shape.column_parts == 1), shape=shape)
 
     @property
     def consumers(self) -> int:
@@ -110,15 +105,21 @@ class AttentionConfig(Choices, Float8Features):
         """Consumers that share 64 rows, each with a part of O's columns; neighbours."""
         return self.shape.column_parts
 
-    @property
-    def row_groups(self) -> int:
-        """Row groups of an M tile."""
-        return self.consumers // self.column_parts
+    @functools.cached_property
+    def rows(self) -> Rows:
+        """Rows of an M tile; a row group is a consumer's, or of those that share it."""
+        return Rows(self.pack, self.consumers // self.column_parts, self.shape.group_rows)
 
-    @property
-    def row_group_size(self) -> int:
-        """Rows of a consumer, or of those that share them."""
-        return self.shape.group_rows
+    @functools.cached_property
+    def kv(self) -> KvTile:
+        """A KV tile, in FP8 where warps convert it in registers. Of keys that come in pieces a box is no more than
+        one."""
+        tile = KvTile(self.tile_n, self.heads, self.format.shared_kv, self.requests.page_size)
+        if self.by_warp:
+            return replace(tile, element_bytes=FP8_BYTES, span=self.row_bytes, box_spans=1)
+        if self.converts:
+            return tile.of_codes()
+        return replace(tile, box_spans=self.heads.qk_blocks // self.pieces) if self.pieces > 1 else tile
 
     @property
     def recompute_elements(self) -> int:
@@ -147,7 +148,7 @@ class AttentionConfig(Choices, Float8Features):
     @property
     def paired(self) -> bool:
         """Two consumers share 64 rows and pass each other P through shared memory (``pair``)."""
-        return self.column_parts == 2 and self.shared_kv
+        return self.column_parts == 2 and self.format.shared_kv
 
     @property
     def p_in_keys(self) -> bool:
@@ -158,7 +159,7 @@ class AttentionConfig(Choices, Float8Features):
     @property
     def p_stage_bytes(self) -> int:
         """Shared memory from one P to the next."""
-        return self.kv_tile_bytes if self.p_in_keys else self.p_bytes
+        return self.kv.k_bytes if self.p_in_keys else self.p_bytes
 
     @property
     def pv_first(self) -> bool:
@@ -173,12 +174,12 @@ class AttentionConfig(Choices, Float8Features):
     @property
     def skips_idle(self) -> bool:
         """Consumers without rows of a tile leave the SM to the others: tiles of decoding among those of prefill."""
-        return self.schedule is Schedule.LINE and self.row_groups > 1
+        return self.scheduler.cuts_tiles and self.rows.groups > 1
 
     @property
     def tile_m(self) -> int:
         """Query rows of a CTA."""
-        return self.row_groups * self.row_group_size
+        return self.rows.count
 
     @property
     def tile_n(self) -> int:
@@ -238,17 +239,17 @@ class AttentionConfig(Choices, Float8Features):
     @property
     def pieces(self) -> int:
         """Pieces of a KV tile that have an mbarrier each: where tiles are few and large, QK begins with the first."""
-        return self.blocks if self.paired else 1
+        return self.heads.qk_blocks if self.paired else 1
 
     @property
     def part_blocks(self) -> int:
         """Blocks of 64 columns that each load warp brings."""
-        return self.blocks // self.parts
+        return self.heads.qk_blocks // self.parts
 
     @property
     def odd_blocks(self) -> int:
         """Blocks that are left: the last load warp brings them, of keys either warp in turn (``part_pieces``)."""
-        return self.blocks % self.parts
+        return self.heads.qk_blocks % self.parts
 
     @property
     def part_pieces(self) -> int:
@@ -265,62 +266,37 @@ class AttentionConfig(Choices, Float8Features):
         """Load warps bring into L2 what has no room in shared memory yet."""
         return self.paired
 
-    def kv_box(self, ring: str = "k") -> tuple[int, int, int]:
-        """As in ``KernelFeatures``; no more than a piece."""
-        if self.by_warp:
-            return (self.row_bytes, self.page_keys, 1)
-        keys, rows, blocks = super().kv_box(ring)
-        if self.pieces == 1:
-            return (keys, rows, blocks)
-        return (keys, rows, min(blocks, self.blocks // self.pieces))
-
-    def kv_boxes(self, ring: str = "k") -> tuple[int, int]:
-        """As in ``KernelFeatures``."""
-        if self.by_warp:
-            return (self.head_dim // self.row_bytes, self.tile_pages)
-        return super().kv_boxes(ring)
-
-    @property
-    def kv_tile_bytes(self) -> int:
-        """As in ``KernelFeatures``."""
-        return self.float8_tile_bytes if self.by_warp else super().kv_tile_bytes
-
-    @property
-    def v_tile_bytes(self) -> int:
-        """As in ``KernelFeatures``."""
-        return self.float8_tile_bytes if self.by_warp else super().v_tile_bytes
-
     # Tiles.
 
     @property
     def q_box(self) -> tuple[int, int, int]:
         """(D, HEAD, QUERY) of a Q load: one block of D of one row group."""
-        return (BLOCK, self.pack, self.row_group_queries)
+        return (BLOCK, self.rows.pack, self.rows.group_queries)
 
     # Shared memory, in bytes.
 
     @property
     def q_bytes(self) -> int:
         """Q of one row group."""
-        return self.row_group_size * self.heads.qk_room * ELEMENT_BYTES
+        return self.rows.group_size * self.heads.qk_room * ELEMENT_BYTES
 
     @property
     def smem_regions(self) -> tuple[memory.Region, ...]:
         """Shared memory, in order."""
         stages, rows = self.kv_stages, f"{self.kv_stages} x [{self.tile_n}"
-        name = "K and V" if self.shared_kv else "K"
+        name = "K and V" if self.format.shared_kv else "K"
         p = f"{WEIGHT_STAGES} x [{WARPGROUP_ROWS}, {self.tile_n}]; O leaves through it"
-        room = (BARRIER_BYTES - self.cursor_bytes - self.record_bytes) // MBARRIER_BYTES
+        room = (BARRIER_BYTES - self.scheduler.cursor_bytes - self.scheduler.record_bytes) // MBARRIER_BYTES
         return (
             memory.barrier_region(self.barriers, room),
-            memory.Region("cursors", self.cursor_bytes // WORD_BYTES, "int32", 0, "ends of chunks"),
-            memory.Region("records", self.record_bytes // WORD_BYTES, "int32", 0, "records", "of tiles"),
+            memory.Region("cursors", self.scheduler.cursor_bytes // WORD_BYTES, "int32", 0, "ends of chunks"),
+            memory.Region("records", self.scheduler.record_bytes // WORD_BYTES, "int32", 0, "records", "of tiles"),
             memory.tile_region(
-                "q", self.row_groups * self.q_bytes, "Q",
-                f"{self.row_groups} x [{self.row_group_size}, {self.heads.qk_room}]",
+                "q", self.rows.groups * self.q_bytes, "Q",
+                f"{self.rows.groups} x [{self.rows.group_size}, {self.heads.qk_room}]",
             ),
-            memory.tile_region("k", stages * self.kv_tile_bytes, name, f"{rows}, {self.heads.qk_room}]"),
-            memory.tile_region("v", self.v_bytes, "V", f"{rows}, {self.heads.v_room}]"),
+            memory.tile_region("k", stages * self.kv.k_bytes, name, f"{rows}, {self.heads.qk_room}]"),
+            memory.tile_region("v", stages * self.kv.own_v_bytes, "V", f"{rows}, {self.heads.v_room}]"),
             memory.tile_region("p", WEIGHT_STAGES * self.p_bytes, "P", p),
             memory.Region(
                 "statistics", self.statistics_bytes // FP32_BYTES, "float32", 0, "", "of the rows of each P"
@@ -365,20 +341,20 @@ class AttentionConfig(Choices, Float8Features):
         own = "the rows' consumers, one thread a warp"
         readers = WARPGROUP_THREADS // WARP_THREADS * self.column_parts
         q = (
-            Barrier("q_full", self.row_groups, self.parts, filled, own, "the rows' Q is in shared memory"),
+            Barrier("q_full", self.rows.groups, self.parts, filled, own, "the rows' Q is in shared memory"),
             Barrier(
                 "q_empty",
-                self.row_groups,
+                self.rows.groups,
                 readers,
                 own,
                 load,
                 "the consumers of these rows have read their Q",
             ),
         )
-        if self.scheduled:
+        if self.scheduler.has_warp:
             readers = warps + 1 + self.converts * (WARPGROUP_THREADS // WARP_THREADS)
             roles = "consumers, converter and load warp" if self.converts else "consumers and load warp"
-            q += self.record_barriers("scheduler", roles, readers)
+            q += self.scheduler.barriers("scheduler", roles, readers)
         if self.paired:
             pieces, parts = stages * self.pieces, stages * self.parts
             mine, other = "the tile's consumer, one thread a warp", "the other consumer"
@@ -403,7 +379,7 @@ class AttentionConfig(Choices, Float8Features):
             return (*q, *self.conversion_barriers("consumers", "consumers", warp, warps))
         if self.by_warp:
             return (*q, *self.warp_barriers)
-        if self.shared_kv:
+        if self.format.shared_kv:
             return (
                 *q,
                 Barrier("k_full", stages, 1, filled, "consumers", "KV tile is in shared memory"),

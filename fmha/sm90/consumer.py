@@ -24,10 +24,10 @@ from warpspec.fmha.device import unseen
 from warpspec.fmha.device.logits import LogitNumbers, map_scores, negate_scores, unit
 from warpspec.fmha.device.mask import hide
 from warpspec.fmha.device.softmax import move_reference
-from warpspec.fmha.features import ELEMENT_BYTES
 from warpspec.fmha.sm90 import bias, softmax
 from warpspec.fmha.sm90.config import CLEAR_BARRIER, FIRST_ORDER_BARRIER
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
+from warpspec.fmha.tiles import ELEMENT_BYTES
 
 ONE_WARPGROUP = (1, 1, 1)
 DTYPES = {"bfloat16": BFloat16, "float16": Float16}
@@ -89,8 +89,8 @@ def products(config, q_base, k_base, v_base, part) -> Products:
     k = shared(k_base, hopper.make_smem_layout_b(row_major, (rows, keys, depth), dtype, config.kv_stages))
     # V's blocks of columns lie one behind another; a part begins with some block, a stage is all of them.
     v_layout = hopper.make_smem_layout_b(column_major, (rows, room, keys), p_dtype, 1)
-    stages = cute.make_layout(config.kv_stages, stride=config.v_stage_bytes // ELEMENT_BYTES)
-    part_bytes = config.v_tile_bytes // config.column_parts
+    stages = cute.make_layout(config.kv_stages, stride=config.kv.v_stage_bytes // ELEMENT_BYTES)
+    part_bytes = config.kv.v_bytes // config.column_parts
     v_part = (v_base + part * part_bytes).align(tma.TILE_ALIGNMENT)
     v_first = cute.make_tensor(cute.recast_ptr(v_part, v_layout.inner, dtype=p_dtype), v_layout.outer)
     v_first = v_first[None, None, 0]
@@ -158,11 +158,11 @@ class Work:
 
     @property
     def v_full(self):
-        return self.channels[self.config.v_ring + "_full"]
+        return self.channels[self.config.format.v_ring + "_full"]
 
     @property
     def v_empty(self):
-        return self.channels[self.config.v_ring + "_empty"]
+        return self.channels[self.config.format.v_ring + "_empty"]
 
     def issue_qk(self, step) -> None:
         """S of the step-th KV tile."""
@@ -185,14 +185,14 @@ class Work:
 
     def release_k(self, step) -> None:
         """QK has read the K tile; where it is V too, PV is still to come."""
-        if not self.config.shared_kv:
+        if not self.config.format.shared_kv:
             self.channels["k_empty"].arrive_warp(self.use + step)
 
     def hide(self, scores: cute.Tensor, r: int, step) -> None:
         """Scores (n) of the step-th KV tile at keys that row r does not see become -inf."""
         row = self.rows[r]
         origin = self.span.tile(step) * self.config.tile_n + PAIR * row.member  # key of element 0
-        first = row.first - origin if self.config.has_left else None
+        first = row.first - origin if self.config.mask.has_left else None
         drafts = row.drafts.read(origin) if row.drafts else None
         hide(scores, elements(scores, r), PAIR, COLUMNS, first, row.end - origin, drafts)
 
@@ -262,7 +262,7 @@ def attend(work):
         state = advance(work, step, state, True)
     for step in cutlass.range(whole, partial, unroll=1):
         state = advance(work, step, state, False)
-    if cutlass.const_expr(config.has_left):
+    if cutlass.const_expr(config.mask.has_left):
         for step in cutlass.range(partial, span.count, unroll=1):
             state = advance(work, step, state, True)
     if span.count > 0:
@@ -287,7 +287,7 @@ def attend_idle(work):
             end_turn(work)
         work.release_k(step)
         work.v_full.wait(use)
-        if cutlass.const_expr(config.band or config.ends_in_tile):  # noqa: SIM102
+        if cutlass.const_expr(config.mask.band or config.requests.ends_in_tile):  # noqa: SIM102
             if span.has_unseen(span.tile(step), config.tile_n):
                 cute.arch.barrier(barrier_id=CLEAR_BARRIER, number_of_threads=config.consumer_threads)
         work.v_empty.arrive_warp(use)
@@ -361,7 +361,7 @@ def weigh(work, step, state, masked: cutlass.Constexpr):
         row, numbers = work.rows[r], work.numbers_of(r)
         score_unit = unit(config.logits, numbers)
         origin = first_key + PAIR * row.member  # key of element 0
-        if cutlass.const_expr(config.bias is not None):
+        if cutlass.const_expr(config.logits.bias is not None):
             bias.add(config, scores, r, work.biases[r], origin, numbers, masked)
         elif cutlass.const_expr(config.logits.in_powers):
             map_scores(config.logits, scores, elements(scores, r), numbers)
@@ -370,13 +370,13 @@ def weigh(work, step, state, masked: cutlass.Constexpr):
         highest = softmax.over_quad(softmax.maximum(scores, r), cute.arch.fmax)
         highest = cute.arch.fmax(maxima[r], highest)
         reference, factor, moved = move_reference(
-            references[r], highest, score_unit, config.rescale_threshold
+            references[r], highest, score_unit, config.output.rescale_threshold
         )
         total = softmax.exponentiate(scores, r, reference, score_unit)
         total = sums[r] * factor + total
         new.append((reference, highest, total, factor, moved))
     references, maxima, sums, factors, moved = zip(*new, strict=True)
-    if cutlass.const_expr(masked and (config.band or config.ends_in_tile)):  # noqa: SIM102
+    if cutlass.const_expr(masked and (config.mask.band or config.requests.ends_in_tile)):  # noqa: SIM102
         if span.has_unseen(span.tile(step), config.tile_n):
             use = work.use + step
             barrier, threads = CLEAR_BARRIER, config.consumer_threads
@@ -384,7 +384,7 @@ def weigh(work, step, state, masked: cutlass.Constexpr):
                 barrier, threads = CLEAR_BARRIER + work.consumer, WARPGROUP_THREADS
             else:
                 work.v_full.wait(use)
-            stage = work.v_base + use % config.kv_stages * config.v_stage_bytes
+            stage = work.v_base + use % config.kv_stages * config.kv.v_stage_bytes
             if cutlass.const_expr(config.paired):  # noqa: SIM114
                 unseen.clear(config, span, first_key, work.thread, stage)
                 cute.arch.fence_view_async_shared()

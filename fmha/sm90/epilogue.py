@@ -14,7 +14,7 @@ from warpspec.fmha.device.logits import unit
 from warpspec.fmha.device.results import of_split, piece_statistics, statistics
 from warpspec.fmha.device.scales import value_factor
 from warpspec.fmha.device.unseen import recompute, tainted
-from warpspec.fmha.features import BLOCK, Schedule
+from warpspec.fmha.heads import BLOCK
 from warpspec.fmha.sm90.fragment import PAIR, QUAD, THREAD_ROWS, elements, row_columns
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
 from warpspec.fmha.sm90.softmax import over_quad
@@ -45,7 +45,7 @@ class RowResults(Results):
         for i in elements(o, r):
             o[i] = Float32(cutlass.select_(empty, Float32(0.0), o[i] * factor))
         target = columns(work, operands.o, place)
-        store = store_row if work.config.normalize else store_pairs
+        store = store_row if work.config.output.normalize else store_pairs
         store(o, r, row.member, target, place.in_range)
 
 
@@ -60,7 +60,7 @@ def epilogue(work, state, operands, stage, results: cutlass.Constexpr = ROW_RESU
     shared memory that the consumer may write to, or None. results: ``Results``, used without a stage. A row that sees
     no key writes zeros and -inf. Of a piece of a tile the rows' states are written, into the workspace.
     """
-    if cutlass.const_expr(work.config.schedule is Schedule.LINE):
+    if cutlass.const_expr(work.config.scheduler.cuts_tiles):
         if work.tile.piece.whole:
             write_results(work, state, operands, stage, results)
         else:
@@ -130,7 +130,7 @@ def write_piece(work, state, operands):
 def untaint(work, r: cutlass.Constexpr, place, reference, total, operands):
     """Sum row r of the thread again where a hidden value reached it (``device.unseen``)."""
     config, o, row = work.config, flat(work.mma.o), work.rows[r]
-    if cutlass.const_expr(config.band or config.bias is not None):
+    if cutlass.const_expr(config.mask.band or config.logits.bias is not None):
         own = row_columns(config, o, r, row, work.part)
         if place.in_range & tainted(o, own, total):
             recompute(config, row, place, operands, reference, work.numbers, o, own)

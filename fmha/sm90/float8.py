@@ -8,6 +8,7 @@ from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREA
 from warpspec.fmha.conversion import ConversionFeatures
 from warpspec.fmha.sm90.shapes import COLUMN_ROWS
 
+FP8_BYTES = 1  # of a number
 STATISTICS = (
     3  # numbers of a row that go with a P tile, or with a warp's O: reference, maximum, factor or sum
 )
@@ -19,7 +20,7 @@ class Float8Features(ConversionFeatures):
     @property
     def converts(self) -> bool:
         """The last warpgroup converts K and V from FP8 (``convert``)."""
-        return self.kv_format is not None and not self.by_warp
+        return self.format.kv_format is not None and not self.by_warp
 
     @property
     def by_warp(self) -> bool:
@@ -29,7 +30,7 @@ class Float8Features(ConversionFeatures):
     @property
     def p_dtype(self) -> str:
         """dtype of P and V in products. FP8 codes become fp16 by one instruction, and P has more digits so."""
-        return "float16" if self.kv_format else self.dtype
+        return "float16" if self.format.kv_format else self.format.dtype
 
     @property
     def qk_dtype(self) -> str:
@@ -39,7 +40,7 @@ class Float8Features(ConversionFeatures):
     @property
     def narrows_q(self) -> bool:
         """Q comes in bf16 and is multiplied in fp16."""
-        return self.qk_dtype != self.dtype
+        return self.qk_dtype != self.format.dtype
 
     @property
     def convert_warp(self) -> int:
@@ -49,7 +50,7 @@ class Float8Features(ConversionFeatures):
     @property
     def row_bytes(self) -> int:
         """Bytes of a row of FP8 in one box."""
-        return min(self.head_dim, memory.ROW_BYTES) if self.by_warp else self.head_dim
+        return min(self.heads.qk, memory.ROW_BYTES) if self.by_warp else self.heads.qk
 
     @property
     def merge_regions(self) -> tuple[memory.Region, ...]:
@@ -78,7 +79,7 @@ class Float8Features(ConversionFeatures):
         loaded = "load warp, expect_tx + TMA bytes"
         reader = "the tile's consumer warp"
         table = []
-        for name in self.rings:
+        for name in self.format.rings:
             tile, stages = name.upper(), self.kv_stages
             table += [
                 Barrier(f"{name}_full", stages, 1, loaded, reader, f"{tile} tile is in shared memory"),

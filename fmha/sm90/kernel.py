@@ -26,7 +26,6 @@ from warpspec.fmha.device.logits import LogitNumbers
 from warpspec.fmha.device.record import records_of
 from warpspec.fmha.device.scales import score_numbers
 from warpspec.fmha.device.tiles import each_tile, schedule
-from warpspec.fmha.features import Schedule
 from warpspec.fmha.sm90.by_warp import attend_by_warp
 from warpspec.fmha.sm90.consumer import (
     Products,
@@ -68,7 +67,7 @@ class Attention(AttentionHost):
         config = self.config
         loads = self.loads(operands)
         where = where_of(config, operands, numbers)
-        ctas = numbers.ctas if config.schedule is Schedule.LINE else cutlass.min(where.tiles, numbers.ctas)
+        ctas = numbers.ctas if config.scheduler.cuts_tiles else cutlass.min(where.tiles, numbers.ctas)
         self.kernel(
             operands,
             tuple(atom for atom, _ in loads),
@@ -98,21 +97,21 @@ class Attention(AttentionHost):
                 cute.nvgpu.cpasync.prefetch_descriptor(atom)
         cute.arch.griddepcontrol_wait()  # for the launch before: until here only shared memory and descriptors
         cute.arch.griddepcontrol_launch_dependents()  # the next launch comes up meanwhile, and waits likewise
-        if cutlass.const_expr(config.schedule is Schedule.LINE):
+        if cutlass.const_expr(config.scheduler.cuts_tiles):
             where = where.at(storage.cursors.data_ptr())
             place_chunks(config, operands, where.line, where.cursors)
         cute.arch.sync_threads()
 
         # 2. Roles.
         tiles = where
-        if cutlass.const_expr(config.scheduled):
+        if cutlass.const_expr(config.scheduler.has_warp):
             tiles = records_of(config, storage.records.data_ptr(), where, operands)
         k_base = storage.k.data_ptr()
         shared = Shared(
             storage.q.data_ptr(),
             k_base,
-            k_base if cutlass.const_expr(config.shared_kv) else storage.v.data_ptr(),
-            k_base + config.v_tile_bytes if cutlass.const_expr(config.p_in_keys) else storage.p.data_ptr(),
+            k_base if cutlass.const_expr(config.format.shared_kv) else storage.v.data_ptr(),
+            k_base + config.kv.v_bytes if cutlass.const_expr(config.p_in_keys) else storage.p.data_ptr(),
             storage.statistics.data_ptr(),
             storage.sums.data_ptr(),
             storage.raw.data_ptr() if cutlass.const_expr(config.converts) else k_base,
@@ -122,7 +121,7 @@ class Attention(AttentionHost):
         if cutlass.const_expr(config.converts):
             if warp >= config.convert_warp:
                 set_registers(config, config.shape.converter_registers)
-                rings = tuple(shared.raw + i * config.float8_bytes for i in range(len(config.rings)))
+                rings = tuple(shared.raw + i * config.float8_bytes for i in range(len(config.format.rings)))
                 convert(config, channels, operands, rings, (shared.k, shared.v), tiles)
             else:
                 play(config, channels, shared, operands, (atoms, coordinates), where, tiles, numbers, dtype)
@@ -146,7 +145,7 @@ def play(
     thread, _, _ = cute.arch.thread_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     if warp >= config.load_warp:
-        if cutlass.const_expr(config.schedule is Schedule.LINE):  # noqa: SIM102
+        if cutlass.const_expr(config.scheduler.cuts_tiles):  # noqa: SIM102
             if warp == config.join_warp:
                 write_join(config, operands, where.line, where.cursors)
         cute.arch.setmaxregister_decrease(config.shape.producer_registers)
@@ -154,7 +153,7 @@ def play(
             part = warp - config.load_warp if cutlass.const_expr(config.parts > 1) else 0
             source = Source(config, operands, *maps, shared, dtype, part)
             load(config, channels, source, tiles)
-        elif cutlass.const_expr(config.scheduled):  # noqa: SIM102
+        elif cutlass.const_expr(config.scheduler.has_warp):  # noqa: SIM102
             if warp == config.scheduler_warp:
                 schedule(config, channels, operands, where, tiles)
     else:
@@ -178,7 +177,7 @@ def where_of(config, operands, numbers):
     """What persistent CTAs need to find their tiles. Host side."""
     tiles, splits = grid_of(config, operands)
     group = operands.q.shape[2] // operands.k.shape[2]
-    if config.schedule is Schedule.LINE:
+    if config.scheduler.cuts_tiles:
         return chunks_of(config, operands, numbers)
     total = Int32(tiles.size * splits)
     section = numbers.section
@@ -242,14 +241,14 @@ def consume_tile(role, tile, uses):
     config, channels, operands = role.config, role.channels, role.operands
     tile_use, use = uses
     mine = thread_rows(tile, role.row_group, role.thread)
-    q_use = tile_use * config.row_groups + role.row_group
+    q_use = tile_use * config.rows.groups + role.row_group
     if tile.span.count > 0:
         channels["q_full"].wait(q_use)
     row_factors = None
     if cutlass.const_expr(config.narrows_q and not config.by_warp):
         row_factors = narrow_rows(role, tile)
     biases = None
-    if cutlass.const_expr(config.bias is not None):
+    if cutlass.const_expr(config.logits.bias is not None):
         places = (tile.place(row.index, role.row_group) for row in mine)
         biases = tuple(row_of(config, operands.bias, place) for place in places)
     work = Work(
@@ -277,7 +276,7 @@ def consume_tile(role, tile, uses):
     elif cutlass.const_expr(config.paired):
         state = attend_paired(Pair(work, role.shared, tile_use))
         stage = None
-        if cutlass.const_expr(config.normalize and not config.p_in_keys):
+        if cutlass.const_expr(config.output.normalize and not config.p_in_keys):
             stage = own_stage(config, role.shared, role.number)  # every P has been read
         epilogue(work, state, operands, stage)
     elif cutlass.const_expr(config.by_warp):

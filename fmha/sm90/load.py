@@ -38,7 +38,7 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, source, where):
     role = Loader(config, channels, source, where)
     _, use = each_tile(config, source.operands, where, load_tile, role, (Int32(0), Int32(0)))
     drain(
-        tuple(channels[config.load_ring(name) + "_empty"] for name in config.rings),
+        tuple(channels[config.load_ring(name) + "_empty"] for name in config.format.rings),
         use,
         config.parts,
         source.part,
@@ -58,15 +58,15 @@ def load_tile(role, tile, uses):
             for step in cutlass.range_constexpr(config.kv_stages):
                 prefetch_kv(source, where, tile, step)
     if span.count > 0:
-        for row_group in cutlass.range_constexpr(config.row_groups):
-            q_use = tile_use * config.row_groups + row_group
+        for row_group in cutlass.range_constexpr(config.rows.groups):
+            q_use = tile_use * config.rows.groups + row_group
             ring = source.q(tile, row_group)
             channels["q_empty"].wait_previous(q_use)
             load_q(config, ring, channels["q_full"], q_use, part, row_group)
         tile_use += 1
     for step in cutlass.range(span.count, unroll=1):
         places = kv_places(config, source.operands, tile, span.tile(step))
-        for i, name in enumerate(config.rings):
+        for i, name in enumerate(config.format.rings):
             ring = source.kv(tile, i)
             loaded = config.load_ring(name)
             full, empty = channels[loaded + "_full"], channels[loaded + "_empty"]
@@ -98,11 +98,11 @@ def load_q(config: cutlass.Constexpr, ring, full: cutlass.Constexpr, use, part, 
     full.expect_bytes(use, expected)
     for i in cutlass.range_constexpr(blocks):
         block = part * blocks + i
-        ring.load(block, row_group * config.blocks + block, full.barrier(use))
+        ring.load(block, row_group * config.heads.qk_blocks + block, full.barrier(use))
     if cutlass.const_expr(odd > 0):  # noqa: SIM102
         if part == config.parts - 1:
-            for block in cutlass.range_constexpr(config.blocks - odd, config.blocks):
-                ring.load(block, row_group * config.blocks + block, full.barrier(use))
+            for block in cutlass.range_constexpr(config.heads.qk_blocks - odd, config.heads.qk_blocks):
+                ring.load(block, row_group * config.heads.qk_blocks + block, full.barrier(use))
 
 
 @cute.jit
@@ -110,11 +110,11 @@ def load_piece(
     config: cutlass.Constexpr, name: cutlass.Constexpr, ring, full: cutlass.Constexpr, use, piece, places
 ):
     """One piece of a KV tile. use: of its mbarrier; piece: which of the tile's."""
-    blocks, pages = config.kv_boxes(name)
+    blocks, pages = config.kv.boxes(name)
     full.expect_bytes(use, config.load_tile_bytes(name) // config.pieces)
     for block in cutlass.range(blocks // config.pieces, unroll=1):
         for page in cutlass.range_constexpr(pages):
             row, source = places[page]
             at = piece * (blocks // config.pieces) + block
             box = (full.stage(use) // config.pieces * blocks + at) * pages + page
-            ring.load(config.box_of(row, at, source), box, full.barrier(use))
+            ring.load(config.kv.place_of(row, at, source), box, full.barrier(use))

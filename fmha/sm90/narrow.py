@@ -69,8 +69,8 @@ def narrow_queries(config: cutlass.Constexpr, base, consumer, thread) -> Float32
     """Q of a row group, in shared memory at an address, becomes fp16 in place, by the consumer's threads, two a row.
     Returns what the scores of a thread's row, number thread / 2, are multiplied with."""
     row, half = thread // ROW_THREADS, thread % ROW_THREADS
-    block_bytes = config.q_bytes // config.blocks
-    chunks = config.blocks * tma.ROW_BYTES // VECTOR_BYTES // ROW_THREADS
+    block_bytes = config.q_bytes // config.heads.qk_blocks
+    chunks = config.heads.qk_blocks * tma.ROW_BYTES // VECTOR_BYTES // ROW_THREADS
     places, vectors = [], []
     for i in cutlass.range_constexpr(chunks):
         chunk = half * chunks + i

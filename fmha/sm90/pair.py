@@ -31,7 +31,6 @@ from cutlass.tensor_utils import LayoutEnum
 from warpspec.common.device import tma
 from warpspec.common.device.wgmma import settle
 from warpspec.common.hardware import WARPGROUP_THREADS
-from warpspec.fmha.features import ELEMENT_BYTES
 from warpspec.fmha.heads import MMA_K
 from warpspec.fmha.sm90.config import SCORED_BARRIER, STATISTICS, SUMS_BARRIER, WEIGHT_STAGES
 from warpspec.fmha.sm90.consumer import (
@@ -48,6 +47,7 @@ from warpspec.fmha.sm90.consumer import (
 from warpspec.fmha.sm90.fragment import THREAD_ROWS
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
 from warpspec.fmha.sm90.staging import TILE_WORDS, store_words
+from warpspec.fmha.tiles import ELEMENT_BYTES
 
 DEPTH_PARTS = 2  # of QK's depth D, with PV between them
 TURNS = 2  # tiles after which it is a consumer's turn again
@@ -166,10 +166,10 @@ def attend_paired(pair):
     masked, unmasked, total = (own_below(at, start) for at in (whole, partial, span.count))
     for i in cutlass.range(masked, unroll=1):
         state = turn(pair, start + TURNS * i, state, True)
-    if cutlass.const_expr(not config.every_tile_masked):
+    if cutlass.const_expr(not config.mask.sparse):
         for i in cutlass.range(masked, unmasked, unroll=1):
             state = turn(pair, start + TURNS * i, state, False)
-    if cutlass.const_expr(config.has_left):
+    if cutlass.const_expr(config.mask.has_left):
         for i in cutlass.range(unmasked, total, unroll=1):
             state = turn(pair, start + TURNS * i, state, True)
     if span.count > 0:

@@ -15,7 +15,7 @@ from warpspec.fmha.schedule import extent
 def prefetch_q(source, tile):
     """A part of the columns of a tile's Q."""
     if tile.span.count > 0:
-        for row_group in cutlass.range_constexpr(source.config.row_groups):
+        for row_group in cutlass.range_constexpr(source.config.rows.groups):
             ring = source.q(tile, row_group)
             for block in cutlass.range_constexpr(source.config.part_blocks):
                 ring.prefetch(source.part * source.config.part_blocks + block)
@@ -32,7 +32,7 @@ def prefetch_kv(source, where, tile, step):
         config = source.config
         places = kv_places(config, source.operands, tile, tile.span.tile(step))
         ring = source.kv(tile)
-        _, pages = config.kv_boxes()
+        _, pages = config.kv.boxes()
         first, end = source.blocks
         for block in cutlass.range(first, end, unroll=1):
             for page in cutlass.range_constexpr(pages):

@@ -14,7 +14,7 @@ from warpspec.fmha.device.rings import kv_ring
 
 @dataclass(frozen=True)
 class Source:
-    """atoms, coordinates: from ``tma.make_load``, of Q and of ``config.rings``. shared: ``kernel.Shared``. part: of the
+    """atoms, coordinates: from ``tma.make_load``, of Q and of ``format.rings``. shared: ``kernel.Shared``. part: of the
     columns, this warp's."""
 
     config: object
@@ -42,14 +42,17 @@ class Source:
         q = coordinates[None, None, None, None, tile.batch]
         q = cute.domain_offset((0, tile.first_head, tile.first_row_of(row_group), 0), q)
         tiles = cute.local_tile(q, config.q_box, (0, 0, 0, None) if config.heads.whole else (None, 0, 0, 0))
-        stages, block_bytes = config.row_groups * config.blocks, config.q_bytes // config.blocks
+        stages, block_bytes = (
+            config.rows.groups * config.heads.qk_blocks,
+            config.q_bytes // config.heads.qk_blocks,
+        )
         shared = tma.shared_tiles(self.shared.q, self.dtype, config.q_box, stages, block_bytes)
         return tma.TileRing.make(self.atoms[0], tiles, shared)
 
     def kv(self, tile, number: int = 0) -> tma.TileRing:
-        """The ring of K or V. number: of ``config.rings``."""
+        """The ring of K or V. number: of ``config.format.rings``."""
         config = self.config
         raw = self.shared.raw + number * config.float8_bytes
         base = raw if config.converts else self.shared[1 + number]
-        arguments = self.atoms[1 + number], self.coordinates[1 + number], base, config.rings[number]
+        arguments = self.atoms[1 + number], self.coordinates[1 + number], base, config.format.rings[number]
         return kv_ring(config, *arguments, tile, self.dtype)

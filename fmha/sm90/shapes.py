@@ -13,8 +13,8 @@ from warpspec.common.hardware import (
     SMEM_PER_SM,
     SMEM_RESERVED_PER_CTA,
 )
-from warpspec.fmha.features import choose_pack
 from warpspec.fmha.problem import AttentionProblem
+from warpspec.fmha.tiles import choose_pack
 
 WARPGROUP_ROWS = 64  # query rows of a consumer warpgroup: M of wgmma
 WARP_ROWS = 16  # query rows of a tile whose KV tiles are shared among warps

@@ -24,7 +24,7 @@ from warpspec.common.device.words import (
     scaled_pair,
 )
 from warpspec.common.hardware import VECTOR_BYTES, WORD_BYTES
-from warpspec.fmha.features import BLOCK
+from warpspec.fmha.heads import BLOCK
 from warpspec.latent.gathered.convert import (
     BF16_EXPONENT_BIT,
     BYTES_HIGH,

@@ -14,8 +14,9 @@ from warpspec.common import memory
 from warpspec.common.barriers import Barrier
 from warpspec.common.hardware import BF16_BYTES, VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS, WORD_BYTES
 from warpspec.common.memory import ROW_BYTES
-from warpspec.common.operands import UINT32
-from warpspec.fmha.heads import BLOCK, LATENT, MMA_K
+from warpspec.common.operands import BFLOAT16, FLOAT32, UINT32
+from warpspec.fmha.features import Format, Mask, Output
+from warpspec.fmha.heads import BLOCK, LATENT, MMA_K, HeadSizes
 from warpspec.fmha.sm90.config import AttentionConfig
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS, Shape
 from warpspec.fmha.sm100 import config as sm100
@@ -38,13 +39,13 @@ GATHERED = Shape(2, 64, 2, 1, 208, 88, column_parts=2)
 class Gathers:
     """The part of a configuration that gathered keys add.
 
-    format: of the rows of all key sets. sets: how many key sets. lengths: for each set, whether it has lengths.
+    row_format: of all key sets. sets: how many key sets. lengths: for each set, whether it has lengths.
     rotate_back, float8: rotate the result back; store it in FP8. paged: the only set's slots are a page table of
     requests, each of which has as many neighbouring queries, the last of its tokens. has_kv_scale: all keys have one
     scale, an operand.
     """
 
-    format: str = "v4-fp8"
+    row_format: str = "v4-fp8"
     sets: int = 1
     lengths: tuple[bool, ...] = (True,)
     rotate_back: bool = False
@@ -53,52 +54,55 @@ class Gathers:
     has_kv_scale: bool = False
 
     def check(self) -> None:
-        assert self.head_dim == self.fmt.dim and self.format in GATHERED_FORMATS
+        assert self.heads.qk == self.fmt.dim
         assert 1 <= self.sets <= MAX_KEY_SETS == 3 and len(self.lengths) == self.sets
         assert self.warps_of_part * self.keys_of_warp == self.tile_n
         assert self.keys_of_warp == WARP_THREADS, "a lane looks up a key"
-        assert self.normalize or not self.float8
+        assert self.output.normalize or not self.float8
         assert self.copies or self.fmt.tail * BF16_BYTES in (0, ROW_BYTES), "the tail fills a block"
         assert not self.paged or (self.sets == 1 and self.lengths[0] and self.tile_n == PAGE_ROWS)
 
     @classmethod
-    def of(cls, **options):
+    def of(
+        cls,
+        *,
+        row_format: str = "v4-fp8",
+        float8: bool = False,
+        has_sink: bool = False,
+        has_lse: bool = False,
+        normalize: bool = True,
+        splits: bool = False,
+        **options,
+    ):
         """A configuration with the given options; all other fields are fixed for gathered attention."""
-        dim = GATHERED_FORMATS[options.get("format", cls.format)].dim
-        sizes = {"head_dim": dim, "v_dim": 0 if dim == VALUE_DIM else VALUE_DIM}
-        return cls(dtype="bfloat16", shared_kv=True, pack=WARPGROUP_ROWS, **sizes, **options)
+        heads = HeadSizes(GATHERED_FORMATS[row_format].dim, VALUE_DIM)
+        output = Output(
+            (UINT32 if float8 else BFLOAT16) if normalize else FLOAT32,
+            VALUE_DIM // WORD_BYTES if float8 else VALUE_DIM,
+            has_sink,
+            has_lse,
+            normalize,
+            splits,
+        )
+        return cls(
+            mask=Mask(sparse=True),
+            heads=heads,
+            format=Format(BFLOAT16, shared_kv=True),
+            output=output,
+            pack=WARPGROUP_ROWS,
+            row_format=row_format,
+            float8=float8,
+            **options,
+        )
 
     @property
     def fmt(self) -> RowFormat:
-        return GATHERED_FORMATS[self.format]
-
-    @property
-    def o_dtype(self) -> str:
-        """dtype of o; in FP8 words of four codes."""
-        return UINT32 if self.float8 else super().o_dtype
-
-    @property
-    def o_size(self) -> int:
-        """Elements of a row of o."""
-        return self.heads.v // WORD_BYTES if self.float8 else self.heads.v
+        return GATHERED_FORMATS[self.row_format]
 
     @property
     def copies(self) -> bool:
         """Whether rows are stored as the products take them, so that they are copied without passing registers."""
-        return self.format == "bf16"
-
-    @property
-    def ends_in_tile(self) -> bool:
-        """Whether keys that no query sees were loaded; they were not, zeros stand in their place."""
-        return False
-
-    @property
-    def every_tile_masked(self) -> bool:
-        """True: any key of a tile may be missing."""
-        return True
-
-    def kv_box(self, ring: str = "k") -> tuple[int, int, int]:
-        raise AssertionError("keys are gathered, not loaded by TMA")
+        return self.row_format == "bf16"
 
     # Half of the producer warps fill each part of the columns; each of them fills its own keys of the tile.
 
@@ -118,7 +122,7 @@ class Gathers:
     @property
     def part_blocks(self) -> int:
         """Blocks of 64 columns of a part."""
-        return self.blocks // self.parts
+        return self.heads.qk_blocks // self.parts
 
     @property
     def part_bytes(self) -> int:
@@ -130,7 +134,7 @@ class Gathers:
         """Whether a row has a block behind both parts: its bf16 tail, or codes as the others. Then either part's warps
         bring it in turn, and there is no room for raw keys ahead of a tile. Otherwise the tail is the second part's
         last block."""
-        return self.blocks > self.parts * self.part_blocks
+        return self.heads.qk_blocks > self.parts * self.part_blocks
 
     @property
     def raw_vectors(self) -> int:

@@ -18,7 +18,6 @@ from cutlass import Boolean, Int32, Int64, Uint32
 from warpspec.common.device import tma
 from warpspec.common.device.pipeline import drain
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS, WORD_BYTES
-from warpspec.fmha.features import Schedule
 from warpspec.latent.gathered.codes import convert_tail, copy_codes, copy_tails, load_codes, store_scaled
 from warpspec.latent.gathered.config import PAGE_ROWS
 from warpspec.latent.gathered.rows import (
@@ -188,7 +187,7 @@ def begin_tile(loader, channels: cutlass.Constexpr, shared, number, row) -> Int3
     channels["k_empty"].wait_previous(loader.ring_use(number))
     if (loader.part == 0) & (loader.lane == 0):
         shared.masks[stage * config.warps_of_part + loader.half] = Uint32(mask)
-    base = shared.k.toint() + stage * config.kv_tile_bytes
+    base = shared.k.toint() + stage * config.kv.k_bytes
     return base + loader.part * config.part_bytes
 
 
@@ -211,20 +210,20 @@ def load_q(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, task,
     """Load Q of the task's heads; heads that q does not have arrive as zeros. q_map: TMA's atom and coordinates."""
     atom, coordinates = q_map
     q = coordinates[None, None, None, None, 0]  # (D, HEAD, QUERY, BLOCK)
-    q = cute.domain_offset((0, task.head_group * config.pack, task.token, 0), q)
+    q = cute.domain_offset((0, task.head_group * config.rows.pack, task.token, 0), q)
     tiles = cute.local_tile(q, config.q_box, (0, 0, 0, None))
-    box_bytes = config.q_bytes // config.blocks
-    stages = tma.shared_tiles(shared.q, config_dtype(config), config.q_box, config.blocks, box_bytes)
+    box_bytes = config.q_bytes // config.heads.qk_blocks
+    stages = tma.shared_tiles(shared.q, config_dtype(config), config.q_box, config.heads.qk_blocks, box_bytes)
     ring = tma.TileRing.make(atom, tiles, stages)
-    if cutlass.const_expr(config.schedule is Schedule.PERSISTENT):
+    if cutlass.const_expr(config.scheduler.persistent):
         channels["q_empty"].wait_previous(task_use)
     channels["q_full"].expect_bytes(task_use, config.q_bytes)
-    for block in cutlass.range_constexpr(config.blocks):
+    for block in cutlass.range_constexpr(config.heads.qk_blocks):
         ring.load(block, block, channels["q_full"].barrier(task_use))
 
 
 def config_dtype(config):
-    return {"bfloat16": cutlass.BFloat16}[config.dtype]
+    return {"bfloat16": cutlass.BFloat16}[config.format.dtype]
 
 
 @dataclass(frozen=True)

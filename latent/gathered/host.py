@@ -11,7 +11,6 @@ from warpspec.common.device import tma
 from warpspec.common.device.host import host_function
 from warpspec.common.operands import fakes
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, q_view
-from warpspec.fmha.features import Schedule
 from warpspec.latent.gathered.task import DeviceKeySet, Gathered, GatheredNumbers, KeySetOperands, Units
 
 
@@ -26,11 +25,11 @@ class GatheredHost:
         """Launch the kernel."""
         config, q, splits = self.config, operands.q, numbers.splits
         operands = operands._replace(sets=device_sets(config, q, operands.sets[: config.sets]))
-        head_groups = cute.ceil_div(q.shape[2], config.pack)
+        head_groups = cute.ceil_div(q.shape[2], config.rows.pack)
         units = Units(Int32(q.shape[1] * head_groups * splits), head_groups, splits)
-        atom, coordinates = tma.make_load(q_view(config, q), config.q_box)
+        atom, coordinates = tma.make_load(q_view(config.heads, q), config.q_box)
         grid = units.total
-        if config.schedule is Schedule.PERSISTENT:
+        if config.scheduler.persistent:
             grid = cutlass.min(grid, numbers.ctas)
         self.kernel(operands, atom, coordinates, units, numbers.logits).launch(
             grid=(grid, 1, 1),

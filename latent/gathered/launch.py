@@ -71,7 +71,7 @@ def make_plan(problem: GatheredProblem, target: Target) -> GatheredPlan:
     splits = max(1, min(splits, tiles))
     of_kernel = problem.states if splits > 1 else problem
     config = kind.of(
-        format=problem.format,
+        row_format=problem.format,
         sets=len(problem.slots),
         lengths=problem.lengths,
         has_sink=of_kernel.has_sink,

@@ -15,7 +15,7 @@ from cutlass import Boolean, Int32, Int64, Uint32
 from warpspec.common.device import tma
 from warpspec.common.device.words import permute, shuffle_address
 from warpspec.common.hardware import BF16_BYTES, VECTOR_BYTES, WARP_THREADS, WORD_BYTES
-from warpspec.fmha.features import BLOCK
+from warpspec.fmha.heads import BLOCK
 from warpspec.latent.gathered.convert import some_large, to_bf16
 from warpspec.latent.gathered.task import Gathered
 

@@ -109,7 +109,7 @@ class GatheredAttention(GatheredHost):
             cute.nvgpu.cpasync.prefetch_descriptor(atom)
         cute.arch.sync_threads()
         columns = tmem.base(storage.tmem_address.data_ptr())
-        if cutlass.const_expr(config.splits):
+        if cutlass.const_expr(config.output.splits):
             cute.arch.griddepcontrol_launch_dependents()  # start the combine kernel, which waits for results
 
         masks = storage.masks.get_tensor(cute.make_layout(config.mask_words))

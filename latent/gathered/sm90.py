@@ -90,14 +90,14 @@ class GatheredAttention(GatheredHost):
         if warp == config.load_warp:
             cute.nvgpu.cpasync.prefetch_descriptor(atom)
         cute.arch.sync_threads()
-        if cutlass.const_expr(config.splits):
+        if cutlass.const_expr(config.output.splits):
             cute.arch.griddepcontrol_launch_dependents()  # start the combine kernel, which waits for results
         k_base = storage.k.data_ptr()
         shared = GatheredStorage(
             storage.q.data_ptr(),
             k_base,
             k_base,
-            k_base + config.v_tile_bytes if cutlass.const_expr(config.p_in_keys) else storage.p.data_ptr(),
+            k_base + config.kv.v_bytes if cutlass.const_expr(config.p_in_keys) else storage.p.data_ptr(),
             storage.statistics.data_ptr(),
             storage.sums.data_ptr(),
             storage.masks.get_tensor(cute.make_layout(config.mask_words)),
@@ -153,7 +153,7 @@ def consume(
         stage, results = None, ROW_RESULTS
         if cutlass.const_expr(config.float8):
             results = PAIR_FLOAT8
-        elif cutlass.const_expr(config.normalize and not config.p_in_keys):
+        elif cutlass.const_expr(config.output.normalize and not config.p_in_keys):
             stage = own_stage(config, shared, part)  # every P has been read by now
         epilogue(work, state, operands, stage, results)
 

@@ -16,6 +16,7 @@ from warpspec.common.hardware import TMA_ALIGNMENT, WORD_BYTES
 from warpspec.common.operands import BFLOAT16, FLOAT32, INT32, UINT32, Number, Operand, Several
 from warpspec.fmha.device.tile import Place, Row, RowTile
 from warpspec.fmha.logits import SMALLEST_SCALE, LogitNumbers
+from warpspec.fmha.operands import RESULT, STATE
 from warpspec.fmha.schedule import SparseTiles
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
 from warpspec.latent.gathered.config import MAX_KEY_SETS, PAGE_ROWS, ROPE_DIM
@@ -98,15 +99,13 @@ class Gathered(NamedTuple):
     or None. kv_scale: fp32 [1] or None. sets: ``KeySetOperands``, in kernels the ``DeviceKeySet``s that there are.
     """
 
-    q: Annotated[Any, Operand(BFLOAT16, 4, lambda c: c.head_dim, TMA_ALIGNMENT)]
-    o: Annotated[
-        Any, Operand(lambda c: c.o_dtype, lambda c: 4 + c.split_dims, lambda c: c.o_size, TMA_ALIGNMENT)
-    ]
+    q: Annotated[Any, Operand(BFLOAT16, 4, lambda c: c.heads.qk, TMA_ALIGNMENT)]
+    o: Annotated[Any, RESULT]
     scales: Annotated[Any, Operand(FLOAT32, 4, when="float8")]
-    sink: Annotated[Any, Operand(FLOAT32, 1, when="has_sink")]
-    lse: Annotated[Any, Operand(FLOAT32, 3, when="has_lse")]
-    row_max: Annotated[Any, Operand(FLOAT32, lambda c: 3 + c.split_dims, when="writes_state")]
-    row_sum: Annotated[Any, Operand(FLOAT32, lambda c: 3 + c.split_dims, when="writes_state")]
+    sink: Annotated[Any, Operand(FLOAT32, 1, when="output.has_sink")]
+    lse: Annotated[Any, Operand(FLOAT32, 3, when="output.has_lse")]
+    row_max: Annotated[Any, STATE]
+    row_sum: Annotated[Any, STATE]
     cos_sin: Annotated[Any, Operand(FLOAT32, 2, ROPE_DIM, when="rotate_back")]
     positions: Annotated[Any, Operand(INT32, 1, when="rotate_back")]
     kv_scale: Annotated[Any, Operand(FLOAT32, 1, when="has_kv_scale")]

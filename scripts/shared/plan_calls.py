@@ -39,5 +39,5 @@ def describe(plan: Plan) -> list:
     """A plan in JSON: consumers, keys of a tile, stages, CTAs an SM, heads to a tile, schedule, splits, whether as many
     CTAs are launched as there are tiles, section."""
     config, shape = plan.config, plan.config.shape
-    tile = (shape.consumers, shape.tile_n, shape.kv_stages, shape.ctas_per_sm, config.pack)
-    return [*tile, config.schedule.name, plan.splits, int(plan.ctas == ANY_CTAS), plan.section]
+    tile = (shape.consumers, shape.tile_n, shape.kv_stages, shape.ctas_per_sm, config.rows.pack)
+    return [*tile, config.scheduler.schedule.name, plan.splits, int(plan.ctas == ANY_CTAS), plan.section]

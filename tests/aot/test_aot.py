@@ -15,7 +15,6 @@ from warpspec.common.hardware import GPUS
 from warpspec.common.launch import SIMULATED
 from warpspec.fmha import launch
 from warpspec.fmha.combine import COMBINE, CombineConfig
-from warpspec.fmha.features import Schedule
 from warpspec.fmha.join import JOIN
 from warpspec.fmha.problem import AttentionProblem
 
@@ -30,7 +29,7 @@ def asked_for(found, target):
     yield launch.ATTENTION.of(target.architecture).ATTENTION, planned.config
     if planned.splits > 1:
         yield COMBINE, launch.combine_config(found, planned.splits)
-    if planned.config.schedule is Schedule.LINE:
+    if planned.config.scheduler.cuts_tiles:
         yield JOIN, launch.join_config(found, planned.config)
 
 

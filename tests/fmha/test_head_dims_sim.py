@@ -124,7 +124,7 @@ def test_splits_are_chosen_for_one_long_row():
         q = torch.empty(1, 1, heads_q, head_dim, dtype=torch.bfloat16)
         k = torch.empty(1, 65536, heads_kv, head_dim, dtype=torch.bfloat16)
         plan = plan_for("sm_100a", q=q, k=k, v=None if heads_kv == 1 else k)
-        m_tiles = heads_kv * -(-(heads_q // heads_kv) // plan.config.pack)
+        m_tiles = heads_kv * -(-(heads_q // heads_kv) // plan.config.rows.pack)
         assert m_tiles * plan.splits >= 148 * 0.9
 
 

@@ -101,7 +101,7 @@ def test_rounds_of_chunks(cut):
         config = launch.plan(
             AttentionProblem.of(**batch.arguments(), memory=False), SIMULATED["sm_90a"]
         ).config
-        assert round_count(batch.total_q // config.queries * 48, config.shape.ctas_per_sm) > 1
+        assert round_count(batch.total_q // config.rows.queries * 48, config.shape.ctas_per_sm) > 1
         run(batch)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import simulate
 from helpers.attention_cases import LSE_TOLERANCE, O_TOLERANCE, relative_error
+from helpers.attention_configs import configured
 from helpers.page_layouts import FAR, PAGE_SIZES, paged
 from helpers.suites import long, long_but
 
@@ -175,8 +176,8 @@ def test_pages_of_split_keys(page_size):
 def test_compiles_without_spills(page_size, head_dim, shared_kv, band):
     for shape in (SHARED_SHAPES if shared_kv else SHAPES)[head_dim]:
         assert_no_spills(
-            AttentionConfig(
-                "bfloat16",
+            configured(
+                AttentionConfig,
                 head_dim=head_dim,
                 shape=shape,
                 shared_kv=shared_kv,

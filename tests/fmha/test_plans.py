@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.attention_configs import configured
 from helpers.page_layouts import PAGE_SIZES
 from helpers.simulate import plan_for
 from helpers.suites import long
@@ -72,11 +73,11 @@ def test_plans_of_random_problems_are_feasible(name, seed):
         problem = random_problem(draw)
         plan = make_plan(config_class, problem, target)
         assert plan.ctas >= 1 and plan.section >= 1 and plan.splits >= 1
-        assert plan.config.splits == (plan.splits > 1)
+        assert plan.config.output.splits == (plan.splits > 1)
         assert problem.num_splits in (None, plan.splits)
         if problem.page_size:
-            assert plan.config.tile_n % plan.config.page_keys == 0
-            assert plan.config.kv_boxes()[1] <= WARP_THREADS  # a lane has the page of each
+            assert plan.config.tile_n % plan.config.kv.page_keys == 0
+            assert plan.config.kv.boxes()[1] <= WARP_THREADS  # a lane has the page of each
         time = expectation(config_class, problem, target)
         times = [time(candidate) for candidate in candidates(config_class, problem, target)]
         assert all(0 < value < math.inf for value in times)
@@ -165,7 +166,9 @@ def packed(lengths_q, longest, *, arch="sm_90a", heads=(32, 8), dim=128, page=16
         "kv_lengths": torch.empty(requests, dtype=torch.int32, device="meta"),
         "page_table": torch.empty(requests, -(-longest // page), dtype=torch.int32, device="meta"),
     }
-    return plan_for(arch, q=q, k=k, v=k, max_seqlen_q=max(lengths_q), **tensors, **options).config.schedule
+    return plan_for(
+        arch, q=q, k=k, v=k, max_seqlen_q=max(lengths_q), **tensors, **options
+    ).config.scheduler.schedule
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
@@ -199,7 +202,9 @@ def test_heads_share_a_tile_where_most_requests_decode(group):
         "kv_lengths": torch.empty(65, dtype=torch.int32, device="meta"),
         "page_table": torch.empty(65, 32, dtype=torch.int32, device="meta"),
     }
-    assert plan_for("sm_90a", q=q, k=k, v=k, max_seqlen_q=512, causal=True, **tensors).config.pack == group
+    assert (
+        plan_for("sm_90a", q=q, k=k, v=k, max_seqlen_q=512, causal=True, **tensors).config.rows.pack == group
+    )
 
 
 def test_one_long_row_fills_the_gpu():
@@ -225,8 +230,8 @@ def test_sections_follow_the_l2():
 ])  # fmt: skip
 def test_a_tile_is_read_in_boxes_that_lie_within_pages(tile_n, page_size, keys):
     shape = Shape(3, tile_n, 2, 1, 160, 32)
-    config = sm90.AttentionConfig(
-        "bfloat16", head_dim=128, shape=shape, page_size=page_size, has_kv_lengths=True
-    )
-    assert (config.page_keys, config.tile_pages) == (keys, tile_n // keys)
-    assert config.kv_boxes()[1] <= WARP_THREADS  # a lane has the page of each
+    kv = configured(
+        sm90.AttentionConfig, head_dim=128, shape=shape, page_size=page_size, has_kv_lengths=True
+    ).kv
+    assert (kv.page_keys, kv.pages) == (keys, tile_n // keys)
+    assert kv.boxes()[1] <= WARP_THREADS  # a lane has the page of each

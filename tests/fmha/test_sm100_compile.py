@@ -6,18 +6,18 @@ import re
 
 import pytest
 from helpers.attention_cases import CASES, arguments
+from helpers.attention_configs import configured
 from helpers.simulate import plan_for
 from helpers.suites import long
 
 from warpspec.common.compile import resources
 from warpspec.common.device import tma
 from warpspec.common.hardware import MAX_REGISTERS_PER_THREAD
-from warpspec.fmha.features import choose_pack
-from warpspec.fmha.logits import LogitMap
 from warpspec.fmha.mask import key_range
 from warpspec.fmha.schedule import TileGrid, key_span
 from warpspec.fmha.sm100 import ATTENTION, AttentionConfig
 from warpspec.fmha.sm100.shapes import SHAPES, SHARED_SHAPES
+from warpspec.fmha.tiles import choose_pack
 
 TILE_M = 128
 BAND = [
@@ -29,19 +29,21 @@ OPERANDS = [
     dict(has_sink=True, has_lse=True),
     dict(has_kv_lengths=True, has_q_start=True, has_sink=True),
     dict(has_kv_lengths=True, normalize=False),
-    dict(has_q_start=True, has_lse=True, logits=LogitMap(negate=True)),
+    dict(has_q_start=True, has_lse=True, negate=True),
 ]
 PACKS = (1, 7, 8, 128)
 # Every mask with every set of operands; dtype and packing take turns.
 VARIANTS = [
-    AttentionConfig(("bfloat16", "float16")[i % 2], pack=PACKS[i % len(PACKS)], **band, **operands)
+    configured(
+        AttentionConfig, ("bfloat16", "float16")[i % 2], pack=PACKS[i % len(PACKS)], **band, **operands
+    )
     for i, (band, operands) in enumerate(itertools.product(BAND, OPERANDS))
 ]
 
 
 SHAPE_VARIANTS = [
-    AttentionConfig(
-        "bfloat16",
+    configured(
+        AttentionConfig,
         head_dim=head_dim,
         shape=shape,
         shared_kv=shared,
@@ -60,8 +62,8 @@ SHAPE_VARIANTS = [
 def is_simulated(config) -> bool:
     """Whether a case of test_kernel_sim or test_head_dims_sim has this shape: they look for spills too."""
     simulated = {(64, False), (128, False), (256, True), (512, False), (512, True)}
-    first = (SHARED_SHAPES if config.shared_kv else SHAPES)[config.head_dim][0]
-    return (config.head_dim, config.shared_kv) in simulated and config.shape == first
+    first = (SHARED_SHAPES if config.format.shared_kv else SHAPES)[config.heads.qk][0]
+    return (config.heads.qk, config.format.shared_kv) in simulated and config.shape == first
 
 
 def label(config):
@@ -124,7 +126,7 @@ def test_instructions_are_those_of_the_design():
 
 
 def test_budgets_are_asserted():
-    config = AttentionConfig("bfloat16")
+    config = AttentionConfig()
     for change in (dict(kv_stages=4), dict(ctas_per_sm=3), dict(tile_n=256)):
         with pytest.raises(AssertionError):
             dataclasses.replace(config, shape=dataclasses.replace(config.shape, **change))
@@ -188,7 +190,7 @@ def test_the_tile_that_tma_writes_is_the_tile_that_mma_reads(head_dim, shared):
     from warpspec.fmha.sm100 import mma
 
     shape = (SHARED_SHAPES if shared else SHAPES)[head_dim][0]
-    config = AttentionConfig("float16", head_dim=head_dim, shape=shape, shared_kv=shared)
+    config = configured(AttentionConfig, "float16", head_dim=head_dim, shape=shape, shared_kv=shared)
     layouts = {}
 
     @cute.jit
@@ -196,7 +198,7 @@ def test_the_tile_that_tma_writes_is_the_tile_that_mma_reads(head_dim, shared):
         dtype, stages = cutlass.Float16, config.kv_stages
         qk, pv = mma.make_qk(config, dtype), mma.make_pv(config, dtype)
         found = {
-            "tma": tma.swizzled_layout(config.kv_box(), stages),
+            "tma": tma.swizzled_layout(config.kv.box(), stages),
             "k": blackwell.make_smem_layout_b(qk, config.qk_tiler, dtype, stages),
             "v": blackwell.make_smem_layout_b(pv, config.pv_tiler, dtype, stages),
         }
@@ -204,7 +206,7 @@ def test_the_tile_that_tma_writes_is_the_tile_that_mma_reads(head_dim, shared):
             layouts[name] = (str(layout.inner), layout.outer.shape, layout.outer.stride)
 
     cute.compile(trace, options="--gpu-arch sm_100a")
-    rows, depth, k, blocks = config.tile_n, 64, 16, config.blocks
+    rows, depth, k, blocks = config.tile_n, 64, 16, config.heads.qk_blocks
     block, stage = rows * depth, rows * depth * blocks
     swizzle = layouts["tma"][0]
     steps, stride = (depth // k, k) if blocks == 1 else ((depth // k, blocks), (k, block))

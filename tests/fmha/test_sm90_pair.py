@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.attention_cases import CASES, Case, arguments, check, poisoned_out, relative_error
+from helpers.attention_configs import configured
 from helpers.page_layouts import paged
 from helpers.peaks import HEADS, KEYS, check_as_exact_as_torch, every_peak
 from helpers.suites import long_but
@@ -13,7 +14,6 @@ from helpers.suites import long_but
 from warpspec import sim
 from warpspec.common.compile import resources
 from warpspec.fmha import attention, sm90
-from warpspec.fmha.logits import LogitMap
 from warpspec.fmha.sm90.shapes import PAIR
 from warpspec.sim import tma
 
@@ -182,7 +182,7 @@ VARIANTS = {
         "has_left": True,
         "has_kv_lengths": True,
         "pack": 8,
-        "logits": LogitMap(negate=True),
+        "negate": True,
     },
     "bias": {"bias": "float32", "bias_batches": True, "pack": 64},
 }
@@ -191,8 +191,6 @@ VARIANTS = {
 @pytest.mark.long
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_nothing_spills(variant):
-    config = sm90.AttentionConfig(
-        dtype="bfloat16", head_dim=512, shared_kv=True, shape=PAIR, **VARIANTS[variant]
-    )
+    config = configured(sm90.AttentionConfig, head_dim=512, shared_kv=True, shape=PAIR, **VARIANTS[variant])
     (kernel,) = resources(sm90.ATTENTION.compiled(config, "sm_90a")).values()
     assert kernel.local_bytes == 0

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.attention_cases import CASES, SPLIT_KEYS, Case, arguments, check, poisoned_out, relative_error
+from helpers.attention_configs import configured
 from helpers.page_layouts import PAGE_SIZES, paged
 from helpers.simulate import choosing, plan_for
 from helpers.suites import long
@@ -116,7 +117,7 @@ def test_many_queries_through_pages(head_dim, page_size, causal):
     result = attention(**through, out=out, return_lse=True, num_splits=1, backend="sim")
     check(case, result, inputs)
     config = plan_for("sm_90a", **through).config
-    assert config.consumers > 1 and config.tile_n % config.page_keys == 0
+    assert config.consumers > 1 and config.tile_n % config.kv.page_keys == 0
 
 
 @pytest.mark.long
@@ -187,7 +188,7 @@ def spilled_bytes(head_dim, shape, variant) -> int:
         shape = PAIR if head_dim == 512 else shape
     if options.get("page_size", 0) and shape.tile_n % options["page_size"]:
         options["page_size"] = 0
-    config = sm90.AttentionConfig(dtype="bfloat16", head_dim=head_dim, shape=shape, **options)
+    config = configured(sm90.AttentionConfig, head_dim=head_dim, shape=shape, **options)
     (kernel,) = resources(sm90.ATTENTION.compiled(config, "sm_90a")).values()
     return kernel.local_bytes
 
@@ -224,8 +225,8 @@ def test_a_bias_spills_nothing(head_dim, bias, page_size):
     if page_size:
         options["has_kv_lengths"] = True
     for shape in shapes_of(head_dim, has_bias=True):
-        config = sm90.AttentionConfig(
-            dtype="bfloat16", head_dim=head_dim, shape=shape, exact_maximum=head_dim == 64, **options
+        config = configured(
+            sm90.AttentionConfig, head_dim=head_dim, shape=shape, exact_maximum=head_dim == 64, **options
         )
         (kernel,) = resources(sm90.ATTENTION.compiled(config, "sm_90a")).values()
         assert kernel.local_bytes == 0, shape

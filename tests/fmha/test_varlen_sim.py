@@ -15,7 +15,7 @@ from warpspec.common.launch import SIMULATED
 from warpspec.fmha import attention_varlen, launch
 from warpspec.fmha.combine import COMBINE, CombineConfig
 from warpspec.fmha.device import packed
-from warpspec.fmha.features import MOST_REQUESTS, Schedule
+from warpspec.fmha.features import MOST_REQUESTS
 from warpspec.fmha.plan.cost import Way
 from warpspec.fmha.problem import AttentionProblem
 
@@ -90,7 +90,7 @@ def test_tiles_from_a_queue(simulate_as, batch, sms):
         arguments = batch.arguments()
         with choosing(Way.QUEUE):
             planned = launch.plan(AttentionProblem.of(**arguments, memory=False), SIMULATED["sm_90a"])
-            assert planned.config.schedule is Schedule.QUEUE
+            assert planned.config.scheduler.from_queue
             result = attention_varlen(
                 **arguments, out=batch.poisoned_out(), return_lse=batch.normalize, backend="sim"
             )

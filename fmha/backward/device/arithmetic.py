@@ -99,7 +99,7 @@ def weigh(block, scores: cute.Tensor, masked):
             scores[i] = map_score(block.config.logits, scores[i], block.numbers, i) - lse[j]
     if cutlass.const_expr(block.bias_words is not None):
         add_bias_words(block, scores)
-    elif cutlass.const_expr(block.config.bias is not None):
+    elif cutlass.const_expr(block.config.logits.bias is not None):
         add_bias(block, scores)
     if masked:
         hide(block, scores)
@@ -112,7 +112,7 @@ def hide(block, scores: cute.Tensor) -> None:
     limits = [(first - block.first_query, end - block.first_query) for first, end in block.bounds]
     for i, r, column in block.elements:
         seen = Boolean(limits[r][0] <= column)
-        if block.config.has_left:
+        if block.config.mask.has_left:
             seen = seen & Boolean(limits[r][1] > column)
         scores[i] = Float32(cutlass.select_(seen, scores[i], -Float32.inf))
 
@@ -127,10 +127,10 @@ def derive(block, weights: cute.Tensor, ds: cute.Tensor, masked):
                 ds[i] = weights[i] * ds[i]
             else:
                 ds[i] = weights[i] * (ds[i] + less[j])
-    if masked | Boolean(block.config.bias is not None):
+    if masked | Boolean(block.config.logits.bias is not None):
         for i, _, _ in block.elements:  # dP of a hidden pair may be NaN
             ds[i] = Float32(cutlass.select_(Boolean(weights[i] == Float32(0.0)), Float32(0.0), ds[i]))
-    if cutlass.const_expr(block.config.bias_gradient is not None and not block.stores_bias):
+    if cutlass.const_expr(block.config.wanted.bias is not None and not block.stores_bias):
         write_bias(block, ds)
     if cutlass.const_expr(block.config.logits.softcap):
         follow_cap(block, [weights[i] for i in range(cute.size(weights))], ds)
@@ -145,7 +145,7 @@ def follow_cap(block, weights: cutlass.Constexpr, ds: cute.Tensor, factor: cutla
     biases.fill(0.0)
     if cutlass.const_expr(block.bias_words is not None):
         add_bias_words(block, biases)
-    elif cutlass.const_expr(block.config.bias is not None):
+    elif cutlass.const_expr(block.config.logits.bias is not None):
         add_bias(block, biases)
     for column, registers in block.pairs:
         lse = block.lse_of(column)
@@ -159,8 +159,8 @@ def follow_cap(block, weights: cutlass.Constexpr, ds: cute.Tensor, factor: cutla
 def bias_rows(block, tensor: cute.Tensor) -> cute.Tensor:
     """(QUERY, KEY) of a bias, or of its gradient."""
     config = block.config
-    batch = block.tile.request if config.bias_batches else 0
-    return tensor[batch, block.head if config.bias_heads else 0, None, None]
+    batch = block.tile.request if config.logits.bias_batches else 0
+    return tensor[batch, block.head if config.logits.bias_heads else 0, None, None]
 
 
 @cute.jit
@@ -201,7 +201,7 @@ def write_bias(block, ds: cute.Tensor):
     for i, r, column in block.elements:
         query, key = block.first_query + column, block.keys[r]
         if (query < queries) & (key < keys) & block.writes_bias:
-            store_bias(block.config.bias_gradient, target, query, key, ds[i])
+            store_bias(block.config.wanted.bias, target, query, key, ds[i])
 
 
 def store_bias(kind: str, target: cute.Tensor, query, key, value) -> None:

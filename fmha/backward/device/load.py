@@ -10,13 +10,13 @@ from warpspec.common.device import tma
 from warpspec.common.device.pipeline import drain
 from warpspec.common.hardware import FP32_BYTES
 from warpspec.fmha.backward.device.tile import slot_of
-from warpspec.fmha.features import BLOCK
+from warpspec.fmha.heads import BLOCK
 
 
 def ring_of(config, atom, view, base, dtype, rows: int, stages: int, first) -> tma.TileRing:
     """A ring of tiles of so many rows, of which TMA brings the one that begins at row ``first``. view: (D, ROW,
     BLOCK)."""
-    box = (BLOCK, rows, config.blocks)
+    box = (BLOCK, rows, config.heads.qk_blocks)
     tiles = cute.local_tile(cute.domain_offset((0, first, 0), view), box, (0, 0, None))
     return tma.TileRing.make(atom, tiles, tma.shared_tiles(base, dtype, box, stages))
 
@@ -51,21 +51,21 @@ def load(
 def wait_first(config) -> None:
     """Wait for the launch before where it sorts the key tiles. By every thread, before it looks for its tile."""
     cute.arch.griddepcontrol_launch_dependents()
-    if config.packed_k:
+    if config.requests.packed_k:
         cute.arch.griddepcontrol_wait()
 
 
 def wait_before(config) -> None:
     """Wait for the launch before, unless ``wait_first`` did: before what it has written is read, or added to. Every
     thread calls one of both, even without a step, so that the next launch begins after that launch is over."""
-    if not config.packed_k:
+    if not config.requests.packed_k:
         cute.arch.griddepcontrol_wait()
 
 
 def load_keys(name: str, config, channels, shared, operands, atoms, coordinates, tile) -> None:
     """K or V: "k", "v"."""
     i, full = "kv".index(name), channels[name + "_full"]
-    batch = 0 if config.packed_k else tile.request
+    batch = 0 if config.requests.packed_k else tile.request
     keys = coordinates[i][None, None, None, tile.kv_head, batch]
     first = tile.place.first_key + tile.first_key
     full.expect_bytes(0, config.key_tile_bytes)

@@ -24,7 +24,7 @@ from warpspec.fmha.backward.features import (
     WARPS,
 )
 from warpspec.fmha.backward.operands import ResultOperands
-from warpspec.fmha.features import BLOCK
+from warpspec.fmha.heads import BLOCK
 
 VECTOR = 4  # fp32 numbers of a 16-byte load
 CTA_PARTS = 2  # parts of a tile that a CTA has
@@ -51,7 +51,7 @@ class Results:
         ]
         ctas = 0
         for sums, _, rows, _, _ in gradients:
-            ctas += sums.shape[0] * sums.shape[1] * (rows * config.head_dim // (CTA_PARTS * PART_ELEMENTS))
+            ctas += sums.shape[0] * sums.shape[1] * (rows * config.heads.qk // (CTA_PARTS * PART_ELEMENTS))
         self.kernel(gradients).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), use_pdl=True, stream=stream)
 
     @cute.kernel
@@ -62,7 +62,7 @@ class Results:
         begin = 0
         for number in cutlass.range_constexpr(len(gradients)):
             sums, target, rows, cu_seqlens, factor = gradients[number]
-            shares = rows * config.head_dim // (CTA_PARTS * PART_ELEMENTS)  # CTAs of a tile
+            shares = rows * config.heads.qk // (CTA_PARTS * PART_ELEMENTS)  # CTAs of a tile
             slots, own = sums.shape[1], index - begin
             end = begin + sums.shape[0] * slots * shares
             if (index >= begin) & (index < end):
@@ -108,7 +108,7 @@ def write_tile(
                 values[i] = values[i] + more[i]
     for i in cutlass.range_constexpr(THREAD_ELEMENTS):
         values[i] = values[i] * scale
-    columns = config.head_dim // BLOCK
+    columns = config.heads.qk // BLOCK
     row_block, column_block = part // columns, part % columns
     own_first = tile_first + row_block * PART_ROWS + piece * WARP_ROWS + lane // QUAD
     for r in cutlass.range_constexpr(THREAD_ROWS):

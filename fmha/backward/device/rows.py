@@ -48,7 +48,7 @@ class Rows:
         if cutlass.const_expr(operands.turns is not None):  # noqa: SIM102
             if thread < operands.turns.shape[2]:
                 operands.turns[head, slot, thread] = 0
-        lanes = config.head_dim // VECTOR
+        lanes = config.heads.qk // VECTOR
         lane, group, groups = thread % lanes, thread // lanes, THREADS // lanes
         passes = config.tile_m // groups
         statistics = operands.statistics[head, slot, None, None]  # (ROW PAIR, 4)

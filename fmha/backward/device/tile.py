@@ -23,12 +23,12 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from warpspec.common.hardware import WARP_THREADS
-from warpspec.fmha.backward.features import BackwardFeatures
+from warpspec.fmha.backward.features import BackwardKernel
 from warpspec.fmha.backward.schedule import decode
 from warpspec.fmha.device.grid import requests_of
 from warpspec.fmha.device.packed import entry, find_request, query_tiles, request_of
-from warpspec.fmha.device.tile import INTEGERS, Request, bounds_of, request_at
-from warpspec.fmha.features import BLOCK
+from warpspec.fmha.device.tile import INTEGERS, Request, request_at
+from warpspec.fmha.heads import BLOCK
 from warpspec.fmha.mask import key_range, position_range
 from warpspec.fmha.schedule import key_span, split_part
 
@@ -48,7 +48,7 @@ class KeyTile:
     rows_first, rows_end: rows that see some key of the request. bounds: arguments of ``key_range``.
     """
 
-    config: BackwardFeatures
+    config: BackwardKernel
     request: Int32
     kv_head: Int32
     place: Request
@@ -80,7 +80,7 @@ class KeyTile:
         config = self.config
         if config.heads_inside:
             return self.begin + cutlass.max(self.count, 1) - 1
-        if config.band:
+        if config.mask.band:
             return self.begin
         return self.begin + self.number * START_STEP % cutlass.max(self.count, 1)
 
@@ -130,7 +130,7 @@ class KeyTile:
     @property
     def batch(self):
         """Row of q, k and the like."""
-        return 0 if self.config.packed_q else self.request
+        return 0 if self.config.requests.packed_q else self.request
 
     def queries_of(self, key) -> tuple:
         """[first, end) of the queries that see a key of the request."""
@@ -162,9 +162,9 @@ class KeyTile:
         return self.number - span.begin
 
 
-def key_tiles_of(config: BackwardFeatures, operands):
+def key_tiles_of(config: BackwardKernel, operands):
     """Key tiles of each KV head, of all requests or of one batch row."""
-    if cutlass.const_expr(config.packed_k):
+    if cutlass.const_expr(config.requests.packed_k):
         requests = cute.size(operands.cu_seqlens_k) - 1
         return query_tiles(config.tile_n, operands.k.shape[1], requests)
     return cute.ceil_div(operands.k.shape[1], config.tile_n)
@@ -184,26 +184,30 @@ def fixed_piece(piece, pieces, group, tiles) -> tuple:
     return first_head, heads, first, Int32(cutlass.select_(past, first, first + count))
 
 
-def key_tile_at(config: BackwardFeatures, operands, window, order, index) -> KeyTile:
+def key_tile_at(config: BackwardKernel, operands, window, order, index) -> KeyTile:
     """What the index-th CTA of the launch works on. order: (pieces of a tile, rows of a section), see ``schedule``. By
     a whole warp."""
     tiles, heads = key_tiles_of(config, operands), operands.k.shape[2]
-    rows = heads if cutlass.const_expr(config.packed_k) else heads * requests_of(config, operands)
+    rows = (
+        heads
+        if cutlass.const_expr(config.requests.packed_k)
+        else heads * requests_of(config.requests, operands)
+    )
     number, rest, piece = decode(tiles, rows, *order, index, minimum=cutlass.min)
     kv_head, request = rest % heads, rest // heads
     slot = request * tiles + number
-    if cutlass.const_expr(config.packed_k):
+    if cutlass.const_expr(config.requests.packed_k):
         slot = operands.tile_order[number]
         request, number = request_of(operands.cu_seqlens_k, slot, config.tile_n, operands.k.shape[1])
     return key_tile(config, operands, window, order[0], (request, number, slot), kv_head, piece)
 
 
-def key_tile(config: BackwardFeatures, operands, window, pieces, own, kv_head, piece) -> KeyTile:
+def key_tile(config: BackwardKernel, operands, window, pieces, own, kv_head, piece) -> KeyTile:
     """A piece of a key tile of one KV head. own: (request, its number there, slot)."""
     request, number, slot = own
     heads = operands.k.shape[2]
-    place = request_at(config, operands, request)
-    bounds = bounds_of(config, window)
+    place = request_at(config.requests, operands, request)
+    bounds = config.mask.bounds(window)
     _, seq_q, _, length, start = place
     first_key = number * config.tile_n
     last_key = cutlass.min(first_key + config.tile_n, length) - 1
@@ -302,9 +306,9 @@ def weight_of(config: cutlass.Constexpr, operands, window, slot) -> Int32:
     return tile.place.length if cutlass.const_expr(config.deterministic) else tile.count
 
 
-def slot_of(config: BackwardFeatures, operands, request, query_tile):
+def slot_of(config: BackwardKernel, operands, request, query_tile):
     """Number of a query tile among those of all requests."""
-    if cutlass.const_expr(config.packed_q):
+    if cutlass.const_expr(config.requests.packed_q):
         requests = cute.size(operands.cu_seqlens_q) - 1
         begins = entry(operands.cu_seqlens_q, request, operands.q.shape[1]) // config.tile_m
         further = requests + begins + query_tile - 1

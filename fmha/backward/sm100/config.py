@@ -8,9 +8,10 @@ from warpspec.common import memory
 from warpspec.common.barriers import MBARRIER_BYTES, Barrier, barrier_count
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import MAX_SMEM_PER_CTA, TMEM_COLUMNS, WARP_THREADS, WARPGROUP_THREADS
-from warpspec.fmha.backward.features import BackwardFeatures, backward_features
+from warpspec.fmha.backward.features import BackwardKernel, parts_of
 from warpspec.fmha.backward.problem import BackwardProblem
-from warpspec.fmha.features import BLOCK, check_requests
+from warpspec.fmha.features import check_requests
+from warpspec.fmha.heads import BLOCK
 
 TILE_N = 128  # keys of a tile: rows of S^T, lanes of tensor memory
 TILE_M = {64: 128, 128: 128, 256: 64}  # queries of a tile, by D
@@ -19,7 +20,7 @@ BARRIER_BYTES = 1024  # room for the mbarriers and the address of tensor memory:
 
 
 @dataclass(frozen=True)
-class BackwardConfig(BackwardFeatures):
+class BackwardConfig(BackwardKernel):
     """Compile-time shape of one kernel. tile_m: queries of a tile. q_stages, do_stages: query tiles whose Q, dO have
     room."""
 
@@ -28,7 +29,6 @@ class BackwardConfig(BackwardFeatures):
     do_stages: int = 1
 
     def __post_init__(self):
-        super().__post_init__()
         assert self.smem_bytes <= MAX_SMEM_PER_CTA
         assert self.tmem_columns <= TMEM_COLUMNS
         assert barrier_count(self.barriers) * 8 < BARRIER_BYTES
@@ -43,7 +43,7 @@ class BackwardConfig(BackwardFeatures):
             )
         check_requests("sm100", problem.forward)
         stages = 2 if dim == BLOCK else 1
-        return cls(**backward_features(problem), tile_m=TILE_M[dim], q_stages=stages, do_stages=stages)
+        return cls(**parts_of(problem), tile_m=TILE_M[dim], q_stages=stages, do_stages=stages)
 
     @property
     def tile_n(self) -> int:
@@ -53,12 +53,12 @@ class BackwardConfig(BackwardFeatures):
     @property
     def width(self) -> int:
         """Columns of dK, dV and dQ that a CTA makes."""
-        return min(self.head_dim, WIDTH)
+        return min(self.heads.qk, WIDTH)
 
     @property
     def column_parts(self) -> int:
         """CTAs that share a key tile, each with some columns; all of them make P and dS."""
-        return self.head_dim // self.width
+        return self.heads.qk // self.width
 
     @property
     def transposed_dq(self) -> bool:

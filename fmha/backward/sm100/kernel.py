@@ -17,7 +17,7 @@ from warpspec.fmha.backward.sm100.keys import work_on_keys
 from warpspec.fmha.backward.sm100.mma import mma
 from warpspec.fmha.device.grid import requests_of
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, kv_view
-from warpspec.fmha.features import BLOCK
+from warpspec.fmha.heads import BLOCK
 
 
 class Shared(NamedTuple):
@@ -37,15 +37,16 @@ class Backward(BackwardHost):
     def launch(self, operands, scales, window, order, stream):
         """Host side: TMA descriptors, grid, launch."""
         config = self.config
-        key_box, query_box = (BLOCK, config.tile_n, config.blocks), (BLOCK, config.tile_m, config.blocks)
+        blocks = config.heads.qk_blocks
+        key_box, query_box = (BLOCK, config.tile_n, blocks), (BLOCK, config.tile_m, blocks)
         boxes = (
             (operands.k, key_box),
             (operands.v, key_box),
             (operands.q, query_box),
             (operands.do, query_box),
         )
-        loads = [tma.make_load(kv_view(config, tensor), box) for tensor, box in boxes]
-        rows = requests_of(config, operands) if not config.packed_k else 1
+        loads = [tma.make_load(kv_view(config.kv, tensor), box) for tensor, box in boxes]
+        rows = requests_of(config.requests, operands) if not config.requests.packed_k else 1
         tiles = key_tiles_of(config, operands) * operands.k.shape[2] * rows
         self.kernel(
             operands,

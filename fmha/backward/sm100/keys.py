@@ -22,7 +22,7 @@ from warpspec.fmha.backward.features import (
     WARP_ELEMENTS,
     WARPS,
 )
-from warpspec.fmha.features import BLOCK
+from warpspec.fmha.heads import BLOCK
 
 CHUNK_BYTES = 16  # what the swizzle moves as one
 CHUNK_WORDS = CHUNK_BYTES // WORD_BYTES
@@ -120,7 +120,7 @@ def work_on_keys(
         tmem.fence_before_arrive()
         work.fence()
         channels["ds_full"].arrive(step)
-        if cutlass.const_expr(config.wants_q):
+        if cutlass.const_expr(config.wanted.q):
             channels["step_done"].wait(step)
             tmem.fence_after_wait()
             add_queries(work, head, query_tile)
@@ -145,20 +145,20 @@ def make_block(work, step, number, head, query_tile):
     tmem.wait_loads()
     weigh(block, scores, masked)
     words = BLOCK // PAIR
-    if cutlass.const_expr(config.wants_v):
+    if cutlass.const_expr(config.wanted.v):
         target = cute.recast_ptr(columns + config.tmem_s + number * words, dtype=Int32)
         tmem.store_row(as_words(scores, work.operands.q.element_type), target, thread)
     if cutlass.const_expr(
-        config.needs_ds
+        config.wanted.ds
     ):  # not earlier: both and the statistics do not fit a thread's registers
         tmem.load_row(columns + config.tmem_dp + number * BLOCK, ds, thread)
         tmem.wait_loads()
         derive(block, scores, ds, masked)
         own = as_words(ds, work.operands.q.element_type)
-        if cutlass.const_expr(config.wants_k):
+        if cutlass.const_expr(config.wanted.k):
             target = cute.recast_ptr(columns + config.tmem_dp + number * words, dtype=Int32)
             tmem.store_row(own, target, thread)
-        if cutlass.const_expr(config.wants_q):
+        if cutlass.const_expr(config.wanted.q):
             store_row(work, number, own)
 
 
@@ -204,7 +204,7 @@ def add_queries(work, head, query_tile):
 
 def row_place(config, row):
     """Where a row of a query tile's dQ begins among the sums: parts, pieces, wgmma's registers (``features``)."""
-    part = row // PART_ROWS * (config.head_dim // BLOCK)
+    part = row // PART_ROWS * (config.heads.qk // BLOCK)
     piece, own = row % PART_ROWS // WARP_ROWS, row % WARP_ROWS
     place = own % ROW_DISTANCE * QUAD * QUAD + own // ROW_DISTANCE * PAIR
     return part * PART_ELEMENTS + piece * WARP_ELEMENTS + place
@@ -230,8 +230,8 @@ def write_keys(work) -> None:
 def write_row(work, tensor: cute.Tensor, column: cutlass.Constexpr, factor):
     """The CTA's columns of the thread's key times a factor; zeros where no query sees the tile."""
     config, tile = work.config, work.tile
-    batch = 0 if cutlass.const_expr(config.packed_k) else tile.request
-    keys = tile.place.length if cutlass.const_expr(config.packed_k) else tensor.shape[1]
+    batch = 0 if cutlass.const_expr(config.requests.packed_k) else tile.request
+    keys = tile.place.length if cutlass.const_expr(config.requests.packed_k) else tensor.shape[1]
     key = tile.first_key + work.thread
     row = cutlass.min(tile.place.first_key + key, tensor.shape[1] - 1)
     target = tensor[batch, row, tile.kv_head, None]  # (D)

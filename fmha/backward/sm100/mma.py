@@ -15,7 +15,7 @@ from cutlass import Float32
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
 from warpspec.common.device import tma, tmem
-from warpspec.fmha.features import BLOCK
+from warpspec.fmha.heads import BLOCK
 from warpspec.fmha.sm100.mma import multiply
 
 K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
@@ -54,7 +54,7 @@ class Fragments(NamedTuple):
 
 def fragments(config, dtype, shared, part, columns) -> Fragments:
     """part: which of dK's, dV's and dQ's columns. columns: TMEM pointer to the first column, fp32."""
-    m, n, depth, width = config.tile_m, config.tile_n, config.head_dim, config.width
+    m, n, depth, width = config.tile_m, config.tile_n, config.heads.qk, config.width
     scores_tiler, rows_tiler = (n, m, depth), (n, width, m)
     queries_tiler = (width, m, n) if config.transposed_dq else (m, width, n)
     scores = make_mma(dtype, K_MAJOR, K_MAJOR, scores_tiler[:2])
@@ -140,24 +140,24 @@ def mma(
         else:
             channels["q_full"].wait(step)
             channels["do_full"].wait(step)
-            if cutlass.const_expr(config.wants_q):
+            if cutlass.const_expr(config.wanted.q):
                 channels["dq_empty"].wait_previous(step)
         channels["step_done"].wait_previous(step)
         tmem.fence_after_wait()
         q_stage, do_stage = channels["q_full"].stage(step), channels["do_full"].stage(step)
         multiply(f.scores, f.s, f.k, f.q[None, None, None, q_stage], False)
-        if cutlass.const_expr(config.needs_ds):
+        if cutlass.const_expr(config.wanted.ds):
             multiply(f.scores, f.dp, f.v, f.do[None, None, None, do_stage], False)
         channels["s_full"].commit_mma(step)
         channels["ds_full"].wait(step)
         tmem.fence_after_wait()
-        if cutlass.const_expr(config.wants_v):
+        if cutlass.const_expr(config.wanted.v):
             multiply(f.rows, f.dv, f.p, f.do_columns[None, None, None, do_stage], step > 0)
         channels["dv_done"].commit_mma(step)
-        if cutlass.const_expr(config.wants_k):
+        if cutlass.const_expr(config.wanted.k):
             multiply(f.rows, f.dk, f.ds, f.q_columns[None, None, None, q_stage], step > 0)
         channels["q_empty"].commit_mma(step)
-        if cutlass.const_expr(config.wants_q):
+        if cutlass.const_expr(config.wanted.q):
             channels["dv_done"].wait(step)
             tmem.fence_after_wait()
             multiply(f.queries, f.dq, f.a, f.b, False)

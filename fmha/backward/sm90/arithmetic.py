@@ -9,7 +9,7 @@ from cutlass import Int32
 from warpspec.common.device.wgmma import COLUMNS, PAIR, THREAD_ROWS, flat
 from warpspec.fmha.backward.device.arithmetic import Block
 from warpspec.fmha.backward.sm90 import bias
-from warpspec.fmha.features import BLOCK
+from warpspec.fmha.heads import BLOCK
 
 
 def block_of(work, step, number: int, place) -> Block:

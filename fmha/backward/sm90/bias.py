@@ -14,7 +14,7 @@ from warpspec.common.device import tma
 from warpspec.common.device.wgmma import WARP_ROWS
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.fmha.backward.sm90.config import BIAS_STAGES, CONSUMERS
-from warpspec.fmha.features import BLOCK
+from warpspec.fmha.heads import BLOCK
 from warpspec.fmha.sm90.staging import CHUNK_BYTES, SWIZZLE_ROWS
 
 LOAD, STORE = 4, 5  # which of the descriptors
@@ -25,7 +25,8 @@ def boxes_of(work, tensor, place):
     """(KEY, QUERY) from the consumers' first key and the tile's first query on, of a TMA coordinate tensor."""
     config, tile = work.config, work.tile
     head, query_tile = place
-    plane = tensor[None, None, head if config.bias_heads else 0, tile.request if config.bias_batches else 0]
+    batch = tile.request if config.logits.bias_batches else 0
+    plane = tensor[None, None, head if config.logits.bias_heads else 0, batch]
     return cute.domain_offset((tile.first_key, query_tile * config.tile_m), plane)
 
 

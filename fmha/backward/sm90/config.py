@@ -14,9 +14,11 @@ from warpspec.common.hardware import (
     WARP_THREADS,
     WARPGROUP_THREADS,
 )
-from warpspec.fmha.backward.features import WARPS, BackwardFeatures, backward_features
+from warpspec.fmha.backward.features import WARPS, BackwardKernel, parts_of
 from warpspec.fmha.backward.problem import BackwardProblem
-from warpspec.fmha.features import BLOCK, ELEMENT_BYTES, check_requests
+from warpspec.fmha.features import check_requests
+from warpspec.fmha.heads import BLOCK
+from warpspec.fmha.tiles import ELEMENT_BYTES
 
 CONSUMERS = 2  # warpgroups
 CONSUMER_KEYS = 64
@@ -32,18 +34,17 @@ P_BARRIER = 2  # named barrier of paired consumers: P is in shared memory
 APART_BARRIER = 3  # named barrier that the second consumer waits at until the first is half a step ahead
 
 
-def has_bias_tiles(features: dict, forward) -> bool:
+def has_bias_tiles(parts: dict, forward) -> bool:
     """Whether the bias can come by TMA, and its gradient go: bf16, rows aligned; and there is room."""
-    fits = (
-        features["head_dim"] == BIAS_DIM and not features["deterministic"] and forward.bias_rows == "aligned"
-    )
-    whole_rows = forward.seq_k % BIAS_VECTOR == 0 or features["bias_gradient"] != "bfloat16"
-    fits = fits and not features["logits"].softcap  # dS would go out as dbias when it is no longer that
-    return fits and whole_rows and features["dtype"] == features["logits"].bias == "bfloat16"
+    logits = parts["logits"]
+    fits = forward.head_dim == BIAS_DIM and not parts["deterministic"] and forward.bias_rows == "aligned"
+    whole_rows = forward.seq_k % BIAS_VECTOR == 0 or parts["wanted"].bias != "bfloat16"
+    fits = fits and not logits.softcap  # dS would go out as dbias when it is no longer that
+    return fits and whole_rows and parts["format"].dtype == logits.bias == "bfloat16"
 
 
 @dataclass(frozen=True)
-class BackwardConfig(BackwardFeatures):
+class BackwardConfig(BackwardKernel):
     """Compile-time shape of one kernel. tile_m: queries of a tile. q_stages, do_stages: query tiles whose Q, dO have
     room; without a load warp, one more of Q. bias_tiles: the bias comes through shared memory (``bias``). late: dQ of
     a step is made in the next one (``exchange``)."""
@@ -55,13 +56,12 @@ class BackwardConfig(BackwardFeatures):
     late: bool = False
 
     def __post_init__(self):
-        super().__post_init__()
         assert self.parts == CONSUMERS * self.consumer_parts
         assert self.smem_bytes <= MAX_SMEM_PER_CTA
         assert sum(self.registers) * WARPGROUP_THREADS <= REGISTERS_PER_SM
         assert self.paired or self.q_stages == self.do_stages + 1
         # S of the next step is issued before what is fetched in this one.
-        assert (self.wants_q and not (self.paired or self.bias_tiles) and self.ahead > 1) or not self.late
+        assert (self.wanted.q and not (self.paired or self.bias_tiles) and self.ahead > 1) or not self.late
         assert barrier_count(self.barriers) * 8 <= BARRIER_BYTES
 
     @classmethod
@@ -74,16 +74,16 @@ class BackwardConfig(BackwardFeatures):
             )
         check_requests("sm90", forward)
         dim = forward.head_dim
-        features = backward_features(problem)
-        tiles = has_bias_tiles(features, forward)
+        parts = parts_of(problem)
+        tiles = has_bias_tiles(parts, forward)
         tight = dim >= PAIRED_DIM or tiles
         return cls(
-            **features,
+            **parts,
             tile_m=TILE_M[dim],
             q_stages=2 if dim >= PAIRED_DIM else 3 if tight else 4,
             do_stages=2 if tight else 3,
             bias_tiles=tiles,
-            late=features["wants_q"] and not tight,
+            late=parts["wanted"].q and not tight,
         )
 
     @property
@@ -93,7 +93,7 @@ class BackwardConfig(BackwardFeatures):
     @property
     def paired(self) -> bool:
         """Both consumers have the tile's keys: one makes P and dV, the other dS and dK (``pair``)."""
-        return self.head_dim >= PAIRED_DIM
+        return self.heads.qk >= PAIRED_DIM
 
     @property
     def delta_factor(self) -> float:
@@ -149,12 +149,12 @@ class BackwardConfig(BackwardFeatures):
     @property
     def keys_in_registers(self) -> bool:
         """K and V are operands of S and dP from registers, which saves reading them from shared memory each time."""
-        return self.head_dim == BLOCK and self.bias is None
+        return self.heads.qk == BLOCK and self.logits.bias is None
 
     @property
     def weighs_early(self) -> bool:
         """P is made before dQ of the step before is waited for."""
-        return self.head_dim == BLOCK
+        return self.heads.qk == BLOCK
 
     @property
     def stores_early(self) -> bool:
@@ -164,7 +164,7 @@ class BackwardConfig(BackwardFeatures):
     @property
     def stores_bias(self) -> bool:
         """dS of a step, a row a query, is what the copy engine stores to dbias."""
-        return self.bias_tiles and self.bias_gradient == "bfloat16"
+        return self.bias_tiles and self.wanted.bias == "bfloat16"
 
     @property
     def bias_alignment(self) -> int | None:
@@ -181,13 +181,13 @@ class BackwardConfig(BackwardFeatures):
 
     @property
     def ds_stages(self) -> int:
-        return 2 if self.wants_q or self.stores_bias else 0
+        return 2 if self.wanted.q or self.stores_bias else 0
 
     @property
     def dv_first(self) -> bool:
         """dV of a block is waited for before dS is made: beside a turn warp D 128 has 240 registers a thread, not the
         250 that it takes to hold P under dS."""
-        return self.deterministic and self.head_dim == 2 * BLOCK
+        return self.deterministic and self.heads.qk == 2 * BLOCK
 
     @property
     def turn_counts(self) -> int:

@@ -46,7 +46,7 @@ from warpspec.fmha.backward.sm90 import bias, exchange, pair, results
 from warpspec.fmha.backward.sm90.arithmetic import block_of, keep
 from warpspec.fmha.backward.sm90.config import CONSUMER_BARRIER, CONSUMER_KEYS
 from warpspec.fmha.backward.sm90.products import MMA_K, Products, products, rows_of
-from warpspec.fmha.features import BLOCK
+from warpspec.fmha.heads import BLOCK
 from warpspec.fmha.sm90.staging import load_words, store_rows
 
 
@@ -212,13 +212,13 @@ def go_through(work):
         for block in cutlass.range_constexpr(config.query_blocks):
             ends = block + 1 == config.query_blocks
             own = block_of(work, step, block, place)
-            if cutlass.const_expr(config.needs_ds):
+            if cutlass.const_expr(config.wanted.ds):
                 start_dp(own, flat(mma.dp))
                 work.issue_dp(step, block)
             if cutlass.const_expr(not config.weighs_early):
                 make_p(work, step, block, place)
-            warpgroup.wait_group(int(config.needs_ds))  # dK of the block before, whose operand P's may be
-            if cutlass.const_expr(config.wants_v):
+            warpgroup.wait_group(int(config.wanted.ds))  # dK of the block before, whose operand P's may be
+            if cutlass.const_expr(config.wanted.v):
                 keep(mma.s, mma.p)
                 work.issue_dv(step, block)
             exchange.let_go(work, step, block)
@@ -229,26 +229,26 @@ def go_through(work):
                 if step < last:
                     next_place = tile.following(*place)
                     clear_unseen_rows(work, next_place[1], step + 1)
-            if cutlass.const_expr(config.needs_ds):
-                warpgroup.wait_group(int(config.wants_v and not config.dv_first))
+            if cutlass.const_expr(config.wanted.ds):
+                warpgroup.wait_group(int(config.wanted.v and not config.dv_first))
                 derive(own, flat(mma.s), flat(mma.dp), tile.needs_mask(place[1], block))
                 if cutlass.const_expr(config.stores_early):
                     put_ds(work, step, block)
             next_block = 0 if ends else block + 1
             work.issue_s(following, next_block)
-            if cutlass.const_expr(config.needs_ds and not config.stores_early):
+            if cutlass.const_expr(config.wanted.ds and not config.stores_early):
                 put_ds(work, step, block)
             if cutlass.const_expr(ends):
                 exchange.issue_dq(work, step, place)
-            if cutlass.const_expr(config.wants_k):
+            if cutlass.const_expr(config.wanted.k):
                 work.issue_dk(step, block)
             if cutlass.const_expr(ends):
                 exchange.fetch_ahead(work, step, fetched)
                 fetched = tile.following(*fetched)
             block_of(work, following, next_block, next_place).read_lse()
-            makes_dq = ends and config.wants_q
+            makes_dq = ends and config.wanted.q
             if cutlass.const_expr(config.weighs_early or not makes_dq):
-                warpgroup.wait_group(makes_dq + config.wants_k)  # S
+                warpgroup.wait_group(makes_dq + config.wanted.k)  # S
             if cutlass.const_expr(config.weighs_early):
                 make_p(work, following, next_block, next_place)
             if cutlass.const_expr(ends):

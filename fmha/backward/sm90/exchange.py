@@ -59,7 +59,7 @@ def issue_dq(work, step, place):
         work.issue_dq(step + 1)  # the other stage
     else:
         meet(work, step, place)
-        if cutlass.const_expr(work.config.wants_q):
+        if cutlass.const_expr(work.config.wanted.q):
             work.issue_dq(step)
 
 
@@ -78,14 +78,14 @@ def meet(work, step, place):
 @cute.jit
 def take_dq(work, step, place, before):
     """What ``issue_dq`` has issued leaves its registers."""
-    if cutlass.const_expr(work.config.wants_q):
-        warpgroup.wait_group(int(work.config.wants_k))
+    if cutlass.const_expr(work.config.wanted.q):
+        warpgroup.wait_group(int(work.config.wanted.k))
     if cutlass.const_expr(work.config.late):
         cute.arch.fence_proxy("async.shared", space="cta")
         work.channels["exchanged"].arrive_warp(step)
         if step > 0:
             turns.add(work, step - 1, before)
-    elif cutlass.const_expr(work.config.wants_q):
+    elif cutlass.const_expr(work.config.wanted.q):
         results.add_queries(work, 0, place)
 
 

@@ -21,7 +21,7 @@ from warpspec.fmha.backward.sm90.consumer import consume
 from warpspec.fmha.backward.sm90.turns import take_turns
 from warpspec.fmha.device.grid import requests_of
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, kv_view
-from warpspec.fmha.features import BLOCK
+from warpspec.fmha.heads import BLOCK
 
 
 class Shared(NamedTuple):
@@ -41,8 +41,8 @@ def bias_view(config, bias: cute.Tensor) -> cute.Tensor:
     """(KEY, QUERY, HEAD, BATCH) of a bias, or of its gradient; 1 head or batch row where they share it."""
     batch, heads, queries, keys = bias.shape
     steps = bias.stride
-    heads, head_step = (heads, steps[1]) if config.bias_heads else (1, steps[2])
-    batch, batch_step = (batch, steps[0]) if config.bias_batches else (1, steps[2])
+    heads, head_step = (heads, steps[1]) if config.logits.bias_heads else (1, steps[2])
+    batch, batch_step = (batch, steps[0]) if config.logits.bias_batches else (1, steps[2])
     layout = cute.make_layout((keys, queries, heads, batch), stride=(1, steps[2], head_step, batch_step))
     return cute.make_tensor(bias.iterator, layout)
 
@@ -53,20 +53,21 @@ class Backward(BackwardHost):
     def launch(self, operands, scales, window, order, stream):
         """Host side: TMA descriptors, grid, launch."""
         config = self.config
-        key_box, query_box = (BLOCK, config.tile_n, config.blocks), (BLOCK, config.tile_m, config.blocks)
+        blocks = config.heads.qk_blocks
+        key_box, query_box = (BLOCK, config.tile_n, blocks), (BLOCK, config.tile_m, blocks)
         boxes = (
             (operands.k, key_box),
             (operands.v, key_box),
             (operands.q, query_box),
             (operands.do, query_box),
         )
-        loads = [tma.make_load(kv_view(config, tensor), box) for tensor, box in boxes]
+        loads = [tma.make_load(kv_view(config.kv, tensor), box) for tensor, box in boxes]
         if cutlass.const_expr(config.bias_tiles):
             box = (BLOCK, config.tile_m)
             loads.append(tma.make_load(bias_view(config, operands.bias), box))
             if cutlass.const_expr(config.stores_bias):
                 loads.append(tma.make_store(bias_view(config, operands.dbias), (BLOCK, BLOCK)))
-        rows = requests_of(config, operands) if not config.packed_k else 1
+        rows = requests_of(config.requests, operands) if not config.requests.packed_k else 1
         self.kernel(
             operands,
             tuple(atom for atom, _ in loads),

@@ -54,27 +54,27 @@ def make_p(work):
     for step in cutlass.range(tile.steps, unroll=1):
         place = (head, query_tile)
         weigh(block_of(work, step, 0, place), flat(mma.s), tile.needs_mask(query_tile, 0))
-        if cutlass.const_expr(config.needs_ds):
+        if cutlass.const_expr(config.wanted.ds):
             hand_on(work)
             cute.arch.barrier_arrive(barrier_id=P_BARRIER, number_of_threads=config.consumer_threads)
         channels["do_full"].wait(step)
-        if cutlass.const_expr(config.wants_v):
+        if cutlass.const_expr(config.wanted.v):
             keep(mma.s, mma.p)
             work.issue_dv(step, 0)
         head, query_tile = tile.following(head, query_tile)
         following = cutlass.min(step + 1, last)
-        if cutlass.const_expr(config.needs_ds):
-            if cutlass.const_expr(config.wants_v):
+        if cutlass.const_expr(config.wanted.ds):
+            if cutlass.const_expr(config.wanted.v):
                 warpgroup.wait_group(0)
             work.barrier()
         if step < last:
             channels["q_full"].wait(step + 1)
             clear_unseen_rows(work, query_tile, step + 1)
         work.issue_s(following, 0)
-        if cutlass.const_expr(config.wants_v):
+        if cutlass.const_expr(config.wanted.v):
             warpgroup.wait_group(1)
         channels["do_empty"].arrive_warp(step)
-        if cutlass.const_expr(config.wants_q):
+        if cutlass.const_expr(config.wanted.q):
             for part in cutlass.range_constexpr(config.consumer_parts):
                 work.issue_dq(step, part)
                 warpgroup.wait_group(0)
@@ -102,11 +102,11 @@ def make_ds(work):
         if step > 0:
             channels["q_empty"].arrive_warp(step - 1)
         channels["do_empty"].arrive_warp(step)
-        if cutlass.const_expr(config.needs_ds):
+        if cutlass.const_expr(config.wanted.ds):
             cute.arch.barrier(barrier_id=P_BARRIER, number_of_threads=config.consumer_threads)
             derive_from_shared(work, step, place, tile.needs_mask(query_tile, 0))
             keep(mma.dp, mma.ds_rows)
-            if cutlass.const_expr(config.wants_q):
+            if cutlass.const_expr(config.wanted.q):
                 consumer.store_ds(work, step, 0)
             work.barrier()
         head, query_tile = tile.following(head, query_tile)
@@ -116,19 +116,19 @@ def make_ds(work):
                 channels["q_full"].wait(step + 1)
             clear_unseen_rows(work, query_tile, step + 1)
             channels["do_full"].wait(step + 1)
-        if cutlass.const_expr(config.wants_q):
+        if cutlass.const_expr(config.wanted.q):
             work.issue_dq(step, 0)
-        if cutlass.const_expr(config.needs_ds):
+        if cutlass.const_expr(config.wanted.ds):
             work.issue_dp(following, 0)
-        if cutlass.const_expr(config.wants_q):
+        if cutlass.const_expr(config.wanted.q):
             warpgroup.wait_group(1)
             turns.wait(work, step)
             results.add_queries(work, 0, place)
             work.issue_dq(step, 1)
-        if cutlass.const_expr(config.wants_k):
+        if cutlass.const_expr(config.wanted.k):
             work.issue_dk(step, 0)
-        if cutlass.const_expr(config.wants_q):
-            warpgroup.wait_group(1 if config.wants_k else 0)
+        if cutlass.const_expr(config.wanted.q):
+            warpgroup.wait_group(1 if config.wanted.k else 0)
             results.add_queries(work, 1, place)
             turns.leave(work, step)
     warpgroup.wait_group(0)
@@ -164,12 +164,12 @@ def derive_from_shared(work, step, place, masked):
         less = block.statistic(1, column)
         for weight, (i, j) in zip(weights, registers, strict=True):
             ds[i] = weight.to(Float32) * (ds[i] * config.delta_factor + less[j])
-    if masked | Boolean(config.bias is not None):  # P once more: there are no registers to keep it in
+    if masked | Boolean(config.logits.bias is not None):  # P once more: there are no registers to keep it in
         for _, registers, weights in weights_of(work, block):
             for weight, (i, _) in zip(weights, registers, strict=True):
                 hidden = Boolean(weight.to(Float32) == Float32(0.0))
                 ds[i] = Float32(cutlass.select_(hidden, Float32(0.0), ds[i]))
-    if cutlass.const_expr(config.bias_gradient is not None):
+    if cutlass.const_expr(config.wanted.bias is not None):
         write_bias(block, ds)
     if cutlass.const_expr(config.logits.softcap):
         weights = {

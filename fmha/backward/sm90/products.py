@@ -12,7 +12,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from warpspec.common.device import tma
 from warpspec.fmha.backward.sm90.config import CONSUMER_KEYS
-from warpspec.fmha.features import BLOCK
+from warpspec.fmha.heads import BLOCK
 
 ONE_WARPGROUP = (1, 1, 1)
 MMA_K = 16  # rows that one wgmma sums over
@@ -54,7 +54,7 @@ class Products(NamedTuple):
 
 def products(config, dtype, shared, consumer) -> Products:
     """consumer: which 64 keys, and which part of dQ."""
-    m, n, depth = config.tile_m, config.tile_n, config.head_dim
+    m, n, depth = config.tile_m, config.tile_n, config.heads.qk
     scores = make_mma(dtype, K_MAJOR, K_MAJOR, BLOCK, registers=config.keys_in_registers)
     rows = make_mma(dtype, K_MAJOR, MN_MAJOR, depth, registers=True)
     queries = make_mma(dtype, K_MAJOR if config.stores_bias else MN_MAJOR, MN_MAJOR, BLOCK)

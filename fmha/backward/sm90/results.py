@@ -30,7 +30,7 @@ def warp_of(work, place, number) -> Int32:
     """Number of a warp's piece of a query tile's dQ among all pieces, in 32 bits: there are not registers for more."""
     config, sums = work.config, work.operands.dq_sums
     head, query_tile = place
-    slots = Int32(sums.stride[0] // (config.tile_m * config.head_dim))
+    slots = Int32(sums.stride[0] // (config.tile_m * config.heads.qk))
     tile = head * slots + slot_of(config, work.operands, work.tile.request, query_tile)
     return tile * (config.parts * WARPS) + number
 
@@ -82,8 +82,8 @@ def write_sums(work, sums: cute.Tensor, values: cute.Tensor):
     config, tile, thread = work.config, work.tile, work.thread
     row_block = 0 if cutlass.const_expr(config.paired) else work.consumer
     own = sums[tile.kv_head, tile.slot, tile.piece, None]
-    first = row_block * (config.blocks * WARPS) + thread // WARP_THREADS  # which 4 KiB
-    for block in cutlass.range_constexpr(config.blocks):
+    first = row_block * (config.heads.qk_blocks * WARPS) + thread // WARP_THREADS  # which 4 KiB
+    for block in cutlass.range_constexpr(config.heads.qk_blocks):
         target = cute.local_tile(own, (WARP_ELEMENTS,), (first + block * WARPS,))
         for i in cutlass.range_constexpr(THREAD_ELEMENTS // VECTOR):
             vector = cute.local_tile(values, (VECTOR,), (block * (THREAD_ELEMENTS // VECTOR) + i,))
@@ -96,15 +96,15 @@ def write_rows(work, tensor: cute.Tensor, values: cute.Tensor, factor):
     """Values times a factor to the consumer's rows of dK or dV, in 16 bits, by lines of 128 bytes: each warp takes its
     16 rows, 64 columns at a time, through 2 KiB of the stage behind the last Q's, which nobody reads any more."""
     config, tile, thread = work.config, work.tile, work.thread
-    batch = 0 if cutlass.const_expr(config.packed_k) else tile.request
-    keys = tile.place.length if cutlass.const_expr(config.packed_k) else tensor.shape[1]
+    batch = 0 if cutlass.const_expr(config.requests.packed_k) else tile.request
+    keys = tile.place.length if cutlass.const_expr(config.requests.packed_k) else tensor.shape[1]
     stage = work.shared.q.toint() + tile.steps % config.q_stages * config.query_tile_bytes
     base = stage + Int32(work.consumer) * (CONSUMER_KEYS * tma.ROW_BYTES)
     values.store(values.load() * factor)
     narrow = cute.make_rmem_tensor(cute.size(values), tensor.element_type)
     narrow.store(values.load().to(tensor.element_type))
     words = cute.logical_divide(cute.recast_tensor(narrow, Int32), cute.make_layout(TILE_WORDS))
-    for block in cutlass.range_constexpr(config.blocks):
+    for block in cutlass.range_constexpr(config.heads.qk_blocks):
         cute.arch.sync_warp()
         store_rows(base, thread, words[None, block])
         cute.arch.sync_warp()

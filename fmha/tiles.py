@@ -1,0 +1,159 @@
+"""Tiles of attention kernels: the query rows of an M tile, and the keys of a KV tile as they are loaded and stored."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, replace
+
+from warpspec.common.errors import UnsupportedProblem
+from warpspec.fmha.heads import BLOCK, HeadSizes
+from warpspec.fmha.problem import AttentionProblem
+
+ELEMENT_BYTES = 2  # bf16 and fp16
+# Keys: a page holds a multiple of the first up to the second, or a multiple of the second, the most of a KV tile. So
+# the boxes that a tile is loaded in begin where the 128-byte swizzle does, every 8 rows, and are few.
+PAGE_STEP, PAGE_LARGE = 16, 128
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Query rows of an M tile: ``groups`` row groups of ``group_size`` rows each.
+
+    pack: query heads of one KV group whose rows stand together; row r of a group is head r % pack of query r // pack.
+    """
+
+    pack: int
+    groups: int
+    group_size: int
+
+    @property
+    def group_queries(self) -> int:
+        """Queries of a row group; its rows past pack * group_queries are idle."""
+        return self.group_size // self.pack
+
+    @property
+    def queries(self) -> int:
+        """Queries of an M tile."""
+        return self.groups * self.group_queries
+
+    @property
+    def count(self) -> int:
+        """Rows of an M tile."""
+        return self.groups * self.group_size
+
+
+@dataclass(frozen=True)
+class KvTile:
+    """Keys of a KV tile in shared memory, and the boxes that TMA loads it in.
+
+    keys: of a tile. shared: one tile serves as K and V. page_size: keys of a page, 0 where they are not paged.
+    element_bytes: of a number in shared memory. span: numbers of a row in one box; a box holds ``box_spans`` of them at
+    most (None: a row's). swizzled: as TMA writes them.
+    """
+
+    keys: int
+    heads: HeadSizes
+    shared: bool = False
+    page_size: int = 0
+    element_bytes: int = ELEMENT_BYTES
+    span: int = BLOCK
+    box_spans: int | None = None
+    swizzled: bool = True
+
+    @property
+    def k_bytes(self) -> int:
+        """Shared memory of a tile of K."""
+        return self.keys * self.heads.qk_room * self.element_bytes
+
+    @property
+    def v_bytes(self) -> int:
+        """Shared memory of a tile of V."""
+        return self.keys * self.heads.v_room * self.element_bytes
+
+    def bytes_of(self, ring: str) -> int:
+        """Shared memory of a tile of a ring's, "k" or "v"."""
+        return self.v_bytes if ring == "v" else self.k_bytes
+
+    @property
+    def v_stage_bytes(self) -> int:
+        """Shared memory from one stage of V to the next: where V is K, K's stage."""
+        return self.k_bytes if self.shared else self.v_bytes
+
+    @property
+    def own_v_bytes(self) -> int:
+        """Shared memory that a tile of V takes besides K's: none where V is K."""
+        return 0 if self.shared else self.v_bytes
+
+    @property
+    def page_keys(self) -> int:
+        """Keys of a tile that lie together in memory wherever the tile begins: all of them, a page's, or a part's of a
+        page of which tiles are no multiple, nor it of tiles."""
+        return math.gcd(self.page_size, self.keys)
+
+    @property
+    def pages(self) -> int:
+        """Pages, or parts of pages, that the keys of a tile come from."""
+        return self.keys // self.page_keys
+
+    def spans(self, ring: str = "k") -> int:
+        """Spans of a row of a ring's."""
+        return -(-(self.heads.v if ring == "v" else self.heads.qk) // self.span)
+
+    def box(self, ring: str = "k") -> tuple[int, int, int]:
+        """(D, KEY, SPAN) of a load of a ring's: a whole tile, or the keys of (a part of) one page in one span of D."""
+        spans = self.spans(ring) if self.pages == 1 and self.heads.whole else 1
+        return (self.span, self.page_keys, min(spans, self.box_spans or spans))
+
+    def boxes(self, ring: str = "k") -> tuple[int, int]:
+        """(SPAN, PAGE): loads of one tile of a ring's. Shared memory has a tile's pages side by side in each span of D,
+        so a box of several spans would leave no room between them for the other pages."""
+        return (self.spans(ring) // self.box(ring)[2], self.pages)
+
+    def of_codes(self) -> KvTile:
+        """This tile as it comes in FP8 to be converted: a page's rows as they lie in memory."""
+        return replace(self, span=self.heads.qk, box_spans=1, swizzled=False)
+
+    def place_of(self, row, span, source) -> tuple:
+        """Which box of K or V, as its coordinates are cut into boxes. row: of the keys, source: batch row or page."""
+        return (row, span, source) if self.heads.whole else (span, row, source)
+
+
+def takes_pages(page_size: int) -> bool:
+    """Kernels read pages of so many keys."""
+    return page_size > 0 and page_size % (PAGE_STEP if page_size < PAGE_LARGE else PAGE_LARGE) == 0
+
+
+def check_page_size(kernel: str, page_size: int | None) -> None:
+    """Raise UnsupportedProblem, saying what is allowed, for pages that kernels do not read. None: there are none."""
+    if page_size is None or takes_pages(page_size):
+        return
+    advice = ""
+    if page_size < PAGE_STEP:
+        advice = f"; set the page size (block size) of the engine's KV cache to {PAGE_STEP} or more"
+    raise UnsupportedProblem(
+        f"{kernel} attention: page_size={page_size} is not supported: pages must hold a multiple of {PAGE_STEP} keys "
+        f"up to {PAGE_LARGE}, or a multiple of {PAGE_LARGE}{advice}"
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_pack(group: int, seq_q: int, tile_m: int) -> int:
+    """Heads of a KV group that share an M tile: what makes the fewest tiles, the most heads among equals.
+
+    More heads to a tile means fewer queries in it: under a causal or window mask its rows then see more
+    nearly the same keys, so at equal tile count more heads never costs and often saves KV tiles.
+    """
+
+    def tiles(pack):
+        return -(-group // pack) * -(-seq_q // (tile_m // pack))
+
+    return min(range(1, min(group, tile_m) + 1), key=lambda pack: (tiles(pack), -pack))
+
+
+def choose_packs(problem: AttentionProblem, tile_m: int) -> tuple[int, ...]:
+    """Numbers of heads of a KV group that may share an M tile: what suits the longest request, and of packed queries
+    what suits a request of one."""
+    most = choose_pack(problem.group, problem.seq_q, tile_m)
+    few = choose_pack(problem.group, 1, tile_m) if problem.packed_q else most
+    return (most,) if few == most else (most, few)
