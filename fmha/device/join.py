@@ -2,7 +2,7 @@
 
 CTAs (x, y): part x of the rows of the tile whose first cut is the begin of CTA y's chunk in the launch before, where
 there is such a tile. The records of cuts (``device.line.Join``) say so: those of the following CTAs that name the same
-tile are its further cuts. The first piece is in a slot of CTA y - 1, the others in the first slots of CTAs y, y + 1 and
+tile are its further cuts. The first piece has a place of CTA y - 1, the others the first places of CTAs y, y + 1 and
 so on. States are summed in that order.
 """
 
@@ -21,7 +21,7 @@ from warpspec.common.logarithms import LOG2_E
 from warpspec.fmha.combine import VECTOR
 from warpspec.fmha.device.combine import finite, write_row
 from warpspec.fmha.device.line import Join as Record
-from warpspec.fmha.device.line import slot_of
+from warpspec.fmha.device.line import state_of
 from warpspec.fmha.join import BATCH, THREADS, JoinConfig, JoinOperands
 from warpspec.fmha.line import JOIN_WORDS
 
@@ -65,7 +65,7 @@ class Join:
         first = first & (Boolean(earlier.before == 0) | Boolean(not continues))
         if first:
             count = Int32(2) + further_cuts(joins, record, cta)
-            tile = Tile(config, pieces, cta, count, slot_of(cta - 1, Boolean(not continues)), record)
+            tile = CutTile(config, pieces, cta, count, state_of(cta - 1, Boolean(not continues)), record)
             queries = cutlass.min(record.queries, config.row_groups * config.row_group_queries)
             rows = queries * config.pack
             if row_each(config, rows, count):
@@ -96,14 +96,15 @@ def row_each(config: JoinConfig, rows, count) -> Boolean:
 
 
 @dataclass(frozen=True)
-class Tile:
-    """A tile that was cut. cta: whose chunk begins at its first cut. count: of its pieces. first_slot: of the first."""
+class CutTile:
+    """A tile that was cut. cta: whose chunk begins at its first cut. count: of its pieces. first_state: the
+    first one's."""
 
     config: JoinConfig
     pieces: cute.Tensor
     cta: Int32
     count: Int32
-    first_slot: Int32
+    first_state: Int32
     record: Record
 
     def place(self, row) -> tuple:
@@ -114,11 +115,11 @@ class Tile:
     def state(self, number, row) -> cute.Tensor:
         """(D + 4): what the number-th piece left of a row."""
         config = self.config
-        slot = Int32(
-            cutlass.select_(Boolean(number == 0), self.first_slot, slot_of(self.cta + number - 1, False))
+        state = Int32(
+            cutlass.select_(Boolean(number == 0), self.first_state, state_of(self.cta + number - 1, False))
         )
         row = row // config.row_group_rows * config.row_group_size + row % config.row_group_rows
-        return self.pieces[slot, row, None]
+        return self.pieces[state, row, None]
 
 
 def record_of(joins: cute.Tensor, cta) -> Record:

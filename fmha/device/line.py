@@ -6,7 +6,7 @@ among requests, then among query tiles. The ends (``Cursor``) wait in shared mem
 
 Cuts of all rounds but the last move back to the begin of a query tile: pieces of tiles cost, and where there are
 several rounds, tiles are small against chunks. In the last round a chunk may begin and end within a tile. Of a tile
-that is cut, every chunk that has a piece of it leaves a state in its slot of a workspace, two slots a CTA; and the CTA
+that is cut, every chunk that has a piece of it leaves a state in its place of a workspace, two a CTA; and the CTA
 whose chunk begins at the tile's first cut leaves a join record, from which ``device.join`` puts the states together.
 """
 
@@ -261,7 +261,7 @@ def select_integer(condition, yes, no) -> Int32:
     return Int32(cutlass.select_(Boolean(condition), Int32(yes), Int32(no)))
 
 
-def slot_of(cta, begins) -> Int32:
+def state_of(cta, begins) -> Int32:
     """Slot of a CTA's piece of a tile; begins: the tile begins in its chunk."""
     return 2 * cta + Int32(begins)
 
@@ -307,7 +307,7 @@ class Chunk:
         first = select_integer(begins, 0, tiles_before(self.begin.part, count))
         last = select_integer(ends, count, tiles_before(self.end.part, count))
         whole = Boolean(first == 0) & Boolean(last == count) & (begins | Boolean(count > 0))
-        return tile.cut(Piece(first, last - first, whole, slot_of(cta, begins)))
+        return tile.cut(Piece(first, last - first, whole, state_of(cta, begins)))
 
     def next(self, head, query_tile, tile) -> tuple:
         """(head, query tile) behind ``tile``, which is at (head, query_tile)."""

@@ -17,14 +17,14 @@ from warpspec.fmha.device.packed import extent_of
 NO_PAGE = -1  # as a TMA coordinate it is out of bounds: zeros arrive, no memory is read
 
 
-def page_or_none(config, operands, batch, slot, length) -> Int32:
-    """Page number in ``slot`` of a batch row's table; NO_PAGE where all its keys lie past ``length``.
+def page_or_none(config, operands, batch, entry, length) -> Int32:
+    """Page number in an entry of a batch row's table; NO_PAGE where all its keys lie past ``length``.
 
     Not checked against the number of pages: TMA does that.
     """
-    slots = operands.page_table.shape[1]
-    page = operands.page_table[batch, cutlass.min(slot, slots - 1)]
-    return Int32(cutlass.select_(Boolean(slot * config.requests.page_size < length), page, Int32(NO_PAGE)))
+    entries = operands.page_table.shape[1]
+    page = operands.page_table[batch, cutlass.min(entry, entries - 1)]
+    return Int32(cutlass.select_(Boolean(entry * config.requests.page_size < length), page, Int32(NO_PAGE)))
 
 
 def address_of(config, operands, request, key) -> tuple:
@@ -51,12 +51,12 @@ def kv_places(config, operands, tile, kv_tile):
     key, whole = kv_tile * config.tile_n, config.kv.page_keys == config.requests.page_size
     if config.kv.pages > 1 and not whole:
         key = key + cute.arch.lane_idx() * config.kv.page_keys
-    slot, part = key // config.requests.page_size, key % config.requests.page_size // config.kv.page_keys
+    entry, part = key // config.requests.page_size, key % config.requests.page_size // config.kv.page_keys
     if config.kv.pages == 1:
-        return ((part, page_or_none(config, operands, tile.request, slot, tile.length)),)
+        return ((part, page_or_none(config, operands, tile.request, entry, tile.length)),)
     if whole:
-        slot, part = slot + cute.arch.lane_idx(), None
-    return PagesByLane(page_or_none(config, operands, tile.request, slot, tile.length), part)
+        entry, part = entry + cute.arch.lane_idx(), None
+    return PagesByLane(page_or_none(config, operands, tile.request, entry, tile.length), part)
 
 
 @dataclass(frozen=True)

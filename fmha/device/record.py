@@ -21,25 +21,25 @@ SPAN = ("begin", "count", "first", "end", "inner_first", "inner_end")
 
 
 class Records(NamedTuple):
-    """The slots, (WORD, SLOT) Int32 in shared memory, and what every tile has in common. window: (left, right). tree,
+    """ring: of records, (WORD, STAGE) Int32 in shared memory. The rest is what every tile has in common. tree,
     ranges: the operands."""
 
-    slots: cute.Tensor
+    ring: cute.Tensor
     window_left: Int32
     window_right: Int32
     tree: cute.Tensor | None = None
     ranges: cute.Tensor | None = None
 
-    def slot(self, config, use) -> cute.Tensor:
+    def words(self, config, use) -> cute.Tensor:
         """Words of the use-th record."""
         count = config.scheduler.record_count
-        return self.slots[None, use % count if count > 1 else 0]
+        return self.ring[None, use % count if count > 1 else 0]
 
 
 def records_of(config: AttentionKernel, base: cute.Pointer, where, operands) -> Records:
     """base: Int32, to ``config.scheduler.record_bytes`` of shared memory. where: what the scheduler finds tiles by."""
-    slots = cute.make_tensor(base, cute.make_layout((RECORD_WORDS, config.scheduler.record_count)))
-    return Records(slots, *where.window, operands.tree, operands.ranges)
+    ring = cute.make_tensor(base, cute.make_layout((RECORD_WORDS, config.scheduler.record_count)))
+    return Records(ring, *where.window, operands.tree, operands.ranges)
 
 
 def words_of(config: AttentionKernel) -> tuple[str, ...]:
@@ -59,7 +59,7 @@ def words_of(config: AttentionKernel) -> tuple[str, ...]:
     words += ("first_row",) if config.requests.packed_q else ()
     words += ("first_key",) if config.requests.packed_k else ()
     words += ("split",) if config.output.splits else ()
-    words += ("whole", "piece_slot") if config.scheduler.cuts_tiles else ()
+    words += ("whole", "piece_state") if config.scheduler.cuts_tiles else ()
     assert len(words) <= RECORD_WORDS
     return words
 
@@ -82,9 +82,9 @@ def write_tile(role, tile, use):
     config, channels = role.config, role.channels
     channels["tile_empty"].wait_previous(use)
     if cute.arch.lane_idx() == 0:
-        slot = role.records.slot(config, use)
+        words = role.records.words(config, use)
         for i, name in enumerate(words_of(config)):
-            slot[i] = word_of(tile, name)
+            words[i] = word_of(tile, name)
     channels["tile_full"].arrive_warp(use)
     return use + 1
 
@@ -96,7 +96,7 @@ def word_of(tile: Tile, name: str) -> Int32:
         return Int32(getattr(tile.span, name))
     if name == "whole":
         return Int32(tile.piece.whole)
-    return Int32(tile.piece.slot if name == "piece_slot" else getattr(tile, name))
+    return Int32(tile.piece.state if name == "piece_state" else getattr(tile, name))
 
 
 @cute.jit
@@ -104,8 +104,8 @@ def write_end(role, use):
     """Instead of the use-th record: there are no more tiles."""
     role.channels["tile_empty"].wait_previous(use)
     if cute.arch.lane_idx() == 0:
-        slot = role.records.slot(role.config, use)
-        slot[0] = Int32(0)
+        words = role.records.words(role.config, use)
+        words[0] = Int32(0)
     role.channels["tile_full"].arrive_warp(use)
 
 
@@ -115,17 +115,17 @@ def wait_tile(config: AttentionKernel, channels: dict, records: Records, use) ->
     Consumes: tile_full.
     """
     channels["tile_full"].wait(use)
-    return Boolean(records.slot(config, use)[0] != 0)
+    return Boolean(records.words(config, use)[0] != 0)
 
 
 def read_tile(config: AttentionKernel, records: Records, use) -> Tile:
-    """The use-th tile, which ``wait_tile`` has found. Who has read it for the last time hands the slot back, by
+    """The use-th tile, which ``wait_tile`` has found. Who has read it for the last time hands it back, by
     tile_empty, one arrival a warp."""
-    slot = records.slot(config, use)
-    word = {name: slot[i] for i, name in enumerate(words_of(config))}
+    words = records.words(config, use)
+    word = {name: words[i] for i, name in enumerate(words_of(config))}
     piece = None
     if config.scheduler.cuts_tiles:
-        piece = Piece(0, word["count"], Boolean(word["whole"] != 0), word["piece_slot"])
+        piece = Piece(0, word["count"], Boolean(word["whole"] != 0), word["piece_state"])
     return Tile(
         config,
         query_tile=0,  # nobody asks for it

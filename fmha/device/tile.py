@@ -44,13 +44,13 @@ class Row:
 @dataclass(frozen=True)
 class Piece:
     """The part of an M tile's KV tiles that a chunk of the line holds (``device.line``): ``count`` of them from number
-    ``first`` of the span on. whole: it is all of them, and this CTA writes the rows' results; else their state, to
-    ``slot``."""
+    ``first`` of the span on. whole: it is all of them, and this CTA writes the rows' results; else their state, as
+    number ``state`` of the workspace."""
 
     first: Int32
     count: Int32
     whole: Boolean
-    slot: Int32
+    state: Int32
 
 
 class Request(NamedTuple):
@@ -82,7 +82,7 @@ class RowTile(Protocol):
 
     ``Tile``: keys of one request, dense, packed or paged. ``latent.gathered.task.Task``: keys gathered by slot. A
     source of keys is such a class, the load role that fills its KV tiles (``load``, ``gather``), and a ``hide`` of the
-    keys in a KV tile that a row does not see (``sm90.consumer.Work``, ``sm100.softmax_warps.Columns``).
+    keys in a KV tile that a row does not see (``sm90.consumer.ConsumerTile``, ``sm100.softmax_warps.Columns``).
     """
 
     span: KvTiles

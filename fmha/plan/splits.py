@@ -120,8 +120,8 @@ def combine_clocks(splits: int, rows: int, head_dim: int, sm_count: int) -> floa
     if splits == 1:
         return 0.0
     transfer = splits * rows * head_dim * FP32_BYTES / (sm_count * FILL_BYTES)
-    rounds = -(-splits // (CombineConfig.of(class_of(head_dim), splits).ways * BATCH))
-    return COMBINE_CLOCKS + transfer + max(transfer, rounds * LOAD_CLOCKS)
+    batches = -(-splits // (CombineConfig.of(class_of(head_dim), splits).ways * BATCH))
+    return COMBINE_CLOCKS + transfer + max(transfer, batches * LOAD_CLOCKS)
 
 
 def visited_tiles(

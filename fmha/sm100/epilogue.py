@@ -49,7 +49,7 @@ class RowResults(Results):
             if tile.piece.whole:
                 store(values, of_split(config, operands.o, tile, place), number, count)
             else:
-                store(values, operands.pieces[tile.piece.slot, row.index, None], number, count)
+                store(values, operands.pieces[tile.piece.state, row.index, None], number, count)
         else:
             store(values, of_split(config, operands.o, tile, place), number, count)
 
@@ -107,7 +107,7 @@ def factor_of(config: cutlass.Constexpr, row, place, tile, state, operands, scor
         if tile.piece.whole:
             factor = statistics(config, row, place, tile, state, operands, score_unit, empty)
         else:
-            target = operands.pieces[tile.piece.slot, row.index, None]  # (D + 4)
+            target = operands.pieces[tile.piece.state, row.index, None]  # (D + 4)
             factor = piece_statistics(config, row, target, state, score_unit, empty)
     else:
         factor = statistics(config, row, place, tile, state, operands, score_unit, empty)

@@ -125,7 +125,7 @@ class Attention(AttentionHost):
                 if cutlass.const_expr(config.scheduler.cuts_tiles):
                     write_join(config, operands, where.line, where.cursors)
                 products = fragments(config, dtype, q_base, k_base, v_base, p_base, columns)
-                products = Products(config, channels, products, dtype)
+                products = MmaRole(config, channels, products, dtype)
                 each_tile(config, operands, found, multiply_tile, products, NO_USES)
             if cutlass.const_expr(config.converts):  # noqa: SIM102
                 if warp >= config.convert_warp:
@@ -198,7 +198,7 @@ def load_tile(role, tile, uses):
 
 
 @dataclass(frozen=True)
-class Products:
+class MmaRole:
     """What the MMA warp has for all tiles."""
 
     config: object

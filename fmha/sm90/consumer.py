@@ -108,11 +108,11 @@ def products(config, q_base, k_base, v_base, part) -> Products:
 
 
 @dataclass(frozen=True)
-class Work:
+class ConsumerTile:
     """One consumer's part of a tile. rows: the thread's two; biases: theirs (KEY), or None. consumer: which one it is;
     row_group: which 64 rows it has; part: which part of O's columns (plain ints of paired consumers). thread: 0..127 of
     it. use: KV tiles that this CTA has done before; q_use: number of this tile's Q in its ring. numbers: of the map
-    between S and P. shared: ``kernel.Shared``. row_factors: what the scores of the thread's rows are multiplied with
+    between S and P. shared: ``kernel.Buffers``. row_factors: what the scores of the thread's rows are multiplied with
     (``narrow``), or None."""
 
     config: object

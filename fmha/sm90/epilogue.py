@@ -56,7 +56,7 @@ ROW_RESULTS = RowResults()
 def epilogue(work, state, operands, stage, results: cutlass.Constexpr = ROW_RESULTS):
     """Write both rows of a thread: o = O / (row_sum + sink), lse; or un-normalised o, row_max, row_sum.
 
-    work: ``consumer.Work``; O is in ``work.mma.o``. state: from ``consumer.attend``. stage: the address of a tile in
+    work: ``ConsumerTile``; O is in ``work.mma.o``. state: from ``consumer.attend``. stage: the address of a tile in
     shared memory that the consumer may write to, or None. results: ``Results``, used without a stage. A row that sees
     no key writes zeros and -inf. Of a piece of a tile the rows' states are written, into the workspace.
     """
@@ -106,7 +106,7 @@ def finish_row(work, r: cutlass.Constexpr, state, operands) -> tuple:
 
 @cute.jit
 def write_piece(work, state, operands):
-    """Write the states of both rows of a thread to the piece's slot of the workspace."""
+    """Write the states of both rows of a thread to the piece's place in the workspace."""
     config, tile, o = work.config, work.tile, flat(work.mma.o)
     references, maxima, sums = state
     for r in cutlass.range_constexpr(THREAD_ROWS):
@@ -115,7 +115,7 @@ def write_piece(work, state, operands):
         empty = Boolean(total == Float32(0.0))
         place = tile.place(row.index, work.row_group)
         target = operands.pieces[
-            tile.piece.slot, work.row_group * WARPGROUP_ROWS + row.index, None
+            tile.piece.state, work.row_group * WARPGROUP_ROWS + row.index, None
         ]  # (D + 4)
         row_state = (references[r], maxima[r], total)
         factor = piece_statistics(config, row, target, row_state, unit(config.logits, work.numbers), empty)

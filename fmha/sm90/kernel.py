@@ -28,8 +28,8 @@ from warpspec.fmha.device.scales import score_numbers
 from warpspec.fmha.device.tiles import each_tile, schedule
 from warpspec.fmha.sm90.by_warp import attend_by_warp
 from warpspec.fmha.sm90.consumer import (
+    ConsumerTile,
     Products,
-    Work,
     attend,
     attend_idle,
     pass_turn,
@@ -43,7 +43,7 @@ from warpspec.fmha.sm90.pair import Pair, attend_paired, own_stage
 from warpspec.fmha.sm90.rings import Source
 
 
-class Shared(NamedTuple):
+class Buffers(NamedTuple):
     """Where the regions of shared memory begin. q, k, v, p: Uint8 pointers; v is k where V is K. statistics, sums:
     Float32 pointers, of paired consumers. raw: Uint8 pointer to the rings of FP8 tiles. parts, states: Float32
     pointers, of warps that have KV tiles of their own."""
@@ -107,7 +107,7 @@ class Attention(AttentionHost):
         if cutlass.const_expr(config.scheduler.has_warp):
             tiles = records_of(config, storage.records.data_ptr(), where, operands)
         k_base = storage.k.data_ptr()
-        shared = Shared(
+        shared = Buffers(
             storage.q.data_ptr(),
             k_base,
             k_base if cutlass.const_expr(config.format.shared_kv) else storage.v.data_ptr(),
@@ -196,7 +196,7 @@ class Consumer:
 
     config: object
     channels: dict
-    shared: Shared
+    shared: Buffers
     operands: object
     numbers: LogitNumbers
     mma: Products
@@ -251,7 +251,7 @@ def consume_tile(role, tile, uses):
     if cutlass.const_expr(config.logits.bias is not None):
         places = (tile.place(row.index, role.row_group) for row in mine)
         biases = tuple(row_of(config, operands.bias, place) for place in places)
-    work = Work(
+    work = ConsumerTile(
         config,
         channels,
         role.mma,

@@ -35,7 +35,7 @@ from warpspec.fmha.heads import MMA_K
 from warpspec.fmha.sm90.config import SCORED_BARRIER, STATISTICS, SUMS_BARRIER, WEIGHT_STAGES
 from warpspec.fmha.sm90.consumer import (
     ONE_WARPGROUP,
-    Work,
+    ConsumerTile,
     flat,
     keep_weights,
     make_qk,
@@ -55,10 +55,10 @@ TURNS = 2  # tiles after which it is a consumer's turn again
 
 @dataclass(frozen=True)
 class Pair:
-    """What one of two paired consumers needs of a tile. shared: ``kernel.Shared``. tile_use: tiles with keys that this
+    """What one of two paired consumers needs of a tile. shared: ``kernel.Buffers``. tile_use: tiles with keys that this
     CTA has done before."""
 
-    work: Work
+    work: ConsumerTile
     shared: tuple
     tile_use: Int32
 

@@ -14,8 +14,8 @@ from warpspec.fmha.device.rings import kv_ring
 
 @dataclass(frozen=True)
 class Source:
-    """atoms, coordinates: from ``tma.make_load``, of Q and of ``format.rings``. shared: ``kernel.Shared``. part: of the
-    columns, this warp's."""
+    """atoms, coordinates: from ``tma.make_load``, of Q and of ``format.rings``. shared: ``kernel.Buffers``. part: of
+    the columns, this warp's."""
 
     config: object
     operands: tuple

@@ -23,7 +23,7 @@ from warpspec.common.device.wgmma import (
     flat,
 )
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
-from warpspec.fmha.sm90.consumer import Work, products
+from warpspec.fmha.sm90.consumer import ConsumerTile, products
 from warpspec.fmha.sm90.epilogue import ROW_RESULTS, epilogue
 from warpspec.fmha.sm90.pair import Pair, attend_paired, own_stage
 from warpspec.latent.gathered.config import ROPE_DIM, GatheredConfig
@@ -36,8 +36,8 @@ MASK_BITS = 32
 
 
 class GatheredStorage(NamedTuple):
-    """Addresses of the shared-memory regions: those of ``fmha.sm90.kernel.Shared``, masks: (STAGE WORD) words, and raw:
-    the producer warps' FP8 keys, bytes."""
+    """Addresses of the shared-memory regions: those of ``fmha.sm90.kernel.Buffers``, masks: (STAGE WORD) words, and
+    raw: the producer warps' FP8 keys, bytes."""
 
     q: cute.Pointer
     k: cute.Pointer
@@ -50,13 +50,13 @@ class GatheredStorage(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GatheredWork(Work):
+class GatheredTile(ConsumerTile):
     """A consumer's part of a task whose keys may be missing. masks: as in ``GatheredStorage``."""
 
     masks: cute.Tensor = None
 
     def hide(self, scores: cute.Tensor, r: int, step) -> None:
-        """Hide missing keys, as ``Work.hide`` does; the tile's mask serves all rows."""
+        """Hide missing keys, as ``ConsumerTile.hide`` does; the tile's mask serves all rows."""
         words = self.config.tile_n // MASK_BITS
         stage = (self.use + step) % self.config.kv_stages
         hide_missing(scores, r, self.rows[r].member, [self.masks[stage * words + i] for i in range(words)])
@@ -138,7 +138,7 @@ def consume(
         count = task.span.count
         if count > 0:
             channels["q_full"].wait(task_use)
-        work = GatheredWork(
+        work = GatheredTile(
             config, channels, mma, task, rows, None, part, 0, part, thread, use, task_use, numbers, shared,
             masks=shared.masks,
         )  # fmt: skip

@@ -19,7 +19,7 @@ class SelectConfig:
 
     lengths, table: whether the call has them. parts: a row has several CTAs, each of which writes the largest logits of
     its part and their indices. mapped: the logits are such results of parts, with indices beside them. threads: of a
-    CTA, those that select. chunk: logits in shared memory at a time. slots: length of the list of candidates. barrier:
+    CTA, those that select. chunk: logits in shared memory at a time. listed: length of the list of candidates. barrier:
     named barrier of the selecting threads; 0: the CTA has no other threads.
     """
 
@@ -29,13 +29,13 @@ class SelectConfig:
     mapped: bool = False
     threads: int = 1024
     chunk: int = 32768
-    slots: int = 4096
+    listed: int = 4096
     barrier: int = 0
 
     def __post_init__(self):
         assert not (self.parts and (self.table or self.mapped))
         assert BINS <= self.threads <= WARP_THREADS**2, "a warp adds up the warps' counts"
-        assert self.chunk % self.threads == 0 and self.slots % self.threads == 0
+        assert self.chunk % self.threads == 0 and self.listed % self.threads == 0
         assert self.chunk % (self.group * self.threads) == 0
         assert self.chunk + K_LIMIT < 2**16, "two counts share a word"
         assert self.smem_bytes <= MAX_SMEM_PER_CTA
@@ -72,7 +72,7 @@ class SelectConfig:
 
     @property
     def smem_bytes(self) -> int:
-        words = self.chunk + 2 * self.slots + 4 * K_LIMIT + 4 + BINS * HISTOGRAMS
+        words = self.chunk + 2 * self.listed + 4 * K_LIMIT + 4 + BINS * HISTOGRAMS
         return (words + 2 * self.place_words + WARP_THREADS) * WORD_BYTES
 
 

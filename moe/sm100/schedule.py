@@ -46,28 +46,28 @@ class Records:
 
     full: object
     empty: object
-    slots: cute.Tensor  # (FIELD, SLOT)
+    ring: cute.Tensor  # (FIELD, STAGE)
 
     @classmethod
     def make(cls, channels, base: cute.Pointer) -> Records:
-        slots = cute.make_tensor(base, cute.make_layout((RECORD_FIELDS, RECORDS), stride=(1, RECORD_FIELDS)))
-        return cls(channels["record_full"], channels["record_empty"], slots)
+        ring = cute.make_tensor(base, cute.make_layout((RECORD_FIELDS, RECORDS), stride=(1, RECORD_FIELDS)))
+        return cls(channels["record_full"], channels["record_empty"], ring)
 
     def read(self, use) -> TileRecord:
-        """Read the use-th record and release its slot. Executed by a whole warp."""
+        """Read the use-th record and hand it back. Executed by a whole warp."""
         self.full.wait(use)
-        slot = self.slots[None, self.full.stage(use)]
-        tile = TileRecord(*(slot[i] for i in range(len(TileRecord._fields))))
+        record = self.ring[None, self.full.stage(use)]
+        tile = TileRecord(*(record[i] for i in range(len(TileRecord._fields))))
         self.empty.arrive_warp(use)
         return tile
 
     def write(self, use, *fields) -> None:
-        """Write the use-th record once its slot is free. Executed by a whole warp."""
+        """Write the use-th record once its stage is free. Executed by a whole warp."""
         self.empty.wait_previous(use)
-        slot = self.slots[None, self.full.stage(use)]
+        record = self.ring[None, self.full.stage(use)]
         with cute.arch.elect_one():
             for i, value in enumerate(fields):
-                slot[i] = value
+                record[i] = value
             self.full.arrive(use)
 
 

@@ -72,9 +72,9 @@ class StreamConfig:
 
     block: values that share a scale. choices: of a token, if rows are looked up by choice; 0: rows are the tokens.
     early: everything but the activations is older than the previous launch, so that weights are loaded without waiting
-    for it. rounds: for "w4a4": tokens have a scale each, and results stay fp32, because the next launch rounds them.
-    routing: rows are not sorted; a tile has one row, and tokens that are looked up are put in the kernel's order as
-    they are loaded.
+    for it. keeps_fp32: for "w4a4": tokens have a scale each, and results stay fp32: the next launch rounds
+    them. routing: rows are not sorted; a tile has one row, and tokens that are looked up are put in the kernel's order
+    as they are loaded.
     """
 
     shape: Shape = Shape()
@@ -84,14 +84,14 @@ class StreamConfig:
     has_bias: bool = False
     choices: int = 0
     early: bool = False
-    rounds: bool = False
+    keeps_fp32: bool = False
     routing: Routing | None = None
 
     def __post_init__(self):
         shape = self.shape
         assert self.epilogue in EPILOGUES and self.block in (NVFP4_BLOCK, MXFP4_BLOCK)
         assert shape.tokens % TOKENS_MULTIPLE == 0 and shape.row_groups in (1, 2, 4)
-        assert self.routing is None or not self.rounds
+        assert self.routing is None or not self.keeps_fp32
         assert shape.stages <= MOST_STAGES and self.consumers in (1, 2, 4)
         assert self.smem_bytes <= MAX_SMEM_PER_CTA, (self.smem_bytes, shape)
         assert shape.ctas_per_sm * (self.smem_bytes + SMEM_RESERVED_PER_CTA) <= SMEM_PER_SM

@@ -80,7 +80,7 @@ def store(
             for r in cutlass.range_constexpr(THREAD_ROWS):
                 for j in cutlass.range_constexpr(PAIR):
                     i = (block * THREAD_ROWS + r) * PAIR + j
-                    scale = terms.scales[r] * factors[j] if config.rounds else terms.scales[r]
+                    scale = terms.scales[r] * factors[j] if config.keeps_fp32 else terms.scales[r]
                     values[j, r] = cute.math.fma(sums[i], scale, terms.biases[r])
             if cutlass.const_expr(config.gated):
                 results = [(gated(config, values[j, 0], values[j, 1], ops.limit)) for j in range(PAIR)]
@@ -97,7 +97,7 @@ def store(
 def token_scales(config: cutlass.Constexpr, ops, tile, token) -> tuple:
     """Scales of ``token`` and of the next one, if the configuration rounds; 0 past the tile's last."""
     found = []
-    if cutlass.const_expr(config.rounds):
+    if cutlass.const_expr(config.keeps_fp32):
         for j in cutlass.range_constexpr(PAIR):
             scale = Float32(0.0)
             if token + j < tile.count:
@@ -112,7 +112,7 @@ def store_pair(config: cutlass.Constexpr, ops, tile, feature, token, odd, result
     token."""
     low, high = results
     got = cute.arch.shuffle_sync_bfly(Float32(cutlass.select_(odd, low, high)), QUAD)
-    kept = Float32 if config.rounds else BFloat16
+    kept = Float32 if config.keeps_fp32 else BFloat16
     pair = cute.make_rmem_tensor(PAIR, kept)
     pair[0] = Float32(cutlass.select_(odd, got, low)).to(kept)
     pair[1] = Float32(cutlass.select_(odd, high, got)).to(kept)

@@ -56,17 +56,17 @@ class Layer:
         unsorted: bool | None = None,
     ):
         self.sort_shape = sort_shape
-        self.rounds = precision == "w4a4"
+        self.keeps_fp32 = precision == "w4a4"
         self.problem, self.target, self.experts = problem, target, w13.experts
         first, second = shapes or (
             choose_shape(problem.rows, w.experts, w.row_tiles, target.sm_count) for w in (w13, w2)
         )
         routing = Routing(problem.experts, problem.choices, problem.shared)
         if unsorted is None:
-            unsorted = problem.rows <= UNSORTED_ROWS and problem.choices > 0 and not self.rounds
+            unsorted = problem.rows <= UNSORTED_ROWS and problem.choices > 0 and not self.keeps_fp32
         self.routing = routing if unsorted else None
         self.gate_config = gated_config(
-            w13, first, problem, choices=routing.taken, rounds=self.rounds, routing=self.routing
+            w13, first, problem, choices=routing.taken, keeps_fp32=self.keeps_fp32, routing=self.routing
         )
         self.down_config = stream_config(
             second, w2.block, has_bias=w2.bias is not None, early=True, routing=self.routing
@@ -77,7 +77,7 @@ class Layer:
         """Uninitialised (activations between the GEMMs, [R, padded I] in the kernel's order; rows of GEMM 2 [R, H]),
         bf16. For "w4a4" the first is fp32."""
         rows, hidden = self.problem.rows, self.problem.hidden
-        middle = torch.float32 if self.rounds else x.dtype
+        middle = torch.float32 if self.keeps_fp32 else x.dtype
         return x.new_empty(rows, padded_k(self.problem.width), dtype=middle), x.new_empty(rows, hidden)
 
     def sort(self, x: torch.Tensor, topk_ids: torch.Tensor) -> tuple:
@@ -92,13 +92,13 @@ class Layer:
             self.experts,
             shared=self.problem.shared,
             widths=self.gate_config.widths,
-            x=None if self.rounds else x,
+            x=None if self.keeps_fp32 else x,
             shape=self.sort_shape,
             target=self.target,
         )
         self.reports.append(report)
         scale = None
-        if self.rounds:
+        if self.keeps_fp32:
             found[-1], scale, report = round_tokens(x, self.target)
             self.reports.append(report)
         return *found, scale
@@ -129,13 +129,13 @@ class Layer:
     def run(self, x, topk_ids, topk_weights, w13, w2, out, intermediate_scale=None) -> None:
         """Run all stages. out: [T, H]. intermediate_scale: fp32 [E], used by "w4a4"."""
         self.reports = []
-        if self.rounds:
+        if self.keeps_fp32:
             w2 = replace(w2, global_scale=w2.global_scale * intermediate_scale[:, None])
         with self.target.current():
             found = self.sort(x, topk_ids)
             h, y = self.buffers(x)
             self.first(found, w13, h)
-            if self.rounds:
+            if self.keeps_fp32:
                 h = self.round(found, h, intermediate_scale.contiguous())
             self.second(found, h, w2, y)
             self.sum(found, y, topk_weights, out)
@@ -175,10 +175,10 @@ def list_work(offsets: torch.Tensor, widths: tuple[int, ...], rows: int) -> torc
     ends = torch.cumsum(counts, 0, dtype=torch.int32)
     bound = entries_bound(rows, experts, most)
     entry = torch.arange(bound, dtype=torch.int32, device=offsets.device)
-    slot = torch.searchsorted(ends, entry, right=True).clamp(max=len(ends) - 1)
-    expert = slot % experts
-    first = starts[expert] + (entry - (ends - counts)[slot]) * most
-    first += torch.where(slot >= experts, whole[expert] * most, 0)
+    kind = torch.searchsorted(ends, entry, right=True).clamp(max=len(ends) - 1)
+    expert = kind % experts
+    first = starts[expert] + (entry - (ends - counts)[kind]) * most
+    first += torch.where(kind >= experts, whole[expert] * most, 0)
     heads = head_rows(widths)
     work = offsets.new_zeros(heads + bound, WORK_COLUMNS)
     work[:heads].view(-1)[: len(widths)] = ends[experts - 1 :: experts]

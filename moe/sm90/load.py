@@ -71,8 +71,8 @@ def load_weights(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared,
             if has_rows(ops, tile, group):
                 row = ops.data[tile.expert, tile.row_tile + group, None]
                 address = row.iterator.toint() + Int64(number) * config.weight_bytes
-                slot = full.stage(use) * config.shape.row_groups + group
-                target = shared.weights + slot * config.weight_bytes
+                place = full.stage(use) * config.shape.row_groups + group
+                target = shared.weights + place * config.weight_bytes
                 tma.bulk_load(target, address, size, full.barrier(use), "first")
 
 

@@ -114,8 +114,8 @@ def issue(config, width: int, sums, weights, tokens, use, chunk: int) -> None:
 
 def stage_words(config, shared, group, thread, use, chunks: int) -> tuple[list, list]:
     """Load (codes of each chunk, (VECTOR_WORDS); a word of scales of its rows for each step) to registers."""
-    slot = use % config.shape.stages * config.shape.row_groups + group
-    base = (shared.weights + slot * config.weight_bytes).align(VECTOR_WORDS * WORD_BYTES)
+    place = use % config.shape.stages * config.shape.row_groups + group
+    base = (shared.weights + place * config.weight_bytes).align(VECTOR_WORDS * WORD_BYTES)
     words = cute.make_tensor(
         cute.recast_ptr(base, dtype=Uint32), cute.make_layout(config.weight_bytes // WORD_BYTES)
     )

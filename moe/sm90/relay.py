@@ -43,7 +43,7 @@ def add_in_turns(
     splits, chunks = config.shape.splits, config.stage_chunks
     tokens = token_chunks(config, width, shared.tokens)
     weights = [make_weights(width) for _ in range(chunks)]
-    slot = sums_slot(config, shared, group, thread)
+    handed = sums_between(config, shared, group, thread)
     barrier = FIRST_BARRIER + group * (splits + 1)
     whole, stages = ops.chunks // chunks, stage_count(config, ops)
     for stage in cutlass.range(split, stages, splits, unroll=1):
@@ -59,7 +59,7 @@ def add_in_turns(
                 decode(words, chunk, weights[chunk])
         if stage > 0:
             cute.arch.barrier(barrier_id=barrier + split, number_of_threads=2 * WARPGROUP_THREADS)
-            cute.autovec_copy(slot, flat(sums))
+            cute.autovec_copy(handed, flat(sums))
         if stage < whole:
             for chunk in cutlass.range_constexpr(chunks):
                 issue(config, width, sums, weights[chunk], tokens, use + stage, chunk)
@@ -70,14 +70,14 @@ def add_in_turns(
                     issue(config, width, sums, weights[chunk], tokens, use + stage, chunk)
             warpgroup.wait_group(0)
         if stage + 1 < stages:
-            cute.autovec_copy(flat(sums), slot)
+            cute.autovec_copy(flat(sums), handed)
             following = (split + 1) % splits
             cute.arch.barrier_arrive(barrier_id=barrier + following, number_of_threads=2 * WARPGROUP_THREADS)
         cute.arch.fence_view_async_shared()
         channels["empty"].arrive_warp(use + stage)
 
 
-def sums_slot(config, shared, group, thread) -> cute.Tensor:
+def sums_between(config, shared, group, thread) -> cute.Tensor:
     """(n): where a thread's sums are kept between turns; one thread of each consumer shares them."""
     size = config.shape.tokens // 2
     region = cute.make_tensor(

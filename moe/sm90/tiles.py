@@ -26,13 +26,13 @@ class StreamOperands(NamedTuple):
 
     tokens: Annotated[Any, Operand(BFLOAT16, 2, None, TMA_ALIGNMENT)]
     source: Annotated[Any, Operand(INT32, 1, when=lambda c: c.gathers and not c.routing)]
-    row_scale: Annotated[Any, Operand(FLOAT32, 1, when="rounds")]
+    row_scale: Annotated[Any, Operand(FLOAT32, 1, when="keeps_fp32")]
     data: Annotated[Any, Operand(UINT8, 3, None, TMA_ALIGNMENT)]
     global_scale: Annotated[Any, Operand(FLOAT32, 2, lambda c: 2 if c.gated else 1)]
     bias: Annotated[Any, Operand(FLOAT32, 2, when="has_bias")]
     work: Annotated[Any, Operand(INT32, 2, WORK_COLUMNS, when=lambda c: not c.routing)]
     ids: Annotated[Any, Operand(INT32, 2, when="routing")]
-    out: Annotated[Any, Operand(lambda c: FLOAT32 if c.rounds else BFLOAT16, 2, None, TMA_ALIGNMENT)]
+    out: Annotated[Any, Operand(lambda c: FLOAT32 if c.keeps_fp32 else BFLOAT16, 2, None, TMA_ALIGNMENT)]
     chunks: Annotated[Any, Number(INT32)]
     limit: Annotated[Any, Number(FLOAT32)]
 

@@ -188,9 +188,9 @@ def write_ranked(
     divisor = Float32(0.0)
     for i in cutlass.range_constexpr(rounds):
         ranks[i], weights[i], columns[i] = group.k, Float32(0.0), Int32(0)
-        slot = i * config.lanes + group.lane
-        if slot < count:
-            word = group.candidates[slot]
+        at = i * config.lanes + group.lane
+        if at < count:
+            word = group.candidates[at]
             ranks[i] = Int32(0)
             for candidates, number in others:
                 ranks[i] += rank_in(candidates, number, word)

@@ -148,15 +148,16 @@ def exchange(config: cutlass.Constexpr, ops, scratch, router, held, at, thread, 
 
 @cute.jit
 def write_terms(config: cutlass.Constexpr, scratch, norm, at, values: cute.Tensor):
-    """Write each number times its norm weight as two bf16 that sum to it: to rows ``slot`` and GROUP_ROWS + slot."""
+    """Write each number times its norm weight as two bf16 that sum to it: to rows
+    ``row_of_group`` and GROUP_ROWS + ``row_of_group``."""
     for i in cutlass.range_constexpr(columns_of(config) // VECTOR):
         high, low = (cute.make_rmem_tensor(VECTOR, BFloat16) for _ in range(2))
         for j in cutlass.range_constexpr(VECTOR):
             product = values[i * VECTOR + j] * norm[j, i].to(Float32)
             high[j] = product.to(BFloat16)
             low[j] = (product - high[j].to(Float32)).to(BFloat16)
-        cute.autovec_copy(high, vector_of(scratch.terms[None, at.slot], i, at.member))
-        cute.autovec_copy(low, vector_of(scratch.terms[None, GROUP_ROWS + at.slot], i, at.member))
+        cute.autovec_copy(high, vector_of(scratch.terms[None, at.row_of_group], i, at.member))
+        cute.autovec_copy(low, vector_of(scratch.terms[None, GROUP_ROWS + at.row_of_group], i, at.member))
 
 
 @cute.jit
@@ -217,7 +218,7 @@ def decide(ops, scratch, head, at, inverse, event) -> tuple:
     lane = cute.arch.lane_idx()
     found = [Float32(0.0)] * SCORES
     for part in cutlass.range_constexpr(PARTS):
-        z = scratch.z[part * WARP_THREADS + lane, at.slot] * inverse
+        z = scratch.z[part * WARP_THREADS + lane, at.row_of_group] * inverse
         for i in cutlass.range_constexpr(SCORES):
             found[i] = found[i] + z * head[i, part]
     logit, *scores = (warp_sum(found[i]) + head[i, PARTS] for i in range(SCORES))

@@ -28,12 +28,12 @@ class Scratch(NamedTuple):
 
 
 class RowThread(NamedTuple):
-    """A thread's place. row: number among all rows, clamped. in_range: whether the row exists. slot: number of the row
-    in the group. member: number of the thread among the row's ROW_THREADS."""
+    """A thread's place. row: number among all rows, clamped. in_range: whether the row exists. row_of_group: number of
+    the row in the group. member: number of the thread among the row's ROW_THREADS."""
 
     row: Int32
     in_range: Boolean
-    slot: Int32
+    row_of_group: Int32
     member: Int32
 
 
@@ -67,14 +67,14 @@ def put_squares(values: cute.Tensor, scratch, at, buffer: cutlass.Constexpr):
     barrier."""
     value = warp_sum(squares(values))
     if cute.arch.lane_idx() == 0:
-        scratch.sums[buffer * WARPS + at.slot * ROW_WARPS + at.member // WARP_THREADS] = value
+        scratch.sums[buffer * WARPS + at.row_of_group * ROW_WARPS + at.member // WARP_THREADS] = value
 
 
 def row_sum(scratch, at, buffer: int) -> Float32:
     """Sum over a row's warps, with the same bits in all threads."""
     total = Float32(0.0)
     for warp in range(ROW_WARPS):
-        total = total + scratch.sums[buffer * WARPS + at.slot * ROW_WARPS + warp]
+        total = total + scratch.sums[buffer * WARPS + at.row_of_group * ROW_WARPS + warp]
     return total
 
 

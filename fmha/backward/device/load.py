@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
@@ -11,6 +13,26 @@ from warpspec.common.device.pipeline import drain
 from warpspec.common.hardware import FP32_BYTES
 from warpspec.fmha.backward.device.tile import slot_of
 from warpspec.fmha.heads import BLOCK
+
+
+class GradientBuffers(NamedTuple):
+    """Where the regions of shared memory begin. statistics: Float32 pointer, the others Uint8; None: the configuration
+    has none."""
+
+    statistics: cute.Pointer
+    k: cute.Pointer
+    v: cute.Pointer
+    q: cute.Pointer
+    do: cute.Pointer
+    ds: cute.Pointer
+    bias: cute.Pointer | None
+    p: cute.Pointer | None
+
+    @classmethod
+    def of(cls, config, storage) -> GradientBuffers:
+        """storage: ``common.device.storage.allocate``'s."""
+        regions = {region.name for region in config.smem_regions}
+        return cls(*(getattr(storage, name).data_ptr() if name in regions else None for name in cls._fields))
 
 
 def ring_of(config, atom, view, base, dtype, rows: int, stages: int, first) -> tma.TileRing:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import cutlass.cute as cute
 
 from warpspec.common.device import tma, tmem
@@ -11,24 +9,13 @@ from warpspec.common.device.pipeline import init_barriers
 from warpspec.common.device.storage import allocate
 from warpspec.common.hardware import TMEM_COLUMNS
 from warpspec.fmha.backward.device.host import BackwardHost
-from warpspec.fmha.backward.device.load import load, wait_before, wait_first
+from warpspec.fmha.backward.device.load import GradientBuffers, load, wait_before, wait_first
 from warpspec.fmha.backward.device.tile import key_tile_at, key_tiles_of
 from warpspec.fmha.backward.sm100.keys import work_on_keys
 from warpspec.fmha.backward.sm100.mma import mma
 from warpspec.fmha.device.grid import requests_of
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, kv_view
 from warpspec.fmha.heads import BLOCK
-
-
-class Shared(NamedTuple):
-    """Where the regions of shared memory begin. statistics: Float32 pointer, the others Uint8."""
-
-    statistics: cute.Pointer
-    k: cute.Pointer
-    v: cute.Pointer
-    q: cute.Pointer
-    do: cute.Pointer
-    ds: cute.Pointer
 
 
 class Backward(BackwardHost):
@@ -84,7 +71,7 @@ class Backward(BackwardHost):
         wait_first(config)
 
         # 3. Roles.
-        shared = Shared(*(getattr(storage, name).data_ptr() for name in Shared._fields))
+        shared = GradientBuffers.of(config, storage)
         index, _, _ = cute.arch.block_idx()
         part = index % config.column_parts
         tile = key_tile_at(config, operands, window, order, index // config.column_parts)

@@ -45,13 +45,13 @@ from warpspec.fmha.backward.device.tile import key_tile_at
 from warpspec.fmha.backward.sm90 import bias, exchange, pair, results
 from warpspec.fmha.backward.sm90.arithmetic import block_of, keep
 from warpspec.fmha.backward.sm90.config import CONSUMER_BARRIER, CONSUMER_KEYS
-from warpspec.fmha.backward.sm90.products import MMA_K, Products, products, rows_of
+from warpspec.fmha.backward.sm90.products import MMA_K, GradientProducts, products, rows_of
 from warpspec.fmha.heads import BLOCK
 from warpspec.fmha.sm90.staging import load_words, store_rows
 
 
 @dataclass(frozen=True)
-class Work:
+class ConsumerKeys:
     """A consumer's part of a key tile. first_row: of the tile, the consumer's first. thread: 0..127 of it; row: the
     thread's first of 64 rows; member: of the quad. bounds: [first, end) of the queries that see each of the thread's
     keys. loads: descriptors, and what they are of. lse: registers for those of the next block's queries; a pair reads
@@ -62,7 +62,7 @@ class Work:
     shared: tuple
     operands: object
     scales: tuple
-    mma: Products
+    mma: GradientProducts
     tile: object
     consumer: Int32 | int
     first_row: Int32 | int
@@ -101,7 +101,7 @@ class Work:
         columns = self.mma.q_columns[None, None, None, step % self.config.q_stages]
         multiply(self.mma.rows, self.mma.dk, self.mma.ds_rows, columns, True, block * (BLOCK // MMA_K))
 
-    def issue_dq(self, step, part: int = 0, mma: Products | None = None) -> None:
+    def issue_dq(self, step, part: int = 0, mma: GradientProducts | None = None) -> None:
         """part: of the consumer's. mma: descriptors, where it is issued in several regions of the program."""
         mma = mma or self.mma
         ds = mma.ds[None, None, None, step % self.config.ds_stages]
@@ -151,7 +151,7 @@ def consume(
     rows = 0 if config.paired else consumer * CONSUMER_KEYS  # of the tile, before the consumer's
     first_key = tile.first_key + rows + row
     bounds = tuple(tile.queries_of(first_key + r * ROW_DISTANCE) for r in range(THREAD_ROWS))
-    work = Work(
+    work = ConsumerKeys(
         config,
         channels,
         shared,

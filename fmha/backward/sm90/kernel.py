@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import cutlass
 import cutlass.cute as cute
 
@@ -12,7 +10,7 @@ from warpspec.common.device.pipeline import init_barriers
 from warpspec.common.device.storage import allocate
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.fmha.backward.device.host import BackwardHost
-from warpspec.fmha.backward.device.load import load, wait_before, wait_first
+from warpspec.fmha.backward.device.load import GradientBuffers, load, wait_before, wait_first
 from warpspec.fmha.backward.device.tile import key_tile_at, key_tiles_of
 from warpspec.fmha.backward.sm90.config import (
     CONSUMERS,
@@ -22,19 +20,6 @@ from warpspec.fmha.backward.sm90.turns import take_turns
 from warpspec.fmha.device.grid import requests_of
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, kv_view
 from warpspec.fmha.heads import BLOCK
-
-
-class Shared(NamedTuple):
-    """Where the regions of shared memory begin. statistics: a Float32 pointer, the others Uint8."""
-
-    statistics: cute.Pointer
-    k: cute.Pointer
-    v: cute.Pointer
-    q: cute.Pointer
-    do: cute.Pointer
-    ds: cute.Pointer
-    bias: cute.Pointer
-    p: cute.Pointer
 
 
 def bias_view(config, bias: cute.Tensor) -> cute.Tensor:
@@ -99,7 +84,7 @@ class Backward(BackwardHost):
         wait_first(config)
 
         # 2. Roles.
-        shared = Shared(*(getattr(storage, name).data_ptr() for name in Shared._fields))
+        shared = GradientBuffers.of(config, storage)
         consumer = warp // (WARPGROUP_THREADS // WARP_THREADS)
         arguments = (config, channels, shared, operands, scales, window, order)
         loads = (atoms, coordinates)

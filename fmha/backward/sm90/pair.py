@@ -135,7 +135,7 @@ def make_ds(work):
     channels["q_empty"].arrive_warp(last)
 
 
-def slots(work, word: int):
+def words_at(work, word: int):
     """(VECTOR_WORDS): a vector of a thread's words in shared memory."""
     at = work.shared.p.toint() + (word // VECTOR_WORDS * WARPGROUP_THREADS + work.thread) * 16
     pointer = cute.make_ptr(Int32, at, cute.AddressSpace.smem, assumed_align=16)
@@ -152,7 +152,7 @@ def hand_on(work) -> None:
             for j in range(PAIR):
                 pair[j] = (scores[(word + i) * PAIR + j] * P_FACTOR).to(Float16)
             vector[i] = cute.recast_tensor(pair, Int32)[0]
-        cute.autovec_copy(vector, slots(work, word))
+        cute.autovec_copy(vector, words_at(work, word))
 
 
 @cute.jit
@@ -187,6 +187,6 @@ def weights_of(work, block):
         held = number % 2 * len(registers)  # a vector has the weights of two pairs of columns
         if held == 0:
             vector = cute.make_rmem_tensor(VECTOR_WORDS, Int32)
-            cute.autovec_copy(slots(work, first // PAIR), vector)
+            cute.autovec_copy(words_at(work, first // PAIR), vector)
             weights = cute.recast_tensor(vector, Float16)
         yield column, registers, [weights[held + i - first] for i, _ in registers]

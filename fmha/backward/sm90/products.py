@@ -26,7 +26,7 @@ def make_mma(dtype, a_major, b_major, columns: int, registers: bool = False) -> 
     return hopper.make_trivial_tiled_mma(dtype, dtype, a_major, b_major, Float32, ONE_WARPGROUP, tile, source)
 
 
-class Products(NamedTuple):
+class GradientProducts(NamedTuple):
     """The products of a consumer; of a pair's, those that it makes. k, v, ds (MMA, MMA_M, MMA_K[, STAGE]), q, do,
     q_columns, do_columns (MMA, MMA_N, MMA_K, STAGE): descriptors of shared memory, k and v at D 64 registers;
     k_columns: likewise, one for each part of dQ. s, dp, dq, dk, dv: fp32 registers; p, ds_rows: operands in registers,
@@ -52,7 +52,7 @@ class Products(NamedTuple):
     dv: cute.Tensor | None
 
 
-def products(config, dtype, shared, consumer) -> Products:
+def products(config, dtype, shared, consumer) -> GradientProducts:
     """consumer: which 64 keys, and which part of dQ."""
     m, n, depth = config.tile_m, config.tile_n, config.heads.qk
     scores = make_mma(dtype, K_MAJOR, K_MAJOR, BLOCK, registers=config.keys_in_registers)
@@ -100,7 +100,7 @@ def products(config, dtype, shared, consumer) -> Products:
     makes_p, makes_ds = (not config.paired or consumer == each for each in range(2))
     s = accumulator(scores, square) if makes_p else None
     dp = accumulator(scores, square) if makes_ds else None
-    return Products(
+    return GradientProducts(
         scores,
         rows,
         queries,

@@ -62,8 +62,8 @@ def allocate(config: SelectConfig) -> SelectStorage:
 
     return SelectStorage(
         words(Uint32, config.chunk),
-        words(Uint32, config.slots),
-        words(Int32, config.slots),
+        words(Uint32, config.listed),
+        words(Int32, config.listed),
         words(Uint32, K_LIMIT, 2),
         words(Int32, K_LIMIT, 2),
         words(Int32, 1),
@@ -143,9 +143,9 @@ def choose(config: cutlass.Constexpr, shared, maxima: cute.Tensor, first, kept, 
     listed, largest = list_keys(config, shared, maxima, bound)
     # 3. Find the k-th largest key, if there are k; set a bit for each place above it, and for each place equal to it.
     bits = Int32(cute.arch.bfind(largest - bound)) + 1
-    if listed <= config.slots:
-        candidates = cute.make_rmem_tensor(config.slots // config.threads, Uint32)
-        for i in cutlass.range_constexpr(config.slots // config.threads):
+    if listed <= config.listed:
+        candidates = cute.make_rmem_tensor(config.listed // config.threads, Uint32)
+        for i in cutlass.range_constexpr(config.listed // config.threads):
             at = thread + i * config.threads
             key = Uint32(NOTHING)
             if at < listed:
@@ -153,7 +153,7 @@ def choose(config: cutlass.Constexpr, shared, maxima: cute.Tensor, first, kept, 
             candidates[i] = key
         if listed > k:
             bound, step = search(config, shared, candidates, False, bound, bits, k, k, step)
-        for i in cutlass.range_constexpr(config.slots // config.threads):
+        for i in cutlass.range_constexpr(config.listed // config.threads):
             if candidates[i] >= bound:
                 mark(shared, candidates[i], bound, shared.listed_at[thread + i * config.threads])
     else:
@@ -276,7 +276,7 @@ def list_keys(config: cutlass.Constexpr, shared, maxima, bound) -> tuple:
 def append(config: cutlass.Constexpr, shared, key, place):
     """Append one key to the list; any thread may call it."""
     at = cute.arch.atomic_add(shared.listed.iterator, Int32(1), sem="relaxed", scope="cta")
-    if at < config.slots:
+    if at < config.listed:
         shared.list[at], shared.listed_at[at] = key, place
 
 

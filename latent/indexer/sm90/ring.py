@@ -89,11 +89,11 @@ class Ring:
     def follow(self, number, offset, here, low, high, ahead) -> tuple:
         """Issue the copies of the number-th tile as one group; returns the new state."""
         config = self.config
-        slot = number & (WARP_THREADS - 1)
-        if (slot == 0) & (number > 0):
+        owner = number & (WARP_THREADS - 1)
+        if (owner == 0) & (number > 0):
             low, high = self.locate(number, ahead)
             ahead = self.look_up(number + WARP_THREADS)
-        own_low, own_high = (cute.arch.shuffle_sync(word, slot) for word in (low, high))
+        own_low, own_high = (cute.arch.shuffle_sync(word, owner) for word in (low, high))
         there = Boolean(Int32(own_high) != NO_ADDRESS)
         if there:
             address = (Int64(own_high) << Int64(32)) | Int64(Uint32(own_low))
