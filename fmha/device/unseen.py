@@ -26,6 +26,8 @@ from warpspec.fmha.device.logits import add_bias, map_score, unit
 from warpspec.fmha.device.pages import address_of
 from warpspec.fmha.device.scales import codes_as_fp32
 
+CHAINS = 4  # sums that are made side by side: an addition takes four clocks, and a warp may be alone on its scheduler
+
 
 class RowColumns(NamedTuple):
     """The columns of its row of O that a thread has, as vectors of neighbouring ones.
@@ -66,10 +68,11 @@ def clear(config: cutlass.Constexpr, span, first_key, thread, tile: cute.Pointer
 
 def tainted(values: cute.Tensor, columns: RowColumns, row_sum) -> Boolean:
     """True where some of a thread's values (n) fp32 of a row is NaN or Inf and the row has a finite, positive sum."""
-    probe = Float32(0.0)
-    for registers in columns.registers:
-        for i in registers:
-            probe = probe + values[i] * Float32(0.0)  # 0, or NaN from the first that is not finite
+    probes = [Float32(0.0)] * CHAINS
+    for number, i in enumerate(i for registers in columns.registers for i in registers):
+        # 0, or NaN from the first that is not finite
+        probes[number % CHAINS] = probes[number % CHAINS] + values[i] * Float32(0.0)
+    probe = sum(probes[1:], start=probes[0])
     finite_sum = Boolean(row_sum > Float32(0.0)) & Boolean(row_sum < Float32.inf)
     return Boolean(probe != probe) & finite_sum
 

@@ -6,7 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.attention_cases import CASES, SPLIT_KEYS, Case, arguments, check, poisoned_out, relative_error
+from helpers.attention_cases import (
+    CASES,
+    PARTLY_POISONED,
+    SPLIT_KEYS,
+    Case,
+    arguments,
+    check,
+    poisoned_out,
+    relative_error,
+)
 from helpers.attention_configs import configured
 from helpers.page_layouts import PAGE_SIZES, paged
 from helpers.simulate import choosing, plan_for
@@ -19,7 +28,7 @@ from warpspec.fmha.heads import CLASSES as HEAD_DIMS
 from warpspec.fmha.heads import HeadSizes
 from warpspec.fmha.sm90.shapes import PAIR, Shape
 
-BY_ID = {case.id: case for case in CASES}
+BY_ID = {case.id: case for case in (*CASES, *PARTLY_POISONED)}
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +82,8 @@ def of_shape(consumers: int, keys: int):
     ))
 ])  # fmt: skip
 def test_three_consumers(name):
-    case = replace(BY_ID[name], head_dim=128)
+    case = BY_ID[name]
+    case = replace(case, head_dim=128, seq_q=max(case.seq_q, 129))
     with of_shape(3, 80):
         assert plan_for("sm_90a", **arguments(case, 0)).config.consumers == 3
         run(case, num_splits=1)
