@@ -72,6 +72,9 @@ class Rates:
 
 
 ALONE = Rates(2.5, 0.0, 22e3, 0.0003 / 1024, 0.4, 3.0)
+# Of clusters that have SMs to themselves: what of the traffic's time is not their work's on their shares. Measured on an
+# H200 on 2026-11-26 at 1 to 5 rows of 262144 and 524288.
+ALONE_MEMORY = 0.35
 CLUSTERED = Rates(0.7, 0.28, 11.5e3, 0.0, 0.21, 1.5)  # fitted to 1 to 256 rows of 32000 to 256000
 L2_USABLE = 0.4  # fraction of L2 that serves data read again
 # Resident shares: one row after another by the same CTAs.
@@ -98,8 +101,11 @@ REGISTERS = {
 }
 STAGED_THREADS, STAGED_VECTORS, STAGED_REGISTERS = (64, 1024), (7, 6, 4, 2), 40
 ONCE_CLUSTER = 8  # least number of CTAs sharing an fp32 row for which its exponentials are computed once
-# Vectors a thread for fp32 with many aligned rows of 16 CTAs: lets one CTA more fit an SM.
+# Vectors a thread for fp32 with many aligned rows of 16 CTAs: lets one CTA more fit an SM. And of the longest shares of
+# clusters that have SMs to themselves.
 STAGED_LONGER = (8,)
+# The order in which such clusters' vectors are tried for 16-bit elements: with fewer of them more threads compute.
+LONE_VECTORS = (6, 7, 4, 2)
 RESIDENT_THREADS, RESIDENT_CHUNKS, STREAMING_CHUNKS = 512, 10, 4
 TWO_PASS_THREADS, TWO_PASS_CTAS_PER_SM, TWO_PASS_UNROLL = 512, 2, 4
 
@@ -216,6 +222,8 @@ def _one_row_a_cta(
         cluster=cluster,
         reread=reread,
     )
+    if cluster > 1 and ctas <= sms:
+        memory *= ALONE_MEMORY
     if cluster > 1:
         memory = max(memory, ctas / CLUSTER_CTAS_PER_US)
         memory = max(memory, (waves - 1) * (rates.life_us + share_bytes / rates.bytes_per_us))
@@ -294,8 +302,14 @@ def _staged(problem: SoftmaxProblem, target: Target):
         share = -(-vectors // cluster)
         alone = _alone(problem, target, cluster)
         once = problem.dtype == "float32" and problem.aligned and cluster >= ONCE_CLUSTER
-        longer = STAGED_LONGER if once and cluster == MAX_CLUSTER_CTAS and not alone else ()
-        for wanted in (*longer, *STAGED_VECTORS):
+        if alone:
+            several = STAGED_VECTORS if problem.dtype == "float32" else LONE_VECTORS
+            if cluster >= ONCE_CLUSTER and share > STAGED_VECTORS[0] * most:
+                several = STAGED_LONGER
+        else:
+            longer = STAGED_LONGER if once and cluster == MAX_CLUSTER_CTAS else ()
+            several = (*longer, *STAGED_VECTORS)
+        for wanted in several:
             threads = min(most, max(fewest, -(-share // (wanted * WARP_THREADS)) * WARP_THREADS))
             each = -(-share // threads)
             smem = threads * each * VECTOR_BYTES + SMEM_BESIDE_DATA
