@@ -41,6 +41,8 @@ from warpspec.fmha.operands import INPUTS, Operands, Options
 from warpspec.fmha.quantized import FORMATS, check_block_scales, check_scales
 from warpspec.fmha.values import POSITION_LIMIT, are_checked, check_values
 
+DIGITS_Q = 4  # binary ones of the number of packed queries that plans look at
+
 
 @dataclass(frozen=True)
 class AttentionProblem:
@@ -81,8 +83,8 @@ class AttentionProblem:
     has_q_start: bool = False  # otherwise query i of batch row b stands at p = L[b] - Sq + i
     packed_q: bool = False  # q is [1, T, Hq, D], cu_seqlens_q says which rows are whose
     packed_k: bool = False  # k and v are [1, Tk, Hkv, D], likewise
-    # T, of packed queries. Problems that differ in it alone, within a power of two, are equal, so that a plan serves
-    # many; least_q is that power of two, no larger than T.
+    # T, of packed queries. Problems that differ in it alone, within an eighth, are equal, so that a plan serves many;
+    # least_q is T's first binary digits, no larger than T.
     total_q: int | None = field(default=None, compare=False)
     least_q: int | None = None
     page_size: int | None = None  # keys to a page; None: no page table
@@ -306,6 +308,7 @@ def _packed(operands: Operands, options: Options) -> dict:
     hint_k = most_keys if options.max_seqlen_k is None else options.max_seqlen_k
     for name, hint in (("max_seqlen_q", options.max_seqlen_q), ("max_seqlen_k", hint_k)):
         check_int(name, hint, 0, SIZE_LIMIT)
+    spare = max(total_q.bit_length() - DIGITS_Q, 0)
     return {
         "batch": batch,
         "seq_q": min(max(options.max_seqlen_q, 1), total_q),
@@ -314,7 +317,7 @@ def _packed(operands: Operands, options: Options) -> dict:
         "packed_q": True,
         "packed_k": page_table is None,
         "total_q": total_q,
-        "least_q": 1 << total_q.bit_length() >> 1,
+        "least_q": total_q >> spare << spare,
     }
 
 

@@ -213,46 +213,46 @@ class Constants:
     combine_parts: microseconds of each round of so many parts.
     """
 
-    serial_mma: float = 0.1892
-    serial_key: float = 7.137
-    serial_tile: float = 111.2
-    mma: float = 0.741
-    exponentials: float = 1.642
-    power: float = 2.921
-    sm_bytes: float = 37.69
-    latency: float = 692.8
-    box: float = 37.65
-    mask: float = 2.277
-    tile: float = 1745.0
-    tile_row: float = 0.09925
-    hidden: float = 0.1739
-    alone: float = 104.4
-    round_: float = 0.5203
-    greedy: float = 0.3741
-    spread: float = 0.4666
-    greedy_spread: float = 1.145
-    launch: float = 4.751
-    memory: float = 1.292
-    turn: float = 244.7
-    chunk: float = 97.52
-    scan: float = 1.185
-    scan_requests: float = 0.01188
-    join: float = 3.185
-    join_bytes: float = 2957000.0
-    combine: float = 0.9159
-    combine_bytes: float = 4557000.0
+    serial_mma: float = 0.1946
+    serial_key: float = 7.842
+    serial_tile: float = 111.0
+    mma: float = 0.8227
+    exponentials: float = 1.572
+    power: float = 2.734
+    sm_bytes: float = 47.16
+    latency: float = 699.3
+    box: float = 40.69
+    mask: float = 2.554
+    tile: float = 1818.0
+    tile_row: float = 0.1128
+    hidden: float = 0.1718
+    alone: float = 104.2
+    round_: float = 0.5358
+    greedy: float = 0.3812
+    spread: float = 0.4866
+    greedy_spread: float = 1.082
+    launch: float = 3.666
+    memory: float = 1.294
+    turn: float = 234.7
+    chunk: float = 97.37
+    scan: float = 1.175
+    scan_requests: float = 0.01187
+    join: float = 3.115
+    join_bytes: float = 2770000.0
+    combine: float = 0.8554
+    combine_bytes: float = 4519000.0
     queue: float = 2.259
-    pack_mask: float = 1.737
-    pack_ends: float = 1.137
-    team_11: float = 1.079
-    team_12: float = 1.024
-    team_13: float = 1.019
-    team_31: float = 0.9283
-    single: float = 1.226
-    combine_round: float = 0.5928
+    pack_mask: float = 1.838
+    pack_ends: float = 1.13
+    team_11: float = 1.091
+    team_12: float = 1.085
+    team_13: float = 1.083
+    team_31: float = 0.9683
+    single: float = 1.309
+    combine_round: float = 0.6065
     combine_parts: float = 32.0
-    idle: float = 3566.0
-    line: float = 1.05
+    idle: float = 3558.0
+    line: float = 1.11
 
 
 class Tile(NamedTuple):
@@ -358,7 +358,8 @@ def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=
         longest = ceil(w.longest / splits) if way is Way.SPLIT else w.longest
         one = maximum(longest - average, 0) * alone  # more in the longest tile than in the mean one
         short = minimum(w.shortest / parts_of * full + shared, each)
-        rounds = ceil(parts / slots)
+        launched = parts + w.idle * splits if way is Way.SPLIT else parts
+        rounds = ceil(launched / slots)
         left = rounds - parts / slots  # of a round, that is idle
         if way in (Way.PERSISTENT, Way.SPLIT):
             # How little their order sorts tiles by length.
@@ -367,7 +368,7 @@ def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=
             more = more + c.spread * spread * alone * rounds**0.5
         else:
             more = left * c.greedy * short + c.greedy_spread * spread * alone + c.single * shared
-        busy = mean + where(parts <= slots, one, maximum(more, one - mean + each))
+        busy = mean + where(launched <= slots, one, maximum(more, one - mean + each))
     found = c.launch + maximum((busy + c.alone) / CLOCKS_PER_US, w.bytes / memory_rate)
     if way is Way.SPLIT:
         found = found + c.combine + 2 * splits * w.rows * w.depth * FP32_BYTES / c.combine_bytes

@@ -22,6 +22,7 @@ class Requests(NamedTuple):
 PARTS = (0.13, 0.38, 0.62, 0.87)  # of the longest: what stands for lengths drawn evenly
 EVEN, FEW = 0.8, 0.3  # queries of the mean request, as a part of the longest one's: from here on, up to here
 CHUNK = 0.6  # queries of a request in its prefill, as a part of the longest one's
+FIRST, LAST = 0.25, 0.85  # keys of requests early and late in their prefill, as a part of the longest one's
 UNKNOWN_TOTAL = 1.06  # queries there are, times those that there are at least
 
 
@@ -30,7 +31,7 @@ def scenarios(problem: AttentionProblem) -> list[list[Requests]]:
     batch, queries, keys = problem.batch, problem.seq_q, problem.seq_k
     if not problem.packed_q:
         return key_scenarios(problem, queries)
-    total = min(max(problem.least_q * UNKNOWN_TOTAL, batch), batch * queries)
+    total = min(max(problem.least_q * UNKNOWN_TOTAL, queries + batch - 1), batch * queries)
     mean = total / batch
     if queries == 1 or batch == 1:
         return key_scenarios(problem, mean)
@@ -70,5 +71,5 @@ def mixed(batch: int, total: float, longest: int, keys: int) -> list[Requests]:
     found = [Requests(1, longest, max(CHUNK * keys, longest))]
     if chunks > 1:
         each = max((total - decoding - longest) / (chunks - 1), 1)
-        found.append(Requests(chunks - 1, each, max(CHUNK * keys, each)))
+        found += [Requests((chunks - 1) / 2, each, max(part * keys, each)) for part in (FIRST, LAST)]
     return [*found, *even(decoding, 1, keys)] if decoding else found

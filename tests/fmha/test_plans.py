@@ -58,7 +58,7 @@ def random_problem(draw: random.Random) -> AttentionProblem:
         packed_q=packed,
         packed_k=packed and page_size is None,
         total_q=total if packed else None,
-        least_q=1 << total.bit_length() >> 1 if packed else None,
+        least_q=total if packed else None,
         num_splits=draw.choice((None, None, None, 1, 3)),
     )  # fmt: skip
 
