@@ -14,6 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from warpspec.fmha.checks import HEAD_SIZES
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+KV_DTYPES = {None: None, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+ROW_FORMATS = ("v4-fp8", "v3.2-fp8")  # of gathered attention's pools
 # Relative error, ||got - expected|| / ||expected||, against FP32 on the same inputs.
 ATTENTION_TOLERANCE = {"bf16": 4e-3, "fp16": 1e-3}  # of the worst head
 GRADIENT_TOLERANCE = {"bf16": 4.2e-3, "fp16": 1e-3}  # likewise
@@ -84,13 +86,13 @@ SMALL |= {"columns": 1000, "k": 8, "tokens": 8, "experts": 4, "hidden": 256, "wi
 LARGE = {"batch": 2, "queries": 2048, "keys": 2048, "heads": 32, "kv_heads": 8, "head_dim": 128, "rows": 4096}
 LARGE |= {"columns": 32768, "k": 8, "tokens": 256, "experts": 16, "hidden": 1024, "width": 512, "choices": 4}
 HELP = {
-    "attention": {
+    "attention, gradients, mla, gathered": {
         "batch": "sequences",
         "queries": "queries a sequence",
-        "keys": "keys a sequence",
+        "keys": "keys a sequence; of gathered: rows of a query",
         "heads": "query heads",
-        "kv_heads": "KV heads",
-        "head_dim": HEAD_SIZES,
+        "kv_heads": "KV heads, of attention",
+        "head_dim": f"of attention: {HEAD_SIZES}",
     },
     "softmax, topk": {"rows": "", "columns": "of a row", "k": "of topk"},
     "experts": {
@@ -115,9 +117,16 @@ def add_options(parser: argparse.ArgumentParser, operators: Sequence[str], shape
         for name, about in names.items():
             about = f"{about}{' ' if about else ''}(default %(default)s)"
             group.add_argument(f"--{name.replace('_', '-')}", type=positive, default=shapes[name], help=about)
-        if title == "attention":
+        if title.startswith("attention"):
             group.add_argument("--causal", action="store_true", help="the last query sees the last key")
             group.add_argument("--window", type=positive, help="keys that a query sees, its own included")
+            names = [name for name in KV_DTYPES if name]
+            group.add_argument(
+                "--kv-dtype", choices=names, help="of keys and values; of mla, e4m3 (default: --dtype)"
+            )
+            if "gathered" in operators:
+                about = "of gathered's rows (default %(default)s)"
+                group.add_argument("--row-format", choices=ROW_FORMATS, default=ROW_FORMATS[0], help=about)
 
 
 def check_options(
@@ -132,11 +141,17 @@ def check_options(
         parser.error(
             f"--queries: with --causal or --window at most --keys ({options.keys}), got {options.queries}"
         )
-    if options.dtype == "fp16" and "experts" in operators:
-        parser.error("--dtype fp16: experts take bf16")
+    if options.dtype == "fp16" and {"experts", "gathered"} & set(operators):
+        parser.error(f"--dtype fp16: {' and '.join(operators)} take bf16")
+    takes = {"attention": ("e4m3", "e5m2"), "mla": ("e4m3",)}
+    codes = getattr(options, "kv_dtype", None)
+    for operator in operators:
+        if codes is not None and codes not in takes.get(operator, ()):
+            allowed = " or ".join(takes.get(operator, ("none",)))
+            parser.error(f"--kv-dtype {codes}: {operator} takes {allowed}")
 
 
-def _randn(options: argparse.Namespace, device: str) -> Callable[..., torch.Tensor]:
+def random_numbers(options: argparse.Namespace, device: str) -> Callable[..., torch.Tensor]:
     generator = torch.Generator(device).manual_seed(options.seed)
 
     def randn(*shape, dtype=DTYPES[options.dtype]):
@@ -156,10 +171,12 @@ def attention_case(
     """One call of ``attention``, with its gradients where asked for. sink: a sink for each head. shared: V is K."""
     from warpspec.fmha import attention, merge
 
-    randn = _randn(options, device)
+    randn = random_numbers(options, device)
     heads, groups, d = options.heads, options.kv_heads, options.head_dim
     q = randn(options.batch, options.queries, heads, d)
     k, v = (randn(options.batch, options.keys, groups, d) for _ in "kv")
+    codes = KV_DTYPES[options.kv_dtype]
+    k, v = (tensor if codes is None else tensor.to(codes) for tensor in (k, v))
     v = k if shared else v
     sinks = randn(heads, dtype=torch.float32) if sink else None
     do = randn(*q.shape) if gradients else None
@@ -167,6 +184,8 @@ def attention_case(
     kwargs = {"causal": options.causal, "window": options.window and (options.window - 1, 0)}
 
     def results(compute, dtype=q.dtype):
+        if codes is not None:
+            return [compute(q, k, v)]
         leaves = [tensor.detach().to(dtype).requires_grad_(gradients) for tensor in (q, k, v)]
         o = compute(*leaves)
         return [o.detach(), *torch.autograd.grad(o, leaves, do.to(dtype))] if gradients else [o]
@@ -208,14 +227,16 @@ def attention_case(
     kind = f"{' causal' if options.causal else ''}{f' window {options.window}' if options.window else ''}"
     title = f"attention{' + gradients' if gradients else ''} B{options.batch} Sq{options.queries} Sk{options.keys} "
     title += f"{heads}/{groups} heads D{d}{kind}{' sink' if sink else ''} {options.dtype}"
+    title += "" if codes is None else f" over {options.kv_dtype} keys"
+    alone = sink or codes is not None  # torch has nothing like it
     return Case(
         title,
         ours,
         expected,
-        None if sink else torchs,
+        None if alone else torchs,
         (GRADIENT_TOLERANCE if gradients else ATTENTION_TOLERANCE)[options.dtype],
         by_head=True,
-        peers={} if sink else {f"SDPA, as torch chooses{masked}": torchs, f"SDPA on cuDNN{masked}": cudnn},
+        peers={} if alone else {f"SDPA, as torch chooses{masked}": torchs, f"SDPA on cuDNN{masked}": cudnn},
         flops=(14 if gradients else 4) * options.batch * heads * pairs * d,
         bytes=0 if gradients else sum(tensor.nbytes for tensor in ((q, q, k) if shared else (q, q, k, v))),
     )
@@ -249,7 +270,7 @@ def paged_case(
     shared: as of ``attention_case``."""
     from warpspec.fmha import attention, merge
 
-    randn = _randn(options, device)
+    randn = random_numbers(options, device)
     pages = -(-options.keys // page_size)
     q = randn(options.batch, 1, options.heads, options.head_dim)
     k, v = (randn(options.batch * pages, page_size, options.kv_heads, options.head_dim) for _ in "kv")
@@ -286,7 +307,7 @@ def paged_case(
 def softmax_case(options: argparse.Namespace, device: str) -> Case:
     from warpspec.softmax import softmax
 
-    x = _randn(options, device)(options.rows, options.columns)
+    x = random_numbers(options, device)(options.rows, options.columns)
     return Case(
         f"softmax {options.rows} x {options.columns} {options.dtype}",
         lambda backend: [softmax(x, backend=backend)],
@@ -302,7 +323,7 @@ def topk_case(options: argparse.Namespace, device: str) -> Case:
     """Softmax and top-k: probabilities and columns. Torch orders equal logits otherwise, so it is timed alone."""
     from warpspec.softmax import softmax_topk
 
-    x = _randn(options, device)(options.rows, options.columns)
+    x = random_numbers(options, device)(options.rows, options.columns)
 
     return Case(
         f"softmax and top-k {options.rows} x {options.columns} k {options.k} {options.dtype}",
@@ -325,7 +346,7 @@ def experts_case(options: argparse.Namespace, device: str) -> Case:
     from warpspec.moe import NVFP4Experts, intermediate_scale_of, moe_ffn, reference, route
     from warpspec.moe.permute import sort_tokens
 
-    randn = _randn(options, device)
+    randn = random_numbers(options, device)
     count, hidden, width = options.experts, options.hidden, options.width
     sizes = ((width, hidden), (width, hidden), (hidden, width))
     gate, up, down = (randn(count, *size, dtype=torch.float32) / 16 for size in sizes)
@@ -349,10 +370,23 @@ def experts_case(options: argparse.Namespace, device: str) -> Case:
     return Case(title, run, expected, None, EXPERTS_TOLERANCE)
 
 
+def _latent(name: str) -> Callable[[argparse.Namespace, str], Case]:
+    """A case of ``latent_cases``, which imports this module."""
+
+    def make(options: argparse.Namespace, device: str) -> Case:
+        from warpspec.cli import latent_cases
+
+        return getattr(latent_cases, name)(options, device)
+
+    return make
+
+
 OPERATORS = {
     "attention": attention_case,
     "gradients": partial(attention_case, gradients=True),
     "softmax": softmax_case,
     "topk": topk_case,
     "experts": experts_case,
+    "mla": _latent("mla_case"),
+    "gathered": _latent("gathered_case"),
 }

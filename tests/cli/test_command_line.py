@@ -41,6 +41,30 @@ def test_simulate_attention(arch, tmp_path):
     assert json.loads(timeline.read_text())
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("arch", simulate.ARCHITECTURES)
+@pytest.mark.parametrize(
+    "operator, options",
+    [
+        ("mla", ()),
+        ("mla", ("--kv-dtype", "e4m3")),
+        ("gathered", ()),
+        ("gathered", ("--row-format", "v3.2-fp8")),
+        ("attention", ("--kv-dtype", "e5m2", "--queries", "1")),
+    ],
+)
+def test_caches_of_engines(arch, operator, options, capsys):
+    """Operators over paged, gathered and FP8 keys: results, then the time of their kernels."""
+    if (arch, operator, options[:1]) == ("sm_100a", "attention", ("--kv-dtype",)):
+        pytest.skip("no kernel")
+    shape = ("--batch", "2", "--queries", "1", "--keys", "70", "--heads", "8", "--arch", arch)
+    assert simulate.main([operator, *shape, *options]) == 0
+    assert ": ok" in capsys.readouterr().out
+    chip = {"sm_90a": "h200", "sm_100a": "b200"}[arch]
+    assert simulate.main([operator, *shape, *options, "--clocks", chip, "--sample", "1"]) == 0
+    assert "predicted, not measured" in capsys.readouterr().out
+
+
 def test_a_wrong_result_is_a_failure(monkeypatch, capsys):
     """simulate and validate compare with the definition, so results that are 1% off end with status 1."""
     right = cases.OPERATORS["softmax"]
@@ -80,7 +104,7 @@ def test_a_failing_case_does_not_hide_the_others(monkeypatch, capsys):
 def test_torch_computes_the_same(queries, keys, window):
     """What times and errors are compared with sees the same keys as the definition."""
     sizes = cases.SMALL | {"queries": queries, "keys": keys, "window": window}
-    options = argparse.Namespace(**sizes, causal=True, dtype="bf16", seed=0)
+    options = argparse.Namespace(**sizes, causal=True, dtype="bf16", seed=0, kv_dtype=None)
     case = cases.attention_case(options, "cpu")
     assert case.error(case.torchs(), case.expected()) < case.tolerance
     pairs = int(cases.seen_keys(options, "cpu").sum())
@@ -106,6 +130,9 @@ def test_errors():
         (("validate", "softmax", "--model", "gpt-oss-20b"), "--model"),
         (("bench", "topk", "--seed", "-1"), "--seed"),
         (("simulate", "attention", "--causal", "--queries", "9", "--keys", "5"), "--queries"),
+        (("simulate", "mla", "--kv-dtype", "e5m2"), "mla takes e4m3"),
+        (("simulate", "gradients", "--kv-dtype", "e4m3"), "gradients takes none"),
+        (("simulate", "gathered", "--dtype", "fp16"), "gathered take bf16"),
     ],
 )
 def test_what_cannot_be_computed_is_refused(arguments, message, capsys):
