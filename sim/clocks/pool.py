@@ -15,58 +15,77 @@ NEVER = float("inf")
 
 
 class Stretch:
-    """Native code in progress, or a wgmma. owner: the warp, or what `Pool.add` was given."""
+    """Native code in progress, or a wgmma. owner: the warp, or what `Pool.add` was given.
 
-    __slots__ = ("left", "loads", "owner", "rate", "scheduler")
+    left: clocks alone that it still takes at the time `since`; slow: by what it is slowed down from then on; end: when
+    it is through.
+    """
 
-    def __init__(self, owner: int, scheduler: int, left: float, loads: tuple[float, ...]):
+    __slots__ = ("end", "left", "loads", "owner", "scheduler", "since", "slow")
+
+    def __init__(self, owner: int, scheduler: int, left: float, loads: tuple[float, ...], now: float):
         self.owner, self.scheduler, self.left, self.loads = owner, scheduler, left, loads
-        self.rate = 1.0
+        self.since, self.slow, self.end = now, 1.0, now + left
+
+    def change(self, now: float, slow: float) -> None:
+        """Go on by another rate."""
+        self.left -= (now - self.since) / self.slow
+        self.since, self.slow = now, slow
+        self.end = now + max(self.left, 0.0) * slow
 
 
 class _Sm:
-    """What runs on one SM. now: up to when its stretches have progressed; end: when the next is through."""
+    """What runs on one SM, by scheduler. Rates are worked out when somebody asks what is through next."""
 
-    __slots__ = ("active", "beside", "end", "next", "now")
+    __slots__ = ("active", "beside", "changed", "next", "squeeze", "totals")
 
     def __init__(self, beside: float):
         self.beside = beside  # what the clocks of code are multiplied by while the tensor core works
-        self.active: list[Stretch] = []
-        self.now = 0.0
+        self.active: list[list[Stretch]] = [[] for _ in range(SCHEDULERS)]
+        self.totals = [[0.0] * PIPES for _ in range(SCHEDULERS)]
+        self.changed: set[int] = set()  # schedulers on which something began or ended
+        self.squeeze = 1.0  # by what those slow down that use shared memory
         self.next: Stretch | None = None
-        self.end = NEVER
 
-    def advance(self, now: float) -> None:
-        passed = now - self.now
-        if passed > 0:
-            for stretch in self.active:
-                stretch.left -= passed * stretch.rate
-            self.now = now
-
-    def settle(self) -> None:
+    def settle(self, now: float) -> None:
         """Rates of all, and which is through next."""
-        full = [[0.0] * PIPES for _ in range(SCHEDULERS)]
-        shared = 0.0
-        for stretch in self.active:
-            mine = full[stretch.scheduler]
-            for pipe, load in enumerate(stretch.loads):
-                mine[pipe] += load
-            shared += stretch.loads[Pipe.SHARED]
-        self.next, self.end = None, NEVER
-        multiplying = [min(mine[Pipe.TENSOR], 1.0) for mine in full]
-        for mine in full:
-            mine[Pipe.SHARED] = shared
-        for stretch in self.active:
+        changed = self.changed
+        for scheduler in changed:
+            active = self.active[scheduler]
+            self.totals[scheduler] = (
+                [sum(loads) for loads in zip(*[one.loads for one in active], strict=True)]
+                if active
+                else [0.0] * PIPES
+            )
+        squeeze = max(1.0, sum(totals[Pipe.SHARED] for totals in self.totals))
+        if squeeze != self.squeeze:
+            self.squeeze = squeeze
+            changed = range(SCHEDULERS)
+        for scheduler in changed:
+            self._settle(self.active[scheduler], self.totals[scheduler], now)
+        self.changed.clear()
+        self.next = None
+        end = NEVER
+        for active in self.active:
+            for stretch in active:
+                if stretch.end < end:
+                    self.next, end = stretch, stretch.end
+
+    def _settle(self, active: list[Stretch], totals: list[float], now: float) -> None:
+        multiplying = min(totals[Pipe.TENSOR], 1.0)
+        beside = 1.0 + (self.beside - 1.0) * multiplying
+        full = [(pipe, total) for pipe, total in enumerate(totals) if total > 1.0 and pipe != Pipe.SHARED]
+        if self.squeeze > 1.0:
+            full.append((Pipe.SHARED, self.squeeze))
+        for stretch in active:
             slow = 1.0
-            for load, total in zip(stretch.loads, full[stretch.scheduler], strict=True):
-                if total > slow and load > LIGHT:
+            for pipe, total in full:
+                if total > slow and stretch.loads[pipe] > LIGHT:
                     slow = total
-            if multiplying[stretch.scheduler] and not stretch.loads[Pipe.TENSOR]:
-                slow *= 1.0 + (self.beside - 1.0) * multiplying[stretch.scheduler]
-            stretch.rate = 1.0 / slow
-            end = self.now + (stretch.left * slow if stretch.left > 0 else 0.0)
-            if end < self.end:
-                self.next, self.end = stretch, end
+            if multiplying and not stretch.loads[Pipe.TENSOR]:
+                slow *= beside
+            if slow != stretch.slow:
+                stretch.change(now, slow)
 
 
 class Pool:
@@ -75,6 +94,7 @@ class Pool:
     def __init__(self, sms: int, beside: float):
         self.sms = [_Sm(beside) for _ in range(sms)]
         self.used = [[0.0] * PIPES for _ in range(sms)]
+        self.now = 0.0  # of the last change
 
     def add(self, now: float, owner: int, sm: int, scheduler: int, alone: float, demand: list[float]) -> None:
         """Begin a stretch of `alone` clocks."""
@@ -83,24 +103,29 @@ class Pool:
         for pipe in range(PIPES):
             used[pipe] += demand[pipe]
         place = self.sms[sm]
-        place.advance(now)
-        place.active.append(Stretch(owner, scheduler, alone, tuple([clocks / alone for clocks in demand])))
-        place.settle()
+        loads = tuple([clocks / alone for clocks in demand])
+        place.active[scheduler].append(Stretch(owner, scheduler, alone, loads, now))
+        place.changed.add(scheduler)
+        self.now = now
 
     def take(self, now: float) -> int:
         """End the stretch that is through; its owner."""
         place = min(self.sms, key=_end) if len(self.sms) > 1 else self.sms[0]
-        place.advance(now)
         stretch = place.next
-        place.active.remove(stretch)
-        place.settle()
+        place.active[stretch.scheduler].remove(stretch)
+        place.changed.add(stretch.scheduler)
+        self.now = now
         return stretch.owner
 
     def next_end(self) -> float | None:
         """When the next stretch is through; None: nothing runs."""
-        end = min(place.end for place in self.sms)
+        end = NEVER
+        for place in self.sms:
+            if place.changed:
+                place.settle(self.now)
+            end = min(end, _end(place))
         return None if end == NEVER else end
 
 
 def _end(place: _Sm) -> float:
-    return place.end
+    return NEVER if place.next is None else place.next.end
