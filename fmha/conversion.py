@@ -1,11 +1,11 @@
-"""What a configuration says of K and V that come in FP8 and become 16-bit tiles in shared memory: who converts them,
-through which rings they come. The same on every architecture; the role is ``device.convert``."""
+"""What a configuration says of K and V that come in FP8 or NVFP4 and become 16-bit tiles in shared memory: who converts
+them, through which rings they come. The same on every architecture; the role is ``device.convert``."""
 
 from __future__ import annotations
 
 from warpspec.common import memory
 from warpspec.common.barriers import Barrier
-from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
+from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS
 
 RAW_ALIGNMENT = 128  # bytes, of what TMA loads without a swizzle
 CONVERTER_WARPS = WARPGROUP_THREADS // WARP_THREADS
@@ -18,7 +18,7 @@ class ConversionFeatures:
 
     @property
     def converts(self) -> bool:
-        """Four warps convert K and V from FP8 (``device.convert``)."""
+        """Four warps convert K and V to 16 bits (``device.convert``)."""
         return self.format.kv_format is not None
 
     @property
@@ -37,26 +37,63 @@ class ConversionFeatures:
 
     def load_tile_bytes(self, ring: str) -> int:
         """Bytes that TMA loads of a tile of a ring's."""
-        return self.float8_tile_bytes if self.converts else self.kv.bytes_of(ring)
+        return self.code_tile_bytes if self.converts else self.kv.bytes_of(ring)
 
     @property
-    def float8_tile_bytes(self) -> int:
-        """A K or V tile in FP8."""
-        return self.tile_n * self.heads.qk if self.format.kv_format else 0
+    def code_tile_bytes(self) -> int:
+        """Codes of a K or V tile."""
+        return self.tile_n * self.format.kv_row(self.heads.qk) if self.format.kv_format else 0
 
     @property
-    def float8_bytes(self) -> int:
+    def code_bytes(self) -> int:
         """A ring of such tiles."""
-        return self.shape.raw_stages * self.float8_tile_bytes
+        return self.shape.raw_stages * self.code_tile_bytes
 
     @property
-    def float8_regions(self) -> tuple[memory.Region, ...]:
-        """What a converter adds to ``smem_regions``."""
-        if not self.converts:
-            return ()
-        size = len(self.format.rings) * self.float8_bytes
-        holds = f"{self.shape.raw_stages} x [{self.tile_n}, {self.heads.qk}] of each, as they are loaded"
-        return (memory.Region("raw", size, "uint8", RAW_ALIGNMENT, "FP8", holds),)
+    def row_bytes(self) -> int:
+        """Bytes of a row of codes in one box."""
+        return self.format.kv_row(self.heads.qk)
+
+    @property
+    def row_blocks(self) -> int:
+        """Block scales of a row, bytes each; 0 without."""
+        return self.heads.qk // self.format.kv_block if self.format.kv_block else 0
+
+    @property
+    def scale_tile_bytes(self) -> int:
+        """Block scales of a K or V tile."""
+        return self.tile_n * self.row_blocks
+
+    @property
+    def scale_bytes(self) -> int:
+        """A ring of them."""
+        return self.load_stages * self.scale_tile_bytes
+
+    @property
+    def loaders(self) -> int:
+        """Arrivals at the mbarrier of a stage that the load warp fills: of TMA, and of each lane's copies of block
+        scales."""
+        return 1 + (WARP_THREADS if self.format.kv_block else 0)
+
+    @property
+    def loaded(self) -> str:
+        """Who these are."""
+        lanes = "; each lane, by its copies" if self.format.kv_block else ""
+        return f"load warp, expect_tx + TMA bytes{lanes}"
+
+    @property
+    def code_regions(self) -> tuple[memory.Region, ...]:
+        """What codes that are converted from rings of their own, and block scales, add to ``smem_regions``."""
+        regions = []
+        if self.converts:
+            size = len(self.format.rings) * self.code_bytes
+            holds = f"{self.shape.raw_stages} x [{self.tile_n}, {self.row_bytes}] of each, as they are loaded"
+            regions.append(memory.Region("raw", size, "uint8", RAW_ALIGNMENT, "codes", holds))
+        if self.format.kv_block:
+            size = len(self.format.rings) * self.scale_bytes
+            holds = f"{self.load_stages} x [{self.tile_n}, {self.row_blocks}] of each"
+            regions.append(memory.Region("scales", size, "uint8", VECTOR_BYTES, "block scales", holds))
+        return tuple(regions)
 
     def conversion_barriers(
         self, readers: str, v_readers: str, released: str, releases: int
@@ -64,13 +101,18 @@ class ConversionFeatures:
         """mbarriers of K and V that are converted. readers, v_readers: who waits for 16-bit tiles of K, and of V or of
         what is both. released: who hands them back, by so many arrivals."""
         stages, raw_stages = self.kv_stages, self.shape.raw_stages
-        loaded, mine = "load warp, expect_tx + TMA bytes", "converter, one thread a warp"
+        loaded, mine = self.loaded, "converter, one thread a warp"
         table = []
         for name in self.format.rings:
             tile = name.upper()
             table += [
                 Barrier(
-                    f"raw_{name}_full", raw_stages, 1, loaded, "converter", f"{tile} tile is here in FP8"
+                    f"raw_{name}_full",
+                    raw_stages,
+                    self.loaders,
+                    loaded,
+                    "converter",
+                    f"{tile} tile is here in codes",
                 ),
                 Barrier(
                     f"raw_{name}_empty", raw_stages, CONVERTER_WARPS, mine, "load warp", "it is in 16 bits"

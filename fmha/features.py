@@ -170,6 +170,11 @@ class Format:
         return CACHE_FORMATS[self.kv_format].row_bytes(size) if self.kv_format else size
 
     @property
+    def kv_bits(self) -> int:
+        """Bits of a number of K and V as they lie in memory."""
+        return CACHE_FORMATS[self.kv_format or self.dtype].bits
+
+    @property
     def kv_block(self) -> int:
         """Numbers of K and V that share a block scale; 0 without."""
         return CACHE_FORMATS[self.kv_format].block if self.kv_format else 0

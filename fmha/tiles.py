@@ -47,16 +47,17 @@ class Rows:
 class KvTile:
     """Keys of a KV tile in shared memory, and the boxes that TMA loads it in.
 
-    keys: of a tile. shared: one tile serves as K and V. page_size: keys of a page, 0 where they are not paged.
-    element_bytes: of a number in shared memory. span: numbers of a row in one box; a box holds ``box_spans`` of them at
-    most (None: a row's). swizzled: as TMA writes them.
+    keys: of a tile. shared: one tile serves as K and V. page_size: keys of a page, 0 where they are not paged. bits: of
+    a number in shared memory. per_element: numbers of an element as it is loaded, two of NVFP4. span: elements of a row
+    in one box; a box holds ``box_spans`` of them at most (None: a row's). swizzled: as TMA writes them.
     """
 
     keys: int
     heads: HeadSizes
     shared: bool = False
     page_size: int = 0
-    element_bytes: int = ELEMENT_BYTES
+    bits: int = 16
+    per_element: int = 1
     span: int = BLOCK
     box_spans: int | None = None
     swizzled: bool = True
@@ -64,12 +65,12 @@ class KvTile:
     @property
     def k_bytes(self) -> int:
         """Shared memory of a tile of K."""
-        return self.keys * self.heads.qk_room * self.element_bytes
+        return self.keys * self.heads.qk_room * self.bits // 8
 
     @property
     def v_bytes(self) -> int:
         """Shared memory of a tile of V."""
-        return self.keys * self.heads.v_room * self.element_bytes
+        return self.keys * self.heads.v_room * self.bits // 8
 
     def bytes_of(self, ring: str) -> int:
         """Shared memory of a tile of a ring's, "k" or "v"."""
@@ -98,7 +99,8 @@ class KvTile:
 
     def spans(self, ring: str = "k") -> int:
         """Spans of a row of a ring's."""
-        return -(-(self.heads.v if ring == "v" else self.heads.qk) // self.span)
+        numbers = self.heads.v if ring == "v" else self.heads.qk
+        return -(-numbers // (self.span * self.per_element))
 
     def box(self, ring: str = "k") -> tuple[int, int, int]:
         """(D, KEY, SPAN) of a load of a ring's: a whole tile, or the keys of (a part of) one page in one span of D."""
@@ -110,9 +112,13 @@ class KvTile:
         so a box of several spans would leave no room between them for the other pages."""
         return (self.spans(ring) // self.box(ring)[2], self.pages)
 
-    def of_codes(self) -> KvTile:
-        """This tile as it comes in FP8 to be converted: a page's rows as they lie in memory."""
-        return replace(self, span=self.heads.qk, box_spans=1, swizzled=False)
+    def of_codes(self, fmt) -> KvTile:
+        """This tile as it comes in FP8 or NVFP4 to be converted: a page's rows as they lie in memory. fmt:
+        ``features.Format``."""
+        per_element = 8 // fmt.kv_bits
+        return replace(
+            self, per_element=per_element, span=self.heads.qk // per_element, box_spans=1, swizzled=False
+        )
 
     def place_of(self, row, span, source) -> tuple:
         """Which box of K or V, as its coordinates are cut into boxes. row: of the keys, source: batch row or page."""

@@ -1,11 +1,11 @@
-"""Times of attention with FP8 keys and values on a GPU, in CUDA graphs, against bf16 in the same run.
+"""Times of attention with FP8 and NVFP4 keys and values on a GPU, in CUDA graphs, against bf16 in the same run.
 
     python scripts/bench_float8.py [--markdown] [--only NAME ...] [--json FILE]
 
-One line a shape: microseconds with bf16 and with e4m3 keys and values, TB/s of K and V in FP8, how many times as fast
-as bf16, torch's SDPA in bf16 where it takes the shape, and the worst head's error: of the first batch row against FP32
-on dequantised values where there is one query, else of all rows against our bf16 kernel on these values. Inputs rotate
-through more memory than L2 holds.
+One line a shape and format: microseconds with bf16, and with e4m3 or NVFP4 keys and values, TB/s of these K and V with
+their scales, how many times as fast as bf16, torch's SDPA in bf16 where it takes the shape, and the worst head's error:
+of the first batch row against FP32 on dequantised values where there is one query, else of all rows against our bf16
+kernel on these values. Inputs rotate through more memory than L2 holds.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from shared.gpu_bench import graph_times, rotation
 from warpspec.aot.workers import compile_all
 from warpspec.common.launch import Kernel
 from warpspec.fmha import attention, launch, ops
+from warpspec.fmha.quantized import BLOCK_SCALES, dequantized
 
 
 @dataclass(frozen=True)
@@ -49,14 +50,18 @@ CASES = {
 }
 
 
+FORMATS = ("bf16", "fp8", "nvfp4")
+
+
 def inputs(case: Case):
-    """(what makes a set of (bf16 arguments, FP8 arguments) of a seed, bytes of K and V in FP8 that are read)."""
+    """What makes a set of arguments of a seed, of each of FORMATS; and bytes of K and V that are read in each."""
     (heads, kv_heads), dim = case.heads, case.dim
     generator = torch.Generator().manual_seed(7)
     lengths = torch.full((case.batch,), case.keys)
     if case.lengths == "random":
         lengths = torch.randint(1, case.keys + 1, (case.batch,), generator=generator)
-    read = 2 * int(lengths.sum()) * kv_heads * dim
+    numbers = 2 * int(lengths.sum()) * kv_heads * dim
+    read = {"bf16": 2 * numbers, "fp8": numbers, "nvfp4": numbers * 9 // 16}
     shape = (case.batch, case.keys, kv_heads, dim)
     options = {"causal": case.causal}
     if case.page:
@@ -64,46 +69,73 @@ def inputs(case: Case):
         shape = (case.batch * pages, case.page, kv_heads, dim)
         table = torch.randperm(case.batch * pages, generator=generator).view(case.batch, pages)
         options |= {"page_table": table.int().cuda(), "kv_lengths": lengths.int().cuda()}
-    scales = {"k_scale": torch.tensor([0.02], device="cuda"), "v_scale": torch.tensor([0.03], device="cuda")}
 
-    def make(seed: int) -> tuple:
+    def make(seed: int) -> tuple[dict]:
         torch.manual_seed(seed)
         q = torch.randn(case.batch, case.queries, heads, dim, device="cuda", dtype=torch.bfloat16)
-        k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        codes = [(t / s).to(torch.float8_e4m3fn) for t, s in zip((k, v), scales.values(), strict=True)]
-        return ((q, k, v), options), ((q, *codes), options | scales)
+        return ({name: ((q, *kv(shape)), options | more) for name, (kv, more) in makers(shape).items()},)
 
     return make, read
 
 
-def bf16(wide, _narrow) -> None:
-    attention(*wide[0], **wide[1])
+def makers(shape: tuple) -> dict:
+    """Of each format, what makes K and V, and its options."""
+
+    def wide(shape):
+        return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+
+    def float8(shape):
+        return [(50 * t).clamp(-448, 448).to(torch.float8_e4m3fn) for t in wide(shape)]
+
+    def codes(shape):
+        row = (*shape[:-1], shape[-1] // 2)
+        return [torch.randint(256, row, device="cuda", dtype=torch.uint8) for _ in range(2)]
+
+    def blocks(shape):
+        scales = 0.5 + torch.rand(*shape[:-1], shape[-1] // 16, device="cuda")
+        return scales.to(torch.float8_e4m3fn)
+
+    scales = {f"{name}_scale": torch.tensor([0.02], device="cuda") for name in "kv"}
+    found = {"bf16": (wide, {}), "fp8": (float8, scales)}
+    of_blocks = {f"{name}_scale": torch.tensor([0.3], device="cuda") for name in "kv"}
+    of_blocks |= {f"{name}_block_scales": blocks(shape) for name in "kv"}
+    return found | {"nvfp4": (codes, of_blocks)}
 
 
-def fp8(_wide, narrow) -> None:
-    attention(*narrow[0], **narrow[1])
+def ours(name: str):
+    """A candidate: our attention over a format."""
+
+    def call(sets: dict) -> None:
+        arguments, options = sets[name]
+        attention(*arguments, **options)
+
+    return call
 
 
-def sdpa(wide, _narrow) -> None:
-    (q, k, v), options = wide
+def sdpa(sets: dict) -> None:
+    (q, k, v), options = sets["bf16"]
     torch.nn.functional.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=options["causal"], enable_gqa=True
     )
 
 
-def error(wide, narrow) -> float:
+def error(sets: dict, name: str) -> float:
     """Largest relative error of a head, as the module says."""
-    (q, k, v), options = narrow
+    (q, k, v), options = sets[name]
     got = attention(q, k, v, **options)
+    blocks = [options.get(each) for each in BLOCK_SCALES]
     if q.shape[1] > 1:
-        factors = [float(options[name]) for name in ("k_scale", "v_scale")]
+        k, v = (dequantized(t, block).bfloat16() for t, block in zip((k, v), blocks, strict=True))
+        factors = [float(options[each]) for each in ("k_scale", "v_scale")]
         scale = factors[0] * q.shape[-1] ** -0.5
-        wanted = attention(q, k.bfloat16(), v.bfloat16(), scale=scale, **wide[1]).float() * factors[1]
+        wanted = attention(q, k, v, scale=scale, **sets["bf16"][1]).float() * factors[1]
     else:
         if "page_table" in options:
-            options = options | {name: options[name][:1] for name in ("page_table", "kv_lengths")}
+            options = options | {each: options[each][:1] for each in ("page_table", "kv_lengths")}
         else:
             k, v = k[:1], v[:1]
+            firsts = zip(BLOCK_SCALES, blocks, strict=True)
+            options = options | {each: block[:1] for each, block in firsts if block is not None}
         got = got[:1]
         wanted = attention(q[:1], k, v, **options, backend="reference").float()
     got, wanted = (t.float().transpose(1, 2).flatten(2) for t in (got, wanted))
@@ -121,9 +153,8 @@ def compile_kernels(chosen: list[Case]) -> None:
     with mock.patch.object(Kernel, "launcher", launcher):
         for case in chosen:
             make, _ = inputs(case)
-            wide, narrow = make(0)
-            bf16(wide, narrow)
-            fp8(wide, narrow)
+            for name in FORMATS:
+                ours(name)(*make(0))
     launch.prepare.cache_clear()  # calls are planned anew
     ops._checked.clear()
     (arch,) = set(wanted.values())
@@ -140,16 +171,21 @@ def main() -> None:
     for name in options.only:
         case = CASES[name]
         make, read = inputs(case)
-        sets = rotation(make, 3 * read)
-        candidates = {"bf16": bf16, "fp8": fp8} | ({} if case.page else {"sdpa": sdpa})
-        wrong = error(*sets[0])
-        times = graph_times(candidates, sets)
-        speed = read / times["fp8"] * 1e-6
-        rows.append(
-            (name, times["bf16"], times["fp8"], times.get("sdpa"), speed, times["bf16"] / times["fp8"], wrong)
-        )
-        print(*rows[-1], flush=True)
-    columns = ("shape", "bf16 us", "FP8 us", "SDPA us", "TB/s", "of bf16's speed", "error")
+        sets = rotation(make, 3 * read["nvfp4"])
+        sixteen = {"bf16": ours("bf16")} | ({} if case.page else {"sdpa": sdpa})
+        float8, nvfp4 = ({each: ours(each)} for each in FORMATS[1:])
+        times = graph_times(sixteen | float8, sets)
+        times |= {
+            "nvfp4": graph_times(float8 | nvfp4, sets)["nvfp4"]
+        }  # so far from bf16's are timed less often
+        for each in FORMATS[1:]:
+            wrong = error(*sets[0], each)
+            speed = read[each] / times[each] * 1e-6
+            of_bf16 = times["bf16"] / times[each]
+            row = (name, each, times["bf16"], times[each], times.get("sdpa"), speed, of_bf16, wrong)
+            rows.append(row)
+            print(*row, flush=True)
+    columns = ("shape", "K, V", "bf16 us", "us", "SDPA us", "TB/s", "of bf16's speed", "error")
     driver.show(options, columns, rows)
     if options.json:
         with open(options.json, "w") as file:

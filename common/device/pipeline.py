@@ -81,6 +81,12 @@ class Channel:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(self.barrier(use), transaction_bytes)
 
+    def arrive_behind_copies(self, use):
+        """Every calling thread arrives once its copies so far (``words.copy_async``) are done."""
+        cute.arch.inline_ptx(
+            "cp.async.mbarrier.arrive.noinc.shared.b64 [{$r0}];", read_only_args=[self.barrier(use).toint()]
+        )
+
     def commit_mma(self, use, *, pair=False):
         """Have the barrier get one arrival when all tcgen05.mma that this warp has issued are complete
         (tcgen05.commit).

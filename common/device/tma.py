@@ -22,7 +22,7 @@ from warpspec.common.memory import TILE_ALIGNMENT as TILE_ALIGNMENT
 from warpspec.common.memory import tile_bytes as tile_bytes
 
 # Bits, base and shift of the swizzle of rows of so many bytes: as many rows as its bits count fill 1024 bytes.
-SWIZZLES = {128: (3, 4, 3), 64: (2, 4, 3)}
+SWIZZLES = {128: (3, 4, 3), 64: (2, 4, 3), 32: (1, 4, 3)}
 
 
 def swizzled_layout(
@@ -33,7 +33,7 @@ def swizzled_layout(
 ) -> cute.ComposedLayout:
     """Shared memory layout of a tile (D, rows...), or of a ring of tiles (D, rows..., STAGE).
 
-    stage_bytes: distance between stages if it is not the size of a tile. row_bytes: of D, ROW_BYTES or half of them.
+    stage_bytes: distance between stages if it is not the size of a tile. row_bytes: of D, one of SWIZZLES.
     """
     layout = cute.make_layout(box)
     if stages is not None:

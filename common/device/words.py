@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Int32, Int64, Uint8, Uint16, Uint32
 
 from warpspec.common.hardware import VECTOR_BYTES, WORD_BYTES
 
@@ -78,11 +78,27 @@ def scaled_pair(pair: Uint32, factor: int, kind: str) -> Uint32:
     )
 
 
-def load_shared(address) -> cute.Tensor:
-    """(4): 16 bytes of shared memory at an address."""
-    words = cute.make_rmem_tensor(VECTOR_WORDS, Uint32)
-    cute.autovec_copy(shared_vector(address), words)
+def load_shared(address, count: int = VECTOR_WORDS) -> cute.Tensor:
+    """(count): words of shared memory at an address that is aligned to their size, at most 16 bytes."""
+    words = cute.make_rmem_tensor(count, Uint32)
+    cute.autovec_copy(shared_vector(address, count), words)
     return words
+
+
+def load_shared_byte(address) -> Uint32:
+    """A byte of shared memory at an address."""
+    return load_shared_number(address, Uint8)
+
+
+def load_shared_half(address) -> Uint32:
+    """Two bytes of shared memory at an even address."""
+    return load_shared_number(address, Uint16)
+
+
+def load_shared_number(address, dtype) -> Uint32:
+    """An unsigned number of shared memory at an address."""
+    pointer = cute.make_ptr(dtype, Int32(address), cute.AddressSpace.smem)
+    return Uint32(cute.make_tensor(pointer, cute.make_layout(1))[0])
 
 
 def store_shared(address, words: list) -> None:
@@ -93,6 +109,17 @@ def store_shared(address, words: list) -> None:
     cute.autovec_copy(vector, shared_vector(address))
 
 
-def shared_vector(address) -> cute.Tensor:
-    pointer = cute.make_ptr(Uint32, Int32(address), cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
-    return cute.make_tensor(pointer, cute.make_layout(VECTOR_WORDS))
+def shared_vector(address, count: int = VECTOR_WORDS) -> cute.Tensor:
+    """(count): words of shared memory at an address."""
+    align = count * WORD_BYTES
+    pointer = cute.make_ptr(Uint32, Int32(address), cute.AddressSpace.smem, assumed_align=align)
+    return cute.make_tensor(pointer, cute.make_layout(count))
+
+
+def copy_async(target, source, size: int, wanted) -> None:
+    """Begin to copy bytes from global to shared memory (cp.async). target, source: addresses, multiples of size, which
+    is 4, 8 or 16. wanted: how many are read; zeros stand for the others."""
+    cute.arch.inline_ptx(
+        f"cp.async.ca.shared.global [{{$r0}}], [{{$r1}}], {size}, {{$r2}};",
+        read_only_args=[Int32(target), Int64(source), Int32(wanted)],
+    )

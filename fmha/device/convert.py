@@ -1,10 +1,10 @@
-"""The converter, four warps: FP8 tiles of K and V, as TMA has loaded them, become the 16-bit tiles that the products
-read. The same on every architecture.
+"""The converter, four warps: tiles of K and V in FP8 or NVFP4, as they are loaded, become the 16-bit tiles that the
+products read. The same on every architecture.
 
-A row of an FP8 tile has D bytes, without a swizzle. A thread takes 16 codes at a time and stores two chunks of 16 bytes
-with the 128-byte swizzle. Eight neighbouring threads have codes of two rows, so that neither their loads nor their
-stores meet on a bank: of D 64 both rows; of larger D the first half of a block pair in one row and the second half in
-the other, then the other way round.
+Codes have no swizzle. A thread takes 16 at a time and stores two chunks of 16 bytes with the 128-byte swizzle. Eight
+neighbouring threads have codes of two rows, so that neither their loads nor their stores meet on a bank: of D 64 both
+rows; of larger D the first half of a block pair in one row and the second half in the other, then the other way round.
+(Of NVFP4, whose 16 codes are 8 bytes, sixteen threads load together, and of D 64 two rows meet.)
 """
 
 from __future__ import annotations
@@ -16,38 +16,42 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from warpspec.common.device import tma
-from warpspec.common.device.float8 import widened
-from warpspec.common.device.words import load_shared, store_shared
-from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS
+from warpspec.common.device.words import VECTOR_WORDS, load_shared, store_shared
+from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS, WORD_BYTES
+from warpspec.fmha.device.block_scales import scale_pair, tile_scales
+from warpspec.fmha.device.codes import codes_of
 from warpspec.fmha.device.tiles import each_tile
 from warpspec.fmha.heads import BLOCK
 
 SWIZZLE_ROWS = 8  # after so many rows the swizzle begins again
 OCTET = 8  # threads whose accesses of 16 bytes pass shared memory together
-PIECES = BLOCK // VECTOR_BYTES  # of a row of a block: 16 codes each
+PIECE = 16  # codes that a thread takes at a time; of NVFP4 a block
+PIECES = BLOCK // PIECE  # of a row of a block
 BATCH = 2  # vectors that a thread has in registers
 
 
 @dataclass(frozen=True)
 class Converter:
-    """What the converter has for all of its tiles. raw, wide: Uint8 pointers to the rings, by ``format.rings``."""
+    """What the converter has for all of its tiles. raw, wide: Uint8 pointers to the rings, by ``format.rings``. scales:
+    Uint8 pointer to the rings of block scales, or None."""
 
     config: object
     channels: dict
     raw: tuple
     wide: tuple
+    scales: cute.Pointer | None
     thread: Int32
 
 
 @cute.jit
-def convert(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands, raw, wide, where):
+def convert(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands, raw, wide, scales, where):
     """Convert every K and V tile of the CTA, in the order in which they are loaded.
 
     Consumes: raw_k_full, raw_v_full; k_empty, v_empty, a stage of each before it is filled again. Produces: k_full,
     v_full; raw_k_empty, raw_v_empty, one arrival a warp. Leaves only when every stage has been released.
     """
     thread = cute.arch.thread_idx()[0] - config.convert_warp * WARP_THREADS
-    role = Converter(config, channels, raw, wide, thread)
+    role = Converter(config, channels, raw, wide, scales, thread)
     use = each_tile(config, operands, where, convert_tile, role, Int32(0))
     for last in cutlass.range(cutlass.max(use - config.kv_stages, 0), use, unroll=1):
         for name in config.format.rings:
@@ -68,24 +72,34 @@ def convert_tile(role, tile, use):
 def convert_stage(role, ring: cutlass.Constexpr, name: cutlass.Constexpr, use):
     """One K or V tile. ring: its number of ``config.format.rings``; name: its name."""
     config, channels, thread = role.config, role.channels, role.thread
-    vectors = config.float8_tile_bytes // (WARPGROUP_THREADS * VECTOR_BYTES)
-    source = role.raw[ring].toint() + use % config.shape.raw_stages * config.float8_tile_bytes
+    vectors = config.tile_n * config.heads.qk // (WARPGROUP_THREADS * PIECE)
+    kind, words = codes_of(config), config.format.kv_row(PIECE) // WORD_BYTES
+    source = role.raw[ring].toint() + use % config.shape.raw_stages * config.code_tile_bytes
     target = role.wide[ring].toint() + use % config.kv_stages * config.kv.k_bytes
+    scales = None
+    if cutlass.const_expr(config.format.kv_block > 0):
+        scales = tile_scales(config, role.scales, ring, use % config.shape.raw_stages)
     channels["raw_" + name + "_full"].wait(use)
     for first in cutlass.range_constexpr(0, vectors, BATCH):
         batch = range(first, min(first + BATCH, vectors))
         places = [place_of(config, thread, vector) for vector in batch]
-        codes = [load_shared(source + row * config.heads.qk + column) for row, column in places]
+        codes = [
+            load_shared(source + row * config.row_bytes + config.format.kv_row(column), words)
+            for row, column in places
+        ]
         if cutlass.const_expr(first == 0):
             channels[name + "_empty"].wait_previous(use)
         for i in cutlass.range_constexpr(len(places)):
             row, column = places[i]
-            wide = widened([codes[i][w] for w in range(4)], config.format.kv_format, config.p_dtype)
+            scale = None
+            if cutlass.const_expr(config.format.kv_block > 0):
+                scale = scale_pair(config, scales, name, row, column // config.format.kv_block)
+            wide = [pair for w in range(words) for pair in kind.in_order(codes[i][w], scale)]
             block, chunk = column // BLOCK, column % BLOCK // 8
             at = target + (block * config.tile_n + row) * tma.ROW_BYTES
             chunk = (chunk ^ (row % SWIZZLE_ROWS)) * VECTOR_BYTES
-            store_shared(at + chunk, [wide[w] for w in range(4)])
-            store_shared(at + (chunk ^ VECTOR_BYTES), [wide[w] for w in range(4, 8)])
+            store_shared(at + chunk, wide[:VECTOR_WORDS])
+            store_shared(at + (chunk ^ VECTOR_BYTES), wide[VECTOR_WORDS:])
     cute.arch.fence_view_async_shared()
     # An arrival does not wait for the data of loads before it; here they have been used.
     channels["raw_" + name + "_empty"].arrive_warp(use)
@@ -97,8 +111,8 @@ def place_of(config, thread: Int32, vector: int) -> tuple:
     octet, member = thread // OCTET + vector * (WARPGROUP_THREADS // OCTET), thread % OCTET
     half, piece = member // PIECES, member % PIECES
     if config.heads.qk_blocks == 1:
-        return octet * 2 + half, piece * VECTOR_BYTES
+        return octet * 2 + half, piece * PIECE
     turn, pair = octet % 2, octet // 2
     row = pair // (config.heads.qk_blocks // 2) * 2 + (half ^ turn)
     block = pair % (config.heads.qk_blocks // 2) * 2 + half
-    return row, block * BLOCK + piece * VECTOR_BYTES
+    return row, block * BLOCK + piece * PIECE

@@ -1,24 +1,42 @@
-"""Scales of FP8 keys and values in a kernel: read for each tile, and FP8 rows in global memory as fp32."""
+"""Scales of FP8 and NVFP4 keys and values in a kernel: read for each tile, and their rows in global memory as fp32."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Uint8, Uint32
+from cutlass import Float16, Float32, Int32, Uint8, Uint32
 
+from warpspec.common.device import float4
 from warpspec.common.device.float8 import widened
+from warpspec.common.device.nvfp4 import CODES_PER_WORD
 from warpspec.common.hardware import WORD_BYTES
+from warpspec.common.kv_formats import swizzled_place
+from warpspec.common.nvfp4 import NVFP4_BLOCK
 from warpspec.fmha.device.logits import LogitNumbers
 from warpspec.fmha.logits import SMALLEST_SCALE
 
 BF16_BITS, HIGH_HALF = 16, 0xFFFF0000
 
 
+def is_nvfp4(config) -> bool:
+    """Whether K and V have block scales."""
+    return config.format.kv_block > 0
+
+
+def unit_of(config) -> float:
+    """What numbers that codes are converted to are to be multiplied with."""
+    return float4.UNIT if is_nvfp4(config) else 1.0
+
+
 def score_numbers(config, operands, tile, numbers: LogitNumbers) -> LogitNumbers:
     """The map's numbers for Q times codes of K, for a tile. numbers: for Q times keys."""
-    if not config.format.has_k_scale:
+    if not (config.format.has_k_scale or is_nvfp4(config)):
         return numbers
-    factor = numbers.factor * operands.k_scale[tile.request, tile.kv_head, 0]
+    factor = numbers.factor * unit_of(config)
+    if config.format.has_k_scale:
+        factor = factor * operands.k_scale[tile.request, tile.kv_head, 0]
     if not config.logits.softcap:
         factor = cute.arch.fmax(factor, SMALLEST_SCALE, nan=True)
     return numbers._replace(factor=factor)
@@ -26,9 +44,70 @@ def score_numbers(config, operands, tile, numbers: LogitNumbers) -> LogitNumbers
 
 def value_factor(config, operands, tile, factor: Float32) -> Float32:
     """What O of codes of V is multiplied with, for a tile. factor: what O of values is."""
+    if is_nvfp4(config):
+        factor = factor * unit_of(config)
     if not config.format.has_v_scale:
         return factor
     return factor * operands.v_scale[tile.request, tile.kv_head, 0]
+
+
+@dataclass(frozen=True)
+class KvRow:
+    """A row of codes of K or V in global memory. codes: (D), of NVFP4 (D/2). blocks: of NVFP4, the block scales of the
+    rows of its page or batch row, (KEY, BLOCK); row: its number there."""
+
+    config: object
+    codes: cute.Tensor
+    blocks: cute.Tensor | None = None
+    row: Int32 | int = 0
+    swizzled: bool = False
+
+    def vector(self, size: int, number) -> cute.Tensor:
+        """Registers (size) fp32 with its number-th vector of so many numbers; times ``unit_of`` it is what they stand
+        for."""
+        if self.blocks is None:
+            return codes_as_fp32(self.config, self.codes, size, number)
+        return nvfp4_as_fp32(self, size, number)
+
+    def scale(self, block) -> Uint8:
+        """The e4m3 scale of a block."""
+        row = self.row
+        if self.swizzled:
+            row, block = swizzled_place(row, block, self.blocks.shape[1])
+        return self.blocks[row, block]
+
+
+def kv_row(config, operands, ring: str, where, kv_head) -> KvRow:
+    """The row of K or V ("k" or "v") at a place. where: from ``pages.address_of``."""
+    place, row = where
+    codes = (operands.v if ring == "v" else operands.k)[place, row, kv_head, None]
+    if not is_nvfp4(config):
+        return KvRow(config, codes)
+    if ring == "k" or config.format.shared_kv:
+        return KvRow(config, codes, operands.k_block_scales[place, None, kv_head, None], row)
+    return KvRow(
+        config, codes, operands.v_block_scales[place, None, kv_head, None], row, config.format.swizzled
+    )
+
+
+@cute.jit
+def nvfp4_as_fp32(row: cutlass.Constexpr, size: cutlass.Constexpr, number) -> cute.Tensor:
+    """``KvRow.vector`` of NVFP4. size: 2, 4, 8 or 16 numbers, of one block."""
+    values = cute.make_rmem_tensor(size, Float32)
+    count = min(size, CODES_PER_WORD)  # of a word
+    (scale,) = float4.scales_twice(Uint32(row.scale(number * size // NVFP4_BLOCK)), 1)
+    for first in cutlass.range_constexpr(0, size, count):
+        word = Uint32(0)
+        for i in cutlass.range_constexpr(count // 2):
+            word = word | (Uint32(row.codes[(number * size + first) // 2 + i]) << (8 * i))
+        bytes_ = (float4.even_codes(word), float4.odd_codes(word))
+        pairs = cute.make_rmem_tensor(CODES_PER_WORD // 2, Uint32)  # codes 0, 2; 4, 6; 1, 3; 5, 7
+        for i, pair in enumerate(p for each in bytes_ for p in float4.fp16_pairs(each)):
+            pairs[i] = float4.multiply_fp16x2(pair, scale)
+        halves = cute.recast_tensor(pairs, Float16)
+        for n in cutlass.range_constexpr(count):
+            values[first + n] = halves[n % 2 * 4 + n // 2].to(Float32)
+    return values
 
 
 @cute.jit

@@ -24,7 +24,7 @@ from warpspec.common.hardware import VECTOR_BYTES, WARPGROUP_THREADS, WORD_BYTES
 from warpspec.fmha.device.bias import row_of
 from warpspec.fmha.device.logits import add_bias, map_score, unit
 from warpspec.fmha.device.pages import address_of
-from warpspec.fmha.device.scales import codes_as_fp32
+from warpspec.fmha.device.scales import kv_row
 
 CHAINS = 4  # sums that are made side by side: an addition takes four clocks, and a warp may be alone on its scheduler
 
@@ -102,11 +102,34 @@ def recompute(
     if cutlass.const_expr(row.drafts is not None):
         drafts = row.drafts.of_part()
         end = drafts.end_after(end)
-    for key in cutlass.range(Int32(row.first), end, unroll=1):
+    size = -(-len(vectors) // config.recompute_passes)
+    for start in cutlass.range_constexpr(0, len(vectors), size):
+        some = vectors[start : start + size]
+        keys = (Int32(row.first), end, drafts)
+        add_keys(config, row, place, operands, reference, numbers, values, q, some, part, keys)
+
+
+@cute.jit
+def add_keys(
+    config: cutlass.Constexpr,
+    row,
+    place,
+    operands,
+    reference,
+    numbers,
+    values: cute.Tensor,
+    q: cute.Tensor,
+    vectors: cutlass.Constexpr,
+    part: cutlass.Constexpr,
+    keys: cutlass.Constexpr,
+):
+    """``recompute`` of some of the values, which are 0. keys: (first, end, drafts)."""
+    first, end, drafts = keys
+    for key in cutlass.range(first, end, unroll=1):
         where, exists = address_of(config, operands, place.request, key)
         if cutlass.const_expr(drafts is not None):
             exists = exists & (Boolean(key < row.end) | drafts.sees(key))
-        score = dot(config, q, operands.k[(*where, place.kv_head, None)])
+        score = dot(config, q, of_kv(config, operands, "k", where, place.kv_head))
         if cutlass.const_expr(config.requests.page_size > 0):
             score = Float32(cutlass.select_(exists, score, Float32(0.0)))
         if cutlass.const_expr(config.logits.negate):
@@ -119,12 +142,14 @@ def recompute(
         elif cutlass.const_expr(config.logits.in_powers):
             score = map_score(config.logits, score, numbers)
         weight = cute.math.exp2((score - reference) * unit(config.logits, numbers), fastmath=True)
-        v = part(operands.v[(*where, place.kv_head, None)])
+        v = of_kv(config, operands, "v", where, place.kv_head)
+        if cutlass.const_expr(config.format.kv_format is None):
+            v = part(v)
         if exists:
             accumulate(config, values, weight, v, vectors)
 
 
-def accumulate(config, values: cute.Tensor, weight, v: cute.Tensor, vectors) -> None:
+def accumulate(config, values: cute.Tensor, weight, v, vectors) -> None:
     """Add weight times a row of V to the thread's values. vectors: (registers, number) of each."""
     for registers, number in vectors:
         elements = load_kv(config, v, len(registers), number)
@@ -139,17 +164,20 @@ def load_vector(row: cute.Tensor, size: int, number) -> cute.Tensor:
     return registers
 
 
-def load_kv(config, row: cute.Tensor, size: int, number) -> cute.Tensor:
+def of_kv(config, operands, ring: str, where, kv_head):
+    """A row of K or V ("k" or "v") in global memory, of which ``load_kv`` loads."""
+    if config.format.kv_format:
+        return kv_row(config, operands, ring, where, kv_head)
+    return (operands.v if ring == "v" else operands.k)[(*where, kv_head, None)]
+
+
+def load_kv(config, row, size: int, number) -> cute.Tensor:
     """``load_vector`` of a row of K or V."""
-    return (
-        codes_as_fp32(config, row, size, number)
-        if config.format.kv_format
-        else load_vector(row, size, number)
-    )
+    return row.vector(size, number) if config.format.kv_format else load_vector(row, size, number)
 
 
 @cute.jit
-def dot(config: cutlass.Constexpr, q: cute.Tensor, k: cute.Tensor) -> Float32:
+def dot(config: cutlass.Constexpr, q: cute.Tensor, k: cutlass.Constexpr) -> Float32:
     """q.k of two rows (D) in global memory, as many elements at a time as the configuration has registers for."""
     total = Float32(0.0)
     size = math.gcd(config.recompute_elements, config.heads.qk)

@@ -219,12 +219,17 @@ class AttentionConfig(Choices, ConversionFeatures, AttentionKernel):
     def kv(self) -> KvTile:
         """A KV tile."""
         tile = KvTile(self.tile_n, self.heads, self.format.shared_kv, self.requests.page_size)
-        return tile.of_codes() if self.converts else tile
+        return tile.of_codes(self.format) if self.converts else tile
 
     @property
     def recompute_elements(self) -> int:
         """Elements of Q and K that ``device.unseen.recompute`` has in registers at a time: with more it spills."""
         return 32
+
+    @property
+    def recompute_passes(self) -> int:
+        """Parts of a thread's values that it sums up one after another."""
+        return 1
 
     @property
     def bias_alignment(self) -> int | None:
@@ -381,7 +386,7 @@ class AttentionConfig(Choices, ConversionFeatures, AttentionKernel):
                 "bias", self.bias_ring_bytes, "bias",
                 f"{self.bias_stages} x [{self.bias_rows}, {self.tile_n}] {self.logits.bias}",
             ),
-            *self.float8_regions,
+            *self.code_regions,
         )  # fmt: skip
 
     @property

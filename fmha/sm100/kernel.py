@@ -129,12 +129,14 @@ class Attention(AttentionHost):
                 each_tile(config, operands, found, multiply_tile, products, NO_USES)
             if cutlass.const_expr(config.converts):  # noqa: SIM102
                 if warp >= config.convert_warp:
-                    convert(config, channels, operands, raw_rings(config, storage), (k_base, v_base), found)
+                    convert(
+                        config, channels, operands, raw_rings(config, storage), (k_base, v_base), None, found
+                    )
 
 
 def raw_rings(config, storage) -> tuple:
     """Where the rings begin that TMA fills with FP8 tiles."""
-    return tuple(storage.raw.data_ptr() + i * config.float8_bytes for i in range(len(config.format.rings)))
+    return tuple(storage.raw.data_ptr() + i * config.code_bytes for i in range(len(config.format.rings)))
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,19 @@
-"""A consumer for few query rows over FP8 keys: each of its warps takes every fourth KV tile, alone.
+"""A consumer for few query rows over FP8 or NVFP4 keys: each of its warps takes every fourth KV tile, alone.
 
 A warp turns a tile's codes to 16 bits on their way from shared memory to the fragments of mma.sync, of which keys, not
 queries, fill the 16 rows: S^T = K Q^T and O^T += V^T P^T. So the eight columns of an instruction are enough for eight
 query rows, nothing 16 bits wide passes shared memory, and a thread has few scores. The warps' states meet at the end of
 a tile of rows (``merge``).
 
-The order of D within products is free. A lane reads the 16-byte chunks of a row that no other lane of its octet has on
-the same banks, and what stands side by side in them becomes neighbours in a fragment:
+The order of D within products is free. A lane reads the chunks of a row that no other lane of its phase has on the same
+banks, and what stands side by side in them becomes neighbours in a fragment (``codes``):
 
-- Of K, a lane (g, t) of 4 g + t reads a quarter of rows g and g + 8, four codes for each of the products' steps.
+- Of K, a lane (g, t) of 4 g + t reads a quarter of rows g and g + 8.
 - Of V, it reads an eighth of the rows 2 t, 2 t + 1, 2 t + 8, 2 t + 9. Two rows' codes of one column are neighbours in a
   fragment of V^T; so O^T has an eighth of D in a lane, in two columns, queries 2 t and 2 t + 1.
+
+So is the order of keys, as long as K and V have the same: of rows of less than 128 bytes, of which several pass shared
+memory together, some pairs are exchanged (``Lane.place``), so that even rows alone do not lie on half of the banks.
 """
 
 from __future__ import annotations
@@ -22,11 +25,13 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32
 
 from warpspec.common.device import tma
-from warpspec.common.device.float8 import widened
-from warpspec.common.device.mma import C_WORDS, MMA_COLUMNS, MMA_DEPTH, MMA_ROWS, multiply, transpose
+from warpspec.common.device.float4 import scale_of_each, scales_twice
+from warpspec.common.device.mma import C_WORDS, MMA_COLUMNS, MMA_ROWS, multiply, transpose
 from warpspec.common.device.wgmma import PAIR, QUAD, flat
-from warpspec.common.device.words import VECTOR_WORDS, interleave, load_shared
+from warpspec.common.device.words import VECTOR_WORDS, load_shared, load_shared_byte, load_shared_half
 from warpspec.common.hardware import FP32_BYTES, VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS, WORD_BYTES
+from warpspec.fmha.device.block_scales import scale_address, tile_scales
+from warpspec.fmha.device.codes import NUMBERS, codes_of, paired
 from warpspec.fmha.device.logits import map_scores, negate_scores, unit
 from warpspec.fmha.device.softmax import move_reference
 from warpspec.fmha.heads import BLOCK
@@ -37,7 +42,6 @@ from warpspec.fmha.sm90.narrow import factors, largest, maximum_of_halves, narro
 
 WARPS = WARPGROUP_THREADS // WARP_THREADS
 OCTET = 8  # lanes with one t
-PAIRS = (0x5140, 0x7362)  # prmt selectors: bytes of two words in turn, of their lower and upper halves
 
 
 class Lane:
@@ -46,11 +50,19 @@ class Lane:
     def __init__(self, config, thread):
         lane = thread % WARP_THREADS
         self.g, self.t, self.warp = lane // QUAD, lane % QUAD, thread // WARP_THREADS
-        self.config = config
+        self.config, self.codes = config, codes_of(config)
         self.columns = PAIR * config.shape.row_tiles
-        self.spans = config.heads.qk // config.row_bytes
-        self.steps = config.row_bytes // MMA_DEPTH  # of QK within a span; words of a quarter of a row
+        self.spans = config.format.kv_row(config.heads.qk) // config.row_bytes
+        self.words = config.row_bytes // QUAD // WORD_BYTES  # of a quarter of a row
         self.vector = config.row_bytes // OCTET // WORD_BYTES  # words of an eighth of a row
+        self.steps = self.words * self.codes.WORD // QUAD  # of QK within a span
+        self.mmas = self.codes.WORD // PAIR  # of PV, of a word of V
+        self.key = self.place(self.g)
+
+    def place(self, row):
+        """Which row of shared memory, of eight, is one of a fragment's."""
+        rows = tma.ROW_BYTES // self.config.row_bytes  # that lie on all banks together
+        return row if rows == 1 else row ^ (row // rows % 2)
 
     def chunk(self, base, span, row, byte):
         """Address of a byte of a row in a swizzled tile. byte: in the row's span."""
@@ -70,7 +82,8 @@ def attend_by_warp(work):
     """
     config, span = work.config, work.tile.span
     lane = Lane(config, work.thread)
-    o = cute.make_rmem_tensor((C_WORDS, lane.spans * lane.vector * PAIR, config.shape.row_tiles), Float32)
+    columns = lane.spans * lane.vector * lane.mmas
+    o = cute.make_rmem_tensor((C_WORDS, columns, config.shape.row_tiles), Float32)
     o.fill(0.0)
     q = cute.make_rmem_tensor((PAIR, lane.spans * lane.steps, config.shape.row_tiles), Uint32)
     q.fill(0)
@@ -99,13 +112,14 @@ def read_queries(work, lane: cutlass.Constexpr, q: cute.Tensor) -> tuple:
     for row_tile in cutlass.range_constexpr(config.shape.row_tiles):
         row = row_tile * MMA_COLUMNS + lane.g
         for span in cutlass.range_constexpr(lane.spans):
-            for half in cutlass.range_constexpr(lane.steps // PAIR):
-                column = span * config.row_bytes + lane.t * (config.row_bytes // QUAD) + half * 8
-                place = (column % BLOCK // 8) ^ (row % 8)
+            for chunk in cutlass.range_constexpr(lane.steps // PAIR):
+                column = (span * QUAD + lane.t) * (lane.steps * QUAD) + chunk * NUMBERS
+                place = (column % BLOCK // NUMBERS) ^ (row % 8)
                 at = base + column // BLOCK * block_bytes + row * tma.ROW_BYTES + place * VECTOR_BYTES
                 words = load_shared(at)
+                pairs = paired([words[i] for i in range(VECTOR_WORDS)], lane.codes.PAIRS)
                 for i in cutlass.range_constexpr(VECTOR_WORDS):
-                    q[i % PAIR, span * lane.steps + half * PAIR + i // PAIR, row_tile] = words[i]
+                    q[i % PAIR, span * lane.steps + chunk * PAIR + i // PAIR, row_tile] = pairs[i]
         down = Float32(1.0)
         if cutlass.const_expr(config.narrows_q):
             own = flat(q[None, None, row_tile])
@@ -125,18 +139,20 @@ def take_tile(work, lane: cutlass.Constexpr, q, o, step, masked, state):
     """S^T, softmax and O^T of one KV tile; returns the state. masked: some row may not see some key of it."""
     config, channels = work.config, work.channels
     use, key_tiles = work.use + step, config.tile_n // MMA_ROWS
-    stage = use % config.kv_stages * config.float8_tile_bytes
+    number = use % config.kv_stages
+    stage = number * config.code_tile_bytes
     first_key = work.span.tile(step) * config.tile_n
     s = cute.make_rmem_tensor((C_WORDS, key_tiles, config.shape.row_tiles), Float32)
     s.fill(0.0)
     channels["k_full"].wait(use)
-    score(work, lane, q, s, work.shared.k.toint() + stage)
+    score(work, lane, q, s, work.shared.k.toint() + stage, scales_at(work, 0, number))
     if cutlass.const_expr(not config.format.shared_kv):
         release(channels["k_empty"], use)
     state = weigh(work, lane, s, o, first_key, masked, state)
     if cutlass.const_expr(not config.format.shared_kv):
         channels["v_full"].wait(use)
-    add_values(work, lane, s, o, work.shared.v.toint() + stage, first_key, masked)
+    blocks = scales_at(work, len(config.format.rings) - 1, number)
+    add_values(work, lane, s, o, work.shared.v.toint() + stage, blocks, first_key, masked)
     release(channels[config.format.v_ring + "_empty"], use)
     return state
 
@@ -147,26 +163,54 @@ def release(channel, use) -> None:
     channel.arrive_warp(use)
 
 
+def scales_at(work, ring: int, stage):
+    """Address of a tile's block scales (``tile_scales``); None without."""
+    return tile_scales(work.config, work.shared.scales, ring, stage) if work.config.format.kv_block else None
+
+
 @cute.jit
-def score(work, lane: cutlass.Constexpr, q, s, base):
-    """s (4, KEY TILE, ROW TILE) += K Q^T of a tile at an address."""
-    config = work.config
+def score(work, lane: cutlass.Constexpr, q, s, base, blocks):
+    """s (4, KEY TILE, ROW TILE) += K Q^T of a tile at an address. blocks: address of its block scales."""
+    config, count = work.config, min(lane.words, VECTOR_WORDS)
     for key_tile in cutlass.range_constexpr(config.tile_n // MMA_ROWS):
+        rows = [key_tile * MMA_ROWS + lane.key + 8 * i for i in range(2)]
+        scales = [quarter_scales(lane, blocks, row) for row in rows]
         for span in cutlass.range_constexpr(lane.spans):
-            for vector in cutlass.range_constexpr(lane.steps // VECTOR_WORDS):
+            for vector in cutlass.range_constexpr(lane.words // count):
                 byte = lane.t * (config.row_bytes // QUAD) + vector * VECTOR_BYTES
-                rows = (key_tile * MMA_ROWS + lane.g + 8 * i for i in range(2))
-                codes = [load_shared(lane.chunk(base, span, row, byte)) for row in rows]
-                low, high = (
-                    widened([words[i] for i in range(VECTOR_WORDS)], config.format.kv_format, config.qk_dtype)
-                    for words in codes
-                )
-                for i in cutlass.range_constexpr(VECTOR_WORDS):
-                    a = [low[2 * i], high[2 * i], low[2 * i + 1], high[2 * i + 1]]
-                    at = span * lane.steps + vector * VECTOR_WORDS + i
-                    for row_tile in cutlass.range_constexpr(config.shape.row_tiles):
-                        b = [q[0, at, row_tile], q[1, at, row_tile]]
-                        multiply(config.qk_dtype, s[None, key_tile, row_tile], a, b)
+                codes = [load_shared(lane.chunk(base, span, row, byte), count) for row in rows]
+                for word in cutlass.range_constexpr(count):
+                    number = vector * count + word
+                    low, high = (
+                        lane.codes.row(codes[i][word], scale_of(lane, scales[i], number)) for i in range(2)
+                    )
+                    steps = len(low) // PAIR
+                    for i in cutlass.range_constexpr(steps):
+                        a = [low[2 * i], high[2 * i], low[2 * i + 1], high[2 * i + 1]]
+                        at = span * lane.steps + number * steps + i
+                        for row_tile in cutlass.range_constexpr(config.shape.row_tiles):
+                            b = [q[0, at, row_tile], q[1, at, row_tile]]
+                            multiply(config.qk_dtype, s[None, key_tile, row_tile], a, b)
+
+
+def quarter_scales(lane, blocks, row):
+    """The block scales of this lane's quarter of a row of K, in fp16, each twice in a word; None without."""
+    if blocks is None:
+        return None
+    count = lane.config.row_blocks // QUAD
+    address = blocks + row * lane.config.row_blocks + lane.t * count
+    if count == 1:
+        word = load_shared_byte(address)
+    elif count == 2:
+        word = load_shared_half(address)
+    else:
+        word = load_shared(address, 1)[0]
+    return scales_twice(word, count)
+
+
+def scale_of(lane, scales, word: int):
+    """Of some blocks' scales, that of a word of codes; None without."""
+    return None if scales is None else scales[word * lane.codes.WORD // lane.config.format.kv_block]
 
 
 @cute.jit
@@ -248,7 +292,7 @@ def hide(work, lane: cutlass.Constexpr, s, first_key):
         row = work.tile.row(c // PAIR * MMA_COLUMNS + PAIR * lane.t + c % PAIR, 0)
         drafts = row.drafts.read() if cutlass.const_expr(config.mask.has_tree) else None
         for n, i in enumerate(elements(s, c)):
-            key = first_key + n * 8 + lane.g
+            key = first_key + n * 8 + lane.key
             seen = Boolean(key < row.end)
             if cutlass.const_expr(config.mask.has_left):
                 seen = seen & Boolean(key >= row.first)
@@ -258,9 +302,10 @@ def hide(work, lane: cutlass.Constexpr, s, first_key):
 
 
 @cute.jit
-def add_values(work, lane: cutlass.Constexpr, s, o, base, first_key, masked):
-    """O^T += V^T P^T of a tile at an address. Rows of V that no row of the tile sees count as zeros."""
-    config, span = work.config, work.span
+def add_values(work, lane: cutlass.Constexpr, s, o, base, blocks, first_key, masked):
+    """O^T += V^T P^T of a tile at an address. Rows of V that no row of the tile sees count as zeros. blocks: address of
+    its block scales."""
+    config = work.config
     p_type = DTYPES[config.p_dtype]
     for key_tile in cutlass.range_constexpr(config.tile_n // MMA_ROWS):
         b = []
@@ -272,24 +317,51 @@ def add_values(work, lane: cutlass.Constexpr, s, o, base, first_key, masked):
                     pair[i] = s[half * PAIR + i, key_tile, row_tile].to(p_type)
                 words.append(transpose(cute.recast_tensor(pair, Uint32)[0]))
             b.append(words)
-        rows = [key_tile * MMA_ROWS + PAIR * lane.t + i % 2 + i // 2 * 8 for i in range(4)]
+        rows = [key_tile * MMA_ROWS + lane.place(PAIR * lane.t + i % 2) + i // 2 * 8 for i in range(4)]
+        scales = eighth_scales(work, lane, blocks, rows, first_key, masked)
         for part in cutlass.range_constexpr(lane.spans):
             codes = [load_vector(lane, base, part, row) for row in rows]
-            if cutlass.const_expr(config.mask.band or config.requests.ends_in_tile):  # noqa: SIM102
-                if masked:
-                    for i in cutlass.range_constexpr(4):
-                        key = first_key + rows[i]
-                        seen = Boolean(key >= span.first) & Boolean(key < span.end)
-                        for w in cutlass.range_constexpr(lane.vector):
-                            codes[i][w] = Uint32(cutlass.select_(seen, codes[i][w], Uint32(0)))
+            if cutlass.const_expr(blocks is None):
+                clear_unseen(work, codes, rows, first_key, masked)
             for w in cutlass.range_constexpr(lane.vector):
-                for half in cutlass.range_constexpr(2):
-                    pairs = [interleave(codes[i][w], codes[i + 1][w], PAIRS[half]) for i in (0, 2)]
-                    wide = widened(pairs, config.format.kv_format, config.p_dtype)
-                    at = (part * lane.vector + w) * PAIR + half
+                low, high = (
+                    lane.codes.columns(codes[i][w], codes[i + 1][w], scale_of(lane, scales[i // 2], w))
+                    for i in (0, 2)
+                )
+                for i in cutlass.range_constexpr(lane.mmas):
+                    a = [low[2 * i], low[2 * i + 1], high[2 * i], high[2 * i + 1]]
+                    at = (part * lane.vector + w) * lane.mmas + i
                     for row_tile in cutlass.range_constexpr(config.shape.row_tiles):
-                        a = [wide[i] for i in range(4)]
                         multiply(config.p_dtype, o[None, at, row_tile], a, b[row_tile])
+
+
+@cute.jit
+def clear_unseen(work, words: cutlass.Constexpr, rows: cutlass.Constexpr, first_key, masked):
+    """Words of rows of V that no row of the tile sees become zeros. words: (n) of each of some rows."""
+    config, span = work.config, work.span
+    if cutlass.const_expr(config.mask.band or config.requests.ends_in_tile):  # noqa: SIM102
+        if masked:
+            for own, row in zip(words, rows, strict=True):
+                seen = Boolean(first_key + row >= span.first) & Boolean(first_key + row < span.end)
+                for w in cutlass.range_constexpr(cute.size(own)):
+                    own[w] = Uint32(cutlass.select_(seen, own[w], Uint32(0)))
+
+
+@cute.jit
+def eighth_scales(work, lane: cutlass.Constexpr, blocks, rows: cutlass.Constexpr, first_key, masked) -> tuple:
+    """The block scales of this lane's eighth of four rows of V, in fp16: of rows 0 and 1 in a word for each block, and
+    of rows 2 and 3; 0 of rows that no row of the tile sees. (None, None) without."""
+    config, found = work.config, (None, None)
+    if cutlass.const_expr(blocks is not None):
+        count = max(config.row_blocks // OCTET, 1)
+        first = lane.g * config.row_blocks // OCTET
+        bytes_ = [cute.make_rmem_tensor(count, Uint32) for _ in rows]
+        for own, row in zip(bytes_, rows, strict=True):
+            for i in cutlass.range_constexpr(count):
+                own[i] = load_shared_byte(scale_address(config, blocks, config.format.v_ring, row, first + i))
+        clear_unseen(work, bytes_, rows, first_key, masked)
+        found = tuple([scale_of_each(bytes_[r][i], bytes_[r + 1][i]) for i in range(count)] for r in (0, 2))
+    return found
 
 
 def load_vector(lane, base, span, row) -> cute.Tensor:
@@ -357,11 +429,14 @@ def write_part(lane: cutlass.Constexpr, o, parts, row_tile: cutlass.Constexpr):
         row = (lane.warp * MMA_COLUMNS + PAIR * lane.t + e) * config.merge_row
         for span in cutlass.range_constexpr(lane.spans):
             for w in cutlass.range_constexpr(lane.vector):
-                four = cute.make_rmem_tensor(WORD_BYTES, Float32)
-                for i in cutlass.range_constexpr(WORD_BYTES):
-                    four[i] = o[i % 2 * PAIR + e, (span * lane.vector + w) * PAIR + i // 2, row_tile]
-                column = span * config.row_bytes + (lane.g * lane.vector + w) * WORD_BYTES
-                cute.autovec_copy(four, vector_at(parts, row + column, WORD_BYTES))
+                first = ((span * OCTET + lane.g) * lane.vector + w) * lane.codes.WORD
+                for part in cutlass.range_constexpr(lane.codes.WORD // WORD_BYTES):
+                    four = cute.make_rmem_tensor(WORD_BYTES, Float32)
+                    for i in cutlass.range_constexpr(WORD_BYTES):
+                        place = lane.codes.COLUMNS.index(part * WORD_BYTES + i)
+                        at = (span * lane.vector + w) * lane.mmas + place // PAIR
+                        four[i] = o[place % PAIR * PAIR + e, at, row_tile]
+                    cute.autovec_copy(four, vector_at(parts, row + first + part * WORD_BYTES, WORD_BYTES))
 
 
 @cute.jit

@@ -35,11 +35,10 @@ class Choices:
             raise UnsupportedProblem("sm90 attention: bias=of strided rows is not supported")
         check_page_size("sm90", problem.page_size)
         check_requests("sm90", problem)
-        if problem.kv_format == "nvfp4":
-            raise UnsupportedProblem("sm90 attention: k in nvfp4 is not supported")
         if problem.kv_format and (problem.head_dim not in FLOAT8 or problem.heads.v != problem.head_dim):
             raise UnsupportedProblem(
-                f"sm90 attention: k in FP8 is supported for head sizes {tuple(FLOAT8)}, got {problem.head_dim}"
+                f"sm90 attention: k in {problem.kv_format} is supported for head sizes {tuple(FLOAT8)}, "
+                f"got {problem.head_dim}"
             )
 
     @classmethod

@@ -27,7 +27,7 @@ from warpspec.fmha.features import AttentionKernel, Schedule, TileScheduler, par
 from warpspec.fmha.heads import BLOCK, MMA_K
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm90.choices import Choices
-from warpspec.fmha.sm90.float8 import FP8_BYTES, STATISTICS, Float8Features
+from warpspec.fmha.sm90.float8 import STATISTICS, Float8Features
 from warpspec.fmha.sm90.shapes import (
     TWO_CONSUMERS,
     WARPGROUP_ROWS,
@@ -112,19 +112,26 @@ class AttentionConfig(Choices, Float8Features, AttentionKernel):
 
     @functools.cached_property
     def kv(self) -> KvTile:
-        """A KV tile, in FP8 where warps convert it in registers. Of keys that come in pieces a box is no more than
+        """A KV tile, in codes where warps convert it in registers. Of keys that come in pieces a box is no more than
         one."""
         tile = KvTile(self.tile_n, self.heads, self.format.shared_kv, self.requests.page_size)
         if self.by_warp:
-            return replace(tile, element_bytes=FP8_BYTES, span=self.row_bytes, box_spans=1)
+            return replace(
+                tile.of_codes(self.format), bits=self.format.kv_bits, span=self.row_bytes, swizzled=True
+            )
         if self.converts:
-            return tile.of_codes()
+            return tile.of_codes(self.format)
         return replace(tile, box_spans=self.heads.qk_blocks // self.pieces) if self.pieces > 1 else tile
 
     @property
     def recompute_elements(self) -> int:
         """Elements of Q and K that ``device.unseen.recompute`` has in registers at a time: O takes most of them."""
         return 16
+
+    @property
+    def recompute_passes(self) -> int:
+        """Parts of a thread's values that it sums up one after another: what it loads of codes takes registers, too."""
+        return 4 if self.format.kv_format and self.heads.qk > 128 else 1
 
     @property
     def bias_alignment(self) -> int | None:
@@ -305,7 +312,7 @@ class AttentionConfig(Choices, Float8Features, AttentionKernel):
                 "sums", self.sums_bytes // FP32_BYTES, "float32", 0, "",
                 "row sums that paired consumers add up, of two tiles",
             ),
-            *self.float8_regions,
+            *self.code_regions,
             *self.merge_regions,
         )  # fmt: skip
 

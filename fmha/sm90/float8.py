@@ -1,4 +1,4 @@
-"""What a configuration of the sm_90a kernel says of FP8 keys and values: who converts them, in which memory."""
+"""What a configuration of the sm_90a kernel says of FP8 and NVFP4 keys and values: who converts them, where."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREA
 from warpspec.fmha.conversion import ConversionFeatures
 from warpspec.fmha.sm90.shapes import COLUMN_ROWS
 
-FP8_BYTES = 1  # of a number
 STATISTICS = (
     3  # numbers of a row that go with a P tile, or with a warp's O: reference, maximum, factor or sum
 )
@@ -19,7 +18,7 @@ class Float8Features(ConversionFeatures):
 
     @property
     def converts(self) -> bool:
-        """The last warpgroup converts K and V from FP8 (``convert``)."""
+        """The last warpgroup converts K and V to 16 bits (``device.convert``)."""
         return self.format.kv_format is not None and not self.by_warp
 
     @property
@@ -29,12 +28,12 @@ class Float8Features(ConversionFeatures):
 
     @property
     def p_dtype(self) -> str:
-        """dtype of P and V in products. FP8 codes become fp16 by one instruction, and P has more digits so."""
+        """dtype of P and V in products. Codes become fp16 by fewer instructions, and P has more digits so."""
         return "float16" if self.format.kv_format else self.format.dtype
 
     @property
     def qk_dtype(self) -> str:
-        """dtype of Q and K in products: for FP8 keys fp16, as above; bf16 queries are scaled to fit (``narrow``)."""
+        """dtype of Q and K in products: for codes fp16, as above; bf16 queries are scaled to fit (``narrow``)."""
         return self.p_dtype
 
     @property
@@ -49,8 +48,8 @@ class Float8Features(ConversionFeatures):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row of FP8 in one box."""
-        return min(self.heads.qk, memory.ROW_BYTES) if self.by_warp else self.heads.qk
+        """As in ``ConversionFeatures``; what warps read themselves is swizzled."""
+        return min(super().row_bytes, memory.ROW_BYTES) if self.by_warp else super().row_bytes
 
     @property
     def merge_regions(self) -> tuple[memory.Region, ...]:
@@ -76,13 +75,15 @@ class Float8Features(ConversionFeatures):
     @property
     def warp_barriers(self) -> tuple[Barrier, ...]:
         """mbarriers of K and V that single warps take."""
-        loaded = "load warp, expect_tx + TMA bytes"
+        loaded = self.loaded
         reader = "the tile's consumer warp"
         table = []
         for name in self.format.rings:
             tile, stages = name.upper(), self.kv_stages
             table += [
-                Barrier(f"{name}_full", stages, 1, loaded, reader, f"{tile} tile is in shared memory"),
+                Barrier(
+                    f"{name}_full", stages, self.loaders, loaded, reader, f"{tile} tile is in shared memory"
+                ),
                 Barrier(
                     f"{name}_empty", stages, 1, reader, "load warp", f"the warp has read the {tile} tile"
                 ),

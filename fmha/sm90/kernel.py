@@ -45,8 +45,8 @@ from warpspec.fmha.sm90.rings import Source
 
 class Buffers(NamedTuple):
     """Where the regions of shared memory begin. q, k, v, p: Uint8 pointers; v is k where V is K. statistics, sums:
-    Float32 pointers, of paired consumers. raw: Uint8 pointer to the rings of FP8 tiles. parts, states: Float32
-    pointers, of warps that have KV tiles of their own."""
+    Float32 pointers, of paired consumers. raw: Uint8 pointer to the rings of codes that are converted. parts, states:
+    Float32 pointers, of warps that have KV tiles of their own. scales: Uint8 pointer to the rings of block scales."""
 
     q: cute.Pointer
     k: cute.Pointer
@@ -57,6 +57,7 @@ class Buffers(NamedTuple):
     raw: cute.Pointer
     parts: cute.Pointer | None
     states: cute.Pointer | None
+    scales: cute.Pointer | None
 
 
 class Attention(AttentionHost):
@@ -117,12 +118,13 @@ class Attention(AttentionHost):
             storage.raw.data_ptr() if cutlass.const_expr(config.converts) else k_base,
             storage.parts.data_ptr() if cutlass.const_expr(config.by_warp) else None,
             storage.states.data_ptr() if cutlass.const_expr(config.by_warp) else None,
+            storage.scales.data_ptr() if cutlass.const_expr(config.format.kv_block > 0) else None,
         )
         if cutlass.const_expr(config.converts):
             if warp >= config.convert_warp:
                 set_registers(config, config.shape.converter_registers)
-                rings = tuple(shared.raw + i * config.float8_bytes for i in range(len(config.format.rings)))
-                convert(config, channels, operands, rings, (shared.k, shared.v), tiles)
+                rings = tuple(shared.raw + i * config.code_bytes for i in range(len(config.format.rings)))
+                convert(config, channels, operands, rings, (shared.k, shared.v), shared.scales, tiles)
             else:
                 play(config, channels, shared, operands, (atoms, coordinates), where, tiles, numbers, dtype)
         else:

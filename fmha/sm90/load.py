@@ -11,6 +11,7 @@ from cutlass import Int32
 
 from warpspec.common.device import tma
 from warpspec.common.device.pipeline import drain
+from warpspec.fmha.device.block_scales import load_scales
 from warpspec.fmha.device.pages import kv_places
 from warpspec.fmha.device.tiles import each_tile
 from warpspec.fmha.sm90.prefetch import prefetch_kv, prefetch_q
@@ -73,6 +74,9 @@ def load_tile(role, tile, uses):
             empty.wait_previous((use + step) * config.parts + part)
             if cutlass.const_expr(config.pieces == 1):  # a loop of one would take registers all the same
                 load_piece(config, name, ring, full, use + step, 0, places)
+                if cutlass.const_expr(config.format.kv_block > 0):
+                    base = source.shared.scales
+                    load_scales(config, source.operands, base, tile, i, full, use + step, places)
             else:
                 for piece in cutlass.range(part * pieces, (part + 1) * pieces, unroll=1):
                     load_piece(config, name, ring, full, (use + step) * config.pieces + piece, piece, places)

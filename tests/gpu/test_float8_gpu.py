@@ -5,9 +5,9 @@ import random
 
 import pytest
 import torch
-from helpers.float8_cases import Case, check
+from helpers.float8_cases import Case, check, on_gpu
 
-from warpspec.fmha import AttentionState, attention
+from warpspec.fmha import attention
 
 FP16, E5M2 = torch.float16, torch.float8_e5m2
 pytestmark = [
@@ -53,22 +53,14 @@ def drawn(seed: int) -> Case:
     )  # fmt: skip
 
 
-def run(arguments: dict):
-    """The results on a GPU, on the CPU."""
-    moved = {name: t.cuda() if isinstance(t, torch.Tensor) else t for name, t in arguments.items()}
-    found = attention(**moved, return_lse=arguments["normalize"])
-    back = [t.cpu() for t in found]
-    return back if arguments["normalize"] else AttentionState(*back)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_against_reference(case):
-    check(case, run)
+    check(case, on_gpu)
 
 
 @pytest.mark.parametrize("seed", range(24))
 def test_drawn(seed):
-    check(drawn(seed), run)
+    check(drawn(seed), on_gpu)
 
 
 @pytest.mark.parametrize("queries", [1, 12, 200])
@@ -79,7 +71,7 @@ def test_queries_of_any_size(queries):
     for head, factor in enumerate((0.0, 2.0**-100, 2.0**-20, 2.0**20)):
         q[:, :, head] *= factor
     q[:, :, 5, 3], q[:, :, 6, 3], q[:, :, 7, 3] = 2.0**12, math.nan, math.inf
-    o, _ = run(arguments)
+    o, _ = on_gpu(arguments)
     wanted = attention(**arguments, backend="reference")
     assert torch.equal(o.isnan(), wanted.isnan()) and bool(wanted[:, :, 6:].isnan().all())
     error = (o - wanted)[:, :, :6].float().norm(dim=-1) / wanted[:, :, :6].float().norm(dim=-1)
@@ -89,8 +81,8 @@ def test_queries_of_any_size(queries):
 def test_scales_of_requests_without_keys():
     """NaN there reaches nobody."""
     arguments = Case(1, 300, (8, 1), batch=2, lengths=(300, 0), scale="request").arguments()
-    wanted, _ = run(arguments)
+    wanted, _ = on_gpu(arguments)
     for name in ("k_scale", "v_scale"):
         arguments[name][1] = math.nan
-    got, _ = run(arguments)
+    got, _ = on_gpu(arguments)
     assert torch.equal(got, wanted) and not bool(got[1].any())

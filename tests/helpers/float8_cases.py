@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from warpspec.fmha import attention
+from warpspec.fmha import AttentionState, attention
 
 O_TOLERANCE, LSE_TOLERANCE = 4e-3, 1e-3  # worst head's relative error; lse's largest difference
 # Bytes that are NaN: codes, and of NVFP4 a block's scale.
@@ -149,3 +149,10 @@ def check(case: Case, run) -> None:
         o, wanted_o = (torch.where(wanted_o.isfinite(), t, 0.0) for t in (o, wanted_o))
     error, size = ((o - wanted_o).flatten(2).norm(dim=-1), wanted_o.flatten(2).norm(dim=-1))
     assert bool((error <= O_TOLERANCE * size).all()), (error / size).max()
+
+
+def on_gpu(arguments: dict):
+    """The results of ``attention`` on a GPU, on the CPU, as ``check`` takes them."""
+    moved = {name: t.cuda() if isinstance(t, torch.Tensor) else t for name, t in arguments.items()}
+    found = [t.cpu() for t in attention(**moved, return_lse=arguments["normalize"])]
+    return found if arguments["normalize"] else AttentionState(*found)

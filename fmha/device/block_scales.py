@@ -1,0 +1,66 @@
+"""Block scales of NVFP4 keys and values in shared memory: how they come there, and how single ones are read.
+
+TMA moves no less than 16 bytes, and a row has 4, 8 or 16 block scales: lanes of the load warp copy them. A tile's stand
+in rows as in global memory; swizzled ones keep their places, because groups of four keys lie in one tile.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+
+from warpspec.common.device.float4 import scales_twice
+from warpspec.common.device.words import copy_async, load_shared_byte
+from warpspec.common.hardware import WARP_THREADS
+from warpspec.common.kv_formats import swizzled_place
+
+
+def tile_scales(config, base: cute.Pointer, ring: int, stage):
+    """Address of a tile's block scales. base: of the rings; ring: number of ``config.format.rings``."""
+    return base.toint() + ring * config.scale_bytes + stage * config.scale_tile_bytes
+
+
+@cute.jit
+def load_scales(
+    config: cutlass.Constexpr,
+    operands,
+    base,
+    tile,
+    ring: cutlass.Constexpr,
+    full: cutlass.Constexpr,
+    use,
+    places,
+):
+    """Copy the block scales of a KV tile, each lane those of some keys; zeros stand for those of keys that are not
+    there. By a whole warp. base, ring: as of ``tile_scales``. places: ``pages.kv_places``.
+
+    Produces: ``full``, an arrival of each lane when its copies are done.
+    """
+    blocks = operands.k_block_scales if ring == 0 else operands.v_block_scales
+    target, keys = tile_scales(config, base, ring, full.stage(use)), config.kv.page_keys
+    for first in cutlass.range_constexpr(0, config.tile_n, WARP_THREADS):
+        key = first + cute.arch.lane_idx()
+        part, page = places[key // keys if config.kv.pages > 1 else 0]
+        row = part * keys + key % keys
+        if cutlass.const_expr(config.requests.packed_k):
+            row = row + tile.first_key
+        exists = Boolean(row < blocks.shape[1]) & Boolean(page >= 0) & Boolean(page < blocks.shape[0])
+        row, page = (Int32(cutlass.select_(exists, number, Int32(0))) for number in (row, page))
+        origin = blocks[page, row, tile.kv_head, None].iterator.toint()
+        wanted = Int32(cutlass.select_(exists, Int32(config.row_blocks), Int32(0)))
+        copy_async(target + key * config.row_blocks, origin, config.row_blocks, wanted)
+    full.arrive_behind_copies(use)
+
+
+def scale_address(config, tile, ring: str, row, block):
+    """Address of the scale of a block of a row. tile: from ``tile_scales``. ring: "k" or "v"."""
+    at = (row, block)
+    if config.format.swizzled and ring == "v":
+        at = swizzled_place(row, block, config.row_blocks)
+    return tile + at[0] * config.row_blocks + at[1]
+
+
+def scale_pair(config, tile, ring: str, row, block):
+    """The scale of a block of a row in fp16, twice in a word."""
+    return scales_twice(load_shared_byte(scale_address(config, tile, ring, row, block)), 1)[0]

@@ -1,0 +1,107 @@
+"""How fragments of mma.sync and 16-bit tiles are made of codes of K and V: one class a kind of code.
+
+A word of codes of one row becomes pairs of fp16, ``PAIRS`` of them, which say what numbers stand side by side. Words of
+two rows become pairs with a number of each row in the same column, in the order ``COLUMNS``. ``scale``: of NVFP4, the
+scales of the pair's numbers (``common.device.float4``); else None.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Protocol
+
+from cutlass import Uint32
+
+from warpspec.common.device.float4 import even_codes, fp16_pairs, multiply_fp16x2, odd_codes
+from warpspec.common.device.float8 import widened
+from warpspec.common.device.words import interleave
+from warpspec.fmha.device.scales import is_nvfp4
+
+NUMBERS = 8  # that a chunk of 16 bytes of 16-bit numbers has
+BYTES_OF_PAIRS = (
+    0x5140,
+    0x7362,
+)  # prmt selectors: bytes of two words in turn, of their lower and upper halves
+LOW_HALVES, HIGH_HALVES = 0x5410, 0x7632  # prmt selectors: halves of two words
+
+
+class Codes(Protocol):
+    """WORD: codes of a word. PAIRS: numbers of a chunk that stand side by side in fragments, two pairs a step of
+    products. COLUMNS: columns of a word of codes, in the order in which ``columns`` has them."""
+
+    WORD: ClassVar[int]
+    PAIRS: ClassVar[tuple]
+    COLUMNS: ClassVar[tuple]
+
+    def row(self, word: Uint32, scale) -> list:
+        """Pairs of the numbers of one word."""
+
+    def columns(self, first: Uint32, second: Uint32, scale) -> list:
+        """Pairs of the numbers of a word of each of two rows."""
+
+    def in_order(self, word: Uint32, scale) -> list:
+        """Pairs of the numbers of one word, neighbours side by side."""
+
+
+class Float8Codes(Codes):
+    """e4m3 or e5m2."""
+
+    WORD = 4
+    PAIRS = ((0, 1), (2, 3), (4, 5), (6, 7))
+    COLUMNS = (0, 1, 2, 3)
+
+    def __init__(self, fmt: str, dtype: str):
+        self.fmt, self.dtype = fmt, dtype
+
+    def row(self, word: Uint32, scale) -> list:
+        pairs = widened([word], self.fmt, self.dtype)
+        return [pairs[0], pairs[1]]
+
+    in_order = row
+
+    def columns(self, first: Uint32, second: Uint32, scale) -> list:
+        mixed = [interleave(first, second, order) for order in BYTES_OF_PAIRS]
+        return [pair for word in mixed for pair in self.row(word, scale)]
+
+
+class NVFP4Codes(Codes):
+    """e2m1 in blocks; results are ``float4.UNIT`` times smaller than what they stand for."""
+
+    WORD = 8
+    PAIRS = ((0, 2), (4, 6), (1, 3), (5, 7))
+    COLUMNS = (0, 2, 1, 3, 4, 6, 5, 7)
+
+    def row(self, word: Uint32, scale) -> list:
+        return self.scaled((even_codes(word), odd_codes(word)), scale)
+
+    def in_order(self, word: Uint32, scale) -> list:
+        even, odd = even_codes(word), odd_codes(word)
+        return self.scaled((interleave(even, odd, order) for order in BYTES_OF_PAIRS), scale)
+
+    def columns(self, first: Uint32, second: Uint32, scale) -> list:
+        mixed = [interleave(first, second, order) for order in BYTES_OF_PAIRS]
+        return [pair for word in mixed for pair in self.row(word, scale)]
+
+    @staticmethod
+    def scaled(words, scale) -> list:
+        """Pairs of bytes, as floating-point numbers, times their scales."""
+        return [multiply_fp16x2(pair, scale) for word in words for pair in fp16_pairs(word)]
+
+
+def codes_of(config) -> Codes:
+    """The codes of a configuration's keys and values."""
+    if is_nvfp4(config):
+        assert config.p_dtype == "float16"
+        return NVFP4Codes()
+    return Float8Codes(config.format.kv_format, config.p_dtype)
+
+
+def paired(words, pairs: tuple) -> list:
+    """Pairs of 16-bit numbers of a chunk. words: its words, of numbers in order. pairs: ``Codes.PAIRS``."""
+    found = []
+    for a, b in pairs:
+        if b == a + 1:
+            found.append(words[a // 2])
+        else:
+            assert a % 2 == b % 2
+            found.append(interleave(words[a // 2], words[b // 2], HIGH_HALVES if a % 2 else LOW_HALVES))
+    return found
