@@ -1,7 +1,8 @@
 """mma.sync: the warp-level matrix multiply of registers. PTX ISA: "Multiply-and-Accumulate Instruction: mma".
 
 Supported: m16n8k8 and m16n8k16 of f16 and bf16, m16n8k4 and m16n8k8 of tf32, m16n8k16 and m16n8k32 of 8-bit
-floats and integers; of sm_120a m16n8k32 of .kind::f8f6f4 and .kind::mxf8f6f4, m16n8k64 of .kind::mxf4 and
+floats and integers, and with a sparse A of twice these K; of
+sm_120a m16n8k32 of .kind::f8f6f4 and .kind::mxf8f6f4, m16n8k64 of .kind::mxf4 and
 .kind::mxf4nvf4, with scale factors ("Block Scaling for mma.sync"). Products are exact, sums float32 (int32 for
 integers); an f16 accumulator rounds once.
 """
@@ -15,6 +16,7 @@ import numpy as np
 
 from warpspec.sim import formats
 from warpspec.sim.errors import BadDescriptor, UnsupportedInstruction
+from warpspec.sim.families import sparse
 from warpspec.sim.instruction import Instr
 from warpspec.sim.machine import Machine
 from warpspec.sim.registry import Collective, Family, handler
@@ -25,6 +27,7 @@ from warpspec.sim.warp import Warp
 M, N = 16, 8
 WIDTH = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8}  # bits of a multiplicand
 DEPTHS = {16: (8, 16), 32: (4, 8), 8: (16, 32)}  # K by width
+SPARSE_DEPTHS = {16: (16, 32), 32: (8, 16), 8: (32, 64)}
 ACCUMULATORS = {"f16": ("f16", "f32"), "bf16": ("f32",), "tf32": ("f32",), "e4m3": ("f16", "f32")}
 ACCUMULATORS |= {"e5m2": ("f16", "f32"), "s8": ("s32",), "u8": ("s32",)}
 NARROW = {
@@ -49,7 +52,8 @@ GROUP, IN_GROUP = THREAD // 4, THREAD % 4
 class MmaSyncForm:
     """What an mma.sync opcode says: K, the types of A, B and D, the FLOPs of one instruction, .kind ("" without one).
 
-    scales: scale factors of a row of A and a column of B (0: none); scale_type: theirs.
+    scales: scale factors of a row of A and a column of B (0: none); scale_type: theirs. sparse: A is stored without its
+    zeros.
     """
 
     k: int
@@ -61,6 +65,7 @@ class MmaSyncForm:
     kind: str = ""
     scales: int = 0
     scale_type: str = ""
+    sparse: bool = False
 
 
 @lru_cache(maxsize=64)
@@ -75,7 +80,8 @@ def form(parts: tuple[str, ...]) -> MmaSyncForm:
     d, a, b, c = types
     k = int(shape.removeprefix("m16n8k"))
     flops = 2 * M * N * k
-    if any(part.startswith("sp") for part in parts[1:]):
+    is_sparse = parts[1].startswith("sp")
+    if kind and is_sparse:
         raise UnsupportedInstruction(f"`{opcode}` (sparse)")
     if kind:
         return _of_kind(opcode, parts, kind, k, (d, a, b, c), flops)
@@ -84,12 +90,12 @@ def form(parts: tuple[str, ...]) -> MmaSyncForm:
         "block_scale" in parts
         or mixed
         or a not in WIDTH
-        or k not in DEPTHS[WIDTH[a]]
+        or k not in (SPARSE_DEPTHS if is_sparse else DEPTHS)[WIDTH[a]]
         or d not in ACCUMULATORS[a]
         or c != d
     ):
         raise UnsupportedInstruction(f"`{opcode}`")
-    return MmaSyncForm(k, a, b, d, "satfinite" in parts, flops)
+    return MmaSyncForm(k, a, b, d, "satfinite" in parts, flops, sparse=is_sparse)
 
 
 def _of_kind(
@@ -113,12 +119,22 @@ def _of_kind(
     return MmaSyncForm(k, a, b, d, False, flops, kind, scales, parts[-1])
 
 
-@handler("mma.sync", family=Family.MMA_SYNC, destinations=1, collective=Collective.WARP)
+@handler(
+    "mma.sync", "mma.sp.sync", "mma.sp::ordered_metadata.sync",
+    family=Family.MMA_SYNC, destinations=1, collective=Collective.WARP,
+)  # fmt: skip
 def mma_sync(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
-    """mma.sync computes D = A B + C on fragments, at once; with .block_scale D = (A scale_A) (B scale_B) + C."""
+    """mma.sync computes D = A B + C on fragments, at once; with .block_scale D = (A scale_A) (B scale_B) + C. A of
+    mma.sp has metadata and a sparsity selector behind C."""
     f = form(ins.parts)
     d, a, b, c = ins.operands[:4]
-    left = a_matrix(w.read_vec(a), f.a, f.k, f.kind)
+    if f.sparse:
+        left = a_matrix(w.read_vec(a), f.a, f.k // 2)
+        metadata, selector = ins.operands[4:6]
+        marks = sparse.fours(w.u32(metadata), w.scalar(selector, mask), WIDTH[f.a], f.k)
+        left = sparse.dense(left, marks, WIDTH[f.a], f.k)
+    else:
+        left = a_matrix(w.read_vec(a), f.a, f.k, f.kind)
     right = b_matrix(w.read_vec(b), f.b, f.k, f.kind)
     with np.errstate(all="ignore"):
         if f.scales:

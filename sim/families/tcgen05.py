@@ -25,7 +25,8 @@ from warpspec.sim.tcgen05.mma import Mma, MmaBatch
 from warpspec.sim.tcgen05.smem_descriptor import CHUNK_BYTES
 from warpspec.sim.warp import Warp
 
-SCALES_PER_ROW = {
+LONG_K_TARGETS = ("sm_103", "sm_107")
+SCALES_PER_ROW = {  # with K = 96 half as many again
     ("mxf8f6f4", ""): 1,
     ("mxf8f6f4", "scale_vec::1X"): 1,
     ("mxf8f6f4", "block32"): 1,
@@ -374,6 +375,11 @@ def read_mma(w: Warp, plan: MmaPlan, lane: int) -> Mma:
     a_in_tmem = type(plan.a) is Mem
     if form.shift_a and not (a_in_tmem and descriptor.m // form.cta_group == LANES):
         raise BadDescriptor(f".ashift needs A in tensor memory and M = 128 or 256; M is {descriptor.m}")
+    long = descriptor.k == instruction_descriptor.LONG_K
+    if long and not w.program.module.target.startswith(LONG_K_TARGETS):
+        raise BadDescriptor(
+            f"tcgen05.mma with K = 96 needs sm_103a; the kernel is for {w.program.module.target}"
+        )
     return Mma(
         descriptor,
         form.cta_group,
@@ -386,7 +392,7 @@ def read_mma(w: Warp, plan: MmaPlan, lane: int) -> Mma:
         disabled,
         form.weight_stationary,
         form.shift_a,
-        form.scales_per_row,
+        form.scales_per_row * 3 // 2 if long else form.scales_per_row,
         scale_a,
         scale_b,
     )

@@ -17,7 +17,8 @@ from functools import lru_cache
 import numpy as np
 
 from warpspec.sim.errors import BadDescriptor, UnsupportedInstruction
-from warpspec.sim.families.mma_sync import a_matrix
+from warpspec.sim.families import sparse
+from warpspec.sim.families.mma_sync import WIDTH, a_matrix
 from warpspec.sim.instruction import Imm, Instr, Operand, Vec
 from warpspec.sim.machine import Machine
 from warpspec.sim.operation import Op, Wait
@@ -42,7 +43,7 @@ MOVED_ONLY = "before wgmma.wait_group has waited for the wgmma.mma_async that wr
 
 @dataclass(frozen=True, slots=True)
 class WgmmaForm:
-    """What a wgmma.mma_async opcode says."""
+    """What a wgmma.mma_async opcode says. sparse: A is stored without its zeros (`sparse.py`), half of K."""
 
     n: int
     k: int
@@ -50,6 +51,17 @@ class WgmmaForm:
     a: str
     b: str
     saturate: bool
+    sparse: bool = False
+
+    @property
+    def stored_k(self) -> int:
+        """Elements of a row of A as it is stored."""
+        return self.k // 2 if self.sparse else self.k
+
+    @property
+    def b_row_chunks(self) -> int:
+        """Chunks of a K-major row of B."""
+        return operands.OPERAND_ROW_CHUNKS * (2 if self.sparse else 1)
 
     @property
     def flops(self) -> int:
@@ -58,18 +70,26 @@ class WgmmaForm:
 
 @lru_cache(maxsize=256)
 def form(parts: tuple[str, ...]) -> WgmmaForm:
-    """Raises UnsupportedInstruction for sparse and one-bit operands and for shapes the ISA does not list."""
+    """Raises UnsupportedInstruction for one-bit operands and for shapes the ISA does not list."""
     opcode = ".".join(parts)
     shape = next((p for p in parts if p.startswith("m64n")), "")
     types = [p for p in parts if p in K or p in ("f32", "s32")]
-    if "sp" in parts or len(types) != 3 or not shape:
+    is_sparse = "sp" in parts
+    if len(types) != 3 or not shape:
         raise UnsupportedInstruction(f"`{opcode}`")
     d, a, b = types
     n, k = (int(number) for number in shape.removeprefix("m64n").split("k"))
     mixed = a != b and not ({a, b} <= {"s8", "u8"} or {a, b} <= {"e4m3", "e5m2"})
-    if mixed or a not in K or k != K[a] or d not in ACCUMULATORS[a] or n % 8 or not 8 <= n <= MAX_N:
+    if (
+        mixed
+        or a not in K
+        or k != K[a] * (1 + is_sparse)
+        or d not in ACCUMULATORS[a]
+        or n % 8
+        or not 8 <= n <= MAX_N
+    ):
         raise UnsupportedInstruction(f"`{opcode}`")
-    return WgmmaForm(n, k, d, a, b, "satfinite" in parts)
+    return WgmmaForm(n, k, d, a, b, "satfinite" in parts, is_sparse)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +124,7 @@ def matrix_descriptor(bits: int) -> int:
 class Product(Op):
     """Consecutive instructions on one accumulator, of all four warps of a warpgroup."""
 
-    __slots__ = ("closed", "cta", "done", "fragments", "group", "number", "orders", "steps", "warps")
+    __slots__ = ("closed", "cta", "done", "fragments", "group", "marks", "number", "orders", "steps", "warps")
 
     def __init__(self, warpgroup: Warpgroup, number: int):
         super().__init__(
@@ -117,6 +137,7 @@ class Product(Op):
         self.steps: list[Step] = []
         self.warps: list = [None] * WARPS
         self.fragments: list[list[np.ndarray]] = [[] for _ in range(WARPS)]  # A in registers, float32 [16, K]
+        self.marks: list[list[np.ndarray]] = [[] for _ in range(WARPS)]  # of a sparse A, see `sparse.fours`
         self.closed: set[int] = set()  # warps of the group that issue no more of it
         self.done: set[int] = set()
 
@@ -147,11 +168,11 @@ class Product(Op):
             read = order.of(ops[0], False, component=self.group.order.component, count=self.number + 1)
             clocks = [op.clock for op in ops]
             b, mn_major = tuple(step.b for step in steps), steps[0].b_mn_major
-            chunks = operands.operand_chunks(b, f.n, f.b, f.k, mn_major)
+            chunks = operands.operand_chunks(b, f.n, f.b, f.k, mn_major, f.b_row_chunks)
             shared = [SharedOperand("B", b[0], f.n, mn_major, chunks)]
             if steps[0].a is not None:
                 a, mn_major = tuple(step.a for step in steps), steps[0].a_mn_major
-                chunks = operands.operand_chunks(a, M, f.a, f.k, mn_major)
+                chunks = operands.operand_chunks(a, M, f.a, f.stored_k, mn_major)
                 shared.append(SharedOperand("A", a[0], M, mn_major, chunks))
             for operand in shared:
                 order.shared_chunks(self.cta, operand.chunks, smem_descriptor.CHUNK_BYTES, read, *clocks)
@@ -166,18 +187,39 @@ class Product(Op):
         f = first.form
         with np.errstate(all="ignore"):
             descriptors = tuple(step.b for step in self.steps)
-            b = operands.smem_operand(self.cta.smem, descriptors, f.n, f.b, "", f.k, first.b_mn_major)
+            b = operands.smem_operand(
+                self.cta.smem, descriptors, f.n, f.b, "", f.k, first.b_mn_major, f.b_row_chunks
+            )
             if first.a is None:
                 a = np.concatenate([np.concatenate(self.fragments[part], axis=1) for part in parts])
             else:
                 descriptors = tuple(step.a for step in self.steps)
-                a = operands.smem_operand(self.cta.smem, descriptors, M, f.a, "", f.k, first.a_mn_major)
+                a = operands.smem_operand(
+                    self.cta.smem, descriptors, M, f.a, "", f.stored_k, first.a_mn_major
+                )
                 a = a.reshape(WARPS, ROWS, -1)[parts].reshape(len(parts) * ROWS, -1)
+            if f.sparse:
+                a = np.concatenate(
+                    [
+                        self.dense(part, rows)
+                        for part, rows in zip(parts, np.split(a, len(parts)), strict=True)
+                    ]
+                )
             product = a @ b.T
             if first.negate:
                 product = -product
             for i, part in enumerate(parts):
                 self.finish(part, product[i * ROWS : (i + 1) * ROWS])
+
+    def dense(self, part: int, stored: np.ndarray) -> np.ndarray:
+        """float32 [16, K] of a warp's rows of a sparse A, from what is stored of all steps."""
+        f = self.steps[0].form
+        by_step = np.split(stored, len(self.steps), axis=1)
+        marks = self.marks[part]
+        return np.concatenate(
+            [sparse.dense(rows, own, WIDTH[f.a], f.k) for rows, own in zip(by_step, marks, strict=True)],
+            axis=1,
+        )
 
     def finish(self, part: int, product: np.ndarray) -> None:
         """Add float32 [16, N] to a warp's accumulator."""
@@ -217,8 +259,16 @@ class Warpgroup:
         self.order = None  # the order checker's queue of its products
         self.products: dict[int, Product] = {}  # by number, until all four warps have closed them
 
-    def issue(self, m: Machine, w: Warp, ins: Instr, step: Step, fragment: np.ndarray | None) -> None:
-        """One instruction of one warp."""
+    def issue(
+        self,
+        m: Machine,
+        w: Warp,
+        ins: Instr,
+        step: Step,
+        fragment: np.ndarray | None,
+        marks: np.ndarray | None,
+    ) -> None:
+        """One instruction of one warp. fragment: A in registers. marks: where the elements of a sparse A belong."""
         if m.order is not None and self.order is None:
             self.order = m.order.new_queue(w)
         part = w.index % WARPS
@@ -241,6 +291,7 @@ class Warpgroup:
                 f"another {product.steps[at]}"
             )
         product.fragments[part].append(fragment)
+        product.marks[part].append(marks)
         if m.order is not None:
             product.orders[part].append(m.order.issue(w, ins))
 
@@ -315,12 +366,18 @@ def warpgroup(w: Warp) -> Warpgroup:
 
 
 @handler(
-    "wgmma.mma_async.sync", family=Family.WGMMA, destinations=1, collective=Collective.WARP, accumulates=True
-)
+    "wgmma.mma_async.sync", "wgmma.mma_async.sp.sync",
+    family=Family.WGMMA, destinations=1, collective=Collective.WARP, accumulates=True,
+)  # fmt: skip
 def mma_async(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
-    """wgmma.mma_async computes D = A B + D, or D = A B, later."""
+    """wgmma.mma_async computes D = A B + D, or D = A B, later. With .sp, metadata of A and a selector follow B."""
     f = form(ins.parts)
-    d, a, b, scale_d, *rest = ins.operands
+    d, a, b, *rest = ins.operands
+    marks = None
+    if f.sparse:
+        metadata, selector, *rest = rest
+        marks = sparse.fours(w.u32(metadata), w.scalar(selector, mask), WIDTH[f.a], f.k)
+    scale_d, *rest = rest
     in_registers = isinstance(a, Vec)
     use_d = bool(scale_d.value) if isinstance(scale_d, Imm) else bool(w.pred(scale_d) & mask)
     flags = [immediate(operand) for operand in rest]  # scales of A and B, then which are transposed
@@ -338,8 +395,8 @@ def mma_async(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
         a_mn_major=bool(transposed[0]) if expected == 2 else False,
         b_mn_major=bool(transposed[-1]) if expected else False,
     )
-    fragment = a_matrix(w.read_vec(a), f.a, f.k) if in_registers else None
-    warpgroup(w).issue(m, w, ins, step, fragment)
+    fragment = a_matrix(w.read_vec(a), f.a, f.stored_k) if in_registers else None
+    warpgroup(w).issue(m, w, ins, step, fragment, marks)
 
 
 def immediate(operand: Operand) -> int:

@@ -25,7 +25,8 @@ ACCUMULATOR_FORMATS = {
     "i8": {2: "s32"},
 }
 K_ELEMENTS = {"f16": 16, "tf32": 8, "f8f6f4": 32, "i8": 32, "mxf8f6f4": 32, "mxf4": 64, "mxf4nvf4": 64}
-WORDS_PER_OPERAND_ROW = 8  # every kind reads 32 bytes of K a row
+WORDS_PER_OPERAND_ROW = 8  # every kind reads 32 bytes of K a row, but with K = 96
+LONG_K = 96  # of .kind::mxf4 and ::mxf4nvf4, of sm_103a
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +50,17 @@ class InstructionDescriptor:
     scale_a_id: int = 0
     scale_b_id: int = 0
 
+    @property
+    def row_words(self) -> int:
+        """Words of K of a row of an operand."""
+        return WORDS_PER_OPERAND_ROW * 3 // 2 if self.k == LONG_K else WORDS_PER_OPERAND_ROW
+
 
 @lru_cache(maxsize=4096)
 def decode(
     bits: int, kind: str, cta_group: int = 1, weight_stationary: bool = False
 ) -> InstructionDescriptor:
-    """Raises BadDescriptor when the hardware would not accept it, UnsupportedInstruction for sparsity and K =
-    96."""
+    """Raises BadDescriptor when the hardware would not accept it, UnsupportedInstruction for sparsity."""
 
     def bad(why: str):
         raise BadDescriptor(f"instruction descriptor 0x{bits:08x} for .kind::{kind}: {why}")
@@ -102,7 +107,7 @@ def decode(
         kind=kind,
         m=m,
         n=n,
-        k=K_ELEMENTS[kind],
+        k=LONG_K if scaled and bits >> 31 & 1 else K_ELEMENTS[kind],
         a_format=a_format,
         b_format=b_format,
         negate_a=bool(bits >> 13 & 1),
@@ -117,8 +122,8 @@ def _scale_fields(bits: int, kind: str, bad) -> dict:
     scale_format = "ue8m0" if bits >> 23 & 1 else "ue4m3"
     if scale_format == "ue4m3" and kind != "mxf4nvf4":
         bad("UE4M3 scales are for .kind::mxf4nvf4")
-    if bits >> 31 & 1:
-        raise UnsupportedInstruction("tcgen05.mma with K = 96 needs sm_103a and is not supported")
+    if bits >> 31 & 1 and kind == "mxf8f6f4":
+        bad("bit 31 is set; K = 96 is for .kind::mxf4 and .kind::mxf4nvf4")
     return {
         "d_format": "f32",
         "scale_format": scale_format,

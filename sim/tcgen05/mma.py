@@ -21,6 +21,8 @@ from warpspec.sim.tcgen05.operands import SharedOperand
 PARTITIONS = LANES // PARTITION_LANES
 # Scale exponents this far from 2**0 could leave float32's range before both scales are multiplied together.
 SAFE_SCALE = 2.0**40
+WORD_BYTES = SCALES_PER_WORD = 4
+SCALE_ID_STEPS = {1: 1, 2: 2, 3: 1, 4: 4, 6: 2}  # of scale factor ids, by factors a row
 
 
 @dataclass(slots=True)
@@ -50,6 +52,14 @@ class Mma:
     def pipe(self) -> tuple:
         """What MMAs that take effect in the order of issue share: the accumulator and its shape."""
         return self.cta_group, self.d, self.descriptor.m, self.descriptor.n
+
+    def scale_addresses(self, name: str, rows: int) -> list[int]:
+        """Addresses of the words of scale factors of A or B: a word a row, and another one behind those of all rows
+        where the factors of K = 96 go beyond it."""
+        d = self.descriptor
+        address, first = (self.scale_a, d.scale_a_id) if name == "A" else (self.scale_b, d.scale_b_id)
+        words = -(-(first + self.scales_per_row) // SCALES_PER_WORD)
+        return [address + word * -(-rows // PARTITION_LANES) for word in range(words)]
 
     @property
     def flops(self) -> int:
@@ -112,12 +122,19 @@ def run(mmas: Sequence[Mma], ctas: Sequence) -> None:
         n_here = d.n // first.cta_group
         descriptors = tuple(mma.b for mma in mmas)
         parts = [
-            operands.smem_operand(cta.smem, descriptors, n_here, d.b_format, d.kind, d.k, d.b_mn_major)
+            operands.smem_operand(
+                cta.smem, descriptors, n_here, d.b_format, d.kind, d.k, d.b_mn_major, row_chunks(d)
+            )
             for cta in ctas
         ]
         b = parts[0] if len(parts) == 1 else np.concatenate(parts)  # [N, K]
         for rank, cta in enumerate(ctas):
             _run_cta(mmas, cta, rank, b)
+
+
+def row_chunks(d: InstructionDescriptor) -> int:
+    """Chunks of a K-major row of an operand in shared memory."""
+    return d.row_words * WORD_BYTES // operands.CHUNK_BYTES
 
 
 def footprint(mmas: Sequence[Mma], ctas: Sequence) -> Iterator[tuple]:
@@ -130,11 +147,11 @@ def footprint(mmas: Sequence[Mma], ctas: Sequence) -> Iterator[tuple]:
     rows = d.m // first.cta_group
     columns = d.n // first.cta_group
     b = tuple(mma.b for mma in mmas)
-    chunks = operands.operand_chunks(b, columns, d.b_format, d.k, d.b_mn_major)
+    chunks = operands.operand_chunks(b, columns, d.b_format, d.k, d.b_mn_major, row_chunks(d))
     shared = [SharedOperand("B", b[0], columns, d.b_mn_major, chunks)]
     if not first.a_in_tmem:
         a = tuple(mma.a for mma in mmas)
-        chunks = operands.operand_chunks(a, rows, d.a_format, d.k, d.a_mn_major)
+        chunks = operands.operand_chunks(a, rows, d.a_format, d.k, d.a_mn_major, row_chunks(d))
         shared.append(SharedOperand("A", a[0], rows, d.a_mn_major, chunks))
     for cta in ctas:
         layout = Accumulator(cta.tmem, first)
@@ -143,11 +160,11 @@ def footprint(mmas: Sequence[Mma], ctas: Sequence) -> Iterator[tuple]:
             lanes = (np.arange(4)[:, None] * PARTITION_LANES + layout.lane + np.arange(16)).reshape(-1, 1)
         cells = []
         if first.a_in_tmem:
-            for column, width in _runs((mma.a for mma in mmas), WORDS_PER_OPERAND_ROW):
+            for column, width in _runs((mma.a for mma in mmas), d.row_words):
                 cells.append((lanes, _columns(lanes, column, width)))
         if first.scales_per_row:
-            cells += _scale_cells([mma.scale_a for mma in mmas], rows)
-            cells += _scale_cells([mma.scale_b for mma in mmas], layout.columns)
+            for name, count in (("A", rows), ("B", layout.columns)):
+                cells += _scale_cells([at for mma in mmas for at in mma.scale_addresses(name, count)], count)
         yield cta, shared, cells, (lanes, _columns(lanes, layout.column, layout.columns))
 
 
@@ -300,20 +317,22 @@ def _read_a(mmas: Sequence[Mma], cta, copy: int) -> np.ndarray:
     rows = d.m // first.cta_group
     if not first.a_in_tmem:
         descriptors = tuple(mma.a for mma in mmas)
-        return operands.smem_operand(cta.smem, descriptors, rows, d.a_format, d.kind, d.k, d.a_mn_major)
+        return operands.smem_operand(
+            cta.smem, descriptors, rows, d.a_format, d.kind, d.k, d.a_mn_major, row_chunks(d)
+        )
     if d.a_mn_major:
         raise UnsupportedInstruction("tcgen05.mma with A in tensor memory needs a K-major A")
     half_lanes = rows == 64 and first.cta_group == 1 and not first.weight_stationary
     parts = []
     for mma in mmas:
         lane, column = address_parts(mma.a)
-        cta.tmem.require(column, WORDS_PER_OPERAND_ROW, "tcgen05.mma, matrix A,")
+        cta.tmem.require(column, d.row_words, "tcgen05.mma, matrix A,")
         expected = address_parts(mma.d)[0] if half_lanes else 0
         if lane != expected:
             raise TmemFault(
                 f"A in tensor memory at lane {lane}: for this shape it must be {expected}, as for D"
             )
-        words = cta.tmem.data[:, column : column + WORDS_PER_OPERAND_ROW]
+        words = cta.tmem.data[:, column : column + d.row_words]
         if half_lanes:
             parts.append(words.reshape(4, 32, -1)[:, lane : lane + 16].reshape(64, -1))
         else:
@@ -368,12 +387,17 @@ def _scales(mma: Mma, tmem: Tmem, address: int, rows: int, name: str) -> np.ndar
     first_byte = d.scale_a_id if name == "A" else d.scale_b_id
     if lane:
         raise TmemFault(f"scale factors of {name} at lane {lane}; they start at lane 0")
-    if first_byte % mma.scales_per_row:
+    if first_byte % SCALE_ID_STEPS[mma.scales_per_row]:
         raise BadDescriptor(f"scale factor id {first_byte} of {name} with {mma.scales_per_row} factors a row")
     columns = -(-rows // PARTITION_LANES)
-    tmem.require(column, columns, f"tcgen05.mma, scale factors of {name},")
-    words = tmem.data[:, column : column + columns]
-    return operands.scale_factors(words, first_byte, mma.scales_per_row, d.scale_format)[:, :rows]
+    addresses = mma.scale_addresses(name, rows)
+    tmem.require(column, columns * len(addresses), f"tcgen05.mma, scale factors of {name},")
+    words = tmem.data[:, column : column + columns * len(addresses)]
+    if len(addresses) > 1:  # of each row, its words side by side
+        words = np.ascontiguousarray(words.reshape(LANES, len(addresses), columns).transpose(0, 2, 1))
+    return operands.scale_factors(
+        words, first_byte, mma.scales_per_row, d.scale_format, row_words=len(addresses)
+    )[:, :rows]
 
 
 def _same(copies: np.ndarray) -> bool:

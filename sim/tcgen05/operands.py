@@ -86,13 +86,20 @@ def decode_tmem(words: np.ndarray, fmt: str, kind: str) -> np.ndarray:
 
 
 @lru_cache(maxsize=1 << 10)
-def operand_chunks(descriptors: tuple[int, ...], rows: int, fmt: str, k: int, mn_major: bool) -> np.ndarray:
+def operand_chunks(
+    descriptors: tuple[int, ...],
+    rows: int,
+    fmt: str,
+    k: int,
+    mn_major: bool,
+    row_chunks: int = OPERAND_ROW_CHUNKS,
+) -> np.ndarray:
     """Chunk indices of the operands of consecutive MMAs, side by side along K.
 
-    K-major: intp[rows, chunks of all K]; MN-major: intp[all K, chunks of rows].
+    K-major: intp[rows, chunks of all K]; MN-major: intp[all K, chunks of rows]. row_chunks: of one K-major row.
     """
     if not mn_major:
-        parts = [smem_descriptor.k_major_chunks(d, rows, OPERAND_ROW_CHUNKS) for d in descriptors]
+        parts = [smem_descriptor.k_major_chunks(d, rows, row_chunks) for d in descriptors]
         return np.concatenate(parts, axis=1)
     for bits in descriptors:
         if (smem_descriptor.decode(bits).swizzle is SWIZZLE_128B_32B) != (fmt == "tf32"):
@@ -107,24 +114,33 @@ def operand_chunks(descriptors: tuple[int, ...], rows: int, fmt: str, k: int, mn
 
 
 def smem_operand(
-    smem: np.ndarray, descriptors: tuple[int, ...], rows: int, fmt: str, kind: str, k: int, mn_major: bool
+    smem: np.ndarray,
+    descriptors: tuple[int, ...],
+    rows: int,
+    fmt: str,
+    kind: str,
+    k: int,
+    mn_major: bool,
+    row_chunks: int = OPERAND_ROW_CHUNKS,
 ) -> np.ndarray:
     """float32[rows, len(descriptors) * k] from uint8 shared memory; a transposed view when stored MN-
     major."""
-    index = operand_chunks(descriptors, rows, fmt, k, mn_major)
+    index = operand_chunks(descriptors, rows, fmt, k, mn_major, row_chunks)
     values = decode_smem(smem_descriptor.gather(smem, index), fmt, kind)
     return values.T if mn_major else values
 
 
-def scale_factors(words: np.ndarray, first_byte: int, per_row: int, fmt: str) -> np.ndarray:
+def scale_factors(
+    words: np.ndarray, first_byte: int, per_row: int, fmt: str, row_words: int = 1
+) -> np.ndarray:
     """Scale factors in each 32-lane partition of tensor memory: float32[4, 32 * columns, per_row].
 
-    words: uint32[128, columns]. Row r of a scale matrix stands in lane r % 32 and column r // 32, its factors
-    along K in the bytes from `first_byte` (the scale factor id) on; the kernel writes the same to all four
-    partitions.
+    words: uint32[128, columns], or [128, columns, row_words] where a row has several words. Row r of a scale matrix
+    stands in lane r % 32 and column r // 32, its factors along K in the bytes from `first_byte` (the scale factor id)
+    on; the kernel writes the same to all four partitions.
     """
     columns = words.shape[1]
-    codes = words.view(np.uint8).reshape(-1, PARTITION_LANES, columns, 4)[
+    codes = words.view(np.uint8).reshape(-1, PARTITION_LANES, columns, 4 * row_words)[
         ..., first_byte : first_byte + per_row
     ]
     codes = codes.transpose(0, 2, 1, 3).reshape(-1, columns * PARTITION_LANES, per_row)

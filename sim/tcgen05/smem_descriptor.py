@@ -45,13 +45,17 @@ PATTERN_ROW_BIT = 7  # the swizzle's row number starts at this address bit: rows
 
 @dataclass(frozen=True, slots=True)
 class SmemDescriptor:
-    """Fields of the 64-bit descriptor; addresses and offsets in bytes within the CTA's shared memory."""
+    """Fields of the 64-bit descriptor; addresses and offsets in bytes within the CTA's shared memory.
+
+    absolute: leading_offset is an address, of where a row of K goes on behind its 128 bytes (sm_103a, for K = 96).
+    """
 
     start: int
     leading_offset: int
     stride_offset: int
     base_offset: int
     swizzle: Swizzle
+    absolute: bool = False
 
 
 @lru_cache(maxsize=1 << 14)
@@ -67,9 +71,11 @@ def decode(bits: int) -> SmemDescriptor:
         raise BadDescriptor(f"shared-memory descriptor 0x{bits:016x}: {mode} is no swizzle mode")
     if bits >> 53 & 0xFF:
         raise BadDescriptor(f"shared-memory descriptor 0x{bits:016x}: bits 53-60 must be 0")
-    if bits >> 52 & 1:
+    absolute = bool(bits >> 52 & 1)
+    if absolute and (SWIZZLES[mode] is not SWIZZLES[2] or bits >> 49 & 7):
         raise BadDescriptor(
-            f"shared-memory descriptor 0x{bits:016x}: an absolute leading-dimension address needs sm_103a"
+            f"shared-memory descriptor 0x{bits:016x}: an absolute leading-dimension address goes with 128B swizzling "
+            "and base offset 0"
         )
     return SmemDescriptor(
         start=(bits & 0x3FFF) << 4,
@@ -77,11 +83,17 @@ def decode(bits: int) -> SmemDescriptor:
         stride_offset=(bits >> 32 & 0x3FFF) << 4,
         base_offset=bits >> 49 & 0x7,
         swizzle=SWIZZLES[mode],
+        absolute=absolute,
     )
 
 
 def encode(
-    start: int, leading_offset: int, stride_offset: int, swizzle_mode: int, base_offset: int = 0
+    start: int,
+    leading_offset: int,
+    stride_offset: int,
+    swizzle_mode: int,
+    base_offset: int = 0,
+    absolute: bool = False,
 ) -> int:
     """The 64-bit descriptor of these fields (for tests and hand-written kernels)."""
     return (
@@ -90,6 +102,7 @@ def encode(
         | (stride_offset & ADDRESS_MASK) >> 4 << 32
         | VERSION << 46
         | base_offset << 49
+        | absolute << 52
         | swizzle_mode << 61
     )
 
@@ -104,13 +117,24 @@ def k_major_chunks(bits: int, rows: int, chunks: int) -> np.ndarray:
     chunk = np.arange(chunks)[None, :]
     along_k = d.leading_offset if d.swizzle is NO_SWIZZLE else CHUNK_BYTES
     address = row % ROWS_PER_ATOM * d.swizzle.width + row // ROWS_PER_ATOM * d.stride_offset + chunk * along_k
+    if d.absolute:
+        into_row = d.start % d.swizzle.width + chunk * CHUNK_BYTES
+        address = np.where(into_row < d.swizzle.width, address, address + _behind(d))
     return _physical_chunks(d, address)
+
+
+def _behind(d: SmemDescriptor) -> int:
+    """From where a row of K would go on behind its 128 bytes to where it does."""
+    rows = d.swizzle.width
+    return d.leading_offset // rows * rows - d.start // rows * rows - rows
 
 
 @lru_cache(maxsize=1 << 11)
 def mn_major_chunks(bits: int, k: int, chunks: int) -> np.ndarray:
     """intp[k, chunks]: the index of the 16-byte chunk that holds each k's chunk along M or N. Read-only."""
     d = decode(bits)
+    if d.absolute:
+        raise BadDescriptor("an MN-major operand cannot have an absolute leading-dimension address")
     step = np.arange(k)[:, None]
     chunk = np.arange(chunks)[None, :]
     if d.swizzle is NO_SWIZZLE:

@@ -27,13 +27,17 @@ class ModelCta:
 
 @dataclass(frozen=True)
 class Layout:
-    """A shared-memory operand: descriptor fields in bytes, swizzle mode as encoded, major-ness."""
+    """A shared-memory operand: descriptor fields in bytes, swizzle mode as encoded, major-ness.
+
+    next: where a row of K goes on behind its 128 bytes, of a descriptor with an absolute address instead of lbo.
+    """
 
     start: int
     lbo: int
     sbo: int
     mode: int
     mn_major: bool = False
+    next: int | None = None
 
 
 def swizzled(address, mode):
@@ -61,6 +65,8 @@ def locate(layout, fmt, packed, mn, k):
     cell, bit = divmod(k * bits, 128) if not padded else (k // 16, k % 16 * bits)
     cell_stride = layout.lbo if layout.mode == 0 else 16
     address = mn // 8 * layout.sbo + mn % 8 * width + cell * cell_stride
+    if layout.next is not None and layout.start % 128 + cell * 16 >= 128:
+        address += layout.next - (layout.start - layout.start % 128) - 128
     return swizzled(layout.start + address, layout.mode) + bit // 8, bit % 8, bits
 
 

@@ -198,7 +198,7 @@ def test_integer_mma(fmt_a, fmt_b, k, saturate):
         "mma.sync.aligned.m16n8k32.row.col.f32.f16.f16.f32",
         "mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64",
         "mma.sync.aligned.m16n8k64.row.col.s32.s4.s4.s32",
-        "mma.sp.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32",
+        "mma.sp::ordered_metadata.sync.aligned.kind::f8f6f4.m16n8k64.row.col.f32.e4m3.e4m3.f32",
     ],
 )
 def test_unsupported_forms_are_named(opcode):

@@ -64,6 +64,8 @@ def layout_for(rng, base, mode, mn_major):
 
 
 def descriptor_bits(layout):
+    if layout.next is not None:
+        return smem_descriptor.encode(layout.start, layout.next, layout.sbo, layout.mode, absolute=True)
     return smem_descriptor.encode(layout.start, layout.lbo, layout.sbo, layout.mode)
 
 
@@ -440,6 +442,56 @@ def test_block_scaling(kind, a, b, scale_format, per_row, m, n, group, duplicate
             span = slice(s * block, (s + 1) * block)
             product[own, theirs] += own_a[own, span] @ full_b[theirs, span].T * np.outer(sfa, sfb)
         return product
+
+    check(ctas, one, a_layout, b_layout, scale=scale)
+
+
+@pytest.mark.parametrize(
+    ("kind", "scale_format", "per_row", "ids", "m", "n", "group", "into_row"),
+    [("mxf4", "ue8m0", 3, (1, 3), 128, 40, 1, 48), ("mxf4", "ue8m0", 3, (2, 0), 256, 64, 2, 96),
+     ("mxf4nvf4", "ue4m3", 6, (2, 0), 128, 256, 1, 112), ("mxf4nvf4", "ue8m0", 6, (0, 2), 128, 40, 1, 96),
+     ("mxf4nvf4", "ue4m3", 6, (0, 0), 256, 64, 2, 0)],
+)  # fmt: skip
+def test_k_of_96(kind, scale_format, per_row, ids, m, n, group, into_row):
+    """A row of K is 48 bytes, which go on elsewhere behind 128; factors go on in the words behind those of all rows."""
+    rng = np.random.default_rng([m, n, into_row, *ids])
+    ctas = [make_cta(rng, "e2m1", "e2m1") for _ in range(group)]
+    low, high = (120, 134) if scale_format == "ue8m0" else (0x20, 0x50)
+    for cta in ctas:
+        for column, columns in ((SFA_COLUMN, 8), (SFB_COLUMN, 16)):
+            codes = np.tile(rng.integers(low, high, (32, 4 * columns)).astype(np.uint8), (4, 1))
+            cta.tmem.data[:, column : column + columns] = codes.view(np.uint32)
+    d = instruction(
+        kind, m, n, "e2m1", "e2m1", d=ids[1], group=group,
+        extra=(scale_format == "ue8m0") << 23 | ids[0] << 29 | 1 << 31,
+    )  # fmt: skip
+    assert d.k == 96
+    a_layout = Layout(2048 + into_row, 0, 1024, 2, next=20480)
+    b_layout = Layout(SMEM_BYTES // 2 + 32768 + 128 * 8 + into_row, 0, 1024, 2, next=SMEM_BYTES // 2)
+    if n == 256:
+        b_layout = replace(b_layout, start=SMEM_BYTES // 2 + into_row, next=1024)
+    one = Mma(d, group, D_COLUMN, descriptor_bits(a_layout), descriptor_bits(b_layout))
+    one = replace(one, scales_per_row=per_row, scale_a=SFA_COLUMN, scale_b=SFB_COLUMN)
+
+    def factors(tmem, column, rows, first):
+        def code(row, byte):
+            word = tmem.data[row % 32, column + byte // 4 * -(-rows // 32) + row // 32]
+            return int(word) >> byte % 4 * 8 & 0xFF
+
+        return np.array(
+            [
+                [cached_value(code(row, first + s), scale_format) for s in range(per_row)]
+                for row in range(rows)
+            ]
+        )
+
+    def scale(rank, own_a, full_b):
+        tmem, block = ctas[rank].tmem, 96 // per_row
+        a_factors, b_factors = (
+            factors(tmem, SFA_COLUMN, m // group, ids[0]),
+            factors(tmem, SFB_COLUMN, n, ids[1]),
+        )
+        return (own_a * a_factors.repeat(block, axis=1)) @ (full_b * b_factors.repeat(block, axis=1)).T
 
     check(ctas, one, a_layout, b_layout, scale=scale)
 

@@ -13,6 +13,7 @@ from silicon import (
     instructions,
     matrix_kernels,
     memory_kernels,
+    sparse_kernels,
     tensor_kernels,
 )
 from silicon.assembly import word_function
@@ -45,6 +46,7 @@ CASES = (
     *memory_kernels.CASES,
     *control_kernels.CASES,
     *matrix_kernels.CASES,
+    *sparse_kernels.CASES,
     *cluster_kernels.CASES,
     *tensor_kernels.CASES,
 )
