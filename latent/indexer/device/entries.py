@@ -23,20 +23,20 @@ class Entries(NamedTuple):
     length: Int32
 
 
-def request_of(config, page_table, requests, lengths, token) -> tuple:
+def request_of(config, inputs, token) -> tuple:
     """(row of the page table, length) of a query. The length is clamped to what the table holds, and 0 for a request
     out of range."""
-    request = Int32(requests[token])
+    page_table, request = inputs.page_table, Int32(inputs.requests[token])
     known = Boolean(request >= 0) & Boolean(request < page_table.shape[0])
-    length = cutlass.max(cutlass.min(Int32(lengths[token]), page_table.shape[1] * config.page_size), 0)
+    length = cutlass.max(cutlass.min(Int32(inputs.lengths[token]), page_table.shape[1] * config.page_size), 0)
     length = Int32(cutlass.select_(known, length, Int32(0)))
     return Int32(cutlass.select_(known, request, Int32(0))), length
 
 
-def entries_of(config, pool, page_table, requests, lengths, token) -> Entries:
-    """The entries that a query sees."""
-    request, length = request_of(config, page_table, requests, lengths, token)
-    return Entries(pool, page_table[request, None], length)
+def entries_of(config, inputs, token) -> Entries:
+    """The entries that a query sees. inputs: ``operands.ScoreInputs``."""
+    request, length = request_of(config, inputs, token)
+    return Entries(inputs.pool, inputs.page_table[request, None], length)
 
 
 @cute.jit

@@ -7,10 +7,12 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int32, Uint32
+from cutlass import Int32
 
-from warpspec.common.compile import fake_rows
-from warpspec.common.hardware import VECTOR_BYTES, WARPGROUP_THREADS
+from warpspec.common.device.host import host_function
+from warpspec.common.hardware import WARPGROUP_THREADS
+from warpspec.common.operands import fakes
+from warpspec.latent.indexer.operands import ScoresOperands
 
 
 class LogitsRow(NamedTuple):
@@ -29,28 +31,12 @@ class ScoresHost:
     def __init__(self, config):
         self.config = config
 
-    @cute.jit
-    def __call__(
-        self,
-        queries: cute.Tensor,
-        weights: cute.Tensor,
-        pool: cute.Tensor,
-        page_table: cute.Tensor,
-        requests: cute.Tensor,
-        lengths: cute.Tensor,
-        logits: cute.Tensor,
-        parts: Int32,
-        stream: CUstream,
-    ):
-        """Launch the kernel.
-
-        queries: [T, words], each query a page of H rows. weights: fp32 [T, H]. pool: [pages, words]. page_table: int32
-        [R, pages]. requests, lengths: int32 [T]. logits: fp32 [T, N]. parts: CTAs of a query, or of the whole launch if
-        the configuration is balanced.
-        """
-        arguments = (queries, weights, pool, page_table, requests, lengths, logits, parts)
-        self.kernel(*arguments).launch(
-            grid=(parts, 1 if self.config.balanced else queries.shape[0], 1),
+    @host_function(ScoresOperands)
+    def __call__(self, operands: ScoresOperands, stream: CUstream):
+        """Launch the kernel."""
+        queries = operands.inputs.queries
+        self.kernel(operands).launch(
+            grid=(operands.parts, 1 if self.config.balanced else queries.shape[0], 1),
             block=(self.config.threads, 1, 1),
             min_blocks_per_mp=self.config.least_ctas,
             use_pdl=self.config.dependent,
@@ -89,16 +75,6 @@ def score_part(query: cutlass.Constexpr, entries, row: cute.Tensor, part, parts)
     query.score(entries, first, tiles, step, LogitsRow(row, row.shape[0]))
 
 
-def operand_arguments() -> tuple:
-    """The inputs of a host function that scores: queries, weights, pages of keys, and which keys each query sees."""
-
-    def words():
-        return fake_rows(Uint32, 2, alignment=VECTOR_BYTES)
-
-    numbers = (fake_rows(Int32, 2), fake_rows(Int32, 1), fake_rows(Int32, 1))
-    return (words(), fake_rows(Float32, 2), words(), *numbers)
-
-
-def scores_arguments() -> tuple:
-    """Arguments of a scores kernel's host function without the stream."""
-    return (*operand_arguments(), fake_rows(Float32, 2), Int32(1))
+def scores_arguments(host: type, config) -> tuple:
+    """The host function of a configuration and its arguments without the stream."""
+    return (host(config), *fakes(ScoresOperands, config))

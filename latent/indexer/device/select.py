@@ -11,8 +11,9 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Uint32
 
-from warpspec.common.compile import fake_rows
+from warpspec.common.device.host import host_function
 from warpspec.common.launch import Kernel
+from warpspec.common.operands import fakes
 from warpspec.latent.cache.pools import NO_SLOT, SLOT_LIMIT
 from warpspec.latent.indexer.config import SelectConfig
 from warpspec.latent.indexer.device.choose import (
@@ -24,6 +25,7 @@ from warpspec.latent.indexer.device.choose import (
     larger,
     value_of,
 )
+from warpspec.latent.indexer.operands import SelectOperands
 
 BATCH = 8  # loads in flight together
 
@@ -34,43 +36,24 @@ class Select:
     def __init__(self, config: SelectConfig):
         self.config = config
 
-    @cute.jit
-    def __call__(
-        self,
-        logits: cute.Tensor,
-        lengths: cute.Tensor | None,
-        page_table: cute.Tensor | None,
-        requests: cute.Tensor | None,
-        slots: cute.Tensor,
-        counts: cute.Tensor | None,
-        values: cute.Tensor | None,
-        indices: cute.Tensor | None,
-        page_size: Int32,
-        parts: Int32,
-        stream: CUstream,
-    ):
-        """Launch the kernel.
-
-        logits: fp32 [T, N]. lengths: int32 [T]. page_table: int32 [R, pages], requests: int32 [T]. slots: int32 [T, k],
-        or with parts [T, parts k]. counts: int32 [T]. values: fp32, shaped as slots, for the logits of parts. indices:
-        int32 [T, N], the original indices of mapped logits.
-        """
-        arguments = (logits, lengths, page_table, requests, slots, counts, values, indices, page_size, parts)
-        self.kernel(*arguments).launch(
-            grid=(logits.shape[0], parts, 1),
+    @host_function(SelectOperands)
+    def __call__(self, operands: SelectOperands, stream: CUstream):
+        """Launch the kernel."""
+        self.kernel(operands).launch(
+            grid=(operands.logits.shape[0], operands.parts, 1),
             block=(self.config.threads, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
         )
 
     @cute.kernel
-    def kernel(self, logits, lengths, page_table, requests, slots, counts, values, indices, page_size, parts):
-        config = self.config
+    def kernel(self, operands):
+        config, logits, slots, parts = self.config, operands.logits, operands.slots, operands.parts
         token, part, _ = cute.arch.block_idx()
         shared = allocate(config)
         length = Int32(logits.shape[1])
         if cutlass.const_expr(config.lengths):
-            length = cutlass.max(cutlass.min(Int32(lengths[token]), length), 0)
+            length = cutlass.max(cutlass.min(Int32(operands.lengths[token]), length), 0)
         k = Int32(slots.shape[1])
         row, result = logits[token, None], slots[token, None]
         start = Int32(0)
@@ -87,11 +70,13 @@ class Select:
             load_keys(config, shared, row, first, cutlass.min(length - first, config.chunk), maxima)
             kept, turn, step = choose(config, shared, maxima, first, kept, turn, step, k)
         if cutlass.const_expr(config.parts):
-            finish_part(config, shared, result, values[token, None], part * k, kept, turn, k)
+            finish_part(config, shared, result, operands.values[token, None], part * k, kept, turn, k)
         else:
             if cutlass.const_expr(config.mapped):
-                map_back(config, shared, indices[token, None], kept, turn)
-            finish(config, shared, page_table, requests, result, counts, page_size, token, kept, turn, k)
+                map_back(config, shared, operands.indices[token, None], kept, turn)
+            finish(
+                config, shared, operands, result, operands.counts, operands.page_size, token, kept, turn, k
+            )
 
 
 @cute.jit
@@ -118,10 +103,9 @@ def load_keys(config: cutlass.Constexpr, shared, row, first, count, maxima: cute
 
 
 @cute.jit
-def finish(
-    config: cutlass.Constexpr, shared, page_table, requests, result, counts, page_size, token, kept, turn, k
-):
-    """Write what is kept as slots, followed by NO_SLOT."""
+def finish(config: cutlass.Constexpr, shared, inputs, result, counts, page_size, token, kept, turn, k):
+    """Write what is kept as slots, followed by NO_SLOT. inputs: have page_table and requests."""
+    page_table = inputs.page_table
     thread, _, _ = cute.arch.thread_idx()
     pages = (SLOT_LIMIT - 1) // page_size  # pages that have slots
     for at in cutlass.range(thread, k, config.threads, unroll=1):
@@ -129,7 +113,7 @@ def finish(
         if at < kept:
             slot = shared.kept[at, turn]
             if cutlass.const_expr(config.table):
-                request = Int32(requests[token])
+                request = Int32(inputs.requests[token])
                 page, within = slot // page_size, slot % page_size
                 slot = Int32(NO_SLOT)
                 if (request >= 0) & (request < page_table.shape[0]) & (page < page_table.shape[1]):
@@ -162,19 +146,7 @@ def map_back(config: cutlass.Constexpr, shared, indices, kept, turn):
 
 def host_and_arguments(config: SelectConfig) -> tuple:
     """The host function and its arguments without the stream."""
-    return (
-        Select(config),
-        fake_rows(Float32, 2),
-        fake_rows(Int32, 1) if config.lengths else None,
-        fake_rows(Int32, 2) if config.table else None,
-        fake_rows(Int32, 1) if config.table else None,
-        fake_rows(Int32, 2),
-        None if config.parts else fake_rows(Int32, 1),
-        fake_rows(Float32, 2) if config.parts else None,
-        fake_rows(Int32, 2) if config.mapped else None,
-        Int32(1),
-        Int32(1),
-    )
+    return (Select(config), *fakes(SelectOperands, config))
 
 
 SELECT = Kernel("indexer.select", host_and_arguments)  # by SelectConfig

@@ -13,11 +13,12 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Int32, Uint32
 
-from warpspec.common.compile import fake_rows
+from warpspec.common.device.host import host_function
+from warpspec.common.operands import fakes
 from warpspec.latent.indexer.config import StreamConfig
 from warpspec.latent.indexer.device.choose import NOTHING, begin, choose, key_of, larger, meet
-from warpspec.latent.indexer.device.scores_host import operand_arguments
 from warpspec.latent.indexer.device.select import finish
+from warpspec.latent.indexer.operands import StreamOperands
 
 
 class ChunkKeys(NamedTuple):
@@ -38,27 +39,11 @@ class StreamHost:
     def __init__(self, config: StreamConfig):
         self.config = config
 
-    @cute.jit
-    def __call__(
-        self,
-        queries: cute.Tensor,
-        weights: cute.Tensor,
-        pool: cute.Tensor,
-        page_table: cute.Tensor,
-        requests: cute.Tensor,
-        lengths: cute.Tensor,
-        slots: cute.Tensor,
-        counts: cute.Tensor,
-        stream: CUstream,
-    ):
-        """Launch the kernel.
-
-        queries: [T, words], each query a page of H rows. weights: fp32 [T, H]. pool: [pages, words]. page_table: int32
-        [R, pages]. requests, lengths: int32 [T]. slots: int32 [T, k]. counts: int32 [T].
-        """
-        arguments = (queries, weights, pool, page_table, requests, lengths, slots, counts)
-        self.kernel(*arguments).launch(
-            grid=(queries.shape[0], 1, 1),
+    @host_function(StreamOperands)
+    def __call__(self, operands: StreamOperands, stream: CUstream):
+        """Launch the kernel."""
+        self.kernel(operands).launch(
+            grid=(operands.inputs.queries.shape[0], 1, 1),
             block=(self.config.threads, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
@@ -71,10 +56,7 @@ def select_entries(
     query: cutlass.Constexpr,
     shared,
     entries,
-    page_table,
-    requests,
-    slots,
-    counts,
+    operands,
     token,
 ):
     """A thread that scores and selects: all chunks of a query's entries, then the slots.
@@ -84,7 +66,7 @@ def select_entries(
     """
     select = config.select
     thread, _, _ = cute.arch.thread_idx()
-    k = Int32(slots.shape[1])
+    k = Int32(operands.slots.shape[1])
     kept, turn, step = Int32(0), Int32(0), Int32(0)
     begin(select, shared)
     for chunk in cutlass.range(cute.ceil_div(entries.length, select.chunk), unroll=1):
@@ -100,7 +82,8 @@ def select_entries(
         largest_of_groups(select, shared, maxima)
         kept, turn, step = choose(select, shared, maxima, first, kept, turn, step, k)
     size = Int32(config.scores.page_size)
-    finish(select, shared, page_table, requests, slots[token, None], counts, size, token, kept, turn, k)
+    result = operands.slots[token, None]
+    finish(select, shared, operands.inputs, result, operands.counts, size, token, kept, turn, k)
 
 
 @cute.jit
@@ -115,6 +98,6 @@ def largest_of_groups(config: cutlass.Constexpr, shared, maxima: cute.Tensor):
         maxima[group] = largest
 
 
-def stream_arguments() -> tuple:
-    """Arguments of a stream kernel's host function without the stream."""
-    return (*operand_arguments(), fake_rows(Int32, 2), fake_rows(Int32, 1))
+def stream_arguments(host: type, config: StreamConfig) -> tuple:
+    """The host function of a configuration and its arguments without the stream."""
+    return (host(config), *fakes(StreamOperands, config))

@@ -150,14 +150,14 @@ class Scores(ScoresHost):
     """The kernel of one ``Sm100ScoresConfig``."""
 
     @cute.kernel
-    def kernel(self, queries, weights, pool, page_table, requests, lengths, logits, parts):
+    def kernel(self, operands):
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         part, token, _ = cute.arch.block_idx()
-        of_query = (queries[token, None], weights[token, None])
-        channels, shared, columns = prepare(config, *of_query, thread, warp)
-        entries = entries_of(config, pool, page_table, requests, lengths, token)
+        logits, parts = operands.logits, operands.parts
+        channels, shared, columns = prepare(config, *operands.inputs.of_query(token), thread, warp)
+        entries = entries_of(config, operands.inputs, token)
         work = ScoresWork(part, cute.ceil_div(logits.shape[1], config.tile_keys), parts)
         if warp == config.mma_warp:
             multiply_tiles(config, channels, shared, columns, work)
@@ -171,4 +171,4 @@ class Scores(ScoresHost):
 
 def host_and_arguments(config: Sm100ScoresConfig) -> tuple:
     """The host function and its arguments without the stream."""
-    return (Scores(config), *scores_arguments())
+    return scores_arguments(Scores, config)

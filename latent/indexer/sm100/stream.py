@@ -22,15 +22,14 @@ class Stream(StreamHost):
     """The kernel of one ``StreamConfig``."""
 
     @cute.kernel
-    def kernel(self, queries, weights, pool, page_table, requests, lengths, slots, counts):
+    def kernel(self, operands):
         config = self.config.scores
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         token, _, _ = cute.arch.block_idx()
-        of_query = (queries[token, None], weights[token, None])
-        channels, shared, columns = prepare(config, *of_query, thread, warp)
+        channels, shared, columns = prepare(config, *operands.inputs.of_query(token), thread, warp)
         chosen = allocate(self.config.select)
-        entries = entries_of(config, pool, page_table, requests, lengths, token)
+        entries = entries_of(config, operands.inputs, token)
         work = ScoresWork(Int32(0), cute.ceil_div(entries.length, config.tile_keys), Int32(1))
         if warp == config.mma_warp:
             multiply_tiles(config, channels, shared, columns, work)
@@ -38,10 +37,10 @@ class Stream(StreamHost):
             load_tiles(config, channels, shared, entries, work, warp - config.first_loader)
         else:
             query = scorer(config, channels, shared, columns, work, thread)
-            select_entries(self.config, query, chosen, entries, page_table, requests, slots, counts, token)
+            select_entries(self.config, query, chosen, entries, operands, token)
             release(config, columns, warp)
 
 
 def host_and_arguments(config: StreamConfig) -> tuple:
     """The host function and its arguments without the stream."""
-    return (Stream(config), *stream_arguments())
+    return stream_arguments(Stream, config)

@@ -59,12 +59,12 @@ def share(total: Int32, groups: Int32, group: Int32) -> Int32:
 
 
 @cute.jit
-def deal(config: cutlass.Constexpr, plan, page_table, requests, lengths, columns, cta, ctas, thread) -> Int32:
+def deal(config: cutlass.Constexpr, plan, inputs, columns, cta, ctas, thread) -> Int32:
     """Fill in ``plan`` and return the number of tiles. Executed by all threads; ends with a barrier."""
     lane, warp = thread % WARP_THREADS, thread // WARP_THREADS
     count = Int32(0)
-    if thread < lengths.shape[0]:
-        request, length = request_of(config, page_table, requests, lengths, thread)
+    if thread < inputs.lengths.shape[0]:
+        request, length = request_of(config, inputs, thread)
         plan.requests[thread], plan.lengths[thread] = request, length
         count = cute.ceil_div(cutlass.min(length, columns), TILE_KEYS)
     until = running_sum(count, lane)
@@ -87,9 +87,9 @@ def deal(config: cutlass.Constexpr, plan, page_table, requests, lengths, columns
 
 
 @cute.jit
-def score_shares(config: cutlass.Constexpr, tensors: cutlass.Constexpr, smem: cutlass.Constexpr, table, ones):
-    """Compute a CTA's scores. tensors: the kernel's arguments without the grid. table, ones: from ``fill_table``."""
-    queries, weights, pool, page_table, requests, lengths, logits = tensors
+def score_shares(config: cutlass.Constexpr, operands, smem: cutlass.Constexpr, table, ones):
+    """Compute a CTA's scores. table, ones: from ``fill_table``."""
+    inputs, logits = operands.inputs, operands.logits
     thread, _, _ = cute.arch.thread_idx()
     cta, _, _ = cute.arch.block_idx()
     ctas, _, _ = cute.arch.grid_dim()
@@ -99,7 +99,7 @@ def score_shares(config: cutlass.Constexpr, tensors: cutlass.Constexpr, smem: cu
         Float32, cute.make_layout((config.heads, config.warpgroups)), byte_alignment=16
     )
     plan = DealtTiles.allocate(config, smem)
-    total = deal(config, plan, page_table, requests, lengths, columns, cta, ctas, thread)
+    total = deal(config, plan, inputs, columns, cta, ctas, thread)
     group = Int32(cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS))
     base += group * (config.heads * ROW_BYTES)
     number, groups = group * ctas + cta, ctas * config.warpgroups
@@ -112,11 +112,11 @@ def score_shares(config: cutlass.Constexpr, tensors: cutlass.Constexpr, smem: cu
         stop = cutlass.min(end, plan.ends[token + 1])
         if tile < stop:
             entries = Entries(
-                pool,
-                page_table[plan.requests[token], None],
+                inputs.pool,
+                inputs.page_table[plan.requests[token], None],
                 cutlass.min(plan.lengths[token], (stop - before) * TILE_KEYS),
             )
-            rows = queries[token, None], weights[token, None], logits[token, None]
+            rows = *inputs.of_query(token), logits[token, None]
             places = base, factors[None, group], table, ones
             score_share(config, rows, places, entries, tile - before, stop - before, group, thread)
         tile = stop

@@ -27,35 +27,34 @@ class Scores(ScoresHost):
     """The kernel of one ``ScoresConfig``."""
 
     @cute.kernel
-    def kernel(self, queries, weights, pool, page_table, requests, lengths, logits, parts):
+    def kernel(self, operands):
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         smem = cutlass.memory.SmemAllocator()
         if cutlass.const_expr(config.dependent):
             cute.arch.griddepcontrol_wait()  # wait for the previous launch's results; nothing is read before
             cute.arch.griddepcontrol_launch_dependents()  # let the next launch start; it waits likewise
-        operands = (queries, weights, pool, page_table, requests, lengths, logits)
         if cutlass.const_expr(config.balanced):
             table, ones = allocate_table(config, smem, thread)
             score_shares(config, operands, smem, table, ones)
         else:
-            score_parts(config, operands, smem, parts)
+            score_parts(config, operands, smem)
 
 
 @cute.jit
-def score_parts(config: cutlass.Constexpr, operands: cutlass.Constexpr, smem: cutlass.Constexpr, parts):
+def score_parts(config: cutlass.Constexpr, operands, smem: cutlass.Constexpr):
     """Compute a CTA's scores: every ``parts``-th tile of a query."""
-    queries, weights, pool, page_table, requests, lengths, logits = operands
+    inputs, parts = operands.inputs, operands.parts
     thread, _, _ = cute.arch.thread_idx()
     part, token, _ = cute.arch.block_idx()
-    row = logits[token, None]
-    asked = load_asked(config, queries[token, None], weights[token, None], thread)
+    row = operands.logits[token, None]
+    asked = load_asked(config, *inputs.of_query(token), thread)
     if cutlass.const_expr(config.early):
-        entries = entries_of(config, pool, page_table, requests, lengths, token)
+        entries = entries_of(config, inputs, token)
         score_seen(config, smem, asked, entries, row, part, parts, thread)
     else:  # tiles without keys, too: a different loop end would need registers that are not there
         query = scorer(config, smem, asked, thread)
-        entries = entries_of(config, pool, page_table, requests, lengths, token)
+        entries = entries_of(config, inputs, token)
         score_part(query, entries, row, part, parts)
 
 
@@ -85,4 +84,4 @@ def score_seen(config: cutlass.Constexpr, smem: cutlass.Constexpr, asked, entrie
 
 def host_and_arguments(config: ScoresConfig) -> tuple:
     """The host function and its arguments without the stream."""
-    return (Scores(config), *scores_arguments())
+    return scores_arguments(Scores, config)

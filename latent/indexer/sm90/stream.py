@@ -17,18 +17,18 @@ class Stream(StreamHost):
     """The kernel of one ``StreamConfig``."""
 
     @cute.kernel
-    def kernel(self, queries, weights, pool, page_table, requests, lengths, slots, counts):
+    def kernel(self, operands):
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         token, _, _ = cute.arch.block_idx()
         shared = allocate(config.select)
         smem = cutlass.memory.SmemAllocator()
-        asked = load_asked(config.scores, queries[token, None], weights[token, None], thread)
+        asked = load_asked(config.scores, *operands.inputs.of_query(token), thread)
         query = scorer(config.scores, smem, asked, thread)
-        entries = entries_of(config.scores, pool, page_table, requests, lengths, token)
-        select_entries(config, query, shared, entries, page_table, requests, slots, counts, token)
+        entries = entries_of(config.scores, operands.inputs, token)
+        select_entries(config, query, shared, entries, operands, token)
 
 
 def host_and_arguments(config: StreamConfig) -> tuple:
     """The host function and its arguments without the stream."""
-    return (Stream(config), *stream_arguments())
+    return stream_arguments(Stream, config)
