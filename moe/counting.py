@@ -51,8 +51,10 @@ def allocate(config) -> SortStorage:
 
 
 @cute.jit
-def sort(config: cutlass.Constexpr, ids, source, position, offsets, work, shared, thread, rank):
-    """The work of a CTA that sorts. rank: its rank in the cluster of these CTAs."""
+def sort(config: cutlass.Constexpr, operands, shared, thread, rank):
+    """The work of a CTA that sorts. operands: ``sort.SortOperands``. rank: the CTA's in the cluster of those that
+    sort."""
+    ids, offsets, work = operands.ids, operands.offsets, operands.work
     lane, warp = thread % WARP_THREADS, thread // WARP_THREADS
     total = Int32(ids.shape[0]) * config.taken
     stretch = cute.ceil_div(cute.ceil_div(total, config.shape.ctas * config.shape.warps), config.granule)
@@ -95,9 +97,9 @@ def sort(config: cutlass.Constexpr, ids, source, position, offsets, work, shared
                 if cutlass.const_expr(config.shape.ctas > 1):
                     row += shared.before[bins[i]]
                 choice = first + i * WARP_THREADS + lane
-                source[row] = choice
+                operands.source[row] = choice
                 kept = Int32(cutlass.select_(Boolean(bins[i] < config.experts), row, Int32(DROPPED)))
-                position[choice // config.taken, choice % config.taken] = kept
+                operands.position[choice // config.taken, choice % config.taken] = kept
             cute.arch.sync_warp()
             count_bin(config, counters, bins[i], warp, same, lane)
     if cutlass.const_expr(config.shape.ctas > 1):

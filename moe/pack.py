@@ -6,6 +6,7 @@ One kernel for sm_90a and sm_100a.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -13,9 +14,10 @@ import torch
 from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Boolean, Int32
 
-from warpspec.common.compile import fake_rows
+from warpspec.common.device.host import host_function
 from warpspec.common.hardware import VECTOR_BYTES
 from warpspec.common.launch import Kernel, Target
+from warpspec.common.operands import BFLOAT16, INT32, Number, Operand, fakes
 from warpspec.moe.permute import DROPPED, UNSENT, SortedTokens
 
 THREADS = 128
@@ -32,66 +34,65 @@ class PackConfig:
     sized: bool
 
 
+ROWS = Operand(BFLOAT16, 2, alignment=VECTOR_BYTES)
+
+
+class PackOperands(NamedTuple):
+    """Arguments of ``pack``'s kernel. x: [T, H]. ids, position, place: [T, choices]. source: [T * choices]. offsets:
+    [ranks]. sent: [slots, H + 8] bf16; sent_words: the same memory as words. capacity: slots of a rank."""
+
+    x: Annotated[Any, ROWS]
+    ids: Annotated[Any, Operand(INT32, 2)]
+    source: Annotated[Any, Operand(INT32, 1)]
+    offsets: Annotated[Any, Operand(INT32, 1)]
+    sent: Annotated[Any, ROWS]
+    sent_words: Annotated[Any, Operand(INT32, 2, alignment=VECTOR_BYTES)]
+    position: Annotated[Any, Operand(INT32, 2, when="sized")]
+    place: Annotated[Any, Operand(INT32, 2, when="sized")]
+    capacity: Annotated[Any, Number(INT32)]
+
+
 class Pack:
     """``Pack(config)(...)`` is the host function of ``pack``."""
 
     def __init__(self, config: PackConfig):
         self.config = config
 
-    @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        ids: cute.Tensor,
-        source: cute.Tensor,
-        offsets: cute.Tensor,
-        sent: cute.Tensor,
-        sent_words: cute.Tensor,
-        position: cute.Tensor | None,
-        place: cute.Tensor | None,
-        capacity: Int32,
-        stream: CUstream,
-    ):
-        """Launch the kernel.
-
-        x: [T, H]. ids, position, place: [T, choices]. source: [T * choices]. offsets: [ranks]. sent: [slots, H + 8]
-        bf16; sent_words: the same memory as words. capacity: slots of a rank.
-        """
-        blocks = sent.shape[0]
+    @host_function(PackOperands)
+    def __call__(self, operands: PackOperands, stream: CUstream):
+        """Launch the kernel."""
+        blocks = operands.sent.shape[0]
         if cutlass.const_expr(self.config.sized):
-            blocks += cute.ceil_div(cute.size(ids), THREADS)
-        self.kernel(x, ids, source, offsets, sent, sent_words, position, place, capacity).launch(
-            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream
-        )
+            blocks += cute.ceil_div(cute.size(operands.ids), THREADS)
+        self.kernel(operands).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream)
 
     @cute.kernel
-    def kernel(self, x, ids, source, offsets, sent, sent_words, position, place, capacity):
+    def kernel(self, operands):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        slots = sent.shape[0]
+        slots = operands.sent.shape[0]
         if block < slots:
-            fill_slot(self.config, x, ids, source, offsets, sent, sent_words, capacity, thread, block)
+            fill_slot(self.config, operands, thread, block)
         elif cutlass.const_expr(self.config.sized):
             choice = (block - slots) * THREADS + thread
-            if choice < cute.size(ids):
-                find_place(self.config, ids, offsets, position, place, capacity, choice)
+            if choice < cute.size(operands.ids):
+                find_place(self.config, operands, choice)
 
 
 @cute.jit
-def fill_slot(
-    config: cutlass.Constexpr, x, ids, source, offsets, sent, sent_words, capacity, thread, slot: Int32
-):
+def fill_slot(config: cutlass.Constexpr, operands, thread, slot: Int32):
     """One CTA writes a slot's row and expert; a slot without a row gets only the expert ``DROPPED``."""
+    x, offsets, sent, sent_words = operands.x, operands.offsets, operands.sent, operands.sent_words
     row, end = slot, Int32(offsets[offsets.shape[0] - 1])
     if cutlass.const_expr(config.sized):
-        rank = slot // capacity
-        row = start_of(offsets, rank) + slot % capacity
+        rank = slot // operands.capacity
+        row = start_of(offsets, rank) + slot % operands.capacity
         end = Int32(offsets[rank])
     expert = Int32(DROPPED)
     if row < end:
-        choice = Int32(source[row])
+        choice = Int32(operands.source[row])
         token = choice // config.choices
-        expert = Int32(ids[token, choice % config.choices]) % config.each
+        expert = Int32(operands.ids[token, choice % config.choices]) % config.each
         for column in cutlass.range(thread, x.shape[1] // VECTOR, THREADS, unroll=4):
             values = cute.make_rmem_tensor(VECTOR, BFloat16)
             cute.autovec_copy(cute.local_tile(x[token, None], (VECTOR,), (column,)), values)
@@ -101,15 +102,16 @@ def fill_slot(
 
 
 @cute.jit
-def find_place(config: cutlass.Constexpr, ids, offsets, position, place, capacity, choice):
+def find_place(config: cutlass.Constexpr, operands, choice):
     """The choice's slot; ``DROPPED`` if it has no expert, ``UNSENT`` if the rank's slots are all taken."""
     token, which = choice // config.choices, choice % config.choices
-    row, found = Int32(position[token, which]), Int32(DROPPED)
+    capacity = operands.capacity
+    row, found = Int32(operands.position[token, which]), Int32(DROPPED)
     if row >= 0:
-        rank = Int32(ids[token, which]) // config.each
-        index = row - start_of(offsets, rank)
+        rank = Int32(operands.ids[token, which]) // config.each
+        index = row - start_of(operands.offsets, rank)
         found = Int32(cutlass.select_(Boolean(index < capacity), rank * capacity + index, Int32(UNSENT)))
-    place[token, which] = found
+    operands.place[token, which] = found
 
 
 @cute.jit
@@ -123,17 +125,7 @@ def start_of(offsets, rank: Int32) -> Int32:
 
 def _host_and_arguments(config: PackConfig) -> tuple:
     """The host function and its arguments without the stream."""
-    return (
-        Pack(config),
-        fake_rows(BFloat16, 2, alignment=VECTOR_BYTES),
-        fake_rows(Int32, 2),
-        fake_rows(Int32, 1),
-        fake_rows(Int32, 1),
-        fake_rows(BFloat16, 2, alignment=VECTOR_BYTES),
-        fake_rows(Int32, 2, alignment=VECTOR_BYTES),
-        *(fake_rows(Int32, 2) if config.sized else None for _ in range(2)),
-        1,  # capacity
-    )
+    return (Pack(config), *fakes(PackOperands, config))
 
 
 pack_kernel = Kernel("moe.pack", _host_and_arguments)  # by PackConfig

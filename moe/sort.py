@@ -8,17 +8,19 @@ columns in the order of ``streamed.column_order``.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 import torch
 from cuda.bindings.driver import CUstream
-from cutlass import Int32, Uint32
+from cutlass import Uint32
 
-from warpspec.common.compile import fake_rows
+from warpspec.common.device.host import host_function
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import MAX_SMEM_PER_CTA, QUAD, VECTOR_BYTES, WARP_THREADS, WORD_BYTES
 from warpspec.common.launch import Kernel, Target, target_of
+from warpspec.common.operands import INT32, UINT32, Number, Operand, fakes
 from warpspec.moe.counting import BATCH, allocate, sort
 from warpspec.moe.permute import WORK_COLUMNS, SortedTokens, head_rows
 from warpspec.moe.streamed import CHUNK, padded_k
@@ -109,34 +111,33 @@ class SortConfig:
         return (self.counters + 2 * self.shape.warps + of_cluster) * WORD_BYTES
 
 
+class SortOperands(NamedTuple):
+    """Arguments of the sort. ids: [T, k]. source: [T * taken]. position: [T, taken]. offsets: [E]. work: [heads +
+    entries, 4]. x: [T, H/2] words. activations: [T, padded H / 2] words. ctas: those that sort, followed by those that
+    write activations, in whole clusters."""
+
+    ids: Annotated[Any, Operand(INT32, 2)]
+    source: Annotated[Any, Operand(INT32, 1)]
+    position: Annotated[Any, Operand(INT32, 2)]
+    offsets: Annotated[Any, Operand(INT32, 1)]
+    work: Annotated[Any, Operand(INT32, 2, WORK_COLUMNS, when="widths")]
+    x: Annotated[Any, Operand(UINT32, 2, when="reorders")]
+    activations: Annotated[Any, Operand(UINT32, 2, alignment=VECTOR_BYTES, when="reorders")]
+    ctas: Annotated[Any, Number(INT32)]
+
+
 class SortChoices:
     """``SortChoices(config)(...)`` is the host function of ``sort_choices``."""
 
     def __init__(self, config: SortConfig):
         self.config = config
 
-    @cute.jit
-    def __call__(
-        self,
-        ids: cute.Tensor,
-        source: cute.Tensor,
-        position: cute.Tensor,
-        offsets: cute.Tensor,
-        work: cute.Tensor | None,
-        x: cute.Tensor | None,
-        activations: cute.Tensor | None,
-        ctas: Int32,
-        stream: CUstream,
-    ):
-        """Launch the kernel.
-
-        ids: [T, k]. source: [T * taken]. position: [T, taken]. offsets: [E]. work: [heads + entries, 4]. x: [T, H/2]
-        words. activations: [T, padded H / 2] words. ctas: those that sort, followed by those that write activations, in
-        whole clusters.
-        """
+    @host_function(SortOperands)
+    def __call__(self, operands: SortOperands, stream: CUstream):
+        """Launch the kernel."""
         together = self.config.shape.ctas
-        self.kernel(ids, source, position, offsets, work, x, activations).launch(
-            grid=(ctas, 1, 1),
+        self.kernel(operands._replace(ctas=None)).launch(
+            grid=(operands.ctas, 1, 1),
             block=(self.config.threads, 1, 1),
             cluster=(together, 1, 1) if cutlass.const_expr(together > 1) else None,
             use_pdl=True,
@@ -144,7 +145,7 @@ class SortChoices:
         )
 
     @cute.kernel
-    def kernel(self, ids, source, position, offsets, work, x, activations):
+    def kernel(self, operands):
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -152,9 +153,9 @@ class SortChoices:
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         if block < config.shape.ctas:
-            sort(config, ids, source, position, offsets, work, shared, thread, block)
+            sort(config, operands, shared, thread, block)
         elif cutlass.const_expr(config.reorders):
-            reorder(config, x, activations, thread, block - config.shape.ctas)
+            reorder(config, operands.x, operands.activations, thread, block - config.shape.ctas)
 
 
 @cute.jit
@@ -186,17 +187,7 @@ def reorder(config: cutlass.Constexpr, x, activations, thread, block):
 
 def _host_and_arguments(config: SortConfig) -> tuple:
     """The host function and its arguments without the stream."""
-    return (
-        SortChoices(config),
-        fake_rows(Int32, 2),
-        fake_rows(Int32, 1),
-        fake_rows(Int32, 2),
-        fake_rows(Int32, 1),
-        fake_rows(Int32, 2, WORK_COLUMNS) if config.widths else None,
-        fake_rows(Uint32, 2) if config.reorders else None,
-        fake_rows(Uint32, 2, alignment=VECTOR_BYTES) if config.reorders else None,
-        1,
-    )
+    return (SortChoices(config), *fakes(SortOperands, config))
 
 
 sort_kernel = Kernel("moe.sort", _host_and_arguments)  # by SortConfig

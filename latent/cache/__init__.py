@@ -75,7 +75,7 @@ def insert_window(
     check_insert(q, kv, cos_sin, positions, weight, eps, pool, slots, out)
     if q is not None and out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    ops.insert(q, kv, cos_sin, positions, weight, float(eps), pool, slots, out, backend)
+    ops.insert(ops.InsertCall(q, kv, cos_sin, positions, weight, slots, out, pool, float(eps), backend))
     return out
 
 
@@ -89,7 +89,7 @@ def store_rows(
     """
     refuse_gradients(rows=rows)
     check_store(rows, pool, slots)
-    ops.insert(None, rows, None, None, None, 0.0, pool, slots, None, backend)
+    ops.insert(ops.InsertCall(None, rows, None, None, None, slots, None, pool, 0.0, backend))
 
 
 def compress(
@@ -146,18 +146,5 @@ def compress(
         content_gate, ape, weight, cos_sin, tail=tail, requests=requests, starts=starts, cu_seqlens=cu_seqlens,
         pool=pool, slots=slots, eps=eps, hadamard=hadamard,
     )  # fmt: skip
-    ops.compress(
-        content_gate,
-        ape,
-        weight,
-        cos_sin,
-        tail,
-        requests,
-        starts,
-        cu_seqlens,
-        pool,
-        slots,
-        float(eps),
-        hadamard,
-        backend,
-    )
+    inputs = (content_gate, ape, weight, cos_sin, requests, starts, cu_seqlens, slots)
+    ops.compress(ops.CompressCall(*inputs, tail, pool, float(eps), hadamard, backend))

@@ -7,18 +7,19 @@ of it; the kernel that combines splits gives it to a warp.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Uint32
 
-from warpspec.common.compile import fake_rows
+from warpspec.common.device.host import host_function
 from warpspec.common.device.wgmma import PAIR, elements, flat, transpose
 from warpspec.common.device.words import store_words
 from warpspec.common.hardware import QUAD, TMA_ALIGNMENT, WARP_THREADS
 from warpspec.common.launch import Kernel
+from warpspec.common.operands import FLOAT32, UINT32, Operand, fakes
 from warpspec.fmha.combine import CombineConfig
 from warpspec.fmha.device.combine import combine_row, divided, launch_options, log_sum
 from warpspec.fmha.sm90 import epilogue as sm90
@@ -103,6 +104,19 @@ ROW_FLOAT8 = RowFloat8()
 # Combining splits.
 
 
+class CombineFloat8Operands(NamedTuple):
+    """Arguments of ``CombineOperands`` (fmha.combine), except o: words of four e4m3 [B, Sq, Hq, 128], and scales: fp32
+    [B, Sq, Hq, 4]."""
+
+    partial_o: Annotated[Any, Operand(FLOAT32, 5, lambda c: c.head_dim, TMA_ALIGNMENT)]
+    partial_max: Annotated[Any, Operand(FLOAT32, 4)]
+    partial_sum: Annotated[Any, Operand(FLOAT32, 4)]
+    sink: Annotated[Any, Operand(FLOAT32, 1, when="has_sink")]
+    o: Annotated[Any, Operand(UINT32, 4, lambda c: c.head_dim // CODES, TMA_ALIGNMENT)]
+    scales: Annotated[Any, Operand(FLOAT32, 4)]
+    lse: Annotated[Any, Operand(FLOAT32, 3, when="has_lse")]
+
+
 class CombineFloat8:
     """``device.combine.Combine`` with results in FP8."""
 
@@ -110,31 +124,20 @@ class CombineFloat8:
         self.config = config
         assert config.lanes == WARP_THREADS and config.chunk == FP8_BLOCK and config.normalize
 
-    @cute.jit
-    def __call__(
-        self,
-        partial_o: cute.Tensor,
-        partial_max: cute.Tensor,
-        partial_sum: cute.Tensor,
-        sink: cute.Tensor | None,
-        o: cute.Tensor,
-        scales: cute.Tensor,
-        lse: cute.Tensor | None,
-        stream: CUstream,
-    ):
-        """Arguments of ``Combine``, except o: words of four e4m3 [B, Sq, Hq, 128], and scales: fp32 [B, Sq, Hq, 4]."""
-        _, batch, seq_q, heads, _ = partial_o.shape
+    @host_function(CombineFloat8Operands)
+    def __call__(self, operands: CombineFloat8Operands, stream: CUstream):
+        """Launch the kernel."""
+        _, batch, seq_q, heads, _ = operands.partial_o.shape
         parts = batch * seq_q * heads * self.config.chunks
-        self.kernel(partial_o, partial_max, partial_sum, sink, o, scales, lse, parts).launch(
-            stream=stream, **launch_options(self.config, parts)
-        )
+        self.kernel(operands, parts).launch(stream=stream, **launch_options(self.config, parts))
 
     @cute.kernel
-    def kernel(self, partial_o, partial_max, partial_sum, sink, o, scales, lse, parts: Int32):
-        config = self.config
-        found = combine_row(config, partial_o, partial_max, partial_sum, None, parts)
+    def kernel(self, operands, parts: Int32):
+        config, o, scales = self.config, operands.o, operands.scales
+        partial = operands.partial_o, operands.partial_max, operands.partial_sum
+        found = combine_row(config, *partial, None, parts)
         writes, (batch, query, head), column, maximum, total, values = found
-        scaled = divided(config, sink, head, maximum, total, values)
+        scaled = divided(config, operands.sink, head, maximum, total, values)
         codes, scale = quantize_block(to_bf16(scaled), WARP_THREADS)
         if writes:
             store_words(o[batch, query, head, None], column, codes)
@@ -142,20 +145,12 @@ class CombineFloat8:
                 scales[batch, query, head, column // WARP_THREADS] = scale
             if cutlass.const_expr(config.has_lse):  # noqa: SIM102  (a run-time condition in a compile-time one)
                 if column == 0:
-                    lse[batch, head, query] = log_sum(maximum, total)
+                    operands.lse[batch, head, query] = log_sum(maximum, total)
 
 
 def combine_arguments(config: CombineConfig) -> tuple:
     """The host function of a configuration and its arguments without the stream."""
-    return (
-        CombineFloat8(config),
-        fake_rows(Float32, 5, config.head_dim, alignment=TMA_ALIGNMENT),
-        *(fake_rows(Float32, 4) for _ in range(2)),
-        fake_rows(Float32, 1) if config.has_sink else None,
-        fake_rows(Uint32, 4, config.head_dim // CODES, alignment=TMA_ALIGNMENT),
-        fake_rows(Float32, 4),
-        fake_rows(Float32, 3) if config.has_lse else None,
-    )
+    return (CombineFloat8(config), *fakes(CombineFloat8Operands, config))
 
 
 COMBINE_FLOAT8 = Kernel("fmha.gathered.combine", combine_arguments)

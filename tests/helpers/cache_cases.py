@@ -115,7 +115,7 @@ class Run:
         if checked:
             compress(**arguments, hadamard=hadamard, backend=backend)
         else:
-            ops.run_compress(**arguments, eps=1e-6, hadamard=hadamard, backend=backend)
+            ops.run_compress(ops.CompressCall(**arguments, eps=1e-6, hadamard=hadamard, backend=backend))
         self.lengths += torch.tensor(accepted or counts, dtype=torch.int32, device=self.pool.device)
 
     def entry_slots(self, request: int) -> torch.Tensor:

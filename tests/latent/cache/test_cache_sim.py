@@ -174,13 +174,13 @@ def test_what_the_host_does_not_see(simulated):
     read past its end, which the simulator would say."""
     run = Run.start(Compressor.random("csa", 2, 20), "v4-fp8", max_draft=3)
     arguments = run.arguments([9, 11])
-    pool = arguments.pop("pool")
-    inputs = [arguments.pop(n) for n in ("content_gate", "ape", "weight", "cos_sin", "tail")]
+    pool = arguments["pool"]
     before = run.tail.progress.clone()
 
     def call(requests, starts, cu_seqlens):
-        batch = (torch.tensor(x, dtype=torch.int32) for x in (requests, starts, cu_seqlens))
-        ops.run_compress(*inputs, *batch, pool, arguments["slots"], 1e-6, False, "sim")
+        batch = {"requests": requests, "starts": starts, "cu_seqlens": cu_seqlens}
+        given = arguments | {name: torch.tensor(x, dtype=torch.int32) for name, x in batch.items()}
+        ops.run_compress(ops.CompressCall(**given, eps=1e-6, hadamard=False, backend="sim"))
 
     for requests, starts in (([3, -1], [0, 0]), ([1, 2], [-4, -(2**31)])):
         call(requests, starts, [0, 9, 20])
