@@ -138,6 +138,7 @@ class WarpspecBackend(AttentionBackend):
             window=_window_of(layer),
             sink=sinks,
             scale=layer.scaling,
+            softcap=layer.logit_cap or None,
             **scales,
             out=out.view(-1, heads, head_dim),
         )
@@ -158,10 +159,6 @@ def _check_layer(layer, others: dict) -> None:
     """Raise UnsupportedProblem for a layer with unsupported options."""
     if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
         raise UnsupportedProblem(f"attn_type: must be that of a decoder, got {layer.attn_type}")
-    if layer.logit_cap:
-        raise UnsupportedProblem(
-            f"logit_cap: not supported, got {layer.logit_cap}; choose another --attention-backend"
-        )
     if layer.qk_head_dim != layer.v_head_dim:
         raise UnsupportedProblem(
             f"head size: must be the same for keys and values, got {layer.qk_head_dim} and {layer.v_head_dim}; "

@@ -15,6 +15,7 @@ from vllm.v1.attention.backend import (
     AttentionType,
     CommonAttentionMetadata,
 )
+from vllm.v1.attention.backends.utils import fill_mm_prefix_query_ranges
 
 from warpspec.cache import insert
 from warpspec.common.architecture import architecture_of
@@ -80,6 +81,10 @@ class WarpspecBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_batch_invariance(cls) -> bool:
         return False
 
@@ -130,11 +135,12 @@ class Batch(AttentionMetadata):
     cu_seqlens_q: torch.Tensor  # [B + 1] int32
     kv_lengths: torch.Tensor  # [B] int32, new tokens included
     page_table: torch.Tensor  # [B, blocks] int32
+    ranges: torch.Tensor | None = None  # [tokens, 2] int32, of models whose images see all of themselves
 
 
 class BatchBuilder(AttentionMetadataBuilder[Batch]):
-    """Computes nothing for a batch. Any batch can therefore be a CUDA graph, and speculative decoding's draft model
-    needs no batches of its own kind."""
+    """Computes nothing for a batch but where its images are. Any batch can therefore be a CUDA graph, and speculative
+    decoding's draft model needs no batches of its own kind."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
     supports_update_block_table = True
@@ -142,6 +148,10 @@ class BatchBuilder(AttentionMetadataBuilder[Batch]):
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         keys.check_page_size(kv_cache_spec.block_size, "--block-size (block_size)")
+        self.ranges = None  # a graph that was captured with it reads what later batches write to it
+        if vllm_config.model_config.is_mm_prefix_lm:
+            most = vllm_config.scheduler_config.max_num_batched_tokens
+            self.ranges = torch.full((most, 2), -1, dtype=torch.int32, device=device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -156,7 +166,22 @@ class BatchBuilder(AttentionMetadataBuilder[Batch]):
             cu_seqlens_q=batch.query_start_loc,
             kv_lengths=batch.seq_lens,
             page_table=batch.block_table_tensor,
+            ranges=None if self.ranges is None else self._ranges_of(batch),
         )
+
+    def _ranges_of(self, batch: CommonAttentionMetadata) -> torch.Tensor:
+        """[tokens, 2] int32: for each token of an image, from its own position to the image's last. What comes before
+        it, it sees as far as its layer's window reaches: vLLM cuts images there (Gemma 4), or takes none that are
+        longer than the window."""
+        ranges = torch.full((batch.num_actual_tokens, 2), -1, dtype=torch.int32)
+        lengths = batch.seq_lens_cpu_upper_bound  # exact wherever there are images
+        starts = batch.query_start_loc_cpu
+        if fill_mm_prefix_query_ranges(ranges.numpy(), batch.mm_req_doc_ranges, starts, lengths) > 0:
+            queries = starts.diff()
+            first = (lengths[: len(queries)] - queries - starts[:-1]).repeat_interleave(queries)
+            rows = ranges[: len(first)]
+            rows[:, 0] = torch.where(rows[:, 1] >= 0, torch.arange(len(first)) + first, -1)
+        return self.ranges[: len(ranges)].copy_(ranges)
 
     def update_block_table(self, metadata: Batch, blk_table, slot_mapping) -> Batch:
         return Batch(**{**vars(metadata), "page_table": blk_table})
@@ -187,13 +212,13 @@ class WarpspecAttention(AttentionImpl[Batch]):
             )
         if kv_cache_dtype in keys.QUANTIZED:
             keys.check_quantized_head(head_size, "--kv-cache-dtype")
-        for name, value in (("alibi_slopes", alibi_slopes), ("logits_soft_cap", logits_soft_cap or None)):
-            if value is not None:
-                raise UnsupportedProblem(f"{name}: not supported, choose another --attention-backend")
+        if alibi_slopes is not None:
+            raise UnsupportedProblem("alibi_slopes: not supported, choose another --attention-backend")
         if attn_type != AttentionType.DECODER:
             raise UnsupportedProblem(f"attn_type: must be {AttentionType.DECODER!r}, got {attn_type!r}")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
+        self.softcap = logits_soft_cap or None
         self.kv_cache_dtype = kv_cache_dtype
         self.format = format_of(kv_cache_dtype)
         self.supports_quant_query_input = False  # queries stay in 16 bits
@@ -240,8 +265,10 @@ class WarpspecAttention(AttentionImpl[Batch]):
             window=self.window,
             sink=self.sinks,
             scale=self.scale,
+            softcap=self.softcap,
             **self.scales_of(layer),
             **pages.block_scales,
+            ranges=batch.ranges,
             out=output.view(-1, self.num_heads, self.head_size)[: batch.tokens],
         )
         return output

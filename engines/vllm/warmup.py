@@ -17,7 +17,8 @@ class Provider:
     """What vLLM asks for work: one unit for each kind of layer and batch."""
 
     def __init__(self) -> None:
-        # (sizes, window, whether it has sinks, dtype, the cache's format): the sizes of vLLM's batches
+        # (sizes, window, soft cap, whether it has sinks, whether images see all of themselves, dtype, the cache's
+        # format): the sizes of vLLM's batches
         self.layers: dict = {}
 
     def get_cutedsl_warmup_compile_units(self) -> list:
@@ -49,7 +50,9 @@ def of_layer(layer, dtype: torch.dtype) -> None:
         layer.head_size,
         layer.scale,
         layer.window,
+        layer.softcap,
         layer.sinks is not None,
+        config.model_config.is_mm_prefix_lm,
         dtype,
         layer.format,
     )
@@ -74,7 +77,7 @@ def batches(most_requests: int, most_tokens: int, most_keys: int, block: int) ->
 
 def run(kind, requests: int, tokens: int, most_queries: int, most_keys: int, block: int) -> None:
     """Compute attention of requests without keys: this compiles the kernel and launches it on nothing."""
-    heads, heads_kv, head_dim, scale, window, has_sinks, dtype, fmt = kind
+    heads, heads_kv, head_dim, scale, window, softcap, has_sinks, has_images, dtype, fmt = kind
     from vllm.platforms import current_platform
 
     keys.check_page_size(block, "--block-size")
@@ -101,6 +104,8 @@ def run(kind, requests: int, tokens: int, most_queries: int, most_keys: int, blo
         window=window,
         sink=torch.zeros(heads, dtype=dtype, device=device) if has_sinks else None,
         scale=scale,
+        softcap=softcap,
+        ranges=torch.full((tokens, 2), -1, **integers) if has_images else None,
         k_scale=scale_of_cache,
         v_scale=scale_of_cache,
         **pages.block_scales,

@@ -28,6 +28,7 @@ from helpers.engine_models import (  # noqa: E402
     write_nvfp4_experts,
     write_scaled_llama,
 )
+from vllm.v1.attention.backend import CommonAttentionMetadata  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
 
 import warpspec.engines.vllm as engine  # noqa: E402
@@ -136,7 +137,9 @@ def calls(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(
+    "kind", [kind for kind in CONFIGS if kind != "gemma2"]
+)  # whose own error vLLM doubles
 def test_prompts_in_parts_beside_decode_and_prefix_hits(kind, checkpoints, start, calls):
     model, folder = checkpoints(kind)
     judge, llm = Judge(model), start(folder)
@@ -150,7 +153,7 @@ def test_prompts_in_parts_beside_decode_and_prefix_hits(kind, checkpoints, start
     assert max(calls) < 40
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["llama", "gpt_oss", "gemma2"])
 def test_same_tokens_as_the_own_attention(kind, checkpoints, start):
     _, folder = checkpoints(kind)
     inputs = prompts(LENGTHS)
@@ -345,12 +348,55 @@ def test_plug_in_is_found():
     assert BatchBuilder.get_cudagraph_support(None, None).name == "ALWAYS"
 
 
+def test_images_of_a_batch():
+    """A prompt in parts with two images, one of them cut by the part's end, beside a request that decodes; then a batch
+    without images in the same memory."""
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(is_mm_prefix_lm=True),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
+    )
+    builder = BatchBuilder(SimpleNamespace(block_size=32), [], config, torch.device("cpu"))
+    starts, lengths = torch.tensor([0, 1, 41], dtype=torch.int32), torch.tensor([70, 60], dtype=torch.int32)
+    common = dict(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=lengths,
+        seq_lens_cpu_upper_bound=lengths,
+        num_reqs=2,
+        num_actual_tokens=44,  # three of padding
+        max_query_len=40,
+        max_seq_len=70,
+        block_table_tensor=torch.arange(6, dtype=torch.int32).view(2, 3),
+        slot_mapping=torch.zeros(41, dtype=torch.int64),
+        causal=True,
+    )
+    images = {0: [(5, 20)], 1: [(10, 29), (50, 80)]}
+    batch = builder.build(0, CommonAttentionMetadata(**common, mm_req_doc_ranges=images))
+    layer = WarpspecAttention(4, 64, 0.125, 2, sliding_window=30)
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(44, 4, 64, generator=generator).bfloat16()
+    cache = torch.randn(6, 2, 32, 128, generator=generator).bfloat16()
+    got = layer.forward(None, query, None, None, cache, batch, torch.zeros_like(query))
+    pages = cache.transpose(1, 2).split(64, dim=-1)
+    k, v = (t[3:].flatten(0, 1)[:60].transpose(0, 1).float().repeat_interleave(2, dim=0) for t in pages)
+    position, key = torch.arange(20, 60)[:, None], torch.arange(60)
+    seen = (key <= position) & (key > position - 30)
+    for first, last in images[1]:
+        of_image = (position >= first) & (position <= last) & (key > position - 30)
+        seen |= of_image & (key >= first) & (key <= last)
+    scores = query[1:41].transpose(0, 1).float() @ k.transpose(1, 2) * 0.125
+    expected = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
+    assert (got[1:41].transpose(0, 1).float() - expected).norm() <= 4e-3 * expected.norm()
+    assert batch.ranges[0].tolist() == batch.ranges[43].tolist() == [-1, -1]
+    plain = builder.build(0, CommonAttentionMetadata(**common, mm_req_doc_ranges={}))
+    assert (plain.ranges == -1).all() and plain.ranges.data_ptr() == batch.ranges.data_ptr()
+
+
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
         ("head_size", 96, "head size.*96.*--attention-backend"),
         ("kv_cache_dtype", "nvfp4_4over6", "--kv-cache-dtype.*nvfp4, got nvfp4_4over6"),
-        ("logits_soft_cap", 30.0, "logits_soft_cap"),
         ("alibi_slopes", [1.0], "alibi_slopes"),
         ("attn_type", "encoder", "attn_type.*decoder"),
     ],

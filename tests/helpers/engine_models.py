@@ -36,9 +36,9 @@ CONFIGS = {
         num_experts_per_tok=2,
         layer_types=["sliding_attention", "full_attention"],
     ),
-    # soft caps far below the logits; layers with a window to ones without
+    # soft caps far below the logits; layers with a window to ones without; vLLM knows it with tied embeddings only
     "gemma2": lambda: Gemma2Config(
-        **SIZES,
+        **SIZES | {"tie_word_embeddings": True},
         num_hidden_layers=2,
         head_dim=64,
         query_pre_attn_scalar=4,

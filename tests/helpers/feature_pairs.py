@@ -1,0 +1,243 @@
+"""Calls of attention that together have every feature with every other one.
+
+``covering(seed)`` draws sets of features until each pair that goes together is in one of them; ``Problem`` makes a call
+of such a set: random lengths, NaN and Inf at every key that no query sees, outputs poisoned. Judged by the reference.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+
+import torch
+
+from helpers.attention_cases import LSE_TOLERANCE, O_TOLERANCE, relative_error
+from helpers.tree_cases import random_tree
+from warpspec.fmha import attention, attention_varlen, tree_words
+from warpspec.fmha.mask import visible
+from warpspec.fmha.problem import AttentionProblem
+
+SIZES = {"d72": (72, 72), "d128": (128, 128), "d192/128": (192, 128), "d256": (256, 256), "d512": (512, 512)}
+FEATURES = (
+    "causal", "window", "sink", "bias", "pages", "packed", "lengths", "q_start", "stride", "state", "splits", "softcap",
+    "fp16", "shared", "mla", "e4m3", "e5m2", "tree", "ranges", "odd group", "negative scale", "many queries", *SIZES,
+)  # fmt: skip
+NEEDS = {"stride": "causal", "tree": "causal", "ranges": "causal"}
+APART = [  # groups of features no two of which go together
+    (*SIZES, "mla"),
+    ("e4m3", "e5m2"),
+    ("stride", "tree", "ranges"),
+    ("packed", "lengths"),
+    ("packed", "bias"),
+    ("state", "sink"),
+    ("stride", "window"),
+    ("mla", "shared"),
+    ("d192/128", "shared"),
+    ("many queries", "tree"),
+    *(
+        (quantised, other)
+        for quantised in ("e4m3", "e5m2")
+        for other in ("bias", "mla", "d72", "d192/128", "d512")
+    ),
+]
+
+
+def legal(features: frozenset) -> bool:
+    """Whether there is a call with just these features."""
+    return all(NEEDS[one] in features for one in features & NEEDS.keys()) and all(
+        len(features.intersection(group)) < 2 for group in APART
+    )
+
+
+def covering(seed: int, most: int = 10, draws: int = 60) -> list[frozenset]:
+    """Sets of at most ``most`` features that hold every legal pair, each the best of so many draws."""
+    draw, left = random.Random(seed), set()
+    for pair in itertools.combinations(FEATURES, 2):
+        needed = frozenset(pair) | {NEEDS[one] for one in pair if one in NEEDS}
+        if legal(needed):
+            left.add(frozenset(pair))
+    found = []
+    while left:
+        first = draw.choice(sorted(left, key=sorted))
+        best, gain = None, -1
+        for _ in range(draws):
+            features = set(first) | {NEEDS[one] for one in first if one in NEEDS}
+            for one in draw.sample(FEATURES, len(FEATURES)):
+                more = features | {one} | ({NEEDS[one]} if one in NEEDS else set())
+                if len(more) <= most and legal(frozenset(more)):
+                    features = more
+            covered = sum(pair <= features for pair in left)
+            if covered > gain:
+                best, gain = frozenset(features), covered
+        found.append(best)
+        left = {pair for pair in left if not pair <= best}
+    return found
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A call with these features."""
+
+    features: frozenset
+    seed: int
+
+    @property
+    def id(self) -> str:
+        return "+".join(sorted(self.features)) or "plain"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float16 if "fp16" in self.features else torch.bfloat16
+
+    @property
+    def packed(self) -> bool:
+        return "packed" in self.features
+
+    def arguments(self) -> dict:
+        """Keyword arguments of ``attention`` or ``attention_varlen``."""
+        has, draw = self.features.__contains__, random.Random(self.seed)
+        generator = torch.Generator().manual_seed(self.seed)
+        dim, dim_v = next((SIZES[one] for one in sorted(self.features) if one in SIZES), (64, 64))
+        if has("mla"):
+            dim, dim_v = 576, 512
+        batch, heads_kv = 2, 1 if has("mla") or dim == 512 else draw.choice((1, 2))
+        heads = heads_kv * (draw.choice((3, 5)) if has("odd group") else draw.choice((2, 4)))
+        most_q = draw.randint(70, 150) if has("many queries") else draw.randint(1, 12)
+        keys = [draw.randint(most_q, 400), draw.choice((most_q, draw.randint(most_q, 300)))]
+        queries = [most_q, draw.randint(1, most_q) if self.packed else most_q]
+        if not (self.packed or has("lengths") or has("pages")):
+            keys = [keys[0]] * batch
+
+        def normal(*shape):
+            return torch.randn(shape, generator=generator)
+
+        q = [normal(n, heads, dim).to(self.dtype) for n in queries]
+        k = [normal(n, heads_kv, dim) for n in keys]
+        v = [normal(n, heads_kv, dim_v) for n in keys]
+        options = {"causal": has("causal"), "normalize": not has("state")}
+        options["window"] = draw.choice(((40, None), (15, 3), (90, 0))) if has("window") else None
+        options["sink"] = normal(heads) if has("sink") else None
+        options["num_splits"] = 3 if has("splits") else None
+        options["softcap"] = 4.0 if has("softcap") else None
+        if has("negative scale"):
+            options["scale"] = -(dim**-0.5)
+        if has("stride"):
+            options["key_stride"] = 4
+        starts = None
+        if has("q_start"):
+            starts = [draw.randint(-5, n * (4 if has("stride") else 1)) for n in keys]
+            options["q_start"] = torch.tensor(starts, dtype=torch.int32)
+        begins = starts or [n - m for n, m in zip(keys, queries, strict=True)]
+        by_query = {}
+        if has("tree"):
+            by_query["tree"] = [tree_words(random_tree(n, generator)) for n in queries]
+        if has("ranges"):
+            by_query["ranges"] = [_ranges(draw, n, begin) for n, begin in zip(queries, begins, strict=True)]
+        bias = None
+        if has("bias"):
+            bias = normal(batch, 1, most_q, max(keys)).masked_fill(
+                normal(batch, 1, most_q, max(keys)) > 1.5, -torch.inf
+            )
+        for b in range(batch):  # NaN and Inf where nobody looks
+            own = {name: each[b][None] for name, each in by_query.items()}
+            start = None if starts is None else options["q_start"][b : b + 1]
+            names = ("causal", "window", "key_stride")
+            problem = AttentionProblem.of(
+                q[b][None], k[b][None].to(self.dtype), q_start=start, **own,
+                **{name: options[name] for name in names if name in options},
+                **({"v_dim": dim_v} if has("mla") else {}),
+            )  # fmt: skip
+            hidden = ~visible(problem, None, start, own.get("tree"), own.get("ranges"))[0].any(dim=0)
+            k[b][hidden], v[b][hidden] = torch.nan, torch.nan if has("e4m3") else torch.inf
+        stored = torch.float8_e4m3fn if has("e4m3") else torch.float8_e5m2 if has("e5m2") else self.dtype
+        k, v = [t.to(stored) for t in k], [t.to(stored) for t in v]
+        if has("e4m3") or has("e5m2"):
+            options["k_scale"], options["v_scale"] = torch.full((1,), 0.5), torch.rand(batch, heads_kv) + 0.5
+        if has("mla"):
+            options["v_dim"] = dim_v
+        if self.packed:
+            options["cu_seqlens_q"] = torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32)
+            options["max_seqlen_q"] = most_q
+            options |= {name: torch.cat(each) for name, each in by_query.items()}
+            q = torch.cat(q)
+        else:
+            options |= {name: torch.stack(each) for name, each in by_query.items()}
+            options["bias"], q = bias, torch.stack(q)
+        lengths = torch.tensor(keys, dtype=torch.int32)
+        if self.packed and not has("pages"):
+            options["cu_seqlens_k"] = torch.tensor([0, *itertools.accumulate(keys)], dtype=torch.int32)
+            k, v = torch.cat(k), torch.cat(v)
+        else:
+            page = draw.choice((16, 32, 64, 128)) if has("pages") else 1
+            room = -(-max(keys) // page) * page if bias is None else max(keys)
+            if bias is not None and has("pages"):
+                room = -(-max(keys) // page) * page
+                more = bias.new_zeros(batch, 1, most_q, room - max(keys))
+                options["bias"] = torch.cat([bias, more], dim=3)
+            k, v = (torch.stack([_padded(t, room) for t in each]) for each in (k, v))
+            if has("lengths") or has("pages"):
+                options["kv_lengths"] = lengths
+            if has("pages"):
+                count = batch * room // page
+                table = torch.randperm(count, generator=generator).view(batch, -1).int()
+                options["page_table"] = table
+                k, v = (_paged(t, table, page) for t in (k, v))
+        if has("shared") or has("mla"):
+            v = None
+        return {"q": q, "k": k, "v": v, **options}
+
+    def run(self, arguments: dict, **where):
+        """(o, lse), o over a poisoned ``out``."""
+        call = attention_varlen if self.packed else attention
+        normalize = arguments["normalize"]
+        size = (
+            arguments.get("v_dim") or (arguments["q"] if arguments["v"] is None else arguments["v"]).shape[-1]
+        )
+        dtype = self.dtype if normalize else torch.float32
+        out = torch.full(
+            (*arguments["q"].shape[:-1], size), torch.nan, dtype=dtype, device=arguments["q"].device
+        )
+        result = call(**arguments, out=out, return_lse=normalize, **where)
+        if normalize:
+            return result
+        sums = result.row_sum.transpose(-1, -2)[..., None]
+        return torch.where(sums > 0, result.o / sums, result.o), result.lse
+
+    def check(self, got, arguments: dict) -> None:
+        """Assert that a result is the reference's."""
+        o, lse = (t.cpu() for t in got)
+        expected, expected_lse = self.run(arguments, backend="reference")
+        if self.packed:
+            o, expected = o[None], expected[None]
+        assert o.isfinite().all() and expected.isfinite().all()
+        error = relative_error(o.float(), expected.float())
+        assert error <= O_TOLERANCE[self.dtype], f"worst head's error {error:.2e}"
+        seen = expected_lse != -torch.inf
+        assert torch.equal(seen, lse != -torch.inf)
+        assert not seen.any() or (lse - expected_lse)[seen].abs().max() <= LSE_TOLERANCE
+
+
+def _ranges(draw: random.Random, queries: int, begin: int) -> torch.Tensor:
+    """int32 [queries, 2]: images of random sizes among text."""
+    found, i = torch.full((queries, 2), -1, dtype=torch.int32), 0
+    while i < queries:
+        size = draw.randint(1, max(queries // 2, 1))
+        if draw.random() < 0.6 and begin + i >= 0:
+            found[i : i + size] = torch.tensor([begin + i, begin + i + size - 1 + draw.randint(0, 5)])
+        i += size
+    return found
+
+
+def _padded(t: torch.Tensor, length: int) -> torch.Tensor:
+    """[length, Hkv, D] of a request's keys, NaN past them."""
+    nan = torch.full((length - len(t), *t.shape[1:]), torch.nan).to(t.dtype)
+    return torch.cat([t, nan])
+
+
+def _paged(t: torch.Tensor, table: torch.Tensor, page: int) -> torch.Tensor:
+    """[pages, page, Hkv, D] of [B, Sk, Hkv, D]."""
+    rows = t.unflatten(1, (-1, page))
+    pages = torch.empty_like(rows.flatten(0, 1))
+    pages.view(torch.uint8)[table.long().flatten()] = rows.flatten(0, 1).view(torch.uint8)
+    return pages
