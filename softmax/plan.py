@@ -72,8 +72,8 @@ class Rates:
 
 
 ALONE = Rates(2.5, 0.0, 22e3, 0.0003 / 1024, 0.4, 3.0)
-# The part of the traffic's time that does not hide behind the work of clusters that have SMs to themselves. Measured on
-# an H200 on 2026-11-26 at 1 to 5 rows of 262144 and 524288.
+# Clusters that have SMs to themselves: the part of the traffic's time that adds to their work on their shares. Measured
+# on an H200 on 2026-11-26, 1 to 5 rows of 262144 and 524288.
 ALONE_MEMORY = 0.35
 CLUSTERED = Rates(0.7, 0.28, 11.5e3, 0.0, 0.21, 1.5)  # fitted to 1 to 256 rows of 32000 to 256000
 L2_USABLE = 0.4  # fraction of L2 that serves data read again

@@ -6,6 +6,7 @@ import torch
 from cuda.bindings.driver import CUstream
 from cutlass import Boolean, Float32, Uint32
 from helpers.gathered_cases import O_TOLERANCE, Case, judge, judge_lse, random_case
+from helpers.row_scales import ROW_BYTES, put_scales, random_scales, scales_of
 from helpers.suites import long
 
 from warpspec.common.compile import fake_rows
@@ -13,32 +14,7 @@ from warpspec.common.launch import SIMULATED, Kernel
 from warpspec.latent.cache import LatentPool
 from warpspec.latent.gathered import codes, gathered_attention
 
-SCALES = slice(512, 528)  # bytes of a row
 TRUE_TOLERANCE = 5e-3  # of o and lse on keys that are not rounded: a code times its scale is, to bf16
-ROW_BYTES = 656
-
-
-def scales_of(pool: LatentPool) -> torch.Tensor:
-    """fp32 [pages, page_size, 4], a copy of the scales of a pool's rows."""
-    rows = pool.data[:, : pool.page_size * ROW_BYTES].unflatten(1, (pool.page_size, ROW_BYTES))
-    return rows[..., SCALES].contiguous().view(torch.float32)
-
-
-def put_scales(pool: LatentPool, scales: torch.Tensor) -> None:
-    rows = pool.data[:, : pool.page_size * ROW_BYTES].unflatten(1, (pool.page_size, ROW_BYTES))
-    rows[..., SCALES] = scales.view(torch.uint8)
-
-
-def random_scales(case: Case, seed: int = 0) -> None:
-    """Scales as an engine's amax / 448, which are no powers of two; some rows' are 0, tiny or large."""
-    generator = torch.Generator().manual_seed(seed)
-    for each in case.key_sets:
-        scales = scales_of(each.pool)
-        scales *= torch.exp2(torch.rand(scales.shape, generator=generator) - 0.5)
-        kind = torch.randint(0, 40, scales.shape[:2], generator=generator)
-        scales[kind == 0] = 0.0
-        scales[kind == 1] = torch.finfo(torch.float32).tiny
-        put_scales(each.pool, scales)
 
 
 def rounded(read):

@@ -1,0 +1,86 @@
+"""MLA's decode and V3.2's rows on a GPU, against the reference: random heads, drafts, lengths and pages."""
+
+import pytest
+import torch
+from helpers.gathered_cases import judge, judge_lse, random_case
+from helpers.row_scales import random_scales
+
+from warpspec.latent import mla_decode
+from warpspec.latent.cache import LatentPool
+from warpspec.latent.gathered import gathered_attention
+
+pytestmark = pytest.mark.gpu
+
+PAGE, ROW, VALUES = 64, 576, 512
+O_TOLERANCE, LSE_TOLERANCE = 4e-3, 1e-3
+V32_TOLERANCE = (
+    6e-3  # of o and lse on true keys: a code times a scale that is no power of two is rounded to bf16
+)
+
+
+def paged_call(heads: int, queries: int, most: int, seed: int, codes: bool):
+    """Requests of 0 to ``most`` rows in pages of random order; NaN in every row that nobody sees."""
+    generator = torch.Generator().manual_seed(seed)
+    batch = 7
+    lengths = torch.randint(0, most + 1, (batch,), generator=generator, dtype=torch.int32)
+    lengths[:4] = torch.tensor([0, 1, most, min(most, PAGE)])
+    pages = -(-most // PAGE)
+    table = torch.randperm(batch * pages, generator=generator).int().view(batch, pages)
+    rows = torch.randn(batch * pages, PAGE, ROW, generator=generator)
+    for request, length in enumerate(lengths.tolist()):
+        hidden = torch.arange(pages * PAGE).view(pages, PAGE) >= length
+        rows[table[request].long()] = rows[table[request].long()].masked_fill(hidden[..., None], torch.nan)
+    kv = rows.to(torch.float8_e4m3fn if codes else torch.bfloat16)
+    q = torch.randn(batch, queries, heads, ROW, generator=generator).bfloat16()
+    return [t.cuda() for t in (q, kv, table, lengths)]
+
+
+@pytest.mark.parametrize(
+    ("heads", "queries", "most", "splits", "codes"),
+    [
+        (128, 1, 1000, None, False),
+        (8, 3, 700, 3, False),
+        (1, 1, 129, None, False),
+        (128, 2, 500, None, True),
+        (64, 1, 1500, 4, True),
+        (16, 1, 4000, None, True),
+        (8, 4, 300, 1, True),
+        (1, 1, 65, None, True),
+    ],
+)
+def test_mla(heads, queries, most, splits, codes):
+    call = paged_call(heads, queries, most, heads + most, codes)
+    options = dict(scale=0.04, return_lse=True)
+    if codes:
+        options["kv_scale"] = torch.tensor(0.37, device="cuda")
+    out = torch.full((len(call[0]), queries, heads, VALUES), torch.nan, device="cuda", dtype=torch.bfloat16)
+    o, lse = mla_decode(*call, **options, num_splits=splits, out=out)
+    wanted, wanted_lse = mla_decode(*call, **options, backend="reference")
+    assert (o.float() - wanted.float()).norm() / wanted.float().norm() < O_TOLERANCE
+    seen = wanted_lse != -torch.inf
+    assert (lse - wanted_lse)[seen].abs().max() < LSE_TOLERANCE
+    assert (lse[~seen] == -torch.inf).all() and not o[0].any()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "slots", "splits"),
+    [
+        (5, 8, (200, 70), 1),
+        (3, 128, (64, 65, 1), 1),
+        (9, 16, (600,), 3),
+        (40, 64, (130, 512), 1),
+        (1, 1, (3000,), None),
+    ],
+)
+def test_v32_rows(tokens, heads, slots, splits, monkeypatch):
+    """Against true keys, and as closely as any other rows against keys rounded to bf16, which the kernel multiplies."""
+    case = random_case(tokens, heads, slots, format="v3.2-fp8", rotate=False, num_splits=splits)
+    random_scales(case)
+    case = case.to("cuda")
+    got, lse = gathered_attention(case.q, case.key_sets, **case.options)
+    read = LatentPool.read
+    for tolerance in (V32_TOLERANCE, O_TOLERANCE):
+        wanted, wanted_lse = gathered_attention(case.q, case.key_sets, backend="reference", **case.options)
+        judge_lse(lse, wanted_lse, V32_TOLERANCE)
+        assert judge(got, wanted) < tolerance
+        monkeypatch.setattr(LatentPool, "read", lambda pool, slots: read(pool, slots).bfloat16().float())
