@@ -106,3 +106,9 @@ def gpu_model(name: str) -> Gpu | None:
     """The model of a device, by the name that CUDA reports ("NVIDIA H100 80GB HBM3"); None if it is not listed."""
     words = name.split()
     return next((gpu for gpu in MODELS if gpu.name in words), None)
+
+
+def registers_at_launch(threads: int, ctas_per_sm: int) -> int:
+    """Registers a thread of a CTA gets, if so many CTAs share an SM."""
+    most = min(REGISTERS_PER_SM // (ctas_per_sm * threads), MAX_REGISTERS_PER_THREAD)
+    return most // REGISTER_STEP * REGISTER_STEP

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cuda.bindings.driver import CUstream
 from cutlass import Boolean, Float32, Int32, Int64
 
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
+from warpspec.softmax.host import SoftmaxHost
 from warpspec.softmax.online import exponential, exponentiate, largest, reference_of, scale
 from warpspec.softmax.reduction import STATE_WORDS, ClusterReduction, join_warps, warp_maximum, warp_sum
 from warpspec.softmax.vectors import (
@@ -97,25 +97,20 @@ class RowsConfig:
         return self.vectors * elements(self.dtype) <= MOST_KEPT
 
 
-class Rows:
-    """The kernel. Compile with ``cute.compile(Rows(config), x, out, stream)``."""
+class Rows(SoftmaxHost):
+    """The kernel of one ``RowsConfig``."""
 
-    def __init__(self, config: RowsConfig):
-        self.config = config
+    def clusters(self, rows):
+        """As of ``SoftmaxHost``; a cluster may have several rows."""
+        return cute.ceil_div(rows, self.config.rows)
 
-    @cute.jit
-    def __call__(self, x: cute.Tensor, out: cute.Tensor, stream: CUstream):
-        """Launch the kernel. x, out: (ROW, ELEMENT), elements contiguous; may be the same memory."""
-        config = self.config
-        self.kernel(x, out).launch(
-            grid=(cute.ceil_div(x.shape[0], config.rows) * config.cluster, 1, 1),
-            block=(config.threads, 1, 1),
-            cluster=(config.cluster, 1, 1) if cutlass.const_expr(config.cluster > 1) else None,
-            min_blocks_per_mp=config.ctas_per_sm,
-            preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
-            stream=stream,
-            use_pdl=config.dependent,
-        )
+    def options(self) -> dict:
+        """As of ``SoftmaxHost``."""
+        return {
+            "min_blocks_per_mp": self.config.ctas_per_sm,
+            "preferred_smem_carveout": SMEM_CARVEOUT_PERCENT,
+            "use_pdl": self.config.dependent,
+        }
 
     @cute.kernel
     def kernel(self, x: cute.Tensor, out: cute.Tensor):

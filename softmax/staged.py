@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cuda.bindings.driver import CUstream
 from cutlass import Boolean, Float32, Int32, Int64
 
 from warpspec.common.device.tma import bulk_load
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
+from warpspec.softmax.host import SoftmaxHost
 from warpspec.softmax.online import (
     absorb,
     exponential,
@@ -94,25 +94,16 @@ class StagedConfig:
         return self.edges or (self.dtype == "float32" and self.vectors > MOST_AT_ONCE)
 
 
-class Staged:
-    """The kernel. Compile with ``cute.compile(Staged(config), x, out, stream)``."""
+class Staged(SoftmaxHost):
+    """The kernel of one ``StagedConfig``."""
 
-    def __init__(self, config: StagedConfig):
-        self.config = config
-
-    @cute.jit
-    def __call__(self, x: cute.Tensor, out: cute.Tensor, stream: CUstream):
-        """Launch the kernel. x, out: (ROW, ELEMENT), elements contiguous; may be the same memory."""
-        config = self.config
-        self.kernel(x, out).launch(
-            grid=(x.shape[0] * config.cluster, 1, 1),
-            block=(config.threads, 1, 1),
-            cluster=(config.cluster, 1, 1) if cutlass.const_expr(config.cluster > 1) else None,
-            min_blocks_per_mp=config.ctas_per_sm,
-            preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
-            stream=stream,
-            use_pdl=config.dependent,
-        )
+    def options(self) -> dict:
+        """As of ``SoftmaxHost``."""
+        return {
+            "min_blocks_per_mp": self.config.ctas_per_sm,
+            "preferred_smem_carveout": SMEM_CARVEOUT_PERCENT,
+            "use_pdl": self.config.dependent,
+        }
 
     @cute.kernel
     def kernel(self, x: cute.Tensor, out: cute.Tensor):

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cuda.bindings.driver import CUstream
 from cutlass import Boolean, Float32, Int32, Int64
 
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
+from warpspec.softmax.host import SoftmaxHost
 from warpspec.softmax.online import absorb, exponential, scale, state_of
 from warpspec.softmax.reduction import STATE_WORDS, ClusterReduction, join_row
 from warpspec.softmax.vectors import (
@@ -47,22 +47,8 @@ class TwoPassConfig:
         return self.threads // WARP_THREADS
 
 
-class TwoPass:
-    """The kernel. Compile with ``cute.compile(TwoPass(config), x, out, stream)``."""
-
-    def __init__(self, config: TwoPassConfig):
-        self.config = config
-
-    @cute.jit
-    def __call__(self, x: cute.Tensor, out: cute.Tensor, stream: CUstream):
-        """Launch the kernel. x, out: (ROW, ELEMENT), elements contiguous; may be the same memory."""
-        config = self.config
-        self.kernel(x, out).launch(
-            grid=(x.shape[0] * config.cluster, 1, 1),
-            block=(config.threads, 1, 1),
-            cluster=(config.cluster, 1, 1) if cutlass.const_expr(config.cluster > 1) else None,
-            stream=stream,
-        )
+class TwoPass(SoftmaxHost):
+    """The kernel of one ``TwoPassConfig``."""
 
     @cute.kernel
     def kernel(self, x: cute.Tensor, out: cute.Tensor):

@@ -12,16 +12,14 @@ from warpspec.common import memory
 from warpspec.common.barriers import MBARRIER_BYTES, Barrier, barrier_count
 from warpspec.common.hardware import (
     FP32_BYTES,
-    MAX_REGISTERS_PER_THREAD,
     MAX_SMEM_PER_CTA,
-    REGISTER_STEP,
-    REGISTERS_PER_SM,
     SMEM_PER_SM,
     SMEM_RESERVED_PER_CTA,
     TMA_ALIGNMENT,
     TMEM_COLUMNS,
     WARP_THREADS,
     WORD_BYTES,
+    registers_at_launch,
 )
 from warpspec.common.launch import Target
 from warpspec.fmha.conversion import CONVERTER_WARPS, ConversionFeatures
@@ -291,8 +289,7 @@ class AttentionConfig(Choices, ConversionFeatures, AttentionKernel):
     @property
     def launch_registers(self) -> int:
         """Registers a thread at launch."""
-        per_thread = min(REGISTERS_PER_SM // (self.ctas_per_sm * self.threads), MAX_REGISTERS_PER_THREAD)
-        return per_thread // REGISTER_STEP * REGISTER_STEP
+        return registers_at_launch(self.threads, self.ctas_per_sm)
 
     @property
     def load_columns(self) -> int:

@@ -12,15 +12,13 @@ from warpspec.common import memory
 from warpspec.common.barriers import MBARRIER_BYTES, Barrier, barrier_count
 from warpspec.common.hardware import (
     FP32_BYTES,
-    MAX_REGISTERS_PER_THREAD,
     MAX_SMEM_PER_CTA,
-    REGISTER_STEP,
-    REGISTERS_PER_SM,
     SMEM_PER_SM,
     SMEM_RESERVED_PER_CTA,
     WARP_THREADS,
     WARPGROUP_THREADS,
     WORD_BYTES,
+    registers_at_launch,
 )
 from warpspec.common.launch import Target
 from warpspec.fmha.features import AttentionKernel, Schedule, TileScheduler, parts_of
@@ -223,11 +221,8 @@ class AttentionConfig(Choices, Float8Features, AttentionKernel):
 
     @property
     def register_pool(self) -> int:
-        """Registers of a CTA: at launch every thread gets the same number, a multiple of REGISTER_STEP."""
-        per_thread = min(
-            REGISTERS_PER_SM // (self.shape.ctas_per_sm * self.threads), MAX_REGISTERS_PER_THREAD
-        )
-        return per_thread // REGISTER_STEP * REGISTER_STEP * self.threads
+        """Registers of a CTA."""
+        return registers_at_launch(self.threads, self.shape.ctas_per_sm) * self.threads
 
     @property
     def role_registers(self) -> int:

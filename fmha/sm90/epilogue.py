@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from warpspec.common.device.wgmma import VECTOR, flat, store_row
+from warpspec.common.device.wgmma import flat, store_row
 from warpspec.fmha.device.logits import unit
 from warpspec.fmha.device.results import of_split, piece_statistics, statistics
 from warpspec.fmha.device.scales import value_factor
@@ -19,10 +19,9 @@ from warpspec.fmha.sm90.fragment import PAIR, QUAD, THREAD_ROWS, elements, row_c
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
 from warpspec.fmha.sm90.softmax import over_quad
 from warpspec.fmha.sm90.staging import (
-    CHUNKS,
     LOADS,
     TILE_WORDS,
-    chunk_read,
+    chunk_place,
     load_chunk,
     row_read,
     store_words,
@@ -168,8 +167,7 @@ def store_tiles(work, factors: cutlass.Constexpr, empties: cutlass.Constexpr, op
         for load in cutlass.range_constexpr(LOADS):
             chunk = cute.recast_tensor(load_chunk(stage, work.thread, load), dtype)
             if inside[load]:
-                at = block * CHUNKS + chunk_read(work.thread)
-                cute.autovec_copy(chunk, cute.local_tile(targets[load], (VECTOR,), (at,)))
+                cute.autovec_copy(chunk, chunk_place(targets[load], block, work.thread))
         cute.arch.sync_warp()  # before the next columns, or the next tile's P, are written
 
 

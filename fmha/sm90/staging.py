@@ -11,8 +11,10 @@ from cutlass import Int32
 from warpspec.common.device import tma
 from warpspec.common.hardware import WARP_THREADS, WORD_BYTES
 from warpspec.fmha.sm90.fragment import ROW_DISTANCE, THREAD_ROWS, WARP_ROWS
+from warpspec.fmha.tiles import ELEMENT_BYTES
 
 CHUNK_BYTES = 16  # what the swizzle moves as one
+CHUNK = CHUNK_BYTES // ELEMENT_BYTES
 CHUNK_WORDS = CHUNK_BYTES // WORD_BYTES
 CHUNKS = tma.ROW_BYTES // CHUNK_BYTES  # of a row of the tile
 SWIZZLE_ROWS = 8  # after which it repeats
@@ -74,6 +76,11 @@ def load_chunk(base: Int32, thread, load: int) -> cute.Tensor:
     words = cute.make_rmem_tensor(CHUNK_WORDS, Int32)
     cute.autovec_copy(vector_at(start, CHUNK_WORDS), words)
     return words
+
+
+def chunk_place(row: cute.Tensor, block: int, thread) -> cute.Tensor:
+    """(CHUNK): where a row (D) of global memory has that chunk of its block-th 64 columns."""
+    return cute.local_tile(row, (CHUNK,), (block * CHUNKS + chunk_read(thread),))
 
 
 def vector_at(address: Int32, words: int) -> cute.Tensor:

@@ -12,6 +12,7 @@ from warpspec.common.device import tmem
 from warpspec.moe.sm100.config import ACCUMULATORS
 from warpspec.moe.sm100.epilogue_rows import rows_to_result
 from warpspec.moe.sm100.epilogue_swapped import columns_to_result
+from warpspec.moe.sm100.store import Accumulator
 
 
 class EpilogueOperands(NamedTuple):
@@ -49,7 +50,7 @@ def epilogue(
         tmem.fence_after_wait()
         accumulator = columns + use % ACCUMULATORS * config.accumulator_columns
         write = columns_to_result if cutlass.const_expr(config.swapped) else rows_to_result
-        empty = channels["accumulator_empty"]
-        write(config, empty, use, operands, result, accumulator, staging, features, limit, rank, tile)
+        own = Accumulator(accumulator, channels["accumulator_empty"], use, tile, rank)
+        write(config, own, operands, result, staging, features, limit)
         use += 1
         tile = records.read(use)

@@ -14,7 +14,7 @@ from warpspec.moe.gate import gated
 from warpspec.moe.operands import INTERLEAVE
 from warpspec.moe.sm100 import activation
 from warpspec.moe.sm100.config import ACCUMULATORS, MMA_ROWS, SWIGLU_COLUMNS
-from warpspec.moe.sm100.store import warp_staging, write_scale_word, write_segment
+from warpspec.moe.sm100.store import Accumulator, warp_staging, write_scale_word, write_segment
 
 COLUMNS = SWIGLU_COLUMNS  # of a step: one block of outputs after gate and up are combined
 SCALE_BITS = 8
@@ -23,19 +23,16 @@ SCALE_BITS = 8
 @cute.jit
 def rows_to_result(
     config: cutlass.Constexpr,
-    empty: cutlass.Constexpr,
-    use,
+    own: Accumulator,
     operands,
     result,
-    accumulator: cute.Pointer,
     staging: cute.Pointer,
     features,
     limit,
-    rank,
-    tile,
 ):
     """Scale, activate, convert and write one accumulator [128 tokens, tile_n]; release it as soon as it has been
     read."""
+    use, tile, rank = own.use, own.tile, own.rank
     thread, _, _ = cute.arch.thread_idx()
     warp, lane = cute.arch.make_warp_uniform(thread // WARP_THREADS), thread % WARP_THREADS
     own_rows = tile.rows - rank * MMA_ROWS - warp * WARP_THREADS  # of this warp's 32 rows; may be negative
@@ -63,11 +60,11 @@ def rows_to_result(
             part = in_turn(part_turn, segment_steps, backwards)
             step = segment * segment_steps + part
             values = cute.make_rmem_tensor(COLUMNS, Float32)
-            tmem.load_row(accumulator + step * COLUMNS, values, thread)
+            tmem.load_row(own.columns + step * COLUMNS, values, thread)
             tmem.wait_loads()
             if segment_turn * segment_steps + part_turn == config.release_steps - 1:
                 tmem.fence_before_arrive()
-                empty.arrive_behind_collective(use, 0 if config.pair else None)
+                own.empty.arrive_behind_collective(own.use, 0 if config.pair else None)
             feature = tile.first_feature + step * COLUMNS
             scale_and_bias(config, operands, values, gate_scale, up_scale, tile.expert, feature, features)
             outputs = activate(config, values, limit)

@@ -20,7 +20,7 @@ from warpspec.common.nvfp4 import NVFP4_BLOCK
 from warpspec.moe.gate import gated
 from warpspec.moe.operands import INTERLEAVE
 from warpspec.moe.sm100 import activation
-from warpspec.moe.sm100.store import warp_staging, write_scale, write_segment
+from warpspec.moe.sm100.store import Accumulator, warp_staging, write_scale, write_segment
 
 CODE_BITS = 4
 BLOCK_LANES = (1, 2, 4, 2 * INTERLEAVE)  # lane distances between the 16 outputs of a block
@@ -43,18 +43,15 @@ class Feature(NamedTuple):
 @cute.jit
 def columns_to_result(
     config: cutlass.Constexpr,
-    empty: cutlass.Constexpr,
-    use,
+    own: Accumulator,
     operands,
     result,
-    accumulator: cute.Pointer,
     staging: cute.Pointer,
     features,
     limit,
-    rank,
-    tile,
 ):
     """Scale, activate, convert and write one accumulator [128 features, tile_n tokens]; release it once it is read."""
+    tile = own.tile
     thread, _, _ = cute.arch.thread_idx()
     warp, lane = cute.arch.make_warp_uniform(thread // WARP_THREADS), thread % WARP_THREADS
     feature = feature_of(config, operands, tile, warp, lane, features)
@@ -62,11 +59,11 @@ def columns_to_result(
     count = config.step_tokens
     for first in cutlass.range(0, config.tile_n, count, unroll=1):
         values = cute.make_rmem_tensor(count, Float32)
-        tmem.load_row(accumulator + first, values, thread)
+        tmem.load_row(own.columns + first, values, thread)
         tmem.wait_loads()
         if first == config.tile_n - count:
             tmem.fence_before_arrive()
-            empty.arrive_behind_collective(use)
+            own.empty.arrive_behind_collective(own.use)
         for token in cutlass.range_constexpr(0, count, 2):
             scales = tuple(token_scale(config, operands, feature, tile, first + token + i) for i in range(2))
             biases = (feature.bias, feature.bias) if cutlass.const_expr(config.has_bias) else None

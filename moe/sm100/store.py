@@ -7,6 +7,7 @@ line, so stores are predicated by token; a TMA store would write all rows.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
@@ -72,6 +73,18 @@ def warp_staging(config, base: cute.Pointer, warp, words: int) -> cute.Tensor:
         stride=(1, words, pitch, config.staging_warp_bytes // WORD_BYTES),
     )
     return cute.make_tensor(base, layout)[None, None, None, warp]
+
+
+@dataclass(frozen=True)
+class Accumulator:
+    """An accumulator as the epilogue's threads know it. columns: in tensor memory. empty: the channel that releases it,
+    at use ``use``. tile: its record. rank: of the CTA in its pair."""
+
+    columns: cute.Pointer
+    empty: object
+    use: Int32
+    tile: tuple
+    rank: Int32
 
 
 @cute.jit

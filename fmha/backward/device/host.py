@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from cuda.bindings.driver import CUstream
 
+from warpspec.common.device import tma
 from warpspec.common.device.host import host_function
 from warpspec.common.operands import fakes
+from warpspec.fmha.backward.device.tile import key_tiles_of
 from warpspec.fmha.backward.features import BackwardKernel
 from warpspec.fmha.backward.operands import BackwardNumbers, BackwardOperands
+from warpspec.fmha.device.grid import requests_of
+from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, kv_view
+from warpspec.fmha.heads import BLOCK
 
 
 class BackwardHost:
-    """``cute.compile(Backward(config), ...)`` makes one kernel. An architecture's ``Backward`` adds ``launch``, which
-    gets ``BackwardOperands``, (``LogitNumbers``, scale), the window and the order."""
+    """``cute.compile(Backward(config), ...)`` makes one kernel. An architecture's ``Backward`` adds ``kernel``, which
+    gets ``BackwardOperands``, copy atoms and coordinates of K, V, Q, dO and what ``further`` adds, (``LogitNumbers``,
+    scale), the window and the order."""
 
     def __init__(self, config: BackwardKernel):
         self.config = config
@@ -20,7 +26,31 @@ class BackwardHost:
     @host_function(BackwardOperands, BackwardNumbers)
     def __call__(self, operands: BackwardOperands, numbers: BackwardNumbers, stream: CUstream):
         logits, scale, *window, pieces, section = numbers
-        self.launch(operands, (logits, scale), tuple(window), (pieces, section), stream)
+        config, order = self.config, (pieces, section)
+        blocks = config.heads.qk_blocks
+        keys, queries = (BLOCK, config.tile_n, blocks), (BLOCK, config.tile_m, blocks)
+        boxes = ((operands.k, keys), (operands.v, keys), (operands.q, queries), (operands.do, queries))
+        copies = [tma.make_load(kv_view(config.kv, tensor), box) for tensor, box in boxes]
+        copies += self.further(operands)
+        rows = requests_of(config.requests, operands) if not config.requests.packed_k else 1
+        tiles = key_tiles_of(config, operands) * operands.k.shape[2] * rows
+        atoms, views = (tuple(copy[i] for copy in copies) for i in range(2))
+        self.kernel(operands, atoms, views, (logits, scale), tuple(window), order).launch(
+            grid=(tiles * self.ctas_of_tile(order), 1, 1),
+            block=(config.threads, 1, 1),
+            min_blocks_per_mp=1,
+            preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
+            use_pdl=True,
+            stream=stream,
+        )
+
+    def further(self, operands: BackwardOperands) -> list:
+        """More of ``tma.make_load`` and ``make_store``."""
+        return []
+
+    def ctas_of_tile(self, order: tuple):
+        """CTAs that share a key tile."""
+        return self.config.column_parts
 
 
 def fake_arguments(config: BackwardKernel) -> tuple:

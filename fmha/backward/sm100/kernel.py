@@ -4,52 +4,19 @@ from __future__ import annotations
 
 import cutlass.cute as cute
 
-from warpspec.common.device import tma, tmem
+from warpspec.common.device import tmem
 from warpspec.common.device.pipeline import init_barriers
 from warpspec.common.device.storage import allocate
 from warpspec.common.hardware import TMEM_COLUMNS
 from warpspec.fmha.backward.device.host import BackwardHost
 from warpspec.fmha.backward.device.load import GradientBuffers, load, wait_before, wait_first
-from warpspec.fmha.backward.device.tile import key_tile_at, key_tiles_of
+from warpspec.fmha.backward.device.tile import key_tile_at
 from warpspec.fmha.backward.sm100.keys import work_on_keys
 from warpspec.fmha.backward.sm100.mma import mma
-from warpspec.fmha.device.grid import requests_of
-from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, kv_view
-from warpspec.fmha.heads import BLOCK
 
 
 class Backward(BackwardHost):
     """The kernel of one ``BackwardConfig``."""
-
-    def launch(self, operands, scales, window, order, stream):
-        """Host side: TMA descriptors, grid, launch."""
-        config = self.config
-        blocks = config.heads.qk_blocks
-        key_box, query_box = (BLOCK, config.tile_n, blocks), (BLOCK, config.tile_m, blocks)
-        boxes = (
-            (operands.k, key_box),
-            (operands.v, key_box),
-            (operands.q, query_box),
-            (operands.do, query_box),
-        )
-        loads = [tma.make_load(kv_view(config.kv, tensor), box) for tensor, box in boxes]
-        rows = requests_of(config.requests, operands) if not config.requests.packed_k else 1
-        tiles = key_tiles_of(config, operands) * operands.k.shape[2] * rows
-        self.kernel(
-            operands,
-            tuple(atom for atom, _ in loads),
-            tuple(view for _, view in loads),
-            scales,
-            window,
-            order,
-        ).launch(
-            grid=(tiles * config.column_parts, 1, 1),
-            block=(config.threads, 1, 1),
-            min_blocks_per_mp=1,
-            preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
-            use_pdl=True,
-            stream=stream,
-        )
 
     @cute.kernel
     def kernel(self, operands, atoms, coordinates, scales, window, order):

@@ -11,14 +11,12 @@ from warpspec.common.device.storage import allocate
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.fmha.backward.device.host import BackwardHost
 from warpspec.fmha.backward.device.load import GradientBuffers, load, wait_before, wait_first
-from warpspec.fmha.backward.device.tile import key_tile_at, key_tiles_of
+from warpspec.fmha.backward.device.tile import key_tile_at
 from warpspec.fmha.backward.sm90.config import (
     CONSUMERS,
 )
 from warpspec.fmha.backward.sm90.consumer import consume
 from warpspec.fmha.backward.sm90.turns import take_turns
-from warpspec.fmha.device.grid import requests_of
-from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, kv_view
 from warpspec.fmha.heads import BLOCK
 
 
@@ -35,39 +33,19 @@ def bias_view(config, bias: cute.Tensor) -> cute.Tensor:
 class Backward(BackwardHost):
     """The kernel of one ``BackwardConfig``."""
 
-    def launch(self, operands, scales, window, order, stream):
-        """Host side: TMA descriptors, grid, launch."""
+    def further(self, operands) -> list:
+        """Of a bias that comes through shared memory; of its gradient, if that goes there."""
         config = self.config
-        blocks = config.heads.qk_blocks
-        key_box, query_box = (BLOCK, config.tile_n, blocks), (BLOCK, config.tile_m, blocks)
-        boxes = (
-            (operands.k, key_box),
-            (operands.v, key_box),
-            (operands.q, query_box),
-            (operands.do, query_box),
-        )
-        loads = [tma.make_load(kv_view(config.kv, tensor), box) for tensor, box in boxes]
-        if cutlass.const_expr(config.bias_tiles):
-            box = (BLOCK, config.tile_m)
-            loads.append(tma.make_load(bias_view(config, operands.bias), box))
-            if cutlass.const_expr(config.stores_bias):
-                loads.append(tma.make_store(bias_view(config, operands.dbias), (BLOCK, BLOCK)))
-        rows = requests_of(config.requests, operands) if not config.requests.packed_k else 1
-        self.kernel(
-            operands,
-            tuple(atom for atom, _ in loads),
-            tuple(view for _, view in loads),
-            scales,
-            window,
-            order,
-        ).launch(
-            grid=(key_tiles_of(config, operands) * operands.k.shape[2] * rows * order[0], 1, 1),
-            block=(config.threads, 1, 1),
-            min_blocks_per_mp=1,
-            preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
-            use_pdl=True,
-            stream=stream,
-        )
+        if not config.bias_tiles:
+            return []
+        found = [tma.make_load(bias_view(config, operands.bias), (BLOCK, config.tile_m))]
+        if config.stores_bias:
+            found.append(tma.make_store(bias_view(config, operands.dbias), (BLOCK, BLOCK)))
+        return found
+
+    def ctas_of_tile(self, order):
+        """The pieces of a key tile."""
+        return order[0]
 
     @cute.kernel
     def kernel(self, operands, atoms, coordinates, scales, window, order):

@@ -13,16 +13,14 @@ from warpspec.fmha.backward.device.tile import slot_of
 from warpspec.fmha.backward.features import THREAD_ELEMENTS, WARP_ELEMENTS, WARPS
 from warpspec.fmha.backward.sm90.config import CONSUMER_KEYS
 from warpspec.fmha.sm90.staging import (
-    CHUNKS,
     LOADS,
     TILE_WORDS,
-    chunk_read,
+    chunk_place,
     load_chunk,
     row_read,
     store_rows,
 )
 
-CHUNK = 8  # 16-bit numbers of a 16-byte store
 VECTOR = 4  # fp32 numbers of one 16-byte store
 
 
@@ -112,6 +110,6 @@ def write_rows(work, tensor: cute.Tensor, values: cute.Tensor, factor):
             key = tile.first_key + work.first_row + row_read(thread, load)
             if key < keys:
                 target = tensor[batch, tile.place.first_key + key, tile.kv_head, None]
-                part = cute.local_tile(target, (CHUNK,), (block * CHUNKS + chunk_read(thread),))
+                part = chunk_place(target, block, thread)
                 chunk = load_chunk(base, thread, load)
                 cute.autovec_copy(cute.recast_tensor(chunk, tensor.element_type), part)

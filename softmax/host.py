@@ -1,0 +1,34 @@
+"""Host side of the kernels that read rows and write as many."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+
+
+class SoftmaxHost:
+    """Compile with ``cute.compile(Kernel(config), x, out, stream)``. A class of it adds ``kernel``."""
+
+    def __init__(self, config):
+        self.config = config
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, out: cute.Tensor, stream: CUstream):
+        """Launch the kernel. x, out: (ROW, ELEMENT), elements contiguous; may be the same memory."""
+        config = self.config
+        self.kernel(x, out).launch(
+            grid=(self.clusters(x.shape[0]) * config.cluster, 1, 1),
+            block=(config.threads, 1, 1),
+            cluster=(config.cluster, 1, 1) if cutlass.const_expr(config.cluster > 1) else None,
+            stream=stream,
+            **self.options(),
+        )
+
+    def clusters(self, rows):
+        """Clusters, or CTAs, that so many rows take."""
+        return rows
+
+    def options(self) -> dict:
+        """What else the kernel is launched with."""
+        return {}
