@@ -198,7 +198,8 @@ class Constants:
 
     serial_mma, serial_key, serial_tile: what a consumer's step takes by itself: share of the products' clocks, clocks a
     key, and clocks. mma, exponentials: the SM's units, as multiples of what is counted. turn: clocks of the tensor
-    cores between consumers. power: of the mean. sm_bytes: from memory that arrive on an SM, a clock. latency: clocks
+    cores between consumers. power: of the mean. sm_bytes, l2_bytes: from memory, and in all, that arrive on an SM, a
+    clock. latency: clocks
     from the demand of a KV tile to its arrival. box: clocks that a load takes to issue. mask: clocks a key of a tile
     with a mask; pack_mask: times as many where heads share a tile. tile, tile_row: clocks of a query tile's start and
     end, and more for each element of its rows; pack_ends: times as many where heads share a tile; hidden: part by which
@@ -213,46 +214,47 @@ class Constants:
     combine_parts: microseconds of each round of so many parts.
     """
 
-    serial_mma: float = 0.1946
-    serial_key: float = 7.842
-    serial_tile: float = 111.0
-    mma: float = 0.8227
-    exponentials: float = 1.572
-    power: float = 2.734
-    sm_bytes: float = 47.16
-    latency: float = 699.3
-    box: float = 40.69
-    mask: float = 2.554
-    tile: float = 1818.0
-    tile_row: float = 0.1128
-    hidden: float = 0.1718
-    alone: float = 104.2
-    round_: float = 0.5358
-    greedy: float = 0.3812
-    spread: float = 0.4866
-    greedy_spread: float = 1.082
-    launch: float = 3.666
-    memory: float = 1.294
-    turn: float = 234.7
-    chunk: float = 97.37
+    serial_mma: float = 0.1889
+    serial_key: float = 7.593
+    serial_tile: float = 107.9
+    mma: float = 0.7413
+    exponentials: float = 1.47
+    power: float = 2.784
+    sm_bytes: float = 47.07
+    l2_bytes: float = 44.34
+    latency: float = 699.2
+    box: float = 45.65
+    mask: float = 3.265
+    tile: float = 1976.0
+    tile_row: float = 0.1224
+    hidden: float = 0.1666
+    alone: float = 103.8
+    round_: float = 0.5649
+    greedy: float = 0.3513
+    spread: float = 0.5309
+    greedy_spread: float = 1.09
+    launch: float = 3.432
+    memory: float = 1.174
+    turn: float = 201.2
+    chunk: float = 97.23
     scan: float = 1.175
-    scan_requests: float = 0.01187
-    join: float = 3.115
-    join_bytes: float = 2770000.0
-    combine: float = 0.8554
-    combine_bytes: float = 4519000.0
-    queue: float = 2.259
-    pack_mask: float = 1.838
-    pack_ends: float = 1.13
-    team_11: float = 1.091
-    team_12: float = 1.085
-    team_13: float = 1.083
-    team_31: float = 0.9683
-    single: float = 1.309
-    combine_round: float = 0.6065
+    scan_requests: float = 0.01185
+    join: float = 3.116
+    join_bytes: float = 2769000.0
+    combine: float = 0.8247
+    combine_bytes: float = 4298000.0
+    queue: float = 2.254
+    pack_mask: float = 2.094
+    pack_ends: float = 1.016
+    team_11: float = 0.9831
+    team_12: float = 1.03
+    team_13: float = 1.061
+    team_31: float = 1.033
+    single: float = 1.479
+    combine_round: float = 0.7054
     combine_parts: float = 32.0
-    idle: float = 3558.0
-    line: float = 1.11
+    idle: float = 3570.0
+    line: float = 1.095
 
 
 class Tile(NamedTuple):
@@ -326,6 +328,7 @@ def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=
         """Clocks of a KV tile in each of so many CTAs an SM, so many on all SMs. groups: part of the warpgroups that
         have a query."""
         loads = load * maximum(ctas / c.sm_bytes, ctas_here * CLOCKS_PER_US / memory_rate)
+        loads = maximum(loads, tile.bytes * ctas / c.l2_bytes)
         return ((consumers * ctas * groups) ** p * tile.unit + loads**p + rest) ** (1 / p) * tile.team
 
     if way is Way.LINE:
