@@ -96,11 +96,11 @@ def call(problem: GatheredProblem, q, key_sets, sink, rotate_back, out, backend)
     "Tensor? sink, Tensor? cos_sin, Tensor? positions, SymInt num_splits, Tensor(a!) o, Tensor(b!)? scales, "
     "Tensor(c!)? lse, Tensor(d!)? row_max, Tensor(e!)? row_sum, str backend) -> ()",
 )
-def gathered_operator(
-    q, data, page_sizes, name, slots, lengths, scale, sink, cos_sin, positions, num_splits, o, scales, lse, row_max,
-    row_sum, backend,
-) -> None:  # fmt: skip
+def gathered_operator(*arguments) -> None:
     """Operator of ``gathered_attention``; num_splits 0: choose it."""
+    q, data, page_sizes, name, slots, lengths, scale, sink, *others = arguments
+    cos_sin, positions, num_splits, *results, backend = others
+    o, scales, lse, row_max, _ = results
     parts = zip(data, page_sizes, slots, lengths, strict=True)
     key_sets = [KeySet(LatentPool(pool, size, name), *rest) for pool, size, *rest in parts]
     rotate_back = None if cos_sin is None else (cos_sin, positions)
@@ -110,7 +110,7 @@ def gathered_operator(
         out_format="bf16" if scales is None else "fp8",
     )  # fmt: skip
     check_apart_out(o if scales is None else Float8Tensor(o, scales), q, key_sets, sink, rotate_back)
-    compute(problem, q, key_sets, sink, rotate_back, (o, scales, lse, row_max, row_sum), backend)
+    compute(problem, q, key_sets, sink, rotate_back, tuple(results), backend)
 
 
 @gathered_operator.register_fake

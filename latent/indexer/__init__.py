@@ -62,7 +62,7 @@ def index_scores(
     """
     check_scores(queries, pool, page_table, requests, lengths)
     refuse_gradients(**{"queries.weights": queries.weights})
-    return ops.index_scores(queries, pool, page_table, requests, lengths, backend)
+    return ops.index_scores(ops.ScoresCall(queries, pool, page_table, requests, lengths, backend))
 
 
 def index_topk(

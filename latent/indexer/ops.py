@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from warpspec.common.backend import resolve_backend
@@ -65,40 +67,54 @@ def _(q, cos_sin, positions, data, format, hadamard, backend):
     return None
 
 
-def index_scores(
-    queries: IndexQueries, pool: IndexPool, page_table, requests, lengths, backend
-) -> torch.Tensor:
+class ScoresCall(NamedTuple):
+    """A checked call of ``index_scores``."""
+
+    queries: IndexQueries
+    pool: IndexPool
+    page_table: torch.Tensor
+    requests: torch.Tensor
+    lengths: torch.Tensor
+    backend: str
+
+    @property
+    def flat(self) -> tuple:
+        """The arguments of an operator."""
+        asked, pool = self.queries.pool, self.pool
+        queries = (asked.data, asked.page_size, asked.format, self.queries.weights)
+        return (*queries, pool.data, pool.page_size, pool.format, *self[2:])
+
+    @classmethod
+    def of_flat(cls, arguments: tuple) -> ScoresCall:
+        """The call of ``flat``."""
+        queries = IndexQueries(IndexPool(*arguments[:3]), arguments[3])
+        return cls(queries, IndexPool(*arguments[4:7]), *arguments[7:])
+
+
+def index_scores(call: ScoresCall) -> torch.Tensor:
     """K4 on checked arguments, through the torch operator while something records it."""
-    asked = queries.pool
-    arguments = (
-        asked.data, asked.page_size, asked.format, queries.weights, pool.data, pool.page_size, pool.format, page_table,
-        requests, lengths, backend,
-    )  # fmt: skip
-    return (scores_operator if watched(asked.data, pool.data, queries.weights) else run_scores)(*arguments)
+    if watched(call.queries.pool.data, call.pool.data, call.queries.weights):
+        return scores_operator(*call.flat)
+    return run_scores(call)
 
 
-def run_scores(
-    asked, heads, asked_format, weights, data, page_size, name, page_table, requests, lengths, backend
-):
+def run_scores(call: ScoresCall) -> torch.Tensor:
     """Run K4: logits fp32 [T, N]."""
-    backend = resolve_backend(backend, page_table.device)
-    queries, pool = (
-        IndexQueries(IndexPool(asked, heads, asked_format), weights),
-        IndexPool(data, page_size, name),
-    )
-    tokens, columns = len(weights), page_table.shape[1] * page_size
-    if backend == "reference":
+    queries, pool, page_table, requests, lengths, backend = call
+    asked, weights = queries.pool, queries.weights
+    tokens, columns = len(weights), page_table.shape[1] * pool.page_size
+    if resolve_backend(backend, page_table.device) == "reference":
         return reference_scores(queries, pool, page_table, requests, lengths)
     target = target_of(page_table.device)
-    check_scores_kernels(name, asked_format, heads)
+    check_scores_kernels(pool.format, asked.format, asked.page_size)
     logits = torch.empty(tokens, columns, device=page_table.device)
     if logits.numel() == 0:
         return logits
     kernels = INDEX.of(target.architecture)
-    config = kernels.config.of(name, heads, page_size, tokens, columns, target.sm_count)
+    config = kernels.config.of(pool.format, asked.page_size, pool.page_size, tokens, columns, target.sm_count)
     batch = (page_table, requests, lengths, logits)
     parts = config.choose_parts(tokens, columns, target.sm_count)
-    kernels.scores.run(config, target, queries.pool.words, weights.detach(), pool.words, *batch, parts)
+    kernels.scores.run(config, target, asked.words, weights.detach(), pool.words, *batch, parts)
     return logits
 
 
@@ -179,17 +195,14 @@ def reference_scores(queries: IndexQueries, pool: IndexPool, page_table, request
     schema="(Tensor asked, SymInt heads, str asked_format, Tensor weights, Tensor data, SymInt page_size, str name, "
     "Tensor page_table, Tensor requests, Tensor lengths, str backend) -> Tensor",
 )
-def scores_operator(
-    asked, heads, asked_format, weights, data, page_size, name, page_table, requests, lengths, backend
-):
+def scores_operator(*arguments):
     """Operator of ``index_scores``."""
-    return run_scores(
-        asked, heads, asked_format, weights, data, page_size, name, page_table, requests, lengths, backend
-    )
+    return run_scores(ScoresCall.of_flat(arguments))
 
 
 @scores_operator.register_fake
-def _(asked, heads, asked_format, weights, data, page_size, name, page_table, requests, lengths, backend):
+def _(*arguments):
+    weights, page_size, page_table = arguments[3], arguments[5], arguments[7]
     return torch.empty(weights.shape[0], page_table.shape[1] * page_size, device=page_table.device)
 
 
