@@ -17,19 +17,21 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from warpspec.aot.models import PACKED, PAGED, kernels
+from warpspec.cache.quantize import quantize_nvfp4
 from warpspec.common.hardware import VECTOR_BYTES
 from warpspec.common.launch import Kernel, Target
 from warpspec.fmha import attention, attention_varlen
 from warpspec.fmha.problem import AttentionProblem
+from warpspec.fmha.quantized import BLOCK_SCALES, dequantized
 from warpspec.softmax import softmax, softmax_topk
 
 from . import gpu_bench
 from .attention_peers import CUDNN, FLASH, SDPA, flash_attention, result_of, sdpa, sdpa_shared
 from .row_peers import QUACK, quack_softmax, quack_topk, softmax_peers, topk_peers
-from .sweep_shapes import FLOAT8, MOST_BYTES, AttentionShape, RowShape, Shape
+from .sweep_shapes import CODE_BITS, FLOAT8, MOST_BYTES, AttentionShape, RowShape, Shape
 
 OURS = "warpspec"
-BF16 = "warpspec, bf16"  # a peer of FP8 keys
+BF16 = "warpspec, bf16"  # a peer of FP8 and NVFP4 keys
 DTYPE = torch.bfloat16
 FLASH_MOST_DIM = 256  # of a head, on sm_90
 SETS_BYTES, MOST_SETS = 2 * MOST_BYTES, 64  # of all inputs that calls of a shape go round
@@ -41,7 +43,7 @@ SETS_BYTES, MOST_SETS = 2 * MOST_BYTES, 64  # of all inputs that calls of a shap
 def attention_inputs(
     shape: AttentionShape, device: str, seed: int = 0, *, values: bool = True
 ) -> SimpleNamespace:
-    """q, k, v (None where V is K) and the options of our call; of FP8 keys also ``wide``, the same in bf16 for peers.
+    """q, k, v (None where V is K) and the options of our call; of codes also ``wide``, the same in bf16 for peers.
     values: random ones, and pages in random order."""
     draw = random.Random(seed)
 
@@ -84,11 +86,30 @@ def attention_inputs(
     q = tensor(*query_rows, shape.heads_q, shape.head_dim)
     k = tensor(*key_rows, shape.heads_kv, shape.head_dim)
     v = None if shape.shared_kv else tensor(*key_rows, shape.heads_kv, shape.head_dim)
-    if shape.kind == FLOAT8:
-        codes = [t.to(torch.float8_e4m3fn) for t in (k, v)]
-        wide = SimpleNamespace(q=q, k=codes[0].to(DTYPE), v=codes[1].to(DTYPE), options=options)
-        return SimpleNamespace(q=q, k=codes[0], v=codes[1], options=options, wide=wide)
+    if shape.kind in CODE_BITS:
+        codes, more = quantized(shape.kind, (k, v), values)
+        if values:
+            blocks = [more.get(name) for name in BLOCK_SCALES]
+            k, v = (dequantized(t, block).to(DTYPE) for t, block in zip(codes, blocks, strict=True))
+        wide = SimpleNamespace(q=q, k=k, v=v, options=options)
+        return SimpleNamespace(q=q, k=codes[0], v=codes[1], options=options | more, wide=wide)
     return SimpleNamespace(q=q, k=k, v=v, options=options)
+
+
+def quantized(kind: str, tensors: tuple, values: bool) -> tuple[list, dict]:
+    """(codes of K and V, what else our call takes of them): e4m3, or NVFP4. kind: of CODE_BITS. values: of the tensors,
+    not any."""
+    if kind == FLOAT8:
+        return [t.to(torch.float8_e4m3fn) for t in tensors], {}
+    if values:
+        found = [quantize_nvfp4(t, torch.tensor(1.0, device=t.device)) for t in tensors]
+        codes, blocks = zip(*found, strict=True)
+    else:
+        codes, blocks = (
+            [t.new_empty(*t.shape[:-1], t.shape[-1] // part, dtype=torch.uint8) for t in tensors]
+            for part in (2, 16)
+        )
+    return list(codes), dict(zip(BLOCK_SCALES, blocks, strict=True))
 
 
 def starts(lengths: tuple[int, ...]) -> list[int]:
@@ -140,7 +161,7 @@ def peers(shape: Shape) -> dict[str, Callable]:
                 found.pop(QUACK, None)  # computes something else
             return {name: lambda x, call=call: call(x)[0] for name, call in found.items()}
         return softmax_peers(shape.length)
-    if shape.kind == FLOAT8:
+    if shape.kind in CODE_BITS:
         plain = replace(shape, kind="decode")  # any kind without peers of its own
         found = {BF16: ours(plain), **peers(plain)}
         return {name: lambda x, call=call: call(x.wide) for name, call in found.items()}
@@ -196,7 +217,7 @@ def our_kernels(shape: Shape, target: Target) -> list[tuple[Kernel, Hashable]]:
     """
     if isinstance(shape, AttentionShape):
         x = attention_inputs(shape, "meta", values=False)
-        calls = [x, x.wide] if shape.kind == FLOAT8 else [x]
+        calls = [x, x.wide] if shape.kind in CODE_BITS else [x]
         problems = [AttentionProblem.of(x.q, x.k, x.v, memory=False, **x.options) for x in calls]
         return kernels(problems, target)
     edges = shape.length * getattr(torch, shape.dtype).itemsize % VECTOR_BYTES != 0
@@ -240,7 +261,7 @@ def compile_peer(shape: Shape) -> None:
 
         with FakeTensorMode(), torch.no_grad():
             x = attention_inputs(shape, "cuda", values=False)
-            flash_call(flash_attention(), shape, x.wide if shape.kind == FLOAT8 else x)
+            flash_call(flash_attention(), shape, x.wide if shape.kind in CODE_BITS else x)
         return
     from quack.cute_dsl_utils import torch2cute_dtype_map
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 from warpspec.aot.models import CALLS, FULL, MODELS, PACKED, PAGED, Model, sliding
 
@@ -40,9 +41,10 @@ EXPERTS = (8, 16, 32, 60, 64, 72, 128, 160, 256)
 GRADIENTS = "gradients"  # kind of a shape whose backward pass is timed, not its forward pass
 GRADIENT_WORK = 2.5  # a backward pass has five products for the forward pass's two
 GRADIENT_DIMS = (64, 128, 256)  # head sizes that have gradients
-FLOAT8 = "fp8"  # kind of a shape whose keys and values are e4m3
-FLOAT8_DIMS = (64, 128, 256)
-# Of 160 shapes.
+FLOAT8, NVFP4 = "fp8", "nvfp4"  # kinds of shapes whose keys and values are e4m3, or NVFP4
+CODE_BITS = {FLOAT8: 8, NVFP4: 4.5}  # of a number of K and V, with its share of block scales
+CODE_DIMS = (64, 128, 256)  # head sizes that have such keys
+# Of 180 shapes.
 SHARES = {
     "prefill": 20,
     "chunked": 14,
@@ -54,6 +56,7 @@ SHARES = {
     "top-k": 15,
     GRADIENTS: 20,
     FLOAT8: 20,
+    NVFP4: 20,
 }
 KINDS = tuple(SHARES)
 
@@ -120,8 +123,11 @@ class AttentionShape:
     @property
     def kv_bytes(self) -> int:
         """Bytes of K and V for one key."""
-        size = 1 if self.kind == FLOAT8 else ELEMENT_BYTES["bfloat16"]
-        return (1 if self.shared_kv else 2) * self.heads_kv * self.head_dim * size
+        return self._kv_bytes(CODE_BITS.get(self.kind, 8 * ELEMENT_BYTES["bfloat16"]))
+
+    def _kv_bytes(self, bits: float) -> int:
+        """As ``kv_bytes``, of numbers of so many bits."""
+        return round((1 if self.shared_kv else 2) * self.heads_kv * self.head_dim * bits / 8)
 
     @property
     def qo_bytes(self) -> int:
@@ -142,8 +148,8 @@ class AttentionShape:
     def held_bytes(self) -> int:
         """Bytes of all tensors of the shape."""
         keys = max(self.keys) * self.batch if self.form in ("plain", "ranges") else sum(self.keys)
-        forms = 3 if self.kind == FLOAT8 else 1  # peers read the same values in bf16
-        return self.copies * (forms * keys * self.kv_bytes + self.qo_bytes)
+        wide = self._kv_bytes(16) if self.kind in CODE_BITS else 0  # peers read the same values in bf16
+        return self.copies * (keys * (self.kv_bytes + wide) + self.qo_bytes)
 
     @property
     def flops(self) -> int:
@@ -365,12 +371,12 @@ def gradients(draw: random.Random) -> AttentionShape:
     return AttentionShape(GRADIENTS, queries=queries, keys=queries, **fields)
 
 
-def float8(draw: random.Random) -> AttentionShape:
-    """A serving layer of any kind, decoding most of all, whose cache is e4m3."""
-    kind = draw.choice((decode, decode, decode, speculative, chunked, prefill))
-    while (shape := kind(draw)).head_dim not in FLOAT8_DIMS:
+def quantized(draw: random.Random, kind: str) -> AttentionShape:
+    """A serving layer of any kind, decoding most of all, whose cache has codes. kind: of CODE_BITS."""
+    make = draw.choice((decode, decode, decode, speculative, chunked, prefill))
+    while (shape := make(draw)).head_dim not in CODE_DIMS:
         pass
-    return replace(shape, kind=FLOAT8)
+    return replace(shape, kind=kind)
 
 
 DRAWS = {
@@ -383,7 +389,8 @@ DRAWS = {
     "softmax": softmax,
     "top-k": top_k,
     GRADIENTS: gradients,
-    FLOAT8: float8,
+    FLOAT8: partial(quantized, kind=FLOAT8),
+    NVFP4: partial(quantized, kind=NVFP4),
 }
 
 
