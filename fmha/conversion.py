@@ -23,8 +23,17 @@ class ConversionFeatures:
 
     @property
     def p_dtype(self) -> str:
-        """dtype of P, and of V in products."""
+        """dtype of P, and of V in products. Codes are fp16 numbers, and P has three digits more in fp16."""
+        return "float16" if self.format.kv_format and not self.format.shared_kv else self.format.dtype
+
+    @property
+    def qk_dtype(self) -> str:
+        """dtype of Q and K in products."""
         return self.format.dtype
+
+    def ring_dtype(self, ring: str) -> str:
+        """dtype of a ring's 16-bit tiles."""
+        return self.p_dtype if ring == "v" else self.qk_dtype
 
     def load_ring(self, ring: str) -> str:
         """Name of the ring that TMA fills with a ring's tiles."""

@@ -142,12 +142,13 @@ def config_of(shape, head_dim: int, **options) -> fmha.AttentionConfig:
 def overview() -> str:
     """Markdown: every shape of every head dimension in a row; the first of a head dimension is its default."""
     rows = []
-    float8 = {dim: (shape,) for dim, shape in blackwell_shapes.FLOAT8_SHAPES.items()}
-    tables = (
+    tables = [
         ("two", blackwell_shapes.SHAPES, {}),
         ("one", blackwell_shapes.SHARED_SHAPES, {"shared_kv": True}),
-        ("two, FP8", float8, {"kv_format": "e4m3"}),
-    )
+    ]
+    for title, fmt in (("two, FP8", "e4m3"), ("two, NVFP4", "nvfp4")):
+        shapes = {dim: (shape,) for dim, shape in blackwell_shapes.QUANTIZED_SHAPES[fmt].items()}
+        tables.append((title, shapes, {"kv_format": fmt}))
     for tensors, shapes, options in tables:
         for head_dim, choices in shapes.items():
             for shape in choices:
@@ -164,7 +165,7 @@ def overview() -> str:
                         tensors,
                         f"{c.tile_m} x {c.tile_n}",
                         shape.p_in.upper(),
-                        f"{c.kv_stages}, {shape.raw_stages} of FP8" if c.converts else c.kv_stages,
+                        f"{c.kv_stages}, {shape.raw_stages} of codes" if c.converts else c.kv_stages,
                         c.ctas_per_sm,
                         c.smem_bytes,
                         f"{c.tmem_columns} of {c.tmem_allocation}",

@@ -10,8 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from warpspec.common.device.float4 import scales_twice
-from warpspec.common.device.words import copy_async, load_shared_byte
+from warpspec.common.device.words import copy_async
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.common.kv_formats import swizzled_place
 
@@ -59,8 +58,3 @@ def scale_address(config, tile, ring: str, row, block):
     if config.format.swizzled and ring == "v":
         at = swizzled_place(row, block, config.row_blocks)
     return tile + at[0] * config.row_blocks + at[1]
-
-
-def scale_pair(config, tile, ring: str, row, block):
-    """The scale of a block of a row in fp16, twice in a word."""
-    return scales_twice(load_shared_byte(scale_address(config, tile, ring, row, block)), 1)[0]

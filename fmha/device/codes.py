@@ -11,7 +11,15 @@ from typing import ClassVar, Protocol
 
 from cutlass import Uint32
 
-from warpspec.common.device.float4 import even_codes, fp16_pairs, multiply_fp16x2, odd_codes
+from warpspec.common.device.float4 import (
+    bf16_pairs,
+    bf16_scale_twice,
+    even_codes,
+    fp16_pairs,
+    multiply_fp16x2,
+    odd_codes,
+    scales_twice,
+)
 from warpspec.common.device.float8 import widened
 from warpspec.common.device.words import interleave
 from warpspec.fmha.device.scales import is_nvfp4
@@ -38,8 +46,11 @@ class Codes(Protocol):
     def columns(self, first: Uint32, second: Uint32, scale) -> list:
         """Pairs of the numbers of a word of each of two rows."""
 
-    def in_order(self, word: Uint32, scale) -> list:
-        """Pairs of the numbers of one word, neighbours side by side."""
+    def in_order(self, words: list, scale) -> list:
+        """Pairs of the numbers of some words of a row and of a block, neighbours side by side."""
+
+    def scale_pair(self, code: Uint32) -> Uint32:
+        """The scale of ``in_order``, of a block's in byte 0."""
 
 
 class Float8Codes(Codes):
@@ -53,10 +64,11 @@ class Float8Codes(Codes):
         self.fmt, self.dtype = fmt, dtype
 
     def row(self, word: Uint32, scale) -> list:
-        pairs = widened([word], self.fmt, self.dtype)
-        return [pairs[0], pairs[1]]
+        return self.in_order([word], scale)
 
-    in_order = row
+    def in_order(self, words: list, scale) -> list:
+        pairs = widened(words, self.fmt, self.dtype)
+        return [pairs[i] for i in range(2 * len(words))]
 
     def columns(self, first: Uint32, second: Uint32, scale) -> list:
         mixed = [interleave(first, second, order) for order in BYTES_OF_PAIRS]
@@ -73,9 +85,15 @@ class NVFP4Codes(Codes):
     def row(self, word: Uint32, scale) -> list:
         return self.scaled((even_codes(word), odd_codes(word)), scale)
 
-    def in_order(self, word: Uint32, scale) -> list:
-        even, odd = even_codes(word), odd_codes(word)
-        return self.scaled((interleave(even, odd, order) for order in BYTES_OF_PAIRS), scale)
+    def in_order(self, words: list, scale) -> list:
+        found = []
+        for word in words:
+            even, odd = even_codes(word), odd_codes(word)
+            found += self.scaled((interleave(even, odd, order) for order in BYTES_OF_PAIRS), scale)
+        return found
+
+    def scale_pair(self, code: Uint32) -> Uint32:
+        return scales_twice(code, 1)[0]
 
     def columns(self, first: Uint32, second: Uint32, scale) -> list:
         mixed = [interleave(first, second, order) for order in BYTES_OF_PAIRS]
@@ -87,12 +105,23 @@ class NVFP4Codes(Codes):
         return [multiply_fp16x2(pair, scale) for word in words for pair in fp16_pairs(word)]
 
 
-def codes_of(config) -> Codes:
-    """The codes of a configuration's keys and values."""
+class NVFP4InBf16(NVFP4Codes):
+    """e2m1 in blocks, of which bf16 tiles are made; there are no fragments of mma.sync in bf16."""
+
+    def in_order(self, words: list, scale) -> list:
+        return [pair for word in words for pair in bf16_pairs(word, scale)]
+
+    def scale_pair(self, code: Uint32) -> Uint32:
+        return bf16_scale_twice(code)
+
+    row = columns = None
+
+
+def codes_of(config, dtype: str) -> Codes:
+    """The codes of a configuration's keys or values. dtype: of which tiles or fragments are made."""
     if is_nvfp4(config):
-        assert config.p_dtype == "float16"
-        return NVFP4Codes()
-    return Float8Codes(config.format.kv_format, config.p_dtype)
+        return NVFP4Codes() if dtype == "float16" else NVFP4InBf16()
+    return Float8Codes(config.format.kv_format, dtype)
 
 
 def paired(words, pairs: tuple) -> list:

@@ -16,9 +16,9 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from warpspec.common.device import tma
-from warpspec.common.device.words import VECTOR_WORDS, load_shared, store_shared
+from warpspec.common.device.words import VECTOR_WORDS, load_shared, load_shared_byte, store_shared
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS, WORD_BYTES
-from warpspec.fmha.device.block_scales import scale_pair, tile_scales
+from warpspec.fmha.device.block_scales import scale_address, tile_scales
 from warpspec.fmha.device.codes import codes_of
 from warpspec.fmha.device.tiles import each_tile
 from warpspec.fmha.heads import BLOCK
@@ -73,7 +73,7 @@ def convert_stage(role, ring: cutlass.Constexpr, name: cutlass.Constexpr, use):
     """One K or V tile. ring: its number of ``config.format.rings``; name: its name."""
     config, channels, thread = role.config, role.channels, role.thread
     vectors = config.tile_n * config.heads.qk // (WARPGROUP_THREADS * PIECE)
-    kind, words = codes_of(config), config.format.kv_row(PIECE) // WORD_BYTES
+    kind, words = codes_of(config, config.ring_dtype(name)), config.format.kv_row(PIECE) // WORD_BYTES
     source = role.raw[ring].toint() + use % config.shape.raw_stages * config.code_tile_bytes
     target = role.wide[ring].toint() + use % config.kv_stages * config.kv.k_bytes
     scales = None
@@ -93,8 +93,9 @@ def convert_stage(role, ring: cutlass.Constexpr, name: cutlass.Constexpr, use):
             row, column = places[i]
             scale = None
             if cutlass.const_expr(config.format.kv_block > 0):
-                scale = scale_pair(config, scales, name, row, column // config.format.kv_block)
-            wide = [pair for w in range(words) for pair in kind.in_order(codes[i][w], scale)]
+                at = scale_address(config, scales, name, row, column // config.format.kv_block)
+                scale = kind.scale_pair(load_shared_byte(at))
+            wide = kind.in_order([codes[i][w] for w in range(words)], scale)
             block, chunk = column // BLOCK, column % BLOCK // 8
             at = target + (block * config.tile_n + row) * tma.ROW_BYTES
             chunk = (chunk ^ (row % SWIZZLE_ROWS)) * VECTOR_BYTES

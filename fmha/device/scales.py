@@ -92,11 +92,14 @@ def kv_row(config, operands, ring: str, where, kv_head) -> KvRow:
 
 @cute.jit
 def nvfp4_as_fp32(row: cutlass.Constexpr, size: cutlass.Constexpr, number) -> cute.Tensor:
-    """``KvRow.vector`` of NVFP4. size: 2, 4, 8 or 16 numbers, of one block."""
+    """``KvRow.vector`` of NVFP4. size: 2, 4 or 8 numbers, or whole blocks."""
     values = cute.make_rmem_tensor(size, Float32)
     count = min(size, CODES_PER_WORD)  # of a word
-    (scale,) = float4.scales_twice(Uint32(row.scale(number * size // NVFP4_BLOCK)), 1)
+    scale = None
     for first in cutlass.range_constexpr(0, size, count):
+        if cutlass.const_expr(first % NVFP4_BLOCK == 0):
+            block = (number * size + first) // NVFP4_BLOCK
+            (scale,) = float4.scales_twice(Uint32(row.scale(block)), 1)
         word = Uint32(0)
         for i in cutlass.range_constexpr(count // 2):
             word = word | (Uint32(row.codes[(number * size + first) // 2 + i]) << (8 * i))

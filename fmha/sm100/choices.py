@@ -12,7 +12,7 @@ from warpspec.fmha.heads import class_of
 from warpspec.fmha.plan.cost import BLACKWELL, Constants, Tiling, Way
 from warpspec.fmha.plan.splits import Loads
 from warpspec.fmha.problem import AttentionProblem
-from warpspec.fmha.sm100.shapes import FLOAT8_SHAPES, SHAPES, SHARED_SHAPES, Shape
+from warpspec.fmha.sm100.shapes import QUANTIZED_SHAPES, SHAPES, SHARED_SHAPES, Shape
 from warpspec.fmha.tiles import check_page_size, choose_packs
 
 FULL_ROWS = 128  # lanes of tensor memory: rows of an accumulator, one to a thread
@@ -21,7 +21,7 @@ FULL_ROWS = 128  # lanes of tensor memory: rows of an accumulator, one to a thre
 def default_shape(problem: AttentionProblem) -> Shape:
     """The tiles of a problem's head sizes and format of keys."""
     if problem.kv_format:
-        return FLOAT8_SHAPES[problem.head_dim]
+        return QUANTIZED_SHAPES[problem.kv_format][problem.head_dim]
     shapes = SHARED_SHAPES if problem.shared_kv else SHAPES
     size = problem.heads.v if problem.shared_kv else max(problem.head_dim, problem.heads.v)
     return shapes[class_of(size)][0]
@@ -41,13 +41,10 @@ class Choices:
     def check(cls, problem: AttentionProblem, target: Target) -> None:
         """Raise UnsupportedProblem, naming what this kernel does not do."""
         check_page_size("sm100", problem.page_size)
-        if problem.kv_format == "nvfp4":
-            raise UnsupportedProblem("sm100 attention: k in nvfp4 is not supported")
-        if problem.kv_format and (
-            problem.head_dim not in FLOAT8_SHAPES or problem.heads.v != problem.head_dim
-        ):
+        sizes = tuple(QUANTIZED_SHAPES.get(problem.kv_format, ()))
+        if problem.kv_format and (problem.head_dim not in sizes or problem.heads.v != problem.head_dim):
             raise UnsupportedProblem(
-                f"sm100 attention: k in FP8 is supported for head sizes {tuple(FLOAT8_SHAPES)}, got {problem.head_dim}"
+                f"sm100 attention: k in {problem.kv_format} is supported for head sizes {sizes}, got {problem.head_dim}"
             )
         check_requests("sm100", problem)
         if problem.bias_rows == "strided":

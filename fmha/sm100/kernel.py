@@ -25,7 +25,7 @@ from warpspec.fmha.device.tiles import each_found, each_tile
 from warpspec.fmha.sm100 import bias as biases
 from warpspec.fmha.sm100.epilogue import epilogue
 from warpspec.fmha.sm100.load import drain_all, load, rings
-from warpspec.fmha.sm100.mma import Fragments, fragments, mma
+from warpspec.fmha.sm100.mma import DTYPES, Fragments, fragments, mma
 from warpspec.fmha.sm100.softmax_warps import Columns, softmax
 
 NO_USES = (0, 0)  # of M tiles with keys, KV tiles
@@ -104,7 +104,16 @@ class Attention(AttentionHost):
                 bias=None,
                 use=0,
             )
-            rows = Rows(config, channels, operands, found, places, storage.bias.data_ptr(), numbers, dtype)
+            rows = Rows(
+                config,
+                channels,
+                operands,
+                found,
+                places,
+                storage.bias.data_ptr(),
+                numbers,
+                DTYPES[config.p_dtype],
+            )
             each_tile(config, operands, found, finish_rows, rows, NO_USES, keeps=True)
             cute.arch.barrier(barrier_id=1, number_of_threads=config.softmax_threads)
             tmem.free(warp, columns, config.tmem_allocation)
@@ -116,7 +125,8 @@ class Attention(AttentionHost):
                 if cutlass.const_expr(config.converts):
                     kv_bases = raw_rings(config, storage)
                 bases = (q_base, *kv_bases, storage.bias.data_ptr())
-                loader = Loader(config, channels, operands, found, atoms, coordinates, bases, dtype)
+                scales = block_scales(config, storage)
+                loader = Loader(config, channels, operands, found, atoms, coordinates, bases, scales, dtype)
                 number, uses = each_found(config, operands, where, load_tile, loader, (0, NO_USES))
                 if cutlass.const_expr(config.scheduler.has_warp):
                     write_end(loader, number)
@@ -129,14 +139,19 @@ class Attention(AttentionHost):
                 each_tile(config, operands, found, multiply_tile, products, NO_USES)
             if cutlass.const_expr(config.converts):  # noqa: SIM102
                 if warp >= config.convert_warp:
-                    convert(
-                        config, channels, operands, raw_rings(config, storage), (k_base, v_base), None, found
-                    )
+                    scales = block_scales(config, storage)
+                    raw = raw_rings(config, storage)
+                    convert(config, channels, operands, raw, (k_base, v_base), scales, found)
 
 
 def raw_rings(config, storage) -> tuple:
-    """Where the rings begin that TMA fills with FP8 tiles."""
+    """Where the rings begin that TMA fills with codes."""
     return tuple(storage.raw.data_ptr() + i * config.code_bytes for i in range(len(config.format.rings)))
+
+
+def block_scales(config, storage):
+    """Where the rings of block scales begin; None without."""
+    return storage.scales.data_ptr() if config.format.kv_block > 0 else None
 
 
 @dataclass(frozen=True)
@@ -175,7 +190,7 @@ def finish_rows(role, tile, uses):
 @dataclass(frozen=True)
 class Loader:
     """What the load warp has for all tiles. records: that it writes, where it works out tiles for the others, too.
-    bases: shared memory of Q, K, V and the bias."""
+    bases: shared memory of Q, K, V and the bias. scales: of block scales."""
 
     config: object
     channels: dict
@@ -184,6 +199,7 @@ class Loader:
     atoms: tuple
     coordinates: tuple
     bases: tuple
+    scales: cute.Pointer | None
     dtype: type
 
 
@@ -195,7 +211,7 @@ def load_tile(role, tile, uses):
         write_tile(role, tile, number)
     filled = rings(config, role.atoms, role.coordinates, role.bases[:-1], tile, role.dtype)
     boxes = biases.ring(config, role.atoms[-1], role.coordinates[-1], role.bases[-1], tile)
-    load(config, role.channels, filled, tile, role.operands, boxes, loaded)
+    load(config, role.channels, filled, tile, role.operands, boxes, role.scales, loaded)
     return number + 1, uses_after(config, tile, loaded)
 
 

@@ -7,6 +7,7 @@ import cutlass.cute as cute
 
 from warpspec.common.device import tma
 from warpspec.common.device.pipeline import drain
+from warpspec.fmha.device.block_scales import load_scales
 from warpspec.fmha.device.pages import kv_places
 from warpspec.fmha.device.rings import kv_ring
 from warpspec.fmha.sm100 import bias as biases
@@ -28,14 +29,15 @@ def rings(config, atoms, coordinates, bases, tile, dtype) -> tuple[tma.TileRing,
 
 
 @cute.jit
-def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, rings, tile, operands, bias, uses):
+def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, rings, tile, operands, bias, scales, uses):
     """Fill shared memory: the Q tile, then one K and one V tile for every KV tile of ``tile.span``, in order;
     one tile for both where they are one tensor.
 
     rings: of Q, K and, if it is another tensor, V. operands: for the page table. bias: its ring, where it
-    comes through one. uses: (M tiles with keys, KV tiles) that the CTA has loaded before.
+    comes through one. scales: of the rings of block scales, where there are any. uses: (M tiles with keys, KV tiles)
+    that the CTA has loaded before.
     Produces: q_full, k_full, v_full (expect_tx by one lane, bytes by TMA). Consumes: q_empty, where there are several
-    M tiles; k_empty, v_empty, a stage of each before it is filled again. Of FP8 keys, raw_k_full and the like.
+    M tiles; k_empty, v_empty, a stage of each before it is filled again. Of codes, raw_k_full and the like.
     """
     span, (tile_use, first_use) = tile.span, uses
     if span.count > 0:
@@ -47,7 +49,7 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, rings, tile, op
     for step in cutlass.range(span.count, unroll=1):
         use = first_use + step
         places = kv_places(config, operands, tile, span.tile(step))
-        for name, ring in zip(config.format.rings, rings[1:], strict=True):
+        for i, (name, ring) in enumerate(zip(config.format.rings, rings[1:], strict=True)):
             loaded = config.load_ring(name)
             full, empty = channels[loaded + "_full"], channels[loaded + "_empty"]
             empty.wait_previous(use)
@@ -61,6 +63,8 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, rings, tile, op
                     full.stage(use) * blocks * pages + box,
                     full.barrier(use),
                 )
+            if cutlass.const_expr(config.format.kv_block > 0):
+                load_scales(config, operands, scales, tile, i, full, use, places)
         if cutlass.const_expr(bias is not None):
             biases.load(config, channels, bias, span.tile(step), step)
 

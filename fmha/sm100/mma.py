@@ -7,11 +7,13 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as blackwell
-from cutlass import Boolean, Float32
+from cutlass import BFloat16, Boolean, Float16, Float32
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
 from warpspec.common.device import tmem
 from warpspec.fmha.tiles import ELEMENT_BYTES
+
+DTYPES = {"bfloat16": BFloat16, "float16": Float16}
 
 
 def make_qk(config, dtype) -> cute.TiledMma:
@@ -27,12 +29,12 @@ def make_qk(config, dtype) -> cute.TiledMma:
     )
 
 
-def make_pv(config, dtype, columns: int | None = None) -> cute.TiledMma:
+def make_pv(config, columns: int | None = None) -> cute.TiledMma:
     """O [M, N] += P [M, K] V [K, N]: V from shared memory, N (that is D) contiguous; P from either memory. columns: N,
     those of O by default."""
     return blackwell.make_trivial_tiled_mma(
-        dtype,
-        dtype,
+        DTYPES[config.p_dtype],
+        DTYPES[config.p_dtype],
         OperandMajorMode.K,
         OperandMajorMode.MN,
         Float32,
@@ -58,15 +60,15 @@ class Fragments(NamedTuple):
 def fragments(config, dtype, q_base, k_base, v_base, p_base, columns) -> Fragments:
     """q_base, k_base, v_base, p_base: shared memory regions; v_base is k_base where V is K. columns: TMEM
     pointer to the first column, fp32."""
-    qk, pv = make_qk(config, dtype), make_pv(config, dtype)
+    qk, pv, p_dtype = make_qk(config, dtype), make_pv(config), DTYPES[config.p_dtype]
     qk_tile, pv_tile = qk.get_slice(0), pv.get_slice(0)
     stages, room = config.kv_stages, config.heads.v_room
     # Where O has fewer columns than spans of V do, another instruction describes the spans.
-    wide = pv if config.heads.whole else make_pv(config, dtype, room)
+    wide = pv if config.heads.whole else make_pv(config, room)
     wide_tile = wide.get_slice(0)
 
-    def shared(base, layout):
-        return cute.make_tensor(cute.recast_ptr(base, layout.inner, dtype=dtype), layout.outer)
+    def shared(base, layout, element=dtype):
+        return cute.make_tensor(cute.recast_ptr(base, layout.inner, dtype=element), layout.outer)
 
     def accumulator(tile, tiler, column):
         layout = tile.make_fragment_C(tile.partition_shape_C(tiler[:2])).layout
@@ -74,15 +76,16 @@ def fragments(config, dtype, q_base, k_base, v_base, p_base, columns) -> Fragmen
 
     q = shared(q_base, blackwell.make_smem_layout_a(qk, config.qk_tiler, dtype, 1))
     k = shared(k_base, blackwell.make_smem_layout_b(qk, config.qk_tiler, dtype, stages))
-    v = shared(v_base, blackwell.make_smem_layout_b(wide, config.pv_tiler, dtype, 1))[None, None, None, 0]
+    v_layout = blackwell.make_smem_layout_b(wide, config.pv_tiler, p_dtype, 1)
+    v = shared(v_base, v_layout, p_dtype)[None, None, None, 0]
     v_stages = cute.make_layout(stages, stride=config.kv.v_stage_bytes // ELEMENT_BYTES)
     v = cute.make_tensor(v.iterator, cute.append(v.layout, v_stages))
-    p_layout = blackwell.make_smem_layout_a(pv, config.pv_tiler, dtype, 1)
+    p_layout = blackwell.make_smem_layout_a(pv, config.pv_tiler, p_dtype, 1)
     if config.p_in_smem:
-        p = pv_tile.make_fragment_A(shared(p_base, p_layout))[None, None, None, 0]
+        p = pv_tile.make_fragment_A(shared(p_base, p_layout, p_dtype))[None, None, None, 0]
     else:  # only the layout's shape counts: in tensor memory P is row by lane, two keys to a column
         p = pv_tile.make_fragment_A(cute.make_tensor(columns, p_layout.outer))[None, None, None, 0]
-        p = cute.make_tensor(cute.recast_ptr(columns + config.tmem_p, dtype=dtype), p.layout)
+        p = cute.make_tensor(cute.recast_ptr(columns + config.tmem_p, dtype=p_dtype), p.layout)
     return Fragments(
         q=qk_tile.make_fragment_A(q)[None, None, None, 0],
         k=qk_tile.make_fragment_B(k),
@@ -104,7 +107,7 @@ def mma(
 ):
     """QK of the next KV tile is issued before PV of this one, so the tensor core has work while softmax makes P.
 
-    operands: ``Fragments``. dtype: of q, k, v and P. uses: (M tiles with keys, KV tiles) that the CTA has done before.
+    operands: ``Fragments``. dtype: of q and k. uses: (M tiles with keys, KV tiles) that the CTA has done before.
     Consumes: q_full; k_full and s_empty before QK; v_full and p_full before PV. Produces, each by one commit:
     k_empty and s_full after QK; v_empty and pv_done after PV. Where V is K, there is no v ring, and k_empty
     comes after PV. Where work is cut by length, q_empty after the M tile's last QK.
@@ -124,7 +127,7 @@ def mma(
         channels["p_full"].wait(use)
         tmem.fence_after_wait()
         v = operands.v[None, None, None, full.stage(use)]
-        multiply(make_pv(config, dtype), operands.o, operands.p, v, step > 0)
+        multiply(make_pv(config), operands.o, operands.p, v, step > 0)
         empty.commit_mma(use)
         channels["pv_done"].commit_mma(use)
 

@@ -137,7 +137,7 @@ def tile_step(
     factor = share(config, columns.thread, factor)
     polynomial_every = 0 if masked else config.shape.polynomial_every
     row_sum = row_sum * factor + exponentiate(
-        scores, reference, score_unit, polynomial_every, degree=3 if config.format.dtype == "bfloat16" else 4
+        scores, reference, score_unit, polynomial_every, degree=3 if config.p_dtype == "bfloat16" else 4
     )
     weights = cute.make_rmem_tensor(config.tile_n, dtype)  # (KEY)
     weights.store(scores.load().to(dtype))

@@ -50,7 +50,7 @@ class Lane:
     def __init__(self, config, thread):
         lane = thread % WARP_THREADS
         self.g, self.t, self.warp = lane // QUAD, lane % QUAD, thread // WARP_THREADS
-        self.config, self.codes = config, codes_of(config)
+        self.config, self.codes = config, codes_of(config, config.p_dtype)
         self.columns = PAIR * config.shape.row_tiles
         self.spans = config.format.kv_row(config.heads.qk) // config.row_bytes
         self.words = config.row_bytes // QUAD // WORD_BYTES  # of a quarter of a row

@@ -30,8 +30,14 @@ CASES = [
 ]
 
 
-def run(arguments):
-    with simulating("sm_90a", seed=1):
+BLACKWELL = [
+    Case(70, 140, (2, 1), 64, window=(90, 0), sink=True, nan=True, swizzled=True),
+    *(long(*case.values) if hasattr(case, "values") else long(case) for case in CASES),
+]
+
+
+def run(arguments, arch="sm_90a"):
+    with simulating(arch, seed=1):
         results = attention(**arguments, return_lse=arguments["normalize"], backend="sim")
     assert all(launch.local_bytes == 0 for launch in sim.last_report().launches)
     return results
@@ -42,7 +48,13 @@ def test_against_reference(case):
     check(replace(case, float8=NVFP4), run)
 
 
+@pytest.mark.parametrize("case", BLACKWELL)
+def test_against_reference_on_blackwell(case):
+    check(replace(case, float8=NVFP4), lambda arguments: run(arguments, "sm_100a"))
+
+
 @pytest.mark.long
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("case", [PAGED, Case(130, 260, (2, 1), 128, causal=True)])
-def test_order_is_clean(case, check_order):
-    check(replace(case, float8=NVFP4), run)
+def test_order_is_clean(case, arch, check_order):
+    check(replace(case, float8=NVFP4), lambda arguments: run(arguments, arch))

@@ -196,7 +196,7 @@ def test_the_tile_that_tma_writes_is_the_tile_that_mma_reads(head_dim, shared):
     @cute.jit
     def trace():
         dtype, stages = cutlass.Float16, config.kv_stages
-        qk, pv = mma.make_qk(config, dtype), mma.make_pv(config, dtype)
+        qk, pv = mma.make_qk(config, dtype), mma.make_pv(config)
         found = {
             "tma": tma.swizzled_layout(config.kv.box(), stages),
             "k": blackwell.make_smem_layout_b(qk, config.qk_tiler, dtype, stages),
