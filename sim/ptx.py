@@ -10,6 +10,7 @@ import re
 from bisect import bisect_right
 from dataclasses import replace
 
+from warpspec.sim import multimem
 from warpspec.sim.errors import PtxSyntaxError, Where
 from warpspec.sim.instruction import (
     Imm,
@@ -399,6 +400,8 @@ class _Parser(OperandReader):
             if not isinstance(guard_reg, Reg):
                 raise self.error(f"guard predicate {guard} is not declared", start)
         text = match.group("operands").rstrip()
+        if opcode.startswith("multimem."):
+            opcode = multimem.on_one_device(opcode)
         ins = Instr(
             index=len(kernel.instrs),
             opcode=opcode,
