@@ -8,8 +8,8 @@
 DIR holds clones, named as the last part of the repository's name (flash-attention, quack, cutlass, ...). A case
 runs twice under `python -m warpspec.sim run --check order`: as the repository is, and with the fix taken back (its own
 change reversed, where what came later lets it). Prints a row of docs/public_defects.md for each: what found the defect,
-at which lines, and what the fixed version says. Nothing of these repositories is part of this one. They need their own
-packages (einops, ...) on PYTHONPATH.
+at which lines (what the fixed version does not say), and what the fixed version says. Nothing of these repositories is
+part of this one. They need their own packages (einops, ...) on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -63,6 +63,10 @@ CPP = "CUDA C++: compile its kernel to PTX with nvcc, then sim.launch (docs/run_
 CASES = (
     Case("flash-tmem-freed", fix="dd8a2729", kind="tensor memory freed under its readers",
          script="flash_attention_forward.py", **FLASH),
+    Case("flash-bwd-fence", fix="d91ea94f", kind="shared memory handed back to TMA without a proxy fence",
+         script="flash_attention_backward.py",
+         edits=(("flash_attn/cute/flash_bwd_sm100.py",
+                 "_tmem_store()\n                cute.arch.fence_view_async_shared()", "_tmem_store()"),), **FLASH),
     Case("flash-empty-tiles", fix="fec3a6a1", kind="hang: empty tiles of a persistent kernel", **FLASH,
          why="the fix does not come off today's version; 8451d4ed and older do not compile with DSL 4.8.1"),
     Case("flash-shared-race", fix="188643b8", kind="shared memory overlaps", **FLASH,
@@ -76,6 +80,14 @@ CASES = (
          edits=(("quack/gemm_sm100.py", "            tmem_alloc_barrier.arrive()\n", ""),
                 ("quack/gemm_sm100.py", "            tmem_alloc_barrier.arrive_and_wait()\n            tmem.free",
                  "            tmem.free")), **QUACK),
+    Case("quack-gather-scope", fix="3d58cbf", kind="an arrival's scope: cp.async, then the other CTA's MMA",
+         script="quack_gather_gemm.py",
+         edits=(("quack/gemm_sm100.py", """mbarrier_arrive_release_cluster(
+                            ab_pipeline.sync_object_full.get_barrier(ab_consumer_state.index),
+                            cta_rank_in_cluster & 0xFE,
+""", """ab_pipeline.sync_object_full.arrive_mbarrier(
+                            ab_consumer_state.index, dst_rank=cta_rank_in_cluster & 0xFE,
+"""),), **QUACK),
     Case("quack-setmaxnreg", fix="97c98dc", kind="hang: registers never given back", **QUACK,
          why="needs a gathered GEMM (gather_A); no call written yet"),
     Case("quack-scheduler", fix="fa8c914", kind="hang: the scheduler's warp", **QUACK,
@@ -135,8 +147,23 @@ def check_out(case: Case, clone: Path, folder: Path, defective: bool) -> Path:
     return folder / "packages"
 
 
-def run(case: Case, path: Path, checkouts: Path, seed: int) -> str:
-    """What one run says: "" if nothing, else the finding in a line."""
+def found_in(case: Case, clone: Path, options: argparse.Namespace, defective: bool) -> list[list[str]]:
+    """What runs of one version say, by seed."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = check_out(case, clone, Path(folder) / "copy", defective)
+        return [run(case, path, options.checkouts, seed) for seed in range(options.seeds)]
+
+
+def shown(found: list[list[str]] | None) -> str:
+    """What runs of one version say, the first of each seed."""
+    if found is None:
+        return "-"
+    firsts = [f"seed {seed}: {texts[0]}" for seed, texts in enumerate(found) if texts]
+    return "; ".join(firsts) or f"nothing, {len(found)} seeds"
+
+
+def run(case: Case, path: Path, checkouts: Path, seed: int) -> list[str]:
+    """What one run says, a line each finding."""
     script = HERE / "bugbench" / case.script
     script = script if script.exists() else path / case.script
     paths = [str(HERE.parent / "src"), str(path), *(str(checkouts / name) for name in case.needs)]
@@ -153,23 +180,25 @@ def run(case: Case, path: Path, checkouts: Path, seed: int) -> str:
             timeout=LIMIT,
         )
     except subprocess.TimeoutExpired:
-        return f"over {LIMIT} s"
+        return [f"over {LIMIT} s"]
     return verdict(done.stdout + done.stderr, done.returncode)
 
 
-def verdict(output: str, code: int) -> str:
-    """The first thing that a run's output reports, with the lines of source it names; those by the text alone last."""
+def verdict(output: str, code: int) -> list[str]:
+    """What a run's output reports, with the lines of source it names; what is by the text alone last."""
     for kind in ("TmemFault", "Deadlock", "BarrierFault", "MemoryFault", "RegisterHazard", "BadDescriptor"):
         at = output.find(f"errors.{kind}: ")
         if at >= 0:
-            return f"{kind} at {_lines(output[at:])}"
+            return [f"{kind} at {_lines(output[at:])}"]
     found = output[max(output.rfind("memory order"), 0) :]
-    for block in re.split(r"\n  (?=\S)", found)[1:]:
-        if LINE.search(block) and not block.startswith("by the ISA's text"):
-            return f"order: {block.partition(':')[0]} at {_lines(block)}"
+    said = [
+        f"order: {block.partition(':')[0]} at {_lines(block)}"
+        for block in re.split(r"\n  (?=\S)", found)[1:]
+        if LINE.search(block) and not block.startswith("by the ISA's text")
+    ]
     if "by the ISA's text" in found:
-        return "order: fences by the ISA's text alone"
-    return "" if code == 0 else f"stops: {output.strip().splitlines()[-1][:80]}"
+        said.append("order: fences by the ISA's text alone")
+    return said if said or code == 0 else [f"stops: {output.strip().splitlines()[-1][:80]}"]
 
 
 def _lines(text: str) -> str:
@@ -195,14 +224,10 @@ def main() -> None:
         if not case.script or clone is None or not clone.exists():
             said = [case.why or "not run: no clone", "-"]
         else:
-            said = []
-            for defective in (True, False) if re.fullmatch(r"[0-9a-f]+", case.fix) else (True,):
-                with tempfile.TemporaryDirectory() as folder:
-                    path = check_out(case, clone, Path(folder) / "copy", defective)
-                    runs = [(seed, run(case, path, options.checkouts, seed)) for seed in range(options.seeds)]
-                found = [f"seed {seed}: {text}" for seed, text in runs if text]
-                said.append("; ".join(found) or f"nothing, {options.seeds} seeds")
-            said += ["-"] * (2 - len(said))
+            fixed = found_in(case, clone, options, False) if re.fullmatch(r"[0-9a-f]+", case.fix) else None
+            defective = found_in(case, clone, options, True)
+            known = {text for texts in fixed or () for text in texts}
+            said = [shown([[t for t in texts if t not in known] for texts in defective]), shown(fixed)]
         print(
             f"| {case.name} | {case.repository} | {case.fix} | {case.kind} | {' | '.join(said)} |", flush=True
         )

@@ -12,16 +12,17 @@ ORDER = """memory order: 2 findings
     second  CTA (0, 0, 0) warp 4 reads: PTX line 743 `ld` from /a/kernel.py:855 in kernel
   by the ISA's text alone, no tcgen05.fence::before_thread_sync: /a/kernel.py:3 to /a/kernel.py:4"""
 TEXT = "memory order: 1 finding\n  by the ISA's text alone, no fence: /a/kernel.py:3 to /a/kernel.py:4"
+BY_TEXT = "order: fences by the ISA's text alone"
 
 
 @pytest.mark.parametrize(
     ("output", "code", "wanted"),
     [
-        (FAULT, 2, "TmemFault at kernel.py:1341 and kernel.py:2995"),
-        (ORDER, 1, "order: accesses that nothing orders at kernel.py:649 and kernel.py:855"),
-        (TEXT, 1, "order: fences by the ISA's text alone"),
-        ("memory order: nothing found", 0, ""),
-        ("Traceback\nImportError: no module", 2, "stops: ImportError: no module"),
+        (FAULT, 2, ["TmemFault at kernel.py:1341 and kernel.py:2995"]),
+        (ORDER, 1, ["order: accesses that nothing orders at kernel.py:649 and kernel.py:855", BY_TEXT]),
+        (TEXT, 1, [BY_TEXT]),
+        ("memory order: nothing found", 0, []),
+        ("Traceback\nImportError: no module", 2, ["stops: ImportError: no module"]),
     ],
 )
 def test_verdicts(output, code, wanted):

@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -68,6 +69,44 @@ def test_cuda_cpp_whose_peer_may_have_left(tmp_path):
         args = [x, out, (np.int32(3), np.int32(500), np.float32(2))]
         sim.launch(cuda(tmp_path, "sm_90a", ""), "row_sums", grid=6, block=128, args=args, check="order")
     assert "kernel.cu:22" in str(caught.value)
+
+
+TEMPLATE = rb"""
+template <int WIDTH> __global__ void __launch_bounds__(128) row_sums(const float* x, float* out, int columns) {
+  __shared__ float sums[WIDTH];
+  float sum = 0;
+  for (int at = threadIdx.x; at < columns; at += WIDTH) sum += x[blockIdx.x * columns + at];
+  sums[threadIdx.x] = sum;
+  for (int half = WIDTH / 2; half; half /= 2) {
+    __syncthreads();
+    if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+  }
+  if (threadIdx.x == 0) out[blockIdx.x] = sums[0];
+}
+"""
+
+
+def recipe() -> dict:
+    """What docs/run_ptx.md's recipe for NVRTC defines."""
+    text = (Path(__file__).parents[2] / "docs/run_ptx.md").read_text()
+    block = next(block for block in text.split("```") if "import nvrtc" in block)
+    names: dict = {}
+    exec(block[: block.index("\nptx, entry")], names)
+    return names
+
+
+@pytest.mark.parametrize("arch", [b"compute_90a", b"compute_100a"])
+def test_nvrtc(arch):
+    pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
+    try:
+        ptx, entry = recipe()["ptx_of"](
+            TEMPLATE, b"row_sums<128>", b"-arch=" + arch, b"-lineinfo", b"-std=c++17"
+        )
+    except (RuntimeError, ImportError, OSError) as error:
+        pytest.skip(f"NVRTC is not installed: nothing compiles CUDA C++ here ({str(error)[:60]})")
+    x, out = torch.randn(6, 500), torch.full((6,), float("nan"))
+    sim.launch(ptx, entry, grid=6, block=128, args=[x, out, 500], seeds=3, check="order")
+    assert torch.allclose(out, x.sum(1), atol=1e-4)
 
 
 def triton_matmul(capability: int, described: bool):

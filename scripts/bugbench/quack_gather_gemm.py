@@ -1,0 +1,19 @@
+"""QuACK's GEMM whose rows of A are gathered by cp.async, on pairs of CTAs, held against torch's."""
+
+import torch
+from quack.gemm import gemm
+
+torch.manual_seed(0)
+rows, n, k = 512, 128, 256
+a = torch.randn(rows, k, dtype=torch.bfloat16, device="cuda") / 16
+b = torch.randn(1, n, k, dtype=torch.bfloat16, device="cuda")
+index = torch.randperm(rows, dtype=torch.int32, device="cuda")
+bounds = torch.tensor([0, rows], dtype=torch.int32, device="cuda")
+out = torch.empty(rows, n, dtype=torch.bfloat16, device="cuda")
+gemm(
+    a, b, out, C=None, tile_count_semaphore=None, tile_M=256, tile_N=128, cluster_M=2, cluster_N=1, persistent=True,
+    cu_seqlens_m=bounds, A_idx=index,
+)  # fmt: skip
+wanted = a[index.long()].float() @ b[0].float().T
+error = float((out.float() - wanted).norm() / wanted.norm())
+assert error < 1e-2, f"relative error {error}"
