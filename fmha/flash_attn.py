@@ -65,7 +65,7 @@ def flash_attn_func(
     out: torch.Tensor | None = None,
     **others,
 ):
-    """Attention of a rectangle of queries: ``warpspec.fmha.attention`` in flash-attn's words.
+    """``warpspec.fmha.attention`` with flash-attn's arguments, for requests of equal length.
 
     Args:
         q, k, v: [B, Sq, Hq, D], [B, Sk, Hkv, D], bf16 or fp16.
@@ -123,7 +123,7 @@ def flash_attn_varlen_func(
     out: torch.Tensor | None = None,
     **others,
 ):
-    """Attention of packed requests: ``warpspec.fmha.attention_varlen`` in flash-attn's words.
+    """``warpspec.fmha.attention_varlen`` with flash-attn's arguments, for packed requests of any lengths.
 
     Args:
         q: [T, Hq, D]; without cu_seqlens_q [B, Sq, Hq, D].
@@ -135,7 +135,7 @@ def flash_attn_varlen_func(
             which waits for its device.
         block_table or page_table: [B, max_pages] int32.
         seqused_k: [B] int32, keys of each request; not with packed keys.
-        The rest: as of ``flash_attn_func``; return_softmax_lse is another name of return_lse.
+        The rest: as in ``flash_attn_func``; return_softmax_lse is another name of return_lse.
 
     Returns:
         out, (out, lse) or (out, lse, None) as ``flash_attn_func``; of packed queries out [T, Hq, D] and lse [Hq, T].

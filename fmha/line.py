@@ -24,7 +24,7 @@ JOIN_WORDS = 9  # of a join record, in global memory (``device.line.Join``)
 
 
 def round_count(query_tiles, ctas, minimum=min, maximum=max):
-    """Rounds of chunks for so many query tiles: as many as leave a chunk ROUND_TILES of them, so that those of a round
+    """Rounds of chunks for so many query tiles: as many as leave ROUND_TILES tiles to a chunk. Chunks of one round then
     share keys in L2, and chunks of whole tiles balance."""
     return maximum(minimum(query_tiles // (ctas * ROUND_TILES), MOST_ROUNDS), 1)
 

@@ -35,11 +35,12 @@ def key_range(position, length, *, causal, left=None, right=None, key_stride=1, 
 
 
 def widened(first, end, range_first, range_last, length, *, minimum=min, maximum=max, select):
-    """Interval [first, end) of a row that sees the keys range_first to range_last besides, as far as they exist; both
-    -1: there are none.
+    """Interval [first, end) of the keys of a row that also sees keys range_first to range_last, those that exist; -1
+    for both means that it sees no others.
 
-    The range meets the row's interval, so that both together are one (an image has its own queries' keys); where it
-    does not, what lies between is seen, too. select(condition, yes, no). Other arguments as of ``key_range``.
+    An image contains its own queries' keys, so the range meets the row's interval and the union is one interval.
+    Otherwise the keys between the two are seen, too. select(condition, yes, no) chooses a value. The other arguments
+    are those of ``key_range``.
     """
     end = maximum(end, minimum(range_last + 1, length))
     return select(range_first < 0, first, minimum(first, range_first)), end

@@ -90,12 +90,12 @@ def caller_shape(problem: AttentionProblem, shape: tuple[int, ...]) -> tuple[int
 
 
 class Call(NamedTuple):
-    """A call that was checked.
+    """What is remembered of a checked call.
 
-    prepared: None is the reference. empty: nothing is to be launched. regular: inputs and out are as kernels want them
-    (``regular_operands``). spans: bytes of each of INPUTS (``span_bytes``), 0 for none; out_span: of out.
-    recorded: autograd records it; lse is then among the results whether asked for or not. gradients: calls of its
-    backward pass that were checked. The rest is the problem's.
+    prepared: the kernels, None for the reference. empty: there is nothing to launch. regular: kernels take inputs and
+    out as they are (``regular_operands``). spans: bytes that each of INPUTS spans (``span_bytes``), 0 for an absent
+    one; out_span: those of out. recorded: autograd records the call, and lse is a result even if nobody asked for it.
+    gradients: the checked calls of its backward pass. The other fields are the problem's.
     """
 
     problem: AttentionProblem

@@ -84,8 +84,8 @@ class KvTiles(Protocol):
 
 @dataclass(frozen=True)
 class SparseTiles(KvTiles):
-    """KV tiles ``first`` to ``first`` + ``count`` - 1 of keys any of which may be missing: their source says which
-    (``config.mask.sparse``). No tile is whole, whatever the row."""
+    """KV tiles ``first`` to ``first`` + ``count`` - 1 if any of their keys may be missing (``config.mask.sparse``); the
+    source of the keys says which. No row sees all of a tile."""
 
     first: int
     count: int

@@ -101,11 +101,11 @@ class Rows(SoftmaxHost):
     """The kernel of one ``RowsConfig``."""
 
     def clusters(self, rows):
-        """As of ``SoftmaxHost``; a cluster may have several rows."""
+        """A CTA has ``config.rows`` rows."""
         return cute.ceil_div(rows, self.config.rows)
 
     def options(self) -> dict:
-        """As of ``SoftmaxHost``."""
+        """Occupancy, shared memory and dependence on the previous launch."""
         return {
             "min_blocks_per_mp": self.config.ctas_per_sm,
             "preferred_smem_carveout": SMEM_CARVEOUT_PERCENT,

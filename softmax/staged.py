@@ -98,7 +98,7 @@ class Staged(SoftmaxHost):
     """The kernel of one ``StagedConfig``."""
 
     def options(self) -> dict:
-        """As of ``SoftmaxHost``."""
+        """Occupancy, shared memory and dependence on the previous launch."""
         return {
             "min_blocks_per_mp": self.config.ctas_per_sm,
             "preferred_smem_carveout": SMEM_CARVEOUT_PERCENT,

@@ -29,9 +29,8 @@ from warpspec.fmha.ops import regular_strides
 
 
 class Gradients(NamedTuple):
-    """Gradients of o (as ``aligned`` makes them) and of lse, which are read; and of the differentiable arguments, which
-    are written where they are not None.
-    Shapes are those of what they are gradients of, as in ``Operands``."""
+    """Gradients. Those of o (as ``aligned`` makes them) and of lse are read, those of the differentiable arguments are
+    written unless they are None. Each has the shape of what it is the gradient of, as in ``Operands``."""
 
     do: torch.Tensor | None
     dlse: torch.Tensor | None

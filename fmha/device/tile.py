@@ -43,9 +43,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of an M tile's KV tiles that a chunk of the line holds (``device.line``): ``count`` of them from number
-    ``first`` of the span on. whole: it is all of them, and this CTA writes the rows' results; else their state, as
-    number ``state`` of the workspace."""
+    """The KV tiles of an M tile that one chunk of the line holds (``device.line``): ``count`` of them, starting with
+    number ``first`` of the tile's span. whole: these are all of them, so this CTA writes the rows' results. Otherwise
+    it writes their un-normalised state, as number ``state`` of the workspace."""
 
     first: Int32
     count: Int32
@@ -188,8 +188,9 @@ class Tile(RowTile):
 
 @dataclass(frozen=True)
 class RowDrafts:
-    """The drafts whose keys a row sees. They are read where they are needed, in the few tiles that have their keys:
-    kept, they would take registers all the while. query: the row's, in its row of q; an idle row's may lie past it."""
+    """The drafts whose keys a row sees. They are read again in each of the few tiles that hold drafts' keys; to keep
+    them would take registers in all the others. query: the row's query, counted in its row of q; that of an idle row
+    may lie past the end."""
 
     tile: Tile
     query: Int32

@@ -23,11 +23,11 @@ def each_tile(
     uses,
     keeps: cutlass.Constexpr = False,
 ):
-    """uses = body(role, tile, uses) for each of the CTA's tiles; returns the last uses.
+    """Call ``uses = body(role, tile, uses)`` for each of the CTA's tiles, in order; return the last ``uses``.
 
-    where: ``grid.Where``; where work is cut by length, ``line.Chunks``; where a warp works out the tiles,
-    ``record.Records``. role: what body needs; has the channels. uses: counts. keeps: body reads the tile's record
-    again, which is handed back behind it.
+    where: how tiles are found: ``grid.Where``, or ``line.Chunks`` if work is cut by length, or ``record.Records`` if
+    another warp works them out. role: what body needs, the channels among it. uses: use counts of rings. keeps: body
+    reads the tile's record once more, so that the record is released only behind it.
     """
     if cutlass.const_expr(config.scheduler.has_warp):
         number = Int32(0)

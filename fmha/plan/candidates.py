@@ -81,8 +81,9 @@ def suits(way: Way, ways: tuple[Way, ...], problem: AttentionProblem, rounds: fl
 def measured_splits(
     loads: Loads | None, problem: AttentionProblem, tiling: Tiling, target: Target
 ) -> int | None:
-    """Parts of the keys where few queries decode keys of which the host knows how many, in several CTAs an SM: by a
-    model of its own, which was fitted to just such calls (``splits``). None: elsewhere."""
+    """Into how many parts to split the keys when few queries decode, the host knows the number of keys, and an SM holds
+    several CTAs. The answer comes from a model that was fitted to such calls alone (``splits``). None for other
+    calls."""
     known = not (problem.packed_q or problem.has_kv_lengths)
     if (
         loads is None

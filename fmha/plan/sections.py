@@ -68,9 +68,9 @@ def key_bytes(problem: AttentionProblem, config: AttentionKernel) -> int:
 def reading_cost(
     problem: AttentionProblem, config: AttentionKernel, target: Target, ctas: int, heads: float
 ) -> float:
-    """Time as a multiple of that with K and V in L2, where CTAs work on so many KV heads at a time.
+    """Time of a call whose CTAs work on so many KV heads at a time, as a multiple of its time with all K and V in L2.
 
-    CTAs of one head keep pace, so that memory is read once for all of them.
+    The CTAs of one head keep pace with each other, so they read its K and V from memory once.
     """
     read = key_bytes(problem, config)
     if heads * problem.seq_k * read <= target.l2_room:

@@ -39,8 +39,8 @@ LOAD_CLOCKS = 800  # assumed: a round of loads from L2, all SMs loading
 
 @dataclass(frozen=True)
 class Loads:
-    """Bytes a clock that arrive on an SM. one, two: of so many CTAs, while other SMs are idle. all: where all load.
-    spread: part of the SMs that parts of split keys are one on each of."""
+    """Bytes that arrive on an SM each clock. one, two: with that many CTAs on the SM while other SMs are idle. all:
+    with all SMs loading. spread: the fraction of the SMs up to which each part of split keys gets an SM of its own."""
 
     one: float
     two: float

@@ -77,8 +77,8 @@ class AttentionConfig(Choices, ConversionFeatures, AttentionKernel):
     ) -> AttentionConfig:
         """The kernel for a problem. UnsupportedProblem names what this kernel does not do.
 
-        shape: instead of the head dimension's default. splits: for split KV, whose results are combined later.
-        schedule: SINGLE or LINE. pack: heads of a KV group that share a tile; None is what suits the longest request.
+        shape: tiles; None: the head size's default. splits: the keys are split, and another kernel combines results.
+        schedule: SINGLE or LINE. pack: heads of a KV group that share a tile; None: what suits the longest request.
         """
         cls.check(problem, target)
         shape = shape or default_shape(problem)

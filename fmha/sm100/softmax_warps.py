@@ -169,8 +169,8 @@ def tile_step(
 
 @cute.jit
 def store_weights(config: cutlass.Constexpr, row, weights: cute.Tensor, p: cute.Pointer):
-    """P of this thread's row to shared memory, as tcgen05.mma reads it: blocks of 64 keys, in each the row's
-    128 bytes, whose 16-byte vectors the swizzle permutes by the row's number.
+    """Store P of this thread's row to shared memory as tcgen05.mma reads it: in blocks of 64 keys, where the row has
+    128 bytes and the swizzle permutes their 16-byte vectors by the row's number.
 
     weights: (tile_n / 2) 32 bits, two keys each. p: Uint8. The caller fences before it signals.
     """

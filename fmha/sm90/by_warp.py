@@ -75,7 +75,7 @@ class Lane:
 
 @cute.jit
 def attend_by_warp(work):
-    """As ``consumer.attend``, whose results it has in the first warp; those of the others mean nothing.
+    """Like ``consumer.attend``, but only the first warp's results are the tile's; those of the others are undefined.
 
     Consumes: k_full, v_full of the warp's own tiles. Produces: k_empty, v_empty of these, one arrival each; q_empty,
     one arrival a warp.
@@ -209,7 +209,7 @@ def quarter_scales(lane, blocks, row):
 
 
 def scale_of(lane, scales, word: int):
-    """Of some blocks' scales, that of a word of codes; None without."""
+    """The scale that a word of codes belongs to; None if there are no block scales."""
     return None if scales is None else scales[word * lane.codes.WORD // lane.config.format.kv_block]
 
 

@@ -84,8 +84,8 @@ class AttentionConfig(Choices, Float8Features, AttentionKernel):
     ):
         """The kernel for a problem. UnsupportedProblem names what this kernel does not do.
 
-        shape: None is the first of ``shapes``. splits: for split KV, whose results are combined later. pack: heads of a
-        KV group that share a tile; None is what suits the longest request.
+        shape: tiles; None: the first of ``shapes``. splits: the keys are split, and another kernel combines results.
+        pack: heads of a KV group that share a tile; None: what suits the longest request.
         """
         cls.check(problem, target)
         shape = shape or cls.shapes(problem)[0]

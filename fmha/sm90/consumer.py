@@ -109,11 +109,11 @@ def products(config, q_base, k_base, v_base, part) -> Products:
 
 @dataclass(frozen=True)
 class ConsumerTile:
-    """One consumer's part of a tile. rows: the thread's two; biases: theirs (KEY), or None. consumer: which one it is;
-    row_group: which 64 rows it has; part: which part of O's columns (plain ints of paired consumers). thread: 0..127 of
-    it. use: KV tiles that this CTA has done before; q_use: number of this tile's Q in its ring. numbers: of the map
-    between S and P. shared: ``kernel.Buffers``. row_factors: what the scores of the thread's rows are multiplied with
-    (``narrow``), or None."""
+    """One consumer's part of a tile. rows: the thread's two rows. biases: their biases (KEY), or None. consumer: which
+    consumer it is. row_group: which 64 rows are its own. part: which part of O's columns. (The last three are plain
+    ints for paired consumers.) thread: 0..127 within the consumer. use: how many KV tiles this CTA did before. q_use:
+    use count of this tile's Q. numbers: those of the map between S and P. shared: ``kernel.Buffers``. row_factors:
+    factors of the scores of the thread's rows (``narrow``), or None."""
 
     config: object
     channels: dict
@@ -296,8 +296,8 @@ def attend_idle(work):
 
 
 def unmasked_steps(config, span) -> tuple:
-    """(first, end) of the steps whose KV tiles every row sees whole. The others come first (the newest keys; the first
-    step always counts as one of them) and last (the window's left edge)."""
+    """(first, end): the steps whose KV tiles every row sees in full. Steps that need a mask come before them (the
+    newest keys; the first step always counts as one) and after them (the window's left edge)."""
     end = span.begin + span.count
     low = cutlass.min(cutlass.max((span.inner_first + config.tile_n - 1) // config.tile_n, span.begin), end)
     high = cutlass.min(cutlass.max(span.inner_end // config.tile_n, low), end)

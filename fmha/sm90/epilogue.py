@@ -86,8 +86,8 @@ def write_results(work, state, operands, stage, results: cutlass.Constexpr):
 
 @cute.jit
 def finish_row(work, r: cutlass.Constexpr, state, operands) -> tuple:
-    """(place, what O is multiplied with, whether no key was seen) of row r of the thread, whose statistics are written
-    and whose O is summed again where a hidden value reached it."""
+    """Finish row r of the thread: write its statistics, and sum O again if a hidden value reached it. Returns (the
+    row's place, the factor of O, whether the row saw no key)."""
     config, row = work.config, work.rows[r]
     references, maxima, sums = state
     total = over_quad(sums[r], lambda a, b: a + b)

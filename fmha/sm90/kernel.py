@@ -193,8 +193,9 @@ def where_of(config, operands, numbers):
 
 @dataclass(frozen=True)
 class Consumer:
-    """What a consumer has for all of its tiles. number: which it is, known at compile time where paired; row_group:
-    which 64 rows it has; part: which part of O's columns. thread: 0..127 of it. numbers: of the map between S and P."""
+    """What a consumer keeps for all of its tiles. number: which consumer it is, a compile-time constant if paired.
+    row_group: which 64 rows are its own. part: which part of O's columns. thread: 0..127 within the consumer. numbers:
+    those of the map between S and P."""
 
     config: object
     channels: dict
@@ -220,7 +221,7 @@ def consume(
     thread,
     consumer,
 ):
-    """One consumer: the CTA's tiles, one after another. consumer: which it is; known at compile time where paired.
+    """Role of one consumer: it goes through the CTA's tiles. consumer: its number, a compile-time constant if paired.
 
     Consumes: q_full, and what ``consumer.attend`` or ``pair.attend_paired`` does. Produces: what they do.
     """

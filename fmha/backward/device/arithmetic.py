@@ -22,15 +22,15 @@ PAIR = 2  # neighbouring queries
 
 @dataclass(frozen=True)
 class Block:
-    """What a thread has of a block of S^T.
+    """A thread's part of a block of S^T.
 
-    head: query head. first_query: of the request, which column 0 of the thread is. statistics (2, STATISTIC, PAIR): of
-    the queries from there on, in shared memory. numbers: of the map between S and P. columns: the thread's pairs of
-    columns, the first of each. keys: of the request, one for each of the thread's rows. bounds: [first, end) of the
-    queries that see each. element(column, r): which register has the first of a pair in row r; the second is the next.
-    writes_bias: no other CTA has the same dS to write to dbias. started: dP comes less delta. bias_words: of the bias
-    in shared memory (``add_bias_words``). stores_bias: who calls sees to dbias. lse: registers that ``read_lse`` has
-    filled; None where ``weigh`` reads shared memory itself.
+    head: query head. first_query: the request's query that is the thread's column 0. statistics (2, STATISTIC, PAIR):
+    those of the queries from there on, in shared memory. numbers: those of the map between S and P. columns: the first
+    column of each of the thread's pairs. keys: the request's key in each of the thread's rows. bounds: for each key,
+    [first, end) of the queries that see it. element(column, r): the register with the first of a pair in row r; the
+    second is the next register. writes_bias: only this CTA has the dS to write to dbias. started: dP comes with delta
+    already subtracted. bias_words: the bias in shared memory (``add_bias_words``). stores_bias: the caller stores
+    dbias. lse: registers that ``read_lse`` filled; None: ``weigh`` reads shared memory itself.
     """
 
     config: object

@@ -86,11 +86,12 @@ def write_tile(
     share,
     scale,
 ):
-    """Sums, times the scale, to the rows of a tile of ``target`` [B, S, H, D], rounded. A thread has rows and columns
-    as of wgmma.
+    """Write the sums of a tile, times the scale and rounded, to its rows of ``target`` [B, S, H, D]. A thread has the
+    rows and columns that wgmma gives it.
 
-    sums: (ELEMENT) of the tile, or (PIECE, ELEMENT), which are added up in order. place: (batch row, the tile's first
-    row, the request's first row, its rows), see ``rows.place_of``. share: which CTA_PARTS of the tile's parts.
+    sums: (ELEMENT) of the tile, or (PIECE, ELEMENT), whose pieces are added up in order. place: (batch row, first row
+    of the tile, first row of the request, rows of the request), from ``rows.place_of``. share: which CTA_PARTS of the
+    tile's parts this CTA writes.
     """
     batch, tile_first, first, rows = place
     thread, _, _ = cute.arch.thread_idx()

@@ -52,10 +52,10 @@ from warpspec.fmha.sm90.staging import load_words, store_rows
 
 @dataclass(frozen=True)
 class ConsumerKeys:
-    """A consumer's part of a key tile. first_row: of the tile, the consumer's first. thread: 0..127 of it; row: the
-    thread's first of 64 rows; member: of the quad. bounds: [first, end) of the queries that see each of the thread's
-    keys. loads: descriptors, and what they are of. lse: registers for those of the next block's queries; a pair reads
-    them where it needs them."""
+    """A consumer's part of a key tile. first_row: the consumer's first row in the tile. thread: 0..127 within the
+    consumer. row: the first of the thread's rows among the consumer's 64. member: the thread's number in its quad.
+    bounds: for each of the thread's keys, [first, end) of the queries that see it. loads: copy atoms and coordinates.
+    lse: registers for lse' of the next block's queries; a pair reads lse' where it needs it."""
 
     config: object
     channels: dict

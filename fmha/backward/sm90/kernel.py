@@ -34,7 +34,7 @@ class Backward(BackwardHost):
     """The kernel of one ``BackwardConfig``."""
 
     def further(self, operands) -> list:
-        """Of a bias that comes through shared memory; of its gradient, if that goes there."""
+        """The bias, if it comes through shared memory, and its gradient, if it leaves that way."""
         config = self.config
         if not config.bias_tiles:
             return []
