@@ -46,9 +46,9 @@ def make_plan(config_class: type, problem: AttentionProblem, target: Target) -> 
 def plan_of(config_class: type, problem: AttentionProblem, target: Target, found: Candidate) -> Plan:
     """The plan that a candidate stands for."""
     config = config_of(config_class, problem, target, found)
-    slots = target.sm_count * config.shape.ctas_per_sm
-    section = choose_section(problem, config, target, slots)
-    return Plan(config, found.splits, ANY_CTAS if found.way is Way.SINGLE else slots, section)
+    resident = target.sm_count * config.shape.ctas_per_sm
+    section = choose_section(problem, config, target, resident)
+    return Plan(config, found.splits, ANY_CTAS if found.way is Way.SINGLE else resident, section)
 
 
 def config_of(

@@ -40,7 +40,7 @@ def candidates(config_class: type, problem: AttentionProblem, target: Target) ->
     """Every candidate; there is at least one. config_class: the target architecture's ``AttentionConfig``."""
     ways, wanted = config_class.ways(problem), problem.num_splits
     for shape, tiling in config_class.tilings(problem):
-        tiles, slots = tile_count(problem, tiling), target.sm_count * tiling.ctas_per_sm
+        tiles, resident = tile_count(problem, tiling), target.sm_count * tiling.ctas_per_sm
         if wanted is not None:
             yield Candidate(shape, tiling, Way.SPLIT if wanted > 1 else ways[0], wanted)
             continue
@@ -50,11 +50,11 @@ def candidates(config_class: type, problem: AttentionProblem, target: Target) ->
                 continue
             if way is Way.SPLIT:
                 counts = (
-                    split_counts(tiles, most_tiles(problem, tiling), slots) if tuned is None else (tuned,)
+                    split_counts(tiles, most_tiles(problem, tiling), resident) if tuned is None else (tuned,)
                 )
                 for splits in counts:
                     yield Candidate(shape, tiling, way, splits)
-            elif suits(way, ways, problem, tiles / slots):
+            elif suits(way, ways, problem, tiles / resident):
                 yield Candidate(shape, tiling, way, 1)
 
 
@@ -108,14 +108,14 @@ def measured_splits(
     )
 
 
-def split_counts(tiles: int, kv_tiles: int, slots: int) -> list[int]:
+def split_counts(tiles: int, kv_tiles: int, resident: int) -> list[int]:
     """Numbers of parts worth a look: with them the parts fill about SPLIT_ROUNDS rounds, and the longest is no longer
     than with one part fewer."""
-    if tiles >= MOST_ROUNDS * slots or kv_tiles < 2:
+    if tiles >= MOST_ROUNDS * resident or kv_tiles < 2:
         return []
     found = set()
     for rounds in SPLIT_ROUNDS:
-        parts = min(max(int(slots * rounds) // tiles, 2), kv_tiles)
+        parts = min(max(int(resident * rounds) // tiles, 2), kv_tiles)
         found.add(-(-kv_tiles // -(-kv_tiles // parts)))
     return sorted(found)
 

@@ -68,7 +68,7 @@ class Tiling(NamedTuple):
 
     @property
     def queries(self) -> int:
-        """Of a query tile."""
+        """Queries of a query tile."""
         return self.row_groups * self.group_queries
 
 
@@ -194,7 +194,7 @@ def join_rounds(t: Tiling, w: Work, pieces, maximum, minimum, ceil):
 
 @dataclass(frozen=True)
 class Constants:
-    """Of a family of kernels. Clocks are of CLOCKS_PER_US.
+    """Constants of the model for one family of kernels. A microsecond has CLOCKS_PER_US clocks.
 
     serial_mma, serial_key, serial_tile: what a consumer's step takes by itself: share of the products' clocks, clocks a
     key, and clocks. mma, exponentials: the SM's units, as multiples of what is counted. turn: clocks of the tensor
@@ -257,7 +257,7 @@ class Constants:
     line: float = 1.095
 
 
-class Tile(NamedTuple):
+class TileTime(NamedTuple):
     """What a tile shape's time is made of at a head size, in clocks, some of it to the power ``Constants.power``.
 
     unit: the tensor cores and the exponential units for a KV tile of a warpgroup. fixed: a KV tile's own chain and
@@ -273,8 +273,8 @@ class Tile(NamedTuple):
     team: float
 
 
-def tile_of(t: Tiling, depth, tensors, c: Constants, where) -> Tile:
-    """A tiling's ``Tile``."""
+def tile_time(t: Tiling, depth, tensors, c: Constants, where) -> TileTime:
+    """A tiling's ``TileTime``."""
     columns = depth / t.column_parts
     products = t.rows * t.tile_n * (depth + columns) * 2 / MMA_FLOPS  # of a row group, QK and PV
     exponentials = t.rows * t.tile_n / EXPONENTIALS
@@ -284,7 +284,7 @@ def tile_of(t: Tiling, depth, tensors, c: Constants, where) -> Tile:
     team = where(t.row_groups == 1, one_each, where(t.row_groups == 3, c.team_31, 1.0))
     several = t.pack > 1
     ends = c.tile + c.tile_row * t.row_groups * t.rows * depth
-    return Tile(
+    return TileTime(
         unit=(c.mma * products + c.turn) ** p + (c.exponentials * exponentials) ** p,
         fixed=serial**p + (c.latency / t.stages) ** p,
         bytes=tensors * t.tile_n * depth * ELEMENT_BYTES,
@@ -300,9 +300,9 @@ def either(condition, first, second):
 
 
 @lru_cache(maxsize=1024)
-def known_tile(t: Tiling, depth: float, tensors: int, c: Constants) -> Tile:
-    """``tile_of`` for numbers."""
-    return tile_of(t, depth, tensors, c, either)
+def known_tile(t: Tiling, depth: float, tensors: int, c: Constants) -> TileTime:
+    """``tile_time`` for numbers."""
+    return tile_time(t, depth, tensors, c, either)
 
 
 def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=None):
@@ -312,9 +312,9 @@ def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=
         tile = known_tile(t, w.depth, w.tensors, c)
     else:
         maximum, minimum, ceil, where = xp.maximum, xp.minimum, xp.ceil, xp.where
-        tile = tile_of(t, w.depth, w.tensors, c, where)
+        tile = tile_time(t, w.depth, w.tensors, c, where)
     sms, p = target.sm_count, c.power
-    slots = sms * t.ctas_per_sm
+    resident = sms * t.ctas_per_sm
     consumers = t.row_groups * t.column_parts
     parts = w.tiles * splits
     tiles = maximum(w.tiles, 1)
@@ -336,13 +336,13 @@ def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=
         # Tiles whose row groups all have a query, and tiles of which one has: so many of them that the mean is right.
         groups, least = w.groups / maximum(w.kv * t.row_groups, 1), 1 / t.row_groups
         whole = (groups - least) / maximum(1 - least, 0.1)
-        full = whole * step(ctas_here, slots) + (1 - whole) * step(ctas_here, slots, least)
+        full = whole * step(ctas_here, resident) + (1 - whole) * step(ctas_here, resident, least)
     else:
         ctas_here = most_here = maximum(minimum(t.ctas_per_sm, parts / sms), 1.0)
         if way is Way.SPLIT:
             most_here = maximum(minimum(t.ctas_per_sm, parts / (sms * SPREAD)), 1.0)
         groups = 1.0
-        full = step(ceil(most_here - CROWDED), minimum(parts, slots))
+        full = step(ceil(most_here - CROWDED), minimum(parts, resident))
     alone = step(1.0, 0.5 * minimum(parts, sms), groups)
     mask = tile.mask * maximum(consumers * ctas_here / 2, 1.0)
     shared = tile.ends * (1 + c.hidden * (ctas_here - 1))
@@ -353,17 +353,17 @@ def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=
     spread = w.spread / parts_of
     total = parts * each + w.idle * c.idle
     if way is Way.LINE:
-        busy = maximum(total / slots, minimum(LINE_LEAST, average) * full) + tile.ends + c.chunk
+        busy = maximum(total / resident, minimum(LINE_LEAST, average) * full) + tile.ends + c.chunk
     else:
         if way is Way.QUEUE:
             total = total + parts * c.queue
-        mean = total / minimum(slots, parts)
+        mean = total / minimum(resident, parts)
         longest = ceil(w.longest / splits) if way is Way.SPLIT else w.longest
         one = maximum(longest - average, 0) * alone  # more in the longest tile than in the mean one
         short = minimum(w.shortest / parts_of * full + shared, each)
         launched = parts + w.idle * splits if way is Way.SPLIT else parts
-        rounds = ceil(launched / slots)
-        left = rounds - parts / slots  # of a round, that is idle
+        rounds = ceil(launched / resident)
+        left = rounds - parts / resident  # of a round, that is idle
         if way in (Way.PERSISTENT, Way.SPLIT):
             # How little their order sorts tiles by length.
             mixed = minimum(UNSORTED * spread / maximum(average, 0.1), 1.0)
@@ -371,15 +371,15 @@ def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=
             more = more + c.spread * spread * alone * rounds**0.5
         else:
             more = left * c.greedy * short + c.greedy_spread * spread * alone + c.single * shared
-        busy = mean + where(launched <= slots, one, maximum(more, one - mean + each))
+        busy = mean + where(launched <= resident, one, maximum(more, one - mean + each))
     found = c.launch + maximum((busy + c.alone) / CLOCKS_PER_US, w.bytes / memory_rate)
     if way is Way.SPLIT:
         found = found + c.combine + 2 * splits * w.rows * w.depth * FP32_BYTES / c.combine_bytes
         found = found + c.combine_round * ceil(splits / c.combine_parts)
     if way is Way.LINE:
-        states = minimum(2 * slots, parts) * t.row_groups * t.rows * w.depth * FP32_BYTES
+        states = minimum(2 * resident, parts) * t.row_groups * t.rows * w.depth * FP32_BYTES
         found = found + c.scan + c.scan_requests * w.requests / 32 + c.join + states / c.join_bytes
-        pieces = w.longest * slots / maximum(w.kv, 1) + 1
+        pieces = w.longest * resident / maximum(w.kv, 1) + 1
         found = c.line * (found + c.combine_round * join_rounds(t, w, pieces, maximum, minimum, ceil))
     return found
 

@@ -80,14 +80,14 @@ def choose_splits(
     V are one tile. Never more than kv_tiles; 1 where the M tiles fill the device. No split has no tile of the
     longest M tile.
     """
-    slots = sm_count * ctas_per_sm
-    if m_tiles >= slots or kv_tiles <= 1:
+    resident = sm_count * ctas_per_sm
+    if m_tiles >= resident or kv_tiles <= 1:
         return 1
     least = m_tiles * kv_tiles * tile_bytes(head_dim, tile_n, shared_kv) / (sm_count * loads.all)
 
     def clocks(splits):
         parts = m_tiles * splits
-        waves = -(-parts // slots)
+        waves = -(-parts // resident)
         together = min(ctas_per_sm, math.ceil(parts / (sm_count * (loads.spread if splits > 1 else 1))))
         rate = loads.two if together > 1 else loads.one
         tile = together * tile_clocks(head_dim, tile_m, tile_n, shared_kv, rate)
@@ -96,7 +96,7 @@ def choose_splits(
         return attention + combine_clocks(splits, rows, v_dim or head_dim, sm_count)
 
     # Of the counts that give the longest part the same number of tiles, only the fewest splits.
-    parts = {-(-kv_tiles // splits) for splits in range(1, min(kv_tiles, 2 * slots) + 1)}
+    parts = {-(-kv_tiles // splits) for splits in range(1, min(kv_tiles, 2 * resident) + 1)}
     return min(sorted(-(-kv_tiles // part) for part in parts), key=clocks)
 
 
