@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 
 
 class SoftmaxHost:
-    """Compile with ``cute.compile(Kernel(config), x, out, stream)``. A class of it adds ``kernel``."""
+    """Compile with ``cute.compile(Kernel(config), x, out, stream)``. A subclass adds ``kernel``.
+
+    carveout: shared memory of the kernel's CTAs, percent of what L1 and shared memory have together.
+    """
+
+    carveout: ClassVar[int]
 
     def __init__(self, config):
         self.config = config
@@ -30,5 +37,9 @@ class SoftmaxHost:
         return rows
 
     def options(self) -> dict:
-        """What else the kernel is launched with."""
-        return {}
+        """Occupancy, shared memory and dependence on the previous launch."""
+        return {
+            "min_blocks_per_mp": self.config.ctas_per_sm,
+            "preferred_smem_carveout": self.carveout,
+            "use_pdl": self.config.dependent,
+        }

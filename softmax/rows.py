@@ -100,17 +100,11 @@ class RowsConfig:
 class Rows(SoftmaxHost):
     """The kernel of one ``RowsConfig``."""
 
+    carveout = SMEM_CARVEOUT_PERCENT
+
     def clusters(self, rows):
         """A CTA has ``config.rows`` rows."""
         return cute.ceil_div(rows, self.config.rows)
-
-    def options(self) -> dict:
-        """Occupancy, shared memory and dependence on the previous launch."""
-        return {
-            "min_blocks_per_mp": self.config.ctas_per_sm,
-            "preferred_smem_carveout": SMEM_CARVEOUT_PERCENT,
-            "use_pdl": self.config.dependent,
-        }
 
     @cute.kernel
     def kernel(self, x: cute.Tensor, out: cute.Tensor):

@@ -97,13 +97,7 @@ class StagedConfig:
 class Staged(SoftmaxHost):
     """The kernel of one ``StagedConfig``."""
 
-    def options(self) -> dict:
-        """Occupancy, shared memory and dependence on the previous launch."""
-        return {
-            "min_blocks_per_mp": self.config.ctas_per_sm,
-            "preferred_smem_carveout": SMEM_CARVEOUT_PERCENT,
-            "use_pdl": self.config.dependent,
-        }
+    carveout = SMEM_CARVEOUT_PERCENT
 
     @cute.kernel
     def kernel(self, x: cute.Tensor, out: cute.Tensor):

@@ -50,6 +50,10 @@ class TwoPassConfig:
 class TwoPass(SoftmaxHost):
     """The kernel of one ``TwoPassConfig``."""
 
+    def options(self) -> dict:
+        """None."""
+        return {}
+
     @cute.kernel
     def kernel(self, x: cute.Tensor, out: cute.Tensor):
         config = self.config

@@ -12,7 +12,7 @@ import torch
 
 sglang = pytest.importorskip("sglang", reason="needs SGLang: make test-engines")
 
-from helpers.engine_models import Judge, make_model, prompts  # noqa: E402
+from helpers.engine_models import Judge, prompts  # noqa: E402
 
 from warpspec.common.errors import UnsupportedProblem  # noqa: E402
 from warpspec.engines.sglang.attention import WarpspecBackend  # noqa: E402
@@ -20,20 +20,6 @@ from warpspec.engines.sglang.attention import WarpspecBackend  # noqa: E402
 # Longer and shorter than the windows, one token, several pages; two begin alike for longer than a page.
 LENGTHS = (70, 5, 1, 40)
 GREEDY = {"temperature": 0, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    """A function: (model, folder with its files) of a kind."""
-    known = {}
-
-    def of(kind):
-        if kind not in known:
-            known[kind] = make_model(kind), tmp_path_factory.mktemp(kind)
-            known[kind][0].save_pretrained(known[kind][1])
-        return known[kind]
-
-    return of
 
 
 @pytest.fixture

@@ -22,7 +22,6 @@ from helpers.engine_models import (  # noqa: E402
     CONFIGS,
     Judge,
     log_probabilities,
-    make_model,
     prompts,
     rounding,
     write_nvfp4_experts,
@@ -42,20 +41,6 @@ from warpspec.fmha.quantized import dequantized  # noqa: E402
 # Longer and shorter than the windows, one token, several blocks; two begin alike for longer than a block.
 LENGTHS = (70, 5, 1, 40)
 GREEDY = {"temperature": 0, "ignore_eos": True, "detokenize": False, "logprobs": 0}
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    """A function: (model, folder with its files) of a kind."""
-    known = {}
-
-    def of(kind):
-        if kind not in known:
-            known[kind] = make_model(kind), tmp_path_factory.mktemp(kind)
-            known[kind][0].save_pretrained(known[kind][1])
-        return known[kind]
-
-    return of
 
 
 @pytest.fixture
