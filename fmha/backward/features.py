@@ -13,7 +13,8 @@ part's number is its row block, or, where the tile has 64 rows, its column block
 
 Where key tiles are cut (``schedule``), dK and dV of each piece lie likewise, [Hkv, slots of keys, pieces, tile_n * D]
 fp32: blocks of 64 keys and 64 columns, columns first. A slot of keys is a key tile, counted over batch rows or
-requests.
+requests. Where the device cuts by length, they are [Hkv, places in the order, 1, tile_n * D]: a tile's pieces have
+neighbouring places.
 """
 
 from __future__ import annotations
@@ -42,12 +43,14 @@ class Wanted:
     """Which gradients are computed.
 
     bias: "float32" or "bfloat16", as what dS is stored; "sum": it is added up in fp32; None: there is none.
+    joins_keys: V is K, whose gradient is the sum of dK and dV.
     """
 
     q: bool = True
     k: bool = True
     v: bool = True
     bias: str | None = None
+    joins_keys: bool = False
 
     @classmethod
     def of(cls, problem: BackwardProblem) -> Wanted:
@@ -58,12 +61,18 @@ class Wanted:
                 forward.heads_q > 1 and not forward.bias_heads
             )
             bias = "sum" if shared else dtype_name(forward.bias_dtype)
-        return cls("q" in wanted, "k" in wanted, ("k" if forward.shared_kv else "v") in wanted, bias)
+        joins = forward.shared_kv and "k" in wanted
+        return cls("q" in wanted, "k" in wanted, joins or "v" in wanted, bias, joins)
 
     @property
     def ds(self) -> bool:
         """dS is computed."""
         return self.q or self.k or self.bias is not None
+
+    @property
+    def dv(self) -> bool:
+        """dV is a gradient by itself. Where V is K, it is added to dK."""
+        return self.v and not self.joins_keys
 
     @property
     def bias_dtype(self) -> str | None:
@@ -112,6 +121,31 @@ class BackwardKernel:
         return 1.0
 
     @property
+    def cuts_by_length(self) -> bool:
+        """The device says into how many pieces each key tile is cut: it alone knows the lengths of packed requests."""
+        return self.cut and self.requests.packed_k and not self.deterministic
+
+    @property
+    def writes_k(self) -> bool:
+        """The main kernel writes dK of some tile: one that is not cut."""
+        return self.wanted.k and (not self.cut or self.cuts_by_length)
+
+    @property
+    def writes_v(self) -> bool:
+        """As ``writes_k``, of dV."""
+        return self.wanted.dv and (not self.cut or self.cuts_by_length)
+
+    @property
+    def leaves_k(self) -> bool:
+        """Pieces leave sums of dK."""
+        return self.wanted.k and self.cut
+
+    @property
+    def leaves_v(self) -> bool:
+        """As ``leaves_k``, of dV."""
+        return self.wanted.v and self.cut
+
+    @property
     def bias_alignment(self) -> int | None:
         """Bytes to which rows of the bias are aligned in memory; None: an element's."""
         return None
@@ -125,6 +159,26 @@ class BackwardKernel:
     def parts(self) -> int:
         """Parts of dQ in a query tile."""
         return self.tile_m * self.heads.qk // PART_ELEMENTS
+
+    @property
+    def width(self) -> int:
+        """Columns of dK, dV and dQ that a CTA makes."""
+        return self.heads.qk
+
+    @property
+    def column_parts(self) -> int:
+        """CTAs that share a key tile, each with some columns."""
+        return self.heads.qk // self.width
+
+    @property
+    def room(self) -> int:
+        """Columns of K, V, Q and dO that a CTA has in shared memory: all, or its ``width``."""
+        return self.heads.qk
+
+    @property
+    def clustered(self) -> bool:
+        """The CTAs of a key tile are a cluster, for S and dP are sums over the columns that each has."""
+        return self.room < self.heads.qk
 
     @property
     def turn_counts(self) -> int:
@@ -145,12 +199,12 @@ class BackwardKernel:
     @property
     def key_tile_bytes(self) -> int:
         """Shared memory of K or V."""
-        return self.tile_n * self.heads.qk * ELEMENT_BYTES
+        return self.tile_n * self.room * ELEMENT_BYTES
 
     @property
     def query_tile_bytes(self) -> int:
         """Shared memory of Q or dO of a step."""
-        return self.tile_m * self.heads.qk * ELEMENT_BYTES
+        return self.tile_m * self.room * ELEMENT_BYTES
 
     @property
     def ds_bytes(self) -> int:
@@ -170,7 +224,7 @@ class BackwardKernel:
     @property
     def operand_regions(self) -> tuple[memory.Region, ...]:
         """What loads fill, in order."""
-        keys, queries = f"[{self.tile_n}, {self.heads.qk}]", f"[{self.tile_m}, {self.heads.qk}]"
+        keys, queries = f"[{self.tile_n}, {self.room}]", f"[{self.tile_m}, {self.room}]"
         q_stages, do_stages, tile = self.q_stages, self.do_stages, self.query_tile_bytes
         numbers = q_stages * self.statistics_bytes // FP32_BYTES
         rows = f"{q_stages} x lse' and -delta of rows"

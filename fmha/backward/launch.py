@@ -21,7 +21,7 @@ from warpspec.fmha.backward.features import BackwardKernel
 from warpspec.fmha.backward.operands import BackwardOperands
 from warpspec.fmha.backward.problem import BackwardProblem
 from warpspec.fmha.backward.rows import RESULTS, ROWS, result_config, row_config
-from warpspec.fmha.backward.schedule import Order, choose_order, reads_beyond_l2
+from warpspec.fmha.backward.schedule import Order, PieceLength, choose_order, piece_length, reads_beyond_l2
 from warpspec.fmha.checks import SIZE_LIMIT
 from warpspec.fmha.logits import LogitNumbers
 from warpspec.fmha.operands import Operands
@@ -65,12 +65,14 @@ check_supported = plan
 
 
 class Prepared(NamedTuple):
-    """A problem ready to run. order: of the main kernel's CTAs. rows, main, results: functions of the kernels'
-    arguments, results None as in ``Kernels``. numbers: of the main kernel. window: (left, right), 0 where unbounded."""
+    """A problem ready to run. order: of the main kernel's CTAs. length: by which the device cuts key tiles, or None.
+    rows, main, results: functions of the kernels' arguments, results None as in ``Kernels``. numbers: of the main
+    kernel. window: (left, right), 0 where unbounded."""
 
     target: Target
     config: BackwardKernel
     order: Order
+    length: PieceLength | None
     rows: Callable
     main: Callable
     results: Callable | None
@@ -112,14 +114,10 @@ def prepare(
         for item in kernels(problem, target, config)
     ]
     window = (forward.window_left or 0, forward.window_right or 0)
-    return Prepared(
-        target,
-        config,
-        order,
-        *launchers,
-        (*LogitNumbers.of(forward, signed=True), forward.scale, *window, *order),
-        window,
-    )
+    length = piece_length(problem, config, target) if config.cuts_by_length else None
+    pieces = 1 if length else order.pieces  # each of the device's has a place of its own
+    numbers = (*LogitNumbers.of(forward, signed=True), forward.scale, *window, pieces, order.section)
+    return Prepared(target, config, order, length, *launchers, numbers, window)
 
 
 def run_kernels(
@@ -152,18 +150,21 @@ def run_prepared(
     if gradients.sink is not None:
         dsink = empty((heads, slots), fp32, device)
     dk, dv, dbias = gradients.k, gradients.v, gradients.bias
-    if forward.shared_kv and dk is not None:  # V is K: its gradient is the sum of both
-        dv = torch.empty_like(dk)
-    targets = (dk if config.wanted.k else None, dv if config.wanted.v else None)
-    requests, tile_order = (None,) * 7, None
+    targets = (dk if config.wanted.k else None, dv if config.wanted.dv else None)
+    requests, tile_order, tile_pieces, length = (None,) * 8, None, None, prepared.length
+    key_slots = key_slot_count(config, operands)
     if config.requests.packed_k:
-        tile_order = empty((key_slot_count(config, operands),), torch.int32, device)
+        if length is not None:
+            tile_pieces = empty((key_slots, 2), torch.int32, device)
+            key_slots += length.further
+        tile_order = empty((key_slots,), torch.int32, device)
         dq = gradients.q if config.wanted.q else None
         start = operands.q_start if config.requests.has_q_start else None
-        requests = (operands.k, operands.cu_seqlens_k, start, tile_order, dq, *targets)
+        requests = (operands.k, operands.cu_seqlens_k, start, tile_order, tile_pieces, dq, *targets)
     rows = (operands.lse.contiguous(), dlse, operands.sink, operands.cu_seqlens_q)
     workspace = (statistics, dq_sums, turns, dsink)
-    prepared.rows(operands.o, do, *rows, *workspace, *requests, *prepared.window)
+    cuts = (0.0, 0.0) if length is None else (length.factor, length.share)
+    prepared.rows(operands.o, do, *rows, *workspace, *requests, *prepared.window, *cuts)
     if gradients.sink is not None:
         gradients.sink.copy_(dsink.sum(dim=1))
     if set(problem.wanted) == {"sink"}:
@@ -176,15 +177,13 @@ def run_prepared(
             dbias.zero_()  # of tiles that nobody sees
     if do is None:
         do = torch.zeros_like(q)
-    sums = targets
+    sums = (None, None)
     if config.cut:
-        tile = (
-            forward.heads_kv,
-            key_slot_count(config, operands),
-            prepared.order.pieces,
-            config.tile_n * q.shape[-1],
+        pieces = 1 if length else prepared.order.pieces
+        tile = (forward.heads_kv, key_slots, pieces, config.tile_n * q.shape[-1])
+        sums = tuple(
+            empty(tile, fp32, device) if leaves else None for leaves in (config.leaves_k, config.leaves_v)
         )
-        sums = tuple(None if target is None else empty(tile, fp32, device) for target in targets)
     main = BackwardOperands(
         q,
         operands.k,
@@ -193,6 +192,8 @@ def run_prepared(
         statistics,
         dq_sums,
         turns,
+        dk if config.writes_k else None,
+        dv if config.writes_v else None,
         *sums,
         operands.kv_lengths,
         operands.q_start,
@@ -201,15 +202,14 @@ def run_prepared(
         operands.cu_seqlens_q,
         operands.cu_seqlens_k,
         tile_order,
+        tile_pieces,
     )
     for part in parts_of(prepared, problem, main):
         prepared.main(*part, *prepared.numbers)
     if prepared.results is not None:
-        cut = config.cut
-        keys = (*sums, gradients.q, *targets) if cut else (None, None, gradients.q, None, None)
-        prepared.results(dq_sums, *keys, operands.cu_seqlens_q, operands.cu_seqlens_k, forward.scale)
-    if forward.shared_kv and dk is not None:
-        dk += dv
+        keys = (*sums, gradients.q, *(targets if config.cut else (None, None)))
+        lengths = (operands.cu_seqlens_q, operands.cu_seqlens_k, tile_pieces)
+        prepared.results(dq_sums, *keys, *lengths, forward.scale)
     if gradients.bias is not None and dbias is not gradients.bias:
         gradients.bias.copy_(dbias)
 

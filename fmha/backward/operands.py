@@ -23,21 +23,16 @@ def key_elements(config) -> int:
     return config.tile_n * config.heads.qk
 
 
-# dK or dV: rows, or the sums of a cut key tile's pieces.
-KEY_ROWS = Operand(
-    lambda c: FLOAT32 if c.cut else c.format.dtype,
-    4,
-    lambda c: key_elements(c) if c.cut else c.heads.qk,
-    TMA_ALIGNMENT,
-)
+SUMS = Operand(FLOAT32, 4, key_elements, TMA_ALIGNMENT)  # of cut key tiles' pieces
 
 
 class BackwardOperands(NamedTuple):
     """Operands of the main kernel; absent ones are None. q, k, v, do, kv_lengths, q_start, bias, cu_seqlens_q,
     cu_seqlens_k: as in ``fmha.operands``. statistics, dq_sums: ``features``; turns [Hq, slots, turn_counts]
-    int32. dk, dv: like k; of a kernel that cuts key tiles, sums [Hkv, slots of keys, pieces, tile_n * D] fp32
-    (``features``). dbias: like bias, fp32 where it is a sum. tile_order [key tiles] int32: of packed requests, which
-    key tile comes when.
+    int32. dk, dv: like k. dk_sums, dv_sums [Hkv, slots of keys, pieces, tile_n * D] fp32 (``features``): what pieces
+    leave. dbias: like bias, fp32 where it is a sum. tile_order [places] int32: of packed requests, which key tile, or
+    piece of one, comes when; -1: none. tile_pieces [key tiles, 2] int32: the place of a tile's first piece, and how
+    many it has.
     """
 
     q: Annotated[Any, ROWS]
@@ -47,8 +42,10 @@ class BackwardOperands(NamedTuple):
     statistics: Annotated[Any, Operand(FLOAT32, 4, 4, TMA_ALIGNMENT)]
     dq_sums: Annotated[Any, Operand(FLOAT32, 3, tile_elements, TMA_ALIGNMENT, "wanted.q")] = None
     turns: Annotated[Any, Operand(INT32, 3, when="deterministic")] = None
-    dk: Annotated[Any, replace(KEY_ROWS, when="wanted.k")] = None
-    dv: Annotated[Any, replace(KEY_ROWS, when="wanted.v")] = None
+    dk: Annotated[Any, replace(ROWS, when="writes_k")] = None
+    dv: Annotated[Any, replace(ROWS, when="writes_v")] = None
+    dk_sums: Annotated[Any, replace(SUMS, when="leaves_k")] = None
+    dv_sums: Annotated[Any, replace(SUMS, when="leaves_v")] = None
     kv_lengths: Annotated[Any, Operand(INT32, 1, when="requests.has_kv_lengths")] = None
     q_start: Annotated[Any, Operand(INT32, 1, when="requests.has_q_start")] = None
     bias: Annotated[
@@ -60,6 +57,7 @@ class BackwardOperands(NamedTuple):
     cu_seqlens_q: Annotated[Any, Operand(INT32, 1, when="requests.packed_q")] = None
     cu_seqlens_k: Annotated[Any, Operand(INT32, 1, when="requests.packed_k")] = None
     tile_order: Annotated[Any, Operand(INT32, 1, when="requests.packed_k")] = None
+    tile_pieces: Annotated[Any, Operand(INT32, 2, 2, when="cuts_by_length")] = None
 
     page_table = None  # not a field: gradients of paged keys are not implemented
 
@@ -73,8 +71,9 @@ class RowOperands(NamedTuple):
     """Arguments of the kernel before the main one: o, do [B, Sq, Hq, D], lse, dlse [B, Hq, Sq], sink [Hq],
     cu_seqlens_q; written are statistics, dq_sums and turns (zeros), dsink [Hq, slots] fp32, a tile's part.
 
-    Of packed requests also k, cu_seqlens_k and q_start; written are tile_order, and zeros in rows of dq, dk and dv that
-    belong to no request. window_left, window_right: not read where unbounded.
+    Of packed requests also k, cu_seqlens_k and q_start; written are tile_order, tile_pieces, and zeros in rows of dq,
+    dk and dv that belong to no request. window_left, window_right: not read where unbounded. piece_factor, piece_share:
+    of ``schedule.PieceLength``.
     """
 
     o: Annotated[Any, ROWS]
@@ -91,26 +90,31 @@ class RowOperands(NamedTuple):
     cu_seqlens_k: Annotated[Any, Operand(INT32, 1, when="main")]
     q_start: Annotated[Any, Operand(INT32, 1, when=of_main("requests.has_q_start"))]
     tile_order: Annotated[Any, Operand(INT32, 1, when="main")]
+    tile_pieces: Annotated[Any, Operand(INT32, 2, 2, when=of_main("cuts_by_length"))]
     dq: Annotated[Any, replace(ROWS, when=of_main("wanted.q"))]
     dk: Annotated[Any, replace(ROWS, when=of_main("wanted.k"))]
-    dv: Annotated[Any, replace(ROWS, when=of_main("wanted.v"))]
+    dv: Annotated[Any, replace(ROWS, when=of_main("wanted.dv"))]
     window_left: Annotated[Any, Number(INT32)]
     window_right: Annotated[Any, Number(INT32)]
+    piece_factor: Annotated[Any, Number(FLOAT32)]
+    piece_share: Annotated[Any, Number(FLOAT32)]
 
 
 class ResultOperands(NamedTuple):
     """Arguments of the kernel after the main one. dq_sums: ``features``; dk_sums, dv_sums: [Hkv, slots of keys, pieces,
-    tile_n * D] fp32 (``features``). dq [B, Sq, Hq, D], dk, dv [B, Sk, Hkv, D] are written. scale: of dq and dk.
+    tile_n * D] fp32 (``features``). dq [B, Sq, Hq, D], dk, dv [B, Sk, Hkv, D] are written; where V is K, dk alone, the
+    sum of both. tile_pieces: as in ``BackwardOperands``; of tiles in one piece nothing is written. scale: of dq and dk.
     """
 
     dq_sums: Annotated[Any, Operand(FLOAT32, 3, tile_elements, TMA_ALIGNMENT, "q")]
-    dk_sums: Annotated[Any, Operand(FLOAT32, 4, key_elements, TMA_ALIGNMENT, "k")]
-    dv_sums: Annotated[Any, Operand(FLOAT32, 4, key_elements, TMA_ALIGNMENT, "v")]
+    dk_sums: Annotated[Any, replace(SUMS, when="k")]
+    dv_sums: Annotated[Any, replace(SUMS, when="has_v")]
     dq: Annotated[Any, replace(ROWS, when="q")]
     dk: Annotated[Any, replace(ROWS, when="k")]
     dv: Annotated[Any, replace(ROWS, when="v")]
     cu_seqlens_q: Annotated[Any, Operand(INT32, 1, when="packed")]
     cu_seqlens_k: Annotated[Any, Operand(INT32, 1, when="packed")]
+    tile_pieces: Annotated[Any, Operand(INT32, 2, 2, when="by_length")]
     scale: Annotated[Any, Number(FLOAT32)]
 
 

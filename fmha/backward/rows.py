@@ -37,7 +37,7 @@ class ResultConfig:
     """Configuration of the kernel after the main one, which finishes dQ, and dK and dV of cut key tiles.
 
     tile_m, tile_n: rows of the tiles of queries and of keys. packed: requests are. q: dQ is wanted. k, v: there are
-    pieces of dK, of dV to add up.
+    pieces of dK, of dV to add up. joins: dV to dK. by_length: the device says how many pieces a tile has.
     """
 
     heads: HeadSizes
@@ -48,15 +48,25 @@ class ResultConfig:
     q: bool = True
     k: bool = False
     v: bool = False
+    joins: bool = False
+    by_length: bool = False
+
+    @property
+    def has_v(self) -> bool:
+        """There are pieces of dV."""
+        return self.v or self.joins
 
 
 def result_config(config: BackwardKernel) -> ResultConfig | None:
     """The kernel behind the main kernel of ``config``; None where nothing is left to do."""
-    k, v = config.cut and config.wanted.k, config.cut and config.wanted.v
+    k, v = config.leaves_k, config.leaves_v and config.wanted.dv
     if not (config.wanted.q or k or v):
         return None
     sizes = (config.heads, config.tile_m, config.tile_n)
-    return ResultConfig(*sizes, config.format, config.requests.packed_q, config.wanted.q, k, v)
+    joins, by_length = k and config.wanted.joins_keys, (k or v) and config.cuts_by_length
+    return ResultConfig(
+        *sizes, config.format, config.requests.packed_q, config.wanted.q, k, v, joins, by_length
+    )
 
 
 def row_config(config: BackwardKernel, problem) -> RowConfig:
@@ -73,9 +83,9 @@ def row_config(config: BackwardKernel, problem) -> RowConfig:
         "sink" in problem.wanted,
         config.deterministic,
         config.delta_factor,
-        replace(config, cut=False)
+        (config if config.cuts_by_length else replace(config, cut=False))
         if config.requests.packed_k
-        else None,  # cut or not, key tiles have the same order
+        else None,
     )
 
 

@@ -15,12 +15,17 @@ A CTA may have too much: of B1 32/8 S2048, causal, the longest key tile has twic
 Then every tile is cut, and its pieces' dK and dV are added up by one more launch in the order of the pieces. This
 costs, for each piece, dK and dV in fp32 there and back, and the start and end of a CTA.
 
+Of packed requests the device cuts (``PieceLength``): it knows their lengths, and cuts those key tiles alone that are
+long. The host says only that some may be.
+
 Worst case: at most what ``choose_order`` expects, the longest CTA with the mean, where lengths are as the problem says;
-of packed requests or with kv_lengths they are not known, and the busiest SM has at most the mean and the longest CTA.
+with kv_lengths they are not known, and the busiest SM has at most the mean and the longest CTA; of packed requests that
+is at most the longest piece.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -33,18 +38,34 @@ from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.tiles import ELEMENT_BYTES
 
 # Microseconds on an H200.
-STEP_US = {64: 2.4, 128: 2.25, 256: 3.1}  # a step, by D
+STEP_US = {64: 2.4, 128: 2.25, 256: 3.1, 512: 4.2}  # a step, by D
 CTA_US = 5.0  # start and end of a CTA, beside its steps
 JOIN_US = 3.0  # a further launch
 JOIN_BYTES_US = 4e6  # bytes that a microsecond writes or reads of what pieces leave
 
 MOST_PIECES = 32
+MEAN_SHARE = 0.5  # of an SM's mean steps: key tiles with fewer are not cut where SMs have many
 LEAST_GAIN = 0.03  # of the time, for which tiles are cut
 ROUNDS = 2  # CTAs of a section for each SM, about, at least
 L2_SHARE = 0.8  # of the L2 for what a section reads and adds to
 BEYOND_L2 = 1.9  # times the L2 that key tiles read together, from which on heads inside of query tiles gain
 EVEN = 0.85  # the mean of key tiles' steps as a part of the most, from which on they count as equal
 COUNTED_ROUNDS = 16  # of CTAs, after which the mean says what the busiest SM has
+
+
+class PieceLength(NamedTuple):
+    """What the device cuts by. A piece has at most the square root of ``factor`` S steps, or ``share`` S, whichever is
+    more, of the sum S of all key tiles' steps for one KV head. further: pieces there is room for beside one of each key
+    tile.
+
+    Cutting the steps of all KV heads, H S, into pieces of t costs H S / t times what a piece costs (its sums there and
+    back, the start of a CTA), and the last pieces keep SMs waiting for half of t steps: t = sqrt(2 H S cost / step) is
+    best. Where SMs have many steps, key tiles of less than half of the mean leave little to wait for, uncut.
+    """
+
+    factor: float
+    share: float
+    further: int
 
 
 class Order(NamedTuple):
@@ -67,7 +88,7 @@ def choose_order(problem: BackwardProblem, config: BackwardKernel, target: Targe
     """The order with the least time, by the model above. config: the main kernel's, cut or not."""
     steps = sorted(tile_steps(problem, config), reverse=True)
     rows = problem.forward.heads_kv * (1 if config.requests.packed_k else problem.forward.batch)
-    pieces = choose_pieces(problem, config, steps, target.sm_count)
+    pieces = choose_pieces(problem, config, steps, target)
     if in_rows(config, steps):
         return Order(pieces, 1)
     least = -(-ROUNDS * target.sm_count // (len(steps) * pieces))
@@ -87,13 +108,13 @@ def reads_beyond_l2(problem: BackwardProblem, config: BackwardKernel, target: Ta
     another, that heads inside of query tiles are better: they may be cut into fewer numbers of pieces."""
     forward = problem.forward
     steps = tile_steps(problem, config)
-    if forward.group == 1 or in_rows(config, steps):
+    if forward.group == 1 or in_rows(config, steps) or forward.packed_q:
         return False
     together = min(-(-target.sm_count // max(len(steps), 1)), forward.heads_kv * forward.batch)
     if together * bytes_of(forward, forward.seq_q) < BEYOND_L2 * target.l2_bytes:
         return False
     inside = replace(config, heads_inside=True)
-    pieces = [choose_pieces(problem, each, steps, target.sm_count) for each in (config, inside)]
+    pieces = [choose_pieces(problem, each, steps, target) for each in (config, inside)]
     times = [expected_us(problem, config, steps, target.sm_count, each) for each in pieces]
     return times[1] < (1 + LEAST_GAIN) * times[0]
 
@@ -131,10 +152,13 @@ def tile_steps(problem: BackwardProblem, config: BackwardKernel) -> list[int]:
     return found
 
 
-def choose_pieces(problem: BackwardProblem, config: BackwardKernel, steps: list[int], sms: int) -> int:
-    """Pieces with the least time; 1 where cutting gains little."""
+def choose_pieces(problem: BackwardProblem, config: BackwardKernel, steps: list[int], target: Target) -> int:
+    """Pieces with the least time; 1 where cutting gains little. Where the device cuts: 2 if it may have to."""
     if not config.can_cut or (problem.deterministic and config.wanted.bias == "sum"):
         return 1
+    if replace(config, cut=True).cuts_by_length:
+        return 1 + may_cut(problem, config, steps, target)
+    sms = target.sm_count // config.column_parts
     group = problem.forward.group
     times = {
         pieces: expected_us(problem, config, steps, sms, pieces)
@@ -143,6 +167,29 @@ def choose_pieces(problem: BackwardProblem, config: BackwardKernel, steps: list[
     }
     best = min(times, key=times.__getitem__)
     return best if times[best] < (1 - LEAST_GAIN) * times[1] else 1
+
+
+def piece_length(problem: BackwardProblem, config: BackwardKernel, target: Target) -> PieceLength:
+    """How the device cuts the key tiles of packed requests."""
+    forward, sms = problem.forward, target.sm_count // config.column_parts
+    gradients = config.wanted.k + config.wanted.v
+    left = 2 * gradients * config.tile_n * forward.head_dim * FP32_BYTES  # there and back
+    cost = left / JOIN_BYTES_US + CTA_US / sms
+    factor = 2 * cost * forward.heads_kv / STEP_US[forward.head_dim]
+    share = MEAN_SHARE * forward.heads_kv / sms
+    steps = tile_steps(problem, config)
+    total = sum(steps) * max(min(forward.batch, 2 * forward.least_q / forward.seq_q), 1.0)
+    further = min(total / max((factor * total) ** 0.5, 1.0), 1 / share)
+    return PieceLength(factor, share, math.ceil(further) + 1)
+
+
+def may_cut(problem: BackwardProblem, config: BackwardKernel, steps: list[int], target: Target) -> bool:
+    """Whether some key tile of packed requests may be cut: the longest, if the other requests are equal."""
+    forward = problem.forward
+    length = piece_length(problem, config, target)
+    others = max(forward.least_q / forward.seq_q - 1, 0.0)  # as many as the longest
+    total = sum(steps) * (1 + others**2 / max(forward.batch - 1, 1))  # steps grow with the square of a length
+    return steps[0] > max((length.factor * total) ** 0.5, length.share * total)
 
 
 def expected_us(

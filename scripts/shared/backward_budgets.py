@@ -9,7 +9,7 @@ from warpspec.fmha.problem import AttentionProblem
 
 from .generated_tables import table
 
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (64, 128, 256, 512)
 
 
 def configs(module) -> list:

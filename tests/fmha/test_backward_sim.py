@@ -11,19 +11,19 @@ from helpers.suites import long, long_but
 
 from warpspec.common.architecture import architecture
 from warpspec.common.compile import resources
-from warpspec.common.errors import UnsupportedProblem
 from warpspec.fmha.backward import launch
-from warpspec.fmha.backward.schedule import Order
+from warpspec.fmha.backward.schedule import Order, PieceLength
 from warpspec.sim import simulation
 
 ARCHS = ("sm_90a", "sm_100a")
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (64, 128, 256, 512)
 # A tile or two of queries and of keys, some not whole.
 SMALL = {
     128: Case("sliced-sink-lse", seq_q=70, seq_k=140, heads_q=1, head_dim=128, causal=True, sink=True, through="o+lse",
               sliced=True),
     64: Case("packed-window", lengths_q=(20, 0, 3), lengths_k=(20, 5, 9), heads_q=1, window=(7, 0), causal=True),
     256: Case("bias", seq_q=20, seq_k=65, heads_q=1, head_dim=256, bias=(False, True), dtype=torch.float16),
+    512: Case("one-tensor", seq_q=66, seq_k=64, heads_q=1, head_dim=512, causal=True, shared_kv=True),
 }  # fmt: skip
 
 
@@ -35,7 +35,15 @@ def compare(case: Case) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("arch", "dim"), [long("sm_90a", 64), long("sm_90a", 128), ("sm_90a", 256), ("sm_100a", 128)]
+    ("arch", "dim"),
+    [
+        long("sm_90a", 64),
+        long("sm_90a", 128),
+        ("sm_90a", 256),
+        ("sm_90a", 512),
+        ("sm_100a", 128),
+        long("sm_100a", 512),
+    ],
 )
 def test_small(arch, dim, monkeypatch, simulate_gradients_as):
     """The kernel for these, and that no register spills in it."""
@@ -54,6 +62,7 @@ CUT = {
     128: Case("cut-packed", lengths_q=(140, 0, 70), lengths_k=(140, 5, 300), heads_q=6, heads_kv=2, head_dim=128,
               causal=True),
     256: Case("cut-whole-tiles", seq_q=128, seq_k=128, heads_q=3, head_dim=256),
+    512: Case("cut-one-head", seq_q=130, seq_k=70, heads_q=1, head_dim=512, causal=True, sink=True),
 }  # fmt: skip
 
 
@@ -79,6 +88,19 @@ def test_pieces(dim, deterministic, monkeypatch, simulate_gradients_as):
     compiled = launch.GRADIENTS.of(architecture("sm_90a")).MAIN.compiled(config, "sm_90a")
     # Two registers of ptxas's choice, where turns are taken as well.
     assert all(kernel.local_bytes <= 8 * deterministic for kernel in resources(compiled).values())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+@pytest.mark.parametrize(("share", "further"), [(0.1, 40), (0.3, 3)], ids=["many", "few-places"])
+def test_pieces_by_length(share, further, dim, monkeypatch, simulate_gradients_as):
+    """The device cuts the long key tiles of packed requests, leaves places without a piece, and cuts no more than there
+    is room for."""
+    prepared = cut_into(monkeypatch, Order(pieces=2, section=1))
+    monkeypatch.setattr(launch, "piece_length", lambda *_: PieceLength(0.0, share, further))
+    simulate_gradients_as("sm_90a", seed=1)
+    compare(replace(CUT[128], head_dim=dim))
+    assert prepared[-1].config.cuts_by_length
 
 
 @pytest.mark.long
@@ -124,12 +146,23 @@ def test_memory_order_of_a_bias_by_tma(simulate_gradients_as, check_order):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_heads_inside(pieces, monkeypatch, simulate_gradients_as):
+    """Steps go through the heads at each query tile, from another head on in each key tile."""
+    plan = launch.plan
+    monkeypatch.setattr(launch, "plan", lambda *args: replace(plan(*args), heads_inside=True))
+    cut_into(monkeypatch, Order(pieces, section=2))
+    simulate_gradients_as("sm_90a", seed=1)
+    compare(Case("inside", seq_q=300, seq_k=300, heads_q=6, heads_kv=2, head_dim=128, causal=True))
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("case", [*CASES, *SMALL.values()], ids=lambda case: case.id)
 def test_all_features(case, dim, arch, simulate_gradients_as):
     simulate_gradients_as(arch, seed=2)
-    compare(replace(case, head_dim=dim))
+    compare(case.with_dim(dim))
 
 
 @pytest.mark.long
@@ -157,10 +190,3 @@ def test_deterministic_gives_the_same_bits(arch, dim, monkeypatch):
             results.append(compare(replace(case, deterministic=True)))
     for other in results[1:]:
         assert all(torch.equal(other[name], results[0][name]) for name in other)
-
-
-def test_head_sizes_without_a_kernel_are_refused(simulate_gradients_as):
-    simulate_gradients_as("sm_90a")
-    case = Case("d512", head_dim=512)
-    with pytest.raises(UnsupportedProblem, match=r"head size 512"):
-        case.gradients(case.tensors(), backend="reference")

@@ -10,7 +10,7 @@ from warpspec.fmha import attention
 
 pytestmark = pytest.mark.gpu
 
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (64, 128, 256, 512)
 LARGE = [
     Case(f"large-{'causal' if causal else 'full'}-{window}", batch=2, seq_q=700, seq_k=900, heads_q=4, heads_kv=2,
          causal=causal, window=window, sink=True, through="o+lse")
@@ -24,7 +24,7 @@ PACKED = Case(
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("case", [*CASES, *LARGE, PACKED], ids=lambda case: case.id)
 def test_against_float64_autograd(case, dim):
-    case = replace(case, head_dim=dim)
+    case = case.with_dim(dim)
     tensors = case.tensors("cuda")
     case.check(case.gradients(tensors), tensors, KERNEL_TOLERANCE[case.dtype])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -52,6 +52,12 @@ class Case:
     @property
     def packed(self) -> bool:
         return self.lengths_q is not None
+
+    def with_dim(self, dim: int) -> Case:
+        """The case with another head size. Beyond 256 its scale is less, so that logits are as large as there: delta is
+        of an O in 16 bits, and with larger ones that rounding alone is nearly the tolerance (3.5e-3 at 512)."""
+        scale = None if self.scale is None else self.scale * min(1.0, (256 / dim) ** 0.5)
+        return replace(self, head_dim=dim, scale=scale)
 
     def tensors(self, device="cpu", seed=0) -> dict:
         """The differentiable arguments; those wanted require a gradient."""

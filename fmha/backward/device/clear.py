@@ -45,7 +45,7 @@ def clear_unseen_rows(work, query_tile, step):
 def clear_rows(work, base, rows: cutlass.Constexpr, first, end):
     """Rows of a tile (rows, D) outside [first, end) become zeros: blocks of 64 columns lie one behind another, a row
     128 bytes."""
-    vectors = rows * work.config.heads.qk * ELEMENT_BYTES // VECTOR_BYTES
+    vectors = rows * work.config.room * ELEMENT_BYTES // VECTOR_BYTES
     zeros = cute.make_rmem_tensor(4, Int32)
     zeros.fill(0)
     for i in cutlass.range(work.index, vectors, work.threads, unroll=1):

@@ -7,7 +7,7 @@ from cuda.bindings.driver import CUstream
 from warpspec.common.device import tma
 from warpspec.common.device.host import host_function
 from warpspec.common.operands import fakes
-from warpspec.fmha.backward.device.tile import key_tiles_of
+from warpspec.fmha.backward.device.tile import places_of
 from warpspec.fmha.backward.features import BackwardKernel
 from warpspec.fmha.backward.operands import BackwardNumbers, BackwardOperands
 from warpspec.fmha.device.grid import requests_of
@@ -27,17 +27,18 @@ class BackwardHost:
     def __call__(self, operands: BackwardOperands, numbers: BackwardNumbers, stream: CUstream):
         logits, scale, *window, pieces, section = numbers
         config, order = self.config, (pieces, section)
-        blocks = config.heads.qk_blocks
+        blocks = config.room // BLOCK
         keys, queries = (BLOCK, config.tile_n, blocks), (BLOCK, config.tile_m, blocks)
         boxes = ((operands.k, keys), (operands.v, keys), (operands.q, queries), (operands.do, queries))
         copies = [tma.make_load(kv_view(config.kv, tensor), box) for tensor, box in boxes]
         copies += self.further(operands)
         rows = requests_of(config.requests, operands) if not config.requests.packed_k else 1
-        tiles = key_tiles_of(config, operands) * operands.k.shape[2] * rows
+        ctas = places_of(config, operands) * operands.k.shape[2] * rows * pieces * config.column_parts
         atoms, views = (tuple(copy[i] for copy in copies) for i in range(2))
         self.kernel(operands, atoms, views, (logits, scale), tuple(window), order).launch(
-            grid=(tiles * self.ctas_of_tile(order), 1, 1),
+            grid=(ctas, 1, 1),
             block=(config.threads, 1, 1),
+            cluster=(config.column_parts, 1, 1) if config.clustered else None,
             min_blocks_per_mp=1,
             preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
             use_pdl=True,
@@ -47,10 +48,6 @@ class BackwardHost:
     def further(self, operands: BackwardOperands) -> list:
         """More of ``tma.make_load`` and ``make_store``."""
         return []
-
-    def ctas_of_tile(self, order: tuple):
-        """CTAs that share a key tile."""
-        return self.config.column_parts
 
 
 def fake_arguments(config: BackwardKernel) -> tuple:

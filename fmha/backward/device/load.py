@@ -11,7 +11,7 @@ from cutlass import Int32
 from warpspec.common.device import tma
 from warpspec.common.device.pipeline import drain
 from warpspec.common.hardware import FP32_BYTES
-from warpspec.fmha.backward.device.tile import slot_of
+from warpspec.fmha.backward.device.tile import column_part, slot_of
 from warpspec.fmha.heads import BLOCK
 
 
@@ -27,6 +27,9 @@ class GradientBuffers(NamedTuple):
     ds: cute.Pointer
     bias: cute.Pointer | None
     p: cute.Pointer | None
+    partial: cute.Pointer | None
+    sums: cute.Pointer | None
+    results: cute.Pointer | None
 
     @classmethod
     def of(cls, config, storage) -> GradientBuffers:
@@ -38,7 +41,7 @@ class GradientBuffers(NamedTuple):
 def ring_of(config, atom, view, base, dtype, rows: int, stages: int, first) -> tma.TileRing:
     """A ring of tiles of so many rows, of which TMA brings the one that begins at row ``first``. view: (D, ROW,
     BLOCK)."""
-    box = (BLOCK, rows, config.heads.qk_blocks)
+    box = (BLOCK, rows, config.room // BLOCK)
     tiles = cute.local_tile(cute.domain_offset((0, first, 0), view), box, (0, 0, None))
     return tma.TileRing.make(atom, tiles, tma.shared_tiles(base, dtype, box, stages))
 
@@ -84,6 +87,11 @@ def wait_before(config) -> None:
         cute.arch.griddepcontrol_wait()
 
 
+def loaded_part(config):
+    """Which columns of K, V, Q and dO the CTA loads, as multiples of ``room``."""
+    return column_part(config) if config.clustered else 0
+
+
 def load_keys(name: str, config, channels, shared, operands, atoms, coordinates, tile) -> None:
     """K or V: "k", "v"."""
     i, full = "kv".index(name), channels[name + "_full"]
@@ -93,7 +101,7 @@ def load_keys(name: str, config, channels, shared, operands, atoms, coordinates,
     full.expect_bytes(0, config.key_tile_bytes)
     dtype = operands.q.element_type
     ring = ring_of(config, atoms[i], keys, shared[i + 1], dtype, config.tile_n, 1, first)
-    ring.load(0, 0, full.barrier(0))
+    ring.load(loaded_part(config), 0, full.barrier(0))
 
 
 def load_step(
@@ -116,4 +124,4 @@ def load_step(
             target = shared.statistics + full.stage(step) * (size // FP32_BYTES)
             with cute.arch.elect_one():
                 tma.bulk_load(target, source.toint(), Int32(size), full.barrier(step))
-        ring.load(0, full.stage(step), full.barrier(step))
+        ring.load(loaded_part(config), full.stage(step), full.barrier(step))

@@ -41,45 +41,76 @@ class Results:
     def __call__(self, operands: ResultOperands, stream: CUstream):
         config = self.config
         gradients = [
-            (sums, target, rows, cu_seqlens, factor)
-            for sums, target, rows, cu_seqlens, factor in (
-                (operands.dq_sums, operands.dq, config.tile_m, operands.cu_seqlens_q, operands.scale),
-                (operands.dk_sums, operands.dk, config.tile_n, operands.cu_seqlens_k, operands.scale),
-                (operands.dv_sums, operands.dv, config.tile_n, operands.cu_seqlens_k, Float32(1.0)),
+            each
+            for each in (
+                (operands.dq_sums, None, operands.dq, config.tile_m, operands.cu_seqlens_q, operands.scale),
+                (
+                    operands.dk_sums,
+                    operands.dv_sums if cutlass.const_expr(config.joins) else None,
+                    operands.dk,
+                    config.tile_n,
+                    operands.cu_seqlens_k,
+                    operands.scale,
+                ),
+                (operands.dv_sums, None, operands.dv, config.tile_n, operands.cu_seqlens_k, Float32(1.0)),
             )
-            if target is not None
+            if each[2] is not None
         ]
         ctas = 0
-        for sums, _, rows, _, _ in gradients:
-            ctas += sums.shape[0] * sums.shape[1] * (rows * config.heads.qk // (CTA_PARTS * PART_ELEMENTS))
-        self.kernel(gradients).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), use_pdl=True, stream=stream)
+        for sums, _, _, rows, _, _ in gradients:
+            ctas += (
+                sums.shape[0]
+                * slots_of(sums, operands.tile_pieces)
+                * (rows * config.heads.qk // (CTA_PARTS * PART_ELEMENTS))
+            )
+        self.kernel(gradients, operands.tile_pieces).launch(
+            grid=(ctas, 1, 1), block=(THREADS, 1, 1), use_pdl=True, stream=stream
+        )
 
     @cute.kernel
-    def kernel(self, gradients):
+    def kernel(self, gradients, tile_pieces):
         config = self.config
         index, _, _ = cute.arch.block_idx()
         cute.arch.griddepcontrol_wait()
         begin = 0
         for number in cutlass.range_constexpr(len(gradients)):
-            sums, target, rows, cu_seqlens, factor = gradients[number]
+            sums, more, target, rows, cu_seqlens, factor = gradients[number]
             shares = rows * config.heads.qk // (CTA_PARTS * PART_ELEMENTS)  # CTAs of a tile
-            slots, own = sums.shape[1], index - begin
+            slots, own = slots_of(sums, tile_pieces), index - begin
             end = begin + sums.shape[0] * slots * shares
             if (index >= begin) & (index < end):
                 head, slot, share = own // (slots * shares), own // shares % slots, own % shares
                 batch, tile, first, length = place_of(config.packed, rows, cu_seqlens, target, slot)
                 place = (batch, tile * rows, first, length)
-                if cutlass.const_expr(cute.rank(sums) == 3):
-                    write_tile(config, sums[head, slot, None], place, target, head, share, factor)
-                else:
-                    write_tile(config, sums[head, slot, None, None], place, target, head, share, factor)
+                both = tuple(tile_of(each, tile_pieces, head, slot) for each in (sums, more))
+                if (
+                    cutlass.const_expr(cute.rank(sums) == 3 or tile_pieces is None)
+                    or tile_pieces[slot, 1] > 1
+                ):
+                    write_tile(config, both, place, target, head, share, factor)
             begin = end
+
+
+def slots_of(sums: cute.Tensor, tile_pieces: cute.Tensor | None):
+    """Tiles of a head, of dQ's sums or of pieces'."""
+    return sums.shape[1] if cute.rank(sums) == 3 or tile_pieces is None else tile_pieces.shape[0]
+
+
+def tile_of(sums: cute.Tensor | None, tile_pieces: cute.Tensor | None, head, slot) -> tuple | None:
+    """(sums, how many) of a tile of one head: (ELEMENT), or (PIECE, ELEMENT) of as many pieces."""
+    if sums is None:
+        return None
+    if cute.rank(sums) == 3:
+        return sums[head, slot, None], 1
+    if tile_pieces is None:
+        return sums[head, slot, None, None], sums.shape[2]
+    return cute.domain_offset((tile_pieces[slot, 0], 0), sums[head, None, 0, None]), tile_pieces[slot, 1]
 
 
 @cute.jit
 def write_tile(
     config: cutlass.Constexpr,
-    sums: cute.Tensor,
+    both: cutlass.Constexpr,
     place: cutlass.Constexpr,
     target: cute.Tensor,
     head,
@@ -89,26 +120,23 @@ def write_tile(
     """Write the sums of a tile, times the scale and rounded, to its rows of ``target`` [B, S, H, D]. A thread has the
     rows and columns that wgmma gives it.
 
-    sums: (ELEMENT) of the tile, or (PIECE, ELEMENT), whose pieces are added up in order. place: (batch row, first row
-    of the tile, first row of the request, rows of the request), from ``rows.place_of``. share: which CTA_PARTS of the
-    tile's parts this CTA writes.
+    both: sums (see ``tile_of``), which are added up in order; and such that are added without the scale, or None.
+    place: (batch row, first row of the tile, first row of the request, rows of the request), from ``rows.place_of``.
+    share: which CTA_PARTS of the tile's parts this CTA writes.
     """
     batch, tile_first, first, rows = place
     thread, _, _ = cute.arch.thread_idx()
     warp, lane = share * (CTA_PARTS * WARPS) + thread // WARP_THREADS, thread % WARP_THREADS
     part, piece = warp // WARPS, warp % WARPS
     values = cute.make_rmem_tensor(THREAD_ELEMENTS, Float32)
-    if cutlass.const_expr(cute.rank(sums) == 1):
-        read(sums, warp, lane, values)
-    else:
-        read(sums[0, None], warp, lane, values)
-        for other in cutlass.range(1, sums.shape[0], unroll=1):
-            more = cute.make_rmem_tensor(THREAD_ELEMENTS, Float32)
-            read(sums[other, None], warp, lane, more)
-            for i in cutlass.range_constexpr(THREAD_ELEMENTS):
-                values[i] = values[i] + more[i]
+    add_up(*both[0], warp, lane, values)
     for i in cutlass.range_constexpr(THREAD_ELEMENTS):
         values[i] = values[i] * scale
+    if cutlass.const_expr(both[1] is not None):
+        unscaled = cute.make_rmem_tensor(THREAD_ELEMENTS, Float32)
+        add_up(*both[1], warp, lane, unscaled)
+        for i in cutlass.range_constexpr(THREAD_ELEMENTS):
+            values[i] = values[i] + unscaled[i]
     columns = config.heads.qk // BLOCK
     row_block, column_block = part // columns, part % columns
     own_first = tile_first + row_block * PART_ROWS + piece * WARP_ROWS + lane // QUAD
@@ -119,6 +147,20 @@ def write_tile(
         row = cutlass.min(row, target.shape[1] - 1)
         line = cute.local_tile(target[batch, row, head, None], (BLOCK,), (column_block,))
         store_row(values, r, lane % QUAD, line, in_range)
+
+
+@cute.jit
+def add_up(sums: cute.Tensor, pieces, warp, lane, values: cute.Tensor):
+    """A thread's elements of all pieces."""
+    if cutlass.const_expr(cute.rank(sums) == 1):
+        read(sums, warp, lane, values)
+    else:
+        read(sums[0, None], warp, lane, values)
+        for other in cutlass.range(1, pieces, unroll=1):
+            more = cute.make_rmem_tensor(THREAD_ELEMENTS, Float32)
+            read(sums[other, None], warp, lane, more)
+            for i in cutlass.range_constexpr(THREAD_ELEMENTS):
+                values[i] = values[i] + more[i]
 
 
 def read(sums: cute.Tensor, warp, lane, values: cute.Tensor) -> None:

@@ -48,7 +48,7 @@ class Rows:
         if cutlass.const_expr(operands.turns is not None):  # noqa: SIM102
             if thread < operands.turns.shape[2]:
                 operands.turns[head, slot, thread] = 0
-        lanes = config.heads.qk // VECTOR
+        lanes = min(config.heads.qk // VECTOR, WARP_THREADS)
         lane, group, groups = thread % lanes, thread // lanes, THREADS // lanes
         passes = config.tile_m // groups
         statistics = operands.statistics[head, slot, None, None]  # (ROW PAIR, 4)
@@ -61,14 +61,16 @@ class Rows:
                 row = cutlass.min(row, o.shape[1] - 1)
                 dot = Float32(0.0)
                 if cutlass.const_expr(operands.do is not None):
-                    vectors = []
-                    for tensor in (o, operands.do):
-                        part = cute.local_tile(tensor[batch, row, head, None], (VECTOR,), (lane,))
-                        vector = cute.make_rmem_tensor(VECTOR, tensor.element_type)
-                        cute.autovec_copy(part, vector)
-                        vectors.append(vector)
-                    for j in cutlass.range_constexpr(VECTOR):
-                        dot += vectors[0][j].to(Float32) * vectors[1][j].to(Float32)
+                    for place in range(0, config.heads.qk // VECTOR, lanes):
+                        vectors = []
+                        for tensor in (o, operands.do):
+                            line = tensor[batch, row, head, None]
+                            part = cute.local_tile(line, (VECTOR,), (place + lane,))
+                            vector = cute.make_rmem_tensor(VECTOR, tensor.element_type)
+                            cute.autovec_copy(part, vector)
+                            vectors.append(vector)
+                        for j in cutlass.range_constexpr(VECTOR):
+                            dot += vectors[0][j].to(Float32) * vectors[1][j].to(Float32)
                 dots.append((query, row, dot))
             for i in cutlass.range_constexpr(LOADS):
                 query, row, dot = dots[i]
@@ -118,9 +120,11 @@ def prepare_requests(config: cutlass.Constexpr, operands, thread):
         cu_seqlens_q=operands.cu_seqlens_q,
         cu_seqlens_k=operands.cu_seqlens_k,
         tile_order=operands.tile_order,
+        tile_pieces=operands.tile_pieces,
     )
     window = (operands.window_left, operands.window_right)
-    sort_key_tiles(config.main, main, window, cta, ctas, THREADS // WARP_THREADS)
+    factors = (operands.piece_factor, operands.piece_share)
+    sort_key_tiles(config.main, main, window, factors, cta, ctas, THREADS // WARP_THREADS)
     for tensor, cu_seqlens in (
         (operands.dq, operands.cu_seqlens_q),
         (operands.dk, operands.cu_seqlens_k),

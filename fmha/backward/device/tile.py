@@ -16,11 +16,11 @@ The CTAs of packed requests take key tiles in the order of their steps, the most
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Float32, Int32
 
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.fmha.backward.features import BackwardKernel
@@ -42,7 +42,8 @@ class KeyTile:
 
     request: batch row or request; place: where its queries and keys are. number: of the tile, in the request; slot:
     counted over all requests. first_key: of the tile, in the request. first_head, group: query heads of the KV head;
-    with heads inside, of the piece. piece: the piece's number; first_step, steps: which steps it has. begin,
+    with heads inside, of the piece. pieces: of the tile; 0: the CTA has none. sums_place: (slot, piece) of a piece's
+    sums. first_step, steps: which steps it has. begin,
     count: query tiles of each head; with heads inside, of the piece. inner_first,
     inner_end: queries that see every key of the tile. seen_first, seen_end: keys of the request that some row sees;
     rows_first, rows_end: rows that see some key of the request. bounds: arguments of ``key_range``.
@@ -57,7 +58,8 @@ class KeyTile:
     first_key: Int32
     first_head: Int32
     group: Int32
-    piece: Int32
+    pieces: Int32
+    sums_place: tuple
     first_step: Int32 | int
     steps: Int32
     begin: Int32
@@ -84,11 +86,20 @@ class KeyTile:
             return self.begin
         return self.begin + self.number * START_STEP % cutlass.max(self.count, 1)
 
+    @property
+    def start_head(self) -> Int32:
+        """With heads inside, the head that each query tile's steps begin with. Key tiles begin with one after another,
+        so that not all add to the same dQ; where its order is fixed, with the first."""
+        if self.config.deterministic:
+            return self.first_head
+        return self.first_head + self.number % cutlass.max(self.group, 1)
+
     def following(self, head, query_tile) -> tuple:
         """The (query head, query tile) after one."""
         if self.config.heads_inside:
-            ends = Boolean(head + 1 == self.first_head + self.group)
-            return Int32(cutlass.select_(ends, self.first_head, head + 1)), query_tile - Int32(ends)
+            past = Boolean(head + 1 == self.first_head + self.group)
+            head = Int32(cutlass.select_(past, self.first_head, head + 1))
+            return head, query_tile - Int32(Boolean(head == self.start_head))
         query_tile += 1
         query_tile = Int32(
             cutlass.select_(Boolean(query_tile == self.begin + self.count), self.begin, query_tile)
@@ -108,14 +119,15 @@ class KeyTile:
         """The (query head, query tile) of the CTA's first step."""
         if self.config.cut and not self.config.heads_inside:
             return self.place_of(self.first_step)
-        return self.first_head, self.start
+        return self.start_head if self.config.heads_inside else self.first_head, self.start
 
     @property
     def last(self) -> tuple:
         """The (query head, query tile) of the CTA's last step."""
         head = self.first_head + self.group - 1
         if self.config.heads_inside:
-            return head, self.begin
+            first = Boolean(self.start_head == self.first_head)
+            return Int32(cutlass.select_(first, head, self.start_head - 1)), self.begin
         if self.config.cut:
             return self.place_of(self.first_step + self.steps - 1)
         end = Int32(cutlass.select_(Boolean(self.start == self.begin), self.begin + self.count, self.start))
@@ -170,6 +182,24 @@ def key_tiles_of(config: BackwardKernel, operands):
     return cute.ceil_div(operands.k.shape[1], config.tile_n)
 
 
+def own_tile(config: BackwardKernel, operands, window, order) -> KeyTile:
+    """What the CTA works on. By a whole warp."""
+    index, _, _ = cute.arch.block_idx()
+    return key_tile_at(config, operands, window, order, index // config.column_parts)
+
+
+def column_part(config: BackwardKernel):
+    """Which of the ``column_parts`` of a key tile the CTA has."""
+    return cute.arch.block_idx()[0] % config.column_parts if config.column_parts > 1 else 0
+
+
+def places_of(config: BackwardKernel, operands):
+    """Places in the order of CTAs of each KV head: key tiles, or, where the device cuts them, pieces."""
+    if cutlass.const_expr(config.cuts_by_length):
+        return cute.size(operands.tile_order)
+    return key_tiles_of(config, operands)
+
+
 def fixed_piece(piece, pieces, group, tiles) -> tuple:
     """(first head of the group, heads, first query tile, end) of a piece with heads inside.
 
@@ -187,7 +217,7 @@ def fixed_piece(piece, pieces, group, tiles) -> tuple:
 def key_tile_at(config: BackwardKernel, operands, window, order, index) -> KeyTile:
     """What the index-th CTA of the launch works on. order: (pieces of a tile, rows of a section), see ``schedule``. By
     a whole warp."""
-    tiles, heads = key_tiles_of(config, operands), operands.k.shape[2]
+    tiles, heads = places_of(config, operands), operands.k.shape[2]
     rows = (
         heads
         if cutlass.const_expr(config.requests.packed_k)
@@ -196,13 +226,24 @@ def key_tile_at(config: BackwardKernel, operands, window, order, index) -> KeyTi
     number, rest, piece = decode(tiles, rows, *order, index, minimum=cutlass.min)
     kv_head, request = rest % heads, rest // heads
     slot = request * tiles + number
+    pieces, sums_place = order[0], (slot, piece)
     if cutlass.const_expr(config.requests.packed_k):
-        slot = operands.tile_order[number]
+        place = number
+        slot = operands.tile_order[place]
+        if cutlass.const_expr(config.cuts_by_length):
+            used = Boolean(slot >= 0)
+            slot = cutlass.max(slot, 0)
+            piece, sums_place = place - operands.tile_pieces[slot, 0], (place, 0)
+            pieces = Int32(cutlass.select_(used, operands.tile_pieces[slot, 1], Int32(0)))
+        else:
+            sums_place = (slot, piece)
         request, number = request_of(operands.cu_seqlens_k, slot, config.tile_n, operands.k.shape[1])
-    return key_tile(config, operands, window, order[0], (request, number, slot), kv_head, piece)
+    return key_tile(config, operands, window, pieces, (request, number, slot), kv_head, piece, sums_place)
 
 
-def key_tile(config: BackwardKernel, operands, window, pieces, own, kv_head, piece) -> KeyTile:
+def key_tile(
+    config: BackwardKernel, operands, window, pieces, own, kv_head, piece, sums_place=(0, 0)
+) -> KeyTile:
     """A piece of a key tile of one KV head. own: (request, its number there, slot)."""
     request, number, slot = own
     heads = operands.k.shape[2]
@@ -223,7 +264,9 @@ def key_tile(config: BackwardKernel, operands, window, pieces, own, kv_head, pie
         first_key,
         first_head,
         group,
-        *(zero,) * 11,
+        pieces,
+        sums_place,
+        *(zero,) * 10,
         bounds,
     )
     low, inner_end = tile.queries_of(first_key)
@@ -242,7 +285,8 @@ def key_tile(config: BackwardKernel, operands, window, pieces, own, kv_head, pie
         count = cutlass.max(end - begin, 0)
     steps = count * group
     if cutlass.const_expr(config.cut and not config.heads_inside):
-        first_step, steps = split_part(piece, pieces, steps)
+        first_step, steps = split_part(piece, cutlass.max(pieces, 1), steps)
+        steps = Int32(cutlass.select_(Boolean(pieces > 0), steps, zero))
     # Rows behind the last query have a P of zero by their statistics: no mask is needed for them.
     inner_end = Int32(cutlass.select_(Boolean(inner_end >= seq_q), Int32(FAR), inner_end))
     inner_end = Int32(cutlass.select_(Boolean(first_key + config.tile_n > length), zero, inner_end))
@@ -260,7 +304,8 @@ def key_tile(config: BackwardKernel, operands, window, pieces, own, kv_head, pie
         first_key,
         first_head,
         group,
-        piece,
+        pieces,
+        sums_place,
         first_step,
         steps,
         begin,
@@ -276,9 +321,12 @@ def key_tile(config: BackwardKernel, operands, window, pieces, own, kv_head, pie
 
 
 @cute.jit
-def sort_key_tiles(config: cutlass.Constexpr, operands, window, cta, ctas, warps: cutlass.Constexpr):
+def sort_key_tiles(config: cutlass.Constexpr, operands, window, factors, cta, ctas, warps: cutlass.Constexpr):
     """Which key tile of the packed requests comes when, to ``tile_order``: the one with the most steps first, of equal
     ones the first. By all CTAs of a launch, each warp some tiles.
+
+    Where the device cuts tiles, pieces are sorted, and ``tile_pieces`` says which are a tile's. A tile has as many as
+    leave none with more steps than ``most_steps`` says.
 
     Where dQ's order is fixed, a key tile waits for those of its request with earlier keys, which must come first: tiles
     of requests with more keys come first then, a request's in their order.
@@ -286,24 +334,65 @@ def sort_key_tiles(config: cutlass.Constexpr, operands, window, cta, ctas, warps
     thread, _, _ = cute.arch.thread_idx()
     warp, lane = thread // WARP_THREADS, thread % WARP_THREADS
     tiles = key_tiles_of(config, operands)
-    for tile in cutlass.range(cta * warps + warp, tiles, ctas * warps, unroll=1):
-        own, before = weight_of(config, operands, window, tile), Int32(0)
-        for other in cutlass.range(lane, tiles, WARP_THREADS, unroll=1):
-            its = weight_of(config, operands, window, other)
-            comes = Boolean(its > own) | (Boolean(its == own) & Boolean(other < tile))
-            before += Int32(comes)
-        before = cute.arch.warp_reduction(before, operator.add)
-        if lane == 0:
-            operands.tile_order[before] = tile
+    first = cta * warps + warp
+    if first < tiles:
+        most = Int32(FAR)
+        if cutlass.const_expr(config.cuts_by_length):
+            most = most_steps(config, operands, window, factors)
+        for tile in cutlass.range(first, tiles, ctas * warps, unroll=1):
+            own, pieces = weight_of(config, operands, window, tile, most)
+            before, all_pieces = Int32(0), Int32(0)
+            for other in cutlass.range(lane, tiles, WARP_THREADS, unroll=1):
+                its, its_pieces = weight_of(config, operands, window, other, most)
+                comes = Boolean(its > own) | (Boolean(its == own) & Boolean(other < tile))
+                before += Int32(cutlass.select_(comes, its_pieces, Int32(0)))
+                all_pieces += its_pieces
+            before = cute.arch.warp_reduction(before, operator.add)
+            if cutlass.const_expr(config.cuts_by_length):
+                all_pieces = cute.arch.warp_reduction(all_pieces, operator.add)
+                for piece in cutlass.range(lane, pieces, WARP_THREADS, unroll=1):
+                    operands.tile_order[before + piece] = tile
+                if lane == 0:
+                    operands.tile_pieces[tile, 0] = before
+                    operands.tile_pieces[tile, 1] = pieces
+                if tile == 0:  # the rest of the places
+                    for place in cutlass.range(
+                        all_pieces + lane, cute.size(operands.tile_order), WARP_THREADS, unroll=1
+                    ):
+                        operands.tile_order[place] = Int32(-1)
+            elif lane == 0:
+                operands.tile_order[before] = tile
 
 
 @cute.jit
-def weight_of(config: cutlass.Constexpr, operands, window, slot) -> Int32:
-    """What ``sort_key_tiles`` sorts by."""
+def most_steps(config: cutlass.Constexpr, operands, window, factors) -> Int32:
+    """Steps of the longest piece: as ``schedule`` says, and so many that pieces do not outnumber the places. By a whole
+    warp."""
+    tiles, total = key_tiles_of(config, operands), Int32(0)
+    for tile in cutlass.range(cute.arch.lane_idx(), tiles, WARP_THREADS, unroll=1):
+        steps, _ = weight_of(config, operands, window, tile, Int32(FAR))
+        total += steps
+    total = cute.arch.warp_reduction(total, operator.add)
+    further = cutlass.max(cute.size(operands.tile_order) - tiles, 1)
+    best = Int32(cute.math.sqrt(total.to(Float32) * factors[0]))
+    of_mean = Int32(total.to(Float32) * factors[1])
+    return cutlass.max(cutlass.max(best, of_mean) + 1, (total + further - 1) // further)
+
+
+@cute.jit
+def weight_of(config: cutlass.Constexpr, operands, window, slot, most) -> tuple:
+    """(what ``sort_key_tiles`` sorts by, pieces) of a key tile. most: steps of a piece."""
     request, number = find_request(operands.cu_seqlens_k, slot, config.tile_n, operands.k.shape[1])
     zero = Int32(0)
-    tile = key_tile(config, operands, window, Int32(1), (request, number, slot), zero, zero)
-    return tile.place.length if cutlass.const_expr(config.deterministic) else tile.count
+    whole = replace(config, cut=False)
+    tile = key_tile(whole, operands, window, Int32(1), (request, number, slot), zero, zero)
+    weight, pieces = tile.count, Int32(1)
+    if cutlass.const_expr(config.deterministic):
+        weight = tile.place.length
+    if cutlass.const_expr(config.cuts_by_length):
+        pieces = cutlass.max((tile.steps + most - 1) // most, 1)
+        weight = (tile.steps + pieces - 1) // pieces
+    return weight, pieces
 
 
 def slot_of(config: BackwardKernel, operands, request, query_tile):

@@ -6,16 +6,23 @@ from dataclasses import dataclass
 
 from warpspec.common import memory
 from warpspec.common.barriers import MBARRIER_BYTES, Barrier, barrier_count
-from warpspec.common.errors import UnsupportedProblem
-from warpspec.common.hardware import MAX_SMEM_PER_CTA, TMEM_COLUMNS, WARP_THREADS, WARPGROUP_THREADS
+from warpspec.common.hardware import (
+    FP32_BYTES,
+    MAX_SMEM_PER_CTA,
+    TMEM_COLUMNS,
+    WARP_THREADS,
+    WARPGROUP_THREADS,
+)
 from warpspec.fmha.backward.features import BackwardKernel, parts_of
 from warpspec.fmha.backward.problem import BackwardProblem
 from warpspec.fmha.features import check_requests
 from warpspec.fmha.heads import BLOCK
+from warpspec.fmha.tiles import ELEMENT_BYTES
 
 TILE_N = 128  # keys of a tile: rows of S^T, lanes of tensor memory
-TILE_M = {64: 128, 128: 128, 256: 64}  # queries of a tile, by D
+TILE_M = {64: 128, 128: 128, 256: 64, 512: 64}  # queries of a tile, by D
 WIDTH = 128  # most columns of dK, dV and dQ that a CTA makes: tensor memory has no room for more
+CLUSTER_DIM = 512  # from which on the CTAs of a key tile are a cluster: K and V do not fit one (``share``)
 BARRIER_BYTES = 1024  # room for the mbarriers and the address of tensor memory: what follows is aligned to it
 
 
@@ -37,10 +44,6 @@ class BackwardConfig(BackwardKernel):
     def of(cls, problem: BackwardProblem) -> BackwardConfig:
         """The kernel for a problem. UnsupportedProblem names what it does not do."""
         dim = problem.forward.head_dim
-        if dim not in TILE_M:
-            raise UnsupportedProblem(
-                f"sm100 attention: gradients of head size {dim} are not supported, only of {tuple(TILE_M)}"
-            )
         check_requests("sm100", problem.forward)
         stages = 2 if dim == BLOCK else 1
         return cls(**parts_of(problem), tile_m=TILE_M[dim], q_stages=stages, do_stages=stages)
@@ -52,13 +55,28 @@ class BackwardConfig(BackwardKernel):
 
     @property
     def width(self) -> int:
-        """Columns of dK, dV and dQ that a CTA makes."""
+        """Columns of dK, dV and dQ that a CTA makes. All CTAs of a key tile make P and dS, where they do not share
+        them."""
         return min(self.heads.qk, WIDTH)
 
     @property
-    def column_parts(self) -> int:
-        """CTAs that share a key tile, each with some columns; all of them make P and dS."""
-        return self.heads.qk // self.width
+    def room(self) -> int:
+        return self.width if self.heads.qk >= CLUSTER_DIM else self.heads.qk
+
+    @property
+    def made_queries(self) -> int:
+        """Queries of a block of 64 for which a thread makes P and dS at a time."""
+        return BLOCK // self.column_parts if self.clustered else BLOCK
+
+    @property
+    def sent_sums_bytes(self) -> int:
+        """Partial sums of S, or of dP, that a CTA gets from another one in a step."""
+        return self.tile_n * self.made_queries * FP32_BYTES if self.clustered else 0
+
+    @property
+    def sent_results_bytes(self) -> int:
+        """P, or dS, that a CTA gets from another one in a step."""
+        return self.tile_n * self.made_queries * ELEMENT_BYTES if self.clustered else 0
 
     @property
     def transposed_dq(self) -> bool:
@@ -101,6 +119,22 @@ class BackwardConfig(BackwardKernel):
             memory.TMEM_ADDRESS,
             *self.operand_regions,
             memory.tile_region("ds", self.ds_bytes, "dS", f"transposed [{self.tile_n}, {self.tile_m}]"),
+            memory.Region(
+                "sums",
+                2 * (self.column_parts - 1) * self.sent_sums_bytes,
+                "uint8",
+                memory.TILE_ALIGNMENT,
+                "S, dP",
+                "other CTAs' partial sums",
+            ),
+            memory.Region(
+                "results",
+                2 * (self.column_parts - 1) * self.sent_results_bytes,
+                "uint8",
+                memory.TILE_ALIGNMENT,
+                "P, dS",
+                "of other CTAs' queries",
+            ),
         )
 
     @property
@@ -112,7 +146,13 @@ class BackwardConfig(BackwardKernel):
         reader = keys if self.scatters else mma
         clean = Barrier("clean", 1, every, keys, mma, "the step's tiles are there, what nobody sees is zero")
         dq_empty = Barrier("dq_empty", 1, every, keys, mma, "dQ has been read")
+        from_others = "key warps, expect_tx + bytes of other CTAs' stores"
+        shared = (
+            Barrier("sums_there", 1, 1, from_others, keys, "other CTAs' partial sums are in shared memory"),
+            Barrier("results_there", 1, 1, from_others, keys, "P and dS of other CTAs are in shared memory"),
+        )
         return (
+            *(shared if self.clustered else ()),
             Barrier("k_full", 1, 1, filled, reader, "K is in shared memory"),
             Barrier("v_full", 1, 1, filled, reader, "V is in shared memory"),
             Barrier(

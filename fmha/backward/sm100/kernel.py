@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import cutlass
 import cutlass.cute as cute
 
-from warpspec.common.device import tmem
+from warpspec.common.device import handover, tmem
 from warpspec.common.device.pipeline import init_barriers
 from warpspec.common.device.storage import allocate
 from warpspec.common.hardware import TMEM_COLUMNS
 from warpspec.fmha.backward.device.host import BackwardHost
 from warpspec.fmha.backward.device.load import GradientBuffers, load, wait_before, wait_first
-from warpspec.fmha.backward.device.tile import key_tile_at
+from warpspec.fmha.backward.device.tile import column_part, own_tile
 from warpspec.fmha.backward.sm100.keys import work_on_keys
 from warpspec.fmha.backward.sm100.mma import mma
 
@@ -34,14 +35,15 @@ class Backward(BackwardHost):
             for atom in atoms:
                 cute.nvgpu.cpasync.prefetch_descriptor(atom)
         cute.arch.sync_threads()
+        if cutlass.const_expr(config.clustered):
+            handover.meet()
         columns = tmem.base(storage.tmem_address.data_ptr())
         wait_first(config)
 
         # 3. Roles.
         shared = GradientBuffers.of(config, storage)
-        index, _, _ = cute.arch.block_idx()
-        part = index % config.column_parts
-        tile = key_tile_at(config, operands, window, order, index // config.column_parts)
+        part = column_part(config)
+        tile = own_tile(config, operands, window, order)
         if warp < config.mma_warp:
             wait_before(config)
             work_on_keys(config, channels, shared, operands, scales, tile, part, columns, thread)
@@ -51,3 +53,5 @@ class Backward(BackwardHost):
             mma(config, channels, shared, operands.q.element_type, tile, part, columns)
         else:
             load(config, channels, shared, operands, atoms, coordinates, tile)
+        if cutlass.const_expr(config.clustered):
+            handover.meet()

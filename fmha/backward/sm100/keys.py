@@ -8,10 +8,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from warpspec.common.device import tma, tmem
+from warpspec.common.device import tmem
 from warpspec.common.device.wgmma import COLUMNS, PAIR, QUAD, ROW_DISTANCE, VECTOR, WARP_ROWS
-from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS, WORD_BYTES
-from warpspec.fmha.backward.device.arithmetic import Block, derive, weigh
+from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
+from warpspec.fmha.backward.device.arithmetic import Block
 from warpspec.fmha.backward.device.clear import clear_unseen_keys, clear_unseen_rows
 from warpspec.fmha.backward.device.tile import slot_of
 from warpspec.fmha.backward.device.turns import end_warp_turn, wait_warp_turn
@@ -22,11 +22,9 @@ from warpspec.fmha.backward.features import (
     WARP_ELEMENTS,
     WARPS,
 )
+from warpspec.fmha.backward.sm100 import scores, share
 from warpspec.fmha.heads import BLOCK
 
-CHUNK_BYTES = 16  # what the swizzle moves as one
-CHUNK_WORDS = CHUNK_BYTES // WORD_BYTES
-SWIZZLE_ROWS = 8  # after which it repeats
 LOAD_COLUMNS = 32  # of a result in registers at a time
 
 
@@ -61,9 +59,8 @@ class Keys:
         """What this thread wrote to shared memory is there for MMAs, once it has arrived at a barrier."""
         cute.arch.fence_proxy("async.shared", space="cta")
 
-    def block(self, step, number, head, query_tile) -> Block:
-        """A block of 64 queries."""
-        first = number * BLOCK
+    def block(self, step, first, head, query_tile) -> Block:
+        """A block of ``made_queries``. first: of the tile's queries."""
         stage = self.channels["q_full"].stage(step) * self.config.tile_m
         layout = cute.make_layout((PAIR, 2, BLOCK // PAIR), stride=(1, PAIR, 2 * PAIR))
         start = (self.shared.statistics + (stage + first) * STATISTICS).align(8)
@@ -75,11 +72,11 @@ class Keys:
             head,
             query_tile * self.config.tile_m + first,
             cute.make_tensor(start, layout),
-            columns=tuple(range(0, BLOCK, PAIR)),
+            columns=tuple(range(0, self.config.made_queries, PAIR)),
             keys=(self.tile.first_key + self.thread,),
             bounds=(self.bounds,),
             element=lambda column, r: column,
-            writes_bias=self.part == 0,
+            writes_bias=True if self.config.clustered else self.part == 0,
         )
 
 
@@ -114,8 +111,11 @@ def work_on_keys(
             channels["q_full"].wait(step)  # for the statistics
         channels["s_full"].wait(step)
         tmem.fence_after_wait()
-        for number in cutlass.range(config.query_blocks, unroll=1):
-            make_block(work, step, number, head, query_tile)
+        if cutlass.const_expr(config.clustered):
+            share.make_block(work, step, head, query_tile)
+        else:
+            for number in cutlass.range(config.query_blocks, unroll=1):
+                scores.make_block(work, step, number, head, query_tile)
         tmem.wait_stores()
         tmem.fence_before_arrive()
         work.fence()
@@ -132,51 +132,6 @@ def work_on_keys(
         channels["step_done"].wait(tile.steps - 1)
         tmem.fence_after_wait()
     write_keys(work)
-
-
-@cute.jit
-def make_block(work, step, number, head, query_tile):
-    """P and dS of 64 queries: to tensor memory, over what was S and dP; dS to shared memory, too."""
-    config, columns, thread = work.config, work.columns, work.thread
-    block = work.block(step, number, head, query_tile)
-    masked = work.tile.needs_mask(query_tile, number)
-    scores, ds = cute.make_rmem_tensor(BLOCK, Float32), cute.make_rmem_tensor(BLOCK, Float32)
-    tmem.load_row(columns + config.tmem_s + number * BLOCK, scores, thread)
-    tmem.wait_loads()
-    weigh(block, scores, masked)
-    words = BLOCK // PAIR
-    if cutlass.const_expr(config.wanted.v):
-        target = cute.recast_ptr(columns + config.tmem_s + number * words, dtype=Int32)
-        tmem.store_row(as_words(scores, work.operands.q.element_type), target, thread)
-    if cutlass.const_expr(
-        config.wanted.ds
-    ):  # not earlier: both and the statistics do not fit a thread's registers
-        tmem.load_row(columns + config.tmem_dp + number * BLOCK, ds, thread)
-        tmem.wait_loads()
-        derive(block, scores, ds, masked)
-        own = as_words(ds, work.operands.q.element_type)
-        if cutlass.const_expr(config.wanted.k):
-            target = cute.recast_ptr(columns + config.tmem_dp + number * words, dtype=Int32)
-            tmem.store_row(own, target, thread)
-        if cutlass.const_expr(config.wanted.q):
-            store_row(work, number, own)
-
-
-def as_words(values: cute.Tensor, dtype) -> cute.Tensor:
-    """fp32 values in 16 bits, two to a word."""
-    narrow = cute.make_rmem_tensor(cute.size(values), dtype)
-    narrow.store(values.load().to(dtype))
-    return cute.recast_tensor(narrow, Int32)
-
-
-def store_row(work, number, words: cute.Tensor) -> None:
-    """The thread's key in dS's tile in shared memory: a row of 128 bytes of each block of queries, swizzled."""
-    row = work.shared.ds.toint() + (number * work.config.tile_n + work.thread) * tma.ROW_BYTES
-    for chunk in range(tma.ROW_BYTES // CHUNK_BYTES):
-        at = row + (chunk ^ (work.thread % SWIZZLE_ROWS)) * CHUNK_BYTES
-        pointer = cute.make_ptr(Int32, at, cute.AddressSpace.smem, assumed_align=CHUNK_BYTES)
-        target = cute.make_tensor(pointer, cute.make_layout(CHUNK_WORDS))
-        cute.autovec_copy(cute.local_tile(words, (CHUNK_WORDS,), (chunk,)), target)
 
 
 @cute.jit
@@ -221,14 +176,15 @@ def write_keys(work) -> None:
     """dK, scaled, and dV of the thread's key."""
     config, operands = work.config, work.operands
     if operands.dk is not None:
-        write_row(work, operands.dk, config.tmem_dk, work.scales[1])
+        write_row(work, operands.dk, config.tmem_dk, work.scales[1], config.wanted.joins_keys)
     if operands.dv is not None:
         write_row(work, operands.dv, config.tmem_dv, 1.0)
 
 
 @cute.jit
-def write_row(work, tensor: cute.Tensor, column: cutlass.Constexpr, factor):
-    """The CTA's columns of the thread's key times a factor; zeros where no query sees the tile."""
+def write_row(work, tensor: cute.Tensor, column: cutlass.Constexpr, factor, joins: cutlass.Constexpr = False):
+    """The CTA's columns of the thread's key times a factor, plus dV's where it joins them; zeros where no query sees
+    the tile."""
     config, tile = work.config, work.tile
     batch = 0 if cutlass.const_expr(config.requests.packed_k) else tile.request
     keys = tile.place.length if cutlass.const_expr(config.requests.packed_k) else tensor.shape[1]
@@ -241,8 +197,16 @@ def write_row(work, tensor: cute.Tensor, column: cutlass.Constexpr, factor):
         if tile.steps > 0:
             tmem.load_row(work.columns + column + start, values, work.thread)
             tmem.wait_loads()
+        values.store(values.load() * factor)
+        if cutlass.const_expr(joins):
+            more = cute.make_rmem_tensor(LOAD_COLUMNS, Float32)
+            more.fill(0.0)
+            if tile.steps > 0:
+                tmem.load_row(work.columns + config.tmem_dv + start, more, work.thread)
+                tmem.wait_loads()
+            values.store(values.load() + more.load())
         narrow = cute.make_rmem_tensor(LOAD_COLUMNS, tensor.element_type)
-        narrow.store((values.load() * factor).to(tensor.element_type))
+        narrow.store(values.load().to(tensor.element_type))
         if key < keys:
             for i in cutlass.range_constexpr(LOAD_COLUMNS // VECTOR):
                 at = (work.part * config.width + start) // VECTOR + i

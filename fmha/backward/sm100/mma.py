@@ -54,7 +54,7 @@ class Fragments(NamedTuple):
 
 def fragments(config, dtype, shared, part, columns) -> Fragments:
     """part: which of dK's, dV's and dQ's columns. columns: TMEM pointer to the first column, fp32."""
-    m, n, depth, width = config.tile_m, config.tile_n, config.heads.qk, config.width
+    m, n, depth, width = config.tile_m, config.tile_n, config.room, config.width
     scores_tiler, rows_tiler = (n, m, depth), (n, width, m)
     queries_tiler = (width, m, n) if config.transposed_dq else (m, width, n)
     scores = make_mma(dtype, K_MAJOR, K_MAJOR, scores_tiler[:2])
@@ -86,6 +86,8 @@ def fragments(config, dtype, shared, part, columns) -> Fragments:
         return cute.make_tensor(cute.recast_ptr(columns + column, dtype=dtype), mine.layout)
 
     def part_of(base, tile_rows):  # blocks of 64 columns lie one behind another
+        if config.clustered:  # no others are there
+            return base.align(tma.TILE_ALIGNMENT)
         first = part * (width // BLOCK) * tile_rows * tma.ROW_BYTES
         return (base + first).align(tma.TILE_ALIGNMENT)
 

@@ -8,6 +8,7 @@ from cutlass import Int32
 
 from warpspec.common.device.wgmma import COLUMNS, PAIR, THREAD_ROWS, flat
 from warpspec.fmha.backward.device.arithmetic import Block
+from warpspec.fmha.backward.device.tile import column_part
 from warpspec.fmha.backward.sm90 import bias
 from warpspec.fmha.heads import BLOCK
 
@@ -32,6 +33,7 @@ def block_of(work, step, number: int, place) -> Block:
         keys=tuple(tile.first_key + work.key(r) for r in range(THREAD_ROWS)),
         bounds=work.bounds,
         element=lambda column, r: (column // COLUMNS * THREAD_ROWS + r) * PAIR,
+        writes_bias=column_part(config) == 0,
         started=not config.paired,
         bias_words=bias.reader(work, step) if config.bias_tiles else None,
         stores_bias=config.stores_bias,

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from warpspec.common import memory
 from warpspec.common.barriers import MBARRIER_BYTES, Barrier, barrier_count
-from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import (
+    FP32_BYTES,
     MAX_SMEM_PER_CTA,
     REGISTERS_PER_SM,
     TMA_ALIGNMENT,
@@ -22,9 +22,10 @@ from warpspec.fmha.tiles import ELEMENT_BYTES
 
 CONSUMERS = 2  # warpgroups
 CONSUMER_KEYS = 64
-TILE_M = {64: 128, 128: 64, 256: 64}  # queries of a tile, by D
+TILE_M = {64: 128, 128: 64, 256: 64, 512: 64}  # queries of a tile, by D
 BIAS_DIM, BIAS_STAGES, BIAS_VECTOR = 128, 2, 8  # where a bias comes by TMA
 PAIRED_DIM = 256  # from which on both consumers have the same keys: one makes P and dV, the other dS and dK
+WIDTH = 256  # most columns of a head that a CTA has: of D 512 two in a cluster have half each (``partial``)
 TURN_STAGES = 2  # steps that a consumer's turns may be granted ahead of what it has added
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 BARRIER_BYTES = 1024  # room for the mbarriers: what follows is aligned to it
@@ -56,7 +57,8 @@ class BackwardConfig(BackwardKernel):
     late: bool = False
 
     def __post_init__(self):
-        assert self.parts == CONSUMERS * self.consumer_parts
+        super().__post_init__()
+        assert self.parts == CONSUMERS * self.consumer_parts * self.column_parts
         assert self.smem_bytes <= MAX_SMEM_PER_CTA
         assert sum(self.registers) * WARPGROUP_THREADS <= REGISTERS_PER_SM
         assert self.paired or self.q_stages == self.do_stages + 1
@@ -68,10 +70,6 @@ class BackwardConfig(BackwardKernel):
     def of(cls, problem: BackwardProblem) -> BackwardConfig:
         """The kernel for a problem. UnsupportedProblem names what it does not do."""
         forward = problem.forward
-        if forward.head_dim not in TILE_M:
-            raise UnsupportedProblem(
-                f"sm90 attention: gradients of head size {forward.head_dim} are not supported, only of {tuple(TILE_M)}"
-            )
         check_requests("sm90", forward)
         dim = forward.head_dim
         parts = parts_of(problem)
@@ -81,7 +79,7 @@ class BackwardConfig(BackwardKernel):
             **parts,
             tile_m=TILE_M[dim],
             q_stages=2 if dim >= PAIRED_DIM else 3 if tight else 4,
-            do_stages=2 if tight else 3,
+            do_stages=1 if dim > WIDTH else 2 if tight else 3,
             bias_tiles=tiles,
             late=parts["wanted"].q and not tight,
         )
@@ -94,6 +92,19 @@ class BackwardConfig(BackwardKernel):
     def paired(self) -> bool:
         """Both consumers have the tile's keys: one makes P and dV, the other dS and dK (``pair``)."""
         return self.heads.qk >= PAIRED_DIM
+
+    @property
+    def width(self) -> int:
+        return min(self.heads.qk, WIDTH)
+
+    @property
+    def room(self) -> int:
+        return self.width
+
+    @property
+    def partial_bytes(self) -> int:
+        """Partial sums of S, or of dP, that one CTA of a cluster gets from the other in a step."""
+        return self.tile_m * self.tile_n * FP32_BYTES if self.clustered else 0
 
     @property
     def delta_factor(self) -> float:
@@ -191,7 +202,7 @@ class BackwardConfig(BackwardKernel):
 
     @property
     def turn_counts(self) -> int:
-        return CONSUMERS
+        return CONSUMERS * self.column_parts
 
     @property
     def ahead(self) -> int:
@@ -217,6 +228,10 @@ class BackwardConfig(BackwardKernel):
             memory.Region(
                 "p", self.p_bytes, "uint8", memory.TILE_ALIGNMENT, "P",
                 "for dS, fp16, in the order of wgmma's registers",
+            ),
+            memory.Region(
+                "partial", 2 * self.partial_bytes, "uint8", memory.TILE_ALIGNMENT, "S, dP",
+                "the other CTA's partial sums",
             ),
         )  # fmt: skip
 
@@ -256,6 +271,20 @@ class BackwardConfig(BackwardKernel):
             Barrier("added", uses, WARPS, warp, "a consumer's turn warp", "the consumer has added its dQ"),
             Barrier("left", uses, 1, "a consumer's turn warp", "first turn warp", "added has been seen"),
         )
+        partial = [
+            each
+            for name, consumer in (("s", "first"), ("dp", "second"))
+            for each in (
+                Barrier(
+                    name + "_there", 1, 1, f"{consumer} consumer, expect_tx + bytes of the other CTA's stores",
+                    f"{consumer} consumer", "the other CTA's partial sums are in shared memory",
+                ),
+                Barrier(
+                    name + "_taken", 1, WARPS, f"{consumer} consumer of the other CTA, one thread a warp",
+                    f"{consumer} consumer", "the other CTA has added the partial sums",
+                ),
+            )
+        ]  # fmt: skip
         return (
             Barrier("k_full", 1, 1, filled, "consumers", "K is in shared memory"),
             Barrier("v_full", 1, 1, filled, "consumers", "V is in shared memory"),
@@ -265,5 +294,6 @@ class BackwardConfig(BackwardKernel):
             Barrier("do_full", self.do_stages, 1, filled, "consumers", "dO is in shared memory"),
             *(released["do"] if self.paired else ()),
             *((exchanged,) if self.late else ()),
+            *(partial if self.clustered else ()),
             *(turns if self.deterministic else ()),
         )

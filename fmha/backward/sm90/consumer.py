@@ -41,7 +41,7 @@ from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.fmha.backward.device.arithmetic import derive, weigh
 from warpspec.fmha.backward.device.clear import clear_unseen_keys, clear_unseen_rows
 from warpspec.fmha.backward.device.load import wait_before
-from warpspec.fmha.backward.device.tile import key_tile_at
+from warpspec.fmha.backward.device.tile import own_tile
 from warpspec.fmha.backward.sm90 import bias, exchange, pair, results
 from warpspec.fmha.backward.sm90.arithmetic import block_of, keep
 from warpspec.fmha.backward.sm90.config import CONSUMER_BARRIER, CONSUMER_KEYS
@@ -141,10 +141,9 @@ def consume(
 ):
     """One consumer. loads: (descriptors, their tensors). Consumes k_full, v_full, q_full, do_full; of a pair, produces
     q_empty after dK, do_empty after dV."""
-    index, _, _ = cute.arch.block_idx()
     thread, _, _ = cute.arch.thread_idx()
     thread = thread % WARPGROUP_THREADS
-    tile = key_tile_at(config, operands, window, order, index)
+    tile = own_tile(config, operands, window, order)
     lane = thread % WARP_THREADS
     row = thread // WARP_THREADS * WARP_ROWS + lane // QUAD
     mma = products(config, operands.q.element_type, shared, consumer)

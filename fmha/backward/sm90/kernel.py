@@ -5,13 +5,13 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 
-from warpspec.common.device import tma
+from warpspec.common.device import handover, tma
 from warpspec.common.device.pipeline import init_barriers
 from warpspec.common.device.storage import allocate
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.fmha.backward.device.host import BackwardHost
 from warpspec.fmha.backward.device.load import GradientBuffers, load, wait_before, wait_first
-from warpspec.fmha.backward.device.tile import key_tile_at
+from warpspec.fmha.backward.device.tile import own_tile
 from warpspec.fmha.backward.sm90.config import (
     CONSUMERS,
 )
@@ -43,10 +43,6 @@ class Backward(BackwardHost):
             found.append(tma.make_store(bias_view(config, operands.dbias), (BLOCK, BLOCK)))
         return found
 
-    def ctas_of_tile(self, order):
-        """The pieces of a key tile."""
-        return order[0]
-
     @cute.kernel
     def kernel(self, operands, atoms, coordinates, scales, window, order):
         config = self.config
@@ -59,6 +55,8 @@ class Backward(BackwardHost):
             for atom in atoms:
                 cute.nvgpu.cpasync.prefetch_descriptor(atom)
         cute.arch.sync_threads()
+        if cutlass.const_expr(config.clustered):
+            handover.meet()
         wait_first(config)
 
         # 2. Roles.
@@ -70,7 +68,7 @@ class Backward(BackwardHost):
             consume(*arguments, consumer, loads)  # one of the consumers' warps loads
         elif warp >= config.consumer_threads // WARP_THREADS:
             cute.arch.setmaxregister_decrease(config.registers[-1])
-            tile = key_tile_at(config, operands, window, order, cute.arch.block_idx()[0])
+            tile = own_tile(config, operands, window, order)
             if cutlass.const_expr(config.paired):  # noqa: SIM102
                 if warp == config.load_warp:
                     load(config, channels, shared, operands, atoms, coordinates, tile)
@@ -86,3 +84,5 @@ class Backward(BackwardHost):
             for each in cutlass.range_constexpr(CONSUMERS):  # each has code of its own
                 if consumer == each:
                     consume(*arguments, each, loads)
+        if cutlass.const_expr(config.clustered):
+            handover.meet()

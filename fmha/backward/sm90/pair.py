@@ -15,15 +15,13 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float16, Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
+from warpspec.common.device.handover import WORDS, store_words, vector_of
 from warpspec.common.device.wgmma import PAIR, flat
-from warpspec.common.hardware import WARPGROUP_THREADS
 from warpspec.fmha.backward.device.arithmetic import follow_cap, weigh, write_bias
 from warpspec.fmha.backward.device.clear import clear_unseen_keys, clear_unseen_rows
-from warpspec.fmha.backward.sm90 import consumer, results, turns
+from warpspec.fmha.backward.sm90 import consumer, partial, results, turns
 from warpspec.fmha.backward.sm90.arithmetic import block_of, keep
 from warpspec.fmha.backward.sm90.config import P_BARRIER, P_FACTOR
-
-VECTOR_WORDS = 4  # of a 16-byte access
 
 
 @cute.jit
@@ -49,10 +47,12 @@ def make_p(work):
     channels["q_full"].wait(0)
     work.issue_s(0, 0)
     warpgroup.wait_group(0)
+    partial.send(work, "s", mma.s, Int32(0))
     head, query_tile = tile.first
     last = tile.steps - 1
     for step in cutlass.range(tile.steps, unroll=1):
         place = (head, query_tile)
+        partial.receive(work, "s", mma.s, step)
         weigh(block_of(work, step, 0, place), flat(mma.s), tile.needs_mask(query_tile, 0))
         if cutlass.const_expr(config.wanted.ds):
             hand_on(work)
@@ -61,28 +61,31 @@ def make_p(work):
         if cutlass.const_expr(config.wanted.v):
             keep(mma.s, mma.p)
             work.issue_dv(step, 0)
+        partial.let_go(work, "s", step)
         head, query_tile = tile.following(head, query_tile)
         following = cutlass.min(step + 1, last)
+        if cutlass.const_expr(config.wanted.v):
+            warpgroup.wait_group(0)
+        channels["do_empty"].arrive_warp(step)
         if cutlass.const_expr(config.wanted.ds):
-            if cutlass.const_expr(config.wanted.v):
-                warpgroup.wait_group(0)
             work.barrier()
         if step < last:
             channels["q_full"].wait(step + 1)
             clear_unseen_rows(work, query_tile, step + 1)
         work.issue_s(following, 0)
-        if cutlass.const_expr(config.wanted.v):
-            warpgroup.wait_group(1)
-        channels["do_empty"].arrive_warp(step)
         if cutlass.const_expr(config.wanted.q):
-            for part in cutlass.range_constexpr(config.consumer_parts):
+            work.issue_dq(step, 0)
+        warpgroup.wait_group(0)
+        if step < last:
+            partial.send(work, "s", mma.s, step + 1)
+        if cutlass.const_expr(config.wanted.q):
+            turns.wait(work, step)
+            results.add_queries(work, 0, place)
+            for part in cutlass.range_constexpr(1, config.consumer_parts):
                 work.issue_dq(step, part)
                 warpgroup.wait_group(0)
-                if cutlass.const_expr(part == 0):
-                    turns.wait(work, step)
                 results.add_queries(work, part, place)
             turns.leave(work, step)
-        warpgroup.wait_group(0)
         channels["q_empty"].arrive_warp(step)
 
 
@@ -90,9 +93,12 @@ def make_p(work):
 def make_ds(work):
     """dS, dK, and half of dQ."""
     config, tile, channels, mma = work.config, work.tile, work.channels, work.mma
+    late = config.do_stages == 1  # the next dP waits until dV is through with dO
     channels["do_full"].wait(0)
     work.issue_dp(0, 0)
     warpgroup.wait_group(0)
+    if cutlass.const_expr(config.wanted.ds):
+        partial.send(work, "dp", mma.dp, Int32(0))
     head, query_tile = tile.first
     last = tile.steps - 1
     for step in cutlass.range(tile.steps, unroll=1):
@@ -104,55 +110,55 @@ def make_ds(work):
         channels["do_empty"].arrive_warp(step)
         if cutlass.const_expr(config.wanted.ds):
             cute.arch.barrier(barrier_id=P_BARRIER, number_of_threads=config.consumer_threads)
+            partial.receive(work, "dp", mma.dp, step)
             derive_from_shared(work, step, place, tile.needs_mask(query_tile, 0))
             keep(mma.dp, mma.ds_rows)
             if cutlass.const_expr(config.wanted.q):
                 consumer.store_ds(work, step, 0)
             work.barrier()
+            partial.let_go(work, "dp", step)
         head, query_tile = tile.following(head, query_tile)
         following = cutlass.min(step + 1, last)
         if step < last:
             if cutlass.const_expr(config.scatters):
                 channels["q_full"].wait(step + 1)
             clear_unseen_rows(work, query_tile, step + 1)
-            channels["do_full"].wait(step + 1)
+            if cutlass.const_expr(not late):
+                channels["do_full"].wait(step + 1)
         if cutlass.const_expr(config.wanted.q):
             work.issue_dq(step, 0)
-        if cutlass.const_expr(config.wanted.ds):
+        if cutlass.const_expr(config.wanted.ds and not late):
             work.issue_dp(following, 0)
         if cutlass.const_expr(config.wanted.q):
-            warpgroup.wait_group(1)
+            warpgroup.wait_group(0 if late else 1)
             turns.wait(work, step)
             results.add_queries(work, 0, place)
             work.issue_dq(step, 1)
         if cutlass.const_expr(config.wanted.k):
             work.issue_dk(step, 0)
+        if cutlass.const_expr(config.wanted.ds and late):
+            if step < last:
+                channels["do_full"].wait(step + 1)
+            work.issue_dp(following, 0)
         if cutlass.const_expr(config.wanted.q):
-            warpgroup.wait_group(1 if config.wanted.k else 0)
+            warpgroup.wait_group(config.wanted.k + late)
             results.add_queries(work, 1, place)
             turns.leave(work, step)
+        if cutlass.const_expr(config.wanted.ds and late):
+            warpgroup.wait_group(0)
+            if step < last:
+                partial.send(work, "dp", mma.dp, step + 1)
     warpgroup.wait_group(0)
     channels["q_empty"].arrive_warp(last)
-
-
-def words_at(work, word: int):
-    """(VECTOR_WORDS): a vector of a thread's words in shared memory."""
-    at = work.shared.p.toint() + (word // VECTOR_WORDS * WARPGROUP_THREADS + work.thread) * 16
-    pointer = cute.make_ptr(Int32, at, cute.AddressSpace.smem, assumed_align=16)
-    return cute.make_tensor(pointer, cute.make_layout(VECTOR_WORDS))
 
 
 def hand_on(work) -> None:
     """P to shared memory."""
     scores = flat(work.mma.s)
-    for word in range(0, cute.size(scores) // PAIR, VECTOR_WORDS):
-        vector = cute.make_rmem_tensor(VECTOR_WORDS, Int32)
-        for i in range(VECTOR_WORDS):
-            pair = cute.make_rmem_tensor(PAIR, Float16)
-            for j in range(PAIR):
-                pair[j] = (scores[(word + i) * PAIR + j] * P_FACTOR).to(Float16)
-            vector[i] = cute.recast_tensor(pair, Int32)[0]
-        cute.autovec_copy(vector, words_at(work, word))
+    weights = cute.make_rmem_tensor(cute.size(scores), Float16)
+    for i in range(cute.size(scores)):
+        weights[i] = (scores[i] * P_FACTOR).to(Float16)
+    store_words(cute.recast_tensor(weights, Int32), work.shared.p, work.thread)
 
 
 @cute.jit
@@ -186,7 +192,7 @@ def weights_of(work, block):
         first = registers[0][0]
         held = number % 2 * len(registers)  # a vector has the weights of two pairs of columns
         if held == 0:
-            vector = cute.make_rmem_tensor(VECTOR_WORDS, Int32)
-            cute.autovec_copy(words_at(work, first // PAIR), vector)
+            vector = cute.make_rmem_tensor(WORDS, Int32)
+            cute.autovec_copy(vector_of(work.shared.p, work.thread, first // PAIR // WORDS), vector)
             weights = cute.recast_tensor(vector, Float16)
         yield column, registers, [weights[held + i - first] for i, _ in registers]

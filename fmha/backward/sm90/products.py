@@ -54,7 +54,7 @@ class GradientProducts(NamedTuple):
 
 def products(config, dtype, shared, consumer) -> GradientProducts:
     """consumer: which 64 keys, and which part of dQ."""
-    m, n, depth = config.tile_m, config.tile_n, config.heads.qk
+    m, n, depth = config.tile_m, config.tile_n, config.room
     scores = make_mma(dtype, K_MAJOR, K_MAJOR, BLOCK, registers=config.keys_in_registers)
     rows = make_mma(dtype, K_MAJOR, MN_MAJOR, depth, registers=True)
     queries = make_mma(dtype, K_MAJOR if config.stores_bias else MN_MAJOR, MN_MAJOR, BLOCK)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Float32, Int32, Int64
 
 from warpspec.common.device import tma
+from warpspec.common.device.handover import received_words, store_words
 from warpspec.common.device.wgmma import flat
 from warpspec.common.hardware import FP32_BYTES, WARP_THREADS
-from warpspec.fmha.backward.device.tile import slot_of
+from warpspec.fmha.backward.device.tile import column_part, slot_of
 from warpspec.fmha.backward.features import THREAD_ELEMENTS, WARP_ELEMENTS, WARPS
-from warpspec.fmha.backward.sm90.config import CONSUMER_KEYS
+from warpspec.fmha.backward.sm90.config import CONSUMER_KEYS, CONSUMERS
+from warpspec.fmha.heads import BLOCK
 from warpspec.fmha.sm90.staging import (
     LOADS,
     TILE_WORDS,
@@ -44,7 +46,8 @@ def add_queries(work, part: cutlass.Constexpr, place):
     """One of a consumer's parts of dQ, added to global memory 16 bytes a thread."""
     config, dq = work.config, flat(work.mma.dq)
     warp, lane = work.thread // WARP_THREADS, work.thread % WARP_THREADS
-    number = (work.consumer * config.consumer_parts + part) * WARPS + warp
+    first = column_part(config) * CONSUMERS + work.consumer  # of the consumers that share a query tile's dQ
+    number = (first * config.consumer_parts + part) * WARPS + warp
     start = sums_of(work, place, number) + lane * VECTOR * FP32_BYTES
     for i in cutlass.range_constexpr(THREAD_ELEMENTS // VECTOR):
         cute.arch.inline_ptx(
@@ -63,15 +66,60 @@ def finish(work):
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
-def write_keys(work) -> None:
-    """dK, scaled, and dV of the thread's keys; or what a piece's steps add to them, in fp32."""
+@cute.jit
+def write_keys(work):
+    """dK and dV of the thread's keys; or what a piece's steps add to them."""
+    config, tile = work.config, work.tile
+    if cutlass.const_expr(config.cuts_by_length):
+        if tile.pieces > 1:
+            leave_keys(work)
+        elif tile.pieces == 1:
+            finish_keys(work)
+    elif cutlass.const_expr(config.cut):
+        leave_keys(work)
+    else:
+        finish_keys(work)
+
+
+def leave_keys(work) -> None:
+    """What a piece's steps add to dK and dV, in fp32."""
     operands, mma = work.operands, work.mma
-    for tensor, values, factor in ((operands.dk, mma.dk, work.scales[1]), (operands.dv, mma.dv, 1.0)):
-        if tensor is not None and values is not None:
-            if work.config.cut:
-                write_sums(work, tensor, flat(values))
-            else:
-                write_rows(work, tensor, flat(values), factor)
+    for sums, values in ((operands.dk_sums, mma.dk), (operands.dv_sums, mma.dv)):
+        if sums is not None and values is not None:
+            write_sums(work, sums, flat(values))
+
+
+@cute.jit
+def finish_keys(work):
+    """dK, scaled, and dV; where V is K, their sum."""
+    config, operands, mma = work.config, work.operands, work.mma
+    if cutlass.const_expr(mma.dk is not None):
+        values = flat(mma.dk)
+        values.store(values.load() * work.scales[1])
+    if cutlass.const_expr(config.wanted.joins_keys):
+        join(work)
+    for tensor, values in ((operands.dk, mma.dk), (operands.dv, mma.dv)):
+        if cutlass.const_expr(tensor is not None and values is not None):
+            write_rows(work, tensor, flat(values))
+
+
+@cute.jit
+def join(work):
+    """dK of the thread's keys, scaled, plus dV. Of a pair's consumers one has it from the other, through what K and V
+    have left."""
+    config, mma = work.config, work.mma
+    if cutlass.const_expr(config.paired):
+        work.barrier()  # nobody reads K any more
+        if cutlass.const_expr(mma.dv is not None):
+            store_words(cute.recast_tensor(flat(mma.dv), Int32), work.shared.k, work.thread)
+        work.barrier()
+        if cutlass.const_expr(mma.dk is not None):
+            values = flat(mma.dk)
+            words = received_words(work.shared.k, work.thread, cute.size(values))
+            values.store(values.load() + cute.recast_tensor(words, Float32).load())
+    else:
+        values = flat(mma.dk)
+        values.store(values.load() + flat(mma.dv).load())
 
 
 @cute.jit
@@ -79,9 +127,10 @@ def write_sums(work, sums: cute.Tensor, values: cute.Tensor):
     """Values to the piece's place among the sums, in the order of wgmma's registers, 512 bytes a warp at a time."""
     config, tile, thread = work.config, work.tile, work.thread
     row_block = 0 if cutlass.const_expr(config.paired) else work.consumer
-    own = sums[tile.kv_head, tile.slot, tile.piece, None]
+    own = sums[tile.kv_head, *tile.sums_place, None]
     first = row_block * (config.heads.qk_blocks * WARPS) + thread // WARP_THREADS  # which 4 KiB
-    for block in cutlass.range_constexpr(config.heads.qk_blocks):
+    first += column_part(config) * (config.width // BLOCK * WARPS)
+    for block in cutlass.range_constexpr(config.width // BLOCK):
         target = cute.local_tile(own, (WARP_ELEMENTS,), (first + block * WARPS,))
         for i in cutlass.range_constexpr(THREAD_ELEMENTS // VECTOR):
             vector = cute.local_tile(values, (VECTOR,), (block * (THREAD_ELEMENTS // VECTOR) + i,))
@@ -90,19 +139,19 @@ def write_sums(work, sums: cute.Tensor, values: cute.Tensor):
 
 
 @cute.jit
-def write_rows(work, tensor: cute.Tensor, values: cute.Tensor, factor):
-    """Values times a factor to the consumer's rows of dK or dV, in 16 bits, by lines of 128 bytes: each warp takes its
+def write_rows(work, tensor: cute.Tensor, values: cute.Tensor):
+    """Values to the consumer's rows of dK or dV, in 16 bits, by lines of 128 bytes: each warp takes its
     16 rows, 64 columns at a time, through 2 KiB of the stage behind the last Q's, which nobody reads any more."""
     config, tile, thread = work.config, work.tile, work.thread
     batch = 0 if cutlass.const_expr(config.requests.packed_k) else tile.request
     keys = tile.place.length if cutlass.const_expr(config.requests.packed_k) else tensor.shape[1]
     stage = work.shared.q.toint() + tile.steps % config.q_stages * config.query_tile_bytes
     base = stage + Int32(work.consumer) * (CONSUMER_KEYS * tma.ROW_BYTES)
-    values.store(values.load() * factor)
     narrow = cute.make_rmem_tensor(cute.size(values), tensor.element_type)
     narrow.store(values.load().to(tensor.element_type))
     words = cute.logical_divide(cute.recast_tensor(narrow, Int32), cute.make_layout(TILE_WORDS))
-    for block in cutlass.range_constexpr(config.heads.qk_blocks):
+    first_block = column_part(config) * (config.width // BLOCK)
+    for block in cutlass.range_constexpr(config.width // BLOCK):
         cute.arch.sync_warp()
         store_rows(base, thread, words[None, block])
         cute.arch.sync_warp()
@@ -110,6 +159,6 @@ def write_rows(work, tensor: cute.Tensor, values: cute.Tensor, factor):
             key = tile.first_key + work.first_row + row_read(thread, load)
             if key < keys:
                 target = tensor[batch, tile.place.first_key + key, tile.kv_head, None]
-                part = chunk_place(target, block, thread)
+                part = chunk_place(target, first_block + block, thread)
                 chunk = load_chunk(base, thread, load)
                 cute.autovec_copy(cute.recast_tensor(chunk, tensor.element_type), part)
