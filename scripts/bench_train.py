@@ -21,7 +21,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -243,6 +243,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--steps", type=int, default=200, help="of the loss curves (default %(default)s; 0: none)"
     )
+    made.add_argument("--tokens", type=int, help="of a step (default: the model's, 8192)")
     made.add_argument("--timed", type=int, default=20, help="steps that are timed (default %(default)s)")
     made.add_argument("--tiny", action="store_true", help="on the CPU, two layers")
     made.add_argument("--json", type=Path, metavar="FILE")
@@ -256,6 +257,8 @@ def main() -> None:
     else:
         driver.need_gpu("--tiny runs on a CPU")
         sizes, device = {name: SIZES[name] for name in options.models}, "cuda"
+        if options.tokens:
+            sizes = {name: replace(size, tokens=options.tokens) for name, size in sizes.items()}
         header = driver.begin("flash-attn-4", "transformers")
     results = {label: measure(label, size, options, device) for label, size in sizes.items()}
     rows = [
