@@ -1,14 +1,15 @@
 """Attention on this machine's GPU against its peers: prints tables, writes a PNG.
 
-    python scripts/bench_attention.py [--only prefill|heads|decode|paged|varlen|shared|mla|trees|host|backward ...]
-                                       [--markdown] [--png FILE]
+    python scripts/bench_attention.py [--only prefill|heads|decode|paged|varlen|shared|mla|trees|host|backward|
+                                       gradient-heads ...] [--markdown] [--png FILE]
 
 Times are medians (gpu_bench). Peers run on the same tensors in the same process: flash-attn-4 where installed, torch's
 SDPA on cuDNN for prefill and heads (other head sizes, soft caps), torch's SDPA for decode and for K and V in one
 tensor. A ratio is the peer's time over ours: above 1 we are faster. varlen: packed requests, and others of different
 lengths, in CUDA graphs. trees: drafts of a tree, against as many causal queries. host: CPU time of a call from Python.
 backward: all gradients from o, lse and dO, FLOPs counted as 2.5 forward passes; peers flash-attn-4's backward and
-torch's SDPA on cuDNN, with a bias torch's efficient kernel (the bias's gradient among the results).
+torch's SDPA on cuDNN, with a bias torch's efficient kernel (the bias's gradient among the results). gradient-heads:
+gradients of other head sizes, against flash-attn-4 and SDPA.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import functools
 
 import torch
 from shared import bench_shapes, driver, gpu_bench, sweep_calls, sweep_report, sweep_shapes
-from shared.attention_peers import FLASH, flash_attention, sdpa, sdpa_shared
+from shared.attention_peers import FLASH, flash_attention, result_of, sdpa, sdpa_shared
 from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -211,6 +212,41 @@ def backward() -> list[list]:
     peers = ("flash-attn-4", "cuDNN", "torch efficient")
     rows.append([f"B{batch} H{heads} S{length} D{d} full, bias", *columns(times, flops * 1e-6, peers)])
     return rows
+
+
+def gradient_heads() -> list[list]:
+    """Gradients of other head sizes, causal, as ``torch.autograd.grad`` computes them. FLOPs are those of the true
+    sizes."""
+    rows, flash = [], flash_attention()
+    for batch, heads_q, heads_kv, length, d, d_v in bench_shapes.GRADIENT_HEADS:
+        sizes = ((heads_q, d), (heads_kv, d), (heads_kv, d_v))
+        leaves = [random(batch, length, *size).requires_grad_() for size in sizes]
+        do = random(batch, length, heads_q, d_v)
+        forwards = {"warpspec": functools.partial(attention, causal=True)}
+        forwards["SDPA"] = functools.partial(sdpa, is_causal=True)
+        if flash is not None:
+            forwards[FLASH] = lambda *tensors: result_of(flash.dense(*tensors, causal=True))
+        calls = without_failing({name: recorded(each, leaves, do) for name, each in forwards.items()})
+        name = f"B{batch} {heads_q}/{heads_kv} S{length} D{d if d == d_v else f'{d}/{d_v}'}"
+        found = {each: call() for each, call in calls.items()}
+        for pair in zip(found["warpspec"], found["SDPA"], strict=True):
+            agree(name, *pair)
+        times = gpu_bench.gpu_times(calls, [()], **gpu_bench.SHORT_ROUNDS)
+        flops = batch * heads_q * length * length * (3 * d + 2 * d_v)
+        rows.append([name, *columns(times, flops * 1e-6, (FLASH, "SDPA"))])
+    return rows
+
+
+def recorded(forward, leaves: list[torch.Tensor], do: torch.Tensor):
+    """A function of nothing to a forward call's gradients; the call is made when it is first asked."""
+    results = []
+
+    def gradients():
+        if not results:
+            results.append(forward(*leaves))
+        return torch.autograd.grad(results[0], leaves, do, retain_graph=True)
+
+    return gradients
 
 
 def paged_inputs():
@@ -435,7 +471,19 @@ def plot(prefills: list[list], decodes: list[list], copy: float, path: str) -> N
 
 
 def main() -> None:
-    parts = ("prefill", "heads", "decode", "paged", "varlen", "shared", "mla", "trees", "host", "backward")
+    parts = (
+        "prefill",
+        "heads",
+        "decode",
+        "paged",
+        "varlen",
+        "shared",
+        "mla",
+        "trees",
+        "host",
+        "backward",
+        "gradient-heads",
+    )
     parser = driver.parser(__doc__, only=parts, markdown=True)
     parser.add_argument("--png", help="write the rates of prefill and decode as a picture")
     options = parser.parse_args()
@@ -484,6 +532,8 @@ def main() -> None:
             "ratio",
         ]
         show(names, backward())
+    if "gradient-heads" in options.only:
+        show(["gradients, causal", "us", "TFLOP/s", FLASH, "ratio", "SDPA", "ratio"], gradient_heads())
     if "host" in options.only:
         show(["CPU time of a call", "us"], host())
 

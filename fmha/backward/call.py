@@ -24,7 +24,8 @@ class BackwardCall(NamedTuple):
     """A call that was checked.
 
     prepared: None is the reference. empty: nothing is to be launched, gradients are zeros. regular: strides of q, k, v
-    and o are such as TMA accepts (``regular_strides``). aligned: do is as kernels read it (``launch.aligned``).
+    and o are such as TMA accepts (``regular_strides``). aligned: do is as kernels read it (``launch.aligned``). pads:
+    kernels compute the problem on padded copies.
     """
 
     problem: BackwardProblem
@@ -32,6 +33,7 @@ class BackwardCall(NamedTuple):
     empty: bool
     regular: bool
     aligned: bool
+    pads: bool
 
 
 def backward_problem(
@@ -73,7 +75,7 @@ def check(operands: Operands, options: Options, backend: str, wanted, do, dlse) 
     rows = (operands.q, operands.k, operands.v, operands.o)
     regular = all(t is None or regular_strides(t) is t for t in rows)
     aligned = prepared is None or do is None or launch.aligned(do) is do
-    return BackwardCall(problem, prepared, empty, regular, aligned)
+    return BackwardCall(problem, prepared, empty, regular, aligned, problem.padded is not problem)
 
 
 def run(call: BackwardCall, operands: Operands, do, dlse) -> list[torch.Tensor]:
@@ -95,7 +97,7 @@ def run(call: BackwardCall, operands: Operands, do, dlse) -> list[torch.Tensor]:
         found = reference.backward(problem, record, do, dlse)
         for name, result in results.items():
             result.copy_(found[name].view(result.shape))
-    elif problem.padded is problem:
+    elif not call.pads:
         launch.run_kernels(call.prepared, problem, record, Gradients(do, dlse, **written))
     else:
         run_padded(call.prepared, problem, record, Gradients(do, dlse, **written))

@@ -7,9 +7,10 @@ A backward call of a remembered forward call, like an earlier one of it, is neit
 from __future__ import annotations
 
 import torch
+from torch._C import _has_storage
 
 from warpspec.common.forward_only import forward_only
-from warpspec.common.repeated import backend_variable, signature, watched
+from warpspec.common.repeated import backend_variable, observed, signatures, watched
 from warpspec.common.transforms import call_operator, direct_apply
 from warpspec.fmha import ops
 from warpspec.fmha.backward import call as backward_call
@@ -44,6 +45,10 @@ class Attention(torch.autograd.Function):
         dlse = dstats[0] if dstats else None
         if (do is None and all(t is None for t in dstats)) or not any(wanted):
             return (None,) * len(ctx.needs_input_grad)
+        if not observed() and not torch.is_grad_enabled():
+            known = remembered(ctx, operands, wanted, do, dlse)
+            if known is not None:
+                return spread(wanted, backward_call.run(known, operands, do, dlse))
         arguments = (ctx.call, operands, ctx.options, ctx.backend, wanted, do, dlse)
         tensors = [t for t in (do, dlse, *operands) if t is not None]
         if watched(*tensors):
@@ -53,19 +58,38 @@ class Attention(torch.autograd.Function):
             gradients = forward_only(NO_SECOND_DERIVATIVES, lambda *_: tuple(compute(*arguments)), *tensors)
         else:
             gradients = compute(*arguments)
-        found = iter(gradients)
-        return (None,) * LEADING + tuple([next(found) if wants else None for wants in wanted])
+        return spread(wanted, gradients)
 
 
 _apply = direct_apply(Attention)
 
 
+def spread(wanted, gradients) -> tuple:
+    """Gradients of the arguments of ``Attention``, of those that are wanted."""
+    found = iter(gradients)
+    return (None,) * LEADING + tuple([next(found) if wants else None for wants in wanted])
+
+
+def key_of(options: Options, wanted, found: list) -> tuple:
+    """What a backward call is remembered by, beside its forward call. found: signatures of its tensors."""
+    return (wanted, backward_call.is_deterministic(options), backend_variable(), *found)
+
+
+def remembered(ctx, operands: Operands, wanted, do, dlse) -> backward_call.BackwardCall | None:
+    """What ``check`` found for a backward call alike, of plain tensors that nobody watches; None: there was none."""
+    if any(t is not None and not _has_storage(t) for t in (do, dlse)):  # sparse, or a batch
+        return None
+    found = signatures((do, dlse, *operands))
+    return None if found is None else ctx.call.gradients.get(key_of(ctx.options, wanted, found))
+
+
 def compute(call: ops.Call, operands: Operands, options: Options, backend: str, wanted, do, dlse):
     """The gradients that are wanted, in the order of DIFFERENTIABLE."""
-    signatures = [None if t is None else signature(t) for t in (do, dlse, *operands)]
-    key = (wanted, backward_call.is_deterministic(options), backend_variable(), *signatures)
-    known = call.gradients.get(key)
+    known, found = None, signatures((do, dlse, *operands))
+    if found is not None:
+        known = call.gradients.get(key_of(options, wanted, found))
     if known is None:
         known = backward_call.check(operands, options, backend, wanted, do, dlse)
-        call.gradients.remember(key, known)
+        if found is not None:
+            call.gradients.remember(key_of(options, wanted, found), known)
     return backward_call.run(known, operands, do, dlse)

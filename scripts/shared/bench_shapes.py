@@ -30,6 +30,15 @@ BACKWARD = [
     (8, 32, 2048, 128, True),
     (8, 32, 2048, 64, True),
 ]
+# (batch, query heads, KV heads, length, D of Q and K, D of V); causal
+GRADIENT_HEADS = [
+    (2, 16, 16, 4096, 72, 72),
+    (2, 16, 16, 4096, 80, 80),
+    (2, 16, 16, 4096, 96, 96),
+    (2, 16, 16, 4096, 192, 128),
+    (2, 16, 16, 4096, 512, 512),
+    (1, 16, 2, 8192, 512, 512),
+]
 BACKWARD_BIAS = (2, 16, 4096, 128)  # batch, heads, length, D; a bias of each head's own
 # (batch, heads, length, D of Q and K, D of V, soft cap); causal
 HEADS = [
