@@ -21,7 +21,7 @@ from warpspec.fmha.heads import HeadSizes
 from warpspec.fmha.line import MOST_ROUNDS
 from warpspec.fmha.logits import PLAIN, LogitMap
 from warpspec.fmha.problem import AttentionProblem
-from warpspec.fmha.tiles import KvTile, Rows, takes_pages
+from warpspec.fmha.tiles import KvTile, TileRows, takes_pages
 
 # A packed request is found by a warp, 32 candidates at a time (``device.packed``).
 SEARCH_ROUNDS = 3
@@ -95,7 +95,7 @@ class Mask:
 
 
 @dataclass(frozen=True)
-class Requests:
+class RequestLayout:
     """Where requests' queries and keys stand, and which operands say so.
 
     packed_q, packed_k: queries, keys of all requests stand one behind another. many_queries: some request of packed
@@ -116,7 +116,7 @@ class Requests:
         assert not self.packed_k or (self.packed_q and not self.page_size and not self.has_kv_lengths)
 
     @classmethod
-    def of(cls, problem: AttentionProblem, tile_queries: int | None = None) -> Requests:
+    def of(cls, problem: AttentionProblem, tile_queries: int | None = None) -> RequestLayout:
         """tile_queries: of an M tile; None: nobody asks for ``many_queries``."""
         return cls(
             has_kv_lengths=problem.has_kv_lengths,
@@ -304,7 +304,7 @@ class AttentionKernel:
     """
 
     mask: Mask = Mask()
-    requests: Requests = Requests()
+    requests: RequestLayout = RequestLayout()
     logits: LogitMap = PLAIN
     heads: HeadSizes = HeadSizes(64, 64)
     format: Format = Format()
@@ -317,7 +317,7 @@ class AttentionKernel:
         assert not (self.output.splits and (self.scheduler.cuts_tiles or self.scheduler.from_queue))
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> TileRows:
         """Rows of an M tile."""
         raise NotImplementedError
 
@@ -332,7 +332,7 @@ def parts_of(problem: AttentionProblem, *, rows_of_cta: int, pack: int, splits: 
     share it. splits: as in ``Output.of``."""
     return {
         "mask": Mask.of(problem),
-        "requests": Requests.of(problem, rows_of_cta // pack),
+        "requests": RequestLayout.of(problem, rows_of_cta // pack),
         "logits": logits_of(problem),
         "heads": problem.heads,
         "format": Format.of(problem),

@@ -17,7 +17,7 @@ PAGE_STEP, PAGE_LARGE = 16, 128
 
 
 @dataclass(frozen=True)
-class Rows:
+class TileRows:
     """Query rows of an M tile: ``groups`` row groups of ``group_size`` rows each.
 
     pack: query heads of one KV group whose rows stand together; row r of a group is head r % pack of query r // pack.

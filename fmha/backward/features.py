@@ -1,20 +1,19 @@
 """What backward kernels of every architecture are compiled for, and the workspace that they share.
 
-A *slot* is a query tile of one batch row or request, counted over all of them (``device.tile.slot_of``). The workspace
-has, for each query head and slot, statistics of the tile's rows, dQ's sum in fp32, and turns.
+The query tiles of all batch rows or requests have consecutive numbers (``device.tile.tile_index_of``), and so have key
+tiles. The workspace has, for each query head and query tile, statistics of the tile's rows, dQ's sum in fp32, turns.
 
-Statistics [Hq, slots, tile_m / 2, 4] fp32: of two neighbouring rows lse' in powers of two, lse' of the second, -delta,
+Statistics [Hq, tiles, tile_m / 2, 4] fp32: of two neighbouring rows lse' in powers of two, lse' of the second, -delta,
 -delta of the second, times ``delta_factor``. A row that sees no key, or is nobody's, has lse' +inf, so that its P is 0,
 and delta 0.
 
-dQ's sums [Hq, slots, tile_m * D] fp32: 64 rows and 64 columns of the tile are one *part*, in the order of wgmma's
+dQ's sums [Hq, tiles, tile_m * D] fp32: 64 rows and 64 columns of the tile are one *part*, in the order of wgmma's
 registers: 4 KiB for each of 4 warps, in it element 4 i + j of lane l at 128 i + 4 l + j (``common.device.wgmma``). A
 part's number is its row block, or, where the tile has 64 rows, its column block.
 
-Where key tiles are cut (``schedule``), dK and dV of each piece lie likewise, [Hkv, slots of keys, pieces, tile_n * D]
-fp32: blocks of 64 keys and 64 columns, columns first. A slot of keys is a key tile, counted over batch rows or
-requests. Where the device cuts by length, they are [Hkv, places in the order, 1, tile_n * D]: a tile's pieces have
-neighbouring places.
+Where key tiles are cut (``schedule``), dK and dV of each piece lie likewise, [Hkv, key tiles, pieces, tile_n * D] fp32:
+blocks of 64 keys and 64 columns, columns first. Where the device cuts by length, they are [Hkv, places in the order, 1,
+tile_n * D]: a tile's pieces have neighbouring places.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from warpspec.common import memory
 from warpspec.common.hardware import FP32_BYTES, WARPGROUP_THREADS
 from warpspec.common.operands import FLOAT32
 from warpspec.fmha.backward.problem import BackwardProblem
-from warpspec.fmha.features import Format, Mask, Requests, dtype_name, logits_of
+from warpspec.fmha.features import Format, Mask, RequestLayout, dtype_name, logits_of
 from warpspec.fmha.heads import BLOCK, HeadSizes
 from warpspec.fmha.logits import PLAIN, LogitMap
 from warpspec.fmha.tiles import ELEMENT_BYTES, KvTile
@@ -91,7 +90,7 @@ class BackwardKernel:
     """
 
     mask: Mask = Mask()
-    requests: Requests = Requests()
+    requests: RequestLayout = RequestLayout()
     logits: LogitMap = PLAIN
     heads: HeadSizes = HeadSizes(64, 64)
     format: Format = Format()
@@ -247,7 +246,7 @@ def parts_of(problem: BackwardProblem) -> dict:
     forward, wanted = problem.forward, Wanted.of(problem)
     return {
         "mask": Mask.of(forward),
-        "requests": Requests.of(forward),
+        "requests": RequestLayout.of(forward),
         "logits": logits_of(forward, signed=True),
         "heads": forward.heads,
         "format": Format(dtype_name(forward.dtype)),

@@ -136,28 +136,28 @@ def run_prepared(
 ) -> None:
     """As ``run_kernels``."""
     config, forward, q = prepared.config, problem.forward, operands.q
-    heads, slots = forward.heads_q, slot_count(config, operands)
+    heads, tile_count = forward.heads_q, query_tile_count(config, operands)
     fp32, device = torch.float32, q.device
     do, dlse = gradients.do, gradients.dlse
     if dlse is not None:
         dlse = dlse.contiguous()
-    statistics = empty((heads, slots, config.tile_m // 2, 4), fp32, device)
+    statistics = empty((heads, tile_count, config.tile_m // 2, 4), fp32, device)
     dq_sums = turns = dsink = None
     if config.wanted.q:
-        dq_sums = empty((heads, slots, config.tile_m * config.heads.qk), fp32, device)
+        dq_sums = empty((heads, tile_count, config.tile_m * config.heads.qk), fp32, device)
     if config.deterministic:
-        turns = empty((heads, slots, config.turn_counts), torch.int32, device)
+        turns = empty((heads, tile_count, config.turn_counts), torch.int32, device)
     if gradients.sink is not None:
-        dsink = empty((heads, slots), fp32, device)
+        dsink = empty((heads, tile_count), fp32, device)
     dk, dv, dbias = gradients.k, gradients.v, gradients.bias
     targets = (dk if config.wanted.k else None, dv if config.wanted.dv else None)
     requests, tile_order, tile_pieces, length = (None,) * 8, None, None, prepared.length
-    key_slots = key_slot_count(config, operands)
+    key_tiles = key_tile_count(config, operands)
     if config.requests.packed_k:
         if length is not None:
-            tile_pieces = empty((key_slots, 2), torch.int32, device)
-            key_slots += length.further
-        tile_order = empty((key_slots,), torch.int32, device)
+            tile_pieces = empty((key_tiles, 2), torch.int32, device)
+            key_tiles += length.further
+        tile_order = empty((key_tiles,), torch.int32, device)
         dq = gradients.q if config.wanted.q else None
         start = operands.q_start if config.requests.has_q_start else None
         requests = (operands.k, operands.cu_seqlens_k, start, tile_order, tile_pieces, dq, *targets)
@@ -180,7 +180,7 @@ def run_prepared(
     sums = (None, None)
     if config.cut:
         pieces = 1 if length else prepared.order.pieces
-        tile = (forward.heads_kv, key_slots, pieces, config.tile_n * q.shape[-1])
+        tile = (forward.heads_kv, key_tiles, pieces, config.tile_n * q.shape[-1])
         sums = tuple(
             empty(tile, fp32, device) if leaves else None for leaves in (config.leaves_k, config.leaves_v)
         )
@@ -214,15 +214,15 @@ def run_prepared(
         gradients.bias.copy_(dbias)
 
 
-def slot_count(config: BackwardKernel, operands: Operands) -> int:
-    """Query tiles of all batch rows or requests (``device.tile.slot_of``)."""
+def query_tile_count(config: BackwardKernel, operands: Operands) -> int:
+    """Query tiles of all batch rows or requests (``device.tile.tile_index_of``)."""
     batch, rows = operands.q.shape[:2]
     if config.requests.packed_q:
         return rows // config.tile_m + len(operands.cu_seqlens_q) - 1
     return batch * -(-rows // config.tile_m)
 
 
-def key_slot_count(config: BackwardKernel, operands: Operands) -> int:
+def key_tile_count(config: BackwardKernel, operands: Operands) -> int:
     """Key tiles of a KV head, of all batch rows or requests."""
     batch, keys = operands.k.shape[:2]
     if config.requests.packed_k:
@@ -236,13 +236,13 @@ def parts_of(prepared: Prepared, problem: BackwardProblem, main: BackwardOperand
     if not (problem.deterministic and prepared.config.wanted.bias == "sum"):
         yield main
         return
-    forward, slots = problem.forward, main.statistics.shape[1] // problem.forward.batch
+    forward, tile_count = problem.forward, main.statistics.shape[1] // problem.forward.batch
     batches = [slice(b, b + 1) for b in range(forward.batch)] if not forward.bias_batches else [slice(None)]
     heads = [slice(h, h + 1) for h in range(forward.heads_kv)] if not forward.bias_heads else [slice(None)]
     for b in batches:
         for h in heads:
             own = slice(None) if h == slice(None) else slice(h.start * forward.group, h.stop * forward.group)
-            of_slots = slice(None) if b == slice(None) else slice(b.start * slots, b.stop * slots)
+            of_tiles = slice(None) if b == slice(None) else slice(b.start * tile_count, b.stop * tile_count)
 
             def cut(tensor, *index):
                 return None if tensor is None else regular_strides(tensor[index])
@@ -252,7 +252,7 @@ def parts_of(prepared: Prepared, problem: BackwardProblem, main: BackwardOperand
                 do=cut(main.do, b, slice(None), own),
                 **{name: cut(getattr(main, name), b, slice(None), h) for name in ("k", "v", "dk", "dv")},
                 **{
-                    name: cut(getattr(main, name), own, of_slots)
+                    name: cut(getattr(main, name), own, of_tiles)
                     for name in ("statistics", "dq_sums", "turns")
                 },
                 kv_lengths=cut(main.kv_lengths, b),

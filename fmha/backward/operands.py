@@ -28,8 +28,8 @@ SUMS = Operand(FLOAT32, 4, key_elements, TMA_ALIGNMENT)  # of cut key tiles' pie
 
 class BackwardOperands(NamedTuple):
     """Operands of the main kernel; absent ones are None. q, k, v, do, kv_lengths, q_start, bias, cu_seqlens_q,
-    cu_seqlens_k: as in ``fmha.operands``. statistics, dq_sums: ``features``; turns [Hq, slots, turn_counts]
-    int32. dk, dv: like k. dk_sums, dv_sums [Hkv, slots of keys, pieces, tile_n * D] fp32 (``features``): what pieces
+    cu_seqlens_k: as in ``fmha.operands``. statistics, dq_sums: ``features``; turns [Hq, tiles, turn_counts]
+    int32. dk, dv: like k. dk_sums, dv_sums [Hkv, key tiles, pieces, tile_n * D] fp32 (``features``): what pieces
     leave. dbias: like bias, fp32 where it is a sum. tile_order [places] int32: of packed requests, which key tile, or
     piece of one, comes when; -1: none. tile_pieces [key tiles, 2] int32: the place of a tile's first piece, and how
     many it has.
@@ -69,7 +69,7 @@ def of_main(name: str):
 
 class RowOperands(NamedTuple):
     """Arguments of the kernel before the main one: o, do [B, Sq, Hq, D], lse, dlse [B, Hq, Sq], sink [Hq],
-    cu_seqlens_q; written are statistics, dq_sums and turns (zeros), dsink [Hq, slots] fp32, a tile's part.
+    cu_seqlens_q; written are statistics, dq_sums and turns (zeros), dsink [Hq, tiles] fp32, a tile's part.
 
     Of packed requests also k, cu_seqlens_k and q_start; written are tile_order, tile_pieces, and zeros in rows of dq,
     dk and dv that belong to no request. window_left, window_right: not read where unbounded. piece_factor, piece_share:
@@ -101,7 +101,7 @@ class RowOperands(NamedTuple):
 
 
 class ResultOperands(NamedTuple):
-    """Arguments of the kernel after the main one. dq_sums: ``features``; dk_sums, dv_sums: [Hkv, slots of keys, pieces,
+    """Arguments of the kernel after the main one. dq_sums: ``features``; dk_sums, dv_sums: [Hkv, key tiles, pieces,
     tile_n * D] fp32 (``features``). dq [B, Sq, Hq, D], dk, dv [B, Sk, Hkv, D] are written; where V is K, dk alone, the
     sum of both. tile_pieces: as in ``BackwardOperands``; of tiles in one piece nothing is written. scale: of dq and dk.
     """

@@ -90,15 +90,15 @@ def row_config(config: BackwardKernel, problem) -> RowConfig:
 
 
 def row_arguments(config: RowConfig) -> tuple:
-    from warpspec.fmha.backward.device.rows import Rows
+    from warpspec.fmha.backward.device.rows import RowStatistics
 
-    return (Rows(config), *fakes(RowOperands, config))
+    return (RowStatistics(config), *fakes(RowOperands, config))
 
 
 def result_arguments(config: ResultConfig) -> tuple:
-    from warpspec.fmha.backward.device.results import Results
+    from warpspec.fmha.backward.device.results import GradientResults
 
-    return (Results(config), *fakes(ResultOperands, config))
+    return (GradientResults(config), *fakes(ResultOperands, config))
 
 
 ROWS = Kernel("fmha.backward.rows", row_arguments)

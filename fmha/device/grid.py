@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from warpspec.fmha.device import packed
-from warpspec.fmha.features import AttentionKernel, Requests
+from warpspec.fmha.features import AttentionKernel, RequestLayout
 from warpspec.fmha.schedule import TileGrid, extent, place_in_round
 
 
@@ -28,8 +28,8 @@ def grid_of(config: AttentionKernel, operands) -> tuple:
     ] if config.output.splits else 1
 
 
-def requests_of(requests: Requests, operands):
-    """Requests of a launch, or batch rows."""
+def requests_of(requests: RequestLayout, operands):
+    """RequestLayout of a launch, or batch rows."""
     return cute.size(operands.cu_seqlens_q) - 1 if requests.packed_q else operands.q.shape[0]
 
 

@@ -16,7 +16,7 @@ from cutlass import Boolean, Int32, Uint64
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.fmha.device.packed import extent_of, request_of
 from warpspec.fmha.device.tree import Drafts, depth_of, drafts_between, drop_lowest
-from warpspec.fmha.features import AttentionKernel, Requests
+from warpspec.fmha.features import AttentionKernel, RequestLayout
 from warpspec.fmha.mask import key_range, widened
 from warpspec.fmha.schedule import KeySpan, KvTiles, extent, key_span
 from warpspec.fmha.tree import MOST_DRAFTS
@@ -241,7 +241,7 @@ def hull(
     return first, end
 
 
-def request_at(requests: Requests, operands, request) -> Request:
+def request_at(requests: RequestLayout, operands, request) -> Request:
     """Where a request's queries and keys are."""
     seq_q, length = operands.q.shape[1], operands.k.shape[1]
     if cutlass.const_expr(requests.page_size > 0):

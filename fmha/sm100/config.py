@@ -29,7 +29,7 @@ from warpspec.fmha.logits import BIAS_BYTES
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm100.choices import FULL_ROWS, Choices, default_shape
 from warpspec.fmha.sm100.shapes import FLOAT8_REGISTERS, SHAPES, Shape
-from warpspec.fmha.tiles import ELEMENT_BYTES, KvTile, Rows, choose_pack
+from warpspec.fmha.tiles import ELEMENT_BYTES, KvTile, TileRows, choose_pack
 
 MMA_N_MAX = 256  # columns of D that one tcgen05.mma writes
 RECORDS = 2  # softmax warps keep a tile's record while others go on to the next
@@ -209,9 +209,9 @@ class AttentionConfig(Choices, ConversionFeatures, AttentionKernel):
         return thread % QUARTER_LANES // (QUARTER_LANES // self.column_parts)
 
     @functools.cached_property
-    def rows(self) -> Rows:
+    def rows(self) -> TileRows:
         """Rows of an M tile, all of one row group."""
-        return Rows(self.pack, 1, self.tile_m)
+        return TileRows(self.pack, 1, self.tile_m)
 
     @functools.cached_property
     def kv(self) -> KvTile:

@@ -104,7 +104,7 @@ class Attention(AttentionHost):
                 bias=None,
                 use=0,
             )
-            rows = Rows(
+            rows = SoftmaxRole(
                 config,
                 channels,
                 operands,
@@ -126,7 +126,7 @@ class Attention(AttentionHost):
                     kv_bases = raw_rings(config, storage)
                 bases = (q_base, *kv_bases, storage.bias.data_ptr())
                 scales = block_scales(config, storage)
-                loader = Loader(config, channels, operands, found, atoms, coordinates, bases, scales, dtype)
+                loader = LoadRole(config, channels, operands, found, atoms, coordinates, bases, scales, dtype)
                 number, uses = each_found(config, operands, where, load_tile, loader, (0, NO_USES))
                 if cutlass.const_expr(config.scheduler.has_warp):
                     write_end(loader, number)
@@ -155,7 +155,7 @@ def block_scales(config, storage):
 
 
 @dataclass(frozen=True)
-class Rows:
+class SoftmaxRole:
     """What a softmax thread has for all tiles. found: ``where`` of ``each_tile``. columns: of a first tile. bias: its
     shared memory. numbers: of the map between S and P."""
 
@@ -188,7 +188,7 @@ def finish_rows(role, tile, uses):
 
 
 @dataclass(frozen=True)
-class Loader:
+class LoadRole:
     """What the load warp has for all tiles. records: that it writes, where it works out tiles for the others, too.
     bases: shared memory of Q, K, V and the bias. scales: of block scales."""
 

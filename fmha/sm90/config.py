@@ -31,7 +31,7 @@ from warpspec.fmha.sm90.shapes import (
     WARPGROUP_ROWS,
     Shape,
 )
-from warpspec.fmha.tiles import ELEMENT_BYTES, KvTile, Rows, choose_pack
+from warpspec.fmha.tiles import ELEMENT_BYTES, KvTile, TileRows, choose_pack
 
 BARRIER_BYTES = 1024  # room for the mbarriers: what follows is aligned to it
 FIRST_ORDER_BARRIER = (
@@ -104,9 +104,9 @@ class AttentionConfig(Choices, Float8Features, AttentionKernel):
         return self.shape.column_parts
 
     @functools.cached_property
-    def rows(self) -> Rows:
+    def rows(self) -> TileRows:
         """Rows of an M tile; a row group is a consumer's, or of those that share it."""
-        return Rows(self.pack, self.consumers // self.column_parts, self.shape.group_rows)
+        return TileRows(self.pack, self.consumers // self.column_parts, self.shape.group_rows)
 
     @functools.cached_property
     def kv(self) -> KvTile:

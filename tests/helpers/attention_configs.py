@@ -2,11 +2,11 @@
 
 import dataclasses
 
-from warpspec.fmha.features import Format, Mask, Output, Requests
+from warpspec.fmha.features import Format, Mask, Output, RequestLayout
 from warpspec.fmha.heads import HeadSizes
 from warpspec.fmha.logits import LogitMap
 
-PARTS = {"mask": Mask, "requests": Requests, "logits": LogitMap, "output": Output, "format": Format}
+PARTS = {"mask": Mask, "requests": RequestLayout, "logits": LogitMap, "output": Output, "format": Format}
 
 
 def configured(kind: type, dtype: str = "bfloat16", head_dim: int = 64, **switches):

@@ -11,7 +11,7 @@ from cutlass import Int32
 from warpspec.common.device import tma
 from warpspec.common.device.pipeline import drain
 from warpspec.common.hardware import FP32_BYTES
-from warpspec.fmha.backward.device.tile import column_part, slot_of
+from warpspec.fmha.backward.device.tile import column_part, tile_index_of
 from warpspec.fmha.heads import BLOCK
 
 
@@ -119,8 +119,8 @@ def load_step(
         size = config.statistics_bytes if name == "q" else 0
         full.expect_bytes(step, config.query_tile_bytes + size)
         if name == "q":
-            slot = slot_of(config, operands, tile.request, query_tile)
-            source = operands.statistics[head, slot, None, None].iterator
+            tile_index = tile_index_of(config, operands, tile.request, query_tile)
+            source = operands.statistics[head, tile_index, None, None].iterator
             target = shared.statistics + full.stage(step) * (size // FP32_BYTES)
             with cute.arch.elect_one():
                 tma.bulk_load(target, source.toint(), Int32(size), full.barrier(step))

@@ -31,7 +31,7 @@ CTA_PARTS = 2  # parts of a tile that a CTA has
 THREADS = CTA_PARTS * WARPS * WARP_THREADS
 
 
-class Results:
+class GradientResults:
     """The kernel of one ``rows.ResultConfig``."""
 
     def __init__(self, config):
@@ -60,7 +60,7 @@ class Results:
         for sums, _, _, rows, _, _ in gradients:
             ctas += (
                 sums.shape[0]
-                * slots_of(sums, operands.tile_pieces)
+                * tiles_of(sums, operands.tile_pieces)
                 * (rows * config.heads.qk // (CTA_PARTS * PART_ELEMENTS))
             )
         self.kernel(gradients, operands.tile_pieces).launch(
@@ -76,35 +76,41 @@ class Results:
         for number in cutlass.range_constexpr(len(gradients)):
             sums, more, target, rows, cu_seqlens, factor = gradients[number]
             shares = rows * config.heads.qk // (CTA_PARTS * PART_ELEMENTS)  # CTAs of a tile
-            slots, own = slots_of(sums, tile_pieces), index - begin
-            end = begin + sums.shape[0] * slots * shares
+            tile_count, own = tiles_of(sums, tile_pieces), index - begin
+            end = begin + sums.shape[0] * tile_count * shares
             if (index >= begin) & (index < end):
-                head, slot, share = own // (slots * shares), own // shares % slots, own % shares
-                batch, tile, first, length = place_of(config.packed, rows, cu_seqlens, target, slot)
+                head, tile_index, share = (
+                    own // (tile_count * shares),
+                    own // shares % tile_count,
+                    own % shares,
+                )
+                batch, tile, first, length = place_of(config.packed, rows, cu_seqlens, target, tile_index)
                 place = (batch, tile * rows, first, length)
-                both = tuple(tile_of(each, tile_pieces, head, slot) for each in (sums, more))
+                both = tuple(tile_of(each, tile_pieces, head, tile_index) for each in (sums, more))
                 if (
                     cutlass.const_expr(cute.rank(sums) == 3 or tile_pieces is None)
-                    or tile_pieces[slot, 1] > 1
+                    or tile_pieces[tile_index, 1] > 1
                 ):
                     write_tile(config, both, place, target, head, share, factor)
             begin = end
 
 
-def slots_of(sums: cute.Tensor, tile_pieces: cute.Tensor | None):
+def tiles_of(sums: cute.Tensor, tile_pieces: cute.Tensor | None):
     """Tiles of a head, of dQ's sums or of pieces'."""
     return sums.shape[1] if cute.rank(sums) == 3 or tile_pieces is None else tile_pieces.shape[0]
 
 
-def tile_of(sums: cute.Tensor | None, tile_pieces: cute.Tensor | None, head, slot) -> tuple | None:
+def tile_of(sums: cute.Tensor | None, tile_pieces: cute.Tensor | None, head, tile_index) -> tuple | None:
     """(sums, how many) of a tile of one head: (ELEMENT), or (PIECE, ELEMENT) of as many pieces."""
     if sums is None:
         return None
     if cute.rank(sums) == 3:
-        return sums[head, slot, None], 1
+        return sums[head, tile_index, None], 1
     if tile_pieces is None:
-        return sums[head, slot, None, None], sums.shape[2]
-    return cute.domain_offset((tile_pieces[slot, 0], 0), sums[head, None, 0, None]), tile_pieces[slot, 1]
+        return sums[head, tile_index, None, None], sums.shape[2]
+    return cute.domain_offset((tile_pieces[tile_index, 0], 0), sums[head, None, 0, None]), tile_pieces[
+        tile_index, 1
+    ]
 
 
 @cute.jit

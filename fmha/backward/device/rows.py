@@ -23,7 +23,7 @@ VECTOR = 8  # elements of o and do that a thread loads at a time: 16 bytes
 LOADS = 4  # rows of a thread that are under way together
 
 
-class Rows:
+class RowStatistics:
     """The kernel of one ``rows.RowConfig``."""
 
     def __init__(self, config):
@@ -37,21 +37,23 @@ class Rows:
     @cute.kernel
     def kernel(self, operands):
         config, o = self.config, operands.o
-        slot, head, _ = cute.arch.block_idx()
+        tile_index, head, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         cute.arch.griddepcontrol_launch_dependents()
         if cutlass.const_expr(config.main is not None):
             prepare_requests(config, operands, thread)
-        batch, number, first, rows = place_of(config.packed, config.tile_m, operands.cu_seqlens_q, o, slot)
+        batch, number, first, rows = place_of(
+            config.packed, config.tile_m, operands.cu_seqlens_q, o, tile_index
+        )
         if cutlass.const_expr(operands.dq_sums is not None):
-            clear(operands.dq_sums[head, slot, None], thread)
+            clear(operands.dq_sums[head, tile_index, None], thread)
         if cutlass.const_expr(operands.turns is not None):  # noqa: SIM102
             if thread < operands.turns.shape[2]:
-                operands.turns[head, slot, thread] = 0
+                operands.turns[head, tile_index, thread] = 0
         lanes = min(config.heads.qk // VECTOR, WARP_THREADS)
         lane, group, groups = thread % lanes, thread // lanes, THREADS // lanes
         passes = config.tile_m // groups
-        statistics = operands.statistics[head, slot, None, None]  # (ROW PAIR, 4)
+        statistics = operands.statistics[head, tile_index, None, None]  # (ROW PAIR, 4)
         sink_sum = Float32(0.0)
         for start in cutlass.range(0, passes, LOADS, unroll=1):
             dots = []
@@ -84,7 +86,7 @@ class Rows:
                     statistics[index // 2, 2 + index % 2] = delta * -config.delta_factor
                     sink_sum += of_sink
         if cutlass.const_expr(operands.dsink is not None):
-            add_up(operands.dsink, (head, slot), thread, sink_sum)
+            add_up(operands.dsink, (head, tile_index), thread, sink_sum)
 
 
 @cute.jit
@@ -93,25 +95,25 @@ def place_of(
     tile_rows: cutlass.Constexpr,
     cu_seqlens: cute.Tensor | None,
     rows: cute.Tensor,
-    slot,
+    tile_index,
 ) -> tuple:
-    """(batch row, tile, first row, rows) of a slot: of its request, or batch row. rows: [B, S, H, D], in tiles of
+    """(batch row, tile, first row, rows) of a tile: of its request, or batch row. rows: [B, S, H, D], in tiles of
     ``tile_rows``. By whole warps."""
     total = rows.shape[1]
     if cutlass.const_expr(packed):
-        request, number = request_of(cu_seqlens, slot, tile_rows, total)
+        request, number = request_of(cu_seqlens, tile_index, tile_rows, total)
         first, length = extent_of(cu_seqlens, request, total)
         return Int32(0), number, first, length
     tiles = cute.ceil_div(total, tile_rows)
-    return slot // tiles, slot % tiles, Int32(0), total
+    return tile_index // tiles, tile_index % tiles, Int32(0), total
 
 
 @cute.jit
 def prepare_requests(config: cutlass.Constexpr, operands, thread):
     """Sort the key tiles of packed requests; clear gradients of rows that belong to no request."""
-    slot, head, _ = cute.arch.block_idx()
-    slots, heads, _ = cute.arch.grid_dim()
-    cta, ctas = head * slots + slot, heads * slots
+    tile_index, head, _ = cute.arch.block_idx()
+    tile_count, heads, _ = cute.arch.grid_dim()
+    cta, ctas = head * tile_count + tile_index, heads * tile_count
     main = BackwardOperands(
         operands.o,
         operands.k,

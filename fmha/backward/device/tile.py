@@ -40,13 +40,13 @@ FAR = 2**30  # a query that no request has
 class KeyTile:
     """A key tile of one KV head, or a piece of its steps.
 
-    request: batch row or request; place: where its queries and keys are. number: of the tile, in the request; slot:
-    counted over all requests. first_key: of the tile, in the request. first_head, group: query heads of the KV head;
-    with heads inside, of the piece. pieces: of the tile; 0: the CTA has none. sums_place: (slot, piece) of a piece's
-    sums. first_step, steps: which steps it has. begin,
-    count: query tiles of each head; with heads inside, of the piece. inner_first,
-    inner_end: queries that see every key of the tile. seen_first, seen_end: keys of the request that some row sees;
-    rows_first, rows_end: rows that see some key of the request. bounds: arguments of ``key_range``.
+    request: batch row or request; place: where its queries and keys are. number: the tile's, in the request;
+    tile_index: counted over all requests. first_key: the tile's first, in the request. first_head, group: query heads
+    of the KV head; with heads inside, of the piece. pieces: of the tile; 0: the CTA has none. sums_place: (tile_index,
+    piece) of a piece's sums. first_step, steps: which steps it has. begin, count: query tiles of each head; with heads
+    inside, of the piece. inner_first, inner_end: queries that see every key of the tile. seen_first, seen_end: keys of
+    the request that some row sees; rows_first, rows_end: rows that see some key of the request. bounds: arguments of
+    ``key_range``.
     """
 
     config: BackwardKernel
@@ -54,7 +54,7 @@ class KeyTile:
     kv_head: Int32
     place: Request
     number: Int32
-    slot: Int32
+    tile_index: Int32
     first_key: Int32
     first_head: Int32
     group: Int32
@@ -225,27 +225,29 @@ def key_tile_at(config: BackwardKernel, operands, window, order, index) -> KeyTi
     )
     number, rest, piece = decode(tiles, rows, *order, index, minimum=cutlass.min)
     kv_head, request = rest % heads, rest // heads
-    slot = request * tiles + number
-    pieces, sums_place = order[0], (slot, piece)
+    tile_index = request * tiles + number
+    pieces, sums_place = order[0], (tile_index, piece)
     if cutlass.const_expr(config.requests.packed_k):
         place = number
-        slot = operands.tile_order[place]
+        tile_index = operands.tile_order[place]
         if cutlass.const_expr(config.cuts_by_length):
-            used = Boolean(slot >= 0)
-            slot = cutlass.max(slot, 0)
-            piece, sums_place = place - operands.tile_pieces[slot, 0], (place, 0)
-            pieces = Int32(cutlass.select_(used, operands.tile_pieces[slot, 1], Int32(0)))
+            used = Boolean(tile_index >= 0)
+            tile_index = cutlass.max(tile_index, 0)
+            piece, sums_place = place - operands.tile_pieces[tile_index, 0], (place, 0)
+            pieces = Int32(cutlass.select_(used, operands.tile_pieces[tile_index, 1], Int32(0)))
         else:
-            sums_place = (slot, piece)
-        request, number = request_of(operands.cu_seqlens_k, slot, config.tile_n, operands.k.shape[1])
-    return key_tile(config, operands, window, pieces, (request, number, slot), kv_head, piece, sums_place)
+            sums_place = (tile_index, piece)
+        request, number = request_of(operands.cu_seqlens_k, tile_index, config.tile_n, operands.k.shape[1])
+    return key_tile(
+        config, operands, window, pieces, (request, number, tile_index), kv_head, piece, sums_place
+    )
 
 
 def key_tile(
     config: BackwardKernel, operands, window, pieces, own, kv_head, piece, sums_place=(0, 0)
 ) -> KeyTile:
-    """A piece of a key tile of one KV head. own: (request, its number there, slot)."""
-    request, number, slot = own
+    """A piece of a key tile of one KV head. own: (request, its number there, tile_index)."""
+    request, number, tile_index = own
     heads = operands.k.shape[2]
     place = request_at(config.requests, operands, request)
     bounds = config.mask.bounds(window)
@@ -260,7 +262,7 @@ def key_tile(
         kv_head,
         place,
         number,
-        slot,
+        tile_index,
         first_key,
         first_head,
         group,
@@ -300,7 +302,7 @@ def key_tile(
         kv_head,
         place,
         number,
-        slot,
+        tile_index,
         first_key,
         first_head,
         group,
@@ -380,12 +382,12 @@ def most_steps(config: cutlass.Constexpr, operands, window, factors) -> Int32:
 
 
 @cute.jit
-def weight_of(config: cutlass.Constexpr, operands, window, slot, most) -> tuple:
+def weight_of(config: cutlass.Constexpr, operands, window, tile_index, most) -> tuple:
     """(what ``sort_key_tiles`` sorts by, pieces) of a key tile. most: steps of a piece."""
-    request, number = find_request(operands.cu_seqlens_k, slot, config.tile_n, operands.k.shape[1])
+    request, number = find_request(operands.cu_seqlens_k, tile_index, config.tile_n, operands.k.shape[1])
     zero = Int32(0)
     whole = replace(config, cut=False)
-    tile = key_tile(whole, operands, window, Int32(1), (request, number, slot), zero, zero)
+    tile = key_tile(whole, operands, window, Int32(1), (request, number, tile_index), zero, zero)
     weight, pieces = tile.count, Int32(1)
     if cutlass.const_expr(config.deterministic):
         weight = tile.place.length
@@ -395,7 +397,7 @@ def weight_of(config: cutlass.Constexpr, operands, window, slot, most) -> tuple:
     return weight, pieces
 
 
-def slot_of(config: BackwardKernel, operands, request, query_tile):
+def tile_index_of(config: BackwardKernel, operands, request, query_tile):
     """Number of a query tile among those of all requests."""
     if cutlass.const_expr(config.requests.packed_q):
         requests = cute.size(operands.cu_seqlens_q) - 1

@@ -13,7 +13,7 @@ from warpspec.common.device.wgmma import COLUMNS, PAIR, QUAD, ROW_DISTANCE, VECT
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.fmha.backward.device.arithmetic import Block
 from warpspec.fmha.backward.device.clear import clear_unseen_keys, clear_unseen_rows
-from warpspec.fmha.backward.device.tile import slot_of
+from warpspec.fmha.backward.device.tile import tile_index_of
 from warpspec.fmha.backward.device.turns import end_warp_turn, wait_warp_turn
 from warpspec.fmha.backward.features import (
     PART_ELEMENTS,
@@ -139,10 +139,10 @@ def add_queries(work, head, query_tile):
     """A step's dQ, or its CTA's columns, added to the sums in global memory (``features`` says how they lie)."""
     config, operands, thread = work.config, work.operands, work.thread
     warp, lane = thread // WARP_THREADS, thread % WARP_THREADS
-    slot = slot_of(config, operands, work.tile.request, query_tile)
-    sums = operands.dq_sums[head, slot, None].iterator
+    tile_index = tile_index_of(config, operands, work.tile.request, query_tile)
+    sums = operands.dq_sums[head, tile_index, None].iterator
     if cutlass.const_expr(config.deterministic):
-        turn = operands.turns[head, slot, None].iterator + work.part * WARPS + warp
+        turn = operands.turns[head, tile_index, None].iterator + work.part * WARPS + warp
         wait_warp_turn(turn, work.tile.turn(query_tile), lane)
     transposed = config.transposed_dq
     mine = column_place(work.part * config.width + thread) if transposed else row_place(config, thread)

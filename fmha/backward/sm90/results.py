@@ -10,7 +10,7 @@ from warpspec.common.device import tma
 from warpspec.common.device.handover import received_words, store_words
 from warpspec.common.device.wgmma import flat
 from warpspec.common.hardware import FP32_BYTES, WARP_THREADS
-from warpspec.fmha.backward.device.tile import column_part, slot_of
+from warpspec.fmha.backward.device.tile import column_part, tile_index_of
 from warpspec.fmha.backward.features import THREAD_ELEMENTS, WARP_ELEMENTS, WARPS
 from warpspec.fmha.backward.sm90.config import CONSUMER_KEYS, CONSUMERS
 from warpspec.fmha.heads import BLOCK
@@ -30,8 +30,8 @@ def warp_of(work, place, number) -> Int32:
     """Number of a warp's piece of a query tile's dQ among all pieces, in 32 bits: there are not registers for more."""
     config, sums = work.config, work.operands.dq_sums
     head, query_tile = place
-    slots = Int32(sums.stride[0] // (config.tile_m * config.heads.qk))
-    tile = head * slots + slot_of(config, work.operands, work.tile.request, query_tile)
+    tile_count = Int32(sums.stride[0] // (config.tile_m * config.heads.qk))
+    tile = head * tile_count + tile_index_of(config, work.operands, work.tile.request, query_tile)
     return tile * (config.parts * WARPS) + number
 
 

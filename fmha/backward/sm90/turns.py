@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from warpspec.fmha.backward.device.tile import column_part, slot_of
+from warpspec.fmha.backward.device.tile import column_part, tile_index_of
 from warpspec.fmha.backward.device.turns import end_turn
 from warpspec.fmha.backward.sm90 import results
 from warpspec.fmha.backward.sm90.config import CONSUMERS
@@ -68,8 +68,8 @@ def leave_turns(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands
 
 def count_of(config, operands, tile, head, query_tile, consumer) -> cute.Pointer:
     """The count of those that have added what a consumer makes of a query tile's dQ."""
-    slot = slot_of(config, operands, tile.request, query_tile)
-    return operands.turns[head, slot, None].iterator + (column_part(config) * CONSUMERS + consumer)
+    tile_index = tile_index_of(config, operands, tile.request, query_tile)
+    return operands.turns[head, tile_index, None].iterator + (column_part(config) * CONSUMERS + consumer)
 
 
 def use_of(step, consumer) -> Int32:
