@@ -40,6 +40,8 @@ class Choices:
                 f"sm90 attention: k in {problem.kv_format} is supported for head sizes {tuple(FLOAT8)}, "
                 f"got {problem.head_dim}"
             )
+        if problem.kv_format and problem.has_bias:
+            raise UnsupportedProblem(f"sm90 attention: bias with k in {problem.kv_format} is not supported")
 
     @classmethod
     def shapes(cls, problem: AttentionProblem) -> tuple[Shape, ...]:
