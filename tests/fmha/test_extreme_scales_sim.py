@@ -1,4 +1,4 @@
-"""Scales of quantised keys and values, and codes, at the ends of their ranges: kernels in the simulator, against FP32."""
+"""Scales of quantised keys and values, and codes, at the ends of their ranges: kernels against FP32, simulated."""
 
 import math
 
