@@ -120,7 +120,8 @@ def attention(
             window let it see, as the queries of an image see all of the image; (-1, -1): none. A range has to hold the
             query's own position p (so where the window shall cut it, it begins at p); keys past L do not exist.
             Checked like kv_lengths; unchecked, what lies between a range and the row's other keys is seen, too. Needs
-            causal=True and key_stride 1. No gradients.
+            causal=True and key_stride 1. For gradients, neither end of a query's range may lie before that of the query
+            before it, as it is with images, which do not overlap.
         backend: "auto", "sm100", "sm90" (native kernels, CUDA tensors), "sim" (the sm100 kernel executed on
             the CPU, CPU tensors) or "reference" (FP32 torch, any device). "auto": the device's kernel for
             CUDA tensors, "sim" for CPU tensors; the environment variable WARPSPEC_BACKEND overrides it.
@@ -316,11 +317,10 @@ def _check_kinds(operands: Operands, options: Options, backend) -> tuple[Options
         raise NotImplementedError(
             "k: gradients are not implemented with FP8 or NVFP4 keys and values; call under torch.no_grad()"
         )
-    for name in ("tree", "ranges"):
-        if getattr(operands, name) is not None and records:
-            raise NotImplementedError(
-                f"{name}: gradients are not implemented with {name}; call under torch.no_grad()"
-            )
+    if operands.tree is not None and records:
+        raise NotImplementedError(
+            "tree: gradients are not implemented with a tree; call under torch.no_grad()"
+        )
     if operands.o is not None and records:
         raise NotImplementedError(
             "out: gradients are not implemented for a call with out; leave it out, or call under torch.no_grad()"

@@ -59,6 +59,30 @@ def position_range(key, *, causal, left=None, right=None, key_stride=1, maximum=
     return first, end
 
 
+def intervals(problem: AttentionProblem, position, length, ranges=None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(first, end) of the keys that rows see: ``key_range``, ``widened`` by their ranges, of tensors.
+
+    position, length: integer tensors that broadcast to the rows. ranges: [..., 2] of the rows, or None.
+    """
+    first, end = key_range(
+        position,
+        length,
+        causal=problem.causal,
+        left=problem.window_left,
+        right=problem.window_right,
+        key_stride=problem.key_stride,
+        minimum=torch.minimum,
+        maximum=lambda lowest, value: value.clamp(min=lowest),
+    )
+    first, end = (
+        torch.as_tensor(bound, device=position.device).expand(position.shape) for bound in (first, end)
+    )
+    if ranges is None:
+        return first, end
+    functions = {"minimum": torch.minimum, "maximum": torch.maximum, "select": torch.where}
+    return widened(first, end, *ranges.long().unbind(-1), length, **functions)
+
+
 def visible(problem: AttentionProblem, kv_lengths=None, q_start=None, tree=None, ranges=None) -> torch.Tensor:
     """Visibility of every key to every row, from structure alone (a bias of -inf hides keys besides).
 
@@ -77,30 +101,11 @@ def visible(problem: AttentionProblem, kv_lengths=None, q_start=None, tree=None,
     else:
         depth, drafts = see_drafts(tree, problem.window_left)
         position = start[:, None] + depth
-    first, end = key_range(
-        position,
-        length[:, None],
-        causal=problem.causal,
-        left=problem.window_left,
-        right=problem.window_right,
-        key_stride=problem.key_stride,
-        minimum=torch.minimum,
-        maximum=lambda lowest, value: value.clamp(min=lowest),
-    )
-    if ranges is not None:
-        first = torch.as_tensor(first, device=device).expand(position.shape)
-        first, end = widened(
-            first,
-            end,
-            *ranges.long().unbind(-1),
-            length[:, None],
-            minimum=torch.minimum,
-            maximum=torch.maximum,
-            select=torch.where,
-        )
+    first, end = intervals(problem, position, length[:, None], ranges)
     key = torch.arange(problem.seq_k, device=device)
-    first, end = (bound[..., None] if isinstance(bound, torch.Tensor) else bound for bound in (first, end))
-    seen = ((key >= first) & (key < end)).expand(problem.batch, problem.seq_q, problem.seq_k)
+    seen = ((key >= first[..., None]) & (key < end[..., None])).expand(
+        problem.batch, problem.seq_q, problem.seq_k
+    )
     if drafts is None:
         return seen
     number = (key - start[:, None])[:, None].expand(seen.shape)  # of the draft whose key it is

@@ -20,6 +20,7 @@ from warpspec.common.launch import Kernel, Target
 from warpspec.fmha.backward.features import BackwardKernel
 from warpspec.fmha.backward.operands import BackwardOperands
 from warpspec.fmha.backward.problem import BackwardProblem
+from warpspec.fmha.backward.ranges import seen_by
 from warpspec.fmha.backward.rows import RESULTS, ROWS, result_config, row_config
 from warpspec.fmha.backward.schedule import Order, PieceLength, choose_order, piece_length, reads_beyond_l2
 from warpspec.fmha.checks import SIZE_LIMIT
@@ -151,8 +152,11 @@ def run_prepared(
         dsink = empty((heads, tile_count), fp32, device)
     dk, dv, dbias = gradients.k, gradients.v, gradients.bias
     targets = (dk if config.wanted.k else None, dv if config.wanted.dv else None)
-    requests, tile_order, tile_pieces, length = (None,) * 8, None, None, prepared.length
+    requests, tile_order, tile_pieces, length = (None,) * 10, None, None, prepared.length
     key_tiles = key_tile_count(config, operands)
+    ranges = (None, None)
+    if config.mask.has_ranges:
+        ranges = (operands.ranges, seen_by(forward, operands))
     if config.requests.packed_k:
         if length is not None:
             tile_pieces = empty((key_tiles, 2), torch.int32, device)
@@ -160,7 +164,7 @@ def run_prepared(
         tile_order = empty((key_tiles,), torch.int32, device)
         dq = gradients.q if config.wanted.q else None
         start = operands.q_start if config.requests.has_q_start else None
-        requests = (operands.k, operands.cu_seqlens_k, start, tile_order, tile_pieces, dq, *targets)
+        requests = (operands.k, operands.cu_seqlens_k, start, *ranges, tile_order, tile_pieces, dq, *targets)
     rows = (operands.lse.contiguous(), dlse, operands.sink, operands.cu_seqlens_q)
     workspace = (statistics, dq_sums, turns, dsink)
     cuts = (0.0, 0.0) if length is None else (length.factor, length.share)
@@ -203,6 +207,7 @@ def run_prepared(
         operands.cu_seqlens_k,
         tile_order,
         tile_pieces,
+        *ranges,
     )
     for part in parts_of(prepared, problem, main):
         prepared.main(*part, *prepared.numbers)
@@ -256,7 +261,7 @@ def parts_of(prepared: Prepared, problem: BackwardProblem, main: BackwardOperand
                     for name in ("statistics", "dq_sums", "turns")
                 },
                 kv_lengths=cut(main.kv_lengths, b),
-                q_start=cut(main.q_start, b),
+                **{name: cut(getattr(main, name), b) for name in ("q_start", "ranges", "seen_by")},
                 bias=cut(
                     main.bias,
                     b if forward.bias_batches else slice(None),

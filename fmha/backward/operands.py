@@ -32,7 +32,7 @@ class BackwardOperands(NamedTuple):
     int32. dk, dv: like k. dk_sums, dv_sums [Hkv, key tiles, pieces, tile_n * D] fp32 (``features``): what pieces
     leave. dbias: like bias, fp32 where it is a sum. tile_order [places] int32: of packed requests, which key tile, or
     piece of one, comes when; -1: none. tile_pieces [key tiles, 2] int32: the place of a tile's first piece, and how
-    many it has.
+    many it has. ranges: as in ``fmha.operands``; seen_by: ``ranges.seen_by``.
     """
 
     q: Annotated[Any, ROWS]
@@ -58,6 +58,8 @@ class BackwardOperands(NamedTuple):
     cu_seqlens_k: Annotated[Any, Operand(INT32, 1, when="requests.packed_k")] = None
     tile_order: Annotated[Any, Operand(INT32, 1, when="requests.packed_k")] = None
     tile_pieces: Annotated[Any, Operand(INT32, 2, 2, when="cuts_by_length")] = None
+    ranges: Annotated[Any, Operand(INT32, 3, 2, when="mask.has_ranges")] = None
+    seen_by: Annotated[Any, Operand(INT32, 3, 2, when="mask.has_ranges")] = None
 
     page_table = None  # not a field: gradients of paged keys are not implemented
 
@@ -71,9 +73,9 @@ class RowOperands(NamedTuple):
     """Arguments of the kernel before the main one: o, do [B, Sq, Hq, D], lse, dlse [B, Hq, Sq], sink [Hq],
     cu_seqlens_q; written are statistics, dq_sums and turns (zeros), dsink [Hq, tiles] fp32, a tile's part.
 
-    Of packed requests also k, cu_seqlens_k and q_start; written are tile_order, tile_pieces, and zeros in rows of dq,
-    dk and dv that belong to no request. window_left, window_right: not read where unbounded. piece_factor, piece_share:
-    of ``schedule.PieceLength``.
+    Of packed requests also k, cu_seqlens_k, q_start, ranges and seen_by; written are tile_order, tile_pieces, and zeros
+    in rows of dq, dk and dv that belong to no request. window_left, window_right: not read where unbounded.
+    piece_factor, piece_share: of ``schedule.PieceLength``.
     """
 
     o: Annotated[Any, ROWS]
@@ -89,6 +91,8 @@ class RowOperands(NamedTuple):
     k: Annotated[Any, replace(ROWS, when="main")]
     cu_seqlens_k: Annotated[Any, Operand(INT32, 1, when="main")]
     q_start: Annotated[Any, Operand(INT32, 1, when=of_main("requests.has_q_start"))]
+    ranges: Annotated[Any, Operand(INT32, 3, 2, when=of_main("mask.has_ranges"))]
+    seen_by: Annotated[Any, Operand(INT32, 3, 2, when=of_main("mask.has_ranges"))]
     tile_order: Annotated[Any, Operand(INT32, 1, when="main")]
     tile_pieces: Annotated[Any, Operand(INT32, 2, 2, when=of_main("cuts_by_length"))]
     dq: Annotated[Any, replace(ROWS, when=of_main("wanted.q"))]

@@ -48,9 +48,8 @@ class BackwardProblem:
             raise NotImplementedError(
                 f"v_dim: gradients are not implemented where V is a part of K's rows, got v_dim={forward.v_dim}"
             )
-        for name in ("tree", "ranges"):
-            if getattr(forward, f"has_{name}"):
-                raise NotImplementedError(f"{name}: gradients are not implemented with {name}")
+        if forward.has_tree:
+            raise NotImplementedError("tree: gradients are not implemented with a tree")
         if forward.paged:
             raise NotImplementedError("page_table: gradients are not implemented for paged keys")
         return cls(forward, wanted, **options)

@@ -31,6 +31,7 @@ def backward(problem: BackwardProblem, operands: Operands, do, dlse) -> dict[str
     keys = request_rows(operands.cu_seqlens_k, operands.k.shape[1])
     for b, rows in enumerate(request_rows(operands.cu_seqlens_q, forward.total_q)):
         q_start = None if operands.q_start is None else operands.q_start[b : b + 1]
+        ranges = None if operands.ranges is None else operands.ranges[:, rows]
         parts = {"q": rows, "k": keys[b], "v": keys[b]}
         one = Operands(*(getattr(operands, n)[:, part] for n, part in parts.items()), sink=operands.sink)
         own = {name: t[:, parts[name]] if name in parts else t for name, t in found.items()}
@@ -39,7 +40,7 @@ def backward(problem: BackwardProblem, operands: Operands, do, dlse) -> dict[str
         if not request.is_empty:
             rectangle(
                 replace(problem, forward=request),
-                one._replace(q_start=q_start),
+                one._replace(q_start=q_start, ranges=ranges),
                 None if do is None else do[:, rows],
                 None if dlse is None else dlse[..., rows],
                 own,
@@ -51,7 +52,7 @@ def rectangle(problem: BackwardProblem, operands: Operands, do, dlse, found: dic
     """Add to ``found`` the gradients of a problem with as many queries in each batch row."""
     forward = problem.forward
     q, k, v, sink, bias = operands.q, operands.k, operands.v, operands.sink, operands.bias
-    seen = visible(forward, operands.kv_lengths, operands.q_start)  # [B, Sq, Sk]
+    seen = visible(forward, operands.kv_lengths, operands.q_start, ranges=operands.ranges)  # [B, Sq, Sk]
     for b in range(forward.batch):
         for h in range(forward.heads_q):
             head, kv_head = seen[b], h // forward.group  # [Sq, Sk]

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from helpers.gradient_cases import KERNEL_TOLERANCE, REFERENCE_TOLERANCE
+from helpers.gradient_cases import Case as Gradients
 from helpers.range_cases import CASES, check, inputs_of, ranges_of, run, seen_by
 from helpers.suites import long_but
 
@@ -32,6 +34,36 @@ def test_case(case, arch, simulate_as, check_order):
     assert all(found.local_bytes <= SPILLED for found in sim.last_report().launches)
 
 
+IMAGES = ((3, 40), (41, 60), (75, 130))
+GRADIENTS = {
+    "packed": Gradients("packed", lengths_q=(100, 0, 33), lengths_k=(150, 9, 33), heads_q=2, causal=True, sink=True,
+                        through="o+lse", window=(20, 0), images=IMAGES),
+    "deterministic": Gradients("deterministic", batch=2, seq_q=100, seq_k=150, heads_q=2, head_dim=128, causal=True,
+                               window=(30, 0), kv_lengths=(150, 101), deterministic=True, images=IMAGES),
+    "causal": Gradients("causal", seq_q=140, seq_k=140, heads_q=1, head_dim=256, causal=True, images=IMAGES,
+                        dtype=torch.float16),
+    "q-start": Gradients("q-start", batch=2, seq_q=70, seq_k=150, heads_q=2, causal=True, q_start=(5, 80),
+                         softcap=4.0, images=IMAGES),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_by_definition(name):
+    case = GRADIENTS[name]
+    tensors = case.tensors()
+    case.check(case.gradients(tensors, backend="reference"), tensors, REFERENCE_TOLERANCE[case.dtype])
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"), long_but([], [(name, arch) for name in GRADIENTS for arch in ("sm_90a", "sm_100a")])
+)
+def test_gradients(name, arch, simulate_gradients_as, check_order):
+    simulate_gradients_as(arch)
+    case = GRADIENTS[name]
+    tensors = case.tensors()
+    case.check(case.gradients(tensors, backend="reference"), tensors, KERNEL_TOLERANCE[case.dtype])
+
+
 def test_what_is_refused():
     q, k = torch.zeros(1, 3, 1, 64).half(), torch.zeros(1, 9, 1, 64).half()
     ranges = torch.full((1, 3, 2), -1, dtype=torch.int32)
@@ -46,7 +78,6 @@ def test_what_is_refused():
     )
     refuse(ValueError, "ranges: needs causal=True and key_stride 1, got causal=False", causal=False)
     refuse(ValueError, "ranges: must be None with a tree", tree=torch.zeros(1, 3, dtype=torch.int64))
-    refuse(NotImplementedError, "ranges: gradients are not implemented", q=q.clone().requires_grad_())
     for pair in ((2, 6), (8, 8), (-1, 7), (7, -1), (-2, -2)):
         wrong = ranges.clone()
         wrong[0, 1] = torch.tensor(pair)

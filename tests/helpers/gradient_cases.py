@@ -21,7 +21,8 @@ SINK_FACTOR = 4  # of dsink: a sum over rows of numbers of both signs
 class Case:
     """One call and what flows back through it. lengths_q: packed requests of so many queries (lengths_k: keys), else a
     rectangle. bias: (batch rows, heads) that have each their own. through: results that have gradients. sliced: q, k
-    and v are some heads of tensors with more, of NaN, and gradients of results every other element of memory."""
+    and v are some heads of tensors with more, of NaN, and gradients of results every other element of memory. images:
+    (first, last) key of each, in every request, as far as there are such keys; an image's queries see all of it."""
 
     id: str
     batch: int = 1
@@ -48,6 +49,7 @@ class Case:
     wanted: tuple[str, ...] = NAMES
     deterministic: bool = False
     sliced: bool = False
+    images: tuple[tuple[int, int], ...] | None = None
 
     @property
     def packed(self) -> bool:
@@ -115,6 +117,8 @@ class Case:
             "key_stride": self.key_stride,
         }
         options |= {"q_start": int32(self.q_start), "return_lse": True, "deterministic": self.deterministic}
+        if self.images is not None:
+            options["ranges"] = self.ranges().to(device)
         if not self.packed:
             return attention(**tensors, **options, kv_lengths=int32(self.kv_lengths))
         starts = {
@@ -122,6 +126,21 @@ class Case:
             for name, lengths in (("q", self.lengths_q), ("k", self.lengths_k))
         }
         return attention_varlen(**tensors, **starts, max_seqlen_q=max(self.lengths_q), **options)
+
+    def ranges(self) -> torch.Tensor:
+        """int32 [B, Sq, 2], packed [T, 2]: each query's image."""
+        lengths = self.kv_lengths or (self.seq_k,) * self.batch
+        sizes = [(self.seq_q, n) for n in lengths]
+        if self.packed:
+            sizes = [*zip(self.lengths_q, self.lengths_k, strict=True), (2, 2)]
+        found = []
+        for b, (queries, keys) in enumerate(sizes):
+            start = keys - queries if self.q_start is None or b >= len(self.q_start) else self.q_start[b]
+            found.append(torch.full((queries, 2), -1, dtype=torch.int32))
+            for first, last in self.images:
+                rows = slice(max(first - start, 0), max(last + 1 - start, 0))
+                found[b][rows] = torch.tensor([first, last], dtype=torch.int32)
+        return torch.cat(found) if self.packed else torch.stack(found)
 
     def gradients(self, tensors: dict, **options) -> dict:
         """What flows back to the wanted tensors, by autograd."""
@@ -246,6 +265,8 @@ def definition(case: Case, q, k, v, sink, bias, start):
         seen &= key >= position - left
     if right is not None:
         seen &= key <= position + right
+    for first, last in case.images or ():
+        seen |= (position >= first) & (position <= last) & (key >= first) & (key <= last)
     logits = logits.masked_fill(~seen, -torch.inf)
     some = (logits > -torch.inf).any(-1)
     safe = torch.where(some[..., None], logits, 0.0)

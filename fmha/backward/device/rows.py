@@ -123,6 +123,8 @@ def prepare_requests(config: cutlass.Constexpr, operands, thread):
         cu_seqlens_k=operands.cu_seqlens_k,
         tile_order=operands.tile_order,
         tile_pieces=operands.tile_pieces,
+        ranges=operands.ranges,
+        seen_by=operands.seen_by,
     )
     window = (operands.window_left, operands.window_right)
     factors = (operands.piece_factor, operands.piece_share)

@@ -27,7 +27,7 @@ from warpspec.fmha.backward.features import BackwardKernel
 from warpspec.fmha.backward.schedule import decode
 from warpspec.fmha.device.grid import requests_of
 from warpspec.fmha.device.packed import entry, find_request, query_tiles, request_of
-from warpspec.fmha.device.tile import INTEGERS, Request, request_at
+from warpspec.fmha.device.tile import INTEGERS, Request, request_at, widened_by
 from warpspec.fmha.heads import BLOCK
 from warpspec.fmha.mask import key_range, position_range
 from warpspec.fmha.schedule import key_span, split_part
@@ -46,7 +46,7 @@ class KeyTile:
     piece) of a piece's sums. first_step, steps: which steps it has. begin, count: query tiles of each head; with heads
     inside, of the piece. inner_first, inner_end: queries that see every key of the tile. seen_first, seen_end: keys of
     the request that some row sees; rows_first, rows_end: rows that see some key of the request. bounds: arguments of
-    ``key_range``.
+    ``key_range``. ranges, seen_by: the operands, where there are ranges.
     """
 
     config: BackwardKernel
@@ -71,6 +71,8 @@ class KeyTile:
     rows_first: Int32
     rows_end: Int32
     bounds: dict
+    ranges: cute.Tensor | None = None
+    seen_by: cute.Tensor | None = None
 
     @property
     def start(self) -> Int32:
@@ -146,10 +148,14 @@ class KeyTile:
 
     def queries_of(self, key) -> tuple:
         """[first, end) of the queries that see a key of the request."""
-        first, end = position_range(key, **self.bounds, maximum=cutlass.max)
         start, seq_q = self.place.start, self.place.seq_q
-        first = Int32(0) if first is None else cutlass.max(first - start, 0)
-        end = seq_q if end is None else cutlass.min(end - start, seq_q)
+        if self.config.mask.has_ranges:
+            row = cutlass.max(cutlass.min(self.place.first_key + key, self.seen_by.shape[1] - 1), 0)
+            first, end = (self.seen_by[self.batch, row, number] for number in range(2))
+        else:
+            first, end = position_range(key, **self.bounds, maximum=cutlass.max)
+            first = Int32(0) if first is None else cutlass.max(first - start, 0)
+            end = seq_q if end is None else cutlass.min(end - start, seq_q)
         exists = Boolean(key < self.place.length)
         return Int32(cutlass.select_(exists, first, Int32(FAR))), Int32(
             cutlass.select_(exists, end, Int32(0))
@@ -171,7 +177,19 @@ class KeyTile:
         last = cutlass.min(first + self.config.tile_m, self.place.seq_q) - 1
         start, length = self.place.start, self.place.length
         span = key_span(start + first, start + last, length, self.config.tile_n, self.bounds, **INTEGERS)
-        return self.number - span.begin
+        begin = span.begin
+        if self.config.mask.has_ranges:
+            begin = self.keys_of(first)[0] // self.config.tile_n
+        return self.number - begin
+
+    def keys_of(self, query) -> tuple:
+        """[first, end) of the keys that a query of the request sees."""
+        start, length = self.place.start, self.place.length
+        first, end = key_range(start + query, length, **self.bounds, **INTEGERS)
+        if self.config.mask.has_ranges:
+            row = cutlass.max(self.place.first_row + query, 0)
+            first, end = widened_by(self.ranges, self.batch, row, first, end, length)
+        return first, end
 
 
 def key_tiles_of(config: BackwardKernel, operands):
@@ -250,8 +268,10 @@ def key_tile(
     request, number, tile_index = own
     heads = operands.k.shape[2]
     place = request_at(config.requests, operands, request)
-    bounds = config.mask.bounds(window)
-    _, seq_q, _, length, start = place
+    bounds, ranges = config.mask.bounds(window), (None, None)
+    if config.mask.has_ranges:
+        ranges = (operands.ranges, operands.seen_by)
+    _, seq_q, _, length, _ = place
     first_key = number * config.tile_n
     last_key = cutlass.min(first_key + config.tile_n, length) - 1
     zero, group = Int32(0), operands.q.shape[2] // heads
@@ -270,6 +290,7 @@ def key_tile(
         sums_place,
         *(zero,) * 10,
         bounds,
+        *ranges,
     )
     low, inner_end = tile.queries_of(first_key)
     inner_first, high = tile.queries_of(last_key)
@@ -292,8 +313,8 @@ def key_tile(
     # Rows behind the last query have a P of zero by their statistics: no mask is needed for them.
     inner_end = Int32(cutlass.select_(Boolean(inner_end >= seq_q), Int32(FAR), inner_end))
     inner_end = Int32(cutlass.select_(Boolean(first_key + config.tile_n > length), zero, inner_end))
-    seen_first, _ = key_range(start, length, **bounds, **INTEGERS)
-    _, seen_end = key_range(start + seq_q - 1, length, **bounds, **INTEGERS)
+    seen_first, _ = tile.keys_of(zero)
+    _, seen_end = tile.keys_of(seq_q - 1)
     rows_first, _ = tile.queries_of(0)
     _, rows_end = tile.queries_of(length - 1)
     return KeyTile(
@@ -319,6 +340,7 @@ def key_tile(
         rows_first,
         rows_end,
         bounds,
+        *ranges,
     )
 
 
