@@ -22,7 +22,7 @@ from warpspec.fmha.features import AttentionKernel, Schedule, dtype_name
 from warpspec.fmha.heads import class_of
 from warpspec.fmha.join import JOIN, JoinConfig
 from warpspec.fmha.line import JOIN_WORDS
-from warpspec.fmha.operands import Operands
+from warpspec.fmha.operands import PLACES, Operands
 from warpspec.fmha.plan import Plan, launch_numbers, make_plan
 from warpspec.fmha.problem import AttentionProblem
 
@@ -39,6 +39,14 @@ def plan(problem: AttentionProblem, target: Target) -> Plan:
 def check_supported(problem: AttentionProblem, target: Target) -> None:
     """Raise UnsupportedProblem, naming the constraint, for a problem that the target's kernel does not run."""
     ATTENTION.of(target.architecture).AttentionConfig.of(problem, target)
+
+
+def placed(operands: Operands, **changes) -> list:
+    """The fields of ``operands._replace(**changes)``, in a third of its time."""
+    found = list(operands)
+    for name, value in changes.items():
+        found[getattr(PLACES, name)] = value
+    return found
 
 
 class Prepared(NamedTuple):
@@ -68,12 +76,12 @@ class Prepared(NamedTuple):
                 return self.attention(*operands, *self.numbers)
             if self.schedule is LINE:
                 pieces, joins = piece_workspace(self.plan, operands.o.device)
-                first = self.attention(*operands._replace(pieces=pieces, joins=joins), *self.numbers)
+                first = self.attention(*placed(operands, pieces=pieces, joins=joins), *self.numbers)
                 results = (operands.sink, operands.o, operands.lse, operands.row_max, operands.row_sum)
                 return joined(first, self.combine(pieces, joins, *results))
             partial = partial_results(operands.o, self.plan.splits)
             o, row_max, row_sum = partial
-            parts = operands._replace(o=o, sink=None, lse=None, row_max=row_max, row_sum=row_sum)
+            parts = placed(operands, o=o, sink=None, lse=None, row_max=row_max, row_sum=row_sum)
             first = self.attention(*parts, *self.numbers)
             results = (operands.sink, operands.o, operands.lse, operands.row_max, operands.row_sum)
             second = self.combine(*partial, *results, operands.cu_seqlens_q)
@@ -83,9 +91,9 @@ class Prepared(NamedTuple):
         """``run`` of a plan whose CTAs take tiles from a queue."""
         if self.target.native:
             queue = workspace(1, self.target.device)
-            return self.attention(*operands._replace(queue=queue), *self.numbers)
+            return self.attention(*placed(operands, queue=queue), *self.numbers)
         queue = new_workspace(1, operands.o.device)
-        report = self.attention(*operands._replace(queue=queue), *self.numbers)
+        report = self.attention(*placed(operands, queue=queue), *self.numbers)
         assert queue.item() == EMPTY, "the queue was not left as it was found"
         return report
 

@@ -235,10 +235,11 @@ def kernel_operands(
         if problem.packed_k:
             k, v = k[None], v[None]
         statistics = [None if each is None else each[None] for each in statistics]
-        by_query = {name: getattr(operands, name) for name in ("tree", "ranges")}
-        operands = operands._replace(**{name: t[None] for name, t in by_query.items() if t is not None})
     found = list(operands)
     found[ROWS], found[STATISTICS] = (q, k, v, o), statistics
+    if problem.packed_q:
+        for at in (PLACES.tree, PLACES.ranges):
+            found[at] = None if found[at] is None else found[at][None]
     if problem.kv_format is not None:
         sizes = (problem.batch, problem.heads_kv)
         found[PLACES.k_scale] = spread(operands.k_scale, *sizes)
