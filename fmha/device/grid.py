@@ -29,7 +29,7 @@ def grid_of(config: AttentionKernel, operands) -> tuple:
 
 
 def requests_of(requests: RequestLayout, operands):
-    """RequestLayout of a launch, or batch rows."""
+    """Requests of a launch, or batch rows."""
     return cute.size(operands.cu_seqlens_q) - 1 if requests.packed_q else operands.q.shape[0]
 
 

@@ -18,7 +18,7 @@ from warpspec.fmha import launch, sm90
 from warpspec.fmha.features import Schedule
 from warpspec.fmha.plan import candidates, expectation, make_plan
 from warpspec.fmha.plan.cost import Tiling, Way, microseconds, work_of
-from warpspec.fmha.plan.scenarios import RequestLayout, scenarios
+from warpspec.fmha.plan.scenarios import Requests, scenarios
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.schedule import key_span
 from warpspec.fmha.sm90.shapes import Shape
@@ -107,7 +107,7 @@ def test_work_is_what_tiles_visit():
             random_problem(draw), causal=True, window_right=None, page_size=None, packed_q=False
         )
         requests = [
-            RequestLayout(1, q, q + draw.randint(0, 3000))
+            Requests(1, q, q + draw.randint(0, 3000))
             for q in (draw.randint(1, 2000) for _ in range(draw.randint(1, 6)))
         ]
         tiling = Tiling(draw.randint(1, 3), 64, 1, draw.choice((64, 80, 128)), 2, 1, min(problem.group, 4))
@@ -145,7 +145,7 @@ def test_more_work_takes_longer():
     tiling = Tiling(1, 64, 1, 64, 3, 2, 4)
 
     def time(way, count, keys, target=H200):
-        work = work_of(problem, tiling, [RequestLayout(count, 1, keys)])
+        work = work_of(problem, tiling, [Requests(count, 1, keys)])
         return microseconds(work, tiling, way, 3 if way is Way.SPLIT else 1, target, costs)
 
     for way in Way:

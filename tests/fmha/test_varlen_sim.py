@@ -70,7 +70,7 @@ def test_cases(simulate_as, arch, batch):
 
 @pytest.mark.parametrize("arch", long_but(["sm_90a"], ARCHS))
 def test_a_wrong_hint_and_few_ctas_change_no_result(simulate_as, arch):
-    """RequestLayout of several tiles although the hint says one query; persistent CTAs that do many tiles each."""
+    """Requests of several tiles although the hint says one query; persistent CTAs that do many tiles each."""
     simulate_as(arch, sm_count=2, seed=1)
     run(replace(MIXED, hint_q=1, hint_k=1))
 
