@@ -25,6 +25,10 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 LIMIT = 900  # seconds of one run
+WARNING = re.compile(
+    r"warning: (.+?) at PTX line \d+, which hardware tolerates\n(.*?)(?=\nwarning: |\nmemory order|\Z)",
+    re.DOTALL,
+)
 LINE = re.compile(r"([\w.]+\.(?:py|cuh?|cpp)):(\d+)")
 
 
@@ -154,6 +158,11 @@ def found_in(case: Case, clone: Path, options: argparse.Namespace, defective: bo
         return [run(case, path, options.checkouts, seed) for seed in range(options.seeds)]
 
 
+def without_lines(text: str) -> str:
+    """A finding without the numbers of its lines, which the fix moves."""
+    return re.sub(r":\d+", "", text)
+
+
 def shown(found: list[list[str]] | None) -> str:
     """What runs of one version say, the first of each seed."""
     if found is None:
@@ -196,6 +205,7 @@ def verdict(output: str, code: int) -> list[str]:
         for block in re.split(r"\n  (?=\S)", found)[1:]
         if LINE.search(block) and not block.startswith("by the ISA's text")
     ]
+    said += [f"warning: {match[1]} at {_lines(match[2])}" for match in WARNING.finditer(output)]
     if "by the ISA's text" in found:
         said.append("order: fences by the ISA's text alone")
     return said if said or code == 0 else [f"stops: {output.strip().splitlines()[-1][:80]}"]
@@ -226,8 +236,9 @@ def main() -> None:
         else:
             fixed = found_in(case, clone, options, False) if re.fullmatch(r"[0-9a-f]+", case.fix) else None
             defective = found_in(case, clone, options, True)
-            known = {text for texts in fixed or () for text in texts}
-            said = [shown([[t for t in texts if t not in known] for texts in defective]), shown(fixed)]
+            known = {without_lines(text) for texts in fixed or () for text in texts}
+            new = [[text for text in texts if without_lines(text) not in known] for texts in defective]
+            said = [shown(new), shown(fixed)]
         print(
             f"| {case.name} | {case.repository} | {case.fix} | {case.kind} | {' | '.join(said)} |", flush=True
         )

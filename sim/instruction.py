@@ -155,3 +155,4 @@ class PtxModule:
     kernels: dict[str, Kernel]
     variables: dict[str, Variable] = field(default_factory=dict)
     functions: dict[str, Kernel] = field(default_factory=dict)  # .func with a body
+    text: str = field(default="", repr=False)

@@ -71,7 +71,9 @@ def parse(text: str) -> PtxModule:
 
     Raises PtxSyntaxError, with the line, for text that is not PTX or uses a form that is not understood.
     """
-    return _Parser(text).module()
+    module = _Parser(text).module()
+    module.text = text
+    return module
 
 
 class _Parser(OperandReader):

@@ -241,6 +241,8 @@ class Accesses:
             missing = WRITES
         elif missing == TENSOR_OWN and self.known(first, clock, TENSOR):
             missing = TENSOR
+        if missing in (ASYNC_SHARED, ASYNC_GLOBAL) and first.write and not self.known(first, clock, WRITES):
+            missing = WRITES  # of the two that are missing the one that silicon is known to show
         kind, remedy = findings.diagnose(first, second, missing, memory)
         tolerated = findings.is_tolerated(first, second, missing)
         if (

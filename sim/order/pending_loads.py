@@ -6,7 +6,8 @@ results: docs/notebook/checker.md.) By the ISA's text it is a generic read befor
 fence, which is a warning elsewhere, as many kernels have used their loads by then.
 
 A static part, along the blocks of a kernel: which loads have no use of their registers on some path to an arrival. A
-mov is no use, it hands on what is under way. Fences and barriers of threads end a load.
+mov is no use, it hands on what is under way. Fences and barriers of threads end a load. Where a run asks for it, the
+kernel's SASS says it instead (sass_loads.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from warpspec.sim import cfg
 from warpspec.sim.codegen.memory import space_of
 from warpspec.sim.codegen.program import Program
 from warpspec.sim.instruction import Instr
+from warpspec.sim.order import sass_loads
 from warpspec.sim.order.flow import along_blocks
 from warpspec.sim.registry import Family, find
 
@@ -24,14 +26,20 @@ KIND = "a buffer is handed back to an asynchronous write while a load of it may 
 ENDS = ("fence", "membar", "bar.sync", "bar.red", "barrier.", "bar.cta")
 
 
-@cache
 def at_arrivals(program: Program) -> dict[int, tuple[int, ...]]:
     """By the index of a mbarrier.arrive: the indexes of loads that may be under way there."""
+    return _at_arrivals(program, sass_loads.asked_for())
+
+
+@cache
+def _at_arrivals(program: Program, in_sass: bool) -> dict[int, tuple[int, ...]]:
     instrs = program.kernel.instrs
     arrivals = any(ins.opcode.startswith("mbarrier.arrive") for ins in instrs)
     loads = [ins for ins in instrs if _loads_shared(ins)] if arrivals else []
     if not loads:
         return {}
+    if in_sass:
+        return _in_sass(program, loads)
     holders = _holders(program, loads)
     bit = {ins.index: 1 << number for number, ins in enumerate(loads)}
     found: dict[int, int] = {}
@@ -40,6 +48,17 @@ def at_arrivals(program: Program) -> dict[int, tuple[int, ...]]:
         arrival: tuple(ins.index for ins in loads if under_way & bit[ins.index])
         for arrival, under_way in found.items()
     }
+
+
+def _in_sass(program: Program, loads: list[Instr]) -> dict[int, tuple[int, ...]]:
+    """What `at_arrivals` says, by what ptxas makes of the kernel."""
+    pairs = sass_loads.at_arrivals(program)
+    arrivals = [ins for ins in program.kernel.instrs if ins.opcode.startswith("mbarrier.arrive")]
+    found = {
+        arrival.index: tuple(load.index for load in loads if (load.line, arrival.line) in pairs)
+        for arrival in arrivals
+    }
+    return {index: those for index, those in found.items() if those}
 
 
 def _loads_shared(ins: Instr) -> bool:

@@ -12,6 +12,11 @@ ORDER = """memory order: 2 findings
     second  CTA (0, 0, 0) warp 4 reads: PTX line 743 `ld` from /a/kernel.py:855 in kernel
   by the ISA's text alone, no tcgen05.fence::before_thread_sync: /a/kernel.py:3 to /a/kernel.py:4"""
 TEXT = "memory order: 1 finding\n  by the ISA's text alone, no fence: /a/kernel.py:3 to /a/kernel.py:4"
+WARNED = """warning: no proxy fence at PTX line 9, which hardware tolerates
+no proxy fence: shared memory
+    first   CTA (1, 0, 0) warp 8 reads: PTX line 8 `ld` from /a/kernel.py:5 in kernel
+    second  CTA (0, 0, 0) warp 4 writes: PTX line 9 `cp` from /a/kernel.py:7 in kernel
+memory order: nothing found"""
 BY_TEXT = "order: fences by the ISA's text alone"
 
 
@@ -22,6 +27,7 @@ BY_TEXT = "order: fences by the ISA's text alone"
         (ORDER, 1, ["order: accesses that nothing orders at kernel.py:649 and kernel.py:855", BY_TEXT]),
         (TEXT, 1, [BY_TEXT]),
         ("memory order: nothing found", 0, []),
+        (WARNED, 0, ["warning: no proxy fence at kernel.py:5 and kernel.py:7"]),
         ("Traceback\nImportError: no module", 2, ["stops: ImportError: no module"]),
     ],
 )

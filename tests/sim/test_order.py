@@ -10,6 +10,8 @@ import pytest
 from helpers.ptx_launch import launch
 
 from warpspec import sim
+from warpspec.sim.clocks import sass
+from warpspec.sim.order import sass_loads
 from warpspec.sim.tcgen05 import smem_descriptor
 
 SHARED = ".shared .align 1024 .b8 sm[8192];"
@@ -422,3 +424,23 @@ def test_a_load_under_way_at_the_arrival_that_hands_its_buffer_back(early, late,
         assert "use of what the first loads, or fence.proxy.async" in found.remedy
     else:
         assert [PROXY in text for text in run(body, block=(64, 1, 1)).warnings] == [True] * warning
+
+
+@pytest.mark.parametrize("early", ["", "cvt.rn.f32.u32 %f1, %r5; mul.f32 %f2, %f1, %f1;"])
+def test_a_use_that_ptxas_moves_behind_the_arrival(early, monkeypatch):
+    """PTX has the use in front of the arrival; in SASS the load is under way there."""
+    for name in ("ptxas", "nvdisasm"):
+        try:
+            sass.tool(name)
+        except sass.NoSass as error:
+            pytest.skip(str(error))
+    late = "st.global.f32 [%rd2], %f2;" if early else USE
+    body = HANDED_BACK.replace("[[early]]", early).replace("[[late]]", late)
+    options = dict(block=(64, 1, 1), target="sm_90a")
+    if early:
+        assert [PROXY in text for text in run(body, **options).warnings] == [True]
+    monkeypatch.setenv(sass_loads.SASS_VARIABLE, "1")
+    with pytest.raises(sim.OrderError, match=PENDING):
+        run(body, **options)
+    mended = HANDED_BACK.replace("[[early]]", USE).replace("[[late]]", "")
+    assert [PROXY in text for text in run(mended, **options).warnings] == [True]
