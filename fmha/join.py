@@ -11,6 +11,7 @@ from warpspec.common.operands import FLOAT32, INT32, Operand, fakes
 from warpspec.fmha.combine import CHUNK, VECTOR, Results
 from warpspec.fmha.heads import PIECE_STATISTICS
 from warpspec.fmha.line import JOIN_WORDS
+from warpspec.fmha.tiles import TileRows
 
 THREADS = 256
 PART_CTAS = 4, 16  # CTAs that share a tile's rows: of one row group, of more
@@ -21,29 +22,17 @@ BATCH = 4  # pieces whose states a thread loads at a time; more are many
 class JoinConfig:
     """Compile-time shape of one join kernel (``device.join``).
 
-    pack, row_group_size, row_groups: the rows of an M tile, as in ``AttentionKernel``. dtype: of o. The rest is as in
+    rows: of an M tile. dtype: of o. The rest is as in
     ``CombineConfig``.
     """
 
     head_dim: int
-    pack: int
-    row_group_size: int
-    row_groups: int
+    rows: TileRows
     dtype: str = "bfloat16"
     normalize: bool = True
     has_sink: bool = False
     has_lse: bool = False
     o_dim: int = 0
-
-    @property
-    def row_group_queries(self) -> int:
-        """Queries of a row group."""
-        return self.row_group_size // self.pack
-
-    @property
-    def row_group_rows(self) -> int:
-        """Rows of a row group that are some query's."""
-        return self.row_group_queries * self.pack
 
     @property
     def columns(self) -> int:
@@ -73,7 +62,7 @@ class JoinConfig:
     @property
     def parts(self) -> int:
         """CTAs that share the rows of a tile, of which few are queries' where few are decoded."""
-        return PART_CTAS[self.row_groups > 1]
+        return PART_CTAS[self.rows.groups > 1]
 
 
 class JoinOperands(NamedTuple):

@@ -143,9 +143,7 @@ def join_config(problem: AttentionProblem, config: AttentionKernel) -> JoinConfi
     sizes = problem.heads
     return JoinConfig(
         sizes.v_state,
-        config.rows.pack,
-        config.rows.group_size,
-        config.rows.groups,
+        config.rows,
         dtype=dtype_name(problem.o_dtype),
         normalize=problem.normalize,
         has_sink=problem.has_sink,

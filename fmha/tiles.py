@@ -33,6 +33,11 @@ class TileRows:
         return self.group_size // self.pack
 
     @property
+    def busy_rows(self) -> int:
+        """Rows of a row group that are some query's."""
+        return self.group_queries * self.pack
+
+    @property
     def queries(self) -> int:
         """Queries of an M tile."""
         return self.groups * self.group_queries

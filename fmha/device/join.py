@@ -66,13 +66,13 @@ class Join:
         if first:
             count = Int32(2) + further_cuts(joins, record, cta)
             tile = CutTile(config, pieces, cta, count, state_of(cta - 1, Boolean(not continues)), record)
-            queries = cutlass.min(record.queries, config.row_groups * config.row_group_queries)
-            rows = queries * config.pack
+            queries = cutlass.min(record.queries, config.rows.groups * config.rows.group_queries)
+            rows = queries * config.rows.pack
             if row_each(config, rows, count):
                 for row in cutlass.range(
                     block * config.groups + group, rows, config.parts * config.groups, unroll=1
                 ):
-                    if row % config.pack < record.heads:
+                    if row % config.rows.pack < record.heads:
                         for chunk in cutlass.range_constexpr(config.chunks):
                             column = chunk * config.lanes + lane
                             state = join(tile, row, column, 0, 1)
@@ -83,7 +83,7 @@ class Join:
                         column = chunk * config.lanes + lane
                         state = join(tile, row, column, group, config.groups)
                         state = add_groups(config, shared, thread, state)
-                        writes = Boolean(group == 0) & Boolean(row % config.pack < record.heads)
+                        writes = Boolean(group == 0) & Boolean(row % config.rows.pack < record.heads)
                         write_row(config, writes, tile.place(row), column, *state, results)
 
 
@@ -109,7 +109,7 @@ class CutTile:
 
     def place(self, row) -> tuple:
         """(batch, query, head) of a row; rows are counted without the idle ones of row groups."""
-        record, pack = self.record, self.config.pack
+        record, pack = self.record, self.config.rows.pack
         return record.batch, record.first_row + row // pack, record.first_head + row % pack
 
     def state(self, number, row) -> cute.Tensor:
@@ -118,7 +118,7 @@ class CutTile:
         state = Int32(
             cutlass.select_(Boolean(number == 0), self.first_state, state_of(self.cta + number - 1, False))
         )
-        row = row // config.row_group_rows * config.row_group_size + row % config.row_group_rows
+        row = row // config.rows.busy_rows * config.rows.group_size + row % config.rows.busy_rows
         return self.pieces[state, row, None]
 
 
