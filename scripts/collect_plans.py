@@ -313,29 +313,12 @@ def serve(connection) -> None:
         connection.send(("end", index))
 
 
-class Timer:
-    """The process that times."""
+class Timer(bench_sweep.Timer):
+    """The process that times templates."""
 
     def __init__(self, seed: int):
-        self.seed, self.context, self.process = seed, multiprocessing.get_context("spawn"), None
-
-    def start(self) -> None:
-        self.connection, far = self.context.Pipe()
-        self.process = self.context.Process(target=serve, args=(far,), daemon=True)
-        self.process.start()
-        far.close()
-        self._message(90)
-
-    def stop(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.join()
-            self.process = None
-
-    def _message(self, seconds: float):
-        if not self.connection.poll(seconds):
-            raise TimeoutError
-        return self.connection.recv()
+        super().__init__(None, serve)
+        self.seed = seed
 
     def time(self, one: Template, index: int, taken: set, rows: list, until: float) -> None:
         bad, done, at = set(), 0, None
