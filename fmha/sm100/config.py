@@ -100,7 +100,8 @@ class AttentionConfig(Choices, ConversionFeatures, AttentionKernel):
         """This kernel, of a problem with a bias. Room for it comes from the rings of K and V, which keep two
         stages where they had them, then from the second CTA of an SM; it gets two stages where that is enough.
         """
-        # Otherwise threads read it from global memory; so, too, where a converter's tiles fill shared memory.
+        # Otherwise threads read it from global memory; so, too, where a converter's tiles fill shared memory, or those
+        # of MLA's head sizes.
         streamed = problem.bias_rows == "aligned" and not self.converts
         tiles = self
         # ptxas starts a tile's loads from global memory all at once, and at 128 keys has no registers for that. In
@@ -119,7 +120,7 @@ class AttentionConfig(Choices, ConversionFeatures, AttentionKernel):
                 if kv_stages >= min(self.kv_stages, 2):
                     shape = replace(tiles.shape, kv_stages=kv_stages, ctas_per_sm=ctas)
                     return replace(tiles, shape=shape, bias_stages=stages)
-        raise AssertionError("every shape leaves room for a tile of bias")
+        return replace(self, shape=replace(self.shape, tile_n=min(self.tile_n, BLOCK)))
 
     @property
     def tile_m(self) -> int:
