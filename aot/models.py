@@ -33,7 +33,8 @@ class Model:
 
     layers: options of ``attention`` for each kind of layer. sink: whether rows have sinks. shared_kv: whether V is K.
     strides: for each kind of layer with compressed keys besides its own, the positions that one of them stands for.
-    v_dim: head size of V, 0 for head_dim.
+    v_dim: head size of V, 0 for head_dim. images: whether tokens of an image see all of it, so that calls have
+    ``ranges``: all of vLLM's, in transformers those of a prompt with images.
     """
 
     heads_q: int
@@ -44,6 +45,7 @@ class Model:
     shared_kv: bool = False
     strides: tuple[int, ...] = ()
     v_dim: int = 0
+    images: bool = False
 
 
 GPT_OSS = Model(64, 8, 64, layers=(FULL, sliding(128)), sink=True)
@@ -72,6 +74,9 @@ MODELS = {
     "gemma-3-4b": Model(8, 4, 256, layers=(FULL, sliding(1024))),
     "gemma-3-12b": Model(16, 8, 256, layers=(FULL, sliding(1024))),
     "gemma-3-27b": Model(32, 16, 128, layers=(FULL, sliding(1024))),
+    "gemma-3-4b-images": Model(8, 4, 256, layers=(FULL, sliding(1024)), images=True),
+    "gemma-3-12b-images": Model(16, 8, 256, layers=(FULL, sliding(1024)), images=True),
+    "gemma-3-27b-images": Model(32, 16, 128, layers=(FULL, sliding(1024)), images=True),
 }
 
 # How requests are delimited: as rows of a batch with all keys; as rows with lengths and positions, for padding or a
@@ -142,7 +147,10 @@ def problem(model: Model, layer: dict, size: Sizes, call: str, page_size: int) -
         options["cu_seqlens_k"] = None if call in PAGED else starts
     if model.sink and options.get("normalize", True):
         options["sink"] = tensor(model.heads_q)
-    q = tensor(*((batch * seq_q,) if packed else (batch, seq_q)), model.heads_q, model.head_dim)
+    rows = (batch * seq_q,) if packed else (batch, seq_q)
+    if model.images:
+        options["ranges"] = tensor(*rows, 2, dtype=torch.int32)
+    q = tensor(*rows, model.heads_q, model.head_dim)
     k = tensor(*key_rows, model.heads_kv, model.head_dim)
     v = None if model.shared_kv else tensor(*key_rows, model.heads_kv, model.v_dim or model.head_dim)
     return AttentionProblem.of(q, k, v, memory=False, **options)

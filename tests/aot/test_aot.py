@@ -40,7 +40,8 @@ def asked_for(found, target):
         ("gemma-2-9b", "sm_90a", ["plain"]), ("llama-3-8b", "sm_90a", ["packed-paged"]),
         *(
             long(name, arch, CALLS)
-            for name in ("gpt-oss-120b", "deepseek-v4-flash", "qwen3-32b", "gemma-2-9b", "deepseek-v3")
+            for name in ("gpt-oss-120b", "deepseek-v4-flash", "qwen3-32b", "gemma-2-9b", "gemma-3-27b-images",
+                         "deepseek-v3")
             for arch in GPUS
         ),
     ],
