@@ -57,6 +57,20 @@ def _latent() -> None:
         _attention("sm_90a", 1, **shape, dim=512, latent=True)()
 
 
+def _quantised(arch: str, name: str) -> Callable[[], None]:
+    """Keys in codes, so many that every ring is filled again. name: "e4m3" or "nvfp4"."""
+
+    def run() -> None:
+        from helpers.float8_cases import NVFP4, Case
+
+        float8 = NVFP4 if name == "nvfp4" else torch.float8_e4m3fn
+        case = Case(20, 480, (1, 1), 64, lengths=(470,), window=(460, None), float8=float8, splits=1)
+        with simulating(arch):
+            attention(**case.arguments(), backend="sim")
+
+    return run
+
+
 def _bias(arch: str) -> Callable[[], None]:
     def run() -> None:
         generator = torch.Generator().manual_seed(0)
@@ -354,6 +368,8 @@ KERNELS: dict[str, Callable[[], None]] = {
     "fmha-sm100-d512": _attention("sm_100a", **CAUSAL, dim=512),
     "fmha-sm100-latent": _attention("sm_100a", **CAUSAL, dim=512, latent=True),
     "fmha-sm100-decode": _attention("sm_100a", **DECODE, dim=128),
+    "fmha-sm100-e4m3": _quantised("sm_100a", "e4m3"),
+    "fmha-sm100-nvfp4": _quantised("sm_100a", "nvfp4"),
     "fmha-sm90": _attention("sm_90a", 1, **CAUSAL, window=(250, 0), dim=128),
     "fmha-sm90-d64": _attention("sm_90a", 1, **FULL, dim=64),
     "fmha-sm90-d256": _attention("sm_90a", 1, **CAUSAL, dim=256),
