@@ -17,6 +17,10 @@ NAME = "warpspec"
 LISTED_MODELS = ("GptOssForCausalLM",)
 LISTED_BACKEND = "triton"
 ADJUSTMENTS = "sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments"
+NVFP4_CHECKS = (
+    "sglang.srt.arg_groups.kv_cache_hook.handle_nvfp4_prefill_kv_dequant_dtype",
+    "sglang.srt.arg_groups.kv_cache_hook.handle_kv4_compatibility",
+)
 
 
 def register() -> None:
@@ -28,7 +32,41 @@ def register() -> None:
     if NAME not in ATTENTION_BACKEND_CHOICES:  # otherwise it is registered already
         add_attention_backend_choices([NAME])
         HookRegistry.register(ADJUSTMENTS, _pass_lists, HookType.AROUND)
+        for check in NVFP4_CHECKS:
+            HookRegistry.register(check, _pass_nvfp4, HookType.AROUND)
+        _register_nvfp4()
     register_attention_backend(NAME)(_make_backend)
+
+
+def _register_nvfp4() -> None:
+    """Tell SGLang that our backend reads NVFP4 caches as they lie, for prompts and for decoding."""
+    import torch
+    from sglang.srt.layers.quantization import fp4_kv_cache_quant_method as methods
+
+    own = tuple(
+        methods.KVCacheAttentionAccess(
+            phase,
+            methods.KVCacheAttentionAccessKind.NATIVE_FP4,
+            methods.KVCacheBackendMatcher(exact=frozenset({NAME})),
+            storage_dtype=getattr(torch, "float4_e2m1fn_x2", None),
+            attention_kv_dtype=getattr(torch, "float4_e2m1fn_x2", None),
+            scale_recipe="nvfp4",
+        )
+        for phase in methods.KVCacheAttentionPhase
+    )
+    methods.KV_CACHE_ATTENTION_ACCESS_REGISTRY["nvfp4"] += own
+
+
+def _pass_nvfp4(check, server_args):
+    """One of SGLang's checks of NVFP4 caches, which know its own backends; left out where ours reads it."""
+    named = (
+        server_args.attention_backend,
+        server_args.prefill_attention_backend,
+        server_args.decode_attention_backend,
+    )
+    if server_args.kv_cache_dtype == "nvfp4" and named[0] == NAME and set(named[1:]) <= {None, NAME}:
+        return None
+    return check(server_args)
 
 
 def _make_backend(runner):

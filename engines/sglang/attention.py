@@ -29,6 +29,25 @@ class Batch:
     window_slots: torch.Tensor | None  # where those layers write new keys
 
 
+@dataclass
+class Cache:
+    """One layer's keys and values [slots, Hkv, row], and what ``insert`` and attention take with them."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    scales: dict[str, torch.Tensor | None]
+
+    def in_pages(self, page_size: int) -> Cache:
+        """The same with [pages, page_size, Hkv, row] of codes and of block scales."""
+
+        def paged(tensor):
+            by_slot = tensor is not None and tensor.dim() == 3
+            return keys.pages_of(tensor, page_size) if by_slot else tensor
+
+        scales = {name: paged(scale) for name, scale in self.scales.items()}
+        return Cache(paged(self.k), paged(self.v), scales)
+
+
 class WarpspecBackend(AttentionBackend):
     """Attention of all layers. It makes page tables on the device from SGLang's table of slots, once a step; in a CUDA
     graph, inside the graph."""
@@ -39,8 +58,12 @@ class WarpspecBackend(AttentionBackend):
         keys.check_page_size(self.page_size, "--page-size (page_size)")
         head_dim = runner.model_config.head_dim
         keys.check_head_size(head_dim, "choose another --attention-backend for this model")
-        keys.check_cache_dtype(runner.kv_cache_dtype, head_dim, "--kv-cache-dtype")
-        self.float8 = runner.kv_cache_dtype if runner.kv_cache_dtype in keys.FLOAT8_DTYPES else None
+        self.nvfp4 = getattr(runner, "kv_cache_dtype_str", None) == "nvfp4"
+        if self.nvfp4:
+            keys.check_quantized_head(head_dim, "--kv-cache-dtype")
+        else:
+            keys.check_cache_dtype(runner.kv_cache_dtype, head_dim, "--kv-cache-dtype")
+        self.quantised = self.nvfp4 or runner.kv_cache_dtype in keys.FLOAT8_DTYPES
         self.most_keys = runner.model_config.context_len
         self.req_to_token_pool = runner.req_to_token_pool  # SGLang expects both under these names
         self.token_to_kv_pool = runner.token_to_kv_pool
@@ -115,20 +138,20 @@ class WarpspecBackend(AttentionBackend):
         batch, heads, head_dim = self.forward_metadata, layer.tp_q_head_num, layer.qk_head_dim
         pool = self.token_to_kv_pool
         in_window_pool = self.has_window_pool and pool.layers_mapping[layer.layer_id][1]
-        k_slots, v_slots = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
-        scales = self._scales_of(layer)
+        cache = self._cache_of(layer)
         if save_kv_cache and k is not None:
-            if self.float8 is None:
+            if not self.quantised:
                 pool.set_kv_buffer(layer, KVWriteLoc(step.out_cache_loc, batch.window_slots), k, v)
             else:  # (SGLang would divide k and v in 16 bits and in place, and round them twice)
                 slots = batch.window_slots if in_window_pool else step.out_cache_loc
                 new = (t.view(-1, layer.tp_k_head_num, head_dim) for t in (k, v))
-                insert(*new, k_slots, v_slots, slots, **scales)
+                insert(*new, cache.k, cache.v, slots, format="nvfp4" if self.nvfp4 else None, **cache.scales)
+        pages = cache.in_pages(self.page_size)
         out = q.new_empty(q.shape[0], heads * head_dim)
         attention_varlen(
             q.reshape(-1, heads, head_dim),
-            keys.pages_of(k_slots, self.page_size),
-            keys.pages_of(v_slots, self.page_size),
+            pages.k,
+            pages.v,
             batch.cu_seqlens_q,
             max_seqlen_q=batch.most_queries,
             max_seqlen_k=batch.most_keys,
@@ -139,14 +162,45 @@ class WarpspecBackend(AttentionBackend):
             sink=sinks,
             scale=layer.scaling,
             softcap=layer.logit_cap or None,
-            **scales,
+            **pages.scales,
             out=out.view(-1, heads, head_dim),
         )
         return out
 
-    def _scales_of(self, layer) -> dict:
-        """k_scale and v_scale of a layer with an FP8 cache: one number each on its device, or None."""
-        return {} if self.float8 is None else {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
+    def _cache_of(self, layer) -> Cache:
+        """A layer's keys and values by slot, with what a quantised cache's codes are multiplied with."""
+        pool = self.token_to_kv_pool
+        if self.nvfp4:
+            return self._nvfp4_cache(layer.layer_id)
+        k, v = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+        return Cache(k, v, {"k_scale": layer.k_scale, "v_scale": layer.v_scale} if self.quantised else {})
+
+    def _nvfp4_cache(self, layer_id: int) -> Cache:
+        """``_cache_of`` NVFP4. The pool of a layer is asked for its linear block scales."""
+        pool = self.token_to_kv_pool
+        if self.has_window_pool:
+            number, windowed = pool.layers_mapping[layer_id]
+            pool = pool.swa_kv_pool if windowed else pool.full_kv_pool
+        else:
+            number = layer_id - pool.start_layer
+        if pool.k_scale_buffer is None:
+            raise UnsupportedProblem(
+                "--kv-cache-dtype: nvfp4 keeps block scales as TensorRT-LLM's kernels want them on this GPU; set it to "
+                "fp8_e4m3"
+            )
+        names = ("k_buffer", "v_buffer", "k_scale_buffer", "v_scale_buffer")
+        k, v, k_blocks, v_blocks = (getattr(pool, name)[number].view(torch.uint8) for name in names)
+        scales = pool.quant_method
+        return Cache(
+            k,
+            v,
+            {
+                "k_scale": scales.k_scales_gpu[layer_id],
+                "v_scale": scales.v_scales_gpu[layer_id],
+                "k_block_scales": k_blocks,
+                "v_block_scales": v_blocks,
+            },
+        )
 
 
 def _window_of(layer) -> tuple[int, int] | None:

@@ -12,10 +12,11 @@ import torch
 
 sglang = pytest.importorskip("sglang", reason="needs SGLang: make test-engines")
 
-from helpers.engine_models import Judge, prompts  # noqa: E402
+from helpers.engine_models import Judge, prompts, rounding  # noqa: E402
 
 from warpspec.common.errors import UnsupportedProblem  # noqa: E402
-from warpspec.engines.sglang.attention import WarpspecBackend  # noqa: E402
+from warpspec.engines.sglang.attention import AttentionType, Batch, WarpspecBackend  # noqa: E402
+from warpspec.fmha import attention  # noqa: E402
 
 # Longer and shorter than the windows, one token, several pages; two begin alike for longer than a page.
 LENGTHS = (70, 5, 1, 40)
@@ -125,12 +126,86 @@ def cancel(engine, name: str) -> None:
     engine.loop.call_soon_threadsafe(manager.abort_request, name)
 
 
+def test_nvfp4_cache(monkeypatch):
+    """Keys are quantised into a pool's buffers and read from there. SGLang makes no such pool on a CPU; this stands for
+    one."""
+    monkeypatch.setenv("WARPSPEC_BACKEND", "reference")
+    generator = torch.Generator().manual_seed(1)
+    page, kv_heads, dim, layer_id = 16, 2, 64, 1
+    shapes = {
+        "k_buffer": dim // 2,
+        "v_buffer": dim // 2,
+        "k_scale_buffer": dim // 16,
+        "v_scale_buffer": dim // 16,
+    }
+    buffers = {
+        name: [torch.zeros(5 * page, kv_heads, row, dtype=torch.uint8) for _ in range(2)]
+        for name, row in shapes.items()
+    }
+    scale = torch.tensor([1.0, 0.5])
+    pool = SimpleNamespace(
+        **buffers, start_layer=0, quant_method=SimpleNamespace(k_scales_gpu=scale, v_scales_gpu=scale)
+    )
+    backend = WarpspecBackend(runner(page_size=page, head_dim=dim, kv_cache_dtype_str="nvfp4"))
+    backend.token_to_kv_pool = pool
+    q, k, v = (
+        torch.randn(20, heads * dim, generator=generator).bfloat16() for heads in (4, kv_heads, kv_heads)
+    )
+    backend.forward_metadata = Batch(
+        cu_seqlens_q=torch.tensor([0, 20], dtype=torch.int32),
+        most_queries=20,
+        kv_lengths=torch.tensor([20], dtype=torch.int32),
+        most_keys=20,
+        page_table=torch.tensor([[3, 1]], dtype=torch.int32),
+        window_page_table=None,
+        window_slots=None,
+    )
+    layer = SimpleNamespace(
+        is_cross_attention=False, attn_type=AttentionType.DECODER, logit_cap=0.0, qk_head_dim=dim, v_head_dim=dim,
+        tp_q_head_num=4, tp_k_head_num=kv_heads, layer_id=layer_id, sliding_window_size=-1, scaling=0.125,
+    )  # fmt: skip
+    slots = torch.cat([torch.arange(3 * page, 4 * page), torch.arange(page, page + 4)])
+    got = backend.forward_extend(q, k, v, layer, SimpleNamespace(out_cache_loc=slots))
+    rounded = (rounding("nvfp4", 0.5)(t.view(1, 20, kv_heads, dim)) for t in (k, v))
+    wanted = attention(q.view(1, 20, 4, dim), *rounded, causal=True, scale=0.125, backend="reference")
+    torch.testing.assert_close(got, wanted.view(20, -1), rtol=2.0**-6, atol=2.0**-6)
+    assert not any(bool(stored[0].any()) for stored in buffers.values())  # the other layer's
+    pool.k_scale_buffer = None
+    with pytest.raises(UnsupportedProblem, match=r"--kv-cache-dtype.*fp8_e4m3"):
+        backend.forward_extend(q, k, v, layer, SimpleNamespace(out_cache_loc=slots))
+
+
+def test_sglang_takes_our_backend_for_nvfp4():
+    from sglang.srt.layers.quantization import fp4_kv_cache_quant_method as methods
+
+    import warpspec.engines.sglang as engine
+
+    engine.register()
+    method = methods.NVFP4KVCacheMethod(2, "cpu", native_scale_layout=False)
+    method.configure_attention_backends("warpspec", "warpspec")
+    assert method.needs_linear_scale_buffer() and not method.needs_dequant_workspace()
+    checked = []
+    named = {
+        "attention_backend": "warpspec",
+        "prefill_attention_backend": None,
+        "decode_attention_backend": None,
+    }
+    for dtype, others, calls in (
+        ("nvfp4", {}, 0),
+        ("fp8_e4m3", {}, 1),
+        ("nvfp4", {"attention_backend": "fa3"}, 2),
+    ):
+        engine._pass_nvfp4(checked.append, SimpleNamespace(kv_cache_dtype=dtype, **named | others))
+        assert len(checked) == calls
+
+
 def runner(**others):
     """What the backend reads of SGLang's runner."""
     values = {"page_size": 64, "kv_cache_dtype": torch.bfloat16, "head_dim": 128} | others
     return SimpleNamespace(
         server_args=SimpleNamespace(page_size=values["page_size"]),
         kv_cache_dtype=values["kv_cache_dtype"],
+        kv_cache_dtype_str=values.get("kv_cache_dtype_str"),
         model_config=SimpleNamespace(head_dim=values["head_dim"], context_len=256),
         req_to_token_pool=None,
         token_to_kv_pool=None,
