@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 
 from warpspec.common.launch import Kernel, Target
-from warpspec.fmha.launch import ATTENTION, second_kernel
+from warpspec.fmha.expand import EXPAND, expand_config, expanded
+from warpspec.fmha.launch import ATTENTION, expands_on, second_kernel
 from warpspec.fmha.plan import likely_kernels
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.values import POSITION_LIMIT
@@ -167,6 +168,9 @@ def kernels(
     package = ATTENTION.of(target.architecture)
     wanted: dict[tuple[Kernel, Hashable], None] = {}
     for problem in found:
+        if expands_on(problem, target):
+            wanted[EXPAND, expand_config(problem)] = None
+            problem = expanded(problem)
         for config, splits in likely_kernels(package.AttentionConfig, problem, target, margin):
             wanted[package.ATTENTION, config] = None
             second = second_kernel(problem, config, splits)

@@ -101,7 +101,8 @@ def attention(
         k_scale, v_scale: fp32 [], [1], [Hkv] or [B, Hkv], on q's device, where the kernel reads it: of k and v in FP8
             (torch.float8_e4m3fn or torch.float8_e5m2, both alike) or NVFP4. Each number stands for its code times its
             scale, which is at least 0; None: 1. q stays in 16 bits and so does the arithmetic; codes are converted
-            exactly. D 64, 128 and 256 on sm_90a, any D with "reference". No gradients.
+            exactly. D 64, 128 and 256 on sm_90a, any D with "reference". No gradients. On sm_90a, where 2048 query rows
+            or more of a batch row meet a KV head, a call takes memory for K and V in 16 bits, at most 1 GiB.
         k_block_scales, v_block_scales: k and v are NVFP4: torch.uint8 with D/2 bytes a row, two e2m1 codes in each, the
             first in the low nibble. These, torch.uint8 or torch.float8_e4m3fn, have their shape but for D/16 in the
             last dimension, any strides whose rows are aligned to D/16 bytes: an e4m3 scale for each 16 codes, by which

@@ -18,6 +18,7 @@ from warpspec.common.launch import Kernel, Target
 from warpspec.common.simulator import joined
 from warpspec.common.workspace import EMPTY, new_workspace, prepare_reserve, workspace
 from warpspec.fmha.combine import COMBINE, CombineConfig
+from warpspec.fmha.expand import EXPAND, Expanded, expand_config, expanded, expands
 from warpspec.fmha.features import AttentionKernel, Schedule, dtype_name
 from warpspec.fmha.heads import class_of
 from warpspec.fmha.join import JOIN, JoinConfig
@@ -34,6 +35,11 @@ ATTENTION = Family("attention", sm90="warpspec.fmha.sm90", sm100="warpspec.fmha.
 def plan(problem: AttentionProblem, target: Target) -> Plan:
     """How the problem is computed on a target. UnsupportedProblem names what its kernel does not do."""
     return make_plan(ATTENTION.of(target.architecture).AttentionConfig, problem, target)
+
+
+def expands_on(problem: AttentionProblem, target: Target) -> bool:
+    """Whether a target dequantises the problem's keys and values first (``expand``)."""
+    return expands(problem, ATTENTION.of(target.architecture).AttentionConfig.expanded_rows)
 
 
 def check_supported(problem: AttentionProblem, target: Target) -> None:
@@ -99,11 +105,16 @@ class Prepared(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def prepare(problem: AttentionProblem, target: Target, found: Plan | None = None) -> Prepared:
+def prepare(problem: AttentionProblem, target: Target, found: Plan | None = None) -> Prepared | Expanded:
     """Plan and compile; what was prepared before is found again. found: a plan, instead of the chosen one.
 
     Raises UnsupportedProblem naming what the kernel does not do.
     """
+    if found is None and expands_on(problem, target):
+        check_supported(problem, target)
+        shape = (problem.batch, problem.seq_k, problem.heads_kv, problem.head_dim)
+        expand = EXPAND.launcher(expand_config(problem), target)
+        return Expanded(expand, prepare(expanded(problem), target), shape, problem.dtype)
     found = found or plan(problem, target)
     attention = ATTENTION.of(target.architecture).ATTENTION.launcher(found.config, target)
     if found.config.scheduler.from_queue and target.native:
@@ -153,7 +164,10 @@ def join_config(problem: AttentionProblem, config: AttentionKernel) -> JoinConfi
 
 
 def compiled(problem: AttentionProblem, target: Target) -> tuple:
-    """What ``cute.compile`` makes of a problem's kernels, the attention kernel first. Needs no GPU."""
+    """What ``cute.compile`` makes of a problem's kernels, in the order of their launches. Needs no GPU."""
+    if expands_on(problem, target):
+        expand = EXPAND.compiled(expand_config(problem), target.arch, native=target.native)
+        return (expand, *compiled(expanded(problem), target))
     found = plan(problem, target)
     first = ATTENTION.of(target.architecture).ATTENTION, found.config
     launched = first, second_kernel(problem, found.config, found.splits)

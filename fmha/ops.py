@@ -34,6 +34,7 @@ from warpspec.common.repeated import (
 )
 from warpspec.common.transforms import call_operator, takes_gradients
 from warpspec.fmha import reference
+from warpspec.fmha.expand import Expanded
 from warpspec.fmha.launch import Prepared, check_supported, prepare
 from warpspec.fmha.operands import (
     ARGUMENTS,
@@ -99,7 +100,7 @@ class Call(NamedTuple):
     """
 
     problem: AttentionProblem
-    prepared: Prepared | None
+    prepared: Prepared | Expanded | None
     empty: bool
     regular: bool
     spans: tuple[int, ...]

@@ -49,21 +49,31 @@ class Insert:
         keys = (ops.k, ops.k_weight, ops.k_cache, ops.k_block_scales, ops.k_scale)
         values = (ops.v, None, ops.v_cache, ops.v_block_scales, ops.v_scale)
         shared = (ops.cos_sin, ops.positions, ops.slots, numbers.eps)
-        self.kernel(queries, keys, values, *shared, k_ctas, v_ctas).launch(
-            grid=(q_ctas + k_ctas + v_ctas, 1, 1), block=(config.threads, 1, 1), stream=stream
+        total, stored = q_ctas + k_ctas + v_ctas, k_ctas + v_ctas
+        step = total // cutlass.max(stored, 1)
+        self.kernel(queries, keys, values, *shared, k_ctas, stored, step).launch(
+            grid=(total, 1, 1), block=(config.threads, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, queries, keys, values, cos_sin, positions, slots, eps, k_ctas: Int32, v_ctas: Int32):
+    def kernel(
+        self, queries, keys, values, cos_sin, positions, slots, eps, k_ctas: Int32, stored: Int32, step: Int32
+    ):
+        """CTAs of keys and of values, ``stored`` in all, come every ``step`` CTAs: they compute more than those of
+        queries between them, which wait for memory more."""
         config = self.config
-        cta, _, _ = cute.arch.block_idx()
+        index, _, _ = cute.arch.block_idx()
+        cta, queries_before = index, Int32(0)
+        if cutlass.const_expr(config.q_heads > 0):
+            cta = Int32(cutlass.select_(index % step == 0, index // step, stored))
+            queries_before = index - cutlass.min(index // step + 1, stored)
         if cta < k_ctas:
             insert_rows(config, False, keys, cos_sin, positions, slots, eps, cta)
-        elif cta < k_ctas + v_ctas:
+        elif cta < stored:
             insert_rows(config, True, values, None, None, slots, eps, cta - k_ctas)
         else:
             if cutlass.const_expr(config.q_heads > 0):
-                write_queries(config, queries, cos_sin, positions, eps, cta - k_ctas - v_ctas)
+                write_queries(config, queries, cos_sin, positions, eps, queries_before)
 
 
 def ctas(config: InsertConfig, layout: RowLayout, tokens, heads, item_heads: int):

@@ -7,7 +7,7 @@ scales of the pair's numbers (``common.device.float4``); else None.
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from cutlass import Uint32
 
@@ -32,7 +32,7 @@ BYTES_OF_PAIRS = (
 LOW_HALVES, HIGH_HALVES = 0x5410, 0x7632  # prmt selectors: halves of two words
 
 
-class Codes(Protocol):
+class Codes:
     """WORD: codes of a word. PAIRS: numbers of a chunk that stand side by side in fragments, two pairs a step of
     products. COLUMNS: columns of a word of codes, in the order in which ``columns`` has them."""
 
@@ -45,12 +45,14 @@ class Codes(Protocol):
 
     def columns(self, first: Uint32, second: Uint32, scale) -> list:
         """Pairs of the numbers of a word of each of two rows."""
+        mixed = [interleave(first, second, order) for order in BYTES_OF_PAIRS]
+        return [pair for word in mixed for pair in self.row(word, scale)]
 
     def in_order(self, words: list, scale) -> list:
         """Pairs of the numbers of some words of a row and of a block, neighbours side by side."""
 
     def scale_pair(self, code: Uint32) -> Uint32:
-        """The scale of ``in_order``, of a block's in byte 0."""
+        """The scale of ``in_order``, of a block's in byte 0. Of NVFP4 alone."""
 
 
 class Float8Codes(Codes):
@@ -69,10 +71,6 @@ class Float8Codes(Codes):
     def in_order(self, words: list, scale) -> list:
         pairs = widened(words, self.fmt, self.dtype)
         return [pairs[i] for i in range(2 * len(words))]
-
-    def columns(self, first: Uint32, second: Uint32, scale) -> list:
-        mixed = [interleave(first, second, order) for order in BYTES_OF_PAIRS]
-        return [pair for word in mixed for pair in self.row(word, scale)]
 
 
 class NVFP4Codes(Codes):
@@ -94,10 +92,6 @@ class NVFP4Codes(Codes):
 
     def scale_pair(self, code: Uint32) -> Uint32:
         return scales_twice(code, 1)[0]
-
-    def columns(self, first: Uint32, second: Uint32, scale) -> list:
-        mixed = [interleave(first, second, order) for order in BYTES_OF_PAIRS]
-        return [pair for word in mixed for pair in self.row(word, scale)]
 
     @staticmethod
     def scaled(words, scale) -> list:

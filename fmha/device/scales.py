@@ -100,9 +100,11 @@ def nvfp4_as_fp32(row: cutlass.Constexpr, size: cutlass.Constexpr, number) -> cu
         if cutlass.const_expr(first % NVFP4_BLOCK == 0):
             block = (number * size + first) // NVFP4_BLOCK
             (scale,) = float4.scales_twice(Uint32(row.scale(block)), 1)
-        word = Uint32(0)
-        for i in cutlass.range_constexpr(count // 2):
-            word = word | (Uint32(row.codes[(number * size + first) // 2 + i]) << (8 * i))
+        codes = cute.make_rmem_tensor(WORD_BYTES, Uint8)
+        codes.fill(0)
+        source = cute.local_tile(row.codes, (count // 2,), ((number * size + first) // count,))
+        cute.autovec_copy(source, cute.local_tile(codes, (count // 2,), (0,)))
+        word = cute.recast_tensor(codes, Uint32)[0]
         bytes_ = (float4.even_codes(word), float4.odd_codes(word))
         pairs = cute.make_rmem_tensor(CODES_PER_WORD // 2, Uint32)  # codes 0, 2; 4, 6; 1, 3; 5, 7
         for i, pair in enumerate(p for each in bytes_ for p in float4.fp16_pairs(each)):

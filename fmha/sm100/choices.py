@@ -31,6 +31,7 @@ class Choices:
     """A configuration's class methods that ``fmha.plan`` asks; costs: constants of its model."""
 
     costs: ClassVar[Constants] = BLACKWELL
+    expanded_rows: ClassVar[int | None] = None
     schedules: ClassVar[dict[Way, Schedule]] = {
         Way.SINGLE: Schedule.SINGLE,
         Way.LINE: Schedule.LINE,

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import Target
-from warpspec.fmha.features import Schedule, check_requests
+from warpspec.fmha.features import Format, Schedule, check_requests
 from warpspec.fmha.heads import MMA_K, rounded
 from warpspec.fmha.plan.cost import HOPPER, Constants, Tiling, Way
-from warpspec.fmha.plan.splits import DECODE_LOADS, FLOAT8_LOADS, Loads
+from warpspec.fmha.plan.splits import DECODE_LOADS, FLOAT8_LOADS, WARP_LOADS, Loads
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm90.shapes import FLOAT8, Shape, float8_tiles, tiles
 from warpspec.fmha.tiles import ELEMENT_BYTES, check_page_size, choose_packs
@@ -20,6 +20,7 @@ class Choices:
     """A configuration's class methods that ``fmha.plan`` asks; costs: constants of its model."""
 
     costs: ClassVar[Constants] = HOPPER
+    expanded_rows: ClassVar[int | None] = 2048  # ``expand.expands``
     schedules: ClassVar[dict[Way, Schedule]] = {
         Way.PERSISTENT: Schedule.PERSISTENT,
         Way.SINGLE: Schedule.PERSISTENT,  # of as many CTAs as there are tiles
@@ -56,7 +57,9 @@ class Choices:
     @classmethod
     def decode_loads(cls, problem: AttentionProblem) -> Loads:
         """How fast an SM takes the keys of few queries (``plan.splits``)."""
-        return FLOAT8_LOADS if problem.kv_format and not cls.shapes(problem)[0].row_tiles else DECODE_LOADS
+        if not problem.kv_format:
+            return DECODE_LOADS
+        return WARP_LOADS[Format.of(problem).kv_bits] if cls.shapes(problem)[0].row_tiles else FLOAT8_LOADS
 
     @classmethod
     def tilings(cls, problem: AttentionProblem) -> Iterator[tuple[Shape, Tiling]]:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from warpspec.common.hardware import (
@@ -94,9 +94,17 @@ FLOAT8_FEW = {
 }
 
 
+# Of NVFP4, larger ones: a tile of as many keys has half of the bytes.
+NVFP4_FEW = {128: replace(FLOAT8_FEW[1][128], tile_n=64, consumer_registers=216, producer_registers=40)}
+
+
 def float8_tiles(problem: AttentionProblem) -> tuple[Shape, ...]:
-    """The tile shape of FP8 keys. There is no choice: only one for each number of rows of a KV head has been timed."""
-    dim, few = problem.head_dim, FLOAT8_FEW.get(-(-problem.group * problem.seq_q // COLUMN_ROWS), {})
+    """The tile shape of FP8 or NVFP4 keys. There is no choice: one has been timed for each number of rows of a KV head,
+    at D 128 some (docs/measurements.md)."""
+    dim, eights = problem.head_dim, -(-problem.group * problem.seq_q // COLUMN_ROWS)
+    few = FLOAT8_FEW.get(eights, {})
+    if problem.kv_format == "nvfp4" and eights == 1:
+        few = few | NVFP4_FEW
     if dim in few:
         return (few[dim],)
     pack = choose_pack(problem.group, problem.seq_q, WARPGROUP_ROWS)

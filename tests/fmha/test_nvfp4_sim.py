@@ -9,7 +9,8 @@ from helpers.suites import long
 
 from warpspec import sim
 from warpspec.common.launch import simulating
-from warpspec.fmha import attention
+from warpspec.fmha import attention, launch
+from warpspec.fmha.sm90.config import AttentionConfig
 
 FP16 = torch.float16
 PAGED = Case(
@@ -39,7 +40,7 @@ BLACKWELL = [
 def run(arguments, arch="sm_90a"):
     with simulating(arch, seed=1):
         results = attention(**arguments, return_lse=arguments["normalize"], backend="sim")
-    assert all(launch.local_bytes == 0 for launch in sim.last_report().launches)
+    assert all(each.local_bytes == 0 for each in sim.last_report().launches)
     return results
 
 
@@ -51,6 +52,24 @@ def test_against_reference(case):
 @pytest.mark.parametrize("case", BLACKWELL)
 def test_against_reference_on_blackwell(case):
     check(replace(case, float8=NVFP4), lambda arguments: run(arguments, "sm_100a"))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(5, 20, (2, 1), 64, batch=2, page=16, lengths=(20, 3), swizzled=True, by_head=True),
+        long(Case(70, 140, (2, 1), 64, dtype=FP16, causal=True, float8=torch.float8_e5m2, nan=True)),
+        long(Case(70, 140, (2, 1), 128, dtype=FP16, causal=True, nan=True)),
+        long(Case(70, 140, (2, 1), 256, normalize=False, window=(30, 0))),
+    ],
+)
+def test_dequantised_before(case, monkeypatch):
+    """Keys and values that many query rows meet become 16-bit tensors first."""
+    monkeypatch.setattr(AttentionConfig, "expanded_rows", 1)
+    launch.prepare.cache_clear()
+    check(case if case.float8 == torch.float8_e5m2 else replace(case, float8=NVFP4), run)
+    assert "Expand" in sim.last_report().launches[0].kernel
+    launch.prepare.cache_clear()
 
 
 @pytest.mark.long

@@ -34,6 +34,8 @@ CASES = [
     Case(700, 1300, (4, 2), 128, float8=E5M2, causal=True, normalize=False),
     Case(300, 900, (4, 2), 256, dtype=FP16, causal=True, page=32, lengths=(900,)),
     Case(300, 900, (2, 2), 256, window=(64, 64), sink=True),
+    Case(1030, 1300, (4, 2), 128, batch=2, page=48, lengths=(1290, 7), causal=True, scale="request"),
+    Case(2100, 1300, (2, 2), 64, dtype=FP16, float8=E5M2, window=(90, 5), nan=True),
 ]
 
 

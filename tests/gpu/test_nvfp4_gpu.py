@@ -35,6 +35,11 @@ CASES = [
     Case(700, 1300, (4, 2), 128, causal=True, normalize=False, swizzled=True),
     Case(300, 900, (4, 2), 256, dtype=FP16, causal=True, page=32, lengths=(900,), swizzled=True),
     Case(300, 900, (2, 2), 256, window=(64, 64), sink=True, nan=True),
+    Case(
+        1030, 1300, (4, 2), 128, batch=2, page=48, lengths=(1290, 7), causal=True, swizzled=True, by_head=True
+    ),
+    Case(2100, 1300, (2, 2), 64, dtype=FP16, window=(90, 5), nan=True, swizzled=True),
+    Case(1100, 1300, (4, 2), 256, causal=True, normalize=False, scale="tensor"),
 ]
 
 

@@ -1,0 +1,68 @@
+"""Dequantises keys and values into dense 16-bit tensors (``fmha.expand``), but for k_scale and v_scale.
+
+A thread takes PIECE numbers of a row; neighbours take neighbouring ones, of a key's heads one after another, so that
+what they write stands side by side. CTAs (x, y, z): pieces of batch row y, of K or of V.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Boolean, Float32, Int32
+
+from warpspec.common.device.host import host_function
+from warpspec.fmha.device.pages import address_of
+from warpspec.fmha.device.scales import kv_row, unit_of
+from warpspec.fmha.expand import PIECE, ExpandConfig, ExpandOperands
+
+THREADS = 256
+PIECES = 2  # of a thread
+
+
+class Expand:
+    """``Expand(config)(...)`` launches the kernel."""
+
+    def __init__(self, config: ExpandConfig):
+        self.config = config
+
+    @host_function(ExpandOperands)
+    def __call__(self, operands: ExpandOperands, stream: CUstream):
+        """Host side."""
+        batch, keys, heads, _ = operands.wide_k.shape
+        pieces = keys * heads * self.config.pieces
+        self.kernel(operands).launch(
+            grid=(cute.ceil_div(pieces, THREADS * PIECES), batch, 2), block=(THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, operands):
+        thread, _, _ = cute.arch.thread_idx()
+        cta, batch, side = cute.arch.block_idx()
+        for i in cutlass.range_constexpr(PIECES):
+            piece = (cta * PIECES + i) * THREADS + thread
+            if side == 0:
+                expand_piece(self.config, operands, "k", batch, piece)
+            else:
+                expand_piece(self.config, operands, "v", batch, piece)
+
+
+@cute.jit
+def expand_piece(config: cutlass.Constexpr, operands, ring: cutlass.Constexpr, batch, piece):
+    """The piece-th PIECE numbers of a batch row's K or V."""
+    wide = operands.wide_k if ring == "k" else operands.wide_v
+    _, keys, heads, _ = wide.shape
+    row, number = piece // config.pieces, piece % config.pieces
+    key, head = row // heads, row % heads
+    end = Int32(keys)
+    if cutlass.const_expr(config.requests.has_kv_lengths):
+        end = cutlass.min(end, operands.kv_lengths[batch])
+    if key < end:
+        where, exists = address_of(config, operands, batch, key)
+        values = kv_row(config, operands, ring, where, head).vector(PIECE, number)
+        out = cute.make_rmem_tensor(PIECE, wide.element_type)
+        for i in cutlass.range_constexpr(PIECE):
+            value = values[i] * Float32(unit_of(config))
+            out[i] = Float32(cutlass.select_(Boolean(exists), value, Float32(0.0))).to(wide.element_type)
+        target = wide[batch, key, head, None]
+        cute.autovec_copy(out, cute.local_tile(target, (PIECE,), (number,)))
