@@ -44,7 +44,8 @@ JOIN_US = 3.0  # a further launch
 JOIN_BYTES_US = 4e6  # bytes that a microsecond writes or reads of what pieces leave
 
 MOST_PIECES = 32
-MEAN_SHARE = 0.5  # of an SM's mean steps: key tiles with fewer are not cut where SMs have many
+MEAN_SHARE = 1.0  # of an SM's mean steps: key tiles with fewer are not cut where SMs have many
+PIECE_COST = 2.0  # what a piece costs, times its bytes' time and the start of a CTA
 LEAST_GAIN = 0.03  # of the time, for which tiles are cut
 ROUNDS = 2  # CTAs of a section for each SM, about, at least
 L2_SHARE = 0.8  # of the L2 for what a section reads and adds to
@@ -60,7 +61,7 @@ class PieceLength(NamedTuple):
 
     Cutting the steps of all KV heads, H S, into pieces of t costs H S / t times what a piece costs (its sums there and
     back, the start of a CTA), and the last pieces keep SMs waiting for half of t steps: t = sqrt(2 H S cost / step) is
-    best. Where SMs have many steps, key tiles of less than half of the mean leave little to wait for, uncut.
+    best. Where SMs have many steps, key tiles of no more than the mean leave little to wait for, uncut.
     """
 
     factor: float
@@ -175,7 +176,7 @@ def piece_length(problem: BackwardProblem, config: BackwardKernel, target: Targe
     gradients = config.wanted.k + config.wanted.v
     left = 2 * gradients * config.tile_n * forward.head_dim * FP32_BYTES  # there and back
     cost = left / JOIN_BYTES_US + CTA_US / sms
-    factor = 2 * cost * forward.heads_kv / STEP_US[forward.head_dim]
+    factor = 2 * PIECE_COST * cost * forward.heads_kv / STEP_US[forward.head_dim]
     share = MEAN_SHARE * forward.heads_kv / sms
     steps = tile_steps(problem, config)
     total = sum(steps) * max(min(forward.batch, 2 * forward.least_q / forward.seq_q), 1.0)

@@ -27,6 +27,7 @@ from warpspec.fmha.backward.operands import ResultOperands
 from warpspec.fmha.heads import BLOCK
 
 VECTOR = 4  # fp32 numbers of a 16-byte load
+LOADS = 2  # pieces whose loads are under way together; with four registers run out
 CTA_PARTS = 2  # parts of a tile that a CTA has
 THREADS = CTA_PARTS * WARPS * WARP_THREADS
 
@@ -162,7 +163,7 @@ def add_up(sums: cute.Tensor, pieces, warp, lane, values: cute.Tensor):
         read(sums, warp, lane, values)
     else:
         read(sums[0, None], warp, lane, values)
-        for other in cutlass.range(1, pieces, unroll=1):
+        for other in cutlass.range(1, pieces, unroll=LOADS):
             more = cute.make_rmem_tensor(THREAD_ELEMENTS, Float32)
             read(sums[other, None], warp, lane, more)
             for i in cutlass.range_constexpr(THREAD_ELEMENTS):
