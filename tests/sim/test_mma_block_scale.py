@@ -132,7 +132,6 @@ def test_block_scaling(kind, size, per_row, scale_type, types, ids):
         ),
         ("kind::mxf4.block_scale.scale_vec::2X.m16n8k64", "e4m3.e2m1.f32.ue8m0", (0, 0, 0, 0), "e4m3"),
         ("kind::mxf4nvf4.block_scale.m16n8k64", "e2m1.e2m1.f32.ue4m3", (0, 0, 0, 0), "mxf4nvf4"),
-        ("sp::ordered_metadata.m16n8k32", "f16.f16.f32", (0, 0, 0, 0), "sparse"),
     ],
 )
 def test_other_forms_are_refused(form, types, ids, error):
