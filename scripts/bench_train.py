@@ -223,6 +223,7 @@ def measure(label: str, size: Size, options: argparse.Namespace, device: str) ->
     if options.steps:
         for name, own in (*names.items(), (AGAIN, names[SDPA])):
             curves[name] = curve(size, own, MODES[0], lengths, steps, device)
+            print(f"loss of {name}: {curves[name][0]:.3f} to {curves[name][-1]:.3f}", flush=True)
     return {"rates": found, "curves": {name: each.tolist() for name, each in curves.items()}}
 
 
