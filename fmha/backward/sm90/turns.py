@@ -1,9 +1,9 @@
 """The turn warps: whose turn it is to add to dQ, where its order is fixed.
 
 A query tile of one head has a count in global memory for each consumer: how many key tiles have added what that
-consumer makes of dQ. One warp reads the consumers' counts and tells each when its turn has come, up to TURN_STAGES
-steps ahead; a warp for each consumer counts on when it has added. To wait for what was added to arrive (a fence of the
-GPU), and for a count, each takes about half a step: here it holds up nobody who computes, and neither the other.
+consumer makes of dQ. One warp reads the consumers' counts, of TURN_STAGES steps at a time, and tells each consumer when
+its turn has come; a warp for each consumer counts on when it has added. To wait for what was added to arrive (a fence
+of the GPU), and for a count, each takes about half a step: here it holds up nobody who computes, and neither the other.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cutlass import Boolean, Int32
 from warpspec.fmha.backward.device.tile import column_part, tile_index_of
 from warpspec.fmha.backward.device.turns import end_turn
 from warpspec.fmha.backward.sm90 import results
-from warpspec.fmha.backward.sm90.config import CONSUMERS
+from warpspec.fmha.backward.sm90.config import CONSUMERS, TURN_STAGES
 
 
 @cute.jit
@@ -32,16 +32,18 @@ def take_turns(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands,
 def grant_turns(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands, tile):
     """Produces turn, consumes left.
 
-    A lane for each consumer. The lanes of a warp wait for each other behind a loop: so neither ever waits in one, and
-    each looks once a round at what it is waiting for.
+    A lane for each consumer and every TURN_STAGES-th step: their loads of counts are under way together. The lanes of a
+    warp wait for each other behind a loop: so none ever waits in one, and each looks once a round at what it is waiting
+    for.
     """
-    consumer, left = cute.arch.lane_idx(), channels["left"]
-    if consumer < CONSUMERS:
+    lane, left = cute.arch.lane_idx(), channels["left"]
+    if lane < CONSUMERS * TURN_STAGES:
         head, query_tile = tile.first
-        step = Int32(0)
-        while step < tile.steps:
-            use = use_of(step, consumer)
-            count = count_of(config, operands, tile, head, query_tile, consumer)
+        for _ in cutlass.range(lane // CONSUMERS, unroll=1):
+            head, query_tile = tile.following(head, query_tile)
+        use = lane  # the mbarriers' uses go round by as many as there are lanes
+        while use < tile.steps * CONSUMERS:
+            count = count_of(config, operands, tile, head, query_tile, lane % CONSUMERS)
             seen = cute.arch.load(count, Int32, sem="acquire", scope="gpu")
             comes = Boolean(seen == tile.turn(query_tile))
             free = cute.arch.mbarrier_test_wait(
@@ -49,8 +51,9 @@ def grant_turns(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands
             )  # of wait_previous
             if comes & free:
                 channels["turn"].arrive(use)
-                head, query_tile = tile.following(head, query_tile)
-                step += 1
+                for _ in cutlass.range(TURN_STAGES, unroll=1):
+                    head, query_tile = tile.following(head, query_tile)
+                use += CONSUMERS * TURN_STAGES
 
 
 @cute.jit
