@@ -22,7 +22,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from warpspec.common.device.warp import running_sum
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.fmha.device.grid import grid_of, requests_of
-from warpspec.fmha.device.tile import INTEGERS, Piece, request_at, tile_of
+from warpspec.fmha.device.tile import INTEGERS, Piece, request_at, select_integer, tile_of
 from warpspec.fmha.features import CURSOR_WORDS
 from warpspec.fmha.line import LEAST_TILES, MOST_ROUNDS, cut, round_count, stretch
 
@@ -255,10 +255,6 @@ def write_join(config: cutlass.Constexpr, operands, line, cursors: cute.Tensor):
 def tiles_before(part, kv_tiles) -> Int32:
     """``line.cut``."""
     return cut(part, kv_tiles, Int32, cutlass.min, select_integer)
-
-
-def select_integer(condition, yes, no) -> Int32:
-    return Int32(cutlass.select_(Boolean(condition), Int32(yes), Int32(no)))
 
 
 def state_of(cta, begins) -> Int32:

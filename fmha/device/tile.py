@@ -218,10 +218,10 @@ def widened_by(ranges: cute.Tensor, batch, query, first, end, length) -> tuple:
     """``widened`` by the range of a query; an idle row may lie past the last."""
     query = cutlass.min(query, ranges.shape[1] - 1)
     given = (ranges[batch, query, number] for number in range(2))
-    return widened(first, end, *given, length, **INTEGERS, select=select)
+    return widened(first, end, *given, length, **INTEGERS, select=select_integer)
 
 
-def select(condition, yes, no) -> Int32:
+def select_integer(condition, yes, no) -> Int32:
     return Int32(cutlass.select_(Boolean(condition), Int32(yes), Int32(no)))
 
 

@@ -103,8 +103,9 @@ class Problem:
             dim, dim_v = 576, 512
         batch, heads_kv = 2, 1 if has("mla") or dim == 512 else draw.choice((1, 2))
         heads = heads_kv * (draw.choice((3, 5)) if has("odd group") else draw.choice((2, 4)))
-        most_q = draw.randint(70, 150) if has("many queries") else draw.randint(1, 12)
-        keys = [draw.randint(most_q, 400), draw.choice((most_q, draw.randint(most_q, 300)))]
+        most_q = draw.randint(65, 90) if has("many queries") else draw.randint(1, 12)
+        most_k = 160 if dim >= 512 else 300  # what the simulator does in a minute
+        keys = [draw.randint(most_q, most_k), draw.choice((most_q, draw.randint(most_q, most_k)))]
         queries = [most_q, draw.randint(1, most_q) if self.packed else most_q]
         if not (self.packed or has("lengths") or has("pages")):
             keys = [keys[0]] * batch
