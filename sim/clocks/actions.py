@@ -44,7 +44,7 @@ class Kind(Enum):
 class Action:
     """kind; issue: clocks that the warp spends; latency: until others see it; busy: of its unit; shared: clocks of
     shared memory. count: groups that may stay pending, bytes, or columns; reads: whether its result comes back; of a
-    barrier, whether it is one of a CTA's threads."""
+    barrier, whether it is one of a CTA's threads. adds: of a bulk store, whether it is a reduction."""
 
     kind: Kind
     issue: float = 1.0
@@ -53,6 +53,7 @@ class Action:
     shared: float = 0.0
     count: int = 0
     reads: bool = False
+    adds: bool = False
 
 
 def action_of(ins: Instr, chip: Chip) -> Action:
@@ -144,7 +145,8 @@ def _copy(ins: Instr, chip: Chip) -> Action:
         if "prefetch" in parts:
             return Action(Kind.PLAIN, chip.clocks("tma_issue"))
         completes = any(part.startswith("mbarrier::complete_tx") for part in parts)
-        return Action(Kind.LOAD if completes else Kind.STORE, chip.clocks("tma_issue"))
+        kind = Kind.LOAD if completes else Kind.STORE
+        return Action(kind, chip.clocks("tma_issue"), adds="reduce" in parts)
     if "commit_group" in parts:
         return Action(Kind.COPY_COMMIT)
     if "wait_group" in parts or "wait_all" in parts:

@@ -16,6 +16,7 @@ COPY = "a copy of 2 GB, scripts/shared/gpu_bench.py"
 DRAM = "DRAM bytes of softmax kernels by ncu, scripts/measure_clocks.py"
 NCU = "scripts/microbench/run.py --only turnover, under ncu"
 SEMI = "SemiAnalysisAI/microbench-blackwell at 9a068d8"
+MULTICAST = f"{SEMI}, tma2dmcast_throughput"
 GB300 = "Antoniomv7/gb300-microbench at 1c36b44"
 ASSUMED = "assumed: not measured"
 HOPPER = "as on Hopper: not published"
@@ -61,8 +62,26 @@ _TMA = (
     ("tma_l2_latency", 255, "of a load from L2, beside its bytes", OURS, HIGH),
     ("tma_hbm_latency", 950, "of a load from HBM: 780 (512 bytes) to 1100 (from 8 KB on)", OURS, MEDIUM),
     ("store_bytes", 31.5, "a single SM stores by TMA", OURS, HIGH),
+    ("add_bytes", 25.3, "a single SM adds by TMA", OURS, HIGH),
     ("store_read_latency", 10, "until a store has read shared memory, beside its bytes", OURS, MEDIUM),
     ("store_latency", 40, "from there until wait_group lets pass", OURS, MEDIUM),
+)
+# Code that an SM has not run before, from L2. What HBM adds, from where the first SM gets it, was not measured.
+_CODE = (
+    (
+        "code_latency",
+        289,
+        "until code that no cache of the SM has runs, from a jump on",
+        f"{OURS}, global_latency",
+        MEDIUM,
+    ),
+    (
+        "code_line",
+        17.6,
+        "the same of 128 bytes behind code that is there or on its way",
+        f"{OURS}, code_*_cold",
+        HIGH,
+    ),
 )
 _MEMORY = (
     ("l2_latency", 281, "of ld.global that hits L2", OURS, HIGH),
@@ -83,10 +102,23 @@ _LAUNCH = (
 _WGMMA = (
     ("mma_flops", 4096, "bf16, of the tensor cores", OURS, HIGH),
     ("wgmma_issue", 2, "of the warp", OURS, MEDIUM),
+    (
+        "wgmma_depth",
+        8,
+        "of a warp in flight, before the next can be issued (wgmma_issue_*, not run)",
+        ASSUMED,
+        LOW,
+    ),
     ("wgmma_fence", 2, "", OURS, MEDIUM),
     ("wgmma_tail", 47, "from the last multiplication to the end of wait_group", OURS, HIGH),
     ("wgmma_registers", 28, "before the first multiplication, where A comes from registers", OURS, HIGH),
-    ("code_beside_wgmma", 1.45, "times the clocks of code, while its tensor core multiplies", OURS, HIGH),
+    (
+        "code_beside_wgmma",
+        1.0,
+        "more that an instruction takes while its tensor core multiplies, in a softmax's mix",
+        OURS,
+        HIGH,
+    ),
     ("wgmma_least_registers", 13, "between wgmmas with A from registers, at least", OURS, HIGH),
 )
 _TCGEN05 = (
@@ -102,16 +134,29 @@ _TCGEN05 = (
     ("tmem_store_bytes", 512, "of tcgen05.st", SEMI, MEDIUM),
     ("tmem_latency", 40, "of either", ASSUMED, LOW),
 )
-_COMMON = (*_PIPES, *_SHARED, *_SYNCHRONISATION, *_TMA, *_MEMORY, *_LAUNCH)
+_COMMON = (*_PIPES, *_SHARED, *_SYNCHRONISATION, *_TMA, *_CODE, *_MEMORY, *_LAUNCH)
 
 
-def _hopper(hbm: float, l2: float, stored: float, dirty: float, launch: float) -> tuple:
+def _hopper(
+    *,
+    hbm: float,
+    size: float,
+    l2: float,
+    shared: float,
+    stored: float,
+    added: float,
+    dirty: float,
+    launch: float,
+) -> tuple:
     own = (
         ("launch", launch, LAUNCH, NCU, MEDIUM),
+        ("l2_mb", size, "MB that L2 holds", "CUDA device attribute", HIGH),
         ("l2_dirty_mb", dirty, "MB of stores that L2 keeps at a kernel's end", DRAM, MEDIUM),
         ("hbm_gb", hbm, "GB/s that all SMs read from HBM", COPY, HIGH),
         ("l2_bytes", l2, "a clock that all SMs load from L2 together", OURS, HIGH),
+        ("l2_shared_bytes", shared, "the same, where 16 SMs load the same lines at a time", OURS, HIGH),
         ("l2_store_bytes", stored, "a clock that all SMs store", OURS, HIGH),
+        ("l2_add_bytes", added, "a clock that all SMs add by TMA", OURS, HIGH),
     )
     return (*_COMMON, *_WGMMA, *own)
 
@@ -131,6 +176,7 @@ def _blackwell(*more: tuple) -> tuple:
         ("l2_latency", 295, "of ld.global that hits L2", SEMI, MEDIUM),
         ("hbm_latency", 860, "of ld.global that does not", SEMI, MEDIUM),
         ("hbm_gb", 7100, "GB/s that all SMs read from HBM with 64 KB in flight an SM", SEMI, HIGH),
+        ("l2_mb", 126, "MB that L2 holds", "NVIDIA's specification", HIGH),
         (
             "l2_dirty_mb",
             55,
@@ -139,7 +185,21 @@ def _blackwell(*more: tuple) -> tuple:
             LOW,
         ),
         ("l2_store_bytes", 3000, "a clock that all SMs store", ASSUMED, LOW),
-        ("l2_bytes", 6000, "a clock that all SMs load from L2 together", ASSUMED, LOW),
+        ("l2_add_bytes", 2400, "a clock that all SMs add by TMA", ASSUMED, LOW),
+        (
+            "l2_bytes",
+            7200,
+            "a clock that all SMs load from L2 together: sectors read, at least",
+            MULTICAST,
+            LOW,
+        ),
+        (
+            "l2_shared_bytes",
+            11400,
+            "the same, where 16 SMs load the same lines: from tiles of 48 to 56 KB, one in flight",
+            MULTICAST,
+            MEDIUM,
+        ),
     )
     return (*assumed, *_TCGEN05, *own, *more)
 
@@ -149,9 +209,11 @@ def _table(rows: tuple) -> dict[str, Constant]:
 
 
 _B300 = (("mufu", 4, "ex2 and its kin", GB300, HIGH),)
+_H100 = _hopper(hbm=3030, size=52, l2=3900, shared=11100, stored=2160, added=1730, dirty=22, launch=4840)
+_H200 = _hopper(hbm=4280, size=62, l2=4700, shared=11500, stored=2530, added=2030, dirty=26, launch=3900)
 CHIPS = {
-    "h100": Chip("H100", "sm_90a", 132, 1.98, _table(_hopper(3030, 3900, 2160, 22, 4840))),
-    "h200": Chip("H200", "sm_90a", 132, 1.98, _table(_hopper(4280, 4700, 2530, 26, 3900))),
+    "h100": Chip("H100", "sm_90a", 132, 1.98, _table(_H100)),
+    "h200": Chip("H200", "sm_90a", 132, 1.98, _table(_H200)),
     "b200": Chip("B200", "sm_100a", 148, 1.9, _table(_blackwell())),
     "b300": Chip("B300", "sm_103a", 148, 1.9, _table(_blackwell(*_B300))),
 }

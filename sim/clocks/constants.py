@@ -57,6 +57,12 @@ class Chip:
         }
         return replace(self, table=table)
 
+    def at(self, ghz: float) -> Chip:
+        """The chip at another clock of its SMs, in which HBM's bytes a clock are others. ValueError unless positive."""
+        if not ghz > 0:
+            raise ValueError(f"ghz is {ghz!r}; a positive number is needed")
+        return replace(self, ghz=ghz)
+
     def with_constants(self, **values: float) -> Chip:
         """The chip with other values of some constants, for what-if questions; KeyError for an unknown name."""
         table = {**self.table}
@@ -67,8 +73,8 @@ class Chip:
 
 # Constants that are rates: more is faster.
 RATES = (
-    *("shared_bytes", "tma_bytes", "store_bytes", "l2_bytes", "l2_store_bytes", "hbm_gb", "l2_dirty_mb"),
-    *("tmem_load_bytes", "tmem_store_bytes", "mma_flops"),
+    *("shared_bytes", "tma_bytes", "store_bytes", "l2_bytes", "l2_shared_bytes", "l2_store_bytes", "hbm_gb"),
+    *("add_bytes", "l2_add_bytes", "l2_dirty_mb", "tmem_load_bytes", "tmem_store_bytes", "mma_flops"),
 )
 
 

@@ -40,7 +40,7 @@ class _Sm:
     __slots__ = ("active", "beside", "changed", "next", "squeeze", "totals")
 
     def __init__(self, beside: float):
-        self.beside = beside  # what the clocks of code are multiplied by while the tensor core works
+        self.beside = beside  # clocks more that an instruction takes while the tensor core works
         self.active: list[list[Stretch]] = [[] for _ in range(SCHEDULERS)]
         self.totals = [[0.0] * PIPES for _ in range(SCHEDULERS)]
         self.changed: set[int] = set()  # schedulers on which something began or ended
@@ -72,8 +72,7 @@ class _Sm:
                     self.next, end = stretch, stretch.end
 
     def _settle(self, active: list[Stretch], totals: list[float], now: float) -> None:
-        multiplying = min(totals[Pipe.TENSOR], 1.0)
-        beside = 1.0 + (self.beside - 1.0) * multiplying
+        beside = self.beside * min(totals[Pipe.TENSOR], 1.0)
         full = [(pipe, total) for pipe, total in enumerate(totals) if total > 1.0 and pipe != Pipe.SHARED]
         if self.squeeze > 1.0:
             full.append((Pipe.SHARED, self.squeeze))
@@ -82,8 +81,8 @@ class _Sm:
             for pipe, total in full:
                 if total > slow and stretch.loads[pipe] > LIGHT:
                     slow = total
-            if multiplying and not stretch.loads[Pipe.TENSOR]:
-                slow *= beside
+            if beside and not stretch.loads[Pipe.TENSOR]:
+                slow *= 1.0 + beside * stretch.loads[Pipe.ISSUE]
             if slow != stretch.slow:
                 stretch.change(now, slow)
 

@@ -85,7 +85,7 @@ class Replay:
     """Clusters on an SM, or on as many SMs as a cluster has CTAs.
 
     resident: how many are there from the start; each of the others begins when one has ended. fresh_share: part of the
-    bytes read that come from HBM. cold, active_share, written_share: as of `servers.Sm`.
+    bytes read that come from HBM. cold, active_share, written_share, sharers: as of `servers.Sm`.
     """
 
     def __init__(
@@ -101,6 +101,7 @@ class Replay:
         costs: dict[int, BlockCost] | None = None,
         active_share: float = 1.0,
         written_share: float = 1.0,
+        sharers: float = 1.0,
         order: SassOrder | None = None,
     ):
         self.trace, self.clusters, self.chip, self.order = trace, clusters, chip, order
@@ -108,13 +109,14 @@ class Replay:
         self.costs = {} if costs is None else costs
         self.actions: dict[int, Action] = {}
         self.sms = [
-            Sm(chip, fresh_share, cold, active_share, written_share)
+            Sm(chip, fresh_share, cold, active_share, written_share, sharers)
             for _ in range(1 + max(sm for _, sm in clusters[0]))
         ]
         self.pool = Pool(
-            len(self.sms), chip.clocks("code_beside_wgmma") if chip.has("code_beside_wgmma") else 1.0
+            len(self.sms), chip.clocks("code_beside_wgmma") if chip.has("code_beside_wgmma") else 0.0
         )
         self.tensor: dict[int, deque[Product]] = {}  # of each warp, its wgmmas that are not through
+        self.slots: dict[int, Event] = {}  # of warps that cannot issue another wgmma yet
         self.events: dict[tuple[int, int], Event] = {}
         self.queue: list[tuple[float, int, int, object]] = []
         self._order = 0
@@ -212,10 +214,17 @@ class Replay:
         demand[Pipe.TENSOR] = product.busy
         self.pool.add(self.now, -1 - warp, *product.place, product.busy + latency, demand)
 
+    def _slot(self, warp: int) -> Event:
+        """The end of the wgmma that is next to end in a warp's queue."""
+        event = self.slots[warp] = Event(1)
+        return event
+
     def _multiplied(self, warp: int) -> None:
         queue = self.tensor[warp]
         product = queue.popleft()
         cause = ("tensor", warp, product.issued)
+        if warp in self.slots:
+            self._signal(self.slots.pop(warp), cause)
         self._push(self.now + self.chip.clocks("wgmma_tail"), "signal", (product.group, cause))
         if queue:
             self._begin_product(warp, 0.0)
@@ -264,10 +273,22 @@ class Replay:
         tensor_memory = 0.0
         boards = [0.0] * SCOREBOARDS  # when the loads of each are done
         previous = -2
+        code_read: set[int] = set()  # lines of code that this warp has run
+        cold_code = server.cold and chip.has("code_line")
+        depth = chip.clocks("wgmma_depth") if chip.has("wgmma_depth") else 0.0
         for entry in entries:
             kind_of_entry = type(entry)
             if kind_of_entry is Chunk or kind_of_entry is Moved:
                 chunk = entry if kind_of_entry is Chunk else entry.chunk
+                if cold_code and chunk.count and chunk.last not in code_read:
+                    until = server.fetch(self.now + alone, chunk.first, chunk.last)
+                    if until > self.now + alone:
+                        if alone:
+                            yield from self._run(warp, sm, scheduler, alone, demand)
+                            alone, demand = 0.0, [0.0] * PIPES
+                        if until > self.now:
+                            yield from self._sleep(warp, until, "code", ("code", warp, self.now))
+                    code_read.add(chunk.last)
                 if chunk.waits:
                     until = max(boards[b] for b in range(SCOREBOARDS) if chunk.waits >> b & 1)
                     if until > self.now + alone:
@@ -365,6 +386,12 @@ class Replay:
                 else:
                     alone += action.latency
             elif kind is Kind.WGMMA:
+                if len(self.tensor.get(warp, ())) >= depth:
+                    if alone:
+                        yield from self._run(warp, sm, scheduler, alone, demand)
+                        alone, demand = 0.0, [0.0] * PIPES
+                    while len(self.tensor[warp]) >= depth:
+                        yield from self._wait(warp, self._slot(warp), "tensor")
                 self._multiply(warp, (sm, scheduler), action, opened)
             elif kind is Kind.WGMMA_COMMIT:
                 wgmma.append(opened)
@@ -379,7 +406,7 @@ class Replay:
                 for number in entry.signals:
                     self._push(done, "signal", (self._event(number, copy), ("tma", warp, at)))
             elif kind is Kind.STORE:
-                read, written = server.tma_store(at, entry.nbytes)
+                read, written = server.tma_store(at, entry.nbytes, action.adds)
                 bulk_open = max(bulk_open[0], read), max(bulk_open[1], written)
                 for number in entry.signals:
                     self._push(written, "signal", (self._event(number, copy), ("tma", warp, at)))

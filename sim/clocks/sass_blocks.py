@@ -15,6 +15,7 @@ from warpspec.sim.clocks.sass_costs import base_name, sass_cost
 from warpspec.sim.instruction import Instr
 
 CHUNK = 32.0  # clocks of code after which a chunk ends, so that a replay sees which pipe each part wants
+CODE_LINE = 128  # bytes of code that caches hold or not
 OPERANDS_READ = 10.0  # clocks until a store or shared access has read its operands
 ENDS = ("BRA", "EXIT", "BRX", "BRXU", "JMP", "RET", "CALL", "KILL", "BREAK")
 
@@ -86,7 +87,7 @@ def _copy_kind(parts: tuple[str, ...]) -> str | None:
 class Chunk:
     """Code in a row. alone: clocks in a warp that has the SM to itself. demand: of each pipe. waits: scoreboards of
     loads that it waits for. loads: (bytes a lane, scoreboard, PTX line) each; stores: (bytes a lane, PTX line).
-    count: instructions."""
+    count: instructions. first, last: addresses of its code, in lines of CODE_LINE bytes."""
 
     alone: float
     demand: tuple[float, ...]
@@ -94,6 +95,8 @@ class Chunk:
     loads: tuple[tuple[int, int, int], ...]
     stores: tuple[tuple[int, int], ...]
     count: int
+    first: int = 0
+    last: int = 0
 
 
 @dataclass(slots=True)
@@ -146,6 +149,7 @@ class _Issue:
 
     def _clear(self, waits: int) -> None:
         self.demand, self.waits, self.count = [0.0] * PIPES, waits, 0
+        self.first = self.last = 0
         self.loads: list[tuple[int, int, int]] = []
         self.stores: list[tuple[int, int]] = []
         self.began = self.now
@@ -154,7 +158,7 @@ class _Issue:
         if self.count or self.waits:
             alone = self.now - self.began
             chunk = (alone, tuple(self.demand), self.waits, tuple(self.loads), tuple(self.stores), self.count)
-            self.items.append(Chunk(*chunk))
+            self.items.append(Chunk(*chunk, self.first, self.last))
         self._clear(waits)
 
     def place(self, ins: SassInstr, kind: str) -> None:
@@ -181,6 +185,9 @@ class _Issue:
             self.free[cost.pipe] = self.now + busy
             self.demand[cost.pipe] += cost.shared if cost.pipe is Pipe.SHARED else cost.busy
         self.demand[Pipe.ISSUE] += 1
+        self.last = ins.address // CODE_LINE
+        if not self.count:
+            self.first = self.last
         self.count += 1
         if ins.writes != NO_SCOREBOARD:
             self.ready[ins.writes] = None if cost.load else self.now + cost.latency

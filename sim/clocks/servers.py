@@ -6,6 +6,7 @@ from warpspec.sim.clocks.constants import Chip
 
 SCHEDULERS = 4
 LINE = 128  # bytes
+CODE_AHEAD = 16  # lines of code: L2's latency over the clocks a line that code from there takes
 MMA_COLUMNS = (64, 128, 256)  # widths of N of which the table has the time of a tcgen05.mma
 
 
@@ -14,15 +15,26 @@ class Sm:
 
     fresh_share: of all bytes read, what part comes from HBM. cold: whether data that is new to the trace does so with
     HBM's latency. active_share: of all SMs, what part runs and shares L2 and HBM. written_share: of the bytes stored,
-    what part reaches HBM before the kernel ends; L2 keeps the rest.
+    what part reaches HBM before the kernel ends; L2 keeps the rest. sharers: SMs that load the same bytes at the same
+    time, which L2 then reads once.
     """
 
-    def __init__(self, chip: Chip, fresh_share: float, cold: bool, active_share: float, written_share: float):
+    def __init__(
+        self,
+        chip: Chip,
+        fresh_share: float,
+        cold: bool,
+        active_share: float,
+        written_share: float,
+        sharers: float = 1.0,
+    ):
         self.chip = chip
         sharing = max(1.0, chip.sms * active_share)
         self.hbm_rate = chip.clocks("hbm_gb") / chip.ghz / sharing
-        self.l2_rate = min(chip.clocks("l2_bytes") / sharing, chip.clocks("tma_bytes"))
+        l2 = min(chip.clocks("l2_bytes") * sharers, chip.clocks("l2_shared_bytes"))
+        self.l2_rate = min(l2 / sharing, chip.clocks("tma_bytes"))
         self.store_rate = min(chip.clocks("l2_store_bytes") / sharing, chip.clocks("store_bytes"))
+        self.add_rate = min(chip.clocks("l2_add_bytes") / sharing, chip.clocks("add_bytes"))
         self.fresh_share, self.cold, self.written_share = fresh_share, cold, written_share
         self.tensor_free = [0.0] * SCHEDULERS
         self.tensor_used = [0.0] * SCHEDULERS
@@ -34,6 +46,7 @@ class Sm:
         self.queue_used = 0.0
         self.queue_tail = 0.0
         self.bytes_moved = 0.0
+        self.code: dict[int, float] = {}  # lines of code that the SM has fetched, and when they came
 
     def busy(self) -> dict[str, float]:
         """Clocks that each unit has worked."""
@@ -44,6 +57,26 @@ class Sm:
             "hbm": self.hbm_used,
             "tensor memory": self.transfer_used,
         }
+
+    def fetch(self, at: float, first: int, last: int) -> float:
+        """When the SM has lines of code: CODE_AHEAD of them behind one are fetched ahead, any other when a warp wants
+        it."""
+        code, ready = self.code, at
+        for line in range(first, last + 1):
+            there = code.get(line)
+            if there is None:
+                latency, there = self.chip.clocks("code_latency"), None
+                for ahead in range(1, CODE_AHEAD + 1):
+                    before = code.get(line - ahead)
+                    if before is not None:
+                        there = max(before, at - latency) + ahead * self.chip.clocks("code_line")
+                        break
+                if there is None:
+                    there = at + latency if code else at  # a launch's own time has the first
+                code[line] = there
+            if there > ready:
+                ready = there
+        return ready
 
     # ---- memory ------------------------------------------------------------------------------------------------
 
@@ -60,13 +93,13 @@ class Sm:
 
     def load(self, at: float, nbytes: float, count: int) -> float:
         """Loads by lanes, or cp.async: `count` instructions of a warp, of so many bytes in all."""
-        far = self.cold and self.fresh_share > 0
+        far = self.fresh_share > 0
         latency = self.chip.clocks("hbm_latency" if far else "l2_latency")
         return max(self._move(at, nbytes, self.fresh_share), at) + latency
 
-    def store(self, at: float, nbytes: float) -> float:
-        """Stores and reductions by lanes: when they have left the SM; nobody waits for them."""
-        self.store_free = max(self.store_free, at) + nbytes / self.store_rate
+    def store(self, at: float, nbytes: float, adds: bool = False) -> float:
+        """Stores and reductions: when they have left the SM; nobody waits for them. adds: bulk reductions."""
+        self.store_free = max(self.store_free, at) + nbytes / (self.add_rate if adds else self.store_rate)
         hbm = self.written_share * nbytes / self.hbm_rate
         self.hbm_free = max(self.hbm_free, at) + hbm
         self.hbm_used += hbm
@@ -79,20 +112,20 @@ class Sm:
         taken = max(nbytes / chip.clocks("tma_bytes"), chip.clocks("tma_interval"))
         self.tma_free = start + taken
         self.tma_used += taken
-        far = fresh and self.cold and self.fresh_share > 0
+        far = fresh and self.fresh_share > 0
         latency = chip.clocks("tma_hbm_latency" if far else "tma_l2_latency")
         return (
             max(self._move(start, nbytes, self.fresh_share), start + nbytes / chip.clocks("tma_bytes"))
             + latency
         )
 
-    def tma_store(self, at: float, nbytes: float) -> tuple[float, float]:
-        """(source read, all written)."""
+    def tma_store(self, at: float, nbytes: float, adds: bool) -> tuple[float, float]:
+        """(source read, all written). adds: to what is there."""
         chip = self.chip
         start = max(at, self.tma_free)
         self.tma_free = start + chip.clocks("tma_interval")
         self.tma_used += chip.clocks("tma_interval")
-        read = self.store(start, nbytes) + chip.clocks("store_read_latency")
+        read = self.store(start, nbytes, adds) + chip.clocks("store_read_latency")
         return read, read + chip.clocks("store_latency")
 
     # ---- tcgen05 -----------------------------------------------------------------------------------------------

@@ -6,8 +6,11 @@ what lies between the recorded ones next to them in the grid's order.
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 from itertools import pairwise
+
+import numpy as np
 
 from warpspec.sim.clocks.blocks import BlockCost
 from warpspec.sim.clocks.constants import Chip
@@ -20,6 +23,8 @@ from warpspec.sim.limits import ctas_by_registers
 from warpspec.sim.tcgen05.memory import COLUMNS
 
 WARP = 32
+MOST_LISTED = 100_000  # clusters of a grid that are given to places one by one
+BISECTIONS = 24
 STREAMED_ROUNDS = 4  # of CTAs that are replayed where there are more
 
 
@@ -133,7 +138,12 @@ class Grid:
                     totals[1] += one[1]
         self.loaded = _total(list(groups), [one[0] for one in moved], self.clusters)
         self.stored = _total(list(groups), [one[1] for one in moved], self.clusters)
-        self.to_read = max(trace.tensor_bytes - self.stored, 0.0) if cold else 0.0
+        unique = max(trace.tensor_bytes - self.stored, 0.0)
+        running = min(self.clusters, self.places) * size
+        # Of a byte that several CTAs load. They are neighbours in the grid, and begin together.
+        self.sharers = min(max(1.0, self.loaded / unique), running) if unique else 1.0
+        # Tensors that do not fit in L2 have left it by the time when they are read again.
+        self.to_read = unique if cold or trace.tensor_bytes > chip.clocks("l2_mb") * 1e6 else 0.0
         self.fresh_share = min(1.0, self.to_read / self.loaded) if self.loaded else 0.0
         self.written = max(
             self.stored - chip.clocks("l2_dirty_mb") * 1e6, 0.0
@@ -161,6 +171,7 @@ class Grid:
             "fresh_share": self.fresh_share,
             "written_share": self.written / max(self.stored, 1.0),
             "active_share": self.active_share,
+            "sharers": self.sharers,
         }
         options = {"resident": resident, "keep_spans": keep_spans, "cold": self.cold, "costs": costs}
         options["order"] = self.order
@@ -195,16 +206,45 @@ class Grid:
             ends = sorted(result.ends)
             per_cluster = (ends[-1] - ends[len(ends) - begin - 1]) / begin
             lasts += (share - most) * per_cluster
-        return lasts, result
+        return self._listed(lasts, share, chip.clocks("cta_turnover")), result
+
+    def _listed(self, lasts: float, share: int, turnover: float) -> float:
+        """The time of a grid whose clusters are given to places in order, as these come free.
+
+        lasts: clocks of the `share` clusters that `_stream` has taken for those of one SM. What a cluster takes is
+        the turnover and a time for each entry of its trace; clusters that are not recorded lie between the others.
+        """
+        if self.clusters > MOST_LISTED:
+            return lasts
+        numbers = sorted(self.groups)
+        work = [float(sum(len(warp) for cta, _ in self.groups[n] for warp in cta.warps)) for n in numbers]
+        ours = np.interp(self._nearest(share), numbers, work)
+        slowest = lasts / min(work)
+        low, high = 0.0, slowest
+        for _ in range(BISECTIONS):
+            entry = (low + high) / 2
+            taken = last_end((turnover + entry * ours).tolist(), max(1, self.here)) - turnover
+            low, high = (low, entry) if taken > lasts else (entry, high)
+        every = np.interp(np.arange(self.clusters), numbers, work)
+        return last_end((turnover + low * every).tolist(), self.places) - turnover
+
+    def _nearest(self, count: int) -> list[int]:
+        """Numbers of so many recorded clusters, in the order of the grid and spread over it."""
+        numbers = sorted(self.groups)
+        wanted = [(i + 0.5) / count * (self.clusters - 1) for i in range(count)]
+        return [min(numbers, key=lambda number: abs(number - place)) for place in wanted]
 
     def _spread(self, count: int) -> list[Placed]:
         """So many clusters, in the order of the grid, each the nearest that is recorded."""
-        numbers = sorted(self.groups)
-        found = []
-        for i in range(count):
-            wanted = (i + 0.5) / count * (self.clusters - 1)
-            found.append(self.groups[min(numbers, key=lambda number: abs(number - wanted))])
-        return found
+        return [self.groups[number] for number in self._nearest(count)]
+
+
+def last_end(lengths: list[float], places: int) -> float:
+    """When the last of several pieces of work ends that go to places in order, as these come free."""
+    free = [0.0] * places
+    for length in lengths:
+        heapq.heapreplace(free, free[0] + length)
+    return max(free)
 
 
 def _total(numbers: list[int], values: list[float], clusters: int) -> float:

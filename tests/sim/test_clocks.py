@@ -9,7 +9,8 @@ from warpspec.sim.clocks.chips import CHIPS, chip
 from warpspec.sim.clocks.constants import HIGH
 from warpspec.sim.clocks.record import chosen_clusters
 from warpspec.sim.clocks.replay import Replay
-from warpspec.sim.clocks.waves import Grid, residency
+from warpspec.sim.clocks.servers import Sm
+from warpspec.sim.clocks.waves import Grid, last_end, residency
 from warpspec.sim.report import SimReport
 
 H200 = chip("h200")
@@ -160,6 +161,42 @@ def test_waves():
     assert one.ctas_an_sm == 4
     rounds = (two.clocks - two.overhead) / (one.clocks - one.overhead)
     assert 2 <= rounds < 2.3
+
+
+def test_places_go_to_who_comes_first():
+    assert last_end([4, 3, 2, 1], 2) == 5
+    assert last_end([1, 2, 3, 4], 2) == 6
+    assert last_end([1], 3) == 1
+
+
+def test_uneven_ctas_of_a_large_grid():
+    """CTAs that run the longer the later they come take as long as their sum, not as those that were recorded."""
+    body = "mov.u32 %r1, %ctaid.x;\nLOOP:\n" + "fma.rn.f32 %f0, %f0, %f1, %f1;\n" * 8
+    body += "sub.s32 %r1, %r1, 1;\nsetp.ge.s32 %p1, %r1, 0;\n@%p1 bra LOOP;\n" + STORE
+    shared = ".shared .align 128 .b8 sm[204800];"
+    grid = 132 * 2
+    few, many = (
+        Grid(trace_of(body, grid=(grid, 1, 1), variables=shared, sample=n), H200, cold=False).predict(H200)
+        for n in (3, 9)
+    )
+    assert few.clocks == pytest.approx(many.clocks, rel=0.05)
+
+
+def test_sms_that_load_the_same_bytes_share_l2():
+    alone, shared = (Sm(H200, 0.0, False, 1.0, 0.0, sharers).l2_rate for sharers in (1, 16))
+    assert alone == pytest.approx(H200.clocks("l2_bytes") / 132)
+    assert shared == pytest.approx(H200.clocks("l2_shared_bytes") / 132)
+
+
+def test_code_is_fetched_once():
+    sm, line = Sm(H200, 0.0, True, 1.0, 0.0), H200.clocks("code_line")
+    assert sm.fetch(0.0, 0, 0) == 0.0  # the first line comes with the launch
+    first = sm.fetch(0.0, 50, 51)
+    assert first == pytest.approx(H200.clocks("code_latency") + line)
+    assert sm.fetch(first, 50, 51) == first
+    assert sm.fetch(first, 52, 52) == pytest.approx(first + line)  # behind what was fetched
+    assert sm.fetch(9000.0, 53, 53) == 9000.0  # fetched ahead long before
+    assert sm.fetch(9000.0, 100, 100) == pytest.approx(9000.0 + H200.clocks("code_latency"))
 
 
 def test_residency_names_its_limit():
