@@ -43,6 +43,17 @@ def _turnover(block: int, shared: int) -> Case:
     )
 
 
+def _brief(ctas_an_sm: int, block: int, shared: int) -> Case:
+    """CTAs that do nothing: under ncu, what a launch costs by its grid."""
+    name = f"brief_{ctas_an_sm}x{block}_{shared}"
+    about = {"kind": "brief", "block": block, "shared": shared, "grid": "all", "ctas_an_sm": ctas_an_sm}
+    return Case(
+        name, "", 1, grid=ALL, block=block, shared=shared, count=ctas_an_sm, evaluate=gaps, about=about
+    )
+
+
 def cases() -> list[Case]:
-    """CTAs that take an SM for themselves, by threads."""
-    return [_turnover(block, 200 * 1024) for block in (128, 256, 384)] + [_turnover(128, 120 * 1024)]
+    """CTAs that take an SM for themselves, by threads; CTAs that do nothing, by their number."""
+    found = [_turnover(block, 200 * 1024) for block in (128, 256, 384)] + [_turnover(128, 120 * 1024)]
+    found += [_brief(ctas, block, 0) for ctas, block in ((1, 128), (1, 512), (4, 128), (4, 512), (16, 128))]
+    return found + [_brief(ctas, 384, 200 * 1024) for ctas in (1, 4)]

@@ -10,6 +10,7 @@ WINDOW = 16 << 20  # bytes that stay in L2
 STREAM = 768 << 20  # bytes of the buffer that DRAM's data is read from
 LATENCY_ITERATIONS = 16
 ALL = 0  # as a grid: one CTA a multiprocessor
+SHARERS = (2, 4, 16)  # CTAs that load the same bytes, of "group2" and so on
 
 ONE_THREAD = "setp.ne.s32 %p1, %thread, 0; @%p1 bra END_{name};"
 BULK_LOAD = (
@@ -36,11 +37,20 @@ def rates(case: Case, times: np.ndarray) -> dict[str, float]:
     }
 
 
-def _place(source: str, nbytes: int, grid_stride: bool = True) -> str:
-    """Address %rd1 and row %r20 of load number %r1: its own bytes of DRAM, or again and again a window in L2."""
+def _place(source: str, nbytes: int) -> str:
+    """Address %rd1 and row %r20 of load number %r1: its own bytes of DRAM, or again and again a window in L2.
+
+    Of "same", all CTAs load the same bytes at the same time; of "group2", two neighbours do, and so on.
+    """
     text = "mov.u32 %r2, %nctaid.x; mad.lo.s32 %r3, %r1, %r2, %cta;"
+    if source.startswith("same"):
+        text = "mov.u32 %r3, %r1;"
+    elif source.startswith("group"):
+        sharers = source.removeprefix("group").removesuffix("_dram")
+        text = f"mov.u32 %r2, %nctaid.x; div.u32 %r2, %r2, {sharers}; div.u32 %r3, %cta, {sharers};"
+        text += "mad.lo.s32 %r3, %r1, %r2, %r3;"
     text += f"mul.wide.u32 %rd1, %r3, {nbytes};"
-    if source == "l2":
+    if not source.endswith("dram"):
         text += f"and.b64 %rd1, %rd1, {WINDOW - 1};"
     text += "shr.u64 %rd2, %rd1, 7; cvt.u32.u64 %r20, %rd2; add.s64 %rd1, %rd1, %data;"
     return text
@@ -160,6 +170,46 @@ def _bulk_store(operation: str, wait_for: str, nbytes: int, in_flight: int, grid
     )
 
 
+def first_and_second(case: Case, times: np.ndarray) -> dict[str, float]:
+    """Clocks of the first load of each CTA and of its second."""
+    first = (times[..., END] - times[..., START]).astype(np.int64)
+    second = (times[..., END_NS] - times[..., END]).astype(
+        np.int64
+    )  # END_NS holds a third reading of the clock
+    return {
+        "first": float(np.median(first)),
+        "first_worst": float(first.max()),
+        "second": float(np.median(second)),
+    }
+
+
+def _tma_first(tensor: bool, nbytes: int, grid: int) -> Case:
+    """One load from DRAM, then another: what the first costs beside, its tensor map's way to the SM included."""
+    name = f"tma_first_{'tensor' if tensor else 'bulk'}_{nbytes}_{'all' if grid == ALL else 'one'}"
+    load = (TENSOR_LOAD if tensor else BULK_LOAD).format(to="%r10", bytes=nbytes, barrier="%s")
+
+    def once(number: int) -> str:
+        text = f"mov.b32 %r1, {number};" + _place("dram", nbytes) + EXPECT.format(barrier="%s", bytes=nbytes)
+        return text + load + wait("%s", "%r11", f"W{number}_{name}") + "xor.b32 %r11, %r11, 1;"
+
+    skip = f"setp.ne.s32 %p1, %thread, 0; @%p1 bra END_{name};"
+    body = f"{skip} add.s32 %r10, %s, {MBARRIERS}; mov.b32 %r11, 0;{once(0)}END_{name}:\n"
+    finish = f"@%p1 bra SECOND_{name};{once(64)}SECOND_{name}:\nmov.u64 %t3, %clock64;"
+    return Case(
+        name,
+        body,
+        1,
+        setup=_init(1),
+        finish=finish,
+        grid=grid,
+        block=32,
+        shared=MBARRIERS + nbytes,
+        map_rows=nbytes // 128 if tensor else 0,
+        evaluate=first_and_second,
+        about={"kind": "tma_first", "tensor": tensor, "size": nbytes, "source": "dram"},
+    )
+
+
 def _chase(name: str, stride: int, modifier: str) -> Case:
     line = f"ld.global{modifier}.u64 %rd2, [%rd1]; add.s64 %rd1, %rd1, %rd2; add.s64 %rd1, %rd1, {stride};"
     return Case(
@@ -171,11 +221,14 @@ def _chase(name: str, stride: int, modifier: str) -> Case:
     )
 
 
-def _plain(kind: str, warps: int, unrolled: int, source: str) -> Case:
-    """Loads, stores or copies of 16 bytes a lane by all SMs, `unrolled` of them in flight a thread."""
-    name = f"global_{kind}_{warps}x{unrolled}_{source}"
+def _plain(kind: str, warps: int, unrolled: int, source: str, rounds: int = 0) -> Case:
+    """Loads, stores or copies of 16 bytes a lane by all SMs, `unrolled` of them in flight a thread.
+
+    rounds: how often; 0: enough for a rate that starting does not matter to.
+    """
+    name = f"global_{kind}_{warps}x{unrolled}_{source}" + f"_{rounds}r" * bool(rounds)
     nbytes = 512 * warps * unrolled  # of a CTA in an iteration
-    iterations = max(4, min(64, (2 << 20) // nbytes))
+    iterations = rounds or max(4, min(64, (2 << 20) // nbytes))
     lines = [
         "mov.b32 %r1, %r62;",
         _place(source, nbytes),
@@ -250,6 +303,10 @@ def _async_copy(warps: int, unrolled: int, grid: int) -> Case:
     )
 
 
+SHARED = ("same", *(f"group{sharers}" for sharers in SHARERS))
+SHARED_RINGS = ((2, 16 * KB), (4, 16 * KB), (4, 32 * KB))
+
+
 def cases() -> list[Case]:
     """Latencies, rates of one SM, and rates of all of them."""
     found = []
@@ -265,6 +322,11 @@ def cases() -> list[Case]:
             _tma_stream(False, stages, nbytes, source, ALL)
             for stages, nbytes in ((4, 16 * KB), (8, 16 * KB), (8, 2 * KB))
         ]
+    for source in [f"{which}{dram}" for which in SHARED for dram in ("", "_dram")]:
+        found += [_tma_stream(True, stages, nbytes, source, ALL) for stages, nbytes in SHARED_RINGS]
+    found += [
+        _tma_first(tensor, n, grid) for tensor in (True, False) for n in (KB, 16 * KB) for grid in (1, ALL)
+    ]
     for tensor in (True, False):
         found += [
             _tma_stream(tensor, s, n, "l2", 1) for s, n in ((4, 16 * KB), (8, 16 * KB), (8, 4 * KB), (16, KB))
@@ -279,5 +341,7 @@ def cases() -> list[Case]:
             found.append(_plain(kind, warps, unrolled, "dram"))
         found.append(_plain(kind, 32, 4, "l2"))
     found.append(_plain("red", 16, 4, "l2"))
+    for kind in ("load", "copy"):
+        found += [_plain(kind, warps, 4, "dram", rounds) for warps in (8, 32) for rounds in (1, 2, 4, 8, 16)]
     found += [_async_copy(w, u, g) for g in (1, ALL) for w, u in ((1, 1), (4, 4), (8, 8))]
     return found

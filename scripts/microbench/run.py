@@ -1,6 +1,6 @@
 """Microbenchmarks of a Hopper GPU: what the timing model's table of constants is made of.
 
-    python scripts/microbench/run.py OUT.json [--only PREFIX] [--repeats 3]
+    python scripts/microbench/run.py OUT.json [--only PREFIX...] [--repeats 3]
     python scripts/microbench/run.py --list | --ptx FOLDER           # without a GPU
 
 Each kernel is PTX text of a few lines (`arithmetic.py`, `shared_memory.py`, `synchronise.py`, `wgmma.py`, `memory.py`,
@@ -67,6 +67,18 @@ class Bench:
         self.out = self.gpu.allocate(1 << 20)
         self.data = self.gpu.allocate(memory.STREAM + (64 << 20))
         self.scratch = self.gpu.allocate(FLUSH_BYTES)
+        self.evictor = None
+
+    def flush(self, code: bool) -> None:
+        """Fill L2 with other data, which reading does not; with `code`, the SMs' caches with other code before."""
+        gpu = self.gpu
+        if code:
+            if self.evictor is None:
+                module = gpu.load(assemble(HEADER + instructions.evictor()))
+                self.evictor = gpu.function(module, instructions.EVICTOR, 0)
+            params = [self.out, self.data, ctypes.c_uint64(0), ctypes.c_uint32(1), TensorMap()]
+            gpu.launch(self.evictor, self.sms, 32, 0, params)
+        gpu.check(gpu.cuda.cuMemsetD8_v2(self.scratch, 0, ctypes.c_size_t(FLUSH_BYTES)))
 
     def about(self) -> dict[str, object]:
         gpu = self.gpu
@@ -89,8 +101,9 @@ class Bench:
         params = [self.out, self.data, ctypes.c_uint64(case.size), ctypes.c_uint32(case.count), tensor_map]
         found: list[dict[str, float]] = []
         for repeat in range(self.repeats + 1):
-            if case.about.get("source") == "dram" or case.about.get("of") == "global_dram":
-                gpu.check(gpu.cuda.cuMemsetD8_v2(self.scratch, 0, ctypes.c_size_t(FLUSH_BYTES)))
+            source = str(case.about.get("source", ""))
+            if source.endswith("dram") or source == "cold" or case.about.get("of") == "global_dram":
+                self.flush(source == "cold")
             gpu.launch(function, grid, case.block, case.shared, params)
             gpu.wait()
             if repeat:
@@ -116,12 +129,12 @@ class Bench:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", nargs="?", type=Path, help="JSON file to write")
-    parser.add_argument("--only", default="", help="cases whose name begins so")
+    parser.add_argument("--only", nargs="+", default=[""], help="cases whose names begin so")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--list", action="store_true", help="names of the cases, no GPU needed")
     parser.add_argument("--ptx", type=Path, help="write each case's PTX into this folder, no GPU needed")
     options = parser.parse_args()
-    cases = [case for case in all_cases() if case.name.startswith(options.only)]
+    cases = [case for case in all_cases() if case.name.startswith(tuple(options.only))]
     if options.list:
         print("\n".join(case.name for case in cases))
         return

@@ -71,6 +71,28 @@ def _case(kind: str, width: int, registers: bool, length: int, groups: int, tran
     )
 
 
+def _issue(width: int, registers: bool, length: int) -> Case:
+    """Until the last of so many instructions is issued: how many may be in flight."""
+    name = f"wgmma_issue_n{width}_{'rs' if registers else 'ss'}_k{length}"
+    lines = "wgmma.wait_group.sync.aligned 0;\nmov.u64 %t0, %clock64;\nwgmma.fence.sync.aligned;\n"
+    lines += "".join(_instruction("bf16", width, registers, n, False) for n in range(length))
+    lines += "wgmma.commit_group.sync.aligned;\n"
+    finish = "wgmma.wait_group.sync.aligned 0;\nmov.b32 %r59, 0;"
+    finish += "".join(f"xor.b32 %r59, %r59, %f{i};" for i in range(width // 2))
+    finish += "setp.eq.s32 %p13, %r59, 0x12345677; @%p13 st.global.b32 [%out], %r59;"
+    about = {"kind": "wgmma_issue", "n": width, "a": registers, "instructions": length}
+    return Case(
+        name,
+        loop(lines, ITERATIONS, f"L_{name}"),
+        1,
+        setup=_setup(width, registers),
+        finish=finish,
+        block=128,
+        shared=160 * 1024,
+        about=about,
+    )
+
+
 def cases() -> list[Case]:
     """Groups of 1, 4 and 16 instructions by one warpgroup, 4 and 16 by two: interval and tail follow from them."""
     found = []
@@ -81,5 +103,7 @@ def cases() -> list[Case]:
     for width in (64, 128, 256):
         found += [_case("e4m3", width, False, length, 1) for length in (1, 4, LONG)]
         found += [_case("bf16", width, False, length, 1, True) for length in (4, LONG)]
+    for width, registers in ((64, False), (128, False), (128, True), (256, False)):
+        found += [_issue(width, registers, length) for length in (1, 2, 3, 4, 6, 8, 10, 12, LONG)]
     found += [_case("bf16", 128, True, LONG, 3), _case("bf16", 64, True, LONG, 3)]
     return found
