@@ -4,8 +4,8 @@
     python scripts/clock_errors.py --write docs/clocks.md       put them between its markers; --check: are they there?
     python scripts/clock_errors.py --keep CHIP MEASURED.json PREDICTED.json...     into docs/clocks.json first
 
-docs/clocks.json holds what ``measure_clocks.py`` measured and ``predict_clocks.py`` predicted. A kernel's error is
-(predicted - measured) / measured, in clocks of the SM.
+docs/clocks.json holds what ``measure_clocks.py`` measured (clocks, and how many a nanosecond; null: not kept) and what
+``predict_clocks.py`` predicted. A kernel's error is (predicted - measured) / measured, in clocks of the SM.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 
 from shared import generated_tables
-from shared.clock_cases import cases
+from shared.clock_cases import TILES, cases, tiles_name
 
 RECORD = Path(__file__).resolve().parent.parent / "docs" / "clocks.json"
 FAMILIES = (
@@ -29,6 +29,7 @@ PUBLISHED = (
     "<!-- scripts/clock_errors.py published: begin -->",
     "<!-- scripts/clock_errors.py published: end -->",
 )
+CHOICES = ("<!-- scripts/clock_errors.py choices: begin -->", "<!-- scripts/clock_errors.py choices: end -->")
 KERNELS = ("<!-- scripts/clock_errors.py kernels: begin -->", "<!-- scripts/clock_errors.py kernels: end -->")
 
 
@@ -64,7 +65,7 @@ def rows(record: dict) -> Iterator[Row]:
             one, other = measured["cases"].get(case.name), predicted.get("cases", {}).get(case.name)
             if one is None or other is None or len(one) != len(other):
                 continue
-            for clocks, guess in zip(one, other, strict=True):
+            for (clocks, _), guess in zip(one, other, strict=True):
                 name, now, low, high, binds = guess
                 yield Row(chip, case.family, case.name, name, clocks, now, low, high, binds)
 
@@ -106,6 +107,43 @@ def family_table(record: dict) -> str:
         if (names := unmatched(record, chip))
     ]
     return "\n\n".join([generated_tables.table(header, lines), *left_out])
+
+
+def choices_table(record: dict) -> str:
+    """Tile shapes of attention: which the model would choose, what that costs against the fastest, and pairs whose
+    order it has right."""
+    lines, regrets, right, pairs = [], [], 0, 0
+    found = {(row.chip, row.case): row for row in rows(record)}
+    for chip in record["measured"]:
+        for sizes, shapes in TILES:
+            every = [found.get((chip, tiles_name(sizes, shape))) for shape in shapes]
+            timed = [row for row in every if row is not None]
+            if len(timed) < 2:
+                continue
+            chosen = min(timed, key=lambda row: row.predicted)
+            best = min(timed, key=lambda row: row.measured)
+            regrets.append(chosen.measured / best.measured - 1)
+            for first, second in combinations(timed, 2):
+                pairs += 1
+                right += (first.measured < second.measured) == (first.predicted < second.predicted)
+            problem, shape = chosen.case.removeprefix("tiles ").split(": ")
+            lines.append(
+                (
+                    chip.upper(),
+                    problem,
+                    len(timed),
+                    shape,
+                    best.case.split(": ")[1],
+                    f"{regrets[-1]:.1%}",
+                    f"{max(row.measured for row in timed) / best.measured - 1:.0%}",
+                )
+            )
+    header = ("GPU", "attention", "shapes", "the model's choice", "fastest", "regret", "slowest over fastest")
+    if not lines:
+        return "No tile shapes were timed."
+    text = f"Regret {sum(regrets) / len(regrets):.1%} in the mean, {max(regrets):.1%} at worst; "
+    text += f"{right} of {pairs} pairs in the measured order."
+    return "\n\n".join([generated_tables.table(header, lines), text])
 
 
 def kernel_table(record: dict) -> str:
@@ -167,6 +205,7 @@ def sections() -> list[generated_tables.Section]:
     record = json.loads(RECORD.read_text())
     return [
         (*FAMILIES, family_table(record)),
+        (*CHOICES, choices_table(record)),
         (*PUBLISHED, published_table(record)),
         (*KERNELS, kernel_table(record)),
     ]
@@ -176,9 +215,9 @@ def keep(chip: str, measured: Path, predictions: list[Path]) -> None:
     """Put a chip's measurements and predictions into the record."""
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {"measured": {}, "predicted": {}}
     found = json.loads(measured.read_text())
-    record["measured"][chip] = {
-        "gpu": found["gpu"],
-        "cases": {case["name"]: [round(k["clocks"]) for k in case["kernels"]] for case in found["cases"]},
+    record["measured"].setdefault(chip, {"gpu": found["gpu"], "cases": {}})["cases"] |= {
+        case["name"]: [[round(k["clocks"]), round(k["clocks"] / k["ns"], 3)] for k in case["kernels"]]
+        for case in found["cases"]
     }
     mine = record["predicted"].setdefault(chip, {"cases": {}})
     for path in predictions:
@@ -191,7 +230,7 @@ def keep(chip: str, measured: Path, predictions: list[Path]) -> None:
                 [one["kernel"], one["clocks"], one["low"], one["high"], one["binds"]] for one in by_chip[chip]
             ]
     text = json.dumps(record, separators=(",", ":"))
-    RECORD.write_text(text.replace('],"', '],\n"') + "\n")
+    RECORD.write_text(text.replace(']],"', ']],\n"') + "\n")
 
 
 def main() -> int:

@@ -1,6 +1,7 @@
 """Measures on a GPU the kernels that docs/clocks.md compares predictions with: SM clocks and time of each, by ncu.
 
     python scripts/measure_clocks.py OUT.json [--only TEXT] [--workers 14]      # on the GPU
+    python scripts/measure_clocks.py --compile [--only TEXT] [--workers 14]     # there, beside others
     python scripts/measure_clocks.py --list
 
 Each call of ``shared/clock_cases.py`` runs warm (compiled, called twice), then once under ncu, which flushes the L2
@@ -27,6 +28,9 @@ METRICS = {
     "active": "sm__cycles_active.avg",
     "dram_read": "dram__bytes_read.sum",
     "dram_written": "dram__bytes_write.sum",
+    "l2_read": "lts__t_sectors_op_read.sum",
+    "l2_written": "lts__t_sectors_op_write.sum",
+    "bank_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
     "instructions": "sm__inst_executed.sum",
     "grid": "launch__grid_size",
     "registers": "launch__registers_per_thread",
@@ -46,7 +50,9 @@ MARKER = "spin_kernel"  # of torch.cuda._sleep: begins a case
 
 
 def chosen(only: str) -> list:
-    return [case for case in cases() if only in case.name or only in case.family]
+    """Cases whose name or family has one of the texts, which | separates; in the order of the texts."""
+    found = [case for text in only.split("|") for case in cases() if text in case.name or text in case.family]
+    return list(dict.fromkeys(found))
 
 
 def warm(part: int, parts: int, only: str) -> None:
@@ -112,10 +118,12 @@ def parse(text: str, names: list[str]) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", nargs="?", type=Path)
-    parser.add_argument("--only", default="", help="cases whose name or family has this text")
+    parser.add_argument("--only", default="", help="cases whose name or family has one of TEXT|TEXT...")
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--seconds", type=float, default=70, help="for the run under ncu")
     parser.add_argument("--list", action="store_true")
+    parser.add_argument("--compile", action="store_true", help="only call everything, to fill kernel caches")
+    parser.add_argument("--compiled", action="store_true", help="kernel caches are full: measure at once")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--warm", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -129,14 +137,17 @@ def main() -> None:
     if options.child:
         child(options.only, options.seconds)
         return
-    if options.out is None:
+    if options.out is None and not options.compile:
         parser.error("OUT.json is missing")
     script = [sys.executable, __file__, "--only", options.only, "--workers", str(options.workers)]
     began = time.monotonic()
-    workers = [subprocess.Popen([*script, "--warm", str(i)]) for i in range(options.workers)]
-    for worker in workers:
-        worker.wait()
-    print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
+    if not options.compiled:
+        workers = [subprocess.Popen([*script, "--warm", str(i)]) for i in range(options.workers)]
+        for worker in workers:
+            worker.wait()
+        print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
+    if options.compile:
+        return
     began = time.monotonic()
     ncu = ["ncu", "--profile-from-start", "off", "--clock-control", "none", "--csv"]
     ncu += ["--metrics", ",".join(METRICS.values())]

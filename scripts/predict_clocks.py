@@ -3,9 +3,10 @@
     python scripts/predict_clocks.py OUT.json [--chips h200 h100] [--only TEXT] [--sample 4] [--traces FOLDER]
 
 Each call of ``shared/clock_cases.py`` runs a few clusters of each kernel in the simulator, planned for the chip's own
-GPU. OUT.json: for each case and chip its kernels in order with clocks (prediction, low, high), what binds, and the
-version of the table of constants. Cases that are there already stay, unless they are among those asked for. FOLDER
-keeps the traces: a call whose trace is there is timed again without running.
+GPU. Kernels that docs/clocks.json has measured are predicted for the SM clock at which they ran: under load, it is no
+constant of a chip. OUT.json: for each case and chip its kernels in order with clocks (prediction, low, high), what
+binds, and the version of the table of constants. Cases that are there already stay, unless they are among those asked
+for. FOLDER keeps the traces: a call whose trace is there is timed again without running.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from warpspec.sim.clocks.record import captured
 from warpspec.sim.clocks.store import load, save
 
 SAMPLE = 4
+RECORD = Path(__file__).resolve().parent.parent / "docs" / "clocks.json"
 
 
 def target_of(name: str) -> Target:
@@ -66,7 +68,16 @@ def kept_traces(case: ClockCase, sample: int, chip_name: str, folder: Path | Non
     return traces
 
 
-def predicted(traces: list, name: str) -> list[dict]:
+def predicted(traces: list, name: str, rates: list[float | None]) -> list[dict]:
+    """Predictions of a call's kernels, in order. rates: SM clocks in GHz that they ran at, where that was measured."""
+    of = chip(name)
+    if len(rates) != len(traces):
+        rates = [None] * len(traces)
+    launches = [
+        launch
+        for trace, ghz in zip(traces, rates, strict=True)
+        for launch in clocks_of([trace], of.at(ghz or of.ghz)).launches
+    ]
     return [
         {
             "kernel": one.kernel,
@@ -78,7 +89,7 @@ def predicted(traces: list, name: str) -> list[dict]:
             "waves": round(one.waves, 2),
             "code": one.code,
         }
-        for one in clocks_of(traces, name).launches
+        for one in launches
     ]
 
 
@@ -93,6 +104,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     result = json.loads(options.out.read_text()) if options.out.exists() else {"cases": {}}
+    measured = json.loads(RECORD.read_text())["measured"]
     result["constants"] = {name: table_digest(chip(name)) for name in options.chips}
     for case in cases():
         if options.only not in case.name and options.only not in case.family:
@@ -104,7 +116,8 @@ def main() -> None:
             try:
                 traces = kept_traces(case, options.sample, name, options.traces)
                 middle = time.monotonic()
-                rows = predicted(traces, name)
+                found = measured.get(name, {"cases": {}})["cases"].get(case.name, [])
+                rows = predicted(traces, name, [ghz for _, ghz in found])
             except Exception as error:  # one case that fails must not lose the others
                 print(f"{name} {case.name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
                 continue

@@ -6,6 +6,7 @@ from pathlib import Path
 import clock_errors
 from shared import generated_tables
 
+MEASURED = {"128x1024": 1000, "2048x1024": 2000, "2048x4096": 3000}
 PAGE = Path(__file__).resolve().parents[2] / "docs/clocks.md"
 
 
@@ -15,7 +16,7 @@ def test_the_document_has_the_current_tables(capsys):
 
 
 def test_errors_of_a_record():
-    kernels = {"softmax 128x1024": [1000], "softmax 2048x1024": [2000], "softmax 2048x4096": [3000]}
+    kernels = {f"softmax {name}": [[clocks, 1.98]] for name, clocks in MEASURED.items()}
     guesses = {
         "softmax 128x1024": [["Rows.kernel", 1100, 1050, 1200, "hbm"]],
         "softmax 2048x1024": [["Rows.kernel", 1400, 1300, 2100, "hbm"]],
@@ -29,6 +30,19 @@ def test_errors_of_a_record():
         "| H200 | softmax | 2 | 20.0% | -10.0% | -30.0% | Rows.kernel of softmax 2048x1024 | 1 of 2 |" in text
     )
     assert text.endswith("Measured on H200 and not predicted: softmax 2048x4096.")
+
+
+def test_regret_of_a_choice():
+    """The model prefers the second tile shape, which took a tenth longer than the first."""
+    sizes, shapes = clock_errors.TILES[0]
+    first, second, third = (clock_errors.tiles_name(sizes, shape) for shape in shapes[:3])
+    measured = {first: [[1000, 1.9]], second: [[1100, 1.9]], third: [[1500, 1.9]]}
+    predicted = {first: 900, second: 890, third: 2000}
+    guesses = {name: [["Attention.kernel", clocks, 1, 9999, "mufu"]] for name, clocks in predicted.items()}
+    record = {"measured": {"h100": {"gpu": "", "cases": measured}}, "predicted": {"h100": {"cases": guesses}}}
+    text = clock_errors.choices_table(record)
+    assert f"| 3 | {second.split(': ')[1]} | {first.split(': ')[1]} | 10.0% | 50% |" in text
+    assert text.endswith("Regret 10.0% in the mean, 10.0% at worst; 2 of 3 pairs in the measured order.")
 
 
 def test_the_record_is_of_known_cases():
