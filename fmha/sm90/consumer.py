@@ -289,10 +289,17 @@ def attend_idle(work):
         work.v_full.wait(use)
         if cutlass.const_expr(config.mask.band or config.requests.ends_in_tile):  # noqa: SIM102
             if span.has_unseen(span.tile(step), config.tile_n):
+                await_scores(config)
                 cute.arch.barrier(barrier_id=CLEAR_BARRIER, number_of_threads=config.consumer_threads)
         work.v_empty.arrive_warp(use)
     if span.count > 0:
         channels["q_empty"].arrive_warp(work.q_use)
+
+
+def await_scores(config) -> None:
+    """Wait until every consumer has S of a tile, where V is K: QK reads the rows that are about to be cleared."""
+    if config.format.shared_kv and config.consumers > 1:
+        cute.arch.barrier(barrier_id=CLEAR_BARRIER, number_of_threads=config.consumer_threads)
 
 
 def unmasked_steps(config, span) -> tuple:
@@ -384,6 +391,7 @@ def weigh(work, step, state, masked: cutlass.Constexpr):
                 barrier, threads = CLEAR_BARRIER + work.consumer, WARPGROUP_THREADS
             else:
                 work.v_full.wait(use)
+                await_scores(config)
             stage = work.v_base + use % config.kv_stages * config.kv.v_stage_bytes
             if cutlass.const_expr(config.paired):  # noqa: SIM114
                 unseen.clear(config, span, first_key, work.thread, stage)
