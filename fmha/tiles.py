@@ -21,16 +21,18 @@ class TileRows:
     """Query rows of an M tile: ``groups`` row groups of ``group_size`` rows each.
 
     pack: query heads of one KV group whose rows stand together; row r of a group is head r % pack of query r // pack.
+    most: rows of a group that may be a query's; None: all.
     """
 
     pack: int
     groups: int
     group_size: int
+    most: int | None = None
 
     @property
     def group_queries(self) -> int:
         """Queries of a row group; its rows past pack * group_queries are idle."""
-        return self.group_size // self.pack
+        return (self.most or self.group_size) // self.pack
 
     @property
     def busy_rows(self) -> int:

@@ -66,7 +66,7 @@ class Choices:
         """Shapes and what of them decides the time, for each number of heads that may share a tile. Not those of which
         some consumer would have no rows."""
         for shape in cls.shapes(problem):
-            groups, rows = shape.consumers // shape.column_parts, shape.group_rows
+            groups, rows = shape.consumers // shape.column_parts, shape.most_rows
             for pack in choose_packs(problem, rows):
                 if groups == 1 or problem.seq_q > (groups - 1) * (rows // pack):
                     sizes = (groups, rows, shape.column_parts, shape.tile_n, shape.kv_stages)

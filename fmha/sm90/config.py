@@ -89,8 +89,8 @@ class AttentionConfig(Choices, Float8Features, AttentionKernel):
         """
         cls.check(problem, target)
         shape = shape or cls.shapes(problem)[0]
-        pack = pack or choose_pack(problem.group, problem.seq_q, shape.group_rows)
-        tile_m = shape.consumers // shape.column_parts * shape.group_rows
+        pack = pack or choose_pack(problem.group, problem.seq_q, shape.most_rows)
+        tile_m = shape.consumers // shape.column_parts * shape.most_rows
         parts = parts_of(problem, rows_of_cta=tile_m, pack=pack, splits=splits)
         return cls(**parts, scheduler=TileScheduler(schedule, has_warp=shape.column_parts == 1), shape=shape)
 
@@ -106,7 +106,8 @@ class AttentionConfig(Choices, Float8Features, AttentionKernel):
     @functools.cached_property
     def rows(self) -> TileRows:
         """Rows of an M tile; a row group is a consumer's, or of those that share it."""
-        return TileRows(self.pack, self.consumers // self.column_parts, self.shape.group_rows)
+        groups = self.consumers // self.column_parts
+        return TileRows(self.pack, groups, self.shape.group_rows, self.shape.most_rows)
 
     @functools.cached_property
     def kv(self) -> KvTile:

@@ -46,6 +46,12 @@ class Shape:
         """Query rows of a consumer, or of those that share them."""
         return WARP_ROWS if self.row_tiles else WARPGROUP_ROWS
 
+    @property
+    def most_rows(self) -> int:
+        """Of these, those that may be a query's: warps with KV tiles of their own have products for no more, however
+        many queries a packed request turns out to have."""
+        return self.row_tiles * COLUMN_ROWS if self.row_tiles else WARPGROUP_ROWS
+
 
 # Registers of a consumer's and of the producer's thread, by consumers and CTAs an SM: as many as an SM has.
 REGISTERS = {(1, 3): (136, 24), (1, 2): (208, 48), (1, 1): (240, 24), (2, 1): (240, 24), (3, 1): (160, 32)}

@@ -64,6 +64,19 @@ def test_queries_of_any_size(queries):
     assert error.max() < 4e-3
 
 
+def test_more_queries_than_expected():
+    """max_seqlen_q is a hint, which tiles for few rows have to survive."""
+    arguments = Case(3, 30, (4, 1), 64, causal=True).arguments()
+    named = {name: arguments[name] for name in ("k_scale", "v_scale", "causal")}
+    starts = {"cu_seqlens_q": torch.tensor([0, 3]).int(), "cu_seqlens_k": torch.tensor([0, 30]).int()}
+    with simulating("sm_90a"):
+        got = attention_varlen(
+            *(arguments[name][0] for name in "qkv"), max_seqlen_q=1, **starts, **named, backend="sim"
+        )
+    wanted = attention(**arguments, backend="reference")[0]
+    assert (got - wanted).float().norm() < 4e-3 * wanted.float().norm()
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_against_reference(case):
     check(case, run)
