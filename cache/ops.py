@@ -25,6 +25,8 @@ def run_insert(operands: Operands, options: Options, backend: str, target=None) 
         run_reference(operands, options)
         return
     config = config_of(operands, options)
+    if config.q_heads == 0 and len(operands.slots) == 0:  # nothing to compute, nothing to store
+        return
     from warpspec.cache.device.insert import INSERT
 
     INSERT.run(config, target or target_of(device), *kernel_operands(config, operands), float(options.eps))

@@ -320,7 +320,8 @@ def regular_strides(tensor: torch.Tensor) -> torch.Tensor:
     strides = list(tensor.stride())
     vector = TMA_ALIGNMENT // tensor.element_size()
     step = -(-tensor.shape[-1] // vector) * vector
-    strides[-1] = 1
+    if tensor.shape[-1] == 1:  # (a bias may have others, which the reference reads)
+        strides[-1] = 1
     for dim in reversed(range(tensor.dim() - 1)):
         if tensor.shape[dim] == 1:
             strides[dim] = step

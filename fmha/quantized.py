@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from warpspec.common import nvfp4
-from warpspec.common.checks import check_last_contiguous, check_tensor, shape_of
+from warpspec.common.checks import check_last_contiguous, check_strided, check_tensor, shape_of
 from warpspec.common.kv_formats import FORMATS as CACHE_FORMATS
 from warpspec.common.kv_formats import SCALE_ROWS, unswizzle_block_scales
 from warpspec.common.outputs import has_memory
@@ -39,6 +39,7 @@ def check_scales(operands, batch: int, heads_kv: int, device) -> None:
             raise ValueError(
                 f"{name}: only keys and values in FP8 or NVFP4 have scales, k is {operands.k.dtype}"
             )
+        check_strided(name, scale)
         if scale.dtype != torch.float32:
             raise TypeError(f"{name}: dtype must be torch.float32, got {scale.dtype}")
         if scale.device != device:

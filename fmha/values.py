@@ -104,6 +104,8 @@ def check_ranges(operands, seq_k: int) -> None:
         batch, queries, query = ranges.shape[0], ranges.shape[1], row
     else:
         batch, queries = len(starts_q) - 1, starts_q.diff()
+        if batch == 0:  # the rows are nobody's
+            return
         request = torch.searchsorted(starts_q[1:].contiguous(), row, right=True).clamp(max=batch - 1)
         query = row - starts_q[request]
     if starts_k is not None:

@@ -160,8 +160,11 @@ class QuantizedLayer(CacheLayerMixin):
         self.length = 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens. tokens_to_remove: their number, or that times -1, as transformers' layers take it."""
-        self.length -= min(abs(tokens_to_remove), self.length)
+        """Forget the last tokens. tokens_to_remove: their number times -1, as transformers' layers take it; above
+        0, which once meant tokens to keep, is a ValueError."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"tokens_to_remove: must be 0 or below, got {tokens_to_remove}")
+        self.length -= min(-tokens_to_remove, self.length)
 
     def offload(self) -> None:
         raise UnsupportedProblem("offloading: QuantizedCache stays on its device")

@@ -60,6 +60,10 @@ def test_numbers_that_are_only_stored_keep_their_bits():
     stored = cache.arguments["k_cache"][0].view(torch.int16), cache.arguments["v_cache"][0].view(torch.int16)
     assert torch.equal(stored[0], arguments["k"].view(torch.int16))
     assert torch.equal(stored[1], arguments["v"].view(torch.int16))
+    cache.arguments["k_cache"].zero_()
+    with simulating("sm_90a"):  # no token has a slot
+        insert(**{**arguments, "slots": torch.arange(0)}, **cache.arguments, backend="sim")
+    assert not cache.arguments["k_cache"].any()
 
 
 @pytest.mark.parametrize("name", ["e4m3", long("nvfp4")])

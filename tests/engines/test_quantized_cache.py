@@ -87,6 +87,8 @@ def test_beams_and_crops(name):
         wanted = model(ids[:, 20:], past_key_values=cache).logits
         cache.crop(-10)
         assert torch.equal(model(ids[:, 20:], past_key_values=cache).logits, wanted)
+        with pytest.raises(ValueError, match=r"^tokens_to_remove: "):  # once meant tokens to keep
+            cache.crop(20)
         cache.reset()
         model(ids[:, :20], past_key_values=cache)
         assert torch.equal(model(ids[:, 20:], past_key_values=cache).logits, wanted)

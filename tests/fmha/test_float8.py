@@ -40,6 +40,7 @@ WRONG = [
     (TypeError, "q", lambda a: {"q": a["q"].to(torch.float8_e4m3fn)}),
     (TypeError, "k_scale", lambda a: {"k_scale": 0.5}),
     (TypeError, "k_scale", lambda a: {"k_scale": one(2, dtype=torch.bfloat16)}),
+    (TypeError, "v_scale", lambda a: {"v_scale": one(2).to_sparse()}),
     (ValueError, "v_scale", lambda a: {"v_scale": one(3)}),
     (ValueError, "v_scale", lambda a: {"v_scale": one(2).to("meta")}),
     (ValueError, "k_scale", lambda a: {"k": a["k"].bfloat16(), "v": a["v"].bfloat16()}),

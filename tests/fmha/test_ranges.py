@@ -64,6 +64,13 @@ def test_gradients(name, arch, simulate_gradients_as, check_order):
     case.check(case.gradients(tensors, backend="reference"), tensors, KERNEL_TOLERANCE[case.dtype])
 
 
+def test_rows_of_no_request():
+    q, none = torch.zeros(3, 1, 64).half(), torch.zeros(1, dtype=torch.int32)
+    ranges = torch.full((3, 2), -1, dtype=torch.int32)
+    options = {"max_seqlen_q": 1, "cu_seqlens_k": none, "causal": True, "ranges": ranges}
+    assert attention_varlen(q, q, None, none, **options, backend="reference").shape == q.shape
+
+
 def test_what_is_refused():
     q, k = torch.zeros(1, 3, 1, 64).half(), torch.zeros(1, 9, 1, 64).half()
     ranges = torch.full((1, 3, 2), -1, dtype=torch.int32)
