@@ -1,6 +1,6 @@
-"""A call of attention's gradients: checked, its backend chosen, computed.
+"""Check a call of attention's gradients, choose its backend, and compute it.
 
-``check`` does all that does not depend on what tensors hold and where they lie; ``run`` does the rest.
+``check`` does everything that depends neither on the tensors' values nor on their addresses; ``run`` does the rest.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from warpspec.fmha.problem import AttentionProblem
 
 
 class BackwardCall(NamedTuple):
-    """A call that was checked.
+    """A checked call.
 
-    prepared: None is the reference. empty: nothing is to be launched, gradients are zeros. regular: strides of q, k, v
-    and o are such as TMA accepts (``regular_strides``). aligned: do is as kernels read it (``launch.aligned``). pads:
-    kernels compute the problem on padded copies.
+    prepared: the kernels; None: the reference. empty: nothing is launched, gradients are zeros. regular: TMA accepts
+    the strides of q, k, v and o (``regular_strides``). aligned: kernels can read do as it is (``launch.aligned``).
+    pads: kernels compute the problem on padded copies.
     """
 
     problem: BackwardProblem
@@ -39,7 +39,8 @@ class BackwardCall(NamedTuple):
 def backward_problem(
     operands: Operands, options: Options, wanted, *, memory=True, **options_
 ) -> BackwardProblem:
-    """Check a call, as its forward pass was, and whether it has gradients. wanted: for each of DIFFERENTIABLE."""
+    """Check a call as its forward pass was checked, and that it has gradients. wanted: a flag for each of
+    DIFFERENTIABLE."""
     names = tuple(name for name, wants in zip(DIFFERENTIABLE, wanted, strict=True) if wants)
     return BackwardProblem.check(AttentionProblem.check(operands, options, memory), names, **options_)
 
@@ -50,10 +51,10 @@ def is_deterministic(options: Options) -> bool:
 
 
 def check(operands: Operands, options: Options, backend: str, wanted, do, dlse) -> BackwardCall:
-    """All checks, the choice of the backend, and what its kernels need before they run.
+    """Check everything, choose the backend, and prepare its kernels.
 
-    operands: the forward call's, with its results o and lse. wanted: for each of DIFFERENTIABLE. do, dlse: gradients of
-    the results, at least one. Raises what ``attention`` promises of backward().
+    operands: the forward call's, with its results o and lse. wanted: a flag for each of DIFFERENTIABLE. do, dlse:
+    gradients of the results, at least one. Raises what ``attention`` documents for backward().
     """
     inputs = operands._replace(o=None, lse=None)
     problem = backward_problem(
@@ -79,7 +80,7 @@ def check(operands: Operands, options: Options, backend: str, wanted, do, dlse) 
 
 
 def run(call: BackwardCall, operands: Operands, do, dlse) -> list[torch.Tensor]:
-    """The gradients that are wanted, in the order of DIFFERENTIABLE, of their tensors' shapes, contiguous."""
+    """Compute the wanted gradients, in the order of DIFFERENTIABLE, contiguous, each with its tensor's shape."""
     problem, forward = call.problem, call.problem.forward
     results = {name: new_gradient(getattr(operands, name)) for name in problem.wanted}
     if call.empty:
@@ -107,7 +108,7 @@ def run(call: BackwardCall, operands: Operands, do, dlse) -> list[torch.Tensor]:
 def run_padded(
     prepared: launch.Prepared, problem: BackwardProblem, record: Operands, gradients: Gradients
 ) -> None:
-    """``launch.run_kernels`` on copies whose rows are padded with zeros, which change no product and no sum."""
+    """Run ``launch.run_kernels`` on copies whose rows are padded with zeros, which change no product and no sum."""
     padded = problem.padded
     size = padded.forward.head_dim
 
@@ -124,5 +125,5 @@ def run_padded(
 
 
 def new_gradient(tensor: torch.Tensor) -> torch.Tensor:
-    """An uninitialised gradient: of the tensor's shape and dtype, contiguous."""
+    """An uninitialised, contiguous gradient with the tensor's shape and dtype."""
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)

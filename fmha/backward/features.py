@@ -1,19 +1,18 @@
-"""What backward kernels of every architecture are compiled for, and the workspace that they share.
+"""The architecture-independent part of a backward kernel's configuration, and the layout of its workspace.
 
 The query tiles of all batch rows or requests have consecutive numbers (``device.tile.tile_index_of``), and so have key
 tiles. The workspace has, for each query head and query tile, statistics of the tile's rows, dQ's sum in fp32, turns.
 
-Statistics [Hq, tiles, tile_m / 2, 4] fp32: of two neighbouring rows lse' in powers of two, lse' of the second, -delta,
--delta of the second, times ``delta_factor``. A row that sees no key, or is nobody's, has lse' +inf, so that its P is 0,
-and delta 0.
+Statistics [Hq, tiles, tile_m / 2, 4] fp32: for two neighbouring rows, both lse' in log2 units, then both -delta times
+``delta_factor``. A row that sees no key or belongs to no request has lse' = +inf, which makes its P 0, and delta = 0.
 
-dQ's sums [Hq, tiles, tile_m * D] fp32: 64 rows and 64 columns of the tile are one *part*, in the order of wgmma's
-registers: 4 KiB for each of 4 warps, in it element 4 i + j of lane l at 128 i + 4 l + j (``common.device.wgmma``). A
-part's number is its row block, or, where the tile has 64 rows, its column block.
+dQ's sums [Hq, tiles, tile_m * D] fp32: 64 rows and 64 columns of the tile form a *part*, stored in the order of wgmma's
+registers: 4 KiB for each of 4 warps, with element 4 i + j of lane l at 128 i + 4 l + j (``common.device.wgmma``). A
+part is numbered by its row block, or by its column block if the tile has 64 rows.
 
-Where key tiles are cut (``schedule``), dK and dV of each piece lie likewise, [Hkv, key tiles, pieces, tile_n * D] fp32:
-blocks of 64 keys and 64 columns, columns first. Where the device cuts by length, they are [Hkv, places in the order, 1,
-tile_n * D]: a tile's pieces have neighbouring places.
+Where key tiles are cut (``schedule``), dK and dV of each piece have the same layout, [Hkv, key tiles, pieces, tile_n *
+D] fp32: blocks of 64 keys and 64 columns, columns first. Where the device cuts by length, they are [Hkv, places in the
+order, 1, tile_n * D], and a tile's pieces have neighbouring places.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ WARPS = 4  # of a warpgroup, one for each piece
 class Wanted:
     """Which gradients are computed.
 
-    bias: "float32" or "bfloat16", as what dS is stored; "sum": it is added up in fp32; None: there is none.
+    bias: "float32" or "bfloat16", the dtype in which dS is stored; "sum": dS is summed in fp32; None: no gradient.
     joins_keys: V is K, whose gradient is the sum of dK and dV.
     """
 
@@ -70,7 +69,7 @@ class Wanted:
 
     @property
     def dv(self) -> bool:
-        """dV is a gradient by itself. Where V is K, it is added to dK."""
+        """Whether dV is a gradient by itself. If V is K, it is added to dK."""
         return self.v and not self.joins_keys
 
     @property
@@ -81,12 +80,12 @@ class Wanted:
 
 @dataclass(frozen=True)
 class BackwardKernel:
-    """What the configuration of a main kernel is composed of, on every architecture, which adds its tiles: ``tile_m``
-    queries, ``tile_n`` keys, and how many of either have room.
+    """Configuration of a main kernel, shared by all architectures. Each adds its tiles: ``tile_m`` queries, ``tile_n``
+    keys, and how many of each fit.
 
-    deterministic: dQ is added up in a fixed order. cut: a CTA has a piece of a key tile's steps, and leaves its part of
-    dK and dV (``schedule``). heads_inside: a key tile's steps take one query tile after another, and at each the heads
-    of the group (``device.tile``).
+    deterministic: dQ is summed in a fixed order. cut: a CTA works on a piece of a key tile's steps and leaves partial
+    sums of dK and dV (``schedule``). heads_inside: the inner loop of a key tile's steps goes over the heads of the
+    group (``device.tile``).
     """
 
     mask: Mask = Mask()
@@ -111,7 +110,7 @@ class BackwardKernel:
 
     @property
     def can_cut(self) -> bool:
-        """There is a kernel with ``cut`` set."""
+        """Whether there is a kernel with ``cut`` set."""
         return False
 
     @property
@@ -121,37 +120,38 @@ class BackwardKernel:
 
     @property
     def cuts_by_length(self) -> bool:
-        """The device says into how many pieces each key tile is cut: it alone knows the lengths of packed requests."""
+        """Whether the device decides into how many pieces to cut each key tile: only it knows the lengths of packed
+        requests."""
         return self.cut and self.requests.packed_k and not self.deterministic
 
     @property
     def writes_k(self) -> bool:
-        """The main kernel writes dK of some tile: one that is not cut."""
+        """Whether the main kernel writes dK of some tile, one that is not cut."""
         return self.wanted.k and (not self.cut or self.cuts_by_length)
 
     @property
     def writes_v(self) -> bool:
-        """As ``writes_k``, of dV."""
+        """Like ``writes_k``, for dV."""
         return self.wanted.dv and (not self.cut or self.cuts_by_length)
 
     @property
     def leaves_k(self) -> bool:
-        """Pieces leave sums of dK."""
+        """Whether pieces leave sums of dK."""
         return self.wanted.k and self.cut
 
     @property
     def leaves_v(self) -> bool:
-        """As ``leaves_k``, of dV."""
+        """Like ``leaves_k``, for dV."""
         return self.wanted.v and self.cut
 
     @property
     def bias_alignment(self) -> int | None:
-        """Bytes to which rows of the bias are aligned in memory; None: an element's."""
+        """Alignment of the bias's rows in bytes; None: that of an element."""
         return None
 
     @property
     def dbias_alignment(self) -> int | None:
-        """As ``bias_alignment``, of the bias's gradient."""
+        """Like ``bias_alignment``, for the bias's gradient."""
         return None
 
     @property
@@ -171,27 +171,28 @@ class BackwardKernel:
 
     @property
     def room(self) -> int:
-        """Columns of K, V, Q and dO that a CTA has in shared memory: all, or its ``width``."""
+        """Columns of K, V, Q and dO in a CTA's shared memory: all, or its ``width``."""
         return self.heads.qk
 
     @property
     def clustered(self) -> bool:
-        """The CTAs of a key tile are a cluster, for S and dP are sums over the columns that each has."""
+        """Whether the CTAs of a key tile form a cluster, because S and dP are sums over columns that each CTA holds in
+        part."""
         return self.room < self.heads.qk
 
     @property
     def turn_counts(self) -> int:
-        """Counts of a query tile of one head that say whose turn it is, where dQ's order is fixed."""
+        """Turn counters of a query tile of one head, for a fixed order of dQ."""
         return self.parts * WARPS
 
     @property
     def scatters(self) -> bool:
-        """Some row sees only part of a key tile that another row sees more of, or none of it."""
+        """Whether some query sees less of a key tile than another query does, or none of it."""
         return self.mask.band or self.requests.ends_in_tile
 
     @property
     def whole(self) -> bool:
-        """Every row sees every key."""
+        """Whether every query sees every key."""
         masked = self.mask.causal or self.mask.has_left or self.mask.has_right or self.requests.has_kv_lengths
         return not (masked or self.requests.packed_q or self.requests.packed_k)
 
@@ -217,12 +218,12 @@ class BackwardKernel:
 
     @property
     def query_blocks(self) -> int:
-        """Blocks of 64 queries of a tile, for each of which P and dS are made."""
+        """Blocks of 64 queries of a tile; P and dS are made block by block."""
         return self.tile_m // BLOCK
 
     @property
     def operand_regions(self) -> tuple[memory.Region, ...]:
-        """What loads fill, in order."""
+        """The regions that loads fill, in order."""
         keys, queries = f"[{self.tile_n}, {self.room}]", f"[{self.tile_m}, {self.room}]"
         q_stages, do_stages, tile = self.q_stages, self.do_stages, self.query_tile_bytes
         numbers = q_stages * self.statistics_bytes // FP32_BYTES
@@ -241,8 +242,8 @@ class BackwardKernel:
 
 
 def parts_of(problem: BackwardProblem) -> dict:
-    """The fields of ``BackwardKernel`` that follow from the problem. K and V are loaded each by itself, also where they
-    are one tensor."""
+    """The fields of ``BackwardKernel`` that follow from the problem. K and V are loaded separately even if they are one
+    tensor."""
     forward, wanted = problem.forward, Wanted.of(problem)
     return {
         "mask": Mask.of(forward),

@@ -1,7 +1,7 @@
-"""What autograd records of an attention call that nobody watches (``common.repeated``): a ``torch.autograd.Function``.
-Torch's operators would take longer than all launches together.
+"""The ``torch.autograd.Function`` that autograd records for an attention call that nobody watches
+(``common.repeated``). Torch's operators would take longer than all launches together.
 
-A backward call of a remembered forward call, like an earlier one of it, is neither checked nor planned again.
+If the forward call is remembered, a backward call like an earlier one is neither checked nor planned again.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from warpspec.fmha.backward import call as backward_call
 from warpspec.fmha.backward.ops import NO_SECOND_DERIVATIVES, fmha_backward
 from warpspec.fmha.operands import Operands, Options
 
-LEADING = 4  # arguments of ``Attention`` before those of DIFFERENTIABLE
+LEADING = 4  # number of arguments of ``Attention`` before those of DIFFERENTIABLE
 
 
 def forward(call: ops.Call, operands: Operands, options: Options, backend: str):
-    """(o, stats) of a checked call that is ``recorded``. stats: (lse,), (row_max, row_sum), or () if nobody asks."""
+    """Run a checked call that is ``recorded``: (o, stats). stats: (lse,), (row_max, row_sum), or () if nobody asks."""
     differentiable = (operands.q, operands.k, operands.v, operands.sink, operands.bias)
     found = _apply(call, operands, options, backend, *differentiable)
     return (found, ()) if isinstance(found, torch.Tensor) else (found[0], found[1:])
 
 
 class Attention(torch.autograd.Function):
-    """``attention``, of what is in ``problem.DIFFERENTIABLE``; other tensors are among the operands."""
+    """``attention`` as a function of the tensors in ``problem.DIFFERENTIABLE``; the operands hold the other tensors."""
 
     @staticmethod
     def forward(ctx, call: ops.Call, operands: Operands, options: Options, backend: str, *differentiable):
@@ -65,18 +65,19 @@ _apply = direct_apply(Attention)
 
 
 def spread(wanted, gradients) -> tuple:
-    """Gradients of the arguments of ``Attention``, of those that are wanted."""
+    """Spread the wanted gradients over the arguments of ``Attention``."""
     found = iter(gradients)
     return (None,) * LEADING + tuple([next(found) if wants else None for wants in wanted])
 
 
 def key_of(options: Options, wanted, found: list) -> tuple:
-    """What a backward call is remembered by, beside its forward call. found: signatures of its tensors."""
+    """The key under which a backward call is remembered, beside its forward call. found: signatures of its tensors."""
     return (wanted, backward_call.is_deterministic(options), backend_variable(), *found)
 
 
 def remembered(ctx, operands: Operands, wanted, do, dlse) -> backward_call.BackwardCall | None:
-    """What ``check`` found for a backward call alike, of plain tensors that nobody watches; None: there was none."""
+    """What ``check`` returned for an earlier backward call like this one, on plain tensors that nobody watches; else
+    None."""
     if any(t is not None and not _has_storage(t) for t in (do, dlse)):  # sparse, or a batch
         return None
     found = signatures((do, dlse, *operands))
@@ -84,7 +85,7 @@ def remembered(ctx, operands: Operands, wanted, do, dlse) -> backward_call.Backw
 
 
 def compute(call: ops.Call, operands: Operands, options: Options, backend: str, wanted, do, dlse):
-    """The gradients that are wanted, in the order of DIFFERENTIABLE."""
+    """Compute the wanted gradients, in the order of DIFFERENTIABLE."""
     known, found = None, signatures((do, dlse, *operands))
     if found is not None:
         known = call.gradients.get(key_of(options, wanted, found))

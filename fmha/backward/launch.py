@@ -1,6 +1,6 @@
 """Running a checked backward problem on a GPU or in the simulator: statistics of rows, the main kernel, results.
 
-``prepare`` does all that does not depend on the tensors and remembers it.
+``prepare`` does everything that does not depend on the tensors, and remembers its result.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from warpspec.fmha.ops import regular_strides
 
 
 class Gradients(NamedTuple):
-    """Gradients. Those of o (as ``aligned`` makes them) and of lse are read, those of the differentiable arguments are
-    written unless they are None. Each has the shape of what it is the gradient of, as in ``Operands``."""
+    """Gradients, each shaped like its tensor in ``Operands``. Kernels read those of o (as ``aligned`` makes them) and
+    of lse, and write those of the differentiable arguments that are not None."""
 
     do: torch.Tensor | None
     dlse: torch.Tensor | None
@@ -42,14 +42,14 @@ class Gradients(NamedTuple):
     bias: torch.Tensor | None = None
 
 
-# Packages of ``BackwardConfig`` and ``MAIN``, the ``Kernel`` of it.
+# Packages with ``BackwardConfig`` and ``MAIN``, its ``Kernel``.
 GRADIENTS = Family(
     "attention's gradients", sm90="warpspec.fmha.backward.sm90", sm100="warpspec.fmha.backward.sm100"
 )
 
 
 def plan(problem: BackwardProblem, target: Target) -> BackwardKernel:
-    """The main kernel's configuration. UnsupportedProblem names what it does not do."""
+    """Choose the main kernel's configuration. UnsupportedProblem names what the kernel does not support."""
     forward = problem.forward
     if forward.key_stride * max(forward.seq_k, 1) > SIZE_LIMIT:
         raise UnsupportedProblem(
@@ -66,9 +66,9 @@ check_supported = plan
 
 
 class Prepared(NamedTuple):
-    """A problem ready to run. order: of the main kernel's CTAs. length: by which the device cuts key tiles, or None.
-    rows, main, results: functions of the kernels' arguments, results None as in ``Kernels``. numbers: of the main
-    kernel. window: (left, right), 0 where unbounded."""
+    """A problem ready to run. order: order of the main kernel's CTAs. length: how the device cuts key tiles, or None.
+    rows, main, results: functions of the kernels' arguments, results None as in ``Kernels``. numbers: the main
+    kernel's. window: (left, right), 0 where unbounded."""
 
     target: Target
     config: BackwardKernel
@@ -82,8 +82,8 @@ class Prepared(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """What a problem runs, each a (kernel, configuration): statistics of rows, the main kernel, then dQ and the sums of
-    cut key tiles. results: None where key tiles are not cut and dQ is not wanted."""
+    """The kernels of a problem, each a (kernel, configuration): row statistics, the main kernel, then results (dQ, and
+    the sums of cut key tiles). results: None if no key tile is cut and dQ is not wanted."""
 
     rows: tuple[Kernel, Hashable]
     main: tuple[Kernel, Hashable]
@@ -91,7 +91,7 @@ class Kernels(NamedTuple):
 
 
 def kernels(problem: BackwardProblem, target: Target, config: BackwardKernel | None = None) -> Kernels:
-    """The kernels of a problem. config: of the main kernel, instead of the planned one."""
+    """Choose the kernels of a problem. config: overrides the planned configuration of the main kernel."""
     config = config or plan(problem, target)
     last = result_config(config)
     main = GRADIENTS.of(target.architecture).MAIN
@@ -106,7 +106,7 @@ def prepare(
     order: Order | None = None,
     config: BackwardKernel | None = None,
 ) -> Prepared:
-    """Plan and compile; what was prepared before is found again. order, config: instead of those that are chosen."""
+    """Plan and compile; results are cached. order, config: override those that are chosen."""
     config, forward = config or plan(problem, target), problem.forward
     order = order or choose_order(problem, config, target)
     config = replace(config, cut=order.pieces > 1)
@@ -124,7 +124,7 @@ def prepare(
 def run_kernels(
     prepared: Prepared, problem: BackwardProblem, operands: Operands, gradients: Gradients
 ) -> None:
-    """Launch on the tensors' device and its current stream; no synchronisation. Writes the gradients that are given.
+    """Launch on the tensors' device and its current stream; no synchronisation. Writes the gradients that are not None.
 
     problem: what was prepared. operands: as ``fmha.ops.kernel_operands`` makes them, with o and lse.
     """
@@ -135,7 +135,7 @@ def run_kernels(
 def run_prepared(
     prepared: Prepared, problem: BackwardProblem, operands: Operands, gradients: Gradients
 ) -> None:
-    """As ``run_kernels``."""
+    """Like ``run_kernels``, for a prepared problem."""
     config, forward, q = prepared.config, problem.forward, operands.q
     heads, tile_count = forward.heads_q, query_tile_count(config, operands)
     fp32, device = torch.float32, q.device
@@ -220,7 +220,7 @@ def run_prepared(
 
 
 def query_tile_count(config: BackwardKernel, operands: Operands) -> int:
-    """Query tiles of all batch rows or requests (``device.tile.tile_index_of``)."""
+    """Number of query tiles of all batch rows or requests (``device.tile.tile_index_of``)."""
     batch, rows = operands.q.shape[:2]
     if config.requests.packed_q:
         return rows // config.tile_m + len(operands.cu_seqlens_q) - 1
@@ -228,7 +228,7 @@ def query_tile_count(config: BackwardKernel, operands: Operands) -> int:
 
 
 def key_tile_count(config: BackwardKernel, operands: Operands) -> int:
-    """Key tiles of a KV head, of all batch rows or requests."""
+    """Number of key tiles of a KV head, over all batch rows or requests."""
     batch, keys = operands.k.shape[:2]
     if config.requests.packed_k:
         return keys // config.tile_n + len(operands.cu_seqlens_k) - 1
@@ -236,8 +236,8 @@ def key_tile_count(config: BackwardKernel, operands: Operands) -> int:
 
 
 def parts_of(prepared: Prepared, problem: BackwardProblem, main: BackwardOperands):
-    """The launches of the main kernel: one, or, where a bias's gradient is a sum in a fixed order, one after another
-    for every batch row and KV head that add to the same."""
+    """Split the main kernel into launches: one; or, if a bias's gradient is summed in a fixed order, one after another
+    for the batch rows and KV heads that add to the same elements."""
     if not (problem.deterministic and prepared.config.wanted.bias == "sum"):
         yield main
         return
@@ -276,7 +276,7 @@ def parts_of(prepared: Prepared, problem: BackwardProblem, main: BackwardOperand
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """A gradient as TMA can read it: itself, or a copy."""
+    """The gradient itself if TMA can read it, else a copy."""
     steps = [
         step * tensor.element_size()
         for size, step in zip(tensor.shape, tensor.stride(), strict=True)

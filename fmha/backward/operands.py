@@ -1,4 +1,4 @@
-"""The arguments of backward kernels, as records that travel whole."""
+"""The arguments of backward kernels, as records."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ ROWS = Operand(lambda c: c.format.dtype, 4, lambda c: c.heads.qk, TMA_ALIGNMENT)
 
 
 def tile_elements(config) -> int:
-    """Elements of a query tile, as dQ's sums have them."""
+    """Elements of a query tile in dQ's sums."""
     return config.tile_m * config.heads.qk
 
 
 def key_elements(config) -> int:
-    """Elements of a key tile, as the sums of a cut one have them."""
+    """Elements of a key tile in the sums of cut tiles."""
     return config.tile_n * config.heads.qk
 
 
@@ -30,8 +30,8 @@ class BackwardOperands(NamedTuple):
     """Operands of the main kernel; absent ones are None. q, k, v, do, kv_lengths, q_start, bias, cu_seqlens_q,
     cu_seqlens_k: as in ``fmha.operands``. statistics, dq_sums: ``features``; turns [Hq, tiles, turn_counts]
     int32. dk, dv: like k. dk_sums, dv_sums [Hkv, key tiles, pieces, tile_n * D] fp32 (``features``): what pieces
-    leave. dbias: like bias, fp32 where it is a sum. tile_order [places] int32: of packed requests, which key tile, or
-    piece of one, comes when; -1: none. tile_pieces [key tiles, 2] int32: the place of a tile's first piece, and how
+    leave. dbias: like bias, fp32 where it is a sum. tile_order [places] int32: for packed requests, the key tile, or
+    piece of one, of each place; -1: none. tile_pieces [key tiles, 2] int32: the place of a tile's first piece, and how
     many it has. ranges: as in ``fmha.operands``; seen_by: ``ranges.seen_by``.
     """
 
@@ -65,7 +65,7 @@ class BackwardOperands(NamedTuple):
 
 
 def of_main(name: str):
-    """Whether requests are packed, and the main kernel's configuration has this attribute."""
+    """Whether requests are packed and the main kernel's configuration has this attribute set."""
     return lambda config: config.main is not None and operator.attrgetter(name)(config.main)
 
 
@@ -73,9 +73,9 @@ class RowOperands(NamedTuple):
     """Arguments of the kernel before the main one: o, do [B, Sq, Hq, D], lse, dlse [B, Hq, Sq], sink [Hq],
     cu_seqlens_q; written are statistics, dq_sums and turns (zeros), dsink [Hq, tiles] fp32, a tile's part.
 
-    Of packed requests also k, cu_seqlens_k, q_start, ranges and seen_by; written are tile_order, tile_pieces, and zeros
-    in rows of dq, dk and dv that belong to no request. window_left, window_right: not read where unbounded.
-    piece_factor, piece_share: of ``schedule.PieceLength``.
+    Packed requests also need k, cu_seqlens_k, q_start, ranges and seen_by; the kernel then also writes tile_order,
+    tile_pieces, and zeros in rows of dq, dk and dv that belong to no request. window_left, window_right: not read where
+    unbounded. piece_factor, piece_share: see ``schedule.PieceLength``.
     """
 
     o: Annotated[Any, ROWS]
@@ -107,7 +107,8 @@ class RowOperands(NamedTuple):
 class ResultOperands(NamedTuple):
     """Arguments of the kernel after the main one. dq_sums: ``features``; dk_sums, dv_sums: [Hkv, key tiles, pieces,
     tile_n * D] fp32 (``features``). dq [B, Sq, Hq, D], dk, dv [B, Sk, Hkv, D] are written; where V is K, dk alone, the
-    sum of both. tile_pieces: as in ``BackwardOperands``; of tiles in one piece nothing is written. scale: of dq and dk.
+    sum of both. tile_pieces: as in ``BackwardOperands``; tiles in one piece are not written. scale: the factor of dq
+    and dk.
     """
 
     dq_sums: Annotated[Any, Operand(FLOAT32, 3, tile_elements, TMA_ALIGNMENT, "q")]
@@ -123,8 +124,8 @@ class ResultOperands(NamedTuple):
 
 
 class BackwardNumbers(NamedTuple):
-    """The numbers among the main kernel's arguments. logits: with the factor's sign that of the scale. scale: of dK.
-    window_left, window_right: not read where unbounded. pieces, section: ``schedule.Order``."""
+    """The numbers among the main kernel's arguments. logits: their factor has the sign of the scale. scale: the factor
+    of dK. window_left, window_right: not read where unbounded. pieces, section: see ``schedule.Order``."""
 
     logits: LogitNumbers
     scale: Annotated[Any, Number(FLOAT32)]

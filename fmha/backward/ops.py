@@ -1,8 +1,8 @@
-"""The torch operator behind attention's gradients, and what autograd needs to find it: where somebody watches
-(``common.repeated``). Other calls go by ``function``.
+"""The torch operator of attention's gradients and its registration with autograd, for calls that somebody watches
+(``common.repeated``). Other calls use ``function``.
 
-``warpspec::fmha_backward`` takes the gradients of o and lse, both results, the forward call's arguments, and for each
-of ``problem.DIFFERENTIABLE`` whether its gradient is wanted; it returns those. Its own derivatives are refused.
+``warpspec::fmha_backward`` takes the gradients of o and lse, both results, the forward call's arguments, and a flag for
+each of ``problem.DIFFERENTIABLE``; it returns the wanted gradients. It has no derivative of its own.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from warpspec.fmha.ops import SCHEMA, fmha_forward, key_of, unflat
 BACKWARD_SCHEMA = f"(Tensor? do, Tensor? dlse, Tensor o, Tensor lse, bool[] wanted, {SCHEMA}) -> Tensor[]"
 NO_SECOND_DERIVATIVES = "warpspec.fmha.attention: second derivatives are not implemented"
 
-_checked = Remembered()  # calls on CUDA tensors: the next call alike needs no checks
+_checked = Remembered()  # calls on CUDA tensors: the next identical call needs no checks
 
 
 @torch.library.custom_op("warpspec::fmha_backward", mutates_args=(), schema=BACKWARD_SCHEMA)
 def fmha_backward(do, dlse, o, lse, wanted, *arguments):
-    """The gradients that are wanted, in the order of DIFFERENTIABLE, of their tensors' shapes and dtypes."""
+    """Compute the wanted gradients, in the order of DIFFERENTIABLE, with their tensors' shapes and dtypes."""
     operands, options, backend = unflat(arguments)
     operands = operands._replace(o=o, lse=lse)
     return call.run(checked(operands, options, backend, wanted, do, dlse), operands, do, dlse)
 
 
 def checked(operands, options, backend, wanted, do, dlse) -> call.BackwardCall:
-    """``call.check``, or what it returned for a call alike."""
+    """``call.check``, or what it returned for an identical call."""
     key, seeds = key_of(operands, options, backend), signatures((do, dlse))
     if key is None or seeds is None:
         return call.check(operands, options, backend, wanted, do, dlse)
@@ -55,7 +55,7 @@ register_derivatives(fmha_backward, refuse_backward(NO_SECOND_DERIVATIVES))
 
 
 def setup_context(ctx, inputs, output) -> None:
-    """What backward needs of a call of ``fmha_forward``."""
+    """Save what backward needs from a call of ``fmha_forward``."""
     o, stats = output
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[: len(INPUTS)], o, stats)

@@ -1,4 +1,4 @@
-"""The problem of a backward pass: that of its forward pass, and which gradients are asked for."""
+"""The problem of a backward pass: its forward problem, and which gradients are wanted."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class BackwardProblem:
 
     @property
     def padded(self) -> BackwardProblem:
-        """The problem that kernels compute: with one tuned head size for q, k, v and o, whose rows end in zeros. Itself
-        where it has one."""
+        """The problem that kernels compute: one tuned head size for q, k, v and o, their rows padded with zeros. The
+        problem itself if it needs no padding."""
         sizes = self.forward.heads
         size = class_of(max(sizes.qk, sizes.v))
         if sizes.qk == sizes.v == size:
@@ -38,7 +38,7 @@ class BackwardProblem:
 
     @classmethod
     def check(cls, forward: AttentionProblem, wanted: tuple[str, ...], **options) -> BackwardProblem:
-        """NotImplementedError, naming the argument, where a forward pass has no gradients."""
+        """Raise NotImplementedError, naming the argument, for a forward pass without gradients."""
         if not forward.normalize:
             raise NotImplementedError(
                 "normalize: gradients are not implemented with normalize=False; a gradient flows through "

@@ -1,7 +1,7 @@
-"""Ranges of keys that queries see besides, from the keys' side: which queries see each key.
+"""Key ranges (``attention``'s ranges) from the keys' side: which queries see each key.
 
-The intervals of keys that a request's queries see (``mask.intervals``) move up with the queries, ranges or not, as long
-as those of one image end alike: so the queries that see a key are an interval, too.
+The intervals of keys that a request's queries see (``mask.intervals``) move up with the queries, with or without
+ranges, provided that the ranges of one image end at the same key. So the queries that see a key form an interval, too.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from warpspec.fmha.problem import AttentionProblem
 
 
 def seen_by(problem: AttentionProblem, operands: Operands) -> torch.Tensor:
-    """[first, end) of the queries that see each key, int32 [B, Sk, 2], of packed requests [1, Tk, 2]: numbers in the
-    key's request. Keys of no request have anything. Nothing waits for the device.
+    """[first, end) of the queries that see each key, counted in the key's request: int32 [B, Sk, 2], or [1, Tk, 2] for
+    packed requests. Undefined for keys of no request. The host does not wait for the device.
 
     operands: as kernels get them.
     """
@@ -40,7 +40,7 @@ def seen_by(problem: AttentionProblem, operands: Operands) -> torch.Tensor:
         length = starts_k.diff()[own]
         start = length - starts_q.diff()[own] if operands.q_start is None else operands.q_start.long()[own]
         bounds = intervals(problem, start + row - starts_q[own], length, ranges[0])
-        # Requests one behind another: rows and keys get their request's number in front.
+        # Requests are packed: prefix rows and keys with their request's number.
         far = len(key) + 1
         bounds = [(bound.clamp(0, len(key)) + of_row * far)[None] for bound in bounds]
         own = of_key.clamp(max=last)

@@ -19,9 +19,9 @@ from warpspec.fmha.values import request_rows
 
 @without_autocast
 def backward(problem: BackwardProblem, operands: Operands, do, dlse) -> dict[str, torch.Tensor]:
-    """The gradients that are wanted, by name, fp32, of their tensors' shapes; rows of no request are 0.
+    """Compute the wanted gradients, by name, in fp32, with their tensors' shapes; rows of no request are 0.
 
-    operands: as kernels get them, v given. do: like o; dlse: like lse; None where there is none.
+    operands: as kernels get them, v given. do: like o; dlse: like lse; either may be None.
     """
     found = {name: torch.zeros_like(getattr(operands, name), dtype=torch.float32) for name in problem.wanted}
     if not problem.forward.packed_q:
@@ -61,7 +61,7 @@ def rectangle(problem: BackwardProblem, operands: Operands, do, dlse, found: dic
                 head = head & (head_bias != -torch.inf)
             rows, keys = (head.any(dim=dim).nonzero()[:, 0] for dim in (1, 0))
             if len(keys) == 0:
-                continue  # what no row sees, and rows that see nothing, take no part
+                continue  # leave out keys that no row sees, and rows that see no key
             head = head[rows][:, keys]
             head_q, head_k, head_v = (
                 q[b, rows, h].float(),

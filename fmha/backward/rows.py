@@ -1,4 +1,4 @@
-"""The kernels before and after the main one: configurations, and what they are compiled for."""
+"""Configurations of the kernels before and after the main one."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from warpspec.fmha.heads import HeadSizes
 
 @dataclass(frozen=True)
 class RowConfig:
-    """Configuration of the kernel before the main one, which makes statistics of rows. main: the main kernel's
-    configuration, where requests are packed, whose key tiles are sorted. The other fields say which operands there are.
+    """Configuration of the kernel before the main one, which computes row statistics. main: the main kernel's
+    configuration if requests are packed, because this kernel sorts their key tiles. The other fields say which operands
+    exist.
     """
 
     heads: HeadSizes
@@ -36,8 +37,9 @@ class RowConfig:
 class ResultConfig:
     """Configuration of the kernel after the main one, which finishes dQ, and dK and dV of cut key tiles.
 
-    tile_m, tile_n: rows of the tiles of queries and of keys. packed: requests are. q: dQ is wanted. k, v: there are
-    pieces of dK, of dV to add up. joins: dV to dK. by_length: the device says how many pieces a tile has.
+    tile_m, tile_n: rows of the tiles of queries and of keys. packed: requests are packed. q: dQ is wanted. k, v: there
+    are pieces of dK, of dV to add up. joins: dV is added to dK. by_length: the device decides how many pieces a tile
+    has.
     """
 
     heads: HeadSizes
@@ -53,12 +55,12 @@ class ResultConfig:
 
     @property
     def has_v(self) -> bool:
-        """There are pieces of dV."""
+        """Whether there are pieces of dV."""
         return self.v or self.joins
 
 
 def result_config(config: BackwardKernel) -> ResultConfig | None:
-    """The kernel behind the main kernel of ``config``; None where nothing is left to do."""
+    """The kernel after the main kernel of ``config``; None if nothing is left to do."""
     k, v = config.leaves_k, config.leaves_v and config.wanted.dv
     if not (config.wanted.q or k or v):
         return None

@@ -1,26 +1,26 @@
-"""In what order CTAs take key tiles, and into how many pieces a key tile's steps are cut.
+"""The order in which CTAs take key tiles, and the number of pieces into which a key tile's steps are cut.
 
-A *row* is a KV head of a batch row (of packed requests, of all); each has the same key tiles. CTAs go through sections
-of so many rows, in a section through the key tiles in order, of each key tile through the rows, of each row through the
-pieces. ``decode`` is arithmetic that the host and kernels share; ``choose_order`` is a model of cost on the host.
+A *row* is a KV head of a batch row (or of all packed requests together); every row has the same key tiles. CTAs are
+numbered by section (some rows), within it by key tile, then by row, then by piece. ``decode`` is arithmetic that the
+host and kernels share; ``choose_order`` is a model of cost on the host.
 
-Under a causal mask a row's first key tiles have the most query tiles. So in a section, CTAs come in the order of their
-work, the longest first, and short ones fill the end: with several times as many CTAs as SMs, the busiest SM has no more
-than the mean and one of the shortest CTAs. A section has about twice as many CTAs as there are SMs, for this, and
-beyond these as many rows as have what all of their key tiles read and add to in L2. Where all key tiles have the same
-work, a section is a row. Where dQ is added up in order, sections are those of a causal mask: CTAs that run at the same
-time are then of few key tiles of each row, and the last of them waits for few others.
+Under a causal mask a row's first key tiles have the most query tiles. So within a section the longest CTAs come first
+and short ones fill the end: with several times as many CTAs as SMs, the busiest SM has no more than the mean plus one
+of the shortest CTAs. For this, a section has about twice as many CTAs as there are SMs, and more rows as long as all
+that their key tiles read and add to fits L2. If all key tiles have the same work, a section is a row. If dQ is added up
+in order, sections are as under a causal mask: CTAs that run at the same time then belong to few key tiles of each row,
+and the last of them waits for few others.
 
-A CTA may have too much: of B1 32/8 S2048, causal, the longest key tile has twice an SM's share, and no order helps.
-Then every tile is cut, and its pieces' dK and dV are added up by one more launch in the order of the pieces. This
-costs, for each piece, dK and dV in fp32 there and back, and the start and end of a CTA.
+One CTA may have too much work: in B1 32/8 S2048, causal, the longest key tile has twice an SM's share, and no order
+helps. Then every tile is cut, and one more launch adds up its pieces' dK and dV in the order of the pieces. Each piece
+costs a write and a read of dK and dV in fp32, and the start and end of a CTA.
 
-Of packed requests the device cuts (``PieceLength``): it knows their lengths, and cuts those key tiles alone that are
-long. The host says only that some may be.
+Packed requests are cut by the device (``PieceLength``): it knows their lengths, and cuts only long key tiles. The host
+decides only whether cutting is possible.
 
-Worst case: at most what ``choose_order`` expects, the longest CTA with the mean, where lengths are as the problem says;
-with kv_lengths they are not known, and the busiest SM has at most the mean and the longest CTA; of packed requests that
-is at most the longest piece.
+Worst case: the busiest SM has at most the mean plus the longest CTA. ``choose_order`` expects this if the lengths are
+as the problem says; with kv_lengths it does not know the longest CTA; with packed requests the longest CTA is at most
+the longest piece.
 """
 
 from __future__ import annotations
@@ -41,27 +41,26 @@ from warpspec.fmha.tiles import ELEMENT_BYTES
 STEP_US = {64: 2.4, 128: 2.25, 256: 3.1, 512: 4.2}  # a step, by D
 CTA_US = 5.0  # start and end of a CTA, beside its steps
 JOIN_US = 3.0  # a further launch
-JOIN_BYTES_US = 4e6  # bytes that a microsecond writes or reads of what pieces leave
+JOIN_BYTES_US = 4e6  # bytes of pieces' sums written or read in a microsecond
 
 MOST_PIECES = 32
-MEAN_SHARE = 1.0  # of an SM's mean steps: key tiles with fewer are not cut where SMs have many
+MEAN_SHARE = 1.0  # part of an SM's mean steps: shorter key tiles are not cut where SMs have many
 PIECE_COST = 2.0  # what a piece costs, times its bytes' time and the start of a CTA
-LEAST_GAIN = 0.03  # of the time, for which tiles are cut
+LEAST_GAIN = 0.03  # part of the time that cutting tiles must save
 ROUNDS = 2  # CTAs of a section for each SM, about, at least
-L2_SHARE = 0.8  # of the L2 for what a section reads and adds to
-BEYOND_L2 = 1.9  # times the L2 that key tiles read together, from which on heads inside of query tiles gain
-EVEN = 0.85  # the mean of key tiles' steps as a part of the most, from which on they count as equal
-COUNTED_ROUNDS = 16  # of CTAs, after which the mean says what the busiest SM has
+L2_SHARE = 0.8  # part of the L2 for what a section reads and adds to
+BEYOND_L2 = 1.9  # reads of concurrent key tiles, in L2 sizes, from which heads_inside gains
+EVEN = 0.85  # mean over maximum of key tiles' steps, from which they count as equal
+COUNTED_ROUNDS = 16  # CTAs per SM from which the mean predicts the busiest SM's load
 
 
 class PieceLength(NamedTuple):
-    """What the device cuts by. A piece has at most the square root of ``factor`` S steps, or ``share`` S, whichever is
-    more, of the sum S of all key tiles' steps for one KV head. further: pieces there is room for beside one of each key
-    tile.
+    """How the device cuts. With S the sum of all key tiles' steps for one KV head, a piece has at most
+    max(sqrt(``factor`` S), ``share`` S) steps. further: how many pieces fit beside one of each key tile.
 
-    Cutting the steps of all KV heads, H S, into pieces of t costs H S / t times what a piece costs (its sums there and
-    back, the start of a CTA), and the last pieces keep SMs waiting for half of t steps: t = sqrt(2 H S cost / step) is
-    best. Where SMs have many steps, key tiles of no more than the mean leave little to wait for, uncut.
+    Cutting the steps of all H KV heads, H S, into pieces of t steps costs H S / t times the cost of a piece (its sums
+    written and read, the start of a CTA), and SMs wait for the last pieces for t / 2 steps: t = sqrt(2 H S cost / step)
+    is best. If SMs have many steps, uncut key tiles of no more than the mean cause little waiting.
     """
 
     factor: float
@@ -70,14 +69,14 @@ class PieceLength(NamedTuple):
 
 
 class Order(NamedTuple):
-    """pieces: of a key tile. section: rows."""
+    """pieces: pieces of a key tile. section: rows of a section."""
 
     pieces: int
     section: int
 
 
 def decode(tiles, rows, pieces, section, index, minimum=min) -> tuple:
-    """(key tile, row, piece) of the index-th CTA. tiles: of a row. Ints or Int32."""
+    """(key tile, row, piece) of the index-th CTA. tiles: tiles of a row. Ints or Int32."""
     first = index // (section * tiles * pieces) * section
     index = index - first * tiles * pieces
     size = minimum(section, rows - first) * pieces  # the last section may be short
@@ -86,7 +85,7 @@ def decode(tiles, rows, pieces, section, index, minimum=min) -> tuple:
 
 
 def choose_order(problem: BackwardProblem, config: BackwardKernel, target: Target) -> Order:
-    """The order with the least time, by the model above. config: the main kernel's, cut or not."""
+    """Choose the order with the least time by the model above. config: the main kernel's, cut or not."""
     steps = sorted(tile_steps(problem, config), reverse=True)
     rows = problem.forward.heads_kv * (1 if config.requests.packed_k else problem.forward.batch)
     pieces = choose_pieces(problem, config, steps, target)
@@ -99,14 +98,14 @@ def choose_order(problem: BackwardProblem, config: BackwardKernel, target: Targe
 
 
 def in_rows(config: BackwardKernel, steps: list[int]) -> bool:
-    """Key tiles have the same work: one row after another."""
+    """Whether sections are single rows, because all key tiles have the same work."""
     unknown = config.requests.packed_q or config.requests.packed_k or config.requests.has_kv_lengths
     return not (unknown or config.deterministic) and sum(steps) >= EVEN * len(steps) * steps[0]
 
 
 def reads_beyond_l2(problem: BackwardProblem, config: BackwardKernel, target: Target) -> bool:
-    """Whether key tiles that run together read so much more than L2 holds, if each takes one head of a group after
-    another, that heads inside of query tiles are better: they may be cut into fewer numbers of pieces."""
+    """Whether key tiles that run together, taking one head of a group after another, read so much more than L2 holds
+    that ``heads_inside`` is better, although it allows fewer numbers of pieces."""
     forward = problem.forward
     steps = tile_steps(problem, config)
     if forward.group == 1 or in_rows(config, steps) or forward.packed_q:
@@ -121,19 +120,19 @@ def reads_beyond_l2(problem: BackwardProblem, config: BackwardKernel, target: Ta
 
 
 def row_bytes(problem: BackwardProblem) -> int:
-    """What the key tiles of a row read and add to: Q, dO, dQ's sums."""
+    """Bytes that the key tiles of a row read and add to: Q, dO, dQ's sums."""
     forward = problem.forward
     queries = forward.least_q if forward.packed_q else forward.seq_q
     return bytes_of(forward, queries)
 
 
 def bytes_of(forward: AttentionProblem, queries: int) -> int:
-    """Q, dO and dQ's sums of so many queries of one KV head."""
+    """Bytes of Q, dO and dQ's sums of so many queries of one KV head."""
     return forward.group * queries * forward.head_dim * (2 * ELEMENT_BYTES + FP32_BYTES)
 
 
 def tile_steps(problem: BackwardProblem, config: BackwardKernel) -> list[int]:
-    """Steps of each key tile of a row; of packed requests, of one that is as long as any may be."""
+    """Steps of each key tile of a row; with packed requests, of one as long as any may be."""
     forward = problem.forward
     bounds = {
         "causal": forward.causal,
@@ -154,7 +153,8 @@ def tile_steps(problem: BackwardProblem, config: BackwardKernel) -> list[int]:
 
 
 def choose_pieces(problem: BackwardProblem, config: BackwardKernel, steps: list[int], target: Target) -> int:
-    """Pieces with the least time; 1 where cutting gains little. Where the device cuts: 2 if it may have to."""
+    """Choose the number of pieces with the least time; 1 if cutting gains little. If the device cuts: 2 if it may have
+    to."""
     if not config.can_cut or (problem.deterministic and config.wanted.bias == "sum"):
         return 1
     if replace(config, cut=True).cuts_by_length:
@@ -171,7 +171,7 @@ def choose_pieces(problem: BackwardProblem, config: BackwardKernel, steps: list[
 
 
 def piece_length(problem: BackwardProblem, config: BackwardKernel, target: Target) -> PieceLength:
-    """How the device cuts the key tiles of packed requests."""
+    """Choose how the device cuts the key tiles of packed requests."""
     forward, sms = problem.forward, target.sm_count // config.column_parts
     gradients = config.wanted.k + config.wanted.v
     left = 2 * gradients * config.tile_n * forward.head_dim * FP32_BYTES  # there and back
@@ -185,7 +185,7 @@ def piece_length(problem: BackwardProblem, config: BackwardKernel, target: Targe
 
 
 def may_cut(problem: BackwardProblem, config: BackwardKernel, steps: list[int], target: Target) -> bool:
-    """Whether some key tile of packed requests may be cut: the longest, if the other requests are equal."""
+    """Whether some key tile of packed requests may be cut: the longest, supposing that the other requests are equal."""
     forward = problem.forward
     length = piece_length(problem, config, target)
     others = max(forward.least_q / forward.seq_q - 1, 0.0)  # as many as the longest
@@ -196,8 +196,8 @@ def may_cut(problem: BackwardProblem, config: BackwardKernel, steps: list[int], 
 def expected_us(
     problem: BackwardProblem, config: BackwardKernel, steps: list[int], sms: int, pieces: int
 ) -> float:
-    """Predict the microseconds of the busiest SM and of the launch that adds up pieces. steps: of each key tile, the
-    most first.
+    """Predict the microseconds of the busiest SM and of the launch that adds up pieces. steps: the steps of each key
+    tile, the most first.
     """
     forward = problem.forward
     requests = forward.batch

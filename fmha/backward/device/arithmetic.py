@@ -1,4 +1,4 @@
-"""P and dS in the registers of a thread, a row a key and a column a query; the bias, and its gradient.
+"""P and dS in a thread's registers, one key per row and one query per column; the bias and its gradient.
 
 Each architecture says in a ``Block`` which elements a thread has.
 """
@@ -28,8 +28,8 @@ class Block:
     those of the queries from there on, in shared memory. numbers: those of the map between S and P. columns: the first
     column of each of the thread's pairs. keys: the request's key in each of the thread's rows. bounds: for each key,
     [first, end) of the queries that see it. element(column, r): the register with the first of a pair in row r; the
-    second is the next register. writes_bias: only this CTA has the dS to write to dbias. started: dP comes with delta
-    already subtracted. bias_words: the bias in shared memory (``add_bias_words``). stores_bias: the caller stores
+    second is the next register. writes_bias: only this CTA has the dS to write to dbias. started: delta is already
+    subtracted from dP. bias_words: the bias in shared memory (``add_bias_words``). stores_bias: the caller stores
     dbias. lse: registers that ``read_lse`` filled; None: ``weigh`` reads shared memory itself.
     """
 
@@ -52,7 +52,7 @@ class Block:
 
     @property
     def elements(self) -> list[tuple[int, int, int]]:
-        """(register, row, column) of each."""
+        """(register, row, column) of each element."""
         return [
             (self.element(column, r) + j, r, column + j)
             for column in self.columns
@@ -73,7 +73,7 @@ class Block:
         return pair
 
     def read_lse(self) -> None:
-        """lse' of the thread's columns into its registers."""
+        """Read lse' of the thread's columns into its registers."""
         for number, column in enumerate(self.columns):
             pair = self.statistic(0, column)
             for j in range(PAIR):
@@ -89,9 +89,9 @@ class Block:
 
 @cute.jit
 def weigh(block, scores: cute.Tensor, masked):
-    """S^T becomes P^T = 2 ** (logit - lse'), in place; 0 where a row does not see a key.
+    """Turn S^T into P^T = 2 ** (logit - lse') in place; 0 where a query does not see a key.
 
-    masked: some row may not see some key.
+    masked: some query may not see some key.
     """
     for column, registers in block.pairs:
         lse = block.lse_of(column)
@@ -108,7 +108,7 @@ def weigh(block, scores: cute.Tensor, masked):
 
 
 def hide(block, scores: cute.Tensor) -> None:
-    """Powers of hidden pairs become -inf."""
+    """Set the exponents of hidden (query, key) pairs to -inf."""
     limits = [(first - block.first_query, end - block.first_query) for first, end in block.bounds]
     for i, r, column in block.elements:
         seen = Boolean(limits[r][0] <= column)
@@ -119,7 +119,7 @@ def hide(block, scores: cute.Tensor) -> None:
 
 @cute.jit
 def derive(block, weights: cute.Tensor, ds: cute.Tensor, masked):
-    """dP^T becomes dS^T = P^T (dP^T - delta), in place; dbias is stored, or added to."""
+    """Turn dP^T into dS^T = P^T (dP^T - delta) in place; store dbias, or add to it."""
     for column, registers in block.pairs:
         less = block.statistic(1, column)
         for i, j in registers:
@@ -138,8 +138,8 @@ def derive(block, weights: cute.Tensor, ds: cute.Tensor, masked):
 
 @cute.jit
 def follow_cap(block, weights: cutlass.Constexpr, ds: cute.Tensor, factor: cutlass.Constexpr = 1.0):
-    """Gradients of capped logits, dS, become those of the logits under the cap, in place. weights: P, times ``factor``,
-    of each element of dS."""
+    """Turn dS, the gradients of capped logits, into those of the logits before the cap, in place. weights: P, times
+    ``factor``, of each element of dS."""
     numbers = block.numbers
     biases = cute.make_rmem_tensor(cute.size(ds), Float32)
     biases.fill(0.0)
@@ -165,7 +165,7 @@ def bias_rows(block, tensor: cute.Tensor) -> cute.Tensor:
 
 @cute.jit
 def add_bias(block, scores: cute.Tensor):
-    """Powers plus log2(e) times the bias; what lies outside of it, the mask or the statistics hide."""
+    """Add log2(e) times the bias to the exponents. The mask or the statistics hide pairs outside of the bias."""
     bias = bias_rows(block, block.operands.bias)
     queries, keys = bias.shape
     for i, r, column in block.elements:
@@ -177,7 +177,8 @@ def add_bias(block, scores: cute.Tensor):
 
 @cute.jit
 def add_bias_words(block, scores: cute.Tensor):
-    """``add_bias`` of bf16 in shared memory: ``bias_words(i)`` are 4 words, of scores 8 i to 8 i + 7."""
+    """``add_bias`` for a bf16 bias in shared memory: ``bias_words(i)`` returns 4 words, the bias of scores 8 i to 8 i +
+    7."""
     for i in cutlass.range_constexpr(cute.size(scores) // 8):
         for j, word in enumerate(block.bias_words(i)):
             for half, bits in enumerate((word << 16, word & -65536)):
@@ -195,7 +196,7 @@ def float_of(bits: Int32) -> Float32:
 
 @cute.jit
 def write_bias(block, ds: cute.Tensor):
-    """dS of the pairs that there are, to dbias."""
+    """Write dS of the pairs that exist to dbias."""
     target = bias_rows(block, block.operands.dbias)
     queries, keys = target.shape
     for i, r, column in block.elements:

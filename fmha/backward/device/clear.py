@@ -1,6 +1,6 @@
-"""Zeros in shared memory where nobody sees what is stored: 0 times NaN would reach those who see the rest.
+"""Clear rows in shared memory that nobody sees: 0 times a NaN stored there would reach the other rows.
 
-work: what a thread knows; of it config, shared, tile, and for threads that clear together ``threads``, ``index`` and
+work: a thread's state, with config, shared, tile, and for threads that clear together ``threads``, ``index`` and
 ``fence``.
 """
 
@@ -17,7 +17,7 @@ from warpspec.fmha.tiles import ELEMENT_BYTES
 
 @cute.jit
 def clear_unseen_keys(work):
-    """Keys that no row sees, of K, for dQ, and of V. Both must be there, if there are such keys."""
+    """Clear rows of K (for dQ) and of V whose key no query sees. If there are such keys, K and V must be loaded."""
     config, tile = work.config, work.tile
     if cutlass.const_expr(config.scatters):
         first, end = tile.seen_first - tile.first_key, tile.seen_end - tile.first_key
@@ -29,7 +29,7 @@ def clear_unseen_keys(work):
 
 @cute.jit
 def clear_unseen_rows(work, query_tile, step):
-    """Rows of Q and dO that see no key, or are another request's, for dK and dV. Q must be there."""
+    """Clear rows of Q and dO that see no key or belong to another request, for dK and dV. Q must be loaded."""
     config, tile = work.config, work.tile
     if cutlass.const_expr(config.scatters):  # noqa: SIM102
         if tile.has_unseen_rows(query_tile):
@@ -43,8 +43,8 @@ def clear_unseen_rows(work, query_tile, step):
 
 @cute.jit
 def clear_rows(work, base, rows: cutlass.Constexpr, first, end):
-    """Rows of a tile (rows, D) outside [first, end) become zeros: blocks of 64 columns lie one behind another, a row
-    128 bytes."""
+    """Clear rows of a tile (rows, D) outside [first, end). Blocks of 64 columns lie one after another, 128 bytes a
+    row."""
     vectors = rows * work.config.room * ELEMENT_BYTES // VECTOR_BYTES
     zeros = cute.make_rmem_tensor(4, Int32)
     zeros.fill(0)

@@ -46,10 +46,10 @@ class BackwardHost:
         )
 
     def further(self, operands: BackwardOperands) -> list:
-        """More of ``tma.make_load`` and ``make_store``."""
+        """Further results of ``tma.make_load`` and ``make_store``."""
         return []
 
 
 def fake_arguments(config: BackwardKernel) -> tuple:
-    """What a kernel of a configuration is compiled for: the arguments of ``BackwardHost.__call__`` but the stream."""
+    """Fake arguments to compile a configuration's kernel with: those of ``BackwardHost.__call__`` except the stream."""
     return (*fakes(BackwardOperands, config), *fakes(BackwardNumbers, config))

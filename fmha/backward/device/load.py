@@ -1,4 +1,5 @@
-"""The load warp: K and V once, then Q, its rows' statistics, and dO of every step through TMA. Of no architecture."""
+"""The load warp: TMA loads of K and V once, then of each step's Q, its rows' statistics, and dO. For every
+architecture."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from warpspec.fmha.heads import BLOCK
 
 
 class GradientBuffers(NamedTuple):
-    """Where the regions of shared memory begin. statistics: Float32 pointer, the others Uint8; None: the configuration
+    """Where the shared-memory regions begin. statistics: Float32 pointer, the others Uint8; None: the configuration
     has none."""
 
     statistics: cute.Pointer
@@ -39,7 +40,7 @@ class GradientBuffers(NamedTuple):
 
 
 def ring_of(config, atom, view, base, dtype, rows: int, stages: int, first) -> tma.TileRing:
-    """A ring of tiles of so many rows, of which TMA brings the one that begins at row ``first``. view: (D, ROW,
+    """A ring of tiles of so many rows; TMA loads the tile that begins at row ``first``. view: (D, ROW,
     BLOCK)."""
     box = (BLOCK, rows, config.room // BLOCK)
     tiles = cute.local_tile(cute.domain_offset((0, first, 0), view), box, (0, 0, None))
@@ -56,9 +57,9 @@ def load(
     coordinates: cutlass.Constexpr,
     tile,
 ):
-    """Produces k_full, v_full, q_full and do_full; consumes q_empty and, where there is one, do_empty (else q_empty
-    says it of the dO that came with Q, in as many stages). Leaves only when every buffer has been released. shared:
-    pointers, statistics, k, v, q and do first."""
+    """Produces k_full, v_full, q_full and do_full; consumes q_empty and, where there is one, do_empty (otherwise
+    q_empty also releases the dO loaded with Q, in as many stages). Leaves only when every buffer has been released.
+    shared: pointers, statistics, k, v, q and do first."""
     if tile.steps > 0:
         for name in "kv":
             load_keys(name, config, channels, shared, operands, atoms, coordinates, tile)
@@ -74,15 +75,16 @@ def load(
 
 
 def wait_first(config) -> None:
-    """Wait for the launch before where it sorts the key tiles. By every thread, before it looks for its tile."""
+    """Wait for the previous launch where it sorts the key tiles. Every thread calls this before it looks up its
+    tile."""
     cute.arch.griddepcontrol_launch_dependents()
     if config.requests.packed_k:
         cute.arch.griddepcontrol_wait()
 
 
 def wait_before(config) -> None:
-    """Wait for the launch before, unless ``wait_first`` did: before what it has written is read, or added to. Every
-    thread calls one of both, even without a step, so that the next launch begins after that launch is over."""
+    """Wait for the previous launch, unless ``wait_first`` did, before reading or adding to what it wrote. Every thread
+    calls one of the two, even without a step, so that the next launch begins after the previous one has ended."""
     if not config.requests.packed_k:
         cute.arch.griddepcontrol_wait()
 
@@ -93,7 +95,7 @@ def loaded_part(config):
 
 
 def load_keys(name: str, config, channels, shared, operands, atoms, coordinates, tile) -> None:
-    """K or V: "k", "v"."""
+    """Load K or V: "k", "v"."""
     i, full = "kv".index(name), channels[name + "_full"]
     batch = 0 if config.requests.packed_k else tile.request
     keys = coordinates[i][None, None, None, tile.kv_head, batch]
@@ -107,7 +109,7 @@ def load_keys(name: str, config, channels, shared, operands, atoms, coordinates,
 def load_step(
     config, channels, shared, operands, atoms, coordinates, tile, step, head, query_tile, waits=True
 ) -> None:
-    """Q and its statistics, and dO, of a step. waits: for the release of what stood there."""
+    """Load a step's Q, statistics and dO. waits: wait until the buffers are released."""
     dtype = operands.q.element_type
     first = tile.place.first_row + query_tile * config.tile_m
     for i, name, stages in ((2, "q", config.q_stages), (3, "do", config.do_stages)):

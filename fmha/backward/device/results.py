@@ -1,8 +1,9 @@
-"""dQ from its sums in fp32, and dK and dV from those that pieces of cut key tiles left. Of no architecture.
+"""Make dQ from its fp32 sums, and dK and dV from the sums that pieces of cut key tiles left. For every architecture.
 
-Sums are added up in the order of the pieces, scaled, rounded, and put in the order of q or k. They come in the order of
-wgmma's registers (``features``): a warp has 16 rows and 64 columns, a CTA some parts of a tile of one head. CTAs first
-have dQ, then dK, then dV. A programmatic dependent launch behind the main kernel.
+The kernel adds the sums in the order of the pieces, scales and rounds them, and writes them in the layout of q or k. It
+reads them in the order of wgmma's registers (``features``): a warp takes 16 rows and 64 columns, a CTA some parts of a
+tile of one head. The first CTAs make dQ, the next dK, the last dV. It is a programmatic dependent launch after the main
+kernel.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from warpspec.fmha.backward.operands import ResultOperands
 from warpspec.fmha.heads import BLOCK
 
 VECTOR = 4  # fp32 numbers of a 16-byte load
-LOADS = 2  # pieces whose loads are under way together; with four registers run out
+LOADS = 2  # pieces whose loads are in flight together; four run out of registers
 CTA_PARTS = 2  # parts of a tile that a CTA has
 THREADS = CTA_PARTS * WARPS * WARP_THREADS
 
@@ -97,12 +98,12 @@ class GradientResults:
 
 
 def tiles_of(sums: cute.Tensor, tile_pieces: cute.Tensor | None):
-    """Tiles of a head, of dQ's sums or of pieces'."""
+    """Number of tiles of a head, in dQ's sums or in the pieces'."""
     return sums.shape[1] if cute.rank(sums) == 3 or tile_pieces is None else tile_pieces.shape[0]
 
 
 def tile_of(sums: cute.Tensor | None, tile_pieces: cute.Tensor | None, head, tile_index) -> tuple | None:
-    """(sums, how many) of a tile of one head: (ELEMENT), or (PIECE, ELEMENT) of as many pieces."""
+    """(sums, pieces) of a tile of one head; the sums are (ELEMENT), or (PIECE, ELEMENT) of so many pieces."""
     if sums is None:
         return None
     if cute.rank(sums) == 3:
@@ -124,10 +125,10 @@ def write_tile(
     share,
     scale,
 ):
-    """Write the sums of a tile, times the scale and rounded, to its rows of ``target`` [B, S, H, D]. A thread has the
-    rows and columns that wgmma gives it.
+    """Write the sums of a tile, times the scale and rounded, to its rows of ``target`` [B, S, H, D]. A thread writes
+    the rows and columns of its wgmma fragment.
 
-    both: sums (see ``tile_of``), which are added up in order; and such that are added without the scale, or None.
+    both: sums (see ``tile_of``) to add up in order, and sums to add without the scale, or None.
     place: (batch row, first row of the tile, first row of the request, rows of the request), from ``rows.place_of``.
     share: which CTA_PARTS of the tile's parts this CTA writes.
     """
@@ -158,7 +159,7 @@ def write_tile(
 
 @cute.jit
 def add_up(sums: cute.Tensor, pieces, warp, lane, values: cute.Tensor):
-    """A thread's elements of all pieces."""
+    """Add a thread's elements of all pieces."""
     if cutlass.const_expr(cute.rank(sums) == 1):
         read(sums, warp, lane, values)
     else:
@@ -171,7 +172,7 @@ def add_up(sums: cute.Tensor, pieces, warp, lane, values: cute.Tensor):
 
 
 def read(sums: cute.Tensor, warp, lane, values: cute.Tensor) -> None:
-    """A thread's elements of the sums of a tile."""
+    """Read a thread's elements of a tile's sums."""
     own = cute.local_tile(sums, (WARP_ELEMENTS,), (warp,))
     for i in range(THREAD_ELEMENTS // VECTOR):
         source = cute.local_tile(own, (VECTOR,), (i * WARP_THREADS + lane,))

@@ -1,7 +1,7 @@
-"""What the main kernel needs of every query row: lse' and delta; zeros where it adds up dQ. Of no architecture.
+"""Prepare every query row for the main kernel: lse', delta, and zeros where it sums dQ. For every architecture.
 
-A CTA has one query tile of one head. ``features`` says how statistics and sums lie. Of packed requests CTAs also sort
-the key tiles, and clear gradients of rows that belong to no request.
+A CTA has one query tile of one head. ``features`` gives the layout of statistics and sums. With packed requests, CTAs
+also sort the key tiles and clear gradients of rows that belong to no request.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from warpspec.fmha.device.packed import entry, extent_of, request_of
 
 THREADS = 128
 VECTOR = 8  # elements of o and do that a thread loads at a time: 16 bytes
-LOADS = 4  # rows of a thread that are under way together
+LOADS = 4  # rows of a thread in flight together
 
 
 class RowStatistics:
@@ -97,8 +97,8 @@ def place_of(
     rows: cute.Tensor,
     tile_index,
 ) -> tuple:
-    """(batch row, tile, first row, rows) of a tile: of its request, or batch row. rows: [B, S, H, D], in tiles of
-    ``tile_rows``. By whole warps."""
+    """(batch row, tile, first row, rows) of a tile, counted in its request or batch row. rows: [B, S, H, D], in tiles
+    of ``tile_rows``. Called by whole warps."""
     total = rows.shape[1]
     if cutlass.const_expr(packed):
         request, number = request_of(cu_seqlens, tile_index, tile_rows, total)
@@ -140,7 +140,7 @@ def prepare_requests(config: cutlass.Constexpr, operands, thread):
 
 @cute.jit
 def clear_rest(tensor: cute.Tensor, cu_seqlens: cute.Tensor, cta, ctas, thread):
-    """Zeros in rows [1, ROW, H, D] behind the last request, by all CTAs of a launch."""
+    """Clear rows [1, ROW, H, D] past the last request. All CTAs of a launch share the work."""
     _, total, heads, depth = tensor.shape
     vectors = depth // VECTOR
     zeros = cute.make_rmem_tensor(VECTOR, tensor.element_type)
@@ -154,7 +154,7 @@ def clear_rest(tensor: cute.Tensor, cu_seqlens: cute.Tensor, cta, ctas, thread):
 
 @cute.jit
 def clear(target: cute.Tensor, thread):
-    """Zeros into a row of fp32 whose length is a multiple of 4 THREADS."""
+    """Clear an fp32 row whose length is a multiple of 4 THREADS."""
     zeros = cute.make_rmem_tensor(4, Float32)
     zeros.fill(0.0)
     for i in cutlass.range(cute.size(target) // (4 * THREADS), unroll=8):
@@ -163,7 +163,7 @@ def clear(target: cute.Tensor, thread):
 
 @cute.jit
 def row_statistics(config: cutlass.Constexpr, operands, place: cutlass.Constexpr, in_range, dot) -> tuple:
-    """(lse' in powers of two, delta, the row's part of dsink). place: (batch, head, row). dot: rowsum(dO * O)."""
+    """(lse' in log2 units, delta, the row's part of dsink). place: (batch, head, row). dot: rowsum(dO * O)."""
     batch, head, row = place
     own = operands.lse[batch, head, row] * LOG2_E
     empty = Boolean(own == -Float32.inf) | ~in_range
@@ -184,7 +184,7 @@ def row_statistics(config: cutlass.Constexpr, operands, place: cutlass.Constexpr
 
 @cute.jit
 def add_up(dsink: cute.Tensor, place: cutlass.Constexpr, thread, value):
-    """The sum of all threads' values, in a fixed order, into one element."""
+    """Sum all threads' values in a fixed order into one element."""
     sums = cutlass.memory.SmemAllocator().allocate_tensor(
         Float32, cute.make_layout(THREADS // WARP_THREADS), byte_alignment=4
     )

@@ -1,16 +1,16 @@
-"""The key tile that a CTA works on, and the query tiles whose rows see some of it.
+"""The key tile a CTA works on, and the query tiles whose rows see some of its keys.
 
-A key tile's *steps* are its (query head, query tile) pairs. Where a tile is cut, a CTA has one of its *pieces*
+A key tile's *steps* are its (query head, query tile) pairs. If a tile is cut, a CTA works on one of its *pieces*
 (``schedule``).
 
-Steps go through the heads one after another; pieces are equal runs of steps. With ``heads_inside`` steps go down from
-the last query tile, and at each query tile through the heads. So all key tiles come to the same query tiles at about
-the same time. Where dQ is added up in a fixed order, that of the key tiles, each may then follow close behind the one
-before it: heads one after another would have key tiles with fewer query tiles wait at every head. Elsewhere it keeps
-what key tiles read together in L2. Pieces are then those of the heads and of all query tiles of the request, so that
-the same piece of two key tiles has the same query tiles, too.
+Steps go through the heads one after another; pieces are equal runs of steps. With ``heads_inside``, steps go down from
+the last query tile, and at each query tile through the heads. So all key tiles reach the same query tiles at about the
+same time. If dQ is added up in a fixed order, that of the key tiles, each key tile can then follow close behind the
+previous one; with heads in the outer loop, key tiles with fewer query tiles would wait at every head. Without a fixed
+order, it keeps in L2 what key tiles read together. Pieces then cut the heads and all query tiles of the request, so
+that the same piece of two key tiles has the same query tiles.
 
-The CTAs of packed requests take key tiles in the order of their steps, the most first (``sort_key_tiles``).
+With packed requests, CTAs take the key tiles with the most steps first (``sort_key_tiles``).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from warpspec.fmha.heads import BLOCK
 from warpspec.fmha.mask import key_range, position_range
 from warpspec.fmha.schedule import key_span, split_part
 
-START_STEP = 7  # query tiles between the first ones of neighbouring key tiles
-FAR = 2**30  # a query that no request has
+START_STEP = 7  # distance in query tiles between the first ones of neighbouring key tiles
+FAR = 2**30  # past the queries of every request
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,10 @@ class KeyTile:
 
     @property
     def start(self) -> Int32:
-        """The query tile that each head's steps begin with, and go round from.
+        """The query tile at which each head's steps begin, and from which they wrap around.
 
-        Where all key tiles of a head have the same query tiles, each starts at another, so that not all add to the same
-        dQ. With heads inside all start at the last.
+        Where all key tiles of a head have the same query tiles, each starts at a different one, so that they do not all
+        add to the same dQ. With heads inside, all start at the last.
         """
         config = self.config
         if config.heads_inside:
@@ -90,14 +90,15 @@ class KeyTile:
 
     @property
     def start_head(self) -> Int32:
-        """With heads inside, the head that each query tile's steps begin with. Key tiles begin with one after another,
-        so that not all add to the same dQ; where its order is fixed, with the first."""
+        """With heads inside, the head at which each query tile's steps begin. Neighbouring key tiles begin at
+        neighbouring heads, so that they do not all add to the same dQ; if dQ's order is fixed, all begin at the
+        first."""
         if self.config.deterministic:
             return self.first_head
         return self.first_head + self.number % cutlass.max(self.group, 1)
 
     def following(self, head, query_tile) -> tuple:
-        """The (query head, query tile) after one."""
+        """The (query head, query tile) of the next step."""
         if self.config.heads_inside:
             past = Boolean(head + 1 == self.first_head + self.group)
             head = Int32(cutlass.select_(past, self.first_head, head + 1))
@@ -137,13 +138,13 @@ class KeyTile:
 
     @property
     def has_unseen_keys(self):
-        """No row sees some key of the tile."""
+        """Whether some key of the tile is seen by no query."""
         end = self.first_key + self.config.tile_n
         return Boolean(self.seen_first > self.first_key) | Boolean(self.seen_end < end)
 
     @property
     def batch(self):
-        """Row of q, k and the like."""
+        """Batch row of q, k and the like."""
         return 0 if self.config.requests.packed_q else self.request
 
     def queries_of(self, key) -> tuple:
@@ -162,17 +163,17 @@ class KeyTile:
         )
 
     def needs_mask(self, query_tile, block: int):
-        """Some row of a block of 64 of the tile does not see some key."""
+        """Whether some row of the tile's block of 64 does not see some key."""
         first = query_tile * self.config.tile_m + block * BLOCK
         return Boolean(first < self.inner_first) | Boolean(first + BLOCK > self.inner_end)
 
     def has_unseen_rows(self, query_tile):
-        """Some row in shared memory sees no key at all, or is another request's."""
+        """Whether some row in shared memory sees no key at all, or belongs to another request."""
         first = query_tile * self.config.tile_m
         return Boolean(first < self.rows_first) | Boolean(first + self.config.tile_m > self.rows_end)
 
     def turn(self, query_tile) -> Int32:
-        """How many key tiles add to a query tile's dQ before this one: those of earlier keys."""
+        """How many key tiles, those of earlier keys, add to a query tile's dQ before this one."""
         first = query_tile * self.config.tile_m
         last = cutlass.min(first + self.config.tile_m, self.place.seq_q) - 1
         start, length = self.place.start, self.place.length
@@ -201,18 +202,18 @@ def key_tiles_of(config: BackwardKernel, operands):
 
 
 def own_tile(config: BackwardKernel, operands, window, order) -> KeyTile:
-    """What the CTA works on. By a whole warp."""
+    """The key tile, or piece, that this CTA works on. Called by a whole warp."""
     index, _, _ = cute.arch.block_idx()
     return key_tile_at(config, operands, window, order, index // config.column_parts)
 
 
 def column_part(config: BackwardKernel):
-    """Which of the ``column_parts`` of a key tile the CTA has."""
+    """Which of the ``column_parts`` of a key tile this CTA computes."""
     return cute.arch.block_idx()[0] % config.column_parts if config.column_parts > 1 else 0
 
 
 def places_of(config: BackwardKernel, operands):
-    """Places in the order of CTAs of each KV head: key tiles, or, where the device cuts them, pieces."""
+    """Number of places in each KV head's CTA order: key tiles, or pieces where the device cuts them."""
     if cutlass.const_expr(config.cuts_by_length):
         return cute.size(operands.tile_order)
     return key_tiles_of(config, operands)
@@ -221,8 +222,8 @@ def places_of(config: BackwardKernel, operands):
 def fixed_piece(piece, pieces, group, tiles) -> tuple:
     """(first head of the group, heads, first query tile, end) of a piece with heads inside.
 
-    The heads are cut first, into as many parts as there are pieces or heads, then the query tiles, of which the request
-    has ``tiles``. Pieces past the product of both have none.
+    The heads are cut first, into as many parts as there are pieces or heads, then the request's ``tiles`` query tiles.
+    Pieces past the product of both are empty.
     """
     head_parts = cutlass.min(pieces, group)
     tile_parts = pieces // head_parts
@@ -233,8 +234,8 @@ def fixed_piece(piece, pieces, group, tiles) -> tuple:
 
 
 def key_tile_at(config: BackwardKernel, operands, window, order, index) -> KeyTile:
-    """What the index-th CTA of the launch works on. order: (pieces of a tile, rows of a section), see ``schedule``. By
-    a whole warp."""
+    """The key tile, or piece, of the index-th CTA of the launch. order: (pieces of a tile, rows of a section), see
+    ``schedule``. Called by a whole warp."""
     tiles, heads = places_of(config, operands), operands.k.shape[2]
     rows = (
         heads
@@ -310,7 +311,7 @@ def key_tile(
     if cutlass.const_expr(config.cut and not config.heads_inside):
         first_step, steps = split_part(piece, cutlass.max(pieces, 1), steps)
         steps = Int32(cutlass.select_(Boolean(pieces > 0), steps, zero))
-    # Rows behind the last query have a P of zero by their statistics: no mask is needed for them.
+    # Rows past the last query need no mask: their statistics make P zero.
     inner_end = Int32(cutlass.select_(Boolean(inner_end >= seq_q), Int32(FAR), inner_end))
     inner_end = Int32(cutlass.select_(Boolean(first_key + config.tile_n > length), zero, inner_end))
     seen_first, _ = tile.keys_of(zero)
@@ -346,14 +347,14 @@ def key_tile(
 
 @cute.jit
 def sort_key_tiles(config: cutlass.Constexpr, operands, window, factors, cta, ctas, warps: cutlass.Constexpr):
-    """Which key tile of the packed requests comes when, to ``tile_order``: the one with the most steps first, of equal
-    ones the first. By all CTAs of a launch, each warp some tiles.
+    """Sort the key tiles of packed requests into ``tile_order``: the most steps first, ties in order. All CTAs of a
+    launch share the work, each warp some tiles.
 
-    Where the device cuts tiles, pieces are sorted, and ``tile_pieces`` says which are a tile's. A tile has as many as
-    leave none with more steps than ``most_steps`` says.
+    Where the device cuts tiles, it sorts pieces, and ``tile_pieces`` records which belong to a tile. A tile has just
+    enough pieces that none exceeds ``most_steps``.
 
-    Where dQ's order is fixed, a key tile waits for those of its request with earlier keys, which must come first: tiles
-    of requests with more keys come first then, a request's in their order.
+    If dQ's order is fixed, a key tile waits for the tiles of its request with earlier keys, so those must come first.
+    Requests with more keys then come first, each with its tiles in order.
     """
     thread, _, _ = cute.arch.thread_idx()
     warp, lane = thread // WARP_THREADS, thread % WARP_THREADS
@@ -390,8 +391,8 @@ def sort_key_tiles(config: cutlass.Constexpr, operands, window, factors, cta, ct
 
 @cute.jit
 def most_steps(config: cutlass.Constexpr, operands, window, factors) -> Int32:
-    """Steps of the longest piece: as ``schedule`` says, and so many that pieces do not outnumber the places. By a whole
-    warp."""
+    """Steps of the longest piece: what ``schedule`` says, but enough that pieces do not outnumber the places. Called by
+    a whole warp."""
     tiles, total = key_tiles_of(config, operands), Int32(0)
     for tile in cutlass.range(cute.arch.lane_idx(), tiles, WARP_THREADS, unroll=1):
         steps, _ = weight_of(config, operands, window, tile, Int32(FAR))

@@ -21,15 +21,15 @@ from warpspec.fmha.tiles import ELEMENT_BYTES
 
 TILE_N = 128  # keys of a tile: rows of S^T, lanes of tensor memory
 TILE_M = {64: 128, 128: 128, 256: 64, 512: 64}  # queries of a tile, by D
-WIDTH = 128  # most columns of dK, dV and dQ that a CTA makes: tensor memory has no room for more
-CLUSTER_DIM = 512  # from which on the CTAs of a key tile are a cluster: K and V do not fit one (``share``)
+WIDTH = 128  # most columns of dK, dV and dQ that a CTA makes: more do not fit tensor memory
+CLUSTER_DIM = 512  # from this D on, CTAs of a key tile form a cluster: one cannot hold K and V (``share``)
 BARRIER_BYTES = 1024  # room for the mbarriers and the address of tensor memory: what follows is aligned to it
 
 
 @dataclass(frozen=True)
 class BackwardConfig(BackwardKernel):
-    """Compile-time shape of one kernel. tile_m: queries of a tile. q_stages, do_stages: query tiles whose Q, dO have
-    room."""
+    """Compile-time shape of one kernel. tile_m: queries of a tile. q_stages, do_stages: stages of the rings of Q and of
+    dO."""
 
     tile_m: int = 128
     q_stages: int = 1
@@ -42,7 +42,7 @@ class BackwardConfig(BackwardKernel):
 
     @classmethod
     def of(cls, problem: BackwardProblem) -> BackwardConfig:
-        """The kernel for a problem. UnsupportedProblem names what it does not do."""
+        """The kernel for a problem. UnsupportedProblem names what the kernel does not support."""
         dim = problem.forward.head_dim
         check_requests("sm100", problem.forward)
         stages = 2 if dim == BLOCK else 1
@@ -55,7 +55,7 @@ class BackwardConfig(BackwardKernel):
 
     @property
     def width(self) -> int:
-        """Columns of dK, dV and dQ that a CTA makes. All CTAs of a key tile make P and dS, where they do not share
+        """Columns of dK, dV and dQ that a CTA makes. Each CTA of a key tile makes all of P and dS, unless they share
         them."""
         return min(self.heads.qk, WIDTH)
 
@@ -70,20 +70,20 @@ class BackwardConfig(BackwardKernel):
 
     @property
     def sent_sums_bytes(self) -> int:
-        """Partial sums of S, or of dP, that a CTA gets from another one in a step."""
+        """Bytes of partial sums of S, or of dP, that a CTA gets from another one in a step."""
         return self.tile_n * self.made_queries * FP32_BYTES if self.clustered else 0
 
     @property
     def sent_results_bytes(self) -> int:
-        """P, or dS, that a CTA gets from another one in a step."""
+        """Bytes of P, or dS, that a CTA gets from another one in a step."""
         return self.tile_n * self.made_queries * ELEMENT_BYTES if self.clustered else 0
 
     @property
     def transposed_dq(self) -> bool:
-        """dQ's columns are its accumulator's lanes; else its queries."""
+        """Whether dQ's accumulator has columns as lanes (transposed) rather than queries."""
         return self.width == WIDTH
 
-    # Warps: 0 to 3 have a key a thread; then MMA, load.
+    # Warps: 0 to 3 are the key warps, one key per thread; then MMA, load.
 
     @property
     def threads(self) -> int:
@@ -139,7 +139,7 @@ class BackwardConfig(BackwardKernel):
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:
-        """Every mbarrier: who arrives, how often, who waits, what then holds."""
+        """Every mbarrier: who arrives, how often, who waits, and what then holds."""
         load, filled = "load warp", "load warp, expect_tx + TMA bytes"
         mma, keys, every = "MMA warp", "key warps", WARPGROUP_THREADS
         both = "MMA and key warps"

@@ -1,4 +1,5 @@
-"""The key warps, a thread a key, its lane of tensor memory: P and dS of every step, dQ to global memory, dK and dV."""
+"""The key warps: a thread has one key, a lane of tensor memory. They make P and dS, add dQ to global memory, and write
+dK and dV."""
 
 from __future__ import annotations
 
@@ -25,14 +26,14 @@ from warpspec.fmha.backward.features import (
 from warpspec.fmha.backward.sm100 import scores, share
 from warpspec.fmha.heads import BLOCK
 
-LOAD_COLUMNS = 32  # of a result in registers at a time
+LOAD_COLUMNS = 32  # columns of a result in registers at a time
 
 
 @dataclass(frozen=True)
 class Keys:
-    """What a thread of the key warps has for all steps. part: of the columns of dK, dV and dQ, the CTA's. columns: TMEM
-    pointer to the first column. thread: 0..127, its lane and its key of the tile. bounds: [first, end) of the queries
-    that see it."""
+    """What a thread of the key warps keeps for all steps. part: the CTA's part of the columns of dK, dV and dQ.
+    columns: TMEM pointer to the first column. thread: 0..127, its lane and its key of the tile. bounds: [first, end) of
+    the queries that see it."""
 
     config: object
     channels: dict
@@ -52,15 +53,15 @@ class Keys:
 
     @property
     def index(self):
-        """Which of them this one is."""
+        """Number of this thread among them."""
         return self.thread
 
     def fence(self) -> None:
-        """What this thread wrote to shared memory is there for MMAs, once it has arrived at a barrier."""
+        """Make this thread's writes to shared memory visible to MMAs, once it has arrived at a barrier."""
         cute.arch.fence_proxy("async.shared", space="cta")
 
     def block(self, step, first, head, query_tile) -> Block:
-        """A block of ``made_queries``. first: of the tile's queries."""
+        """A block of ``made_queries``. first: the block's first query in the tile."""
         stage = self.channels["q_full"].stage(step) * self.config.tile_m
         layout = cute.make_layout((PAIR, 2, BLOCK // PAIR), stride=(1, PAIR, 2 * PAIR))
         start = (self.shared.statistics + (stage + first) * STATISTICS).align(8)
@@ -92,8 +93,8 @@ def work_on_keys(
     columns,
     thread,
 ):
-    """Consumes k_full, v_full, q_full, do_full where it clears; s_full; step_done before dQ is read, and at the end.
-    Produces clean, or dq_empty, and ds_full, an arrival a thread each."""
+    """Consumes k_full, v_full, q_full, do_full if it clears rows; s_full; step_done before reading dQ, and at the end.
+    Produces clean, or dq_empty, and ds_full, one arrival per thread each."""
     bounds = tile.queries_of(tile.first_key + thread)
     work = Keys(config, channels, shared, operands, scales, tile, part, columns, thread, bounds)
     head, query_tile = tile.first
@@ -136,7 +137,7 @@ def work_on_keys(
 
 @cute.jit
 def add_queries(work, head, query_tile):
-    """A step's dQ, or its CTA's columns, added to the sums in global memory (``features`` says how they lie)."""
+    """Add a step's dQ, or the CTA's columns of it, to the sums in global memory (layout: ``features``)."""
     config, operands, thread = work.config, work.operands, work.thread
     warp, lane = thread // WARP_THREADS, thread % WARP_THREADS
     tile_index = tile_index_of(config, operands, work.tile.request, query_tile)
@@ -158,7 +159,7 @@ def add_queries(work, head, query_tile):
 
 
 def row_place(config, row):
-    """Where a row of a query tile's dQ begins among the sums: parts, pieces, wgmma's registers (``features``)."""
+    """Offset of a row of a query tile's dQ in the sums: parts, pieces, wgmma's registers (``features``)."""
     part = row // PART_ROWS * (config.heads.qk // BLOCK)
     piece, own = row % PART_ROWS // WARP_ROWS, row % WARP_ROWS
     place = own % ROW_DISTANCE * QUAD * QUAD + own // ROW_DISTANCE * PAIR
@@ -166,14 +167,14 @@ def row_place(config, row):
 
 
 def column_place(column):
-    """How far behind it a column's element lies."""
+    """Offset of a column's element from the begin of its row."""
     part, own = column // BLOCK, column % BLOCK
     place = own // COLUMNS * WARP_THREADS * QUAD + own % COLUMNS // PAIR * QUAD + own % PAIR
     return part * PART_ELEMENTS + place
 
 
 def write_keys(work) -> None:
-    """dK, scaled, and dV of the thread's key."""
+    """Write dK, scaled, and dV of the thread's key."""
     config, operands = work.config, work.operands
     if operands.dk is not None:
         write_row(work, operands.dk, config.tmem_dk, work.scales[1], config.wanted.joins_keys)
@@ -183,8 +184,8 @@ def write_keys(work) -> None:
 
 @cute.jit
 def write_row(work, tensor: cute.Tensor, column: cutlass.Constexpr, factor, joins: cutlass.Constexpr = False):
-    """The CTA's columns of the thread's key times a factor, plus dV's where it joins them; zeros where no query sees
-    the tile."""
+    """Write the CTA's columns of the thread's key times a factor, plus dV's if V is K; zeros if no query sees the
+    tile."""
     config, tile = work.config, work.tile
     batch = 0 if cutlass.const_expr(config.requests.packed_k) else tile.request
     keys = tile.place.length if cutlass.const_expr(config.requests.packed_k) else tensor.shape[1]

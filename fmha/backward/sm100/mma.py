@@ -1,7 +1,7 @@
 """The MMA warp: all five products of a step on tcgen05.
 
-S^T = K Q^T and dP^T = V dO^T; once the key warps have made P and dS of them, dV += P^T dO and dK += dS^T Q with P and
-dS from tensor memory, and dQ = dS K, or its transpose, with dS from shared memory.
+S^T = K Q^T and dP^T = V dO^T; once the key warps have made P and dS, dV += P^T dO and dK += dS^T Q with P and dS from
+tensor memory, and dQ = dS K, or its transpose, with dS from shared memory.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Fragments(NamedTuple):
 
 
 def fragments(config, dtype, shared, part, columns) -> Fragments:
-    """part: which of dK's, dV's and dQ's columns. columns: TMEM pointer to the first column, fp32."""
+    """part: which columns of dK, dV and dQ. columns: TMEM pointer to the first column, fp32."""
     m, n, depth, width = config.tile_m, config.tile_n, config.room, config.width
     scores_tiler, rows_tiler = (n, m, depth), (n, width, m)
     queries_tiler = (width, m, n) if config.transposed_dq else (m, width, n)
@@ -80,12 +80,12 @@ def fragments(config, dtype, shared, part, columns) -> Fragments:
         layout = mine.make_fragment_C(mine.partition_shape_C(tiler[:2])).layout
         return cute.make_tensor(columns + column, layout)
 
-    def operand(column):  # only the layout's shape counts: a row a lane, two queries to a column
+    def operand(column):  # only the layout's shape matters: one row per lane, two queries per column
         layout = blackwell.make_smem_layout_a(rows, rows_tiler, dtype, 1)
         mine = rows.get_slice(0).make_fragment_A(cute.make_tensor(columns, layout.outer))[None, None, None, 0]
         return cute.make_tensor(cute.recast_ptr(columns + column, dtype=dtype), mine.layout)
 
-    def part_of(base, tile_rows):  # blocks of 64 columns lie one behind another
+    def part_of(base, tile_rows):  # blocks of 64 columns lie one after another
         if config.clustered:  # no others are there
             return base.align(tma.TILE_ALIGNMENT)
         first = part * (width // BLOCK) * tile_rows * tma.ROW_BYTES
@@ -127,10 +127,10 @@ def mma(
     part,
     columns,
 ):
-    """Consumes k_full, v_full, q_full, do_full and dq_empty of the step before, or clean, for which the key warps wait
-    for all of these; step_done of the step before, too, before S, ds_full before the rest, dv_done before dQ: products
-    of different accumulators may overtake each other, and tensor memory is used again. Produces, by commits, s_full,
-    dv_done, q_empty and step_done."""
+    """Consumes k_full, v_full, q_full, do_full and the previous step's dq_empty, or clean, for which the key warps wait
+    for all of these; the previous step's step_done before S, ds_full before the other products, dv_done before dQ:
+    products with different accumulators may overtake each other, and tensor memory is reused. Produces, by commits,
+    s_full, dv_done, q_empty and step_done."""
     f = fragments(config, dtype, shared, part, columns)
     if cutlass.const_expr(not config.scatters):  # noqa: SIM102
         if tile.steps > 0:

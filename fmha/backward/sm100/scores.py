@@ -1,4 +1,5 @@
-"""P and dS of a block of queries, a thread a key: from S and dP in tensor memory to where products read them."""
+"""Make P and dS of a block of queries from S and dP in tensor memory, one key per thread, and store them where products
+read them."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from warpspec.common.hardware import WORD_BYTES
 from warpspec.fmha.backward.device.arithmetic import derive, weigh
 from warpspec.fmha.heads import BLOCK
 
-CHUNK_BYTES = 16  # what the swizzle moves as one
+CHUNK_BYTES = 16  # unit of the swizzle
 CHUNK_WORDS = CHUNK_BYTES // WORD_BYTES
 SWIZZLE_ROWS = 8  # after which it repeats
 BLOCK_WORDS = BLOCK // PAIR  # of a row of P or dS
@@ -20,7 +21,7 @@ BLOCK_WORDS = BLOCK // PAIR  # of a row of P or dS
 
 @cute.jit
 def make_block(work, step, number, head, query_tile):
-    """P and dS of 64 queries: to tensor memory, over what was S and dP; dS to shared memory, too."""
+    """Make P and dS of 64 queries: to tensor memory, in place of S and dP; dS to shared memory, too."""
     config, columns, thread = work.config, work.columns, work.thread
     block = work.block(step, number * BLOCK, head, query_tile)
     masked = work.tile.needs_mask(query_tile, number)
@@ -32,7 +33,7 @@ def make_block(work, step, number, head, query_tile):
         store_p(work, number * BLOCK_WORDS, as_words(scores, work.operands.q.element_type))
     if cutlass.const_expr(
         config.wanted.ds
-    ):  # not earlier: both and the statistics do not fit a thread's registers
+    ):  # not earlier: S, dP and the statistics do not fit a thread's registers
         tmem.load_row(columns + config.tmem_dp + number * BLOCK, ds, thread)
         tmem.wait_loads()
         derive(block, scores, ds, masked)
@@ -47,13 +48,13 @@ def as_words(values: cute.Tensor, dtype) -> cute.Tensor:
 
 
 def store_p(work, first, words: cute.Tensor) -> None:
-    """P of some queries, two to a word, to tensor memory. first: how many words of the tile come before."""
+    """Store P of some queries, two to a word, to tensor memory. first: number of the tile's words before them."""
     target = cute.recast_ptr(work.columns + work.config.tmem_s + first, dtype=Int32)
     tmem.store_row(words, target, work.thread)
 
 
 def store_ds(work, first, words: cute.Tensor) -> None:
-    """dS likewise, and to shared memory."""
+    """Store dS likewise, and to shared memory."""
     config = work.config
     if config.wanted.k:
         target = cute.recast_ptr(work.columns + config.tmem_dp + first, dtype=Int32)
@@ -63,7 +64,7 @@ def store_ds(work, first, words: cute.Tensor) -> None:
 
 
 def store_row(work, first, words: cute.Tensor) -> None:
-    """The thread's key in dS's tile in shared memory: a row of 128 bytes of each block of queries, swizzled."""
+    """Store the thread's key in dS's tile in shared memory: a row of 128 bytes in each block of queries, swizzled."""
     row = work.shared.ds.toint() + (first // BLOCK_WORDS * work.config.tile_n + work.thread) * tma.ROW_BYTES
     first_chunk = first % BLOCK_WORDS // CHUNK_WORDS
     for chunk in range(cute.size(words) // CHUNK_WORDS):

@@ -1,10 +1,10 @@
-"""P and dS of a head size that a cluster's CTAs share: each has some columns of K, V, Q and dO, and S and dP are sums
-over all of them.
+"""P and dS when a cluster's CTAs share a head: each CTA has some columns of K, V, Q and dO, and S and dP are sums over
+all CTAs.
 
-A CTA gets the others' partial sums for some of the tile's queries, makes P and dS of these, and hands them to all. A
-key is a thread's in every CTA, so that what a thread needs has been sent by threads of its number. Nothing else says
-that a buffer may be written again: partial sums of a step are sent when all CTAs' P and dS of the step before have
-come, and P and dS when all partial sums have.
+A CTA receives the other CTAs' partial sums for some of the tile's queries, makes P and dS of these queries, and sends
+them to all CTAs. A key belongs to the same thread in every CTA, so a thread receives only from threads with its number.
+Buffers need no release: a CTA sends partial sums of a step once it has all CTAs' P and dS of the previous step, and P
+and dS once it has all partial sums.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from warpspec.fmha.backward.sm100 import scores
 
 @cute.jit
 def make_block(work, step, head, query_tile):
-    """As ``scores.make_block``, of the tile's only block. Produces other CTAs' sums_there and results_there, consumes
-    its own."""
+    """Like ``scores.make_block``, for the tile's only block. Produces the other CTAs' sums_there and results_there,
+    consumes its own."""
     config, dtype = work.config, work.operands.q.element_type
     others, count = config.column_parts - 1, config.made_queries
     if work.thread == 0:
@@ -64,17 +64,17 @@ def make_block(work, step, head, query_tile):
 
 
 def kinds(config) -> int:
-    """1: S and P alone are needed; 2: dP and dS, too."""
+    """1 if only S and P are needed; 2 if dP and dS are, too."""
     return 1 + config.wanted.ds
 
 
 def rank_at(work, distance: int):
-    """The CTA that comes so many behind this one in the cluster."""
+    """Rank of the CTA so many places after this one in the cluster, which wraps around."""
     return (work.part + distance) % work.config.column_parts
 
 
 def buffer(work, region: str, kind: int, distance: int) -> cute.Pointer:
-    """Where a CTA gets something from the one that comes so many before it. region: "sums", "results"."""
+    """Where a CTA receives data from the CTA so many places before it. region: "sums", "results"."""
     config = work.config
     size = getattr(config, f"sent_{region}_bytes")
     return getattr(work.shared, region) + (kind * (config.column_parts - 1) + distance - 1) * size
@@ -82,7 +82,7 @@ def buffer(work, region: str, kind: int, distance: int) -> cute.Pointer:
 
 @cute.jit
 def sums_of(work, kind: cutlass.Constexpr, query) -> cute.Tensor:
-    """The CTA's own sums of S or dP, of ``made_queries`` from ``query`` on, in registers."""
+    """Read the CTA's own sums of S or dP for ``made_queries`` queries from ``query`` on into registers."""
     config = work.config
     sums = cute.make_rmem_tensor(config.made_queries, Float32)
     first = config.tmem_s if cutlass.const_expr(kind == 0) else config.tmem_dp
@@ -93,7 +93,8 @@ def sums_of(work, kind: cutlass.Constexpr, query) -> cute.Tensor:
 
 @cute.jit
 def collect(work, kind: cutlass.Constexpr, made: cute.Tensor):
-    """P or dS of all queries of the block, in 16 bits, to where products read it. made: of the CTA's own queries."""
+    """Store P or dS of all queries of the block, in 16 bits, where products read it. made: that of the CTA's own
+    queries."""
     config = work.config
     count = config.made_queries // PAIR
     for distance in cutlass.range_constexpr(config.column_parts):

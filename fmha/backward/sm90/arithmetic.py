@@ -1,4 +1,4 @@
-"""What a consumer thread has of a block of S^T, in wgmma's fragments; values as operands."""
+"""A consumer thread's fragment of a block of S^T, as wgmma lays it out; values as operands."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from warpspec.fmha.heads import BLOCK
 
 
 def block_of(work, step, number: int, place) -> Block:
-    """A thread's part of a block of 64 queries. number: of the tile's blocks. place: (query head, query tile)."""
+    """A thread's part of a block of 64 queries. number: the block's, in the tile. place: (query head, query tile)."""
     config, tile = work.config, work.tile
     head, query_tile = place
-    offset = number * BLOCK + PAIR * work.member  # of the thread's column 0, in the tile
+    offset = number * BLOCK + PAIR * work.member  # query of the thread's column 0, in the tile
     stage = work.channels["q_full"].stage(step) * config.tile_m
     layout = cute.make_layout((PAIR, 2, BLOCK // PAIR), stride=(1, PAIR, 2 * PAIR))
     statistics = cute.make_tensor((work.shared.statistics + (stage + offset) * 2).align(8), layout)
@@ -42,10 +42,10 @@ def block_of(work, step, number: int, place) -> Block:
 
 
 def keep(values: cute.Tensor, operand: cute.Tensor) -> None:
-    """Values in 16 bits in the registers of an operand: the same order.
+    """Round values to 16 bits into the registers of an operand, in the same order.
 
-    By inline PTX, which stays behind the wait in front of it: otherwise the compiler converts earlier, into registers
-    of their own while the operand's are still being read, and there are not enough for both.
+    Inline PTX stays behind the wait before it. Otherwise the compiler would convert earlier, into other registers
+    because the operand's are still being read, and there are not enough for both.
     """
     source, words = flat(values), cute.recast_tensor(flat(operand), Int32)
     kind = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}[operand.element_type]

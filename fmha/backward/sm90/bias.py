@@ -1,7 +1,7 @@
-"""A bias in bf16 through shared memory: a step's comes by TMA; its gradient is dS, which the copy engine stores.
+"""A bf16 bias through shared memory: TMA loads each step's bias, and stores its gradient, dS.
 
-A consumer has a box of its own, (query, 64 keys), a row a query, with the 128-byte swizzle: both ways between it and
-the fragments of S^T, a row a key, are transpositions (ldmatrix, stmatrix).
+Each consumer has its own box, (query, 64 keys), one query per row, with the 128-byte swizzle. The fragments of S^T have
+one key per row, so both directions transpose (ldmatrix, stmatrix).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from warpspec.fmha.backward.sm90.config import BIAS_STAGES, CONSUMERS
 from warpspec.fmha.heads import BLOCK
 from warpspec.fmha.sm90.staging import CHUNK_BYTES, SWIZZLE_ROWS
 
-LOAD, STORE = 4, 5  # which of the descriptors
+LOAD, STORE = 4, 5  # index of the descriptor
 MATRICES = 4  # of one ldmatrix
 
 
 def boxes_of(work, tensor, place):
-    """(KEY, QUERY) from the consumers' first key and the tile's first query on, of a TMA coordinate tensor."""
+    """A TMA coordinate tensor, (KEY, QUERY), from the consumers' first key and the tile's first query on."""
     config, tile = work.config, work.tile
     head, query_tile = place
     batch = tile.request if config.logits.bias_batches else 0
@@ -31,7 +31,7 @@ def boxes_of(work, tensor, place):
 
 
 def fetch(work, step, head, query_tile) -> None:
-    """The bias of a step, a box for each consumer. Produces bias_full."""
+    """Load the bias of a step, a box for each consumer. Produces bias_full."""
     config, full = work.config, work.channels["bias_full"]
     atoms, coordinates = work.loads
     box = (BLOCK, config.tile_m)
@@ -44,7 +44,7 @@ def fetch(work, step, head, query_tile) -> None:
 
 
 def matrix_address(base, thread) -> Int32:
-    """Address of the row that a thread names of the first four matrices, each of 8 queries and 8 keys of its warp."""
+    """Address of the row that a thread supplies for the first four matrices, each 8 queries by 8 keys of its warp."""
     lane = thread % WARP_THREADS
     row = lane // (2 * SWIZZLE_ROWS) * SWIZZLE_ROWS + lane % SWIZZLE_ROWS
     chunk = thread // WARP_THREADS * (WARP_ROWS // SWIZZLE_ROWS) + lane // SWIZZLE_ROWS % 2
@@ -52,7 +52,7 @@ def matrix_address(base, thread) -> Int32:
 
 
 def reader(work, step):
-    """A function of i: words 4 i to 4 i + 3 of the bias of a thread, in the order of S^T's registers."""
+    """A function of i that reads words 4 i to 4 i + 3 of a thread's bias, in the order of S^T's registers."""
     config = work.config
     stage = (step % BIAS_STAGES * CONSUMERS + work.consumer) * (config.bias_bytes // CONSUMERS)
     start = matrix_address(work.shared.bias.toint() + stage, work.thread)
@@ -68,7 +68,7 @@ def reader(work, step):
 
 
 def store_columns(base, thread, words: cute.Tensor) -> None:
-    """Words of a block of S^T to a box at ``base``, by stmatrix."""
+    """Store words of a block of S^T to a box at ``base``, by stmatrix."""
     start = matrix_address(base, thread)
     for i in range(cute.size(words) // MATRICES):
         cute.arch.inline_ptx(
@@ -82,7 +82,7 @@ def store_columns(base, thread, words: cute.Tensor) -> None:
 
 @cute.jit
 def store(work, step, place):
-    """dS of a step to dbias, by one thread of the consumer. Behind the barrier that says that it is there."""
+    """Store dS of a step to dbias, by one thread of the consumer, after the barrier that guards dS."""
     config = work.config
     atoms, coordinates = work.loads
     if work.thread < WARP_THREADS:
@@ -96,6 +96,6 @@ def store(work, step, place):
 
 @cute.jit
 def wait_stored(work):
-    """Stores have read their shared memory."""
+    """Wait until stores have read their shared memory."""
     if work.thread < WARP_THREADS:
         cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -23,32 +23,32 @@ from warpspec.fmha.tiles import ELEMENT_BYTES
 CONSUMERS = 2  # warpgroups
 CONSUMER_KEYS = 64
 TILE_M = {64: 128, 128: 64, 256: 64, 512: 64}  # queries of a tile, by D
-BIAS_DIM, BIAS_STAGES, BIAS_VECTOR = 128, 2, 8  # where a bias comes by TMA
-PAIRED_DIM = 256  # from which on both consumers have the same keys: one makes P and dV, the other dS and dK
-WIDTH = 256  # most columns of a head that a CTA has: of D 512 two in a cluster have half each (``partial``)
-TURN_STAGES = 2  # steps that a consumer's turns may be granted ahead of what it has added
+BIAS_DIM, BIAS_STAGES, BIAS_VECTOR = 128, 2, 8  # if TMA loads the bias
+PAIRED_DIM = 256  # from this D on, both consumers have the same keys: one makes P and dV, the other dS and dK
+WIDTH = 256  # most columns of a head in a CTA: at D 512, two CTAs of a cluster have half each (``partial``)
+TURN_STAGES = 2  # steps by which a consumer's granted turns may run ahead of its additions
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 BARRIER_BYTES = 1024  # room for the mbarriers: what follows is aligned to it
 CONSUMER_BARRIER = 1  # named barrier of both consumers: dS is in shared memory, or rows have been cleared
-P_FACTOR = 2.0**14  # of P in fp16 from one paired consumer to the other: P is at most 1
+P_FACTOR = 2.0**14  # factor of P, at most 1, when paired consumers exchange it in fp16
 P_BARRIER = 2  # named barrier of paired consumers: P is in shared memory
 APART_BARRIER = 3  # named barrier that the second consumer waits at until the first is half a step ahead
 
 
 def has_bias_tiles(parts: dict, forward) -> bool:
-    """Whether the bias can come by TMA, and its gradient go: bf16, rows aligned; and there is room."""
+    """Whether TMA can load the bias and store its gradient: bf16, aligned rows, and enough shared memory."""
     logits = parts["logits"]
     fits = forward.head_dim == BIAS_DIM and not parts["deterministic"] and forward.bias_rows == "aligned"
     whole_rows = forward.seq_k % BIAS_VECTOR == 0 or parts["wanted"].bias != "bfloat16"
-    fits = fits and not logits.softcap  # dS would go out as dbias when it is no longer that
+    fits = fits and not logits.softcap  # dS no longer equals dbias when it is stored
     return fits and whole_rows and parts["format"].dtype == logits.bias == "bfloat16"
 
 
 @dataclass(frozen=True)
 class BackwardConfig(BackwardKernel):
-    """Compile-time shape of one kernel. tile_m: queries of a tile. q_stages, do_stages: query tiles whose Q, dO have
-    room; without a load warp, one more of Q. bias_tiles: the bias comes through shared memory (``bias``). late: dQ of
-    a step is made in the next one (``exchange``)."""
+    """Compile-time shape of one kernel. tile_m: queries of a tile. q_stages, do_stages: stages of the rings of Q and
+    dO; without a load warp, Q has one more. bias_tiles: the bias comes through shared memory (``bias``). late: dQ of a
+    step is made in the next step (``exchange``)."""
 
     tile_m: int = 64
     q_stages: int = 3
@@ -62,13 +62,13 @@ class BackwardConfig(BackwardKernel):
         assert self.smem_bytes <= MAX_SMEM_PER_CTA
         assert sum(self.registers) * WARPGROUP_THREADS <= REGISTERS_PER_SM
         assert self.paired or self.q_stages == self.do_stages + 1
-        # S of the next step is issued before what is fetched in this one.
+        # S of the next step is issued before this step's fetch arrives.
         assert (self.wanted.q and not (self.paired or self.bias_tiles) and self.ahead > 1) or not self.late
         assert barrier_count(self.barriers) * 8 <= BARRIER_BYTES
 
     @classmethod
     def of(cls, problem: BackwardProblem) -> BackwardConfig:
-        """The kernel for a problem. UnsupportedProblem names what it does not do."""
+        """The kernel for a problem. UnsupportedProblem names what the kernel does not support."""
         forward = problem.forward
         check_requests("sm90", forward)
         dim = forward.head_dim
@@ -90,7 +90,7 @@ class BackwardConfig(BackwardKernel):
 
     @property
     def paired(self) -> bool:
-        """Both consumers have the tile's keys: one makes P and dV, the other dS and dK (``pair``)."""
+        """Whether both consumers have the tile's keys: one makes P and dV, the other dS and dK (``pair``)."""
         return self.heads.qk >= PAIRED_DIM
 
     @property
@@ -103,7 +103,7 @@ class BackwardConfig(BackwardKernel):
 
     @property
     def partial_bytes(self) -> int:
-        """Partial sums of S, or of dP, that one CTA of a cluster gets from the other in a step."""
+        """Bytes of partial sums of S, or of dP, that one CTA of a cluster gets from the other in a step."""
         return self.tile_m * self.tile_n * FP32_BYTES if self.clustered else 0
 
     @property
@@ -130,12 +130,12 @@ class BackwardConfig(BackwardKernel):
 
     @property
     def load_warp(self) -> int:
-        """Which warp loads: of a pair one of its own, else the first."""
+        """The warp that loads: a warp of its own with paired consumers, else the first."""
         return CONSUMERS * WARPGROUP_THREADS // WARP_THREADS if self.paired else 0
 
     @property
     def turn_warp(self) -> int:
-        """The first of the turn warps. They follow the consumers, and the load warp of a pair."""
+        """The first of the turn warps, which follow the consumers and a pair's load warp."""
         return self.consumer_threads // WARP_THREADS + self.paired
 
     @property
@@ -147,8 +147,8 @@ class BackwardConfig(BackwardKernel):
 
     @property
     def moves_registers(self) -> bool:
-        """Warps of the last warpgroup hand registers on to the consumers. Each quarter of an SM has 512 a lane, for a
-        warp of every warpgroup: so a single further warp leaves consumers no more than a whole warpgroup does."""
+        """Whether warps of the last warpgroup hand registers to the consumers. Each quarter of an SM has 512 registers
+        a lane for one warp of every warpgroup, so a single extra warp costs consumers as much as a whole warpgroup."""
         return self.paired or self.deterministic
 
     @property
@@ -159,22 +159,23 @@ class BackwardConfig(BackwardKernel):
 
     @property
     def keys_in_registers(self) -> bool:
-        """K and V are operands of S and dP from registers, which saves reading them from shared memory each time."""
+        """Whether S and dP take K and V from registers, which saves reading them from shared memory each time."""
         return self.heads.qk == BLOCK and self.logits.bias is None
 
     @property
     def weighs_early(self) -> bool:
-        """P is made before dQ of the step before is waited for."""
+        """Whether P is made before waiting for the previous step's dQ."""
         return self.heads.qk == BLOCK
 
     @property
     def stores_early(self) -> bool:
-        """dS is in shared memory before the next S is issued, which reads all that shared memory delivers."""
+        """Whether dS is stored to shared memory before the next S is issued, which takes all of shared memory's
+        bandwidth."""
         return self.late and self.weighs_early
 
     @property
     def stores_bias(self) -> bool:
-        """dS of a step, a row a query, is what the copy engine stores to dbias."""
+        """Whether TMA stores dS of a step, one query per row, to dbias."""
         return self.bias_tiles and self.wanted.bias == "bfloat16"
 
     @property
@@ -187,7 +188,7 @@ class BackwardConfig(BackwardKernel):
 
     @property
     def bias_bytes(self) -> int:
-        """The bias of a step, in shared memory."""
+        """Bytes of a step's bias in shared memory."""
         return self.tile_m * self.tile_n * ELEMENT_BYTES if self.bias_tiles else 0
 
     @property
@@ -196,8 +197,8 @@ class BackwardConfig(BackwardKernel):
 
     @property
     def dv_first(self) -> bool:
-        """dV of a block is waited for before dS is made: beside a turn warp D 128 has 240 registers a thread, not the
-        250 that it takes to hold P under dS."""
+        """Whether to wait for dV of a block before dS is made: beside a turn warp D 128 has 240 registers a thread, and
+        holding P while making dS takes 250."""
         return self.deterministic and self.heads.qk == 2 * BLOCK
 
     @property
@@ -211,7 +212,7 @@ class BackwardConfig(BackwardKernel):
 
     @property
     def p_bytes(self) -> int:
-        """P of a step, where one consumer hands it to the other."""
+        """Bytes of a step's P, if one consumer hands it to the other."""
         return self.tile_m * self.tile_n * ELEMENT_BYTES if self.paired else 0
 
     @property
@@ -237,7 +238,7 @@ class BackwardConfig(BackwardKernel):
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:
-        """Every mbarrier: who arrives, how often, who waits, what then holds."""
+        """Every mbarrier: who arrives, how often, who waits, and what then holds."""
         load = "load warp" if self.paired else "first warp"
         filled = f"{load}, expect_tx + TMA bytes"
         warps, warp = self.consumer_threads // WARP_THREADS, "consumers, one thread a warp"

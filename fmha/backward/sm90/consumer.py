@@ -1,9 +1,9 @@
 """A consumer warpgroup: dK and dV of its 64 keys in registers, and one part of every query tile's dQ, on wgmma.
 
-Scores are made transposed, S^T = K Q^T, a row a key, for 64 queries at a time: so P^T and dS^T are operands of
-dV += P^T dO and dK += dS^T Q straight from registers. dS goes through shared memory once, for dQ = dS K, to which all
-keys of the tile add. Each block of 64 queries finds its S finished; the next one's is issued as soon as dS has been
-made, so that the tensor core has work under every part of the arithmetic:
+Scores are transposed, S^T = K Q^T, one key per row, for 64 queries at a time, so that P^T and dS^T are register
+operands of dV += P^T dO and dK += dS^T Q. dS goes through shared memory once, for dQ = dS K, to which all keys of the
+tile add. Each block of 64 queries finds its S finished; S of the next block is issued as soon as dS has been made, so
+that the tensor core has work during all of the arithmetic:
 
     issue dP | P = exp(S - lse') | issue dV | wait dP | dS = P (dP - delta) | issue the next S | dS to shared memory |
     behind the tile's last block: issue dQ (``exchange``) | issue dK | read the next lse' | wait dQ | add dQ to global
@@ -11,9 +11,9 @@ made, so that the tensor core has work under every part of the arithmetic:
 
 lse' is in registers before these additions queue in front of all that a thread reads from shared memory.
 At D 64 P is made as soon as S is there, before dQ is waited for, and a late dS is stored before the next S is issued.
-dP starts from -delta. The first warp also loads. So there is no warp for the loads alone, and threads may have 255
-registers each: with fewer ptxas runs the products one by one. For the same reason all that reads a product's registers
-stands in the iteration that issues it (docs/notebook/gradients.md).
+dP starts from -delta. The first warp also loads. Without a separate load warp, threads may have 255 registers each:
+with fewer, ptxas serialises the products. For the same reason, all code that reads a product's registers stands in the
+iteration that issues it (docs/notebook/gradients.md).
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from warpspec.fmha.sm90.staging import load_words, store_rows
 class ConsumerKeys:
     """A consumer's part of a key tile. first_row: the consumer's first row in the tile. thread: 0..127 within the
     consumer. row: the first of the thread's rows among the consumer's 64. member: the thread's number in its quad.
-    bounds: for each of the thread's keys, [first, end) of the queries that see it. loads: copy atoms and coordinates.
-    lse: registers for lse' of the next block's queries; a pair reads lse' where it needs it."""
+    bounds: for each key of the thread, [first, end) of the queries that see it. loads: copy atoms and coordinates. lse:
+    registers for lse' of the next block's queries; a pair reads lse' where it needs it."""
 
     config: object
     channels: dict
@@ -78,7 +78,7 @@ class ConsumerKeys:
         return self.first_row + self.row + r * ROW_DISTANCE
 
     def issue_s(self, step, block: int) -> None:
-        """S^T of a block of 64 queries; the others likewise."""
+        """Issue S^T of a block of 64 queries; the other methods likewise."""
         stage = step % self.config.q_stages
         multiply(self.mma.scores, self.mma.s, self.mma.k, rows_of(self.mma.q, block, stage), False)
 
@@ -102,7 +102,7 @@ class ConsumerKeys:
         multiply(self.mma.rows, self.mma.dk, self.mma.ds_rows, columns, True, block * (BLOCK // MMA_K))
 
     def issue_dq(self, step, part: int = 0, mma: GradientProducts | None = None) -> None:
-        """part: of the consumer's. mma: descriptors, where it is issued in several regions of the program."""
+        """part: which of the consumer's parts. mma: descriptors, if it is issued in several regions of the program."""
         mma = mma or self.mma
         ds = mma.ds[None, None, None, step % self.config.ds_stages]
         multiply(mma.queries, self.mma.dq, ds, mma.k_columns[part][None, None, None, 0], False)
@@ -114,15 +114,15 @@ class ConsumerKeys:
 
     @property
     def index(self):
-        """Which of them this one is."""
+        """Number of this thread among them."""
         return self.consumer * WARPGROUP_THREADS + self.thread
 
     def fence(self) -> None:
-        """As ``barrier``."""
+        """Like ``barrier``."""
         self.barrier()
 
     def barrier(self) -> None:
-        """All consumers are here, and what they wrote to shared memory is there for wgmma."""
+        """Wait for all consumers, and make what they wrote to shared memory visible to wgmma."""
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=self.config.consumer_threads)
 
@@ -147,7 +147,7 @@ def consume(
     lane = thread % WARP_THREADS
     row = thread // WARP_THREADS * WARP_ROWS + lane // QUAD
     mma = products(config, operands.q.element_type, shared, consumer)
-    rows = 0 if config.paired else consumer * CONSUMER_KEYS  # of the tile, before the consumer's
+    rows = 0 if config.paired else consumer * CONSUMER_KEYS  # blocks of the tile before the consumer's
     first_key = tile.first_key + rows + row
     bounds = tuple(tile.queries_of(first_key + r * ROW_DISTANCE) for r in range(THREAD_ROWS))
     work = ConsumerKeys(
@@ -188,7 +188,7 @@ def consume(
 
 @cute.jit
 def finish_queries(work):
-    """dQ of the last step, where it is late."""
+    """Finish dQ of the last step, if it is late."""
     if cutlass.const_expr(not work.config.paired):  # noqa: SIM102
         if work.tile.steps > 0:
             exchange.add_last(work)
@@ -196,11 +196,11 @@ def finish_queries(work):
 
 @cute.jit
 def go_through(work):
-    """All steps of a tile; a late dQ of the last is not added yet."""
+    """Run all steps of a tile; a late dQ of the last step is not added yet."""
     config, tile, channels, mma = work.config, work.tile, work.channels, work.mma
     place = tile.first  # (query head, query tile)
     before = place  # that of the step before
-    fetched = begin(work)  # that of the step whose loads are issued next
+    fetched = begin(work)  # place of the step whose loads are issued next
     block_of(work, Int32(0), 0, place).read_lse()
     if cutlass.const_expr(config.weighs_early):
         make_p(work, Int32(0), 0, place)
@@ -216,13 +216,13 @@ def go_through(work):
                 work.issue_dp(step, block)
             if cutlass.const_expr(not config.weighs_early):
                 make_p(work, step, block, place)
-            warpgroup.wait_group(int(config.wanted.ds))  # dK of the block before, whose operand P's may be
+            warpgroup.wait_group(int(config.wanted.ds))  # previous dK: P may overwrite its operand
             if cutlass.const_expr(config.wanted.v):
                 keep(mma.s, mma.p)
                 work.issue_dv(step, block)
             exchange.let_go(work, step, block)
             following = step
-            if cutlass.const_expr(ends):  # the next step: of the last one it is that again, which nobody uses
+            if cutlass.const_expr(ends):  # the next step; after the last, the last again, which nobody uses
                 following = cutlass.min(step + 1, last)
                 wait_queries(work, following)
                 if step < last:
@@ -259,7 +259,7 @@ def go_through(work):
 
 @cute.jit
 def begin(work):
-    """The first loads, and S of the first block. Returns what ``exchange.fetch_first`` does."""
+    """Issue the first loads, and S of the first block. Returns what ``exchange.fetch_first`` does."""
     config, tile, channels = work.config, work.tile, work.channels
     fetched = exchange.fetch_first(work)
     channels["k_full"].wait(0)
@@ -282,20 +282,20 @@ def begin(work):
 
 @cute.jit
 def make_p(work, step, block: cutlass.Constexpr, place):
-    """P of a block in the registers of its S."""
+    """Make P of a block in the registers of its S."""
     weigh(block_of(work, step, block, place), flat(work.mma.s), work.tile.needs_mask(place[1], block))
 
 
 @cute.jit
 def wait_queries(work, step):
-    """Q, its rows' statistics and the bias of a step are there."""
+    """Wait for a step's Q, its rows' statistics and the bias."""
     work.channels["q_full"].wait(step)
     if cutlass.const_expr(work.config.bias_tiles):
         work.channels["bias_full"].wait(step)
 
 
 def start_dp(block, dp: cute.Tensor) -> None:
-    """The accumulators of dP start from -delta."""
+    """Start the accumulators of dP from -delta."""
     for column, registers in block.pairs:
         less = block.statistic(1, column)
         for i, j in registers:
@@ -304,7 +304,7 @@ def start_dp(block, dp: cute.Tensor) -> None:
 
 @cute.jit
 def read_keys(work, base, operand: cute.Tensor):
-    """The consumer's rows of K or V (64 columns) into the registers of an operand."""
+    """Read the consumer's rows of K or V (64 columns) into the registers of an operand."""
     words = cute.recast_tensor(flat(operand), Int32)
     start = base.toint() + work.first_row * tma.ROW_BYTES
     for i, word in enumerate(load_words(start, PlaceInRows(work.row, work.member))):
@@ -313,7 +313,7 @@ def read_keys(work, base, operand: cute.Tensor):
 
 @cute.jit
 def put_ds(work, step, block: cutlass.Constexpr):
-    """dS of a block as operand of dK, and in shared memory."""
+    """Put dS of a block into dK's operand and into shared memory."""
     keep(work.mma.dp, work.mma.ds_rows)
     exchange.wait_other(work, step, block)
     store_ds(work, step, block)
@@ -321,7 +321,7 @@ def put_ds(work, step, block: cutlass.Constexpr):
 
 @cute.jit
 def store_ds(work, step, block: cutlass.Constexpr):
-    """dS^T of the consumer's keys and a block of queries to shared memory, a row a key."""
+    """Store dS^T of the consumer's keys and a block of queries to shared memory, one key per row."""
     config, words = work.config, cute.recast_tensor(flat(work.mma.ds_rows), Int32)
     if cutlass.const_expr(config.ds_stages == 0):
         return

@@ -1,14 +1,14 @@
-"""How dS of both consumers reaches the products of dQ, to which all keys of a tile add.
+"""Exchange of dS between the consumers for dQ, to which all keys of a tile add.
 
-*Late*: a step issues dQ of the step before, whose dS the other consumer has stored meanwhile. So the consumers need not
-be in step: the second begins half a step after the first, and while one makes P and dS, the other's products run. One
-mbarrier a step says all that they must know of each other (exchanged): a consumer arrives when its dS is stored and its
-dQ of the step before is there, and waits for both before it stores the next dS.
+*Late*: a step issues dQ of the previous step, whose dS the other consumer has stored meanwhile. So the consumers need
+not run in lockstep: the second begins half a step after the first, and while one makes P and dS, the other's products
+run. One mbarrier per step (exchanged) synchronises them: a consumer arrives when its dS is stored and its dQ of the
+previous step is finished, and waits for both consumers before it stores the next dS.
 
-*Meeting*, where a bias comes by TMA, which leaves no shared memory for another stage of Q and dO, or where no dQ is
-wanted: a step issues its own dQ behind a barrier of both.
+*Meeting*: a step issues its own dQ after a barrier of both consumers. Used if TMA loads a bias, which leaves no shared
+memory for another stage of Q and dO, or if no dQ is wanted.
 
-Either way the first warp then fetches what comes some steps later to where all have read.
+Either way, the first warp then loads a later step into the buffers that all have read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from warpspec.fmha.backward.sm90.products import other_products
 
 @cute.jit
 def stand_apart(work):
-    """The second consumer begins when the first has P of its first block."""
+    """Delay the second consumer until the first has P of its first block."""
     if cutlass.const_expr(work.config.late):  # noqa: SIM102
         if work.consumer == 1:
             cute.arch.barrier(barrier_id=APART_BARRIER, number_of_threads=work.config.consumer_threads)
@@ -43,8 +43,8 @@ def let_go(work, step, block: cutlass.Constexpr):
 
 @cute.jit
 def wait_other(work, step, block: cutlass.Constexpr):
-    """Late: both consumers are through with the step before. So its dS is there, for dQ, and nobody reads any more what
-    the step's dS replaces."""
+    """Late: wait until both consumers have finished the previous step. Then its dS is stored, for dQ, and nobody still
+    reads the buffer that this step's dS overwrites."""
     if cutlass.const_expr(work.config.late and block == 0):  # noqa: SIM102
         if step > 0:
             work.channels["exchanged"].wait(step - 1)
@@ -52,8 +52,8 @@ def wait_other(work, step, block: cutlass.Constexpr):
 
 @cute.jit
 def issue_dq(work, step, place):
-    """dQ of the step, or, late, of the one before: of the first step that of anything, which nobody adds. S of the
-    next step has been issued, behind dV. place: (query head, query tile) of the step."""
+    """Issue dQ of this step, or, late, of the previous step. In the first step, late dQ is garbage that nobody adds. S
+    of the next step has been issued, after dV. place: (query head, query tile) of the step."""
     warpgroup.wait_group(1)  # dV
     if cutlass.const_expr(work.config.late):
         work.issue_dq(step + 1)  # the other stage
@@ -65,8 +65,8 @@ def issue_dq(work, step, place):
 
 @cute.jit
 def meet(work, step, place):
-    """Both consumers have stored their dS of a step, and are done with its dO and with Q of the one before. dS goes out
-    as dbias."""
+    """Wait until both consumers have stored dS of a step and are done with its dO and the previous step's Q. Start the
+    store of dS to dbias."""
     config = work.config
     if cutlass.const_expr(config.stores_bias):
         bias.wait_stored(work)
@@ -77,7 +77,7 @@ def meet(work, step, place):
 
 @cute.jit
 def take_dq(work, step, place, before):
-    """What ``issue_dq`` has issued leaves its registers."""
+    """Wait for ``issue_dq``'s products and add them to global memory."""
     if cutlass.const_expr(work.config.wanted.q):
         warpgroup.wait_group(int(work.config.wanted.k))
     if cutlass.const_expr(work.config.late):
@@ -91,7 +91,7 @@ def take_dq(work, step, place, before):
 
 @cute.jit
 def add_last(work):
-    """dQ of the last step of a tile."""
+    """Add dQ of the last step of a tile."""
     if cutlass.const_expr(work.config.late):
         last, place = work.tile.steps - 1, work.tile.last
         work.channels["exchanged"].wait(last)
@@ -102,8 +102,8 @@ def add_last(work):
 
 @cute.jit
 def fetch_first(work):
-    """The first loads of a tile, by the first warp: K, behind the launch before Q, then V, and so many steps as are
-    fetched ahead. Returns the (query head, query tile) of the step behind these."""
+    """Issue the first loads of a tile, by the first warp: K; then, after the previous launch, Q; then V, and the steps
+    that are fetched ahead. Returns the (query head, query tile) of the step after these."""
     loads, tile = work.index < WARP_THREADS, work.tile
     place = tile.first
     if loads:
@@ -121,8 +121,8 @@ def fetch_first(work):
 
 @cute.jit
 def fetch_ahead(work, step, place):
-    """Loads of the step that comes ``ahead`` steps later, by the first warp, to where all have read. place: its (query
-    head, query tile)."""
+    """Issue the loads of the step ``ahead`` steps later, by the first warp, into buffers that all have read. place: its
+    (query head, query tile)."""
     step += work.config.ahead
     if Boolean(step < work.tile.steps) & Boolean(work.index < WARP_THREADS):
         fetch(work, step, place)

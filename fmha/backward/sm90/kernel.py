@@ -21,7 +21,7 @@ from warpspec.fmha.heads import BLOCK
 
 
 def bias_view(config, bias: cute.Tensor) -> cute.Tensor:
-    """(KEY, QUERY, HEAD, BATCH) of a bias, or of its gradient; 1 head or batch row where they share it."""
+    """(KEY, QUERY, HEAD, BATCH) view of a bias or its gradient; 1 head or batch row if all share it."""
     batch, heads, queries, keys = bias.shape
     steps = bias.stride
     heads, head_step = (heads, steps[1]) if config.logits.bias_heads else (1, steps[2])
@@ -34,7 +34,7 @@ class Backward(BackwardHost):
     """The kernel of one ``BackwardConfig``."""
 
     def further(self, operands) -> list:
-        """The bias, if it comes through shared memory, and its gradient, if it leaves that way."""
+        """TMA descriptors of the bias and of its gradient, for those that go through shared memory."""
         config = self.config
         if not config.bias_tiles:
             return []
@@ -81,7 +81,7 @@ class Backward(BackwardHost):
             consume(*arguments, consumer, loads)
         else:
             cute.arch.setmaxregister_increase(config.registers[0])
-            for each in cutlass.range_constexpr(CONSUMERS):  # each has code of its own
+            for each in cutlass.range_constexpr(CONSUMERS):  # each consumer has code of its own
                 if consumer == each:
                     consume(*arguments, each, loads)
         if cutlass.const_expr(config.clustered):

@@ -1,8 +1,9 @@
-"""Two consumers of the same 64 keys, for large D: one makes P and dV, the other dS and dK; each half of dQ's columns.
+"""Two consumers of the same 64 keys, for large D: one makes P and dV, the other dS and dK; each makes half of dQ's
+columns.
 
-P goes from one to the other through shared memory, in fp16 times 2**14: closer than its rounding as an operand, down
-to weights of 2**-28. The threads of both have the same keys and queries of S^T and dP^T. dQ goes to global memory
-straight from registers, as there is no room to stage it.
+P goes from one to the other through shared memory, in fp16 times 2**14: down to weights of 2**-28 this is more exact
+than P's rounding as an operand. The threads of both have the same keys and queries of S^T and dP^T. dQ goes to global
+memory straight from registers, because it has no staging buffer.
 
     P:  P = exp(S - lse') | hand it on | issue dV | wait for dS | issue the next S, dQ | wait, add dQ, twice
     dS: wait for P, dP | dS = P (dP - delta) | to shared memory | issue dQ, the next dP | add dQ | issue dQ, dK | add dQ
@@ -26,7 +27,8 @@ from warpspec.fmha.backward.sm90.config import P_BARRIER, P_FACTOR
 
 @cute.jit
 def go_through(work):
-    """All steps of a tile. Consumes what ``consumer.consume`` does; each produces q_empty and do_empty of its own."""
+    """Run all steps of a tile. Consumes what ``consumer.consume`` does; each consumer produces its own q_empty and
+    do_empty."""
     channels, tile = work.channels, work.tile
     channels["k_full"].wait(0)
     channels["v_full"].wait(0)
@@ -42,7 +44,7 @@ def go_through(work):
 
 @cute.jit
 def make_p(work):
-    """P, dV, and half of dQ."""
+    """The first consumer: P, dV, and half of dQ."""
     config, tile, channels, mma = work.config, work.tile, work.channels, work.mma
     channels["q_full"].wait(0)
     work.issue_s(0, 0)
@@ -91,9 +93,9 @@ def make_p(work):
 
 @cute.jit
 def make_ds(work):
-    """dS, dK, and half of dQ."""
+    """The second consumer: dS, dK, and half of dQ."""
     config, tile, channels, mma = work.config, work.tile, work.channels, work.mma
-    late = config.do_stages == 1  # the next dP waits until dV is through with dO
+    late = config.do_stages == 1  # the next dP waits until dV has read dO
     channels["do_full"].wait(0)
     work.issue_dp(0, 0)
     warpgroup.wait_group(0)
@@ -153,7 +155,7 @@ def make_ds(work):
 
 
 def hand_on(work) -> None:
-    """P to shared memory."""
+    """Store P to shared memory."""
     scores = flat(work.mma.s)
     weights = cute.make_rmem_tensor(cute.size(scores), Float16)
     for i in range(cute.size(scores)):
@@ -163,14 +165,14 @@ def hand_on(work) -> None:
 
 @cute.jit
 def derive_from_shared(work, step, place, masked):
-    """As ``arithmetic.derive``, with P from shared memory."""
+    """Like ``arithmetic.derive``, with P from shared memory."""
     config, ds = work.config, flat(work.mma.dp)
     block = block_of(work, step, 0, place)
     for column, registers, weights in weights_of(work, block):
         less = block.statistic(1, column)
         for weight, (i, j) in zip(weights, registers, strict=True):
             ds[i] = weight.to(Float32) * (ds[i] * config.delta_factor + less[j])
-    if masked | Boolean(config.logits.bias is not None):  # P once more: there are no registers to keep it in
+    if masked | Boolean(config.logits.bias is not None):  # read P again: there are no registers to keep it
         for _, registers, weights in weights_of(work, block):
             for weight, (i, _) in zip(weights, registers, strict=True):
                 hidden = Boolean(weight.to(Float32) == Float32(0.0))
@@ -187,10 +189,10 @@ def derive_from_shared(work, step, place, masked):
 
 
 def weights_of(work, block):
-    """(column, registers, P of them in fp16) of each pair of columns, out of shared memory."""
+    """(column, registers, their P in fp16) of each pair of columns, from shared memory."""
     for number, (column, registers) in enumerate(block.pairs):
         first = registers[0][0]
-        held = number % 2 * len(registers)  # a vector has the weights of two pairs of columns
+        held = number % 2 * len(registers)  # a vector holds the weights of two pairs of columns
         if held == 0:
             vector = cute.make_rmem_tensor(WORDS, Int32)
             cute.autovec_copy(vector_of(work.shared.p, work.thread, first // PAIR // WORDS), vector)

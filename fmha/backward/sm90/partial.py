@@ -1,7 +1,7 @@
-"""S and dP of a head size that two CTAs share: each has half of the columns of K, V, Q and dO, makes partial sums over
-these, and adds those of the other, which come through shared memory of the cluster.
+"""S and dP when two CTAs share a head: each has half of the columns of K, V, Q and dO, makes partial sums over these,
+and adds the other CTA's, which arrive through distributed shared memory.
 
-The warpgroup that needs a sum has the same rows and columns of it in both CTAs, so a thread adds what the thread of the
+The warpgroup that needs a sum has the same rows and columns in both CTAs, so a thread adds what the thread with the
 same number has sent. Both CTAs add the same two numbers: P and dS have the same bits in both.
 """
 
@@ -17,14 +17,14 @@ from warpspec.fmha.backward.device.tile import column_part
 
 
 def buffer(work, name: str) -> cute.Pointer:
-    """Where the other CTA's partial sums of "s" or "dp" come."""
+    """Where the other CTA's partial sums of "s" or "dp" arrive."""
     return work.shared.partial + ("s", "dp").index(name) * work.config.partial_bytes
 
 
 @cute.jit
 def send(work, name: cutlass.Constexpr, sums: cute.Tensor, step):
-    """Partial sums of a step to the other CTA. name: "s" or "dp". Produces the other CTA's ``{name}_there``, consumes
-    ``{name}_taken``."""
+    """Send partial sums of a step to the other CTA. name: "s" or "dp". Produces the other CTA's ``{name}_there``,
+    consumes ``{name}_taken``."""
     config, channels = work.config, work.channels
     if cutlass.const_expr(config.clustered):
         there = channels[name + "_there"].barrier(step)
@@ -37,7 +37,7 @@ def send(work, name: cutlass.Constexpr, sums: cute.Tensor, step):
 
 @cute.jit
 def receive(work, name: cutlass.Constexpr, sums: cute.Tensor, step):
-    """Adds the other CTA's partial sums of a step. Consumes ``{name}_there``; ``let_go`` hands the buffer back."""
+    """Add the other CTA's partial sums of a step. Consumes ``{name}_there``; ``let_go`` hands the buffer back."""
     config = work.config
     if cutlass.const_expr(config.clustered):
         work.channels[name + "_there"].wait(step)
@@ -48,8 +48,8 @@ def receive(work, name: cutlass.Constexpr, sums: cute.Tensor, step):
 
 @cute.jit
 def let_go(work, name: cutlass.Constexpr, step):
-    """The warp has used what it received: not earlier than something that depends on it, for an arrival waits for no
-    load. Produces the other CTA's ``{name}_taken``."""
+    """Release the buffer once the warp has used what it received. Place this after something that depends on the loads,
+    because an arrival does not wait for loads. Produces the other CTA's ``{name}_taken``."""
     if cutlass.const_expr(work.config.clustered):
         cute.arch.sync_warp()
         other = 1 - column_part(work.config)

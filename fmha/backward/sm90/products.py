@@ -20,15 +20,15 @@ K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
 
 
 def make_mma(dtype, a_major, b_major, columns: int, registers: bool = False) -> cute.TiledMma:
-    """D [64, columns] = A B; A from shared memory, or registers."""
+    """Tiled MMA of D [64, columns] = A B, with A from shared memory or registers."""
     source = warpgroup.OperandSource.RMEM if registers else warpgroup.OperandSource.SMEM
     tile = (CONSUMER_KEYS, columns)
     return hopper.make_trivial_tiled_mma(dtype, dtype, a_major, b_major, Float32, ONE_WARPGROUP, tile, source)
 
 
 class GradientProducts(NamedTuple):
-    """The products of a consumer; of a pair's, those that it makes. k, v, ds (MMA, MMA_M, MMA_K[, STAGE]), q, do,
-    q_columns, do_columns (MMA, MMA_N, MMA_K, STAGE): descriptors of shared memory, k and v at D 64 registers;
+    """The products of a consumer; a paired consumer has only those it makes. k, v, ds (MMA, MMA_M, MMA_K[, STAGE]), q,
+    do, q_columns, do_columns (MMA, MMA_N, MMA_K, STAGE): descriptors of shared memory, k and v at D 64 registers;
     k_columns: likewise, one for each part of dQ. s, dp, dq, dk, dv: fp32 registers; p, ds_rows: operands in registers,
     16 bits."""
 
@@ -53,7 +53,7 @@ class GradientProducts(NamedTuple):
 
 
 def products(config, dtype, shared, consumer) -> GradientProducts:
-    """consumer: which 64 keys, and which part of dQ."""
+    """consumer: number of the consumer, which selects its 64 keys and its part of dQ."""
     m, n, depth = config.tile_m, config.tile_n, config.room
     scores = make_mma(dtype, K_MAJOR, K_MAJOR, BLOCK, registers=config.keys_in_registers)
     rows = make_mma(dtype, K_MAJOR, MN_MAJOR, depth, registers=True)
@@ -116,7 +116,8 @@ def products(config, dtype, shared, consumer) -> GradientProducts:
         dp=dp,
         p=cute.make_rmem_tensor(operand, dtype) if makes_p else None,
         ds_rows=cute.make_rmem_tensor(operand, dtype) if makes_ds else None,
-        # Its registers are dP's, once dS is in shared memory; of a pair, whose next S or dP is under way then, its own.
+        # dQ reuses dP's registers once dS is in shared memory. A pair's next S or dP is in flight then, so its dQ has
+        # registers of its own.
         dq=accumulator(queries, (BLOCK, BLOCK)) if config.paired else dp,
         dk=accumulator(rows, wide) if makes_ds else None,
         dv=accumulator(rows, wide) if makes_p else None,
@@ -124,8 +125,8 @@ def products(config, dtype, shared, consumer) -> GradientProducts:
 
 
 def other_products(work):
-    """The products' descriptors once more, of addresses that the compiler cannot know to be the same: what is live
-    from the loop on takes registers that are not there."""
+    """The products' descriptors again, from addresses that the compiler cannot prove equal: keeping the first ones live
+    from the loop on would take registers that are not there."""
     lane = cute.arch.inline_ptx(
         "and.b32 {$w0}, {$r0}, 31;", write_only_types=[Int32], read_only_args=[work.thread]
     )
@@ -135,7 +136,7 @@ def other_products(work):
 
 
 def batched(fragment: cute.Tensor) -> cute.Tensor:
-    """(MMA, 1, MMA_K) of (MMA, MMA_K)."""
+    """(MMA, MMA_K) as (MMA, 1, MMA_K)."""
     shape, stride = fragment.layout.shape, fragment.layout.stride
     return cute.make_tensor(
         fragment.iterator, cute.make_layout((shape[0], 1, shape[1]), stride=(stride[0], 0, stride[1]))

@@ -1,4 +1,5 @@
-"""What a consumer hands on: its part of dQ, added to the sums in global memory; dK and dV, or a piece's part, once."""
+"""A consumer's results: it adds its part of dQ to the sums in global memory, and at the end writes dK and dV, or a
+piece's sums of them."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ VECTOR = 4  # fp32 numbers of one 16-byte store
 
 
 def warp_of(work, place, number) -> Int32:
-    """Number of a warp's piece of a query tile's dQ among all pieces, in 32 bits: there are not registers for more."""
+    """Number of a warp's piece of a query tile's dQ among all pieces, in 32 bits to save registers."""
     config, sums = work.config, work.operands.dq_sums
     head, query_tile = place
     tile_count = Int32(sums.stride[0] // (config.tile_m * config.heads.qk))
@@ -43,10 +44,10 @@ def sums_of(work, place, number):
 
 @cute.jit
 def add_queries(work, part: cutlass.Constexpr, place):
-    """One of a consumer's parts of dQ, added to global memory 16 bytes a thread."""
+    """Add one of a consumer's parts of dQ to global memory, 16 bytes per thread."""
     config, dq = work.config, flat(work.mma.dq)
     warp, lane = work.thread // WARP_THREADS, work.thread % WARP_THREADS
-    first = column_part(config) * CONSUMERS + work.consumer  # of the consumers that share a query tile's dQ
+    first = column_part(config) * CONSUMERS + work.consumer  # number among the consumers of a query tile's dQ
     number = (first * config.consumer_parts + part) * WARPS + warp
     start = sums_of(work, place, number) + lane * VECTOR * FP32_BYTES
     for i in cutlass.range_constexpr(THREAD_ELEMENTS // VECTOR):
@@ -61,14 +62,14 @@ def add_queries(work, part: cutlass.Constexpr, place):
 
 @cute.jit
 def finish(work):
-    """What is under way must leave shared memory before the CTA ends."""
+    """Wait until stores in flight have read shared memory, before the CTA ends."""
     if cutlass.const_expr(work.config.stores_bias):
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
 @cute.jit
 def write_keys(work):
-    """dK and dV of the thread's keys; or what a piece's steps add to them."""
+    """Write dK and dV of the thread's keys, or what a piece's steps add to them."""
     config, tile = work.config, work.tile
     if cutlass.const_expr(config.cuts_by_length):
         if tile.pieces > 1:
@@ -82,7 +83,7 @@ def write_keys(work):
 
 
 def leave_keys(work) -> None:
-    """What a piece's steps add to dK and dV, in fp32."""
+    """Write what a piece's steps add to dK and dV, in fp32."""
     operands, mma = work.operands, work.mma
     for sums, values in ((operands.dk_sums, mma.dk), (operands.dv_sums, mma.dv)):
         if sums is not None and values is not None:
@@ -91,7 +92,7 @@ def leave_keys(work) -> None:
 
 @cute.jit
 def finish_keys(work):
-    """dK, scaled, and dV; where V is K, their sum."""
+    """Write dK, scaled, and dV; if V is K, their sum."""
     config, operands, mma = work.config, work.operands, work.mma
     if cutlass.const_expr(mma.dk is not None):
         values = flat(mma.dk)
@@ -105,8 +106,8 @@ def finish_keys(work):
 
 @cute.jit
 def join(work):
-    """dK of the thread's keys, scaled, plus dV. Of a pair's consumers one has it from the other, through what K and V
-    have left."""
+    """dK of the thread's keys, scaled, plus dV. One of a pair's consumers gets dV from the other, through the buffers
+    of K and V."""
     config, mma = work.config, work.mma
     if cutlass.const_expr(config.paired):
         work.barrier()  # nobody reads K any more
@@ -124,7 +125,8 @@ def join(work):
 
 @cute.jit
 def write_sums(work, sums: cute.Tensor, values: cute.Tensor):
-    """Values to the piece's place among the sums, in the order of wgmma's registers, 512 bytes a warp at a time."""
+    """Write values to the piece's place in the sums, in the order of wgmma's registers, 512 bytes per warp at a
+    time."""
     config, tile, thread = work.config, work.tile, work.thread
     row_block = 0 if cutlass.const_expr(config.paired) else work.consumer
     own = sums[tile.kv_head, *tile.sums_place, None]
@@ -140,8 +142,8 @@ def write_sums(work, sums: cute.Tensor, values: cute.Tensor):
 
 @cute.jit
 def write_rows(work, tensor: cute.Tensor, values: cute.Tensor):
-    """Values to the consumer's rows of dK or dV, in 16 bits, by lines of 128 bytes: each warp takes its
-    16 rows, 64 columns at a time, through 2 KiB of the stage behind the last Q's, which nobody reads any more."""
+    """Write values to the consumer's rows of dK or dV, in 16 bits, in lines of 128 bytes: each warp stages its 16 rows,
+    64 columns at a time, in 2 KiB of the stage after the last Q's, which nobody reads any more."""
     config, tile, thread = work.config, work.tile, work.thread
     batch = 0 if cutlass.const_expr(config.requests.packed_k) else tile.request
     keys = tile.place.length if cutlass.const_expr(config.requests.packed_k) else tensor.shape[1]

@@ -1,9 +1,10 @@
-"""The turn warps: whose turn it is to add to dQ, where its order is fixed.
+"""The turn warps: they grant turns to add to dQ in a fixed order.
 
-A query tile of one head has a count in global memory for each consumer: how many key tiles have added what that
-consumer makes of dQ. One warp reads the consumers' counts and tells each when its turn has come, up to TURN_STAGES
-steps ahead; a warp for each consumer counts on when it has added. To wait for what was added to arrive (a fence of the
-GPU), and for a count, each takes about half a step: here it holds up nobody who computes, and neither the other.
+A query tile of one head has a counter in global memory for each consumer: how many key tiles have added that consumer's
+part of dQ. One warp reads the counters and tells each consumer when its turn has come, up to TURN_STAGES steps ahead;
+another warp for each consumer increments its counter after it has added. Waiting for additions to arrive (a GPU-scope
+fence) and waiting for a counter each take about half a step; in these warps the waits delay neither the consumers nor
+each other.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ from warpspec.fmha.backward.sm90.config import CONSUMERS
 
 @cute.jit
 def take_turns(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands, tile, warp):
-    """The turn warps, of which the first is number 0. Together they produce turn and consume added, of every step and
-    consumer."""
+    """Run a turn warp, numbered from 0. Together they produce turn and consume added for every step and consumer."""
     if warp == 0:
         grant_turns(config, channels, operands, tile)
     elif warp <= CONSUMERS:
@@ -32,8 +32,8 @@ def take_turns(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands,
 def grant_turns(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands, tile):
     """Produces turn, consumes left.
 
-    A lane for each consumer. The lanes of a warp wait for each other behind a loop: so neither ever waits in one, and
-    each looks once a round at what it is waiting for.
+    Each consumer has a lane. Lanes of a warp wait for each other at the end of a loop, so no lane waits in a loop of
+    its own: each polls once per round.
     """
     consumer, left = cute.arch.lane_idx(), channels["left"]
     if consumer < CONSUMERS:
@@ -55,7 +55,7 @@ def grant_turns(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands
 
 @cute.jit
 def leave_turns(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands, tile, consumer):
-    """Consumes a consumer's added, produces its left, and counts on. By one lane."""
+    """Consume a consumer's added, produce its left, and increment its counter. Called by one lane."""
     if cute.arch.lane_idx() == 0:
         head, query_tile = tile.first
         for step in cutlass.range(tile.steps, unroll=1):
@@ -67,20 +67,20 @@ def leave_turns(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands
 
 
 def count_of(config, operands, tile, head, query_tile, consumer) -> cute.Pointer:
-    """The count of those that have added what a consumer makes of a query tile's dQ."""
+    """Pointer to the counter of key tiles that have added a consumer's part of a query tile's dQ."""
     tile_index = tile_index_of(config, operands, tile.request, query_tile)
     return operands.turns[head, tile_index, None].iterator + (column_part(config) * CONSUMERS + consumer)
 
 
 def use_of(step, consumer) -> Int32:
-    """Which use of the mbarriers, of which each consumer has its own."""
+    """Use count of the mbarriers, of which each consumer has its own."""
     return step * CONSUMERS + consumer
 
 
 @cute.jit
 def add(work, step, place):
-    """A consumer adds all its parts of dQ of a step, when its turn has come. Only one part: a pair calls ``wait`` and
-    ``leave`` itself."""
+    """Add all of a consumer's parts of dQ of a step when its turn has come. Paired consumers call ``wait`` and
+    ``leave`` themselves."""
     wait(work, step)
     results.add_queries(work, 0, place)
     leave(work, step)
@@ -88,13 +88,13 @@ def add(work, step, place):
 
 @cute.jit
 def wait(work, step):
-    """The consumer's turn has come, where dQ's order is fixed."""
+    """Wait for the consumer's turn, if dQ's order is fixed."""
     if cutlass.const_expr(work.config.deterministic):
         work.channels["turn"].wait(use_of(step, work.consumer))
 
 
 @cute.jit
 def leave(work, step):
-    """The consumer has added all its dQ of the step, where its order is fixed."""
+    """Signal that the consumer has added all its dQ of the step, if dQ's order is fixed."""
     if cutlass.const_expr(work.config.deterministic):
         work.channels["added"].arrive_warp(use_of(step, work.consumer))
