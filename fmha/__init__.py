@@ -56,16 +56,16 @@ def attention(
 
     Gradients flow back from o and from lse to those tensors that require them; rows and keys that nobody sees get
     zeros. Head sizes that are not 64, 128 or 256, or not equal, are padded with zeros to one of these, in copies. NaN
-    or Inf stored at a key that some row sees may reach the gradients of rows that do not. There are none in forward
-    mode, none of gradients, nor with page_table, normalize=False or out.
+    or Inf stored at a key that some row sees may reach the gradients of rows that do not. Forward-mode and second
+    derivatives are not supported, nor are gradients with page_table, normalize=False or out.
 
     Args:
         q: [B, Sq, Hq, D], bf16 or fp16. Any strides with the last dimension contiguous and rows aligned to 16
             bytes (the address, and the stride of every dimension of more than one element).
         k, v: [B, Sk, Hkv, D], like q, in FP8 (see k_scale) or in NVFP4 (see k_block_scales); Hq a multiple of Hkv,
             query head h reads KV head h // (Hq / Hkv). With page_table: [pages, page_size, Hkv, D]. v=None: V is K
-            (shared-KV attention), loaded once. D is a multiple of 8 up to 256, or 512. V's head size may be another one
-            up to 256: o has it, too. 576 with v=None and v_dim=512 is MLA's absorbed form.
+            (shared-KV attention), loaded once. D is a multiple of 8 up to 256, or 512. V may have another head size up
+            to 256, which is then also o's. 576 with v=None and v_dim=512 is MLA's absorbed form.
         scale: finite float that multiplies q.k; default D**-0.5.
         causal: key j is visible when (j + 1) * key_stride - 1 <= p, with p the row's position (see q_start).
             With the defaults: the last query sees the last key.
@@ -98,31 +98,31 @@ def attention(
             scale * q.k, before bias, masks and sink. None or 0: there is none.
         v_dim: head size of V and o where v=None: V is the first v_dim elements of each of K's rows. 512 with a D of
             576; None or D: all of them.
-        k_scale, v_scale: fp32 [], [1], [Hkv] or [B, Hkv], on q's device, where the kernel reads it: of k and v in FP8
-            (torch.float8_e4m3fn or torch.float8_e5m2, both alike) or NVFP4. Each number stands for its code times its
-            scale, which is at least 0; None: 1. q stays in 16 bits and so does the arithmetic; codes are converted
-            exactly. D 64, 128 and 256 on sm_90a, any D with "reference". No gradients. On sm_90a, where 2048 query rows
-            or more of a batch row meet a KV head, a call takes memory for K and V in 16 bits, at most 1 GiB.
+        k_scale, v_scale: scales of k and v in FP8 (torch.float8_e4m3fn or torch.float8_e5m2, the same for both) or
+            NVFP4: fp32 [], [1], [Hkv] or [B, Hkv], at least 0, on q's device, where the kernel reads them. An element's
+            value is its code times its scale; None: 1. q and the arithmetic stay in 16 bits; codes are converted
+            exactly. D 64, 128 and 256 on sm_90a, any D with "reference". No gradients. On sm_90a, a call with 2048 or
+            more query rows per batch row and KV head allocates K and V in 16 bits, at most 1 GiB.
         k_block_scales, v_block_scales: k and v are NVFP4: torch.uint8 with D/2 bytes a row, two e2m1 codes in each, the
-            first in the low nibble. These, torch.uint8 or torch.float8_e4m3fn, have their shape but for D/16 in the
-            last dimension, any strides whose rows are aligned to D/16 bytes: an e4m3 scale for each 16 codes, by which
-            they are multiplied besides k_scale and v_scale. As ``warpspec.cache.insert`` writes them. With v=None V
-            has K's.
+            first in the low nibble. The block scales, torch.uint8 or torch.float8_e4m3fn, have the shape of k and v but
+            D/16 in the last dimension, with any strides whose rows are aligned to D/16 bytes. Each is an e4m3 factor of
+            16 codes, applied besides k_scale and v_scale. ``warpspec.cache.insert`` writes this format. With v=None, V
+            uses K's block scales.
         swizzled: the block scales of values are laid out for sm_100, page by page or, without pages, over each batch
-            row's keys (``warpspec.common.kv_formats.swizzled_place``). Nothing in the bytes tells the two layouts
-            apart, and read as the other one results are off by more than half: ask who wrote the cache. vLLM and
-            SGLang swizzle on sm_100 and not on sm_90; K's are never swizzled.
-        tree: int64 [B, Sq], what ``tree_words`` makes of a mask: the queries are drafts of a tree (speculative
-            decoding), at most 64, and the key of draft j is key q_start[b] + j. Draft i sees every key before
-            q_start[b], and of the drafts' keys those whose bits are set in tree[b, i]: its ancestors' and its own. With
-            n bits set it stands at position p = q_start[b] + n - 1, and the n keys at q_start[b] to p in turn: windows
-            count from these positions. Needs causal=True and key_stride 1. No gradients.
+            row's keys (``warpspec.common.kv_formats.swizzled_place``). The bytes do not show which layout they have,
+            and reading one as the other gives results that are off by more than half: find out who wrote the cache.
+            vLLM and SGLang swizzle on sm_100 and not on sm_90; K's are never swizzled.
+        tree: int64 [B, Sq], made from a mask by ``tree_words``: the queries are at most 64 drafts of a tree
+            (speculative decoding), and the key of draft j is key q_start[b] + j. Draft i sees every key before
+            q_start[b], and the drafts' keys whose bits are set in tree[b, i]: its ancestors' and its own. With n bits
+            set, the draft stands at position p = q_start[b] + n - 1, and these n keys stand at q_start[b] to p in
+            order: windows count from these positions. Needs causal=True and key_stride 1. No gradients.
         ranges: int32 [B, Sq, 2]: query i sees the keys ranges[b, i, 0] to ranges[b, i, 1] besides those that causal and
-            window let it see, as the queries of an image see all of the image; (-1, -1): none. A range has to hold the
-            query's own position p (so where the window shall cut it, it begins at p); keys past L do not exist.
-            Checked like kv_lengths; unchecked, what lies between a range and the row's other keys is seen, too. Needs
-            causal=True and key_stride 1. For gradients, neither end of a query's range may lie before that of the query
-            before it, as it is with images, which do not overlap.
+            window allow, as the queries of an image see the whole image; (-1, -1): no range. A range must contain the
+            query's own position p (to let the window cut it, begin it at p); keys past L do not exist. Checked like
+            kv_lengths; unchecked, the row also sees the keys between a range and its other keys. Needs causal=True
+            and key_stride 1. For gradients, the begins and the ends of the ranges must not decrease from query to
+            query; ranges of images, which do not overlap, satisfy this.
         backend: "auto", "sm100", "sm90" (native kernels, CUDA tensors), "sim" (the sm100 kernel executed on
             the CPU, CPU tensors) or "reference" (FP32 torch, any device). "auto": the device's kernel for
             CUDA tensors, "sim" for CPU tensors; the environment variable WARPSPEC_BACKEND overrides it.
@@ -136,8 +136,8 @@ def attention(
     Raises:
         TypeError: an argument of the wrong kind or dtype. ValueError: wrong shape, device, strides or value.
         UnsupportedProblem: the backend cannot run this problem (nothing falls back to another).
-        NotImplementedError: a gradient is asked for that there is not: from backward(), or at once where out is given
-            or in forward mode. UnsupportedProblem comes from backward(), too: where the backend has none (D 512).
+        NotImplementedError: a gradient that does not exist is requested; raised by backward(), or at once with out or
+            in forward mode. backward() also raises UnsupportedProblem where the backend has no gradients (D 512).
         All name the argument; the first three are raised before anything is launched or written.
     """
     operands = Operands(
@@ -206,46 +206,45 @@ def attention_varlen(
     ranges: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | AttentionState:
-    """``attention`` of B requests with different numbers of queries, which stand one behind another in q.
+    """``attention`` for B requests with different numbers of queries, packed one after another in q.
 
     One call serves prefill, chunked prefill and decode together: request b is the n queries from
     cu_seqlens_q[b] to cu_seqlens_q[b + 1] and its own L keys, packed likewise or in pages. The host reads no
     lengths, so a CUDA graph of a call serves any lengths that its tensors come to hold, within their shapes.
 
     Args:
-        q: [T, Hq, D], bf16 or fp16. Strides and alignment as of ``attention``.
-        k, v: [Tk, Hkv, D] with cu_seqlens_k, [pages, page_size, Hkv, D] with page_table; heads, D and v=None as
-            of ``attention``.
-        cu_seqlens_q: needed. [B + 1] int32, ascending, from 0 to at most T: where each request's queries begin,
-            and where the last one's end. Requests without queries are legal. Rows of q past the end belong to no
-            request.
-            Values of a CPU tensor are checked, those of a CUDA tensor as kv_lengths' of ``attention``: unchecked,
-            kernels neither read nor write outside the tensors.
-        max_seqlen_q: int >= 0, the most queries of a request. It steers how the work is cut and in what order sums
-            are taken; a wrong value costs time, never more than rounding of the result.
+        q: [T, Hq, D], bf16 or fp16. Strides and alignment as for ``attention``.
+        k, v: [Tk, Hkv, D] with cu_seqlens_k, [pages, page_size, Hkv, D] with page_table; heads, D and v=None as for
+            ``attention``.
+        cu_seqlens_q: needed. [B + 1] int32, ascending, from 0 to at most T: where each request's queries begin, then
+            where the last request's end. Requests without queries are legal. Rows of q past the end belong to no
+            request. Values are checked like those of kv_lengths in ``attention``; unchecked, kernels neither read nor
+            write outside the tensors.
+        max_seqlen_q: int >= 0, the most queries of a request. It steers how work is split and in what order sums are
+            taken; a wrong value costs time and changes the result by no more than rounding.
         cu_seqlens_k: [B + 1] int32, ascending, from 0 to at most Tk: where each request's keys begin and end.
             Either this or page_table.
         max_seqlen_k: int >= 0, the most keys of a request, likewise a hint; None: Tk, or all the keys that
             page_table has room for (which may be many more than there are: give it).
-        page_table, kv_lengths: [B, max_pages] and [B] int32, both or neither, as of ``attention``.
+        page_table, kv_lengths: [B, max_pages] and [B] int32, both or neither, as for ``attention``.
         q_start: [B] int32: query i of request b stands at position p = q_start[b] + i; default L - n.
         scale, causal, window, sink, key_stride, normalize, num_splits, deterministic, softcap, v_dim, k_scale,
-            v_scale, k_block_scales, v_block_scales, swizzled, backend: as of ``attention``.
-        tree: int64 [T], ranges: int32 [T, 2], as of ``attention``; with a tree, max_seqlen_q is at most 64.
+            v_scale, k_block_scales, v_block_scales, swizzled, backend: as for ``attention``.
+        tree: int64 [T], ranges: int32 [T, 2], as for ``attention``; with a tree, max_seqlen_q is at most 64.
         return_lse: also return lse.
-        out: o is written here and returned: [T, Hq, D], else as of ``attention``. Rows that belong to no request
+        out: o is written here and returned: [T, Hq, D], else as for ``attention``. Rows that belong to no request
             are left as they are.
 
     Returns:
         o [T, Hq, D] in q's dtype; with return_lse (o, lse), lse [Hq, T] fp32; with normalize=False an
-        AttentionState of o [T, Hq, D], row_max and row_sum [Hq, T], all fp32, which ``merge`` takes. What they
-        hold is said at ``attention``; rows that belong to no request hold anything. A request without keys gives
-        o = 0 and lse = -inf. NaN or Inf past a request's end reaches no row of it.
+        AttentionState of o [T, Hq, D], row_max and row_sum [Hq, T], all fp32, which ``merge`` takes. Their meaning is
+        that of ``attention``; rows that belong to no request are undefined. A request without keys gives o = 0 and lse
+        = -inf. NaN or Inf past a request's end reaches no row of it.
 
     Raises:
         As ``attention`` does.
     """
-    check_strided("cu_seqlens_q", cu_seqlens_q)  # what tells packed queries from a rectangle
+    check_strided("cu_seqlens_q", cu_seqlens_q)  # arguments that only packed queries have
     operands = Operands(
         q,
         k,
@@ -283,7 +282,7 @@ def attention_varlen(
 
 
 def _call(operands: Operands, options: Options, backend):
-    """What ``attention`` and ``attention_varlen`` return."""
+    """Return the results of ``attention`` and ``attention_varlen``."""
     key = ops.key_of(operands, options, backend)
     call = None if key is None else ops.recall(key, operands)
     if call is None:
@@ -296,8 +295,8 @@ def _call(operands: Operands, options: Options, backend):
 
 
 def check(operands: Operands, options: Options, backend: str = "auto") -> None:
-    """Raise what ``attention`` raises for a call, without making it. Arguments that something records or traces are
-    checked only as far as their kinds."""
+    """Raise what ``attention`` would raise for a call, without launching it. While a call is recorded or traced, only
+    the kinds of its arguments are checked."""
     key = ops.key_of(operands, options, backend)
     if key is not None and ops.recall(key, operands) is not None:
         return
@@ -330,7 +329,8 @@ def _check_kinds(operands: Operands, options: Options, backend) -> tuple[Options
 
 
 def _check_and_run(operands: Operands, options: Options, backend, key):
-    """(o, stats) of a call of which nothing is known. key: under which it may be, from now on; None for not at all."""
+    """Check and run a call that is not remembered: (o, stats). key: remember it under this key; None: do not remember
+    it."""
     options, records = _check_kinds(operands, options, backend)
     if not ops.unobserved(operands):
         return ops.forward_watched(operands, options, backend)
@@ -340,7 +340,7 @@ def _check_and_run(operands: Operands, options: Options, backend, key):
 
 
 def _run(call: ops.Call, operands: Operands, options: Options, backend: str):
-    """(o, stats) of a checked call, past torch's dispatcher."""
+    """Run a checked call without torch's dispatcher: (o, stats)."""
     if call.recorded:
         return function.forward(call, operands, options, backend)
     return ops.forward_known(call, operands)

@@ -1,5 +1,5 @@
-"""Checks of single arguments of an attention call; each raises TypeError or ValueError naming the argument, what it was
-and what is allowed. Nothing is launched or written, and no argument is modified.
+"""Checks of single arguments of an attention call; each raises TypeError or ValueError with the argument, its value and
+what is allowed. Nothing is launched or written, and no argument is modified.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HEAD_SIZES = f"a multiple of {STEP} up to {LARGEST}, or {CLASSES[-1]}"
 DTYPES = (torch.bfloat16, torch.float16)
 SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 BIAS_DTYPES = (torch.bfloat16, torch.float32)
-# Kernels take a logit from its cap's fp32 neighbourhood: under a larger cap its error would show.
+# Kernels compute a capped logit with an error relative to its cap: under a larger cap the error would show.
 SMALLEST_CAP, LARGEST_CAP = 1e-3, 1e4
 SIZE_LIMIT = 2**31 - 1  # int32 indices in kernels
 
@@ -28,7 +28,7 @@ SIZE_LIMIT = 2**31 - 1  # int32 indices in kernels
 def check_kinds(operands: Operands, options: Options) -> None:
     """Raise TypeError for an argument that is not even the right kind of Python object.
 
-    Apart from the other checks because it comes before torch's dispatcher, which would complain in its own words.
+    Separate from the other checks because it runs before torch's dispatcher, whose own messages are less clear.
     """
     for name, tensor in {**operands.inputs, "out": operands.o}.items():
         if not isinstance(tensor, torch.Tensor) and (tensor is not None or name in ("q", "k")):
@@ -48,7 +48,7 @@ def check_kinds(operands: Operands, options: Options) -> None:
 
 
 def check_window(window) -> tuple[int | None, int | None]:
-    """(left, right) of a window argument, (None, None) of None; TypeError or ValueError for anything else."""
+    """(left, right) from a window argument, (None, None) for None; TypeError or ValueError for anything else."""
     if window is None:
         return None, None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
@@ -61,7 +61,7 @@ def check_window(window) -> tuple[int | None, int | None]:
 
 
 def layout(name: str, operands: Operands) -> tuple[str, ...]:
-    """What the dimensions of q, k or v are."""
+    """The meaning of the dimensions of q, k or v."""
     if operands.cu_seqlens_q is None:
         return ("batch", "sequence", "heads", "head size")
     if name == "q":
@@ -74,7 +74,7 @@ def layout(name: str, operands: Operands) -> tuple[str, ...]:
 
 
 def check_operand(name, tensor, operands, memory):
-    """q, k or v: of one dtype and device, rows TMA can address."""
+    """Check q, k or v: one dtype and device, rows that TMA can address."""
     check_tensor(name, tensor, DTYPES if name == "q" else (*DTYPES, *FORMATS))
     q, dimensions = operands.q, layout(name, operands)
     if tensor.dim() != len(dimensions):
@@ -93,7 +93,7 @@ def check_operand(name, tensor, operands, memory):
 
 
 def check_heads(q, k, v_dim: int | None = None):
-    """Head sizes and head counts that go together. v_dim: the option."""
+    """Check that head sizes and head counts match. v_dim: the option."""
     heads_q, head_dim = q.shape[-2:]
     if not supported(head_dim) and (head_dim, v_dim) != LATENT:
         raise ValueError(f"q: head size must be {HEAD_SIZES}, got {head_dim} (shape {shape_of(q)})")
@@ -109,7 +109,7 @@ def check_heads(q, k, v_dim: int | None = None):
 
 
 def check_values_size(v, k) -> int:
-    """The head size of v, which has k's shape otherwise. 512 goes with 512 alone."""
+    """Check v's head size; its other dimensions are k's. 512 goes only with 512."""
     size, largest = head_size(v), CLASSES[-1]
     if v.shape[:-1] != k.shape[:-1]:
         raise ValueError(f"v: shape must be k's but for the head size, {shape_of(k)}, got {shape_of(v)}")
@@ -121,7 +121,7 @@ def check_values_size(v, k) -> int:
 
 
 def check_shared_size(v_dim, v, head_dim) -> int:
-    """The head size of V where it is the first part of K's rows."""
+    """Check V's head size where V is the first part of K's rows."""
     if v is not None:
         raise ValueError(f"v_dim: must be None where v is given, got {v_dim}")
     if v_dim != head_dim and (head_dim, v_dim) != LATENT:
@@ -140,7 +140,7 @@ def check_scale(scale, head_dim):
 
 
 def check_softcap(softcap) -> float | None:
-    """The cap of a call; None for none, which 0 says, too."""
+    """Check and return the cap of a call; None, as for 0, if there is none."""
     if softcap is None or softcap == 0:
         return None
     if not SMALLEST_CAP <= softcap <= LARGEST_CAP:
@@ -173,7 +173,7 @@ def check_bias(bias, full, device):
 
 
 def check_per_request(name, tensor, batch, device):
-    """int32 [B] or None: a value for each batch row or request."""
+    """Check int32 [B] or None: a value for each batch row or request."""
     if tensor is None:
         return
     check_tensor(name, tensor, (torch.int32,), None, device)
@@ -182,7 +182,7 @@ def check_per_request(name, tensor, batch, device):
 
 
 def check_tree(operands: Operands, options: Options, seq_q: int) -> None:
-    """The words of a tree of drafts, and the arguments that must go with them. seq_q: the most queries of a request."""
+    """Check the words of a draft tree and the arguments they require. seq_q: the most queries of a request."""
     q, tree = operands.q, operands.tree
     check_tensor("tree", tree, (torch.int64,), None, q.device)
     rows = shape_of(q)[: q.dim() - 2]
@@ -198,7 +198,7 @@ def check_tree(operands: Operands, options: Options, seq_q: int) -> None:
 
 
 def check_ranges(operands: Operands, options: Options) -> None:
-    """The ranges of keys that queries see besides, and the arguments that must go with them."""
+    """Check the key ranges of queries and the arguments they require."""
     q, ranges = operands.q, operands.ranges
     check_tensor("ranges", ranges, (torch.int32,), None, q.device)
     wanted = [*shape_of(q)[: q.dim() - 2], 2]
@@ -214,7 +214,7 @@ def check_ranges(operands: Operands, options: Options) -> None:
 
 
 def check_starts(name, tensor, device, batch=None) -> int:
-    """B of cu_seqlens, int32 [B + 1]. batch: what B must be, where that is known."""
+    """Check cu_seqlens, int32 [B + 1], and return B. batch: the required B, if known."""
     check_tensor(name, tensor, (torch.int32,), None, device)
     if tensor.dim() != 1 or tensor.shape[0] == 0 or batch not in (None, tensor.shape[0] - 1):
         wanted = "[B + 1]" if batch is None else f"[B + 1 = {batch + 1}]"
@@ -223,7 +223,7 @@ def check_starts(name, tensor, device, batch=None) -> int:
 
 
 def check_table(operands, batch) -> int:
-    """The page size of a call with a page table."""
+    """Check a page table and return the page size."""
     k, page_table = operands.k, operands.page_table
     check_tensor("page_table", page_table, (torch.int32,), None, operands.q.device)
     if page_table.dim() != 2 or page_table.shape[0] != batch:
@@ -236,7 +236,7 @@ def check_table(operands, batch) -> int:
 
 
 def check_out(operands, dtype, memory, size):
-    """out: of q's shape, but for V's head size, and device; no element twice in memory, apart from every input."""
+    """Check out: q's device and shape, except V's head size; no two elements share memory, and it overlaps no input."""
     q, out = operands.q, operands.o
     check_tensor("out", out, (dtype,), None, q.device)
     shape = [*q.shape[:-1], size]

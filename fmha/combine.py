@@ -15,18 +15,18 @@ from warpspec.fmha.features import dtype_name
 from warpspec.fmha.heads import CLASSES
 
 THREADS = 256
-VECTOR = 4  # fp32 columns of a thread: one 16-byte load a split
-CHUNK = WARP_THREADS * VECTOR  # most columns of D that one group of threads covers
-BATCH = 4  # splits a thread loads at a time: enough loads under way, few repeated where there are few splits
+VECTOR = 4  # fp32 columns of a thread: one 16-byte load per split
+CHUNK = WARP_THREADS * VECTOR  # most columns of D for one group of threads
+BATCH = 4  # splits a thread loads at a time: enough loads in flight, few repeated if there are few splits
 
 
 @dataclass(frozen=True)
 class CombineConfig:
     """Compile-time shape of one combine kernel (``device.combine``).
 
-    A group of ``lanes`` threads holds ``chunk`` columns of one row, VECTOR to a thread; ``ways`` groups share the
-    splits of it (way w takes w, w + ways, ...) and add up through shared memory. head_dim: columns of a partial result;
-    o_dim: of o, where these are fewer, else 0. dtype: of o. normalize: o is divided and the sink applied; otherwise o,
+    A group of ``lanes`` threads holds ``chunk`` columns of one row, VECTOR to a thread; ``ways`` groups share the row's
+    splits (way w takes w, w + ways, ...) and add up through shared memory. head_dim: columns of a partial result;
+    o_dim: columns of o if fewer, else 0. dtype: dtype of o. normalize: o is divided and the sink applied; otherwise o,
     row_max and row_sum are an un-normalised state. packed: queries past the last request are left alone.
     """
 
@@ -46,9 +46,9 @@ class CombineConfig:
 
     @classmethod
     def of(cls, head_dim: int, num_splits: int, **options) -> CombineConfig:
-        """The configuration for so many splits; options: the other fields."""
+        """Choose the configuration for so many splits; options: the other fields."""
         config, ways = cls(head_dim, **options), 1
-        # A split more than a batch is a second round of loads: better another group's first.
+        # One split more than a batch is a second round of loads: better to give it to another group's first round.
         while ways * BATCH < num_splits and ways < config.groups:
             ways *= 2
         return replace(config, ways=ways)
@@ -90,8 +90,8 @@ class CombineConfig:
 
 
 class Results(NamedTuple):
-    """Results of rows, and the sink that goes into them. sink: [Hq]. o: [B, Sq, Hq, D], D contiguous. lse, row_max,
-    row_sum: [B, Hq, Sq] fp32. What a configuration lacks is None. All but the sink are written."""
+    """Results of rows, and the sink that contributes to them. sink: [Hq]. o: [B, Sq, Hq, D], D contiguous. lse,
+    row_max, row_sum: [B, Hq, Sq] fp32. Those that a configuration lacks are None. All but the sink are written."""
 
     sink: Annotated[Any, Operand(FLOAT32, 1, when="has_sink")]
     o: Annotated[Any, Operand(lambda c: c.dtype, 4, lambda c: c.columns, TMA_ALIGNMENT)]
@@ -112,7 +112,7 @@ class CombineOperands(NamedTuple):
 
 
 def combine_arguments(config: CombineConfig) -> tuple:
-    """The host function of a configuration and its arguments but the stream."""
+    """The host function of a configuration and its arguments except the stream."""
     from warpspec.fmha.device.combine import Combine
 
     return (Combine(config), *fakes(CombineOperands, config))
@@ -133,14 +133,14 @@ def combine_splits(
     row_sum: torch.Tensor | None = None,
     target: Target | None = None,
 ):
-    """Combine the splits, into tensors given: one launch on the tensors' device and its current stream.
+    """Combine the splits into the given tensors: one launch on the tensors' device and its current stream.
 
     partial_o [S, B, Sq, Hq, D], partial_max, partial_sum [S, B, Hq, Sq]: fp32, what every split left. o:
     [B, Sq, Hq, D] bf16, fp16 or fp32, written; with row_max and row_sum [B, Hq, Sq] fp32 an un-normalised
     state, else divided by the row sums (and exp(sink - row maximum), sink [Hq] fp32), and lse [B, Hq, Sq]
     fp32 written where given. Rows of partial_o and o are contiguous and aligned to 16 bytes.
 
-    target: None is that of the tensors' device. In the simulator the ``SimReport`` is returned, otherwise None.
+    target: None: the target of the tensors' device. In the simulator the ``SimReport`` is returned, otherwise None.
     ValueError names a tensor that does not fit.
     """
     tensors = (partial_o, partial_max, partial_sum, sink, o, lse, row_max, row_sum)

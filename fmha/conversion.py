@@ -1,5 +1,5 @@
-"""What a configuration says of K and V that come in FP8 or NVFP4 and become 16-bit tiles in shared memory: who converts
-them, through which rings they come. The same on every architecture; the role is ``device.convert``."""
+"""The part of a configuration for K and V in FP8 or NVFP4 that become 16-bit tiles in shared memory: who converts them,
+and through which rings. The same on every architecture; the role is ``device.convert``."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from warpspec.common import memory
 from warpspec.common.barriers import Barrier
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS
 
-RAW_ALIGNMENT = 128  # bytes, of what TMA loads without a swizzle
+RAW_ALIGNMENT = 128  # bytes, for TMA loads without a swizzle
 CONVERTER_WARPS = WARPGROUP_THREADS // WARP_THREADS
 
 
 class ConversionFeatures:
-    """Properties that follow from kv_format and from a configuration's ``shape``, whose raw_stages are the tiles of
-    K, and of V, are loaded ahead of their conversion. ``convert_warp``, which a configuration adds, is the first of
-    CONVERTER_WARPS."""
+    """Properties that follow from kv_format and from a configuration's ``shape``, whose raw_stages is the number of K
+    tiles, and of V tiles, that are loaded ahead of their conversion. A configuration adds ``convert_warp``, the first
+    of CONVERTER_WARPS."""
 
     @property
     def converts(self) -> bool:
-        """Four warps convert K and V to 16 bits (``device.convert``)."""
+        """Whether four warps convert K and V to 16 bits (``device.convert``)."""
         return self.format.kv_format is not None
 
     @property
     def p_dtype(self) -> str:
-        """dtype of P, and of V in products. Codes are fp16 numbers, and P has three digits more in fp16."""
+        """dtype of P, and of V in products: fp16 for codes, which it represents exactly, and in which P has three more
+        bits."""
         return "float16" if self.format.kv_format and not self.format.shared_kv else self.format.dtype
 
     @property
@@ -41,21 +42,21 @@ class ConversionFeatures:
 
     @property
     def load_stages(self) -> int:
-        """Stages of each of them."""
+        """Stages of each load ring."""
         return self.shape.raw_stages if self.converts else self.kv_stages
 
     def load_tile_bytes(self, ring: str) -> int:
-        """Bytes that TMA loads of a tile of a ring's."""
+        """Bytes that TMA loads for a tile of a ring."""
         return self.code_tile_bytes if self.converts else self.kv.bytes_of(ring)
 
     @property
     def code_tile_bytes(self) -> int:
-        """Codes of a K or V tile."""
+        """Bytes of the codes of a K or V tile."""
         return self.tile_n * self.format.kv_row(self.heads.qk) if self.format.kv_format else 0
 
     @property
     def code_bytes(self) -> int:
-        """A ring of such tiles."""
+        """Bytes of a ring of such tiles."""
         return self.shape.raw_stages * self.code_tile_bytes
 
     @property
@@ -65,34 +66,34 @@ class ConversionFeatures:
 
     @property
     def row_blocks(self) -> int:
-        """Block scales of a row, bytes each; 0 without."""
+        """Block scales of a row, one byte each; 0 without."""
         return self.heads.qk // self.format.kv_block if self.format.kv_block else 0
 
     @property
     def scale_tile_bytes(self) -> int:
-        """Block scales of a K or V tile."""
+        """Bytes of the block scales of a K or V tile."""
         return self.tile_n * self.row_blocks
 
     @property
     def scale_bytes(self) -> int:
-        """A ring of them."""
+        """Bytes of a ring of block scales."""
         return self.load_stages * self.scale_tile_bytes
 
     @property
     def loaders(self) -> int:
-        """Arrivals at the mbarrier of a stage that the load warp fills: of TMA, and of each lane's copies of block
+        """Arrivals at the mbarrier of a stage that the load warp fills: TMA's, and each lane's for its copies of block
         scales."""
         return 1 + (WARP_THREADS if self.format.kv_block else 0)
 
     @property
     def loaded(self) -> str:
-        """Who these are."""
+        """Names of these arrivals."""
         lanes = "; each lane, by its copies" if self.format.kv_block else ""
         return f"load warp, expect_tx + TMA bytes{lanes}"
 
     @property
     def code_regions(self) -> tuple[memory.Region, ...]:
-        """What codes that are converted from rings of their own, and block scales, add to ``smem_regions``."""
+        """Regions that the rings of codes to convert, and of block scales, add to ``smem_regions``."""
         regions = []
         if self.converts:
             size = len(self.format.rings) * self.code_bytes
@@ -108,7 +109,7 @@ class ConversionFeatures:
         self, readers: str, v_readers: str, released: str, releases: int
     ) -> tuple[Barrier, ...]:
         """mbarriers of K and V that are converted. readers, v_readers: who waits for 16-bit tiles of K, and of V or of
-        what is both. released: who hands them back, by so many arrivals."""
+        the tensor that is both. released: who releases them, with so many arrivals."""
         stages, raw_stages = self.kv_stages, self.shape.raw_stages
         loaded, mine = self.loaded, "converter, one thread a warp"
         table = []

@@ -1,8 +1,9 @@
-"""Keys and values that are dequantised once, before many query rows meet them, and their launch. Host side.
+"""Dequantise keys and values once if many query rows read them: configuration and launch. Host side.
 
-Where a KV head's keys meet thousands of query rows, each tile of rows would convert every KV tile again. There they
-become dense 16-bit tensors first, out of their pages, and a kernel of 16-bit keys attends to these: exactly the same
-numbers, because a code, times its block's scale, is one of bf16 and of fp16. k_scale and v_scale are folded as ever.
+If thousands of query rows read a KV head's keys, each tile of rows would convert every KV tile again. Instead, a first
+kernel gathers keys and values from their pages into dense 16-bit tensors, and a kernel for 16-bit keys attends to
+these. The numbers are exactly the same, because bf16 and fp16 represent a code times its block's scale. k_scale and
+v_scale are applied as usual.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class ExpandConfig:
 
 
 class ExpandOperands(NamedTuple):
-    """Tensors of the kernel: as in ``Operands``; wide_k, wide_v [B, Sk, Hkv, D] in q's dtype are written, but for rows
+    """Tensors of the kernel, as in ``Operands``. It writes wide_k, wide_v [B, Sk, Hkv, D] in q's dtype, except rows
     past a batch row's KV length."""
 
     k: Annotated[
@@ -61,7 +62,7 @@ class ExpandOperands(NamedTuple):
 
 
 def expand_arguments(config: ExpandConfig) -> tuple:
-    """The host function of a configuration and its arguments but the stream."""
+    """The host function of a configuration and its arguments except the stream."""
     from warpspec.fmha.device.expand import Expand
 
     return (Expand(config), *fakes(ExpandOperands, config))
@@ -71,8 +72,8 @@ EXPAND = Kernel("fmha.expand", expand_arguments)
 
 
 def expands(problem: AttentionProblem, least_rows: int | None) -> bool:
-    """Whether keys and values are dequantised first. least_rows: of a KV head, from which on the target does so; None:
-    it never does. Not of packed queries: what their keys take in 16 bits is not known."""
+    """Whether keys and values are dequantised first. least_rows: query rows of a KV head from which the target does so;
+    None: never. Packed queries are excluded: the 16-bit size of their keys is not known."""
     if problem.kv_format is None or least_rows is None or problem.packed_q or problem.shared_kv:
         return False
     numbers = 2 * problem.batch * problem.seq_k * problem.heads_kv * problem.head_dim
@@ -80,7 +81,7 @@ def expands(problem: AttentionProblem, least_rows: int | None) -> bool:
 
 
 def expanded(problem: AttentionProblem) -> AttentionProblem:
-    """The problem of the dequantised keys and values."""
+    """The same problem with the dequantised keys and values."""
     return replace(problem, kv_format=None, swizzled=False, page_size=None)
 
 
@@ -99,7 +100,7 @@ class Expanded(NamedTuple):
     dtype: torch.dtype
 
     def run(self, operands: Operands):
-        """As ``launch.Prepared.run``."""
+        """Like ``launch.Prepared.run``."""
         wide = [empty(self.shape, self.dtype, operands.q.device) for _ in range(2)]
         names = ExpandOperands._fields[: -len(wide)]
         with self.attention.target.current():

@@ -1,4 +1,4 @@
-"""What attention kernels of every architecture are compiled for, apart from their tiles: records of few switches.
+"""The architecture-independent part of an attention kernel's configuration, except tiles: records of a few switches.
 
 A configuration is composed of such records and adds tiles and memory of its own: ``AttentionConfig`` and
 ``BackwardConfig`` of ``sm90`` and ``sm100``. Kernels that differ in nothing else share these records and the device
@@ -27,34 +27,32 @@ from warpspec.fmha.tiles import KvTile, TileRows, takes_pages
 SEARCH_ROUNDS = 3
 MOST_REQUESTS = WARP_THREADS**SEARCH_ROUNDS
 
-CURSOR_WORDS = 3  # of what is kept in shared memory of a cut of the line (``device.line``)
-RECORD_WORDS = 24  # of a tile's record (``device.record``), with room
+CURSOR_WORDS = 3  # words in shared memory for a cut of the line (``device.line``)
+RECORD_WORDS = 24  # words of a tile's record (``device.record``), with spare ones
 
 # The running maximum may fall this far behind the true one, in powers of two, before O is rescaled: P then
-# stays below 2**8, well within fp16 and bf16, and sums of it within fp32. Where few queries are decoded the
-# reference follows every step: then the largest P of a row is exactly 1, and its rounding error 0. Nothing less
-# will do: keys of one weight that is not 1 share its error, however light each is.
+# stays below 2**8, well within fp16 and bf16, and sums of it within fp32. When few queries decode, the reference
+# follows every step, so that the largest P of a row is exactly 1 and has no rounding error. This is necessary: keys
+# with the same weight other than 1 all have the same rounding error, however small each weight is.
 RESCALE_THRESHOLD = 8.0
 EXACT_QUERIES = 8
 
 
 class Schedule(enum.Enum):
-    """Which tiles of a launch a CTA does."""
+    """Which tiles of a launch a CTA works on."""
 
     SINGLE = "single tile"  # the one of its number
-    PERSISTENT = "persistent"  # one of every round of as many tiles as there are CTAs
-    QUEUE = "queue"  # whole tiles that it takes from a queue in memory (``device.queue``)
-    LINE = (
-        "line"  # its chunk of the line of all tiles, cut by length (``line``); it may leave states of pieces
-    )
+    PERSISTENT = "persistent"  # one tile per round, a round having as many tiles as there are CTAs
+    QUEUE = "queue"  # whole tiles taken from a queue in memory (``device.queue``)
+    LINE = "line"  # its chunk of the line of all tiles, cut by length (``line``); it may leave pieces' states
 
 
 @dataclass(frozen=True)
 class Mask:
     """Which sides of the band of keys that a row sees are bounded, and how.
 
-    key_stride: positions that a key stands for. has_tree, has_ranges: an operand says which keys a row sees besides,
-    those of drafts (``tree``) or of an image. sparse: any key of a tile may be missing, and its source says which.
+    key_stride: positions that a key stands for. has_tree, has_ranges: an operand gives further visible keys, those of
+    drafts (``tree``) or of an image. sparse: any key of a tile may be missing; the source of the keys knows which.
     """
 
     causal: bool = False
@@ -81,7 +79,7 @@ class Mask:
 
     @property
     def band(self) -> bool:
-        """A row may see only part of a tile that another row of its M tile sees more of."""
+        """Whether a row may see less of a tile than another row of its M tile."""
         return self.causal or self.has_left or self.has_right
 
     def bounds(self, window) -> dict:
@@ -96,11 +94,11 @@ class Mask:
 
 @dataclass(frozen=True)
 class RequestLayout:
-    """Where requests' queries and keys stand, and which operands say so.
+    """How requests' queries and keys are laid out, and which operands describe it.
 
-    packed_q, packed_k: queries, keys of all requests stand one behind another. many_queries: some request of packed
-    queries has more than a tile's, as far as the host knows. page_size: keys of a page of K and V, 0 where they are not
-    paged.
+    packed_q, packed_k: queries, keys of all requests are packed one after another. many_queries: with packed queries,
+    some request has more queries than a tile, as far as the host knows. page_size: keys of a page of K and V, 0 if they
+    are not paged.
     """
 
     has_kv_lengths: bool = False
@@ -117,7 +115,7 @@ class RequestLayout:
 
     @classmethod
     def of(cls, problem: AttentionProblem, tile_queries: int | None = None) -> RequestLayout:
-        """tile_queries: of an M tile; None: nobody asks for ``many_queries``."""
+        """tile_queries: queries of an M tile; None if ``many_queries`` is not needed."""
         return cls(
             has_kv_lengths=problem.has_kv_lengths,
             has_q_start=problem.has_q_start,
@@ -129,17 +127,17 @@ class RequestLayout:
 
     @property
     def ends_in_tile(self) -> bool:
-        """A KV tile may hold keys that are no row's: past the KV length, or another request's."""
+        """Whether a KV tile may hold keys that no row sees: past the KV length, or another request's."""
         return self.has_kv_lengths or self.packed_k
 
 
 @dataclass(frozen=True)
 class Format:
-    """How numbers lie in memory.
+    """Formats of numbers in memory.
 
     dtype: of Q, "bfloat16" or "float16". kv_format: FP8 or NVFP4 format of K and V; None: they have dtype. has_k_scale,
-    has_v_scale: codes are multiplied by scales. swizzled: NVFP4's block scales are. shared_kv: V is K, or the first
-    part of its rows.
+    has_v_scale: codes are multiplied by scales. swizzled: NVFP4's block scales are swizzled. shared_kv: V is K, or the
+    first part of its rows.
     """
 
     dtype: str = "bfloat16"
@@ -162,16 +160,16 @@ class Format:
 
     @property
     def kv_dtype(self) -> str:
-        """dtype of K and V as they lie in memory; FP8 and NVFP4 as bytes."""
+        """dtype of K and V in memory; bytes for FP8 and NVFP4."""
         return UINT8 if self.kv_format else self.dtype
 
     def kv_row(self, size: int) -> int:
-        """Elements, of kv_dtype, of a row of K or V of so many numbers."""
+        """Elements of kv_dtype in a row of K or V with so many numbers."""
         return CACHE_FORMATS[self.kv_format].row_bytes(size) if self.kv_format else size
 
     @property
     def kv_bits(self) -> int:
-        """Bits of a number of K and V as they lie in memory."""
+        """Bits of a number of K and V in memory."""
         return CACHE_FORMATS[self.kv_format or self.dtype].bits
 
     @property
@@ -192,11 +190,11 @@ class Format:
 
 @dataclass(frozen=True)
 class Output:
-    """What is made of a row's sums and written.
+    """What a kernel writes of a row's sums.
 
-    dtype, size: of a row of o. normalize: O is divided by the row's sum; otherwise its un-normalised state is written,
-    row_max and row_sum beside o. splits: the states of each split of the keys are. exact_maximum: O is rescaled
-    whenever the maximum moves.
+    dtype, size: those of a row of o. normalize: O is divided by the row's sum; otherwise the kernel writes its
+    un-normalised state, row_max and row_sum beside o. splits: it writes a state for each split of the keys.
+    exact_maximum: O is rescaled whenever the maximum moves.
     """
 
     dtype: str = "bfloat16"
@@ -212,7 +210,7 @@ class Output:
 
     @classmethod
     def of(cls, problem: AttentionProblem, splits: bool) -> Output:
-        """splits: of the keys, whose results another kernel combines."""
+        """splits: splits of the keys, whose results another kernel combines."""
         normalize = problem.normalize and not splits
         return cls(
             dtype=dtype_name(problem.dtype) if normalize else FLOAT32,
@@ -226,12 +224,12 @@ class Output:
 
     @property
     def writes_state(self) -> bool:
-        """What is written is an un-normalised state: row_max and row_sum beside o."""
+        """Whether an un-normalised state is written: row_max and row_sum beside o."""
         return not self.normalize
 
     @property
     def split_dims(self) -> int:
-        """Dimensions in front of o's, row_max's and row_sum's: the splits."""
+        """Number of leading dimensions of o, row_max and row_sum for splits."""
         return int(self.splits)
 
     @property
@@ -242,9 +240,9 @@ class Output:
 
 @dataclass(frozen=True)
 class TileScheduler:
-    """Which tiles a CTA does, and how its roles learn of them.
+    """Which tiles a CTA works on, and how its roles learn of them.
 
-    has_warp: a warp works out the CTA's tiles for all roles, and leaves them in ``record_count`` records
+    has_warp: a warp computes the CTA's tiles for all roles and writes them to ``record_count`` records
     (``device.record``).
     """
 
@@ -257,36 +255,36 @@ class TileScheduler:
 
     @property
     def cuts_tiles(self) -> bool:
-        """Work is cut by length: CTAs leave states of pieces of tiles, and join records."""
+        """Whether work is cut by length: CTAs leave states of pieces of tiles, and join records."""
         return self.schedule is Schedule.LINE
 
     @property
     def single(self) -> bool:
-        """A CTA does one tile."""
+        """Whether a CTA works on one tile."""
         return self.schedule is Schedule.SINGLE
 
     @property
     def persistent(self) -> bool:
-        """A CTA does a tile of every round."""
+        """Whether a CTA works on a tile of every round."""
         return self.schedule is Schedule.PERSISTENT
 
     @property
     def from_queue(self) -> bool:
-        """CTAs take tiles from a queue."""
+        """Whether CTAs take tiles from a queue."""
         return self.schedule is Schedule.QUEUE
 
     @property
     def cursor_bytes(self) -> int:
-        """Shared memory of the ends of the CTA's chunks."""
+        """Bytes of shared memory for the ends of the CTA's chunks."""
         return 2 * CURSOR_WORDS * MOST_ROUNDS * WORD_BYTES if self.cuts_tiles else 0
 
     @property
     def record_bytes(self) -> int:
-        """Shared memory of the records of tiles."""
+        """Bytes of shared memory for the records of tiles."""
         return RECORD_WORDS * WORD_BYTES * self.record_count if self.has_warp else 0
 
     def barriers(self, scheduler: str, readers: str, warps: int) -> tuple[Barrier, ...]:
-        """mbarriers of the records of tiles, which so many warps read."""
+        """mbarriers of the records of tiles. warps: number of reading warps."""
         readers, count = f"{readers}, one thread a warp", self.record_count
         return (
             Barrier(
@@ -298,7 +296,7 @@ class TileScheduler:
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """What the configuration of an attention kernel is composed of, on every architecture, which adds its tiles.
+    """Configuration of an attention kernel, shared by all architectures. Each adds its tiles.
 
     pack: query heads that share an M tile.
     """
@@ -328,7 +326,7 @@ class AttentionKernel:
 
 
 def parts_of(problem: AttentionProblem, *, rows_of_cta: int, pack: int, splits: bool) -> dict:
-    """The parts of a configuration that follow from the problem. rows_of_cta: query rows of an M tile, pack: heads that
+    """The parts of a configuration that follow from the problem. rows_of_cta: query rows of an M tile. pack: heads that
     share it. splits: as in ``Output.of``."""
     return {
         "mask": Mask.of(problem),

@@ -1,17 +1,17 @@
-"""flash-attn's functions by their names and arguments: code written for it runs by changing the import.
+"""flash-attn's functions with their names and arguments: code written for flash-attn runs after changing the import.
 
     from warpspec.fmha.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
 Arguments by position are those of flash-attn 2; by name also those of flash-attn 3 and 4 and of engines: ``page_table``
 for ``block_table``; ``learnable_sink``, ``s_aux`` or ``sinks``; ``return_lse`` or ``return_softmax_lse``;
-``seqused_k``, ``num_splits``, ``out``; ``k_descale`` and ``v_descale`` [B, Hkv] of FP8 and NVFP4 keys and values
-(queries stay in 16 bits), of NVFP4 also ``attention``'s ``k_block_scales``, ``v_block_scales`` and ``swizzled``. What
-may be given and does nothing here: NO_EFFECT. What is not done raises NotImplementedError with its name: UNSUPPORTED,
-and gradients where ``attention`` has none. Errors of what reaches ``attention`` name its arguments.
+``seqused_k``, ``num_splits``, ``out``; ``k_descale`` and ``v_descale`` [B, Hkv] for FP8 and NVFP4 keys and values
+(queries stay in 16 bits), and for NVFP4 also ``attention``'s ``k_block_scales``, ``v_block_scales`` and ``swizzled``.
+NO_EFFECT lists arguments that are accepted and ignored. Arguments in UNSUPPORTED, and gradients that ``attention`` does
+not have, raise NotImplementedError with the name. Errors raised by ``attention`` use its argument names.
 
 Differences from flash-attn: head sizes are multiples of 8 up to 256, and 512; pages hold a multiple of 16 keys up to
-128 or a multiple of 128. A row that sees no key has lse -inf (flash-attn 2 says +inf). Where lse is not asked for the
-result is out alone (flash-attn 4 returns a pair of it and None).
+128 or a multiple of 128. A row that sees no key has lse -inf (flash-attn 2 says +inf). Without a request for lse the
+result is out alone (flash-attn 4 returns out and None).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from warpspec.fmha.values import are_checked
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
-# Other arguments: hints about speed, or about gradients, of which there are none with a cache.
+# Other arguments: hints about speed, or about gradients, which do not exist with a cache.
 NO_EFFECT = ("deterministic", "pack_gqa", "sm_margin", "scheduler_metadata", "min_seqlen_k", "fa_version")
 # Other arguments, and the values that ask for nothing.
 UNSUPPORTED = {
@@ -80,11 +80,11 @@ def flash_attn_func(
         others: see the module; learnable_sink, s_aux or sinks: [Hq], one more logit per row.
 
     Returns:
-        out [B, Sq, Hq, D]; with return_lse (out, lse), lse [B, Hq, Sq] fp32, to which a sink counts; with
+        out [B, Sq, Hq, D]; with return_lse (out, lse), lse [B, Hq, Sq] fp32, which includes a sink; with
         return_attn_probs (out, lse, None), as flash-attn 2 does where nothing is dropped.
 
     Raises:
-        NotImplementedError: naming an argument that asks for what is not done. TypeError, ValueError,
+        NotImplementedError: naming an argument that requests an unsupported feature. TypeError, ValueError,
         UnsupportedProblem: as ``attention`` does.
     """
     scales, swizzled = _descales(others), others.pop("swizzled", False)
@@ -123,7 +123,7 @@ def flash_attn_varlen_func(
     out: torch.Tensor | None = None,
     **others,
 ):
-    """``warpspec.fmha.attention_varlen`` with flash-attn's arguments, for packed requests of any lengths.
+    """``warpspec.fmha.attention_varlen`` with flash-attn's arguments, for packed requests of any length.
 
     Args:
         q: [T, Hq, D]; without cu_seqlens_q [B, Sq, Hq, D].
@@ -131,14 +131,14 @@ def flash_attn_varlen_func(
             also [B, Sk, Hkv, D].
         cu_seqlens_q, cu_seqlens_k: [B + 1] int32. With a page table and no seqused_k, the differences of
             cu_seqlens_k are the numbers of keys.
-        max_seqlen_q, max_seqlen_k: hints; default T, and all the keys there may be. One that is a tensor is read,
-            which waits for its device.
+        max_seqlen_q, max_seqlen_k: hints; default T, and the most keys possible. Reading one that is a tensor waits for
+            its device.
         block_table or page_table: [B, max_pages] int32.
         seqused_k: [B] int32, keys of each request; not with packed keys.
         The rest: as in ``flash_attn_func``; return_softmax_lse is another name of return_lse.
 
     Returns:
-        out, (out, lse) or (out, lse, None) as ``flash_attn_func``; of packed queries out [T, Hq, D] and lse [Hq, T].
+        out, (out, lse) or (out, lse, None) like ``flash_attn_func``; for packed queries out [T, Hq, D] and lse [Hq, T].
 
     Raises:
         As ``flash_attn_func`` does.
@@ -210,12 +210,11 @@ def flash_attn_with_kvcache(
         q: [B, Sq, Hq, D]; with cu_seqlens_q, which needs a page table, [T, Hq, D].
         k_cache, v_cache: [B, Sk, Hkv, D], or [pages, page_size, Hkv, D] with a page table. Written where k and v
             are given.
-        k, v: [B, n, Hkv, D], both or neither: written into the cache behind cache_seqlens keys, and seen by the
-            queries. The cache must have room for them: checked as kv_lengths of ``attention`` are, and unchecked an
-            error of the device.
+        k, v: [B, n, Hkv, D], both or neither: written into the cache after cache_seqlens keys, and seen by the queries.
+            They must fit the cache: checked like kv_lengths of ``attention``; unchecked, a device error.
         cache_seqlens or seqused_k: keys in the cache (before k and v): int, or [B] int32; None: the cache is full.
         block_table or page_table: [B, max_pages] int32.
-        The rest: as of ``flash_attn_varlen_func``; rotary_interleaved goes with rotary_cos and is not read.
+        The rest: as in ``flash_attn_varlen_func``; rotary_interleaved belongs to rotary_cos and is not read.
 
     Returns:
         out, or with return_softmax_lse (or return_lse) (out, lse): as ``flash_attn_varlen_func``.
@@ -319,7 +318,7 @@ def _check_new(name, new, cache, lengths, table) -> None:
 def _append(
     cache: torch.Tensor, new: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor | None
 ) -> None:
-    """Write new [B, n, Hkv, D] into a cache behind each batch row's keys."""
+    """Write new [B, n, Hkv, D] into a cache after each batch row's keys."""
     position = lengths[:, None].long() + torch.arange(new.shape[1], device=new.device)  # [B, n]
     if table is None:
         cache[torch.arange(len(new), device=new.device)[:, None], position] = new
@@ -330,7 +329,7 @@ def _append(
 
 def _sink_of(**others) -> torch.Tensor | None:
     """The sink among the other arguments of a call. Raises TypeError or NotImplementedError naming one that is unknown
-    or asks for what is not done."""
+    or unsupported."""
     sink = _one_of(**{name: others.pop(name, None) for name in SINKS})
     for name, value in others.items():
         if name in NO_EFFECT:
@@ -345,7 +344,7 @@ def _sink_of(**others) -> torch.Tensor | None:
 
 
 def _one_of(**given):
-    """The value of one argument that goes by several names."""
+    """The value of one argument that has several names."""
     found = {name: value for name, value in given.items() if value is not None}
     if len(found) > 1:
         raise TypeError(
@@ -394,7 +393,7 @@ def _plain(*tensors: torch.Tensor) -> list:
 
 
 def _is_spread(tensor) -> bool:
-    """Whether neighbours in a tensor's last dimension do not lie side by side."""
+    """Whether a tensor's last dimension is not contiguous."""
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
         return False
     return tensor.dim() > 0 and tensor.stride(-1) != 1

@@ -1,31 +1,31 @@
-"""Head sizes: of Q and K, of V and O, and what kernels make of them.
+"""Head sizes of Q and K, and of V and O, and the sizes that kernels derive from them.
 
-Pages, caches and results hold rows of the true sizes. In shared memory a row has whole spans of the 128-byte swizzle:
-TMA fills zeros behind the true size. Products are made over the true size, rounded up to what an instruction takes. So
-a head size costs memory traffic for its own elements, tensor core time for a multiple of 16, and shared memory for a
-multiple of 64.
+Pages, caches and results hold rows of the true sizes. In shared memory a row has whole spans of the 128-byte swizzle;
+TMA fills zeros past the true size. Products run over the true size, rounded up to an instruction's depth. So a head
+size costs memory traffic for its own elements, tensor core time for a multiple of 16, and shared memory for a multiple
+of 64.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-BLOCK = 64  # elements of a row that stand side by side in shared memory: one span of the 128-byte swizzle
+BLOCK = 64  # contiguous elements of a row in shared memory: one span of the 128-byte swizzle
 MMA_K = 16  # elements that one instruction sums over
 STEP = 8  # a head size is a multiple of so many: rows aligned to 16 bytes
 CLASSES = (64, 128, 256, 512)  # head sizes that tile shapes are tuned for
-LARGEST = 256  # of the sizes between those; 512 is by itself
-PIECE_STATISTICS = 4  # fp32 behind the D columns of a row of a piece's state: maximum, sum, two unused
-LATENT = (576, 512)  # sizes of Q and K, and of V, where V is the first part of K's rows (MLA's absorbed form)
+LARGEST = 256  # largest of the sizes between those; 512 stands alone
+PIECE_STATISTICS = 4  # fp32 after the D columns of a row of a piece's state: maximum, sum, two unused
+LATENT = (576, 512)  # sizes of Q and K, and of V, if V is the first part of K's rows (MLA's absorbed form)
 
 
 def supported(size: int) -> bool:
-    """Whether attention has this head size."""
+    """Whether attention supports this head size."""
     return size in CLASSES or (0 < size <= LARGEST and size % STEP == 0)
 
 
 def class_of(size: int) -> int:
-    """The tuned head size that a size's tile shapes are those of."""
+    """The tuned head size whose tile shapes a size uses."""
     return next(each for each in CLASSES if each >= size)
 
 
@@ -36,15 +36,15 @@ def rounded(size: int, step: int) -> int:
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """qk: elements of a row of Q and K. v: of a row of V and O."""
+    """qk: elements of a row of Q and K. v: elements of a row of V and O."""
 
     qk: int
     v: int
 
     @property
     def whole(self) -> bool:
-        """Rows fill their spans: a span is a dimension of its own to TMA, which loads several at a time. Otherwise each
-        is a box of a row, whose end TMA knows."""
+        """Whether rows fill their spans. If so, TMA sees spans as a dimension and loads several at a time; otherwise
+        each span is a box of the row, and TMA pads the row's end."""
         return self.qk % BLOCK == 0 and self.v % BLOCK == 0
 
     @property

@@ -14,8 +14,8 @@ from warpspec.fmha.line import JOIN_WORDS
 from warpspec.fmha.tiles import TileRows
 
 THREADS = 256
-PART_CTAS = 4, 16  # CTAs that share a tile's rows: of one row group, of more
-BATCH = 4  # pieces whose states a thread loads at a time; more are many
+PART_CTAS = 4, 16  # CTAs that share a tile's rows: with one row group, with more
+BATCH = 4  # pieces whose states a thread loads at a time
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class JoinConfig:
 
     @property
     def lanes(self) -> int:
-        """Threads that have a row's columns, VECTOR each, or one CHUNK of them after the other."""
+        """Threads that share a row's columns, VECTOR each, or one CHUNK of columns after another."""
         return min(self.head_dim, CHUNK) // VECTOR
 
     @property
@@ -51,17 +51,17 @@ class JoinConfig:
 
     @property
     def groups(self) -> int:
-        """Groups of threads of a CTA. Each has a row; or, where pieces are many, a share of the pieces of one row."""
+        """Groups of threads of a CTA. Each takes a row, or, with many pieces, a share of the pieces of one row."""
         return THREADS // self.lanes
 
     @property
     def smem_bytes(self) -> int:
-        """States that groups add up: VECTOR columns, maximum and sum of each thread."""
+        """Shared memory of the states that groups add up: VECTOR columns, maximum and sum of each thread."""
         return THREADS * (VECTOR + 2) * FP32_BYTES
 
     @property
     def parts(self) -> int:
-        """CTAs that share the rows of a tile, of which few are queries' where few are decoded."""
+        """CTAs that share the rows of a tile; in decoding, few of these rows are in use."""
         return PART_CTAS[self.rows.groups > 1]
 
 
@@ -74,7 +74,7 @@ class JoinOperands(NamedTuple):
 
 
 def join_arguments(config: JoinConfig) -> tuple:
-    """The host function of a configuration and its arguments but the stream."""
+    """The host function of a configuration and its arguments except the stream."""
     from warpspec.fmha.device.join import Join
 
     return (Join(config), *fakes(JoinOperands, config))

@@ -1,7 +1,7 @@
 """Running a checked attention problem: plan, compile, launch; on a GPU or in the simulator, for every architecture.
 
-``prepare`` does all that does not depend on the tensors and remembers it; ``Prepared.run`` launches one kernel, or two
-where the keys are split.
+``prepare`` does everything that does not depend on the tensors, and caches it; ``Prepared.run`` launches one kernel, or
+two if the keys are split.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from warpspec.fmha.operands import PLACES, Operands
 from warpspec.fmha.plan import Plan, launch_numbers, make_plan
 from warpspec.fmha.problem import AttentionProblem
 
-QUEUE, LINE = Schedule.QUEUE, Schedule.LINE  # every call compares with them; an Enum's attributes take 70 ns
-# Packages of ``AttentionConfig`` and ``ATTENTION``, its ``Kernel``.
+QUEUE, LINE = Schedule.QUEUE, Schedule.LINE  # compared in every call; an Enum's attributes take 70 ns
+# Packages with ``AttentionConfig`` and ``ATTENTION``, its ``Kernel``.
 ATTENTION = Family("attention", sm90="warpspec.fmha.sm90", sm100="warpspec.fmha.sm100")
 
 
 def plan(problem: AttentionProblem, target: Target) -> Plan:
-    """How the problem is computed on a target. UnsupportedProblem names what its kernel does not do."""
+    """Plan a problem for a target. UnsupportedProblem names what the kernel does not support."""
     return make_plan(ATTENTION.of(target.architecture).AttentionConfig, problem, target)
 
 
@@ -58,8 +58,8 @@ def placed(operands: Operands, **changes) -> list:
 class Prepared(NamedTuple):
     """A problem ready to run on a target.
 
-    attention, combine: functions of the kernels' arguments. combine: of the second launch, which combines splits or
-    joins pieces, None where there is none. numbers: among the attention kernel's arguments. schedule: the plan's.
+    attention, combine: functions of the kernels' arguments. combine is the second launch, which combines splits or
+    joins pieces, or None. numbers: those of the attention kernel. schedule: the plan's.
     """
 
     target: Target
@@ -70,7 +70,7 @@ class Prepared(NamedTuple):
     combine: Callable | None
 
     def run(self, operands: Operands):
-        """Launch on the tensors' device and its current stream; no synchronisation. Writes o and, where given, lse,
+        """Launch on the tensors' device and its current stream; no synchronisation. Writes o and, if given, lse,
         row_max and row_sum. Returns the simulator's ``SimReport``, natively None.
 
         operands: of the problem that was prepared, as ``AttentionProblem`` promises them; v is given.
@@ -94,7 +94,7 @@ class Prepared(NamedTuple):
         return joined(first, second)
 
     def run_queued(self, operands: Operands):
-        """``run`` of a plan whose CTAs take tiles from a queue."""
+        """``run`` for a plan whose CTAs take tiles from a queue."""
         if self.target.native:
             queue = workspace(1, self.target.device)
             return self.attention(*placed(operands, queue=queue), *self.numbers)
@@ -106,7 +106,7 @@ class Prepared(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def prepare(problem: AttentionProblem, target: Target, found: Plan | None = None) -> Prepared | Expanded:
-    """Plan and compile; what was prepared before is found again. found: a plan, instead of the chosen one.
+    """Plan and compile; results are cached. found: a plan to use instead of the chosen one.
 
     Raises UnsupportedProblem naming what the kernel does not do.
     """
@@ -127,8 +127,8 @@ def prepare(problem: AttentionProblem, target: Target, found: Plan | None = None
 
 
 def second_kernel(problem: AttentionProblem, config, splits: int) -> tuple[Kernel, Hashable] | None:
-    """The kernel behind an attention kernel of ``config``, with its own: it puts parts or pieces together. None where
-    there are none."""
+    """The kernel, with its configuration, that combines splits or joins pieces after an attention kernel of ``config``;
+    None if there are neither."""
     if splits > 1:
         return COMBINE, combine_config(problem, splits)
     return (JOIN, join_config(problem, config)) if config.scheduler.cuts_tiles else None
@@ -164,7 +164,7 @@ def join_config(problem: AttentionProblem, config: AttentionKernel) -> JoinConfi
 
 
 def compiled(problem: AttentionProblem, target: Target) -> tuple:
-    """What ``cute.compile`` makes of a problem's kernels, in the order of their launches. Needs no GPU."""
+    """A problem's kernels, compiled by ``cute.compile``, in the order of their launches. Needs no GPU."""
     if expands_on(problem, target):
         expand = EXPAND.compiled(expand_config(problem), target.arch, native=target.native)
         return (expand, *compiled(expanded(problem), target))

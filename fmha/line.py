@@ -1,13 +1,13 @@
-"""The line: all M tiles of a launch one behind another, each as long as its work, cut into chunks of equal length.
+"""The line: all M tiles of a launch one after another, each as long as its work, cut into chunks of equal length.
 
-Where lengths of keys or queries are known on the device alone, this is how work follows them (``device.line``). CTAs do
-chunks in rounds: chunk number round * ctas + cta. What is here is arithmetic that kernels and tests share: ints, or
-Int32 and Int64 in a kernel.
+If only the device knows the lengths of keys or queries, this balances the work (``device.line``). CTAs take chunks in
+rounds: chunk number round * ctas + cta. This module is arithmetic that kernels and tests share: ints, or Int32 and
+Int64 in a kernel.
 
-On the line stand the requests in order; of a request its heads; of a head its query tiles; of a query tile its KV
-tiles. A query tile's length is the number of positions of keys that it visits, rounded nowhere, so that sums over many
-have a closed form, and so much more for its start and end. Cuts need not know how many KV tiles a length stands for:
-a cut through a tile goes through its KV tiles in the same proportion (``cut``).
+The line holds the requests in order, each request's heads, each head's query tiles, and each query tile's KV tiles. A
+query tile's length is the number of key positions that it visits, without rounding, so that sums over many have a
+closed form, plus a constant for its start and end. Cuts need not know how many KV tiles a length stands for: a cut
+through a tile divides its KV tiles in the same proportion (``cut``).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dataclasses import dataclass
 TILE_OVERHEAD = 2  # length of a query tile's start and end, in KV tiles
 LEAST_TILES = 4  # length of the shortest chunk, in KV tiles
 ROUND_TILES = 20  # query tiles of a chunk where there are several rounds
-MOST_ROUNDS = 24  # the ends of so many chunks have room in shared memory
-EDGE_TILES = 1  # KV tiles: a cut no further from an end of a query tile moves there, as a piece costs more
+MOST_ROUNDS = 24  # the ends of so many chunks fit shared memory
+EDGE_TILES = 1  # KV tiles: a cut this close to an end of a query tile moves there, since a piece costs more
 FAR = 1 << 30  # positions that count as no end
-JOIN_WORDS = 9  # of a join record, in global memory (``device.line.Join``)
+JOIN_WORDS = 9  # words of a join record, in global memory (``device.line.Join``)
 
 
 def round_count(query_tiles, ctas, minimum=min, maximum=max):
-    """Rounds of chunks for so many query tiles: as many as leave ROUND_TILES tiles to a chunk. Chunks of one round then
+    """Rounds of chunks for so many query tiles, which leave ROUND_TILES tiles to a chunk. Chunks of one round then
     share keys in L2, and chunks of whole tiles balance."""
     return maximum(minimum(query_tiles // (ctas * ROUND_TILES), MOST_ROUNDS), 1)
 
@@ -35,7 +35,7 @@ def clamped_sum(count, first, step: int, limit, wide=int, minimum=min, maximum=m
     below = minimum((maximum(-first, 0) + step - 1) // step, count)
     rising = maximum(minimum((maximum(limit - first, 0) + step - 1) // step, count), below)
     number = rising - below
-    last_two = wide(first) * 2 + wide(below + rising - 1) * step  # first and last term of those that rise
+    last_two = wide(first) * 2 + wide(below + rising - 1) * step  # first and last of the increasing terms
     return wide(number) * last_two // 2 + wide(count - rising) * wide(limit)
 
 
@@ -43,10 +43,10 @@ def clamped_sum(count, first, step: int, limit, wide=int, minimum=min, maximum=m
 class Stretch:
     """The query tiles of one head of a request.
 
-    tiles: how many. queries: of a tile. overhead: length of a tile of no keys. first_end: one past the last position
-    of keys that the first tile sees, None where all see all; first_start: the first such position, None where it is 0.
-    Both move up by a tile's queries from tile to tile. limit: positions of the request's keys. arithmetic: ``wide``,
-    ``minimum`` and ``maximum`` of ``clamped_sum``.
+    tiles: number of tiles. queries: queries of a tile. overhead: length of a tile without keys. first_end: one past the
+    last key position that the first tile sees, None if all tiles see all; first_start: the first such position, None if
+    it is 0. Both move up by a tile's queries from tile to tile. limit: positions of the request's keys. arithmetic:
+    ``wide``, ``minimum`` and ``maximum`` of ``clamped_sum``.
     """
 
     tiles: int
@@ -89,7 +89,7 @@ def stretch(
     if left is not None:
         first_start = start - maximum(minimum(left, FAR // 4), -FAR // 4)
         if first_end is not None:
-            first_start = minimum(first_start, first_end)  # no tile is shorter than nothing
+            first_start = minimum(first_start, first_end)  # no tile has a negative length
     arithmetic = {"wide": wide, "minimum": minimum, "maximum": maximum}
     return Stretch(
         tiles, queries, TILE_OVERHEAD * tile_n * key_stride, first_end, first_start, limit, arithmetic

@@ -2,8 +2,8 @@
 
     logit = softcap(scale * q.k) + bias        softcap(x) = cap * tanh(x / cap), or x
 
-``LogitMap`` says at compile time what the map consists of; two numbers come at run time. Kernels apply the map with
-``device.logits``. Masks come after it: a hidden logit is -inf whatever the map made of it.
+``LogitMap`` describes the map at compile time; two numbers come at run time. Kernels apply the map with
+``device.logits``. Masks come after it: a hidden logit is -inf, whatever the map gave.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from warpspec.fmha.problem import AttentionProblem
 # A factor of 0 would turn a hidden score, -inf, into NaN. This one keeps it and weighs all visible keys alike.
 SMALLEST_SCALE = 2.0**-100
 BIAS_BYTES = {"bfloat16": 2, "float32": 4}  # of an element
-# Of so many capped scores one is computed without the reciprocal instruction, by V's head size: the exponential unit is
-# what binds at small ones (scripts/bench_attention.py --only heads; docs/notebook/attention.md).
+# One of so many capped scores is computed without the reciprocal instruction, by V's head size: at small ones the
+# exponential unit is the bottleneck (scripts/bench_attention.py --only heads; docs/notebook/attention.md).
 NEWTON_EVERY = {64: 1, 128: 3, 256: 4}
 
 
@@ -29,8 +29,8 @@ class LogitMap:
     """What the map consists of.
 
     negate: scores are negated first, for a negative scale. bias: dtype of the bias that is added, or None; bias_heads,
-    bias_batches: heads, batch rows have each their own. softcap: whether there is one. newton_every: of so many capped
-    scores one has its reciprocal computed on the multiply-add units instead of the exponential unit; 0: none.
+    bias_batches: each head, each batch row has its own bias. softcap: whether there is a cap. newton_every: one of so
+    many capped scores has its reciprocal computed on the multiply-add units instead of the exponential unit; 0: none.
     """
 
     negate: bool = False
@@ -45,8 +45,8 @@ class LogitMap:
 
     @property
     def in_powers(self) -> bool:
-        """Mapped scores are logits in powers of two. Otherwise the map only negates, and the exponential's multiply-add
-        applies the factor, where it costs nothing."""
+        """Whether mapped scores are logits in log2 units. Otherwise the map only negates, and the exponential's
+        multiply-add applies the factor at no cost."""
         return self.softcap or self.bias is not None
 
     @classmethod
@@ -66,9 +66,8 @@ class LogitMap:
 class LogitNumbers(NamedTuple):
     """The map's run-time numbers.
 
-    factor: what q.k is multiplied with: scale * log2(e), the logit in powers of two; under a soft cap
-    2 * scale * log2(e) / cap, the exponent of tanh's exponential in powers of two. cap: the cap in powers of two, or
-    None.
+    factor: the factor of q.k: scale * log2(e), which gives the logit in log2 units; with a soft cap 2 * scale * log2(e)
+    / cap, which gives the base-2 exponent of tanh's exponential. cap: the cap in log2 units, or None.
     """
 
     factor: Annotated[Any, Number(FLOAT32)]

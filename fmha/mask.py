@@ -2,7 +2,7 @@
 
 The keys a row sees are one interval, whatever the combination of causality, window, compressed keys and KV length, so
 the mask is two integers per row: kernels compare a key's index with them, tile loops clip to them. The exception is a
-tree of drafts (``tree``), where up to 64 keys behind the interval are seen or not by a bit each.
+tree of drafts (``tree``), where one bit each decides over up to 64 keys after the interval.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def key_range(position, length, *, causal, left=None, right=None, key_stride=1, 
 
 
 def widened(first, end, range_first, range_last, length, *, minimum=min, maximum=max, select):
-    """Interval [first, end) of the keys of a row that also sees keys range_first to range_last, those that exist; -1
-    for both means that it sees no others.
+    """Interval [first, end) of the keys of a row that also sees the existing keys of range_first to range_last; -1 for
+    both means no range.
 
     An image contains its own queries' keys, so the range meets the row's interval and the union is one interval.
-    Otherwise the keys between the two are seen, too. select(condition, yes, no) chooses a value. The other arguments
-    are those of ``key_range``.
+    Otherwise the row also sees the keys between the two. select(condition, yes, no) chooses a value. The other
+    arguments are those of ``key_range``.
     """
     end = maximum(end, minimum(range_last + 1, length))
     return select(range_first < 0, first, minimum(first, range_first)), end
@@ -48,7 +48,7 @@ def widened(first, end, range_first, range_last, length, *, minimum=min, maximum
 
 def position_range(key, *, causal, left=None, right=None, key_stride=1, maximum=max):
     """Interval [first, end) of the positions whose rows see ``key``, if the key exists: ``key_range`` from the other
-    side. None: unbounded on that side. Arguments as there; both bounds grow with the key."""
+    side. None: unbounded on that side. Arguments as for ``key_range``; both bounds grow with the key."""
     first = end = None
     if causal:
         first = (key + 1) * key_stride - 1
@@ -60,7 +60,7 @@ def position_range(key, *, causal, left=None, right=None, key_stride=1, maximum=
 
 
 def intervals(problem: AttentionProblem, position, length, ranges=None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(first, end) of the keys that rows see: ``key_range``, ``widened`` by their ranges, of tensors.
+    """(first, end) of the keys that rows see: ``key_range``, ``widened`` by their ranges, for tensors.
 
     position, length: integer tensors that broadcast to the rows. ranges: [..., 2] of the rows, or None.
     """
@@ -93,7 +93,7 @@ def visible(problem: AttentionProblem, kv_lengths=None, q_start=None, tree=None,
     if kv_lengths is None:
         length = torch.full((problem.batch,), problem.seq_k, device=device)
     else:
-        length = kv_lengths.long().clamp(0, problem.seq_k)  # as kernels do where values went unchecked
+        length = kv_lengths.long().clamp(0, problem.seq_k)  # as kernels do with unchecked values
     start = length - problem.seq_q if q_start is None else q_start.long()
     drafts = None
     if tree is None:

@@ -1,4 +1,4 @@
-"""What an attention call is made of: its tensors and its options, as records that travel whole.
+"""The tensors and the options of an attention call, as records.
 
 A new operand is one field of ``Operands``, from which the kernel's host function and torch's operator get their
 arguments, and its use; a new option is one field of ``Options``.
@@ -27,7 +27,7 @@ from warpspec.fmha.quantized import block_alignment
 
 
 def block_scales(size: Callable) -> Operand:
-    """NVFP4's block scales of rows of so many numbers. size: by the configuration, 0 where there are none."""
+    """NVFP4's block scales of rows of so many numbers. size: a function of the configuration, 0 if there are none."""
 
     def count(config) -> int:
         return size(config) // config.format.kv_block
@@ -53,13 +53,13 @@ class Operands(NamedTuple):
     cu_seqlens_q [B + 1] int32, where each request's begin. Packed keys: k, v [1, Tk, Hkv, D]; cu_seqlens_k [B + 1].
     k, v in FP8 or NVFP4 (bytes in kernels; NVFP4's rows have D/2): k_scale, v_scale fp32, in kernels [B, Hkv, 1]; of
     NVFP4 k_block_scales, v_block_scales with a row of D/16 bytes for each row of k and v.
-    Where queries are drafts: tree [B, Sq] int64, packed [1, T] (``tree``). Where they see ranges besides: ranges
-    [B, Sq, 2] int32, packed [1, T, 2].
+    If queries are drafts: tree [B, Sq] int64, packed [1, T] (``tree``). If they also see ranges: ranges [B, Sq, 2]
+    int32, packed [1, T, 2].
 
-    o, lse, row_max and row_sum are written, the others are read. Where keys are split, o, row_max and row_sum of the
-    attention kernel have one more dimension in front, the splits. Where work is cut by length (``line``), pieces
-    [2 CTAs, rows, D + 4] fp32 and joins [CTAs, 9] int32 are a workspace; where CTAs take tiles from a queue
-    (``device.queue``), queue [1] int64.
+    Kernels write o, lse, row_max and row_sum, and read the others. If keys are split, o, row_max and row_sum of the
+    attention kernel have a leading dimension, the splits. If work is cut by length (``line``), pieces [2 CTAs, rows, D
+    + 4] fp32 and joins [CTAs, 9] int32 are a workspace; if CTAs take tiles from a queue (``device.queue``), so is queue
+    [1] int64.
     """
 
     q: Annotated[Any, Operand(lambda c: c.format.dtype, 4, lambda c: c.heads.qk, TMA_ALIGNMENT)]
@@ -115,7 +115,7 @@ ARGUMENTS = len(Operands._fields) - len(
 
 
 class Options(NamedTuple):
-    """Arguments of ``attention`` and ``attention_varlen`` that are no tensors; their docstrings say what they mean."""
+    """Non-tensor arguments of ``attention`` and ``attention_varlen``, whose docstrings define them."""
 
     scale: float | None = None
     causal: bool = False

@@ -6,9 +6,9 @@ writes the caller's. Both return ``stats``, fp32 [n, B, Hq, Sq], packed [n, Hq, 
 row_max and row_sum (n = 2, un-normalised). Checks run inside, on real tensors, so compiled and eager calls raise the
 same.
 
-Where nobody watches (``unobserved``) calls go past torch's dispatcher, which would take longer than all the rest of a
-call, those that autograd records by ``backward.function``. On CUDA tensors, a call like one before goes past the
-checks (``key_of``, ``recall``), with or without the dispatcher.
+Calls that nobody watches (``unobserved``) skip torch's dispatcher, which would take longer than the rest of the call;
+autograd records them through ``backward.function``. On CUDA tensors, a call like an earlier one skips the checks
+(``key_of``, ``recall``), with or without the dispatcher.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ SCHEMA = ", ".join(
 
 
 def flat(operands: Operands, options: Options, backend: str) -> tuple:
-    """A call as arguments of an operator."""
+    """Flatten a call to the arguments of an operator."""
     window = (None, None) if options.window is None else options.window
     scale, causal, _, *others = options
     return (*operands.inputs.values(), scale, causal, *window, *others, backend)
 
 
 def unflat(arguments: tuple, out=None) -> tuple[Operands, Options, str]:
-    """The call of an operator's arguments. out: becomes the operands' o."""
+    """Rebuild the call from an operator's arguments. out: becomes the operands' o."""
     tensors = dict(zip(INPUTS, arguments, strict=False))
     scale, causal, left, right, *others, backend = arguments[len(INPUTS) :]
     window = None if left is None and right is None else (left, right)
@@ -77,7 +77,7 @@ def unflat(arguments: tuple, out=None) -> tuple[Operands, Options, str]:
 
 
 def new_outputs(problem: AttentionProblem, operands: Operands):
-    """(o, stats), uninitialised; o is the operands' where there is one."""
+    """(o, stats), uninitialised; o is the operands' if given."""
     q, o = operands.q, operands.o
     if o is None:
         o = q.new_empty(caller_shape(problem, problem.o_shape), dtype=problem.o_dtype)
@@ -86,12 +86,12 @@ def new_outputs(problem: AttentionProblem, operands: Operands):
 
 
 def caller_shape(problem: AttentionProblem, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A tensor's shape as the caller has it, of its shape as kernels have it: packed, without a batch of one."""
+    """The caller's shape of a tensor, from the kernels' shape: packed tensors lose the batch dimension of one."""
     return shape[1:] if problem.packed_q else shape
 
 
 class Call(NamedTuple):
-    """What is remembered of a checked call.
+    """The cached result of checking a call.
 
     prepared: the kernels, None for the reference. empty: there is nothing to launch. regular: kernels take inputs and
     out as they are (``regular_operands``). spans: bytes that each of INPUTS spans (``span_bytes``), 0 for an absent
@@ -114,11 +114,12 @@ class Call(NamedTuple):
 
 
 OPERATOR = "operator"  # in front of the keys of calls that came through torch's dispatcher
-_checked = Remembered()  # calls on CUDA tensors (``key_of``): the next call alike needs no checks
+_checked = Remembered()  # calls on CUDA tensors (``key_of``): the next identical call needs no checks
 
 
 def key_of(operands: Operands, options: Options, backend) -> tuple | None:
-    """What the checks of a call look at; None where each call is to be checked, or may not go past torch's dispatcher.
+    """Everything that the checks of a call look at; None if each call must be checked, or may not skip torch's
+    dispatcher.
 
     Nothing is checked yet: operands, options and backend may be any kind of object.
     """
@@ -140,16 +141,16 @@ def key_of(operands: Operands, options: Options, backend) -> tuple | None:
 
 
 def remember(key, call: Call) -> None:
-    """Keep a call that was checked. key: ``key_of`` it, None for not at all."""
+    """Cache a checked call. key: from ``key_of``; None: do not cache."""
     if key is not None:
         _checked.remember(key, call)
 
 
 def recall(key, operands: Operands) -> Call | None:
-    """The call that was checked under a key. Addresses are not in the key: those of out are compared each time."""
+    """The checked call of a key. Addresses are not part of the key: out's are compared each time."""
     try:
         call = _checked.get(key)
-    except TypeError:  # something without a hash, which the checks refuse
+    except TypeError:  # something unhashable, which the checks refuse
         return None
     out = operands.o
     if call is not None and out is not None:
@@ -160,7 +161,7 @@ def recall(key, operands: Operands) -> Call | None:
 
 
 def check_call(operands: Operands, options: Options, backend: str, records: bool = False) -> Call:
-    """All checks, the choice of the backend, and what its kernels need before they run. records: see ``Call``."""
+    """Check everything, choose the backend, and prepare its kernels. records: see ``Call``."""
     if records and options.normalize:
         options = options._replace(return_lse=True)  # what gradients are computed from
     problem = AttentionProblem.check(operands, options)
@@ -169,7 +170,7 @@ def check_call(operands: Operands, options: Options, backend: str, records: bool
     prepared = None
     if backend != "reference":
         target = target_of(problem.device)
-        # Both raise UnsupportedProblem for what the kernel does not do.
+        # Both raise UnsupportedProblem for what the kernel does not support.
         prepared = check_supported(problem, target) if empty else prepare(problem, target)
     out = operands.o
     return Call(
@@ -190,8 +191,8 @@ def check_call(operands: Operands, options: Options, backend: str, records: bool
 
 
 def run(call: Call, operands: Operands, stats: tuple[torch.Tensor, ...] | None = None):
-    """What a checked call computes: (o, stats), stats a tuple of tensors: none, (lse,) or (row_max, row_sum). o is the
-    operands' where given, stats those that are given."""
+    """Compute a checked call: (o, stats), with stats a tuple of tensors: none, (lse,) or (row_max, row_sum). o is the
+    operands' if given, and so are stats."""
     o, device = operands.o, operands.q.device
     if o is None:
         o = empty(call.o_shape, call.o_dtype, device)
@@ -224,7 +225,7 @@ def run(call: Call, operands: Operands, stats: tuple[torch.Tensor, ...] | None =
 def kernel_operands(
     problem: AttentionProblem, operands: Operands, outputs: tuple, regular: bool = False
 ) -> Operands:
-    """A checked call's tensors as kernels want them. outputs: instead of the operands' own. regular: ``Call``."""
+    """A checked call's tensors in the form kernels take. outputs: replace the operands' own. regular: see ``Call``."""
     if not regular:
         operands, outputs = regular_operands(operands), (regular_strides(outputs[0]), *outputs[1:])
     q, k, v = operands.q, operands.k, operands.v
@@ -252,7 +253,7 @@ def kernel_operands(
 
 
 def regular_operands(operands: Operands) -> Operands:
-    """The inputs as kernels want them; where none has to change, with the tensors that it was given."""
+    """The inputs in the form kernels take; the same tensors if none has to change."""
     sink = operands.sink
     if sink is not None and sink.dtype is not torch.float32:
         sink = sink.detach().to(torch.float32)
@@ -289,14 +290,14 @@ def clear(o: torch.Tensor, cu_seqlens_q: torch.Tensor | None):
 
 
 def forward_known(call: Call, operands: Operands):
-    """(o, stats) of a call that ``recall`` knows, past torch's dispatcher."""
+    """Run a call that ``recall`` knows without torch's dispatcher: (o, stats)."""
     if operands.o is not None and not operands.o.is_inference():
         torch.autograd.graph.increment_version(operands.o)
     return run(call, operands)
 
 
 def forward_watched(operands: Operands, options: Options, backend: str):
-    """(o, stats) of ``attention`` through torch's operators; stats one tensor of all statistics."""
+    """Run ``attention`` through torch's operators: (o, stats), with stats one tensor of all statistics."""
     if operands.o is not None:
         return operands.o, fmha_forward_out(*flat(operands, options, backend), operands.o)
     if options.normalize and (needs_gradient(operands) or takes_gradients()):
@@ -310,13 +311,12 @@ def needs_gradient(operands: Operands) -> bool:
 
 
 def unobserved(operands: Operands) -> bool:
-    """Whether a call may go past torch's dispatcher: q is there, and no operand is ``watched`` (nor anything that is no
-    tensor)."""
+    """Whether a call may skip torch's dispatcher: q is given, and no operand is ``watched`` or a non-tensor."""
     return operands.q is not None and not watched(*[t for t in operands if t is not None])
 
 
 def regular_strides(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of the tensor whose dimensions of size 1, whose strides mean nothing, have strides that TMA accepts."""
+    """A view of the tensor with strides that TMA accepts in dimensions of size 1, where strides mean nothing."""
     strides = list(tensor.stride())
     vector = TMA_ALIGNMENT // tensor.element_size()
     step = -(-tensor.shape[-1] // vector) * vector

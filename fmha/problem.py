@@ -48,11 +48,10 @@ DIGITS_Q = 4  # binary ones of the number of packed queries that plans look at
 class AttentionProblem:
     """Sizes and switches of one attention call: what a kernel may rely on.
 
-    With it a kernel gets the tensors the problem was made from: q, k and v (k again where shared) with TMA's
-    alignment, sink as contiguous fp32, kv_lengths and q_start contiguous, and outputs of the shapes below to
-    write: o, lse with return_lse, row_max and row_sum without normalize. Every row of o is written, of packed
-    queries those that belong to a request and no other. Which keys a row sees is ``mask.key_range``. Where
-    ``is_empty``, no kernel is called.
+    A kernel also gets the problem's tensors: q, k and v (k again if shared) with TMA's alignment, sink as contiguous
+    fp32, kv_lengths and q_start contiguous, and outputs of the shapes below to write: o, lse with return_lse, row_max
+    and row_sum without normalize. It writes every row of o; with packed queries, only those that belong to a request.
+    ``mask.key_range`` says which keys a row sees. If ``is_empty``, no kernel is called.
     """
 
     batch: int  # B >= 0; of packed queries, requests
@@ -144,7 +143,7 @@ class AttentionProblem:
 
     @classmethod
     def of(cls, q, k, v=None, *, out=None, memory: bool = True, **arguments) -> AttentionProblem:
-        """The problem of a call of ``attention`` with these arguments, of the same names. memory: see ``check``."""
+        """The problem of a call of ``attention`` with these arguments. memory: see ``check``."""
         tensors = {name: arguments.pop(name) for name in INPUTS if name in arguments}
         return cls.check(Operands(q, k, v, out, **tensors), Options(**arguments), memory)
 
@@ -236,7 +235,7 @@ class AttentionProblem:
 
 
 def _check_values(operands: Operands) -> None:
-    """``check_values`` of a call."""
+    """``check_values`` for a call."""
     q, k, page_table = operands.q, operands.k, operands.page_table
     page_size = None if page_table is None else k.shape[1]
     starts = (
@@ -258,7 +257,7 @@ def _check_values(operands: Operands) -> None:
 
 
 def _rectangle(operands: Operands) -> dict:
-    """Fields of the problem: sizes of a call with as many queries in each batch row."""
+    """Fields of the problem: sizes of a call with the same number of queries in each batch row."""
     q, k, page_table = operands.q, operands.k, operands.page_table
     batch, seq_q = q.shape[:2]
     page_size = None

@@ -1,9 +1,9 @@
-"""Keys and values in FP8 and NVFP4: the checks of what belongs to them, and what they are worth. Host side.
+"""Keys and values in FP8 and NVFP4: checks of their arguments, and dequantisation. Host side.
 
-k = code * k_scale and v = code * v_scale, with a scale of the tensor, of a KV head, or of a KV head of a request. In
-NVFP4 a code is an e2m1 number times the e4m3 scale of its block of 16. Kernels turn codes to 16 bits, which is exact,
-and compute with those: k_scale becomes part of the softmax scale, and O is multiplied with v_scale. Both are read on
-the device.
+k = code * k_scale and v = code * v_scale, with a scale per tensor, per KV head, or per request and KV head. In
+NVFP4 a code is an e2m1 number times the e4m3 scale of its block of 16. Kernels convert codes to 16 bits, which is
+exact, and compute with those: k_scale becomes part of the softmax scale, and O is multiplied by v_scale. The device
+reads both.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def check_scales(operands, batch: int, heads_kv: int, device) -> None:
 def check_block_scales(operands, swizzled: bool, memory: bool) -> None:
     """Check k_block_scales, v_block_scales and the option ``swizzled`` against k and v, whose shapes are right.
 
-    memory: whether addresses mean something.
+    memory: whether addresses are meaningful.
     """
     for name, codes in zip(BLOCK_SCALES, (operands.k, operands.v), strict=True):
         blocks = getattr(operands, name)
@@ -119,14 +119,14 @@ def spread(scale: torch.Tensor | None, batch: int, heads_kv: int) -> torch.Tenso
 
 
 def as_bytes(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """8-bit numbers as kernels take them; others, and None, as they are."""
+    """8-bit numbers as bytes, which kernels take; other tensors, and None, unchanged."""
     if tensor is None or tensor.element_size() > 1:
         return tensor
     return tensor.view(torch.uint8)
 
 
 def dequantized(codes: torch.Tensor, blocks: torch.Tensor | None) -> torch.Tensor:
-    """fp32 of keys or values [..., D], but for their k_scale or v_scale. blocks: linear block scales of NVFP4."""
+    """Keys or values [..., D] in fp32, without their k_scale or v_scale. blocks: linear block scales of NVFP4."""
     if codes.dtype != BYTES:
         return codes.float()
     values = nvfp4.packed_values(codes).unflatten(-1, (-1, BLOCK))

@@ -1,7 +1,7 @@
 """Attention by its definition, in FP32 torch: what every kernel is compared with.
 
 One query head at a time, and for it: which keys each row sees, its logits, softmax's sums, the values.
-Nothing here is fast, and nothing is shared with the kernels but the visibility rule.
+Nothing here is fast, and only the visibility rule is shared with the kernels.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from warpspec.fmha.values import request_rows
 
 @without_autocast
 def forward(problem: AttentionProblem, operands: Operands) -> AttentionState:
-    """The un-normalised state of a checked problem; v is given. Of packed queries, rows of no request are 0."""
+    """The un-normalised state of a checked problem; v is given. With packed queries, rows of no request are 0."""
     return packed(problem, operands) if problem.packed_q else rectangle(problem, operands)
 
 
 def packed(problem: AttentionProblem, operands: Operands) -> AttentionState:
-    """The state of packed requests: that of each by itself."""
+    """The state of packed requests, one request at a time."""
     state = empty_state(problem)
     keys = None
     if problem.packed_k:
@@ -69,13 +69,13 @@ def empty_state(problem: AttentionProblem) -> AttentionState:
 
 
 def rectangle(problem: AttentionProblem, operands: Operands) -> AttentionState:
-    """The state of a problem with as many queries in each batch row."""
+    """The state of a problem with the same number of queries in each batch row."""
     q, bias = operands.q, operands.bias
     o, row_max, row_sum = state = empty_state(problem)
     given = (operands.kv_lengths, operands.q_start, operands.tree, operands.ranges)
     seen = visible(problem, *given)  # [B, Sq, Sk]
     k, v = keys_and_values(problem, operands)
-    # So many query heads after one another have the same keys, values and mask.
+    # So many consecutive query heads have the same keys, values and mask.
     alike = 1 if bias is not None and bias.shape[1] > 1 else problem.group
     for b in range(problem.batch):
         for h in range(problem.heads_q):
@@ -84,7 +84,7 @@ def rectangle(problem: AttentionProblem, operands: Operands) -> AttentionState:
                 if bias is not None:
                     head_bias = bias.expand(problem.batch, problem.heads_q, -1, -1)[b, h].float()
                     head = head & (head_bias != -torch.inf)
-                keys = head.any(dim=0).nonzero()[:, 0]  # keys that no row sees take no part
+                keys = head.any(dim=0).nonzero()[:, 0]  # leave out keys that no row sees
                 head = head[:, keys]
                 kv_head = h // problem.group
                 head_k, head_v = (each.of_head(b, keys, kv_head) for each in (k, v))  # [keys, D]
@@ -118,7 +118,7 @@ class Rows(NamedTuple):
 
 
 def keys_and_values(problem: AttentionProblem, operands: Operands) -> tuple[Rows, Rows]:
-    """K and V, out of their pages."""
+    """K and V, gathered from their pages."""
     k_blocks, v_blocks = operands.k_block_scales, operands.v_block_scales
     if k_blocks is not None and v_blocks is None:
         v_blocks = k_blocks[..., : problem.heads.v // BLOCK]

@@ -1,17 +1,17 @@
-"""Which M tile has which number, in what order CTAs do them, and which KV tiles each one visits.
+"""The numbering of M tiles, the order in which CTAs work on them, and the KV tiles each one visits.
 
 Everything here is arithmetic that the host and the kernels share: ints on the host, Int32 in a kernel.
 
 The grid is one-dimensional and holds every (query tile, head tile, KV head, batch row) once: one launch for
-everything. On sm_100a a CTA does one tile, where work is not cut by length: two CTAs share an SM, so that one's
-prologue and epilogue lie under the other's main loop, and the hardware hands out CTAs in order as slots come free,
-which balances uneven tiles without a queue in memory. On sm_90a CTAs are persistent and take tiles in rounds
+everything. On sm_100a a CTA works on one tile, unless work is cut by length: two CTAs share an SM, so that one's
+prologue and epilogue overlap the other's main loop, and the hardware starts CTAs in order as slots become free, which
+balances uneven tiles without a queue in memory. On sm_90a CTAs are persistent and take tiles in rounds
 (``place_in_round``).
 
-Order: where a row's work grows with its position (causal), query tiles run slowest and last ones first, so
-the long tiles start first and short ones fill the end; of all heads at once, or of one section of heads after the
-other, as many as have their K and V in L2 together. Otherwise query tiles run fastest: CTAs that run at the same
-time share the K and V of one head in L2.
+Order: if a row's work grows with its position (causal), query tiles are the slowest index and run backwards, so the
+long tiles start first and short ones fill the end; for all heads at once, or for one section of heads after another,
+each with as many heads as fit their K and V into L2. Otherwise query tiles are the fastest index: CTAs that run at the
+same time share the K and V of one head in L2.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from warpspec.fmha.mask import key_range
 
 
 def extent(divisor):
-    """The number that a prepared divisor (``cute.FastDivmodDivisorV2``) stands for; of a plain number, itself."""
+    """The value of a prepared divisor (``cute.FastDivmodDivisorV2``); a plain number itself."""
     return getattr(divisor, "divisor", divisor)
 
 
@@ -70,7 +70,7 @@ class TileGrid:
 
 
 class KvTiles(Protocol):
-    """KV tiles that the rows of a tile visit, whatever the keys come from. ``KeySpan``: keys that a mask hides.
+    """KV tiles that the rows of a tile visit, whatever the source of the keys. ``KeySpan``: keys that a mask hides.
     ``SparseTiles``: keys any of which may be missing."""
 
     begin: int
@@ -130,11 +130,11 @@ class KeySpan(KvTiles):
         return replace(self, begin=begin, count=count, first=first, end=end)
 
     def needs_mask(self, tile, tile_keys: int):
-        """True where some row does not see some key of the tile."""
+        """Whether some row does not see some key of the tile."""
         return (tile * tile_keys < self.inner_first) | ((tile + 1) * tile_keys > self.inner_end)
 
     def has_unseen(self, tile, tile_keys: int):
-        """True where no row sees some key of the tile."""
+        """Whether some key of the tile is seen by no row."""
         return (tile * tile_keys < self.first) | ((tile + 1) * tile_keys > self.end)
 
 
@@ -158,8 +158,8 @@ def tiles_of(first, end, tile_keys: int, minimum=min, maximum=max) -> tuple:
 
 
 def place_in_round(round_, cta, ctas):
-    """Which of a round's ``ctas`` tiles a persistent CTA does: CTAs take the tiles of a round in their order, of the
-    next in the opposite one. Tiles get shorter along each, so a CTA's longer and shorter ones make up for each other.
+    """Which of a round's ``ctas`` tiles a persistent CTA takes: CTAs take the tiles of one round in order, of the next
+    in reverse. Tiles get shorter along each round, so a CTA's longer and shorter tiles balance.
 
     Ints or numpy arrays.
     """
@@ -168,7 +168,7 @@ def place_in_round(round_, cta, ctas):
 
 
 def split_part(split, splits, tiles):
-    """(first, count): the part of ``tiles`` KV tiles that a split does. Parts are contiguous, differ by at
+    """(first, count): the part of ``tiles`` KV tiles that a split covers. Parts are contiguous, differ by at
     most one tile, and cover all; with fewer tiles than splits, some are empty.
 
     splits * tiles must be within int32.

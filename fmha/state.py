@@ -19,10 +19,10 @@ class AttentionState(NamedTuple):
     row_max [B, Hq, Sq]: largest logit, -inf for a row that sees no key;
     row_sum [B, Hq, Sq]: sum of exp(logit - row_max), 0 for a row that sees no key.
 
-    Of packed queries: o [T, Hq, D], row_max and row_sum [Hq, T]; rows that belong to no request hold anything.
+    For packed queries: o [T, Hq, D], row_max and row_sum [Hq, T]; rows that belong to no request are undefined.
 
-    A kernel's row_max may be any value the sums were taken against, not only the largest logit: everything
-    below holds for it just the same.
+    A kernel's row_max may be any reference that the sums were taken against, not only the largest logit: everything
+    below holds unchanged.
     """
 
     o: torch.Tensor
@@ -36,13 +36,13 @@ class AttentionState(NamedTuple):
 
 
 def normalized_output(state: AttentionState, sink: torch.Tensor | None = None) -> torch.Tensor:
-    """o fp32 of a state, of its shape: divided by the row sum, to which the sink adds exp(sink - row_max).
+    """o of a state, fp32, divided by the row sum, to which the sink adds exp(sink - row_max).
 
     sink: [Hq] floating or None. A row that sees no key gives 0, with or without a sink.
     """
     row_sum = state.row_sum
     if sink is not None:
-        # Overflow to inf is right: a sink that far above every logit leaves nothing to the keys.
+        # Overflow to inf is right: a sink that far above every logit leaves the keys no weight.
         row_sum = row_sum + torch.exp(sink.float()[:, None] - state.row_max)
     o = state.o / by_row(row_sum)
     return torch.where(by_row(state.row_sum == 0), 0.0, o)

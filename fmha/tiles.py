@@ -1,4 +1,4 @@
-"""Tiles of attention kernels: the query rows of an M tile, and the keys of a KV tile as they are loaded and stored."""
+"""Tiles of attention kernels: the query rows of an M tile, and the loads and layout of a KV tile's keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAGE_STEP, PAGE_LARGE = 16, 128
 class TileRows:
     """Query rows of an M tile: ``groups`` row groups of ``group_size`` rows each.
 
-    pack: query heads of one KV group whose rows stand together; row r of a group is head r % pack of query r // pack.
+    pack: query heads of one KV group that share a tile; row r of a group is head r % pack of query r // pack.
     most: rows of a group that may be a query's; None: all.
     """
 
@@ -36,7 +36,7 @@ class TileRows:
 
     @property
     def busy_rows(self) -> int:
-        """Rows of a row group that are some query's."""
+        """Rows of a row group that belong to a query."""
         return self.group_queries * self.pack
 
     @property
@@ -54,9 +54,9 @@ class TileRows:
 class KvTile:
     """Keys of a KV tile in shared memory, and the boxes that TMA loads it in.
 
-    keys: of a tile. shared: one tile serves as K and V. page_size: keys of a page, 0 where they are not paged. bits: of
-    a number in shared memory. per_element: numbers of an element as it is loaded, two of NVFP4. span: elements of a row
-    in one box; a box holds ``box_spans`` of them at most (None: a row's). swizzled: as TMA writes them.
+    keys: keys of a tile. shared: one tile serves as K and V. page_size: keys of a page, 0 if they are not paged. bits:
+    bits of a number in shared memory. per_element: numbers per loaded element, two for NVFP4. span: elements of a row
+    in one box; a box holds at most ``box_spans`` spans (None: a row's). swizzled: whether TMA swizzles them.
     """
 
     keys: int
@@ -71,12 +71,12 @@ class KvTile:
 
     @property
     def k_bytes(self) -> int:
-        """Shared memory of a tile of K."""
+        """Bytes of a tile of K in shared memory."""
         return self.keys * self.heads.qk_room * self.bits // 8
 
     @property
     def v_bytes(self) -> int:
-        """Shared memory of a tile of V."""
+        """Bytes of a tile of V in shared memory."""
         return self.keys * self.heads.v_room * self.bits // 8
 
     def bytes_of(self, ring: str) -> int:
@@ -85,18 +85,18 @@ class KvTile:
 
     @property
     def v_stage_bytes(self) -> int:
-        """Shared memory from one stage of V to the next: where V is K, K's stage."""
+        """Bytes from one stage of V to the next: K's stage if V is K."""
         return self.k_bytes if self.shared else self.v_bytes
 
     @property
     def own_v_bytes(self) -> int:
-        """Shared memory that a tile of V takes besides K's: none where V is K."""
+        """Bytes that a tile of V takes besides K's: none if V is K."""
         return 0 if self.shared else self.v_bytes
 
     @property
     def page_keys(self) -> int:
-        """Keys of a tile that lie together in memory wherever the tile begins: all of them, a page's, or a part's of a
-        page of which tiles are no multiple, nor it of tiles."""
+        """Keys of a tile that are contiguous in memory wherever the tile begins: all keys, a page's, or, if neither of
+        tile and page is a multiple of the other, those of a part of a page."""
         return math.gcd(self.page_size, self.keys)
 
     @property
@@ -120,20 +120,19 @@ class KvTile:
         return (self.spans(ring) // self.box(ring)[2], self.pages)
 
     def of_codes(self, fmt) -> KvTile:
-        """This tile as it comes in FP8 or NVFP4 to be converted: a page's rows as they lie in memory. fmt:
-        ``features.Format``."""
+        """This tile as loaded in FP8 or NVFP4 for conversion: a page's rows as in memory. fmt: ``features.Format``."""
         per_element = 8 // fmt.kv_bits
         return replace(
             self, per_element=per_element, span=self.heads.qk // per_element, box_spans=1, swizzled=False
         )
 
     def place_of(self, row, span, source) -> tuple:
-        """Which box of K or V, as its coordinates are cut into boxes. row: of the keys, source: batch row or page."""
+        """Coordinates of a box of K or V, in boxes. row: row of the keys. source: batch row or page."""
         return (row, span, source) if self.heads.whole else (span, row, source)
 
 
 def takes_pages(page_size: int) -> bool:
-    """Kernels read pages of so many keys."""
+    """Whether kernels read pages of so many keys."""
     return page_size > 0 and page_size % (PAGE_STEP if page_size < PAGE_LARGE else PAGE_LARGE) == 0
 
 
@@ -152,10 +151,10 @@ def check_page_size(kernel: str, page_size: int | None) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def choose_pack(group: int, seq_q: int, tile_m: int) -> int:
-    """Heads of a KV group that share an M tile: what makes the fewest tiles, the most heads among equals.
+    """Choose the heads of a KV group that share an M tile: the fewest tiles, then the most heads.
 
-    More heads to a tile means fewer queries in it: under a causal or window mask its rows then see more
-    nearly the same keys, so at equal tile count more heads never costs and often saves KV tiles.
+    A tile with more heads has fewer queries: under a causal or window mask its rows then see more similar keys, so at
+    equal tile count more heads never cost and often save KV tiles.
     """
 
     def tiles(pack):
@@ -165,8 +164,8 @@ def choose_pack(group: int, seq_q: int, tile_m: int) -> int:
 
 
 def choose_packs(problem: AttentionProblem, tile_m: int) -> tuple[int, ...]:
-    """Numbers of heads of a KV group that may share an M tile: what suits the longest request, and of packed queries
-    what suits a request of one."""
+    """Numbers of heads of a KV group that may share an M tile: the best for the longest request, and, with packed
+    queries, the best for a request of one query."""
     most = choose_pack(problem.group, problem.seq_q, tile_m)
     few = choose_pack(problem.group, 1, tile_m) if problem.packed_q else most
     return (most,) if few == most else (most, few)

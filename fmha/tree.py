@@ -1,12 +1,12 @@
 """Trees of drafts: which of a request's last keys a draft sees.
 
 Speculative decoding verifies several continuations of a request at once. Its queries are drafts, the nodes of a tree;
-the key of draft j is key q_start + j, behind the keys that all drafts see, the prefix. A draft sees the prefix, the
+the key of draft j is key q_start + j, after the prefix, the keys that all drafts see. A draft sees the prefix, the
 drafts on the path from the root to itself, and itself. What it sees is a word of bits: bit j stands for draft j.
 
 A draft's position is its depth in the tree, not its number: with n bits set, it stands at position q_start + n - 1, and
 the n drafts that it sees at q_start, q_start + 1, ... in the order of their numbers (a path's numbers ascend). Windows
-count from these positions. So every draft gets what its path alone would get from a causal mask.
+count from these positions. So every draft gets the result that its path alone would get under a causal mask.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def tree_words(mask: torch.Tensor) -> torch.Tensor:
     """``tree`` of ``attention`` from a mask: int64 [..., n] from bool [..., n, d], where mask[..., i, j] says whether
     draft i sees draft j.
 
-    d is at most 64. Nothing waits for the device, so a CUDA graph may hold the conversion. TypeError, ValueError: the
-    mask is of another kind.
+    d is at most 64. The host does not wait for the device, so a CUDA graph may capture the conversion. TypeError,
+    ValueError: the mask is of another kind.
     """
     check_tensor("mask", mask, (torch.bool,))
     if mask.dim() < 2 or mask.shape[-1] > MOST_DRAFTS:

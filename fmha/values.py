@@ -1,10 +1,9 @@
 """Values held by the small tensors of a call: lengths, positions, page numbers, where packed requests begin.
 
-Those of CPU tensors are always checked. Looking at a CUDA tensor's would stop the host until the device has caught
-up, which no call may do unasked: they are checked where the environment variable WARPSPEC_DEBUG is 1. Without it
-kernels read nothing out of bounds all the same: they clamp kv_lengths to 0..Sk, a page number out of range counts as
-a page of zeros, a position only says which keys a row sees, and the rows of a packed request are those within the
-tensor (``request_rows``).
+Values of CPU tensors are always checked. Reading a CUDA tensor's values makes the host wait for the device, so they are
+checked only if the environment variable WARPSPEC_DEBUG is 1. Without it, kernels still read nothing out of bounds: they
+clamp kv_lengths to 0..Sk, a page number out of range counts as a page of zeros, a position only says which keys a row
+sees, and the rows of a packed request are those within the tensor (``request_rows``).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ POSITION_LIMIT = 2**29  # of q_start, sequences, windows: one of each adds up wi
 
 
 def debugging() -> bool:
-    """Whether WARPSPEC_DEBUG asks for checks that wait for the device. ValueError if it is none of "", "0", "1"."""
+    """Whether WARPSPEC_DEBUG enables checks that wait for the device. ValueError if it is none of "", "0", "1"."""
     value = _debug_variable()
     if value is None:
         return False
@@ -40,7 +39,7 @@ def are_checked(device: torch.device) -> bool:
 
 
 class _Check(NamedTuple):
-    """Where values of a tensor are wrong, and what is allowed there."""
+    """Where a tensor's values are wrong, and what is allowed there."""
 
     name: str
     tensor: torch.Tensor
@@ -96,7 +95,7 @@ def check_values(
 
 
 def check_ranges(operands, seq_k: int) -> None:
-    """Raise ValueError where a range of ``ranges`` does not hold its query's own position. operands: ``Operands``.
+    """Raise ValueError if a range of ``ranges`` does not contain its query's own position. operands: ``Operands``.
     seq_k: Sk. Waits for the device."""
     ranges, starts_q, starts_k = operands.ranges.long(), operands.cu_seqlens_q, operands.cu_seqlens_k
     row = torch.arange(ranges.shape[-2], device=ranges.device)
@@ -127,7 +126,7 @@ def check_ranges(operands, seq_k: int) -> None:
 
 
 def request_rows(cu_seqlens: torch.Tensor, rows: int) -> list[slice]:
-    """The rows of each request of a packed tensor of so many: those within the tensor, where values went unchecked.
-    Waits for the device."""
+    """The rows of each request of a packed tensor of so many: those within the tensor, if values are unchecked. Waits
+    for the device."""
     found = cu_seqlens.clamp(0, rows).tolist()
     return [slice(first, max(first, end)) for first, end in itertools.pairwise(found)]

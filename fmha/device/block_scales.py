@@ -1,7 +1,8 @@
-"""Block scales of NVFP4 keys and values in shared memory: how they come there, and how single ones are read.
+"""Block scales of NVFP4 keys and values in shared memory: loading them, and reading single ones.
 
-TMA moves no less than 16 bytes, and a row has 4, 8 or 16 block scales: lanes of the load warp copy them. A tile's stand
-in rows as in global memory; swizzled ones keep their places, because groups of four keys lie in one tile.
+TMA moves no less than 16 bytes, and a row has 4, 8 or 16 block scales, so lanes of the load warp copy them. A tile's
+scales keep their row layout of global memory; swizzled scales keep their places, because groups of four keys lie in one
+tile.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from warpspec.common.kv_formats import swizzled_place
 
 
 def tile_scales(config, base: cute.Pointer, ring: int, stage):
-    """Address of a tile's block scales. base: of the rings; ring: number of ``config.format.rings``."""
+    """Address of a tile's block scales. base: address of the rings; ring: number in ``config.format.rings``."""
     return base.toint() + ring * config.scale_bytes + stage * config.scale_tile_bytes
 
 
@@ -31,10 +32,10 @@ def load_scales(
     use,
     places,
 ):
-    """Copy the block scales of a KV tile, each lane those of some keys; zeros stand for those of keys that are not
-    there. By a whole warp. base, ring: as of ``tile_scales``. places: ``pages.kv_places``.
+    """Copy the block scales of a KV tile; each lane copies those of some keys, and zeros for keys that do not exist.
+    Called by a whole warp. base, ring: as for ``tile_scales``. places: from ``pages.kv_places``.
 
-    Produces: ``full``, an arrival of each lane when its copies are done.
+    Produces: ``full``, one arrival per lane when its copies are done.
     """
     blocks = operands.k_block_scales if ring == 0 else operands.v_block_scales
     target, keys = tile_scales(config, base, ring, full.stage(use)), config.kv.page_keys

@@ -1,8 +1,8 @@
-"""How fragments of mma.sync and 16-bit tiles are made of codes of K and V: one class a kind of code.
+"""Conversion of codes of K and V to mma.sync fragments and 16-bit tiles: one class per kind of code.
 
-A word of codes of one row becomes pairs of fp16, ``PAIRS`` of them, which say what numbers stand side by side. Words of
-two rows become pairs with a number of each row in the same column, in the order ``COLUMNS``. ``scale``: of NVFP4, the
-scales of the pair's numbers (``common.device.float4``); else None.
+A word of codes of one row becomes pairs of fp16; ``PAIRS`` lists which numbers form a pair. Words of two rows become
+pairs of one number from each row in the same column, in the order ``COLUMNS``. ``scale``: for NVFP4, the scales of the
+pair's numbers (``common.device.float4``); else None.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from warpspec.common.device.float8 import widened
 from warpspec.common.device.words import interleave
 from warpspec.fmha.device.scales import is_nvfp4
 
-NUMBERS = 8  # that a chunk of 16 bytes of 16-bit numbers has
+NUMBERS = 8  # 16-bit numbers in a chunk of 16 bytes
 BYTES_OF_PAIRS = (
     0x5140,
     0x7362,
@@ -33,26 +33,26 @@ LOW_HALVES, HIGH_HALVES = 0x5410, 0x7632  # prmt selectors: halves of two words
 
 
 class Codes:
-    """WORD: codes of a word. PAIRS: numbers of a chunk that stand side by side in fragments, two pairs a step of
-    products. COLUMNS: columns of a word of codes, in the order in which ``columns`` has them."""
+    """WORD: codes in a word. PAIRS: numbers of a chunk that form pairs in fragments, two pairs per MMA step. COLUMNS:
+    columns of a word of codes, in the order in which ``columns`` returns them."""
 
     WORD: ClassVar[int]
     PAIRS: ClassVar[tuple]
     COLUMNS: ClassVar[tuple]
 
     def row(self, word: Uint32, scale) -> list:
-        """Pairs of the numbers of one word."""
+        """Convert one word to pairs."""
 
     def columns(self, first: Uint32, second: Uint32, scale) -> list:
-        """Pairs of the numbers of a word of each of two rows."""
+        """Convert a word of each of two rows to pairs."""
         mixed = [interleave(first, second, order) for order in BYTES_OF_PAIRS]
         return [pair for word in mixed for pair in self.row(word, scale)]
 
     def in_order(self, words: list, scale) -> list:
-        """Pairs of the numbers of some words of a row and of a block, neighbours side by side."""
+        """Convert words of one row and one block to pairs of neighbours."""
 
     def scale_pair(self, code: Uint32) -> Uint32:
-        """The scale of ``in_order``, of a block's in byte 0. Of NVFP4 alone."""
+        """The scale argument of ``in_order``, from a block's scale in byte 0. Only for NVFP4."""
 
 
 class Float8Codes(Codes):
@@ -95,12 +95,12 @@ class NVFP4Codes(Codes):
 
     @staticmethod
     def scaled(words, scale) -> list:
-        """Pairs of bytes, as floating-point numbers, times their scales."""
+        """Multiply pairs of bytes, as floating-point numbers, by their scales."""
         return [multiply_fp16x2(pair, scale) for word in words for pair in fp16_pairs(word)]
 
 
 class NVFP4InBf16(NVFP4Codes):
-    """e2m1 in blocks, of which bf16 tiles are made; there are no fragments of mma.sync in bf16."""
+    """e2m1 in blocks, converted to bf16 tiles; there are no mma.sync fragments in bf16."""
 
     def in_order(self, words: list, scale) -> list:
         return [pair for word in words for pair in bf16_pairs(word, scale)]
@@ -112,14 +112,14 @@ class NVFP4InBf16(NVFP4Codes):
 
 
 def codes_of(config, dtype: str) -> Codes:
-    """The codes of a configuration's keys or values. dtype: of which tiles or fragments are made."""
+    """The codes of a configuration's keys or values. dtype: that of the tiles or fragments."""
     if is_nvfp4(config):
         return NVFP4Codes() if dtype == "float16" else NVFP4InBf16()
     return Float8Codes(config.format.kv_format, dtype)
 
 
 def paired(words, pairs: tuple) -> list:
-    """Pairs of 16-bit numbers of a chunk. words: its words, of numbers in order. pairs: ``Codes.PAIRS``."""
+    """Pairs of 16-bit numbers of a chunk. words: the chunk's words, with numbers in order. pairs: ``Codes.PAIRS``."""
     found = []
     for a, b in pairs:
         if b == a + 1:

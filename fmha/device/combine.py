@@ -4,8 +4,8 @@ Arch-neutral (sm_90a and sm_100a). Split s of a row left o_s = sum of exp(logit 
 l_s = sum of exp(logit - m_s) over its keys, natural units, all fp32 (``AttentionState``). The row's result is
 o = sum of w_s o_s and l = sum of w_s l_s with w_s = exp(m_s - max of m), divided or not.
 
-A split of no key has m_s = -inf and l_s = 0; whatever stands in its o_s is passed over. A row whose splits
-are all so gives o = 0, lse = -inf. A NaN that any other split holds comes through.
+A split without keys has m_s = -inf and l_s = 0; its o_s is ignored. A row with only such splits gives o = 0, lse =
+-inf. A NaN in any other split reaches the result.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from warpspec.common.hardware import FP32_BYTES
 from warpspec.common.logarithms import LN_2, LOG2_E
 from warpspec.fmha.combine import BATCH, THREADS, VECTOR, CombineConfig, CombineOperands
 
-SMEM_CARVEOUT_PERCENT = 25  # of an SM's L1 and shared memory: room for the sums of eight CTAs
-CTAS_PER_SM = 4  # at least: threads waiting for loads are what hides their latency
+SMEM_CARVEOUT_PERCENT = 25  # part of an SM's L1 used as shared memory: the sums of eight CTAs
+CTAS_PER_SM = 4  # at least: only further threads hide the latency of loads
 
 
 class Combine:
-    """``Combine(config)(...)`` in a ``cute.jit`` host function launches the kernel behind that function's own
-    launches; ``fmha.combine.combine_splits`` launches it by itself."""
+    """``Combine(config)(...)`` in a ``cute.jit`` host function launches the kernel after that function's own launches;
+    ``fmha.combine.combine_splits`` launches it alone."""
 
     def __init__(self, config: CombineConfig):
         self.config = config
 
     @host_function(CombineOperands)
     def __call__(self, operands: CombineOperands, stream: CUstream):
-        """Host side. A programmatic dependent launch: the kernel starts once every CTA of the launch before has run
-        ``griddepcontrol.launch_dependents``, as the attention kernels' do at their start, or has ended; and it waits
-        for the end of that launch.
+        """Host side. A programmatic dependent launch: the kernel starts once every CTA of the previous launch has ended
+        or has run ``griddepcontrol.launch_dependents``, which attention kernels run at their start; it then waits for
+        the end of that launch.
         """
         batch, seq_q, heads, _ = operands.results.o.shape
         parts = batch * seq_q * heads * self.config.chunks
@@ -50,7 +50,7 @@ class Combine:
 
 
 def launch_options(config: CombineConfig, parts) -> dict:
-    """How a kernel that combines so many parts of rows is launched, but for the stream."""
+    """Launch options, except the stream, of a kernel that combines so many parts of rows."""
     return dict(
         grid=(cute.ceil_div(parts, config.parts), 1, 1),
         block=(THREADS, 1, 1),
@@ -63,10 +63,10 @@ def launch_options(config: CombineConfig, parts) -> dict:
 
 @cute.jit
 def combine_row(config: cutlass.Constexpr, partial_o, partial_max, partial_sum, cu_seqlens_q, parts) -> tuple:
-    """(whether this thread writes, (batch, query, head), column in units of VECTOR, maximum, sum, O (VECTOR)) of the
-    row's splits together.
+    """Combine a row's splits: (whether this thread writes, (batch, query, head), column in units of VECTOR, maximum,
+    sum, O (VECTOR)).
 
-    Waits for the launch before.
+    Waits for the previous launch.
     """
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
@@ -100,7 +100,7 @@ def combine_row(config: cutlass.Constexpr, partial_o, partial_max, partial_sum, 
 def write_row(
     config: cutlass.Constexpr, writes, place: cutlass.Constexpr, column, maximum, total, values, results
 ):
-    """Write VECTOR columns of a row, and once a row its statistics.
+    """Write VECTOR columns of a row, and once per row its statistics.
 
     config: ``CombineConfig`` or ``JoinConfig``. place: (batch, query, head). column: in units of VECTOR. maximum,
     total, values (VECTOR): the row's state. results: ``Results``.
@@ -125,7 +125,8 @@ def write_row(
 
 @cute.jit
 def divided(config: cutlass.Constexpr, sink, head, maximum, total, values: cute.Tensor) -> list:
-    """A row's columns (VECTOR), divided by its sum and the sink where results are; zeros of a row of no key."""
+    """A row's columns (VECTOR), divided by its sum and the sink if results are normalised; zeros for a row without
+    keys."""
     factor = Float32(1.0)
     if cutlass.const_expr(config.normalize):
         divisor = total
@@ -143,13 +144,13 @@ def log_sum(maximum, total) -> Float32:
 
 
 def finite(maximum) -> Float32:
-    """What weights are taken against: the maximum, or 0 where there is none (-inf - -inf would be NaN)."""
+    """Reference of the weights: the maximum, or 0 if there is none (-inf - -inf would be NaN)."""
     return Float32(cutlass.select_(Boolean(maximum == -Float32.inf), Float32(0.0), maximum))
 
 
 @cute.jit
 def row_maximum(maxima: cute.Tensor, lane, lanes: cutlass.Constexpr) -> Float32:
-    """Largest of maxima (SPLIT), known to every lane of the group; NaN is passed over."""
+    """Largest of maxima (SPLIT), in every lane of the group; NaN is ignored."""
     maximum = -Float32.inf
     for split in cutlass.range(lane, cute.size(maxima), lanes, unroll=BATCH):
         maximum = cute.arch.fmax(maximum, maxima[split])
@@ -176,7 +177,7 @@ def weighted_sums(maxima, sums, vectors, maximum, way, ways: cutlass.Constexpr):
             stats[0, i], stats[1, i] = maxima[split], sums[split]
         for i in cutlass.range_constexpr(BATCH):
             row_sum = stats[1, i]
-            # Passed over by selection: o of a split that saw no key was perhaps never written.
+            # Select instead of multiplying by 0: o of a split that saw no key may never have been written.
             skipped = Boolean(row_sum == Float32(0.0)) | Boolean(first + i * ways >= splits)
             weight = cute.math.exp2((stats[0, i] - base) * LOG2_E, fastmath=True)
             weight = Float32(cutlass.select_(skipped, Float32(0.0), weight))

@@ -1,10 +1,10 @@
-"""The converter, four warps: tiles of K and V in FP8 or NVFP4, as they are loaded, become the 16-bit tiles that the
-products read. The same on every architecture.
+"""The converter, four warps: it turns the loaded FP8 or NVFP4 tiles of K and V into the 16-bit tiles that the products
+read. The same on every architecture.
 
 Codes have no swizzle. A thread takes 16 at a time and stores two chunks of 16 bytes with the 128-byte swizzle. Eight
-neighbouring threads have codes of two rows, so that neither their loads nor their stores meet on a bank: of D 64 both
-rows; of larger D the first half of a block pair in one row and the second half in the other, then the other way round.
-(Of NVFP4, whose 16 codes are 8 bytes, sixteen threads load together, and of D 64 two rows meet.)
+neighbouring threads take codes of two rows, so that neither their loads nor their stores have bank conflicts: at D 64
+both rows; at larger D the first half of a block pair in one row and the second half in the other, then the other way
+round. (NVFP4's 16 codes are 8 bytes, so sixteen threads load together; at D 64 two rows conflict.)
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from warpspec.fmha.device.codes import codes_of
 from warpspec.fmha.device.tiles import each_tile
 from warpspec.fmha.heads import BLOCK
 
-SWIZZLE_ROWS = 8  # after so many rows the swizzle begins again
-OCTET = 8  # threads whose accesses of 16 bytes pass shared memory together
-PIECE = 16  # codes that a thread takes at a time; of NVFP4 a block
+SWIZZLE_ROWS = 8  # period of the swizzle in rows
+OCTET = 8  # threads whose 16-byte accesses form one shared-memory transaction
+PIECE = 16  # codes that a thread takes at a time; a block of NVFP4
 PIECES = BLOCK // PIECE  # of a row of a block
-BATCH = 2  # vectors that a thread has in registers
+BATCH = 2  # vectors of a thread in registers
 
 
 @dataclass(frozen=True)
 class Converter:
-    """What the converter has for all of its tiles. raw, wide: Uint8 pointers to the rings, by ``format.rings``. scales:
-    Uint8 pointer to the rings of block scales, or None."""
+    """The converter's state for all tiles. raw, wide: Uint8 pointers to the rings, in the order of ``format.rings``.
+    scales: Uint8 pointer to the rings of block scales, or None."""
 
     config: object
     channels: dict
@@ -47,8 +47,8 @@ class Converter:
 def convert(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands, raw, wide, scales, where):
     """Convert every K and V tile of the CTA, in the order in which they are loaded.
 
-    Consumes: raw_k_full, raw_v_full; k_empty, v_empty, a stage of each before it is filled again. Produces: k_full,
-    v_full; raw_k_empty, raw_v_empty, one arrival a warp. Leaves only when every stage has been released.
+    Consumes: raw_k_full, raw_v_full; k_empty, v_empty before refilling a stage. Produces: k_full, v_full; raw_k_empty,
+    raw_v_empty, one arrival per warp. Returns only when every stage has been released.
     """
     thread = cute.arch.thread_idx()[0] - config.convert_warp * WARP_THREADS
     role = Converter(config, channels, raw, wide, scales, thread)
@@ -60,7 +60,7 @@ def convert(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands, ra
 
 @cute.jit
 def convert_tile(role, tile, use):
-    """K and V of one tile's KV tiles. use: KV tiles before; returns those after."""
+    """Convert K and V of one tile's KV tiles. use: number of KV tiles before; returns the number after."""
     config = role.config
     for step in cutlass.range(use, use + tile.span.count, unroll=1):
         for i, name in enumerate(config.format.rings):
@@ -70,7 +70,7 @@ def convert_tile(role, tile, use):
 
 @cute.jit
 def convert_stage(role, ring: cutlass.Constexpr, name: cutlass.Constexpr, use):
-    """One K or V tile. ring: its number of ``config.format.rings``; name: its name."""
+    """Convert one K or V tile. ring: its number in ``config.format.rings``; name: its name."""
     config, channels, thread = role.config, role.channels, role.thread
     vectors = config.tile_n * config.heads.qk // (WARPGROUP_THREADS * PIECE)
     kind, words = codes_of(config, config.ring_dtype(name)), config.format.kv_row(PIECE) // WORD_BYTES
@@ -102,13 +102,13 @@ def convert_stage(role, ring: cutlass.Constexpr, name: cutlass.Constexpr, use):
             store_shared(at + chunk, wide[:VECTOR_WORDS])
             store_shared(at + (chunk ^ VECTOR_BYTES), wide[VECTOR_WORDS:])
     cute.arch.fence_view_async_shared()
-    # An arrival does not wait for the data of loads before it; here they have been used.
+    # An arrival does not wait for earlier loads, but here their data have been used.
     channels["raw_" + name + "_empty"].arrive_warp(use)
     channels[name + "_full"].arrive_warp(use)
 
 
 def place_of(config, thread: Int32, vector: int) -> tuple:
-    """(row, first column) of the thread's vector-th 16 codes of a tile."""
+    """(row, first column) of the thread's ``vector``-th 16 codes of a tile."""
     octet, member = thread // OCTET + vector * (WARPGROUP_THREADS // OCTET), thread % OCTET
     half, piece = member // PIECES, member % PIECES
     if config.heads.qk_blocks == 1:

@@ -1,7 +1,7 @@
-"""Dequantises keys and values into dense 16-bit tensors (``fmha.expand``), but for k_scale and v_scale.
+"""Dequantises keys and values into dense 16-bit tensors (``fmha.expand``), without k_scale and v_scale.
 
-A thread takes PIECE numbers of a row; neighbours take neighbouring ones, of a key's heads one after another, so that
-what they write stands side by side. CTAs (x, y, z): pieces of batch row y, of K or of V.
+A thread takes PIECE numbers of a row. Neighbouring threads take neighbouring pieces, through a key's heads one after
+another, so that their writes are contiguous. CTA (x, y, z) takes pieces of batch row y, of K or of V by z.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Expand:
 
 @cute.jit
 def expand_piece(config: cutlass.Constexpr, operands, ring: cutlass.Constexpr, batch, piece):
-    """The piece-th PIECE numbers of a batch row's K or V."""
+    """Dequantise the ``piece``-th PIECE numbers of a batch row's K or V."""
     wide = operands.wide_k if ring == "k" else operands.wide_v
     _, keys, heads, _ = wide.shape
     row, number = piece // config.pieces, piece % config.pieces

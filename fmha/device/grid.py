@@ -1,4 +1,4 @@
-"""The extents of a launch in a kernel, and which of its tiles a persistent CTA does."""
+"""The extents of a launch in a kernel, and the tiles of a persistent CTA."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def requests_of(requests: RequestLayout, operands):
 
 
 class Grid(NamedTuple):
-    """Extents of a launch, as far as the operands do not have them."""
+    """Extents of a launch that do not follow from the operands."""
 
     query_tiles: Int32
     head_tiles: Int32
     splits: Int32 | int
 
     def rounds(self, tiles, ctas) -> tuple:
-        """(rounds in which every one of ``ctas`` persistent CTAs has a tile, tiles of the last one)."""
+        """(rounds in which each of ``ctas`` persistent CTAs has a tile, tiles of the last round)."""
         return tiles // ctas, tiles % ctas
 
     def heads_of_kv(self, operands) -> Int32:
@@ -54,11 +54,11 @@ class Grid(NamedTuple):
 
 
 class DivisorGrid(NamedTuple):
-    """A grid's extents as divisors that the host prepares, so that dividing by one is a multiplication.
+    """A grid's extents as divisors prepared by the host, so that a division becomes a multiplication.
 
     query_tiles, head_tiles, heads_kv, splits: divisors. group: query heads of a KV head. whole_rounds, last_tiles: what
-    ``rounds`` returns. Kernels of paired consumers use it; docs/notebook/attention_sm90.md has what it
-    gains there and costs elsewhere.
+    ``rounds`` returns. Kernels with paired consumers use it; docs/notebook/attention_sm90.md records its gain there and
+    its cost elsewhere.
     """
 
     query_tiles: cute.FastDivmodDivisorV2
@@ -72,13 +72,13 @@ class DivisorGrid(NamedTuple):
 
     @classmethod
     def of(cls, tiles: TileGrid, splits, group, total, ctas) -> DivisorGrid:
-        """total: tiles of the launch, splits counted. ctas: of the launch. Host side."""
+        """total: tiles of the launch, splits included. ctas: CTAs of the launch. Host side."""
         divisors = (tiles.query_tiles, tiles.head_tiles, tiles.heads_kv, splits)
         divisors = (cute.FastDivmodDivisorV2(Int32(divisor)) for divisor in divisors)
         return cls(*divisors, tiles.batch, group, total // ctas, total % ctas)
 
     def rounds(self, tiles, ctas) -> tuple:
-        """As ``Grid.rounds``."""
+        """Like ``Grid.rounds``."""
         return self.whole_rounds, self.last_tiles
 
     def heads_of_kv(self, operands) -> Int32:
@@ -118,7 +118,7 @@ class Where(NamedTuple):
 
 
 def rounds(where: Where) -> Int32:
-    """Tiles that this CTA does."""
+    """Number of tiles of this CTA."""
     cta, _, _ = cute.arch.block_idx()
     ctas, _, _ = cute.arch.grid_dim()
     whole, rest = where.grid.rounds(where.tiles, ctas)
@@ -126,7 +126,7 @@ def rounds(where: Where) -> Int32:
 
 
 def index_of(round_) -> Int32:
-    """Which tile this CTA does in a round."""
+    """Index of this CTA's tile in a round."""
     cta, _, _ = cute.arch.block_idx()
     ctas, _, _ = cute.arch.grid_dim()
     return round_ * ctas + place_in_round(round_, cta, ctas)

@@ -14,7 +14,7 @@ from warpspec.fmha.numbers import LaunchNumbers
 from warpspec.fmha.operands import Operands
 from warpspec.fmha.tiles import KvTile
 
-# Of an SM's L1 and shared memory, all it can have as shared memory: tiles fill it.
+# All of an SM's L1 that can be shared memory: tiles fill it.
 SMEM_CARVEOUT_PERCENT = 100
 
 
@@ -41,7 +41,7 @@ class AttentionHost:
 
 
 def q_view(heads: HeadSizes, q: cute.Tensor) -> cute.Tensor:
-    """(D, HEAD, QUERY, BLOCK, BATCH) of q, D cut into blocks; one of all of D where it is not ``whole``."""
+    """View (D, HEAD, QUERY, BLOCK, BATCH) of q, D cut into blocks; one block of all of D if it is not ``whole``."""
     batch, seq_q, heads_q, size = q.shape
     if not heads.whole:
         return cute.make_tensor(
@@ -58,7 +58,7 @@ def q_view(heads: HeadSizes, q: cute.Tensor) -> cute.Tensor:
 
 
 def kv_view(kv: KvTile, t: cute.Tensor, ring: str = "k") -> cute.Tensor:
-    """(D, KEY, BLOCK, KV_HEAD, BATCH) of k or v; paged, (D, KEY of the page, BLOCK, KV_HEAD, PAGE). D as in
+    """View (D, KEY, BLOCK, KV_HEAD, BATCH) of k or v; paged, (D, KEY of the page, BLOCK, KV_HEAD, PAGE). D as in
     ``q_view``."""
     if not kv.heads.whole:
         size = t.shape[3]
@@ -75,5 +75,6 @@ def kv_view(kv: KvTile, t: cute.Tensor, ring: str = "k") -> cute.Tensor:
 
 
 def fake_arguments(config: AttentionKernel) -> tuple:
-    """What a kernel of a configuration is compiled for: the arguments of ``AttentionHost.__call__`` but the stream."""
+    """Fake arguments to compile a configuration's kernel with: those of ``AttentionHost.__call__`` except the
+    stream."""
     return (*fakes(Operands, config), *fakes(LaunchNumbers, config))

@@ -1,8 +1,8 @@
 """Work cut by length, second launch: the states of the pieces of every tile that was cut become results.
 
-CTAs (x, y): part x of the rows of the tile whose first cut is the begin of CTA y's chunk in the launch before, where
-there is such a tile. The records of cuts (``device.line.Join``) say so: those of the following CTAs that name the same
-tile are its further cuts. The first piece has a place of CTA y - 1, the others the first places of CTAs y, y + 1 and
+CTA (x, y) joins part x of the rows of the tile whose first cut is the begin of CTA y's chunk in the previous launch, if
+there is such a tile. Records of cuts (``device.line.Join``) tell: the following CTAs whose records name the same tile
+are its further cuts. The first piece lies in a place of CTA y - 1, the others in the first places of CTAs y, y + 1 and
 so on. States are summed in that order.
 """
 
@@ -25,18 +25,18 @@ from warpspec.fmha.device.line import state_of
 from warpspec.fmha.join import BATCH, THREADS, JoinConfig, JoinOperands
 from warpspec.fmha.line import JOIN_WORDS
 
-GROUPS_LOADS = 2  # time of loads, barriers and the sum over groups of a row's pieces, in times of BATCH loads
+GROUPS_LOADS = 2  # time of loads, barriers and the sum over groups of a row's pieces, in units of BATCH loads
 
 
 class Join:
-    """``Join(config)(...)`` launches the kernel behind an attention launch."""
+    """``Join(config)(...)`` launches the kernel after an attention launch."""
 
     def __init__(self, config: JoinConfig):
         self.config = config
 
     @host_function(JoinOperands)
     def __call__(self, operands: JoinOperands, stream: CUstream):
-        """Host side. The way of launching is ``combine.Combine``'s."""
+        """Host side. Launched like ``combine.Combine``."""
         self.kernel(operands).launch(
             grid=(self.config.parts, operands.joins.shape[0], 1),
             block=(THREADS, 1, 1),
@@ -88,8 +88,9 @@ class Join:
 
 
 def row_each(config: JoinConfig, rows, count) -> Boolean:
-    """Whether groups of threads have a row each, and load its pieces BATCH at a time: where rows are many, or pieces
-    few. Otherwise all groups share the pieces of one row after another, which takes GROUPS_LOADS as long each time."""
+    """Whether each group of threads takes a row of its own and loads its pieces BATCH at a time: for many rows or few
+    pieces. Otherwise all groups share the pieces of one row after another, and each row takes GROUPS_LOADS times as
+    long."""
     passes = (rows + config.parts * config.groups - 1) // (config.parts * config.groups)
     alone = passes * ((count + BATCH - 1) // BATCH)
     return Boolean(alone <= (rows + config.parts - 1) // config.parts * GROUPS_LOADS)
@@ -97,8 +98,8 @@ def row_each(config: JoinConfig, rows, count) -> Boolean:
 
 @dataclass(frozen=True)
 class CutTile:
-    """A tile that was cut. cta: whose chunk begins at its first cut. count: of its pieces. first_state: the
-    first one's."""
+    """A tile that was cut. cta: the CTA whose chunk begins at its first cut. count: number of pieces. first_state:
+    place of the first piece's state."""
 
     config: JoinConfig
     pieces: cute.Tensor
@@ -113,7 +114,7 @@ class CutTile:
         return record.batch, record.first_row + row // pack, record.first_head + row % pack
 
     def state(self, number, row) -> cute.Tensor:
-        """(D + 4): what the number-th piece left of a row."""
+        """(D + 4): the state that piece ``number`` left of a row."""
         config = self.config
         state = Int32(
             cutlass.select_(Boolean(number == 0), self.first_state, state_of(self.cta + number - 1, False))
@@ -133,7 +134,7 @@ def same_tile(a: Record, b: Record) -> Boolean:
 
 @cute.jit
 def further_cuts(joins: cute.Tensor, record, cta) -> Int32:
-    """How many of the CTAs behind one have cuts through the same tile. By a whole warp."""
+    """How many of the following CTAs have cuts through the same tile. Called by a whole warp."""
     ctas, cuts, more = joins.shape[0], Int32(0), Int32(WARP_THREADS)
     while more == WARP_THREADS:
         other = cta + 1 + cuts + cute.arch.lane_idx()
@@ -145,7 +146,7 @@ def further_cuts(joins: cute.Tensor, record, cta) -> Int32:
 
 @cute.jit
 def join(tile, row, column, first: cutlass.Constexpr, step: cutlass.Constexpr) -> tuple:
-    """(maximum, sum, o (VECTOR)) of a row over the pieces first, first + step, ...: VECTOR of its columns, in natural
+    """Join a row's pieces first, first + step, ...: (maximum, sum, o (VECTOR)), with VECTOR of its columns, in natural
     units."""
     config, count = tile.config, tile.count
     state = (-Float32.inf, Float32(0.0), cute.make_rmem_tensor(VECTOR, Float32))
@@ -166,8 +167,8 @@ def join(tile, row, column, first: cutlass.Constexpr, step: cutlass.Constexpr) -
 
 
 def added(state: tuple, other: cute.Tensor, skipped) -> tuple:
-    """A state (maximum, sum, o) with that of ``other``, (VECTOR + 2): o, maximum, sum. Passed over by selection where
-    ``skipped``, or where no key was visible: then the maximum is -inf and o is anything."""
+    """Add to a state (maximum, sum, o) the state ``other``, (VECTOR + 2): o, maximum, sum. ``other`` is ignored, by
+    selection, if ``skipped`` or if no key was visible: then its maximum is -inf and its o undefined."""
     maximum, total, values = state
     skipped = skipped | Boolean(other[VECTOR + 1] == Float32(0.0))
     own = Float32(cutlass.select_(skipped, -Float32.inf, other[VECTOR]))
@@ -185,7 +186,7 @@ def added(state: tuple, other: cute.Tensor, skipped) -> tuple:
 
 @cute.jit
 def add_groups(config: cutlass.Constexpr, shared: cute.Tensor, thread, state) -> tuple:
-    """In the first group the states of all groups' same columns, in their order. By the whole CTA."""
+    """Sum the states of all groups, column by column and in order, into the first group. Called by the whole CTA."""
     maximum, total, values = state
     for j in cutlass.range_constexpr(VECTOR):
         shared[j, thread] = values[j]

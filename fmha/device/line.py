@@ -1,13 +1,13 @@
-"""Cutting the line (``fmha.line``) on the device: where a CTA's chunks begin and end, and the tiles in them.
+"""Cut the line (``fmha.line``) on the device: where a CTA's chunks begin and end, and the tiles in them.
 
-Before the roles begin, warps work out the ends of the CTA's chunks, each by itself: a lane adds up the lengths of the
-requests of its share, the lanes' sums are scanned, and the place of a cut is searched for, first among shares, then
-among requests, then among query tiles. The ends (``Cursor``) wait in shared memory for the roles.
+Before the roles begin, each warp computes some ends of the CTA's chunks: a lane adds up the lengths of its share of the
+requests, the lanes' sums are scanned, and the cut is located first among shares, then among requests, then among query
+tiles. Roles read the ends (``Cursor``) from shared memory.
 
-Cuts of all rounds but the last move back to the begin of a query tile: pieces of tiles cost, and where there are
-several rounds, tiles are small against chunks. In the last round a chunk may begin and end within a tile. Of a tile
-that is cut, every chunk that has a piece of it leaves a state in its place of a workspace, two a CTA; and the CTA
-whose chunk begins at the tile's first cut leaves a join record, from which ``device.join`` puts the states together.
+In all rounds but the last, cuts move back to the begin of a query tile: pieces of tiles are costly, and with several
+rounds tiles are small compared with chunks. In the last round a chunk may begin and end within a tile. Each chunk with
+a piece of a cut tile leaves a state in one of its CTA's two workspace places; and the CTA whose chunk begins at the
+tile's first cut leaves a join record, from which ``device.join`` joins the states.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ LAST_LANE = WARP_THREADS - 1
 
 
 class Line(NamedTuple):
-    """What a launch needs to cut its line. heads: (KV head, head tile) pairs; head_tiles: of a KV head; group: query
-    heads of one. rounds: of chunks. window: not read where unbounded."""
+    """What a launch needs to cut its line. heads: number of (KV head, head tile) pairs; head_tiles, group: head tiles
+    and query heads of a KV head. rounds: rounds of chunks. window: not read where unbounded."""
 
     heads: Int32
     head_tiles: Int32
@@ -275,7 +275,7 @@ def cursor_at(cursors: cute.Tensor, side: int, round_) -> Cursor:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What a CTA does in one round: from begin to end."""
+    """A CTA's work in one round, from begin to end."""
 
     config: object
     operands: object
@@ -284,12 +284,12 @@ class Chunk:
     end: Cursor
 
     def holds(self, head, query_tile) -> Boolean:
-        """A tile no earlier than the chunk's begin has a piece in it."""
+        """Whether a tile, no earlier than the chunk's begin, has a piece in the chunk."""
         last = self.end.query_tile + Int32(self.end.part > Float32(0.0))
         return Boolean(head < self.end.head) | (Boolean(head == self.end.head) & Boolean(query_tile < last))
 
     def tile(self, head, query_tile):
-        """The ``Tile`` that a query tile's piece in the chunk is."""
+        """The ``Tile`` for a query tile's piece in the chunk."""
         cta, _, _ = cute.arch.block_idx()
         window, place = self.line.window, heads_of(self.line, head)
         tile = tile_of(self.config, self.operands, self.line.group, window, query_tile, *place)
@@ -306,7 +306,7 @@ class Chunk:
         return tile.cut(Piece(first, last - first, whole, state_of(cta, begins)))
 
     def next(self, head, query_tile, tile) -> tuple:
-        """(head, query tile) behind ``tile``, which is at (head, query_tile)."""
+        """(head, query tile) after ``tile``, which is at (head, query_tile)."""
         last = Boolean((query_tile + 1) * self.config.rows.queries >= tile.seq_q)
         return head + Int32(last), select_integer(last, 0, query_tile + 1)
 

@@ -1,9 +1,9 @@
 """The map between S and P on the device (``fmha.logits``): scores to logits, and the map's derivative.
 
 A soft cap is cap * tanh(x / cap) with tanh(y) = 1 - 2 / (exp(2 y) + 1): good to 1e-5, where the tanh instruction's
-2**-11 would show in the weights. The exponential unit would then have three results to make for a score: two
-exponentials, one reciprocal. Where that binds, the reciprocal is made on the multiply-add units, which have time: an
-estimate from the bits of the number, and two of Newton's steps.
+2**-11 would show in the weights. The special-function unit would then compute three results per score: two exponentials
+and a reciprocal. Where this is the bottleneck, the idle multiply-add units compute the reciprocal: an estimate from the
+number's bits, and two Newton steps.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from warpspec.fmha.logits import LogitNumbers
 # constants make the largest error smallest: 1.5e-3 after one step, 1.3e-6 after two.
 RECIPROCAL_BITS = 0x7EF33770
 RECIPROCAL_STEPS = (2.00149958, 2.00000104)
-# tanh is 1 to the last bit of fp32 from here on, in powers of two of its exponential, which stays finite.
+# From this exponent (log2) of its exponential on, tanh rounds to 1 in fp32; the exponential stays finite.
 LARGEST_EXPONENT = 60.0
 SMALLEST_NORMAL = 2.0**-126
 
 
 def unit(logits, numbers: LogitNumbers):
-    """Powers of two in one unit of a mapped score."""
+    """log2 units per unit of a mapped score."""
     return Float32(1.0) if logits.in_powers else numbers.factor
 
 
 def map_score(logits, score: Float32, numbers: LogitNumbers, place: int = 0) -> Float32:
-    """The logit of a score without its bias, in powers of two. place: the score's number among those of a thread, which
-    says where its reciprocal is made."""
+    """The logit of a score without its bias, in log2 units. place: the score's number in its thread, which decides on
+    which unit its reciprocal is computed."""
     return cap_score(logits, score, numbers, place) if logits.softcap else score * numbers.factor
 
 
 def cap_score(logits, score: Float32, numbers: LogitNumbers, place: int) -> Float32:
-    """The soft cap of a score in powers of two; NaN where the score is."""
+    """Soft-cap a score, in log2 units; NaN stays NaN."""
     newton = logits.newton_every and place % logits.newton_every == 0
     exponent = score * numbers.factor
     if newton:
@@ -55,21 +55,21 @@ def reciprocal(x: Float32) -> Float32:
 
 
 def map_scores(logits, scores: cute.Tensor, places, numbers: LogitNumbers) -> None:
-    """Scores at some places (n) become logits in powers of two, in place, under a map without bias."""
+    """Turn scores (n) at these places into logits in log2 units, in place, by a map without bias."""
     for number, i in enumerate(places):
         scores[i] = map_score(logits, scores[i], numbers, number)
 
 
 def negate_scores(logits, scores: cute.Tensor) -> None:
-    """Scores (n) with the sign that a positive scale wants, in place."""
+    """Give scores (n) the sign that a positive scale needs, in place."""
     if logits.negate:
         for i in range(cute.size(scores)):
             scores[i] = -scores[i]
 
 
 def add_bias(logit: Float32, bias: Float32) -> Float32:
-    """A logit in powers of two and its bias in natural units. The sum is -inf where the bias is, by selection, for the
-    score may be NaN; it is rounded to zero: the largest finite biases, which masks like to be made of, stay finite."""
+    """Add a bias in natural units to a logit in log2 units. If the bias is -inf, so is the sum, by selection, because
+    the score may be NaN. The sum rounds toward zero, so the largest finite biases, often used as masks, stay finite."""
     total = cute.arch.inline_ptx(
         "fma.rz.f32 {$w0}, {$r0}, {$r1}, {$r2};",
         write_only_types=[Float32],
@@ -79,10 +79,10 @@ def add_bias(logit: Float32, bias: Float32) -> Float32:
 
 
 def slope(weight: Float32, offset: Float32, numbers: LogitNumbers) -> Float32:
-    """Derivative of the soft cap at a weight of softmax: 1 - (y / cap)**2, with y the capped logit.
+    """Derivative of the soft cap, from a softmax weight: 1 - (y / cap)**2, with y the capped logit.
 
-    The weight is 2**(y - offset) in powers of two, so that y need not be kept beside it. A weight of 0 has slope 1:
-    what is multiplied with it is 0.
+    The weight is 2**(y - offset), which gives y back, so y need not be kept. A weight of 0 has slope 1; the weight
+    multiplies it by 0 anyway.
     """
     positive = cute.arch.fmax(weight, SMALLEST_NORMAL)
     ratio = (cute.math.log2(positive, fastmath=True) + offset) * cute.arch.rcp_approx(numbers.cap)

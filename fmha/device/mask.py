@@ -1,6 +1,6 @@
-"""The mask inside kernels: it hides the scores of keys that a row does not see.
+"""The mask in kernels: it hides the scores of keys that a row does not see.
 
-By selection, never by addition: what stands at a hidden key may be NaN.
+It selects, never adds, because the score of a hidden key may be NaN.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def hide(
     end,
     drafts: Drafts | None = None,
 ) -> None:
-    """Scores of a row outside the keys [first, end), and the drafts' that it sees, become -inf.
+    """Set a row's scores to -inf outside the keys [first, end) and the drafts it sees.
 
-    scores: (n) fp32 registers. elements: those of the row, in the order of their keys: of every ``period`` keys the
-    row has the first ``run`` ones. first, end: keys counted from that of the first element; Int32, first None where
-    rows are not bounded on that side. drafts: their keys counted likewise, or None.
+    scores: (n) fp32 registers. elements: the row's registers, in the order of their keys: the first ``run`` of every
+    ``period`` keys. first, end: Int32, counted from the first element's key; first is None if rows are unbounded on
+    that side. drafts: with keys counted likewise, or None.
 
-    What a row sees is a word of bits, tested one after another: ptxas makes predicates of several at a time.
+    Visibility is a word of bits, tested one after another: ptxas turns several at a time into predicates.
     """
     before_end, before_first = (
         None if key is None else elements_before(key, run, period) for key in (end, first)
@@ -53,7 +53,7 @@ def hide(
 
 
 def elements_before(key, run: int, period: int) -> Int32:
-    """How many elements have keys before ``key``; below 0, or more than there are, where it lies outside of them."""
+    """How many elements have keys before ``key``; negative or more than there are if it lies outside of them."""
     if run == period:
         return key
     whole = key >> (period.bit_length() - 1)
@@ -61,7 +61,7 @@ def elements_before(key, run: int, period: int) -> Int32:
 
 
 def ones(count) -> Int32:
-    """A word whose lowest ``count`` bits are set; of a count below 0 none, of more than 32 all."""
+    """A word whose lowest ``count`` bits are set; none if count is negative, all if it exceeds 32."""
     some = (Int32(1) << cutlass.max(cutlass.min(count, WORD_BITS - 1), 0)) - 1
     return Int32(cutlass.select_(Boolean(count >= WORD_BITS), Int32(-1), some))
 

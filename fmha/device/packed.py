@@ -1,16 +1,16 @@
 """Packed batches: which request, and which of its queries, a query tile of the launch belongs to.
 
-Requests' queries stand one behind another, and cu_seqlens_q says where each one's begin. The host knows their number B
-and their total T, not their lengths. So the grid has B + T // queries query tiles: the first of every request, and then
-further ones, of which request b gets those from cu_seqlens_q[b] // queries up to cu_seqlens_q[b + 1] // queries. That
-is enough for its queries; a tile that has none of them is idle. The request of a further tile is the last that begins
-no later; a warp searches for it, 32 requests at a time.
+Requests' queries are packed one after another, and cu_seqlens_q says where each request begins. The host knows their
+number B and their total T, not their lengths. So the grid has B + T // queries query tiles: first one tile for each
+request, then further tiles, of which request b gets those from cu_seqlens_q[b] // queries up to cu_seqlens_q[b + 1] //
+queries. That is enough for its queries; a tile without queries is idle. A further tile belongs to the last request that
+begins no later; a warp searches for it, 32 requests at a time.
 
-Where queries are many, tiles are done from the last to the first: a request's later queries see more keys, and what has
-few is left for the end. Where they are few (decode), most further tiles are idle and come last.
+With many queries, tiles run from the last to the first: a request's later queries see more keys, so short tiles come at
+the end. With few queries (decode), most further tiles are idle and come last.
 
-Whatever cu_seqlens hold, nothing outside the tensors is touched: every entry is clamped to the queries or keys there
-are, and a length is never negative.
+Whatever cu_seqlens hold, nothing outside the tensors is accessed: every entry is clamped to the number of queries or
+keys, and a length is never negative.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from warpspec.common.hardware import WARP_THREADS
 
 
 def query_tiles(queries: int, total, requests):
-    """Query tiles of a launch over ``total`` packed queries; ints or Int32."""
+    """Number of query tiles of a launch over ``total`` packed queries; ints or Int32."""
     return total // queries + requests
 
 
@@ -40,7 +40,7 @@ def extent_of(cu_seqlens: cute.Tensor, request, total) -> tuple[Int32, Int32]:
 
 @cute.jit
 def request_of(cu_seqlens: cute.Tensor, tile, queries: cutlass.Constexpr, total) -> tuple:
-    """(request, query tile of it) of a query tile of the launch. By a whole warp."""
+    """(request, its query tile) of a query tile of the launch. Called by a whole warp."""
     requests = Int32(cute.size(cu_seqlens) - 1)
     request, query_tile = tile, Int32(0)
     if tile >= requests:
@@ -51,7 +51,7 @@ def request_of(cu_seqlens: cute.Tensor, tile, queries: cutlass.Constexpr, total)
 
 @cute.jit
 def find_request(cu_seqlens: cute.Tensor, tile, queries: cutlass.Constexpr, total) -> tuple:
-    """As ``request_of``, by a single thread."""
+    """Like ``request_of``, for a single thread."""
     requests = Int32(cute.size(cu_seqlens) - 1)
     request, query_tile = tile, Int32(0)
     if tile >= requests:
@@ -68,7 +68,7 @@ def find_request(cu_seqlens: cute.Tensor, tile, queries: cutlass.Constexpr, tota
 
 @cute.jit
 def begun_by(cu_seqlens: cute.Tensor, tile, queries: cutlass.Constexpr, total) -> Int32:
-    """The last request that begins in a tile of T queries, or before it. By a whole warp."""
+    """The last request that begins in a tile of T queries, or before it. Called by a whole warp."""
     lane = cute.arch.lane_idx()
     low, count = Int32(0), Int32(cute.size(cu_seqlens) - 1)  # candidates
     while count > 1:

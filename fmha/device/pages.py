@@ -18,7 +18,7 @@ NO_PAGE = -1  # as a TMA coordinate it is out of bounds: zeros arrive, no memory
 
 
 def page_or_none(config, operands, batch, entry, length) -> Int32:
-    """Page number in an entry of a batch row's table; NO_PAGE where all its keys lie past ``length``.
+    """Page number in an entry of a batch row's table; NO_PAGE if all its keys lie past ``length``.
 
     Not checked against the number of pages: TMA does that.
     """
@@ -28,8 +28,8 @@ def page_or_none(config, operands, batch, entry, length) -> Int32:
 
 
 def address_of(config, operands, request, key) -> tuple:
-    """((first index of k and v, row), exists) of a request's key within its KV length. Where its page does not exist
-    the indices are those of a page that does."""
+    """((first index of k and v, row), exists) of a request's key within its KV length. If its page does not exist, the
+    indices are those of a page that does."""
     if config.requests.packed_k:
         first_key, _ = extent_of(operands.cu_seqlens_k, request, operands.k.shape[1])
         return (0, first_key + key), Boolean(True)
@@ -41,10 +41,10 @@ def address_of(config, operands, request, key) -> tuple:
 
 
 def kv_places(config, operands, tile, kv_tile):
-    """Where each of a KV tile's boxes comes from, by page of the tile: (tile, batch), or (part of the page, page).
+    """The source of each of a KV tile's boxes, by page of the tile: (tile, batch), or (part of the page, page).
 
     A box holds ``config.kv.page_keys`` keys, which lie in one page. Page numbers are read here, before the wait for the
-    stage, so that their latency lies under it.
+    stage, which hides their latency.
     """
     if not config.requests.page_size:
         return ((kv_tile, tile.keys_batch),)
@@ -61,13 +61,13 @@ def kv_places(config, operands, tile, kv_tile):
 
 @dataclass(frozen=True)
 class PagesByLane:
-    """Places of a tile's boxes: a lane of the load warp has one page number, so that they take one register, not one
-    each, and one load. part: of the page, likewise; None where boxes are whole pages."""
+    """Places of a tile's boxes: each lane of the load warp holds one page number, so that all take one register and one
+    load. part: the part of the page, likewise; None if boxes are whole pages."""
 
     page: Int32
     part: Int32 | None = None
 
     def __getitem__(self, index):
-        """The index-th box's (part of the page, page). By a whole warp."""
+        """The index-th box's (part of the page, page). Called by a whole warp."""
         part = 0 if self.part is None else cute.arch.shuffle_sync(self.part, index)
         return part, cute.arch.shuffle_sync(self.page, index)

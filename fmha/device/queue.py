@@ -1,11 +1,11 @@
-"""A queue of tiles: which tile a persistent CTA does next is asked for while it does one.
+"""A queue of tiles: a persistent CTA requests its next tile while it works on one.
 
-A CTA's first tile has its own number. Its scheduler (``device.record``) takes every further number from a counter in
-global memory, so that CTAs with short tiles do more of them. Tiles begin in the order of their numbers, whichever CTA
-does them, and a tile's result does not depend on that.
+A CTA's first tile has the CTA's number. Its scheduler (``device.record``) takes every further number from a counter in
+global memory, so that CTAs with short tiles do more of them. Tiles begin in the order of their numbers; a tile's result
+does not depend on which CTA computes it.
 
-Every CTA takes numbers until one is past the last tile: as many in all as there are tiles. Who takes the last one
-leaves the counter as it was found (``common.workspace``).
+Every CTA takes numbers until one is past the last tile: as many numbers in all as there are tiles. The CTA that takes
+the last number resets the counter to its initial value (``common.workspace``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from warpspec.common.workspace import EMPTY
 
 @cute.jit
 def take(counter: cute.Tensor, tiles) -> Int32:
-    """The next tile of this CTA, ``tiles`` or more where none is left. By a whole warp. counter: (1) Int64."""
+    """The next tile of this CTA; ``tiles`` or more if none is left. Called by a whole warp. counter: (1) Int64."""
     ctas, _, _ = cute.arch.grid_dim()
     found = Int32(0)
     if cute.arch.lane_idx() == 0:

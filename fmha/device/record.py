@@ -1,8 +1,8 @@
-"""Tile records: one warp of a CTA works out its tiles, the others read them from shared memory.
+"""Tile records: one warp of a CTA computes its tiles, the others read them from shared memory.
 
-Which tile comes next costs divisions, searches and loads from global memory. The *scheduler* does them while the other
-roles work on the tiles before, and leaves a record in the next of ``record_count`` places once everybody has handed
-that place back.
+Finding the next tile takes divisions, searches and loads from global memory. The *scheduler* does these while the other
+roles work on earlier tiles, and writes a record to the next of ``record_count`` stages once all readers have released
+it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ SPAN = ("begin", "count", "first", "end", "inner_first", "inner_end")
 
 
 class Records(NamedTuple):
-    """ring: of records, (WORD, STAGE) Int32 in shared memory. The rest is what every tile has in common. tree,
-    ranges: the operands."""
+    """ring: of records, (WORD, STAGE) Int32 in shared memory. The other fields are common to all tiles. tree, ranges:
+    the operands."""
 
     ring: cute.Tensor
     window_left: Int32
@@ -31,19 +31,20 @@ class Records(NamedTuple):
     ranges: cute.Tensor | None = None
 
     def words(self, config, use) -> cute.Tensor:
-        """Words of the use-th record."""
+        """Words of record number ``use``."""
         count = config.scheduler.record_count
         return self.ring[None, use % count if count > 1 else 0]
 
 
 def records_of(config: AttentionKernel, base: cute.Pointer, where, operands) -> Records:
-    """base: Int32, to ``config.scheduler.record_bytes`` of shared memory. where: what the scheduler finds tiles by."""
+    """base: Int32 pointer to ``config.scheduler.record_bytes`` of shared memory. where: how the scheduler finds
+    tiles."""
     ring = cute.make_tensor(base, cute.make_layout((RECORD_WORDS, config.scheduler.record_count)))
     return Records(ring, *where.window, operands.tree, operands.ranges)
 
 
 def words_of(config: AttentionKernel) -> tuple[str, ...]:
-    """What a record has, in order; the first says whether there is a tile."""
+    """The words of a record, in order; the first says whether there is a tile."""
     words = (
         "some",
         *SPAN,
@@ -66,7 +67,7 @@ def words_of(config: AttentionKernel) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Scheduler:
-    """What the scheduler has for all tiles."""
+    """The scheduler's state for all tiles."""
 
     config: AttentionKernel
     channels: dict
@@ -75,7 +76,7 @@ class Scheduler:
 
 @cute.jit
 def write_tile(role, tile, use):
-    """Leave the use-th record; returns use + 1. By the scheduler, a whole warp.
+    """Write record number ``use``; returns use + 1. Called by the scheduler, a whole warp.
 
     Consumes: tile_empty. Produces: tile_full.
     """
@@ -101,7 +102,7 @@ def word_of(tile: Tile, name: str) -> Int32:
 
 @cute.jit
 def write_end(role, use):
-    """Instead of the use-th record: there are no more tiles."""
+    """Write, as record number ``use``, that there are no more tiles."""
     role.channels["tile_empty"].wait_previous(use)
     if cute.arch.lane_idx() == 0:
         words = role.records.words(role.config, use)
@@ -110,7 +111,7 @@ def write_end(role, use):
 
 
 def wait_tile(config: AttentionKernel, channels: dict, records: Records, use) -> Boolean:
-    """Whether there is a use-th tile. By whole warps.
+    """Wait for record number ``use`` and return whether it has a tile. Called by whole warps.
 
     Consumes: tile_full.
     """
@@ -119,8 +120,8 @@ def wait_tile(config: AttentionKernel, channels: dict, records: Records, use) ->
 
 
 def read_tile(config: AttentionKernel, records: Records, use) -> Tile:
-    """The use-th tile, which ``wait_tile`` has found. Who has read it for the last time hands it back, by
-    tile_empty, one arrival a warp."""
+    """Tile number ``use``, for which ``wait_tile`` returned True. After its last read, a warp releases the record with
+    one arrival at tile_empty."""
     words = records.words(config, use)
     word = {name: words[i] for i, name in enumerate(words_of(config))}
     piece = None

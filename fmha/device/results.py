@@ -1,4 +1,4 @@
-"""What an epilogue writes of a row besides O itself, and where O goes."""
+"""The row statistics that an epilogue writes besides O, and the place of O."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from warpspec.fmha.device.softmax import log_sum, sink_term
 
 
 def of_split(config, o: cute.Tensor, tile, place) -> cute.Tensor:
-    """The row of o (D): [B, Sq, Hq, D], with splits in front where partial results are written."""
+    """The row (D) of o [B, Sq, Hq, D], which has a first dimension for splits if partial results are written."""
     row = (place.batch, place.query, place.head, None)
     return o[(tile.split, *row)] if config.output.splits else o[row]
 
 
 @cute.jit
 def statistics(config: cutlass.Constexpr, row, place, tile, state, operands, unit, empty) -> Float32:
-    """Write lse, or row_max and row_sum, once a row; returns what O is multiplied with."""
+    """Write lse, or row_max and row_sum, once per row; returns the factor of O."""
     reference, _, row_sum = state
     index = (place.batch, place.head, place.query)
     if cutlass.const_expr(config.output.splits):
@@ -43,9 +43,9 @@ def statistics(config: cutlass.Constexpr, row, place, tile, state, operands, uni
 
 
 def unnormalised(state, unit, empty) -> tuple:
-    """(what O is multiplied with, row_max, row_sum) of a row's state, the latter in natural units."""
+    """(factor of O, row_max, row_sum) of a row's state, the statistics in natural units."""
     reference, row_maximum, row_sum = state
-    # From the reference that O was summed in to the row's true maximum.
+    # Rescale from the reference of O's sum to the row's true maximum.
     factor = cute.math.exp2((reference - row_maximum) * unit, fastmath=True)
     total = Float32(cutlass.select_(empty, Float32(0.0), row_sum * factor))
     return factor, row_maximum * (unit * LN_2), total
@@ -53,8 +53,8 @@ def unnormalised(state, unit, empty) -> tuple:
 
 @cute.jit
 def piece_statistics(config: cutlass.Constexpr, row, target: cute.Tensor, state, unit, empty) -> Float32:
-    """Write maximum and sum of a row of a piece behind its columns; returns what O is multiplied with. target: the row
-    (D + 4) of the workspace."""
+    """Write the maximum and sum of a piece's row after its columns; returns the factor of O. target: the row (D + 4) of
+    the workspace."""
     factor, maximum, total = unnormalised(state, unit, empty)
     if row.member == 0:
         target[config.heads.v_state] = maximum

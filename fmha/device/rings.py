@@ -11,8 +11,8 @@ from warpspec.common.device import tma
 def kv_ring(config, atom, coordinates, base: cute.Pointer, ring: str, tile, dtype) -> tma.TileRing:
     """A ring of ``config.format.rings`` for a tile's KV head and request.
 
-    atom, coordinates: from ``tma.make_load``. base: Uint8 pointer to shared memory that TMA fills. dtype: of K and V
-    where they do not come in FP8.
+    atom, coordinates: from ``tma.make_load``. base: Uint8 pointer to shared memory that TMA fills. dtype: dtype of K
+    and V if they are not in FP8.
     """
     # (D, KEY, BLOCK, (TILE, BLOCK TILE, BATCH or PAGE))
     tiles = coordinates[None, None, None, tile.kv_head, None]
@@ -23,7 +23,7 @@ def kv_ring(config, atom, coordinates, base: cute.Pointer, ring: str, tile, dtyp
         tiles, box, (0, None, None, None) if config.heads.whole else (None, None, 0, None)
     )
     tiles = cute.group_modes(tiles, 3, 6)
-    # A stage's boxes stand in it one after another: a block of D, in it the pages.
+    # A stage holds its boxes one after another, by block of D, then by page.
     dtype = cutlass.Uint8 if config.format.kv_format else dtype
     shared = tma.shared_tiles if config.kv.swizzled else tma.plain_tiles
     return tma.TileRing.make(atom, tiles, shared(base, dtype, box, config.load_stages * boxes))

@@ -26,12 +26,12 @@ def is_nvfp4(config) -> bool:
 
 
 def unit_of(config) -> float:
-    """What numbers that codes are converted to are to be multiplied with."""
+    """Factor from the numbers that codes are converted to, to their values."""
     return float4.UNIT if is_nvfp4(config) else 1.0
 
 
 def score_numbers(config, operands, tile, numbers: LogitNumbers) -> LogitNumbers:
-    """The map's numbers for Q times codes of K, for a tile. numbers: for Q times keys."""
+    """A tile's map numbers for Q times codes of K. numbers: those for Q times keys."""
     if not (config.format.has_k_scale or is_nvfp4(config)):
         return numbers
     factor = numbers.factor * unit_of(config)
@@ -43,7 +43,7 @@ def score_numbers(config, operands, tile, numbers: LogitNumbers) -> LogitNumbers
 
 
 def value_factor(config, operands, tile, factor: Float32) -> Float32:
-    """What O of codes of V is multiplied with, for a tile. factor: what O of values is."""
+    """A tile's factor of O computed from codes of V. factor: the factor of O computed from values."""
     if is_nvfp4(config):
         factor = factor * unit_of(config)
     if not config.format.has_v_scale:
@@ -53,8 +53,8 @@ def value_factor(config, operands, tile, factor: Float32) -> Float32:
 
 @dataclass(frozen=True)
 class KvRow:
-    """A row of codes of K or V in global memory. codes: (D), of NVFP4 (D/2). blocks: of NVFP4, the block scales of the
-    rows of its page or batch row, (KEY, BLOCK); row: its number there."""
+    """A row of codes of K or V in global memory. codes: (D), for NVFP4 (D/2). For NVFP4, blocks: the block scales of
+    all rows of its page or batch row, (KEY, BLOCK); row: its number there."""
 
     config: object
     codes: cute.Tensor
@@ -63,8 +63,7 @@ class KvRow:
     swizzled: bool = False
 
     def vector(self, size: int, number) -> cute.Tensor:
-        """Registers (size) fp32 with its number-th vector of so many numbers; times ``unit_of`` it is what they stand
-        for."""
+        """Registers (size) fp32 with vector ``number`` of the row; times ``unit_of`` they are the values."""
         if self.blocks is None:
             return codes_as_fp32(self.config, self.codes, size, number)
         return nvfp4_as_fp32(self, size, number)
@@ -92,7 +91,7 @@ def kv_row(config, operands, ring: str, where, kv_head) -> KvRow:
 
 @cute.jit
 def nvfp4_as_fp32(row: cutlass.Constexpr, size: cutlass.Constexpr, number) -> cute.Tensor:
-    """``KvRow.vector`` of NVFP4. size: 2, 4 or 8 numbers, or whole blocks."""
+    """``KvRow.vector`` for NVFP4. size: 2, 4 or 8 numbers, or whole blocks."""
     values = cute.make_rmem_tensor(size, Float32)
     count = min(size, CODES_PER_WORD)  # of a word
     scale = None
@@ -119,7 +118,7 @@ def nvfp4_as_fp32(row: cutlass.Constexpr, size: cutlass.Constexpr, number) -> cu
 def codes_as_fp32(
     config: cutlass.Constexpr, row: cute.Tensor, size: cutlass.Constexpr, number
 ) -> cute.Tensor:
-    """Registers (size) fp32 with the number-th vector of a row (D) of codes in global memory."""
+    """Registers (size) fp32 with vector ``number`` of a row (D) of codes in global memory."""
     codes = cute.make_rmem_tensor(max(size, WORD_BYTES), Uint8)
     values = cute.make_rmem_tensor(size, Float32)
     if cutlass.const_expr(size < WORD_BYTES):

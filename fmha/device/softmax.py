@@ -17,7 +17,7 @@ from warpspec.common.logarithms import LN_2, LOG2_E
 
 FP32_MANTISSA_BITS = 23
 FP32_EXPONENT_BIAS = 127
-EXP2_LOWEST = -127.0  # 2 to this has exponent field 0: it becomes 0
+EXP2_LOWEST = -127.0  # 2 to this has exponent field 0: the result becomes 0
 EXPONENT_SHIFTER = 1.5 * 2.0**FP32_MANTISSA_BITS + FP32_EXPONENT_BIAS
 # By degree, lowest power first: least largest relative error on [-0.5, 0.5], by Remez exchange
 # (tests/fmha/test_exp2.py derives them). 7.5e-5 for degree 3, 26 times below bf16's rounding of 2**-9 but
@@ -29,8 +29,8 @@ EXP2_COEFFICIENTS = {
 
 
 def maximum(scores: cute.Tensor) -> Float32:
-    """Largest of ``scores`` (n) fp32; NaN is passed over (it comes back through the exponential)."""
-    chains = 4  # independent, so that one's latency hides under another's
+    """Largest of ``scores`` (n) fp32; NaN is ignored (it reappears in the exponential)."""
+    chains = 4  # independent chains, to hide latency
     partial = [scores[i] for i in range(chains)]
     for i in range(chains, cute.size(scores)):
         partial[i % chains] = cute.arch.fmax(partial[i % chains], scores[i])
@@ -50,10 +50,10 @@ def move_reference(reference, row_maximum, unit, threshold):
 
 
 def exponentiate(scores: cute.Tensor, reference, unit, polynomial_every: int = 0, degree: int = 4) -> Float32:
-    """scores (n) fp32 become 2**(unit * (s - reference)) in place; returns their sum.
+    """Turn scores (n) fp32 into 2**(unit * (s - reference)) in place; returns their sum.
 
-    With reference -inf every score is -inf, and becomes 0. polynomial_every: of so many pairs of scores (int
-    or Fraction), one takes ``exp2_polynomial`` of ``degree`` instead of the exponential unit; 0: none.
+    With reference -inf every score is -inf, and becomes 0. polynomial_every: one of so many pairs of scores (int or
+    Fraction) uses ``exp2_polynomial`` of ``degree`` instead of the exponential unit; 0: none.
     """
     offset = Float32(cutlass.select_(Boolean(reference == -Float32.inf), Float32(0.0), -reference * unit))
     sums = [(Float32(0.0), Float32(0.0)), (Float32(0.0), Float32(0.0))]
@@ -103,5 +103,5 @@ def log_sum(reference, row_sum, unit) -> Float32:
 
 
 def sink_term(sink, reference, unit) -> Float32:
-    """What a logit with no value row, in natural units, adds to ``row_sum``."""
+    """Contribution to ``row_sum`` of a logit, in natural units, that has no value row."""
     return cute.math.exp2(sink * LOG2_E - reference * unit, fastmath=True)

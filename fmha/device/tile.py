@@ -1,7 +1,7 @@
-"""The tile that a CTA works on: which queries, heads and batch row, which keys its rows see, and where its rows belong.
+"""The tile that a CTA works on: its queries, heads and batch row, the keys its rows see, and where its results go.
 
-Every role works its tile out for itself. ptxas gives a value that lives across the split into roles one register,
-or a stack slot, for all of them, although they have different register budgets.
+Every role computes its tile itself: a value computed before the split into roles would get one register or stack slot
+from ptxas for all of them, although their register budgets differ.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ INTEGERS = {"minimum": cutlass.min, "maximum": cutlass.max}
 
 @dataclass(frozen=True)
 class Row:
-    """A query row, as one of the threads that work on it knows it.
+    """A query row, as seen by one of the threads that work on it.
 
-    index: the row's number in its row group, of ``config.rows.group_size`` rows. member: which of the threads that
-    share the row this one is; number 0 writes what is written once a row. first, end: the row sees the keys
-    [first, end); None where the source of the keys says by itself which there are. drafts: whose keys it sees besides,
-    with a tree.
+    index: the row's number in its row group, of ``config.rows.group_size`` rows. member: this thread's number among
+    those that share the row; number 0 writes the row's statistics. first, end: the row sees the keys [first, end); None
+    if the source of the keys decides this itself. drafts: with a tree, the drafts whose keys it also sees.
     """
 
     index: Int32
@@ -44,8 +43,8 @@ class Row:
 @dataclass(frozen=True)
 class Piece:
     """The KV tiles of an M tile that one chunk of the line holds (``device.line``): ``count`` of them, starting with
-    number ``first`` of the tile's span. whole: these are all of them, so this CTA writes the rows' results. Otherwise
-    it writes their un-normalised state, as number ``state`` of the workspace."""
+    number ``first`` of the tile's span. whole: the piece has all of them, so this CTA writes the rows' results.
+    Otherwise it writes their un-normalised state to place ``state`` of the workspace."""
 
     first: Int32
     count: Int32
@@ -54,8 +53,8 @@ class Piece:
 
 
 class Request(NamedTuple):
-    """Where a request's (without packed queries, a batch row's) queries and keys are. first_row, first_key: where they
-    begin in their rows of q and k. start: position of query 0. length: KV length."""
+    """Where the queries and keys of a request (without packed queries, of a batch row) are. first_row, first_key: where
+    they begin in q and k. start: position of query 0. length: KV length."""
 
     first_row: Int32 | int
     seq_q: Int32
@@ -66,8 +65,8 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a row belongs. batch, head, query: of q, o and the statistics. request, kv_head: of the keys. in_range: the
-    problem has such a row."""
+    """Where a row belongs. batch, head, query: indices in q, o and the statistics. request, kv_head: those of its keys.
+    in_range: whether the problem has such a row."""
 
     batch: Int32 | int
     request: Int32
@@ -78,7 +77,7 @@ class Place:
 
 
 class RowTile(Protocol):
-    """Rows that a CTA works on at a time, and the keys that they meet: all that softmax and the epilogues need of them.
+    """Rows that a CTA works on at a time, and their keys: all that softmax and the epilogues need to know.
 
     ``Tile``: keys of one request, dense, packed or paged. ``latent.gathered.task.Task``: keys gathered by slot. A
     source of keys is such a class, the load role that fills its KV tiles (``load``, ``gather``), and a ``hide`` of the
@@ -92,18 +91,18 @@ class RowTile(Protocol):
         """A row, by its number in its row group. member: as in ``Row``."""
 
     def place(self, index, row_group=0) -> Place:
-        """Where a row's results belong."""
+        """Where a row's results go."""
 
 
 @dataclass(frozen=True)
 class Tile(RowTile):
-    """An M tile and the KV tiles that its rows meet.
+    """An M tile and the KV tiles of its rows.
 
-    query_tile, head_tile, kv_head, split: its place in the grid. batch: which row of q and o it belongs to, request:
-    which of the keys; they differ where queries are packed, which all stand in row 0. first_query: of the tile in its
-    request. first_row: where the request's queries begin in their row of q. first_key: where its keys begin in k, with
-    packed keys. start: position of query 0. length: KV length. group: query heads of a KV head. seq_q: queries of the
-    request. bounds: arguments of ``key_range``. span: the KV tiles. tree, ranges: the operands.
+    query_tile, head_tile, kv_head, split: its place in the grid. batch: its batch row in q and o; request: the owner of
+    its keys. They differ for packed queries, all of which are in batch row 0. first_query: the tile's first query in
+    its request. first_row: where the request's queries begin in their row of q. first_key: where its keys begin in k,
+    with packed keys. start: position of query 0. length: KV length. group: query heads of a KV head. seq_q: queries of
+    the request. bounds: arguments of ``key_range``. span: the KV tiles. tree, ranges: the operands.
     """
 
     config: AttentionKernel
@@ -138,7 +137,7 @@ class Tile(RowTile):
 
     @property
     def keys_batch(self):
-        """Which row of k and v the keys stand in, where they are not paged."""
+        """The keys' batch row in k and v, if they are not paged."""
         return 0 if self.config.requests.packed_k else self.request
 
     def first_query_of(self, row_group):
@@ -167,14 +166,14 @@ class Tile(RowTile):
             first, end = widened_by(self.ranges, self.batch, query, first, end, self.length)
         if cutlass.const_expr(
             config.output.splits or config.scheduler.cuts_tiles
-        ):  # of the row's keys, those of this part
+        ):  # limit the row's keys to this split
             begin = self.span.begin * config.tile_n
             first = cutlass.max(first, begin)
             end = cutlass.min(end, begin + self.span.count * config.tile_n)
         return Row(index, member, first, end, drafts)
 
     def place(self, index, row_group=0) -> Place:
-        """Where a row belongs. index: in its row group."""
+        """Where a row belongs. index: its number in its row group."""
         config = self.config
         head = self.head_tile * config.rows.pack + index % config.rows.pack
         query = self.first_query_of(row_group) + index // config.rows.pack
@@ -188,9 +187,9 @@ class Tile(RowTile):
 
 @dataclass(frozen=True)
 class RowDrafts:
-    """The drafts whose keys a row sees. They are read again in each of the few tiles that hold drafts' keys; to keep
-    them would take registers in all the others. query: the row's query, counted in its row of q; that of an idle row
-    may lie past the end."""
+    """The drafts whose keys a row sees. They are read again for each of the few KV tiles that hold drafts' keys;
+    keeping them would take registers in all the others. query: the row's query, counted in its batch row of q; an idle
+    row's may lie past the end."""
 
     tile: Tile
     query: Int32
@@ -208,14 +207,14 @@ class RowDrafts:
         return drafts_between(word, tile.start, 0, tile.span.end).counted_from(key)
 
     def of_part(self) -> Drafts:
-        """The drafts whose keys are among the tile's KV tiles."""
+        """The drafts whose keys lie in the tile's KV tiles."""
         tile, drafts = self.tile, self.read()
         begin = tile.span.begin * tile.config.tile_n
         return drafts_between(drafts.seen, tile.start, begin, begin + tile.span.count * tile.config.tile_n)
 
 
 def widened_by(ranges: cute.Tensor, batch, query, first, end, length) -> tuple:
-    """``widened`` by the range of a query; an idle row may lie past the last."""
+    """``widened`` by the range of a query; an idle row may lie past the last query."""
     query = cutlass.min(query, ranges.shape[1] - 1)
     given = (ranges[batch, query, number] for number in range(2))
     return widened(first, end, *given, length, **INTEGERS, select=select_integer)
@@ -229,8 +228,8 @@ def select_integer(condition, yes, no) -> Int32:
 def hull(
     config: cutlass.Constexpr, ranges: cute.Tensor, batch, first_query, last_query, length, span
 ) -> tuple:
-    """[first, end) of the keys that some of a tile's rows see, the ranges of its queries among them. span: without
-    them. By a whole warp."""
+    """[first, end) of the keys that some of a tile's rows see, including its queries' ranges. span: without the ranges.
+    Called by a whole warp."""
     first, end = Int32(span.first), Int32(span.end)
     for begin in cutlass.range(0, config.rows.queries, WARP_THREADS, unroll=1):
         query = cutlass.min(first_query + begin + cute.arch.lane_idx(), cutlass.max(last_query, 0))
@@ -253,14 +252,14 @@ def request_at(requests: RequestLayout, operands, request) -> Request:
         first_key, length = extent_of(operands.cu_seqlens_k, request, length)
     if operands.kv_lengths is not None:
         length = cutlass.max(cutlass.min(operands.kv_lengths[request], length), 0)
-    # Where the last query stands at the last position by default; keys may each stand for several positions.
+    # By default the last query stands at the last position; a key may stand for several positions.
     start = length - seq_q if operands.q_start is None else operands.q_start[request]
     return Request(first_row, seq_q, first_key, length, start)
 
 
 def last_first(config: AttentionKernel) -> bool:
-    """Query tiles are done from the last to the first, a tile of all heads at a time: work grows with a row's position,
-    or tiles of packed queries have their own order (``packed``)."""
+    """Whether query tiles run from the last to the first, one query tile of all heads at a time: work grows with a
+    row's position, or tiles of packed queries have their own order (``packed``)."""
     return config.mask.causal or config.requests.packed_q
 
 
@@ -300,12 +299,12 @@ def tile_of(
     first_query = query_tile * config.rows.queries
     last_query = cutlass.min(first_query + config.rows.queries, seq_q) - 1
     lowest, highest = start + first_query, start + last_query
-    if cutlass.const_expr(config.mask.has_tree):  # whatever the words: the host does not see them
+    if cutlass.const_expr(config.mask.has_tree):  # valid for any words: the host does not see them
         lowest, highest = start - 1, start + MOST_DRAFTS - 1
     span = key_span(lowest, highest, length, config.tile_n, bounds, **INTEGERS)
     batch = 0 if config.requests.packed_q else request
     if cutlass.const_expr(config.mask.has_ranges):
-        first, end = Int32(0), length  # roles that find tiles by themselves have no registers for more
+        first, end = Int32(0), length  # roles that find their own tiles lack the registers for more
         if cutlass.const_expr(config.column_parts == 1):
             rows = (first_row + first_query, first_row + last_query)
             first, end = hull(config, operands.ranges, batch, *rows, length, span)

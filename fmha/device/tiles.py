@@ -1,4 +1,4 @@
-"""The loop over a CTA's tiles, which every role goes through alike."""
+"""The loop over a CTA's tiles, the same for every role."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def each_tile(
     """Call ``uses = body(role, tile, uses)`` for each of the CTA's tiles, in order; return the last ``uses``.
 
     where: how tiles are found: ``grid.Where``, or ``line.Chunks`` if work is cut by length, or ``record.Records`` if
-    another warp works them out. role: what body needs, the channels among it. uses: use counts of rings. keeps: body
-    reads the tile's record once more, so that the record is released only behind it.
+    another warp computes them. role: what body needs, including the channels. uses: use counts of rings. keeps: body
+    reads the tile's record again, so the record is released only after body.
     """
     if cutlass.const_expr(config.scheduler.has_warp):
         number = Int32(0)
@@ -48,7 +48,7 @@ def each_tile(
 
 @cute.jit
 def schedule(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands, where, records):
-    """The scheduler, a warp: a record of each of the CTA's tiles, then one that says there are no more.
+    """The scheduler warp: write a record for each of the CTA's tiles, then one that says there are no more.
 
     Consumes: tile_empty. Produces: tile_full.
     """
@@ -58,7 +58,7 @@ def schedule(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands, w
 
 @cute.jit
 def each_found(config: cutlass.Constexpr, operands, where, body: cutlass.Constexpr, role, uses):
-    """``each_tile`` of a warp that finds the tiles itself."""
+    """``each_tile`` for a warp that finds the tiles itself."""
     if cutlass.const_expr(config.scheduler.cuts_tiles):
         for round_ in cutlass.range(where.line.rounds, unroll=1):
             chunk = chunk_at(config, operands, where.line, where.cursors, round_)

@@ -1,4 +1,4 @@
-"""What keeps a NaN or Inf in V from the rows that do not see its key.
+"""Keep a NaN or Inf in V from the rows that do not see its key.
 
 PV multiplies every key of a tile with every row: a key hidden from a row has P = 0 there, but 0 times NaN or Inf is
 NaN. Two cases:
@@ -26,14 +26,14 @@ from warpspec.fmha.device.logits import add_bias, map_score, unit
 from warpspec.fmha.device.pages import address_of
 from warpspec.fmha.device.scales import kv_row
 
-CHAINS = 4  # sums that are made side by side: an addition takes four clocks, and a warp may be alone on its scheduler
+CHAINS = 4  # independent sums: an addition takes four clocks, and a warp may be alone on its scheduler
 
 
 class RowColumns(NamedTuple):
-    """The columns of its row of O that a thread has, as vectors of neighbouring ones.
+    """A thread's columns of its row of O, as vectors of neighbouring columns.
 
-    registers: of each vector, which of the thread's values it is. numbers: of each vector, its number in its part of
-    the row, counted in vectors. part: takes a row (D) and returns the part of it that the numbers count in.
+    registers: for each vector, which of the thread's values it is. numbers: for each vector, its number in its part of
+    the row, counted in vectors. part: a function from a row (D) to the part in which the numbers count.
     """
 
     registers: Sequence[Sequence[int]]
@@ -45,7 +45,7 @@ class RowColumns(NamedTuple):
 def clear(config: cutlass.Constexpr, span, first_key, thread, tile: cute.Pointer):
     """Zero the V rows of a KV tile that no row of the M tile sees.
 
-    first_key: of the tile. thread: 0..127; threads side by side zero vectors side by side, which takes no bank twice.
+    first_key: of the tile. thread: 0..127; neighbouring threads zero neighbouring vectors, without bank conflicts.
     tile: Uint8 pointer to the stage. A proxy fence has to follow, for the tensor cores to see the zeros, and a barrier
     before another thread issues PV.
     """
@@ -67,10 +67,10 @@ def clear(config: cutlass.Constexpr, span, first_key, thread, tile: cute.Pointer
 
 
 def tainted(values: cute.Tensor, columns: RowColumns, row_sum) -> Boolean:
-    """True where some of a thread's values (n) fp32 of a row is NaN or Inf and the row has a finite, positive sum."""
+    """Whether one of a thread's values (n) fp32 of a row is NaN or Inf although the row has a finite, positive sum."""
     probes = [Float32(0.0)] * CHAINS
     for number, i in enumerate(i for registers in columns.registers for i in registers):
-        # 0, or NaN from the first that is not finite
+        # 0, or NaN once a value is not finite
         probes[number % CHAINS] = probes[number % CHAINS] + values[i] * Float32(0.0)
     probe = sum(probes[1:], start=probes[0])
     finite_sum = Boolean(row_sum > Float32(0.0)) & Boolean(row_sum < Float32.inf)
@@ -88,10 +88,10 @@ def recompute(
     values: cute.Tensor,
     columns: cutlass.Constexpr,
 ):
-    """A thread's values (n) fp32 of a row become the sum over the keys the row sees of
-    2**(unit * (score - reference)) v, in fp32.
+    """Set a thread's values (n) fp32 of a row to the sum over the keys the row sees of 2**(unit * (score - reference))
+    v, in fp32.
 
-    numbers: of the map between S and P. columns: ``RowColumns``.
+    numbers: those of the map between S and P. columns: ``RowColumns``.
     """
     q = operands.q[place.batch, place.query, place.head, None]  # (D)
     vectors, part = list(zip(columns.registers, columns.numbers, strict=True)), columns.part
@@ -123,7 +123,7 @@ def add_keys(
     part: cutlass.Constexpr,
     keys: cutlass.Constexpr,
 ):
-    """``recompute`` of some of the values, which are 0. keys: (first, end, drafts)."""
+    """``recompute`` for some of the values, which start at 0. keys: (first, end, drafts)."""
     first, end, drafts = keys
     for key in cutlass.range(first, end, unroll=1):
         where, exists = address_of(config, operands, place.request, key)
@@ -158,27 +158,27 @@ def accumulate(config, values: cute.Tensor, weight, v, vectors) -> None:
 
 
 def load_vector(row: cute.Tensor, size: int, number) -> cute.Tensor:
-    """Registers (size) with the number-th vector of a row in global memory."""
+    """Registers (size) with vector ``number`` of a row in global memory."""
     registers = cute.make_rmem_tensor(size, row.element_type)
     cute.autovec_copy(cute.local_tile(row, (size,), (number,)), registers)
     return registers
 
 
 def of_kv(config, operands, ring: str, where, kv_head):
-    """A row of K or V ("k" or "v") in global memory, of which ``load_kv`` loads."""
+    """A row of K or V ("k" or "v") in global memory, from which ``load_kv`` loads."""
     if config.format.kv_format:
         return kv_row(config, operands, ring, where, kv_head)
     return (operands.v if ring == "v" else operands.k)[(*where, kv_head, None)]
 
 
 def load_kv(config, row, size: int, number) -> cute.Tensor:
-    """``load_vector`` of a row of K or V."""
+    """``load_vector`` for a row of K or V."""
     return row.vector(size, number) if config.format.kv_format else load_vector(row, size, number)
 
 
 @cute.jit
 def dot(config: cutlass.Constexpr, q: cute.Tensor, k: cutlass.Constexpr) -> Float32:
-    """q.k of two rows (D) in global memory, as many elements at a time as the configuration has registers for."""
+    """q.k for two rows (D) in global memory, as many elements at a time as the configuration has registers for."""
     total = Float32(0.0)
     size = math.gcd(config.recompute_elements, config.heads.qk)
     for number in cutlass.range(config.heads.qk // size, unroll=1):

@@ -1,7 +1,7 @@
-"""What is decided on the host before a launch, by a model of its time: kernel, splits of the keys, order of tiles.
+"""The host's decisions before a launch, by a model of its time: kernel, splits of the keys, order of tiles.
 
-``make_plan`` takes the candidate (``candidates``) of which ``cost`` expects the least time in what the call's requests
-may be (``scenarios``); ``sections`` decides how many heads CTAs work on at a time. Nothing here looks at a tensor.
+``make_plan`` takes the candidate (``candidates``) with the least time by ``cost`` over what the call's requests may be
+(``scenarios``); ``sections`` decides how many heads CTAs work on at a time. Nothing here looks at a tensor.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ ANY_CTAS = 1 << 30  # as many CTAs as there are tiles
 class Plan(NamedTuple):
     """How a problem is computed on a target.
 
-    config: the kernel's. splits: of the keys. ctas: the most that are launched where CTAs are persistent. section:
-    heads that they work on at a time (``TileGrid.decode``).
+    config: the kernel's configuration. splits: splits of the keys. ctas: most CTAs to launch if they are persistent.
+    section: heads that CTAs work on at a time (``TileGrid.decode``).
     """
 
     config: AttentionKernel
@@ -37,14 +37,14 @@ class Plan(NamedTuple):
 def make_plan(config_class: type, problem: AttentionProblem, target: Target) -> Plan:
     """The plan for a problem. config_class: the target architecture's ``AttentionConfig``.
 
-    Raises UnsupportedProblem naming what the kernel does not do.
+    Raises UnsupportedProblem naming what the kernel does not support.
     """
     config_class.check(problem, target)
     return plan_of(config_class, problem, target, best_candidate(config_class, problem, target))
 
 
 def plan_of(config_class: type, problem: AttentionProblem, target: Target, found: Candidate) -> Plan:
-    """The plan that a candidate stands for."""
+    """The plan of a candidate."""
     config = config_of(config_class, problem, target, found)
     resident = target.sm_count * config.shape.ctas_per_sm
     section = choose_section(problem, config, target, resident)
@@ -68,8 +68,8 @@ def config_of(
 def likely_kernels(
     config_class: type, problem: AttentionProblem, target: Target, margin: float
 ) -> Iterator[tuple[AttentionKernel, int]]:
-    """Kernels of the candidates whose expected time is at most ``1 + margin`` times the least, and into how many parts
-    they split the keys; the plan's kernel among them. As ``make_plan``."""
+    """Kernels of the candidates whose expected time is at most ``1 + margin`` times the least, with their number of
+    splits; the plan's kernel is among them. Arguments as for ``make_plan``."""
     config_class.check(problem, target)
     found, time = list(candidates(config_class, problem, target)), expectation(config_class, problem, target)
     times = [time(candidate) for candidate in found]

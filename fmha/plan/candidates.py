@@ -15,16 +15,16 @@ from warpspec.fmha.plan.splits import Loads, choose_splits, visited_tiles
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.tree import MOST_DRAFTS
 
-# Rounds of all CTAs that parts of split keys fill, of the numbers of parts that are candidates; and the most rounds of
-# whole tiles for which keys are split at all.
+# Rounds of all CTAs that the parts of candidates with split keys fill; and the most rounds of whole tiles for which
+# keys are split at all.
 SPLIT_ROUNDS, MOST_ROUNDS = (0.5, 0.75, 1.0, 1.5, 2.0, 3.0), 2
-QUEUE_ROUNDS = 2  # of tiles, more than which a queue balances: a CTA takes one ahead of time
-FEW_ROUNDS = 4  # of tiles, up to which ways without a queue may be best
+QUEUE_ROUNDS = 2  # rounds of tiles above which a queue balances: a CTA takes one tile ahead of time
+FEW_ROUNDS = 4  # rounds of tiles up to which ways without a queue may be best
 
 
 class Candidate(NamedTuple):
-    """shape: of tiles. tiling: what of it and of the packing decides the time. way: how CTAs get their work. splits: of
-    the keys."""
+    """shape: the tile shape. tiling: the properties of shape and packing that decide the time. way: how CTAs get their
+    work. splits: splits of the keys."""
 
     shape: object
     tiling: Tiling
@@ -59,11 +59,12 @@ def candidates(config_class: type, problem: AttentionProblem, target: Target) ->
 
 
 def suits(way: Way, ways: tuple[Way, ...], problem: AttentionProblem, rounds: float) -> bool:
-    """Whether CTAs may get so many rounds of whole tiles, or a line of them, in a way. One of ``ways`` always suits.
+    """Whether a way of handing out work suits so many rounds of whole tiles, or a line of them. One of ``ways`` always
+    suits.
 
     As measured (docs/records/2026-11-24-plan-model.md): with many rounds, CTAs that take tiles from a queue hide their
-    starts and balance any order. With few, tiles of packed queries go to SMs as these come free, for no order is known
-    to be balanced. Where the host knows the lengths, dealing out tiles longest first is as good as either. A line
+    starts and balance any order. With few, tiles of packed queries go to SMs as these become free, because no order is
+    known to be balanced. Where the host knows the lengths, dealing out tiles longest first is as good as either. A line
     is worth its second launch only where whole tiles would leave CTAs idle.
     """
     unknown = problem.packed_q or problem.has_kv_lengths
@@ -81,9 +82,8 @@ def suits(way: Way, ways: tuple[Way, ...], problem: AttentionProblem, rounds: fl
 def measured_splits(
     loads: Loads | None, problem: AttentionProblem, tiling: Tiling, target: Target
 ) -> int | None:
-    """Into how many parts to split the keys when few queries decode, the host knows the number of keys, and an SM holds
-    several CTAs. The answer comes from a model that was fitted to such calls alone (``splits``). None for other
-    calls."""
+    """Number of splits of the keys if few queries decode, the host knows the number of keys, and an SM holds several
+    CTAs, from a model fitted to such calls alone (``splits``). None for other calls."""
     known = not (problem.packed_q or problem.has_kv_lengths)
     if (
         loads is None
@@ -109,8 +109,8 @@ def measured_splits(
 
 
 def split_counts(tiles: int, kv_tiles: int, resident: int) -> list[int]:
-    """Numbers of parts worth a look: with them the parts fill about SPLIT_ROUNDS rounds, and the longest is no longer
-    than with one part fewer."""
+    """Numbers of parts worth trying: the parts fill about SPLIT_ROUNDS rounds, and the longest part is shorter than
+    with one part fewer."""
     if tiles >= MOST_ROUNDS * resident or kv_tiles < 2:
         return []
     found = set()

@@ -1,10 +1,10 @@
 """How long a plan takes: one model of the time of a launch, whose constants were fitted to timings.
 
 A plan is judged by counted quantities (``Work``): query tiles and the KV tiles that they visit, the longest and the
-shortest query tile, tiles with a mask, loads of pages, bytes. ``microseconds`` makes of these:
+shortest query tile, tiles with a mask, loads of pages, bytes. ``microseconds`` computes from these:
 
-- the time of a KV tile in a CTA: the greatest of what the tensor cores, the exponential units, the chain of products
-  and softmax of one consumer, the loads' bytes and the loads' latency need, rounded off by a power mean;
+- the time of a KV tile in a CTA: the maximum, smoothed by a power mean, of what the tensor cores, the exponential
+  units, one consumer's chain of products and softmax, the loads' bytes and the loads' latency need;
 - the time of the busiest CTA, by how the schedule hands out query tiles;
 - the bytes that the call must move, at the GPU's copy speed;
 - the launch, the cuts of a line and the second launch that joins or combines.
@@ -33,10 +33,10 @@ EXPONENTIALS = 16  # a clock and SM
 REFERENCE_MATMUL = 710.0 / 132  # TFLOP/s of a large product, of an SM of the GPU that constants mean
 FAR = 1 << 30
 UNSORTED = 2.0
-# Parts of split keys are one on an SM up to this share of the SMs. Further ones meet on SMs: it seems because the
-# combine launch of the call before still has its CTAs on the others.
+# Parts of split keys get an SM each up to this share of the SMs. Further parts share SMs, apparently because the
+# previous call's combine launch still occupies the others.
 SPREAD = 0.75
-CROWDED = 0.02  # SMs of all that may have a CTA more than the others, and nobody waits for them
+CROWDED = 0.02  # share of the SMs that may have one more CTA than the others without delaying the launch
 LINE_LEAST = 4  # KV tiles of the shortest chunk of a line
 
 
@@ -51,8 +51,8 @@ class Way(enum.Enum):
 
 
 class Tiling(NamedTuple):
-    """What of a kernel's configuration decides its time. row_groups: of ``rows`` rows, that a CTA has. groups_alike:
-    warpgroups that work on each (``column_parts``)."""
+    """The properties of a kernel's configuration that decide its time. row_groups: row groups of a CTA, of ``rows``
+    rows each. groups_alike: warpgroups that work on each (``column_parts``)."""
 
     row_groups: int
     rows: int
@@ -73,10 +73,11 @@ class Tiling(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Counts of a launch. tiles: query tiles with a query. idle: others. kv: KV tiles that they visit. longest,
-    shortest: KV tiles of a query tile. spread: standard deviation of KV tiles among query tiles that stand in no
-    order of length. masked: KV tiles with a mask. groups: KV tiles times row groups with a query. rows: query rows.
-    bytes: that must be moved. boxes: loads of a K or V tile. depth: elements of a row. keyed: tensors of keys."""
+    """Counts of a launch. tiles: query tiles with a query. idle: other query tiles. kv: KV tiles that they visit.
+    longest, shortest: KV tiles of the longest and shortest query tile. spread: standard deviation of KV tiles among
+    query tiles that stand in no order of length. masked: KV tiles with a mask. groups: KV tiles times row groups with a
+    query. rows: query rows. bytes: bytes that must be moved. boxes: loads of a K or V tile. depth: elements of a row.
+    keyed: tensors of keys."""
 
     tiles: float
     idle: float
@@ -104,7 +105,7 @@ def _clipped_mean(first: float, last: float) -> float:
 
 
 def work_of(problem, tiling: Tiling, requests) -> Work:
-    """What a problem with these requests makes in such tiles."""
+    """Count the work of a problem with these requests in such tiles."""
     queries_of, keys_of, group_queries = tiling.queries, tiling.tile_n, tiling.group_queries
     stride = problem.key_stride
     plain = stride == 1
@@ -258,11 +259,11 @@ class Constants:
 
 
 class TileTime(NamedTuple):
-    """What a tile shape's time is made of at a head size, in clocks, some of it to the power ``Constants.power``.
+    """The components of a tile shape's time at a head size, in clocks, some of them to the power ``Constants.power``.
 
-    unit: the tensor cores and the exponential units for a KV tile of a warpgroup. fixed: a KV tile's own chain and
-    latency. bytes: of a KV tile. mask: for a KV tile with a mask. ends: of a query tile's start and end. team: times
-    that a KV tile takes.
+    unit: the tensor cores and the exponential units for a KV tile of a warpgroup. fixed: a KV tile's chain and latency.
+    bytes: bytes of a KV tile. mask: extra for a KV tile with a mask. ends: start and end of a query tile. team: factor
+    of a KV tile's time.
     """
 
     unit: float
@@ -306,7 +307,7 @@ def known_tile(t: Tiling, depth: float, tensors: int, c: Constants) -> TileTime:
 
 
 def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=None):
-    """Time of a launch, and of the second one behind it. xp: numpy, for arrays."""
+    """Time of a launch and of the second launch after it. xp: numpy, for arrays."""
     if xp is None:
         maximum, minimum, ceil, where = max, min, math.ceil, either
         tile = known_tile(t, w.depth, w.tensors, c)
@@ -325,7 +326,7 @@ def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=
     load = fresh * tile.bytes
 
     def step(ctas, ctas_here, groups=1.0):
-        """Clocks of a KV tile in each of so many CTAs an SM, so many on all SMs. groups: part of the warpgroups that
+        """Clocks of a KV tile, with so many CTAs per SM and so many on all SMs. groups: share of the warpgroups that
         have a query."""
         loads = load * maximum(ctas / c.sm_bytes, ctas_here * CLOCKS_PER_US / memory_rate)
         loads = maximum(loads, tile.bytes * ctas / c.l2_bytes)
@@ -333,7 +334,7 @@ def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=
 
     if way is Way.LINE:
         ctas_here = 1.0 * t.ctas_per_sm
-        # Tiles whose row groups all have a query, and tiles of which one has: so many of them that the mean is right.
+        # Mix tiles whose row groups all have a query with tiles where only one has, so that the mean is right.
         groups, least = w.groups / maximum(w.kv * t.row_groups, 1), 1 / t.row_groups
         whole = (groups - least) / maximum(1 - least, 0.1)
         full = whole * step(ctas_here, resident) + (1 - whole) * step(ctas_here, resident, least)
@@ -365,7 +366,7 @@ def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=
         rounds = ceil(launched / resident)
         left = rounds - parts / resident  # of a round, that is idle
         if way in (Way.PERSISTENT, Way.SPLIT):
-            # How little their order sorts tiles by length.
+            # How little the order of tiles sorts them by length.
             mixed = minimum(UNSORTED * spread / maximum(average, 0.1), 1.0)
             more = left * (c.round_ * short * (1 - mixed) + each * mixed)
             more = more + c.spread * spread * alone * rounds**0.5
@@ -386,5 +387,5 @@ def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=
 
 # Fitted by scripts/fit_plans.py to timings of scripts/collect_plans.py.
 HOPPER = Constants()
-# Assumed; nothing was measured. The tensor cores take half the clocks, and memory gives more to an SM.
+# Assumed, not measured: the tensor cores take half the clocks, and memory delivers more to an SM.
 BLACKWELL = replace(HOPPER, mma=HOPPER.mma / 2, serial_mma=HOPPER.serial_mma / 2)

@@ -1,6 +1,6 @@
-"""Lengths of a call's requests, as far as the host knows them: what ``cost`` judges plans by.
+"""Lengths of a call's requests, as far as the host knows them; ``cost`` judges plans by them.
 
-The host knows the longest request and, of packed queries, their number within an eighth; lengths themselves are on the
+The host knows the longest request and, with packed queries, their number within an eighth; the lengths are on the
 device. A scenario is a list of ``Requests`` that such a call may consist of. A plan should do well in all of them.
 """
 
@@ -19,15 +19,15 @@ class Requests(NamedTuple):
     keys: float
 
 
-PARTS = (0.13, 0.38, 0.62, 0.87)  # of the longest: what stands for lengths drawn evenly
+PARTS = (0.13, 0.38, 0.62, 0.87)  # parts of the longest length that represent evenly drawn lengths
 EVEN, FEW = 0.8, 0.3  # queries of the mean request, as a part of the longest one's: from here on, up to here
 CHUNK = 0.6  # queries of a request in its prefill, as a part of the longest one's
 FIRST, LAST = 0.25, 0.85  # keys of requests early and late in their prefill, as a part of the longest one's
-UNKNOWN_TOTAL = 1.06  # queries there are, times those that there are at least
+UNKNOWN_TOTAL = 1.06  # queries, as a multiple of their lower bound
 
 
 def scenarios(problem: AttentionProblem) -> list[list[Requests]]:
-    """What a call may consist of; at least one scenario."""
+    """The scenarios of a call; at least one."""
     batch, queries, keys = problem.batch, problem.seq_q, problem.seq_k
     if not problem.packed_q:
         return key_scenarios(problem, queries)
@@ -43,7 +43,7 @@ def scenarios(problem: AttentionProblem) -> list[list[Requests]]:
 
 
 def key_scenarios(problem: AttentionProblem, queries: float) -> list[list[Requests]]:
-    """Requests with so many queries each, and keys of which only the most may be known."""
+    """Requests with so many queries each; for their keys, only the maximum may be known."""
     batch, keys = problem.batch, problem.seq_k
     equal = [Requests(batch, queries, keys)]
     if batch == 1 or not (problem.has_kv_lengths or problem.packed_k):
@@ -57,7 +57,7 @@ def even(count: float, queries: float, keys: float) -> list[Requests]:
 
 
 def spread(batch: int, mean: float, keys: int, longest: int) -> list[Requests]:
-    """Requests whose queries and keys are spread evenly; the longest is there."""
+    """Requests whose queries and keys are spread evenly; the longest is among them."""
     before, count = keys - longest, batch - 1
     rest = max(mean * batch - longest, count) / count  # queries of the others' mean request
     found = [Requests(count / len(PARTS), part * 2 * rest, part * (2 * rest + before)) for part in PARTS]
@@ -65,7 +65,7 @@ def spread(batch: int, mean: float, keys: int, longest: int) -> list[Requests]:
 
 
 def mixed(batch: int, total: float, longest: int, keys: int) -> list[Requests]:
-    """Requests that decode, and some that are in their prefill, the longest among them."""
+    """Requests that decode, and some in prefill, the longest among them."""
     chunks = min(max(round((total - batch) / (CHUNK * longest)), 1), batch)
     decoding = batch - chunks
     found = [Requests(1, longest, max(CHUNK * keys, longest))]

@@ -17,13 +17,13 @@ from warpspec.fmha.schedule import TileGrid, key_span, place_in_round
 from warpspec.fmha.tiles import ELEMENT_BYTES
 
 TILE_OVERHEAD = 1.5  # what the start and end of a query tile cost, in KV tiles (H200, D 128)
-MOST_TILES = 1 << 13  # whose balance is computed on the host: the first ones stand for all
+MOST_TILES = 1 << 13  # whose balance is computed on the host: the first ones represent all
 # Sizes of sections that are tried beside all heads in one, so many TOGETHER, until one costs no more than LEVEL.
 SECTIONS = np.array([64, 56, 48, 40, 32, 28, 24, 20, 16, 14, 12, 10, 8, 7, 6, 5, 4, 3, 2, 1])
 TOGETHER, LEVEL = 5, 1.02
 
-# What it costs that the K and V of a section do not fit L2 (H200, D 64 to 256, causal, 16 to 256 heads): bandwidth
-# where CTAs ask for all there is, and on the way there power, which the clock pays for.
+# The cost of K and V of a section that do not fit L2 (H200, D 64 to 256, causal, 16 to 256 heads): bandwidth once CTAs
+# request all of it, and before that power, which lowers the clock.
 MEMORY_BYTES = 19  # from memory, a clock and SM: 4.3 TB/s
 MMA_FLOPS = 4096  # a clock and SM
 EXPONENTIALS = 16  # a clock and SM
@@ -33,8 +33,9 @@ MISS_COST = 0.17  # part of the time lost when CTAs ask for as many bytes as mem
 def choose_section(problem: AttentionProblem, config: AttentionKernel, target: Target, ctas: int) -> int:
     """Heads of a section (``TileGrid.decode``).
 
-    The choice balances the CTAs, and lets K and V come from L2 or be read by many CTAs at a time. Of packed queries the
-    lengths are not known: as many heads as have the K and V of the longest request in L2, and all sections alike.
+    The choice balances the CTAs, and lets K and V come from L2 or be read by many CTAs at a time. With packed queries
+    the lengths are not known: a section has as many heads as fit the longest request's K and V into L2, and all
+    sections are equal.
     """
     head_tiles = -(-problem.group // config.rows.pack)
     if config.requests.packed_q:
@@ -78,22 +79,22 @@ def reading_cost(
     clocks = config.tile_m * (
         4 * problem.head_dim / MMA_FLOPS + 1 / EXPONENTIALS
     )  # of a key, nothing overlapped
-    asked = read / MEMORY_BYTES / clocks * min(heads / ctas, 1.0)  # as a part of what memory gives
+    asked = read / MEMORY_BYTES / clocks * min(heads / ctas, 1.0)  # as a part of the memory bandwidth
     return 1.0 + MISS_COST * asked
 
 
 def balanced_section(
     grid: TileGrid, ctas: int, tile_counts: Sequence[int], cost: Callable[[int], float]
 ) -> int:
-    """The section (``TileGrid.decode``) with the least time: what the busiest of ``ctas`` persistent CTAs has to do, as
-    a multiple of the mean, times ``cost`` of the section; the largest among equals.
+    """The section (``TileGrid.decode``) with the least time: the work of the busiest of ``ctas`` persistent CTAs, as a
+    multiple of the mean, times ``cost`` of the section; the largest among equals.
 
     tile_counts: KV tiles of each query tile. cost: what a section costs otherwise, 1 for nothing. Rounds and sections
     of unlucky sizes give one CTA long tiles every time: at 16384 causal queries, 16 heads of D 256 and one head to a
     section the busiest CTA has 53 percent more than the mean, and the H200 takes 63 percent longer than with all 16.
     """
     rows = grid.head_tiles * grid.heads_kv * grid.batch
-    if grid.size <= ctas or grid.query_tiles == 1:  # nothing to balance, or one order whatever the section
+    if grid.size <= ctas or grid.query_tiles == 1:  # nothing to balance, or sections do not change the order
         return max(rows, 1)
     work = np.asarray(tile_counts) + TILE_OVERHEAD
     number = np.arange(min(grid.size, MOST_TILES))

@@ -4,13 +4,13 @@
 Its constants are counted from the instruction set and data sheets, or assumed; measured are only those of ``Loads``:
 
 - A CTA takes SETUP_CLOCKS, then per KV tile what the busiest unit of the SM needs for it: the tensor core,
-  the exponential unit, or filling shared memory. CTAs on one SM, up to ``ctas_per_sm``, share those units: a tile
-  of one takes as many times as long as there are.
+  the exponential unit, or filling shared memory. CTAs on one SM, up to ``ctas_per_sm``, share those units: a tile of
+  one takes n times as long with n CTAs.
 - CTAs run in waves of ``sm_count * ctas_per_sm``, each as long as its longest CTA. Persistent CTAs set up their later
   tiles in half the time: loads of the next begin before this one's end.
 - ``Loads`` says how fast an SM and the whole GPU load; the launch takes no less than its bytes.
-  Of parts of split keys only so many, a share of the SMs, are one on an SM: further ones were seen to meet on SMs, it
-  seems because the combine launch of the call before still has its CTAs on the others.
+  Parts of split keys get an SM each only up to a share of the SMs: further parts were seen to share SMs, apparently
+  because the previous call's combine launch still occupies the others.
 - With more than one split, every row's o is written in fp32 once a split and read again by the combine
   launch, at FILL_BYTES by all SMs; reading takes at least LOAD_CLOCKS a round of loads that a thread makes.
   COMBINE_CLOCKS come on top.
@@ -52,11 +52,11 @@ COUNTED = Loads(FILL_BYTES, FILL_BYTES, all=math.inf, spread=1)
 # Decoding at D 64 and 128 in CTAs of one consumer on sm_90a: fitted to 22 shapes on an H200
 # (docs/records/2026-11-23-packed-batches.md).
 DECODE_LOADS = Loads(one=28, two=22.5, all=18, spread=0.75)
-# Of FP8 keys, in bytes that the same numbers would have in bf16: the conversion binds, and one CTA on an SM does nearly
-# what two do. Measured on an H200 at three shapes.
+# FP8 keys, counted in the bytes the same numbers would have in bf16: conversion is the bottleneck, and one CTA on an SM
+# is nearly as fast as two. Measured on an H200 at three shapes.
 FLOAT8_LOADS = Loads(one=20, two=25, all=25, spread=1)
-# Where warps convert codes in registers, by bits of a number; bytes as of FLOAT8_LOADS. From B1 L65536 and B32 L8192 at
-# D 128 on an H200, 2026-11-26: 24 to 33 parts of the keys are best, 16 meet on SMs.
+# If warps convert codes in registers, by bits of a number; bytes counted as in FLOAT8_LOADS. From B1 L65536 and B32
+# L8192 at D 128 on an H200, 2026-11-26: 24 to 33 parts of the keys are best, 16 meet on SMs.
 WARP_LOADS = {8: Loads(one=48, two=37, all=37, spread=0.75), 4: Loads(one=35, two=43, all=43, spread=0.75)}
 
 
@@ -98,7 +98,7 @@ def choose_splits(
         attention = setup + max(waves * -(-kv_tiles // splits) * tile, least)
         return attention + combine_clocks(splits, rows, v_dim or head_dim, sm_count)
 
-    # Of the counts that give the longest part the same number of tiles, only the fewest splits.
+    # Among counts that give the longest part the same number of tiles, try only the fewest splits.
     parts = {-(-kv_tiles // splits) for splits in range(1, min(kv_tiles, 2 * resident) + 1)}
     return min(sorted(-(-kv_tiles // part) for part in parts), key=clocks)
 

@@ -1,9 +1,8 @@
 """Additive bias [B or 1, Hq or 1, Sq, Sk], bf16 or fp32: streamed through shared memory by TMA, or, where its
 rows are not aligned for TMA, read from global memory by the threads that add it.
 
-Scores become powers of two (``device.logits``). In shared memory a KV tile's bias is one box after
-another of 128 bytes of keys, each with the rows of the M tile (query, head) packed like Q's, or one row a query
-where the heads share it.
+Scores become logits in log2 units (``device.logits``). In shared memory a KV tile's bias is a sequence of boxes, each
+128 bytes of keys by the rows of the M tile: (query, head) packed like Q's, or one row per query if the heads share it.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def make_load(config, bias: cute.Tensor):
 
 
 def ring(config, atom, coordinates, base: cute.Pointer, tile) -> tma.TileRing | None:
-    """The ring of boxes, ``bias_boxes`` of them a KV tile, or None. base: its shared memory."""
+    """The ring of boxes, ``bias_boxes`` of them per KV tile, or None. base: its shared memory."""
     if not config.bias_stages:
         return None
     first_head = tile.first_head if config.logits.bias_heads else 0
@@ -49,7 +48,7 @@ def ring(config, atom, coordinates, base: cute.Pointer, tile) -> tma.TileRing | 
 
 
 def load(config, channels, boxes: tma.TileRing, tile, step) -> None:
-    """Issue the loads of a KV tile's bias, for its step-th visit. Consumes bias_empty, produces bias_full."""
+    """Issue the loads of the bias of the KV tile of visit ``step``. Consumes bias_empty, produces bias_full."""
     full = channels["bias_full"]
     channels["bias_empty"].wait_previous(step)
     full.expect_bytes(step, config.bias_boxes * tma.tile_bytes(config.bias_box))
@@ -79,10 +78,10 @@ def add(
     numbers,
     masked: cutlass.Constexpr,
 ):
-    """scores (n) fp32 of the step-th KV tile become powers of two with their bias, in place.
+    """Turn scores (n) fp32 of the KV tile of visit ``step`` into logits in log2 units with their bias, in place.
 
-    bias: Uint8 pointer to the ring in shared memory, or the row (KEY) in global memory. masked: the tile may
-    reach past the keys; what is made of those, the caller hides. Consumes bias_full, produces bias_empty.
+    bias: Uint8 pointer to the ring in shared memory, or the row (KEY) in global memory. masked: the tile may reach past
+    the keys; the caller hides the results there. Consumes bias_full, produces bias_empty.
     """
     if cutlass.const_expr(config.bias_stages > 0):
         full = channels["bias_full"]
@@ -94,7 +93,7 @@ def add(
         dtype = TYPES[config.logits.bias]
         words = VECTOR_BYTES * 8 // dtype.width
         for place in cutlass.range_constexpr(vectors):
-            # One address a place; boxes lie at constant distances from it, which cost no register.
+            # One address per place; boxes lie at constant distances from it, which cost no register.
             base = (start + (place ^ index % SWIZZLE_ROWS) * VECTOR_BYTES).align(VECTOR_BYTES)
             base = cute.recast_ptr(base, dtype=dtype)
             for box in cutlass.range_constexpr(config.bias_boxes):

@@ -1,4 +1,4 @@
-"""What plans of the sm_100a attention kernel may choose among: tiles, heads to a tile, ways to hand out work."""
+"""The choices of plans for the sm_100a attention kernel: tiles, heads per tile, ways to hand out work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FULL_ROWS = 128  # lanes of tensor memory: rows of an accumulator, one to a thre
 
 
 def default_shape(problem: AttentionProblem) -> Shape:
-    """The tiles of a problem's head sizes and format of keys."""
+    """The default tiles for a problem's head sizes and key format."""
     if problem.kv_format:
         return QUANTIZED_SHAPES[problem.kv_format][problem.head_dim]
     shapes = SHARED_SHAPES if problem.shared_kv else SHAPES
@@ -28,7 +28,7 @@ def default_shape(problem: AttentionProblem) -> Shape:
 
 
 class Choices:
-    """A configuration's class methods that ``fmha.plan`` asks; costs: constants of its model."""
+    """Class methods of a configuration that ``fmha.plan`` calls; costs: constants of its model."""
 
     costs: ClassVar[Constants] = BLACKWELL
     expanded_rows: ClassVar[int | None] = None
@@ -40,7 +40,7 @@ class Choices:
 
     @classmethod
     def check(cls, problem: AttentionProblem, target: Target) -> None:
-        """Raise UnsupportedProblem, naming what this kernel does not do."""
+        """Raise UnsupportedProblem, naming what this kernel does not support."""
         check_page_size("sm100", problem.page_size)
         sizes = tuple(QUANTIZED_SHAPES.get(problem.kv_format, ()))
         if problem.kv_format and (problem.head_dim not in sizes or problem.heads.v != problem.head_dim):
@@ -53,12 +53,12 @@ class Choices:
 
     @staticmethod
     def decode_loads(problem: AttentionProblem) -> Loads | None:
-        """How fast an SM takes the keys of few queries (``plan.splits``); None: nobody has timed such calls."""
+        """How fast an SM loads keys for few queries (``plan.splits``); None: such calls have not been timed."""
         return None
 
     @classmethod
     def tilings(cls, problem: AttentionProblem) -> Iterator[tuple[Shape, Tiling]]:
-        """The shape and what of it decides the time, for each number of heads that may share a tile."""
+        """The shape and its tiling, for each number of heads that may share a tile."""
         shape = default_shape(problem)
         for pack in choose_packs(problem, shape.tile_m):
             yield shape, Tiling(1, shape.tile_m, 1, shape.tile_n, shape.kv_stages, shape.ctas_per_sm, pack)

@@ -32,7 +32,7 @@ from warpspec.fmha.sm100.shapes import FLOAT8_REGISTERS, SHAPES, Shape
 from warpspec.fmha.tiles import ELEMENT_BYTES, KvTile, TileRows, choose_pack
 
 MMA_N_MAX = 256  # columns of D that one tcgen05.mma writes
-RECORDS = 2  # softmax warps keep a tile's record while others go on to the next
+RECORDS = 2  # softmax warps hold a tile's record while other roles go on to the next
 QUARTER_LANES = 32  # lanes of tensor memory that a warp reaches
 
 
@@ -40,8 +40,8 @@ QUARTER_LANES = 32  # lanes of tensor memory that a warp reaches
 class AttentionConfig(Choices, ConversionFeatures, AttentionKernel):
     """Compile-time shape of one kernel.
 
-    shape: its tiles. bias_stages: KV tiles of the bias in flight, 0 where it is read from global memory.
-    softmax_registers, other_registers: of a thread, set by setmaxnreg.
+    shape: its tiles. bias_stages: KV tiles of the bias in flight, 0 if it is read from global memory.
+    softmax_registers, other_registers: registers of a thread, set by setmaxnreg.
     """
 
     shape: Shape = SHAPES[64][0]
@@ -75,10 +75,10 @@ class AttentionConfig(Choices, ConversionFeatures, AttentionKernel):
         schedule: Schedule = Schedule.SINGLE,
         pack: int | None = None,
     ) -> AttentionConfig:
-        """The kernel for a problem. UnsupportedProblem names what this kernel does not do.
+        """The kernel for a problem. UnsupportedProblem names what this kernel does not support.
 
         shape: tiles; None: the head size's default. splits: the keys are split, and another kernel combines results.
-        schedule: SINGLE or LINE. pack: heads of a KV group that share a tile; None: what suits the longest request.
+        schedule: SINGLE or LINE. pack: heads of a KV group that share a tile; None: the best for the longest request.
         """
         cls.check(problem, target)
         shape = shape or default_shape(problem)
@@ -97,8 +97,8 @@ class AttentionConfig(Choices, ConversionFeatures, AttentionKernel):
         return config.with_bias(problem, target) if problem.has_bias else config
 
     def with_bias(self, problem: AttentionProblem, target: Target) -> AttentionConfig:
-        """This kernel, of a problem with a bias. Room for it comes from the rings of K and V, which keep two
-        stages where they had them, then from the second CTA of an SM; it gets two stages where that is enough.
+        """This kernel with a bias. Its shared memory comes from the rings of K and V, which keep two stages if they had
+        them, then from the second CTA of an SM; the bias gets two stages if that suffices.
         """
         # Otherwise threads read it from global memory; so, too, where a converter's tiles fill shared memory, or those
         # of MLA's head sizes.
@@ -161,7 +161,7 @@ class AttentionConfig(Choices, ConversionFeatures, AttentionKernel):
 
     @property
     def convert_warp(self) -> int:
-        """The first of four, a warpgroup of their own; two warps before them are idle."""
+        """The first of the four converter warps, a warpgroup of their own; two warps before them are idle."""
         return 8
 
     @property
@@ -177,7 +177,7 @@ class AttentionConfig(Choices, ConversionFeatures, AttentionKernel):
 
     @property
     def column_parts(self) -> int:
-        """Threads that share a row, each with a part of O's columns.
+        """Number of threads that share a row, each with a part of O's columns.
 
         An accumulator of 64 rows takes 16 lanes of each quarter of tensor memory; the other 16 hold the second half of
         D.
@@ -186,7 +186,7 @@ class AttentionConfig(Choices, ConversionFeatures, AttentionKernel):
 
     @property
     def o_columns(self) -> int:
-        """Columns of tensor memory, and of O, that one thread has."""
+        """Columns of tensor memory, and of O, of one thread."""
         return rounded(self.heads.v, MMA_K) // self.column_parts
 
     def o_parts(self, most: int) -> list[tuple[int, int]]:
@@ -204,7 +204,7 @@ class AttentionConfig(Choices, ConversionFeatures, AttentionKernel):
         return thread // QUARTER_LANES * lanes + thread % lanes
 
     def column_part_of(self, thread):
-        """Which part of its row's O a softmax thread has."""
+        """Number of a softmax thread's part of its row's O."""
         if self.column_parts == 1:
             return 0
         return thread % QUARTER_LANES // (QUARTER_LANES // self.column_parts)
@@ -227,12 +227,12 @@ class AttentionConfig(Choices, ConversionFeatures, AttentionKernel):
 
     @property
     def recompute_passes(self) -> int:
-        """Parts of a thread's values that it sums up one after another."""
+        """Number of parts in which a thread sums up its values, one after another."""
         return 1
 
     @property
     def bias_alignment(self) -> int | None:
-        """Bytes to which rows of the bias are aligned; None: an element's."""
+        """Alignment of the bias's rows in bytes; None: that of an element."""
         return TMA_ALIGNMENT if self.bias_stages else None
 
     @property
@@ -242,7 +242,7 @@ class AttentionConfig(Choices, ConversionFeatures, AttentionKernel):
 
     @property
     def bias_rows(self) -> int:
-        """Rows of a bias tile: one a query where its heads share them."""
+        """Rows of a bias tile: one per query if heads share them."""
         return self.rows.pack * self.rows.queries if self.logits.bias_heads else self.rows.queries
 
     @property
@@ -280,21 +280,21 @@ class AttentionConfig(Choices, ConversionFeatures, AttentionKernel):
         """(M, N) of one tcgen05.mma of PV: D above 256 is written in column tiles."""
         return (self.tile_m, min(rounded(self.heads.v, MMA_K), MMA_N_MAX))
 
-    # Registers: what CTAs of one SM leave each thread at launch, and what setmaxnreg makes of them.
+    # Registers of a thread at launch, by CTAs per SM, and as set by setmaxnreg.
 
     @property
     def moves_registers(self) -> bool:
-        """Softmax gets registers of the other roles."""
+        """Whether softmax gets registers from the other roles."""
         return self.ctas_per_sm > 1 or self.converts
 
     @property
     def launch_registers(self) -> int:
-        """Registers a thread at launch."""
+        """Registers per thread at launch."""
         return registers_at_launch(self.threads, self.ctas_per_sm)
 
     @property
     def load_columns(self) -> int:
-        """Columns of tensor memory that one tcgen05.ld brings. ptxas takes no instruction whose result needs more
+        """Columns of tensor memory that one tcgen05.ld loads. ptxas accepts no instruction whose result needs more
         registers than a thread has at launch."""
         return 32 if self.converts and self.ctas_per_sm > 1 else 128
 
@@ -355,18 +355,18 @@ class AttentionConfig(Choices, ConversionFeatures, AttentionKernel):
 
     @property
     def barrier_slots(self) -> int:
-        """mbarriers there is room for in ``control_room``."""
+        """Number of mbarriers that fit ``control_room``."""
         return 31 if self.scheduler.cuts_tiles and not self.converts else 64
 
     @property
     def control_room(self) -> int:
-        """Bytes of mbarriers and of the words behind them: the alignment of what follows, or twice that where a
-        converter's barriers meet the records of a cut line."""
+        """Bytes of mbarriers and of the words after them: the alignment of what follows, or twice that if there are
+        both a converter's barriers and the records of a cut line."""
         return memory.TILE_ALIGNMENT * (2 if self.converts and self.scheduler.cuts_tiles else 1)
 
     @property
     def word_bytes(self) -> int:
-        """Behind the mbarriers: the TMEM address, ends of chunks, records of tiles."""
+        """Bytes after the mbarriers: the TMEM address, ends of chunks, records of tiles."""
         return WORD_BYTES + self.scheduler.cursor_bytes + self.scheduler.record_bytes
 
     @property
@@ -407,7 +407,7 @@ class AttentionConfig(Choices, ConversionFeatures, AttentionKernel):
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:
-        """Every mbarrier: who arrives, how often, who waits, what then holds. One use a KV tile."""
+        """Every mbarrier: who arrives, how often, who waits, and what then holds. One use per KV tile."""
         threads = self.softmax_threads
         load, mma, softmax = "load warp", "MMA warp", "softmax warps"
         commit = f"{mma}, tcgen05.commit"
@@ -432,7 +432,7 @@ class AttentionConfig(Choices, ConversionFeatures, AttentionKernel):
         )
 
     def _tile_barriers(self, load, commit) -> tuple[Barrier, ...]:
-        """Barriers of what a CTA has once an M tile, where it has several of those."""
+        """Barriers used once per M tile, if a CTA has several M tiles."""
         if not self.scheduler.cuts_tiles:
             return ()
         readers, warps = "softmax warps and MMA warp", len(self.softmax_warps) + 1
@@ -462,7 +462,7 @@ class AttentionConfig(Choices, ConversionFeatures, AttentionKernel):
         )
 
     def _bias_barriers(self, load, softmax, every) -> tuple[Barrier, ...]:
-        """Barriers of the bias ring, where there is one."""
+        """Barriers of the bias ring, if there is one."""
         stages, threads, filled = self.bias_stages, self.softmax_threads, f"{load}, expect_tx + TMA bytes"
         if not stages:
             return ()

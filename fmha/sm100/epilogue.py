@@ -18,13 +18,13 @@ from warpspec.fmha.heads import BLOCK
 
 
 class Results(Protocol):
-    """Where a row's columns go. block: columns that are handed over at a time."""
+    """Destination of a row's columns. block: columns per call of ``store``."""
 
     block: ClassVar[int]
 
     def store(self, config, operands, tile, row, place, values, number, count) -> None:
-        """Store the number-th block of a row's columns, final ones. values: (block) fp32. count: how many of them
-        belong to the row."""
+        """Store block ``number`` of a row's final columns. values: (block) fp32. count: how many of them belong to the
+        row."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ def epilogue(
     numbers,
     results: cutlass.Constexpr = ROW_RESULTS,
 ):
-    """Write one row: o = O / (row_sum + sink), lse; or un-normalised o, row_max, row_sum. Of a piece of a tile the
-    row's state, into the workspace.
+    """Write one row: o = O / (row_sum + sink), lse; or un-normalised o, row_max, row_sum. For a piece of a tile, write
+    the row's state into the workspace.
 
     state: (reference, maximum, row_sum) from the softmax loop. columns: ``softmax_warps.Columns``. operands: global
     tensors. results: ``Results``. Consumes the last pv_done. A row that sees no key writes zeros and -inf whatever O
@@ -101,7 +101,7 @@ def epilogue(
 
 @cute.jit
 def factor_of(config: cutlass.Constexpr, row, place, tile, state, operands, score_unit, empty) -> Float32:
-    """Write the row's statistics, to where the rest of it goes; returns what O is multiplied with."""
+    """Write the row's statistics beside its columns; returns the factor of O."""
     factor = Float32(1.0)
     if cutlass.const_expr(config.scheduler.cuts_tiles):
         if tile.piece.whole:
@@ -138,8 +138,8 @@ def finish_row(
     numbers,
     use=0,
 ):
-    """(what O is multiplied with, whether no key was seen), once O is complete; the row's statistics are written. use:
-    KV tiles that the CTA has done before."""
+    """Wait until O is complete and write the row's statistics; returns (factor of O, whether no key was seen). use: KV
+    tiles that the CTA has finished before."""
     if tile.span.count > 0:
         channels["pv_done"].wait(use + tile.span.count - 1)
         tmem.fence_after_wait()
@@ -148,11 +148,11 @@ def finish_row(
 
 
 def whole_row(row: cute.Tensor) -> cute.Tensor:
-    """The part of a row (D) that the thread's blocks of O are counted in."""
+    """The part of a row (D) in which the thread's blocks of O are counted."""
     return row
 
 
 def scale_or_zero(values: cute.Tensor, factor, empty) -> None:
-    """values (n) times ``factor``; zeros where ``empty``, whatever stood there."""
+    """Multiply values (n) by ``factor``; set them to zero if ``empty``, whatever they were."""
     for i in range(cute.size(values)):
         values[i] = Float32(cutlass.select_(empty, Float32(0.0), values[i] * factor))

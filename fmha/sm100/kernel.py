@@ -28,15 +28,15 @@ from warpspec.fmha.sm100.load import drain_all, load, rings
 from warpspec.fmha.sm100.mma import DTYPES, Fragments, fragments, mma
 from warpspec.fmha.sm100.softmax_warps import Columns, softmax
 
-NO_USES = (0, 0)  # of M tiles with keys, KV tiles
+NO_USES = (0, 0)  # use counts of M tiles with keys, KV tiles
 
 
 class Attention(AttentionHost):
     """The kernel of one ``AttentionConfig``."""
 
     def launch(self, operands, numbers, stream):
-        """Host side: TMA descriptors, grid, launch. Every tile has a CTA, whatever ``numbers.ctas``, but where work is
-        cut by length."""
+        """Host side: TMA descriptors, grid, launch. Every tile has a CTA, whatever ``numbers.ctas``, unless work is cut
+        by length."""
         config = self.config
         loads = self.loads(operands)
         if config.bias_stages:
@@ -83,7 +83,7 @@ class Attention(AttentionHost):
         cute.arch.sync_threads()
         columns = tmem.base(storage.tmem_address.data_ptr())
         if cutlass.const_expr(config.output.splits or config.scheduler.cuts_tiles):
-            cute.arch.griddepcontrol_launch_dependents()  # the second launch comes up meanwhile, and waits
+            cute.arch.griddepcontrol_launch_dependents()  # the second launch starts meanwhile, and waits
 
         # 3. Roles.
         found = where
@@ -145,7 +145,7 @@ class Attention(AttentionHost):
 
 
 def raw_rings(config, storage) -> tuple:
-    """Where the rings begin that TMA fills with codes."""
+    """Where the rings of codes, filled by TMA, begin."""
     return tuple(storage.raw.data_ptr() + i * config.code_bytes for i in range(len(config.format.rings)))
 
 
@@ -156,8 +156,8 @@ def block_scales(config, storage):
 
 @dataclass(frozen=True)
 class SoftmaxRole:
-    """What a softmax thread has for all tiles. found: ``where`` of ``each_tile``. columns: of a first tile. bias: its
-    shared memory. numbers: of the map between S and P."""
+    """A softmax thread's state for all tiles. found: ``where`` of ``each_tile``. columns: those of a first tile. bias:
+    its shared memory. numbers: those of the map between S and P."""
 
     config: object
     channels: dict
@@ -189,8 +189,8 @@ def finish_rows(role, tile, uses):
 
 @dataclass(frozen=True)
 class LoadRole:
-    """What the load warp has for all tiles. records: that it writes, where it works out tiles for the others, too.
-    bases: shared memory of Q, K, V and the bias. scales: of block scales."""
+    """The load warp's state for all tiles. records: the records it writes, if it computes tiles for the other roles.
+    bases: shared memory of Q, K, V and the bias. scales: shared memory of block scales."""
 
     config: object
     channels: dict
@@ -205,7 +205,7 @@ class LoadRole:
 
 @cute.jit
 def load_tile(role, tile, uses):
-    """``load.load`` of an M tile. uses: M tiles before it, and those of ``load.load``."""
+    """``load.load`` for an M tile. uses: M tiles before it, and those of ``load.load``."""
     config, (number, loaded) = role.config, uses
     if cutlass.const_expr(config.scheduler.has_warp):
         write_tile(role, tile, number)
@@ -217,7 +217,7 @@ def load_tile(role, tile, uses):
 
 @dataclass(frozen=True)
 class MmaRole:
-    """What the MMA warp has for all tiles."""
+    """The MMA warp's state for all tiles."""
 
     config: object
     channels: dict
@@ -227,12 +227,12 @@ class MmaRole:
 
 @cute.jit
 def multiply_tile(role, tile, uses):
-    """``mma.mma`` of an M tile."""
+    """``mma.mma`` for an M tile."""
     mma(role.config, role.channels, role.operands, tile.span, role.dtype, uses)
     return uses_after(role.config, tile, uses)
 
 
 def uses_after(config, tile, uses) -> tuple:
-    """(M tiles with keys, KV tiles) that the CTA has done once ``tile`` is done, too."""
+    """(M tiles with keys, KV tiles) that the CTA has finished after ``tile``."""
     tiles, steps = uses
     return tiles + Int32(tile.span.count > 0), steps + tile.span.count

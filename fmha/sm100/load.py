@@ -31,13 +31,12 @@ def rings(config, atoms, coordinates, bases, tile, dtype) -> tuple[tma.TileRing,
 @cute.jit
 def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, rings, tile, operands, bias, scales, uses):
     """Fill shared memory: the Q tile, then one K and one V tile for every KV tile of ``tile.span``, in order;
-    one tile for both where they are one tensor.
+    one tile for both if they are one tensor.
 
-    rings: of Q, K and, if it is another tensor, V. operands: for the page table. bias: its ring, where it
-    comes through one. scales: of the rings of block scales, where there are any. uses: (M tiles with keys, KV tiles)
-    that the CTA has loaded before.
-    Produces: q_full, k_full, v_full (expect_tx by one lane, bytes by TMA). Consumes: q_empty, where there are several
-    M tiles; k_empty, v_empty, a stage of each before it is filled again. Of codes, raw_k_full and the like.
+    rings: of Q, K and, if it is another tensor, V. operands: for the page table. bias: its ring, if it has one. scales:
+    shared memory of block scales, if there are any. uses: (M tiles with keys, KV tiles) that the CTA has loaded before.
+    Produces: q_full, k_full, v_full (expect_tx by one lane, bytes by TMA). Consumes: q_empty, if there are several M
+    tiles; k_empty, v_empty before refilling a stage. For codes, raw_k_full and so on instead.
     """
     span, (tile_use, first_use) = tile.span, uses
     if span.count > 0:
@@ -71,7 +70,7 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, rings, tile, op
 
 @cute.jit
 def drain_all(config: cutlass.Constexpr, channels: cutlass.Constexpr, uses):
-    """``drain`` of all rings. uses: of all that was loaded."""
+    """``drain`` all rings. uses: use counts of all that was loaded."""
     tile_use, end = uses
     drain(tuple(channels[config.load_ring(name) + "_empty"] for name in config.format.rings), end)
     if cutlass.const_expr(config.scheduler.cuts_tiles):  # noqa: SIM102

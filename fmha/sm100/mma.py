@@ -63,7 +63,7 @@ def fragments(config, dtype, q_base, k_base, v_base, p_base, columns) -> Fragmen
     qk, pv, p_dtype = make_qk(config, dtype), make_pv(config), DTYPES[config.p_dtype]
     qk_tile, pv_tile = qk.get_slice(0), pv.get_slice(0)
     stages, room = config.kv_stages, config.heads.v_room
-    # Where O has fewer columns than spans of V do, another instruction describes the spans.
+    # If O has fewer columns than V's spans, another instruction describes the spans.
     wide = pv if config.heads.whole else make_pv(config, room)
     wide_tile = wide.get_slice(0)
 
@@ -83,7 +83,7 @@ def fragments(config, dtype, q_base, k_base, v_base, p_base, columns) -> Fragmen
     p_layout = blackwell.make_smem_layout_a(pv, config.pv_tiler, p_dtype, 1)
     if config.p_in_smem:
         p = pv_tile.make_fragment_A(shared(p_base, p_layout, p_dtype))[None, None, None, 0]
-    else:  # only the layout's shape counts: in tensor memory P is row by lane, two keys to a column
+    else:  # only the layout's shape matters: in tensor memory P has one row per lane, two keys per column
         p = pv_tile.make_fragment_A(cute.make_tensor(columns, p_layout.outer))[None, None, None, 0]
         p = cute.make_tensor(cute.recast_ptr(columns + config.tmem_p, dtype=p_dtype), p.layout)
     return Fragments(
@@ -107,10 +107,10 @@ def mma(
 ):
     """QK of the next KV tile is issued before PV of this one, so the tensor core has work while softmax makes P.
 
-    operands: ``Fragments``. dtype: of q and k. uses: (M tiles with keys, KV tiles) that the CTA has done before.
+    operands: ``Fragments``. dtype: of q and k. uses: (M tiles with keys, KV tiles) that the CTA has finished before.
     Consumes: q_full; k_full and s_empty before QK; v_full and p_full before PV. Produces, each by one commit:
-    k_empty and s_full after QK; v_empty and pv_done after PV. Where V is K, there is no v ring, and k_empty
-    comes after PV. Where work is cut by length, q_empty after the M tile's last QK.
+    k_empty and s_full after QK; v_empty and pv_done after PV. If V is K, there is no v ring, and k_empty comes after
+    PV. If work is cut by length, q_empty comes after the M tile's last QK.
     """
     tile_use, first_use = uses
     if span.count > 0:
@@ -140,7 +140,7 @@ def score(
     use,
     dtype: cutlass.Constexpr,
 ):
-    """S of the use-th KV tile, once its K is there and the S before it has been read."""
+    """Issue S of KV tile ``use``, once its K is loaded and the previous S has been read."""
     channels["k_full"].wait(use)
     channels["s_empty"].wait_previous(use)
     tmem.fence_after_wait()
@@ -154,8 +154,8 @@ def score(
 
 
 def multiply(tiled_mma, d, a, b, accumulate, count: int | None = None):
-    """D = A B, plus D where ``accumulate``: one tcgen05.mma for every MMA_K and column tile of D. count: MMA_Ks; None:
-    all of A's."""
+    """Issue D = A B, plus D if ``accumulate``: one tcgen05.mma for every MMA_K and column tile of D. count: number of
+    MMA_Ks; None: all of A's."""
     for k_block in range(cute.size(a, mode=[2]) if count is None else count):
         tiled_mma.set(tcgen05.Field.ACCUMULATE, Boolean(accumulate) if k_block == 0 else True)
         cute.gemm(tiled_mma, d, a[None, None, k_block], b[None, None, k_block], d)

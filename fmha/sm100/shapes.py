@@ -1,4 +1,4 @@
-"""Tile shapes of the sm100 attention kernel: one row a head dimension and staging of P.
+"""Tile shapes of the sm100 attention kernel: one row per head dimension and staging of P.
 
 docs/notebook/attention_sm100.md says by counted bytes and clocks why each is the default of its head dimension.
 """
@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 @dataclass(frozen=True)
 class Shape:
     """tile_m: query rows of a CTA. tile_n: keys of a KV tile. p_in: where P lies for PV, "tmem" or "smem".
-    kv_stages: KV tiles in flight. ctas_per_sm: CTAs that share an SM. polynomial_every: of so many pairs of
-    exponentials one is computed on the multiply-add units (0: none). raw_stages: where K and V are FP8, tiles of each
-    that are loaded ahead of their conversion."""
+    kv_stages: KV tiles in flight. ctas_per_sm: CTAs that share an SM. polynomial_every: one of so many pairs of
+    exponentials is computed on the multiply-add units (0: none). raw_stages: if K and V are FP8, tiles of each that are
+    loaded ahead of their conversion."""
 
     tile_m: int
     tile_n: int
@@ -28,7 +28,7 @@ class Shape:
 # 128 x 128, the tensor core for 512, and issuing all instructions takes 472. So there one of
 # every four pairs of scores is computed on the multiply-add units: 776 clocks of exponentials, 616 of issue.
 #
-# The first of a head dimension is its default. Where K and V are one tensor a stage holds one tile, not two.
+# The first of a head dimension is its default. If K and V are one tensor, a stage holds one tile, not two.
 SHAPES: dict[int, tuple[Shape, ...]] = {
     64: (Shape(128, 128, "tmem", 3, 2, 4), Shape(128, 64, "smem", 4, 2, 4)),
     128: (Shape(128, 128, "tmem", 3, 1), Shape(128, 64, "tmem", 2, 2), Shape(128, 64, "smem", 2, 2)),

@@ -23,11 +23,11 @@ SWIZZLE_ROWS = 8  # rows after which the swizzle repeats
 
 @dataclass(frozen=True)
 class Columns:
-    """Where a softmax thread finds the tiles.
+    """Where a softmax thread finds its operands.
 
     thread: 0..127, its lane of tensor memory. s, p, o: TMEM pointers to the first columns of S (fp32), P (32 bits, two
     keys) and O (fp32). p_smem, v_smem: shared memory (Uint8) of P, where it lies there, and of the first V stage. bias:
-    see ``bias.add``. use: KV tiles that the CTA has done before this M tile.
+    see ``bias.add``. use: KV tiles that the CTA has finished before this M tile.
     """
 
     thread: Int32
@@ -40,14 +40,14 @@ class Columns:
     use: Int32 | int
 
     def hide(self, config, channels, row, step, first_key, scores: cute.Tensor) -> None:
-        """Scores (KEY) of the step-th KV tile that the row does not see become -inf."""
+        """Set scores (KEY) of the KV tile of visit ``step`` to -inf where the row does not see the key."""
         first = row.first - first_key if config.mask.has_left else None
         drafts = row.drafts.read(first_key) if row.drafts else None
         hide(scores, range(config.tile_n), 1, 1, first, row.end - first_key, drafts)
 
     def finish(self, config, row, first: int, values: cute.Tensor) -> None:
-        """What else is done to columns (n) of the thread's O from number ``first`` on, before they are scaled:
-        nothing."""
+        """Hook for columns (n) of the thread's O from number ``first`` on, before they are scaled: does nothing
+        here."""
 
 
 @cute.jit
@@ -60,13 +60,13 @@ def softmax(
     numbers,
     dtype: cutlass.Constexpr,
 ):
-    """One thread a row: for every KV tile of ``span`` read S, make P, and keep O in the units of the row's
-    reference. With 64 rows, the threads of lanes 16 to 31 of each warp only keep the second half of O.
+    """One thread per row: for every KV tile of ``span`` read S, make P, and keep O in the units of the row's reference.
+    With 64 rows, the threads of lanes 16 to 31 of each warp only keep the second half of O.
 
     columns: ``Columns``. numbers: of the map between S and P. dtype: of P. Returns (reference, maximum,
     row_sum) of the row, in the unit of mapped scores.
     Consumes: s_full; pv_done of the tile before, before it touches O or P; v_full when it clears rows of V.
-    Produces: s_empty once S is in registers; p_full once P, O and V are as PV of this tile wants them.
+    Produces: s_empty once S is in registers; p_full once P, O and V are ready for PV of this tile.
     """
     reference, row_maximum, row_sum = -Float32.inf, -Float32.inf, Float32(0.0)
     for step in cutlass.range(span.count, unroll=1):
@@ -88,7 +88,7 @@ def softmax(
 
 
 def share(config, thread, value):
-    """The value that the thread of the row's first column part has, to the threads of all its parts."""
+    """Broadcast the value of the thread with the row's first column part to the threads of all its parts."""
     if config.column_parts == 1:
         return value
     return cute.arch.shuffle_sync(value, thread % (QUARTER_LANES // config.column_parts))
@@ -107,7 +107,7 @@ def tile_step(
     state,
     masked: cutlass.Constexpr,
 ):
-    """The step-th KV tile: wait for S, work, signal; see ``softmax``.
+    """The KV tile of visit ``step``: wait for S, work, signal; see ``softmax``.
 
     masked: some row does not see some key.
     """
@@ -150,7 +150,7 @@ def tile_step(
         store_weights(config, row, cute.recast_tensor(weights, Int32), columns.p_smem)
     else:
         tmem.store_row(cute.recast_tensor(weights, Int32), columns.p, columns.thread)
-    # A tile that every row sees whole has nothing to clear, and past Sk TMA fills in zeros.
+    # A tile that every row sees in full has nothing to clear, and past Sk TMA fills in zeros.
     if cutlass.const_expr(masked and (config.mask.band or config.requests.ends_in_tile)):  # noqa: SIM102
         if span.has_unseen(span.tile(step), config.tile_n):
             full = channels[config.format.v_ring + "_full"]
@@ -191,7 +191,7 @@ def store_weights(config: cutlass.Constexpr, row, weights: cute.Tensor, p: cute.
 
 @cute.jit
 def rescale(config: cutlass.Constexpr, o, factor, thread):
-    """O of every row of the warp times its factor (1 where the reference stayed), in tensor memory."""
+    """Multiply O of every row of the warp by its factor (1 if the reference stayed), in tensor memory."""
     for start, size in config.o_parts(O_PART):
         values = cute.make_rmem_tensor(size, Float32)  # (D part)
         tmem.load_row(o + start, values, thread)

@@ -9,7 +9,7 @@ __all__ = ["ATTENTION", "AttentionConfig"]
 
 
 def attention_arguments(config: AttentionConfig) -> tuple:
-    """The host function of a configuration and its arguments but the stream."""
+    """The host function of a configuration and its arguments except the stream."""
     from warpspec.fmha.device.host import fake_arguments  # brings in the DSL
     from warpspec.fmha.sm90.kernel import Attention
 

@@ -1,6 +1,6 @@
 """Additive bias on wgmma's register fragments: every thread reads its own pairs of keys from global memory.
 
-Scores become powers of two (``device.logits``).
+Scores become logits in log2 units (``device.logits``).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def add(
     numbers,
     masked: cutlass.Constexpr,
 ):
-    """Scores of row r of the thread become logits in powers of two, in place; -inf where the bias is.
+    """Turn scores of row r of the thread into logits in log2 units, in place; -inf where the bias is -inf.
 
-    bias: the row (KEY). first_key: key of the thread's element 0. masked: the tile may reach past the keys; what is
-    made of those, the caller hides.
+    bias: the row (KEY). first_key: key of the thread's element 0. masked: the tile may reach past the keys; the caller
+    hides the results there.
     """
     last = cute.size(bias) - 1
     start = bias.iterator + first_key

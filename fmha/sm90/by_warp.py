@@ -1,19 +1,19 @@
 """A consumer for few query rows over FP8 or NVFP4 keys: each of its warps takes every fourth KV tile, alone.
 
-A warp turns a tile's codes to 16 bits on their way from shared memory to the fragments of mma.sync, of which keys, not
-queries, fill the 16 rows: S^T = K Q^T and O^T += V^T P^T. So the eight columns of an instruction are enough for eight
-query rows, nothing 16 bits wide passes shared memory, and a thread has few scores. The warps' states meet at the end of
-a tile of rows (``merge``).
+A warp converts a tile's codes to 16 bits on their way from shared memory to mma.sync fragments, whose 16 rows are keys,
+not queries: S^T = K Q^T and O^T += V^T P^T. So the eight columns of an instruction suffice for eight query rows, no
+16-bit keys pass through shared memory, and a thread has few scores. The warps' states are merged at the end of a tile
+of rows (``merge``).
 
-The order of D within products is free. A lane reads the chunks of a row that no other lane of its phase has on the same
-banks, and what stands side by side in them becomes neighbours in a fragment (``codes``):
+The order of D within products is free. A lane reads chunks of a row whose banks no other lane of its phase reads, and
+neighbours in a chunk become neighbours in a fragment (``codes``):
 
 - Of K, a lane (g, t) of 4 g + t reads a quarter of rows g and g + 8.
 - Of V, it reads an eighth of the rows 2 t, 2 t + 1, 2 t + 8, 2 t + 9. Two rows' codes of one column are neighbours in a
   fragment of V^T; so O^T has an eighth of D in a lane, in two columns, queries 2 t and 2 t + 1.
 
-So is the order of keys, as long as K and V have the same: of rows of less than 128 bytes, of which several pass shared
-memory together, some pairs are exchanged (``Lane.place``), so that even rows alone do not lie on half of the banks.
+The order of keys is free, too, as long as K and V have the same. If rows have less than 128 bytes, one transaction
+reads several, and some pairs are exchanged (``Lane.place``), so that even rows do not share half of the banks.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Lane:
         self.key = self.place(self.g)
 
     def place(self, row):
-        """Which row of shared memory, of eight, is one of a fragment's."""
-        rows = tma.ROW_BYTES // self.config.row_bytes  # that lie on all banks together
+        """The row of shared memory, of eight, that holds a row of a fragment."""
+        rows = tma.ROW_BYTES // self.config.row_bytes  # rows that cover all banks together
         return row if rows == 1 else row ^ (row // rows % 2)
 
     def chunk(self, base, span, row, byte):
@@ -78,7 +78,7 @@ def attend_by_warp(work):
     """Like ``consumer.attend``, but only the first warp's results are the tile's; those of the others are undefined.
 
     Consumes: k_full, v_full of the warp's own tiles. Produces: k_empty, v_empty of these, one arrival each; q_empty,
-    one arrival a warp.
+    one arrival per warp.
     """
     config, span = work.config, work.tile.span
     lane = Lane(config, work.thread)
@@ -104,8 +104,8 @@ def attend_by_warp(work):
 
 @cute.jit
 def read_queries(work, lane: cutlass.Constexpr, q: cute.Tensor) -> tuple:
-    """q (2, STEP, ROW TILE) from shared memory: of query g of each row tile what K's columns of this lane meet. Returns
-    what the scores of the lane's columns are multiplied with."""
+    """q (2, STEP, ROW TILE) from shared memory: for query g of each row tile, the elements that match this lane's
+    columns of K. Returns the factors of the scores of the lane's columns."""
     config, found = work.config, []
     block_bytes = config.q_bytes // config.heads.qk_blocks
     base = work.shared.q.toint()
@@ -158,7 +158,7 @@ def take_tile(work, lane: cutlass.Constexpr, q, o, step, masked, state):
 
 
 def release(channel, use) -> None:
-    """The warp hands a stage back. The fence waits for its loads: an arrival alone overtakes them."""
+    """Release a stage for the warp. The fence waits for its loads; an arrival alone would overtake them."""
     cute.arch.fence_view_async_shared()
     channel.arrive_warp(use)
 
@@ -215,7 +215,7 @@ def scale_of(lane, scales, word: int):
 
 @cute.jit
 def weigh(work, lane: cutlass.Constexpr, s, o, first_key, masked, state):
-    """S^T becomes P^T of the tile, in place; O^T is scaled where the references move. Returns the state."""
+    """Turn S^T into P^T of the tile, in place; scale O^T where references move. Returns the state."""
     config, scores = work.config, flat(s)
     negate_scores(config.logits, scores)
     if cutlass.const_expr(config.logits.in_powers):
@@ -253,7 +253,7 @@ def weigh(work, lane: cutlass.Constexpr, s, o, first_key, masked, state):
 
 @cute.jit
 def move(work, lane: cutlass.Constexpr, o, units: cutlass.Constexpr, maxima, references, sums):
-    """(maxima, references, sums) once the references of the warp's rows follow their maxima; O^T is scaled."""
+    """Move the references of the warp's rows to their maxima and scale O^T. Returns (maxima, references, sums)."""
     config = work.config
     values, found = flat(o), []
     for c in cutlass.range_constexpr(lane.columns):
@@ -278,7 +278,7 @@ def elements(t: cute.Tensor, column: int) -> list[int]:
 
 
 def over_keys(value, combine):
-    """A query row's value from those of the eight lanes that share it."""
+    """Reduce a query row's values over the eight lanes that share it."""
     for distance in (4, 8, 16):
         value = combine(value, cute.arch.shuffle_sync_bfly(value, distance))
     return value
@@ -286,7 +286,7 @@ def over_keys(value, combine):
 
 @cute.jit
 def hide(work, lane: cutlass.Constexpr, s, first_key):
-    """Scores at keys that a row does not see become -inf."""
+    """Set scores at keys that a row does not see to -inf."""
     config, scores = work.config, flat(s)
     for c in cutlass.range_constexpr(lane.columns):
         row = work.tile.row(c // PAIR * MMA_COLUMNS + PAIR * lane.t + c % PAIR, 0)
@@ -337,7 +337,7 @@ def add_values(work, lane: cutlass.Constexpr, s, o, base, blocks, first_key, mas
 
 @cute.jit
 def clear_unseen(work, words: cutlass.Constexpr, rows: cutlass.Constexpr, first_key, masked):
-    """Words of rows of V that no row of the tile sees become zeros. words: (n) of each of some rows."""
+    """Clear words of V's rows that no row of the tile sees. words: (n) of each of some rows."""
     config, span = work.config, work.span
     if cutlass.const_expr(config.mask.band or config.requests.ends_in_tile):  # noqa: SIM102
         if masked:
@@ -376,8 +376,8 @@ def load_vector(lane, base, span, row) -> cute.Tensor:
 
 @cute.jit
 def merge(work, lane: cutlass.Constexpr, o, state):
-    """O of the tile's rows, in ``work.mma.o``, and their state, as ``consumer.attend`` leaves them, from those of the
-    warps. One warp's O is in shared memory for eight rows at a time."""
+    """Merge the warps' O and states into the form that ``consumer.attend`` leaves: O of the tile's rows in
+    ``work.mma.o``, and their state. Shared memory holds one warp's O for eight rows at a time."""
     wide = flat(work.mma.o)
     wide.fill(0.0)
     nothing = ((-Float32.inf,) * PAIR, (-Float32.inf,) * PAIR, (Float32(0.0),) * PAIR)
@@ -389,13 +389,13 @@ def merge(work, lane: cutlass.Constexpr, o, state):
 
 @cute.jit
 def merged(work, lane: cutlass.Constexpr, o, wide, state):
-    """``merge`` where there are keys."""
+    """``merge`` for a tile with keys."""
     config, tiles = work.config, work.config.shape.row_tiles
     score_unit = unit(config.logits, work.numbers)
     barrier = {"barrier_id": CLEAR_BARRIER, "number_of_threads": WARPGROUP_THREADS}
     references, maxima, sums = state
     states, parts = work.shared.states, work.shared.parts
-    cute.arch.barrier(**barrier)  # what the tile before left has been read
+    cute.arch.barrier(**barrier)  # the previous tile's data have been read
     for c in cutlass.range_constexpr(lane.columns):
         row = c // PAIR * MMA_COLUMNS + PAIR * lane.t + c % PAIR
         total, highest = over_keys(sums[c], lambda a, b: a + b), over_keys(maxima[c], cute.arch.fmax)
@@ -423,7 +423,7 @@ def merged(work, lane: cutlass.Constexpr, o, wide, state):
 
 @cute.jit
 def write_part(lane: cutlass.Constexpr, o, parts, row_tile: cutlass.Constexpr):
-    """The warp's O of eight rows to shared memory, (D) a row."""
+    """Write the warp's O of eight rows to shared memory, (D) per row."""
     config = lane.config
     for e in cutlass.range_constexpr(PAIR):
         row = (lane.warp * MMA_COLUMNS + PAIR * lane.t + e) * config.merge_row
@@ -443,7 +443,7 @@ def write_part(lane: cutlass.Constexpr, o, parts, row_tile: cutlass.Constexpr):
 def read_parts(
     lane: cutlass.Constexpr, parts, states, wide, row_tile: cutlass.Constexpr, row, score_unit
 ) -> tuple:
-    """The state of a row from the warps', whose O the lanes t add up in ``wide``, as wgmma's fragment has it."""
+    """Merge the warps' states of a row; the lanes t add up their O in ``wide``, in the layout of wgmma's fragment."""
     config, tiles = lane.config, lane.config.shape.row_tiles
     found = []
     for warp in cutlass.range_constexpr(WARPS):

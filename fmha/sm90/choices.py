@@ -1,4 +1,4 @@
-"""What plans of the sm_90a attention kernel may choose among: tiles, heads to a tile, ways to hand out work."""
+"""The choices of plans for the sm_90a attention kernel: tiles, heads per tile, ways to hand out work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from warpspec.fmha.tiles import ELEMENT_BYTES, check_page_size, choose_packs
 
 
 class Choices:
-    """A configuration's class methods that ``fmha.plan`` asks; costs: constants of its model."""
+    """Class methods of a configuration that ``fmha.plan`` calls; costs: constants of its model."""
 
     costs: ClassVar[Constants] = HOPPER
     expanded_rows: ClassVar[int | None] = 2048  # ``expand.expands``
@@ -31,7 +31,7 @@ class Choices:
 
     @classmethod
     def check(cls, problem: AttentionProblem, target: Target) -> None:
-        """Raise UnsupportedProblem, naming what this kernel does not do on the target."""
+        """Raise UnsupportedProblem, naming what this kernel does not support on the target."""
         if problem.bias_rows == "strided":
             raise UnsupportedProblem("sm90 attention: bias=of strided rows is not supported")
         check_page_size("sm90", problem.page_size)
@@ -46,7 +46,7 @@ class Choices:
 
     @classmethod
     def shapes(cls, problem: AttentionProblem) -> tuple[Shape, ...]:
-        """Tile shapes that a problem may get; of FP8 keys just one."""
+        """Tile shapes that a problem may get; for FP8 keys just one."""
         if problem.kv_format is not None:
             return float8_tiles(problem)
         heads = problem.heads
@@ -56,15 +56,15 @@ class Choices:
 
     @classmethod
     def decode_loads(cls, problem: AttentionProblem) -> Loads:
-        """How fast an SM takes the keys of few queries (``plan.splits``)."""
+        """How fast an SM loads keys for few queries (``plan.splits``)."""
         if not problem.kv_format:
             return DECODE_LOADS
         return WARP_LOADS[Format.of(problem).kv_bits] if cls.shapes(problem)[0].row_tiles else FLOAT8_LOADS
 
     @classmethod
     def tilings(cls, problem: AttentionProblem) -> Iterator[tuple[Shape, Tiling]]:
-        """Shapes and what of them decides the time, for each number of heads that may share a tile. Not those of which
-        some consumer would have no rows."""
+        """Shapes and their tilings, for each number of heads that may share a tile, except shapes in which some
+        consumer would have no rows."""
         for shape in cls.shapes(problem):
             groups, rows = shape.consumers // shape.column_parts, shape.most_rows
             for pack in choose_packs(problem, rows):

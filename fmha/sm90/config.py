@@ -41,7 +41,7 @@ CLEAR_BARRIER = 5  # named barrier of all consumers, or two of one each, after r
 SUMS_BARRIER = 7  # named barrier of paired consumers that add up their row sums
 SCORED_BARRIER = 8  # named barriers of one paired consumer each: all its warps have read the tile's K
 WEIGHT_STAGES = 2  # P tiles in shared memory: one from each of two consumers
-INSTRUCTION_REGISTERS = 30  # that ptxas wants for a wgmma besides those of its result
+INSTRUCTION_REGISTERS = 30  # registers that ptxas needs for a wgmma besides those of its result
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class AttentionConfig(Choices, Float8Features, AttentionKernel):
         assert self.smem_bytes <= self.smem_limit
         if (
             self.by_warp
-        ):  # so that a warp has every use of a stage: it would take a phase for the one two before
+        ):  # so that a warp sees every use of a stage: it would mistake a phase for that of two uses before
             assert self.consumers == 1 and self.kv_stages % (WARPGROUP_THREADS // WARP_THREADS) == 0
         if self.paired:
             assert self.consumers == 2 and self.kv_stages == 2 and self.tile_n == BLOCK
@@ -82,10 +82,10 @@ class AttentionConfig(Choices, Float8Features, AttentionKernel):
         schedule: Schedule = Schedule.PERSISTENT,
         pack: int | None = None,
     ):
-        """The kernel for a problem. UnsupportedProblem names what this kernel does not do.
+        """The kernel for a problem. UnsupportedProblem names what this kernel does not support.
 
         shape: tiles; None: the first of ``shapes``. splits: the keys are split, and another kernel combines results.
-        pack: heads of a KV group that share a tile; None: what suits the longest request.
+        pack: heads of a KV group that share a tile; None: the best for the longest request.
         """
         cls.check(problem, target)
         shape = shape or cls.shapes(problem)[0]
@@ -100,19 +100,19 @@ class AttentionConfig(Choices, Float8Features, AttentionKernel):
 
     @property
     def column_parts(self) -> int:
-        """Consumers that share 64 rows, each with a part of O's columns; neighbours."""
+        """Number of neighbouring consumers that share 64 rows, each with a part of O's columns."""
         return self.shape.column_parts
 
     @functools.cached_property
     def rows(self) -> TileRows:
-        """Rows of an M tile; a row group is a consumer's, or of those that share it."""
+        """Rows of an M tile; a row group belongs to one consumer, or to those that share it."""
         groups = self.consumers // self.column_parts
         return TileRows(self.pack, groups, self.shape.group_rows, self.shape.most_rows)
 
     @functools.cached_property
     def kv(self) -> KvTile:
-        """A KV tile, in codes where warps convert it in registers. Of keys that come in pieces a box is no more than
-        one."""
+        """A KV tile, in codes if warps convert it in registers. If keys are loaded in pieces, a box is at most one
+        piece."""
         tile = KvTile(self.tile_n, self.heads, self.format.shared_kv, self.requests.page_size)
         if self.by_warp:
             return replace(
@@ -129,12 +129,12 @@ class AttentionConfig(Choices, Float8Features, AttentionKernel):
 
     @property
     def recompute_passes(self) -> int:
-        """Parts of a thread's values that it sums up one after another: what it loads of codes takes registers, too."""
+        """Number of parts in which a thread sums up its values, one after another: loaded codes take registers, too."""
         return 4 if self.format.kv_format and self.heads.qk > 128 else 1
 
     @property
     def bias_alignment(self) -> int | None:
-        """Bytes to which rows of the bias are aligned; None: an element's."""
+        """Alignment of the bias's rows in bytes; None: that of an element."""
         return None
 
     @property
@@ -144,8 +144,8 @@ class AttentionConfig(Choices, Float8Features, AttentionKernel):
 
     @property
     def pv_columns(self) -> int:
-        """N of PV. ptxas takes no instruction that needs more registers than a thread has at launch, whatever
-        setmaxnreg gives a consumer later; with a converter that is few."""
+        """N of PV. ptxas accepts no instruction that needs more registers than a thread has at launch, whatever
+        setmaxnreg gives a consumer later; with a converter those are few."""
         columns, room = self.o_columns, self.register_pool // self.threads - INSTRUCTION_REGISTERS
         while self.converts and columns // 2 > room:  # a thread has half a column's fp32 numbers
             columns //= 2
@@ -153,13 +153,13 @@ class AttentionConfig(Choices, Float8Features, AttentionKernel):
 
     @property
     def paired(self) -> bool:
-        """Two consumers share 64 rows and pass each other P through shared memory (``pair``)."""
+        """Whether two consumers share 64 rows and pass each other P through shared memory (``pair``)."""
         return self.column_parts == 2 and self.format.shared_kv
 
     @property
     def p_in_keys(self) -> bool:
-        """P of a tile takes the place of those columns of its keys that are not V's: QK has read them, and there is no
-        room besides."""
+        """Whether P of a tile overwrites the columns of its keys that are not V's: QK has read them, and there is no
+        other room."""
         return self.paired and self.heads.qk_blocks > self.heads.v_blocks
 
     @property
@@ -174,12 +174,13 @@ class AttentionConfig(Choices, Float8Features, AttentionKernel):
 
     @property
     def takes_turns(self) -> bool:
-        """Consumers issue their products one after another."""
+        """Whether consumers issue their products in turns."""
         return self.consumers > 1 and not self.paired
 
     @property
     def skips_idle(self) -> bool:
-        """Consumers without rows of a tile leave the SM to the others: tiles of decoding among those of prefill."""
+        """Whether consumers without rows in a tile leave the SM to the others, as for decode tiles among prefill
+        tiles."""
         return self.scheduler.cuts_tiles and self.rows.groups > 1
 
     @property
@@ -208,7 +209,7 @@ class AttentionConfig(Choices, Float8Features, AttentionKernel):
 
     @property
     def scheduler_warp(self) -> int:
-        """Warp of the producer's warpgroup that works out the tiles for the other roles, where one does."""
+        """Warp of the producer's warpgroup that computes the tiles for the other roles, if one does."""
         return self.load_warp + 1
 
     @property
@@ -241,32 +242,32 @@ class AttentionConfig(Choices, Float8Features, AttentionKernel):
 
     @property
     def pieces(self) -> int:
-        """Pieces of a KV tile that have an mbarrier each: where tiles are few and large, QK begins with the first."""
+        """Pieces of a KV tile, each with an mbarrier: if tiles are few and large, QK begins with the first piece."""
         return self.heads.qk_blocks if self.paired else 1
 
     @property
     def part_blocks(self) -> int:
-        """Blocks of 64 columns that each load warp brings."""
+        """Blocks of 64 columns that each load warp loads."""
         return self.heads.qk_blocks // self.parts
 
     @property
     def odd_blocks(self) -> int:
-        """Blocks that are left: the last load warp brings them, of keys either warp in turn (``part_pieces``)."""
+        """Remaining blocks: the last load warp loads them; those of keys, either warp in turn (``part_pieces``)."""
         return self.heads.qk_blocks % self.parts
 
     @property
     def part_pieces(self) -> int:
-        """Pieces of V's columns of a part. Of paired consumers' keys that are wider than V, the last piece is no
-        part's: it is loaded and released with that half of its tile that the tile's consumer does not release."""
+        """Pieces of V's columns in a part. If paired consumers' keys are wider than V, the last piece belongs to no
+        part: it is loaded and released with the half of its tile that the tile's consumer does not release."""
         return self.pieces // self.parts
 
     def piece_of(self, block: int, consumer: int) -> int:
-        """Piece that brings MMA_K columns of a tile of a paired consumer's. block: their number."""
+        """Piece with a block of MMA_K columns of a paired consumer's tile. block: its number."""
         return block * MMA_K // (self.heads.qk_room // self.pieces)
 
     @property
     def prefetches(self) -> bool:
-        """Load warps bring into L2 what has no room in shared memory yet."""
+        """Whether load warps prefetch into L2 what does not fit shared memory yet."""
         return self.paired
 
     # Tiles.
@@ -314,7 +315,7 @@ class AttentionConfig(Choices, Float8Features, AttentionKernel):
 
     @property
     def p_bytes(self) -> int:
-        """One P tile of paired consumers that has a place of its own."""
+        """Bytes of one P tile of paired consumers, if P has a place of its own."""
         return WARPGROUP_ROWS * self.tile_n * ELEMENT_BYTES if self.paired and not self.p_in_keys else 0
 
     @property
@@ -323,7 +324,7 @@ class AttentionConfig(Choices, Float8Features, AttentionKernel):
 
     @property
     def sums_bytes(self) -> int:
-        """A number for each of a thread's two rows."""
+        """Bytes of a number for each of a thread's two rows."""
         return 2 * self.consumer_threads * 2 * FP32_BYTES if self.paired else 0
 
     @property
@@ -337,7 +338,7 @@ class AttentionConfig(Choices, Float8Features, AttentionKernel):
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:
-        """Every mbarrier: who arrives, how often, who waits, what then holds."""
+        """Every mbarrier: who arrives, how often, who waits, and what then holds."""
         stages, warps = self.kv_stages, self.consumer_threads // WARP_THREADS
         load, filled = "load warp", "load warp, expect_tx + TMA bytes"
         warp = "consumers, one thread a warp"

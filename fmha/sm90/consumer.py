@@ -1,8 +1,7 @@
 """A consumer warpgroup: S = Q K^T, softmax and O += P V for its 64 query rows, on wgmma.
 
-QK of the next KV tile is issued before PV of this one and both run under the softmax of neither: a consumer waits
-for S alone, works on it while PV is still running, and only then needs O. Consumers take turns at issuing, so that
-one's softmax lies under another's products.
+QK of the next KV tile is issued before PV of this one: a consumer waits for S alone, works on it while PV is still
+running, and only then needs O. Consumers take turns at issuing, so that one's softmax overlaps another's products.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Products(NamedTuple):
 
     @classmethod
     def of_rows(cls, config) -> Products:
-        """Nothing but registers of O, of 64 rows, where products are not wgmma's."""
+        """Only registers of O, for 64 rows, if products do not use wgmma."""
         o = cute.make_rmem_tensor(config.heads.v * WARPGROUP_ROWS // WARPGROUP_THREADS, Float32)
         return cls(*(None,) * (len(cls._fields) - 1), o)
 
@@ -87,7 +86,7 @@ def products(config, q_base, k_base, v_base, part) -> Products:
     row_major, column_major = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
     q = shared(q_base, hopper.make_smem_layout_a(row_major, (rows, keys, depth), dtype, 1))
     k = shared(k_base, hopper.make_smem_layout_b(row_major, (rows, keys, depth), dtype, config.kv_stages))
-    # V's blocks of columns lie one behind another; a part begins with some block, a stage is all of them.
+    # V's blocks of columns lie one after another; a part begins at some block, a stage has all of them.
     v_layout = hopper.make_smem_layout_b(column_major, (rows, room, keys), p_dtype, 1)
     stages = cute.make_layout(config.kv_stages, stride=config.kv.v_stage_bytes // ELEMENT_BYTES)
     part_bytes = config.kv.v_bytes // config.column_parts
@@ -165,7 +164,7 @@ class ConsumerTile:
         return self.channels[self.config.format.v_ring + "_empty"]
 
     def issue_qk(self, step) -> None:
-        """S of the step-th KV tile."""
+        """Issue S of the KV tile of visit ``step``."""
         k = self.mma.k[None, None, None, (self.use + step) % self.config.kv_stages]
         q = self.mma.q[None, None, None, 0]
         multiply(
@@ -178,18 +177,18 @@ class ConsumerTile:
         )
 
     def issue_pv(self, step) -> None:
-        """O plus P V of the step-th KV tile."""
+        """Issue O += P V of the KV tile of visit ``step``."""
         v = self.mma.v[None, None, None, (self.use + step) % self.config.kv_stages]
         pv = make_pv(self.config, self.mma.p.element_type, self.config.pv_columns)
         multiply(pv, self.mma.o, self.mma.p, v, True)
 
     def release_k(self, step) -> None:
-        """QK has read the K tile; where it is V too, PV is still to come."""
+        """Release the K tile after QK, unless it is V, too, and PV is still to come."""
         if not self.config.format.shared_kv:
             self.channels["k_empty"].arrive_warp(self.use + step)
 
     def hide(self, scores: cute.Tensor, r: int, step) -> None:
-        """Scores (n) of the step-th KV tile at keys that row r does not see become -inf."""
+        """Set scores (n) of the KV tile of visit ``step`` to -inf at keys that row r does not see."""
         row = self.rows[r]
         origin = self.span.tile(step) * self.config.tile_n + PAIR * row.member  # key of element 0
         first = row.first - origin if self.config.mask.has_left else None
@@ -198,18 +197,18 @@ class ConsumerTile:
 
     @property
     def idle(self) -> Boolean:
-        """None of the consumer's rows is a query's."""
+        """Whether none of the consumer's rows belongs to a query."""
         return Boolean(self.tile.first_query_of(self.row_group) >= self.tile.seq_q)
 
     @property
     def several(self) -> Boolean:
-        """Other consumers have rows of the tile, too."""
+        """Whether other consumers have rows of the tile, too."""
         return Boolean(self.tile.first_query_of(1) < self.tile.seq_q)
 
 
 @cute.jit
 def take_turn(work):
-    """Wait until it is this consumer's turn to issue. Where one consumer alone has rows there are no turns."""
+    """Wait until it is this consumer's turn to issue. If only one consumer has rows, there are no turns."""
     if cutlass.const_expr(work.config.skips_idle):
         if work.several:
             wait_turn(work)
@@ -244,8 +243,8 @@ def attend(work):
     """O, in ``work.mma.o``, and the row statistics of one tile.
 
     Returns (references, maxima, row sums), each of the thread's two rows; sums are of the thread's own columns.
-    Consumes: k_full before QK, v_full before PV. Produces: k_empty after QK (after PV where V is K), v_empty after
-    PV, q_empty after the last QK, one arrival a warp.
+    Consumes: k_full before QK, v_full before PV. Produces: k_empty after QK (after PV if V is K), v_empty after PV,
+    q_empty after the last QK, one arrival per warp.
     """
     config, span = work.config, work.tile.span
     work.mma.o.fill(0.0)
@@ -277,7 +276,7 @@ def attend(work):
 
 @cute.jit
 def attend_idle(work):
-    """``attend`` of a consumer whose rows are nobody's: its waits and arrivals, without the work."""
+    """``attend`` for a consumer without query rows: its waits and arrivals, without the work."""
     config, span, channels = work.config, work.tile.span, work.channels
     for step in cutlass.range(span.count, unroll=1):
         use = work.use + step
@@ -297,7 +296,7 @@ def attend_idle(work):
 
 
 def await_scores(config) -> None:
-    """Wait until every consumer has S of a tile, where V is K: QK reads the rows that are about to be cleared."""
+    """If V is K, wait until every consumer has S of a tile: QK reads the rows that are about to be cleared."""
     if config.format.shared_kv and config.consumers > 1:
         cute.arch.barrier(barrier_id=CLEAR_BARRIER, number_of_threads=config.consumer_threads)
 
@@ -314,7 +313,7 @@ def unmasked_steps(config, span) -> tuple:
 
 @cute.jit
 def advance(work, step, state, masked: cutlass.Constexpr):
-    """QK and softmax of the step-th KV tile, PV of the one before."""
+    """QK and softmax of the KV tile of visit ``step``, PV of the previous one."""
     work.channels["k_full"].wait(work.use + step)
     take_turn(work)
     work.issue_qk(step)
@@ -333,14 +332,14 @@ def advance(work, step, state, masked: cutlass.Constexpr):
 
 @cute.jit
 def rescale(work, factors, moved):
-    """O times the rows' factors, where some row of the warp has one. No PV may be under way."""
+    """Multiply O by the rows' factors, if some row of the warp has one. No PV may be in flight."""
     if cute.arch.vote_any_sync(moved):
         for r in cutlass.range_constexpr(THREAD_ROWS):
             softmax.scale_by(flat(work.mma.o), r, factors[r])
 
 
 def keep_weights(mma: Products) -> None:
-    """P in the dtype and the registers that PV reads: the same order as S.
+    """Convert P to the dtype and the registers that PV reads, in the order of S.
 
     Written as words: halves of registers, carried around the loop, would be packed anew in front of every wgmma.
     """
@@ -353,8 +352,7 @@ def keep_weights(mma: Products) -> None:
 
 @cute.jit
 def weigh(work, step, state, masked: cutlass.Constexpr):
-    """S becomes the weights of its tile, in place. Returns the state, the factors that O must be scaled by, and whether
-    either is not 1.
+    """Turn S into the weights of its tile, in place. Returns the state, the factors of O, and whether either is not 1.
 
     masked: some row may not see some key of the tile.
     """
@@ -387,7 +385,7 @@ def weigh(work, step, state, masked: cutlass.Constexpr):
         if span.has_unseen(span.tile(step), config.tile_n):
             use = work.use + step
             barrier, threads = CLEAR_BARRIER, config.consumer_threads
-            if cutlass.const_expr(config.paired):  # the tile is this consumer's alone, and here since QK
+            if cutlass.const_expr(config.paired):  # the tile is this consumer's alone, and loaded since QK
                 barrier, threads = CLEAR_BARRIER + work.consumer, WARPGROUP_THREADS
             else:
                 work.v_full.wait(use)

@@ -32,7 +32,7 @@ class Results(Protocol):
     """Where the rows of a thread go."""
 
     def store(self, work, r: int, row, place, factor, empty, operands) -> None:
-        """Store the consumer's columns of row r of the thread: O times ``factor``, zeros where ``empty``."""
+        """Store the consumer's columns of row r of the thread: O times ``factor``, zeros if ``empty``."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def epilogue(work, state, operands, stage, results: cutlass.Constexpr = ROW_RESU
 
 @cute.jit
 def write_results(work, state, operands, stage, results: cutlass.Constexpr):
-    """As ``epilogue``, of a whole tile, or of a split."""
+    """Like ``epilogue``, for a whole tile or a split."""
     factors, empties = [], []
     for r in cutlass.range_constexpr(THREAD_ROWS):
         row = work.rows[r]
@@ -94,7 +94,7 @@ def finish_row(work, r: cutlass.Constexpr, state, operands) -> tuple:
     empty = Boolean(total == Float32(0.0))
     place = work.tile.place(row.index, work.row_group)
     row_state = (references[r], maxima[r], total)
-    # One thread of all that share the row writes its statistics.
+    # One of the threads that share the row writes its statistics.
     teller = replace(row, member=row.member + work.part * QUAD)
     score_unit = unit(config.logits, work.numbers)
     factor = statistics(config, teller, place, work.tile, row_state, operands, score_unit, empty)
@@ -127,7 +127,7 @@ def write_piece(work, state, operands):
 
 @cute.jit
 def untaint(work, r: cutlass.Constexpr, place, reference, total, operands):
-    """Sum row r of the thread again where a hidden value reached it (``device.unseen``)."""
+    """Sum row r of the thread again if a hidden value reached it (``device.unseen``)."""
     config, o, row = work.config, flat(work.mma.o), work.rows[r]
     if cutlass.const_expr(config.mask.band or config.logits.bias is not None):
         own = row_columns(config, o, r, row, work.part)
@@ -145,8 +145,9 @@ def columns(work, o: cute.Tensor, place) -> cute.Tensor:
 
 @cute.jit
 def store_tiles(work, factors: cutlass.Constexpr, empties: cutlass.Constexpr, operands, stage):
-    """O times its rows' factors in 16 bits, 64 columns at a time through shared memory, so that a row's go to global
-    memory in one piece. Fewer instructions than ``store_row``, which counts where nothing runs beside the epilogue."""
+    """Store O times its rows' factors in 16 bits, 64 columns at a time through shared memory, so that a row's columns
+    are written contiguously. It takes fewer instructions than ``store_row``, which matters if nothing overlaps the
+    epilogue."""
     config, o, dtype = work.config, flat(work.mma.o), operands.o.element_type
     targets, inside = [], []
     for load in cutlass.range_constexpr(LOADS):
@@ -173,7 +174,7 @@ def store_tiles(work, factors: cutlass.Constexpr, empties: cutlass.Constexpr, op
 
 @cute.jit
 def store_pairs(o: cute.Tensor, r: cutlass.Constexpr, lane, target: cute.Tensor, in_range):
-    """Store row r (D) in fp32: each thread its pairs of columns, 32 bytes a quad. lane: of the quad."""
+    """Store row r (D) in fp32: each thread stores its pairs of columns, 32 bytes per quad. lane: number in the quad."""
     own = elements(o, r)
     if in_range:
         for block in cutlass.range_constexpr(len(own) // PAIR):

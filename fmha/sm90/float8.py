@@ -1,4 +1,4 @@
-"""What a configuration of the sm_90a kernel says of FP8 and NVFP4 keys and values: who converts them, where."""
+"""The part of an sm_90a configuration for FP8 and NVFP4 keys and values: who converts them, and where."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREA
 from warpspec.fmha.conversion import ConversionFeatures
 from warpspec.fmha.sm90.shapes import COLUMN_ROWS
 
-STATISTICS = (
-    3  # numbers of a row that go with a P tile, or with a warp's O: reference, maximum, factor or sum
-)
+STATISTICS = 3  # numbers of a row stored with a P tile, or with a warp's O: reference, maximum, factor or sum
 
 
 class Float8Features(ConversionFeatures):
@@ -18,17 +16,18 @@ class Float8Features(ConversionFeatures):
 
     @property
     def converts(self) -> bool:
-        """The last warpgroup converts K and V to 16 bits (``device.convert``)."""
+        """Whether the last warpgroup converts K and V to 16 bits (``device.convert``)."""
         return self.format.kv_format is not None and not self.by_warp
 
     @property
     def by_warp(self) -> bool:
-        """Each warp of the consumer takes KV tiles of its own, and converts them in registers (``by_warp``)."""
+        """Whether each warp of the consumer takes its own KV tiles and converts them in registers (``by_warp``)."""
         return self.shape.row_tiles > 0
 
     @property
     def p_dtype(self) -> str:
-        """dtype of P and V in products. Codes become fp16 by fewer instructions, and P has more digits so."""
+        """dtype of P and V in products. Converting codes to fp16 takes fewer instructions, and P has more bits in
+        it."""
         return "float16" if self.format.kv_format else self.format.dtype
 
     @property
@@ -38,7 +37,7 @@ class Float8Features(ConversionFeatures):
 
     @property
     def narrows_q(self) -> bool:
-        """Q comes in bf16 and is multiplied in fp16."""
+        """Whether Q comes in bf16 and is multiplied in fp16."""
         return self.qk_dtype != self.format.dtype
 
     @property
@@ -48,12 +47,12 @@ class Float8Features(ConversionFeatures):
 
     @property
     def row_bytes(self) -> int:
-        """As in ``ConversionFeatures``; what warps read themselves is swizzled."""
+        """As in ``ConversionFeatures``; codes that warps read themselves are swizzled."""
         return min(super().row_bytes, memory.ROW_BYTES) if self.by_warp else super().row_bytes
 
     @property
     def merge_regions(self) -> tuple[memory.Region, ...]:
-        """Where warps with KV tiles of their own put their states together."""
+        """Regions in which warps with KV tiles of their own merge their states."""
         if not self.by_warp:
             return ()
         warps, rows = WARPGROUP_THREADS // WARP_THREADS, self.shape.row_tiles * COLUMN_ROWS
@@ -69,7 +68,7 @@ class Float8Features(ConversionFeatures):
 
     @property
     def merge_row(self) -> int:
-        """fp32 numbers from one row of a warp's O to the next: eight more than there are, for the banks."""
+        """Stride in fp32 between rows of a warp's O: eight more than a row has, against bank conflicts."""
         return self.heads.v + 8
 
     @property

@@ -1,4 +1,4 @@
-"""wgmma's register fragments: which rows and columns of S and O a consumer thread has.
+"""wgmma's register fragments: the rows and columns of S and O in a consumer thread.
 
 A warp of a consumer holds 16 rows: a thread has parts of rows g and g + 8 with g = lane / 4, and of every 8 columns
 those at 2 (lane % 4) and the next. Element i of a fragment (n) belongs to row i // 2 % 2 of the thread and to column
@@ -23,7 +23,7 @@ def thread_rows(tile, row_group, thread) -> tuple[Row, ...]:
 
 
 def row_columns(config, o: cute.Tensor, r: int, row: Row, part) -> RowColumns:
-    """What a thread has of row r in its fragment o (n). part: of O's columns, the consumer's."""
+    """A thread's columns of row r in its fragment o (n). part: the consumer's part of O's columns."""
     own = elements(o, r)
     pairs = [own[at : at + PAIR] for at in range(0, len(own), PAIR)]
     numbers = [block * QUAD + row.member for block in range(len(pairs))]

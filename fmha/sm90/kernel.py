@@ -44,7 +44,7 @@ from warpspec.fmha.sm90.rings import Source
 
 
 class Buffers(NamedTuple):
-    """Where the regions of shared memory begin. q, k, v, p: Uint8 pointers; v is k where V is K. statistics, sums:
+    """Where the shared-memory regions begin. q, k, v, p: Uint8 pointers; v is k where V is K. statistics, sums:
     Float32 pointers, of paired consumers. raw: Uint8 pointer to the rings of codes that are converted. parts, states:
     Float32 pointers, of warps that have KV tiles of their own. scales: Uint8 pointer to the rings of block scales."""
 
@@ -90,14 +90,14 @@ class Attention(AttentionHost):
         dtype = operands.q.element_type
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
 
-        # 1. Shared memory: barriers, Q of every consumer, K and V, what paired consumers pass each other.
+        # 1. Shared memory: barriers, Q of every consumer, K and V, the data that paired consumers exchange.
         storage = allocate(config.smem_regions)
         channels = init_barriers(config.barriers, storage.barriers.data_ptr())
         if warp == config.load_warp:
             for atom in atoms:
                 cute.nvgpu.cpasync.prefetch_descriptor(atom)
         cute.arch.griddepcontrol_wait()  # for the launch before: until here only shared memory and descriptors
-        cute.arch.griddepcontrol_launch_dependents()  # the next launch comes up meanwhile, and waits likewise
+        cute.arch.griddepcontrol_launch_dependents()  # the next launch starts meanwhile, and waits likewise
         if cutlass.const_expr(config.scheduler.cuts_tiles):
             where = where.at(storage.cursors.data_ptr())
             place_chunks(config, operands, where.line, where.cursors)
@@ -161,7 +161,7 @@ def play(
     else:
         cute.arch.setmaxregister_increase(config.shape.consumer_registers)
         consumer = warp // (WARPGROUP_THREADS // WARP_THREADS)
-        if cutlass.const_expr(config.paired):  # each has code of its own: ``pair`` says why
+        if cutlass.const_expr(config.paired):  # each consumer has code of its own: ``pair`` says why
             for each in cutlass.range_constexpr(config.consumers):
                 if consumer == each:
                     consume(config, channels, shared, operands, tiles, numbers, dtype, thread, each)
@@ -221,7 +221,7 @@ def consume(
     thread,
     consumer,
 ):
-    """Role of one consumer: it goes through the CTA's tiles. consumer: its number, a compile-time constant if paired.
+    """The role of one consumer: it loops over the CTA's tiles. consumer: its number, a compile-time constant if paired.
 
     Consumes: q_full, and what ``consumer.attend`` or ``pair.attend_paired`` does. Produces: what they do.
     """
@@ -240,7 +240,8 @@ def consume(
 
 @cute.jit
 def consume_tile(role, tile, uses):
-    """One tile of a consumer's. uses: (tiles with keys, KV tiles) that the CTA has done before; returns those after."""
+    """One tile of a consumer. uses: (tiles with keys, KV tiles) that the CTA has finished before; returns the counts
+    after."""
     config, channels, operands = role.config, role.channels, role.operands
     tile_use, use = uses
     mine = thread_rows(tile, role.row_group, role.thread)
@@ -295,7 +296,7 @@ def consume_tile(role, tile, uses):
 
 @cute.jit
 def narrow_rows(role, tile) -> tuple:
-    """``narrow_queries`` of a consumer's rows; returns what the scores of the thread's own two are multiplied with."""
+    """``narrow_queries`` for a consumer's rows; returns the factors of the scores of the thread's two rows."""
     config, factor = role.config, Float32(1.0)
     if tile.span.count > 0:
         base = role.shared.q.toint() + role.row_group * config.q_bytes

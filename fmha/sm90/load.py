@@ -1,5 +1,5 @@
 """The load warps: for every tile the Q of its rows, then K and V tiles through TMA. One warp, or one for each part of
-the columns (``AttentionConfig.parts``). ``prefetch`` has what they bring into L2 before."""
+the columns (``AttentionConfig.parts``). ``prefetch`` loads into L2 ahead of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from warpspec.fmha.sm90.rings import Source
 
 @dataclass(frozen=True)
 class Loader:
-    """What a load warp has for all of its tiles. source: ``rings.Source``. where: as in ``tiles.each_tile``."""
+    """A load warp's state for all of its tiles. source: ``rings.Source``. where: as in ``tiles.each_tile``."""
 
     config: object
     channels: dict
@@ -31,10 +31,10 @@ class Loader:
 @cute.jit
 def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, source, where):
     """Fill shared memory, tile after tile of this CTA: Q of each row group, then one K and one V tile for every KV
-    tile of the span, in order; one tile for both where they are one tensor.
+    tile of the span, in order; one tile for both if they are one tensor.
 
-    Produces: q_full, k_full, v_full (expect_tx by one lane, bytes by TMA). Consumes: q_empty, k_empty, v_empty, a
-    buffer of each before it is filled again. Leaves only when every buffer has been released.
+    Produces: q_full, k_full, v_full (expect_tx by one lane, bytes by TMA). Consumes: q_empty, k_empty, v_empty before
+    refilling a buffer. Returns only when every buffer has been released.
     """
     role = Loader(config, channels, source, where)
     _, use = each_tile(config, source.operands, where, load_tile, role, (Int32(0), Int32(0)))
@@ -48,7 +48,7 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, source, where):
 
 @cute.jit
 def load_tile(role, tile, uses):
-    """Q, K and V of one tile. uses: (tiles with keys, KV tiles) loaded before; returns those after."""
+    """Load Q, K and V of one tile. uses: (tiles with keys, KV tiles) loaded before; returns the counts after."""
     config, channels, source, where = role.config, role.channels, role.source, role.where
     tile_use, use = uses
     part, pieces = source.part, config.part_pieces
@@ -93,7 +93,7 @@ def load_tile(role, tile, uses):
 
 @cute.jit
 def load_q(config: cutlass.Constexpr, ring, full: cutlass.Constexpr, use, part, row_group: cutlass.Constexpr):
-    """The blocks of Q that a load warp brings."""
+    """Load a load warp's blocks of Q."""
     blocks, odd = config.part_blocks, config.odd_blocks
     expected = blocks * tma.tile_bytes(config.q_box)
     if cutlass.const_expr(odd > 0):
@@ -113,7 +113,7 @@ def load_q(config: cutlass.Constexpr, ring, full: cutlass.Constexpr, use, part, 
 def load_piece(
     config: cutlass.Constexpr, name: cutlass.Constexpr, ring, full: cutlass.Constexpr, use, piece, places
 ):
-    """One piece of a KV tile. use: of its mbarrier; piece: which of the tile's."""
+    """Load one piece of a KV tile. use: use count of its mbarrier; piece: its number in the tile."""
     blocks, pages = config.kv.boxes(name)
     full.expect_bytes(use, config.load_tile_bytes(name) // config.pieces)
     for block in cutlass.range(blocks // config.pieces, unroll=1):

@@ -1,8 +1,8 @@
 """Queries in fp16 instead of bf16, for products with FP8 keys, which are fp16 numbers.
 
-A row is multiplied with a power of two that brings its largest number to the top of fp16's range, and its scores are
-divided by it. A number keeps all its bits unless it is smaller than the row's largest by 2**29 or more; what is lost
-then is below 2**-40 of the largest, less than the rounding of a sum in fp32.
+A row is multiplied by a power of two that brings its largest number to the top of fp16's range, and its scores are
+divided by it. A number keeps all its bits unless it is smaller than the row's largest by 2**29 or more; the error is
+then below 2**-40 of the largest, less than the rounding of a sum in fp32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SWIZZLE_ROWS = 8
 
 
 def largest(words: list) -> Uint32:
-    """Bits of the largest of some pairs of bf16 without their signs, each half by itself; NaN counts as largest."""
+    """Bits of the largest magnitude among some pairs of bf16, for each half separately; NaN counts as largest."""
     found = Uint32(0)
     for word in words:
         found = maximum_of_halves(found, word & Uint32(ABSOLUTE))
@@ -43,12 +43,12 @@ def maximum_of_halves(a: Uint32, b: Uint32) -> Uint32:
 
 
 def factors(pair: Uint32) -> tuple[Float32, Float32]:
-    """(what a row is multiplied with, what its scores are) for the ``largest`` of all its numbers: powers of two.
-    1 where the row is all zeros, or has NaN or Inf."""
+    """(factor of a row, factor of its scores) for the ``largest`` of all its numbers: powers of two. 1 if the row is
+    all zeros, or has NaN or Inf."""
     high = cutlass.max(Int32(pair >> 16), Int32(pair & Uint32(0xFFFF)))
     field = high >> 7
     plain = Boolean(high == 0) | Boolean(field > LARGEST_EXPONENT)
-    # Of rows of tiny numbers, the largest factor whose inverse is a normal number.
+    # For rows of tiny numbers, the largest factor whose inverse is a normal number.
     field = cutlass.max(field, Int32(TOP + 1))
     up = Int32(2 * FP32_EXPONENT_BIAS + TOP) - field
     up = Int32(cutlass.select_(plain, Int32(FP32_EXPONENT_BIAS), up))
@@ -57,7 +57,7 @@ def factors(pair: Uint32) -> tuple[Float32, Float32]:
 
 
 def narrowed(word: Uint32, factor: Float32) -> Uint32:
-    """Two fp16 numbers of two of bf16 times a factor."""
+    """Two bf16 numbers times a factor, as fp16."""
     pair = cute.make_rmem_tensor(2, Float16)
     pair[0] = ((word << 16).bitcast(Float32) * factor).to(Float16)
     pair[1] = ((word & Uint32(0xFFFF0000)).bitcast(Float32) * factor).to(Float16)
@@ -66,8 +66,8 @@ def narrowed(word: Uint32, factor: Float32) -> Uint32:
 
 @cute.jit
 def narrow_queries(config: cutlass.Constexpr, base, consumer, thread) -> Float32:
-    """Q of a row group, in shared memory at an address, becomes fp16 in place, by the consumer's threads, two a row.
-    Returns what the scores of a thread's row, number thread / 2, are multiplied with."""
+    """Convert Q of a row group, at an address in shared memory, to fp16 in place, with two of the consumer's threads
+    per row. Returns the factor of the scores of a thread's row, number thread / 2."""
     row, half = thread // ROW_THREADS, thread % ROW_THREADS
     block_bytes = config.q_bytes // config.heads.qk_blocks
     chunks = config.heads.qk_blocks * tma.ROW_BYTES // VECTOR_BYTES // ROW_THREADS

@@ -1,8 +1,8 @@
-"""Two consumers for the same 64 query rows, where a row of O is too long for one: each has half of O's columns.
+"""Two consumers for the same 64 query rows, when a row of O is too long for one: each has half of O's columns.
 
 They take turns at the KV tiles. The tile's consumer computes S and P of all its keys, keeps P in registers for its own
 half of O, and hands P and what it did to the running maximum to the other through shared memory: so the tensor core
-computes every S once. There is room for two KV tiles only, one of each consumer. So a tile is released in halves, each
+computes every S once. Only two KV tiles fit, one of each consumer. So a tile is released in halves, each
 by the consumer whose columns of V it holds, after its PV (QK was over before). QK begins with the half that this
 consumer released itself, which is back first; the other half waits for the other consumer's PV. PV of the other's tile,
 which that tile's buffer waits for, goes into the middle of QK.
@@ -10,8 +10,8 @@ which that tile's buffer waits for, goes into the middle of QK.
     tile j's consumer   QK(j) half   PV(j-1)   QK(j) half   softmax(j) -> P    PV(j)       QK(j+2) half
     the other           PV(j-1)                QK(j+1) half                    PV(j)       QK(j+1) half   softmax(j+1)
 
-Where consumers wait for tiles most of all (``config.pv_first``), PV of the other's tile goes before QK instead: it is
-done while the next tile is on its way, and its own buffer is back earlier.
+If consumers mostly wait for tiles (``config.pv_first``), PV of the other's tile goes before QK instead: it runs while
+the next tile is being loaded, and releases its own buffer earlier.
 
 Which half comes first is fixed when the kernel is compiled, once for either consumer: chosen at run time, the
 descriptors of every wgmma would have to be computed, and registers spill.
@@ -55,8 +55,8 @@ TURNS = 2  # tiles after which it is a consumer's turn again
 
 @dataclass(frozen=True)
 class Pair:
-    """What one of two paired consumers needs of a tile. shared: ``kernel.Buffers``. tile_use: tiles with keys that this
-    CTA has done before."""
+    """One of two paired consumers' state for a tile. shared: ``kernel.Buffers``. tile_use: tiles with keys that this
+    CTA has finished before."""
 
     work: ConsumerTile
     shared: tuple
@@ -81,8 +81,8 @@ class Pair:
         return self.work.use + step
 
     def issue_qk(self, step, depth_part: int) -> None:
-        """S of the step-th KV tile over one half of D, as its pieces arrive; one group. depth_part: 0, the columns that
-        this consumer releases; 1, the other's."""
+        """Issue S of the KV tile of visit ``step`` over one half of D, as its pieces arrive; one group. depth_part: 0,
+        the columns that this consumer releases; 1, the other's."""
         config, mma = self.config, self.work.mma
         tiled_mma = make_qk(config, mma.p.element_type)
         k = mma.k[None, None, None, self.use(step) % config.kv_stages]
@@ -102,7 +102,7 @@ class Pair:
         warpgroup.commit_group()
 
     def issue_others_pv(self, step) -> None:
-        """O plus P V of the other's tile, P from shared memory."""
+        """Issue O += P V for the other's tile, P from shared memory."""
         config, mma = self.config, self.work.mma
         dtype, keys = mma.p.element_type, config.tile_n
         k_major, n_major = OperandMajorMode.K, OperandMajorMode.MN
@@ -121,7 +121,7 @@ class Pair:
         multiply(tiled_mma, mma.o, p[None, None, None, use % WEIGHT_STAGES], v, True)
 
     def release(self, step) -> None:
-        """This consumer's part of the tile's columns: its PV has read them, and QK before it."""
+        """Release this consumer's part of the tile's columns: its PV has read them, and QK before it."""
         self.work.channels["k_empty"].arrive_warp(self.use(step) * self.config.parts + self.part)
 
     def release_other(self, step) -> None:
@@ -131,7 +131,7 @@ class Pair:
             self.work.channels["p_empty"].arrive_warp(self.use(step))
 
     def statistics(self, step) -> cute.Tensor:
-        """(NUMBER, ROW): what goes with P of a tile: reference, maximum, factor."""
+        """(NUMBER, ROW): the numbers stored with P of a tile: reference, maximum, factor."""
         stage = self.shared.statistics + self.use(step) % WEIGHT_STAGES * (STATISTICS * WARPGROUP_ROWS)
         return cute.make_tensor(stage, cute.make_layout((STATISTICS, WARPGROUP_ROWS)))
 
@@ -144,9 +144,10 @@ def own_stage(config, shared, part: int) -> Int32:
 
 @cute.jit
 def attend_paired(pair):
-    """This consumer's part of O, in ``work.mma.o``, and the row statistics of one tile: as ``consumer.attend``.
+    """Compute this consumer's part of O, in ``work.mma.o``, and the row statistics of one tile, like
+    ``consumer.attend``.
 
-    Consumes: k_full piece by piece, p_full. Produces: p_full, p_empty, k_empty, q_empty, one arrival a warp.
+    Consumes: k_full piece by piece, p_full. Produces: p_full, p_empty, k_empty, q_empty, one arrival per warp.
     """
     work, config = pair.work, pair.config
     span = work.tile.span
@@ -179,7 +180,7 @@ def attend_paired(pair):
 
 @cute.jit
 def release_q(work, step):
-    """QK of the step-th KV tile is over: if it was this consumer's last, the next rows' Q may come in meanwhile."""
+    """QK of the KV tile of visit ``step`` is over: if it was this consumer's last, release Q for the next rows."""
     if step >= work.span.count - TURNS:
         work.channels["q_empty"].arrive_warp(work.q_use)
 
@@ -191,7 +192,7 @@ def own_below(at, start):
 
 @cute.jit
 def turn(pair, step, state, masked: cutlass.Constexpr):
-    """The step-th KV tile, this consumer's, with PV of the other's tile before it."""
+    """The KV tile of visit ``step``, which is this consumer's, with PV of the other's tile before it."""
     pv_first = pair.config.pv_first
     if cutlass.const_expr(pv_first):
         state = follow(pair, step - 1, state)
@@ -208,7 +209,7 @@ def turn(pair, step, state, masked: cutlass.Constexpr):
 
 @cute.jit
 def weigh_and_add(pair, step, state, masked: cutlass.Constexpr):
-    """Softmax of S, of the step-th KV tile; P to the other consumer; O plus P V, P from registers."""
+    """Softmax of S of the KV tile of visit ``step``; P to the other consumer; O += P V, P from registers."""
     state, factors, moved = weigh(pair.work, step, state, masked)
     publish(pair, step, state, factors)
     rescale(pair.work, factors, moved)
@@ -220,13 +221,13 @@ def weigh_and_add(pair, step, state, masked: cutlass.Constexpr):
 
 @cute.jit
 def publish(pair, step, state, factors):
-    """P of a tile, into registers and into shared memory for the other consumer, with its rows' statistics."""
+    """Put P of a tile into registers and, with its rows' statistics, into shared memory for the other consumer."""
     work = pair.work
     use = pair.use(step)
     keep_weights(work.mma)
     words = cute.recast_tensor(flat(work.mma.p), Int32)
     settle(words)  # PV comes behind a branch
-    if cutlass.const_expr(work.config.p_in_keys):  # what other warps' QK reads, too
+    if cutlass.const_expr(work.config.p_in_keys):  # other warps' QK reads it, too
         cute.arch.barrier(barrier_id=SCORED_BARRIER + work.part, number_of_threads=WARPGROUP_THREADS)
     else:
         work.channels["p_empty"].wait_previous(use)
@@ -242,7 +243,7 @@ def publish(pair, step, state, factors):
 
 @cute.jit
 def follow(pair, step, state):
-    """Issue PV of the other's tile, once its P is here; returns the state with what its softmax did to it."""
+    """Issue PV of the other's tile, once its P has arrived; returns the state as updated by its softmax."""
     work = pair.work
     work.channels["p_full"].wait(pair.use(step))
     told = pair.statistics(step)

@@ -1,5 +1,5 @@
-"""What a load warp brings into L2 while shared memory has no room for it: KV tiles after those under way, Q of the next
-tile at the end of one. Their loads then wait for L2 and not for memory."""
+"""A load warp's prefetches into L2 while shared memory is full: KV tiles after those in flight, and Q of the next tile
+at the end of one. The loads then wait for L2 and not for memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from warpspec.fmha.schedule import extent
 
 @cute.jit
 def prefetch_q(source, tile):
-    """A part of the columns of a tile's Q."""
+    """Prefetch a part of the columns of a tile's Q."""
     if tile.span.count > 0:
         for row_group in cutlass.range_constexpr(source.config.rows.groups):
             ring = source.q(tile, row_group)
@@ -27,7 +27,8 @@ def prefetch_q(source, tile):
 
 @cute.jit
 def prefetch_kv(source, where, tile, step):
-    """A part of the columns of a tile's step-th KV tile, K and V in one, if there is one and this CTA is to do it."""
+    """Prefetch a part of the columns of the KV tile of visit ``step``, K and V in one tensor, if there is one and this
+    CTA leads."""
     if (step < tile.span.count) & leads(tile, where):
         config = source.config
         places = kv_places(config, source.operands, tile, tile.span.tile(step))
@@ -44,7 +45,8 @@ def leads(tile, where) -> Boolean:
     """Whether this M tile prefetches, among those that read the same K and V on other CTAs at about the same time: the
     one with the last queries, which see the most keys.
 
-    None does where there is one M tile only: then memory is what binds, and asking twice costs (64 heads, B128 L640:
+    No tile does if there is only one M tile: then memory is the bottleneck, and requesting data twice costs time (64
+        heads, B128 L640:
     12% more time on an H200).
     """
     query_tiles, head_tiles = extent(where.grid.query_tiles), extent(where.grid.head_tiles)

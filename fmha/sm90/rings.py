@@ -1,4 +1,4 @@
-"""What a load warp reads and fills: rings of Q, K and V in shared memory, and where in global memory they come from."""
+"""A load warp's rings of Q, K and V in shared memory, and their sources in global memory."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from warpspec.fmha.device.rings import kv_ring
 
 @dataclass(frozen=True)
 class Source:
-    """atoms, coordinates: from ``tma.make_load``, of Q and of ``format.rings``. shared: ``kernel.Buffers``. part: of
-    the columns, this warp's."""
+    """atoms, coordinates: from ``tma.make_load``, for Q and ``format.rings``. shared: ``kernel.Buffers``. part: this
+    warp's part of the columns."""
 
     config: object
     operands: tuple
@@ -50,7 +50,7 @@ class Source:
         return tma.TileRing.make(self.atoms[0], tiles, shared)
 
     def kv(self, tile, number: int = 0) -> tma.TileRing:
-        """The ring of K or V. number: of ``config.format.rings``."""
+        """The ring of K or V. number: its number in ``config.format.rings``."""
         config = self.config
         raw = self.shared.raw + number * config.code_bytes
         base = raw if config.converts else self.shared[1 + number]

@@ -1,4 +1,4 @@
-"""Tile shapes of the sm_90a attention kernel: all that fit an SM and may be a problem's best.
+"""Tile shapes of the sm_90a attention kernel: those that fit an SM and may be the best for some problem.
 
 ``fmha.plan`` chooses among them by a model of the time. docs/notebook/attention_sm90.md says which were dropped.
 """
@@ -24,11 +24,11 @@ COLUMN_ROWS = 8  # query rows that are the columns of one mma.sync: N
 @dataclass(frozen=True)
 class Shape:
     """consumers: warpgroups of 64 query rows each. tile_n: keys of a KV tile. kv_stages: KV tiles in flight.
-    ctas_per_sm: that registers and shared memory are budgeted for. consumer_registers, producer_registers: of a
-    thread, set by setmaxnreg. column_parts: consumers that share 64 rows, each with a part of O's columns. raw_stages,
-    converter_registers: where K and V are FP8, tiles that are loaded ahead of their conversion, and registers of a
-    thread that converts. row_tiles: where each warp of a consumer has KV tiles of its own (``by_warp``), how many times
-    8 query rows; else 0."""
+    ctas_per_sm: CTAs for which registers and shared memory are budgeted. consumer_registers, producer_registers:
+    registers of a thread, set by setmaxnreg. column_parts: consumers that share 64 rows, each with a part of O's
+    columns. raw_stages, converter_registers: if K and V are FP8, tiles that are loaded ahead of their conversion, and
+    registers of a converter thread. row_tiles: if each warp of a consumer has KV tiles of its own (``by_warp``), query
+    rows in units of 8; else 0."""
 
     consumers: int
     tile_n: int
@@ -100,13 +100,13 @@ FLOAT8_FEW = {
 }
 
 
-# Of NVFP4, larger ones: a tile of as many keys has half of the bytes.
+# Larger ones for NVFP4: a tile with the same number of keys has half of the bytes.
 NVFP4_FEW = {128: replace(FLOAT8_FEW[1][128], tile_n=64, consumer_registers=216, producer_registers=40)}
 
 
 def float8_tiles(problem: AttentionProblem) -> tuple[Shape, ...]:
-    """The tile shape of FP8 or NVFP4 keys. There is no choice: one has been timed for each number of rows of a KV head,
-    at D 128 some (docs/measurements.md)."""
+    """The tile shape for FP8 or NVFP4 keys. Plans have no choice: one shape has been timed for each number of rows of a
+    KV head, some at D 128 (docs/measurements.md)."""
     dim, eights = problem.head_dim, -(-problem.group * problem.seq_q // COLUMN_ROWS)
     few = FLOAT8_FEW.get(eights, {})
     if problem.kv_format == "nvfp4" and eights == 1:
@@ -122,7 +122,7 @@ def float8_tiles(problem: AttentionProblem) -> tuple[Shape, ...]:
 def tiles(columns: int, row_bytes: int, key_bytes: int, one_tensor: bool, bias: bool) -> tuple[Shape, ...]:
     """Tile shapes whose S, P and O fit a consumer's registers, and of which at least MIN_STAGES stages fit an SM.
 
-    columns: of O. row_bytes: of a row of Q. key_bytes: of K and V of a key. one_tensor: V is K.
+    columns: columns of O. row_bytes: bytes of a row of Q. key_bytes: bytes of K and V of a key. one_tensor: V is K.
     """
     if columns > max(TILES):
         return (PAIR if one_tensor else HALVES,)
@@ -134,7 +134,7 @@ def tiles(columns: int, row_bytes: int, key_bytes: int, one_tensor: bool, bias: 
 def fitting(
     consumers: int, ctas: int, most_keys: int, columns: int, row_bytes: int, key_bytes: int, bias: bool
 ) -> Shape | None:
-    """The tile shape of so many consumers and CTAs with the most keys that fit; None where too few do."""
+    """The tile shape of so many consumers and CTAs with the most keys that fit; None if too few do."""
     beside = SMEM_RESERVED_PER_CTA + BESIDE_TILES + consumers * WARPGROUP_ROWS * row_bytes
     room = SMEM_PER_SM // ctas - beside
     for keys in TILE_KEYS:

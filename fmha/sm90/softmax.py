@@ -13,14 +13,14 @@ from warpspec.fmha.sm90.fragment import elements
 
 
 def over_quad(value, combine):
-    """A row's value from those of the four threads that share it."""
+    """Reduce a row's values over the four threads that share it."""
     for distance in (1, 2):
         value = combine(value, cute.arch.shuffle_sync_bfly(value, distance))
     return value
 
 
 def maximum(scores: cute.Tensor, r: int) -> Float32:
-    """Largest score of one row in this thread; NaN is passed over."""
+    """Largest score of one row in this thread; NaN is ignored."""
     own = elements(scores, r)
     chains = [scores[i] for i in own[:2]]
     for n, i in enumerate(own[2:]):
@@ -29,7 +29,7 @@ def maximum(scores: cute.Tensor, r: int) -> Float32:
 
 
 def exponentiate(scores: cute.Tensor, r: int, reference, unit) -> Float32:
-    """Scores of one row become 2**(unit * (s - reference)) in place; returns this thread's sum of them."""
+    """Turn scores of one row into 2**(unit * (s - reference)) in place; returns this thread's sum."""
     offset = Float32(cutlass.select_(Boolean(reference == -Float32.inf), Float32(0.0), -reference * unit))
     sums = [Float32(0.0), Float32(0.0)]
     for n, i in enumerate(elements(scores, r)):
@@ -40,6 +40,6 @@ def exponentiate(scores: cute.Tensor, r: int, reference, unit) -> Float32:
 
 
 def scale_by(values: cute.Tensor, r: int, factor) -> None:
-    """Elements of one row times ``factor``, in place."""
+    """Multiply elements of one row by ``factor``, in place."""
     for i in elements(values, r):
         values[i] = values[i] * factor

@@ -1,6 +1,6 @@
 """16-bit tiles of 64 rows and 64 columns between a consumer's registers and shared memory, with the 128-byte swizzle.
 
-A warp writes and reads back its own 16 rows only, 2 KiB: a barrier of the warp before and after reading is enough.
+A warp writes and reads back only its own 16 rows, 2 KiB, so a warp barrier before and after reading is enough.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from warpspec.common.hardware import WARP_THREADS, WORD_BYTES
 from warpspec.fmha.sm90.fragment import ROW_DISTANCE, THREAD_ROWS, WARP_ROWS
 from warpspec.fmha.tiles import ELEMENT_BYTES
 
-CHUNK_BYTES = 16  # what the swizzle moves as one
+CHUNK_BYTES = 16  # unit of the swizzle
 CHUNK = CHUNK_BYTES // ELEMENT_BYTES
 CHUNK_WORDS = CHUNK_BYTES // WORD_BYTES
 CHUNKS = tma.ROW_BYTES // CHUNK_BYTES  # of a row of the tile
@@ -24,10 +24,10 @@ LOADS = WARP_ROWS // LOAD_ROWS
 
 
 def store_words(base: Int32, row, words: list) -> None:
-    """A thread's words of a tile, in the order of wgmma's fragments. base: the tile's address; row: the thread's first
-    (``tile.Row``)."""
+    """Store a thread's words of a tile, in the order of wgmma's fragments. base: the tile's address; row: the thread's
+    first (``tile.Row``)."""
     base += row.index * tma.ROW_BYTES + row.member * WORD_BYTES
-    swizzle = row.index % SWIZZLE_ROWS  # of both rows, ROW_DISTANCE apart
+    swizzle = row.index % SWIZZLE_ROWS  # for both rows, ROW_DISTANCE apart
     for chunk in range(CHUNKS):
         start = base + (swizzle ^ chunk) * CHUNK_BYTES
         for r in range(THREAD_ROWS):
@@ -35,7 +35,7 @@ def store_words(base: Int32, row, words: list) -> None:
 
 
 def load_words(base: Int32, row) -> list:
-    """What ``store_words`` stores."""
+    """Load what ``store_words`` stores."""
     base += row.index * tma.ROW_BYTES + row.member * WORD_BYTES
     swizzle = row.index % SWIZZLE_ROWS
     words = []
@@ -46,7 +46,7 @@ def load_words(base: Int32, row) -> list:
 
 
 def store_rows(base: Int32, thread, words: cute.Tensor) -> None:
-    """What ``store_words`` stores, by stmatrix, four matrices at a time. thread: 0..127."""
+    """Store the words of ``store_words`` by stmatrix, four matrices at a time. thread: 0..127."""
     lane = thread % WARP_THREADS
     row = thread // WARP_THREADS * WARP_ROWS + lane % WARP_ROWS
     start = base + row * tma.ROW_BYTES + ((lane // WARP_ROWS) ^ (row % SWIZZLE_ROWS)) * CHUNK_BYTES
@@ -59,18 +59,18 @@ def store_rows(base: Int32, thread, words: cute.Tensor) -> None:
 
 
 def row_read(thread, load: int) -> Int32:
-    """Row of the tile of which ``thread`` (0..127) reads a chunk in the warp's ``load``-th of LOADS."""
+    """Row of the tile from which ``thread`` (0..127) reads a chunk in load number ``load`` of LOADS."""
     warp, lane = thread // WARP_THREADS, thread % WARP_THREADS
     return warp * WARP_ROWS + load * LOAD_ROWS + lane // CHUNKS
 
 
 def chunk_read(thread) -> Int32:
-    """Which chunk of the row that is."""
+    """Number of this chunk in its row."""
     return thread % CHUNKS
 
 
 def load_chunk(base: Int32, thread, load: int) -> cute.Tensor:
-    """(CHUNK_WORDS): that chunk."""
+    """Load this chunk (CHUNK_WORDS)."""
     row = row_read(thread, load)
     start = base + row * tma.ROW_BYTES + (chunk_read(thread) ^ (row % SWIZZLE_ROWS)) * CHUNK_BYTES
     words = cute.make_rmem_tensor(CHUNK_WORDS, Int32)
@@ -79,7 +79,7 @@ def load_chunk(base: Int32, thread, load: int) -> cute.Tensor:
 
 
 def chunk_place(row: cute.Tensor, block: int, thread) -> cute.Tensor:
-    """(CHUNK): where a row (D) of global memory has that chunk of its block-th 64 columns."""
+    """(CHUNK): place of this chunk in block number ``block`` of 64 columns of a row (D) in global memory."""
     return cute.local_tile(row, (CHUNK,), (block * CHUNKS + chunk_read(thread),))
 
 
