@@ -18,7 +18,9 @@ import functools
 
 import torch
 from shared import bench_shapes, driver, gpu_bench, sweep_calls, sweep_report, sweep_shapes
-from shared.attention_peers import FLASH, flash_attention, result_of, sdpa, sdpa_shared
+from shared.attention_peers import FLASH, flash_attention, sdpa, sdpa_shared
+from shared.attention_rows import BF16, agree, columns, random, without_failing
+from shared.gradient_rows import backward, gradient_heads
 from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -27,25 +29,10 @@ from warpspec.fmha import attention, tree_words
 from warpspec.fmha.heads import LATENT
 from warpspec.latent import mla_decode
 
-BF16 = torch.bfloat16
-WRONG_GRADIENTS = 2e-2  # likewise of gradients, where SDPA may multiply in bf16 without a kernel of its own
-WRONG = 5e-3  # relative difference from a peer's result that no bf16 rounding explains
-
 FLASH_MLA = (
     "FlashMLA, D 576 and 512, measured apart (H200, 2026-11-21): 128 heads B128 L1024 479, L4096 583 TFLOP/s; "
     "B1 L8192 30 us"
 )
-
-
-def random(*shape) -> torch.Tensor:
-    return torch.randn(shape, device="cuda", dtype=BF16)
-
-
-def agree(name: str, ours: torch.Tensor, theirs: torch.Tensor, limit: float = WRONG) -> None:
-    """Stop where a result is not the peer's: a wrong kernel has no speed."""
-    difference = ((ours.float() - theirs.float()).norm() / theirs.float().norm()).item()
-    if not difference < limit:
-        raise SystemExit(f"{name}: differs from the peer by {difference:.1e}")
 
 
 def prefill() -> list[list]:
@@ -117,30 +104,6 @@ def heads() -> list[list]:
     return rows
 
 
-def without_failing(calls: dict) -> dict:
-    """Calls but those of peers that have no kernel for them."""
-    found = {}
-    for name, call in calls.items():
-        try:
-            call()
-        except Exception as error:
-            if name == "warpspec":
-                raise
-            print(f"{name}: {type(error).__name__}: {str(error).splitlines()[0][:100]}", flush=True)
-        else:
-            found[name] = call
-    return found
-
-
-def columns(times: dict[str, float], work: float, peers: tuple[str, ...]) -> list:
-    """Our time and rate, then of each peer its rate and the ratio. work: so that work / us is the rate."""
-    ours = times["warpspec"]
-    cells = [ours, work / ours]
-    for peer in peers:
-        cells += [work / times[peer], times[peer] / ours] if peer in times else [None, None]
-    return cells
-
-
 def decode_inputs(batch: int, keys: int, d: int):
     return random(batch, 1, 64, d), random(batch, keys, 8, d), random(batch, keys, 8, d)
 
@@ -166,88 +129,6 @@ def decode() -> list[list]:
         bytes_read = 2 * k.numel() * k.element_size()
         rows.append([f"B{batch} L{keys} 64/8 heads D{d}", *columns(times, bytes_read * 1e-6, ("SDPA",))])
     return rows
-
-
-def backward_calls(batch, heads, length, d, causal, bias=None) -> dict:
-    """Calls that compute the gradients, ours and the peers', results of the forward passes at hand."""
-    leaves = [random(batch, length, heads, d).requires_grad_() for _ in range(3)]
-    do = random(batch, length, heads, d)
-    extra = [] if bias is None else [bias.requires_grad_()]
-    o = attention(*leaves, causal=causal, bias=bias)
-    calls = {"warpspec": lambda: torch.autograd.grad(o, leaves + extra, do, retain_graph=True)}
-    own = [t.detach().requires_grad_() for t in leaves]
-    kind, name = (
-        (SDPBackend.CUDNN_ATTENTION, "cuDNN")
-        if bias is None
-        else (SDPBackend.EFFICIENT_ATTENTION, "torch efficient")
-    )
-    theirs = sdpa(*own, backend=kind, attn_mask=bias, is_causal=causal)
-    calls[name] = lambda: torch.autograd.grad(theirs, own + extra, do, retain_graph=True)
-    found, expected = calls["warpspec"](), calls[name]()
-    for mine, peers in zip(found[:3], expected[:3], strict=True):
-        agree(f"backward D {d}", mine, peers)
-    flash = flash_attention()
-    if flash is not None and bias is None:
-        from flash_attn.cute.interface import _flash_attn_bwd
-
-        with torch.no_grad():
-            result, lse = attention(*leaves, causal=causal, return_lse=True)
-        inputs = [t.detach() for t in leaves]
-        calls["flash-attn-4"] = lambda: _flash_attn_bwd(*inputs, result, do, lse, d**-0.5, causal)
-    return calls
-
-
-def backward() -> list[list]:
-    rows = []
-    for batch, heads, length, d, causal in bench_shapes.BACKWARD:
-        calls = backward_calls(batch, heads, length, d, causal)
-        times = gpu_bench.gpu_times(calls, [()], **gpu_bench.SHORT_ROUNDS)
-        flops = 10 * batch * heads * length * length * d // (2 if causal else 1)
-        name = f"B{batch} H{heads} S{length} D{d} {'causal' if causal else 'full'}"
-        rows.append([name, *columns(times, flops * 1e-6, ("flash-attn-4", "cuDNN")), None, None])
-    batch, heads, length, d = bench_shapes.BACKWARD_BIAS
-    bias = torch.randn(batch, heads, length, length, device="cuda", dtype=BF16)
-    calls = backward_calls(*bench_shapes.BACKWARD_BIAS, False, bias)
-    times = gpu_bench.gpu_times(calls, [()], **gpu_bench.SHORT_ROUNDS)
-    flops = 10 * batch * heads * length * length * d
-    peers = ("flash-attn-4", "cuDNN", "torch efficient")
-    rows.append([f"B{batch} H{heads} S{length} D{d} full, bias", *columns(times, flops * 1e-6, peers)])
-    return rows
-
-
-def gradient_heads() -> list[list]:
-    """Gradients of other head sizes, causal, as ``torch.autograd.grad`` computes them. FLOPs are those of the true
-    sizes."""
-    rows, flash = [], flash_attention()
-    for batch, heads_q, heads_kv, length, d, d_v in bench_shapes.GRADIENT_HEADS:
-        sizes = ((heads_q, d), (heads_kv, d), (heads_kv, d_v))
-        leaves = [random(batch, length, *size).requires_grad_() for size in sizes]
-        do = random(batch, length, heads_q, d_v)
-        forwards = {"warpspec": functools.partial(attention, causal=True)}
-        forwards["SDPA"] = functools.partial(sdpa, is_causal=True)
-        if flash is not None:
-            forwards[FLASH] = lambda *tensors: result_of(flash.dense(*tensors, causal=True))
-        calls = without_failing({name: recorded(each, leaves, do) for name, each in forwards.items()})
-        name = f"B{batch} {heads_q}/{heads_kv} S{length} D{d if d == d_v else f'{d}/{d_v}'}"
-        found = {each: call() for each, call in calls.items()}
-        for pair in zip(found["warpspec"], found["SDPA"], strict=True):
-            agree(name, *pair, WRONG_GRADIENTS)
-        times = gpu_bench.gpu_times(calls, [()], **gpu_bench.SHORT_ROUNDS)
-        flops = batch * heads_q * length * length * (3 * d + 2 * d_v)
-        rows.append([name, *columns(times, flops * 1e-6, (FLASH, "SDPA"))])
-    return rows
-
-
-def recorded(forward, leaves: list[torch.Tensor], do: torch.Tensor):
-    """A function of nothing to a forward call's gradients; the call is made when it is first asked."""
-    results = []
-
-    def gradients():
-        if not results:
-            results.append(forward(*leaves))
-        return torch.autograd.grad(results[0], leaves, do, retain_graph=True)
-
-    return gradients
 
 
 def paged_inputs():
