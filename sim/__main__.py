@@ -28,17 +28,18 @@ f32[64,32] for a row-major tensor of random normal numbers (integers: from 0 to 
 f32[64,32]:zeros, :ones, :arange, :nan. A stream is left out.
 
 `python -m warpspec.sim run SCRIPT ARGUMENTS` runs a script that wants a GPU instead: see `run --help`."""
-DTYPES = {  # of torch, and their names in the DSL
+DTYPES = {  # torch dtypes and their names in the DSL
     "f64": (torch.float64, "Float64"), "f32": (torch.float32, "Float32"), "f16": (torch.float16, "Float16"),
     "bf16": (torch.bfloat16, "BFloat16"), "i64": (torch.int64, "Int64"), "i32": (torch.int32, "Int32"),
     "i16": (torch.int16, "Int16"), "i8": (torch.int8, "Int8"), "u8": (torch.uint8, "Uint8"),
 }  # fmt: skip
 TENSOR = re.compile(r"(?P<dtype>\w+)\[(?P<shape>[\d, ]*)\](?::(?P<content>\w+))?")
-INTEGERS = 10  # random integers are below it
+INTEGERS = 10  # bound of random integers
 
 
 def tensor(text: str, generator: torch.Generator) -> torch.Tensor | None:
-    """The CPU tensor that "f32[64,32]:ones" stands for; None where the text is no tensor. Raises ValueError."""
+    """Make the CPU tensor that a text like "f32[64,32]:ones" describes; None if the text is no tensor. Raises
+    ValueError."""
     match = TENSOR.fullmatch(text)
     if match is None:
         return None
@@ -64,7 +65,7 @@ def tensor(text: str, generator: torch.Generator) -> torch.Tensor | None:
 
 
 def value(text: str, generator: torch.Generator) -> object:
-    """The argument that a VALUE of the command line stands for. Raises ValueError."""
+    """Parse a VALUE of the command line into an argument. Raises ValueError."""
     found = tensor(text, generator)
     if found is not None:
         return found
@@ -78,7 +79,7 @@ def value(text: str, generator: torch.Generator) -> object:
 
 
 def compile_host(function: Callable, arguments: dict[str, object], options: str) -> tuple[object, dict]:
-    """(compiled function, the arguments that a call of it takes) of a @cute.jit function."""
+    """Compile a @cute.jit function: (compiled function, the arguments that a call of it takes)."""
     import cutlass
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
@@ -117,7 +118,7 @@ def compile_host(function: Callable, arguments: dict[str, object], options: str)
 
 
 def load(target: str) -> Callable:
-    """The function that "FILE.py:FUNCTION" names. Raises ValueError."""
+    """Load the function that "FILE.py:FUNCTION" names. Raises ValueError."""
     path, _, name = target.rpartition(":")
     if not path or not Path(path).is_file():
         raise ValueError(f"{target!r} is not FILE.py:FUNCTION with a file that exists")
@@ -156,7 +157,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0: it ran; 1: the simulator found something; 2: the command line is wrong."""
+    """Run the command line. Returns 0: the kernel ran; 1: the simulator found something; 2: the command line is
+    wrong."""
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["run"]:
         return script.main(argv[1:])

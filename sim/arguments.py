@@ -38,7 +38,7 @@ WANTS = "the compiled signature wants"
 
 @dataclass(frozen=True)
 class Value:
-    """One argument slot's Python value; `name` tells the path, as in `params.q` or `tensors[1]`."""
+    """One argument slot's Python value; `name` is its path, such as `params.q` or `tensors[1]`."""
 
     name: str
     value: object
@@ -47,7 +47,7 @@ class Value:
 def flatten(
     name: str, value: object, annotation: object = None, *, by_field: bool = False
 ) -> Iterator[Value]:
-    """The slots that `value` fills, in order. by_field: what `_of_fields` says of a NamedTuple's Python numbers."""
+    """The slots that `value` fills, in order. by_field: result of `_of_fields` for a NamedTuple's Python numbers."""
     annotation = _strip_optional(annotation)
     if takes_stream(annotation):
         yield Value(name, _Stream(value, name))
@@ -97,10 +97,10 @@ def _flatten_static_numbers(name: str, value: object) -> Iterator[Value]:
 
 
 def _of_fields(name: str, value: tuple) -> Iterator[Value]:
-    """A NamedTuple in which a Python number fills a slot where its field is typed as a DSL number or a pointer."""
+    """A NamedTuple in which a Python number fills a slot if its field is typed as a DSL number or a pointer."""
     try:
         hints = typing.get_type_hints(type(value))
-    except (NameError, TypeError):  # annotations that cannot be resolved here
+    except (NameError, TypeError):  # unresolvable annotations
         hints = {}
     for field, element in zip(type(value)._fields, value, strict=True):
         of_field = _strip_optional(hints.get(field))
@@ -115,7 +115,7 @@ def _of_fields(name: str, value: tuple) -> Iterator[Value]:
 
 @dataclass(frozen=True)
 class _Opaque:
-    """A slot that an object of the caller's own type has packed itself (`__c_pointers__`)."""
+    """A slot packed by an object of the caller's own type (`__c_pointers__`)."""
 
     address: int
     owner: object
@@ -228,7 +228,7 @@ class PackedArguments:
             self.pointers.append(ctypes.addressof(buffer))
 
     def _repack(self, value: _Opaque, slot: Slot) -> ctypes.Array:
-        """The object's own bytes with the pointers in them, those into staged memory, as device addresses."""
+        """The object's own bytes, with pointers into staged memory replaced by device addresses."""
         data = bytearray(ctypes.string_at(value.address, slot.nbytes))
         for at, host in value.pointers(slot).items():
             device = self._memory.device_address(host)
@@ -269,7 +269,7 @@ class PackedArguments:
 
 
 def _address(value: object) -> int | None:
-    """The host address that a pointer argument gives, None if the value is no pointer or tells none."""
+    """The host address of a pointer argument, None if the value is no pointer or has none."""
     if type(value) is cute_runtime._Pointer:
         return int(value._pointer)
     if isinstance(value, (ctypes.c_void_p, ctypes._Pointer)):
@@ -312,7 +312,7 @@ def pack_scalar(kind: str, value: object) -> bytes | None:
 
 
 def plain(value: object) -> str:
-    """A value for a message: its type and, where short, what it is."""
+    """A value for a message: its type and, if short, its text."""
     if isinstance(value, Numeric):
         value = value.value
     text = repr(value)

@@ -1,10 +1,10 @@
 """Basic blocks and register liveness of a kernel.
 
-A block is the unit the simulator schedules: native blocks are translated to LLVM, a system instruction is a
-block of its own that a Python handler executes. `reads_writes` says which registers an instruction touches.
+The simulator schedules blocks: native blocks are translated to LLVM; a system instruction is a block of its own that a
+Python handler executes. `reads_writes` lists the registers an instruction touches.
 
-An instruction whose opcode has no row is a system instruction that stops the run when it is reached, so that
-nothing behind it depends on it.
+An instruction whose opcode has no row is a system instruction that stops the run when it is reached, so nothing after
+it depends on it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from warpspec.sim.instruction import Imm, Instr, Kernel, Label, Mem, Not, Operan
 from warpspec.sim.ptx_lexis import is_special
 from warpspec.sim.registry import Control, find, row_of
 
-CARRY = "%cc"  # the condition code register of add.cc and its kin (PTX ISA 9.7.2), a pseudo register
+CARRY = "%cc"  # condition code register of add.cc and similar (PTX ISA 9.7.2), a pseudo register
 FULL_MEMBERMASKS = (-1, 0xFFFFFFFF)
 
 
@@ -91,11 +91,12 @@ class Block:
 
 
 def cut(kernel: Kernel, is_native: Callable[[Instr], bool]) -> list[Block]:
-    """The blocks of a kernel, in textual order; `is_native` says what is translated, of all but branches and exits.
+    """Cut a kernel into blocks, in textual order; `is_native` says which instructions, except branches and exits, are
+    translated.
 
-    A block begins at a branch target, behind a branch or end of thread, at and behind a system instruction
-    or brx.idx, and at a collective one. A collective with the immediate membermask -1 stays in a block that already
-    holds such a one: all lanes are there.
+    A block begins at a branch target, after a branch or end of thread, at and after a system instruction or brx.idx,
+    and at a collective one. A collective with the immediate membermask -1 stays in a block that already contains one:
+    all lanes are together.
     """
     instrs = kernel.instrs
     starts = {0}
@@ -105,9 +106,7 @@ def cut(kernel: Kernel, is_native: Callable[[Instr], bool]) -> list[Block]:
         control = control_of(ins)
         if control is not None:
             starts.add(at + 1)
-            if (
-                control is Control.INDEXED_BRANCH
-            ):  # lanes with different indices execute it one after the other
+            if control is Control.INDEXED_BRANCH:  # lanes with different indices execute it one after another
                 starts.add(at)
             starts.update(kernel.labels[name] for name in targets(ins, kernel))
         elif not is_native(ins):
@@ -124,7 +123,7 @@ def cut(kernel: Kernel, is_native: Callable[[Instr], bool]) -> list[Block]:
                 starts.add(at)
                 kinds[at] = "collective"
             full_block = full
-    # A label behind the last instruction needs a block; falling off the end needs none.
+    # A label after the last instruction needs a block; falling off the end needs none.
     end_is_target = any(len(instrs) in (kernel.labels[n] for n in targets(i, kernel)) for i in instrs)
     ordered = sorted(s for s in starts if s < len(instrs) or (s == len(instrs) and end_is_target))
     ends = [*ordered[1:], len(instrs)]

@@ -64,7 +64,7 @@ def setp_form(opcode: str) -> Form:
 
 
 def set_form(opcode: str) -> Form:
-    """set: all ones or 1.0 where the comparison holds, 0 elsewhere."""
+    """set: all ones or 1.0 if the comparison holds, else 0."""
     parts = opcode.split(".")
     test, boolean, ftz = _split(parts[1:-2])
     to, kind = parts[-2:]

@@ -28,11 +28,11 @@ FLOAT_ROUNDINGS = ("rn", "rz", "rm", "rp", "rna")
 FLOAT_TYPES = ("f16", "bf16", "f32", "f64")
 SMALL_FORMATS = {"e4m3": E4M3, "e5m2": E5M2, "e2m1": E2M1, "e2m3": E2M3, "e3m2": E3M2, "ue8m0": UE8M0}
 FIXED_POINT, FIXED_POINT_ONE = "s2f6", 64.0  # a signed byte with six fraction bits
-SCALED = "scaled::n2::ue8m0"  # each value times a power of two of its own
+SCALED = "scaled::n2::ue8m0"  # each value has its own power-of-two scale
 F32_MANTISSA_BITS = 23
 F32_MAGNITUDE = np.uint32(0x7FFFFFFF)
 F32_INFINITY = np.uint32(0x7F800000)
-# Bits of each operand's random number in cvt.rs, and where in `rbits` they stand, for the operands in order.
+# Bits of each operand's random number in cvt.rs, and their place in `rbits`, for the operands in order.
 RANDOM_BITS = {"f16": (13, (16, 0)), "bf16": (16, (16, 0)), "f8f6": (16, (16, 16, 0, 0))}
 # e2m1x4: a, b take the upper byte of each half of rbits, e, f the lower one, upper half first.
 RANDOM_BYTES_E2M1 = ((24, 8), (24, 8), (16, 0), (16, 0))
@@ -155,10 +155,10 @@ def encode_small(value: np.ndarray, fmt: FloatFormat, mode: str, flags: frozense
 
 
 def stochastic(bits: np.ndarray, fmt: FloatFormat, random: np.ndarray, random_bits: int, flags) -> np.ndarray:
-    """Codes of f32 bit patterns, rounded .rs: away from zero where bits cut off plus `random` carry over.
+    """Codes of f32 bit patterns, rounded .rs: away from zero if the discarded bits plus `random` carry.
 
-    The `random_bits` stand right below the last bit kept, as the discarded bits do; results that are
-    subnormal in the format discard more bits, of which the uppermost take part.
+    The `random_bits` are aligned right below the last bit kept, like the discarded bits; results that are subnormal in
+    the format discard more bits, of which only the uppermost are added.
     """
     magnitude = bits & F32_MAGNITUDE
     finite = magnitude < F32_INFINITY
@@ -175,7 +175,7 @@ def stochastic(bits: np.ndarray, fmt: FloatFormat, random: np.ndarray, random_bi
         random.astype(np.uint64) << np.uint64(16 - random_bits)
     ) >> np.uint64(16)
     kept = (significand >> cut) + np.where(finite, carry, np.uint64(0))
-    # Rebuild an f32 that the format holds exactly, so that encode only saturates.
+    # Rebuild an f32 that the format represents exactly, so that encode only saturates.
     scale = (exponent - 127 - F32_MANTISSA_BITS + cut.astype(np.int64)).astype(np.int32)
     value = np.ldexp(kept.astype(np.float64), scale)
     value = np.where(finite, value, magnitude.view(np.float32).astype(np.float64))
@@ -196,7 +196,7 @@ def _random(rbits: np.ndarray, kind: str, position: int) -> tuple[np.ndarray, in
 
 
 def _field(name: str) -> int:
-    """Bits a value of the format takes in a packed word: 6-bit formats are padded to 8."""
+    """Bits per value of the format in a packed word: 6-bit formats are padded to 8."""
     return 4 if name == "e2m1" else 16 if name in HALF_FORMATS else 8
 
 

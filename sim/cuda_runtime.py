@@ -1,4 +1,4 @@
-"""The CUDA runtime that compiled host code calls, for a device that is not there.
+"""The CUDA runtime that compiled host code calls, for a simulated device.
 
 The entry points are C callbacks registered once with LLVM; each call goes to the `Session` of the host
 function that is running. A Python exception inside a callback cannot cross the host code: the session keeps
@@ -29,7 +29,7 @@ from warpspec.sim.errors import HostError
 from warpspec.sim.limits import ctas_by_registers, register_shortage
 from warpspec.sim.memory import GlobalMemory
 
-CUDA_PREFIX = "_cu"  # of the entry points in host code
+CUDA_PREFIX = "_cu"  # prefix of the entry points in host code
 CUDA_SUCCESS = 0
 CUDA_ERROR_LAUNCH_FAILURE = 719  # what host code gets after an exception; the caller sees the exception
 
@@ -98,7 +98,7 @@ class Kernel:
 
 @dataclass
 class Session:
-    """State of one compiled host function: its device, libraries and kernels, and the call in progress."""
+    """State of one compiled host function: its device, libraries and kernels, and the current call."""
 
     device: Device
     cubin: bytes | None
@@ -107,7 +107,7 @@ class Session:
     memory: GlobalMemory | None = None
     on_launch: Callable[[Launch], None] | None = None
     error: BaseException | None = None
-    handles: int = 0x1000  # opaque handles count up from here
+    handles: int = 0x1000  # first opaque handle
     device_allocations: int = 0
 
     def new_handle(self) -> int:
@@ -127,7 +127,7 @@ class Session:
         return self.memory
 
 
-_sessions: list[Session] = []  # the host functions running now; the last is the one that calls
+_sessions: list[Session] = []  # the running host functions; the last one is the caller
 _callbacks: dict[str, object] = {}
 
 # Argument kinds of a callback.
@@ -180,9 +180,9 @@ def _uncalled() -> int:
 
 
 def require_symbols(names: Iterable[str]) -> None:
-    """Tell LLVM of the symbols a host object imports; on one that is missing it would end the process.
+    """Register the symbols a host object imports with LLVM, which would end the process on a missing one.
 
-    CUDA entry points are those of this module only: the DSL has its own in this process, for a real device.
+    CUDA entry points come from this module only: the DSL has its own in this process, for a real device.
     The rest (printf, memcpy) is the C library's. HostError names what is missing.
     """
     process = ctypes.CDLL(None)
@@ -313,7 +313,7 @@ def occupancy(session: Session, out: int, kernel: int, threads: int, smem: int) 
 
 
 def _no_operation(*_: object) -> None:
-    """Work is done when it is launched, so there is nothing to wait for."""
+    """Work is complete as soon as it is launched, so there is nothing to wait for."""
 
 
 for _name, _kinds in {
@@ -451,7 +451,7 @@ def _launch(session, kernel, grid, block, smem, stream, arguments, attributes) -
 
 
 def _check_launch(kernel: Kernel, grid, block, cluster, smem: int) -> None:
-    """HostError for what cudaLaunchKernelExC would refuse."""
+    """Raise HostError for what cudaLaunchKernelExC would refuse."""
 
     def refuse(reason: str) -> None:
         raise HostError(f"launch of {kernel.name}: {reason}")

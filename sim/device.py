@@ -1,5 +1,5 @@
-"""The device that host code believes to run on: limits and attributes of H200, B200, B300 and others, as CUDA has
-them (CUDA C++ Programming Guide, "Compute Capabilities")."""
+"""The device that host code sees: limits and attributes of H200, B200, B300 and others, as CUDA reports them (CUDA C++
+Programming Guide, "Compute Capabilities")."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ MAX_BLOCK = (1024, 1024, 64)
 MAX_PORTABLE_CLUSTER = 8
 MAX_CLUSTER = 16
 REGISTERS_PER_SM = 65536
-SM_PARTITIONS = 4  # of an SM, each with a quarter of its registers; warps go to them in turn
-REGISTERS_PER_WARP_STEP = 256  # registers are given to a warp in steps of this many
+SM_PARTITIONS = 4  # partitions of an SM, each with a quarter of its registers; warps go to them in turn
+REGISTERS_PER_WARP_STEP = 256  # unit in which registers are allocated to a warp
 SHARED_PER_CTA_DEFAULT = 48 * 1024
-SHARED_RESERVED = 1024  # bytes of a CTA's shared memory that are the system's
+SHARED_RESERVED = 1024  # bytes of a CTA's shared memory reserved for the system
 
 
 @dataclass(frozen=True)
 class Device:
-    """What cudaDeviceGetAttribute tells about the pretended device."""
+    """What cudaDeviceGetAttribute reports about the simulated device."""
 
     name: str
     major: int
@@ -76,7 +76,7 @@ DEVICES = {
 
 
 def device_of(target: str) -> Device:
-    """The device that stands for a PTX target, e.g. "sm_90a"; raises HostError for a target that has none."""
+    """The device for a PTX target such as "sm_90a"; raises HostError for a target without one."""
     found = re.match(r"sm_\d+", target)
     if found is None or found[0] not in DEVICES:
         known = [f"{name}a" for name in DEVICES]

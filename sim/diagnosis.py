@@ -1,4 +1,4 @@
-"""What went wrong and where: errors of a stopped machine in words."""
+"""What went wrong and where: error texts of a stopped machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MOST_ROWS = 64  # lines of a deadlock report; what is left out is counted
 def where(
     program: Program, w: Warp | None = None, ins: Instr | None = None, mask: int | None = None
 ) -> Where:
-    """The place of an instruction that lanes of a warp execute."""
+    """The place of an instruction executed by lanes of a warp."""
     return Where(
         kernel=program.name,
         cta=None if w is None else w.cta.coords,
@@ -44,7 +44,7 @@ def where(
 def locate(
     program: Program, error: Exception, w: Warp | None, ins: Instr | None, mask: int | None = None
 ) -> None:
-    """Add its place to an error that lacks one."""
+    """Add a place to an error that has none."""
     if not isinstance(error, SimError):
         error.add_note(f"an error of the simulator itself, at {where(program, w, ins, mask)}")
     elif error.where is None:
@@ -58,7 +58,7 @@ def instruction_at(program: Program, group: Group) -> Instr:
 
 
 def deadlock(program: Program, resident: Iterable[Cluster], pending: int, headline: str) -> Deadlock:
-    """A report of every warp that is not done and what it waits for; those of a CTA that wait alike share a line.
+    """A report of every unfinished warp and what it waits for; warps of a CTA that wait for the same share a line.
 
     resident: the clusters that have started and not finished. pending: asynchronous operations not done yet.
     """
@@ -84,7 +84,7 @@ def deadlock(program: Program, resident: Iterable[Cluster], pending: int, headli
 
 
 def _one_row_for_alike(stuck: dict[tuple, list[int]]) -> list[str]:
-    """Rows of a deadlock report: what the first CTA's warps wait for, and which other CTAs' warps wait alike.
+    """Rows of a deadlock report: what the first CTA's warps wait for, and which other CTAs' warps wait for the same.
 
     stuck: the warps of a CTA that wait alike, by the CTA's coordinates, the lanes and what they wait for.
     """
@@ -106,7 +106,7 @@ def _one_row_for_alike(stuck: dict[tuple, list[int]]) -> list[str]:
 
 
 def stuck_text(program: Program, w: Warp, group: Group) -> str:
-    """What a group of lanes does or waits for, and where."""
+    """What a group of lanes executes or waits for, and where."""
     ins = instruction_at(program, group)
     if group.wait is not None:
         what = group.wait.describe()

@@ -116,7 +116,8 @@ def _wide(values) -> list[np.ndarray]:
 
 
 def _flush_tiny(exact: np.ndarray, rounded: np.ndarray, mods: Modifiers) -> np.ndarray:
-    """.ftz looks at the exact value (float64), as an H200 does: what rounds up to the least normal is zero."""
+    """.ftz tests the exact value (float64), as an H200 does: a value that would round up to the least normal becomes
+    zero."""
     if not mods.has("ftz"):
         return rounded
     return np.where(np.abs(exact) < F32_MIN_NORMAL, np.copysign(np.float32(0), rounded), rounded)

@@ -1,4 +1,4 @@
-"""A launch's grid: makes clusters of CTAs with their memories and special registers, hands them out in order."""
+"""A launch's grid: makes clusters of CTAs with their memories and special registers, and hands them out in order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Dim3 = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Launch:
-    """What the machine needs of a kernel launch."""
+    """What the machine needs to know of a kernel launch."""
 
     grid: Dim3
     block: Dim3
@@ -32,14 +32,12 @@ class Launch:
     params: int  # address of the parameter buffer
     device: Device
     symbol_addresses: np.ndarray = field(default_factory=lambda: np.zeros(1, np.uint64))
-    registers: int | None = None  # of a thread, as compiled; None: not known
+    registers: int | None = None  # registers of a thread, as compiled; None: not known
     names: StorageNames = field(default_factory=StorageNames)  # of shared memory
     share: tuple[int, int] = (0, 1)  # this process runs clusters number i with i % share[1] == share[0]
-    starved: Starved | None = None  # what the schedule starves; None: it is uniformly random
-    fuse: bool = True  # MMAs that are pending together may be summed together
-    recorder: object = (
-        None  # of a trace that is timed afterwards (clocks/record.py); None: nothing is recorded
-    )
+    starved: Starved | None = None  # what the schedule starves; None: the schedule is uniformly random
+    fuse: bool = True  # whether MMAs that are pending together may be summed together
+    recorder: object = None  # recorder of a trace to be timed (clocks/record.py); None: nothing is recorded
 
     @property
     def threads(self) -> int:
@@ -56,12 +54,12 @@ _PER_CTA = {"%smid", "%cluster_ctarank"} | {
 
 
 def unravel(index: int, shape: Dim3) -> Dim3:
-    """x-fastest coordinates of a linear index."""
+    """Coordinates of a linear index, x fastest."""
     return index % shape[0], index // shape[0] % shape[1], index // (shape[0] * shape[1])
 
 
 class ClusterFactory:
-    """Makes the grid's clusters in order of their number, as many at a time as the device holds."""
+    """Makes the grid's clusters in order, as many at a time as the device holds."""
 
     def __init__(self, program: Program, launch: Launch, gmem: GlobalMemory, stats: LaunchStats):
         self.program, self.launch, self.stats = program, launch, stats
@@ -91,7 +89,8 @@ class ClusterFactory:
                 raise HostError(f"special register {name} is not simulated")
 
     def cancel(self) -> Dim3 | None:
-        """Take the next cluster that has not started off the grid (clusterlaunchcontrol); its first CTA's ctaid."""
+        """Remove the next cluster that has not started from the grid (clusterlaunchcontrol); returns its first CTA's
+        ctaid."""
         if self.following >= self.total or self.only is not None:
             return None
         at = unravel(self.following, self.clusters_shape)
@@ -99,7 +98,7 @@ class ClusterFactory:
         return tuple(a * c for a, c in zip(at, self.launch.cluster, strict=True))
 
     def next(self, resident: int) -> Cluster | None:
-        """The next cluster, or None if none is left or the device holds no more than are resident."""
+        """The next cluster, or None if none is left or the device is full."""
         if self.only is not None:
             number = next(self.only, None) if resident < self.capacity else None
             return None if number is None else self._make(number)
@@ -164,7 +163,7 @@ class ClusterFactory:
         cta.live_warps = count
 
     def _context(self, cta: Cta) -> np.ndarray:
-        """The native code's context as far as the warps of a CTA share it."""
+        """The part of the native code's context that a CTA's warps share."""
         context = np.zeros(Ctx.COUNT, np.uint64)
         fields = {
             Ctx.SMEM_TABLE: cta.cluster.smem_table.ctypes.data,
@@ -187,7 +186,7 @@ class ClusterFactory:
         return {name: values[name] for name in self.program.registers.special if name in values}
 
     def _of_launch(self) -> dict[str, object]:
-        """Values of special registers that are alike in all CTAs (PTX ISA chapter 10)."""
+        """Values of special registers that are the same in all CTAs (PTX ISA chapter 10)."""
         launch = self.launch
         values: dict[str, object] = {
             "%laneid": LANE_NUMBERS,

@@ -1,4 +1,4 @@
-"""The host part of a compiled CuTe DSL function, run on this CPU.
+"""Run the host part of a compiled CuTe DSL function on this CPU.
 
 `HostModule.of(compiled).call(args, on_launch)` stages the tensors, packs the arguments, runs the compiled
 host code and hands every kernel launch it makes to `on_launch`. LLVM (llvmlite) loads the object that the DSL
@@ -57,11 +57,11 @@ def undefined_symbols(image: bytes) -> list[str]:
     return names
 
 
-HOST_ONLY_TARGET = "sm_100a"  # whose device attributes a function without kernels would see
+HOST_ONLY_TARGET = "sm_100a"  # device that a function without kernels sees
 
 
 class HostModule:
-    """A compiled function's host code, loaded. Raises HostError for what the simulator cannot run.
+    """The loaded host code of a compiled function. Raises HostError for what the simulator cannot run.
 
     ptx: the text of its kernels; target: as in `.target` (sm_90a, sm_100a); name: the host function's. compiled: what
     `cute.compile` returned, or a `HostFunction`.
@@ -98,7 +98,7 @@ class HostModule:
         return ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int32)(address)
 
     def _load_kernels(self) -> None:
-        """What the generated header's Kernel_Module_Load does: load the library, look up each kernel."""
+        """Do what the generated header's Kernel_Module_Load does: load the library, look up each kernel."""
         library, result, device = ctypes.c_void_p(), ctypes.c_int32(), ctypes.c_int32(0)
         indirect = ctypes.pointer(ctypes.pointer(library))
         self._call(self._function(f"_mlir_{PREFIX}_cuda_init"), [indirect, ctypes.pointer(result)], result)
@@ -128,12 +128,12 @@ class HostModule:
         kwargs: dict[str, object] | None = None,
         memory: Sequence[object] = (),
     ) -> GlobalMemory:
-        """Run the host function on `args`, those that the compiled function takes, in order.
+        """Run the host function on `args`, the compiled function's arguments in order.
 
-        on_launch is called with each kernel launch before the host code goes on. memory: further CPU tensors,
-        those that kernels reach through addresses in int64 tensors or pointer arguments. Tensors are copied
-        to simulated device memory first and back afterwards, also when something raises. Returns the
-        simulated memory. HostError for arguments that do not fit; what on_launch raises comes through.
+        on_launch is called with each kernel launch before the host code goes on. memory: further CPU tensors, which
+        kernels reach through addresses in int64 tensors or pointer arguments. Tensors are copied to simulated device
+        memory before the call and back after it, even if it raises. Returns the simulated memory. Raises HostError for
+        arguments that do not fit, and whatever on_launch raises.
         """
         values = self._bind(args, kwargs or {})
         with _lock:
@@ -154,7 +154,7 @@ class HostModule:
                 session.memory = session.on_launch = None
 
     def names(self, args: Sequence[object], kwargs: dict[str, object]) -> dict[str, object]:
-        """The arguments by name, of those that there are."""
+        """The given arguments by name."""
         found = dict(zip((p.name for p in self.host.parameters), args, strict=False))
         return found | kwargs
 
@@ -185,7 +185,7 @@ class HostModule:
         for parameter in self.host.parameters:
             value = bound.get(parameter.name, parameter.default)
             if value is inspect.Parameter.empty and takes_stream(parameter.annotation):
-                value = None  # every stream is the same here; tvm-ffi callers leave theirs out
+                value = None  # all streams are the same here; tvm-ffi callers omit theirs
             if value is inspect.Parameter.empty:
                 raise HostError(f"argument `{parameter.name}` is missing")
             if parameter.was_none is True and value is not None:
@@ -220,7 +220,7 @@ def _require_ptx(host: HostFunction) -> str:
 def _target(ptx: str) -> str:
     found = re.search(r"^\s*\.target\s+(sm_\d+\w?)", ptx, re.MULTILINE)
     target = found[1] if found else "PTX without .target"
-    device_of(target)  # raises HostError where there is none
+    device_of(target)  # raises HostError if there is none
     return target
 
 

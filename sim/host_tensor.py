@@ -1,4 +1,4 @@
-"""Tensors in the caller's memory, as torch, NumPy or CuTe hold them: do they fit a compiled signature?"""
+"""Tensors in the caller's memory (torch, NumPy or CuTe), and whether they fit a compiled signature."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ from warpspec.sim.memory import HostRegion
 from warpspec.sim.signature import ELEMENT_BITS, Extent, PointerType, Slot, TensorType
 
 BYTE_BITS = 8
-SOURCE = "_warpspec_source"  # attribute of a CuTe tensor, where it is known: the torch tensor that it was made from
-device_of_memory = (
-    torch._C.TensorBase.device.__get__
-)  # also while a pretended device has tensors say otherwise
+SOURCE = "_warpspec_source"  # attribute of a CuTe tensor, if known: the torch tensor it was made from
+device_of_memory = torch._C.TensorBase.device.__get__  # also while tensors claim to be on a simulated device
 TORCH_ELEMENTS = {
     torch.float64: "f64",
     torch.float32: "f32",
@@ -75,7 +73,7 @@ class HostTensor:
         return f"tensor of {self.element}, shape {self.shape}, stride {self.stride}"
 
     def unpacked(self) -> HostTensor:
-        """Two 4-bit elements a byte: the contiguous dimension doubles, every other stride too."""
+        """Two 4-bit elements per byte: the contiguous dimension and every other stride double."""
         contiguous = [i for i, s in enumerate(self.stride) if s == 1]
         if not contiguous:
             raise HostError("a packed 4-bit tensor needs a dimension of stride 1")
@@ -187,7 +185,7 @@ def _fit_extent(value: int, extent: Extent, what: str, refuse: Callable[[str], N
 
 
 def _infer_type(tensor: HostTensor, slot: Slot, name: str) -> TensorType:
-    """Which sizes and strides are dynamic, from the slot's layout alone: the compilation was not recorded."""
+    """Infer which sizes and strides are dynamic from the slot's layout alone, if the compilation was not recorded."""
     if slot.dynamic is None:
         raise HostError(f"argument `{name}`: {tensor}; the compiled signature wants {slot}")
     rank = len(tensor.shape)

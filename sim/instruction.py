@@ -1,4 +1,4 @@
-"""PTX instructions as data: what the parser makes and every other part of the simulator reads."""
+"""PTX instructions as data: the parser makes them, and every other part of the simulator reads them."""
 
 from __future__ import annotations
 
@@ -87,9 +87,9 @@ class Instr:
     source: str | None = None
     text: str = ""
     used_bytes: int | None = (
-        None  # of a load: bit i is set if byte i matters (.pragma "used_bytes_mask"); None: all
+        None  # for a load: bit i is set if byte i is used (.pragma "used_bytes_mask"); None: all
     )
-    plan: object = field(default=None, init=False, repr=False, compare=False)  # what its handler keeps of it
+    plan: object = field(default=None, init=False, repr=False, compare=False)  # its handler's cache
 
     def has(self, part: str) -> bool:
         """Whether the opcode carries this modifier, e.g. ins.has('sync')."""
@@ -97,7 +97,7 @@ class Instr:
 
     @property
     def membermask(self) -> Operand:
-        """The operand with which a .sync instruction names the lanes that must execute it together: its last."""
+        """A .sync instruction's last operand, which names the lanes that must execute it together."""
         return self.operands[-1]
 
 

@@ -1,4 +1,4 @@
-"""What hardware refuses to launch: limits of the device, and those that a kernel's PTX directives and registers set."""
+"""Launches that hardware refuses: limits of the device, and of a kernel's PTX directives and registers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ MAX_THREADS = 1024  # of a CTA
 
 
 def cluster_of(kernel: Kernel, cluster: Dim3 | None) -> Dim3:
-    """The cluster's shape: the one asked for, else the one that .reqnctapercluster says, else a single CTA.
+    """The cluster's shape: the requested one, else that of .reqnctapercluster, else a single CTA.
 
-    HostError where both are given and differ. (1, 1, 1) counts as not asked for.
+    HostError if both are given and differ. (1, 1, 1) counts as not requested.
     """
     declared = kernel.cluster_dims
     if cluster is None or (declared is not None and cluster == (1, 1, 1)):
@@ -46,7 +46,7 @@ def check_launch(
     shared_bytes: int,
     resources: KernelResources | None,
 ) -> None:
-    """HostError, which names the limit, for a launch that `device` refuses. shared_bytes: static and dynamic together.
+    """Raise HostError, naming the limit, for a launch that `device` refuses. shared_bytes: static plus dynamic.
 
     PTX ISA, "Performance-Tuning Directives" and "Cluster Dimension Directives"; CUDA C++ Programming Guide, "Compute
     Capabilities".
@@ -89,7 +89,7 @@ def check_launch(
 
 
 def register_shortage(registers: int, threads: int) -> str | None:
-    """Why an SM cannot hold a CTA of so many threads of so many registers; None where it can."""
+    """Why an SM cannot hold a CTA with so many threads and registers per thread; None if it can."""
     if ctas_by_registers(registers, threads):
         return None
     return (

@@ -24,14 +24,14 @@ from warpspec.sim.spinning import SpinWatch
 from warpspec.sim.starving import GIVES_UP, Starving
 from warpspec.sim.warp import Cluster, Cta, Group, Warp
 
-BLOCK_BUDGET = 64  # native blocks a warp runs before the scheduler looks at others
-DIVERGED_TURNS = 4  # turns in a row of a diverged warp from which on it is watched
+BLOCK_BUDGET = 64  # native blocks a warp runs before the scheduler switches
+DIVERGED_TURNS = 4  # consecutive turns of a diverged warp from which on it is watched
 LAG_TURNS = 32  # turns of a diverged warp after which a random group goes first though none seems to spin
 SYSTEM_QUOTA = 8  # most system instructions a warp executes in one turn
 FIRST_CLUSTERS = 2  # clusters resident at first; more are admitted when all of these are stuck
 PATIENCE = 200  # turns without any event after which clusters are admitted or bounded waits return
-TIMEOUT_CHANCE = 1 / 32  # that a wait which the hardware bounds in time gives up instead of waiting
-STUCK_ROUNDS = 3  # times that timed-out waits are retried without any event before it is a deadlock
+TIMEOUT_CHANCE = 1 / 32  # chance that a wait which the hardware bounds in time gives up instead of waiting
+STUCK_ROUNDS = 3  # retries of timed-out waits without any event before it is a deadlock
 PYTHON, BUDGET, DIVERGED, EXIT = (int(why) for why in (Stop.PYTHON, Stop.BUDGET, Stop.DIVERGED, Stop.EXIT))
 COLLECTIVE = int(Stop.COLLECTIVE)
 LOG_COUNT, FORCE, TAKEN, TARGET = (int(field) for field in (Ctx.LOG_COUNT, Ctx.FORCE, Ctx.TAKEN, Ctx.TARGET))
@@ -39,7 +39,7 @@ ASYNC_EAGERNESS = (0.02, 0.1, 0.3, 0.6)  # chance a turn goes to asynchronous wo
 
 
 class Machine:
-    """One launch of one kernel. order: its checker of memory order, or None."""
+    """One launch of one kernel. order: its memory-order checker, or None."""
 
     def __init__(
         self, program: Program, launch: Launch, gmem: GlobalMemory, seed: int, stats: LaunchStats, order=None
@@ -55,7 +55,7 @@ class Machine:
         self.timeout_chance = GIVES_UP if launch.starved else TIMEOUT_CHANCE
         self.clock = 0
         self.executing: tuple[Warp, Instr] | None = (
-            None  # who executes, or issued the operation that takes effect
+            None  # who executes, or issued the operation that is taking effect
         )
         self.progress = 0  # counts events that can unblock somebody
         self.ready: list[Warp] = []
@@ -64,7 +64,7 @@ class Machine:
         self.queue_keys: list[Hashable] = []  # keys of non-empty queues
         self._unordered = 0
         kernel = program.kernel
-        # By block, the one behind the kernel's end included.
+        # By block, including the one after the kernel's end.
         self.system_instr: list[Instr | None] = [
             kernel.instrs[b.start] if program.system[b.index] else None for b in program.blocks
         ] + [None]
@@ -78,7 +78,7 @@ class Machine:
         self.watch = SpinWatch(program)
         self.done = 0  # clusters finished
         self.on_cluster_done = None  # called with `done`
-        self.recorder = launch.recorder  # of what is timed afterwards; None: nothing is
+        self.recorder = launch.recorder  # recorder of a trace to be timed; None: none
         if self.recorder is not None:
             self.timeout_chance = 0.0
 
@@ -116,7 +116,7 @@ class Machine:
             self.wake(warp)
 
     def wake(self, warp: Warp) -> None:
-        """Let the scheduler pick a warp again, if it lives."""
+        """Let the scheduler pick a warp again, unless it has exited."""
         if not warp.ready and warp.alive:
             warp.ready = True
             self.ready.append(warp)
@@ -185,7 +185,7 @@ class Machine:
                     raise self.deadlock("nothing can make progress")
 
     def deadlock(self, headline: str) -> Deadlock:
-        """The report of a machine in which nothing more can happen."""
+        """The report of a machine in which nothing can make progress."""
         pending = sum(len(queue) for queue in self.queues.values())
         return diagnosis.deadlock(self.program, self.resident, pending, headline)
 
@@ -205,13 +205,13 @@ class Machine:
         return True
 
     def complete(self, position: int) -> None:
-        """Let the pending asynchronous operation that is first in a queue take effect."""
+        """Let the first pending asynchronous operation of a queue take effect."""
         key = self.queue_keys[position]
         queue = self.queues[key]
         op = queue.popleft()
         self.clock += 1
         self.progress += 1
-        self.executing = op.origin  # what it defers in turn belongs to the same instruction
+        self.executing = op.origin  # operations it defers belong to the same instruction
         recorder = self.recorder
         if recorder is not None:
             recorder.step, stored = op.step, self.stats.tma_bytes_stored
@@ -266,7 +266,7 @@ class Machine:
                 if not self.execute(w, group, block, ins):
                     return bool(w.alive) and w.runnable() is not None
                 continue
-            # Lanes that could meet this group on its way are looked for after every block.
+            # After every block, look for lanes that could join this group.
             alone = single or w.alone(group)
             budget = BLOCK_BUDGET if alone and not w.flying and not recorded else 1
             steps -= 1
@@ -305,7 +305,7 @@ class Machine:
         return True
 
     def favoured(self, w: Warp) -> Group | None:
-        """The group of a diverged warp that goes first in this turn; None: the one furthest behind in the text."""
+        """The group of a diverged warp that goes first in this turn; None: the group at the lowest address."""
         free = [group for group in w.groups if group.free]
         if len(free) < 2:
             w.diverged_states.clear()
@@ -322,7 +322,7 @@ class Machine:
         return None
 
     def diverge(self, w: Warp, group: Group, block: int) -> None:
-        """Split a group at a branch that only the lanes in the context's TAKEN field take."""
+        """Split a group at a branch taken only by the lanes in the context's TAKEN field."""
         taken = w.context[TAKEN]
         target, others = self.program.split(block)
         if target is None:
@@ -359,7 +359,7 @@ class Machine:
             self.warn_of_use(cta)
 
     def warn_of_use(self, cta: Cta) -> None:
-        """A CTA's last warp has exited: warn of the operations that are not done with its shared memory."""
+        """A CTA's last warp has exited: warn of operations that still use its shared memory."""
         for queue in self.queues.values():
             for op in queue:
                 if op.uses_shared and op.origin is not None and op.origin[0].cta is cta:
@@ -462,9 +462,9 @@ class Machine:
         self.waiters.setdefault(wait.on, []).append((w, group))
 
     def gathered(self, w: Warp, group: Group, ins: Instr) -> bool:
-        """Whether the lanes that a collective instruction names are together; if not, the group waits for them.
+        """Whether the lanes named by a collective instruction are together; if not, the group waits for them.
 
-        Where lanes name different sets (tiles of a warp), those whose set is complete go on and the others wait.
+        If lanes name different sets (tiles of a warp), those whose set is complete go on and the others wait.
         """
         complete = 0
         for members, named in self.named_lanes(w, group, ins):

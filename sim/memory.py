@@ -1,9 +1,9 @@
 """Global memory of the simulated device.
 
 Every allocation is an anonymous shared mapping of its own, with a guard zone on either side, so that worker
-processes forked later see the same bytes. A simulated global address is the host address of the byte that
-stands for it; `GlobalMemory.view` is the checked way to it, and `GlobalMemory.ranges` the table with which
-generated code makes the same check.
+processes forked later see the same bytes. A simulated global address is the host address of its byte;
+`GlobalMemory.view` is the checked access, and `GlobalMemory.ranges` the table with which generated code makes the same
+check.
 
 The caller's tensors are staged: the bytes a tensor can reach are copied in before the run and back after it.
 Views that overlap in the caller's memory share one allocation.
@@ -21,15 +21,15 @@ import numpy as np
 
 from warpspec.sim.errors import MemoryFault
 
-WINDOW_SHIFT = 56  # a generic address: what window it lies in << WINDOW_SHIFT | the address there
+WINDOW_SHIFT = 56  # a generic address: window << WINDOW_SHIFT | address in the window
 SHARED_WINDOW = 1 << WINDOW_SHIFT  # generic address of shared memory: SHARED_WINDOW + shared address
 LOCAL_WINDOW = 2 << WINDOW_SHIFT  # generic address of local memory: LOCAL_WINDOW + local address
 CTA_RANK_SHIFT = 24  # shared address: (CTA rank in the cluster << CTA_RANK_SHIFT) | offset
-SHARED_BASE_OFFSET = 1024  # the first bytes of a CTA's shared memory are the system's
+SHARED_BASE_OFFSET = 1024  # the first bytes of a CTA's shared memory are reserved for the system
 
 DEVICE_ALIGNMENT = 256  # bytes, of every allocation the CUDA runtime makes
 HOST_ALIGNMENT = (
-    64  # bytes, of torch's CPU allocations: how far a host address tells the offset in its storage
+    64  # bytes, of torch's CPU allocations: up to here a host address reveals the offset in its storage
 )
 GUARD_BYTES = 4096
 GUARD_BYTE = 0xA5
@@ -67,8 +67,8 @@ class Allocation:
 class HostRegion:
     """Caller's bytes `low` to `high` (host addresses) that an argument can reach.
 
-    storage: host address at which the tensor's storage begins, None if not known. holds_pointers: translate
-    8-byte words in it that point into a staged region, on the way in and out. keep: whatever keeps it alive.
+    storage: host address at which the tensor's storage begins, None if not known. holds_pointers: translate its 8-byte
+    words that point into a staged region, when copying in and out. keep: object that keeps it alive.
     """
 
     low: int
@@ -81,7 +81,7 @@ class HostRegion:
 
 @dataclass(eq=False)
 class _Staged:
-    """Overlapping host regions and the allocation that stands for them."""
+    """Overlapping host regions and their allocation."""
 
     low: int
     high: int
@@ -101,7 +101,7 @@ class GlobalMemory:
         self.watch = (
             None  # called with (address, shape, strides) of boxes that TMA copies, to check their order
         )
-        self.version = 0  # grows with every change of the set of allocations
+        self.version = 0  # incremented with every change of the set of allocations
 
     @property
     def allocations(self) -> tuple[Allocation, ...]:
@@ -222,7 +222,7 @@ class GlobalMemory:
         return text
 
     def check_guards(self) -> None:
-        """MemoryFault if anything wrote outside an allocation without going through the checks."""
+        """Raise MemoryFault if an unchecked access wrote outside an allocation."""
         for allocation in self._allocations:
             for guard, side in zip(allocation._guards, ("before", "after"), strict=True):
                 if (guard != GUARD_BYTE).any():
@@ -273,7 +273,7 @@ class GlobalMemory:
         return edge
 
     def host_address(self, allocation: Allocation) -> int | None:
-        """The caller's memory that an allocation stands for; None if it stands for none."""
+        """The caller's memory behind an allocation; None if there is none."""
         return next((staged.low for staged in self._staged if staged.allocation is allocation), None)
 
     def copy_back(self) -> None:

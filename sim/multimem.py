@@ -1,6 +1,6 @@
 """multimem on one device: a multicast object's only replica is that device's own memory.
 
-A reduction over all replicas is then a load, and a store or reduction to all of them one to it. PTX ISA 9.7.9.14
+A reduction over all replicas is then a load, and a store or reduction to all replicas goes to the one. PTX ISA 9.7.9.14
 ("Data Movement and Conversion Instructions: multimem").
 """
 
@@ -15,7 +15,7 @@ ELEMENT_BITS = {"e4m3": 8, "e5m2": 8}
 
 
 def on_one_device(opcode: str) -> str:
-    """The ordinary opcode that a multimem one is. Raises UnsupportedInstruction for forms that the ISA lacks."""
+    """The ordinary opcode equivalent to a multimem one. Raises UnsupportedInstruction for forms that the ISA lacks."""
     _, kind, *modifiers = opcode.split(".")
     operations = [part for part in modifiers if part in OPERATIONS]
     if kind not in ("ld_reduce", "st", "red") or len(operations) != (kind != "st"):

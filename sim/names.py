@@ -1,4 +1,4 @@
-"""Names that people know: a kernel's function in the DSL, the function that a Python line is in, fields of storage."""
+"""Readable names: a kernel's function in the DSL, the function around a Python line, fields of storage."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
-DSL_PREFIX = (
-    "kernel_cutlass_"  # of the name that the DSL gives to a kernel; its function and arguments follow
-)
-LONGEST = 40  # characters of a name that has to be cut
+DSL_PREFIX = "kernel_cutlass_"  # prefix of a DSL kernel's name; its function and arguments follow
+LONGEST = 40  # characters to which long names are cut
 BARRIER_BYTES = 8
 
 Field = tuple[str, int, int]  # name, bytes, offset in dynamic shared memory
@@ -44,7 +42,7 @@ def _functions(path: str) -> tuple[tuple[int, int, str], ...]:
 
 @lru_cache(maxsize=4096)
 def function_at(source: str | None) -> str | None:
-    """The function that a line ("file:line") is in, with its classes; None where the file does not say."""
+    """The function that contains a line ("file:line"), with its classes; None if the file does not tell."""
     path, _, line = (source or "").rpartition(":")
     if not path or not line.isdigit():
         return None
@@ -70,8 +68,8 @@ def _without_arguments(name: str) -> str:
 
 
 def kernel_name(name: str, source: str | None) -> str:
-    """The name of a kernel for messages: of the DSL's function where line information tells it, else without the
-    mangled arguments, cut if need be.
+    """The name of a kernel for messages: the DSL's function if line information tells it, else the name without the
+    mangled arguments, cut if necessary.
 
     name: in PTX. source: the Python line of its first instruction.
     """
@@ -82,18 +80,19 @@ def kernel_name(name: str, source: str | None) -> str:
 
 
 class StorageNames:
-    """Fields of shared memory by offset. fields: of dynamic memory, those that are known; start: where that begins."""
+    """Fields of shared memory by offset. fields: the known fields of dynamic memory; start: where dynamic memory
+    begins."""
 
     def __init__(self, fields: Sequence[Field] = (), start: int = 0):
         self._fields = sorted((offset + start, nbytes, name) for name, nbytes, offset in fields)
         self._starts = [offset for offset, _, _ in self._fields]
 
     def barrier(self, offset: int) -> str | None:
-        """The field that an mbarrier at an offset in shared memory is, `name[index]` where it has several."""
+        """The field of the mbarrier at an offset in shared memory, `name[index]` if it has several."""
         return self._at(offset, BARRIER_BYTES)
 
     def place(self, offset: int) -> str | None:
-        """The field that an offset in shared memory is in, `name + bytes` where it is not the field's first."""
+        """The field that contains an offset in shared memory, `name + bytes` unless it is the field's first byte."""
         return self._at(offset, 0)
 
     def _at(self, offset: int, unit: int) -> str | None:

@@ -1,4 +1,4 @@
-"""What a Python handler gives the machine: a wait for its lanes, or asynchronous work."""
+"""What a Python handler returns to the machine or defers: a wait for its lanes, or asynchronous work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Wait:
     """A handler's answer when its lanes must wait.
 
     The lanes wait until `machine.notify(on)`. Then the handler is called again, or, with `resume_after`, execution
-    continues behind the instruction. `poll` marks a wait that the hardware bounds in time (mbarrier.try_wait): when
+    continues after the instruction. `poll` marks a wait that the hardware bounds in time (mbarrier.try_wait): when
     nothing else can run, such lanes are released once with their group's `timed_out` set to this wait.
     """
 
@@ -37,7 +37,7 @@ class Op:
         self.text = text
         self.uses_shared = True
         self.origin = None  # (warp, instruction): who issued it; set by Machine.defer
-        self.step = None  # of the trace that is recorded, to which it belongs
+        self.step = None  # its step in the recorded trace
 
     def execute(self, m) -> None:
         raise NotImplementedError

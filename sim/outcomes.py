@@ -1,4 +1,4 @@
-"""What runs under several seeds make of the same tensors."""
+"""Compare what runs under several seeds do to the same tensors."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import torch
 from warpspec.sim.errors import ScheduleDependence
 from warpspec.sim.order.stores import Stores
 
-ROUNDING = 1e-2  # relative difference of floats that the order of atomic sums may make
+ROUNDING = 1e-2  # relative difference of floats that the order of atomic sums may cause
 
 
 class Outcomes:
-    """The tensors among the arguments of a run, as they were and as the first run left them."""
+    """The tensors among the arguments of a run, before the first run and after it."""
 
     def __init__(self, arguments: dict[str, object]):
         self._tensors = dict(_tensors(arguments))
@@ -20,22 +20,22 @@ class Outcomes:
         self._first_seed = 0
 
     def restore(self) -> None:
-        """Make the tensors what they were before the first run."""
+        """Restore the tensors to their values before the first run."""
         self.put(self._before)
 
     def now(self) -> dict[str, torch.Tensor]:
-        """The tensors' storages as they are."""
+        """The current contents of the tensors' storages."""
         return {name: _bytes(tensor) for name, tensor in self._tensors.items()}
 
     def put(self, contents: dict[str, torch.Tensor]) -> None:
-        """Make the tensors what `now` returned."""
+        """Set the tensors to what `now` returned."""
         for name, tensor in self._tensors.items():
             _bytes_of_storage(tensor)[:] = contents[name]
 
     def compare(self, seed: int) -> None:
-        """Raises ScheduleDependence if the tensors are not what the first run that was compared left.
+        """Raise ScheduleDependence if the tensors differ from those after the first compared run.
 
-        Floats may differ by what the order of atomic sums changes; everything else must be the same.
+        Floats may differ as far as the order of atomic sums explains; everything else must be equal.
         """
         if self._first is None:
             self._first = {name: tensor.clone() for name, tensor in self._tensors.items()}
@@ -54,7 +54,7 @@ class Outcomes:
                 )
 
     def against_first(self, stores: Stores) -> None:
-        """Raises WrongResult for the first tensor that is not what the first run left: which store made it so."""
+        """Raise WrongResult for the first tensor that differs from the first run's, naming the store at fault."""
         for name, tensor in self._tensors.items():
             stores.compare(tensor, self._first[name], rtol=0.0, atol=0.0)
 
@@ -85,7 +85,7 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _differing(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor | None:
-    """Which elements differ, or None where rounding explains all that do."""
+    """Which elements differ, or None if rounding explains all differences."""
     differing = _words(first) != _words(second)
     if not differing.any():
         return None

@@ -1,7 +1,7 @@
 """Shares of a launch: clusters that cannot see each other, on as many processes as there are cores.
 
-How a grid is cut depends on the grid alone, so that a seed means the same run on every machine: the same results, the
-same findings, and of several errors the one of the first share.
+The cut depends on the grid alone, so that a seed gives the same run on every machine: the same results, the same
+findings, and, of several errors, the first share's.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from warpspec.sim.order.stores import active as stores_active
 from warpspec.sim.report import LaunchStats
 
 SHARES = ((64, 8), (16, 4), (4, 2), (0, 1))  # (clusters from which on, parts that the grid is cut into)
-SEEDS_APART = 2  # a launch in fewer parts has this many seeds of the machine for each seed
+SEEDS_APART = 2  # a launch in fewer parts has this many machine seeds per seed
 PROGRESS_AFTER = 5.0  # seconds of expected run time from which progress is shown
-PROCESSES_VARIABLE = "WARPSPEC_SIM_PROCESSES"  # environment variable: most processes of a launch
+PROCESSES_VARIABLE = "WARPSPEC_SIM_PROCESSES"  # environment variable: maximum processes of a launch
 
 
 class Progress:
@@ -72,7 +72,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Run:
-    """What all shares of a launch have in common. check: "order" or None."""
+    """The common data of all shares of a launch. check: "order" or None."""
 
     program: Program
     gmem: GlobalMemory
@@ -81,7 +81,7 @@ class Run:
     check: str | None
 
     def checker(self) -> OrderChecker | None:
-        """Who is told of the accesses of a share, if anyone."""
+        """The checker or recorder of a share's accesses, if any."""
         if stores_active() is not None:
             return StoreRecorder(
                 self.program, self.gmem, self.overlap, stores_active(), self.check == "order"
@@ -90,7 +90,7 @@ class Run:
 
 
 def shares_of(clusters: int) -> int:
-    """Parts that a grid of so many independent clusters is cut into."""
+    """Number of parts into which a grid of so many independent clusters is cut."""
     return next(parts for least, parts in SHARES if clusters >= least)
 
 
@@ -100,8 +100,8 @@ def _prints(program: Program) -> bool:
 
 
 def processes_of(program: Program, shares: int) -> int:
-    """Processes that shares run on: one a core, at most what the environment says; one where the order of what they
-    write matters, which are our sys.stdout and the record of their stores."""
+    """Number of processes for shares: one per core, limited by the environment; one if the order of their output
+    matters, as for our sys.stdout and the record of their stores."""
     if _prints(program) or stores_active() is not None:
         return 1
     most = int(os.environ.get(PROCESSES_VARIABLE) or shares)
@@ -109,7 +109,8 @@ def processes_of(program: Program, shares: int) -> int:
 
 
 def run_shares(run: Run, launches: list[Launch], clusters: int, translation: float) -> LaunchStats:
-    """Run the shares of a launch. clusters: of all. translation: seconds that the kernel's translation took.
+    """Run the shares of a launch. clusters: number in all shares. translation: seconds that the kernel's translation
+    took.
 
     Raises what the first share that fails raises.
     """
@@ -156,7 +157,7 @@ def _joined(run: Run, parts: list[LaunchStats]) -> LaunchStats:
 
 
 def _run_some(run: Run, launches: Sequence[Launch], progress=None) -> list[LaunchStats | Exception]:
-    """What becomes of some shares, in order, up to the first that fails."""
+    """The outcomes of some shares, in order, up to the first that fails."""
     answers: list[LaunchStats | Exception] = []
     done = 0
     for launch in launches:
@@ -203,7 +204,7 @@ class _Child:
         if self._pid:
             os.close(writing)
             return
-        try:  # whatever happens, this process does not go on as its parent would
+        try:  # in any case, this process must not continue as its parent would
             os.close(self._reading)
             try:
                 answers = [answer if isinstance(answer, LaunchStats | SimError) else _strange(answer)
@@ -216,7 +217,7 @@ class _Child:
             os._exit(0)
 
     def answers(self) -> list[LaunchStats | Exception]:
-        """Wait for the shares to end: what became of each, up to the first that failed."""
+        """Wait for the shares to end; returns the outcomes, up to the first that failed."""
         with os.fdopen(self._reading, "rb", closefd=False) as pipe:
             data = pipe.read()
         return pickle.loads(data) if data else [RuntimeError("a simulator process died without an answer")]
@@ -231,6 +232,6 @@ class _Child:
 
 
 def _strange(error: BaseException) -> RuntimeError:
-    """An error that may not survive the way to the parent, with its traceback."""
+    """An error that may not survive pickling to the parent, with its traceback."""
     text = "".join(traceback.format_exception(error))
     return RuntimeError(f"in a simulator process:\n{text}")

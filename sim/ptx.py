@@ -223,7 +223,7 @@ class _Parser(OperandReader):
         return found
 
     def performance_directives(self) -> bool:
-        """.reqntid and its kin; True when a body follows, False for a declaration that ends in ';'."""
+        """.reqntid and similar; True if a body follows, False for a declaration that ends in ';'."""
         while True:
             self.pos = SPACE.match(self.text, self.pos).end()
             char = self.text[self.pos : self.pos + 1]

@@ -45,7 +45,7 @@ class Scope:
 
 
 class OperandReader:
-    """A place in PTX text, the scope that names are looked up in, and what reads operands there."""
+    """Reads operands at a place in PTX text, looking up names in a scope."""
 
     def __init__(self, text: str):
         self.text = without_comments(text)
@@ -69,7 +69,7 @@ class OperandReader:
         return PtxSyntaxError(message, Where(ptx_line=self.text.count("\n", 0, pos) + 1, ptx_text=quote))
 
     def until(self, stop: str) -> str:
-        """The text up to `stop`, which is consumed too."""
+        """The text up to `stop`; consumes both."""
         end = self.text.find(stop, self.pos)
         if end < 0:
             raise self.error(f"expected {stop!r}")

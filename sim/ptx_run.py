@@ -1,4 +1,4 @@
-"""`sim.launch`: runs a kernel given as PTX text, whichever compiler wrote it."""
+"""`sim.launch`: runs a kernel given as PTX text from any compiler."""
 
 from __future__ import annotations
 
@@ -41,13 +41,12 @@ def launch(
     grid, block, cluster: one to three ints, x first. A kernel with .reqnctapercluster has that cluster by itself.
     smem: bytes of dynamic shared memory.
     args: one for each .param. A CPU torch tensor or NumPy array is a pointer to its first element; an int fills an
-    integer parameter of 1, 2, 4 or 8 bytes; a float one of .f32, .f64, .b32 or .b64; None is a null pointer; bytes and
-    NumPy scalars are taken as they are; `sim.tensor_map(...)` is a tensor map, by value (128 bytes) or by pointer (8).
-    A struct is its bytes, a ctypes.Structure (addresses of live CPU tensors in its c_void_p fields are translated), or
-    a tuple of its fields (numbers in it as NumPy scalars), laid out as C does.
-    seed, seeds, check, timeline: as for `sim.run`.
-    cubin: what ptxas made of the PTX, or the path of it: registers and stack then appear in the report, and a launch
-    that needs too many registers is refused.
+    integer parameter of 1, 2, 4 or 8 bytes; a float fills one of .f32, .f64, .b32 or .b64; None is a null pointer;
+    bytes and NumPy scalars are used unchanged; `sim.tensor_map(...)` is a tensor map, by value (128 bytes) or by
+    pointer (8). A struct is its bytes, a ctypes.Structure (addresses of live CPU tensors in its c_void_p fields are
+    translated), or a tuple of its fields (numbers in it as NumPy scalars), laid out as C does. seed, seeds, check,
+    timeline: as for `sim.run`. cubin: ptxas's output for the PTX, or its path: the report then shows registers and
+    stack, and a launch that needs too many registers is refused.
 
     Returns a SimReport with one launch. Raises HostError for arguments that do not fit the .param declarations, and for
     a launch that hardware refuses (.reqntid, .maxntid, .reqnctapercluster, .maxclusterrank, shared memory, registers);

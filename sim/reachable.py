@@ -1,7 +1,7 @@
 """Tensors that a kernel reaches through addresses: pointer arguments, and addresses kept in int64 tensors.
 
-On a GPU an address is enough. The simulator stages the memory behind it, so it has to know how far that
-reaches: it looks for the live tensor whose storage holds the address.
+On a GPU an address is enough. The simulator stages the memory behind it and must know its extent, so it looks for the
+live tensor whose storage contains the address.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from warpspec.sim.host_tensor import device_of_memory
 from warpspec.sim.memory import POINTER_BYTES, HostRegion
 
 TABLE_WORDS = 1 << 16  # int64 tensors with more elements are not searched for addresses
-LOWEST_ADDRESS, HIGHEST_ADDRESS = 1 << 16, 1 << 47  # of user space on x86-64 Linux
+LOWEST_ADDRESS, HIGHEST_ADDRESS = 1 << 16, 1 << 47  # user space on x86-64 Linux
 TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 def behind(pointers: Mapping[str, int], known: Sequence[HostRegion]) -> list[HostRegion]:
-    """Regions of the live CPU tensors and arrays that addresses lie in and that `known` does not cover.
+    """Regions of the live CPU tensors and arrays that contain these addresses and are not covered by `known`.
 
-    pointers: addresses by argument name. `known` is searched for addresses where it holds 64-bit integers,
-    and so is what is found. An address that lies in no tensor is left out.
+    pointers: addresses by argument name. 64-bit integers in `known`, and in regions found, are searched for addresses,
+    too. An address that lies in no tensor is left out.
     """
     pending = {address: f"`{name}`" for name, address in pointers.items()}
     for region in known:
@@ -65,7 +65,7 @@ def _addresses_in(region: HostRegion) -> list[int]:
 
 
 class _Spans:
-    """Address ranges [low, high) and which addresses lie in one of them."""
+    """A set of address ranges [low, high), to test whether addresses lie in one."""
 
     def __init__(self, spans: Iterable[tuple[int, int]]):
         self.lows: list[int] = []

@@ -24,9 +24,9 @@ def aligned_bytes(size: int, align: int = 64, fill: int | None = None) -> np.nda
 class RegisterMemory:
     """Registers of one warp after another, laid out as `registers` says.
 
-    regs: all bytes; homes: those of registers that outlive a block; u16, u32, u64, rows (uint32 [n, 32]): the same as
-    numbers; words: the same as Python integers, by width, which are read faster one by one. lanes: of registers that
-    have been read so, by name: their lanes as integers, and the bytes of all lanes.
+    regs: all bytes; homes: bytes of registers that outlive a block; u16, u32, u64, rows (uint32 [n, 32]): the same
+    memory as numbers; words: as Python integers, by width, which are faster to read singly. lanes: by name, for
+    registers read per lane: their lanes as integers, and the bytes of all lanes.
     """
 
     __slots__ = ("address", "bytes", "homes", "lanes", "regs", "rows", "u16", "u32", "u64", "words")

@@ -1,4 +1,4 @@
-"""What a simulated run reports: resources, instruction counts, bytes, FLOPs, waits, a timeline."""
+"""The report of a simulated run: resources, instruction counts, bytes, FLOPs, waits, a timeline."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def family(opcode: str) -> str:
 
 
 class Span(NamedTuple):
-    """Something on the timeline. warp: None for asynchronous work. start, end: steps of the scheduler. source: the line
-    of source of what waits. by: who ended a wait, as (CTA, warp, line of source)."""
+    """An interval on the timeline. warp: None for asynchronous work. start, end: steps of the scheduler. source: the
+    waiting source line. by: who ended a wait, as (CTA, warp, source line)."""
 
     cta: int
     warp: int | None
@@ -50,13 +50,13 @@ class Span(NamedTuple):
     by: tuple[int, int, str] | None = None
 
 
-# A wait that has ended as the machine notes it, which is put into words only where somebody looks: CTA, warp, start,
+# A finished wait as the machine notes it; it is formatted only on demand: CTA, warp, start,
 # end, instruction, what was waited for, and who ended it (a warp and its instruction, or None).
 Wait = tuple[int, int, int, int, Instr, object, tuple[Warp, Instr] | None]
 
 
 def spans(events: Iterable[Span | Wait]) -> list[Span]:
-    """Events in words."""
+    """Format events."""
     return [event if type(event) is Span else _span(*event) for event in events]
 
 
@@ -81,16 +81,14 @@ class LaunchStats:
         default_factory=dict
     )  # warp index -> executions of each block
     events: list[Span | Wait] = field(default_factory=list)
-    warnings: dict[str, str] = field(
-        default_factory=dict
-    )  # first words -> what the kernel does that it should not
+    warnings: dict[str, str] = field(default_factory=dict)  # first words -> warning
 
     findings: dict[tuple, object] = field(default_factory=dict)  # of the order checker
-    touched: list[dict] = field(default_factory=list)  # global memory that it saw accessed, of each share
-    seen: object = None  # what it saw of griddepcontrol
+    touched: list[dict] = field(default_factory=list)  # accesses to global memory, by share
+    seen: object = None  # uses of griddepcontrol
 
     def warn(self, text: str) -> None:
-        """Record something that hardware tolerates and the programming model does not; once for each kind."""
+        """Record, once per kind, something that hardware tolerates and the programming model forbids."""
         self.warnings.setdefault(text.split(",")[0], text)
 
     def counters(self, warp: int, blocks: int) -> np.ndarray:
@@ -102,7 +100,7 @@ class LaunchStats:
     def waited(
         self, w: Warp, ins: Instr, since: int, now: int, on: object, by: tuple[Warp, Instr] | None
     ) -> None:
-        """A wait of some lanes at an instruction has ended. since, now: ticks of the machine's clock. on: what they
+        """Note the end of some lanes' wait at an instruction. since, now: ticks of the machine's clock. on: what they
         waited for. by: who ended it."""
         self.barrier_waits[w.index] = self.barrier_waits.get(w.index, 0) + 1
         if w.cta.number < TIMELINE_CTAS and len(self.events) < TIMELINE_EVENTS:
@@ -121,7 +119,7 @@ class LaunchStats:
             self.events.append(Span(w.cta.number, w.index, "run", 0, now))
 
     def __getstate__(self) -> dict:
-        """For another process: events in words, without the machine that they are of."""
+        """For another process: formatted events, without their machine."""
         return self.__dict__ | {"events": spans(self.events)}
 
     def merge(self, other: LaunchStats) -> None:
@@ -154,7 +152,7 @@ class LaunchReport:
     cluster: tuple[int, int, int]
     block: tuple[int, int, int]
     registers: int | None
-    local_bytes: int | None  # stack and spills a thread
+    local_bytes: int | None  # stack and spills per thread
     static_smem: int
     dynamic_smem: int
     tmem_columns: int
@@ -168,21 +166,21 @@ class LaunchReport:
     seconds: float
     warnings: list[str] = field(default_factory=list)
     noted: list[Span | Wait] = field(repr=False, default_factory=list)  # see `events`
-    function: str = ""  # what messages call the kernel: its function in the DSL
-    findings: list = field(repr=False, default_factory=list)  # of the order checker, those not tolerated
+    function: str = ""  # the kernel's name in messages: its function in the DSL
+    findings: list = field(repr=False, default_factory=list)  # the order checker's, except tolerated ones
     storage: tuple = field(repr=False, default=())  # fields of dynamic shared memory: name, bytes, offset
     trace: object = field(
         repr=False, default=None
-    )  # what is timed (clocks/record.py); None: nothing was recorded
+    )  # recorded traces (clocks/record.py); None: nothing was recorded
 
     @cached_property
     def events(self) -> list[Span]:
-        """What its first CTAs did and waited for, in the order in which it ended."""
+        """What its first CTAs did and waited for, by end."""
         return spans(self.noted)
 
     @property
     def warp_instructions(self) -> int:
-        """Instructions executed, one for each warp that executed it."""
+        """Number of instructions executed, each counted once per executing warp."""
         return sum(sum(f.values()) for f in self.instructions.values())
 
 
@@ -231,7 +229,7 @@ class SimReport:
     roles: dict[int, str] = field(default_factory=dict)
 
     def __add__(self, other: SimReport) -> SimReport:
-        """The launches of two runs, one after the other."""
+        """The launches of two runs, in order."""
         launches = self.launches + other.launches
         return SimReport(launches, self.seconds + other.seconds, self.seed, {**other.roles, **self.roles})
 
@@ -275,9 +273,9 @@ class SimReport:
     def clocks(self, chip: str | Chip, *, cold: bool = True) -> Clocks:
         """Predict the launches' times on a chip: "h100", "h200", "b200", "b300", or a `Chip` with other constants.
 
-        cold: nothing of the tensors is in L2 when a launch begins. The run must have been made inside
-        `sim.recording()`; a prediction is no measurement. ValueError for an unknown chip, one that does not run what
-        the kernels were compiled for, or a run that was not recorded.
+        cold: no tensor data are in L2 when a launch begins. The run must have been made inside `sim.recording()`; a
+        prediction is not a measurement. ValueError for an unknown chip, one that does not run what the kernels were
+        compiled for, or a run that was not recorded.
         """
         traces = [launch.trace for launch in self.launches]
         if None in traces:

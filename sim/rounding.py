@@ -1,8 +1,8 @@
 """Float arithmetic with every rounding mode of PTX, exact, on numpy arrays (PTX ISA 9.7.3).
 
-f32 results are computed in float64, where products of f32 values are exact, and rounded to odd there: the
-last bit says that something was cut off, so that one more rounding to 24 bits or fewer, in any mode, is the
-right one. f64 results in the directed modes are computed with exact rationals, lane by lane.
+f32 results are computed in float64, where products of f32 values are exact, and rounded to odd: the last bit records
+that bits were discarded, so that a further rounding to 24 bits or fewer is correct in any mode. f64 results in the
+directed modes are computed with exact rationals, lane by lane.
 
 modes: rn (nearest, ties to even), rz (to zero), rm (down), rp (up).
 """
@@ -22,7 +22,7 @@ F32_NAN = np.uint32(0x7FFFFFFF)
 F64_NAN = np.uint64(0x7FFFFFFFFFFFFFFF)
 F32_MIN_NORMAL = np.float32(2.0**-126)
 F64_MANTISSA = 53
-F64_MIN_EXPONENT = -1074  # of the last bit of a subnormal
+F64_MIN_EXPONENT = -1074  # exponent of the last bit of a subnormal
 F64_MAX = float(np.finfo(np.float64).max)
 # Quotients and roots are first cut to 26 bits: times a 24-bit divisor, or squared, that is still exact in
 # float64.
@@ -85,7 +85,7 @@ def odd_root(a: np.ndarray) -> np.ndarray:
 
 
 def _stick(near, cut, product, target, regular):
-    """`cut` with a last bit that says on which side of it the exact result lies; `near` where not regular."""
+    """`cut` with a last bit that says on which side of it the exact result lies; `near` if not regular."""
     step = (product < target).astype(np.int64) - (product > target).astype(np.int64)
     stuck = (cut.view(np.int64) + step).view(np.float64)
     return np.where(regular & (near != 0), stuck, near)

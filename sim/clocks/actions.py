@@ -1,4 +1,4 @@
-"""What a system instruction does in a replay: its kind, how long it holds its warp, what it takes of a unit."""
+"""What a system instruction does in a replay: its kind, how long it holds its warp, and how long it occupies a unit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from warpspec.sim.instruction import Imm, Instr, Vec
 from warpspec.sim.tcgen05 import transfer
 
 WARP = 32
-K_BYTES = 32  # of a row that one wgmma reads, whatever the type
+K_BYTES = 32  # bytes of a row that one wgmma reads, for every type
 WGMMA_M = 64
 
 
@@ -42,9 +42,9 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """kind; issue: clocks that the warp spends; latency: until others see it; busy: of its unit; shared: clocks of
-    shared memory. count: groups that may stay pending, bytes, or columns; reads: whether its result comes back; of a
-    barrier, whether it is one of a CTA's threads. adds: of a bulk store, whether it is a reduction."""
+    """kind; issue: clocks that the warp spends; latency: clocks until others see it; busy: clocks of its unit; shared:
+    clocks of shared memory. count: groups that may stay pending, bytes, or columns; reads: whether its result comes
+    back; for a barrier, whether it is one of a CTA's threads. adds: for a bulk store, whether it is a reduction."""
 
     kind: Kind
     issue: float = 1.0
@@ -57,7 +57,7 @@ class Action:
 
 
 def action_of(ins: Instr, chip: Chip) -> Action:
-    """What an instruction does; PLAIN, with the issue time of any, where nothing else is known."""
+    """The action of an instruction; PLAIN, with the default issue time, if nothing else is known."""
     parts = ins.parts
     family = parts[0]
     find = {
@@ -127,7 +127,7 @@ def _wgmma(ins: Instr, chip: Chip) -> Action:
 
 
 def wgmma_clocks(chip: Chip, n: int, registers: bool) -> float:
-    """Clocks between wgmmas in a row: multiplying, or reading A and B from shared memory, whichever is longer."""
+    """Clocks between consecutive wgmmas: multiplying, or reading A and B from shared memory, whichever is longer."""
     multiplying = WGMMA_M * n * K_BYTES / chip.clocks("mma_flops")
     if registers:
         return max(multiplying, chip.clocks("wgmma_least_registers"))

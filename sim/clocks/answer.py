@@ -1,4 +1,4 @@
-"""What a prediction says: clocks as an interval, what binds, the critical path, who waits for what."""
+"""A prediction: clocks as an interval, the bottleneck, the critical path, who waits for what."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from warpspec.sim.clocks.replay import Result
 from warpspec.sim.clocks.trace import LaunchTrace
 from warpspec.sim.clocks.waves import Grid, Launch
 
-BOUND_BY_LATENCY = 0.6  # of a unit's clocks: below it no unit is called the one that binds
+BOUND_BY_LATENCY = 0.6  # share of the time: no unit that is busy for less is called the bottleneck
 UNITS_TIMED = ("tensor", "mufu", "fma", "alu", "issue", "shared", "tma", "l2", "hbm", "tensor memory")
 
 
@@ -20,10 +20,10 @@ UNITS_TIMED = ("tensor", "mufu", "fma", "alu", "issue", "shared", "tma", "l2", "
 class LaunchClocks:
     """A launch's predicted time on a chip; not a measurement.
 
-    clocks: of the SM, from the launch to the last CTA's end. low, high: with all constants that are not sure 20% faster
-    and slower. busy: part of a CTA's time that each unit of its SM works. path: part of the critical path that each
-    unit has. waits: warp number -> what it waits for -> clocks. binding: the busiest unit, or "latency". code: what
-    native code was timed by: "SASS", and who assembled it, or "PTX", and why.
+    clocks: SM clocks from the launch to the last CTA's end. low, high: with all uncertain constants 20% faster and
+    slower. busy: share of a CTA's time in which each unit of its SM works. path: each unit's share of the critical
+    path. waits: warp number -> what it waits for -> clocks. binding: the busiest unit, or "latency". code: how native
+    code was timed: "SASS", and who assembled it, or "PTX", and why.
     """
 
     kernel: str
@@ -68,7 +68,7 @@ class LaunchClocks:
 
 @dataclass
 class Clocks:
-    """Predicted times of a run's launches, one after the other."""
+    """Predicted times of a run's launches, in order."""
 
     launches: list[LaunchClocks]
 
@@ -108,7 +108,7 @@ class Clocks:
 def clocks_of(traces: list[LaunchTrace], name: str | Chip, *, cold: bool = True) -> Clocks:
     """Predicted times of launches on a chip, by its name or as a changed `Chip`.
 
-    ValueError for an unknown chip, or where a kernel was compiled for another architecture than the chip's.
+    ValueError for an unknown chip, or if a kernel was compiled for another architecture than the chip's.
     """
     chip = find_chip(name) if isinstance(name, str) else name
     found = []
@@ -171,7 +171,7 @@ def _answer(trace: LaunchTrace, chip: Chip, launch: Launch, low: float, high: fl
 
 
 def critical_path(result: Result) -> dict[str, float]:
-    """Parts of the time on the chain of causes that ends with the last warp: what ran, or which unit worked."""
+    """Shares of the time along the chain of causes that ends with the last warp: what ran, or which unit worked."""
     parts: dict[str, float] = {}
     last = max(range(len(result.spans)), key=lambda w: result.spans[w][-1].end if result.spans[w] else 0.0)
     warp, now = last, result.clocks
@@ -187,7 +187,7 @@ def critical_path(result: Result) -> dict[str, float]:
             break
         span = spans[at]
         if span.end < now - 1e-9:
-            parts["run"] = parts.get("run", 0.0) + now - span.end  # short code that was left to a later wait
+            parts["run"] = parts.get("run", 0.0) + now - span.end  # short code deferred to a later wait
             now = span.end
         if span.unit == "run" or span.cause is None:
             unit, start = ("run" if span.unit == "run" else span.unit), span.start

@@ -1,8 +1,8 @@
 """Time of a block of native code in one warp: its instructions in the order of a list scheduler.
 
 ptxas schedules each block for latency, so a block alone takes about what a greedy list scheduler by critical path
-takes: every instruction waits for its operands, for an issue slot and for its pipe. What the block takes of each pipe
-says how much it slows others down and they it.
+takes: every instruction waits for its operands, for an issue slot and for its pipe. The clocks that the block takes of
+each pipe determine how much it and other warps slow each other down.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from warpspec.sim.clocks.constants import Chip
 from warpspec.sim.clocks.costs import PIPES, Cost, Pipe, cost_of
 from warpspec.sim.codegen.program import Program
 
-MAX_LOADS_IN_FLIGHT = 64  # parts of a block that wait for each other's loads
+MAX_LOADS_IN_FLIGHT = 64  # most parts of a block, each of which waits for earlier parts' loads
 
 
 @dataclass(slots=True)
 class Part:
     """A stretch of instructions between waits for global memory.
 
-    alone: clocks in a warp that has the SM to itself. demand: clocks of each pipe. loads: bytes a lane that it loads
-    from global memory, stores: that it stores or reduces. needs: whether it must wait for loads of the parts before.
+    alone: clocks in a warp that has the SM to itself. demand: clocks of each pipe. loads: bytes per lane loaded from
+    global memory; stores: bytes per lane stored or reduced. needs: whether it must wait for loads of earlier parts.
     """
 
     alone: float
@@ -35,7 +35,7 @@ class Part:
 
 @dataclass(slots=True)
 class BlockCost:
-    """A block: its parts, which registers (a bitset) it needs at its start and which its last loads fill."""
+    """A block: its parts, the registers (a bitset) it needs at its start, and those that its last loads fill."""
 
     parts: list[Part]
     uses: int
@@ -51,7 +51,7 @@ def block_cost(program: Program, index: int, chip: Chip) -> BlockCost:
     instrs = program.kernel.instrs[block.start : block.end]
     touched = program.live.touched[block.start : block.end]
     costs = [cost_of(ins, chip) for ins in instrs]
-    level: list[int] = []  # of each instruction: how many loads it depends on, one behind the other
+    level: list[int] = []  # for each instruction: the length of the chain of loads it depends on
     producer: dict[str, int] = {}
     inputs: list[list[int]] = []
     filled = 0
@@ -93,7 +93,7 @@ def _part(chosen: list[int], costs: list[Cost], inputs: list[list[int]]) -> Part
 def schedule(chosen: list[int], costs: list[Cost], inputs: list[list[int]]) -> float:
     """Clocks until the last of some instructions has issued, by a greedy list schedule.
 
-    inputs: of every instruction of the block, those whose results it reads; those that are not chosen are done.
+    inputs: for every instruction of the block, those whose results it reads; those that are not chosen count as done.
     """
     here = set(chosen)
     users: dict[int, list[int]] = {i: [] for i in chosen}
@@ -132,7 +132,7 @@ def schedule(chosen: list[int], costs: list[Cost], inputs: list[list[int]]) -> f
         cost = costs[i]
         left -= 1
         if best != Pipe.ISSUE:
-            # One scheduler alone reaches half of shared memory's rate, less what each access takes to begin.
+            # One scheduler alone reaches half of shared memory's rate, less each access's start-up time.
             free[best] = now + (2 * cost.shared + 2 if best == Pipe.SHARED else cost.busy)
         done = now + max(cost.latency, cost.issue)
         now += cost.issue + cost.stall

@@ -1,8 +1,8 @@
 """The chips: H100, H200, B200, B300. A row is a constant's name, value, what it is, source and confidence.
 
-Times are clocks of the SM, rates bytes or FLOP a clock and SM, unless said. Hopper's were measured by
-`scripts/microbench/run.py` on an H100 80GB HBM3 and an H200 (2026-11-24, driver 580.159.04), whose answers are kept in
-`scripts/microbench/recorded`; for Blackwell nobody here has a GPU: its constants are published ones or Hopper's.
+Times are SM clocks, rates bytes or FLOP per clock and SM, unless noted. Hopper's were measured by
+`scripts/microbench/run.py` on an H100 80GB HBM3 and an H200 (2026-11-24, driver 580.159.04), with results in
+`scripts/microbench/recorded`; no Blackwell GPU was available, so its constants are published ones or Hopper's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ GB300 = "Antoniomv7/gb300-microbench at 1c36b44"
 ASSUMED = "assumed: not measured"
 HOPPER = "as on Hopper: not published"
 
-# What a scheduler's pipes take for a warp's instruction, and latencies.
+# Clocks of a scheduler's pipes for a warp's instruction, and latencies.
 _PIPES = (
     ("fma", 1, "FP32 multiply and add", OURS, HIGH),
     ("fma_latency", 4, "", OURS, HIGH),
@@ -66,7 +66,7 @@ _TMA = (
     ("store_read_latency", 10, "until a store has read shared memory, beside its bytes", OURS, MEDIUM),
     ("store_latency", 40, "from there until wait_group lets pass", OURS, MEDIUM),
 )
-# Code that an SM has not run before, from L2. What HBM adds, from where the first SM gets it, was not measured.
+# Code that an SM has not run before, from L2. The first SM gets it from HBM; that extra time was not measured.
 _CODE = (
     (
         "code_latency",
@@ -228,6 +228,6 @@ def chip(name: str) -> Chip:
 
 
 def table_digest(of: Chip) -> str:
-    """A short digest of a chip's constants, by which a prediction says what it was made with."""
+    """A short digest of a chip's constants, with which a prediction identifies them."""
     rows = sorted((name, constant.value) for name, constant in of.table.items())
     return hashlib.sha256(repr((rows, of.sms, of.ghz)).encode()).hexdigest()[:12]

@@ -1,7 +1,7 @@
-"""Constants of the timing model, a table a chip: value, unit, where it comes from, how sure it is.
+"""Constants of the timing model, one table per chip: value, unit, source, confidence.
 
 Clocks are those of the SM. HIGH: measured directly, by us or by several others. MEDIUM, LOW: by one source, or
-inferred; a prediction is also made with these 20% lower and higher, and the result is the interval.
+inferred; predictions with these 20% lower and higher give the interval.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-VARIED = 0.2  # by which constants that are not sure are varied
+VARIED = 0.2  # factor by which uncertain constants are varied
 
 
 class Confidence(StrEnum):
@@ -33,7 +33,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Chip:
-    """A GPU of the model. sms: that kernels run on. ghz: of the SM under load. table: constants by name."""
+    """A GPU of the model. sms: SMs that kernels run on. ghz: SM clock under load. table: constants by name."""
 
     name: str
     target: str
@@ -50,7 +50,7 @@ class Chip:
         return name in self.table
 
     def varied(self, factor: float) -> Chip:
-        """The chip with every constant that is not sure slower (factor above 1) or faster by that factor."""
+        """The chip with every uncertain constant slower (factor above 1) or faster by that factor."""
         table = {
             name: c if c.confidence is HIGH else replace(c, value=_slower(name, c.value, factor))
             for name, c in self.table.items()
@@ -58,7 +58,7 @@ class Chip:
         return replace(self, table=table)
 
     def at(self, ghz: float) -> Chip:
-        """The chip at another clock of its SMs, in which HBM's bytes a clock are others. ValueError unless positive."""
+        """The chip at another SM clock, which changes HBM's bytes per clock. ValueError unless positive."""
         if not ghz > 0:
             raise ValueError(f"ghz is {ghz!r}; a positive number is needed")
         return replace(self, ghz=ghz)

@@ -1,8 +1,8 @@
-"""What a PTX instruction of native code costs: which pipe of a scheduler it takes, for how long, and its latency.
+"""Cost of a PTX instruction of native code: the scheduler's pipe it takes, for how long, and its latency.
 
-ptxas decides what is really issued. Where its output is not at hand, the PTX is taken for it, less what never
-becomes an instruction: moves between registers, conversions of address spaces, parameters (they are read from a
-constant bank), and multiplications that a following addition absorbs are rare enough in optimised PTX to be left.
+ptxas decides what is really issued. Without its output, the PTX is counted instead, except what never becomes an
+instruction: moves between registers, conversions of address spaces, parameters (they are read from a constant bank),
+and multiplications that a following addition absorbs are rare enough in optimised PTX to be left.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ REGISTER_BYTES = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}
 
 
 class Pipe(IntEnum):
-    """What warps of one scheduler share, and, SHARED, what all of an SM do. TENSOR: the tensor core, by wgmma."""
+    """A resource shared by the warps of one scheduler, or, SHARED, by all warps of an SM. TENSOR: the tensor core, by
+    wgmma."""
 
     ISSUE = 0
     FMA = 1
@@ -34,9 +35,10 @@ PIPES = len(Pipe)
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """issue: slots of the scheduler. pipe, busy: what it takes beside, and for how many clocks. latency: until its
-    results can be used. shared: clocks of the SM's shared memory. global_bytes: a lane, of a load, store or atomic;
-    load: whether its results come from global memory. stall: clocks for which the warp issues nothing after it.
+    """issue: slots of the scheduler. pipe, busy: the pipe it takes besides, and for how many clocks. latency: clocks
+    until its results can be used. shared: clocks of the SM's shared memory. global_bytes: bytes per lane of a load,
+    store or atomic; load: whether its results come from global memory. stall: clocks for which the warp issues nothing
+    after it.
     """
 
     issue: float = 0.0
@@ -102,7 +104,7 @@ DOUBLE_BUSY = 16.0  # clocks of a 64-bit float instruction in a scheduler
 
 
 def memory_bytes(ins: Instr) -> int:
-    """Bytes a lane that a load, store or atomic moves."""
+    """Bytes per lane that a load, store or atomic moves."""
     parts = ins.parts
     digits = "".join(c for c in parts[-1] if c.isdigit()) or "32"
     digits = {"162": "32", "322": "64"}.get(digits, digits)  # of f16x2, f32x2
@@ -152,7 +154,7 @@ def cost_of(ins: Instr, chip: Chip) -> Cost:
 
 
 def _move(ins: Instr, chip: Chip) -> Cost:
-    """A move; from a special register it takes an instruction that is slow, but rare."""
+    """A move; from a special register it is a slow, but rare, instruction."""
     if "%tid" in ins.text or "%ctaid" in ins.text or "%laneid" in ins.text:
         return Cost(1, Pipe.ALU, chip.clocks("alu"), chip.clocks("alu_latency"))
     return FREE

@@ -1,8 +1,8 @@
-"""Native code of several warps at once, as a fluid: each progresses at a rate that its pipes allow.
+"""Concurrent native code of several warps, modelled as fluid: each progresses at the rate that its pipes allow.
 
 A stretch of code that alone takes T clocks and D of a pipe loads that pipe by D / T. Where the stretches of one
 scheduler (for shared memory: of one SM) load a pipe by more than 1, those that use it slow down by that factor. A
-warp's wgmma is a stretch, too: those of a scheduler's warps share its tensor core, and code beside them is slower.
+warp's wgmma is a stretch, too: wgmmas of a scheduler's warps share its tensor core, and concurrent code is slower.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 from warpspec.sim.clocks.costs import PIPES, Pipe
 
 SCHEDULERS = 4
-LIGHT = 0.04  # a load of a pipe below which a stretch does not suffer from the pipe's being full
+LIGHT = 0.04  # load of a pipe below which a stretch is not slowed down when the pipe is full
 NEVER = float("inf")
 
 
 class Stretch:
-    """Native code in progress, or a wgmma. owner: the warp, or what `Pool.add` was given.
+    """Native code in progress, or a wgmma. owner: the warp, or the argument of `Pool.add`.
 
-    left: clocks alone that it still takes at the time `since`; slow: by what it is slowed down from then on; end: when
-    it is through.
+    left: clocks that it would still take alone, at the time `since`; slow: its slowdown from then on; end: when it
+    ends.
     """
 
     __slots__ = ("end", "left", "loads", "owner", "scheduler", "since", "slow")
@@ -28,27 +28,27 @@ class Stretch:
         self.since, self.slow, self.end = now, 1.0, now + left
 
     def change(self, now: float, slow: float) -> None:
-        """Go on by another rate."""
+        """Continue at another rate."""
         self.left -= (now - self.since) / self.slow
         self.since, self.slow = now, slow
         self.end = now + max(self.left, 0.0) * slow
 
 
 class _Sm:
-    """What runs on one SM, by scheduler. Rates are worked out when somebody asks what is through next."""
+    """The code running on one SM, by scheduler. Rates are computed when the next end is requested."""
 
     __slots__ = ("active", "beside", "changed", "next", "squeeze", "totals")
 
     def __init__(self, beside: float):
-        self.beside = beside  # clocks more that an instruction takes while the tensor core works
+        self.beside = beside  # extra clocks of an instruction while the tensor core works
         self.active: list[list[Stretch]] = [[] for _ in range(SCHEDULERS)]
         self.totals = [[0.0] * PIPES for _ in range(SCHEDULERS)]
         self.changed: set[int] = set()  # schedulers on which something began or ended
-        self.squeeze = 1.0  # by what those slow down that use shared memory
+        self.squeeze = 1.0  # slowdown of stretches that use shared memory
         self.next: Stretch | None = None
 
     def settle(self, now: float) -> None:
-        """Rates of all, and which is through next."""
+        """Compute all rates, and which stretch ends next."""
         changed = self.changed
         for scheduler in changed:
             active = self.active[scheduler]
@@ -88,7 +88,7 @@ class _Sm:
 
 
 class Pool:
-    """Everything that runs on the SMs. used: of each SM, clocks that each pipe was taken for. beside: see `_Sm`."""
+    """Everything that runs on the SMs. used: for each SM, clocks that each pipe was taken. beside: see `_Sm`."""
 
     def __init__(self, sms: int, beside: float):
         self.sms = [_Sm(beside) for _ in range(sms)]
@@ -108,7 +108,7 @@ class Pool:
         self.now = now
 
     def take(self, now: float) -> int:
-        """End the stretch that is through; its owner."""
+        """Remove the stretch that ends next; returns its owner."""
         place = min(self.sms, key=_end) if len(self.sms) > 1 else self.sms[0]
         stretch = place.next
         place.active[stretch.scheduler].remove(stretch)
@@ -117,7 +117,7 @@ class Pool:
         return stretch.owner
 
     def next_end(self) -> float | None:
-        """When the next stretch is through; None: nothing runs."""
+        """When the next stretch ends; None: nothing runs."""
         end = NEVER
         for place in self.sms:
             if place.changed:

@@ -1,9 +1,9 @@
 """Records the trace of a functional run, from which `replay` predicts its time.
 
 `with recording():` makes every launch inside run some of its clusters only (`sample` of them, spread evenly over the
-grid) and keep their traces. The results of the others are missing: that is the price of predicting a large grid in
-seconds. `recording(sample=None)` runs and records all. Clusters that wait for others through global
-memory deadlock without them; those that take work from a queue take all of it.
+grid) and keep their traces. The other clusters' results are missing: this is the price of predicting a large grid in
+seconds. `recording(sample=None)` runs and records all. Clusters that wait for others through global memory deadlock
+without them; those that take work from a queue take all the work.
 
 The machine calls a `Recorder` at every block and system instruction of a recorded warp, when asynchronous work is
 issued and takes effect, and when something arrives at an mbarrier.
@@ -20,13 +20,13 @@ from warpspec.sim.instruction import Instr, Mem
 from warpspec.sim.lanes import FULL_MASK
 from warpspec.sim.tcgen05 import instruction_descriptor
 
-SAMPLE = 6  # clusters recorded of a launch
-RANK_SHIFT, OFFSET_MASK = 24, (1 << 24) - 1  # of a shared::cluster address
+SAMPLE = 6  # default number of clusters recorded per launch
+RANK_SHIFT, OFFSET_MASK = 24, (1 << 24) - 1  # bits of the offset in a shared::cluster address
 
 
 @dataclass(frozen=True)
 class Recording:
-    """What `recording` asks for."""
+    """The options of `recording`."""
 
     sample: int | None
 
@@ -35,20 +35,20 @@ _active: Recording | None = None
 
 
 def active() -> Recording | None:
-    """What runs of now are to record; None: nothing."""
+    """What current runs must record; None: nothing."""
     return _active
 
 
 def times() -> bool:
-    """Whether runs of now are recorded to predict their time."""
+    """Whether current runs are recorded to predict their time."""
     return _active is not None
 
 
 @contextmanager
 def recording(sample: int | None = SAMPLE) -> Iterator[None]:
-    """Runs inside keep traces, so that their report has `clocks`.
+    """Context in which runs keep traces, so that their report has `clocks`.
 
-    sample: how many clusters of each launch are recorded (and, where clusters are independent, executed); None: all.
+    sample: how many clusters of each launch are recorded (and, if clusters are independent, executed); None: all.
     ValueError unless it is None or a positive int.
     """
     global _active
@@ -66,7 +66,7 @@ _captured: list[list[LaunchTrace]] = []
 
 @contextmanager
 def captured() -> Iterator[list[LaunchTrace]]:
-    """The traces of all launches inside, in order, whoever makes them."""
+    """Context that collects the traces of all launches inside, in order."""
     traces: list[LaunchTrace] = []
     _captured.append(traces)
     try:
@@ -85,7 +85,7 @@ def chosen_clusters(total: int, sample: int | None) -> list[int]:
 
 
 class Recorder:
-    """Traces one launch. clusters: numbers of those that run and are recorded, in order."""
+    """Traces one launch. clusters: numbers of the clusters that run and are recorded, in order."""
 
     def __init__(self, trace: LaunchTrace, clusters: Sequence[int]):
         self.trace = trace
@@ -93,7 +93,7 @@ class Recorder:
             traces.append(trace)
         self.clusters = frozenset(clusters)
         self.order = list(clusters)
-        self.step: Step | None = None  # of the instruction or asynchronous operation that executes now
+        self.step: Step | None = None  # step of the current instruction or asynchronous operation
         self._open: dict[object, Step] = {}  # steps of lanes that wait
         self._events: dict[tuple[object, int], int] = {}
         self._moved: set[tuple] = set()
@@ -116,7 +116,7 @@ class Recorder:
         w.trace.append(block if mask == FULL_MASK else (block, mask))
 
     def begin(self, w, group, ins: Instr, mask: int) -> None:
-        """A warp is about to execute a system instruction, maybe for another time, after it has waited."""
+        """A warp is about to execute a system instruction, possibly again after a wait."""
         step = self._open.get(group)
         if step is None:
             step = Step(ins, mask.bit_count())
@@ -125,7 +125,7 @@ class Recorder:
         self.step = step
 
     def end(self, w, group) -> None:
-        """It has executed it, or only waits for what comes behind it."""
+        """It has executed it, or waits only before continuing after it."""
         step, self.step = self.step, None
         self._open.pop(group, None)
         if step.waits is None and step.lanes:
@@ -142,13 +142,13 @@ class Recorder:
         op.step = self.step
 
     def signal(self, barrier, nbytes: int = 0) -> None:
-        """The instruction or operation that executes now contributes to the current phase of an mbarrier."""
+        """The current instruction or operation contributes to the current phase of an mbarrier."""
         if self.step is not None:
             self._contribute(barrier, barrier.phase)
             self.step.nbytes += nbytes
 
     def moved(self, nbytes: int) -> None:
-        """The operation that executes now has written global memory."""
+        """The current operation has written global memory."""
         if self.step is not None:
             self.step.nbytes += nbytes
 

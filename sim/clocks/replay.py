@@ -1,9 +1,9 @@
 """Replays traces on a model of one SM, or of the SMs of a cluster, in clocks.
 
-Warps run their code side by side, in the order of SASS where there is one: what runs on one scheduler shares its issue
-slot, pipes and tensor core, what runs on one SM its shared memory, and everybody slows down where one would be more
-than full (`pool`). Asynchronous units are servers: the TMA engine, the SM's share of L2 and HBM, tcgen05's queue. A
-warp waits where its trace says that it waited: for events, for groups of its own asynchronous work, for loads.
+Warps run their code concurrently, in the order of SASS if available: code on one scheduler shares its issue slot, pipes
+and tensor core, code on one SM its shared memory, and all users of an overloaded resource slow down (`pool`).
+Asynchronous units are servers: the TMA engine, the SM's share of L2 and HBM, tcgen05's queue. A warp waits where its
+trace says that it waited: for events, for groups of its own asynchronous work, for loads.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from warpspec.sim.clocks.trace import CtaTrace, LaunchTrace, Step
 
 WARP = 32
 SCOREBOARDS = 6
-CHUNK = 24.0  # clocks of SASS that run in one go
-BRANCH_STALL = 5.0  # of a branch's time, what its control word says
-FLUSH = 12.0  # clocks of native code that may be left to a later wait without moving what is issued between
-LONGEST_RUN = 4000.0  # clocks after which native code is cut, so that what runs beside it is seen
+CHUNK = 24.0  # clocks of SASS that run as one piece
+BRANCH_STALL = 5.0  # part of a branch's time that its control word gives
+FLUSH = 12.0  # clocks of native code that may be deferred to a later wait without moving issues in between
+LONGEST_RUN = 4000.0  # clocks after which native code is cut, so that concurrent code is seen
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class Span:
 
 @dataclass(slots=True)
 class Event:
-    """The end of a barrier's phase: contributions missing, when the last came and whose it was, who waits."""
+    """The end of a barrier's phase: missing contributions, time and author of the last one, waiting warps."""
 
     missing: int
     time: float = 0.0
@@ -57,7 +57,8 @@ class Event:
 
 @dataclass
 class Result:
-    """clocks: until the last warp has ended. ends: when each cluster has. busy: clocks of each unit of the first SM."""
+    """clocks: when the last warp has ended. ends: when each cluster has ended. busy: clocks of each unit of the first
+    SM."""
 
     clocks: float
     ends: list[float]
@@ -84,8 +85,8 @@ Placed = list[tuple[CtaTrace, int]]
 class Replay:
     """Clusters on an SM, or on as many SMs as a cluster has CTAs.
 
-    resident: how many are there from the start; each of the others begins when one has ended. fresh_share: part of the
-    bytes read that come from HBM. cold, active_share, written_share, sharers: as of `servers.Sm`.
+    resident: number of clusters resident from the start; each of the others begins when one has ended. fresh_share:
+    part of the bytes read that come from HBM. cold, active_share, written_share, sharers: as in `servers.Sm`.
     """
 
     def __init__(
@@ -115,8 +116,8 @@ class Replay:
         self.pool = Pool(
             len(self.sms), chip.clocks("code_beside_wgmma") if chip.has("code_beside_wgmma") else 0.0
         )
-        self.tensor: dict[int, deque[Product]] = {}  # of each warp, its wgmmas that are not through
-        self.slots: dict[int, Event] = {}  # of warps that cannot issue another wgmma yet
+        self.tensor: dict[int, deque[Product]] = {}  # by warp: its unfinished wgmmas
+        self.slots: dict[int, Event] = {}  # warps that cannot issue another wgmma yet
         self.events: dict[tuple[int, int], Event] = {}
         self.queue: list[tuple[float, int, int, object]] = []
         self._order = 0
@@ -130,8 +131,8 @@ class Replay:
     def run(self) -> Result:
         """Replay until every warp has ended."""
         programs: list[Iterator] = []
-        owner: list[int] = []  # of each warp: the number of its cluster
-        live: list[int] = []  # of each cluster: warps that have not ended
+        owner: list[int] = []  # by warp: the number of its cluster
+        live: list[int] = []  # by cluster: number of warps that have not ended
         numbers = itertools.count()
 
         def begin(time: float) -> None:
@@ -271,7 +272,7 @@ class Replay:
         copies: list[float] = []
         copies_open = 0.0
         tensor_memory = 0.0
-        boards = [0.0] * SCOREBOARDS  # when the loads of each are done
+        boards = [0.0] * SCOREBOARDS  # when each one's loads are done
         previous = -2
         code_read: set[int] = set()  # lines of code that this warp has run
         cold_code = server.cold and chip.has("code_line")

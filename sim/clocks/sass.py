@@ -1,4 +1,4 @@
-"""The SASS of a kernel: ptxas assembles its PTX, nvdisasm says what each instruction is and which PTX line it is of.
+"""The SASS of a kernel: ptxas assembles its PTX, nvdisasm gives each instruction and its PTX line.
 
 Neither needs a GPU. Both come as wheels (``pip install warpspec[clocks]``) or with a CUDA toolkit. The control word of
 an instruction says for how many clocks its warp issues nothing after it (stall), which of six scoreboards its results
@@ -37,15 +37,16 @@ SECONDS = 120  # that ptxas may take
 
 
 class NoSass(RuntimeError):
-    """There is no SASS of this kernel: a tool is missing, or does not take its PTX."""
+    """No SASS of this kernel is available: a tool is missing, or rejects its PTX."""
 
 
 @dataclass(frozen=True, slots=True)
 class SassInstr:
-    """One instruction. line: of the PTX text. name: its opcode with modifiers. guarded: whether it has a predicate.
+    """One instruction. line: line of the PTX text. name: its opcode with modifiers. guarded: whether it has a
+    predicate.
 
-    stall: clocks until the warp's next one. writes, reads: the scoreboard that its results fill, that its operands
-    free (NO_SCOREBOARD: none). waits: a bitset of scoreboards. target: the label that it branches to. label: its own.
+    stall: clocks until the warp's next instruction. writes, reads: the scoreboard of its results, of its operands
+    (NO_SCOREBOARD: none). waits: a bitset of scoreboards. target: the label that it branches to. label: its own.
     """
 
     address: int
@@ -92,7 +93,7 @@ def _version(path: str) -> str:
 
 
 def sass_of(ptx: str, kernel: str, target: str) -> Sass:
-    """The SASS of one kernel of a PTX module. NoSass where a tool is missing or fails."""
+    """The SASS of one kernel of a PTX module. NoSass if a tool is missing or fails."""
     try:
         text, assembler = _disassemble(ptx, target)
     except (subprocess.SubprocessError, OSError) as error:

@@ -1,7 +1,7 @@
 """Blocks of SASS as a replay runs them: code in chunks, and the places of steps between.
 
-Time of code is that of in-order issue: a warp's next instruction goes when the stall of the one before is over, the
-scoreboards that it waits for are free and its pipe is. Waits for global memory are left to the replay.
+Code is timed by in-order issue: a warp issues its next instruction when the previous one's stall is over and its
+scoreboards and pipe are free. The replay handles waits for global memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CODE_LINE = 128  # bytes of code that caches hold or not
 OPERANDS_READ = 10.0  # clocks until a store or shared access has read its operands
 ENDS = ("BRA", "EXIT", "BRX", "BRXU", "JMP", "RET", "CALL", "KILL", "BREAK")
 
-# Steps of a trace that are SASS instructions of their own kind: by the instruction's name, and by the PTX.
+# Trace steps with a kind of SASS instruction of their own: by the instruction's name, and by the PTX.
 SASS_KINDS = {
     "HGMMA": "wgmma", "QGMMA": "wgmma", "IGMMA": "wgmma", "BGMMA": "wgmma",
     "WARPGROUP.ARRIVE": "wgmma fence", "WARPGROUP.DEPBAR": "wgmma wait",
@@ -35,7 +35,7 @@ SASS_KINDS = {
 
 
 def sass_kind(ins: SassInstr) -> str | None:
-    """The kind of step that an instruction is; None: code."""
+    """The kind of step of an instruction; None: it is code."""
     name = base_name(ins)
     if name.startswith("UTC") and name.endswith("MMA"):
         return "tensor mma"
@@ -44,7 +44,7 @@ def sass_kind(ins: SassInstr) -> str | None:
 
 
 def ptx_kind(ins: Instr) -> str | None:
-    """The kind of SASS instruction that a step's PTX becomes; None: none of its own, or not known."""
+    """The kind of SASS instruction that a step's PTX becomes; None: no kind of its own, or not known."""
     parts = ins.parts
     family = parts[0]
     if family == "wgmma":
@@ -85,9 +85,9 @@ def _copy_kind(parts: tuple[str, ...]) -> str | None:
 
 @dataclass(slots=True)
 class Chunk:
-    """Code in a row. alone: clocks in a warp that has the SM to itself. demand: of each pipe. waits: scoreboards of
-    loads that it waits for. loads: (bytes a lane, scoreboard, PTX line) each; stores: (bytes a lane, PTX line).
-    count: instructions. first, last: addresses of its code, in lines of CODE_LINE bytes."""
+    """Consecutive code. alone: clocks in a warp that has the SM to itself. demand: clocks of each pipe. waits:
+    scoreboards of loads that it waits for. loads: (bytes per lane, scoreboard, PTX line) each; stores: (bytes per lane,
+    PTX line). count: instructions. first, last: addresses of its code, in lines of CODE_LINE bytes."""
 
     alone: float
     demand: tuple[float, ...]
@@ -101,7 +101,7 @@ class Chunk:
 
 @dataclass(slots=True)
 class Place:
-    """Where a step of a kind goes. line: of its PTX."""
+    """The place of a step of some kind. line: line of its PTX."""
 
     kind: str
     line: int
@@ -137,7 +137,7 @@ def cut(instrs: tuple[SassInstr, ...]) -> list[SassBlock]:
 
 
 class _Issue:
-    """In-order issue of one block's code by a warp that is alone."""
+    """In-order issue of one block's code by a warp alone on its SM."""
 
     def __init__(self, chip: Chip):
         self.chip = chip

@@ -1,4 +1,4 @@
-"""What a SASS instruction costs: the pipe of its scheduler that it takes, and when its results are there."""
+"""Cost of a SASS instruction: its scheduler's pipe that it takes, and when its results are ready."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def base_name(ins: SassInstr) -> str:
 
 
 def access_bytes(ins: SassInstr) -> int:
-    """Bytes a lane that a load, store or atomic moves."""
+    """Bytes per lane that a load, store or atomic moves."""
     found = WIDTH.search(ins.name)
     return WIDTHS[found[1]] if found else 4
 
 
 def sass_cost(ins: SassInstr, chip: Chip) -> Cost:
-    """The cost of an instruction that is not a step of its own. latency: of results that a scoreboard announces."""
+    """The cost of an instruction that is not a step of its own. latency: that of results announced by a scoreboard."""
     name = base_name(ins)
     if name in PACKED:
         return Cost(1, Pipe.FMA, chip.clocks("packed_fma") * chip.clocks("fma"))

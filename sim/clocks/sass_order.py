@@ -1,7 +1,7 @@
-"""Puts what a warp did into the order of the kernel's SASS.
+"""Reorders a warp's trace into the order of the kernel's SASS.
 
-A trace has blocks of PTX and steps. ptxas moves code: most of a softmax may stand behind the wait that the PTX has
-after it. So a warp's stretches of PTX are mapped to the blocks of SASS that they became (by the PTX line of every
+A trace has blocks of PTX and steps. ptxas moves code: most of a softmax may come after a wait that follows it in the
+PTX. So a warp's stretches of PTX are mapped to the blocks of SASS that they became (by the PTX line of every
 instruction), and each block runs as ptxas ordered it, its steps in the places of their instructions.
 """
 
@@ -19,8 +19,8 @@ from warpspec.sim.clocks.trace import Entry, Step
 from warpspec.sim.codegen.program import Program
 from warpspec.sim.lanes import FULL_MASK
 
-HOME = 0.3  # of a stretch's instructions: a block that has so many is one of its blocks
-OWNED = 0.1  # the same of a block that has more of this stretch than of any other
+HOME = 0.3  # share of a stretch's instructions that makes a block one of its blocks
+OWNED = 0.1  # the share required of a block that has more of this stretch than of any other
 FAR = 1 << 30
 
 
@@ -42,7 +42,7 @@ JUMP = Jump()
 
 
 class _Group:
-    """Blocks that run in a row, and what of the trace belongs to them."""
+    """Consecutive blocks, and their part of the trace."""
 
     __slots__ = ("blocks", "lanes", "steps")
 
@@ -63,7 +63,7 @@ class SassOrder:
         self._cut_stretches()
         self.homes = self._find_homes()
         self._plans: dict[tuple, list] = {}
-        self.executed = 0  # SASS instructions of the warps that were put in order
+        self.executed = 0  # SASS instructions of the reordered warps
 
     def _cut_stretches(self) -> None:
         """Number the stretches of PTX without a branch or a branch's target."""
@@ -79,12 +79,12 @@ class SassOrder:
             number += ins.index in starts
             self.stretch_of.append(number)
         self.lines = [ins.line for ins in kernel.instrs]
-        self.first = {}  # of each stretch: its first instruction
+        self.first = {}  # by stretch: its first instruction
         for index, stretch in enumerate(self.stretch_of):
             self.first.setdefault(stretch, index)
 
     def stretch_at(self, line: int) -> int:
-        """The stretch that a line of the PTX is in."""
+        """The stretch that contains a line of the PTX."""
         index = bisect_right(self.lines, line) - 1
         return self.stretch_of[max(index, 0)] if self.stretch_of else 0
 
@@ -152,7 +152,7 @@ class SassOrder:
         return result
 
     def _stretches(self, entries: list[Entry]):
-        """(stretch, lanes, steps) in a row, as the warp ran them."""
+        """(stretch, lanes, steps) in the order the warp ran them."""
         program = self.program
         blocks, stretch_of = program.blocks, self.stretch_of
         current, position, lanes, steps = None, -1, 0, []
@@ -237,7 +237,8 @@ class SassOrder:
 
 
 def aligned(first: list[int], second: list[int]) -> list[tuple[int, int]]:
-    """Pairs of positions, in order, of as many of two lists of lines as the shorter has, nearest lines together."""
+    """Align two lists of lines: pairs of positions, in order, one for each line of the shorter list, matching nearest
+    lines."""
     if len(first) == len(second):
         return [(i, i) for i in range(len(first))]
     swap = len(first) > len(second)

@@ -7,16 +7,16 @@ from warpspec.sim.clocks.constants import Chip
 SCHEDULERS = 4
 LINE = 128  # bytes
 CODE_AHEAD = 16  # lines of code: L2's latency over the clocks a line that code from there takes
-MMA_COLUMNS = (64, 128, 256)  # widths of N of which the table has the time of a tcgen05.mma
+MMA_COLUMNS = (64, 128, 256)  # values of N for which the table has the time of a tcgen05.mma
 
 
 class Sm:
     """The servers of one SM. Every method takes the time of issue and returns when the work is done.
 
-    fresh_share: of all bytes read, what part comes from HBM. cold: whether data that is new to the trace does so with
-    HBM's latency. active_share: of all SMs, what part runs and shares L2 and HBM. written_share: of the bytes stored,
-    what part reaches HBM before the kernel ends; L2 keeps the rest. sharers: SMs that load the same bytes at the same
-    time, which L2 then reads once.
+    fresh_share: share of the bytes read that comes from HBM. cold: whether data new to the trace has HBM's latency.
+    active_share: share of all SMs that run and share L2 and HBM. written_share: share of the bytes stored that reaches
+    HBM before the kernel ends; L2 keeps the rest. sharers: SMs that load the same bytes at the same time, which L2 then
+    reads once.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Sm:
         self.queue_used = 0.0
         self.queue_tail = 0.0
         self.bytes_moved = 0.0
-        self.code: dict[int, float] = {}  # lines of code that the SM has fetched, and when they came
+        self.code: dict[int, float] = {}  # lines of code that the SM has fetched, and when they arrived
 
     def busy(self) -> dict[str, float]:
         """Clocks that each unit has worked."""
@@ -59,8 +59,8 @@ class Sm:
         }
 
     def fetch(self, at: float, first: int, last: int) -> float:
-        """When the SM has lines of code: CODE_AHEAD of them behind one are fetched ahead, any other when a warp wants
-        it."""
+        """When the SM has lines of code: the CODE_AHEAD lines after one are prefetched, any other is fetched on
+        demand."""
         code, ready = self.code, at
         for line in range(first, last + 1):
             there = code.get(line)
@@ -72,7 +72,7 @@ class Sm:
                         there = max(before, at - latency) + ahead * self.chip.clocks("code_line")
                         break
                 if there is None:
-                    there = at + latency if code else at  # a launch's own time has the first
+                    there = at + latency if code else at  # the launch time includes the first
                 code[line] = there
             if there > ready:
                 ready = there
@@ -98,7 +98,7 @@ class Sm:
         return max(self._move(at, nbytes, self.fresh_share), at) + latency
 
     def store(self, at: float, nbytes: float, adds: bool = False) -> float:
-        """Stores and reductions: when they have left the SM; nobody waits for them. adds: bulk reductions."""
+        """Stores and reductions: when they have left the SM; nobody waits for them. adds: they are bulk reductions."""
         self.store_free = max(self.store_free, at) + nbytes / (self.add_rate if adds else self.store_rate)
         hbm = self.written_share * nbytes / self.hbm_rate
         self.hbm_free = max(self.hbm_free, at) + hbm
@@ -120,7 +120,7 @@ class Sm:
         )
 
     def tma_store(self, at: float, nbytes: float, adds: bool) -> tuple[float, float]:
-        """(source read, all written). adds: to what is there."""
+        """(source read, all written). adds: the store is a reduction."""
         chip = self.chip
         start = max(at, self.tma_free)
         self.tma_free = start + chip.clocks("tma_interval")
@@ -159,7 +159,7 @@ MMA_RATES = {"f16": 1.0, "tf32": 2.0, "f8f6f4": 1.0, "i8": 1.0, "mxf8f6f4": 1.0,
 
 
 def mma_interval(chip: Chip, m: int, n: int, kind: str, group: int, from_tensor_memory: bool) -> float:
-    """Clocks between tcgen05.mma in a row. Every kind reads 32 bytes of K a row, so that N decides."""
+    """Clocks between consecutive tcgen05.mma. Every kind reads 32 bytes of K per row, so N decides."""
     rows = m // group
     clocks = n * chip.clocks("mma_column") * MMA_RATES.get(kind, 1.0)
     least = chip.clocks("mma_least")

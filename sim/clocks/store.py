@@ -1,4 +1,4 @@
-"""Traces in files: what a run recorded, to be timed again without running."""
+"""Traces in files, to time a recorded run again without running it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def save(traces: list[LaunchTrace], path: Path) -> None:
 
 
 def load(path: Path) -> list[LaunchTrace]:
-    """Launches from a file that ``save`` has written. Unpickles: only from files that you trust."""
+    """Load launches from a file written by ``save``. It unpickles: load only files that you trust."""
     from warpspec.sim.runtime import load_program
 
     with lzma.open(path) as file:

@@ -1,4 +1,4 @@
-"""What a recorded run leaves behind: for each warp the blocks it executed and its steps with the world outside.
+"""The trace of a recorded run: for each warp, the blocks it executed and its interactions (steps) with other units.
 
 An *event* is the end of one phase of a barrier (an mbarrier, a named barrier, a cluster's): a number with the count of
 contributions that end it. A warp contributes to events and waits for them; asynchronous operations contribute when
@@ -17,8 +17,9 @@ class Step:
     """One execution of a system instruction by lanes of a warp.
 
     signals: events that it contributes to, at once or when its asynchronous work completes. waits: the event that it
-    waits for, or None. nbytes: that its asynchronous work moved. lanes: that executed it (0: its guard was false).
-    fresh: whether it moves data that no recorded step moved before. about: what its operands say (of tcgen05.mma).
+    waits for, or None. nbytes: bytes that its asynchronous work moved. lanes: lanes that executed it (0: its guard was
+    false). fresh: whether it moves data that no recorded step moved before. about: facts from its operands
+    (tcgen05.mma).
     """
 
     __slots__ = ("about", "fresh", "ins", "lanes", "nbytes", "signals", "waits")
@@ -42,7 +43,7 @@ Entry = int | tuple[int, int] | Step
 
 @dataclass
 class CtaTrace:
-    """One CTA's warps, in order. number: of the CTA in the grid. cluster: its cluster's number."""
+    """One CTA's warps, in order. number: the CTA's number in the grid. cluster: its cluster's number."""
 
     number: int
     coords: tuple[int, int, int]
@@ -55,8 +56,9 @@ class CtaTrace:
 class LaunchTrace:
     """A launch as recorded.
 
-    contributions: of each event, how many end it. tensor_bytes: of all tensors that the launch may touch. sampled:
-    whether CTAs that are not here did not run at all. registers: a thread, None: not known. ptx: the module's text.
+    contributions: for each event, how many end it. tensor_bytes: bytes of all tensors that the launch may touch.
+    sampled: whether CTAs without a trace did not run at all. registers: registers of a thread, None: not known. ptx:
+    the module's text.
     """
 
     program: Program

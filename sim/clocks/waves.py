@@ -1,7 +1,7 @@
 """A whole grid's time from a few recorded CTAs: which of them share an SM, how long each lasts, and the waves.
 
-CTAs are given to SMs as the hardware does, in order, as places come free. CTAs that were not recorded last as long as
-what lies between the recorded ones next to them in the grid's order.
+CTAs are assigned to SMs as by the hardware: in order, as places become free. The time of a CTA that was not recorded is
+interpolated between its recorded neighbours in the grid's order.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from warpspec.sim.limits import ctas_by_registers
 from warpspec.sim.tcgen05.memory import COLUMNS
 
 WARP = 32
-MOST_LISTED = 100_000  # clusters of a grid that are given to places one by one
+MOST_LISTED = 100_000  # most clusters of a grid that are assigned to places one by one
 BISECTIONS = 24
-STREAMED_ROUNDS = 4  # of CTAs that are replayed where there are more
+STREAMED_ROUNDS = 4  # number of CTAs that are replayed if there are more
 
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """How many CTAs an SM holds, and what does not let it hold more."""
+    """How many CTAs an SM holds, and what limits it."""
 
     ctas: int
     limit: str
@@ -57,9 +57,9 @@ def residency(trace: LaunchTrace) -> Residency:
 class Launch:
     """A launch's prediction.
 
-    clocks: of the whole. main: the replay that stands for it. residency, ctas_an_sm: what an SM could hold and what it
-    does. waves: rounds of CTAs. overhead: clocks that are no CTA's. hbm_bound: clocks that HBM needs for all bytes.
-    code: what native code was timed by.
+    clocks: the whole launch. main: its representative replay. residency, ctas_an_sm: CTAs that an SM could hold, and
+    does hold. waves: rounds of CTAs. overhead: clocks outside of CTAs. hbm_bound: clocks that HBM needs for all bytes.
+    code: how native code was timed.
     """
 
     clocks: float
@@ -102,7 +102,7 @@ def lane_bytes(cta: CtaTrace, costs) -> tuple[int, int]:
 
 
 class Grid:
-    """A launch on a chip: what does not depend on how sure the constants are, then `predict`."""
+    """A launch on a chip: first what does not depend on uncertain constants, then `predict`."""
 
     def __init__(self, trace: LaunchTrace, chip: Chip, cold: bool, use_sass: bool = True):
         if not trace.ctas:
@@ -140,7 +140,7 @@ class Grid:
         self.stored = _total(list(groups), [one[1] for one in moved], self.clusters)
         unique = max(trace.tensor_bytes - self.stored, 0.0)
         running = min(self.clusters, self.places) * size
-        # Of a byte that several CTAs load. They are neighbours in the grid, and begin together.
+        # CTAs that load the same byte: they are neighbours in the grid, and begin together.
         self.sharers = min(max(1.0, self.loaded / unique), running) if unique else 1.0
         # Tensors that do not fit in L2 have left it by the time when they are read again.
         self.to_read = unique if cold or trace.tensor_bytes > chip.clocks("l2_mb") * 1e6 else 0.0
@@ -150,7 +150,7 @@ class Grid:
         )  # bytes that HBM gets meanwhile
 
     def predict(self, chip: Chip, *, keep_spans: bool = True) -> Launch:
-        """The launch's time with a chip's constants; costs of blocks are made anew where they differ."""
+        """The launch's time with a chip's constants; costs of blocks are recomputed if they differ."""
         self.order = None if self.sass is None else SassOrder(self.trace.program, self.sass, chip)
         costs = self.costs if keep_spans else {}
         if len(self.groups) < 2 or self.clusters <= self.places:
@@ -178,7 +178,7 @@ class Grid:
         return Replay(self.trace, clusters, chip, **options, **shares).run()
 
     def _together(self, chip: Chip, costs: dict, keep_spans: bool) -> tuple[float, Result]:
-        """All clusters of the grid run at once: the longest of those recorded decides."""
+        """All clusters of the grid run at once: the longest recorded one decides."""
         numbers = list(self.groups) if self.longest is None else [self.longest]
         found = {}
         for number in numbers:
@@ -192,9 +192,9 @@ class Grid:
         return lasts, found[longest]
 
     def _stream(self, chip: Chip, costs: dict, keep_spans: bool) -> tuple[float, Result]:
-        """More clusters than places: an SM's share of them, one after the other as places come free.
+        """More clusters than places: replay an SM's share of them, one after another as places become free.
 
-        Beyond a few rounds, time grows by what the last rounds took.
+        Beyond a few rounds, time grows at the rate of the last rounds.
         """
         here = self.here
         share = -(-self.clusters * self.trace.cluster_ctas // chip.sms)  # clusters that an SM takes part in
@@ -209,7 +209,7 @@ class Grid:
         return self._listed(lasts, share, chip.clocks("cta_turnover")), result
 
     def _listed(self, lasts: float, share: int, turnover: float) -> float:
-        """The time of a grid whose clusters are given to places in order, as these come free.
+        """The time of a grid whose clusters are assigned to places in order, as these become free.
 
         lasts: clocks of the `share` clusters that `_stream` has taken for those of one SM. What a cluster takes is
         the turnover and a time for each entry of its trace; clusters that are not recorded lie between the others.
@@ -235,12 +235,12 @@ class Grid:
         return [min(numbers, key=lambda number: abs(number - place)) for place in wanted]
 
     def _spread(self, count: int) -> list[Placed]:
-        """So many clusters, in the order of the grid, each the nearest that is recorded."""
+        """So many clusters, in the order of the grid, each replaced by the nearest recorded one."""
         return [self.groups[number] for number in self._nearest(count)]
 
 
 def last_end(lengths: list[float], places: int) -> float:
-    """When the last of several pieces of work ends that go to places in order, as these come free."""
+    """The end of the last of several pieces of work that are assigned to places in order, as these become free."""
     free = [0.0] * places
     for length in lengths:
         heapq.heapreplace(free, free[0] + length)
@@ -248,7 +248,7 @@ def last_end(lengths: list[float], places: int) -> float:
 
 
 def _total(numbers: list[int], values: list[float], clusters: int) -> float:
-    """The sum over all clusters of what is known of some."""
+    """Extrapolate a sum over some clusters to all."""
     if len(numbers) == clusters:
         return float(sum(values))
     by_number = dict(zip(numbers, map(float, values), strict=True))
