@@ -1,4 +1,4 @@
-"""What all ways to run kernels share: options and their checks, runs under several seeds, the last report."""
+"""Shared by all ways to run kernels: options and their checks, runs under several seeds, the last report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from warpspec.sim.order.stores import recording_stores
 from warpspec.sim.outcomes import Outcomes
 from warpspec.sim.report import SimReport
 
-CHECK_VARIABLE = "WARPSPEC_SIM_CHECK"  # environment variable: what runs check that do not say
+CHECK_VARIABLE = "WARPSPEC_SIM_CHECK"  # environment variable: the check of runs that do not set one
 
 _last: SimReport | None = None
 _stream: Stream | None = None
@@ -28,7 +28,7 @@ def run_with_options(
     check: str | None,
     timeline: str | os.PathLike | None,
 ) -> SimReport:
-    """Run `once(seed, check, fuse)` as the options of `sim.run` ask; remembers and returns the (last) report.
+    """Run `once(seed, check, fuse)` with the options of `sim.run`; remembers and returns the (last) report.
 
     arguments: gives the tensors that runs write, by name; they are compared where there are several `seeds`.
     Raises ValueError for an option that is out of range, ScheduleDependence, and what `once` raises.
@@ -51,7 +51,7 @@ def run_with_options(
 
 
 def _run_seeds(once, outcomes: Outcomes, seeds: range, check: str | None) -> SimReport:
-    """Run under several seeds and compare what becomes of the tensor arguments."""
+    """Run under several seeds and compare the resulting tensor arguments."""
     for seed in seeds:
         outcomes.restore()
         try:
@@ -72,7 +72,7 @@ def _run_seeds(once, outcomes: Outcomes, seeds: range, check: str | None) -> Sim
 
 
 def _say_what_races(error: ScheduleDependence, once, outcomes: Outcomes, seed: int) -> None:
-    """Add to an error what the order checker finds in a run of the seed, and leave the tensors as they were."""
+    """Add the order checker's findings in a run of the seed to an error, and leave the tensors unchanged."""
     results = outcomes.now()
     outcomes.restore()
     try:
@@ -129,7 +129,7 @@ def last_report() -> SimReport | None:
 
 
 def remember(report: SimReport) -> SimReport:
-    """Make a report that joins several runs the one that `last_report` returns; returns it."""
+    """Set the report of several joined runs as `last_report`; returns it."""
     global _last
     _last = report
     return report

@@ -112,10 +112,10 @@ def execute(
 ) -> LaunchReport:
     """Run one launch of a kernel to its end. `params`: the parameter buffer, laid out as the PTX declares it.
 
-    check: "order" raises OrderError where the memory model does not order accesses to one place; the error has the
-    report if the launch ran to its end. storage: fields of
-    dynamic shared memory, (name, bytes, offset), which messages name. fuse: MMAs may be summed together as they happen
-    to be pending; not: last bits do not depend on the seed. overlap: what else of its stream may run beside it.
+    check: "order" raises OrderError if the memory model does not order accesses to one place; the error has the report
+    if the launch ran to its end. storage: fields of dynamic shared memory, (name, bytes, offset), which messages name.
+    fuse: MMAs may be summed together as they happen to be pending; not: last bits do not depend on the seed. overlap:
+    what else of its stream may run beside it.
     """
     start = time.monotonic()
     program = load_program(text, kernel, check == "order" or stores_active() is not None)

@@ -1,8 +1,8 @@
-"""What the host part of a compiled CuTe DSL function takes: types from MLIR, memory layout from LLVM.
+"""The arguments of the host part of a compiled CuTe DSL function: types from MLIR, memory layout from LLVM.
 
 The lowered module inside a compiled function says how many argument slots there are and how each lies in
-memory. For which element types, static sizes and divisibilities it was compiled is known only where
-`warpspec.common.argument_types` was imported before the compilation.
+memory. Its element types, static sizes and divisibilities are known only if `warpspec.common.argument_types` was
+imported before the compilation.
 """
 
 from __future__ import annotations

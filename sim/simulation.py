@@ -1,4 +1,4 @@
-"""`sim.run`: runs what `cute.compile` made, each launch of its host code executed."""
+"""`sim.run`: runs a function compiled by `cute.compile`, executing each launch of its host code."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def run(
     seeds: runs so many schedules, of seed, seed + 1 and so on, each on the tensors as they were; the tensors then hold
     the last one's results. Raises what the first bad one raises, with a note that names the seed, and
     ScheduleDependence if a tensor argument comes out different.
-    check: "order" raises OrderError where the memory model does not order two accesses to one place (up to three times
-    slower); None: what the environment variable WARPSPEC_SIM_CHECK says, or nothing.
-    timeline: where to write a trace for Perfetto of the (last) run.
+    check: "order" raises OrderError if the memory model does not order two accesses to one place (up to three times
+    slower); None: the value of the environment variable WARPSPEC_SIM_CHECK, or no check. timeline: where to write a
+    trace for Perfetto of the (last) run.
 
     Returns a SimReport, of the last run; prints progress to stderr when a run is expected to take more than 5 seconds.
     Raises a SimError: HostError (arguments do not fit), UnsupportedInstruction, Deadlock, MemoryFault, TmemFault,

@@ -1,4 +1,4 @@
-"""Tells warps that spin from warps that compute for long: those that spin come back to an earlier state."""
+"""Distinguishes spinning warps from warps with long computations: spinning warps return to an earlier state."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ CLOCK_ROUNDS = 8  # rounds of watching after which a kernel that reads a clock, 
 class SpinWatch:
     """Sees every turn of a machine that ends without an event.
 
-    The state of a warp (`Warp.state_hash`) holds its registers and local memory. Other memory is no part of
-    it: a loop whose only effect is there, and whose values do not outlive an iteration, counts as spinning.
+    The state of a warp (`Warp.state_hash`) holds its registers and local memory. Other memory is excluded: a loop that
+    changes only other memory, and whose values do not outlive an iteration, counts as spinning.
     """
 
     def __init__(self, program: Program):

@@ -1,13 +1,14 @@
-"""Schedules that starve: by priorities, so that warps and asynchronous operations are left waiting for long.
+"""Starving schedules: priorities leave some warps and asynchronous operations waiting for long.
 
-In a uniformly random schedule every warp advances at about the same pace, so that what shows only when one is far
-behind the others stays hidden. Here the one of highest priority always goes first. A warp, or all warps of one index,
-and the operations that one instruction issues have a priority each, drawn from the seed; so the lowest does something
-only when nothing else can. At first, and now and then later, one goes below all others. After Burckhardt et al., "A
-Randomized Scheduler with Probabilistic Guarantees of Finding Bugs" (ASPLOS 2010).
+In a uniformly random schedule every warp advances at about the same pace, which hides defects that show only when one
+warp is far behind the others. Here the highest priority always goes first. A warp, or all warps of one index, and the
+operations that one instruction issues have a priority each, drawn from the seed; so the lowest runs only when nothing
+else can. At first, and occasionally later, one drops below all others. After Burckhardt et al., "A Randomized Scheduler
+with Probabilistic Guarantees of Finding Bugs" (ASPLOS 2010).
 
-Of eight seeds one is uniformly random, four starve warps, and one each copies into shared memory, copies out of it, and
-the operations of half of all instructions: what waits for nothing goes as far as it can before they take effect.
+Among eight seeds, one is uniformly random, four starve warps, and one each starves copies into shared memory, copies
+out of it, and the operations of half of all instructions: everything that does not wait for these runs as far as it can
+before they take effect.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ IDLE_TURNS = 16  # turns in a row without any event after which a warp, which sp
 
 
 class Starved(Enum):
-    """What a schedule starves."""
+    """The kinds of things that a schedule starves."""
 
     WARPS = "warps"
     LOADS = "copies into shared memory"
@@ -115,7 +116,8 @@ class Starving:
     def choose(
         self, ready: Sequence[Warp], queues: Mapping[Hashable, deque[Op]], keys: Sequence[Hashable]
     ) -> tuple[bool, int]:
-        """What goes next: (whether it is an operation, position in `keys` or in `ready`); one of them is not empty."""
+        """Choose what goes next: (whether it is an operation, position in `keys` or in `ready`); one of them is not
+        empty."""
         best, chosen = -1e9, (False, 0)
         for position, w in enumerate(ready):
             priority = self._spinning.get(w)

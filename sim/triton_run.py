@@ -38,11 +38,11 @@ def triton(
 
     kernel: a triton.compiler.CompiledKernel (what `triton.compile(ASTSource(...), target=GPUTarget("cuda", 90 or 100,
     32))` returns, or `jit_function.warmup(...)`); compiling needs no GPU.
-    args, named: the function's arguments but for the constexpr ones, in order or by name: CPU torch tensors, numbers,
+    args, named: the function's arguments except constexpr ones, in order or by name: CPU torch tensors, numbers,
     Triton's TensorDescriptor. grid: one to three ints, as in `kernel[grid]`.
     seed, seeds, check, timeline: as for `sim.run`.
 
-    Block, cluster and shared memory are the metadata's; the scratch buffers that Triton passes last are allocated.
+    Block, cluster and shared memory come from the metadata; the scratch buffers that Triton passes last are allocated.
     Returns a SimReport. Raises HostError for arguments that do not fit, and what `sim.launch` raises.
     """
     try:
@@ -71,7 +71,7 @@ def triton(
 
 
 def _threads(ptx: str, metadata) -> int:
-    """Threads of a CTA: .reqntid where the PTX has it, as it counts the warps that specialisation adds."""
+    """Threads of a CTA: .reqntid if the PTX has it, because it includes the warps that specialisation adds."""
     found = ptx.partition(".reqntid")[2].split(None, 1)
     return int(found[0].rstrip(",")) if found else WARP_THREADS * metadata.num_warps
 

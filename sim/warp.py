@@ -42,7 +42,7 @@ class Group:
         self.block = block
         self.mask = mask
         self.wait: Wait | None = None
-        self.converge = False  # at a collective instruction, other lanes of it not here yet
+        self.converge = False  # at a collective instruction, waiting for its other lanes
         self.timed_out: Wait | None = None  # the bounded wait that it was released from without its event
         self.since = 0  # clock at which the wait began
 
@@ -96,8 +96,7 @@ class Cta:
         return self._tmem
 
     def retire(self) -> None:
-        """Its cluster is over: what it refers to may go, cycles of references are cut, and its tensor memory is spare
-        again."""
+        """Its cluster has ended: drop its references, cut reference cycles, and return its tensor memory."""
         if self._tmem is not None:
             self.spare_tmem.append(self._tmem.data)
             self._tmem = None
@@ -110,7 +109,7 @@ class Cta:
 
     @property
     def exited(self) -> bool:
-        """Whether its shared memory is gone: no warp lives and nothing it issued is outstanding."""
+        """Whether its shared memory is gone: all warps have exited and nothing they issued is outstanding."""
         return self.live_warps == 0 and self.pending == 0
 
     @property
@@ -289,7 +288,7 @@ class Warp:
         raise UnsupportedInstruction(f"operand {operand} as a scalar")
 
     def uniform(self, operand: Operand, mask: int) -> int | None:
-        """The operand's unsigned value where it is the same in all lanes of the mask, else None."""
+        """The operand's unsigned value if it is the same in all lanes of the mask, else None."""
         one_lane = mask & mask - 1 == 0
         if one_lane or type(operand) is not Reg:
             value = None if isinstance(operand, Vec) and not one_lane else self.scalar(operand, mask)
@@ -302,7 +301,7 @@ class Warp:
         return first if all(values[lane] == first for lane in lanes(mask)) else None
 
     def uniform_address(self, operand: Operand, mask: int) -> int | None:
-        """The address that all lanes of the mask have of a memory operand; None where they have several."""
+        """The address of a memory operand if it is the same in all lanes of the mask, else None."""
         offset = 0
         if type(operand) is Mem:
             operand, offset = operand.base, operand.offset

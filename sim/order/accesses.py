@@ -54,7 +54,7 @@ class Accesses:
         self.overlap = overlap or Overlap()
         self.seen = Seen()
         self._behind_wait = self.overlap.waited() if self.overlap.dependent else None
-        self._released: dict[int, Clock] = {}  # by cluster: known to the next launch from its start
+        self._released: dict[int, Clock] = {}  # by cluster: what the next launch knows from its start
         self.ledger = Ledger(self.known)
         self.layouts = OperandLayouts(self.last_writer)
         self.found: dict[tuple, Finding] = {}
@@ -68,7 +68,7 @@ class Accesses:
         self.log = program.new_log()
         self._spare: list[CtaOrder] = []  # of CTAs that are over
         self._globals: dict[int, GlobalShadow] = {}
-        self._recent: GlobalShadow | None = None  # the one that lanes accessed last
+        self._recent: GlobalShadow | None = None  # the allocation that lanes accessed last
         self._synchronised: dict[object, object] = {}  # place -> `Releases`
         self._behind: dict[tuple, object] = {}  # (`Releases`, `Release`) -> the `Releases` with it
         self._orders: dict[int, object] = {}  # instruction -> `Ordered`
@@ -101,7 +101,7 @@ class Accesses:
                 w.ctx[Ctx.LOG_LIMIT] = self.program.log_limit
 
     def retire(self, cluster) -> None:
-        """A cluster is over: what was kept of its CTAs serves others."""
+        """A cluster has ended: its CTAs' data are reused."""
         self._spare += [cta.order for cta in cluster.ctas]
 
     @staticmethod
@@ -122,7 +122,7 @@ class Accesses:
         self.lanes_meet(w)
 
     def issue(self, w, ins: Instr, queue: str | None = None, mask: int = FULL_MASK) -> Operation:
-        """An asynchronous operation that lanes of a warp issue now."""
+        """Note an asynchronous operation that lanes of a warp issue now."""
         return Operation(
             f"warp {w.index}",
             w.cta,
@@ -133,7 +133,7 @@ class Accesses:
         )
 
     def after(self, w, ins: Instr, queue: str, mask: int = FULL_MASK) -> Operation:
-        """An operation that takes place once those of a queue so far are done."""
+        """Note an operation that takes place after those now in a queue."""
         op = self.issue(w, ins, mask=mask)
         op.queue = self.queue(w, queue)
         op.queue_count = op.queue.count
@@ -148,7 +148,7 @@ class Accesses:
 
     @staticmethod
     def done_by(op: Operation) -> tuple[np.ndarray, dict]:
-        """What the completion of a queue's operation publishes."""
+        """The clock that the completion of a queue's operation publishes."""
         rows = op.clock.rows[:PUBLISHED].copy()
         if op.queue is not None:
             component = op.queue.component
@@ -170,7 +170,7 @@ class Accesses:
 
     @staticmethod
     def known(access: Access, clock: Clock | Snapshot, row: int = BASE) -> bool:
-        """Whether a clock's row has an access."""
+        """Whether a clock's row includes an access."""
         rows = clock.rows
         if access.domain is not clock.domain:
             rows = clock.foreign.get(access.domain.number)
@@ -182,7 +182,8 @@ class Accesses:
     def touch(
         self, shadow: Shadow, where, access: Access, clocks: tuple, memory: str, place, cta=None
     ) -> None:
-        """Check an access against earlier ones and note it. clocks: of all who make it; place: says where, if asked."""
+        """Check an access against earlier ones and note it. clocks: those of all who make it; place: a function that
+        says where."""
         if cta is not None:
             if cta.live_warps == 0:
                 self.too_late(access, place())
@@ -196,8 +197,8 @@ class Accesses:
                         self.check(kind, asked, access, clock, memory, place)
 
     def check(self, kind: int, asked: tuple, access: Access, clock, memory: str, place) -> None:
-        """Compare an access with those that a kind of cell stands for. What a clock knows it knows for good, so that it
-        is not asked again: asked names the question."""
+        """Compare an access with those that a kind of cell represents. A clock never forgets, so a question is asked
+        once: asked names it."""
         ordered = not access.strong
         for first in self.ledger.of(kind, access.write):
             ordered &= self.compare(first, access, clock, memory, place)
@@ -267,13 +268,13 @@ class Accesses:
         return False
 
     def _late_arrivals(self, load: Instr) -> str:
-        """What would end a load before the arrivals behind it."""
+        """What would complete a load before the arrivals after it."""
         instrs = self.program.kernel.instrs
         arrivals = [instrs[at] for at, loads in self._pending.items() if load.index in loads]
         return f"a use of what the first loads, or fence.proxy.async, before the arrival ({_lines(arrivals)})"
 
     def _narrow_arrivals(self) -> str:
-        """Which arrivals on other CTAs' mbarriers say too narrow a scope, for a remedy."""
+        """The arrivals on other CTAs' mbarriers with too narrow a scope, for a remedy."""
         return f": {_lines(self.narrow.values())}" if self.narrow else ""
 
     def report(self, kind, place, first, second, remedy, lines, tolerated: bool = False) -> None:
@@ -291,7 +292,7 @@ class Accesses:
         mask: int = FULL_MASK,
         together: bool = False,
     ) -> Access:
-        """An access of lanes of a warp by the generic proxy, at this moment. together: the warp makes it as one."""
+        """A current access of a warp's lanes by the generic proxy. together: the warp accesses as one."""
         agent = w.order
         part = agent.part(0 if together else mask)
         if part.epoch != agent.epoch:
@@ -319,7 +320,7 @@ class Accesses:
 
     @contextmanager
     def held_back(self):
-        """Collects findings meanwhile instead of reporting them."""
+        """Context that collects findings instead of reporting them."""
         (found, self.found), self._holding = (self.found, {}), True
         try:
             yield self.found
@@ -327,14 +328,14 @@ class Accesses:
             self.found, self._holding = found, False
 
     def suspect(self, cta, where, found: dict) -> None:
-        """Tensor memory holds what nothing orders: the findings are reported if something reads it there."""
+        """Tensor memory holds unordered data: the findings are reported if something reads it."""
         if cta.order.suspects is None:
             cta.order.suspects = np.zeros((LANES, COLUMNS), np.int32)
         self.suspected.append(dict(found))
         cta.order.suspects[where] = len(self.suspected)
 
     def too_late(self, access: Access, place: str, tolerated: bool = False) -> None:
-        """Shared memory is accessed although its CTA may have exited."""
+        """Report an access to shared memory whose CTA may have exited."""
         self.report(
             "shared memory of a CTA that may have exited", place, access.describe(), "",
             _wait(access), (access.ins.line,), tolerated,

@@ -1,4 +1,4 @@
-"""The checker of one launch: what the machine and its handlers tell it, and what it concludes.
+"""The checker of one launch: the machine and its handlers report events to it, and it draws conclusions.
 
 Handlers call it where `machine.order` is not None. Agents: warps (the lanes of a warp count as one), and every
 asynchronous operation, whose clock is its thread's at issue. PTX ISA: "Memory Consistency Model", "Async proxy",
@@ -22,7 +22,7 @@ class OrderChecker(TensorAccesses):
     """Happens-before of one launch, or of one share of it."""
 
     def all_found(self) -> dict[tuple, Finding]:
-        """The findings of a run that is over."""
+        """The findings of a finished run."""
         return self.found | self.layouts.findings()
 
     def cta_exits(self, cta) -> None:
@@ -35,7 +35,7 @@ class OrderChecker(TensorAccesses):
         shadow, ledger = cta.order.shared, self.ledger
         accesses = []
         if not all(self.known(ledger.accesses[number], last) for number in shadow.touched):
-            # Those count that nothing has followed: what followed the others is known.
+            # Only accesses without a successor count: the others' successors are known.
             accesses = [ledger.accesses[number] for number in distinct(shadow.writes) if number]
             for number in distinct(shadow.reads):
                 accesses += ledger.sets[number]
@@ -52,6 +52,6 @@ class OrderChecker(TensorAccesses):
             for access, tracked in barrier.order.late.values():
                 if not self.known(access, last):
                     place = f"mbarrier at {shared_place(cta, barrier.offset, 8)}"
-                    # Known to be over by a later commit: public kernels do not wait for the earlier one's arrival.
+                    # A later commit shows that they are over: public kernels do not wait for the earlier one's arrival.
                     tolerated = tracked is not None and self.known(tracked, last)
                     self.too_late(access, place, tolerated)

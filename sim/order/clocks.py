@@ -1,26 +1,26 @@
-"""Vector clocks: what an agent knows to have happened before.
+"""Vector clocks: the events that an agent knows to have happened before.
 
 A component counts the events of one source: the accesses of a warp between two of its releases; the copies that
 complete on one mbarrier, by phase; the tcgen05.mma and cp of a warp, its tcgen05.ld, its tcgen05.st, its cp.async, its
 bulk stores' reads and their writes, the wgmma groups of a warpgroup, each in order of issue. An access is the pair
 (component, count), and it is ordered before an agent whose clock has at least that count.
 
-A clock has several rows, as one event may be known for one purpose and not for another:
+A clock has several rows, because an event may be known for one purpose and not for another:
 
 - BASE: causality order (PTX ISA, "Memory Consistency Model").
-- WRITES: BASE but for what an arrival on another CTA's mbarrier without .cluster scope says: that orders no writes of
-  the generic proxy and of cp.async (seen on a B200, github.com/NVIDIA/cutlass/issues/3643).
-- LOADED: BASE but for reads of shared memory whose data an arrival on an mbarrier does not wait for (pending_loads.py).
-- ASYNC_SHARED, ASYNC_GLOBAL: generic-proxy accesses with a fence.proxy.async behind them; only these are ordered
-  before accesses of the async proxy.
-- BARRIERS: mbarrier initialisations with a fence.mbarrier_init behind them; CTAs that have started.
+- WRITES: BASE without what arrives through another CTA's mbarrier without .cluster scope: such an arrival orders no
+  writes of the generic proxy or of cp.async (seen on a B200, github.com/NVIDIA/cutlass/issues/3643).
+- LOADED: BASE without reads of shared memory whose data an mbarrier arrival does not wait for (pending_loads.py).
+- ASYNC_SHARED, ASYNC_GLOBAL: generic-proxy accesses followed by a fence.proxy.async; only these are ordered before
+  accesses of the async proxy.
+- BARRIERS: mbarrier initialisations followed by a fence.mbarrier_init; CTAs that have started.
 - TENSOR: tcgen05 operations that are ordered before a thread synchronisation.
-- MAP_RELEASED: writes of tensor maps with a tensormap proxy release behind them.
+- MAP_RELEASED: writes of tensor maps followed by a tensormap proxy release.
 
 These rows travel with every release. Rows of a thread alone: TENSOR_OWN (tcgen05 operations that are ordered before
 its next ones), FENCED (BASE at its last fence: what its relaxed writes release), CLUSTER_FENCED (WRITES at its last
-fence of cluster scope or wider), SEEN (what its relaxed reads have seen: BASE from its next fence on), MAP (tensor maps
-acquired).
+fence of cluster scope or wider), SEEN (events seen by its relaxed reads; they join BASE at its next fence), MAP (tensor
+maps acquired).
 """
 
 from __future__ import annotations
@@ -35,12 +35,10 @@ BASE, WRITES, LOADED, ASYNC_SHARED, ASYNC_GLOBAL, BARRIERS, TENSOR, MAP_RELEASED
 PUBLISHED = 8  # rows that travel
 TENSOR_OWN, FENCED, CLUSTER_FENCED, SEEN, MAP = range(8, 13)
 ROWS = 13
-ALIKE = slice(
-    BASE, LOADED + 1
-)  # what is known in BASE is known in the others, but for what such arrivals say
-STEP = 32  # components by which a clock grows
+ALIKE = slice(BASE, LOADED + 1)  # events in BASE are in the others, too, except those of such arrivals
+STEP = 32  # components added when a clock grows
 
-MOST_PARTS = 8  # sets of lanes that a warp's accesses are told apart by
+MOST_PARTS = 8  # most sets of lanes that are distinguished in a warp's accesses
 
 Foreign = dict[int, np.ndarray]  # other clusters' clocks, by domain
 
@@ -71,7 +69,7 @@ def wider(rows: np.ndarray, width: int) -> np.ndarray:
 
 
 def merged(mine: Foreign, others: Foreign) -> Foreign:
-    """What either knows of other clusters. Neither argument is changed."""
+    """The union of two clocks' knowledge of other clusters. Neither argument is changed."""
     if not others or others is mine:
         return mine
     if not mine:
@@ -88,7 +86,7 @@ def merged(mine: Foreign, others: Foreign) -> Foreign:
 
 
 class Clock:
-    """Rows of one domain and what is known of others."""
+    """Rows of one domain and knowledge of others."""
 
     __slots__ = ("domain", "foreign", "known_kinds", "rows")
 
@@ -99,7 +97,7 @@ class Clock:
         self.foreign: Foreign = {}
 
     def join(self, rows: np.ndarray, foreign: Foreign) -> None:
-        """Know what the published rows of another clock say."""
+        """Add the published rows of another clock."""
         mine = self.rows
         width = rows.shape[1]
         if width > mine.shape[1]:
@@ -110,7 +108,7 @@ class Clock:
             self.foreign = merged(self.foreign, foreign)
 
     def raise_to(self, row: int, component: int, count: int) -> None:
-        """Know of a component's events up to `count`."""
+        """Add a component's events up to `count`."""
         if component >= self.rows.shape[1]:
             self.rows = wider(self.rows, component + STEP)
         if self.rows[row, component] < count:
@@ -130,7 +128,8 @@ class Snapshot:
 
 
 class Part:
-    """Accesses of some lanes of a warp. synced: how many the warp's other lanes know of (its last warp barrier)."""
+    """Accesses of some lanes of a warp. synced: how many of them the warp's other lanes know (up to its last warp
+    barrier)."""
 
     __slots__ = ("component", "epoch", "mask", "synced")
 
@@ -141,9 +140,10 @@ class Part:
 
 
 class Agent(Clock):
-    """The clock of a warp, whose lanes share it but for their own accesses since the last warp barrier.
+    """The clock of a warp. Its lanes share it, except their own accesses since the last warp barrier.
 
-    Accesses of one set of lanes have a component (`Part`). Those between two publications have one count.
+    Each set of lanes has a component for its accesses (`Part`). All accesses between two publications have the same
+    count.
     """
 
     __slots__ = (
@@ -167,9 +167,9 @@ class Agent(Clock):
         super().__init__(domain, ROWS)
         self.parts: dict[int, Part] = {}
         self.loose: list[Part] = []  # parts with accesses since the last warp barrier
-        self.epoch = 0  # grows with every publication: accesses behind it have a new count
+        self.epoch = 0  # incremented by every publication: later accesses have a new count
         self.frozen: dict[int, Snapshot] = {}  # by lanes, until the clock changes
-        self.relaxed: dict[int, np.ndarray] = {}  # what lanes publish relaxed, until it changes
+        self.relaxed: dict[int, np.ndarray] = {}  # what lanes publish by relaxed writes, until it changes
         self.last_loads: dict[
             int, tuple[int, int]
         ] = {}  # (component, count) by instruction, see pending_loads.py
@@ -183,7 +183,7 @@ class Agent(Clock):
         self.tag = 0  # names the time since the last warp barrier, among all warps
 
     def part(self, mask: int) -> Part:
-        """The part that stands for these lanes; all lanes at once where a warp has too many."""
+        """The part for these lanes; for all lanes if a warp has too many parts."""
         found = self.parts.get(mask)
         if found is None:
             mask = mask if len(self.parts) < MOST_PARTS else FULL_MASK
@@ -218,20 +218,20 @@ class Agent(Clock):
         self.relaxed = {}
 
     def told_of_all(self, rows: np.ndarray) -> bool:
-        """Whether a clock that all lanes have acquired has what each did since they last met: then they have met. An
-        mbarrier's has if all of them have arrived at it."""
+        """Whether a clock that all lanes have acquired includes what each did since they last met; if so, they have
+        met. An mbarrier's clock does if all lanes have arrived at it."""
         return all(
             part.component < rows.shape[1] and rows[BASE, part.component] >= self.rows[BASE, part.component]
             for part in self.loose
         )
 
     def acquire(self, rows: np.ndarray, foreign: Foreign) -> None:
-        """Know what a synchronisation object published."""
+        """Acquire what a synchronisation object published."""
         self.join(rows, foreign)
         self._changed()
 
     def known_to(self, mask: int) -> np.ndarray:
-        """The rows as some of the lanes know them: without what other lanes have accessed since they met."""
+        """The rows as known to some lanes: without other lanes' accesses since they met."""
         strange = [part for part in self.loose if part.mask & ~mask]
         if not strange:
             return self.rows
@@ -249,9 +249,9 @@ class Agent(Clock):
         narrow: bool = False,
         pending: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """Publish to a synchronisation object what lanes know. relaxed: only what a fence precedes. narrow: of another
-        CTA, at a scope that does not reach it: writes that only a fence of its scope precedes. pending: the warp's
-        loads that may be under way, as (component, count)."""
+        """Publish lanes' knowledge to a synchronisation object. relaxed: only what precedes a fence. narrow: the object
+        is another CTA's, outside the scope: only writes that precede a fence of its scope. pending: the warp's loads
+        that may be in flight, as (component, count)."""
         rows = self.published(mask, relaxed)
         if narrow or pending:
             rows = rows[:PUBLISHED].copy()
@@ -262,8 +262,8 @@ class Agent(Clock):
         into.join(rows, self.foreign)
 
     def published(self, mask: int, relaxed: bool = False) -> np.ndarray:
-        """The rows that lanes publish now; later accesses are not among them. Of a relaxed publication, accesses since
-        the last fence are not, so that it begins no new count; its rows are not changed later."""
+        """The rows that lanes publish now, without later accesses. A relaxed publication also omits accesses since the
+        last fence, so it begins no new count; its rows do not change later."""
         if not relaxed:
             rows = self.known_to(mask)
             self.epoch += 1
@@ -285,7 +285,7 @@ class Agent(Clock):
         return found
 
     def fence(self, source: int, target: int, mask: int = FULL_MASK) -> None:
-        """What lanes know in one row is known in another; later accesses are not."""
+        """Copy lanes' knowledge from one row to another, without later accesses."""
         rows = self.known_to(mask)
         np.maximum(self.rows[target], rows[source], out=self.rows[target])
         self.epoch += 1
@@ -297,7 +297,7 @@ class Agent(Clock):
         self._changed()
 
     def see(self, rows: np.ndarray) -> None:
-        """A relaxed read: what was published is known from the next fence on."""
+        """A relaxed read: the published events are known from the next fence on."""
         mine = self.rows
         width = rows.shape[1]
         if width > mine.shape[1]:
@@ -307,7 +307,7 @@ class Agent(Clock):
         self._changed()
 
     def foreign_seen(self, domain: int, rows: np.ndarray, relaxed: bool) -> None:
-        """A read of another cluster's clock: like ``see`` where it is relaxed, else an acquire."""
+        """A read of another cluster's clock: like ``see`` if relaxed, else an acquire."""
         if relaxed:
             self.seen_foreign = merged(self.seen_foreign, {domain: rows})
         else:

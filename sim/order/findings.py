@@ -1,4 +1,4 @@
-"""Two accesses to one place that nothing orders, and how they are shown."""
+"""Unordered accesses to one place, and their report."""
 
 from __future__ import annotations
 
@@ -25,17 +25,15 @@ BY_TEXT_ALONE = (
     NO_FENCE_AFTER,
     NO_FENCE_BEFORE,
 )  # the ISA asks for these fences; kernels that work leave them out
-SOURCE = re.compile(
-    r" from (\S+:\d+)(?: in \S+)?$"
-)  # how an access's text ends where its line of source is known
+SOURCE = re.compile(r" from (\S+:\d+)(?: in \S+)?$")  # how an access's text ends if its source line is known
 
 
 class Access:
     """Accesses of one instruction, by one agent, at one count of a component.
 
     agent: who in words ("warp 3"). generic: by the generic proxy; else the async proxy, or tensor memory's
-    operations. strong: the scope of an atomic, volatile or ordered access (True: the GPU), else False. queued:
-    those of its component take place in order.
+    operations. strong: the scope of an atomic, volatile or ordered access (True: the GPU), else False. queued: its
+    component's accesses take place in order.
     """
 
     __slots__ = (
@@ -63,7 +61,7 @@ class Access:
 
 
 def of_one_queue(first: Access, second: Access) -> bool:
-    """Whether both are of one component, the earlier one's accesses in the order of issue."""
+    """Whether both belong to one component whose accesses take place in the order of issue."""
     return first.component == second.component and first.domain is second.domain and first.queued
 
 
@@ -75,8 +73,8 @@ def pipelined(first: Access, second: Access) -> bool:
 
 
 def morally_strong(first: Access, second: Access) -> bool:
-    """Whether two accesses do not race though nothing orders them (PTX ISA, "Morally strong operations"): both are
-    strong, and each one's scope includes the other."""
+    """Whether two unordered accesses do not race (PTX ISA, "Morally strong operations"): both are strong, and each
+    one's scope includes the other."""
     if not (first.strong and second.strong):
         return False
     scopes = (first.strong, second.strong)
@@ -86,7 +84,7 @@ def morally_strong(first: Access, second: Access) -> bool:
 
 
 def diagnose(first: Access, second: Access, missing: int, memory: str) -> tuple[str, str]:
-    """(class of defect, what would order them). missing: the row of the second's clock that lacks the first."""
+    """(class of defect, remedy). missing: the row of the second access's clock that lacks the first access."""
     if of_one_queue(first, second):
         return (
             "a tcgen05.mma that may overtake another",
@@ -140,7 +138,7 @@ def is_tolerated(first: Access, second: Access, missing: int, freed: bool = Fals
 
 
 def wait_for(first: Access) -> str:
-    """What completes an access, for its own thread or another."""
+    """The wait that completes an access, for its own thread or another."""
     name = first.ins.opcode
     if name.startswith("tcgen05.ld"):
         return "tcgen05.wait::ld behind the first"
@@ -161,11 +159,11 @@ def wait_for(first: Access) -> str:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that the memory model does not order.
+    """Two accesses that the memory model does not order.
 
     kind: the class of defect, in a few words. place: where in memory. first, second: the accesses, as executed here.
-    remedy: what would order them. lines: their PTX lines. tolerated: the ISA asks for it, and public kernels that work
-    leave it out: a warning.
+    remedy: what would order them. lines: their PTX lines. tolerated: a warning only, because public kernels that work
+    omit what the ISA requires.
     """
 
     kind: str
@@ -207,7 +205,7 @@ class Group:
 
     @property
     def textual(self) -> bool:
-        """Whether the ISA's text alone asks for it: a fence around tensor memory that no hardware is known to miss."""
+        """Whether only the ISA's text requires it: a fence around tensor memory that no known hardware needs."""
         return self.kind in BY_TEXT_ALONE
 
     def __str__(self) -> str:
@@ -218,7 +216,7 @@ class Group:
 
 
 def grouped(findings: list[Finding]) -> list[Group]:
-    """The findings by kind and pair of lines: those that nothing orders first, those by the text alone last."""
+    """The findings by kind and pair of lines: unordered accesses first, those by the ISA's text alone last."""
     groups: dict[tuple, list[Finding]] = {}
     for finding in findings:
         groups.setdefault((finding.kind, *sorted(finding.sources)), []).append(finding)
@@ -227,7 +225,7 @@ def grouped(findings: list[Finding]) -> list[Group]:
 
 
 def grouped_text(findings: list[Finding]) -> list[str]:
-    """Lines that show every group of findings, those by the text alone in one line a kind."""
+    """Lines that show every group of findings; those by the ISA's text alone take one line per kind."""
     rows: list[str] = []
     textual: dict[str, list[Group]] = {}
     for group in grouped(findings):
@@ -246,7 +244,7 @@ def _times(findings: tuple[Finding, ...]) -> str:
 
 
 def _more(findings: tuple[Finding, ...]) -> str:
-    """What else of its group a finding stands for."""
+    """The other findings of its group that a finding represents."""
     if len(findings) == 1:
         return ""
     lines = ", ".join(dict.fromkeys(" and ".join(map(str, f.lines)) for f in findings[1:]))
@@ -254,7 +252,7 @@ def _more(findings: tuple[Finding, ...]) -> str:
 
 
 class OrderError(SimError):
-    """Accesses to one place that nothing orders. `findings` has all of them.
+    """Unordered accesses to one place. `findings` has all of them.
 
     launch: the report of the launch (a LaunchReport) if it ran to its end, else None.
     """

@@ -9,8 +9,9 @@ from warpspec.sim.instruction import Instr
 
 
 def along_blocks(program: Program, start: int, after: Callable[[Instr, int], int]) -> None:
-    """Carry a bitset along the blocks of a kernel until it grows nowhere. start: at the kernel's entry. after: makes of
-    an instruction and the bits before it those behind it; it sees every instruction with all bits of some path."""
+    """Propagate a bitset along the blocks of a kernel to a fixed point. start: bits at the kernel's entry. after:
+    function from an instruction and the bits before it to the bits after it; it is called for every instruction with
+    all bits of some path."""
     entry = [0] * len(program.blocks)
     entry[0] = start
     reached = {0}

@@ -1,16 +1,16 @@
 """Launches of one stream that overlap: programmatic dependent launch (PTX ISA, "griddepcontrol").
 
 A launch with the attribute may begin as soon as every CTA of the launch before it has executed
-griddepcontrol.launch_dependents or has exited. What that launch, and those that it began beside, access is ordered
-before an access of the new one by griddepcontrol.wait alone, which waits until the launch before is over; so an earlier
-one is over, too, if the launch before has waited for it. "If the prerequisite grid is using
+griddepcontrol.launch_dependents or has exited. Only griddepcontrol.wait, which waits for the end of the previous
+launch, orders the accesses of that launch, and of those that it ran beside, before the new launch's. An earlier launch
+is over, too, if the previous launch has waited for it. "If the prerequisite grid is using
 griddepcontrol.launch_dependents, then the dependent grid must use griddepcontrol.wait to ensure correct functional
-execution." Where no CTA executes launch_dependents, nothing overlaps. A release fence of gpu scope before
+execution." If no CTA executes launch_dependents, nothing overlaps. A release fence of gpu scope before
 launch_dependents orders what precedes it before the start of the new launch.
 
-The simulator runs launches one after the other. `Stream` keeps, of those that the next one may run beside, which memory
-they touched; its checker finds them in its shadow memory, as accesses that only `wait` makes known. A dependent launch
-whose predecessor no one knows, the first of a run, is held against itself: the same call twice in a row.
+The simulator runs launches one after another. `Stream` keeps the memory touched by launches that the next one may
+overlap; the next one's checker finds these in its shadow memory, as accesses that only `wait` makes known. A dependent
+launch without a known predecessor, the first of a run, is compared with itself, as if the same call ran twice in a row.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REMEDY = (
 
 
 class EarlierAccess(Access):
-    """An access of an earlier launch, by what it was described as there."""
+    """An access of an earlier launch, with its description there."""
 
     __slots__ = ("text",)
 
@@ -52,9 +52,9 @@ class EarlierAccess(Access):
 
 @dataclass
 class Seen:
-    """What the checker saw a launch do with its dependencies. triggered: some CTA executed launch_dependents; waited:
-    some thread executed wait; in_order: one executed launch_dependents behind a wait, so that all earlier launches are
-    over when the next one begins."""
+    """A launch's use of its dependencies, as seen by the checker. triggered: some CTA executed launch_dependents;
+    waited: some thread executed wait; in_order: one executed launch_dependents behind a wait, so that all earlier
+    launches are over when the next one begins."""
 
     triggered: bool = False
     waited: bool = False
@@ -86,9 +86,9 @@ class Past:
 
 @dataclass
 class Overlap:
-    """What a launch may run beside. dependent: whether it has the attribute. first: it is the first of its stream.
-    before: launches that may still run while it does; known: which of them are over behind its wait. past, seen: filled
-    in by its run."""
+    """The launches that a launch may overlap. dependent: whether it has the attribute. first: it is the first of its
+    stream. before: launches that may still run while it does; known: which of them are over after its wait. past, seen:
+    filled in by its run."""
 
     dependent: bool = False
     first: bool = True
@@ -118,7 +118,7 @@ class Overlap:
 
 
 class Stream:
-    """Launches that follow each other with nothing between, each with a checker of memory order."""
+    """Consecutive launches, each with a checker of memory order."""
 
     def __init__(self) -> None:
         self._last: Overlap | None = None

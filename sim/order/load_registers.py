@@ -1,11 +1,11 @@
-"""tcgen05.wait::ld: the registers of tcgen05.ld are read behind it (PTX ISA 9.7.17.8, "tcgen05.wait").
+"""tcgen05.wait::ld must precede reads of tcgen05.ld's registers (PTX ISA 9.7.17.8, "tcgen05.wait").
 
 A static check, along the blocks of a kernel: between a tcgen05.ld and an instruction that reads a register that it
-writes, there must be a tcgen05.wait::ld on every path. A mov is no read, it hands on what is under way: compilers put
-moves there, and ptxas follows a result through them. Findings are tolerated, one a kernel is shown, its first: NVIDIA's
-own examples convert an accumulator's registers without a wait, and "intra-thread ordering through true register
-dependency will be respected" (PTX ISA, "Register dependencies, same thread"). The wait is needed where the register or
-the tensor memory is written again; in tensor memory the checker sees that by itself.
+writes, there must be a tcgen05.wait::ld on every path. A mov is not a read, because it passes on a pending result:
+compilers put moves there, and ptxas follows a result through them. Findings are tolerated, and only a kernel's first
+one is shown: NVIDIA's own examples convert an accumulator's registers without a wait, and "intra-thread ordering
+through true register dependency will be respected" (PTX ISA, "Register dependencies, same thread"). The wait is needed
+if the register or the tensor memory is written again; for tensor memory the checker detects that itself.
 """
 
 from __future__ import annotations

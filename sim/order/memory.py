@@ -46,7 +46,7 @@ MOST_OWN = 1 << 14  # places that are kept by the addresses of lanes
 latest = np.maximum.reduce
 BOTH, WRITES = ("write", "read"), ("write",)
 LOG_COUNT = int(Ctx.LOG_COUNT)
-SEVERAL, EACH = 64, 255  # instead of a lane: several have read; every lane has written the same place
+SEVERAL, EACH = 64, 255  # in place of a lane: several lanes have read; every lane has written the same place
 
 
 class MemoryAccesses(Accesses):
@@ -119,7 +119,7 @@ class MemoryAccesses(Accesses):
         return found
 
     def _load_earlier(self, memory: GlobalShadow) -> None:
-        """What launches that may still run have touched of an allocation."""
+        """Load what launches that may still run have touched of an allocation."""
         host = self.gmem.host_address(memory.allocation) if self.overlap.before else None
         for age, past in enumerate(self.overlap.before, 1):
             for at, theirs in past.of(memory.allocation, host):
@@ -128,7 +128,7 @@ class MemoryAccesses(Accesses):
                 launches.load(memory.shadow, memory.unit, self.ledger, theirs, at, age, past.kernel)
 
     def _note_early(self, memory: GlobalShadow, where, access: Access, views) -> None:
-        """An access that may take place beside the launch before."""
+        """Note an access that may overlap the previous launch."""
         if memory.early is None:
             memory.early = Shadow(memory.size)
         early = memory.early if views is None else part(memory.early, views)
@@ -197,7 +197,7 @@ class MemoryAccesses(Accesses):
 
     @contextmanager
     def watching(self, access: Access, clock):
-        """Copies of boxes between global and shared memory meanwhile are this access."""
+        """Context in which copies of boxes between global and shared memory count as this access."""
 
         def watch(address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
             memory = self._global(address)
@@ -228,7 +228,7 @@ class MemoryAccesses(Accesses):
         result = {}
         for address, memory in self._globals.items():
             shadow = memory.shadow
-            if shadow is None:  # nothing here writes it: one of a unit's readers stands for all
+            if shadow is None:  # nothing here writes it: one of a unit's readers represents all
                 shadow = Shadow(memory.size)
                 for where, views, access, _ in memory.pending:
                     shadow_part = shadow if views is None else part(shadow, views)
@@ -267,7 +267,7 @@ class MemoryAccesses(Accesses):
         """Lanes (those of the mask) execute a load, a store or an atomic at these addresses."""
         space, write, parts = self._forms.get(ins.index) or self._form(ins)
         key = None
-        if space != "global":  # rings of buffers: the same places again and again
+        if space != "global":  # rings of buffers repeat the same places
             key = ins.index, mask, w.cta.rank, addresses.tobytes()
             known = self._own.get(key)
             if known is not None:

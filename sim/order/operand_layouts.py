@@ -1,8 +1,8 @@
-"""Matrix operands against the tiles that TMA wrote: a stride or swizzle of a matrix descriptor that is not the tile's.
+"""Compare matrix operands with the tiles that TMA wrote: the descriptor's stride or swizzle must be the tile's.
 
 A tensor copy puts the rows of its box a pitch apart. A descriptor that begins in such a tile finds groups of 8 rows
 at its stride byte offset; other strides than the tile's own read rows that are not the operand's. Kernels may choose
-rows on purpose, so that it is a finding only if products also leave a part of the tile unread, over the whole run.
+rows on purpose, so it is a finding only if products also leave part of the tile unread over the whole run.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class OperandLayouts:
                 tile.wrong = ins, operand, wrong, cta
 
     def findings(self) -> dict[tuple, Finding]:
-        """Tiles that a product read with another layout, and that no products have read in full."""
+        """Tiles that a product read with another layout, and that products have not read in full."""
         found = {}
         for tile in self._tiles.values():
             if tile.wrong is not None and not tile.read.all():

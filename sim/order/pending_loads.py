@@ -1,13 +1,13 @@
-"""Loads of shared memory whose data may still be under way when their thread arrives at an mbarrier.
+"""Loads of shared memory whose data may still be in flight when their thread arrives at an mbarrier.
 
-An arrival waits for no load: the hardware issues in order, a load's data come later, and only an instruction that uses
-them waits. TMA that waits for the arrival may overwrite what the load has still to read. (On an H200 that gave wrong
-results: docs/notebook/checker.md.) By the ISA's text it is a generic read before an asynchronous write without a proxy
-fence, which is a warning elsewhere, as many kernels have used their loads by then.
+An arrival does not wait for loads: the hardware issues in order, a load's data come later, and only an instruction that
+uses them waits. TMA that waits for the arrival may overwrite data that the load has yet to read. (On an H200 that gave
+wrong results: docs/notebook/checker.md.) By the ISA's text it is a generic read before an asynchronous write without a
+proxy fence, which is a warning elsewhere, as many kernels have used their loads by then.
 
 A static part, along the blocks of a kernel: which loads have no use of their registers on some path to an arrival. A
-mov is no use, it hands on what is under way. Fences and barriers of threads end a load. Where a run asks for it, the
-kernel's SASS says it instead (sass_loads.py).
+mov is not a use, because it passes on pending data. Fences and thread barriers complete a load. On request, a run
+checks the kernel's SASS instead (sass_loads.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ENDS = ("fence", "membar", "bar.sync", "bar.red", "barrier.", "bar.cta")
 
 
 def at_arrivals(program: Program) -> dict[int, tuple[int, ...]]:
-    """By the index of a mbarrier.arrive: the indexes of loads that may be under way there."""
+    """By the index of a mbarrier.arrive: the indexes of loads that may be in flight there."""
     return _at_arrivals(program, sass_loads.asked_for())
 
 
@@ -51,7 +51,7 @@ def _at_arrivals(program: Program, in_sass: bool) -> dict[int, tuple[int, ...]]:
 
 
 def _in_sass(program: Program, loads: list[Instr]) -> dict[int, tuple[int, ...]]:
-    """What `at_arrivals` says, by what ptxas makes of the kernel."""
+    """`at_arrivals` computed from the kernel's SASS."""
     pairs = sass_loads.at_arrivals(program)
     arrivals = [ins for ins in program.kernel.instrs if ins.opcode.startswith("mbarrier.arrive")]
     found = {

@@ -1,8 +1,8 @@
-"""Loads of shared memory that ptxas leaves under way at an arrival on an mbarrier (why: `pending_loads`).
+"""Loads of shared memory that ptxas leaves in flight at an mbarrier arrival (why: `pending_loads`).
 
-PTX says where a load is used, and ptxas may move the use behind the arrival. In SASS a load names the scoreboard that
-its data free, and the first instruction behind it that waits for that scoreboard has the data: where an arrival
-(SYNCS.ARRIVE) comes before, the load is under way. A run asks for this by the environment variable
+PTX shows where a load is used, but ptxas may move the use past the arrival. In SASS a load names the scoreboard that
+its data release, and the first later instruction that waits for that scoreboard has the data. If an arrival
+(SYNCS.ARRIVE) comes before it, the load is in flight there. A run asks for this by the environment variable
 WARPSPEC_SIM_SASS=1; it needs ptxas and nvdisasm (``pip install warpspec[clocks]``).
 """
 
@@ -17,22 +17,22 @@ from warpspec.sim.codegen.program import Program
 SASS_VARIABLE = "WARPSPEC_SIM_SASS"
 LOADS = ("LDS", "LDSM")
 ARRIVAL = "SYNCS.ARRIVE"
-ENDS = ("EXIT", "BRA", "RET", "KILL")  # what nothing follows, where it has no predicate
+ENDS = ("EXIT", "BRA", "RET", "KILL")  # instructions that end the path unless predicated
 
 
 def asked_for() -> bool:
-    """Whether runs of now look at the SASS."""
+    """Whether current runs check the SASS."""
     return bool(os.environ.get(SASS_VARIABLE))
 
 
 def at_arrivals(program: Program) -> set[tuple[int, int]]:
-    """(PTX line of a load, PTX line of an arrival at which it may be under way). NoSass where a tool is missing."""
+    """(PTX line of a load, PTX line of an arrival at which it may be in flight). NoSass if a tool is missing."""
     sass = sass_of(program.module.text, program.kernel.name, program.module.target)
     return under_way(sass.instrs)
 
 
 def under_way(instrs: Sequence[SassInstr]) -> set[tuple[int, int]]:
-    """The same of a kernel's SASS."""
+    """``at_arrivals`` for a kernel's SASS."""
     labels = {ins.label: at for at, ins in enumerate(instrs) if ins.label is not None}
     found: set[tuple[int, int]] = set()
     reached: dict[int, frozenset] = {}

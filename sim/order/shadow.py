@@ -1,8 +1,8 @@
 """Shadow memory: which accesses touched each unit of memory last.
 
 A unit (a word, or less where a kernel accesses less) holds the number of its last write and the number of the set of
-reads since then that later ones do not cover. Numbers stand for accesses that many units share, so that an access to
-a tile looks at a few numbers however large the tile is.
+reads since then that later ones do not cover. Many units share the number of an access, so an access to a tile looks at
+few numbers, however large the tile is.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from warpspec.sim.order.clocks import Clock, Snapshot
 from warpspec.sim.order.findings import Access
 from warpspec.sim.tcgen05.memory import COLUMNS, LANES
 
-READS = 32  # bit of a cell from which on the write's number stands
+READS = 32  # lowest bit of the write's number in a cell
 SET = (1 << READS) - 1
-TINY = 16  # units of one dimension that are looked at one by one
-SMALL = 128  # the same where they are not all alike
+TINY = 16  # most units of one dimension that are examined one by one
+SMALL = 128  # likewise, if they are not all equal
 RUNS = 4096  # runs of one number that are looked at one by one
 GRAIN = 8  # lanes that tensor memory's numbers stand for
 FEW = 8  # kinds of cells that are replaced one after the other
@@ -100,7 +100,7 @@ def _rows_of_arrays(lanes: bytes, lanes_shape: tuple, columns: bytes, columns_sh
 
 
 def distinct(numbers: np.ndarray) -> list[int]:
-    """The different numbers in an array."""
+    """The distinct numbers in an array."""
     if numbers.size > TINY:
         first = numbers.item(0)
         if not differ(numbers, first):
@@ -115,12 +115,12 @@ def distinct(numbers: np.ndarray) -> list[int]:
 
 
 def differ(numbers: np.ndarray, number: int) -> bool:
-    """Whether not all numbers are this one."""
+    """Whether some number differs from this one."""
     return b"\1" in (numbers != number).tobytes()
 
 
 class Ledger:
-    """The accesses and sets of reads that numbers stand for."""
+    """The accesses and sets of reads behind the numbers."""
 
     def __init__(self, known: Callable[[Access, Clock | Snapshot], bool]):
         self.accesses: list[Access | None] = [None]
@@ -136,7 +136,7 @@ class Ledger:
         return access.key
 
     def alone(self, access: Access) -> int:
-        """The number of the set that has one read only."""
+        """The number of the set with only this read."""
         key = (0, self.number(access))
         joined = self._joined.get(key)
         if joined is None:
@@ -145,7 +145,7 @@ class Ledger:
         return joined
 
     def with_reader(self, number: int, access: Access, clock: Clock | Snapshot) -> int:
-        """The number of a set of reads with one more; those that happen before it (by its clock) are left out."""
+        """The number of a set of reads plus one more, without those that happen before it (by its clock)."""
         key = (number, self.number(access))
         joined = self._joined.get(key)
         if joined is None:

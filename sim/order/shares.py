@@ -1,4 +1,4 @@
-"""Shares of a launch that run apart: what two of them accessed in one place of global memory.
+"""Conflicts between shares of a launch that run separately: what two of them accessed in one place of global memory.
 
 Clusters of different shares cannot see each other (`runtime.independent`), so nothing orders their accesses.
 """
@@ -21,8 +21,8 @@ Units = tuple[np.ndarray, np.ndarray]  # numbers of units, ascending, and of the
 
 @dataclass(frozen=True)
 class Touched:
-    """What a share accessed of one allocation. unit: bytes of one; nbytes: of all. early: of those accesses, the ones
-    that may take place beside an earlier launch (`launches`). texts: number -> (description, PTX line, strong).
+    """A share's accesses to one allocation. unit: bytes of a unit; nbytes: bytes of the allocation. early: the accesses
+    that may overlap an earlier launch (`launches`). texts: number -> (description, PTX line, strong).
     """
 
     name: str
@@ -87,7 +87,7 @@ def pairs(one: Units, two: Units):
 
 
 def conflicts(one: dict[int, Touched], two: dict[int, Touched]) -> dict[tuple, Finding]:
-    """Findings of accesses of two shares, by allocation."""
+    """Findings between accesses of two shares, by allocation."""
     found: dict[tuple, Finding] = {}
     for address in one.keys() & two.keys():
         a, b = one[address], two[address]

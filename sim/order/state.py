@@ -1,4 +1,4 @@
-"""What the checker keeps of CTAs, mbarriers, allocations and asynchronous operations."""
+"""The checker's data for CTAs, mbarriers, allocations and asynchronous operations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from warpspec.sim.order.shadow import Shadow, TensorShadow
 
 
 class PairOrder:
-    """What the checker keeps of a CTA's tensor memory as one of a pair.
+    """The checker's data for the tensor memory of a CTA in a pair.
 
     allocated: its tcgen05.alloc. last_uses: what it knew of its tensor memory's uses when it freed it. freed_by_peer:
     the other CTA's tcgen05.dealloc, and what that knew.
@@ -36,14 +36,14 @@ class PairOrder:
 
 
 class CtaOrder:
-    """What the checker keeps of a CTA."""
+    """The checker's data for a CTA."""
 
     def __init__(self, units: int):
         self.shared = Shadow(units)
         self._tensor: TensorShadow | None = None
 
     def begin(self, domain: Domain) -> None:
-        """Keep it of a CTA that becomes resident; nothing has touched its memory."""
+        """Reset it for a CTA that becomes resident; nothing has touched its memory."""
         self.domain = domain
         self.pair = PairOrder()
         self.shared.clear()
@@ -73,7 +73,7 @@ class CtaOrder:
 
 
 class Queue:
-    """Operations of one kind that a thread issues and that complete in order: a component and how many there were."""
+    """Operations of one kind that a thread issues and that complete in order: a component and their number."""
 
     __slots__ = ("component", "count")
 
@@ -83,7 +83,8 @@ class Queue:
 
 
 class BarrierOrder:
-    """What an mbarrier passes on. collected: by the arrivals so far; done: at the end of the last phase."""
+    """The clocks that an mbarrier passes on. collected: from the arrivals so far; done: at the end of the last
+    phase."""
 
     __slots__ = ("collected", "component", "done", "done_foreign", "init", "late")
 
@@ -113,7 +114,7 @@ class GlobalShadow:
         self.base = allocation.address // unit * unit
         self.end = allocation.end
         self.shadow: Shadow | None = None
-        self.early: Shadow | None = None  # accesses that may take place beside the launch before
+        self.early: Shadow | None = None  # accesses that may overlap the previous launch
         self.pending: list[tuple] = []
         self.listed: set[tuple] = (
             set()

@@ -1,6 +1,7 @@
-"""Who wrote each byte of the caller's tensors last: the store that left the first wrong element of a result.
+"""Records who wrote each byte of the caller's tensors last, to find the store that left the first wrong element of a
+result.
 
-`with recording_stores() as stores:` notes every store to global memory of the runs inside, whoever makes them, and
+`with recording_stores() as stores:` notes every store to global memory of all runs inside, and
 `stores.compare(tensor, expected)` names the first one, in time, whose value stayed and is wrong.
 """
 
@@ -26,10 +27,11 @@ TOLERANCES = {  # (relative, absolute) of torch.testing.assert_close
 
 @dataclass(frozen=True)
 class Store:
-    """A store of lanes of a warp, or of an asynchronous operation. kernel: whose. number: of the launch, from 1.
+    """A store of lanes of a warp, or of an asynchronous operation. kernel: its kernel. number: number of the launch,
+    from 1.
 
     mask, addresses, nbytes: the lanes and where each writes how much; 0 and None where it is no store of lanes.
-    base: what a device address has more than the caller's.
+    base: difference between a device address and the caller's.
     """
 
     access: Access
@@ -41,7 +43,7 @@ class Store:
     base: int
 
     def describe(self, address: int) -> str:
-        """In words. address: the caller's, of the element that counts."""
+        """Format it. address: the caller's address of the element in question."""
         text = self.access.describe()
         if self.addresses is not None:
             first = self.addresses.astype(np.int64) - self.base
@@ -88,8 +90,8 @@ class Stores:
         rtol: float | None = None,
         atol: float | None = None,
     ) -> None:
-        """Raise WrongResult if a tensor is not what was expected: it names the first store, in time, of those that left
-        a wrong element.
+        """Raise WrongResult if a tensor is not as expected: the error names the earliest store that left a wrong
+        element.
 
         tensor: CPU tensor that the runs wrote, any shape. expected: of the same shape; another dtype is converted.
         rtol, atol: elements may differ by atol + rtol * |expected|; by default as torch.testing.assert_close has them
@@ -141,14 +143,14 @@ _active: Stores | None = None
 
 
 def active() -> Stores | None:
-    """Where runs of now note their stores; None: nowhere."""
+    """Where current runs note their stores; None: nowhere."""
     return _active
 
 
 @contextmanager
 def recording_stores() -> Iterator[Stores]:
-    """Runs inside note which store wrote each byte of the caller's tensors last; their warps run on one core, and about
-    half as fast."""
+    """Context in which runs note which store wrote each byte of the caller's tensors last; their warps run on one core,
+    about half as fast."""
     global _active
     before, _active = _active, Stores()
     try:
@@ -158,7 +160,7 @@ def recording_stores() -> Iterator[Stores]:
 
 
 class StoreRecorder(OrderChecker):
-    """Notes the stores of one launch, and checks its memory order if that is asked for. check: whether it is."""
+    """Notes the stores of one launch, and checks its memory order if `check` is set."""
 
     def __init__(self, program, gmem, overlap, stores: Stores, check: bool):
         super().__init__(program, gmem, overlap)

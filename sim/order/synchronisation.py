@@ -1,4 +1,4 @@
-"""What orders accesses: fences, synchronising accesses, mbarriers, barriers of threads, waits for operations."""
+"""Everything that orders accesses: fences, synchronising accesses, mbarriers, thread barriers, waits for operations."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from warpspec.sim.order.places import of_lanes, shared_place
 from warpspec.sim.order.state import BarrierOrder, Operation, Queue
 
 SCOPES = ("cta", "cluster", "gpu", "gl", "sys")  # membar's .gl is .gpu
-MOST_SEEN = 4096  # releases that a thread remembers to know of
+MOST_SEEN = 4096  # releases that a thread remembers having acquired
 
 
 @dataclass(frozen=True, slots=True)
 class Ordered:
-    """What an access says that synchronises: its address, scope and order."""
+    """The address, scope and order of a synchronising access."""
 
     operand: Operand
     space: str
@@ -66,7 +66,7 @@ class Ordered:
 
 
 class Releases:
-    """What has been released at a place, by CTA; places share it that the same instructions release. Never changed."""
+    """What has been released at a place, by CTA; places released by the same instructions share it. Never changed."""
 
     __slots__ = ("by_cta",)
 
@@ -74,7 +74,7 @@ class Releases:
         self.by_cta = by_cta
 
     def joined(self, cta: int, release: Release) -> Releases:
-        """These and one more; itself where that adds nothing."""
+        """These and one more; itself if that adds nothing."""
         before = self.by_cta.get(cta)
         if before is not None:
             release = release.joined(before)
@@ -96,7 +96,7 @@ class Release:
         self.rows, self.foreign = rows, foreign
 
     def joined(self, before: Release) -> Release:
-        """This release with what an earlier one at its place says; the earlier one itself where this adds nothing."""
+        """This release joined with an earlier one at its place; the earlier one itself if this adds nothing."""
         clock, adds = dict(self.clock), self.scope != before.scope
         for domain, old in before.clock.items():
             mine = clock.get(domain)
@@ -162,7 +162,7 @@ class Synchronisation(MemoryAccesses):
         w.order.fence(*((TENSOR_OWN, TENSOR) if before else (TENSOR, TENSOR_OWN)))
 
     def ordered(self, w, ins: Instr, mask: int) -> None:
-        """ld, st, atom and red that are atomic, volatile or say their order: they synchronise, place by place."""
+        """ld, st, atom and red that are atomic, volatile or have an order: they synchronise, place by place."""
         form = self._orders.get(ins.index)
         if form is None:
             form = self._orders[ins.index] = Ordered.of(ins)
@@ -187,8 +187,8 @@ class Synchronisation(MemoryAccesses):
         return w.cta.cluster.ctas[address >> CTA_RANK_SHIFT & 0xFF].number, address & OFFSET_MASK
 
     def acquire_places(self, w, places: list, scope: str, relaxed: bool) -> None:
-        """Know what others released at places of memory, as far as both scopes reach. What a thread knows of releases
-        it need not look at again."""
+        """Acquire what others released at places of memory, as far as both scopes reach. A thread skips releases it has
+        already acquired."""
         agent, cta = w.order, w.cta
         seen = agent.seen_releases
         for releases in dict.fromkeys(map(self._synchronised.get, places)):
@@ -282,8 +282,8 @@ class Synchronisation(MemoryAccesses):
         w.order.release(barrier.order.collected, mask, "relaxed" in ins.parts, narrow, pending)
 
     def arrive_op(self, op: Operation, barrier) -> None:
-        """An operation's completion arrives, or completes bytes. That it has arrived is known by the barrier alone: a
-        later commit tracks the same operations, and the ISA orders no two commits' arrivals."""
+        """An operation's completion arrives, or completes bytes. Only the barrier shows that it has arrived: a later
+        commit tracks the same operations, and the ISA does not order two commits' arrivals."""
         self.barrier_signalled(op, barrier)
         self.arrival(barrier, self.loads_on(op, barrier), None if op.queue is None else self.of(op, True))
         barrier.order.collected.join(*self.done_by(op))

@@ -3,8 +3,8 @@ them is written again (PTX ISA 9.7.15.7.1, 9.7.15.7.3).
 
 Static checks, along the blocks of a kernel. Between an instruction that writes a register and a wgmma.mma_async that
 has it as A or as an accumulator, and between one that reads a register and a wgmma.mma_async that accumulates in it,
-there must be a wgmma.fence on every path. A mov is no access: it hands on what it copies. Products that accumulate one
-after the other need no fence between them. Between a wgmma.mma_async and another instruction that writes one of its
+there must be a wgmma.fence on every path. A mov is not an access: it passes on what it copies. Products that accumulate
+one after another need no fence between them. Between a wgmma.mma_async and another instruction that writes one of its
 registers, or reads one of its accumulators or a copy of it, there must be a wgmma.wait_group that covers its group.
 """
 
@@ -27,7 +27,7 @@ GROUPS = 8  # committed groups that are told apart by age
 
 @cache
 def check(program: Program) -> dict[tuple, Finding]:
-    """Findings by kind and PTX lines. It takes no run, so that every run of such a kernel has it."""
+    """Findings by kind and PTX lines. They do not depend on the run, so every run of such a kernel has them."""
     kernel = program.kernel
     if not any(ins.opcode.startswith("wgmma.mma_async") for ins in kernel.instrs):
         return {}
