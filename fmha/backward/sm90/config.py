@@ -30,7 +30,7 @@ TURN_STAGES = 2  # steps by which a consumer's granted turns may run ahead of it
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 BARRIER_BYTES = 1024  # room for the mbarriers: what follows is aligned to it
 CONSUMER_BARRIER = 1  # named barrier of both consumers: dS is in shared memory, or rows have been cleared
-P_FACTOR = 2.0**14  # factor of P, at most 1, when paired consumers exchange it in fp16
+P_FACTOR = 2.0**14  # factor of P (P is at most 1) when paired consumers exchange it in fp16
 P_BARRIER = 2  # named barrier of paired consumers: P is in shared memory
 APART_BARRIER = 3  # named barrier that the second consumer waits at until the first is half a step ahead
 
