@@ -15,7 +15,7 @@ from warpspec.fmha.tiles import TileRows
 
 THREADS = 256
 PART_CTAS = 4, 16  # CTAs that share a tile's rows: with one row group, with more
-BATCH = 4  # pieces whose states a thread loads at a time
+BATCH = 4  # pieces whose states a thread loads at a time; more than these count as many
 
 
 @dataclass(frozen=True)

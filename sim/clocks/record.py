@@ -21,7 +21,7 @@ from warpspec.sim.lanes import FULL_MASK
 from warpspec.sim.tcgen05 import instruction_descriptor
 
 SAMPLE = 6  # default number of clusters recorded per launch
-RANK_SHIFT, OFFSET_MASK = 24, (1 << 24) - 1  # bits of the offset in a shared::cluster address
+RANK_SHIFT, OFFSET_MASK = 24, (1 << 24) - 1  # of a shared::cluster address: CTA rank above the offset
 
 
 @dataclass(frozen=True)

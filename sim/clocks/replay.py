@@ -27,7 +27,7 @@ from warpspec.sim.clocks.trace import CtaTrace, LaunchTrace, Step
 WARP = 32
 SCOREBOARDS = 6
 CHUNK = 24.0  # clocks of SASS that run as one piece
-BRANCH_STALL = 5.0  # part of a branch's time that its control word gives
+BRANCH_STALL = 5.0  # clocks of a branch that its control word gives
 FLUSH = 12.0  # clocks of native code that may be deferred to a later wait without moving issues in between
 LONGEST_RUN = 4000.0  # clocks after which native code is cut, so that concurrent code is seen
 

@@ -25,7 +25,7 @@ from warpspec.sim.tcgen05.memory import COLUMNS
 WARP = 32
 MOST_LISTED = 100_000  # most clusters of a grid that are assigned to places one by one
 BISECTIONS = 24
-STREAMED_ROUNDS = 4  # number of CTAs that are replayed if there are more
+STREAMED_ROUNDS = 4  # rounds of CTAs that are replayed if there are more
 
 
 @dataclass(frozen=True, slots=True)
