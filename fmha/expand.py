@@ -39,7 +39,7 @@ class ExpandConfig:
 
     @property
     def pieces(self) -> int:
-        """Of a row."""
+        """Pieces of a row."""
         return self.heads.qk // PIECE
 
 

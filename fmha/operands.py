@@ -103,7 +103,7 @@ class Operands(NamedTuple):
 
 
 INPUTS = inputs_of(Operands)
-PLACES = Operands(*range(len(Operands._fields)))  # of each field in the record
+PLACES = Operands(*range(len(Operands._fields)))  # index of each field in the record
 ROWS, STATISTICS = (
     slice(PLACES.q, PLACES.o + 1),
     slice(PLACES.lse, PLACES.row_sum + 1),

@@ -171,7 +171,7 @@ class Liveness:
     """
 
     registers: tuple[str, ...]
-    touched: list[tuple[tuple[str, ...], tuple[str, ...]]]  # of each instruction: `reads_writes`
+    touched: list[tuple[tuple[str, ...], tuple[str, ...]]]  # by instruction: `reads_writes`
     bit: dict[str, int]
     live_in: list[int]
     live_out: list[int]

@@ -277,7 +277,7 @@ class TileTime(NamedTuple):
 def tile_time(t: Tiling, depth, tensors, c: Constants, where) -> TileTime:
     """A tiling's ``TileTime``."""
     columns = depth / t.column_parts
-    products = t.rows * t.tile_n * (depth + columns) * 2 / MMA_FLOPS  # of a row group, QK and PV
+    products = t.rows * t.tile_n * (depth + columns) * 2 / MMA_FLOPS  # clocks of QK and PV for a row group
     exponentials = t.rows * t.tile_n / EXPONENTIALS
     serial = c.serial_mma * products + c.serial_key * t.tile_n + c.serial_tile
     p = c.power

@@ -57,7 +57,7 @@ def epilogue(work, state, operands, stage, results: cutlass.Constexpr = ROW_RESU
 
     work: ``ConsumerTile``; O is in ``work.mma.o``. state: from ``consumer.attend``. stage: the address of a tile in
     shared memory that the consumer may write to, or None. results: ``Results``, used without a stage. A row that sees
-    no key writes zeros and -inf. Of a piece of a tile the rows' states are written, into the workspace.
+    no key writes zeros and -inf. For a piece of a tile, the rows' states go into the workspace.
     """
     if cutlass.const_expr(work.config.scheduler.cuts_tiles):
         if work.tile.piece.whole:

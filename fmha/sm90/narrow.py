@@ -20,7 +20,7 @@ TOP = 14  # exponent of a row's largest number in fp16, whose own largest is 15
 ABSOLUTE = 0x7FFF7FFF  # two 16-bit numbers without their signs
 LARGEST_EXPONENT = 0xFE  # field of finite fp32 numbers
 NARROW_BARRIER = 10  # named barriers of a consumer each, from here on
-ROW_THREADS = 2  # of a consumer, that share a row
+ROW_THREADS = 2  # threads of a consumer that share a row
 SWIZZLE_ROWS = 8
 
 

@@ -49,7 +49,7 @@ from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
 from warpspec.fmha.sm90.staging import TILE_WORDS, store_words
 from warpspec.fmha.tiles import ELEMENT_BYTES
 
-DEPTH_PARTS = 2  # of QK's depth D, with PV between them
+DEPTH_PARTS = 2  # parts of QK's depth D, with PV between them
 TURNS = 2  # tiles after which it is a consumer's turn again
 
 

@@ -48,7 +48,7 @@ class Shape:
 
     @property
     def most_rows(self) -> int:
-        """Of these, those that may be a query's: warps with KV tiles of their own have products for no more, however
+        """Rows that may belong to a query: warps with KV tiles of their own have products for no more, however
         many queries a packed request turns out to have."""
         return self.row_tiles * COLUMN_ROWS if self.row_tiles else WARPGROUP_ROWS
 

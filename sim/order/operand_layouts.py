@@ -22,7 +22,7 @@ from warpspec.sim.tcgen05.smem_descriptor import CHUNK_BYTES, NO_SWIZZLE, ROWS_P
 from warpspec.sim.tma.descriptor import TensorMap
 
 KIND = "a matrix descriptor does not have the layout of the tile that TMA wrote"
-CORE_ROW_BYTES = 16  # of a row of a core matrix, without a swizzle
+CORE_ROW_BYTES = 16  # bytes of a row of a core matrix, without a swizzle
 
 
 @dataclass(eq=False)
