@@ -137,7 +137,7 @@ def attention(
         TypeError: an argument of the wrong kind or dtype. ValueError: wrong shape, device, strides or value.
         UnsupportedProblem: the backend cannot run this problem (nothing falls back to another).
         NotImplementedError: a gradient that does not exist is requested; raised by backward(), or at once with out or
-            in forward mode. backward() also raises UnsupportedProblem where the backend has no gradients (D 512).
+            in forward mode. backward() also raises UnsupportedProblem for what the backend's gradients do not do.
         All name the argument; the first three are raised before anything is launched or written.
     """
     operands = Operands(
