@@ -4,7 +4,8 @@ import pytest
 import torch
 from helpers.gradient_cases import KERNEL_TOLERANCE, REFERENCE_TOLERANCE
 from helpers.gradient_cases import Case as Gradients
-from helpers.range_cases import CASES, check, inputs_of, ranges_of, run, seen_by
+from helpers.judged_calls import check, run
+from helpers.range_cases import CASES, inputs_of, ranges_of, seen_by
 from helpers.suites import long_but
 
 from warpspec import sim

@@ -1,8 +1,9 @@
 """Trees of drafts by the kernels in the simulator, judged by the reference (``test_tree`` judges that)."""
 
 import pytest
+from helpers.judged_calls import check, run
 from helpers.suites import long_but
-from helpers.tree_cases import CASES, check, inputs_of, run
+from helpers.tree_cases import CASES, inputs_of
 
 from warpspec import sim
 

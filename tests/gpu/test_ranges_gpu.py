@@ -5,7 +5,8 @@ import random as python_random
 import pytest
 import torch
 from helpers.gpu_tensors import moved
-from helpers.range_cases import CASES, Case, check, inputs_of, run
+from helpers.judged_calls import check, run
+from helpers.range_cases import CASES, Case, inputs_of
 
 from warpspec.fmha import attention_varlen
 

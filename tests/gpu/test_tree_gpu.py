@@ -5,7 +5,8 @@ import random as python_random
 import pytest
 import torch
 from helpers.gpu_tensors import moved
-from helpers.tree_cases import CASES, Case, check, inputs_of, random_tree, run
+from helpers.judged_calls import check, run
+from helpers.tree_cases import CASES, Case, inputs_of, random_tree
 
 from warpspec.fmha import attention_varlen, tree_words
 
