@@ -55,8 +55,6 @@ def test_simulate_attention(arch, tmp_path):
 )
 def test_caches_of_engines(arch, operator, options, capsys):
     """Operators over paged, gathered and FP8 keys: results, then the time of their kernels."""
-    if (arch, operator, options[:1]) == ("sm_100a", "attention", ("--kv-dtype",)):
-        pytest.skip("no kernel")
     shape = ("--batch", "2", "--queries", "1", "--keys", "70", "--heads", "8", "--arch", arch)
     assert simulate.main([operator, *shape, *options]) == 0
     assert ": ok" in capsys.readouterr().out

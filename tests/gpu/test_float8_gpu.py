@@ -10,12 +10,7 @@ from helpers.float8_cases import Case, check, on_gpu
 from warpspec.fmha import attention
 
 FP16, E5M2 = torch.float16, torch.float8_e5m2
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="sm_90a"
-    ),
-]
+pytestmark = pytest.mark.gpu
 CASES = [
     Case(1, 3000, (16, 2), batch=3, lengths=(3000, 17, 0), scale="request"),
     Case(1, 3000, (8, 1), batch=3, page=16, lengths=(2999, 33, 1), scale="request", sink=True),

@@ -11,12 +11,7 @@ from warpspec.cache import insert
 from warpspec.fmha import attention, attention_varlen
 
 FP16 = torch.float16
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="sm_90a"
-    ),
-]
+pytestmark = pytest.mark.gpu
 CASES = [
     Case(1, 3000, (16, 2), batch=3, lengths=(3000, 17, 0), scale="request", by_head=True),
     Case(1, 3000, (8, 1), batch=3, page=16, lengths=(2999, 33, 1), scale="request", sink=True, swizzled=True),
