@@ -81,7 +81,7 @@ def expands(problem: AttentionProblem, least_rows: int | None) -> bool:
 
 
 def expanded(problem: AttentionProblem) -> AttentionProblem:
-    """The same problem with the dequantised keys and values."""
+    """Return the problem that attention has after its keys and values are dequantised."""
     return replace(problem, kv_format=None, swizzled=False, page_size=None)
 
 

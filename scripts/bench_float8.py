@@ -79,7 +79,7 @@ def inputs(case: Case):
 
 
 def makers(shape: tuple) -> dict:
-    """Of each format, what makes K and V, and its options."""
+    """Return, for each format, a function that makes K and V, and the options of its calls."""
 
     def wide(shape):
         return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2)]

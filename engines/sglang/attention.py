@@ -38,7 +38,7 @@ class Cache:
     scales: dict[str, torch.Tensor | None]
 
     def in_pages(self, page_size: int) -> Cache:
-        """The same with [pages, page_size, Hkv, row] of codes and of block scales."""
+        """Return the cache with its codes and block scales as pages [pages, page_size, Hkv, row]."""
 
         def paged(tensor):
             by_slot = tensor is not None and tensor.dim() == 3
