@@ -21,7 +21,7 @@ from warpspec.fmha.heads import HeadSizes
 from warpspec.fmha.line import MOST_ROUNDS
 from warpspec.fmha.logits import PLAIN, LogitMap
 from warpspec.fmha.problem import AttentionProblem
-from warpspec.fmha.tiles import KvTile, TileRows, takes_pages
+from warpspec.fmha.tiles import KvTile, TileRows, check_page_size, takes_pages
 
 # A packed request is found by a warp, 32 candidates at a time (``device.packed``).
 SEARCH_ROUNDS = 3
@@ -344,6 +344,20 @@ def check_requests(kernel: str, problem: AttentionProblem) -> None:
     if problem.packed_q and problem.batch > MOST_REQUESTS:
         raise UnsupportedProblem(
             f"{kernel} attention: cu_seqlens_q: at most {MOST_REQUESTS} requests are supported, got {problem.batch}"
+        )
+
+
+def check_call(kernel: str, problem: AttentionProblem, code_sizes: tuple[int, ...]) -> None:
+    """Raise UnsupportedProblem for what neither architecture's kernel supports. code_sizes: head sizes for which the
+    kernel reads the problem's format of quantised keys."""
+    check_page_size(kernel, problem.page_size)
+    check_requests(kernel, problem)
+    if problem.bias_rows == "strided":
+        raise UnsupportedProblem(f"{kernel} attention: bias=of strided rows is not supported")
+    if problem.kv_format and (problem.head_dim not in code_sizes or problem.heads.v != problem.head_dim):
+        raise UnsupportedProblem(
+            f"{kernel} attention: k in {problem.kv_format} is supported for head sizes {code_sizes}, "
+            f"got {problem.head_dim}"
         )
 
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import Target
-from warpspec.fmha.features import Schedule, check_requests
+from warpspec.fmha.features import Schedule, check_call
 from warpspec.fmha.heads import class_of
 from warpspec.fmha.plan.cost import BLACKWELL, Constants, Tiling, Way
 from warpspec.fmha.plan.splits import Loads
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm100.shapes import QUANTIZED_SHAPES, SHAPES, SHARED_SHAPES, Shape
-from warpspec.fmha.tiles import check_page_size, choose_packs
+from warpspec.fmha.tiles import choose_packs
 
 FULL_ROWS = 128  # lanes of tensor memory: rows of an accumulator, one to a thread
 
@@ -41,15 +40,7 @@ class Choices:
     @classmethod
     def check(cls, problem: AttentionProblem, target: Target) -> None:
         """Raise UnsupportedProblem, naming what this kernel does not support."""
-        check_page_size("sm100", problem.page_size)
-        sizes = tuple(QUANTIZED_SHAPES.get(problem.kv_format, ()))
-        if problem.kv_format and (problem.head_dim not in sizes or problem.heads.v != problem.head_dim):
-            raise UnsupportedProblem(
-                f"sm100 attention: k in {problem.kv_format} is supported for head sizes {sizes}, got {problem.head_dim}"
-            )
-        check_requests("sm100", problem)
-        if problem.bias_rows == "strided":
-            raise UnsupportedProblem("sm100 attention: bias=of strided rows is not supported")
+        check_call("sm100", problem, tuple(QUANTIZED_SHAPES.get(problem.kv_format, ())))
 
     @staticmethod
     def decode_loads(problem: AttentionProblem) -> Loads | None:

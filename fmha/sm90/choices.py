@@ -7,13 +7,13 @@ from typing import ClassVar
 
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import Target
-from warpspec.fmha.features import Format, Schedule, check_requests
+from warpspec.fmha.features import Format, Schedule, check_call
 from warpspec.fmha.heads import MMA_K, rounded
 from warpspec.fmha.plan.cost import HOPPER, Constants, Tiling, Way
 from warpspec.fmha.plan.splits import DECODE_LOADS, FLOAT8_LOADS, WARP_LOADS, Loads
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm90.shapes import FLOAT8, Shape, float8_tiles, tiles
-from warpspec.fmha.tiles import ELEMENT_BYTES, check_page_size, choose_packs
+from warpspec.fmha.tiles import ELEMENT_BYTES, choose_packs
 
 
 class Choices:
@@ -32,15 +32,7 @@ class Choices:
     @classmethod
     def check(cls, problem: AttentionProblem, target: Target) -> None:
         """Raise UnsupportedProblem, naming what this kernel does not support on the target."""
-        if problem.bias_rows == "strided":
-            raise UnsupportedProblem("sm90 attention: bias=of strided rows is not supported")
-        check_page_size("sm90", problem.page_size)
-        check_requests("sm90", problem)
-        if problem.kv_format and (problem.head_dim not in FLOAT8 or problem.heads.v != problem.head_dim):
-            raise UnsupportedProblem(
-                f"sm90 attention: k in {problem.kv_format} is supported for head sizes {tuple(FLOAT8)}, "
-                f"got {problem.head_dim}"
-            )
+        check_call("sm90", problem, tuple(FLOAT8))
         if problem.kv_format and problem.has_bias:
             raise UnsupportedProblem(f"sm90 attention: bias with k in {problem.kv_format} is not supported")
 
