@@ -195,6 +195,12 @@ def tensor_schema(record: type, names: tuple[str, ...]) -> str:
 
 def option_schema(record: type, **others: str) -> str:
     """The fields of a record of options as arguments of a torch operator, by their annotations; others: those of
-    fields of other types."""
+    fields of other types. A field that is such a record stands for its fields."""
     hints = typing.get_type_hints(record)
-    return ", ".join(others.get(name) or f"{SCHEMA_TYPES[hints[name]]} {name}" for name in record._fields)
+
+    def argument(name: str) -> str:
+        if hasattr(hints[name], "_fields"):
+            return option_schema(hints[name])
+        return others.get(name) or f"{SCHEMA_TYPES[hints[name]]} {name}"
+
+    return ", ".join(map(argument, record._fields))

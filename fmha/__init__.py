@@ -10,6 +10,7 @@ from warpspec.common.errors import UnsupportedProblem
 from warpspec.fmha import ops
 from warpspec.fmha.backward import function
 from warpspec.fmha.checks import check_kinds, check_window
+from warpspec.fmha.logits import LogitOptions
 from warpspec.fmha.operands import Operands, Options
 from warpspec.fmha.quantized import FORMATS
 from warpspec.fmha.state import AttentionState, check_states, combine, normalized_output
@@ -158,7 +159,7 @@ def attention(
         ranges=ranges,
     )
     options = Options(
-        scale,
+        LogitOptions(scale, softcap),
         causal,
         window,
         key_stride,
@@ -166,7 +167,6 @@ def attention(
         return_lse,
         num_splits,
         deterministic=deterministic,
-        softcap=softcap,
         v_dim=v_dim,
         swizzled=swizzled,
     )
@@ -264,7 +264,7 @@ def attention_varlen(
         ranges=ranges,
     )
     options = Options(
-        scale,
+        LogitOptions(scale, softcap),
         causal,
         window,
         key_stride,
@@ -274,7 +274,6 @@ def attention_varlen(
         max_seqlen_q,
         max_seqlen_k,
         deterministic,
-        softcap,
         v_dim,
         swizzled,
     )

@@ -4,8 +4,6 @@ what is allowed. Nothing is launched or written, and no argument is modified.
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from warpspec.common.checks import check_bool, check_int, check_rows, check_tensor, kind_of, shape_of
@@ -20,8 +18,6 @@ HEAD_SIZES = f"a multiple of {STEP} up to {LARGEST}, or {CLASSES[-1]}"
 DTYPES = (torch.bfloat16, torch.float16)
 SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 BIAS_DTYPES = (torch.bfloat16, torch.float32)
-# Kernels compute a capped logit with an error relative to its cap: under a larger cap the error would show.
-SMALLEST_CAP, LARGEST_CAP = 1e-3, 1e4
 SIZE_LIMIT = 2**31 - 1  # int32 indices in kernels
 
 
@@ -41,10 +37,7 @@ def check_kinds(operands: Operands, options: Options) -> None:
         value = getattr(options, name)
         if value is not None or name in needed:
             check_int(name, value)
-    for name in ("scale", "softcap"):
-        value = getattr(options, name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-            raise TypeError(f"{name}: must be a float, got {kind_of(value)}")
+    options.logits.check_kinds()
 
 
 def check_window(window) -> tuple[int | None, int | None]:
@@ -129,25 +122,6 @@ def check_shared_size(v_dim, v, head_dim) -> int:
             f"v_dim: must be q's head size, {head_dim}, or {LATENT[1]} with one of {LATENT[0]}, got {v_dim}"
         )
     return v_dim
-
-
-def check_scale(scale, head_dim):
-    if scale is None:
-        return head_dim**-0.5
-    if not math.isfinite(scale):
-        raise ValueError(f"scale: must be finite, got {scale}")
-    return float(scale)
-
-
-def check_softcap(softcap) -> float | None:
-    """Check and return the cap of a call; None, as for 0, if there is none."""
-    if softcap is None or softcap == 0:
-        return None
-    if not SMALLEST_CAP <= softcap <= LARGEST_CAP:
-        raise ValueError(
-            f"softcap: must be None or 0, or within {SMALLEST_CAP:g}..{LARGEST_CAP:g}, got {softcap}"
-        )
-    return float(softcap)
 
 
 def check_sink(sink, heads_q, device):

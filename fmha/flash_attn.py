@@ -265,7 +265,7 @@ def flash_attn_with_kvcache(
         arguments = {"o": out, "sink": sink, "kv_lengths": after, "page_table": table, **scales}
         check(
             Operands(*_plain(q, k_cache, v_cache), **arguments),
-            Options(**options, return_lse=return_softmax_lse or return_lse),
+            Options.of(**options, return_lse=return_softmax_lse or return_lse),
         )
         for new, cache in ((k, k_cache), (v, v_cache)):
             _append(cache, new, lengths, table)

@@ -2,26 +2,75 @@
 
     logit = softcap(scale * q.k) + bias        softcap(x) = cap * tanh(x / cap), or x
 
-``LogitMap`` describes the map at compile time; two numbers come at run time. Kernels apply the map with
-``device.logits``. Masks come after it: a hidden logit is -inf, whatever the map gave.
+``LogitOptions`` is what a caller says about the map, and its definition in torch. ``LogitMap`` describes the map at
+compile time, ``LogitNumbers`` holds its numbers at run time. Kernels apply the map with ``device.logits``. Masks come
+after it: a hidden logit is -inf, whatever the map gave. Arguments, records and kernels pass the options on without
+looking into them, so that another option is written here and in ``device.logits`` alone.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
+import torch
+
+from warpspec.common.checks import kind_of
 from warpspec.common.logarithms import LOG2_E
 from warpspec.common.operands import FLOAT32, Number
 from warpspec.fmha.heads import class_of
-from warpspec.fmha.problem import AttentionProblem
 
+if TYPE_CHECKING:
+    from warpspec.fmha.problem import AttentionProblem
+
+# Kernels compute a capped logit with an error relative to its cap: under a larger cap the error would show.
+SMALLEST_CAP, LARGEST_CAP = 1e-3, 1e4
 # A factor of 0 would turn a hidden score, -inf, into NaN. This one keeps it and weighs all visible keys alike.
 SMALLEST_SCALE = 2.0**-100
 BIAS_BYTES = {"bfloat16": 2, "float32": 4}  # of an element
 # One of so many capped scores is computed without the reciprocal instruction, by V's head size: at small ones the
 # exponential unit is the bottleneck (scripts/bench_attention.py --only heads; docs/notebook/attention.md).
 NEWTON_EVERY = {64: 1, 128: 3, 256: 4}
+
+
+class LogitOptions(NamedTuple):
+    """Arguments of ``attention`` that say how products q.k become logits; its docstring defines them. Those of a
+    checked problem are what ``checked`` returned."""
+
+    scale: float | None = None
+    softcap: float | None = None
+
+    def check_kinds(self) -> None:
+        """Raise TypeError for an argument that is no number."""
+        for name, value in self._asdict().items():
+            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+                raise TypeError(f"{name}: must be a float, got {kind_of(value)}")
+
+    def checked(self, head_dim: int) -> LogitOptions:
+        """The options with defaults filled in: scale is a number; softcap is None if there is no cap. ValueError for
+        values that are not allowed."""
+        scale, softcap = self
+        if scale is None:
+            scale = head_dim**-0.5
+        elif not math.isfinite(scale):
+            raise ValueError(f"scale: must be finite, got {scale}")
+        if softcap == 0:
+            softcap = None
+        elif softcap is not None and not SMALLEST_CAP <= softcap <= LARGEST_CAP:
+            raise ValueError(
+                f"softcap: must be None or 0, or within {SMALLEST_CAP:g}..{LARGEST_CAP:g}, got {softcap}"
+            )
+        return LogitOptions(float(scale), None if softcap is None else float(softcap))
+
+    def logits(self, products: torch.Tensor) -> torch.Tensor:
+        """Logits without their bias of products q.k, by definition; of checked options."""
+        logits = self.scale * products
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def slopes(self, logits: torch.Tensor) -> torch.Tensor | float:
+        """Derivatives of ``logits`` with respect to scale * q.k, from its results."""
+        return 1.0 if self.softcap is None else 1 - (logits / self.softcap) ** 2
 
 
 @dataclass(frozen=True)
@@ -44,10 +93,15 @@ class LogitMap:
         assert self.bias in (None, *BIAS_BYTES)
 
     @property
+    def curved(self) -> bool:
+        """Whether the map of scores is more than a factor, so that gradients have its derivative as another one."""
+        return self.softcap
+
+    @property
     def in_powers(self) -> bool:
         """Whether mapped scores are logits in log2 units. Otherwise the map only negates, and the exponential's
         multiply-add applies the factor at no cost."""
-        return self.softcap or self.bias is not None
+        return self.curved or self.bias is not None
 
     @classmethod
     def of(cls, problem: AttentionProblem, bias: str | None, signed: bool = False) -> LogitMap:
@@ -58,9 +112,9 @@ class LogitMap:
             "bias_heads": problem.has_bias and problem.bias_heads,
             "bias_batches": problem.has_bias and problem.bias_batches,
         }
-        if problem.softcap is not None:
+        if problem.logits.softcap is not None:
             return cls(softcap=True, newton_every=NEWTON_EVERY.get(class_of(problem.heads.v), 0), **own)
-        return cls(negate=problem.scale < 0 and not signed, **own)
+        return cls(negate=problem.logits.scale < 0 and not signed, **own)
 
 
 class LogitNumbers(NamedTuple):
@@ -74,12 +128,12 @@ class LogitNumbers(NamedTuple):
     cap: Annotated[Any, Number(FLOAT32, when=lambda config: config.logits.softcap)] = None
 
     @classmethod
-    def of(cls, problem: AttentionProblem, signed: bool = False) -> LogitNumbers:
-        """The numbers of a problem. signed: as in ``LogitMap.of``."""
-        if problem.softcap is not None:
-            return cls(2 * LOG2_E * problem.scale / problem.softcap, problem.softcap * LOG2_E)
-        scale = problem.scale if signed else max(abs(problem.scale), SMALLEST_SCALE)
-        return cls(scale * LOG2_E)
+    def of(cls, options: LogitOptions, signed: bool = False) -> LogitNumbers:
+        """The numbers of a problem's options. signed: as in ``LogitMap.of``."""
+        scale, softcap = options
+        if softcap is not None:
+            return cls(2 * LOG2_E * scale / softcap, softcap * LOG2_E)
+        return cls((scale if signed else max(abs(scale), SMALLEST_SCALE)) * LOG2_E)
 
 
 PLAIN = LogitMap()  # nothing but the scale

@@ -23,6 +23,7 @@ from warpspec.common.operands import (
     names_of,
 )
 from warpspec.fmha.line import JOIN_WORDS
+from warpspec.fmha.logits import LogitOptions
 from warpspec.fmha.quantized import block_alignment
 
 
@@ -117,7 +118,7 @@ ARGUMENTS = len(Operands._fields) - len(
 class Options(NamedTuple):
     """Non-tensor arguments of ``attention`` and ``attention_varlen``, whose docstrings define them."""
 
-    scale: float | None = None
+    logits: LogitOptions = LogitOptions()
     causal: bool = False
     window: tuple[int | None, int | None] | None = None
     key_stride: int = 1
@@ -127,6 +128,11 @@ class Options(NamedTuple):
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
     deterministic: bool = False
-    softcap: float | None = None
     v_dim: int | None = None
     swizzled: bool = False
+
+    @classmethod
+    def of(cls, **arguments) -> Options:
+        """The options among the arguments of ``attention``, by its names."""
+        logits = {name: arguments.pop(name) for name in LogitOptions._fields if name in arguments}
+        return cls(LogitOptions(**logits), **arguments)

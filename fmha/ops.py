@@ -36,6 +36,7 @@ from warpspec.common.transforms import call_operator, takes_gradients
 from warpspec.fmha import reference
 from warpspec.fmha.expand import Expanded
 from warpspec.fmha.launch import Prepared, check_supported, prepare
+from warpspec.fmha.logits import LogitOptions
 from warpspec.fmha.operands import (
     ARGUMENTS,
     GAPLESS,
@@ -51,7 +52,7 @@ from warpspec.fmha.quantized import BLOCK_SCALES, as_bytes, spread
 from warpspec.fmha.state import normalized_output
 from warpspec.fmha.values import debugging, request_rows
 
-# The operators' arguments: INPUTS, then the options with the window's sides apart, then the backend.
+# The operators' arguments: INPUTS, then the options, one by one, with the window's sides apart, then the backend.
 SCHEMA = ", ".join(
     (
         tensor_schema(Operands, INPUTS),
@@ -59,21 +60,23 @@ SCHEMA = ", ".join(
         "str backend",
     )
 )
+LOGITS = slice(len(INPUTS), len(INPUTS) + len(LogitOptions._fields))  # the options of logits among them
 
 
 def flat(operands: Operands, options: Options, backend: str) -> tuple:
     """Flatten a call to the arguments of an operator."""
     window = (None, None) if options.window is None else options.window
-    scale, causal, _, *others = options
-    return (*operands.inputs.values(), scale, causal, *window, *others, backend)
+    logits, causal, _, *others = options
+    return (*operands.inputs.values(), *logits, causal, *window, *others, backend)
 
 
 def unflat(arguments: tuple, out=None) -> tuple[Operands, Options, str]:
     """Rebuild the call from an operator's arguments. out: becomes the operands' o."""
     tensors = dict(zip(INPUTS, arguments, strict=False))
-    scale, causal, left, right, *others, backend = arguments[len(INPUTS) :]
+    logits, rest = LogitOptions(*arguments[LOGITS]), arguments[LOGITS.stop :]
+    causal, left, right, *others, backend = rest
     window = None if left is None and right is None else (left, right)
-    return Operands(**tensors, o=out), Options(scale, causal, window, *others), backend
+    return Operands(**tensors, o=out), Options(logits, causal, window, *others), backend
 
 
 def new_outputs(problem: AttentionProblem, operands: Operands):
@@ -137,7 +140,8 @@ def key_of(operands: Operands, options: Options, backend) -> tuple | None:
         if not isinstance(window, tuple):  # a list, which the checks take or refuse
             return None
         sides = tuple(map(type, window))
-    return (backend_variable(), backend, options, *map(type, options), sides, *seen)
+    kinds = (*map(type, options), *map(type, options.logits))
+    return (backend_variable(), backend, options, kinds, sides, *seen)
 
 
 def remember(key, call: Call) -> None:

@@ -26,10 +26,8 @@ from warpspec.fmha.checks import (
     check_out,
     check_per_request,
     check_ranges,
-    check_scale,
     check_shared_size,
     check_sink,
-    check_softcap,
     check_starts,
     check_table,
     check_tree,
@@ -37,6 +35,7 @@ from warpspec.fmha.checks import (
     check_window,
 )
 from warpspec.fmha.heads import HeadSizes
+from warpspec.fmha.logits import LogitOptions
 from warpspec.fmha.operands import INPUTS, Operands, Options
 from warpspec.fmha.quantized import FORMATS, check_block_scales, check_scales
 from warpspec.fmha.values import POSITION_LIMIT, are_checked, check_values
@@ -62,8 +61,7 @@ class AttentionProblem:
     head_dim: int  # D of q and k (``heads.supported``)
     dtype: torch.dtype  # of q, and of k and v without kv_format: bfloat16 or float16
     device: torch.device  # of every tensor
-    scale: float  # finite; logit = scale * q.k + bias, or softcap * tanh(scale * q.k / softcap) + bias
-    softcap: float | None = None  # positive and finite
+    logits: LogitOptions  # checked
     v_dim: int = 0  # head size of v and o, 0 for head_dim
     causal: bool = False  # key j visible when (j + 1) * key_stride - 1 <= p
     window_left: int | None = None  # p - left <= j; None: unbounded, otherwise 0..POSITION_LIMIT
@@ -145,7 +143,7 @@ class AttentionProblem:
     def of(cls, q, k, v=None, *, out=None, memory: bool = True, **arguments) -> AttentionProblem:
         """The problem of a call of ``attention`` with these arguments. memory: see ``check``."""
         tensors = {name: arguments.pop(name) for name in INPUTS if name in arguments}
-        return cls.check(Operands(q, k, v, out, **tensors), Options(**arguments), memory)
+        return cls.check(Operands(q, k, v, out, **tensors), Options.of(**arguments), memory)
 
     @classmethod
     def check(cls, operands: Operands, options: Options, memory: bool = True) -> AttentionProblem:
@@ -157,8 +155,7 @@ class AttentionProblem:
         check_kinds(operands, options)
         q, k, v, out = operands.q, operands.k, operands.v, operands.o
         sink, bias = operands.sink, operands.bias
-        scale, causal, window, key_stride, normalize, return_lse, num_splits, *_ = options
-        softcap = check_softcap(options.softcap)
+        _, causal, window, key_stride, normalize, return_lse, num_splits, *_ = options
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             if tensor is not None:
                 check_operand(name, tensor, operands, memory)
@@ -171,7 +168,7 @@ class AttentionProblem:
         sizes = _rectangle(operands) if operands.cu_seqlens_q is None else _packed(operands, options)
         batch, seq_q, seq_k = sizes["batch"], sizes["seq_q"], sizes["seq_k"]
 
-        scale = check_scale(scale, head_dim)
+        logits = options.logits.checked(head_dim)
         check_int("key_stride", key_stride, 1, POSITION_LIMIT)
         if num_splits is not None:
             check_int("num_splits", num_splits, 1, SIZE_LIMIT)
@@ -207,8 +204,7 @@ class AttentionProblem:
             v_dim=0 if v_dim == head_dim else v_dim,
             dtype=q.dtype,
             device=q.device,
-            scale=scale,
-            softcap=softcap,
+            logits=logits,
             causal=causal,
             window_left=window_left,
             window_right=window_right,

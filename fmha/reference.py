@@ -91,7 +91,7 @@ def rectangle(problem: AttentionProblem, operands: Operands) -> AttentionState:
                 finite = head_v.isfinite().all(dim=1)
             if len(keys) == 0:
                 continue
-            logits = capped(problem, problem.scale * (q[b, :, h].float() @ head_k.T))  # [Sq, keys]
+            logits = problem.logits.logits(q[b, :, h].float() @ head_k.T)  # [Sq, keys]
             if bias is not None:
                 logits = logits + head_bias[:, keys]
             logits = torch.where(head, logits, -torch.inf)
@@ -127,11 +127,6 @@ def keys_and_values(problem: AttentionProblem, operands: Operands) -> tuple[Rows
         found = (None if t is None else gather_pages(t, operands.page_table) for t in found)
     k, k_blocks, v, v_blocks = found
     return Rows(k, k_blocks, operands.k_scale), Rows(v, v_blocks, operands.v_scale)
-
-
-def capped(problem: AttentionProblem, logits: torch.Tensor) -> torch.Tensor:
-    """Logits under the problem's soft cap."""
-    return logits if problem.softcap is None else problem.softcap * torch.tanh(logits / problem.softcap)
 
 
 def weighted_sum(weights, seen, values, finite=None) -> torch.Tensor:

@@ -31,10 +31,16 @@ from warpspec.fmha import attention, merge
 
 # Arguments of transformers' attention functions that change the result and have no equivalent in `attention`.
 UNSUPPORTED_ARGUMENTS = ("head_mask", "position_bias", "cache", "output_attentions")
+LOGIT_OPTIONS = {"scale": "scaling", "softcap": "softcap"}  # transformers' names
 RANGES_DTYPE = torch.int32  # marks a mask of `key_ranges`
 OWN_COLUMNS = 3  # of it: q_start, kv_length, first; those of a range follow
 SIZES_DTYPE = torch.int8  # marks one of `key_set_sizes`; additive masks are floating
 BIAS_DTYPES = (torch.bfloat16, torch.float32)
+
+
+def logit_options(kwargs: dict) -> dict:
+    """The options of logits among the arguments of transformers' attention functions, with ``attention``'s names."""
+    return {name: kwargs.get(theirs) for name, theirs in LOGIT_OPTIONS.items()}
 
 
 def attention_forward(
@@ -44,11 +50,9 @@ def attention_forward(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
-    softcap: float | None = None,
     is_causal: bool | None = None,
     backend: str = "auto",
     **kwargs,
@@ -58,7 +62,7 @@ def attention_forward(
     query [B, Hq, Sq, D]; key and value [B, Hkv, Sk, D], bf16 or fp16, one tensor if a layer shares them; or
     codes that a ``QuantizedCache`` has handed out.
     attention_mask: what a `mask_maker` function returned, or additive [B or 1, Hq or 1, Sq, Sk]; the latter alone
-    determines which keys a query sees, as in eager attention. s_aux [Hq]: sink logits. softcap: of the logits.
+    determines which keys a query sees, as in eager attention. s_aux [Hq]: sink logits. kwargs: see ``logit_options``.
     sliding_window counts the row's own position. Returns ([B, Sq, Hq, D], None). Raises UnsupportedProblem as the
     module says.
     """
@@ -69,7 +73,7 @@ def attention_forward(
             raise UnsupportedProblem(f"{name}: not supported, got {type(kwargs[name]).__name__}")
     q, k = query.transpose(1, 2), key.transpose(1, 2)  # [B, S, H, D]
     v = None if value is key else value.transpose(1, 2)
-    options = dict(scale=scaling, softcap=softcap, backend=backend)
+    options = dict(backend=backend, **logit_options(kwargs))
     blocks = {}
     if (scales := scales_of(key)) is not None:  # codes of a QuantizedCache
         of_values = scales_of(value)

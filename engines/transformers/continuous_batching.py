@@ -21,6 +21,7 @@ from transformers import AttentionInterface, modeling_flash_attention_utils
 
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.engines import keys
+from warpspec.engines.transformers.attention import logit_options
 from warpspec.fmha import attention, attention_varlen, flash_attn
 
 # transformers does without masks if a name contains "flash", and fills page tables if a 2 or 3 follows.
@@ -98,11 +99,9 @@ def paged_attention_forward(
     block_table: torch.Tensor | None = None,
     read_index: list[torch.Tensor] | None = None,
     write_index: list[torch.Tensor] | None = None,
-    scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
-    softcap: float | None = None,
     backend: str = "auto",
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
@@ -136,7 +135,7 @@ def paged_attention_forward(
         read=None if read_index is None else read_index[layer.group],
         write=None if write_index is None else write_index[layer.group],
     )
-    options = dict(scale=scaling, softcap=softcap, sink=s_aux, backend=backend)
+    options = dict(sink=s_aux, backend=backend, **logit_options(kwargs))
     window = keys.window_of(sliding_window if layer.window else None, counts_own=True)
     if block_table is not None:
         return _decode(layer, step, q, k, v, options)[None], None

@@ -216,9 +216,9 @@ class WarpspecAttention(AttentionImpl[Batch]):
             raise UnsupportedProblem("alibi_slopes: not supported, choose another --attention-backend")
         if attn_type != AttentionType.DECODER:
             raise UnsupportedProblem(f"attn_type: must be {AttentionType.DECODER!r}, got {attn_type!r}")
-        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_heads, self.head_size = num_heads, head_size
         self.num_kv_heads = num_kv_heads or num_heads
-        self.softcap = logits_soft_cap or None
+        self.logits = {"scale": float(scale), "softcap": logits_soft_cap or None}  # ``attention``'s arguments
         self.kv_cache_dtype = kv_cache_dtype
         self.format = format_of(kv_cache_dtype)
         self.supports_quant_query_input = False  # queries stay in 16 bits
@@ -264,8 +264,7 @@ class WarpspecAttention(AttentionImpl[Batch]):
             causal=True,
             window=self.window,
             sink=self.sinks,
-            scale=self.scale,
-            softcap=self.softcap,
+            **self.logits,
             **self.scales_of(layer),
             **pages.block_scales,
             ranges=batch.ranges,

@@ -11,14 +11,15 @@ import torch
 from warpspec.engines import keys
 from warpspec.engines.vllm.pages import pages_of, slot_bytes
 from warpspec.fmha import attention_varlen
+from warpspec.fmha.logits import LogitOptions
 
 
 class Provider:
     """What vLLM asks for work: one unit for each kind of layer and batch."""
 
     def __init__(self) -> None:
-        # (sizes, window, soft cap, whether it has sinks, whether images see all of themselves, dtype, the cache's
-        # format): the sizes of vLLM's batches
+        # (sizes, window, options of logits, whether it has sinks, whether images see all of themselves, dtype, the
+        # cache's format): the sizes of vLLM's batches
         self.layers: dict = {}
 
     def get_cutedsl_warmup_compile_units(self) -> list:
@@ -48,9 +49,8 @@ def of_layer(layer, dtype: torch.dtype) -> None:
         layer.num_heads,
         layer.num_kv_heads,
         layer.head_size,
-        layer.scale,
         layer.window,
-        layer.softcap,
+        LogitOptions(**layer.logits),
         layer.sinks is not None,
         config.model_config.is_mm_prefix_lm,
         dtype,
@@ -77,7 +77,7 @@ def batches(most_requests: int, most_tokens: int, most_keys: int, block: int) ->
 
 def run(kind, requests: int, tokens: int, most_queries: int, most_keys: int, block: int) -> None:
     """Compute attention of requests without keys: this compiles the kernel and launches it on nothing."""
-    heads, heads_kv, head_dim, scale, window, softcap, has_sinks, has_images, dtype, fmt = kind
+    heads, heads_kv, head_dim, window, logits, has_sinks, has_images, dtype, fmt = kind
     from vllm.platforms import current_platform
 
     keys.check_page_size(block, "--block-size")
@@ -103,8 +103,7 @@ def run(kind, requests: int, tokens: int, most_queries: int, most_keys: int, blo
         causal=True,
         window=window,
         sink=torch.zeros(heads, dtype=dtype, device=device) if has_sinks else None,
-        scale=scale,
-        softcap=softcap,
+        **logits._asdict(),
         ranges=torch.full((tokens, 2), -1, **integers) if has_images else None,
         k_scale=scale_of_cache,
         v_scale=scale_of_cache,

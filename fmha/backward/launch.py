@@ -117,7 +117,13 @@ def prepare(
     window = (forward.window_left or 0, forward.window_right or 0)
     length = piece_length(problem, config, target) if config.cuts_by_length else None
     pieces = 1 if length else order.pieces  # each of the device's has a place of its own
-    numbers = (*LogitNumbers.of(forward, signed=True), forward.scale, *window, pieces, order.section)
+    numbers = (
+        *LogitNumbers.of(forward.logits, signed=True),
+        forward.logits.scale,
+        *window,
+        pieces,
+        order.section,
+    )
     return Prepared(target, config, order, length, *launchers, numbers, window)
 
 
@@ -214,7 +220,7 @@ def run_prepared(
     if prepared.results is not None:
         keys = (*sums, gradients.q, *(targets if config.cut else (None, None)))
         lengths = (operands.cu_seqlens_q, operands.cu_seqlens_k, tile_pieces)
-        prepared.results(dq_sums, *keys, *lengths, forward.scale)
+        prepared.results(dq_sums, *keys, *lengths, forward.logits.scale)
     if gradients.bias is not None and dbias is not gradients.bias:
         gradients.bias.copy_(dbias)
 

@@ -13,7 +13,7 @@ from warpspec.common.autocast import without_autocast
 from warpspec.fmha.backward.problem import BackwardProblem
 from warpspec.fmha.mask import visible
 from warpspec.fmha.operands import Operands
-from warpspec.fmha.reference import capped, weighted_sum
+from warpspec.fmha.reference import weighted_sum
 from warpspec.fmha.values import request_rows
 
 
@@ -68,8 +68,8 @@ def rectangle(problem: BackwardProblem, operands: Operands, do, dlse, found: dic
                 k[b, keys, kv_head].float(),
                 v[b, keys, kv_head].float(),
             )
-            logits = capped(forward, forward.scale * (head_q @ head_k.T))
-            slopes = 1.0 if forward.softcap is None else 1 - (logits / forward.softcap) ** 2
+            logits = forward.logits.logits(head_q @ head_k.T)
+            slopes = forward.logits.slopes(logits)
             if bias is not None:
                 logits = logits + head_bias[rows][:, keys]
             logits = torch.where(head, logits, -torch.inf)
@@ -95,8 +95,8 @@ def rectangle(problem: BackwardProblem, operands: Operands, do, dlse, found: dic
                 place[rows[:, None], keys] += ds
             ds = torch.where(head, ds * slopes, 0.0)
             if "q" in found:
-                found["q"][b, rows, h] += forward.scale * weighted_sum(ds, head, head_k)
+                found["q"][b, rows, h] += forward.logits.scale * weighted_sum(ds, head, head_k)
             if "k" in found:
-                found["k"][b, keys, kv_head] += forward.scale * weighted_sum(ds.T, head.T, head_q)
+                found["k"][b, keys, kv_head] += forward.logits.scale * weighted_sum(ds.T, head.T, head_q)
             if "sink" in found:
                 found["sink"][h] -= (sink_weight / (row_sum + sink_weight) * row_dot).sum()

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from warpspec.common.logarithms import LOG2_E
-from warpspec.fmha.logits import LogitNumbers
+from warpspec.fmha.logits import SMALLEST_SCALE, LogitNumbers
 
 # RECIPROCAL_BITS minus the bits of x are those of 1 / x, but for 6%; each step y (c - x y) squares the error. The
 # constants make the largest error smallest: 1.5e-3 after one step, 1.3e-6 after two.
@@ -33,6 +33,20 @@ def map_score(logits, score: Float32, numbers: LogitNumbers, place: int = 0) -> 
     """The logit of a score without its bias, in log2 units. place: the score's number in its thread, which decides on
     which unit its reciprocal is computed."""
     return cap_score(logits, score, numbers, place) if logits.softcap else score * numbers.factor
+
+
+def map_pair(logits, pair: tuple, numbers: LogitNumbers, place: int) -> tuple:
+    """``map_score`` of two scores at neighbouring places, on architectures that multiply pairs."""
+    if logits.softcap:
+        return tuple(map_score(logits, score, numbers, place + i) for i, score in enumerate(pair))
+    return cute.arch.mul_packed_f32x2(pair, (numbers.factor, numbers.factor))
+
+
+def with_factor(logits, numbers: LogitNumbers, factor: Float32) -> LogitNumbers:
+    """The numbers of a map with another factor of scores, at least 0, that only the device knows."""
+    if not logits.softcap:
+        factor = cute.arch.fmax(factor, SMALLEST_SCALE, nan=True)
+    return numbers._replace(factor=factor)
 
 
 def cap_score(logits, score: Float32, numbers: LogitNumbers, place: int) -> Float32:
@@ -79,7 +93,7 @@ def add_bias(logit: Float32, bias: Float32) -> Float32:
 
 
 def slope(weight: Float32, offset: Float32, numbers: LogitNumbers) -> Float32:
-    """Derivative of the soft cap, from a softmax weight: 1 - (y / cap)**2, with y the capped logit.
+    """Derivative of a curved map, the soft cap, from a softmax weight: 1 - (y / cap)**2, with y the capped logit.
 
     The weight is 2**(y - offset), which gives y back, so y need not be kept. A weight of 0 has slope 1; the weight
     multiplies it by 0 anyway.

@@ -14,8 +14,7 @@ from warpspec.common.device.nvfp4 import CODES_PER_WORD
 from warpspec.common.hardware import WORD_BYTES
 from warpspec.common.kv_formats import swizzled_place
 from warpspec.common.nvfp4 import NVFP4_BLOCK
-from warpspec.fmha.device.logits import LogitNumbers
-from warpspec.fmha.logits import SMALLEST_SCALE
+from warpspec.fmha.device.logits import LogitNumbers, with_factor
 
 BF16_BITS, HIGH_HALF = 16, 0xFFFF0000
 
@@ -37,9 +36,7 @@ def score_numbers(config, operands, tile, numbers: LogitNumbers) -> LogitNumbers
     factor = numbers.factor * unit_of(config)
     if config.format.has_k_scale:
         factor = factor * operands.k_scale[tile.request, tile.kv_head, 0]
-    if not config.logits.softcap:
-        factor = cute.arch.fmax(factor, SMALLEST_SCALE, nan=True)
-    return numbers._replace(factor=factor)
+    return with_factor(config.logits, numbers, factor)
 
 
 def value_factor(config, operands, tile, factor: Float32) -> Float32:

@@ -104,4 +104,4 @@ def expectation(config_class: type, problem: AttentionProblem, target: Target):
 def launch_numbers(problem: AttentionProblem, plan: Plan) -> tuple:
     """The fields of ``numbers.LaunchNumbers``, one by one; an unbounded window side is not read."""
     window = (problem.window_left or 0, problem.window_right or 0)
-    return (*LogitNumbers.of(problem), *window, plan.ctas, plan.section)
+    return (*LogitNumbers.of(problem.logits), *window, plan.ctas, plan.section)

@@ -15,7 +15,7 @@ from warpspec.common.device import tma
 from warpspec.common.hardware import VECTOR_BYTES
 from warpspec.common.logarithms import LOG2_E
 from warpspec.fmha.device.bias import TYPES, row_of
-from warpspec.fmha.device.logits import map_score
+from warpspec.fmha.device.logits import map_pair
 
 SWIZZLE_ROWS = 8  # rows after which the swizzle repeats
 
@@ -120,11 +120,7 @@ def add(
 def add_pair(logits, scores: cute.Tensor, i: int, bias, numbers) -> None:
     """Map scores[i] and scores[i + 1] to logits with their two values of bias, as ``device.logits.add_bias`` does."""
     bias = tuple(value.to(Float32) for value in bias)
-    pair = (scores[i], scores[i + 1])
-    if logits.softcap:
-        scaled = tuple(map_score(logits, score, numbers, i + place) for place, score in enumerate(pair))
-    else:
-        scaled = cute.arch.mul_packed_f32x2(pair, (numbers.factor, numbers.factor))
+    scaled = map_pair(logits, (scores[i], scores[i + 1]), numbers, i)
     sums = cute.arch.fma_packed_f32x2(bias, (Float32(LOG2_E), Float32(LOG2_E)), scaled, rnd="rz")
     for place in range(2):
         hidden = Boolean(bias[place] == -Float32.inf)

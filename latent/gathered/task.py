@@ -14,8 +14,9 @@ from cutlass import Boolean, Int32, Int64
 
 from warpspec.common.hardware import TMA_ALIGNMENT, WORD_BYTES
 from warpspec.common.operands import BFLOAT16, FLOAT32, INT32, UINT32, Number, Operand, Several
+from warpspec.fmha.device.logits import with_factor
 from warpspec.fmha.device.tile import Place, Row, RowTile
-from warpspec.fmha.logits import SMALLEST_SCALE, LogitNumbers
+from warpspec.fmha.logits import LogitNumbers
 from warpspec.fmha.operands import RESULT, STATE
 from warpspec.fmha.schedule import SparseTiles
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
@@ -125,8 +126,7 @@ def score_numbers(config, operands: Gathered, numbers: LogitNumbers) -> LogitNum
     """The map's numbers for Q times codes, where keys have one scale. numbers: for Q times keys."""
     if not config.has_kv_scale:
         return numbers
-    factor = numbers.factor * operands.kv_scale[0]
-    return numbers._replace(factor=cute.arch.fmax(factor, SMALLEST_SCALE, nan=True))
+    return with_factor(config.logits, numbers, numbers.factor * operands.kv_scale[0])
 
 
 class Units(NamedTuple):

@@ -89,7 +89,7 @@ def test_operator_is_registered_right():
     case = EVERYTHING
     tensors = {name: t.detach() for name, t in case.tensors().items()}
     o, lse = case.call(tensors, backend="reference")
-    arguments = flat(Operands(**tensors), Options(causal=True, return_lse=True, softcap=2.0), "reference")
+    arguments = flat(Operands(**tensors), Options.of(causal=True, return_lse=True, softcap=2.0), "reference")
     call = (torch.randn_like(o), torch.randn_like(lse), o, lse, [True] * len(NAMES), *arguments)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.warpspec.fmha_backward, call, test_utils=checks)

@@ -279,7 +279,7 @@ def torch_attention(case: Case, inputs: dict) -> torch.Tensor:
     k, v = (torch.cat([t, torch.zeros_like(t[:, :1])], dim=1) for t in (k, v))
     k, v = (t.repeat_interleave(problem.group, dim=2) for t in (k, v))
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=problem.scale)
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=problem.logits.scale)
     return o.transpose(1, 2)
 
 

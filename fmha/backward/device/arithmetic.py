@@ -132,14 +132,14 @@ def derive(block, weights: cute.Tensor, ds: cute.Tensor, masked):
             ds[i] = Float32(cutlass.select_(Boolean(weights[i] == Float32(0.0)), Float32(0.0), ds[i]))
     if cutlass.const_expr(block.config.wanted.bias is not None and not block.stores_bias):
         write_bias(block, ds)
-    if cutlass.const_expr(block.config.logits.softcap):
-        follow_cap(block, [weights[i] for i in range(cute.size(weights))], ds)
+    if cutlass.const_expr(block.config.logits.curved):
+        follow_map(block, [weights[i] for i in range(cute.size(weights))], ds)
 
 
 @cute.jit
-def follow_cap(block, weights: cutlass.Constexpr, ds: cute.Tensor, factor: cutlass.Constexpr = 1.0):
-    """Turn dS, the gradients of capped logits, into those of the logits before the cap, in place. weights: P, times
-    ``factor``, of each element of dS."""
+def follow_map(block, weights: cutlass.Constexpr, ds: cute.Tensor, factor: cutlass.Constexpr = 1.0):
+    """Turn dS, the gradients of logits, into those of scaled scores, in place, where the map between them is curved.
+    weights: P, times ``factor``, of each element of dS."""
     numbers = block.numbers
     biases = cute.make_rmem_tensor(cute.size(ds), Float32)
     biases.fill(0.0)

@@ -40,7 +40,7 @@ def has_bias_tiles(parts: dict, forward) -> bool:
     logits = parts["logits"]
     fits = forward.head_dim == BIAS_DIM and not parts["deterministic"] and forward.bias_rows == "aligned"
     whole_rows = forward.seq_k % BIAS_VECTOR == 0 or parts["wanted"].bias != "bfloat16"
-    fits = fits and not logits.softcap  # dS no longer equals dbias when it is stored
+    fits = fits and not logits.curved  # dS no longer equals dbias when it is stored
     return fits and whole_rows and parts["format"].dtype == logits.bias == "bfloat16"
 
 

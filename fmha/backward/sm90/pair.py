@@ -18,7 +18,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from warpspec.common.device.handover import WORDS, store_words, vector_of
 from warpspec.common.device.wgmma import PAIR, flat
-from warpspec.fmha.backward.device.arithmetic import follow_cap, weigh, write_bias
+from warpspec.fmha.backward.device.arithmetic import follow_map, weigh, write_bias
 from warpspec.fmha.backward.device.clear import clear_unseen_keys, clear_unseen_rows
 from warpspec.fmha.backward.sm90 import consumer, partial, results, turns
 from warpspec.fmha.backward.sm90.arithmetic import block_of, keep
@@ -179,13 +179,13 @@ def derive_from_shared(work, step, place, masked):
                 ds[i] = Float32(cutlass.select_(hidden, Float32(0.0), ds[i]))
     if cutlass.const_expr(config.wanted.bias is not None):
         write_bias(block, ds)
-    if cutlass.const_expr(config.logits.softcap):
+    if cutlass.const_expr(config.logits.curved):
         weights = {
             i: held.to(Float32)
             for _, pair, both in weights_of(work, block)
             for held, (i, _) in zip(both, pair, strict=True)
         }
-        follow_cap(block, weights, ds, P_FACTOR)
+        follow_map(block, weights, ds, P_FACTOR)
 
 
 def weights_of(work, block):
