@@ -10,8 +10,10 @@ import torch
 
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.fmha.checks import DTYPES
-from warpspec.fmha.heads import CLASSES as HEAD_DIMS
+from warpspec.fmha.heads import CLASSES, LARGEST, STEP, supported
 from warpspec.fmha.tiles import PAGE_LARGE, PAGE_STEP, takes_pages
+
+HEAD_DIMS = tuple(size for size in range(STEP, CLASSES[-1] + 1) if supported(size))
 
 
 def check_page_size(page_size: int, setting: str) -> None:
@@ -27,7 +29,7 @@ def check_head_size(head_dim: int, engine: str) -> None:
     """Raise UnsupportedProblem unless heads of this size can be computed. `engine`: words for the message."""
     if head_dim not in HEAD_DIMS:
         raise UnsupportedProblem(
-            f"head size: must be {', '.join(map(str, HEAD_DIMS))}, got {head_dim}; {engine}"
+            f"head size: must be a multiple of {STEP} up to {LARGEST}, or {CLASSES[-1]}, got {head_dim}; {engine}"
         )
 
 

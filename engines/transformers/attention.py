@@ -2,7 +2,7 @@
 
 Supported: causal and causal sliding-window layers, attention sinks, soft caps, grouped and shared KV heads, dynamic and
 static KV caches, padding on either side, images whose tokens see each other (Gemma 3, Gemma 4), additive masks
-[B or 1, Hq or 1, Sq, Sk], DeepSeek-V4's compressed keys.
+[B or 1, Hq or 1, Sq, Sk], DeepSeek-V4's compressed keys, keys that an indexer selects (DeepSeek V3.2, GLM-5).
 Refused with `UnsupportedProblem`, never computed differently: dropout, boolean mask tensors, packed sequences,
 bidirectional and chunked masks, position biases, `output_attentions`. There are gradients wherever
 `attention` has them. As with transformers' flash attention, results of padding rows are undefined.
@@ -18,6 +18,9 @@ set, and the mask is its bias. This supports all that the model does: padding, a
 `merge` combines. No mask is kept in memory, and tiles of keys that no query sees are not visited. Refused: padding, and
 more compressed keys than the indexer selects (up to that number it selects every key in the past). Queries have the
 positions that the cache gives, the model's default position_ids.
+
+Layers with an indexer (`index_topk` in the configuration) score keys under the model's mask, so that it must be an
+additive tensor; they hand over the selected keys of each query, and all others are hidden in a copy of that mask.
 """
 
 from __future__ import annotations
@@ -54,6 +57,7 @@ def attention_forward(
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
     is_causal: bool | None = None,
+    indices: torch.Tensor | None = None,
     backend: str = "auto",
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
@@ -63,6 +67,7 @@ def attention_forward(
     codes that a ``QuantizedCache`` has handed out.
     attention_mask: what a `mask_maker` function returned, or additive [B or 1, Hq or 1, Sq, Sk]; the latter alone
     determines which keys a query sees, as in eager attention. s_aux [Hq]: sink logits. kwargs: see ``logit_options``.
+    indices [B, Sq, n]: the keys that each query may see at most, in layers with an indexer.
     sliding_window counts the row's own position. Returns ([B, Sq, Hq, D], None). Raises UnsupportedProblem as the
     module says.
     """
@@ -86,7 +91,14 @@ def attention_forward(
 
     if attention_mask is not None and attention_mask.is_floating_point():
         bias = _bias(attention_mask, q, k)
+        if indices is not None:
+            bias = _of_selected(bias, indices)
         return attention(q, k, v, sink=s_aux, bias=bias, **options, **blocks), None
+    if indices is not None:
+        raise UnsupportedProblem(
+            "attention_mask: a layer with an indexer needs an additive one, which register() makes for its model, got "
+            f"{'None' if attention_mask is None else attention_mask.dtype}"
+        )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is not None and not causal:
         raise UnsupportedProblem("attention_mask: needs a causal layer, got is_causal=False")
@@ -110,14 +122,17 @@ def attention_forward(
 
 
 def mask_maker(compressed: str = "bias"):
-    """transformers' mask function. For models with compressed keys, the one that `compressed` names."""
+    """transformers' mask function. For models with compressed keys, the one that `compressed` names; for models with an
+    indexer over all keys, `additive_mask`."""
     ways = {"bias": additive_mask, "key_sets": key_set_sizes}
     if compressed not in ways:
         raise ValueError(f"compressed: must be one of {', '.join(ways)}, got {compressed!r}")
 
     def make(*args, config=None, **kwargs):
-        appends_keys = bool(getattr(config, "compress_rates", None))
-        return (ways[compressed] if appends_keys else key_ranges)(*args, **kwargs)
+        if getattr(config, "compress_rates", None):  # before index_topk, which these models have, too
+            return ways[compressed](*args, **kwargs)
+        selects_keys = getattr(config, "index_topk", None) is not None
+        return (additive_mask if selects_keys else key_ranges)(*args, **kwargs)
 
     return make
 
@@ -177,7 +192,7 @@ def key_ranges(
 
 
 def additive_mask(*args, dtype: torch.dtype = torch.float32, **kwargs) -> torch.Tensor:
-    """transformers' mask function for "bias": [B, 1, Sq, Sk], 0 or -inf (not a large negative number)."""
+    """transformers' mask function for "bias" and for indexers: [B, 1, Sq, Sk], 0 or -inf (no large negative number)."""
     kwargs |= dict(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     seen = masking_utils.sdpa_mask(*args, **kwargs)
     mask = torch.zeros(seen.shape, dtype=dtype if dtype in BIAS_DTYPES else torch.float32, device=seen.device)
@@ -280,6 +295,13 @@ def _bias(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
             f"Sk={keys}], got {tuple(mask.shape)}"
         )
     return mask if mask.dtype in BIAS_DTYPES else mask.float()
+
+
+def _of_selected(bias: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """An additive mask that hides, besides, all keys that are not among a query's indices [B, Sq, n]."""
+    batch, rows = indices.shape[:2]
+    hidden = torch.ones(batch, rows, bias.shape[-1], dtype=torch.bool, device=bias.device)
+    return bias.masked_fill(hidden.scatter_(2, indices.long(), False)[:, None], -torch.inf)
 
 
 def _key_sets(compressor, q, k, v, sizes, sliding_window, sink, options) -> torch.Tensor:

@@ -139,8 +139,8 @@ def test_what_cannot_be_served_is_refused_with_the_setting():
     with pytest.raises(UnsupportedProblem, match=r"dtype \(of from_pretrained\).*bfloat16"):
         engine.prepare_continuous_batching(model)
     model = make_model("llama")
-    model.config.head_dim = 96
-    with pytest.raises(UnsupportedProblem, match=r"head size.*96"):
+    model.config.head_dim = 100
+    with pytest.raises(UnsupportedProblem, match=r"head size.*multiple of 8 up to 256, or 512, got 100"):
         engine.prepare_continuous_batching(model)
     model.config.head_dim = 64
     engine.prepare_continuous_batching(model, backend="reference")

@@ -380,7 +380,7 @@ def test_images_of_a_batch():
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("head_size", 96, "head size.*96.*--attention-backend"),
+        ("head_size", 100, "head size.*100.*--attention-backend"),
         ("kv_cache_dtype", "nvfp4_4over6", "--kv-cache-dtype.*nvfp4, got nvfp4_4over6"),
         ("alibi_slopes", [1.0], "alibi_slopes"),
         ("attn_type", "encoder", "attn_type.*decoder"),
@@ -394,7 +394,7 @@ def test_layers_that_are_refused(option, value, message):
 
 def test_settings_that_are_refused_are_named():
     """What vLLM prints where it is asked for this backend with other settings."""
-    settings = {"head_size": 96, "dtype": torch.float32, "kv_cache_dtype": "fp8", "block_size": 8}
+    settings = {"head_size": 100, "dtype": torch.float32, "kv_cache_dtype": "fp8", "block_size": 8}
     others = ("use_mla", "has_sink", "use_sparse", "use_mm_prefix", "device_capability")
     said = WarpspecBackend.supports_combination(**settings, **dict.fromkeys(others))
     for part in (
