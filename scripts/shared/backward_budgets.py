@@ -5,6 +5,7 @@ from __future__ import annotations
 from warpspec.common.hardware import MAX_SMEM_PER_CTA, REGISTERS_PER_SM, TMEM_COLUMNS
 from warpspec.fmha.backward import sm90, sm100
 from warpspec.fmha.backward.problem import BackwardProblem
+from warpspec.fmha.logits import LogitOptions
 from warpspec.fmha.problem import AttentionProblem
 
 from .generated_tables import table
@@ -23,7 +24,7 @@ def configs(module) -> list:
         "seq_k": 1024,
         "heads_q": 1,
         "heads_kv": 1,
-        "scale": 1.0,
+        "logits": LogitOptions(1.0),
         "causal": True,
     }
     forwards = [AttentionProblem(**sizes, **kind, head_dim=d, return_lse=True) for d in HEAD_DIMS]

@@ -16,6 +16,7 @@ from warpspec.common.launch import SIMULATED
 from warpspec.fmha import attention, attention_varlen, launch, merge
 from warpspec.fmha.backward import call as backward_call
 from warpspec.fmha.heads import HeadSizes, class_of, supported
+from warpspec.fmha.logits import LogitOptions
 from warpspec.fmha.problem import AttentionProblem
 
 ARCHS = ("sm_90a", "sm_100a")
@@ -90,7 +91,7 @@ def test_every_size_has_tiles():
                 **{**sizes_of, **options, **bias},
                 dtype=torch.bfloat16,
                 device=torch.device("meta"),
-                scale=1.0,
+                logits=LogitOptions(1.0),
             )
             for arch in ARCHS:
                 config = launch.plan(problem, SIMULATED[arch]).config

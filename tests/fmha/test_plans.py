@@ -16,6 +16,7 @@ from warpspec.common.hardware import MODELS, WARP_THREADS, Speeds
 from warpspec.common.launch import SIMULATED, Target, simulated
 from warpspec.fmha import launch, sm90
 from warpspec.fmha.features import Schedule
+from warpspec.fmha.logits import LogitOptions
 from warpspec.fmha.plan import candidates, expectation, make_plan
 from warpspec.fmha.plan.cost import Tiling, Way, microseconds, work_of
 from warpspec.fmha.plan.scenarios import Requests, scenarios
@@ -42,14 +43,14 @@ def random_problem(draw: random.Random) -> AttentionProblem:
     bias = not packed and draw.random() < 0.2
     window = draw.choice((None, None, 0, 127, 5000))
     return AttentionProblem(
-        batch, seq_q, seq_k, heads_kv * group, heads_kv, head_dim, torch.bfloat16, torch.device("meta"), 0.1,
+        batch, seq_q, seq_k, heads_kv * group, heads_kv, head_dim, torch.bfloat16, torch.device("meta"),
         causal=draw.random() < 0.7,
         window_left=window,
         window_right=None if window is None else draw.choice((None, 0, 3)),
         has_sink=draw.random() < 0.3,
         return_lse=draw.random() < 0.3,
         shared_kv=draw.random() < 0.2,
-        softcap=draw.choice((None, None, None, 30.0)),
+        logits=LogitOptions(0.1, draw.choice((None, None, None, 30.0))),
         has_kv_lengths=page_size is not None or (not packed and draw.random() < 0.3),
         page_size=page_size,
         has_bias=bias,
@@ -139,7 +140,7 @@ def test_scenarios_have_what_the_host_knows():
 def test_more_work_takes_longer():
     """The model, for every way: of twice the keys, of four times the requests, on a slower GPU."""
     problem = AttentionProblem(
-        8, 1, 4096, 32, 8, 128, torch.bfloat16, torch.device("meta"), 0.1, has_kv_lengths=True
+        8, 1, 4096, 32, 8, 128, torch.bfloat16, torch.device("meta"), LogitOptions(0.1), has_kv_lengths=True
     )
     costs = launch.ATTENTION.of(H200.architecture).AttentionConfig.costs
     tiling = Tiling(1, 64, 1, 64, 3, 2, 4)

@@ -8,6 +8,7 @@ import torch
 
 from warpspec.common.hardware import GPUS, gpu_model
 from warpspec.common.launch import Target
+from warpspec.fmha.logits import LogitOptions
 from warpspec.fmha.mask import key_range
 from warpspec.fmha.plan import make_plan
 from warpspec.fmha.plan import splits as model_of_splits
@@ -136,6 +137,11 @@ MEASURED = [
 def test_decoding_on_an_h200_is_split_as_was_fastest_there(shape, fast):
     batch, keys, heads_q, heads_kv, head_dim = shape
     sizes = {"batch": batch, "seq_q": 1, "seq_k": keys, "heads_q": heads_q, "heads_kv": heads_kv}
-    kind = {"head_dim": head_dim, "dtype": torch.bfloat16, "device": torch.device("meta"), "scale": 0.1}
+    kind = {
+        "head_dim": head_dim,
+        "dtype": torch.bfloat16,
+        "device": torch.device("meta"),
+        "logits": LogitOptions(0.1),
+    }
     target = Target.of_model(gpu_model("H200"))
     assert make_plan(AttentionConfig, AttentionProblem(**sizes, **kind), target).splits in fast
