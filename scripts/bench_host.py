@@ -2,7 +2,8 @@
 
     python scripts/bench_host.py                       # all tables, with the peers that are installed
     python scripts/bench_host.py --only calls          # of "calls", "operators", "start"
-    python scripts/bench_host.py --prepare             # first compiles everything, every case in its process
+    python scripts/bench_host.py --compile-ahead       # only compiles everything, every case in its process
+    python scripts/bench_host.py --profile             # also what each of our functions takes of a call
     python scripts/bench_host.py --dry                 # without a GPU: launches do nothing (shared/no_launches.py)
 
 Shapes are so small that the GPU is done before the host is; a round of calls fits the launch queue, and the GPU is
@@ -19,14 +20,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import cProfile
 import datetime
 import functools
 import json
 import os
+import pstats
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -34,7 +38,7 @@ from shared import driver, gpu_bench
 from shared.attention_peers import FLASH, SDPA, flash_attention
 from shared.no_launches import no_launches
 from shared.sweep_calls import OURS, attention_inputs, flash_call, ours
-from shared.sweep_shapes import AttentionShape
+from shared.sweep_shapes import FLOAT8, AttentionShape
 from torch.nn.functional import scaled_dot_product_attention
 
 from warpspec.fmha import attention
@@ -47,6 +51,7 @@ PARTS = ("calls", "operators", "start")
 TIMING = {"calls": 50, "rounds": 30}  # of gpu_bench.host_time: a round stays within the launch queue
 DRY_TIMING = {"calls": 200, "rounds": 7}
 PEERS = (FLASH, SDPA)
+PROFILED, SHOWN = 400, 14  # calls in a profile, and functions of it that are printed
 SLOTS, TOKENS, HEADS = 256, 4, 64  # of gathered attention
 
 
@@ -62,7 +67,10 @@ CALLS = {  # name: shape, what is timed, microseconds wanted of ours
     "packed": (shape("packed", 8, 2, 128, (17, 64, 40, 7), (17, 64, 40, 7)), TRAINING, {FORWARD: 22}),
     "paged decode": (shape("paged", 32, 8, 128, (1,) * 4, (200, 64, 130, 256), page_size=128), (FORWARD,), {}),
     "split decode": (shape("plain", 32, 8, 128, (1,), (4096,)), (FORWARD,), {FORWARD: 30}),
-    "D 512": (shape("plain", 8, 1, 512, (128,), (128,), shared_kv=True), (FORWARD,), {FORWARD: 18}),
+    "D 512": (shape("plain", 8, 1, 512, (128,), (128,), shared_kv=True), (FORWARD, GRADIENTS), {FORWARD: 18}),
+    "FP8 decode": (
+        replace(shape("paged", 32, 8, 128, (1,) * 4, (200,) * 4, page_size=64), kind=FLOAT8), (FORWARD,), {}
+    ),
 }  # fmt: skip
 
 
@@ -79,7 +87,7 @@ def candidates(one: AttentionShape, device: str, recorded: bool) -> dict[str, tu
     tensors = [t.requires_grad_(recorded) for t in (x.q, x.k, x.v) if t is not None]
     found = {OURS: (tensors, lambda: mine(x))}
     flash = flash_attention()
-    if device == "cuda" and flash is not None and one.head_dim <= 256:
+    if device == "cuda" and flash is not None and one.head_dim <= 256 and one.kind != FLOAT8:
         found[FLASH] = (tensors, lambda: flash_call(flash, one, x))
     if device == "cuda" and one.form == "plain" and not one.shared_kv:
         found[SDPA] = sdpa(x, one.causal and one.queries == one.keys)
@@ -92,16 +100,40 @@ def gradients_of(tensors, call: Callable) -> Callable:
     return lambda: torch.autograd.grad(call(), tensors, seed)
 
 
-def calls(device: str, timing: dict, cases: list[str]) -> list[list]:
+def profile(call: Callable) -> str:
+    """Microseconds of a call by function, its callees not counted. The profiler lengthens Python's own by some 0.1 us
+    each, so their sum is more than a call takes."""
+    for _ in range(20):
+        call()
+    profiler = cProfile.Profile()
+    for _ in range(PROFILED // TIMING["calls"]):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        profiler.enable()
+        for _ in range(TIMING["calls"]):
+            call()
+        profiler.disable()
+    found = sorted(pstats.Stats(profiler).stats.items(), key=lambda item: -item[1][2])
+    lines = []
+    for (file, line, name), (_, count, own, _, _) in found[:SHOWN]:
+        place = f"{Path(file).name}:{line} {name}" if line else name
+        lines.append(f"    {own / PROFILED * 1e6:6.2f} us in {count / PROFILED:5.1f} x {place}")
+    return "\n".join(lines)
+
+
+def calls(device: str, timing: dict, cases: list[str], profiled: bool = False) -> list[list]:
+    """Prints each row as it is measured, too. profiled: and the profile of our call."""
     rows = []
     for name in cases:
         one, kinds, wanted = CALLS[name]
         for kind in kinds:
             times = {}
             for candidate, (tensors, call) in candidates(one, device, kind != FORWARD).items():
-                timed = gradients_of(tensors, call) if kind == GRADIENTS else call
                 try:
+                    timed = gradients_of(tensors, call) if kind == GRADIENTS else call
                     times[candidate] = host_time(timed, **timing)
+                    if profiled and candidate == OURS:
+                        print(f"{name}, {kind}:\n{profile(timed)}", flush=True)
                 except Exception as error:
                     if candidate == OURS:
                         raise
@@ -115,6 +147,9 @@ def calls(device: str, timing: dict, cases: list[str]) -> list[list]:
                     *map(times.get, PEERS),
                     None if device == "cpu" else wanted.get(kind),
                 ]
+            )
+            print(
+                f"{name}, {kind}: " + ", ".join(f"{key} {us:.1f} us" for key, us in times.items()), flush=True
             )
     return rows
 
@@ -194,9 +229,10 @@ def start(device: str) -> list[list]:
     return [[found[FORWARD], found[RECORDED], found[GRADIENTS], sum(found.values()), imported]]
 
 
-def prepare() -> None:
-    """Fill the compilers' caches on disk: every case in a process of its own, all at once."""
-    parts = [["calls", "--cases", name] for name in CALLS] + [["operators"], ["start"]]
+def compile_ahead(options) -> None:
+    """Fill the compilers' caches on disk with what the parts need: every case in a process of its own, all at once."""
+    parts = [["calls", "--cases", name] for name in options.cases if "calls" in options.only]
+    parts += [[part] for part in PARTS[1:] if part in options.only]
     command = [sys.executable, Path(__file__), "--only"]
     running = [subprocess.Popen([*command, *part], stdout=subprocess.DEVNULL) for part in parts]
     for part, process in zip(parts, running, strict=True):
@@ -209,7 +245,8 @@ def main() -> None:
     parser.add_argument(
         "--cases", nargs="+", choices=CALLS, default=list(CALLS), help="of calls (default: all)"
     )
-    parser.add_argument("--prepare", action="store_true", help="compile everything first, in many processes")
+    parser.add_argument("--compile-ahead", action="store_true", help="only compile, in many processes")
+    parser.add_argument("--profile", action="store_true", help="our calls by function, too")
     parser.add_argument("--dry", action="store_true", help="without a GPU: launches do nothing")
     parser.add_argument("--first-calls", choices=("cuda", "cpu"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -223,11 +260,12 @@ def main() -> None:
     else:
         driver.begin(FLASH)
         os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # before it is imported
-        if options.prepare:
-            prepare()
+        if options.compile_ahead:
+            compile_ahead(options)
+            return
     with no_launches() if options.dry else contextlib.nullcontext():
         if "calls" in options.only:
-            show(["us a call", OURS, *PEERS, "wanted"], calls(device, timing, options.cases))
+            show(["us a call", OURS, *PEERS, "wanted"], calls(device, timing, options.cases, options.profile))
         if "operators" in options.only:
             show(["us a call", OURS, "torch"], operators(device, timing))
     if "start" in options.only:

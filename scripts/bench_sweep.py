@@ -6,6 +6,7 @@
     python scripts/bench_sweep.py --cliffs                                   the fixed table of shapes that were slow
     python scripts/bench_sweep.py --cases FILE                               shapes, or results, of a JSON file
     python scripts/bench_sweep.py --list                                     the shapes; needs no GPU
+    python scripts/bench_sweep.py --compile-ahead ...                        compiles what the others time, on all cores
 
 A ratio is the best peer's time over ours: above 1 we are faster. The bytes' time is what a call must move (of K and V
 what some query sees) at the bandwidth of a copy on this GPU, measured first; our share of it is printed for calls over
@@ -32,7 +33,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
@@ -53,6 +54,7 @@ from shared.sweep_shapes import (
 from warpspec.aot.workers import Progress, compile_ahead
 from warpspec.common.disk_cache import CACHE_VARIABLE, cache_folder
 from warpspec.common.errors import UnsupportedProblem
+from warpspec.common.hardware import MODELS
 from warpspec.common.launch import Target, target_of
 
 SHAPES, QUICK, SEED = 128, 20, 20261122
@@ -306,6 +308,33 @@ def sweep(
     return [results[shape] for shape in shapes if shape in results]
 
 
+def compile_only(
+    shapes: Sequence[Shape], target: Target, workers: int, seconds: float, plans: int = 0
+) -> bool:
+    """Fill the caches on disk with what ``sweep`` of the same shapes would compile, first shapes first. Prints what
+    failed; False unless all is there."""
+    start = time.monotonic()
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=quiet)
+    waits = start_compiling(pool, shapes, target, plans)
+    users = defaultdict(list)
+    for shape, futures in waits.items():
+        for future in futures:
+            users[future].append(shape)
+    progress = Progress(len(users))
+    with contextlib.suppress(TimeoutError):
+        for future in as_completed(users, max(seconds - (time.monotonic() - start), 0)):
+            error = future.exception()
+            progress.step(f"FAILED for {users[future][0].name}: {one_line(error)}" if error else "")
+    ready = sum(all(future.done() and not future.exception() for future in waits[shape]) for shape in shapes)
+    print(f"{ready} of {len(shapes)} shapes are compiled after {time.monotonic() - start:.0f} s", flush=True)
+    processes = list((pool._processes or {}).values())
+    pool.shutdown(wait=False, cancel_futures=True)
+    for process in processes:  # compiling cannot be interrupted otherwise
+        process.kill()
+    return ready == len(shapes)
+
+
 def line(result: dict) -> str:
     """A result for the progress bar."""
     found = sweep_report.ratio(result)
@@ -371,10 +400,28 @@ def parser() -> argparse.ArgumentParser:
         help=f"also time the N next best plans of attention ({PLANS}), and say what the choice loses",
     )
     parser.add_argument("--list", action="store_true", help="print the shapes")
+    parser.add_argument(
+        "--compile-ahead",
+        nargs="?",
+        const="",
+        metavar="GPU",
+        help="compile what the shapes need within --seconds and time nothing; "
+        f"GPU: {', '.join(gpu.name for gpu in MODELS)}, which needs none here (default: this machine's)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="begin no shape after so many")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="that compile")
     return parser
+
+
+def target_of_model(name: str) -> Target:
+    """The target of a GPU model, by its data sheet; of this machine's GPU where the name is empty."""
+    if not name:
+        return target_of(torch.device("cuda", 0))
+    found = next((gpu for gpu in MODELS if gpu.name == name), None)
+    if found is None:
+        sys.exit(f"--compile-ahead {name}: the models are {', '.join(gpu.name for gpu in MODELS)}")
+    return Target.of_model(found)
 
 
 def main() -> None:
@@ -387,7 +434,8 @@ def main() -> None:
         for shape in shapes:
             print(f"{shape.kind:12} {shape.name}  {shape.bytes / 1e6:.1f} MB")
         return
-    driver.need_gpu("--list, which prints the shapes, needs none")
+    if not options.compile_ahead:
+        driver.need_gpu("--list, which prints the shapes, and --compile-ahead GPU need none")
     with tempfile.TemporaryDirectory() as temporary:
         folder = cache_folder() or Path(
             temporary
@@ -396,12 +444,18 @@ def main() -> None:
         os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] = "1"
         for variable, name in CACHES.items():
             os.environ.setdefault(variable, str(folder / name))
+        shapes = interleaved(shapes)
+        if options.compile_ahead is not None:
+            target = target_of_model(options.compile_ahead)
+            if not compile_only(shapes, target, options.workers, options.seconds, options.regret):
+                sys.exit(1)
+            return
         header = driver.begin("flash-attn-4")
         if flash_attention() is None:
             print("flash-attn-4 is not installed: ratios are against the other peers")
         speeds = gpu_bench.measured_speeds()
         print(f"{speeds}, measured here", flush=True)
-        results = sweep(interleaved(shapes), speeds, options.workers, options.seconds, options.regret)
+        results = sweep(shapes, speeds, options.workers, options.seconds, options.regret)
     print(f"\n{sweep_report.report(results, options.markdown)}", flush=True)
     if options.regret:
         print(f"\n{sweep_regret.regret_table(results, options.markdown)}")

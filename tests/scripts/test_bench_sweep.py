@@ -276,6 +276,19 @@ def test_a_kernel_is_compiled_once_for_all_shapes_that_need_it(monkeypatch):
         assert len(waits[shape]) == len(wanted[shape]) + (shape in peers)
 
 
+def test_compiling_ahead_says_what_is_not_ready(monkeypatch, capsys):
+    """One shape whose kernel does not compile, one that is never compiled, one that needs nothing."""
+    shapes = draw_shapes(20, 5)[:3]
+    failed, waiting = Future(), Future()
+    failed.set_exception(RuntimeError("no such kernel"))
+    waits = {shapes[0]: [failed], shapes[1]: [waiting], shapes[2]: []}
+    monkeypatch.setattr(sweep, "start_compiling", lambda *_: waits)
+    assert not sweep.compile_only(shapes, H200, workers=1, seconds=0.2)
+    printed = capsys.readouterr().out
+    assert f"FAILED for {shapes[0].name}: RuntimeError: no such kernel" in printed
+    assert "1 of 3 shapes are compiled" in printed
+
+
 def dies_at_a_peer(connection):
     """Like ``bench_sweep.serve``, with candidates that end the process or hang."""
     connection.send(("ready", None))
@@ -331,6 +344,9 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("sys.argv", ["bench_sweep.py"])
     with pytest.raises(SystemExit, match="needs an NVIDIA GPU"):
+        sweep.main()
+    monkeypatch.setattr("sys.argv", ["bench_sweep.py", "--compile-ahead", "H300"])
+    with pytest.raises(SystemExit, match="H300: the models are H200, H100"):
         sweep.main()
     monkeypatch.setattr("sys.argv", ["bench_sweep.py", "--list", "--quick"])
     sweep.main()
