@@ -9,6 +9,7 @@ from warpspec.common.checks import check_kind, check_strided
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.fmha import ops
 from warpspec.fmha.backward import function
+from warpspec.fmha.block_mask import BlockMask, block_mask_of
 from warpspec.fmha.checks import check_kinds, check_window
 from warpspec.fmha.logits import LogitOptions
 from warpspec.fmha.operands import Operands, Options
@@ -16,7 +17,15 @@ from warpspec.fmha.quantized import FORMATS
 from warpspec.fmha.state import AttentionState, check_states, combine, normalized_output
 from warpspec.fmha.tree import tree_words
 
-__all__ = ["AttentionState", "UnsupportedProblem", "attention", "attention_varlen", "merge", "tree_words"]
+__all__ = [
+    "AttentionState",
+    "BlockMask",
+    "UnsupportedProblem",
+    "attention",
+    "attention_varlen",
+    "merge",
+    "tree_words",
+]
 
 
 def attention(
@@ -47,6 +56,7 @@ def attention(
     swizzled: bool = False,
     tree: torch.Tensor | None = None,
     ranges: torch.Tensor | None = None,
+    block_mask: BlockMask | None = None,
     backend: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | AttentionState:
     """Scaled dot-product attention, differentiable in q, k, v, sink and bias.
@@ -124,6 +134,14 @@ def attention(
             kv_lengths; unchecked, the row also sees the keys between a range and its other keys. Needs causal=True
             and key_stride 1. For gradients, the begins and the ends of the ranges must not decrease from query to
             query; ranges of images, which do not overlap, satisfy this.
+        block_mask: lists of the blocks of keys that the queries of each block see (block sparsity): a ``BlockMask``,
+            best made once by ``BlockMask.of``; FlexAttention's BlockMask, which is converted at its first call and must
+            not change afterwards; or flash-attn-4's BlockSparseTensorsTorch, converted at each call. Of the keys of a
+            full block, a query sees all, whatever causal and window say. Of those of a partial block, it sees those
+            that causal, window and ranges allow and, with FlexAttention's mask, that mask_mod does; mask_mod is
+            evaluated once, under torch.vmap, for the batch rows and heads that the lists have. Blocks on no list are
+            hidden. Not with page_table, kv_lengths or tree. Kernels take blocks of multiples of 128 queries and keys,
+            and at some head sizes smaller ones.
         backend: "auto", "sm100", "sm90" (native kernels, CUDA tensors), "sim" (the sm100 kernel executed on
             the CPU, CPU tensors) or "reference" (FP32 torch, any device). "auto": the device's kernel for
             CUDA tensors, "sim" for CPU tensors; the environment variable WARPSPEC_BACKEND overrides it.
@@ -141,6 +159,8 @@ def attention(
             in forward mode. backward() also raises UnsupportedProblem for what the backend's gradients do not do.
         All name the argument; the first three are raised before anything is launched or written.
     """
+    blocks = block_mask_of(block_mask, q, k)
+    block_queries, block_keys = (None, None) if blocks is None else blocks.block_size
     operands = Operands(
         q,
         k,
@@ -157,6 +177,7 @@ def attention(
         v_block_scales=v_block_scales,
         tree=tree,
         ranges=ranges,
+        **({} if blocks is None else blocks.operands),
     )
     options = Options(
         LogitOptions(scale, softcap),
@@ -169,6 +190,8 @@ def attention(
         deterministic=deterministic,
         v_dim=v_dim,
         swizzled=swizzled,
+        block_queries=block_queries,
+        block_keys=block_keys,
     )
     return _call(operands, options, backend)
 

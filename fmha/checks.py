@@ -187,6 +187,33 @@ def check_ranges(operands: Operands, options: Options) -> None:
         raise ValueError(f"ranges: must be None with a tree, got shape {shape_of(ranges)}")
 
 
+def check_blocks(operands: Operands, options: Options, sizes: tuple[int, int, int, int]) -> None:
+    """Check the tensors of a ``BlockMask`` and the arguments it excludes. sizes: B, Hq, Sq, Sk."""
+    for name in ("page_table", "kv_lengths", "cu_seqlens_q", "tree"):
+        if getattr(operands, name) is not None:
+            raise ValueError(f"block_mask: must be None with {name}")
+    batch, heads, seq_q, seq_k = sizes
+    size = (options.block_queries, options.block_keys)
+    rows, columns = -(-seq_q // size[0]), -(-seq_k // size[1])
+    wanted = {
+        "kv_visits": (rows, columns, 2),
+        "kv_counts": (rows, 2),
+        "q_visits": (columns, rows, 2),
+        "q_counts": (columns, 2),
+    }
+    for name, last in wanted.items():
+        tensor = getattr(operands, name)
+        check_tensor(f"block_mask: {name}", tensor, (torch.int32,), None, operands.q.device)
+        shape = tuple(tensor.shape)
+        if shape[2:] != last or shape[0] not in (1, batch) or shape[1] not in (1, heads):
+            raise ValueError(
+                f"block_mask: {name}: shape must be [B={batch} or 1, Hq={heads} or 1, "
+                f"{', '.join(map(str, last))}], got {shape_of(tensor)}"
+            )
+    if operands.patterns is not None:
+        check_tensor("block_mask: patterns", operands.patterns, (torch.int32,), None, operands.q.device)
+
+
 def check_starts(name, tensor, device, batch=None) -> int:
     """Check cu_seqlens, int32 [B + 1], and return B. batch: the required B, if known."""
     check_tensor(name, tensor, (torch.int32,), None, device)

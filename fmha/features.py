@@ -17,6 +17,7 @@ from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import WARP_THREADS, WORD_BYTES
 from warpspec.common.kv_formats import FORMATS as CACHE_FORMATS
 from warpspec.common.operands import FLOAT32, UINT8
+from warpspec.fmha.block_mask import WORD_BITS
 from warpspec.fmha.heads import HeadSizes
 from warpspec.fmha.line import MOST_ROUNDS
 from warpspec.fmha.logits import PLAIN, LogitMap
@@ -53,6 +54,8 @@ class Mask:
 
     key_stride: positions that a key stands for. has_tree, has_ranges: an operand gives further visible keys, those of
     drafts (``tree``) or of an image. sparse: any key of a tile may be missing; the source of the keys knows which.
+    block_size: (queries, keys) of the blocks that operands list (``block_mask``); None: no lists. has_patterns:
+    patterns of bits hide keys of partial blocks.
     """
 
     causal: bool = False
@@ -62,6 +65,8 @@ class Mask:
     has_tree: bool = False
     has_ranges: bool = False
     sparse: bool = False
+    block_size: tuple[int, int] | None = None
+    has_patterns: bool = False
 
     def __post_init__(self):
         assert not (self.has_tree or self.has_ranges) or (self.causal and self.key_stride == 1)
@@ -75,12 +80,29 @@ class Mask:
             key_stride=problem.key_stride if problem.causal else 1,
             has_tree=problem.has_tree,
             has_ranges=problem.has_ranges,
+            block_size=problem.block_size,
+            has_patterns=problem.has_patterns,
         )
 
     @property
     def band(self) -> bool:
-        """Whether a row may see less of a tile than another row of its M tile."""
+        """Whether a row's keys are bounded on a side where another row's are not."""
         return self.causal or self.has_left or self.has_right
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether operands list the blocks of keys that rows see."""
+        return self.block_size is not None
+
+    @property
+    def uneven(self) -> bool:
+        """Whether a row may see less of a tile than another row of its M tile."""
+        return self.band or self.has_blocks
+
+    @property
+    def pattern_words(self) -> int:
+        """Words of a row's pattern of bits."""
+        return -(-self.block_size[1] // WORD_BITS) if self.has_patterns else 0
 
     def bounds(self, window) -> dict:
         """Arguments of ``mask.key_range``. window: (left, right), not read where unbounded."""
@@ -315,6 +337,11 @@ class AttentionKernel:
         assert not (self.output.splits and (self.scheduler.cuts_tiles or self.scheduler.from_queue))
 
     @property
+    def clears_unseen(self) -> bool:
+        """Whether a KV tile may hold keys past those that some row sees, whose V rows are cleared."""
+        return (self.mask.band and not self.mask.has_blocks) or self.requests.ends_in_tile
+
+    @property
     def rows(self) -> TileRows:
         """Rows of an M tile."""
         raise NotImplementedError
@@ -352,6 +379,10 @@ def check_call(kernel: str, problem: AttentionProblem, code_sizes: tuple[int, ..
     kernel reads the problem's format of quantised keys."""
     check_page_size(kernel, problem.page_size)
     check_requests(kernel, problem)
+    if problem.block_size is not None and problem.kv_format:
+        raise UnsupportedProblem(
+            f"{kernel} attention: block_mask with k in {problem.kv_format} is not supported"
+        )
     if problem.bias_rows == "strided":
         raise UnsupportedProblem(f"{kernel} attention: bias=of strided rows is not supported")
     if problem.kv_format and (problem.head_dim not in code_sizes or problem.heads.v != problem.head_dim):

@@ -20,6 +20,7 @@ from warpspec.fmha import values
 from warpspec.fmha.checks import (
     SIZE_LIMIT,
     check_bias,
+    check_blocks,
     check_heads,
     check_kinds,
     check_operand,
@@ -92,6 +93,9 @@ class AttentionProblem:
     swizzled: bool = False  # V's block scales; only with NVFP4
     has_tree: bool = False  # queries are drafts (``tree``); always causal, key_stride 1
     has_ranges: bool = False  # queries see ranges of keys besides; likewise
+    block_size: tuple[int, int] | None = None  # queries, keys of the blocks that lists name (``block_mask``)
+    block_heads: bool = False  # query heads have each their own lists
+    has_patterns: bool = False  # patterns of bits hide keys of partial blocks
 
     @property
     def heads(self) -> HeadSizes:
@@ -193,6 +197,8 @@ class AttentionProblem:
             check_tree(operands, options, seq_q)
         if operands.ranges is not None:
             check_ranges(operands, options)
+        if operands.kv_visits is not None:
+            check_blocks(operands, options, (batch, heads_q, seq_q, seq_k))
         if memory and are_checked(q.device):
             _check_values(operands)
 
@@ -224,6 +230,7 @@ class AttentionProblem:
             swizzled=options.swizzled,
             has_tree=operands.tree is not None,
             has_ranges=operands.ranges is not None,
+            **({} if operands.kv_visits is None else _blocks(operands, options)),
         )
         if out is not None:
             check_out(operands, problem.o_dtype, memory, v_dim)
@@ -313,6 +320,15 @@ def _packed(operands: Operands, options: Options) -> dict:
         "packed_k": page_table is None,
         "total_q": total_q,
         "least_q": total_q >> spare << spare,
+    }
+
+
+def _blocks(operands: Operands, options: Options) -> dict:
+    """Fields of the problem: lists of blocks."""
+    return {
+        "block_size": (options.block_queries, options.block_keys),
+        "block_heads": operands.kv_visits.shape[1] > 1,
+        "has_patterns": operands.patterns is not None,
     }
 
 

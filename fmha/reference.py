@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from warpspec.common.autocast import without_autocast
+from warpspec.fmha.block_mask import seen_by_heads
 from warpspec.fmha.mask import visible
 from warpspec.fmha.operands import Operands
 from warpspec.fmha.problem import AttentionProblem
@@ -73,14 +74,14 @@ def rectangle(problem: AttentionProblem, operands: Operands) -> AttentionState:
     q, bias = operands.q, operands.bias
     o, row_max, row_sum = state = empty_state(problem)
     given = (operands.kv_lengths, operands.q_start, operands.tree, operands.ranges)
-    seen = visible(problem, *given)  # [B, Sq, Sk]
+    seen = seen_by_heads(problem, operands, visible(problem, *given))  # [B, 1 or Hq, Sq, Sk]
     k, v = keys_and_values(problem, operands)
     # So many consecutive query heads have the same keys, values and mask.
-    alike = 1 if bias is not None and bias.shape[1] > 1 else problem.group
+    alike = 1 if (bias is not None and bias.shape[1] > 1) or seen.shape[1] > 1 else problem.group
     for b in range(problem.batch):
         for h in range(problem.heads_q):
             if h % alike == 0:
-                head = seen[b]  # [Sq, Sk]
+                head = seen[b, h if seen.shape[1] > 1 else 0]  # [Sq, Sk]
                 if bias is not None:
                     head_bias = bias.expand(problem.batch, problem.heads_q, -1, -1)[b, h].float()
                     head = head & (head_bias != -torch.inf)

@@ -71,15 +71,16 @@ class TileGrid:
 
 class KvTiles(Protocol):
     """KV tiles that the rows of a tile visit, whatever the source of the keys. ``KeySpan``: keys that a mask hides.
-    ``SparseTiles``: keys any of which may be missing."""
+    ``device.blocks.BlockSpan``: those of listed blocks. ``SparseTiles``: keys any of which may be missing."""
 
     begin: int
     count: int
-    inner_first: int
-    inner_end: int
 
     def tile(self, step):
         """KV tile of the step-th visit."""
+
+    def needs_mask(self, step, tile_keys: int):
+        """Whether some row does not see some key of the step-th visit's tile."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +130,9 @@ class KeySpan(KvTiles):
         begin, count = tiles_of(first, end, tile_keys, minimum, maximum)
         return replace(self, begin=begin, count=count, first=first, end=end)
 
-    def needs_mask(self, tile, tile_keys: int):
-        """Whether some row does not see some key of the tile."""
+    def needs_mask(self, step, tile_keys: int):
+        """Whether some row does not see some key of the step-th visit's tile."""
+        tile = self.tile(step)
         return (tile * tile_keys < self.inner_first) | ((tile + 1) * tile_keys > self.inner_end)
 
     def has_unseen(self, tile, tile_keys: int):

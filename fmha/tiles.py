@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, replace
 
 from warpspec.common.errors import UnsupportedProblem
+from warpspec.fmha.block_mask import WORD_BITS
 from warpspec.fmha.heads import BLOCK, HeadSizes
 from warpspec.fmha.problem import AttentionProblem
 
@@ -149,9 +150,20 @@ def check_page_size(kernel: str, page_size: int | None) -> None:
     )
 
 
+def fits_blocks(problem: AttentionProblem, queries: int, keys: int) -> bool:
+    """Whether an M tile of so many queries and a KV tile of so many keys lie in one block each, where there are
+    blocks."""
+    if problem.block_size is None:
+        return True
+    block_queries, block_keys = problem.block_size
+    one = block_queries % queries == 0 or problem.seq_q <= block_queries
+    return one and block_keys % keys == 0 and keys % WORD_BITS == 0
+
+
 @functools.lru_cache(maxsize=4096)
-def choose_pack(group: int, seq_q: int, tile_m: int) -> int:
-    """Choose the heads of a KV group that share an M tile: the fewest tiles, then the most heads.
+def choose_pack(group: int, seq_q: int, tile_m: int, block_queries: int = 0) -> int:
+    """Choose the heads of a KV group that share an M tile: the fewest tiles, then the most heads. block_queries: of a
+    block, no two of which share a tile; 0: there are no blocks.
 
     A tile with more heads has fewer queries: under a causal or window mask its rows then see more similar keys, so at
     equal tile count more heads never cost and often save KV tiles.
@@ -160,12 +172,21 @@ def choose_pack(group: int, seq_q: int, tile_m: int) -> int:
     def tiles(pack):
         return -(-group // pack) * -(-seq_q // (tile_m // pack))
 
-    return min(range(1, min(group, tile_m) + 1), key=lambda pack: (tiles(pack), -pack))
+    packs = [
+        pack
+        for pack in range(1, min(group, tile_m) + 1)
+        if pack == 1 or not block_queries or block_queries % (tile_m // pack) == 0
+    ]
+    return min(packs, key=lambda pack: (tiles(pack), -pack))
 
 
 def choose_packs(problem: AttentionProblem, tile_m: int) -> tuple[int, ...]:
     """Numbers of heads of a KV group that may share an M tile: the best for the longest request, and, with packed
     queries, the best for a request of one query."""
+    if problem.block_size is not None:
+        queries = problem.block_size[0] if problem.seq_q > problem.block_size[0] else 0
+        group = 1 if problem.block_heads else problem.group
+        return (choose_pack(group, problem.seq_q, tile_m, queries),)
     most = choose_pack(problem.group, problem.seq_q, tile_m)
     few = choose_pack(problem.group, 1, tile_m) if problem.packed_q else most
     return (most,) if few == most else (most, few)

@@ -1,15 +1,16 @@
 """Attention on this machine's GPU against its peers: prints tables, writes a PNG.
 
-    python scripts/bench_attention.py [--only prefill|heads|decode|paged|varlen|shared|mla|trees|host|backward|
-                                       gradient-heads ...] [--markdown] [--png FILE]
+    python scripts/bench_attention.py [--only prefill|heads|decode|paged|varlen|shared|mla|trees|blocks|block-gradients|
+                                       ranges|host|backward|gradient-heads ...] [--markdown] [--png FILE]
 
 Times are medians (gpu_bench). Peers run on the same tensors in the same process: flash-attn-4 where installed, torch's
 SDPA on cuDNN for prefill and heads (other head sizes, soft caps), torch's SDPA for decode and for K and V in one
 tensor. A ratio is the peer's time over ours: above 1 we are faster. varlen: packed requests, and others of different
-lengths, in CUDA graphs. trees: drafts of a tree, against as many causal queries. host: CPU time of a call from Python.
-backward: all gradients from o, lse and dO, FLOPs counted as 2.5 forward passes; peers flash-attn-4's backward and
-torch's SDPA on cuDNN, with a bias torch's efficient kernel (the bias's gradient among the results). gradient-heads:
-gradients of other head sizes, against flash-attn-4 and SDPA.
+lengths, in CUDA graphs. trees: drafts of a tree, against as many causal queries. blocks, block-gradients, ranges: lists
+of blocks and images' ranges, against FlexAttention and flash-attn-4's lists with mask_mod. host: CPU time of a call
+from Python. backward: all gradients from o, lse and dO, FLOPs counted as 2.5 forward passes; peers flash-attn-4's
+backward and torch's SDPA on cuDNN, with a bias torch's efficient kernel (the bias's gradient among the results).
+gradient-heads: gradients of other head sizes, against flash-attn-4 and SDPA.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import functools
 
 import torch
-from shared import bench_shapes, driver, gpu_bench, sweep_calls, sweep_report, sweep_shapes
+from shared import bench_shapes, block_rows, driver, gpu_bench, sweep_calls, sweep_report, sweep_shapes
 from shared.attention_peers import FLASH, flash_attention, sdpa, sdpa_shared
 from shared.attention_rows import BF16, agree, columns, random, without_failing
 from shared.gradient_rows import backward, gradient_heads
@@ -362,6 +363,9 @@ def main() -> None:
         "shared",
         "mla",
         "trees",
+        "blocks",
+        "block-gradients",
+        "ranges",
         "host",
         "backward",
         "gradient-heads",
@@ -401,6 +405,13 @@ def main() -> None:
         copy = gpu_bench.copy_bandwidth()
         names = ["trees", "us", "causal us", "times causal", "TB/s", "share of a copy's speed"]
         show(names, trees(copy))
+    peers = [FLASH, "ratio", "FlexAttention", "ratio"]
+    for part, gradients in (("blocks", False), ("block-gradients", True)):
+        if part in options.only:
+            names = [part, "visited", "us", "TFLOP/s", *peers, "times dense's share"]
+            show(names, block_rows.blocks(gradients))
+    if "ranges" in options.only:
+        show(["ranges", "us", "TFLOP/s", *peers, "times causal", "times lists"], block_rows.ranges())
     if "backward" in options.only:
         names = [
             "backward",

@@ -50,6 +50,8 @@ class BackwardProblem:
             )
         if forward.has_tree:
             raise NotImplementedError("tree: gradients are not implemented with a tree")
+        if forward.block_size is not None:
+            raise NotImplementedError("block_mask: gradients are not implemented with lists of blocks")
         if forward.paged:
             raise NotImplementedError("page_table: gradients are not implemented for paged keys")
         return cls(forward, wanted, **options)

@@ -11,6 +11,7 @@ import torch
 
 from warpspec.common.autocast import without_autocast
 from warpspec.fmha.backward.problem import BackwardProblem
+from warpspec.fmha.block_mask import seen_by_heads
 from warpspec.fmha.mask import visible
 from warpspec.fmha.operands import Operands
 from warpspec.fmha.reference import weighted_sum
@@ -52,10 +53,11 @@ def rectangle(problem: BackwardProblem, operands: Operands, do, dlse, found: dic
     """Add to ``found`` the gradients of a problem with as many queries in each batch row."""
     forward = problem.forward
     q, k, v, sink, bias = operands.q, operands.k, operands.v, operands.sink, operands.bias
-    seen = visible(forward, operands.kv_lengths, operands.q_start, ranges=operands.ranges)  # [B, Sq, Sk]
+    seen = visible(forward, operands.kv_lengths, operands.q_start, ranges=operands.ranges)
+    seen = seen_by_heads(forward, operands, seen)  # [B, 1 or Hq, Sq, Sk]
     for b in range(forward.batch):
         for h in range(forward.heads_q):
-            head, kv_head = seen[b], h // forward.group  # [Sq, Sk]
+            head, kv_head = seen[b, h if seen.shape[1] > 1 else 0], h // forward.group  # [Sq, Sk]
             if bias is not None:
                 head_bias = bias.expand(forward.batch, forward.heads_q, -1, -1)[b, h].float()
                 head = head & (head_bias != -torch.inf)

@@ -24,12 +24,14 @@ def hide(
     first,
     end,
     drafts: Drafts | None = None,
+    pattern: cute.Tensor | None = None,
 ) -> None:
     """Set a row's scores to -inf outside the keys [first, end) and the drafts it sees.
 
     scores: (n) fp32 registers. elements: the row's registers, in the order of their keys: the first ``run`` of every
     ``period`` keys. first, end: Int32, counted from the first element's key; first is None if rows are unbounded on
-    that side. drafts: with keys counted likewise, or None.
+    that side, end if they are unbounded on both. drafts: with keys counted likewise, or None. pattern: words (KEY /
+    32) of further bits, one a key, counted likewise; None: all ones.
 
     Visibility is a word of bits, tested one after another: ptxas turns several at a time into predicates.
     """
@@ -37,19 +39,35 @@ def hide(
         None if key is None else elements_before(key, run, period) for key in (end, first)
     )
     for begin in range(0, len(elements), WORD_BITS):
-        word = ones(before_end - begin)
+        word = Int32(-1) if before_end is None else ones(before_end - begin)
         if before_first is not None:
             word = word & ~ones(before_first - begin)
         drafts_key, drafts_word = None, None
         for bit, i in enumerate(elements[begin : begin + WORD_BITS]):
+            key = (begin + bit) // run * period + (begin + bit) % run
             seen = Boolean(word & Int32(bit_value(bit)) != 0)
+            if pattern is not None:
+                own = Boolean(pattern[key // WORD_BITS] & Int32(bit_value(key % WORD_BITS)) != 0)
+                seen = own if before_end is None else seen & own
             if drafts is not None:
-                key = (begin + bit) // run * period + (begin + bit) % run
                 if key // WORD_BITS != drafts_key:
                     drafts_key = key // WORD_BITS
                     drafts_word = drafts.word(drafts_key * WORD_BITS)
                 seen = seen | Boolean(drafts_word & Int32(bit_value(key % WORD_BITS)) != 0)
             scores[i] = Float32(cutlass.select_(seen, scores[i], -Float32.inf))
+
+
+def keys_of(config, row, step, origin, shift=0) -> tuple:
+    """((first, end), pattern) of ``hide`` for the KV tile of visit ``step``. row: ``Row``. origin: key of the row's
+    first element. shift: number of that key in the tile, less than a word has bits."""
+    first, end = row.first, row.end
+    if not config.mask.has_blocks:
+        return (first - origin if config.mask.has_left else None, end - origin), None
+    pattern = row.blocks.words(step, config.tile_n, shift) if config.mask.has_patterns else None
+    if pattern is not None and not config.mask.band:  # patterns end with the keys
+        return (None, None), pattern
+    first, end = row.blocks.interval(row.blocks.span.rule(step), first, end)
+    return (first - origin if config.mask.has_left else None, end - origin), pattern
 
 
 def elements_before(key, run: int, period: int) -> Int32:

@@ -7,28 +7,31 @@ it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
+from warpspec.fmha.device.blocks import Blocks, block_span, kv_blocks
 from warpspec.fmha.device.tile import Piece, Tile
 from warpspec.fmha.features import RECORD_WORDS, AttentionKernel
 from warpspec.fmha.schedule import KeySpan
 
 SPAN = ("begin", "count", "first", "end", "inner_first", "inner_end")
+BLOCK_SPAN = ("begin", "count", "masked")
 
 
 class Records(NamedTuple):
-    """ring: of records, (WORD, STAGE) Int32 in shared memory. The other fields are common to all tiles. tree, ranges:
-    the operands."""
+    """ring: of records, (WORD, STAGE) Int32 in shared memory. The other fields are common to all tiles. tree, ranges,
+    blocks: the operands."""
 
     ring: cute.Tensor
     window_left: Int32
     window_right: Int32
     tree: cute.Tensor | None = None
     ranges: cute.Tensor | None = None
+    blocks: Blocks | None = None
 
     def words(self, config, use) -> cute.Tensor:
         """Words of record number ``use``."""
@@ -40,14 +43,19 @@ def records_of(config: AttentionKernel, base: cute.Pointer, where, operands) -> 
     """base: Int32 pointer to ``config.scheduler.record_bytes`` of shared memory. where: how the scheduler finds
     tiles."""
     ring = cute.make_tensor(base, cute.make_layout((RECORD_WORDS, config.scheduler.record_count)))
-    return Records(ring, *where.window, operands.tree, operands.ranges)
+    return Records(ring, *where.window, operands.tree, operands.ranges, kv_blocks(config, operands))
+
+
+def span_words(config: AttentionKernel) -> tuple[str, ...]:
+    """The words of a tile's span."""
+    return BLOCK_SPAN if config.mask.has_blocks else SPAN
 
 
 def words_of(config: AttentionKernel) -> tuple[str, ...]:
     """The words of a record, in order; the first says whether there is a tile."""
     words = (
         "some",
-        *SPAN,
+        *span_words(config),
         "head_tile",
         "kv_head",
         "request",
@@ -93,7 +101,7 @@ def write_tile(role, tile, use):
 def word_of(tile: Tile, name: str) -> Int32:
     if name == "some":
         return Int32(1)
-    if name in SPAN:
+    if name in (*SPAN, *BLOCK_SPAN):
         return Int32(getattr(tile.span, name))
     if name == "whole":
         return Int32(tile.piece.whole)
@@ -127,7 +135,7 @@ def read_tile(config: AttentionKernel, records: Records, use) -> Tile:
     piece = None
     if config.scheduler.cuts_tiles:
         piece = Piece(0, word["count"], Boolean(word["whole"] != 0), word["piece_state"])
-    return Tile(
+    tile = Tile(
         config,
         query_tile=0,  # nobody asks for it
         head_tile=word["head_tile"],
@@ -143,8 +151,13 @@ def read_tile(config: AttentionKernel, records: Records, use) -> Tile:
         group=word["group"],
         seq_q=word["seq_q"],
         bounds=config.mask.bounds((records.window_left, records.window_right)),
-        span=KeySpan(*(word[name] for name in SPAN)),
+        span=None if config.mask.has_blocks else KeySpan(*(word[name] for name in SPAN)),
         piece=piece,
         tree=records.tree,
         ranges=records.ranges,
+        patterns=records.blocks.patterns if config.mask.has_blocks else None,
     )
+    if config.mask.has_blocks:
+        span = block_span(config, records.blocks, tile.request, tile.first_head, tile.first_query)
+        tile = replace(tile, span=replace(span, **{name: word[name] for name in BLOCK_SPAN}))
+    return tile

@@ -14,6 +14,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint64
 
 from warpspec.common.hardware import WARP_THREADS
+from warpspec.fmha.device.blocks import RowBlocks, block_span, kv_blocks
 from warpspec.fmha.device.packed import extent_of, request_of
 from warpspec.fmha.device.tree import Drafts, depth_of, drafts_between, drop_lowest
 from warpspec.fmha.features import AttentionKernel, RequestLayout
@@ -30,7 +31,8 @@ class Row:
 
     index: the row's number in its row group, of ``config.rows.group_size`` rows. member: this thread's number among
     those that share the row; number 0 writes the row's statistics. first, end: the row sees the keys [first, end); None
-    if the source of the keys decides this itself. drafts: with a tree, the drafts whose keys it also sees.
+    if the source of the keys decides this itself. drafts: with a tree, the drafts whose keys it also sees. blocks: with
+    lists of blocks, what it sees of them; first and end then apply to partial blocks.
     """
 
     index: Int32
@@ -38,6 +40,7 @@ class Row:
     first: Int32 | None = None
     end: Int32 | None = None
     drafts: RowDrafts | None = None
+    blocks: RowBlocks | None = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ class Tile(RowTile):
     its keys. They differ for packed queries, all of which are in batch row 0. first_query: the tile's first query in
     its request. first_row: where the request's queries begin in their row of q. first_key: where its keys begin in k,
     with packed keys. start: position of query 0. length: KV length. group: query heads of a KV head. seq_q: queries of
-    the request. bounds: arguments of ``key_range``. span: the KV tiles. tree, ranges: the operands.
+    the request. bounds: arguments of ``key_range``. span: the KV tiles. tree, ranges, patterns: the operands.
     """
 
     config: AttentionKernel
@@ -124,6 +127,7 @@ class Tile(RowTile):
     piece: Piece | None = None
     tree: cute.Tensor | None = None
     ranges: cute.Tensor | None = None
+    patterns: cute.Tensor | None = None
 
     def cut(self, piece: Piece) -> Tile:
         """The piece of this tile."""
@@ -151,7 +155,7 @@ class Tile(RowTile):
 
     def row(self, index, member, row_group=0) -> Row:
         """A row and the keys it sees; an idle row gets the keys of the query it would be."""
-        config, drafts = self.config, None
+        config, drafts, blocks = self.config, None, None
         position = self.start + self.first_query_of(row_group) + index // config.rows.pack
         if cutlass.const_expr(config.mask.has_tree):
             drafts = RowDrafts(self, self.first_row_of(row_group) + index // config.rows.pack)
@@ -164,13 +168,17 @@ class Tile(RowTile):
         if cutlass.const_expr(config.mask.has_ranges):
             query = self.first_row_of(row_group) + index // config.rows.pack
             first, end = widened_by(self.ranges, self.batch, query, first, end, self.length)
-        if cutlass.const_expr(
+        if cutlass.const_expr(config.mask.has_blocks):
+            query = self.first_query_of(row_group) + index // config.rows.pack
+            query = query % config.mask.block_size[0]
+            blocks = RowBlocks(self.span, self.patterns, query, self.length)
+        elif cutlass.const_expr(
             config.output.splits or config.scheduler.cuts_tiles
         ):  # limit the row's keys to this split
             begin = self.span.begin * config.tile_n
             first = cutlass.max(first, begin)
             end = cutlass.min(end, begin + self.span.count * config.tile_n)
-        return Row(index, member, first, end, drafts)
+        return Row(index, member, first, end, drafts, blocks)
 
     def place(self, index, row_group=0) -> Place:
         """Where a row belongs. index: its number in its row group."""
@@ -259,8 +267,9 @@ def request_at(requests: RequestLayout, operands, request) -> Request:
 
 def last_first(config: AttentionKernel) -> bool:
     """Whether query tiles run from the last to the first, one query tile of all heads at a time: work grows with a
-    row's position, or tiles of packed queries have their own order (``packed``)."""
-    return config.mask.causal or config.requests.packed_q
+    row's position, as it often does with lists of blocks, or tiles of packed queries have their own order
+    (``packed``)."""
+    return config.mask.causal or config.requests.packed_q or config.mask.has_blocks
 
 
 def tile_at(config: AttentionKernel, operands, grid, window, index, section=None) -> Tile:
@@ -303,7 +312,7 @@ def tile_of(
         lowest, highest = start - 1, start + MOST_DRAFTS - 1
     span = key_span(lowest, highest, length, config.tile_n, bounds, **INTEGERS)
     batch = 0 if config.requests.packed_q else request
-    if cutlass.const_expr(config.mask.has_ranges):
+    if cutlass.const_expr(config.mask.has_ranges and not config.mask.has_blocks):
         first, end = Int32(0), length  # roles that find their own tiles lack the registers for more
         if cutlass.const_expr(config.column_parts == 1):
             rows = (first_row + first_query, first_row + last_query)
@@ -312,6 +321,9 @@ def tile_of(
     if cutlass.const_expr(config.requests.packed_q):  # a tile past its request's queries
         some = Boolean(first_query < seq_q)
         span = replace(span, count=Int32(cutlass.select_(some, span.count, Int32(0))))
+    if cutlass.const_expr(config.mask.has_blocks):
+        first_head = kv_head * group + head_tile * config.rows.pack
+        span = block_span(config, kv_blocks(config, operands), request, first_head, first_query)
     return Tile(
         config,
         query_tile,
@@ -331,4 +343,5 @@ def tile_of(
         span,
         tree=operands.tree,
         ranges=operands.ranges,
+        patterns=operands.patterns,
     )

@@ -102,10 +102,13 @@ def recompute(
     if cutlass.const_expr(row.drafts is not None):
         drafts = row.drafts.of_part()
         end = drafts.end_after(end)
+    first = Int32(row.first)
+    if cutlass.const_expr(row.blocks is not None):  # numbers of keys along the list
+        first, end = Int32(0), row.blocks.span.count * config.tile_n
     size = -(-len(vectors) // config.recompute_passes)
     for start in cutlass.range_constexpr(0, len(vectors), size):
         some = vectors[start : start + size]
-        keys = (Int32(row.first), end, drafts)
+        keys = (first, end, drafts)
         add_keys(config, row, place, operands, reference, numbers, values, q, some, part, keys)
 
 
@@ -125,8 +128,13 @@ def add_keys(
 ):
     """``recompute`` for some of the values, which start at 0. keys: (first, end, drafts)."""
     first, end, drafts = keys
-    for key in cutlass.range(first, end, unroll=1):
+    for number in cutlass.range(first, end, unroll=1):
+        key, seen = number, None
+        if cutlass.const_expr(row.blocks is not None):
+            key, seen = row.blocks.key_at(number, config.tile_n, row.first, row.end)
         where, exists = address_of(config, operands, place.request, key)
+        if cutlass.const_expr(seen is not None):
+            exists = exists & seen
         if cutlass.const_expr(drafts is not None):
             exists = exists & (Boolean(key < row.end) | drafts.sees(key))
         score = dot(config, q, of_kv(config, operands, "k", where, place.kv_head))

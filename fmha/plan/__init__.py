@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import Target
 from warpspec.fmha.features import AttentionKernel
 from warpspec.fmha.logits import LogitNumbers
@@ -80,7 +81,14 @@ def likely_kernels(
 
 def best_candidate(config_class: type, problem: AttentionProblem, target: Target) -> Candidate:
     """The candidate with the least expected time; the first of equals."""
-    return min(candidates(config_class, problem, target), key=expectation(config_class, problem, target))
+    found = list(candidates(config_class, problem, target))
+    if not found:
+        queries, keys = problem.block_size
+        raise UnsupportedProblem(
+            f"{target.architecture.backend} attention: block_mask: no tile fits blocks of {queries} queries and "
+            f"{keys} keys at head size {problem.head_dim}; 128 and 128 fit every one"
+        )
+    return min(found, key=expectation(config_class, problem, target))
 
 
 def expectation(config_class: type, problem: AttentionProblem, target: Target):

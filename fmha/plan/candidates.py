@@ -37,7 +37,8 @@ class Candidate(NamedTuple):
 
 
 def candidates(config_class: type, problem: AttentionProblem, target: Target) -> Iterator[Candidate]:
-    """Every candidate; there is at least one. config_class: the target architecture's ``AttentionConfig``."""
+    """Every candidate; there is at least one, unless no tile fits a problem's blocks. config_class: the target
+    architecture's ``AttentionConfig``."""
     ways, wanted = config_class.ways(problem), problem.num_splits
     for shape, tiling in config_class.tilings(problem):
         tiles, resident = tile_count(problem, tiling), target.sm_count * tiling.ctas_per_sm
@@ -67,7 +68,7 @@ def suits(way: Way, ways: tuple[Way, ...], problem: AttentionProblem, rounds: fl
     known to be balanced. Where the host knows the lengths, dealing out tiles longest first is as good as either. A line
     is worth its second launch only where whole tiles would leave CTAs idle.
     """
-    unknown = problem.packed_q or problem.has_kv_lengths
+    unknown = problem.packed_q or problem.has_kv_lengths or problem.block_size is not None
     if Way.QUEUE not in ways:
         return way is ways[0] or (unknown if way is Way.LINE else rounds > 1)
     if way is Way.LINE:

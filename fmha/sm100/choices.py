@@ -12,18 +12,20 @@ from warpspec.fmha.plan.cost import BLACKWELL, Constants, Tiling, Way
 from warpspec.fmha.plan.splits import Loads
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm100.shapes import QUANTIZED_SHAPES, SHAPES, SHARED_SHAPES, Shape
-from warpspec.fmha.tiles import choose_packs
+from warpspec.fmha.tiles import choose_packs, fits_blocks
 
 FULL_ROWS = 128  # lanes of tensor memory: rows of an accumulator, one to a thread
 
 
 def default_shape(problem: AttentionProblem) -> Shape:
-    """The default tiles for a problem's head sizes and key format."""
+    """The default tiles for a problem's head sizes and key format: the first that fit its blocks."""
     if problem.kv_format:
         return QUANTIZED_SHAPES[problem.kv_format][problem.head_dim]
     shapes = SHARED_SHAPES if problem.shared_kv else SHAPES
     size = problem.heads.v if problem.shared_kv else max(problem.head_dim, problem.heads.v)
-    return shapes[class_of(size)][0]
+    shapes = shapes[class_of(size)]
+    keys = problem.block_size[1] if problem.block_size else 0
+    return next((shape for shape in shapes if keys % shape.tile_n == 0), shapes[0])
 
 
 class Choices:
@@ -52,11 +54,13 @@ class Choices:
         """The shape and its tiling, for each number of heads that may share a tile."""
         shape = default_shape(problem)
         for pack in choose_packs(problem, shape.tile_m):
+            if not fits_blocks(problem, shape.tile_m // pack, shape.tile_n):
+                continue
             yield shape, Tiling(1, shape.tile_m, 1, shape.tile_n, shape.kv_stages, shape.ctas_per_sm, pack)
 
     @classmethod
     def ways(cls, problem: AttentionProblem) -> tuple[Way, ...]:
         """How CTAs may get their work; the first is for any number of tiles."""
-        if problem.has_bias or default_shape(problem).tile_m < FULL_ROWS:
+        if problem.has_bias or problem.block_size is not None or default_shape(problem).tile_m < FULL_ROWS:
             return Way.SINGLE, Way.SPLIT
         return tuple(cls.schedules)

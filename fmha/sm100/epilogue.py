@@ -88,7 +88,7 @@ def epilogue(
             tmem.wait_loads()
         block = row.member * (config.o_columns // size) + start // size
         count = size if config.heads.whole else min(size, config.heads.v - start)
-        if cutlass.const_expr(config.mask.band or config.logits.bias is not None):
+        if cutlass.const_expr(config.mask.uneven or config.logits.bias is not None):
             number = block if count == size else block * (size // count)
             own = RowColumns((range(count),), (number,), whole_row)
             if place.in_range & tainted(values, own, row_sum):

@@ -12,7 +12,7 @@ from warpspec.common.device import tma, tmem
 from warpspec.common.hardware import VECTOR_BYTES, WORD_BYTES
 from warpspec.fmha.device import unseen
 from warpspec.fmha.device.logits import map_scores, unit
-from warpspec.fmha.device.mask import hide
+from warpspec.fmha.device.mask import hide, keys_of
 from warpspec.fmha.device.softmax import exponentiate, maximum, move_reference, scale_by
 from warpspec.fmha.sm100 import bias
 from warpspec.fmha.sm100.config import QUARTER_LANES
@@ -41,9 +41,9 @@ class Columns:
 
     def hide(self, config, channels, row, step, first_key, scores: cute.Tensor) -> None:
         """Set scores (KEY) of the KV tile of visit ``step`` to -inf where the row does not see the key."""
-        first = row.first - first_key if config.mask.has_left else None
         drafts = row.drafts.read(first_key) if row.drafts else None
-        hide(scores, range(config.tile_n), 1, 1, first, row.end - first_key, drafts)
+        interval, pattern = keys_of(config, row, step, first_key)
+        hide(scores, range(config.tile_n), 1, 1, *interval, drafts, pattern)
 
     def finish(self, config, row, first: int, values: cute.Tensor) -> None:
         """Hook for columns (n) of the thread's O from number ``first`` on, before they are scaled: does nothing
@@ -72,7 +72,7 @@ def softmax(
     for step in cutlass.range(span.count, unroll=1):
         state = (reference, row_maximum, row_sum)
         # Two bodies, not a branch around the mask: that would become predicated selections in every tile.
-        if cutlass.const_expr(config.mask.sparse) or span.needs_mask(span.tile(step), config.tile_n):
+        if cutlass.const_expr(config.mask.sparse) or span.needs_mask(step, config.tile_n):
             reference, row_maximum, row_sum = tile_step(
                 config, channels, row, span, columns, numbers, dtype, step, state, True
             )
@@ -151,7 +151,7 @@ def tile_step(
     else:
         tmem.store_row(cute.recast_tensor(weights, Int32), columns.p, columns.thread)
     # A tile that every row sees in full has nothing to clear, and past Sk TMA fills in zeros.
-    if cutlass.const_expr(masked and (config.mask.band or config.requests.ends_in_tile)):  # noqa: SIM102
+    if cutlass.const_expr(masked and config.clears_unseen):  # noqa: SIM102
         if span.has_unseen(span.tile(step), config.tile_n):
             full = channels[config.format.v_ring + "_full"]
             full.wait(use)

@@ -339,7 +339,7 @@ def add_values(work, lane: cutlass.Constexpr, s, o, base, blocks, first_key, mas
 def clear_unseen(work, words: cutlass.Constexpr, rows: cutlass.Constexpr, first_key, masked):
     """Clear words of V's rows that no row of the tile sees. words: (n) of each of some rows."""
     config, span = work.config, work.span
-    if cutlass.const_expr(config.mask.band or config.requests.ends_in_tile):  # noqa: SIM102
+    if cutlass.const_expr(config.clears_unseen):  # noqa: SIM102
         if masked:
             for own, row in zip(words, rows, strict=True):
                 seen = Boolean(first_key + row >= span.first) & Boolean(first_key + row < span.end)

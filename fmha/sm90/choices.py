@@ -13,7 +13,7 @@ from warpspec.fmha.plan.cost import HOPPER, Constants, Tiling, Way
 from warpspec.fmha.plan.splits import DECODE_LOADS, FLOAT8_LOADS, WARP_LOADS, Loads
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm90.shapes import FLOAT8, Shape, float8_tiles, tiles
-from warpspec.fmha.tiles import ELEMENT_BYTES, choose_packs
+from warpspec.fmha.tiles import ELEMENT_BYTES, choose_packs, fits_blocks
 
 
 class Choices:
@@ -60,7 +60,8 @@ class Choices:
         for shape in cls.shapes(problem):
             groups, rows = shape.consumers // shape.column_parts, shape.most_rows
             for pack in choose_packs(problem, rows):
-                if groups == 1 or problem.seq_q > (groups - 1) * (rows // pack):
+                several = groups == 1 or problem.seq_q > (groups - 1) * (rows // pack)
+                if several and fits_blocks(problem, groups * (rows // pack), shape.tile_n):
                     sizes = (groups, rows, shape.column_parts, shape.tile_n, shape.kv_stages)
                     yield shape, Tiling(*sizes, shape.ctas_per_sm, pack)
 
@@ -71,4 +72,6 @@ class Choices:
             return Way.PERSISTENT, Way.SPLIT
         if problem.has_bias:
             return Way.PERSISTENT, Way.SINGLE, Way.SPLIT
+        if problem.block_size is not None:  # the lengths of lists are on the device
+            return tuple(way for way in cls.schedules if way is not Way.LINE)
         return tuple(cls.schedules)

@@ -21,7 +21,7 @@ from warpspec.common.device.wgmma import COLUMNS, PAIR, THREAD_ROWS, elements, f
 from warpspec.common.hardware import WARPGROUP_THREADS
 from warpspec.fmha.device import unseen
 from warpspec.fmha.device.logits import LogitNumbers, map_scores, negate_scores, unit
-from warpspec.fmha.device.mask import hide
+from warpspec.fmha.device.mask import hide, keys_of
 from warpspec.fmha.device.softmax import move_reference
 from warpspec.fmha.sm90 import bias, softmax
 from warpspec.fmha.sm90.config import CLEAR_BARRIER, FIRST_ORDER_BARRIER
@@ -191,9 +191,9 @@ class ConsumerTile:
         """Set scores (n) of the KV tile of visit ``step`` to -inf at keys that row r does not see."""
         row = self.rows[r]
         origin = self.span.tile(step) * self.config.tile_n + PAIR * row.member  # key of element 0
-        first = row.first - origin if self.config.mask.has_left else None
         drafts = row.drafts.read(origin) if row.drafts else None
-        hide(scores, elements(scores, r), PAIR, COLUMNS, first, row.end - origin, drafts)
+        interval, pattern = keys_of(self.config, row, step, origin, PAIR * row.member)
+        hide(scores, elements(scores, r), PAIR, COLUMNS, *interval, drafts, pattern)
 
     @property
     def idle(self) -> Boolean:
@@ -286,7 +286,7 @@ def attend_idle(work):
             end_turn(work)
         work.release_k(step)
         work.v_full.wait(use)
-        if cutlass.const_expr(config.mask.band or config.requests.ends_in_tile):  # noqa: SIM102
+        if cutlass.const_expr(config.clears_unseen):  # noqa: SIM102
             if span.has_unseen(span.tile(step), config.tile_n):
                 await_scores(config)
                 cute.arch.barrier(barrier_id=CLEAR_BARRIER, number_of_threads=config.consumer_threads)
@@ -304,6 +304,8 @@ def await_scores(config) -> None:
 def unmasked_steps(config, span) -> tuple:
     """(first, end): the steps whose KV tiles every row sees in full. Steps that need a mask come before them (the
     newest keys; the first step always counts as one) and after them (the window's left edge)."""
+    if config.mask.has_blocks:
+        return span.unmasked_steps()
     end = span.begin + span.count
     low = cutlass.min(cutlass.max((span.inner_first + config.tile_n - 1) // config.tile_n, span.begin), end)
     high = cutlass.min(cutlass.max(span.inner_end // config.tile_n, low), end)
@@ -381,7 +383,7 @@ def weigh(work, step, state, masked: cutlass.Constexpr):
         total = sums[r] * factor + total
         new.append((reference, highest, total, factor, moved))
     references, maxima, sums, factors, moved = zip(*new, strict=True)
-    if cutlass.const_expr(masked and (config.mask.band or config.requests.ends_in_tile)):  # noqa: SIM102
+    if cutlass.const_expr(masked and config.clears_unseen):  # noqa: SIM102
         if span.has_unseen(span.tile(step), config.tile_n):
             use = work.use + step
             barrier, threads = CLEAR_BARRIER, config.consumer_threads

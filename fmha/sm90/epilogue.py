@@ -129,7 +129,7 @@ def write_piece(work, state, operands):
 def untaint(work, r: cutlass.Constexpr, place, reference, total, operands):
     """Sum row r of the thread again if a hidden value reached it (``device.unseen``)."""
     config, o, row = work.config, flat(work.mma.o), work.rows[r]
-    if cutlass.const_expr(config.mask.band or config.logits.bias is not None):
+    if cutlass.const_expr(config.mask.uneven or config.logits.bias is not None):
         own = row_columns(config, o, r, row, work.part)
         if place.in_range & tainted(o, own, total):
             recompute(config, row, place, operands, reference, work.numbers, o, own)

@@ -72,7 +72,7 @@ def test_schemas_and_fake_implementations_are_right():
     arguments = list(inputs().values())
     others, window = (None,) * (len(INPUTS) - 3), (3, None)
     options = (None, True, *window, 1, True, True, None, None, None, False)
-    rest = (*others, *options, None, None, False, "reference")
+    rest = (*others, *options, None, None, False, None, None, "reference")
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.warpspec.fmha_forward, (*arguments, *rest), test_utils=checks)
     out = torch.empty_like(arguments[0])

@@ -1,0 +1,268 @@
+"""Lists of blocks (block sparsity): which blocks of keys the queries of a block see.
+
+Queries and keys are divided into blocks of a fixed size. For each block of queries a ``BlockMask`` lists the blocks of
+keys that it visits: first *partial* blocks, of which a query sees some keys, then *full* blocks, of which it sees all.
+The same lists from the side of the keys serve gradients.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from warpspec.common.checks import kind_of, shape_of
+
+BLOCK = 128  # queries and keys of a block where lists do not say
+WORD_BITS = 32
+ALL, TO_END = 0, 1  # patterns of full blocks: every key, every key before the last one's end
+OWN_PATTERNS = 2  # patterns before those of partial blocks
+AT_A_TIME = 256  # blocks of which mask_mod is evaluated together
+# Fields of flash-attn-4's and FlexAttention's lists: counts and indices of partial blocks, then of full ones.
+FLASH_ATTN = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
+TENSORS = ("kv_visits", "kv_counts", "q_visits", "q_counts", "patterns")  # of a ``BlockMask``
+FLEX = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+
+
+@dataclass(frozen=True, eq=False)
+class BlockMask:
+    """Lists of blocks in the form that kernels read. ``BlockMask.of`` converts other libraries' lists.
+
+    block_size: (queries, keys) of a block. lengths: (Sq, Sk). kv_visits [B or 1, Hq or 1, M, N, 2] int32: the blocks
+    of keys that each of the M blocks of queries visits, as (block, rule), partial ones first. kv_counts [.., M, 2]
+    int32: partial blocks, and all. q_visits [.., N, M, 2], q_counts [.., N, 2]: likewise the blocks of queries that
+    visit each of the N blocks of keys. patterns [n, block queries, words] int32: patterns of bits, bit i % 32 of word
+    i // 32 for a block's key i; None: partial blocks are cut by the call's causal, window and ranges alone.
+
+    A rule is the number of a partial block's pattern (0 without patterns). That of a full block, of which rows see
+    every key that exists, is negative: ~rule is the number of its pattern.
+    """
+
+    block_size: tuple[int, int]
+    lengths: tuple[int, int]
+    kv_visits: torch.Tensor
+    kv_counts: torch.Tensor
+    q_visits: torch.Tensor
+    q_counts: torch.Tensor
+    patterns: torch.Tensor | None = None
+
+    @property
+    def operands(self) -> dict[str, torch.Tensor | None]:
+        """The tensors, by name."""
+        return {name: getattr(self, name) for name in TENSORS}
+
+    @classmethod
+    def of(cls, lists: Any, seq_q: int, seq_k: int) -> BlockMask:
+        """Convert lists for Sq queries and Sk keys.
+
+        lists: FlexAttention's ``BlockMask``, whose mask_mod says which keys of partial blocks a query sees; it is
+        evaluated here once, for the batch rows and heads that the lists have, and the host waits for the device. Or
+        flash-attn-4's ``BlockSparseTensorsTorch``, or any object with its fields mask_block_cnt [B or 1, Hq or 1, M],
+        mask_block_idx [.., M, N or fewer], full_block_cnt and full_block_idx or None, int32, and block_size (queries,
+        keys) or None for (128, 128); the host does not wait. Entries past a count may hold anything. A block that is
+        listed twice counts once, in both lists as a full one.
+
+        Raises TypeError or ValueError that names block_mask.
+        """
+        found = read_lists(lists)
+        check_lists(found, seq_q, seq_k)
+        blocks = tuple(-(-n // size) for n, size in zip((seq_q, seq_k), found.block_size, strict=True))
+        partial = listed(found.counts, found.indices, blocks[1])
+        full = torch.zeros_like(partial)
+        if found.full_counts is not None:
+            full = listed(found.full_counts, found.full_indices, blocks[1])
+            partial, full = torch.broadcast_tensors(partial & ~full, full)
+        rule = torch.where(full, ~ALL, 0)
+        patterns, cut = None, torch.zeros_like(full)
+        if seq_k % found.block_size[1]:  # the last keys of the last block do not exist: masked, though full
+            cut[..., -1] = full[..., -1]
+        if found.mask_mod is not None:
+            patterns, numbers = patterns_of(found, partial, (seq_q, seq_k))
+            rule[partial] = numbers
+            rule[cut] = ~TO_END
+        masked = partial | cut
+        kv = visits(masked, full & ~cut, rule)
+        q = visits(*(t.transpose(-2, -1) for t in (masked, full & ~cut, rule)))
+        return cls(found.block_size, (seq_q, seq_k), *kv, *q, patterns)
+
+
+class Lists(NamedTuple):
+    """Another library's lists. counts [B or 1, H or 1, M], indices [.., M, N or fewer] int32: partial blocks;
+    full_counts, full_indices: full ones, or None. names: of these four. mask_mod: FlexAttention's, or None."""
+
+    counts: torch.Tensor
+    indices: torch.Tensor
+    full_counts: torch.Tensor | None
+    full_indices: torch.Tensor | None
+    names: tuple[str, ...]
+    block_size: tuple[int, int]
+    mask_mod: Callable | None = None
+    lengths: tuple[int, int] | None = None
+
+
+def read_lists(lists: Any) -> Lists:
+    """The fields of an object of either library."""
+    if all(hasattr(lists, name) for name in FLEX):
+        values = (getattr(lists, name) for name in FLEX)
+        return Lists(*values, FLEX, tuple(lists.BLOCK_SIZE), lists.mask_mod, tuple(lists.seq_lengths))
+    if all(hasattr(lists, name) for name in FLASH_ATTN):
+        values = (getattr(lists, name) for name in FLASH_ATTN)
+        return Lists(*values, FLASH_ATTN, tuple(getattr(lists, "block_size", None) or (BLOCK, BLOCK)))
+    raise TypeError(
+        "block_mask: must be a warpspec BlockMask, FlexAttention's BlockMask or flash-attn's BlockSparseTensorsTorch, "
+        f"got {kind_of(lists)}"
+    )
+
+
+def check_lists(lists: Lists, seq_q: int, seq_k: int) -> None:
+    """Raise TypeError or ValueError, naming block_mask, for lists that do not fit so many queries and keys."""
+    size = lists.block_size
+    if len(size) != 2 or not all(isinstance(n, int) and n > 0 for n in size):
+        raise ValueError(f"block_mask: block size must be two ints above 0, got {size}")
+    if lists.lengths not in (None, (seq_q, seq_k)):
+        raise ValueError(f"block_mask: must be for {(seq_q, seq_k)} queries and keys, got {lists.lengths}")
+    if (lists.full_counts is None) != (lists.full_indices is None):
+        raise ValueError(f"block_mask: {lists.names[2]} and {lists.names[3]} must both be given, or neither")
+    rows, columns = -(-seq_q // size[0]), -(-seq_k // size[1])
+    for at in (0, 2):
+        counts, indices = lists[at : at + 2]
+        if counts is None and at:
+            continue
+        for name, tensor, dims in ((lists.names[at], counts, 3), (lists.names[at + 1], indices, 4)):
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"block_mask: {name} must be a torch.Tensor, got {kind_of(tensor)}")
+            if tensor.dtype != torch.int32:
+                raise TypeError(f"block_mask: {name}: dtype must be torch.int32, got {tensor.dtype}")
+            if tensor.dim() != dims or tensor.shape[2] != rows:
+                wanted = f"[B or 1, Hq or 1, {rows}{', N' if dims == 4 else ''}]"
+                raise ValueError(f"block_mask: {name}: shape must be {wanted}, got {shape_of(tensor)}")
+        if indices.shape[3] > columns and lists.mask_mod is None:
+            raise ValueError(
+                f"block_mask: {lists.names[at + 1]}: {seq_k} keys have {columns} blocks of {size[1]}, "
+                f"got a list of {indices.shape[3]}"
+            )
+
+
+def listed(counts: torch.Tensor, indices: torch.Tensor, blocks: int) -> torch.Tensor:
+    """bool [B or 1, H or 1, M, blocks]: which blocks a list has."""
+    valid = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+    valid = valid & (indices >= 0) & (indices < blocks)
+    found = torch.zeros(*valid.shape[:-1], blocks + 1, dtype=torch.bool, device=indices.device)
+    return found.scatter_(-1, torch.where(valid, indices, blocks).long(), True)[..., :blocks]
+
+
+def visits(masked: torch.Tensor, full: torch.Tensor, rule: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(visits, counts) of ``BlockMask`` from [.., rows, blocks]: blocks that need a mask, those that do not."""
+    kind = torch.where(masked, 0, torch.where(full, 1, 2)).to(torch.uint8)
+    order = kind.argsort(dim=-1, stable=True)
+    counts = torch.stack([masked.sum(dim=-1), (masked | full).sum(dim=-1)], dim=-1)
+    return torch.stack([order, rule.gather(-1, order)], dim=-1).int(), counts.int()
+
+
+def patterns_of(
+    lists: Lists, partial: torch.Tensor, lengths: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(patterns, number of each partial block's pattern in the order of ``partial.nonzero()``)."""
+    rows, columns = lists.block_size
+    key = torch.arange(columns, device=partial.device)
+    own = [torch.ones_like(key, dtype=torch.bool), key < (lengths[1] - 1) % columns + 1]
+    own = pack(torch.stack(own)[:, None].expand(-1, rows, -1))
+    places = partial.nonzero()
+    found = [pack(evaluate(lists, some, lengths)) for some in places.split(AT_A_TIME)]
+    if not found:
+        return own, places.new_zeros(0)
+    words = torch.cat(found)
+    first, numbers = alike(words)
+    return torch.cat([own, words[first]]), numbers + OWN_PATTERNS
+
+
+def evaluate(lists: Lists, places: torch.Tensor, lengths: tuple[int, int]) -> torch.Tensor:
+    """bool [n, block queries, block keys]: mask_mod in the blocks at ``places`` [n, 4]; False past the lengths."""
+    batch, head, row, column = places.unbind(-1)
+    q, k = (
+        number[:, None] * size + torch.arange(size, device=places.device)
+        for number, size in zip((row, column), lists.block_size, strict=True)
+    )
+    function = lists.mask_mod
+    for dims in ((None, None, None, 0), (None, None, 0, None), (0, 0, 0, 0)):
+        function = torch.vmap(function, in_dims=dims)
+    seen = function(batch, head, q.clamp(max=lengths[0] - 1), k.clamp(max=lengths[1] - 1))
+    return seen.bool() & (q < lengths[0])[:, :, None] & (k < lengths[1])[:, None]
+
+
+def pack(seen: torch.Tensor) -> torch.Tensor:
+    """int32 [.., words] of bool [.., keys]."""
+    padded = torch.nn.functional.pad(seen, (0, -seen.shape[-1] % WORD_BITS)).unflatten(-1, (-1, WORD_BITS))
+    word = (padded.long() << torch.arange(WORD_BITS, device=seen.device)).sum(dim=-1)
+    return torch.where(word >= 2**31, word - 2**32, word).int()
+
+
+def unpack(words: torch.Tensor, keys: int) -> torch.Tensor:
+    """bool [.., keys] of int32 [.., words]."""
+    bits = words[..., None].long() >> torch.arange(WORD_BITS, device=words.device)
+    return (bits & 1).bool().flatten(-2)[..., :keys]
+
+
+def alike(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(indices of different rows of a tensor, which of these each row equals). Rows are compared by a hash first; where
+    two rows have the same hash without being equal, every row is taken for different."""
+    flat = words.flatten(1).long()
+    generator = torch.Generator().manual_seed(0)
+    factors = torch.randint(-(2**62), 2**62, (flat.shape[1],), generator=generator).to(flat.device)
+    _, numbers = ((flat * factors).sum(dim=1)).unique(return_inverse=True)
+    every = torch.arange(len(flat), device=flat.device)
+    first = torch.full((int(numbers.max()) + 1,), len(flat), device=flat.device)
+    first = first.scatter_reduce(0, numbers, every, "amin")
+    return (first, numbers) if torch.equal(flat[first[numbers]], flat) else (every, every)
+
+
+_converted = weakref.WeakKeyDictionary()  # FlexAttention's masks, which serve many calls
+
+
+def block_mask_of(given: Any, q, k) -> BlockMask | None:
+    """The ``BlockMask`` of an argument of ``attention``: itself, or converted. FlexAttention's are converted once, so
+    their tensors must not change afterwards. q, k may be no tensors yet: the checks come later."""
+    if given is None or isinstance(given, BlockMask):
+        return given
+    if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and q.dim() == k.dim() == 4):
+        read_lists(given)
+        raise ValueError("block_mask: q and k must be [B, S, H, D]")
+    lengths = (q.shape[1], k.shape[1])
+    if not hasattr(given, "mask_mod"):
+        return BlockMask.of(given, *lengths)
+    found = _converted.get(given)
+    if found is None or found.lengths != lengths:
+        found = _converted[given] = BlockMask.of(given, *lengths)
+    return found
+
+
+def seen_by_heads(problem, operands, seen: torch.Tensor) -> torch.Tensor:
+    """bool [B, 1 or Hq, Sq, Sk]: which keys rows see. problem: ``AttentionProblem``. seen [B, Sq, Sk]: without lists of
+    blocks (``mask.visible``)."""
+    seen = seen[:, None]
+    if problem.block_size is None:
+        return seen
+    rows, columns = problem.block_size
+    table, counts = operands.kv_visits.long(), operands.kv_counts.long()
+    blocks = table.shape[-2]
+    valid = torch.arange(blocks, device=table.device) < counts[..., 1:]
+    place = torch.where(valid, table[..., 0], blocks)
+    none = 2**31  # no rule
+    rule = torch.full((*place.shape[:-1], blocks + 1), none, device=table.device)
+    rule = rule.scatter_(-1, place, table[..., 1])[..., :blocks]  # [.., M, N]
+    full, partial = rule < 0, (rule >= 0) & (rule != none)
+
+    def by_element(blocks_seen):  # [.., Sq, Sk] of [.., M, N]
+        wide = blocks_seen.repeat_interleave(rows, dim=-2).repeat_interleave(columns, dim=-1)
+        return wide[..., : problem.seq_q, : problem.seq_k]
+
+    full, partial = by_element(full), by_element(partial)
+    if operands.patterns is not None:
+        number = torch.where(rule < 0, ~rule, torch.where(rule == none, 0, rule))
+        bits = unpack(operands.patterns, columns)[number]  # [.., M, N, rows, columns]
+        bits = bits.transpose(-3, -2).flatten(-4, -3).flatten(-2)[..., : problem.seq_q, : problem.seq_k]
+        full, partial = full & bits, partial & bits
+    return (full | (partial & seen)).expand(problem.batch, -1, -1, -1)

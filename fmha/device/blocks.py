@@ -1,0 +1,137 @@
+"""Lists of blocks in kernels (``fmha.block_mask``): the KV tiles that a tile visits, and the keys that a row sees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+
+from warpspec.fmha.block_mask import WORD_BITS
+from warpspec.fmha.schedule import KvTiles, split_part
+
+
+class Blocks(NamedTuple):
+    """The operands that hold lists of blocks from the side of the queries, or of the keys."""
+
+    visits: cute.Tensor
+    counts: cute.Tensor
+    patterns: cute.Tensor | None
+
+    def of_row(self, batch, head, block) -> tuple:
+        """(visits, number of partial blocks, number of all blocks) of a block's list. Lists may be the same for all
+        batch rows or heads."""
+        place = tuple(
+            cutlass.min(index, size - 1)
+            for index, size in zip((batch, head, block), self.counts.shape, strict=False)
+        )
+        partial, count = (self.counts[(*place, number)] for number in range(2))
+        return self.visits[(*place, None, None)], partial, count
+
+
+def kv_blocks(config, operands) -> Blocks | None:
+    """Lists of the blocks of keys that queries visit, or None."""
+    if not config.mask.has_blocks:
+        return None
+    return Blocks(operands.kv_visits, operands.kv_counts, operands.patterns)
+
+
+@dataclass(frozen=True)
+class BlockSpan(KvTiles):
+    """KV tiles of an M tile, whose queries are of one block: those of the blocks on its list, in order.
+
+    visits (BLOCK, 2): the list. tiles: KV tiles of a block. begin, count: the KV tiles to visit, counted along the
+    list. masked: those before this one belong to partial blocks.
+    """
+
+    visits: cute.Tensor
+    tiles: int
+    begin: Int32
+    count: Int32
+    masked: Int32
+
+    def tile(self, step):
+        """KV tile of the step-th visit."""
+        number = self.begin + step
+        return self.visits[number // self.tiles, 0] * self.tiles + number % self.tiles
+
+    def rule(self, step) -> Int32:
+        """The rule of the step-th visit's block."""
+        return self.visits[(self.begin + step) // self.tiles, 1]
+
+    def first_word(self, step, tile_keys: int) -> Int32:
+        """Word of a row's pattern with which the step-th visit's tile begins."""
+        return (self.begin + step) % self.tiles * (tile_keys // WORD_BITS)
+
+    def part(self, split, splits) -> BlockSpan:
+        """The span of one of ``splits`` contiguous parts of its KV tiles; a part may have none."""
+        first, count = split_part(split, splits, self.count)
+        return replace(self, begin=self.begin + first, count=count)
+
+    def needs_mask(self, step, tile_keys: int):
+        """Whether some row does not see some key of the step-th visit's tile."""
+        return Boolean(self.begin + step < self.masked)
+
+    def unmasked_steps(self) -> tuple:
+        """(first, end): the steps whose KV tiles every row sees in full; the first step counts as masked."""
+        masked = cutlass.max(self.masked - self.begin, 1)
+        return cutlass.min(masked, self.count), self.count
+
+
+def block_span(config, blocks: Blocks, batch, head, first_query) -> BlockSpan:
+    """The KV tiles of an M tile."""
+    rows, keys = config.mask.block_size
+    tiles = keys // config.tile_n
+    visits, partial, count = blocks.of_row(batch, head, first_query // rows)
+    return BlockSpan(visits, tiles, Int32(0), count * tiles, partial * tiles)
+
+
+@dataclass(frozen=True)
+class RowBlocks:
+    """What a row sees of the blocks it visits. span: its tile's. patterns: the operand, or None. row: number of the
+    row's query in its block. length: KV length."""
+
+    span: BlockSpan
+    patterns: cute.Tensor | None
+    row: Int32
+    length: Int32
+
+    def interval(self, rule, first, end) -> tuple:
+        """[first, end) of the keys that the row sees of a block with this rule, but for its pattern. first, end: those
+        of partial blocks."""
+        whole = Boolean(rule < 0)
+        return (
+            Int32(cutlass.select_(whole, Int32(0), Int32(first))),
+            Int32(cutlass.select_(whole, Int32(self.length), Int32(end))),
+        )
+
+    def words(self, step, tile_keys: int, shift=0) -> cute.Tensor:
+        """The row's pattern in the step-th visit's tile: words (KEY / 32), bit i for key i, shifted to the right."""
+        rule, count = self.span.rule(step), tile_keys // WORD_BITS
+        number = cutlass.max(rule, ~rule)
+        row = self.patterns[number, self.row, None]  # (WORD)
+        words = cute.make_rmem_tensor(count, Int32)
+        cute.autovec_copy(
+            cute.local_tile(row, (count,), (self.span.first_word(step, tile_keys) // count,)), words
+        )
+        if isinstance(shift, int) and shift == 0:
+            return words
+        for i in range(count):
+            words[i] = words[i] >> shift
+        return words
+
+    def key_at(self, number, tile_keys: int, first, end) -> tuple:
+        """(key, whether the row sees it) for the number-th key along the list, from that of the span's first tile
+        on."""
+        step, place = number // tile_keys, number % tile_keys
+        key = self.span.tile(step) * tile_keys + place
+        rule = self.span.rule(step)
+        low, high = self.interval(rule, first, end)
+        seen = Boolean(key >= low) & Boolean(key < high)
+        if self.patterns is not None:
+            word = self.span.first_word(step, tile_keys) + place // WORD_BITS
+            word = self.patterns[cutlass.max(rule, ~rule), self.row, word]
+            seen = seen & Boolean((word >> (place % WORD_BITS)) & 1 != 0)
+        return cutlass.min(key, self.length - 1), seen

@@ -1,0 +1,146 @@
+"""Lists of blocks, and calls of attention with them.
+
+NaN and Inf stand at every key that no query sees, in some calls at keys that some see and others do not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+
+NONE, PARTIAL, FULL = range(3)
+
+
+class FlashLists(NamedTuple):
+    """flash-attn-4's record, with the fields that are read."""
+
+    mask_block_cnt: torch.Tensor
+    mask_block_idx: torch.Tensor
+    full_block_cnt: torch.Tensor | None
+    full_block_idx: torch.Tensor | None
+    block_size: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """lists: (batch rows, heads) that have lists of their own. flex: the mask is a random one of elements, given as
+    FlexAttention's; otherwise flash-attn-4's lists. parts: of blocks that are not listed, partial and full. block:
+    (queries, keys), for flash-attn-4's. poisoned: a value that some rows see is NaN. options: further arguments of the
+    call."""
+
+    id: str
+    queries: int
+    keys: int
+    heads: tuple[int, int] = (2, 1)
+    head_dim: int = 64
+    batch: int = 1
+    lists: tuple[int, int] = (1, 1)
+    flex: bool = True
+    parts: tuple[float, float, float] = (0.4, 0.3, 0.3)
+    block: tuple[int, int] = (128, 128)
+    dtype: torch.dtype = torch.bfloat16
+    poisoned: bool = False
+    options: tuple = ()
+    packed = False
+
+
+CASES = [
+    Case("flex", 200, 300, (4, 2), poisoned=True, options=(("sink", torch.tensor([0.5, -1.0, 0.0, 2.0])),)),
+    Case("flex-heads", 130, 257, (4, 2), 128, 2, lists=(2, 4), options=(("softcap", 3.0),)),
+    Case("lists-causal", 300, 300, (2, 2), 128, lists=(1, 2), flex=False, options=(("causal", True),), poisoned=True),
+    Case("lists-window", 257, 500, (8, 2), 64, 2, flex=False, lists=(2, 1),
+         options=(("causal", True), ("window", (150, 0)), ("num_splits", 2))),
+    Case("flex-256-state", 140, 270, (2, 1), 256, dtype=torch.float16, options=(("normalize", False),)),
+    Case("flex-512", 70, 200, (2, 1), 512, options=(("num_splits", 2),)),
+    Case("lists-256x64", 300, 190, (6, 2), 80, flex=False, block=(256, 64), parts=(0.5, 0.0, 0.5)),
+    Case("no-block", 140, 140, (1, 1), 64, flex=False, parts=(1.0, 0.0, 0.0)),
+    Case("decode-splits", 1, 900, (8, 1), 128, 2, lists=(2, 1), options=(("num_splits", 3),)),
+]  # fmt: skip
+
+
+def kinds_of(case: Case, generator) -> torch.Tensor:
+    """NONE, PARTIAL or FULL of each block [b, h, M, N]; the first block of queries sees nothing."""
+    shape = [-(-n // size) for n, size in zip((case.queries, case.keys), case.block, strict=True)]
+    draws = torch.multinomial(torch.tensor(case.parts), case.lists[0] * case.lists[1] * shape[0] * shape[1], True,
+                              generator=generator)  # fmt: skip
+    kinds = draws.view(*case.lists, *shape)
+    if shape[0] > 1:
+        kinds[0, 0, 0] = NONE
+    return kinds
+
+
+def by_element(case: Case, kinds: torch.Tensor) -> torch.Tensor:
+    wide = kinds.repeat_interleave(case.block[0], 2).repeat_interleave(case.block[1], 3)
+    return wide[:, :, : case.queries, : case.keys]
+
+
+def flash_lists(case: Case, kinds: torch.Tensor, generator) -> FlashLists:
+    """The lists of blocks, each in random order; what follows them is no block's number."""
+    found = []
+    for kind in (PARTIAL, FULL):
+        own = kinds == kind
+        order = torch.rand(own.shape, generator=generator).masked_fill(~own, 2.0).argsort(dim=-1)
+        counts = own.sum(dim=-1).int()
+        past = torch.arange(own.shape[-1]) >= counts[..., None]
+        found += [counts, order.masked_fill(past, 10**6).int()]
+    return FlashLists(*found, None if case.block == (128, 128) else case.block)
+
+
+def mask_of(case: Case, generator) -> tuple:
+    """(lists, bool [b, h, Sq, Sk] of what is seen)."""
+    options = dict(case.options)
+    kinds = kinds_of(case, generator)
+    wide = by_element(case, kinds)
+    if case.flex:
+        table = torch.rand(wide.shape, generator=generator) < 0.5
+        table = (wide == FULL) | ((wide == PARTIAL) & table)
+        b, h = (n if n > 1 else None for n in case.lists)
+        lists = create_block_mask(
+            lambda b, h, q, k: table[b, h, q, k], b, h, case.queries, case.keys, device="cpu"
+        )
+        return lists, table
+    position = torch.arange(case.keys - case.queries, case.keys)[:, None]
+    key, seen = torch.arange(case.keys), torch.ones(case.queries, case.keys, dtype=torch.bool)
+    if options.get("causal"):
+        seen = seen & (key <= position)
+    if options.get("window"):
+        left, _ = options["window"]
+        seen = seen & (key >= position - left)
+    return flash_lists(case, kinds, generator), (wide == FULL) | ((wide == PARTIAL) & seen)
+
+
+def inputs_of(case: Case, seed: int = 0) -> tuple[dict, torch.Tensor]:
+    """(keyword arguments of ``attention``, bool [B, Hq, Sq, Sk] of what is seen)."""
+    generator = torch.Generator().manual_seed(seed)
+    lists, seen = mask_of(case, generator)
+    heads_q, heads_kv = case.heads
+    seen = seen.expand(case.batch, heads_q, -1, -1)
+
+    def rows(n, heads):
+        return torch.randn(case.batch, n, heads, case.head_dim, generator=generator).to(case.dtype)
+
+    q, k, v = rows(case.queries, heads_q), rows(case.keys, heads_kv), rows(case.keys, heads_kv)
+    by_key = seen.unflatten(1, (heads_kv, -1)).flatten(2, 3).transpose(1, 2)  # [B, rows, Hkv, Sk]
+    hidden = ~by_key.any(dim=1).transpose(1, 2)  # [B, Sk, Hkv]
+    k[hidden], v[hidden] = torch.inf, torch.nan
+    if case.poisoned:
+        some = by_key.any(dim=1) & ~by_key.all(dim=1)
+        place = some.transpose(1, 2).nonzero()[0]
+        v[tuple(place)] = torch.nan
+    if case.head_dim == 512:
+        v = None
+    return {"q": q, "k": k, "v": v, "block_mask": lists, **dict(case.options)}, seen
+
+
+def moved_inputs(inputs: dict) -> dict:
+    """Inputs on the GPU, FlexAttention's mask made there anew by its own conversion."""
+    from helpers.gpu_tensors import moved
+    from warpspec.fmha.block_mask import BlockMask
+
+    q, k, lists = inputs["q"], inputs["k"], inputs["block_mask"]
+    found = BlockMask.of(lists, q.shape[1], k.shape[1])
+    tensors = {name: None if t is None else t.cuda() for name, t in found.operands.items()}
+    return moved(inputs) | {"block_mask": BlockMask(found.block_size, found.lengths, **tensors)}
