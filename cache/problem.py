@@ -18,20 +18,15 @@ from warpspec.cache.config import (
 from warpspec.cache.operands import Operands, Options
 from warpspec.common.checks import check_number, check_operand, check_range
 from warpspec.common.hardware import VECTOR_BYTES
-from warpspec.common.kv_formats import FORMATS, SCALE_ROWS, SIXTEEN_BITS, CacheFormat
+from warpspec.common.kv_formats import FORMATS, QUANTIZED, SCALE_ROWS, SIXTEEN_BITS, CacheFormat
 from warpspec.common.outputs import check_apart, check_elements, has_memory
 
 DTYPES = tuple(getattr(torch, name) for name in SIXTEEN_BITS)
 WEIGHT_DTYPES = (torch.float32, *DTYPES)
 INDEX_DTYPES = (torch.int32, torch.int64)
 BYTE_DTYPES = (torch.uint8, torch.float8_e4m3fn)  # of block scales
-DTYPE_FORMATS = {
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.float8_e4m3fn: "e4m3",
-    torch.float8_e5m2: "e5m2",
-}
-BYTE_FORMATS = ("e4m3", "e5m2", "nvfp4")  # that a cache of bytes can have
+DTYPE_FORMATS = {one.dtype: name for name, one in FORMATS.items() if one.dtype != torch.uint8}
+BYTE_FORMATS = tuple(QUANTIZED)  # that a cache of bytes can have
 COUNT_LIMIT = 2**31 - 2**12  # kernels count items and slots in int32, including items of idle groups
 
 

@@ -13,20 +13,19 @@ from warpspec.common import nvfp4
 from warpspec.common.kv_formats import FORMATS
 
 CODE_NAN = 0x7F
-FLOAT8_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def quantize_float8(x: torch.Tensor, scale: torch.Tensor, name: str) -> torch.Tensor:
     """uint8 codes of x, floating. scale: fp32, broadcast against x. name: "e4m3" or "e5m2"."""
     quotient = x.float() / scale
     largest = FORMATS[name].largest
-    codes = quotient.clamp(-largest, largest).to(FLOAT8_DTYPES[name]).view(torch.uint8)
+    codes = quotient.clamp(-largest, largest).to(FORMATS[name].dtype).view(torch.uint8)
     return torch.where(quotient.isnan(), CODE_NAN, codes)
 
 
 def dequantize_float8(codes: torch.Tensor, scale: torch.Tensor, name: str) -> torch.Tensor:
     """fp32: uint8 codes times scale."""
-    return codes.view(FLOAT8_DTYPES[name]).float() * scale
+    return codes.view(FORMATS[name].dtype).float() * scale
 
 
 def quantize_nvfp4(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,10 +11,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from warpspec.common.kv_formats import EIGHT_BITS
 from warpspec.fmha.checks import HEAD_SIZES
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-KV_DTYPES = {None: None, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+KV_DTYPES = {None: None, **EIGHT_BITS}
 ROW_FORMATS = ("v4-fp8", "v3.2-fp8")  # of gathered attention's pools
 # Relative error, ||got - expected|| / ||expected||, against FP32 on the same inputs.
 ATTENTION_TOLERANCE = {"bf16": 4e-3, "fp16": 1e-3}  # of the worst head
@@ -143,7 +144,7 @@ def check_options(
         )
     if options.dtype == "fp16" and {"experts", "gathered"} & set(operators):
         parser.error(f"--dtype fp16: {' and '.join(operators)} take bf16")
-    takes = {"attention": ("e4m3", "e5m2"), "mla": ("e4m3",)}
+    takes = {"attention": tuple(EIGHT_BITS), "mla": ("e4m3",)}
     codes = getattr(options, "kv_dtype", None)
     for operator in operators:
         if codes is not None and codes not in takes.get(operator, ()):

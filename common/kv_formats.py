@@ -18,11 +18,13 @@ SCALE_ROWS = 4  # rows of a page whose swizzled block scales lie together
 
 @dataclass(frozen=True)
 class CacheFormat:
-    """name: what the argument ``format`` calls it; for 16 bits the dtype's name. bits: of a number. largest: the
-    largest finite magnitude of an 8-bit code, 0 otherwise. block: numbers that share a block scale, 0 without."""
+    """name: what the argument ``format`` calls it; for 16 bits the dtype's name. bits: of a number. dtype: torch's, of
+    a tensor of codes; bytes where a code is less than one. largest: the largest finite magnitude of an 8-bit code, 0
+    otherwise. block: numbers that share a block scale, 0 without."""
 
     name: str
     bits: int
+    dtype: torch.dtype
     largest: float = 0.0
     block: int = 0
 
@@ -39,12 +41,14 @@ class CacheFormat:
 FORMATS = {
     one.name: one
     for one in (
-        *(CacheFormat(name, 16) for name in SIXTEEN_BITS),
-        CacheFormat("e4m3", 8, largest=448.0),
-        CacheFormat("e5m2", 8, largest=57344.0),
-        CacheFormat("nvfp4", 4, block=NVFP4_BLOCK),
+        *(CacheFormat(name, 16, getattr(torch, name)) for name in SIXTEEN_BITS),
+        CacheFormat("e4m3", 8, torch.float8_e4m3fn, largest=448.0),
+        CacheFormat("e5m2", 8, torch.float8_e5m2, largest=57344.0),
+        CacheFormat("nvfp4", 4, torch.uint8, block=NVFP4_BLOCK),
     )
 }
+QUANTIZED = {name: one for name, one in FORMATS.items() if one.scaled}
+EIGHT_BITS = {name: one.dtype for name, one in QUANTIZED.items() if one.bits == 8}  # dtypes by name
 
 
 def swizzled_place(row, block, blocks: int) -> tuple:

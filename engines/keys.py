@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from warpspec.common.errors import UnsupportedProblem
+from warpspec.common.kv_formats import EIGHT_BITS
 from warpspec.fmha.checks import DTYPES
 from warpspec.fmha.heads import CLASSES, LARGEST, STEP, supported
 from warpspec.fmha.tiles import PAGE_LARGE, PAGE_STEP, takes_pages
@@ -35,7 +36,6 @@ def check_head_size(head_dim: int, engine: str) -> None:
 
 # Formats of quantised caches (``common.kv_formats``) by engines' names for them.
 QUANTIZED = {"fp8": "e4m3", "fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2", "nvfp4": "nvfp4"}
-FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 QUANTIZED_HEAD_DIMS = (64, 128, 256)
 
 
@@ -51,7 +51,7 @@ def check_quantized_head(head_dim: int, setting: str) -> None:
 
 def check_cache_dtype(dtype: torch.dtype, head_dim: int, setting: str) -> None:
     """Raise UnsupportedProblem unless attention reads caches of the dtype. `setting`: the engine's name for it."""
-    if dtype in FLOAT8_DTYPES:
+    if dtype in EIGHT_BITS.values():
         check_quantized_head(head_dim, setting)
     elif dtype not in DTYPES:
         raise UnsupportedProblem(

@@ -243,9 +243,9 @@ def seen_by_heads(problem, operands, seen: torch.Tensor) -> torch.Tensor:
     """bool [B, 1 or Hq, Sq, Sk]: which keys rows see. problem: ``AttentionProblem``. seen [B, Sq, Sk]: without lists of
     blocks (``mask.visible``)."""
     seen = seen[:, None]
-    if problem.block_size is None:
+    if not problem.mask.has_blocks:
         return seen
-    rows, columns = problem.block_size
+    rows, columns = problem.mask.block_size
     table, counts = operands.kv_visits.long(), operands.kv_counts.long()
     blocks = table.shape[-2]
     valid = torch.arange(blocks, device=table.device) < counts[..., 1:]

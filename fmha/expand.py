@@ -74,7 +74,12 @@ EXPAND = Kernel("fmha.expand", expand_arguments)
 def expands(problem: AttentionProblem, least_rows: int | None) -> bool:
     """Whether keys and values are dequantised first. least_rows: query rows of a KV head from which the target does so;
     None: never. Packed queries are excluded: the 16-bit size of their keys is not known."""
-    if problem.kv_format is None or least_rows is None or problem.packed_q or problem.shared_kv:
+    if (
+        problem.format.kv_format is None
+        or least_rows is None
+        or problem.requests.packed_q
+        or problem.format.shared_kv
+    ):
         return False
     numbers = 2 * problem.batch * problem.seq_k * problem.heads_kv * problem.head_dim
     return problem.group * problem.seq_q >= least_rows and numbers * BYTES <= MOST_BYTES
@@ -82,12 +87,16 @@ def expands(problem: AttentionProblem, least_rows: int | None) -> bool:
 
 def expanded(problem: AttentionProblem) -> AttentionProblem:
     """Return the problem that attention has after its keys and values are dequantised."""
-    return replace(problem, kv_format=None, swizzled=False, page_size=None)
+    return replace(
+        problem,
+        format=replace(problem.format, kv_format=None, swizzled=False),
+        requests=replace(problem.requests, page_size=0),
+    )
 
 
 def expand_config(problem: AttentionProblem) -> ExpandConfig:
     """The kernel that dequantises a problem's keys and values."""
-    return ExpandConfig(Format.of(problem), problem.heads, RequestLayout.of(problem))
+    return ExpandConfig(problem.format, problem.heads, problem.requests)
 
 
 class Expanded(NamedTuple):

@@ -1,51 +1,25 @@
-"""The architecture-independent part of an attention kernel's configuration, except tiles: records of a few switches.
+"""What a call of attention asks for, in records that its problem and the configurations of its kernels have in common.
 
-A configuration is composed of such records and adds tiles and memory of its own: ``AttentionConfig`` and
-``BackwardConfig`` of ``sm90`` and ``sm100``. Kernels that differ in nothing else share these records and the device
-code that reads them. A new switch is a field of one record, a line of that record's ``of``, and its use.
+``AttentionProblem`` has such records besides the call's sizes, and so have ``AttentionKernel`` and ``BackwardKernel``,
+which add tiles and memory. A kernel's code asks ``config.mask.causal``, a plan ``problem.mask.causal``. A new switch is
+a field of one record, a line of that record's ``of``, and its use. ``heads.HeadSizes`` and ``logits.BiasLayout`` are
+such records, too.
 """
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from warpspec.common.barriers import Barrier
-from warpspec.common.errors import UnsupportedProblem
-from warpspec.common.hardware import WARP_THREADS, WORD_BYTES
 from warpspec.common.kv_formats import FORMATS as CACHE_FORMATS
-from warpspec.common.operands import FLOAT32, UINT8
+from warpspec.common.operands import UINT8
 from warpspec.fmha.block_mask import WORD_BITS
-from warpspec.fmha.heads import HeadSizes
-from warpspec.fmha.line import MOST_ROUNDS
-from warpspec.fmha.logits import PLAIN, LogitMap
-from warpspec.fmha.problem import AttentionProblem
-from warpspec.fmha.tiles import KvTile, TileRows, check_page_size, takes_pages
+from warpspec.fmha.quantized import FORMATS
 
-# A packed request is found by a warp, 32 candidates at a time (``device.packed``).
-SEARCH_ROUNDS = 3
-MOST_REQUESTS = WARP_THREADS**SEARCH_ROUNDS
-
-CURSOR_WORDS = 3  # words in shared memory for a cut of the line (``device.line``)
-RECORD_WORDS = 24  # words of a tile's record (``device.record``), with spare ones
-
-# The running maximum may fall this far behind the true one, in powers of two, before O is rescaled: P then
-# stays below 2**8, well within fp16 and bf16, and sums of it within fp32. When few queries decode, the reference
-# follows every step, so that the largest P of a row is exactly 1 and has no rounding error. This is necessary: keys
-# with the same weight other than 1 all have the same rounding error, however small each weight is.
-RESCALE_THRESHOLD = 8.0
-EXACT_QUERIES = 8
-
-
-class Schedule(enum.Enum):
-    """Which tiles of a launch a CTA works on."""
-
-    SINGLE = "single tile"  # the one of its number
-    PERSISTENT = "persistent"  # one tile per round, a round having as many tiles as there are CTAs
-    QUEUE = "queue"  # whole tiles taken from a queue in memory (``device.queue``)
-    LINE = "line"  # its chunk of the line of all tiles, cut by length (``line``); it may leave pieces' states
+if TYPE_CHECKING:
+    from warpspec.fmha.operands import Operands, Options
 
 
 @dataclass(frozen=True)
@@ -72,16 +46,18 @@ class Mask:
         assert not (self.has_tree or self.has_ranges) or (self.causal and self.key_stride == 1)
 
     @classmethod
-    def of(cls, problem: AttentionProblem) -> Mask:
+    def of(cls, operands: Operands, options: Options) -> Mask:
+        """The mask of a call whose arguments are checked."""
+        left, right = options.window or (None, None)
         return cls(
-            causal=problem.causal,
-            has_left=problem.window_left is not None,
-            has_right=problem.window_right is not None,
-            key_stride=problem.key_stride if problem.causal else 1,
-            has_tree=problem.has_tree,
-            has_ranges=problem.has_ranges,
-            block_size=problem.block_size,
-            has_patterns=problem.has_patterns,
+            causal=options.causal,
+            has_left=left is not None,
+            has_right=right is not None,
+            key_stride=options.key_stride if options.causal else 1,
+            has_tree=operands.tree is not None,
+            has_ranges=operands.ranges is not None,
+            block_size=None if operands.kv_visits is None else (options.block_queries, options.block_keys),
+            has_patterns=operands.patterns is not None,
         )
 
     @property
@@ -119,8 +95,8 @@ class RequestLayout:
     """How requests' queries and keys are laid out, and which operands describe it.
 
     packed_q, packed_k: queries, keys of all requests are packed one after another. many_queries: with packed queries,
-    some request has more queries than a tile, as far as the host knows. page_size: keys of a page of K and V, 0 if they
-    are not paged.
+    some request has more queries than a kernel's tile, as far as the host knows. page_size: keys of a page of K and V,
+    0 if they are not paged.
     """
 
     has_kv_lengths: bool = False
@@ -131,20 +107,18 @@ class RequestLayout:
     page_size: int = 0
 
     def __post_init__(self):
-        assert not self.page_size or takes_pages(self.page_size)
         assert not self.page_size or self.has_kv_lengths, "pages past the KV length hold anything"
         assert not self.packed_k or (self.packed_q and not self.page_size and not self.has_kv_lengths)
 
     @classmethod
-    def of(cls, problem: AttentionProblem, tile_queries: int | None = None) -> RequestLayout:
-        """tile_queries: queries of an M tile; None if ``many_queries`` is not needed."""
+    def of(cls, operands: Operands) -> RequestLayout:
+        """The layout of a call whose arguments are checked."""
         return cls(
-            has_kv_lengths=problem.has_kv_lengths,
-            has_q_start=problem.has_q_start,
-            packed_q=problem.packed_q,
-            packed_k=problem.packed_k,
-            many_queries=tile_queries is not None and problem.packed_q and problem.seq_q > tile_queries,
-            page_size=problem.page_size or 0,
+            has_kv_lengths=operands.kv_lengths is not None,
+            has_q_start=operands.q_start is not None,
+            packed_q=operands.cu_seqlens_q is not None,
+            packed_k=operands.cu_seqlens_k is not None,
+            page_size=0 if operands.page_table is None else operands.k.shape[1],
         )
 
     @property
@@ -170,14 +144,15 @@ class Format:
     shared_kv: bool = False
 
     @classmethod
-    def of(cls, problem: AttentionProblem) -> Format:
+    def of(cls, operands: Operands, options: Options) -> Format:
+        """The formats of a call whose arguments are checked."""
         return cls(
-            dtype=dtype_name(problem.dtype),
-            kv_format=problem.kv_format,
-            has_k_scale=problem.has_k_scale,
-            has_v_scale=problem.has_v_scale,
-            swizzled=problem.swizzled,
-            shared_kv=problem.shared_kv,
+            dtype=dtype_name(operands.q.dtype),
+            kv_format=FORMATS.get(operands.k.dtype),
+            has_k_scale=operands.k_scale is not None,
+            has_v_scale=operands.v_scale is not None,
+            swizzled=options.swizzled,
+            shared_kv=operands.v is None,
         )
 
     @property
@@ -210,193 +185,6 @@ class Format:
         return self.rings[-1]
 
 
-@dataclass(frozen=True)
-class Output:
-    """What a kernel writes of a row's sums.
-
-    dtype, size: those of a row of o. normalize: O is divided by the row's sum; otherwise the kernel writes its
-    un-normalised state, row_max and row_sum beside o. splits: it writes a state for each split of the keys.
-    exact_maximum: O is rescaled whenever the maximum moves.
-    """
-
-    dtype: str = "bfloat16"
-    size: int = 64
-    has_sink: bool = False
-    has_lse: bool = False
-    normalize: bool = True
-    splits: bool = False
-    exact_maximum: bool = False
-
-    def __post_init__(self):
-        assert not (self.splits and (self.normalize or self.has_lse)), "splits write un-normalised states"
-
-    @classmethod
-    def of(cls, problem: AttentionProblem, splits: bool) -> Output:
-        """splits: splits of the keys, whose results another kernel combines."""
-        normalize = problem.normalize and not splits
-        return cls(
-            dtype=dtype_name(problem.dtype) if normalize else FLOAT32,
-            size=problem.heads.v_state if splits else problem.heads.v,
-            has_sink=problem.has_sink and not splits,
-            has_lse=problem.return_lse and not splits,
-            normalize=normalize,
-            splits=splits,
-            exact_maximum=problem.seq_q <= EXACT_QUERIES,
-        )
-
-    @property
-    def writes_state(self) -> bool:
-        """Whether an un-normalised state is written: row_max and row_sum beside o."""
-        return not self.normalize
-
-    @property
-    def split_dims(self) -> int:
-        """Number of leading dimensions of o, row_max and row_sum for splits."""
-        return int(self.splits)
-
-    @property
-    def rescale_threshold(self) -> float:
-        """Powers of two that the reference may lag behind the maximum."""
-        return 0.0 if self.exact_maximum else RESCALE_THRESHOLD
-
-
-@dataclass(frozen=True)
-class TileScheduler:
-    """Which tiles a CTA works on, and how its roles learn of them.
-
-    has_warp: a warp computes the CTA's tiles for all roles and writes them to ``record_count`` records
-    (``device.record``).
-    """
-
-    schedule: Schedule = Schedule.SINGLE
-    has_warp: bool = False
-    record_count: int = 1
-
-    def __post_init__(self):
-        assert self.has_warp or self.schedule is not Schedule.QUEUE
-
-    @property
-    def cuts_tiles(self) -> bool:
-        """Whether work is cut by length: CTAs leave states of pieces of tiles, and join records."""
-        return self.schedule is Schedule.LINE
-
-    @property
-    def single(self) -> bool:
-        """Whether a CTA works on one tile."""
-        return self.schedule is Schedule.SINGLE
-
-    @property
-    def persistent(self) -> bool:
-        """Whether a CTA works on a tile of every round."""
-        return self.schedule is Schedule.PERSISTENT
-
-    @property
-    def from_queue(self) -> bool:
-        """Whether CTAs take tiles from a queue."""
-        return self.schedule is Schedule.QUEUE
-
-    @property
-    def cursor_bytes(self) -> int:
-        """Bytes of shared memory for the ends of the CTA's chunks."""
-        return 2 * CURSOR_WORDS * MOST_ROUNDS * WORD_BYTES if self.cuts_tiles else 0
-
-    @property
-    def record_bytes(self) -> int:
-        """Bytes of shared memory for the records of tiles."""
-        return RECORD_WORDS * WORD_BYTES * self.record_count if self.has_warp else 0
-
-    def barriers(self, scheduler: str, readers: str, warps: int) -> tuple[Barrier, ...]:
-        """mbarriers of the records of tiles. warps: number of reading warps."""
-        readers, count = f"{readers}, one thread a warp", self.record_count
-        return (
-            Barrier(
-                "tile_full", count, 1, scheduler, readers, "the record of the next tile is in shared memory"
-            ),
-            Barrier("tile_empty", count, warps, readers, scheduler, "every role has read it"),
-        )
-
-
-@dataclass(frozen=True)
-class AttentionKernel:
-    """Configuration of an attention kernel, shared by all architectures. Each adds its tiles.
-
-    pack: query heads that share an M tile.
-    """
-
-    mask: Mask = Mask()
-    requests: RequestLayout = RequestLayout()
-    logits: LogitMap = PLAIN
-    heads: HeadSizes = HeadSizes(64, 64)
-    format: Format = Format()
-    output: Output = Output()
-    scheduler: TileScheduler = TileScheduler()
-    pack: int = 1
-
-    def __post_init__(self):
-        assert not (self.requests.packed_q and self.logits.bias)
-        assert not (self.output.splits and (self.scheduler.cuts_tiles or self.scheduler.from_queue))
-
-    @property
-    def clears_unseen(self) -> bool:
-        """Whether a KV tile may hold keys past those that some row sees, whose V rows are cleared."""
-        return (self.mask.band and not self.mask.has_blocks) or self.requests.ends_in_tile
-
-    @property
-    def rows(self) -> TileRows:
-        """Rows of an M tile."""
-        raise NotImplementedError
-
-    @property
-    def kv(self) -> KvTile:
-        """A KV tile."""
-        raise NotImplementedError
-
-
-def parts_of(problem: AttentionProblem, *, rows_of_cta: int, pack: int, splits: bool) -> dict:
-    """The parts of a configuration that follow from the problem. rows_of_cta: query rows of an M tile. pack: heads that
-    share it. splits: as in ``Output.of``."""
-    return {
-        "mask": Mask.of(problem),
-        "requests": RequestLayout.of(problem, rows_of_cta // pack),
-        "logits": logits_of(problem),
-        "heads": problem.heads,
-        "format": Format.of(problem),
-        "output": Output.of(problem, splits),
-        "pack": pack,
-    }
-
-
-def check_requests(kernel: str, problem: AttentionProblem) -> None:
-    """Raise UnsupportedProblem for more packed requests than kernels search through."""
-    if problem.packed_q and problem.batch > MOST_REQUESTS:
-        raise UnsupportedProblem(
-            f"{kernel} attention: cu_seqlens_q: at most {MOST_REQUESTS} requests are supported, got {problem.batch}"
-        )
-
-
-def check_call(kernel: str, problem: AttentionProblem, code_sizes: tuple[int, ...]) -> None:
-    """Raise UnsupportedProblem for what neither architecture's kernel supports. code_sizes: head sizes for which the
-    kernel reads the problem's format of quantised keys."""
-    check_page_size(kernel, problem.page_size)
-    check_requests(kernel, problem)
-    if problem.block_size is not None and problem.kv_format:
-        raise UnsupportedProblem(
-            f"{kernel} attention: block_mask with k in {problem.kv_format} is not supported"
-        )
-    if problem.bias_rows == "strided":
-        raise UnsupportedProblem(f"{kernel} attention: bias=of strided rows is not supported")
-    if problem.kv_format and (problem.head_dim not in code_sizes or problem.heads.v != problem.head_dim):
-        raise UnsupportedProblem(
-            f"{kernel} attention: k in {problem.kv_format} is supported for head sizes {code_sizes}, "
-            f"got {problem.head_dim}"
-        )
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     """ "bfloat16" of torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
-
-
-def logits_of(problem: AttentionProblem, signed: bool = False) -> LogitMap:
-    """The map of a problem; signed: see ``LogitMap.of``."""
-    return LogitMap.of(problem, dtype_name(problem.bias_dtype) if problem.has_bias else None, signed)

@@ -18,8 +18,9 @@ from warpspec.common.launch import Kernel, Target
 from warpspec.common.simulator import joined
 from warpspec.common.workspace import EMPTY, new_workspace, prepare_reserve, workspace
 from warpspec.fmha.combine import COMBINE, CombineConfig
+from warpspec.fmha.config import AttentionKernel, Schedule
 from warpspec.fmha.expand import EXPAND, Expanded, expand_config, expanded, expands
-from warpspec.fmha.features import AttentionKernel, Schedule, dtype_name
+from warpspec.fmha.features import dtype_name
 from warpspec.fmha.heads import class_of
 from warpspec.fmha.join import JOIN, JoinConfig
 from warpspec.fmha.line import JOIN_WORDS
@@ -144,7 +145,7 @@ def combine_config(problem: AttentionProblem, splits: int) -> CombineConfig:
         has_sink=problem.has_sink,
         has_lse=problem.return_lse,
         normalize=problem.normalize,
-        packed=problem.packed_q,
+        packed=problem.requests.packed_q,
         o_dim=0 if sizes.v == sizes.v_state else sizes.v,
     )
 

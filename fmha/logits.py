@@ -74,23 +74,41 @@ class LogitOptions(NamedTuple):
 
 
 @dataclass(frozen=True)
+class BiasLayout:
+    """The bias of a call. dtype: its name. heads, batches: each head, each batch row has its own."""
+
+    dtype: str
+    heads: bool = False
+    batches: bool = False
+
+    def __post_init__(self):
+        assert self.dtype in BIAS_BYTES
+
+    @classmethod
+    def of(cls, bias: torch.Tensor) -> BiasLayout:
+        """The layout of a checked bias [B or 1, Hq or 1, Sq, Sk]."""
+        own = (bias.shape[dim] > 1 and bias.stride(dim) != 0 for dim in (1, 0))
+        return cls(str(bias.dtype).removeprefix("torch."), *own)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of an element."""
+        return BIAS_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
 class LogitMap:
     """What the map consists of.
 
-    negate: scores are negated first, for a negative scale. bias: dtype of the bias that is added, or None; bias_heads,
-    bias_batches: each head, each batch row has its own bias. softcap: whether there is a cap. newton_every: one of so
-    many capped scores has its reciprocal computed on the multiply-add units instead of the exponential unit; 0: none.
+    negate: scores are negated first, for a negative scale. bias: what is added, or None. softcap: whether there is a
+    cap. newton_every: one of so many capped scores has its reciprocal computed on the multiply-add units instead of the
+    exponential unit; 0: none.
     """
 
     negate: bool = False
-    bias: str | None = None
+    bias: BiasLayout | None = None
     softcap: bool = False
     newton_every: int = 0
-    bias_heads: bool = False
-    bias_batches: bool = False
-
-    def __post_init__(self):
-        assert self.bias in (None, *BIAS_BYTES)
 
     @property
     def curved(self) -> bool:
@@ -104,17 +122,12 @@ class LogitMap:
         return self.curved or self.bias is not None
 
     @classmethod
-    def of(cls, problem: AttentionProblem, bias: str | None, signed: bool = False) -> LogitMap:
-        """The map of a problem. bias: dtype of its bias. signed: whether the factor keeps the scale's sign, so that no
-        score is negated."""
-        own = {
-            "bias": bias,
-            "bias_heads": problem.has_bias and problem.bias_heads,
-            "bias_batches": problem.has_bias and problem.bias_batches,
-        }
+    def of(cls, problem: AttentionProblem, signed: bool = False) -> LogitMap:
+        """The map of a problem. signed: whether the factor keeps the scale's sign, so that no score is negated."""
         if problem.logits.softcap is not None:
-            return cls(softcap=True, newton_every=NEWTON_EVERY.get(class_of(problem.heads.v), 0), **own)
-        return cls(negate=problem.logits.scale < 0 and not signed, **own)
+            newton_every = NEWTON_EVERY.get(class_of(problem.heads.v), 0)
+            return cls(bias=problem.bias, softcap=True, newton_every=newton_every)
+        return cls(negate=problem.logits.scale < 0 and not signed, bias=problem.bias)
 
 
 class LogitNumbers(NamedTuple):

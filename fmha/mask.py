@@ -67,10 +67,10 @@ def intervals(problem: AttentionProblem, position, length, ranges=None) -> tuple
     first, end = key_range(
         position,
         length,
-        causal=problem.causal,
+        causal=problem.mask.causal,
         left=problem.window_left,
         right=problem.window_right,
-        key_stride=problem.key_stride,
+        key_stride=problem.mask.key_stride,
         minimum=torch.minimum,
         maximum=lambda lowest, value: value.clamp(min=lowest),
     )

@@ -92,7 +92,8 @@ class Operands(NamedTuple):
     row_sum: Annotated[Any, STATE, OUTPUT] = None
     page_table: Annotated[Any, Operand(INT32, 2, when="requests.page_size"), CONTIGUOUS] = None
     bias: Annotated[
-        Any, Operand(lambda c: c.logits.bias, 4, alignment=lambda c: c.bias_alignment, when="logits.bias")
+        Any,
+        Operand(lambda c: c.logits.bias.dtype, 4, alignment=lambda c: c.bias_alignment, when="logits.bias"),
     ] = None
     cu_seqlens_q: Annotated[Any, Operand(INT32, 1, when="requests.packed_q"), CONTIGUOUS] = None
     cu_seqlens_k: Annotated[Any, Operand(INT32, 1, when="requests.packed_k"), CONTIGUOUS] = None

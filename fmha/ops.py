@@ -90,7 +90,7 @@ def new_outputs(problem: AttentionProblem, operands: Operands):
 
 def caller_shape(problem: AttentionProblem, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The caller's shape of a tensor, from the kernels' shape: packed tensors lose the batch dimension of one."""
-    return shape[1:] if problem.packed_q else shape
+    return shape[1:] if problem.requests.packed_q else shape
 
 
 class Call(NamedTuple):
@@ -218,7 +218,7 @@ def run(call: Call, operands: Operands, stats: tuple[torch.Tensor, ...] | None =
     if call.prepared is None:
         run_reference(call.problem, record)
     else:
-        if call.problem.kv_format is not None:
+        if call.problem.format.kv_format is not None:
             record = record._replace(
                 **{name: as_bytes(getattr(record, name)) for name in ("k", "v", *BLOCK_SCALES)}
             )
@@ -236,21 +236,21 @@ def kernel_operands(
     o, *statistics = outputs
     if v is None:
         v = k[..., : problem.v_dim * k.shape[-1] // problem.head_dim] if problem.v_dim else k
-    if problem.packed_q:
+    if problem.requests.packed_q:
         q, o = q[None], o[None]
-        if problem.packed_k:
+        if problem.requests.packed_k:
             k, v = k[None], v[None]
         statistics = [None if each is None else each[None] for each in statistics]
     found = list(operands)
     found[ROWS], found[STATISTICS] = (q, k, v, o), statistics
-    if problem.packed_q:
+    if problem.requests.packed_q:
         for at in (PLACES.tree, PLACES.ranges):
             found[at] = None if found[at] is None else found[at][None]
-    if problem.kv_format is not None:
+    if problem.format.kv_format is not None:
         sizes = (problem.batch, problem.heads_kv)
         found[PLACES.k_scale] = spread(operands.k_scale, *sizes)
         found[PLACES.v_scale] = spread(operands.v_scale, *sizes)
-        if problem.packed_k:
+        if problem.requests.packed_k:
             for at in (PLACES.k_block_scales, PLACES.v_block_scales):
                 found[at] = None if found[at] is None else found[at][None]
     return Operands._make(found)
@@ -274,7 +274,7 @@ def run_reference(problem: AttentionProblem, operands: Operands):
     """Write the outputs among the operands."""
     state = reference.forward(problem, operands)
     o = normalized_output(state, operands.sink) if problem.normalize else state.o
-    if problem.packed_q:
+    if problem.requests.packed_q:
         for rows in request_rows(operands.cu_seqlens_q, problem.total_q):
             operands.o[:, rows].copy_(o[:, rows])
     else:

@@ -35,10 +35,11 @@ from warpspec.fmha.checks import (
     check_values_size,
     check_window,
 )
+from warpspec.fmha.features import Format, Mask, RequestLayout
 from warpspec.fmha.heads import HeadSizes
-from warpspec.fmha.logits import LogitOptions
+from warpspec.fmha.logits import BiasLayout, LogitOptions
 from warpspec.fmha.operands import INPUTS, Operands, Options
-from warpspec.fmha.quantized import FORMATS, check_block_scales, check_scales
+from warpspec.fmha.quantized import check_block_scales, check_scales
 from warpspec.fmha.values import POSITION_LIMIT, are_checked, check_values
 
 DIGITS_Q = 4  # binary ones of the number of packed queries that plans look at
@@ -60,42 +61,25 @@ class AttentionProblem:
     heads_q: int  # Hq >= 1, a multiple of heads_kv; query head h reads KV head h // group
     heads_kv: int  # Hkv >= 1
     head_dim: int  # D of q and k (``heads.supported``)
-    dtype: torch.dtype  # of q, and of k and v without kv_format: bfloat16 or float16
     device: torch.device  # of every tensor
     logits: LogitOptions  # checked
+    mask: Mask = Mask()
+    requests: RequestLayout = RequestLayout()
+    format: Format = Format()
     v_dim: int = 0  # head size of v and o, 0 for head_dim
-    causal: bool = False  # key j visible when (j + 1) * key_stride - 1 <= p
     window_left: int | None = None  # p - left <= j; None: unbounded, otherwise 0..POSITION_LIMIT
     window_right: int | None = None  # j <= p + right; likewise
-    key_stride: int = 1  # >= 1; above 1 there is no window
     normalize: bool = True  # False: o in fp32 un-normalised, row_max and row_sum
     return_lse: bool = False  # never where normalize is False
-    shared_kv: bool = False  # v was None: V is K, or the first v_dim elements of its rows
     has_sink: bool = False  # never where normalize is False
-    has_bias: bool = False
-    bias_dtype: torch.dtype | None = None  # one of BIAS_DTYPES
-    bias_heads: bool = False  # query heads have each their own bias
-    bias_batches: bool = False  # batch rows have each their own bias
+    bias: BiasLayout | None = None
     bias_rows: str | None = None  # "aligned" (for TMA), "contiguous" or "strided"
-    has_kv_lengths: bool = False  # otherwise L = Sk for every batch row
-    has_q_start: bool = False  # otherwise query i of batch row b stands at p = L[b] - Sq + i
-    packed_q: bool = False  # q is [1, T, Hq, D], cu_seqlens_q says which rows are whose
-    packed_k: bool = False  # k and v are [1, Tk, Hkv, D], likewise
     # T, of packed queries. Problems that differ in it alone, within an eighth, are equal, so that a plan serves many;
     # least_q is T's first binary digits, no larger than T.
     total_q: int | None = field(default=None, compare=False)
     least_q: int | None = None
-    page_size: int | None = None  # keys to a page; None: no page table
     num_splits: int | None = None  # >= 1; None: the kernel chooses
-    kv_format: str | None = None  # "e4m3", "e5m2" or "nvfp4" of k and v; None: they have dtype
-    has_k_scale: bool = False  # otherwise 1; only with kv_format
-    has_v_scale: bool = False
-    swizzled: bool = False  # V's block scales; only with NVFP4
-    has_tree: bool = False  # queries are drafts (``tree``); always causal, key_stride 1
-    has_ranges: bool = False  # queries see ranges of keys besides; likewise
-    block_size: tuple[int, int] | None = None  # queries, keys of the blocks that lists name (``block_mask``)
-    block_heads: bool = False  # query heads have each their own lists
-    has_patterns: bool = False  # patterns of bits hide keys of partial blocks
+    block_heads: bool = False  # query heads have each their own lists of blocks (``block_mask``)
 
     @property
     def heads(self) -> HeadSizes:
@@ -108,9 +92,9 @@ class AttentionProblem:
         return self.heads_q // self.heads_kv
 
     @property
-    def paged(self) -> bool:
-        """K and V are reached through a page table."""
-        return self.page_size is not None
+    def dtype(self) -> torch.dtype:
+        """dtype of q, and of k and v that are not quantised: bfloat16 or float16."""
+        return getattr(torch, self.format.dtype)
 
     @property
     def is_empty(self) -> bool:
@@ -120,7 +104,7 @@ class AttentionProblem:
     @property
     def rows(self) -> tuple[int, int]:
         """(B, Sq): queries as they lie in q, o and the statistics; of packed queries (1, T)."""
-        return (1, self.total_q) if self.packed_q else (self.batch, self.seq_q)
+        return (1, self.total_q) if self.requests.packed_q else (self.batch, self.seq_q)
 
     @property
     def o_dtype(self) -> torch.dtype:
@@ -159,7 +143,8 @@ class AttentionProblem:
         check_kinds(operands, options)
         q, k, v, out = operands.q, operands.k, operands.v, operands.o
         sink, bias = operands.sink, operands.bias
-        _, causal, window, key_stride, normalize, return_lse, num_splits, *_ = options
+        window, key_stride, normalize = options.window, options.key_stride, options.normalize
+        num_splits = options.num_splits
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             if tensor is not None:
                 check_operand(name, tensor, operands, memory)
@@ -208,29 +193,19 @@ class AttentionProblem:
             heads_kv=k.shape[-2],
             head_dim=head_dim,
             v_dim=0 if v_dim == head_dim else v_dim,
-            dtype=q.dtype,
             device=q.device,
             logits=logits,
-            causal=causal,
+            mask=Mask.of(operands, options),
+            requests=RequestLayout.of(operands),
+            format=Format.of(operands, options),
             window_left=window_left,
             window_right=window_right,
-            key_stride=key_stride,
             normalize=normalize,
-            return_lse=return_lse and normalize,
-            shared_kv=v is None,
+            return_lse=options.return_lse and normalize,
             has_sink=sink is not None,
-            has_bias=bias is not None,
-            **({} if bias is None else _bias_layout(bias, memory)),
-            has_kv_lengths=operands.kv_lengths is not None,
-            has_q_start=operands.q_start is not None,
+            **({} if bias is None else {"bias": BiasLayout.of(bias), "bias_rows": _bias_rows(bias, memory)}),
             num_splits=num_splits,
-            kv_format=FORMATS.get(k.dtype),
-            has_k_scale=operands.k_scale is not None,
-            has_v_scale=operands.v_scale is not None,
-            swizzled=options.swizzled,
-            has_tree=operands.tree is not None,
-            has_ranges=operands.ranges is not None,
-            **({} if operands.kv_visits is None else _blocks(operands, options)),
+            block_heads=operands.kv_visits is not None and operands.kv_visits.shape[1] > 1,
         )
         if out is not None:
             check_out(operands, problem.o_dtype, memory, v_dim)
@@ -263,10 +238,8 @@ def _rectangle(operands: Operands) -> dict:
     """Fields of the problem: sizes of a call with the same number of queries in each batch row."""
     q, k, page_table = operands.q, operands.k, operands.page_table
     batch, seq_q = q.shape[:2]
-    page_size = None
     if page_table is not None:
-        page_size = check_table(operands, batch)
-        seq_k = page_table.shape[1] * page_size
+        seq_k = check_table(operands, batch) * page_table.shape[1]
     else:
         seq_k = k.shape[1]
         if k.shape[0] != batch:
@@ -274,7 +247,7 @@ def _rectangle(operands: Operands) -> dict:
     for name, size in (("q", seq_q), ("k", seq_k)):
         if size > POSITION_LIMIT:
             raise ValueError(f"{name}: sequence must be at most {POSITION_LIMIT}, got {size}")
-    return {"batch": batch, "seq_q": seq_q, "seq_k": seq_k, "page_size": page_size}
+    return {"batch": batch, "seq_q": seq_q, "seq_k": seq_k}
 
 
 def _packed(operands: Operands, options: Options) -> dict:
@@ -285,15 +258,13 @@ def _packed(operands: Operands, options: Options) -> dict:
     k, page_table, cu_seqlens_k = operands.k, operands.page_table, operands.cu_seqlens_k
     total_q = operands.q.shape[0]
     batch = check_starts("cu_seqlens_q", operands.cu_seqlens_q, operands.q.device)
-    page_size = None
     if page_table is not None:
         if cu_seqlens_k is not None:
             raise ValueError(
                 "cu_seqlens_k: must be None with a page_table (kv_lengths says how many keys a request has), "
                 f"got shape {shape_of(cu_seqlens_k)}"
             )
-        page_size = check_table(operands, batch)
-        most_keys = page_table.shape[1] * page_size
+        most_keys = check_table(operands, batch) * page_table.shape[1]
     else:
         if cu_seqlens_k is None:
             raise ValueError("cu_seqlens_k: must be given, or a page_table with kv_lengths; got neither")
@@ -315,32 +286,15 @@ def _packed(operands: Operands, options: Options) -> dict:
         "batch": batch,
         "seq_q": min(max(options.max_seqlen_q, 1), total_q),
         "seq_k": min(max(hint_k, 1), most_keys),
-        "page_size": page_size,
-        "packed_q": True,
-        "packed_k": page_table is None,
         "total_q": total_q,
         "least_q": total_q >> spare << spare,
     }
 
 
-def _blocks(operands: Operands, options: Options) -> dict:
-    """Fields of the problem: lists of blocks."""
-    return {
-        "block_size": (options.block_queries, options.block_keys),
-        "block_heads": operands.kv_visits.shape[1] > 1,
-        "has_patterns": operands.patterns is not None,
-    }
-
-
-def _bias_layout(bias, memory) -> dict:
-    """Fields of the problem: what differs along a dimension, and whether TMA can read it."""
+def _bias_rows(bias, memory) -> str:
+    """Field of the problem: whether TMA can read the rows of a bias."""
     aligned = not memory or bias.data_ptr() % TMA_ALIGNMENT == 0
     for dim in range(3):
         aligned &= bias.shape[dim] <= 1 or bias.stride(dim) * bias.element_size() % TMA_ALIGNMENT == 0
     contiguous = bias.shape[3] <= 1 or bias.stride(3) == 1
-    return {
-        "bias_dtype": bias.dtype,
-        "bias_heads": bias.shape[1] > 1 and bias.stride(1) != 0,
-        "bias_batches": bias.shape[0] > 1 and bias.stride(0) != 0,
-        "bias_rows": "strided" if not contiguous else "aligned" if aligned else "contiguous",
-    }
+    return "strided" if not contiguous else "aligned" if aligned else "contiguous"

@@ -12,13 +12,12 @@ import torch
 
 from warpspec.common import nvfp4
 from warpspec.common.checks import check_last_contiguous, check_strided, check_tensor, shape_of
-from warpspec.common.kv_formats import FORMATS as CACHE_FORMATS
-from warpspec.common.kv_formats import SCALE_ROWS, unswizzle_block_scales
+from warpspec.common.kv_formats import QUANTIZED, SCALE_ROWS, unswizzle_block_scales
 from warpspec.common.outputs import has_memory
 
-FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.uint8: "nvfp4"}
-BYTES = torch.uint8  # two e2m1 codes each
-BLOCK = CACHE_FORMATS["nvfp4"].block
+FORMATS = {one.dtype: name for name, one in QUANTIZED.items()}
+BYTES = QUANTIZED["nvfp4"].dtype  # two e2m1 codes each
+BLOCK = QUANTIZED["nvfp4"].block
 BLOCK_DTYPES = (torch.uint8, torch.float8_e4m3fn)  # of block scales
 SCALES = ("k_scale", "v_scale")
 BLOCK_SCALES = ("k_block_scales", "v_block_scales")

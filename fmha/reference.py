@@ -13,6 +13,7 @@ import torch
 
 from warpspec.common.autocast import without_autocast
 from warpspec.fmha.block_mask import seen_by_heads
+from warpspec.fmha.features import RequestLayout
 from warpspec.fmha.mask import visible
 from warpspec.fmha.operands import Operands
 from warpspec.fmha.problem import AttentionProblem
@@ -24,14 +25,14 @@ from warpspec.fmha.values import request_rows
 @without_autocast
 def forward(problem: AttentionProblem, operands: Operands) -> AttentionState:
     """The un-normalised state of a checked problem; v is given. With packed queries, rows of no request are 0."""
-    return packed(problem, operands) if problem.packed_q else rectangle(problem, operands)
+    return packed(problem, operands) if problem.requests.packed_q else rectangle(problem, operands)
 
 
 def packed(problem: AttentionProblem, operands: Operands) -> AttentionState:
     """The state of packed requests, one request at a time."""
     state = empty_state(problem)
     keys = None
-    if problem.packed_k:
+    if problem.requests.packed_k:
         keys = request_rows(operands.cu_seqlens_k, operands.k.shape[1])
     for b, rows in enumerate(request_rows(operands.cu_seqlens_q, problem.total_q)):
         q_start = None if operands.q_start is None else operands.q_start[b : b + 1]
@@ -46,19 +47,24 @@ def packed(problem: AttentionProblem, operands: Operands) -> AttentionState:
         if keys is not None:
             seq_k = one.k.shape[1]
         else:
-            seq_k = operands.page_table.shape[1] * problem.page_size
+            seq_k = operands.page_table.shape[1] * problem.requests.page_size
             lengths = operands.kv_lengths[b : b + 1].clamp(0, seq_k)
-            used = -(-int(lengths) // problem.page_size)  # entries of the table that hold keys
-            seq_k = used * problem.page_size
+            used = -(-int(lengths) // problem.requests.page_size)  # entries of the table that hold keys
+            seq_k = used * problem.requests.page_size
             one = one._replace(page_table=operands.page_table[b : b + 1, :used], kv_lengths=lengths)
         seq_q = one.q.shape[1]
         if seq_q == 0 or seq_k == 0:
             continue
-        sizes = {"batch": 1, "seq_q": seq_q, "seq_k": seq_k, "packed_q": False, "packed_k": False}
+        sizes = {"batch": 1, "seq_q": seq_q, "seq_k": seq_k, "requests": alone(problem)}
         own = rectangle(replace(problem, **sizes), one)
         state.o[:, rows] = own.o
         state.row_max[..., rows], state.row_sum[..., rows] = own.row_max, own.row_sum
     return state
+
+
+def alone(problem: AttentionProblem) -> RequestLayout:
+    """The layout of one of a problem's packed requests as a batch of its own."""
+    return replace(problem.requests, packed_q=False, packed_k=False)
 
 
 def empty_state(problem: AttentionProblem) -> AttentionState:
@@ -123,7 +129,7 @@ def keys_and_values(problem: AttentionProblem, operands: Operands) -> tuple[Rows
     k_blocks, v_blocks = operands.k_block_scales, operands.v_block_scales
     if k_blocks is not None and v_blocks is None:
         v_blocks = k_blocks[..., : problem.heads.v // BLOCK]
-    found = (operands.k, linear(k_blocks, False), operands.v, linear(v_blocks, problem.swizzled))
+    found = (operands.k, linear(k_blocks, False), operands.v, linear(v_blocks, problem.format.swizzled))
     if operands.page_table is not None:
         found = (None if t is None else gather_pages(t, operands.page_table) for t in found)
     k, k_blocks, v, v_blocks = found

@@ -137,9 +137,9 @@ def takes_pages(page_size: int) -> bool:
     return page_size > 0 and page_size % (PAGE_STEP if page_size < PAGE_LARGE else PAGE_LARGE) == 0
 
 
-def check_page_size(kernel: str, page_size: int | None) -> None:
-    """Raise UnsupportedProblem, saying what is allowed, for pages that kernels do not read. None: there are none."""
-    if page_size is None or takes_pages(page_size):
+def check_page_size(kernel: str, page_size: int) -> None:
+    """Raise UnsupportedProblem, saying what is allowed, for pages that kernels do not read. 0: there are none."""
+    if page_size == 0 or takes_pages(page_size):
         return
     advice = ""
     if page_size < PAGE_STEP:
@@ -153,9 +153,9 @@ def check_page_size(kernel: str, page_size: int | None) -> None:
 def fits_blocks(problem: AttentionProblem, queries: int, keys: int) -> bool:
     """Whether an M tile of so many queries and a KV tile of so many keys lie in one block each, where there are
     blocks."""
-    if problem.block_size is None:
+    if not problem.mask.has_blocks:
         return True
-    block_queries, block_keys = problem.block_size
+    block_queries, block_keys = problem.mask.block_size
     one = block_queries % queries == 0 or problem.seq_q <= block_queries
     return one and block_keys % keys == 0 and keys % WORD_BITS == 0
 
@@ -183,10 +183,10 @@ def choose_pack(group: int, seq_q: int, tile_m: int, block_queries: int = 0) -> 
 def choose_packs(problem: AttentionProblem, tile_m: int) -> tuple[int, ...]:
     """Numbers of heads of a KV group that may share an M tile: the best for the longest request, and, with packed
     queries, the best for a request of one query."""
-    if problem.block_size is not None:
-        queries = problem.block_size[0] if problem.seq_q > problem.block_size[0] else 0
+    if problem.mask.has_blocks:
+        queries = problem.mask.block_size[0] if problem.seq_q > problem.mask.block_size[0] else 0
         group = 1 if problem.block_heads else problem.group
         return (choose_pack(group, problem.seq_q, tile_m, queries),)
     most = choose_pack(problem.group, problem.seq_q, tile_m)
-    few = choose_pack(problem.group, 1, tile_m) if problem.packed_q else most
+    few = choose_pack(problem.group, 1, tile_m) if problem.requests.packed_q else most
     return (most,) if few == most else (most, few)

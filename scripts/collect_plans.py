@@ -40,7 +40,7 @@ from warpspec.common.compile import resources
 from warpspec.common.disk_cache import CACHE_VARIABLE, cache_folder
 from warpspec.common.launch import SIMULATED, Target, target_of
 from warpspec.fmha import launch
-from warpspec.fmha.features import AttentionKernel
+from warpspec.fmha.config import AttentionKernel
 from warpspec.fmha.launch import ATTENTION
 from warpspec.fmha.plan import Plan, candidates, plan_of
 from warpspec.fmha.problem import AttentionProblem

@@ -23,9 +23,11 @@ from warpspec.common.hardware import (
     SMEM_RESERVED_PER_CTA,
     TMEM_COLUMNS,
 )
+from warpspec.common.kv_formats import FORMATS
 from warpspec.common.launch import SIMULATED
 from warpspec.common.memory import budget_rows
-from warpspec.fmha.features import Format, Schedule, TileScheduler
+from warpspec.fmha.config import Schedule, TileScheduler
+from warpspec.fmha.features import Format
 from warpspec.fmha.heads import BLOCK, HeadSizes
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm90 import config as hopper_config
@@ -147,7 +149,8 @@ def overview() -> str:
         ("one", blackwell_shapes.SHARED_SHAPES, {"shared_kv": True}),
     ]
     for title, fmt in (("two, FP8", "e4m3"), ("two, NVFP4", "nvfp4")):
-        shapes = {dim: (shape,) for dim, shape in blackwell_shapes.QUANTIZED_SHAPES[fmt].items()}
+        quantized = blackwell_shapes.QUANTIZED_SHAPES[FORMATS[fmt].bits]
+        shapes = {dim: (shape,) for dim, shape in quantized.items()}
         tables.append((title, shapes, {"kv_format": fmt}))
     for tensors, shapes, options in tables:
         for head_dim, choices in shapes.items():

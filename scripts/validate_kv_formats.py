@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 
 from warpspec.cache import insert
-from warpspec.cache.quantize import FLOAT8_DTYPES, dequantize_float8, dequantize_nvfp4
+from warpspec.cache.quantize import dequantize_float8, dequantize_nvfp4
 from warpspec.common.kv_formats import FORMATS
 from warpspec.fmha import attention
 
@@ -110,7 +110,7 @@ def stored(problem: Problem, name: str, backend: str) -> tuple[dict, tuple]:
 
     blocks = [extras.get(f"{one}_block_scales") for one in "kv"]
     values = tuple(numbers(*pair).view(problem.k.shape) for pair in zip(caches, blocks, strict=True))
-    codes = [cache if not fmt.scaled or fmt.block else cache.view(FLOAT8_DTYPES[name]) for cache in caches]
+    codes = [cache if not fmt.scaled or fmt.block else cache.view(fmt.dtype) for cache in caches]
     lengths = torch.full((batch,), keys, dtype=torch.int32, device=device)
     arguments = dict(k=codes[0], v=codes[1], page_table=table, kv_lengths=lengths, **extras)
     return arguments, values

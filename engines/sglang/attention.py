@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from warpspec.cache import insert
 from warpspec.common.errors import UnsupportedProblem
+from warpspec.common.kv_formats import EIGHT_BITS
 from warpspec.engines import keys
 from warpspec.fmha import attention_varlen
 
@@ -63,7 +64,7 @@ class WarpspecBackend(AttentionBackend):
             keys.check_quantized_head(head_dim, "--kv-cache-dtype")
         else:
             keys.check_cache_dtype(runner.kv_cache_dtype, head_dim, "--kv-cache-dtype")
-        self.quantised = self.nvfp4 or runner.kv_cache_dtype in keys.FLOAT8_DTYPES
+        self.quantised = self.nvfp4 or runner.kv_cache_dtype in EIGHT_BITS.values()
         self.most_keys = runner.model_config.context_len
         self.req_to_token_pool = runner.req_to_token_pool  # SGLang expects both under these names
         self.token_to_kv_pool = runner.token_to_kv_pool

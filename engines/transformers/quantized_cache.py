@@ -19,11 +19,9 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from warpspec.cache import insert
-from warpspec.cache.quantize import FLOAT8_DTYPES
 from warpspec.common.errors import UnsupportedProblem
-from warpspec.common.kv_formats import FORMATS
+from warpspec.common.kv_formats import FORMATS, QUANTIZED
 
-CODES = {**FLOAT8_DTYPES, "nvfp4": torch.uint8}
 ROOM = 256  # tokens: storage grows by this at least, and to twice its size
 
 Scale = torch.Tensor | float | None
@@ -132,7 +130,7 @@ class QuantizedLayer(CacheLayerMixin):
 
     def handed_out(self, name: str, scale: torch.Tensor | None) -> torch.Tensor:
         """Keys or values, a view [B, Hkv, length, row]."""
-        codes = self.stored(name).view(CODES[self.format])
+        codes = self.stored(name).view(FORMATS[self.format].dtype)
         codes.warpspec_scales = Scales(
             scale, self.stored(f"{name}_blocks") if f"{name}_blocks" in self.storage else None
         )
@@ -212,8 +210,8 @@ class QuantizedCache(Cache):
         v_scale: Scale | Sequence[Scale] = None,
         backend: str = "auto",
     ):
-        if format not in CODES:
-            raise ValueError(f"format: must be one of {', '.join(map(repr, CODES))}, got {format!r}")
+        if format not in QUANTIZED:
+            raise ValueError(f"format: must be one of {', '.join(map(repr, QUANTIZED))}, got {format!r}")
         scales = {"k_scale": k_scale, "v_scale": v_scale}
         for name, scale in scales.items():
             for one in scale if isinstance(scale, list | tuple) else (scale,):

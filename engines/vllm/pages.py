@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-from warpspec.cache.quantize import FLOAT8_DTYPES
 from warpspec.common.kv_formats import FORMATS
 from warpspec.engines.keys import QUANTIZED
 
@@ -38,7 +37,7 @@ def pages_of(kv_cache: torch.Tensor, head_size: int, fmt: str | None) -> Pages:
     if fmt == "nvfp4":
         return nvfp4_pages(kv_cache, head_size)
     if fmt is not None:
-        kv_cache = kv_cache.view(FLOAT8_DTYPES[fmt])
+        kv_cache = kv_cache.view(FORMATS[fmt].dtype)
     k, v = kv_cache.transpose(1, 2).split(head_size, dim=-1)
     return Pages(k, v, {})
 

@@ -91,7 +91,7 @@ def run(call: BackwardCall, operands: Operands, do, dlse) -> list[torch.Tensor]:
     written = results
     if not call.aligned:
         do = launch.aligned(do)
-    if forward.packed_q:
+    if forward.requests.packed_q:
         do, dlse = (None if t is None else t[None] for t in (do, dlse))
         written = {name: t[None] if name in "qkv" else t for name, t in results.items()}
     if call.prepared is None:

@@ -23,7 +23,7 @@ from warpspec.common import memory
 from warpspec.common.hardware import FP32_BYTES, WARPGROUP_THREADS
 from warpspec.common.operands import FLOAT32
 from warpspec.fmha.backward.problem import BackwardProblem
-from warpspec.fmha.features import Format, Mask, RequestLayout, dtype_name, logits_of
+from warpspec.fmha.features import Format, Mask, RequestLayout
 from warpspec.fmha.heads import BLOCK, HeadSizes
 from warpspec.fmha.logits import PLAIN, LogitMap
 from warpspec.fmha.tiles import ELEMENT_BYTES, KvTile
@@ -55,11 +55,11 @@ class Wanted:
         forward, wanted = problem.forward, problem.wanted
         bias = None
         if "bias" in wanted:
-            shared = (forward.batch > 1 and not forward.bias_batches) or (
-                forward.heads_q > 1 and not forward.bias_heads
+            shared = (forward.batch > 1 and not forward.bias.batches) or (
+                forward.heads_q > 1 and not forward.bias.heads
             )
-            bias = "sum" if shared else dtype_name(forward.bias_dtype)
-        joins = forward.shared_kv and "k" in wanted
+            bias = "sum" if shared else forward.bias.dtype
+        joins = forward.format.shared_kv and "k" in wanted
         return cls("q" in wanted, "k" in wanted, joins or "v" in wanted, bias, joins)
 
     @property
@@ -246,11 +246,11 @@ def parts_of(problem: BackwardProblem) -> dict:
     tensor."""
     forward, wanted = problem.forward, Wanted.of(problem)
     return {
-        "mask": Mask.of(forward),
-        "requests": RequestLayout.of(forward),
-        "logits": logits_of(forward, signed=True),
+        "mask": forward.mask,
+        "requests": forward.requests,
+        "logits": LogitMap.of(forward, signed=True),
         "heads": forward.heads,
-        "format": Format(dtype_name(forward.dtype)),
+        "format": Format(forward.format.dtype),
         "wanted": wanted,
         "deterministic": problem.deterministic and wanted.q,
         "heads_inside": problem.deterministic and wanted.q,

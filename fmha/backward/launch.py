@@ -51,9 +51,9 @@ GRADIENTS = Family(
 def plan(problem: BackwardProblem, target: Target) -> BackwardKernel:
     """Choose the main kernel's configuration. UnsupportedProblem names what the kernel does not support."""
     forward = problem.forward
-    if forward.key_stride * max(forward.seq_k, 1) > SIZE_LIMIT:
+    if forward.mask.key_stride * max(forward.seq_k, 1) > SIZE_LIMIT:
         raise UnsupportedProblem(
-            f"attention's gradients: key_stride * Sk must be at most {SIZE_LIMIT}, got {forward.key_stride} * "
+            f"attention's gradients: key_stride * Sk must be at most {SIZE_LIMIT}, got {forward.mask.key_stride} * "
             f"{forward.seq_k}"
         )
     config = GRADIENTS.of(target.architecture).BackwardConfig.of(problem)
@@ -248,8 +248,8 @@ def parts_of(prepared: Prepared, problem: BackwardProblem, main: BackwardOperand
         yield main
         return
     forward, tile_count = problem.forward, main.statistics.shape[1] // problem.forward.batch
-    batches = [slice(b, b + 1) for b in range(forward.batch)] if not forward.bias_batches else [slice(None)]
-    heads = [slice(h, h + 1) for h in range(forward.heads_kv)] if not forward.bias_heads else [slice(None)]
+    batches = [slice(b, b + 1) for b in range(forward.batch)] if not forward.bias.batches else [slice(None)]
+    heads = [slice(h, h + 1) for h in range(forward.heads_kv)] if not forward.bias.heads else [slice(None)]
     for b in batches:
         for h in heads:
             own = slice(None) if h == slice(None) else slice(h.start * forward.group, h.stop * forward.group)
@@ -270,13 +270,13 @@ def parts_of(prepared: Prepared, problem: BackwardProblem, main: BackwardOperand
                 **{name: cut(getattr(main, name), b) for name in ("q_start", "ranges", "seen_by")},
                 bias=cut(
                     main.bias,
-                    b if forward.bias_batches else slice(None),
-                    own if forward.bias_heads else slice(None),
+                    b if forward.bias.batches else slice(None),
+                    own if forward.bias.heads else slice(None),
                 ),
                 dbias=cut(
                     main.dbias,
-                    b if forward.bias_batches else slice(None),
-                    own if forward.bias_heads else slice(None),
+                    b if forward.bias.batches else slice(None),
+                    own if forward.bias.heads else slice(None),
                 ),
             )
 

@@ -49,7 +49,7 @@ class BackwardOperands(NamedTuple):
     kv_lengths: Annotated[Any, Operand(INT32, 1, when="requests.has_kv_lengths")] = None
     q_start: Annotated[Any, Operand(INT32, 1, when="requests.has_q_start")] = None
     bias: Annotated[
-        Any, Operand(lambda c: c.logits.bias, 4, None, lambda c: c.bias_alignment, "logits.bias")
+        Any, Operand(lambda c: c.logits.bias.dtype, 4, None, lambda c: c.bias_alignment, "logits.bias")
     ] = None
     dbias: Annotated[
         Any, Operand(lambda c: c.wanted.bias_dtype, 4, None, lambda c: c.dbias_alignment, "wanted.bias")

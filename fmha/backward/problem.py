@@ -44,14 +44,14 @@ class BackwardProblem:
                 "normalize: gradients are not implemented with normalize=False; a gradient flows through "
                 "attention(..., return_lse=True)"
             )
-        if forward.shared_kv and forward.v_dim:
+        if forward.format.shared_kv and forward.v_dim:
             raise NotImplementedError(
                 f"v_dim: gradients are not implemented where V is a part of K's rows, got v_dim={forward.v_dim}"
             )
-        if forward.has_tree:
+        if forward.mask.has_tree:
             raise NotImplementedError("tree: gradients are not implemented with a tree")
-        if forward.block_size is not None:
+        if forward.mask.has_blocks:
             raise NotImplementedError("block_mask: gradients are not implemented with lists of blocks")
-        if forward.paged:
+        if forward.requests.page_size:
             raise NotImplementedError("page_table: gradients are not implemented for paged keys")
         return cls(forward, wanted, **options)

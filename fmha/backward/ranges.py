@@ -21,7 +21,7 @@ def seen_by(problem: AttentionProblem, operands: Operands) -> torch.Tensor:
     """
     ranges, device = operands.ranges, operands.q.device
     row, key = (torch.arange(n, device=device) for n in (ranges.shape[1], operands.k.shape[1]))
-    if not problem.packed_q:
+    if not problem.requests.packed_q:
         length = operands.kv_lengths
         length = (
             row.new_full((len(ranges),), len(key)) if length is None else length.long().clamp(0, len(key))

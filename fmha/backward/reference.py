@@ -14,7 +14,7 @@ from warpspec.fmha.backward.problem import BackwardProblem
 from warpspec.fmha.block_mask import seen_by_heads
 from warpspec.fmha.mask import visible
 from warpspec.fmha.operands import Operands
-from warpspec.fmha.reference import weighted_sum
+from warpspec.fmha.reference import alone, weighted_sum
 from warpspec.fmha.values import request_rows
 
 
@@ -25,7 +25,7 @@ def backward(problem: BackwardProblem, operands: Operands, do, dlse) -> dict[str
     operands: as kernels get them, v given. do: like o; dlse: like lse; either may be None.
     """
     found = {name: torch.zeros_like(getattr(operands, name), dtype=torch.float32) for name in problem.wanted}
-    if not problem.forward.packed_q:
+    if not problem.forward.requests.packed_q:
         rectangle(problem, operands, do, dlse, found)
         return found
     forward = problem.forward
@@ -37,7 +37,7 @@ def backward(problem: BackwardProblem, operands: Operands, do, dlse) -> dict[str
         one = Operands(*(getattr(operands, n)[:, part] for n, part in parts.items()), sink=operands.sink)
         own = {name: t[:, parts[name]] if name in parts else t for name, t in found.items()}
         sizes = {"batch": 1, "seq_q": one.q.shape[1], "seq_k": one.k.shape[1]}
-        request = replace(forward, packed_q=False, packed_k=False, **sizes)
+        request = replace(forward, requests=alone(forward), **sizes)
         if not request.is_empty:
             rectangle(
                 replace(problem, forward=request),
@@ -89,7 +89,7 @@ def rectangle(problem: BackwardProblem, operands: Operands, do, dlse, found: dic
             if dlse is not None:
                 ds = ds + dlse[b, h, rows, None] * weights / row_sum
             ds = torch.where(head, ds, 0.0)
-            values = "k" if forward.shared_kv else "v"
+            values = "k" if forward.format.shared_kv else "v"
             if values in found and do is not None:
                 found[values][b, keys, kv_head] += weighted_sum(p.T, head.T, head_do)
             if "bias" in found:

@@ -108,7 +108,7 @@ def reads_beyond_l2(problem: BackwardProblem, config: BackwardKernel, target: Ta
     that ``heads_inside`` is better, although it allows fewer numbers of pieces."""
     forward = problem.forward
     steps = tile_steps(problem, config)
-    if forward.group == 1 or in_rows(config, steps) or forward.packed_q:
+    if forward.group == 1 or in_rows(config, steps) or forward.requests.packed_q:
         return False
     together = min(-(-target.sm_count // max(len(steps), 1)), forward.heads_kv * forward.batch)
     if together * bytes_of(forward, forward.seq_q) < BEYOND_L2 * target.l2_bytes:
@@ -122,7 +122,7 @@ def reads_beyond_l2(problem: BackwardProblem, config: BackwardKernel, target: Ta
 def row_bytes(problem: BackwardProblem) -> int:
     """Bytes that the key tiles of a row read and add to: Q, dO, dQ's sums."""
     forward = problem.forward
-    queries = forward.least_q if forward.packed_q else forward.seq_q
+    queries = forward.least_q if forward.requests.packed_q else forward.seq_q
     return bytes_of(forward, queries)
 
 
@@ -135,10 +135,10 @@ def tile_steps(problem: BackwardProblem, config: BackwardKernel) -> list[int]:
     """Steps of each key tile of a row; with packed requests, of one as long as any may be."""
     forward = problem.forward
     bounds = {
-        "causal": forward.causal,
+        "causal": forward.mask.causal,
         "left": forward.window_left,
         "right": forward.window_right,
-        "key_stride": forward.key_stride,
+        "key_stride": forward.mask.key_stride,
     }
     found, start = [], forward.seq_k - forward.seq_q  # as if no row's length or position were given
     for first_key in range(0, max(forward.seq_k, 1), config.tile_n):
@@ -201,7 +201,7 @@ def expected_us(
     """
     forward = problem.forward
     requests = forward.batch
-    if forward.packed_q:  # of least_q to twice as many queries
+    if forward.requests.packed_q:  # of least_q to twice as many queries
         requests = min(requests, max(1.5 * forward.least_q / forward.seq_q, 1.0))
     copies = max(1, round(forward.heads_kv * requests)) * pieces
     sizes = [STEP_US[forward.head_dim] * -(-count // pieces) + CTA_US for count in steps]

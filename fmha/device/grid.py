@@ -9,8 +9,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from warpspec.fmha.config import AttentionKernel
 from warpspec.fmha.device import packed
-from warpspec.fmha.features import AttentionKernel, RequestLayout
+from warpspec.fmha.features import RequestLayout
 from warpspec.fmha.schedule import TileGrid, extent, place_in_round
 
 

@@ -8,7 +8,7 @@ from cuda.bindings.driver import CUstream
 from warpspec.common.device import tma
 from warpspec.common.device.host import host_function
 from warpspec.common.operands import fakes
-from warpspec.fmha.features import AttentionKernel
+from warpspec.fmha.config import AttentionKernel
 from warpspec.fmha.heads import BLOCK, HeadSizes
 from warpspec.fmha.numbers import LaunchNumbers
 from warpspec.fmha.operands import Operands

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
+from warpspec.fmha.config import RECORD_WORDS, AttentionKernel
 from warpspec.fmha.device.blocks import Blocks, block_span, kv_blocks
 from warpspec.fmha.device.tile import Piece, Tile
-from warpspec.fmha.features import RECORD_WORDS, AttentionKernel
 from warpspec.fmha.schedule import KeySpan
 
 SPAN = ("begin", "count", "first", "end", "inner_first", "inner_end")

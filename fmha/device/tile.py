@@ -14,10 +14,11 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint64
 
 from warpspec.common.hardware import WARP_THREADS
+from warpspec.fmha.config import AttentionKernel
 from warpspec.fmha.device.blocks import RowBlocks, block_span, kv_blocks
 from warpspec.fmha.device.packed import extent_of, request_of
 from warpspec.fmha.device.tree import Drafts, depth_of, drafts_between, drop_lowest
-from warpspec.fmha.features import AttentionKernel, RequestLayout
+from warpspec.fmha.features import RequestLayout
 from warpspec.fmha.mask import key_range, widened
 from warpspec.fmha.schedule import KeySpan, KvTiles, extent, key_span
 from warpspec.fmha.tree import MOST_DRAFTS

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import Target
-from warpspec.fmha.features import AttentionKernel
+from warpspec.fmha.config import AttentionKernel
 from warpspec.fmha.logits import LogitNumbers
 from warpspec.fmha.plan.candidates import Candidate, candidates
 from warpspec.fmha.plan.cost import Way, microseconds, work_of
@@ -83,7 +83,7 @@ def best_candidate(config_class: type, problem: AttentionProblem, target: Target
     """The candidate with the least expected time; the first of equals."""
     found = list(candidates(config_class, problem, target))
     if not found:
-        queries, keys = problem.block_size
+        queries, keys = problem.mask.block_size
         raise UnsupportedProblem(
             f"{target.architecture.backend} attention: block_mask: no tile fits blocks of {queries} queries and "
             f"{keys} keys at head size {problem.head_dim}; 128 and 128 fit every one"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from warpspec.common.launch import Target
-from warpspec.fmha.features import Schedule
+from warpspec.fmha.config import Schedule
 from warpspec.fmha.plan.cost import Tiling, Way
 from warpspec.fmha.plan.splits import Loads, choose_splits, visited_tiles
 from warpspec.fmha.problem import AttentionProblem
@@ -68,16 +68,16 @@ def suits(way: Way, ways: tuple[Way, ...], problem: AttentionProblem, rounds: fl
     known to be balanced. Where the host knows the lengths, dealing out tiles longest first is as good as either. A line
     is worth its second launch only where whole tiles would leave CTAs idle.
     """
-    unknown = problem.packed_q or problem.has_kv_lengths or problem.block_size is not None
+    unknown = problem.requests.packed_q or problem.requests.has_kv_lengths or problem.mask.has_blocks
     if Way.QUEUE not in ways:
         return way is ways[0] or (unknown if way is Way.LINE else rounds > 1)
     if way is Way.LINE:
         return rounds <= (FEW_ROUNDS if unknown else 1)
     if way is Way.QUEUE:
-        return rounds > (QUEUE_ROUNDS if problem.packed_q else FEW_ROUNDS)
+        return rounds > (QUEUE_ROUNDS if problem.requests.packed_q else FEW_ROUNDS)
     if way is Way.SINGLE:
         return unknown and 1 < rounds <= FEW_ROUNDS
-    return rounds <= 1 or not problem.packed_q
+    return rounds <= 1 or not problem.requests.packed_q
 
 
 def measured_splits(
@@ -85,7 +85,7 @@ def measured_splits(
 ) -> int | None:
     """Number of splits of the keys if few queries decode, the host knows the number of keys, and an SM holds several
     CTAs, from a model fitted to such calls alone (``splits``). None for other calls."""
-    known = not (problem.packed_q or problem.has_kv_lengths)
+    known = not (problem.requests.packed_q or problem.requests.has_kv_lengths)
     if (
         loads is None
         or not known
@@ -101,7 +101,7 @@ def measured_splits(
         head_dim=problem.heads.v,
         tile_m=tiling.row_groups * tiling.rows,
         tile_n=tiling.tile_n,
-        shared_kv=problem.shared_kv,
+        shared_kv=problem.format.shared_kv,
         sm_count=target.sm_count,
         ctas_per_sm=tiling.ctas_per_sm,
         persistent=True,
@@ -123,20 +123,20 @@ def split_counts(tiles: int, kv_tiles: int, resident: int) -> list[int]:
 
 def most_tiles(problem: AttentionProblem, tiling: Tiling) -> int:
     """KV tiles that one M tile visits at most, from shapes alone."""
-    plain = problem.key_stride == 1  # only then do positions count keys
+    plain = problem.mask.key_stride == 1  # only then do positions count keys
     return visited_tiles(
         seq_k=problem.seq_k,
-        queries=MOST_DRAFTS + 1 if problem.has_tree else tiling.queries,
+        queries=MOST_DRAFTS + 1 if problem.mask.has_tree else tiling.queries,
         tile_n=tiling.tile_n,
         left=problem.window_left if plain else None,
         right=problem.window_right if plain else None,
-        causal=problem.causal and plain,
+        causal=problem.mask.causal and plain,
     )
 
 
 def tile_count(problem: AttentionProblem, tiling: Tiling) -> int:
     """Query tiles of a launch, idle ones of packed queries among them."""
     query_tiles = problem.batch * -(-problem.seq_q // tiling.queries)
-    if problem.packed_q:
+    if problem.requests.packed_q:
         query_tiles = min(query_tiles, problem.batch + problem.least_q // tiling.queries)
     return query_tiles * problem.heads_kv * -(-problem.group // tiling.pack)

@@ -107,10 +107,10 @@ def _clipped_mean(first: float, last: float) -> float:
 def work_of(problem, tiling: Tiling, requests) -> Work:
     """Count the work of a problem with these requests in such tiles."""
     queries_of, keys_of, group_queries = tiling.queries, tiling.tile_n, tiling.group_queries
-    stride = problem.key_stride
+    stride = problem.mask.key_stride
     plain = stride == 1
     left = problem.window_left if plain else None
-    right = 0 if problem.causal else problem.window_right
+    right = 0 if problem.mask.causal else problem.window_right
     heads = problem.heads_kv * -(-problem.group // tiling.pack)
     tiles = kv = masked = groups = rows = moved = squares = offsets = 0.0
     longest, shortest = 0.0, math.inf
@@ -155,7 +155,7 @@ def work_of(problem, tiling: Tiling, requests) -> Work:
             (queries_of - 1) / keys_of + 1 if mean_start > 0 else 0
         )
         masked += of_all * min(
-            mean, bands + (problem.has_kv_lengths or keys % keys_of != 0) * (right is None)
+            mean, bands + (problem.requests.has_kv_lengths or keys % keys_of != 0) * (right is None)
         )
         groups += count * heads * mean * -(-queries // group_queries)
         rows += count * queries * problem.heads_q
@@ -165,10 +165,10 @@ def work_of(problem, tiling: Tiling, requests) -> Work:
         offsets += of_all * offset
         squares += of_all * offset * offset
     spread = math.sqrt(max(squares / tiles - (offsets / tiles) ** 2, 0.0)) if tiles else 0.0
-    tensors, depth = 1 if problem.shared_kv else 2, (problem.heads.qk + problem.heads.v) / 2
+    tensors, depth = 1 if problem.format.shared_kv else 2, (problem.heads.qk + problem.heads.v) / 2
     total = sum(one.count * one.queries for one in requests)
     idle = 0.0
-    if problem.packed_q:
+    if problem.requests.packed_q:
         idle = max((total // queries_of + problem.batch) * heads - tiles, 0.0)
     return Work(
         tiles, idle, kv, longest, 0.0 if shortest == math.inf else shortest, spread, masked, groups, rows,
@@ -179,7 +179,7 @@ def work_of(problem, tiling: Tiling, requests) -> Work:
 
 def boxes_of(problem, tile_n: int) -> int:
     """Loads of a K or V tile."""
-    pages = tile_n // math.gcd(problem.page_size or tile_n, tile_n)
+    pages = tile_n // math.gcd(problem.requests.page_size or tile_n, tile_n)
     return 1 if pages == 1 and problem.heads.whole else pages * problem.heads.qk_blocks
 
 

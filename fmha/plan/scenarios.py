@@ -29,7 +29,7 @@ UNKNOWN_TOTAL = 1.06  # queries, as a multiple of their lower bound
 def scenarios(problem: AttentionProblem) -> list[list[Requests]]:
     """The scenarios of a call; at least one."""
     batch, queries, keys = problem.batch, problem.seq_q, problem.seq_k
-    if not problem.packed_q:
+    if not problem.requests.packed_q:
         return key_scenarios(problem, queries)
     total = min(max(problem.least_q * UNKNOWN_TOTAL, queries + batch - 1), batch * queries)
     mean = total / batch
@@ -46,7 +46,7 @@ def key_scenarios(problem: AttentionProblem, queries: float) -> list[list[Reques
     """Requests with so many queries each; for their keys, only the maximum may be known."""
     batch, keys = problem.batch, problem.seq_k
     equal = [Requests(batch, queries, keys)]
-    if batch == 1 or not (problem.has_kv_lengths or problem.packed_k):
+    if batch == 1 or not (problem.requests.has_kv_lengths or problem.requests.packed_k):
         return [equal]
     return [equal, [Requests(1, queries, keys), *even(batch - 1, queries, keys)]]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from warpspec.common.launch import Target
-from warpspec.fmha.features import AttentionKernel
+from warpspec.fmha.config import AttentionKernel
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.schedule import TileGrid, key_span, place_in_round
 from warpspec.fmha.tiles import ELEMENT_BYTES

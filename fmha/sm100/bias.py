@@ -37,13 +37,15 @@ def ring(config, atom, coordinates, base: cute.Pointer, tile) -> tma.TileRing | 
     """The ring of boxes, ``bias_boxes`` of them per KV tile, or None. base: its shared memory."""
     if not config.bias_stages:
         return None
-    first_head = tile.first_head if config.logits.bias_heads else 0
-    bias = coordinates[None, None, None, tile.batch if config.logits.bias_batches else 0]
+    first_head = tile.first_head if config.logits.bias.heads else 0
+    bias = coordinates[None, None, None, tile.batch if config.logits.bias.batches else 0]
     bias = cute.domain_offset((0, first_head, tile.first_query), bias)
     # (KEY, HEAD, QUERY, BOX)
     boxes = cute.local_tile(bias, config.bias_box, (None, 0, 0))
     stages = config.bias_stages * config.bias_boxes
-    shared = tma.shared_tiles(base, TYPES[config.logits.bias], config.bias_box, stages, config.bias_box_room)
+    shared = tma.shared_tiles(
+        base, TYPES[config.logits.bias.dtype], config.bias_box, stages, config.bias_box_room
+    )
     return tma.TileRing.make(atom, boxes, shared)
 
 
@@ -86,11 +88,11 @@ def add(
     if cutlass.const_expr(config.bias_stages > 0):
         full = channels["bias_full"]
         full.wait(step)
-        index = row.index if cutlass.const_expr(config.logits.bias_heads) else row.index // config.rows.pack
+        index = row.index if cutlass.const_expr(config.logits.bias.heads) else row.index // config.rows.pack
         index = cutlass.min(index, config.bias_rows - 1)  # idle rows may lie past the box
         start = bias + full.stage(step) * config.bias_tile_bytes + index * tma.ROW_BYTES
         vectors = tma.ROW_BYTES // VECTOR_BYTES
-        dtype = TYPES[config.logits.bias]
+        dtype = TYPES[config.logits.bias.dtype]
         words = VECTOR_BYTES * 8 // dtype.width
         for place in cutlass.range_constexpr(vectors):
             # One address per place; boxes lie at constant distances from it, which cost no register.
@@ -109,7 +111,7 @@ def add(
         last = cute.size(bias) - 1
         start = bias.iterator + first_key
         for i in cutlass.range_constexpr(0, config.tile_n, 2):
-            pair = cute.make_rmem_tensor(2, TYPES[config.logits.bias])
+            pair = cute.make_rmem_tensor(2, TYPES[config.logits.bias.dtype])
             pair.fill(0.0)
             for place in cutlass.range_constexpr(2):
                 if cutlass.const_expr(not masked) or first_key + i + place <= last:

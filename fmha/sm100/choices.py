@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from warpspec.common.launch import Target
-from warpspec.fmha.features import Schedule, check_call
+from warpspec.fmha.config import Schedule, check_call
 from warpspec.fmha.heads import class_of
 from warpspec.fmha.plan.cost import BLACKWELL, Constants, Tiling, Way
 from warpspec.fmha.plan.splits import Loads
@@ -19,12 +19,12 @@ FULL_ROWS = 128  # lanes of tensor memory: rows of an accumulator, one to a thre
 
 def default_shape(problem: AttentionProblem) -> Shape:
     """The default tiles for a problem's head sizes and key format: the first that fit its blocks."""
-    if problem.kv_format:
-        return QUANTIZED_SHAPES[problem.kv_format][problem.head_dim]
-    shapes = SHARED_SHAPES if problem.shared_kv else SHAPES
-    size = problem.heads.v if problem.shared_kv else max(problem.head_dim, problem.heads.v)
+    if problem.format.kv_format:
+        return QUANTIZED_SHAPES[problem.format.kv_bits][problem.head_dim]
+    shapes = SHARED_SHAPES if problem.format.shared_kv else SHAPES
+    size = problem.heads.v if problem.format.shared_kv else max(problem.head_dim, problem.heads.v)
     shapes = shapes[class_of(size)]
-    keys = problem.block_size[1] if problem.block_size else 0
+    keys = problem.mask.block_size[1] if problem.mask.has_blocks else 0
     return next((shape for shape in shapes if keys % shape.tile_n == 0), shapes[0])
 
 
@@ -42,7 +42,7 @@ class Choices:
     @classmethod
     def check(cls, problem: AttentionProblem, target: Target) -> None:
         """Raise UnsupportedProblem, naming what this kernel does not support."""
-        check_call("sm100", problem, tuple(QUANTIZED_SHAPES.get(problem.kv_format, ())))
+        check_call("sm100", problem, tuple(QUANTIZED_SHAPES.get(problem.format.kv_bits, ())))
 
     @staticmethod
     def decode_loads(problem: AttentionProblem) -> Loads | None:
@@ -61,6 +61,6 @@ class Choices:
     @classmethod
     def ways(cls, problem: AttentionProblem) -> tuple[Way, ...]:
         """How CTAs may get their work; the first is for any number of tiles."""
-        if problem.has_bias or problem.block_size is not None or default_shape(problem).tile_m < FULL_ROWS:
+        if problem.bias or problem.mask.has_blocks or default_shape(problem).tile_m < FULL_ROWS:
             return Way.SINGLE, Way.SPLIT
         return tuple(cls.schedules)

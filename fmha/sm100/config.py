@@ -22,10 +22,9 @@ from warpspec.common.hardware import (
     registers_at_launch,
 )
 from warpspec.common.launch import Target
+from warpspec.fmha.config import AttentionKernel, Schedule, TileScheduler, parts_of
 from warpspec.fmha.conversion import CONVERTER_WARPS, ConversionFeatures
-from warpspec.fmha.features import AttentionKernel, Schedule, TileScheduler, parts_of
 from warpspec.fmha.heads import BLOCK, MMA_K, rounded
-from warpspec.fmha.logits import BIAS_BYTES
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm100.choices import FULL_ROWS, Choices, default_shape
 from warpspec.fmha.sm100.shapes import FLOAT8_REGISTERS, SHAPES, Shape
@@ -83,7 +82,7 @@ class AttentionConfig(Choices, ConversionFeatures, AttentionKernel):
         cls.check(problem, target)
         shape = shape or default_shape(problem)
         registers = {}
-        if problem.kv_format:
+        if problem.format.kv_format:
             softmax_registers, other_registers = FLOAT8_REGISTERS[shape.ctas_per_sm]
             registers = {"softmax_registers": softmax_registers, "other_registers": other_registers}
         pack = pack or choose_pack(problem.group, problem.seq_q, shape.tile_m)
@@ -94,7 +93,7 @@ class AttentionConfig(Choices, ConversionFeatures, AttentionKernel):
             shape=shape,
             **registers,
         )
-        return config.with_bias(problem, target) if problem.has_bias else config
+        return config.with_bias(problem, target) if problem.bias else config
 
     def with_bias(self, problem: AttentionProblem, target: Target) -> AttentionConfig:
         """This kernel with a bias. Its shared memory comes from the rings of K and V, which keep two stages if they had
@@ -106,7 +105,7 @@ class AttentionConfig(Choices, ConversionFeatures, AttentionKernel):
         tiles = self
         # ptxas starts a tile's loads from global memory all at once, and at 128 keys has no registers for that. In
         # fp32, half the keys leave room for two CTAs, with two stages of everything.
-        if not streamed or (problem.bias_dtype.itemsize == FP32_BYTES and self.ctas_per_sm > 1):
+        if not streamed or (problem.bias.bytes == FP32_BYTES and self.ctas_per_sm > 1):
             tiles = replace(self, shape=replace(self.shape, tile_n=min(self.tile_n, BLOCK)))
         if not streamed:
             return tiles
@@ -243,13 +242,13 @@ class AttentionConfig(Choices, ConversionFeatures, AttentionKernel):
     @property
     def bias_rows(self) -> int:
         """Rows of a bias tile: one per query if heads share them."""
-        return self.rows.pack * self.rows.queries if self.logits.bias_heads else self.rows.queries
+        return self.rows.pack * self.rows.queries if self.logits.bias.heads else self.rows.queries
 
     @property
     def bias_box(self) -> tuple[int, int, int]:
         """(KEY, HEAD, QUERY) of a bias load: 128 bytes of keys."""
-        keys = memory.ROW_BYTES // BIAS_BYTES[self.logits.bias]
-        return (keys, self.rows.pack if self.logits.bias_heads else 1, self.rows.queries)
+        keys = memory.ROW_BYTES // self.logits.bias.bytes
+        return (keys, self.rows.pack if self.logits.bias.heads else 1, self.rows.queries)
 
     @property
     def bias_boxes(self) -> int:
@@ -374,18 +373,18 @@ class AttentionConfig(Choices, ConversionFeatures, AttentionKernel):
         """Shared memory, in order."""
         stages, rows = self.kv_stages, f"{self.kv_stages} x [{self.tile_n}"
         name = "K and V" if self.format.shared_kv else "K"
+        bias = ""
+        if self.bias_stages:
+            bias = f"{self.bias_stages} x [{self.bias_rows}, {self.tile_n}] {self.logits.bias.dtype}"
         return (
             *self.control_regions,
             memory.tile_region("q", self.q_bytes, "Q", f"[{self.tile_m}, {self.heads.qk_room}]"),
             memory.tile_region("k", stages * self.kv.k_bytes, name, f"{rows}, {self.heads.qk_room}]"),
             memory.tile_region("v", stages * self.kv.own_v_bytes, "V", f"{rows}, {self.heads.v_room}]"),
             memory.tile_region("p", self.p_bytes, "P", f"[{self.tile_m}, {self.tile_n}]"),
-            memory.tile_region(
-                "bias", self.bias_ring_bytes, "bias",
-                f"{self.bias_stages} x [{self.bias_rows}, {self.tile_n}] {self.logits.bias}",
-            ),
+            memory.tile_region("bias", self.bias_ring_bytes, "bias", bias),
             *self.code_regions,
-        )  # fmt: skip
+        )
 
     @property
     def control_regions(self) -> tuple[memory.Region, ...]:

@@ -50,11 +50,10 @@ FLOAT8_SHAPES: dict[int, Shape] = {
     128: Shape(128, 128, "tmem", 2, 1, raw_stages=2),
     256: Shape(128, 64, "tmem", 2, 1, raw_stages=1),
 }
-# By format of K and V; NVFP4's tiles are half as large.
-QUANTIZED_SHAPES: dict[str, dict[int, Shape]] = {
-    "e4m3": FLOAT8_SHAPES,
-    "e5m2": FLOAT8_SHAPES,
-    "nvfp4": {**FLOAT8_SHAPES, 128: replace(FLOAT8_SHAPES[128], raw_stages=3)},
+# By bits of a number of K and V; a tile of 4 is half as large.
+QUANTIZED_SHAPES: dict[int, dict[int, Shape]] = {
+    8: FLOAT8_SHAPES,
+    4: {**FLOAT8_SHAPES, 128: replace(FLOAT8_SHAPES[128], raw_stages=3)},
 }
 # (softmax_registers, other_registers) with a converter, by CTAs an SM.
 FLOAT8_REGISTERS = {1: (240, 128), 2: (144, 48)}

@@ -33,7 +33,7 @@ def add(
     start = bias.iterator + first_key
     for place, i in enumerate(elements(scores, r)):
         offset = column(i)
-        value = cute.make_rmem_tensor(1, TYPES[config.logits.bias])
+        value = cute.make_rmem_tensor(1, TYPES[config.logits.bias.dtype])
         value.fill(0.0)
         if cutlass.const_expr(not masked) or first_key + offset <= last:
             value[0] = start[offset]

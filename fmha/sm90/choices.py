@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import Target
-from warpspec.fmha.features import Format, Schedule, check_call
+from warpspec.fmha.config import Schedule, check_call
 from warpspec.fmha.heads import MMA_K, rounded
 from warpspec.fmha.plan.cost import HOPPER, Constants, Tiling, Way
 from warpspec.fmha.plan.splits import DECODE_LOADS, FLOAT8_LOADS, WARP_LOADS, Loads
@@ -33,25 +33,29 @@ class Choices:
     def check(cls, problem: AttentionProblem, target: Target) -> None:
         """Raise UnsupportedProblem, naming what this kernel does not support on the target."""
         check_call("sm90", problem, tuple(FLOAT8))
-        if problem.kv_format and problem.has_bias:
-            raise UnsupportedProblem(f"sm90 attention: bias with k in {problem.kv_format} is not supported")
+        if problem.format.kv_format and problem.bias:
+            raise UnsupportedProblem(
+                f"sm90 attention: bias with k in {problem.format.kv_format} is not supported"
+            )
 
     @classmethod
     def shapes(cls, problem: AttentionProblem) -> tuple[Shape, ...]:
         """Tile shapes that a problem may get; for FP8 keys just one."""
-        if problem.kv_format is not None:
+        if problem.format.kv_format is not None:
             return float8_tiles(problem)
         heads = problem.heads
-        key_bytes = (heads.qk_room if problem.shared_kv else heads.qk_room + heads.v_room) * ELEMENT_BYTES
+        key_bytes = (
+            heads.qk_room if problem.format.shared_kv else heads.qk_room + heads.v_room
+        ) * ELEMENT_BYTES
         columns, row_bytes = rounded(heads.v, MMA_K), heads.qk_room * ELEMENT_BYTES
-        return tiles(columns, row_bytes, key_bytes, problem.shared_kv, problem.has_bias)
+        return tiles(columns, row_bytes, key_bytes, problem.format.shared_kv, problem.bias is not None)
 
     @classmethod
     def decode_loads(cls, problem: AttentionProblem) -> Loads:
         """How fast an SM loads keys for few queries (``plan.splits``)."""
-        if not problem.kv_format:
+        if not problem.format.kv_format:
             return DECODE_LOADS
-        return WARP_LOADS[Format.of(problem).kv_bits] if cls.shapes(problem)[0].row_tiles else FLOAT8_LOADS
+        return WARP_LOADS[problem.format.kv_bits] if cls.shapes(problem)[0].row_tiles else FLOAT8_LOADS
 
     @classmethod
     def tilings(cls, problem: AttentionProblem) -> Iterator[tuple[Shape, Tiling]]:
@@ -70,8 +74,8 @@ class Choices:
         """How CTAs may get their work; the first is for any number of tiles."""
         if cls.shapes(problem)[0].column_parts > 1:
             return Way.PERSISTENT, Way.SPLIT
-        if problem.has_bias:
+        if problem.bias:
             return Way.PERSISTENT, Way.SINGLE, Way.SPLIT
-        if problem.block_size is not None:  # the lengths of lists are on the device
+        if problem.mask.has_blocks:  # the lengths of lists are on the device
             return tuple(way for way in cls.schedules if way is not Way.LINE)
         return tuple(cls.schedules)

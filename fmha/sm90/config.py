@@ -21,7 +21,7 @@ from warpspec.common.hardware import (
     registers_at_launch,
 )
 from warpspec.common.launch import Target
-from warpspec.fmha.features import AttentionKernel, Schedule, TileScheduler, parts_of
+from warpspec.fmha.config import AttentionKernel, Schedule, TileScheduler, parts_of
 from warpspec.fmha.heads import BLOCK, MMA_K
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm90.choices import Choices

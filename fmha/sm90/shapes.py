@@ -100,7 +100,7 @@ FLOAT8_FEW = {
 }
 
 
-# Larger ones for NVFP4: a tile with the same number of keys has half of the bytes.
+# Larger ones for 4 bits a number: a tile with the same number of keys has half of the bytes.
 NVFP4_FEW = {128: replace(FLOAT8_FEW[1][128], tile_n=64, consumer_registers=216, producer_registers=40)}
 
 
@@ -109,7 +109,7 @@ def float8_tiles(problem: AttentionProblem) -> tuple[Shape, ...]:
     KV head, some at D 128 (docs/measurements.md)."""
     dim, eights = problem.head_dim, -(-problem.group * problem.seq_q // COLUMN_ROWS)
     few = FLOAT8_FEW.get(eights, {})
-    if problem.kv_format == "nvfp4" and eights == 1:
+    if problem.format.kv_bits == 4 and eights == 1:
         few = few | NVFP4_FEW
     if dim in few:
         return (few[dim],)

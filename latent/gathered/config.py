@@ -15,7 +15,8 @@ from warpspec.common.barriers import Barrier
 from warpspec.common.hardware import BF16_BYTES, VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS, WORD_BYTES
 from warpspec.common.memory import ROW_BYTES
 from warpspec.common.operands import BFLOAT16, FLOAT32, UINT32
-from warpspec.fmha.features import Format, Mask, Output
+from warpspec.fmha.config import Output
+from warpspec.fmha.features import Format, Mask
 from warpspec.fmha.heads import BLOCK, LATENT, MMA_K, HeadSizes
 from warpspec.fmha.sm90.config import AttentionConfig
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS, Shape

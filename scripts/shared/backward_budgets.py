@@ -5,6 +5,7 @@ from __future__ import annotations
 from warpspec.common.hardware import MAX_SMEM_PER_CTA, REGISTERS_PER_SM, TMEM_COLUMNS
 from warpspec.fmha.backward import sm90, sm100
 from warpspec.fmha.backward.problem import BackwardProblem
+from warpspec.fmha.features import Mask
 from warpspec.fmha.logits import LogitOptions
 from warpspec.fmha.problem import AttentionProblem
 
@@ -17,7 +18,7 @@ def configs(module) -> list:
     """An architecture's kernels of causal bf16 problems, one for each D."""
     import torch
 
-    kind = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
+    kind = {"device": torch.device("cpu"), "mask": Mask(causal=True)}
     sizes = {
         "batch": 1,
         "seq_q": 1024,
@@ -25,7 +26,6 @@ def configs(module) -> list:
         "heads_q": 1,
         "heads_kv": 1,
         "logits": LogitOptions(1.0),
-        "causal": True,
     }
     forwards = [AttentionProblem(**sizes, **kind, head_dim=d, return_lse=True) for d in HEAD_DIMS]
     return [module.BackwardConfig.of(BackwardProblem(forward, ("q", "k", "v"))) for forward in forwards]

@@ -24,7 +24,7 @@ def planned_call(
     prepared = launch.prepare.__wrapped__(problem, target, plan)
     if o is None:
         o = torch.empty(problem.o_shape, dtype=problem.o_dtype, device=problem.device)
-        o = o[0] if problem.packed_q else o
+        o = o[0] if problem.requests.packed_q else o
 
     def call(x: SimpleNamespace) -> torch.Tensor:
         tensors = {name: x.options[name] for name in OPERANDS if name in x.options}

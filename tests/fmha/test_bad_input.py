@@ -248,7 +248,12 @@ def test_problem_is_hashable_and_derives_sizes():
     sizes = (problem.batch, problem.seq_q, problem.seq_k, problem.heads_q, problem.heads_kv, problem.group)
     assert sizes == (2, 5, 7, 4, 2, 2)
     assert (problem.o_shape, problem.stat_shape, problem.stat_count) == ((2, 5, 4, 64), (2, 4, 5), 1)
-    assert problem.logits.scale == 0.125 and not problem.paged and not problem.is_empty
+    assert problem.logits.scale == 0.125 and not problem.requests.page_size and not problem.is_empty
     paged = AttentionProblem.of(**{**good(), **PAGES}, normalize=False, return_lse=True)
-    assert (paged.seq_k, paged.page_size, paged.stat_count, paged.o_dtype) == (8, 4, 2, torch.float32)
+    assert (paged.seq_k, paged.requests.page_size, paged.stat_count, paged.o_dtype) == (
+        8,
+        4,
+        2,
+        torch.float32,
+    )
     assert not paged.return_lse

@@ -16,7 +16,7 @@ from warpspec.common.launch import SIMULATED
 from warpspec.fmha import attention, attention_varlen, launch, merge
 from warpspec.fmha.backward import call as backward_call
 from warpspec.fmha.heads import HeadSizes, class_of, supported
-from warpspec.fmha.logits import LogitOptions
+from warpspec.fmha.logits import BiasLayout, LogitOptions
 from warpspec.fmha.problem import AttentionProblem
 
 ARCHS = ("sm_90a", "sm_100a")
@@ -82,14 +82,12 @@ def test_every_size_has_tiles():
             {},
             {"seq_q": 1},
             {"seq_q": 1, "batch": 1, "num_splits": 4},
-            {"has_bias": True},
+            {"bias": BiasLayout("bfloat16"), "bias_rows": "aligned"},
             {"seq_k": 600},
         ):
-            bias = {"bias_dtype": torch.bfloat16, "bias_rows": "aligned"} if "has_bias" in options else {}
             sizes_of = dict(batch=8, seq_q=4096, seq_k=4096, heads_q=8, heads_kv=8, head_dim=qk, v_dim=v)
             problem = AttentionProblem(
-                **{**sizes_of, **options, **bias},
-                dtype=torch.bfloat16,
+                **{**sizes_of, **options},
                 device=torch.device("meta"),
                 logits=LogitOptions(1.0),
             )

@@ -14,7 +14,7 @@ from helpers.varlen_cases import Packed, random_batch
 from warpspec import sim
 from warpspec.common.launch import SIMULATED
 from warpspec.fmha import attention, attention_varlen, launch
-from warpspec.fmha.features import Schedule
+from warpspec.fmha.config import Schedule
 from warpspec.fmha.line import round_count
 from warpspec.fmha.plan.cost import Way
 from warpspec.fmha.problem import AttentionProblem

@@ -5,8 +5,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from warpspec.fmha import AttentionState, attention, merge
-from warpspec.fmha.operands import INPUTS, Operands
-from warpspec.fmha.ops import unobserved
+from warpspec.fmha.operands import Operands, Options
+from warpspec.fmha.ops import flat, unobserved
 
 OPTIONS = {"causal": True, "window": (3, None), "backend": "reference"}
 
@@ -70,13 +70,12 @@ def test_out_compiles_and_is_written_in_place():
 
 def test_schemas_and_fake_implementations_are_right():
     arguments = list(inputs().values())
-    others, window = (None,) * (len(INPUTS) - 3), (3, None)
-    options = (None, True, *window, 1, True, True, None, None, None, False)
-    rest = (*others, *options, None, None, False, None, None, "reference")
+    options = Options.of(causal=True, window=(3, None), return_lse=True)
+    call = flat(Operands(*arguments), options, "reference")
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(torch.ops.warpspec.fmha_forward, (*arguments, *rest), test_utils=checks)
+    torch.library.opcheck(torch.ops.warpspec.fmha_forward, call, test_utils=checks)
     out = torch.empty_like(arguments[0])
-    torch.library.opcheck(torch.ops.warpspec.fmha_forward_out, (*arguments, *rest, out), test_utils=checks)
+    torch.library.opcheck(torch.ops.warpspec.fmha_forward_out, (*call, out), test_utils=checks)
 
 
 class Recorder(TorchDispatchMode):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.attention_configs import configured
+from helpers.attention_configs import configured, made_problem
 from helpers.page_layouts import PAGE_SIZES
 from helpers.simulate import plan_for
 from helpers.suites import long
@@ -15,8 +15,9 @@ from helpers.suites import long
 from warpspec.common.hardware import MODELS, WARP_THREADS, Speeds
 from warpspec.common.launch import SIMULATED, Target, simulated
 from warpspec.fmha import launch, sm90
-from warpspec.fmha.features import Schedule
-from warpspec.fmha.logits import LogitOptions
+from warpspec.fmha.config import Schedule
+from warpspec.fmha.features import RequestLayout
+from warpspec.fmha.logits import BiasLayout, LogitOptions
 from warpspec.fmha.plan import candidates, expectation, make_plan
 from warpspec.fmha.plan.cost import Tiling, Way, microseconds, work_of
 from warpspec.fmha.plan.scenarios import Requests, scenarios
@@ -42,8 +43,8 @@ def random_problem(draw: random.Random) -> AttentionProblem:
     total = draw.randint(seq_q, seq_q * batch)
     bias = not packed and draw.random() < 0.2
     window = draw.choice((None, None, 0, 127, 5000))
-    return AttentionProblem(
-        batch, seq_q, seq_k, heads_kv * group, heads_kv, head_dim, torch.bfloat16, torch.device("meta"),
+    return made_problem(
+        batch, seq_q, seq_k, heads_kv * group, heads_kv, head_dim,
         causal=draw.random() < 0.7,
         window_left=window,
         window_right=None if window is None else draw.choice((None, 0, 3)),
@@ -52,9 +53,8 @@ def random_problem(draw: random.Random) -> AttentionProblem:
         shared_kv=draw.random() < 0.2,
         logits=LogitOptions(0.1, draw.choice((None, None, None, 30.0))),
         has_kv_lengths=page_size is not None or (not packed and draw.random() < 0.3),
-        page_size=page_size,
-        has_bias=bias,
-        bias_dtype=draw.choice((torch.bfloat16, torch.float32)) if bias else None,
+        page_size=page_size or 0,
+        bias=BiasLayout(draw.choice(("bfloat16", "float32"))) if bias else None,
         bias_rows="aligned" if bias else None,
         packed_q=packed,
         packed_k=packed and page_size is None,
@@ -76,7 +76,7 @@ def test_plans_of_random_problems_are_feasible(name, seed):
         assert plan.ctas >= 1 and plan.section >= 1 and plan.splits >= 1
         assert plan.config.output.splits == (plan.splits > 1)
         assert problem.num_splits in (None, plan.splits)
-        if problem.page_size:
+        if problem.requests.page_size:
             assert plan.config.tile_n % plan.config.kv.page_keys == 0
             assert plan.config.kv.boxes()[1] <= WARP_THREADS  # a lane has the page of each
         time = expectation(config_class, problem, target)
@@ -104,8 +104,12 @@ def test_work_is_what_tiles_visit():
     """Query tiles exactly, KV tiles nearly, of random requests."""
     draw = random.Random(1)
     for _ in range(100):
+        problem = random_problem(draw)
         problem = replace(
-            random_problem(draw), causal=True, window_right=None, page_size=None, packed_q=False
+            problem,
+            mask=replace(problem.mask, causal=True, has_right=False),
+            requests=RequestLayout(has_kv_lengths=problem.requests.has_kv_lengths),
+            window_right=None,
         )
         requests = [
             Requests(1, q, q + draw.randint(0, 3000))
@@ -133,15 +137,13 @@ def test_scenarios_have_what_the_host_knows():
             assert count == pytest.approx(problem.batch)
             assert all(one.count >= 0 and one.queries > 0 and one.keys > 0 for one in case)
             assert max(one.keys for one in case) <= problem.seq_k * 1.001 + problem.seq_q
-            if not problem.packed_q:
+            if not problem.requests.packed_q:
                 assert queries == pytest.approx(problem.batch * problem.seq_q)
 
 
 def test_more_work_takes_longer():
     """The model, for every way: of twice the keys, of four times the requests, on a slower GPU."""
-    problem = AttentionProblem(
-        8, 1, 4096, 32, 8, 128, torch.bfloat16, torch.device("meta"), LogitOptions(0.1), has_kv_lengths=True
-    )
+    problem = made_problem(8, 1, 4096, 32, 8, 128, has_kv_lengths=True)
     costs = launch.ATTENTION.of(H200.architecture).AttentionConfig.costs
     tiling = Tiling(1, 64, 1, 64, 3, 2, 4)
 

@@ -14,6 +14,7 @@ from helpers.suites import long_but
 from warpspec import sim
 from warpspec.common.compile import resources
 from warpspec.fmha import attention, sm90
+from warpspec.fmha.logits import BiasLayout
 from warpspec.fmha.sm90.shapes import PAIR
 from warpspec.sim import tma
 
@@ -184,7 +185,7 @@ VARIANTS = {
         "pack": 8,
         "negate": True,
     },
-    "bias": {"bias": "float32", "bias_batches": True, "pack": 64},
+    "bias": {"bias": BiasLayout("float32", batches=True), "pack": 64},
 }
 
 

@@ -2,7 +2,6 @@
 
 import itertools
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from helpers.attention_cases import (
     poisoned_out,
     relative_error,
 )
-from helpers.attention_configs import configured
+from helpers.attention_configs import configured, made_problem
 from helpers.page_layouts import PAGE_SIZES, paged
 from helpers.simulate import choosing, plan_for
 from helpers.suites import long
@@ -25,7 +24,7 @@ from warpspec import sim
 from warpspec.common.compile import resources
 from warpspec.fmha import attention, sm90
 from warpspec.fmha.heads import CLASSES as HEAD_DIMS
-from warpspec.fmha.heads import HeadSizes
+from warpspec.fmha.logits import BiasLayout
 from warpspec.fmha.sm90.shapes import PAIR, Shape
 
 BY_ID = {case.id: case for case in (*CASES, *PARTLY_POISONED)}
@@ -181,11 +180,8 @@ VARIANTS = {
 
 
 def shapes_of(head_dim: int, **options) -> tuple[Shape, ...]:
-    """Tile shapes of a head dimension. options: shared_kv, has_bias of the problem."""
-    heads = HeadSizes(head_dim, head_dim)
-    problem = SimpleNamespace(
-        heads=heads, kv_format=None, **({"shared_kv": False, "has_bias": False} | options)
-    )
+    """Tile shapes of a head dimension. options: of the problem."""
+    problem = made_problem(1, 128, 128, 1, 1, head_dim, **options)
     return sm90.AttentionConfig.shapes(problem)
 
 
@@ -219,10 +215,10 @@ def test_nothing_spills(shape, variant):
 
 
 BIASES = {
-    "bfloat16": {"bias": "bfloat16"},
-    "causal": {"bias": "bfloat16", "bias_heads": True, "bias_batches": True, "causal": True, "has_sink": True},
+    "bfloat16": {"bias": BiasLayout("bfloat16")},
+    "causal": {"bias": BiasLayout("bfloat16", heads=True, batches=True), "causal": True, "has_sink": True},
     "everything": {
-        "bias": "float32", "bias_heads": True, "bias_batches": True, "causal": True, "has_left": True, "negate": True,
+        "bias": BiasLayout("float32", heads=True, batches=True), "causal": True, "has_left": True, "negate": True,
         "has_kv_lengths": True, "has_q_start": True, "has_sink": True, "has_lse": True, "key_stride": 4, "pack": 8,
     },
 }  # fmt: skip
@@ -234,7 +230,7 @@ def test_a_bias_spills_nothing(head_dim, bias, page_size):
     options = {**BIASES[bias], "page_size": page_size}
     if page_size:
         options["has_kv_lengths"] = True
-    for shape in shapes_of(head_dim, has_bias=True):
+    for shape in shapes_of(head_dim, bias=BiasLayout("bfloat16")):
         config = configured(
             sm90.AttentionConfig, head_dim=head_dim, shape=shape, exact_maximum=head_dim == 64, **options
         )

@@ -139,7 +139,6 @@ def test_decoding_on_an_h200_is_split_as_was_fastest_there(shape, fast):
     sizes = {"batch": batch, "seq_q": 1, "seq_k": keys, "heads_q": heads_q, "heads_kv": heads_kv}
     kind = {
         "head_dim": head_dim,
-        "dtype": torch.bfloat16,
         "device": torch.device("meta"),
         "logits": LogitOptions(0.1),
     }

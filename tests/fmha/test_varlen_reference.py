@@ -8,7 +8,7 @@ import torch
 from helpers.varlen_cases import Packed, random_batch
 
 from warpspec.fmha import AttentionState, attention, attention_varlen, merge, ops, reference
-from warpspec.fmha.operands import INPUTS, Operands
+from warpspec.fmha.operands import INPUTS, Operands, Options
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.values import DEBUG_VARIABLE, request_rows
 
@@ -282,30 +282,12 @@ class TestTorch:
     def test_schemas_and_fake_implementations_are_right(self):
         arguments = replace(PAGED, seq_q=(4, 1, 0, 1, 5)).arguments()
         arguments["q"] = arguments["q"][:11].clone()  # every row is written, so that runs compare
-        tensors = [arguments.get(name) for name in INPUTS]
-        options = (
-            None,
-            True,
-            None,
-            None,
-            1,
-            True,
-            True,
-            None,
-            4,
-            None,
-            False,
-            None,
-            None,
-            False,
-            "reference",
-        )
+        operands = Operands(**{name: arguments.get(name) for name in INPUTS})
+        call = ops.flat(operands, Options.of(causal=True, return_lse=True, max_seqlen_q=4), "reference")
         checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-        torch.library.opcheck(torch.ops.warpspec.fmha_forward, (*tensors, *options), test_utils=checks)
+        torch.library.opcheck(torch.ops.warpspec.fmha_forward, call, test_utils=checks)
         out = torch.zeros_like(arguments["q"])
-        torch.library.opcheck(
-            torch.ops.warpspec.fmha_forward_out, (*tensors, *options, out), test_utils=checks
-        )
+        torch.library.opcheck(torch.ops.warpspec.fmha_forward_out, (*call, out), test_utils=checks)
 
     def test_gradients_with_out_are_refused(self):
         arguments = MIXED.arguments()

@@ -14,8 +14,8 @@ from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import SIMULATED
 from warpspec.fmha import attention_varlen, launch
 from warpspec.fmha.combine import COMBINE, CombineConfig
+from warpspec.fmha.config import MOST_REQUESTS
 from warpspec.fmha.device import packed
-from warpspec.fmha.features import MOST_REQUESTS
 from warpspec.fmha.plan.cost import Way
 from warpspec.fmha.problem import AttentionProblem
 

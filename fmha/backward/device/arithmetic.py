@@ -159,8 +159,8 @@ def follow_map(block, weights: cutlass.Constexpr, ds: cute.Tensor, factor: cutla
 def bias_rows(block, tensor: cute.Tensor) -> cute.Tensor:
     """(QUERY, KEY) of a bias, or of its gradient."""
     config = block.config
-    batch = block.tile.request if config.logits.bias_batches else 0
-    return tensor[batch, block.head if config.logits.bias_heads else 0, None, None]
+    batch = block.tile.request if config.logits.bias.batches else 0
+    return tensor[batch, block.head if config.logits.bias.heads else 0, None, None]
 
 
 @cute.jit

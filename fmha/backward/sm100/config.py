@@ -15,7 +15,7 @@ from warpspec.common.hardware import (
 )
 from warpspec.fmha.backward.features import BackwardKernel, parts_of
 from warpspec.fmha.backward.problem import BackwardProblem
-from warpspec.fmha.features import check_requests
+from warpspec.fmha.config import check_requests
 from warpspec.fmha.heads import BLOCK
 from warpspec.fmha.tiles import ELEMENT_BYTES
 

@@ -25,8 +25,8 @@ def boxes_of(work, tensor, place):
     """A TMA coordinate tensor, (KEY, QUERY), from the consumers' first key and the tile's first query on."""
     config, tile = work.config, work.tile
     head, query_tile = place
-    batch = tile.request if config.logits.bias_batches else 0
-    plane = tensor[None, None, head if config.logits.bias_heads else 0, batch]
+    batch = tile.request if config.logits.bias.batches else 0
+    plane = tensor[None, None, head if config.logits.bias.heads else 0, batch]
     return cute.domain_offset((tile.first_key, query_tile * config.tile_m), plane)
 
 

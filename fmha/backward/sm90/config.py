@@ -16,7 +16,7 @@ from warpspec.common.hardware import (
 )
 from warpspec.fmha.backward.features import WARPS, BackwardKernel, parts_of
 from warpspec.fmha.backward.problem import BackwardProblem
-from warpspec.fmha.features import check_requests
+from warpspec.fmha.config import check_requests
 from warpspec.fmha.heads import BLOCK
 from warpspec.fmha.tiles import ELEMENT_BYTES
 
@@ -41,7 +41,7 @@ def has_bias_tiles(parts: dict, forward) -> bool:
     fits = forward.head_dim == BIAS_DIM and not parts["deterministic"] and forward.bias_rows == "aligned"
     whole_rows = forward.seq_k % BIAS_VECTOR == 0 or parts["wanted"].bias != "bfloat16"
     fits = fits and not logits.curved  # dS no longer equals dbias when it is stored
-    return fits and whole_rows and parts["format"].dtype == logits.bias == "bfloat16"
+    return fits and whole_rows and parts["format"].dtype == logits.bias.dtype == "bfloat16"
 
 
 @dataclass(frozen=True)

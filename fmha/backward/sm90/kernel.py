@@ -24,8 +24,8 @@ def bias_view(config, bias: cute.Tensor) -> cute.Tensor:
     """(KEY, QUERY, HEAD, BATCH) view of a bias or its gradient; 1 head or batch row if all share it."""
     batch, heads, queries, keys = bias.shape
     steps = bias.stride
-    heads, head_step = (heads, steps[1]) if config.logits.bias_heads else (1, steps[2])
-    batch, batch_step = (batch, steps[0]) if config.logits.bias_batches else (1, steps[2])
+    heads, head_step = (heads, steps[1]) if config.logits.bias.heads else (1, steps[2])
+    batch, batch_step = (batch, steps[0]) if config.logits.bias.batches else (1, steps[2])
     layout = cute.make_layout((keys, queries, heads, batch), stride=(1, steps[2], head_step, batch_step))
     return cute.make_tensor(bias.iterator, layout)
 

@@ -1,0 +1,232 @@
+"""The architecture-independent part of an attention kernel's configuration, except tiles.
+
+A configuration is composed of records of a few switches: those that it has in common with its problem (``features``,
+``heads``, ``logits``), ``Output`` and ``TileScheduler``. ``AttentionConfig`` of ``sm90`` and ``sm100`` adds tiles and
+memory of its own. Kernels that differ in nothing else share these records and the device code that reads them.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, replace
+
+from warpspec.common.barriers import Barrier
+from warpspec.common.errors import UnsupportedProblem
+from warpspec.common.hardware import WARP_THREADS, WORD_BYTES
+from warpspec.common.operands import FLOAT32
+from warpspec.fmha.features import Format, Mask, RequestLayout
+from warpspec.fmha.heads import HeadSizes
+from warpspec.fmha.line import MOST_ROUNDS
+from warpspec.fmha.logits import PLAIN, LogitMap
+from warpspec.fmha.problem import AttentionProblem
+from warpspec.fmha.tiles import KvTile, TileRows, check_page_size, takes_pages
+
+# A packed request is found by a warp, 32 candidates at a time (``device.packed``).
+SEARCH_ROUNDS = 3
+MOST_REQUESTS = WARP_THREADS**SEARCH_ROUNDS
+
+CURSOR_WORDS = 3  # words in shared memory for a cut of the line (``device.line``)
+RECORD_WORDS = 24  # words of a tile's record (``device.record``), with spare ones
+
+# The running maximum may fall this far behind the true one, in powers of two, before O is rescaled: P then
+# stays below 2**8, well within fp16 and bf16, and sums of it within fp32. When few queries decode, the reference
+# follows every step, so that the largest P of a row is exactly 1 and has no rounding error. This is necessary: keys
+# with the same weight other than 1 all have the same rounding error, however small each weight is.
+RESCALE_THRESHOLD = 8.0
+EXACT_QUERIES = 8
+
+
+class Schedule(enum.Enum):
+    """Which tiles of a launch a CTA works on."""
+
+    SINGLE = "single tile"  # the one of its number
+    PERSISTENT = "persistent"  # one tile per round, a round having as many tiles as there are CTAs
+    QUEUE = "queue"  # whole tiles taken from a queue in memory (``device.queue``)
+    LINE = "line"  # its chunk of the line of all tiles, cut by length (``line``); it may leave pieces' states
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a kernel writes of a row's sums.
+
+    dtype, size: those of a row of o. normalize: O is divided by the row's sum; otherwise the kernel writes its
+    un-normalised state, row_max and row_sum beside o. splits: it writes a state for each split of the keys.
+    exact_maximum: O is rescaled whenever the maximum moves.
+    """
+
+    dtype: str = "bfloat16"
+    size: int = 64
+    has_sink: bool = False
+    has_lse: bool = False
+    normalize: bool = True
+    splits: bool = False
+    exact_maximum: bool = False
+
+    def __post_init__(self):
+        assert not (self.splits and (self.normalize or self.has_lse)), "splits write un-normalised states"
+
+    @classmethod
+    def of(cls, problem: AttentionProblem, splits: bool) -> Output:
+        """splits: splits of the keys, whose results another kernel combines."""
+        normalize = problem.normalize and not splits
+        return cls(
+            dtype=problem.format.dtype if normalize else FLOAT32,
+            size=problem.heads.v_state if splits else problem.heads.v,
+            has_sink=problem.has_sink and not splits,
+            has_lse=problem.return_lse and not splits,
+            normalize=normalize,
+            splits=splits,
+            exact_maximum=problem.seq_q <= EXACT_QUERIES,
+        )
+
+    @property
+    def writes_state(self) -> bool:
+        """Whether an un-normalised state is written: row_max and row_sum beside o."""
+        return not self.normalize
+
+    @property
+    def split_dims(self) -> int:
+        """Number of leading dimensions of o, row_max and row_sum for splits."""
+        return int(self.splits)
+
+    @property
+    def rescale_threshold(self) -> float:
+        """Powers of two that the reference may lag behind the maximum."""
+        return 0.0 if self.exact_maximum else RESCALE_THRESHOLD
+
+
+@dataclass(frozen=True)
+class TileScheduler:
+    """Which tiles a CTA works on, and how its roles learn of them.
+
+    has_warp: a warp computes the CTA's tiles for all roles and writes them to ``record_count`` records
+    (``device.record``).
+    """
+
+    schedule: Schedule = Schedule.SINGLE
+    has_warp: bool = False
+    record_count: int = 1
+
+    def __post_init__(self):
+        assert self.has_warp or self.schedule is not Schedule.QUEUE
+
+    @property
+    def cuts_tiles(self) -> bool:
+        """Whether work is cut by length: CTAs leave states of pieces of tiles, and join records."""
+        return self.schedule is Schedule.LINE
+
+    @property
+    def single(self) -> bool:
+        """Whether a CTA works on one tile."""
+        return self.schedule is Schedule.SINGLE
+
+    @property
+    def persistent(self) -> bool:
+        """Whether a CTA works on a tile of every round."""
+        return self.schedule is Schedule.PERSISTENT
+
+    @property
+    def from_queue(self) -> bool:
+        """Whether CTAs take tiles from a queue."""
+        return self.schedule is Schedule.QUEUE
+
+    @property
+    def cursor_bytes(self) -> int:
+        """Bytes of shared memory for the ends of the CTA's chunks."""
+        return 2 * CURSOR_WORDS * MOST_ROUNDS * WORD_BYTES if self.cuts_tiles else 0
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of shared memory for the records of tiles."""
+        return RECORD_WORDS * WORD_BYTES * self.record_count if self.has_warp else 0
+
+    def barriers(self, scheduler: str, readers: str, warps: int) -> tuple[Barrier, ...]:
+        """mbarriers of the records of tiles. warps: number of reading warps."""
+        readers, count = f"{readers}, one thread a warp", self.record_count
+        return (
+            Barrier(
+                "tile_full", count, 1, scheduler, readers, "the record of the next tile is in shared memory"
+            ),
+            Barrier("tile_empty", count, warps, readers, scheduler, "every role has read it"),
+        )
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """Configuration of an attention kernel, shared by all architectures. Each adds its tiles.
+
+    pack: query heads that share an M tile.
+    """
+
+    mask: Mask = Mask()
+    requests: RequestLayout = RequestLayout()
+    logits: LogitMap = PLAIN
+    heads: HeadSizes = HeadSizes(64, 64)
+    format: Format = Format()
+    output: Output = Output()
+    scheduler: TileScheduler = TileScheduler()
+    pack: int = 1
+
+    def __post_init__(self):
+        assert not (self.requests.packed_q and self.logits.bias)
+        assert not self.requests.page_size or takes_pages(self.requests.page_size)
+        assert not (self.output.splits and (self.scheduler.cuts_tiles or self.scheduler.from_queue))
+
+    @property
+    def clears_unseen(self) -> bool:
+        """Whether a KV tile may hold keys past those that some row sees, whose V rows are cleared."""
+        return (self.mask.band and not self.mask.has_blocks) or self.requests.ends_in_tile
+
+    @property
+    def rows(self) -> TileRows:
+        """Rows of an M tile."""
+        raise NotImplementedError
+
+    @property
+    def kv(self) -> KvTile:
+        """A KV tile."""
+        raise NotImplementedError
+
+
+def parts_of(problem: AttentionProblem, *, rows_of_cta: int, pack: int, splits: bool) -> dict:
+    """The parts of a configuration that follow from the problem. rows_of_cta: query rows of an M tile. pack: heads that
+    share it. splits: as in ``Output.of``."""
+    requests = problem.requests
+    many = requests.packed_q and problem.seq_q > rows_of_cta // pack
+    return {
+        "mask": problem.mask,
+        "requests": replace(requests, many_queries=True) if many else requests,
+        "logits": LogitMap.of(problem),
+        "heads": problem.heads,
+        "format": problem.format,
+        "output": Output.of(problem, splits),
+        "pack": pack,
+    }
+
+
+def check_requests(kernel: str, problem: AttentionProblem) -> None:
+    """Raise UnsupportedProblem for more packed requests than kernels search through."""
+    if problem.requests.packed_q and problem.batch > MOST_REQUESTS:
+        raise UnsupportedProblem(
+            f"{kernel} attention: cu_seqlens_q: at most {MOST_REQUESTS} requests are supported, got {problem.batch}"
+        )
+
+
+def check_call(kernel: str, problem: AttentionProblem, code_sizes: tuple[int, ...]) -> None:
+    """Raise UnsupportedProblem for what neither architecture's kernel supports. code_sizes: head sizes for which the
+    kernel reads the problem's format of quantised keys."""
+    check_page_size(kernel, problem.requests.page_size)
+    check_requests(kernel, problem)
+    if problem.mask.has_blocks and problem.format.kv_format:
+        raise UnsupportedProblem(
+            f"{kernel} attention: block_mask with k in {problem.format.kv_format} is not supported"
+        )
+    if problem.bias_rows == "strided":
+        raise UnsupportedProblem(f"{kernel} attention: bias=of strided rows is not supported")
+    if problem.format.kv_format and (
+        problem.head_dim not in code_sizes or problem.heads.v != problem.head_dim
+    ):
+        raise UnsupportedProblem(
+            f"{kernel} attention: k in {problem.format.kv_format} is supported for head sizes {code_sizes}, "
+            f"got {problem.head_dim}"
+        )
