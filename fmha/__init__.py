@@ -141,7 +141,8 @@ def attention(
             that causal, window and ranges allow and, with FlexAttention's mask, that mask_mod does; mask_mod is
             evaluated once, under torch.vmap, for the batch rows and heads that the lists have. Blocks on no list are
             hidden. Not with page_table, kv_lengths or tree. Kernels take blocks of multiples of 128 queries and keys,
-            and at some head sizes smaller ones.
+            and at some head sizes smaller ones. In gradients, NaN or Inf stored in a visited block, at a key or a query
+            that sees nothing there, may reach others of that block.
         backend: "auto", "sm100", "sm90" (native kernels, CUDA tensors), "sim" (the sm100 kernel executed on
             the CPU, CPU tensors) or "reference" (FP32 torch, any device). "auto": the device's kernel for
             CUDA tensors, "sim" for CPU tensors; the environment variable WARPSPEC_BACKEND overrides it.

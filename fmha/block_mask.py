@@ -23,7 +23,7 @@ OWN_PATTERNS = 2  # patterns before those of partial blocks
 AT_A_TIME = 256  # blocks of which mask_mod is evaluated together
 # Fields of flash-attn-4's and FlexAttention's lists: counts and indices of partial blocks, then of full ones.
 FLASH_ATTN = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
-TENSORS = ("kv_visits", "kv_counts", "q_visits", "q_counts", "patterns")  # of a ``BlockMask``
+TENSORS = ("kv_visits", "kv_counts", "q_visits", "q_counts", "patterns", "q_patterns")  # of a ``BlockMask``
 FLEX = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 
 
@@ -33,9 +33,12 @@ class BlockMask:
 
     block_size: (queries, keys) of a block. lengths: (Sq, Sk). kv_visits [B or 1, Hq or 1, M, N, 2] int32: the blocks
     of keys that each of the M blocks of queries visits, as (block, rule), partial ones first. kv_counts [.., M, 2]
-    int32: partial blocks, and all. q_visits [.., N, M, 2], q_counts [.., N, 2]: likewise the blocks of queries that
-    visit each of the N blocks of keys. patterns [n, block queries, words] int32: patterns of bits, bit i % 32 of word
-    i // 32 for a block's key i; None: partial blocks are cut by the call's causal, window and ranges alone.
+    int32: partial blocks, and all. q_visits [.., N, M, 3]: where block m of queries visits block n of keys, (the next
+    block of queries that visits it, after the last the first, rule, how many blocks of keys before n are visited by m).
+    q_counts [.., N, 3]: the first and the last block of queries that visits a block of keys, and how many do. patterns
+    [n, block queries, words] int32: patterns of bits, bit i % 32 of word i // 32 for a block's key i; q_patterns [n,
+    block keys, words]: the same with a row for each key. None: partial blocks are cut by the call's causal, window and
+    ranges alone.
 
     A rule is the number of a partial block's pattern (0 without patterns). That of a full block, of which rows see
     every key that exists, is negative: ~rule is the number of its pattern.
@@ -48,6 +51,7 @@ class BlockMask:
     q_visits: torch.Tensor
     q_counts: torch.Tensor
     patterns: torch.Tensor | None = None
+    q_patterns: torch.Tensor | None = None
 
     @property
     def operands(self) -> dict[str, torch.Tensor | None]:
@@ -76,17 +80,18 @@ class BlockMask:
             full = listed(found.full_counts, found.full_indices, blocks[1])
             partial, full = torch.broadcast_tensors(partial & ~full, full)
         rule = torch.where(full, ~ALL, 0)
-        patterns, cut = None, torch.zeros_like(full)
+        patterns, q_patterns, cut = None, None, torch.zeros_like(full)
         if seq_k % found.block_size[1]:  # the last keys of the last block do not exist: masked, though full
             cut[..., -1] = full[..., -1]
         if found.mask_mod is not None:
             patterns, numbers = patterns_of(found, partial, (seq_q, seq_k))
+            q_patterns = pack(unpack(patterns, found.block_size[1]).transpose(1, 2))
             rule[partial] = numbers
             rule[cut] = ~TO_END
         masked = partial | cut
         kv = visits(masked, full & ~cut, rule)
-        q = visits(*(t.transpose(-2, -1) for t in (masked, full & ~cut, rule)))
-        return cls(found.block_size, (seq_q, seq_k), *kv, *q, patterns)
+        q = visitors(partial | full, rule)
+        return cls(found.block_size, (seq_q, seq_k), *kv, *q, patterns, q_patterns)
 
 
 class Lists(NamedTuple):
@@ -162,6 +167,22 @@ def visits(masked: torch.Tensor, full: torch.Tensor, rule: torch.Tensor) -> tupl
     return torch.stack([order, rule.gather(-1, order)], dim=-1).int(), counts.int()
 
 
+def visitors(visited: torch.Tensor, rule: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(q_visits, q_counts) of ``BlockMask`` from [.., M, N]."""
+    rank = visited.int().cumsum(dim=-1) - visited.int()
+    by_key, rows = visited.transpose(-2, -1), visited.shape[-2]
+    row = torch.arange(rows, device=visited.device)
+    places = torch.where(by_key, row, rows)
+    first = places.amin(dim=-1) if rows else places.sum(dim=-1)
+    last = torch.where(by_key, row, -1).amax(dim=-1) if rows else first
+    after = places.roll(-1, dims=-1)
+    after[..., -1:] = rows
+    after = after.flip(-1).cummin(dim=-1).values.flip(-1)  # the smallest of the later ones
+    after = torch.where(after == rows, first[..., None], after)
+    visits = torch.stack([after, rule.transpose(-2, -1), rank.transpose(-2, -1)], dim=-1)
+    return visits.int(), torch.stack([first, last, by_key.sum(dim=-1)], dim=-1).int()
+
+
 def patterns_of(
     lists: Lists, partial: torch.Tensor, lengths: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -171,10 +192,9 @@ def patterns_of(
     own = [torch.ones_like(key, dtype=torch.bool), key < (lengths[1] - 1) % columns + 1]
     own = pack(torch.stack(own)[:, None].expand(-1, rows, -1))
     places = partial.nonzero()
-    found = [pack(evaluate(lists, some, lengths)) for some in places.split(AT_A_TIME)]
-    if not found:
+    if len(places) == 0:
         return own, places.new_zeros(0)
-    words = torch.cat(found)
+    words = torch.cat([pack(evaluate(lists, some, lengths)) for some in places.split(AT_A_TIME)])
     first, numbers = alike(words)
     return torch.cat([own, words[first]]), numbers + OWN_PATTERNS
 

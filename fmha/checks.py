@@ -198,8 +198,8 @@ def check_blocks(operands: Operands, options: Options, sizes: tuple[int, int, in
     wanted = {
         "kv_visits": (rows, columns, 2),
         "kv_counts": (rows, 2),
-        "q_visits": (columns, rows, 2),
-        "q_counts": (columns, 2),
+        "q_visits": (columns, rows, 3),
+        "q_counts": (columns, 3),
     }
     for name, last in wanted.items():
         tensor = getattr(operands, name)
@@ -210,8 +210,11 @@ def check_blocks(operands: Operands, options: Options, sizes: tuple[int, int, in
                 f"block_mask: {name}: shape must be [B={batch} or 1, Hq={heads} or 1, "
                 f"{', '.join(map(str, last))}], got {shape_of(tensor)}"
             )
-    if operands.patterns is not None:
-        check_tensor("block_mask: patterns", operands.patterns, (torch.int32,), None, operands.q.device)
+    for name in ("patterns", "q_patterns"):
+        if getattr(operands, name) is not None:
+            check_tensor(
+                f"block_mask: {name}", getattr(operands, name), (torch.int32,), None, operands.q.device
+            )
 
 
 def check_starts(name, tensor, device, batch=None) -> int:

@@ -75,10 +75,9 @@ class Mask:
         """Whether a row may see less of a tile than another row of its M tile."""
         return self.band or self.has_blocks
 
-    @property
-    def pattern_words(self) -> int:
-        """Words of a row's pattern of bits."""
-        return -(-self.block_size[1] // WORD_BITS) if self.has_patterns else 0
+    def pattern_words(self, side: int) -> int:
+        """Words of a query's pattern of bits (side 1: a bit for each key of a block), or of a key's (0)."""
+        return -(-self.block_size[side] // WORD_BITS) if self.has_patterns else 0
 
     def bounds(self, window) -> dict:
         """Arguments of ``mask.key_range``. window: (left, right), not read where unbounded."""

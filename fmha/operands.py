@@ -46,14 +46,17 @@ RESULT = Operand(
 STATE = Operand(FLOAT32, lambda c: 3 + c.output.split_dims, when="output.writes_state")
 
 # Lists of blocks (``block_mask.BlockMask``).
-VISITS = Operand(INT32, 5, 2, when="mask.has_blocks")
-VISIT_COUNTS = Operand(INT32, 4, 2, when="mask.has_blocks")
-PATTERNS = Operand(
-    INT32,
-    3,
-    lambda c: c.mask.pattern_words,
-    lambda c: WORD_BYTES * math.gcd(c.mask.pattern_words, VECTOR_BYTES // WORD_BYTES),
-    "mask.has_patterns",
+KV_VISITS, Q_VISITS = (Operand(INT32, 5, numbers, when="mask.has_blocks") for numbers in (2, 3))
+KV_COUNTS, Q_COUNTS = (Operand(INT32, 4, numbers, when="mask.has_blocks") for numbers in (2, 3))
+PATTERNS, Q_PATTERNS = (
+    Operand(
+        INT32,
+        3,
+        lambda c, side=side: c.mask.pattern_words(side),
+        lambda c, side=side: WORD_BYTES * math.gcd(c.mask.pattern_words(side), VECTOR_BYTES // WORD_BYTES),
+        "mask.has_patterns",
+    )
+    for side in (1, 0)
 )
 
 
@@ -67,8 +70,8 @@ class Operands(NamedTuple):
     k, v in FP8 or NVFP4 (bytes in kernels; NVFP4's rows have D/2): k_scale, v_scale fp32, in kernels [B, Hkv, 1]; of
     NVFP4 k_block_scales, v_block_scales with a row of D/16 bytes for each row of k and v.
     If queries are drafts: tree [B, Sq] int64, packed [1, T] (``tree``). If they also see ranges: ranges [B, Sq, 2]
-    int32, packed [1, T, 2]. If they visit blocks of keys: kv_visits, kv_counts, q_visits, q_counts, patterns
-    (``block_mask.BlockMask``).
+    int32, packed [1, T, 2]. If they visit blocks of keys: kv_visits, kv_counts, q_visits, q_counts,
+    patterns, q_patterns (``block_mask.BlockMask``).
 
     Kernels write o, lse, row_max and row_sum, and read the others. If keys are split, o, row_max and row_sum of the
     attention kernel have a leading dimension, the splits. If work is cut by length (``line``), pieces [2 CTAs, rows, D
@@ -103,11 +106,12 @@ class Operands(NamedTuple):
     v_block_scales: Annotated[Any, block_scales(lambda c: 0 if c.format.shared_kv else c.heads.v)] = None
     tree: Annotated[Any, Operand(INT64, 2, when="mask.has_tree"), CONTIGUOUS] = None
     ranges: Annotated[Any, Operand(INT32, 3, 2, when="mask.has_ranges"), CONTIGUOUS] = None
-    kv_visits: Annotated[Any, VISITS, CONTIGUOUS] = None
-    kv_counts: Annotated[Any, VISIT_COUNTS, CONTIGUOUS] = None
-    q_visits: Annotated[Any, VISITS, CONTIGUOUS] = None
-    q_counts: Annotated[Any, VISIT_COUNTS, CONTIGUOUS] = None
+    kv_visits: Annotated[Any, KV_VISITS, CONTIGUOUS] = None
+    kv_counts: Annotated[Any, KV_COUNTS, CONTIGUOUS] = None
+    q_visits: Annotated[Any, Q_VISITS, CONTIGUOUS] = None
+    q_counts: Annotated[Any, Q_COUNTS, CONTIGUOUS] = None
     patterns: Annotated[Any, PATTERNS, CONTIGUOUS] = None
+    q_patterns: Annotated[Any, Q_PATTERNS, CONTIGUOUS] = None
     pieces: Annotated[
         Any,
         Operand(FLOAT32, 3, lambda c: c.heads.piece_columns, TMA_ALIGNMENT, "scheduler.cuts_tiles"),

@@ -100,7 +100,8 @@ class BackwardKernel:
 
     def __post_init__(self):
         requests = self.requests
-        assert self.heads_inside or not self.deterministic
+        assert self.heads_inside or self.mask.has_blocks or not self.deterministic
+        assert not (self.mask.has_blocks and (self.heads_inside or self.cut))
         assert requests.packed_q == requests.packed_k and not (requests.packed_k and requests.has_kv_lengths)
 
     @property
@@ -187,13 +188,14 @@ class BackwardKernel:
 
     @property
     def scatters(self) -> bool:
-        """Whether some query sees less of a key tile than another query does, or none of it."""
-        return self.mask.band or self.requests.ends_in_tile
+        """Whether some query sees less of a key tile than another query does, or none of it, and what nobody sees is
+        cleared. With lists of blocks, it is not."""
+        return (self.mask.band and not self.mask.has_blocks) or self.requests.ends_in_tile
 
     @property
     def whole(self) -> bool:
         """Whether every query sees every key."""
-        masked = self.mask.causal or self.mask.has_left or self.mask.has_right or self.requests.has_kv_lengths
+        masked = self.mask.uneven or self.requests.has_kv_lengths
         return not (masked or self.requests.packed_q or self.requests.packed_k)
 
     @property
@@ -253,5 +255,5 @@ def parts_of(problem: BackwardProblem) -> dict:
         "format": Format(forward.format.dtype),
         "wanted": wanted,
         "deterministic": problem.deterministic and wanted.q,
-        "heads_inside": problem.deterministic and wanted.q,
+        "heads_inside": problem.deterministic and wanted.q and forward.mask.block_size is None,
     }

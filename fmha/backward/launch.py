@@ -57,6 +57,13 @@ def plan(problem: BackwardProblem, target: Target) -> BackwardKernel:
             f"{forward.seq_k}"
         )
     config = GRADIENTS.of(target.architecture).BackwardConfig.of(problem)
+    if forward.mask.block_size is not None and (
+        forward.mask.block_size[0] % config.tile_m or forward.mask.block_size[1] % config.tile_n
+    ):
+        raise UnsupportedProblem(
+            f"attention's gradients: block_mask: blocks must be of multiples of {config.tile_m} queries and "
+            f"{config.tile_n} keys at head size {forward.head_dim}, got {forward.mask.block_size}"
+        )
     if reads_beyond_l2(problem, config, target):
         config = replace(config, heads_inside=True)
     return replace(config, cut=choose_order(problem, config, target).pieces > 1)
@@ -214,6 +221,9 @@ def run_prepared(
         tile_order,
         tile_pieces,
         *ranges,
+        operands.q_visits,
+        operands.q_counts,
+        operands.q_patterns,
     )
     for part in parts_of(prepared, problem, main):
         prepared.main(*part, *prepared.numbers)
@@ -255,6 +265,13 @@ def parts_of(prepared: Prepared, problem: BackwardProblem, main: BackwardOperand
             own = slice(None) if h == slice(None) else slice(h.start * forward.group, h.stop * forward.group)
             of_tiles = slice(None) if b == slice(None) else slice(b.start * tile_count, b.stop * tile_count)
 
+            def cut_lists(tensor, *index):
+                """Lists may be the same for all batch rows or heads."""
+                if tensor is None:
+                    return None
+                sizes = zip(tensor.shape, index, strict=False)
+                return tensor[tuple(part if size > 1 else slice(None) for size, part in sizes)].contiguous()
+
             def cut(tensor, *index):
                 return None if tensor is None else regular_strides(tensor[index])
 
@@ -268,6 +285,7 @@ def parts_of(prepared: Prepared, problem: BackwardProblem, main: BackwardOperand
                 },
                 kv_lengths=cut(main.kv_lengths, b),
                 **{name: cut(getattr(main, name), b) for name in ("q_start", "ranges", "seen_by")},
+                **{name: cut_lists(getattr(main, name), b, own) for name in ("q_visits", "q_counts")},
                 bias=cut(
                     main.bias,
                     b if forward.bias.batches else slice(None),

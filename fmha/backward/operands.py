@@ -9,6 +9,7 @@ from typing import Annotated, Any, NamedTuple
 from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.common.operands import FLOAT32, INT32, Number, Operand
 from warpspec.fmha.logits import LogitNumbers
+from warpspec.fmha.operands import Q_COUNTS, Q_PATTERNS, Q_VISITS
 
 ROWS = Operand(lambda c: c.format.dtype, 4, lambda c: c.heads.qk, TMA_ALIGNMENT)  # [B, S, H, D]
 
@@ -32,7 +33,7 @@ class BackwardOperands(NamedTuple):
     int32. dk, dv: like k. dk_sums, dv_sums [Hkv, key tiles, pieces, tile_n * D] fp32 (``features``): what pieces
     leave. dbias: like bias, fp32 where it is a sum. tile_order [places] int32: for packed requests, the key tile, or
     piece of one, of each place; -1: none. tile_pieces [key tiles, 2] int32: the place of a tile's first piece, and how
-    many it has. ranges: as in ``fmha.operands``; seen_by: ``ranges.seen_by``.
+    many it has. ranges, q_visits, q_counts, q_patterns: as in ``fmha.operands``; seen_by: ``ranges.seen_by``.
     """
 
     q: Annotated[Any, ROWS]
@@ -60,6 +61,9 @@ class BackwardOperands(NamedTuple):
     tile_pieces: Annotated[Any, Operand(INT32, 2, 2, when="cuts_by_length")] = None
     ranges: Annotated[Any, Operand(INT32, 3, 2, when="mask.has_ranges")] = None
     seen_by: Annotated[Any, Operand(INT32, 3, 2, when="mask.has_ranges")] = None
+    q_visits: Annotated[Any, Q_VISITS] = None
+    q_counts: Annotated[Any, Q_COUNTS] = None
+    q_patterns: Annotated[Any, Q_PATTERNS] = None
 
     page_table = None  # not a field: gradients of paged keys are not implemented
 

@@ -50,8 +50,6 @@ class BackwardProblem:
             )
         if forward.mask.has_tree:
             raise NotImplementedError("tree: gradients are not implemented with a tree")
-        if forward.mask.has_blocks:
-            raise NotImplementedError("block_mask: gradients are not implemented with lists of blocks")
         if forward.requests.page_size:
             raise NotImplementedError("page_table: gradients are not implemented for paged keys")
         return cls(forward, wanted, **options)

@@ -100,6 +100,7 @@ def choose_order(problem: BackwardProblem, config: BackwardKernel, target: Targe
 def in_rows(config: BackwardKernel, steps: list[int]) -> bool:
     """Whether sections are single rows, because all key tiles have the same work."""
     unknown = config.requests.packed_q or config.requests.packed_k or config.requests.has_kv_lengths
+    unknown = unknown or config.mask.has_blocks
     return not (unknown or config.deterministic) and sum(steps) >= EVEN * len(steps) * steps[0]
 
 
@@ -108,7 +109,7 @@ def reads_beyond_l2(problem: BackwardProblem, config: BackwardKernel, target: Ta
     that ``heads_inside`` is better, although it allows fewer numbers of pieces."""
     forward = problem.forward
     steps = tile_steps(problem, config)
-    if forward.group == 1 or in_rows(config, steps) or forward.requests.packed_q:
+    if forward.group == 1 or in_rows(config, steps) or forward.requests.packed_q or config.mask.has_blocks:
         return False
     together = min(-(-target.sm_count // max(len(steps), 1)), forward.heads_kv * forward.batch)
     if together * bytes_of(forward, forward.seq_q) < BEYOND_L2 * target.l2_bytes:
@@ -155,7 +156,11 @@ def tile_steps(problem: BackwardProblem, config: BackwardKernel) -> list[int]:
 def choose_pieces(problem: BackwardProblem, config: BackwardKernel, steps: list[int], target: Target) -> int:
     """Choose the number of pieces with the least time; 1 if cutting gains little. If the device cuts: 2 if it may have
     to."""
-    if not config.can_cut or (problem.deterministic and config.wanted.bias == "sum"):
+    if (
+        not config.can_cut
+        or config.mask.has_blocks
+        or (problem.deterministic and config.wanted.bias == "sum")
+    ):
         return 1
     if replace(config, cut=True).cuts_by_length:
         return 1 + may_cut(problem, config, steps, target)

@@ -96,6 +96,35 @@ def _pages(arch: str) -> Callable[[], None]:
     return run
 
 
+def _masked(arch: str, kind: str) -> Callable[[], None]:
+    """A tree of drafts, ranges or lists of blocks: several KV tiles with and without a mask, several M tiles a CTA."""
+
+    def run() -> None:
+        from helpers import block_cases, judged_calls, range_cases, tree_cases
+
+        if kind == "tree":
+            case = tree_cases.Case(
+                "", (20, 7), (300, 90), (4, 1), 128, page_size=64, options=(("window", (200, 0)),)
+            )
+            inputs = tree_cases.inputs_of(case)
+        elif kind == "ranges":
+            images = ((20, 180), (330, 399))
+            case = range_cases.Case(
+                "", (200, 40), (400, 90), images, (1, 1), 128, options=(("num_splits", 1),)
+            )
+            inputs = range_cases.inputs_of(case)
+        else:
+            options = (("causal", True), ("num_splits", 1))
+            case = block_cases.Case(
+                "", 200, 600, (1, 1), 128, 2, (2, 1), flex=kind == "patterns", options=options
+            )
+            inputs, _ = block_cases.inputs_of(case)
+        with few_sms(arch):
+            judged_calls.run(case, inputs, backend="sim")
+
+    return run
+
+
 def _gathered(arch: str, **options) -> Callable[[], None]:
     def run() -> None:
         from helpers.gathered_cases import random_case
@@ -299,8 +328,8 @@ def _streamed_shape(shape: tuple, **options) -> Callable[[], None]:
     return run
 
 
-def _gradients(arch: str, dim: int, *inputs: tuple) -> Callable[[], None]:
-    """inputs: (queries, keys, causal) of each call."""
+def _gradients(arch: str, dim: int, *inputs: tuple, **options) -> Callable[[], None]:
+    """inputs: (queries, keys, causal) of each call. options: further ones of a case."""
 
     def run() -> None:
         from helpers.gradient_cases import Case
@@ -308,7 +337,7 @@ def _gradients(arch: str, dim: int, *inputs: tuple) -> Callable[[], None]:
 
         with simulating_gradients(arch):
             for rows, keys, causal in inputs:
-                case = Case("", seq_q=rows, seq_k=keys, head_dim=dim, causal=causal)
+                case = Case("", seq_q=rows, seq_k=keys, head_dim=dim, causal=causal, **options)
                 case.gradients(case.tensors(), backend="reference")
 
     return run
@@ -361,6 +390,7 @@ CAUSAL = dict(batch=2, sq=200, sk=500, heads=1, lengths=(500, 40), causal=True, 
 FULL = dict(batch=2, sq=130, sk=700, heads=1, lengths=(700, 40), num_splits=1)
 DECODE = dict(batch=2, sq=1, sk=900, heads=8, lengths=(900, 330), num_splits=2)
 UNSEEN = ((330, 200, True), (256, 200, True))  # rows that see nothing; only keys that nobody sees
+EVEN = (0.4, 0.3, 0.3)  # of blocks: not listed, partial, full
 KERNELS: dict[str, Callable[[], None]] = {
     "fmha-sm100": _attention("sm_100a", **CAUSAL, window=(250, 0), dim=128),
     "fmha-sm100-d64": _attention("sm_100a", **FULL, dim=64),
@@ -380,6 +410,11 @@ KERNELS: dict[str, Callable[[], None]] = {
     "fmha-sm90-bias": _bias("sm_90a"),
     "fmha-sm100-pages": _pages("sm_100a"),
     "fmha-sm90-pages": _pages("sm_90a"),
+    **{
+        f"fmha-{arch[:2]}{arch[3:-1]}-{kind}": _masked(arch, kind)
+        for arch in ("sm_100a", "sm_90a")
+        for kind in ("tree", "ranges", "lists", "patterns")
+    },
     "gathered": _gathered("sm_90a"),
     "gathered-splits": _gathered("sm_90a", num_splits=2),
     "gathered-sm100": _gathered("sm_100a"),
@@ -401,6 +436,8 @@ KERNELS: dict[str, Callable[[], None]] = {
     "gradients-sm100": _gradients("sm_100a", 128, *UNSEEN),
     "gradients-sm90-whole": _gradients("sm_90a", 128, (256, 256, False)),
     "gradients-sm100-whole": _gradients("sm_100a", 128, (256, 256, False)),
+    "gradients-sm90-lists": _gradients("sm_90a", 128, (256, 300, True), blocks=(False, (1, 1), EVEN)),
+    "gradients-sm100-lists": _gradients("sm_100a", 128, (256, 300, True), blocks=(False, (1, 1), EVEN)),
     "projection-sm90": _projection("sm_90a"),
     "projection-sm100": _projection("sm_100a"),
     "moe-sm90": _streamed_moe,

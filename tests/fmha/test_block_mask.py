@@ -3,6 +3,8 @@
 import pytest
 import torch
 from helpers.block_cases import CASES, FlashLists, inputs_of
+from helpers.gradient_cases import BLOCKS as GRADIENTS
+from helpers.gradient_cases import KERNEL_TOLERANCE, REFERENCE_TOLERANCE
 from helpers.judged_calls import check, run
 from helpers.suites import long_but
 from torch.nn.attention.flex_attention import create_block_mask
@@ -34,6 +36,23 @@ def test_case(case, arch, simulate_as, check_order):
     assert all(found.local_bytes <= SPILLED for found in sim.last_report().launches)
 
 
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_by_definition(name):
+    case = GRADIENTS[name]
+    tensors = case.tensors()
+    case.check(case.gradients(tensors, backend="reference"), tensors, REFERENCE_TOLERANCE[case.dtype])
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"), long_but([], [(name, arch) for name in GRADIENTS for arch in ("sm_90a", "sm_100a")])
+)
+def test_gradients(name, arch, simulate_gradients_as, check_order):
+    simulate_gradients_as(arch)
+    case = GRADIENTS[name]
+    tensors = case.tensors()
+    case.check(case.gradients(tensors, backend="reference"), tensors, KERNEL_TOLERANCE[case.dtype])
+
+
 def test_twice_listed():
     """A block that is listed twice counts once; one in both lists is full."""
     generator = torch.Generator().manual_seed(1)
@@ -60,7 +79,8 @@ def test_patterns_are_shared():
     found = BlockMask.of(lists, 512, 512)
     assert found.patterns.shape == (OWN_PATTERNS + 1, 128, 4)
     assert found.kv_counts[0, 0].tolist() == [[1, 1], [1, 2], [1, 3], [1, 4]]
-    assert found.q_counts[0, 0].tolist() == [[1, 4], [1, 3], [1, 2], [1, 1]]
+    assert found.q_counts[0, 0].tolist() == [[0, 3, 4], [1, 3, 3], [2, 3, 2], [3, 3, 1]]
+    assert found.q_visits[0, 0, 2, 2:, 0].tolist() == [3, 2]
 
 
 def test_what_is_refused():

@@ -19,6 +19,7 @@ def test_every_legal_pair_is_there():
             {"e4m3", "window"},
             {"mla", "pages"},
             {"bias", "d512"},
+            {"blocks", "splits"},
         ):
             assert any(pair <= features for features in found)
 

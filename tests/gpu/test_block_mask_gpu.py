@@ -4,8 +4,12 @@ import random as python_random
 
 import pytest
 import torch
-from helpers.block_cases import CASES, Case, inputs_of, moved_inputs
+from helpers.block_cases import CASES, EVEN, SPARSE, Case, inputs_of, moved_inputs
+from helpers.gradient_cases import BLOCKS, KERNEL_TOLERANCE
+from helpers.gradient_cases import Case as Gradients
 from helpers.judged_calls import check, run
+
+from warpspec.fmha import attention
 
 pytestmark = pytest.mark.gpu
 
@@ -44,3 +48,67 @@ def test_random_case(seed):
     )
     inputs, _ = inputs_of(case, seed)
     check(case, run(case, moved_inputs(inputs)), inputs)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_gradients(name):
+    case = BLOCKS[name]
+    tensors = case.tensors("cuda")
+    case.check(case.gradients(tensors), tensors, KERNEL_TOLERANCE[case.dtype])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_gradients(seed):
+    draw = python_random.Random(seed)
+    heads, group, batch = draw.choice((1, 2)), draw.choice((1, 2, 4)), draw.choice((1, 2))
+    flex, sizes = (
+        draw.random() < 0.5,
+        [draw.choice((draw.randint(1, 128), draw.randint(1, 700))) for _ in "qk"],
+    )
+    causal = not flex and draw.random() < 0.7
+    case = Gradients(
+        f"random-{seed}",
+        batch=batch,
+        seq_q=sizes[0],
+        seq_k=sizes[1],
+        heads_q=heads * group,
+        heads_kv=heads,
+        head_dim=draw.choice((64, 128, 128, 256)),
+        dtype=draw.choice((torch.bfloat16, torch.float16)),
+        causal=causal,
+        window=(draw.randint(0, 200), 0) if causal and draw.random() < 0.5 else None,
+        softcap=draw.choice((None, None, 5.0)),
+        sink=draw.random() < 0.3,
+        through=draw.choice(("o", "o+lse")),
+        deterministic=draw.random() < 0.4,
+        bias=draw.choice((None, None, (True, False))),
+        blocks=(
+            flex,
+            (draw.choice((1, batch)), draw.choice((1, heads * group))),
+            draw.choice((EVEN, SPARSE, (0.0, 0.5, 0.5))),
+        ),
+    )
+    tensors = case.tensors("cuda")
+    case.check(case.gradients(tensors), tensors, KERNEL_TOLERANCE[case.dtype])
+
+
+def test_a_graph_serves_other_lists():
+    """Lists are read on the device: a graph serves what they come to hold."""
+    case = Case("graph", 300, 600, (4, 2), 128, flex=False)
+    inputs, _ = inputs_of(case)
+    inputs["k"], inputs["v"] = (t.nan_to_num(0.0, 0.0, 0.0) for t in (inputs["k"], inputs["v"]))
+    on_device = moved_inputs(inputs)
+    attention(**on_device)
+    out = torch.full_like(on_device["q"], torch.nan)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attention(**on_device, out=out)
+    others, _ = inputs_of(case, seed=5)
+    inputs["block_mask"] = others["block_mask"]
+    for name, tensor in moved_inputs(inputs)["block_mask"].operands.items():
+        if tensor is not None:
+            getattr(on_device["block_mask"], name).copy_(tensor)
+    out.fill_(torch.nan)
+    graph.replay()
+    expected = attention(**inputs, backend="reference")
+    torch.testing.assert_close(out.cpu().float(), expected.float(), rtol=2e-2, atol=2e-2)

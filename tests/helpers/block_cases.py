@@ -11,6 +11,9 @@ from typing import NamedTuple
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
+from helpers.gpu_tensors import moved
+from warpspec.fmha import BlockMask
+
 NONE, PARTIAL, FULL = range(3)
 
 
@@ -56,6 +59,7 @@ CASES = [
     Case("flex-256-state", 140, 270, (2, 1), 256, dtype=torch.float16, options=(("normalize", False),)),
     Case("flex-512", 70, 200, (2, 1), 512, options=(("num_splits", 2),)),
     Case("lists-256x64", 300, 190, (6, 2), 80, flex=False, block=(256, 64), parts=(0.5, 0.0, 0.5)),
+    Case("full-only", 130, 200, (1, 1), 64, parts=(0.5, 0.0, 0.5), dtype=torch.float16),
     Case("no-block", 140, 140, (1, 1), 64, flex=False, parts=(1.0, 0.0, 0.0)),
     Case("decode-splits", 1, 900, (8, 1), 128, 2, lists=(2, 1), options=(("num_splits", 3),)),
 ]  # fmt: skip
@@ -135,12 +139,17 @@ def inputs_of(case: Case, seed: int = 0) -> tuple[dict, torch.Tensor]:
     return {"q": q, "k": k, "v": v, "block_mask": lists, **dict(case.options)}, seen
 
 
-def moved_inputs(inputs: dict) -> dict:
-    """Inputs on the GPU, FlexAttention's mask made there anew by its own conversion."""
-    from helpers.gpu_tensors import moved
-    from warpspec.fmha.block_mask import BlockMask
+def prepared(lists, seq_q: int, seq_k: int, device) -> BlockMask:
+    """The ``BlockMask`` of lists on the CPU, on a device."""
+    found = BlockMask.of(lists, seq_q, seq_k)
+    tensors = {name: None if t is None else t.to(device) for name, t in found.operands.items()}
+    return BlockMask(found.block_size, found.lengths, **tensors)
 
-    q, k, lists = inputs["q"], inputs["k"], inputs["block_mask"]
-    found = BlockMask.of(lists, q.shape[1], k.shape[1])
-    tensors = {name: None if t is None else t.cuda() for name, t in found.operands.items()}
-    return moved(inputs) | {"block_mask": BlockMask(found.block_size, found.lengths, **tensors)}
+
+def moved_inputs(inputs: dict) -> dict:
+    """Inputs on the GPU."""
+    lists = prepared(inputs["block_mask"], inputs["q"].shape[1], inputs["k"].shape[1], "cuda")
+    return moved(inputs) | {"block_mask": lists}
+
+
+EVEN, SPARSE, NOTHING = (0.4, 0.3, 0.3), (0.7, 0.2, 0.1), (1.0, 0.0, 0.0)

@@ -9,19 +9,23 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 
+from helpers import block_cases
 from helpers.attention_cases import LSE_TOLERANCE, O_TOLERANCE, relative_error
 from helpers.tree_cases import random_tree
-from warpspec.fmha import attention, attention_varlen, tree_words
+from warpspec.fmha import BlockMask, attention, attention_varlen, tree_words
+from warpspec.fmha.block_mask import seen_by_heads
 from warpspec.fmha.mask import visible
 from warpspec.fmha.problem import AttentionProblem
 
 SIZES = {"d72": (72, 72), "d128": (128, 128), "d192/128": (192, 128), "d256": (256, 256), "d512": (512, 512)}
 FEATURES = (
     "causal", "window", "sink", "bias", "pages", "packed", "lengths", "q_start", "stride", "state", "splits", "softcap",
-    "fp16", "shared", "mla", "e4m3", "e5m2", "tree", "ranges", "odd group", "negative scale", "many queries", *SIZES,
+    "fp16", "shared", "mla", "e4m3", "e5m2", "tree", "ranges", "blocks", "odd group", "negative scale", "many queries",
+    *SIZES,
 )  # fmt: skip
 NEEDS = {"stride": "causal", "tree": "causal", "ranges": "causal"}
 APART = [  # groups of features no two of which go together
@@ -35,6 +39,7 @@ APART = [  # groups of features no two of which go together
     ("mla", "shared"),
     ("d192/128", "shared"),
     ("many queries", "tree"),
+    *(("blocks", other) for other in ("packed", "lengths", "pages", "tree", "e4m3", "e5m2")),
     *(
         (quantised, other)
         for quantised in ("e4m3", "e5m2")
@@ -140,7 +145,14 @@ class Problem:
             bias = normal(batch, 1, most_q, max(keys)).masked_fill(
                 normal(batch, 1, most_q, max(keys)) > 1.5, -torch.inf
             )
-        for b in range(batch):  # NaN and Inf where nobody looks
+        if has("blocks"):
+            lists = block_cases.Case(
+                "", most_q, keys[0], (heads, heads_kv), batch=batch, flex=draw.random() < 0.5,
+                lists=(draw.choice((1, batch)), draw.choice((1, heads))),
+            )  # fmt: skip
+            options["block_mask"] = BlockMask.of(block_cases.mask_of(lists, generator)[0], most_q, keys[0])
+            self._hide(q, k, v, options, by_query)
+        for b in range(0 if has("blocks") else batch):  # NaN and Inf where nobody looks
             own = {name: each[b][None] for name, each in by_query.items()}
             start = None if starts is None else options["q_start"][b : b + 1]
             names = ("causal", "window", "key_stride")
@@ -187,6 +199,23 @@ class Problem:
         if has("shared") or has("mla"):
             v = None
         return {"q": q, "k": k, "v": v, **options}
+
+    def _hide(self, q, k, v, options: dict, by_query: dict) -> None:
+        """NaN and Inf at the keys that no query sees, with lists of blocks."""
+        lists = options["block_mask"]
+        names = ("causal", "window", "key_stride", "q_start")
+        given = {name: options[name] for name in names if name in options}
+        given |= {name: torch.stack(each) for name, each in by_query.items()} | lists.operands
+        size = dict(zip(("block_queries", "block_keys"), lists.block_size, strict=True))
+        if "mla" in self.features:
+            given["v_dim"] = v[0].shape[-1]
+        else:
+            given["v"] = torch.stack(v).to(self.dtype)
+        problem = AttentionProblem.of(torch.stack(q), torch.stack(k).to(self.dtype), **given, **size)
+        seen = visible(problem, None, given.get("q_start"), None, given.get("ranges"))
+        seen = seen_by_heads(problem, SimpleNamespace(**lists.operands), seen)
+        for b, own in enumerate(seen.any(dim=1).any(dim=1)):
+            k[b][~own], v[b][~own] = torch.nan, torch.inf
 
     def run(self, arguments: dict, **where):
         """(o, lse), o over a poisoned ``out``."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from helpers import block_cases
 from warpspec.fmha import attention, attention_varlen
 
 NAMES = ("q", "k", "v", "sink", "bias")
@@ -22,7 +23,9 @@ class Case:
     """One call and what flows back through it. lengths_q: packed requests of so many queries (lengths_k: keys), else a
     rectangle. bias: (batch rows, heads) that have each their own. through: results that have gradients. sliced: q, k
     and v are some heads of tensors with more, of NaN, and gradients of results every other element of memory. images:
-    (first, last) key of each, in every request, as far as there are such keys; an image's queries see all of it."""
+    (first, last) key of each, in every request, as far as there are such keys; an image's queries see all of it.
+    blocks: (FlexAttention's mask rather than flash-attn-4's lists, (batch rows, heads) with lists of their own, parts
+    of blocks as in ``block_cases.Case``)."""
 
     id: str
     batch: int = 1
@@ -50,6 +53,17 @@ class Case:
     deterministic: bool = False
     sliced: bool = False
     images: tuple[tuple[int, int], ...] | None = None
+    blocks: tuple | None = None
+
+    def mask(self) -> tuple:
+        """(lists of blocks, bool [B, Hq, Sq, Sk] of what is seen)."""
+        flex, lists, parts = self.blocks
+        options = (("causal", self.causal), ("window", self.window))
+        case = block_cases.Case(
+            self.id, self.seq_q, self.seq_k, lists=lists, flex=flex, parts=parts, options=options
+        )
+        found, seen = block_cases.mask_of(case, torch.Generator().manual_seed(3))
+        return found, seen.expand(self.batch, self.heads_q, -1, -1)
 
     @property
     def packed(self) -> bool:
@@ -119,6 +133,8 @@ class Case:
         options |= {"q_start": int32(self.q_start), "return_lse": True, "deterministic": self.deterministic}
         if self.images is not None:
             options["ranges"] = self.ranges().to(device)
+        if self.blocks is not None:
+            options["block_mask"] = block_cases.prepared(self.mask()[0], self.seq_q, self.seq_k, device)
         if not self.packed:
             return attention(**tensors, **options, kv_lengths=int32(self.kv_lengths))
         starts = {
@@ -195,7 +211,8 @@ class Case:
             bias = leaves.get("bias")
             if bias is not None:
                 bias = bias.expand(self.batch, self.heads_q, -1, -1)[b, :, :, : k.shape[0]]
-            o, lse = definition(self, q, k, v, leaves.get("sink"), bias, start)
+            listed = None if self.blocks is None else self.mask()[1][b]
+            o, lse = definition(self, q, k, v, leaves.get("sink"), bias, start, listed)
             some = lse != -torch.inf
             seed_o, seed_lse = seeds["o"][rows], (seeds["lse"][:, rows] if self.packed else seeds["lse"][b])
             if "o" in self.through.split("+"):
@@ -245,8 +262,9 @@ class Case:
             assert (got[zero] == 0).all(), f"{self.id}: d{name} is not zero where nobody sees"
 
 
-def definition(case: Case, q, k, v, sink, bias, start):
-    """(o [Sq, Hq, D], lse [Hq, Sq]) of one batch row in float64, by the docstring of ``attention``."""
+def definition(case: Case, q, k, v, sink, bias, start, listed=None):
+    """(o [Sq, Hq, D], lse [Hq, Sq]) of one batch row in float64, by the docstring of ``attention``. listed: what is
+    seen, with lists of blocks."""
     group = case.heads_q // case.heads_kv
     k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
@@ -267,7 +285,7 @@ def definition(case: Case, q, k, v, sink, bias, start):
         seen &= key <= position + right
     for first, last in case.images or ():
         seen |= (position >= first) & (position <= last) & (key >= first) & (key <= last)
-    logits = logits.masked_fill(~seen, -torch.inf)
+    logits = logits.masked_fill(~(seen if listed is None else listed), -torch.inf)
     some = (logits > -torch.inf).any(-1)
     safe = torch.where(some[..., None], logits, 0.0)
     lse = torch.where(some, safe.logsumexp(-1), -torch.inf)
@@ -298,3 +316,18 @@ CASES = [
     Case("packed", lengths_q=(5, 0, 17, 1), lengths_k=(9, 3, 17, 0), causal=True, sink=True, through="o+lse"),
     Case("packed-window-gqa", heads_q=4, heads_kv=2, lengths_q=(20, 3), lengths_k=(20, 30), window=(6, 0), causal=True),
 ]  # fmt: skip
+# Lists of blocks, by name.
+BLOCKS = {
+    "flex": Case("flex", seq_q=200, seq_k=300, heads_q=4, heads_kv=2, sink=True, through="o+lse",
+                      blocks=(True, (1, 1), block_cases.EVEN)),
+    "heads": Case("heads", batch=2, seq_q=190, seq_k=257, heads_q=4, heads_kv=2, head_dim=128, softcap=4.0,
+                       blocks=(True, (2, 4), block_cases.SPARSE)),
+    "causal": Case("causal", seq_q=300, seq_k=300, heads_q=2, heads_kv=2, head_dim=128, causal=True,
+                        deterministic=True, blocks=(False, (1, 2), block_cases.EVEN)),
+    "256": Case("256", seq_q=140, seq_k=270, head_dim=256, dtype=torch.float16, deterministic=True,
+                     blocks=(True, (1, 1), block_cases.EVEN)),
+    "window-bias": Case("window-bias", batch=2, seq_q=200, seq_k=260, causal=True, window=(150, 0),
+                             bias=(False, True), blocks=(False, (2, 1), block_cases.EVEN)),
+    "no-block": Case("no-block", seq_q=140, seq_k=140, blocks=(False, (1, 1), block_cases.NOTHING)),
+    "72": Case("72", seq_q=140, seq_k=140, head_dim=72, blocks=(True, (1, 2), block_cases.EVEN)),
+}  # fmt: skip

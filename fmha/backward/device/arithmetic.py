@@ -14,8 +14,11 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from warpspec.common.logarithms import LOG2_E
+from warpspec.fmha.backward.device.blocks import listed, seen_of_block
+from warpspec.fmha.block_mask import WORD_BITS
 from warpspec.fmha.device.bias import TYPES
 from warpspec.fmha.device.logits import LogitNumbers, map_score, slope
+from warpspec.fmha.device.mask import bit_value
 
 PAIR = 2  # neighbouring queries
 
@@ -109,11 +112,19 @@ def weigh(block, scores: cute.Tensor, masked):
 
 def hide(block, scores: cute.Tensor) -> None:
     """Set the exponents of hidden (query, key) pairs to -inf."""
-    limits = [(first - block.first_query, end - block.first_query) for first, end in block.bounds]
+    mask, bounds, patterns = block.config.mask, block.bounds, None
+    if mask.has_blocks:
+        whole, patterns = listed(block)
+        bounds = [seen_of_block(whole, *own) for own in bounds]
+    limits = [(first - block.first_query, end - block.first_query) for first, end in bounds]
     for i, r, column in block.elements:
-        seen = Boolean(limits[r][0] <= column)
-        if block.config.mask.has_left:
-            seen = seen & Boolean(limits[r][1] > column)
+        if patterns is None or mask.band:  # patterns end with the keys
+            seen = Boolean(limits[r][0] <= column)
+            if mask.has_left:
+                seen = seen & Boolean(limits[r][1] > column)
+        if patterns is not None:
+            bit = patterns[r][column // WORD_BITS] & Int32(bit_value(column % WORD_BITS))
+            seen = seen & Boolean(bit != 0) if mask.band else Boolean(bit != 0)
         scores[i] = Float32(cutlass.select_(seen, scores[i], -Float32.inf))
 
 

@@ -23,6 +23,17 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from warpspec.common.hardware import WARP_THREADS
+from warpspec.fmha.backward.device.blocks import (
+    FAR,
+    NO_MASK,
+    RANK,
+    RULE,
+    KeyBlock,
+    first_step,
+    last_step,
+    step_after,
+    steps_of,
+)
 from warpspec.fmha.backward.features import BackwardKernel
 from warpspec.fmha.backward.schedule import decode
 from warpspec.fmha.device.grid import requests_of
@@ -33,7 +44,6 @@ from warpspec.fmha.mask import key_range, position_range
 from warpspec.fmha.schedule import key_span, split_part
 
 START_STEP = 7  # distance in query tiles between the first ones of neighbouring key tiles
-FAR = 2**30  # past the queries of every request
 
 
 @dataclass(frozen=True)
@@ -46,7 +56,9 @@ class KeyTile:
     piece) of a piece's sums. first_step, steps: which steps it has. begin, count: query tiles of each head; with heads
     inside, of the piece. inner_first, inner_end: queries that see every key of the tile. seen_first, seen_end: keys of
     the request that some row sees; rows_first, rows_end: rows that see some key of the request. bounds: arguments of
-    ``key_range``. ranges, seen_by: the operands, where there are ranges.
+    ``key_range``. ranges, seen_by: the operands, where there are ranges. blocks: with lists of blocks, their tables;
+    steps then go through them, and first_step, begin, count, inner_first and inner_end say nothing. patterns: the
+    operand q_patterns.
     """
 
     config: BackwardKernel
@@ -73,6 +85,8 @@ class KeyTile:
     bounds: dict
     ranges: cute.Tensor | None = None
     seen_by: cute.Tensor | None = None
+    blocks: KeyBlock | None = None
+    patterns: cute.Tensor | None = None
 
     @property
     def start(self) -> Int32:
@@ -99,6 +113,8 @@ class KeyTile:
 
     def following(self, head, query_tile) -> tuple:
         """The (query head, query tile) of the next step."""
+        if self.config.mask.has_blocks:
+            return step_after(self.blocks, head, query_tile)
         if self.config.heads_inside:
             past = Boolean(head + 1 == self.first_head + self.group)
             head = Int32(cutlass.select_(past, self.first_head, head + 1))
@@ -120,6 +136,8 @@ class KeyTile:
     @property
     def first(self) -> tuple:
         """The (query head, query tile) of the CTA's first step."""
+        if self.config.mask.has_blocks:
+            return first_step(self.blocks)
         if self.config.cut and not self.config.heads_inside:
             return self.place_of(self.first_step)
         return self.start_head if self.config.heads_inside else self.first_head, self.start
@@ -127,6 +145,8 @@ class KeyTile:
     @property
     def last(self) -> tuple:
         """The (query head, query tile) of the CTA's last step."""
+        if self.config.mask.has_blocks:
+            return last_step(self.blocks)
         head = self.first_head + self.group - 1
         if self.config.heads_inside:
             first = Boolean(self.start_head == self.first_head)
@@ -162,8 +182,11 @@ class KeyTile:
             cutlass.select_(exists, end, Int32(0))
         )
 
-    def needs_mask(self, query_tile, block: int):
-        """Whether some row of the tile's block of 64 does not see some key."""
+    def needs_mask(self, head, query_tile, block: int):
+        """Whether some row of the query tile's block of 64 does not see some key."""
+        if self.config.mask.has_blocks:
+            partial = Boolean(self.blocks.entry(head, query_tile, RULE) != NO_MASK)
+            return partial | Boolean(self.first_key + self.config.tile_n > self.place.length)
         first = query_tile * self.config.tile_m + block * BLOCK
         return Boolean(first < self.inner_first) | Boolean(first + BLOCK > self.inner_end)
 
@@ -172,8 +195,11 @@ class KeyTile:
         first = query_tile * self.config.tile_m
         return Boolean(first < self.rows_first) | Boolean(first + self.config.tile_m > self.rows_end)
 
-    def turn(self, query_tile) -> Int32:
+    def turn(self, head, query_tile) -> Int32:
         """How many key tiles, those of earlier keys, add to a query tile's dQ before this one."""
+        if self.config.mask.has_blocks:
+            tiles = self.config.mask.block_size[1] // self.config.tile_n
+            return self.blocks.entry(head, query_tile, RANK) * tiles + self.number % tiles
         first = query_tile * self.config.tile_m
         last = cutlass.min(first + self.config.tile_m, self.place.seq_q) - 1
         start, length = self.place.start, self.place.length
@@ -311,6 +337,19 @@ def key_tile(
     if cutlass.const_expr(config.cut and not config.heads_inside):
         first_step, steps = split_part(piece, cutlass.max(pieces, 1), steps)
         steps = Int32(cutlass.select_(Boolean(pieces > 0), steps, zero))
+    blocks = None
+    if cutlass.const_expr(config.mask.has_blocks):
+        rows, keys = config.mask.block_size
+        blocks = KeyBlock(
+            operands.q_visits,
+            operands.q_counts,
+            request,
+            first_key // keys,
+            rows // config.tile_m,
+            (seq_q + config.tile_m - 1) // config.tile_m,
+            (first_head, first_head + group),
+        )
+        steps = steps_of(blocks)
     # Rows past the last query need no mask: their statistics make P zero.
     inner_end = Int32(cutlass.select_(Boolean(inner_end >= seq_q), Int32(FAR), inner_end))
     inner_end = Int32(cutlass.select_(Boolean(first_key + config.tile_n > length), zero, inner_end))
@@ -342,6 +381,8 @@ def key_tile(
         rows_end,
         bounds,
         *ranges,
+        blocks,
+        operands.q_patterns,
     )
 
 

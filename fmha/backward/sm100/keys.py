@@ -144,7 +144,7 @@ def add_queries(work, head, query_tile):
     sums = operands.dq_sums[head, tile_index, None].iterator
     if cutlass.const_expr(config.deterministic):
         turn = operands.turns[head, tile_index, None].iterator + work.part * WARPS + warp
-        wait_warp_turn(turn, work.tile.turn(query_tile), lane)
+        wait_warp_turn(turn, work.tile.turn(head, query_tile), lane)
     transposed = config.transposed_dq
     mine = column_place(work.part * config.width + thread) if transposed else row_place(config, thread)
     for start in cutlass.range_constexpr(0, config.tile_m if transposed else config.width, LOAD_COLUMNS):

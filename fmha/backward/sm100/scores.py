@@ -24,7 +24,7 @@ def make_block(work, step, number, head, query_tile):
     """Make P and dS of 64 queries: to tensor memory, in place of S and dP; dS to shared memory, too."""
     config, columns, thread = work.config, work.columns, work.thread
     block = work.block(step, number * BLOCK, head, query_tile)
-    masked = work.tile.needs_mask(query_tile, number)
+    masked = work.tile.needs_mask(head, query_tile, number)
     scores, ds = cute.make_rmem_tensor(BLOCK, Float32), cute.make_rmem_tensor(BLOCK, Float32)
     tmem.load_row(columns + config.tmem_s + number * BLOCK, scores, thread)
     tmem.wait_loads()

@@ -47,7 +47,7 @@ def make_block(work, step, head, query_tile):
             words = handover.received_words(buffer(work, "sums", kind, distance), work.thread, count)
             values.store(values.load() + cute.recast_tensor(words, Float32).load())
     block = work.block(step, first, head, query_tile)
-    masked = work.tile.needs_mask(query_tile, 0)
+    masked = work.tile.needs_mask(head, query_tile, 0)
     weigh(block, own[0], masked)
     if cutlass.const_expr(config.wanted.ds):
         derive(block, *own, masked)

@@ -230,7 +230,7 @@ def go_through(work):
                     clear_unseen_rows(work, next_place[1], step + 1)
             if cutlass.const_expr(config.wanted.ds):
                 warpgroup.wait_group(int(config.wanted.v and not config.dv_first))
-                derive(own, flat(mma.s), flat(mma.dp), tile.needs_mask(place[1], block))
+                derive(own, flat(mma.s), flat(mma.dp), tile.needs_mask(*place, block))
                 if cutlass.const_expr(config.stores_early):
                     put_ds(work, step, block)
             next_block = 0 if ends else block + 1
@@ -283,7 +283,7 @@ def begin(work):
 @cute.jit
 def make_p(work, step, block: cutlass.Constexpr, place):
     """Make P of a block in the registers of its S."""
-    weigh(block_of(work, step, block, place), flat(work.mma.s), work.tile.needs_mask(place[1], block))
+    weigh(block_of(work, step, block, place), flat(work.mma.s), work.tile.needs_mask(*place, block))
 
 
 @cute.jit

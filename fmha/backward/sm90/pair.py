@@ -55,7 +55,7 @@ def make_p(work):
     for step in cutlass.range(tile.steps, unroll=1):
         place = (head, query_tile)
         partial.receive(work, "s", mma.s, step)
-        weigh(block_of(work, step, 0, place), flat(mma.s), tile.needs_mask(query_tile, 0))
+        weigh(block_of(work, step, 0, place), flat(mma.s), tile.needs_mask(*place, 0))
         if cutlass.const_expr(config.wanted.ds):
             hand_on(work)
             cute.arch.barrier_arrive(barrier_id=P_BARRIER, number_of_threads=config.consumer_threads)
@@ -113,7 +113,7 @@ def make_ds(work):
         if cutlass.const_expr(config.wanted.ds):
             cute.arch.barrier(barrier_id=P_BARRIER, number_of_threads=config.consumer_threads)
             partial.receive(work, "dp", mma.dp, step)
-            derive_from_shared(work, step, place, tile.needs_mask(query_tile, 0))
+            derive_from_shared(work, step, place, tile.needs_mask(*place, 0))
             keep(mma.dp, mma.ds_rows)
             if cutlass.const_expr(config.wanted.q):
                 consumer.store_ds(work, step, 0)

@@ -43,7 +43,7 @@ def grant_turns(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands
             use = use_of(step, consumer)
             count = count_of(config, operands, tile, head, query_tile, consumer)
             seen = cute.arch.load(count, Int32, sem="acquire", scope="gpu")
-            comes = Boolean(seen == tile.turn(query_tile))
+            comes = Boolean(seen == tile.turn(head, query_tile))
             free = cute.arch.mbarrier_test_wait(
                 left.barrier(use), (use // left.stages + 1) % 2
             )  # of wait_previous
