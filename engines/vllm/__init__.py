@@ -4,26 +4,37 @@ If both are installed, vLLM loads this as a plug-in by itself:
 
     vllm serve MODEL --attention-backend WARPSPEC
 
+    vllm serve MODEL --attention-config '{"backend": "WARPSPEC_MLA", "mla_prefill_backend": "WARPSPEC"}'
+
     vllm serve MODEL --quantization warpspec_nvfp4  # ModelOpt's NVFP4 checkpoints: our mixture of experts
 
-It supports decoder layers with head sizes 64, 128, 256 and 512 in bfloat16 or float16, with grouped heads, sinks and
-sliding windows.
+The first is for decoder layers with keys and values, with grouped heads, sinks and sliding windows; the second for
+multi-head latent attention, decoding and prompts. All in bfloat16 or float16.
 """
 
 from __future__ import annotations
 
 NAME = "WARPSPEC"
 QUANTIZATION = "warpspec_nvfp4"
-PATH = "warpspec.engines.vllm.attention.WarpspecBackend"
+MLA_NAME = "WARPSPEC_MLA"
+PATHS = {
+    NAME: "warpspec.engines.vllm.attention.WarpspecBackend",
+    MLA_NAME: "warpspec.engines.vllm.mla.WarpspecMLABackend",
+}
+PREFILL_PATH = "warpspec.engines.vllm.mla.WarpspecPrefill"
 
 
 def register() -> None:
-    """Entry point of vLLM's plug-ins: registers the backend's name. Nothing else is imported."""
+    """Entry point of vLLM's plug-ins: registers the backends' names. Nothing else is imported."""
+    from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    if NAME not in AttentionBackendEnum.__members__:
-        AttentionBackendEnum.register(NAME, PATH)
-        _register_quantization()
+    if NAME in AttentionBackendEnum.__members__:  # registered already
+        return
+    for name, path in PATHS.items():
+        AttentionBackendEnum.register(name, path)
+    MLAPrefillBackendEnum.register(NAME, PREFILL_PATH)
+    _register_quantization()
 
 
 def _register_quantization() -> None:
@@ -68,11 +79,30 @@ def _register_quantization() -> None:
 
 
 def replace_cpu_attention() -> None:
-    """Replace vLLM's only CPU backend by ours, for tests: vLLM offers no choice on a CPU.
+    """Replace vLLM's CPU backends by ours, for tests: vLLM offers no choice on a CPU.
 
     WARPSPEC_BACKEND names the kernel ("sim" or "reference").
     """
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    from vllm.v1.attention.backends.mla.prefill.registry import register_mla_prefill_backend
+    from vllm.v1.attention.backends.registry import register_backend
 
     register()
-    register_backend(AttentionBackendEnum.CPU_ATTN, PATH)
+    attention, *latent, prompts = _cpu_backends()
+    register_backend(attention, PATHS[NAME])
+    for backend in latent:
+        register_backend(backend, PATHS[MLA_NAME])
+    register_mla_prefill_backend(prompts, PREFILL_PATH)
+
+
+def restore_cpu_attention() -> None:
+    """Undo ``replace_cpu_attention``."""
+    for backend in _cpu_backends():
+        backend.clear_override()
+
+
+def _cpu_backends() -> tuple:
+    """vLLM's backends on a CPU: attention; latent attention without and with AMX; the latter's prompts."""
+    from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum as Backends
+
+    return Backends.CPU_ATTN, Backends.CPU_MLA, Backends.AMX_MLA, MLAPrefillBackendEnum.CPU

@@ -17,3 +17,12 @@ def checkpoints(tmp_path_factory):
         return known[kind]
 
     return of
+
+
+@pytest.fixture
+def start_vllm(monkeypatch):
+    """A function that starts vLLM on a folder (``helpers.vllm_engine.starter``)."""
+    from helpers.vllm_engine import starter
+
+    with starter(monkeypatch) as start:
+        yield start

@@ -1,15 +1,5 @@
 """vLLM with our attention on tiny models, compared with its own attention: `make test-engines`."""
 
-import os
-
-os.environ |= {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
-
-import gc
 from copy import deepcopy
 from types import SimpleNamespace
 
@@ -27,6 +17,7 @@ from helpers.engine_models import (  # noqa: E402
     write_nvfp4_experts,
     write_scaled_llama,
 )
+from helpers.vllm_engine import GREEDY, LENGTHS, generate, results_of  # noqa: E402
 from vllm.v1.attention.backend import CommonAttentionMetadata  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
 
@@ -37,74 +28,6 @@ from warpspec.engines.vllm.attention import BatchBuilder, WarpspecAttention, War
 from warpspec.engines.vllm.pages import pages_of, slot_bytes  # noqa: E402
 from warpspec.fmha import attention_varlen  # noqa: E402
 from warpspec.fmha.quantized import dequantized  # noqa: E402
-
-# Longer and shorter than the windows, one token, several blocks; two begin alike for longer than a block.
-LENGTHS = (70, 5, 1, 40)
-GREEDY = {"temperature": 0, "ignore_eos": True, "detokenize": False, "logprobs": 0}
-
-
-@pytest.fixture
-def look_through_llvmlite(monkeypatch):
-    """vLLM 0.32 reads vars() of all that modules hold, which is no dictionary for llvmlite's library. The simulator
-    loads that, as does speculation from prompts."""
-    import llvmlite.binding.ffi as ffi
-
-    get = type(ffi.lib).__getattr__
-
-    def plain(self, name):
-        if name == "__dict__":
-            raise AttributeError(name)
-        return get(self, name)
-
-    monkeypatch.setattr(type(ffi.lib), "__getattr__", plain)
-
-
-@pytest.fixture
-def start(monkeypatch, look_through_llvmlite):
-    """A function that starts an engine on a folder, with our attention unless own is set."""
-    engines = []
-
-    def start(folder, own=False, backend="reference", **options):
-        monkeypatch.setenv("WARPSPEC_BACKEND", backend)
-        if own:
-            AttentionBackendEnum.CPU_ATTN.clear_override()
-        else:
-            engine.replace_cpu_attention()
-        defaults = {
-            "enforce_eager": True,
-            "skip_tokenizer_init": True,
-            "num_gpu_blocks_override": 64,
-            "max_model_len": 256,
-            "dtype": "bfloat16",
-            "block_size": 32,
-            "max_num_batched_tokens": 64,  # the longest prompts come in parts, beside requests that decode
-            "max_num_seqs": 8,
-            "disable_log_stats": True,
-        }
-        engines.append(vllm.LLM(str(folder), **defaults | options))
-        return engines[-1]
-
-    yield start
-    engines.clear()
-    gc.collect()
-    AttentionBackendEnum.CPU_ATTN.clear_override()
-
-
-def generate(llm, inputs, tokens=6):
-    """[(prompt, generated tokens, their log-probabilities)]"""
-    outputs = llm.generate(
-        [{"prompt_token_ids": ids} for ids in inputs],
-        vllm.SamplingParams(max_tokens=tokens, **GREEDY),
-        use_tqdm=False,
-    )
-    return [results_of(ids, output) for ids, output in zip(inputs, outputs, strict=True)]
-
-
-def results_of(ids, output):
-    (completion,) = output.outputs
-    tokens = list(completion.token_ids)
-    said = [step[token].logprob for step, token in zip(completion.logprobs, tokens, strict=True)]
-    return ids, tokens, said
 
 
 @pytest.fixture
@@ -125,9 +48,9 @@ def calls(monkeypatch):
 @pytest.mark.parametrize(
     "kind", [kind for kind in CONFIGS if kind != "gemma2"]
 )  # whose own error vLLM doubles
-def test_prompts_in_parts_beside_decode_and_prefix_hits(kind, checkpoints, start, calls):
+def test_prompts_in_parts_beside_decode_and_prefix_hits(kind, checkpoints, start_vllm, calls):
     model, folder = checkpoints(kind)
-    judge, llm = Judge(model), start(folder)
+    judge, llm = Judge(model), start_vllm(folder)
     inputs = prompts(LENGTHS, common=36)
     first = generate(llm, inputs)
     judge.check(first)
@@ -139,11 +62,11 @@ def test_prompts_in_parts_beside_decode_and_prefix_hits(kind, checkpoints, start
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt_oss", "gemma2"])
-def test_same_tokens_as_the_own_attention(kind, checkpoints, start):
+def test_same_tokens_as_the_own_attention(kind, checkpoints, start_vllm):
     _, folder = checkpoints(kind)
     inputs = prompts(LENGTHS)
-    own = generate(start(folder, own=True), inputs)
-    ours = generate(start(folder), inputs)
+    own = generate(start_vllm(folder, own=True), inputs)
+    ours = generate(start_vllm(folder), inputs)
     same = sum(
         a == b for (_, x, _), (_, y, _) in zip(own, ours, strict=True) for a, b in zip(x, y, strict=True)
     )
@@ -160,29 +83,29 @@ def test_same_tokens_as_the_own_attention(kind, checkpoints, start):
         ("gemma3", "nvfp4", "nvfp4"),
     ],
 )
-def test_quantised_cache(kind, name, format, checkpoints, start):
+def test_quantised_cache(kind, name, format, checkpoints, start_vllm):
     model, folder = checkpoints(kind)
-    llm = start(folder, kv_cache_dtype=name)
+    llm = start_vllm(folder, kv_cache_dtype=name)
     Judge(model, rounding(format)).check(generate(llm, prompts(LENGTHS)))
 
 
 @pytest.mark.parametrize(("name", "format"), [("fp8", "e4m3"), ("nvfp4", "nvfp4")])
-def test_layers_that_are_skipped(name, format, checkpoints, start):
+def test_layers_that_are_skipped(name, format, checkpoints, start_vllm):
     """The second layer's cache stays in 16 bits."""
     model, folder = checkpoints("llama")
-    llm = start(folder, kv_cache_dtype=name, kv_cache_dtype_skip_layers=["1"])
+    llm = start_vllm(folder, kv_cache_dtype=name, kv_cache_dtype_skip_layers=["1"])
     Judge(model, {0: rounding(format)}).check(generate(llm, prompts(LENGTHS)))
 
 
 @pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
-def test_scales_of_a_checkpoint(strategy, tmp_path, start):
+def test_scales_of_a_checkpoint(strategy, tmp_path, start_vllm):
     """Scales that compressed-tensors stored, of a layer or of each of its heads."""
     scales = [torch.tensor([0.05]), torch.tensor([2.0])]
     if strategy == "attn_head":
         scales = [torch.tensor([0.5, 0.03]), torch.tensor([0.1, 1.5])]
     model = write_scaled_llama(tmp_path, strategy, scales)
     roundings = {layer: rounding("e4m3", scale[:, None, None]) for layer, scale in enumerate(scales)}
-    Judge(model, roundings).check(generate(start(tmp_path), prompts(LENGTHS)))
+    Judge(model, roundings).check(generate(start_vllm(tmp_path), prompts(LENGTHS)))
 
 
 @pytest.mark.parametrize("cache", ["auto", "fp8", "fp8_e5m2", "nvfp4"])
@@ -242,10 +165,10 @@ def test_rope_and_update_at_once(cache, is_neox, monkeypatch):
     assert torch.equal(values(caches[2])[1], values(caches[1])[1])
 
 
-def test_preemption(checkpoints, start):
+def test_preemption(checkpoints, start_vllm):
     """Six requests grow to 110 tokens, four blocks each; there are 15."""
     model, folder = checkpoints("llama")
-    llm = start(folder, num_gpu_blocks_override=16)
+    llm = start_vllm(folder, num_gpu_blocks_override=16)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     preempted = []
     preempt = scheduler._preempt_request
@@ -256,9 +179,9 @@ def test_preemption(checkpoints, start):
     assert preempted
 
 
-def test_cancelled_requests_leave_the_others_alone(checkpoints, start):
+def test_cancelled_requests_leave_the_others_alone(checkpoints, start_vllm):
     model, folder = checkpoints("qwen3")
-    requests = start(folder).llm_engine
+    requests = start_vllm(folder).llm_engine
     inputs = prompts((70, 30, 20))
     for name, ids in enumerate(inputs):
         parameters = vllm.SamplingParams(max_tokens=12, **GREEDY)
@@ -275,21 +198,21 @@ def test_cancelled_requests_leave_the_others_alone(checkpoints, start):
     Judge(model).check([results_of(inputs[name], finished[name]) for name in (0, 2)])
 
 
-def test_speculative_decoding(checkpoints, start, calls):
+def test_speculative_decoding(checkpoints, start_vllm, calls):
     """Tokens guessed from the prompt are verified, several queries of a request at once."""
     model, folder = checkpoints("llama")
     guess = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
-    llm = start(folder, speculative_config=guess)
+    llm = start_vllm(folder, speculative_config=guess)
     inputs = [ids * 4 for ids in prompts((9, 5))]
     results = generate(llm, inputs, tokens=24)
     Judge(model).check([(ids, tokens, None) for ids, tokens, _ in results])
     assert any(1 < most <= 4 for most in calls)
 
 
-def test_experts_in_nvfp4(tmp_path, start):
+def test_experts_in_nvfp4(tmp_path, start_vllm):
     """Experts of a ModelOpt checkpoint. Activations are rounded to NVFP4 as well, which is what the error is of."""
     model = write_nvfp4_experts(tmp_path)
-    results = generate(start(tmp_path, quantization=engine.QUANTIZATION), prompts(LENGTHS))
+    results = generate(start_vllm(tmp_path, quantization=engine.QUANTIZATION), prompts(LENGTHS))
     error = error_of(model, results)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -307,11 +230,11 @@ def error_of(model, results) -> float:
     return torch.cat(differences).square().mean().sqrt().item()
 
 
-def test_kernels_before_the_first_request(checkpoints, start, monkeypatch):
+def test_kernels_before_the_first_request(checkpoints, start_vllm, monkeypatch):
     """Each kind of layer and batch is called once by vLLM's warm-up (which it leaves out on a CPU)."""
     _, folder = checkpoints("gpt_oss")
     monkeypatch.setattr(warmup, "provider", warmup.Provider())
-    start(folder)
+    start_vllm(folder)
     units = warmup.provider.get_cutedsl_warmup_compile_units()
     assert len({unit.key for unit in units}) == len(units) == 2 * 4  # with a window and without; four batches
     calls = []
@@ -416,6 +339,6 @@ def test_a_dtype_that_is_refused():
         layer.process_weights_after_loading(torch.float32)
 
 
-def test_simulated_kernel(checkpoints, start):
+def test_simulated_kernel(checkpoints, start_vllm):
     model, folder = checkpoints("gpt_oss")
-    Judge(model).check(generate(start(folder, backend="sim"), prompts((40, 7)), tokens=2))
+    Judge(model).check(generate(start_vllm(folder, backend="sim"), prompts((40, 7)), tokens=2))

@@ -3,7 +3,14 @@
 from copy import deepcopy
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, GptOssConfig, LlamaConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    DynamicCache,
+    GptOssConfig,
+    LlamaConfig,
+    Qwen3Config,
+)
 from transformers.models.gemma2 import Gemma2Config
 from transformers.models.gemma3 import Gemma3TextConfig
 
@@ -56,16 +63,25 @@ CONFIGS = {
     ),
 }
 
+# Models whose caches hold latent rows. No experts: another choice of them, by rounding, is no error of attention.
+LATENT_CONFIGS = {
+    "deepseek_v3": lambda: DeepseekV3Config(
+        **SIZES | {"num_key_value_heads": 4}, num_hidden_layers=2, first_k_dense_replace=2, q_lora_rank=64,
+        kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+    ),
+}  # fmt: skip
+
 
 def make_model(kind: str, dtype: torch.dtype = torch.bfloat16):
     """The seeded model of a kind, in evaluation mode."""
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(CONFIGS[kind](), attn_implementation="eager")
+    config = (CONFIGS | LATENT_CONFIGS)[kind]()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("sinks"):  # so large that a model without them says other things
                 parameter.normal_(2.0, 1.0)
-            elif name.endswith(("q_proj.weight", "k_proj.weight")):
+            elif name.endswith(("q_proj.weight", "k_proj.weight", "q_b_proj.weight")):
                 parameter.mul_(2.0)
             elif "experts" in name:  # another choice of experts, by rounding, is no error of attention
                 parameter.mul_(0.3)

@@ -1,0 +1,147 @@
+"""vLLM's multi-head latent attention computed by ours, on a tiny DeepSeek V3: `make test-engines`."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+vllm = pytest.importorskip("vllm", reason="needs vLLM: make test-engines")
+
+from helpers.engine_models import Judge, prompts, rounding  # noqa: E402
+from helpers.vllm_engine import LENGTHS, generate  # noqa: E402
+from vllm.v1.attention.backends.mla.prefill.base import MLADimensions  # noqa: E402
+from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum  # noqa: E402
+from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
+
+import warpspec.engines.vllm as engine  # noqa: E402
+from warpspec.common.errors import UnsupportedProblem  # noqa: E402
+from warpspec.engines.vllm import mla  # noqa: E402
+
+KIND = "deepseek_v3"
+
+
+@pytest.fixture
+def in_parts(monkeypatch):
+    """vLLM serves latent attention on a CPU in blocks of 16 and with whole prompts, unless the CPU has AMX, whose
+    backend is replaced by ours, too. With this it thinks so."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(mla.BatchBuilder, "reorder_batch_threshold", 4)  # longer prompts are no decoding
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What was called: "decode" with the queries of a request, "prompt", "context"."""
+    seen = []
+
+    def counted(name, forward, number):
+        def call(*arguments, **named):
+            seen.append((name, number(*arguments, **named)))
+            return forward(*arguments, **named)
+
+        return call
+
+    monkeypatch.setattr(mla, "mla_decode", counted("decode", mla.mla_decode, lambda q, *_, **__: q.shape[1]))
+    prefill = mla.WarpspecPrefill
+    for name in ("run_prefill_new_tokens", "run_prefill_context_chunk"):
+        forward = counted(name, getattr(prefill, name), lambda *_, **__: 0)
+        monkeypatch.setattr(prefill, name, forward)
+    return seen
+
+
+# (vLLM 0.32's CPU kernel of RoPE rotates the strided queries of latent attention wrongly.)
+OPTIONS = {"block_size": 64, "compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+
+
+def test_prompts_in_parts_beside_decode_and_prefix_hits(checkpoints, start_vllm, in_parts, calls):
+    """The second time, prompts' blocks are found in the cache; contexts come in chunks that vLLM merges."""
+    model, folder = checkpoints(KIND)
+    judge, llm = Judge(model), start_vllm(folder, **OPTIONS)
+    for _ in range(2):
+        judge.check(generate(llm, prompts((*LENGTHS, 150), common=70)))
+    assert {name for name, _ in calls} == {"decode", "run_prefill_new_tokens", "run_prefill_context_chunk"}
+    assert {1, 2, 3, 4} >= {number for name, number in calls if name == "decode"} >= {1}
+
+
+def test_contexts_in_several_chunks(checkpoints, start_vllm, in_parts, calls, monkeypatch):
+    """vLLM has room for the context rows of one block at a time."""
+    monkeypatch.setattr(
+        mla.BatchBuilder, "determine_chunked_prefill_workspace_size", staticmethod(lambda _: 64)
+    )
+    model, folder = checkpoints(KIND)
+    results = generate(start_vllm(folder, **OPTIONS), prompts((200, 40, 140)))
+    Judge(model).check(results)
+    assert sum(name == "run_prefill_context_chunk" for name, _ in calls) > 2 * 6
+
+
+def test_float8_cache(checkpoints, start_vllm, in_parts, calls):
+    """Codes of a scale of 1. (vLLM gathers no FP8 context on a CPU: prompts are short.)"""
+    model, folder = checkpoints(KIND)
+    llm = start_vllm(folder, kv_cache_dtype="fp8", enable_prefix_caching=False, **OPTIONS)
+    Judge(model, rounding("e4m3")).check(generate(llm, prompts((20, 5, 1, 30))))
+    assert any(name == "decode" for name, _ in calls)
+
+
+def test_speculative_decoding(checkpoints, start_vllm, in_parts, calls):
+    """Drafts from the prompt: several queries of each request in one decoding call."""
+    model, folder = checkpoints(KIND)
+    guess = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    llm = start_vllm(folder, speculative_config=guess, **OPTIONS)
+    results = generate(llm, [ids * 4 for ids in prompts((9, 5))], tokens=24)
+    Judge(model).check([(ids, tokens, None) for ids, tokens, _ in results])
+    assert any(name == "decode" and number > 1 for name, number in calls)
+
+
+def test_simulated_kernel(checkpoints, start_vllm, in_parts):
+    model, folder = checkpoints(KIND)
+    Judge(model).check(generate(start_vllm(folder, backend="sim", **OPTIONS), prompts((70, 7)), tokens=2))
+
+
+def test_empty_requests_and_lse():
+    """Rows that pad a CUDA graph have no keys; lse is of each token and head, natural."""
+    cache = torch.randn(3, 64, 576, generator=torch.Generator().manual_seed(0)).bfloat16()
+    q = torch.randn(4, 8, 576).bfloat16()
+    batch = SimpleNamespace(
+        num_decodes=2,
+        decode=SimpleNamespace(
+            block_table=torch.tensor([[2, 0], [7, 7]], dtype=torch.int32),
+            seq_lens=torch.tensor([70, 0], dtype=torch.int32),
+        ),
+    )
+    layer = SimpleNamespace(
+        scale=0.05, kv_cache_dtype="auto", need_to_return_lse_for_decode=True, _k_scale=torch.tensor(1.0)
+    )
+    o, lse = mla.WarpspecMLA.forward_mqa(layer, (q[..., :512], q[..., 512:]), cache, batch, layer)
+    rows = torch.cat([cache[2], cache[0]])[:70].float()
+    scores = q[:2].float() @ rows.T * 0.05
+    scores[0, :, 69] = -torch.inf
+    assert o.shape == (4, 8, 512) and not o[2:].any() and (lse[2:] == -torch.inf).all()
+    torch.testing.assert_close(lse[:2], scores.logsumexp(-1), rtol=1e-3, atol=1e-3)
+    wanted = scores.softmax(-1) @ rows[:, :512]
+    assert (o[:2].float() - wanted).norm() <= 4e-3 * wanted.norm()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("kv_cache_dtype", "fp8_e5m2", "--kv-cache-dtype.*fp8_e4m3, got fp8_e5m2"),
+        ("sliding_window", 128, "sliding_window: 128.*--attention-backend"),
+        ("kv_lora_rank", 256, "kv_lora_rank: 256"),
+    ],
+)
+def test_layers_that_are_refused(option, value, message):
+    options = dict(
+        num_heads=4, head_size=576, scale=0.1, num_kv_heads=1, alibi_slopes=None, sliding_window=None,
+        kv_cache_dtype="auto", logits_soft_cap=None, attn_type="decoder", kv_sharing_target_layer_name=None,
+        kv_lora_rank=512,
+    )  # fmt: skip
+    with pytest.raises(UnsupportedProblem, match=message):
+        mla.WarpspecMLA(**options | {option: value})
+
+
+def test_backends_are_found_by_name():
+    engine.register()
+    assert AttentionBackendEnum["WARPSPEC_MLA"].get_class() is mla.WarpspecMLABackend
+    assert MLAPrefillBackendEnum["WARPSPEC"].get_class() is mla.WarpspecPrefill
+    sizes = dict(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    assert mla.WarpspecPrefill.supports_mla_dimensions(MLADimensions(**sizes))
+    assert not mla.WarpspecPrefill.supports_mla_dimensions(MLADimensions(**sizes | {"v_head_dim": 260}))
