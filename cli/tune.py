@@ -18,6 +18,8 @@ Attention chooses its kernels by a model of their time, which takes the number o
 of a large copy, and of a large matrix product. Of GPUs that warpspec was measured on they are built in; of others
 plans use the data sheet's until this command has measured them. It takes a few seconds on a GPU with nothing else to
 do, and keeps two numbers in the cache folder, for all GPUs of the same name. Processes that start later plan with them.
+The model is wrong by some percent; calls whose shapes repeat can have their plans timed once instead: see
+warpspec.fmha.tuning.
 Exit status 2: there is no GPU, or caching is off."""
 
 

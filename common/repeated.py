@@ -10,8 +10,17 @@ import os
 from collections.abc import Callable, Iterable
 
 import torch
-from torch._C import _has_storage
+
+# Bound once: a call like an earlier one takes ten microseconds, and each attribute of a module 20 nanoseconds.
+from torch._C import (
+    _are_functorch_transforms_active,
+    _has_storage,
+    _is_tracing,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+)
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from warpspec.common.hardware import VECTOR_BYTES
 
@@ -55,23 +64,23 @@ def signature(tensor: torch.Tensor) -> tuple:
 
 
 def signatures(tensors: Iterable[torch.Tensor | None]) -> list | None:
-    """``signature`` of each tensor (None for None), followed by whether autograd records what is computed from them.
+    """The place of each tensor among ``tensors`` with its ``signature``, and whether autograd records what is computed
+    from them.
 
     Returns None if one of them is ``watched`` or is not a tensor. This is one loop, because ``watched``, ``recorded``
     and ``signature`` called for each tensor would take twice as long. A tensor on the meta device has a signature, but
     no remembered call is on that device. Raises RuntimeError for a layout without strides and address.
     """
     found, requires_grad = [], False
-    for tensor in tensors:
+    for place, tensor in enumerate(tensors):
         if tensor is None:
-            found.append(None)
             continue
         if type(tensor) not in PLAIN_TENSORS or tensor.is_neg():
             return None
         if tensor.requires_grad:
             requires_grad = True
         address = tensor.data_ptr() % VECTOR_BYTES
-        found.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), address))
+        found.append((place, tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), address))
     found.append(requires_grad and torch.is_grad_enabled())
     return found
 
@@ -95,11 +104,11 @@ def watched(*tensors: torch.Tensor) -> bool:
 def observed() -> bool:
     """Whether every operator call must be seen now: while tracing, in a mode, or in a functorch transform."""
     return (
-        torch.compiler.is_compiling()
-        or torch._C._is_tracing()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
-        or torch._C._are_functorch_transforms_active()
+        is_compiling()
+        or _is_tracing()
+        or _len_torch_dispatch_stack() > 0
+        or _len_torch_function_stack() > 0
+        or _are_functorch_transforms_active()
         or forward_ad._current_level >= 0
     )
 

@@ -7,7 +7,7 @@ two if the keys are split.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from warpspec.fmha.join import JOIN, JoinConfig
 from warpspec.fmha.line import JOIN_WORDS
 from warpspec.fmha.operands import PLACES, Operands
 from warpspec.fmha.plan import Plan, launch_numbers, make_plan
+from warpspec.fmha.plan.kept import keep_fastest, kept_plan, plans_to_time
 from warpspec.fmha.problem import AttentionProblem
 
 QUEUE, LINE = Schedule.QUEUE, Schedule.LINE  # compared in every call; an Enum's attributes take 70 ns
@@ -34,8 +35,10 @@ ATTENTION = Family("attention", sm90="warpspec.fmha.sm90", sm100="warpspec.fmha.
 
 
 def plan(problem: AttentionProblem, target: Target) -> Plan:
-    """Plan a problem for a target. UnsupportedProblem names what the kernel does not support."""
-    return make_plan(ATTENTION.of(target.architecture).AttentionConfig, problem, target)
+    """Plan a problem for a target: the plan that was timed fastest, or the one with the least expected time.
+    UnsupportedProblem names what the kernel does not support."""
+    config_class = ATTENTION.of(target.architecture).AttentionConfig
+    return kept_plan(config_class, problem, target) or make_plan(config_class, problem, target)
 
 
 def expands_on(problem: AttentionProblem, target: Target) -> bool:
@@ -76,22 +79,29 @@ class Prepared(NamedTuple):
 
         operands: of the problem that was prepared, as ``AttentionProblem`` promises them; v is given.
         """
+        device = self.target.device
+        if device is not None and device == torch._C._cuda_getDevice():  # a context would take 0.5 us more
+            return self.launch(operands)
         with self.target.current():
-            if self.schedule is QUEUE:
-                return self.run_queued(operands)
-            if self.combine is None:
-                return self.attention(*operands, *self.numbers)
-            if self.schedule is LINE:
-                pieces, joins = piece_workspace(self.plan, operands.o.device)
-                first = self.attention(*placed(operands, pieces=pieces, joins=joins), *self.numbers)
-                results = (operands.sink, operands.o, operands.lse, operands.row_max, operands.row_sum)
-                return joined(first, self.combine(pieces, joins, *results))
-            partial = partial_results(operands.o, self.plan.splits)
-            o, row_max, row_sum = partial
-            parts = placed(operands, o=o, sink=None, lse=None, row_max=row_max, row_sum=row_sum)
-            first = self.attention(*parts, *self.numbers)
+            return self.launch(operands)
+
+    def launch(self, operands: Operands):
+        """``run`` on the current device."""
+        if self.schedule is QUEUE:
+            return self.run_queued(operands)
+        if self.combine is None:
+            return self.attention(*operands, *self.numbers)
+        if self.schedule is LINE:
+            pieces, joins = piece_workspace(self.plan, operands.o.device)
+            first = self.attention(*placed(operands, pieces=pieces, joins=joins), *self.numbers)
             results = (operands.sink, operands.o, operands.lse, operands.row_max, operands.row_sum)
-            second = self.combine(*partial, *results, operands.cu_seqlens_q)
+            return joined(first, self.combine(pieces, joins, *results))
+        partial = partial_results(operands.o, self.plan.splits)
+        o, row_max, row_sum = partial
+        parts = placed(operands, o=o, sink=None, lse=None, row_max=row_max, row_sum=row_sum)
+        first = self.attention(*parts, *self.numbers)
+        results = (operands.sink, operands.o, operands.lse, operands.row_max, operands.row_sum)
+        second = self.combine(*partial, *results, operands.cu_seqlens_q)
         return joined(first, second)
 
     def run_queued(self, operands: Operands):
@@ -125,6 +135,36 @@ def prepare(problem: AttentionProblem, target: Target, found: Plan | None = None
     return Prepared(
         target, found, found.config.scheduler.schedule, launch_numbers(problem, found), attention, combine
     )
+
+
+def prepare_new(problem: AttentionProblem, target: Target) -> Prepared | Expanded | Timed:
+    """``prepare`` for a call that was not seen before: its plans may have to be timed (``fmha.tuning``)."""
+    found = prepare(problem, target)
+    plans = 0 if isinstance(found, Expanded) else plans_to_time(problem, target)
+    return Timed(problem, target, plans) if plans else found
+
+
+class Timed:
+    """A problem whose ``plans`` best plans are timed at its first run, which keeps the fastest for this and all later
+    runs."""
+
+    def __init__(self, problem: AttentionProblem, target: Target, plans: int):
+        self.problem, self.target, self.plans, self.prepared = problem, target, plans, None
+
+    def run(self, operands: Operands):
+        """As ``Prepared.run``."""
+        if self.prepared is None:
+            config_class = ATTENTION.of(self.target.architecture).AttentionConfig
+            keep_fastest(config_class, self.problem, self.target, self.plans, self._launching(operands))
+            prepare.cache_clear()
+            self.prepared = prepare(self.problem, self.target)
+        return self.prepared.run(operands)
+
+    def _launching(self, operands: Operands) -> Callable[[Plan], Callable]:
+        def launching(found: Plan) -> Callable:
+            return partial(prepare.__wrapped__(self.problem, self.target, found).run, operands)
+
+        return launching
 
 
 def second_kernel(problem: AttentionProblem, config, splits: int) -> tuple[Kernel, Hashable] | None:

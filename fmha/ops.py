@@ -35,7 +35,7 @@ from warpspec.common.repeated import (
 from warpspec.common.transforms import call_operator, takes_gradients
 from warpspec.fmha import reference
 from warpspec.fmha.expand import Expanded
-from warpspec.fmha.launch import Prepared, check_supported, prepare
+from warpspec.fmha.launch import Prepared, Timed, check_supported, prepare_new
 from warpspec.fmha.logits import LogitOptions
 from warpspec.fmha.operands import (
     ARGUMENTS,
@@ -103,7 +103,7 @@ class Call(NamedTuple):
     """
 
     problem: AttentionProblem
-    prepared: Prepared | Expanded | None
+    prepared: Prepared | Expanded | Timed | None
     empty: bool
     regular: bool
     spans: tuple[int, ...]
@@ -150,6 +150,11 @@ def remember(key, call: Call) -> None:
         _checked.remember(key, call)
 
 
+def forget_calls() -> None:
+    """Check the next call of every kind again."""
+    _checked.clear()
+
+
 def recall(key, operands: Operands) -> Call | None:
     """The checked call of a key. Addresses are not part of the key: out's are compared each time."""
     try:
@@ -175,7 +180,7 @@ def check_call(operands: Operands, options: Options, backend: str, records: bool
     if backend != "reference":
         target = target_of(problem.device)
         # Both raise UnsupportedProblem for what the kernel does not support.
-        prepared = check_supported(problem, target) if empty else prepare(problem, target)
+        prepared = check_supported(problem, target) if empty else prepare_new(problem, target)
     out = operands.o
     return Call(
         problem,
@@ -201,7 +206,8 @@ def run(call: Call, operands: Operands, stats: tuple[torch.Tensor, ...] | None =
     if o is None:
         o = empty(call.o_shape, call.o_dtype, device)
     if stats is None:
-        stats = tuple([empty(call.stat_shape, torch.float32, device) for _ in range(call.stat_count)])
+        count = call.stat_count
+        stats = tuple([empty(call.stat_shape, torch.float32, device) for _ in range(count)]) if count else ()
     lse = row_max = row_sum = None
     if call.stat_count == 2:
         row_max, row_sum = stats

@@ -38,6 +38,7 @@ def no_launches(arch: str = "sm_90a") -> Iterator[None]:
         (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.cuda, "synchronize", lambda *_: None),
         (torch._C, "_cuda_getCurrentRawStream", lambda device: 0),
+        (torch._C, "_cuda_getDevice", lambda: INDEX),
         (launch, "_device_target", lambda device: target),
         (launch.Kernel, "launcher", lambda *_, **__: lambda *arguments: None),
         (backend, "_device_backend", lambda device: own),
