@@ -2,10 +2,12 @@
 
 Supported: causal and causal sliding-window layers, attention sinks, soft caps, grouped and shared KV heads, dynamic and
 static KV caches, padding on either side, images whose tokens see each other (Gemma 3, Gemma 4), additive masks
-[B or 1, Hq or 1, Sq, Sk], DeepSeek-V4's compressed keys, keys that an indexer selects (DeepSeek V3.2, GLM-5).
-Refused with `UnsupportedProblem`, never computed differently: dropout, boolean mask tensors, packed sequences,
-bidirectional and chunked masks, position biases, `output_attentions`. There are gradients wherever
-`attention` has them. As with transformers' flash attention, results of padding rows are undefined.
+[B or 1, Hq or 1, Sq, Sk], DeepSeek-V4's compressed keys, keys that an indexer selects (DeepSeek V3.2, GLM-5). Every
+other mask function (packed sequences, chunked and bidirectional attention, padding between tokens, models' own)
+becomes FlexAttention's BlockMask (`listed_blocks`), which may also be given as the mask. Refused with
+`UnsupportedProblem`, never computed differently: dropout, boolean mask tensors, position biases, `output_attentions`.
+There are gradients wherever `attention` has them. As with transformers' flash attention, results of padding rows are
+undefined.
 
 Layers of DeepSeek-V4 append compressed keys, one for 4 or 128 positions, to the keys of the sliding window. They do so
 after the model has made its mask. `mask_maker(compressed)` chooses between two ways to handle this. (All layers of that
@@ -26,6 +28,7 @@ additive tensor; they hand over the selected keys of each query, and all others 
 from __future__ import annotations
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import masking_utils
 
 from warpspec.common.errors import UnsupportedProblem
@@ -51,7 +54,7 @@ def attention_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | BlockMask | None,
     *,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -65,9 +68,9 @@ def attention_forward(
 
     query [B, Hq, Sq, D]; key and value [B, Hkv, Sk, D], bf16 or fp16, one tensor if a layer shares them; or
     codes that a ``QuantizedCache`` has handed out.
-    attention_mask: what a `mask_maker` function returned, or additive [B or 1, Hq or 1, Sq, Sk]; the latter alone
-    determines which keys a query sees, as in eager attention. s_aux [Hq]: sink logits. kwargs: see ``logit_options``.
-    indices [B, Sq, n]: the keys that each query may see at most, in layers with an indexer.
+    attention_mask: what a `mask_maker` function returned, a BlockMask, or additive [B or 1, Hq or 1, Sq, Sk]; the
+    latter two alone determine which keys a query sees, as in eager attention. s_aux [Hq]: sink logits. kwargs: see
+    ``logit_options``. indices [B, Sq, n]: the keys that each query may see at most, in layers with an indexer.
     sliding_window counts the row's own position. Returns ([B, Sq, Hq, D], None). Raises UnsupportedProblem as the
     module says.
     """
@@ -89,6 +92,12 @@ def attention_forward(
                 "v_block_scales": of_values.blocks.transpose(1, 2),
             }
 
+    if isinstance(attention_mask, BlockMask):
+        if indices is not None or getattr(module, "compressor", None) is not None:
+            raise UnsupportedProblem(
+                "attention_mask: a layer with an indexer or with compressed keys takes no BlockMask"
+            )
+        return attention(q, k, v, sink=s_aux, block_mask=attention_mask, **options, **blocks), None
     if attention_mask is not None and attention_mask.is_floating_point():
         bias = _bias(attention_mask, q, k)
         if indices is not None:
@@ -147,8 +156,9 @@ def key_ranges(
     attention_mask: torch.Tensor | None = None,
     device: torch.device | str = "cpu",
     **kwargs,
-) -> torch.Tensor | None:
-    """transformers' mask function: which keys exist, and which positions the queries have among them.
+) -> torch.Tensor | BlockMask | None:
+    """transformers' mask function: which keys exist, and which positions the queries have among them. For masks that
+    are no interval of keys a query: ``listed_blocks``.
 
     Query i has position q_offset + i, key j has position kv_offset + j. attention_mask, [B, positions], bool or None,
     is False at padding. Returns None if the queries are the last of the keys and there is no padding. Otherwise it
@@ -158,11 +168,9 @@ def key_ranges(
     has four dimensions because transformers passes masks of that rank on unchanged.
     """
     images = _images_of(mask_function)
+    given = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, device)
     if images is None and not _is_causal_mask(mask_function):
-        raise UnsupportedProblem(
-            "mask: only causal and causal sliding-window masks, with images or without, are supported, not packed "
-            "sequences, chunked, bidirectional or custom masks"
-        )
+        return listed_blocks(*given)
     padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
         padding = padding[:, kv_offset : kv_offset + kv_length].bool()
@@ -178,9 +186,7 @@ def key_ranges(
         first = padding.int().argmax(dim=1)
         index = torch.arange(kv_length, device=padding.device)
         if not torch.equal(padding, (index >= first[:, None]) & (index < (first + lengths)[:, None])):
-            raise UnsupportedProblem(
-                "attention_mask: must be padding before or after a row's tokens, not between"
-            )
+            return listed_blocks(*given)  # padding between tokens
         columns = [q_start - first, lengths, first] if bool(first.any()) else [q_start, lengths]
     if images is None:
         return torch.stack(columns, dim=1).to(RANGES_DTYPE)[:, None, None, :]
@@ -189,6 +195,27 @@ def key_ranges(
     ranges = _ranges_of(images[:, : kv_offset + kv_length], query, kv_offset + columns[..., 2:])
     columns = torch.cat([columns.expand(-1, q_length, -1), ranges.expand(batch_size, -1, -1)], dim=2)
     return columns.to(RANGES_DTYPE)[:, None]
+
+
+def listed_blocks(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor,
+    kv_offset: int,
+    mask_function,
+    attention_mask: torch.Tensor | None,
+    device: torch.device | str,
+) -> BlockMask:
+    """transformers' mask function for any mask: FlexAttention's BlockMask, by its function that is not compiled, which
+    for a moment takes a byte for each query and key. Arguments as for ``key_ranges``."""
+    padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    if padding is not None:
+        mask_function = masking_utils.and_masks(
+            mask_function, masking_utils.padding_mask_function(padding.bool())
+        )
+    mask_function = masking_utils.add_offsets_to_mask_function(mask_function, q_offset, kv_offset)
+    return create_block_mask(mask_function, batch_size, None, q_length, kv_length, device=device)
 
 
 def additive_mask(*args, dtype: torch.dtype = torch.float32, **kwargs) -> torch.Tensor:

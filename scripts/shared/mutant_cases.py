@@ -104,20 +104,19 @@ def _masked(arch: str, kind: str) -> Callable[[], None]:
 
         if kind == "tree":
             case = tree_cases.Case(
-                "", (20, 7), (300, 90), (4, 1), 128, page_size=64, options=(("window", (200, 0)),)
+                "", 20, (300, 90), (4, 1), 128, page_size=64, options=(("window", (200, 0)),)
             )
             inputs = tree_cases.inputs_of(case)
         elif kind == "ranges":
             images = ((20, 180), (330, 399))
             case = range_cases.Case(
-                "", (200, 40), (400, 90), images, (1, 1), 128, options=(("num_splits", 1),)
+                "", (200, 200), (400, 250), images, (1, 1), 128, options=(("num_splits", 1),)
             )
             inputs = range_cases.inputs_of(case)
         else:
-            options = (("causal", True), ("num_splits", 1))
-            case = block_cases.Case(
-                "", 200, 600, (1, 1), 128, 2, (2, 1), flex=kind == "patterns", options=options
-            )
+            options, parts = (("causal", True), ("num_splits", 1)), (0.2, 0.3, 0.5)
+            lists = {"lists": (2, 1), "flex": kind == "patterns", "parts": parts}
+            case = block_cases.Case("", 200, 900, (1, 1), 128, 2, **lists, options=options)
             inputs, _ = block_cases.inputs_of(case)
         with few_sms(arch):
             judged_calls.run(case, inputs, backend="sim")

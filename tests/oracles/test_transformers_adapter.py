@@ -1,13 +1,16 @@
 """The adapter refuses what `attention` cannot express; nothing is dropped silently."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import GptOssConfig, masking_utils
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import GptOssConfig, Qwen3Config, Qwen3ForCausalLM, masking_utils
 
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.engines.transformers import attention_forward, key_ranges, key_set_sizes, register
+from warpspec.engines.transformers.attention import additive_mask
 
 LAYER = SimpleNamespace(is_causal=True)
 
@@ -107,15 +110,23 @@ if hasattr(
     )
 
 
+MASKS["padding between tokens"] = masking_utils.causal_mask_function
+
+
 @pytest.mark.parametrize("kind", MASKS)
-def test_other_mask_functions_are_refused(kind):
-    with pytest.raises(UnsupportedProblem, match="mask"):
-        key_ranges(1, 8, 8, mask_function=MASKS[kind])
+def test_other_mask_functions_become_lists_of_blocks(kind):
+    padding = torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1]]).bool() if "padding" in kind else None
+    given = dict(mask_function=MASKS[kind], attention_mask=padding)
+    mask, additive = key_ranges(1, 8, 8, **given), additive_mask(1, 8, 8, **given)
+    assert isinstance(mask, BlockMask)
+    layer = SimpleNamespace(is_causal=kind != "bidirectional")
+    torch.testing.assert_close(forward(mask, layer=layer), forward(additive, layer=layer), rtol=0, atol=0)
 
 
-def test_padding_between_tokens_is_refused():
-    with pytest.raises(UnsupportedProblem, match="between"):
-        key_ranges(1, 8, 8, attention_mask=torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1]]).bool())
+def test_a_layer_with_an_indexer_takes_no_blocks():
+    mask = key_ranges(1, 8, 8, mask_function=MASKS["bidirectional"])
+    with pytest.raises(UnsupportedProblem, match=r"attention_mask: .* takes no BlockMask"):
+        forward(mask, indices=torch.zeros(1, 8, 2, dtype=torch.int32))
 
 
 def test_packed_sequences_are_found_through_the_models_mask_maker():
@@ -128,8 +139,32 @@ def test_packed_sequences_are_found_through_the_models_mask_maker():
     )
     positions = torch.arange(6)[None]
     assert masking_utils.create_causal_mask(**arguments, position_ids=positions) is None
-    with pytest.raises(UnsupportedProblem, match="packed"):
-        masking_utils.create_causal_mask(**arguments, position_ids=positions % 3)
+    assert isinstance(masking_utils.create_causal_mask(**arguments, position_ids=positions % 3), BlockMask)
+
+
+def test_packed_documents_of_a_model():
+    """Logits, and gradients of the embedding, of two packed documents are those of each alone."""
+    register("warpspec_adapter_test", backend="reference")
+    torch.manual_seed(0)
+    sizes = dict(
+        hidden_size=64, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=64
+    )
+    config = Qwen3Config(vocab_size=50, num_hidden_layers=2, **sizes)
+    config._attn_implementation = "warpspec_adapter_test"
+    model = Qwen3ForCausalLM(config).bfloat16()
+    ids, ends = torch.randint(50, (1, 150)), (0, 90, 150)
+    positions = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(ends)])[None]
+    results = []
+    for parts in ([slice(0, 150)], [slice(a, b) for a, b in itertools.pairwise(ends)]):
+        model.zero_grad()
+        calls = [
+            model(ids[:, part], position_ids=positions[:, part], use_cache=False).logits for part in parts
+        ]
+        logits = torch.cat(calls, dim=1)
+        logits.float().square().sum().backward()
+        results.append((logits.float(), model.get_input_embeddings().weight.grad.float()))
+    for got, expected in zip(*results, strict=True):
+        assert (got - expected).norm() <= 1e-2 * expected.norm()
 
 
 def test_no_mask_where_the_defaults_say_it_all():
