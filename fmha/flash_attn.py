@@ -77,7 +77,9 @@ def flash_attn_func(
         deterministic: gradients are the same bits every time.
         num_splits: parts into which the keys are split; 0 lets the kernel choose.
         out: [B, Sq, Hq, D], written and returned.
-        others: see the module; learnable_sink, s_aux or sinks: [Hq], one more logit per row.
+        others: see the module; learnable_sink, s_aux or sinks: [Hq], one more logit per row. block_sparse_tensors:
+            flash-attn-4's lists of blocks, as ``attention``'s block_mask takes them; block_sparse_tensors_bwd is
+            accepted beside it, and ignored.
 
     Returns:
         out [B, Sq, Hq, D]; with return_lse (out, lse), lse [B, Hq, Sq] fp32, which includes a sink; with
@@ -88,11 +90,20 @@ def flash_attn_func(
         UnsupportedProblem: as ``attention`` does.
     """
     scales, swizzled = _descales(others), others.pop("swizzled", False)
+    lists = others.pop("block_sparse_tensors", None)
+    if lists is not None:  # those of gradients follow from them
+        others.pop("block_sparse_tensors_bwd", None)
     sink = _sink_of(dropout_p=dropout_p, alibi_slopes=alibi_slopes, **others)
     options = _options(softmax_scale, causal, window_size, num_splits, softcap, swizzled) | scales
     wants = return_attn_probs or return_lse
     result = attention(
-        *_plain(q, k, v), sink=sink, out=out, return_lse=wants, deterministic=deterministic, **options
+        *_plain(q, k, v),
+        sink=sink,
+        out=out,
+        return_lse=wants,
+        deterministic=deterministic,
+        block_mask=lists,
+        **options,
     )
     return _returned(result, wants, return_attn_probs, sink)
 

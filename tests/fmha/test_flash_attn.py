@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.block_cases import Case, inputs_of
 from helpers.varlen_cases import Packed
 
 from warpspec.common.backend import BACKEND_VARIABLE
@@ -296,3 +297,19 @@ class TestBadInput:
         (got,) = torch.autograd.grad(flash_attn_func(q, k, v, deterministic=True).sum(), q)
         (expected,) = torch.autograd.grad(attention(q, k, v, backend="reference").sum(), q)
         assert torch.equal(got, expected)
+
+
+def test_lists_of_blocks():
+    """A full block and, with causal, a partial one; the others are hidden."""
+    case = Case("", 140, 300, (4, 2), flex=False, options=(("causal", True),))
+    inputs, seen = inputs_of(case)
+    q, k, v = (torch.where(t.isfinite(), t, 0.0) for t in (inputs["q"], inputs["k"], inputs["v"]))
+    lists = inputs["block_mask"]
+    got, lse = flash_attn_func(
+        q, k, v, causal=True, block_sparse_tensors=lists, block_sparse_tensors_bwd=lists, return_lse=True
+    )
+    bias = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
+    expected, expected_lse = attention(q, k, v, bias=bias, return_lse=True)
+    torch.testing.assert_close((got, lse), (expected, expected_lse), rtol=1e-5, atol=1e-5)
+    with pytest.raises(NotImplementedError, match="block_sparse_tensors_bwd"):
+        flash_attn_func(q, k, v, block_sparse_tensors_bwd=lists)
