@@ -199,7 +199,7 @@ def with_bias() -> str:
                 (
                     head_dim,
                     "one" if shared else "two",
-                    c.logits.bias,
+                    c.logits.bias.dtype,
                     f"{c.tile_m} x {c.tile_n}",
                     c.kv_stages,
                     f"{c.bias_stages} x {c.bias_tile_bytes}",

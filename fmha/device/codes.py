@@ -22,7 +22,6 @@ from warpspec.common.device.float4 import (
 )
 from warpspec.common.device.float8 import widened
 from warpspec.common.device.words import interleave
-from warpspec.fmha.device.scales import is_nvfp4
 
 NUMBERS = 8  # 16-bit numbers in a chunk of 16 bytes
 BYTES_OF_PAIRS = (
@@ -113,7 +112,7 @@ class NVFP4InBf16(NVFP4Codes):
 
 def codes_of(config, dtype: str) -> Codes:
     """The codes of a configuration's keys or values. dtype: that of the tiles or fragments."""
-    if is_nvfp4(config):
+    if config.format.kv_block > 0:
         return NVFP4Codes() if dtype == "float16" else NVFP4InBf16()
     return Float8Codes(config.format.kv_format, dtype)
 

@@ -37,14 +37,14 @@ def map_score(logits, score: Float32, numbers: LogitNumbers, place: int = 0) -> 
 
 def map_pair(logits, pair: tuple, numbers: LogitNumbers, place: int) -> tuple:
     """``map_score`` of two scores at neighbouring places, on architectures that multiply pairs."""
-    if logits.softcap:
+    if logits.curved:
         return tuple(map_score(logits, score, numbers, place + i) for i, score in enumerate(pair))
     return cute.arch.mul_packed_f32x2(pair, (numbers.factor, numbers.factor))
 
 
 def with_factor(logits, numbers: LogitNumbers, factor: Float32) -> LogitNumbers:
     """The numbers of a map with another factor of scores, at least 0, that only the device knows."""
-    if not logits.softcap:
+    if not logits.curved:
         factor = cute.arch.fmax(factor, SMALLEST_SCALE, nan=True)
     return numbers._replace(factor=factor)
 

@@ -9,11 +9,11 @@ import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, Uint8, Uint32
 
 from warpspec.common.device import float4
-from warpspec.common.device.float8 import widened
 from warpspec.common.device.nvfp4 import CODES_PER_WORD
 from warpspec.common.hardware import WORD_BYTES
 from warpspec.common.kv_formats import swizzled_place
 from warpspec.common.nvfp4 import NVFP4_BLOCK
+from warpspec.fmha.device.codes import codes_of
 from warpspec.fmha.device.logits import LogitNumbers, with_factor
 
 BF16_BITS, HIGH_HALF = 16, 0xFFFF0000
@@ -125,7 +125,7 @@ def codes_as_fp32(
     else:
         cute.autovec_copy(cute.local_tile(row, (size,), (number,)), codes)
     words = cute.recast_tensor(codes, Uint32)
-    wide = widened([words[i] for i in range(cute.size(words))], config.format.kv_format, "bfloat16")
+    wide = codes_of(config, "bfloat16").in_order([words[i] for i in range(cute.size(words))], None)
     for i in cutlass.range_constexpr(size):
         word = wide[i // 2]
         bits = word & Uint32(HIGH_HALF) if i % 2 else word << BF16_BITS
