@@ -21,9 +21,8 @@ from warpspec.fmha.sm90.softmax import over_quad
 from warpspec.fmha.sm90.staging import (
     LOADS,
     TILE_WORDS,
-    chunk_place,
-    load_chunk,
     row_read,
+    store_chunk,
     store_words,
 )
 
@@ -166,9 +165,7 @@ def store_tiles(work, factors: cutlass.Constexpr, empties: cutlass.Constexpr, op
         store_words(stage, work.rows[0], words)
         cute.arch.sync_warp()
         for load in cutlass.range_constexpr(LOADS):
-            chunk = cute.recast_tensor(load_chunk(stage, work.thread, load), dtype)
-            if inside[load]:
-                cute.autovec_copy(chunk, chunk_place(targets[load], block, work.thread))
+            store_chunk(stage, work.thread, load, targets[load], block, inside[load])
         cute.arch.sync_warp()  # before the next columns, or the next tile's P, are written
 
 

@@ -5,6 +5,7 @@ A warp writes and reads back only its own 16 rows, 2 KiB, so a warp barrier befo
 
 from __future__ import annotations
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
@@ -78,9 +79,14 @@ def load_chunk(base: Int32, thread, load: int) -> cute.Tensor:
     return words
 
 
-def chunk_place(row: cute.Tensor, block: int, thread) -> cute.Tensor:
-    """(CHUNK): place of this chunk in block number ``block`` of 64 columns of a row (D) in global memory."""
-    return cute.local_tile(row, (CHUNK,), (block * CHUNKS + chunk_read(thread),))
+@cute.jit
+def store_chunk(base: Int32, thread, load: cutlass.Constexpr, row: cute.Tensor, block, inside) -> None:
+    """Copy this chunk to its place in block number ``block`` of 64 columns of a row (D) in global memory, if the row is
+    ``inside``."""
+    chunk = load_chunk(base, thread, load)
+    if inside:
+        place = cute.local_tile(row, (CHUNK,), (block * CHUNKS + chunk_read(thread),))
+        cute.autovec_copy(cute.recast_tensor(chunk, row.element_type), place)
 
 
 def vector_at(address: Int32, words: int) -> cute.Tensor:

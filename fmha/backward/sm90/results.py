@@ -18,9 +18,8 @@ from warpspec.fmha.heads import BLOCK
 from warpspec.fmha.sm90.staging import (
     LOADS,
     TILE_WORDS,
-    chunk_place,
-    load_chunk,
     row_read,
+    store_chunk,
     store_rows,
 )
 
@@ -159,8 +158,5 @@ def write_rows(work, tensor: cute.Tensor, values: cute.Tensor):
         cute.arch.sync_warp()
         for load in cutlass.range_constexpr(LOADS):
             key = tile.first_key + work.first_row + row_read(thread, load)
-            if key < keys:
-                target = tensor[batch, tile.place.first_key + key, tile.kv_head, None]
-                part = chunk_place(target, first_block + block, thread)
-                chunk = load_chunk(base, thread, load)
-                cute.autovec_copy(cute.recast_tensor(chunk, tensor.element_type), part)
+            row = tensor[batch, tile.place.first_key + key, tile.kv_head, None]
+            store_chunk(base, thread, load, row, first_block + block, key < keys)
