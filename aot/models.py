@@ -171,7 +171,7 @@ def kernels(
         if expands_on(problem, target):
             wanted[EXPAND, expand_config(problem)] = None
             problem = expanded(problem)
-        for config, splits in likely_kernels(package.AttentionConfig, problem, target, margin):
+        for config, splits in likely_kernels(package.CHOICES, problem, target, margin):
             wanted[package.ATTENTION, config] = None
             second = second_kernel(problem, config, splits)
             if second is not None:

@@ -30,20 +30,20 @@ from warpspec.fmha.plan.kept import keep_fastest, kept_plan, plans_to_time
 from warpspec.fmha.problem import AttentionProblem
 
 QUEUE, LINE = Schedule.QUEUE, Schedule.LINE  # compared in every call; an Enum's attributes take 70 ns
-# Packages with ``AttentionConfig`` and ``ATTENTION``, its ``Kernel``.
+# Packages with ``AttentionConfig``, ``ATTENTION``, its ``Kernel``, and ``CHOICES``, what plans choose among.
 ATTENTION = Family("attention", sm90="warpspec.fmha.sm90", sm100="warpspec.fmha.sm100")
 
 
 def plan(problem: AttentionProblem, target: Target) -> Plan:
     """Plan a problem for a target: the plan that was timed fastest, or the one with the least expected time.
     UnsupportedProblem names what the kernel does not support."""
-    config_class = ATTENTION.of(target.architecture).AttentionConfig
-    return kept_plan(config_class, problem, target) or make_plan(config_class, problem, target)
+    choices = ATTENTION.of(target.architecture).CHOICES
+    return kept_plan(choices, problem, target) or make_plan(choices, problem, target)
 
 
 def expands_on(problem: AttentionProblem, target: Target) -> bool:
     """Whether a target dequantises the problem's keys and values first (``expand``)."""
-    return expands(problem, ATTENTION.of(target.architecture).AttentionConfig.expanded_rows)
+    return expands(problem, ATTENTION.of(target.architecture).CHOICES.expanded_rows)
 
 
 def check_supported(problem: AttentionProblem, target: Target) -> None:
@@ -154,8 +154,8 @@ class Timed:
     def run(self, operands: Operands):
         """As ``Prepared.run``."""
         if self.prepared is None:
-            config_class = ATTENTION.of(self.target.architecture).AttentionConfig
-            keep_fastest(config_class, self.problem, self.target, self.plans, self._launching(operands))
+            choices = ATTENTION.of(self.target.architecture).CHOICES
+            keep_fastest(choices, self.problem, self.target, self.plans, self._launching(operands))
             prepare.cache_clear()
             self.prepared = prepare(self.problem, self.target)
         return self.prepared.run(operands)

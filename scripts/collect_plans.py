@@ -62,14 +62,14 @@ SILENT_SECONDS = 20.0
 
 def plans(problem: AttentionProblem, target: Target, taken: set[AttentionKernel] | None) -> list[Plan]:
     """Plans of the problem whose kernels are ``taken``; None: all."""
-    config_class, found = ATTENTION.of(target.architecture).AttentionConfig, []
-    for candidate in candidates(config_class, problem, target):
+    choices, found = ATTENTION.of(target.architecture).CHOICES, []
+    for candidate in candidates(choices, problem, target):
         if (
             candidate.splits > 1
             and problem.batch * problem.seq_q * problem.heads_q * problem.head_dim > MOST_SPLIT
         ):
             continue
-        plan = plan_of(config_class, problem, target, candidate)
+        plan = plan_of(choices, problem, target, candidate)
         if taken is None or plan.config in taken:
             found.append(plan)
     return found

@@ -14,6 +14,7 @@ from warpspec.common.launch import Target
 from warpspec.fmha.config import AttentionKernel
 from warpspec.fmha.logits import LogitNumbers
 from warpspec.fmha.plan.candidates import Candidate, candidates
+from warpspec.fmha.plan.choices import Choices
 from warpspec.fmha.plan.cost import Way, microseconds, work_of
 from warpspec.fmha.plan.scenarios import scenarios
 from warpspec.fmha.plan.sections import choose_section
@@ -35,63 +36,63 @@ class Plan(NamedTuple):
     section: int
 
 
-def make_plan(config_class: type, problem: AttentionProblem, target: Target) -> Plan:
-    """The plan for a problem. config_class: the target architecture's ``AttentionConfig``.
+def make_plan(choices: Choices, problem: AttentionProblem, target: Target) -> Plan:
+    """The plan for a problem. choices: the target architecture's.
 
     Raises UnsupportedProblem naming what the kernel does not support.
     """
-    config_class.check(problem, target)
-    return plan_of(config_class, problem, target, best_candidate(config_class, problem, target))
+    choices.config.check(problem, target)
+    return plan_of(choices, problem, target, best_candidate(choices, problem, target))
 
 
-def plan_of(config_class: type, problem: AttentionProblem, target: Target, found: Candidate) -> Plan:
+def plan_of(choices: Choices, problem: AttentionProblem, target: Target, found: Candidate) -> Plan:
     """The plan of a candidate."""
-    config = config_of(config_class, problem, target, found)
+    config = config_of(choices, problem, target, found)
     resident = target.sm_count * config.shape.ctas_per_sm
     section = choose_section(problem, config, target, resident)
     return Plan(config, found.splits, ANY_CTAS if found.way is Way.SINGLE else resident, section)
 
 
 def config_of(
-    config_class: type, problem: AttentionProblem, target: Target, found: Candidate
+    choices: Choices, problem: AttentionProblem, target: Target, found: Candidate
 ) -> AttentionKernel:
     """The kernel of a candidate."""
-    return config_class.of(
+    return choices.config.of(
         problem,
         target,
         shape=found.shape,
         pack=found.tiling.pack,
         splits=found.splits > 1,
-        schedule=config_class.schedules[found.way],
+        schedule=choices.schedules[found.way],
     )
 
 
 def likely_kernels(
-    config_class: type, problem: AttentionProblem, target: Target, margin: float
+    choices: Choices, problem: AttentionProblem, target: Target, margin: float
 ) -> Iterator[tuple[AttentionKernel, int]]:
     """Kernels of the candidates whose expected time is at most ``1 + margin`` times the least, with their number of
     splits; the plan's kernel is among them. Arguments as for ``make_plan``."""
-    config_class.check(problem, target)
-    found, time = list(candidates(config_class, problem, target)), expectation(config_class, problem, target)
+    choices.config.check(problem, target)
+    found, time = list(candidates(choices, problem, target)), expectation(choices, problem, target)
     times = [time(candidate) for candidate in found]
     for candidate, expected in zip(found, times, strict=True):
         if expected <= (1 + margin) * min(times):
-            yield config_of(config_class, problem, target, candidate), candidate.splits
+            yield config_of(choices, problem, target, candidate), candidate.splits
 
 
-def best_candidate(config_class: type, problem: AttentionProblem, target: Target) -> Candidate:
+def best_candidate(choices: Choices, problem: AttentionProblem, target: Target) -> Candidate:
     """The candidate with the least expected time; the first of equals."""
-    found = list(candidates(config_class, problem, target))
+    found = list(candidates(choices, problem, target))
     if not found:
         queries, keys = problem.mask.block_size
         raise UnsupportedProblem(
             f"{target.architecture.backend} attention: block_mask: no tile fits blocks of {queries} queries and "
             f"{keys} keys at head size {problem.head_dim}; 128 and 128 fit every one"
         )
-    return min(found, key=expectation(config_class, problem, target))
+    return min(found, key=expectation(choices, problem, target))
 
 
-def expectation(config_class: type, problem: AttentionProblem, target: Target):
+def expectation(choices: Choices, problem: AttentionProblem, target: Target):
     """A function of candidates: the geometric mean of a candidate's microseconds over the problem's scenarios."""
     cases, works = scenarios(problem), {}
 
@@ -102,7 +103,7 @@ def expectation(config_class: type, problem: AttentionProblem, target: Target):
         product = 1.0
         for work in found:
             product *= microseconds(
-                work, candidate.tiling, candidate.way, candidate.splits, target, config_class.costs
+                work, candidate.tiling, candidate.way, candidate.splits, target, choices.costs
             )
         return product ** (1 / len(found))
 

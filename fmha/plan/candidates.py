@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from warpspec.common.launch import Target
 from warpspec.fmha.config import Schedule
+from warpspec.fmha.plan.choices import Choices
 from warpspec.fmha.plan.cost import Tiling, Way
 from warpspec.fmha.plan.splits import Loads, choose_splits, visited_tiles
 from warpspec.fmha.problem import AttentionProblem
@@ -36,16 +37,16 @@ class Candidate(NamedTuple):
         return self.way.schedule
 
 
-def candidates(config_class: type, problem: AttentionProblem, target: Target) -> Iterator[Candidate]:
-    """Every candidate; there is at least one, unless no tile fits a problem's blocks. config_class: the target
-    architecture's ``AttentionConfig``."""
-    ways, wanted = config_class.ways(problem), problem.num_splits
-    for shape, tiling in config_class.tilings(problem):
+def candidates(choices: Choices, problem: AttentionProblem, target: Target) -> Iterator[Candidate]:
+    """Every candidate; there is at least one, unless no tile fits a problem's blocks. choices: the target
+    architecture's."""
+    ways, wanted = choices.ways(problem), problem.num_splits
+    for shape, tiling in choices.tilings(problem):
         tiles, resident = tile_count(problem, tiling), target.sm_count * tiling.ctas_per_sm
         if wanted is not None:
             yield Candidate(shape, tiling, Way.SPLIT if wanted > 1 else ways[0], wanted)
             continue
-        tuned = measured_splits(config_class.decode_loads(problem), problem, tiling, target)
+        tuned = measured_splits(choices.decode_loads(problem), problem, tiling, target)
         for way in ways:
             if tuned is not None and way is not (Way.SPLIT if tuned > 1 else ways[0]):
                 continue

@@ -21,6 +21,7 @@ from warpspec.common.hardware import MIB
 from warpspec.common.launch import Target
 from warpspec.fmha.plan import Plan, expectation, plan_of
 from warpspec.fmha.plan.candidates import Candidate, candidates
+from warpspec.fmha.plan.choices import Choices
 from warpspec.fmha.problem import AttentionProblem
 
 ROUNDS = 9  # of launches of each plan, in turn
@@ -47,16 +48,16 @@ def fields_of(candidate: Candidate) -> list:
 
 
 @functools.lru_cache(maxsize=4096)
-def kept_plan(config_class: type, problem: AttentionProblem, target: Target) -> Plan | None:
-    """The plan that was timed fastest; None where none was, or where it is no candidate any more. config_class: the
-    target architecture's ``AttentionConfig``."""
+def kept_plan(choices: Choices, problem: AttentionProblem, target: Target) -> Plan | None:
+    """The plan that was timed fastest; None where none was, or where it is no candidate any more. choices: the
+    target architecture's."""
     content = KEPT.read(name_of(problem, target)) if target.native else None
     if content is None:
         return None
     wanted = json.loads(content)
-    for candidate in candidates(config_class, problem, target):
+    for candidate in candidates(choices, problem, target):
         if fields_of(candidate) == wanted:
-            return plan_of(config_class, problem, target, candidate)
+            return plan_of(choices, problem, target, candidate)
     return None
 
 
@@ -69,7 +70,7 @@ def plans_to_time(problem: AttentionProblem, target: Target) -> int:
 
 
 def keep_fastest(
-    config_class: type,
+    choices: Choices,
     problem: AttentionProblem,
     target: Target,
     plans: int,
@@ -77,9 +78,9 @@ def keep_fastest(
 ) -> None:
     """Time so many plans, those with the least expected time, and keep the fastest. launching: a plan -> a function of
     nothing that launches it."""
-    time, found = expectation(config_class, problem, target), {}
-    for candidate in sorted(candidates(config_class, problem, target), key=time):
-        found.setdefault(plan_of(config_class, problem, target, candidate), candidate)
+    time, found = expectation(choices, problem, target), {}
+    for candidate in sorted(candidates(choices, problem, target), key=time):
+        found.setdefault(plan_of(choices, problem, target, candidate), candidate)
         if len(found) == plans:
             break
     times = launch_times([launching(plan) for plan in found], target)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from warpspec.common.launch import Kernel
+from warpspec.fmha.sm100.choices import CHOICES
 from warpspec.fmha.sm100.config import AttentionConfig
 
-__all__ = ["ATTENTION", "AttentionConfig"]
+__all__ = ["ATTENTION", "CHOICES", "AttentionConfig"]
 
 
 def attention_arguments(config: AttentionConfig) -> tuple:

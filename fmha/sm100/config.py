@@ -22,12 +22,18 @@ from warpspec.common.hardware import (
     registers_at_launch,
 )
 from warpspec.common.launch import Target
-from warpspec.fmha.config import AttentionKernel, Schedule, TileScheduler, parts_of
+from warpspec.fmha.config import AttentionKernel, Schedule, TileScheduler, check_call, parts_of
 from warpspec.fmha.conversion import CONVERTER_WARPS, ConversionFeatures
 from warpspec.fmha.heads import BLOCK, MMA_K, rounded
 from warpspec.fmha.problem import AttentionProblem
-from warpspec.fmha.sm100.choices import FULL_ROWS, Choices, default_shape
-from warpspec.fmha.sm100.shapes import FLOAT8_REGISTERS, SHAPES, Shape
+from warpspec.fmha.sm100.shapes import (
+    FLOAT8_REGISTERS,
+    FULL_ROWS,
+    QUANTIZED_SHAPES,
+    SHAPES,
+    Shape,
+    default_shape,
+)
 from warpspec.fmha.tiles import ELEMENT_BYTES, KvTile, TileRows, choose_pack
 
 MMA_N_MAX = 256  # columns of D that one tcgen05.mma writes
@@ -36,7 +42,7 @@ QUARTER_LANES = 32  # lanes of tensor memory that a warp reaches
 
 
 @dataclass(frozen=True)
-class AttentionConfig(Choices, ConversionFeatures, AttentionKernel):
+class AttentionConfig(ConversionFeatures, AttentionKernel):
     """Compile-time shape of one kernel.
 
     shape: its tiles. bias_stages: KV tiles of the bias in flight, 0 if it is read from global memory.
@@ -62,6 +68,11 @@ class AttentionConfig(Choices, ConversionFeatures, AttentionKernel):
         assert barrier_count(self.barriers) <= self.barrier_slots
         assert (self.barrier_slots * MBARRIER_BYTES + self.word_bytes) <= self.control_room
         assert not (self.scheduler.cuts_tiles and (self.logits.bias or self.column_parts > 1))
+
+    @classmethod
+    def check(cls, problem: AttentionProblem, target: Target) -> None:
+        """Raise UnsupportedProblem, naming what this kernel does not support."""
+        check_call("sm100", problem, tuple(QUANTIZED_SHAPES.get(problem.format.kv_bits, ())))
 
     @classmethod
     def of(

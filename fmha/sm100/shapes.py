@@ -7,6 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from warpspec.fmha.heads import class_of
+from warpspec.fmha.problem import AttentionProblem
+
+FULL_ROWS = 128  # lanes of tensor memory: rows of an accumulator, one to a thread
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -57,3 +62,14 @@ QUANTIZED_SHAPES: dict[int, dict[int, Shape]] = {
 }
 # (softmax_registers, other_registers) with a converter, by CTAs an SM.
 FLOAT8_REGISTERS = {1: (240, 128), 2: (144, 48)}
+
+
+def default_shape(problem: AttentionProblem) -> Shape:
+    """The default tiles for a problem's head sizes and key format: the first that fit its blocks."""
+    if problem.format.kv_format:
+        return QUANTIZED_SHAPES[problem.format.kv_bits][problem.head_dim]
+    shapes = SHARED_SHAPES if problem.format.shared_kv else SHAPES
+    size = problem.heads.v if problem.format.shared_kv else max(problem.head_dim, problem.heads.v)
+    shapes = shapes[class_of(size)]
+    keys = problem.mask.block_size[1] if problem.mask.has_blocks else 0
+    return next((shape for shape in shapes if keys % shape.tile_n == 0), shapes[0])

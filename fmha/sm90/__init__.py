@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from warpspec.common.launch import Kernel
+from warpspec.fmha.sm90.choices import CHOICES
 from warpspec.fmha.sm90.config import AttentionConfig
 
-__all__ = ["ATTENTION", "AttentionConfig"]
+__all__ = ["ATTENTION", "CHOICES", "AttentionConfig"]
 
 
 def attention_arguments(config: AttentionConfig) -> tuple:

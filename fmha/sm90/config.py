@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from warpspec.common import memory
 from warpspec.common.barriers import MBARRIER_BYTES, Barrier, barrier_count
+from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import (
     FP32_BYTES,
     MAX_SMEM_PER_CTA,
@@ -21,15 +22,16 @@ from warpspec.common.hardware import (
     registers_at_launch,
 )
 from warpspec.common.launch import Target
-from warpspec.fmha.config import AttentionKernel, Schedule, TileScheduler, parts_of
+from warpspec.fmha.config import AttentionKernel, Schedule, TileScheduler, check_call, parts_of
 from warpspec.fmha.heads import BLOCK, MMA_K
 from warpspec.fmha.problem import AttentionProblem
-from warpspec.fmha.sm90.choices import Choices
 from warpspec.fmha.sm90.float8 import STATISTICS, Float8Features
 from warpspec.fmha.sm90.shapes import (
+    FLOAT8,
     TWO_CONSUMERS,
     WARPGROUP_ROWS,
     Shape,
+    shapes_of,
 )
 from warpspec.fmha.tiles import ELEMENT_BYTES, KvTile, TileRows, choose_pack
 
@@ -45,7 +47,7 @@ INSTRUCTION_REGISTERS = 30  # registers that ptxas needs for a wgmma besides tho
 
 
 @dataclass(frozen=True)
-class AttentionConfig(Choices, Float8Features, AttentionKernel):
+class AttentionConfig(Float8Features, AttentionKernel):
     """Compile-time shape of one kernel. shape: its tiles."""
 
     scheduler: TileScheduler = TileScheduler(Schedule.PERSISTENT)
@@ -72,6 +74,15 @@ class AttentionConfig(Choices, Float8Features, AttentionKernel):
         assert not ((self.scheduler.cuts_tiles or self.scheduler.has_warp) and self.paired)
 
     @classmethod
+    def check(cls, problem: AttentionProblem, target: Target) -> None:
+        """Raise UnsupportedProblem, naming what this kernel does not support on the target."""
+        check_call("sm90", problem, tuple(FLOAT8))
+        if problem.format.kv_format and problem.bias:
+            raise UnsupportedProblem(
+                f"sm90 attention: bias with k in {problem.format.kv_format} is not supported"
+            )
+
+    @classmethod
     def of(
         cls,
         problem: AttentionProblem,
@@ -88,7 +99,7 @@ class AttentionConfig(Choices, Float8Features, AttentionKernel):
         pack: heads of a KV group that share a tile; None: the best for the longest request.
         """
         cls.check(problem, target)
-        shape = shape or cls.shapes(problem)[0]
+        shape = shape or shapes_of(problem)[0]
         pack = pack or choose_pack(problem.group, problem.seq_q, shape.most_rows)
         tile_m = shape.consumers // shape.column_parts * shape.most_rows
         parts = parts_of(problem, rows_of_cta=tile_m, pack=pack, splits=splits)

@@ -13,8 +13,9 @@ from warpspec.common.hardware import (
     SMEM_PER_SM,
     SMEM_RESERVED_PER_CTA,
 )
+from warpspec.fmha.heads import MMA_K, rounded
 from warpspec.fmha.problem import AttentionProblem
-from warpspec.fmha.tiles import choose_pack
+from warpspec.fmha.tiles import ELEMENT_BYTES, choose_pack
 
 WARPGROUP_ROWS = 64  # query rows of a consumer warpgroup: M of wgmma
 WARP_ROWS = 16  # query rows of a tile whose KV tiles are shared among warps
@@ -102,6 +103,16 @@ FLOAT8_FEW = {
 
 # Larger ones for 4 bits a number: a tile with the same number of keys has half of the bytes.
 NVFP4_FEW = {128: replace(FLOAT8_FEW[1][128], tile_n=64, consumer_registers=216, producer_registers=40)}
+
+
+def shapes_of(problem: AttentionProblem) -> tuple[Shape, ...]:
+    """Tile shapes that a problem may get; for FP8 keys just one."""
+    if problem.format.kv_format is not None:
+        return float8_tiles(problem)
+    heads = problem.heads
+    key_bytes = (heads.qk_room if problem.format.shared_kv else heads.qk_room + heads.v_room) * ELEMENT_BYTES
+    columns, row_bytes = rounded(heads.v, MMA_K), heads.qk_room * ELEMENT_BYTES
+    return tiles(columns, row_bytes, key_bytes, problem.format.shared_kv, problem.bias is not None)
 
 
 def float8_tiles(problem: AttentionProblem) -> tuple[Shape, ...]:

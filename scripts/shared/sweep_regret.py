@@ -41,11 +41,11 @@ def problem_of(shape: AttentionShape, device: str = "meta") -> AttentionProblem:
 
 def other_plans(problem: AttentionProblem, target: Target, most: int) -> list[Plan]:
     """The best plans by the model, each of another kernel, without the chosen one; at most ``most``."""
-    config_class = ATTENTION.of(target.architecture).AttentionConfig
-    chosen, time = make_plan(config_class, problem, target), expectation(config_class, problem, target)
+    choices = ATTENTION.of(target.architecture).CHOICES
+    chosen, time = make_plan(choices, problem, target), expectation(choices, problem, target)
     found = {}
-    for candidate in sorted(candidates(config_class, problem, target), key=time):
-        plan = plan_of(config_class, problem, target, candidate)
+    for candidate in sorted(candidates(choices, problem, target), key=time):
+        plan = plan_of(choices, problem, target, candidate)
         if plan != chosen:
             found.setdefault((plan.config, plan.ctas, plan.splits > 1 and plan.splits), plan)
         if len(found) == most:
@@ -71,7 +71,7 @@ def other_calls(shape: AttentionShape, most: int) -> tuple[dict[str, Callable], 
     problem, target = problem_of(shape, "cuda"), target_of(torch.device("cuda", 0))
     plans = other_plans(problem, target, most)
     calls = {PLAN + json.dumps(describe(plan)): planned_call(problem, target, plan) for plan in plans}
-    return calls, describe(make_plan(ATTENTION.of(target.architecture).AttentionConfig, problem, target))
+    return calls, describe(make_plan(ATTENTION.of(target.architecture).CHOICES, problem, target))
 
 
 def losses(result: dict) -> tuple[float, float | None] | None:

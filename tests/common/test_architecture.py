@@ -1,6 +1,7 @@
 """A further architecture is a record and its kernels: look-ups find those that there are and refuse the rest."""
 
 import pickle
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from warpspec.common.hardware import GPUS, gpu_model
 from warpspec.common.launch import SIMULATED, Kernel, Target, simulated, simulating, target_of
 from warpspec.fmha import attention, launch
 from warpspec.fmha.backward import launch as backward_launch
-from warpspec.fmha.sm90.config import AttentionConfig
+from warpspec.fmha.sm90 import CHOICES, AttentionConfig
 from warpspec.latent.gathered import launch as gathered_launch
 from warpspec.latent.indexer.kernels import INDEX
 from warpspec.latent.projection import ops as projection_ops
@@ -74,7 +75,8 @@ def test_attention_is_refused_until_it_has_kernels(sm_120a, monkeypatch):
 
         kernel = Kernel("made.up", lambda config: ())
         monkeypatch.setattr(kernel, "launcher", lambda config, target: planned.append)
-        package = SimpleNamespace(AttentionConfig=Config, ATTENTION=kernel)
+        choices = replace(CHOICES, config=Config)
+        package = SimpleNamespace(AttentionConfig=Config, ATTENTION=kernel, CHOICES=choices)
         monkeypatch.setitem(launch.ATTENTION.kernels, "sm120", package)
         launch.prepare.cache_clear()
         found = launch.prepare(launch.AttentionProblem.of(q, q, q), target_of(CPU))

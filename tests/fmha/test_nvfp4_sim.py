@@ -10,7 +10,7 @@ from helpers.suites import long
 from warpspec import sim
 from warpspec.common.launch import simulating
 from warpspec.fmha import attention, launch
-from warpspec.fmha.sm90.config import AttentionConfig
+from warpspec.fmha.sm90 import CHOICES
 
 FP16 = torch.float16
 PAGED = Case(
@@ -65,7 +65,7 @@ def test_against_reference_on_blackwell(case):
 )
 def test_dequantised_before(case, monkeypatch):
     """Keys and values that many query rows meet become 16-bit tensors first."""
-    monkeypatch.setattr(AttentionConfig, "expanded_rows", 1)
+    monkeypatch.setattr(CHOICES, "expanded_rows", 1)
     launch.prepare.cache_clear()
     check(case if case.float8 == torch.float8_e5m2 else replace(case, float8=NVFP4), run)
     assert "Expand" in sim.last_report().launches[0].kernel

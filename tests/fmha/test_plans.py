@@ -69,18 +69,18 @@ def random_problem(draw: random.Random) -> AttentionProblem:
 def test_plans_of_random_problems_are_feasible(name, seed):
     """Configurations check their budgets. A plan has CTAs and as many splits as asked for; times are numbers."""
     target, draw = TARGETS[name], random.Random(seed)
-    config_class = launch.ATTENTION.of(target.architecture).AttentionConfig
+    choices = launch.ATTENTION.of(target.architecture).CHOICES
     for _ in range(60):
         problem = random_problem(draw)
-        plan = make_plan(config_class, problem, target)
+        plan = make_plan(choices, problem, target)
         assert plan.ctas >= 1 and plan.section >= 1 and plan.splits >= 1
         assert plan.config.output.splits == (plan.splits > 1)
         assert problem.num_splits in (None, plan.splits)
         if problem.requests.page_size:
             assert plan.config.tile_n % plan.config.kv.page_keys == 0
             assert plan.config.kv.boxes()[1] <= WARP_THREADS  # a lane has the page of each
-        time = expectation(config_class, problem, target)
-        times = [time(candidate) for candidate in candidates(config_class, problem, target)]
+        time = expectation(choices, problem, target)
+        times = [time(candidate) for candidate in candidates(choices, problem, target)]
         assert all(0 < value < math.inf for value in times)
 
 
@@ -88,14 +88,14 @@ def test_every_candidate_makes_a_kernel():
     """Not only the chosen one: constants change."""
     draw, seen = random.Random(3), set()
     for target in (H200, TARGETS["B200"]):
-        config_class = launch.ATTENTION.of(target.architecture).AttentionConfig
+        choices = launch.ATTENTION.of(target.architecture).CHOICES
         for _ in range(25):
             problem = random_problem(draw)
-            for one in candidates(config_class, problem, target):
+            for one in candidates(choices, problem, target):
                 seen.add(one.way)
-                config_class.of(
+                choices.config.of(
                     problem, target, shape=one.shape, pack=one.tiling.pack, splits=one.splits > 1,
-                    schedule=config_class.schedules[one.way],
+                    schedule=choices.schedules[one.way],
                 )  # fmt: skip
     assert seen == set(Way)
 
@@ -144,7 +144,7 @@ def test_scenarios_have_what_the_host_knows():
 def test_more_work_takes_longer():
     """The model, for every way: of twice the keys, of four times the requests, on a slower GPU."""
     problem = made_problem(8, 1, 4096, 32, 8, 128, has_kv_lengths=True)
-    costs = launch.ATTENTION.of(H200.architecture).AttentionConfig.costs
+    costs = launch.ATTENTION.of(H200.architecture).CHOICES.costs
     tiling = Tiling(1, 64, 1, 64, 3, 2, 4)
 
     def time(way, count, keys, target=H200):
@@ -176,7 +176,7 @@ def packed(lengths_q, longest, *, arch="sm_90a", heads=(32, 8), dim=128, page=16
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_what_is_cut_by_length(arch):
-    whole = launch.ATTENTION.of(SIMULATED[arch].architecture).AttentionConfig.schedules
+    whole = launch.ATTENTION.of(SIMULATED[arch].architecture).CHOICES.schedules
     whole = {whole.get(way) for way in (Way.PERSISTENT, Way.SINGLE, Way.QUEUE)}
     assert packed([1] * 24 + [256] * 2, 16384, causal=True, arch=arch) is Schedule.LINE
     assert packed([1] * 4, 64, arch=arch) in whole  # little work

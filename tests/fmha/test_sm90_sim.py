@@ -25,6 +25,7 @@ from warpspec.common.compile import resources
 from warpspec.fmha import attention, sm90
 from warpspec.fmha.heads import CLASSES as HEAD_DIMS
 from warpspec.fmha.logits import BiasLayout
+from warpspec.fmha.sm90 import shapes
 from warpspec.fmha.sm90.shapes import PAIR, Shape
 
 BY_ID = {case.id: case for case in (*CASES, *PARTLY_POISONED)}
@@ -182,7 +183,7 @@ VARIANTS = {
 def shapes_of(head_dim: int, **options) -> tuple[Shape, ...]:
     """Tile shapes of a head dimension. options: of the problem."""
     problem = made_problem(1, 128, 128, 1, 1, head_dim, **options)
-    return sm90.AttentionConfig.shapes(problem)
+    return shapes.shapes_of(problem)
 
 
 SHAPES = [(head_dim, shape) for head_dim in HEAD_DIMS for shape in shapes_of(head_dim)]

@@ -15,7 +15,7 @@ from warpspec.fmha.plan import splits as model_of_splits
 from warpspec.fmha.plan.splits import combine_clocks, tile_clocks, visited_tiles
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.schedule import key_span, split_part
-from warpspec.fmha.sm90.config import AttentionConfig
+from warpspec.fmha.sm90 import CHOICES
 
 SM_COUNT = GPUS["sm_100a"].sm_count
 choose_splits = partial(model_of_splits.choose_splits, sm_count=SM_COUNT)
@@ -143,4 +143,4 @@ def test_decoding_on_an_h200_is_split_as_was_fastest_there(shape, fast):
         "logits": LogitOptions(0.1),
     }
     target = Target.of_model(gpu_model("H200"))
-    assert make_plan(AttentionConfig, AttentionProblem(**sizes, **kind), target).splits in fast
+    assert make_plan(CHOICES, AttentionProblem(**sizes, **kind), target).splits in fast

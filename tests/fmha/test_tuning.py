@@ -11,7 +11,7 @@ from warpspec.common.launch import SIMULATED
 from warpspec.fmha import launch
 from warpspec.fmha.plan import candidates, expectation, kept, plan_of
 from warpspec.fmha.problem import AttentionProblem
-from warpspec.fmha.sm90 import AttentionConfig
+from warpspec.fmha.sm90 import CHOICES
 from warpspec.fmha.tuning import tuning
 
 GPU = replace(SIMULATED["sm_90a"], device=0)
@@ -29,9 +29,9 @@ def problem(tmp_path, monkeypatch):
 
 
 def likely(problem, count):
-    time = expectation(AttentionConfig, problem, GPU)
-    found = sorted(candidates(AttentionConfig, problem, GPU), key=time)
-    return list(dict.fromkeys(plan_of(AttentionConfig, problem, GPU, one) for one in found))[:count]
+    time = expectation(CHOICES, problem, GPU)
+    found = sorted(candidates(CHOICES, problem, GPU), key=time)
+    return list(dict.fromkeys(plan_of(CHOICES, problem, GPU, one) for one in found))[:count]
 
 
 def test_the_fastest_plan_is_kept_and_chosen(problem, monkeypatch):
@@ -48,7 +48,7 @@ def test_the_fastest_plan_is_kept_and_chosen(problem, monkeypatch):
             launched.append(plan)
             return lambda: [5.0, 3.0, 4.0][timed.index(plan)]
 
-        kept.keep_fastest(AttentionConfig, problem, GPU, 3, launching)
+        kept.keep_fastest(CHOICES, problem, GPU, 3, launching)
         assert launched == timed
         assert kept.plans_to_time(problem, GPU) == 0
     assert launch.plan(problem, GPU) == timed[1]
@@ -59,10 +59,10 @@ def test_the_fastest_plan_is_kept_and_chosen(problem, monkeypatch):
 
 
 def test_a_kept_plan_that_is_no_candidate_is_ignored(problem):
-    fields = kept.fields_of(next(candidates(AttentionConfig, problem, GPU)))
+    fields = kept.fields_of(next(candidates(CHOICES, problem, GPU)))
     fields[1][0] += 7  # row groups
     kept.KEPT.write(kept.name_of(problem, GPU), json.dumps(fields).encode())
-    assert kept.kept_plan(AttentionConfig, problem, GPU) is None
+    assert kept.kept_plan(CHOICES, problem, GPU) is None
     assert launch.plan(problem, GPU) == likely(problem, 1)[0]
 
 

@@ -34,13 +34,13 @@ def choosing(
     was prepared is forgotten: it does not know of this.
     """
 
-    def chosen(config_class, problem, target):
-        ways = config_class.ways(problem)
+    def chosen(choices, problem, target):
+        ways = choices.ways(problem)
         taken = ways[0] if way is None or way not in ways else way
         if problem.num_splits is None:
-            found = [Candidate(*tiles, taken, 1) for tiles in config_class.tilings(problem)]
+            found = [Candidate(*tiles, taken, 1) for tiles in choices.tilings(problem)]
         else:
-            found = list(candidates(config_class, problem, target))
+            found = list(candidates(choices, problem, target))
         found = [candidate for candidate in found if wanted(candidate)] or found
         return found if shape is None else [found[0]._replace(shape=shape)]
 

@@ -1,0 +1,38 @@
+"""What plans choose among for an architecture's attention kernel: its tiles, and how CTAs get their work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from warpspec.fmha.config import Schedule
+from warpspec.fmha.plan.cost import Constants, Tiling, Way
+from warpspec.fmha.plan.splits import Loads
+from warpspec.fmha.problem import AttentionProblem
+
+
+@dataclass(eq=False)
+class Choices:
+    """Each architecture's package has one, ``CHOICES``, of a class that adds the methods.
+
+    config: its ``AttentionConfig``. costs: constants of the model of its time. schedules: the ways in which CTAs may
+    get their work, with the kernel's schedule for each. expanded_rows: query rows from which keys in codes are
+    dequantised first (``expand.expands``); None: never.
+    """
+
+    config: type
+    costs: Constants
+    schedules: dict[Way, Schedule]
+    expanded_rows: int | None = None
+
+    def decode_loads(self, problem: AttentionProblem) -> Loads | None:
+        """How fast an SM loads keys for few queries (``plan.splits``); None: such calls have not been timed."""
+        return None
+
+    def tilings(self, problem: AttentionProblem) -> Iterator[tuple[object, Tiling]]:
+        """Shapes that a problem may get and their tilings, for each number of heads that may share a tile."""
+        raise NotImplementedError
+
+    def ways(self, problem: AttentionProblem) -> tuple[Way, ...]:
+        """How CTAs may get their work; the first is for any number of tiles."""
+        raise NotImplementedError
