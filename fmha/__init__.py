@@ -132,8 +132,9 @@ def attention(
             window allow, as the queries of an image see the whole image; (-1, -1): no range. A range must contain the
             query's own position p (to let the window cut it, begin it at p); keys past L do not exist. Checked like
             kv_lengths; unchecked, the row also sees the keys between a range and its other keys. Needs causal=True
-            and key_stride 1. For gradients, the begins and the ends of the ranges must not decrease from query to
-            query; ranges of images, which do not overlap, satisfy this.
+            and key_stride 1. For gradients, a query's keys must neither begin nor end earlier than those of the
+            query before it (checked in backward() like kv_lengths); ranges of images, which do not overlap, satisfy
+            this.
         block_mask: lists of the blocks of keys that the queries of each block see (block sparsity): a ``BlockMask``,
             best made once by ``BlockMask.of``; FlexAttention's BlockMask, which is converted at its first call and must
             not change afterwards; or flash-attn-4's BlockSparseTensorsTorch, converted at each call. Of the keys of a

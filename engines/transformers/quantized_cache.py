@@ -103,10 +103,15 @@ class QuantizedLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store tokens [B, Hkv, S, D], in bf16 or fp16; returns all keys and values: codes with their ``Scales``."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+        """Store tokens [B, Hkv, S, D], in bf16 or fp16; returns all keys and values: codes with their ``Scales``. A
+        batch of another size may only follow ``reset``."""
         batch, _, tokens, _ = key_states.shape
+        if not self.is_initialized or (self.length == 0 and batch != len(self.storage["k"])):
+            self.lazy_initialization(key_states, value_states)
+        if batch != len(self.storage["k"]):
+            raise ValueError(
+                f"key_states: batch must be that of the stored tokens, {len(self.storage['k'])}, got {batch}"
+            )
         self.grow(self.length + tokens)
         first = torch.arange(batch, device=self.device)[:, None] * self.room + self.length
         slots = (first + torch.arange(tokens, device=self.device)).flatten()
@@ -154,7 +159,7 @@ class QuantizedLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name before transformers 5.20
 
     def reset(self) -> None:
-        """Forget all tokens; memory stays."""
+        """Forget all tokens; memory stays, for a batch of the same size."""
         self.length = 0
 
     def crop(self, tokens_to_remove: int) -> None:

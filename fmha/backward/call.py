@@ -15,9 +15,11 @@ from warpspec.common.launch import target_of
 from warpspec.fmha.backward import launch, reference
 from warpspec.fmha.backward.launch import Gradients
 from warpspec.fmha.backward.problem import DIFFERENTIABLE, BackwardProblem
+from warpspec.fmha.backward.ranges import check_ascending
 from warpspec.fmha.operands import Operands, Options
 from warpspec.fmha.ops import kernel_operands, regular_strides
 from warpspec.fmha.problem import AttentionProblem
+from warpspec.fmha.values import are_checked
 
 
 class BackwardCall(NamedTuple):
@@ -73,6 +75,10 @@ def check(operands: Operands, options: Options, backend: str, wanted, do, dlse) 
         target = target_of(forward.device)
         # Both raise UnsupportedProblem for what the kernels do not do.
         prepared = (launch.check_supported if empty else launch.prepare)(problem.padded, target)
+        if operands.ranges is not None and not empty and are_checked(forward.device):
+            check_ascending(
+                forward, kernel_operands(forward, operands, (operands.o, operands.lse, None, None))
+            )
     rows = (operands.q, operands.k, operands.v, operands.o)
     regular = all(t is None or regular_strides(t) is t for t in rows)
     aligned = prepared is None or do is None or launch.aligned(do) is do

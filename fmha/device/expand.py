@@ -1,7 +1,8 @@
 """Dequantises keys and values into dense 16-bit tensors (``fmha.expand``), without k_scale and v_scale.
 
 A thread takes PIECE numbers of a row. Neighbouring threads take neighbouring pieces, through a key's heads one after
-another, so that their writes are contiguous. CTA (x, y, z) takes pieces of batch row y, of K or of V by z.
+another, so that their writes are contiguous. CTA (x, y) takes pieces of K or of V, by y; of a batch row by x, the only
+dimension of a grid that holds any number of batch rows.
 """
 
 from __future__ import annotations
@@ -30,15 +31,14 @@ class Expand:
     def __call__(self, operands: ExpandOperands, stream: CUstream):
         """Host side."""
         batch, keys, heads, _ = operands.wide_k.shape
-        pieces = keys * heads * self.config.pieces
-        self.kernel(operands).launch(
-            grid=(cute.ceil_div(pieces, THREADS * PIECES), batch, 2), block=(THREADS, 1, 1), stream=stream
-        )
+        ctas = cute.ceil_div(keys * heads * self.config.pieces, THREADS * PIECES)  # of a batch row
+        self.kernel(operands, ctas).launch(grid=(ctas * batch, 2, 1), block=(THREADS, 1, 1), stream=stream)
 
     @cute.kernel
-    def kernel(self, operands):
+    def kernel(self, operands, ctas):
         thread, _, _ = cute.arch.thread_idx()
-        cta, batch, side = cute.arch.block_idx()
+        cta, side, _ = cute.arch.block_idx()
+        batch, cta = cta // ctas, cta % ctas
         for i in cutlass.range_constexpr(PIECES):
             piece = (cta * PIECES + i) * THREADS + thread
             if side == 0:

@@ -94,6 +94,22 @@ def test_beams_and_crops(name):
         assert torch.equal(model(ids[:, 20:], past_key_values=cache).logits, wanted)
 
 
+@pytest.mark.parametrize("name", ["e4m3", "nvfp4"])
+def test_a_batch_of_another_size(name):
+    """Only an empty cache takes it; what is stored is then as in a new one."""
+    (large, small), cache, new = (
+        (torch.randn(n, 2, 5, 64).bfloat16() for n in (3, 2)),
+        cache_of(name),
+        cache_of(name),
+    )
+    cache.update(large, large, 0)
+    with pytest.raises(ValueError, match=r"^key_states: batch must be .*, 3, got 2"):
+        cache.update(small, small, 0)
+    cache.reset()
+    for found, wanted in zip(cache.update(small, small, 0), new.update(small, small, 0), strict=True):
+        assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)) and found.shape[0] == 2
+
+
 def beams_of(model, row: int, name: str):
     """Beam search of one of two prompts by itself."""
     prompt = prompts((20, 20))[row]

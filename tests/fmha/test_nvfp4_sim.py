@@ -68,7 +68,8 @@ def test_dequantised_before(case, monkeypatch):
     monkeypatch.setattr(CHOICES, "expanded_rows", 1)
     launch.prepare.cache_clear()
     check(case if case.float8 == torch.float8_e5m2 else replace(case, float8=NVFP4), run)
-    assert "Expand" in sim.last_report().launches[0].kernel
+    first = sim.last_report().launches[0]
+    assert "Expand" in first.kernel and first.grid[1:] == (2, 1)  # only x takes more than 65535 batch rows
     launch.prepare.cache_clear()
 
 

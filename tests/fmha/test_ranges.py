@@ -10,7 +10,9 @@ from helpers.suites import long_but
 
 from warpspec import sim
 from warpspec.fmha import attention, attention_varlen
+from warpspec.fmha.backward import call as backward_call
 from warpspec.fmha.mask import visible
+from warpspec.fmha.operands import Operands, Options
 from warpspec.fmha.problem import AttentionProblem
 
 SPILLED = 16  # bytes that ptxas keeps on the stack, once a tile: 8 at D 256 without ranges, too
@@ -98,3 +100,38 @@ def test_what_is_refused():
             torch.cat([q, q], 1)[0, :4], k[0], None, starts, max_seqlen_q=2, cu_seqlens_k=starts + starts.clamp(max=2),
             causal=True, ranges=packed, backend="reference",
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_need_ascending_keys(packed, monkeypatch):
+    """Kernels search for the queries that see a key: keys that end or, with a window, begin earlier are refused."""
+    monkeypatch.setattr(backward_call.launch, "prepare", lambda problem, target: None)
+    q, k = torch.zeros(1, 9, 1, 64).half(), torch.zeros(1, 9, 1, 64).half()
+    starts = torch.tensor([0, 4, 8], dtype=torch.int32)  # the ninth row is no request's
+
+    def check(rows: dict, **options):
+        ranges = torch.full((1, 9, 2), -1, dtype=torch.int32)
+        for row, own in rows.items():
+            ranges[0, row] = torch.tensor(own)
+        operands = Operands(q, k, k.clone(), q.clone(), ranges=ranges, lse=torch.zeros(1, 1, 9))
+        if packed:
+            tensors = {name: t[0] for name, t in operands._asdict().items() if t is not None}
+            operands = Operands(**tensors, cu_seqlens_q=starts, cu_seqlens_k=starts)
+            options |= {"max_seqlen_q": 4, "max_seqlen_k": 4}
+        backward_call.check(
+            operands, Options.of(causal=True, **options), "sim", (True, True, True, False, False), q, None
+        )
+
+    own = {4: (0, 2), 5: (0, 2), 6: (0, 2)} if packed else {4: (4, 6), 5: (4, 6), 6: (4, 6)}
+    check(own)
+    check(own, window=(1, 0))
+    check(own | {8: (0, 0) if packed else (8, 8)})
+    place = r"\[5\]" if packed else r"\[0, 5\]"
+    del own[5]
+    with pytest.raises(ValueError, match=rf"^ranges: gradients need .*got \(-1, -1\) at index {place}"):
+        check(own)
+    late = {6: (0, 2)} if packed else {6: (2, 6)}
+    check(late)
+    place = r"\[6\]" if packed else r"\[0, 6\]"
+    with pytest.raises(ValueError, match=rf"^ranges: gradients need .* at index {place} after \(-1, -1\)"):
+        check(late, window=(0, 0))
