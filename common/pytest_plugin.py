@@ -32,6 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--warpspec-budget", type=float, metavar="SECONDS",
         help="run the tests whose predicted cost fits in so many seconds, drawn in turn from each function's",
     )  # fmt: skip
+    group.addoption("--warpspec-jobs", type=int, default=1, metavar="N", help="run tests on N processes (1)")
     group.addoption(
         "--warpspec-limit",
         type=float,

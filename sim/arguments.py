@@ -97,14 +97,18 @@ def _flatten_static_numbers(name: str, value: object) -> Iterator[Value]:
 
 
 def _of_fields(name: str, value: tuple) -> Iterator[Value]:
-    """A NamedTuple in which a Python number fills a slot if its field is typed as a DSL number or a pointer."""
+    """A NamedTuple in which a Python number fills a slot if its field may be a DSL number, a pointer or a tensor; the
+    number is then the value, or the address of the data."""
     try:
         hints = typing.get_type_hints(type(value))
     except (NameError, TypeError):  # unresolvable annotations
         hints = {}
     for field, element in zip(type(value)._fields, value, strict=True):
-        of_field = _strip_optional(hints.get(field))
-        typed = isinstance(of_field, NumericMeta) or of_field is cute.Pointer
+        of_field = hints.get(field)
+        typed = any(
+            isinstance(kind, NumericMeta) or kind in (cute.Pointer, cute.Tensor)
+            for kind in typing.get_args(of_field) or (of_field,)
+        )
         if isinstance(element, (bool, int, float)) and typed:
             yield Value(f"{name}.{field}", element)
         elif hasattr(type(element), "_fields"):

@@ -7,7 +7,16 @@ from collections.abc import Iterable
 
 from warpspec.sim.codegen.layout import Ctx, Fault, guard_text
 from warpspec.sim.codegen.program import Program
-from warpspec.sim.errors import NO_LINES, Deadlock, MemoryFault, SimError, Where, format_lanes
+from warpspec.sim.errors import (
+    BEGINS,
+    EXPECTED,
+    NO_LINES,
+    Deadlock,
+    MemoryFault,
+    SimError,
+    Where,
+    format_lanes,
+)
 from warpspec.sim.instruction import Instr
 from warpspec.sim.lanes import lanes
 from warpspec.sim.memory import (
@@ -21,6 +30,7 @@ from warpspec.sim.names import placed
 from warpspec.sim.registry import row_of
 from warpspec.sim.warp import Cluster, Group, Warp
 
+CAUSES = (EXPECTED, BEGINS)  # texts of rows that name a cause, which stand first
 MOST_CTAS = 6  # CTAs that a row of a deadlock report names besides its own
 LAST_ARRIVAL = re.compile(r"last arrival by warp \d+")
 MOST_ROWS = 64  # lines of a deadlock report; what is left out is counted
@@ -58,7 +68,8 @@ def instruction_at(program: Program, group: Group) -> Instr:
 
 
 def deadlock(program: Program, resident: Iterable[Cluster], pending: int, headline: str) -> Deadlock:
-    """A report of every unfinished warp and what it waits for; warps of a CTA that wait for the same share a line.
+    """A report of every unfinished warp and what it waits for, those whose cause is known first; warps of a CTA that
+    wait for the same share a line.
 
     resident: the clusters that have started and not finished. pending: asynchronous operations not done yet.
     """
@@ -73,7 +84,7 @@ def deadlock(program: Program, resident: Iterable[Cluster], pending: int, headli
                         stuck_text(program, warp, group),
                     )
                     alike.setdefault(key, []).append(warp.index)
-    rows = _one_row_for_alike(alike)
+    rows = sorted(_one_row_for_alike(alike), key=lambda row: not any(cause in row for cause in CAUSES))
     if len(rows) > MOST_ROWS:
         rows[MOST_ROWS:] = [f"and {len(rows) - MOST_ROWS} lines more"]
     if not any(ins.source for ins in program.kernel.instrs):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from warpspec.sim.names import placed
 
+EXPECTED, BEGINS = "bytes expected", "begins with parity"  # what messages that name a cause of waiting say
 NO_LINES = "(compiled with --generate-line-info, a kernel has Python lines here)"
 
 

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 import llvmlite.binding as llvm
+from cuda.bindings.driver import CUstream
 from cutlass.base_dsl.common import DSLBaseError, DSLRuntimeError
 
 from warpspec.common.host_function import PREFIX, HostFunction
@@ -25,7 +26,7 @@ from warpspec.sim.cuda_runtime import Launch, Session, require_symbols, running
 from warpspec.sim.device import device_of
 from warpspec.sim.errors import HostError
 from warpspec.sim.memory import GlobalMemory
-from warpspec.sim.signature import slots
+from warpspec.sim.signature import StreamType, slots
 
 __all__ = ["HostModule", "Launch"]
 
@@ -184,13 +185,17 @@ class HostModule:
         values: list[Value] = []
         for parameter in self.host.parameters:
             value = bound.get(parameter.name, parameter.default)
-            if value is inspect.Parameter.empty and takes_stream(parameter.annotation):
-                value = None  # all streams are the same here; tvm-ffi callers omit theirs
+            annotation, at = parameter.annotation, len(values)
+            if value is inspect.Parameter.empty:
+                if at < len(self.slots) and isinstance(self.slots[at].type, StreamType):
+                    annotation = CUstream
+                if takes_stream(annotation):
+                    value = None  # all streams are the same here; tvm-ffi callers omit theirs
             if value is inspect.Parameter.empty:
                 raise HostError(f"argument `{parameter.name}` is missing")
             if parameter.was_none is True and value is not None:
                 raise HostError(f"argument `{parameter.name}`: {plain(value)}; it was None when compiled")
-            found = list(flatten(parameter.name, value, parameter.annotation, by_field=by_field))
+            found = list(flatten(parameter.name, value, annotation, by_field=by_field))
             if parameter.was_none is False and value is None and not found:
                 raise HostError(f"argument `{parameter.name}`: None; it was not None when compiled")
             values += found

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from warpspec.sim.errors import BarrierFault, MemoryFault
+from warpspec.sim.errors import BEGINS, EXPECTED, BarrierFault, MemoryFault
 from warpspec.sim.instruction import Imm, Instr, Mem, Operand, Reg
 from warpspec.sim.lanes import WARP_SIZE, lanes
 from warpspec.sim.machine import Machine
@@ -47,6 +47,7 @@ class Mbarrier:
     early: tuple | None = field(
         default=None, repr=False
     )  # its like, of a wait that passed before any phase ended
+    seen: set[int] = field(default_factory=set, repr=False)  # warps that a wait for it has let pass
     marker: int = field(default=0, repr=False)
     order: object = field(default=None, repr=False)  # what the order checker keeps of it
 
@@ -62,17 +63,19 @@ class Mbarrier:
         )
 
     def _bytes(self) -> str:
-        return f"{self.tx} bytes pending" if self.tx >= 0 else self._surplus()
+        if self.tx < 0 or (self.tx and not self.pending):
+            return self._came()
+        return f"{self.tx} bytes pending"
 
-    def _surplus(self) -> str:
-        return f"{self.expected} bytes expected, {self.expected - self.tx} came"
+    def _came(self) -> str:
+        return f"{self.expected} {EXPECTED}, {self.expected - self.tx} came"
 
     def at_exit(self) -> list[str]:
         """What is wrong with it when its CTA exits: more bytes came than expect_tx announced, so that phases ended
         before all of theirs had come; or a wait for bytes passed before any could have come."""
         where, texts = place(self.cta, self.offset), []
         if self.tx < 0:
-            texts.append(f"expect_tx is too small: mbarrier {where}: {self._surplus()} (in all phases)")
+            texts.append(f"expect_tx is too small: mbarrier {where}: {self._came()} (in all phases)")
         if self.early is not None and self.expected:
             texts.append(
                 f"a first parity is wrong: mbarrier {where}: a wait for parity 1 passed before any phase had ended, "
@@ -90,6 +93,7 @@ class Mbarrier:
         """A wait for a parity has passed."""
         if parity and not self.phase and self.early is None:
             self.early = w, ins
+        self.seen.add(w.index)
 
 
 def _by(w: Warp, ins: Instr) -> str:
@@ -417,7 +421,7 @@ def mbarrier_try_wait(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None
     if parity == 0 or parity == 1:
         complete = parity != barrier.phase & 1
         done, missing = (mask, None) if complete else (0, barrier)
-        if complete and not barrier.phase:
+        if complete:
             barrier.passed(parity, w, ins)
     else:
         barrier = None
@@ -444,6 +448,29 @@ def describe_wait(m: Machine, w: Warp, ins: Instr, mask: int) -> str:
     if kind == "phase" and shown != "?":
         shown &= (1 << STATE_PENDING) - 1
     text = missing.describe(f"waits for {kind} {shown} of the")
-    if kind == "parity" and not (missing.phase or missing.arrivals or missing.expected):
-        text += "; who waits for what is free at first begins with parity 1"
+    if kind == "parity" and w.index not in missing.seen:
+        text += _first_parity(m, missing, ins)
     return text
+
+
+def _first_parity(m: Machine, barrier: Mbarrier, ins: Instr) -> str:
+    """What may be wrong with the parity of a warp's first wait for an mbarrier; "" if nothing is."""
+    if not (barrier.phase or barrier.arrivals or barrier.expected) and _fills_after(m, ins):
+        return f"; who waits for what is free at first {BEGINS} 1"
+    if barrier.phase == 1 and barrier.expected:
+        return f"; its first phase, which has ended, has parity 0: who waits for bytes {BEGINS} 0"
+    return ""
+
+
+def _fills_after(m: Machine, ins: Instr) -> bool:
+    """Whether the code behind a wait, up to the next one, makes copies to shared memory: the wait is for free space."""
+    for later in m.program.kernel.instrs:
+        if later.line <= ins.line:
+            continue
+        if later.opcode.startswith(("mbarrier.try_wait", "mbarrier.test_wait")):
+            return False
+        if "expect_tx" in later.opcode or later.opcode.startswith(
+            ("cp.async.bulk.shared", "cp.async.bulk.tensor")
+        ):
+            return True
+    return False

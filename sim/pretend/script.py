@@ -10,6 +10,7 @@ from pathlib import Path
 
 from warpspec.sim.errors import SimError
 from warpspec.sim.pretend import Session, intercept
+from warpspec.sim.pretend.frames import to_callers
 from warpspec.sim.views import html, sarif
 
 DESCRIPTION = """Run a Python script as on a GPU: its "cuda" tensors are in this machine's memory, and the CuTe DSL
@@ -55,7 +56,12 @@ def _failure(error: BaseException) -> str:
         "runpy" in entry.tb_frame.f_code.co_filename or entry.tb_frame.f_code.co_filename == __file__
     ):
         entry = entry.tb_next
-    return "".join(traceback.format_exception(type(error), error, entry))
+    if not isinstance(error, SimError):
+        return "".join(traceback.format_exception(type(error), error, entry))
+    text = "".join([*traceback.format_tb(to_callers(entry)), *traceback.format_exception_only(error)])
+    if isinstance(error.__cause__, SimError):  # the findings of a run that stopped
+        text += "".join(["\nIt stopped by:\n", *traceback.format_exception_only(error.__cause__)])
+    return text
 
 
 def main(argv: list[str]) -> int:

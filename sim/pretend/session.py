@@ -70,9 +70,11 @@ class Session:
         ]
         for text in dict.fromkeys(text for launch in launches for text in launch.warnings):
             lines.append(f"warning: {text}")
+        if self.failed is not None:
+            lines.append(f"stopped by {type(self.failed).__name__}, see above")
         if self.findings:
             lines.append(f"memory order: {len(self.findings)} findings")
             lines += [f"  {row}" for row in grouped_text(self.findings)]
-        elif self.check:
+        elif self.check and self.failed is None:
             lines.append("memory order: nothing found")
         return "\n".join(lines)

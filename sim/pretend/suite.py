@@ -17,7 +17,8 @@ import pytest
 
 from warpspec.sim.errors import HostError, PtxSyntaxError, SimError, UnsupportedInstruction
 from warpspec.sim.order.findings import grouped_text
-from warpspec.sim.pretend import intercept
+from warpspec.sim.pretend import intercept, suite_jobs
+from warpspec.sim.pretend.frames import to_callers
 from warpspec.sim.pretend.session import Session
 from warpspec.sim.report import SimReport
 from warpspec.sim.views import sarif
@@ -27,6 +28,7 @@ SECONDS_OF_WORK = 5e-8  # predicted for each unit of `work`, before the test has
 REMINDER = 2.0  # seconds until OverLimit is raised again: Python drops what is raised in a finalizer
 SIZES = 3  # of a test's parameters that count for its work
 KEPT = "warpspec/costs"  # in pytest's cache: seconds by test
+LAUNCHES = "warpspec_launches"  # property of a test's report, in JUnit files too
 CANNOT = (UnsupportedInstruction, PtxSyntaxError, HostError)
 NO_DEVICE = re.compile(  # what other packages raise where they need a real device, or torch its CUDA build
     r"libcuda|no kernel image|not compiled with CUDA|CUDA driver|not implemented for '\w+'|is not supported on CPU|"
@@ -95,6 +97,25 @@ class Suite:
         self.chosen = f"{len(chosen)} of {len(items)} tests chosen, {predicted:.0f} s predicted"
         items[:] = [item for item in items if item in kept]
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        jobs = min(self.options.warpspec_jobs, len(session.items))
+        if jobs < 2 or session.config.option.collectonly or session.testsfailed:
+            return None
+        for gathered in suite_jobs.run(session, jobs, self._take):
+            results, seconds, launches, simulated = gathered
+            self.results += results
+            self.seconds |= seconds
+            self.launches += launches
+            self.session.seconds += simulated
+        return True
+
+    def _take(self) -> tuple[list[sarif.Result], dict[str, float], int, float]:
+        """What was gathered since the last call."""
+        gathered = self.results, self.seconds, self.launches, self.session.seconds
+        self.results, self.seconds, self.launches, self.session.seconds = [], {}, 0, 0.0
+        return gathered
+
     # A test
 
     @pytest.hookimpl(hookwrapper=True)
@@ -108,7 +129,9 @@ class Suite:
         with self._limited():
             outcome = yield
         self.seconds[item.nodeid] = time.monotonic() - start
-        self.launches += len(session.report.launches)
+        launches = len(session.report.launches)
+        self.launches += launches
+        item.user_properties.append((LAUNCHES, launches))
         error = outcome.excinfo[1] if outcome.excinfo else None
         if error is None or isinstance(error, pytest.skip.Exception):
             self._look_at_findings(outcome)
@@ -117,8 +140,12 @@ class Suite:
         if reason:
             outcome.force_exception(pytest.skip.Exception(f"warpspec: {reason}"))
             return
+        if self.session.findings:
+            item.add_report_section("call", "memory order", "\n".join(grouped_text(self.session.findings)))
+            self.results += [sarif.of_finding(finding) for finding in self.session.findings]
         for cause in _causes(error):
             if isinstance(cause, SimError):
+                cause.__traceback__ = to_callers(cause.__traceback__)
                 self.results += sarif.of_error(cause)
                 break
 

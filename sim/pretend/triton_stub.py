@@ -6,8 +6,11 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import sys
+import tempfile
 import types
+from pathlib import Path
 
 from torch.utils._triton import has_triton_package
 
@@ -24,7 +27,8 @@ class _Anything:
     def __getattr__(self, name: str) -> _Anything:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Anything(f"{self._name}.{name}")
+        full = f"{self._name}.{name}"
+        return WRITTEN.get(full) or _Anything(full)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         if len(args) == 1 and not kwargs and callable(args[0]):  # a decorator
@@ -45,6 +49,31 @@ class _Base:
         pass
 
 
+class FileCacheManager:
+    """triton.runtime.cache.FileCacheManager, from which other packages derive caches of their own."""
+
+    def __init__(self, key: str):
+        self.key = key
+        self.cache_dir = tempfile.gettempdir()
+
+    def get_file(self, filename: str) -> str | None:
+        """The path of a file that is in the cache."""
+        path = Path(self.cache_dir) / filename
+        return str(path) if path.exists() else None
+
+    def put(self, data: str | bytes, filename: str, binary: bool = True) -> str:
+        """Keep a file, and return its path; a reader sees all of it or none."""
+        path = Path(self.cache_dir) / filename
+        handle, part = tempfile.mkstemp(dir=self.cache_dir)
+        with open(handle, "wb") as file:
+            file.write(data if isinstance(data, bytes) else data.encode())
+        os.replace(part, path)
+        return str(path)
+
+
+WRITTEN = {"triton.runtime.cache.FileCacheManager": FileCacheManager}  # names that are more than stand-ins
+
+
 class _Missing:
     def __init__(self, name: str):
         self._name = name
@@ -60,7 +89,8 @@ class _Module(types.ModuleType):
     def __getattr__(self, name: str) -> _Anything:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Anything(f"{self.__name__}.{name}")
+        full = f"{self.__name__}.{name}"
+        return WRITTEN.get(full) or _Anything(full)
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

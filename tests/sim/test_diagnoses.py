@@ -64,7 +64,7 @@ def test_bytes_never_sent_are_a_deadlock():
         + "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r10], 4;\n"
         + WAIT.format(parity=0)
     )
-    with pytest.raises(Deadlock, match="128 bytes pending"):
+    with pytest.raises(Deadlock, match="128 bytes expected, 0 came"):
         run(body)
 
 
@@ -109,7 +109,37 @@ def test_first_parities_are_named():
     with pytest.raises(
         Deadlock, match="no arrival yet; who waits for what is free at first begins with parity 1"
     ):
-        run(INIT.format(count=32) + WAIT.format(parity=0))
+        run(INIT.format(count=32) + WAIT.format(parity=0) + copy)
+    with pytest.raises(
+        Deadlock, match="which has ended, has parity 0: who waits for bytes begins with parity 0"
+    ):
+        run(INIT.format(count=32) + copy + WAIT.format(parity=1))
+
+
+def test_the_cause_of_a_deadlock_stands_first():
+    """Of two warps that wait, the one whose barrier got too few bytes is named first, and the other has no advice."""
+    barriers = (
+        INIT.format(count=32) + "add.u32 %r11, %r10, 8; @!%p1 mbarrier.init.shared::cta.b64 [%r11], 32;\n"
+    )
+    body = (
+        barriers
+        + """
+  bar.sync 0; setp.ge.u32 %p3, %r1, 32; @%p3 bra CONSUMER;
+FIRST: mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r11], 1; @!%p2 bra FIRST;
+  mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r10], 4;
+AGAIN: mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r11], 0; @!%p2 bra AGAIN;
+  mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r10], 4;
+  bra DONE;
+CONSUMER: mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r10], 0; @!%p2 bra CONSUMER;
+  mbarrier.arrive.shared::cta.b64 _, [%r11];
+DONE:
+"""
+    )
+    with pytest.raises(Deadlock) as error:
+        run(body, block=(64, 1, 1))
+    first, second = [line for line in str(error.value).splitlines() if "warp" in line]
+    assert "warp 1" in first and "128 bytes expected, 0 came" in first
+    assert "warp 0" in second and "begins with parity" not in second
 
 
 def test_named_barrier_that_a_warp_misses():

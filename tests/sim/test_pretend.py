@@ -15,7 +15,7 @@ from warpspec.sim.pretend import script
 SCRIPT = Path(__file__).parent / "data/gpu_script.py"
 LINES = SCRIPT.read_text().splitlines()
 SUITE = """
-import pytest, torch, gpu_script
+import os, pytest, torch, gpu_script
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -32,6 +32,10 @@ def test_racy():
 
 def test_hangs():
     gpu_script.main("33")
+
+
+def test_ends_its_process():
+    os.abort()
 
 
 def test_needs_another_package():
@@ -103,7 +107,9 @@ def test_a_script_runs_unchanged(tmp_path, capfd):
     assert page.open == [] and page.counts["svg"] >= 4 and page.counts["rect"] > 20
     assert LINES[line_of("line[thread] =") - 1].strip() in page.text and "Who waited for whom" in page.text
     assert script.main(["--arch", "sm_90a", str(SCRIPT), "33"]) == 1
-    assert "Deadlock: nothing can make progress" in capfd.readouterr().err
+    said = capfd.readouterr()
+    assert "Deadlock: nothing can make progress" in said.err and "stopped by Deadlock" in said.out
+    assert "machine.py" not in said.err, "frames of the simulator"
     assert not torch.cuda.is_available() and not torch.ones(1).is_cuda, "nothing is left behind"
 
 
@@ -116,7 +122,9 @@ def test_a_suite_runs_unchanged(tmp_path):
         "--warpspec-check",
         "order",
         "--warpspec-sample",
-        "9",
+        "10",
+        "--warpspec-jobs",
+        "2",
     ]
     plugin = ["-p", "no:warpspec", "-p", "warpspec.common.pytest_plugin", "-p", "no:cacheprovider"]
     done = run(
@@ -132,8 +140,9 @@ def test_a_suite_runs_unchanged(tmp_path):
         cwd=tmp_path,
     )
     text = done.stdout + done.stderr
-    assert "2 failed, 6 passed, 1 skipped" in text, text
-    assert "9 of 14 tests chosen" in text  # of test_many, nine are left before they become tests
+    assert "3 failed, 6 passed, 1 skipped" in text, text
+    assert "10 of 16 tests chosen" in text  # of test_many, ten are left before they become tests
+    assert "the test's process ended with signal 6" in text
     assert "1 skipped: ImportError: triton is not installed" in text
     assert f"gpu_script.py:{line_of('line[thread] =')}" in (tmp_path / "j.xml").read_text()
     rules = [r["ruleId"] for r in json.loads((tmp_path / "s.sarif").read_text())["runs"][0]["results"]]

@@ -33,7 +33,7 @@ def test_reading_before_the_wait_is_caught_by_some_schedule():
 
 def test_expecting_too_much_is_a_deadlock():
     body = LOAD.replace("1024;", "1040;", 1) + WAIT.format(n=0, parity=0) + DUMP
-    with pytest.raises(Deadlock, match="16 bytes pending"):
+    with pytest.raises(Deadlock, match="1040 bytes expected, 1024 came"):
         Run(body, make_map=source_map, threads=64)
 
 
