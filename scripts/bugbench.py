@@ -1,122 +1,51 @@
 """BugBench: public defects of GPU kernels, each before and after its fix, in the simulator.
 
-    python scripts/bugbench.py                                    the list, with what can be run here
-    python scripts/bugbench.py --checkouts DIR                    run the cases whose repository is in DIR
-    python scripts/bugbench.py --checkouts DIR quack flash        those whose name begins with one of these
-    python scripts/bugbench.py --checkouts DIR --seeds 4          the first four schedules of each
+    python scripts/bugbench.py DIR                    run all, and print the table of docs/public_defects.md
+    python scripts/bugbench.py DIR quack flash        those whose name begins with one of these
+    python scripts/bugbench.py DIR --prepare          only make the folders of both versions, for a machine with no git
+    python scripts/bugbench.py DIR --seeds 4 --jobs 8    the first four schedules of each version, eight at once
 
-DIR holds clones, named as the last part of the repository's name (flash-attention, quack, cutlass, ...). A case
-runs twice under `python -m warpspec.sim run --check order`: as the repository is, and with the fix taken back (its own
-change reversed, where what came later lets it). Prints a row of docs/public_defects.md for each: what found the defect,
-at which lines (what the fixed version does not say), and what the fixed version says. Nothing of these repositories is
-part of this one. They need their own packages (einops, ...) on PYTHONPATH.
+DIR keeps the two versions of every case and, in DIR/clones, the repositories, which are cloned if they are missing.
+Each case runs under `python -m warpspec.sim run --check order`, with the fix and with it taken back
+(scripts/shared/bugbench_cases.py). A row says what found the defect, at which lines (without what the fixed version
+says, too), and what the fixed version says. Nothing of these repositories is part of this one. They need packages of
+their own (einops, ...), and CUDA C++ kernels need nvcc.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
-import tempfile
-from dataclasses import dataclass, field
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-LIMIT = 900  # seconds of one run
+sys.path.insert(0, str(HERE / "shared"))
+from bugbench_cases import CASES, Case, Edit  # noqa: E402
+
+FIXED, DEFECTIVE = "fixed", "defective"
+NOTHING = "nothing"
 WARNING = re.compile(
     r"warning: (.+?) at PTX line \d+, which hardware tolerates\n(.*?)(?=\nwarning: |\nmemory order|\Z)",
     re.DOTALL,
 )
-LINE = re.compile(r"([\w.]+\.(?:py|cuh?|cpp)):(\d+)")
-
-
-@dataclass(frozen=True)
-class Case:
-    """A defect.
-
-    repository: owner/name. fix: the commit that mends it. base: the version that runs, and that the fix is taken back
-    from: by reversing the fix, or by `edits` (file, text, text before the fix) where that does not apply. files: what
-    is checked out. script: a file of scripts/bugbench, or of the repository, that runs the kernel; "" where none does,
-    and `why` says why. package: the one that is imported, if the folder it lies in is no package that can be. needs:
-    other clones that are imported.
-    """
-
-    name: str
-    repository: str
-    fix: str
-    kind: str
-    script: str = ""
-    files: tuple[str, ...] = (".",)
-    package: str = ""
-    base: str = "HEAD"
-    needs: tuple[str, ...] = ()
-    edits: tuple[tuple[str, str, str], ...] = field(default=())
-    why: str = ""
-
-
-FLASH = dict(
-    repository="Dao-AILab/flash-attention",
-    files=("flash_attn/cute",),
-    package="flash_attn/cute",
-    needs=("quack",),
+FAULTS = (
+    "TmemFault",
+    "Deadlock",
+    "BarrierFault",
+    "MemoryFault",
+    "RegisterHazard",
+    "BadDescriptor",
+    "SimError",
 )
-QUACK = dict(repository="Dao-AILab/quack", files=("quack",))
-CPP = "CUDA C++: compile its kernel to PTX with nvcc, then sim.launch (docs/run_ptx.md)"
-CASES = (
-    Case("flash-tmem-freed", fix="dd8a2729", kind="tensor memory freed under its readers",
-         script="flash_attention_forward.py", **FLASH),
-    Case("flash-bwd-fence", fix="d91ea94f", kind="shared memory handed back to TMA without a proxy fence",
-         script="flash_attention_backward.py",
-         edits=(("flash_attn/cute/flash_bwd_sm100.py",
-                 "_tmem_store()\n                cute.arch.fence_view_async_shared()", "_tmem_store()"),), **FLASH),
-    Case("flash-empty-tiles", fix="fec3a6a1", kind="hang: empty tiles of a persistent kernel", **FLASH,
-         why="the fix does not come off today's version; 8451d4ed and older do not compile with DSL 4.8.1"),
-    Case("flash-shared-race", fix="188643b8", kind="shared memory overlaps", **FLASH,
-         why="needs a block-sparse call; none written yet"),
-    Case("flash-split-deadlock", fix="3fa81057", kind="hang: varlen, block-sparse and split", **FLASH,
-         why="needs a block-sparse call; none written yet"),
-    Case("flash-mla-sentinel", fix="c68c592f", kind="writes at index -1", **FLASH, why="no call written yet"),
-    Case("flash-empty-keys", fix="03cd0651", kind="crash: no keys", **FLASH,
-         why="the fix does not come off today's version"),
-    Case("quack-tmem-freed", fix="14e9a0b", kind="tensor memory freed under its readers", script="quack_gemm.py",
-         edits=(("quack/gemm_sm100.py", "            tmem_alloc_barrier.arrive()\n", ""),
-                ("quack/gemm_sm100.py", "            tmem_alloc_barrier.arrive_and_wait()\n            tmem.free",
-                 "            tmem.free")), **QUACK),
-    Case("quack-gather-scope", fix="3d58cbf", kind="an arrival's scope: cp.async, then the other CTA's MMA",
-         script="quack_gather_gemm.py",
-         edits=(("quack/gemm_sm100.py", """mbarrier_arrive_release_cluster(
-                            ab_pipeline.sync_object_full.get_barrier(ab_consumer_state.index),
-                            cta_rank_in_cluster & 0xFE,
-""", """ab_pipeline.sync_object_full.arrive_mbarrier(
-                            ab_consumer_state.index, dst_rank=cta_rank_in_cluster & 0xFE,
-"""),), **QUACK),
-    Case("quack-setmaxnreg", fix="97c98dc", kind="hang: registers never given back", **QUACK,
-         why="needs a gathered GEMM (gather_A); no call written yet"),
-    Case("quack-scheduler", fix="fa8c914", kind="hang: the scheduler's warp", **QUACK,
-         why="of 2025: does not compile with DSL 4.8.1"),
-    Case("cutlass-3643", "NVIDIA/cutlass", "PR #3647", "missing wait; scope of an arrival; proxy fence",
-         script="examples/python/CuTeDSL/experimental/primitives/tcgen05/2cta_mma_blockscale_m128.py",
-         files=("examples/python/CuTeDSL/experimental/primitives/tcgen05",), base="7107b05"),
-    Case("cutlass-3435", "NVIDIA/cutlass", "none", "a pair's dealloc before the peer's alloc",
-         why="a reproducer of nine lines in the issue; the same in tests/sim/test_order.py, `the peer's allocation`"),
-    Case("cutlass-2945", "NVIDIA/cutlass", "0edaa6e47", "TMA out of bounds", why=CPP),
-    Case("cutlass-3324", "NVIDIA/cutlass", "none", "scope of an arrival behind cp.async", why=CPP),
-    Case("flashinfer-3630", "flashinfer-ai/flashinfer", "0b727e676", "retries a wait on another stage's mbarrier",
-         why=CPP),
-    Case("flashinfer-5334", "flashinfer-ai/flashinfer", "PR #5335", "tensor memory released under its loads",
-         why="the fix is in no version that is here"),
-    Case("flashinfer-4525", "flashinfer-ai/flashinfer", "065795ea4", "attention sinks read out of bounds", why=CPP),
-    Case("flashinfer-4531", "flashinfer-ai/flashinfer", "42bb63f19", "hang: no tokens", why="needs several GPUs"),
-    Case("deepgemm-292", "deepseek-ai/DeepGEMM", "d30fc36", "tensor memory's alloc and dealloc in pairs", why=CPP),
-    Case("deepgemm-343", "deepseek-ai/DeepGEMM", "a6a9339", "a tensor map rewritten in flight", why=CPP),
-    Case("deepgemm-449", "deepseek-ai/DeepGEMM", "PR #448", "wgmma's A registers overwritten",
-         why="ptxas moves the write; the PTX has none"),
-    Case("sglang-32907", "sgl-project/sglang", "166c6f71", "exit without a cluster barrier",
-         why="too large to be fetched here; the same in tests/sim/test_order.py, `the peer's exit`"),
-    Case("tilelang-1980", "tile-ai/tilelang", "0f7c2147", "missing fences", why="its compiler is not installed"),
-)  # fmt: skip
+LINE = re.compile(r"([\w.]+\.(?:py|cuh?|cpp|hpp|h)):(\d+)|(PTX line \d+)")
+WRONG = re.compile(r"AssertionError|^E +assert", re.MULTILINE)
 
 
 def git(repository: Path, *arguments: str) -> str:
@@ -126,81 +55,128 @@ def git(repository: Path, *arguments: str) -> str:
     ).stdout
 
 
-def check_out(case: Case, clone: Path, folder: Path, defective: bool) -> Path:
-    """A copy of the case's files, fixed or with the fix taken back; returns what belongs on PYTHONPATH."""
-    subprocess.run(["git", "clone", "-q", "-n", "--shared", clone, folder], check=True, capture_output=True)
-    git(folder, "sparse-checkout", "set", "--no-cone", *(f"/{name}" for name in case.files))
-    git(folder, "checkout", "-q", "--detach", case.base)
-    if defective and case.edits:
-        for name, old, new in case.edits:
-            text = (folder / name).read_text()
-            if text.count(old) != 1:
-                raise RuntimeError(f"{case.name}: {name} has the text to take back {text.count(old)} times")
-            (folder / name).write_text(text.replace(old, new))
-    elif defective and re.fullmatch(r"[0-9a-f]+", case.fix):
-        change = git(folder, "diff", f"{case.fix}~", case.fix, "--", *case.files)
-        subprocess.run(
-            ["git", "-C", folder, "apply", "-R", "--3way", "-"], input=change, text=True, check=True
-        )
-    if not case.package:
-        return folder
-    # The package alone, without the __init__ of the one it lies in, which wants a compiled extension.
-    inner = folder / "packages" / Path(case.package).parent
-    inner.mkdir(parents=True)
-    (inner / Path(case.package).name).symlink_to(folder / case.package)
-    return folder / "packages"
+def clone_of(name: str, folder: Path) -> Path:
+    """The clone of a repository (owner/name), made if it is missing."""
+    path = (folder / "clones" / name.split("/")[1]).resolve()
+    if not path.exists():
+        url = f"https://github.com/{name}"
+        subprocess.run(["git", "clone", "-q", "--no-checkout", "--filter=blob:none", url, path], check=True)
+    return path
 
 
-def found_in(case: Case, clone: Path, options: argparse.Namespace, defective: bool) -> list[list[str]]:
-    """What runs of one version say, by seed."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = check_out(case, clone, Path(folder) / "copy", defective)
-        return [run(case, path, options.checkouts, seed) for seed in range(options.seeds)]
+def check_out(case: Case, clone: Path, folder: Path, defective: bool) -> None:
+    """Make the files of one version of a case."""
+    copy = folder.with_suffix(".part")
+    shutil.rmtree(copy, ignore_errors=True)
+    subprocess.run(["git", "clone", "-q", "-n", "--shared", clone, copy], check=True, capture_output=True)
+    git(copy, "sparse-checkout", "set", "--no-cone", *(f"/{name}" for name in case.files))
+    git(copy, "checkout", "-q", "--detach", case.base)
+    edits = case.edits if defective else case.mends
+    for edit in edits:
+        replace(copy, edit, case.name)
+    if defective and not case.edits and not case.mends:
+        change = git(copy, "diff", f"{case.fix}~", case.fix, "--", *case.files)
+        command = ["git", "-C", copy, "apply", "-R", "--3way", "-"]
+        subprocess.run(command, input=change, text=True, check=True)
+    shutil.rmtree(copy / ".git")
+    if case.package:
+        # The package alone, without the __init__ of the one it lies in, which wants a compiled extension.
+        inner = copy / "packages" / Path(case.package).parent
+        inner.mkdir(parents=True)
+        (inner / Path(case.package).name).symlink_to(os.path.relpath(copy / case.package, inner))
+    copy.rename(folder)
 
 
-def without_lines(text: str) -> str:
-    """A finding without the numbers of its lines, which the fix moves."""
-    return re.sub(r":\d+", "", text)
+def replace(folder: Path, edit: Edit, name: str) -> None:
+    """Apply an edit."""
+    file, old, new = edit
+    text = (folder / file).read_text()
+    if old not in text:
+        raise RuntimeError(f"{name}: {file} has no {old!r}")
+    (folder / file).write_text(text.replace(old, new))
 
 
-def shown(found: list[list[str]] | None) -> str:
-    """What runs of one version say, the first of each seed."""
-    if found is None:
-        return "-"
-    firsts = [f"seed {seed}: {texts[0]}" for seed, texts in enumerate(found) if texts]
-    return "; ".join(firsts) or f"nothing, {len(found)} seeds"
+def prepare(case: Case, folder: Path) -> dict[str, Path]:
+    """Both versions of a case, made if they are missing, and what else it imports."""
+    found = {}
+    for version in (FIXED, DEFECTIVE):
+        path = found[version] = folder / case.name / version
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            check_out(case, clone_of(case.repository, folder), path, version == DEFECTIVE)
+    for need in NEEDED:
+        path = folder / "packages" / need.name
+        if need.name in case.needs and not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            check_out(need, clone_of(need.repository, folder), path, False)
+    return found
 
 
-def run(case: Case, path: Path, checkouts: Path, seed: int) -> list[str]:
+NEEDED = (
+    Case("quack", "Dao-AILab/quack", "", "", "", base="c8ec317", files=("quack",)),
+    Case("cutlass", "NVIDIA/cutlass", "", "", "", base="7107b05", files=("include",)),
+)  # fmt: skip
+
+
+def run(case: Case, version: Path, folder: Path, seed: int, limit: float) -> list[str]:
     """What one run says, a line each finding."""
-    script = HERE / "bugbench" / case.script
-    script = script if script.exists() else path / case.script
-    paths = [str(HERE.parent / "src"), str(path), *(str(checkouts / name) for name in case.needs)]
+    name, _, test = case.script.partition("::")
+    script = HERE / "bugbench" / name
+    script = script if script.exists() else version / name
+    arguments = case.arguments.split()
+    if test:
+        script, arguments = HERE / "bugbench" / "run_test.py", [f"{script}::{test}"]
+    if case.kernel:
+        compile_kernel(case, version, folder)
+        arguments = [str(version / "kernel.ptx"), *arguments]
+    code = version / "packages" if case.package else version
+    paths = [HERE.parent / "src", code, *(folder / "packages" / name for name in case.needs)]
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]), "QUACK_ARCH": "sm_100a"
-    }  # fmt: skip
-    command = [sys.executable, "-m", "warpspec.sim", "run", "--seed", str(seed), "--check", "order", script]
+        "PYTHONPATH": os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")])
+    }
+    command = [
+        sys.executable, "-m", "warpspec.sim", "run", "--arch", case.arch, "--seed", str(seed), "--check", "order",
+        script, *arguments,
+    ]  # fmt: skip
     try:
         done = subprocess.run(
             list(map(str, command)),
             capture_output=True,
             text=True,
             env=environment,
-            timeout=LIMIT,
+            timeout=limit,
+            cwd=version,
         )
     except subprocess.TimeoutExpired:
-        return [f"over {LIMIT} s"]
-    return verdict(done.stdout + done.stderr, done.returncode)
+        return [f"over {limit:.0f} s"]
+    output = done.stdout + done.stderr
+    (folder / case.name / f"{version.name}-{seed}.log").write_text(output)
+    return verdict(output, done.returncode)
+
+
+def compile_kernel(case: Case, version: Path, folder: Path) -> None:
+    """Compile a case's CUDA C++ file to kernel.ptx."""
+    ptx, source = version / "kernel.ptx", HERE / "bugbench" / case.kernel
+    if ptx.exists():
+        return
+    part = version / f"kernel.{threading.get_ident()}.ptx"
+    include = [HERE / "bugbench/include", *(version / path for path in case.include)]
+    include += [folder / "packages" / need / "include" for need in case.needs]
+    options = ["-std=c++20", f"-arch={case.arch}", "-lineinfo", "-ptx", "--expt-relaxed-constexpr", "-w"]
+    command = ["nvcc", *options, *(f"-I{path}" for path in include), "-o", part]
+    subprocess.run([*command, source if source.exists() else version / case.kernel], check=True)
+    part.rename(ptx)
 
 
 def verdict(output: str, code: int) -> list[str]:
     """What a run's output reports, with the lines of source it names; what is by the text alone last."""
-    for kind in ("TmemFault", "Deadlock", "BarrierFault", "MemoryFault", "RegisterHazard", "BadDescriptor"):
+    for kind in FAULTS:
         at = output.find(f"errors.{kind}: ")
         if at >= 0:
             return [f"{kind} at {_lines(output[at:])}"]
     found = output[max(output.rfind("memory order"), 0) :]
-    said = [
+    said = ["wrong result"] if code and WRONG.search(output) else []
+    said += [
         f"order: {block.partition(':')[0]} at {_lines(block)}"
         for block in re.split(r"\n  (?=\S)", found)[1:]
         if LINE.search(block) and not block.startswith("by the ISA's text")
@@ -208,11 +184,32 @@ def verdict(output: str, code: int) -> list[str]:
     said += [f"warning: {match[1]} at {_lines(match[2])}" for match in WARNING.finditer(output)]
     if "by the ISA's text" in found:
         said.append("order: fences by the ISA's text alone")
-    return said if said or code == 0 else [f"stops: {output.strip().splitlines()[-1][:80]}"]
+    if said or code == 0:
+        return said
+    lines = [line for line in output.strip().splitlines() if line.strip()]
+    return [f"stops: {lines[-1].strip()[:80] if lines else 'no output'}"]
 
 
 def _lines(text: str) -> str:
-    return " and ".join(list(dict.fromkeys(f"{name}:{line}" for name, line in LINE.findall(text)))[:2])
+    """The first two lines of source that a text names; lines of PTX where it names no other."""
+    found = LINE.findall(text)
+    named = [f"`{name}:{line}`" for name, line, _ in found if name] or [ptx for _, _, ptx in found]
+    return " and ".join(list(dict.fromkeys(named))[:2]) or "no line"
+
+
+def without_lines(text: str) -> str:
+    """A finding without the numbers of its lines, which the fix moves."""
+    return re.sub(r"(:|PTX line )\d+", "", text)
+
+
+def row(case: Case, said: dict[str, list[list[str]]]) -> str:
+    """A case's row of the table. The defective version's findings are those that the fixed one has not."""
+    known = {without_lines(text) for texts in said[FIXED] for text in texts}
+    new = [[text for text in texts if without_lines(text) not in known] for texts in said[DEFECTIVE]]
+    found = "; ".join(f"seed {seed}: {texts[0]}" for seed, texts in enumerate(new) if texts)
+    fixed = list(dict.fromkeys(texts[0] for texts in said[FIXED] if texts))
+    cells = [case.name, case.repository, case.fix, case.kind, found or NOTHING, "; ".join(fixed) or NOTHING]
+    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -220,28 +217,53 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("folder", type=Path)
     parser.add_argument("cases", nargs="*", help="beginnings of their names; all without")
-    parser.add_argument("--checkouts", type=Path, help="folder of clones")
     parser.add_argument("--seeds", type=int, default=2, help="schedules of each version")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once")
+    parser.add_argument("--limit", type=float, default=900, help="seconds of one run")
+    parser.add_argument("--prepare", action="store_true", help="make the folders, run nothing")
+    parser.add_argument(
+        "--json", type=Path, help="keep what the runs say; runs that it has are not run again"
+    )
     options = parser.parse_args()
+    folder = options.folder.resolve()
+    chosen = [
+        case
+        for case in CASES
+        if not options.cases or any(case.name.startswith(name) for name in options.cases)
+    ]
+    versions = {case.name: prepare(case, folder) for case in chosen}
+    if options.prepare:
+        return
+    kept = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
+
+    def one(job: tuple[Case, str, int]) -> None:
+        case, version, seed = job
+        key = f"{case.name} {version} {seed}"
+        if key not in kept:
+            kept[key] = run(case, versions[case.name][version], folder, seed, options.limit)
+            print(f"{key}: {'; '.join(kept[key]) or NOTHING}", file=sys.stderr, flush=True)
+            if options.json:
+                options.json.write_text(json.dumps(kept, indent=1))
+
+    jobs = [
+        (case, version, seed)
+        for seed in range(options.seeds)
+        for case in chosen
+        for version in (DEFECTIVE, FIXED)
+    ]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(one, jobs))
     print(
         "| case | repository | fix | kind | with the defect | fixed |\n| --- | --- | --- | --- | --- | --- |"
     )
-    for case in CASES:
-        if options.cases and not any(case.name.startswith(name) for name in options.cases):
-            continue
-        clone = options.checkouts and (options.checkouts / case.repository.split("/")[1]).resolve()
-        if not case.script or clone is None or not clone.exists():
-            said = [case.why or "not run: no clone", "-"]
-        else:
-            fixed = found_in(case, clone, options, False) if re.fullmatch(r"[0-9a-f]+", case.fix) else None
-            defective = found_in(case, clone, options, True)
-            known = {without_lines(text) for texts in fixed or () for text in texts}
-            new = [[text for text in texts if without_lines(text) not in known] for texts in defective]
-            said = [shown(new), shown(fixed)]
-        print(
-            f"| {case.name} | {case.repository} | {case.fix} | {case.kind} | {' | '.join(said)} |", flush=True
-        )
+    for case in chosen:
+        said = {
+            version: [kept[f"{case.name} {version} {seed}"] for seed in range(options.seeds)]
+            for version in (FIXED, DEFECTIVE)
+        }
+        print(row(case, said), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,28 @@
-"""flash-attn-4's forward pass for Blackwell, one head of 256 queries and keys, D 128, held against torch's."""
+"""flash-attn-4's forward pass for Blackwell, one head of D 128, held against torch's."""
+
+import argparse
 
 import torch
 from flash_attn.cute.interface import flash_attn_func
 
+parser = argparse.ArgumentParser()
+parser.add_argument("--queries", type=int, default=256)
+parser.add_argument("--keys", type=int, default=256)
+parser.add_argument("--lse", action="store_true", help="return the log-sum-exps, and compare them")
+parser.add_argument("--sink", action="store_true", help="a sink, whose logit is 0.5")
+options = parser.parse_args()
 torch.manual_seed(0)
-q, k, v = (torch.randn(1, 256, 1, 128, dtype=torch.bfloat16, device="cuda") for _ in range(3))
-out = flash_attn_func(q, k, v, causal=False)
-out = out[0] if isinstance(out, tuple) else out
-heads_first = (t.transpose(1, 2).float() for t in (q, k, v))
-wanted = torch.nn.functional.scaled_dot_product_attention(*heads_first).transpose(1, 2)
-error = float((out.float() - wanted).norm() / wanted.norm())
+q = torch.randn(1, options.queries, 1, 128, dtype=torch.bfloat16, device="cuda")
+k, v = (torch.randn(1, options.keys, 1, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+sink = torch.full((1,), 0.5, dtype=torch.bfloat16, device="cuda") if options.sink else None
+out, lse = flash_attn_func(q, k, v, causal=False, learnable_sink=sink, return_lse=options.lse)[:2]
+logits = torch.einsum("bqhd,bkhd->bhqk", q.float(), k.float()) * 128**-0.5
+if options.sink:
+    logits = torch.cat([logits, torch.full((1, 1, options.queries, 1), 0.5)], -1)
+weights = logits.softmax(-1)[..., : options.keys].nan_to_num()
+wanted = torch.einsum("bhqk,bkhd->bqhd", weights, v.float())
+error = float((out.float() - wanted).norm() / wanted.norm().clamp(min=1e-6))
 assert error < 1e-2, f"relative error {error}"
+if options.lse:
+    error = float((lse - logits.logsumexp(-1)).abs().max())
+    assert error < 1e-2, f"error {error} of the log-sum-exps"

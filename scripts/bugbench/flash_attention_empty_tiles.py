@@ -1,0 +1,27 @@
+"""flash-attn-4's forward pass for Blackwell with block sparsity: a persistent CTA with tiles that have no keys."""
+
+import os
+
+os.environ["FLASH_ATTENTION_NUM_SMS"] = "1"  # one CTA takes all tiles
+import torch
+from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+from flash_attn.cute.interface import _flash_attn_fwd
+
+TILE, TILES = 256, 6
+torch.manual_seed(0)
+q = torch.randn(1, TILE * TILES, 1, 128, dtype=torch.bfloat16, device="cuda")
+k, v = (torch.randn(1, 128, 1, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+counts = torch.tensor([1, 0, 0, 1, 0, 1], dtype=torch.int32, device="cuda").view(1, 1, TILES)
+blocks = BlockSparseTensorsTorch(
+    mask_block_cnt=torch.zeros_like(counts),
+    mask_block_idx=torch.zeros(1, 1, TILES, 1, dtype=torch.int32, device="cuda"),
+    full_block_cnt=counts,
+    full_block_idx=torch.zeros(1, 1, TILES, 1, dtype=torch.int32, device="cuda"),
+    block_size=(TILE, 128),
+)
+out = _flash_attn_fwd(q, k, v, causal=False, block_sparse_tensors=blocks, return_lse=True)[0]
+heads_first = (t.transpose(1, 2).float() for t in (q, k, v))
+wanted = torch.nn.functional.scaled_dot_product_attention(*heads_first).transpose(1, 2)
+wanted = wanted * counts.view(TILES, 1).repeat_interleave(TILE, 0).view(1, -1, 1, 1)
+error = float((out.float() - wanted).norm() / wanted.norm())
+assert error < 1e-2, f"relative error {error}"

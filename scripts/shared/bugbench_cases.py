@@ -1,0 +1,178 @@
+"""Public defects of GPU kernels that `scripts/bugbench.py` runs, each before and after its fix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+Edit = tuple[str, str, str]  # a file, text in it, the text that replaces it wherever it stands
+
+
+@dataclass(frozen=True)
+class Case:
+    """A defect.
+
+    repository: owner/name. fix: the commit or pull request that mends it; "ours" where there is none yet. base: the
+    version that runs. The defective version is `base` with the fix taken back: by reversing the commit, or by `edits`
+    where that does not apply any more. Where `base` has the defect, `mends` are the edits of the fixed version. files:
+    what is checked out. script: a file of scripts/bugbench, or of the repository, that runs the kernel, or a test of
+    the repository (path::test). package: the one that is imported, if the folder it lies in is no package that can be.
+    needs: other clones that are imported. kernel, include: a CUDA C++ file that nvcc compiles to kernel.ptx for the
+    script, and folders of its headers.
+    """
+
+    name: str
+    repository: str
+    fix: str
+    kind: str
+    script: str
+    arguments: str = ""
+    arch: str = "sm_100a"
+    files: tuple[str, ...] = (".",)
+    package: str = ""
+    base: str = "HEAD"
+    needs: tuple[str, ...] = ()
+    edits: tuple[Edit, ...] = field(default=())
+    mends: tuple[Edit, ...] = field(default=())
+    kernel: str = ""
+    include: tuple[str, ...] = ()
+
+
+FLASH = dict(
+    repository="Dao-AILab/flash-attention",
+    base="0251105a",
+    files=("flash_attn/cute/*.py", "tests/cute/*.py"),
+    package="flash_attn/cute",
+    needs=("quack",),
+)
+QUACK = dict(repository="Dao-AILab/quack", base="c8ec317", files=("quack", "pyproject.toml"))
+CUTLASS = dict(repository="NVIDIA/cutlass", base="7107b05")
+FORWARD, BACKWARD = "flash_attn/cute/flash_fwd_sm100.py", "flash_attn/cute/flash_bwd_sm100.py"
+HOPPER_BACKWARD = "flash_attn/cute/flash_bwd_sm90.py"
+GEMM = "quack/gemm_sm100.py"
+EXAMPLES = "examples/python/CuTeDSL"
+ATTENTION = f"{EXAMPLES}/cute/blackwell/kernel/attention"
+BLOCKSCALED = f"{EXAMPLES}/cute/blackwell/kernel/blockscaled_gemm"
+PRIMITIVES = f"{EXAMPLES}/experimental/primitives/tcgen05"
+INDENT = " " * 20
+PEER_ARRIVAL = """            if prims.elect_sync():
+                leader_ab_full = prims.mapa("""
+PEER_WAIT = """            while not prims.mbarrier_try_wait_parity(
+                sfb_smem_full_mbar_ptr.subview(stage), phase_local, time_limit=10_000_000
+            ):
+                pass
+            prims.fence_proxy(prims.Proxy.ASYNC_SHARED, space=prims.SharedSpace.shared_cta)
+"""
+ONCE = "--warmup_iterations 0 --iterations 1"
+
+TINYGEMM = dict(
+    repository="flashinfer-ai/flashinfer", script="tinygemm.py", arch="sm_90a", files=("csrc/tinygemm2.cu",),
+    kernel="csrc/tinygemm2.cu",
+)  # fmt: skip
+DEEPGEMM = dict(
+    repository="deepseek-ai/DeepGEMM", script="deepgemm.py", files=("deep_gemm/include",),
+    needs=("cutlass",), kernel="deepgemm.cu", include=("deep_gemm/include",),
+)  # fmt: skip
+
+CASES = (
+    Case("flash-tmem-freed", fix="dd8a2729", kind="tensor memory freed under its readers",
+         script="flash_attention_forward.py", **FLASH),
+    Case("flash-store-fence", fix="e540fc1b", kind="no tcgen05.wait::st before the MMA reads P",
+         script="flash_attention_forward.py",
+         edits=((FORWARD, "        # Notify mma warp that the 2nd half of P is ready\n"
+                          "        cute.arch.fence_view_async_tmem_store()\n", ""),), **FLASH),
+    Case("flash-shared-race", fix="188643b8", kind="statistics written behind their shared memory",
+         script="flash_attention_forward.py", arguments="--queries 128 --lse",
+         edits=((FORWARD, "self.m_block_size + self.q_stage * self.m_block_size",
+                 "self.m_block_size + self.m_block_size * 2"),), **FLASH),
+    Case("flash-sink-room", fix="5844fa69", kind="shared memory too small for a sink's row maxima",
+         script="flash_attention_forward.py", arguments="--sink",
+         edits=((FORWARD, "self.q_stage * self.m_block_size * 2",
+                 "self.q_stage * self.m_block_size * (1 if const_expr(mLSE is None) else 2)"),), **FLASH),
+    Case("flash-sink-maxima", fix="2f78d484", kind="row maxima read that nobody wrote",
+         script="flash_attention_forward.py", arguments="--sink",
+         edits=((FORWARD, "if const_expr(mLSE is not None or learnable_sink is not None):\n"
+                          "                        sScale[",
+                 "if const_expr(mLSE is not None):\n                        sScale["),), **FLASH),
+    Case("flash-empty-keys", fix="03cd0651", kind="no keys", script="flash_attention_forward.py",
+         arguments="--keys 0",
+         edits=(("flash_attn/cute/interface.py", "if seqlen_k == 0 or total_q == 0:", "if total_q == 0:"),), **FLASH),
+    Case("flash-empty-tiles", fix="fec3a6a1", kind="hang: empty tiles of a persistent kernel",
+         script="flash_attention_empty_tiles.py",
+         edits=((FORWARD, "if const_expr(self.use_block_sparsity) or has_work:", "if has_work:"),), **FLASH),
+    Case("flash-split-deadlock", fix="3fa81057", kind="hang: packed, block-sparse and split",
+         script="tests/cute/test_mask_mod_varlen.py::test_varlen_block_sparse_splitkv_matches_unsplit", **FLASH),
+    Case("flash-sentinel", fix="c68c592f", kind="gradients added at row -1",
+         script="tests/cute/test_flash_attn.py::test_flash_attn_mla_sparse_bwd_sentinel",
+         edits=(("flash_attn/cute/flash_bwd_mla_dk_sm100.py", "if seqlen_k_idx_in_batch >= 0:",
+                 "if seqlen_k_idx_in_batch >= -1:"),
+                ("flash_attn/cute/flash_bwd_mla_sm100.py", "if gmem_n_idx >= 0:", "if gmem_n_idx >= -1:")), **FLASH),
+    Case("flash-bwd-fence", fix="d91ea94f", kind="shared memory handed back to TMA without a proxy fence",
+         script="flash_attention_backward.py",
+         edits=((BACKWARD, "_tmem_store()\n                cute.arch.fence_view_async_shared()", "_tmem_store()"),),
+         **FLASH),
+    Case("flash-bwd-exit", fix="a5856bfa", kind="the CTA exits under its last bulk copies", arch="sm_90a",
+         script="flash_attention_backward.py",
+         edits=((HOPPER_BACKWARD, "        if const_expr(not self.deterministic):\n"
+                                  "            cute.arch.cp_async_bulk_wait_group(0, read=True)\n", ""),), **FLASH),
+    Case("flash-bwd-preprocess", fix="4460ebbc", kind="no wait for the kernel before (PDL)", arch="sm_90a",
+         script="tests/cute/test_mask_mod.py::test_sm90_block_sparse_explicit_192_block_size",
+         edits=(("flash_attn/cute/block_sparse_utils.py", "cute.arch.griddepcontrol_wait()", "pass"),),
+         **FLASH),
+    Case("quack-gather-scope", fix="3d58cbf", kind="an arrival's scope: cp.async, then the other CTA's MMA",
+         script="quack_gather_gemm.py",
+         edits=((GEMM, """mbarrier_arrive_release_cluster(
+                            ab_pipeline.sync_object_full.get_barrier(ab_consumer_state.index),
+                            cta_rank_in_cluster & 0xFE,
+""", """ab_pipeline.sync_object_full.arrive_mbarrier(
+                            ab_consumer_state.index, dst_rank=cta_rank_in_cluster & 0xFE,
+"""),), **QUACK),
+    Case("quack-load-barrier", fix="34cfe42", kind="a named barrier of too few threads",
+         script="quack_gather_gemm.py", arguments="--add",
+         edits=((GEMM, "num_threads=(self.num_ab_load_warps + 1) * cute.arch.WARP_SIZE",
+                 "num_threads=2 * cute.arch.WARP_SIZE"),), **QUACK),
+    Case("quack-setmaxnreg", fix="97c98dc", kind="hang: registers never given back", script="quack_gather_gemm.py",
+         edits=((GEMM, """        if warp_idx == self.epi_load_warp_id:
+            if const_expr(self.gather_A):
+                cute.arch.setmaxregister_decrease(self.num_regs_other)
+""", """        if warp_idx == self.epi_load_warp_id:
+"""),), **QUACK),
+    Case("quack-sm120-fence", fix="0ab127b", kind="shared memory handed back to TMA without a proxy fence",
+         arch="sm_120a", script="quack_gemm.py",
+         edits=(("quack/gemm_sm120.py", f"{INDENT}cute.arch.fence_view_async_shared()\n"
+                                        f"{INDENT}cute.arch.sync_warp()\n{INDENT}ab_pipeline.consumer_release",
+                 f"{INDENT}ab_pipeline.consumer_release"),),
+         **QUACK),
+    Case("quack-layernorm", fix="9310d47", kind="elements outside the row in the variance", arch="sm_90a",
+         script="quack_layernorm.py",
+         edits=(("quack/rmsnorm.py", "if const_expr(not is_even_N):\n                # OOB lanes are zero-filled",
+                 "if const_expr(False):\n                # OOB lanes are zero-filled"),), **QUACK),
+    Case("quack-clc-varlen", fix="b6a22fc", kind="tiles of packed rows taken by the wrong grid axis",
+         script="quack_gather_gemm.py", arguments="--dynamic",
+         edits=(("quack/tile_scheduler.py", """            current_work_idx = Int32(cluster_idx[0])
+        else:
+            current_work_idx = Int32(cluster_idx[2])
+        batch_idx = None""", """            current_work_idx = Int32(cluster_idx[2])
+        else:
+            current_work_idx = Int32(cluster_idx[2])
+        batch_idx = None"""),), **QUACK),
+    Case("cutlass-3643", fix="PR #3647", kind="missing wait; scope of an arrival; proxy fence",
+         script=f"{PRIMITIVES}/2cta_mma_blockscale_m128.py", files=(PRIMITIVES,),
+         mends=((f"{PRIMITIVES}/2cta_mma_blockscale_m128.py", "prims.MemScope.CTA", "prims.MemScope.CLUSTER"),
+                (f"{PRIMITIVES}/2cta_mma_blockscale_m128.py", PEER_ARRIVAL, PEER_WAIT + PEER_ARRIVAL)),
+         **CUTLASS),
+    Case("cutlass-2995", fix="1cfbb53a2", kind="an accumulator handed back while it is read",
+         script=f"{BLOCKSCALED}/dense_blockscaled_gemm_persistent.py", files=(BLOCKSCALED,),
+         arguments=f"--mnkl 256,256,256,80 --mma_tiler_mn 256,256 --cluster_shape_mn 2,1 {ONCE}",
+         edits=((f"{BLOCKSCALED}/dense_blockscaled_gemm_persistent.py",
+                 "c_buffer = (num_prev_subtiles + subtile_idx)", "c_buffer = (num_prev_subtiles + real_subtile_idx)"),),
+         **CUTLASS),
+    Case("cutlass-2599", fix="9ca7e877b", kind="a stride of grouped heads",
+         script=f"{ATTENTION}/fmha/fmha.py", files=(f"{ATTENTION}/fmha", f"{EXAMPLES}/helpers"),
+         arguments=f"--q_shape 1,256,4,128 --k_shape 1,256,2,128 {ONCE}",
+         edits=((f"{ATTENTION}/fmha/fmha.py", "((d, d * h_r), stride_b_q)", "((d * h_k, d), stride_b_q)"),),
+         **CUTLASS),
+    Case("flashinfer-3630", fix="0b727e676", kind="a wait is retried on another stage's mbarrier",
+         base="0b727e676", **TINYGEMM),
+    Case("deepgemm-292", fix="d30fc36", kind="a pair's tensor memory freed, the peer may have exited",
+         base="d30fc36", **DEEPGEMM),
+)  # fmt: skip
