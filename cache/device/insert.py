@@ -22,6 +22,7 @@ from warpspec.cache.device.rows import (
 )
 from warpspec.cache.operands import InsertNumbers, Operands
 from warpspec.common.device.host import host_function
+from warpspec.common.device.nvfp4 import reciprocal_of
 from warpspec.common.device.words import store_words
 from warpspec.common.hardware import WORD_BYTES
 from warpspec.common.kv_formats import swizzled_place
@@ -123,13 +124,13 @@ def insert_rows(
     stored = Boolean(slot >= 0) & Boolean(slot < cache.shape[0] * page_size)
     place = Int32(cutlass.select_(stored, Int32(slot), Int32(0)))
     page, row = place // page_size, place % page_size
+    factor = scale[0] if cutlass.const_expr(per == "tensor") else Float32(1.0)
+    reciprocal = reciprocal_of(factor)
     for i in cutlass.range_constexpr(item.heads):
-        factor = Float32(1.0)
-        if cutlass.const_expr(per == "tensor"):
-            factor = scale[0]
-        elif cutlass.const_expr(per == "head"):
+        if cutlass.const_expr(per == "head"):
             factor = scale[cutlass.min(item.head(i), source.shape[1] - 1)]
-        words, code = quantized(config, layout, rows[i], factor)
+            reciprocal = reciprocal_of(factor)
+        words, code = quantized(config, layout, rows[i], factor, reciprocal)
         head = item.head(i)
         if stored & item.live(i):
             store_words(cache[page, row, head, None], lane * len(words), words)
@@ -137,14 +138,14 @@ def insert_rows(
                 store_block_scale(config, layout, blocks[page, None, head, None], row, lane, code, is_value)
 
 
-def quantized(config: InsertConfig, layout: RowLayout, words, scale) -> tuple:
-    """(words to store, the block's scale or None)."""
+def quantized(config: InsertConfig, layout: RowLayout, words, scale, reciprocal) -> tuple:
+    """(words to store, the block's scale or None). reciprocal: fl(1 / scale)."""
     if not config.fmt.scaled:
         return [words[i] for i in range(layout.words)], None
-    values = unpack(words, config.dtype)
     if config.format == "nvfp4":
-        return nvfp4_words(values, scale, config.fmt.block // layout.numbers)
-    return float8_words(values, scale, config.format, config.fmt.largest), None
+        return nvfp4_words(words, config.dtype, scale, reciprocal, config.fmt.block // layout.numbers)
+    values = unpack(words, config.dtype)
+    return float8_words(values, scale, reciprocal, config.format, config.fmt.largest), None
 
 
 @cute.jit

@@ -14,14 +14,27 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Uint32
 
-from warpspec.common.device.narrow import MAGNITUDE, SIGN_BIT, e2m1_codes, to_float8
+from warpspec.cache.device.rows import unpack
+from warpspec.common.device.narrow import CODE_BITS, MAGNITUDE, SIGN_BIT, e2m1_codes, to_float8
 from warpspec.common.device.nvfp4 import absolute, divide_any, from_e4m3, reciprocal_of, to_e4m3
+from warpspec.common.device.words import interleave
 from warpspec.common.nvfp4 import E2M1_MAX, E4M3_MAX
 
 ORDINARY = 2.0**60  # divisors between its reciprocal and itself are ordinary
+ORDINARY_SCALE = ORDINARY / 2.0**9  # e4m3 numbers lie between 2**-9 and 2**9
 BEYOND = 2.0  # clamped quotients are this many times the largest code
 CODES_PER_WORD = 4  # of 8 bits
 CODES_OF_NAN = 0x77777777  # e2m1 has no NaN: +6 stands in
+PAIRS_PER_WORD = 4  # of e2m1 codes
+# The middles between neighbouring e2m1 numbers, and half of the distance to the next fp32 number; below 0 where the
+# middle itself goes to the larger one, whose code is even.
+E2M1_BORDERS = tuple(
+    (t, half * 2.0**-24)
+    for t, half in ((0.25, 0.25), (0.75, -0.5), (1.25, 1), (1.75, -1), (2.5, 2), (3.5, -2), (5.0, 4))
+)
+MAGNITUDES_OF_BF16 = 0x7FFF7FFF  # of a pair
+BF16_128, BF16_8 = 0x43004300, 0x41004100  # pairs; a whole number below 128, added to 128, stands in the low bits
+UPPER_HALF_TWICE, LOWER_BYTES_OF_HALVES = 0x3232, 0x6420  # prmt selectors
 
 
 def bits_of(x: float) -> int:
@@ -29,60 +42,173 @@ def bits_of(x: float) -> int:
 
 
 @cute.jit
-def quotients(values: cutlass.Constexpr, divisor: Float32, largest: cutlass.Constexpr) -> cute.Tensor:
-    """(n) fp32: x / divisor of a list of numbers; where it exceeds ``largest``, any number that also does."""
+def quotients(
+    values: cutlass.Constexpr, divisor: Float32, reciprocal: Float32, largest: cutlass.Constexpr
+) -> cute.Tensor:
+    """(n) fp32: x / divisor of a list of numbers; where it exceeds ``largest``, any number that also does. reciprocal:
+    fl(1 / divisor)."""
     out = cute.make_rmem_tensor(len(values), Float32)
-    lowest, highest = bits_of(1 / ORDINARY), bits_of(ORDINARY)
-    if divisor.bitcast(Uint32) - Uint32(lowest) <= Uint32(highest - lowest):
-        limit, reciprocal = divisor * (BEYOND * largest), reciprocal_of(divisor)
+    if is_ordinary(divisor):
+        found = ordinary_quotients(values, divisor, reciprocal, largest)
         for i in cutlass.range_constexpr(len(values)):
-            x = cute.arch.fmin(absolute(values[i]), limit, nan=True)
-            quotient = x * reciprocal
-            for _ in range(2):
-                quotient = fused(fused(-quotient, divisor, x), reciprocal, quotient)
-            sign = values[i].bitcast(Uint32) & Uint32(1 << SIGN_BIT)  # that of -0, too
-            out[i] = (quotient.bitcast(Uint32) | sign).bitcast(Float32)
+            out[i] = found[i]
     else:
         for i in cutlass.range_constexpr(len(values)):
             out[i] = divide_any(values[i], divisor)
     return out
 
 
+def ordinary_quotients(values: list, divisor: Float32, reciprocal: Float32, largest: float) -> list:
+    """``quotients`` by an ordinary divisor."""
+    limit, found = divisor * (BEYOND * largest), []
+    for value in values:
+        x = cute.arch.fmin(absolute(value), limit, nan=True)
+        sign = value.bitcast(Uint32) & Uint32(1 << SIGN_BIT)  # that of -0, too
+        found.append((divided(x, divisor, reciprocal).bitcast(Uint32) | sign).bitcast(Float32))
+    return found
+
+
+def is_ordinary(x: Float32, limit: float = ORDINARY) -> Boolean:
+    """Whether x lies between 1 / limit and limit."""
+    lowest, highest = bits_of(1 / limit), bits_of(limit)
+    return Boolean(x.bitcast(Uint32) - Uint32(lowest) <= Uint32(highest - lowest))
+
+
+def divided(x: Float32, divisor: Float32, reciprocal: Float32) -> Float32:
+    """fl(x / divisor) of ordinary numbers. reciprocal: fl(1 / divisor)."""
+    quotient = x * reciprocal
+    for _ in range(2):
+        quotient = fused(fused(-quotient, divisor, x), reciprocal, quotient)
+    return quotient
+
+
 def fused(x: Float32, y: Float32, z: Float32) -> Float32:
     """fl(x y + z)."""
+    return fused_as("rn", x, y, z)
+
+
+def fused_as(rounding: str, x: Float32, y: Float32, z: Float32) -> Float32:
+    """x y + z, rounded once. rounding: "rn", to nearest, or "rm", down."""
     return cute.arch.inline_ptx(
-        "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Float32], read_only_args=[x, y, z]
+        f"fma.{rounding}.f32 {{$w0}}, {{$r0}}, {{$r1}}, {{$r2}};",
+        write_only_types=[Float32],
+        read_only_args=[x, y, z],
     )
 
 
-def float8_words(values: list, scale: Float32, name: str, largest: float) -> list:
-    """Words of four codes, ``quantize_float8``."""
-    found = quotients(values, scale, largest)
+def float8_words(values: list, scale: Float32, reciprocal: Float32, name: str, largest: float) -> list:
+    """Words of four codes, ``quantize_float8``. reciprocal: fl(1 / scale)."""
+    found = quotients(values, scale, reciprocal, largest)
     numbers = [found[i] for i in range(len(values))]
     return [to_float8(numbers[i : i + CODES_PER_WORD], name) for i in range(0, len(numbers), CODES_PER_WORD)]
 
 
-def nvfp4_words(values: list, scale: Float32, block_lanes: int) -> tuple[list, Uint32]:
+def nvfp4_words(
+    words: cute.Tensor, dtype: str, scale: Float32, reciprocal: Float32, block_lanes: int
+) -> tuple[list, Uint32]:
     """(words of eight codes, the block's scale in the low byte), ``quantize_nvfp4``.
 
-    values: of one block, or of the lane's half of one if ``block_lanes`` is 2.
+    words: two numbers of ``dtype`` each, of one block, or of the lane's half of one if ``block_lanes`` is 2.
+    reciprocal: fl(1 / scale).
     """
+    values = unpack(words, dtype)
     amax = absolute(values[0])
     for value in values[1:]:
         amax = cute.arch.fmax(amax, absolute(value), nan=True)
     if block_lanes == 2:
         amax = cute.arch.fmax(amax, Float32(cute.arch.shuffle_sync_bfly(amax, 1)), nan=True)
-    quotient = divide_any(divide_any(amax, Float32(E2M1_MAX)), scale)
-    code = to_e4m3(cute.arch.fmin(quotient, E4M3_MAX, nan=True) + amax * 0.0)  # Inf * 0 is NaN
-    divisor = from_e4m3(code) * scale
-    found = quotients(values, divisor, E2M1_MAX)
+    code, divisor, found = block_codes(words, dtype, amax, scale, reciprocal)
     bad, empty = Boolean(divisor != divisor), Boolean(divisor == 0.0)
-    words = []
-    for first in range(0, len(values), 8):
-        numbers = [bounded(values[i], found[i]) for i in range(first, first + 8)]
-        word = Uint32(cutlass.select_(empty, Uint32(0), e2m1_codes(numbers)))
-        words.append(Uint32(cutlass.select_(bad, Uint32(CODES_OF_NAN), word)))
-    return words, code
+    chosen = []
+    for i in range(cute.size(found)):
+        word = Uint32(cutlass.select_(empty, Uint32(0), found[i]))
+        chosen.append(Uint32(cutlass.select_(bad, Uint32(CODES_OF_NAN), word)))
+    return chosen, code
+
+
+@cute.jit
+def block_codes(
+    words: cute.Tensor, dtype: cutlass.Constexpr, amax: Float32, scale: Float32, reciprocal: Float32
+) -> tuple:
+    """(code of a block's scale, divisor of its numbers, words of their codes if the divisor is neither 0 nor NaN)."""
+    out = cute.make_rmem_tensor(cute.size(words) // PAIRS_PER_WORD, Uint32)
+    code, divisor = Uint32(0), Float32(0.0)
+    # With such a scale, divisors are ordinary, too.
+    if is_ordinary(scale, ORDINARY_SCALE) & (Boolean(amax == 0.0) | is_ordinary(amax)):
+        sixth = divided(amax, Float32(E2M1_MAX), Float32(1 / E2M1_MAX))
+        code = scale_code(divided(sixth, scale, reciprocal), amax)
+        divisor = from_e4m3(code) * scale
+        if cutlass.const_expr(dtype == "bfloat16"):
+            bounds = thresholds(divisor)
+            for i in cutlass.range_constexpr(cute.size(out)):
+                first = i * PAIRS_PER_WORD
+                out[i] = codes_between([words[first + n] for n in range(PAIRS_PER_WORD)], bounds)
+        else:
+            values = unpack(words, dtype)
+            found = ordinary_quotients(values, divisor, reciprocal_of(divisor), E2M1_MAX)
+            bounded_codes(values, found, out)
+    else:
+        code = scale_code(divide_any(divide_any(amax, Float32(E2M1_MAX)), scale), amax)
+        divisor = from_e4m3(code) * scale
+        values = unpack(words, dtype)
+        bounded_codes(values, [divide_any(value, divisor) for value in values], out)
+    return code, divisor, out
+
+
+def scale_code(quotient: Float32, amax: Float32) -> Uint32:
+    """The e4m3 code of a block's scale; NaN if amax is NaN or Inf."""
+    return to_e4m3(cute.arch.fmin(quotient, E4M3_MAX, nan=True) + amax * 0.0)  # Inf * 0 is NaN
+
+
+def bounded_codes(values: list, divided_values: list, out: cute.Tensor) -> None:
+    """Write words of eight e2m1 codes."""
+    for i in range(cute.size(out)):
+        out[i] = e2m1_codes([bounded(values[n], divided_values[n]) for n in range(8 * i, 8 * i + 8)])
+
+
+def thresholds(divisor: Float32) -> list:
+    """For each code but 0, a pair of the largest bf16 number whose code is lower.
+
+    fl(x / d) is at most t, or beyond t, where x is at most (t + h) d; h is half of the distance between t and the next
+    fp32 number, and where a tie goes to the lower code the border is (t + h) d, else (t - h) d. Neither is a bf16
+    number: t + h and t - h have 25 bits. So x is beyond the border where it is beyond the border rounded down to bf16.
+    """
+    found = []
+    for t, half in E2M1_BORDERS:
+        border = fused_as("rm", divisor, Float32(t), divisor * half)
+        found.append(interleave(border.bitcast(Uint32), Uint32(0), UPPER_HALF_TWICE))
+    return found
+
+
+def codes_between(words: list, bounds: list) -> Uint32:
+    """Eight codes of four pairs of bf16: how many bounds each magnitude exceeds, and the sign of what is below 0."""
+    pairs = []
+    for word in words:
+        magnitude = word & Uint32(MAGNITUDES_OF_BF16)
+        codes = Uint32(BF16_128)
+        for bound in bounds:
+            codes = of_registers("add.rn.bf16x2", codes, exceeds(magnitude, bound))
+        below = exceeds(Uint32(0), word)
+        pairs.append(of_registers("fma.rn.bf16x2", below, Uint32(BF16_8), codes))
+    bytes_ = [interleave(a, b, LOWER_BYTES_OF_HALVES) for a, b in (pairs[:2], pairs[2:])]
+    low, high = (word | word >> CODE_BITS for word in bytes_)
+    return interleave(low, high, LOWER_BYTES_OF_HALVES)
+
+
+def exceeds(a: Uint32, b: Uint32) -> Uint32:
+    """For each half, as bf16: 1.0 where a > b, else 0."""
+    return of_registers("set.gt.bf16x2.bf16x2", a, b)
+
+
+def of_registers(name: str, *words) -> Uint32:
+    """An instruction that takes no constants in its code."""
+    names = ", ".join(f"word{i}" for i in range(len(words)))
+    moves = "".join(f"mov.b32 word{i}, {{$r{i}}}; " for i in range(len(words)))
+    return cute.arch.inline_ptx(
+        f"{{ .reg .b32 {names}; {moves}{name} {{$w0}}, {names}; }}",
+        write_only_types=[Uint32],
+        read_only_args=list(words),
+    )
 
 
 def bounded(x: Float32, quotient: Float32) -> Float32:

@@ -84,3 +84,34 @@ def test_order_is_clean(check_order):
     arguments = case.arguments() | cache.arguments | {"positions": torch.arange(8)}
     with simulating("sm_90a", seed=2):
         insert(**arguments, out=arguments["q"], backend="sim")
+
+
+def test_numbers_beside_the_borders_of_codes():
+    """NVFP4 of scales such that quotients by them lie at the middles between codes, or up to 4 ulp beside: bits of IEEE
+    divisions."""
+    generator = torch.Generator().manual_seed(3)
+    tokens, heads, dim = 6, 32, 64
+
+    def drawn(least, end, *shape):
+        return torch.randint(least, end, shape, generator=generator)
+
+    middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    scale = (1 + torch.rand(heads, generator=generator)).bfloat16().float() / middles[drawn(0, 7, heads)]
+    scale = (scale.view(torch.int32) + drawn(-4, 5, heads).int()).view(torch.float32)
+    scale *= drawn(-20, 20, heads).float().exp2()
+    divisor = scale[:, None, None] * torch.tensor([1.0, 2.0, 0.5, 1.5, 3.0, 448.0])[:, None, None, None]
+    k = middles[drawn(0, 7, tokens, heads, dim // 16, 16)] * divisor
+    k = (k.bfloat16().view(torch.int16) + drawn(-1, 2, *k.shape).short()).view(torch.bfloat16)
+    k[..., 0] = (6 * divisor)[..., 0].bfloat16()  # the block's scale divides it by scale
+    k = (k * (2 * drawn(0, 2, *k.shape) - 1)).flatten(-2)
+    k[0, 0, 3], k[1, 1, 4:] = -0.0, 0.0
+    v, stored = torch.cat([k, k.flip(0)], dim=-1), {}
+    for backend in ("sim", "reference"):
+        cache = make_cache("cells", "nvfp4", heads, dim, 2 * dim)
+        with simulating("sm_90a"):
+            insert(
+                k, v, slots=torch.arange(tokens), k_scale=scale, v_scale=scale,
+                backend=backend, **cache.arguments,
+            )  # fmt: skip
+        stored[backend] = cache.memory[0]
+    assert torch.equal(stored["sim"], stored["reference"])
