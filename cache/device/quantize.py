@@ -33,7 +33,10 @@ E2M1_BORDERS = tuple(
     for t, half in ((0.25, 0.25), (0.75, -0.5), (1.25, 1), (1.75, -1), (2.5, 2), (3.5, -2), (5.0, 4))
 )
 MAGNITUDES_OF_BF16 = 0x7FFF7FFF  # of a pair
-BF16_128, BF16_8 = 0x43004300, 0x41004100  # pairs; a whole number below 128, added to 128, stands in the low bits
+BF16_128, BF16_8 = (
+    0x43004300,
+    0x41004100,
+)  # pairs; a whole number below 128, added to 128, stands in the low bits
 UPPER_HALF_TWICE, LOWER_BYTES_OF_HALVES = 0x3232, 0x6420  # prmt selectors
 
 

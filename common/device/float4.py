@@ -1,13 +1,11 @@
 """Converts NVFP4 to 16 bits in registers: e2m1 codes, and the e4m3 scales of blocks, by which they are multiplied.
 
-Sign, exponent and mantissa of an e2m1 code, moved to the fields of an e5m2 byte, are the number times 2**-14, subnormal
-ones included, and an e5m2 byte is the upper half of an fp16 number. So results are 2**-14 times the numbers that they
-stand for. A code times its scale has at most 6 significant bits, is below 2**12 and a multiple of 2**-10: fp16 holds
-it. A scale that is NaN makes NaN of its block.
+Sign, exponent and mantissa of an e2m1 code, moved to the fields of an fp16 number, are the number times 2**-14,
+subnormal ones included. So results are 2**-14 times the numbers that they stand for. A code times its scale has at most
+6 significant bits, is below 2**12 and a multiple of 2**-10: fp16 holds it. A scale that is NaN makes NaN of its block.
 
-Half of the bytes become fp16 by byte permutations, half by the conversion instruction: different units of an SM. In
-bf16, a code's exponent and mantissa at the low end of bf16's fields are the number times 2**-126; its scale comes with
-a factor of 2**112, so that results have the same unit.
+In bf16, a code's exponent and mantissa at the low end of bf16's fields are the number times 2**-126; its scale comes
+with a factor of 2**112, so that results have the same unit.
 """
 
 from __future__ import annotations
@@ -19,10 +17,10 @@ from warpspec.common.device.nvfp4 import from_e4m3
 from warpspec.common.device.words import interleave, multiply_bf16x2, permute
 
 UNIT = 2.0**14  # what results are to be multiplied with
-MAGNITUDES, SIGNS = 0x0E0E0E0E, 0x80808080  # fields of four e5m2 bytes that a code fills
-UPPER_BYTES = 0x1404  # prmt selector: bytes 0 and 1 of a word, each above a byte of zeros
 HALVES = (0x1010, 0x3232)  # prmt selectors: either half of a word twice
 BYTES_OF_TWO = 0x0040  # prmt selector: byte 0 of two words
+PAIRS = ((0, 4), (2, 6), (1, 5), (3, 7))  # of codes of a word, as they become words
+FP16_FIELDS = 0x8E008E00  # of two fp16 numbers: the bits that a code fills
 NIBBLES = 0x0F0F0F0F  # the lower ones of four bytes
 # prmt selectors: byte j of two words, each below a byte of zeros, which is the sign of a byte below 0x80.
 CODES_APART = (0xC480, 0xD591, 0xE6A2, 0xF7B3)
@@ -31,19 +29,33 @@ BF16_SIGN_SHIFT, BF16_SIGNS = 12, 0x80008000
 BF16_FACTOR = 2.0**112  # of scales
 
 
-def even_codes(word: Uint32) -> Uint32:
-    """Codes 0, 2, 4 and 6 of eight as e5m2 bytes."""
-    return ((word << 1) & Uint32(MAGNITUDES)) | ((word << 4) & Uint32(SIGNS))
+def fp16_of_codes(word: Uint32) -> list:
+    """Four words of two fp16 of eight codes, in the order PAIRS."""
+    found = []
+    for mask, shifts in ((NIBBLES, (9, 1)), (NIBBLES << 4, (5, -3))):
+        codes = masked(word, mask)
+        for shift in shifts:
+            # Between codes are zeros: of the two shifted words, only one has set bits in each field.
+            low = codes << shift if shift > 0 else codes >> -shift
+            high = codes << shift + 3 if shift > -3 else codes
+            found.append(fields_of_either(low, high))
+    return found
 
 
-def odd_codes(word: Uint32) -> Uint32:
-    """Codes 1, 3, 5 and 7."""
-    return ((word >> 3) & Uint32(MAGNITUDES)) | (word & Uint32(SIGNS))
+def masked(word: Uint32, mask: int) -> Uint32:
+    """word & mask. Written in the DSL, it is done anew behind each shift of its result."""
+    return cute.arch.inline_ptx(
+        f"and.b32 {{$w0}}, {{$r0}}, {mask:#x};", write_only_types=[Uint32], read_only_args=[word]
+    )
 
 
-def fp16_pairs(word: Uint32) -> tuple:
-    """Two words of two fp16 of four e5m2 bytes that are finite."""
-    return permute(word, UPPER_BYTES), fp16_pair(word >> 16, "e5m2")
+def fields_of_either(a: Uint32, b: Uint32) -> Uint32:
+    """(a | b) & FP16_FIELDS. Written in the DSL, it becomes two instructions."""
+    return cute.arch.inline_ptx(
+        f"lop3.b32 {{$w0}}, {{$r0}}, {{$r1}}, {FP16_FIELDS:#x}, 0xA8;",
+        write_only_types=[Uint32],
+        read_only_args=[a, b],
+    )
 
 
 def fp16_pair(word: Uint32, fmt: str = "e4m3") -> Uint32:

@@ -12,12 +12,11 @@ from typing import ClassVar
 from cutlass import Uint32
 
 from warpspec.common.device.float4 import (
+    PAIRS,
     bf16_pairs,
     bf16_scale_twice,
-    even_codes,
-    fp16_pairs,
+    fp16_of_codes,
     multiply_fp16x2,
-    odd_codes,
     scales_twice,
 )
 from warpspec.common.device.float8 import widened
@@ -76,26 +75,31 @@ class NVFP4Codes(Codes):
     """e2m1 in blocks; results are ``float4.UNIT`` times smaller than what they stand for."""
 
     WORD = 8
-    PAIRS = ((0, 2), (4, 6), (1, 3), (5, 7))
+    PAIRS = PAIRS
     COLUMNS = (0, 2, 1, 3, 4, 6, 5, 7)
 
     def row(self, word: Uint32, scale) -> list:
-        return self.scaled((even_codes(word), odd_codes(word)), scale)
+        return self.scaled(fp16_of_codes(word), scale)
+
+    def columns(self, first: Uint32, second: Uint32, scale) -> list:
+        halves = (interleave(first, second, half) for half in (LOW_HALVES, HIGH_HALVES))
+        return [pair for word in halves for pair in self.row(word, scale)]
 
     def in_order(self, words: list, scale) -> list:
         found = []
         for word in words:
-            even, odd = even_codes(word), odd_codes(word)
-            found += self.scaled((interleave(even, odd, order) for order in BYTES_OF_PAIRS), scale)
+            pairs = self.row(word, scale)
+            for half in (LOW_HALVES, HIGH_HALVES):
+                found += [interleave(pairs[i], pairs[i + 2], half) for i in range(2)]
         return found
 
     def scale_pair(self, code: Uint32) -> Uint32:
         return scales_twice(code, 1)[0]
 
     @staticmethod
-    def scaled(words, scale) -> list:
-        """Multiply pairs of bytes, as floating-point numbers, by their scales."""
-        return [multiply_fp16x2(pair, scale) for word in words for pair in fp16_pairs(word)]
+    def scaled(pairs: list, scale) -> list:
+        """Multiply pairs by their scales."""
+        return [multiply_fp16x2(pair, scale) for pair in pairs]
 
 
 class NVFP4InBf16(NVFP4Codes):

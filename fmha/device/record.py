@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
@@ -80,6 +81,17 @@ class Scheduler:
     config: AttentionKernel
     channels: dict
     records: Records
+
+
+@cute.jit
+def write_busy_tile(role, tile, use):
+    """``write_tile``, but packed queries' idle tiles get no record; returns the next record's number."""
+    if cutlass.const_expr(role.config.requests.packed_q):
+        if tile.first_query < tile.seq_q:
+            use = write_tile(role, tile, use)
+    else:
+        use = write_tile(role, tile, use)
+    return use
 
 
 @cute.jit

@@ -101,13 +101,13 @@ def nvfp4_as_fp32(row: cutlass.Constexpr, size: cutlass.Constexpr, number) -> cu
         source = cute.local_tile(row.codes, (count // 2,), ((number * size + first) // count,))
         cute.autovec_copy(source, cute.local_tile(codes, (count // 2,), (0,)))
         word = cute.recast_tensor(codes, Uint32)[0]
-        bytes_ = (float4.even_codes(word), float4.odd_codes(word))
-        pairs = cute.make_rmem_tensor(CODES_PER_WORD // 2, Uint32)  # codes 0, 2; 4, 6; 1, 3; 5, 7
-        for i, pair in enumerate(p for each in bytes_ for p in float4.fp16_pairs(each)):
+        pairs = cute.make_rmem_tensor(CODES_PER_WORD // 2, Uint32)
+        for i, pair in enumerate(float4.fp16_of_codes(word)):
             pairs[i] = float4.multiply_fp16x2(pair, scale)
         halves = cute.recast_tensor(pairs, Float16)
+        order = [n for pair in float4.PAIRS for n in pair]
         for n in cutlass.range_constexpr(count):
-            values[first + n] = halves[n % 2 * 4 + n // 2].to(Float32)
+            values[first + n] = halves[order.index(n)].to(Float32)
     return values
 
 

@@ -9,7 +9,7 @@ from cutlass import Int32
 from warpspec.fmha.device.grid import index_of, rounds
 from warpspec.fmha.device.line import chunk_at
 from warpspec.fmha.device.queue import take
-from warpspec.fmha.device.record import Scheduler, read_tile, wait_tile, write_end, write_tile
+from warpspec.fmha.device.record import Scheduler, read_tile, wait_tile, write_busy_tile, write_end
 from warpspec.fmha.device.tile import tile_at
 
 
@@ -48,12 +48,13 @@ def each_tile(
 
 @cute.jit
 def schedule(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands, where, records):
-    """The scheduler warp: write a record for each of the CTA's tiles, then one that says there are no more.
+    """The scheduler warp: write a record for each of the CTA's tiles that has queries, then one that says there are no
+    more.
 
     Consumes: tile_empty. Produces: tile_full.
     """
     role = Scheduler(config, channels, records)
-    write_end(role, each_found(config, operands, where, write_tile, role, Int32(0)))
+    write_end(role, each_found(config, operands, where, write_busy_tile, role, Int32(0)))
 
 
 @cute.jit

@@ -1,4 +1,4 @@
-"""A consumer for few query rows over FP8 or NVFP4 keys: each of its warps takes every fourth KV tile, alone.
+"""Consumers for few query rows over FP8 or NVFP4 keys: their warps take KV tiles in turn, each alone.
 
 A warp converts a tile's codes to 16 bits on their way from shared memory to mma.sync fragments, whose 16 rows are keys,
 not queries: S^T = K Q^T and O^T += V^T P^T. So the eight columns of an instruction suffice for eight query rows, no
@@ -29,7 +29,7 @@ from warpspec.common.device.float4 import scale_of_each, scales_twice
 from warpspec.common.device.mma import C_WORDS, MMA_COLUMNS, MMA_ROWS, multiply, transpose
 from warpspec.common.device.wgmma import PAIR, QUAD, flat
 from warpspec.common.device.words import VECTOR_WORDS, load_shared, load_shared_byte, load_shared_half
-from warpspec.common.hardware import FP32_BYTES, VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS, WORD_BYTES
+from warpspec.common.hardware import FP32_BYTES, VECTOR_BYTES, WARP_THREADS, WORD_BYTES
 from warpspec.fmha.device.block_scales import scale_address, tile_scales
 from warpspec.fmha.device.codes import NUMBERS, codes_of, paired
 from warpspec.fmha.device.logits import map_scores, negate_scores, unit
@@ -40,7 +40,6 @@ from warpspec.fmha.sm90.consumer import DTYPES, unmasked_steps
 from warpspec.fmha.sm90.float8 import STATISTICS
 from warpspec.fmha.sm90.narrow import factors, largest, maximum_of_halves, narrowed
 
-WARPS = WARPGROUP_THREADS // WARP_THREADS
 OCTET = 8  # lanes with one t
 
 
@@ -95,8 +94,9 @@ def attend_by_warp(work):
     references, maxima = (-Float32.inf,) * lane.columns, (-Float32.inf,) * lane.columns
     state = (references, maxima, (Float32(0.0),) * lane.columns)
     whole, partial = unmasked_steps(config, span)
-    first = (lane.warp - work.use) % WARPS
-    for step in cutlass.range((first + WARPS) % WARPS, span.count, WARPS, unroll=1):
+    warps = config.consumer_warps
+    first = (lane.warp - work.use) % warps
+    for step in cutlass.range((first + warps) % warps, span.count, warps, unroll=1):
         masked = Boolean(step < whole) | Boolean(step >= partial)
         state = take_tile(work, lane, q, o, step, masked, state)
     return merge(work, lane, o, work.in_units(state))
@@ -392,7 +392,7 @@ def merged(work, lane: cutlass.Constexpr, o, wide, state):
     """``merge`` for a tile with keys."""
     config, tiles = work.config, work.config.shape.row_tiles
     score_unit = unit(config.logits, work.numbers)
-    barrier = {"barrier_id": CLEAR_BARRIER, "number_of_threads": WARPGROUP_THREADS}
+    barrier = {"barrier_id": CLEAR_BARRIER, "number_of_threads": config.consumer_threads}
     references, maxima, sums = state
     states, parts = work.shared.states, work.shared.parts
     cute.arch.barrier(**barrier)  # the previous tile's data have been read
@@ -446,7 +446,7 @@ def read_parts(
     """Merge the warps' states of a row; the lanes t add up their O in ``wide``, in the layout of wgmma's fragment."""
     config, tiles = lane.config, lane.config.shape.row_tiles
     found = []
-    for warp in cutlass.range_constexpr(WARPS):
+    for warp in cutlass.range_constexpr(config.consumer_warps):
         at = (warp * tiles * MMA_COLUMNS + row) * STATISTICS
         found.append(tuple(states[at + i] for i in range(STATISTICS)))
     reference, highest, total = found[0][0], found[0][1], Float32(0.0)
@@ -461,7 +461,7 @@ def read_parts(
         factors.append(factor)
         total = total + part * factor
     for n in cutlass.range_constexpr(config.heads.qk // (QUAD * PAIR)):
-        for warp in cutlass.range_constexpr(WARPS):
+        for warp in cutlass.range_constexpr(config.consumer_warps):
             at = (warp * MMA_COLUMNS + row % MMA_COLUMNS) * config.merge_row + n * QUAD * PAIR + PAIR * lane.t
             pair = cute.make_rmem_tensor(PAIR, Float32)
             cute.autovec_copy(vector_at(parts, at, PAIR), pair)

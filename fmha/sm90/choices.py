@@ -35,7 +35,7 @@ class HopperChoices(Choices):
         """Shapes and their tilings, for each number of heads that may share a tile, except shapes in which some
         consumer would have no rows."""
         for shape in shapes_of(problem):
-            groups, rows = shape.consumers // shape.column_parts, shape.most_rows
+            groups, rows = shape.groups, shape.most_rows
             for pack in choose_packs(problem, rows):
                 several = groups == 1 or problem.seq_q > (groups - 1) * (rows // pack)
                 if several and fits_blocks(problem, groups * (rows // pack), shape.tile_n):

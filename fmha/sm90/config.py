@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 from warpspec.common import memory
 from warpspec.common.barriers import MBARRIER_BYTES, Barrier, barrier_count
-from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import (
     FP32_BYTES,
     MAX_SMEM_PER_CTA,
@@ -65,7 +64,7 @@ class AttentionConfig(Float8Features, AttentionKernel):
         if (
             self.by_warp
         ):  # so that a warp sees every use of a stage: it would mistake a phase for that of two uses before
-            assert self.consumers == 1 and self.kv_stages % (WARPGROUP_THREADS // WARP_THREADS) == 0
+            assert self.kv_stages % self.consumer_warps == 0
         if self.paired:
             assert self.consumers == 2 and self.kv_stages == 2 and self.tile_n == BLOCK
         assert self.role_registers <= self.register_pool, "setmaxnreg would wait for ever"
@@ -77,10 +76,6 @@ class AttentionConfig(Float8Features, AttentionKernel):
     def check(cls, problem: AttentionProblem, target: Target) -> None:
         """Raise UnsupportedProblem, naming what this kernel does not support on the target."""
         check_call("sm90", problem, tuple(FLOAT8))
-        if problem.format.kv_format and problem.bias:
-            raise UnsupportedProblem(
-                f"sm90 attention: bias with k in {problem.format.kv_format} is not supported"
-            )
 
     @classmethod
     def of(
@@ -101,7 +96,7 @@ class AttentionConfig(Float8Features, AttentionKernel):
         cls.check(problem, target)
         shape = shape or shapes_of(problem)[0]
         pack = pack or choose_pack(problem.group, problem.seq_q, shape.most_rows)
-        tile_m = shape.consumers // shape.column_parts * shape.most_rows
+        tile_m = shape.groups * shape.most_rows
         parts = parts_of(problem, rows_of_cta=tile_m, pack=pack, splits=splits)
         return cls(**parts, scheduler=TileScheduler(schedule, has_warp=shape.column_parts == 1), shape=shape)
 
@@ -117,8 +112,7 @@ class AttentionConfig(Float8Features, AttentionKernel):
     @functools.cached_property
     def rows(self) -> TileRows:
         """Rows of an M tile; a row group belongs to one consumer, or to those that share it."""
-        groups = self.consumers // self.column_parts
-        return TileRows(self.pack, groups, self.shape.group_rows, self.shape.most_rows)
+        return TileRows(self.pack, self.shape.groups, self.shape.group_rows, self.shape.most_rows)
 
     @functools.cached_property
     def kv(self) -> KvTile:
@@ -186,7 +180,7 @@ class AttentionConfig(Float8Features, AttentionKernel):
     @property
     def takes_turns(self) -> bool:
         """Whether consumers issue their products in turns."""
-        return self.consumers > 1 and not self.paired
+        return self.consumers > 1 and not self.paired and not self.by_warp
 
     @property
     def skips_idle(self) -> bool:
@@ -229,8 +223,23 @@ class AttentionConfig(Float8Features, AttentionKernel):
         return self.load_warp + 2
 
     @property
+    def value_warp(self) -> int:
+        """Warp of the producer's warpgroup that loads V, if the load warp does not."""
+        return self.load_warp + 3
+
+    @property
+    def loads_apart(self) -> bool:
+        """Whether K and V have a load warp each. Single warps release the stages of their own KV tiles: K long before
+        V, and out of turn. One warp that waits for a V stage would leave K stages empty meanwhile."""
+        return self.by_warp and not self.format.shared_kv
+
+    @property
     def consumer_threads(self) -> int:
         return self.consumers * WARPGROUP_THREADS
+
+    @property
+    def consumer_warps(self) -> int:
+        return self.consumer_threads // WARP_THREADS
 
     @property
     def register_pool(self) -> int:
@@ -350,11 +359,11 @@ class AttentionConfig(Float8Features, AttentionKernel):
     @property
     def barriers(self) -> tuple[Barrier, ...]:
         """Every mbarrier: who arrives, how often, who waits, and what then holds."""
-        stages, warps = self.kv_stages, self.consumer_threads // WARP_THREADS
+        stages, warps = self.kv_stages, self.consumer_warps
         load, filled = "load warp", "load warp, expect_tx + TMA bytes"
         warp = "consumers, one thread a warp"
         own = "the rows' consumers, one thread a warp"
-        readers = WARPGROUP_THREADS // WARP_THREADS * self.column_parts
+        readers = warps // self.shape.groups
         q = (
             Barrier("q_full", self.rows.groups, self.parts, filled, own, "the rows' Q is in shared memory"),
             Barrier(
@@ -367,8 +376,8 @@ class AttentionConfig(Float8Features, AttentionKernel):
             ),
         )
         if self.scheduler.has_warp:
-            readers = warps + 1 + self.converts * (WARPGROUP_THREADS // WARP_THREADS)
-            roles = "consumers, converter and load warp" if self.converts else "consumers and load warp"
+            readers = warps + 1 + self.loads_apart + self.converts * (WARPGROUP_THREADS // WARP_THREADS)
+            roles = "consumers, converter and load warp" if self.converts else "consumers and load warps"
             q += self.scheduler.barriers("scheduler", roles, readers)
         if self.paired:
             pieces, parts = stages * self.pieces, stages * self.parts

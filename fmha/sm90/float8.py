@@ -21,7 +21,7 @@ class Float8Features(ConversionFeatures):
 
     @property
     def by_warp(self) -> bool:
-        """Whether each warp of the consumer takes its own KV tiles and converts them in registers (``by_warp``)."""
+        """Whether each warp of the consumers takes its own KV tiles and converts them in registers (``by_warp``)."""
         return self.shape.row_tiles > 0
 
     @property
@@ -55,7 +55,7 @@ class Float8Features(ConversionFeatures):
         """Regions in which warps with KV tiles of their own merge their states."""
         if not self.by_warp:
             return ()
-        warps, rows = WARPGROUP_THREADS // WARP_THREADS, self.shape.row_tiles * COLUMN_ROWS
+        warps, rows = self.consumer_warps, self.shape.row_tiles * COLUMN_ROWS
         return (
             memory.Region(
                 "parts", warps * COLUMN_ROWS * self.merge_row, "float32", VECTOR_BYTES, "O of each warp",

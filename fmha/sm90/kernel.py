@@ -154,10 +154,15 @@ def play(
         if warp < config.load_warp + config.parts:
             part = warp - config.load_warp if cutlass.const_expr(config.parts > 1) else 0
             source = Source(config, operands, *maps, shared, dtype, part)
-            load(config, channels, source, tiles)
-        elif cutlass.const_expr(config.scheduler.has_warp):  # noqa: SIM102
+            rings = tuple(range(1 if cutlass.const_expr(config.loads_apart) else len(config.format.rings)))
+            load(config, channels, source, tiles, rings)
+        elif cutlass.const_expr(config.scheduler.has_warp):
             if warp == config.scheduler_warp:
                 schedule(config, channels, operands, where, tiles)
+            if cutlass.const_expr(config.loads_apart):  # noqa: SIM102
+                if warp == config.value_warp:
+                    source = Source(config, operands, *maps, shared, dtype, 0)
+                    load(config, channels, source, tiles, (1,))
     else:
         cute.arch.setmaxregister_increase(config.shape.consumer_registers)
         consumer = warp // (WARPGROUP_THREADS // WARP_THREADS)
@@ -194,7 +199,8 @@ def where_of(config, operands, numbers):
 @dataclass(frozen=True)
 class Consumer:
     """What a consumer keeps for all of its tiles. number: which consumer it is, a compile-time constant if paired.
-    row_group: which 64 rows are its own. part: which part of O's columns. thread: 0..127 within the consumer. numbers:
+    row_group: which 64 rows are its own. part: which part of O's columns. thread: 0..127 within the consumer; if warps
+    have KV tiles of their own, within all consumers. numbers:
     those of the map between S and P."""
 
     config: object
@@ -225,8 +231,11 @@ def consume(
 
     Consumes: q_full, and what ``consumer.attend`` or ``pair.attend_paired`` does. Produces: what they do.
     """
-    thread = thread % WARPGROUP_THREADS
     row_group, part = consumer // config.column_parts, consumer % config.column_parts
+    if cutlass.const_expr(config.by_warp):
+        row_group = 0
+    else:
+        thread = thread % WARPGROUP_THREADS
     q_base = shared.q + row_group * config.q_bytes
     if cutlass.const_expr(config.by_warp):
         mma = Products.of_rows(config)

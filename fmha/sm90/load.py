@@ -1,5 +1,6 @@
 """The load warps: for every tile the Q of its rows, then K and V tiles through TMA. One warp, or one for each part of
-the columns (``AttentionConfig.parts``). ``prefetch`` loads into L2 ahead of them."""
+the columns (``AttentionConfig.parts``), or one for K and one for V (``AttentionConfig.loads_apart``). ``prefetch``
+loads into L2 ahead of them."""
 
 from __future__ import annotations
 
@@ -20,26 +21,28 @@ from warpspec.fmha.sm90.rings import Source
 
 @dataclass(frozen=True)
 class Loader:
-    """A load warp's state for all of its tiles. source: ``rings.Source``. where: as in ``tiles.each_tile``."""
+    """A load warp's state for all of its tiles. source: ``rings.Source``. where: as in ``tiles.each_tile``. rings:
+    numbers in ``format.rings`` of those that it fills; the warp that fills the first loads Q."""
 
     config: object
     channels: dict
     source: Source
     where: object
+    rings: tuple
 
 
 @cute.jit
-def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, source, where):
+def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, source, where, rings: cutlass.Constexpr):
     """Fill shared memory, tile after tile of this CTA: Q of each row group, then one K and one V tile for every KV
-    tile of the span, in order; one tile for both if they are one tensor.
+    tile of the span, in order; one tile for both if they are one tensor. rings: as in ``Loader``.
 
     Produces: q_full, k_full, v_full (expect_tx by one lane, bytes by TMA). Consumes: q_empty, k_empty, v_empty before
     refilling a buffer. Returns only when every buffer has been released.
     """
-    role = Loader(config, channels, source, where)
+    role = Loader(config, channels, source, where, rings)
     _, use = each_tile(config, source.operands, where, load_tile, role, (Int32(0), Int32(0)))
     drain(
-        tuple(channels[config.load_ring(name) + "_empty"] for name in config.format.rings),
+        tuple(channels[config.load_ring(config.format.rings[i]) + "_empty"] for i in rings),
         use,
         config.parts,
         source.part,
@@ -59,15 +62,17 @@ def load_tile(role, tile, uses):
             for step in cutlass.range_constexpr(config.kv_stages):
                 prefetch_kv(source, where, tile, step)
     if span.count > 0:
-        for row_group in cutlass.range_constexpr(config.rows.groups):
-            q_use = tile_use * config.rows.groups + row_group
-            ring = source.q(tile, row_group)
-            channels["q_empty"].wait_previous(q_use)
-            load_q(config, ring, channels["q_full"], q_use, part, row_group)
+        if cutlass.const_expr(role.rings[0] == 0):
+            for row_group in cutlass.range_constexpr(config.rows.groups):
+                q_use = tile_use * config.rows.groups + row_group
+                ring = source.q(tile, row_group)
+                channels["q_empty"].wait_previous(q_use)
+                load_q(config, ring, channels["q_full"], q_use, part, row_group)
         tile_use += 1
     for step in cutlass.range(span.count, unroll=1):
         places = kv_places(config, source.operands, tile, span.tile(step))
-        for i, name in enumerate(config.format.rings):
+        for i in role.rings:
+            name = config.format.rings[i]
             ring = source.kv(tile, i)
             loaded = config.load_ring(name)
             full, empty = channels[loaded + "_full"], channels[loaded + "_empty"]

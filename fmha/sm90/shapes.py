@@ -28,8 +28,8 @@ class Shape:
     ctas_per_sm: CTAs for which registers and shared memory are budgeted. consumer_registers, producer_registers:
     registers of a thread, set by setmaxnreg. column_parts: consumers that share 64 rows, each with a part of O's
     columns. raw_stages, converter_registers: if K and V are FP8, tiles that are loaded ahead of their conversion, and
-    registers of a converter thread. row_tiles: if each warp of a consumer has KV tiles of its own (``by_warp``), query
-    rows in units of 8; else 0."""
+    registers of a converter thread. row_tiles: if each warp of the consumers has KV tiles of its own (``by_warp``),
+    query rows in units of 8; else 0."""
 
     consumers: int
     tile_n: int
@@ -41,6 +41,11 @@ class Shape:
     raw_stages: int = 0
     converter_registers: int = 0
     row_tiles: int = 0
+
+    @property
+    def groups(self) -> int:
+        """Groups of query rows: one for each consumer, or for those that share rows."""
+        return 1 if self.row_tiles else self.consumers // self.column_parts
 
     @property
     def group_rows(self) -> int:
@@ -122,7 +127,7 @@ def float8_tiles(problem: AttentionProblem) -> tuple[Shape, ...]:
     few = FLOAT8_FEW.get(eights, {})
     if problem.format.kv_bits == 4 and eights == 1:
         few = few | NVFP4_FEW
-    if dim in few:
+    if dim in few and problem.bias is None:
         return (few[dim],)
     pack = choose_pack(problem.group, problem.seq_q, WARPGROUP_ROWS)
     table = FLOAT8_DECODE if problem.seq_q <= WARPGROUP_ROWS // pack else FLOAT8

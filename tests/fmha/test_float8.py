@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers.float8_cases import NVFP4, Case
+from helpers.float8_cases import Case
 
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import simulating
@@ -67,13 +67,6 @@ def test_what_kernels_do_not_do(arch):
     kernel = arch.removesuffix("a").replace("_", "")
     with simulating(arch), pytest.raises(UnsupportedProblem, match=rf"{kernel}.*k in (FP8|e4m3)"):
         attention(**wide, backend="sim")
-
-
-@pytest.mark.parametrize("format", [torch.float8_e4m3fn, NVFP4])
-def test_bias_is_refused_by_kernels_without_it(format):
-    arguments = Case(3, 20, (4, 2), 64, float8=format).arguments()
-    with simulating("sm_90a"), pytest.raises(UnsupportedProblem, match=r"sm90.*bias.*k in (e4m3|nvfp4)"):
-        attention(**arguments, bias=torch.zeros(1, 4, 3, 20, dtype=torch.bfloat16), backend="sim")
 
 
 def test_flash_attn_names_descales():
