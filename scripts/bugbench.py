@@ -30,7 +30,7 @@ sys.path.insert(0, str(HERE / "shared"))
 from bugbench_cases import CASES, Case, Edit  # noqa: E402
 
 FIXED, DEFECTIVE = "fixed", "defective"
-NOTHING = "nothing"
+NOTHING, WRONG_RESULT = "nothing", "wrong result"
 WARNING = re.compile(
     r"warning: (.+?) at PTX line \d+, which hardware tolerates\n(.*?)(?=\nwarning: |\nmemory order|\Z)",
     re.DOTALL,
@@ -175,7 +175,7 @@ def verdict(output: str, code: int) -> list[str]:
         if at >= 0:
             return [f"{kind} at {_lines(output[at:])}"]
     found = output[max(output.rfind("memory order"), 0) :]
-    said = ["wrong result"] if code and WRONG.search(output) else []
+    said = [WRONG_RESULT] if code and WRONG.search(output) else []
     said += [
         f"order: {block.partition(':')[0]} at {_lines(block)}"
         for block in re.split(r"\n  (?=\S)", found)[1:]
@@ -185,7 +185,7 @@ def verdict(output: str, code: int) -> list[str]:
     if "by the ISA's text" in found:
         said.append("order: fences by the ISA's text alone")
     if said or code == 0:
-        return said
+        return list(dict.fromkeys(said))
     lines = [line for line in output.strip().splitlines() if line.strip()]
     return [f"stops: {lines[-1].strip()[:80] if lines else 'no output'}"]
 
@@ -202,11 +202,16 @@ def without_lines(text: str) -> str:
     return re.sub(r"(:|PTX line )\d+", "", text)
 
 
+def shown(texts: list[str]) -> str:
+    """The first finding of a run, behind a wrong result if there is one."""
+    return " and ".join(texts[: 1 + (texts[0] == WRONG_RESULT)])
+
+
 def row(case: Case, said: dict[str, list[list[str]]]) -> str:
     """A case's row of the table. The defective version's findings are those that the fixed one has not."""
     known = {without_lines(text) for texts in said[FIXED] for text in texts}
     new = [[text for text in texts if without_lines(text) not in known] for texts in said[DEFECTIVE]]
-    found = "; ".join(f"seed {seed}: {texts[0]}" for seed, texts in enumerate(new) if texts)
+    found = "; ".join(f"seed {seed}: {shown(texts)}" for seed, texts in enumerate(new) if texts)
     fixed = list(dict.fromkeys(texts[0] for texts in said[FIXED] if texts))
     cells = [case.name, case.repository, case.fix, case.kind, found or NOTHING, "; ".join(fixed) or NOTHING]
     return f"| {' | '.join(cells)} |"

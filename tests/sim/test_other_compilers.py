@@ -1,5 +1,6 @@
 """PTX of Triton and of nvcc, compiled here where they are installed, in the simulator: results and memory order."""
 
+import runpy
 import shutil
 import subprocess
 from pathlib import Path
@@ -87,8 +88,8 @@ template <int WIDTH> __global__ void __launch_bounds__(128) row_sums(const float
 
 
 def recipe() -> dict:
-    """What docs/run_ptx.md's recipe for NVRTC defines."""
-    text = (Path(__file__).parents[2] / "docs/run_ptx.md").read_text()
+    """What docs/run_cuda.md's recipe for NVRTC defines."""
+    text = (Path(__file__).parents[2] / "docs/run_cuda.md").read_text()
     block = next(block for block in text.split("```") if "import nvrtc" in block)
     names: dict = {}
     exec(block[: block.index("\nptx, entry")], names)
@@ -107,6 +108,19 @@ def test_nvrtc(arch):
     x, out = torch.randn(6, 500), torch.full((6,), float("nan"))
     sim.launch(ptx, entry, grid=6, block=128, args=[x, out, 500], seeds=3, check="order")
     assert torch.allclose(out, x.sum(1), atol=1e-4)
+
+
+def test_tilelang(tmp_path, monkeypatch):
+    """docs/run_tilelang.md's recipe, and the hang that it tells of."""
+    pytest.importorskip("tilelang", reason="tilelang is not installed: nothing compiles TileLang here")
+    shutil.which("nvcc") or pytest.skip("nvcc is not installed: nothing compiles CUDA C++ here")
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs/run_tilelang.md").read_text()
+    (tmp_path / "recipe.py").write_text(page.split("```python\n")[1].split("```")[0])
+    found = runpy.run_path("recipe.py")  # from a file: TileLang reads its kernels' source
+    with pytest.raises(sim.Deadlock, match=r"warps 1-3 lanes 0-31: waits for parity 0 of the mbarrier"):
+        arguments = [*found["maps"], found["c"]]
+        sim.launch(found["ptx"], grid=(2, 2), block=256, smem=98_304, args=arguments, check="order", seed=1)
 
 
 def triton_matmul(capability: int, described: bool):
