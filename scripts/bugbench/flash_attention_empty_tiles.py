@@ -1,13 +1,19 @@
 """flash-attn-4's forward pass for Blackwell with block sparsity: a persistent CTA with tiles that have no keys."""
 
-import os
-
-os.environ["FLASH_ATTENTION_NUM_SMS"] = "1"  # one CTA takes all tiles
 import torch
+from cutlass.utils import HardwareInfo
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.interface import _flash_attn_fwd
 
 TILE, TILES = 256, 6
+
+
+def one(*_, **__):
+    """The number of SMs: one persistent CTA takes all tiles."""
+    return 1
+
+
+HardwareInfo.get_device_multiprocessor_count = HardwareInfo.get_max_active_clusters = one
 torch.manual_seed(0)
 q = torch.randn(1, TILE * TILES, 1, 128, dtype=torch.bfloat16, device="cuda")
 k, v = (torch.randn(1, 128, 1, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
