@@ -10,17 +10,14 @@ sliding windows, including separate pools for layers with windows.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 NAME = "warpspec"
 
 
 # SGLang lists, for these models, the backends that support sinks and windows; ours supports both.
 LISTED_MODELS = ("GptOssForCausalLM",)
 LISTED_BACKEND = "triton"
-ADJUSTMENTS = "sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments"
-NVFP4_CHECKS = (
-    "sglang.srt.arg_groups.kv_cache_hook.handle_nvfp4_prefill_kv_dequant_dtype",
-    "sglang.srt.arg_groups.kv_cache_hook.handle_kv4_compatibility",
-)
 
 
 def register() -> None:
@@ -31,9 +28,8 @@ def register() -> None:
 
     if NAME not in ATTENTION_BACKEND_CHOICES:  # otherwise it is registered already
         add_attention_backend_choices([NAME])
-        HookRegistry.register(ADJUSTMENTS, _pass_lists, HookType.AROUND)
-        for check in NVFP4_CHECKS:
-            HookRegistry.register(check, _pass_nvfp4, HookType.AROUND)
+        for function, ours in HOOKS.items():
+            HookRegistry.register(function, ours, HookType.AROUND)
         _register_nvfp4()
     register_attention_backend(NAME)(_make_backend)
 
@@ -72,6 +68,12 @@ def _pass_nvfp4(check, server_args):
 def _make_backend(runner):
     from warpspec.engines.sglang.attention import WarpspecBackend
 
+    if runner.use_mla_backend:
+        from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+
+        from warpspec.engines.sglang import mla
+
+        AttentionBackendRegistry.register(NAME, mla.forward_method)
     return WarpspecBackend(runner)
 
 
@@ -87,8 +89,59 @@ def _pass_lists(adjust, server_args):
             return named(view)
         return tuple(LISTED_BACKEND if name == NAME else name for name in named(view))
 
-    model_hook.attention_backends_of = backends
-    try:
+    with _replaced(model_hook, "attention_backends_of", backends):
         return adjust(server_args)
+
+
+def _pass_trees(adjust, server_args):
+    """SGLang's adjustments for speculative decoding, which list backends that read a branch's pages; likewise."""
+    from sglang.srt.arg_groups import speculative_hook
+
+    resolved = speculative_hook.resolved_view
+
+    class View:
+        def __init__(self, view):
+            self.view = view
+
+        def __getattr__(self, name):
+            value = getattr(self.view, name)
+            return LISTED_BACKEND if name == "attention_backend" and value == NAME else value
+
+    with _replaced(speculative_hook, "resolved_view", lambda *arguments: View(resolved(*arguments))):
+        return adjust(server_args)
+
+
+@contextmanager
+def _replaced(module, name: str, function):
+    """A module with another function."""
+    before = getattr(module, name)
+    setattr(module, name, function)
+    try:
+        yield
     finally:
-        model_hook.attention_backends_of = named
+        setattr(module, name, before)
+
+
+def _offer_drafting(create, factory, setting, backends, error, **options):
+    """SGLang's choice of a draft model's backends, with ours among them. With options it asks for those of all steps,
+    without for the one that extends."""
+
+    def make():
+        from warpspec.engines.sglang.attention import WarpspecBackend
+        from warpspec.engines.sglang.speculative import Drafting
+
+        runner = factory.draft_model_runner
+        if not options:
+            return NAME, WarpspecBackend(runner)
+        return NAME, Drafting(runner, factory.topk, factory.speculative_num_steps, WarpspecBackend)
+
+    return create(factory, setting, {**backends, NAME: make}, error, **options)
+
+
+HOOKS = {
+    "sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments": _pass_lists,
+    "sglang.srt.arg_groups.speculative_hook._handle_eagle_family": _pass_trees,
+    "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend": _offer_drafting,
+    "sglang.srt.arg_groups.kv_cache_hook.handle_nvfp4_prefill_kv_dequant_dtype": _pass_nvfp4,
+    "sglang.srt.arg_groups.kv_cache_hook.handle_kv4_compatibility": _pass_nvfp4,
+}

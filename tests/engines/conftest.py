@@ -26,3 +26,34 @@ def start_vllm(monkeypatch):
 
     with starter(monkeypatch) as start:
         yield start
+
+
+@pytest.fixture
+def start_sglang(monkeypatch):
+    """A function that starts SGLang on a folder, with our attention unless another is named."""
+    import sglang
+
+    engines = []
+
+    def start(folder, attention="warpspec", backend="reference", **options):
+        monkeypatch.setenv("WARPSPEC_BACKEND", backend)
+        defaults = {
+            "device": "cpu",
+            "page_size": 32,
+            "disable_cuda_graph": True,
+            "skip_tokenizer_init": True,
+            "max_total_tokens": 2048,
+            "chunked_prefill_size": 64,
+            "max_running_requests": 8,
+            "context_length": 256,
+            "dtype": "bfloat16",
+            "log_level": "error",
+            "random_seed": 0,
+        }
+        named = {"model_path": str(folder), "attention_backend": attention}
+        engines.append(sglang.Engine(**defaults | named | options))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.shutdown()

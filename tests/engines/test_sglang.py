@@ -23,35 +23,6 @@ LENGTHS = (70, 5, 1, 40)
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
-@pytest.fixture
-def start(monkeypatch):
-    """A function that starts an engine on a folder, with our attention unless another is named."""
-    engines = []
-
-    def start(folder, attention="warpspec", backend="reference", **options):
-        monkeypatch.setenv("WARPSPEC_BACKEND", backend)
-        defaults = {
-            "device": "cpu",
-            "page_size": 32,
-            "disable_cuda_graph": True,
-            "skip_tokenizer_init": True,
-            "max_total_tokens": 2048,
-            "chunked_prefill_size": 64,
-            "max_running_requests": 8,
-            "context_length": 256,
-            "dtype": "bfloat16",
-            "log_level": "error",
-            "random_seed": 0,
-        }
-        named = {"model_path": str(folder), "attention_backend": attention}
-        engines.append(sglang.Engine(**defaults | named | options))
-        return engines[-1]
-
-    yield start
-    for engine in engines:
-        engine.shutdown()
-
-
 def generate(engine, inputs, tokens=6):
     """[(prompt, generated tokens, their log-probabilities)], and how many tokens of each prompt were in the cache."""
     outputs = engine.generate(
@@ -65,10 +36,10 @@ def generate(engine, inputs, tokens=6):
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt_oss"])
-def test_prompts_in_parts_beside_decode_and_prefix_hits(kind, checkpoints, start):
+def test_prompts_in_parts_beside_decode_and_prefix_hits(kind, checkpoints, start_sglang):
     """gpt-oss: layers with windows have a pool of their own."""
     model, folder = checkpoints(kind)
-    judge, engine = Judge(model), start(folder)
+    judge, engine = Judge(model), start_sglang(folder)
     inputs = prompts(LENGTHS, common=36)
     results, _ = generate(engine, inputs)
     judge.check(results)
@@ -77,36 +48,36 @@ def test_prompts_in_parts_beside_decode_and_prefix_hits(kind, checkpoints, start
     assert cached[0] == 64
 
 
-def test_float8_cache(checkpoints, start):
+def test_float8_cache(checkpoints, start_sglang):
     model, folder = checkpoints("llama")
-    results, _ = generate(start(folder, kv_cache_dtype="fp8_e4m3"), prompts(LENGTHS))
+    results, _ = generate(start_sglang(folder, kv_cache_dtype="fp8_e4m3"), prompts(LENGTHS))
     Judge(model, torch.float8_e4m3fn).check(results)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_same_tokens_as_the_own_attention(kind, checkpoints, start):
+def test_same_tokens_as_the_own_attention(kind, checkpoints, start_sglang):
     """(SGLang's Gemma 3 has its own opinion of which layers have windows, so that Judge is of no use.)"""
     _, folder = checkpoints(kind)
     inputs = prompts(LENGTHS)
-    own, _ = generate(start(folder, attention="torch_native"), inputs)
-    ours, _ = generate(start(folder), inputs)
+    own, _ = generate(start_sglang(folder, attention="torch_native"), inputs)
+    ours, _ = generate(start_sglang(folder), inputs)
     pairs = zip(own, ours, strict=True)
     same = sum(a == b for (_, x, _), (_, y, _) in pairs for a, b in zip(x, y, strict=True))
     assert same >= 0.75 * 6 * len(inputs)  # a near tie flips a token and those behind it
 
 
-def test_simulated_kernel(checkpoints, start):
+def test_simulated_kernel(checkpoints, start_sglang):
     model, folder = checkpoints("llama")
-    results, _ = generate(start(folder, backend="sim"), prompts((40, 7)), tokens=2)
+    results, _ = generate(start_sglang(folder, backend="sim"), prompts((40, 7)), tokens=2)
     Judge(model).check(results)
 
 
-def test_too_many_requests_for_the_cache_and_a_cancelled_one(checkpoints, start):
+def test_too_many_requests_for_the_cache_and_a_cancelled_one(checkpoints, start_sglang):
     """Six requests grow to 110 tokens, of which the cache has room for two; one more is cancelled on its way."""
     model, folder = checkpoints("qwen3")
-    engine = start(folder, max_total_tokens=320, disable_radix_cache=True)
+    engine = start_sglang(folder, max_total_tokens=320, disable_radix_cache=True)
     inputs = prompts((40, 70, 60, 50, 64, 55, 66))
-    threading.Thread(target=cancel, args=(engine, "0")).start()
+    threading.Thread(target=cancel, args=(engine, "0")).start_sglang()
     outputs = engine.generate(
         input_ids=inputs,
         sampling_params=[{"max_new_tokens": 40 if name else 200, **GREEDY} for name in range(len(inputs))],

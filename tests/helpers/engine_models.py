@@ -68,6 +68,9 @@ LATENT_CONFIGS = {
     "deepseek_v3": lambda: DeepseekV3Config(
         **SIZES | {"num_key_value_heads": 4}, num_hidden_layers=2, first_k_dense_replace=2, q_lora_rank=64,
         kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+        rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                         "original_max_position_embeddings": 128, "beta_fast": 32, "beta_slow": 1},
+        moe_layer_freq=1, topk_method="noaux_tc",  # (SGLang reads them)
     ),
 }  # fmt: skip
 

@@ -1,0 +1,73 @@
+"""SGLang's multi-head latent attention computed by ours, on a tiny DeepSeek V3: `make test-engines`."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+sglang = pytest.importorskip("sglang", reason="needs SGLang: make test-engines")
+
+from helpers.engine_models import Judge, prompts, rounding  # noqa: E402
+from helpers.sglang_batches import interpret_triton  # noqa: E402
+
+from warpspec.common.errors import UnsupportedProblem  # noqa: E402
+from warpspec.engines.sglang import mla  # noqa: E402
+
+KIND = "deepseek_v3"
+GREEDY = {"temperature": 0, "ignore_eos": True}
+
+
+def check(model, engine, cached=None, lengths=(70, 5, 1, 40), common=0, tokens=8):
+    inputs = prompts(lengths, common)
+    outputs = engine.generate(input_ids=inputs, sampling_params={"max_new_tokens": tokens, **GREEDY})
+    results = [(ids, out["output_ids"], None) for ids, out in zip(inputs, outputs, strict=True)]
+    Judge(model, cached).check(results)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},  # prefixes in latent form
+        {"SGLANG_CHUNKED_PREFIX_CACHE_THRESHOLD": "0"},  # prefixes projected for every head, at once
+        {"SGLANG_CHUNKED_PREFIX_CACHE_THRESHOLD": "0", "SGLANG_MAX_KV_CHUNK_CAPACITY": "32"},  # in chunks
+    ],
+)
+def test_prompts_in_parts_beside_decode_and_prefix_hits(settings, checkpoints, start_sglang, monkeypatch):
+    interpret_triton(monkeypatch)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    model, folder = checkpoints(KIND)
+    engine = start_sglang(folder, page_size=64)
+    for _ in range(2):
+        check(model, engine, lengths=(70, 5, 1, 150), common=66)
+
+
+def test_float8_cache(checkpoints, start_sglang, monkeypatch):
+    interpret_triton(monkeypatch)
+    model, folder = checkpoints(KIND)
+    check(model, start_sglang(folder, page_size=64, kv_cache_dtype="fp8_e4m3"), rounding("e4m3"))
+
+
+def test_trees_of_drafts(checkpoints, start_sglang, monkeypatch):
+    """Drafts of a Llama, verified by latent attention."""
+    interpret_triton(monkeypatch)
+    (model, folder), (_, llama) = checkpoints(KIND), checkpoints("llama")
+    drafting = dict(
+        speculative_algorithm="STANDALONE", speculative_draft_model_path=str(llama), speculative_num_steps=3,
+        speculative_eagle_topk=4, speculative_num_draft_tokens=8, max_total_tokens=8192,
+    )  # fmt: skip
+    check(model, start_sglang(folder, page_size=64, **drafting), lengths=(70, 5, 40), tokens=16)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "page", "message"),
+    [
+        ((256, 64), torch.bfloat16, 64, "kv_lora_rank.*512 and 64, got 256 and 64"),
+        ((512, 64), torch.float8_e4m3fn, 32, "--page-size: must be 64"),
+        ((512, 64), torch.float8_e5m2, 64, "--kv-cache-dtype.*e5m2; set it to auto"),
+    ],
+)
+def test_models_that_are_refused(sizes, dtype, page, message):
+    config = SimpleNamespace(kv_lora_rank=sizes[0], qk_rope_head_dim=sizes[1])
+    with pytest.raises(UnsupportedProblem, match=message):
+        mla.check_model(config, dtype, page)
