@@ -116,7 +116,7 @@ def test_tilelang(tmp_path, monkeypatch):
     shutil.which("nvcc") or pytest.skip("nvcc is not installed: nothing compiles CUDA C++ here")
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parents[2] / "docs/run_tilelang.md").read_text()
-    (tmp_path / "recipe.py").write_text(page.split("```python\n")[1].split("```")[0])
+    (tmp_path / "recipe.py").write_text(page[page.index("import subprocess") :].split("```")[0])
     found = runpy.run_path("recipe.py")  # from a file: TileLang reads its kernels' source
     with pytest.raises(sim.Deadlock, match=r"warps 1-3 lanes 0-31: waits for parity 0 of the mbarrier"):
         arguments = [*found["maps"], found["c"]]
