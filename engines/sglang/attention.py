@@ -187,6 +187,11 @@ class WarpspecBackend(AttentionBackend):
         _check_layer(layer, others)
         if self.latent:
             return mla.attend(self, q, k, v, layer, step, save_kv_cache)
+        if self.quantised and layer.qk_head_dim != layer.v_head_dim:
+            raise UnsupportedProblem(
+                "--kv-cache-dtype: FP8 and NVFP4 need one head size of keys and values, got "
+                f"{layer.qk_head_dim} and {layer.v_head_dim}; set it to auto"
+            )
         batch, heads, head_dim = self.forward_metadata, layer.tp_q_head_num, layer.qk_head_dim
         pool = self.token_to_kv_pool
         in_window_pool = self.has_window_pool and pool.layers_mapping[layer.layer_id][1]
@@ -199,7 +204,7 @@ class WarpspecBackend(AttentionBackend):
                 pool.set_kv_buffer(layer, KVWriteLoc(step.out_cache_loc, window_slots), k, v)
             else:  # (SGLang would divide k and v in 16 bits and in place, and round them twice)
                 slots = window_slots if in_window_pool else step.out_cache_loc
-                new = (t.view(-1, layer.tp_k_head_num, head_dim) for t in (k, v))  # (of one size)
+                new = (t.view(-1, layer.tp_k_head_num, head_dim) for t in (k, v))
                 insert(*new, cache.k, cache.v, slots, format="nvfp4" if self.nvfp4 else None, **cache.scales)
         pages = cache.in_pages(self.page_size)
         out = q.new_empty(q.shape[0], heads * layer.v_head_dim)

@@ -51,8 +51,8 @@ class Branches:
 def new_mask(runner) -> VerifyMask | None:
     """Memory for the masks of trees, [requests, drafts, drafts]; SGLang fills it when it has drafted. None: this runner
     verifies nothing. Raises UnsupportedProblem for more drafts than a tree may have."""
-    drafts = get_spec().speculative_num_draft_tokens
-    if not drafts or runner.is_draft_worker:
+    drafts = None if runner.is_draft_worker else get_spec().speculative_num_draft_tokens
+    if not drafts:
         return None
     if drafts > MOST_DRAFTS:
         raise UnsupportedProblem(

@@ -4,21 +4,26 @@ If both are installed, vLLM loads this as a plug-in by itself:
 
     vllm serve MODEL --attention-backend WARPSPEC
 
+    vllm serve MODEL --attention-backend WARPSPEC_DIFFKV
+
     vllm serve MODEL --attention-config '{"backend": "WARPSPEC_MLA", "mla_prefill_backend": "WARPSPEC"}'
 
     vllm serve MODEL --quantization warpspec_nvfp4  # ModelOpt's NVFP4 checkpoints: our mixture of experts
 
-The first is for decoder layers with keys and values, with grouped heads, sinks and sliding windows; the second for
-multi-head latent attention, decoding and prompts. All in bfloat16 or float16.
+The first is for decoder layers with keys and values, with grouped heads, sinks and sliding windows; the second for such
+layers with another head size of values than of keys (MiMo-V2-Flash); the third for multi-head latent attention,
+decoding and prompts. All in bfloat16 or float16.
 """
 
 from __future__ import annotations
 
 NAME = "WARPSPEC"
 QUANTIZATION = "warpspec_nvfp4"
+TWO_SIZES_NAME = "WARPSPEC_DIFFKV"  # vLLM's models ask for a name that ends so
 MLA_NAME = "WARPSPEC_MLA"
 PATHS = {
     NAME: "warpspec.engines.vllm.attention.WarpspecBackend",
+    TWO_SIZES_NAME: "warpspec.engines.vllm.attention.TwoSizesBackend",
     MLA_NAME: "warpspec.engines.vllm.mla.WarpspecMLABackend",
 }
 PREFILL_PATH = "warpspec.engines.vllm.mla.WarpspecPrefill"

@@ -21,7 +21,7 @@ from warpspec.cache import insert
 from warpspec.common.architecture import architecture_of
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.engines import keys
-from warpspec.engines.vllm import NAME, warmup
+from warpspec.engines.vllm import NAME, TWO_SIZES_NAME, warmup
 from warpspec.engines.vllm.pages import format_of, pages_of, slot_bytes
 from warpspec.fmha import attention_varlen
 
@@ -125,6 +125,25 @@ class WarpspecBackend(AttentionBackend):
         return architecture_of((capability.major, capability.minor)) is not None
 
 
+class TwoSizesBackend(WarpspecBackend):
+    """For models whose values have another head size than keys. The model says which before it makes a layer."""
+
+    head_size_v: ClassVar[int | None] = None
+
+    @staticmethod
+    def get_name() -> str:
+        return TWO_SIZES_NAME
+
+    @staticmethod
+    def get_impl_cls() -> type[TwoSizesAttention]:
+        return TwoSizesAttention
+
+    @classmethod
+    def set_head_size_v(cls, head_size_v: int) -> None:
+        keys.check_head_size(head_size_v, "choose another --attention-backend for this model")
+        cls.head_size_v = head_size_v
+
+
 @dataclass
 class Batch(AttentionMetadata):
     """The requests of one step; the same for all layers of a group. Lengths stay on the device."""
@@ -216,7 +235,7 @@ class WarpspecAttention(AttentionImpl[Batch]):
             raise UnsupportedProblem("alibi_slopes: not supported, choose another --attention-backend")
         if attn_type != AttentionType.DECODER:
             raise UnsupportedProblem(f"attn_type: must be {AttentionType.DECODER!r}, got {attn_type!r}")
-        self.num_heads, self.head_size = num_heads, head_size
+        self.num_heads, self.head_size, self.head_size_v = num_heads, head_size, head_size
         self.num_kv_heads = num_kv_heads or num_heads
         self.logits = {"scale": float(scale), "softcap": logits_soft_cap or None}  # ``attention``'s arguments
         self.kv_cache_dtype = kv_cache_dtype
@@ -244,7 +263,7 @@ class WarpspecAttention(AttentionImpl[Batch]):
     ) -> torch.Tensor:
         """Attention of query [rows, Hq, D] to keys and values that are in kv_cache already (``pages.pages_of``).
 
-        Writes output [rows, Hq, D] up to the batch's tokens and returns it.
+        Writes output [rows, Hq, Dv] up to the batch's tokens and returns it.
         """
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedProblem("output_scale: the output's quantisation is not supported")
@@ -268,7 +287,7 @@ class WarpspecAttention(AttentionImpl[Batch]):
             **self.scales_of(layer),
             **pages.block_scales,
             ranges=batch.ranges,
-            out=output.view(-1, self.num_heads, self.head_size)[: batch.tokens],
+            out=output.view(-1, self.num_heads, self.head_size_v)[: batch.tokens],
         )
         return output
 
@@ -372,3 +391,34 @@ class WarpspecAttention(AttentionImpl[Batch]):
         if self.format is None:
             return {}
         return {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
+
+
+class TwoSizesAttention(WarpspecAttention):
+    """Attention of one layer whose values have a head size of their own."""
+
+    def __init__(self, *arguments, **named) -> None:
+        super().__init__(*arguments, **named)
+        self.head_size_v = TwoSizesBackend.head_size_v or self.head_size
+        if self.format is not None and self.head_size_v != self.head_size:
+            raise UnsupportedProblem(
+                f"--kv-cache-dtype: {self.kv_cache_dtype} needs one head size of keys and values, got "
+                f"{self.head_size} and {self.head_size_v}; set it to auto"
+            )
+
+    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
+        """As for one size; vLLM has another kernel for two."""
+        if self.head_size_v == self.head_size or not kv_cache.is_cuda:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+            return
+        from vllm.v1.attention.ops.triton_reshape_and_cache_flash import (
+            triton_reshape_and_cache_flash_diffkv,
+        )
+
+        pages, scales = kv_cache.transpose(1, 2), (layer._k_scale, layer._v_scale)
+        triton_reshape_and_cache_flash_diffkv(key, value, pages, slot_mapping, self.kv_cache_dtype, *scales)
+
+    def fused_rope_kvcache_supported(self) -> bool:
+        """The one launch stores keys and values of one size."""
+        return self.head_size_v == self.head_size
+
+    fused_qk_norm_rope_kvcache_supported = fused_rope_kvcache_supported

@@ -13,8 +13,8 @@ NVFP4 = FORMATS["nvfp4"]
 
 
 class Pages(NamedTuple):
-    """k, v: [blocks, block, Hkv, row]. block_scales: of NVFP4 k_block_scales and v_block_scales, [blocks, block, Hkv,
-    D/16]; arguments of ``attention_varlen`` and ``insert``."""
+    """k, v: [blocks, block, Hkv, row], each with its own row. block_scales: of NVFP4 k_block_scales and
+    v_block_scales, [blocks, block, Hkv, D/16]; arguments of ``attention_varlen`` and ``insert``."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -32,13 +32,13 @@ def format_of(kv_cache_dtype: str) -> str | None:
 
 
 def pages_of(kv_cache: torch.Tensor, head_size: int, fmt: str | None) -> Pages:
-    """View a layer's cache in place. kv_cache: [blocks, Hkv, block, 2 D], of fmt "nvfp4" bytes [blocks, 2 Hkv, block,
-    9 D/16]. fmt: from ``format_of``."""
+    """View a layer's cache in place. kv_cache: [blocks, Hkv, block, D + Dv], of fmt "nvfp4" bytes [blocks, 2 Hkv,
+    block, 9 D/16]. fmt: from ``format_of``."""
     if fmt == "nvfp4":
         return nvfp4_pages(kv_cache, head_size)
     if fmt is not None:
         kv_cache = kv_cache.view(FORMATS[fmt].dtype)
-    k, v = kv_cache.transpose(1, 2).split(head_size, dim=-1)
+    k, v = kv_cache.transpose(1, 2).tensor_split([head_size], dim=-1)
     return Pages(k, v, {})
 
 

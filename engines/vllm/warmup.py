@@ -48,7 +48,7 @@ def of_layer(layer, dtype: torch.dtype) -> None:
     kind = (
         layer.num_heads,
         layer.num_kv_heads,
-        layer.head_size,
+        (layer.head_size, layer.head_size_v),
         layer.window,
         LogitOptions(**layer.logits),
         layer.sinks is not None,
@@ -77,7 +77,7 @@ def batches(most_requests: int, most_tokens: int, most_keys: int, block: int) ->
 
 def run(kind, requests: int, tokens: int, most_queries: int, most_keys: int, block: int) -> None:
     """Compute attention of requests without keys: this compiles the kernel and launches it on nothing."""
-    heads, heads_kv, head_dim, window, logits, has_sinks, has_images, dtype, fmt = kind
+    heads, heads_kv, (head_dim, v_dim), window, logits, has_sinks, has_images, dtype, fmt = kind
     from vllm.platforms import current_platform
 
     keys.check_page_size(block, "--block-size")
@@ -85,7 +85,7 @@ def run(kind, requests: int, tokens: int, most_queries: int, most_keys: int, blo
     shape = (
         (1, 2 * heads_kv, block, slot_bytes(head_dim))
         if fmt == "nvfp4"
-        else (1, heads_kv, block, 2 * head_dim)
+        else (1, heads_kv, block, head_dim + v_dim)
     )
     cache = torch.zeros(shape, dtype=dtype if fmt is None else torch.uint8, device=device)
     scale_of_cache = None if fmt is None else torch.ones(1, device=device)
@@ -108,5 +108,5 @@ def run(kind, requests: int, tokens: int, most_queries: int, most_keys: int, blo
         k_scale=scale_of_cache,
         v_scale=scale_of_cache,
         **pages.block_scales,
-        out=torch.empty(tokens, heads, head_dim, dtype=dtype, device=device),
+        out=torch.empty(tokens, heads, v_dim, dtype=dtype, device=device),
     )

@@ -177,6 +177,7 @@ def runner(**others):
         server_args=SimpleNamespace(page_size=values["page_size"]),
         kv_cache_dtype=values["kv_cache_dtype"],
         kv_cache_dtype_str=values.get("kv_cache_dtype_str"),
+        is_draft_worker=True,  # (one that verifies nothing)
         model_config=SimpleNamespace(head_dim=values["head_dim"], context_len=256),
         req_to_token_pool=None,
         token_to_kv_pool=None,

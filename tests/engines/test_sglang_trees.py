@@ -53,9 +53,11 @@ def test_engine(kind, topk, checkpoints, start_sglang, monkeypatch):
 
 
 @pytest.mark.parametrize("window", [None, 20, 3])
-def test_verification(window, monkeypatch):
-    """Random trees behind prefixes of any length, in one launch. SGLang writes who sees whom into our memory."""
-    setting = Setting(monkeypatch)
+@pytest.mark.parametrize("sizes", [(64, 64), (192, 128)])
+def test_verification(window, sizes, monkeypatch):
+    """Random trees behind prefixes of any length, in one launch. SGLang writes who sees whom into our memory. Values
+    have the head size of keys or another one (MiMo-V2-Flash)."""
+    setting = Setting(monkeypatch, dim=sizes[0], v_dim=sizes[1])
     backend = WarpspecBackend(setting.runner)
 
     def run(q, k, v, layer, step):

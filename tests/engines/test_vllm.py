@@ -24,7 +24,13 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E4
 import warpspec.engines.vllm as engine  # noqa: E402
 from warpspec.common.errors import UnsupportedProblem  # noqa: E402
 from warpspec.engines.vllm import warmup  # noqa: E402
-from warpspec.engines.vllm.attention import BatchBuilder, WarpspecAttention, WarpspecBackend  # noqa: E402
+from warpspec.engines.vllm.attention import (  # noqa: E402
+    Batch,
+    BatchBuilder,
+    TwoSizesBackend,
+    WarpspecAttention,
+    WarpspecBackend,
+)
 from warpspec.engines.vllm.pages import pages_of, slot_bytes  # noqa: E402
 from warpspec.fmha import attention_varlen  # noqa: E402
 from warpspec.fmha.quantized import dequantized  # noqa: E402
@@ -298,6 +304,49 @@ def test_images_of_a_batch():
     assert batch.ranges[0].tolist() == batch.ranges[43].tolist() == [-1, -1]
     plain = builder.build(0, CommonAttentionMetadata(**common, mm_req_doc_ranges={}))
     assert (plain.ranges == -1).all() and plain.ranges.data_ptr() == batch.ranges.data_ptr()
+
+
+def test_values_of_another_head_size(monkeypatch):
+    """MiMo-V2-Flash's layers: rows of 192 and 128 numbers, sinks, a window; a request that decodes beside a prompt."""
+    monkeypatch.setenv("WARPSPEC_BACKEND", "reference")
+    engine.register()
+    backend = AttentionBackendEnum["WARPSPEC_DIFFKV"].get_class()
+    backend.set_head_size_v(128)
+    generator = torch.Generator().manual_seed(2)
+    sinks = torch.randn(4, generator=generator).bfloat16()
+    layer = backend.get_impl_cls()(4, 192, 0.07, 2, sliding_window=20, sinks=sinks)
+    lengths, queries = (40, 33), (1, 9)
+    table = torch.tensor([[4, 0, 2], [1, 5, 3]], dtype=torch.int32)
+    cache = torch.full((6, 2, 16, 192 + 128), torch.nan, dtype=torch.bfloat16)
+    stored = []
+    for row, length in zip(table.long(), lengths, strict=True):
+        k, v = (torch.randn(length, 2, size, generator=generator).bfloat16() for size in (192, 128))
+        position = torch.arange(length)
+        layer.do_kv_cache_update(None, k, v, cache, row[position // 16] * 16 + position % 16)
+        stored.append((k, v))
+    q = torch.randn(12, 4, 192, generator=generator).bfloat16()
+    batch = Batch(
+        tokens=10, most_queries=9, most_keys=40, cu_seqlens_q=torch.tensor([0, 1, 10], dtype=torch.int32),
+        kv_lengths=torch.tensor(lengths, dtype=torch.int32), page_table=table,
+    )  # fmt: skip
+    got = layer.forward(None, q, None, None, cache, batch, torch.zeros(12, 4 * 128, dtype=torch.bfloat16))
+    assert not got[10:].any()
+    row = 0
+    for (k, v), length, count in zip(stored, lengths, queries, strict=True):
+        k, v = (t.float().repeat_interleave(2, dim=1).transpose(0, 1) for t in (k, v))
+        position, key = torch.arange(length - count, length)[:, None], torch.arange(length)
+        scores = q[row : row + count].float().transpose(0, 1) @ k.transpose(1, 2) * 0.07
+        scores = scores.masked_fill((key > position) | (key <= position - 20), -torch.inf)
+        scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, count, 1)], dim=2)
+        wanted = (scores.softmax(-1)[..., :-1] @ v).transpose(0, 1)
+        found = got[row : row + count].view(count, 4, 128).float()
+        assert (found - wanted).norm() <= 4e-3 * wanted.norm()
+        row += count
+    backend.set_head_size_v(64)
+    with pytest.raises(UnsupportedProblem, match=r"--kv-cache-dtype: fp8 needs.*128 and 64"):
+        backend.get_impl_cls()(4, 128, 0.07, 2, kv_cache_dtype="fp8")
+    with pytest.raises(UnsupportedProblem, match=r"head size.*got 132"):
+        TwoSizesBackend.set_head_size_v(132)
 
 
 @pytest.mark.parametrize(

@@ -79,11 +79,11 @@ class Mode:
 
 
 class Pool:
-    """Keys and values of one layer, [slots, Hkv, D]."""
+    """Keys and values of one layer, [slots, Hkv, D] and [slots, Hkv, Dv]."""
 
-    def __init__(self, page: int, heads: int, dim: int, device):
-        shape = (PAGES * page, heads, dim)
-        self.k, self.v = (torch.randn(shape, device=device).bfloat16() for _ in range(2))
+    def __init__(self, page: int, heads: int, sizes: tuple[int, int], device):
+        shapes = [(PAGES * page, heads, size) for size in sizes]
+        self.k, self.v = (torch.randn(shape, device=device).bfloat16() for shape in shapes)
 
     def get_key_buffer(self, layer: int) -> torch.Tensor:
         return self.k
@@ -99,8 +99,8 @@ class Pool:
 class Setting:
     """A runner with a pool whose requests have random pages, and what tests make of it."""
 
-    def __init__(self, monkeypatch, page=16, heads=4, kv_heads=2, dim=64, drafts=8, device="cpu"):
-        self.page, self.heads, self.kv_heads, self.dim = page, heads, kv_heads, dim
+    def __init__(self, monkeypatch, page=16, heads=4, kv_heads=2, dim=64, v_dim=64, drafts=8, device="cpu"):
+        self.page, self.heads, self.kv_heads, self.dim, self.v_dim = page, heads, kv_heads, dim, v_dim
         self.device, self.drafts = device, drafts
         torch.manual_seed(3)
         pages = torch.randperm(PAGES, device=device)[: ROWS * (PAGES // ROWS)].view(ROWS, -1)
@@ -108,7 +108,7 @@ class Setting:
         slots = (pages[:, :, None] * page + torch.arange(page, device=device)).flatten(1)
         table[:, : slots.shape[1]] = slots[:, :WIDTH]
         self.table = table
-        self.pool = Pool(page, kv_heads, dim, device)
+        self.pool = Pool(page, kv_heads, (dim, v_dim), device)
         self.runner = SimpleNamespace(
             server_args=SimpleNamespace(page_size=page),
             kv_cache_dtype=torch.bfloat16,
@@ -131,7 +131,7 @@ class Setting:
 
         return SimpleNamespace(
             is_cross_attention=False, attn_type=AttentionType.DECODER, logit_cap=0.0, qk_head_dim=self.dim,
-            v_head_dim=self.dim, tp_q_head_num=self.heads, tp_k_head_num=self.kv_heads, layer_id=0,
+            v_head_dim=self.v_dim, tp_q_head_num=self.heads, tp_k_head_num=self.kv_heads, layer_id=0,
             sliding_window_size=window, scaling=0.125, k_scale=None, v_scale=None,
         )  # fmt: skip
 
@@ -150,8 +150,8 @@ class Setting:
 
     def rows(self, tokens: int) -> list[torch.Tensor]:
         """New q, k, v of so many tokens."""
-        sizes = (self.heads, self.kv_heads, self.kv_heads)
-        return [torch.randn(tokens, h * self.dim, device=self.device).bfloat16() for h in sizes]
+        sizes = (self.heads * self.dim, self.kv_heads * self.dim, self.kv_heads * self.v_dim)
+        return [torch.randn(tokens, size, device=self.device).bfloat16() for size in sizes]
 
     def attend(self, q: torch.Tensor, slots: torch.Tensor, seen: torch.Tensor | None = None) -> torch.Tensor:
         """In fp32: attention of one query [Hq D] to the keys at slots, in order; seen: bool, of each key."""
