@@ -93,9 +93,6 @@ CASES = (
          edits=((FORWARD, "if const_expr(mLSE is not None or learnable_sink is not None):\n"
                           "                        sScale[",
                  "if const_expr(mLSE is not None):\n                        sScale["),), **FLASH),
-    Case("flash-empty-keys", fix="03cd0651", kind="no keys", script="flash_attention_forward.py",
-         arguments="--keys 0",
-         edits=(("flash_attn/cute/interface.py", "if seqlen_k == 0 or total_q == 0:", "if total_q == 0:"),), **FLASH),
     Case("flash-empty-tiles", fix="fec3a6a1", kind="hang: empty tiles of a persistent kernel",
          script="flash_attention_empty_tiles.py",
          edits=((FORWARD, "if const_expr(self.use_block_sparsity) or has_work:", "if has_work:"),), **FLASH),

@@ -108,7 +108,7 @@ def _integer(e: Emitter, ins: Instr, to: str, from_: str, modifiers: set[str]) -
 
 
 def _float_to_integer(e: Emitter, ins: Instr, to: str, from_: str, modifiers: set[str]) -> None:
-    """Out-of-range values saturate; NaN gives 0 for 32-bit and narrower results of f32, as the ISA has it."""
+    """Convert floats to integers. Out-of-range values saturate; NaN gives 0 for f32 to 32 bits or fewer (ISA)."""
     mode = next((m for m in modifiers if m in _ROUND_TO_INTEGER), None)
     want, have = int(to[1:]), int(from_[1:])
     if mode is None or modifiers - {mode, "ftz", "sat"} or want < 32 or have == 64 or want == 64:
@@ -139,7 +139,7 @@ _PAIRS = {f"{fmt.name}x2": fmt for fmt in (E2M1, E2M3, E3M2, E4M3, E5M2)}
 
 
 def _field(fmt: FloatFormat) -> int:
-    """Bits that a value takes in a pair: those of 6 bits are padded to 8."""
+    """The bits that a value takes in a pair: 6-bit formats are padded to 8."""
     return 4 if fmt is E2M1 else 8
 
 

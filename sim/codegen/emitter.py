@@ -161,7 +161,7 @@ class Emitter:
         return self.op(f"getelementptr i8, ptr %regs, i64 {self.parameter(offset, origin, name)}")
 
     def load(self, name: str) -> str:
-        """The register's value from where it lies."""
+        """Load a register's value from the register file."""
         bits, offset = self.registers.bits[name], 0
         if self.place is not None:
             offset = self.place.sources.get(name, self.registers.offset.get(name))
@@ -190,7 +190,7 @@ class Emitter:
         return self.splat(32, self.op(f"trunc i64 {ticks} to i32"))
 
     def store(self) -> None:
-        """Write the registers that have changed to where they belong."""
+        """Write changed registers back to the register file."""
         for name in self.dirty:
             offset, masked = (0, False) if self.place is None else self.place.targets[name]
             bits, value, at = (
@@ -250,7 +250,7 @@ class Emitter:
         return self.op(f"{word} {ivec(have)} {value} to {ivec(want)}")
 
     def pack(self, items: tuple, bits: int) -> str:
-        """The items of a source vector side by side in `<32 x i{bits}>`, the first lowest."""
+        """Concatenate the items of a source vector in `<32 x i{bits}>`, the first item lowest."""
         part = bits // len(items)
         total = None
         for position, item in enumerate(items):
@@ -368,7 +368,7 @@ class Emitter:
         self.store()
 
     def form(self, returns: str = "0") -> Form:
-        """What has been emitted, as a function that returns the i32 `returns`."""
+        """The emitted code as a function that returns the i32 `returns`."""
         head = [f"  {name} = alloca {type_}, align 64" for (type_, _), name in self.allocas.items()]
         head += [f"  %m = bitcast i32 %mask to {ivec(1)}", "  %notmask = xor i32 %mask, -1"]
         ending = returns if returns.startswith("  ") else f"  ret i32 {returns}"

@@ -69,7 +69,7 @@ def _wide(e: Emitter, value: str) -> str:
 
 
 def _halves(e: Emitter, operand) -> tuple[str, str]:
-    """The two f32 of an f32x2 operand."""
+    """Split an f32x2 operand into its two f32 values."""
     joined = e.get(operand, 64)
     low = e.resize(joined, 64, 32)
     high = e.resize(e.op(f"lshr {ivec(64)} {joined}, {e.imm(64, 32)}"), 64, 32)

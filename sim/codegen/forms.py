@@ -40,7 +40,7 @@ def addresses(forms: Iterable[Form]) -> dict[Form, int]:
 
 @cache
 def trampoline(logging: bool) -> int:
-    """The address of the function that runs blocks; logging: where native code logs its accesses."""
+    """The address of the function that runs blocks. logging: the variant whose native code logs its accesses."""
     text = LOGGING_TRAMPOLINE if logging else TRAMPOLINE
     name = _digest(text)
     _provide({name: text.replace("@run(", f"@{name}(")})
@@ -58,7 +58,7 @@ def name_of(form: Form) -> str:
 
 
 def _provide(wanted: dict[str, Form | str]) -> None:
-    """Load what is wanted by name, a form or the text of a whole function, from files or compiled."""
+    """Load functions by name from object files, and compile those that no file has. wanted: form or text, by name."""
     missing = [name for name in wanted if name not in _addresses]
     if not missing:
         return
@@ -87,7 +87,7 @@ def _index() -> dict[str, str]:
 
 
 def _compile(wanted: dict[str, Form | str]) -> bytes:
-    """An object file of some functions."""
+    """Compile functions to an object file."""
     needs: set[str] = set()
     functions = []
     for name, form in wanted.items():

@@ -19,7 +19,7 @@ def integer_type(ins: Instr) -> tuple[bool, int]:
 
 
 def _plain(ins: Instr, *allowed: str) -> None:
-    """Only the modifiers in `allowed` may stand between the opcode and its type."""
+    """Raise NotNative for a modifier that is not in `allowed`."""
     for part in ins.parts[1:-1]:
         if part not in allowed:
             raise NotNative(ins.opcode)
@@ -75,7 +75,7 @@ def cnot(e: Emitter, ins: Instr) -> None:
 
 @translator("shl", "shr", family=Family.ARITHMETIC, destinations=1)
 def shift(e: Emitter, ins: Instr) -> None:
-    """Shift amounts clamp at the width (9.7.8.7)."""
+    """shl and shr: shift amounts clamp at the width (9.7.8.7)."""
     signed, bits = integer_type(ins)
     _plain(ins)
     value = e.get(ins.operands[1], bits)

@@ -1,4 +1,4 @@
-"""Where a warp's registers and its context live in memory: shared by generated code and Python handlers."""
+"""Memory layout of a warp's registers and context, which generated code and Python handlers share."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def register_bytes(bits: int) -> int:
 
 
 def guard_text(ins: Instr) -> str:
-    """The guard as PTX writes it, '' without one."""
+    """The guard in PTX syntax, or '' if there is none."""
     if ins.guard is None:
         return ""
     return f"@{'!' if ins.guard_negated else ''}{ins.guard.name} "

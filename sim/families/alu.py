@@ -63,7 +63,7 @@ def write_bits(w: Warp, target: Operand, values: np.ndarray, mask: int, is_signe
 
 
 def apply(w: Warp, ins: Instr, form: Form, sources: tuple[Operand, ...], mask: int) -> None:
-    """Compute a form for the lanes in `mask` and write its destinations."""
+    """Compute an arithmetic form for the lanes in `mask` and write its destinations."""
     values = [read_bits(w, operand, bits) for operand, bits in zip(sources, form.sources, strict=True)]
     if form.carry_in:
         values.append(read_bits(w, _CARRY, 32) != 0)

@@ -27,7 +27,7 @@ UNIT = {4: np.uint32, 8: np.uint64, 16: np.complex128}  # complex128 stands for 
 
 
 class LaneCopies:
-    """What a warp's threads have started with cp.async; `open` holds what is not committed to a group yet."""
+    """The cp.async copies of a warp's threads; `open` holds those that are not committed to a group yet."""
 
     __slots__ = ("groups", "open")
 
@@ -93,7 +93,7 @@ class AsyncCopy(Op):
 
 
 class Arrival:
-    """An arrive on an mbarrier that takes place once a thread's copies are done."""
+    """A deferred arrive on an mbarrier, which takes effect once a thread's copies are done."""
 
     __slots__ = ("count", "cta", "offset", "order", "remaining")
 
@@ -142,7 +142,7 @@ def cp_async(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
 
 
 def _source_bytes(w: Warp, operands: tuple, size: int) -> np.ndarray:
-    """Bytes each lane reads from global memory."""
+    """The number of bytes that each lane reads from global memory."""
     if len(operands) < 4:
         return np.full(WARP_SIZE, size)
     last = operands[3]
@@ -164,7 +164,7 @@ def _commit(w: Warp, mask: int) -> None:
 
 @handler("cp.async.commit_group", family=Family.ASYNC_COPY, destinations=0)
 def cp_async_commit_group(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
-    """cp.async.commit_group: the thread's copies since the last one become a group."""
+    """cp.async.commit_group: group the thread's copies since the last commit."""
     _commit(w, mask)
 
 
@@ -191,7 +191,7 @@ def _wait(m: Machine, w: Warp, mask: int, newest: int) -> Wait | None:
 
 @handler("cp.async.wait_group", family=Family.ASYNC_COPY, destinations=0)
 def cp_async_wait_group(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None:
-    """cp.async.wait_group N: until at most the N newest groups are pending."""
+    """cp.async.wait_group N: wait until at most the N newest groups are pending."""
     return _wait(m, w, mask, w.scalar(ins.operands[0], mask))
 
 
@@ -230,7 +230,7 @@ def cp_async_mbarrier_arrive(m: Machine, w: Warp, ins: Instr, mask: int) -> None
 
 
 def _operand_bytes(w: Warp, operand, bits: int) -> np.ndarray:
-    """A value or a vector of values of `bits` bits as uint8 [32 lanes, bytes]."""
+    """Convert an operand, a value or a vector of `bits`-bit values, to uint8 [32 lanes, bytes]."""
     items = operand.items if isinstance(operand, Vec) else (operand,)
     read = {8: w.u16, 16: w.u16, 32: w.u32, 64: w.u64}[bits]
     columns = [np.ascontiguousarray(read(item)).view(np.uint8).reshape(WARP_SIZE, -1) for item in items]

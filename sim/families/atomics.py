@@ -45,7 +45,7 @@ def parse(ins: Instr) -> tuple[str, str, int]:
 
 
 def operand_lanes(w: Warp, operand: Operand, bits: int) -> np.ndarray:
-    """A source operand as uint [elements, 32], 128-bit ones as uint64 [1, 32, 2]."""
+    """Read a source operand as uint [elements, 32], or as uint64 [1, 32, 2] for 128 bits."""
     if bits == 128:
         return read(w, operand)[None]
     items = operand.items if isinstance(operand, Vec) else (operand,)

@@ -61,7 +61,7 @@ def _live_threads(cta: Cta) -> int:
 
 
 def _arrive(m: Machine, w: Warp, barrier: NamedBarrier, count: int | None, mask: int) -> bool:
-    """Arrive with a warp's lanes; True if that completes the barrier. Threads count by whole warps."""
+    """Arrive with a warp's lanes, which count as a whole warp. Returns True if that completes the barrier."""
     if count is not None and (count % WARP_SIZE or count <= 0):
         raise BarrierFault(
             f"named barrier {barrier.number} with {count} threads; a multiple of {WARP_SIZE} is needed"
@@ -177,7 +177,7 @@ class ClusterBarrier:
     passed: object = None  # that of the last
 
     def describe(self) -> str:
-        """How many threads have arrived, for messages."""
+        """A text for messages: how many threads have arrived."""
         return f"{self.arrived} of {sum(_live_threads(cta) for cta in self.cluster.ctas)} threads"
 
     def complete_if_done(self, m: Machine) -> None:
@@ -262,7 +262,7 @@ CANCELED = 1  # flag word of the simulator's response format
 
 @handler("clusterlaunchcontrol.try_cancel", family=Family.BARRIER, destinations=0, shares_memory=True)
 def try_cancel(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
-    """Ask for the next cluster's place in the grid: 16 bytes to shared memory, and as many to an mbarrier."""
+    """clusterlaunchcontrol.try_cancel: write the 16-byte response to shared memory and complete-tx an mbarrier."""
     address, bar = w.shared_address(ins.operands[0], mask), w.shared_address(ins.operands[1], mask)
     ctas = w.cta.cluster.ctas if ins.has("multicast::cluster::all") else [m.cta_at(w, address)[0]]
     _, offset = m.cta_at(w, address)

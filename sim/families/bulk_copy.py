@@ -45,7 +45,7 @@ BULK_REDUCE_MODIFIERS = COMMON_MODIFIERS | {"reduce", "noftz", *reduction.OPERAT
 
 
 def check_modifiers(ins: Instr, known: frozenset[str]) -> None:
-    """Raises UnsupportedInstruction unless all modifiers are known. Looks at each instruction once."""
+    """Raise UnsupportedInstruction for an unknown modifier. Each instruction is checked once."""
     if ins.plan is not None:
         return
     for part in ins.parts:
@@ -134,7 +134,7 @@ class BulkLoad(Op):
 
 @dataclass(slots=True)
 class LoadOrder:
-    """What the order checker is told of a load. op: its operation. source: (CTA, offset) of a copy from shared memory.
+    """The order checker's view of a load. op: its operation. source: (CTA, offset) of a copy from shared memory.
 
     offset: where it writes shared memory.
     """
@@ -144,7 +144,7 @@ class LoadOrder:
     source: tuple[Cta, int] | None
 
     def load(self, m: Machine, load: BulkLoad) -> tuple:
-        """Take the source, and tell of what is read and written."""
+        """Read the source and report what is read and written to the order checker."""
         order, op = m.order, self.op
         barrier = mbarrier.lookup(*load.barrier)
         read, written = order.loads_on(op, barrier, write=False), order.loads_on(op, barrier)
@@ -224,7 +224,7 @@ def issue_load(
 
 
 def trailing(w: Warp, ins: Instr, first: int, lane: int) -> int | None:
-    """The CTA mask of a load whose optional operands begin at `first`."""
+    """The multicast CTA mask of a load whose optional operands begin at `first`."""
     plan = ins.plan
     if len(ins.operands) != first + plan.optional:
         raise UnsupportedInstruction(f"`{ins.opcode}` with {len(ins.operands)} operands")
@@ -270,7 +270,7 @@ def _bulk_load(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
 
 @dataclass(slots=True)
 class StoreOrder:
-    """What the order checker is told of a store: its operation and its accesses."""
+    """The order checker's view of a store: its operation and its accesses."""
 
     op: object
     read: object
@@ -287,11 +287,11 @@ class StoreOrder:
         return cls(op, read, written)
 
     def reads(self, m: Machine, cta: Cta, offset: int, nbytes: int) -> None:
-        """It reads shared memory."""
+        """Report that the store reads shared memory."""
         m.order.shared_range(cta, offset, nbytes, self.read, self.op.clock)
 
     def writing(self, m: Machine):
-        """Meanwhile it writes global memory."""
+        """Report the write to global memory while it takes place."""
         return m.order.watching(self.written, self.op.clock)
 
 

@@ -1,4 +1,4 @@
-"""Bulk async-groups: what a thread's bulk copies wait for (PTX ISA 9.7.9.25, completion mechanisms)."""
+"""Bulk async-groups, by which a thread waits for its bulk copies (PTX ISA 9.7.9.25, completion mechanisms)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from warpspec.sim.warp import Warp
 
 
 class MapRead:
-    """A load's read of its tensor map: with the load, or earlier for a wait_group.read of its thread."""
+    """A load's read of its tensor map: it happens with the load, or earlier if the thread's wait_group.read asks."""
 
     __slots__ = ("found", "group", "read")
 
@@ -135,7 +135,7 @@ def _read_maps(m: Machine, group: BulkGroup) -> None:
 
 
 def _pending(committed: Sequence[BulkGroup], newest: int, reads_only: bool) -> BulkGroup | None:
-    """The first group, of all but the newest, whose operations are pending."""
+    """The oldest group with pending operations, the `newest` ones excepted."""
     for i in range(len(committed) - newest):
         if committed[i].reads or (committed[i].writes and not reads_only):
             return committed[i]
@@ -144,7 +144,7 @@ def _pending(committed: Sequence[BulkGroup], newest: int, reads_only: bool) -> B
 
 @handler("cp.async.bulk.wait_group", family=Family.BULK_GROUP, destinations=0)
 def wait_group(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None:
-    """cp.async.bulk.wait_group{.read} N: until at most the N newest groups are pending."""
+    """cp.async.bulk.wait_group{.read} N: wait until at most the N newest groups are pending."""
     newest = w.scalar(ins.operands[0], mask)
     reads_only = ins.has("read")
     by_lane = w.state.get("bulk_groups", {})

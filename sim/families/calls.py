@@ -27,7 +27,7 @@ _CONVERSION = re.compile(
 
 
 class _Buffers:
-    """The .param variables of a warp's calls: uint8 [32, size] by name."""
+    """The .param variables of a warp's calls, by name, as uint8 [32, size]."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, np.ndarray] = {}

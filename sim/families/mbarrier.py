@@ -97,12 +97,12 @@ class Mbarrier:
 
 
 def _by(w: Warp, ins: Instr) -> str:
-    """Which warp executed an instruction, and where it stands."""
+    """A text that names the warp that executed an instruction, and the instruction's line."""
     return f"warp {w.index}, {placed(ins.source) or f'PTX line {ins.line}'}"
 
 
 def place(cta: Cta, offset: int) -> str:
-    """Where an mbarrier is: its field in the kernel's storage, where that is known, and its offset."""
+    """A text that locates an mbarrier: its field in the kernel's storage if known, and its offset."""
     name = cta.names.barrier(offset)
     return f"{name + ' ' if name else ''}at shared offset {offset:#x} of CTA {cta.coords}"
 
@@ -199,7 +199,7 @@ def complete_tx(m: Machine, cta: Cta, offset: int, nbytes: int, *, op=None) -> N
 
 @lru_cache(maxsize=256)
 def _own_only(parts: tuple[str, ...]) -> bool:
-    """Whether the state space is .shared::cta, spelt out."""
+    """Whether the state space is explicitly .shared::cta."""
     return "shared::cluster" not in parts and "shared::cta" in parts
 
 

@@ -17,7 +17,7 @@ BYTES = 16
 
 
 def read(w: Warp, operand: Operand) -> np.ndarray:
-    """A 128-bit operand, a register or a pair of 64-bit ones, as uint64 [32, 2], low half first."""
+    """Read a 128-bit operand, one register or two of 64 bits, as uint64 [32, 2], low half first."""
     if isinstance(operand, Vec):
         return np.stack([w.u64(item) for item in operand.items], axis=1)
     return w._view(operand.name).copy()

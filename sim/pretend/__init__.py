@@ -99,7 +99,7 @@ def active() -> Session | None:
 
 
 def _environment(arch: str, device, folder: str) -> dict[str, str]:
-    """Environment variables: the compiler's, and those by which kernel libraries learn of the target."""
+    """Environment variables for the compiler, and those that tell kernel libraries which target to build for."""
     number = f"sm_{device.major}{device.minor}"
     return dsl.environment(arch, folder) | {
         "FLASH_ATTENTION_ARCH": number,
@@ -111,12 +111,12 @@ def _environment(arch: str, device, folder: str) -> dict[str, str]:
 
 
 def _undecorated():
-    """torch.compile and torch.compiler.disable, which return the function as it is; another one for each."""
+    """A stand-in for torch.compile and torch.compiler.disable that returns the function unchanged."""
     return lambda function=None, **_: function if function is not None else lambda inner: inner
 
 
 class _GeneratorType(type):
-    """torch.Generator, whose "cuda" generators are the CPU's."""
+    """torch.Generator, except that a "cuda" generator is a CPU generator."""
 
     def __call__(cls, device: object = "cpu") -> torch.Generator:
         return REAL_GENERATOR("cpu" if tensors.names_cuda(device) else device)

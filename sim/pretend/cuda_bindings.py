@@ -65,7 +65,7 @@ def _free(pointer: object, *_: object) -> None:
 
 
 def _nothing(*_: object, **__: object) -> None:
-    """There is nothing to do for it."""
+    """Do nothing and succeed."""
 
 
 def _answers(success: object, functions: dict[str, Callable]) -> dict[str, Callable]:
@@ -82,7 +82,7 @@ def _answers(success: object, functions: dict[str, Callable]) -> dict[str, Calla
 
 
 def driver_functions(device: Device) -> dict[str, Callable]:
-    """Functions of cuda.bindings.driver, in place of the package's."""
+    """The functions that replace those of cuda.bindings.driver."""
     d = driver
     functions: dict[str, Callable] = {
         "cuDriverGetVersion": lambda: DRIVER_VERSION,
@@ -124,7 +124,7 @@ def driver_functions(device: Device) -> dict[str, Callable]:
 
 
 def runtime_functions(device: Device) -> dict[str, Callable]:
-    """Functions of cuda.bindings.runtime, in place of the package's."""
+    """The functions that replace those of cuda.bindings.runtime."""
     r = runtime
     functions: dict[str, Callable] = {
         "cudaGetDeviceCount": lambda: 1,

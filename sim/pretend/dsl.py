@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import time
 from collections.abc import Callable
 
@@ -42,11 +43,11 @@ Call = Callable[[object, tuple, dict], None]  # runs a compiled function with it
 
 
 class ArgumentError(HostError, TypeError, ValueError):
-    """Arguments that do not fit, as a call through TVM FFI refuses them."""
+    """Arguments that do not fit the compiled signature; also a TypeError and a ValueError, as TVM FFI raises."""
 
 
 class Executor:
-    """What `compiled.to(device)` returns: the compiled function, on the only device."""
+    """What `compiled.to(device)` returns: the same compiled function, as there is one device."""
 
     def __init__(self, compiled: object):
         self._compiled = compiled
@@ -59,7 +60,7 @@ class Executor:
         return self._compiled.run_compiled_program(arguments)
 
     def generate_execution_args(self, *args: object, **kwargs: object) -> tuple[list, list]:
-        """The arguments, packed as `run_compiled_program` takes them."""
+        """Pack arguments the way `run_compiled_program` takes them."""
         return self._compiled.generate_execution_args(*args, **kwargs)
 
 
@@ -86,13 +87,13 @@ def _run_arguments(self, arguments: list) -> object:
 
 
 def runtime_arguments(compiled: object, names: dict[str, object]) -> dict[str, object]:
-    """Arguments of a host function that a call of the compiled function takes."""
+    """Select the arguments of a host function that its compiled form takes at a call."""
     taken = {parameter.name for parameter in HostModule.of(compiled).host.parameters}
     return {name: value for name, value in names.items() if name in taken}
 
 
 def _generate(original: Callable, call: Call) -> Callable:
-    """`generate_mlir`, whose plain calls run in the simulator what they have compiled."""
+    """Wrap `generate_mlir` so that a plain call of a @cute.jit function compiles it and runs it in the simulator."""
 
     @functools.wraps(original)
     def generate_mlir(
@@ -121,7 +122,7 @@ def _remembering(self, tensor: object, *args: object, **kwargs: object) -> None:
 
 
 def _exporting(original: Callable) -> Callable:
-    """tvm_ffi.from_dlpack, for tensors on the pretended device too."""
+    """Wrap tvm_ffi.from_dlpack so that it accepts tensors on the pretended device."""
 
     def from_dlpack(tensor: object, **options: object) -> object:
         return original(Exported(tensor) if isinstance(tensor, torch.Tensor) else tensor, **options)
@@ -130,7 +131,7 @@ def _exporting(original: Callable) -> Callable:
 
 
 def _benchmark(callable: Callable, *_: object, **options: object) -> float:
-    """cutlass.testing.benchmark: one call, whose time on this machine is returned, in microseconds."""
+    """Replace cutlass.testing.benchmark: call once and return the time on this machine, in microseconds."""
     generator, arguments = options.get("workspace_generator"), options.get("kernel_arguments")
     arguments = arguments if generator is None else generator()
     start = time.perf_counter()
@@ -149,7 +150,7 @@ def _benchmark_for_autotune(callable: Callable, *args: object, **kwargs: object)
 
 
 def environment(arch: str, folder: str) -> dict[str, str]:
-    """Environment variables that make the compiler keep what the simulator needs, and compile for a target."""
+    """Environment variables that select the target and make the compiler keep PTX, cubin and line information."""
     values = {
         "ARCH": arch,
         "KEEP": "ptx,cubin",
@@ -160,8 +161,19 @@ def environment(arch: str, folder: str) -> dict[str, str]:
     return {f"{prefix}_{name}": value for prefix in SETTINGS for name, value in values.items()}
 
 
+def dump_to(folder: str) -> None:
+    """Make the compiler leave PTX and cubin in another folder: processes that compile kernels of one name at once must
+    not share one."""
+    for prefix in SETTINGS:
+        os.environ[f"{prefix}_DUMP_DIR"] = folder
+    for name in ENVIRONMENT_READERS:
+        getattr(env_manager, name).cache_clear()
+    for dsl in list(DSLSingletonMeta._instances.values()):
+        dsl.envar.dump_dir = folder
+
+
 def patch(patches: Patches, device: Device, arch: str, folder: str, call: Call) -> None:
-    """Replace the DSL's calls of compiled functions by `call`, and its questions to the device by answers.
+    """Route the DSL's calls of compiled functions to `call`, and answer what it asks the device.
 
     arch: the target to compile for. folder: where the compiler leaves PTX and cubin.
     """

@@ -1,4 +1,4 @@
-"""Tracebacks of errors that the simulator raises, without the frames that say nothing to who wrote the kernel."""
+"""Shorten tracebacks of simulator errors to the frames that the author of a kernel knows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ OURS = tuple(f"{os.sep}{package}{os.sep}" for package in ("warpspec", "nvidia_cu
 
 
 def to_callers(entry: TracebackType | None) -> TracebackType | None:
-    """A traceback up to its last frame outside this package and the DSL; as it is if there is none outside."""
+    """Cut a traceback behind its last frame outside this package and the DSL; unchanged if there is no such frame."""
     last, at = None, entry
     while at is not None:
         if not any(part in at.tb_frame.f_code.co_filename for part in OURS):

@@ -1,4 +1,4 @@
-"""torch's matrix products with `out_dtype=`, which its CPU build lacks: computed and returned in that dtype."""
+"""torch's matrix products with `out_dtype=`, which its CPU build does not have: they compute in that dtype."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PRODUCTS = {"mm": _mm, "bmm": _mm, "addmm": _addmm, "baddbmm": _addmm}
 
 
 def _into(product):
-    """The variant of a product that writes to a tensor of the caller's."""
+    """The variant of a product that writes into `out`."""
 
     def into(*args, out, **kwargs):
         return out.copy_(product(*args, **kwargs))
@@ -31,7 +31,7 @@ def _into(product):
 
 @contextmanager
 def products() -> Iterator[None]:
-    """The products as operators of the CPU, inside the `with`."""
+    """Register the products as CPU operators for the duration of the `with` block."""
     library = torch.library.Library("aten", "IMPL")
     try:
         for name, product in PRODUCTS.items():

@@ -1,4 +1,4 @@
-"""Attributes of other people's modules and classes, replaced for a while."""
+"""Temporary replacements of attributes of other modules and classes."""
 
 from __future__ import annotations
 

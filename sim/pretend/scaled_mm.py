@@ -1,4 +1,4 @@
-"""torch._scaled_mm of block-scaled operands, which torch's CPU build lacks: it is the reference in many tests."""
+"""torch._scaled_mm for block-scaled operands: many tests use it as reference, and torch's CPU build lacks it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TILE_ROWS, TILE_COLUMNS, QUARTER = 128, 4, 32  # of cuBLAS's layout of scales ("
 
 
 def scaled_mm(original: Callable) -> Callable:
-    """torch._scaled_mm, for operands that are scaled by blocks too."""
+    """Extend torch._scaled_mm to block-scaled operands."""
 
     def _scaled_mm(a, b, scale_a, scale_b, *args, bias=None, out_dtype=None, **kwargs):
         if scale_a.numel() < 2 or scale_a.dtype not in SCALES:
@@ -31,7 +31,7 @@ def scaled_mm(original: Callable) -> Callable:
 
 
 def values(tensor: torch.Tensor) -> torch.Tensor:
-    """A matrix of fp8, or of fp4 packed in pairs along a row, in fp32."""
+    """Decode a matrix of fp8, or of fp4 packed in pairs along a row, to fp32."""
     if tensor.dtype is not torch.float4_e2m1fn_x2:
         return tensor.float()
     data = tensor.contiguous().view(torch.uint8)
@@ -41,7 +41,7 @@ def values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def scales(packed: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """The scale of each element [rows, columns], from cuBLAS's layout of a scale a block."""
+    """Expand cuBLAS's layout of block scales to one scale for each element [rows, columns]."""
     width = SCALES[packed.dtype]
     blocks = -(-columns // width)
     tiles = (-(-rows // TILE_ROWS), -(-blocks // TILE_COLUMNS))

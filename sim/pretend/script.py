@@ -20,7 +20,7 @@ FOUND, FAILED = 1, 2  # exit codes: the simulator found something; the script fa
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """The parser of the command line."""
     found = argparse.ArgumentParser("python -m warpspec.sim run", description=DESCRIPTION)
     found.add_argument(
         "--arch", default="sm_100a", help="target to compile for: sm_100a (default), sm_90a, ..."
@@ -50,7 +50,7 @@ def run_script(script: Path, arguments: list[str]) -> None:
 
 
 def _failure(error: BaseException) -> str:
-    """An exception of the script, without the frames of this program."""
+    """Format an exception of the script without this program's frames."""
     entry = error.__traceback__
     while entry is not None and (
         "runpy" in entry.tb_frame.f_code.co_filename or entry.tb_frame.f_code.co_filename == __file__
@@ -92,7 +92,7 @@ def main(argv: list[str]) -> int:
 
 
 def _write(session: Session, options: argparse.Namespace) -> None:
-    """The files that were asked for."""
+    """Write the timeline, report and SARIF files that were asked for."""
     if options.timeline:
         session.report.timeline(options.timeline)
     if options.report:

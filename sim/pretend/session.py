@@ -1,4 +1,4 @@
-"""What ran while the device was pretended: every call of a compiled function, its report and its findings."""
+"""A record of what ran on the pretended device: calls of compiled functions, reports and findings."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ class Session:
 
     @property
     def findings(self) -> list[Finding]:
-        """What the order checker found, each once."""
+        """All findings of the order checker, without repetitions."""
         return list(dict.fromkeys(finding for error in self.errors for finding in error.findings))
 
     def summary(self) -> str:
-        """What ran and what was found, in lines."""
+        """A text that says what ran and what was found."""
         launches = self.report.launches
         kernels = dict.fromkeys(launch.function or launch.kernel for launch in launches)
         plural = "" if len(launches) == 1 else "es"

@@ -111,7 +111,7 @@ class Suite:
         return True
 
     def _take(self) -> tuple[list[sarif.Result], dict[str, float], int, float]:
-        """What was gathered since the last call."""
+        """Return what was gathered since the last call, and start anew."""
         gathered = self.results, self.seconds, self.launches, self.session.seconds
         self.results, self.seconds, self.launches, self.session.seconds = [], {}, 0, 0.0
         return gathered
@@ -150,7 +150,7 @@ class Suite:
                 break
 
     def _look_at_findings(self, outcome) -> None:
-        """Let a test fail for what the order checker found in it."""
+        """Fail a test that passed if the order checker found something new in it."""
         found = {finding: sarif.of_finding(finding) for finding in self.session.findings}
         new = [finding for finding, result in found.items() if result.fingerprint not in self.accepted]
         self.results += found.values()
@@ -159,7 +159,7 @@ class Suite:
             outcome.force_exception(pytest.fail.Exception(text, pytrace=False))
 
     def _cannot(self, error: BaseException) -> str:
-        """Why a test cannot run here; "" for one that ran and failed."""
+        """The reason why a test cannot run here, or "" if it ran and failed."""
         if isinstance(error, OverLimit):
             return f"over {self.options.warpspec_limit:.0f} s of CPU time"
         failed = self.session.failed
@@ -224,7 +224,7 @@ class Suite:
 
 
 def in_turn(items: Iterable[pytest.Item], seed: int) -> list[pytest.Item]:
-    """Tests in an order drawn from a seed: one of each function, then another one of each."""
+    """Order tests at random: one of each test function, then a second one of each, and so on."""
     functions: dict[str, list[pytest.Item]] = {}
     for item in items:
         functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
@@ -237,7 +237,7 @@ def in_turn(items: Iterable[pytest.Item], seed: int) -> list[pytest.Item]:
 
 
 def predicted_seconds(item: pytest.Item) -> float:
-    """What a test is expected to cost, from the numbers among its parameters."""
+    """Predict the seconds a test takes from the numbers among its parameters."""
     return COMPILATION + SECONDS_OF_WORK * work(getattr(getattr(item, "callspec", None), "params", {}))
 
 
@@ -256,7 +256,7 @@ def _numbers(value: object) -> Iterator[int]:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An exception and those that it was raised from or while handling."""
+    """Yield an exception and the chain of its causes and contexts."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

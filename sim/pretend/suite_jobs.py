@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -18,6 +19,7 @@ from multiprocessing.context import ForkProcess
 import pytest
 import torch
 
+from warpspec.sim.pretend import dsl
 from warpspec.sim.processes import PROCESSES_VARIABLE
 
 FORK = multiprocessing.get_context("fork")
@@ -25,7 +27,7 @@ Take = Callable[[], object]  # what the plug-in has gathered during a test, and 
 
 
 class _Sender:
-    """The only reporter of a worker: it keeps the reports of the running test."""
+    """The reporting plug-in of a worker: it collects the reports of the running test."""
 
     def __init__(self, config: pytest.Config):
         self.config = config
@@ -38,7 +40,7 @@ class _Sender:
 
 @dataclass
 class _Worker:
-    """A process, the parent's end of its pipe, and the test that it runs."""
+    """A worker process, the parent's end of its pipe, and the test that it runs."""
 
     process: ForkProcess
     pipe: Connection
@@ -58,6 +60,7 @@ def _serve(session: pytest.Session, pipe: Connection, take: Take) -> None:
     config.pluginmanager.register(sender)
     torch.set_num_threads(1)
     os.environ[PROCESSES_VARIABLE] = "1"
+    dsl.dump_to(tempfile.mkdtemp(dir=os.environ["CUTE_DSL_DUMP_DIR"]))
     take()
     parent = os.getppid()
     while True:
@@ -73,7 +76,7 @@ def _serve(session: pytest.Session, pipe: Connection, take: Take) -> None:
 
 
 def _start(session: pytest.Session, take: Take, number: int) -> _Worker:
-    """A new worker that runs a test."""
+    """Fork a worker and give it a test."""
     ours, theirs = FORK.Pipe()
     process = FORK.Process(target=_serve, args=(session, theirs, take), daemon=False)
     process.start()
@@ -83,7 +86,7 @@ def _start(session: pytest.Session, take: Take, number: int) -> _Worker:
 
 
 def _died(worker: _Worker) -> pytest.TestReport:
-    """The failure of a test that ended its process."""
+    """A failure report for a test that ended its process."""
     worker.process.join()
     code = worker.process.exitcode or 0
     how = f"signal {-code}" if code < 0 else f"exit code {code}"

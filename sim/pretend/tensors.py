@@ -34,7 +34,7 @@ _device = torch._C.TensorBase.device.__get__
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """A tensor's storage; None where it has none of its own (fake, batched, sparse tensors)."""
+    """A tensor's storage, or None for tensors without one (fake, batched, sparse)."""
     try:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
@@ -42,7 +42,7 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 
 def is_marked(tensor: torch.Tensor) -> bool:
-    """Whether a tensor counts as one on the device."""
+    """Whether a tensor counts as being on the device."""
     return getattr(storage_of(tensor), MARK, False)
 
 
@@ -59,7 +59,7 @@ def mark(value: object) -> object:
 
 
 def aligned(tensor: object) -> object:
-    """A fresh tensor in a storage that begins at a multiple of ALIGNMENT, as CUDA's allocations do."""
+    """Move a fresh tensor to a storage that begins at a multiple of ALIGNMENT, as CUDA's allocations do."""
     if not isinstance(tensor, torch.Tensor) or tensor.grad_fn is not None or tensor.layout != torch.strided:
         return tensor
     if torch._C._functorch.peek_interpreter_stack() is not None:  # inside vmap, grad
@@ -77,7 +77,7 @@ def aligned(tensor: object) -> object:
 
 
 def tensors_in(values: object) -> Iterator[torch.Tensor]:
-    """The tensors among arguments, in lists, tuples and dicts among them too."""
+    """Yield the tensors among arguments, including those in lists, tuples and dicts."""
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, list | tuple):
@@ -125,7 +125,7 @@ class Placement(TorchFunctionMode):
 
     @staticmethod
     def _off(result: object, args: tuple) -> object:
-        """A fresh result that was asked for on the CPU, of marked arguments (`torch.empty_like(x, device="cpu")`)."""
+        """Unmark a new tensor that a call asked for on the CPU: `torch.empty_like(marked, device="cpu")`."""
         if isinstance(result, torch.Tensor) and is_marked(result):
             storage = storage_of(result)
             if all(storage_of(t)._cdata != storage._cdata for t in tensors_in(args) if storage_of(t)):
@@ -134,7 +134,7 @@ class Placement(TorchFunctionMode):
 
     @staticmethod
     def _move(name: str, function: Callable, args: tuple, kwargs: dict) -> torch.Tensor:
-        """`Tensor.to`, `.cuda` and `.cpu`, which copy where a device differs."""
+        """Replace `Tensor.to`, `.cuda` and `.cpu`: copy if the device changes."""
         tensor, *rest = args
         on_device = is_marked(tensor)
         if name == "cuda":
@@ -152,7 +152,7 @@ class Placement(TorchFunctionMode):
 
 
 def _to(rest: list, kwargs: dict) -> tuple[bool | None, dict[str, object]]:
-    """What arguments of `Tensor.to` ask for: whether it goes to the device (None: they do not say), and the rest."""
+    """Parse the arguments of `Tensor.to`: whether they ask for the device (None: they name no device), and the rest."""
     target: bool | None = None
     options = {
         name: value for name, value in kwargs.items() if name not in ("device", "non_blocking", "other")
@@ -185,7 +185,7 @@ def _device_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that is not on the device."""
+    """Copy a tensor to the host."""
     copy = tensor.clone(memory_format=torch.preserve_format)
     storage = storage_of(copy)
     if storage is not None:
@@ -235,7 +235,7 @@ class Propagation(TorchDispatchMode):
 
 
 def _again(function: Callable, args: tuple, kwargs: dict, result: object) -> None:
-    """Run an operator once more, into the tensors that it returned the first time."""
+    """Run an operator again and store its results in the tensors that it returned the first time."""
     for old, new in zip(tensors_in(result), tensors_in(function(*args, **kwargs)), strict=True):
         if not _share(old, new):
             old.copy_(new)
@@ -252,7 +252,7 @@ def _clone_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
 
 
 def _dlpack(tensor: torch.Tensor, **_: object):
-    """A DLPack capsule, which says "CUDA" of a marked tensor."""
+    """Export a tensor through DLPack; the capsule of a marked tensor names CUDA as its device."""
     capsule = torch._C._to_dlpack(tensor.detach())
     if is_marked(tensor):
         ctypes.c_int32.from_address(_pointer_of(capsule, b"dltensor") + DEVICE_TYPE).value = DLPACK_CUDA
@@ -274,7 +274,7 @@ def backward_in(placement: Placement, run_backward: Callable) -> Callable:
 
 
 class Exported:
-    """A tensor of which others see its DLPack methods alone: TVM FFI reads a torch tensor's device past them."""
+    """Hides everything of a tensor but its DLPack methods: TVM FFI would read a torch tensor's device directly."""
 
     def __init__(self, tensor: torch.Tensor):
         self._tensor = tensor

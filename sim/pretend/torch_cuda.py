@@ -24,7 +24,7 @@ _handles = itertools.count(0x7100, 16)
 
 
 class Stream:
-    """A stream; work in it is done when it is launched."""
+    """A stream. Its work is complete as soon as it is launched."""
 
     def __init__(self, device: object = None, priority: int = 0, stream_ptr: int | None = None, **_: object):
         self.cuda_stream = next(_handles) if stream_ptr is None else stream_ptr
@@ -69,28 +69,28 @@ class Stream:
 
 
 class Event:
-    """An event. Between two of them passes the time of this machine, not a GPU's."""
+    """An event. The time between two events is this machine's, not a GPU's."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, **_):
         self.cuda_event = next(_handles)
         self._at = 0.0
 
     def record(self, stream: object = None) -> None:
-        """Keep the time at which it happens."""
+        """Record the current time."""
         self._at = time.perf_counter()
 
     def elapsed_time(self, end: Event) -> float:
-        """Milliseconds from this event to another."""
+        """The milliseconds between this event and another."""
         return max((end._at - self._at) * 1e3, SHORTEST_MS)
 
     def wait(self, stream: object = None) -> None:
-        """Make a stream wait for it."""
+        """Make a stream wait for this event."""
 
     def synchronize(self) -> None:
-        """Wait for it."""
+        """Wait for this event."""
 
     def query(self) -> bool:
-        """Whether it has happened."""
+        """Whether this event has happened."""
         return True
 
 
@@ -100,13 +100,13 @@ _state.stream = DEFAULT
 
 
 class Graph:
-    """A CUDA graph: calls of kernels and torch's operators, made once when captured and again when replayed."""
+    """A CUDA graph: it records calls of kernels and torch operators during capture and repeats them on replay."""
 
     def __init__(self, *_: object, **__: object):
         self._calls: list[Callable[[], None]] = []
 
     def replay(self) -> None:
-        """Do the work once more, on the same memory."""
+        """Repeat the recorded work on the same memory."""
         for call in self._calls:
             call()
 
@@ -115,7 +115,7 @@ class Graph:
         return (0, 1)
 
     def reset(self) -> None:
-        """Forget the work."""
+        """Discard the recorded work."""
         self._calls = []
 
 
@@ -156,7 +156,7 @@ def _context(*_: object, **__: object):
 
 
 class DeviceContext(contextlib.nullcontext):
-    """torch.cuda.device, which chooses between devices of which there is one."""
+    """torch.cuda.device. It has no effect, as there is one device."""
 
     def __init__(self, device: object = 0):
         super().__init__()
@@ -168,7 +168,7 @@ def _set_stream(stream: Stream) -> None:
 
 
 def properties(device: Device) -> SimpleNamespace:
-    """What torch.cuda.get_device_properties says of a device."""
+    """The result of torch.cuda.get_device_properties."""
     return SimpleNamespace(
         name=f"NVIDIA {device.name}",
         major=device.major,
@@ -191,7 +191,7 @@ def properties(device: Device) -> SimpleNamespace:
 
 
 def attributes(device: Device, propagation: Propagation) -> dict[str, object]:
-    """Attributes of torch.cuda, in place of torch's."""
+    """The attributes that replace those of torch.cuda."""
     graph = type(
         "CUDAGraph", (Graph,), dict(capture_begin=_begin(propagation), capture_end=_end(propagation))
     )

@@ -1,4 +1,4 @@
-"""A `triton` to import where it is not installed: kernel libraries import it for kernels that are not run here."""
+"""A stand-in for `triton` where it is not installed: kernel libraries import it for kernels that nobody calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TORCH_LOOKS = ("torch._dynamo", "torch._inductor.runtime.hints", "torch._inducto
 
 
 class _Anything:
-    """Stands for any name of triton: a decorator, a type, a namespace. Running a kernel says that triton is missing."""
+    """Stands in for any name of triton: decorator, type or namespace. Launching a kernel raises ImportError."""
 
     def __init__(self, name: str = NAME):
         self._name = name
@@ -43,7 +43,7 @@ class _Anything:
 
 
 class _Base:
-    """What a class derives from that is derived from one of triton's."""
+    """The base of classes that derive from one of triton's."""
 
     def __init__(self, *_: object, **__: object):
         pass
@@ -94,7 +94,7 @@ class _Module(types.ModuleType):
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds `triton` and its submodules for everybody but torch, which looks whether it may compile with it."""
+    """Finds `triton` and its submodules for all importers but torch, which would try to compile with it."""
 
     def find_spec(self, name: str, path: object = None, target: object = None):
         if name.partition(".")[0] != NAME or _importer().startswith("torch."):
@@ -107,18 +107,18 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _Module(spec.name)
 
     def exec_module(self, module) -> None:
-        """The module makes its names up."""
+        """Do nothing: the module creates its names on access."""
 
 
 def _let_torch_look() -> None:
-    """Import what in torch looks for triton, before it can find this one."""
+    """Import the parts of torch that look for triton before this stand-in can be found."""
     has_triton_package()
     for name in TORCH_LOOKS:
         importlib.import_module(name)
 
 
 def _importer() -> str:
-    """The module that imports just now."""
+    """The name of the module that is executing the import."""
     frame = sys._getframe(2)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")

@@ -81,7 +81,7 @@ def footprint(descriptor: int, address: int, shape: CopyShape) -> tuple[np.ndarr
 
 
 def row_cells(address: int, shape: CopyShape, row: int) -> tuple:
-    """The index of tensor memory that a row of shared memory goes to."""
+    """The tensor-memory index that a row of shared memory is copied to."""
     lane, column = address_parts(address)
     return (shape.lanes[row] + lane).reshape(-1, 1), np.arange(
         column, column + shape.chunks * WORDS_PER_CHUNK

@@ -52,7 +52,7 @@ class InstructionDescriptor:
 
     @property
     def row_words(self) -> int:
-        """Words of K of a row of an operand."""
+        """The number of 32-bit words that one row of an operand has along K."""
         return WORDS_PER_OPERAND_ROW * 3 // 2 if self.k == LONG_K else WORDS_PER_OPERAND_ROW
 
 

@@ -27,7 +27,7 @@ Who = tuple | None  # (warp, instruction)
 
 
 def _by(who: Who) -> str:
-    """Who it was, for a message."""
+    """A text for messages that names the warp and the instruction."""
     if who is None:
         return ""
     w, ins = who

@@ -50,7 +50,7 @@ class Mma:
 
     @property
     def pipe(self) -> tuple:
-        """What MMAs that take effect in the order of issue share: the accumulator and its shape."""
+        """The key of MMAs that take effect in order of issue: the accumulator and its shape."""
         return self.cta_group, self.d, self.descriptor.m, self.descriptor.n
 
     def scale_addresses(self, name: str, rows: int) -> list[int]:
@@ -66,7 +66,7 @@ class Mma:
         return 2 * self.descriptor.m * self.descriptor.n * self.descriptor.k
 
     def continues(self, before: Mma) -> bool:
-        """Whether this MMA accumulates where `before` did, so that both may run as one product."""
+        """Whether this MMA continues the accumulation of `before`, so that both may run as one product."""
         one, two = before.descriptor, self.descriptor
         return (
             self.enable_input_d
@@ -86,7 +86,7 @@ class Mma:
 
 @cache
 def _arithmetic(d: InstructionDescriptor) -> InstructionDescriptor:
-    """What two fused instructions must share: all but the scale factor ids."""
+    """The fields that fused instructions must have in common: all but the scale factor ids."""
     return replace(d, scale_a_id=0, scale_b_id=0) if d.scale_format else d
 
 
@@ -194,7 +194,7 @@ def _scale_cells(addresses: list[int], rows: int) -> list[tuple]:
 
 
 def _columns(lanes: slice | np.ndarray, column: int, width: int) -> slice | np.ndarray:
-    """Columns as an index beside `lanes`."""
+    """Tensor-memory columns as an index that broadcasts against `lanes`."""
     return slice(column, column + width) if isinstance(lanes, slice) else np.arange(column, column + width)
 
 
@@ -249,13 +249,13 @@ class Accumulator:
         tmem.require(self.column, self.columns, "tcgen05.mma, matrix D,")
 
     def replaces(self, mma: Mma) -> bool:
-        """Whether the product is all that D becomes, and D's rows stand in all lanes."""
+        """Whether D becomes the product alone and occupies all lanes, so that BLAS may write it in place."""
         plain = self.groups == 1 and not self.half_lanes and not mma.disabled_lanes
         return plain and not mma.enable_input_d and mma.descriptor.d_format == "f32"
 
     @property
     def words(self) -> np.ndarray:
-        """D in its columns of all lanes, uint32."""
+        """The words of D as uint32, in its columns of all lanes."""
         return self.tmem.data[:, self.column : self.column + self.columns]
 
     def accumulate(self, product: np.ndarray, mma: Mma, disabled: int) -> None:

@@ -60,7 +60,7 @@ class SmemDescriptor:
 
 @lru_cache(maxsize=1 << 14)
 def decode(bits: int) -> SmemDescriptor:
-    """Raises BadDescriptor for reserved or unsupported encodings."""
+    """Decode a 64-bit descriptor. Raises BadDescriptor for reserved or unsupported encodings."""
     version = bits >> 46 & 0x7
     if version != VERSION:
         raise BadDescriptor(
@@ -124,7 +124,7 @@ def k_major_chunks(bits: int, rows: int, chunks: int) -> np.ndarray:
 
 
 def _behind(d: SmemDescriptor) -> int:
-    """From where a row of K would go on behind its 128 bytes to where it does."""
+    """The distance from where a row of K would continue behind its 128 bytes to where it does continue."""
     rows = d.swizzle.width
     return d.leading_offset // rows * rows - d.start // rows * rows - rows
 

@@ -91,7 +91,7 @@ def first_lane(address: int, warp: int, lanes: int) -> int:
 
 
 def place(tmem: Tmem, address: int, warp: int, m: TransferMap, what: str) -> tuple[int, int]:
-    """(lane, column) of the access, checked."""
+    """The checked (lane, column) of an access."""
     lane = first_lane(address, warp, m.lanes)
     column = address_parts(address)[1]
     if column >= COLUMNS:
