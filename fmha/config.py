@@ -14,6 +14,7 @@ from warpspec.common.barriers import Barrier
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import WARP_THREADS, WORD_BYTES
 from warpspec.common.operands import FLOAT32
+from warpspec.fmha.conversion import CodeRings
 from warpspec.fmha.features import Format, Mask, RequestLayout
 from warpspec.fmha.heads import HeadSizes
 from warpspec.fmha.line import MOST_ROUNDS
@@ -186,6 +187,44 @@ class AttentionKernel:
     def kv(self) -> KvTile:
         """A KV tile."""
         raise NotImplementedError
+
+    @property
+    def codes(self) -> CodeRings:
+        """Tiles of K and V in FP8 or NVFP4 as they are loaded."""
+        raise NotImplementedError
+
+    @property
+    def converts(self) -> bool:
+        """Whether four warps convert K and V to 16 bits (``device.convert``)."""
+        return self.format.kv_format is not None
+
+    @property
+    def p_dtype(self) -> str:
+        """dtype of P, and of V in products: fp16 for codes, which it represents exactly, and in which P has three more
+        bits."""
+        return "float16" if self.format.kv_format and not self.format.shared_kv else self.format.dtype
+
+    @property
+    def qk_dtype(self) -> str:
+        """dtype of Q and K in products."""
+        return self.format.dtype
+
+    def ring_dtype(self, ring: str) -> str:
+        """dtype of a ring's 16-bit tiles."""
+        return self.p_dtype if ring == "v" else self.qk_dtype
+
+    def load_ring(self, ring: str) -> str:
+        """Name of the ring that TMA fills with a ring's tiles."""
+        return f"raw_{ring}" if self.converts else ring
+
+    @property
+    def load_stages(self) -> int:
+        """Stages of each ring that TMA fills."""
+        return self.codes.stages
+
+    def load_tile_bytes(self, ring: str) -> int:
+        """Bytes that TMA loads for a tile of a ring."""
+        return self.codes.tile_bytes if self.converts else self.kv.bytes_of(ring)
 
 
 def parts_of(problem: AttentionProblem, *, rows_of_cta: int, pack: int, splits: bool) -> dict:

@@ -1,83 +1,65 @@
-"""The part of a configuration for K and V in FP8 or NVFP4 that become 16-bit tiles in shared memory: who converts them,
-and through which rings. The same on every architecture; the role is ``device.convert``."""
+"""Rings of K and V in FP8 or NVFP4, and of NVFP4's block scales, in shared memory: a part of a configuration. The role
+that makes 16-bit tiles of them is ``device.convert``."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from warpspec.common import memory
 from warpspec.common.barriers import Barrier
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS
+from warpspec.fmha.features import Format
 
 RAW_ALIGNMENT = 128  # bytes, for TMA loads without a swizzle
 CONVERTER_WARPS = WARPGROUP_THREADS // WARP_THREADS
 
 
-class ConversionFeatures:
-    """Properties that follow from kv_format and from a configuration's ``shape``, whose raw_stages is the number of K
-    tiles, and of V tiles, that are loaded ahead of their conversion. A configuration adds ``convert_warp``, the first
-    of CONVERTER_WARPS."""
+@dataclass(frozen=True)
+class CodeRings:
+    """Tiles of codes as they are loaded.
 
-    @property
-    def converts(self) -> bool:
-        """Whether four warps convert K and V to 16 bits (``device.convert``)."""
-        return self.format.kv_format is not None
+    numbers: of a row of K or V. keys: of a tile. stages: of each ring of block scales. raw_stages: of each ring of
+    codes that are converted; 0: the rings of the products' operands hold the codes. row_span: most bytes of a row in
+    one box; None: all.
+    """
 
-    @property
-    def p_dtype(self) -> str:
-        """dtype of P, and of V in products: fp16 for codes, which it represents exactly, and in which P has three more
-        bits."""
-        return "float16" if self.format.kv_format and not self.format.shared_kv else self.format.dtype
-
-    @property
-    def qk_dtype(self) -> str:
-        """dtype of Q and K in products."""
-        return self.format.dtype
-
-    def ring_dtype(self, ring: str) -> str:
-        """dtype of a ring's 16-bit tiles."""
-        return self.p_dtype if ring == "v" else self.qk_dtype
-
-    def load_ring(self, ring: str) -> str:
-        """Name of the ring that TMA fills with a ring's tiles."""
-        return f"raw_{ring}" if self.converts else ring
-
-    @property
-    def load_stages(self) -> int:
-        """Stages of each load ring."""
-        return self.shape.raw_stages if self.converts else self.kv_stages
-
-    def load_tile_bytes(self, ring: str) -> int:
-        """Bytes that TMA loads for a tile of a ring."""
-        return self.code_tile_bytes if self.converts else self.kv.bytes_of(ring)
-
-    @property
-    def code_tile_bytes(self) -> int:
-        """Bytes of the codes of a K or V tile."""
-        return self.tile_n * self.format.kv_row(self.heads.qk) if self.format.kv_format else 0
-
-    @property
-    def code_bytes(self) -> int:
-        """Bytes of a ring of such tiles."""
-        return self.shape.raw_stages * self.code_tile_bytes
+    format: Format
+    numbers: int
+    keys: int
+    stages: int
+    raw_stages: int = 0
+    row_span: int | None = None
 
     @property
     def row_bytes(self) -> int:
         """Bytes of a row of codes in one box."""
-        return self.format.kv_row(self.heads.qk)
+        size = self.format.kv_row(self.numbers)
+        return size if self.row_span is None else min(size, self.row_span)
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of the codes of a K or V tile."""
+        return self.keys * self.format.kv_row(self.numbers) if self.format.kv_format else 0
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes of a ring of such tiles that are converted."""
+        return self.raw_stages * self.tile_bytes
 
     @property
     def row_blocks(self) -> int:
         """Block scales of a row, one byte each; 0 without."""
-        return self.heads.qk // self.format.kv_block if self.format.kv_block else 0
+        return self.numbers // self.format.kv_block if self.format.kv_block else 0
 
     @property
     def scale_tile_bytes(self) -> int:
         """Bytes of the block scales of a K or V tile."""
-        return self.tile_n * self.row_blocks
+        return self.keys * self.row_blocks
 
     @property
-    def scale_bytes(self) -> int:
+    def scale_ring_bytes(self) -> int:
         """Bytes of a ring of block scales."""
-        return self.load_stages * self.scale_tile_bytes
+        return self.stages * self.scale_tile_bytes
 
     @property
     def loaders(self) -> int:
@@ -92,40 +74,44 @@ class ConversionFeatures:
         return f"load warp, expect_tx + TMA bytes{lanes}"
 
     @property
-    def code_regions(self) -> tuple[memory.Region, ...]:
-        """Regions that the rings of codes to convert, and of block scales, add to ``smem_regions``."""
-        regions = []
-        if self.converts:
-            size = len(self.format.rings) * self.code_bytes
-            holds = f"{self.shape.raw_stages} x [{self.tile_n}, {self.row_bytes}] of each, as they are loaded"
+    def regions(self) -> tuple[memory.Region, ...]:
+        """What the rings of codes to convert, and of block scales, add to ``smem_regions``."""
+        regions, rings = [], len(self.format.rings)
+        if self.raw_stages:
+            holds = f"{self.raw_stages} x [{self.keys}, {self.row_bytes}] of each, as they are loaded"
+            size = rings * self.ring_bytes
             regions.append(memory.Region("raw", size, "uint8", RAW_ALIGNMENT, "codes", holds))
         if self.format.kv_block:
-            size = len(self.format.rings) * self.scale_bytes
-            holds = f"{self.load_stages} x [{self.tile_n}, {self.row_blocks}] of each"
+            holds = f"{self.stages} x [{self.keys}, {self.row_blocks}] of each"
+            size = rings * self.scale_ring_bytes
             regions.append(memory.Region("scales", size, "uint8", VECTOR_BYTES, "block scales", holds))
         return tuple(regions)
 
-    def conversion_barriers(
-        self, readers: str, v_readers: str, released: str, releases: int
+    def barriers(
+        self, stages: int, readers: str, v_readers: str, released: str, releases: int
     ) -> tuple[Barrier, ...]:
-        """mbarriers of K and V that are converted. readers, v_readers: who waits for 16-bit tiles of K, and of V or of
-        the tensor that is both. released: who releases them, with so many arrivals."""
-        stages, raw_stages = self.kv_stages, self.shape.raw_stages
-        loaded, mine = self.loaded, "converter, one thread a warp"
-        table = []
+        """mbarriers of K and V that are converted to 16-bit tiles, in rings of so many stages. readers, v_readers: who
+        waits for tiles of K, and of V or of the tensor that is both. released: who releases them, with so many
+        arrivals."""
+        loaded, mine, table = self.loaded, "converter, one thread a warp", []
         for name in self.format.rings:
             tile = name.upper()
             table += [
                 Barrier(
                     f"raw_{name}_full",
-                    raw_stages,
+                    self.raw_stages,
                     self.loaders,
                     loaded,
                     "converter",
                     f"{tile} tile is here in codes",
                 ),
                 Barrier(
-                    f"raw_{name}_empty", raw_stages, CONVERTER_WARPS, mine, "load warp", "it is in 16 bits"
+                    f"raw_{name}_empty",
+                    self.raw_stages,
+                    CONVERTER_WARPS,
+                    mine,
+                    "load warp",
+                    "it is in 16 bits",
                 ),
                 Barrier(
                     f"{name}_full",

@@ -157,7 +157,7 @@ def overview() -> str:
             for shape in choices:
                 c = config_of(shape, head_dim, **options)
                 smem_left = SMEM_PER_SM // c.ctas_per_sm - SMEM_RESERVED_PER_CTA - c.smem_bytes
-                stage = len(c.format.rings) * (c.code_tile_bytes if c.converts else c.kv.k_bytes)
+                stage = len(c.format.rings) * (c.codes.tile_bytes if c.converts else c.kv.k_bytes)
                 tmem_left = TMEM_COLUMNS // c.ctas_per_sm - c.tmem_columns
                 limit = (
                     "SMEM: no further stage fits" if smem_left < stage else "TMEM" if tmem_left < 64 else "-"

@@ -18,7 +18,7 @@ from warpspec.common.kv_formats import swizzled_place
 
 def tile_scales(config, base: cute.Pointer, ring: int, stage):
     """Address of a tile's block scales. base: address of the rings; ring: number in ``config.format.rings``."""
-    return base.toint() + ring * config.scale_bytes + stage * config.scale_tile_bytes
+    return base.toint() + ring * config.codes.scale_ring_bytes + stage * config.codes.scale_tile_bytes
 
 
 @cute.jit
@@ -48,8 +48,8 @@ def load_scales(
         exists = Boolean(row < blocks.shape[1]) & Boolean(page >= 0) & Boolean(page < blocks.shape[0])
         row, page = (Int32(cutlass.select_(exists, number, Int32(0))) for number in (row, page))
         origin = blocks[page, row, tile.kv_head, None].iterator.toint()
-        wanted = Int32(cutlass.select_(exists, Int32(config.row_blocks), Int32(0)))
-        copy_async(target + key * config.row_blocks, origin, config.row_blocks, wanted)
+        wanted = Int32(cutlass.select_(exists, Int32(config.codes.row_blocks), Int32(0)))
+        copy_async(target + key * config.codes.row_blocks, origin, config.codes.row_blocks, wanted)
     full.arrive_behind_copies(use)
 
 
@@ -57,5 +57,5 @@ def scale_address(config, tile, ring: str, row, block):
     """Address of the scale of a block of a row. tile: from ``tile_scales``. ring: "k" or "v"."""
     at = (row, block)
     if config.format.swizzled and ring == "v":
-        at = swizzled_place(row, block, config.row_blocks)
-    return tile + at[0] * config.row_blocks + at[1]
+        at = swizzled_place(row, block, config.codes.row_blocks)
+    return tile + at[0] * config.codes.row_blocks + at[1]

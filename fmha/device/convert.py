@@ -74,7 +74,7 @@ def convert_stage(role, ring: cutlass.Constexpr, name: cutlass.Constexpr, use):
     config, channels, thread = role.config, role.channels, role.thread
     vectors = config.tile_n * config.heads.qk // (WARPGROUP_THREADS * PIECE)
     kind, words = codes_of(config, config.ring_dtype(name)), config.format.kv_row(PIECE) // WORD_BYTES
-    source = role.raw[ring].toint() + use % config.shape.raw_stages * config.code_tile_bytes
+    source = role.raw[ring].toint() + use % config.shape.raw_stages * config.codes.tile_bytes
     target = role.wide[ring].toint() + use % config.kv_stages * config.kv.k_bytes
     scales = None
     if cutlass.const_expr(config.format.kv_block > 0):
@@ -84,7 +84,7 @@ def convert_stage(role, ring: cutlass.Constexpr, name: cutlass.Constexpr, use):
         batch = range(first, min(first + BATCH, vectors))
         places = [place_of(config, thread, vector) for vector in batch]
         codes = [
-            load_shared(source + row * config.row_bytes + config.format.kv_row(column), words)
+            load_shared(source + row * config.codes.row_bytes + config.format.kv_row(column), words)
             for row, column in places
         ]
         if cutlass.const_expr(first == 0):

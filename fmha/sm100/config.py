@@ -23,7 +23,7 @@ from warpspec.common.hardware import (
 )
 from warpspec.common.launch import Target
 from warpspec.fmha.config import AttentionKernel, Schedule, TileScheduler, check_call, parts_of
-from warpspec.fmha.conversion import CONVERTER_WARPS, ConversionFeatures
+from warpspec.fmha.conversion import CONVERTER_WARPS, CodeRings
 from warpspec.fmha.heads import BLOCK, MMA_K, rounded
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm100.shapes import (
@@ -42,7 +42,7 @@ QUARTER_LANES = 32  # lanes of tensor memory that a warp reaches
 
 
 @dataclass(frozen=True)
-class AttentionConfig(ConversionFeatures, AttentionKernel):
+class AttentionConfig(AttentionKernel):
     """Compile-time shape of one kernel.
 
     shape: its tiles. bias_stages: KV tiles of the bias in flight, 0 if it is read from global memory.
@@ -230,6 +230,11 @@ class AttentionConfig(ConversionFeatures, AttentionKernel):
         tile = KvTile(self.tile_n, self.heads, self.format.shared_kv, self.requests.page_size)
         return tile.of_codes(self.format) if self.converts else tile
 
+    @functools.cached_property
+    def codes(self) -> CodeRings:
+        raw = self.shape.raw_stages if self.converts else 0
+        return CodeRings(self.format, self.heads.qk, self.tile_n, raw or self.kv_stages, raw)
+
     @property
     def recompute_elements(self) -> int:
         """Elements of Q and K that ``device.unseen.recompute`` has in registers at a time: with more it spills."""
@@ -394,7 +399,7 @@ class AttentionConfig(ConversionFeatures, AttentionKernel):
             memory.tile_region("v", stages * self.kv.own_v_bytes, "V", f"{rows}, {self.heads.v_room}]"),
             memory.tile_region("p", self.p_bytes, "P", f"[{self.tile_m}, {self.tile_n}]"),
             memory.tile_region("bias", self.bias_ring_bytes, "bias", bias),
-            *self.code_regions,
+            *self.codes.regions,
         )
 
     @property
@@ -458,7 +463,7 @@ class AttentionConfig(ConversionFeatures, AttentionKernel):
         stages, filled = self.kv_stages, f"{load}, expect_tx + TMA bytes"
         both = f"{mma}; {softmax} when they clear rows"
         if self.converts:
-            return self.conversion_barriers(mma, both, commit, 1)
+            return self.codes.barriers(stages, mma, both, commit, 1)
         if self.format.shared_kv:
             return (
                 Barrier("k_full", stages, 1, filled, both, "KV tile is in shared memory"),

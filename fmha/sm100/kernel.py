@@ -146,7 +146,9 @@ class Attention(AttentionHost):
 
 def raw_rings(config, storage) -> tuple:
     """Where the rings of codes, filled by TMA, begin."""
-    return tuple(storage.raw.data_ptr() + i * config.code_bytes for i in range(len(config.format.rings)))
+    return tuple(
+        storage.raw.data_ptr() + i * config.codes.ring_bytes for i in range(len(config.format.rings))
+    )
 
 
 def block_scales(config, storage):

@@ -51,24 +51,24 @@ class Lane:
         self.g, self.t, self.warp = lane // QUAD, lane % QUAD, thread // WARP_THREADS
         self.config, self.codes = config, codes_of(config, config.p_dtype)
         self.columns = PAIR * config.shape.row_tiles
-        self.spans = config.format.kv_row(config.heads.qk) // config.row_bytes
-        self.words = config.row_bytes // QUAD // WORD_BYTES  # of a quarter of a row
-        self.vector = config.row_bytes // OCTET // WORD_BYTES  # words of an eighth of a row
+        self.spans = config.format.kv_row(config.heads.qk) // config.codes.row_bytes
+        self.words = config.codes.row_bytes // QUAD // WORD_BYTES  # of a quarter of a row
+        self.vector = config.codes.row_bytes // OCTET // WORD_BYTES  # words of an eighth of a row
         self.steps = self.words * self.codes.WORD // QUAD  # of QK within a span
         self.mmas = self.codes.WORD // PAIR  # of PV, of a word of V
         self.key = self.place(self.g)
 
     def place(self, row):
         """The row of shared memory, of eight, that holds a row of a fragment."""
-        rows = tma.ROW_BYTES // self.config.row_bytes  # rows that cover all banks together
+        rows = tma.ROW_BYTES // self.config.codes.row_bytes  # rows that cover all banks together
         return row if rows == 1 else row ^ (row // rows % 2)
 
     def chunk(self, base, span, row, byte):
         """Address of a byte of a row in a swizzled tile. byte: in the row's span."""
         config = self.config
-        swizzled = row // (tma.ROW_BYTES // config.row_bytes) % (config.row_bytes // VECTOR_BYTES)
+        swizzled = row // (tma.ROW_BYTES // config.codes.row_bytes) % (config.codes.row_bytes // VECTOR_BYTES)
         place = (byte // VECTOR_BYTES) ^ swizzled
-        at = base + (span * config.tile_n + row) * config.row_bytes
+        at = base + (span * config.tile_n + row) * config.codes.row_bytes
         return at + place * VECTOR_BYTES + byte % VECTOR_BYTES
 
 
@@ -140,7 +140,7 @@ def take_tile(work, lane: cutlass.Constexpr, q, o, step, masked, state):
     config, channels = work.config, work.channels
     use, key_tiles = work.use + step, config.tile_n // MMA_ROWS
     number = use % config.kv_stages
-    stage = number * config.code_tile_bytes
+    stage = number * config.codes.tile_bytes
     first_key = work.span.tile(step) * config.tile_n
     s = cute.make_rmem_tensor((C_WORDS, key_tiles, config.shape.row_tiles), Float32)
     s.fill(0.0)
@@ -177,7 +177,7 @@ def score(work, lane: cutlass.Constexpr, q, s, base, blocks):
         scales = [quarter_scales(lane, blocks, row) for row in rows]
         for span in cutlass.range_constexpr(lane.spans):
             for vector in cutlass.range_constexpr(lane.words // count):
-                byte = lane.t * (config.row_bytes // QUAD) + vector * VECTOR_BYTES
+                byte = lane.t * (config.codes.row_bytes // QUAD) + vector * VECTOR_BYTES
                 codes = [load_shared(lane.chunk(base, span, row, byte), count) for row in rows]
                 for word in cutlass.range_constexpr(count):
                     number = vector * count + word
@@ -197,8 +197,8 @@ def quarter_scales(lane, blocks, row):
     """The block scales of this lane's quarter of a row of K, in fp16, each twice in a word; None without."""
     if blocks is None:
         return None
-    count = lane.config.row_blocks // QUAD
-    address = blocks + row * lane.config.row_blocks + lane.t * count
+    count = lane.config.codes.row_blocks // QUAD
+    address = blocks + row * lane.config.codes.row_blocks + lane.t * count
     if count == 1:
         word = load_shared_byte(address)
     elif count == 2:
@@ -353,8 +353,8 @@ def eighth_scales(work, lane: cutlass.Constexpr, blocks, rows: cutlass.Constexpr
     of rows 2 and 3; 0 of rows that no row of the tile sees. (None, None) without."""
     config, found = work.config, (None, None)
     if cutlass.const_expr(blocks is not None):
-        count = max(config.row_blocks // OCTET, 1)
-        first = lane.g * config.row_blocks // OCTET
+        count = max(config.codes.row_blocks // OCTET, 1)
+        first = lane.g * config.codes.row_blocks // OCTET
         bytes_ = [cute.make_rmem_tensor(count, Uint32) for _ in rows]
         for own, row in zip(bytes_, rows, strict=True):
             for i in cutlass.range_constexpr(count):
@@ -426,7 +426,7 @@ def write_part(lane: cutlass.Constexpr, o, parts, row_tile: cutlass.Constexpr):
     """Write the warp's O of eight rows to shared memory, (D) per row."""
     config = lane.config
     for e in cutlass.range_constexpr(PAIR):
-        row = (lane.warp * MMA_COLUMNS + PAIR * lane.t + e) * config.merge_row
+        row = (lane.warp * MMA_COLUMNS + PAIR * lane.t + e) * config.merge.row
         for span in cutlass.range_constexpr(lane.spans):
             for w in cutlass.range_constexpr(lane.vector):
                 first = ((span * OCTET + lane.g) * lane.vector + w) * lane.codes.WORD
@@ -462,7 +462,7 @@ def read_parts(
         total = total + part * factor
     for n in cutlass.range_constexpr(config.heads.qk // (QUAD * PAIR)):
         for warp in cutlass.range_constexpr(config.consumer_warps):
-            at = (warp * MMA_COLUMNS + row % MMA_COLUMNS) * config.merge_row + n * QUAD * PAIR + PAIR * lane.t
+            at = (warp * MMA_COLUMNS + row % MMA_COLUMNS) * config.merge.row + n * QUAD * PAIR + PAIR * lane.t
             pair = cute.make_rmem_tensor(PAIR, Float32)
             cute.autovec_copy(vector_at(parts, at, PAIR), pair)
             for i in cutlass.range_constexpr(PAIR):

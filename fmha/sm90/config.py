@@ -22,9 +22,10 @@ from warpspec.common.hardware import (
 )
 from warpspec.common.launch import Target
 from warpspec.fmha.config import AttentionKernel, Schedule, TileScheduler, check_call, parts_of
+from warpspec.fmha.conversion import CodeRings
 from warpspec.fmha.heads import BLOCK, MMA_K
 from warpspec.fmha.problem import AttentionProblem
-from warpspec.fmha.sm90.float8 import STATISTICS, Float8Features
+from warpspec.fmha.sm90.float8 import STATISTICS, WarpMerge, warp_barriers
 from warpspec.fmha.sm90.shapes import (
     FLOAT8,
     TWO_CONSUMERS,
@@ -46,7 +47,7 @@ INSTRUCTION_REGISTERS = 30  # registers that ptxas needs for a wgmma besides tho
 
 
 @dataclass(frozen=True)
-class AttentionConfig(Float8Features, AttentionKernel):
+class AttentionConfig(AttentionKernel):
     """Compile-time shape of one kernel. shape: its tiles."""
 
     scheduler: TileScheduler = TileScheduler(Schedule.PERSISTENT)
@@ -121,11 +122,48 @@ class AttentionConfig(Float8Features, AttentionKernel):
         tile = KvTile(self.tile_n, self.heads, self.format.shared_kv, self.requests.page_size)
         if self.by_warp:
             return replace(
-                tile.of_codes(self.format), bits=self.format.kv_bits, span=self.row_bytes, swizzled=True
+                tile.of_codes(self.format), bits=self.format.kv_bits, span=self.codes.row_bytes, swizzled=True
             )
         if self.converts:
             return tile.of_codes(self.format)
         return replace(tile, box_spans=self.heads.qk_blocks // self.pieces) if self.pieces > 1 else tile
+
+    @functools.cached_property
+    def codes(self) -> CodeRings:
+        raw = self.shape.raw_stages if self.converts else 0
+        sizes = (self.heads.qk, self.tile_n, raw or self.kv_stages, raw)
+        return CodeRings(self.format, *sizes, row_span=memory.ROW_BYTES if self.by_warp else None)
+
+    @functools.cached_property
+    def merge(self) -> WarpMerge:
+        """Where warps with KV tiles of their own merge their states."""
+        return WarpMerge(self.consumer_warps, self.shape.row_tiles, self.heads.v)
+
+    @property
+    def converts(self) -> bool:
+        """Whether the last warpgroup converts K and V to 16 bits (``device.convert``)."""
+        return self.format.kv_format is not None and not self.by_warp
+
+    @property
+    def by_warp(self) -> bool:
+        """Whether each warp of the consumers takes its own KV tiles and converts them in registers (``by_warp``)."""
+        return self.shape.row_tiles > 0
+
+    @property
+    def p_dtype(self) -> str:
+        """dtype of P and V in products. Converting codes to fp16 takes fewer instructions, and P has more bits in
+        it."""
+        return "float16" if self.format.kv_format else self.format.dtype
+
+    @property
+    def qk_dtype(self) -> str:
+        """dtype of Q and K in products: for codes fp16, as above; bf16 queries are scaled to fit (``narrow``)."""
+        return self.p_dtype
+
+    @property
+    def narrows_q(self) -> bool:
+        """Whether Q comes in bf16 and is multiplied in fp16."""
+        return self.qk_dtype != self.format.dtype
 
     @property
     def recompute_elements(self) -> int:
@@ -211,6 +249,11 @@ class AttentionConfig(Float8Features, AttentionKernel):
     @property
     def load_warp(self) -> int:
         return self.consumers * WARPGROUP_THREADS // WARP_THREADS
+
+    @property
+    def convert_warp(self) -> int:
+        """First warp of the warpgroup that converts, if one does."""
+        return self.load_warp + WARPGROUP_THREADS // WARP_THREADS
 
     @property
     def scheduler_warp(self) -> int:
@@ -329,8 +372,8 @@ class AttentionConfig(Float8Features, AttentionKernel):
                 "sums", self.sums_bytes // FP32_BYTES, "float32", 0, "",
                 "row sums that paired consumers add up, of two tiles",
             ),
-            *self.code_regions,
-            *self.merge_regions,
+            *self.codes.regions,
+            *self.merge.regions,
         )  # fmt: skip
 
     @property
@@ -400,9 +443,9 @@ class AttentionConfig(Float8Features, AttentionKernel):
                 *read,
             )
         if self.converts:
-            return (*q, *self.conversion_barriers("consumers", "consumers", warp, warps))
+            return (*q, *self.codes.barriers(stages, "consumers", "consumers", warp, warps))
         if self.by_warp:
-            return (*q, *self.warp_barriers)
+            return (*q, *warp_barriers(self.codes))
         if self.format.shared_kv:
             return (
                 *q,

@@ -123,7 +123,9 @@ class Attention(AttentionHost):
         if cutlass.const_expr(config.converts):
             if warp >= config.convert_warp:
                 set_registers(config, config.shape.converter_registers)
-                rings = tuple(shared.raw + i * config.code_bytes for i in range(len(config.format.rings)))
+                rings = tuple(
+                    shared.raw + i * config.codes.ring_bytes for i in range(len(config.format.rings))
+                )
                 convert(config, channels, operands, rings, (shared.k, shared.v), shared.scales, tiles)
             else:
                 play(config, channels, shared, operands, (atoms, coordinates), where, tiles, numbers, dtype)

@@ -52,7 +52,7 @@ class Source:
     def kv(self, tile, number: int = 0) -> tma.TileRing:
         """The ring of K or V. number: its number in ``config.format.rings``."""
         config = self.config
-        raw = self.shared.raw + number * config.code_bytes
+        raw = self.shared.raw + number * config.codes.ring_bytes
         base = raw if config.converts else self.shared[1 + number]
         arguments = self.atoms[1 + number], self.coordinates[1 + number], base, config.format.rings[number]
         return kv_ring(config, *arguments, tile, self.dtype)
