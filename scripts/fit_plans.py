@@ -2,6 +2,7 @@
 
     python scripts/fit_plans.py FILE ... [--held N]     fit to the files, judged on the templates of number N modulo 4
     python scripts/fit_plans.py FILE ... --judge        of the constants as they are
+    python scripts/fit_plans.py FILE ... --parts        what calls over 100 MB spend beyond their bytes or products
 
 FILE: of ``collect_plans.py``, or of ``bench_sweep.py --regret --json``; packed by xz or not.
 """
@@ -17,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+from shared.plan_parts import parts_table
 from shared.sweep_calls import OURS
 from shared.sweep_regret import problem_of
 from shared.sweep_report import best_peer
@@ -31,10 +33,14 @@ MANY_CTAS = 99999
 COMMON = 0.7  # part of a problem's mean error that does not count: it is no candidate's
 
 
+def text_of(path: Path) -> str:
+    content = path.read_bytes()
+    return (lzma.decompress(content) if path.suffix == ".xz" else content).decode()
+
+
 def timings(path: Path) -> tuple[dict, list[dict]]:
     """What a file says about its GPU, and the timings of each problem, as ``collect_plans.py`` writes them."""
-    content = path.read_bytes()
-    text = (lzma.decompress(content) if path.suffix == ".xz" else content).decode()
+    text = text_of(path)
     if '"results"' not in text:
         about, *lines = map(json.loads, text.splitlines())
         return about, lines
@@ -212,7 +218,13 @@ def main() -> None:
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--held", type=int, default=None)
     parser.add_argument("--judge", action="store_true", help="fit nothing")
+    parser.add_argument(
+        "--parts", action="store_true", help="of large calls' times, by bench_sweep.py's files"
+    )
     options = parser.parse_args()
+    if options.parts:
+        print(parts_table([json.loads(text_of(path)) for path in options.files], markdown=True))
+        return
     data = Data(options.files)
     if options.judge:
         return judge(data, data.times(Constants()))
