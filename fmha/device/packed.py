@@ -1,13 +1,13 @@
 """Packed batches: which request, and which of its queries, a query tile of the launch belongs to.
 
 Requests' queries are packed one after another, and cu_seqlens_q says where each request begins. The host knows their
-number B and their total T, not their lengths. So the grid has B + T // queries query tiles: first one tile for each
-request, then further tiles, of which request b gets those from cu_seqlens_q[b] // queries up to cu_seqlens_q[b + 1] //
-queries. That is enough for its queries; a tile without queries is idle. A further tile belongs to the last request that
-begins no later; a warp searches for it, 32 requests at a time.
+number B and their total T, not their lengths. So the grid has B + T // queries query tiles. Request b gets one of them,
+and further ones: as many as there are multiples of ``queries`` from cu_seqlens_q[b] up to cu_seqlens_q[b + 1]. That is
+enough for its queries; a tile without queries is idle. A warp searches for a tile's request, 32 requests at a time.
 
-With many queries, tiles run from the last to the first: a request's later queries see more keys, so short tiles come at
-the end. With few queries (decode), most further tiles are idle and come last.
+With many queries, all tiles of a request stand together (``in_order``), so that CTAs that read the same K and V run at
+the same time; and they run from the last to the first, because later queries see more keys. With few queries (decode),
+the first tiles of all requests come first (``request_of``), which need no search; most further tiles are idle.
 
 Whatever cu_seqlens hold, nothing outside the tensors is accessed: every entry is clamped to the number of queries or
 keys, and a length is never negative.
@@ -44,9 +44,17 @@ def request_of(cu_seqlens: cute.Tensor, tile, queries: cutlass.Constexpr, total)
     requests = Int32(cute.size(cu_seqlens) - 1)
     request, query_tile = tile, Int32(0)
     if tile >= requests:
-        request = begun_by(cu_seqlens, tile - requests, queries, total)
+        request = begun_by(cu_seqlens, tile - requests, queries, total, 0)
         query_tile = 1 + tile - requests - entry(cu_seqlens, request, total) // queries
     return request, query_tile
+
+
+@cute.jit
+def in_order(cu_seqlens: cute.Tensor, tile, queries: cutlass.Constexpr, total) -> tuple:
+    """Like ``request_of``, for tiles that are numbered request by request."""
+    request = begun_by(cu_seqlens, tile, queries, total, 1)
+    query_tile = tile - request - entry(cu_seqlens, request, total) // queries
+    return request, cutlass.max(query_tile, 0)
 
 
 @cute.jit
@@ -67,14 +75,20 @@ def find_request(cu_seqlens: cute.Tensor, tile, queries: cutlass.Constexpr, tota
 
 
 @cute.jit
-def begun_by(cu_seqlens: cute.Tensor, tile, queries: cutlass.Constexpr, total) -> Int32:
-    """The last request that begins in a tile of T queries, or before it. Called by a whole warp."""
+def begun_by(
+    cu_seqlens: cute.Tensor, tile, queries: cutlass.Constexpr, total, more: cutlass.Constexpr
+) -> Int32:
+    """The last request that begins in a tile of T queries, or before it, if each request before it has so many tiles
+    more. Called by a whole warp."""
     lane = cute.arch.lane_idx()
     low, count = Int32(0), Int32(cute.size(cu_seqlens) - 1)  # candidates
     while count > 1:
         step = (count + WARP_THREADS - 1) // WARP_THREADS
         probe = low + cutlass.min(lane * step, count - 1)
-        begins = Boolean(entry(cu_seqlens, probe, total) // queries <= tile)
+        begin = entry(cu_seqlens, probe, total) // queries
+        if cutlass.const_expr(more > 0):
+            begin = begin + probe * more
+        begins = Boolean(begin <= tile)
         begun = cute.arch.popc(cute.arch.vote_ballot_sync(begins))
         passed = cutlass.min(cutlass.max(begun - 1, 0) * step, count - 1)
         low, count = low + passed, cutlass.min(step, count - passed)

@@ -16,7 +16,7 @@ from cutlass import Boolean, Int32, Uint64
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.fmha.config import AttentionKernel
 from warpspec.fmha.device.blocks import RowBlocks, block_span, kv_blocks
-from warpspec.fmha.device.packed import extent_of, request_of
+from warpspec.fmha.device.packed import extent_of, in_order, request_of
 from warpspec.fmha.device.tree import Drafts, depth_of, drafts_between, drop_lowest
 from warpspec.fmha.features import RequestLayout
 from warpspec.fmha.mask import key_range, widened
@@ -290,8 +290,10 @@ def tile_at(config: AttentionKernel, operands, grid, window, index, section=None
     if cutlass.const_expr(config.requests.packed_q):
         if cutlass.const_expr(not config.requests.many_queries):
             query_tile = extent(grid.query_tiles) - 1 - query_tile
-        total = operands.q.shape[1]
-        request, query_tile = request_of(operands.cu_seqlens_q, query_tile, config.rows.queries, total)
+        request_and_tile = in_order if config.requests.many_queries else request_of
+        request, query_tile = request_and_tile(
+            operands.cu_seqlens_q, query_tile, config.rows.queries, operands.q.shape[1]
+        )
     tile = tile_of(
         config, operands, grid.heads_of_kv(operands), window, query_tile, head_tile, kv_head, request
     )

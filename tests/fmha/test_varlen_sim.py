@@ -128,13 +128,13 @@ def test_lengths_that_nobody_checked_touch_nothing_else(arch):
 
 @pytest.mark.parametrize("requests", [1, 2, 31, 33, 1100])
 def test_every_query_has_a_tile(requests):
-    """The arithmetic of the order of tiles, as the kernel does it, for lengths around a tile's queries."""
+    """The arithmetic of both orders of tiles, as the kernel does it, for lengths around a tile's queries."""
     generator = torch.Generator().manual_seed(requests)
     for queries in (1, 8, 128):
         lengths = torch.randint(0, 2 * queries + 2, (requests,), generator=generator)
         begins = [0, *lengths.cumsum(0).tolist()]
         total = begins[-1] + 5
-        seen = set()
+        seen, in_order = set(), []
         for tile in range(packed.query_tiles(queries, total, requests)):
             request, number = tile, 0
             if tile >= requests:
@@ -142,8 +142,11 @@ def test_every_query_has_a_tile(requests):
                 request = max(b for b in range(requests) if begins[b] // queries <= further)
                 number = 1 + further - begins[request] // queries
             seen.add((request, number))
+            request = max(b for b in range(requests) if b + begins[b] // queries <= tile)
+            in_order.append((request, tile - request - begins[request] // queries))
+        assert in_order == sorted(set(in_order))
         wanted = {(b, n) for b in range(requests) for n in range(-(-int(lengths[b]) // queries))}
-        assert wanted <= seen
+        assert wanted <= seen and wanted <= set(in_order)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
