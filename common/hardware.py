@@ -45,6 +45,7 @@ BF16_BYTES = 2  # fp16 too
 
 # Accesses to memory.
 VECTOR_BYTES = 16  # the widest load or store of one thread that all kernels may use
+LINE_BYTES = 128  # of L2
 TMA_ALIGNMENT = 16  # in bytes, of a tensor's address and strides
 
 # Tensor memory (sm_100a), in columns of 128 lanes of 32 bits.

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from warpspec.common.hardware import FP32_BYTES
+from warpspec.common.hardware import FP32_BYTES, LINE_BYTES
 from warpspec.fmha.combine import CHUNK, VECTOR
 from warpspec.fmha.join import BATCH, PART_CTAS, THREADS
 from warpspec.fmha.tiles import ELEMENT_BYTES
@@ -77,7 +77,8 @@ class Work(NamedTuple):
     longest, shortest: KV tiles of the longest and shortest query tile. spread: standard deviation of KV tiles among
     query tiles that stand in no order of length. masked: KV tiles with a mask. groups: KV tiles times row groups with a
     query. rows: query rows. bytes: bytes that must be moved. boxes: loads of a K or V tile. depth: elements of a row.
-    keyed: tensors of keys."""
+    tensors: of keys. number: bytes of a number of K and V. lines: bytes of the lines of L2 that a load touches, as a
+    multiple of the load's."""
 
     tiles: float
     idle: float
@@ -93,6 +94,8 @@ class Work(NamedTuple):
     depth: float
     tensors: float
     requests: float
+    number: float
+    lines: float
 
 
 def _clipped_mean(first: float, last: float) -> float:
@@ -170,11 +173,31 @@ def work_of(problem, tiling: Tiling, requests) -> Work:
     idle = 0.0
     if problem.requests.packed_q:
         idle = max((total // queries_of + problem.batch) * heads - tiles, 0.0)
+    number = problem.format.kv_bits / 8
     return Work(
         tiles, idle, kv, longest, 0.0 if shortest == math.inf else shortest, spread, masked, groups, rows,
-        (moved * problem.heads_kv * tensors + 2 * rows) * depth * ELEMENT_BYTES,
-        boxes_of(problem, tiling.tile_n), depth, tensors, problem.batch,
+        (moved * problem.heads_kv * tensors * number + 2 * rows * ELEMENT_BYTES) * depth,
+        boxes_of(problem, tiling.tile_n), depth, tensors, problem.batch, number,
+        touched_lines(problem.heads.qk, number),
     )  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def touched_lines(columns: int, number: float) -> float:
+    """Bytes of the lines of L2 that loads of rows touch, as a multiple of the rows' bytes; 1 if rows are whole lines.
+
+    A row is loaded span by span, and begins at any multiple of what its size and a line's have in common. Rows of 192
+    bytes touch 2.5 lines each, and calls of that head size that wait for L2 take that much longer
+    (docs/notebook/attention.md).
+    """
+    row = int(columns * number)
+    step = math.gcd(row, LINE_BYTES)
+    found = 0
+    for begin in range(0, LINE_BYTES, step):
+        for span in range(0, row, LINE_BYTES):
+            length = min(LINE_BYTES, row - span)
+            found += -(-((begin + span) % LINE_BYTES + length) // LINE_BYTES)
+    return found * step / row
 
 
 def boxes_of(problem, tile_n: int) -> int:
@@ -274,8 +297,8 @@ class TileTime(NamedTuple):
     team: float
 
 
-def tile_time(t: Tiling, depth, tensors, c: Constants, where) -> TileTime:
-    """A tiling's ``TileTime``."""
+def tile_time(t: Tiling, depth, tensors, number, c: Constants, where) -> TileTime:
+    """A tiling's ``TileTime``. depth, tensors, number: of ``Work``."""
     columns = depth / t.column_parts
     products = t.rows * t.tile_n * (depth + columns) * 2 / MMA_FLOPS  # clocks of QK and PV for a row group
     exponentials = t.rows * t.tile_n / EXPONENTIALS
@@ -288,7 +311,7 @@ def tile_time(t: Tiling, depth, tensors, c: Constants, where) -> TileTime:
     return TileTime(
         unit=(c.mma * products + c.turn) ** p + (c.exponentials * exponentials) ** p,
         fixed=serial**p + (c.latency / t.stages) ** p,
-        bytes=tensors * t.tile_n * depth * ELEMENT_BYTES,
+        bytes=tensors * t.tile_n * depth * number,
         mask=c.mask * t.tile_n * where(several, c.pack_mask, 1.0),
         ends=ends * where(several, c.pack_ends, 1.0),
         team=team,
@@ -301,19 +324,19 @@ def either(condition, first, second):
 
 
 @lru_cache(maxsize=1024)
-def known_tile(t: Tiling, depth: float, tensors: int, c: Constants) -> TileTime:
+def known_tile(t: Tiling, depth: float, tensors: int, number: float, c: Constants) -> TileTime:
     """``tile_time`` for numbers."""
-    return tile_time(t, depth, tensors, c, either)
+    return tile_time(t, depth, tensors, number, c, either)
 
 
 def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=None):
     """Time of a launch and of the second launch after it. xp: numpy, for arrays."""
     if xp is None:
         maximum, minimum, ceil, where = max, min, math.ceil, either
-        tile = known_tile(t, w.depth, w.tensors, c)
+        tile = known_tile(t, w.depth, w.tensors, w.number, c)
     else:
         maximum, minimum, ceil, where = xp.maximum, xp.minimum, xp.ceil, xp.where
-        tile = tile_time(t, w.depth, w.tensors, c, where)
+        tile = tile_time(t, w.depth, w.tensors, w.number, c, where)
     sms, p = target.sm_count, c.power
     resident = sms * t.ctas_per_sm
     consumers = t.row_groups * t.column_parts
@@ -329,7 +352,7 @@ def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=
         """Clocks of a KV tile, with so many CTAs per SM and so many on all SMs. groups: share of the warpgroups that
         have a query."""
         loads = load * maximum(ctas / c.sm_bytes, ctas_here * CLOCKS_PER_US / memory_rate)
-        loads = maximum(loads, tile.bytes * ctas / c.l2_bytes)
+        loads = maximum(loads, w.lines * tile.bytes * ctas / c.l2_bytes)
         return ((consumers * ctas * groups) ** p * tile.unit + loads**p + rest) ** (1 / p) * tile.team
 
     if way is Way.LINE:
