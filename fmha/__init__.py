@@ -189,11 +189,13 @@ def attention(
         normalize,
         return_lse,
         num_splits,
-        deterministic=deterministic,
-        v_dim=v_dim,
-        swizzled=swizzled,
-        block_queries=block_queries,
-        block_keys=block_keys,
+        None,
+        None,
+        deterministic,
+        v_dim,
+        swizzled,
+        block_queries,
+        block_keys,
     )
     return _call(operands, options, backend)
 

@@ -140,8 +140,8 @@ def key_of(operands: Operands, options: Options, backend) -> tuple | None:
         if not isinstance(window, tuple):  # a list, which the checks take or refuse
             return None
         sides = tuple(map(type, window))
-    kinds = (*map(type, options), *map(type, options.logits))
-    return (backend_variable(), backend, options, kinds, sides, *seen)
+    kinds, of_logits = map(type, options), map(type, options.logits)
+    return (backend_variable(), backend, options, *kinds, *of_logits, sides, *seen)
 
 
 def remember(key, call: Call) -> None:
