@@ -223,19 +223,20 @@ class Constants:
     serial_mma, serial_key, serial_tile: what a consumer's step takes by itself: share of the products' clocks, clocks a
     key, and clocks. mma, exponentials: the SM's units, as multiples of what is counted. turn: clocks of the tensor
     cores between consumers. power: of the mean. sm_bytes, l2_bytes: from memory, and in all, that arrive on an SM, a
-    clock. latency: clocks
-    from the demand of a KV tile to its arrival. box: clocks that a load takes to issue. mask: clocks a key of a tile
-    with a mask; pack_mask: times as many where heads share a tile. tile, tile_row: clocks of a query tile's start and
-    end, and more for each element of its rows; pack_ends: times as many where heads share a tile; hidden: part by which
-    each further CTA of an SM lengthens them. alone: clocks of a launch's first tile. team_RC: times that a step takes
-    with R row groups and C CTAs an SM, beside that of two row groups. round_, greedy: parts of a last round's idle time
-    that persistent CTAs lose, and those that take tiles as SMs come free. spread, greedy_spread: standard deviations of
-    a tile's length by which the busiest CTA exceeds the mean. single: starts and ends that nothing hides where a CTA
-    has one tile. queue: clocks to take a tile. idle: clocks of a tile without a query. launch: microseconds. memory: as
-    a multiple of the copy speed. chunk: clocks of a chunk's start. scan, scan_requests: microseconds of cutting a line,
-    and of each 32 requests. join, join_bytes: microseconds of the launch that joins, and bytes of states a microsecond.
-    line: times that all of it takes. combine, combine_bytes: likewise of the launch that combines; combine_round,
-    combine_parts: microseconds of each round of so many parts.
+    clock. latency: clocks from the demand of a KV tile to its arrival. box: clocks that a load takes to issue. mask:
+    clocks a key of a tile with a mask; pack_mask: times as many where heads share a tile. tile, tile_row: clocks of a
+    query tile's start and end, and more for each element of its rows; pack_ends: times as many where heads share a
+    tile; hidden: part by which each further CTA of an SM lengthens them. alone: clocks of a launch's first tile.
+    team_RC: times that a step takes with R row groups and C CTAs an SM, beside that of two row groups. round_, greedy,
+    queue_rest: parts of a last round's idle time that persistent CTAs lose, CTAs of one tile, and CTAs with a queue.
+    spread, greedy_spread, queue_spread: of the same, standard deviations of a tile's length by which the busiest CTA
+    exceeds the mean. single_ends, queue_ends: times that starts and ends take where each CTA has one tile, and where a
+    queue lets them overlap the tiles before and after. single, queue_last: starts and ends that nothing hides at the
+    end of such launches. queue: clocks to take a tile. idle: clocks of a tile without a query. launch: microseconds.
+    memory: as a multiple of the copy speed. chunk: clocks of a chunk's start. scan, scan_requests: microseconds of
+    cutting a line, and of each 32 requests. join, join_bytes: microseconds of the launch that joins, and bytes of
+    states a microsecond. line: times that all of it takes. combine, combine_bytes: likewise of the launch that
+    combines; combine_round, combine_parts: microseconds of each round of so many parts.
     """
 
     serial_mma: float = 0.187
@@ -249,36 +250,41 @@ class Constants:
     latency: float = 697.9
     box: float = 46.7
     mask: float = 3.633
-    tile: float = 1974.0
-    tile_row: float = 0.1234
+    tile: float = 1868.0
+    tile_row: float = 0.1238
     hidden: float = 0.1635
     alone: float = 103.6
-    round_: float = 0.574
-    greedy: float = 0.3374
-    spread: float = 0.5555
-    greedy_spread: float = 1.081
+    round_: float = 0.5864
+    greedy: float = 0.2752
+    spread: float = 0.6272
+    greedy_spread: float = 0.7734
     launch: float = 3.41
     memory: float = 1.183
     turn: float = 194.3
     chunk: float = 97.25
     scan: float = 1.186
     scan_requests: float = 0.01184
-    join: float = 3.188
+    join: float = 3.581
     join_bytes: float = 2706000.0
     combine: float = 0.8111
     combine_bytes: float = 4229000.0
-    queue: float = 2.251
+    queue: float = 2.25
     pack_mask: float = 2.217
     pack_ends: float = 0.9805
     team_11: float = 0.9829
     team_12: float = 1.035
     team_13: float = 1.063
     team_31: float = 1.034
-    single: float = 1.559
+    single: float = 1.305
+    single_ends: float = 1.228
+    queue_ends: float = 0.8068
+    queue_rest: float = 0.4755
+    queue_spread: float = 1.699
+    queue_last: float = 2.275
     combine_round: float = 0.7336
     combine_parts: float = 32.0
     idle: float = 3572.0
-    line: float = 1.087
+    line: float = 1.077
 
 
 class TileTime(NamedTuple):
@@ -369,7 +375,8 @@ def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=
         full = step(ceil(most_here - CROWDED), minimum(parts, resident))
     alone = step(1.0, 0.5 * minimum(parts, sms), groups)
     mask = tile.mask * maximum(consumers * ctas_here / 2, 1.0)
-    shared = tile.ends * (1 + c.hidden * (ctas_here - 1))
+    ends = {Way.SINGLE: c.single_ends, Way.QUEUE: c.queue_ends}.get(way, 1.0)
+    shared = tile.ends * (1 + c.hidden * (ctas_here - 1)) * ends
 
     parts_of = splits if way is Way.SPLIT else 1
     average = w.kv / tiles / parts_of
@@ -393,8 +400,10 @@ def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=
             mixed = minimum(UNSORTED * spread / maximum(average, 0.1), 1.0)
             more = left * (c.round_ * short * (1 - mixed) + each * mixed)
             more = more + c.spread * spread * alone * rounds**0.5
-        else:
+        elif way is Way.SINGLE:
             more = left * c.greedy * short + c.greedy_spread * spread * alone + c.single * shared
+        else:
+            more = left * c.queue_rest * short + c.queue_spread * spread * alone + c.queue_last * shared
         busy = mean + where(launched <= resident, one, maximum(more, one - mean + each))
     found = c.launch + maximum((busy + c.alone) / CLOCKS_PER_US, w.bytes / memory_rate)
     if way is Way.SPLIT:
