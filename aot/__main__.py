@@ -8,9 +8,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from warpspec.aot.models import CALLS, MODELS, NEAR, PAGE_SIZES, kernels, problems
+from warpspec.aot.models import CALLS, KV_CACHES, MODELS, NEAR, PAGE_SIZES, needed, rank_of
 from warpspec.aot.workers import compile_all
 from warpspec.common.disk_cache import CACHE_VARIABLE
+from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import GPUS
 from warpspec.common.kernel_cache import CACHE
 from warpspec.common.launch import SIMULATED
@@ -22,6 +23,8 @@ Exit status 1: a kernel failed to compile.
 examples:
   python -m warpspec compile --list                                    the models
   python -m warpspec compile --arch sm_90a --model gpt-oss-120b --jobs 8
+  python -m warpspec compile --model llama-3-8b --kv-cache nvfp4       with the kernels that store keys and values
+  python -m warpspec compile --model deepseek-v3-decode --ranks 8 --calls paged --page-sizes 64
   python -m warpspec compile --model qwen3-8b --calls packed-paged --page-sizes 16 --cache /models/kernels"""
 
 
@@ -55,6 +58,13 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--page-sizes", nargs="+", type=int, default=PAGE_SIZES, help="keys of a page (default %(default)s)"
     )
+    parser.add_argument(
+        "--kv-cache",
+        default="16-bit",
+        choices=KV_CACHES,
+        help="what the KV cache holds (default %(default)s)",
+    )
+    parser.add_argument("--ranks", type=int, default=1, help="ranks of tensor parallelism (default 1)")
     parser.add_argument("--cache", metavar="DIR", help=f"folder to keep them in (default: {CACHE_VARIABLE})")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one a CPU)")
     parser.add_argument(
@@ -76,11 +86,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     target = replace(SIMULATED[options.arch], device=0)  # compile as for a GPU
     if options.sm_count:
         target = replace(target, sm_count=options.sm_count)
-    wanted = dict.fromkeys(
-        item
-        for name in options.model
-        for item in kernels(problems(MODELS[name], options.calls, options.page_sizes), target, NEAR)
-    )
+    try:
+        wanted = dict.fromkeys(
+            item
+            for name in options.model
+            for item in needed(
+                rank_of(MODELS[name], options.ranks),
+                options.calls,
+                options.page_sizes,
+                options.kv_cache,
+                target,
+                NEAR,
+            )
+        )
+    except (ValueError, UnsupportedProblem) as problem:
+        parser().error(str(problem))
     if options.list:
         for kernel, config in wanted:
             print(kernel.name, config)

@@ -8,17 +8,23 @@ in between ask for.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
+from warpspec.cache.config import InsertConfig, heads_per_item
+from warpspec.cache.device.insert import INSERT
 from warpspec.common.launch import Kernel, Target
+from warpspec.fmha.combine import COMBINE
 from warpspec.fmha.expand import EXPAND, expand_config, expanded
 from warpspec.fmha.launch import ATTENTION, expands_on, second_kernel
 from warpspec.fmha.plan import likely_kernels
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.values import POSITION_LIMIT
+from warpspec.latent.gathered.config import PAGE_ROWS
+from warpspec.latent.gathered.launch import GATHERED, make_plan
+from warpspec.latent.mla.float8 import problem_of
 
 FULL = {}
 
@@ -34,8 +40,9 @@ class Model:
 
     layers: options of ``attention`` for each kind of layer. sink: whether rows have sinks. shared_kv: whether V is K.
     strides: for each kind of layer with compressed keys besides its own, the positions that one of them stands for.
-    v_dim: head size of V, 0 for head_dim. images: whether tokens of an image see all of it, so that calls have
-    ``ranges``: all of vLLM's, in transformers those of a prompt with images.
+    v_dim: head size of V, 0 for head_dim; with shared_kv, V is that part of K's rows (latent rows). images: whether
+    tokens of an image see all of it, so that calls have ``ranges``: all of vLLM's, in transformers those of a prompt
+    with images.
     """
 
     heads_q: int
@@ -69,6 +76,11 @@ MODELS = {
     "qwen3-235b-a22b": Model(64, 4, 128),
     "phi-3-mini": Model(32, 32, 96),
     "deepseek-v3": Model(128, 128, 192, v_dim=128),  # its prefill
+    "deepseek-v3-decode": Model(128, 1, 576, shared_kv=True, v_dim=512),
+    "kimi-k2": Model(64, 64, 192, v_dim=128),  # its prefill
+    "kimi-k2-decode": Model(64, 1, 576, shared_kv=True, v_dim=512),
+    "mimo-v2-flash-full": Model(64, 4, 192, v_dim=128),
+    "mimo-v2-flash-window": Model(64, 8, 192, v_dim=128, layers=(sliding(129),), sink=True),
     "gemma-2-2b": Model(8, 4, 256, **GEMMA_2),
     "gemma-2-9b": Model(16, 8, 256, **GEMMA_2),
     "gemma-2-27b": Model(32, 16, 128, **GEMMA_2),
@@ -84,6 +96,7 @@ MODELS = {
 # cache of fixed size; with keys in pages; with queries and keys packed; with queries packed and keys in pages.
 CALLS = ("plain", "ranges", "paged", "packed", "packed-paged")
 PAGED, PACKED = ("paged", "packed-paged"), ("packed", "packed-paged")
+KV_CACHES = ("16-bit", "e4m3", "e5m2", "nvfp4")  # what a cache holds
 PAGE_SIZES = (16, 64)
 
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256)
@@ -108,13 +121,33 @@ def sizes() -> Iterator[Sizes]:
                 yield from (Sizes(batch, seq_q, seq_k) for seq_k in (seq_q, *KEYS) if seq_k >= seq_q)
 
 
-def problems(model: Model, calls: Iterable[str], page_sizes: Iterable[int]) -> Iterator[AttentionProblem]:
-    """Problems of a model's calls. calls: of ``CALLS``. page_sizes: keys of a page, for paged calls."""
+def rank_of(model: Model, ranks: int) -> Model:
+    """A rank's share of a model's heads. ValueError if they cannot be shared so."""
+    if model.heads_q % ranks or (model.heads_kv % ranks and ranks % model.heads_kv):
+        raise ValueError(
+            f"{model.heads_q} query heads and {model.heads_kv} KV heads do not go into {ranks} ranks"
+        )
+    return replace(model, heads_q=model.heads_q // ranks, heads_kv=max(model.heads_kv // ranks, 1))
+
+
+def problems(
+    model: Model, calls: Iterable[str], page_sizes: Iterable[int], kv_cache: str = "16-bit"
+) -> Iterator[AttentionProblem]:
+    """Problems of a model's calls. calls: of ``CALLS``. page_sizes: keys of a page, for paged calls. kv_cache: of
+    ``KV_CACHES``; codes with a scale, and without."""
+    if kv_cache != "16-bit":
+        for scaled in (True, False):
+            for found in problems(model, calls, page_sizes):
+                codes = dict(kv_format=kv_cache, has_k_scale=scaled, has_v_scale=scaled)
+                yield replace(found, format=replace(found.format, **codes))
+        return
     forms = [(call, page) for call in calls for page in (page_sizes if call in PAGED else (0,))]
     for call, page_size in forms:
         for layer in model.layers:
             for size in sizes():
                 yield problem(model, layer, size, call, page_size)
+                if call == "paged" and size.seq_q == 1:  # some callers do without a mask
+                    yield problem(model, layer | {"causal": False}, size, call, page_size)
         for stride in model.strides:  # keys of both kinds, each of which gives a part of the result
             for size in sizes():
                 for part in (*model.layers, {"key_stride": stride}):
@@ -129,7 +162,7 @@ def problem(model: Model, layer: dict, size: Sizes, call: str, page_size: int) -
         return torch.empty(shape, dtype=dtype, device="meta")
 
     per_batch = tensor(batch, dtype=torch.int32)
-    options = dict(layer, causal=True)
+    options = {"causal": True} | layer
     if "key_stride" in layer:
         seq_k = max(seq_k // layer["key_stride"], 1)
         options["q_start"] = per_batch
@@ -153,8 +186,57 @@ def problem(model: Model, layer: dict, size: Sizes, call: str, page_size: int) -
         options["ranges"] = tensor(*rows, 2, dtype=torch.int32)
     q = tensor(*rows, model.heads_q, model.head_dim)
     k = tensor(*key_rows, model.heads_kv, model.head_dim)
+    if model.shared_kv and model.v_dim:
+        options["v_dim"] = model.v_dim
     v = None if model.shared_kv else tensor(*key_rows, model.heads_kv, model.v_dim or model.head_dim)
     return AttentionProblem.of(q, k, v, memory=False, **options)
+
+
+def inserts(model: Model, kv_cache: str) -> list[tuple[Kernel, Hashable]]:
+    """The kernels that store a model's new keys and values as codes, with a scale and without."""
+    sizes = (model.head_dim, model.v_dim or model.head_dim)
+    found = []
+    for scale in ("tensor", None):
+        config = InsertConfig(
+            "bfloat16", kv_cache, *sizes, q_heads=0, kv_heads=heads_per_item(model.heads_kv), k_scale=scale,
+            v_scale=scale,
+        )  # fmt: skip
+        found.append((INSERT, config))
+    return found
+
+
+def latent_kernels(model: Model, page_sizes: Iterable[int], target: Target) -> list[tuple[Kernel, Hashable]]:
+    """The kernels of ``mla_decode`` over rows in e4m3, which no other calls read."""
+    if PAGE_ROWS not in page_sizes:
+        raise ValueError(f"--page-sizes: rows in e4m3 need pages of {PAGE_ROWS}")
+    wanted: dict[tuple[Kernel, Hashable], None] = {}
+    for batch, seq_q, seq_k in sizes():
+        if seq_q > max(DECODE_QUERIES):
+            continue
+        rows = -(-seq_k // PAGE_ROWS) * PAGE_ROWS
+        plan = make_plan(problem_of(batch * seq_q, model.heads_q, rows, 1.0), target)
+        wanted[GATHERED.of(target.architecture).kernel, plan.config] = None
+        if plan.combine is not None:
+            wanted[COMBINE, plan.combine] = None
+    return list(wanted)
+
+
+def needed(
+    model: Model,
+    calls: Iterable[str],
+    page_sizes: Iterable[int],
+    kv_cache: str,
+    target: Target,
+    margin: float,
+) -> list[tuple[Kernel, Hashable]]:
+    """All kernels of a model's calls over a cache, those that store codes included."""
+    latent = model.shared_kv and model.v_dim
+    if latent and kv_cache != "16-bit":
+        if kv_cache != "e4m3":
+            raise ValueError(f"--kv-cache: latent rows are e4m3 or 16-bit, got {kv_cache}")
+        return latent_kernels(model, page_sizes, target)
+    found = kernels(problems(model, calls, page_sizes, kv_cache), target, margin)
+    return found if kv_cache == "16-bit" else found + inserts(model, kv_cache)
 
 
 def kernels(

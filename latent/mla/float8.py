@@ -55,10 +55,9 @@ def decode(
             if result is not None:
                 result.fill_(value)
     else:
-        problem = GatheredProblem(
-            tokens, heads, E4M3_ROWS.name, (rows,), (True,), float(scale), normalize=normalize,
-            return_lse=lse is not None, num_splits=num_splits, paged=True, has_kv_scale=True,
-        )  # fmt: skip
+        problem = problem_of(
+            tokens, heads, rows, scale, normalize=normalize, return_lse=lse is not None, num_splits=num_splits
+        )
         bytes_of = kv.as_strided((len(kv), PAGE_ROWS * kv.shape[2]), (kv.stride(0), 1)).view(torch.uint8)
         tensors = {
             "q": q.reshape(tokens, heads, -1), "o": o.view(tokens, heads, VALUE_DIM), "scales": None, "sink": None,
@@ -73,6 +72,22 @@ def decode(
     if not normalize:
         return AttentionState(o, row_max, row_sum)
     return (o, lse) if return_lse else o
+
+
+def problem_of(tokens: int, heads: int, rows: int, scale: float, **results) -> GatheredProblem:
+    """The problem of a call. tokens: queries of all requests. rows: of the longest request that the page table has room
+    for. results: which results, and in how many parts, as the problem's fields say."""
+    return GatheredProblem(
+        tokens,
+        heads,
+        E4M3_ROWS.name,
+        (rows,),
+        (True,),
+        float(scale),
+        paged=True,
+        has_kv_scale=True,
+        **results,
+    )
 
 
 def by_request(statistics: torch.Tensor | None, batch: int) -> torch.Tensor | None:

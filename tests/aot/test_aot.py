@@ -5,18 +5,37 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.suites import long
+from helpers.suites import long, long_but
 
 from warpspec.aot import __main__ as aot
-from warpspec.aot.models import CALLS, MODELS, NEAR, PAGED, Sizes, kernels, problem, problems
+from warpspec.aot.models import (
+    CALLS,
+    MODELS,
+    NEAR,
+    PAGED,
+    Sizes,
+    inserts,
+    kernels,
+    needed,
+    problem,
+    problems,
+    rank_of,
+)
+from warpspec.cache.device.insert import INSERT
+from warpspec.cache.operands import Operands as InsertOperands
+from warpspec.cache.operands import Options as InsertOptions
+from warpspec.cache.problem import config_of
 from warpspec.common import compile
 from warpspec.common.disk_cache import CACHE_VARIABLE
 from warpspec.common.hardware import GPUS
 from warpspec.common.launch import SIMULATED
 from warpspec.fmha import launch
 from warpspec.fmha.combine import COMBINE, CombineConfig
+from warpspec.fmha.expand import EXPAND, expand_config, expanded
 from warpspec.fmha.join import JOIN
 from warpspec.fmha.problem import AttentionProblem
+from warpspec.latent import mla_decode
+from warpspec.latent.gathered import launch as gathered
 
 
 def native(arch):
@@ -62,6 +81,84 @@ def test_calls_of_other_sizes_find_their_kernels(name, arch, calls):
     assert not missing
 
 
+@pytest.mark.parametrize(
+    ("name", "arch", "kv_cache"),
+    [
+        ("llama-3-8b", "sm_90a", "e4m3"),
+        *(long(n, a, c) for n in ("llama-3-8b", "gemma-3-4b") for a in GPUS for c in ("e4m3", "nvfp4")),
+    ],
+)
+def test_calls_over_codes_find_their_kernels(name, arch, kv_cache):
+    """Sizes in between, with the layer's scales or without."""
+    model, target, draw = MODELS[name], native(arch), random.Random(6)
+    calls = ["packed-paged"]
+    ahead = set(needed(model, calls, [64], kv_cache, target, NEAR))
+    missing = set()
+    for _ in range(100):
+        seq_q = draw.choice([draw.randint(1, 8), round(2 ** draw.uniform(3, 12))])
+        size = Sizes(
+            draw.randint(1, min(256, max(32768 // seq_q, 1))), seq_q, seq_q + round(2 ** draw.uniform(0, 16))
+        )
+        found = problem(model, draw.choice(model.layers), size, calls[0], page_size=64)
+        scaled = draw.random() < 0.5
+        found = replace(
+            found, format=replace(found.format, kv_format=kv_cache, has_k_scale=scaled, has_v_scale=scaled)
+        )
+        if launch.expands_on(found, target):
+            assert (EXPAND, expand_config(found)) in ahead
+            found = expanded(found)
+        missing |= {(size, *item) for item in asked_for(found, target) if item not in ahead}
+    assert not missing
+
+
+@pytest.mark.parametrize("kv_cache", ["e4m3", "nvfp4"])
+@pytest.mark.parametrize("scale", [None, torch.ones(()), torch.ones(1)])
+def test_what_stores_codes_is_compiled_ahead(kv_cache, scale):
+    """As vLLM and SGLang call it, with an integer for each token's slot."""
+    row, dtype = (64, torch.uint8) if kv_cache == "nvfp4" else (128, torch.float8_e4m3fn)
+    new, cache = torch.zeros(3, 8, 128, dtype=torch.bfloat16), torch.zeros(2, 64, 8, row, dtype=torch.uint8)
+    blocks = torch.zeros(2, 64, 8, 8, dtype=torch.uint8) if kv_cache == "nvfp4" else None
+    operands = InsertOperands(
+        new, new, cache.view(dtype), cache.view(dtype), torch.zeros(3, dtype=torch.int64), k_scale=scale,
+        v_scale=scale, k_block_scales=blocks, v_block_scales=blocks,
+    )  # fmt: skip
+    config = config_of(operands, InsertOptions(format=kv_cache))
+    assert (INSERT, config) in inserts(MODELS["llama-3-8b"], kv_cache)
+
+
+@pytest.mark.parametrize("arch", long_but(["sm_90a"], GPUS))
+@pytest.mark.parametrize("kv_cache", ["16-bit", "e4m3"])
+def test_latent_decoding_finds_its_kernels(arch, kv_cache, monkeypatch):
+    """A rank's 16 heads; one query, or drafts."""
+    target, heads = native(arch), 16
+    ahead = needed(rank_of(MODELS["deepseek-v3-decode"], 8), ["paged"], [64], kv_cache, target, NEAR)
+    asked = []
+    monkeypatch.setattr(gathered, "run", lambda problem, *_: asked.append(problem))
+    for batch, queries, pages in ((1, 1, 3), (3, 4, 40), (100, 1, 20)):
+        q = torch.zeros(batch, queries, heads, 576, dtype=torch.bfloat16)
+        kv = torch.zeros(4, 64, 576, dtype=torch.bfloat16)
+        table, lengths = torch.zeros(batch, pages, dtype=torch.int32), torch.ones(batch, dtype=torch.int32)
+        if kv_cache == "16-bit":
+            options = dict(scale=0.1, causal=queries > 1, kv_lengths=lengths, page_table=table, v_dim=512)
+            found = AttentionProblem.of(q, kv[:, :, None], **options)
+            assert all(item in ahead for item in asked_for(found, target))
+        else:
+            codes = kv.to(torch.float8_e4m3fn)
+            mla_decode(q, codes, table, lengths, scale=0.1, backend="sim")
+            plan = gathered.make_plan(asked.pop(), target)
+            assert (gathered.GATHERED.of(target.architecture).kernel, plan.config) in ahead
+            assert plan.combine is None or (COMBINE, plan.combine) in ahead
+
+
+def test_heads_that_do_not_go_into_ranks(capsys):
+    with pytest.raises(SystemExit):
+        aot.main(["--model", "llama-3-8b", "--ranks", "3", "--list"])
+    assert "do not go into 3 ranks" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        aot.main(["--model", "kimi-k2-decode", "--kv-cache", "nvfp4", "--list"])
+    assert "latent rows are e4m3 or 16-bit" in capsys.readouterr().err
+
+
 def test_a_call_with_tensors_finds_its_kernel():
     """A decoding step of gpt-oss over pages, as an engine makes it."""
     batch, pages = 3, 40
@@ -84,7 +181,7 @@ def test_a_call_with_tensors_finds_its_kernel():
 
 def test_what_is_compiled_ahead_is_not_compiled_again(monkeypatch, tmp_path, capsys):
     config = CombineConfig.of(128, 3)
-    monkeypatch.setattr(aot, "kernels", lambda problems, target, margin: [(COMBINE, config)])
+    monkeypatch.setattr(aot, "needed", lambda *_: [(COMBINE, config)])
     monkeypatch.setenv(CACHE_VARIABLE, "")  # put back afterwards
     assert aot.main(["--model", "llama-3-8b", "--jobs", "1", "--cache", str(tmp_path)]) == 0
     assert "1/1" in capsys.readouterr().out
