@@ -174,7 +174,7 @@ def verdict(output: str, code: int) -> list[str]:
         at = output.find(f"errors.{kind}: ")
         if at >= 0:
             return [f"{kind} at {_lines(output[at:])}"]
-    found = output[max(output.rfind("memory order"), 0) :]
+    found = output[max(output.rfind("memory order"), 0) :].partition("\nwarning: ")[0]
     said = [WRONG_RESULT] if code and WRONG.search(output) else []
     said += [
         f"order: {block.partition(':')[0]} at {_lines(block)}"
@@ -197,9 +197,16 @@ def _lines(text: str) -> str:
     return " and ".join(list(dict.fromkeys(named))[:2]) or "no line"
 
 
-def without_lines(text: str) -> str:
-    """A finding without the numbers of its lines, which the fix moves."""
-    return re.sub(r"(:|PTX line )\d+", "", text)
+def source_of(text: str, version: Path) -> str:
+    """A finding with the text of its lines instead of their numbers, which the fix moves."""
+
+    def line(match: re.Match) -> str:
+        files = [path for path in version.rglob(match[1]) if path.is_file()]
+        lines = files[0].read_text(errors="replace").splitlines() if files else []
+        number = int(match[2])
+        return f"{match[1]} {lines[number - 1].strip()}" if number <= len(lines) else match[1]
+
+    return re.sub(r"PTX line \d+", "PTX", re.sub(r"([\w.]+\.\w+):(\d+)", line, text))
 
 
 def shown(texts: list[str]) -> str:
@@ -207,13 +214,17 @@ def shown(texts: list[str]) -> str:
     return " and ".join(texts[: 1 + (texts[0] == WRONG_RESULT)])
 
 
-def row(case: Case, said: dict[str, list[list[str]]]) -> str:
+def row(case: Case, versions: dict[str, Path], said: dict[str, list[list[str]]]) -> str:
     """A case's row of the table. The defective version's findings are those that the fixed one has not."""
-    known = {without_lines(text) for texts in said[FIXED] for text in texts}
-    new = [[text for text in texts if without_lines(text) not in known] for texts in said[DEFECTIVE]]
+    known = {source_of(text, versions[FIXED]) for texts in said[FIXED] for text in texts}
+    new = [
+        [text for text in texts if source_of(text, versions[DEFECTIVE]) not in known]
+        for texts in said[DEFECTIVE]
+    ]
     found = "; ".join(f"seed {seed}: {shown(texts)}" for seed, texts in enumerate(new) if texts)
-    fixed = list(dict.fromkeys(texts[0] for texts in said[FIXED] if texts))
-    cells = [case.name, case.repository, case.fix, case.kind, found or NOTHING, "; ".join(fixed) or NOTHING]
+    fixed = dict.fromkeys(text for texts in said[FIXED] for text in texts if not text.startswith("warning"))
+    stays = f"{len(fixed)} stay{'s' if len(fixed) == 1 else ''}: {next(iter(fixed))}" if fixed else NOTHING
+    cells = [case.name, case.repository, case.fix, case.kind, found or NOTHING, stays]
     return f"| {' | '.join(cells)} |"
 
 
@@ -268,7 +279,7 @@ def main() -> None:
             version: [kept[f"{case.name} {version} {seed}"] for seed in range(options.seeds)]
             for version in (FIXED, DEFECTIVE)
         }
-        print(row(case, said), flush=True)
+        print(row(case, versions[case.name], said), flush=True)
 
 
 if __name__ == "__main__":

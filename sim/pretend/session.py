@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +14,8 @@ from warpspec.sim import simulation
 from warpspec.sim.errors import SimError
 from warpspec.sim.order.findings import Finding, OrderError, grouped_text
 from warpspec.sim.report import SimReport
+
+SOURCE = re.compile(r"from (\S+:\d+)")  # in a warning: lines of source
 
 
 @dataclass
@@ -68,13 +72,25 @@ class Session:
         lines = [
             f"warpspec.sim: {len(launches)} launch{plural} in {self.seconds:.1f} s: {', '.join(kernels) or 'none'}"
         ]
-        for text in dict.fromkeys(text for launch in launches for text in launch.warnings):
-            lines.append(f"warning: {text}")
         if self.failed is not None:
             lines.append(f"stopped by {type(self.failed).__name__}, see above")
         if self.findings:
-            lines.append(f"memory order: {len(self.findings)} findings")
+            lines.append(f"memory order: {len(self.findings)} finding{'s' * (len(self.findings) > 1)}")
             lines += [f"  {row}" for row in grouped_text(self.findings)]
         elif self.check and self.failed is None:
             lines.append("memory order: nothing found")
+        lines += _warnings(text for launch in launches for text in launch.warnings)
         return "\n".join(lines)
+
+
+def _warnings(texts: Iterable[str]) -> list[str]:
+    """Warnings of a run, each kind between the same lines of source once."""
+    alike: dict[tuple, list[str]] = {}
+    for text in dict.fromkeys(texts):
+        alike.setdefault((text.partition(" at PTX line")[0], *SOURCE.findall(text)), []).append(text)
+    lines = []
+    for first, *others in alike.values():
+        lines.append(f"warning: {first}")
+        if others:
+            lines.append(f"    alike   {len(others)} more of these lines of source")
+    return lines

@@ -155,7 +155,7 @@ class Suite:
         new = [finding for finding, result in found.items() if result.fingerprint not in self.accepted]
         self.results += found.values()
         if new:
-            text = "\n".join([f"memory order: {len(new)} findings", *grouped_text(new)])
+            text = "\n".join([f"memory order: {len(new)} finding{'s' * (len(new) > 1)}", *grouped_text(new)])
             outcome.force_exception(pytest.fail.Exception(text, pytrace=False))
 
     def _cannot(self, error: BaseException) -> str:

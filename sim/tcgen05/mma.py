@@ -15,7 +15,7 @@ import numpy as np
 from warpspec.sim.errors import BadDescriptor, TmemFault, UnsupportedInstruction
 from warpspec.sim.tcgen05 import operands
 from warpspec.sim.tcgen05.instruction_descriptor import WORDS_PER_OPERAND_ROW, InstructionDescriptor
-from warpspec.sim.tcgen05.memory import LANES, PARTITION_LANES, Tmem, address_parts
+from warpspec.sim.tcgen05.memory import LANES, PARTITION_LANES, POISON, Tmem, address_parts
 from warpspec.sim.tcgen05.operands import SharedOperand
 
 PARTITIONS = LANES // PARTITION_LANES
@@ -259,8 +259,14 @@ class Accumulator:
         return self.tmem.data[:, self.column : self.column + self.columns]
 
     def accumulate(self, product: np.ndarray, mma: Mma, disabled: int) -> None:
-        """Add float32 [rows, N] to D (or replace D), lanes set in `disabled` excepted."""
+        """Add float32 [rows, N] to D (or replace D), lanes set in `disabled` excepted. TmemFault if D was not written
+        since its allocation."""
         d = mma.descriptor
+        if mma.enable_input_d and self.words[self.lane, 0] == POISON and (self.words == POISON).all():
+            raise TmemFault(
+                f"tcgen05.mma adds to columns {self.column} to {self.column + self.columns - 1}, which nothing has "
+                "written since they were allocated: an accumulator's first MMA takes enable-input-d (scale-d) false"
+            )
         if (
             self.groups == 1
             and not (self.half_lanes or disabled or mma.scale_input_d)

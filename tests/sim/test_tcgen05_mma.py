@@ -344,6 +344,17 @@ def test_nan_poison_reaches_the_accumulator():
     assert np.isnan(cta.tmem.data[:, :32].view(np.float32)).all()
 
 
+def test_an_accumulator_that_nobody_wrote_is_a_fault():
+    cta = ModelCta(np.zeros(SMEM_BYTES, np.uint8))
+    cta.tmem.allocate(32)
+    bits = smem_descriptor.encode(1024, 16, 1024, 2)
+    adds = Mma(instruction("f16", 128, 32, "bf16", "bf16"), 1, 0, bits, bits)
+    with pytest.raises(TmemFault, match="adds to columns 0 to 31, which nothing has written"):
+        mma.run([adds], [cta])
+    mma.run([replace(adds, enable_input_d=False)], [cta])
+    mma.run([adds], [cta])
+
+
 def test_misplaced_operands_are_faults():
     cta = make_cta(np.random.default_rng(0), "bf16", "bf16", columns=64)
     d = instruction("f16", 128, 64, "bf16", "bf16")
