@@ -52,7 +52,7 @@ class Way(enum.Enum):
 
 class Tiling(NamedTuple):
     """The properties of a kernel's configuration that decide its time. row_groups: row groups of a CTA, of ``rows``
-    rows each. groups_alike: warpgroups that work on each (``column_parts``)."""
+    rows each. column_parts: warpgroups that work on each. skips: whether row groups without a query take no time."""
 
     row_groups: int
     rows: int
@@ -61,6 +61,7 @@ class Tiling(NamedTuple):
     stages: int
     ctas_per_sm: int
     pack: int
+    skips: bool = False
 
     @property
     def group_queries(self) -> int:
@@ -361,18 +362,21 @@ def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=
         loads = maximum(loads, w.lines * tile.bytes * ctas / c.l2_bytes)
         return ((consumers * ctas * groups) ** p * tile.unit + loads**p + rest) ** (1 / p) * tile.team
 
+    # Mix tiles whose row groups all have a query with tiles where only one has, so that the mean is right.
+    groups, least = w.groups / maximum(w.kv * t.row_groups, 1), 1 / t.row_groups
+    whole = (groups - least) / maximum(1 - least, 0.1)
     if way is Way.LINE:
         ctas_here = 1.0 * t.ctas_per_sm
-        # Mix tiles whose row groups all have a query with tiles where only one has, so that the mean is right.
-        groups, least = w.groups / maximum(w.kv * t.row_groups, 1), 1 / t.row_groups
-        whole = (groups - least) / maximum(1 - least, 0.1)
         full = whole * step(ctas_here, resident) + (1 - whole) * step(ctas_here, resident, least)
     else:
         ctas_here = most_here = maximum(minimum(t.ctas_per_sm, parts / sms), 1.0)
         if way is Way.SPLIT:
             most_here = maximum(minimum(t.ctas_per_sm, parts / (sms * SPREAD)), 1.0)
         groups = 1.0
-        full = step(ceil(most_here - CROWDED), minimum(parts, resident))
+        crowd = ceil(most_here - CROWDED), minimum(parts, resident)
+        full = step(*crowd)
+        if xp is not None or (t.skips and t.row_groups > 1):
+            full = full + t.skips * (1 - whole) * (step(*crowd, least) - full)
     alone = step(1.0, 0.5 * minimum(parts, sms), groups)
     mask = tile.mask * maximum(consumers * ctas_here / 2, 1.0)
     ends = {Way.SINGLE: c.single_ends, Way.QUEUE: c.queue_ends}.get(way, 1.0)

@@ -40,7 +40,7 @@ class HopperChoices(Choices):
                 several = groups == 1 or problem.seq_q > (groups - 1) * (rows // pack)
                 if several and fits_blocks(problem, groups * (rows // pack), shape.tile_n):
                     sizes = (groups, rows, shape.column_parts, shape.tile_n, shape.kv_stages)
-                    yield shape, Tiling(*sizes, shape.ctas_per_sm, pack)
+                    yield shape, Tiling(*sizes, shape.ctas_per_sm, pack, problem.requests.packed_q)
 
     def ways(self, problem: AttentionProblem) -> tuple[Way, ...]:
         """How CTAs may get their work; the first is for any number of tiles."""

@@ -224,7 +224,7 @@ class AttentionConfig(AttentionKernel):
     def skips_idle(self) -> bool:
         """Whether consumers without rows in a tile leave the SM to the others, as for decode tiles among prefill
         tiles."""
-        return self.scheduler.cuts_tiles and self.rows.groups > 1
+        return self.rows.groups > 1 and (self.scheduler.cuts_tiles or self.requests.packed_q)
 
     @property
     def tile_m(self) -> int:
