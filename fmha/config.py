@@ -20,6 +20,7 @@ from warpspec.fmha.heads import HeadSizes
 from warpspec.fmha.line import MOST_ROUNDS
 from warpspec.fmha.logits import PLAIN, LogitMap
 from warpspec.fmha.problem import AttentionProblem
+from warpspec.fmha.schedule import SORTED_REQUESTS
 from warpspec.fmha.tiles import KvTile, TileRows, check_page_size, takes_pages
 
 # A packed request is found by a warp, 32 candidates at a time (``device.packed``).
@@ -101,15 +102,17 @@ class TileScheduler:
     """Which tiles a CTA works on, and how its roles learn of them.
 
     has_warp: a warp computes the CTA's tiles for all roles and writes them to ``record_count`` records
-    (``device.record``).
+    (``device.record``). sorts: packed query tiles are taken from the queue longest first (``device.longest``).
     """
 
     schedule: Schedule = Schedule.SINGLE
     has_warp: bool = False
     record_count: int = 1
+    sorts: bool = False
 
     def __post_init__(self):
         assert self.has_warp or self.schedule is not Schedule.QUEUE
+        assert self.schedule is Schedule.QUEUE or not self.sorts
 
     @property
     def cuts_tiles(self) -> bool:
@@ -140,6 +143,16 @@ class TileScheduler:
     def record_bytes(self) -> int:
         """Bytes of shared memory for the records of tiles."""
         return RECORD_WORDS * WORD_BYTES * self.record_count if self.has_warp else 0
+
+    @property
+    def order_bytes(self) -> int:
+        """Bytes of shared memory for a word of each request whose tiles are sorted."""
+        return SORTED_REQUESTS * WORD_BYTES if self.sorts else 0
+
+    @property
+    def word_bytes(self) -> int:
+        """Bytes of shared memory for cursors, records and sorted requests."""
+        return self.cursor_bytes + self.record_bytes + self.order_bytes
 
     def barriers(self, scheduler: str, readers: str, warps: int) -> tuple[Barrier, ...]:
         """mbarriers of the records of tiles. warps: number of reading warps."""

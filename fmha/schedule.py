@@ -21,10 +21,23 @@ from typing import Protocol
 
 from warpspec.fmha.mask import key_range
 
+SORTED_REQUESTS = 128  # most packed requests whose query tiles are sorted by length (``device.longest``)
+
 
 def extent(divisor):
     """The value of a prepared divisor (``cute.FastDivmodDivisorV2``); a plain number itself."""
     return getattr(divisor, "divisor", divisor)
+
+
+def sortable(problem) -> bool:
+    """Whether kernels that take query tiles from a queue sort a problem's by length (``device.longest``), unless it has
+    too many requests."""
+    return problem.requests.packed_q and problem.mask.causal and not problem.mask.has_blocks
+
+
+def sorts_tiles(problem) -> bool:
+    """Whether a problem's query tiles are sorted if CTAs take them from a queue."""
+    return sortable(problem) and problem.batch <= SORTED_REQUESTS
 
 
 @dataclass(frozen=True)

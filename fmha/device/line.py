@@ -23,7 +23,8 @@ from warpspec.common.device.warp import running_sum
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.fmha.config import CURSOR_WORDS
 from warpspec.fmha.device.grid import grid_of, requests_of
-from warpspec.fmha.device.tile import INTEGERS, Piece, request_at, select_integer, tile_of
+from warpspec.fmha.device.request import request_at
+from warpspec.fmha.device.tile import INTEGERS, Piece, select_integer, tile_of
 from warpspec.fmha.line import LEAST_TILES, MOST_ROUNDS, cut, round_count, stretch
 
 SIDES = 2  # a chunk's begin and its end

@@ -1,8 +1,11 @@
-"""A queue of tiles: a persistent CTA requests its next tile while it works on one.
+"""A queue of tiles: a persistent CTA takes its next tile when it is nearly done with one.
 
 A CTA's first tile has the CTA's number. Its scheduler (``device.record``) takes every further number from a counter in
 global memory, so that CTAs with short tiles do more of them. Tiles begin in the order of their numbers; a tile's result
 does not depend on which CTA computes it.
+
+It takes a number as late as hides the way to it: when the last load of its tile has been issued. Taken at the tile's
+start, the second tile of every CTA would be fixed before anybody knows which CTA ends first.
 
 Every CTA takes numbers until one is past the last tile: as many numbers in all as there are tiles. The CTA that takes
 the last number resets the counter to its initial value (``common.workspace``).

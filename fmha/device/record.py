@@ -17,7 +17,7 @@ from cutlass import Boolean, Int32
 from warpspec.fmha.config import RECORD_WORDS, AttentionKernel
 from warpspec.fmha.device.blocks import Blocks, block_span, kv_blocks
 from warpspec.fmha.device.tile import Piece, Tile
-from warpspec.fmha.schedule import KeySpan
+from warpspec.fmha.schedule import SORTED_REQUESTS, KeySpan
 
 SPAN = ("begin", "count", "first", "end", "inner_first", "inner_end")
 BLOCK_SPAN = ("begin", "count", "masked")
@@ -25,7 +25,7 @@ BLOCK_SPAN = ("begin", "count", "masked")
 
 class Records(NamedTuple):
     """ring: of records, (WORD, STAGE) Int32 in shared memory. The other fields are common to all tiles. tree, ranges,
-    blocks: the operands."""
+    blocks: the operands. order: words of sorted requests (``device.longest``), (REQUEST) Int32 in shared memory."""
 
     ring: cute.Tensor
     window_left: Int32
@@ -33,6 +33,7 @@ class Records(NamedTuple):
     tree: cute.Tensor | None = None
     ranges: cute.Tensor | None = None
     blocks: Blocks | None = None
+    order: cute.Tensor | None = None
 
     def words(self, config, use) -> cute.Tensor:
         """Words of record number ``use``."""
@@ -40,11 +41,12 @@ class Records(NamedTuple):
         return self.ring[None, use % count if count > 1 else 0]
 
 
-def records_of(config: AttentionKernel, base: cute.Pointer, where, operands) -> Records:
+def records_of(config: AttentionKernel, base: cute.Pointer, where, operands, order=None) -> Records:
     """base: Int32 pointer to ``config.scheduler.record_bytes`` of shared memory. where: how the scheduler finds
-    tiles."""
+    tiles. order: Int32 pointer to ``config.scheduler.order_bytes`` of shared memory, used if tiles are sorted."""
     ring = cute.make_tensor(base, cute.make_layout((RECORD_WORDS, config.scheduler.record_count)))
-    return Records(ring, *where.window, operands.tree, operands.ranges, kv_blocks(config, operands))
+    words = cute.make_tensor(order, cute.make_layout(SORTED_REQUESTS)) if config.scheduler.sorts else None
+    return Records(ring, *where.window, operands.tree, operands.ranges, kv_blocks(config, operands), words)
 
 
 def span_words(config: AttentionKernel) -> tuple[str, ...]:

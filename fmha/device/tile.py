@@ -7,7 +7,7 @@ from ptxas for all of them, although their register budgets differ.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import cutlass
 import cutlass.cute as cute
@@ -16,9 +16,10 @@ from cutlass import Boolean, Int32, Uint64
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.fmha.config import AttentionKernel
 from warpspec.fmha.device.blocks import RowBlocks, block_span, kv_blocks
-from warpspec.fmha.device.packed import extent_of, in_order, request_of
+from warpspec.fmha.device.longest import nth_longest
+from warpspec.fmha.device.packed import in_order, request_of
+from warpspec.fmha.device.request import request_at
 from warpspec.fmha.device.tree import Drafts, depth_of, drafts_between, drop_lowest
-from warpspec.fmha.features import RequestLayout
 from warpspec.fmha.mask import key_range, widened
 from warpspec.fmha.schedule import KeySpan, KvTiles, extent, key_span
 from warpspec.fmha.tree import MOST_DRAFTS
@@ -54,17 +55,6 @@ class Piece:
     count: Int32
     whole: Boolean
     state: Int32
-
-
-class Request(NamedTuple):
-    """Where the queries and keys of a request (without packed queries, of a batch row) are. first_row, first_key: where
-    they begin in q and k. start: position of query 0. length: KV length."""
-
-    first_row: Int32 | int
-    seq_q: Int32
-    first_key: Int32 | int
-    length: Int32
-    start: Int32
 
 
 @dataclass(frozen=True)
@@ -249,23 +239,6 @@ def hull(
     return first, end
 
 
-def request_at(requests: RequestLayout, operands, request) -> Request:
-    """Where a request's queries and keys are."""
-    seq_q, length = operands.q.shape[1], operands.k.shape[1]
-    if cutlass.const_expr(requests.page_size > 0):
-        length = operands.page_table.shape[1] * requests.page_size
-    first_row, first_key = 0, 0
-    if cutlass.const_expr(requests.packed_q):
-        first_row, seq_q = extent_of(operands.cu_seqlens_q, request, seq_q)
-    if cutlass.const_expr(requests.packed_k):
-        first_key, length = extent_of(operands.cu_seqlens_k, request, length)
-    if operands.kv_lengths is not None:
-        length = cutlass.max(cutlass.min(operands.kv_lengths[request], length), 0)
-    # By default the last query stands at the last position; a key may stand for several positions.
-    start = length - seq_q if operands.q_start is None else operands.q_start[request]
-    return Request(first_row, seq_q, first_key, length, start)
-
-
 def last_first(config: AttentionKernel) -> bool:
     """Whether query tiles run from the last to the first, one query tile of all heads at a time: work grows with a
     row's position, as it often does with lists of blocks, or tiles of packed queries have their own order
@@ -273,11 +246,11 @@ def last_first(config: AttentionKernel) -> bool:
     return config.mask.causal or config.requests.packed_q or config.mask.has_blocks
 
 
-def tile_at(config: AttentionKernel, operands, grid, window, index, section=None) -> Tile:
+def tile_at(config: AttentionKernel, operands, grid, window, index, section=None, order=None) -> Tile:
     """The index-th tile of the launch.
 
     operands: ``Operands``. grid: ``grid.Grid`` or ``grid.DivisorGrid``. window: (left, right), not read where
-    unbounded. section: of ``TileGrid.decode``.
+    unbounded. section: of ``TileGrid.decode``. order: ``longest.Order`` if packed query tiles are sorted.
     """
     split = Int32(0)
     if cutlass.const_expr(config.output.splits):
@@ -288,18 +261,29 @@ def tile_at(config: AttentionKernel, operands, grid, window, index, section=None
         index, longest_first=last_first(config), section=section, minimum=cutlass.min
     )
     if cutlass.const_expr(config.requests.packed_q):
-        if cutlass.const_expr(not config.requests.many_queries):
-            query_tile = extent(grid.query_tiles) - 1 - query_tile
-        request_and_tile = in_order if config.requests.many_queries else request_of
-        request, query_tile = request_and_tile(
-            operands.cu_seqlens_q, query_tile, config.rows.queries, operands.q.shape[1]
-        )
+        request, query_tile = packed_tile(config, operands, query_tile, extent(grid.query_tiles), order)
     tile = tile_of(
         config, operands, grid.heads_of_kv(operands), window, query_tile, head_tile, kv_head, request
     )
     if cutlass.const_expr(config.output.splits):
         tile = replace(tile, split=split, span=tile.span.part(split, extent(grid.splits)))
     return tile
+
+
+@cute.jit
+def packed_tile(config: cutlass.Constexpr, operands, number, query_tiles, order) -> tuple:
+    """(request, its query tile) of a query tile of packed requests. number: its number in the grid, whose tiles run
+    from the last to the first."""
+    queries, total = config.rows.queries, operands.q.shape[1]
+    rank = query_tiles - 1 - number
+    if cutlass.const_expr(config.requests.many_queries):
+        request, query_tile = in_order(operands.cu_seqlens_q, number, queries, total)
+    else:
+        request, query_tile = request_of(operands.cu_seqlens_q, rank, queries, total)
+    if cutlass.const_expr(order is not None):  # noqa: SIM102
+        if order.sorts:
+            request, query_tile = nth_longest(order, rank)
+    return request, query_tile
 
 
 def tile_of(

@@ -8,6 +8,7 @@ from cutlass import Int32
 
 from warpspec.fmha.device.grid import index_of, rounds
 from warpspec.fmha.device.line import chunk_at
+from warpspec.fmha.device.longest import order_of
 from warpspec.fmha.device.queue import take
 from warpspec.fmha.device.record import Scheduler, read_tile, wait_tile, write_busy_tile, write_end
 from warpspec.fmha.device.tile import tile_at
@@ -22,21 +23,26 @@ def each_tile(
     role,
     uses,
     keeps: cutlass.Constexpr = False,
+    hands_back: cutlass.Constexpr = False,
 ):
     """Call ``uses = body(role, tile, uses)`` for each of the CTA's tiles, in order; return the last ``uses``.
 
     where: how tiles are found: ``grid.Where``, or ``line.Chunks`` if work is cut by length, or ``record.Records`` if
     another warp computes them. role: what body needs, including the channels. uses: use counts of rings. keeps: body
-    reads the tile's record again, so the record is released only after body.
+    reads the tile's record again, so the record is released only after body. hands_back: body releases it itself, by an
+    arrival at tile_empty, and gets the record's number as a further argument.
     """
     if cutlass.const_expr(config.scheduler.has_warp):
         number = Int32(0)
         some = wait_tile(config, role.channels, where, number)
         while some:
             tile = read_tile(config, where, number)
-            if cutlass.const_expr(not keeps):
+            if cutlass.const_expr(not keeps and not hands_back):
                 role.channels["tile_empty"].arrive_warp(number)
-            uses = body(role, tile, uses)
+            if cutlass.const_expr(hands_back):
+                uses = body(role, tile, uses, number)
+            else:
+                uses = body(role, tile, uses)
             if cutlass.const_expr(keeps):
                 role.channels["tile_empty"].arrive_warp(number)
             number += 1
@@ -69,11 +75,16 @@ def each_found(config: cutlass.Constexpr, operands, where, body: cutlass.Constex
                 uses = body(role, tile, uses)
                 head, query_tile = chunk.next(head, query_tile, tile)
     elif cutlass.const_expr(config.scheduler.from_queue):
+        grid, tiles, order = where.grid, where.tiles, None
+        if cutlass.const_expr(config.scheduler.sorts):
+            order = order_of(config, operands, role.records.order)
+            grid, tiles = order.grid(grid, tiles, operands)
         number, _, _ = cute.arch.block_idx()
-        while number < where.tiles:
-            tile = tile_at(config, operands, where.grid, where.window, number, where.section)
+        while number < tiles:
+            tile = tile_at(config, operands, grid, where.window, number, where.section, order)
             uses = body(role, tile, uses)
-            number = take(operands.queue, where.tiles)
+            role.channels["tile_empty"].wait_previous(uses)  # until the CTA is nearly done with its tile
+            number = take(operands.queue, tiles)
     elif cutlass.const_expr(config.scheduler.single):
         number, _, _ = cute.arch.block_idx()
         tile = tile_at(config, operands, where.grid, where.window, number, where.section)

@@ -14,12 +14,13 @@ from warpspec.fmha.plan.choices import Choices
 from warpspec.fmha.plan.cost import Tiling, Way
 from warpspec.fmha.plan.splits import Loads, choose_splits, visited_tiles
 from warpspec.fmha.problem import AttentionProblem
+from warpspec.fmha.schedule import sorts_tiles
 from warpspec.fmha.tree import MOST_DRAFTS
 
 # Rounds of all CTAs that the parts of candidates with split keys fill; and the most rounds of whole tiles for which
 # keys are split at all.
 SPLIT_ROUNDS, MOST_ROUNDS = (0.5, 0.75, 1.0, 1.5, 2.0, 3.0), 2
-QUEUE_ROUNDS = 2  # rounds of tiles above which a queue balances: a CTA takes one tile ahead of time
+QUEUE_ROUNDS = 2  # rounds of tiles above which a queue balances packed tiles that are not sorted by length
 FEW_ROUNDS = 4  # rounds of tiles up to which ways without a queue may be best
 
 
@@ -69,16 +70,17 @@ def suits(way: Way, ways: tuple[Way, ...], problem: AttentionProblem, rounds: fl
     known to be balanced. Where the host knows the lengths, dealing out tiles longest first is as good as either. A line
     is worth its second launch only where whole tiles would leave CTAs idle.
     """
-    unknown = problem.requests.packed_q or problem.requests.has_kv_lengths or problem.mask.has_blocks
+    packed = problem.requests.packed_q
+    unknown = packed or problem.requests.has_kv_lengths or problem.mask.has_blocks
     if Way.QUEUE not in ways:
         return way is ways[0] or (unknown if way is Way.LINE else rounds > 1)
     if way is Way.LINE:
         return rounds <= (FEW_ROUNDS if unknown else 1)
     if way is Way.QUEUE:
-        return rounds > (QUEUE_ROUNDS if problem.requests.packed_q else FEW_ROUNDS)
+        return rounds > (1 if sorts_tiles(problem) else QUEUE_ROUNDS if packed else FEW_ROUNDS)
     if way is Way.SINGLE:
         return unknown and 1 < rounds <= FEW_ROUNDS
-    return rounds <= 1 or not problem.requests.packed_q
+    return rounds <= 1 or not packed
 
 
 def measured_splits(

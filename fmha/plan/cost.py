@@ -25,6 +25,7 @@ from typing import NamedTuple
 from warpspec.common.hardware import FP32_BYTES, LINE_BYTES
 from warpspec.fmha.combine import CHUNK, VECTOR
 from warpspec.fmha.join import BATCH, PART_CTAS, THREADS
+from warpspec.fmha.schedule import sorts_tiles
 from warpspec.fmha.tiles import ELEMENT_BYTES
 
 CLOCKS_PER_US = 1755.0  # that constants in clocks mean
@@ -79,7 +80,7 @@ class Work(NamedTuple):
     query tiles that stand in no order of length. masked: KV tiles with a mask. groups: KV tiles times row groups with a
     query. rows: query rows. bytes: bytes that must be moved. boxes: loads of a K or V tile. depth: elements of a row.
     tensors: of keys. number: bytes of a number of K and V. lines: bytes of the lines of L2 that a load touches, as a
-    multiple of the load's."""
+    multiple of the load's. sorts: 1 if a queue has the query tiles in order of length, and no idle ones; else 0."""
 
     tiles: float
     idle: float
@@ -97,6 +98,7 @@ class Work(NamedTuple):
     requests: float
     number: float
     lines: float
+    sorts: float
 
 
 def _clipped_mean(first: float, last: float) -> float:
@@ -179,7 +181,7 @@ def work_of(problem, tiling: Tiling, requests) -> Work:
         tiles, idle, kv, longest, 0.0 if shortest == math.inf else shortest, spread, masked, groups, rows,
         (moved * problem.heads_kv * tensors * number + 2 * rows * ELEMENT_BYTES) * depth,
         boxes_of(problem, tiling.tile_n), depth, tensors, problem.batch, number,
-        touched_lines(problem.heads.qk, number),
+        touched_lines(problem.heads.qk, number), float(sorts_tiles(problem)),
     )  # fmt: skip
 
 
@@ -386,7 +388,8 @@ def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=
     average = w.kv / tiles / parts_of
     each = average * full + shared + w.masked / tiles / parts_of * mask
     spread = w.spread / parts_of
-    total = parts * each + w.idle * c.idle
+    idle = w.idle * (1 - w.sorts) if way is Way.QUEUE else w.idle
+    total = parts * each + idle * c.idle
     if way is Way.LINE:
         busy = maximum(total / resident, minimum(LINE_LEAST, average) * full) + tile.ends + c.chunk
     else:
@@ -407,7 +410,8 @@ def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=
         elif way is Way.SINGLE:
             more = left * c.greedy * short + c.greedy_spread * spread * alone + c.single * shared
         else:
-            more = left * c.queue_rest * short + c.queue_spread * spread * alone + c.queue_last * shared
+            unsorted = c.queue_spread * (1 - w.sorts)
+            more = left * c.queue_rest * short + unsorted * spread * alone + c.queue_last * shared
         busy = mean + where(launched <= resident, one, maximum(more, one - mean + each))
     found = c.launch + maximum((busy + c.alone) / CLOCKS_PER_US, w.bytes / memory_rate)
     if way is Way.SPLIT:

@@ -22,6 +22,8 @@ MOST_TILES = 1 << 13  # whose balance is computed on the host: the first ones re
 SECTIONS = np.array([64, 56, 48, 40, 32, 28, 24, 20, 16, 14, 12, 10, 8, 7, 6, 5, 4, 3, 2, 1])
 TOGETHER, LEVEL = 5, 1.02
 
+SORTED_TILES = 3  # tiles for each CTA that balance, in a section of sorted tiles
+
 # The cost of K and V of a section that do not fit L2 (H200, D 64 to 256, causal, 16 to 256 heads): bandwidth once CTAs
 # request all of it, and before that power, which lowers the clock.
 MEMORY_BYTES = 19  # from memory, a clock and SM: 4.3 TB/s
@@ -35,12 +37,18 @@ def choose_section(problem: AttentionProblem, config: AttentionKernel, target: T
 
     The choice balances the CTAs, and lets K and V come from L2 or be read by many CTAs at a time. With packed queries
     the lengths are not known: a section has as many heads as fit the longest request's K and V into L2, and all
-    sections are equal.
+    sections are equal. If tiles of all requests are sorted by length, all requests' K and V must fit, unless the
+    section has few tiles for each CTA.
     """
     head_tiles = -(-problem.group // config.rows.pack)
     if config.requests.packed_q:
-        heads = problem.heads_kv * head_tiles
-        fit = max(int(target.l2_room / (problem.seq_k * key_bytes(problem, config))) * head_tiles, 1)
+        heads, room = problem.heads_kv * head_tiles, target.l2_room / key_bytes(problem, config)
+        fit = int(room / problem.seq_k) * head_tiles
+        if config.scheduler.sorts:
+            all_fit = int(room / likely_keys(problem)) * head_tiles
+            tiles = problem.batch + problem.least_q // config.rows.queries  # of a head
+            fit = min(fit, max(all_fit, SORTED_TILES * ctas // tiles))
+        fit = max(fit, 1)
         return max(section for section in range(1, heads + 1) if heads % section == 0 and section <= fit)
     query_tiles = -(-problem.seq_q // config.rows.queries)
     grid = TileGrid(query_tiles, head_tiles, problem.heads_kv, problem.batch)
@@ -59,6 +67,11 @@ def choose_section(problem: AttentionProblem, config: AttentionKernel, target: T
     return balanced_section(
         grid, ctas, counts, lambda section: reading_cost(problem, config, target, ctas, section / head_tiles)
     )
+
+
+def likely_keys(problem: AttentionProblem) -> int:
+    """Keys of all packed requests, as if lengths were even up to the longest; at least one for each query."""
+    return max(problem.batch * problem.seq_k // 2, problem.seq_k, problem.least_q)
 
 
 def key_bytes(problem: AttentionProblem, config: AttentionKernel) -> int:

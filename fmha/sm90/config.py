@@ -25,6 +25,7 @@ from warpspec.fmha.config import AttentionKernel, Schedule, TileScheduler, check
 from warpspec.fmha.conversion import CodeRings
 from warpspec.fmha.heads import BLOCK, MMA_K
 from warpspec.fmha.problem import AttentionProblem
+from warpspec.fmha.schedule import sortable
 from warpspec.fmha.sm90.float8 import STATISTICS, WarpMerge, warp_barriers
 from warpspec.fmha.sm90.shapes import (
     FLOAT8,
@@ -69,7 +70,7 @@ class AttentionConfig(AttentionKernel):
         if self.paired:
             assert self.consumers == 2 and self.kv_stages == 2 and self.tile_n == BLOCK
         assert self.role_registers <= self.register_pool, "setmaxnreg would wait for ever"
-        words = self.scheduler.cursor_bytes + self.scheduler.record_bytes
+        words = self.scheduler.word_bytes
         assert barrier_count(self.barriers) * MBARRIER_BYTES + words <= BARRIER_BYTES
         assert not ((self.scheduler.cuts_tiles or self.scheduler.has_warp) and self.paired)
 
@@ -99,7 +100,9 @@ class AttentionConfig(AttentionKernel):
         pack = pack or choose_pack(problem.group, problem.seq_q, shape.most_rows)
         tile_m = shape.groups * shape.most_rows
         parts = parts_of(problem, rows_of_cta=tile_m, pack=pack, splits=splits)
-        return cls(**parts, scheduler=TileScheduler(schedule, has_warp=shape.column_parts == 1), shape=shape)
+        sorts = schedule is Schedule.QUEUE and sortable(problem)
+        scheduler = TileScheduler(schedule, has_warp=shape.column_parts == 1, sorts=sorts)
+        return cls(**parts, scheduler=scheduler, shape=shape)
 
     @property
     def consumers(self) -> int:
@@ -353,11 +356,12 @@ class AttentionConfig(AttentionKernel):
         stages, rows = self.kv_stages, f"{self.kv_stages} x [{self.tile_n}"
         name = "K and V" if self.format.shared_kv else "K"
         p = f"{WEIGHT_STAGES} x [{WARPGROUP_ROWS}, {self.tile_n}]; O leaves through it"
-        room = (BARRIER_BYTES - self.scheduler.cursor_bytes - self.scheduler.record_bytes) // MBARRIER_BYTES
+        room = (BARRIER_BYTES - self.scheduler.word_bytes) // MBARRIER_BYTES
         return (
             memory.barrier_region(self.barriers, room),
             memory.Region("cursors", self.scheduler.cursor_bytes // WORD_BYTES, "int32", 0, "ends of chunks"),
             memory.Region("records", self.scheduler.record_bytes // WORD_BYTES, "int32", 0, "records", "of tiles"),
+            memory.Region("order", self.scheduler.order_bytes // WORD_BYTES, "int32", 0, "sorted requests"),
             memory.tile_region(
                 "q", self.rows.groups * self.q_bytes, "Q",
                 f"{self.rows.groups} x [{self.rows.group_size}, {self.heads.qk_room}]",

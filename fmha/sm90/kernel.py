@@ -106,7 +106,8 @@ class Attention(AttentionHost):
         # 2. Roles.
         tiles = where
         if cutlass.const_expr(config.scheduler.has_warp):
-            tiles = records_of(config, storage.records.data_ptr(), where, operands)
+            order = storage.order.data_ptr()
+            tiles = records_of(config, storage.records.data_ptr(), where, operands, order)
         k_base = storage.k.data_ptr()
         shared = Buffers(
             storage.q.data_ptr(),

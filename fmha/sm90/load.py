@@ -18,6 +18,8 @@ from warpspec.fmha.device.tiles import each_tile
 from warpspec.fmha.sm90.prefetch import prefetch_kv, prefetch_q
 from warpspec.fmha.sm90.rings import Source
 
+LEAD = 2  # KV tiles that are still to be loaded when a CTA takes its next tile
+
 
 @dataclass(frozen=True)
 class Loader:
@@ -40,7 +42,8 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, source, where, 
     refilling a buffer. Returns only when every buffer has been released.
     """
     role = Loader(config, channels, source, where, rings)
-    _, use = each_tile(config, source.operands, where, load_tile, role, (Int32(0), Int32(0)))
+    hands_back, uses = config.scheduler.from_queue, (Int32(0), Int32(0))
+    _, use = each_tile(config, source.operands, where, load_tile, role, uses, hands_back=hands_back)
     drain(
         tuple(channels[config.load_ring(config.format.rings[i]) + "_empty"] for i in rings),
         use,
@@ -50,8 +53,11 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, source, where, 
 
 
 @cute.jit
-def load_tile(role, tile, uses):
-    """Load Q, K and V of one tile. uses: (tiles with keys, KV tiles) loaded before; returns the counts after."""
+def load_tile(role, tile, uses, record=None):
+    """Load Q, K and V of one tile. uses: (tiles with keys, KV tiles) loaded before; returns the counts after. record:
+    number of the tile's record if it comes from a queue. It is released LEAD KV tiles before the last load: only then
+    does the CTA take its next tile, and finding that tile takes about as long as these loads.
+    """
     config, channels, source, where = role.config, role.channels, role.source, role.where
     tile_use, use = uses
     part, pieces = source.part, config.part_pieces
@@ -69,7 +75,11 @@ def load_tile(role, tile, uses):
                 channels["q_empty"].wait_previous(q_use)
                 load_q(config, ring, channels["q_full"], q_use, part, row_group)
         tile_use += 1
+    release = cutlass.max(span.count - LEAD, 0)
     for step in cutlass.range(span.count, unroll=1):
+        if cutlass.const_expr(record is not None):  # noqa: SIM102
+            if step == release:
+                channels["tile_empty"].arrive_warp(record)
         places = kv_places(config, source.operands, tile, span.tile(step))
         for i in role.rings:
             name = config.format.rings[i]
@@ -93,6 +103,9 @@ def load_tile(role, tile, uses):
                         )
         if cutlass.const_expr(config.prefetches):
             prefetch_kv(source, where, tile, step + config.kv_stages)
+    if cutlass.const_expr(record is not None):  # noqa: SIM102
+        if span.count == 0:
+            channels["tile_empty"].arrive_warp(record)
     return tile_use, use + span.count
 
 
@@ -121,9 +134,19 @@ def load_piece(
     """Load one piece of a KV tile. use: use count of its mbarrier; piece: its number in the tile."""
     blocks, pages = config.kv.boxes(name)
     full.expect_bytes(use, config.load_tile_bytes(name) // config.pieces)
-    for block in cutlass.range(blocks // config.pieces, unroll=1):
-        for page in cutlass.range_constexpr(pages):
-            row, source = places[page]
-            at = piece * (blocks // config.pieces) + block
-            box = (full.stage(use) // config.pieces * blocks + at) * pages + page
-            ring.load(config.kv.place_of(row, at, source), box, full.barrier(use))
+    if cutlass.const_expr(pages > 1):  # page by page: the lanes exchange its number once for all its boxes
+        for page in cutlass.range(pages, unroll=1):
+            for block in cutlass.range_constexpr(blocks // config.pieces):
+                load_box(config, ring, full, use, (piece, block, page), (blocks, pages), places[page])
+    else:
+        for block in cutlass.range(blocks // config.pieces, unroll=1):
+            load_box(config, ring, full, use, (piece, block, 0), (blocks, pages), places[0])
+
+
+def load_box(config, ring, full, use, number: tuple, boxes: tuple, place: tuple) -> None:
+    """Load one box of a KV tile. number: (piece, its block, page). boxes: blocks and pages of a tile. place: the page's
+    of ``kv_places``."""
+    (piece, block, page), (blocks, pages), (row, source) = number, boxes, place
+    at = piece * (blocks // config.pieces) + block
+    box = (full.stage(use) // config.pieces * blocks + at) * pages + page
+    ring.load(config.kv.place_of(row, at, source), box, full.barrier(use))

@@ -38,7 +38,8 @@ from warpspec.fmha.backward.features import BackwardKernel
 from warpspec.fmha.backward.schedule import decode
 from warpspec.fmha.device.grid import requests_of
 from warpspec.fmha.device.packed import entry, find_request, query_tiles, request_of
-from warpspec.fmha.device.tile import INTEGERS, Request, request_at, widened_by
+from warpspec.fmha.device.request import Request, request_at
+from warpspec.fmha.device.tile import INTEGERS, widened_by
 from warpspec.fmha.heads import BLOCK
 from warpspec.fmha.mask import key_range, position_range
 from warpspec.fmha.schedule import key_span, split_part
