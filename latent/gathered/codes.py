@@ -63,7 +63,7 @@ def copy_codes(loader, target, pair_bytes: int, address, scale_at) -> None:
     begin = address + Int64(loader.part * (loader.blocks * BLOCK) + loader.member * VECTOR_BYTES)
     for block in range(loader.blocks):
         copy_vector(target, raw_place(block, pair_bytes), begin, block * BLOCK, wanted)
-    count = config.scale_words * WORD_BYTES
+    count = config.gathers.scale_words * WORD_BYTES
     if count == 0:
         return
     cute.arch.inline_ptx(
@@ -78,14 +78,14 @@ def copy_codes(loader, target, pair_bytes: int, address, scale_at) -> None:
 
 def scales_place(loader, target):
     """The lane's base address for its scales, which lie side by side in a warp."""
-    return target - loader.lane * (VECTOR_BYTES - loader.config.scale_words * WORD_BYTES)
+    return target - loader.lane * (VECTOR_BYTES - loader.config.gathers.scale_words * WORD_BYTES)
 
 
 def copy_tails(loader, base, addresses: list) -> None:
     """Issue the copies of the tails of the warp's keys to the block behind both parts, bf16 to where it stays, codes to
     where ``convert_tail`` finds them; keys that are not there become zeros. base: of the warp's part. addresses: of the
     lane's key in every group."""
-    fmt, block = loader.config.fmt, tail_place(loader, base)
+    fmt, block = loader.config.gathers.fmt, tail_place(loader, base)
     if fmt.tail == 0:  # codes, to be converted
         for group, address in enumerate(addresses):
             source = address + Int64(loader.member * VECTOR_BYTES)
@@ -93,7 +93,7 @@ def copy_tails(loader, base, addresses: list) -> None:
             offset = loader.config.heads.v
             copy_vector(target, 0, source, offset, bytes_of(address, VECTOR_BYTES))
         return
-    key = block + (loader.half * loader.config.keys_of_warp + loader.key) * tma.ROW_BYTES
+    key = block + (loader.half * loader.config.gathers.keys_of_warp + loader.key) * tma.ROW_BYTES
     places = [key + (loader.key ^ loader.plain_chunk(i)) * VECTOR_BYTES for i in range(2)]
     for group, address in enumerate(addresses):
         wanted = bytes_of(address, VECTOR_BYTES)
@@ -105,16 +105,16 @@ def copy_tails(loader, base, addresses: list) -> None:
 def load_codes(loader, target, pair_bytes: int, words: cute.Tensor) -> list:
     """Load what ``copy_codes`` copied into words (WORD, VECTOR); returns the scales' words."""
     load_vectors(loader, target, pair_bytes, words)
-    if loader.config.scale_words == 0:
+    if loader.config.gathers.scale_words == 0:
         return []
     place = scales_place(loader, target) + raw_place(loader.blocks, pair_bytes)
     scales = cute.make_tensor(
         cute.make_ptr(Uint32, Int32(place), cute.AddressSpace.smem, assumed_align=2 * WORD_BYTES),
-        cute.make_layout(loader.config.scale_words),
+        cute.make_layout(loader.config.gathers.scale_words),
     )
-    found = cute.make_rmem_tensor(loader.config.scale_words, Uint32)
+    found = cute.make_rmem_tensor(loader.config.gathers.scale_words, Uint32)
     cute.autovec_copy(scales, found)
-    return [found[i] for i in range(loader.config.scale_words)]
+    return [found[i] for i in range(loader.config.gathers.scale_words)]
 
 
 @cute.jit
@@ -143,7 +143,7 @@ def store_blocks(loader, base, group, words: cute.Tensor, values: cutlass.Conste
 def store_key(loader, base, group, words: cute.Tensor, scales: cutlass.Constexpr, small: cutlass.Constexpr):
     """``store_blocks`` once it is known whether all scales of the warp's keys are below SMALL_SCALE."""
     first = chunk_place(loader, base, group)
-    for number in cutlass.range_constexpr(loader.config.scale_words):
+    for number in cutlass.range_constexpr(loader.config.gathers.scale_words):
         high, low = split_scale(scales[number], small)
         for i in cutlass.range_constexpr(SCALE_BLOCKS):
             block = number * SCALE_BLOCKS + i
@@ -182,18 +182,18 @@ def store_plain_codes(address, words: list) -> None:
 
 def chunk_place(loader, block, group):
     """Address of the lane's first converted chunk of one key in a block of columns."""
-    key = loader.half * loader.config.keys_of_warp + group * GROUP_KEYS + loader.key
+    key = loader.half * loader.config.gathers.keys_of_warp + group * GROUP_KEYS + loader.key
     return block + key * tma.ROW_BYTES + (loader.key ^ (2 * loader.member)) * VECTOR_BYTES
 
 
 def raw_group(loader, group):
     """Bytes from a block of columns to the warp's keys of a group."""
-    return (loader.half * loader.config.keys_of_warp + group * GROUP_KEYS) * tma.ROW_BYTES
+    return (loader.half * loader.config.gathers.keys_of_warp + group * GROUP_KEYS) * tma.ROW_BYTES
 
 
 def tail_place(loader, base):
     """Address of the block of columns behind both parts. base: of the warp's part."""
-    return base + (loader.config.parts - loader.part) * loader.config.part_bytes
+    return base + (loader.config.gathers.parts - loader.part) * loader.config.gathers.part_bytes
 
 
 def float_of(word: Uint32) -> Float32:

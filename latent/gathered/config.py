@@ -36,14 +36,14 @@ SCALES_BYTES = 4  # of a key's part, one byte a block
 GATHERED = Shape(2, 64, 2, 1, 208, 88, column_parts=2)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Gathers:
-    """The part of a configuration that gathered keys add.
+    """What gathering adds to a configuration.
 
     row_format: of all key sets. sets: how many key sets. lengths: for each set, whether it has lengths.
     rotate_back, float8: rotate the result back; store it in FP8. paged: the only set's slots are a page table of
     requests, each of which has as many neighbouring queries, the last of its tokens. has_kv_scale: all keys have one
-    scale, an operand.
+    scale, an operand. keys: of a KV tile.
     """
 
     row_format: str = "v4-fp8"
@@ -53,52 +53,23 @@ class Gathers:
     float8: bool = False
     paged: bool = False
     has_kv_scale: bool = False
+    keys: int = PAGE_ROWS
 
-    def check(self) -> None:
-        assert self.heads.qk == self.fmt.dim
+    def __post_init__(self):
         assert 1 <= self.sets <= MAX_KEY_SETS == 3 and len(self.lengths) == self.sets
-        assert self.warps_of_part * self.keys_of_warp == self.tile_n
+        assert self.warps_of_part * self.keys_of_warp == self.keys
         assert self.keys_of_warp == WARP_THREADS, "a lane looks up a key"
-        assert self.output.normalize or not self.float8
         assert self.copies or self.fmt.tail * BF16_BYTES in (0, ROW_BYTES), "the tail fills a block"
-        assert not self.paged or (self.sets == 1 and self.lengths[0] and self.tile_n == PAGE_ROWS)
-
-    @classmethod
-    def of(
-        cls,
-        *,
-        row_format: str = "v4-fp8",
-        float8: bool = False,
-        has_sink: bool = False,
-        has_lse: bool = False,
-        normalize: bool = True,
-        splits: bool = False,
-        **options,
-    ):
-        """A configuration with the given options; all other fields are fixed for gathered attention."""
-        heads = HeadSizes(GATHERED_FORMATS[row_format].dim, VALUE_DIM)
-        output = Output(
-            (UINT32 if float8 else BFLOAT16) if normalize else FLOAT32,
-            VALUE_DIM // WORD_BYTES if float8 else VALUE_DIM,
-            has_sink,
-            has_lse,
-            normalize,
-            splits,
-        )
-        return cls(
-            mask=Mask(sparse=True),
-            heads=heads,
-            format=Format(BFLOAT16, shared_kv=True),
-            output=output,
-            pack=WARPGROUP_ROWS,
-            row_format=row_format,
-            float8=float8,
-            **options,
-        )
+        assert not self.paged or (self.sets == 1 and self.lengths[0] and self.keys == PAGE_ROWS)
 
     @property
     def fmt(self) -> RowFormat:
         return GATHERED_FORMATS[self.row_format]
+
+    @property
+    def heads(self) -> HeadSizes:
+        """Head sizes of rows and results."""
+        return HeadSizes(self.fmt.dim, VALUE_DIM)
 
     @property
     def copies(self) -> bool:
@@ -118,7 +89,7 @@ class Gathers:
 
     @property
     def keys_of_warp(self) -> int:
-        return self.tile_n // self.warps_of_part
+        return self.keys // self.warps_of_part
 
     @property
     def part_blocks(self) -> int:
@@ -128,7 +99,7 @@ class Gathers:
     @property
     def part_bytes(self) -> int:
         """A part of a tile in shared memory."""
-        return self.part_blocks * self.tile_n * ROW_BYTES
+        return self.part_blocks * self.keys * ROW_BYTES
 
     @property
     def tail_apart(self) -> bool:
@@ -156,54 +127,78 @@ class Gathers:
             return 0
         return WARP_THREADS * (self.raw_vectors * VECTOR_BYTES + SCALES_BYTES)
 
-    @property
-    def raw_bytes_of_cta(self) -> int:
-        return WARPGROUP_THREADS // WARP_THREADS * self.raw_bytes
+    def mask_words(self, stages: int) -> int:
+        """Words of the masks of so many stages, which have a bit for each key of a tile: 1 if the key is there."""
+        return stages * self.keys // (8 * MASK_BYTES)
 
-    @property
-    def mask_words(self) -> int:
-        """Words of all stages' masks, which have a bit for each key of a tile: 1 if the key is there."""
-        return self.kv_stages * self.tile_n // (8 * MASK_BYTES)
-
-    @property
-    def smem_regions(self) -> tuple[memory.Region, ...]:
-        """Shared memory, in order: what attention has, then what gathering needs."""
+    def regions(self, stages: int) -> tuple[memory.Region, ...]:
+        """What gathering needs of shared memory behind what attention has, with so many stages of KV tiles."""
         raw = "of each producer warp the next tile's first eight, as they are"
+        size = WARPGROUP_THREADS // WARP_THREADS * self.raw_bytes
         return (
-            *super().smem_regions,
-            memory.Region("masks", self.mask_words, "uint32", 0, "", "which keys of each KV tile are there"),
-            memory.Region("raw", self.raw_bytes_of_cta, "uint8", VECTOR_BYTES, "FP8 keys", raw),
+            memory.Region(
+                "masks", self.mask_words(stages), "uint32", 0, "", "which keys of each KV tile are there"
+            ),
+            memory.Region("raw", size, "uint8", VECTOR_BYTES, "FP8 keys", raw),
         )
 
-    @property
-    def barriers(self) -> tuple[Barrier, ...]:
-        """The attention kernel's barriers, with the producers of K and V replaced by the gathering warps."""
-        changed = {
-            "q_full": {"arrivals": 1, "producer": "first producer warp, expect_tx + TMA bytes"},
-            "k_full": {
-                "arrivals": WARPGROUP_THREADS // WARP_THREADS // self.barrier_parts,
-                "producer": "the part's producer warps, one thread each",
-                "meaning": "the part of the gathered keys is in shared memory, in bf16",
-            },
-            "k_empty": {"consumer": "the part's producer warps"},
-        }
-        return tuple(replace(row, **changed.get(row.name, {})) for row in super().barriers)
+
+def gathered_barriers(table: tuple[Barrier, ...], parts: int) -> tuple[Barrier, ...]:
+    """An attention kernel's barriers, with the producers of K and V replaced by the gathering warps. parts: of a tile
+    that have mbarriers of their own."""
+    changed = {
+        "q_full": {"arrivals": 1, "producer": "first producer warp, expect_tx + TMA bytes"},
+        "k_full": {
+            "arrivals": WARPGROUP_THREADS // WARP_THREADS // parts,
+            "producer": "the part's producer warps, one thread each",
+            "meaning": "the part of the gathered keys is in shared memory, in bf16",
+        },
+        "k_empty": {"consumer": "the part's producer warps"},
+    }
+    return tuple(replace(row, **changed.get(row.name, {})) for row in table)
+
+
+def gathered_parts(
+    *,
+    has_sink: bool = False,
+    has_lse: bool = False,
+    normalize: bool = True,
+    splits: bool = False,
+    **options,
+) -> dict:
+    """The parts of a gathered kernel's configuration. options: fields of ``Gathers``."""
+    gathers = Gathers(**options)
+    assert normalize or not gathers.float8
+    dtype, size = (UINT32, VALUE_DIM // WORD_BYTES) if gathers.float8 else (BFLOAT16, VALUE_DIM)
+    return {
+        "mask": Mask(sparse=True),
+        "heads": gathers.heads,
+        "format": Format(BFLOAT16, shared_kv=True),
+        "output": Output(dtype if normalize else FLOAT32, size, has_sink, has_lse, normalize, splits),
+        "pack": WARPGROUP_ROWS,
+        "gathers": gathers,
+    }
 
 
 @dataclass(frozen=True)
-class GatheredConfig(Gathers, AttentionConfig):
+class GatheredConfig(AttentionConfig):
     """The kernel for sm_90a."""
 
     shape: Shape = GATHERED
+    gathers: Gathers = Gathers()
 
     def __post_init__(self):
         super().__post_init__()
-        assert self.paired
-        self.check()
+        assert self.paired and self.tile_n == self.gathers.keys
+
+    @classmethod
+    def of(cls, **options) -> GatheredConfig:
+        """A configuration with the given options (``gathered_parts``); all else is fixed."""
+        return cls(**gathered_parts(**options))
 
     @property
     def pieces(self) -> int:
-        """False: all columns that a warp copies of a key arrive together, so a part of a tile has no smaller pieces."""
+        """One for each part: all columns of it that a warp copies of a key arrive together."""
         return self.parts
 
     def piece_of(self, block: int, consumer: int) -> int:
@@ -219,13 +214,21 @@ class GatheredConfig(Gathers, AttentionConfig):
 
     @property
     def pv_first(self) -> bool:
-        """True for FP8 rows: consumers wait for their tiles, and can do the PV product of the previous one
+        """Whether rows are FP8: consumers wait for their tiles, and can do the PV product of the previous one
         meanwhile."""
-        return not self.copies
+        return not self.gathers.copies
+
+    @property
+    def smem_regions(self) -> tuple[memory.Region, ...]:
+        return (*super().smem_regions, *self.gathers.regions(self.kv_stages))
+
+    @property
+    def barriers(self) -> tuple[Barrier, ...]:
+        return gathered_barriers(super().barriers, self.barrier_parts)
 
 
 @dataclass(frozen=True)
-class Sm100GatheredConfig(Gathers, sm100.AttentionConfig):
+class Sm100GatheredConfig(sm100.AttentionConfig):
     """The kernel for sm_100a, one CTA a task.
 
     Warps 0 to 3 do softmax and epilogue, 4 to 7 gather keys, 8 issues products. Three more warps complete the MMA
@@ -236,14 +239,28 @@ class Sm100GatheredConfig(Gathers, sm100.AttentionConfig):
     softmax_registers: int = 232
     producer_registers: int = 184
     other_registers: int = 88
+    gathers: Gathers = Gathers()
 
     def __post_init__(self):
         super().__post_init__()
-        self.check()
+        assert self.tile_n == self.gathers.keys
+
+    @classmethod
+    def of(cls, **options) -> Sm100GatheredConfig:
+        """A configuration with the given options (``gathered_parts``); all else is fixed."""
+        return cls(**gathered_parts(**options))
 
     @property
     def barrier_parts(self) -> int:
         return 1
+
+    @property
+    def smem_regions(self) -> tuple[memory.Region, ...]:
+        return (*super().smem_regions, *self.gathers.regions(self.kv_stages))
+
+    @property
+    def barriers(self) -> tuple[Barrier, ...]:
+        return gathered_barriers(super().barriers, self.barrier_parts)
 
     @property
     def load_warp(self) -> int:

@@ -48,14 +48,14 @@ def gather(
     """
     thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
     warp = cute.arch.make_warp_uniform(thread // WARP_THREADS)
-    part = warp // config.warps_of_part
-    loader = Loader(config, operands, part, warp % config.warps_of_part, thread % WARP_THREADS)
+    part = warp // config.gathers.warps_of_part
+    loader = Loader(config, operands, part, warp % config.gathers.warps_of_part, thread % WARP_THREADS)
     cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     use, task_use = Int32(0), Int32(0)
     bring = convert_tiles
-    if cutlass.const_expr(config.copies):
+    if cutlass.const_expr(config.gathers.copies):
         bring = copy_tiles
-    elif cutlass.const_expr(config.tail_apart):
+    elif cutlass.const_expr(config.gathers.tail_apart):
         bring = convert_in_place
     for index in cutlass.range(cta, units.total, ctas, unroll=1):
         task = task_at(config, operands, units, index)
@@ -79,8 +79,8 @@ def convert_tiles(loader, channels: cutlass.Constexpr, shared, task, use, q_load
     behind = groups - 1  # groups whose copies may be in flight when the next group is converted
     block_bytes, group_bytes = config.tile_n * tma.ROW_BYTES, GROUP_KEYS * tma.ROW_BYTES
     words = loader.words()
-    own = loader.part * config.warps_of_part + loader.half
-    first = shared.raw.toint() + own * config.raw_bytes + loader.lane * VECTOR_BYTES
+    own = loader.part * config.gathers.warps_of_part + loader.half
+    first = shared.raw.toint() + own * config.gathers.raw_bytes + loader.lane * VECTOR_BYTES
     slots = Slots.of(loader, task)
     row, scale_at = locate(loader, look_up(loader, task, slots, Int32(0)))
     copy_raw(loader, first, RAW_PAIR, *row_of(loader, row, scale_at, 0))
@@ -131,7 +131,9 @@ def convert_in_place(loader, channels: cutlass.Constexpr, shared, task, use, q_l
         rows = [row_of(loader, row, scale_at, group) for group in range(groups)]
         base = begin_tile(loader, channels, shared, use + step, row)
         inside = base + loader.half * (groups * group_bytes) + loader.lane * VECTOR_BYTES
-        brings_tails = (use + step) % config.parts != loader.part  # its consumer has read P in their place
+        brings_tails = (
+            use + step
+        ) % config.gathers.parts != loader.part  # its consumer has read P in their place
         if brings_tails:
             copy_tails(loader, base, [address for address, _ in rows])
         for group in cutlass.range_constexpr(groups):
@@ -143,7 +145,7 @@ def convert_in_place(loader, channels: cutlass.Constexpr, shared, task, use, q_l
             scales = load_codes(loader, inside + group * group_bytes, block_bytes, words)
             cute.arch.sync_warp()  # lanes write where other lanes have read
             store_scaled(loader, base, group, words, scales)
-            if cutlass.const_expr(config.fmt.tail == 0):  # noqa: SIM102
+            if cutlass.const_expr(config.gathers.fmt.tail == 0):  # noqa: SIM102
                 if brings_tails:
                     convert_tail(loader, base, group)
             cute.arch.cp_async_commit_group()  # an empty group, so that the same number of groups follows each one
@@ -186,9 +188,9 @@ def begin_tile(loader, channels: cutlass.Constexpr, shared, number, row) -> Int3
     mask = cute.arch.vote_ballot_sync(Boolean(row != 0))
     channels["k_empty"].wait_previous(loader.ring_use(number))
     if (loader.part == 0) & (loader.lane == 0):
-        shared.masks[stage * config.warps_of_part + loader.half] = Uint32(mask)
+        shared.masks[stage * config.gathers.warps_of_part + loader.half] = Uint32(mask)
     base = shared.k.toint() + stage * config.kv.k_bytes
-    return base + loader.part * config.part_bytes
+    return base + loader.part * config.gathers.part_bytes
 
 
 def end_tile(loader, channels, number) -> None:
@@ -239,11 +241,13 @@ class Slots:
 
     @classmethod
     def of(cls, loader, task):
-        own = loader.half * loader.config.keys_of_warp + loader.lane
+        own = loader.half * loader.config.gathers.keys_of_warp + loader.lane
         addresses, limits = [], []
         for each in loader.operands.sets:
             row = Int64(each.request(task.token)) * Int64(each.slots.stride[0])
-            row = row if loader.config.paged else row + Int64(own)  # one entry of a page table serves a tile
+            row = (
+                row if loader.config.gathers.paged else row + Int64(own)
+            )  # one entry of a page table serves a tile
             addresses.append(each.slots.iterator.toint() + row * Int64(WORD_BYTES))
             limits.append(each.length(task.token) - own)
         return cls(tuple(addresses), tuple(limits))
@@ -256,11 +260,11 @@ def look_up(loader, task, slots: Slots, step) -> tuple:
     """
     tile, begin, which = task.span.first + step, Int32(0), Int32(0)
     address, here = slots.addresses[0], Boolean(False)
-    for number in range(loader.config.sets):
+    for number in range(loader.config.gathers.sets):
         inside = Boolean(tile >= begin) & Boolean(tile < task.ends[number])
         at = (tile - begin) * loader.config.tile_n
         here = here | (inside & Boolean(at < slots.limits[number]))
-        if loader.config.paged:
+        if loader.config.gathers.paged:
             address = address + Int64(tile * WORD_BYTES)
         elif number == 0:
             address = address + Int64(at * WORD_BYTES)
@@ -276,9 +280,9 @@ def look_up(loader, task, slots: Slots, step) -> tuple:
         write_only_types=[Int32],
         read_only_args=[address, Int32(here)],
     )
-    if loader.config.paged:
+    if loader.config.gathers.paged:
         known = Boolean(slot >= 0) & Boolean(slot < loader.operands.sets[0].pool.shape[0])
-        own = loader.half * loader.config.keys_of_warp + loader.lane
+        own = loader.half * loader.config.gathers.keys_of_warp + loader.lane
         slot = Int32(cutlass.select_(known, slot * PAGE_ROWS + own, Int32(NO_SLOT)))
     return slot, which
 
@@ -288,17 +292,17 @@ def locate(loader, found) -> tuple:
     """(address of the row, bytes from there to its scales) of this lane's slot; address 0 if there is no such row."""
     config, (slot, which) = loader.config, found
     row, scale_at = Int64(0), Int32(0)
-    for number in cutlass.range_constexpr(config.sets):
+    for number in cutlass.range_constexpr(config.gathers.sets):
         if which == number:
-            row, scale_at = place_of(config.fmt, loader.operands.sets[number], slot)
+            row, scale_at = place_of(config.gathers.fmt, loader.operands.sets[number], slot)
     return row, scale_at
 
 
 @cute.jit
 def prefetch(loader, row):
     """Prefetch the part of the lane's row to L2, about one tile before its copies begin."""
-    fmt = loader.config.fmt
-    part_bytes = (fmt.data_bytes if fmt.apart else fmt.row_bytes) // loader.config.parts
+    fmt = loader.config.gathers.fmt
+    part_bytes = (fmt.data_bytes if fmt.apart else fmt.row_bytes) // loader.config.gathers.parts
     if row != 0:
         at = row + Int64(loader.part * part_bytes)
         for offset in cutlass.range_constexpr(0, part_bytes, LINE_BYTES):

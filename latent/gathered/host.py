@@ -24,7 +24,7 @@ class GatheredHost:
     def __call__(self, operands: Gathered, numbers: GatheredNumbers, stream: CUstream):
         """Launch the kernel."""
         config, q, splits = self.config, operands.q, numbers.splits
-        operands = operands._replace(sets=device_sets(config, q, operands.sets[: config.sets]))
+        operands = operands._replace(sets=device_sets(config, q, operands.sets[: config.gathers.sets]))
         head_groups = cute.ceil_div(q.shape[2], config.rows.pack)
         units = Units(Int32(q.shape[1] * head_groups * splits), head_groups, splits)
         atom, coordinates = tma.make_load(q_view(config.heads, q), config.q_box)
@@ -42,7 +42,7 @@ class GatheredHost:
 
 def device_sets(config, q: cute.Tensor, sets: tuple[KeySetOperands, ...]) -> tuple[DeviceKeySet, ...]:
     """The key sets as kernels take them, the first with the queries of a request where its slots are a page table."""
-    queries = Int32(q.shape[1] // sets[0].lengths.shape[0]) if config.paged else None
+    queries = Int32(q.shape[1] // sets[0].lengths.shape[0]) if config.gathers.paged else None
     return tuple(
         DeviceKeySet(
             each.pool,

@@ -10,12 +10,12 @@ from warpspec.common.launch import Kernel, Target
 from warpspec.common.logarithms import LOG2_E
 from warpspec.common.simulator import joined
 from warpspec.fmha.combine import COMBINE, CombineConfig
+from warpspec.fmha.config import AttentionKernel
 from warpspec.fmha.launch import partial_results
 from warpspec.fmha.logits import LogitNumbers
 from warpspec.fmha.plan.splits import choose_splits
 from warpspec.latent.gathered.config import (
     GatheredConfig,
-    Gathers,
     Sm100GatheredConfig,
 )
 from warpspec.latent.gathered.problem import MAX_KEY_SETS, VALUE_DIM, GatheredProblem
@@ -24,7 +24,7 @@ from warpspec.latent.gathered.problem import MAX_KEY_SETS, VALUE_DIM, GatheredPr
 class GatheredKernels(NamedTuple):
     """The gathered-attention kernels of one architecture: the class of their configurations and the kernel class."""
 
-    config: type[Gathers]
+    config: type
     kernel: Kernel
 
 
@@ -45,7 +45,7 @@ class GatheredPlan(NamedTuple):
     config: the attention kernel's. splits: parts of each query's keys. combine: None: no splits.
     """
 
-    config: Gathers
+    config: AttentionKernel
     splits: int
     combine: CombineConfig | None
 

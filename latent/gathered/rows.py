@@ -69,12 +69,12 @@ class Loader:
     @property
     def groups(self) -> int:
         """Groups of keys that this warp copies in a tile."""
-        return self.config.keys_of_warp // GROUP_KEYS
+        return self.config.gathers.keys_of_warp // GROUP_KEYS
 
     @property
     def blocks(self) -> int:
         """Blocks of 64 columns of a part."""
-        return self.config.part_blocks
+        return self.config.gathers.part_blocks
 
     @property
     def converted(self) -> int:
@@ -84,7 +84,7 @@ class Loader:
     @property
     def vectors(self) -> int:
         """16-byte vectors that a lane copies of an FP8 key."""
-        return self.config.raw_vectors
+        return self.config.gathers.raw_vectors
 
     def words(self) -> cute.Tensor:
         """(WORD, VECTOR): registers for a lane's vectors of an FP8 key."""
@@ -158,7 +158,7 @@ def copy_raw(loader, target, pair_bytes: int, address, scale_at) -> None:
     target: shared-memory address of the lane's first vector. Two vectors of every lane lie together; the next two are
     pair_bytes further on.
     """
-    fmt = loader.config.fmt
+    fmt = loader.config.gathers.fmt
     wanted = bytes_of(address, VECTOR_BYTES)
     begin = address + Int64(loader.part * (loader.blocks * BLOCK) + loader.member * VECTOR_BYTES)
     for block in range(loader.converted):
@@ -237,7 +237,7 @@ def store_group(loader, base, group, words: cute.Tensor, scales):
 @cute.jit
 def store_key(loader, base, group, words: cute.Tensor, scales, small: cutlass.Constexpr):
     """``store_group`` once it is known whether all scales of the warp's keys are ``small`` (``to_bf16``)."""
-    key = loader.half * loader.config.keys_of_warp + group * GROUP_KEYS + loader.key
+    key = loader.half * loader.config.gathers.keys_of_warp + group * GROUP_KEYS + loader.key
     row = base + key * tma.ROW_BYTES
     block_bytes = loader.config.tile_n * tma.ROW_BYTES
     # Addresses of the lane's first 16-byte chunk. The second chunk's differs in bit 0 (converted) or bit 2 (plain).

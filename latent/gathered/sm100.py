@@ -55,11 +55,11 @@ class GatheredColumns(Columns):
     def finish(self, config, row, first, values) -> None:
         """Rotate the row's last columns back, scale O of codes; called as ``Columns.finish``."""
         size = cute.size(values)
-        if config.has_kv_scale:
+        if config.gathers.has_kv_scale:
             scale = self.operands.kv_scale[0]
             for i in range(size):
                 values[i] = values[i] * scale
-        if config.rotate_back and first + size == config.o_columns:
+        if config.gathers.rotate_back and first + size == config.o_columns:
             last = cute.local_tile(values, (ROPE_DIM,), (size // ROPE_DIM - 1,))
             turn_back(config, row, last, self.operands, self.token)
 
@@ -112,7 +112,7 @@ class GatheredAttention(GatheredHost):
         if cutlass.const_expr(config.output.splits):
             cute.arch.griddepcontrol_launch_dependents()  # start the combine kernel, which waits for results
 
-        masks = storage.masks.get_tensor(cute.make_layout(config.mask_words))
+        masks = storage.masks.get_tensor(cute.make_layout(config.gathers.mask_words(config.kv_stages)))
         shared = GatheredStorage(storage.q.data_ptr(), storage.k.data_ptr(), masks, storage.raw.data_ptr())
         if warp < len(config.softmax_warps):
             cute.arch.setmaxregister_increase(config.softmax_registers)
@@ -132,7 +132,7 @@ class GatheredAttention(GatheredHost):
             )
             row = task.row(config.row_of(thread), config.column_part_of(thread))
             state = softmax(config, channels, row, task.span, places, numbers, BFloat16)
-            results = ROW_FLOAT8 if cutlass.const_expr(config.float8) else ROW_RESULTS
+            results = ROW_FLOAT8 if cutlass.const_expr(config.gathers.float8) else ROW_RESULTS
             place = task.place(row.index)
             epilogue(config, channels, row, place, task, state, places, operands, numbers, results)
             cute.arch.barrier(barrier_id=1, number_of_threads=config.softmax_threads)

@@ -100,7 +100,7 @@ class GatheredAttention(GatheredHost):
             k_base + config.kv.v_bytes if cutlass.const_expr(config.p_in_keys) else storage.p.data_ptr(),
             storage.statistics.data_ptr(),
             storage.sums.data_ptr(),
-            storage.masks.get_tensor(cute.make_layout(config.mask_words)),
+            storage.masks.get_tensor(cute.make_layout(config.gathers.mask_words(config.kv_stages))),
             storage.raw.data_ptr(),
         )
         if warp >= config.load_warp:
@@ -146,12 +146,12 @@ def consume(
         if count > 0:
             task_use += 1
         use += count
-        if cutlass.const_expr(config.rotate_back and part == config.column_parts - 1):
+        if cutlass.const_expr(config.gathers.rotate_back and part == config.column_parts - 1):
             turn_back(config, flat(mma.o), rows[0].member, operands, task.token)
-        if cutlass.const_expr(config.has_kv_scale):
+        if cutlass.const_expr(config.gathers.has_kv_scale):
             scale_values(flat(mma.o), operands)
         stage, results = None, ROW_RESULTS
-        if cutlass.const_expr(config.float8):
+        if cutlass.const_expr(config.gathers.float8):
             results = PAIR_FLOAT8
         elif cutlass.const_expr(config.output.normalize and not config.p_in_keys):
             stage = own_stage(config, shared, part)  # every P has been read by now

@@ -32,8 +32,8 @@ class KeySetConfig(NamedTuple):
 
 def key_set_of(config, number: int) -> KeySetConfig:
     """What the number-th key set of a configuration is compiled for."""
-    there = number < config.sets
-    return KeySetConfig(there, there and config.lengths[number])
+    there = number < config.gathers.sets
+    return KeySetConfig(there, there and config.gathers.lengths[number])
 
 
 class KeySetOperands(NamedTuple):
@@ -102,14 +102,14 @@ class Gathered(NamedTuple):
 
     q: Annotated[Any, Operand(BFLOAT16, 4, lambda c: c.heads.qk, TMA_ALIGNMENT)]
     o: Annotated[Any, RESULT]
-    scales: Annotated[Any, Operand(FLOAT32, 4, when="float8")]
+    scales: Annotated[Any, Operand(FLOAT32, 4, when="gathers.float8")]
     sink: Annotated[Any, Operand(FLOAT32, 1, when="output.has_sink")]
     lse: Annotated[Any, Operand(FLOAT32, 3, when="output.has_lse")]
     row_max: Annotated[Any, STATE]
     row_sum: Annotated[Any, STATE]
-    cos_sin: Annotated[Any, Operand(FLOAT32, 2, ROPE_DIM, when="rotate_back")]
-    positions: Annotated[Any, Operand(INT32, 1, when="rotate_back")]
-    kv_scale: Annotated[Any, Operand(FLOAT32, 1, when="has_kv_scale")]
+    cos_sin: Annotated[Any, Operand(FLOAT32, 2, ROPE_DIM, when="gathers.rotate_back")]
+    positions: Annotated[Any, Operand(INT32, 1, when="gathers.rotate_back")]
+    kv_scale: Annotated[Any, Operand(FLOAT32, 1, when="gathers.has_kv_scale")]
     sets: Annotated[tuple, Several(KeySetOperands, MAX_KEY_SETS, key_set_of)]
 
 
@@ -124,7 +124,7 @@ class GatheredNumbers(NamedTuple):
 
 def score_numbers(config, operands: Gathered, numbers: LogitNumbers) -> LogitNumbers:
     """The map's numbers for Q times codes, where keys have one scale. numbers: for Q times keys."""
-    if not config.has_kv_scale:
+    if not config.gathers.has_kv_scale:
         return numbers
     return with_factor(config.logits, numbers, numbers.factor * operands.kv_scale[0])
 
