@@ -66,21 +66,21 @@ def suits(way: Way, ways: tuple[Way, ...], problem: AttentionProblem, rounds: fl
     suits.
 
     As measured (docs/records/2026-11-24-plan-model.md): with many rounds, CTAs that take tiles from a queue hide their
-    starts and balance any order. With few, tiles of packed queries go to SMs as these become free, because no order is
-    known to be balanced. Where the host knows the lengths, dealing out tiles longest first is as good as either. A line
-    is worth its second launch only where whole tiles would leave CTAs idle.
+    starts and balance any order. With few, tiles of packed queries, or of listed blocks, go to SMs as these become
+    free, because no order is known to be balanced. Where the host knows the lengths, dealing out tiles longest first is
+    as good as either. A line is worth its second launch only where whole tiles would leave CTAs idle.
     """
-    packed = problem.requests.packed_q
-    unknown = packed or problem.requests.has_kv_lengths or problem.mask.has_blocks
+    unordered = problem.requests.packed_q or problem.mask.has_blocks
+    unknown = unordered or problem.requests.has_kv_lengths
     if Way.QUEUE not in ways:
         return way is ways[0] or (unknown if way is Way.LINE else rounds > 1)
     if way is Way.LINE:
         return rounds <= (FEW_ROUNDS if unknown else 1)
     if way is Way.QUEUE:
-        return rounds > (1 if sorts_tiles(problem) else QUEUE_ROUNDS if packed else FEW_ROUNDS)
+        return rounds > (1 if sorts_tiles(problem) else QUEUE_ROUNDS if unordered else FEW_ROUNDS)
     if way is Way.SINGLE:
         return unknown and 1 < rounds <= FEW_ROUNDS
-    return rounds <= 1 or not packed
+    return rounds <= 1 or not unordered
 
 
 def measured_splits(
@@ -88,7 +88,7 @@ def measured_splits(
 ) -> int | None:
     """Number of splits of the keys if few queries decode, the host knows the number of keys, and an SM holds several
     CTAs, from a model fitted to such calls alone (``splits``). None for other calls."""
-    known = not (problem.requests.packed_q or problem.requests.has_kv_lengths)
+    known = not (problem.requests.packed_q or problem.requests.has_kv_lengths or problem.mask.has_blocks)
     if (
         loads is None
         or not known
