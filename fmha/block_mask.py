@@ -245,12 +245,19 @@ _converted = weakref.WeakKeyDictionary()  # FlexAttention's masks, which serve m
 def block_mask_of(given: Any, q, k) -> BlockMask | None:
     """The ``BlockMask`` of an argument of ``attention``: itself, or converted. FlexAttention's are converted once, so
     their tensors must not change afterwards. q, k may be no tensors yet: the checks come later."""
-    if given is None or isinstance(given, BlockMask):
-        return given
+    if given is None:
+        return None
+    prepared = isinstance(given, BlockMask)
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and q.dim() == k.dim() == 4):
+        if prepared:
+            return given
         read_lists(given)
         raise ValueError("block_mask: q and k must be [B, S, H, D]")
     lengths = (q.shape[1], k.shape[1])
+    if prepared:
+        if given.lengths != lengths:
+            raise ValueError(f"block_mask: must be for {lengths} queries and keys, got {given.lengths}")
+        return given
     if not hasattr(given, "mask_mod"):
         return BlockMask.of(given, *lengths)
     found = _converted.get(given)

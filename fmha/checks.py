@@ -8,6 +8,7 @@ import torch
 
 from warpspec.common.checks import check_bool, check_int, check_rows, check_tensor, kind_of, shape_of
 from warpspec.common.outputs import check_apart, check_elements
+from warpspec.fmha.block_mask import WORD_BITS
 from warpspec.fmha.heads import CLASSES, LARGEST, LATENT, STEP, supported
 from warpspec.fmha.operands import Operands, Options
 from warpspec.fmha.quantized import FORMATS, head_size
@@ -201,20 +202,26 @@ def check_blocks(operands: Operands, options: Options, sizes: tuple[int, int, in
         "q_visits": (columns, rows, 3),
         "q_counts": (columns, 3),
     }
+    if operands.patterns is not None:
+        words = [-(-n // WORD_BITS) for n in size]
+        wanted |= {"patterns": (size[0], words[1]), "q_patterns": (size[1], words[0])}
     for name, last in wanted.items():
         tensor = getattr(operands, name)
         check_tensor(f"block_mask: {name}", tensor, (torch.int32,), None, operands.q.device)
-        shape = tuple(tensor.shape)
-        if shape[2:] != last or shape[0] not in (1, batch) or shape[1] not in (1, heads):
+        shape, listed = tuple(tensor.shape), "patterns" not in name
+        first = shape[: -len(last)]
+        fits = (
+            len(first) == 2 and first[0] in (1, batch) and first[1] in (1, heads)
+            if listed
+            else len(first) == 1
+        )
+        if shape[-len(last) :] != last or not fits:
+            begin = f"B={batch} or 1, Hq={heads} or 1" if listed else "n"
             raise ValueError(
-                f"block_mask: {name}: shape must be [B={batch} or 1, Hq={heads} or 1, "
-                f"{', '.join(map(str, last))}], got {shape_of(tensor)}"
+                f"block_mask: {name}: shape must be [{begin}, {', '.join(map(str, last))}], got {shape_of(tensor)}"
             )
-    for name in ("patterns", "q_patterns"):
-        if getattr(operands, name) is not None:
-            check_tensor(
-                f"block_mask: {name}", getattr(operands, name), (torch.int32,), None, operands.q.device
-            )
+    if len({tuple(getattr(operands, name).shape[:2]) for name in wanted if "patterns" not in name}) > 1:
+        raise ValueError("block_mask: lists must all have the same batch rows and heads")
 
 
 def check_starts(name, tensor, device, batch=None) -> int:

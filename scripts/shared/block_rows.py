@@ -32,10 +32,6 @@ def window(b, h, q, k):
     return (q >= k) & ((q - k < WINDOW) | (k < SINKS))
 
 
-def causal(b, h, q, k):
-    return q >= k
-
-
 def in_cute(name: str):
     """A mask as a function that flash-attn-4 compiles; None for blocks that are listed in full."""
     import cutlass
@@ -53,10 +49,6 @@ def in_cute(name: str):
     @cute.jit
     def window(batch, head, q, k, seqlen_info, aux_tensors):
         return (k <= q) & ((q < k + number(WINDOW)) | (k < number(SINKS)))
-
-    @cute.jit
-    def causal(batch, head, q, k, seqlen_info, aux_tensors):
-        return k <= q
 
     @cute.jit
     def images(batch, head, q, k, seqlen_info, aux_tensors):
@@ -122,7 +114,8 @@ def blocks(gradients: bool = False) -> list[list]:
     """Masks by lists of blocks; FLOPs are those of the visited blocks. "dense": this library without a mask, times the
     share of the blocks that are visited. gradients: time them instead of results."""
     rows, flash = [], flash_attention()
-    for name, batch, heads, heads_kv, length, d in bench_shapes.BLOCKS:
+    shapes = bench_shapes.BLOCK_GRADIENTS if gradients else bench_shapes.BLOCKS
+    for name, batch, heads, heads_kv, length, d in shapes:
         mod = drawn(length) if name == "drawn" else globals()[name]
         lists = create_block_mask(mod, None, None, length, length, device="cuda")
         own = BlockMask.of(lists, length, length)

@@ -389,7 +389,7 @@ CAUSAL = dict(batch=2, sq=200, sk=500, heads=1, lengths=(500, 40), causal=True, 
 FULL = dict(batch=2, sq=130, sk=700, heads=1, lengths=(700, 40), num_splits=1)
 DECODE = dict(batch=2, sq=1, sk=900, heads=8, lengths=(900, 330), num_splits=2)
 UNSEEN = ((330, 200, True), (256, 200, True))  # rows that see nothing; only keys that nobody sees
-EVEN = (0.4, 0.3, 0.3)  # of blocks: not listed, partial, full
+LISTED = (False, (1, 1), (0.1, 0.4, 0.5))  # lists of ``gradient_cases.Case``
 KERNELS: dict[str, Callable[[], None]] = {
     "fmha-sm100": _attention("sm_100a", **CAUSAL, window=(250, 0), dim=128),
     "fmha-sm100-d64": _attention("sm_100a", **FULL, dim=64),
@@ -435,8 +435,8 @@ KERNELS: dict[str, Callable[[], None]] = {
     "gradients-sm100": _gradients("sm_100a", 128, *UNSEEN),
     "gradients-sm90-whole": _gradients("sm_90a", 128, (256, 256, False)),
     "gradients-sm100-whole": _gradients("sm_100a", 128, (256, 256, False)),
-    "gradients-sm90-lists": _gradients("sm_90a", 128, (256, 300, True), blocks=(False, (1, 1), EVEN)),
-    "gradients-sm100-lists": _gradients("sm_100a", 128, (256, 300, True), blocks=(False, (1, 1), EVEN)),
+    "gradients-sm90-lists": _gradients("sm_90a", 128, (520, 300, True), blocks=LISTED),
+    "gradients-sm100-lists": _gradients("sm_100a", 128, (520, 300, True), blocks=LISTED),
     "projection-sm90": _projection("sm_90a"),
     "projection-sm100": _projection("sm_100a"),
     "moe-sm90": _streamed_moe,

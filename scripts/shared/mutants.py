@@ -320,7 +320,7 @@ def context(lines: list[str], line: int) -> tuple[str, str]:
     def nearest(numbers: range) -> str:
         for number in numbers:
             loc = re.match(r"\s*\.loc\s+(\d+)\s+(\d+)", lines[number])
-            if loc and not files.get(loc[1], "").endswith(("common/device/pipeline.py", "device/host.py")):
+            if loc and not files.get(loc[1], "").endswith(("device/pipeline.py", "device/host.py")):
                 return f"{files.get(loc[1])}:{loc[2]}"
         return "nothing"
 

@@ -85,8 +85,12 @@ EXPLAINED = (
         "dV: exchanged of the step comes behind it, too, and whoever fetches over dO has waited for that",
     ),
     (
-        r"`wgmma\.commit.*before sm90/arithmetic\.py:51",
+        r"`wgmma\.commit.*before sm90/arithmetic\.py:53",
         "of the next S: it joins the group of dQ, which is waited for before P is made",
+    ),
+    (
+        r"`griddepcontrol\.wait.*backward/device/load\.py.*before sm100/keys\.py",
+        "what the launch before wrote, key warps touch only behind loads, whose warp has waited for it",
     ),
     (r"`bar\.warp.*backward/sm90/results\.py", "stmatrix gathers the warp itself"),
     (
@@ -134,11 +138,11 @@ EXPLAINED = (
         "wgmma alone has read the stage, all lanes at once; the piece's last release has one, too",
     ),
     (
-        r"`bar\.warp.*behind device/record\.py:(83|104)",
+        r"`bar\.warp.*behind device/record\.py:(96|117)",
         "lane 0 has written the record, and the elected lane, which hands it over, is the first: on GPUs, too",
     ),
     (
-        r"`bar\.warp.*behind sm90/consumer\.py:(212, before sm90/consumer\.py:313|276)",
+        r"`bar\.warp.*behind sm90/consumer\.py:(255|272|325|328)",
         "wgmma alone has read the tile, and all lanes have waited for it at once",
     ),
     (
@@ -150,7 +154,7 @@ EXPLAINED = (
         "of a chain's consumers: the load warp has waited before it fetches what their products and stores are behind",
     ),
     (
-        r"try_wait.*behind device/tile\.py:82, before sm100/keys\.py:110",
+        r"try_wait.*behind device/tile\.py:\d+, before sm100/keys\.py:114",
         "S, waited for next, is behind the MMA warp's wait for the same Q",
     ),
     (

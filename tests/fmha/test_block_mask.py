@@ -1,5 +1,7 @@
 """Lists of blocks: the definition against masks of elements, the kernels in the simulator, what is refused."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers.block_cases import CASES, FlashLists, inputs_of
@@ -129,7 +131,15 @@ def test_what_is_refused():
     flex = create_block_mask(lambda b, h, q, k: q >= k, None, None, 128, 300, device="cpu")
     refuse(ValueError, r"must be for \(200, 300\) queries and keys, got \(128, 300\)", flex)
     prepared = BlockMask.of(lists, 200, 300)
-    refuse(ValueError, r"kv_visits: shape must be \[B=2 or 1, Hq=2 or 1, 2, 2, 2\]", prepared, k=k[:, :200])
+    refuse(ValueError, r"must be for \(200, 200\) queries and keys, got \(200, 300\)", prepared, k=k[:, :200])
+    cut = replace(prepared, kv_visits=prepared.kv_visits[..., :1])
+    refuse(
+        ValueError, r"kv_visits: shape must be \[B=2 or 1, Hq=2 or 1, 2, 3, 2\], got \[1, 2, 2, 3, 1\]", cut
+    )
+    words = replace(prepared, patterns=torch.zeros(3, 128, 5, dtype=torch.int32))
+    refuse(ValueError, r"patterns: shape must be \[n, 128, 4\], got \[3, 128, 5\]", words)
+    two = replace(prepared, q_counts=prepared.q_counts.expand(2, 2, -1, -1))
+    refuse(ValueError, "lists must all have the same batch rows and heads", two)
     refuse(
         ValueError,
         "block_mask: must be None with kv_lengths",
