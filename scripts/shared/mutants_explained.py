@@ -138,11 +138,11 @@ EXPLAINED = (
         "wgmma alone has read the stage, all lanes at once; the piece's last release has one, too",
     ),
     (
-        r"`bar\.warp.*behind device/record\.py:(96|117)",
+        r"`bar\.warp.*behind device/record\.py:\d+",
         "lane 0 has written the record, and the elected lane, which hands it over, is the first: on GPUs, too",
     ),
     (
-        r"`bar\.warp.*behind sm90/consumer\.py:(255|272|325|328)",
+        r"`bar\.warp.*behind sm90/consumer\.py:\d+",
         "wgmma alone has read the tile, and all lanes have waited for it at once",
     ),
     (
