@@ -187,12 +187,25 @@ class ConsumerTile:
         if not self.config.format.shared_kv:
             self.channels["k_empty"].arrive_warp(self.use + step)
 
-    def hide(self, scores: cute.Tensor, r: int, step) -> None:
-        """Set scores (n) of the KV tile of visit ``step`` to -inf at keys that row r does not see."""
-        row = self.rows[r]
-        origin = self.span.tile(step) * self.config.tile_n + PAIR * row.member  # key of element 0
+    def origin(self, r: int, step):
+        """Key of the first element of row r, in the KV tile of visit ``step``."""
+        return self.span.tile(step) * self.config.tile_n + PAIR * self.rows[r].member
+
+    def read_mask(self, step) -> tuple | None:
+        """With lists of blocks, what ``hide`` reads from memory for each row, so that QK hides how long it takes."""
+        if not self.config.mask.has_blocks:
+            return None
+        return tuple(
+            keys_of(self.config, row, step, self.origin(r, step), PAIR * row.member)
+            for r, row in enumerate(self.rows)
+        )
+
+    def hide(self, scores: cute.Tensor, r: int, step, found: tuple | None = None) -> None:
+        """Set scores (n) of the KV tile of visit ``step`` to -inf at keys that row r does not see. found:
+        ``read_mask``."""
+        row, origin = self.rows[r], self.origin(r, step)
         drafts = row.drafts.read(origin) if row.drafts else None
-        interval, pattern = keys_of(self.config, row, step, origin, PAIR * row.member)
+        interval, pattern = found[r] if found else keys_of(self.config, row, step, origin, PAIR * row.member)
         hide(scores, elements(scores, r), PAIR, COLUMNS, *interval, drafts, pattern)
 
     @property
@@ -250,11 +263,12 @@ def attend(work):
     work.mma.o.fill(0.0)
     state = ((-Float32.inf,) * THREAD_ROWS, (-Float32.inf,) * THREAD_ROWS, (Float32(0.0),) * THREAD_ROWS)
     if span.count > 0:
+        seen = work.read_mask(0)
         work.channels["k_full"].wait(work.use)
         work.issue_qk(0)
         warpgroup.wait_group(0)
         work.release_k(0)
-        state, _, _ = weigh(work, 0, state, True)
+        state, _, _ = weigh(work, 0, state, True, seen)
         keep_weights(work.mma)
     whole, partial = unmasked_steps(config, span)
     for step in cutlass.range(1, whole, unroll=1):
@@ -316,6 +330,9 @@ def unmasked_steps(config, span) -> tuple:
 @cute.jit
 def advance(work, step, state, masked: cutlass.Constexpr):
     """QK and softmax of the KV tile of visit ``step``, PV of the previous one."""
+    seen = None
+    if cutlass.const_expr(masked):
+        seen = work.read_mask(step)
     work.channels["k_full"].wait(work.use + step)
     take_turn(work)
     work.issue_qk(step)
@@ -324,7 +341,7 @@ def advance(work, step, state, masked: cutlass.Constexpr):
     end_turn(work)
     warpgroup.wait_group(1)  # S; PV goes on
     work.release_k(step)
-    state, factors, moved = weigh(work, step, state, masked)
+    state, factors, moved = weigh(work, step, state, masked, seen)
     warpgroup.wait_group(0)
     work.v_empty.arrive_warp(work.use + step - 1)
     rescale(work, factors, moved)
@@ -353,10 +370,10 @@ def keep_weights(mma: Products) -> None:
 
 
 @cute.jit
-def weigh(work, step, state, masked: cutlass.Constexpr):
+def weigh(work, step, state, masked: cutlass.Constexpr, seen: cutlass.Constexpr = None):
     """Turn S into the weights of its tile, in place. Returns the state, the factors of O, and whether either is not 1.
 
-    masked: some row may not see some key of the tile.
+    masked: some row may not see some key of the tile. seen: ``ConsumerTile.read_mask``.
     """
     config, span = work.config, work.tile.span
     references, maxima, sums = state
@@ -373,7 +390,10 @@ def weigh(work, step, state, masked: cutlass.Constexpr):
         elif cutlass.const_expr(config.logits.in_powers):
             map_scores(config.logits, scores, elements(scores, r), numbers)
         if cutlass.const_expr(masked):
-            work.hide(scores, r, step)
+            if cutlass.const_expr(seen is None):  # a source of keys of its own may hide without
+                work.hide(scores, r, step)
+            else:
+                work.hide(scores, r, step, seen)
         highest = softmax.over_quad(softmax.maximum(scores, r), cute.arch.fmax)
         highest = cute.arch.fmax(maxima[r], highest)
         reference, factor, moved = move_reference(
