@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +57,11 @@ class BlockMask:
     def operands(self) -> dict[str, torch.Tensor | None]:
         """The tensors, by name."""
         return {name: getattr(self, name) for name in TENSORS}
+
+    def to(self, device: torch.device | str) -> BlockMask:
+        """These lists on a device."""
+        tensors = {name: None if t is None else t.to(device) for name, t in self.operands.items()}
+        return replace(self, **tensors)
 
     @classmethod
     def of(cls, lists: Any, seq_q: int, seq_k: int) -> BlockMask:

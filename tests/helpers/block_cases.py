@@ -139,17 +139,10 @@ def inputs_of(case: Case, seed: int = 0) -> tuple[dict, torch.Tensor]:
     return {"q": q, "k": k, "v": v, "block_mask": lists, **dict(case.options)}, seen
 
 
-def prepared(lists, seq_q: int, seq_k: int, device) -> BlockMask:
-    """The ``BlockMask`` of lists on the CPU, on a device."""
-    found = BlockMask.of(lists, seq_q, seq_k)
-    tensors = {name: None if t is None else t.to(device) for name, t in found.operands.items()}
-    return BlockMask(found.block_size, found.lengths, **tensors)
-
-
 def moved_inputs(inputs: dict) -> dict:
     """Inputs on the GPU."""
-    lists = prepared(inputs["block_mask"], inputs["q"].shape[1], inputs["k"].shape[1], "cuda")
-    return moved(inputs) | {"block_mask": lists}
+    lists = BlockMask.of(inputs["block_mask"], inputs["q"].shape[1], inputs["k"].shape[1])
+    return moved(inputs | {"block_mask": lists})
 
 
 EVEN, SPARSE, NOTHING = (0.4, 0.3, 0.3), (0.7, 0.2, 0.1), (1.0, 0.0, 0.0)

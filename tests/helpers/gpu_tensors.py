@@ -2,6 +2,8 @@
 
 import torch
 
+from warpspec.fmha import BlockMask
+
 
 def on_gpu(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor to the GPU with its strides."""
@@ -12,8 +14,9 @@ def on_gpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def moved(values: dict) -> dict:
-    """Tensors to the GPU, the rest as it is."""
-    return {name: on_gpu(v) if isinstance(v, torch.Tensor) else v for name, v in values.items()}
+    """Tensors and lists of blocks to the GPU, the rest as it is."""
+    found = {name: on_gpu(v) if isinstance(v, torch.Tensor) else v for name, v in values.items()}
+    return {name: v.to("cuda") if isinstance(v, BlockMask) else v for name, v in found.items()}
 
 
 def random(*shape) -> torch.Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from helpers import block_cases
-from warpspec.fmha import attention, attention_varlen
+from warpspec.fmha import BlockMask, attention, attention_varlen
 
 NAMES = ("q", "k", "v", "sink", "bias")
 # Worst head's ||got - expected|| / ||expected||. The reference works in fp32 and rounds its results.
@@ -134,7 +134,7 @@ class Case:
         if self.images is not None:
             options["ranges"] = self.ranges().to(device)
         if self.blocks is not None:
-            options["block_mask"] = block_cases.prepared(self.mask()[0], self.seq_q, self.seq_k, device)
+            options["block_mask"] = BlockMask.of(self.mask()[0], self.seq_q, self.seq_k).to(device)
         if not self.packed:
             return attention(**tensors, **options, kv_lengths=int32(self.kv_lengths))
         starts = {
