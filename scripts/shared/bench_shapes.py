@@ -73,11 +73,11 @@ TREES = [
 # (mask of ``block_rows``, batch, query heads, KV heads, length, D) of lists of blocks
 BLOCKS = [
     ("documents", 2, 16, 16, 8192, 128),
-    ("window", 2, 16, 16, 8192, 128),
     ("drawn", 2, 16, 16, 8192, 128),
     ("documents", 2, 32, 8, 8192, 64),
+    ("window", 2, 16, 16, 8192, 128),
 ]
-BLOCK_GRADIENTS = [BLOCKS[0], BLOCKS[2]]
+BLOCK_GRADIENTS = BLOCKS[:2]
 # (batch, query heads, KV heads, length, D) of causal queries with images
 RANGES = [(1, 8, 4, 4096, 256), (2, 32, 8, 8192, 128)]
 # (batch, heads, queries, most keys, whether requests' lengths are random, rows' type) of MLA's decode, pages of 64

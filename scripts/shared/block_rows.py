@@ -144,6 +144,7 @@ def blocks(gradients: bool = False) -> list[list]:
             for pair in pairs:
                 agree(f"{title} {peer}", *pair, WRONG_GRADIENTS if gradients else 1e-2)
         times = gpu_bench.gpu_times(calls, [()], **gpu_bench.SHORT_ROUNDS)
+        print(title, times, flush=True)  # if the table is cut off
         share = visited(own)
         flops = (10 if gradients else 4) * batch * heads * length * length * d * share
         cells = columns(times, flops * 1e-6, (FLASH, FLEX))
@@ -185,6 +186,7 @@ def ranges() -> list[list]:
             if peer != "causal":
                 agree(f"{title} {peer}", expected, calls[peer](), 1e-2)
         times = gpu_bench.gpu_times(calls, [()], **gpu_bench.SHORT_ROUNDS)
+        print(title, times, flush=True)
         flops = 2 * batch * heads * length * length * d
         cells = columns(times, flops * 1e-6, (FLASH, FLEX))
         rows.append([title, *cells, times["warpspec"] / times["causal"], times["warpspec"] / times["lists"]])
