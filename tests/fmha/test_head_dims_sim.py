@@ -10,7 +10,7 @@ from helpers.suites import long
 
 from warpspec import sim
 from warpspec.fmha import attention
-from warpspec.fmha.sm100 import choices
+from warpspec.fmha.sm100 import shapes as tile_shapes
 from warpspec.fmha.sm100.shapes import SHAPES, SHARED_SHAPES
 
 PREFILL, DECODE = WHOLE_KEYS["sm_100a"], SPLIT_KEYS["sm_100a"]
@@ -58,9 +58,9 @@ OTHER_SHAPES = [
 def with_shape(monkeypatch, head_dim: int, shared: bool, number: int) -> None:
     """Make another of a head dimension's shapes the default."""
     name = "SHARED_SHAPES" if shared else "SHAPES"
-    table = dict(getattr(choices, name))
+    table = dict(getattr(tile_shapes, name))
     table[head_dim] = (table[head_dim][number],)
-    monkeypatch.setattr(choices, name, table)
+    monkeypatch.setattr(tile_shapes, name, table)
 
 
 @pytest.mark.parametrize(("head_dim", "shared", "number"), [(64, False, 1)])

@@ -174,9 +174,9 @@ def test_key_span_visits_tiles_some_row_sees_and_masks_only_where_needed(causal,
         span = key_span(lowest, lowest + rows - 1, length, keys, bounds)
         visited = [span.tile(step) for step in range(span.count)]
         assert visited == sorted({key // keys for key in set.union(*seen)}, reverse=True)
-        for tile in visited:
+        for step, tile in enumerate(visited):
             tile_keys = set(range(tile * keys, (tile + 1) * keys))
-            assert span.needs_mask(tile, keys) == any(not tile_keys <= row for row in seen)
+            assert span.needs_mask(step, keys) == any(not tile_keys <= row for row in seen)
             assert span.has_unseen(tile, keys) == (not tile_keys <= set.union(*seen))
 
 
