@@ -11,8 +11,8 @@ registers: 4 KiB for each of 4 warps, with element 4 i + j of lane l at 128 i + 
 part is numbered by its row block, or by its column block if the tile has 64 rows.
 
 Where key tiles are cut (``schedule``), dK and dV of each piece have the same layout, [Hkv, key tiles, pieces, tile_n *
-D] fp32: blocks of 64 keys and 64 columns, columns first. Where the device cuts by length, they are [Hkv, places in the
-order, 1, tile_n * D], and a tile's pieces have neighbouring places.
+D] fp32: blocks of 64 keys and 64 columns, columns first. Where tiles are cut by length, they are [Hkv, places, 1,
+tile_n * D], and a tile's pieces have neighbouring places.
 """
 
 from __future__ import annotations
@@ -121,9 +121,20 @@ class BackwardKernel:
 
     @property
     def cuts_by_length(self) -> bool:
-        """Whether the device decides into how many pieces to cut each key tile: only it knows the lengths of packed
-        requests."""
+        """Whether long key tiles are cut into more pieces than short ones; else all into as many."""
+        return self.cuts_on_device or (self.cut and self.alike and not self.heads_inside)
+
+    @property
+    def cuts_on_device(self) -> bool:
+        """Whether the device decides how to cut (``pieces``): only it knows the lengths of packed requests."""
         return self.cut and self.requests.packed_k and not self.deterministic
+
+    @property
+    def alike(self) -> bool:
+        """Whether the key tiles of all batch rows have the same steps, which the host knows."""
+        requests, mask = self.requests, self.mask
+        unknown = requests.packed_k or requests.has_kv_lengths or requests.has_q_start
+        return not (unknown or mask.has_ranges or mask.has_blocks)
 
     @property
     def writes_k(self) -> bool:

@@ -19,10 +19,18 @@ from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.common.launch import Kernel, Target
 from warpspec.fmha.backward.features import BackwardKernel
 from warpspec.fmha.backward.operands import BackwardOperands
+from warpspec.fmha.backward.pieces import PieceLength
 from warpspec.fmha.backward.problem import BackwardProblem
 from warpspec.fmha.backward.ranges import seen_by
 from warpspec.fmha.backward.rows import RESULTS, ROWS, result_config, row_config
-from warpspec.fmha.backward.schedule import Order, PieceLength, choose_order, piece_length, reads_beyond_l2
+from warpspec.fmha.backward.schedule import (
+    CutTiles,
+    Order,
+    choose_order,
+    cut_tiles,
+    piece_length,
+    reads_beyond_l2,
+)
 from warpspec.fmha.checks import SIZE_LIMIT
 from warpspec.fmha.logits import LogitNumbers
 from warpspec.fmha.operands import Operands
@@ -73,7 +81,8 @@ check_supported = plan
 
 
 class Prepared(NamedTuple):
-    """A problem ready to run. order: order of the main kernel's CTAs. length: how the device cuts key tiles, or None.
+    """A problem ready to run. order: order of the main kernel's CTAs. length, cut: how the device, or the host, cuts
+    key tiles by length, or None.
     rows, main, results: functions of the kernels' arguments, results None as in ``Kernels``. numbers: the main
     kernel's. window: (left, right), 0 where unbounded."""
 
@@ -81,6 +90,7 @@ class Prepared(NamedTuple):
     config: BackwardKernel
     order: Order
     length: PieceLength | None
+    cut: CutTiles | None
     rows: Callable
     main: Callable
     results: Callable | None
@@ -122,16 +132,17 @@ def prepare(
         for item in kernels(problem, target, config)
     ]
     window = (forward.window_left or 0, forward.window_right or 0)
-    length = piece_length(problem, config, target) if config.cuts_by_length else None
-    pieces = 1 if length else order.pieces  # each of the device's has a place of its own
+    length = piece_length(problem, config, target) if config.cuts_on_device else None
+    cut = cut_tiles(problem, config, order) if config.cuts_by_length and length is None else None
     numbers = (
         *LogitNumbers.of(forward.logits, signed=True),
         forward.logits.scale,
         *window,
-        pieces,
+        1 if length else cut.pieces if cut else order.pieces,  # each of the device's has a place of its own
         order.section,
+        cut.most if cut else 0,
     )
-    return Prepared(target, config, order, length, *launchers, numbers, window)
+    return Prepared(target, config, order, length, cut, *launchers, numbers, window)
 
 
 def run_kernels(
@@ -167,12 +178,13 @@ def run_prepared(
     targets = (dk if config.wanted.k else None, dv if config.wanted.dv else None)
     requests, tile_order, tile_pieces, length = (None,) * 10, None, None, prepared.length
     key_tiles = key_tile_count(config, operands)
+    if config.cuts_by_length:
+        tile_pieces = empty((key_tiles, 2), torch.int32, device)
     ranges = (None, None)
     if config.mask.has_ranges:
         ranges = (operands.ranges, seen_by(forward, operands))
     if config.requests.packed_k:
         if length is not None:
-            tile_pieces = empty((key_tiles, 2), torch.int32, device)
             key_tiles += length.further
         tile_order = empty((key_tiles,), torch.int32, device)
         dq = gradients.q if config.wanted.q else None
@@ -180,7 +192,7 @@ def run_prepared(
         requests = (operands.k, operands.cu_seqlens_k, start, *ranges, tile_order, tile_pieces, dq, *targets)
     rows = (operands.lse.contiguous(), dlse, operands.sink, operands.cu_seqlens_q)
     workspace = (statistics, dq_sums, turns, dsink)
-    cuts = (0.0, 0.0) if length is None else (length.factor, length.share)
+    cuts = (0.0,) * 4 if length is None else length[:4]
     prepared.rows(operands.o, do, *rows, *workspace, *requests, *prepared.window, *cuts)
     if gradients.sink is not None:
         gradients.sink.copy_(dsink.sum(dim=1))
@@ -196,8 +208,10 @@ def run_prepared(
         do = torch.zeros_like(q)
     sums = (None, None)
     if config.cut:
-        pieces = 1 if length else prepared.order.pieces
-        tile = (forward.heads_kv, key_tiles, pieces, config.tile_n * q.shape[-1])
+        places = (key_tiles, 1) if length else (key_tiles, prepared.order.pieces)
+        if prepared.cut is not None:
+            places = (q.shape[0] * prepared.cut.pieces, 1)
+        tile = (forward.heads_kv, *places, config.tile_n * q.shape[-1])
         sums = tuple(
             empty(tile, fp32, device) if leaves else None for leaves in (config.leaves_k, config.leaves_v)
         )
@@ -229,7 +243,8 @@ def run_prepared(
         prepared.main(*part, *prepared.numbers)
     if prepared.results is not None:
         keys = (*sums, gradients.q, *(targets if config.cut else (None, None)))
-        lengths = (operands.cu_seqlens_q, operands.cu_seqlens_k, tile_pieces)
+        some = any(each is not None for each in sums)
+        lengths = (operands.cu_seqlens_q, operands.cu_seqlens_k, tile_pieces if some else None)
         prepared.results(dq_sums, *keys, *lengths, forward.logits.scale)
     if gradients.bias is not None and dbias is not gradients.bias:
         gradients.bias.copy_(dbias)

@@ -79,7 +79,7 @@ class RowOperands(NamedTuple):
 
     Packed requests also need k, cu_seqlens_k, q_start, ranges and seen_by; the kernel then also writes tile_order,
     tile_pieces, and zeros in rows of dq, dk and dv that belong to no request. window_left, window_right: not read where
-    unbounded. piece_factor, piece_share: see ``schedule.PieceLength``.
+    unbounded. piece_start to piece_last: see ``pieces.PieceLength``.
     """
 
     o: Annotated[Any, ROWS]
@@ -98,14 +98,16 @@ class RowOperands(NamedTuple):
     ranges: Annotated[Any, Operand(INT32, 3, 2, when=of_main("mask.has_ranges"))]
     seen_by: Annotated[Any, Operand(INT32, 3, 2, when=of_main("mask.has_ranges"))]
     tile_order: Annotated[Any, Operand(INT32, 1, when="main")]
-    tile_pieces: Annotated[Any, Operand(INT32, 2, 2, when=of_main("cuts_by_length"))]
+    tile_pieces: Annotated[Any, Operand(INT32, 2, 2, when=of_main("cuts_on_device"))]
     dq: Annotated[Any, replace(ROWS, when=of_main("wanted.q"))]
     dk: Annotated[Any, replace(ROWS, when=of_main("wanted.k"))]
     dv: Annotated[Any, replace(ROWS, when=of_main("wanted.dv"))]
     window_left: Annotated[Any, Number(INT32)]
     window_right: Annotated[Any, Number(INT32)]
-    piece_factor: Annotated[Any, Number(FLOAT32)]
+    piece_start: Annotated[Any, Number(FLOAT32)]
     piece_share: Annotated[Any, Number(FLOAT32)]
+    piece_cost: Annotated[Any, Number(FLOAT32)]
+    piece_last: Annotated[Any, Number(FLOAT32)]
 
 
 class ResultOperands(NamedTuple):
@@ -129,7 +131,8 @@ class ResultOperands(NamedTuple):
 
 class BackwardNumbers(NamedTuple):
     """The numbers among the main kernel's arguments. logits: their factor has the sign of the scale. scale: the factor
-    of dK. window_left, window_right: not read where unbounded. pieces, section: see ``schedule.Order``."""
+    of dK. window_left, window_right: not read where unbounded. pieces, section: see ``schedule.Order``; where the host
+    cuts by length, pieces of all key tiles of a row, and most_steps: of a piece."""
 
     logits: LogitNumbers
     scale: Annotated[Any, Number(FLOAT32)]
@@ -137,3 +140,4 @@ class BackwardNumbers(NamedTuple):
     window_right: Annotated[Any, Number(INT32)]
     pieces: Annotated[Any, Number(INT32)]
     section: Annotated[Any, Number(INT32)]
+    most_steps: Annotated[Any, Number(INT32)]

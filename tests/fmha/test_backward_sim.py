@@ -12,7 +12,8 @@ from helpers.suites import long, long_but
 from warpspec.common.architecture import architecture
 from warpspec.common.compile import resources
 from warpspec.fmha.backward import launch
-from warpspec.fmha.backward.schedule import Order, PieceLength
+from warpspec.fmha.backward.pieces import PieceLength
+from warpspec.fmha.backward.schedule import Order
 from warpspec.sim import simulation
 
 ARCHS = ("sm_90a", "sm_100a")
@@ -90,6 +91,29 @@ def test_pieces(dim, deterministic, monkeypatch, simulate_gradients_as):
     assert all(kernel.local_bytes <= 8 * deterministic for kernel in resources(compiled).values())
 
 
+CUT_BY_LENGTH = {
+    "many-tiles": (Case("", seq_q=70, seq_k=4300, heads_q=1), Order(2, 1)),
+    "more-than-steps": (Case("", batch=2, seq_q=300, seq_k=300, causal=True), Order(20, 1)),
+    "window": (Case("", batch=2, seq_q=300, seq_k=330, heads_kv=2, window=(100, 0)), Order(3, 2)),
+    "sections": (Case("", batch=2, seq_q=300, seq_k=300, heads_q=6, heads_kv=2, causal=True), Order(5, 2)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "dim"), long_but([("many-tiles", 64)], itertools.product(CUT_BY_LENGTH, HEAD_DIMS[:-1]))
+)
+def test_equal_rows_are_cut_by_length(name, dim, monkeypatch, simulate_gradients_as):
+    """The host cuts long key tiles into more pieces than short ones; nothing spills."""
+    case, order = CUT_BY_LENGTH[name]
+    prepared = cut_into(monkeypatch, order)
+    simulate_gradients_as("sm_90a", seed=1)
+    compare(replace(case, head_dim=dim))
+    config = prepared[-1].config
+    assert config.cuts_by_length and prepared[-1].cut.pieces > 1
+    compiled = launch.GRADIENTS.of(architecture("sm_90a")).MAIN.compiled(config, "sm_90a")
+    assert all(kernel.local_bytes == 0 for kernel in resources(compiled).values())
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize(("share", "further"), [(0.1, 40), (0.3, 3)], ids=["many", "few-places"])
@@ -97,7 +121,7 @@ def test_pieces_by_length(share, further, dim, monkeypatch, simulate_gradients_a
     """The device cuts the long key tiles of packed requests, leaves places without a piece, and cuts no more than there
     is room for."""
     prepared = cut_into(monkeypatch, Order(pieces=2, section=1))
-    monkeypatch.setattr(launch, "piece_length", lambda *_: PieceLength(0.0, share, further))
+    monkeypatch.setattr(launch, "piece_length", lambda *_: PieceLength(0.0, share, 0.0, 1.0, further))
     simulate_gradients_as("sm_90a", seed=1)
     compare(replace(CUT[128], head_dim=dim))
     assert prepared[-1].config.cuts_by_length

@@ -1,9 +1,12 @@
 """Make dQ from its fp32 sums, and dK and dV from the sums that pieces of cut key tiles left. For every architecture.
 
 The kernel adds the sums in the order of the pieces, scales and rounds them, and writes them in the layout of q or k. It
-reads them in the order of wgmma's registers (``features``): a warp takes 16 rows and 64 columns, a CTA some parts of a
-tile of one head. The first CTAs make dQ, the next dK, the last dV. It is a programmatic dependent launch after the main
-kernel.
+reads them in the order of wgmma's registers (``features``): a warp takes 16 rows and up to 64 columns, a CTA some parts
+of a tile of one head. The first CTAs make dQ, the next dK, the last dV. Of dK and dV a warp takes fewer columns: few
+CTAs then have many pieces to read, and each thread has loads of more pieces in flight.
+
+It is a programmatic dependent launch after the main kernel. Its CTAs wait on the SMs that are free first. If as many
+fit as could, most SMs would have nothing to do in a short call, so only two fit.
 """
 
 from __future__ import annotations
@@ -15,22 +18,24 @@ from cutlass import Boolean, Float32
 
 from warpspec.common.device.host import host_function
 from warpspec.common.device.wgmma import QUAD, ROW_DISTANCE, THREAD_ROWS, WARP_ROWS, store_row
-from warpspec.common.hardware import WARP_THREADS
+from warpspec.common.hardware import KIB, WARP_THREADS
 from warpspec.fmha.backward.device.rows import place_of
 from warpspec.fmha.backward.features import (
-    PART_ELEMENTS,
     PART_ROWS,
     THREAD_ELEMENTS,
-    WARP_ELEMENTS,
     WARPS,
 )
 from warpspec.fmha.backward.operands import ResultOperands
+from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT
 from warpspec.fmha.heads import BLOCK
 
 VECTOR = 4  # fp32 numbers of a 16-byte load
-LOADS = 2  # pieces whose loads are in flight together; four run out of registers
-CTA_PARTS = 2  # parts of a tile that a CTA has
-THREADS = CTA_PARTS * WARPS * WARP_THREADS
+VECTORS = THREAD_ELEMENTS // VECTOR  # of a thread in a warp's piece of a part
+KEY_VECTORS = 2  # as many of them a thread has of dK and dV
+LOADS = 6  # pieces whose loads are in flight together
+THREADS = 2 * WARPS * WARP_THREADS
+MOST_CTAS = 2048  # where most shares of dK and dV have nothing to do
+CTA_BYTES = 100 * KIB  # shared memory that nobody uses: two CTAs fit an SM
 
 
 class GradientResults:
@@ -42,59 +47,64 @@ class GradientResults:
     @host_function(ResultOperands)
     def __call__(self, operands: ResultOperands, stream: CUstream):
         config = self.config
-        gradients = [
-            each
-            for each in (
-                (operands.dq_sums, None, operands.dq, config.tile_m, operands.cu_seqlens_q, operands.scale),
-                (
-                    operands.dk_sums,
-                    operands.dv_sums if cutlass.const_expr(config.joins) else None,
-                    operands.dk,
-                    config.tile_n,
-                    operands.cu_seqlens_k,
-                    operands.scale,
-                ),
-                (operands.dv_sums, None, operands.dv, config.tile_n, operands.cu_seqlens_k, Float32(1.0)),
-            )
-            if each[2] is not None
-        ]
-        ctas = 0
-        for sums, _, _, rows, _, _ in gradients:
-            ctas += (
-                sums.shape[0]
-                * tiles_of(sums, operands.tile_pieces)
-                * (rows * config.heads.qk // (CTA_PARTS * PART_ELEMENTS))
-            )
-        self.kernel(gradients, operands.tile_pieces).launch(
-            grid=(ctas, 1, 1), block=(THREADS, 1, 1), use_pdl=True, stream=stream
+        dq, keys = (config.tile_m, VECTORS), (config.tile_n, KEY_VECTORS)
+        more = operands.dv_sums if cutlass.const_expr(config.joins) else None
+        found = (
+            (dq, operands.dq_sums, None, operands.dq, operands.cu_seqlens_q, operands.scale),
+            (keys, operands.dk_sums, more, operands.dk, operands.cu_seqlens_k, operands.scale),
+            (keys, operands.dv_sums, None, operands.dv, operands.cu_seqlens_k, Float32(1.0)),
+        )
+        gradients = [rest for _, *rest in found if rest[2] is not None]
+        sizes = [size for size, *rest in found if rest[2] is not None]
+        count = 0
+        for (rows, vectors), (sums, *_) in zip(sizes, gradients, strict=True):
+            tile_count = tiles_of(sums, operands.tile_pieces)
+            count += sums.shape[0] * tile_count * shares_of(config, rows, vectors)
+        ctas = cutlass.min(count, MOST_CTAS) if config.by_length else count
+        self.kernel(gradients, sizes, operands.tile_pieces, count).launch(
+            grid=(ctas, 1, 1),
+            block=(THREADS, 1, 1),
+            smem=CTA_BYTES,
+            preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
+            use_pdl=True,
+            stream=stream,
         )
 
     @cute.kernel
-    def kernel(self, gradients, tile_pieces):
-        config = self.config
-        index, _, _ = cute.arch.block_idx()
+    def kernel(self, gradients, sizes: cutlass.Constexpr, tile_pieces, count):
+        first, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
         cute.arch.griddepcontrol_wait()
-        begin = 0
-        for number in cutlass.range_constexpr(len(gradients)):
-            sums, more, target, rows, cu_seqlens, factor = gradients[number]
-            shares = rows * config.heads.qk // (CTA_PARTS * PART_ELEMENTS)  # CTAs of a tile
-            tile_count, own = tiles_of(sums, tile_pieces), index - begin
-            end = begin + sums.shape[0] * tile_count * shares
-            if (index >= begin) & (index < end):
-                head, tile_index, share = (
-                    own // (tile_count * shares),
-                    own // shares % tile_count,
-                    own % shares,
-                )
-                batch, tile, first, length = place_of(config.packed, rows, cu_seqlens, target, tile_index)
-                place = (batch, tile * rows, first, length)
-                both = tuple(tile_of(each, tile_pieces, head, tile_index) for each in (sums, more))
-                if (
-                    cutlass.const_expr(cute.rank(sums) == 3 or tile_pieces is None)
-                    or tile_pieces[tile_index, 1] > 1
-                ):
-                    write_tile(config, both, place, target, head, share, factor)
-            begin = end
+        for index in cutlass.range(first, count, ctas, unroll=1):
+            begin = 0
+            for number in cutlass.range_constexpr(len(gradients)):
+                shares = shares_of(self.config, *sizes[number])
+                tiles = gradients[number][0].shape[0] * tiles_of(gradients[number][0], tile_pieces)
+                end = begin + tiles * shares
+                if (index >= begin) & (index < end):
+                    write_share(self.config, gradients[number], sizes[number], tile_pieces, index - begin)
+                begin = end
+
+
+def shares_of(config, rows: int, vectors: int) -> int:
+    """Number of CTAs for a tile of so many rows, where a thread has so many vectors."""
+    return rows * config.heads.qk // (THREADS * vectors * VECTOR)
+
+
+@cute.jit
+def write_share(
+    config: cutlass.Constexpr, gradient: cutlass.Constexpr, size: cutlass.Constexpr, tile_pieces, index
+):
+    """Write the index-th share of a gradient. size: (rows of a tile, vectors of a thread)."""
+    sums, more, target, cu_seqlens, factor = gradient
+    rows, vectors = size
+    shares, tile_count = shares_of(config, rows, vectors), tiles_of(sums, tile_pieces)
+    head, tile_index = index // (tile_count * shares), index // shares % tile_count
+    both = tuple(tile_of(each, tile_pieces, head, tile_index) for each in (sums, more))
+    if cutlass.const_expr(cute.rank(sums) == 3 or tile_pieces is None) or tile_pieces[tile_index, 1] > 1:
+        batch, tile, first, length = place_of(config.packed, rows, cu_seqlens, target, tile_index)
+        place = (batch, tile * rows, first, length)
+        write_tile(config, both, place, target, head, index % shares, vectors, factor)
 
 
 def tiles_of(sums: cute.Tensor, tile_pieces: cute.Tensor | None):
@@ -123,6 +133,7 @@ def write_tile(
     target: cute.Tensor,
     head,
     share,
+    vectors: cutlass.Constexpr,
     scale,
 ):
     """Write the sums of a tile, times the scale and rounded, to its rows of ``target`` [B, S, H, D]. A thread writes
@@ -130,20 +141,22 @@ def write_tile(
 
     both: sums (see ``tile_of``) to add up in order, and sums to add without the scale, or None.
     place: (batch row, first row of the tile, first row of the request, rows of the request), from ``rows.place_of``.
-    share: which CTA_PARTS of the tile's parts this CTA writes.
+    share: which of the tile's shares this CTA writes. vectors: of a thread.
     """
     batch, tile_first, first, rows = place
     thread, _, _ = cute.arch.thread_idx()
-    warp, lane = share * (CTA_PARTS * WARPS) + thread // WARP_THREADS, thread % WARP_THREADS
+    lane, slices = thread % WARP_THREADS, VECTORS // vectors  # slices of 64 columns
+    own = share * (THREADS // WARP_THREADS) + thread // WARP_THREADS
+    warp, column = own // slices, own % slices
     part, piece = warp // WARPS, warp % WARPS
-    values = cute.make_rmem_tensor(THREAD_ELEMENTS, Float32)
-    add_up(*both[0], warp, lane, values)
-    for i in cutlass.range_constexpr(THREAD_ELEMENTS):
+    values = cute.make_rmem_tensor(vectors * VECTOR, Float32)
+    add_up(*both[0], own, lane, values)
+    for i in cutlass.range_constexpr(cute.size(values)):
         values[i] = values[i] * scale
     if cutlass.const_expr(both[1] is not None):
-        unscaled = cute.make_rmem_tensor(THREAD_ELEMENTS, Float32)
-        add_up(*both[1], warp, lane, unscaled)
-        for i in cutlass.range_constexpr(THREAD_ELEMENTS):
+        unscaled = cute.make_rmem_tensor(cute.size(values), Float32)
+        add_up(*both[1], own, lane, unscaled)
+        for i in cutlass.range_constexpr(cute.size(values)):
             values[i] = values[i] + unscaled[i]
     columns = config.heads.qk // BLOCK
     row_block, column_block = part // columns, part % columns
@@ -153,27 +166,32 @@ def write_tile(
         in_range = Boolean(own < rows)
         row = first + cutlass.max(cutlass.min(own, rows - 1), 0)
         row = cutlass.min(row, target.shape[1] - 1)
-        line = cute.local_tile(target[batch, row, head, None], (BLOCK,), (column_block,))
+        line = cute.local_tile(
+            target[batch, row, head, None], (BLOCK // slices,), (column_block * slices + column,)
+        )
         store_row(values, r, lane % QUAD, line, in_range)
 
 
 @cute.jit
-def add_up(sums: cute.Tensor, pieces, warp, lane, values: cute.Tensor):
+def add_up(sums: cute.Tensor, pieces, own, lane, values: cute.Tensor):
     """Add a thread's elements of all pieces."""
     if cutlass.const_expr(cute.rank(sums) == 1):
-        read(sums, warp, lane, values)
+        read(sums, own, lane, values)
     else:
-        read(sums[0, None], warp, lane, values)
-        for other in cutlass.range(1, pieces, unroll=LOADS):
-            more = cute.make_rmem_tensor(THREAD_ELEMENTS, Float32)
-            read(sums[other, None], warp, lane, more)
-            for i in cutlass.range_constexpr(THREAD_ELEMENTS):
-                values[i] = values[i] + more[i]
+        values.fill(0.0)
+        for first in cutlass.range(0, pieces, LOADS, unroll=1):
+            found = [cute.make_rmem_tensor(cute.size(values), Float32) for _ in range(LOADS)]
+            for i in cutlass.range_constexpr(LOADS):
+                read(sums[cutlass.min(first + i, pieces - 1), None], own, lane, found[i])
+            for i in cutlass.range_constexpr(LOADS):
+                if first + i < pieces:
+                    for j in cutlass.range_constexpr(cute.size(values)):
+                        values[j] = values[j] + found[i][j]
 
 
-def read(sums: cute.Tensor, warp, lane, values: cute.Tensor) -> None:
-    """Read a thread's elements of a tile's sums."""
-    own = cute.local_tile(sums, (WARP_ELEMENTS,), (warp,))
-    for i in range(THREAD_ELEMENTS // VECTOR):
-        source = cute.local_tile(own, (VECTOR,), (i * WARP_THREADS + lane,))
+def read(sums: cute.Tensor, own, lane, values: cute.Tensor) -> None:
+    """Read a thread's elements of a tile's sums. own: the warp's number, of as many elements each."""
+    elements = cute.local_tile(sums, (cute.size(values) * WARP_THREADS,), (own,))
+    for i in range(cute.size(values) // VECTOR):
+        source = cute.local_tile(elements, (VECTOR,), (i * WARP_THREADS + lane,))
         cute.autovec_copy(source, cute.local_tile(values, (VECTOR,), (i,)))

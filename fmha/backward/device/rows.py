@@ -1,7 +1,7 @@
 """Prepare every query row for the main kernel: lse', delta, and zeros where it sums dQ. For every architecture.
 
 A CTA has one query tile of one head. ``features`` gives the layout of statistics and sums. With packed requests, CTAs
-also sort the key tiles and clear gradients of rows that belong to no request.
+also clear gradients of rows that belong to no request, and further CTAs, which come first, sort the key tiles.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from warpspec.common.hardware import WARP_THREADS
 from warpspec.common.logarithms import LOG2_E
 from warpspec.fmha.backward.device.tile import sort_key_tiles
 from warpspec.fmha.backward.operands import BackwardOperands, RowOperands
+from warpspec.fmha.backward.pieces import PieceLength
+from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT
 from warpspec.fmha.device.packed import entry, extent_of, request_of
 
 THREADS = 128
 VECTOR = 8  # elements of o and do that a thread loads at a time: 16 bytes
-LOADS = 4  # rows of a thread in flight together
+LOADS = 8  # rows of a thread in flight together
 
 
 class RowStatistics:
@@ -31,62 +33,87 @@ class RowStatistics:
 
     @host_function(RowOperands)
     def __call__(self, operands: RowOperands, stream: CUstream):
-        grid = (operands.statistics.shape[1], operands.o.shape[2], 1)
-        self.kernel(operands).launch(grid=grid, block=(THREADS, 1, 1), stream=stream)
+        sorting = int(self.config.main is not None)
+        grid = (operands.statistics.shape[1], sorting + operands.o.shape[2], 1)
+        self.kernel(operands).launch(
+            grid=grid, block=(THREADS, 1, 1), preferred_smem_carveout=SMEM_CARVEOUT_PERCENT, stream=stream
+        )
 
     @cute.kernel
     def kernel(self, operands):
-        config, o = self.config, operands.o
+        config = self.config
         tile_index, head, _ = cute.arch.block_idx()
-        thread, _, _ = cute.arch.thread_idx()
         cute.arch.griddepcontrol_launch_dependents()
-        if cutlass.const_expr(config.main is not None):
-            prepare_requests(config, operands, thread)
-        batch, number, first, rows = place_of(
-            config.packed, config.tile_m, operands.cu_seqlens_q, o, tile_index
-        )
-        if cutlass.const_expr(operands.dq_sums is not None):
-            clear(operands.dq_sums[head, tile_index, None], thread)
-        if cutlass.const_expr(operands.turns is not None):  # noqa: SIM102
-            if thread < operands.turns.shape[2]:
-                operands.turns[head, tile_index, thread] = 0
-        lanes = min(config.heads.qk // VECTOR, WARP_THREADS)
-        lane, group, groups = thread % lanes, thread // lanes, THREADS // lanes
-        passes = config.tile_m // groups
-        statistics = operands.statistics[head, tile_index, None, None]  # (ROW PAIR, 4)
-        sink_sum = Float32(0.0)
-        for start in cutlass.range(0, passes, LOADS, unroll=1):
-            dots = []
-            for i in cutlass.range_constexpr(LOADS):
-                query = number * config.tile_m + (start + i) * groups + group
-                row = first + cutlass.max(cutlass.min(query, rows - 1), 0)
-                row = cutlass.min(row, o.shape[1] - 1)
-                dot = Float32(0.0)
-                if cutlass.const_expr(operands.do is not None):
-                    for place in range(0, config.heads.qk // VECTOR, lanes):
-                        vectors = []
-                        for tensor in (o, operands.do):
-                            line = tensor[batch, row, head, None]
-                            part = cute.local_tile(line, (VECTOR,), (place + lane,))
-                            vector = cute.make_rmem_tensor(VECTOR, tensor.element_type)
-                            cute.autovec_copy(part, vector)
-                            vectors.append(vector)
-                        for j in cutlass.range_constexpr(VECTOR):
-                            dot += vectors[0][j].to(Float32) * vectors[1][j].to(Float32)
-                dots.append((query, row, dot))
-            for i in cutlass.range_constexpr(LOADS):
-                query, row, dot = dots[i]
-                dot = cute.arch.warp_reduction_sum(dot, threads_in_group=lanes)
-                if lane == 0:
-                    index = (start + i) * groups + group
-                    total, delta, of_sink = row_statistics(
-                        config, operands, (batch, head, row), Boolean(query < rows), dot
-                    )
-                    statistics[index // 2, index % 2] = total
-                    statistics[index // 2, 2 + index % 2] = delta * -config.delta_factor
-                    sink_sum += of_sink
-        if cutlass.const_expr(operands.dsink is not None):
-            add_up(operands.dsink, (head, tile_index), thread, sink_sum)
+        if cutlass.const_expr(config.main is None):
+            prepare_rows(config, operands, tile_index, head)
+        elif head == 0:
+            sort_requests(config, operands)
+        else:
+            prepare_rows(config, operands, tile_index, head - 1)
+
+
+@cute.jit
+def prepare_rows(config: cutlass.Constexpr, operands, tile_index, head):
+    """Write the statistics of a query tile of one head, and clear its sums."""
+    o = operands.o
+    thread, _, _ = cute.arch.thread_idx()
+    batch, number, first, rows = place_of(config.packed, config.tile_m, operands.cu_seqlens_q, o, tile_index)
+    if cutlass.const_expr(operands.dq_sums is not None):
+        clear(operands.dq_sums[head, tile_index, None], thread)
+    if cutlass.const_expr(operands.turns is not None):  # noqa: SIM102
+        if thread < operands.turns.shape[2]:
+            operands.turns[head, tile_index, thread] = 0
+    lanes = min(config.heads.qk // VECTOR, WARP_THREADS)
+    lane, group, groups = thread % lanes, thread // lanes, THREADS // lanes
+    passes = config.tile_m // groups
+    statistics = operands.statistics[head, tile_index, None, None]  # (ROW PAIR, 4)
+    sink_sum = Float32(0.0)
+    for start in cutlass.range(0, passes, LOADS, unroll=1):
+        dots = []
+        for i in cutlass.range_constexpr(LOADS):
+            query = number * config.tile_m + (start + i) * groups + group
+            row = first + cutlass.max(cutlass.min(query, rows - 1), 0)
+            row = cutlass.min(row, o.shape[1] - 1)
+            lse, dlse = operands.lse[batch, head, row], None
+            if cutlass.const_expr(operands.dlse is not None):
+                dlse = operands.dlse[batch, head, row]
+            dot = Float32(0.0)
+            if cutlass.const_expr(operands.do is not None):
+                for place in range(0, config.heads.qk // VECTOR, lanes):
+                    vectors = []
+                    for tensor in (o, operands.do):
+                        line = tensor[batch, row, head, None]
+                        part = cute.local_tile(line, (VECTOR,), (place + lane,))
+                        vector = cute.make_rmem_tensor(VECTOR, tensor.element_type)
+                        cute.autovec_copy(part, vector)
+                        vectors.append(vector)
+                    for j in cutlass.range_constexpr(VECTOR):
+                        dot += vectors[0][j].to(Float32) * vectors[1][j].to(Float32)
+            dots.append((query, lse, dlse, dot))
+        for i in cutlass.range_constexpr(LOADS):
+            query, lse, dlse, dot = dots[i]
+            dot = cute.arch.warp_reduction_sum(dot, threads_in_group=lanes)
+            if lane == 0:
+                index = (start + i) * groups + group
+                sink = None
+                if cutlass.const_expr(operands.sink is not None):
+                    sink = operands.sink[head]
+                total, delta, of_sink = row_statistics(lse, dlse, sink, Boolean(query < rows), dot)
+                statistics[index // 2, index % 2] = total
+                statistics[index // 2, 2 + index % 2] = delta * -config.delta_factor
+                sink_sum += of_sink
+    if cutlass.const_expr(operands.dsink is not None):
+        add_up(operands.dsink, (head, tile_index), thread, sink_sum)
+    if cutlass.const_expr(config.main is not None):
+        tile_count, _, _ = cute.arch.grid_dim()
+        cta, ctas = head * tile_count + tile_index, o.shape[2] * tile_count
+        for tensor, cu_seqlens in (
+            (operands.dq, operands.cu_seqlens_q),
+            (operands.dk, operands.cu_seqlens_k),
+            (operands.dv, operands.cu_seqlens_k),
+        ):
+            if cutlass.const_expr(tensor is not None):
+                clear_rest(tensor, cu_seqlens, cta, ctas, thread)
 
 
 @cute.jit
@@ -109,11 +136,10 @@ def place_of(
 
 
 @cute.jit
-def prepare_requests(config: cutlass.Constexpr, operands, thread):
-    """Sort the key tiles of packed requests; clear gradients of rows that belong to no request."""
-    tile_index, head, _ = cute.arch.block_idx()
-    tile_count, heads, _ = cute.arch.grid_dim()
-    cta, ctas = head * tile_count + tile_index, heads * tile_count
+def sort_requests(config: cutlass.Constexpr, operands):
+    """Sort the key tiles of packed requests."""
+    cta, _, _ = cute.arch.block_idx()
+    ctas, _, _ = cute.arch.grid_dim()
     main = BackwardOperands(
         operands.o,
         operands.k,
@@ -127,15 +153,10 @@ def prepare_requests(config: cutlass.Constexpr, operands, thread):
         seen_by=operands.seen_by,
     )
     window = (operands.window_left, operands.window_right)
-    factors = (operands.piece_factor, operands.piece_share)
-    sort_key_tiles(config.main, main, window, factors, cta, ctas, THREADS // WARP_THREADS)
-    for tensor, cu_seqlens in (
-        (operands.dq, operands.cu_seqlens_q),
-        (operands.dk, operands.cu_seqlens_k),
-        (operands.dv, operands.cu_seqlens_k),
-    ):
-        if cutlass.const_expr(tensor is not None):
-            clear_rest(tensor, cu_seqlens, cta, ctas, thread)
+    length = PieceLength(
+        operands.piece_start, operands.piece_share, operands.piece_cost, operands.piece_last, 0
+    )
+    sort_key_tiles(config.main, main, window, length, cta, ctas, THREADS // WARP_THREADS)
 
 
 @cute.jit
@@ -162,20 +183,20 @@ def clear(target: cute.Tensor, thread):
 
 
 @cute.jit
-def row_statistics(config: cutlass.Constexpr, operands, place: cutlass.Constexpr, in_range, dot) -> tuple:
-    """(lse' in log2 units, delta, the row's part of dsink). place: (batch, head, row). dot: rowsum(dO * O)."""
-    batch, head, row = place
-    own = operands.lse[batch, head, row] * LOG2_E
+def row_statistics(lse, dlse, sink, in_range, dot) -> tuple:
+    """(lse' in log2 units, delta, the row's part of dsink) of a row. dlse, sink: None if there is none. dot: rowsum(dO
+    * O)."""
+    own = lse * LOG2_E
     empty = Boolean(own == -Float32.inf) | ~in_range
     total, of_sink = own, Float32(0.0)
     delta = dot
-    if cutlass.const_expr(operands.sink is not None):
-        power = operands.sink[head] * LOG2_E
+    if cutlass.const_expr(sink is not None):
+        power = sink * LOG2_E
         high = cute.arch.fmax(own, power)
         total = high + cute.math.log2(cute.math.exp2(own - high) + cute.math.exp2(power - high))
         of_sink = -cute.math.exp2(power - total) * dot
-    if cutlass.const_expr(operands.dlse is not None):
-        delta = dot - operands.dlse[batch, head, row] * cute.math.exp2(total - own)
+    if cutlass.const_expr(dlse is not None):
+        delta = dot - dlse * cute.math.exp2(total - own)
     total = Float32(cutlass.select_(empty, Float32.inf, total))
     delta = Float32(cutlass.select_(empty, Float32(0.0), delta))
     of_sink = Float32(cutlass.select_(empty, Float32(0.0), of_sink))

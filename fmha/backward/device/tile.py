@@ -22,7 +22,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
+from warpspec.common.device.warp import running_sum
 from warpspec.common.hardware import WARP_THREADS
+from warpspec.fmha.backward import pieces
 from warpspec.fmha.backward.device.blocks import (
     FAR,
     NO_MASK,
@@ -239,11 +241,13 @@ def column_part(config: BackwardKernel):
     return cute.arch.block_idx()[0] % config.column_parts if config.column_parts > 1 else 0
 
 
-def places_of(config: BackwardKernel, operands):
-    """Number of places in each KV head's CTA order: key tiles, or pieces where the device cuts them."""
-    if cutlass.const_expr(config.cuts_by_length):
+def places_of(config: BackwardKernel, operands, pieces):
+    """Number of places in each row's CTA order. pieces: the launch's number."""
+    if cutlass.const_expr(config.cuts_on_device):
         return cute.size(operands.tile_order)
-    return key_tiles_of(config, operands)
+    if cutlass.const_expr(config.cuts_by_length):
+        return pieces
+    return key_tiles_of(config, operands) * pieces
 
 
 def fixed_piece(piece, pieces, group, tiles) -> tuple:
@@ -261,22 +265,25 @@ def fixed_piece(piece, pieces, group, tiles) -> tuple:
 
 
 def key_tile_at(config: BackwardKernel, operands, window, order, index) -> KeyTile:
-    """The key tile, or piece, of the index-th CTA of the launch. order: (pieces of a tile, rows of a section), see
-    ``schedule``. Called by a whole warp."""
-    tiles, heads = places_of(config, operands), operands.k.shape[2]
+    """The key tile, or piece, of the index-th CTA of the launch. order: (pieces, rows of a section, most steps of a
+    piece), see ``operands.BackwardNumbers``. Called by a whole warp."""
+    tiles, heads = key_tiles_of(config, operands), operands.k.shape[2]
+    pieces, section, most = order
+    if cutlass.const_expr(config.cuts_by_length):
+        tiles, pieces = places_of(config, operands, pieces), 1
     rows = (
         heads
         if cutlass.const_expr(config.requests.packed_k)
         else heads * requests_of(config.requests, operands)
     )
-    number, rest, piece = decode(tiles, rows, *order, index, minimum=cutlass.min)
+    number, rest, piece = decode(tiles, rows, pieces, section, index, minimum=cutlass.min)
     kv_head, request = rest % heads, rest // heads
     tile_index = request * tiles + number
-    pieces, sums_place = order[0], (tile_index, piece)
+    sums_place = (tile_index, piece)
     if cutlass.const_expr(config.requests.packed_k):
         place = number
         tile_index = operands.tile_order[place]
-        if cutlass.const_expr(config.cuts_by_length):
+        if cutlass.const_expr(config.cuts_on_device):
             used = Boolean(tile_index >= 0)
             tile_index = cutlass.max(tile_index, 0)
             piece, sums_place = place - operands.tile_pieces[tile_index, 0], (place, 0)
@@ -284,9 +291,45 @@ def key_tile_at(config: BackwardKernel, operands, window, order, index) -> KeyTi
         else:
             sums_place = (tile_index, piece)
         request, number = request_of(operands.cu_seqlens_k, tile_index, config.tile_n, operands.k.shape[1])
+    elif cutlass.const_expr(config.cuts_by_length):
+        sums_place = (tile_index, 0)
+        number, piece, pieces = find_piece(config, operands, window, most, number)
+        tile_index = request * key_tiles_of(config, operands) + number
+        note_pieces(operands, kv_head, tile_index, sums_place[0], piece, pieces)
     return key_tile(
         config, operands, window, pieces, (request, number, tile_index), kv_head, piece, sums_place
     )
+
+
+@cute.jit
+def find_piece(config: cutlass.Constexpr, operands, window, most, place) -> tuple:
+    """(key tile, piece, pieces of the tile) of a place of a row, where the host cuts by length. Called by a whole
+    warp."""
+    tiles, lane = key_tiles_of(config, operands), cute.arch.lane_idx()
+    number, piece, pieces, before = (Int32(0),) * 4
+    first = Int32(0)
+    while (pieces == 0) & (first < tiles):
+        _, own = weight_of(config, operands, window, cutlass.min(first + lane, tiles - 1), most)
+        own = Int32(cutlass.select_(Boolean(first + lane < tiles), own, Int32(0)))
+        through = before + running_sum(own, lane)
+        passed = cute.arch.popc(cute.arch.vote_ballot_sync(Boolean(through <= place)))
+        source = cutlass.min(passed, WARP_THREADS - 1)
+        its_pieces, its_through = (cute.arch.shuffle_sync(each, source) for each in (own, through))
+        if passed < WARP_THREADS:
+            number, pieces = first + passed, its_pieces
+            piece = place - (its_through - its_pieces)
+        before = its_through
+        first += WARP_THREADS
+    return number, piece, pieces
+
+
+@cute.jit
+def note_pieces(operands, kv_head, tile_index, place, piece, pieces):
+    """Leave word of a tile's pieces for the kernel that adds them up."""
+    thread, _, _ = cute.arch.thread_idx()
+    if Boolean(kv_head == 0) & Boolean(piece == 0) & Boolean(thread == 0):
+        operands.tile_pieces[tile_index, 0] = place
+        operands.tile_pieces[tile_index, 1] = pieces
 
 
 def key_tile(
@@ -388,7 +431,15 @@ def key_tile(
 
 
 @cute.jit
-def sort_key_tiles(config: cutlass.Constexpr, operands, window, factors, cta, ctas, warps: cutlass.Constexpr):
+def sort_key_tiles(
+    config: cutlass.Constexpr,
+    operands,
+    window,
+    length: cutlass.Constexpr,
+    cta,
+    ctas,
+    warps: cutlass.Constexpr,
+):
     """Sort the key tiles of packed requests into ``tile_order``: the most steps first, ties in order. All CTAs of a
     launch share the work, each warp some tiles.
 
@@ -404,8 +455,8 @@ def sort_key_tiles(config: cutlass.Constexpr, operands, window, factors, cta, ct
     first = cta * warps + warp
     if first < tiles:
         most = Int32(FAR)
-        if cutlass.const_expr(config.cuts_by_length):
-            most = most_steps(config, operands, window, factors)
+        if cutlass.const_expr(config.cuts_on_device):
+            most = most_steps(config, operands, window, length)
         for tile in cutlass.range(first, tiles, ctas * warps, unroll=1):
             own, pieces = weight_of(config, operands, window, tile, most)
             before, all_pieces = Int32(0), Int32(0)
@@ -415,7 +466,7 @@ def sort_key_tiles(config: cutlass.Constexpr, operands, window, factors, cta, ct
                 before += Int32(cutlass.select_(comes, its_pieces, Int32(0)))
                 all_pieces += its_pieces
             before = cute.arch.warp_reduction(before, operator.add)
-            if cutlass.const_expr(config.cuts_by_length):
+            if cutlass.const_expr(config.cuts_on_device):
                 all_pieces = cute.arch.warp_reduction(all_pieces, operator.add)
                 for piece in cutlass.range(lane, pieces, WARP_THREADS, unroll=1):
                     operands.tile_order[before + piece] = tile
@@ -432,25 +483,51 @@ def sort_key_tiles(config: cutlass.Constexpr, operands, window, factors, cta, ct
 
 
 @cute.jit
-def most_steps(config: cutlass.Constexpr, operands, window, factors) -> Int32:
-    """Steps of the longest piece: what ``schedule`` says, but enough that pieces do not outnumber the places. Called by
-    a whole warp."""
-    tiles, total = key_tiles_of(config, operands), Int32(0)
-    for tile in cutlass.range(cute.arch.lane_idx(), tiles, WARP_THREADS, unroll=1):
+def most_steps(config: cutlass.Constexpr, operands, window, length: cutlass.Constexpr) -> Int32:
+    """Steps of the longest piece: the best of those that ``pieces`` considers, but enough that pieces do not outnumber
+    the places. Called by a whole warp, a lane for each."""
+    tiles, lane = key_tiles_of(config, operands), cute.arch.lane_idx()
+    total, most = Int32(0), Int32(0)
+    for tile in cutlass.range(lane, tiles, WARP_THREADS, unroll=1):
         steps, _ = weight_of(config, operands, window, tile, Int32(FAR))
         total += steps
+        most = cutlass.max(most, steps)
     total = cute.arch.warp_reduction(total, operator.add)
+    most = cutlass.max(cute.arch.warp_reduction(most, cutlass.max), 1)
+    own = Int32(pieces.limit_of(length, total.to(Float32), lane.to(Float32), exp2=cute.math.exp2)) + 1
+    own = cutlass.max(own, lane + 1)
+    own = Int32(cutlass.select_(Boolean(lane == pieces.LENGTHS - 1), most, own))
+    limit, count, cut, long, longest = own.to(Float32), *(Float32(0.0),) * 4
+    inverse = cute.arch.rcp_approx(limit)
+    for first in cutlass.range(0, tiles, WARP_THREADS, unroll=1):
+        steps, _ = weight_of(config, operands, window, cutlass.min(first + lane, tiles - 1), Int32(FAR))
+        for i in cutlass.range(cutlass.min(tiles - first, WARP_THREADS), unroll=4):
+            its = cute.arch.shuffle_sync(steps, i).to(Float32)
+            own_pieces = cute.arch.fmax(cute.math.ceil(its * inverse - pieces.NEARLY), 1.0)
+            size = its * cute.arch.rcp_approx(own_pieces)
+            zero = Float32(0.0)
+            count += own_pieces
+            cut += cutlass.select_(Boolean(own_pieces > 1.0), own_pieces, zero)
+            long += cutlass.select_(Boolean(size >= limit * pieces.LONG), own_pieces, zero)
+            longest = cute.arch.fmax(longest, size)
+    load = pieces.Load(count, cut, long, longest)
+    extremes = {"maximum": cute.arch.fmax, "minimum": cute.arch.fmin, "ceil": cute.math.ceil}
+    expected = pieces.expected_steps(length, limit, total.to(Float32), load, **extremes)
+    best = cute.arch.warp_reduction(expected, cute.arch.fmin)
+    chosen = Int32(cutlass.select_(Boolean(expected == best), own, Int32(0)))
+    chosen = cute.arch.warp_reduction(chosen, cutlass.max)
     further = cutlass.max(cute.size(operands.tile_order) - tiles, 1)
-    best = Int32(cute.math.sqrt(total.to(Float32) * factors[0]))
-    of_mean = Int32(total.to(Float32) * factors[1])
-    return cutlass.max(cutlass.max(best, of_mean) + 1, (total + further - 1) // further)
+    return cutlass.max(chosen, (total + further - 1) // further)
 
 
 @cute.jit
 def weight_of(config: cutlass.Constexpr, operands, window, tile_index, most) -> tuple:
-    """(what ``sort_key_tiles`` sorts by, pieces) of a key tile. most: steps of a piece."""
-    request, number = find_request(operands.cu_seqlens_k, tile_index, config.tile_n, operands.k.shape[1])
+    """(what ``sort_key_tiles`` sorts by, pieces) of a key tile; of any batch row, where all are alike. most: steps of a
+    piece."""
     zero = Int32(0)
+    request, number = zero, tile_index
+    if cutlass.const_expr(config.requests.packed_k):
+        request, number = find_request(operands.cu_seqlens_k, tile_index, config.tile_n, operands.k.shape[1])
     whole = replace(config, cut=False)
     tile = key_tile(whole, operands, window, Int32(1), (request, number, tile_index), zero, zero)
     weight, pieces = tile.count, Int32(1)

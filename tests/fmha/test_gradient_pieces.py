@@ -1,0 +1,143 @@
+"""Into which pieces the key tiles of attention's gradients are cut: judged by simulated list scheduling, without a
+kernel; and the device chooses what the host's arithmetic says."""
+
+import heapq
+import itertools
+import random
+import statistics
+from dataclasses import replace
+
+import pytest
+import torch
+
+from warpspec.common.hardware import gpu_model
+from warpspec.common.launch import Target, simulating
+from warpspec.fmha.backward import call, launch, pieces, schedule
+from warpspec.fmha.backward.problem import BackwardProblem
+from warpspec.fmha.backward.schedule import Order
+from warpspec.fmha.operands import Operands, Options
+from warpspec.fmha.problem import AttentionProblem
+
+WANTED = (True, True, True, False, False)
+H200 = Target.of_model(gpu_model("H200"))
+
+
+def busiest(ctas: list[float], sms: int) -> float:
+    """When the last SM is done, if each takes the next CTA as soon as it is free."""
+    ends = [0.0] * sms
+    for time in ctas:
+        heapq.heapreplace(ends, ends[0] + time)
+    return max(ends)
+
+
+def steps_of(length: int, group: int) -> list[int]:
+    """Steps of the key tiles of a causal request at D 128: 128 keys, 64 queries."""
+    return [(-(-length // 64) - key // 64) * group for key in range(0, length, 128)]
+
+
+def limits_of(length: pieces.PieceLength, total: int) -> list[int]:
+    """The values of L that the device tries, but the last, which cuts nothing."""
+    return [max(int(pieces.limit_of(length, total, i)) + 1, i + 1) for i in range(pieces.LENGTHS - 1)]
+
+
+def counts_of(steps: list[int], limit: int) -> list[int]:
+    return [max(-(-count // limit), 1) for count in steps]
+
+
+def predicted(length: pieces.PieceLength, steps: list[int], limit: int) -> float:
+    counts = counts_of(steps, limit)
+    sizes = [count / parts for count, parts in zip(steps, counts, strict=True)]
+    long = sum(parts for parts, size in zip(counts, sizes, strict=True) if size >= pieces.LONG * limit)
+    load = pieces.Load(sum(counts), sum(n for n in counts if n > 1), long, max(sizes))
+    return pieces.expected_steps(length, limit, sum(steps), load)
+
+
+def simulated(length: pieces.PieceLength, steps: list[int], limit: int, rows: list[int], sms: int) -> float:
+    """Steps' time of all that is cut so. rows: of each section, in which the longest pieces come first."""
+    counts = counts_of(steps, limit)
+    sizes = [-(-count // parts) for count, parts in zip(steps, counts, strict=True) for _ in range(parts)]
+    sizes.sort(reverse=True)
+    ctas = [size + length.start for section in rows for size in sizes for _ in range(section)]
+    return busiest(ctas, sms) + length.cost * sum(n for n in counts if n > 1)
+
+
+def test_packed_requests_take_little_more_than_the_best_pieces():
+    draw, sms, ratios, uncut = random.Random(5), 132, [], []
+    for _ in range(60):
+        heads, group = draw.choice((1, 2, 4, 8)), draw.choice((1, 4, 8, 16))
+        most = draw.choice((200, 1000, 3000))
+        steps = [n for _ in range(draw.randint(1, 9)) for n in steps_of(draw.randint(1, most), group)]
+        section = draw.choice((heads, max(heads // 2, 1)))
+        length = pieces.PieceLength(2.2, heads / sms, 0.03 * heads, section / heads, 0)
+        mean = sum(steps) * heads / sms
+        others = [max(round(mean * 1.1**i), 1) for i in range(-20, 20)]
+        times = {
+            limit: simulated(length, steps, limit, [section] * (heads // section), sms)
+            for limit in (*limits_of(length, sum(steps)), max(steps), *others)
+        }
+        own = [*limits_of(length, sum(steps)), max(steps)]
+        chosen = min(own, key=lambda limit: predicted(length, steps, limit))
+        ratios.append(times[chosen] / min(times.values()))
+        uncut.append(times[max(steps)] / min(times.values()))
+    assert statistics.geometric_mean(ratios) < 1.05 and max(ratios) < 1.35
+    assert statistics.geometric_mean(uncut) > 1.5  # or the draws say nothing
+
+
+def test_equal_requests_take_little_more_than_the_best_pieces():
+    draw, ratios, uncut = random.Random(6), [], []
+    for _ in range(40):
+        heads, group, batch = draw.choice((1, 2, 4, 8)), draw.choice((1, 4, 8, 16)), draw.choice((1, 1, 2, 4))
+        sizes = (batch, draw.randint(100, 2500))
+        q, k, v = (
+            torch.empty(*sizes, n, 128, dtype=torch.bfloat16, device="meta")
+            for n in (heads * group, heads, heads)
+        )
+        problem = BackwardProblem.check(
+            AttentionProblem.of(q, k, v, causal=True, return_lse=True, memory=False), ("q", "k", "v")
+        )
+        config = replace(launch.plan(problem, H200), heads_inside=False)
+        steps = sorted(schedule.tile_steps(problem, config), reverse=True)
+        step, rows = schedule.STEP_US[128], heads * batch
+        cost = 4 * 128 * 128 * 4 * rows / schedule.JOIN_BYTES_US / step
+        length = pieces.PieceLength(schedule.CTA_US / step, 0.0, cost, 1.0, 0)
+
+        times = {}
+        for n in range(1, 33):
+            section = schedule.section_of(problem, config, H200, schedule.ctas_of(problem, config, steps, n))
+            sections = [min(section, rows - first) for first in range(0, rows, section)]
+            times[n] = simulated(length, steps, -(-steps[0] // n), sections, 132)
+        chosen = schedule.choose_pieces(problem, config, steps, H200)
+        ratios.append(times[chosen] / min(times.values()))
+        uncut.append(times[1] / min(times.values()))
+    assert statistics.geometric_mean(ratios) < 1.03 and max(ratios) < 1.25
+    assert statistics.geometric_mean(uncut) > 1.3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(6))
+def test_the_device_chooses_as_the_host(seed, monkeypatch):
+    """Random requests, on a simulated GPU of a few SMs; only the first kernel runs."""
+    draw = random.Random(seed)
+    lengths = [draw.randint(1, 900) for _ in range(draw.randint(1, 6))]
+    heads, sms = draw.choice((1, 2)), draw.choice((20, 40))
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    q, k, v = (torch.randn(sum(lengths), n, 128).bfloat16() for n in (4, heads, heads))
+    operands = Operands(q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, o=q, lse=torch.zeros(4, len(q)))
+    options = Options(causal=True, return_lse=True, max_seqlen_q=max(lengths), max_seqlen_k=max(lengths))
+    with simulating("sm_90a", sm_count=sms, seed=1) as target:
+        checked = call.check(operands, options, "sim", WANTED, q, None)
+        config = replace(launch.plan(checked.problem, target), cut=True)
+        prepared = launch.prepare.__wrapped__(checked.problem, target, Order(2, heads), config)
+        made = []
+        monkeypatch.setattr(
+            launch, "empty", lambda *args: made.append(torch.zeros(args[0], dtype=args[1])) or made[-1]
+        )
+        later = {name: lambda *_: None for name in ("main", "results")}
+        call.run(checked._replace(prepared=prepared._replace(**later)), operands, q, None)
+    found = next(t for t in made if t.shape[1:] == (2,) and t.dtype == torch.int32)[:, 1].tolist()
+    steps = [n for length in lengths for n in steps_of(length, 4 // heads)]
+    steps += [0] * (len(found) - len(steps))
+    limits = [*limits_of(prepared.length, sum(steps)), max(steps)]
+    times = [predicted(prepared.length, steps, limit) for limit in limits]
+    near = [limit for limit, time in zip(limits, times, strict=True) if time <= min(times) * 1.001]
+    assert sorted(found) in [sorted(counts_of(steps, limit)) for limit in near]
