@@ -44,7 +44,7 @@ def _register_nvfp4() -> None:
             phase,
             methods.KVCacheAttentionAccessKind.NATIVE_FP4,
             methods.KVCacheBackendMatcher(exact=frozenset({NAME})),
-            storage_dtype=getattr(torch, "float4_e2m1fn_x2", None),
+            storage_dtype=torch.uint8,  # as all of SGLang's own
             attention_kv_dtype=getattr(torch, "float4_e2m1fn_x2", None),
             scale_recipe="nvfp4",
         )

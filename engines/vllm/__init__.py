@@ -12,7 +12,8 @@ If both are installed, vLLM loads this as a plug-in by itself:
 
 The first is for decoder layers with keys and values, with grouped heads, sinks and sliding windows; the second for such
 layers with another head size of values than of keys (MiMo-V2-Flash); the third for multi-head latent attention,
-decoding and prompts. All in bfloat16 or float16.
+decoding and prompts, with WARPSPEC_MLA_SPARSE in the first place for models with an indexer (DeepSeek V3.2). All in
+bfloat16 or float16.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ NAME = "WARPSPEC"
 QUANTIZATION = "warpspec_nvfp4"
 TWO_SIZES_NAME = "WARPSPEC_DIFFKV"  # vLLM's models ask for a name that ends so
 MLA_NAME = "WARPSPEC_MLA"
+SPARSE_MLA_NAME = "WARPSPEC_MLA_SPARSE"
 PATHS = {
     NAME: "warpspec.engines.vllm.attention.WarpspecBackend",
     TWO_SIZES_NAME: "warpspec.engines.vllm.attention.TwoSizesBackend",
     MLA_NAME: "warpspec.engines.vllm.mla.WarpspecMLABackend",
+    SPARSE_MLA_NAME: "warpspec.engines.vllm.sparse_mla.WarpspecSparseBackend",
 }
 PREFILL_PATH = "warpspec.engines.vllm.mla.WarpspecPrefill"
 

@@ -35,6 +35,13 @@ FORMATS = {name: fmt for name, fmt in keys.QUANTIZED.items() if fmt == "e4m3"}
 PROMPT = 128
 
 
+def refuse_options(**options) -> None:
+    """Raise UnsupportedProblem for the first of a layer's options that is not None."""
+    for name, value in options.items():
+        if value is not None:
+            raise UnsupportedProblem(f"{name}: {value} is not supported, choose another --attention-backend")
+
+
 class WarpspecMLABackend(MLACommonBackend):
     """What vLLM asks about before it chooses the backend."""
 
@@ -116,18 +123,13 @@ class WarpspecMLA(MLACommonImpl[MLACommonMetadata]):
         kv_sharing_target_layer_name: str | None,
         **of_mla,
     ) -> None:
-        refused = {
-            "alibi_slopes": alibi_slopes,
-            "sliding_window": sliding_window,
-            "logits_soft_cap": logits_soft_cap,
-            "attn_type": None if attn_type == AttentionType.DECODER else attn_type,
-            "kv_lora_rank": None if of_mla["kv_lora_rank"] == LATENT[1] else of_mla["kv_lora_rank"],
-        }
-        for name, value in refused.items():
-            if value is not None:
-                raise UnsupportedProblem(
-                    f"{name}: {value} is not supported, choose another --attention-backend"
-                )
+        refuse_options(
+            alibi_slopes=alibi_slopes,
+            sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap,
+            attn_type=None if attn_type == AttentionType.DECODER else attn_type,
+            kv_lora_rank=None if of_mla["kv_lora_rank"] == LATENT[1] else of_mla["kv_lora_rank"],
+        )
         if kv_cache_dtype not in WarpspecMLABackend.supported_kv_cache_dtypes:
             allowed = ", ".join(WarpspecMLABackend.supported_kv_cache_dtypes)
             raise UnsupportedProblem(f"--kv-cache-dtype: must be one of {allowed}, got {kv_cache_dtype}")

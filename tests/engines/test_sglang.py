@@ -13,6 +13,7 @@ import torch
 sglang = pytest.importorskip("sglang", reason="needs SGLang: make test-engines")
 
 from helpers.engine_models import Judge, prompts, rounding  # noqa: E402
+from helpers.sglang_batches import interpret_triton  # noqa: E402
 
 from warpspec.common.errors import UnsupportedProblem  # noqa: E402
 from warpspec.engines.sglang.attention import AttentionType, Batch, WarpspecBackend  # noqa: E402
@@ -97,9 +98,17 @@ def cancel(engine, name: str) -> None:
     engine.loop.call_soon_threadsafe(manager.abort_request, name)
 
 
-def test_nvfp4_cache(monkeypatch):
-    """Keys are quantised into a pool's buffers and read from there. SGLang makes no such pool on a CPU; this stands for
-    one."""
+def test_nvfp4_cache(checkpoints, start_sglang, monkeypatch):
+    """(SGLang makes such pools on a CPU with a plug-in of ours, which stands in for a GPU.)"""
+    interpret_triton(monkeypatch)
+    model, folder = checkpoints("llama")
+    results, _ = generate(start_sglang(folder, kv_cache_dtype="nvfp4"), prompts(LENGTHS))
+    Judge(model, rounding("nvfp4")).check(results)
+
+
+def test_buffers_of_an_nvfp4_cache(monkeypatch):
+    """Keys are quantised into a layer's buffers with its scale and read from there; a pool without linear block scales
+    is refused."""
     monkeypatch.setenv("WARPSPEC_BACKEND", "reference")
     generator = torch.Generator().manual_seed(1)
     page, kv_heads, dim, layer_id = 16, 2, 64, 1

@@ -15,7 +15,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E4
 
 import warpspec.engines.vllm as engine  # noqa: E402
 from warpspec.common.errors import UnsupportedProblem  # noqa: E402
-from warpspec.engines.vllm import mla  # noqa: E402
+from warpspec.engines.vllm import mla, sparse_mla  # noqa: E402
+from warpspec.latent.cache import LatentPool, store_rows  # noqa: E402
 
 KIND = "deepseek_v3"
 
@@ -120,6 +121,38 @@ def test_empty_requests_and_lse():
     assert (o[:2].float() - wanted).norm() <= 4e-3 * wanted.norm()
 
 
+@pytest.mark.parametrize("heads", [8, 128])
+def test_selected_rows(heads, monkeypatch):
+    """Rows of 656 bytes that an indexer selected, of two requests; too few of some queries. (vLLM's CPU has no such
+    models, so that a layer and a batch stand for it.)"""
+    monkeypatch.setenv("WARPSPEC_BACKEND", "reference")
+    generator = torch.Generator().manual_seed(1)
+    pool = LatentPool.empty(6, 64, "v3.2-fp8")
+    rows = torch.randn(6 * 64, 576, generator=generator).bfloat16()
+    store_rows(rows, pool, torch.arange(6 * 64, dtype=torch.int32), backend="reference")
+    exact = pool.read(torch.arange(6 * 64, dtype=torch.int32)).float()
+    table = torch.tensor([[4, 1, 0], [2, 5, 3]], dtype=torch.int32)
+    request, lengths = torch.tensor([0, 1, 1], dtype=torch.int32), (150, 64, 65)
+    selected = torch.full((5, 128), -1, dtype=torch.int32)
+    for row, length in enumerate(lengths):
+        count = min(length, 100)
+        selected[row, :count] = torch.randperm(length, generator=generator)[:count].int()
+    layer = SimpleNamespace(scale=0.05, need_to_return_lse_for_decode=True, topk_indices_buffer=selected)
+    batch = SimpleNamespace(req_id_per_token=request, block_table=table)
+    q = torch.randn(3, heads, 576, generator=generator).bfloat16()
+    cache = pool.data[:, : 64 * 656].unflatten(1, (64, 656))
+    o, lse = sparse_mla.WarpspecSparseMLA.forward_mqa(
+        layer, (q[..., :512], q[..., 512:]), cache, batch, layer
+    )
+    for row in range(3):
+        place = selected[row][selected[row] >= 0].long()
+        keys_of = exact[table[request[row]].long()[place // 64] * 64 + place % 64]
+        scores = q[row].float() @ keys_of.T * 0.05
+        torch.testing.assert_close(lse[row], scores.logsumexp(-1), rtol=2e-3, atol=2e-3)
+        wanted = scores.softmax(-1) @ keys_of[:, :512]
+        assert (o[row].float() - wanted).norm() <= 6e-3 * wanted.norm()
+
+
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
@@ -136,11 +169,17 @@ def test_layers_that_are_refused(option, value, message):
     )  # fmt: skip
     with pytest.raises(UnsupportedProblem, match=message):
         mla.WarpspecMLA(**options | {option: value})
+    if option != "kv_cache_dtype":
+        with pytest.raises(UnsupportedProblem, match=message):
+            sparse_mla.WarpspecSparseMLA(**options | {option: value})
+    with pytest.raises(UnsupportedProblem, match=r"--kv-cache-dtype: must be fp8_ds_mla"):
+        sparse_mla.WarpspecSparseMLA(**options)
 
 
 def test_backends_are_found_by_name():
     engine.register()
     assert AttentionBackendEnum["WARPSPEC_MLA"].get_class() is mla.WarpspecMLABackend
+    assert AttentionBackendEnum["WARPSPEC_MLA_SPARSE"].get_class().is_sparse()
     assert MLAPrefillBackendEnum["WARPSPEC"].get_class() is mla.WarpspecPrefill
     sizes = dict(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
     assert mla.WarpspecPrefill.supports_mla_dimensions(MLADimensions(**sizes))
