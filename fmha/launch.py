@@ -77,7 +77,8 @@ class Prepared(NamedTuple):
         """Launch on the tensors' device and its current stream; no synchronisation. Writes o and, if given, lse,
         row_max and row_sum. Returns the simulator's ``SimReport``, natively None.
 
-        operands: of the problem that was prepared, as ``AttentionProblem`` promises them; v is given.
+        operands: of the problem that was prepared, as ``AttentionProblem`` promises them; v is given, packed q, k, v
+        and o have no batch dimension.
         """
         device = self.target.device
         if device is not None and device == torch._C._cuda_getDevice():  # a context would take 0.5 us more
@@ -91,16 +92,17 @@ class Prepared(NamedTuple):
             return self.run_queued(operands)
         if self.combine is None:
             return self.attention(*operands, *self.numbers)
+        whole = operands.o if operands.cu_seqlens_q is None else operands.o[None]
         if self.schedule is LINE:
             pieces, joins = piece_workspace(self.plan, operands.o.device)
             first = self.attention(*placed(operands, pieces=pieces, joins=joins), *self.numbers)
-            results = (operands.sink, operands.o, operands.lse, operands.row_max, operands.row_sum)
+            results = (operands.sink, whole, operands.lse, operands.row_max, operands.row_sum)
             return joined(first, self.combine(pieces, joins, *results))
-        partial = partial_results(operands.o, self.plan.splits)
+        partial = partial_results(whole, self.plan.splits)
         o, row_max, row_sum = partial
         parts = placed(operands, o=o, sink=None, lse=None, row_max=row_max, row_sum=row_sum)
         first = self.attention(*parts, *self.numbers)
-        results = (operands.sink, operands.o, operands.lse, operands.row_max, operands.row_sum)
+        results = (operands.sink, whole, operands.lse, operands.row_max, operands.row_sum)
         second = self.combine(*partial, *results, operands.cu_seqlens_q)
         return joined(first, second)
 

@@ -39,9 +39,22 @@ def block_scales(size: Callable) -> Operand:
     )
 
 
+def keys(size: Callable) -> Operand:
+    """K or V, of rows of so many numbers, a function of the configuration."""
+    return Operand(
+        lambda c: c.format.kv_dtype,
+        lambda c: 4 - c.requests.packed_k,
+        lambda c: c.format.kv_row(size(c)),
+        TMA_ALIGNMENT,
+    )
+
+
 # o, with a dimension for splits in front where there are any, and the statistics of an un-normalised state.
 RESULT = Operand(
-    lambda c: c.output.dtype, lambda c: 4 + c.output.split_dims, lambda c: c.output.size, TMA_ALIGNMENT
+    lambda c: c.output.dtype,
+    lambda c: 5 if c.output.splits else 4 - c.requests.packed_q,
+    lambda c: c.output.size,
+    TMA_ALIGNMENT,
 )
 STATE = Operand(FLOAT32, lambda c: 3 + c.output.split_dims, when="output.writes_state")
 
@@ -67,6 +80,8 @@ class Operands(NamedTuple):
     kv_lengths, q_start [B] int32; lse, row_max, row_sum [B, Hq, Sq] fp32; page_table [B, max_pages] int32; bias
     [B or 1, Hq or 1, Sq, Sk]. Packed queries, T in all: q, o [1, T, Hq, D]; lse, row_max, row_sum [1, Hq, T];
     cu_seqlens_q [B + 1] int32, where each request's begin. Packed keys: k, v [1, Tk, Hkv, D]; cu_seqlens_k [B + 1].
+    The host function of forward attention takes packed q, k, v and o without the 1, as callers have them: a view of
+    each would take it a microsecond (``device.host.batched``).
     k, v in FP8 or NVFP4 (bytes in kernels; NVFP4's rows have D/2): k_scale, v_scale fp32, in kernels [B, Hkv, 1]; of
     NVFP4 k_block_scales, v_block_scales with a row of D/16 bytes for each row of k and v.
     If queries are drafts: tree [B, Sq] int64, packed [1, T] (``tree``). If they also see ranges: ranges [B, Sq, 2]
@@ -79,13 +94,14 @@ class Operands(NamedTuple):
     [1] int64.
     """
 
-    q: Annotated[Any, Operand(lambda c: c.format.dtype, 4, lambda c: c.heads.qk, TMA_ALIGNMENT)]
-    k: Annotated[
-        Any, Operand(lambda c: c.format.kv_dtype, 4, lambda c: c.format.kv_row(c.heads.qk), TMA_ALIGNMENT)
+    q: Annotated[
+        Any,
+        Operand(
+            lambda c: c.format.dtype, lambda c: 4 - c.requests.packed_q, lambda c: c.heads.qk, TMA_ALIGNMENT
+        ),
     ]
-    v: Annotated[
-        Any, Operand(lambda c: c.format.kv_dtype, 4, lambda c: c.format.kv_row(c.heads.v), TMA_ALIGNMENT)
-    ] = None
+    k: Annotated[Any, keys(lambda c: c.heads.qk)]
+    v: Annotated[Any, keys(lambda c: c.heads.v)] = None
     o: Annotated[Any, RESULT, OUTPUT] = None
     sink: Annotated[Any, Operand(FLOAT32, 1, when="output.has_sink"), CONTIGUOUS] = None
     kv_lengths: Annotated[Any, Operand(INT32, 1, when="requests.has_kv_lengths"), CONTIGUOUS] = None

@@ -220,8 +220,9 @@ def run(call: Call, operands: Operands, stats: tuple[torch.Tensor, ...] | None =
             if stat is not None:
                 stat.fill_(value)
         return o, stats
-    record = kernel_operands(call.problem, operands, (o, lse, row_max, row_sum), call.regular)
-    if call.prepared is None:
+    native = call.prepared is not None
+    record = kernel_operands(call.problem, operands, (o, lse, row_max, row_sum), call.regular, not native)
+    if not native:
         run_reference(call.problem, record)
     else:
         if call.problem.format.kv_format is not None:
@@ -233,9 +234,14 @@ def run(call: Call, operands: Operands, stats: tuple[torch.Tensor, ...] | None =
 
 
 def kernel_operands(
-    problem: AttentionProblem, operands: Operands, outputs: tuple, regular: bool = False
+    problem: AttentionProblem,
+    operands: Operands,
+    outputs: tuple,
+    regular: bool = False,
+    batched: bool = True,
 ) -> Operands:
-    """A checked call's tensors in the form kernels take. outputs: replace the operands' own. regular: see ``Call``."""
+    """A checked call's tensors in the form kernels take. outputs: replace the operands' own. regular: see ``Call``.
+    batched: packed q, k, v and o have a batch dimension of 1; False: as ``launch.Prepared.run`` takes them."""
     if not regular:
         operands, outputs = regular_operands(operands), (regular_strides(outputs[0]), *outputs[1:])
     q, k, v = operands.q, operands.k, operands.v
@@ -243,9 +249,10 @@ def kernel_operands(
     if v is None:
         v = k[..., : problem.v_dim * k.shape[-1] // problem.head_dim] if problem.v_dim else k
     if problem.requests.packed_q:
-        q, o = q[None], o[None]
-        if problem.requests.packed_k:
-            k, v = k[None], v[None]
+        if batched:
+            q, o = q[None], o[None]
+            if problem.requests.packed_k:
+                k, v = k[None], v[None]
         statistics = [None if each is None else each[None] for each in statistics]
     found = list(operands)
     found[ROWS], found[STATISTICS] = (q, k, v, o), statistics

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
+from cutlass import Int32
 
 from warpspec.common.device import tma
 from warpspec.common.device.host import host_function
@@ -27,7 +28,7 @@ class AttentionHost:
 
     @host_function(Operands, LaunchNumbers)
     def __call__(self, operands: Operands, numbers: LaunchNumbers, stream: CUstream):
-        self.launch(operands, numbers, stream)
+        self.launch(batched(self.config, operands), numbers, stream)
 
     def loads(self, operands: Operands) -> list:
         """``tma.make_load`` of Q, and of K and V or the one tensor that is both."""
@@ -38,6 +39,21 @@ class AttentionHost:
             view, box = kv_view(config.kv, tensor, ring), config.kv.box(ring)
             found.append(tma.make_load(view, box, swizzled=config.kv.swizzled))
         return found
+
+
+def batched(config: AttentionKernel, operands: Operands) -> Operands:
+    """The operands with a batch dimension of 1 in front of packed tensors."""
+    packed = []
+    if config.requests.packed_q:
+        packed += ["q"] if config.output.splits else ["q", "o"]
+    if config.requests.packed_k:
+        packed += ["k", "v"]
+    changed = {}
+    for name in packed:
+        t = getattr(operands, name)
+        layout = cute.make_layout((Int32(1), *t.shape), stride=(t.stride[0], *t.stride))
+        changed[name] = cute.make_tensor(t.iterator, layout)
+    return operands._replace(**changed)
 
 
 def q_view(heads: HeadSizes, q: cute.Tensor) -> cute.Tensor:

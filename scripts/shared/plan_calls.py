@@ -29,7 +29,7 @@ def planned_call(
     def call(x: SimpleNamespace) -> torch.Tensor:
         tensors = {name: x.options[name] for name in OPERANDS if name in x.options}
         operands = Operands(x.q, x.k, x.v, **tensors)
-        prepared.run(ops.kernel_operands(problem, operands, (o, None, None, None)))
+        prepared.run(ops.kernel_operands(problem, operands, (o, None, None, None), batched=False))
         return o
 
     return call
