@@ -41,7 +41,8 @@ LAUNCH_US, DEPENDENT_US = 1.7, 0.8  # an ordinary launch; a programmatic depende
 WARPS_US = 0.1  # a reduction over the warps of a CTA
 WITHIN_WARP_US = -0.3  # difference if rows belong to whole warps, and need no such reduction
 STAGING_US = 0.1  # by which a bulk copy takes longer than loads
-ALONE_STAGING_US = 0.5  # and more, if CTAs of a cluster have SMs to themselves
+# And more, if CTAs of a cluster have SMs to themselves; whose work is partly hidden behind the copies of a share.
+ALONE_STAGING_US, ALONE_BYTES_PER_US = 0.8, 14.2e3
 CLUSTER_US = 0.25  # a reduction over the CTAs of a cluster
 MEMORY_BYTES_PER_US = 4.25e6  # read and written
 CLUSTER_CTAS_PER_US = 440.0  # started
@@ -81,6 +82,7 @@ L2_USABLE = 0.4  # fraction of L2 that serves data read again
 # A reduction over the grid or a cluster, with everything that waits for it.
 ROUND_GRID_US, ROUND_CLUSTER_US = 4.0, 2.0
 ROUND_BYTES_PER_US = 30e3  # of a share
+ROUND_OVERLAP = 0.5  # least part of the traffic and the rounds that hide each other (1 to 16 rows of 524288)
 
 # Of the configurations.
 # Vectors of a thread of the register kernel, without and with clusters. With more, vectors wait for each other.
@@ -101,11 +103,10 @@ REGISTERS = {
 }
 STAGED_THREADS, STAGED_VECTORS, STAGED_REGISTERS = (64, 1024), (7, 6, 4, 2), 40
 ONCE_CLUSTER = 8  # least number of CTAs sharing an fp32 row for which its exponentials are computed once
-# Vectors a thread for fp32 with many aligned rows of 16 CTAs: lets one CTA more fit an SM. And of the longest shares of
-# clusters that have SMs to themselves.
+# Vectors a thread for fp32 with many aligned rows of 16 CTAs: lets one CTA more fit an SM.
 STAGED_LONGER = (8,)
-# The order in which such clusters' vectors are tried for 16-bit elements: with fewer of them more threads compute.
-LONE_VECTORS = (6, 7, 4, 2)
+# The order in which vectors are tried of clusters that have SMs to themselves; each arrives by a copy of its own.
+LONE_VECTORS = (8, 6, 7, 4, 2)
 RESIDENT_THREADS, RESIDENT_CHUNKS, STREAMING_CHUNKS = 512, 10, 4
 TWO_PASS_THREADS, TWO_PASS_CTAS_PER_SM, TWO_PASS_UNROLL = 512, 2, 4
 
@@ -202,11 +203,12 @@ def _one_row_a_cta(
     cluster,
     reread=0.0,
     extra=0.0,
+    bytes_per_us=None,
 ) -> tuple[float, bool]:
     """(time, whether it is a dependent launch) if each CTA takes one share of one row.
 
     occupancy: CTAs that fit an SM. batch_bytes: what a CTA loads at a time if it is not the whole share; it then does
-    so twice. extra: microseconds to add.
+    so twice. extra: microseconds to add. bytes_per_us: of a share, None: as ``Rates`` say.
     """
     sms, rates = _sms(target, cluster), ALONE if cluster == 1 else CLUSTERED
     waves = -(-ctas // (sms * occupancy))
@@ -233,7 +235,7 @@ def _one_row_a_cta(
         problem.bytes <= SMALL_BYTES_PER_SM * target.sm_count
     )  # some candidates fit at once, others nearly
     launch = DEPENDENT_US if (small if cluster == 1 else dependent) else LAUNCH_US
-    work = alone * passes * share_bytes / rates.bytes_per_us
+    work = alone * passes * share_bytes / (bytes_per_us or rates.bytes_per_us)
     return launch + extra + reduction + memory + work, dependent
 
 
@@ -302,13 +304,8 @@ def _staged(problem: SoftmaxProblem, target: Target):
         share = -(-vectors // cluster)
         alone = _alone(problem, target, cluster)
         once = problem.dtype == "float32" and problem.aligned and cluster >= ONCE_CLUSTER
-        if alone:
-            several = STAGED_VECTORS if problem.dtype == "float32" else LONE_VECTORS
-            if cluster >= ONCE_CLUSTER and share > STAGED_VECTORS[0] * most:
-                several = STAGED_LONGER
-        else:
-            longer = STAGED_LONGER if once and cluster == MAX_CLUSTER_CTAS else ()
-            several = (*longer, *STAGED_VECTORS)
+        longer = STAGED_LONGER if once and cluster == MAX_CLUSTER_CTAS else ()
+        several = LONE_VECTORS if alone else (*longer, *STAGED_VECTORS)
         for wanted in several:
             threads = min(most, max(fewest, -(-share // (wanted * WARP_THREADS)) * WARP_THREADS))
             each = -(-share // threads)
@@ -330,6 +327,7 @@ def _staged(problem: SoftmaxProblem, target: Target):
                 occupancy=occupancy,
                 cluster=cluster,
                 extra=STAGING_US + (ALONE_STAGING_US if alone else 0.0),
+                bytes_per_us=ALONE_BYTES_PER_US if alone else None,
             )
             config = StagedConfig(
                 problem.dtype,
@@ -341,6 +339,7 @@ def _staged(problem: SoftmaxProblem, target: Target):
                 problem.store_bytes,
                 dependent,
                 once,
+                each if alone else 1,
             )
             yield SoftmaxPlan("staged", config, 0, 0, microseconds)
 
@@ -375,7 +374,7 @@ def _in_rounds(problem, target, strategy, cluster, groups, group, round_us):
     rounds = -(-problem.rows // groups)
     working = rounds * (round_us + share * VECTOR_BYTES / ROUND_BYTES_PER_US)
     # Rows overlap as far as the next row's share fits beside this one's.
-    overlap = min(1.0, max(0.0, config.capacity / share - 1)) * (1 - 1 / rounds)
+    overlap = max(min(1.0, max(0.0, config.capacity / share - 1)) * (1 - 1 / rounds), ROUND_OVERLAP)
     microseconds = LAUNCH_US + max(memory, working) + (1 - overlap) * min(memory, working)
     return SoftmaxPlan(strategy, config, groups, group, microseconds)
 

@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from warpspec.common.hardware import FP32_BYTES, WARP_THREADS
+from warpspec.common.hardware import WARP_THREADS
 from warpspec.common.workspace import EMPTY
 from warpspec.softmax.online import exponential, join, reference_of
 
@@ -117,71 +117,6 @@ class ClusterReduction:
             cute.arch.store_async_dsmem(target, words, self.full, lane)
         cute.arch.mbarrier_wait(self.full, 0)
         return join_states(self.states, self.cluster * self.warps, self.accurate)
-
-
-@dataclass(frozen=True)
-class NumberReductions:
-    """``ROUNDS`` reductions, one after another, of one number a warp, over the warps of a CTA or cluster that share a
-    row.
-
-    states: fp32 (WARP of all CTAs, ROUND) in shared memory. full: an mbarrier for each round, if there is a cluster.
-    Call ``open`` first, by all threads, then ``all`` for each round.
-    """
-
-    ROUNDS = 2
-
-    states: cute.Tensor
-    full: cute.Pointer | None
-    cluster: int
-    warps: int
-
-    @cute.jit
-    def open(self, thread):
-        """Initialise the mbarriers and tell the cluster."""
-        if cutlass.const_expr(self.cluster > 1):
-            if thread == 0:
-                for number in cutlass.range_constexpr(self.ROUNDS):
-                    cute.arch.mbarrier_init(self.full + number, 1)
-                cute.arch.mbarrier_init_fence()
-                for number in cutlass.range_constexpr(self.ROUNDS):
-                    bytes_ = self.cluster * self.warps * FP32_BYTES
-                    cute.arch.mbarrier_arrive_and_expect_tx(self.full + number, bytes_)
-            cute.arch.cluster_arrive_relaxed()
-
-    @cute.jit
-    def all(
-        self, value, number: cutlass.Constexpr, combine: cutlass.Constexpr, nothing: cutlass.Constexpr
-    ) -> Float32:
-        """``combine`` of all warps' values, with the same bits in every thread. Called by whole warps.
-
-        number: of the round. nothing: the identity of ``combine``.
-        """
-        lane, warp = cute.arch.lane_idx(), cute.arch.thread_idx()[0] // WARP_THREADS
-        count = self.cluster * self.warps
-        if cutlass.const_expr(self.cluster > 1):
-            if cutlass.const_expr(number == 0):
-                cute.arch.cluster_wait()  # every CTA's mbarriers are initialised
-            if lane < self.cluster:
-                place = cute.arch.block_idx_in_cluster() * self.warps + warp + number * count
-                bits = Float32(value).bitcast(Int32)
-                cute.arch.store_async_dsmem(self.states.iterator + place, bits, self.full + number, lane)
-            cute.arch.mbarrier_wait(self.full + number, 0)
-        else:
-            if lane == 0:
-                self.states[warp, number] = value
-            cute.arch.sync_threads()
-        found = Float32(nothing)
-        for first in cutlass.range_constexpr(0, count, WARP_THREADS):
-            if cutlass.const_expr(first + WARP_THREADS <= count):
-                found = combine(found, self.states[first + lane, number])
-            else:
-                inside = Boolean(first + lane < count)
-                at = Int32(cutlass.select_(inside, first + lane, 0))
-                other = Float32(cutlass.select_(inside, self.states[at, number], Float32(nothing)))
-                found = combine(found, other)
-        for step in cutlass.range_constexpr(WARP_THREADS.bit_length() - 1):
-            found = combine(found, cute.arch.shuffle_sync_bfly(found, 1 << step))
-        return found
 
 
 @cute.jit

@@ -1,15 +1,14 @@
 """Rows staged in shared memory by the bulk copy engine, many CTAs to an SM. One kernel for sm_90a and sm_100a.
 
-A row, or the share of it that a CTA of a cluster has, is one bulk copy to shared memory. Copies in flight need no
-registers, so an SM can have as many bytes in flight as fit its shared memory. Every thread then reads its vectors from
-there twice, or three times (``once``). Writing the results back by bulk copies was not faster, not even for rows that
+A row, or the share of it that a CTA of a cluster has, is one bulk copy to shared memory, or several where a CTA has an
+SM to itself: it reads what has arrived while the rest is under way. Copies in flight need no registers, so an SM can
+have as many bytes in flight as fit its shared memory. Every thread then reads its vectors from
+there twice. Writing the results back by bulk copies was not faster, not even for rows that
 start anywhere.
 """
 
 from __future__ import annotations
 
-import math
-import operator
 from dataclasses import dataclass
 
 import cutlass
@@ -31,13 +30,9 @@ from warpspec.softmax.online import (
 from warpspec.softmax.reduction import (
     STATE_WORDS,
     ClusterReduction,
-    NumberReductions,
     join_row,
-    warp_maximum,
-    warp_sum,
 )
 from warpspec.softmax.vectors import (
-    MINUS_INFINITY,
     PLAIN,
     WORDS,
     blank,
@@ -53,6 +48,7 @@ from warpspec.softmax.vectors import (
 # Per cent of L1 and shared memory that are used as shared memory: all.
 SMEM_CARVEOUT_PERCENT = 100
 MOST_AT_ONCE = 6  # fp32 vectors of a thread
+GROUP = 2  # vectors of a thread whose exponentials are relative to the same maximum (``once``)
 
 
 @dataclass(frozen=True)
@@ -61,8 +57,9 @@ class StagedConfig:
 
     dtype, cluster, edges, store_bytes, dependent: as in RowsConfig. threads: of a CTA, whole warps. vectors: 16-byte
     vectors a thread; a row has at most threads * vectors * cluster of them. ctas_per_sm: CTAs whose registers must fit
-    an SM. once: compute exponentials once, when the row's maximum is known, and keep them in shared memory until the
-    sum is known. For fp32 an exponential takes nine instructions, more than another reduction over the row costs.
+    an SM. once: compute exponentials once, relative to the maximum of what the thread has read so far, and keep them in
+    shared memory; results take a factor for each GROUP of vectors. For fp32 an exponential takes nine instructions.
+    copies: bulk copies by which a share arrives, of the same number of vectors a thread each.
     """
 
     dtype: str
@@ -74,8 +71,11 @@ class StagedConfig:
     store_bytes: int = VECTOR_BYTES
     dependent: bool = False
     once: bool = False
+    copies: int = 1
 
     def __post_init__(self):
+        if not 1 <= self.copies <= self.vectors:
+            raise ValueError(f"copies: must be from 1 to {self.vectors} (vectors), got {self.copies}")
         if self.once and (self.dtype != "float32" or self.edges):
             raise ValueError("once: of fp32 rows that start and end on 16-byte boundaries")
 
@@ -87,6 +87,11 @@ class StagedConfig:
     def share(self) -> int:
         """Vectors that fit a CTA."""
         return self.threads * self.vectors
+
+    @property
+    def copied(self) -> int:
+        """Vectors of a thread in a bulk copy."""
+        return -(-self.vectors // self.copies)
 
     @property
     def one_by_one(self) -> bool:
@@ -107,51 +112,51 @@ class Staged(SoftmaxHost):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
 
-        # 1. Shared memory: the share, the barrier for its arrival, the warps' states.
+        # 1. Shared memory: the share, the barriers for its arrival, the warps' states.
         smem = cutlass.memory.SmemAllocator()
         staged = smem.allocate_tensor(Int32, cute.make_layout((WORDS, config.share)), byte_alignment=128)
-        arrived = smem.allocate_array(Int64, 1)
+        arrived = smem.allocate_array(Int64, config.copies)
         warps = config.cluster * config.warps
-        states, reduction = None, None
-        if cutlass.const_expr(config.once):
-            full = smem.allocate_array(Int64, NumberReductions.ROUNDS)
-            shape = (warps, NumberReductions.ROUNDS)
-            states = smem.allocate_tensor(Float32, cute.make_layout(shape), byte_alignment=16)
-            reduction = NumberReductions(states, full, config.cluster, config.warps)
-        else:
-            shape = (STATE_WORDS, warps)
-            states = smem.allocate_tensor(Float32, cute.make_layout(shape), byte_alignment=16)
-            if cutlass.const_expr(config.cluster > 1):
-                full = smem.allocate_array(Int64, 1)
-                reduction = ClusterReduction(states, full, config.cluster, config.warps, accurate)
+        states = smem.allocate_tensor(Float32, cute.make_layout((STATE_WORDS, warps)), byte_alignment=16)
+        reduction = None
+        if cutlass.const_expr(config.cluster > 1):
+            full = smem.allocate_array(Int64, 1)
+            reduction = ClusterReduction(states, full, config.cluster, config.warps, accurate)
 
-        # 2. One thread issues the copy of the share; the edges are loaded separately.
+        # 2. One thread issues the copies of the share; the edges are loaded separately.
         row_index = block // config.cluster
         row = row_span(x, row_index, dtype, config.edges)
         begin, end = share_in_cluster(row, config.cluster)
         size = cutlass.max(end - begin, 0)
         if thread == 0:
-            cute.arch.mbarrier_init(arrived, 1)
+            for copy in cutlass.range_constexpr(config.copies):
+                cute.arch.mbarrier_init(arrived + copy, 1)
             cute.arch.mbarrier_init_fence()
-            cute.arch.mbarrier_arrive_and_expect_tx(arrived, size * VECTOR_BYTES)
+            for copy in cutlass.range_constexpr(config.copies):
+                bytes_ = copy_size(config, size, copy) * VECTOR_BYTES
+                cute.arch.mbarrier_arrive_and_expect_tx(arrived + copy, bytes_)
         cute.arch.griddepcontrol_wait()  # the previous launch may have written x, or may still read out
-        if (thread == 0) & (size > 0):
-            source = row.first + Int64(begin) * VECTOR_BYTES
-            bulk_load(staged.iterator, source, size * VECTOR_BYTES, arrived)
+        for copy in cutlass.range_constexpr(config.copies):
+            copied = copy_size(config, size, copy)
+            if (thread == 0) & (copied > 0):
+                first = copy * config.copied * config.threads
+                source = row.first + Int64(begin + first) * VECTOR_BYTES
+                bulk_load(staged[None, first].iterator, source, copied * VECTOR_BYTES, arrived + copy)
         if cutlass.const_expr(reduction is not None):
             reduction.open(thread)
         edge, edge_value = None, -Float32.inf
         if cutlass.const_expr(config.edges):
             edge = edge_in_group(row, thread, config.threads, block % config.cluster, dtype)
             edge_value = load_edge(row, edge, dtype)
-        cute.arch.sync_threads()  # the barrier is initialised
-        cute.arch.mbarrier_wait(arrived, 0)
+        cute.arch.sync_threads()  # the barriers are initialised
 
         # 3. Maximum and sum of the row.
+        references = ()
         if cutlass.const_expr(config.once):
-            maximum, total = exponentiate_share(config, staged, size, thread, reduction)
+            state, references = exponentiate_share(config, staged, arrived, size, thread)
         else:
-            maximum, total = state_of_share(config, staged, size, thread, edge_value, states, reduction)
+            state = state_of_share(config, staged, arrived, size, thread, edge_value)
+        maximum, total = join_row(state, states, reduction, config.warps, accurate)
         inverse = Float32(1.0) / total
 
         # 4. Scale and store.
@@ -165,8 +170,9 @@ class Staged(SoftmaxHost):
             if cutlass.const_expr(config.one_by_one):
                 cute.arch.sync_warp()  # finish storing one vector before the next begins
             if cutlass.const_expr(config.once):
+                factor = exponential(references[i // GROUP] - reference_of(maximum), True) * inverse
                 numbers = cute.recast_tensor(words, Float32)
-                numbers.store(numbers.load() * inverse)
+                numbers.store(numbers.load() * factor)
             else:
                 scale(words, maximum, inverse, dtype)
             offset, present = i * config.threads * VECTOR_BYTES, Boolean(vector < size)
@@ -177,37 +183,55 @@ class Staged(SoftmaxHost):
 
 
 @cute.jit
-def state_of_share(config: cutlass.Constexpr, staged, size, thread, edge_value, states, reduction) -> tuple:
-    """(maximum, sum) of the row: joins the states of all threads, each relative to its own maximum."""
+def copy_size(config: cutlass.Constexpr, size, copy: cutlass.Constexpr):
+    """Vectors of a share of ``size`` that a bulk copy brings."""
+    if cutlass.const_expr(config.copies == 1):
+        return size
+    most = config.copied * config.threads
+    return cutlass.max(cutlass.min(size - copy * most, most), 0)
+
+
+@cute.jit
+def await_vector(config: cutlass.Constexpr, arrived, i: cutlass.Constexpr):
+    """Wait for the copy that brings every thread's i-th vector, unless an earlier one came by it."""
+    if cutlass.const_expr(i % config.copied == 0):
+        cute.arch.mbarrier_wait(arrived + i // config.copied, 0)
+
+
+@cute.jit
+def state_of_share(config: cutlass.Constexpr, staged, arrived, size, thread, edge_value) -> tuple:
+    """(maximum, sum) of the thread's elements."""
     accurate = config.dtype == "float32"
     maximum, total = -Float32.inf, Float32(0.0)
     if cutlass.const_expr(config.edges):
         maximum, total = state_of(edge_value, accurate)
     for i in cutlass.range_constexpr(config.vectors):
+        await_vector(config, arrived, i)
         vector = i * config.threads + thread
         words = read_shared(staged, vector)
         blank(words, vector < size, config.dtype)
         maximum, total = absorb((maximum, total), words, config.dtype)
-    return join_row((maximum, total), states, reduction, config.warps, accurate)
+    return maximum, total
 
 
 @cute.jit
-def exponentiate_share(config: cutlass.Constexpr, staged, size, thread, reduction) -> tuple:
-    """(maximum, sum) of the row; the share in shared memory is replaced by exponentials relative to that maximum."""
-    for i in cutlass.range_constexpr(config.vectors):
-        vector = i * config.threads + thread
-        if vector >= size:
-            for word in cutlass.range_constexpr(WORDS):
-                staged[word, vector] = Int32(cutlass.Uint32(MINUS_INFINITY["float32"]))
-    maximum = -Float32.inf
-    for i in cutlass.range_constexpr(config.vectors):
-        words = read_shared(staged, i * config.threads + thread)
-        maximum = largest(cute.recast_tensor(words, Float32), maximum)
-    maximum = reduction.all(warp_maximum(maximum, WARP_THREADS), 0, cute.arch.fmax, -math.inf)
-    reference = reference_of(maximum)
-    total = Float32(0.0)
-    for i in cutlass.range_constexpr(config.vectors):
-        words = read_shared(staged, i * config.threads + thread)
-        total += exponentiate(cute.recast_tensor(words, Float32), reference, True)
-        cute.autovec_copy(words, staged[None, i * config.threads + thread])
-    return maximum, reduction.all(warp_sum(total, WARP_THREADS), 1, operator.add, 0.0)
+def exponentiate_share(config: cutlass.Constexpr, staged, arrived, size, thread) -> tuple:
+    """((maximum, sum) of the thread's elements, the maximum of each group and those before it). The share in shared
+    memory is replaced by exponentials relative to these maxima."""
+    maximum, total, references = -Float32.inf, Float32(0.0), []
+    for first in cutlass.range_constexpr(0, config.vectors, GROUP):
+        count = min(GROUP, config.vectors - first)
+        words = cute.make_rmem_tensor((WORDS, count), Int32)
+        for i in cutlass.range_constexpr(count):
+            await_vector(config, arrived, first + i)
+            vector = (first + i) * config.threads + thread
+            words[None, i].store(read_shared(staged, vector).load())
+            blank(words[None, i], vector < size, config.dtype)
+        numbers = cute.recast_tensor(words, Float32)
+        before, maximum = maximum, largest(numbers, maximum)
+        reference = reference_of(maximum)
+        total = total * exponential(before - reference, True) + exponentiate(numbers, reference, True)
+        references.append(maximum)
+        for i in cutlass.range_constexpr(count):
+            cute.autovec_copy(words[None, i], staged[None, (first + i) * config.threads + thread])
+    return (maximum, total), references

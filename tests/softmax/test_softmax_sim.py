@@ -31,7 +31,7 @@ STRATEGIES = {
     "warps": (lambda d, e, s: RowsConfig(d, 64, 2, 1, 5, e, 1, s), 0, 0, 3, 320),
     "cluster": (lambda d, e, s: RowsConfig(d, 64, 1, 4, 2, e, 1, s), 0, 0, 3, 512),
     "staged": (lambda d, e, s: StagedConfig(d, 64, 1, 4, e, 1, s), 0, 0, 3, 256),
-    "staged cluster": (lambda d, e, s: StagedConfig(d, 64, 2, 3, e, 4, s), 0, 0, 3, 384),
+    "staged cluster": (lambda d, e, s: StagedConfig(d, 64, 2, 3, e, 4, s, copies=2), 0, 0, 3, 384),
     "two-pass": (lambda d, e, s: TwoPassConfig(d, 64, 1, e, s, 2), 0, 0, 2, 600),
     "two-pass cluster": (lambda d, e, s: TwoPassConfig(d, 64, 2, e, s, 2), 0, 0, 2, 600),
     "resident": (lambda d, e, s: ResidentConfig(d, 64, 3, 2, e, 2, 1, s), 2, 2, 5, 1500),
@@ -133,21 +133,24 @@ def test_special_values(name, dtype):
 @pytest.mark.usefixtures("check_order")
 @pytest.mark.parametrize(("arch", "cluster"), [("sm_90a", 2), ("sm_100a", 1)])
 def test_exponentials_taken_once(arch, cluster):
-    """Special rows too, and threads without an element."""
-    rows, length = 6, 4 * (96 * cluster - 7)
+    """Special rows too, threads without an element, and a maximum that comes last."""
+    rows, length = 7, 4 * (96 * cluster - 7)
     values = logits(rows, length)
+    values[5, :9], values[5, -300:] = -torch.inf, 200.0 + values[5, -300:]
     values[0, 17], values[1, length - 1] = torch.nan, torch.inf
     values[2, : length - 3], values[3] = -torch.inf, -torch.inf
     values[4, ::2], values[4, 1::2] = torch.finfo(FP32).max, -torch.finfo(FP32).max
     _, x = matrix(rows, length, FP32, offset=0, fill=values)
     storage, out = matrix(rows, length, FP32, offset=0)
-    config = StagedConfig("float32", 64, cluster, 2, False, 4, once=True)
+    config = StagedConfig("float32", 64, cluster, 1 + cluster, False, 4, once=True, copies=cluster)
     launch.run_sim(x, out, SoftmaxPlan("staged", config, 0, 0, 0.0), target(arch))
     check(out, x)
     assert untouched(storage, out)
-    assert out[[0, 1, 3]].isnan().all() and not out[[2, 4, 5]].isnan().any()
+    assert out[[0, 1, 3]].isnan().all() and not out[[2, 4, 5, 6]].isnan().any()
     with pytest.raises(ValueError, match=r"^once: "):
         StagedConfig("bfloat16", 64, cluster, 2, False, once=True)
+    with pytest.raises(ValueError, match=r"^copies: .* from 1 to 2"):
+        StagedConfig("bfloat16", 64, cluster, 2, False, copies=3)
 
 
 @pytest.mark.parametrize("name", ["warps", "cluster"])
