@@ -28,6 +28,7 @@ class CombineConfig:
     splits (way w takes w, w + ways, ...) and add up through shared memory. head_dim: columns of a partial result;
     o_dim: columns of o if fewer, else 0. dtype: dtype of o. normalize: o is divided and the sink applied; otherwise o,
     row_max and row_sum are an un-normalised state. packed: queries past the last request are left alone.
+    sink_dtype: dtype of the sink, if there is one.
     """
 
     head_dim: int
@@ -38,6 +39,7 @@ class CombineConfig:
     has_sink: bool = False
     has_lse: bool = False
     packed: bool = False
+    sink_dtype: str = FLOAT32
 
     def __post_init__(self):
         assert self.head_dim in CLASSES and self.columns % VECTOR == 0
@@ -93,7 +95,7 @@ class Results(NamedTuple):
     """Results of rows, and the sink that contributes to them. sink: [Hq]. o: [B, Sq, Hq, D], D contiguous. lse,
     row_max, row_sum: [B, Hq, Sq] fp32. Those that a configuration lacks are None. All but the sink are written."""
 
-    sink: Annotated[Any, Operand(FLOAT32, 1, when="has_sink")]
+    sink: Annotated[Any, Operand(lambda c: c.sink_dtype, 1, when="has_sink")]
     o: Annotated[Any, Operand(lambda c: c.dtype, 4, lambda c: c.columns, TMA_ALIGNMENT)]
     lse: Annotated[Any, Operand(FLOAT32, 3, when="has_lse")]
     row_max: Annotated[Any, Operand(FLOAT32, 3, when=lambda c: not c.normalize)]

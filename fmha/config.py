@@ -53,7 +53,7 @@ class Output:
 
     dtype, size: those of a row of o. normalize: O is divided by the row's sum; otherwise the kernel writes its
     un-normalised state, row_max and row_sum beside o. splits: it writes a state for each split of the keys.
-    exact_maximum: O is rescaled whenever the maximum moves.
+    exact_maximum: O is rescaled whenever the maximum moves. sink_dtype: dtype of the sink, if there is one.
     """
 
     dtype: str = "bfloat16"
@@ -63,6 +63,7 @@ class Output:
     normalize: bool = True
     splits: bool = False
     exact_maximum: bool = False
+    sink_dtype: str = FLOAT32
 
     def __post_init__(self):
         assert not (self.splits and (self.normalize or self.has_lse)), "splits write un-normalised states"
@@ -75,6 +76,7 @@ class Output:
             dtype=problem.format.dtype if normalize else FLOAT32,
             size=problem.heads.v_state if splits else problem.heads.v,
             has_sink=problem.has_sink and not splits,
+            sink_dtype=problem.sink_dtype,
             has_lse=problem.return_lse and not splits,
             normalize=normalize,
             splits=splits,

@@ -33,6 +33,7 @@ class JoinConfig:
     has_sink: bool = False
     has_lse: bool = False
     o_dim: int = 0
+    sink_dtype: str = FLOAT32
 
     @property
     def columns(self) -> int:

@@ -185,6 +185,7 @@ def combine_config(problem: AttentionProblem, splits: int) -> CombineConfig:
         splits,
         dtype=dtype_name(problem.o_dtype),
         has_sink=problem.has_sink,
+        sink_dtype=problem.sink_dtype,
         has_lse=problem.return_lse,
         normalize=problem.normalize,
         packed=problem.requests.packed_q,
@@ -201,6 +202,7 @@ def join_config(problem: AttentionProblem, config: AttentionKernel) -> JoinConfi
         dtype=dtype_name(problem.o_dtype),
         normalize=problem.normalize,
         has_sink=problem.has_sink,
+        sink_dtype=problem.sink_dtype,
         has_lse=problem.return_lse,
         o_dim=0 if sizes.v == sizes.v_state else sizes.v,
     )

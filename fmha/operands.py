@@ -103,7 +103,7 @@ class Operands(NamedTuple):
     k: Annotated[Any, keys(lambda c: c.heads.qk)]
     v: Annotated[Any, keys(lambda c: c.heads.v)] = None
     o: Annotated[Any, RESULT, OUTPUT] = None
-    sink: Annotated[Any, Operand(FLOAT32, 1, when="output.has_sink"), CONTIGUOUS] = None
+    sink: Annotated[Any, Operand(lambda c: c.output.sink_dtype, 1, when="output.has_sink"), CONTIGUOUS] = None
     kv_lengths: Annotated[Any, Operand(INT32, 1, when="requests.has_kv_lengths"), CONTIGUOUS] = None
     q_start: Annotated[Any, Operand(INT32, 1, when="requests.has_q_start"), CONTIGUOUS] = None
     lse: Annotated[Any, Operand(FLOAT32, 3, when="output.has_lse"), OUTPUT] = None

@@ -272,7 +272,9 @@ def kernel_operands(
 def regular_operands(operands: Operands) -> Operands:
     """The inputs in the form kernels take; the same tensors if none has to change."""
     sink = operands.sink
-    if sink is not None and sink.dtype is not torch.float32:
+    if (
+        sink is not None and sink.dtype is torch.float64
+    ):  # others are taken as they are: a conversion is a launch
         sink = sink.detach().to(torch.float32)
     changed = {name: getattr(operands, name) for name in ("q", "k", "v", "bias", *BLOCK_SCALES)}
     changed = {name: None if each is None else regular_strides(each) for name, each in changed.items()}

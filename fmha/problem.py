@@ -16,6 +16,7 @@ import torch
 
 from warpspec.common.checks import check_int, shape_of
 from warpspec.common.hardware import TMA_ALIGNMENT
+from warpspec.common.operands import FLOAT32
 from warpspec.fmha import values
 from warpspec.fmha.checks import (
     SIZE_LIMIT,
@@ -35,7 +36,7 @@ from warpspec.fmha.checks import (
     check_values_size,
     check_window,
 )
-from warpspec.fmha.features import Format, Mask, RequestLayout
+from warpspec.fmha.features import Format, Mask, RequestLayout, dtype_name
 from warpspec.fmha.heads import HeadSizes
 from warpspec.fmha.logits import BiasLayout, LogitOptions
 from warpspec.fmha.operands import INPUTS, Operands, Options
@@ -49,9 +50,9 @@ DIGITS_Q = 4  # binary ones of the number of packed queries that plans look at
 class AttentionProblem:
     """Sizes and switches of one attention call: what a kernel may rely on.
 
-    A kernel also gets the problem's tensors: q, k and v (k again if shared) with TMA's alignment, sink as contiguous
-    fp32, kv_lengths and q_start contiguous, and outputs of the shapes below to write: o, lse with return_lse, row_max
-    and row_sum without normalize. It writes every row of o; with packed queries, only those that belong to a request.
+    A kernel also gets the problem's tensors: q, k and v (k again if shared) with TMA's alignment, sink (in sink_dtype),
+    kv_lengths and q_start contiguous, and outputs of the shapes below to write: o, lse with return_lse, row_max and
+    row_sum without normalize. It writes every row of o; with packed queries, only those that belong to a request.
     ``mask.key_range`` says which keys a row sees. If ``is_empty``, no kernel is called.
     """
 
@@ -72,6 +73,7 @@ class AttentionProblem:
     normalize: bool = True  # False: o in fp32 un-normalised, row_max and row_sum
     return_lse: bool = False  # never where normalize is False
     has_sink: bool = False  # never where normalize is False
+    sink_dtype: str = FLOAT32  # as kernels take the sink
     bias: BiasLayout | None = None
     bias_rows: str | None = None  # "aligned" (for TMA), "contiguous" or "strided"
     # T, of packed queries. Problems that differ in it alone, within an eighth, are equal, so that a plan serves many;
@@ -203,6 +205,7 @@ class AttentionProblem:
             normalize=normalize,
             return_lse=options.return_lse and normalize,
             has_sink=sink is not None,
+            sink_dtype=sink_dtype(sink),
             **({} if bias is None else {"bias": BiasLayout.of(bias), "bias_rows": _bias_rows(bias, memory)}),
             num_splits=num_splits,
             block_heads=operands.kv_visits is not None and operands.kv_visits.shape[1] > 1,
@@ -210,6 +213,11 @@ class AttentionProblem:
         if out is not None:
             check_out(operands, problem.o_dtype, memory, v_dim)
         return problem
+
+
+def sink_dtype(sink: torch.Tensor | None) -> str:
+    """Name of the dtype in which kernels take a sink: its own unless that is float64."""
+    return FLOAT32 if sink is None or sink.dtype is torch.float64 else dtype_name(sink.dtype)
 
 
 def _check_values(operands: Operands) -> None:

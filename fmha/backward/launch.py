@@ -190,7 +190,8 @@ def run_prepared(
         dq = gradients.q if config.wanted.q else None
         start = operands.q_start if config.requests.has_q_start else None
         requests = (operands.k, operands.cu_seqlens_k, start, *ranges, tile_order, tile_pieces, dq, *targets)
-    rows = (operands.lse.contiguous(), dlse, operands.sink, operands.cu_seqlens_q)
+    sink = None if operands.sink is None else operands.sink.to(fp32)
+    rows = (operands.lse.contiguous(), dlse, sink, operands.cu_seqlens_q)
     workspace = (statistics, dq_sums, turns, dsink)
     cuts = (0.0,) * 4 if length is None else length[:4]
     prepared.rows(operands.o, do, *rows, *workspace, *requests, *prepared.window, *cuts)

@@ -10,6 +10,7 @@ import torch
 from warpspec.common import repeated
 from warpspec.common.backend import BACKEND_VARIABLE
 from warpspec.fmha import attention, ops
+from warpspec.fmha.operands import Operands
 from warpspec.fmha.values import DEBUG_VARIABLE
 
 HEADS, HEADS_KV, DIM = 4, 2, 64
@@ -251,3 +252,12 @@ class TestWhoNeedsTheOperator:
         )
         for call in (compiled, lambda *tensors: attention(*tensors, causal=True), compiled):
             assert torch.equal(call(q, k, v), expected)
+
+
+def test_kernels_take_sinks_as_they_are():
+    """A conversion would be a launch in front of every call; kernels have no float64."""
+    q, k, v = operands()
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        sink = rows(HEADS, dtype=dtype)
+        assert ops.regular_operands(Operands(q, k, v, sink=sink)).sink is sink
+    assert ops.regular_operands(Operands(q, k, v, sink=rows(HEADS).double())).sink.dtype is torch.float32
