@@ -24,12 +24,12 @@ from warpspec.cache.quantize import quantize_float8
 from warpspec.common.architecture import architecture_of
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.engines import keys
-from warpspec.engines.vllm import MLA_NAME, NAME
+from warpspec.engines.vllm import MLA_NAME, NAME, warmup
 from warpspec.fmha import attention_varlen
 from warpspec.fmha.heads import LATENT
 from warpspec.latent import mla_decode
 
-BLOCK = 64  # rows of a block
+BLOCK = warmup.LATENT_BLOCK
 FORMATS = {name: fmt for name, fmt in keys.QUANTIZED.items() if fmt == "e4m3"}
 # Queries of a request from which on projecting its context for every head takes less time than latent attention.
 PROMPT = 128
@@ -150,6 +150,7 @@ class WarpspecMLA(MLACommonImpl[MLACommonMetadata]):
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         keys.check_dtype(act_dtype, "--dtype")
+        warmup.of_latent_layer(self, act_dtype)
 
     def forward_mqa(
         self,

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import torch
 
+from warpspec.common.kv_formats import EIGHT_BITS
 from warpspec.engines import keys
-from warpspec.engines.vllm.pages import pages_of, slot_bytes
+from warpspec.engines.vllm.pages import format_of, pages_of, slot_bytes
 from warpspec.fmha import attention_varlen
+from warpspec.fmha.heads import LATENT
 from warpspec.fmha.logits import LogitOptions
+from warpspec.latent import mla_decode
+
+LATENT_BLOCK = 64  # rows of a block of latent rows
 
 
 class Provider:
     """What vLLM asks for work: one unit for each kind of layer and batch."""
 
     def __init__(self) -> None:
-        # (sizes, window, options of logits, whether it has sinks, whether images see all of themselves, dtype, the
-        # cache's format): the sizes of vLLM's batches
+        # (function that runs a batch, kind of layer that it takes): the sizes of vLLM's batches
         self.layers: dict = {}
 
     def get_cutedsl_warmup_compile_units(self) -> list:
@@ -27,9 +31,11 @@ class Provider:
 
         return [
             CuTeDSLCompileUnit(
-                f"warpspec attention {kind}", (kind, batch), lambda kind=kind, batch=batch: run(kind, *batch)
+                f"warpspec {run.__name__} {kind}",
+                (run.__name__, kind, batch),
+                lambda run=run, kind=kind, batch=batch: run(kind, *batch),
             )
-            for kind, sizes in self.layers.items()
+            for (run, kind), sizes in self.layers.items()
             for batch in batches(*sizes)
         ]
 
@@ -40,7 +46,6 @@ provider = Provider()
 def of_layer(layer, dtype: torch.dtype) -> None:
     """Have the kernels of this layer compiled before vLLM serves."""
     from vllm.config import get_current_vllm_config_or_none
-    from vllm.model_executor.warmup.cutedsl_warmup import register_cutedsl_warmup_provider
 
     config = get_current_vllm_config_or_none()
     if config is None:
@@ -56,8 +61,26 @@ def of_layer(layer, dtype: torch.dtype) -> None:
         dtype,
         layer.format,
     )
+    add(run, kind, config)
+
+
+def of_latent_layer(layer, dtype: torch.dtype) -> None:
+    """``of_layer`` for latent attention."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    if config is not None:
+        sizes = (layer.qk_head_dim, layer.v_head_dim)
+        fmt = format_of(layer.kv_cache_dtype)
+        add(run_latent, (layer.num_heads, sizes, layer.scale, dtype, fmt), config)
+
+
+def add(run, kind, config) -> None:
+    """Have vLLM compile what ``run`` calls with this kind of layer, for its batches."""
+    from vllm.model_executor.warmup.cutedsl_warmup import register_cutedsl_warmup_provider
+
     scheduler = config.scheduler_config
-    provider.layers[kind] = (
+    provider.layers[run, kind] = (
         scheduler.max_num_seqs,
         scheduler.max_num_batched_tokens,
         config.model_config.max_model_len,
@@ -109,4 +132,37 @@ def run(kind, requests: int, tokens: int, most_queries: int, most_keys: int, blo
         v_scale=scale_of_cache,
         **pages.block_scales,
         out=torch.empty(tokens, heads, v_dim, dtype=dtype, device=device),
+    )
+
+
+def run_latent(kind, requests: int, tokens: int, most_queries: int, most_keys: int, block: int) -> None:
+    """``run`` for latent attention: decoding on rows, prompts with keys and values of every head. (Contexts of prompts,
+    which are computed without a mask and with lse, compile with the first of them.)"""
+    heads, (qk, v_dim), scale, dtype, fmt = kind
+    from vllm.platforms import current_platform
+
+    device = torch.device(current_platform.device_type)
+    integers = {"dtype": torch.int32, "device": device}
+    numbers = {"dtype": dtype, "device": device}
+    if most_queries == 1:
+        rows = torch.zeros(1, LATENT_BLOCK, LATENT[0], **numbers)
+        mla_decode(
+            torch.zeros(requests, 1, heads, LATENT[0], **numbers),
+            rows if fmt is None else rows.to(EIGHT_BITS[fmt]),
+            torch.zeros(requests, -(-most_keys // LATENT_BLOCK), **integers),
+            torch.zeros(requests, **integers),
+            scale=scale,
+        )
+        return
+    starts = torch.zeros(requests + 1, **integers)
+    attention_varlen(
+        torch.zeros(tokens, heads, qk, **numbers),
+        torch.zeros(tokens, heads, qk, **numbers),
+        torch.zeros(tokens, heads, v_dim, **numbers),
+        starts,
+        max_seqlen_q=most_queries,
+        cu_seqlens_k=starts,
+        max_seqlen_k=most_queries,
+        causal=True,
+        scale=scale,
     )

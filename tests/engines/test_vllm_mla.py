@@ -15,7 +15,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E4
 
 import warpspec.engines.vllm as engine  # noqa: E402
 from warpspec.common.errors import UnsupportedProblem  # noqa: E402
-from warpspec.engines.vllm import mla, sparse_mla  # noqa: E402
+from warpspec.engines.vllm import mla, sparse_mla, warmup  # noqa: E402
 from warpspec.latent.cache import LatentPool, store_rows  # noqa: E402
 
 KIND = "deepseek_v3"
@@ -95,6 +95,22 @@ def test_speculative_decoding(checkpoints, start_vllm, in_parts, calls):
 def test_simulated_kernel(checkpoints, start_vllm, in_parts):
     model, folder = checkpoints(KIND)
     Judge(model).check(generate(start_vllm(folder, backend="sim", **OPTIONS), prompts((70, 7)), tokens=2))
+
+
+def test_kernels_before_the_first_request(checkpoints, start_vllm, in_parts, monkeypatch):
+    """vLLM's warm-up calls decoding and prompts once for each kind of batch."""
+    _, folder = checkpoints(KIND)
+    monkeypatch.setattr(warmup, "provider", warmup.Provider())
+    start_vllm(folder, kv_cache_dtype="fp8", enable_prefix_caching=False, **OPTIONS)
+    units = warmup.provider.get_cutedsl_warmup_compile_units()
+    assert len({unit.key for unit in units}) == len(units) == 4
+    called = []
+    for name in ("mla_decode", "attention_varlen"):
+        function = getattr(warmup, name)
+        monkeypatch.setattr(warmup, name, lambda *a, f=function, **named: called.append(f(*a, **named).shape))
+    for unit in units:
+        unit.compile()
+    assert [tuple(shape[-2:]) for shape in called] == [(4, 512), (4, 512), (4, 128), (4, 128)]
 
 
 def test_empty_requests_and_lse():
