@@ -41,6 +41,17 @@ class Records(NamedTuple):
         return self.ring[None, use % count if count > 1 else 0]
 
 
+class Record(NamedTuple):
+    """Record number ``use`` of some records."""
+
+    records: Records
+    use: Int32
+
+    def read(self, config) -> Tile:
+        """``read_tile``."""
+        return read_tile(config, self.records, self.use)
+
+
 def records_of(config: AttentionKernel, base: cute.Pointer, where, operands, order=None) -> Records:
     """base: Int32 pointer to ``config.scheduler.record_bytes`` of shared memory. where: how the scheduler finds
     tiles. order: Int32 pointer to ``config.scheduler.order_bytes`` of shared memory, used if tiles are sorted."""

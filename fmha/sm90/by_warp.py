@@ -287,9 +287,9 @@ def over_keys(value, combine):
 @cute.jit
 def hide(work, lane: cutlass.Constexpr, s, first_key):
     """Set scores at keys that a row does not see to -inf."""
-    config, scores = work.config, flat(s)
+    config, scores, tile = work.config, flat(s), work.again().tile
     for c in cutlass.range_constexpr(lane.columns):
-        row = work.tile.row(c // PAIR * MMA_COLUMNS + PAIR * lane.t + c % PAIR, 0)
+        row = tile.row(c // PAIR * MMA_COLUMNS + PAIR * lane.t + c % PAIR, 0)
         drafts = row.drafts.read() if cutlass.const_expr(config.mask.has_tree) else None
         for n, i in enumerate(elements(s, c)):
             key = first_key + n * 8 + lane.key

@@ -101,7 +101,8 @@ class AttentionConfig(AttentionKernel):
         tile_m = shape.groups * shape.most_rows
         parts = parts_of(problem, rows_of_cta=tile_m, pack=pack, splits=splits)
         sorts = schedule is Schedule.QUEUE and sortable(problem)
-        scheduler = TileScheduler(schedule, has_warp=shape.column_parts == 1, sorts=sorts)
+        has_warp, records = shape.column_parts == 1, 2 if shape.row_tiles else 1  # ``rereads``
+        scheduler = TileScheduler(schedule, has_warp=has_warp, record_count=records, sorts=sorts)
         return cls(**parts, scheduler=scheduler, shape=shape)
 
     @property
@@ -278,6 +279,11 @@ class AttentionConfig(AttentionKernel):
         """Whether K and V have a load warp each. Single warps release the stages of their own KV tiles: K long before
         V, and out of turn. One warp that waits for a V stage would leave K stages empty meanwhile."""
         return self.by_warp and not self.format.shared_kv
+
+    @property
+    def rereads(self) -> bool:
+        """Whether consumers read a tile's record again behind its KV tiles, to have registers for them."""
+        return self.by_warp and self.scheduler.has_warp
 
     @property
     def consumer_threads(self) -> int:

@@ -6,7 +6,7 @@ running, and only then needs O. Consumers take turns at issuing, so that one's s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import cutlass
@@ -22,9 +22,11 @@ from warpspec.common.hardware import WARPGROUP_THREADS
 from warpspec.fmha.device import unseen
 from warpspec.fmha.device.logits import LogitNumbers, map_scores, negate_scores, unit
 from warpspec.fmha.device.mask import hide, keys_of
+from warpspec.fmha.device.record import Record
 from warpspec.fmha.device.softmax import move_reference
 from warpspec.fmha.sm90 import bias, softmax
 from warpspec.fmha.sm90.config import CLEAR_BARRIER, FIRST_ORDER_BARRIER
+from warpspec.fmha.sm90.fragment import thread_rows
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
 from warpspec.fmha.tiles import ELEMENT_BYTES
 
@@ -112,7 +114,7 @@ class ConsumerTile:
     consumer it is. row_group: which 64 rows are its own. part: which part of O's columns. (The last three are plain
     ints for paired consumers.) thread: 0..127 within the consumer. use: how many KV tiles this CTA did before. q_use:
     use count of this tile's Q. numbers: those of the map between S and P. shared: ``kernel.Buffers``. row_factors:
-    factors of the scores of the thread's rows (``narrow``), or None."""
+    factors of the scores of the thread's rows (``narrow``), or None. record: the tile's, if it is kept; else None."""
 
     config: object
     channels: dict
@@ -129,6 +131,15 @@ class ConsumerTile:
     numbers: LogitNumbers
     shared: tuple
     row_factors: tuple | None = None
+    record: Record | None = None
+
+    def again(self) -> ConsumerTile:
+        """The same with its tile read from its record, if there is one: what nobody needs until then takes no registers
+        before."""
+        if self.record is None:
+            return self
+        tile = self.record.read(self.config)
+        return replace(self, tile=tile, rows=thread_rows(tile, self.row_group, self.thread))
 
     def numbers_of(self, r: int) -> LogitNumbers:
         """The map's numbers for the scores of row r of the thread."""

@@ -23,7 +23,7 @@ from warpspec.fmha.device.grid import DivisorGrid, Grid, Where, grid_of
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, AttentionHost
 from warpspec.fmha.device.line import chunks_of, place_chunks, write_join
 from warpspec.fmha.device.logits import LogitNumbers
-from warpspec.fmha.device.record import records_of
+from warpspec.fmha.device.record import Record, records_of
 from warpspec.fmha.device.scales import score_numbers
 from warpspec.fmha.device.tiles import each_tile, schedule
 from warpspec.fmha.sm90.by_warp import attend_by_warp
@@ -210,6 +210,7 @@ class Consumer:
     channels: dict
     shared: Buffers
     operands: object
+    where: object
     numbers: LogitNumbers
     mma: Products
     number: Int32 | int
@@ -246,16 +247,20 @@ def consume(
         mma = products(config, q_base.align(tma.TILE_ALIGNMENT), shared.k, shared.v, part)
     if consumer == config.consumers - 1:
         pass_turn(config, consumer)  # the first consumer begins
-    role = Consumer(config, channels, shared, operands, numbers, mma, consumer, row_group, part, thread)
-    each_tile(config, operands, where, consume_tile, role, (Int32(0), Int32(0)))
+    role = Consumer(
+        config, channels, shared, operands, where, numbers, mma, consumer, row_group, part, thread
+    )
+    each_tile(
+        config, operands, where, consume_tile, role, (Int32(0), Int32(0), Int32(0)), keeps=config.rereads
+    )
 
 
 @cute.jit
 def consume_tile(role, tile, uses):
-    """One tile of a consumer. uses: (tiles with keys, KV tiles) that the CTA has finished before; returns the counts
-    after."""
+    """One tile of a consumer. uses: (tiles with keys, KV tiles, tiles) that the CTA has finished before; returns the
+    counts after."""
     config, channels, operands = role.config, role.channels, role.operands
-    tile_use, use = uses
+    tile_use, use, number = uses
     mine = thread_rows(tile, role.row_group, role.thread)
     q_use = tile_use * config.rows.groups + role.row_group
     if tile.span.count > 0:
@@ -283,6 +288,7 @@ def consume_tile(role, tile, uses):
         score_numbers(config, operands, tile, role.numbers),
         role.shared,
         row_factors,
+        Record(role.where, number) if cutlass.const_expr(config.rereads) else None,
     )
     if cutlass.const_expr(config.skips_idle):
         if work.idle:
@@ -298,12 +304,12 @@ def consume_tile(role, tile, uses):
     elif cutlass.const_expr(config.by_warp):
         state = attend_by_warp(work)
         if role.thread < WARP_THREADS:
-            epilogue(work, state, operands, None)
+            epilogue(work.again(), state, operands, None)
     else:
         epilogue(work, attend(work), operands, None)
     if tile.span.count > 0:
         tile_use += 1
-    return tile_use, use + tile.span.count
+    return tile_use, use + tile.span.count, number + 1
 
 
 @cute.jit
