@@ -36,7 +36,7 @@ from warpspec.fmha.sm90.shapes import (
 )
 from warpspec.fmha.tiles import ELEMENT_BYTES, KvTile, TileRows, choose_pack
 
-BARRIER_BYTES = 1024  # room for the mbarriers: what follows is aligned to it
+BARRIER_BYTES = 1024  # room for mbarriers and records, or a multiple of it: what follows is aligned to it
 FIRST_ORDER_BARRIER = (
     1  # named barriers in which consumers take turns at the tensor core: one each from here on
 )
@@ -70,8 +70,6 @@ class AttentionConfig(AttentionKernel):
         if self.paired:
             assert self.consumers == 2 and self.kv_stages == 2 and self.tile_n == BLOCK
         assert self.role_registers <= self.register_pool, "setmaxnreg would wait for ever"
-        words = self.scheduler.word_bytes
-        assert barrier_count(self.barriers) * MBARRIER_BYTES + words <= BARRIER_BYTES
         assert not ((self.scheduler.cuts_tiles or self.scheduler.has_warp) and self.paired)
 
     @classmethod
@@ -362,7 +360,9 @@ class AttentionConfig(AttentionKernel):
         stages, rows = self.kv_stages, f"{self.kv_stages} x [{self.tile_n}"
         name = "K and V" if self.format.shared_kv else "K"
         p = f"{WEIGHT_STAGES} x [{WARPGROUP_ROWS}, {self.tile_n}]; O leaves through it"
-        room = (BARRIER_BYTES - self.scheduler.word_bytes) // MBARRIER_BYTES
+        words = self.scheduler.word_bytes
+        taken = barrier_count(self.barriers) * MBARRIER_BYTES + words
+        room = (-(-taken // BARRIER_BYTES) * BARRIER_BYTES - words) // MBARRIER_BYTES
         return (
             memory.barrier_region(self.barriers, room),
             memory.Region("cursors", self.scheduler.cursor_bytes // WORD_BYTES, "int32", 0, "ends of chunks"),
