@@ -1,6 +1,6 @@
 """Converts FP8 numbers to 16 bits in registers: exact, subnormal numbers, NaN and Inf included.
 
-fp16: by the conversion instruction, one for two numbers, which runs at an eighth of the rate of others. bf16: exponent
+fp16: by the conversion instruction, one for two numbers, which shares the unit of logic and shifts. bf16: exponent
 and mantissa, moved to the low end of bf16's fields, represent the number times a power of two, which one multiplication
 takes back; four instructions for two numbers. A code above the largest finite one gets the exponent of NaN and Inf, in
 a branch that such codes alone take.

@@ -94,7 +94,7 @@ def best_candidate(choices: Choices, problem: AttentionProblem, target: Target) 
 
 def expectation(choices: Choices, problem: AttentionProblem, target: Target):
     """A function of candidates: the geometric mean of a candidate's microseconds over the problem's scenarios."""
-    cases, works = scenarios(problem), {}
+    cases, works, constants = scenarios(problem), {}, choices.constants(problem)
 
     def time(candidate: Candidate) -> float:
         found = works.get(candidate.tiling)
@@ -103,7 +103,7 @@ def expectation(choices: Choices, problem: AttentionProblem, target: Target):
         product = 1.0
         for work in found:
             product *= microseconds(
-                work, candidate.tiling, candidate.way, candidate.splits, target, choices.costs
+                work, candidate.tiling, candidate.way, candidate.splits, target, constants
             )
         return product ** (1 / len(found))
 

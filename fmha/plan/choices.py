@@ -25,6 +25,10 @@ class Choices:
     schedules: dict[Way, Schedule]
     expanded_rows: int | None = None
 
+    def constants(self, problem: AttentionProblem) -> Constants:
+        """Constants of the model for a problem."""
+        return self.costs
+
     def decode_loads(self, problem: AttentionProblem) -> Loads | None:
         """How fast an SM loads keys for few queries (``plan.splits``); None: such calls have not been timed."""
         return None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from warpspec.fmha.config import Schedule
 from warpspec.fmha.plan.choices import Choices
-from warpspec.fmha.plan.cost import HOPPER, Tiling, Way
+from warpspec.fmha.plan.cost import HOPPER, Constants, Tiling, Way
 from warpspec.fmha.plan.splits import DECODE_LOADS, FLOAT8_LOADS, WARP_LOADS, Loads
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm90.config import AttentionConfig
@@ -22,8 +23,21 @@ SCHEDULES = {
 }
 
 
+# If warps convert codes in registers, by bits of a number, with bytes counted as of 16 bits. From lengths drawn at
+# random and full ones, in pages, on an H100 (docs/measurements.md).
+WARP_COSTS = {
+    8: replace(HOPPER, memory=HOPPER.memory * 16 / 8, sm_bytes=70, l2_bytes=70, line=1.0),
+    4: replace(HOPPER, memory=HOPPER.memory * 16 / 4.5, sm_bytes=62, l2_bytes=62, line=1.0),
+}
+
+
 class HopperChoices(Choices):
     """``Choices`` of this kernel."""
+
+    def constants(self, problem: AttentionProblem) -> Constants:
+        """Those of 16-bit keys, unless warps convert codes of keys in registers."""
+        by_warp = problem.format.kv_format and shapes_of(problem)[0].row_tiles
+        return WARP_COSTS[problem.format.kv_bits] if by_warp else self.costs
 
     def decode_loads(self, problem: AttentionProblem) -> Loads:
         """How fast an SM loads keys for few queries (``plan.splits``)."""

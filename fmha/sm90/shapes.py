@@ -108,6 +108,9 @@ FLOAT8_FEW = {
 
 # Larger ones for 4 bits a number: a tile with the same number of keys has half of the bytes.
 NVFP4_FEW = {128: replace(FLOAT8_FEW[1][128], tile_n=64, consumer_registers=216, producer_registers=40)}
+# Twice as many warps for long rows: with short ones, merging their states takes longer than they save.
+NVFP4_LONG = {128: Shape(2, 32, 16, 2, 104, 32, row_tiles=1)}
+LONG_KEYS = 4096
 
 
 def shapes_of(problem: AttentionProblem) -> tuple[Shape, ...]:
@@ -127,6 +130,9 @@ def float8_tiles(problem: AttentionProblem) -> tuple[Shape, ...]:
     few = FLOAT8_FEW.get(eights, {})
     if problem.format.kv_bits == 4 and eights == 1:
         few = few | NVFP4_FEW
+        requests = problem.requests
+        if problem.seq_k >= LONG_KEYS and not (requests.has_kv_lengths or requests.packed_k):
+            few = few | NVFP4_LONG
     if dim in few and problem.bias is None:
         return (few[dim],)
     pack = choose_pack(problem.group, problem.seq_q, WARPGROUP_ROWS)
