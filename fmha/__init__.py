@@ -189,8 +189,8 @@ def attention(
         normalize,
         return_lse,
         num_splits,
-        None,
-        None,
+        None,  # max_seqlen_q
+        None,  # max_seqlen_k
         deterministic,
         v_dim,
         swizzled,
