@@ -78,7 +78,7 @@ def test_too_many_requests_for_the_cache_and_a_cancelled_one(checkpoints, start_
     model, folder = checkpoints("qwen3")
     engine = start_sglang(folder, max_total_tokens=320, disable_radix_cache=True)
     inputs = prompts((40, 70, 60, 50, 64, 55, 66))
-    threading.Thread(target=cancel, args=(engine, "0")).start_sglang()
+    threading.Thread(target=cancel, args=(engine, "0")).start()
     outputs = engine.generate(
         input_ids=inputs,
         sampling_params=[{"max_new_tokens": 40 if name else 200, **GREEDY} for name in range(len(inputs))],
