@@ -97,9 +97,10 @@ CASES = (
          script="flash_attention_empty_tiles.py",
          edits=((FORWARD, "if const_expr(self.use_block_sparsity) or has_work:", "if has_work:"),), **FLASH),
     Case("flash-split-deadlock", fix="3fa81057", kind="hang: packed, block-sparse and split",
-         script="tests/cute/test_mask_mod_varlen.py::test_varlen_block_sparse_splitkv_matches_unsplit", **FLASH),
+         script="tests/cute/test_mask_mod_varlen.py::test_varlen_block_sparse_splitkv_matches_unsplit"
+                "[seqlens_q1-seqlens_k1-all_true-False]", **FLASH),
     Case("flash-sentinel", fix="c68c592f", kind="gradients added at row -1",
-         script="tests/cute/test_flash_attn.py::test_flash_attn_mla_sparse_bwd_sentinel",
+         script="flash_attention_sparse_mla.py",
          edits=(("flash_attn/cute/flash_bwd_mla_dk_sm100.py", "if seqlen_k_idx_in_batch >= 0:",
                  "if seqlen_k_idx_in_batch >= -1:"),
                 ("flash_attn/cute/flash_bwd_mla_sm100.py", "if gmem_n_idx >= 0:", "if gmem_n_idx >= -1:")), **FLASH),
