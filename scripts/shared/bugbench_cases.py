@@ -52,6 +52,9 @@ GEMM = "quack/gemm_sm100.py"
 EXAMPLES = "examples/python/CuTeDSL"
 ATTENTION = f"{EXAMPLES}/cute/blackwell/kernel/attention"
 BLOCKSCALED = f"{EXAMPLES}/cute/blackwell/kernel/blockscaled_gemm"
+MASKED = f"{EXAMPLES}/cute/blackwell/kernel/blockwise_gemm"
+MIXED = f"{ATTENTION}/mixed_input_fmha"
+COPY_O = "            cute.copy(thr_store_o, tSrO, tStO)\n"
 PRIMITIVES = f"{EXAMPLES}/experimental/primitives/tcgen05"
 INDENT = " " * 20
 PEER_ARRIVAL = """            if prims.elect_sync():
@@ -169,6 +172,32 @@ CASES = (
          arguments=f"--q_shape 1,256,4,128 --k_shape 1,256,2,128 {ONCE}",
          edits=((f"{ATTENTION}/fmha/fmha.py", "((d, d * h_r), stride_b_q)", "((d * h_k, d), stride_b_q)"),),
          **CUTLASS),
+    Case("cutlass-masked-gemm", fix="ours", kind="a read past the last group", **CUTLASS,
+         script=f"{MASKED}/masked_grouped_gemm.py", files=(MASKED,), arguments=f"--mnkl 256,256,128,1 {ONCE}",
+         mends=((f"{MASKED}/masked_grouped_gemm.py", """\
+                    cur_boundary = gidx_mapping[cur_tile_coord[2]]
+                    is_valid_m = cur_m < cur_boundary
+""", """                    if work_tile.is_valid_tile:
+                        cur_boundary = gidx_mapping[cur_tile_coord[2]]
+                        is_valid_m = cur_m < cur_boundary
+"""),)),
+    Case("cutlass-decode-store", fix="ours", kind="no wait behind the first store to O", **CUTLASS,
+         script=f"{MIXED}/mixed_input_fmha_decode.py", files=(MIXED, f"{EXAMPLES}/helpers"),
+         arguments=f"--batch 1 --seqlen 512 {ONCE}",
+         mends=((f"{MIXED}/mixed_input_fmha_decode.py", f"{COPY_O}\n            # Initialize colsum",
+                 f"{COPY_O}            cute.arch.fence_view_async_tmem_store()\n            # Initialize colsum"),)),
+    Case("cutlass-prefill-free", fix="ours", kind="tensor memory freed under its readers", **CUTLASS,
+         script=f"{MIXED}/mixed_input_fmha_prefill_d256.py", files=(MIXED, f"{EXAMPLES}/helpers"),
+         arguments=f"--q_shape 1,1,128,256 --k_shape 1,1,256,256 {ONCE}",
+         mends=((f"{MIXED}/mixed_input_fmha_prefill_d256.py", "            tmem.relinquish_alloc_permit()\n",
+                 "            cute.arch.fence_view_async_tmem_load()\n"
+                 "            cute.arch.barrier(barrier_id=15, number_of_threads=128)\n"
+                 "            tmem.relinquish_alloc_permit()\n"),)),
+    Case("cutlass-mla-exchange", fix="ours", kind="row maxima overwritten before they are read", **CUTLASS,
+         script=f"{ATTENTION}/mla/mla_decode_fp8.py", files=(f"{ATTENTION}/mla", f"{EXAMPLES}/helpers"),
+         arguments=f"--batch_size 1 --seq_len_k 256 --seq_len_q 1 --num_heads 128 {ONCE}",
+         mends=((f"{ATTENTION}/mla/mla_decode_fp8.py", "\n        # find correction factor\n",
+                 "            self.softmax_exchange_sync_bar.wait()\n\n        # find correction factor\n"),)),
     Case("flashinfer-3630", fix="0b727e676", kind="a wait is retried on another stage's mbarrier",
          base="0b727e676", **TINYGEMM),
     Case("deepgemm-292", fix="d30fc36", kind="a pair's tensor memory freed, the peer may have exited",
