@@ -132,7 +132,8 @@ def run(case: Case, version: Path, folder: Path, seed: int, limit: float) -> lis
     code = version / "packages" if case.package else version
     paths = [HERE.parent / "src", code, *(folder / "packages" / name for name in case.needs)]
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")])
+        "PYTHONPATH": os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONWARNINGS": "ignore",
     }
     command = [
         sys.executable, "-m", "warpspec.sim", "run", "--arch", case.arch, "--seed", str(seed), "--check", "order",
@@ -149,7 +150,7 @@ def run(case: Case, version: Path, folder: Path, seed: int, limit: float) -> lis
         )
     except subprocess.TimeoutExpired:
         return [f"over {limit:.0f} s"]
-    output = done.stdout + done.stderr
+    output = done.stderr + done.stdout  # what was found stands at the end
     (folder / case.name / f"{version.name}-{seed}.log").write_text(output)
     return verdict(output, done.returncode)
 
