@@ -140,6 +140,7 @@ class Kernel:
     variables: dict[str, Variable] = field(default_factory=dict)
     reqntid: tuple[int, int, int] | None = None
     maxntid: tuple[int, int, int] | None = None
+    bounds_registers: bool = False  # .maxnreg or .minnctapersm says how many registers a thread has
     cluster_dims: tuple[int, int, int] | None = None
     max_cluster_rank: int | None = None
     blocks_are_clusters: bool = False

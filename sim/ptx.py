@@ -246,6 +246,8 @@ class _Parser(OperandReader):
                 raise self.error("expected a function body", match.start())
             if directive == "blocksareclusters":
                 self.kernel.blocks_are_clusters = True
+            if directive in ("maxnreg", "minnctapersm"):
+                self.kernel.bounds_registers = True
             numbers = _TRIPLE.match(self.text, self.pos)
             if numbers is None:
                 continue

@@ -12,7 +12,9 @@ from warpspec.sim import (
     SimError,
     TmemFault,
     UnsupportedInstruction,
+    ptx,
 )
+from warpspec.sim.families.register_budget import is_compiled
 
 OUT = "ld.param.u64 %rd1, [out]; mov.u32 %r1, %tid.x; mul.wide.u32 %rd2, %r1, 4; add.s64 %rd1, %rd1, %rd2;\n"
 INIT = """
@@ -391,6 +393,23 @@ def test_more_registers_than_the_cta_was_launched_with_are_a_deadlock():
         Deadlock, match=r"setmaxnreg\.inc to 240 registers a thread.*launched with 128 a thread"
     ):
         launch(budget(240), block=(256, 1, 1), registers=128)
+
+
+@pytest.mark.parametrize(
+    "directives, compiled",
+    [
+        (".reqntid 352, 1, 1", False),
+        (".maxntid 512", False),
+        (".reqntid 640, 1, 1", True),
+        (".reqntid 352, 1, 1 .minnctapersm 1", True),
+        (".reqntid 352, 1, 1 .maxnreg 168", True),
+    ],
+)
+def test_setmaxnreg_that_ptxas_ignores(directives, compiled):
+    """ptxas 13.0 says of the first two that it ignores setmaxnreg."""
+    header = ".version 9.0\n.target sm_100a\n.address_size 64\n"
+    module = ptx.parse(f"{header}.visible .entry k()\n{directives}\n{{\n  ret;\n}}\n")
+    assert is_compiled(module.kernels["k"]) == compiled
 
 
 STORE = """
