@@ -115,10 +115,6 @@ CASES = (
          script="flash_attention_backward.py",
          edits=((HOPPER_BACKWARD, "        if const_expr(not self.deterministic):\n"
                                   "            cute.arch.cp_async_bulk_wait_group(0, read=True)\n", ""),), **FLASH),
-    Case("flash-bwd-preprocess", fix="4460ebbc", kind="no wait for the kernel before (PDL)", arch="sm_90a",
-         script="tests/cute/test_mask_mod.py::test_sm90_block_sparse_explicit_192_block_size",
-         edits=(("flash_attn/cute/block_sparse_utils.py", "cute.arch.griddepcontrol_wait()", "pass"),),
-         **FLASH),
     Case("quack-gather-scope", fix="3d58cbf", kind="an arrival's scope: cp.async, then the other CTA's MMA",
          script="quack_gather_gemm.py",
          edits=((GEMM, """mbarrier_arrive_release_cluster(
@@ -127,10 +123,6 @@ CASES = (
 """, """ab_pipeline.sync_object_full.arrive_mbarrier(
                             ab_consumer_state.index, dst_rank=cta_rank_in_cluster & 0xFE,
 """),), **QUACK),
-    Case("quack-load-barrier", fix="34cfe42", kind="a named barrier of too few threads",
-         script="quack_gather_gemm.py", arguments="--add",
-         edits=((GEMM, "num_threads=(self.num_ab_load_warps + 1) * cute.arch.WARP_SIZE",
-                 "num_threads=2 * cute.arch.WARP_SIZE"),), **QUACK),
     Case("quack-setmaxnreg", fix="97c98dc", kind="hang: registers never given back", script="quack_gather_gemm.py",
          edits=((GEMM, """        if warp_idx == self.epi_load_warp_id:
             if const_expr(self.gather_A):
@@ -160,12 +152,6 @@ CASES = (
          script=f"{PRIMITIVES}/2cta_mma_blockscale_m128.py", files=(PRIMITIVES,),
          mends=((f"{PRIMITIVES}/2cta_mma_blockscale_m128.py", "prims.MemScope.CTA", "prims.MemScope.CLUSTER"),
                 (f"{PRIMITIVES}/2cta_mma_blockscale_m128.py", PEER_ARRIVAL, PEER_WAIT + PEER_ARRIVAL)),
-         **CUTLASS),
-    Case("cutlass-2995", fix="1cfbb53a2", kind="an accumulator handed back while it is read",
-         script=f"{BLOCKSCALED}/dense_blockscaled_gemm_persistent.py", files=(BLOCKSCALED,),
-         arguments=f"--mnkl 256,256,256,80 --mma_tiler_mn 256,256 --cluster_shape_mn 2,1 {ONCE}",
-         edits=((f"{BLOCKSCALED}/dense_blockscaled_gemm_persistent.py",
-                 "c_buffer = (num_prev_subtiles + subtile_idx)", "c_buffer = (num_prev_subtiles + real_subtile_idx)"),),
          **CUTLASS),
     Case("cutlass-2599", fix="9ca7e877b", kind="a stride of grouped heads",
          script=f"{ATTENTION}/fmha/fmha.py", files=(f"{ATTENTION}/fmha", f"{EXAMPLES}/helpers"),
