@@ -175,11 +175,6 @@ CASES = (
                  "            cute.arch.fence_view_async_tmem_load()\n"
                  "            cute.arch.barrier(barrier_id=15, number_of_threads=128)\n"
                  "            tmem.relinquish_alloc_permit()\n"),)),
-    Case("cutlass-mla-exchange", fix="ours", kind="row maxima overwritten before they are read", **CUTLASS,
-         script=f"{ATTENTION}/mla/mla_decode_fp8.py", files=(f"{ATTENTION}/mla", f"{EXAMPLES}/helpers"),
-         arguments=f"--batch_size 1 --seq_len_k 256 --seq_len_q 1 --num_heads 128 {ONCE}",
-         mends=((f"{ATTENTION}/mla/mla_decode_fp8.py", "\n        # find correction factor\n",
-                 "            self.softmax_exchange_sync_bar.wait()\n\n        # find correction factor\n"),)),
     Case("flashinfer-3630", fix="0b727e676", kind="a wait is retried on another stage's mbarrier",
          base="0b727e676", **TINYGEMM),
     Case("deepgemm-292", fix="d30fc36", kind="a pair's tensor memory freed, the peer may have exited",
