@@ -28,10 +28,10 @@ from warpspec.fmha.join import BATCH, PART_CTAS, THREADS
 from warpspec.fmha.schedule import sorts_tiles
 from warpspec.fmha.tiles import ELEMENT_BYTES
 
-CLOCKS_PER_US = 1755.0  # that constants in clocks mean
-MMA_FLOPS = 4096  # bf16, a clock and SM
-EXPONENTIALS = 16  # a clock and SM
-REFERENCE_MATMUL = 710.0 / 132  # TFLOP/s of a large product, of an SM of the GPU that constants mean
+CLOCKS_PER_US = 1755.0  # SM clock, in MHz, that constants in clocks assume
+MMA_FLOPS = 4096  # bf16 FLOPs per clock and SM
+EXPONENTIALS = 16  # exponentials per clock and SM
+REFERENCE_MATMUL = 710.0 / 132  # TFLOP/s per SM of a large matrix product, likewise assumed
 FAR = 1 << 30
 UNSORTED = 2.0
 # Parts of split keys get an SM each up to this share of the SMs. Further parts share SMs, apparently because the
@@ -52,8 +52,13 @@ class Way(enum.Enum):
 
 
 class Tiling(NamedTuple):
-    """The properties of a kernel's configuration that decide its time. row_groups: row groups of a CTA, of ``rows``
-    rows each. column_parts: warpgroups that work on each. skips: whether row groups without a query take no time."""
+    """The properties of a kernel's configuration that decide its time.
+
+    row_groups: number of row groups in a CTA. rows: query rows of a row group. column_parts: warpgroups that share a
+    row group, each with a part of the output's columns. tile_n: keys of a KV tile. stages: KV tiles that the ring
+    holds. ctas_per_sm: CTAs that are resident on an SM. pack: query heads that share a query tile. skips: whether a row
+    group without a query takes no time.
+    """
 
     row_groups: int
     rows: int
@@ -75,12 +80,18 @@ class Tiling(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Counts of a launch. tiles: query tiles with a query. idle: other query tiles. kv: KV tiles that they visit.
-    longest, shortest: KV tiles of the longest and shortest query tile. spread: standard deviation of KV tiles among
-    query tiles that stand in no order of length. masked: KV tiles with a mask. groups: KV tiles times row groups with a
-    query. rows: query rows. bytes: bytes that must be moved. boxes: loads of a K or V tile. depth: elements of a row.
-    tensors: of keys. number: bytes of a number of K and V. lines: bytes of the lines of L2 that a load touches, as a
-    multiple of the load's. sorts: 1 if a queue has the query tiles in order of length, and no idle ones; else 0."""
+    """What a launch has to do, in counts.
+
+    tiles: query tiles that have a query. idle: query tiles that have none. kv: KV tiles visited by all query tiles
+    together. longest, shortest: KV tiles visited by the longest and by the shortest query tile. spread: standard
+    deviation, among query tiles, of the KV tiles before their request's own queries. masked: visits of KV tiles
+    that need a mask. groups: visits of KV tiles, counted once for each row group that has a query. rows: query rows of
+    all heads. bytes: bytes of Q, K, V and O that must be moved. boxes: TMA loads that fetch one K tile or one V tile.
+    depth: elements of a row, the mean of Q and K's and V's. tensors: 2, or 1 if K and V are one tensor. requests:
+    number of requests. number: bytes of an element of K and V. lines: bytes of the L2 lines that a load touches,
+    divided by the bytes that it needs. sorts: 1 if a queue hands out the query tiles in order of length and without
+    idle ones, otherwise 0.
+    """
 
     tiles: float
     idle: float
@@ -102,7 +113,7 @@ class Work(NamedTuple):
 
 
 def _clipped_mean(first: float, last: float) -> float:
-    """Mean of max(x, 0) for x from first to last, evenly."""
+    """The mean of max(x, 0) over x that are spread evenly from first to last."""
     if first >= 0:
         return (first + last) / 2
     if last <= 0:
@@ -111,7 +122,7 @@ def _clipped_mean(first: float, last: float) -> float:
 
 
 def work_of(problem, tiling: Tiling, requests) -> Work:
-    """Count the work of a problem with these requests in such tiles."""
+    """Count the work of a problem that has these requests and is cut into tiles as ``tiling`` says."""
     queries_of, keys_of, group_queries = tiling.queries, tiling.tile_n, tiling.group_queries
     stride = problem.mask.key_stride
     plain = stride == 1
@@ -187,11 +198,12 @@ def work_of(problem, tiling: Tiling, requests) -> Work:
 
 @lru_cache(maxsize=256)
 def touched_lines(columns: int, number: float) -> float:
-    """Bytes of the lines of L2 that loads of rows touch, as a multiple of the rows' bytes; 1 if rows are whole lines.
+    """Bytes of the L2 lines that loading a row touches, divided by the row's bytes: 1 if rows are whole lines.
 
-    A row is loaded span by span, and begins at any multiple of what its size and a line's have in common. Rows of 192
-    bytes touch 2.5 lines each, and calls of that head size that wait for L2 take that much longer
-    (docs/notebook/attention.md).
+    columns: elements of a row. number: bytes of an element. A row is loaded in spans of one line's size. It may begin
+    at any multiple of the greatest common divisor of its own size and a line's; the result is the mean over these. A
+    row of 192 bytes touches 2.5 lines on average, and calls with such rows that are bound by L2 take longer by that
+    ratio (docs/notebook/attention.md).
     """
     row = int(columns * number)
     step = math.gcd(row, LINE_BYTES)
@@ -204,13 +216,13 @@ def touched_lines(columns: int, number: float) -> float:
 
 
 def boxes_of(problem, tile_n: int) -> int:
-    """Loads of a K or V tile."""
+    """Number of TMA loads that fetch one K tile or one V tile."""
     pages = tile_n // math.gcd(problem.requests.page_size or tile_n, tile_n)
     return 1 if pages == 1 and problem.heads.whole else pages * problem.heads.qk_blocks
 
 
 def join_rounds(t: Tiling, w: Work, pieces, maximum, minimum, ceil):
-    """Rounds of loads by which joining a tile of many pieces takes longer than of few (``device.join.row_each``)."""
+    """Extra rounds of loads that joining a query tile takes if it has many pieces (``device.join.row_each``)."""
     parts = PART_CTAS[0] + (PART_CTAS[1] - PART_CTAS[0]) * minimum(t.row_groups - 1, 1)
     groups = THREADS * VECTOR / minimum(w.depth, CHUNK)
     rows = w.rows / maximum(w.tiles, 1)
@@ -221,25 +233,49 @@ def join_rounds(t: Tiling, w: Work, pieces, maximum, minimum, ceil):
 
 @dataclass(frozen=True)
 class Constants:
-    """Constants of the model for one family of kernels. A microsecond has CLOCKS_PER_US clocks.
+    """The model's constants for one family of kernels. A microsecond has CLOCKS_PER_US clocks.
 
-    serial_mma, serial_key, serial_tile: what a consumer's step takes by itself: share of the products' clocks, clocks a
-    key, and clocks. mma, exponentials: the SM's units, as multiples of what is counted. turn: clocks of the tensor
-    cores between consumers. power: of the mean. sm_bytes, l2_bytes: from memory, and in all, that arrive on an SM, a
-    clock. latency: clocks from the demand of a KV tile to its arrival. box: clocks that a load takes to issue. mask:
-    clocks a key of a tile with a mask; pack_mask: times as many where heads share a tile. tile, tile_row: clocks of a
-    query tile's start and end, and more for each element of its rows; pack_ends: times as many where heads share a
-    tile; hidden: part by which each further CTA of an SM lengthens them. alone: clocks of a launch's first tile.
-    team_RC: times that a step takes with R row groups and C CTAs an SM, beside that of two row groups. round_, greedy,
-    queue_rest: parts of a last round's idle time that persistent CTAs lose, CTAs of one tile, and CTAs with a queue.
-    spread, greedy_spread, queue_spread: of the same, standard deviations of a tile's length by which the busiest CTA
-    exceeds the mean. single_ends, queue_ends: times that starts and ends take where each CTA has one tile, and where a
-    queue lets them overlap the tiles before and after. single, queue_last: starts and ends that nothing hides at the
-    end of such launches. queue: clocks to take a tile. idle: clocks of a tile without a query. launch: microseconds.
-    memory: as a multiple of the copy speed. chunk: clocks of a chunk's start. scan, scan_requests: microseconds of
-    cutting a line, and of each 32 requests. join, join_bytes: microseconds of the launch that joins, and bytes of
-    states a microsecond. line: times that all of it takes. combine, combine_bytes: likewise of the launch that
-    combines; combine_round, combine_parts: microseconds of each round of so many parts.
+    One KV tile, which is a step of a consumer:
+        serial_mma, serial_key, serial_tile: a step's chain of products and softmax takes serial_mma times the clocks of
+            its products, plus serial_key clocks for each key, plus serial_tile clocks.
+        mma, exponentials: the tensor cores and the exponential units take this multiple of the clocks counted at their
+            peak rates.
+        turn: clocks that the tensor cores lose in each step of each consumer.
+        power: exponent of the power mean that smooths the maximum over units.
+        sm_bytes, l2_bytes: bytes per clock that an SM receives from memory, and in all.
+        latency: clocks from the request of a KV tile to its arrival.
+        box: clocks that issuing one load takes.
+        mask, pack_mask: a KV tile with a mask takes ``mask`` more clocks for each key, times pack_mask if several heads
+            share a query tile.
+        team_RC: time of a step of kernels with R row groups and C CTAs an SM, relative to two row groups. Kernels with
+            three row groups have no C of their own.
+    One query tile:
+        tile, tile_row, pack_ends: start and end take ``tile`` clocks, plus tile_row for each element of the tile's
+            rows; both times pack_ends if several heads share a query tile.
+        hidden: each further CTA on the SM lengthens start and end by this share.
+        single_ends, queue_ends: factor of start and end if each CTA has one tile (SINGLE), or takes tiles from a queue
+            (QUEUE), which overlaps them with the tiles before and after.
+        idle: clocks of a query tile without a query.
+        queue: clocks that taking a tile from the queue costs.
+    The busiest CTA:
+        alone: clocks of a launch's first tile that nothing hides.
+        round_, greedy, queue_rest: the share of a last round's idle time that is lost by the ways PERSISTENT and SPLIT,
+            SINGLE, and QUEUE.
+        spread, greedy_spread, queue_spread: for the same three, the number of standard deviations of a tile's length by
+            which the busiest CTA exceeds the mean.
+        single, queue_last: how many starts and ends remain exposed at the end of a launch of SINGLE and QUEUE.
+    The launch:
+        launch: microseconds of the launch itself.
+        memory: speed of memory, as a multiple of the GPU's copy speed.
+        chunk: clocks that starting a chunk of a line takes.
+        scan, scan_requests: microseconds of cutting the line, and more for every 32 requests.
+        join, join_bytes: microseconds of the launch that joins pieces, and bytes of states that it reads per
+            microsecond.
+        line: factor of the whole time of a launch by LINE.
+        combine, combine_bytes: microseconds of the launch that combines split keys, and bytes of states that are
+            written and read again per microsecond.
+        combine_round, combine_parts: microseconds of each round of loads, which covers combine_parts parts. Extra
+            rounds of a join take combine_round, too.
     """
 
     serial_mma: float = 0.187
@@ -291,11 +327,12 @@ class Constants:
 
 
 class TileTime(NamedTuple):
-    """The components of a tile shape's time at a head size, in clocks, some of them to the power ``Constants.power``.
+    """The components of the time that a tile shape takes at one head size.
 
-    unit: the tensor cores and the exponential units for a KV tile of a warpgroup. fixed: a KV tile's chain and latency.
-    bytes: bytes of a KV tile. mask: extra for a KV tile with a mask. ends: start and end of a query tile. team: factor
-    of a KV tile's time.
+    unit: sum of the clocks of the tensor cores and of the exponential units for a KV tile of one warpgroup, each raised
+    to the power ``Constants.power``. fixed: likewise of a KV tile's serial chain and of its loads' latency. bytes:
+    bytes of a KV tile. mask: extra clocks of a KV tile with a mask. ends: clocks of a query tile's start and end. team:
+    factor of a KV tile's time.
     """
 
     unit: float
@@ -307,7 +344,10 @@ class TileTime(NamedTuple):
 
 
 def tile_time(t: Tiling, depth, tensors, number, c: Constants, where) -> TileTime:
-    """A tiling's ``TileTime``. depth, tensors, number: of ``Work``."""
+    """Compute the ``TileTime`` of a tiling.
+
+    depth, tensors, number: as in ``Work``. where: ``numpy.where`` for arrays, ``either`` for numbers.
+    """
     columns = depth / t.column_parts
     products = t.rows * t.tile_n * (depth + columns) * 2 / MMA_FLOPS  # clocks of QK and PV for a row group
     exponentials = t.rows * t.tile_n / EXPONENTIALS
@@ -328,18 +368,23 @@ def tile_time(t: Tiling, depth, tensors, number, c: Constants, where) -> TileTim
 
 
 def either(condition, first, second):
-    """``numpy.where`` of numbers."""
+    """Do for numbers what ``numpy.where`` does for arrays."""
     return first if condition else second
 
 
 @lru_cache(maxsize=1024)
 def known_tile(t: Tiling, depth: float, tensors: int, number: float, c: Constants) -> TileTime:
-    """``tile_time`` for numbers."""
+    """``tile_time`` for numbers, remembered."""
     return tile_time(t, depth, tensors, number, c, either)
 
 
 def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=None):
-    """Time of a launch and of the second launch after it. xp: numpy, for arrays."""
+    """Microseconds of a launch, including the second launch that joins or combines its results.
+
+    w, t: the launch's work and tiling. way: how CTAs get their query tiles. splits: parts that the keys are split into
+    (1: not split). target: the ``Target``, of which the number of SMs and the copy speed count. c: the constants. xp:
+    numpy if ``w`` and ``t`` hold arrays, None for numbers.
+    """
     if xp is None:
         maximum, minimum, ceil, where = max, min, math.ceil, either
         tile = known_tile(t, w.depth, w.tensors, w.number, c)
@@ -358,8 +403,10 @@ def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=
     load = fresh * tile.bytes
 
     def step(ctas, ctas_here, groups=1.0):
-        """Clocks of a KV tile, with so many CTAs per SM and so many on all SMs. groups: share of the warpgroups that
-        have a query."""
+        """Clocks of a KV tile while ``ctas`` CTAs run on its SM and ``ctas_here`` on all SMs together.
+
+        groups: share of the warpgroups that have a query.
+        """
         loads = load * maximum(ctas / c.sm_bytes, ctas_here * CLOCKS_PER_US / memory_rate)
         loads = maximum(loads, w.lines * tile.bytes * ctas / c.l2_bytes)
         return ((consumers * ctas * groups) ** p * tile.unit + loads**p + rest) ** (1 / p) * tile.team
@@ -397,13 +444,13 @@ def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=
             total = total + parts * c.queue
         mean = total / minimum(resident, parts)
         longest = ceil(w.longest / splits) if way is Way.SPLIT else w.longest
-        one = maximum(longest - average, 0) * alone  # more in the longest tile than in the mean one
+        one = maximum(longest - average, 0) * alone  # by which the longest tile exceeds the mean one
         short = minimum(w.shortest / parts_of * full + shared, each)
         launched = parts + w.idle * splits if way is Way.SPLIT else parts
         rounds = ceil(launched / resident)
-        left = rounds - parts / resident  # of a round, that is idle
+        left = rounds - parts / resident  # share of the last round that is idle
         if way in (Way.PERSISTENT, Way.SPLIT):
-            # How little the order of tiles sorts them by length.
+            # 1 if the tiles' order says nothing about their lengths, 0 if it sorts them.
             mixed = minimum(UNSORTED * spread / maximum(average, 0.1), 1.0)
             more = left * (c.round_ * short * (1 - mixed) + each * mixed)
             more = more + c.spread * spread * alone * rounds**0.5
