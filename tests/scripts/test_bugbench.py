@@ -23,11 +23,11 @@ BY_TEXT = "order: fences by the ISA's text alone"
 @pytest.mark.parametrize(
     ("output", "code", "wanted"),
     [
-        (FAULT, 2, ["TmemFault at kernel.py:1341 and kernel.py:2995"]),
-        (ORDER, 1, ["order: accesses that nothing orders at kernel.py:649 and kernel.py:855", BY_TEXT]),
+        (FAULT, 2, ["TmemFault at `kernel.py:1341` and `kernel.py:2995`"]),
+        (ORDER, 1, ["order: accesses that nothing orders at `kernel.py:649` and `kernel.py:855`", BY_TEXT]),
         (TEXT, 1, [BY_TEXT]),
         ("memory order: nothing found", 0, []),
-        (WARNED, 0, ["warning: no proxy fence at kernel.py:5 and kernel.py:7"]),
+        (WARNED, 0, ["warning: no proxy fence at `kernel.py:5` and `kernel.py:7`"]),
         ("Traceback\nImportError: no module", 2, ["stops: ImportError: no module"]),
     ],
 )
@@ -35,7 +35,12 @@ def test_verdicts(output, code, wanted):
     assert bugbench.verdict(output, code) == wanted
 
 
-def test_a_case_can_be_run_or_says_why_not():
+def test_every_case_has_a_script_a_fix_and_two_versions():
     assert len({case.name for case in bugbench.CASES}) == len(bugbench.CASES) >= 20
     for case in bugbench.CASES:
-        assert bool(case.script) != bool(case.why), case.name
+        assert case.fix and case.script, case.name
+        name = case.script.partition("::")[0]
+        ours = bugbench.HERE / "bugbench" / name
+        assert ours.exists() or name.startswith(tuple(file.split("*")[0] for file in case.files)), case.name
+        if case.fix == "ours":  # nothing to reverse
+            assert case.mends, case.name
