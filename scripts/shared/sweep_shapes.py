@@ -29,7 +29,7 @@ MORE_MODELS = {
     "gemma-2-27b": Model(32, 16, 128, layers=(FULL, sliding(4096))),
     "gemma-3-1b": Model(4, 1, 256, layers=(FULL, sliding(512))),
 }
-SHARED = tuple(name for name, model in MODELS.items() if model.shared_kv and not model.v_dim)  # MLA is not drawn
+SHARED = tuple(name for name, model in MODELS.items() if model.shared_kv and not model.v_dim)  # no MLA
 DRAWN = {name: model for name, model in (MODELS | MORE_MODELS).items() if not model.shared_kv}
 TENSOR_PARALLEL = (1, 1, 1, 1, 2, 4, 8)  # GPUs that share a layer's heads
 
