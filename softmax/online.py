@@ -64,7 +64,7 @@ def fma_down(a, b, c) -> Float32:
 
 
 def reference_of(maximum) -> Float32:
-    """What exponents are relative to: the maximum, or 0 if that is -inf (because -inf - -inf is NaN)."""
+    """The number that exponents are relative to: the maximum, or 0 if that is -inf (-inf - -inf would be NaN)."""
     return Float32(cutlass.select_(Boolean(maximum == -Float32.inf), Float32(0.0), maximum))
 
 

@@ -55,7 +55,7 @@ _calls = Remembered()  # launchers, by all that ``run`` would look at: see ``run
 
 
 def _call_key(x: torch.Tensor, out: torch.Tensor | None, backend: str) -> tuple:
-    """What a call's checks, backend and plan depend on, except overlaps."""
+    """The properties that a call's checks, backend and plan depend on, except overlaps of its tensors."""
     return (signature(x), None if out is None else signature(out), backend, backend_variable())
 
 

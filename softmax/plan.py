@@ -40,12 +40,12 @@ SMEM_BESIDE_DATA = 1536
 LAUNCH_US, DEPENDENT_US = 1.7, 0.8  # an ordinary launch; a programmatic dependent launch
 WARPS_US = 0.1  # a reduction over the warps of a CTA
 WITHIN_WARP_US = -0.3  # difference if rows belong to whole warps, and need no such reduction
-STAGING_US = 0.1  # by which a bulk copy takes longer than loads
-# And more, if CTAs of a cluster have SMs to themselves; whose work is partly hidden behind the copies of a share.
+STAGING_US = 0.1  # extra time of a bulk copy over loads
+# Further extra time if the CTAs of a cluster have SMs to themselves; the copies of a share hide part of their work.
 ALONE_STAGING_US, ALONE_BYTES_PER_US = 0.8, 14.2e3
 CLUSTER_US = 0.25  # a reduction over the CTAs of a cluster
-MEMORY_BYTES_PER_US = 4.25e6  # read and written
-CLUSTER_CTAS_PER_US = 440.0  # started
+MEMORY_BYTES_PER_US = 4.25e6  # bytes read and written
+CLUSTER_CTAS_PER_US = 440.0  # CTAs of clusters that the GPU starts
 CLUSTER_SMS = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.91, 16: 0.85}  # fraction of the SMs on which clusters find room
 SMALL_BYTES_PER_SM = (
     128e3  # read and written a SM: up to here, launches without clusters count as dependent launches
@@ -59,9 +59,10 @@ CLUSTER_LOSS_BYTES = 165.0  # the memory time grows by this times (CTAs of the c
 class Rates:
     """Rates of CTAs that each have one share of one row.
 
-    life_us: of a CTA, besides the work on its share. doubled_us: added each time the cluster doubles. bytes_per_us: of
-    a share, read, processed and written. excess_loss: growth of the memory time for every unneeded byte in flight.
-    few_loss: growth of the memory time, divided by the number of CTAs on an SM to the power ``few_power``.
+    life_us: how long a CTA lives, apart from the work on its share. doubled_us: added each time the cluster doubles.
+    bytes_per_us: bytes of a share that a CTA reads, processes and writes per microsecond. excess_loss: growth of the
+    memory time for every unneeded byte in flight. few_loss: growth of the memory time, divided by the number of CTAs on
+    an SM to the power ``few_power``.
     """
 
     life_us: float
@@ -81,20 +82,20 @@ L2_USABLE = 0.4  # fraction of L2 that serves data read again
 # Resident shares: one row after another by the same CTAs.
 # A reduction over the grid or a cluster, with everything that waits for it.
 ROUND_GRID_US, ROUND_CLUSTER_US = 4.0, 2.0
-ROUND_BYTES_PER_US = 30e3  # of a share
+ROUND_BYTES_PER_US = 30e3  # bytes of a share that a CTA processes
 ROUND_OVERLAP = 0.5  # least part of the traffic and the rounds that hide each other (1 to 16 rows of 524288)
 
-# Of the configurations.
-# Vectors of a thread of the register kernel, without and with clusters. With more, vectors wait for each other.
+# Limits of the configurations that are tried.
+# Most vectors of a thread in the register kernel, without and with clusters. With more, they wait for each other.
 ROWS_MOST_VECTORS, CLUSTER_MOST_VECTORS = 5, 5
-# Instructions of an element, and the fraction that nothing hides; lanes without an element count too.
+# Instructions that an element takes, and the fraction that nothing hides; lanes without an element count too.
 ELEMENT_INSTRUCTIONS, EXPOSED = {"float32": 16, "float16": 6, "bfloat16": 6}, 0.75
-WARP_INSTRUCTIONS_PER_US = 7020  # warp instructions of an SM: 4 a clock
-# Lanes of a cluster's register kernels. Exchanging the states of more warps takes too long; but if CTAs have SMs to
+WARP_INSTRUCTIONS_PER_US = 7020  # warp instructions that an SM issues: 4 a clock
+# Most lanes of a cluster's register kernels. Exchanging states of more warps takes too long; but if CTAs have SMs to
 # themselves, more lanes have more bytes in flight.
 CLUSTER_MOST_LANES, ALONE_MOST_LANES = 4096, 8192
 # Registers of a thread that has a part of a row, as compiled: a constant, a number for each vector, and a number if
-# rows have edges. By whether data is fp32, and whether several warps share a row.
+# rows have edges. The key tells whether data is fp32, and whether several warps share a row.
 REGISTERS = {
     (True, True): (20, 11, 6),
     (True, False): (13, 9, 7),
@@ -103,9 +104,9 @@ REGISTERS = {
 }
 STAGED_THREADS, STAGED_VECTORS, STAGED_REGISTERS = (64, 1024), (7, 6, 4, 2), 40
 ONCE_CLUSTER = 8  # least number of CTAs sharing an fp32 row for which its exponentials are computed once
-# Vectors a thread for fp32 with many aligned rows of 16 CTAs: lets one CTA more fit an SM.
+# Vectors a thread for fp32 with many aligned rows of 16 CTAs. One more CTA then fits an SM.
 STAGED_LONGER = (8,)
-# The order in which vectors are tried of clusters that have SMs to themselves; each arrives by a copy of its own.
+# Vectors a thread to try for clusters that have SMs to themselves, in this order; each arrives by its own copy.
 LONE_VECTORS = (8, 6, 7, 4, 2)
 RESIDENT_THREADS, RESIDENT_CHUNKS, STREAMING_CHUNKS = 512, 10, 4
 TWO_PASS_THREADS, TWO_PASS_CTAS_PER_SM, TWO_PASS_UNROLL = 512, 2, 4
@@ -137,7 +138,7 @@ def choose_plan(problem: SoftmaxProblem, target: Target) -> SoftmaxPlan:
 
 
 def best_of_each(problem: SoftmaxProblem, target: Target) -> dict[str, SoftmaxPlan]:
-    """Each strategy that can run the problem, in the configuration that the model likes best."""
+    """The fastest predicted plan of each strategy that can run the problem, by the strategy's name."""
     best: dict[str, SoftmaxPlan] = {}
     for plan in candidates(problem, target):
         if plan.strategy not in best or plan.microseconds < best[plan.strategy].microseconds:
@@ -207,8 +208,8 @@ def _one_row_a_cta(
 ) -> tuple[float, bool]:
     """(time, whether it is a dependent launch) if each CTA takes one share of one row.
 
-    occupancy: CTAs that fit an SM. batch_bytes: what a CTA loads at a time if it is not the whole share; it then does
-    so twice. extra: microseconds to add. bytes_per_us: of a share, None: as ``Rates`` say.
+    occupancy: CTAs that fit an SM. batch_bytes: bytes that a CTA loads at a time if it does not load the whole share at
+    once; it then reads the share twice. extra: microseconds to add. bytes_per_us: replaces the field of ``Rates``.
     """
     sms, rates = _sms(target, cluster), ALONE if cluster == 1 else CLUSTERED
     waves = -(-ctas // (sms * occupancy))

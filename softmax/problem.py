@@ -17,7 +17,7 @@ from warpspec.common.outputs import check_apart
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes of an element
-MOST_ELEMENTS = 2**25  # of a row
+MOST_ELEMENTS = 2**25  # longest row
 MOST_ROWS = (
     2**31 - 2**10
 )  # a kernel counts rows in 32 bits, up to those of the last CTA, which may lie past the last row
@@ -25,7 +25,7 @@ MOST_ROWS = (
 
 @dataclass(frozen=True)
 class SoftmaxProblem:
-    """What a kernel may rely on, and what decides the choice of kernel. Without tensors, hashable.
+    """The properties of a call that choose its kernel and that the kernel may rely on. Holds no tensors; hashable.
 
     rows, length: of x as a matrix. dtype: its name. aligned: every row of x starts and ends on a 16-byte boundary.
     store_bytes: the widest store to out that is aligned where loads from x are aligned to 16.
@@ -92,7 +92,7 @@ def as_matrix(tensor: torch.Tensor) -> torch.Tensor | None:
         return tensor.reshape(0, length)
     if length > 1 and tensor.stride(-1) != 1:
         return None
-    rows, step = 1, 0  # of the dimensions seen so far, from the last on; step 0: a single row
+    rows, step = 1, 0  # rows of the dimensions seen so far, and their distance (0: a single row)
     for size, stride in zip(reversed(tensor.shape[:-1]), reversed(tensor.stride()[:-1]), strict=True):
         if size == 1:
             continue

@@ -139,7 +139,7 @@ def join_row(
     return state
 
 
-BUFFERS = 2  # of ClusterRounds
+BUFFERS = 2  # buffers of states in ClusterRounds
 
 
 @dataclass(frozen=True)

@@ -52,9 +52,9 @@ SMEM_CARVEOUT_PERCENT = 100
 class ResidentConfig:
     """Configuration of the kernel.
 
-    dtype, edges, store_bytes: as in RowsConfig. threads: those that compute, whole warps; one more warp loads.
-    resident, streaming: chunks of shared memory of either kind. cluster: CTAs to a row, or 0: groups of any size over
-    the grid. ctas_per_sm: CTAs that must fit an SM.
+    dtype, edges, store_bytes: as in RowsConfig. threads: threads that compute, in whole warps; one more warp loads.
+    resident, streaming: number of chunks of either kind in shared memory. cluster: CTAs that share a row, or 0 if
+    groups of any size over the grid share it. ctas_per_sm: CTAs that must fit an SM.
     """
 
     dtype: str

@@ -33,8 +33,8 @@ from warpspec.softmax.vectors import (
     store_vector,
 )
 
-# Up to this many fp32 registers a thread keep exponentials; beyond, the inputs are kept and exponentials are computed
-# twice.
+# Up to this many elements, a thread keeps their exponentials in fp32 registers. With more, it keeps the inputs and
+# computes exponentials twice.
 MOST_KEPT = 32
 
 # Per cent of L1 and shared memory that are used as shared memory: few, because loads in flight need L1.
@@ -45,11 +45,11 @@ SMEM_CARVEOUT_PERCENT = 10
 class RowsConfig:
     """Configuration of the kernel.
 
-    dtype: its name. lanes: threads of a CTA to a row, a power of two or a multiple of a warp. rows: of a CTA. cluster:
-    CTAs to a row, 1 to 16; if more than 1, one row a CTA. vectors: 16-byte vectors a thread. edges: rows may start or
-    end off a 16-byte boundary; lanes must then be at least two vectors' elements. ctas_per_sm: CTAs whose registers
-    must fit an SM. store_bytes: the widest store that the alignment of out relative to x allows. dependent: use a
-    programmatic dependent launch.
+    dtype: the dtype's name. lanes: threads of a CTA that share a row, a power of two or a multiple of a warp. rows:
+    rows of a CTA. cluster: CTAs that share a row, 1 to 16; if more than 1, rows is 1. vectors: 16-byte vectors a
+    thread. edges: rows may start or end off a 16-byte boundary; lanes must then be at least two vectors' elements.
+    ctas_per_sm: CTAs whose registers must fit an SM. store_bytes: the widest store that the alignment of out relative
+    to x allows. dependent: use a programmatic dependent launch.
     """
 
     dtype: str

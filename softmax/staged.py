@@ -1,10 +1,9 @@
 """Rows staged in shared memory by the bulk copy engine, many CTAs to an SM. One kernel for sm_90a and sm_100a.
 
-A row, or the share of it that a CTA of a cluster has, is one bulk copy to shared memory, or several where a CTA has an
-SM to itself: it reads what has arrived while the rest is under way. Copies in flight need no registers, so an SM can
-have as many bytes in flight as fit its shared memory. Every thread then reads its vectors from
-there twice. Writing the results back by bulk copies was not faster, not even for rows that
-start anywhere.
+One bulk copy brings a CTA's row, or its share of the row in a cluster, to shared memory. A CTA that has an SM to itself
+uses several copies, and reads the first while the others are under way. Copies in flight need no registers, so an SM
+can have as many bytes in flight as fit its shared memory. Every thread then reads its vectors twice from shared memory.
+Writing the results back by bulk copies was not faster, not even for rows that start off a 16-byte boundary.
 """
 
 from __future__ import annotations
@@ -55,11 +54,12 @@ GROUP = 2  # vectors of a thread whose exponentials are relative to the same max
 class StagedConfig:
     """Configuration of the kernel.
 
-    dtype, cluster, edges, store_bytes, dependent: as in RowsConfig. threads: of a CTA, whole warps. vectors: 16-byte
-    vectors a thread; a row has at most threads * vectors * cluster of them. ctas_per_sm: CTAs whose registers must fit
-    an SM. once: compute exponentials once, relative to the maximum of what the thread has read so far, and keep them in
-    shared memory; results take a factor for each GROUP of vectors. For fp32 an exponential takes nine instructions.
-    copies: bulk copies by which a share arrives, of the same number of vectors a thread each.
+    dtype, cluster, edges, store_bytes, dependent: as in RowsConfig. threads: threads of a CTA, in whole warps. vectors:
+    16-byte vectors a thread; a row has at most threads * vectors * cluster of them. ctas_per_sm: CTAs whose registers
+    must fit an SM. once: compute each exponential once, relative to the maximum of what the thread has read so far,
+    keep it in shared memory, and multiply by one factor for each GROUP of vectors at the end. This saves time for fp32,
+    where an exponential takes nine instructions. copies: number of bulk copies that bring a share, each with the same
+    number of vectors a thread.
     """
 
     dtype: str

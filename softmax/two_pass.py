@@ -32,8 +32,11 @@ from warpspec.softmax.vectors import (
 
 @dataclass(frozen=True)
 class TwoPassConfig:
-    """dtype, edges, store_bytes: as in RowsConfig. threads: of a CTA, whole warps. cluster: CTAs to a row. unroll:
-    vectors that a thread loads before it uses the first."""
+    """Configuration of the kernel.
+
+    dtype, edges, store_bytes: as in RowsConfig. threads: threads of a CTA, in whole warps. cluster: CTAs that share a
+    row. unroll: vectors that a thread loads before it uses the first.
+    """
 
     dtype: str
     threads: int

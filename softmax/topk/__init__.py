@@ -30,18 +30,15 @@ def softmax_topk(
             for CPU tensors; the environment variable WARPSPEC_BACKEND overrides it.
 
     Returns:
-        (probs fp32 [..., k], indices int32 [..., k]), in the order of the *logits*: NaN first (as in torch.topk), then
-            from
-        the largest down; among equal ones (-0 equals +0) the lower column first. Indices are therefore exact even where
-        probabilities round to the same number, or to 0. probs are torch.softmax's at these columns, in fp32: all NaN in
-            a
-        row that contains NaN or +inf, or only -inf; 0 at -inf.
+        (probs fp32 [..., k], indices int32 [..., k]), ordered by the *logits*: NaN first (as in torch.topk), then from
+        the largest down; of equal logits (-0 equals +0) the lower column comes first. Indices are therefore exact even
+        where probabilities round to the same number, or to 0. probs are what torch.softmax gives at these columns, in
+        fp32: 0 where the logit is -inf, and NaN throughout a row that contains NaN or +inf, or nothing but -inf.
 
     Raises:
         TypeError: an argument of the wrong kind or dtype. ValueError: wrong shape or value. UnsupportedProblem: the
-            backend
-        does not run on the tensor's device. NotImplementedError: backward() through the result, or a forward-mode
-        derivative.
+        backend does not run on the tensor's device. NotImplementedError: backward() through the result, or a
+        forward-mode derivative.
     """
     if type(backend) is not str:
         raise TypeError(f"backend: must be a string, got {backend!r}")

@@ -22,30 +22,30 @@ from warpspec.common.hardware import (
 from warpspec.softmax.problem import WIDTHS
 
 CANDIDATE_BYTES = 8
-REGISTERS = {"float32": 64, "float16": 80, "bfloat16": 80}  # of a thread; with fewer, it spills
-MORE_REGISTERS = 8  # of a thread, if rows have edges and warps or CTAs wait for each other
-# Registers of a thread if candidates are fetched again, by vectors in flight from 1 on.
+REGISTERS = {"float32": 64, "float16": 80, "bfloat16": 80}  # registers of a thread; with fewer, it spills
+MORE_REGISTERS = 8  # further registers of a thread, if rows have edges and warps or CTAs wait for each other
+# Registers of a thread if candidates are fetched again: for 1, 2, 3, 4 vectors in flight.
 AGAIN_REGISTERS = {"float32": (64, 64, 64, 72), "float16": (64, 64, 72, 80), "bfloat16": (64, 64, 72, 80)}
 K_LIMIT = 128
 LENGTH_LIMIT = 2**20
-MAX_WARPS = 16  # of a row in one CTA
-# CTAs of a cluster: if candidates are picked while rows stream; if they are fetched again.
+MAX_WARPS = 16  # most warps of one CTA that share a row
+# Most CTAs of a cluster: if candidates are picked while rows stream; if they are fetched again.
 MAX_CLUSTER, AGAIN_CLUSTER = 8, 16
 LEADER = 0  # the CTA of a cluster that merges its candidates
-# With fewer, candidates are sifted too often; more would take shared memory that hides no latency.
+# Spare places in a list. Fewer sift candidates too often; more take shared memory that could hide no latency.
 SPARE_ROOM = 96
-# Of the maxima of a CTA's lanes, or of the samples of a cluster's CTAs; one of them is the row's threshold.
+# Number of samples of the lanes' maxima in a CTA, or of all CTAs in a cluster; one sample is the row's threshold.
 SAMPLES = 32
 RENEW_AFTER = 4  # lanes with candidates after which the thresholds are renewed, for the smaller k
 SAMPLE_RANK = 16  # rank of the threshold among the samples, at most
 CHUNKS = 32  # parts that a lane's elements are divided into, at most; each has a maximum in shared memory
 FETCHED = 2  # vectors of a lane that are fetched again at a time
 RANK_BATCH = 4  # candidates that are compared at a time
-HELD_ELEMENTS = 32  # of a lane
-SORTED_ELEMENTS = 8  # of a lane, if lanes sort them; also the largest k
+HELD_ELEMENTS = 32  # most elements that a lane holds in registers
+SORTED_ELEMENTS = 8  # elements of a lane, if lanes sort what they hold; also the largest k
 SORTED_LANES = (1, 2, 4, 8)
-HELD_ROOM = {32: 64, 16: 32, 8: 32}  # by lanes
-HELD_MOST_K = {32: 20, 16: 10, 8: 5}  # by lanes; for a larger k the threshold lets too many through
+HELD_ROOM = {32: 64, 16: 32, 8: 32}  # room for candidates of a held row, by lanes that share the row
+HELD_MOST_K = {32: 20, 16: 10, 8: 5}  # largest k, by lanes: beyond it the threshold lets too many through
 K_CAPACITIES = (32, 128)  # kernels are compiled for k up to these
 
 
@@ -53,10 +53,11 @@ K_CAPACITIES = (32, 128)  # kernels are compiled for k up to these
 class TopkConfig:
     """Compile-time shape of one kernel.
 
-    dtype: of the logits. k_capacity: largest k, one of K_CAPACITIES. warps: of a CTA that read one row. cluster: CTAs
-    that share a row. rows: of a CTA; 1 unless warps is 1. unroll: 16-byte vectors that a lane has in flight. held:
-    these vectors are all that a lane reads, and they stay in registers (``held``); otherwise it continues with the next
-    ones (``stream``). lanes: of a warp that share a row; all of them unless one warp holds the row. full: a held row
+    dtype: name of the logits' dtype. k_capacity: largest k, one of K_CAPACITIES. warps: warps of a CTA that share a
+    row. cluster: CTAs that share a row. rows: rows of a CTA; 1 unless warps is 1. unroll: 16-byte vectors that a lane
+    has in flight. held: these vectors are all that a lane reads, and they stay in registers (``held``); otherwise it
+    continues with the next ones (``stream``). lanes: lanes of a warp that share a row; all 32 unless one warp holds the
+    row. full: a held row
     fills its lanes' registers. sorts: the lanes of a held row sort what they hold (``sorted``). again: candidates of a
     streamed row are fetched again once there is a threshold (``again``); otherwise they are picked while streaming.
     edges: rows may start or end off a 16-byte boundary. renormalize: divide the probabilities by their sum.
@@ -158,8 +159,8 @@ class TopkConfig:
     def list_room(self) -> int:
         """Candidates that a warp, or the lanes of a held row, have room for.
 
-        When streaming: the k that are kept, some spare ones, and what one vector of every lane may add. When holding:
-        about one random row in ten thousand has more.
+        A streamed row needs room for the k that are kept, some spare ones, and what one vector of every lane may add.
+        About one random row in ten thousand that is held has more candidates than this.
         """
         if self.held:
             return HELD_ROOM[self.lanes]

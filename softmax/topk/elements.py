@@ -62,7 +62,7 @@ def exponentials(values: list, highest: Float32, maximum: Float32, dtype: cutlas
 
     Computed as powers of two of x log2(e) - r, where r is maximum log2(e), rounded. This takes no more instructions
     than computing the difference first, and for fp32 has no error from log2(e), which is used in two parts. Two errors
-    are corrected in the sum. The rounding of r is undone by a factor 1 - rounding ln(2); an exponential of it would
+    are corrected in the sum. The rounding of r is undone by a factor 1 - rounding ln(2); its exponential would
     have an error of its own, common to the whole row. The bias of the powers is removed from all terms but one
     maximum's, which is exactly 1. For a large maximum, the difference is computed first.
     """

@@ -45,8 +45,8 @@ WORD_BITS = 32
 class Group:
     """Lanes of one warp that have a row or a part of it.
 
-    row: where it lies. first: their first lane. lane: this one, counted from it. number: of this lane among all that
-    have the row. k: of the result. candidates: (CANDIDATE) the group's candidates.
+    row: where the row lies. first: the group's first lane. lane: this lane's number in the group. number: this lane's
+    number among all lanes that share the row. k: how many elements are wanted. candidates: (CANDIDATE) the group's.
     """
 
     row: RowSpan
@@ -178,8 +178,8 @@ def write_ranked(
 ):
     """Write the group's candidates that are among the row's first k, each by the lane that has it.
 
-    others: (candidates, count) of every group of the row, including this one. maximum, sum_: of the row. parts: (W)
-    fp32 in shared memory, if several warps have the row.
+    others: (candidates, count) of every group of the row, including this one. maximum, sum_: the row's maximum and sum
+    of exponentials. parts: (W) fp32 in shared memory, if several warps have the row.
     """
     rounds = config.list_room // config.lanes
     ranks = cute.make_rmem_tensor(rounds, Int32)

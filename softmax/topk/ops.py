@@ -76,7 +76,7 @@ class RememberedCall:
     layout: tuple | None
 
 
-_calls = Remembered()  # of calls on CUDA tensors with backend "auto", by all that ``run`` looks at
+_calls = Remembered()  # calls on CUDA tensors with backend "auto", by everything that ``run`` looks at
 
 
 def empty_like_without_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,14 +25,14 @@ from warpspec.softmax.topk.config import (
     smallest_capacity,
 )
 
-BYTES_PER_SM = 32.2e3  # per microsecond
-WARP_INSTRUCTIONS_PER_SM = 7020  # per microsecond: 4 a clock
+BYTES_PER_SM = 32.2e3  # bytes that an SM loads per microsecond
+WARP_INSTRUCTIONS_PER_SM = 7020  # instructions that an SM issues per microsecond: 4 a clock
 
 HELD_LAUNCH = 2.0
 HELD_WARP = 450  # instructions of a warp, whatever it holds
 HELD_ELEMENT = 7  # instructions for each element of a lane
-HELD_EXPOSED = 0.6  # fraction of the instructions
-HELD_INSTRUCTION = 0.00085  # of one warp, if nothing else is running
+HELD_EXPOSED = 0.6  # fraction of the instructions that memory does not hide
+HELD_INSTRUCTION = 0.00085  # an instruction of one warp, if nothing else is running
 SORTED_WARP, SORTED_MERGE = 330, 130  # instructions of a warp; and for every doubling of the lanes
 HELD_WARPS = 0.5  # a reduction over the warps of a row
 
@@ -47,25 +47,26 @@ LONGEST_UNROLL = 4
 # Streamed rows whose candidates are fetched again. That is faster for few rows, and slower if memory is the limit and k
 # is small: by 7 percent at 64 x 129280 k 8, 8 at 8192 x 50257 k 10, 12 at 1272 x 786432 k 8 (H200, 2026-11-23). More
 # rows were not measured.
-AGAIN_ROWS = 1024  # at most
+AGAIN_ROWS = 1024  # most rows
 AGAIN_LEAST_K, AGAIN_LENGTH = 11, 32768  # k at least this large, or rows shorter than this
 AGAIN_LAUNCH = 0.5
-AGAIN_BYTES_PER_SM = 26e3  # per microsecond
+AGAIN_BYTES_PER_SM = 26e3  # bytes that an SM loads per microsecond
 AGAIN_ELEMENT = 10.7  # instructions for each element of a lane
 AGAIN_TURN = 24  # and for each tile
 AGAIN_TURN_LATENCY = 1.5  # a tile of a CTA, if nothing else is running
-# After the rows have been read: threshold, candidates, ranks. For a CTA; for each warp of an SM; each of k; a cluster.
+# Time after the rows have been read, for threshold, candidates and ranks: a constant for a CTA, and more for each warp
+# of an SM, for each of k, and for a cluster.
 TAIL, TAIL_WARP, TAIL_K, TAIL_CLUSTER = 2.3, 0.08, 0.04, 1.4
-TAIL_LARGEST = 1.0  # of the largest cluster, for each of its CTAs that share an SM
+TAIL_LARGEST = 1.0  # extra time of the largest cluster, for each of its CTAs that share an SM
 AGAIN_UNROLLS = {"float32": (1, 2, 3), "float16": (1, 2, 4), "bfloat16": (1, 2, 4)}
 
 # Least warps of a row, with the largest k for which they are enough.
 LEAST_WARPS = {1: 10, 2: 32, 4: 64, 8: 128}
 
-CLUSTER_CTAS = 440  # started per microsecond
-CTA_LANES = 128  # of a CTA whose rows are each held by a part of a warp
-SORTED_CTA_LANES, MOST_SMS = 512, 0.9  # of a CTA whose lanes sort, if such CTAs fill this fraction of the SMs
-STREAM_ROWS = 4  # of a CTA, if each warp has a row
+CLUSTER_CTAS = 440  # CTAs of clusters that the GPU starts per microsecond
+CTA_LANES = 128  # lanes of a CTA whose rows are each held by a part of a warp
+SORTED_CTA_LANES, MOST_SMS = 512, 0.9  # lanes of a CTA whose lanes sort, if such CTAs fill this fraction of the SMs
+STREAM_ROWS = 4  # rows of a CTA, if each warp has one
 
 
 @lru_cache(maxsize=4096)

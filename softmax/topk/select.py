@@ -105,10 +105,10 @@ def rank_in(candidates: cute.Tensor, count: Int32, word: Uint64, first: cutlass.
 def rank_among(
     lists: cute.Tensor, counts: cute.Tensor, number: cutlass.Constexpr, word: Uint64, lane: Int32
 ) -> Int32:
-    """How many candidates of ``number`` terminated lists (CANDIDATE, LIST) are larger than ``word``. counts (LIST): of
-    each.
+    """Count the candidates of ``number`` terminated lists (CANDIDATE, LIST) that are larger than ``word``.
 
-    Lists are usually short, one batch; their first batches are read all at once.
+    counts (LIST): candidates of each list. Most lists are no longer than a batch, so the first batches of all lists are
+    read together.
     """
     rank = Int32(0)
     for other in cutlass.range_constexpr(number):

@@ -123,15 +123,15 @@ def collect(
 ):
     """Keep the tile's candidates -> new (threshold, since, count).
 
-    words: (WORDS, UNROLL) the lane's vectors. maxima: of each vector. first: number of the first vector. maximum: the
-    lane's so far. hits: number of lanes that have candidates. threshold: elements whose key is not above it can be
-    dropped. since: lanes that have had candidates since thresholds were renewed.
+    words: (WORDS, UNROLL) the lane's vectors. maxima: the maximum of each vector. first: number of the first vector.
+    maximum: the lane's maximum so far. hits: number of lanes that have candidates. threshold: elements whose key is not
+    above it can be dropped. since: lanes that have had candidates since thresholds were renewed.
     """
     span = config.lane_stride
     since += hits
     if cutlass.const_expr(config.warps > 1):
         threshold = cutlass.max(threshold, read_shared(part.bound.iterator) - 1)
-    floor = threshold  # for this tile, whose elements may be among those that set the own threshold
+    floor = threshold  # for this tile: elements that equal the warp's own threshold may have set it
     if since >= config.renew_after:
         own, joint = renewed(config, part, maximum)
         threshold = cutlass.max(threshold, joint - 1)
