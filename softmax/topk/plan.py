@@ -65,7 +65,8 @@ LEAST_WARPS = {1: 10, 2: 32, 4: 64, 8: 128}
 
 CLUSTER_CTAS = 440  # CTAs of clusters that the GPU starts per microsecond
 CTA_LANES = 128  # lanes of a CTA whose rows are each held by a part of a warp
-SORTED_CTA_LANES, MOST_SMS = 512, 0.9  # lanes of a CTA whose lanes sort, if such CTAs fill this fraction of the SMs
+# Lanes of a CTA whose lanes sort, if such CTAs fill this fraction of the SMs.
+SORTED_CTA_LANES, MOST_SMS = 512, 0.9
 STREAM_ROWS = 4  # rows of a CTA, if each warp has one
 
 

@@ -37,8 +37,8 @@ def threshold_of(
     """A key that no element of the row's top k is below. Called by all threads that share the row.
 
     warp: its number in the CTA. rank: the CTA's rank in its cluster. samples: (SAMPLES) keys in shared memory, for the
-    CTA's samples; None if a warp has the row to itself. cluster_samples: likewise, for the samples of all CTAs. maximum: the
-    lane's.
+    CTA's samples; None if a warp has the row to itself. cluster_samples: likewise, for the samples of all CTAs.
+    maximum: the lane's.
     """
     ordered = sort_lanes(key_of(maximum), part.lane, WARP_THREADS)
     own = Int32(NOTHING_YET)  # threshold of the warp's part; if k exceeds its lanes, there is none
