@@ -16,12 +16,12 @@ from warpspec.common.hardware import MAX_SMEM_PER_CTA, TMEM_COLUMNS
 
 @dataclass(frozen=True, eq=False)
 class Architecture:
-    """What an SM of one compute capability has. There is one record for each, so records can be compared by identity.
+    """The features of an SM of one compute capability. Each has exactly one record, so compare records by identity.
 
     name: the compilation target, "sm_90a". capability: the compute capability, (9, 0). backend: the native backend
     whose kernels it runs, "sm90"; GPUs that run each other's kernels share one. wgmma, tcgen05: whether it has these
-    instructions. tmem_columns: of tensor memory, 0 without. nvfp4_mma: whether its MMA takes NVFP4. e2m1: whether it
-    can convert to e2m1. smem_per_cta: bytes of shared memory that one CTA can ask for.
+    instructions. tmem_columns: columns of tensor memory, 0 if it has none. nvfp4_mma: whether its MMA takes NVFP4.
+    e2m1: whether it can convert to e2m1. smem_per_cta: bytes of shared memory that one CTA can ask for.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Family:
         self.operation, self.kernels = operation, kernels
 
     def of(self, architecture: Architecture):
-        """What the operation dispatches to on an architecture. Raises UnsupportedProblem if it has no kernel for it."""
+        """The kernels that the operation dispatches to on an architecture; raises UnsupportedProblem without any."""
         found = self.kernels.get(architecture.name) or self.kernels.get(architecture.backend)
         if found is None:
             raise UnsupportedProblem(

@@ -16,7 +16,7 @@ from warpspec.common.backend import refuse_tangents
 from warpspec.common.hardware import VECTOR_BYTES
 from warpspec.common.outputs import has_memory
 
-ANY = -1  # in a shape: any extent
+ANY = -1  # stands for any extent in a shape
 VOWELS = "AEION"  # how class names sound: "an NVFP4Experts"
 LARGEST = sys.float_info.max
 LONGEST = 200  # characters of a value in a message

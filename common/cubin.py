@@ -1,4 +1,4 @@
-"""What ptxas decided about each kernel, read from the cubin.
+"""Reads from a cubin what ptxas decided about each kernel: registers, stack, shared memory, parameters.
 
 A cubin is a 64-bit ELF file. Section `.nv.info` holds attributes that name their kernel by symbol index
 (register count, stack frame); `.nv.info.<kernel>` holds those of one kernel (parameters, launch bounds);

@@ -39,14 +39,14 @@ ROW_DISTANCE = 8  # rows from a thread's first to its second
 QUAD = 4  # threads that share a row
 
 # Sizes of numbers, in bytes.
-WORD_BYTES = 4  # of a register
+WORD_BYTES = 4  # a register
 FP32_BYTES = 4
 BF16_BYTES = 2  # fp16 too
 
 # Accesses to memory.
 VECTOR_BYTES = 16  # the widest load or store of one thread that all kernels may use
-LINE_BYTES = 128  # of L2
-TMA_ALIGNMENT = 16  # in bytes, of a tensor's address and strides
+LINE_BYTES = 128  # a line of L2
+TMA_ALIGNMENT = 16  # alignment in bytes of a tensor's address and strides
 
 # Tensor memory (sm_100a), in columns of 128 lanes of 32 bits.
 TMEM_COLUMNS = 512
@@ -56,8 +56,10 @@ L2_SHARE = 2 / 3  # ``Gpu.l2_share`` of a GPU that is not listed: an H200's
 
 
 class Speeds(NamedTuple):
-    """What one GPU does at most. copy: TB/s of a large copy, bytes read plus bytes written. matmul: TFLOP/s of a large
-    bf16 matrix product."""
+    """The highest rates that one GPU reaches.
+
+    copy: TB/s of a large copy, counting bytes read and bytes written. matmul: TFLOP/s of a large bf16 matrix product.
+    """
 
     copy: float
     matmul: float
@@ -73,7 +75,7 @@ H200_SPEEDS, H100_SPEEDS = Speeds(4.25, 710.0), Speeds(3.03, 690.0)  # measured
 
 @dataclass(frozen=True)
 class Gpu:
-    """What is known of one GPU model.
+    """The hardware numbers of one GPU model.
 
     arch: compilation target. name: the model, a word of the name that CUDA reports. sm_count: number of SMs. l2_bytes:
     size of L2, as CUDA reports it. l2_share: the fraction of L2 in which plans expect K and V to stay while other data

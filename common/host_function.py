@@ -21,7 +21,7 @@ from cutlass.cutlass_dsl import CuTeDSL
 
 from warpspec.common.argument_types import Storage, argument_types, storage_of
 
-PREFIX = "warpspec"  # of the symbols of an exported object
+PREFIX = "warpspec"  # the symbols of an exported object begin with it
 
 
 class Artifacts(NamedTuple):
@@ -170,7 +170,7 @@ def _described(parameter: Parameter) -> list:
     annotation, empty = parameter.annotation, inspect.Parameter.empty
     if parameter.default is not empty:
         raise TypeError(f"parameter {parameter.name} has a default value")
-    allowed = typing.get_args(annotation)  # of a union
+    allowed = typing.get_args(annotation)  # members of a union
     if len(allowed) == 2 and allowed[1] is type(None) and isinstance(allowed[0], NumericMeta):
         annotation = allowed[0]
     if annotation is CUstream:

@@ -99,7 +99,7 @@ def hash_sources() -> str:
     return digest.hexdigest()
 
 
-SOURCES = hash_sources()  # of the modules that this process imports, unless they are edited meanwhile
+SOURCES = hash_sources()  # those of the modules that this process imports, unless edited meanwhile
 
 
 @functools.cache
@@ -136,7 +136,7 @@ def _driver_major() -> int | None:
 
 
 def _compiler() -> tuple[str, ...]:
-    """What identifies the compiler: versions, machine that host code runs on, environment variables."""
+    """Everything that identifies the compiler: versions, the host's machine type, environment variables."""
     variables = (
         f"{name}={value}"
         for name, value in sorted(os.environ.items())

@@ -18,9 +18,12 @@ SCALE_ROWS = 4  # rows of a page whose swizzled block scales lie together
 
 @dataclass(frozen=True)
 class CacheFormat:
-    """name: what the argument ``format`` calls it; for 16 bits the dtype's name. bits: of a number. dtype: torch's, of
-    a tensor of codes; bytes where a code is less than one. largest: the largest finite magnitude of an 8-bit code, 0
-    otherwise. block: numbers that share a block scale, 0 without."""
+    """One format of cached keys and values.
+
+    name: value of the argument ``format``; for 16 bits the dtype's name. bits: bits of a number. dtype: torch's dtype
+    of a tensor of codes; bytes (uint8) where a code takes less than a byte. largest: the largest finite magnitude of an
+    8-bit code, otherwise 0. block: how many numbers share a block scale, 0 without block scales.
+    """
 
     name: str
     bits: int
@@ -52,11 +55,12 @@ EIGHT_BITS = {name: one.dtype for name, one in QUANTIZED.items() if one.bits == 
 
 
 def swizzled_place(row, block, blocks: int) -> tuple:
-    """Where the scale of a block lies in a page of swizzled scales, (row, column).
+    """The place (row, column) of a block's scale in a page of swizzled scales.
 
-    row: of the page. block: of the row, which has ``blocks`` of them, a multiple of 4. This is how vLLM, FlashInfer and
-    TensorRT-LLM lay out the values' block scales on sm_100: four rows' scales are spread over four rows, and each row
-    of the page holds a quarter of the blocks of four rows. Works on ints, tensors and numbers of a kernel.
+    row: the block's row in the page. block: its number in the row, which has ``blocks`` blocks, a multiple of 4. This
+    is how vLLM, FlashInfer and TensorRT-LLM lay out the values' block scales on sm_100: four rows' scales are spread
+    over four rows, and each row of the page holds a quarter of the blocks of four rows. Works on ints, tensors and
+    numbers of a kernel.
     """
     quarter = blocks // SCALE_ROWS
     return (
@@ -66,7 +70,7 @@ def swizzled_place(row, block, blocks: int) -> tuple:
 
 
 def unswizzle_block_scales(blocks: torch.Tensor) -> torch.Tensor:
-    """Linear block scales of swizzled ones, [pages, page_size, H, S], 1 byte each (``swizzled_place``)."""
+    """Put swizzled block scales [pages, page_size, H, S], 1 byte each, in linear order (``swizzled_place``)."""
     _, size, _, count = blocks.shape
     rows, columns = torch.arange(size)[:, None], torch.arange(count)[None]
     row, column = swizzled_place(rows, columns, count)

@@ -30,9 +30,9 @@ _NOTHING = contextlib.nullcontext()
 class Target:
     """Where kernels run. Hashable.
 
-    architecture: what they are compiled for. device: index of the CUDA device; None: the simulator, on CPU tensors.
-    sm_count, l2_bytes: number of SMs and bytes of L2 that they are planned for; at least 1 SM, otherwise ValueError.
-    seed: from which the simulator draws the order of threads. l2_share, speeds: see ``hardware.Gpu``.
+    architecture: the architecture that kernels are compiled for. device: index of the CUDA device; None: the simulator,
+    on CPU tensors. sm_count, l2_bytes: number of SMs and bytes of L2 that plans assume; fewer than 1 SM raise
+    ValueError. seed: the simulator draws the order of threads from it. l2_share, speeds: see ``hardware.Gpu``.
     """
 
     architecture: Architecture
@@ -187,8 +187,9 @@ class Kernel:
         return self._build(config)
 
     def compiled(self, config: Hashable, arch: str, *, native: bool = False):
-        """What ``cute.compile`` makes of the configuration, with ``artifacts``. Needs no GPU. native: see
-        ``compile_kernel``.
+        """Compile the configuration and return ``cute.compile``'s result, with ``artifacts``. Needs no GPU.
+
+        native: see ``compile_kernel``.
 
         Raises UnsupportedProblem for an unknown architecture, or if a CTA has less shared memory than the configuration
         needs (``smem_bytes``); also what the DSL raises.

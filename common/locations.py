@@ -26,9 +26,9 @@ def remembered():
         return
     own = {name: getattr(op, name) for name in FUNCTIONS}
     _, describe, locate = own.values()
-    of_framework: dict = {}  # by code object
-    descriptions: dict = {}  # by code object and instruction offset
-    locations: dict = {}  # by context and id of a description, which `descriptions` keeps alive
+    of_framework: dict = {}  # key: code object
+    descriptions: dict = {}  # key: code object and instruction offset
+    locations: dict = {}  # key: context and id of a description, which `descriptions` keeps alive
 
     def find_user_frame(start):
         if op._INCLUDE_LIB_FRAME or not op._ENABLE_FRAME_FILTERING:

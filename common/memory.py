@@ -13,7 +13,7 @@ TILE_ALIGNMENT = 1024  # bytes: the 128-byte swizzle repeats every 8 rows
 
 # Tensor memory (``common.device.tmem``).
 TMEM_LANES = 128
-TMEM_COLUMN_BYTES = 4  # of one lane
+TMEM_COLUMN_BYTES = 4  # bytes of a column in one lane
 MIN_TMEM_ALLOCATION = 32  # columns
 
 ELEMENT_BYTES = {"uint8": 1, "int32": 4, "uint32": 4, "float32": 4, "int64": 8}
@@ -24,8 +24,8 @@ class Region:
     """One region of a CTA's shared memory. A configuration lists them in order; kernels allocate from that list
     (``common.device.storage``).
 
-    name: the kernel's name for it. count: how many elements of type ``element``. alignment: of its first byte; 0: the
-    element's size. title, holds: how tables call it, and what stands in it.
+    name: the kernel's name for it. count: how many elements of type ``element``. alignment: alignment of its first
+    byte; 0: the element's size. title, holds: its name in tables, and its contents.
     """
 
     name: str

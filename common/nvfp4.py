@@ -44,7 +44,7 @@ ATOM_LANES = 32  # rows r, r + 32, r + 64 and r + 96 share one 16-byte line of a
 MXFP4_BLOCK = 32  # values that share one scale in MXFP4
 UE8M0_BIAS = 127
 UE8M0_NAN = 255
-E4M3_MIN_EXPONENT, E4M3_MAX_EXPONENT = -9, 8  # of the powers of two in e4m3, including subnormal ones
+E4M3_MIN_EXPONENT, E4M3_MAX_EXPONENT = -9, 8  # exponents of e4m3's powers of two, including subnormal ones
 
 
 @dataclass(frozen=True)

@@ -83,8 +83,11 @@ class Number:
 
 @dataclass(frozen=True)
 class Several:
-    """A tuple of records of one kind, as a field. of: what a record is compiled for, by the configuration and the
-    record's number. Names of its flat fields end in the number."""
+    """A field that holds a tuple of ``count`` records of one kind.
+
+    of: a function of the configuration and a record's number that returns what the record is compiled for. The names of
+    a record's flat fields end in its number.
+    """
 
     record: type
     count: int
@@ -100,7 +103,7 @@ class OneOf:
     number: int
 
     def fake(self, config):
-        """As of the argument."""
+        """The stand-in of the argument, for this record's configuration."""
         return self.kind.fake(self.several.of(config, self.number))
 
 
@@ -120,8 +123,7 @@ def dsl_type(dtype: str) -> type:
 
 @functools.cache
 def declared(record: type) -> dict[str, tuple]:
-    """What the annotation of each field of a record says: an Operand or a Number, then its roles; or another
-    record."""
+    """The annotation of each field of a record: an Operand or a Number, followed by its roles; or another record."""
     # With the module's names as globals, functions in annotations find them when they are called.
     hints = typing.get_type_hints(record, vars(sys.modules[record.__module__]), include_extras=True)
     return {
@@ -144,8 +146,10 @@ def flat_fields(record: type) -> dict[str, Operand | Number | OneOf]:
 
 
 def fakes(record: type, config, names: typing.Container[str] | None = None) -> list:
-    """What a kernel of ``config`` is compiled for: stand-ins of a record's flat fields; None for those it lacks, and
-    for all but ``names`` where these are given."""
+    """Stand-ins of a record's flat fields, for which a kernel of ``config`` is compiled.
+
+    A field that the configuration lacks is None, and so is every field that is not in ``names``, if these are given.
+    """
     return [
         kind.fake(config) if names is None or name in names else None
         for name, kind in flat_fields(record).items()
@@ -153,7 +157,7 @@ def fakes(record: type, config, names: typing.Container[str] | None = None) -> l
 
 
 def gather(record: type, values: typing.Iterator):
-    """A record from its flat fields' values, taken from an iterator."""
+    """Make a record of the values of its flat fields, which come from an iterator."""
 
     def field(kind):
         if isinstance(kind, Several):
@@ -184,8 +188,10 @@ SCHEMA_TYPES = {
 
 
 def tensor_schema(record: type, names: tuple[str, ...]) -> str:
-    """Fields of a record as tensors among the arguments of a torch operator. Those with a default may be None; those
-    that are OUTPUT are written."""
+    """The schema of a torch operator's arguments that hold a record's tensors.
+
+    Fields with a default may be None. The operator writes the fields that are OUTPUT.
+    """
     aliases, found = iter(string.ascii_lowercase), []
     for name in names:
         written = f"({next(aliases)}!)" if OUTPUT in declared(record)[name] else ""

@@ -125,9 +125,10 @@ def has_memory(tensor: torch.Tensor) -> bool:
 def _share_addresses(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether tensors whose ranges intersect share an address, or may share one.
 
-    The dimensions of a tensor split by size of stride. Those of small strides span a block; those of large strides move
-    the block by whole multiples of them. Choose a pitch that divides the large strides of both tensors: modulo the
-    pitch, each tensor's blocks are all in one place, and if these two places do not overlap, neither do the tensors.
+    Split the dimensions of a tensor by the size of their strides. Dimensions with small strides span a block, and
+    dimensions with large strides move the block by multiples of these strides. Choose a pitch that divides the large
+    strides of both tensors. Modulo the pitch, all blocks of a tensor are in one place; if the places of the two tensors
+    do not overlap, neither do the tensors.
     Columns of one buffer are an example, with the row as pitch. This is the GCD test of dependence analysis. All
     choices of which strides are small are tried.
     """

@@ -51,7 +51,7 @@ backend_variable = variable_reader(BACKEND_VARIABLE)
 
 
 def signature(tensor: torch.Tensor) -> tuple:
-    """What the checks look at in a tensor. (They refuse layouts without strides and address.)"""
+    """The properties of a tensor that checks look at. (They refuse layouts without strides and address.)"""
     if tensor.layout is not torch.strided:
         return (tensor.layout,)
     return (

@@ -1,6 +1,6 @@
-"""How fast a GPU is, for plans: as measured and kept on disk, or known of its model, or by its data sheet.
+"""The speeds of a GPU that plans use: measured ones kept on disk, or its model's, or those of its data sheet.
 
-``python -m warpspec tune`` measures and keeps. A process asks once for each device.
+``python -m warpspec tune`` measures the speeds and keeps them. A process reads them once for each device.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 from warpspec.common.disk_cache import DiskCache
 from warpspec.common.hardware import COPY_REACHED, Gpu, Speeds
 
-MEASURED = DiskCache("gpus", limit=1 << 20)  # by file_name
+MEASURED = DiskCache("gpus", limit=1 << 20)  # under file_name's names
 
 
 def file_name(name: str, sm_count: int) -> str:
@@ -20,12 +20,12 @@ def file_name(name: str, sm_count: int) -> str:
 
 
 def keep_speeds(name: str, sm_count: int, speeds: Speeds) -> None:
-    """Keep what was measured; processes that start from now on plan with it."""
+    """Keep measured speeds on disk; processes that start from now on plan with them."""
     MEASURED.write(file_name(name, sm_count), json.dumps(speeds._asdict()).encode())
 
 
 def kept_speeds(name: str, sm_count: int) -> Speeds | None:
-    """What was measured on such a device; None if nothing was."""
+    """The speeds that were measured on such a device; None if nothing was measured."""
     content = MEASURED.read(file_name(name, sm_count))
     return None if content is None else Speeds(**json.loads(content))
 

@@ -1,5 +1,7 @@
-"""Workspaces in global memory, for counters and states of CTAs: every launch finds all words EMPTY and leaves them
-so."""
+"""Workspaces in global memory for counters and states of CTAs.
+
+Every launch finds all words EMPTY and leaves them EMPTY.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ import torch
 EMPTY = -1  # an unused word; as two floats it is (NaN, NaN), which is no valid state
 RESERVE_WORDS = 1 << 17  # 1 MiB
 
-_workspaces: dict[tuple[int, int], torch.Tensor] = {}  # by device and stream
-_reserves: dict[int, torch.Tensor] = {}  # by device: words that no launch has used yet
+_workspaces: dict[tuple[int, int], torch.Tensor] = {}  # key: device and stream
+_reserves: dict[int, torch.Tensor] = {}  # words that no launch has used yet; key: device
 _lock = threading.Lock()
 
 

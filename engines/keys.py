@@ -1,4 +1,4 @@
-"""What engines have in common: where the keys of a batch lie, windows, and checks that name the engine's setting.
+"""Code that all engines use: page tables of a batch's keys, windows, and checks that name the engine's setting.
 
 Engines keep keys and values in slots, one for each token and layer. A page is page_size consecutive slots. cu_seqlens
 delimits requests: request b has rows cu_seqlens[b] to cu_seqlens[b + 1] of the tensor in question.
@@ -96,8 +96,11 @@ def slots_of_last(table: torch.Tensor, kv_lengths: torch.Tensor, page_size: int,
 
 
 def window_of(sliding_window: int | None, counts_own: bool) -> tuple[int, int] | None:
-    """`attention`'s window for an engine's sliding window. counts_own: whether that counts the query's own position.
-    None, or a number that is not positive, means no window."""
+    """Convert an engine's sliding window to `attention`'s ``window``.
+
+    sliding_window: number of keys; None, or a number that is not positive, means no window. counts_own: whether it
+    counts the query's own position.
+    """
     if sliding_window is None or sliding_window <= 0:
         return None
     return (sliding_window - counts_own, 0)

@@ -19,18 +19,18 @@ from warpspec.common.device.words import interleave, multiply_bf16x2, permute
 UNIT = 2.0**14  # what results are to be multiplied with
 HALVES = (0x1010, 0x3232)  # prmt selectors: either half of a word twice
 BYTES_OF_TWO = 0x0040  # prmt selector: byte 0 of two words
-PAIRS = ((0, 4), (2, 6), (1, 5), (3, 7))  # of codes of a word, as they become words
-FP16_FIELDS = 0x8E008E00  # of two fp16 numbers: the bits that a code fills
+PAIRS = ((0, 4), (2, 6), (1, 5), (3, 7))  # codes of a word that end up together in one word of two fp16
+FP16_FIELDS = 0x8E008E00  # the bits of two fp16 numbers that a code fills
 NIBBLES = 0x0F0F0F0F  # the lower ones of four bytes
 # prmt selectors: byte j of two words, each below a byte of zeros, which is the sign of a byte below 0x80.
 CODES_APART = (0xC480, 0xD591, 0xE6A2, 0xF7B3)
 BF16_SHIFT, BF16_MAGNITUDES = 6, 0x01C001C0  # where a code's exponent and mantissa go
 BF16_SIGN_SHIFT, BF16_SIGNS = 12, 0x80008000
-BF16_FACTOR = 2.0**112  # of scales
+BF16_FACTOR = 2.0**112  # power of two that scales include
 
 
 def fp16_of_codes(word: Uint32) -> list:
-    """Four words of two fp16 of eight codes, in the order PAIRS."""
+    """Convert a word of eight codes to four words of two fp16, in the order PAIRS."""
     found = []
     for mask, shifts in ((NIBBLES, (9, 1)), (NIBBLES << 4, (5, -3))):
         codes = masked(word, mask)
@@ -43,14 +43,14 @@ def fp16_of_codes(word: Uint32) -> list:
 
 
 def masked(word: Uint32, mask: int) -> Uint32:
-    """word & mask. Written in the DSL, it is done anew behind each shift of its result."""
+    """word & mask. It is inline PTX because the compiler repeats the DSL's operator after each shift of its result."""
     return cute.arch.inline_ptx(
         f"and.b32 {{$w0}}, {{$r0}}, {mask:#x};", write_only_types=[Uint32], read_only_args=[word]
     )
 
 
 def fields_of_either(a: Uint32, b: Uint32) -> Uint32:
-    """(a | b) & FP16_FIELDS. Written in the DSL, it becomes two instructions."""
+    """(a | b) & FP16_FIELDS, in one instruction. Written in the DSL, it becomes two."""
     return cute.arch.inline_ptx(
         f"lop3.b32 {{$w0}}, {{$r0}}, {{$r1}}, {FP16_FIELDS:#x}, 0xA8;",
         write_only_types=[Uint32],

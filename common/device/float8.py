@@ -1,9 +1,9 @@
 """Converts FP8 numbers to 16 bits in registers: exact, subnormal numbers, NaN and Inf included.
 
-fp16: by the conversion instruction, one for two numbers, which shares the unit of logic and shifts. bf16: exponent
-and mantissa, moved to the low end of bf16's fields, represent the number times a power of two, which one multiplication
-takes back; four instructions for two numbers. A code above the largest finite one gets the exponent of NaN and Inf, in
-a branch that such codes alone take.
+fp16 takes one conversion instruction for two numbers, on the unit that also does logic and shifts. bf16 takes four
+instructions for two numbers: exponent and mantissa move to the low end of bf16's fields, where they represent the
+number times a power of two, and one multiplication takes the power back. A code above the largest finite one gets the
+exponent of NaN and Inf, in a branch that only such codes take.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ BYTES_ALONE = (0x4140, 0x4342)  # two bytes, each below a byte of zeros
 PAIR = 1 << 16 | 1  # times a 16-bit number: that number in both halves
 ALL_BYTES = 0x01010101
 MAGNITUDES, SIGNS = 0x7F * ALL_BYTES, 0x80 * ALL_BYTES
-SIGN_BIT = 7  # of a byte
+SIGN_BIT = 7  # position of the sign in a byte
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """shift: how far exponent and mantissa move up. fields: bits of the result that are then right. factor: bits of the
-    power of two that is taken back. beyond: added to a magnitude, it sets bit 7 of NaN and Inf. exponent:
-    bits of the exponent of NaN and Inf."""
+    """Constants of the conversion of one FP8 format to bf16.
+
+    shift: bits by which exponent and mantissa move up. fields: bits of the result that are right after that. factor:
+    bits of the power of two that the multiplication takes back. beyond: added to a magnitude, it sets bit 7 for NaN and
+    Inf. exponent: bits of the exponent of NaN and Inf.
+    """
 
     shift: int
     fields: int
@@ -44,8 +47,10 @@ CONVERSIONS = {
 
 
 def widened(words: list, fmt: str, dtype: str) -> cute.Tensor:
-    """(2 n) words of two 16-bit numbers of n words of four FP8 numbers. fmt: "e4m3" or "e5m2". dtype: "bfloat16" or
-    "float16"."""
+    """Convert n words of four FP8 numbers to 2 n words of two 16-bit numbers.
+
+    fmt: "e4m3" or "e5m2". dtype: "bfloat16" or "float16".
+    """
     return to_bf16(words, fmt) if dtype == "bfloat16" else to_fp16(words, fmt)
 
 

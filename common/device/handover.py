@@ -1,7 +1,8 @@
-"""Words that a thread of a warpgroup hands to the thread of the same number in another one, of its CTA or of another
-CTA of its cluster, through shared memory: vectors of 16 bytes, of all threads side by side.
+"""Hands words from one warpgroup to another through shared memory, each thread to the thread with the same number.
 
-To another CTA they go by st.async (PTX ISA), whose bytes complete on an mbarrier of the CTA that receives them.
+The receiving warpgroup is in the same CTA or in another CTA of the cluster. Words travel as vectors of 16 bytes, which
+lie side by side for all threads. To another CTA they go by st.async (PTX ISA), whose bytes complete on an mbarrier of
+the receiving CTA.
 """
 
 from __future__ import annotations
@@ -15,32 +16,35 @@ WORDS = VECTOR_BYTES // WORD_BYTES
 
 
 def vector_at(base: cute.Pointer, thread, vector: int) -> cute.Pointer:
-    """Where a thread's vector of words lies. thread: of a warpgroup."""
+    """Pointer to one of a thread's vectors of words. thread: the thread's number in its warpgroup."""
     at = base.toint() + (vector * WARPGROUP_THREADS + thread) * VECTOR_BYTES
     return cute.make_ptr(Int32, at, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
 
 
 def vector_of(base: cute.Pointer, thread, vector: int) -> cute.Tensor:
-    """(WORDS): a thread's vector in shared memory."""
+    """The (WORDS) tensor of one of a thread's vectors in shared memory."""
     return cute.make_tensor(vector_at(base, thread, vector), cute.make_layout(WORDS))
 
 
 def store_words(words: cute.Tensor, base: cute.Pointer, thread) -> None:
-    """A warpgroup's words to shared memory of its CTA. words: Int32 registers, a multiple of WORDS."""
+    """Store a warpgroup's words to shared memory of its own CTA. words: Int32 registers, a multiple of WORDS."""
     for vector in range(cute.size(words) // WORDS):
         cute.autovec_copy(cute.local_tile(words, (WORDS,), (vector,)), vector_of(base, thread, vector))
 
 
 def send_words(words: cute.Tensor, base: cute.Pointer, thread, mbarrier: cute.Pointer, rank) -> None:
-    """A warpgroup's words to CTA ``rank``, to where ``base`` is there. words: as of ``store_words``.
-    mbarrier: the one of this CTA that stands where the receiving CTA has the one that the bytes complete on."""
+    """Send a warpgroup's words to the address ``base`` in the shared memory of CTA ``rank``.
+
+    words: as in ``store_words``. mbarrier: the address, in this CTA, of the mbarrier that the bytes complete on in the
+    receiving CTA.
+    """
     for vector in range(cute.size(words) // WORDS):
         values = tuple(words[vector * WORDS + i] for i in range(WORDS))
         cute.arch.store_async_dsmem(vector_at(base, thread, vector), values, mbarrier, rank)
 
 
 def received_words(base: cute.Pointer, thread, count: int) -> cute.Tensor:
-    """What a thread has been handed: ``count`` words in registers, Int32."""
+    """Load the ``count`` words that a thread has been handed to Int32 registers."""
     words = cute.make_rmem_tensor(count, Int32)
     for vector in range(count // WORDS):
         cute.autovec_copy(vector_of(base, thread, vector), cute.local_tile(words, (WORDS,), (vector,)))
@@ -48,7 +52,9 @@ def received_words(base: cute.Pointer, thread, count: int) -> cute.Tensor:
 
 
 def meet() -> None:
-    """All CTAs of the cluster are here: their mbarriers are there, or nothing is on its way to them any more. By all
-    threads."""
+    """Wait for all threads of all CTAs of the cluster.
+
+    At the start, every mbarrier is then initialised; at the end, nothing is on its way to any of them.
+    """
     cute.arch.cluster_arrive()
     cute.arch.cluster_wait()

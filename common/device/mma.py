@@ -1,7 +1,7 @@
 """mma.sync: products of single warps, of fragments in registers.
 
-A lane is g = lane / 4 and t = lane % 4. Of A [16, 16] it has rows g and g + 8, of B [16, 8] column g, of C and D
-[16, 8] rows g and g + 8 in columns 2 t and 2 t + 1. PTX ISA: "Matrix Fragments for mma.m16n8k16 with floating point
+With g = lane / 4 and t = lane % 4, a lane has rows g and g + 8 of A [16, 16], column g of B [16, 8], and columns 2 t
+and 2 t + 1 of rows g and g + 8 of C and D [16, 8]. PTX ISA: "Matrix Fragments for mma.m16n8k16 with floating point
 type".
 """
 
@@ -16,7 +16,7 @@ KINDS = {"bfloat16": "bf16", "float16": "f16"}
 
 
 def multiply(dtype: str, c: cute.Tensor, a: list, b: list) -> None:
-    """C += A B in place. dtype: of A and B. c (4) fp32: columns 2 t, 2 t + 1 of row g, then those of row g + 8. a:
+    """C += A B in place. dtype: A's and B's. c (4) fp32: columns 2 t, 2 t + 1 of row g, then those of row g + 8. a:
     words of two numbers: columns 2 t, 2 t + 1 of rows g and g + 8, then columns 2 t + 8, 2 t + 9 of both. b: words with
     rows 2 t, 2 t + 1 of column g, then rows 2 t + 8, 2 t + 9."""
     kind = KINDS[dtype]
@@ -34,8 +34,10 @@ def multiply(dtype: str, c: cute.Tensor, a: list, b: list) -> None:
 
 
 def transpose(word: Uint32) -> Uint32:
-    """Transpose an 8 x 8 matrix of 16-bit numbers, of which a lane has columns 2 t and 2 t + 1 of row g. By a whole
-    warp."""
+    """Transpose an 8 x 8 matrix of 16-bit numbers whose row g has its columns 2 t and 2 t + 1 in one lane.
+
+    Executed by a whole warp.
+    """
     return cute.arch.inline_ptx(
         "movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};",
         write_only_types=[Uint32],

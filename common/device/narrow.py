@@ -10,7 +10,7 @@ from warpspec.common.nvfp4 import TO_INTEGER
 
 FLOAT8 = ("e4m3", "e5m2")
 MAGNITUDE = 0x7FFFFFFF
-SIGN_BIT, CODE_SIGN_BIT = 31, 3  # of fp32 and of e2m1
+SIGN_BIT, CODE_SIGN_BIT = 31, 3  # position of the sign in fp32 and in e2m1
 CODE_BITS, CODE_MASK = 4, 0xF
 
 

@@ -18,7 +18,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 from warpspec.common.memory import TMEM_LANES
 
 LANE_STRIDE = 1 << 16
-ALLOCATION_ALIGNMENT = 16  # of a pointer to the first column
+ALLOCATION_ALIGNMENT = 16  # alignment of a pointer to the first column
 
 SCALE_LINE_BYTES = 16  # bytes of a scale atom that one lane gets
 # Shared memory descriptor of a scale atom, all but its address: lines of 16 bytes, eight of them 128 bytes, no swizzle

@@ -1,4 +1,4 @@
-"""What the lanes of one warp compute together."""
+"""Sums that the lanes of one warp compute together."""
 
 from __future__ import annotations
 

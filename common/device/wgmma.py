@@ -75,7 +75,7 @@ def settle(words: cute.Tensor, *, loc=None, ip=None) -> None:
 def transpose(words: list, lane) -> list:
     """Transpose 4 words of each of 4 threads: thread t gets word t of every thread, in thread order.
 
-    lane: in the quad.
+    lane: number in the quad.
     """
     for bit in (1, 2):
         upper = Boolean((lane & bit) != 0)
@@ -105,7 +105,8 @@ def column(i: int) -> int:
 def store_row(o: cute.Tensor, r: cutlass.Constexpr, lane, target: cute.Tensor, in_range):
     """Store row r (D) as 16-bit elements; its four threads exchange words so that each stores 8 columns at a time.
 
-    lane: in the quad. Of four blocks of 8 columns, thread t ends up with block t: a transposition of 4 x 4 words.
+    lane: number in the quad. Thread t ends up with block t of every four blocks of 8 columns, by a transposition of
+    4 x 4 words.
     """
     own = elements(o, r)
     blocks = len(own) // PAIR

@@ -44,7 +44,7 @@ def _register_nvfp4() -> None:
             phase,
             methods.KVCacheAttentionAccessKind.NATIVE_FP4,
             methods.KVCacheBackendMatcher(exact=frozenset({NAME})),
-            storage_dtype=torch.uint8,  # as all of SGLang's own
+            storage_dtype=torch.uint8,  # like all entries of SGLang's own
             attention_kv_dtype=getattr(torch, "float4_e2m1fn_x2", None),
             scale_recipe="nvfp4",
         )
@@ -54,7 +54,7 @@ def _register_nvfp4() -> None:
 
 
 def _pass_nvfp4(check, server_args):
-    """One of SGLang's checks of NVFP4 caches, which know its own backends; left out where ours reads it."""
+    """Run one of SGLang's checks of NVFP4 caches, which know only its own backends, unless ours reads the cache."""
     named = (
         server_args.attention_backend,
         server_args.prefill_attention_backend,
@@ -78,7 +78,7 @@ def _make_backend(runner):
 
 
 def _pass_lists(adjust, server_args):
-    """SGLang's adjustments for a model, during which our name passes for one that is in SGLang's list."""
+    """Run SGLang's adjustments for a model while our name passes for one of the backends that SGLang lists."""
     from sglang.srt.arg_groups import model_hook
 
     named = model_hook.attention_backends_of
@@ -94,7 +94,8 @@ def _pass_lists(adjust, server_args):
 
 
 def _pass_trees(adjust, server_args):
-    """SGLang's adjustments for speculative decoding, which list backends that read a branch's pages; likewise."""
+    """Run SGLang's adjustments for speculative decoding, which list the backends that read a branch's pages, while our
+    name passes for a listed one."""
     from sglang.srt.arg_groups import speculative_hook
 
     resolved = speculative_hook.resolved_view
@@ -113,7 +114,7 @@ def _pass_trees(adjust, server_args):
 
 @contextmanager
 def _replaced(module, name: str, function):
-    """A module with another function."""
+    """A context in which ``function`` replaces a module's function."""
     before = getattr(module, name)
     setattr(module, name, function)
     try:
@@ -123,8 +124,11 @@ def _replaced(module, name: str, function):
 
 
 def _offer_drafting(create, factory, setting, backends, error, **options):
-    """SGLang's choice of a draft model's backends, with ours among them. With options it asks for those of all steps,
-    without for the one that extends."""
+    """Run SGLang's choice of a draft model's backends with ours among them.
+
+    With options, SGLang asks for the backends of all drafting steps; without, for the backend that extends the draft
+    model's cache.
+    """
 
     def make():
         from warpspec.engines.sglang.attention import WarpspecBackend

@@ -87,7 +87,7 @@ class WarpspecBackend(AttentionBackend):
 
     @property
     def verify_mask(self):
-        """Where SGLang writes the mask of the trees that are verified."""
+        """The memory to which SGLang writes the mask of the trees that are verified."""
         return self.mask
 
     def init_forward_metadata(self, forward_batch) -> None:
@@ -163,7 +163,7 @@ class WarpspecBackend(AttentionBackend):
         )
 
     def _first_slots(self, step, most_keys: int) -> torch.Tensor:
-        """[B, pages]: the slot of the first key of each page; of branches [B topk, pages]."""
+        """The slot of the first key of each page: [B, pages], or [B topk, pages] for a backend that drafts branches."""
         width = max(1, -(-most_keys // self.page_size)) * self.page_size
         slots = self.req_to_token_pool.req_to_token
         if self.branches is None or self.branches.topk == 1:
@@ -202,7 +202,7 @@ class WarpspecBackend(AttentionBackend):
                 window_slots = pool.translate_loc_from_full_to_swa(step.out_cache_loc)
             if not self.quantised:
                 pool.set_kv_buffer(layer, KVWriteLoc(step.out_cache_loc, window_slots), k, v)
-            else:  # (SGLang would divide k and v in 16 bits and in place, and round them twice)
+            else:  # not by SGLang's function, which would divide k and v in 16 bits and in place, and round them twice
                 slots = window_slots if in_window_pool else step.out_cache_loc
                 new = (t.view(-1, layer.tp_k_head_num, head_dim) for t in (k, v))
                 insert(*new, cache.k, cache.v, slots, format="nvfp4" if self.nvfp4 else None, **cache.scales)
@@ -230,7 +230,7 @@ class WarpspecBackend(AttentionBackend):
         return out
 
     def _cache_of(self, layer) -> Cache:
-        """A layer's keys and values by slot, with what a quantised cache's codes are multiplied with."""
+        """A layer's keys and values by slot, with the scales of a quantised cache."""
         pool = self.token_to_kv_pool
         if self.nvfp4:
             return self._nvfp4_cache(layer.layer_id)
@@ -238,7 +238,7 @@ class WarpspecBackend(AttentionBackend):
         return Cache(k, v, {"k_scale": layer.k_scale, "v_scale": layer.v_scale} if self.quantised else {})
 
     def _nvfp4_cache(self, layer_id: int) -> Cache:
-        """``_cache_of`` NVFP4. The pool of a layer is asked for its linear block scales."""
+        """``_cache_of`` for an NVFP4 cache, whose pool is asked for linear block scales."""
         pool = self.token_to_kv_pool
         if self.has_window_pool:
             number, windowed = pool.layers_mapping[layer_id]

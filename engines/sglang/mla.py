@@ -1,8 +1,9 @@
 """Multi-head latent attention in SGLang: DeepSeek V2 and V3, Kimi K2.
 
-SGLang's layers compute decoding, drafts and short additions to a cached prefix against the latent rows in the cache
-(``latent``), and prompts with keys and values that are projected for every head (``expanded``): of a prompt and its
-prefix at once, or of a long prefix in chunks whose results SGLang merges by their lse. ``forward_method`` chooses.
+SGLang's layers compute attention in one of two forms, which ``forward_method`` chooses. Decoding, drafts and short
+additions to a cached prefix attend to the latent rows in the cache (``latent``). Prompts attend to keys and values that
+are projected for every head (``expanded``): those of the prompt and its prefix at once, or those of a long prefix chunk
+by chunk, and SGLang merges the chunks' results by their lse.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def check_model(config, cache_dtype: torch.dtype, page_size: int) -> None:
 
 
 def forward_method(layer, step) -> AttnForwardMethod:
-    """SGLang asks this for each layer: how it is to compute a batch."""
+    """Choose how a layer computes a batch. SGLang calls this for each layer."""
     captured = is_in_tc_piecewise_cuda_graph() or is_in_breakable_cuda_graph()
     if captured or not step.forward_mode.is_extend_without_speculative():
         return AttnForwardMethod.MLA
@@ -61,15 +62,17 @@ def forward_method(layer, step) -> AttnForwardMethod:
 
 
 def attend(backend, q, k, v, layer, step, save: bool):
-    """Attention of one layer, as its sizes say."""
+    """Attention of one layer, in the form that its head sizes imply: ``latent`` or ``expanded``."""
     if (layer.qk_head_dim, layer.v_head_dim) == LATENT:
         return latent(backend, q, k, v, layer, step, save)
     return expanded(backend.forward_metadata, q, k, v, layer, step)
 
 
 def latent(backend, q, k, v, layer, step, save: bool) -> torch.Tensor:
-    """Absorbed queries [rows, H * 576] to the cache's rows; first writes new ones, k [rows, 1, 576]. Returns [rows,
-    H * 512]."""
+    """Attention of absorbed queries [rows, H * 576] to the cache's latent rows.
+
+    First writes the new rows, k [rows, 1, 576], to the cache. Returns [rows, H * 512].
+    """
     pool, batch = backend.token_to_kv_pool, backend.forward_metadata
     if save and k is not None:
         pool.set_kv_buffer(layer, KVWriteLoc(step.out_cache_loc), k, v)
@@ -109,9 +112,11 @@ def latent(backend, q, k, v, layer, step, save: bool) -> torch.Tensor:
 
 
 def expanded(batch, q, k, v, layer, step):
-    """Queries [rows, H * 192] to keys k [keys, H, 192] and values v [keys, H, 128] of their own heads: those of new
-    tokens, of a prefix besides, or of a chunk of the prefix. Returns [rows, H, 128], and lse [rows, H] where SGLang
-    merges it."""
+    """Attention of queries [rows, H * 192] to keys k [keys, H, 192] and values v [keys, H, 128] of every head.
+
+    The keys are those of new tokens, those of new tokens and their prefix, or those of a chunk of the prefix. Returns
+    [rows, H, 128], and also lse [rows, H] where SGLang merges results.
+    """
     cu_seqlens_k, most_keys = batch.cu_seqlens_q, batch.most_queries
     chunk = bool(step.attn_attend_prefix_cache)
     if chunk:

@@ -1,7 +1,7 @@
 """Speculative decoding in SGLang (EAGLE, stand-alone draft models, n-grams): drafts of a tree, and their verification.
 
-A step of it drafts several tokens of each request, which form a tree, and verifies all of them in one forward of the
-model.
+A step of speculative decoding drafts several tokens for each request, which form a tree, and verifies all of them in
+one forward pass of the model.
 
 While the draft model runs, each request has ``topk`` branches, each with a chain of drafts (``Branches``). A branch has
 pages of its own behind the prefix. The first of them repeats the prefix's last, incomplete page, so that a page table
@@ -27,30 +27,35 @@ from warpspec.fmha.tree import MOST_DRAFTS
 
 @dataclass(frozen=True)
 class Branches:
-    """The step of drafting that a backend computes. step: drafts of a branch before this one; steps: of them in all."""
+    """The step of drafting that a backend computes.
+
+    step: how many drafts of a branch come before this one. topk: branches of a request. steps: drafts of a branch.
+    """
 
     step: int
     topk: int
     steps: int
 
     def positions(self, lengths: torch.Tensor, width: int, page_size: int) -> torch.Tensor:
-        """[B topk, pages] int64: for each page of a branch, where its first key stands in SGLang's table of slots.
+        """[B topk, pages] int64: the place of each page's first key in SGLang's table of slots.
 
-        lengths: [B], of the prefixes. width: keys that all pages have room for.
+        lengths: [B], lengths of the prefixes. width: keys that all pages of a branch together have room for.
         """
         first = torch.arange(0, width, page_size, device=lengths.device)
         if self.topk == 1:
             return first.expand(len(lengths), -1)
         tail = (lengths % page_size).long()[:, None, None]
         prefix = lengths.long()[:, None, None] - tail
-        pages = (tail + self.steps + page_size - 1) // page_size  # of a branch
+        pages = (tail + self.steps + page_size - 1) // page_size  # a branch's own pages
         branch = torch.arange(self.topk, device=lengths.device)[None, :, None]
         return torch.where(first < prefix, first, first + branch * pages * page_size).flatten(0, 1)
 
 
 def new_mask(runner) -> VerifyMask | None:
-    """Memory for the masks of trees, [requests, drafts, drafts]; SGLang fills it when it has drafted. None: this runner
-    verifies nothing. Raises UnsupportedProblem for more drafts than a tree may have."""
+    """Allocate memory for the masks of trees, [requests, drafts, drafts], which SGLang fills when it has drafted.
+
+    Returns None for a runner that verifies nothing. Raises UnsupportedProblem for more drafts than a tree may have.
+    """
     drafts = None if runner.is_draft_worker else get_spec().speculative_num_draft_tokens
     if not drafts:
         return None
@@ -70,27 +75,30 @@ def is_chain(spec) -> bool:
 
 
 def take_mask(spec, lengths: torch.Tensor, memory: VerifyMask) -> None:
-    """Copy a mask that SGLang has not written to the memory by itself. spec: what it verifies. lengths: [B], of the
-    prefixes. Such a mask has rows of all drafts of a request, over its prefix and its drafts."""
+    """Copy a mask to ``memory`` unless SGLang has written it there itself.
+
+    spec: SGLang's record of the drafts that it verifies. lengths: [B], lengths of the prefixes. The mask has a row for
+    each draft of a request, with a bool for each token of the prefix and each draft.
+    """
     mask, drafts = spec.custom_mask, spec.draft_token_num
     if mask.data_ptr() == memory.buffer.data_ptr():
         return
     lengths = lengths.long()[:, None, None]
     row = lengths + drafts
-    start = (row * drafts).cumsum(0) - row * drafts  # of a request's first row
+    start = (row * drafts).cumsum(0) - row * drafts  # place of a request's first row in the mask
     draft = torch.arange(drafts, device=mask.device)
     places = start + draft[:, None] * row + lengths + draft
     memory.buffer[: places.numel()] = mask[places.flatten()]
 
 
 def tree_of(memory: VerifyMask, requests: int, drafts: int) -> torch.Tensor:
-    """``tree`` of ``attention_varlen``, int64 [requests drafts], from the mask in the memory."""
+    """Make ``attention_varlen``'s argument ``tree``, int64 [requests * drafts], of the mask in ``memory``."""
     seen = memory.buffer[: requests * drafts * drafts].view(requests, drafts, drafts)
     return tree_words(seen).flatten()
 
 
 class Drafting:
-    """The backends of a model that drafts, one for each step but the last, whose drafts are not computed with."""
+    """The backends of a draft model, one for each drafting step but the last: nothing attends from the last drafts."""
 
     needs_cpu_seq_lens = False
 

@@ -37,15 +37,15 @@ from warpspec.fmha import attention, merge
 
 # Arguments of transformers' attention functions that change the result and have no equivalent in `attention`.
 UNSUPPORTED_ARGUMENTS = ("head_mask", "position_bias", "cache", "output_attentions")
-LOGIT_OPTIONS = {"scale": "scaling", "softcap": "softcap"}  # transformers' names
+LOGIT_OPTIONS = {"scale": "scaling", "softcap": "softcap"}  # our names to transformers' names
 RANGES_DTYPE = torch.int32  # marks a mask of `key_ranges`
-OWN_COLUMNS = 3  # of it: q_start, kv_length, first; those of a range follow
+OWN_COLUMNS = 3  # columns of such a mask: q_start, kv_length, first; the columns of a range follow
 SIZES_DTYPE = torch.int8  # marks one of `key_set_sizes`; additive masks are floating
 BIAS_DTYPES = (torch.bfloat16, torch.float32)
 
 
 def logit_options(kwargs: dict) -> dict:
-    """The options of logits among the arguments of transformers' attention functions, with ``attention``'s names."""
+    """Pick the options of logits from the arguments of transformers' attention functions, under our names."""
     return {name: kwargs.get(theirs) for name, theirs in LOGIT_OPTIONS.items()}
 
 
@@ -292,11 +292,11 @@ def _closed_over(function):
 
 
 def _ranges_of(images: torch.Tensor, query: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-    """[B, Sq, 2]: from each query's own key to the last one of its image, (-1, -1) where there is none.
+    """[B, Sq, 2]: the range of each query, from its own key to the last key of its image; (-1, -1) without an image.
 
-    images [B, positions]: numbers of the images that positions belong to, as far as there are keys; query [Sq]: its
-    positions; first [B, 1, 1]: the position that keys are counted from. A query sees what comes before its own key
-    without a range, as far as its window reaches.
+    images [B, positions]: the number of each position's image, for as many positions as there are keys. query [Sq]:
+    positions of the queries. first [B, 1, 1]: the position that keys are counted from. The keys before a query's own
+    need no range: the query sees them as far as its window reaches.
     """
     positions = images.shape[1]
     index = torch.arange(positions, device=images.device)
@@ -309,7 +309,7 @@ def _ranges_of(images: torch.Tensor, query: torch.Tensor, first: torch.Tensor) -
 
 
 def _bias(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """An additive mask as `attention` takes it."""
+    """Convert an additive mask to the ``bias`` that `attention` takes."""
     (batch, rows, heads, _), keys = q.shape, k.shape[1]
     if (
         mask.dim() != 4
@@ -325,7 +325,7 @@ def _bias(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 
 def _of_selected(bias: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """An additive mask that hides, besides, all keys that are not among a query's indices [B, Sq, n]."""
+    """Make an additive mask also hide every key that is not among a query's indices [B, Sq, n]."""
     batch, rows = indices.shape[:2]
     hidden = torch.ones(batch, rows, bias.shape[-1], dtype=torch.bool, device=bias.device)
     return bias.masked_fill(hidden.scatter_(2, indices.long(), False)[:, None], -torch.inf)

@@ -188,9 +188,9 @@ def _table(layer: _Layer, step: _Step) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _with_ring(layer: _Layer, step: _Step, k, v) -> tuple[torch.Tensor, torch.Tensor]:
-    """(keys, values), packed [keys, Hkv, D]: for each request the window's, followed by the new ones.
+    """(keys, values), packed [keys, Hkv, D]: each request's keys of the window, followed by its new ones.
 
-    The window's are read before new ones overwrite them.
+    The keys of the window are read before new ones overwrite them.
     """
     places = layer.once_a_step(lambda: _places_of_new(step))
     packed = []
@@ -218,10 +218,10 @@ class _Layer:
     """One layer's part of the engine's cache."""
 
     kind: str  # "full_attention" or "sliding_attention"
-    group: int  # of layers that share indices
-    is_first: bool  # of its group
+    group: int  # number of its group; the layers of a group share indices
+    is_first: bool  # whether it is its group's first layer
     page_size: int | None  # None: a ring, not read in pages
-    slots: tuple[torch.Tensor, torch.Tensor]  # of keys and values, each [slots, Hkv, D]
+    slots: tuple[torch.Tensor, torch.Tensor]  # slots of keys and slots of values, each [slots, Hkv, D]
     pages: tuple[torch.Tensor, torch.Tensor] | None  # the same slots as [pages, page_size, Hkv, D]
     trash: int  # a slot that is written and never read
     shared: dict  # what `once_a_step` made, by group
@@ -235,7 +235,7 @@ class _Layer:
             slots.index_copy_(0, places, new)
 
     def once_a_step(self, make):
-        """What `make` returned for the first layer of the group; the other layers reuse it."""
+        """The result of `make`, which only the group's first layer calls; the other layers reuse the result."""
         if self.is_first:
             self.shared[self.group] = make()
         return self.shared[self.group]

@@ -23,7 +23,7 @@ from warpspec.moe import NVFP4Experts, intermediate_scale_of, moe_ffn
 from warpspec.moe.activations import ACTIVATIONS, activate
 
 ATTACHED = "_warpspec_experts"  # attribute of an experts module
-PROBE_RANGE = 30.0  # of gate and up, to identify an activation; it exceeds all clamps in use
+PROBE_RANGE = 30.0  # gate and up up to this identify an activation; it exceeds all clamps in use
 PROBE_POINTS = 61
 PROBE_TOLERANCE = 1e-5
 

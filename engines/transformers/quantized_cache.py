@@ -6,8 +6,8 @@
 
 transformers' own quantised caches keep recent keys in 16 bits and dequantise the others for every step. Here a layer
 keeps codes alone: ``warpspec.cache.insert`` quantises and stores new tokens in one launch, and attention reads codes,
-which the layer hands to it in place of keys and values. What belongs to codes, scales, goes along as an attribute of
-those tensors (``Scales``).
+which the layer hands to it in place of keys and values. The scales of the codes go along as an attribute of those
+tensors (``Scales``).
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ Scale = torch.Tensor | float | None
 
 @dataclass(frozen=True)
 class Scales:
-    """What codes are to be multiplied with. scale: fp32 [] or [Hkv], or None for 1. blocks: of NVFP4, the block scales,
-    uint8 [B, Hkv, Sk, D/16]; else None."""
+    """The scales by which codes are multiplied.
+
+    scale: fp32 [] or [Hkv], or None for 1. blocks: NVFP4's block scales, uint8 [B, Hkv, Sk, D/16]; None for FP8.
+    """
 
     scale: torch.Tensor | None
     blocks: torch.Tensor | None
 
 
 def scales_of(codes: torch.Tensor) -> Scales | None:
-    """The scales of keys or values [B, Hkv, Sk, D] that a layer of a ``QuantizedCache`` has handed out; None of
-    others."""
+    """The scales of keys or values [B, Hkv, Sk, D] that a ``QuantizedCache`` has handed out; None for other tensors."""
     return getattr(codes, "warpspec_scales", None)
 
 
@@ -91,7 +92,7 @@ class QuantizedLayer(CacheLayerMixin):
         return self.storage["k"].shape[1]
 
     def grow(self, tokens: int) -> None:
-        """Make room for so many tokens in all."""
+        """Make room for ``tokens`` tokens in all."""
         if tokens <= self.room:
             return
         room = max(2 * self.room, -(-tokens // ROOM) * ROOM)
@@ -163,8 +164,11 @@ class QuantizedLayer(CacheLayerMixin):
         self.length = 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens. tokens_to_remove: their number times -1, as transformers' layers take it; above
-        0, which once meant tokens to keep, is a ValueError."""
+        """Forget the last tokens.
+
+        tokens_to_remove: minus their number, as transformers' layers take it. Raises ValueError for a number above 0,
+        which once meant tokens to keep.
+        """
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove: must be 0 or below, got {tokens_to_remove}")
         self.length -= min(-tokens_to_remove, self.length)
@@ -185,7 +189,7 @@ class QuantizedLayer(CacheLayerMixin):
         }
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each batch row so many times, side by side."""
+        """Repeat each batch row ``repeats`` times, side by side."""
         self.storage = {
             name: stored.repeat_interleave(repeats, dim=0) for name, stored in self.storage.items()
         }
@@ -196,11 +200,11 @@ class QuantizedCache(Cache):
 
     Args:
         format: "e4m3", "e5m2" or "nvfp4". Bytes of a number: 1, 1, 9/16.
-        k_scale, v_scale: what codes are multiplied with; keys and values are divided by it before they are rounded.
-            None, a number, or fp32 [] or [Hkv], for all layers; or a list with one of these for each layer, as
-            checkpoints have them. None: 1. Positive and finite. NVFP4 has block scales besides, up to 448: with a scale
-            of 1 it holds numbers up to 2688.
-        backend: as of ``warpspec.cache.insert``.
+        k_scale, v_scale: the scale that codes are multiplied by; keys and values are divided by it before they are
+            rounded. Either one value for all layers (None, a number, or fp32 [] or [Hkv]), or a list with such a value
+            for each layer, as checkpoints have them. Positive and finite; None means 1. NVFP4 also has block scales of
+            up to 448, so with a scale of 1 it holds numbers up to 2688.
+        backend: as in ``warpspec.cache.insert``.
 
     Raises:
         ValueError, TypeError: naming the argument. UnsupportedProblem: at the first token, for head sizes that the

@@ -10,17 +10,17 @@ If both are installed, vLLM loads this as a plug-in by itself:
 
     vllm serve MODEL --quantization warpspec_nvfp4  # ModelOpt's NVFP4 checkpoints: our mixture of experts
 
-The first is for decoder layers with keys and values, with grouped heads, sinks and sliding windows; the second for such
-layers with another head size of values than of keys (MiMo-V2-Flash); the third for multi-head latent attention,
-decoding and prompts, with WARPSPEC_MLA_SPARSE in the first place for models with an indexer (DeepSeek V3.2). All in
-bfloat16 or float16.
+The first is for decoder layers with grouped heads, sinks and sliding windows. The second is for such layers whose
+values have another head size than their keys (MiMo-V2-Flash). The third is for decoding and prompts of multi-head
+latent attention; models with an indexer (DeepSeek V3.2) take WARPSPEC_MLA_SPARSE in place of WARPSPEC_MLA. All of them
+compute in bfloat16 or float16.
 """
 
 from __future__ import annotations
 
 NAME = "WARPSPEC"
 QUANTIZATION = "warpspec_nvfp4"
-TWO_SIZES_NAME = "WARPSPEC_DIFFKV"  # vLLM's models ask for a name that ends so
+TWO_SIZES_NAME = "WARPSPEC_DIFFKV"  # vLLM's models ask for a name with this ending
 MLA_NAME = "WARPSPEC_MLA"
 SPARSE_MLA_NAME = "WARPSPEC_MLA_SPARSE"
 PATHS = {
@@ -52,7 +52,7 @@ def _register_quantization() -> None:
 
     @register_quantization_config(QUANTIZATION)
     class Checkpoints(QuantizationConfig):
-        """What vLLM asks about before it reads a checkpoint."""
+        """The class that vLLM asks before it reads a checkpoint."""
 
         @classmethod
         def get_name(cls) -> str:

@@ -29,7 +29,7 @@ PREFERRED_BLOCK = 64  # keys of a block, unless --block-size is given
 
 
 class WarpspecBackend(AttentionBackend):
-    """What vLLM asks about before it chooses the backend."""
+    """The class that vLLM asks, before it chooses a backend, what this backend supports."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = list(keys.DTYPES)
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *keys.QUANTIZED]
@@ -53,7 +53,7 @@ class WarpspecBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec):
-        """NVFP4: as many bytes as codes and block scales take, keys and values apart."""
+        """Give an NVFP4 cache as many bytes as its codes and block scales take, with keys and values apart."""
         if spec.state_content_bytes is not None or not spec.kv_quant_mode.is_nvfp4:
             return spec
         if spec.head_size_v != spec.head_size:
@@ -101,7 +101,7 @@ class WarpspecBackend(AttentionBackend):
         use_mm_prefix,
         device_capability,
     ) -> str | None:
-        """Which settings have to be changed, and to what."""
+        """The settings that have to be changed and their allowed values, as a message; None if all are right."""
         reasons = []
         checks = (
             (keys.check_head_size, head_size, "choose another --attention-backend for this model"),
@@ -126,7 +126,10 @@ class WarpspecBackend(AttentionBackend):
 
 
 class TwoSizesBackend(WarpspecBackend):
-    """For models whose values have another head size than keys. The model says which before it makes a layer."""
+    """The backend of models whose values have another head size than their keys.
+
+    A model sets the values' head size before it makes a layer.
+    """
 
     head_size_v: ClassVar[int | None] = None
 
@@ -148,18 +151,20 @@ class TwoSizesBackend(WarpspecBackend):
 class Batch(AttentionMetadata):
     """The requests of one step; the same for all layers of a group. Lengths stay on the device."""
 
-    tokens: int  # of queries; rows past it are padding
+    tokens: int  # number of queries; rows past it are padding
     most_queries: int
     most_keys: int  # an upper bound
     cu_seqlens_q: torch.Tensor  # [B + 1] int32
     kv_lengths: torch.Tensor  # [B] int32, new tokens included
     page_table: torch.Tensor  # [B, blocks] int32
-    ranges: torch.Tensor | None = None  # [tokens, 2] int32, of models whose images see all of themselves
+    ranges: torch.Tensor | None = None  # [tokens, 2] int32, where tokens of an image see each other
 
 
 class BatchBuilder(AttentionMetadataBuilder[Batch]):
-    """Computes nothing for a batch but where its images are. Any batch can therefore be a CUDA graph, and speculative
-    decoding's draft model needs no batches of its own kind."""
+    """Describes a batch. The only thing that it computes is where the batch's images are.
+
+    Any batch can therefore be a CUDA graph, and speculative decoding's draft model needs no batches of its own kind.
+    """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
     supports_update_block_table = True
@@ -189,9 +194,11 @@ class BatchBuilder(AttentionMetadataBuilder[Batch]):
         )
 
     def _ranges_of(self, batch: CommonAttentionMetadata) -> torch.Tensor:
-        """[tokens, 2] int32: for each token of an image, from its own position to the image's last. What comes before
-        it, it sees as far as its layer's window reaches: vLLM cuts images there (Gemma 4), or takes none that are
-        longer than the window."""
+        """[tokens, 2] int32: the range of each token of an image, from its own position to the image's last.
+
+        A token sees the keys before its own position as far as its layer's window reaches: vLLM cuts images there
+        (Gemma 4), or takes no image that is longer than the window.
+        """
         ranges = torch.full((batch.num_actual_tokens, 2), -1, dtype=torch.int32)
         lengths = batch.seq_lens_cpu_upper_bound  # exact wherever there are images
         starts = batch.query_start_loc_cpu
@@ -406,7 +413,7 @@ class TwoSizesAttention(WarpspecAttention):
             )
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
-        """As for one size; vLLM has another kernel for two."""
+        """Write key and value to the slots, as for one head size, by the kernel that vLLM has for two."""
         if self.head_size_v == self.head_size or not kv_cache.is_cuda:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
@@ -418,7 +425,7 @@ class TwoSizesAttention(WarpspecAttention):
         triton_reshape_and_cache_flash_diffkv(key, value, pages, slot_mapping, self.kv_cache_dtype, *scales)
 
     def fused_rope_kvcache_supported(self) -> bool:
-        """The one launch stores keys and values of one size."""
+        """Whether one launch may rotate and store: only if keys and values have one head size."""
         return self.head_size_v == self.head_size
 
     fused_qk_norm_rope_kvcache_supported = fused_rope_kvcache_supported

@@ -1,8 +1,9 @@
 """Multi-head latent attention in vLLM: DeepSeek V2 and V3, Kimi K2.
 
-vLLM's MLA layers compute the few queries of decoding steps against the latent rows that the cache holds
-(``WarpspecMLA``, by ``mla_decode``), and prompts with keys and values that are projected from those rows for every head
-(``WarpspecPrefill``, by ``attention_varlen``), a long context in chunks whose results vLLM merges by their lse.
+vLLM's MLA layers compute attention in two forms. The few queries of a decoding step attend to the latent rows in the
+cache (``WarpspecMLA``, by ``mla_decode``). Prompts attend to keys and values that are projected from those rows for
+every head (``WarpspecPrefill``, by ``attention_varlen``); vLLM cuts a long context into chunks and merges the chunks'
+results by their lse.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def refuse_options(**options) -> None:
 
 
 class WarpspecMLABackend(MLACommonBackend):
-    """What vLLM asks about before it chooses the backend."""
+    """The class that vLLM asks, before it chooses a backend, what this backend supports."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = list(keys.DTYPES)
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *FORMATS]
@@ -89,15 +90,17 @@ class WarpspecMLABackend(MLACommonBackend):
         use_mm_prefix,
         device_capability,
     ) -> str | None:
-        """Which settings have to be changed, and to what."""
+        """The settings that have to be changed and their allowed values, as a message; None if all are right."""
         if kv_cache_dtype in FORMATS and dtype != torch.bfloat16:
             return f"--dtype: must be bfloat16 with --kv-cache-dtype {kv_cache_dtype}, got {dtype}"
         return None
 
 
 class BatchBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
-    """vLLM's own. Requests with equally many queries, drafts for example, are decoded together and can be a CUDA
-    graph."""
+    """vLLM's own builder of batches.
+
+    Requests with equally many queries, drafts for example, are decoded together and can be a CUDA graph.
+    """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.UNIFORM
@@ -165,7 +168,7 @@ class WarpspecMLA(MLACommonImpl[MLACommonMetadata]):
         """
         if isinstance(q, tuple):
             q = torch.cat(q, dim=-1)
-        q = q.unflatten(0, (attn_metadata.num_decodes, -1))  # as many queries of each request
+        q = q.unflatten(0, (attn_metadata.num_decodes, -1))  # every request has the same number of queries
         batch = attn_metadata.decode
         results = mla_decode(
             q,

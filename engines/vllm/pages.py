@@ -13,8 +13,12 @@ NVFP4 = FORMATS["nvfp4"]
 
 
 class Pages(NamedTuple):
-    """k, v: [blocks, block, Hkv, row], each with its own row. block_scales: of NVFP4 k_block_scales and
-    v_block_scales, [blocks, block, Hkv, D/16]; arguments of ``attention_varlen`` and ``insert``."""
+    """Keys and values of one layer, as pages.
+
+    k, v: [blocks, block, Hkv, row]; rows of keys and of values may differ in length. block_scales: for NVFP4, the
+    arguments k_block_scales and v_block_scales of ``attention_varlen`` and ``insert``, [blocks, block, Hkv, D/16];
+    otherwise empty.
+    """
 
     k: torch.Tensor
     v: torch.Tensor
@@ -27,13 +31,15 @@ def slot_bytes(head_size: int) -> int:
 
 
 def format_of(kv_cache_dtype: str) -> str | None:
-    """The format of a cache by vLLM's name for its dtype; None for 16 bits."""
+    """The format that vLLM's name of a cache's dtype stands for; None for 16 bits."""
     return QUANTIZED.get(kv_cache_dtype)
 
 
 def pages_of(kv_cache: torch.Tensor, head_size: int, fmt: str | None) -> Pages:
-    """View a layer's cache in place. kv_cache: [blocks, Hkv, block, D + Dv], of fmt "nvfp4" bytes [blocks, 2 Hkv,
-    block, 9 D/16]. fmt: from ``format_of``."""
+    """View a layer's cache as pages, in place.
+
+    kv_cache: [blocks, Hkv, block, D + Dv]; for "nvfp4", bytes [blocks, 2 Hkv, block, 9 D/16]. fmt: from ``format_of``.
+    """
     if fmt == "nvfp4":
         return nvfp4_pages(kv_cache, head_size)
     if fmt is not None:
@@ -43,8 +49,12 @@ def pages_of(kv_cache: torch.Tensor, head_size: int, fmt: str | None) -> Pages:
 
 
 def nvfp4_pages(kv_cache: torch.Tensor, head_size: int) -> Pages:
-    """``pages_of`` NVFP4. A page is K's codes, K's block scales, V's codes, V's block scales, each [Hkv, block, row] or
-    [block, Hkv, row], in the order of the cache's own strides."""
+    """``pages_of`` for an NVFP4 cache.
+
+    A page holds K's codes, K's block scales, V's codes and V's block scales, in this order. Each of the four parts is
+    [Hkv, block, row] or [block, Hkv, row], depending on the order of the cache's own strides. Raises ValueError for
+    pages with gaps.
+    """
     blocks, slots, block, size = kv_cache.shape
     heads, found = slots // 2, []
     by_head = kv_cache.stride()[1:] == (block * size, size, 1)

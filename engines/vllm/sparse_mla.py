@@ -30,7 +30,7 @@ ROW_BYTES = 656
 
 
 class WarpspecSparseBackend(AttentionBackend):
-    """What vLLM asks about before it chooses the backend."""
+    """The class that vLLM asks, before it chooses a backend, what this backend supports."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[str]] = [CACHE]
@@ -67,7 +67,7 @@ class WarpspecSparseBackend(AttentionBackend):
 
 
 class SparseBatchBuilder(SparseMLACommonMetadataBuilder[SparseMLACommonMetadata]):
-    """vLLM's own."""
+    """vLLM's own builder of batches."""
 
     metadata_cls = SparseMLACommonMetadata
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH

@@ -20,7 +20,7 @@ LATENT_BLOCK = 64  # rows of a block of latent rows
 
 
 class Provider:
-    """What vLLM asks for work: one unit for each kind of layer and batch."""
+    """The object that vLLM asks for kernels to compile: one unit for each kind of layer and batch."""
 
     def __init__(self) -> None:
         # (function that runs a batch, kind of layer that it takes): the sizes of vLLM's batches
@@ -99,7 +99,7 @@ def batches(most_requests: int, most_tokens: int, most_keys: int, block: int) ->
 
 
 def run(kind, requests: int, tokens: int, most_queries: int, most_keys: int, block: int) -> None:
-    """Compute attention of requests without keys: this compiles the kernel and launches it on nothing."""
+    """Compute attention of requests without keys, which compiles the kernel and launches it on an empty problem."""
     heads, heads_kv, (head_dim, v_dim), window, logits, has_sinks, has_images, dtype, fmt = kind
     from vllm.platforms import current_platform
 
