@@ -1,4 +1,4 @@
-"""What one insert kernel is compiled for. Plain Python."""
+"""Configuration of an insert kernel. Plain Python."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from warpspec.common.hardware import BF16_BYTES, VECTOR_BYTES, WARP_THREADS
 from warpspec.common.kv_formats import FORMATS, CacheFormat
 
 MAX_DIM = 512
-WARPS = 4  # of a CTA
+WARPS = 4  # warps of a CTA
 MOST_HEADS = 4  # rows whose loads a thread has under way
 
 
@@ -26,9 +26,9 @@ def heads_per_item(heads: int) -> int:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """How a group of lanes holds a row of ``dim`` 16-bit numbers: each lane ``numbers`` neighbouring ones.
+    """Distribution of a row of ``dim`` 16-bit numbers over a group of lanes: each lane holds ``numbers`` neighbours.
 
-    The group has a power of two of lanes; those beyond the row hold nothing.
+    The number of lanes is a power of two; lanes beyond the row hold nothing.
     """
 
     dim: int
@@ -61,11 +61,12 @@ class InsertConfig:
 
     A CTA takes rows of queries, of keys or of values. A group of lanes takes an item: some heads of one token.
 
-    dtype: of queries, keys and values. format: the cache's (``kv_formats.FORMATS``). k_dim, v_dim: numbers of a head.
-    q_heads, kv_heads: heads of an item (``heads_per_item``); q_heads 0: no queries. rotated: R, how many numbers of a
-    head are rotated; 0: none. interleaved: which of them are pairs (``reference.rotate``). table, positions, slots:
-    dtypes of these tensors. q_weight, k_weight: dtypes of the norms' weights; None: no norm. k_scale, v_scale: what a
-    scale belongs to, "tensor" or "head"; None: the scale is 1. swizzled: the layout of the values' block scales.
+    dtype: dtype of queries, keys and values. format: the cache's format (``kv_formats.FORMATS``). k_dim, v_dim: numbers
+    of a head of keys and of values. q_heads, kv_heads: heads of an item (``heads_per_item``); q_heads is 0 without
+    queries. rotated: R, how many numbers of a head are rotated; 0: none. interleaved: rotate neighbours as pairs,
+    otherwise numbers that are R/2 apart (``reference.rotate``). table, positions, slots: dtypes of these tensors.
+    q_weight, k_weight: dtypes of the norms' weights; None: no norm. k_scale, v_scale: "tensor" or "head", what a scale
+    is shared by; None: the scale is 1. swizzled: block scales of values are swizzled.
     """
 
     dtype: str

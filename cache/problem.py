@@ -24,9 +24,9 @@ from warpspec.common.outputs import check_apart, check_elements, has_memory
 DTYPES = tuple(getattr(torch, name) for name in SIXTEEN_BITS)
 WEIGHT_DTYPES = (torch.float32, *DTYPES)
 INDEX_DTYPES = (torch.int32, torch.int64)
-BYTE_DTYPES = (torch.uint8, torch.float8_e4m3fn)  # of block scales
+BYTE_DTYPES = (torch.uint8, torch.float8_e4m3fn)  # dtypes of block scales
 DTYPE_FORMATS = {one.dtype: name for name, one in FORMATS.items() if one.dtype != torch.uint8}
-BYTE_FORMATS = tuple(QUANTIZED)  # that a cache of bytes can have
+BYTE_FORMATS = tuple(QUANTIZED)  # formats that a cache of bytes can have
 COUNT_LIMIT = 2**31 - 2**12  # kernels count items and slots in int32, including items of idle groups
 
 

@@ -29,7 +29,7 @@ __all__ = [
     "route",
 ]
 
-OPERATORS = {"sm100": ops, "sm90": streamed_ops}  # by the backend that weights are laid out for
+OPERATORS = {"sm100": ops, "sm90": streamed_ops}  # key: the backend that weights are laid out for
 
 
 def grouped_swiglu(
@@ -61,8 +61,8 @@ def grouped_swiglu(
         out_format: "bf16", or "nvfp4": a `QuantizedRows` for a second grouped GEMM with the same offsets (sm_100a).
         out_scale: [E] fp32, the global scale of each expert's result, only with "nvfp4". The default,
             ``intermediate_scale_of(activation, limit)``, cuts no value.
-        check: check the values of offsets, which on CUDA makes the host wait; those of CPU tensors are always checked.
-            Without the check, ends out of range are clamped.
+        check: check the values of offsets, which on CUDA makes the host wait for the device. Values of CPU tensors are
+            always checked. Without the check, ends out of range are clamped.
         backend: "auto", "sm100" or "sm90" (GPU kernels, CUDA tensors), "sim" (the kernels of the GPU that w13 is laid
             out for, simulated on CPU tensors) or "reference" (FP32 torch, any device). "auto" is the device's kernel
             for CUDA tensors and "sim" for CPU tensors; the environment variable WARPSPEC_BACKEND overrides it.
@@ -129,7 +129,8 @@ def moe_ffn(
         topk_ids: [T, k] int32 within 0..E-1, or -1 for none; an expert may occur twice. `route` makes them.
         topk_weights: [T, k] fp32.
         limit, activation, backend: as in `grouped_swiglu`.
-        precision: of the activations. "w4a4": NVFP4, with a global scale for each token before GEMM 1 and for each
+        precision: precision of the activations. "w4a4": NVFP4, with a global scale for each token before GEMM 1 and for
+        each
             expert before GEMM 2; sm_100a's kernels multiply such operands, sm_90a's round to them first. "w4a16": bf16,
             on sm_90a only. "auto": "w4a4" on sm_100a, "w4a16" on sm_90a. "reference" has both.
         group: process group over whose ranks the experts are spread (`NVFP4Experts.shard`). `experts` are this rank's;
@@ -137,7 +138,7 @@ def moe_ffn(
             brings its own tokens, or none. The host waits once, for the row counts that NCCL needs. The bits are those
             of one GPU.
         capacity: with a group, how many choices each rank can send to each other rank; the same number on all ranks.
-            Buffers then have a fixed size, so the host does not wait and the call can be captured in a CUDA graph. A
+            Buffers then have a fixed size, so the host does not wait, and a CUDA graph can capture the call. A
             token with a choice beyond the capacity becomes NaN; with ``check``, ValueError is raised after the
             exchange. T * k of the rank with the most tokens is enough for any routing.
         check: raise ValueError for ids out of range, which on CUDA makes the host wait. Without it they count as -1.

@@ -27,7 +27,11 @@ WORDS = VECTOR_BYTES // (Int32.width // 8)  # words of one vector
 
 @dataclass(frozen=True)
 class PackConfig:
-    """choices: of a token. each: experts of a rank. sized: every rank has its own slots, the same number for each."""
+    """Configuration of the kernel.
+
+    choices: choices of a token. each: experts of a rank. sized: every rank has a fixed number of slots, the same for
+    all ranks.
+    """
 
     choices: int
     each: int
@@ -38,8 +42,11 @@ ROWS = Operand(BFLOAT16, 2, alignment=VECTOR_BYTES)
 
 
 class PackOperands(NamedTuple):
-    """Arguments of ``pack``'s kernel. x: [T, H]. ids, position, place: [T, choices]. source: [T * choices]. offsets:
-    [ranks]. sent: [slots, H + 8] bf16; sent_words: the same memory as words. capacity: slots of a rank."""
+    """Arguments of ``pack``'s kernel.
+
+    x: [T, H]. ids, position, place: [T, choices]. source: [T * choices]. offsets: [ranks]. sent: [slots, H + 8] bf16;
+    sent_words: the same memory as words. capacity: slots of a rank.
+    """
 
     x: Annotated[Any, ROWS]
     ids: Annotated[Any, Operand(INT32, 2)]

@@ -1,4 +1,4 @@
-"""Expert parallelism: experts are spread over the ranks of a group; all-to-all moves tokens to them and results back.
+"""Expert parallelism: the ranks of a group share the experts, and all-to-all moves tokens to them and results back.
 
 A rank sorts its choices by the rank that owns their expert and sends each as a row: the token, followed by its expert's
 number. The owner runs the layer on these rows, each with one expert and weight 1. The results return to where the

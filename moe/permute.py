@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-DROPPED = -1  # as an id: no expert; as a position: no row
-WORK_COLUMNS = 4  # of the list of work: ends of classes, then entries (expert, first row, rows, -)
-UNSENT = -2  # as a position: no row, because no slot was left (``parallel``)
+DROPPED = -1  # an id that names no expert, or a position that names no row
+WORK_COLUMNS = 4  # columns of the list of work: ends of classes, then entries (expert, first row, rows, -)
+UNSENT = -2  # a position that names no row because no slot was left (``parallel``)
 
 
 @dataclass(frozen=True)

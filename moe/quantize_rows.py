@@ -25,14 +25,14 @@ from warpspec.common.nvfp4 import ATOM_BYTES, ATOM_COLUMNS, ATOM_LANES, ATOM_ROW
 from warpspec.moe.operands import QuantizedRows, scale_atoms
 
 MAX_WARPS = 8
-BLOCKS_PER_THREAD = 2  # at most, as long as a CTA may have more warps; a block takes 8 registers
+BLOCKS_PER_THREAD = 2  # most blocks of a thread, while a CTA may have more warps; a block takes 8 registers
 TARGET_ALIGNMENT = 16  # bytes: targets of two choices
-VALUE_WORDS = NVFP4_BLOCK // 2  # of a block in bf16
-DATA_WORDS = NVFP4_BLOCK // 8  # of a block in NVFP4
-VECTOR_WORDS = VECTOR_BYTES // WORD_BYTES  # of one load
+VALUE_WORDS = NVFP4_BLOCK // 2  # words of a block in bf16
+DATA_WORDS = NVFP4_BLOCK // 8  # words of a block in NVFP4
+VECTOR_WORDS = VECTOR_BYTES // WORD_BYTES  # words of one load
 LINE_WORDS = (
     ATOM_BYTES // ATOM_LANES // WORD_BYTES
-)  # of an atom, with scales of rows r, r + 32, r + 64, r + 96
+)  # words of an atom's line, which holds the scales of rows r, r + 32, r + 64, r + 96
 MAGNITUDES = 0x7FFF7FFF  # mask of the magnitudes of two bf16
 HIGH_HALF = 0xFFFF0000
 HALF_BITS = 16

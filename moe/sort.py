@@ -25,7 +25,7 @@ from warpspec.moe.counting import BATCH, allocate, sort
 from warpspec.moe.permute import WORK_COLUMNS, SortedTokens, head_rows
 from warpspec.moe.streamed import CHUNK, padded_k
 
-COPY_THREADS = 1024  # of an SM, at most, for CTAs that write activations
+COPY_THREADS = 1024  # most threads of an SM in CTAs that write activations
 VECTOR_WORDS = VECTOR_BYTES // WORD_BYTES
 VECTOR_COLUMNS = VECTOR_BYTES // 2  # bf16 columns of a vector
 COPIES = 4  # vectors of a lane whose loads are issued together
@@ -36,7 +36,7 @@ CHUNK_VECTORS = CHUNK // VECTOR_COLUMNS
 
 @dataclass(frozen=True)
 class SortShape:
-    """warps: of a CTA. ctas: of the cluster that sorts."""
+    """Threads that sort. warps: warps of a CTA. ctas: CTAs of the cluster."""
 
     warps: int
     ctas: int
@@ -58,7 +58,7 @@ class SortConfig:
     """Configuration of the sort.
 
     experts: E, including the shared ones. shared: how many of them, counted from the last, every token takes. choices:
-    k, without the shared ones. widths: of the classes of entries of work, the widest first; (): there is no list of
+    k, without the shared ones. widths: widths of the classes of work entries, the widest first; (): make no list of
     work. An entry has at most as many rows as its class is wide, and an expert's last entry belongs to the narrowest
     class that holds it. reorders: whether tokens are written as activations. each: how many adjacent ids count as one
     expert (a rank of ``parallel``).
@@ -112,9 +112,12 @@ class SortConfig:
 
 
 class SortOperands(NamedTuple):
-    """Arguments of the sort. ids: [T, k]. source: [T * taken]. position: [T, taken]. offsets: [E]. work: [heads +
-    entries, 4]. x: [T, H/2] words. activations: [T, padded H / 2] words. ctas: those that sort, followed by those that
-    write activations, in whole clusters."""
+    """Arguments of the sort.
+
+    ids: [T, k]. source: [T * taken]. position: [T, taken]. offsets: [E]. work: [heads + entries, 4]. x: [T, H/2] words.
+    activations: [T, padded H / 2] words. ctas: number of CTAs, in whole clusters: first those that sort, then those
+    that write activations.
+    """
 
     ids: Annotated[Any, Operand(INT32, 2)]
     source: Annotated[Any, Operand(INT32, 1)]

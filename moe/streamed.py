@@ -45,7 +45,7 @@ CHUNK = 64  # along K: four of wgmma's
 STEP_CHUNKS = 2
 STEP = CHUNK * STEP_CHUNKS
 WORD_CODES = 8  # codes of a 32-bit word
-VECTOR_WORDS = CHUNK * WARPGROUP_ROWS // WORD_CODES // WARPGROUP_THREADS  # of a thread, in a chunk
+VECTOR_WORDS = CHUNK * WARPGROUP_ROWS // WORD_CODES // WARPGROUP_THREADS  # words of a thread in a chunk
 CHUNK_BYTES = CHUNK * WARPGROUP_ROWS // 2
 
 # Two words hold a row's 16 codes of a chunk. A pair of codes becomes two bf16: signs at bits 15 and 31, magnitudes at 8

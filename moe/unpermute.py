@@ -28,7 +28,7 @@ VECTOR = VECTOR_BYTES // (BFloat16.width // 8)  # bf16 numbers of one access
 class UnpermuteConfig:
     """Configuration of the kernel.
 
-    choices: of a token. shared: how many of them, counted from the last, have weight 1. dependent: launch as a
+    choices: choices of a token. shared: how many of them, counted from the last, have weight 1. dependent: launch as a
     programmatic dependent launch. unsent: positions may be ``UNSENT``, which makes the token NaN. routing: rows are not
     sorted, and the argument position has ids.
     """
@@ -67,7 +67,7 @@ class Unpermute:
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         token, chunk, _ = cute.arch.block_idx()
-        column = chunk * THREADS + thread  # in units of VECTOR
+        column = chunk * THREADS + thread  # counted in VECTORs
         if cutlass.const_expr(config.dependent):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()

@@ -30,7 +30,7 @@ K_TILE = memory.ROW_BYTES // BF16_BYTES  # K of a stage: one span of the 128-byt
 TILE_NS = (128, 256)  # columns of a tile
 A_BYTES = TILE_M * memory.ROW_BYTES  # bytes of activations of a stage
 
-# Threads of rows and collapse phases; in the fused kernel those of both consumers.
+# Threads of rows and collapse phases. In the fused kernel they are the threads of both consumers.
 CONSUMERS = 2
 THREADS = CONSUMERS * WARPGROUP_THREADS
 WARPS = THREADS // WARP_THREADS
@@ -41,7 +41,7 @@ ROW_WARPS = ROW_THREADS // WARP_THREADS
 VECTOR = VECTOR_BYTES // FP32_BYTES  # adjacent columns of a thread
 
 ROUTER_WIDTH = 64  # outputs of z: 8 for each warp, the N of one mma.sync
-ROUTER_CHUNK = 32  # along K; a quad loads it as 16 bytes a thread
+ROUTER_CHUNK = 32  # numbers along K that a quad loads together, 16 bytes a thread
 TERMS = 2  # bf16 numbers whose sum is exactly the product of two bf16 numbers
 TERM_PADDING = 32  # bf16 between rows of terms, against bank conflicts
 SLOTS = 8  # K of the collapse
@@ -51,7 +51,7 @@ OUTPUTS = 4  # requests whose collapse sums are added up at a time
 BARRIER_BYTES = 256
 SCRATCH_ALIGNMENT = 128
 LOAD = "load warp, expect_tx + TMA bytes"
-MOST_STAGES = 8  # of a ring
+MOST_STAGES = 8  # most stages of a ring
 
 # Counters of the fused kernel. Each row tile has one for rows, one for down, and one of up for every GROUP_TILES column
 # tiles, which are GROUP_K K tiles of down. The whole grid has these:
@@ -68,9 +68,9 @@ def padded(size: int) -> int:
 class Tiles:
     """Tiles of both products, and the cluster that shares their loads.
 
-    up_n: columns of gate and up together, half of them of each. down_n: columns of x. cluster_m: CTAs of adjacent row
-    tiles, which share weights by multicast. cluster_n: CTAs of adjacent column tiles, which share activations. stages:
-    of a ring, at most.
+    up_n: columns of an up tile, half of them gate's and half up's. down_n: columns of a down tile. cluster_m: CTAs of
+    adjacent row tiles, which share weights by multicast. cluster_n: CTAs of adjacent column tiles, which share
+    activations. stages: the most stages of a ring.
     """
 
     up_n: int = 256
@@ -92,9 +92,10 @@ class Tiles:
 class SwapConfig:
     """Compile-time shape of one kernel.
 
-    arch: "sm90" or "sm100", of the GEMM phases. phase: of PHASES. d_model: D. splits: parts of d_ff whose partial sums
-    a rows phase adds up ("down" gets its number of parts at launch). residual: add x to an FFN step's result. eps: of
-    the norms. forced, recorded: the router's decisions are given; are written.
+    arch: "sm90" or "sm100", whose instructions the GEMM phases use. phase: one of PHASES. d_model: D. tiles: tiles of
+    both products. splits: parts of d_ff whose partial sums a rows phase adds up ("down" gets its number of parts at
+    launch). residual: add x to an FFN step's result. eps: added to the mean square in the norms. forced: the router's
+    decisions are an argument. recorded: the router writes its decisions.
     """
 
     arch: str

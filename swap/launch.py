@@ -31,11 +31,11 @@ from warpspec.swap.operands import Operands, taken
 from warpspec.swap.problem import SwapProblem
 from warpspec.swap.weights import SwapFFNWeights
 
-D_MODELS = (256, 512, 768, 1024)  # for which kernels are compiled
+D_MODELS = (256, 512, 768, 1024)  # values of D that kernels take
 MOST_SPLITS = 8  # parts of K of the down product
 # How compiled host functions report cudaErrorCooperativeLaunchTooLarge, in lower case.
 TOO_LARGE = "error code: 720"
-CTAS_PER_SM_SMALL = 2  # of a phase without products: as many as its registers allow
+CTAS_PER_SM_SMALL = 2  # CTAs an SM of a phase without products: as many as its registers allow
 
 
 def _host_and_arguments(config: SwapConfig) -> tuple:
@@ -48,8 +48,10 @@ SWAP = Kernel("swap", _host_and_arguments)
 
 
 class SwapKernels(NamedTuple):
-    """The kernels of one architecture. arch: of ``SwapConfig``. fuses: it can run the step as one kernel, with tiles of
-    clusters."""
+    """The kernels of one architecture.
+
+    arch: as in ``SwapConfig``. fuses: whether it can run the step as one kernel, with tiles shared in clusters.
+    """
 
     arch: str
     fuses: bool
@@ -62,10 +64,10 @@ SWAP_FFN = Family(
 
 @dataclass(frozen=True)
 class SwapPlan:
-    """What the host decides for a problem on a target.
+    """The host's decisions for a problem on a target.
 
-    fused: one kernel; otherwise a chain. tiles: of both products. splits: parts of K that the down product is cut into.
-    ctas: the most CTAs of a kernel with products.
+    fused: run one kernel, otherwise a chain of kernels. tiles: tiles of both products. splits: parts of K that the down
+    product is cut into. ctas: the most CTAs of a kernel with products.
     """
 
     fused: bool
@@ -108,7 +110,8 @@ def make_plan(problem: SwapProblem, target: Target, tiles: Tiles | None = None) 
 class Step:
     """A problem ready to run on a target: ``Step(problem, target, plan)``, then ``run`` as often as wanted.
 
-    forced, recorded: the router's decisions are given; are written, for tests. seed: the simulator's.
+    forced: the router's decisions are an argument, for tests. recorded: the router writes its decisions, for tests.
+    seed: the simulator's.
     """
 
     def __init__(

@@ -62,8 +62,11 @@ class Operands(NamedTuple):
 
 
 class StepNumbers(NamedTuple):
-    """The numbers among a kernel's arguments. ctas: of the grid. event: of a rows phase. steps, k_ffn: of the fused
-    kernel: FFN steps in all and of an event."""
+    """The numbers among a kernel's arguments.
+
+    ctas: CTAs of the grid. event: the event of a rows phase. steps, k_ffn: FFN steps in all and in one event, for the
+    fused kernel.
+    """
 
     ctas: Annotated[Any, Number(INT32)]
     event: Annotated[Any, Number(INT32)]
@@ -73,7 +76,7 @@ class StepNumbers(NamedTuple):
 
 ROUTER = ("router_norm", "router_w", "swap_w", "swap_b", "bank_w", "bank_b", "ram", "map")
 
-# phase -> names of its operands
+# Names of each phase's operands.
 TAKEN = {
     "first": ("x", "core_scale", "core_shift", *ROUTER, "vectors", "inverse"),
     "swap": (*ROUTER, "vectors", "inverse", "partial"),

@@ -17,8 +17,11 @@ MOST_STEPS = 1 << 16  # events of a token, or FFN steps of an event
 
 @dataclass(frozen=True)
 class SwapProblem:
-    """Sizes and switches of a call. batch: requests. cores, d_model, d_ff (padded), d_router, collapse_k, collapse_r:
-    the weights'. events, k_ffn, residual, eps: the call's and the weights'. device: of all tensors."""
+    """Sizes and switches of a call.
+
+    batch: number of requests. cores, d_model, d_ff (padded), d_router, collapse_k, collapse_r, eps: sizes and epsilon
+    of the weights. events, k_ffn, residual: the call's arguments. device: the device of all tensors.
+    """
 
     batch: int
     cores: int

@@ -17,7 +17,7 @@ from warpspec.swap.weights import BANKS, LANE_BITS, SwapFFNWeights
 
 
 class Decisions(NamedTuple):
-    """What the router decided, [events, B, C] each.
+    """The router's decisions, [events, B, C] each.
 
     gate: bool, whether x and a bank change places. logical: int64, that bank's number under the map. gate_logit: fp32;
     the gate is open if it is positive. margin: fp32, best bank score less the second best.

@@ -184,7 +184,7 @@ def unflatten(tensors: list[torch.Tensor], eps: float) -> SwapFFNWeights:
 
 @dataclass(frozen=True, eq=False)
 class SwapState:
-    """What a block keeps from token to token.
+    """The state that a block keeps from token to token.
 
     ram: bf16 [B, C, 4, D], four banks, each a vector, for each core. map: uint8 [B, C], four lanes of two bits: bits 2
     i and 2 i + 1 hold the physical bank of logical bank i. A map always is a permutation.

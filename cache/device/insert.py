@@ -60,8 +60,11 @@ class Insert:
     def kernel(
         self, queries, keys, values, cos_sin, positions, slots, eps, k_ctas: Int32, stored: Int32, step: Int32
     ):
-        """CTAs of keys and of values, ``stored`` in all, come every ``step`` CTAs: they compute more than those of
-        queries between them, which wait for memory more."""
+        """Divide the CTAs among queries, keys and values.
+
+        Every ``step``-th CTA takes keys or values, ``stored`` CTAs in all; the CTAs between them take queries. The two
+        kinds alternate because keys and values take more computing, while queries wait more for memory.
+        """
         config = self.config
         index, _, _ = cute.arch.block_idx()
         cta, queries_before = index, Int32(0)
@@ -139,7 +142,7 @@ def insert_rows(
 
 
 def quantized(config: InsertConfig, layout: RowLayout, words, scale, reciprocal) -> tuple:
-    """(words to store, the block's scale or None). reciprocal: fl(1 / scale)."""
+    """Quantise a lane's words: (words to store, the block's scale or None). reciprocal: fl(1 / scale)."""
     if not config.fmt.scaled:
         return [words[i] for i in range(layout.words)], None
     if config.format == "nvfp4":
@@ -164,7 +167,7 @@ def store_block_scale(
 
 
 class Item:
-    """Some heads of one token, which a group of lanes takes. lane: within the group."""
+    """Some heads of one token, which a group of lanes takes. lane: the lane's number in the group."""
 
     def __init__(self, layout: RowLayout, token, tokens, first, count, heads: int, lane):
         self.layout, self.token, self.tokens = layout, token, tokens

@@ -23,16 +23,16 @@ from warpspec.common.nvfp4 import E2M1_MAX, E4M3_MAX
 ORDINARY = 2.0**60  # divisors between its reciprocal and itself are ordinary
 ORDINARY_SCALE = ORDINARY / 2.0**9  # e4m3 numbers lie between 2**-9 and 2**9
 BEYOND = 2.0  # clamped quotients are this many times the largest code
-CODES_PER_WORD = 4  # of 8 bits
+CODES_PER_WORD = 4  # codes of 8 bits in a word
 CODES_OF_NAN = 0x77777777  # e2m1 has no NaN: +6 stands in
-PAIRS_PER_WORD = 4  # of e2m1 codes
-# The middles between neighbouring e2m1 numbers, and half of the distance to the next fp32 number; below 0 where the
-# middle itself goes to the larger one, whose code is even.
+PAIRS_PER_WORD = 4  # pairs of e2m1 codes in a word
+# The midpoints between neighbouring e2m1 numbers, and half of the distance to the next fp32 number. That is negative
+# where the midpoint itself rounds to the larger neighbour, whose code is even.
 E2M1_BORDERS = tuple(
     (t, half * 2.0**-24)
     for t, half in ((0.25, 0.25), (0.75, -0.5), (1.25, 1), (1.75, -1), (2.5, 2), (3.5, -2), (5.0, 4))
 )
-MAGNITUDES_OF_BF16 = 0x7FFF7FFF  # of a pair
+MAGNITUDES_OF_BF16 = 0x7FFF7FFF  # mask of the magnitudes of two bf16
 BF16_128, BF16_8 = (
     0x43004300,
     0x41004100,
@@ -48,8 +48,10 @@ def bits_of(x: float) -> int:
 def quotients(
     values: cutlass.Constexpr, divisor: Float32, reciprocal: Float32, largest: cutlass.Constexpr
 ) -> cute.Tensor:
-    """(n) fp32: x / divisor of a list of numbers; where it exceeds ``largest``, any number that also does. reciprocal:
-    fl(1 / divisor)."""
+    """(n) fp32: x / divisor for each x of a list. A quotient above ``largest`` may be any other number above it.
+
+    reciprocal: fl(1 / divisor).
+    """
     out = cute.make_rmem_tensor(len(values), Float32)
     if is_ordinary(divisor):
         found = ordinary_quotients(values, divisor, reciprocal, largest)
@@ -66,7 +68,7 @@ def ordinary_quotients(values: list, divisor: Float32, reciprocal: Float32, larg
     limit, found = divisor * (BEYOND * largest), []
     for value in values:
         x = cute.arch.fmin(absolute(value), limit, nan=True)
-        sign = value.bitcast(Uint32) & Uint32(1 << SIGN_BIT)  # that of -0, too
+        sign = value.bitcast(Uint32) & Uint32(1 << SIGN_BIT)  # also the sign of -0
         found.append((divided(x, divisor, reciprocal).bitcast(Uint32) | sign).bitcast(Float32))
     return found
 

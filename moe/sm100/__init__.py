@@ -22,7 +22,7 @@ from warpspec.moe.sm100.plan import choose_shape, group_count
 
 __all__ = ["EPILOGUES", "GemmConfig", "Shape", "choose_config", "gemm_kernel", "grouped_gemm"]
 
-FEATURE_MULTIPLE = 8  # of N, and of the rows of gate and of up
+FEATURE_MULTIPLE = 8  # N is a multiple of it, and so are the rows of gate and of up
 
 
 def choose_config(

@@ -16,7 +16,7 @@ from warpspec.moe.sm100 import activation
 from warpspec.moe.sm100.config import ACCUMULATORS, MMA_ROWS, SWIGLU_COLUMNS
 from warpspec.moe.sm100.store import Accumulator, warp_staging, write_scale_word, write_segment
 
-COLUMNS = SWIGLU_COLUMNS  # of a step: one block of outputs after gate and up are combined
+COLUMNS = SWIGLU_COLUMNS  # columns of a step: one block of outputs after gate and up are combined
 SCALE_BITS = 8
 
 
@@ -35,7 +35,7 @@ def rows_to_result(
     use, tile, rank = own.use, own.tile, own.rank
     thread, _, _ = cute.arch.thread_idx()
     warp, lane = cute.arch.make_warp_uniform(thread // WARP_THREADS), thread % WARP_THREADS
-    own_rows = tile.rows - rank * MMA_ROWS - warp * WARP_THREADS  # of this warp's 32 rows; may be negative
+    own_rows = tile.rows - rank * MMA_ROWS - warp * WARP_THREADS  # this warp's existing rows; may be negative
     warp_row = tile.first_row + rank * MMA_ROWS + warp * WARP_THREADS
     valid = Boolean(lane < own_rows)
     gate_scale, up_scale = activation.global_scales(config, operands, tile.expert)

@@ -27,10 +27,10 @@ BLOCK_LANES = (1, 2, 4, 2 * INTERLEAVE)  # lane distances between the 16 outputs
 
 
 class Feature(NamedTuple):
-    """What a thread knows of its row of the weights.
+    """A thread's row of the weights.
 
-    upper: its lane holds up, or takes the second of two tokens. place: of its output within the warp's. column: the
-    warp's first output. scale: global scale. bias: 0 if there is none.
+    upper: whether its lane holds up, or takes the second of two tokens. place: the place of its output among the
+    warp's. column: the warp's first output. scale: the global scale. bias: 0 if there is none.
     """
 
     upper: Boolean

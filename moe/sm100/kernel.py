@@ -57,7 +57,7 @@ class GroupedGemm:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
-        rank = block % config.ctas  # in the pair
+        rank = block % config.ctas  # this CTA's rank in its pair
 
         # 1. Shared memory: barriers, tile records, the TMEM address, stages, staging of the result.
         storage = allocate(config.smem_regions)

@@ -32,8 +32,10 @@ class GemmOperands(NamedTuple):
 
 
 class GemmNumbers(NamedTuple):
-    """The numbers among the arguments. k: values along K. columns: outputs of a row. limit: the clamp's. groups: CTAs,
-    or pairs."""
+    """The numbers among the arguments.
+
+    k: values along K. columns: outputs of a row. limit: the clamp of gate and up. groups: number of CTAs, or of pairs.
+    """
 
     k: Annotated[Any, Number(INT32)]
     columns: Annotated[Any, Number(INT32)]

@@ -30,11 +30,11 @@ SHAPES = (*SWAPPED.values(), SINGLE, PAIR)
 MMA_FLOPS = 32768  # 4 bit, 128 rows
 SMEM_BYTES = 128
 L2_BYTES = 64
-HBM_BYTES = 4096  # per clock, of the device: 8 TB/s at 1.95 GHz
+HBM_BYTES = 4096  # bytes per clock of the whole device: 8 TB/s at 1.95 GHz
 
-PACKED_BYTES = 0.5 + 1 / 16  # of a value with its share of a scale
+PACKED_BYTES = 0.5 + 1 / 16  # bytes of a value with its share of a scale
 OUTPUT_BYTES = 2  # bf16
-STEP_BYTES = MMA_K // 2  # along K that an MMA reads of every row
+STEP_BYTES = MMA_K // 2  # bytes along K that an MMA reads of every row
 DEVIATIONS = 8  # row counts further than this many standard deviations from the mean are ignored
 
 
@@ -42,8 +42,9 @@ DEVIATIONS = 8  # row counts further than this many standard deviations from the
 class Estimate:
     """Estimated clocks of one launch.
 
-    mma, smem, l2: of a tile, in one CTA. tiles: expected number. groups: CTAs or pairs that share the tiles. hbm: of
-    the whole launch. loaded_bytes: expected bytes that all CTAs load by TMA.
+    mma, smem, l2: clocks that a tile keeps the tensor cores, shared memory and L2 busy, in one CTA. tiles: expected
+    number of tiles. groups: number of CTAs or pairs that share the tiles. hbm: clocks that the whole launch keeps
+    memory busy. loaded_bytes: expected bytes that all CTAs load by TMA.
     """
 
     mma: float

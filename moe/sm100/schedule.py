@@ -27,9 +27,9 @@ LAST_LANE = WARP_THREADS - 1
 class TileRecord(NamedTuple):
     """A tile record.
 
-    expert: the tile's. first_row: of the tile, among all sorted rows. rows: tokens from there on, at most a tile's; 0
-    means that there are no more tiles. first_feature: row of the weights. atom, atom_row: the scale atom of first_row,
-    and its row in the atom.
+    expert: the tile's expert. first_row: the tile's first row, among all sorted rows. rows: number of tokens from there
+    on, at most as many as a tile holds; 0 means that there are no more tiles. first_feature: the tile's first row of
+    the weights. atom, atom_row: the scale atom of first_row, and its row in that atom.
     """
 
     expert: Int32
@@ -83,7 +83,7 @@ def schedule(config: cutlass.Constexpr, records, offsets: cute.Tensor, features,
     feature_tiles = cute.ceil_div(features, config.shape.features)
     experts = cute.size(offsets)
     chunk = Int32(0)  # first of the experts that the lanes hold
-    tiles_before, atoms_before = Int32(0), Int32(0)  # of all experts before those
+    tiles_before, atoms_before = Int32(0), Int32(0)  # totals of all experts before the chunk
     begin, count, tiles, atoms = load_chunk(config, offsets, chunk, lane, feature_tiles, rows)
     tile_ends, atom_ends = running_sum(tiles, lane), running_sum(atoms, lane)
     use, number = Int32(0), Int32(group)

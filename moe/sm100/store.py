@@ -77,8 +77,11 @@ def warp_staging(config, base: cute.Pointer, warp, words: int) -> cute.Tensor:
 
 @dataclass(frozen=True)
 class Accumulator:
-    """An accumulator as the epilogue's threads know it. columns: in tensor memory. empty: the channel that releases it,
-    at use ``use``. tile: its record. rank: of the CTA in its pair."""
+    """An accumulator from the point of view of the epilogue's threads.
+
+    columns: its columns in tensor memory. empty, use: the channel that releases it, and the use count. tile: its
+    record. rank: the CTA's rank in its pair.
+    """
 
     columns: cute.Pointer
     empty: object
@@ -116,14 +119,16 @@ def scale_place(atom_row, column) -> tuple:
 
 
 def has_scale(result, atom, column) -> Boolean:
-    """Whether this scale exists in the result. An atom can be too high only if the offsets are wrong; even then nothing
-    outside the tensor may be written."""
+    """Whether this scale exists in the result.
+
+    An atom can be too high only if the offsets are wrong. Even then the kernel must not write outside the tensor.
+    """
     return Boolean(column < result.scale_columns) & Boolean(atom < result.scales.shape[0])
 
 
 @cute.jit
 def write_scale(result, valid, atom, atom_row, column, code):
-    """Write one e4m3 code; in the padding after the last block write 0, after the padding nothing."""
+    """Write one e4m3 code. In the padding after the last block write 0; after the padding write nothing."""
     if valid & has_scale(result, atom, column):
         k_atom, byte = scale_place(atom_row, column)
         inside = column < cute.ceil_div(result.columns, NVFP4_BLOCK)

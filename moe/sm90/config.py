@@ -30,7 +30,7 @@ LOAD_REGISTERS = 56
 WEIGHT_REGISTERS = 16  # registers of a chunk's weights
 WARPS = WARPGROUP_THREADS // WARP_THREADS  # warps of a consumer
 STEP_ROW_BYTES = STEP * BF16_BYTES  # bytes of a token in a step
-MOST_STAGES = 24  # as many as there is room for barriers
+MOST_STAGES = 24  # the region of barriers has room for no more
 TOKENS_MULTIPLE = 8  # N is a multiple of it
 # Tiles of at least MANY_TOKENS have classes of entries, whose widths are CLASS_TOKENS apart.
 MANY_TOKENS, CLASS_TOKENS = 32, 16
@@ -38,10 +38,11 @@ MANY_TOKENS, CLASS_TOKENS = 32, 16
 
 @dataclass(frozen=True)
 class Shape:
-    """Tiles of one kernel: ``row_groups`` groups of 64 features each, times ``tokens``.
+    """Tiles of one kernel: ``row_groups`` groups of 64 features each, times ``tokens`` tokens.
 
-    stages: of the ring. ctas_per_sm: CTAs an SM. splits: consumers that take turns at the stages of one row group
-    (``relay``). tall: row groups of a consumer. steps: along K of a stage, 1 or 2.
+    stages: stages of the ring. ctas_per_sm: CTAs an SM. load_warps: warps that load. splits: consumers that take turns
+    at the stages of one row group (``relay``). tall: row groups of a consumer. steps: steps along K that a stage holds,
+    1 or 2.
     """
 
     row_groups: int = 1
@@ -61,8 +62,11 @@ class Shape:
 
 
 def widths_of(tokens: int) -> tuple[int, ...]:
-    """Widths of the classes of entries, the widest first. An entry belongs to the narrowest class that holds its rows,
-    so that the products of few tokens take little time in a kernel for many."""
+    """Widths of the classes of entries, the widest first.
+
+    An entry belongs to the narrowest class that holds its rows, so that the products of few tokens take little time
+    even in a kernel for many tokens.
+    """
     return tuple(range(tokens, 0, -CLASS_TOKENS)) if tokens >= MANY_TOKENS else (tokens,)
 
 
@@ -70,11 +74,11 @@ def widths_of(tokens: int) -> tuple[int, ...]:
 class StreamConfig:
     """Compile-time shape of one grouped GEMM.
 
-    block: values that share a scale. choices: of a token, if rows are looked up by choice; 0: rows are the tokens.
-    early: everything but the activations is older than the previous launch, so that weights are loaded without waiting
-    for it. keeps_fp32: for "w4a4": tokens have a scale each, and results stay fp32: the next launch rounds
-    them. routing: rows are not sorted; a tile has one row, and tokens that are looked up are put in the kernel's order
-    as they are loaded.
+    block: values that share a scale. choices: choices of a token, if rows are looked up by choice; 0: rows are the
+    tokens. early: everything but the activations is older than the previous launch, so weights are loaded without
+    waiting for that launch. keeps_fp32: for "w4a4", each token has a scale, and results stay fp32 because the next
+    launch rounds them. routing: rows are not sorted, and a tile has one row; tokens that are looked up are put into the
+    kernel's order while they are loaded.
     """
 
     shape: Shape = Shape()

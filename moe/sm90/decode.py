@@ -25,8 +25,8 @@ from warpspec.moe.streamed import (
 CODES = 0x81C081C0  # mask of the signs and magnitudes of two bf16
 SELECT = 0xE4  # lop3's table of: the first operand's bit where the third has a one, else the second's
 SCALE_SHIFT = 4
-ZERO_BYTE = 4  # in prmt's two words, of which the second is 0
-STEP_WORDS = 4  # of wgmma's fragment of 16 along K
+ZERO_BYTE = 4  # number of a zero byte among prmt's two words, of which the second is 0
+STEP_WORDS = 4  # words of wgmma's fragment of 16 along K
 
 
 def decode_chunk(words: cute.Tensor, scales: Uint32, chunk: int, out: cute.Tensor) -> None:

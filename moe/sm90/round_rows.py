@@ -1,8 +1,9 @@
 """Round rows to NVFP4 for "w4a4" on sm_90a, as activations of the GEMM: codes times block scales, exact in bf16.
 
-One CTA a row. Codes and scales are those of ``nvfp4.quantize``, and so of sm_100a's kernels. The rows' global scales
-are left out. The tokens' (one a row) are applied by GEMM 1's epilogue; those between the GEMMs (one an expert) are part
-of w2's global scale. Rounding to e2m1 uses arithmetic, because sm_90a has no conversion instruction for it.
+One CTA rounds one row. Codes and scales are those of ``nvfp4.quantize``, and so of sm_100a's kernels. The results leave
+out the global scale: GEMM 1's epilogue applies the tokens' global scales (one a row), and w2's global scale includes
+the scales between the GEMMs (one an expert). Rounding to e2m1 uses arithmetic, because sm_90a has no conversion
+instruction for it.
 """
 
 from __future__ import annotations
@@ -29,8 +30,11 @@ BEYOND_MAX = 8.0  # quotients are clamped to it; any value above E2M1_MAX would 
 
 @dataclass(frozen=True)
 class RoundConfig:
-    """tokens: rows are tokens in their own order, bf16; each gets a global scale, which is written. Otherwise rows are
-    GEMM 1's results, fp32 in the kernel's order, with an expert's scale each."""
+    """Configuration of the kernel.
+
+    tokens: rows are bf16 tokens in their own order, and the kernel writes a global scale for each. Otherwise rows are
+    GEMM 1's fp32 results in the kernel's order, with one scale for each expert.
+    """
 
     tokens: bool
 
@@ -140,8 +144,7 @@ def load_block(config: cutlass.Constexpr, row: cute.Tensor, block) -> cute.Tenso
 
 
 def place(block, pair: int):
-    """Where a pair of a block's columns is in a row of the kernel's order (``streamed.column_order``), counted in
-    pairs."""
+    """The place of a pair of a block's columns in a row of the kernel's order (``streamed.column_order``), in pairs."""
     of_block = CHUNK // QUAD
     per_sixteen, per_half = of_block // PAIR, QUAD
     chunk, q = block // QUAD, block % QUAD

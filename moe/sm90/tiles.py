@@ -21,7 +21,8 @@ class StreamOperands(NamedTuple):
     tokens: [T or R, padded K] bf16 in the kernel's order. source: int32 [R] or None; row r is token source[r] //
     choices. row_scale: fp32 [T], of tokens, or None. data: uint8 [E, row tile, bytes]. global_scale: [E, 1 or 2]. bias:
     [E, rows] or None. Either work: int32 [heads + entries, 4], ends of classes, then (expert, first row, rows); or ids:
-    int32 [T, k], if the configuration has a ``Routing``. out: [R, columns]. chunks: along K. limit: the clamp's.
+    int32 [T, k], if the configuration has a ``Routing``. out: [R, columns]. chunks: chunks along K. limit: the clamp of
+    gate and up.
     """
 
     tokens: Annotated[Any, Operand(BFLOAT16, 2, None, TMA_ALIGNMENT)]
@@ -38,7 +39,7 @@ class StreamOperands(NamedTuple):
 
 
 class StreamGrid(NamedTuple):
-    """Arguments of the launch. ctas: of its grid; they are persistent."""
+    """Arguments of the launch. ctas: number of CTAs of the grid; they are persistent."""
 
     ctas: Annotated[Any, Number(INT32)]
 
@@ -53,7 +54,7 @@ class StreamTile(NamedTuple):
 
 
 def tile_count(config, ops, number: int = -1) -> Int32:
-    """Tiles of the launch up to the end of class ``number``; by default of all classes."""
+    """Number of tiles up to the end of class ``number``; by default the tiles of all classes."""
     if config.routing:
         return Int32(ops.ids.shape[0]) * config.routing.taken * groups(config, ops)
     number %= len(config.widths)
@@ -66,7 +67,7 @@ def stage_count(config, ops) -> Int32:
 
 
 def groups(config, ops) -> Int32:
-    """Tiles of an entry."""
+    """Number of tiles that an entry has."""
     return Int32(cute.ceil_div(ops.data.shape[1], config.shape.row_groups))
 
 

@@ -19,15 +19,15 @@ from cutlass import Int32
 from warpspec.swap.config import GRID_COUNTERS, GROUP_ROWS, GROUP_TILES, THREADS, TILE_M
 
 # Named barriers.
-CONSUMER_BARRIER = 1  # of THREADS threads
-TURN_BARRIER = 2  # sm90: of both consumers, at the end of a tile
+CONSUMER_BARRIER = 1  # THREADS threads meet here
+TURN_BARRIER = 2  # both consumers meet here at the end of a tile (sm90)
 
 
 class Flow(NamedTuple):
     """State of the order of phases.
 
-    counters: Int32, zeros before the launch and after it; None if kernels are a chain. row_tiles: of x. groups: of up's
-    column tiles.
+    counters: Int32, zeros before the launch and after it; None if kernels are a chain. row_tiles: number of row tiles.
+    groups: number of groups of up's column tiles.
     """
 
     counters: cute.Tensor | None
@@ -43,7 +43,7 @@ class Flow(NamedTuple):
         return cls(ops.counters, Int32(row_tiles), Int32(cute.ceil_div(column_tiles, GROUP_TILES)))
 
     def tile(self, phase: str, row_tile, group=0) -> cute.Pointer:
-        """The counter of a row tile in a phase. group: of up's column tiles."""
+        """Pointer to the counter of a row tile in a phase. group: which group of column tiles, for "up"."""
         if phase == "up":
             return self.counters.iterator + ((2 + group) * self.row_tiles + row_tile)
         return self.counters.iterator + (("rows", "down").index(phase) * self.row_tiles + row_tile)

@@ -58,10 +58,10 @@ def columns_first(matrix: cute.Tensor) -> cute.Tensor:
 
 
 class ProductLoads(NamedTuple):
-    """How a CTA fills stages in one phase.
+    """The loads by which a CTA fills stages in one phase.
 
-    a, b: rings of its parts of activations and weights. a_parts, b_parts: number of parts of a stage. a_rank, b_rank:
-    which of them this CTA loads. a_mask, b_mask: CTAs that receive a part; None if it is only this one.
+    a, b: rings of this CTA's parts of activations and weights. a_parts, b_parts: number of parts of a stage. a_rank,
+    b_rank: which part this CTA loads. a_mask, b_mask: CTAs that receive the part; None if only this CTA does.
     """
 
     a: tma.TileRing

@@ -22,10 +22,10 @@ from warpspec.swap.device.flow import synchronize
 from warpspec.swap.device.row_group import columns_of, inverse_rms, put_squares, row_sum, vector_of, warp_sum
 from warpspec.swap.weights import BANKS, LANE_BITS
 
-WORDS = 4  # of a quad thread's part of a chunk of the router's weights: 8 bf16
+WORDS = 4  # words of a thread's part of a chunk of the router's weights: 8 bf16
 MMA_N = 8
-ROUTER_CHAINS = 4  # independent chains of products; those of a chain wait for each other
-SCORES = 1 + BANKS  # of a row: the gate's logit and a score for each bank
+ROUTER_CHAINS = 4  # independent chains of products; products of one chain wait for each other
+SCORES = 1 + BANKS  # scores of a row: the gate's logit and a score for each bank
 PARTS = ROUTER_WIDTH // WARP_THREADS  # outputs of z that a lane has
 SWIZZLE_ROWS = 8  # period of the 128-byte swizzle
 GATE = 4  # bit of a decision: the gate is open
@@ -36,8 +36,10 @@ ROUTER_MMA = (
 
 
 class Router(NamedTuple):
-    """The router's constants. weights: registers (``load_weights``) or ``RouterTile``. head: from ``load_head``. norm:
-    from ``load_norm``."""
+    """The router's constants.
+
+    weights: registers (``load_weights``) or ``RouterTile``. head: from ``load_head``. norm: from ``load_norm``.
+    """
 
     weights: object
     head: cute.Tensor
@@ -74,7 +76,7 @@ def chunk_of(config, router, chunk: int, warp, lane) -> cute.Tensor:
         return router[None, chunk]
     k_tile, row = chunk * ROUTER_CHUNK // K_TILE, warp * MMA_N + lane // QUAD
     address = router.base.toint() + (k_tile * ROUTER_WIDTH + row) * tma.ROW_BYTES
-    column = chunk * ROUTER_CHUNK % K_TILE // (2 * WORDS) + lane % QUAD  # in units of 16 bytes
+    column = chunk * ROUTER_CHUNK % K_TILE // (2 * WORDS) + lane % QUAD  # counted in 16 bytes
     address += (column ^ row % SWIZZLE_ROWS) * VECTOR_BYTES
     pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
     words = cute.make_rmem_tensor(WORDS, Int32)
@@ -83,8 +85,10 @@ def chunk_of(config, router, chunk: int, warp, lane) -> cute.Tensor:
 
 
 class Held(NamedTuple):
-    """A row before a swap: its map, and banks: (VECTOR, VECTORS, BANK) bf16, the thread's columns of all of them. No
-    other CTA ever writes them."""
+    """A row's map and banks before a swap. No other CTA ever writes them.
+
+    banks: (VECTOR, VECTORS, BANK) bf16, the thread's columns of all banks.
+    """
 
     map: Int32
     banks: cute.Tensor
@@ -113,7 +117,7 @@ def load_norm(config: cutlass.Constexpr, ops, member) -> cute.Tensor:
 def exchange(config: cutlass.Constexpr, ops, scratch, router, held, at, thread, values, event):
     """Decide for each row; where the gate is open, exchange ``values`` with a bank, in place. All threads call it.
 
-    router: ``Router``. held: that of the thread's row.
+    router: ``Router``. held: the ``Held`` of the thread's row.
     """
     map_, banks = held
     put_squares(values, scratch, at, 1)

@@ -1,4 +1,4 @@
-"""Which tiles a cluster computes in a product phase, and in which order.
+"""The tiles that a cluster computes in a product phase, in order.
 
 A piece of work is a tile for each of the cluster's CTAs: cluster_m adjacent row tiles, cluster_n adjacent column tiles,
 one split of K. The pieces of a row tile are adjacent in the numbering, so that clusters running at the same time share
@@ -16,7 +16,7 @@ from warpspec.swap.config import K_TILE, TILE_M
 
 
 class Piece(NamedTuple):
-    """A CTA's tile. row_tile may lie past the last row tile. first, count: its K tiles."""
+    """A CTA's tile. row_tile may lie past the last row tile. first, count: the first of its K tiles, and how many."""
 
     row_tile: Int32
     column_tile: Int32
@@ -26,8 +26,11 @@ class Piece(NamedTuple):
 
 
 class SwapWork(NamedTuple):
-    """Pieces of a product. cluster: this cluster's number; its pieces are cluster, cluster + clusters, ... rank_m,
-    rank_n: this CTA's place in it."""
+    """The pieces of work of a product.
+
+    pieces: how many there are. cluster, clusters: this cluster's number, and how many clusters there are; the cluster
+    takes pieces cluster, cluster + clusters, ... rank_m, rank_n: this CTA's place in the cluster.
+    """
 
     pieces: Int32
     column_groups: Int32
