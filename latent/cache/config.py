@@ -1,4 +1,4 @@
-"""What one insert or compress kernel is compiled for. Plain Python."""
+"""Configuration of the insert and compress kernels. Plain Python."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class CompressConfig:
 
     @property
     def reach(self) -> int:
-        """How many tokens an entry is pooled from."""
+        """Number of tokens that an entry is pooled from."""
         return self.series * self.stride
 
     @property

@@ -1,4 +1,4 @@
-"""How rows of paged pools are stored: one record a format. Plain Python, no tensors.
+"""Storage formats of the rows of paged pools, one record each. Plain Python, no tensors.
 
 A row has ``dim`` numbers. The first ``values`` of them are quantised, ``block`` numbers to a scale; the others, the
 tail, are bf16. In some formats (``apart``) a page of P rows holds the data of all rows first and their scales behind

@@ -1,4 +1,4 @@
-"""What a model's layers keep of their tokens, and how many bytes that takes. Plain Python.
+"""The data that a model's layers keep of their tokens, and the bytes that it takes. Plain Python.
 
 There are three kinds of layers. "window" keeps plain keys of the last tokens. "csa" keeps the window and an entry for
 every ``csa_stride`` tokens, each with an index key by which the indexer selects it. "hca" keeps the window and an entry
@@ -25,9 +25,10 @@ ONLINE_NUMBERS = 3  # numbers a channel of an unfinished HCA window: largest gat
 class CacheConfig:
     """Shapes of a model's caches.
 
-    layers: how many of each kind. dim: numbers of a latent row, of which the last rope_dim are rotated. window: plain
-    keys that a token sees, its own included. index_dim, index_heads, top_k: the indexer's. latent, index: names of
-    formats. Raises TypeError or ValueError naming the field.
+    layers: how many layers of each kind. dim: numbers of a latent row, of which the last rope_dim are rotated. window:
+    plain keys that a token sees, its own included. index_dim, index_heads: numbers of an index key, and heads of the
+    indexer's queries. top_k: entries that the indexer selects. latent, index: names of the pools' formats. Raises
+    TypeError or ValueError naming the field.
     """
 
     layers: tuple[tuple[str, int], ...]

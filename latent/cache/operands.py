@@ -9,14 +9,17 @@ from warpspec.common.hardware import VECTOR_BYTES
 from warpspec.common.operands import FLOAT32, INT32, UINT32, Number, Operand
 
 ROPE_DIM = 64  # numbers of a row of the table of angles
-WORDS = Operand(UINT32, 3, None, VECTOR_BYTES)  # of two bf16
+WORDS = Operand(UINT32, 3, None, VECTOR_BYTES)  # words of two bf16
 POOL = Operand(UINT32, 2, None, VECTOR_BYTES)  # [pages, words]
 TABLE = Operand(FLOAT32, 2, ROPE_DIM, VECTOR_BYTES)  # [N, R]: cosines, then sines
 
 
 class InsertOperands(NamedTuple):
-    """Tensors of an insert. q, q_out: [T, H, dim/2] words of two bf16. kv: [T, dim/2] words. weight: [dim]. cos_sin:
-    [N, R] fp32. positions, slots: int32 [T]. pool: [pages, words]."""
+    """Tensors of an insert.
+
+    q, q_out: [T, H, dim/2] words of two bf16. kv: [T, dim/2] words. weight: [dim]. cos_sin: [N, R] fp32. positions,
+    slots: int32 [T]. pool: [pages, words].
+    """
 
     q: Annotated[Any, replace(WORDS, when="queries")]
     q_out: Annotated[Any, replace(WORDS, when="queries")]
@@ -65,7 +68,10 @@ class CompressOperands(NamedTuple):
 
 
 class PoolNumbers(NamedTuple):
-    """The numbers among the arguments. page_size: rows of the pool's pages. eps: of the norms."""
+    """The numbers among the arguments.
+
+    page_size: rows of the pool's pages. eps: added to the mean square in the norms.
+    """
 
     page_size: Annotated[Any, Number(INT32)]
     eps: Annotated[Any, Number(FLOAT32)]

@@ -91,7 +91,7 @@ class CompressCall(NamedTuple):
 
     @property
     def batch(self) -> tuple:
-        """Which tokens are whose: requests, starts, cu_seqlens."""
+        """The tensors that assign tokens to requests: requests, starts, cu_seqlens."""
         return self.requests, self.starts, self.cu_seqlens
 
     def check_values(self) -> None:

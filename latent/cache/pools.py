@@ -20,7 +20,7 @@ from warpspec.latent.cache.formats import (
 )
 from warpspec.latent.cache.quantize import dequantize_rows, quantize_rows
 
-MOST_PADDING = 2**20  # of which the distance between pages may be a multiple, in bytes
+MOST_PADDING = 2**20  # the largest ``multiple`` of ``Pool.empty``, in bytes
 SLOT_LIMIT = 2**31  # slots are int32
 ROW_DTYPES = (torch.bfloat16, torch.float32)  # what a pool quantises
 NO_SLOT = NO_PAGE = -1

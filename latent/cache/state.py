@@ -1,4 +1,4 @@
-"""What a layer keeps of each request besides its pools: the window and the compressor's unfinished entries.
+"""The state that a layer keeps of each request besides its pools: the window and the compressor's unfinished entries.
 
 Both are rings indexed by position, so that taking back rejected draft tokens costs nothing. Rings have ``max_draft``
 rows more than the layer needs, and tokens given again at a position overwrite the earlier ones. Only the number of

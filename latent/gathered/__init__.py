@@ -48,8 +48,8 @@ def gathered_attention(
     whatever the block's scale.
 
     Kernels compute on bf16 keys: "v4-fp8" rows are converted exactly, "v3.2-fp8" rows, whose scales are any fp32
-    numbers, rounded once. With few queries, each query's keys are split over several CTAs and a second
-    launch combines their states.
+    numbers, rounded once. If there are few queries, several CTAs split each query's keys, and a second launch combines
+    their states.
     Raises TypeError or ValueError naming the argument, and UnsupportedProblem where a backend cannot run it. Forward
     only.
     """

@@ -1,12 +1,13 @@
-"""Rows of e4m3 codes in a producer warp: with fp32 scales and a bf16 tail ("v3.2-fp8"), or codes alone ("e4m3").
+"""Converts rows of e4m3 codes in a producer warp: codes with fp32 scales and a bf16 tail ("v3.2-fp8"), or codes alone
+("e4m3").
 
-A part of a key is four blocks of 64 codes under two scales. A lane has 16 codes of each block; the key's four lanes
-have the same scales. Codes are copied to the place of the converted keys, read from there, and stored there again in
-bf16.
+A part of a key has four blocks of 64 codes under two scales. A lane has 16 codes of each block; the key's four lanes
+have the same scales. A lane copies codes to the place of the converted keys, reads them from there, and stores them
+there again in bf16.
 
-A code times its scale is rounded to bf16 once: with the scale as a sum of two bf16 numbers, high and low, code * low is
-rounded to bf16 far below the product's last bit, and code * high is added to it in one fused operation. Rounding the
-scale itself, as one multiplication would, shifts a whole block by up to 2**-9.
+The product of code and scale is rounded to bf16 once. For that the scale is the sum of two bf16 numbers, high and low:
+code * low is rounded to bf16, which changes nothing near the product's last bit, and one fused operation adds
+code * high. If the scale itself were rounded to bf16, a whole block would be off by up to 2**-9.
 """
 
 from __future__ import annotations
@@ -49,15 +50,15 @@ from warpspec.latent.gathered.rows import (
     store_vector,
 )
 
-GAP_FACTOR = 2.0**EXPONENT_GAP  # what a code's bits, moved to bf16's fields, have to be multiplied with
-GAP_BITS = EXPONENT_GAP + FIELD_BIAS << BF16_EXPONENT_BIT  # of it in bf16
-SMALL_SCALE = 128.0  # below it, a scale times GAP_FACTOR is a number of bf16's
+GAP_FACTOR = 2.0**EXPONENT_GAP  # corrects a code's bits after they moved to bf16's fields
+GAP_BITS = EXPONENT_GAP + FIELD_BIAS << BF16_EXPONENT_BIT  # GAP_FACTOR's bits in bf16
+SMALL_SCALE = 128.0  # bf16 can represent a scale below this times GAP_FACTOR
 SCALE_BLOCKS = 2  # blocks of 64 codes that share a scale
 
 
 def copy_codes(loader, target, pair_bytes: int, address, scale_at) -> None:
     """Issue the copies of the codes and scales of a key that the lane will convert; zeros if the key is not there.
-    Arguments as of ``rows.copy_raw``."""
+    Arguments as in ``rows.copy_raw``."""
     config = loader.config
     wanted = bytes_of(address, VECTOR_BYTES)
     begin = address + Int64(loader.part * (loader.blocks * BLOCK) + loader.member * VECTOR_BYTES)
@@ -82,9 +83,11 @@ def scales_place(loader, target):
 
 
 def copy_tails(loader, base, addresses: list) -> None:
-    """Issue the copies of the tails of the warp's keys to the block behind both parts, bf16 to where it stays, codes to
-    where ``convert_tail`` finds them; keys that are not there become zeros. base: of the warp's part. addresses: of the
-    lane's key in every group."""
+    """Issue the copies of the tails of the warp's keys to the block behind both parts.
+
+    A bf16 tail is copied to its final place, codes to where ``convert_tail`` finds them. Missing keys become zeros.
+    base: address of the warp's part. addresses: address of the lane's key in every group.
+    """
     fmt, block = loader.config.gathers.fmt, tail_place(loader, base)
     if fmt.tail == 0:  # codes, to be converted
         for group, address in enumerate(addresses):
@@ -174,7 +177,7 @@ def convert_tail(loader, base, group):
 
 
 def store_plain_codes(address, words: list) -> None:
-    """Store 16 codes in bf16. address: of the first chunk."""
+    """Store 16 codes in bf16. address: address of the first chunk."""
     out = to_bf16(words, Uint32(FIELD_BIAS), True)
     store_vector(address, out[:VECTOR_WORDS])
     store_vector(address ^ VECTOR_BYTES, out[VECTOR_WORDS:])
@@ -192,7 +195,7 @@ def raw_group(loader, group):
 
 
 def tail_place(loader, base):
-    """Address of the block of columns behind both parts. base: of the warp's part."""
+    """Address of the block of columns behind both parts. base: address of the warp's part."""
     return base + (loader.config.gathers.parts - loader.part) * loader.config.gathers.part_bytes
 
 
@@ -202,7 +205,7 @@ def float_of(word: Uint32) -> Float32:
 
 
 def split_scale(scale: Float32, small: bool) -> tuple:
-    """(high, low): words of two bf16 each, whose sum is the scale, times GAP_FACTOR where it is small."""
+    """(high, low): words of two bf16 each, whose sum is the scale, or the scale times GAP_FACTOR if ``small``."""
     if small:
         scale = scale * Float32(GAP_FACTOR)
     high = scale.to(BFloat16).to(Float32)

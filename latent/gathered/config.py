@@ -1,9 +1,9 @@
-"""What the gathered-attention kernels are compiled for. Plain Python.
+"""Configuration of the gathered-attention kernels. Plain Python.
 
 Four producer warps gather rows by slot and put them, in bf16, where TMA would have put them. FP8 rows go through shared
-memory and registers to be converted; bf16 rows are only copied. Everything behind the producer is that of the attention
-kernels of D 512 whose K and V are one tensor. On sm_90a these are the two consumers of ``fmha.sm90.pair``, which share
-64 query heads of one query and have half of O's columns each; on sm_100a the roles of ``fmha.sm100``.
+memory and registers to be converted; bf16 rows are only copied. All other roles are those of the attention kernels of
+D 512 whose K and V are one tensor. On sm_90a these are the two consumers of ``fmha.sm90.pair``, which share 64 query
+heads of one query and each have half of O's columns; on sm_100a they are the roles of ``fmha.sm100``.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ MAX_KEY_SETS = 3
 # Rows of codes alone, whose one scale is an operand (``latent.mla``).
 E4M3_ROWS = RowFormat("e4m3", "latent", LATENT[0], LATENT[0], "e4m3")
 GATHERED_FORMATS = {**LATENT_FORMATS, E4M3_ROWS.name: E4M3_ROWS}
-PAGE_ROWS = 64  # rows of a page where keys are found by a page table: those of a KV tile
+PAGE_ROWS = 64  # rows of a page, and of a KV tile, where a page table tells where keys are
 VALUE_DIM = LATENT[1]  # the first numbers of a row, of which O is made
 ROPE_DIM = 64  # the last numbers of a row, which are rotated
 MASK_BYTES = 4
-SCALES_BYTES = 4  # of a key's part, one byte a block
+SCALES_BYTES = 4  # bytes of the scales of a key's part, one byte a block
 GATHERED = Shape(2, 64, 2, 1, 208, 88, column_parts=2)
 
 
 @dataclass(frozen=True)
 class Gathers:
-    """What gathering adds to a configuration.
+    """The options that gathering adds to a configuration.
 
-    row_format: of all key sets. sets: how many key sets. lengths: for each set, whether it has lengths.
-    rotate_back, float8: rotate the result back; store it in FP8. paged: the only set's slots are a page table of
-    requests, each of which has as many neighbouring queries, the last of its tokens. has_kv_scale: all keys have one
-    scale, an operand. keys: of a KV tile.
+    row_format: row format of all key sets. sets: number of key sets. lengths: for each set, whether it has lengths.
+    rotate_back: rotate the result back. float8: store the result in FP8. paged: the slots of the only set are a page
+    table of requests. Each request has the same number of neighbouring queries, which are the last of its tokens.
+    has_kv_scale: all keys have one scale, which is an operand. keys: keys of a KV tile.
     """
 
     row_format: str = "v4-fp8"
@@ -80,7 +80,7 @@ class Gathers:
 
     @property
     def parts(self) -> int:
-        """How many parts a row's columns are cut into; two producer warps fill each part."""
+        """Number of parts that a row's columns are cut into; two producer warps fill each part."""
         return 2
 
     @property
@@ -98,20 +98,25 @@ class Gathers:
 
     @property
     def part_bytes(self) -> int:
-        """A part of a tile in shared memory."""
+        """Bytes of a tile's part in shared memory."""
         return self.part_blocks * self.keys * ROW_BYTES
 
     @property
     def tail_apart(self) -> bool:
-        """Whether a row has a block behind both parts: its bf16 tail, or codes as the others. Then either part's warps
-        bring it in turn, and there is no room for raw keys ahead of a tile. Otherwise the tail is the second part's
-        last block."""
+        """Whether a row has a block behind both parts, which holds its bf16 tail, or codes like the other blocks.
+
+        The warps of the two parts take turns at loading it, and there is no room for raw keys ahead of a tile. Without
+        such a block, the tail is the second part's last block.
+        """
         return self.heads.qk_blocks > self.parts * self.part_blocks
 
     @property
     def raw_vectors(self) -> int:
-        """16-byte vectors that each of an FP8 key's four lanes copies before conversion: one of every e4m3 block, and
-        two for the part's last block where it is bf16 in the second part."""
+        """Number of 16-byte vectors that each of an FP8 key's four lanes copies before conversion.
+
+        A lane copies one vector of every e4m3 block. For the part's last block it copies two if that block is bf16 in
+        the second part.
+        """
         return self.part_blocks + (0 if self.tail_apart else 1)
 
     @property
@@ -128,11 +133,11 @@ class Gathers:
         return WARP_THREADS * (self.raw_vectors * VECTOR_BYTES + SCALES_BYTES)
 
     def mask_words(self, stages: int) -> int:
-        """Words of the masks of so many stages, which have a bit for each key of a tile: 1 if the key is there."""
+        """Words of the masks of ``stages`` stages. A mask has a bit for each key of a tile, 1 if the key is there."""
         return stages * self.keys // (8 * MASK_BYTES)
 
     def regions(self, stages: int) -> tuple[memory.Region, ...]:
-        """What gathering needs of shared memory behind what attention has, with so many stages of KV tiles."""
+        """Regions of shared memory that gathering needs behind attention's, with ``stages`` stages of KV tiles."""
         raw = "of each producer warp the next tile's first eight, as they are"
         size = WARPGROUP_THREADS // WARP_THREADS * self.raw_bytes
         return (
@@ -144,8 +149,10 @@ class Gathers:
 
 
 def gathered_barriers(table: tuple[Barrier, ...], parts: int) -> tuple[Barrier, ...]:
-    """An attention kernel's barriers, with the producers of K and V replaced by the gathering warps. parts: of a tile
-    that have mbarriers of their own."""
+    """An attention kernel's barriers, with the producers of K and V replaced by the gathering warps.
+
+    parts: number of a tile's parts that have their own mbarriers.
+    """
     changed = {
         "q_full": {"arrivals": 1, "producer": "first producer warp, expect_tx + TMA bytes"},
         "k_full": {
@@ -198,12 +205,14 @@ class GatheredConfig(AttentionConfig):
 
     @property
     def pieces(self) -> int:
-        """One for each part: all columns of it that a warp copies of a key arrive together."""
+        """Pieces in which a tile arrives: one for each part, because a warp copies all columns of a part together."""
         return self.parts
 
     def piece_of(self, block: int, consumer: int) -> int:
-        """As in ``AttentionConfig``. The columns behind both parts come with the part that the tile's consumer does not
-        release."""
+        """The piece that a block of columns arrives with, as in ``AttentionConfig``.
+
+        The columns behind both parts come with the part that the tile's consumer does not release.
+        """
         part = block * MMA_K // (self.part_blocks * BLOCK)
         return part if part < self.parts else 1 - consumer
 

@@ -28,7 +28,7 @@ from warpspec.latent.cache.device.rows import to_bf16
 from warpspec.latent.projection.float8 import FP8_BLOCK
 from warpspec.latent.projection.quantize import quantize_block
 
-CODES = 4  # of a word
+CODES = 4  # codes in a word
 LOW_HALF = 0xFFFF
 
 

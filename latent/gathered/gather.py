@@ -230,7 +230,7 @@ def config_dtype(config):
 
 @dataclass(frozen=True)
 class Slots:
-    """Where a lane's slots of a task are.
+    """The places of a lane's slots in a task.
 
     addresses: for each key set, the address of the lane's slot in the set's first tile. limits: how many slots from
     there on are within the length.

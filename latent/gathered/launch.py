@@ -40,9 +40,10 @@ GATHERED = Family(
 
 
 class GatheredPlan(NamedTuple):
-    """How a problem runs.
+    """The host's decisions for a problem.
 
-    config: the attention kernel's. splits: parts of each query's keys. combine: None: no splits.
+    config: configuration of the attention kernel. splits: parts that each query's keys are cut into. combine:
+    configuration of the kernel that combines the parts; None without splits.
     """
 
     config: AttentionKernel
@@ -52,7 +53,7 @@ class GatheredPlan(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def make_plan(problem: GatheredProblem, target: Target) -> GatheredPlan:
-    """Choose how a problem is computed. Raises UnsupportedProblem naming what there is no kernel for."""
+    """Choose splits and configurations. Raises UnsupportedProblem, naming the constraint, if no kernel fits."""
     kind = GATHERED.of(target.architecture).config
     tile_m, tile_n = kind.of().tile_m, kind.of().tile_n
     tiles = sum(-(-k // tile_n) for k in problem.slots)

@@ -76,8 +76,8 @@ class KeySet:
 class GatheredProblem:
     """Sizes and switches of a call, without tensors. Hashable.
 
-    tokens, heads: q's. format: of all rows. slots: K of each key set. lengths: for each set, whether it has lengths.
-    paged, has_kv_scale: as in ``config.Gathers``.
+    tokens, heads: sizes of q. format: the rows' format. slots: K of each key set. lengths: for each set, whether it has
+    lengths. paged, has_kv_scale: as in ``config.Gathers``. All other fields: as in ``gathered_attention``.
     """
 
     tokens: int

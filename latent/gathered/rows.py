@@ -1,4 +1,4 @@
-"""How the lanes of a producer warp bring rows to shared memory, four lanes a key.
+"""Copies rows to shared memory by the lanes of a producer warp, four lanes to a key.
 
 bf16 rows are copied to where the 128-byte swizzle puts them. FP8 rows are copied unchanged to a buffer; each lane then
 reads what it copied itself, converts it, and stores it where the swizzle puts it.
@@ -29,11 +29,11 @@ RAW_PAIR = 2 * WARP_THREADS * VECTOR_BYTES  # bytes of two vectors for each of a
 
 @dataclass(frozen=True)
 class Loader:
-    """Which keys and columns a producer warp copies.
+    """The keys and columns that a producer warp copies.
 
-    part: of the columns. half: of a tile's keys. lane: in the warp. All warps run one copy of the instructions, because
-    the instruction cache is small. The two parts therefore differ only in numbers, except for the last block of FP8
-    rows: it is e4m3 in the first part and bf16 in the second.
+    part: which part of the columns. half: which half of a tile's keys. lane: this lane's number in the warp. All warps
+    run one copy of the instructions, because the instruction cache is small. The two parts therefore differ only in
+    numbers, except for the last block of FP8 rows: it is e4m3 in the first part and bf16 in the second.
     """
 
     config: object
@@ -54,11 +54,11 @@ class Loader:
 
     @property
     def key(self) -> Int32:
-        """Which key of a group this lane copies. The swizzle XORs the key's row with the same number."""
+        """The key of a group that this lane copies. The swizzle XORs the key's row with the same number."""
         return self.lane // MEMBERS
 
     def plain_chunk(self, i: int):
-        """Which 16 bytes of a bf16 block this lane copies i-th.
+        """The 16 bytes of a bf16 block that this lane copies in its i-th turn.
 
         The four lanes of a key copy 64 bytes together. Every other key begins with the second half, so that the stores
         of two keys have no bank conflict.
@@ -78,7 +78,7 @@ class Loader:
 
     @property
     def converted(self) -> int:
-        """How many of a part's first blocks are e4m3 in both parts of an FP8 row."""
+        """Number of a part's first blocks that are e4m3 in both parts of an FP8 row."""
         return self.blocks - 1
 
     @property

@@ -29,8 +29,10 @@ MASK_BITS = 32
 
 
 class GatheredStorage(NamedTuple):
-    """Addresses of the shared-memory regions that ``gather`` fills. masks: (STAGE WORD) words. raw: the producer warps'
-    FP8 keys, bytes."""
+    """Addresses of the shared-memory regions that ``gather`` fills.
+
+    masks: (STAGE WORD) words. raw: bytes of the producer warps' FP8 keys before conversion.
+    """
 
     q: cute.Pointer
     k: cute.Pointer
@@ -40,7 +42,10 @@ class GatheredStorage(NamedTuple):
 
 @dataclass(frozen=True)
 class GatheredColumns(Columns):
-    """What a softmax thread needs to know of a task's tiles. operands: ``task.Gathered``. token: the task's."""
+    """The columns of a task's tiles from the point of view of a softmax thread.
+
+    masks: as in ``GatheredStorage``. operands: ``task.Gathered``. token: the task's token.
+    """
 
     masks: cute.Tensor
     operands: object
@@ -53,7 +58,7 @@ class GatheredColumns(Columns):
         hide_missing(scores, [self.masks[step % config.kv_stages * words + i] for i in range(words)])
 
     def finish(self, config, row, first, values) -> None:
-        """Rotate the row's last columns back, scale O of codes; called as ``Columns.finish``."""
+        """Rotate the row's last columns back, and scale O if keys are codes; called like ``Columns.finish``."""
         size = cute.size(values)
         if config.gathers.has_kv_scale:
             scale = self.operands.kv_scale[0]

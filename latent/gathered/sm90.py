@@ -36,8 +36,11 @@ MASK_BITS = 32
 
 
 class GatheredStorage(NamedTuple):
-    """Addresses of the shared-memory regions: those of ``fmha.sm90.kernel.Buffers``, masks: (STAGE WORD) words, and
-    raw: the producer warps' FP8 keys, bytes."""
+    """Addresses of the shared-memory regions.
+
+    masks: (STAGE WORD) words. raw: bytes of the producer warps' FP8 keys before conversion. All others are those of
+    ``fmha.sm90.kernel.Buffers``.
+    """
 
     q: cute.Pointer
     k: cute.Pointer
@@ -179,7 +182,7 @@ def turn_back(config: cutlass.Constexpr, o: cute.Tensor, member, operands, token
 
 
 def scale_values(o: cute.Tensor, operands) -> None:
-    """O (n) of codes becomes O of values."""
+    """Multiply O (n), which was computed from codes, by the keys' scale, in place."""
     scale = operands.kv_scale[0]
     for i in range(cute.size(o)):
         o[i] = o[i] * scale

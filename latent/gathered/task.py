@@ -24,21 +24,26 @@ from warpspec.latent.gathered.config import MAX_KEY_SETS, PAGE_ROWS, ROPE_DIM
 
 
 class KeySetConfig(NamedTuple):
-    """What a key set is compiled for: whether there is one, whether it has lengths."""
+    """The part of a configuration that concerns one key set.
+
+    there: whether there is such a set. has_lengths: whether it has lengths.
+    """
 
     there: bool
     has_lengths: bool
 
 
 def key_set_of(config, number: int) -> KeySetConfig:
-    """What the number-th key set of a configuration is compiled for."""
+    """The ``KeySetConfig`` of the number-th key set."""
     there = number < config.gathers.sets
     return KeySetConfig(there, there and config.gathers.lengths[number])
 
 
 class KeySetOperands(NamedTuple):
-    """One key set among the arguments. pool: [pages, words]. slots: int32 [T, K]. lengths: int32 [T] or None.
-    page_size: rows of a page."""
+    """One key set among the arguments.
+
+    pool: [pages, words]. slots: int32 [T, K]. lengths: int32 [T] or None. page_size: rows of a page.
+    """
 
     pool: Annotated[Any, Operand(UINT32, 2, None, TMA_ALIGNMENT, "there")]
     slots: Annotated[Any, Operand(INT32, 2, when="there")]
@@ -50,8 +55,8 @@ class DeviceKeySet(NamedTuple):
     """One key set on the device.
 
     pool: [pages, words]. slots: int32 [T, K]. lengths: int32 [T] or None. page_size: rows of a page, prepared so that
-    division by it is a multiplication. queries: of a request, where slots is a page table [R, pages] and lengths [R];
-    else None.
+    division by it is a multiplication. queries: None, or the number of a request's queries, if slots is a page table
+    [R, pages] and lengths is [R].
     """
 
     pool: cute.Tensor
@@ -61,11 +66,11 @@ class DeviceKeySet(NamedTuple):
     queries: Int32 | None = None
 
     def request(self, token):
-        """The row of slots that is the token's."""
+        """Index of the token's row in slots."""
         return token if self.queries is None else token // self.queries
 
     def length(self, token) -> Int32:
-        """How many of the token's slots, or of its request's rows, count."""
+        """Number of slots of the token, or rows of its request, that the token sees."""
         most = Int32(self.slots.shape[1])
         if self.queries is not None:
             rows = cutlass.min(Int32(self.lengths[self.request(token)]), most * PAGE_ROWS)
@@ -114,8 +119,11 @@ class Gathered(NamedTuple):
 
 
 class GatheredNumbers(NamedTuple):
-    """The numbers among the arguments. logits: the scale. splits: parts of each query's keys. ctas: most CTAs of a
-    persistent launch."""
+    """The numbers among the arguments.
+
+    logits: the numbers of the map from logits to weights. splits: parts that each query's keys are cut into. ctas: the
+    most CTAs of a persistent launch.
+    """
 
     logits: LogitNumbers
     splits: Annotated[Any, Number(INT32)]
@@ -123,14 +131,17 @@ class GatheredNumbers(NamedTuple):
 
 
 def score_numbers(config, operands: Gathered, numbers: LogitNumbers) -> LogitNumbers:
-    """The map's numbers for Q times codes, where keys have one scale. numbers: for Q times keys."""
+    """The map's numbers for products of Q with keys' codes, if all keys have one scale.
+
+    numbers: the map's numbers for products of Q with the keys themselves.
+    """
     if not config.gathers.has_kv_scale:
         return numbers
     return with_factor(config.logits, numbers, numbers.factor * operands.kv_scale[0])
 
 
 class Units(NamedTuple):
-    """How many tasks a launch has, and the sizes that a task's index is decomposed by, fastest first."""
+    """The number of tasks of a launch, and the sizes that decompose a task's index, fastest first."""
 
     total: Int32
     head_groups: Int32
@@ -156,7 +167,7 @@ class Task(RowTile):
         return Row(index, member)
 
     def place(self, index, row_group=0) -> Place:
-        """Where a row's results go."""
+        """The place that a row's results go to."""
         head = self.head_group * WARPGROUP_ROWS + index
         return Place(0, self.token, Int32(0), head, self.token, Boolean(head < self.heads))
 

@@ -1,4 +1,4 @@
-"""What a select kernel is compiled for. Plain Python."""
+"""Configuration of the kernels that select. Plain Python."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class SelectConfig:
     """Configuration of the kernel of ``index_topk``, one CTA a row.
 
     lengths, table: whether the call has them. parts: a row has several CTAs, each of which writes the largest logits of
-    its part and their indices. mapped: the logits are such results of parts, with indices beside them. threads: of a
-    CTA, those that select. chunk: logits in shared memory at a time. listed: length of the list of candidates. barrier:
+    its part and their indices. mapped: the logits are such results of parts, with indices beside them. threads: threads
+    of a CTA that select. chunk: logits in shared memory at a time. listed: length of the list of candidates. barrier:
     named barrier of the selecting threads; 0: the CTA has no other threads.
     """
 
@@ -67,7 +67,7 @@ class SelectConfig:
 
     @property
     def own_words(self) -> int:
-        """How many of ``place_words`` a thread scans."""
+        """Number of ``place_words`` that a thread scans."""
         return -(-self.place_words // self.threads)
 
     @property

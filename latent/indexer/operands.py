@@ -11,8 +11,11 @@ WORDS = Operand(UINT32, 2, alignment=VECTOR_BYTES)
 
 
 class ScoreInputs(NamedTuple):
-    """What a kernel that scores reads. queries [T, words]: each query a page of H rows. weights: fp32 [T, H]. pool
-    [pages, words]. page_table: int32 [R, pages]. requests, lengths: int32 [T]."""
+    """The inputs of a kernel that scores.
+
+    queries: [T, words], each query a page of H rows. weights: fp32 [T, H]. pool: [pages, words]. page_table: int32
+    [R, pages]. requests, lengths: int32 [T].
+    """
 
     queries: Annotated[Any, WORDS]
     weights: Annotated[Any, Operand(FLOAT32, 2)]
@@ -27,8 +30,10 @@ class ScoreInputs(NamedTuple):
 
 
 class ScoresOperands(NamedTuple):
-    """Arguments of the kernel of scores. logits: fp32 [T, N]. parts: CTAs of a query, or of the whole launch if the
-    configuration is balanced."""
+    """Arguments of the kernel that scores.
+
+    logits: fp32 [T, N]. parts: CTAs of a query, or of the whole launch if the configuration is balanced.
+    """
 
     inputs: ScoreInputs
     logits: Annotated[Any, Operand(FLOAT32, 2)]
@@ -47,8 +52,8 @@ class SelectOperands(NamedTuple):
     """Arguments of the kernel that selects.
 
     logits: fp32 [T, N]. lengths: int32 [T]. page_table: int32 [R, pages], requests: int32 [T]. slots: int32 [T, k], or
-    with parts [T, parts k]. counts: int32 [T]. values: fp32, shaped as slots, for the logits of parts. indices: int32
-    [T, N], the original indices of mapped logits. page_size: of the pages that slots are in. parts: CTAs of a row.
+    with parts [T, parts k]. counts: int32 [T]. values: fp32, shaped like slots, for the logits of parts. indices: int32
+    [T, N], the original indices of mapped logits. page_size: rows of the pages that slots count. parts: CTAs of a row.
     """
 
     logits: Annotated[Any, Operand(FLOAT32, 2)]

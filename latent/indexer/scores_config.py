@@ -27,11 +27,11 @@ COPIED_MOST_TILES = 12  # tiles a warpgroup up to which copied FP8 keys are no s
 class ScoresConfig:
     """Configuration of the scores kernel for sm_90a.
 
-    format: of keys and queries. heads: of a query. page_size: of the pool. warpgroups: of a CTA; each has its own
-    tiles. depth: tiles whose loads are in flight. copied: each warp copies its keys to shared memory (``sm90.ring``);
-    otherwise they are loaded to registers. balanced: warpgroups take equal shares of the tiles that have keys
-    (``sm90.balanced``), for at most as many queries as a CTA has threads; otherwise the CTAs of a query take its tiles
-    in turn.
+    format: format of keys and queries. heads: heads of a query. page_size: rows of the pool's pages. warpgroups:
+    warpgroups of a CTA, each with its own tiles. depth: tiles whose loads are in flight. copied: each warp copies its
+    keys to shared memory (``sm90.ring``); otherwise they are loaded to registers. balanced: warpgroups take equal
+    shares of the tiles that have keys (``sm90.balanced``), for at most as many queries as a CTA has threads; otherwise
+    the CTAs of a query take its tiles in turn.
     """
 
     format: str

@@ -53,23 +53,24 @@ def mla_decode(
     call can be captured in a CUDA graph and replayed with others. Forward only.
 
     Args:
-        q: bf16 or fp16 [B, Sq, H, 576], 1 to 128 heads: of each head 512 numbers (q_nope W_UK), then 64 rotated ones.
+        q: bf16 or fp16 [B, Sq, H, 576], 1 to 128 heads. A head has 512 numbers (q_nope W_UK), then 64 rotated ones.
             Query i of request b stands at position kv_lengths[b] - Sq + i. Rows aligned to 16 bytes.
-        kv: q's dtype or e4m3 (torch.float8_e4m3fn) [pages, page_size, 576]: the cache. Pages of 64 rows; those of q's
-            dtype may have any other size that ``attention`` takes. Any distance of pages, and in q's dtype of rows,
-            that is a multiple of 16 bytes.
+        kv: the cache, [pages, page_size, 576], in q's dtype or e4m3 (torch.float8_e4m3fn). Pages have 64 rows; in q's
+            dtype they may have any other size that ``attention`` takes. The distance between pages is a multiple of 16
+            bytes, and so is the distance between rows in q's dtype.
         page_table: int32 [B, max_pages], page numbers in kv. Entries past a request's length may hold anything.
         kv_lengths: int32 [B], rows of each request, the new tokens' own included. 0: no rows.
-        scale: finite float, of the logits: (d_nope + d_rope)**-0.5 of the model's heads, 192**-0.5 for DeepSeek V3,
-            times its RoPE scaling's squared factor. There is no default: the absorbed sizes do not tell it.
-        kv_scale: fp32 [] or [1] on q's device, with e4m3 rows only: a row's numbers are its codes times this. The
-            kernel reads it, and converts codes exactly; q is bf16. Not under torch.compile. None: 1.
+        scale: finite float that multiplies the logits: (d_nope + d_rope)**-0.5 of the model's heads (192**-0.5 for
+            DeepSeek V3), times the square of its RoPE scaling's factor. There is no default, because the absorbed sizes
+            do not tell these head sizes.
+        kv_scale: fp32 [] or [1] on q's device, only with e4m3 rows, whose numbers are codes times this scale; None: 1.
+            The kernel reads it, and converts codes exactly; q must be bf16. Not supported under torch.compile.
         normalize: False returns an ``AttentionState``, which ``warpspec.fmha.merge`` combines with others.
         return_lse: also return lse.
         num_splits: parts that the keys are cut into, at least 1; None lets the library choose. A second launch combines
             them.
         out: memory for o that no other argument uses.
-        backend: as of ``warpspec.fmha.attention``.
+        backend: as in ``warpspec.fmha.attention``.
 
     Returns:
         o [B, Sq, H, 512] in q's dtype; with return_lse (o, lse), lse fp32 [B, H, Sq] = ln(sum of exp(logit)); with

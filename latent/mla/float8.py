@@ -18,8 +18,10 @@ from warpspec.latent.gathered.problem import VALUE_DIM, GatheredProblem
 def decode(
     q, kv, page_table, kv_lengths, kv_scale, *, scale, normalize, return_lse, num_splits, out, backend
 ):
-    """``mla_decode`` of e4m3 rows by a kernel; arguments are checked as far as bf16 rows' are. backend: not
-    "reference"."""
+    """Run ``mla_decode`` on e4m3 rows by a kernel. backend: any but "reference".
+
+    The caller has made the checks that bf16 rows share.
+    """
     if watched(q, kv):
         raise UnsupportedProblem("kv: e4m3 rows are not supported under torch.compile or torch's modes")
     target = target_of(q.device)
@@ -75,8 +77,11 @@ def decode(
 
 
 def problem_of(tokens: int, heads: int, rows: int, scale: float, **results) -> GatheredProblem:
-    """The problem of a call. tokens: queries of all requests. rows: of the longest request that the page table has room
-    for. results: which results, and in how many parts, as the problem's fields say."""
+    """The problem of a call.
+
+    tokens: queries of all requests. rows: rows of the longest request that the page table has room for. results: fields
+    of the problem that say which results are wanted, and in how many parts.
+    """
     return GatheredProblem(
         tokens,
         heads,

@@ -1,4 +1,4 @@
-"""What a projection kernel is compiled for: tiles, budgets, barriers. Plain Python.
+"""Configuration of the projection kernels: tiles, budgets, barriers. Plain Python.
 
 A stage holds 128 bytes along K of each operand, one span of the swizzle. These are 64 bf16 numbers, or the 128 e4m3
 numbers that share a scale.
@@ -22,8 +22,8 @@ from warpspec.common.hardware import (
 from warpspec.common.memory import TMEM_ADDRESS, Region, barrier_region, smem_bytes, tile_region
 
 PRODUCER_REGISTERS = 40
-CONTROL_BYTES = memory.TILE_ALIGNMENT  # of the mbarriers, and on sm_100a the TMEM address
-BARRIERS = CONTROL_BYTES // MBARRIER_BYTES - 1  # room for so many mbarriers, and for the address
+CONTROL_BYTES = memory.TILE_ALIGNMENT  # bytes for the mbarriers, and on sm_100a for the TMEM address
+BARRIERS = CONTROL_BYTES // MBARRIER_BYTES - 1  # number of mbarriers that fit, beside the address
 MOST_STAGES = 8
 COLUMN_TILES = (64, 128, 256)  # tile_n, the N of a tile
 MOST_FLOAT8_COLUMNS = 128  # most columns of a tile in FP8: one scale for all of them
@@ -32,7 +32,10 @@ ACCUMULATORS = 2
 
 @dataclass(frozen=True)
 class ProjectionConfig:
-    """float8: FP8 operands, else bf16. tile_n: columns of a tile. row_boxes: TMA boxes that load a tile's tokens."""
+    """Configuration that the kernels of both architectures share.
+
+    float8: FP8 operands, otherwise bf16. tile_n: columns of a tile. row_boxes: TMA boxes that load a tile's tokens.
+    """
 
     float8: bool
     tile_n: int
@@ -91,7 +94,7 @@ class ProjectionConfig:
 
     @property
     def control_regions(self) -> tuple[Region, ...]:
-        """What stands in front of the stages."""
+        """The regions in front of the stages."""
         return (barrier_region(self.barriers, BARRIERS),)
 
     @property

@@ -1,4 +1,4 @@
-"""What the projection kernels of all architectures share: host side, order of tiles, load warp.
+"""Code that the projection kernels of all architectures share: host side, order of tiles, load warp.
 
 Tiles with the same columns are adjacent in the order, so that a group's weight is read from memory once and its tokens'
 rows stay in L2.
@@ -24,7 +24,10 @@ SCALE_COLUMNS = 128  # columns of a weight that share a scale
 
 
 class ProjectionWork(NamedTuple):
-    """Tiles of a launch. tiles: in all. m_tiles: of one group and column tile. blocks: stages along K."""
+    """The tiles of a launch.
+
+    tiles: how many there are. m_tiles: how many belong to one group and column tile. blocks: stages along K.
+    """
 
     tiles: Int32
     m_tiles: Int32

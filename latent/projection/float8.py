@@ -18,8 +18,7 @@ class Float8Tensor:
     """data * scales, with a scale for every ``rows`` x 128 numbers of the last two dimensions.
 
     data: float8_e4m3fn [..., R, C], C a multiple of 128. scales: fp32 [..., ceil(R / rows), C / 128], where rows is 1
-    or
-    128. Raises TypeError or ValueError naming the field.
+    or 128. Raises TypeError or ValueError naming the field.
     """
 
     data: torch.Tensor

@@ -21,7 +21,7 @@ from warpspec.latent.cache.quantize import E4M3_NAN, FP32_BIAS, FP32_EXPONENT_BI
 from warpspec.latent.projection.float8 import FP8_BLOCK
 
 WARPS = 8  # warps of a CTA, each with a row
-COLUMNS = 512  # of a row
+COLUMNS = 512  # numbers of a row
 LANE_NUMBERS = COLUMNS // WARP_THREADS
 BLOCK_LANES = FP8_BLOCK // LANE_NUMBERS
 FORMAT = INDEX_FORMATS["fp8"]  # e4m3 in blocks of FP8_BLOCK with fp32 scales, like the index keys'

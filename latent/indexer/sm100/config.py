@@ -29,11 +29,12 @@ SCORE_BARRIER = 1  # named barrier of the threads that score
 class Sm100ScoresConfig:
     """Configuration of the scores kernel for sm_100a.
 
-    Keys go to the tensor core as they are stored, FP4 with its scales or e4m3. The first ``warpgroups`` compute scores:
-    they take tiles in turn, and each thread has one key of a tile. Four warps load, one issues the products.
+    Keys go to the tensor core as they are stored: FP4 with its scales, or e4m3. The first ``warpgroups`` warpgroups
+    compute scores: they take tiles in turn, and each thread has one key of a tile. Four warps load, and one issues the
+    products.
 
-    format: of keys and queries. heads: of a query. page_size: of the pool. stages: tiles of keys in shared memory.
-    accumulators: in tensor memory.
+    format: format of keys and queries. heads: heads of a query. page_size: rows of the pool's pages. stages: tiles of
+    keys in shared memory. accumulators: accumulators in tensor memory.
     """
 
     format: str
@@ -45,7 +46,7 @@ class Sm100ScoresConfig:
 
     tile_keys = 128  # M of tcgen05.mma
     loaders = 4  # warps
-    least_ctas, dependent, balanced = 0, False, False  # as ``ScoresConfig``'s
+    least_ctas, dependent, balanced = 0, False, False  # as in ``ScoresConfig``
 
     def __post_init__(self):
         assert self.format in FORMATS and 0 < self.heads <= MAX_HEADS

@@ -28,7 +28,7 @@ from warpspec.latent.indexer.sm90.query import (
     view_query,
 )
 
-GROUP_BARRIER = 1  # the first warpgroup's; those of the others follow
+GROUP_BARRIER = 1  # the first warpgroup's named barrier; the other warpgroups' barriers follow
 FILL_COLUMNS = 4  # columns of a chunk that a thread fills
 
 

@@ -84,7 +84,7 @@ def load_asked(config: cutlass.Constexpr, query, weights, thread) -> tuple:
 
 
 def pages_of_tile(config) -> int:
-    """How many pages the two keys of a thread in one tile may lie in."""
+    """Number of pages that a thread's two keys of a tile may lie in, 1 or 2."""
     return THREAD_ROWS if config.page_size % WARP_ROWS else 1
 
 
@@ -105,7 +105,7 @@ class LanePages:
     Each lane looks up one tile's page, once for 32 tiles and 32 tiles ahead. If pages were looked up tile by tile, the
     warp would wait for these loads as it waits for keys.
 
-    tile, step: the first tile and the step to the next. tile_keys: of a tile. row: the warp's first row of a tile.
+    tile, step: the first tile and the step to the next. tile_keys: keys of a tile. row: the warp's first row of a tile.
     """
 
     config: ScoresConfig

@@ -39,15 +39,15 @@ from warpspec.latent.indexer.sm90.ring import opaque
 
 E4M3 = cutlass.Float8E4M3FN
 ROW_BYTES = 128  # bytes of a query row in shared memory: one span of the swizzle
-STEPS = 4  # of a product, each 32 numbers of K
+STEPS = 4  # steps of a product along K, of 32 numbers each
 
 
 @dataclass(frozen=True)
 class Scorer(WarpgroupScorer):
     """One prepared query, as a thread has it; see ``scores_host.score_part``.
 
-    mma: of 64 keys and all heads. b: the query's descriptors (MMA, MMA_N, MMA_K). table: ``keys.fill_table``'s; ones:
-    its last word. weight: of the heads in the thread's columns.
+    mma: the product of 64 keys and all heads. b: the query's descriptors (MMA, MMA_N, MMA_K). table: the table of
+    ``keys.fill_table``; ones: its last word. weight: weights of the heads in the thread's columns.
     """
 
     config: ScoresConfig

@@ -27,9 +27,10 @@ ODD_ROW = BLOCKS + 1  # XORed with a vector's place in odd rows, to avoid bank c
 class Ring:
     """A warpgroup's tiles first, first + step, ..., from a lane's point of view.
 
-    vectors: address in the first stage of what the lane reads first. target: of what it copies first. scales: of its
-    scale, which it copies itself. The vectors of a row lie together. warp_row: row of the warp's first key in a tile. A
-    tile without a page is not copied; if it has one, keys past the length are copied too.
+    vectors: address, in the first stage, of the vector that the lane reads first. target: address of the vector that it
+    copies first. scales: address of its scale, which it copies itself. The vectors of a row lie together. warp_row: row
+    of the warp's first key in a tile. A tile without a page is not copied; if it has one, keys past the length are
+    copied too.
     """
 
     config: ScoresConfig
