@@ -13,7 +13,7 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("block", python_blocks(needs_gpu=False))
+@pytest.mark.parametrize("block", python_blocks())
 def test_python_blocks_run(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_block(block, tmp_path)

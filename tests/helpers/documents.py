@@ -12,18 +12,16 @@ DOCUMENTS = sorted(
     for pattern in ("*.md", "docs/**/*.md", "sim/*.md")
     for path in ROOT.glob(pattern)
 )
-NEEDS_GPU = "# needs a GPU"  # first line of a block that does
 
 
-def python_blocks(needs_gpu: bool) -> list:
-    """Every Python block that needs a GPU, or every other one, as parameters named by document and line."""
+def python_blocks() -> list:
+    """Every Python block, as parameters named by document and line. None needs a GPU."""
     found = []
     for name in DOCUMENTS:
         text = (ROOT / name).read_text()
         for match in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-            if match[1].startswith(NEEDS_GPU) == needs_gpu:
-                line = text.count("\n", 0, match.start()) + 1
-                found.append(pytest.param(match[1], id=f"{name}:{line}"))
+            line = text.count("\n", 0, match.start()) + 1
+            found.append(pytest.param(match[1], id=f"{name}:{line}"))
     return found
 
 
