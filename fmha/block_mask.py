@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from warpspec.common.checks import kind_of, shape_of
+from warpspec.fmha.values import are_checked
 
 BLOCK = 128  # queries and keys of a block where lists do not say
 WORD_BITS = 32
@@ -52,6 +53,16 @@ class BlockMask:
     q_counts: torch.Tensor
     patterns: torch.Tensor | None = None
     q_patterns: torch.Tensor | None = None
+
+    def __post_init__(self):
+        check_size(self.block_size)
+        for name in TENSORS[:4]:
+            if not isinstance(getattr(self, name), torch.Tensor):
+                raise TypeError(
+                    f"block_mask: {name} must be a torch.Tensor, got {kind_of(getattr(self, name))}"
+                )
+        if (self.patterns is None) != (self.q_patterns is None):
+            raise ValueError("block_mask: patterns and q_patterns must both be given, or neither")
 
     @property
     def operands(self) -> dict[str, torch.Tensor | None]:
@@ -120,18 +131,27 @@ def read_lists(lists: Any) -> Lists:
         return Lists(*values, FLEX, tuple(lists.BLOCK_SIZE), lists.mask_mod, tuple(lists.seq_lengths))
     if all(hasattr(lists, name) for name in FLASH_ATTN):
         values = (getattr(lists, name) for name in FLASH_ATTN)
-        return Lists(*values, FLASH_ATTN, tuple(getattr(lists, "block_size", None) or (BLOCK, BLOCK)))
+        size = getattr(lists, "block_size", None)
+        check_size((BLOCK, BLOCK) if size is None else size)
+        return Lists(*values, FLASH_ATTN, (BLOCK, BLOCK) if size is None else tuple(size))
     raise TypeError(
         "block_mask: must be a warpspec BlockMask, FlexAttention's BlockMask or flash-attn's BlockSparseTensorsTorch, "
         f"got {kind_of(lists)}"
     )
 
 
+def check_size(size: Any) -> None:
+    """Raise ValueError for what is no block size."""
+    if not (
+        isinstance(size, (tuple, list)) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)
+    ):
+        raise ValueError(f"block_mask: block size must be two ints above 0, got {size!r}")
+
+
 def check_lists(lists: Lists, seq_q: int, seq_k: int) -> None:
     """Raise TypeError or ValueError, naming block_mask, for lists that do not fit so many queries and keys."""
     size = lists.block_size
-    if len(size) != 2 or not all(isinstance(n, int) and n > 0 for n in size):
-        raise ValueError(f"block_mask: block size must be two ints above 0, got {size}")
+    check_size(size)
     if lists.lengths not in (None, (seq_q, seq_k)):
         raise ValueError(f"block_mask: must be for {(seq_q, seq_k)} queries and keys, got {lists.lengths}")
     if (lists.full_counts is None) != (lists.full_indices is None):
@@ -154,6 +174,41 @@ def check_lists(lists: Lists, seq_q: int, seq_k: int) -> None:
                 f"block_mask: {lists.names[at + 1]}: {seq_k} keys have {columns} blocks of {size[1]}, "
                 f"got a list of {indices.shape[3]}"
             )
+    given = [(name, t) for name, t in zip(lists.names, lists[:4], strict=True) if t is not None]
+    first, tensor = given[0]
+    for name, other in given[1:]:
+        if other.device != tensor.device:
+            raise ValueError(
+                f"block_mask: {name}: must be on {first}'s device, {tensor.device}, got {other.device}"
+            )
+    for dim, what in enumerate(("batch rows", "heads")):
+        found = {name: t.shape[dim] for name, t in given}
+        if len(set(found.values()) - {1}) > 1:
+            raise ValueError(f"block_mask: lists must all have the same {what}, or 1, got {found}")
+    if lists.mask_mod is None and are_checked(tensor.device):
+        for (name, counts), (listed_in, indices) in zip(given[::2], given[1::2], strict=True):
+            check_entries(name, counts, listed_in, indices, columns)
+
+
+def check_entries(
+    name: str, counts: torch.Tensor, listed_in: str, indices: torch.Tensor, blocks: int
+) -> None:
+    """Raise ValueError for a count that its list is too short for, and for an entry before it that is no block's
+    number. name, listed_in: of counts and indices. Waits for the device."""
+    width = indices.shape[3]
+    wrong = (counts < 0) | (counts > width)
+    if wrong.any():
+        place = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"block_mask: {name}: values must be 0..{width}, got {int(counts[tuple(place)])} at {place}"
+        )
+    wrong = (torch.arange(width, device=indices.device) < counts[..., None]) & (
+        (indices < 0) | (indices >= blocks)
+    )
+    if wrong.any():
+        place = wrong.nonzero()[0].tolist()
+        value = int(indices.expand(wrong.shape)[tuple(place)])
+        raise ValueError(f"block_mask: {listed_in}: values must be 0..{blocks - 1}, got {value} at {place}")
 
 
 def listed(counts: torch.Tensor, indices: torch.Tensor, blocks: int) -> torch.Tensor:

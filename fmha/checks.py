@@ -8,7 +8,7 @@ import torch
 
 from warpspec.common.checks import check_bool, check_int, check_rows, check_tensor, kind_of, shape_of
 from warpspec.common.outputs import check_apart, check_elements
-from warpspec.fmha.block_mask import WORD_BITS
+from warpspec.fmha.block_mask import OWN_PATTERNS, WORD_BITS
 from warpspec.fmha.heads import CLASSES, LARGEST, LATENT, STEP, supported
 from warpspec.fmha.operands import Operands, Options
 from warpspec.fmha.quantized import FORMATS, head_size
@@ -213,15 +213,20 @@ def check_blocks(operands: Operands, options: Options, sizes: tuple[int, int, in
         fits = (
             len(first) == 2 and first[0] in (1, batch) and first[1] in (1, heads)
             if listed
-            else len(first) == 1
+            else len(first) == 1 and first[0] >= OWN_PATTERNS
         )
         if shape[-len(last) :] != last or not fits:
-            begin = f"B={batch} or 1, Hq={heads} or 1" if listed else "n"
+            begin = f"B={batch} or 1, Hq={heads} or 1" if listed else f"n >= {OWN_PATTERNS}"
             raise ValueError(
                 f"block_mask: {name}: shape must be [{begin}, {', '.join(map(str, last))}], got {shape_of(tensor)}"
             )
     if len({tuple(getattr(operands, name).shape[:2]) for name in wanted if "patterns" not in name}) > 1:
         raise ValueError("block_mask: lists must all have the same batch rows and heads")
+    if operands.patterns is not None and len(operands.patterns) != len(operands.q_patterns):
+        numbers = len(operands.patterns), len(operands.q_patterns)
+        raise ValueError(
+            f"block_mask: patterns and q_patterns must be as many, got {numbers[0]} and {numbers[1]}"
+        )
 
 
 def check_starts(name, tensor, device, batch=None) -> int:

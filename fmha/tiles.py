@@ -157,7 +157,12 @@ def fits_blocks(problem: AttentionProblem, queries: int, keys: int) -> bool:
         return True
     block_queries, block_keys = problem.mask.block_size
     one = block_queries % queries == 0 or problem.seq_q <= block_queries
-    return one and block_keys % keys == 0 and keys % WORD_BITS == 0
+    return one and divides(keys, block_keys)
+
+
+def divides(keys: int, block_keys: int) -> bool:
+    """Whether KV tiles of so many keys divide a block, and begin at words of its patterns."""
+    return block_keys % keys == 0 and keys % WORD_BITS == 0
 
 
 @functools.lru_cache(maxsize=4096)

@@ -15,7 +15,7 @@ from warpspec.common.hardware import (
 )
 from warpspec.fmha.heads import MMA_K, rounded
 from warpspec.fmha.problem import AttentionProblem
-from warpspec.fmha.tiles import ELEMENT_BYTES, choose_pack
+from warpspec.fmha.tiles import ELEMENT_BYTES, choose_pack, divides
 
 WARPGROUP_ROWS = 64  # query rows of a consumer warpgroup: M of wgmma
 WARP_ROWS = 16  # query rows of a tile whose KV tiles are shared among warps
@@ -81,6 +81,8 @@ TWO_CONSUMERS = Shape(2, 128, 2, 1, 240, 24)
 # Two consumers with half of O's columns each: K and V two tensors, or one, of whose tiles twice as many keys have room.
 HALVES = Shape(2, 32, 2, 1, 240, 24, column_parts=2)
 PAIR = Shape(2, 64, 2, 1, 240, 24, column_parts=2)
+# Fits any head size up to 256, with a bias too, and most blocks of keys.
+NARROW = Shape(1, 32, 4, 1, 240, 24)
 # K and V in FP8. A warpgroup converts them, and needs registers; tiles are loaded ahead of it.
 FLOAT8 = {
     64: Shape(2, 128, 3, 1, 208, 24, raw_stages=3, converter_registers=72),
@@ -120,7 +122,10 @@ def shapes_of(problem: AttentionProblem) -> tuple[Shape, ...]:
     heads = problem.heads
     key_bytes = (heads.qk_room if problem.format.shared_kv else heads.qk_room + heads.v_room) * ELEMENT_BYTES
     columns, row_bytes = rounded(heads.v, MMA_K), heads.qk_room * ELEMENT_BYTES
-    return tiles(columns, row_bytes, key_bytes, problem.format.shared_kv, problem.bias is not None)
+    block_keys = problem.mask.block_size[1] if problem.mask.has_blocks else 0
+    return tiles(
+        columns, row_bytes, key_bytes, problem.format.shared_kv, problem.bias is not None, block_keys
+    )
 
 
 def float8_tiles(problem: AttentionProblem) -> tuple[Shape, ...]:
@@ -141,16 +146,23 @@ def float8_tiles(problem: AttentionProblem) -> tuple[Shape, ...]:
 
 
 @lru_cache(maxsize=64)
-def tiles(columns: int, row_bytes: int, key_bytes: int, one_tensor: bool, bias: bool) -> tuple[Shape, ...]:
+def tiles(
+    columns: int, row_bytes: int, key_bytes: int, one_tensor: bool, bias: bool, block_keys: int = 0
+) -> tuple[Shape, ...]:
     """Tile shapes whose S, P and O fit a consumer's registers, and of which at least MIN_STAGES stages fit an SM.
 
     columns: columns of O. row_bytes: bytes of a row of Q. key_bytes: bytes of K and V of a key. one_tensor: V is K.
+    block_keys: keys of a listed block, or 0. Where no tile for these columns, of one group of rows, divides a block,
+    the shapes are those for more columns, or NARROW.
     """
     if columns > max(TILES):
         return (PAIR if one_tensor else HALVES,)
-    wanted = TILES[next(most for most in TILES if columns <= most)]
-    found = (fitting(*tile, columns, row_bytes, key_bytes, bias) for tile in wanted)
-    return tuple(dict.fromkeys(shape for shape in found if shape is not None))
+    for wanted in (TILES[most] for most in TILES if columns <= most):
+        found = (fitting(*tile, columns, row_bytes, key_bytes, bias) for tile in wanted)
+        found = tuple(dict.fromkeys(shape for shape in found if shape is not None))
+        if not block_keys or any(one.groups == 1 and divides(one.tile_n, block_keys) for one in found):
+            return found
+    return (NARROW,)
 
 
 def fitting(

@@ -1,17 +1,21 @@
 """Lists of blocks: the definition against masks of elements, the kernels in the simulator, what is refused."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
-from helpers.block_cases import CASES, FlashLists, inputs_of
+from helpers.attention_cases import O_TOLERANCE, relative_error
+from helpers.block_cases import CASES, Case, FlashLists, inputs_of, mask_of
 from helpers.gradient_cases import BLOCKS as GRADIENTS
 from helpers.gradient_cases import KERNEL_TOLERANCE, REFERENCE_TOLERANCE
 from helpers.judged_calls import check, run
+from helpers.simulate import plan_for
 from helpers.suites import long_but
 from torch.nn.attention.flex_attention import create_block_mask
 
 from warpspec import sim
+from warpspec.common.launch import simulating
 from warpspec.fmha import BlockMask, UnsupportedProblem, attention
 from warpspec.fmha.block_mask import OWN_PATTERNS, block_mask_of
 
@@ -55,6 +59,52 @@ def test_gradients(name, arch, simulate_gradients_as, check_order):
     case.check(case.gradients(tensors, backend="reference"), tensors, KERNEL_TOLERANCE[case.dtype])
 
 
+SIZES = [
+    (64, 64),
+    (96, 96),
+    (192, 128),
+    (128, 256),
+    (256, 96),
+    (256, 128),
+    (256, 160),
+    (256, 256),
+    (512, None),
+]
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_every_head_size_has_tiles(arch):
+    """Blocks of 128 queries and keys have a tile at every head size, for few and many queries, with a bias or not."""
+    for (dim, dim_v), queries, has_bias in itertools.product(SIZES, (1, 300), (False, True)):
+        bias = torch.zeros(1, 1, queries, 256) if has_bias else None
+        q, k = torch.zeros(1, queries, 2, dim).half(), torch.zeros(1, 256, 1, dim).half()
+        v = None if dim_v is None else torch.zeros(1, 256, 1, dim_v).half()
+        indices = torch.zeros(1, 1, -(-queries // 128), 2, dtype=torch.int32)
+        lists = BlockMask.of(FlashLists(indices[..., 0] + 1, indices, None, None), queries, 256)
+        blocks = {"block_queries": 128, "block_keys": 128, **lists.operands}
+        tile_n = plan_for(arch, q=q, k=k, v=v, bias=bias, **blocks).config.tile_n
+        assert 128 % tile_n == 0, (dim, dim_v, queries, has_bias)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("dim_v", "has_bias"), [(128, False), (256, True)])
+def test_tiles_that_blocks_alone_get(dim_v, has_bias, check_order):
+    """Head sizes whose usual tiles divide no block."""
+    generator = torch.Generator().manual_seed(1)
+    case = Case("", 150, 300, (2, 1), 256, flex=False, options=(("causal", True),))
+    lists, _ = mask_of(case, generator)
+    shapes = (150, 2, 256), (300, 1, 256), (300, 1, dim_v)
+    q, k, v = (torch.randn(1, *shape, generator=generator).half() for shape in shapes)
+    options = {"causal": True, "block_mask": lists}
+    if has_bias:
+        options["bias"] = torch.randn(1, 2, 150, 300, generator=generator)
+    out = torch.full((1, 150, 2, dim_v), torch.nan, dtype=q.dtype)
+    with simulating("sm_90a", sm_count=2):
+        attention(q, k, v, **options, out=out, backend="sim")
+    expected = attention(q, k, v, **options, backend="reference")
+    assert relative_error(out, expected) <= O_TOLERANCE[q.dtype]
+
+
 def test_twice_listed():
     """A block that is listed twice counts once; one in both lists is full."""
     generator = torch.Generator().manual_seed(1)
@@ -83,6 +133,48 @@ def test_patterns_are_shared():
     assert found.kv_counts[0, 0].tolist() == [[1, 1], [1, 2], [1, 3], [1, 4]]
     assert found.q_counts[0, 0].tolist() == [[0, 3, 4], [1, 3, 3], [2, 3, 2], [3, 3, 1]]
     assert found.q_visits[0, 0, 2, 2:, 0].tolist() == [3, 2]
+
+
+COUNTS, ENTRIES = torch.ones(2, 2, 2).int(), torch.zeros(2, 2, 2, 3).int()
+WRONG_LISTS = [
+    ({"block_size": 128}, "block size must be two ints above 0, got 128"),
+    ({"block_size": (True, 128)}, r"block size must be two ints above 0, got \(True, 128\)"),
+    ({"mask_block_cnt": COUNTS[:1].repeat(3, 1, 1)}, "the same batch rows, or 1, got {'mask_block_cnt': 3"),
+    ({"full_block_cnt": COUNTS.repeat(1, 2, 1)}, "lists must all have the same heads, or 1, got"),
+    (
+        {"full_block_idx": ENTRIES.to("meta")},
+        "full_block_idx: must be on mask_block_cnt's device, cpu, got meta",
+    ),
+    ({"mask_block_cnt": COUNTS + 3}, r"mask_block_cnt: values must be 0..3, got 4 at \[0, 0, 0\]"),
+    ({"full_block_cnt": COUNTS - 2}, "full_block_cnt: values must be 0..3, got -1"),
+    ({"mask_block_idx": ENTRIES + 3}, "mask_block_idx: values must be 0..2, got 3"),
+]
+WRONG_MASKS = [
+    ({"block_size": None}, ValueError, "block size must be two ints above 0, got None"),
+    ({"kv_visits": None}, TypeError, "kv_visits must be a torch.Tensor, got None"),
+    ({"q_patterns": None}, ValueError, "patterns and q_patterns must both be given"),
+    ({"patterns": torch.zeros(0, 128, 4).int()}, ValueError, "patterns: shape must be .n >= 2, 128, 4"),
+    ({"q_patterns": torch.zeros(9, 128, 4).int()}, ValueError, "must be as many, got 3 and 9"),
+]
+
+
+@pytest.mark.parametrize(("changes", "match"), WRONG_LISTS)
+def test_lists_that_are_refused(changes, match):
+    """Lists that do not fit each other, and entries that name no block."""
+    lists = FlashLists(COUNTS, ENTRIES, COUNTS, ENTRIES)
+    BlockMask.of(lists, 200, 300)
+    with pytest.raises(ValueError, match=f"block_mask: .*{match}"):
+        BlockMask.of(lists._replace(**changes), 200, 300)
+
+
+@pytest.mark.parametrize(("changes", "error", "match"), WRONG_MASKS)
+def test_prepared_lists_that_are_refused(changes, error, match):
+    """Nothing of a BlockMask can be left out, so that no list is ignored."""
+    q = torch.zeros(1, 256, 1, 64).half()
+    lists = create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256, device="cpu")
+    prepared = BlockMask.of(lists, 256, 256)
+    with pytest.raises(error, match=f"block_mask: .*{match}"):
+        attention(q, q, block_mask=replace(prepared, **changes), backend="reference")
 
 
 def test_what_is_refused():
@@ -136,8 +228,9 @@ def test_what_is_refused():
     refuse(
         ValueError, r"kv_visits: shape must be \[B=2 or 1, Hq=2 or 1, 2, 3, 2\], got \[1, 2, 2, 3, 1\]", cut
     )
-    words = replace(prepared, patterns=torch.zeros(3, 128, 5, dtype=torch.int32))
-    refuse(ValueError, r"patterns: shape must be \[n, 128, 4\], got \[3, 128, 5\]", words)
+    three = torch.zeros(3, 128, 4, dtype=torch.int32)
+    words = replace(prepared, patterns=three.repeat(1, 1, 2)[..., :5], q_patterns=three)
+    refuse(ValueError, r"patterns: shape must be \[n >= 2, 128, 4\], got \[3, 128, 5\]", words)
     two = replace(prepared, q_counts=prepared.q_counts.expand(2, 2, -1, -1))
     refuse(ValueError, "lists must all have the same batch rows and heads", two)
     refuse(
