@@ -23,7 +23,7 @@ Dim3 = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Launch:
-    """What the machine needs to know of a kernel launch."""
+    """A kernel launch as the machine needs it."""
 
     grid: Dim3
     block: Dim3
@@ -33,7 +33,7 @@ class Launch:
     device: Device
     symbol_addresses: np.ndarray = field(default_factory=lambda: np.zeros(1, np.uint64))
     registers: int | None = None  # registers of a thread, as compiled; None: not known
-    names: StorageNames = field(default_factory=StorageNames)  # of shared memory
+    names: StorageNames = field(default_factory=StorageNames)  # names of fields in shared memory
     share: tuple[int, int] = (0, 1)  # this process runs clusters number i with i % share[1] == share[0]
     starved: Starved | None = None  # what the schedule starves; None: the schedule is uniformly random
     fuse: bool = True  # whether MMAs that are pending together may be summed together

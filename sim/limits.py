@@ -17,7 +17,7 @@ from warpspec.sim.lanes import WARP_SIZE
 
 Dim3 = tuple[int, int, int]
 
-MAX_THREADS = 1024  # of a CTA
+MAX_THREADS = 1024  # most threads of a CTA
 
 
 def cluster_of(kernel: Kernel, cluster: Dim3 | None) -> Dim3:

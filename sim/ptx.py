@@ -81,7 +81,7 @@ class _Parser(OperandReader):
         self.files = {int(m.group(1)): m.group(2) for m in _FILE.finditer(text)}
         super().__init__(text)
         self.assembly = _assembly_lines(text)
-        self.used_bytes: int | None = None  # of the next instruction, a load
+        self.used_bytes: int | None = None  # bytes that the next instruction, a load, uses
 
     # -- module level
 

@@ -83,7 +83,7 @@ class LaunchStats:
     events: list[Span | Wait] = field(default_factory=list)
     warnings: dict[str, str] = field(default_factory=dict)  # first words -> warning
 
-    findings: dict[tuple, object] = field(default_factory=dict)  # of the order checker
+    findings: dict[tuple, object] = field(default_factory=dict)  # findings of the order checker
     touched: list[dict] = field(default_factory=list)  # accesses to global memory, by share
     seen: object = None  # uses of griddepcontrol
 
@@ -147,7 +147,7 @@ class LaunchStats:
 class LaunchReport:
     """One launch as it ran. `instructions`: warp index -> family -> warp-instructions."""
 
-    kernel: str  # as PTX names it
+    kernel: str  # its name in PTX
     grid: tuple[int, int, int]
     cluster: tuple[int, int, int]
     block: tuple[int, int, int]

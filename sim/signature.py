@@ -179,7 +179,7 @@ class _Layout:
     size: int
     align: int
     leaves: list[Leaf]
-    members: list[_Layout] = field(default_factory=list)  # of a struct
+    members: list[_Layout] = field(default_factory=list)  # members of a struct
 
     def tensor_counts(self) -> tuple[int, int] | None:
         """A tensor is struct<(ptr, struct<(sizes, strides)>)>."""

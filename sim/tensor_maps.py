@@ -19,7 +19,7 @@ from warpspec.sim.tma.descriptor import (
     encode,
 )
 
-SWIZZLES = {0: Swizzle.NONE} | {mode.span: mode for mode in Swizzle if mode}  # by bytes
+SWIZZLES = {0: Swizzle.NONE} | {mode.span: mode for mode in Swizzle if mode}  # key: bytes of the span
 INTERLEAVES = {0: Interleave.NONE, 16: Interleave.BYTES_16, 32: Interleave.BYTES_32}
 ATOMICITIES = {"16": SwizzleAtomicity.BYTES_16, "32": SwizzleAtomicity.BYTES_32,
                "32+flip8": SwizzleAtomicity.BYTES_32_FLIP_8, "64": SwizzleAtomicity.BYTES_64}  # fmt: skip
@@ -32,7 +32,7 @@ class TensorMapOf:
 
     tensor: HostTensor
     source: object  # the caller's tensor
-    map: TensorMap  # of address 0
+    map: TensorMap  # a tensor map with address 0
 
     def encoded(self, address: int) -> bytes:
         """The 128 bytes of the map of a tensor that begins at a device address. Raises BadDescriptor."""

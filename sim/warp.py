@@ -77,7 +77,7 @@ class Cta:
         self.number = number  # linear index in the grid
         self.smem = smem
         self.smem_words = memoryview(smem[: smem.size // 8 * 8]).cast("Q")
-        self.names = names or StorageNames()  # of its shared memory
+        self.names = names or StorageNames()  # names of fields in its shared memory
         self.warps: list[Warp] = []
         self.order = None  # what the order checker keeps of it
         self.spare_registers = [0]  # given up by its warps

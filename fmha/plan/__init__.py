@@ -1,7 +1,8 @@
-"""The host's decisions before a launch, by a model of its time: kernel, splits of the keys, order of tiles.
+"""The host's decisions before a launch: kernel, splits of the keys, order of tiles.
 
-``make_plan`` takes the candidate (``candidates``) with the least time by ``cost`` over what the call's requests may be
-(``scenarios``); ``sections`` decides how many heads CTAs work on at a time. Nothing here looks at a tensor.
+``make_plan`` takes the candidate (``candidates``) with the least predicted time (``cost``), averaged over the lengths
+that the call's requests may have (``scenarios``). ``sections`` decides how many heads CTAs work on at a time. Nothing
+here looks at a tensor.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ ANY_CTAS = 1 << 30  # as many CTAs as there are tiles
 
 
 class Plan(NamedTuple):
-    """How a problem is computed on a target.
+    """The host's decisions for a problem on a target.
 
     config: the kernel's configuration. splits: splits of the keys. ctas: most CTAs to launch if they are persistent.
     section: heads that CTAs work on at a time (``TileGrid.decode``).

@@ -25,8 +25,11 @@ FEW_ROUNDS = 4  # rounds of tiles up to which ways without a queue may be best
 
 
 class Candidate(NamedTuple):
-    """shape: the tile shape. tiling: the properties of shape and packing that decide the time. way: how CTAs get their
-    work. splits: splits of the keys."""
+    """One way to run a problem.
+
+    shape: the tile shape. tiling: the properties of shape and packing that decide the time. way: how CTAs get their
+    work. splits: number of parts that the keys are split into.
+    """
 
     shape: object
     tiling: Tiling
@@ -62,13 +65,13 @@ def candidates(choices: Choices, problem: AttentionProblem, target: Target) -> I
 
 
 def suits(way: Way, ways: tuple[Way, ...], problem: AttentionProblem, rounds: float) -> bool:
-    """Whether a way of handing out work suits so many rounds of whole tiles, or a line of them. One of ``ways`` always
-    suits.
+    """Whether a way of handing out work suits a problem with ``rounds`` rounds of whole tiles. One of ``ways`` always
+    does.
 
-    As measured (docs/records/2026-11-24-plan-model.md): with many rounds, CTAs that take tiles from a queue hide their
-    starts and balance any order. With few, tiles of packed queries, or of listed blocks, go to SMs as these become
-    free, because no order is known to be balanced. Where the host knows the lengths, dealing out tiles longest first is
-    as good as either. A line is worth its second launch only where whole tiles would leave CTAs idle.
+    The rules were measured (docs/records/2026-11-24-plan-model.md). With many rounds, CTAs that take tiles from a queue
+    hide their starts and balance any order. With few rounds, tiles of packed queries or of listed blocks go to SMs as
+    these become free, because no order is known to be balanced. If the host knows the lengths, handing out the longest
+    tiles first is as good as either. A line is worth its second launch only where whole tiles would leave CTAs idle.
     """
     unordered = problem.requests.packed_q or problem.mask.has_blocks
     unknown = unordered or problem.requests.has_kv_lengths
@@ -86,8 +89,10 @@ def suits(way: Way, ways: tuple[Way, ...], problem: AttentionProblem, rounds: fl
 def measured_splits(
     loads: Loads | None, problem: AttentionProblem, tiling: Tiling, target: Target
 ) -> int | None:
-    """Number of splits of the keys if few queries decode, the host knows the number of keys, and an SM holds several
-    CTAs, from a model fitted to such calls alone (``splits``). None for other calls."""
+    """Number of splits of the keys, from a model that was fitted to decoding with few queries (``splits``).
+
+    None unless queries are few, the host knows the number of keys, and an SM holds several CTAs.
+    """
     known = not (problem.requests.packed_q or problem.requests.has_kv_lengths or problem.mask.has_blocks)
     if (
         loads is None
@@ -113,8 +118,10 @@ def measured_splits(
 
 
 def split_counts(tiles: int, kv_tiles: int, resident: int) -> list[int]:
-    """Numbers of parts worth trying: the parts fill about SPLIT_ROUNDS rounds, and the longest part is shorter than
-    with one part fewer."""
+    """Numbers of parts that are worth trying.
+
+    The parts fill about SPLIT_ROUNDS rounds, and the longest part is shorter than with one part fewer.
+    """
     if tiles >= MOST_ROUNDS * resident or kv_tiles < 2:
         return []
     found = set()

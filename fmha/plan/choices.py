@@ -1,4 +1,4 @@
-"""What plans choose among for an architecture's attention kernel: its tiles, and how CTAs get their work."""
+"""The choices that plans have for an architecture's attention kernel: tiles, and ways in which CTAs get their work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from warpspec.fmha.problem import AttentionProblem
 
 @dataclass(eq=False)
 class Choices:
-    """Each architecture's package has one, ``CHOICES``, of a class that adds the methods.
+    """Base of the choices of an architecture. Its package has one object, ``CHOICES``, whose class adds the methods.
 
     config: its ``AttentionConfig``. costs: constants of the model of its time. schedules: the ways in which CTAs may
     get their work, with the kernel's schedule for each. expanded_rows: query rows from which keys in codes are
@@ -30,7 +30,7 @@ class Choices:
         return self.costs
 
     def decode_loads(self, problem: AttentionProblem) -> Loads | None:
-        """How fast an SM loads keys for few queries (``plan.splits``); None: such calls have not been timed."""
+        """Rates at which an SM loads keys for few queries (``plan.splits``); None: such calls have not been timed."""
         return None
 
     def tilings(self, problem: AttentionProblem) -> Iterator[tuple[object, Tiling]]:
@@ -38,5 +38,5 @@ class Choices:
         raise NotImplementedError
 
     def ways(self, problem: AttentionProblem) -> tuple[Way, ...]:
-        """How CTAs may get their work; the first is for any number of tiles."""
+        """The ways in which CTAs may get their work; the first suits any number of tiles."""
         raise NotImplementedError

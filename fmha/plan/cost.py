@@ -1,4 +1,4 @@
-"""How long a plan takes: one model of the time of a launch, whose constants were fitted to timings.
+"""One model of the time that a launch takes, whose constants were fitted to timings.
 
 A plan is judged by counted quantities (``Work``): query tiles and the KV tiles that they visit, the longest and the
 shortest query tile, tiles with a mask, loads of pages, bytes. ``microseconds`` computes from these:

@@ -1,7 +1,7 @@
 """Plans that were timed on this machine's GPU, kept on disk (``fmha.tuning``).
 
-A kept plan counts for calls whose ``AttentionProblem`` is equal, on a GPU of the same name. It is kept as what the
-candidate is, so that another version of the candidates finds it again or ignores it.
+A kept plan applies to calls with an equal ``AttentionProblem`` on a GPU with the same name. The file holds the fields
+of the candidate, so another version of the candidates finds the candidate again or ignores the file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from warpspec.fmha.plan.candidates import Candidate, candidates
 from warpspec.fmha.plan.choices import Choices
 from warpspec.fmha.problem import AttentionProblem
 
-ROUNDS = 9  # of launches of each plan, in turn
+ROUNDS = 9  # rounds in which each plan is launched, in turn
 KEPT = DiskCache("plans", limit=16 * MIB)
 plans_wanted: ContextVar[int] = ContextVar(
     "plans_wanted", default=0
@@ -32,7 +32,7 @@ plans_wanted: ContextVar[int] = ContextVar(
 
 
 def name_of(problem: AttentionProblem, target: Target) -> str:
-    """The file that has the plan of such calls on such a GPU."""
+    """Name of the file with the plan for this problem on this GPU."""
     compared = [
         field.name for field in dataclasses.fields(problem) if field.compare and field.name != "device"
     ]
@@ -42,7 +42,7 @@ def name_of(problem: AttentionProblem, target: Target) -> str:
 
 
 def fields_of(candidate: Candidate) -> list:
-    """What a candidate is, in JSON."""
+    """A candidate's fields as JSON values."""
     shape = list(dataclasses.astuple(candidate.shape))
     return [shape, list(candidate.tiling), candidate.way.name, candidate.splits]
 
@@ -62,7 +62,7 @@ def kept_plan(choices: Choices, problem: AttentionProblem, target: Target) -> Pl
 
 
 def plans_to_time(problem: AttentionProblem, target: Target) -> int:
-    """How many plans a new call has to time."""
+    """Number of plans that a new call has to time."""
     wanted = plans_wanted.get()
     if not wanted or not target.native or torch.cuda.is_current_stream_capturing():
         return 0
@@ -76,8 +76,10 @@ def keep_fastest(
     plans: int,
     launching: Callable[[Plan], Callable],
 ) -> None:
-    """Time so many plans, those with the least expected time, and keep the fastest. launching: a plan -> a function of
-    nothing that launches it."""
+    """Time the ``plans`` plans with the least predicted time, and keep the fastest.
+
+    launching: takes a plan, and returns a function without arguments that launches it.
+    """
     time, found = expectation(choices, problem, target), {}
     for candidate in sorted(candidates(choices, problem, target), key=time):
         found.setdefault(plan_of(choices, problem, target, candidate), candidate)
@@ -90,7 +92,7 @@ def keep_fastest(
 
 
 def launch_times(launches: Sequence[Callable], target: Target) -> list[float]:
-    """Median milliseconds of each, in turn, none of its data in L2."""
+    """Median milliseconds of each launch. The launches take turns, and L2 holds none of their data."""
     other = torch.empty(2 * target.l2_bytes, dtype=torch.uint8, device=torch.device("cuda", target.device))
     events = [[] for _ in launches]
     for round_ in range(1 + ROUNDS):  # the first one warms up

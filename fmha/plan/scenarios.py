@@ -1,7 +1,8 @@
 """Lengths of a call's requests, as far as the host knows them; ``cost`` judges plans by them.
 
-The host knows the longest request and, with packed queries, their number within an eighth; the lengths are on the
-device. A scenario is a list of ``Requests`` that such a call may consist of. A plan should do well in all of them.
+The host knows the longest request and, if queries are packed, the number of requests to within an eighth. The lengths
+are on the device. A scenario is a list of ``Requests`` that such a call may consist of. A plan should do well in all of
+them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from warpspec.fmha.problem import AttentionProblem
 
 
 class Requests(NamedTuple):
-    """``count`` requests with so many queries and keys each."""
+    """``count`` requests that have ``queries`` queries and ``keys`` keys each."""
 
     count: float
     queries: float
@@ -20,7 +21,8 @@ class Requests(NamedTuple):
 
 
 PARTS = (0.13, 0.38, 0.62, 0.87)  # parts of the longest length that represent evenly drawn lengths
-EVEN, FEW = 0.8, 0.3  # queries of the mean request, as a part of the longest one's: from here on, up to here
+# Queries of the mean request as a part of the longest one's: requests are alike from EVEN on, few are long up to FEW.
+EVEN, FEW = 0.8, 0.3
 CHUNK = 0.6  # queries of a request in its prefill, as a part of the longest one's
 FIRST, LAST = 0.25, 0.85  # keys of requests early and late in their prefill, as a part of the longest one's
 UNKNOWN_TOTAL = 1.06  # queries, as a multiple of their lower bound
@@ -43,7 +45,7 @@ def scenarios(problem: AttentionProblem) -> list[list[Requests]]:
 
 
 def key_scenarios(problem: AttentionProblem, queries: float) -> list[list[Requests]]:
-    """Requests with so many queries each; for their keys, only the maximum may be known."""
+    """Scenarios of requests with ``queries`` queries each; of their keys, only the maximum may be known."""
     batch, keys = problem.batch, problem.seq_k
     equal = [Requests(batch, queries, keys)]
     if batch == 1 or not (problem.requests.has_kv_lengths or problem.requests.packed_k):

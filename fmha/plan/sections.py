@@ -17,7 +17,7 @@ from warpspec.fmha.schedule import TileGrid, key_span, place_in_round
 from warpspec.fmha.tiles import ELEMENT_BYTES
 
 TILE_OVERHEAD = 1.5  # what the start and end of a query tile cost, in KV tiles (H200, D 128)
-MOST_TILES = 1 << 13  # whose balance is computed on the host: the first ones represent all
+MOST_TILES = 1 << 13  # the host computes the balance of at most this many tiles, which represent all
 # Sizes of sections that are tried beside all heads in one, so many TOGETHER, until one costs no more than LEVEL.
 SECTIONS = np.array([64, 56, 48, 40, 32, 28, 24, 20, 16, 14, 12, 10, 8, 7, 6, 5, 4, 3, 2, 1])
 TOGETHER, LEVEL = 5, 1.02
@@ -26,9 +26,9 @@ SORTED_TILES = 3  # tiles for each CTA that balance, in a section of sorted tile
 
 # The cost of K and V of a section that do not fit L2 (H200, D 64 to 256, causal, 16 to 256 heads): bandwidth once CTAs
 # request all of it, and before that power, which lowers the clock.
-MEMORY_BYTES = 19  # from memory, a clock and SM: 4.3 TB/s
-MMA_FLOPS = 4096  # a clock and SM
-EXPONENTIALS = 16  # a clock and SM
+MEMORY_BYTES = 19  # bytes from memory per clock and SM: 4.3 TB/s
+MMA_FLOPS = 4096  # FLOPs per clock and SM
+EXPONENTIALS = 16  # exponentials per clock and SM
 MISS_COST = 0.17  # part of the time lost when CTAs ask for as many bytes as memory gives
 
 
@@ -46,7 +46,7 @@ def choose_section(problem: AttentionProblem, config: AttentionKernel, target: T
         fit = int(room / problem.seq_k) * head_tiles
         if config.scheduler.sorts:
             all_fit = int(room / likely_keys(problem)) * head_tiles
-            tiles = problem.batch + problem.least_q // config.rows.queries  # of a head
+            tiles = problem.batch + problem.least_q // config.rows.queries  # query tiles of a head
             fit = min(fit, max(all_fit, SORTED_TILES * ctas // tiles))
         fit = max(fit, 1)
         return max(section for section in range(1, heads + 1) if heads % section == 0 and section <= fit)
@@ -91,7 +91,7 @@ def reading_cost(
         return 1.0
     clocks = config.tile_m * (
         4 * problem.head_dim / MMA_FLOPS + 1 / EXPONENTIALS
-    )  # of a key, nothing overlapped
+    )  # clocks of a key if nothing overlaps
     asked = read / MEMORY_BYTES / clocks * min(heads / ctas, 1.0)  # as a part of the memory bandwidth
     return 1.0 + MISS_COST * asked
 
@@ -115,7 +115,7 @@ def balanced_section(
     cta = place_in_round(round_, place, ctas)  # its own inverse
 
     def times(sections):
-        """What each of the sections costs, [sections, 1] in and [sections] out."""
+        """The cost of each section: [sections, 1] in, [sections] out."""
         first = number // (sections * grid.query_tiles) * sections
         size = np.minimum(sections, rows - first)
         query_tile = grid.query_tiles - 1 - (number - first * grid.query_tiles) // size

@@ -27,10 +27,10 @@ from warpspec.fmha.combine import BATCH, CombineConfig
 from warpspec.fmha.heads import class_of
 from warpspec.fmha.tiles import ELEMENT_BYTES
 
-MMA_FLOPS = 8192  # bf16, a clock and SM, 128 rows
+MMA_FLOPS = 8192  # bf16 FLOPs per clock and SM, with 128 rows
 MMA_FULL_ROWS = 128  # with 64 rows the tensor core runs at half the rate
-EXPONENTIALS = 16  # a clock and SM
-FILL_BYTES = 32  # a clock and SM, all SMs loading: 8 TB/s over 148 SMs at 1.9 GHz is 28
+EXPONENTIALS = 16  # exponentials per clock and SM
+FILL_BYTES = 32  # bytes per clock and SM, all SMs loading: 8 TB/s over 148 SMs at 1.9 GHz is 28
 
 SETUP_CLOCKS = 4000  # assumed: barriers, TMEM, the first loads' latency, the last PV, the epilogue
 COMBINE_CLOCKS = 4000  # assumed: 2 microseconds from one launch's end to the next one's first loads
@@ -39,8 +39,11 @@ LOAD_CLOCKS = 800  # assumed: a round of loads from L2, all SMs loading
 
 @dataclass(frozen=True)
 class Loads:
-    """Bytes that arrive on an SM each clock. one, two: with that many CTAs on the SM while other SMs are idle. all:
-    with all SMs loading. spread: the fraction of the SMs up to which each part of split keys gets an SM of its own."""
+    """Bytes that arrive on an SM per clock.
+
+    one, two: with one or two CTAs on the SM while other SMs are idle. all: with all SMs loading. spread: the fraction
+    of the SMs up to which each part of split keys gets its own SM.
+    """
 
     one: float
     two: float

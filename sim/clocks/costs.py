@@ -107,7 +107,7 @@ def memory_bytes(ins: Instr) -> int:
     """Bytes per lane that a load, store or atomic moves."""
     parts = ins.parts
     digits = "".join(c for c in parts[-1] if c.isdigit()) or "32"
-    digits = {"162": "32", "322": "64"}.get(digits, digits)  # of f16x2, f32x2
+    digits = {"162": "32", "322": "64"}.get(digits, digits)  # f16x2 and f32x2 are read as 162 and 322
     width = REGISTER_BYTES.get(digits, 4)
     count = next((int(part[1:]) for part in parts if part[0] == "v" and part[1:].isdigit()), 1)
     return width * count

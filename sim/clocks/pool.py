@@ -93,7 +93,7 @@ class Pool:
     def __init__(self, sms: int, beside: float):
         self.sms = [_Sm(beside) for _ in range(sms)]
         self.used = [[0.0] * PIPES for _ in range(sms)]
-        self.now = 0.0  # of the last change
+        self.now = 0.0  # time of the last change
 
     def add(self, now: float, owner: int, sm: int, scheduler: int, alone: float, demand: list[float]) -> None:
         """Begin a stretch of `alone` clocks."""

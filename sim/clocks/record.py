@@ -21,7 +21,7 @@ from warpspec.sim.lanes import FULL_MASK
 from warpspec.sim.tcgen05 import instruction_descriptor
 
 SAMPLE = 6  # default number of clusters recorded per launch
-RANK_SHIFT, OFFSET_MASK = 24, (1 << 24) - 1  # of a shared::cluster address: CTA rank above the offset
+RANK_SHIFT, OFFSET_MASK = 24, (1 << 24) - 1  # a shared::cluster address has the CTA rank above the offset
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ _active: Recording | None = None
 
 
 def active() -> Recording | None:
-    """What current runs must record; None: nothing."""
+    """The options of the recording that is active; None: none is."""
     return _active
 
 

@@ -116,7 +116,7 @@ class Replay:
         self.pool = Pool(
             len(self.sms), chip.clocks("code_beside_wgmma") if chip.has("code_beside_wgmma") else 0.0
         )
-        self.tensor: dict[int, deque[Product]] = {}  # by warp: its unfinished wgmmas
+        self.tensor: dict[int, deque[Product]] = {}  # each warp's unfinished wgmmas
         self.slots: dict[int, Event] = {}  # warps that cannot issue another wgmma yet
         self.events: dict[tuple[int, int], Event] = {}
         self.queue: list[tuple[float, int, int, object]] = []
@@ -131,8 +131,8 @@ class Replay:
     def run(self) -> Result:
         """Replay until every warp has ended."""
         programs: list[Iterator] = []
-        owner: list[int] = []  # by warp: the number of its cluster
-        live: list[int] = []  # by cluster: number of warps that have not ended
+        owner: list[int] = []  # the number of each warp's cluster
+        live: list[int] = []  # number of warps of each cluster that have not ended
         numbers = itertools.count()
 
         def begin(time: float) -> None:
@@ -266,7 +266,7 @@ class Replay:
         alone, demand = 0.0, [0.0] * PIPES
         pending: list[tuple[int, float]] = []  # (registers, when loads fill them)
         wgmma: list[Event] = []  # the ends of committed groups
-        opened = Event(0)  # of the uncommitted one
+        opened = Event(0)  # the group that is not committed yet
         bulk: list[tuple[float, float]] = []  # (source read, all done) of committed groups
         bulk_open = (0.0, 0.0)
         copies: list[float] = []

@@ -33,7 +33,7 @@ SECTION = re.compile(r"\s*\.section\s+\.text\.([^,\s]+)")
 INTERNAL = re.compile(r"\s*\$__internal[^:]*:")
 TARGET = re.compile(r"`\((\.L_x_\d+)\)")
 RELEASE = re.compile(r"Cuda compilation tools, release [\d.]+, V([\d.]+)")
-SECONDS = 120  # that ptxas may take
+SECONDS = 120  # time that ptxas may take
 
 
 class NoSass(RuntimeError):

@@ -79,7 +79,7 @@ class SassOrder:
             number += ins.index in starts
             self.stretch_of.append(number)
         self.lines = [ins.line for ins in kernel.instrs]
-        self.first = {}  # by stretch: its first instruction
+        self.first = {}  # the first instruction of each stretch
         for index, stretch in enumerate(self.stretch_of):
             self.first.setdefault(stretch, index)
 

@@ -42,7 +42,7 @@ class Sm:
         self.tma_used = self.l2_used = self.hbm_used = 0.0
         self.transfer_free = [0.0] * SCHEDULERS
         self.transfer_used = 0.0
-        self.queue_free = 0.0  # of tcgen05
+        self.queue_free = 0.0  # when the queue of tcgen05 is free
         self.queue_used = 0.0
         self.queue_tail = 0.0
         self.bytes_moved = 0.0

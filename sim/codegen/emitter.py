@@ -80,7 +80,7 @@ class Emitter:
         self.shared = shared  # shared variable -> offset in shared memory
         self.place = place
         self.parameters: list[int] = []  # 64-bit words of the record
-        self.origins: list[tuple[Origin, object]] = []  # of each parameter: what, and which register or value
+        self.origins: list[tuple[Origin, object]] = []  # each parameter's kind, and register or value
         self.head: list[str] = []
         self.lines: list[str] = []
         self.allocas: dict[tuple[str, int], str] = {}

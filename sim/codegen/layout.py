@@ -8,7 +8,7 @@ from warpspec.sim.cfg import CARRY
 from warpspec.sim.instruction import Imm, Instr, Kernel, Mem, Not, Pair, Reg, Sym, Vec
 from warpspec.sim.lanes import WARP_SIZE
 
-LOG_WORDS = 33  # of an access: instruction | lanes << 32, then the address in each lane
+LOG_WORDS = 33  # words of an access: instruction | lanes << 32, then the address in each lane
 REGISTER_ALIGN = 64  # bytes: one AVX-512 vector
 # A record, of 64-bit words: its function, the next record (0: it is the last of its block), the function's parameters.
 FIRST_PARAMETER = 2
@@ -120,7 +120,7 @@ class RegisterFile:
         self.special = [
             n for n in self.bits if n not in kernel.registers and n != CARRY and n not in CLOCK_REGISTERS
         ]
-        self.offset: dict[str, int] = {}  # of homes
+        self.offset: dict[str, int] = {}  # offsets of homes
         self.size = 0  # bytes of the homes
         self.end = 0  # bytes with the temporary places behind them
 

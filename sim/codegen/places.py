@@ -34,7 +34,7 @@ class TemporaryPlaces:
 
     def __init__(self, registers: RegisterFile):
         self._registers = registers
-        self._pools: dict[int, _Pool] = {}  # by bytes
+        self._pools: dict[int, _Pool] = {}  # key: bytes of a place
         self._start: dict[int, int] = {}
 
     def block(self, touched: Sequence[Touched], live_out: frozenset[str]) -> list[tuple[dict, dict]]:

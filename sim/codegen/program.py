@@ -32,7 +32,7 @@ from warpspec.sim.names import kernel_name
 from warpspec.sim.registry import Control, Family, find, row_of
 
 MOST_UNWRITTEN = 64  # registers that are poisoned one by one
-LOG_ENTRIES = 2048  # that a program's log holds beside those of one block
+LOG_ENTRIES = 2048  # entries that a program's log holds beside those of one block
 
 
 def _shape(operand) -> str:
@@ -126,8 +126,8 @@ class Program:
         self.tables = SymbolTables(module, kernel)
         self.registers = RegisterFile(kernel)
         self._native: dict[str, bool] = {}
-        self._vectors: dict[int, VectorPlace] = {}  # by the operand's id
-        self._ignored: dict[str, bool] = {}  # by a register's name
+        self._vectors: dict[int, VectorPlace] = {}  # key: the operand's id
+        self._ignored: dict[str, bool] = {}  # key: a register's name
         self.blocks = cfg.cut(kernel, self.is_uninterrupted)
         self.live = cfg.liveness(kernel, self.blocks)
         self.registers.place(self.live.names(self.live.homes))

@@ -64,7 +64,7 @@ def all_at_once(m, w, ins, mask, addresses, nbytes, combine, source, old) -> boo
         return False
     try:
         cells = bytes_at(m, w, ins, low, high - low + nbytes, True).view(old.dtype)
-    except MemoryFault:  # of several allocations, or which lane's access it is
+    except MemoryFault:  # several allocations; or the slow path tells which lane's access is wrong
         return False
     first = (places - low) // old.itemsize
     index = (first[:, None] + np.arange(len(old), dtype=first.dtype)).ravel()
@@ -86,7 +86,7 @@ def atomic(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     old = np.zeros_like(sources[0])
     flush = (
         ".ftz" if type_ == "f32" and space_of(ins) != "shared" else ""
-    )  # as the scalar form does in global memory
+    )  # like the scalar form in global memory
     combine = None if operation in ("exch", "cas") else form_of(f"{operation}{flush}.{type_}", 2).function
     nbytes = count * bits // 8
     if combine is None or not all_at_once(m, w, ins, mask, addresses, nbytes, combine, sources[0], old):

@@ -174,7 +174,7 @@ class ClusterBarrier:
     arrived: int = 0
     phase: int = 0
     order: object = None  # the order checker's clock of this phase
-    passed: object = None  # that of the last
+    passed: object = None  # the checker's clock of the last phase
 
     def describe(self) -> str:
         """A text for messages: how many threads have arrived."""
@@ -242,7 +242,7 @@ def cluster_wait(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None:
     arrived = w.state.get("cluster_arrived")
     if arrived is None:
         owed = w.state.get("cluster_waits_owed", 0)
-        if owed:  # of an arrival that another one followed, whose phase is over
+        if owed:  # a wait for an earlier arrival, whose phase is over
             w.state["cluster_waits_owed"] = owed - 1
             return None
         raise BarrierFault("barrier.cluster.wait without barrier.cluster.arrive before it")

@@ -65,9 +65,11 @@ def check_modifiers(ins: Instr, known: frozenset[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """What the opcode of a copy says. completes: on an mbarrier. own: its destination is the executing CTA's.
+    """The meaning of a copy's opcode.
 
-    pair: .cta_group::2. optional: operands behind those that it always has.
+    completes: the copy completes on an mbarrier. own: the destination belongs to the executing CTA. pair:
+    .cta_group::2. multicast: the copy goes to several CTAs. optional: number of operands behind those that every copy
+    has.
     """
 
     completes: bool
@@ -153,7 +155,7 @@ class LoadOrder:
         if self.source is not None:
             order.shared_range(*self.source, nbytes, read, op.clock)
         covered = nbytes
-        if isinstance(data, tuple):  # of a tensor load: gaps in shared memory count as written
+        if isinstance(data, tuple):  # a tensor load, whose gaps in shared memory count as written
             covered = copy.shared_bytes(data[0], data[1].size // copy.box_bytes(data[0]))
             order.layouts.written(load.target, self.offset, covered, data[0], op.ins)
         else:

@@ -43,7 +43,7 @@ class BulkGroup:
     __slots__ = ("maps", "number", "reads", "writes")
 
     def __init__(self, number: int) -> None:
-        self.number = number  # of the thread's groups, from 1
+        self.number = number  # number among the thread's groups, from 1
         self.reads = 0  # operations that have not read their source or their tensor map yet
         self.writes = 0  # stores that are not complete
         self.maps: set[MapRead] = set()  # loads' tensor maps not read yet

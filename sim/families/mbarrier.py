@@ -28,7 +28,7 @@ OFFSET_MASK = (1 << CTA_RANK_SHIFT) - 1
 STATE_PENDING = 32  # bit of a state at which the pending count begins; the phase lies below
 ARRIVED_BEFORE = np.arange(WARP_SIZE, dtype=np.uint64) << np.uint64(
     STATE_PENDING
-)  # by earlier lanes, in a state
+)  # what the arrivals of earlier lanes add to a state
 
 
 @dataclass(eq=False)
@@ -42,7 +42,7 @@ class Mbarrier:
     tx: int = 0
     expected: int = 0  # bytes, by expect_tx of all phases
     phase: int = 0
-    arrivals: int = 0  # in all phases, for reports
+    arrivals: int = 0  # number in all phases, for reports
     last: tuple | None = field(default=None, repr=False)  # (warp, instruction) of the last arrival
     early: tuple | None = field(
         default=None, repr=False
@@ -438,7 +438,7 @@ def mbarrier_try_wait(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None
 
 
 def describe_wait(m: Machine, w: Warp, ins: Instr, mask: int) -> str:
-    """What lanes at an mbarrier.try_wait wait for; '' if its phase is complete."""
+    """A text of what lanes at an mbarrier.try_wait wait for; '' if the phase is complete."""
     _, missing = _wait_state(m, w, ins, mask)
     if missing is None:
         return ""
@@ -454,7 +454,7 @@ def describe_wait(m: Machine, w: Warp, ins: Instr, mask: int) -> str:
 
 
 def _first_parity(m: Machine, barrier: Mbarrier, ins: Instr) -> str:
-    """What may be wrong with the parity of a warp's first wait for an mbarrier; "" if nothing is."""
+    """A text of what may be wrong with the parity of a warp's first wait for an mbarrier; "" if nothing is."""
     if not (barrier.phase or barrier.arrivals or barrier.expected) and _fills_after(m, ins):
         return f"; who waits for what is free at first {BEGINS} 1"
     if barrier.phase == 1 and barrier.expected:

@@ -50,10 +50,10 @@ GROUP, IN_GROUP = THREAD // 4, THREAD % 4
 
 @dataclass(frozen=True, slots=True)
 class MmaSyncForm:
-    """What an mma.sync opcode says: K, the types of A, B and D, the FLOPs of one instruction, .kind ("" without one).
+    """The meaning of an mma.sync opcode: K, types of A, B and D, FLOPs of an instruction, and .kind ("" without one).
 
-    scales: scale factors of a row of A and a column of B (0: none); scale_type: theirs. sparse: A is stored without its
-    zeros.
+    scales: number of scale factors of a row of A and of a column of B (0: none); scale_type: their type. sparse: A is
+    stored without its zeros.
     """
 
     k: int

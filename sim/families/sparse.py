@@ -15,7 +15,7 @@ import numpy as np
 
 from warpspec.sim.errors import BadDescriptor
 
-ROWS = 16  # of A, of a warp
+ROWS = 16  # rows of A that a warp has
 QUAD = 4  # threads
 PER_WORD = 8  # fours of metadata bits a register
 FOURS_OF_TF32 = {0b0100: 0, 0b1110: 1}  # the position that they name of two elements

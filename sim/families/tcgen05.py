@@ -261,7 +261,7 @@ def queue_of(w: Warp) -> tuple:
 
 @dataclass(frozen=True, slots=True)
 class MmaForm:
-    """What the opcode of a tcgen05.mma says."""
+    """The meaning of a tcgen05.mma opcode."""
 
     kind: str
     cta_group: int

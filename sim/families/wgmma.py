@@ -28,8 +28,8 @@ from warpspec.sim.tcgen05.operands import SharedOperand
 from warpspec.sim.warp import Warp
 
 M = 64
-WARPS = 4  # of a warpgroup
-ROWS = M // WARPS  # of D and of an A in registers, in each warp
+WARPS = 4  # warps of a warpgroup
+ROWS = M // WARPS  # rows of D, and of A in registers, that each warp has
 K = {"f16": 16, "bf16": 16, "tf32": 8, "e4m3": 32, "e5m2": 32, "s8": 32, "u8": 32}
 ACCUMULATORS = {"f16": ("f16", "f32"), "bf16": ("f32",), "tf32": ("f32",), "e4m3": ("f16", "f32")}
 ACCUMULATORS |= {"e5m2": ("f16", "f32"), "s8": ("s32",), "u8": ("s32",)}
@@ -43,7 +43,7 @@ MOVED_ONLY = "before wgmma.wait_group has waited for the wgmma.mma_async that wr
 
 @dataclass(frozen=True, slots=True)
 class WgmmaForm:
-    """What a wgmma.mma_async opcode says. sparse: A is stored without its zeros (`sparse.py`), half of K."""
+    """The meaning of a wgmma.mma_async opcode. sparse: A is stored without its zeros, half of K (`sparse.py`)."""
 
     n: int
     k: int
@@ -137,7 +137,7 @@ class Product(Op):
         self.steps: list[Step] = []
         self.warps: list = [None] * WARPS
         self.fragments: list[list[np.ndarray]] = [[] for _ in range(WARPS)]  # A in registers, float32 [16, K]
-        self.marks: list[list[np.ndarray]] = [[] for _ in range(WARPS)]  # of a sparse A, see `sparse.fours`
+        self.marks: list[list[np.ndarray]] = [[] for _ in range(WARPS)]  # for a sparse A, see `sparse.fours`
         self.closed: set[int] = set()  # warps of the group that issue no more of it
         self.done: set[int] = set()
 
@@ -242,7 +242,7 @@ class Product(Op):
 
 @dataclass(slots=True)
 class Issue:
-    """What one warp of a warpgroup has issued."""
+    """The wgmmas that one warp of a warpgroup has issued."""
 
     next_number: int = 0
     open: Product | None = None
@@ -257,7 +257,7 @@ class Warpgroup:
         self.cta, self.index = cta, index
         self.issues = [Issue() for _ in range(WARPS)]
         self.order = None  # the order checker's queue of its products
-        self.products: dict[int, Product] = {}  # by number, until all four warps have closed them
+        self.products: dict[int, Product] = {}  # by number, until all four warps have closed it
 
     def issue(
         self,

@@ -54,7 +54,7 @@ class Accesses:
         self.overlap = overlap or Overlap()
         self.seen = Seen()
         self._behind_wait = self.overlap.waited() if self.overlap.dependent else None
-        self._released: dict[int, Clock] = {}  # by cluster: what the next launch knows from its start
+        self._released: dict[int, Clock] = {}  # what the next launch knows from its start; key: cluster
         self.ledger = Ledger(self.known)
         self.layouts = OperandLayouts(self.last_writer)
         self.found: dict[tuple, Finding] = {}
@@ -66,7 +66,7 @@ class Accesses:
                     if space_of(ins) in ("generic", "global" if is_global else "shared", "cluster"):
                         self.units[is_global] = min(self.units[is_global], nbytes)
         self.log = program.new_log()
-        self._spare: list[CtaOrder] = []  # of CTAs that are over
+        self._spare: list[CtaOrder] = []  # records of CTAs that are over, to be used again
         self._globals: dict[int, GlobalShadow] = {}
         self._recent: GlobalShadow | None = None  # the allocation that lanes accessed last
         self._synchronised: dict[object, object] = {}  # place -> `Releases`
@@ -243,7 +243,7 @@ class Accesses:
         elif missing == TENSOR_OWN and self.known(first, clock, TENSOR):
             missing = TENSOR
         if missing in (ASYNC_SHARED, ASYNC_GLOBAL) and first.write and not self.known(first, clock, WRITES):
-            missing = WRITES  # of the two that are missing the one that silicon is known to show
+            missing = WRITES  # both are missing; name the one that silicon is known to show
         kind, remedy = findings.diagnose(first, second, missing, memory)
         tolerated = findings.is_tolerated(first, second, missing)
         if (
@@ -268,7 +268,7 @@ class Accesses:
         return False
 
     def _late_arrivals(self, load: Instr) -> str:
-        """What would complete a load before the arrivals after it."""
+        """The instruction that would complete a load before the arrivals after it."""
         instrs = self.program.kernel.instrs
         arrivals = [instrs[at] for at, loads in self._pending.items() if load.index in loads]
         return f"a use of what the first loads, or fence.proxy.async, before the arrival ({_lines(arrivals)})"

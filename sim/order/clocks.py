@@ -168,7 +168,7 @@ class Agent(Clock):
         self.parts: dict[int, Part] = {}
         self.loose: list[Part] = []  # parts with accesses since the last warp barrier
         self.epoch = 0  # incremented by every publication: later accesses have a new count
-        self.frozen: dict[int, Snapshot] = {}  # by lanes, until the clock changes
+        self.frozen: dict[int, Snapshot] = {}  # snapshots until the clock changes; key: lanes
         self.relaxed: dict[int, np.ndarray] = {}  # what lanes publish by relaxed writes, until it changes
         self.last_loads: dict[
             int, tuple[int, int]
@@ -179,7 +179,7 @@ class Agent(Clock):
         self.last_release = None  # a `synchronisation.Release`
         self.seen_releases: set[tuple] = set()  # see `Synchronisation.acquire_places`
         self.lanes = {"write": -1, "read": -1}  # `tag` at the last access of each kind to shared memory
-        self.reads: list[tuple] = []  # of shared memory since then, see `MemoryAccesses._between_lanes`
+        self.reads: list[tuple] = []  # reads of shared memory since then, see `MemoryAccesses._between_lanes`
         self.tag = 0  # names the time since the last warp barrier, among all warps
 
     def part(self, mask: int) -> Part:

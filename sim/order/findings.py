@@ -48,7 +48,7 @@ class Access:
         self.agent, self.cta = agent, cta
         self.write, self.generic, self.strong = write, generic, strong
         self.queued = queued
-        self.pipe: tuple | None = None  # of tcgen05.mma: see `pipelined`
+        self.pipe: tuple | None = None  # the key of a tcgen05.mma: see `pipelined`
         self.key = 0  # its number among the checker's accesses, once it is kept in shadow memory
 
     def describe(self) -> str:

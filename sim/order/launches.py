@@ -26,7 +26,7 @@ from warpspec.sim.order.findings import Access, Finding
 from warpspec.sim.order.shadow import Ledger, Shadow
 from warpspec.sim.order.shares import Touched, pairs
 
-EARLIER = Domain(-1)  # of accesses by earlier launches; a launch's component is its age
+EARLIER = Domain(-1)  # domain of accesses by earlier launches; a launch's component is its age
 OVERLAP = "accesses of launches that overlap"
 REMEDY = (
     "griddepcontrol.wait before the second, by its thread or by one that a barrier orders before it, in this launch "
@@ -124,7 +124,7 @@ class Stream:
         self._last: Overlap | None = None
 
     def next(self, dependent: bool) -> Overlap:
-        """What the next launch may run beside."""
+        """The launches that the next launch may run beside."""
         last = self._last
         overlap = self._last = Overlap(dependent, last is None)
         if not dependent or last is None:

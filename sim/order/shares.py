@@ -36,8 +36,10 @@ class Touched:
 
 
 def touched(name: str, unit: int, shadow: Shadow, early: Shadow | None, ledger: Ledger, mine) -> Touched:
-    """Collect what an allocation's shadow has of touched places. early: of the accesses that may take place beside an
-    earlier launch. mine: tells an access of this launch that the next one must know of.
+    """Collect the touched places of an allocation from its shadow.
+
+    early: the shadow of accesses that may take place beside an earlier launch. mine: a function that tells whether an
+    access belongs to this launch and the next launch must know of it.
     """
     texts: dict[int, tuple[str, int, bool]] = {}
 

@@ -47,14 +47,14 @@ class CtaOrder:
         self.domain = domain
         self.pair = PairOrder()
         self.shared.clear()
-        self.tiles: dict[int, object] = {}  # by offset: what tensor copies wrote (operand_layouts.py)
+        self.tiles: dict[int, object] = {}  # what tensor copies wrote (operand_layouts.py); key: offset
         if self._tensor is not None:
             self._tensor.clear()
         self.start = (
             domain.component()
-        )  # known by its warps from the start, in row BARRIERS, and by whom they meet
+        )  # its warps know it from the start, in row BARRIERS, and so does everyone that they meet
         self.suspects: np.ndarray | None = (
-            None  # of tensor memory: number of the findings if it is read, or 0
+            None  # for tensor memory: number of the findings that a read would have, or 0
         )
 
     @cached_property
@@ -142,7 +142,7 @@ class Operation:
         self.queue = queue
         self.queue_count = 0
         self.tensor = False  # its completion orders tcgen05 operations
-        self.written: Access | None = None  # of cp.async: what it writes
+        self.written: Access | None = None  # the write of a cp.async
         if queue is not None:
             queue.count += 1
             self.queue_count = queue.count

@@ -18,7 +18,7 @@ from warpspec.sim.device import Device
 from warpspec.sim.pretend.torch_cuda import SHORTEST_MS, TOTAL_MEMORY
 
 DRIVER_VERSION = 13000
-HANDLE = 1  # of contexts and devices of which there is one
+HANDLE = 1  # the handle of the only context and of the only device
 _handles = itertools.count(0x9100, 16)
 _memory: dict[int, torch.Tensor] = {}  # allocations by address; the simulator finds live tensors behind them
 _times: dict[int, float] = {}  # when events were recorded, by handle

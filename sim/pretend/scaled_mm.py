@@ -10,7 +10,7 @@ from warpspec.sim.pretend.tensors import mark
 
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 SCALES = {torch.float8_e8m0fnu: 32, torch.float8_e4m3fn: 16}  # elements of a row that share a scale
-TILE_ROWS, TILE_COLUMNS, QUARTER = 128, 4, 32  # of cuBLAS's layout of scales ("Block scaling factors layout")
+TILE_ROWS, TILE_COLUMNS, QUARTER = 128, 4, 32  # cuBLAS's layout of scales ("Block scaling factors layout")
 
 
 def scaled_mm(original: Callable) -> Callable:

@@ -26,7 +26,7 @@ from warpspec.sim.views import sarif
 COMPILATION = 8.0  # seconds predicted for compiling a test's kernels
 SECONDS_OF_WORK = 5e-8  # predicted for each unit of `work`, before the test has run once
 REMINDER = 2.0  # seconds until OverLimit is raised again: Python drops what is raised in a finalizer
-SIZES = 3  # of a test's parameters that count for its work
+SIZES = 3  # how many of a test's parameters count for its work: the largest
 KEPT = "warpspec/costs"  # in pytest's cache: seconds by test
 LAUNCHES = "warpspec_launches"  # property of a test's report, in JUnit files too
 CANNOT = (UnsupportedInstruction, PtxSyntaxError, HostError)

@@ -120,7 +120,7 @@ class Placement(TorchFunctionMode):
             return self._off(result, args)
         result = function(*args, **kwargs | {"device": CPU})
         if name in LIKE_SELF and isinstance(result, torch.Tensor) and not is_marked(result):
-            result = result.clone()  # of memory that the caller goes on to use
+            result = result.clone()  # the caller goes on to use the original memory
         return mark(aligned(result))
 
     @staticmethod
@@ -286,7 +286,7 @@ class Exported:
         return _dlpack_device(self._tensor)
 
 
-ATTRIBUTES = {  # of torch.Tensor, in place of torch's
+ATTRIBUTES = {  # attributes that replace those of torch.Tensor
     "device": property(_get_device),
     "is_cuda": property(is_marked),
     "is_cpu": property(lambda t: not is_marked(t)),

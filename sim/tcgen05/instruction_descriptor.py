@@ -26,7 +26,7 @@ ACCUMULATOR_FORMATS = {
 }
 K_ELEMENTS = {"f16": 16, "tf32": 8, "f8f6f4": 32, "i8": 32, "mxf8f6f4": 32, "mxf4": 64, "mxf4nvf4": 64}
 WORDS_PER_OPERAND_ROW = 8  # every kind reads 32 bytes of K a row, but with K = 96
-LONG_K = 96  # of .kind::mxf4 and ::mxf4nvf4, of sm_103a
+LONG_K = 96  # K of .kind::mxf4 and ::mxf4nvf4 on sm_103a
 
 
 @dataclass(frozen=True, slots=True)

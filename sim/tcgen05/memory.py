@@ -40,8 +40,8 @@ class Tmem:
     def __init__(self, data: np.ndarray | None = None):
         self.data = np.full((LANES, COLUMNS), POISON, np.uint32) if data is None else data
         self.blocks: dict[int, int] = {}  # first column -> columns
-        self._allocated_by: dict[int, Who] = {}  # by first column
-        self._freed: dict[int, tuple[int, Who]] = {}  # first column -> columns, who: of what is free again
+        self._allocated_by: dict[int, Who] = {}  # key: first column
+        self._freed: dict[int, tuple[int, Who]] = {}  # free again: first column -> columns, by whom
         self.allocated = np.zeros(COLUMNS, bool)
         self.cta_group: int | None = None  # the one value every tcgen05 instruction of a kernel uses
         self.pair_request: int | None = (

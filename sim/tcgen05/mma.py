@@ -22,7 +22,7 @@ PARTITIONS = LANES // PARTITION_LANES
 # Scale exponents this far from 2**0 could leave float32's range before both scales are multiplied together.
 SAFE_SCALE = 2.0**40
 WORD_BYTES = SCALES_PER_WORD = 4
-SCALE_ID_STEPS = {1: 1, 2: 2, 3: 1, 4: 4, 6: 2}  # of scale factor ids, by factors a row
+SCALE_ID_STEPS = {1: 1, 2: 2, 3: 1, 4: 4, 6: 2}  # step of scale factor ids; key: factors a row
 
 
 @dataclass(slots=True)
@@ -115,7 +115,7 @@ class MmaBatch:
 
 
 def run(mmas: Sequence[Mma], ctas: Sequence) -> None:
-    """Execute MMAs of which each continues the one before."""
+    """Execute a run of MMAs, each continuing the one before."""
     with np.errstate(all="ignore"):
         first = mmas[0]
         d = first.descriptor
@@ -138,7 +138,7 @@ def row_chunks(d: InstructionDescriptor) -> int:
 
 
 def footprint(mmas: Sequence[Mma], ctas: Sequence) -> Iterator[tuple]:
-    """What MMAs of which each continues the one before access in each CTA.
+    """The memory that a run of MMAs, each continuing the one before, accesses in each CTA.
 
     (CTA, operands in shared memory, indices of tensor memory that are read, index of D).
     """
@@ -225,7 +225,7 @@ def _run_cta(mmas: Sequence[Mma], cta, rank: int, b: np.ndarray) -> None:
 
 
 class Accumulator:
-    """Where D's rows and columns stand in one CTA's tensor memory.
+    """The places of D's rows and columns in one CTA's tensor memory.
 
     One partition layout covers all: lane group g (of `groups`) holds columns [g * N / groups, (g + 1) * N /
     groups) of every row. Layouts A and D: one group of 128 lanes; B and E: two of 64; G: four of 32; F (M =
@@ -399,7 +399,7 @@ def _scales(mma: Mma, tmem: Tmem, address: int, rows: int, name: str) -> np.ndar
     addresses = mma.scale_addresses(name, rows)
     tmem.require(column, columns * len(addresses), f"tcgen05.mma, scale factors of {name},")
     words = tmem.data[:, column : column + columns * len(addresses)]
-    if len(addresses) > 1:  # of each row, its words side by side
+    if len(addresses) > 1:  # put each row's words side by side
         words = np.ascontiguousarray(words.reshape(LANES, len(addresses), columns).transpose(0, 2, 1))
     return operands.scale_factors(
         words, first_byte, mma.scales_per_row, d.scale_format, row_words=len(addresses)

@@ -35,7 +35,7 @@ INNER_ALIGN = (
 
 
 class GlobalMemory(Protocol):
-    """What this module needs of global memory."""
+    """The interface to global memory that this module needs."""
 
     watch: Callable | None
 

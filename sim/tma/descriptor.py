@@ -197,7 +197,7 @@ class TensorMap:
 
     @cached_property
     def places(self) -> dict[tuple[int, int], tuple]:
-        """Where chunks of boxes go in shared memory, by (phase, boxes); see `layout.chunk_map`."""
+        """Places of the chunks of boxes in shared memory, by (phase, boxes); see `layout.chunk_map`."""
         return {}
 
     def describe(self) -> str:

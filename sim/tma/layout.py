@@ -1,4 +1,4 @@
-"""Where a box lies in shared memory: the swizzles.
+"""The places of a box's chunks in shared memory: the swizzles.
 
 A swizzle permutes chunks of shared memory by address: bits 7 and up of the shared address (the 128-byte line)
 are XORed into the chunk bits below. It is a function of the absolute address, not of the offset in the box.
@@ -46,7 +46,7 @@ def swizzled(address: np.ndarray | int, swizzle: Swizzle, atomicity: SwizzleAtom
 def chunk_map(
     swizzle: Swizzle, atomicity: SwizzleAtomicity, phase: int, row_bytes: int, row_pitch: int, rows: int
 ) -> tuple[np.ndarray, int]:
-    """Where each chunk of a box goes, for a box at an address with `address % PERIOD == phase`.
+    """The place of each chunk of a box that lies at an address with `address % PERIOD == phase`.
 
     Returns (map, chunk bytes): chunk i of the box lies at chunk map[i], counted from address - phase.
     """

@@ -1,1 +1,1 @@
-"""What a run said, for programs and people: SARIF, one HTML page."""
+"""The output of a run for programs and people: SARIF, and one HTML page."""

@@ -25,7 +25,7 @@ class Result:
 
     @property
     def fingerprint(self) -> str:
-        """What the same defect has in another run: its kind and its lines, without folders."""
+        """A text that the same defect also has in another run: its kind and its lines, without folders."""
         return " ".join([slug(self.rule), *sorted(Path(place).name for place in self.places)])
 
 
