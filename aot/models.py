@@ -1,4 +1,4 @@
-"""Which attention kernels a model's calls need.
+"""The attention kernels that a model's calls need.
 
 ``MODELS`` describes models' layers, ``CALLS`` how engines delimit requests. ``kernels`` plans calls of many sizes as
 ``warpspec.fmha`` plans them, and collects the configurations that were chosen, and those that nearly were: what sizes
@@ -103,7 +103,7 @@ BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256)
 DECODE_QUERIES = (1, 2, 4, 8)  # more than one query: speculative decoding
 PREFILL_QUERIES = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 4096, 16384)
 KEYS = (128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
-MOST_QUERIES = 65536  # of a batch
+MOST_QUERIES = 65536  # most queries of a batch
 NEAR = 0.08  # more than a plan's expected time that kernels take which calls of sizes in between may ask for
 
 

@@ -16,12 +16,12 @@ from warpspec.fmha.checks import HEAD_SIZES
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 KV_DTYPES = {None: None, **EIGHT_BITS}
-ROW_FORMATS = ("v4-fp8", "v3.2-fp8")  # of gathered attention's pools
+ROW_FORMATS = ("v4-fp8", "v3.2-fp8")  # formats of gathered attention's pools
 # Relative error, ||got - expected|| / ||expected||, against FP32 on the same inputs.
-ATTENTION_TOLERANCE = {"bf16": 4e-3, "fp16": 1e-3}  # of the worst head
+ATTENTION_TOLERANCE = {"bf16": 4e-3, "fp16": 1e-3}  # bound of the worst head's error
 GRADIENT_TOLERANCE = {"bf16": 4.2e-3, "fp16": 1e-3}  # likewise
 SOFTMAX_TOLERANCE = {"bf16": 2e-3, "fp16": 1e-3, "fp32": 1e-6}
-TOPK_TOLERANCE = 1e-6  # of the probabilities; the columns are exact
+TOPK_TOLERANCE = 1e-6  # bound of the probabilities' error; the columns are exact
 EXPERTS_TOLERANCE = 3e-3
 TORCH_FACTOR = 1.25  # never worse than this times torch's own error in the same dtype
 
@@ -244,7 +244,7 @@ def attention_case(
 
 
 def seen_keys(options: argparse.Namespace, device: str) -> torch.Tensor:
-    """Which keys a query sees, [queries, keys] of bool: the last query's own key is the last one."""
+    """[queries, keys] of bool: whether a query sees a key. The last query's own key is the last one."""
     own = torch.arange(options.queries, device=device)[:, None] + options.keys - options.queries
     keys = torch.arange(options.keys, device=device)[None]
     seen = keys <= own if options.causal else torch.ones_like(keys <= own)

@@ -1,4 +1,4 @@
-"""Which command runs: ``python -m warpspec COMMAND``."""
+"""Runs a command: ``python -m warpspec COMMAND``."""
 
 from __future__ import annotations
 

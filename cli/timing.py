@@ -22,16 +22,16 @@ import torch
 from warpspec.common.hardware import Speeds
 
 L2_MULTIPLES = 4  # rotated inputs and outputs together hold this many times the L2
-MOST_SETS = 256  # of rotated inputs: tiny shapes need no more
+MOST_SETS = 256  # most sets of rotated inputs: tiny shapes need no more
 CALLS_AHEAD = 200  # calls queued while the GPU sleeps; the launch queue holds about a thousand entries
 SLEEP_CLOCKS_PER_CALL = 100_000  # about 50 us of the GPU's clock: longer than any candidate's host cost
 LEAST_SLEEP_CLOCKS = 4_000_000  # about 2 ms: longer than the host needs for one training step's calls
 MOST_SLEEP_CLOCKS = 20_000_000  # about 10 ms
 GRAPH_CALLS = 32  # in one captured graph
-GRAPH_US, MOST_GRAPH_CALLS, MOST_GRAPH_US = 1000.0, 128, 20_000.0  # of one graph of ``graph_times``
+GRAPH_US, MOST_GRAPH_CALLS, MOST_GRAPH_US = 1000.0, 128, 20_000.0  # sizes of one graph of ``graph_times``
 WELL_BEHIND = 2.0  # times as slow as the fastest
-SHORT_ROUNDS = {"rounds": 20, "round_ms": 4.0}  # of gpu_times
-COPY_BYTES = 4 << 30  # of the copy that measures bandwidth: read once and written once
+SHORT_ROUNDS = {"rounds": 20, "round_ms": 4.0}  # options of gpu_times
+COPY_BYTES = 4 << 30  # size of the copy that measures bandwidth: read once and written once
 MATMUL_SIZE = 8192  # rows, columns and reduction of the matrix product that measures FLOP/s
 
 PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "quack-kernels")

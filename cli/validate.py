@@ -26,7 +26,7 @@ examples:
   python -m warpspec validate attention --batch 4 --queries 4096 --keys 4096 --causal
   python -m warpspec validate --model gpt-oss-120b              attention with a model's heads, windows and sinks
   python -m warpspec validate softmax --arch sm_90a             simulated, though this machine may have a GPU"""
-WINDOW = 48  # of the small problems: rows that see a whole window, and rows that do not
+WINDOW = 48  # window of the small problems, in which some rows see a whole window and others do not
 
 
 def parser(shapes: dict[str, int]) -> argparse.ArgumentParser:

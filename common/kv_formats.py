@@ -1,4 +1,4 @@
-"""How caches of keys and values store numbers: one record a format.
+"""Storage formats of numbers in caches of keys and values, one record each.
 
 x = code * scale. In "e4m3" and "e5m2" the scale is an fp32 number of a tensor or of a head; in "nvfp4" it is the e4m3
 scale of a block of 16 numbers times such a number. The 16-bit formats have no scale.

@@ -28,7 +28,7 @@ _NOTHING = contextlib.nullcontext()
 
 @dataclass(frozen=True)
 class Target:
-    """Where kernels run. Hashable.
+    """A GPU, or the simulator of one, that kernels run on. Hashable.
 
     architecture: the architecture that kernels are compiled for. device: index of the CUDA device; None: the simulator,
     on CPU tensors. sm_count, l2_bytes: number of SMs and bytes of L2 that plans assume; fewer than 1 SM raise

@@ -71,7 +71,7 @@ class Checkpoint:
         return self[name]
 
     def count_experts(self, layer: str) -> int:
-        """How many experts have their own tensors under the layer's name."""
+        """Number of experts that have their own tensors under the layer's name."""
         numbers = {
             name[len(layer) + 1 :].partition(".")[0] for name in self.files if name.startswith(layer + ".")
         }

@@ -263,7 +263,7 @@ def list_work(config: cutlass.Constexpr, starts, totals, work, thread):
 
 
 def entries_of(config, number: int, rows) -> Int32:
-    """How many entries of a class an expert with ``rows`` rows has."""
+    """Number of entries of a class that an expert with ``rows`` rows has."""
     narrower = (*config.widths, 0)[number + 1]
     left = rows % config.widths[0]
     last = Int32((left > narrower) & (left <= config.widths[number]))

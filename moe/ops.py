@@ -258,7 +258,7 @@ register_derivatives(moe_ffn, refuse_backward(NO_GRADIENTS["moe_ffn"]))
 def call(name: str, operator: Callable, run: Callable, *arguments):
     """Call an operator; through torch if ``watched`` says so, otherwise ``run``, the function that it executes.
 
-    name: of NO_GRADIENTS.
+    name: a key of NO_GRADIENTS.
     """
     tensors = [t for t in arguments if isinstance(t, torch.Tensor)]
     if watched(*tensors):

@@ -54,7 +54,7 @@ def owners(topk_ids: torch.Tensor, experts: int, ranks: int) -> torch.Tensor:
 
 
 def sort_by_owner(topk_ids, experts: int, ranks: int, target: Target | None) -> SortedTokens:
-    """The choices sorted by owner; offsets: [ranks]. target: the kernel's; None: use torch operations."""
+    """The choices sorted by owner; offsets: [ranks]. target: the target of a kernel; None: use torch operations."""
     if target is None or topk_ids.numel() == 0:
         return sort_tokens(owners(topk_ids, experts, ranks), ranks)
     from warpspec.moe.sort import sort_choices

@@ -84,7 +84,7 @@ class StreamedWeights:
 
     data: uint8 [E, row tiles, bytes], laid out as the module describes, padding 0. global_scale: fp32 [E, 2] for gate
     and up, or [E, 1], as in ``PreparedWeights``. bias: fp32 [E, rows] in the kernel's order of rows (``row_order``),
-    padding 0, or None. n, k: of the matrix before padding. block: values that share a scale, 16 or 32.
+    padding 0, or None. n, k: sizes of the matrix before padding. block: values that share a scale, 16 or 32.
     """
 
     data: torch.Tensor

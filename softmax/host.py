@@ -10,9 +10,9 @@ from cuda.bindings.driver import CUstream
 
 
 class SoftmaxHost:
-    """Compile with ``cute.compile(Kernel(config), x, out, stream)``. A subclass adds ``kernel``.
+    """Host side of a kernel. A subclass adds ``kernel``; compile with ``cute.compile(Kernel(config), x, out, stream)``.
 
-    carveout: shared memory of the kernel's CTAs, percent of what L1 and shared memory have together.
+    carveout: the percentage of L1 and shared memory together that the kernel's CTAs use as shared memory.
     """
 
     carveout: ClassVar[int]

@@ -114,7 +114,7 @@ TWO_PASS_THREADS, TWO_PASS_CTAS_PER_SM, TWO_PASS_UNROLL = 512, 2, 4
 
 @dataclass(frozen=True)
 class SoftmaxPlan:
-    """How one problem is computed.
+    """The strategy and configuration chosen for a problem.
 
     strategy: its name. config: its kernel's. groups, group: number of groups of CTAs and CTAs of a group (resident
     strategy only). microseconds: the predicted time.

@@ -27,8 +27,8 @@ MOST_ROWS = (
 class SoftmaxProblem:
     """The properties of a call that choose its kernel and that the kernel may rely on. Holds no tensors; hashable.
 
-    rows, length: of x as a matrix. dtype: its name. aligned: every row of x starts and ends on a 16-byte boundary.
-    store_bytes: the widest store to out that is aligned where loads from x are aligned to 16.
+    rows, length: sizes of x as a matrix. dtype: the dtype's name. aligned: every row of x starts and ends on a 16-byte
+    boundary. store_bytes: the widest store to out that is aligned where loads from x are aligned to 16.
     """
 
     rows: int

@@ -127,7 +127,7 @@ def join_row(
     threads.
 
     states: (STATE_WORDS, WARP) in shared memory, of all CTAs. reduction: the open ClusterReduction of these states;
-    None: no other CTA has a part of the row. warps: of a CTA.
+    None: no other CTA has a part of the row. warps: warps of a CTA.
     """
     warp = cute.arch.thread_idx()[0] // WARP_THREADS
     state = warp_join(state, WARP_THREADS, accurate)

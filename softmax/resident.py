@@ -107,7 +107,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Chunks:
-    """How many chunks of either kind each share is cut into, filled or not; the same for all rows and CTAs."""
+    """Number of chunks of either kind in a share, filled or not; it is the same for all rows and CTAs."""
 
     resident: Int32
     streaming: Int32

@@ -41,10 +41,10 @@ def elements(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class RowSpan:
-    """Where a row lies; all accesses to it need this.
+    """The place of a row in memory; all accesses to the row need it.
 
-    address: of element 0, in bytes. head, vectors, tail: numbers of elements, vectors, elements. first: address of the
-    first vector, a 16-byte boundary.
+    address: address of element 0, in bytes. head, vectors, tail: numbers of elements, vectors, elements. first: address
+    of the first vector, a 16-byte boundary.
     """
 
     address: Int64
@@ -56,7 +56,7 @@ class RowSpan:
 
 @cute.jit
 def row_span(tensor: cute.Tensor, row, dtype: cutlass.Constexpr, edges: cutlass.Constexpr) -> RowSpan:
-    """Where row ``row`` of tensor (ROW, ELEMENT), with contiguous elements, lies."""
+    """The ``RowSpan`` of row ``row`` of tensor (ROW, ELEMENT), whose elements are contiguous."""
     width, per_vector = WIDTHS[dtype], elements(dtype)
     length = tensor.shape[1]
     address = tensor.iterator.toint() + Int64(row) * Int64(tensor.stride[0]) * width

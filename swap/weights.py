@@ -51,7 +51,7 @@ FEATURE_TILE = 256  # d_ff is padded to a multiple of this
 class SwapFFNWeights:
     """The weights of one block, and what is derived from them once. Made by ``from_tensors``.
 
-    tensors: by the names in ``SHAPES``, bf16, contiguous. eps: of both RMS norms.
+    tensors: bf16 and contiguous, by the names in ``SHAPES``. eps: added to the mean square in both RMS norms.
     """
 
     tensors: dict[str, torch.Tensor]

@@ -33,7 +33,7 @@ def swizzled_layout(
 ) -> cute.ComposedLayout:
     """Shared memory layout of a tile (D, rows...), or of a ring of tiles (D, rows..., STAGE).
 
-    stage_bytes: distance between stages if it is not the size of a tile. row_bytes: of D, one of SWIZZLES.
+    stage_bytes: distance between stages if it is not the size of a tile. row_bytes: bytes of D, one of SWIZZLES.
     """
     layout = cute.make_layout(box)
     if stages is not None:

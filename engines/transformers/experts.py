@@ -30,7 +30,7 @@ PROBE_TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Attached:
-    """A module's experts in NVFP4. state: of the parameters they were made from; None if they were attached."""
+    """A module's experts in NVFP4. state: state of the parameters that they were made from; None if attached."""
 
     experts: NVFP4Experts
     activation: str

@@ -72,7 +72,7 @@ class DeepseekV4Cache(Cache):
     config: the model's ``DeepseekV4Config``. batch: sequences. max_tokens: the most tokens of a sequence. latent,
     index: row formats of keys and entries, and of index keys; "bf16" for no quantisation. hadamard: apply the Hadamard
     transform to index keys and queries. max_draft: how many tokens ``crop`` may take back, counted from the most that
-    the cache has held. backend: of all operations. Raises ValueError for shapes that the pools do not have.
+    the cache has held. backend: backend of all operations. Raises ValueError for shapes that the pools do not have.
     """
 
     def __init__(

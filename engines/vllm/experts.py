@@ -19,7 +19,7 @@ ACTIVATIONS = {MoEActivation.SILU: "swiglu"}
 
 
 class ModelOptExperts(ModelOptNvFp4FusedMoE):
-    """What vLLM calls for a layer of experts.
+    """The method that vLLM calls for a layer of experts.
 
     Parameters have ModelOpt's names and shapes, which vLLM loads if the method's class name contains "ModelOpt".
     """

@@ -26,9 +26,10 @@ def row_format(kind: str, name: str) -> RowFormat:
 class InsertConfig:
     """Configuration of the kernel of ``insert_window`` and ``store_rows``, which gives each row a warp.
 
-    kind, format: the pool's. project: normalise and rotate rows before they are stored. queries: normalise and rotate
-    queries too, and return them. weight: dtype of the norm's weight; None: rotate rows without normalising them.
-    hadamard: apply the Hadamard transform to rows. share: this many consecutive rows have the same position.
+    kind, format: kind and format of the pool. project: normalise and rotate rows before they are stored. queries:
+    normalise and rotate queries too, and return them. weight: dtype of the norm's weight; None: rotate rows without
+    normalising them. hadamard: apply the Hadamard transform to rows. share: this many consecutive rows have the same
+    position.
     """
 
     kind: str
@@ -64,8 +65,9 @@ class CompressConfig:
 
     The first CTAs have a request each and do what needs its state; each further CTA has ``stride`` tokens.
 
-    tail: "csa" or "hca". stride: tokens of an entry. max_draft: see ``state.Tail``. kind, format: the pool's. hadamard:
-    apply the Hadamard transform to rows. weight, ape: dtypes of the norm's weight and of the positional bias.
+    tail: "csa" or "hca". stride: tokens of an entry. max_draft: see ``state.Tail``. kind, format: kind and format of
+    the pool. hadamard: apply the Hadamard transform to rows. weight, ape: dtypes of the norm's weight and of the
+    positional bias.
     """
 
     tail: str

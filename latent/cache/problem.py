@@ -72,7 +72,7 @@ def check_insert(q, kv, cos_sin, positions, weight, eps, pool, slots, out) -> No
 def check_insert_outputs(q, kv, cos_sin, positions, weight, data, slots, out) -> None:
     """Check that outputs of ``insert_window`` (``store_rows`` if positions is None) overlap nothing.
 
-    data: the pool's.
+    data: the pool's memory.
     """
     rows = {"rows": kv} if positions is None else {"q": q, "kv": kv}
     inputs = {**rows, "cos_sin": cos_sin, "positions": positions, "weight": weight, "slots": slots}
@@ -82,7 +82,10 @@ def check_insert_outputs(q, kv, cos_sin, positions, weight, data, slots, out) ->
 
 
 def check_insert_values(positions, cos_sin, slots, capacity: int) -> None:
-    """Check values in the small tensors of ``insert_window`` and ``store_rows``, on the CPU. capacity: the pool's."""
+    """Check values in the small tensors of ``insert_window`` and ``store_rows``, on the CPU.
+
+    capacity: rows of the pool.
+    """
     if slots.device.type != "cpu":
         return
     if positions is not None:
@@ -164,7 +167,7 @@ def check_compress_outputs(
 
 
 def check_compress_values(cos_sin, tail: Tail, requests, starts, cu_seqlens, slots, capacity: int) -> None:
-    """Check the values in ``compress``'s small tensors, on the CPU. capacity: the pool's."""
+    """Check the values in ``compress``'s small tensors, on the CPU. capacity: rows of the pool."""
     if requests.device.type != "cpu":
         return
     check_range("requests", requests, 0, tail.requests - 1, "the tail's requests")

@@ -188,7 +188,7 @@ def empty_fold(tail: Tail) -> torch.Tensor:
 def fold(state: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     """Add one token, row [2, dim], to the fold [3, dim]; returns the new fold.
 
-    One exponential is enough: of the largest gate so far and the token's gate, the larger has weight 1.
+    One exponential is enough, because the larger of the largest gate so far and the token's gate has weight 1.
     """
     largest, total, weighted = state
     content, gate = row

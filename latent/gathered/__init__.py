@@ -33,12 +33,12 @@ def gathered_attention(
 
     q: bf16 [T, H, D], 1 to 128 heads; D is that of the pools' rows (512; 576 for "v3.2-fp8", whose first 512 numbers
     are the values). key_sets: 1 to 3 ``KeySet`` of one row format, which together are the keys; a row given twice
-    counts twice. scale: of logits, 512**-0.5 by default. sink: floating [H], one more logit per head, which has no
-    value, in natural units. rotate_back: (cos_sin, positions), the table and int32 [T]: rotate the last 64 numbers of o
-    by minus the query's angles. A position beyond the table makes them NaN on a GPU and raises ValueError on the CPU.
-    num_splits: parts that each query's keys are cut into; None lets the library choose. out_format: "bf16" or "fp8"; in
-    FP8, o is a ``projection.Float8Tensor`` with the bits that ``quantize_output`` makes of the bf16 result. out: memory
-    for o that no other argument uses.
+    counts twice. scale: multiplies the logits, 512**-0.5 by default. sink: floating [H], one more logit per head, which
+    has no value, in natural units. rotate_back: (cos_sin, positions), the table and int32 [T]: rotate the last 64
+    numbers of o by minus the query's angles. A position beyond the table makes them NaN on a GPU and raises ValueError
+    on the CPU. num_splits: parts that each query's keys are cut into; None lets the library choose. out_format: "bf16"
+    or "fp8"; in FP8, o is a ``projection.Float8Tensor`` with the bits that ``quantize_output`` makes of the bf16
+    result. out: memory for o that no other argument uses.
 
     Returns o bf16 [T, H, 512]. With return_lse it also returns lse fp32 [H, T] = ln(sum over keys of exp(scale q.k)),
     without the sink. With normalize=False it returns an ``AttentionState`` of packed shapes, which ``merge`` combines

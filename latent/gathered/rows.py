@@ -253,7 +253,7 @@ def store_key(loader, base, group, words: cute.Tensor, scales, small: cutlass.Co
 
 
 def store_converted(address, words: cute.Tensor, block: int, scales, small: bool) -> None:
-    """Convert and store 16 numbers of a block of the part. address: of the first chunk."""
+    """Convert and store 16 numbers of a block of the part. address: address of the first chunk."""
     scale = permute(scales, BYTE_ALONE | block)
     out = to_bf16([words[i, block] for i in range(VECTOR_WORDS)], scale, small)
     store_vector(address, out[:VECTOR_WORDS])
@@ -261,7 +261,7 @@ def store_converted(address, words: cute.Tensor, block: int, scales, small: bool
 
 
 def store_plain(address, words: cute.Tensor, vector: int) -> None:
-    """Store two vectors unchanged. address: of the first chunk."""
+    """Store two vectors unchanged. address: address of the first chunk."""
     for half in range(2):
         at = address ^ (half * MEMBERS * VECTOR_BYTES)
         store_vector(at, [words[i, vector + half] for i in range(VECTOR_WORDS)])

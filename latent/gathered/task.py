@@ -152,7 +152,8 @@ class Units(NamedTuple):
 class Task(RowTile):
     """A task: 64 heads of one query, or a part of its keys.
 
-    token, head_group, split: which one. heads: of q. ends: for each key set, the end of its tiles. span: all tiles.
+    token, head_group, split: numbers of the task's token, head group and split. heads: heads of q. ends: for each key
+    set, the end of its tiles. span: all tiles.
     """
 
     token: Int32

@@ -79,7 +79,7 @@ def index_topk(
 
     One launch, or two where rows are few and long. logits: fp32 [T, N]. k: 1 to 2048. lengths: int32 [T], how many
     logits of a row count, from the first (None: all); outside 0..N they are clamped on a GPU and raise ValueError on
-    the CPU. The selection is exact: of equal logits the lower index wins, NaN ranks above all numbers, and -inf is
+    the CPU. The selection is exact: if logits are equal the lower index wins, NaN ranks above all numbers, and -inf is
     never taken. counts: how many were taken; the slots after them are -1. page_table: int32 [R, pages], given together
     with requests: int32 [T] and page_size, turns index i into the slot page_table[request, i // page_size] * page_size
     + i % page_size, or -1 where the page or request does not exist. Raises TypeError or ValueError naming the argument.

@@ -108,8 +108,10 @@ class ScoresConfig:
 
     @property
     def stage_bytes(self) -> int:
-        """Bytes of a stage: of one tile for every warpgroup, each lane has its numbers of two keys and one scale. 0 if
-        keys are not copied."""
+        """Bytes of a stage, 0 if keys are not copied.
+
+        A stage holds one tile for every warpgroup: for each lane, its numbers of two keys and one scale.
+        """
         return self.threads * (2 * self.fmt.data_bytes // BLOCKS + self.fmt.scale_bytes) if self.copied else 0
 
     @property

@@ -71,8 +71,8 @@ SWAPPED = {n: Shape(swapped=True, tile_n=n) for n in (8, 16, 32, 64)}
 class GemmConfig:
     """Compile-time shape of one kernel.
 
-    epilogue: of EPILOGUES. output: of OUTPUTS. has_row_scale: every token has its own global scale. has_limit: clamp
-    gate and up. has_bias: the weights have a bias.
+    epilogue: one of EPILOGUES. output: one of OUTPUTS. has_row_scale: every token has its own global scale. has_limit:
+    clamp gate and up. has_bias: the weights have a bias.
     """
 
     shape: Shape

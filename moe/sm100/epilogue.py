@@ -39,9 +39,9 @@ def epilogue(
 ):
     """Write a part of the result for every tile record.
 
-    columns: first column in TMEM. staging: shared memory. features: rows N of an expert's weights. rank: of this CTA in
-    its pair. Consumes record_full and accumulator_full. Produces record_empty, and accumulator_empty (in a pair, that
-    of the first CTA) once the accumulator is in registers.
+    columns: first column in TMEM. staging: shared memory. features: rows N of an expert's weights. rank: this CTA's
+    rank in its pair. Consumes record_full and accumulator_full. Produces record_empty, and accumulator_empty (in a
+    pair, that of the first CTA) once the accumulator is in registers.
     """
     use = Int32(0)
     tile = records.read(use)

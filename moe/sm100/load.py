@@ -114,10 +114,10 @@ def make_stages(config, tokens, weights, token_scales, weight_scales) -> Stages:
 def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, records, sources, stages, k_tiles, rank):
     """For every tile record, fill a stage for each K tile by four loads.
 
-    rank: of this CTA in its pair. It loads the rank-th 128 tokens of the tile, the rank-th half of its weights, and the
-    weight scales of the whole tile. A box may begin and end at any row: results of another expert's rows are dropped,
-    and what lies outside the tensor arrives as zeros. Consumes record_full and empty. Produces record_empty and full.
-    All bytes of a pair complete on the first CTA's full barrier, which alone expects them.
+    rank: this CTA's rank in its pair. It loads the rank-th 128 tokens of the tile, the rank-th half of its weights, and
+    the weight scales of the whole tile. A box may begin and end at any row: results of another expert's rows are
+    dropped, and what lies outside the tensor arrives as zeros. Consumes record_full and empty. Produces record_empty
+    and full. All bytes of a pair complete on the first CTA's full barrier, which alone expects them.
     """
     full, empty = channels["full"], channels["empty"]
     use, fill = Int32(0), Int32(0)

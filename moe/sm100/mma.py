@@ -75,7 +75,7 @@ def mma(
 ):
     """For every tile record, sum over K into one of the accumulators while the epilogue reads the other.
 
-    k: values along K. rank: of this CTA in its pair; only the first CTA's warp issues. tcgen05.cp copies scales to
+    k: values along K. rank: this CTA's rank in its pair; only the first CTA's warp issues. tcgen05.cp copies scales to
     tensor memory in order with the MMAs before and after, so one buffer for them is enough. Consumes record_full, full
     and accumulator_empty. Produces, by one commit each, empty after a K tile and accumulator_full after the last.
     """

@@ -32,7 +32,7 @@ STEP_WORDS = 4  # words of wgmma's fragment of 16 along K
 def decode_chunk(words: cute.Tensor, scales: Uint32, chunk: int, out: cute.Tensor) -> None:
     """Decode a chunk to out (WORD), the fragments of its four wgmma.
 
-    words (VECTOR_WORDS): two a row. scales: the step's.
+    words: (VECTOR_WORDS), two for each row. scales: the word of the step's scales.
     """
     for r in range(THREAD_ROWS):
         factor = factor_of(scales, chunk * THREAD_ROWS + r)

@@ -34,11 +34,11 @@ CHUNK_BITS = CHUNKS.bit_length() - 1
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of a row a warp reads, and its shared memory.
+    """The part of a row that a warp reads, and the warp's shared memory.
 
-    row: where it lies. warp: number among the row's warps, over the cluster. lane: in the warp. k: of the result.
-    candidates: (CANDIDATE) this warp's candidates. maxima: (CHUNKS * WARP_THREADS) Int32, the fp32 bits of the maxima
-    of its lanes' chunks, lanes side by side.
+    row: where it lies. warp: number among the row's warps, over the cluster. lane: number in the warp. k: how many
+    elements are wanted. candidates: (CANDIDATE) this warp's candidates. maxima: (CHUNKS * WARP_THREADS) Int32, the fp32
+    bits of the maxima of its lanes' chunks, lanes side by side.
     """
 
     row: RowSpan

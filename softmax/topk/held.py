@@ -127,7 +127,7 @@ def hold(config: cutlass.Constexpr, group: Group):
 
 
 def held_vectors(config, group: Group):
-    """How many vectors the lane has."""
+    """Number of vectors that the lane has."""
     across = config.lanes * config.warps
     return cutlass.max(group.row.vectors - group.number + across - 1, Int32(0)) >> (across.bit_length() - 1)
 

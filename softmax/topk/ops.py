@@ -66,8 +66,8 @@ def run(logits: torch.Tensor, k: int, renormalize: bool, backend: str) -> tuple[
 
 @dataclass(frozen=True, slots=True)
 class RememberedCall:
-    """How a call was made: its kernel, results without memory from which new ones are made, and the layout of the
-    logits as a matrix (None if they are one)."""
+    """A call that was made: its kernel, templates of its results without memory, and the layout of the logits as a
+    matrix (None if they are one)."""
 
     kernel: object
     device: int

@@ -23,7 +23,9 @@ def before(ballot: Int32) -> Int32:
 
 @cute.jit
 def sort_lanes(key: Int32, lane: Int32, lanes: cutlass.Constexpr) -> Int32:
-    """Sort the keys of each group of ``lanes`` lanes in descending order, one a lane (bitonic). lane: in the group.
+    """Sort the keys of each group of ``lanes`` lanes in descending order, one key a lane (bitonic).
+
+    lane: this lane's number in the group.
 
     Runs of 2**level lanes are sorted in alternating directions. Where the direction is ascending, keys are
     complemented, so that every comparison puts the larger one into the lower lane.
@@ -92,8 +94,10 @@ def close_list(candidates: cute.Tensor, count: Int32, lane: Int32):
 
 @cute.jit
 def rank_in(candidates: cute.Tensor, count: Int32, word: Uint64, first: cutlass.Constexpr = 0) -> Int32:
-    """How many of ``count`` candidates, from batch ``first`` on, are larger than ``word``. The list must be terminated
-    by ``close_list``. Not collective."""
+    """Count the candidates, of ``count`` in all and from batch ``first`` on, that are larger than ``word``.
+
+    The list must be terminated by ``close_list``. Not collective.
+    """
     rank = Int32(0)
     for i in cutlass.range(first, (count + (RANK_BATCH - 1)) >> RANK_SHIFT, unroll=1):
         for j in cutlass.range_constexpr(RANK_BATCH):
@@ -127,7 +131,7 @@ def rank_among(
 
 @cute.jit
 def rank_in_sorted(candidates: cute.Tensor, count: Int32, word: Uint64) -> Int32:
-    """How many of ``count`` candidates in descending order are larger than ``word``, which is not among them."""
+    """Count those of ``count`` candidates in descending order that are larger than ``word``, which is none of them."""
     low, high = Int32(0), count
     while low < high:
         middle = (low + high) // 2

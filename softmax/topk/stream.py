@@ -40,12 +40,12 @@ JOINT_RANK = 16  # rank of the row's threshold among the samples, at most
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of a row a warp reads, and its shared memory.
+    """The part of a row that a warp reads, and the warp's shared memory.
 
     row: where it lies. warp: number among the row's warps, over the cluster. warp_in_cta, lane: its place in the CTA,
-    and the lane's in the warp. k: of the result. candidates: (CANDIDATE) this warp's candidates. samples: (SAMPLES)
-    keys of lanes' maxima, from all warps of the CTA. bound: (1) key, the row's threshold: the highest that a warp of
-    the CTA has found.
+    and the lane's in the warp. k: how many elements are wanted. candidates: (CANDIDATE) this warp's candidates.
+    samples: (SAMPLES) keys of lanes' maxima, from all warps of the CTA. bound: (1) key, the row's threshold: the
+    highest that a warp of the CTA has found.
     """
 
     row: RowSpan

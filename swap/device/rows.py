@@ -29,8 +29,8 @@ def rows_phase(
 ):
     """Process all groups of this CTA, which are adjacent. Executed by the threads of ``flow.synchronize``.
 
-    kind: of ROWS_PHASES. place: (thread, CTA, CTAs). event: its number. step: FFN steps done. ring: ``RouterTile``, in
-    the fused kernel, which also consumes the down counts of a row tile and produces its rows counts.
+    kind: one of ROWS_PHASES. place: (thread, CTA, CTAs). event: the event's number. step: FFN steps done. ring:
+    ``RouterTile``, in the fused kernel, which also consumes the down counts of a row tile and produces its rows counts.
     """
     thread, cta, ctas = place
     rows = ops.vectors.shape[0]

@@ -172,9 +172,9 @@ def inverse_of(ops, row) -> list:
 def store_hidden(ops, sums: cute.Tensor, factors, place: tuple, columns: cutlass.Constexpr):
     """Store silu(gate) * up of a tile's features as bf16, 16 bytes a store.
 
-    sums: 8 columns of gate and 8 of up alternate. factors: 1 / RMS of the thread's rows. columns: of the tile. place:
-    (the thread's first row, piece, member of the quad). The threads of a quad exchange words so that each stores 8
-    columns.
+    sums: 8 columns of gate and 8 of up alternate. factors: 1 / RMS of the thread's rows. columns: columns of the tile.
+    place: (the thread's first row, piece, member of the quad). The threads of a quad exchange words so that each stores
+    8 columns.
     """
     row, piece, member = place
     blocks = columns // COLUMNS // 2  # blocks of outputs

@@ -157,7 +157,7 @@ def shared(address: Int32, count: int) -> cute.Tensor:
 def copy_keys(ring: Ring, address, number, offset) -> None:
     """Copy a lane's vectors of two keys of a tile, one vector of each half of a row, and one scale.
 
-    address: of the warp's first key. A row's scale is copied by the lane that will store the row's score.
+    address: address of the warp's first key. A row's scale is copied by the lane that will store the row's score.
     """
     config, fmt = ring.config, ring.config.fmt
     member, quad = ring.lane % BLOCKS, ring.lane // BLOCKS
