@@ -137,8 +137,8 @@ def attention(
             this.
         block_mask: lists of the blocks of keys that the queries of each block see (block sparsity): a ``BlockMask``,
             best made once by ``BlockMask.of``; FlexAttention's BlockMask, which is converted at its first call and must
-            not change afterwards; or flash-attn-4's BlockSparseTensorsTorch, converted at each call. Of the keys of a
-            full block, a query sees all, whatever causal and window say. Of those of a partial block, it sees those
+            not change afterwards; or flash-attn-4's BlockSparseTensorsTorch, converted at each call. A query sees
+            all keys of a full block, whatever causal and window say. Of the keys of a partial block it sees those
             that causal, window and ranges allow and, with FlexAttention's mask, that mask_mod does; mask_mod is
             evaluated once, under torch.vmap, for the batch rows and heads that the lists have. Blocks on no list are
             hidden. Not with page_table, kv_lengths or tree. Kernels take blocks of multiples of 128 queries and keys,

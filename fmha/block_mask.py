@@ -112,7 +112,7 @@ class BlockMask:
 
 class Lists(NamedTuple):
     """Another library's lists. counts [B or 1, H or 1, M], indices [.., M, N or fewer] int32: partial blocks;
-    full_counts, full_indices: full ones, or None. names: of these four. mask_mod: FlexAttention's, or None."""
+    full_counts, full_indices: full ones, or None. names: names of these four. mask_mod: FlexAttention's, or None."""
 
     counts: torch.Tensor
     indices: torch.Tensor

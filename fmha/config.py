@@ -39,7 +39,7 @@ EXACT_QUERIES = 8
 
 
 class Schedule(enum.Enum):
-    """Which tiles of a launch a CTA works on."""
+    """The ways to assign the tiles of a launch to CTAs."""
 
     SINGLE = "single tile"  # the one of its number
     PERSISTENT = "persistent"  # one tile per round, a round having as many tiles as there are CTAs
@@ -49,10 +49,10 @@ class Schedule(enum.Enum):
 
 @dataclass(frozen=True)
 class Output:
-    """What a kernel writes of a row's sums.
+    """The results that a kernel writes for a row.
 
-    dtype, size: those of a row of o. normalize: O is divided by the row's sum; otherwise the kernel writes its
-    un-normalised state, row_max and row_sum beside o. splits: it writes a state for each split of the keys.
+    dtype, size: dtype and elements of a row of o. normalize: O is divided by the row's sum; otherwise the kernel writes
+    its un-normalised state, row_max and row_sum beside o. splits: it writes a state for each split of the keys.
     exact_maximum: O is rescaled whenever the maximum moves. sink_dtype: dtype of the sink, if there is one.
     """
 
@@ -101,7 +101,7 @@ class Output:
 
 @dataclass(frozen=True)
 class TileScheduler:
-    """Which tiles a CTA works on, and how its roles learn of them.
+    """The assignment of tiles to CTAs, and the way in which a CTA's roles learn of their tiles.
 
     has_warp: a warp computes the CTA's tiles for all roles and writes them to ``record_count`` records
     (``device.record``). sorts: packed query tiles are taken from the queue longest first (``device.longest``).

@@ -18,9 +18,9 @@ CONVERTER_WARPS = WARPGROUP_THREADS // WARP_THREADS
 class CodeRings:
     """Tiles of codes as they are loaded.
 
-    numbers: of a row of K or V. keys: of a tile. stages: of each ring of block scales. raw_stages: of each ring of
-    codes that are converted; 0: the rings of the products' operands hold the codes. row_span: most bytes of a row in
-    one box; None: all.
+    numbers: numbers of a row of K or V. keys: keys of a tile. stages: stages of each ring of block scales. raw_stages:
+    stages of each ring of codes that are converted; 0: the rings of the products' operands hold the codes. row_span:
+    most bytes of a row in one box; None: all.
     """
 
     format: Format

@@ -24,9 +24,9 @@ from warpspec.fmha.heads import HeadSizes
 from warpspec.fmha.operands import Operands, block_scales
 from warpspec.fmha.problem import AttentionProblem
 
-MOST_BYTES = 1 << 30  # of K and V in 16 bits
+MOST_BYTES = 1 << 30  # most bytes of K and V in 16 bits
 PIECE = 16  # numbers that a thread converts: a block of NVFP4
-BYTES = 2  # of a number
+BYTES = 2  # bytes of a number
 
 
 @dataclass(frozen=True)

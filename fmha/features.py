@@ -1,4 +1,4 @@
-"""What a call of attention asks for, in records that its problem and the configurations of its kernels have in common.
+"""The features of an attention call, as records that its problem and the configurations of its kernels share.
 
 ``AttentionProblem`` has such records besides the call's sizes, and so have ``AttentionKernel`` and ``BackwardKernel``,
 which add tiles and memory. A kernel's code asks ``config.mask.causal``, a plan ``problem.mask.causal``. A new switch is
@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Mask:
-    """Which sides of the band of keys that a row sees are bounded, and how.
+    """The mask: which sides of the band of keys that a row sees are bounded, and which keys are visible besides.
 
-    key_stride: positions that a key stands for. has_tree, has_ranges: an operand gives further visible keys, those of
-    drafts (``tree``) or of an image. sparse: any key of a tile may be missing; the source of the keys knows which.
-    block_size: (queries, keys) of the blocks that operands list (``block_mask``); None: no lists. has_patterns:
-    patterns of bits hide keys of partial blocks.
+    causal: keys after the query are hidden. has_left, has_right: the window bounds that side. key_stride: positions
+    that a key stands for. has_tree, has_ranges: an operand gives further visible keys, those of drafts (``tree``) or of
+    an image. sparse: any key of a tile may be missing; the source of the keys knows which. block_size: (queries, keys)
+    of the blocks that operands list (``block_mask``); None: no lists. has_patterns: patterns of bits hide keys of
+    partial blocks.
     """
 
     causal: bool = False
@@ -91,7 +92,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class RequestLayout:
-    """How requests' queries and keys are laid out, and which operands describe it.
+    """The layout of the requests' queries and keys, and the operands that describe it.
 
     packed_q, packed_k: queries, keys of all requests are packed one after another. many_queries: with packed queries,
     some request has more queries than a kernel's tile, as far as the host knows. page_size: keys of a page of K and V,

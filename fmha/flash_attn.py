@@ -419,7 +419,7 @@ def _hint(name: str, value) -> int:
 
 
 def _returned(result, wants_lse: bool, probabilities: bool, sink: torch.Tensor | None):
-    """What flash-attn returns. Its lse counts the sink, ``attention``'s does not."""
+    """Convert a result to what flash-attn returns. Its lse counts the sink; ``attention``'s does not."""
     if not wants_lse:
         return result
     out, lse = result

@@ -22,7 +22,7 @@ BATCH = 4  # pieces whose states a thread loads at a time; more than these count
 class JoinConfig:
     """Compile-time shape of one join kernel (``device.join``).
 
-    rows: of an M tile. dtype: of o. The rest is as in
+    rows: rows of an M tile. dtype: o's dtype. The rest is as in
     ``CombineConfig``.
     """
 

@@ -154,7 +154,7 @@ class Timed:
         self.problem, self.target, self.plans, self.prepared = problem, target, plans, None
 
     def run(self, operands: Operands):
-        """As ``Prepared.run``."""
+        """Launch like ``Prepared.run``."""
         if self.prepared is None:
             choices = ATTENTION.of(self.target.architecture).CHOICES
             keep_fastest(choices, self.problem, self.target, self.plans, self._launching(operands))

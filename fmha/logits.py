@@ -98,11 +98,11 @@ class BiasLayout:
 
 @dataclass(frozen=True)
 class LogitMap:
-    """What the map consists of.
+    """The parts of the map from scores to logits.
 
     negate: scores are negated first, for a negative scale. bias: what is added, or None. softcap: whether there is a
-    cap. newton_every: one of so many capped scores has its reciprocal computed on the multiply-add units instead of the
-    exponential unit; 0: none.
+    cap. newton_every: for one of this many capped scores, the multiply-add units compute the reciprocal instead of the
+    exponential unit; 0: for none.
     """
 
     negate: bool = False

@@ -1,8 +1,8 @@
-"""Which keys a query row may see.
+"""The keys that a query row may see.
 
-The keys a row sees are one interval, whatever the combination of causality, window, compressed keys and KV length, so
-the mask is two integers per row: kernels compare a key's index with them, tile loops clip to them. The exception is a
-tree of drafts (``tree``), where one bit each decides over up to 64 keys after the interval.
+The keys that a row sees are one interval, whatever the combination of causality, window, compressed keys and KV length.
+The mask is therefore two integers per row: kernels compare a key's index with them, and tile loops clip to them. The
+exception is a tree of drafts (``tree``), where one bit each decides over up to 64 keys after the interval.
 """
 
 from __future__ import annotations

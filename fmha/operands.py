@@ -138,7 +138,7 @@ class Operands(NamedTuple):
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """What is read, by name."""
+        """The tensors that a call reads, by name."""
         return {name: getattr(self, name) for name in INPUTS}
 
 
@@ -169,7 +169,7 @@ class Options(NamedTuple):
     deterministic: bool = False
     v_dim: int | None = None
     swizzled: bool = False
-    block_queries: int | None = None  # of a block of block_mask
+    block_queries: int | None = None  # queries of a block of block_mask
     block_keys: int | None = None
 
     @classmethod

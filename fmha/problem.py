@@ -56,13 +56,13 @@ class AttentionProblem:
     ``mask.key_range`` says which keys a row sees. If ``is_empty``, no kernel is called.
     """
 
-    batch: int  # B >= 0; of packed queries, requests
-    seq_q: int  # Sq >= 0; of packed queries max_seqlen_q, a hint
-    seq_k: int  # Sk >= 0; with a page table max_pages * page_size; of packed queries max_seqlen_k if given, a hint
+    batch: int  # B >= 0; with packed queries, the number of requests
+    seq_q: int  # Sq >= 0; with packed queries max_seqlen_q, a hint
+    seq_k: int  # Sk >= 0; with a page table max_pages * page_size; with packed queries max_seqlen_k if given, a hint
     heads_q: int  # Hq >= 1, a multiple of heads_kv; query head h reads KV head h // group
     heads_kv: int  # Hkv >= 1
     head_dim: int  # D of q and k (``heads.supported``)
-    device: torch.device  # of every tensor
+    device: torch.device  # the device of every tensor
     logits: LogitOptions  # checked
     mask: Mask = Mask()
     requests: RequestLayout = RequestLayout()
@@ -105,7 +105,7 @@ class AttentionProblem:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """(B, Sq): queries as they lie in q, o and the statistics; of packed queries (1, T)."""
+        """(B, Sq), or (1, T) for packed queries: the shape of queries in q, o and the statistics."""
         return (1, self.total_q) if self.requests.packed_q else (self.batch, self.seq_q)
 
     @property
@@ -115,7 +115,7 @@ class AttentionProblem:
 
     @property
     def o_shape(self) -> tuple[int, int, int, int]:
-        """[B, Sq, Hq, Dv]; of packed queries [1, T, Hq, Dv]."""
+        """[B, Sq, Hq, Dv], or [1, T, Hq, Dv] for packed queries."""
         return (*self.rows, self.heads_q, self.heads.v)
 
     @property

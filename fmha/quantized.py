@@ -18,7 +18,7 @@ from warpspec.common.outputs import has_memory
 FORMATS = {one.dtype: name for name, one in QUANTIZED.items()}
 BYTES = QUANTIZED["nvfp4"].dtype  # two e2m1 codes each
 BLOCK = QUANTIZED["nvfp4"].block
-BLOCK_DTYPES = (torch.uint8, torch.float8_e4m3fn)  # of block scales
+BLOCK_DTYPES = (torch.uint8, torch.float8_e4m3fn)  # dtypes of block scales
 SCALES = ("k_scale", "v_scale")
 BLOCK_SCALES = ("k_block_scales", "v_block_scales")
 

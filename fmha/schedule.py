@@ -173,10 +173,10 @@ def tiles_of(first, end, tile_keys: int, minimum=min, maximum=max) -> tuple:
 
 
 def place_in_round(round_, cta, ctas):
-    """Which of a round's ``ctas`` tiles a persistent CTA takes: CTAs take the tiles of one round in order, of the next
-    in reverse. Tiles get shorter along each round, so a CTA's longer and shorter tiles balance.
+    """The place, among the ``ctas`` tiles of a round, of the tile that a persistent CTA takes.
 
-    Ints or numpy arrays.
+    CTAs take the tiles of one round in order and those of the next round in reverse. Tiles get shorter along each
+    round, so a CTA's longer and shorter tiles balance. Arguments are ints or numpy arrays.
     """
     even = 1 - round_ % 2
     return even * cta + (1 - even) * (ctas - 1 - cta)

@@ -167,8 +167,9 @@ def divides(keys: int, block_keys: int) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def choose_pack(group: int, seq_q: int, tile_m: int, block_queries: int = 0) -> int:
-    """Choose the heads of a KV group that share an M tile: the fewest tiles, then the most heads. block_queries: of a
-    block, no two of which share a tile; 0: there are no blocks.
+    """Choose the heads of a KV group that share an M tile: the fewest tiles, then the most heads.
+
+    block_queries: queries of a block, no two of which share a tile; 0: there are no blocks.
 
     A tile with more heads has fewer queries: under a causal or window mask its rows then see more similar keys, so at
     equal tile count more heads never cost and often save KV tiles.

@@ -19,7 +19,7 @@ from warpspec.common.repeated import variable_reader
 
 DEBUG_VARIABLE = "WARPSPEC_DEBUG"
 _debug_variable = variable_reader(DEBUG_VARIABLE)
-POSITION_LIMIT = 2**29  # of q_start, sequences, windows: one of each adds up within int32
+POSITION_LIMIT = 2**29  # limit of q_start, sequences and windows: one of each adds up within int32
 
 
 def debugging() -> bool:
@@ -39,7 +39,7 @@ def are_checked(device: torch.device) -> bool:
 
 
 class _Check(NamedTuple):
-    """Where a tensor's values are wrong, and what is allowed there."""
+    """A check of a tensor's values: where they are wrong, and what is allowed there."""
 
     name: str
     tensor: torch.Tensor

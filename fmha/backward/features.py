@@ -29,16 +29,16 @@ from warpspec.fmha.logits import PLAIN, LogitMap
 from warpspec.fmha.tiles import ELEMENT_BYTES, KvTile
 
 STATISTICS = 2  # numbers of a row: lse', -delta
-PART_ROWS = 64  # of a part of dQ, as columns
+PART_ROWS = 64  # rows of a part of dQ; it has as many columns
 PART_ELEMENTS = PART_ROWS * BLOCK
-WARP_ELEMENTS = PART_ELEMENTS // 4  # of a warp's piece of a part
+WARP_ELEMENTS = PART_ELEMENTS // 4  # elements of a warp's piece of a part
 THREAD_ELEMENTS = PART_ELEMENTS // WARPGROUP_THREADS
-WARPS = 4  # of a warpgroup, one for each piece
+WARPS = 4  # warps of a warpgroup, one for each piece
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which gradients are computed.
+    """The gradients that are computed.
 
     bias: "float32" or "bfloat16", the dtype in which dS is stored; "sum": dS is summed in fp32; None: no gradient.
     joins_keys: V is K, whose gradient is the sum of dK and dV.
@@ -116,7 +116,7 @@ class BackwardKernel:
 
     @property
     def delta_factor(self) -> float:
-        """What delta is multiplied by in the statistics, a power of two."""
+        """The power of two that multiplies delta in the statistics."""
         return 1.0
 
     @property

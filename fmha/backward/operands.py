@@ -24,7 +24,7 @@ def key_elements(config) -> int:
     return config.tile_n * config.heads.qk
 
 
-SUMS = Operand(FLOAT32, 4, key_elements, TMA_ALIGNMENT)  # of cut key tiles' pieces
+SUMS = Operand(FLOAT32, 4, key_elements, TMA_ALIGNMENT)  # sums of cut key tiles' pieces
 
 
 class BackwardOperands(NamedTuple):
@@ -130,9 +130,12 @@ class ResultOperands(NamedTuple):
 
 
 class BackwardNumbers(NamedTuple):
-    """The numbers among the main kernel's arguments. logits: their factor has the sign of the scale. scale: the factor
-    of dK. window_left, window_right: not read where unbounded. pieces, section: see ``schedule.Order``; where the host
-    cuts by length, pieces of all key tiles of a row, and most_steps: of a piece."""
+    """The numbers among the main kernel's arguments.
+
+    logits: their factor has the sign of the scale. scale: the factor of dK. window_left, window_right: not read where
+    unbounded. pieces, section: see ``schedule.Order``; if the host cuts by length, pieces counts those of all key tiles
+    of a row. most_steps: the most steps of a piece, if the host cuts by length.
+    """
 
     logits: LogitNumbers
     scale: Annotated[Any, Number(FLOAT32)]

@@ -1,4 +1,4 @@
-"""How the device cuts the key tiles of packed requests: a tile gets as few equal pieces as have at most L steps each.
+"""The device's cut of the key tiles of packed requests: the fewest equal pieces of a tile with at most L steps each.
 
 Only the device knows the requests' lengths. It predicts the time of LENGTHS values of L, a lane of a warp for each, and
 takes the best; the host decides whether there is anything to cut, from lengths that it guesses. For L, in steps:
@@ -40,7 +40,7 @@ class PieceLength(NamedTuple):
 
 
 class Load(NamedTuple):
-    """What a KV head has with one L. long: pieces of at least LONG L steps. cut: pieces of cut tiles."""
+    """The load of a KV head with one L. long: pieces of at least LONG L steps. cut: pieces of cut tiles."""
 
     pieces: float = 0.0
     cut: float = 0.0

@@ -12,9 +12,12 @@ DIFFERENTIABLE = ("q", "k", "v", "sink", "bias")  # in the order in which gradie
 
 @dataclass(frozen=True)
 class BackwardProblem:
-    """What a backward kernel may rely on. forward: the problem whose gradients these are, ``return_lse`` set. wanted:
-    names of DIFFERENTIABLE, in their order; never v where V is K. has_do, has_dlse: which results have gradients, at
-    least one. deterministic: the same call gives the same bits every time."""
+    """A problem of gradients, on which a backward kernel may rely.
+
+    forward: the problem whose gradients these are, with ``return_lse`` set. wanted: names of DIFFERENTIABLE, in their
+    order; never v where V is K. has_do, has_dlse: which results have gradients, at least one. deterministic: the same
+    call gives the same bits every time.
+    """
 
     forward: AttentionProblem
     wanted: tuple[str, ...]

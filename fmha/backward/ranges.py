@@ -18,8 +18,9 @@ from warpspec.fmha.problem import AttentionProblem
 class Bounds(NamedTuple):
     """Intervals of keys that queries see, [B, Sq], or [1, T] for packed requests, and keys to look up among them.
 
-    first, end: of each query. key: [B, Sk] or [1, Tk]. first_row: the row of the request's first query, for each key.
-    Packed queries and keys have their request's number in front, so that all of them ascend if each request's do.
+    first, end: the interval of each query. key: [B, Sk] or [1, Tk]. first_row: the row of the request's first query,
+    for each key. Packed queries and keys have their request's number in front, so that all of them ascend if each
+    request's do.
     """
 
     first: torch.Tensor

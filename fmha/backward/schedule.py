@@ -58,14 +58,17 @@ COUNTED_ROUNDS = 16  # CTAs per SM from which the mean predicts the busiest SM's
 
 
 class Order(NamedTuple):
-    """pieces: pieces of a key tile; of the longest, where they are cut by length. section: rows of a section."""
+    """An order of CTAs.
+
+    pieces: pieces of a key tile, or of the longest key tile if tiles are cut by length. section: rows of a section.
+    """
 
     pieces: int
     section: int
 
 
 class CutTiles(NamedTuple):
-    """Key tiles cut by length. most: steps of a piece, at most. pieces: of all key tiles of a row."""
+    """Key tiles cut by length. most: the most steps of a piece. pieces: number of pieces of all key tiles of a row."""
 
     most: int
     pieces: int
@@ -90,7 +93,7 @@ def choose_order(problem: BackwardProblem, config: BackwardKernel, target: Targe
 
 
 def ctas_of(problem: BackwardProblem, config: BackwardKernel, steps: Sequence[int], pieces: int) -> int:
-    """CTAs of a row; of packed requests, before the device cuts tiles."""
+    """Number of CTAs of a row; for packed requests, the number before the device cuts tiles."""
     forward = problem.forward
     if config.requests.packed_k:
         keys = 1.5 * forward.least_q  # of least_q to twice as many, if there are as many keys as queries
@@ -199,14 +202,14 @@ def choose_pieces(
 
 
 def cut_tiles(problem: BackwardProblem, config: BackwardKernel, order: Order) -> CutTiles:
-    """How the host cuts key tiles by length, for an order."""
+    """The cut that the host makes of key tiles by length, for an order."""
     steps = sorted(tile_steps(problem, config), reverse=True)
     most = max(-(-max(steps, default=0) // order.pieces), 1)
     return CutTiles(most, sum(piece_counts(config, steps, order.pieces)))
 
 
 def piece_length(problem: BackwardProblem, config: BackwardKernel, target: Target) -> PieceLength:
-    """What the device needs to know to cut the key tiles of packed requests."""
+    """The numbers by which the device cuts the key tiles of packed requests."""
     forward, sms = problem.forward, target.sm_count // config.column_parts
     gradients = config.wanted.k + config.wanted.v
     left = 2 * gradients * config.tile_n * forward.head_dim * FP32_BYTES  # there and back

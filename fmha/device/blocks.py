@@ -90,8 +90,11 @@ def block_span(config, blocks: Blocks, batch, head, first_query) -> BlockSpan:
 
 @dataclass(frozen=True)
 class RowBlocks:
-    """What a row sees of the blocks it visits. span: its tile's. patterns: the operand, or None. row: number of the
-    row's query in its block. length: KV length."""
+    """The keys that a row sees of the blocks it visits.
+
+    span: the span of its tile. patterns: the operand, or None. row: number of the row's query in its block. length: KV
+    length.
+    """
 
     span: BlockSpan
     patterns: cute.Tensor | None

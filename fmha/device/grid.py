@@ -104,8 +104,8 @@ class DivisorTileGrid(TileGrid):
 
 
 class Where(NamedTuple):
-    """What a persistent CTA needs to find its tiles: the grid, tiles of the launch, the size of a section
-    (``TileGrid.decode``), the window."""
+    """The sizes by which a persistent CTA finds its tiles: the grid, the number of tiles of the launch, the size of a
+    section (``TileGrid.decode``), the window."""
 
     grid: Grid | DivisorGrid
     tiles: Int32

@@ -33,8 +33,11 @@ LAST_LANE = WARP_THREADS - 1
 
 
 class Line(NamedTuple):
-    """What a launch needs to cut its line. heads: number of (KV head, head tile) pairs; head_tiles, group: head tiles
-    and query heads of a KV head. rounds: rounds of chunks. window: not read where unbounded."""
+    """The sizes by which a launch cuts its line.
+
+    heads: number of (KV head, head tile) pairs. head_tiles, group: head tiles and query heads of a KV head. requests:
+    number of requests. rounds: rounds of chunks. window_left, window_right: the window; unbounded sides are not read.
+    """
 
     heads: Int32
     head_tiles: Int32
@@ -102,7 +105,7 @@ class Join(NamedTuple):
 
 
 class Scan(NamedTuple):
-    """Lengths by lane. before: of all lanes before this one. total: of all lanes."""
+    """Lengths by lane. before: sum over all lanes before this one. total: sum over all lanes."""
 
     before: Int64
     total: Int64

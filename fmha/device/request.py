@@ -12,8 +12,11 @@ from warpspec.fmha.features import RequestLayout
 
 
 class Request(NamedTuple):
-    """Where the queries and keys of a request (without packed queries, of a batch row) are. first_row, first_key: where
-    they begin in q and k. start: position of query 0. length: KV length."""
+    """The place of a request's queries and keys; without packed queries, a request is a batch row.
+
+    first_row, first_key: where its queries and keys begin in q and k. seq_q: number of its queries. start: position of
+    query 0. length: KV length.
+    """
 
     first_row: Int32 | int
     seq_q: Int32

@@ -59,8 +59,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a row belongs. batch, head, query: indices in q, o and the statistics. request, kv_head: those of its keys.
-    in_range: whether the problem has such a row."""
+    """The place of a row in the problem.
+
+    batch, head, query: indices in q, o and the statistics. request, kv_head: indices of its keys. in_range: whether the
+    problem has such a row.
+    """
 
     batch: Int32 | int
     request: Int32

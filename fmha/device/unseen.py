@@ -45,9 +45,9 @@ class RowColumns(NamedTuple):
 def clear(config: cutlass.Constexpr, span, first_key, thread, tile: cute.Pointer):
     """Zero the V rows of a KV tile that no row of the M tile sees.
 
-    first_key: of the tile. thread: 0..127; neighbouring threads zero neighbouring vectors, without bank conflicts.
-    tile: Uint8 pointer to the stage. A proxy fence has to follow, for the tensor cores to see the zeros, and a barrier
-    before another thread issues PV.
+    first_key: the tile's first key. thread: 0..127; neighbouring threads zero neighbouring vectors, without bank
+    conflicts. tile: Uint8 pointer to the stage. A proxy fence has to follow, for the tensor cores to see the zeros, and
+    a barrier before another thread issues PV.
     """
     vectors = tma.ROW_BYTES // VECTOR_BYTES  # of a key in a block of D
     keys = WARPGROUP_THREADS // vectors  # at a time

@@ -27,7 +27,7 @@ class BlackwellChoices(Choices):
             yield shape, Tiling(1, shape.tile_m, 1, shape.tile_n, shape.kv_stages, shape.ctas_per_sm, pack)
 
     def ways(self, problem: AttentionProblem) -> tuple[Way, ...]:
-        """How CTAs may get their work; the first is for any number of tiles."""
+        """The ways in which CTAs may get their work; the first suits any number of tiles."""
         if problem.bias or problem.mask.has_blocks or default_shape(problem).tile_m < FULL_ROWS:
             return Way.SINGLE, Way.SPLIT
         return tuple(self.schedules)

@@ -107,8 +107,8 @@ def mma(
 ):
     """QK of the next KV tile is issued before PV of this one, so the tensor core has work while softmax makes P.
 
-    operands: ``Fragments``. dtype: of q and k. uses: (M tiles with keys, KV tiles) that the CTA has finished before.
-    Consumes: q_full; k_full and s_empty before QK; v_full and p_full before PV. Produces, each by one commit:
+    operands: ``Fragments``. dtype: dtype of q and k. uses: (M tiles with keys, KV tiles) that the CTA has finished
+    before. Consumes: q_full; k_full and s_empty before QK; v_full and p_full before PV. Produces, each by one commit:
     k_empty and s_full after QK; v_empty and pv_done after PV. If V is K, there is no v ring, and k_empty comes after
     PV. If work is cut by length, q_empty comes after the M tile's last QK.
     """

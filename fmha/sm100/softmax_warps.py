@@ -23,7 +23,7 @@ SWIZZLE_ROWS = 8  # rows after which the swizzle repeats
 
 @dataclass(frozen=True)
 class Columns:
-    """Where a softmax thread finds its operands.
+    """The places of a softmax thread's operands.
 
     thread: 0..127, its lane of tensor memory. s, p, o: TMEM pointers to the first columns of S (fp32), P (32 bits, two
     keys) and O (fp32). p_smem, v_smem: shared memory (Uint8) of P, where it lies there, and of the first V stage. bias:
@@ -63,10 +63,10 @@ def softmax(
     """One thread per row: for every KV tile of ``span`` read S, make P, and keep O in the units of the row's reference.
     With 64 rows, the threads of lanes 16 to 31 of each warp only keep the second half of O.
 
-    columns: ``Columns``. numbers: of the map between S and P. dtype: of P. Returns (reference, maximum,
-    row_sum) of the row, in the unit of mapped scores.
-    Consumes: s_full; pv_done of the tile before, before it touches O or P; v_full when it clears rows of V.
-    Produces: s_empty once S is in registers; p_full once P, O and V are ready for PV of this tile.
+    columns: ``Columns``. numbers: the numbers of the map between S and P. dtype: P's dtype. Returns (reference,
+    maximum, row_sum) of the row, in the unit of mapped scores. Consumes: s_full; pv_done of the tile before, before it
+    touches O or P; v_full when it clears rows of V. Produces: s_empty once S is in registers; p_full once P, O and V
+    are ready for PV of this tile.
     """
     reference, row_maximum, row_sum = -Float32.inf, -Float32.inf, Float32(0.0)
     for step in cutlass.range(span.count, unroll=1):

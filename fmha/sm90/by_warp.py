@@ -52,10 +52,10 @@ class Lane:
         self.config, self.codes = config, codes_of(config, config.p_dtype)
         self.columns = PAIR * config.shape.row_tiles
         self.spans = config.format.kv_row(config.heads.qk) // config.codes.row_bytes
-        self.words = config.codes.row_bytes // QUAD // WORD_BYTES  # of a quarter of a row
+        self.words = config.codes.row_bytes // QUAD // WORD_BYTES  # words of a quarter of a row
         self.vector = config.codes.row_bytes // OCTET // WORD_BYTES  # words of an eighth of a row
-        self.steps = self.words * self.codes.WORD // QUAD  # of QK within a span
-        self.mmas = self.codes.WORD // PAIR  # of PV, of a word of V
+        self.steps = self.words * self.codes.WORD // QUAD  # steps of QK within a span
+        self.mmas = self.codes.WORD // PAIR  # products of PV for a word of V
         self.key = self.place(self.g)
 
     def place(self, row):
@@ -268,7 +268,10 @@ def move(work, lane: cutlass.Constexpr, o, units: cutlass.Constexpr, maxima, ref
 
 
 def elements(t: cute.Tensor, column: int) -> list[int]:
-    """Which of t's (4, n, ROW TILE) numbers are of one of the lane's query rows: 0 and 1 are of the first row tile."""
+    """Indices of the numbers of t (4, n, ROW TILE) that belong to one of the lane's query rows.
+
+    column: number of the row; 0 and 1 belong to the first row tile.
+    """
     count = cute.size(t, mode=[1])
     return [
         (column // PAIR * count + n) * C_WORDS + half * PAIR + column % PAIR
@@ -349,8 +352,11 @@ def clear_unseen(work, words: cutlass.Constexpr, rows: cutlass.Constexpr, first_
 
 @cute.jit
 def eighth_scales(work, lane: cutlass.Constexpr, blocks, rows: cutlass.Constexpr, first_key, masked) -> tuple:
-    """The block scales of this lane's eighth of four rows of V, in fp16: of rows 0 and 1 in a word for each block, and
-    of rows 2 and 3; 0 of rows that no row of the tile sees. (None, None) without."""
+    """The block scales of this lane's eighth of four rows of V, in fp16.
+
+    Returns (words of rows 0 and 1, words of rows 2 and 3), one word for each block. Scales of rows that no row of the
+    tile sees are 0. Returns (None, None) for formats without block scales.
+    """
     config, found = work.config, (None, None)
     if cutlass.const_expr(blocks is not None):
         count = max(config.codes.row_blocks // OCTET, 1)

@@ -16,15 +16,15 @@ from warpspec.fmha.tiles import choose_packs, fits_blocks
 
 SCHEDULES = {
     Way.PERSISTENT: Schedule.PERSISTENT,
-    Way.SINGLE: Schedule.PERSISTENT,  # of as many CTAs as there are tiles
+    Way.SINGLE: Schedule.PERSISTENT,  # with as many CTAs as there are tiles
     Way.QUEUE: Schedule.QUEUE,
     Way.LINE: Schedule.LINE,
     Way.SPLIT: Schedule.PERSISTENT,
 }
 
 
-# If warps convert codes in registers, by bits of a number, with bytes counted as of 16 bits. From lengths drawn at
-# random and full ones, in pages, on an H100 (docs/measurements.md).
+# Constants for warps that convert codes in registers, by bits of a number, with bytes counted as if numbers had 16
+# bits. Fitted to lengths drawn at random and to full ones, in pages, on an H100 (docs/measurements.md).
 WARP_COSTS = {
     8: replace(HOPPER, memory=HOPPER.memory * 16 / 8, sm_bytes=70, l2_bytes=70, line=1.0),
     4: replace(HOPPER, memory=HOPPER.memory * 16 / 4.5, sm_bytes=62, l2_bytes=62, line=1.0),
@@ -35,12 +35,12 @@ class HopperChoices(Choices):
     """``Choices`` of this kernel."""
 
     def constants(self, problem: AttentionProblem) -> Constants:
-        """Those of 16-bit keys, unless warps convert codes of keys in registers."""
+        """The constants for 16-bit keys, unless warps convert codes of keys in registers."""
         by_warp = problem.format.kv_format and shapes_of(problem)[0].row_tiles
         return WARP_COSTS[problem.format.kv_bits] if by_warp else self.costs
 
     def decode_loads(self, problem: AttentionProblem) -> Loads:
-        """How fast an SM loads keys for few queries (``plan.splits``)."""
+        """The rates at which an SM loads keys for few queries (``plan.splits``)."""
         if not problem.format.kv_format:
             return DECODE_LOADS
         return WARP_LOADS[problem.format.kv_bits] if shapes_of(problem)[0].row_tiles else FLOAT8_LOADS
@@ -57,7 +57,7 @@ class HopperChoices(Choices):
                     yield shape, Tiling(*sizes, shape.ctas_per_sm, pack, problem.requests.packed_q)
 
     def ways(self, problem: AttentionProblem) -> tuple[Way, ...]:
-        """How CTAs may get their work; the first is for any number of tiles."""
+        """The ways in which CTAs may get their work; the first suits any number of tiles."""
         if shapes_of(problem)[0].column_parts > 1:
             return Way.PERSISTENT, Way.SPLIT
         if problem.bias:

@@ -15,8 +15,11 @@ STATISTICS = 3  # numbers of a row stored with a P tile, or with a warp's O: ref
 
 @dataclass(frozen=True)
 class WarpMerge:
-    """Where warps with KV tiles of their own merge their states. warps: how many. row_tiles: query rows in units of
-    COLUMN_ROWS; 0: there are no such warps. columns: of O."""
+    """Shared memory in which warps that have their own KV tiles merge their states.
+
+    warps: number of warps. row_tiles: query rows in units of COLUMN_ROWS; 0: there are no such warps. columns: columns
+    of O.
+    """
 
     warps: int
     row_tiles: int
@@ -29,7 +32,7 @@ class WarpMerge:
 
     @property
     def regions(self) -> tuple[memory.Region, ...]:
-        """What merging adds to ``smem_regions``."""
+        """The regions that merging adds to ``smem_regions``."""
         if not self.row_tiles:
             return ()
         warps, rows = self.warps, self.row_tiles * COLUMN_ROWS

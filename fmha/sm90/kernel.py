@@ -44,9 +44,12 @@ from warpspec.fmha.sm90.rings import Source
 
 
 class Buffers(NamedTuple):
-    """Where the shared-memory regions begin. q, k, v, p: Uint8 pointers; v is k where V is K. statistics, sums:
-    Float32 pointers, of paired consumers. raw: Uint8 pointer to the rings of codes that are converted. parts, states:
-    Float32 pointers, of warps that have KV tiles of their own. scales: Uint8 pointer to the rings of block scales."""
+    """Addresses of the shared-memory regions.
+
+    q, k, v, p: Uint8 pointers; v is k where V is K. statistics, sums: Float32 pointers, for paired consumers. raw:
+    Uint8 pointer to the rings of codes that are converted. parts, states: Float32 pointers, for warps that have their
+    own KV tiles. scales: Uint8 pointer to the rings of block scales.
+    """
 
     q: cute.Pointer
     k: cute.Pointer
@@ -201,10 +204,12 @@ def where_of(config, operands, numbers):
 
 @dataclass(frozen=True)
 class Consumer:
-    """What a consumer keeps for all of its tiles. number: which consumer it is, a compile-time constant if paired.
-    row_group: which 64 rows are its own. part: which part of O's columns. thread: 0..127 within the consumer; if warps
-    have KV tiles of their own, within all consumers. numbers:
-    those of the map between S and P."""
+    """A consumer's state for all of its tiles.
+
+    number: the consumer's number, a compile-time constant if paired. row_group: the number of its 64 rows. part: its
+    part of O's columns. thread: 0..127 within the consumer; if warps have their own KV tiles, the number among all
+    consumers' threads. numbers: the numbers of the map between S and P.
+    """
 
     config: object
     channels: dict

@@ -15,15 +15,18 @@ from cutlass import Boolean, Int32
 
 from warpspec.fmha.block_mask import WORD_BITS
 
-NEXT, RULE, RANK = range(3)  # of q_visits
-FIRST, LAST, COUNT = range(3)  # of q_counts
+NEXT, RULE, RANK = range(3)  # columns of q_visits
+FIRST, LAST, COUNT = range(3)  # columns of q_counts
 FAR = 2**30  # past the queries of every request
 NO_MASK = -1  # rule of a full block
 
 
 class KeyBlock(NamedTuple):
-    """The tables of a key tile's block. batch: of the keys. number: the block's. tiles: query tiles of a block of
-    queries. query_tiles: of a head. heads: [first, end) of the query heads."""
+    """The tables of a key tile's block.
+
+    batch: batch row of the keys. number: number of the block. tiles: query tiles of a block of queries. query_tiles:
+    query tiles of a head. heads: [first, end) of the query heads.
+    """
 
     visits: cute.Tensor
     counts: cute.Tensor

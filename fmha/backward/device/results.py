@@ -2,7 +2,7 @@
 
 The kernel adds the sums in the order of the pieces, scales and rounds them, and writes them in the layout of q or k. It
 reads them in the order of wgmma's registers (``features``): a warp takes 16 rows and up to 64 columns, a CTA some parts
-of a tile of one head. The first CTAs make dQ, the next dK, the last dV. Of dK and dV a warp takes fewer columns: few
+of a tile of one head. The first CTAs make dQ, the next dK, the last dV. A warp takes fewer columns of dK and dV: few
 CTAs then have many pieces to read, and each thread has loads of more pieces in flight.
 
 It is a programmatic dependent launch after the main kernel. Its CTAs wait on the SMs that are free first. If as many
@@ -30,8 +30,8 @@ from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT
 from warpspec.fmha.heads import BLOCK
 
 VECTOR = 4  # fp32 numbers of a 16-byte load
-VECTORS = THREAD_ELEMENTS // VECTOR  # of a thread in a warp's piece of a part
-KEY_VECTORS = 2  # as many of them a thread has of dK and dV
+VECTORS = THREAD_ELEMENTS // VECTOR  # vectors of a thread in a warp's piece of a part
+KEY_VECTORS = 2  # vectors of a thread of dK and dV
 LOADS = 6  # pieces whose loads are in flight together
 THREADS = 2 * WARPS * WARP_THREADS
 MOST_CTAS = 2048  # where most shares of dK and dV have nothing to do
@@ -141,7 +141,7 @@ def write_tile(
 
     both: sums (see ``tile_of``) to add up in order, and sums to add without the scale, or None.
     place: (batch row, first row of the tile, first row of the request, rows of the request), from ``rows.place_of``.
-    share: which of the tile's shares this CTA writes. vectors: of a thread.
+    share: which of the tile's shares this CTA writes. vectors: vectors of a thread.
     """
     batch, tile_first, first, rows = place
     thread, _, _ = cute.arch.thread_idx()

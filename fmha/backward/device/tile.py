@@ -199,7 +199,7 @@ class KeyTile:
         return Boolean(first < self.rows_first) | Boolean(first + self.config.tile_m > self.rows_end)
 
     def turn(self, head, query_tile) -> Int32:
-        """How many key tiles, those of earlier keys, add to a query tile's dQ before this one."""
+        """Number of key tiles, those of earlier keys, add to a query tile's dQ before this one."""
         if self.config.mask.has_blocks:
             tiles = self.config.mask.block_size[1] // self.config.tile_n
             return self.blocks.entry(head, query_tile, RANK) * tiles + self.number % tiles

@@ -31,9 +31,11 @@ LOAD_COLUMNS = 32  # columns of a result in registers at a time
 
 @dataclass(frozen=True)
 class Keys:
-    """What a thread of the key warps keeps for all steps. part: the CTA's part of the columns of dK, dV and dQ.
-    columns: TMEM pointer to the first column. thread: 0..127, its lane and its key of the tile. bounds: [first, end) of
-    the queries that see it."""
+    """The state of a thread of the key warps for all steps.
+
+    part: the CTA's part of the columns of dK, dV and dQ. columns: TMEM pointer to the first column. thread: 0..127, its
+    lane and its key of the tile. bounds: [first, end) of the queries that see the key.
+    """
 
     config: object
     channels: dict
