@@ -14,7 +14,7 @@ from cutlass import Boolean, Float32, Int32
 from warpspec.common.device.host import host_function
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.common.logarithms import LOG2_E
-from warpspec.fmha.backward.device.tile import sort_key_tiles
+from warpspec.fmha.backward.device.order import sort_key_tiles
 from warpspec.fmha.backward.operands import BackwardOperands, RowOperands
 from warpspec.fmha.backward.pieces import PieceLength
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT

@@ -10,21 +10,19 @@ previous one; with heads in the outer loop, key tiles with fewer query tiles wou
 order, it keeps in L2 what key tiles read together. Pieces then cut the heads and all query tiles of the request, so
 that the same piece of two key tiles has the same query tiles.
 
-With packed requests, CTAs take the key tiles with the most steps first (``sort_key_tiles``).
+With packed requests, CTAs take the key tiles with the most steps first (``order.sort_key_tiles``).
 """
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Int32
 
 from warpspec.common.device.warp import running_sum
 from warpspec.common.hardware import WARP_THREADS
-from warpspec.fmha.backward import pieces
 from warpspec.fmha.backward.device.blocks import (
     FAR,
     NO_MASK,
@@ -431,99 +429,9 @@ def key_tile(
 
 
 @cute.jit
-def sort_key_tiles(
-    config: cutlass.Constexpr,
-    operands,
-    window,
-    length: cutlass.Constexpr,
-    cta,
-    ctas,
-    warps: cutlass.Constexpr,
-):
-    """Sort the key tiles of packed requests into ``tile_order``: the most steps first, ties in order. All CTAs of a
-    launch share the work, each warp some tiles.
-
-    Where the device cuts tiles, it sorts pieces, and ``tile_pieces`` records which belong to a tile. A tile has just
-    enough pieces that none exceeds ``most_steps``.
-
-    If dQ's order is fixed, a key tile waits for the tiles of its request with earlier keys, so those must come first.
-    Requests with more keys then come first, each with its tiles in order.
-    """
-    thread, _, _ = cute.arch.thread_idx()
-    warp, lane = thread // WARP_THREADS, thread % WARP_THREADS
-    tiles = key_tiles_of(config, operands)
-    first = cta * warps + warp
-    if first < tiles:
-        most = Int32(FAR)
-        if cutlass.const_expr(config.cuts_on_device):
-            most = most_steps(config, operands, window, length)
-        for tile in cutlass.range(first, tiles, ctas * warps, unroll=1):
-            own, pieces = weight_of(config, operands, window, tile, most)
-            before, all_pieces = Int32(0), Int32(0)
-            for other in cutlass.range(lane, tiles, WARP_THREADS, unroll=1):
-                its, its_pieces = weight_of(config, operands, window, other, most)
-                comes = Boolean(its > own) | (Boolean(its == own) & Boolean(other < tile))
-                before += Int32(cutlass.select_(comes, its_pieces, Int32(0)))
-                all_pieces += its_pieces
-            before = cute.arch.warp_reduction(before, operator.add)
-            if cutlass.const_expr(config.cuts_on_device):
-                all_pieces = cute.arch.warp_reduction(all_pieces, operator.add)
-                for piece in cutlass.range(lane, pieces, WARP_THREADS, unroll=1):
-                    operands.tile_order[before + piece] = tile
-                if lane == 0:
-                    operands.tile_pieces[tile, 0] = before
-                    operands.tile_pieces[tile, 1] = pieces
-                if tile == 0:  # the rest of the places
-                    for place in cutlass.range(
-                        all_pieces + lane, cute.size(operands.tile_order), WARP_THREADS, unroll=1
-                    ):
-                        operands.tile_order[place] = Int32(-1)
-            elif lane == 0:
-                operands.tile_order[before] = tile
-
-
-@cute.jit
-def most_steps(config: cutlass.Constexpr, operands, window, length: cutlass.Constexpr) -> Int32:
-    """Steps of the longest piece: the best of those that ``pieces`` considers, but enough that pieces do not outnumber
-    the places. Called by a whole warp, a lane for each."""
-    tiles, lane = key_tiles_of(config, operands), cute.arch.lane_idx()
-    total, most = Int32(0), Int32(0)
-    for tile in cutlass.range(lane, tiles, WARP_THREADS, unroll=1):
-        steps, _ = weight_of(config, operands, window, tile, Int32(FAR))
-        total += steps
-        most = cutlass.max(most, steps)
-    total = cute.arch.warp_reduction(total, operator.add)
-    most = cutlass.max(cute.arch.warp_reduction(most, cutlass.max), 1)
-    own = Int32(pieces.limit_of(length, total.to(Float32), lane.to(Float32), exp2=cute.math.exp2)) + 1
-    own = cutlass.max(own, lane + 1)
-    own = Int32(cutlass.select_(Boolean(lane == pieces.LENGTHS - 1), most, own))
-    limit, count, cut, long, longest = own.to(Float32), *(Float32(0.0),) * 4
-    inverse = cute.arch.rcp_approx(limit)
-    for first in cutlass.range(0, tiles, WARP_THREADS, unroll=1):
-        steps, _ = weight_of(config, operands, window, cutlass.min(first + lane, tiles - 1), Int32(FAR))
-        for i in cutlass.range(cutlass.min(tiles - first, WARP_THREADS), unroll=4):
-            its = cute.arch.shuffle_sync(steps, i).to(Float32)
-            own_pieces = cute.arch.fmax(cute.math.ceil(its * inverse - pieces.NEARLY), 1.0)
-            size = its * cute.arch.rcp_approx(own_pieces)
-            zero = Float32(0.0)
-            count += own_pieces
-            cut += cutlass.select_(Boolean(own_pieces > 1.0), own_pieces, zero)
-            long += cutlass.select_(Boolean(size >= limit * pieces.LONG), own_pieces, zero)
-            longest = cute.arch.fmax(longest, size)
-    load = pieces.Load(count, cut, long, longest)
-    extremes = {"maximum": cute.arch.fmax, "minimum": cute.arch.fmin, "ceil": cute.math.ceil}
-    expected = pieces.expected_steps(length, limit, total.to(Float32), load, **extremes)
-    best = cute.arch.warp_reduction(expected, cute.arch.fmin)
-    chosen = Int32(cutlass.select_(Boolean(expected == best), own, Int32(0)))
-    chosen = cute.arch.warp_reduction(chosen, cutlass.max)
-    further = cutlass.max(cute.size(operands.tile_order) - tiles, 1)
-    return cutlass.max(chosen, (total + further - 1) // further)
-
-
-@cute.jit
 def weight_of(config: cutlass.Constexpr, operands, window, tile_index, most) -> tuple:
-    """(what ``sort_key_tiles`` sorts by, pieces) of a key tile; of any batch row, where all are alike. most: steps of a
-    piece."""
+    """(what ``order.sort_key_tiles`` sorts by, pieces) of a key tile; of any batch row, where all are alike. most:
+    steps of a piece."""
     zero = Int32(0)
     request, number = zero, tile_index
     if cutlass.const_expr(config.requests.packed_k):
