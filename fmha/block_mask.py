@@ -70,7 +70,7 @@ class BlockMask:
         return {name: getattr(self, name) for name in TENSORS}
 
     def to(self, device: torch.device | str) -> BlockMask:
-        """These lists on a device."""
+        """Copy the lists to another device. Raises what ``torch.Tensor.to`` raises."""
         tensors = {name: None if t is None else t.to(device) for name, t in self.operands.items()}
         return replace(self, **tensors)
 

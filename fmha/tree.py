@@ -19,11 +19,10 @@ MOST_DRAFTS = 64  # bits of a word
 
 
 def tree_words(mask: torch.Tensor) -> torch.Tensor:
-    """``tree`` of ``attention`` from a mask: int64 [..., n] from bool [..., n, d], where mask[..., i, j] says whether
-    draft i sees draft j.
+    """Make ``attention``'s argument ``tree``, int64 [..., n], of a mask, bool [..., n, d].
 
-    d is at most 64. The host does not wait for the device, so a CUDA graph may capture the conversion. TypeError,
-    ValueError: the mask is of another kind.
+    mask[..., i, j] says whether draft i sees draft j; d is at most 64. The host does not wait for the device, so a CUDA
+    graph may capture the conversion. Raises TypeError or ValueError for a mask of another kind.
     """
     check_tensor("mask", mask, (torch.bool,))
     if mask.dim() < 2 or mask.shape[-1] > MOST_DRAFTS:

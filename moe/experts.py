@@ -153,8 +153,11 @@ class NVFP4Experts:
 
     @classmethod
     def from_checkpoint(cls, path: str | Path, layer: str, **options) -> NVFP4Experts:
-        """The experts of a layer in a safetensors file or folder. `warpspec.moe.checkpoint.load_experts` describes
-        forms and options."""
+        """Load the experts of a layer from a safetensors file or folder, on the CPU.
+
+        path: the file or folder. layer: the experts' name, such as "model.layers.0.mlp.experts". options, and what is
+        raised: as in `warpspec.moe.checkpoint.load_experts`, which also describes the forms.
+        """
         from warpspec.moe.checkpoint import load_experts
 
         return load_experts(path, layer, **options)

@@ -140,7 +140,7 @@ def cut(kernel: Kernel, is_native: Callable[[Instr], bool]) -> list[Block]:
 
 
 def control_of(ins: Instr) -> Control | None:
-    """How the instruction ends its block, or None."""
+    """The way in which the instruction ends its block; None if it does not."""
     row = find(ins.opcode)
     return None if row is None else row.control
 
@@ -197,7 +197,7 @@ class Liveness:
 
 
 def liveness(kernel: Kernel, blocks: list[Block]) -> Liveness:
-    """Which registers are live at each block's start and end (backward data flow to a fixed point)."""
+    """The registers that are live at each block's start and end (backward data flow to a fixed point)."""
     registers = (*kernel.registers, CARRY)
     bit = {name: i for i, name in enumerate(registers)}
     touched = [((), ()) if find(ins.opcode) is None else reads_writes(ins) for ins in kernel.instrs]

@@ -22,7 +22,7 @@ SHARED_RESERVED = 1024  # bytes of a CTA's shared memory reserved for the system
 
 @dataclass(frozen=True)
 class Device:
-    """What cudaDeviceGetAttribute reports about the simulated device."""
+    """The attributes that cudaDeviceGetAttribute reports about the simulated device."""
 
     name: str
     major: int

@@ -1,4 +1,4 @@
-"""What went wrong and where: error texts of a stopped machine."""
+"""Error texts of a stopped machine: what went wrong, and where."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _one_row_for_alike(stuck: dict[tuple, list[int]]) -> list[str]:
 
 
 def stuck_text(program: Program, w: Warp, group: Group) -> str:
-    """What a group of lanes executes or waits for, and where."""
+    """A text that says what a group of lanes executes or waits for, and where."""
     ins = instruction_at(program, group)
     if group.wait is not None:
         what = group.wait.describe()

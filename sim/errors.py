@@ -1,4 +1,4 @@
-"""What the simulator raises. Every error says where: kernel, CTA, warp, lanes, PTX line, Python source line."""
+"""The simulator's exceptions. Every error says where it is: kernel, CTA, warp, lanes, PTX line, Python source line."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What one opcode computes.
+    """The computation of one opcode.
 
     function: arrays of `sources` bits each (1: bool arrays) -> one array of `dest` bits, or a tuple of
     arrays when the instruction writes two destinations. signed: the destination is sign-extended into a

@@ -1,4 +1,4 @@
-"""What a Python handler returns to the machine or defers: a wait for its lanes, or asynchronous work."""
+"""The results of Python handlers: a wait for the lanes, returned to the machine, or asynchronous work, deferred."""
 
 from __future__ import annotations
 

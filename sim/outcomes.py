@@ -85,7 +85,7 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _differing(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor | None:
-    """Which elements differ, or None if rounding explains all differences."""
+    """The elements that differ, or None if rounding explains all differences."""
     differing = _words(first) != _words(second)
     if not differing.any():
         return None

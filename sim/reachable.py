@@ -83,7 +83,7 @@ class _Spans:
 
 
 def _mapped() -> _Spans:
-    """What this process has mapped writable (proc(5), /proc/pid/maps)."""
+    """The memory that this process has mapped writable (proc(5), /proc/pid/maps)."""
     spans = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         extent, modes, *_ = line.split()

@@ -37,7 +37,7 @@ from warpspec.sim.instruction import Instr
 
 
 class Family(StrEnum):
-    """What kind of instruction it is; a run's report counts instructions by it."""
+    """The kinds of instructions by which a run's report counts."""
 
     ARITHMETIC = "arithmetic"  # the report splits it by type: integer, float, float packed
     SPECIAL_FUNCTION = "special function"
@@ -63,7 +63,7 @@ class Family(StrEnum):
 
 
 class Control(Enum):
-    """How an instruction ends a basic block."""
+    """The ways in which an instruction ends a basic block."""
 
     BRANCH = "to its label"
     INDEXED_BRANCH = "to the label that its index picks from a list"
@@ -72,7 +72,7 @@ class Control(Enum):
 
 
 class Collective(Enum):
-    """Which lanes must be together at an instruction before it is executed."""
+    """The lanes that must be together at an instruction before it is executed."""
 
     WARP = "all lanes of the warp that have not exited"
     MEMBERS = "the lanes that its last operand, the membermask, names"
@@ -116,7 +116,7 @@ class Opcode:
     handler: Callable | None = None
 
     def destination_count(self, ins: Instr) -> int:
-        """How many leading operands an instruction of this opcode writes."""
+        """Number of leading operands that an instruction of this opcode writes."""
         return self.destinations(ins) if callable(self.destinations) else self.destinations
 
     def decides_order(self, ins: Instr) -> bool:

@@ -175,7 +175,7 @@ class LaunchReport:
 
     @cached_property
     def events(self) -> list[Span]:
-        """What its first CTAs did and waited for, by end."""
+        """The stretches in which the first CTAs ran or waited, ordered by their ends."""
         return spans(self.noted)
 
     @property
@@ -273,9 +273,9 @@ class SimReport:
     def clocks(self, chip: str | Chip, *, cold: bool = True) -> Clocks:
         """Predict the launches' times on a chip: "h100", "h200", "b200", "b300", or a `Chip` with other constants.
 
-        cold: no tensor data are in L2 when a launch begins. The run must have been made inside `sim.recording()`; a
-        prediction is not a measurement. ValueError for an unknown chip, one that does not run what the kernels were
-        compiled for, or a run that was not recorded.
+        cold: no tensor data are in L2 when a launch begins. The run must have been made inside `sim.recording()`. A
+        prediction is not a measurement. Raises ValueError for an unknown chip, for a chip that cannot run what the
+        kernels were compiled for, and for a run that was not recorded.
         """
         traces = [launch.trace for launch in self.launches]
         if None in traces:
@@ -283,7 +283,10 @@ class SimReport:
         return clocks_of(traces, chip, cold=cold)
 
     def timeline(self, path: str | Path) -> Path:
-        """Write a Chrome/Perfetto trace: CTAs as processes, warps as threads, scheduler steps as microseconds."""
+        """Write a Chrome/Perfetto trace to a file and return its path. Raises OSError if the file cannot be written.
+
+        CTAs are shown as processes, warps as threads, and scheduler steps as microseconds.
+        """
         events = []
         for number, launch in enumerate(self.launches):
             for span in launch.events:

@@ -112,9 +112,11 @@ def stream_of_run() -> Stream:
 
 @contextmanager
 def one_stream():
-    """Runs meanwhile launch into one stream, with nothing between, as far as `check="order"` is concerned: a launch
-    with the attribute programmatic_stream_serialization may overlap those of the run before. Without it, only launches
-    of one run may."""
+    """A context whose runs launch into one stream with nothing between them, as far as `check="order"` is concerned.
+
+    A launch with the attribute programmatic_stream_serialization may then overlap launches of the run before. Outside
+    of this context, only launches of the same run may overlap.
+    """
     global _stream
     before, _stream = _stream, _stream or Stream()
     try:

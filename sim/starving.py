@@ -56,7 +56,7 @@ SCHEDULES = (
 
 
 def starved(seed: int) -> Starved | None:
-    """What a seed's schedule starves; None: it is uniformly random."""
+    """The kind of work that a seed's schedule starves; None: the schedule is uniformly random."""
     return SCHEDULES[seed % len(SCHEDULES)]
 
 

@@ -204,4 +204,5 @@ class SwapState:
         return cls(ram, torch.full(shape, IDENTITY_MAP, dtype=torch.uint8, device=device))
 
     def clone(self) -> SwapState:
+        """A copy of the state in new memory."""
         return SwapState(self.ram.clone(), self.map.clone())

@@ -131,8 +131,11 @@ def attention_forward(
 
 
 def mask_maker(compressed: str = "bias"):
-    """transformers' mask function. For models with compressed keys, the one that `compressed` names; for models with an
-    indexer over all keys, `additive_mask`."""
+    """Make the mask function that transformers calls.
+
+    It is `key_ranges`; for models with compressed keys, the function that `compressed` ("bias" or "key_sets") names;
+    and for models with an indexer over all keys, `additive_mask`. Raises ValueError for any other `compressed`.
+    """
     ways = {"bias": additive_mask, "key_sets": key_set_sizes}
     if compressed not in ways:
         raise ValueError(f"compressed: must be one of {', '.join(ways)}, got {compressed!r}")

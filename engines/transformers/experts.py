@@ -48,7 +48,10 @@ def register(name: str = "warpspec", backend: str = "auto") -> None:
 
 
 def attach(module: torch.nn.Module, experts: NVFP4Experts) -> None:
-    """Make an experts module use these experts, whatever its own weights are (they may be freed)."""
+    """Make an experts module use these experts, whatever its own weights are (they may be freed).
+
+    Raises ValueError if the number of experts is not the module's, or if some experts are shared.
+    """
     wanted = (module.num_experts, 0)
     if (experts.experts, experts.shared) != wanted:
         raise ValueError(

@@ -58,7 +58,7 @@ class CacheConfig:
             check_int(name, getattr(self, name), 1)
 
     def stride(self, kind: str) -> int:
-        """Tokens of an entry; 0 for layers without entries."""
+        """Tokens of an entry; 0 for layers without entries. Raises TypeError or ValueError for an unknown kind."""
         check_choice("kind", kind, KINDS)
         return {"window": 0, "csa": self.csa_stride, "hca": self.hca_stride}[kind]
 
@@ -70,7 +70,11 @@ class CacheConfig:
         return sum(count * of_kind[kind] for kind, count in self.layers)
 
     def state_bytes(self, kind: str, max_draft: int = 0) -> int:
-        """Bytes of a request's state in one layer (``StateCache``); they do not depend on its length."""
+        """Bytes of a request's state in one layer (``StateCache``); they do not depend on its length.
+
+        kind: "window", "csa" or "hca". max_draft: the most draft tokens of a call. Raises TypeError or ValueError
+        naming the argument.
+        """
         check_choice("kind", kind, KINDS)
         check_int("max_draft", max_draft, 0)
         ring = LATENT_FORMATS[self.latent].page_stride(self.window + max_draft)
@@ -82,7 +86,10 @@ class CacheConfig:
         return ring
 
     def bytes_per_request(self, max_draft: int = 0) -> int:
-        """Bytes of a request's states in all layers."""
+        """Bytes of a request's states in all layers.
+
+        max_draft: the most draft tokens of a call. Raises TypeError or ValueError naming it.
+        """
         check_int("max_draft", max_draft, 0)
         return sum(count * self.state_bytes(kind, max_draft) for kind, count in self.layers)
 

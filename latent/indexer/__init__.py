@@ -100,12 +100,13 @@ def select_entries(
     workspace_bytes: int = 1 << 30,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``index_topk`` of ``index_scores``: (slots [T, k], counts [T]) of the entries that each query attends to.
+    """Select the entries that each query attends to: (slots int32 [T, k], counts int32 [T]).
 
-    Queries are done in batches whose logits take at most ``workspace_bytes``, at least one query at a time. With 0,
-    logits never reach memory: one launch, with a CTA a query, scores and selects, with the same result; this is meant
-    for prefill. page_table is that of the index pool. The slots are its rows, and equally rows of any other pool that
-    shares its pages.
+    The result is ``index_topk`` of ``index_scores``, whose arguments these are. page_table: the index pool's; the slots
+    number its rows, and equally the rows of any other pool that shares its pages. workspace_bytes: queries are computed
+    in batches whose logits take at most this many bytes, at least one query at a time. With 0, logits never reach
+    memory: one launch, with a CTA for each query, scores and selects, with the same result. This is meant for prefill.
+    Raises TypeError or ValueError naming the argument, and UnsupportedProblem as ``index_scores`` does. Forward only.
     """
     check_scores(queries, pool, page_table, requests, lengths)
     check_table(len(requests), page_table, requests, page_table.device)

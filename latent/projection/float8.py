@@ -51,6 +51,7 @@ class Float8Tensor:
 
         The scale is the least power of two under which the block's amax (at least 1e-4) is at most 448. Numbers are
         rounded to nearest, ties to even. A block with NaN or Inf gets the scale NaN and all its numbers become NaN.
+        Raises TypeError or ValueError naming the argument.
         """
         check_int("rows", rows)
         if rows not in (1, FP8_BLOCK):

@@ -1,4 +1,4 @@
-"""What a system instruction does in a replay: its kind, how long it holds its warp, and how long it occupies a unit."""
+"""The effects of system instructions in a replay: kinds, clocks that they hold their warps, and clocks of units."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WGMMA_M = 64
 
 
 class Kind(Enum):
-    """How a replay treats an instruction."""
+    """The kinds of instructions that a replay distinguishes."""
 
     PLAIN = auto()  # it only takes time
     SIGNAL = auto()  # contributes to events

@@ -49,7 +49,7 @@ def recording(sample: int | None = SAMPLE) -> Iterator[None]:
     """Context in which runs keep traces, so that their report has `clocks`.
 
     sample: how many clusters of each launch are recorded (and, if clusters are independent, executed); None: all.
-    ValueError unless it is None or a positive int.
+    Raises ValueError unless it is None or a positive int.
     """
     global _active
     if sample is not None and (isinstance(sample, bool) or not isinstance(sample, int) or sample < 1):

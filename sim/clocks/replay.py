@@ -34,7 +34,7 @@ LONGEST_RUN = 4000.0  # clocks after which native code is cut, so that concurren
 
 @dataclass(slots=True)
 class Span:
-    """What a warp did from start to end. unit: what it waited for, or "run". cause: who released it.
+    """A stretch of a warp's time. unit: what the warp waited for, or "run". cause: who released it.
 
     cause: (unit that worked, number of the warp that issued its work, time of issue), or None.
     """

@@ -89,7 +89,7 @@ class SassOrder:
         return self.stretch_of[max(index, 0)] if self.stretch_of else 0
 
     def _depths(self) -> list[int]:
-        """How many loops each block is in."""
+        """Number of loops that each block is in."""
         at = {block.instrs[0].label: block.index for block in self.blocks if block.instrs[0].label}
         depth = [0] * len(self.blocks)
         for block in self.blocks:

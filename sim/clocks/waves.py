@@ -30,7 +30,7 @@ STREAMED_ROUNDS = 4  # rounds of CTAs that are replayed if there are more
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """How many CTAs an SM holds, and what limits it."""
+    """Number of CTAs that an SM holds, and what limits it."""
 
     ctas: int
     limit: str

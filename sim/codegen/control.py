@@ -1,4 +1,4 @@
-"""How a block ends in native code: bra, brx.idx, ret, exit, trap (PTX ISA 9.7.12)."""
+"""The ends of blocks in native code: bra, brx.idx, ret, exit, trap (PTX ISA 9.7.12)."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def fvec(bits: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an instruction's registers lie, as byte offsets in a warp's register file.
+    """The places of an instruction's registers, as byte offsets in a warp's register file.
 
     sources: by name, what it may read; a register that is in no place has never been written. targets: by name,
     (offset, whether only the lanes that execute may be written) of what it writes.
@@ -45,7 +45,7 @@ class Place:
 
 
 class Origin(Enum):
-    """Where a parameter comes from: the place that a register is read from or written to, the number of the
+    """The origin of a parameter: the place that a register is read from or written to, the number of the
     instruction, or a value that instructions of one kind share."""
 
     SOURCE, TARGET, INSTRUCTION, VALUE = range(4)

@@ -1,4 +1,4 @@
-"""Where registers lie while a block of native code runs.
+"""The places of registers while a block of native code runs.
 
 A register that is live behind the block has a home in the warp's register file. What a block computes on the way lies
 in temporary places behind the homes, which all blocks share: a place is free again behind the last use of its value.
@@ -86,7 +86,7 @@ class TemporaryPlaces:
         return -(-start // REGISTER_ALIGN) * REGISTER_ALIGN
 
     def resolve(self, sources: dict, targets: dict) -> Place:
-        """What `block` found for an instruction as byte offsets."""
+        """The places that `block` found for an instruction, as byte offsets."""
         return Place(
             {name: self._offset(at) for name, at in sources.items()},
             {name: (self._offset(at), masked) for name, (at, masked) in targets.items()},

@@ -36,7 +36,7 @@ LOG_ENTRIES = 2048  # entries that a program's log holds beside those of one blo
 
 
 def _shape(operand) -> str:
-    """What of an operand decides whether an instruction has a native form."""
+    """The properties of an operand that decide whether an instruction has a native form."""
     match operand:
         case Vec(items):
             return "{" + ",".join(_shape(i) for i in items) + "}"
@@ -84,7 +84,7 @@ class SymbolTables:
 
 @dataclass(frozen=True, slots=True)
 class VectorPlace:
-    """Where the registers of a vector operand lie. bits: as a set of registers (`Liveness`).
+    """The places of the registers of a vector operand. bits: the registers as a set (`Liveness`).
 
     rows: of a register file as uint32 [rows, 32], in the order of the operand; None where they are not all of 32 bits.
     """
@@ -142,7 +142,7 @@ class Program:
 
     @cached_property
     def name(self) -> str:
-        """What messages call the kernel."""
+        """The kernel's name in messages."""
         return kernel_name(
             self.kernel.name, next((ins.source for ins in self.kernel.instrs if ins.source), None)
         )
@@ -213,7 +213,7 @@ class Program:
         return used
 
     def vector(self, operand: Operand) -> VectorPlace:
-        """Where the registers of a vector operand (or a single register) lie; they must have homes."""
+        """The places of the registers of a vector operand, or of a single register; they must have homes."""
         found = self._vectors.get(id(operand))
         if found is None:
             found = self._vectors[id(operand)] = self._vector_place(operand)

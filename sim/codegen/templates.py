@@ -29,7 +29,7 @@ class _NotShared(Exception):
 
 
 class _Key:
-    """What decides an instruction's form, and its registers in the order in which the key numbers them."""
+    """The key that decides an instruction's form, and the registers in the order in which the key numbers them."""
 
     def __init__(self, ins: Instr, registers: RegisterFile, place: Place, logging: bool):
         self._registers, self._place = registers, place

@@ -29,7 +29,7 @@ def tensor_map_at(m: Machine, address: int) -> tma.TensorMap:
 
 
 def _map_place(w: Warp, ins: Instr, address: int) -> int | tuple[Cta, int]:
-    """Where tensormap.replace finds its map: an address in global memory, or (CTA, offset) in shared memory."""
+    """The place of tensormap.replace's map: an address in global memory, or (CTA, offset) in shared memory."""
     generic = not ins.has("global") and not ins.has("shared::cta") and not ins.has("shared")
     if ins.has("global") or (generic and address < SHARED_WINDOW):
         return address

@@ -142,7 +142,7 @@ class Product(Op):
         self.done: set[int] = set()
 
     def describe(self) -> str:
-        """What a warp in wgmma.wait_group waits for."""
+        """A text of what a warp in wgmma.wait_group waits for."""
         missing = WARPS - len(self.closed)
         return "wgmma group" + f", which {missing} other warps of the warpgroup have not committed" * bool(
             missing

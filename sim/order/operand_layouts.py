@@ -27,7 +27,7 @@ CORE_ROW_BYTES = 16  # bytes of a row of a core matrix, without a swizzle
 
 @dataclass(eq=False)
 class Tile:
-    """What tensor copies of one box wrote at one offset. read: by its 16-byte chunks, whether a product has read it.
+    """The data that tensor copies of one box wrote at one offset. read: whether products read each 16-byte chunk.
 
     wrong: the first operand that does not have its layout, as (instruction, operand, what is wrong, CTA).
     """

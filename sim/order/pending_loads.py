@@ -27,7 +27,7 @@ ENDS = ("fence", "membar", "bar.sync", "bar.red", "barrier.", "bar.cta")
 
 
 def at_arrivals(program: Program) -> dict[int, tuple[int, ...]]:
-    """By the index of a mbarrier.arrive: the indexes of loads that may be in flight there."""
+    """Map the index of each mbarrier.arrive to the indexes of loads that may be in flight there."""
     return _at_arrivals(program, sass_loads.asked_for())
 
 
@@ -68,7 +68,7 @@ def _loads_shared(ins: Instr) -> bool:
 
 
 def _holders(program: Program, loads: list[Instr]) -> dict[str, int]:
-    """By register: the loads (bits in their order) whose data it may hold, moves included."""
+    """Map each register to the loads (bits in their order) whose data it may hold, moves included."""
     holders: dict[str, int] = {}
     for number, ins in enumerate(loads):
         for register in cfg.reads_writes(ins)[1]:

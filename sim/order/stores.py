@@ -66,8 +66,10 @@ class Stores:
         self.launches = 0
 
     def note(self, host: int, unit: int, units: int, store: Store) -> tuple[np.ndarray, int]:
-        """A store to one of so many units of the caller's memory from `host` on. Returns the numbers of the last stores
-        to each, to be changed, and this store's."""
+        """Record a store to the caller's memory at `host`, which has `units` units of `unit` bytes.
+
+        Returns the array of the last store's number for each unit, which the caller changes, and this store's number.
+        """
         last = self._last.get((host, unit))
         if last is None or len(last) < units:
             last = self._last[host, unit] = np.zeros(units, np.int32)
@@ -143,14 +145,16 @@ _active: Stores | None = None
 
 
 def active() -> Stores | None:
-    """Where current runs note their stores; None: nowhere."""
+    """The record to which current runs add their stores; None: there is none."""
     return _active
 
 
 @contextmanager
 def recording_stores() -> Iterator[Stores]:
-    """Context in which runs note which store wrote each byte of the caller's tensors last; their warps run on one core,
-    about half as fast."""
+    """A context in which runs record the last store to each byte of the caller's tensors.
+
+    The warps of such a run execute on one core, about half as fast.
+    """
     global _active
     before, _active = _active, Stores()
     try:

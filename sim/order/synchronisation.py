@@ -66,7 +66,7 @@ class Ordered:
 
 
 class Releases:
-    """What has been released at a place, by CTA; places released by the same instructions share it. Never changed."""
+    """The accesses released at a place, by CTA; places released by the same instructions share it. Never changed."""
 
     __slots__ = ("by_cta",)
 
@@ -84,7 +84,7 @@ class Releases:
 
 
 class Release:
-    """What a CTA's threads have released at a place. clock: rows by domain. Never changed.
+    """The accesses that a CTA's threads have released at a place. clock: rows by domain. Never changed.
 
     rows, foreign: what a thread published, and knew of other clusters, of one release alone.
     """

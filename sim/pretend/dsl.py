@@ -47,7 +47,7 @@ class ArgumentError(HostError, TypeError, ValueError):
 
 
 class Executor:
-    """What `compiled.to(device)` returns: the same compiled function, as there is one device."""
+    """The result of `compiled.to(device)`: the same compiled function, because there is one device."""
 
     def __init__(self, compiled: object):
         self._compiled = compiled
