@@ -1,8 +1,8 @@
 """The attention kernels that a model's calls need.
 
-``MODELS`` describes models' layers, ``CALLS`` how engines delimit requests. ``kernels`` plans calls of many sizes as
-``warpspec.fmha`` plans them, and collects the configurations that were chosen, and those that nearly were: what sizes
-in between ask for.
+``MODELS`` describes models' layers, and ``CALLS`` describes how engines delimit requests. ``kernels`` plans calls of
+many sizes as ``warpspec.fmha`` plans them. It collects the configurations that were chosen, and those that nearly were,
+because calls of sizes in between may ask for them.
 """
 
 from __future__ import annotations
@@ -133,8 +133,11 @@ def rank_of(model: Model, ranks: int) -> Model:
 def problems(
     model: Model, calls: Iterable[str], page_sizes: Iterable[int], kv_cache: str = "16-bit"
 ) -> Iterator[AttentionProblem]:
-    """Problems of a model's calls. calls: of ``CALLS``. page_sizes: keys of a page, for paged calls. kv_cache: of
-    ``KV_CACHES``; codes with a scale, and without."""
+    """The problems of a model's calls.
+
+    calls: some of ``CALLS``. page_sizes: keys of a page, for paged calls. kv_cache: one of ``KV_CACHES``; a cache of
+    codes gives problems with a scale and without.
+    """
     if kv_cache != "16-bit":
         for scaled in (True, False):
             for found in problems(model, calls, page_sizes):

@@ -1,4 +1,4 @@
-"""``python -m warpspec bench``: how long an operator takes on this machine's GPU, beside torch's own."""
+"""``python -m warpspec bench``: times an operator on this machine's GPU, beside torch's own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from warpspec.common.backend import resolve_backend
 from warpspec.common.hardware import GPUS
 
 OPERATORS = ("attention", "gradients", "softmax", "topk")  # those that torch has, too
-WRONG = 2  # tolerances by which ours and torch's, each within its own, may differ
+WRONG = 2  # our result and torch's may differ by this many tolerances, because each may be off by one
 EXAMPLES = """\
 Prints the median time of a call, ours and torch's, in turn on the same inputs in the same process, and how many times
 as long torch's takes: above 1 we are faster. Forward operators are timed in CUDA graphs, gradients (forward and

@@ -30,11 +30,11 @@ TORCH_FACTOR = 1.25  # never worse than this times torch's own error in the same
 class Case:
     """An operator and its inputs.
 
-    title: operator, shape, dtype. run: the results of a backend. expected: the definition's, in FP32 where it is one.
-    torchs: torch's own on the same inputs in the same order and layout, to compare errors with; None: there is none, or
-    it need not be as exact. peers: what to compare times with. tolerance: of the error. by_head: results are
-    [..., H, D], and the error is the worst head's. flops, bytes: what a call computes, what it reads and writes at
-    least; 0: unsaid.
+    title: operator, shape, dtype. run: takes a backend and returns its results. expected: returns the definition's
+    results, in FP32 where it is one. torchs: returns torch's own results on the same inputs, in the same order and
+    layout, to compare errors with; None: there are none, or ours need not be as exact. peers: functions whose times are
+    compared with ours. tolerance: bound of the error. by_head: results are [..., H, D], and the error is the worst
+    head's. flops: floating-point operations of a call. bytes: bytes that a call reads and writes at least. 0: unknown.
     """
 
     title: str
@@ -267,8 +267,10 @@ def paged_case(
     shared: bool = False,
     page_size: int = 64,
 ) -> Case:
-    """Decoding: one query for each sequence, keys in pages of a table in random order, lengths that differ. sink,
-    shared: as of ``attention_case``."""
+    """Decoding: one query for each sequence, keys in pages of a table in random order, lengths that differ.
+
+    sink, shared: as in ``attention_case``.
+    """
     from warpspec.fmha import attention, merge
 
     randn = random_numbers(options, device)

@@ -8,9 +8,9 @@ import torch
 
 from warpspec.cli.cases import ATTENTION_TOLERANCE, KV_DTYPES, Case, random_numbers
 
-MLA_ROW, MLA_SCALE = 576, 192**-0.5  # numbers of a row; of the logits: DeepSeek V3's
+MLA_ROW, MLA_SCALE = 576, 192**-0.5  # numbers of a row, and the factor of the logits: DeepSeek V3's
 PAGE = 64  # rows
-POOL_ROWS = 1 << 14  # that gathered rows are picked from, where they are not more themselves
+POOL_ROWS = 1 << 14  # least rows of the pool from which gathered rows are picked
 # Against the kernels' own definition on the same codes.
 GATHERED_TOLERANCE = 4e-3
 

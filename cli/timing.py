@@ -1,10 +1,10 @@
-"""Timing on a GPU, for ``bench`` and for scripts/bench_*.py: what was measured on, how long a call takes.
+"""Timing on a GPU, for ``bench`` and for scripts/bench_*.py: the machine's description, and the time of a call.
 
-Times are medians. ``gpu_times`` is of do_bench's kind: two CUDA events around each call. The host is kept ahead
-of the GPU, so what stands between the events is the GPU's work and its launch, not Python. Two events with
-nothing between them already read a few microseconds apart, the same for every candidate; ``graph_time`` has no
-events inside: many calls captured in one CUDA graph, replayed, divided. Inputs rotate through more memory than
-the L2 holds, except where one set does by itself.
+Times are medians. ``gpu_times`` measures like do_bench, with two CUDA events around each call. The host is kept ahead
+of the GPU, so the events enclose the GPU's work and its launch, not Python. Two events with nothing between them
+already read a few microseconds, the same for every candidate. ``graph_time`` has no events inside: it captures many
+calls in one CUDA graph, replays the graph, and divides the time. Inputs rotate through more memory than the L2 holds,
+unless one set of inputs already exceeds the L2.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ CALLS_AHEAD = 200  # calls queued while the GPU sleeps; the launch queue holds a
 SLEEP_CLOCKS_PER_CALL = 100_000  # about 50 us of the GPU's clock: longer than any candidate's host cost
 LEAST_SLEEP_CLOCKS = 4_000_000  # about 2 ms: longer than the host needs for one training step's calls
 MOST_SLEEP_CLOCKS = 20_000_000  # about 10 ms
-GRAPH_CALLS = 32  # in one captured graph
+GRAPH_CALLS = 32  # calls in one captured graph
 GRAPH_US, MOST_GRAPH_CALLS, MOST_GRAPH_US = 1000.0, 128, 20_000.0  # sizes of one graph of ``graph_times``
-WELL_BEHIND = 2.0  # times as slow as the fastest
+WELL_BEHIND = 2.0  # a candidate this many times as slow as the fastest is well behind
 SHORT_ROUNDS = {"rounds": 20, "round_ms": 4.0}  # options of gpu_times
 COPY_BYTES = 4 << 30  # size of the copy that measures bandwidth: read once and written once
 MATMUL_SIZE = 8192  # rows, columns and reduction of the matrix product that measures FLOP/s

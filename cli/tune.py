@@ -1,4 +1,5 @@
-"""``python -m warpspec tune``: how fast this machine's GPU copies and multiplies, kept for the choice of kernels."""
+"""``python -m warpspec tune``: measures how fast this machine's GPU copies and multiplies, and keeps the result for the
+choice of kernels."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def described(name: str, sm_count: int) -> str:
-    """What plans for a device use, and where it is from."""
+    """A text with the speeds that plans for a device use, and where they come from."""
     kept, model = kept_speeds(name, sm_count), gpu_model(name)
     if kept is not None:
         return f"{kept}, measured here (kept in {MEASURED.folder})"

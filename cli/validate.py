@@ -60,7 +60,7 @@ def with_(options: argparse.Namespace, **changes) -> argparse.Namespace:
 
 
 def problems(options: argparse.Namespace, device: str) -> Iterator[Callable[[], cases.Case]]:
-    """What is compared, each made when it is called: inputs may be large."""
+    """The cases to compare, as functions that make them when they are called: inputs may be large."""
     if options.model is not None:
         model = MODELS[options.model]
         sizes = {"heads": model.heads_q, "kv_heads": model.heads_kv, "head_dim": model.head_dim}
@@ -83,7 +83,7 @@ def problems(options: argparse.Namespace, device: str) -> Iterator[Callable[[], 
 
 
 def compare(make: Callable[[], cases.Case], backend: str, dtype: torch.dtype) -> bool:
-    """Print a case's line; returns whether it passed. Raises what says that the case cannot be run as asked."""
+    """Print a case's line and return whether it passed. Raises the error of a case that cannot be run as asked."""
     case = make()
     start = time.perf_counter()
     try:

@@ -75,7 +75,7 @@ class CodeRings:
 
     @property
     def regions(self) -> tuple[memory.Region, ...]:
-        """What the rings of codes to convert, and of block scales, add to ``smem_regions``."""
+        """The regions that the rings of codes to convert, and of block scales, add to ``smem_regions``."""
         regions, rings = [], len(self.format.rings)
         if self.raw_stages:
             holds = f"{self.raw_stages} x [{self.keys}, {self.row_bytes}] of each, as they are loaded"

@@ -26,7 +26,7 @@ from warpspec.fmha.heads import BLOCK
 SWIZZLE_ROWS = 8  # period of the swizzle in rows
 OCTET = 8  # threads whose 16-byte accesses form one shared-memory transaction
 PIECE = 16  # codes that a thread takes at a time; a block of NVFP4
-PIECES = BLOCK // PIECE  # of a row of a block
+PIECES = BLOCK // PIECE  # pieces of a row of a block
 BATCH = 2  # vectors of a thread in registers
 
 

@@ -1,8 +1,8 @@
 """Dequantises keys and values into dense 16-bit tensors (``fmha.expand``), without k_scale and v_scale.
 
 A thread takes PIECE numbers of a row. Neighbouring threads take neighbouring pieces, through a key's heads one after
-another, so that their writes are contiguous. CTA (x, y) takes pieces of K or of V, by y; of a batch row by x, the only
-dimension of a grid that holds any number of batch rows.
+another, so that their writes are contiguous. In CTA (x, y), y chooses between K and V, and x chooses the batch row and
+the pieces, because only a grid's first dimension holds any number of batch rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from warpspec.fmha.device.scales import kv_row, unit_of
 from warpspec.fmha.expand import PIECE, ExpandConfig, ExpandOperands
 
 THREADS = 256
-PIECES = 2  # of a thread
+PIECES = 2  # pieces of a thread
 
 
 class Expand:

@@ -134,7 +134,7 @@ def same_tile(a: Record, b: Record) -> Boolean:
 
 @cute.jit
 def further_cuts(joins: cute.Tensor, record, cta) -> Int32:
-    """How many of the following CTAs have cuts through the same tile. Called by a whole warp."""
+    """Number of the following CTAs that have cuts through the same tile. Called by a whole warp."""
     ctas, cuts, more = joins.shape[0], Int32(0), Int32(WARP_THREADS)
     while more == WARP_THREADS:
         other = cta + 1 + cuts + cute.arch.lane_idx()

@@ -53,7 +53,7 @@ class Line(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """What a persistent CTA needs to find its chunks. cursors: words in shared memory, (WORD, SIDE, ROUND)."""
+    """The data by which a persistent CTA finds its chunks. cursors: words in shared memory, (WORD, SIDE, ROUND)."""
 
     line: Line
     cursors: cute.Tensor | None = None
@@ -69,7 +69,7 @@ class Chunks(NamedTuple):
 
 
 def chunks_of(config, operands, numbers) -> Chunks:
-    """What the CTAs of a launch need to find their chunks. Host side. numbers: ``host.LaunchNumbers``."""
+    """The ``Chunks`` of a launch. Host side. numbers: ``host.LaunchNumbers``."""
     tiles, _ = grid_of(config, operands)
     heads = tiles.head_tiles * tiles.heads_kv
     full = operands.q.shape[1] // config.rows.queries * operands.q.shape[0] * heads
@@ -80,8 +80,11 @@ def chunks_of(config, operands, numbers) -> Chunks:
 
 
 class Cursor(NamedTuple):
-    """A place on the line. head: request * heads + its (KV head, head tile) pair. query_tile: of the request. part: of
-    the tile's length that lies before the place, 0 to 1; 0 is the tile's begin."""
+    """A place on the line.
+
+    head: request * heads + its (KV head, head tile) pair. query_tile: number of the query tile in the request. part:
+    the part of the tile's length that lies before the place, 0 to 1; 0 is the tile's begin.
+    """
 
     head: Int32
     query_tile: Int32
@@ -89,9 +92,12 @@ class Cursor(NamedTuple):
 
 
 class Join(NamedTuple):
-    """Record of a cut through a tile, int32 words in global memory. head, query_tile: which tile (``Cursor``); head is
-    -1 where no tile is cut. before, count: its KV tiles before the cut, and in all. The tile's rows: batch row of o,
-    first head, first query in that row; heads and queries that it has."""
+    """Record of a cut through a tile, int32 words in global memory.
+
+    head, query_tile: which tile (``Cursor``); head is -1 where no tile is cut. before, count: its KV tiles before the
+    cut, and in all. The other fields describe the tile's rows: batch row of o, first head, and first query in that row;
+    number of heads and of queries.
+    """
 
     head: Int32
     query_tile: Int32
