@@ -77,7 +77,7 @@ def attention(
             query head h reads KV head h // (Hq / Hkv). With page_table: [pages, page_size, Hkv, D]. v=None: V is K
             (shared-KV attention), loaded once. D is a multiple of 8 up to 256, or 512. V may have another head size up
             to 256, which is then also o's. 576 with v=None and v_dim=512 is MLA's absorbed form.
-        scale: finite float that multiplies q.k; default D**-0.5.
+        scale: float of at most 2**100 in magnitude that multiplies q.k; default D**-0.5.
         causal: key j is visible when (j + 1) * key_stride - 1 <= p, with p the row's position (see q_start).
             With the defaults: the last query sees the last key.
         window: (left, right), each None (unbounded) or an int >= 0: p - left <= j <= p + right. key_stride 1
@@ -110,10 +110,11 @@ def attention(
         v_dim: head size of V and o where v=None: V is the first v_dim elements of each of K's rows. 512 with a D of
             576; None or D: all of them.
         k_scale, v_scale: scales of k and v in FP8 (torch.float8_e4m3fn or torch.float8_e5m2, the same for both) or
-            NVFP4: fp32 [], [1], [Hkv] or [B, Hkv], at least 0, on q's device, where the kernel reads them. An element's
-            value is its code times its scale; None: 1. q and the arithmetic stay in 16 bits; codes are converted
-            exactly. Kernels have D 64, 128 and 256, "reference" any D. No gradients. On sm_90a, a call with 2048 or
-            more query rows per batch row and KV head allocates K and V in 16 bits, at most 1 GiB.
+            NVFP4: fp32 [], [1], [Hkv] or [B, Hkv], at least 0 (checked like kv_lengths), on q's device, where the
+            kernel reads them. An element's value is its code times its scale; None: 1. q and the arithmetic stay in 16
+            bits; codes are converted exactly. Kernels have D 64, 128 and 256, "reference" any D. No gradients. On
+            sm_90a, a call with 2048 or more query rows per batch row and KV head allocates K and V in 16 bits, at most
+            1 GiB.
         k_block_scales, v_block_scales: k and v are NVFP4: torch.uint8 with D/2 bytes a row, two e2m1 codes in each, the
             first in the low nibble. The block scales, torch.uint8 or torch.float8_e4m3fn, have the shape of k and v but
             D/16 in the last dimension, with any strides whose rows are aligned to D/16 bytes. Each is an e4m3 factor of

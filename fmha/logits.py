@@ -10,7 +10,6 @@ looking into them, so that another option is written here and in ``device.logits
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -27,7 +26,10 @@ if TYPE_CHECKING:
 # Kernels compute a capped logit with an error relative to its cap: under a larger cap the error would show.
 SMALLEST_CAP, LARGEST_CAP = 1e-3, 1e4
 # A factor of 0 would turn a hidden score, -inf, into NaN. This one keeps it and weighs all visible keys alike.
-SMALLEST_SCALE = 2.0**-100
+SMALLEST_SCALE, LARGEST_SCALE = (
+    2.0**-100,
+    2.0**100,
+)  # their products with log2(e), and over a cap, are numbers in fp32
 BIAS_BYTES = {"bfloat16": 2, "float32": 4}  # of an element
 # One of so many capped scores is computed without the reciprocal instruction, by V's head size: at small ones the
 # exponential unit is the bottleneck (scripts/bench_attention.py --only heads; docs/notebook/attention.md).
@@ -53,8 +55,8 @@ class LogitOptions(NamedTuple):
         scale, softcap = self
         if scale is None:
             scale = head_dim**-0.5
-        elif not math.isfinite(scale):
-            raise ValueError(f"scale: must be finite, got {scale}")
+        elif not abs(scale) <= LARGEST_SCALE:
+            raise ValueError(f"scale: must be at most {LARGEST_SCALE:g} in magnitude and finite, got {scale}")
         if softcap == 0:
             softcap = None
         elif softcap is not None and not SMALLEST_CAP <= softcap <= LARGEST_CAP:

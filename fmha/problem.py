@@ -40,7 +40,7 @@ from warpspec.fmha.features import Format, Mask, RequestLayout, dtype_name
 from warpspec.fmha.heads import HeadSizes
 from warpspec.fmha.logits import BiasLayout, LogitOptions
 from warpspec.fmha.operands import INPUTS, Operands, Options
-from warpspec.fmha.quantized import check_block_scales, check_scales
+from warpspec.fmha.quantized import SCALES, check_block_scales, check_scales
 from warpspec.fmha.values import POSITION_LIMIT, are_checked, check_values
 
 DIGITS_Q = 4  # binary ones of the number of packed queries that plans look at
@@ -240,6 +240,8 @@ def _check_values(operands: Operands) -> None:
     )
     if operands.ranges is not None:
         values.check_ranges(operands, seq_k)
+    for name in SCALES:
+        values.check_scale(name, getattr(operands, name))
 
 
 def _rectangle(operands: Operands) -> dict:

@@ -125,6 +125,12 @@ def check_ranges(operands, seq_k: int) -> None:
         )
 
 
+def check_scale(name: str, scale: torch.Tensor | None) -> None:
+    """Raise ValueError for a scale of codes that is negative, NaN or Inf. Waits for the device."""
+    if scale is not None and not ((scale >= 0) & (scale != torch.inf)).all():
+        raise ValueError(f"{name}: values must be finite and at least 0, got {scale.tolist()}")
+
+
 def request_rows(cu_seqlens: torch.Tensor, rows: int) -> list[slice]:
     """The rows of each request of a packed tensor of so many: those within the tensor, if values are unchecked. Waits
     for the device."""

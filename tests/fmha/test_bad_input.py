@@ -100,6 +100,8 @@ BAD = {
     "softcap-negative": ({"softcap": -50.0}, ValueError, "softcap", "None or 0, or within 0.001..10000, got -50"),
     "softcap-bool": ({"softcap": True}, TypeError, "softcap", "float"),
     "softcap-string": ({"softcap": "50"}, TypeError, "softcap", "float"),
+    "scale-large": ({"scale": -1e31}, ValueError, "scale", "finite, got -1e"),
+    "scale-larger": ({"scale": 10**400}, ValueError, "scale", "finite, got 10"),
     "scale-string": ({"scale": "1"}, TypeError, "scale", "float"),
     "scale-bool": ({"scale": True}, TypeError, "scale", "float"),
     "scale-tensor": ({"scale": torch.tensor(1.0)}, TypeError, "scale", "float"),
@@ -195,6 +197,15 @@ def test_raises_and_names_the_argument(changes, error, name, words, monkeypatch)
     if "backend" not in changes:
         with pytest.raises(error, match=rf"(?s)^{name}:? .*{words}"):
             attention(**{**call, "backend": "sim", "out": changes.get("out")})
+
+
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+def test_scales_of_codes(name, value):
+    """A negative k_scale would turn the order of logits around."""
+    q, k = torch.zeros(1, 1, 2, 64).half(), torch.zeros(1, 4, 2, 64).to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=rf"{name}: values must be finite and at least 0, got \[1.0, "):
+        attention(q, k, k, **{name: torch.tensor([1.0, value])}, backend="reference")
 
 
 def test_good_arguments_pass():
