@@ -43,6 +43,9 @@ class BlockMask:
 
     A rule is the number of a partial block's pattern (0 without patterns). That of a full block, of which rows see
     every key that exists, is negative: ~rule is the number of its pattern.
+
+    Make one by ``of``. A call checks the shapes of a ``BlockMask``, not its values: a kernel follows counts, blocks and
+    rules made by hand wherever they point.
     """
 
     block_size: tuple[int, int]
