@@ -107,9 +107,13 @@ class BatchBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
     reorder_batch_threshold: int = PROMPT
 
 
-class WarpspecMLA(MLACommonImpl[MLACommonMetadata]):
-    """Latent attention of one layer. Raises UnsupportedProblem for options that are not supported."""
+class LatentLayer:
+    """What one latent layer of either kind refuses; the first base of an implementation of vLLM's.
 
+    Raises UnsupportedProblem for options that are not supported.
+    """
+
+    cache_dtypes: ClassVar[list[str]]  # of --kv-cache-dtype
     can_return_lse_for_decode: bool = True
 
     def __init__(
@@ -133,8 +137,8 @@ class WarpspecMLA(MLACommonImpl[MLACommonMetadata]):
             attn_type=None if attn_type == AttentionType.DECODER else attn_type,
             kv_lora_rank=None if of_mla["kv_lora_rank"] == LATENT[1] else of_mla["kv_lora_rank"],
         )
-        if kv_cache_dtype not in WarpspecMLABackend.supported_kv_cache_dtypes:
-            allowed = ", ".join(WarpspecMLABackend.supported_kv_cache_dtypes)
+        if kv_cache_dtype not in self.cache_dtypes:
+            allowed = ", ".join(self.cache_dtypes)
             raise UnsupportedProblem(f"--kv-cache-dtype: must be one of {allowed}, got {kv_cache_dtype}")
         super().__init__(
             num_heads,
@@ -150,6 +154,12 @@ class WarpspecMLA(MLACommonImpl[MLACommonMetadata]):
             **of_mla,
         )
         self.supports_quant_query_input = False  # queries stay in 16 bits
+
+
+class WarpspecMLA(LatentLayer, MLACommonImpl[MLACommonMetadata]):
+    """Latent attention of one layer. Raises UnsupportedProblem for options that are not supported."""
+
+    cache_dtypes = WarpspecMLABackend.supported_kv_cache_dtypes
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         keys.check_dtype(act_dtype, "--dtype")

@@ -14,12 +14,11 @@ from vllm.model_executor.layers.attention.sparse_mla_attention import (
     SparseMLACommonMetadata,
     SparseMLACommonMetadataBuilder,
 )
-from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionType
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport
 
-from warpspec.common.errors import UnsupportedProblem
 from warpspec.engines import keys
 from warpspec.engines.vllm import SPARSE_MLA_NAME
-from warpspec.engines.vllm.mla import BLOCK, WarpspecMLABackend, refuse_options
+from warpspec.engines.vllm.mla import BLOCK, LatentLayer, WarpspecMLABackend
 from warpspec.fmha.heads import LATENT
 from warpspec.latent.cache import LatentPool
 from warpspec.latent.gathered import KeySet, gathered_attention
@@ -77,50 +76,10 @@ class SparseBatchBuilder(SparseMLACommonMetadataBuilder[SparseMLACommonMetadata]
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
 
 
-class WarpspecSparseMLA(SparseMLACommonImpl[SparseMLACommonMetadata]):
+class WarpspecSparseMLA(LatentLayer, SparseMLACommonImpl[SparseMLACommonMetadata]):
     """Latent attention of one layer. Raises UnsupportedProblem for options that are not supported."""
 
-    can_return_lse_for_decode: bool = True
-
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None,
-        attn_type: str,
-        kv_sharing_target_layer_name: str | None,
-        **of_mla,
-    ) -> None:
-        refuse_options(
-            alibi_slopes=alibi_slopes,
-            sliding_window=sliding_window,
-            logits_soft_cap=logits_soft_cap,
-            attn_type=None if attn_type == AttentionType.DECODER else attn_type,
-            kv_lora_rank=None if of_mla["kv_lora_rank"] == LATENT[1] else of_mla["kv_lora_rank"],
-        )
-        if kv_cache_dtype != CACHE:
-            raise UnsupportedProblem(
-                f"--kv-cache-dtype: must be {CACHE} with --attention-backend {SPARSE_MLA_NAME}, got {kv_cache_dtype}"
-            )
-        super().__init__(
-            num_heads,
-            head_size,
-            scale,
-            num_kv_heads,
-            alibi_slopes,
-            sliding_window,
-            kv_cache_dtype,
-            logits_soft_cap,
-            attn_type,
-            kv_sharing_target_layer_name,
-            **of_mla,
-        )
-        self.supports_quant_query_input = False  # queries stay in 16 bits
+    cache_dtypes: ClassVar[list[str]] = WarpspecSparseBackend.supported_kv_cache_dtypes
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         keys.check_dtype(act_dtype, "--dtype")

@@ -31,7 +31,6 @@ from warpspec.fmha.tiles import ELEMENT_BYTES
 CLOCKS_PER_US = 1755.0  # SM clock, in MHz, that constants in clocks assume
 MMA_FLOPS = 4096  # bf16 FLOPs per clock and SM
 EXPONENTIALS = 16  # exponentials per clock and SM
-REFERENCE_MATMUL = 710.0 / 132  # TFLOP/s per SM of a large matrix product, likewise assumed
 FAR = 1 << 30
 UNSORTED = 2.0
 # Parts of split keys get an SM each up to this share of the SMs. Further parts share SMs, apparently because the

@@ -188,7 +188,7 @@ def test_layers_that_are_refused(option, value, message):
     if option != "kv_cache_dtype":
         with pytest.raises(UnsupportedProblem, match=message):
             sparse_mla.WarpspecSparseMLA(**options | {option: value})
-    with pytest.raises(UnsupportedProblem, match=r"--kv-cache-dtype: must be fp8_ds_mla"):
+    with pytest.raises(UnsupportedProblem, match=r"--kv-cache-dtype: must be one of fp8_ds_mla, got"):
         sparse_mla.WarpspecSparseMLA(**options)
 
 
