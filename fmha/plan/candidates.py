@@ -44,10 +44,13 @@ class Candidate(NamedTuple):
 def candidates(choices: Choices, problem: AttentionProblem, target: Target) -> Iterator[Candidate]:
     """Every candidate; there is at least one, unless no tile fits a problem's blocks. choices: the target
     architecture's."""
-    ways, wanted = choices.ways(problem), problem.num_splits
+    wanted = problem.num_splits
     for shape, tiling in choices.tilings(problem):
+        ways = choices.ways(problem, shape)
         tiles, resident = tile_count(problem, tiling), target.sm_count * tiling.ctas_per_sm
         if wanted is not None:
+            if wanted > 1 and Way.SPLIT not in ways:
+                continue
             yield Candidate(shape, tiling, Way.SPLIT if wanted > 1 else ways[0], wanted)
             continue
         tuned = measured_splits(choices.decode_loads(problem), problem, tiling, target)

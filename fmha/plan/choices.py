@@ -37,6 +37,6 @@ class Choices:
         """Shapes that a problem may get and their tilings, for each number of heads that may share a tile."""
         raise NotImplementedError
 
-    def ways(self, problem: AttentionProblem) -> tuple[Way, ...]:
-        """The ways in which CTAs may get their work; the first suits any number of tiles."""
+    def ways(self, problem: AttentionProblem, shape: object) -> tuple[Way, ...]:
+        """The ways in which CTAs of a shape may get their work; the first suits any number of tiles."""
         raise NotImplementedError

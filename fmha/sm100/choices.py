@@ -26,9 +26,9 @@ class BlackwellChoices(Choices):
                 continue
             yield shape, Tiling(1, shape.tile_m, 1, shape.tile_n, shape.kv_stages, shape.ctas_per_sm, pack)
 
-    def ways(self, problem: AttentionProblem) -> tuple[Way, ...]:
-        """The ways in which CTAs may get their work; the first suits any number of tiles."""
-        if problem.bias or problem.mask.has_blocks or default_shape(problem).tile_m < FULL_ROWS:
+    def ways(self, problem: AttentionProblem, shape: Shape) -> tuple[Way, ...]:
+        """The ways in which CTAs of a shape may get their work; the first suits any number of tiles."""
+        if problem.bias or problem.mask.has_blocks or shape.tile_m < FULL_ROWS:
             return Way.SINGLE, Way.SPLIT
         return tuple(self.schedules)
 

@@ -56,9 +56,9 @@ class HopperChoices(Choices):
                     sizes = (groups, rows, shape.column_parts, shape.tile_n, shape.kv_stages)
                     yield shape, Tiling(*sizes, shape.ctas_per_sm, pack, problem.requests.packed_q)
 
-    def ways(self, problem: AttentionProblem) -> tuple[Way, ...]:
-        """The ways in which CTAs may get their work; the first suits any number of tiles."""
-        if shapes_of(problem)[0].column_parts > 1:
+    def ways(self, problem: AttentionProblem, shape: Shape) -> tuple[Way, ...]:
+        """The ways in which CTAs of a shape may get their work; the first suits any number of tiles."""
+        if shape.column_parts > 1:
             return Way.PERSISTENT, Way.SPLIT
         if problem.bias:
             return Way.PERSISTENT, Way.SINGLE, Way.SPLIT

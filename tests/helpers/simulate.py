@@ -35,10 +35,12 @@ def choosing(
     """
 
     def chosen(choices, problem, target):
-        ways = choices.ways(problem)
-        taken = ways[0] if way is None or way not in ways else way
+        def taken(shape):
+            ways = choices.ways(problem, shape)
+            return way if way in ways else ways[0]
+
         if problem.num_splits is None:
-            found = [Candidate(*tiles, taken, 1) for tiles in choices.tilings(problem)]
+            found = [Candidate(shape, tiling, taken(shape), 1) for shape, tiling in choices.tilings(problem)]
         else:
             found = list(candidates(choices, problem, target))
         found = [candidate for candidate in found if wanted(candidate)] or found
