@@ -18,8 +18,7 @@ EVERYTHING = Case(
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_against_float64_autograd(case):
-    tensors = case.tensors()
-    case.check(case.gradients(tensors, backend="reference"), tensors, REFERENCE_TOLERANCE[case.dtype])
+    case.judge(REFERENCE_TOLERANCE, backend="reference")
 
 
 def test_finite_differences():

@@ -44,9 +44,7 @@ def test_case(case, arch, simulate_as, check_order):
 
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_by_definition(name):
-    case = GRADIENTS[name]
-    tensors = case.tensors()
-    case.check(case.gradients(tensors, backend="reference"), tensors, REFERENCE_TOLERANCE[case.dtype])
+    GRADIENTS[name].judge(REFERENCE_TOLERANCE, backend="reference")
 
 
 @pytest.mark.parametrize(
@@ -54,9 +52,7 @@ def test_gradients_by_definition(name):
 )
 def test_gradients(name, arch, simulate_gradients_as, check_order):
     simulate_gradients_as(arch)
-    case = GRADIENTS[name]
-    tensors = case.tensors()
-    case.check(case.gradients(tensors, backend="reference"), tensors, KERNEL_TOLERANCE[case.dtype])
+    GRADIENTS[name].judge(KERNEL_TOLERANCE, backend="reference")
 
 
 SIZES = [

@@ -108,5 +108,4 @@ GRADIENTS = {
 def test_gradients(dim, arch, simulate_gradients_as):
     simulate_gradients_as(arch)
     case = GRADIENTS[dim]
-    tensors = case.tensors()
-    case.check(case.gradients(tensors, backend="reference"), tensors, KERNEL_TOLERANCE[case.dtype])
+    case.judge(KERNEL_TOLERANCE, backend="reference")

@@ -225,6 +225,11 @@ class Case:
             for (n, t), g in zip(leaves.items(), found, strict=True)
         }
 
+    def judge(self, tolerances: dict, **options) -> None:
+        """Compute gradients of the case's tensors and check them. tolerances: of each dtype. options: of the call."""
+        tensors = self.tensors()
+        self.check(self.gradients(tensors, **options), tensors, tolerances[self.dtype])
+
     def check(self, found: dict, tensors: dict, tolerance: float) -> None:
         """Assert that gradients are near the definition's, head by head; exactly zero where those are."""
         expected = self.expected(tensors)

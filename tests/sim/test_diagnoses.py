@@ -119,7 +119,7 @@ def test_first_parities_are_named():
 
 
 def test_the_cause_of_a_deadlock_stands_first():
-    """Of two warps that wait, the one whose barrier got too few bytes is named first, and the other has no advice."""
+    """The warp whose barrier got too few bytes is named first; another warp that waits gets no advice."""
     barriers = (
         INIT.format(count=32) + "add.u32 %r11, %r10, 8; @!%p1 mbarrier.init.shared::cta.b64 [%r11], 32;\n"
     )
