@@ -19,7 +19,6 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport
 from warpspec.engines import keys
 from warpspec.engines.vllm import SPARSE_MLA_NAME
 from warpspec.engines.vllm.mla import BLOCK, LatentLayer, WarpspecMLABackend
-from warpspec.fmha.heads import LATENT
 from warpspec.latent.cache import LatentPool
 from warpspec.latent.gathered import KeySet, gathered_attention
 
@@ -34,6 +33,8 @@ class WarpspecSparseBackend(AttentionBackend):
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[str]] = [CACHE]
     supports_compute_capability = WarpspecMLABackend.supports_compute_capability
+    get_preferred_block_size = WarpspecMLABackend.get_preferred_block_size
+    get_supported_head_sizes = WarpspecMLABackend.get_supported_head_sizes
     get_supported_kernel_block_sizes = staticmethod(WarpspecMLABackend.get_supported_kernel_block_sizes)
 
     @staticmethod
@@ -47,14 +48,6 @@ class WarpspecSparseBackend(AttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[SparseBatchBuilder]:
         return SparseBatchBuilder
-
-    @classmethod
-    def get_preferred_block_size(cls, default_block_size: int) -> int:
-        return BLOCK
-
-    @classmethod
-    def get_supported_head_sizes(cls) -> list[int]:
-        return [LATENT[0]]
 
     @classmethod
     def is_mla(cls) -> bool:

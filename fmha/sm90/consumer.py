@@ -134,8 +134,8 @@ class ConsumerTile:
     record: Record | None = None
 
     def again(self) -> ConsumerTile:
-        """The same with its tile read from its record, if there is one: what nobody needs until then takes no registers
-        before."""
+        """This tile, with its place read from its record if it has one. Reading late keeps what nobody needs until then
+        out of registers."""
         if self.record is None:
             return self
         tile = self.record.read(self.config)
