@@ -160,7 +160,8 @@ def calls(shape: Shape, target: Target, peer: bool, orders: bool) -> dict:
         wanted = (True, True, True, False, False)
         own = options._replace(deterministic=deterministic)
         checked = backward_call.check(full, own, "auto", wanted, do, None)
-        checked = checked._replace(prepared=launch.prepare(checked.problem, target, order, config))
+        prepared = launch.prepare(checked.problem, target, order, config)
+        checked = checked._replace(prepared=prepared, workspace=None)
         found[name] = lambda checked=checked: backward_call.run(checked, full, do, None)
     flash = attention_peers.flash_attention() if peer else None
     if flash is not None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
+from warpspec.common.allocation import Block, allocate, block
 from warpspec.common.backend import resolve_backend
 from warpspec.common.launch import target_of
 from warpspec.fmha.backward import launch, reference
@@ -27,7 +28,8 @@ class BackwardCall(NamedTuple):
 
     prepared: the kernels; None: the reference. empty: nothing is launched, gradients are zeros. regular: TMA accepts
     the strides of q, k, v and o (``regular_strides``). aligned: kernels can read do as it is (``launch.aligned``).
-    pads: kernels compute the problem on padded copies.
+    pads: kernels compute the problem on padded copies. results: the wanted gradients, in the order of DIFFERENTIABLE;
+    workspace: what kernels need beside them, None where it is not known in advance.
     """
 
     problem: BackwardProblem
@@ -36,6 +38,8 @@ class BackwardCall(NamedTuple):
     regular: bool
     aligned: bool
     pads: bool
+    results: tuple[Block, ...]
+    workspace: launch.Workspace | None
 
 
 def backward_problem(
@@ -70,45 +74,52 @@ def check(operands: Operands, options: Options, backend: str, wanted, do, dlse) 
     forward = problem.forward
     backend = resolve_backend(backend, forward.device)
     empty = forward.is_empty or operands.k.numel() == 0
-    prepared = None
+    prepared = workspace = None
+    pads = problem.padded is not problem
     if backend != "reference":
         target = target_of(forward.device)
         # Both raise UnsupportedProblem for what the kernels do not do.
         prepared = (launch.check_supported if empty else launch.prepare)(problem.padded, target)
+        record = kernel_operands(forward, operands, (operands.o, operands.lse, None, None))
         if operands.ranges is not None and not empty and are_checked(forward.device):
-            check_ascending(
-                forward, kernel_operands(forward, operands, (operands.o, operands.lse, None, None))
-            )
+            check_ascending(forward, record)
+        if not (empty or pads):
+            workspace = launch.workspace_of(prepared, problem, record)
     rows = (operands.q, operands.k, operands.v, operands.o)
     regular = all(t is None or regular_strides(t) is t for t in rows)
     aligned = prepared is None or do is None or launch.aligned(do) is do
-    return BackwardCall(problem, prepared, empty, regular, aligned, problem.padded is not problem)
+    results = tuple(block(t.shape, t.dtype) for t in (getattr(operands, name) for name in problem.wanted))
+    return BackwardCall(problem, prepared, empty, regular, aligned, pads, results, workspace)
 
 
 def run(call: BackwardCall, operands: Operands, do, dlse) -> list[torch.Tensor]:
     """Compute the wanted gradients, in the order of DIFFERENTIABLE, contiguous, each with its tensor's shape."""
     problem, forward = call.problem, call.problem.forward
-    results = {name: new_gradient(getattr(operands, name)) for name in problem.wanted}
+    results = allocate(call.results, operands.q.device)
     if call.empty:
-        for result in results.values():
+        for result in results:
             result.zero_()
-        return list(results.values())
+        return results
     record = kernel_operands(forward, operands, (operands.o, operands.lse, None, None), call.regular)
-    written = results
+    written = dict(zip(problem.wanted, results, strict=True))
+    if call.prepared is None:
+        if forward.requests.packed_q:
+            do, dlse = (None if t is None else t[None] for t in (do, dlse))
+        found = reference.backward(problem, record, do, dlse)
+        for name, result in written.items():
+            result.copy_(found[name].view(result.shape))
+        return results
     if not call.aligned:
         do = launch.aligned(do)
     if forward.requests.packed_q:
         do, dlse = (None if t is None else t[None] for t in (do, dlse))
-        written = {name: t[None] if name in "qkv" else t for name, t in results.items()}
-    if call.prepared is None:
-        found = reference.backward(problem, record, do, dlse)
-        for name, result in results.items():
-            result.copy_(found[name].view(result.shape))
-    elif not call.pads:
-        launch.run_kernels(call.prepared, problem, record, Gradients(do, dlse, **written))
+        written = {name: t[None] if name in "qkv" else t for name, t in written.items()}
+    gradients = Gradients(do, dlse, **written)
+    if call.pads:
+        run_padded(call.prepared, problem, record, gradients)
     else:
-        run_padded(call.prepared, problem, record, Gradients(do, dlse, **written))
-    return list(results.values())
+        launch.run_kernels(call.prepared, problem, record, gradients, call.workspace)
+    return results
 
 
 def run_padded(

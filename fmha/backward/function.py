@@ -15,7 +15,7 @@ from warpspec.common.transforms import call_operator, direct_apply
 from warpspec.fmha import ops
 from warpspec.fmha.backward import call as backward_call
 from warpspec.fmha.backward.ops import NO_SECOND_DERIVATIVES, fmha_backward
-from warpspec.fmha.operands import Operands, Options
+from warpspec.fmha.operands import PLACES, Operands, Options
 
 LEADING = 4  # number of arguments of ``Attention`` before those of DIFFERENTIABLE
 
@@ -34,13 +34,15 @@ class Attention(torch.autograd.Function):
     def forward(ctx, call: ops.Call, operands: Operands, options: Options, backend: str, *differentiable):
         o, stats = ops.run(call, operands)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*operands._replace(o=o, lse=stats[0]))
+        saved = list(operands)
+        saved[PLACES.o], saved[PLACES.lse] = o, stats[0]
+        ctx.save_for_backward(*saved)
         ctx.call, ctx.options, ctx.backend = call, options, backend
         return (o, *stats) if options.return_lse or not options.normalize else o
 
     @staticmethod
     def backward(ctx, do, *dstats):
-        operands = Operands(*ctx.saved_tensors)
+        operands = Operands._make(ctx.saved_tensors)
         wanted = ctx.needs_input_grad[LEADING:]
         dlse = dstats[0] if dstats else None
         if (do is None and all(t is None for t in dstats)) or not any(wanted):
@@ -78,8 +80,9 @@ def key_of(options: Options, wanted, found: list) -> tuple:
 def remembered(ctx, operands: Operands, wanted, do, dlse) -> backward_call.BackwardCall | None:
     """What ``check`` returned for an earlier backward call like this one, on plain tensors that nobody watches; else
     None."""
-    if any(t is not None and not _has_storage(t) for t in (do, dlse)):  # sparse, or a batch
-        return None
+    for tensor in (do, dlse):
+        if tensor is not None and not _has_storage(tensor):  # sparse, or a batch
+            return None
     found = signatures((do, dlse, *operands))
     return None if found is None else ctx.call.gradients.get(key_of(ctx.options, wanted, found))
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from warpspec.common.allocation import empty
+from warpspec.common.allocation import Block, allocate, block
 from warpspec.common.architecture import Family
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import TMA_ALIGNMENT
@@ -145,77 +145,109 @@ def prepare(
     return Prepared(target, config, order, length, cut, *launchers, numbers, window)
 
 
+class Workspace(NamedTuple):
+    """What a call allocates beside its gradients: operands of the kernels, None where they need none. Either ``Block``s
+    or tensors. The fields are named as in ``operands``; the key tiles' sums come last."""
+
+    statistics: Block | torch.Tensor
+    dq_sums: Block | torch.Tensor | None
+    turns: Block | torch.Tensor | None
+    dsink: Block | torch.Tensor | None
+    tile_order: Block | torch.Tensor | None
+    tile_pieces: Block | torch.Tensor | None
+    dk_sums: Block | torch.Tensor | None
+    dv_sums: Block | torch.Tensor | None
+
+
+def workspace_of(prepared: Prepared, problem: BackwardProblem, operands: Operands) -> Workspace:
+    """The workspace of a call. operands: as for ``run_kernels``; only their shapes matter."""
+    config, forward, length = prepared.config, problem.forward, prepared.length
+    rows, key_tiles = query_tile_count(config, operands), key_tile_count(config, operands)
+    heads, fp32, int32 = forward.heads_q, torch.float32, torch.int32
+
+    def each(wanted, *shape, dtype=fp32):
+        return block(shape, dtype) if wanted else None
+
+    pieces = each(config.cuts_by_length, key_tiles, 2, dtype=int32)
+    if length is not None:
+        key_tiles += length.further
+    places = (key_tiles, 1) if length else (key_tiles, prepared.order.pieces)
+    if prepared.cut is not None:
+        places = (operands.q.shape[0] * prepared.cut.pieces, 1)
+    sums = (forward.heads_kv, *places, config.tile_n * config.heads.qk)
+    return Workspace(
+        each(True, heads, rows, config.tile_m // 2, 4),
+        each(config.wanted.q, heads, rows, config.tile_m * config.heads.qk),
+        each(config.deterministic, heads, rows, config.turn_counts, dtype=int32),
+        each("sink" in problem.wanted, heads, rows),
+        each(config.requests.packed_k, key_tiles, dtype=int32),
+        pieces,
+        each(config.leaves_k, *sums),
+        each(config.leaves_v, *sums),
+    )
+
+
 def run_kernels(
-    prepared: Prepared, problem: BackwardProblem, operands: Operands, gradients: Gradients
+    prepared: Prepared,
+    problem: BackwardProblem,
+    operands: Operands,
+    gradients: Gradients,
+    workspace: Workspace | None = None,
 ) -> None:
     """Launch on the tensors' device and its current stream; no synchronisation. Writes the gradients that are not None.
 
-    problem: what was prepared. operands: as ``fmha.ops.kernel_operands`` makes them, with o and lse.
+    problem: what was prepared. operands: as ``fmha.ops.kernel_operands`` makes them, with o and lse. workspace: of
+    blocks, where it is known (``workspace_of``).
     """
-    with prepared.target.current():
-        run_prepared(prepared, problem, operands, gradients)
+    device = prepared.target.device
+    if workspace is None:
+        workspace = workspace_of(prepared, problem, operands)
+    if device is not None and device == torch._C._cuda_getDevice():  # a context would take longer
+        run_prepared(prepared, problem, operands, gradients, workspace)
+    else:
+        with prepared.target.current():
+            run_prepared(prepared, problem, operands, gradients, workspace)
 
 
 def run_prepared(
-    prepared: Prepared, problem: BackwardProblem, operands: Operands, gradients: Gradients
+    prepared: Prepared,
+    problem: BackwardProblem,
+    operands: Operands,
+    gradients: Gradients,
+    workspace: Workspace,
 ) -> None:
-    """Like ``run_kernels``, for a prepared problem."""
+    """Like ``run_kernels``, for a prepared problem on the current device."""
     config, forward, q = prepared.config, problem.forward, operands.q
-    heads, tile_count = forward.heads_q, query_tile_count(config, operands)
-    fp32, device = torch.float32, q.device
-    do, dlse = gradients.do, gradients.dlse
+    fp32, do, dlse = torch.float32, gradients.do, gradients.dlse
     if dlse is not None:
         dlse = dlse.contiguous()
-    statistics = empty((heads, tile_count, config.tile_m // 2, 4), fp32, device)
-    dq_sums = turns = dsink = None
-    if config.wanted.q:
-        dq_sums = empty((heads, tile_count, config.tile_m * config.heads.qk), fp32, device)
-    if config.deterministic:
-        turns = empty((heads, tile_count, config.turn_counts), torch.int32, device)
-    if gradients.sink is not None:
-        dsink = empty((heads, tile_count), fp32, device)
+    statistics, dq_sums, turns, dsink, tile_order, tile_pieces, *sums = allocate(workspace, q.device)
     dk, dv, dbias = gradients.k, gradients.v, gradients.bias
     targets = (dk if config.wanted.k else None, dv if config.wanted.dv else None)
-    requests, tile_order, tile_pieces, length = (None,) * 10, None, None, prepared.length
-    key_tiles = key_tile_count(config, operands)
-    if config.cuts_by_length:
-        tile_pieces = empty((key_tiles, 2), torch.int32, device)
-    ranges = (None, None)
+    requests, length, ranges = (None,) * 10, prepared.length, (None, None)
     if config.mask.has_ranges:
         ranges = (operands.ranges, seen_by(forward, operands))
     if config.requests.packed_k:
-        if length is not None:
-            key_tiles += length.further
-        tile_order = empty((key_tiles,), torch.int32, device)
         dq = gradients.q if config.wanted.q else None
         start = operands.q_start if config.requests.has_q_start else None
         requests = (operands.k, operands.cu_seqlens_k, start, *ranges, tile_order, tile_pieces, dq, *targets)
     sink = None if operands.sink is None else operands.sink.to(fp32)
     rows = (operands.lse.contiguous(), dlse, sink, operands.cu_seqlens_q)
-    workspace = (statistics, dq_sums, turns, dsink)
     cuts = (0.0,) * 4 if length is None else length[:4]
-    prepared.rows(operands.o, do, *rows, *workspace, *requests, *prepared.window, *cuts)
-    if gradients.sink is not None:
+    written = (statistics, dq_sums, turns, dsink)
+    prepared.rows(operands.o, do, *rows, *written, *requests, *prepared.window, *cuts)
+    if dsink is not None:
         gradients.sink.copy_(dsink.sum(dim=1))
-    if set(problem.wanted) == {"sink"}:
-        return
+        if problem.wanted == ("sink",):
+            return
 
     if dbias is not None:
         if config.wanted.bias == "sum" and dbias.dtype != torch.float32:
-            dbias = torch.zeros(dbias.shape, dtype=fp32, device=device)
+            dbias = torch.zeros(dbias.shape, dtype=fp32, device=q.device)
         elif config.wanted.bias == "sum" or not config.whole:
             dbias.zero_()  # of tiles that nobody sees
     if do is None:
         do = torch.zeros_like(q)
-    sums = (None, None)
-    if config.cut:
-        places = (key_tiles, 1) if length else (key_tiles, prepared.order.pieces)
-        if prepared.cut is not None:
-            places = (q.shape[0] * prepared.cut.pieces, 1)
-        tile = (forward.heads_kv, *places, config.tile_n * q.shape[-1])
-        sums = tuple(
-            empty(tile, fp32, device) if leaves else None for leaves in (config.leaves_k, config.leaves_v)
-        )
     main = BackwardOperands(
         q,
         operands.k,
@@ -240,11 +272,12 @@ def run_prepared(
         operands.q_counts,
         operands.q_patterns,
     )
-    for part in parts_of(prepared, problem, main):
+    parts = parts_of(prepared, problem, main) if config.wanted.bias == "sum" else (main,)
+    for part in parts:
         prepared.main(*part, *prepared.numbers)
     if prepared.results is not None:
         keys = (*sums, gradients.q, *(targets if config.cut else (None, None)))
-        some = any(each is not None for each in sums)
+        some = sums[0] is not None or sums[1] is not None
         lengths = (operands.cu_seqlens_q, operands.cu_seqlens_k, tile_pieces if some else None)
         prepared.results(dq_sums, *keys, *lengths, forward.logits.scale)
     if gradients.bias is not None and dbias is not gradients.bias:

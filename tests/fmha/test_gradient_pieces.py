@@ -129,12 +129,18 @@ def test_the_device_chooses_as_the_host(seed, monkeypatch):
         config = replace(launch.plan(checked.problem, target), cut=True)
         prepared = launch.prepare.__wrapped__(checked.problem, target, Order(2, heads), config)
         made = []
-        monkeypatch.setattr(
-            launch, "empty", lambda *args: made.append(torch.zeros(args[0], dtype=args[1])) or made[-1]
-        )
+
+        def zeros(blocks, _):
+            made.extend(each and torch.zeros(each.shape, dtype=each.dtype) for each in blocks)
+            return made
+
+        monkeypatch.setattr(launch, "allocate", zeros)
         later = {name: lambda *_: None for name in ("main", "results")}
-        call.run(checked._replace(prepared=prepared._replace(**later)), operands, q, None)
-    found = next(t for t in made if t.shape[1:] == (2,) and t.dtype == torch.int32)[:, 1].tolist()
+        changed = checked._replace(prepared=prepared._replace(**later), workspace=None)
+        call.run(changed, operands, q, None)
+    found = next(t for t in made if t is not None and t.shape[1:] == (2,) and t.dtype == torch.int32)[
+        :, 1
+    ].tolist()
     steps = [n for length in lengths for n in steps_of(length, 4 // heads)]
     steps += [0] * (len(found) - len(steps))
     limits = [*limits_of(prepared.length, sum(steps)), max(steps)]
