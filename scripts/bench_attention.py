@@ -16,6 +16,7 @@ gradient-heads: gradients of other head sizes, against flash-attn-4 and SDPA.
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from shared import bench_shapes, block_rows, driver, gpu_bench, sweep_calls, sweep_report, sweep_shapes
@@ -372,6 +373,15 @@ def main() -> None:
     )
     parser = driver.parser(__doc__, only=parts, markdown=True)
     parser.add_argument("--png", help="write the rates of prefill and decode as a picture")
+    parser.add_argument(
+        "--shapes", nargs="+", type=int, default=[], help="gradient-heads: indices of its shapes"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="gradient-heads: begin no shape after so many"
+    )
+    parser.add_argument(
+        "--once", action="store_true", help="gradient-heads: compile and compare, but do not time"
+    )
     options = parser.parse_args()
     if options.png and not {"prefill", "decode"} <= set(options.only):
         parser.error("--png needs prefill and decode")
@@ -426,7 +436,8 @@ def main() -> None:
         ]
         show(names, backward())
     if "gradient-heads" in options.only:
-        show(["gradients, causal", "us", "TFLOP/s", FLASH, "ratio", "SDPA", "ratio"], gradient_heads())
+        gradient_rows = gradient_heads(options.shapes, options.seconds, once=options.once)
+        show(["gradients, causal", "us", "TFLOP/s", FLASH, "ratio", "SDPA", "ratio"], gradient_rows)
     if "host" in options.only:
         show(["CPU time of a call", "us"], host())
 

@@ -1,15 +1,16 @@
 """Training steps of transformers' models with random weights: ours, flash-attn-4 and torch's SDPA, in one run.
 
-    python scripts/bench_train.py [--models NAME ...] [--steps N] [--timed N] [--json FILE]   on a GPU
+    python scripts/bench_train.py [--models NAME ...] [--layers N] [--steps N] [--timed N] [--seconds S] [--json FILE]
     python scripts/bench_train.py --tiny          two layers on the CPU, without flash-attn-4: whether it runs
 
-Shapes are Qwen3-0.6B's and Llama-3.2-1B's. A step has one row of packed documents, forward, backward and AdamW, all in
-bf16. Documents are of the same lengths in every step, so that torch.compile traces once. SDPA takes one document after
-another, which is faster than a mask of all. Candidates take turns, a few steps each.
+Shapes are Qwen3-0.6B's and Llama-3.2-1B's, with --layers of them. A step has one row of packed documents, forward,
+backward and AdamW, all in bf16. Documents are of the same lengths in every step, so that torch.compile traces once.
+SDPA takes one document after another, which is faster than a mask of all. Candidates take turns, a few steps each.
 
 Printed: tokens a second by mode (eager and compiled, with activation checkpointing and without), and for --steps steps
 from the same weights on the same tokens the loss curves' largest difference from SDPA's, beside that of SDPA from
-itself: a backward pass that adds in any order differs from run to run.
+itself: a backward pass that adds in any order differs from run to run. --timed 0 and --steps 0 leave one half out; no
+mode and no curve begins after --seconds.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import random
 import statistics
 import time
@@ -202,13 +204,32 @@ def curve(
     return torch.stack([trainer.step(tokens) for tokens in steps]).float().cpu()
 
 
+def late_after(seconds: float) -> Callable[[str], bool]:
+    """A function of a part's name that says whether so many seconds are over, and then prints that it is left out."""
+    end = time.monotonic() + seconds
+
+    def late(name: str) -> bool:
+        over = time.monotonic() > end
+        if over:
+            print(f"{name}: out of time", flush=True)
+        return over
+
+    return late
+
+
 def measure(label: str, size: Size, options: argparse.Namespace, device: str) -> dict:
     """Rates and loss curves of one model; prints both."""
     lengths = document_lengths(size.tokens)
     names = {name: register(name, call) for name, call in attention_functions(lengths, device).items()}
-    print(f"{label}: {len(lengths)} documents of {min(lengths)} to {max(lengths)} tokens", flush=True)
+    print(
+        f"{label}: {len(lengths)} documents of {min(lengths)} to {max(lengths)} tokens, {size.layers} layers",
+        flush=True,
+    )
     steps, found = list(batches(size, max(options.steps, 1), device)), {}
-    for mode in options.only:
+    late = late_after(options.seconds)
+    for mode in options.only if options.timed else ():
+        if late(mode):
+            continue
         try:
             trainers = {name: Trainer(size, own, mode, lengths, device) for name, own in names.items()}
             found[mode] = rates(trainers, size, steps[0], options.timed, device)
@@ -221,7 +242,9 @@ def measure(label: str, size: Size, options: argparse.Namespace, device: str) ->
             torch.cuda.empty_cache()
     curves = {}
     if options.steps:
-        for name, own in (*names.items(), (AGAIN, names[SDPA])):
+        for name, own in ((SDPA, names[SDPA]), *names.items(), (AGAIN, names[SDPA])):
+            if name in curves or late(f"loss of {name}"):
+                continue
             curves[name] = curve(size, own, MODES[0], lengths, steps, device)
             print(f"loss of {name}: {curves[name][0]:.3f} to {curves[name][-1]:.3f}", flush=True)
     return {"rates": found, "curves": {name: each.tolist() for name, each in curves.items()}}
@@ -234,7 +257,7 @@ def curve_rows(label: str, curves: dict) -> list[list]:
     for name, losses in curves.items():
         apart = (torch.tensor(losses) - exact).abs()
         last = statistics.fmean(losses[-10:])
-        rows.append([label, name, losses[0], last, float(apart.max()), float(apart.mean())])
+        rows.append([label, name, losses[0], last, *(f"{float(x):.1e}" for x in (apart.max(), apart.mean()))])
     return rows
 
 
@@ -244,8 +267,14 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--steps", type=int, default=200, help="of the loss curves (default %(default)s; 0: none)"
     )
+    made.add_argument("--layers", type=int, help="of a model (default: the model's, 28 and 16)")
+    made.add_argument(
+        "--seconds", type=float, default=math.inf, help="for one model: begin nothing afterwards"
+    )
     made.add_argument("--tokens", type=int, help="of a step (default: the model's, 8192)")
-    made.add_argument("--timed", type=int, default=20, help="steps that are timed (default %(default)s)")
+    made.add_argument(
+        "--timed", type=int, default=20, help="steps that are timed (default %(default)s; 0: none)"
+    )
     made.add_argument("--tiny", action="store_true", help="on the CPU, two layers")
     made.add_argument("--json", type=Path, metavar="FILE")
     return made
@@ -260,6 +289,8 @@ def main() -> None:
         sizes, device = {name: SIZES[name] for name in options.models}, "cuda"
         if options.tokens:
             sizes = {name: replace(size, tokens=options.tokens) for name, size in sizes.items()}
+        if options.layers:
+            sizes = {name: replace(size, layers=options.layers) for name, size in sizes.items()}
         header = driver.begin("flash-attn-4", "transformers")
     results = {label: measure(label, size, options, device) for label, size in sizes.items()}
     rows = [
@@ -274,7 +305,7 @@ def main() -> None:
     ]
     columns = ["model", "mode", *(f"{name} tokens/s" for name in (OURS, FLASH, SDPA)), "ratio"]
     print(f"\n{gpu_bench.table(columns, rows, markdown=options.markdown)}", flush=True)
-    if options.steps:
+    if options.steps and all(SDPA in result["curves"] for result in results.values()):
         rows = [row for label, result in results.items() for row in curve_rows(label, result["curves"])]
         columns = ["model", "loss curve", "first", "last ten", f"most from {SDPA}'s", "mean"]
         print(f"\n{gpu_bench.table(columns, rows, markdown=options.markdown)}", flush=True)

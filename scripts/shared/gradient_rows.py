@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
+import time
+from collections.abc import Sequence
 
 import torch
 from torch.nn.attention import SDPBackend
@@ -63,11 +66,22 @@ def backward() -> list[list]:
     return rows
 
 
-def gradient_heads() -> list[list]:
+def gradient_heads(
+    shapes: Sequence[int] = (), seconds: float = math.inf, *, once: bool = False
+) -> list[list]:
     """Gradients of other head sizes, causal, as ``torch.autograd.grad`` computes them. FLOPs are those of the true
-    sizes."""
-    rows, flash = [], flash_attention()
-    for batch, heads_q, heads_kv, length, d, d_v in bench_shapes.GRADIENT_HEADS:
+    sizes.
+
+    Prints each row as it is measured, and begins none after so many seconds. shapes: indices in ``GRADIENT_HEADS``; ():
+    all. once: calls are compared but not timed, which leaves what they compiled in the caches on disk.
+    """
+    rows, flash, start = [], flash_attention(), time.monotonic()
+    for index in shapes or range(len(bench_shapes.GRADIENT_HEADS)):
+        batch, heads_q, heads_kv, length, d, d_v = bench_shapes.GRADIENT_HEADS[index]
+        name = f"B{batch} {heads_q}/{heads_kv} S{length} D{d if d == d_v else f'{d}/{d_v}'}"
+        if time.monotonic() - start > seconds:
+            print(f"{name}: out of time", flush=True)
+            continue
         sizes = ((heads_q, d), (heads_kv, d), (heads_kv, d_v))
         leaves = [random(batch, length, *size).requires_grad_() for size in sizes]
         do = random(batch, length, heads_q, d_v)
@@ -76,13 +90,18 @@ def gradient_heads() -> list[list]:
         if flash is not None:
             forwards[FLASH] = lambda *tensors: result_of(flash.dense(*tensors, causal=True))
         calls = without_failing({name: recorded(each, leaves, do) for name, each in forwards.items()})
-        name = f"B{batch} {heads_q}/{heads_kv} S{length} D{d if d == d_v else f'{d}/{d_v}'}"
         found = {each: call() for each, call in calls.items()}
-        for pair in zip(found["warpspec"], found["SDPA"], strict=True):
+        for pair in zip(found["warpspec"], found.get("SDPA", ()), strict=False):
             agree(name, *pair, WRONG_GRADIENTS)
+        if once:
+            print(f"{name}: {', '.join(calls)} after {time.monotonic() - start:.0f} s", flush=True)
+            continue
         times = gpu_bench.gpu_times(calls, [()], **gpu_bench.SHORT_ROUNDS)
         flops = batch * heads_q * length * length * (3 * d + 2 * d_v)
         rows.append([name, *columns(times, flops * 1e-6, (FLASH, "SDPA"))])
+        print(name, {each: round(us, 1) for each, us in times.items()}, flush=True)
+        del calls, found, leaves, do
+        torch.cuda.empty_cache()
     return rows
 
 
