@@ -218,8 +218,9 @@ class Recorder:
     def _tensor_mma(self, step: Step, w, ins: Instr, mask: int) -> None:
         kind = next((part[len("kind::") :] for part in ins.parts if part.startswith("kind::")), "")
         group = 2 if "cta_group::2" in ins.parts else 1
-        bits = w.scalar(ins.operands[3], mask & -mask) & 0xFFFFFFFF
-        found = instruction_descriptor.decode(bits, kind, group, "ws" in ins.parts)
+        sparse = "sp" in ins.parts
+        bits = w.scalar(ins.operands[3 + sparse], mask & -mask) & 0xFFFFFFFF
+        found = instruction_descriptor.decode(bits, kind, group, "ws" in ins.parts, sparse)
         step.about = (found.m, found.n, kind, group, type(ins.operands[1]) is Mem)
 
     def _find_wait(self, step: Step, w) -> None:

@@ -132,7 +132,7 @@ def mma_sync(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
         left = a_matrix(w.read_vec(a), f.a, f.k // 2)
         metadata, selector = ins.operands[4:6]
         marks = sparse.fours(w.u32(metadata), w.scalar(selector, mask), WIDTH[f.a], f.k)
-        left = sparse.dense(left, marks, WIDTH[f.a], f.k)
+        left = sparse.dense(left, marks, WIDTH[f.a])
     else:
         left = a_matrix(w.read_vec(a), f.a, f.k, f.kind)
     right = b_matrix(w.read_vec(b), f.b, f.k, f.kind)

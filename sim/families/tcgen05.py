@@ -268,13 +268,15 @@ class MmaForm:
     weight_stationary: bool
     shift_a: bool
     scales_per_row: int
+    sparse: bool
 
 
 @lru_cache(maxsize=256)
 def mma_form(parts: tuple[str, ...]) -> MmaForm:
-    """Raises UnsupportedInstruction for sparse forms and for scale vector sizes the kind does not have."""
-    if "sp" in parts:
-        raise UnsupportedInstruction("tcgen05.mma.sp is not supported")
+    """Raises UnsupportedInstruction for a sparse A that is shifted, and for scale vector sizes that a kind has not."""
+    sparse = "sp" in parts
+    if sparse and "ashift" in parts:
+        raise UnsupportedInstruction("tcgen05.mma.sp with .ashift is not supported")
     kind = next((p[len("kind::") :] for p in parts if p.startswith("kind::")), "")
     scaled = kind in instruction_descriptor.BLOCK_SCALED_KINDS
     size = next((p for p in parts if p.startswith(("scale_vec::", "block")) and p != "block_scale"), "")
@@ -288,19 +290,22 @@ def mma_form(parts: tuple[str, ...]) -> MmaForm:
         weight_stationary="ws" in parts,
         shift_a="ashift" in parts,
         scales_per_row=SCALES_PER_ROW[kind, size] if scaled else 0,
+        sparse=sparse,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class MmaPlan:
-    """A tcgen05.mma's operands by name. scales: of A and B; disabled: words of lanes that keep D, each with what it is
-    multiplied by (one register for all words is read once); scale_input: None or scale-input-d."""
+    """A tcgen05.mma's operands by name. sparsity: None, or where the metadata of a sparse A are; scales: of A and B;
+    disabled: words of lanes that keep D, each with what it is multiplied by (one register for all words is read once);
+    scale_input: None or scale-input-d."""
 
     form: MmaForm
     text: str
     d: Mem
     a: Operand
     b: Operand
+    sparsity: Operand | None
     descriptor: Operand
     scales: tuple[Operand, ...]
     disabled: tuple[tuple[Operand, int], ...]
@@ -310,7 +315,9 @@ class MmaPlan:
     @classmethod
     def of(cls, ins: Instr) -> MmaPlan:
         form = mma_form(ins.parts)
-        d, a, b, descriptor, *rest = ins.operands
+        d, a, b, *rest = ins.operands
+        sparsity = rest.pop(0) if form.sparse else None
+        descriptor = rest.pop(0)
         scales: tuple[Operand, ...] = ()
         disabled: tuple[tuple[Operand, int], ...] = ()
         if form.scales_per_row:
@@ -324,8 +331,8 @@ class MmaPlan:
                 raise UnsupportedInstruction("tcgen05.mma.ws with a zero-column mask is not supported")
         elif rest:
             scale_input = rest[0]
-        text = f"tcgen05.mma.kind::{form.kind}"
-        return cls(form, text, d, a, b, descriptor, scales, disabled, enable, scale_input)
+        text = f"tcgen05.mma{'.sp' * form.sparse}.kind::{form.kind}"
+        return cls(form, text, d, a, b, sparsity, descriptor, scales, disabled, enable, scale_input)
 
     @staticmethod
     def _words(items: tuple[Operand, ...]) -> tuple[tuple[Operand, int], ...]:
@@ -369,7 +376,9 @@ def read_mma(w: Warp, plan: MmaPlan, lane: int) -> Mma:
         if form.kind not in ("f16", "tf32") or not 0 <= scale_input_d <= 15:
             raise BadDescriptor(f"scale-input-d {scale_input_d} with .kind::{form.kind}")
     bits = scalar(plan.descriptor, lane) & 0xFFFFFFFF
-    descriptor = instruction_descriptor.decode(bits, form.kind, form.cta_group, form.weight_stationary)
+    descriptor = instruction_descriptor.decode(
+        bits, form.kind, form.cta_group, form.weight_stationary, form.sparse
+    )
     if form.scales_per_row == 2 and descriptor.scale_format == "ue4m3":
         raise BadDescriptor("UE4M3 scales come four a row (.scale_vec::4X, .block16)")
     a_in_tmem = type(plan.a) is Mem
@@ -395,6 +404,7 @@ def read_mma(w: Warp, plan: MmaPlan, lane: int) -> Mma:
         form.scales_per_row * 3 // 2 if long else form.scales_per_row,
         scale_a,
         scale_b,
+        0 if plan.sparsity is None else w.address_scalar(plan.sparsity, lane),
     )
 
 

@@ -217,7 +217,7 @@ class Product(Op):
         by_step = np.split(stored, len(self.steps), axis=1)
         marks = self.marks[part]
         return np.concatenate(
-            [sparse.dense(rows, own, WIDTH[f.a], f.k) for rows, own in zip(by_step, marks, strict=True)],
+            [sparse.dense(rows, own, WIDTH[f.a]) for rows, own in zip(by_step, marks, strict=True)],
             axis=1,
         )
 

@@ -95,7 +95,7 @@ class Suite:
         kept = set(chosen)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         self.chosen = f"{len(chosen)} of {len(items)} tests chosen, {predicted:.0f} s predicted"
-        items[:] = [item for item in items if item in kept]
+        items[:] = chosen  # as drawn, so that what an interrupted run has run is a fair sample, too
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:

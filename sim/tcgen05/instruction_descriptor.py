@@ -27,6 +27,8 @@ ACCUMULATOR_FORMATS = {
 K_ELEMENTS = {"f16": 16, "tf32": 8, "f8f6f4": 32, "i8": 32, "mxf8f6f4": 32, "mxf4": 64, "mxf4nvf4": 64}
 WORDS_PER_OPERAND_ROW = 8  # every kind reads 32 bytes of K a row, but with K = 96
 LONG_K = 96  # K of .kind::mxf4 and ::mxf4nvf4 on sm_103a
+PACKED_KINDS = ("mxf4", "mxf4nvf4")  # two e2m1 a byte, no padding
+SELECTORS = {"f16": 2, "tf32": 2}  # sparsity selectors of a kind; one, 0, for the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,30 +51,52 @@ class InstructionDescriptor:
     scale_format: str | None = None
     scale_a_id: int = 0
     scale_b_id: int = 0
+    sparse: bool = False  # A is stored without half of its elements; k counts them all
+    selector: int = 0  # of the columns of sparsity metadata
 
     @property
     def row_words(self) -> int:
-        """The number of 32-bit words that one row of an operand has along K."""
+        """The number of 32-bit words that one row of A has along K."""
         return WORDS_PER_OPERAND_ROW * 3 // 2 if self.k == LONG_K else WORDS_PER_OPERAND_ROW
+
+    @property
+    def b_row_words(self) -> int:
+        """The number of 32-bit words that one row of B has along K."""
+        return self.row_words * (2 if self.sparse else 1)
+
+    @property
+    def stored_k(self) -> int:
+        """The elements of a row of A that are stored."""
+        return self.k // 2 if self.sparse else self.k
 
 
 @lru_cache(maxsize=4096)
 def decode(
-    bits: int, kind: str, cta_group: int = 1, weight_stationary: bool = False
+    bits: int, kind: str, cta_group: int = 1, weight_stationary: bool = False, sparse: bool = False
 ) -> InstructionDescriptor:
-    """Raises BadDescriptor when the hardware would not accept it, UnsupportedInstruction for sparsity."""
+    """Decode an instruction descriptor. sparse: it is a tcgen05.mma.sp's.
+
+    Raises BadDescriptor when the hardware would not accept it, UnsupportedInstruction for shapes of a sparse A that are
+    not simulated.
+    """
 
     def bad(why: str):
         raise BadDescriptor(f"instruction descriptor 0x{bits:08x} for .kind::{kind}: {why}")
 
     if kind not in OPERAND_FORMATS:
         raise UnsupportedInstruction(f"tcgen05.mma .kind::{kind} is not supported")
-    if bits >> 2 & 1:
-        raise UnsupportedInstruction("tcgen05.mma with a sparse A matrix is not supported")
+    if bits >> 2 & 1 != sparse:
+        bad(
+            "bit 2 says "
+            + ("dense, the instruction is .sp" if sparse else "sparse, the instruction is not .sp")
+        )
     scaled = kind in BLOCK_SCALED_KINDS
+    selector = bits & 3 if sparse and not scaled else 0
+    if selector >= SELECTORS.get(kind, 1):
+        bad(f"sparsity selector {selector}")
     formats = OPERAND_FORMATS[kind]
     # bit 12 belongs to B's format, except in the 4-bit kinds, where it says how sparsity metadata looks
-    a_code, b_code = bits >> 7 & 7, bits >> 10 & (3 if kind in ("mxf4", "mxf4nvf4") else 7)
+    a_code, b_code = bits >> 7 & 7, bits >> 10 & (3 if kind in PACKED_KINDS else 7)
     a_format, b_format = formats.get(a_code), formats.get(b_code)
     if a_format is None or b_format is None:
         bad(f"A format {a_code}, B format {b_code}")
@@ -99,21 +123,28 @@ def decode(
             bad("reserved bit 23 or 29 is set")
         fields = {"d_format": d_format, "saturate": bool(bits >> 3 & 1)}
 
+    k = LONG_K if scaled and bits >> 31 & 1 else K_ELEMENTS[kind]
+    if sparse and (k == LONG_K or (kind in PACKED_KINDS and bits >> 12 & 1)):
+        bad("bit 31 or 12 is set with a sparse A")
     m, n = (bits >> 24 & 0x1F) << 4, (bits >> 17 & 0x3F) << 3
     _check_shape(m, n, kind, cta_group, weight_stationary, bad)
+    if sparse and m // cta_group == 64 and not weight_stationary:
+        raise UnsupportedInstruction("tcgen05.mma.sp with 64 rows a CTA is not supported")
     if kind in ("f8f6f4", "mxf8f6f4", "i8") and b_mn_major and n % (16 * cta_group):
         bad(f"N = {n} with an 8-bit N-major B must be a multiple of {16 * cta_group}")
     return InstructionDescriptor(
         kind=kind,
         m=m,
         n=n,
-        k=LONG_K if scaled and bits >> 31 & 1 else K_ELEMENTS[kind],
+        k=2 * k if sparse else k,
         a_format=a_format,
         b_format=b_format,
         negate_a=bool(bits >> 13 & 1),
         negate_b=bool(bits >> 14 & 1),
         a_mn_major=a_mn_major,
         b_mn_major=b_mn_major,
+        sparse=sparse,
+        selector=selector,
         **fields,
     )
 

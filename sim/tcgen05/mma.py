@@ -12,8 +12,9 @@ from functools import cache
 
 import numpy as np
 
+from warpspec.sim import sparsity
 from warpspec.sim.errors import BadDescriptor, TmemFault, UnsupportedInstruction
-from warpspec.sim.tcgen05 import operands
+from warpspec.sim.tcgen05 import metadata, operands
 from warpspec.sim.tcgen05.instruction_descriptor import WORDS_PER_OPERAND_ROW, InstructionDescriptor
 from warpspec.sim.tcgen05.memory import LANES, PARTITION_LANES, POISON, Tmem, address_parts
 from warpspec.sim.tcgen05.operands import SharedOperand
@@ -30,6 +31,7 @@ class Mma:
     """One instruction. a, b: descriptors, or for `a_in_tmem` a tensor-memory address.
 
     scales_per_row: scale factors along one MMA's K (0: not block-scaled), at scale_a and scale_b.
+    sparsity: address of the metadata of a sparse A.
     disabled_lanes: 128 bits per CTA, CTA 0 low; set bits keep their lane of D.
     """
 
@@ -47,6 +49,7 @@ class Mma:
     scales_per_row: int = 0
     scale_a: int = 0
     scale_b: int = 0
+    sparsity: int = 0
 
     @property
     def pipe(self) -> tuple:
@@ -86,20 +89,22 @@ class Mma:
 
 @cache
 def _arithmetic(d: InstructionDescriptor) -> InstructionDescriptor:
-    """The fields that fused instructions must have in common: all but the scale factor ids."""
-    return replace(d, scale_a_id=0, scale_b_id=0) if d.scale_format else d
+    """The fields that fused instructions must have in common: all but scale factor ids and the sparsity selector."""
+    return replace(d, scale_a_id=0, scale_b_id=0, selector=0) if d.scale_format or d.sparse else d
 
 
 class MmaBatch:
     """A run of MMAs on one accumulator, in issue order; `append` refuses what does not continue it."""
 
     MAX_LENGTH = 16
+    MAX_INTEGERS = 8  # so that sums of products of u8 are exact in float32: 8 x 32 x 255**2 < 2**24
 
     def __init__(self, first: Mma):
         self.mmas = [first]
 
     def append(self, mma: Mma) -> bool:
-        if len(self.mmas) >= self.MAX_LENGTH or not mma.continues(self.mmas[-1]):
+        most = self.MAX_INTEGERS if mma.descriptor.kind == "i8" else self.MAX_LENGTH
+        if len(self.mmas) >= most or not mma.continues(self.mmas[-1]):
             return False
         self.mmas.append(mma)
         return True
@@ -123,7 +128,7 @@ def run(mmas: Sequence[Mma], ctas: Sequence) -> None:
         descriptors = tuple(mma.b for mma in mmas)
         parts = [
             operands.smem_operand(
-                cta.smem, descriptors, n_here, d.b_format, d.kind, d.k, d.b_mn_major, row_chunks(d)
+                cta.smem, descriptors, n_here, d.b_format, d.kind, d.k, d.b_mn_major, b_row_chunks(d)
             )
             for cta in ctas
         ]
@@ -133,8 +138,13 @@ def run(mmas: Sequence[Mma], ctas: Sequence) -> None:
 
 
 def row_chunks(d: InstructionDescriptor) -> int:
-    """Chunks of a K-major row of an operand in shared memory."""
+    """Chunks of a K-major row of A in shared memory."""
     return d.row_words * WORD_BYTES // operands.CHUNK_BYTES
+
+
+def b_row_chunks(d: InstructionDescriptor) -> int:
+    """Chunks of a K-major row of B in shared memory."""
+    return d.b_row_words * WORD_BYTES // operands.CHUNK_BYTES
 
 
 def footprint(mmas: Sequence[Mma], ctas: Sequence) -> Iterator[tuple]:
@@ -147,11 +157,11 @@ def footprint(mmas: Sequence[Mma], ctas: Sequence) -> Iterator[tuple]:
     rows = d.m // first.cta_group
     columns = d.n // first.cta_group
     b = tuple(mma.b for mma in mmas)
-    chunks = operands.operand_chunks(b, columns, d.b_format, d.k, d.b_mn_major, row_chunks(d))
+    chunks = operands.operand_chunks(b, columns, d.b_format, d.k, d.b_mn_major, b_row_chunks(d))
     shared = [SharedOperand("B", b[0], columns, d.b_mn_major, chunks)]
     if not first.a_in_tmem:
         a = tuple(mma.a for mma in mmas)
-        chunks = operands.operand_chunks(a, rows, d.a_format, d.k, d.a_mn_major, row_chunks(d))
+        chunks = operands.operand_chunks(a, rows, d.a_format, d.stored_k, d.a_mn_major, row_chunks(d))
         shared.append(SharedOperand("A", a[0], rows, d.a_mn_major, chunks))
     for cta in ctas:
         layout = Accumulator(cta.tmem, first)
@@ -162,6 +172,9 @@ def footprint(mmas: Sequence[Mma], ctas: Sequence) -> Iterator[tuple]:
         if first.a_in_tmem:
             for column, width in _runs((mma.a for mma in mmas), d.row_words):
                 cells.append((lanes, _columns(lanes, column, width)))
+        if d.sparse:
+            for column in sorted({metadata.columns_of(mma.descriptor, mma.sparsity) for mma in mmas}):
+                cells.append((lanes, _columns(lanes, *column)))
         if first.scales_per_row:
             for name, count in (("A", rows), ("B", layout.columns)):
                 cells += _scale_cells([at for mma in mmas for at in mma.scale_addresses(name, count)], count)
@@ -202,7 +215,8 @@ def _run_cta(mmas: Sequence[Mma], cta, rank: int, b: np.ndarray) -> None:
     first = mmas[0]
     d = first.descriptor
     layout = Accumulator(cta.tmem, first)
-    copies = [_read_a(mmas, cta, copy) for copy in range(layout.a_copies if first.a_in_tmem else 1)]
+    several = first.a_in_tmem or d.sparse  # what is in tensor memory stands in each group's lanes
+    copies = [_read_a(mmas, cta, copy) for copy in range(layout.a_copies if several else 1)]
     negate = d.negate_a != d.negate_b
     if first.scales_per_row:
         product = _scaled_product(mmas, cta.tmem, layout, copies, b)
@@ -316,15 +330,26 @@ class Accumulator:
 
 
 def _read_a(mmas: Sequence[Mma], cta, copy: int) -> np.ndarray:
-    """float32[rows of this CTA, K]. `copy`: which of the lane groups that hold A again (tensor memory
+    """float32[rows of this CTA, K]. `copy`: which of the lane groups that hold A, or its metadata, again (tensor memory
     only)."""
+    d = mmas[0].descriptor
+    stored = _read_stored(mmas, cta, copy)
+    if not d.sparse:
+        return stored
+    rows = len(stored)
+    marks = [metadata.fours(m.descriptor, cta.tmem, m.sparsity, copy * rows, rows) for m in mmas]
+    return sparsity.dense(stored, np.concatenate(marks, axis=1), metadata.granularity(d))
+
+
+def _read_stored(mmas: Sequence[Mma], cta, copy: int) -> np.ndarray:
+    """The elements of A that are stored: float32[rows of this CTA, K], of a sparse A [rows, K / 2]."""
     first = mmas[0]
     d = first.descriptor
     rows = d.m // first.cta_group
     if not first.a_in_tmem:
         descriptors = tuple(mma.a for mma in mmas)
         return operands.smem_operand(
-            cta.smem, descriptors, rows, d.a_format, d.kind, d.k, d.a_mn_major, row_chunks(d)
+            cta.smem, descriptors, rows, d.a_format, d.kind, d.stored_k, d.a_mn_major, row_chunks(d)
         )
     if d.a_mn_major:
         raise UnsupportedInstruction("tcgen05.mma with A in tensor memory needs a K-major A")

@@ -14,7 +14,7 @@ import numpy as np
 from warpspec.sim import formats
 from warpspec.sim.errors import BadDescriptor
 from warpspec.sim.tcgen05 import smem_descriptor
-from warpspec.sim.tcgen05.instruction_descriptor import WORDS_PER_OPERAND_ROW
+from warpspec.sim.tcgen05.instruction_descriptor import PACKED_KINDS, WORDS_PER_OPERAND_ROW
 from warpspec.sim.tcgen05.memory import PARTITION_LANES
 from warpspec.sim.tcgen05.smem_descriptor import CHUNK_BYTES, SWIZZLE_128B_32B
 
@@ -27,7 +27,6 @@ TF32_MASK = np.uint32(0xFFFFE000)
 # start of 16 bytes; in tensor memory each has a byte of its own and stands in the middle of it, at this bit.
 CONTAINER_SHIFT = {"e2m1": 2, "e2m3": 1, "e3m2": 1}
 PADDED_BYTES_USED = {"e2m1": 8, "e2m3": 12, "e3m2": 12}
-PACKED_KINDS = ("mxf4", "mxf4nvf4")  # two e2m1 a byte, no padding
 
 
 @dataclass(frozen=True, slots=True)

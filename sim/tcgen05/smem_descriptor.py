@@ -113,6 +113,10 @@ def k_major_chunks(bits: int, rows: int, chunks: int) -> np.ndarray:
     d = decode(bits)
     if d.swizzle is SWIZZLE_128B_32B:
         raise BadDescriptor("a K-major operand with 128B swizzling of 32B atomicity is not supported")
+    if d.swizzle is not NO_SWIZZLE and chunks * CHUNK_BYTES > d.swizzle.width:
+        raise BadDescriptor(
+            f"{chunks * CHUNK_BYTES} bytes of K do not fit into an atom with {d.swizzle.name} swizzling"
+        )
     row = np.arange(rows)[:, None]
     chunk = np.arange(chunks)[None, :]
     along_k = d.leading_offset if d.swizzle is NO_SWIZZLE else CHUNK_BYTES

@@ -114,7 +114,7 @@ def test_metadata_without_meaning():
     words = np.full(32, 0x44444444, np.uint32)
     words[5] = 0x44454444
     with pytest.raises(BadDescriptor, match="0b0101 of row 9"):
-        sparse.dense(np.ones((16, 16), np.float32), sparse.fours(words, 0, 16, 32), 16, 32)
+        sparse.dense(np.ones((16, 16), np.float32), sparse.fours(words, 0, 16, 32), 16)
     with pytest.raises(BadDescriptor, match="selector 2; with K = 32 of 16-bit elements it may be 0 to 1"):
         sparse.fours(words, 2, 16, 32)
 

@@ -151,8 +151,10 @@ def test_bad_instruction_descriptors(bits, kind, cta_group):
 
 def test_unsupported_instruction_descriptors():
     sparse = idesc(128, 64, 0, 0) | 1 << 2
-    with pytest.raises(UnsupportedInstruction):
+    with pytest.raises(BadDescriptor, match="bit 2 says sparse, the instruction is not"):
         decode_instruction(sparse, "f16")
+    with pytest.raises(BadDescriptor, match="bit 2 says dense"):
+        decode_instruction(sparse ^ 1 << 2, "f16", sparse=True)
     with pytest.raises(UnsupportedInstruction, match="kind::f64"):
         decode_instruction(0, "f64")
 

@@ -245,6 +245,34 @@ def test_block_scaled_product_with_scales_copied_by_cp():
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-4)
 
 
+def test_sparse_product_with_metadata_from_threads():
+    """bf16 with K = 64 in two steps, the metadata of both in the two columns of one address. Even rows keep the first
+    two of each four elements, odd rows the last two."""
+    data = operand_bytes(np.random.default_rng(4), 2)
+    lanes = "mov.u32 %r12, %laneid; and.b32 %r12, %r12, 1; setp.eq.u32 %p5, %r12, 0;\n"
+    fill = (
+        lanes + "selp.b32 %r15, 0x44444444, 0xEEEEEEEE, %p5;\n"
+    )  # 01 00 or 11 10; a lane holds rows r, r + 8
+    for column in (40, 41):
+        fill += f"add.u32 %r14, %r6, {column}; tcgen05.st.sync.aligned.32x32b.x1.b32 [%r14], {{%r15}};\n"
+    fill += "tcgen05.wait::st.sync.aligned;\ntcgen05.fence::before_thread_sync;\nbar.sync 0;\n"
+    fill += "tcgen05.fence::after_thread_sync;\n" + ISSUER + "add.u32 %r16, %r6, 40;\n"
+    idesc = 1 << 2 | 1 << 4 | 1 << 7 | 1 << 10 | 32 >> 3 << 17 | 128 >> 4 << 24
+    for step in range(2):
+        fill += f"mov.b64 %rd10, {descriptor(32 * step)}; mov.b64 %rd11, {descriptor(OPERAND + 64 * step)};\n"
+        fill += f"mov.b32 %r11, {idesc | step}; setp.ne.u32 %p4, {step}, 0;\n"
+        fill += (
+            "tcgen05.mma.sp.cta_group::1.kind::f16 [%r6], %rd10, %rd11, [%r16], %r11, {0, 0, 0, 0}, %p4;\n"
+        )
+    rest = COMMIT.format(1, "", "") + "ISSUED:\n" + WAIT + store_accumulator(32)
+    stored, b = reference(data, 128, 32)
+    full = np.zeros((128, 16, 4))
+    full[::2, :, :2] = stored[::2, :32].reshape(64, 16, 2)
+    full[1::2, :, 2:] = stored[1::2, :32].reshape(64, 16, 2)
+    for out in outcomes(fill + rest, data, (128, 32), range(2)):
+        np.testing.assert_array_equal(out, full.reshape(128, 64) @ b.T)
+
+
 # ---- allocation --------------------------------------------------------------------------------------------
 
 
@@ -285,7 +313,7 @@ def test_pair_allocation_needs_both_ctas():
 
 F16_MMA = "tcgen05.mma.cta_group::1.kind::f16 [%r6], %rd9, %rd9, %r9, %p9"
 NVF4_MMA = "tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale [%r6], %rd9, %rd9, %r9, [%r6], [%r6], %p9;"
-SPARSE_MMA = "tcgen05.mma.sp.cta_group::1.kind::f16 [%r6], %rd9, %rd9, [%r6], %r9, %p9;"
+SPARSE_SHIFT = "tcgen05.mma.sp.cta_group::1.kind::f16.ashift [%r6], [%r6], %rd9, [%r6], %r9, %p9;"
 
 
 @pytest.mark.parametrize(
@@ -294,7 +322,7 @@ SPARSE_MMA = "tcgen05.mma.sp.cta_group::1.kind::f16 [%r6], %rd9, %rd9, [%r6], %r
         (COMMIT.format(2, "", ""), TmemFault, "cta_group::2 after"),
         ("tcgen05.shift.cta_group::1.down [%r7];", TmemFault, "multiple of 32"),
         ("tcgen05.cp.cta_group::1.32x128b [%r6], %rd9;", UnsupportedInstruction, "32x128b"),
-        (SPARSE_MMA, UnsupportedInstruction, r"mma\.sp"),
+        (SPARSE_SHIFT, UnsupportedInstruction, r"mma\.sp with \.ashift"),
         (F16_MMA + ", 16;", BadDescriptor, "scale-input-d 16"),
         (F16_MMA + ";", BadDescriptor, "M = 0"),
         (NVF4_MMA, UnsupportedInstruction, "scale vector size unspecified"),
