@@ -50,6 +50,29 @@ def reads_writes(ins: Instr) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(reads), tuple(writes)
 
 
+def sharing(kernel: Kernel) -> tuple[bool, frozenset[int]]:
+    """How clusters see each other through global memory: whether they do, and the positions of instructions that only
+    reduce into it (red, bulk reductions, and atom whose result no instruction reads), which do not count."""
+    read: set[str] = set()
+    for ins in kernel.instrs:
+        row = find(ins.opcode)
+        if row is not None:
+            skipped = 0 if row.accumulates else row.destination_count(ins)
+            read.update(name for operand in ins.operands[skipped:] for name in operand_registers(operand))
+    visible, reductions = False, []
+    for position, ins in enumerate(kernel.instrs):
+        row = find(ins.opcode)
+        if row is None:
+            continue
+        written = ins.operands[: row.destination_count(ins)]
+        unused = read.isdisjoint(name for operand in written for name in operand_registers(operand))
+        if row.only_reduces(ins) and unused:
+            reductions.append(position)
+        elif row.may_share_memory(ins):
+            visible = True
+    return visible, frozenset(reductions)
+
+
 def operand_registers(operand: Operand) -> list[str]:
     """Names of the registers that an operand mentions, special registers left out."""
     found: list[str] = []

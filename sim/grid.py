@@ -37,6 +37,7 @@ class Launch:
     share: tuple[int, int] = (0, 1)  # this process runs clusters number i with i % share[1] == share[0]
     starved: Starved | None = None  # what the schedule starves; None: the schedule is uniformly random
     fuse: bool = True  # whether MMAs that are pending together may be summed together
+    keeps_back: bool = False  # reductions into global memory are kept back until all shares have ended
     recorder: object = None  # recorder of a trace to be timed (clocks/record.py); None: nothing is recorded
 
     @property
@@ -79,7 +80,7 @@ class ClusterFactory:
         self._free_smem: list[np.ndarray] = []
         self._free_registers: list[RegisterMemory] = []
         self._free_tmem: list[np.ndarray] = []
-        self.ranges = np.ascontiguousarray(gmem.ranges)
+        self.ranges = gmem.ranges.copy()
         self._local_size = program.tables.local_size
         self._by_warp: dict[int, dict[str, object]] = {}
         self._same_everywhere = self._of_launch()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import numpy as np
 
@@ -18,10 +18,12 @@ from warpspec.sim.lanes import FULL_MASK, lanes
 from warpspec.sim.memory import CTA_RANK_SHIFT, SHARED_BASE_OFFSET, GlobalMemory
 from warpspec.sim.names import placed
 from warpspec.sim.operation import Op, Wait
+from warpspec.sim.reductions import Reductions, SeenReductions
 from warpspec.sim.registry import Collective, Opcode, find, row_of, unsupported
 from warpspec.sim.report import LaunchStats
 from warpspec.sim.spinning import SpinWatch
 from warpspec.sim.starving import GIVES_UP, Starving
+from warpspec.sim.tma import reduction
 from warpspec.sim.warp import Cluster, Cta, Group, Warp
 
 BLOCK_BUDGET = 64  # native blocks a warp runs before the scheduler switches
@@ -74,6 +76,7 @@ class Machine:
         self._hooked = program.hooked
         self._reads_clock = program.reads_clock
         self.factory = ClusterFactory(program, launch, gmem, stats)
+        self.reductions = Reductions(gmem, self.factory.ranges) if launch.keeps_back else None
         self.resident: list[Cluster] = []
         self.watch = SpinWatch(program)
         self.done = 0  # clusters finished
@@ -81,6 +84,12 @@ class Machine:
         self.recorder = launch.recorder  # recorder of a trace to be timed; None: none
         if self.recorder is not None:
             self.timeout_chance = 0.0
+
+    def _fault(self, w: Warp, group: Group) -> Exception:
+        """The error that generated code stopped with."""
+        if self.reductions is not None and self.reductions.holds(int(w.ctx[Ctx.FAULT_ADDRESS])):
+            return SeenReductions()
+        return diagnosis.fault(self.program, self.gmem, w, group)
 
     # ---- services for instruction handlers --------------------------------------------------------------------
 
@@ -120,6 +129,12 @@ class Machine:
         if not warp.ready and warp.alive:
             warp.ready = True
             self.ready.append(warp)
+
+    def reduction(self, operation: str, element: str) -> Callable[[np.ndarray, np.ndarray], None]:
+        """How a source is reduced into a view of global memory, at once or when all shares of the launch have ended."""
+        if self.reductions is not None:
+            return self.reductions.meet(operation, element)
+        return reduction.combine(operation, element)
 
     def shared(self, w: Warp, address: int, nbytes: int) -> np.ndarray:
         """uint8 view of shared memory at a 32-bit shared or shared::cluster address, bounds-checked."""
@@ -301,7 +316,7 @@ class Machine:
                 w.context[FORCE] = 1
                 forced = group
             else:
-                raise diagnosis.fault(self.program, self.gmem, w, group)
+                raise self._fault(w, group)
         return True
 
     def favoured(self, w: Warp) -> Group | None:
@@ -451,7 +466,7 @@ class Machine:
             w.ctx[Ctx.CLOCK] = self.clock
         what = group.mask | block << START_BIT | 1 << BUDGET_BIT | 1 << HOOKED_BIT
         if self.program.call(w.ctx_ptr, what) >> 32 == Stop.FAULT:
-            raise diagnosis.fault(self.program, self.gmem, w, group)
+            raise self._fault(w, group)
 
     def block(self, w: Warp, group: Group, wait: Wait) -> None:
         """Park a group until its wait's object is notified."""

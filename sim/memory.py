@@ -14,7 +14,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -101,6 +102,7 @@ class GlobalMemory:
         self.watch = (
             None  # called with (address, shape, strides) of boxes that TMA copies, to check their order
         )
+        self.on_view = None  # called with each allocation of which a view is given, but for reductions
         self.version = 0  # incremented with every change of the set of allocations
 
     @property
@@ -177,8 +179,30 @@ class GlobalMemory:
             allocation = self._allocations[at]
             offset = address - allocation.address
             if offset + nbytes <= allocation.nbytes and (allocation.writable or not write):
+                if self.on_view is not None:
+                    self.on_view(allocation)
                 return allocation.array[offset : offset + nbytes]
         raise MemoryFault(self.describe(address, nbytes, write))
+
+    @contextmanager
+    def viewed_by(self, reductions: bool) -> Iterator[None]:
+        """Views that are given meanwhile are for reductions, or not."""
+        before = self.on_view
+        self.on_view = None if reductions else before
+        try:
+            yield
+        finally:
+            self.on_view = before
+
+    def snapshot(self) -> list[tuple[Allocation, np.ndarray]]:
+        """Copies of what may be written, for `restore`."""
+        return [(a, a.array.copy()) for a in self._allocations if a.writable]
+
+    @staticmethod
+    def restore(snapshot: list[tuple[Allocation, np.ndarray]]) -> None:
+        """Give memory the contents that it had at a snapshot."""
+        for allocation, contents in snapshot:
+            allocation.array[:] = contents
 
     def describe(self, address: int, nbytes: int, write: bool = False) -> str:
         """Why an access faults, in words: the nearest allocation and how far off it is."""

@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
@@ -29,6 +30,7 @@ from warpspec.sim.order.launches import Overlap, with_itself
 from warpspec.sim.order.shares import conflicts
 from warpspec.sim.order.stores import StoreRecorder
 from warpspec.sim.order.stores import active as stores_active
+from warpspec.sim.reductions import SeenReductions
 from warpspec.sim.report import LaunchStats
 
 SHARES = ((64, 8), (16, 4), (4, 2), (0, 1))  # (clusters from which on, parts that the grid is cut into)
@@ -141,6 +143,10 @@ def run_shares(run: Run, launches: list[Launch], clusters: int, translation: flo
 def _joined(run: Run, parts: list[LaunchStats]) -> LaunchStats:
     """The counters of all shares, and what they say together."""
     total = parts[0]
+    for part in parts:
+        for kept in part.kept:
+            kept.apply(run.gmem)
+        part.kept = []
     touched = [share for part in parts for share in part.touched]
     for one, two in combinations(touched, 2):
         total.findings |= conflicts(one, two)
@@ -179,7 +185,10 @@ def _run_share(run: Run, launch: Launch, progress) -> tuple[LaunchStats, int]:
     machine = Machine(run.program, launch, run.gmem, seed, stats, order)
     machine.on_cluster_done = progress
     try:
-        machine.run()
+        with machine.reductions or nullcontext():
+            machine.run()
+        if machine.reductions is not None:
+            stats.kept = machine.reductions.kept
     except SimError as error:
         for text in stats.warnings.values():
             error.add_note(f"warning: {text}")
@@ -207,7 +216,7 @@ class _Child:
         try:  # in any case, this process must not continue as its parent would
             os.close(self._reading)
             try:
-                answers = [answer if isinstance(answer, LaunchStats | SimError) else _strange(answer)
+                answers = [answer if isinstance(answer, LaunchStats | SimError | SeenReductions) else _strange(answer)
                            for answer in _run_some(run, launches)]  # fmt: skip
             except BaseException as error:  # the parent re-raises what the child cannot handle
                 answers = [_strange(error)]

@@ -92,6 +92,8 @@ class Opcode:
     collective: which lanes must be together; None: each lane is on its own.
     loads: it reads memory and does not write it (which names the access in the diagnosis of a fault).
     shares_memory: clusters can see each other through it: by global memory, or by the grid's state.
+    reduces: it reduces into global memory; if nobody uses what it returns, its effect may wait for the launch's end,
+        and it does not count for shares_memory.
     no_effect: it changes no value, so that only the order checker executes it.
     orders: memory order depends on it, so that a run that checks it stops at it, native or not.
     order: tells the order checker of it, order(checker, warp, instruction, mask), before it is executed; handlers
@@ -109,6 +111,7 @@ class Opcode:
     collective: Collective | None = None
     loads: bool = False
     shares_memory: bool | Callable[[Instr], bool] = False
+    reduces: bool | Callable[[Instr], bool] = False
     no_effect: bool = False
     orders: bool | Callable[[Instr], bool] = False
     order: Callable | None = None
@@ -126,6 +129,10 @@ class Opcode:
     def may_share_memory(self, ins: Instr) -> bool:
         """Whether clusters can see each other through an instruction of this opcode."""
         return self.shares_memory(ins) if callable(self.shares_memory) else self.shares_memory
+
+    def only_reduces(self, ins: Instr) -> bool:
+        """Whether an instruction of this opcode reduces into global memory, and nobody sees what was there."""
+        return self.reduces(ins) if callable(self.reduces) else self.reduces
 
 
 _ROWS: dict[str, Opcode] = {}

@@ -85,6 +85,7 @@ class LaunchStats:
 
     findings: dict[tuple, object] = field(default_factory=dict)  # findings of the order checker
     touched: list[dict] = field(default_factory=list)  # accesses to global memory, by share
+    kept: list = field(default_factory=list)  # reductions into global memory (`reductions.Kept`), in order
     seen: object = None  # uses of griddepcontrol
 
     def warn(self, text: str) -> None:

@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 
 from warpspec.common.cubin import KernelResources
-from warpspec.sim import codegen, families, ptx
+from warpspec.sim import cfg, codegen, families, ptx
 from warpspec.sim.clocks.record import Recorder, active, chosen_clusters
 from warpspec.sim.clocks.trace import LaunchTrace
 from warpspec.sim.codegen.program import Program
@@ -28,8 +28,9 @@ from warpspec.sim.order.findings import OrderError
 from warpspec.sim.order.launches import Overlap
 from warpspec.sim.order.stores import active as stores_active
 from warpspec.sim.processes import Run, run_shares, shares_of
-from warpspec.sim.registry import find, import_all
-from warpspec.sim.report import LaunchReport, count_instructions
+from warpspec.sim.reductions import SeenReductions
+from warpspec.sim.registry import import_all
+from warpspec.sim.report import LaunchReport, LaunchStats, count_instructions
 from warpspec.sim.starving import starved
 
 import_all(codegen)
@@ -56,14 +57,15 @@ def _parse(text: _Text) -> PtxModule:
 
 
 @lru_cache(maxsize=64)
-def _program(text: _Text, kernel: str, logging: bool) -> Program:
+def _program(text: _Text, kernel: str, logging: bool, keeps_back: bool) -> Program:
     module = _parse(text)
-    return Program(module, _kernel(module, kernel), logging)
+    return Program(module, _kernel(module, kernel), logging, keeps_back)
 
 
-def load_program(text: str, kernel: str, logging: bool = False) -> Program:
-    """The translated program of one kernel of a PTX module (cached). logging: for a run that checks memory order."""
-    return _program(_Text(text), kernel, logging)
+def load_program(text: str, kernel: str, logging: bool = False, keeps_back: bool = False) -> Program:
+    """The translated program of one kernel of a PTX module (cached). logging: for a run that checks memory order.
+    keeps_back: reductions into global memory are kept back (`reductions.py`)."""
+    return _program(_Text(text), kernel, logging, keeps_back)
 
 
 def kernels_of(text: str) -> list[str]:
@@ -83,14 +85,19 @@ def _kernel(module: PtxModule, kernel: str) -> Kernel:
 
 
 def independent(kernel: Kernel) -> bool:
-    """Whether clusters cannot see each other through global memory: no atomics, no ordered or volatile accesses."""
-    rows = ((find(ins.opcode), ins) for ins in kernel.instrs)
-    return not any(row is not None and row.may_share_memory(ins) for row, ins in rows)
+    """Whether clusters cannot see each other through global memory: no atomics that return a value, no ordered or
+    volatile accesses. They may reduce into it."""
+    return not cfg.sharing(kernel)[0]
 
 
 @lru_cache(maxsize=64)
-def _independent(program: Program) -> bool:
-    return independent(program.kernel)
+def _sharing(text: _Text, kernel: str) -> tuple[bool, bool]:
+    """Whether clusters of a kernel cannot see each other, and whether they reduce into global memory."""
+    visible, reductions = cfg.sharing(_kernel(_parse(text), kernel))
+    return not visible, bool(reductions)
+
+
+_seeing: set[tuple[_Text, str]] = set()  # kernels that use what they reduce into: (text, name)
 
 
 def execute(
@@ -118,10 +125,19 @@ def execute(
     what else of its stream may run beside it.
     """
     start = time.monotonic()
-    program = load_program(text, kernel, check == "order" or stores_active() is not None)
+    key = _Text(text), kernel
+    cluster = cluster_of(_kernel(_parse(key[0]), kernel), cluster)
+    clusters = int(np.prod([-(-g // c) for g, c in zip(grid, cluster, strict=True)]))
+    apart, reduces = _sharing(*key)
+    alone = (
+        stores_active() is not None or active() is not None or key in _seeing
+    )  # reductions take place at once
+    shares = shares_of(clusters) if apart and not (reduces and alone) else 1
+    keeps_back = reduces and shares > 1
+    logging = check == "order" or stores_active() is not None
+    program = load_program(text, kernel, logging, keeps_back)
     translated = time.monotonic()
     device = device_of(program.module.target)
-    cluster = cluster_of(program.kernel, cluster)
     check_launch(
         program.kernel,
         device,
@@ -139,8 +155,6 @@ def execute(
         for v in program.tables.table
     ]
     addresses = np.array([t.address for t in tables] or [0], np.uint64)
-    clusters = int(np.prod([-(-g // c) for g, c in zip(grid, cluster, strict=True)]))
-    shares = shares_of(clusters) if _independent(program) else 1
 
     registers = resources.registers if resources else None
     recorder = None
@@ -155,7 +169,7 @@ def execute(
         trace.sampled = len(recorder.clusters) < clusters
         shares, clusters = 1, len(recorder.clusters)
 
-    def launch(share: int) -> Launch:
+    def launch(share: int, shares: int, keeps_back: bool) -> Launch:
         return Launch(
             grid,
             block,
@@ -169,13 +183,25 @@ def execute(
             (share, shares),
             starved(seed),
             fuse,
+            keeps_back,
             recorder,
         )
 
+    def run(shares: int, keeps_back: bool) -> LaunchStats:
+        launches = [launch(share, shares, keeps_back) for share in range(shares)]
+        whole = Run(program, gmem, seed, overlap or Overlap(), check)
+        return run_shares(whole, launches, clusters, translated - start)
+
     try:
         with _collector_paused():
-            run = Run(program, gmem, seed, overlap or Overlap(), check)
-            stats = run_shares(run, [launch(s) for s in range(shares)], clusters, translated - start)
+            before = gmem.snapshot() if keeps_back else []
+            try:
+                stats = run(shares, keeps_back)
+            except SeenReductions:
+                _seeing.add(key)
+                gmem.restore(before)
+                program = load_program(text, kernel, logging)
+                stats = run(1, False)
         static = of_text(program)
         if check == "order":
             stats.findings |= static

@@ -134,6 +134,14 @@ def outside_shared(ins: Instr) -> bool:
     return not any(part.startswith("shared") for part in ins.parts)
 
 
+_NO_REDUCTION = frozenset({"async", "exch", "cas", "volatile", "acquire", "release", "acq_rel", "mmio"})
+
+
+def reduces_in_global(ins: Instr) -> bool:
+    """Whether a red, or an atom of which nobody uses what it returns, reduces into global memory and orders nothing."""
+    return outside_shared(ins) and _NO_REDUCTION.isdisjoint(ins.parts)
+
+
 def ordered_in_global(ins: Instr) -> bool:
     """Whether a load or store may be to global memory and others may rely on its order (or it is volatile)."""
     return outside_shared(ins) and not _ORDERED.isdisjoint(ins.parts)
@@ -187,11 +195,13 @@ _ATOMIC_OPS = {"add", "and", "or", "xor", "exch", "cas", "inc", "dec", "min", "m
 
 
 @translator(
-    "atom", family=Family.MEMORY, destinations=1, shares_memory=outside_shared, orders=True, order=note_order
-)
+    "atom", family=Family.MEMORY, destinations=1, shares_memory=outside_shared, reduces=reduces_in_global, orders=True,
+    order=note_order,
+)  # fmt: skip
 @translator(
-    "red", family=Family.MEMORY, destinations=0, shares_memory=outside_shared, orders=True, order=note_order
-)
+    "red", family=Family.MEMORY, destinations=0, shares_memory=outside_shared, reduces=reduces_in_global, orders=True,
+    order=note_order,
+)  # fmt: skip
 def atom(e: Emitter, ins: Instr) -> None:
     """Read-modify-write of a scalar of 32 or 64 bits, one lane after the other."""
     type_ = ins.parts[-1]

@@ -118,11 +118,14 @@ class Program:
     """Blocks and native code of one kernel.
 
     logging: for a run that checks memory order. Native code logs its accesses, and instructions that decide the order
-    are system blocks, native or not (`hooked` says which are).
+    are system blocks, native or not (`hooked` says which are). keeps_back: reductions into global memory are kept back
+    (`reductions.py`), which no native code does.
     """
 
-    def __init__(self, module: PtxModule, kernel: Kernel, logging: bool = False):
+    def __init__(self, module: PtxModule, kernel: Kernel, logging: bool = False, keeps_back: bool = False):
         self.module, self.kernel, self.logging = module, kernel, logging
+        kept_back = cfg.sharing(kernel)[1] if keeps_back else ()
+        self._kept_back = {id(kernel.instrs[position]) for position in kept_back}
         self.tables = SymbolTables(module, kernel)
         self.registers = RegisterFile(kernel)
         self._native: dict[str, bool] = {}
@@ -177,6 +180,8 @@ class Program:
     def is_native(self, ins: Instr) -> bool:
         """Whether the instruction is translated; decided by translating one of its kind into the void."""
         row = find(ins.opcode)
+        if id(ins) in self._kept_back:
+            return False
         if row is None or row.translator is None:
             return row is not None and row.control is not None
         bits = [str(self.registers.bits.get(r, "")) for r in _register_names(ins)]

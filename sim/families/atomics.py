@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from warpspec.sim.codegen.memory import space_of
+from warpspec.sim.codegen.memory import reduces_in_global, space_of
 from warpspec.sim.errors import MemoryFault, UnsupportedInstruction
 from warpspec.sim.families.alu import form_of
 from warpspec.sim.families.wide import bytes_at, place, read, write
 from warpspec.sim.instruction import Instr, Operand, Vec
 from warpspec.sim.lanes import lanes
 from warpspec.sim.machine import Machine
+from warpspec.sim.memory import in_local_window, in_shared_window
+from warpspec.sim.reductions import SeenReductions
 from warpspec.sim.registry import fallback
+from warpspec.sim.tma import reduction
 from warpspec.sim.warp import LANE_NUMBERS, Warp
 
 # bits of an element, operations
@@ -28,6 +31,10 @@ TYPES = {
     "b16": (16, ("cas",)),
     "b128": (128, ("exch", "cas")),
 }
+KEPT_TYPES = {  # element of a reduction that is kept back (`reduction.combine`), bits of an operand
+    "f16": ("f16", 16), "bf16": ("bf16", 16), "f16x2": ("f16", 32), "bf16x2": ("bf16", 32), "f32": ("f32.ftz", 32),
+    "f64": ("f64", 64), **{name: (name, int(name[1:])) for name in ("u32", "s32", "b32", "u64", "s64", "b64")},
+}  # fmt: skip
 VECTORS = {"v2": 2, "v4": 4, "v8": 8}
 MAX_BYTES = 16
 
@@ -74,9 +81,28 @@ def all_at_once(m, w, ins, mask, addresses, nbytes, combine, source, old) -> boo
     return True
 
 
+def keep_back(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
+    """Note a reduction into global memory, until all shares of the launch have ended."""
+    operation = next(part for part in ins.parts[1:] if part in reduction.OPERATIONS)
+    type_ = next(part for part in reversed(ins.parts) if part in KEPT_TYPES)
+    element, bits = KEPT_TYPES[type_]
+    address, source = ins.operands[-2:]
+    active = np.flatnonzero(mask >> LANE_NUMBERS & 1)
+    places = w.address(address)[active]
+    if any(in_shared_window(place) or in_local_window(place) for place in places.tolist()):
+        raise SeenReductions  # whose native code this program does not have
+    values = np.ascontiguousarray(operand_lanes(w, source, bits)[:, active].T).view(np.uint8)
+    if (places % np.uint64(values.shape[1])).any():
+        raise MemoryFault(f"`{ins.opcode}` at {int(places[0]):#x} is not aligned to its size")
+    m.reductions.lanes(operation, element, places, values)
+
+
 @fallback("atom", "red")
 def atomic(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """atom d, [a], b[, c]; red [a], b."""
+    if m.reductions is not None and reduces_in_global(ins):
+        keep_back(m, w, ins, mask)
+        return
     operation, type_, count = parse(ins)
     bits = TYPES[type_][0]
     operands = list(ins.operands)

@@ -260,7 +260,7 @@ RESPONSE_BYTES = 16
 CANCELED = 1  # flag word of the simulator's response format
 
 
-@handler("clusterlaunchcontrol.try_cancel", family=Family.BARRIER, destinations=0, shares_memory=True)
+@handler("clusterlaunchcontrol.try_cancel", family=Family.BARRIER, destinations=0)
 def try_cancel(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """clusterlaunchcontrol.try_cancel: write the 16-byte response to shared memory and complete-tx an mbarrier."""
     address, bar = w.shared_address(ins.operands[0], mask), w.shared_address(ins.operands[1], mask)
@@ -289,7 +289,7 @@ def _response(w: Warp, operand) -> np.ndarray:
     return np.ascontiguousarray(w._view(operand.name)).view(np.uint32).reshape(WARP_SIZE, 4)
 
 
-@handler("clusterlaunchcontrol.query_cancel", family=Family.BARRIER, destinations=1, shares_memory=True)
+@handler("clusterlaunchcontrol.query_cancel", family=Family.BARRIER, destinations=1)
 def query_cancel(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """is_canceled -> predicate; get_first_ctaid.v4 -> {x, y, z, _}; get_first_ctaid::x|y|z -> one coordinate."""
     words = _response(w, ins.operands[1])

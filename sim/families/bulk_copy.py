@@ -325,7 +325,8 @@ def _bulk_store(m: Machine, w: Warp, ins: Instr, mask: int, meet: Callable) -> N
             if order is not None:
                 with order.writing(m):
                     m.gmem.watch(target, (data.size,), (1,))
-            view = m.gmem.view(target, data.size, write=True)
+            with m.gmem.viewed_by(meet is not copy.assign):
+                view = m.gmem.view(target, data.size, write=True)
             if chosen is None:
                 meet(view, data)
             else:
@@ -354,15 +355,15 @@ def bulk_copy(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
         _bulk_store(m, w, ins, mask, copy.assign)
 
 
-@handler("cp.reduce.async.bulk", family=Family.TMA, destinations=0, shares_memory=True)
+@handler("cp.reduce.async.bulk", family=Family.TMA, destinations=0, reduces=True)
 def bulk_reduce(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """cp.reduce.async.bulk to global memory or, with an mbarrier, to another CTA's shared memory."""
     check_modifiers(ins, BULK_REDUCE_MODIFIERS)
     operation = next(part for part in ins.parts if part in reduction.OPERATIONS)
-    meet = reduction.combine(operation, ins.parts[-1])
     if not ins.plan.completes:
-        _bulk_store(m, w, ins, mask, meet)
+        _bulk_store(m, w, ins, mask, m.reduction(operation, ins.parts[-1]))
         return
+    meet = reduction.combine(operation, ins.parts[-1])
     dst, src, size, mbar = ins.operands
     dsts, srcs, mbars = (w.address(operand) for operand in (dst, src, mbar))
     sizes = w.u32(size)

@@ -107,8 +107,9 @@ def _tensor_store(m: Machine, w: Warp, ins: Instr, mask: int, operation: str | N
 
         def write(m: Machine, taken, coords=coords, order=order):
             tensor_map, data = taken
-            meet = copy.assign if operation is None else reduction.combine(operation, tensor_map.element.name)
-            with nullcontext() if order is None else order.writing(m):
+            reduces = operation is not None
+            meet = m.reduction(operation, tensor_map.element.name) if reduces else copy.assign
+            with nullcontext() if order is None else order.writing(m), m.gmem.viewed_by(reduces):
                 if rows:
                     nbytes = tma.store_rows(tensor_map, coords[0], coords[1:], data, m.gmem, meet)
                 else:
@@ -129,7 +130,7 @@ def tensor_copy(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
         _tensor_store(m, w, ins, mask, None)
 
 
-@handler("cp.reduce.async.bulk.tensor", family=Family.TMA, destinations=0, shares_memory=True)
+@handler("cp.reduce.async.bulk.tensor", family=Family.TMA, destinations=0, reduces=True)
 def tensor_reduce(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """cp.reduce.async.bulk.tensor: the element type is the tensor map's."""
     check_modifiers(ins, TENSOR_REDUCE_MODIFIERS)

@@ -90,6 +90,83 @@ def test_the_first_share_that_fails_is_told(monkeypatch):
             launch(NUMBER + fault, {"out": np.zeros(64, np.uint32)}, grid=(30, 1, 1))
 
 
+REDUCE = """
+  ld.param.u64 %rd1, [out]; ld.param.u64 %rd2, [sums]; mov.u32 %r1, %ctaid.x; mov.u32 %r2, %tid.x;
+  and.b32 %r3, %r2, 7; mul.wide.u32 %rd3, %r3, 4; add.s64 %rd4, %rd1, %rd3; red.global.add.u32 [%rd4], %r1;
+  mad.lo.u32 %r4, %r1, 77, %r2; cvt.rn.f32.u32 %f1, %r4; div.rn.f32 %f1, %f1, 0f40400000; mul.wide.u32 %rd3, %r2, 4;
+  add.s64 %rd5, %rd2, %rd3; atom.global.add.f32 %f2, [%rd5], %f1;
+  mov.b32 %r5, sm; mad.lo.u32 %r6, %r2, 4, %r5; st.shared.b32 [%r6], %f1; fence.proxy.async; bar.sync 0;
+  setp.ne.u32 %p1, %r2, 0; @%p1 bra DONE;
+  cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%rd2+128], [%r5], 128;
+  cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;
+DONE:
+"""
+
+
+@pytest.mark.parametrize("check", [None, "order"])
+def test_reductions_on_several_cores(monkeypatch, no_new_children, check):
+    """The bits of sums do not depend on the number of cores, and atomics on one place are no race."""
+    results, started = [], []
+    child = processes._Child
+    monkeypatch.setattr(processes, "_Child", lambda *arguments: started.append(1) or child(*arguments))
+    for cores in (1, 2, 3):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
+        arrays = {"out": np.zeros(8, np.uint32), "sums": np.zeros(64, np.float32)}
+        launch(REDUCE, arrays, grid=(30, 1, 1), check=check)
+        results.append([array.tobytes() for array in arrays.values()])
+        assert (arrays["out"] == 4 * np.arange(30).sum()).all()
+        terms = (77 * np.arange(30)[:, None] + np.arange(32)) / 3
+        np.testing.assert_allclose(arrays["sums"], np.tile(terms.sum(0), 2), rtol=1e-5)
+    assert results == results[:1] * 3 and len(started) == 1 + 2
+
+
+def test_a_cta_that_reads_what_it_reduced_runs_in_one_piece(monkeypatch, no_new_children):
+    """Each CTA adds to a word of its own, then reads it; memory is as it was before the first attempt."""
+    body = NUMBER + (
+        "atom.global.add.u32 %r3, [%rd2], 5; red.global.add.u32 [%rd2], 2; bar.sync 0; ld.global.b32 %r4, [%rd2];"
+        "mul.lo.u32 %r4, %r4, 10; bar.sync 0; st.global.b32 [%rd2], %r4;"
+    )
+    for _ in range(2):
+        out = np.arange(16, dtype=np.uint32)
+        launch(body, {"out": out}, grid=(16, 1, 1), block=(1, 1, 1))
+        assert (out == (np.arange(16) + 7) * 10).all()
+
+
+def test_a_reduction_and_a_store_of_other_ctas_race():
+    body = NUMBER + (
+        "setp.eq.u32 %p1, %r1, 7; @%p1 st.global.b32 [%rd1+64], %r1; @!%p1 red.global.add.u32 [%rd1+64], %r1;"
+    )
+    with pytest.raises(OrderError, match="accesses that nothing orders"):
+        launch(body, {"out": np.zeros(32, np.uint32)}, grid=(8, 1, 1), check="order")
+
+
+CANCEL = """
+  ld.param.u64 %rd1, [out]; mov.b32 %r5, sm; mbarrier.init.shared.b64 [%r5], 1; mov.u32 %r1, %ctaid.x;
+  fence.mbarrier_init.release.cluster; mov.b32 %r6, 0;
+NEXT: mul.wide.u32 %rd2, %r1, 4; add.s64 %rd2, %rd1, %rd2; ld.global.b32 %r7, [%rd2]; add.u32 %r7, %r7, 1;
+  st.global.b32 [%rd2], %r7; fence.proxy.async.shared::cta;
+  mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r5], 16;
+  clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes.b128 [%r5+16], [%r5];
+WAIT: mbarrier.try_wait.parity.shared::cta.b64 %p1, [%r5], %r6; @!%p1 bra WAIT;
+  xor.b32 %r6, %r6, 1; ld.shared.b128 %q1, [%r5+16];
+  clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 %p2, %q1; @!%p2 bra DONE;
+  clusterlaunchcontrol.query_cancel.get_first_ctaid::x.b32.b128 %r1, %q1; bra NEXT;
+DONE:
+"""
+
+
+def test_cancelled_clusters_run_once_on_several_cores(monkeypatch):
+    started = []
+    child = processes._Child
+    monkeypatch.setattr(processes, "_Child", lambda *arguments: started.append(1) or child(*arguments))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(3)))
+    for seed in range(3):
+        out = np.zeros(40, np.uint32)
+        launch(".reg .b128 %q<2>;" + CANCEL, {"out": out}, grid=(40, 1, 1), block=(1, 1, 1), seed=seed)
+        assert (out == 1).all()
+    assert len(started) == 3 * 2
+
+
 def interrupted_launch() -> str:
     """What becomes of a long launch that is interrupted. In a process of its own: one started in the background, as a
     test run may be, ignores interrupts."""

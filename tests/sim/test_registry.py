@@ -96,13 +96,17 @@ def test_the_family_that_an_opcode_is_counted_in(opcode, name):
     ("body", "expected"),
     [
         ("redux.sync.add.u32 %r1, %r2, -1;", True),
-        ("red.global.add.u32 [%rd1], %r1;", False),
+        ("red.global.add.u32 [%rd1], %r1;", True),  # seen when the launch has ended
+        ("red.release.gpu.global.add.u32 [%rd1], %r1;", False),
+        ("atom.global.add.u32 %r1, [%rd1], 1;", True),  # nobody reads %r1
+        ("atom.global.add.u32 %r1, [%rd1], 1; st.shared.b32 [%r2], %r1;", False),
+        ("atom.global.exch.b32 %r1, [%rd1], 1;", False),
         ("atom.shared.add.u32 %r1, [%r2], 1;", True),
         ("ld.global.b32 %r1, [%rd1];", True),
         ("ld.acquire.gpu.global.b32 %r1, [%rd1];", False),
         ("st.release.cta.shared.b32 [%r1], %r2;", True),
         ("st.volatile.b32 [%rd1], %r2;", False),
-        ("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%rd1], [%r1], %r2;", False),
+        ("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%rd1], [%r1], %r2;", True),
     ],
 )
 def test_whether_clusters_can_see_each_other(body, expected):
