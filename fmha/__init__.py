@@ -9,7 +9,7 @@ from warpspec.common.checks import check_kind, check_strided
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.fmha import ops
 from warpspec.fmha.backward import function
-from warpspec.fmha.block_mask import BlockMask, block_mask_of
+from warpspec.fmha.block_mask import BlockMask, block_mask_of, packed_mask_of
 from warpspec.fmha.checks import check_kinds, check_window
 from warpspec.fmha.logits import LogitOptions
 from warpspec.fmha.operands import Operands, Options
@@ -142,9 +142,10 @@ def attention(
             all keys of a full block, whatever causal and window say. Of the keys of a partial block it sees those
             that causal, window and ranges allow and, with FlexAttention's mask, that mask_mod does; mask_mod is
             evaluated once, under torch.vmap, for the batch rows and heads that the lists have. Blocks on no list are
-            hidden. Not with page_table, kv_lengths or tree. Kernels take blocks of multiples of 128 queries and keys,
-            and at some head sizes smaller ones. In gradients, NaN or Inf stored in a visited block, at a key or a query
-            that sees nothing there, may reach others of that block.
+            hidden, and keys past L do not exist. With page_table the lists may be for any number of keys, and keys past
+            them are hidden. Not with tree. Kernels take blocks of multiples of 128 queries and keys, and at some head
+            sizes smaller ones. No gradients with kv_lengths. In gradients, NaN or Inf stored in a visited block, at a
+            key or a query that sees nothing there, may reach others of that block.
         backend: "auto", "sm100", "sm90" (native kernels, CUDA tensors), "sim" (the sm100 kernel executed on
             the CPU, CPU tensors) or "reference" (FP32 torch, any device). "auto": the device's kernel for
             CUDA tensors, "sim" for CPU tensors; the environment variable WARPSPEC_BACKEND overrides it.
@@ -162,7 +163,7 @@ def attention(
             in forward mode. backward() also raises UnsupportedProblem for what the backend's gradients do not do.
         All name the argument; the first three are raised before anything is launched or written.
     """
-    blocks = block_mask_of(block_mask, q, k)
+    blocks = block_mask_of(block_mask, q, k, page_table)
     block_queries, block_keys = (None, None) if blocks is None else blocks.block_size
     operands = Operands(
         q,
@@ -232,6 +233,7 @@ def attention_varlen(
     swizzled: bool = False,
     tree: torch.Tensor | None = None,
     ranges: torch.Tensor | None = None,
+    block_mask: BlockMask | None = None,
     backend: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | AttentionState:
     """``attention`` for B requests with different numbers of queries, packed one after another in q.
@@ -259,6 +261,11 @@ def attention_varlen(
         scale, causal, window, sink, key_stride, normalize, num_splits, deterministic, softcap, v_dim, k_scale,
             v_scale, k_block_scales, v_block_scales, swizzled, backend: as for ``attention``.
         tree: int64 [T], ranges: int32 [T, 2], as for ``attention``; with a tree, max_seqlen_q is at most 64.
+        block_mask: lists of each request's own blocks, as for ``attention``: batch row b of the lists, or the only one,
+            is request b's, and its blocks of queries and of keys count from the request's first query and first key.
+            The lists are for any numbers of queries and keys; queries past them see nothing, and keys past them are
+            hidden. flash-attn-4's lists are for max_seqlen_q and max_seqlen_k, which must be given. (Lists over all
+            documents of a packed row are a call of ``attention`` with one batch row.) No gradients.
         return_lse: also return lse.
         out: o is written here and returned: [T, Hq, D], else as for ``attention``. Rows that belong to no request
             are left as they are.
@@ -273,6 +280,8 @@ def attention_varlen(
         As ``attention`` does.
     """
     check_strided("cu_seqlens_q", cu_seqlens_q)  # arguments that only packed queries have
+    blocks = packed_mask_of(block_mask, max_seqlen_q, max_seqlen_k)
+    block_queries, block_keys = (None, None) if blocks is None else blocks.block_size
     operands = Operands(
         q,
         k,
@@ -290,6 +299,7 @@ def attention_varlen(
         v_block_scales=v_block_scales,
         tree=tree,
         ranges=ranges,
+        **({} if blocks is None else blocks.operands),
     )
     options = Options(
         LogitOptions(scale, softcap),
@@ -304,6 +314,8 @@ def attention_varlen(
         deterministic,
         v_dim,
         swizzled,
+        block_queries,
+        block_keys,
     )
     return _call(operands, options, backend)
 

@@ -24,7 +24,9 @@ OWN_PATTERNS = 2  # patterns before those of partial blocks
 AT_A_TIME = 256  # blocks of which mask_mod is evaluated together
 # Fields of flash-attn-4's and FlexAttention's lists: counts and indices of partial blocks, then of full ones.
 FLASH_ATTN = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
-TENSORS = ("kv_visits", "kv_counts", "q_visits", "q_counts", "patterns", "q_patterns")  # of a ``BlockMask``
+# Tensors of a ``BlockMask``: lists of batch rows and heads, and patterns.
+LISTS = ("kv_visits", "kv_counts", "q_visits", "q_counts")
+TENSORS = (*LISTS, "patterns", "q_patterns")
 FLEX = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 
 
@@ -59,7 +61,7 @@ class BlockMask:
 
     def __post_init__(self):
         check_size(self.block_size)
-        for name in TENSORS[:4]:
+        for name in LISTS:
             if not isinstance(getattr(self, name), torch.Tensor):
                 raise TypeError(
                     f"block_mask: {name} must be a torch.Tensor, got {kind_of(getattr(self, name))}"
@@ -305,24 +307,53 @@ def alike(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 _converted = weakref.WeakKeyDictionary()  # FlexAttention's masks, which serve many calls
 
 
-def block_mask_of(given: Any, q, k) -> BlockMask | None:
+def block_mask_of(given: Any, q, k, page_table=None) -> BlockMask | None:
     """The ``BlockMask`` of an argument of ``attention``: itself, or converted. FlexAttention's are converted once, so
-    their tensors must not change afterwards. q, k may be no tensors yet: the checks come later."""
+    their tensors must not change afterwards. q, k and page_table may be no tensors yet: the checks come later. Lists
+    for pages say themselves for how many keys they are."""
     if given is None:
         return None
-    prepared = isinstance(given, BlockMask)
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and q.dim() == k.dim() == 4):
-        if prepared:
+        if isinstance(given, BlockMask):
             return given
         read_lists(given)
         raise ValueError("block_mask: q and k must be [B, S, H, D]")
-    lengths = (q.shape[1], k.shape[1])
+    if page_table is None:
+        return converted(given, (q.shape[1], k.shape[1]), (q.shape[1], k.shape[1]))
+    room = (
+        page_table.shape[1] * k.shape[1]
+        if isinstance(page_table, torch.Tensor) and page_table.dim() == 2
+        else 0
+    )
+    return converted(given, (q.shape[1], None), (q.shape[1], room))
+
+
+def packed_mask_of(given: Any, max_seqlen_q, max_seqlen_k) -> BlockMask | None:
+    """The ``BlockMask`` of an argument of ``attention_varlen``, as ``block_mask_of``. The lists say themselves for how
+    many queries and keys of a request they are; flash-attn-4's do not, and are for max_seqlen_q and max_seqlen_k."""
+    return None if given is None else converted(given, (None, None), (max_seqlen_q, max_seqlen_k))
+
+
+def converted(given: Any, wanted: tuple, unsaid: tuple) -> BlockMask:
+    """The ``BlockMask`` of lists. wanted: queries and keys that they must be for, None for any number. unsaid: those of
+    lists that do not say."""
+    prepared, lengths = isinstance(given, BlockMask), None
     if prepared:
-        if given.lengths != lengths:
-            raise ValueError(f"block_mask: must be for {lengths} queries and keys, got {given.lengths}")
+        lengths = given.lengths
+    else:
+        lengths = read_lists(given).lengths
+    if lengths is None:
+        if not all(type(length) is int and length >= 0 for length in unsaid):
+            raise ValueError(
+                "block_mask: flash-attn's lists of packed requests need max_seqlen_q and max_seqlen_k, ints >= 0, got "
+                f"{unsaid[0]!r} and {unsaid[1]!r}"
+            )
+        return BlockMask.of(given, *unsaid)
+    if any(number not in (None, length) for number, length in zip(wanted, lengths, strict=True)):
+        what = f"{wanted} queries and keys" if None not in wanted else f"{wanted[0]} queries"
+        raise ValueError(f"block_mask: must be for {what}, got {lengths}")
+    if prepared:
         return given
-    if not hasattr(given, "mask_mod"):
-        return BlockMask.of(given, *lengths)
     found = _converted.get(given)
     if found is None or found.lengths != lengths:
         found = _converted[given] = BlockMask.of(given, *lengths)
@@ -331,7 +362,7 @@ def block_mask_of(given: Any, q, k) -> BlockMask | None:
 
 def seen_by_heads(problem, operands, seen: torch.Tensor) -> torch.Tensor:
     """bool [B, 1 or Hq, Sq, Sk]: which keys rows see. problem: ``AttentionProblem``. seen [B, Sq, Sk]: without lists of
-    blocks (``mask.visible``)."""
+    blocks (``mask.visible``). Queries and keys past the lists see and are seen by none."""
     seen = seen[:, None]
     if not problem.mask.has_blocks:
         return seen
@@ -347,12 +378,19 @@ def seen_by_heads(problem, operands, seen: torch.Tensor) -> torch.Tensor:
 
     def by_element(blocks_seen):  # [.., Sq, Sk] of [.., M, N]
         wide = blocks_seen.repeat_interleave(rows, dim=-2).repeat_interleave(columns, dim=-1)
-        return wide[..., : problem.seq_q, : problem.seq_k]
+        return of_size(wide)
+
+    def of_size(wide):
+        more = (0, max(problem.seq_k - wide.shape[-1], 0), 0, max(problem.seq_q - wide.shape[-2], 0))
+        return torch.nn.functional.pad(wide, more)[..., : problem.seq_q, : problem.seq_k]
 
     full, partial = by_element(full), by_element(partial)
     if operands.patterns is not None:
         number = torch.where(rule < 0, ~rule, torch.where(rule == none, 0, rule))
         bits = unpack(operands.patterns, columns)[number]  # [.., M, N, rows, columns]
-        bits = bits.transpose(-3, -2).flatten(-4, -3).flatten(-2)[..., : problem.seq_q, : problem.seq_k]
+        bits = of_size(bits.transpose(-3, -2).flatten(-4, -3).flatten(-2))
         full, partial = full & bits, partial & bits
+    if operands.kv_lengths is not None:
+        key = torch.arange(problem.seq_k, device=table.device)
+        full = full & (key < operands.kv_lengths[:, None, None, None])
     return (full | (partial & seen)).expand(problem.batch, -1, -1, -1)

@@ -190,12 +190,18 @@ def check_ranges(operands: Operands, options: Options) -> None:
 
 def check_blocks(operands: Operands, options: Options, sizes: tuple[int, int, int, int]) -> None:
     """Check the tensors of a ``BlockMask`` and the arguments it excludes. sizes: B, Hq, Sq, Sk."""
-    for name in ("page_table", "kv_lengths", "cu_seqlens_q", "tree"):
-        if getattr(operands, name) is not None:
-            raise ValueError(f"block_mask: must be None with {name}")
+    if operands.tree is not None:
+        raise ValueError("block_mask: must be None with tree")
     batch, heads, seq_q, seq_k = sizes
     size = (options.block_queries, options.block_keys)
     rows, columns = -(-seq_q // size[0]), -(-seq_k // size[1])
+    # Lists of packed requests are for the longest ones, which the host does not know, and those of pages for as many
+    # keys as the caller likes: requests see nothing past them.
+    if operands.kv_visits.dim() == 5 and 0 not in operands.kv_visits.shape:
+        if operands.cu_seqlens_q is not None:
+            rows = operands.kv_visits.shape[2]
+        if operands.cu_seqlens_q is not None or operands.page_table is not None:
+            columns = operands.kv_visits.shape[3]
     wanted = {
         "kv_visits": (rows, columns, 2),
         "kv_counts": (rows, 2),

@@ -194,6 +194,12 @@ class AttentionKernel:
         return (self.mask.band and not self.mask.has_blocks) or self.requests.ends_in_tile
 
     @property
+    def masks_last(self) -> bool:
+        """Whether the last KV tiles of a span may need a mask: at a window's left edge, or where the KV length ends in
+        a full block."""
+        return self.mask.has_left or (self.mask.has_blocks and self.requests.ends_in_tile)
+
+    @property
     def rows(self) -> TileRows:
         """Rows of an M tile."""
         raise NotImplementedError
@@ -271,10 +277,6 @@ def check_call(kernel: str, problem: AttentionProblem, code_sizes: tuple[int, ..
     kernel reads the problem's format of quantised keys."""
     check_page_size(kernel, problem.requests.page_size)
     check_requests(kernel, problem)
-    if problem.mask.has_blocks and problem.format.kv_format:
-        raise UnsupportedProblem(
-            f"{kernel} attention: block_mask with k in {problem.format.kv_format} is not supported"
-        )
     if problem.bias_rows == "strided":
         raise UnsupportedProblem(f"{kernel} attention: bias=of strided rows is not supported")
     if problem.format.kv_format and (

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from warpspec.common.autocast import without_autocast
-from warpspec.fmha.block_mask import seen_by_heads
+from warpspec.fmha.block_mask import LISTS, TENSORS, seen_by_heads
 from warpspec.fmha.features import RequestLayout
 from warpspec.fmha.mask import visible
 from warpspec.fmha.operands import Operands
@@ -43,7 +43,11 @@ def packed(problem: AttentionProblem, operands: Operands) -> AttentionState:
             cached = {name: None if t is None else t[:, keys[b]] for name, t in cached.items()}
         by_query = {name: getattr(operands, name) for name in ("tree", "ranges")}
         by_query = {name: None if t is None else t[:, rows] for name, t in by_query.items()}
-        one = Operands(operands.q[:, rows], q_start=q_start, **by_query, **cached, **scales)
+        lists = {name: getattr(operands, name) for name in TENSORS}
+        lists |= {
+            name: t[b : b + 1] for name, t in lists.items() if name in LISTS and t is not None and len(t) > 1
+        }
+        one = Operands(operands.q[:, rows], q_start=q_start, **by_query, **cached, **scales, **lists)
         if keys is not None:
             seq_k = one.k.shape[1]
         else:

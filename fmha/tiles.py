@@ -156,7 +156,7 @@ def fits_blocks(problem: AttentionProblem, queries: int, keys: int) -> bool:
     if not problem.mask.has_blocks:
         return True
     block_queries, block_keys = problem.mask.block_size
-    one = block_queries % queries == 0 or problem.seq_q <= block_queries
+    one = block_queries % queries == 0 or (problem.seq_q <= block_queries and not problem.requests.packed_q)
     return one and divides(keys, block_keys)
 
 
@@ -189,10 +189,11 @@ def choose_pack(group: int, seq_q: int, tile_m: int, block_queries: int = 0) -> 
 def choose_packs(problem: AttentionProblem, tile_m: int) -> tuple[int, ...]:
     """Numbers of heads of a KV group that may share an M tile: the best for the longest request, and, with packed
     queries, the best for a request of one query."""
+    group, queries, packed_q = problem.group, 0, problem.requests.packed_q
     if problem.mask.has_blocks:
-        queries = problem.mask.block_size[0] if problem.seq_q > problem.mask.block_size[0] else 0
-        group = 1 if problem.block_heads else problem.group
-        return (choose_pack(group, problem.seq_q, tile_m, queries),)
-    most = choose_pack(problem.group, problem.seq_q, tile_m)
-    few = choose_pack(problem.group, 1, tile_m) if problem.requests.packed_q else most
+        several = packed_q or problem.seq_q > problem.mask.block_size[0]
+        group = 1 if problem.block_heads else group
+        queries = problem.mask.block_size[0] if several else 0
+    most = choose_pack(group, problem.seq_q, tile_m, queries)
+    few = choose_pack(group, 1, tile_m, queries) if packed_q else most
     return (most,) if few == most else (most, few)

@@ -55,4 +55,10 @@ class BackwardProblem:
             raise NotImplementedError("tree: gradients are not implemented with a tree")
         if forward.requests.page_size:
             raise NotImplementedError("page_table: gradients are not implemented for paged keys")
+        if forward.mask.has_blocks and forward.requests.ends_in_tile:
+            name = "cu_seqlens_k" if forward.requests.packed_k else "kv_lengths"
+            raise NotImplementedError(
+                f"block_mask: gradients are not implemented with {name}; packed documents can be one batch row of "
+                "attention() whose lists keep them apart"
+            )
         return cls(forward, wanted, **options)

@@ -20,15 +20,13 @@ class Blocks(NamedTuple):
     counts: cute.Tensor
     patterns: cute.Tensor | None
 
-    def of_row(self, batch, head, block) -> tuple:
-        """(visits, number of partial blocks, number of all blocks) of a block's list. Lists may be the same for all
-        batch rows or heads."""
-        place = tuple(
+    def place(self, batch, head, block) -> tuple:
+        """First indices of a block's list. Lists may be the same for all batch rows or heads. A block past the last one
+        gets the last one's list."""
+        return tuple(
             cutlass.min(index, size - 1)
             for index, size in zip((batch, head, block), self.counts.shape, strict=False)
         )
-        partial, count = (self.counts[(*place, number)] for number in range(2))
-        return self.visits[(*place, None, None)], partial, count
 
 
 def kv_blocks(config, operands) -> Blocks | None:
@@ -43,7 +41,8 @@ class BlockSpan(KvTiles):
     """KV tiles of an M tile, whose queries are of one block: those of the blocks on its list, in order.
 
     visits (BLOCK, 2): the list. tiles: KV tiles of a block. begin, count: the KV tiles to visit, counted along the
-    list. masked: those before this one belong to partial blocks.
+    list. masked: those before this one belong to partial blocks. end: the KV length if it may end in a tile, else None.
+    whole: those from this one on belong to the full block in which the length ends; None if nobody looked for it.
     """
 
     visits: cute.Tensor
@@ -51,6 +50,9 @@ class BlockSpan(KvTiles):
     begin: Int32
     count: Int32
     masked: Int32
+    whole: Int32 | None = None
+    end: Int32 | None = None
+    first = 0  # of the keys that some row may see
 
     def tile(self, step):
         """KV tile of the step-th visit."""
@@ -72,20 +74,69 @@ class BlockSpan(KvTiles):
 
     def needs_mask(self, step, tile_keys: int):
         """Whether some row does not see some key of the step-th visit's tile."""
-        return Boolean(self.begin + step < self.masked)
+        masked = Boolean(self.begin + step < self.masked)
+        return masked if self.end is None else masked | self.has_unseen(self.tile(step), tile_keys)
+
+    def has_unseen(self, tile, tile_keys: int):
+        """Whether some key of the tile lies past the KV length."""
+        return Boolean((tile + 1) * tile_keys > self.end)
 
     def unmasked_steps(self) -> tuple:
         """(first, end): the steps whose KV tiles every row sees in full; the first step counts as masked."""
-        masked = cutlass.max(self.masked - self.begin, 1)
-        return cutlass.min(masked, self.count), self.count
+        if self.end is not None and self.whole is None:
+            return self.count, self.count
+        first = cutlass.min(cutlass.max(self.masked - self.begin, 1), self.count)
+        if self.whole is None:
+            return first, self.count
+        return first, cutlass.max(cutlass.min(self.whole - self.begin, self.count), first)
 
 
-def block_span(config, blocks: Blocks, batch, head, first_query) -> BlockSpan:
-    """The KV tiles of an M tile."""
+def list_of(config, blocks: Blocks, batch, head, first_query, length) -> BlockSpan:
+    """The span of an M tile, with its list, and without numbers of KV tiles: they are 0."""
     rows, keys = config.mask.block_size
-    tiles = keys // config.tile_n
-    visits, partial, count = blocks.of_row(batch, head, first_query // rows)
-    return BlockSpan(visits, tiles, Int32(0), count * tiles, partial * tiles)
+    visits = blocks.visits[(*blocks.place(batch, head, first_query // rows), None, None)]
+    end = Int32(length) if config.requests.ends_in_tile else None
+    return BlockSpan(visits, keys // config.tile_n, *(Int32(0),) * 3, end=end)
+
+
+def block_span(config, blocks: Blocks, batch, head, first_query, length) -> BlockSpan:
+    """The KV tiles of an M tile."""
+    block = first_query // config.mask.block_size[0]
+    place = blocks.place(batch, head, block)
+    partial, count = (blocks.counts[(*place, number)] for number in range(2))
+    span = list_of(config, blocks, batch, head, first_query, length)
+    if not config.requests.ends_in_tile:
+        return replace(span, count=count * span.tiles, masked=partial * span.tiles)
+    if config.scheduler.has_warp:  # other roles that find their tiles lack the registers
+        count, whole = blocks_within(span.visits, partial, count, length, config.mask.block_size[1])
+        span = replace(span, whole=whole * span.tiles)
+    some = Boolean(length > 0) & Boolean(block < blocks.counts.shape[2])
+    count = Int32(cutlass.select_(some, count, Int32(0)))
+    return replace(span, count=count * span.tiles, masked=partial * span.tiles)
+
+
+@cute.jit
+def blocks_within(visits: cute.Tensor, partial, count, length, keys: cutlass.Constexpr) -> tuple:
+    """(number of a list's blocks without its last full ones that begin past a KV length, number of its blocks in front
+    of the full one in which the length ends). partial, count: partial blocks and all. keys: keys of a block."""
+    low, high = (
+        Int32(partial),
+        Int32(count),
+    )  # full blocks are in order: those before ``low`` begin before the end
+    if high > low:  # noqa: SIM102 (on the device, "and" reads both)
+        if visits[high - 1, 0] * keys < length:
+            low = high
+    while high > low:
+        middle = (low + high) // 2
+        if visits[middle, 0] * keys < length:
+            low = middle + 1
+        else:
+            high = middle
+    whole = low
+    if low > partial:  # noqa: SIM102
+        if (visits[low - 1, 0] + 1) * keys > length:
+            whole = low - 1
+    return low, whole
 
 
 @dataclass(frozen=True)

@@ -42,12 +42,15 @@ def hide(
         word = Int32(-1) if before_end is None else ones(before_end - begin)
         if before_first is not None:
             word = word & ~ones(before_first - begin)
+        of_keys = pattern
+        if pattern is not None and run == period:  # bits of elements are bits of keys
+            word, of_keys = word & pattern[begin // WORD_BITS], None
         drafts_key, drafts_word = None, None
         for bit, i in enumerate(elements[begin : begin + WORD_BITS]):
             key = (begin + bit) // run * period + (begin + bit) % run
             seen = Boolean(word & Int32(bit_value(bit)) != 0)
-            if pattern is not None:
-                own = Boolean(pattern[key // WORD_BITS] & Int32(bit_value(key % WORD_BITS)) != 0)
+            if of_keys is not None:
+                own = Boolean(of_keys[key // WORD_BITS] & Int32(bit_value(key % WORD_BITS)) != 0)
                 seen = own if before_end is None else seen & own
             if drafts is not None:
                 if key // WORD_BITS != drafts_key:
@@ -64,8 +67,11 @@ def keys_of(config, row, step, origin, shift=0) -> tuple:
     if not config.mask.has_blocks:
         return (first - origin if config.mask.has_left else None, end - origin), None
     pattern = row.blocks.words(step, config.tile_n, shift) if config.mask.has_patterns else None
-    if pattern is not None and not config.mask.band:  # patterns end with the keys
-        return (None, None), pattern
+    if not (
+        config.mask.band or config.mask.has_ranges
+    ):  # in all blocks a row sees the same keys, but for patterns
+        whole = pattern is not None and not config.requests.ends_in_tile  # patterns end with the keys
+        return (None, None if whole else row.blocks.length - origin), pattern
     first, end = row.blocks.interval(row.blocks.span.rule(step), first, end)
     return (first - origin if config.mask.has_left else None, end - origin), pattern
 

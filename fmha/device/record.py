@@ -15,12 +15,12 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from warpspec.fmha.config import RECORD_WORDS, AttentionKernel
-from warpspec.fmha.device.blocks import Blocks, block_span, kv_blocks
+from warpspec.fmha.device.blocks import Blocks, kv_blocks, list_of
 from warpspec.fmha.device.tile import Piece, Tile
 from warpspec.fmha.schedule import SORTED_REQUESTS, KeySpan
 
 SPAN = ("begin", "count", "first", "end", "inner_first", "inner_end")
-BLOCK_SPAN = ("begin", "count", "masked")
+BLOCK_SPAN = ("begin", "count", "masked", "whole")
 
 
 class Records(NamedTuple):
@@ -62,7 +62,9 @@ def records_of(config: AttentionKernel, base: cute.Pointer, where, operands, ord
 
 def span_words(config: AttentionKernel) -> tuple[str, ...]:
     """The words of a tile's span."""
-    return BLOCK_SPAN if config.mask.has_blocks else SPAN
+    if not config.mask.has_blocks:
+        return SPAN
+    return BLOCK_SPAN if config.requests.ends_in_tile else BLOCK_SPAN[:-1]
 
 
 def words_of(config: AttentionKernel) -> tuple[str, ...]:
@@ -183,6 +185,7 @@ def read_tile(config: AttentionKernel, records: Records, use) -> Tile:
         patterns=records.blocks.patterns if config.mask.has_blocks else None,
     )
     if config.mask.has_blocks:
-        span = block_span(config, records.blocks, tile.request, tile.first_head, tile.first_query)
-        tile = replace(tile, span=replace(span, **{name: word[name] for name in BLOCK_SPAN}))
+        place = (tile.request, tile.first_head, tile.first_query, tile.length)
+        span = list_of(config, records.blocks, *place)
+        tile = replace(tile, span=replace(span, **{name: word[name] for name in span_words(config)}))
     return tile

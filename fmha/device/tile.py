@@ -308,12 +308,12 @@ def tile_of(
             rows = (first_row + first_query, first_row + last_query)
             first, end = hull(config, operands.ranges, batch, *rows, length, span)
         span = span.over(first, end, config.tile_n, **INTEGERS)
+    if cutlass.const_expr(config.mask.has_blocks):
+        first_head = kv_head * group + head_tile * config.rows.pack
+        span = block_span(config, kv_blocks(config, operands), request, first_head, first_query, length)
     if cutlass.const_expr(config.requests.packed_q):  # a tile past its request's queries
         some = Boolean(first_query < seq_q)
         span = replace(span, count=Int32(cutlass.select_(some, span.count, Int32(0))))
-    if cutlass.const_expr(config.mask.has_blocks):
-        first_head = kv_head * group + head_tile * config.rows.pack
-        span = block_span(config, kv_blocks(config, operands), request, first_head, first_query)
     return Tile(
         config,
         query_tile,

@@ -152,7 +152,7 @@ def tile_step(
         tmem.store_row(cute.recast_tensor(weights, Int32), columns.p, columns.thread)
     # A tile that every row sees in full has nothing to clear, and past Sk TMA fills in zeros.
     if cutlass.const_expr(masked and config.clears_unseen):  # noqa: SIM102
-        if span.has_unseen(span.tile(step), config.tile_n):
+        if span.has_unseen(first_key // config.tile_n, config.tile_n):
             full = channels[config.format.v_ring + "_full"]
             full.wait(use)
             stage = columns.v_smem + full.stage(use) * config.kv.v_stage_bytes

@@ -286,7 +286,7 @@ def attend(work):
         state = advance(work, step, state, True)
     for step in cutlass.range(whole, partial, unroll=1):
         state = advance(work, step, state, False)
-    if cutlass.const_expr(config.mask.has_left):
+    if cutlass.const_expr(config.masks_last):
         for step in cutlass.range(partial, span.count, unroll=1):
             state = advance(work, step, state, True)
     if span.count > 0:

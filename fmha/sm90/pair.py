@@ -170,7 +170,7 @@ def attend_paired(pair):
     if cutlass.const_expr(not config.mask.sparse):
         for i in cutlass.range(masked, unmasked, unroll=1):
             state = turn(pair, start + TURNS * i, state, False)
-    if cutlass.const_expr(config.mask.has_left):
+    if cutlass.const_expr(config.masks_last):
         for i in cutlass.range(unmasked, total, unroll=1):
             state = turn(pair, start + TURNS * i, state, True)
     if span.count > 0:

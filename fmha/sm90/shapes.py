@@ -132,8 +132,8 @@ def float8_tiles(problem: AttentionProblem) -> tuple[Shape, ...]:
     """The tile shape for FP8 or NVFP4 keys. Plans have no choice: one shape has been timed for each number of rows of a
     KV head, some at D 128 (docs/measurements.md)."""
     dim, eights = problem.head_dim, -(-problem.group * problem.seq_q // COLUMN_ROWS)
-    few = FLOAT8_FEW.get(eights, {})
-    if problem.format.kv_bits == 4 and eights == 1:
+    few = {} if problem.mask.has_blocks else FLOAT8_FEW.get(eights, {})
+    if problem.format.kv_bits == 4 and eights == 1 and not problem.mask.has_blocks:
         few = few | NVFP4_FEW
         requests = problem.requests
         if problem.seq_k >= LONG_KEYS and not (requests.has_kv_lengths or requests.packed_k):

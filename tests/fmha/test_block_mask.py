@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.attention_cases import O_TOLERANCE, relative_error
-from helpers.block_cases import CASES, Case, FlashLists, inputs_of, mask_of
+from helpers.block_cases import CASES, Case, FlashLists, inputs_of, mask_of, requests_of
 from helpers.gradient_cases import BLOCKS as GRADIENTS
 from helpers.gradient_cases import KERNEL_TOLERANCE, REFERENCE_TOLERANCE
 from helpers.judged_calls import check, run
@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from warpspec import sim
 from warpspec.common.launch import simulating
-from warpspec.fmha import BlockMask, UnsupportedProblem, attention
+from warpspec.fmha import BlockMask, UnsupportedProblem, attention, attention_varlen
 from warpspec.fmha.block_mask import OWN_PATTERNS, block_mask_of
 
 SPILLED = 16  # bytes that ptxas keeps on the stack, once a tile: 8 at D 256 without lists, too
@@ -53,6 +53,24 @@ def test_gradients_by_definition(name):
 def test_gradients(name, arch, simulate_gradients_as, check_order):
     simulate_gradients_as(arch)
     GRADIENTS[name].judge(KERNEL_TOLERANCE, backend="reference")
+
+
+@pytest.mark.parametrize("pages", [False, True], ids=["packed", "paged"])
+@pytest.mark.parametrize(
+    ("backend", "arch"), [("reference", "sm_90a"), *long_but([], [("sim", "sm_90a"), ("sim", "sm_100a")])]
+)
+def test_requests(backend, arch, pages, simulate_as, check_order):
+    """Each request's own lists: keys end in a partial, in a full and between blocks; no keys, no queries; lists for
+    fewer queries and keys than a request has. NaN at every key that does not exist or that nobody sees."""
+    simulate_as(arch, small=True, sm_count=2)
+    inputs = requests_of(pages, torch.Generator().manual_seed(3))
+    got = [attention_varlen(**inputs.call, return_lse=True, backend=backend)]
+    if backend == "sim":
+        assert all(found.local_bytes <= SPILLED for found in sim.last_report().launches)
+    if pages:  # the same requests, queries of one after another
+        got.append(attention_varlen(**inputs.call, num_splits=2, return_lse=True, backend=backend))
+    for o, lse in got:
+        inputs.check(o, lse)
 
 
 SIZES = [
@@ -229,11 +247,21 @@ def test_what_is_refused():
     refuse(ValueError, r"patterns: shape must be \[n >= 2, 128, 4\], got \[3, 128, 5\]", words)
     two = replace(prepared, q_counts=prepared.q_counts.expand(2, 2, -1, -1))
     refuse(ValueError, "lists must all have the same batch rows and heads", two)
-    refuse(
-        ValueError,
-        "block_mask: must be None with kv_lengths",
-        kv_lengths=torch.full((2,), 300, dtype=torch.int32),
+    few, tree = (
+        FlashLists(counts[..., :1], indices[:, :, :1], None, None),
+        torch.ones(2, 60, dtype=torch.int64),
     )
+    refuse(ValueError, "block_mask: must be None with tree", few, q[:, :60], causal=True, tree=tree)
+    ends = torch.tensor([0, 200], dtype=torch.int32)
+    packed = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 200, "backend": "reference"}
+    with pytest.raises(ValueError, match="need max_seqlen_q and max_seqlen_k, ints >= 0, got 200 and None"):
+        attention_varlen(q[0], q[0], q[0], block_mask=lists, **packed)
+    leaf = q[0].requires_grad_()
+    o = attention_varlen(leaf, leaf, leaf, block_mask=lists, max_seqlen_k=300, **packed)
+    with pytest.raises(
+        NotImplementedError, match="block_mask: gradients are not implemented with cu_seqlens_k"
+    ):
+        o.sum().backward()
     odd = FlashLists(
         torch.ones(1, 1, 2, dtype=torch.int32),
         torch.zeros(1, 1, 2, 4, dtype=torch.int32),

@@ -4,12 +4,13 @@ import random as python_random
 
 import pytest
 import torch
-from helpers.block_cases import CASES, EVEN, SPARSE, Case, inputs_of, moved_inputs
+from helpers.block_cases import CASES, EVEN, LONGEST, SPARSE, Case, inputs_of, moved_inputs, requests_of
+from helpers.gpu_tensors import moved
 from helpers.gradient_cases import BLOCKS, KERNEL_TOLERANCE
 from helpers.gradient_cases import Case as Gradients
 from helpers.judged_calls import check, run
 
-from warpspec.fmha import attention
+from warpspec.fmha import BlockMask, attention, attention_varlen
 
 pytestmark = pytest.mark.gpu
 
@@ -48,6 +49,15 @@ def test_random_case(seed):
     )
     inputs, _ = inputs_of(case, seed)
     check(case, run(case, moved_inputs(inputs)), inputs)
+
+
+@pytest.mark.parametrize("pages", [False, True], ids=["packed", "paged"])
+@pytest.mark.parametrize("splits", [None, 3])
+def test_requests(pages, splits):
+    inputs = requests_of(pages, torch.Generator().manual_seed(17))
+    lists = BlockMask.of(inputs.call["block_mask"], *LONGEST)
+    call = moved(inputs.call | {"block_mask": lists})
+    inputs.check(*attention_varlen(**call, num_splits=splits, return_lse=True))
 
 
 @pytest.mark.parametrize("name", BLOCKS)

@@ -5,14 +5,16 @@ NaN and Inf stand at every key that no query sees, in some calls at keys that so
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
+from helpers.attention_cases import LSE_TOLERANCE
 from helpers.gpu_tensors import moved
-from warpspec.fmha import BlockMask
+from warpspec.fmha import BlockMask, attention
 
 NONE, PARTIAL, FULL = range(3)
 
@@ -143,6 +145,79 @@ def moved_inputs(inputs: dict) -> dict:
     """Inputs on the GPU."""
     lists = BlockMask.of(inputs["block_mask"], inputs["q"].shape[1], inputs["k"].shape[1])
     return moved(inputs | {"block_mask": lists})
+
+
+class Requests(NamedTuple):
+    """A call of ``attention_varlen`` with lists. rows: slices of its queries. keys: (k, v) of each request. seen: bool
+    [queries, keys] of each."""
+
+    call: dict
+    rows: list[slice]
+    keys: list[tuple]
+    seen: list[torch.Tensor]
+
+    def check(self, o: torch.Tensor, lse: torch.Tensor) -> None:
+        """Assert that results are those of each request alone with a bias of -inf at its hidden elements."""
+        for rows, (k, v), seen in zip(self.rows, self.keys, self.seen, strict=True):
+            bias = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
+            q, k, v, bias = (t[None] for t in (self.call["q"][rows], k, v, bias[None]))
+            expected, expected_lse = attention(q, k, v, bias=bias, return_lse=True, backend="reference")
+            own, own_lse = o[rows][None].cpu().float(), lse[:, rows][None].cpu()
+            torch.testing.assert_close(own, expected.float(), rtol=1e-2, atol=1e-2)
+            torch.testing.assert_close(own_lse, expected_lse, rtol=0.0, atol=LSE_TOLERANCE)
+
+
+# (queries, keys) of requests; lists are for LONGEST, so that the last one has queries and keys past them.
+REQUESTS, LONGEST = ((5, 70), (0, 40), (3, 0), (130, 256), (1, 300), (140, 129), (260, 600)), (256, 512)
+
+
+def requests_of(pages: bool, generator) -> Requests:
+    """Packed requests whose lists have full and partial blocks everywhere."""
+    heads, page = 2, 16
+    case = Case(
+        "", *LONGEST, (heads, 1), batch=len(REQUESTS), lists=(len(REQUESTS), 1), parts=(0.2, 0.3, 0.5)
+    )
+    kinds = kinds_of(case, generator)
+    table = torch.rand(by_element(case, kinds).shape, generator=generator) < 0.5
+    wide = by_element(case, kinds)
+    table = (wide == FULL) | ((wide == PARTIAL) & table)
+    lists = create_block_mask(
+        lambda b, h, q, k: table[b, 0, q, k], len(REQUESTS), None, *LONGEST, device="cpu"
+    )
+    q, rows, keys, seen, end = [], [], [], [], 0
+    for own, (queries, length) in zip(table[:, 0], REQUESTS, strict=True):
+        q.append(torch.randn(queries, heads, 64, generator=generator).bfloat16())
+        k, v = (torch.randn(length, 1, 64, generator=generator).bfloat16() for _ in "kv")
+        visible = torch.zeros(queries, length, dtype=torch.bool)
+        part = own[:queries, :length]
+        visible[: part.shape[0], : part.shape[1]] = part
+        nobody = ~visible.any(dim=0)
+        k[nobody], v[nobody] = torch.nan, torch.inf
+        rows.append(slice(end, end := end + queries))
+        keys.append((k, v))
+        seen.append(visible)
+    call = {"q": torch.cat(q), "block_mask": lists, "max_seqlen_q": max(n for n, _ in REQUESTS)}
+    call["cu_seqlens_q"] = torch.tensor([0, *(one.stop for one in rows)], dtype=torch.int32)
+    lengths = [n for _, n in REQUESTS]
+    if not pages:
+        call["cu_seqlens_k"] = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        call["k"], call["v"] = (torch.cat([own[i] for own in keys]) for i in range(2))
+        return Requests(call, rows, keys, seen)
+    most = -(-max(lengths) // page)
+    numbers = torch.randperm(len(REQUESTS) * most, generator=generator).view(len(REQUESTS), most)
+    for name, i in (("k", 0), ("v", 1)):
+        room = torch.full((numbers.numel(), page, 1, 64), torch.nan).bfloat16()
+        for own, places in zip(keys, numbers, strict=True):
+            used = own[i].new_full((most * page, 1, 64), torch.nan)
+            used[: len(own[i])] = own[i]
+            room[places] = used.unflatten(0, (most, page))
+        call[name] = room
+    return Requests(
+        call | {"page_table": numbers.int(), "kv_lengths": torch.tensor(lengths, dtype=torch.int32)},
+        rows,
+        keys,
+        seen,
+    )
 
 
 EVEN, SPARSE, NOTHING = (0.4, 0.3, 0.3), (0.7, 0.2, 0.1), (1.0, 0.0, 0.0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import torch
@@ -17,7 +17,7 @@ from helpers import block_cases
 from helpers.attention_cases import LSE_TOLERANCE, O_TOLERANCE, relative_error
 from helpers.tree_cases import random_tree
 from warpspec.fmha import BlockMask, attention, attention_varlen, tree_words
-from warpspec.fmha.block_mask import seen_by_heads
+from warpspec.fmha.block_mask import LISTS, seen_by_heads
 from warpspec.fmha.mask import visible
 from warpspec.fmha.problem import AttentionProblem
 
@@ -39,7 +39,7 @@ APART = [  # groups of features no two of which go together
     ("mla", "shared"),
     ("d192/128", "shared"),
     ("many queries", "tree"),
-    *(("blocks", other) for other in ("packed", "lengths", "pages", "tree", "e4m3", "e5m2")),
+    ("blocks", "tree"),
     *(
         (quantised, other)
         for quantised in ("e4m3", "e5m2")
@@ -146,13 +146,13 @@ class Problem:
                 normal(batch, 1, most_q, max(keys)) > 1.5, -torch.inf
             )
         if has("blocks"):
+            most = max(keys)  # pages have room for more
             lists = block_cases.Case(
-                "", most_q, keys[0], (heads, heads_kv), batch=batch, flex=draw.random() < 0.5,
+                "", most_q, most, (heads, heads_kv), batch=batch, flex=draw.random() < 0.5,
                 lists=(draw.choice((1, batch)), draw.choice((1, heads))),
             )  # fmt: skip
-            options["block_mask"] = BlockMask.of(block_cases.mask_of(lists, generator)[0], most_q, keys[0])
-            self._hide(q, k, v, options, by_query)
-        for b in range(0 if has("blocks") else batch):  # NaN and Inf where nobody looks
+            options["block_mask"] = BlockMask.of(block_cases.mask_of(lists, generator)[0], most_q, most)
+        for b in range(batch):  # NaN and Inf where nobody looks
             own = {name: each[b][None] for name, each in by_query.items()}
             start = None if starts is None else options["q_start"][b : b + 1]
             names = ("causal", "window", "key_stride")
@@ -161,7 +161,8 @@ class Problem:
                 **{name: options[name] for name in names if name in options},
                 **({"v_dim": dim_v} if has("mla") else {}),
             )  # fmt: skip
-            hidden = ~visible(problem, None, start, own.get("tree"), own.get("ranges"))[0].any(dim=0)
+            seen = visible(problem, None, start, own.get("tree"), own.get("ranges"))
+            hidden = ~_by_lists(options.get("block_mask"), problem, seen, b)[0].any(dim=0).any(dim=0)
             k[b][hidden], v[b][hidden] = torch.nan, torch.nan if has("e4m3") else torch.inf
         stored = torch.float8_e4m3fn if has("e4m3") else torch.float8_e5m2 if has("e5m2") else self.dtype
         k, v = [t.to(stored) for t in k], [t.to(stored) for t in v]
@@ -200,23 +201,6 @@ class Problem:
             v = None
         return {"q": q, "k": k, "v": v, **options}
 
-    def _hide(self, q, k, v, options: dict, by_query: dict) -> None:
-        """NaN and Inf at the keys that no query sees, with lists of blocks."""
-        lists = options["block_mask"]
-        names = ("causal", "window", "key_stride", "q_start")
-        given = {name: options[name] for name in names if name in options}
-        given |= {name: torch.stack(each) for name, each in by_query.items()} | lists.operands
-        size = dict(zip(("block_queries", "block_keys"), lists.block_size, strict=True))
-        if "mla" in self.features:
-            given["v_dim"] = v[0].shape[-1]
-        else:
-            given["v"] = torch.stack(v).to(self.dtype)
-        problem = AttentionProblem.of(torch.stack(q), torch.stack(k).to(self.dtype), **given, **size)
-        seen = visible(problem, None, given.get("q_start"), None, given.get("ranges"))
-        seen = seen_by_heads(problem, SimpleNamespace(**lists.operands), seen)
-        for b, own in enumerate(seen.any(dim=1).any(dim=1)):
-            k[b][~own], v[b][~own] = torch.nan, torch.inf
-
     def run(self, arguments: dict, **where):
         """(o, lse), o over a poisoned ``out``."""
         call = attention_varlen if self.packed else attention
@@ -246,6 +230,19 @@ class Problem:
         seen = expected_lse != -torch.inf
         assert torch.equal(seen, lse != -torch.inf)
         assert not seen.any() or (lse - expected_lse)[seen].abs().max() <= LSE_TOLERANCE
+
+
+def _by_lists(
+    lists: BlockMask | None, problem: AttentionProblem, seen: torch.Tensor, request: int
+) -> torch.Tensor:
+    """bool [1, 1 or Hq, Sq, Sk] of what a request's queries see. seen [1, Sq, Sk]: without lists."""
+    if lists is None:
+        return seen[:, None]
+    problem = replace(problem, mask=replace(problem.mask, block_size=lists.block_size))
+    own = {
+        name: t[min(request, len(t) - 1)][None] if name in LISTS else t for name, t in lists.operands.items()
+    }
+    return seen_by_heads(problem, SimpleNamespace(kv_lengths=None, **own), seen)
 
 
 def _ranges(draw: random.Random, queries: int, begin: int) -> torch.Tensor:
