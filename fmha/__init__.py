@@ -77,7 +77,8 @@ def attention(
             query head h reads KV head h // (Hq / Hkv). With page_table: [pages, page_size, Hkv, D]. v=None: V is K
             (shared-KV attention), loaded once. D is a multiple of 8 up to 256, or 512. V may have another head size up
             to 256, which is then also o's. 576 with v=None and v_dim=512 is MLA's absorbed form.
-        scale: float of at most 2**100 in magnitude that multiplies q.k; default D**-0.5.
+        scale: float of at most 2**100 in magnitude that multiplies q.k; default D**-0.5. Up to 16, logits of kernels
+            must stay below 2**29 in magnitude, 2**26 with fp16 or quantised keys; beyond, results may be NaN.
         causal: key j is visible when (j + 1) * key_stride - 1 <= p, with p the row's position (see q_start).
             With the defaults: the last query sees the last key.
         window: (left, right), each None (unbounded) or an int >= 0: p - left <= j <= p + right. key_stride 1
@@ -99,7 +100,7 @@ def attention(
         normalize: False returns an AttentionState instead, for ``merge``; it takes no sink (merge applies
             it).
         return_lse: also return lse. (A state carries it as ``.lse`` in any case.)
-        num_splits: parts into which a kernel splits the keys, at least 1; None lets it choose. The result is
+        num_splits: parts into which a kernel splits the keys, 1 to 1024; None lets it choose. The result is
             the same up to rounding.
         out: o is written here and returned: [B, Sq, Hq, D] in q's dtype (fp32 with normalize=False), rows
             aligned like q's, without an address twice or one of an input's.

@@ -30,6 +30,9 @@ SMALLEST_SCALE, LARGEST_SCALE = (
     2.0**-100,
     2.0**100,
 )  # their products with log2(e), and over a cap, are numbers in fp32
+# A scale up to this is folded into the exponential's multiply-add, which is right for logits below 2**29
+# (``device.softmax``). No model has a larger one, which takes a multiplication for each score.
+LARGEST_FOLDED_SCALE = 16.0
 BIAS_BYTES = {"bfloat16": 2, "float32": 4}  # of an element
 # One of so many capped scores is computed without the reciprocal instruction, by V's head size: at small ones the
 # exponential unit is the bottleneck (scripts/bench_attention.py --only heads; docs/notebook/attention.md).
@@ -102,12 +105,14 @@ class BiasLayout:
 class LogitMap:
     """The parts of the map from scores to logits.
 
-    negate: scores are negated first, for a negative scale. bias: what is added, or None. softcap: whether there is a
-    cap. newton_every: for one of this many capped scores, the multiply-add units compute the reciprocal instead of the
+    negate: scores are negated first, for a negative scale. scales_first: scores are multiplied by the factor before
+    anything is subtracted from them, for a large scale. bias: what is added, or None. softcap: whether there is a cap.
+    newton_every: for one of this many capped scores, the multiply-add units compute the reciprocal instead of the
     exponential unit; 0: for none.
     """
 
     negate: bool = False
+    scales_first: bool = False
     bias: BiasLayout | None = None
     softcap: bool = False
     newton_every: int = 0
@@ -121,7 +126,7 @@ class LogitMap:
     def in_powers(self) -> bool:
         """Whether mapped scores are logits in log2 units. Otherwise the map only negates, and the exponential's
         multiply-add applies the factor at no cost."""
-        return self.curved or self.bias is not None
+        return self.curved or self.bias is not None or self.scales_first
 
     @classmethod
     def of(cls, problem: AttentionProblem, signed: bool = False) -> LogitMap:
@@ -129,7 +134,9 @@ class LogitMap:
         if problem.logits.softcap is not None:
             newton_every = NEWTON_EVERY.get(class_of(problem.heads.v), 0)
             return cls(bias=problem.bias, softcap=True, newton_every=newton_every)
-        return cls(negate=problem.logits.scale < 0 and not signed, bias=problem.bias)
+        scale = problem.logits.scale
+        large = not signed and abs(scale) > LARGEST_FOLDED_SCALE
+        return cls(negate=scale < 0 and not signed, scales_first=large, bias=problem.bias)
 
 
 class LogitNumbers(NamedTuple):

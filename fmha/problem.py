@@ -19,6 +19,7 @@ from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.common.operands import FLOAT32
 from warpspec.fmha import values
 from warpspec.fmha.checks import (
+    MOST_SPLITS,
     SIZE_LIMIT,
     check_bias,
     check_blocks,
@@ -162,7 +163,7 @@ class AttentionProblem:
         logits = options.logits.checked(head_dim)
         check_int("key_stride", key_stride, 1, POSITION_LIMIT)
         if num_splits is not None:
-            check_int("num_splits", num_splits, 1, SIZE_LIMIT)
+            check_int("num_splits", num_splits, 1, MOST_SPLITS)
         window_left, window_right = check_window(window)
         if key_stride != 1 and (window_left is not None or window_right is not None):
             raise ValueError(f"window: needs key_stride 1, got key_stride={key_stride} with window={window}")

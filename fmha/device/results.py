@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32
 
 from warpspec.common.logarithms import LN_2
-from warpspec.fmha.device.softmax import log_sum, sink_term
+from warpspec.fmha.device.softmax import less_product, log_sum, sink_term
 
 
 def of_split(config, o: cute.Tensor, tile, place) -> cute.Tensor:
@@ -29,7 +29,7 @@ def statistics(config: cutlass.Constexpr, row, place, tile, state, operands, uni
         total = row_sum
         if cutlass.const_expr(operands.sink is not None):
             head = cutlass.min(place.head, cute.size(operands.sink) - 1)  # idle rows may lie past the end
-            total += sink_term(operands.sink[head].to(Float32), reference, unit)
+            total += sink_term(operands.sink[head].to(Float32), reference)
         factor = Float32(1.0) / total
     else:
         factor, maximum, total = unnormalised(state, unit, empty)
@@ -38,7 +38,7 @@ def statistics(config: cutlass.Constexpr, row, place, tile, state, operands, uni
             operands.row_sum[index] = total
     if cutlass.const_expr(config.output.has_lse):  # noqa: SIM102  (a run-time condition in a compile-time one)
         if writes:
-            operands.lse[index] = log_sum(reference, row_sum, unit)
+            operands.lse[index] = log_sum(reference, row_sum)
     return factor
 
 
@@ -46,7 +46,7 @@ def unnormalised(state, unit, empty) -> tuple:
     """(factor of O, row_max, row_sum) of a row's state, the statistics in natural units."""
     reference, row_maximum, row_sum = state
     # Rescale from the reference of O's sum to the row's true maximum.
-    factor = cute.math.exp2((reference - row_maximum) * unit, fastmath=True)
+    factor = cute.math.exp2(less_product(reference, row_maximum, unit), fastmath=True)
     total = Float32(cutlass.select_(empty, Float32(0.0), row_sum * factor))
     return factor, row_maximum * (unit * LN_2), total
 

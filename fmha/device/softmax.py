@@ -1,10 +1,15 @@
 """Online softmax of one row held by one thread, in the base-2 domain (Milakov and Gimelshein 2018; the
 rescale rule is FlashAttention-4's).
 
-State: ``reference`` (in the scores' own unit) and ``row_sum`` = sum of 2**(unit * (s - reference))
-over the scores seen so far; O is accumulated in the same units. The reference need not be the maximum: any
-value gives the same quotient O / row_sum. So it moves only when the maximum has outgrown it by more than a
-threshold, and only then must O be rescaled. Before any score is seen both are -inf and 0.
+State: ``reference`` (a logit in log2 units) and ``row_sum`` = sum of 2**(unit * s - reference) over the scores s seen
+so far; O is accumulated in the same units. The reference need not be the maximum: any value gives the same quotient
+O / row_sum. So it moves only when the maximum has outgrown it by more than a threshold, and only then must O be
+rescaled. Before any score is seen both are -inf and 0.
+
+The reference is a rounded product, unit * maximum, and is kept as that: every weight and every factor is relative to
+the rounded number, so its rounding changes all weights of a row alike. The largest weight is then 2**e, with e up to
+half the spacing of fp32 numbers near the reference: nearly 1 up to references of 2**23, and, with what the
+reference lags, too large for P's dtype from 2**31 on (2**27 if that is fp16).
 """
 
 from __future__ import annotations
@@ -40,22 +45,44 @@ def maximum(scores: cute.Tensor) -> Float32:
 def move_reference(reference, row_maximum, unit, threshold):
     """-> (new reference, factor for O and row_sum, whether it moved).
 
-    row_maximum: over all scores so far. The reference follows it only when it lags by more than ``threshold``
+    row_maximum: of all scores so far. The reference follows it only when it lags by more than ``threshold``
     powers of two. From -inf it moves as soon as there is a score, with factor 0: nothing was summed before.
     """
-    lag = (row_maximum - reference) * unit
+    highest = rounded_product(row_maximum, unit)
+    lag = highest - reference
     moved = Boolean(lag > threshold)  # -inf - -inf is NaN: not moved
     factor = Float32(cutlass.select_(moved, cute.math.exp2(-lag, fastmath=True), Float32(1.0)))
-    return Float32(cutlass.select_(moved, row_maximum, reference)), factor, moved
+    return Float32(cutlass.select_(moved, highest, reference)), factor, moved
+
+
+def rounded_product(a, b) -> Float32:
+    """a * b, rounded even where a sum follows, which a fused multiply-add would add to the unrounded product."""
+    return cute.arch.inline_ptx(
+        "mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[Float32(a), Float32(b)]
+    )
+
+
+def less_product(a, b, c) -> Float32:
+    """a - b * c, rounded once."""
+    return cute.arch.inline_ptx(
+        "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};",
+        write_only_types=[Float32],
+        read_only_args=[Float32(-b), Float32(c), Float32(a)],
+    )
+
+
+def offset_of(reference) -> Float32:
+    """What is added to scores in log2 units: -reference, or 0 while there was no score: every score is then -inf."""
+    return Float32(cutlass.select_(Boolean(reference == -Float32.inf), Float32(0.0), -reference))
 
 
 def exponentiate(scores: cute.Tensor, reference, unit, polynomial_every: int = 0, degree: int = 4) -> Float32:
-    """Turn scores (n) fp32 into 2**(unit * (s - reference)) in place; returns their sum.
+    """Turn scores (n) fp32 into 2**(unit * s - reference) in place; returns their sum.
 
     With reference -inf every score is -inf, and becomes 0. polynomial_every: one of so many pairs of scores (int or
     Fraction) uses ``exp2_polynomial`` of ``degree`` instead of the exponential unit; 0: none.
     """
-    offset = Float32(cutlass.select_(Boolean(reference == -Float32.inf), Float32(0.0), -reference * unit))
+    offset = offset_of(reference)
     sums = [(Float32(0.0), Float32(0.0)), (Float32(0.0), Float32(0.0))]
     for pair in range(cute.size(scores) // 2):
         i = 2 * pair
@@ -97,11 +124,11 @@ def scale_by(values: cute.Tensor, factor) -> None:
         values[i], values[i + 1] = cute.arch.mul_packed_f32x2(pair, (factor, factor))
 
 
-def log_sum(reference, row_sum, unit) -> Float32:
+def log_sum(reference, row_sum) -> Float32:
     """ln(sum of exp(scale s)): natural log, -inf where there was no score."""
-    return (reference * unit + cute.math.log2(row_sum, fastmath=True)) * LN_2
+    return (reference + cute.math.log2(row_sum, fastmath=True)) * LN_2
 
 
-def sink_term(sink, reference, unit) -> Float32:
+def sink_term(sink, reference) -> Float32:
     """Contribution to ``row_sum`` of a logit, in natural units, that has no value row."""
-    return cute.math.exp2(sink * LOG2_E - reference * unit, fastmath=True)
+    return cute.math.exp2(sink * LOG2_E - reference, fastmath=True)

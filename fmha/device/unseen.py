@@ -88,8 +88,8 @@ def recompute(
     values: cute.Tensor,
     columns: cutlass.Constexpr,
 ):
-    """Set a thread's values (n) fp32 of a row to the sum over the keys the row sees of 2**(unit * (score - reference))
-    v, in fp32.
+    """Set a thread's values (n) fp32 of a row to the sum over the keys the row sees of 2**(unit * score - reference) v,
+    in fp32.
 
     numbers: those of the map between S and P. columns: ``RowColumns``.
     """
@@ -149,7 +149,7 @@ def add_keys(
             exists = exists & Boolean(score != -Float32.inf)
         elif cutlass.const_expr(config.logits.in_powers):
             score = map_score(config.logits, score, numbers)
-        weight = cute.math.exp2((score - reference) * unit(config.logits, numbers), fastmath=True)
+        weight = cute.math.exp2(score * unit(config.logits, numbers) - reference, fastmath=True)
         v = of_kv(config, operands, "v", where, place.kv_head)
         if cutlass.const_expr(config.format.kv_format is None):
             v = part(v)

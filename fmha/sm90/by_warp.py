@@ -33,7 +33,7 @@ from warpspec.common.hardware import FP32_BYTES, VECTOR_BYTES, WARP_THREADS, WOR
 from warpspec.fmha.device.block_scales import scale_address, tile_scales
 from warpspec.fmha.device.codes import NUMBERS, codes_of, paired
 from warpspec.fmha.device.logits import map_scores, negate_scores, unit
-from warpspec.fmha.device.softmax import move_reference
+from warpspec.fmha.device.softmax import move_reference, offset_of
 from warpspec.fmha.heads import BLOCK
 from warpspec.fmha.sm90.config import CLEAR_BARRIER
 from warpspec.fmha.sm90.consumer import DTYPES, unmasked_steps
@@ -233,15 +233,13 @@ def weigh(work, lane: cutlass.Constexpr, s, o, first_key, masked, state):
         for n, i in enumerate(own[2:]):
             chains[n % 2] = cute.arch.fmax(chains[n % 2], scores[i])
         highest.append(cute.arch.fmax(maxima[c], cute.arch.fmax(chains[0], chains[1])))
-        moves = moves | Boolean((highest[c] - references[c]) * units[c] > threshold)
+        moves = moves | Boolean(highest[c] * units[c] - references[c] > threshold)
     maxima = tuple(highest)
     if cute.arch.vote_any_sync(moves):
         maxima, references, sums = move(work, lane, o, units, maxima, references, sums)
     totals = []
     for c in cutlass.range_constexpr(lane.columns):
-        reference = references[c]
-        nothing = Boolean(reference == -Float32.inf)
-        offset = Float32(cutlass.select_(nothing, Float32(0.0), -reference * units[c]))
+        offset = offset_of(references[c])
         chains = [Float32(0.0), Float32(0.0)]
         for n, i in enumerate(elements(s, c)):
             power = cute.math.exp2(scores[i] * units[c] + offset, fastmath=True)
@@ -397,7 +395,6 @@ def merge(work, lane: cutlass.Constexpr, o, state):
 def merged(work, lane: cutlass.Constexpr, o, wide, state):
     """``merge`` for a tile with keys."""
     config, tiles = work.config, work.config.shape.row_tiles
-    score_unit = unit(config.logits, work.numbers)
     barrier = {"barrier_id": CLEAR_BARRIER, "number_of_threads": config.consumer_threads}
     references, maxima, sums = state
     states, parts = work.shared.states, work.shared.parts
@@ -418,7 +415,7 @@ def merged(work, lane: cutlass.Constexpr, o, wide, state):
         found = (-Float32.inf, -Float32.inf, Float32(0.0))
         if lane.warp == 0:
             row = row_tile * MMA_COLUMNS + lane.g
-            found = read_parts(lane, parts, states, wide, row_tile, row, score_unit)
+            found = read_parts(lane, parts, states, wide, row_tile, row)
         rows.append(found)
     if cutlass.const_expr(tiles < PAIR):
         rows.append((-Float32.inf, -Float32.inf, Float32(0.0)))
@@ -446,9 +443,7 @@ def write_part(lane: cutlass.Constexpr, o, parts, row_tile: cutlass.Constexpr):
 
 
 @cute.jit
-def read_parts(
-    lane: cutlass.Constexpr, parts, states, wide, row_tile: cutlass.Constexpr, row, score_unit
-) -> tuple:
+def read_parts(lane: cutlass.Constexpr, parts, states, wide, row_tile: cutlass.Constexpr, row) -> tuple:
     """Merge the warps' states of a row; the lanes t add up their O in ``wide``, in the layout of wgmma's fragment."""
     config, tiles = lane.config, lane.config.shape.row_tiles
     found = []
@@ -460,7 +455,7 @@ def read_parts(
         reference, highest = cute.arch.fmax(reference, other[0]), cute.arch.fmax(highest, other[1])
     factors = []
     for own, _, part in found:
-        lag = (own - reference) * score_unit
+        lag = own - reference
         factor = Float32(
             cutlass.select_(Boolean(own == -Float32.inf), Float32(0.0), cute.math.exp2(lag, fastmath=True))
         )

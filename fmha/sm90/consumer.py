@@ -148,14 +148,11 @@ class ConsumerTile:
         return self.numbers._replace(factor=self.numbers.factor * self.row_factors[r])
 
     def in_units(self, state: tuple) -> tuple:
-        """A state (references, maxima, sums) whose first two are in units of true scores."""
+        """A state (references, maxima, sums) whose maxima are in units of true scores."""
         if self.row_factors is None or self.config.logits.in_powers:
             return state
-        references, maxima = (
-            tuple(value * factor for value, factor in zip(values, self.row_factors, strict=True))
-            for values in state[:2]
-        )
-        return references, maxima, state[2]
+        references, maxima, sums = state
+        return references, tuple(m * f for m, f in zip(maxima, self.row_factors, strict=True)), sums
 
     @property
     def v_base(self) -> cute.Pointer:

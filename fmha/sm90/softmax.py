@@ -5,10 +5,10 @@ r: which of the thread's rows (``fragment``).
 
 from __future__ import annotations
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32
+from cutlass import Float32
 
+from warpspec.fmha.device.softmax import offset_of
 from warpspec.fmha.sm90.fragment import elements
 
 
@@ -29,8 +29,8 @@ def maximum(scores: cute.Tensor, r: int) -> Float32:
 
 
 def exponentiate(scores: cute.Tensor, r: int, reference, unit) -> Float32:
-    """Turn scores of one row into 2**(unit * (s - reference)) in place; returns this thread's sum."""
-    offset = Float32(cutlass.select_(Boolean(reference == -Float32.inf), Float32(0.0), -reference * unit))
+    """Turn scores of one row into 2**(unit * s - reference) in place; returns this thread's sum."""
+    offset = offset_of(reference)
     sums = [Float32(0.0), Float32(0.0)]
     for n, i in enumerate(elements(scores, r)):
         power = cute.math.exp2(scores[i] * unit + offset, fastmath=True)

@@ -19,6 +19,7 @@ from warpspec.common.checks import (
     refuse_gradients,
 )
 from warpspec.fmha import attention
+from warpspec.fmha.checks import MOST_SPLITS
 from warpspec.fmha.heads import LATENT
 from warpspec.fmha.state import AttentionState
 from warpspec.latent.mla import float8
@@ -67,7 +68,7 @@ def mla_decode(
             The kernel reads it, and converts codes exactly; q must be bf16. Not supported under torch.compile.
         normalize: False returns an ``AttentionState``, which ``warpspec.fmha.merge`` combines with others.
         return_lse: also return lse.
-        num_splits: parts that the keys are cut into, at least 1; None lets the library choose. A second launch combines
+        num_splits: parts that the keys are cut into, 1 to 1024; None lets the library choose. A second launch combines
             them.
         out: memory for o that no other argument uses.
         backend: as in ``warpspec.fmha.attention``.
@@ -92,7 +93,7 @@ def mla_decode(
     for name, flag in (("normalize", normalize), ("return_lse", return_lse)):
         check_bool(name, flag)
     if num_splits is not None:
-        check_int("num_splits", num_splits, 1)
+        check_int("num_splits", num_splits, 1, MOST_SPLITS)
     check_kind("backend", backend, str)
     codes = kv.dtype == torch.float8_e4m3fn
     if kv_scale is not None and not codes:

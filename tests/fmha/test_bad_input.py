@@ -114,6 +114,7 @@ BAD = {
     "key_stride-float": ({"key_stride": 4.0}, TypeError, "key_stride", "int"),
     "key_stride-none": ({"key_stride": None}, TypeError, "key_stride", "int"),
     "num_splits-0": ({"num_splits": 0}, ValueError, "num_splits", "got 0"),
+    "num_splits-many": ({"num_splits": 1025}, ValueError, "num_splits", "within 1..1024, got 1025"),
     "num_splits-bool": ({"num_splits": True}, TypeError, "num_splits", "int"),
     "window-int": ({"window": 5}, TypeError, "window", "left, right"),
     "window-one": ({"window": (5,)}, TypeError, "window", "left, right"),

@@ -164,7 +164,7 @@ def test_exponentiate(every, degree):
     scores[torch.rand(THREADS, SCORES, generator=random) < 0.2] = -torch.inf
     scores[1] = -torch.inf
     scores[2, 1:] = -torch.inf
-    reference = scores.amax(1) - 8 / scale_log2 * (torch.arange(THREADS) % 2)  # lagging by 8 powers of two
+    reference = scale_log2 * scores.amax(1) - 8 * (torch.arange(THREADS) % 2)  # lagging by 8 powers of two
     before = scores.double()
     sums = torch.full((THREADS,), torch.nan)
     row, rows = fake(THREADS), fake(THREADS, SCORES)
@@ -176,11 +176,11 @@ def test_exponentiate(every, degree):
     report = sim.run(kernel, scores, reference, sums, scale_log2, None)
 
     base = torch.where(reference == -torch.inf, 0.0, reference).double()[:, None]
-    exact = torch.exp2(np.float64(np.float32(scale_log2)) * (before - base))
+    exact = torch.exp2(np.float64(np.float32(scale_log2)) * before - base)
     hidden = before == -torch.inf
     assert (scores[hidden] == 0).all()
     # s * scale rounds before the exponential: half a unit in the last place of the product.
-    spread = 2.0**-23 * (before.abs().where(~hidden, 0.0) + base.abs()) * scale_log2
+    spread = 2.0**-23 * (before.abs().where(~hidden, 0.0) * scale_log2 + base.abs())
     bound = (ERROR[degree] if every else 1e-6) + spread + 1e-6
     relative = (scores.double() - exact).abs() / exact.clamp(min=2.0**-126)
     assert (relative[~hidden] <= bound[~hidden]).all()

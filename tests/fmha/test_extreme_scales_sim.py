@@ -1,10 +1,12 @@
-"""Scales of quantised keys and values, and codes, at the ends of their ranges: kernels against FP32, simulated."""
+"""Scales, logits, scales of quantised keys and values, and codes at the ends of their ranges: kernels against FP32,
+simulated."""
 
 import math
 
 import pytest
 import torch
 from helpers.float8_cases import NVFP4, Case
+from helpers.suites import long
 
 from warpspec.common.launch import simulating
 from warpspec.fmha import attention
@@ -48,3 +50,45 @@ def test_scales_and_codes(format, arch, queries):
     for code in (0x00, 0x01):
         low = torch.full_like(codes, code).view(format)
         compare(arguments | {"k": low, "v": low}, arch)
+
+
+def close_logits(largest: float, dtype: torch.dtype) -> dict:
+    """q and k whose logits, with a scale of 1, are ``largest`` less a few spacings of fp32 numbers. They rise in the
+    order in which a kernel visits its tiles, from the last key to the first, so that every tile moves the reference.
+    All products are exact in fp32."""
+    keys, dim, side = 300, 64, math.isqrt(round(largest))
+    assert side * side == largest
+    step = max(1.0, largest * 2.0**-23)  # spacing
+    k, q = torch.zeros(1, keys, 1, dim), torch.zeros(1, 6, 1, dim)
+    q[..., 0], k[..., 0] = side, side
+    q[..., 1], k[..., 1] = step, -(torch.arange(keys) // 60)[:, None].float()
+    v = torch.randn(1, keys, 1, dim, generator=torch.Generator().manual_seed(3))
+    return {"q": q.to(dtype), "k": k.to(dtype), "v": v.to(dtype), "scale": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "largest"),
+    [
+        ("sm_90a", torch.bfloat16, 2.0**24),
+        ("sm_100a", torch.bfloat16, 2.0**28),
+        *(
+            long(arch, dtype, largest)
+            for dtype, exponents in ((torch.bfloat16, (22, 26, 28)), (torch.float16, (20, 24, 26)))
+            for arch in ("sm_90a", "sm_100a")
+            for largest in (2.0**n for n in exponents)
+        ),
+    ],
+)
+def test_close_large_logits(arch, dtype, largest):
+    """Weights of all tiles are relative to one number, however it is rounded."""
+    compare(close_logits(largest, dtype) | {"causal": True}, arch)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", long("sm_100a")])
+@pytest.mark.parametrize("scale", [2.0**28, long(-(2.0**60))])
+def test_large_scales(arch, scale):
+    """Logits beyond what the exponential's multiply-add can take."""
+    draw = torch.Generator().manual_seed(4)
+    q, k = (torch.randint(-2, 3, (1, n, 1, 64), generator=draw).bfloat16() for n in (6, 100))
+    v = torch.randn(1, 100, 1, 64, generator=draw).bfloat16()
+    compare({"q": q, "k": k, "v": v, "scale": scale}, arch)
