@@ -113,7 +113,7 @@ def check_cache(name: str, cache, fmt: CacheFormat, heads: int, dim: int, device
     check_operand(name, cache, dtypes, (-1,) * (dims - 2) + (heads, row), device)
     if cache.shape[:-2].numel() > COUNT_LIMIT:
         raise ValueError(f"{name}: at most {COUNT_LIMIT} slots, got {cache.shape[:-2].numel()}")
-    width = min(VECTOR_BYTES, fmt.row_bytes(numbers_per_lane(dim)))
+    width = min(VECTOR_BYTES, fmt.row_bytes(max(numbers_per_lane(dim), fmt.block)))
     strides = [step for step, n in zip(cache.stride()[:-1], cache.shape[:-1], strict=True) if n > 1]
     address = cache.data_ptr() if has_memory(cache) else 0
     if any(step * cache.element_size() % width for step in strides) or address % width:

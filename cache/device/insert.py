@@ -40,16 +40,20 @@ class Insert:
     def __call__(self, operands: Operands, numbers: InsertNumbers, stream: CUstream):
         """Launch the kernel."""
         config, ops = self.config, operands
-        q_ctas = Int32(0)
-        if config.q_heads > 0:
-            q_ctas = ctas(config, config.key_layout, ops.q.shape[0], ops.q.shape[1], config.q_heads)
         tokens = ops.slots.shape[0]
-        k_ctas = ctas(config, config.key_layout, tokens, ops.k.shape[1], config.kv_heads)
-        v_ctas = ctas(config, config.value_layout, tokens, ops.v.shape[1], config.kv_heads)
-        queries = (ops.q, ops.out, ops.q_weight)
-        keys = (ops.k, ops.k_weight, ops.k_cache, ops.k_block_scales, ops.k_scale)
-        values = (ops.v, None, ops.v_cache, ops.v_block_scales, ops.v_scale)
-        shared = (ops.cos_sin, ops.positions, ops.slots, numbers.eps)
+        q_ctas, q_items = Int32(0), None
+        if config.q_heads > 0:
+            q_items = items(config, config.query_layout, ops.q, config.q_heads)
+            q_ctas = ctas(config, config.query_layout, ops.q.shape[0], q_items)
+        k_items = items(config, config.key_layout, ops.k, config.kv_heads)
+        v_items = items(config, config.value_layout, ops.v, config.kv_heads)
+        k_ctas = ctas(config, config.key_layout, tokens, k_items)
+        v_ctas = ctas(config, config.value_layout, tokens, v_items)
+        page_size = cute.FastDivmodDivisorV2(Int32(ops.k_cache.shape[1]))
+        queries = (ops.q, ops.out, ops.q_weight, q_items)
+        keys = (ops.k, ops.k_weight, ops.k_cache, ops.k_block_scales, ops.k_scale, k_items)
+        values = (ops.v, None, ops.v_cache, ops.v_block_scales, ops.v_scale, v_items)
+        shared = (ops.cos_sin, ops.positions, ops.slots, page_size, numbers.eps)
         total, stored = q_ctas + k_ctas + v_ctas, k_ctas + v_ctas
         step = total // cutlass.max(stored, 1)
         self.kernel(queries, keys, values, *shared, k_ctas, stored, step).launch(
@@ -58,7 +62,18 @@ class Insert:
 
     @cute.kernel
     def kernel(
-        self, queries, keys, values, cos_sin, positions, slots, eps, k_ctas: Int32, stored: Int32, step: Int32
+        self,
+        queries,
+        keys,
+        values,
+        cos_sin,
+        positions,
+        slots,
+        page_size,
+        eps,
+        k_ctas: Int32,
+        stored: Int32,
+        step: Int32,
     ):
         """Divide the CTAs among queries, keys and values.
 
@@ -72,25 +87,32 @@ class Insert:
             cta = Int32(cutlass.select_(index % step == 0, index // step, stored))
             queries_before = index - cutlass.min(index // step + 1, stored)
         if cta < k_ctas:
-            insert_rows(config, False, keys, cos_sin, positions, slots, eps, cta)
+            insert_rows(config, False, keys, cos_sin, positions, (slots, page_size), eps, cta)
         elif cta < stored:
-            insert_rows(config, True, values, None, None, slots, eps, cta - k_ctas)
+            insert_rows(config, True, values, None, None, (slots, page_size), eps, cta - k_ctas)
         else:
             if cutlass.const_expr(config.q_heads > 0):
                 write_queries(config, queries, cos_sin, positions, eps, queries_before)
 
 
-def ctas(config: InsertConfig, layout: RowLayout, tokens, heads, item_heads: int):
-    """CTAs for all items of so many tokens and heads."""
-    return cute.ceil_div(tokens * cute.ceil_div(heads, item_heads), config.groups(layout))
+def items(config: InsertConfig, layout: RowLayout, source, most_heads: int) -> cute.FastDivmodDivisorV2:
+    """Items of a token, as a divisor."""
+    return cute.FastDivmodDivisorV2(
+        Int32(cute.ceil_div(source.shape[1], config.item_heads(layout, most_heads)))
+    )
+
+
+def ctas(config: InsertConfig, layout: RowLayout, tokens, items: cute.FastDivmodDivisorV2):
+    """CTAs for all items of so many tokens."""
+    return cute.ceil_div(tokens * items.divisor, config.groups(layout))
 
 
 @cute.jit
 def write_queries(config: cutlass.Constexpr, queries: cutlass.Constexpr, cos_sin, positions, eps, cta):
     """Normalise and rotate the queries of a CTA's items and write them."""
-    q, q_out, weight = queries
-    layout = config.key_layout
-    item = Item.of(config, layout, cta, q.shape[0], q.shape[1], config.q_heads)
+    q, q_out, weight, items = queries
+    layout = config.query_layout
+    item = Item.of(config, layout, cta, (q.shape[0], q.shape[1], items), config.q_heads)
     token, lane = item.token, item.lane
     rows = item.load(q)
     rows = project(config, rows, item, weight, config.q_weight, cos_sin, positions, eps)
@@ -107,15 +129,16 @@ def insert_rows(
     side: cutlass.Constexpr,
     cos_sin,
     positions,
-    slots,
+    places: cutlass.Constexpr,
     eps,
     cta,
 ):
-    """Normalise and rotate the keys of a CTA's items (or take values as they are), quantise them and store them."""
-    source, weight, cache, blocks, scale = side
+    """Normalise and rotate the keys of a CTA's items (or take values as they are), quantise them and store them.
+    places: the tokens' slots, and the divisor that makes pages of them."""
+    (source, weight, cache, blocks, scale, items), (slots, page_size) = side, places
     layout = config.value_layout if is_value else config.key_layout
     per = config.v_scale if is_value else config.k_scale
-    item = Item.of(config, layout, cta, slots.shape[0], source.shape[1], config.kv_heads)
+    item = Item.of(config, layout, cta, (slots.shape[0], source.shape[1], items), config.kv_heads)
     token, lane = item.token, item.lane
     slot = slots.element_type(-1)
     if token < slots.shape[0]:
@@ -123,22 +146,23 @@ def insert_rows(
     rows = item.load(source)
     if cutlass.const_expr(not is_value):
         rows = project(config, rows, item, weight, config.k_weight, cos_sin, positions, eps)
-    page_size = cache.shape[1]
-    stored = Boolean(slot >= 0) & Boolean(slot < cache.shape[0] * page_size)
-    place = Int32(cutlass.select_(stored, Int32(slot), Int32(0)))
-    page, row = place // page_size, place % page_size
+    stored = Boolean(slot >= 0) & Boolean(slot < cache.shape[0] * cache.shape[1])
+    page, row = divmod(Int32(cutlass.select_(stored, Int32(slot), Int32(0))), page_size)
     factor = scale[0] if cutlass.const_expr(per == "tensor") else Float32(1.0)
     reciprocal = reciprocal_of(factor)
     for i in cutlass.range_constexpr(item.heads):
+        head = item.head(i)
         if cutlass.const_expr(per == "head"):
-            factor = scale[cutlass.min(item.head(i), source.shape[1] - 1)]
+            factor = scale[cutlass.min(head, source.shape[1] - 1)]
             reciprocal = reciprocal_of(factor)
         words, code = quantized(config, layout, rows[i], factor, reciprocal)
-        head = item.head(i)
+        # Outside of the branch, where all heads share what they have in common.
+        target = cache[page, row, head, None]
+        scales = blocks[page, None, head, None] if cutlass.const_expr(code is not None) else None
         if stored & item.live(i):
-            store_words(cache[page, row, head, None], lane * len(words), words)
+            store_words(target, lane * len(words), words)
             if cutlass.const_expr(code is not None):
-                store_block_scale(config, layout, blocks[page, None, head, None], row, lane, code, is_value)
+                store_block_scale(config, layout, scales, row, lane, code, is_value)
 
 
 def quantized(config: InsertConfig, layout: RowLayout, words, scale, reciprocal) -> tuple:
@@ -174,14 +198,12 @@ class Item:
         self.first, self.count, self.heads, self.lane = first, count, heads, lane
 
     @staticmethod
-    def of(config: InsertConfig, layout: RowLayout, cta, tokens, count, heads: int) -> Item:
-        """The item of this thread's group. count: heads of a token. heads: heads of an item."""
+    def of(config: InsertConfig, layout: RowLayout, cta, sizes: tuple, most_heads: int) -> Item:
+        """The item of this thread's group. sizes: tokens, heads of a token, items of a token."""
         thread, _, _ = cute.arch.thread_idx()
-        number = cta * config.groups(layout) + thread // layout.lanes
-        items = cute.ceil_div(count, heads)
-        return Item(
-            layout, number // items, tokens, number % items * heads, count, heads, thread % layout.lanes
-        )
+        (tokens, count, items), heads = sizes, config.item_heads(layout, most_heads)
+        token, first = divmod(cta * config.groups(layout) + thread // layout.lanes, items)
+        return Item(layout, token, tokens, first * heads, count, heads, thread % layout.lanes)
 
     def head(self, i: int):
         """Index of the item's i-th head."""

@@ -1,9 +1,17 @@
 """Quantise the numbers of a lane with the bits of ``cache.quantize``.
 
-Quotients are those of IEEE-754 division. For an ordinary divisor they are made of multiplications: with y = fl(1/d),
+Codes are those of IEEE-754 quotients. For an ordinary divisor quotients are made of multiplications: with y = fl(1/d),
 two steps of q += y * (x - q d) from q = fl(x y) end at fl(x/d), because a fused multiply-add computes the remainder
 exactly (Markstein 1990). Quotients beyond the largest code are clamped first; those so small that the remainder could
 underflow become 0 in any case.
+
+If x has 16 bits, one step gives a quotient with the code of fl(x/d) in every format here. q differs from x/d by at most
+two units u in its last place, and y from 1/d by 2^-24 of itself. So the step's exact result is within u/2^22 of x/d,
+and fl(x/d) follows unless x/d lies so close to the middle between two fp32 numbers. That matters only if one of the two
+is a border m between codes. Let d be in [1, 2) and m = M 2^e with M in 16..31 (borders have at most five bits). Then
+x - d m is a multiple of 2^(e-23), for d has 24 bits and x at most 11; and it is 8 d times that, up to a 2^-21th. So 8 d
+is almost a whole number, d is within eight units of a multiple of 1/8, and these units times M make up 8 d, which is at
+most 16: M is 16, and d is 2 - 2^-23. There the step ends right: x = 2 m gives q = m (1 + 2^-23), as the division does.
 """
 
 from __future__ import annotations
@@ -26,13 +34,13 @@ BEYOND = 2.0  # clamped quotients are this many times the largest code
 CODES_PER_WORD = 4  # codes of 8 bits in a word
 CODES_OF_NAN = 0x77777777  # e2m1 has no NaN: +6 stands in
 PAIRS_PER_WORD = 4  # pairs of e2m1 codes in a word
-# The midpoints between neighbouring e2m1 numbers, and half of the distance to the next fp32 number. That is negative
-# where the midpoint itself rounds to the larger neighbour, whose code is even.
-E2M1_BORDERS = tuple(
-    (t, half * 2.0**-24)
-    for t, half in ((0.25, 0.25), (0.75, -0.5), (1.25, 1), (1.75, -1), (2.5, 2), (3.5, -2), (5.0, 4))
-)
-MAGNITUDES_OF_BF16 = 0x7FFF7FFF  # mask of the magnitudes of two bf16
+# Midpoints between neighbouring e2m1 numbers, and half of the distance to the next fp32 number, negative where the
+# midpoint itself rounds to the larger neighbour, whose code is even. The larger midpoints, 2.5, 3.5 and 5, are these
+# times powers of two, and so are their distances.
+E2M1_BORDERS = tuple((t, half * 2.0**-24) for t, half in ((0.25, 0.25), (0.75, -0.5), (1.25, 1), (1.75, -1)))
+BF16_DOUBLE = 0x00800080  # added to a pair of ordinary bf16, doubles both
+MAGNITUDES = 0x7FFF7FFF  # mask of the magnitudes of two 16-bit numbers
+PAIRS = {"bfloat16": "bf16x2", "float16": "f16x2"}  # types of instructions
 BF16_128, BF16_8 = (
     0x43004300,
     0x41004100,
@@ -48,9 +56,10 @@ def bits_of(x: float) -> int:
 def quotients(
     values: cutlass.Constexpr, divisor: Float32, reciprocal: Float32, largest: cutlass.Constexpr
 ) -> cute.Tensor:
-    """(n) fp32: x / divisor for each x of a list. A quotient above ``largest`` may be any other number above it.
+    """(n) fp32: for each x of a list, a number with the code of x / divisor, as the module says. A quotient above
+    ``largest`` may be any other number above it.
 
-    reciprocal: fl(1 / divisor).
+    values: 16-bit numbers. reciprocal: fl(1 / divisor).
     """
     out = cute.make_rmem_tensor(len(values), Float32)
     if is_ordinary(divisor):
@@ -69,7 +78,7 @@ def ordinary_quotients(values: list, divisor: Float32, reciprocal: Float32, larg
     for value in values:
         x = cute.arch.fmin(absolute(value), limit, nan=True)
         sign = value.bitcast(Uint32) & Uint32(1 << SIGN_BIT)  # also the sign of -0
-        found.append((divided(x, divisor, reciprocal).bitcast(Uint32) | sign).bitcast(Float32))
+        found.append((divided(x, divisor, reciprocal, 1).bitcast(Uint32) | sign).bitcast(Float32))
     return found
 
 
@@ -79,10 +88,10 @@ def is_ordinary(x: Float32, limit: float = ORDINARY) -> Boolean:
     return Boolean(x.bitcast(Uint32) - Uint32(lowest) <= Uint32(highest - lowest))
 
 
-def divided(x: Float32, divisor: Float32, reciprocal: Float32) -> Float32:
-    """fl(x / divisor) of ordinary numbers. reciprocal: fl(1 / divisor)."""
+def divided(x: Float32, divisor: Float32, reciprocal: Float32, steps: int = 2) -> Float32:
+    """fl(x / divisor) of ordinary numbers, by two steps. reciprocal: fl(1 / divisor)."""
     quotient = x * reciprocal
-    for _ in range(2):
+    for _ in range(steps):
         quotient = fused(fused(-quotient, divisor, x), reciprocal, quotient)
     return quotient
 
@@ -116,10 +125,17 @@ def nvfp4_words(
     words: two numbers of ``dtype`` each, of one block, or of the lane's half of one if ``block_lanes`` is 2.
     reciprocal: fl(1 / scale).
     """
-    values = unpack(words, dtype)
-    amax = absolute(values[0])
-    for value in values[1:]:
-        amax = cute.arch.fmax(amax, absolute(value), nan=True)
+    largest = [words[i] & Uint32(MAGNITUDES) for i in range(cute.size(words))]
+    while len(largest) > 1:
+        rest = largest[len(largest) // 2 * 2 :]
+        largest = [
+            of_registers(f"max.NaN.{PAIRS[dtype]}", a, b)
+            for a, b in zip(largest[::2], largest[1::2], strict=False)
+        ]
+        largest += rest
+    pair = cute.make_rmem_tensor(1, Uint32)
+    pair[0] = largest[0]
+    amax = cute.arch.fmax(*unpack(pair, dtype), nan=True)
     if block_lanes == 2:
         amax = cute.arch.fmax(amax, Float32(cute.arch.shuffle_sync_bfly(amax, 1)), nan=True)
     code, divisor, found = block_codes(words, dtype, amax, scale, reciprocal)
@@ -182,14 +198,15 @@ def thresholds(divisor: Float32) -> list:
     for t, half in E2M1_BORDERS:
         border = fused_as("rm", divisor, Float32(t), divisor * half)
         found.append(interleave(border.bitcast(Uint32), Uint32(0), UPPER_HALF_TWICE))
-    return found
+    found += [pair + Uint32(BF16_DOUBLE) for pair in found[2:]]
+    return [*found, found[4] + Uint32(BF16_DOUBLE)]
 
 
 def codes_between(words: list, bounds: list) -> Uint32:
     """Eight codes of four pairs of bf16: how many bounds each magnitude exceeds, and the sign of what is below 0."""
     pairs = []
     for word in words:
-        magnitude = word & Uint32(MAGNITUDES_OF_BF16)
+        magnitude = word & Uint32(MAGNITUDES)
         codes = Uint32(BF16_128)
         for bound in bounds:
             codes = of_registers("add.rn.bf16x2", codes, exceeds(magnitude, bound))

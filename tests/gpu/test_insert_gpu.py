@@ -13,6 +13,8 @@ CASES = [
     Case("e5m2", "slots", heads=len(HARD_SCALES), scale="hard", dtype=torch.float16),
     Case("nvfp4", "cells", 64, 128, heads=8, scale="hard"),
     Case("nvfp4", "pages", 128, 64, swizzled=True, scale="tensor", rotated=128),
+    Case("nvfp4", "cells", 80, 128, heads=3, queries=5, rotated=48, swizzled=True, scale="head", norm=True),
+    Case("nvfp4", "slots", 256, 256, heads=5, queries=9, rotated=64, interleaved=True, dtype=torch.float16),
     Case("bfloat16", "cells", 512, 80, queries=3, rotated=512, norm=True),
     Case("e4m3", "pages", 256, 256, queries=2, rotated=64, interleaved=True, norm=True),
 ]
