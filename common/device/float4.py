@@ -21,6 +21,7 @@ HALVES = (0x1010, 0x3232)  # prmt selectors: either half of a word twice
 BYTES_OF_TWO = 0x0040  # prmt selector: byte 0 of two words
 PAIRS = ((0, 4), (2, 6), (1, 5), (3, 7))  # codes of a word that end up together in one word of two fp16
 FP16_FIELDS = 0x8E008E00  # the bits of two fp16 numbers that a code fills
+EVEN_SIGNS, ODD_SIGNS = 0x40404040, 0x80808080  # bits of every byte
 NIBBLES = 0x0F0F0F0F  # the lower ones of four bytes
 # prmt selectors: byte j of two words, each below a byte of zeros, which is the sign of a byte below 0x80.
 CODES_APART = (0xC480, 0xD591, 0xE6A2, 0xF7B3)
@@ -31,15 +32,12 @@ BF16_FACTOR = 2.0**112  # power of two that scales include
 
 def fp16_of_codes(word: Uint32) -> list:
     """Convert a word of eight codes to four words of two fp16, in the order PAIRS."""
-    found = []
-    for mask, shifts in ((NIBBLES, (9, 1)), (NIBBLES << 4, (5, -3))):
-        codes = masked(word, mask)
-        for shift in shifts:
-            # Between codes are zeros: of the two shifted words, only one has set bits in each field.
-            low = codes << shift if shift > 0 else codes >> -shift
-            high = codes << shift + 3 if shift > -3 else codes
-            found.append(fields_of_either(low, high))
-    return found
+    # Of each byte, the lower code's magnitude and sign at bits 0 and 6, the upper one's at 1 and 7: as far apart as in
+    # fp16. What is between them is masked behind the shift.
+    even = one_or_other(word, word << 3, EVEN_SIGNS)
+    odd = one_or_other(word >> 3, word, ODD_SIGNS)
+    shifted = (even << 9, even << 1, odd << 8, odd)
+    return [masked(codes, FP16_FIELDS) for codes in shifted]
 
 
 def masked(word: Uint32, mask: int) -> Uint32:
@@ -49,10 +47,10 @@ def masked(word: Uint32, mask: int) -> Uint32:
     )
 
 
-def fields_of_either(a: Uint32, b: Uint32) -> Uint32:
-    """(a | b) & FP16_FIELDS, in one instruction. Written in the DSL, it becomes two."""
+def one_or_other(a: Uint32, b: Uint32, mask: int) -> Uint32:
+    """The bits of b where the mask has ones, else those of a, in one instruction."""
     return cute.arch.inline_ptx(
-        f"lop3.b32 {{$w0}}, {{$r0}}, {{$r1}}, {FP16_FIELDS:#x}, 0xA8;",
+        f"lop3.b32 {{$w0}}, {{$r0}}, {{$r1}}, {mask:#x}, 0xD8;",
         write_only_types=[Uint32],
         read_only_args=[a, b],
     )
