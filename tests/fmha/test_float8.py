@@ -44,7 +44,13 @@ WRONG = [
     (ValueError, "v_scale", lambda a: {"v_scale": one(3)}),
     (ValueError, "v_scale", lambda a: {"v_scale": one(2).to("meta")}),
     (ValueError, "k_scale", lambda a: {"k": a["k"].bfloat16(), "v": a["v"].bfloat16()}),
+    (ValueError, "k", lambda a: {"k": spaced(a["k"])}),
 ]
+
+
+def spaced(t: torch.Tensor) -> torch.Tensor:
+    """The tensor with rows 8 bytes apart from each other, which TMA does not read."""
+    return torch.nn.functional.pad(t.view(torch.uint8), (0, 8)).view(t.dtype)[..., : t.shape[-1]]
 
 
 @pytest.mark.parametrize("error, name, changes", WRONG)

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from helpers.float8_cases import Case, check, on_gpu
+from helpers.float8_cases import NVFP4, Case, check, on_gpu
 
 from warpspec.fmha import attention
 
@@ -83,3 +83,30 @@ def test_scales_of_requests_without_keys():
         arguments[name][1] = math.nan
     got, _ = on_gpu(arguments)
     assert torch.equal(got, wanted) and not bool(got[1].any())
+
+
+@pytest.mark.parametrize("queries, dim", [(1, 128), (2, 64), (6, 128), (6, 256), (150, 64), (600, 128)])
+@pytest.mark.parametrize("format", [torch.float8_e4m3fn, NVFP4])
+def test_bias(format, queries, dim):
+    """A bias over codes: warps without one would be taken for the first shapes."""
+    arguments = Case(queries, 1100, (8, 2), dim, float8=format, batch=2, causal=True).arguments()
+    generator = torch.Generator().manual_seed(1)
+    arguments["bias"] = torch.randn(2, 8, queries, 1100, generator=generator).bfloat16()
+    assert_near(arguments)
+
+
+@pytest.mark.parametrize("format", [torch.float8_e4m3fn, NVFP4])
+def test_maps_and_masks(format):
+    """Soft caps, a negative scale, a tree of drafts and an image's range over codes."""
+    arguments = Case(6, 800, (8, 2), 128, float8=format, causal=True).arguments()
+    drafts = torch.tensor([[1, 3, 5, 9, 17, 33]])  # the first, and five that follow it
+    image = torch.full((1, 6, 2), -1, dtype=torch.int32)
+    image[0, :3] = torch.tensor([794, 797])
+    for option in ({"softcap": 5.0}, {"scale": -0.1}, {"tree": drafts}, {"ranges": image}):
+        assert_near(arguments | option)
+
+
+def assert_near(arguments: dict) -> None:
+    wanted = attention(**arguments, backend="reference").float()
+    got = on_gpu(arguments)[0].float()
+    assert (got - wanted).norm() < 4e-3 * wanted.norm()
