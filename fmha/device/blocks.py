@@ -42,7 +42,7 @@ class BlockSpan(KvTiles):
 
     visits (BLOCK, 2): the list. tiles: KV tiles of a block. begin, count: the KV tiles to visit, counted along the
     list. masked: those before this one belong to partial blocks. end: the KV length if it may end in a tile, else None.
-    whole: those from this one on belong to the full block in which the length ends; None if nobody looked for it.
+    cut: those from this one on belong to the full block in which the length ends; None if nobody looked for it.
     """
 
     visits: cute.Tensor
@@ -50,7 +50,7 @@ class BlockSpan(KvTiles):
     begin: Int32
     count: Int32
     masked: Int32
-    whole: Int32 | None = None
+    cut: Int32 | None = None
     end: Int32 | None = None
     first = 0  # of the keys that some row may see
 
@@ -83,12 +83,12 @@ class BlockSpan(KvTiles):
 
     def unmasked_steps(self) -> tuple:
         """(first, end): the steps whose KV tiles every row sees in full; the first step counts as masked."""
-        if self.end is not None and self.whole is None:
+        if self.end is not None and self.cut is None:
             return self.count, self.count
         first = cutlass.min(cutlass.max(self.masked - self.begin, 1), self.count)
-        if self.whole is None:
+        if self.cut is None:
             return first, self.count
-        return first, cutlass.max(cutlass.min(self.whole - self.begin, self.count), first)
+        return first, cutlass.max(cutlass.min(self.cut - self.begin, self.count), first)
 
 
 def list_of(config, blocks: Blocks, batch, head, first_query, length) -> BlockSpan:
@@ -108,8 +108,8 @@ def block_span(config, blocks: Blocks, batch, head, first_query, length) -> Bloc
     if not config.requests.ends_in_tile:
         return replace(span, count=count * span.tiles, masked=partial * span.tiles)
     if config.scheduler.has_warp:  # other roles that find their tiles lack the registers
-        count, whole = blocks_within(span.visits, partial, count, length, config.mask.block_size[1])
-        span = replace(span, whole=whole * span.tiles)
+        count, cut = blocks_within(span.visits, partial, count, length, config.mask.block_size[1])
+        span = replace(span, cut=cut * span.tiles)
     some = Boolean(length > 0) & Boolean(block < blocks.counts.shape[2])
     count = Int32(cutlass.select_(some, count, Int32(0)))
     return replace(span, count=count * span.tiles, masked=partial * span.tiles)
@@ -132,11 +132,11 @@ def blocks_within(visits: cute.Tensor, partial, count, length, keys: cutlass.Con
             low = middle + 1
         else:
             high = middle
-    whole = low
+    cut = low
     if low > partial:  # noqa: SIM102
         if (visits[low - 1, 0] + 1) * keys > length:
-            whole = low - 1
-    return low, whole
+            cut = low - 1
+    return low, cut
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from warpspec.fmha.device.tile import Piece, Tile
 from warpspec.fmha.schedule import SORTED_REQUESTS, KeySpan
 
 SPAN = ("begin", "count", "first", "end", "inner_first", "inner_end")
-BLOCK_SPAN = ("begin", "count", "masked", "whole")
+BLOCK_SPAN = ("begin", "count", "masked", "cut")
 
 
 class Records(NamedTuple):
