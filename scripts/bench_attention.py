@@ -19,7 +19,16 @@ import functools
 import math
 
 import torch
-from shared import bench_shapes, block_rows, driver, gpu_bench, sweep_calls, sweep_report, sweep_shapes
+from shared import (
+    bench_shapes,
+    block_rows,
+    driver,
+    gpu_bench,
+    sweep_calls,
+    sweep_draws,
+    sweep_report,
+    sweep_shapes,
+)
 from shared.attention_peers import FLASH, flash_attention, sdpa, sdpa_shared
 from shared.attention_rows import BF16, agree, columns, random, without_failing
 from shared.gradient_rows import backward, gradient_heads
@@ -182,7 +191,7 @@ def paged() -> list[list]:
 def varlen() -> list[list]:
     """Requests of different lengths, from the fixed table of bench_sweep.py."""
     rows, speeds = [], gpu_bench.measured_speeds()
-    for shape in sweep_shapes.cliffs():
+    for shape in sweep_draws.cliffs():
         if not isinstance(shape, sweep_shapes.AttentionShape) or shape.form == "plain":
             continue
         sets = sweep_calls.input_sets(shape)

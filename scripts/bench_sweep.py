@@ -41,15 +41,8 @@ import torch
 from shared import driver, gpu_bench, sweep_calls, sweep_gradients, sweep_regret, sweep_report
 from shared.attention_peers import flash_attention
 from shared.sweep_calls import OURS
-from shared.sweep_shapes import (
-    GRADIENTS,
-    KINDS,
-    Shape,
-    cliffs,
-    draw_shapes,
-    from_json,
-    to_json,
-)
+from shared.sweep_draws import cliffs, draw_shapes
+from shared.sweep_shapes import GRADIENTS, KINDS, Shape, from_json, to_json
 
 from warpspec.aot.workers import Progress, compile_ahead
 from warpspec.common.disk_cache import CACHE_VARIABLE, cache_folder

@@ -8,63 +8,33 @@ from __future__ import annotations
 import functools
 
 import torch
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import create_block_mask
 
 from shared import bench_shapes, gpu_bench
-from shared.attention_peers import FLASH, flash_attention, result_of
+from shared.attention_peers import FLASH, FLEX, flash_attention, flash_lists, flex, result_of
 from shared.attention_rows import agree, columns, random, without_failing
 from shared.gradient_rows import WRONG_GRADIENTS, recorded
+from shared.sweep_masks import in_cute, in_torch
 from warpspec.fmha import BlockMask, attention
 
-FLEX = "FlexAttention"
-DOCUMENT, WINDOW, SINKS = 1000, 1024, 4  # tokens
-PART = 5  # one of so many blocks is visited where blocks are drawn at random
+# Masks of ``bench_shapes.BLOCKS``.
+MASKS = {"documents": ("equal", 1000), "drawn": ("blocks", 3), "window": ("sliding", 1024)}
 IMAGE, TEXT = 256, 250  # tokens of an image, and of text between two
 
 
-def documents(b, h, q, k):
-    """Causal within documents of a fixed length."""
-    return (q // DOCUMENT == k // DOCUMENT) & (q >= k)
-
-
-def window(b, h, q, k):
-    """A causal window, and the first tokens."""
-    return (q >= k) & ((q - k < WINDOW) | (k < SINKS))
-
-
-def in_cute(name: str):
-    """A mask as a function that flash-attn-4 compiles; None for blocks that are listed in full."""
+def images_in_cute():
+    """``images`` as a function that flash-attn-4 compiles."""
     import cutlass
     import cutlass.cute as cute
     from flash_attn.cute.utils import scalar_to_ssa
 
-    def number(value):
-        return scalar_to_ssa(value, cutlass.Int32)
-
-    @cute.jit
-    def documents(batch, head, q, k, seqlen_info, aux_tensors):
-        length = number(DOCUMENT)
-        return (q // length == k // length) & (k <= q)
-
-    @cute.jit
-    def window(batch, head, q, k, seqlen_info, aux_tensors):
-        return (k <= q) & ((q < k + number(WINDOW)) | (k < number(SINKS)))
-
     @cute.jit
     def images(batch, head, q, k, seqlen_info, aux_tensors):
-        period, text = number(TEXT + IMAGE), number(TEXT)
+        period, text = (scalar_to_ssa(number, cutlass.Int32) for number in (TEXT + IMAGE, TEXT))
         same = (q // period == k // period) & (q % period >= text) & (k % period >= text)
         return (k <= q) | same
 
-    return locals().get(name)
-
-
-def drawn(length: int):
-    """A mask of whole blocks, one in PART of them, the diagonal among them."""
-    count = length // 128
-    table = torch.rand(count, count, device="cuda") < 1 / PART
-    table |= torch.eye(count, dtype=torch.bool, device="cuda")
-    return lambda b, h, q, k: table[q // 128, k // 128]
+    return images
 
 
 def images(b, h, q, k):
@@ -83,27 +53,6 @@ def image_ranges(batch: int, length: int) -> torch.Tensor:
     return found.int().repeat(batch, 1, 1)
 
 
-def flex_calls(q, mask):
-    """FlexAttention on tensors [B, S, H, D]."""
-    compiled = torch.compile(flex_attention)
-
-    def call(q, k, v):
-        heads_first = (t.transpose(1, 2) for t in (q, k, v))
-        grouped = q.shape[2] != k.shape[2]
-        return compiled(*heads_first, block_mask=mask, enable_gqa=grouped).transpose(1, 2)
-
-    return call
-
-
-def flash_lists(lists):
-    """The lists of a FlexAttention mask as flash-attn-4 takes them: (forward, backward)."""
-    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-
-    kv = (lists.kv_num_blocks, lists.kv_indices, lists.full_kv_num_blocks, lists.full_kv_indices)
-    q = (lists.q_num_blocks, lists.q_indices, lists.full_q_num_blocks, lists.full_q_indices)
-    return tuple(BlockSparseTensorsTorch(*fields, block_size=(128, 128)) for fields in (kv, q))
-
-
 def visited(lists: BlockMask) -> float:
     """The visited blocks' share of all."""
     counts = lists.kv_counts[..., 1]
@@ -116,17 +65,17 @@ def blocks(gradients: bool = False) -> list[list]:
     rows, flash = [], flash_attention()
     shapes = bench_shapes.BLOCK_GRADIENTS if gradients else bench_shapes.BLOCKS
     for name, batch, heads, heads_kv, length, d in shapes:
-        mod = drawn(length) if name == "drawn" else globals()[name]
+        mod = in_torch(MASKS[name], length, "cuda")
         lists = create_block_mask(mod, None, None, length, length, device="cuda")
         own = BlockMask.of(lists, length, length)
         leaves = [random(batch, length, n, d) for n in (heads, heads_kv, heads_kv)]
         forwards = {
             "warpspec": functools.partial(attention, block_mask=own),
-            FLEX: flex_calls(leaves[0], lists),
+            FLEX: functools.partial(flex, mask=lists),
             "dense": attention,
         }
         if flash is not None:
-            both, mask_mod = flash_lists(lists), in_cute(name)
+            both, mask_mod = flash_lists(lists), in_cute(MASKS[name])
             forwards[FLASH] = lambda q, k, v, both=both, mask_mod=mask_mod: result_of(
                 flash.dense(
                     q, k, v, mask_mod=mask_mod, block_sparse_tensors=both[0], block_sparse_tensors_bwd=both[1]
@@ -172,10 +121,10 @@ def ranges() -> list[list]:
             "warpspec": functools.partial(attention, causal=True, ranges=image_ranges(batch, length)),
             "lists": functools.partial(attention, block_mask=own),
             "causal": functools.partial(attention, causal=True),
-            FLEX: flex_calls(leaves[0], lists),
+            FLEX: functools.partial(flex, mask=lists),
         }
         if flash is not None:
-            both, mask_mod = flash_lists(lists), in_cute("images")
+            both, mask_mod = flash_lists(lists), images_in_cute()
             forwards[FLASH] = lambda q, k, v, both=both, mask_mod=mask_mod: result_of(
                 flash.dense(q, k, v, mask_mod=mask_mod, block_sparse_tensors=both[0])
             )

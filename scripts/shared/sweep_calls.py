@@ -15,19 +15,34 @@ from types import SimpleNamespace
 
 import torch
 from torch.nn.attention import SDPBackend
+from torch.nn.attention.flex_attention import BlockMask as FlexMask
+from torch.nn.attention.flex_attention import create_block_mask
 
 from warpspec.aot.models import PACKED, PAGED, kernels
 from warpspec.cache.quantize import quantize_nvfp4
 from warpspec.common.hardware import VECTOR_BYTES
 from warpspec.common.launch import Kernel, Target
-from warpspec.fmha import attention, attention_varlen
+from warpspec.fmha import BlockMask, attention, attention_varlen
+from warpspec.fmha.block_mask import WORD_BITS
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.quantized import BLOCK_SCALES, dequantized
 from warpspec.softmax import softmax, softmax_topk
 
 from . import gpu_bench
-from .attention_peers import CUDNN, FLASH, SDPA, flash_attention, result_of, sdpa, sdpa_shared
+from .attention_peers import (
+    CUDNN,
+    FLASH,
+    FLEX,
+    SDPA,
+    flash_attention,
+    flash_lists,
+    flex,
+    result_of,
+    sdpa,
+    sdpa_shared,
+)
 from .row_peers import QUACK, quack_softmax, quack_topk, softmax_peers, topk_peers
+from .sweep_masks import BLOCK, compiles, in_cute, in_torch
 from .sweep_shapes import CODE_BITS, FLOAT8, MOST_BYTES, AttentionShape, RowShape, Shape
 
 OURS = "warpspec"
@@ -43,8 +58,8 @@ SETS_BYTES, MOST_SETS = 2 * MOST_BYTES, 64  # of all inputs that calls of a shap
 def attention_inputs(
     shape: AttentionShape, device: str, seed: int = 0, *, values: bool = True
 ) -> SimpleNamespace:
-    """q, k, v (None where V is K) and the options of our call; of codes also ``wide``, the same in bf16 for peers.
-    values: random ones, and pages in random order."""
+    """q, k, v (None where V is K) and the options of our call; of codes also ``wide``, the same in bf16 for peers; of
+    lists of blocks ``lists``, FlexAttention's. values: random ones, and pages in random order."""
     draw = random.Random(seed)
 
     def tensor(*sizes):
@@ -62,6 +77,13 @@ def attention_inputs(
         options["window"] = (shape.window - 1, 0)
     if shape.sink:
         options["sink"] = tensor(shape.heads_q)
+    if shape.softcap:
+        options["softcap"] = shape.softcap
+    if shape.v_dim and shape.shared_kv:
+        options["v_dim"] = shape.v_dim
+    lists = None
+    if shape.mask is not None:
+        options["block_mask"], lists = lists_of(shape, device, values)
     if shape.form in PAGED:
         counts = [-(-keys // shape.page_size) for keys in shape.keys]
         pages = list(range(sum(counts)))
@@ -85,7 +107,7 @@ def attention_inputs(
         query_rows = (shape.batch, shape.queries[0])
     q = tensor(*query_rows, shape.heads_q, shape.head_dim)
     k = tensor(*key_rows, shape.heads_kv, shape.head_dim)
-    v = None if shape.shared_kv else tensor(*key_rows, shape.heads_kv, shape.head_dim)
+    v = None if shape.shared_kv else tensor(*key_rows, shape.heads_kv, shape.dims[1])
     if shape.kind in CODE_BITS:
         codes, more = quantized(shape.kind, (k, v), values)
         if values:
@@ -93,7 +115,45 @@ def attention_inputs(
             k, v = (dequantized(t, block).to(DTYPE) for t, block in zip(codes, blocks, strict=True))
         wide = SimpleNamespace(q=q, k=k, v=v, options=options)
         return SimpleNamespace(q=q, k=codes[0], v=codes[1], options=options | more, wide=wide)
-    return SimpleNamespace(q=q, k=k, v=v, options=options)
+    return SimpleNamespace(q=q, k=k, v=v, options=options, lists=lists)
+
+
+def lists_of(
+    shape: AttentionShape, device: str, values: bool
+) -> tuple[BlockMask, FlexMask | SimpleNamespace]:
+    """(Our lists of a shape's mask, FlexAttention's). values: not any of the same shapes, on whatever device."""
+    length = shape.keys[0]
+    if values:
+        found = create_block_mask(
+            in_torch(shape.mask, length, device), None, None, length, length, device=device
+        )
+        return BlockMask.of(found, length, length), found
+    count = -(-length // BLOCK)
+
+    def empty(*sizes):
+        return torch.empty(sizes, dtype=torch.int32, device=device)
+
+    lists, counts = (1, 1, count, count), (1, 1, count)
+    own = [empty(*lists, 2), empty(*counts, 2), empty(*lists, 3), empty(*counts, 3)]
+    patterns = [empty(3, BLOCK, BLOCK // WORD_BITS) for _ in range(2)]
+    of_side = {"num_blocks": counts, "indices": lists}
+    theirs = {
+        f"{side}_{name}": empty(*sizes)
+        for side in ("kv", "full_kv", "q", "full_q")
+        for name, sizes in of_side.items()
+    }
+    return BlockMask((BLOCK, BLOCK), (length, length), *own, *patterns), SimpleNamespace(
+        BLOCK_SIZE=(BLOCK, BLOCK), **theirs
+    )
+
+
+def problem_of(x: SimpleNamespace) -> AttentionProblem:
+    """The problem of our call on inputs that need no values."""
+    options = dict(x.options)
+    lists = options.pop("block_mask", None)
+    if lists is not None:
+        options |= lists.operands | dict(zip(("block_queries", "block_keys"), lists.block_size, strict=True))
+    return AttentionProblem.of(x.q, x.k, x.v, memory=False, **options)
 
 
 def quantized(kind: str, tensors: tuple, values: bool) -> tuple[list, dict]:
@@ -166,15 +226,21 @@ def peers(shape: Shape) -> dict[str, Callable]:
         found = {BF16: ours(plain), **peers(plain)}
         return {name: lambda x, call=call: call(x.wide) for name, call in found.items()}
     if shape.shared_kv:
-        return {SDPA: lambda x: sdpa_shared(x.q, x.k)}
+        plain = shape.form == "plain"
+        return {SDPA: lambda x: sdpa_shared(x.q, x.k, shape.v_dim or None)} if plain else {}
     found = {}
     flash = flash_attention()
     if flash is not None and shape.head_dim <= FLASH_MOST_DIM:
         found[FLASH] = lambda x: flash_call(flash, shape, x)
-    if shape.form == "plain" and shape.window is None and not shape.sink:
+    if shape.mask is not None:
+        if not compiles(shape.mask):
+            found.pop(FLASH, None)
+        return found | {FLEX: lambda x: flex(x.q, x.k, x.v, x.lists)}
+    if shape.form == "plain" and shape.window is None and not shape.sink and not shape.softcap:
         if shape.queries == shape.keys or shape.queries[0] == 1 or not shape.causal:
             found[CUDNN] = lambda x: sdpa_call(shape, x, SDPBackend.CUDNN_ATTENTION)
-        found[SDPA] = lambda x: sdpa_call(shape, x, SDPBackend.FLASH_ATTENTION)
+        backend = SDPBackend.FLASH_ATTENTION if shape.head_dim <= FLASH_MOST_DIM else None
+        found[SDPA] = lambda x: sdpa_call(shape, x, backend)
     return found
 
 
@@ -182,6 +248,10 @@ def flash_call(flash: SimpleNamespace, shape: AttentionShape, x: SimpleNamespace
     options = x.options
     common = {"causal": shape.causal, "learnable_sink": options.get("sink")}
     common["window_size"] = options.get("window", (None, None))
+    if shape.softcap:
+        common["softcap"] = shape.softcap
+    if shape.mask is not None:
+        common |= {"mask_mod": in_cute(shape.mask), "block_sparse_tensors": flash_lists(x.lists)[0]}
     if shape.form == "plain":
         return result_of(flash.dense(x.q, x.k, x.v, **common))
     named = {
@@ -218,8 +288,7 @@ def our_kernels(shape: Shape, target: Target) -> list[tuple[Kernel, Hashable]]:
     if isinstance(shape, AttentionShape):
         x = attention_inputs(shape, "meta", values=False)
         calls = [x, x.wide] if shape.kind in CODE_BITS else [x]
-        problems = [AttentionProblem.of(x.q, x.k, x.v, memory=False, **x.options) for x in calls]
-        return kernels(problems, target)
+        return kernels([problem_of(x) for x in calls], target)
     edges = shape.length * getattr(torch, shape.dtype).itemsize % VECTOR_BYTES != 0
     if shape.k:
         from warpspec.softmax.topk.launch import topk_kernel
@@ -246,9 +315,12 @@ def peer_kernel(shape: Shape) -> Hashable | None:
         return (QUACK, shape.kind, shape.length, shape.dtype, shape.k) if taken else None
     if shape.head_dim > FLASH_MOST_DIM or find_spec("flash_attn") is None:
         return None
+    if shape.mask is not None:
+        return (FLASH, shape.head_dim, shape.group, shape.mask) if compiles(shape.mask) else None
     pages = "whole tiles" if shape.page_size % 128 == 0 else "any"
     form = (shape.form, pages if shape.page_size else None)
-    return (FLASH, shape.head_dim, shape.group, *form, shape.window is None, shape.sink, shape.causal)
+    more = (shape.window is None, shape.sink, shape.causal, shape.softcap)
+    return (FLASH, *shape.dims, shape.group, *form, *more)
 
 
 def compile_peer(shape: Shape) -> None:

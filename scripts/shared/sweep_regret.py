@@ -17,6 +17,7 @@ from warpspec.fmha.launch import ATTENTION, second_kernel
 from warpspec.fmha.plan import Plan, candidates, expectation, make_plan, plan_of
 from warpspec.fmha.problem import AttentionProblem
 
+from . import sweep_calls
 from .gpu_bench import table
 from .plan_calls import describe, planned_call
 from .sweep_calls import OURS, attention_inputs
@@ -28,12 +29,11 @@ PLAN = "plan "  # in front of a plan's name among a result's times
 
 def planned(shape: Shape) -> bool:
     """Whether the shape's plans are ``fmha.plan``'s."""
-    return isinstance(shape, AttentionShape) and shape.kind != GRADIENTS
+    return isinstance(shape, AttentionShape) and shape.kind != GRADIENTS and shape.mask is None
 
 
 def problem_of(shape: AttentionShape, device: str = "meta") -> AttentionProblem:
-    x = attention_inputs(shape, "meta", values=False)
-    problem = AttentionProblem.of(x.q, x.k, x.v, memory=False, **x.options)
+    problem = sweep_calls.problem_of(attention_inputs(shape, "meta", values=False))
     if device != "meta":
         object.__setattr__(problem, "device", torch.device(device, 0))
     return problem

@@ -1,4 +1,4 @@
-"""Shapes of calls that engines make: drawn at random from published models, and a fixed table.
+"""Shapes of calls that engines make; ``sweep_draws`` draws them.
 
 A shape says everything about a call but the values in its tensors: heads, lengths of each request, pages, windows; or
 rows and columns. Shapes are written to and read from JSON.
@@ -6,45 +6,23 @@ rows and columns. Shapes are written to and read from JSON.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass
 
-from warpspec.aot.models import CALLS, FULL, MODELS, PACKED, PAGED, Model, sliding
+from warpspec.aot.models import CALLS, PACKED, PAGED
+
+from .sweep_masks import pairs_of
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 PROBABILITY_BYTES = 4 + 4  # of a result of top-k: fp32, int32
 
-# Models beside those of aot. Soft caps are left out: neither our kernels nor most peers have them.
-MORE_MODELS = {
-    "llama-3.2-1b": Model(32, 8, 64),
-    "llama-3.2-3b": Model(24, 8, 128),
-    "llama-3-405b": Model(128, 8, 128),
-    "qwen2.5-7b": Model(28, 4, 128),
-    "qwen2.5-14b": Model(40, 8, 128),
-    "qwen3-0.6b": Model(16, 8, 128),
-    "mistral-7b-v0.1": Model(32, 8, 128, layers=(sliding(4096),)),
-    "gemma-2-9b": Model(16, 8, 256, layers=(FULL, sliding(4096))),
-    "gemma-2-27b": Model(32, 16, 128, layers=(FULL, sliding(4096))),
-    "gemma-3-1b": Model(4, 1, 256, layers=(FULL, sliding(512))),
-}
-SHARED = tuple(name for name, model in MODELS.items() if model.shared_kv and not model.v_dim)  # no MLA
-DRAWN = {name: model for name, model in (MODELS | MORE_MODELS).items() if not model.shared_kv}
-TENSOR_PARALLEL = (1, 1, 1, 1, 2, 4, 8)  # GPUs that share a layer's heads
-
-PAGE_SIZES = (16, 32, 64, 128, 256)
 MOST_BYTES = 8e9  # of the tensors of a call
-MOST_FLOPS = 1.6e12  # so that a call takes a few milliseconds at most
-VOCABULARIES = (32000, 32064, 50257, 128256, 129280, 131072, 151936, 152064, 201088, 256000, 262144)
-EXPERTS = (8, 16, 32, 60, 64, 72, 128, 160, 256)
 GRADIENTS = "gradients"  # kind of a shape whose backward pass is timed, not its forward pass
 GRADIENT_WORK = 2.5  # a backward pass has five products for the forward pass's two
-GRADIENT_DIMS = (64, 128, 256)  # head sizes that have gradients
 FLOAT8, NVFP4 = "fp8", "nvfp4"  # kinds of shapes whose keys and values are e4m3, or NVFP4
 CODE_BITS = {FLOAT8: 8, NVFP4: 4.5}  # of a number of K and V, with its share of block scales
-CODE_DIMS = (64, 128, 256)  # head sizes that have such keys
-# Of 180 shapes.
+# Kinds of further models' shapes: head sizes and soft caps; MLA's decode; masks given as lists of blocks.
+SIZES, MLA, LISTS = "sizes", "mla", "lists"
+# Parts of all shapes.
 SHARES = {
     "prefill": 20,
     "chunked": 14,
@@ -57,6 +35,9 @@ SHARES = {
     GRADIENTS: 20,
     FLOAT8: 20,
     NVFP4: 20,
+    SIZES: 20,
+    MLA: 10,
+    LISTS: 14,
 }
 KINDS = tuple(SHARES)
 
@@ -66,7 +47,9 @@ class AttentionShape:
     """A call of ``attention`` or ``attention_varlen`` in bf16.
 
     kind: of KINDS. form: how requests are told apart, of ``aot.models.CALLS``. queries, keys: of each request.
-    page_size: 0 without pages. window: keys that a query sees, its own among them; None: all.
+    page_size: 0 without pages. window: keys that a query sees, its own among them; None: all. v_dim: head size of V, 0
+    for head_dim; if V is K, that of the part that V is. mask: name and number of a mask of ``sweep_masks``, given as
+    lists of blocks.
     """
 
     kind: str
@@ -82,6 +65,9 @@ class AttentionShape:
     sink: bool = False
     causal: bool = True
     shared_kv: bool = False
+    v_dim: int = 0
+    softcap: float | None = None
+    mask: tuple[str, int] | None = None
 
     def __post_init__(self):
         assert self.kind in KINDS and self.form in CALLS
@@ -99,6 +85,11 @@ class AttentionShape:
         return self.heads_q // self.heads_kv
 
     @property
+    def dims(self) -> tuple[int, int]:
+        """Head sizes of K and of V."""
+        return self.head_dim, self.v_dim or self.head_dim
+
+    @property
     def name(self) -> str:
         def lengths(values):
             return f"{values[0]}" if len(set(values)) == 1 else f"{min(values)}..{max(values)}"
@@ -106,9 +97,11 @@ class AttentionShape:
         extras = [f"p{self.page_size}"] if self.page_size else []
         extras += [f"w{self.window}"] if self.window else []
         extras += ["sink"] if self.sink else []
-        extras += [] if self.causal else ["full"]
+        extras += [f"cap{self.softcap:g}"] if self.softcap else []
+        extras += [f"{self.mask[0]}{self.mask[1]}"] if self.mask else [] if self.causal else ["full"]
         sizes = f"B{self.batch} q{lengths(self.queries)} k{lengths(self.keys)}"
-        heads = f"{self.heads_q}/{self.heads_kv} D{self.head_dim}"
+        dims = f"{self.head_dim}/{self.v_dim}" if self.v_dim else f"{self.head_dim}"
+        heads = f"{self.heads_q}/{self.heads_kv} D{dims}"
         return " ".join((sizes, heads, self.form, *extras))
 
     @property
@@ -127,12 +120,12 @@ class AttentionShape:
 
     def _kv_bytes(self, bits: float) -> int:
         """As ``kv_bytes``, of numbers of so many bits."""
-        return round((1 if self.shared_kv else 2) * self.heads_kv * self.head_dim * bits / 8)
+        return round((self.head_dim if self.shared_kv else sum(self.dims)) * self.heads_kv * bits / 8)
 
     @property
     def qo_bytes(self) -> int:
         """Bytes of Q and O."""
-        return 2 * sum(self.queries) * self.heads_q * self.head_dim * ELEMENT_BYTES["bfloat16"]
+        return sum(self.queries) * self.heads_q * sum(self.dims) * ELEMENT_BYTES["bfloat16"]
 
     @property
     def copies(self) -> int:
@@ -154,11 +147,13 @@ class AttentionShape:
     @property
     def flops(self) -> int:
         pairs = sum(self._pairs(q, k) for q, k in zip(self.queries, self.keys, strict=True))
-        forward = 4 * pairs * self.heads_q * self.head_dim
+        forward = 2 * pairs * self.heads_q * sum(self.dims)
         return round(GRADIENT_WORK * forward) if self.kind == GRADIENTS else forward
 
     def _pairs(self, queries: int, keys: int) -> int:
         """Count the pairs of a query and a key that it sees. The last query stands at the last key."""
+        if self.mask is not None:
+            return pairs_of(self.mask, queries)
         if not self.causal:
             return queries * keys
         most = keys if self.window is None else min(keys, self.window)
@@ -207,240 +202,5 @@ def to_json(shape: Shape) -> dict:
 def from_json(fields: dict) -> Shape:
     if "length" in fields:
         return RowShape(**fields)
-    lengths = {name: tuple(fields[name]) for name in ("queries", "keys")}
+    lengths = {name: tuple(fields[name]) for name in ("queries", "keys", "mask") if fields.get(name)}
     return AttentionShape(**(fields | lengths))
-
-
-# Drawing.
-
-
-def counts(total: int, kinds: Sequence[str] = KINDS) -> dict[str, int]:
-    """How many shapes of each kind: by SHARES, at least one of each where there are as many, together ``total``."""
-    whole = sum(SHARES[kind] for kind in kinds)
-    wanted = {kind: total * SHARES[kind] / whole for kind in kinds}
-    found = {kind: int(value) for kind, value in wanted.items()}
-    if total >= len(kinds):
-        found = {kind: max(1, value) for kind, value in found.items()}
-    while sum(found.values()) != total:
-        step = 1 if sum(found.values()) < total else -1
-        kind = max(kinds, key=lambda kind: step * (wanted[kind] - found[kind]))
-        found[kind] += step
-    return found
-
-
-def draw_shapes(total: int, seed: int, kinds: Sequence[str] = KINDS) -> list[Shape]:
-    """Different random shapes; the same for the same numbers. Kinds are drawn independently of each other."""
-    shapes = []
-    for kind, count in counts(total, kinds).items():
-        draw, found = random.Random(f"{kind} {seed}"), {}
-        while len(found) < count:
-            shape = DRAWS[kind](draw)
-            if shape.held_bytes <= MOST_BYTES and shape.flops <= MOST_FLOPS:
-                found[shape] = None
-        shapes += found
-    return shapes
-
-
-def size(draw: random.Random, least: int, most: int) -> int:
-    """Even in its logarithm; half of them round."""
-    value = round(least * (most / least) ** draw.random())
-    if draw.random() < 0.5:
-        step = 1 << max(0, value.bit_length() - 3)
-        value = max(least, value // step * step)
-    return value
-
-
-def lengths(draw: random.Random, batch: int, most: int, equal: bool, least: int = 1) -> tuple[int, ...]:
-    if equal:
-        return (most,) * batch
-    return tuple(draw.randint(min(least, most), most) for _ in range(batch))
-
-
-def layer(draw: random.Random) -> dict:
-    """Fields of a shape that a model decides, of one of its layers and of one of the GPUs that share it."""
-    name = draw.choice(sorted(DRAWN))
-    model = DRAWN[name]
-    options = draw.choice(model.layers)
-    parts = draw.choice([parts for parts in TENSOR_PARALLEL if model.heads_kv % parts == 0])
-    return {
-        "model": name,
-        "heads_q": model.heads_q // parts,
-        "heads_kv": model.heads_kv // parts,
-        "head_dim": model.head_dim,
-        "window": options["window"][0] + 1 if "window" in options else None,
-        "sink": model.sink,
-    }
-
-
-def form(draw: random.Random, *choices: str) -> dict:
-    """Fields of a shape: its form, and pages where it has them."""
-    chosen = draw.choice(choices)
-    return {"form": chosen, "page_size": draw.choice(PAGE_SIZES) if chosen in PAGED else 0}
-
-
-def prefill(draw: random.Random) -> AttentionShape:
-    batch, most, equal = size(draw, 1, 24), size(draw, 128, 32768), draw.random() < 0.5
-    queries = lengths(draw, batch, most, equal)
-    equal = len(set(queries)) == 1
-    taken = form(draw, "packed", "packed-paged", *(("plain", "plain") if equal else ()))
-    return AttentionShape("prefill", queries=queries, keys=queries, **layer(draw), **taken)
-
-
-def chunked(draw: random.Random) -> AttentionShape:
-    batch, most = size(draw, 1, 8), size(draw, 16, 4096)
-    before, equal = size(draw, 256, 65536), draw.random() < 0.5
-    queries = lengths(draw, batch, most, equal)
-    keys = tuple(q + k for q, k in zip(queries, lengths(draw, batch, before, equal), strict=True))
-    taken = form(draw, *(("plain", "paged", "packed-paged") if len(set(queries)) == 1 and equal else PACKED))
-    return AttentionShape("chunked", queries=queries, keys=keys, **layer(draw), **taken)
-
-
-def few_queries(draw: random.Random, kind: str, queries: int) -> AttentionShape:
-    batch, most, equal = size(draw, 1, 256), size(draw, 256, 65536), draw.random() < 0.4
-    keys = lengths(draw, batch, most, equal, least=queries)
-    taken = form(draw, "paged", "packed-paged", "packed-paged", "plain" if equal else "ranges")
-    return AttentionShape(kind, queries=(queries,) * batch, keys=keys, **layer(draw), **taken)
-
-
-def speculative(draw: random.Random) -> AttentionShape:
-    return few_queries(draw, "speculative", draw.randint(2, 8))
-
-
-def decode(draw: random.Random) -> AttentionShape:
-    return few_queries(draw, "decode", 1)
-
-
-def mixed(draw: random.Random) -> AttentionShape:
-    """Requests that decode, then some that are in their prefill."""
-    decoding, most = size(draw, 4, 192), size(draw, 512, 16384)
-    chunks = lengths(draw, draw.randint(1, 4), size(draw, 64, 4096), equal=draw.random() < 0.5)
-    before = [draw.choice((0, draw.randint(0, most))) for _ in chunks]
-    queries = (1,) * decoding + chunks
-    keys = lengths(draw, decoding, most, False) + tuple(q + k for q, k in zip(chunks, before, strict=True))
-    return AttentionShape("mixed", queries=queries, keys=keys, **layer(draw), **form(draw, "packed-paged"))
-
-
-def shared(draw: random.Random) -> AttentionShape:
-    """K and V one tensor of one head, as in DeepSeek-V4; without what no peer has: sinks and compressed positions."""
-    name = draw.choice(SHARED)
-    model = MODELS[name]
-    parts = draw.choice((1, 1, 2, 4))
-    queries = (1,) * size(draw, 1, 128)
-    keys = (size(draw, 256, 16384),) * len(queries)
-    heads = {"heads_q": model.heads_q // parts, "heads_kv": 1, "head_dim": model.head_dim}
-    return AttentionShape(
-        *("shared", name), **heads, form="plain", queries=queries, keys=keys, causal=False, shared_kv=True
-    )
-
-
-def matrix(draw: random.Random) -> dict:
-    """Fields of a RowShape: logits of a vocabulary, of a router, or any."""
-    what = draw.choice(("vocabulary", "vocabulary", "experts", "any"))
-    if what == "vocabulary":
-        rows, length = size(draw, 1, 256), draw.choice(VOCABULARIES)
-    elif what == "experts":
-        rows, length = size(draw, 1000, 32768), draw.choice(EXPERTS)
-    else:
-        rows, length = size(draw, 1, 8192), size(draw, 17, 999983)
-        rows = min(rows, int(1e9) // length + 1)
-    return {"rows": rows, "length": length, "dtype": draw.choice(("bfloat16", "bfloat16", "float32"))}
-
-
-def softmax(draw: random.Random) -> RowShape:
-    return RowShape("softmax", **matrix(draw))
-
-
-def top_k(draw: random.Random) -> RowShape:
-    """Draw a top-k: a router's 1 to 8 experts, whose probabilities sum to 1, or up to 100 of something else."""
-    fields = matrix(draw)
-    router = fields["length"] in EXPERTS
-    k = draw.choice((1, 2, 4, 6, 8)) if router else draw.choice((1, 8, 20, 40, 50, 64, 100))
-    return RowShape("top-k", **fields, k=min(k, fields["length"]), renormalize=router)
-
-
-def gradients(draw: random.Random) -> AttentionShape:
-    """A layer of a training step: equal sequences, or packed documents; a fifth without a causal mask. Without sinks,
-    which most peers have no gradients for."""
-    while (fields := layer(draw))["head_dim"] not in GRADIENT_DIMS:
-        pass
-    batch, most, equal = size(draw, 1, 16), size(draw, 192, 16384), draw.random() < 0.6
-    queries = lengths(draw, batch, most, equal)
-    causal = fields["window"] is not None or draw.random() < 0.8
-    form = "plain" if len(set(queries)) == 1 else "packed"
-    fields |= {"sink": False, "causal": causal, "form": form}
-    return AttentionShape(GRADIENTS, queries=queries, keys=queries, **fields)
-
-
-def quantized(draw: random.Random, kind: str) -> AttentionShape:
-    """A serving layer of any kind, decoding most of all, whose cache has codes. kind: of CODE_BITS."""
-    make = draw.choice((decode, decode, decode, speculative, chunked, prefill))
-    while (shape := make(draw)).head_dim not in CODE_DIMS:
-        pass
-    return replace(shape, kind=kind)
-
-
-DRAWS = {
-    "prefill": prefill,
-    "chunked": chunked,
-    "speculative": speculative,
-    "decode": decode,
-    "mixed": mixed,
-    "shared": shared,
-    "softmax": softmax,
-    "top-k": top_k,
-    GRADIENTS: gradients,
-    FLOAT8: partial(quantized, kind=FLOAT8),
-    NVFP4: partial(quantized, kind=NVFP4),
-}
-
-
-# The fixed table.
-
-
-def cliffs() -> list[Shape]:
-    """Shapes at which calls were slower than a peer's, or than memory allows, when they were first swept."""
-    draw = random.Random("cliffs")
-    gpt_oss = {"model": "gpt-oss-120b", "heads_q": 64, "heads_kv": 8, "head_dim": 64, "sink": True}
-    llama = {"model": "llama-3-8b", "heads_q": 32, "heads_kv": 8, "head_dim": 128}
-    large = {"model": "llama-3-70b", "heads_q": 64, "heads_kv": 8, "head_dim": 128}
-    split_keys = [(llama, (8, 1, 4096)), (large, (4, 1, 8192)), (llama, (2, 1, 16384))]
-
-    def packed(heads, most):
-        queries = lengths(draw, 16, most, False)
-        return AttentionShape("prefill", form="packed", queries=queries, keys=queries, **heads)
-
-    def decoding(heads, batch, most, page_size, form):
-        keys = lengths(draw, batch, most, False)
-        taken = {"form": form, "page_size": page_size}
-        return AttentionShape("decode", queries=(1,) * batch, keys=keys, **heads, **taken)
-
-    def packed_decode(heads, batch, each):
-        taken = {"form": "packed-paged", "page_size": 64}
-        return AttentionShape("decode", queries=(1,) * batch, keys=(each,) * batch, **heads, **taken)
-
-    def mixed(heads):
-        queries = (1,) * 64 + (2048,) * 2
-        keys = (*lengths(draw, 64, 8192, False), 2048, 8192)
-        return AttentionShape("mixed", form="packed-paged", page_size=16, queries=queries, keys=keys, **heads)
-
-    def plain(kind, heads, batch, queries, keys, **more):
-        fields = {"form": "plain", "queries": (queries,) * batch, "keys": (keys,) * batch}
-        return AttentionShape(kind, **fields, **heads, **more)
-
-    return [
-        *(plain("prefill", gpt_oss, 1, 8192, 8192, window=window) for window in (64, 128, 256, 1024)),
-        plain("prefill", gpt_oss, 1, 16384, 16384),
-        plain("chunked", llama, 1, 512, 8192),
-        plain("chunked", llama, 1, 2048, 32768),
-        *(decoding(llama, 32, 8192, 16, form) for form in ("paged", "packed-paged")),
-        *(decoding(gpt_oss, 128, 4096, 64, form) for form in ("paged", "packed-paged")),
-        plain("decode", gpt_oss, 64, 1, 8192, window=128),
-        *(plain("decode", heads, *row) for heads, row in split_keys),
-        *(packed_decode(llama, 64, each) for each in (512, 1024)),
-        *(mixed(heads) for heads in (llama, gpt_oss)),
-        *(packed(heads, 4096) for heads in (gpt_oss, llama)),
-        RowShape("softmax", 16, 151936, "bfloat16"),
-        RowShape("softmax", 128, 128256, "bfloat16"),
-        RowShape("top-k", 1, 129280, "float32", k=50),
-        RowShape("top-k", 17, 999983, "float32", k=100),
-    ]

@@ -10,20 +10,9 @@ import bench_sweep as sweep
 import pytest
 import torch
 from shared import gpu_bench, sweep_calls, sweep_gradients, sweep_report
+from shared.sweep_draws import MOST_FLOPS, cliffs, counts, draw_shapes
 from shared.sweep_report import OURS
-from shared.sweep_shapes import (
-    GRADIENTS,
-    KINDS,
-    MOST_BYTES,
-    MOST_FLOPS,
-    AttentionShape,
-    RowShape,
-    cliffs,
-    counts,
-    draw_shapes,
-    from_json,
-    to_json,
-)
+from shared.sweep_shapes import GRADIENTS, KINDS, MOST_BYTES, AttentionShape, RowShape, from_json, to_json
 
 from warpspec.aot.models import CALLS, PACKED, PAGED
 from warpspec.common.launch import SIMULATED
@@ -177,6 +166,42 @@ def test_inputs_make_the_call(form, more):
     if shape.page_size:
         used = [x.options["page_table"][b, : -(-keys // 16)] for b, keys in enumerate(shape.keys)]
         assert sorted(torch.cat(used).tolist()) == list(range(len(x.k)))
+
+
+def test_further_models_are_calls_with_peers(monkeypatch):
+    """V of its own size, a part of K, D 512, a soft cap, a mask in lists: peers of a CPU compute what the reference
+    does, and work counts both head sizes."""
+    monkeypatch.setattr(sweep_calls, "FLASH_MOST_DIM", 0)  # SDPA chooses its backend
+    equal = {"queries": (200,) * 2, "keys": (200,) * 2}
+    cases = {
+        "V": small("plain", **equal, head_dim=192, v_dim=128),
+        "latent": small(
+            "plain", queries=(1, 1), heads_kv=1, head_dim=576, v_dim=512, shared_kv=True, causal=False
+        ),
+        "512": small("plain", **equal, head_dim=512),
+        "cap": small("plain", **equal, softcap=5.0),
+        "lists": small("plain", **equal, causal=False, mask=("equal", 60)),
+    }
+    for name, shape in cases.items():
+        assert from_json(json.loads(json.dumps(to_json(shape)))) == shape
+        x = sweep_calls.attention_inputs(shape, "cpu", 1)
+        x.options["backend"] = "reference"
+        found, peers = sweep_calls.ours(shape)(x), sweep_calls.peers(shape)
+        if name == "lists":  # FlexAttention compiles on a GPU; its lists are eager torch's
+            seen = torch.arange(200)[:, None] // 60 == torch.arange(200) // 60
+            dense = {"attn_mask": seen.tril()}
+            expected = sweep_calls.sdpa(x.q, x.k, x.v, **dense)
+            assert set(peers) <= {sweep_calls.FLASH, sweep_calls.FLEX}
+        elif name == "cap":
+            assert sweep_calls.SDPA not in peers
+            continue
+        else:
+            expected = peers[sweep_calls.SDPA](x)
+        assert sweep.difference(found, expected) < 1e-2, name
+    shape = cases["V"]
+    assert shape.flops == 2 * 2 * (200 * 201 // 2) * 4 * (192 + 128)
+    assert shape.bytes == 2 * 200 * (4 + 2) * (192 + 128) * 2
+    assert cases["latent"].kv_bytes == 576 * 2
 
 
 def test_peers_of_rows_compute_what_we_do(monkeypatch):
