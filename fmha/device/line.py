@@ -5,7 +5,8 @@ requests, the lanes' sums are scanned, and the cut is located first among shares
 tiles. Roles read the ends (``Cursor``) from shared memory.
 
 In all rounds but the last, cuts move back to the begin of a query tile: pieces of tiles are costly, and with several
-rounds tiles are small compared with chunks. In the last round a chunk may begin and end within a tile. Each chunk with
+rounds tiles are small compared with chunks. In the last round a chunk may begin and end within a tile, unless all tiles
+are equally long and chunks become little longer if each is a tile (``chunk_length``). Each chunk with
 a piece of a cut tile leaves a state in one of its CTA's two workspace places; and the CTA whose chunk begins at the
 tile's first cut leaves a join record, from which ``device.join`` joins the states.
 """
@@ -28,6 +29,7 @@ from warpspec.fmha.device.tile import INTEGERS, Piece, select_integer, tile_of
 from warpspec.fmha.line import LEAST_TILES, MOST_ROUNDS, cut, round_count, stretch
 
 SIDES = 2  # a chunk's begin and its end
+WHOLE_SHARE = 8  # chunks may be longer by this part of their length if that leaves equal tiles whole
 BEGIN, END = range(SIDES)
 LAST_LANE = WARP_THREADS - 1
 
@@ -129,7 +131,7 @@ def stretch_of(config, operands, line: Line, request):
     found = request_at(config.requests, operands, request)
     tiles = cutlass.max((found.seq_q + config.rows.queries - 1) // config.rows.queries, 1)
     bounds = config.mask.bounds(line.window)
-    sizes = {"queries": config.rows.queries, "tile_n": config.tile_n}
+    sizes = {"queries": config.rows.queries, "tile_n": config.tile_n, "overhead": config.scheduler.overhead}
     return stretch(found.start, found.length, tiles, **sizes, bounds=bounds, wide=Int64, **INTEGERS)
 
 
@@ -157,10 +159,32 @@ def shares(config: cutlass.Constexpr, operands, line, of_lane) -> Scan:
     return scan(own)
 
 
-def chunk_length(config, line: Line, total, ctas) -> Int64:
-    """Length of every chunk but the last ones, which may be shorter or have nothing: the quotient, or a little more."""
+@cute.jit
+def common_length(config: cutlass.Constexpr, operands, line, found, of_lane) -> Int64:
+    """The length that all tiles have, or 0 if they differ; by a whole warp. found: ``shares``.
+
+    Of a lane's requests only the first one is looked at: the lane's sum tells whether the others are alike.
+    """
+    first = cute.arch.lane_idx() * of_lane
+    tiles = stretch_of(config, operands, line, cutlass.min(first, line.requests - 1))
+    length = cute.arch.shuffle_sync(tiles.upto(1), 0)
+    count = cutlass.max(cutlass.min(of_lane, line.requests - first), 0)
+    upto = found.before + length * Int64(tiles.tiles * line.heads * count)
+    following = Int64(cute.arch.shuffle_sync_down(found.before, 1))
+    last = Boolean(cute.arch.lane_idx() == LAST_LANE)
+    alike = Boolean(upto == Int64(cutlass.select_(last, found.total, following)))
+    return Int64(cutlass.select_(cute.arch.vote_all_sync(alike), length, Int64(0)))
+
+
+def chunk_length(config, line: Line, total, ctas, tile) -> Int64:
+    """Length of every chunk but the last ones, which may be shorter or have nothing: the quotient, or a little more.
+
+    tile: the length of all tiles, or 0. If that is a little more than the quotient, chunks are tiles, and none is cut.
+    """
     chunks = Int32(line.rounds * ctas)
     most = Int64(Float32(total) * (cute.arch.rcp_approx(Float32(chunks)) * Float32(1.0 + 2.0**-20))) + 1
+    whole = Boolean(tile >= most) & Boolean(tile <= most + most // WHOLE_SHARE)
+    most = Int64(cutlass.select_(whole, tile, most))
     return cutlass.max(most, Int64(LEAST_TILES * config.tile_n * config.mask.key_stride))
 
 
@@ -219,7 +243,8 @@ def place_chunks(config: cutlass.Constexpr, operands, line, cursors: cute.Tensor
     if warp < SIDES * line.rounds:
         of_lane = (line.requests + WARP_THREADS - 1) // WARP_THREADS
         found = shares(config, operands, line, of_lane)
-        size = chunk_length(config, line, found.total, ctas)
+        tile = common_length(config, operands, line, found, of_lane)
+        size = chunk_length(config, line, found.total, ctas, tile)
         for number in cutlass.range(warp, SIDES * line.rounds, config.threads // WARP_THREADS, unroll=1):
             round_, side = number // SIDES, number % SIDES
             chunk = round_ * ctas + cta + side
@@ -248,7 +273,7 @@ def write_join(config: cutlass.Constexpr, operands, line, cursors: cute.Tensor):
     words = Join(
         head=select_integer(begin.part > Float32(0.0), head, -1),
         query_tile=begin.query_tile,
-        before=tiles_before(begin.part, tile.span.count),
+        before=tiles_before(config, begin.part, tile.span.count),
         count=tile.span.count,
         batch=Int32(tile.batch),
         first_head=tile.first_head,
@@ -262,9 +287,9 @@ def write_join(config: cutlass.Constexpr, operands, line, cursors: cute.Tensor):
             record[i] = word
 
 
-def tiles_before(part, kv_tiles) -> Int32:
+def tiles_before(config, part, kv_tiles) -> Int32:
     """``line.cut``."""
-    return cut(part, kv_tiles, Int32, cutlass.min, select_integer)
+    return cut(part, kv_tiles, config.scheduler.overhead, Int32, cutlass.min, select_integer)
 
 
 def state_of(cta, begins) -> Int32:
@@ -310,8 +335,8 @@ class Chunk:
 
         begins = other_than(self.begin) | Boolean(self.begin.part == Float32(0.0))
         ends = other_than(self.end)
-        first = select_integer(begins, 0, tiles_before(self.begin.part, count))
-        last = select_integer(ends, count, tiles_before(self.end.part, count))
+        first = select_integer(begins, 0, tiles_before(self.config, self.begin.part, count))
+        last = select_integer(ends, count, tiles_before(self.config, self.end.part, count))
         whole = Boolean(first == 0) & Boolean(last == count) & (begins | Boolean(count > 0))
         return tile.cut(Piece(first, last - first, whole, state_of(cta, begins)))
 

@@ -91,6 +91,20 @@ def test_bits_depend_on_the_batch_alone(cut, batch, sms):
         assert torch.equal(first.nan_to_num(), second.nan_to_num())
 
 
+@pytest.mark.long
+def test_equal_tiles_stay_whole(cut):
+    """Where chunks are an eighth longer than they had to be at most, they give the bits of whole tiles."""
+    batch = Packed("equal", seq_q=(1,) * 7, seq_k=(500,) * 7, heads_q=8, heads_kv=2)
+    results = []
+    for way, sms in ((Way.LINE, 5), (None, 5), (Way.LINE, 3)):  # chunks: 15, 14 tiles; then 9
+        cut("sm_90a", sm_count=sms)
+        with choosing(way, wanted=lambda one: one.shape.ctas_per_sm == 3):
+            arguments = batch.arguments() | {"backend": "sim"}
+            results.append(attention_varlen(**arguments)[: sum(batch.seq_q)])
+    assert torch.equal(results[0], results[1])
+    assert not torch.equal(results[2], results[1])  # these were cut
+
+
 def test_rounds_of_chunks(cut):
     """Whole tiles in all rounds but the last."""
     batch = Packed(
