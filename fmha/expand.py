@@ -73,16 +73,22 @@ EXPAND = Kernel("fmha.expand", expand_arguments)
 
 def expands(problem: AttentionProblem, least_rows: int | None) -> bool:
     """Whether keys and values are dequantised first. least_rows: query rows of a KV head from which the target does so;
-    None: never. Packed queries are excluded: the 16-bit size of their keys is not known."""
-    if (
-        problem.format.kv_format is None
-        or least_rows is None
-        or problem.requests.packed_q
-        or problem.format.shared_kv
-    ):
+    None: never. Of packed queries the mean request counts, and their keys must be in pages, whose table bounds their
+    16-bit size."""
+    if problem.format.kv_format is None or least_rows is None or problem.format.shared_kv:
         return False
-    numbers = 2 * problem.batch * problem.seq_k * problem.heads_kv * problem.head_dim
-    return problem.group * problem.seq_q >= least_rows and numbers * BYTES <= MOST_BYTES
+    queries = problem.seq_q
+    if problem.requests.packed_q:
+        if problem.most_k is None:
+            return False
+        queries = problem.least_q // max(problem.batch, 1)
+    numbers = 2 * problem.batch * wide_keys(problem) * problem.heads_kv * problem.head_dim
+    return problem.group * queries >= least_rows and numbers * BYTES <= MOST_BYTES
+
+
+def wide_keys(problem: AttentionProblem) -> int:
+    """Keys of a batch row for which there is room in 16 bits."""
+    return problem.seq_k if problem.most_k is None else problem.most_k
 
 
 def expanded(problem: AttentionProblem) -> AttentionProblem:
@@ -91,6 +97,7 @@ def expanded(problem: AttentionProblem) -> AttentionProblem:
         problem,
         format=replace(problem.format, kv_format=None, swizzled=False),
         requests=replace(problem.requests, page_size=0),
+        most_k=None,
     )
 
 

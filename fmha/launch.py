@@ -19,7 +19,7 @@ from warpspec.common.simulator import joined
 from warpspec.common.workspace import EMPTY, new_workspace, prepare_reserve, workspace
 from warpspec.fmha.combine import COMBINE, CombineConfig
 from warpspec.fmha.config import AttentionKernel, Schedule
-from warpspec.fmha.expand import EXPAND, Expanded, expand_config, expanded, expands
+from warpspec.fmha.expand import EXPAND, Expanded, expand_config, expanded, expands, wide_keys
 from warpspec.fmha.features import dtype_name
 from warpspec.fmha.heads import class_of
 from warpspec.fmha.join import JOIN, JoinConfig
@@ -125,7 +125,7 @@ def prepare(problem: AttentionProblem, target: Target, found: Plan | None = None
     """
     if found is None and expands_on(problem, target):
         check_supported(problem, target)
-        shape = (problem.batch, problem.seq_k, problem.heads_kv, problem.head_dim)
+        shape = (problem.batch, wide_keys(problem), problem.heads_kv, problem.head_dim)
         expand = EXPAND.launcher(expand_config(problem), target)
         return Expanded(expand, prepare(expanded(problem), target), shape, problem.dtype)
     found = found or plan(problem, target)

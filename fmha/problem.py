@@ -81,6 +81,7 @@ class AttentionProblem:
     # least_q is T's first binary digits, no larger than T.
     total_q: int | None = field(default=None, compare=False)
     least_q: int | None = None
+    most_k: int | None = None  # with packed queries over pages of codes: most keys of a request, by the table
     num_splits: int | None = None  # >= 1; None: the kernel chooses
     block_heads: bool = False  # query heads have each their own lists of blocks (``block_mask``)
 
@@ -299,6 +300,7 @@ def _packed(operands: Operands, options: Options) -> dict:
         "seq_k": min(max(hint_k, 1), most_keys),
         "total_q": total_q,
         "least_q": total_q >> spare << spare,
+        "most_k": None if page_table is None or k.dtype == operands.q.dtype else most_keys,
     }
 
 

@@ -59,8 +59,9 @@ DECODE_LOADS = Loads(one=28, two=22.5, all=18, spread=0.75)
 # is nearly as fast as two. Measured on an H200 at three shapes.
 FLOAT8_LOADS = Loads(one=20, two=25, all=25, spread=1)
 # If warps convert codes in registers, by bits of a number; bytes counted as in FLOAT8_LOADS. From B1 L65536 and B32
-# L8192 at D 128 on an H200, 2026-11-26: 24 to 33 parts of the keys are best, 16 meet on SMs.
-WARP_LOADS = {8: Loads(one=48, two=37, all=37, spread=0.75), 4: Loads(one=35, two=43, all=43, spread=0.75)}
+# L8192 at D 128, 2026-11-26: of e4m3, parts that have an SM each are best on an H100 (11 of 13 that do), and as good as
+# any on an H200; parts that meet on SMs are slower.
+WARP_LOADS = {8: Loads(one=60, two=37, all=37, spread=0.75), 4: Loads(one=35, two=43, all=43, spread=0.75)}
 
 
 @lru_cache(maxsize=4096)

@@ -9,7 +9,7 @@ from helpers.suites import long
 
 from warpspec import sim
 from warpspec.common.launch import simulating
-from warpspec.fmha import attention, launch
+from warpspec.fmha import attention, attention_varlen, launch
 from warpspec.fmha.sm90 import CHOICES
 
 FP16 = torch.float16
@@ -70,6 +70,28 @@ def test_dequantised_before(case, monkeypatch):
     check(case if case.float8 == torch.float8_e5m2 else replace(case, float8=NVFP4), run)
     first = sim.last_report().launches[0]
     assert "Expand" in first.kernel and first.grid[1:] == (2, 1)  # only x takes more than 65535 batch rows
+    launch.prepare.cache_clear()
+
+
+def test_packed_queries_dequantised_before(monkeypatch):
+    """Of packed requests, whose pages become a tensor with a row for each; one has no key, one few queries."""
+    monkeypatch.setattr(CHOICES, "expanded_rows", 8)
+    launch.prepare.cache_clear()
+    counts = (40, 3, 9)
+    case = Case(1, 150, (4, 2), 64, batch=3, page=16, lengths=(143, 0, 20), float8=NVFP4, swizzled=True)
+    arguments = case.arguments() | {"causal": True, "max_seqlen_k": 1}  # a hint that is too small
+    arguments["q"] = q = torch.randn(
+        sum(counts), 4, 64, generator=torch.Generator().manual_seed(5)
+    ).bfloat16()
+    starts = torch.tensor([0, 40, 43, 52], dtype=torch.int32)
+    del arguments["normalize"], arguments["window"], arguments["num_splits"]
+    call = dict(cu_seqlens_q=starts, max_seqlen_q=40, **arguments)
+    with simulating("sm_90a", seed=1):
+        got = attention_varlen(**call, backend="sim")
+    assert "Expand" in sim.last_report().launches[0].kernel
+    wanted = attention_varlen(**call, backend="reference").float()
+    assert got[40:43].eq(0).all() and not q.isnan().any()
+    assert (got.float() - wanted).norm() < 4e-3 * wanted.norm()
     launch.prepare.cache_clear()
 
 
