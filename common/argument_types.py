@@ -65,7 +65,8 @@ def _storage(module) -> Storage:
 
 
 def _fields(kernel):
-    """Name, bytes and offset of each field of the storage structs that a kernel allocates."""
+    """Name, bytes and offset of each field of the storage structs that a kernel allocates, and of the padding in them,
+    whose name is empty."""
     end = 0
     for op in _operations(kernel):
         if op.name != "cute.memref.alloca" or ", smem," not in (kind := str(op.results[0].type)):
@@ -76,9 +77,19 @@ def _fields(kernel):
         start = -(-end // int(allocation["align"])) * int(allocation["align"])
         end = start + int(allocation["bytes"])
         if "smem.struct_fields" in op.attributes:
-            for field in op.attributes["smem.struct_fields"]:
-                name, size, offset = field.value.rsplit(":", 2)
-                yield name, int(size), start + int(offset)
+            filled = start
+            for name, size, offset in sorted(_declared(op), key=lambda field: field[2]):
+                if start + offset > filled:
+                    yield "", start + offset - filled, filled
+                yield name, size, start + offset
+                filled = max(filled, start + offset + size)
+
+
+def _declared(allocation):
+    """Name, bytes and offset in the struct of each field of an allocation."""
+    for field in allocation.attributes["smem.struct_fields"]:
+        name, size, offset = field.value.rsplit(":", 2)
+        yield name, int(size), int(offset)
 
 
 def record_argument_types() -> None:

@@ -169,12 +169,25 @@ class HostModule:
             raise HostError(
                 f"{self.name} takes {len(parameters)} arguments ({names}), got {len(args)}{fixed}"
             )
-        bound = dict(zip(parameters, args, strict=False))
-        for name, value in kwargs.items():
-            if name not in parameters or name in bound:
-                reason = "given twice" if name in bound else "not an argument of the compiled function"
-                raise HostError(f"argument `{name}`: {reason}")
-            bound[name] = value
+        streams = [name for name, p in parameters.items() if takes_stream(p.annotation) or "stream" in name]
+        left_out = [None, *streams] if len(args) + len(kwargs) < len(parameters) else [None]
+        first: HostError | None = None
+        for stream in left_out:  # tvm-ffi callers omit the stream, wherever it stands
+            given = [name for name in parameters if name != stream]
+            bound = dict(zip(given, args, strict=False))
+            for name, value in kwargs.items():
+                if name not in parameters or name in bound:
+                    reason = "given twice" if name in bound else "not an argument of the compiled function"
+                    raise HostError(f"argument `{name}`: {reason}")
+                bound[name] = value
+            try:
+                return self._values(bound)
+            except HostError as error:
+                first = first or error
+        raise first
+
+    def _values(self, bound: dict[str, object]) -> list[Value]:
+        """Flattened arguments, by name, in signature order."""
         values = self._flatten(bound)
         if len(values) != len(self.slots):  # compiled through TVM-FFI, a NamedTuple's numbers may fill slots
             by_field = self._flatten(bound, by_field=True)

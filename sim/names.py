@@ -80,12 +80,19 @@ def kernel_name(name: str, source: str | None) -> str:
 
 
 class StorageNames:
-    """Fields of shared memory by offset. fields: the known fields of dynamic memory; start: where dynamic memory
-    begins."""
+    """Fields of shared memory by offset. fields: the known fields of dynamic memory, and padding, whose name is empty;
+    start: where dynamic memory begins."""
 
     def __init__(self, fields: Sequence[Field] = (), start: int = 0):
-        self._fields = sorted((offset + start, nbytes, name) for name, nbytes, offset in fields)
+        every = sorted((offset + start, nbytes, name) for name, nbytes, offset in fields)
+        self._fields = [field for field in every if field[2]]
         self._starts = [offset for offset, _, _ in self._fields]
+        # (first offset, end, field before) of padding
+        self.padding = [
+            (offset, offset + nbytes, every[i - 1][2] if i else "")
+            for i, (offset, nbytes, name) in enumerate(every)
+            if not name and nbytes
+        ]
 
     def barrier(self, offset: int) -> str | None:
         """The field of the mbarrier at an offset in shared memory, `name[index]` if it has several."""

@@ -20,7 +20,7 @@ x, weight = torch.randn(batch, depth).bfloat16(), torch.randn(features, depth).b
 bias, out = torch.randn(features).bfloat16(), torch.zeros(batch, features).bfloat16()
 session = active()
 try:
-    sim.launch(
+    session.report += sim.launch(
         text, entry, grid=(features // TILE_M, batch // TILE_N), block=384,
         smem=STAGES * UNROLL * (TILE_M + TILE_N) * TILE_K * 2, seed=session.seed, check=session.check,
         args=[out, weight, x, bias, np.int32(features), np.int32(batch), np.int32(depth),

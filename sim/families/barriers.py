@@ -32,9 +32,11 @@ class NamedBarrier:
     votes: list[int] = field(default_factory=list)  # set predicate bits of each arriving group, for .red
     results: list = field(default_factory=list)  # groups to which a reduction is delivered
     order: object = None  # the order checker's clock of this use
-    waiting: list[Warp] = field(
-        default_factory=list
-    )  # warps that wait in this use, where memory order is checked
+    # The rest is kept where memory order is checked.
+    waiting: list[Warp] = field(default_factory=list)  # warps that wait in this use
+    users: set[int] = field(default_factory=set)  # warps that have used it with the count of the last use
+    counted: int | None = None  # that count
+    last: tuple[Warp, Instr] | None = None  # the last arrival
 
     def describe(self) -> str:
         counts = f"{self.arrived} of {self.expected} threads"
@@ -45,6 +47,9 @@ class NamedBarrier:
         if self.expected is not None and self.all_threads:
             self.expected -= count
             if self.arrived and self.arrived == self.expected:
+                if m.order is not None:
+                    w, ins = self.last
+                    m.order.threads_missing(w, ins, self, m.launch.threads - self.expected)
                 _complete(m, self)
 
 
@@ -114,6 +119,18 @@ def _operands(ins: Instr) -> tuple[str, list]:
     return kind, list(ins.operands)
 
 
+def _note(m: Machine, w: Warp, ins: Instr, barrier: NamedBarrier, count: int | None) -> None:
+    """Tell the order checker of an arrival."""
+    m.order.join_barrier(w, barrier)
+    if barrier.counted != count:
+        barrier.users, barrier.counted = set(), count
+    barrier.users.add(w.index)
+    barrier.last = w, ins
+    missing = m.launch.threads - _live_threads(w.cta)
+    if count is None and missing and barrier.expected is None:
+        m.order.threads_missing(w, ins, barrier, missing)
+
+
 @handler("bar", "barrier", family=Family.BARRIER, destinations=0, collective=Collective.WARP)
 @handler(
     "bar.red", "bar.cta.red", "barrier.red", "barrier.cta.red",
@@ -127,7 +144,7 @@ def named_barrier(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None:
     barrier = _barrier(w.cta, w.scalar(operands[0], mask))
     count = w.scalar(operands[1], mask) if len(operands) > 1 else None
     if m.order is not None:
-        m.order.join_barrier(w, barrier)
+        _note(m, w, ins, barrier, count)
         if kind == "sync":
             barrier.waiting.append(w)
     if _arrive(m, w, barrier, count, mask):
@@ -148,7 +165,7 @@ def _reduce(m: Machine, w: Warp, ins: Instr, operands: list, mask: int) -> Wait 
     barrier.votes.append((predicate & mask, mask))
     barrier.results.append((w, target, operation, mask))
     if m.order is not None:
-        m.order.join_barrier(w, barrier)
+        _note(m, w, ins, barrier, count)
         barrier.waiting.append(w)
     if _arrive(m, w, barrier, count, mask):
         _complete(m, barrier)

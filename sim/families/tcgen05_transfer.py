@@ -76,8 +76,10 @@ def ld(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     address = rest[0]
     split = rest[1] if len(rest) > 1 else None
     tmap, packed, lane, column = place(w, ins, address, split, mask)
+    number = 0
     if m.order is not None:
-        m.order.tensor_transfer(w, ins, transfer.cells(lane, column, tmap, packed), write=False)
+        number = m.order.tensor_transfer(w, ins, transfer.cells(lane, column, tmap, packed), write=False)
+        w.state.setdefault("tcgen05.ld", set()).add(number)
     values = None
     if m.rng.random() < EARLY:
         values = transfer.load(w.cta.tmem, lane, column, tmap, packed).copy()
@@ -86,7 +88,14 @@ def ld(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     if reduced is not None:
         w.set_u32(reduced[0], POISONED, mask)
         registers = _joined(registers, reduced[0])
-    w.in_flight(registers, lambda: finish_load(w, load))
+
+    def fill() -> None:
+        finish_load(w, load)
+        if number:
+            w.state["tcgen05.ld"].discard(number)
+            m.order.load_used(w)
+
+    w.in_flight(registers, fill)
 
 
 @lru_cache(maxsize=512)

@@ -169,14 +169,17 @@ class Product(Op):
             clocks = [op.clock for op in ops]
             b, mn_major = tuple(step.b for step in steps), steps[0].b_mn_major
             chunks = operands.operand_chunks(b, f.n, f.b, f.k, mn_major, f.b_row_chunks)
-            shared = [SharedOperand("B", b[0], f.n, mn_major, chunks)]
+            order.shared_chunks(self.cta, chunks, smem_descriptor.CHUNK_BYTES, read, *clocks)
+            order.layouts.read(self.cta, ops[0].ins, SharedOperand("B", b[0], f.n, mn_major, chunks))
             if steps[0].a is not None:
                 a, mn_major = tuple(step.a for step in steps), steps[0].a_mn_major
                 chunks = operands.operand_chunks(a, M, f.a, f.stored_k, mn_major)
-                shared.append(SharedOperand("A", a[0], M, mn_major, chunks))
-            for operand in shared:
-                order.shared_chunks(self.cta, operand.chunks, smem_descriptor.CHUNK_BYTES, read, *clocks)
-                order.layouts.read(self.cta, ops[0].ins, operand)
+                for part, own in enumerate(rows_of_warps(chunks, mn_major)):
+                    read = order.of(
+                        ops[part], False, component=self.group.order.component, count=self.number + 1
+                    )
+                    order.shared_chunks(self.cta, own, smem_descriptor.CHUNK_BYTES, read, clocks[part])
+                order.layouts.read(self.cta, ops[0].ins, SharedOperand("A", a[0], M, mn_major, chunks))
             start = stop
 
     def compute(self, parts: list[int]) -> None:
@@ -273,7 +276,8 @@ class Warpgroup:
             self.order = m.order.new_queue(w)
         part = w.index % WARPS
         mine = self.issues[part]
-        if mine.open is not None and not continues(mine.open, len(mine.open.fragments[part]), step):
+        joins = mine.open is not None and continues(mine.open, len(mine.open.fragments[part]), step)
+        if not (joins and m.launch.fuse):
             self.close(m, part)
         if mine.open is None:
             number, mine.next_number = mine.next_number, mine.next_number + 1
@@ -331,6 +335,22 @@ def forced(product: Product, part: int) -> Callable[[], None]:
             product.compute([part])
 
     return force
+
+
+_ROWS_OF_WARPS: dict[int, tuple] = {}
+
+
+def rows_of_warps(chunks: np.ndarray, mn_major: bool) -> list[np.ndarray]:
+    """The part of A's chunks that each warp reads: its own 16 rows. chunks: as `operand_chunks` keeps them."""
+    kept = _ROWS_OF_WARPS.get(id(chunks))
+    if kept is None or kept[0] is not chunks:
+        parts = [np.ascontiguousarray(part) for part in np.split(chunks, WARPS, axis=1 if mn_major else 0)]
+        for part in parts:
+            part.setflags(write=False)
+        if len(_ROWS_OF_WARPS) > 4096:
+            _ROWS_OF_WARPS.clear()
+        kept = _ROWS_OF_WARPS[id(chunks)] = (chunks, parts)
+    return kept[1]
 
 
 def from_registers(words: np.ndarray, fmt: str) -> np.ndarray:

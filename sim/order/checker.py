@@ -12,13 +12,14 @@ import numpy as np
 from warpspec.sim.order.clocks import (
     Clock,
 )
+from warpspec.sim.order.exits import ExitChecks
 from warpspec.sim.order.findings import Finding
 from warpspec.sim.order.places import shared_place
 from warpspec.sim.order.shadow import distinct
 from warpspec.sim.order.tensors import TensorAccesses
 
 
-class OrderChecker(TensorAccesses):
+class OrderChecker(TensorAccesses, ExitChecks):
     """Happens-before of one launch, or of one share of it."""
 
     def all_found(self) -> dict[tuple, Finding]:
@@ -27,6 +28,10 @@ class OrderChecker(TensorAccesses):
 
     def cta_exits(self, cta) -> None:
         """The last warp of a CTA leaves the kernel: all accesses to its shared memory must be over by then."""
+        self.padding_touched(cta)
+        for barrier in cta.named_barriers.values():
+            if barrier.arrived:
+                self.barrier_left(cta, barrier)
         last = Clock(cta.order.domain)
         for w in cta.warps:
             last.join(w.order.rows, w.order.foreign)

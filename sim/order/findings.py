@@ -126,13 +126,14 @@ def diagnose(first: Access, second: Access, missing: int, memory: str) -> tuple[
 def is_tolerated(first: Access, second: Access, missing: int, freed: bool = False) -> bool:
     """Whether hardware is known to do without: NVIDIA's own examples read an accumulator behind tcgen05.commit and its
     mbarrier without a fence, free tensor memory behind loads whose registers they have used, not waited for, and issue
-    MMAs that write what those before them, of other accumulators, read. Triton and DeepGEMM let TMA overwrite, behind
-    a barrier without a proxy fence, what threads have read, and where tcgen05.alloc has put its address."""
+    MMAs that write what those before them, of other accumulators, read. CUTLASS's attention and flash-attn-4 have no
+    tcgen05.fence around the barriers between warps that share tensor memory. Triton and DeepGEMM let TMA overwrite,
+    behind a barrier without a proxy fence, what threads have read, and where tcgen05.alloc has put its address."""
     name = first.ins.opcode
     return (
         of_one_queue(first, second)
+        or missing in (TENSOR, TENSOR_OWN)
         or (missing in (ASYNC_SHARED, ASYNC_GLOBAL) and (not first.write or name.startswith("tcgen05.alloc")))
-        or (missing == TENSOR and name.startswith(("tcgen05.mma", "tcgen05.cp")))
         or (freed and name.startswith("tcgen05.ld"))
     )
 

@@ -33,8 +33,8 @@ class TensorAccesses(Synchronisation):
                     if number:
                         self.found = self.suspected[number - 1] | self.found
 
-    def tensor_transfer(self, w, ins: Instr, where, write: bool) -> None:
-        """tcgen05.ld or tcgen05.st."""
+    def tensor_transfer(self, w, ins: Instr, where, write: bool) -> int:
+        """tcgen05.ld or tcgen05.st; returns its number among the warp's."""
         queue = self.queue(w, "st" if write else "ld")
         queue.count += 1
         access = Access(
@@ -42,6 +42,14 @@ class TensorAccesses(Synchronisation):
             write=write, generic=False, queued=True,
         )  # fmt: skip
         self.tensor_access(w.cta, where, access, w.order)
+        return queue.count
+
+    def load_used(self, w) -> None:
+        """A register of a tcgen05.ld is used: the load is complete, as if waited for (a warning says that it was not),
+        once those before it are."""
+        done = min(w.state["tcgen05.ld"], default=self.queue(w, "ld").count + 1) - 1
+        self.passed(w, "ld", done)
+        self.passed(w, "ld", done, row=TENSOR_OWN)
 
     def tensor_waited(self, w, write: bool) -> None:
         """tcgen05.wait::ld or ::st."""

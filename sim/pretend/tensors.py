@@ -205,6 +205,8 @@ class Propagation(TorchDispatchMode):
         super().__init__()
         self.capturing: list[Callable[[], None]] | None = None
 
+    supports_higher_order_operators = True  # flex_attention called without torch's compiler, say
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """No: torch would import its compiler, seconds of it, for the first tensor."""
@@ -242,7 +244,8 @@ def _again(function: Callable, args: tuple, kwargs: dict, result: object) -> Non
 
 
 def _get_device(tensor: torch.Tensor) -> torch.device:
-    return CUDA if is_marked(tensor) else _device(tensor)
+    device = _device(tensor)
+    return CUDA if device.type == "cpu" and is_marked(tensor) else device
 
 
 def _clone_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:

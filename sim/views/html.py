@@ -14,6 +14,7 @@ from warpspec.sim.report import LaunchReport, SimReport, Span
 WIDTH, ROW = 1100, 16  # pixels of a timeline and of a warp's row
 LABEL = 130  # pixels left of a timeline
 MOST_SPANS = 6000  # drawn for a CTA: longest first
+UNNAMED = "padding"
 TMEM_COLUMNS = 512
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#997700", "#555555")
 STYLE = """
@@ -184,14 +185,15 @@ def _memory(launch: LaunchReport) -> str:
     if launch.storage and total:
         shapes = []
         for i, (name, size, offset) in enumerate(sorted(launch.storage, key=lambda field: field[2])):
-            hint = _text(f"{name}: {size} bytes at {offset:#x}")
+            hint = _text(f"{name or UNNAMED}: {size} bytes at {offset:#x}")
             shapes.append(
                 f'<rect x="{offset / total * WIDTH:.1f}" y="0" height="24" width="{max(size / total * WIDTH, 1):.1f}" '
                 f'fill="{COLOURS[i % len(COLOURS)]}"><title>{hint}</title></rect>'
             )
         parts.append(f'<svg class="shared" width="{WIDTH}" height="24">{"".join(shapes)}</svg>')
         rows = [
-            (name, f"{offset:#x}", size) for name, size, offset in sorted(launch.storage, key=lambda f: f[2])
+            (name or UNNAMED, f"{offset:#x}", size)
+            for name, size, offset in sorted(launch.storage, key=lambda f: f[2])
         ]
         parts.append(_table(("field", "offset", "bytes"), rows, "fields"))
     if launch.tmem_columns:

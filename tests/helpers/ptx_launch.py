@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 import numpy as np
 
 from warpspec.common.cubin import KernelResources
 from warpspec.sim.memory import GlobalMemory
+from warpspec.sim.names import Field
 from warpspec.sim.report import LaunchReport
 from warpspec.sim.runtime import execute
 
@@ -42,6 +44,7 @@ def launch(
     check: str | None = None,
     target: str = "sm_100a",
     registers: int | None = None,
+    storage: Sequence[Field] = (),
 ) -> LaunchReport:
     """Run `body` as a kernel whose .u64 parameters are the arrays' addresses, then .u32 scalars.
 
@@ -57,7 +60,7 @@ def launch(
     text = text.replace(".target sm_100a", f".target {target}")
     resources = None if registers is None else KernelResources(registers, 0, 0, 0, 1024)
     options = dict(grid=grid, block=block, cluster=cluster, params=blob, gmem=gmem, seed=seed)
-    report = execute(text, "kernel", **options, resources=resources, check=check)
+    report = execute(text, "kernel", **options, resources=resources, check=check, storage=storage)
     for name, array in arrays.items():
         array[...] = staged[name].array.view(array.dtype).reshape(array.shape)
     return report

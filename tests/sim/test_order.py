@@ -328,6 +328,14 @@ CASES = {
         START + ALLOCATE_PAIR + BOTH + STORE_TENSOR + "[[" + BOTH + "]]" + FREE_PAIR),
     "a barrier behind a pair's dealloc": ("the other CTA may have exited", PAIR,
         START + ALLOCATE_PAIR + BOTH + STORE_TENSOR + FREE_PAIR + "[[" + BOTH + "]]"),
+    "a warp's own rows of A": (UNORDERED, dict(block=(128, 1, 1), target="sm_90a"),
+        START + FILL + "fence.proxy.async; bar.sync 0; [[mov.b32 %r24, %r2;||xor.b32 %r24, %r2, 1;]]"
+        + "and.b32 %r25, %r3, 127; mad.lo.u32 %r24, %r24, 256, %r25; add.u32 %r24, %r24, %r10;"
+        + "st.shared.u32 [%r24], 0; "
+        + "fence.proxy.async; bar.warp.sync -1;" + re.sub(r"\[\[|\]\]", "", WGMMA)
+        + "wgmma.wait_group.sync.aligned 0;"),
+    "threads that leave before a barrier of all": ("that some of them have left", dict(block=(64, 1, 1)),
+        START + "[[bar.sync 0; @%p2 exit;||@%p2 exit; bar.sync 0;]]"),
     "wgmma.fence": ("no wgmma.fence", dict(block=(128, 1, 1), target="sm_90a"),
         START + FILL + "fence.proxy.async; bar.sync 0;" + WGMMA + "wgmma.wait_group.sync.aligned 0;"),
     "a proxy fence before wgmma": (PROXY, dict(block=(128, 1, 1), target="sm_90a"),
@@ -364,6 +372,9 @@ TOLERATED = (  # by hardware: a warning
     "tcgen05.wait::ld before tensor memory is freed",
     "tcgen05.wait::ld before a use",
     "tcgen05.wait::ld before a use behind a move",
+    "threads that leave before a barrier of all",
+    "tcgen05.fence::before_thread_sync",
+    "tcgen05.fence::after_thread_sync",
 )
 
 
@@ -387,6 +398,35 @@ def test_the_defect_is_found(name, seed):
     if name == "tcgen05.commit before tensor memory is freed" and isinstance(caught.value, sim.TmemFault):
         return  # the product was computed behind that
     assert any(kind in finding.kind for finding in caught.value.findings), caught.value
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_named_barrier_of_too_few_threads(seed):
+    """Three warps use a barrier of two: the third waits for ever, or its arrival is left when the CTA ends."""
+    body = START + "setp.eq.u32 %p3, %r2, 2; @%p3 bar.arrive 1, COUNT; @!%p3 bar.sync 1, COUNT;"
+    assert not run(body.replace("COUNT", "96"), seed, block=(96, 1, 1)).warnings
+    try:
+        found = run(body.replace("COUNT", "64"), seed, block=(96, 1, 1)).warnings[0]
+    except sim.Deadlock as error:
+        found = str(error)
+    assert "warps 0, 1, 2 use it, 96 threads; it is of 64" in found or "32 of 64 threads" in found
+
+
+def test_accesses_to_padding_of_the_storage():
+    start = -8192  # of `sm`: offsets count from dynamic memory, which is behind it
+    scale, tile = ("scale", 128, start), ("tile", 1024, start + 1024)
+    good = START + "st.shared.u32 [%r12], %r1; @%p1 st.shared.u32 [%r10+1024], 0; @%p1 "
+    stray = "ld.shared.u32 %r4, [%r10+144];"
+    fields = (scale, ("", 1024 - 128, start + 128), tile)
+    assert not run(
+        good + stray, storage=(scale, tile)
+    ).warnings  # which may be an allocation that has no name
+    assert not run(good + "st.shared.u32 [%r10+1028], 0;", storage=fields).warnings
+    for access in (stray, "st.shared.u32 [%r10+144], 0;"):
+        with pytest.raises(
+            sim.OrderError, match="padding between two fields: shared memory, 16 bytes behind `scale`"
+        ):
+            run(good + access, storage=fields)
 
 
 HANDED_BACK = f"""
