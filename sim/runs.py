@@ -111,14 +111,14 @@ def stream_of_run() -> Stream:
 
 
 @contextmanager
-def one_stream():
+def one_stream(stream: Stream | None = None):
     """A context whose runs launch into one stream with nothing between them, as far as `check="order"` is concerned.
 
     A launch with the attribute programmatic_stream_serialization may then overlap launches of the run before. Outside
-    of this context, only launches of the same run may overlap.
+    of this context, only launches of the same run may overlap. stream: goes on with an earlier context's.
     """
     global _stream
-    before, _stream = _stream, _stream or Stream()
+    before, _stream = _stream, _stream or stream or Stream()
     try:
         yield
     finally:

@@ -56,6 +56,7 @@ def intercept(
     device = device_of(arch)
     session = Session(seed=seed, seeds=seeds, check=check, collect=collect)
     patches, propagation = Patches(), tensors.Propagation()
+    propagation.on_kernel = session.torch_runs
 
     def call(compiled: object, args: tuple, kwargs: dict) -> None:
         session.call(compiled, args, kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +14,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from warpspec.sim import simulation
 from warpspec.sim.errors import SimError
 from warpspec.sim.order.findings import Finding, OrderError, grouped_text
+from warpspec.sim.order.launches import Stream
 from warpspec.sim.report import SimReport
+from warpspec.sim.runs import one_stream
 
 SOURCE = re.compile(r"from (\S+:\d+)")  # in a warning: lines of source
 
@@ -36,13 +39,20 @@ class Session:
     calls: int = 0
     seconds: float = 0.0
     failed: SimError | None = None
+    stream: Stream = field(default_factory=Stream)
+
+    def torch_runs(self) -> None:
+        """Note that torch runs a kernel of its own, which starts when all before it are over, and ends before others."""
+        self.stream = Stream()
 
     def call(self, compiled: object, args: tuple, kwargs: dict) -> None:
         """Run a compiled function in the simulator."""
         self.calls += 1
         start = time.monotonic()
         try:
-            with torch._C.DisableTorchFunction(), _disable_current_modes():
+            several = (self.seeds or 1) > 1  # each run of a call would follow the one before it
+            stream = nullcontext() if several else one_stream(self.stream)
+            with torch._C.DisableTorchFunction(), _disable_current_modes(), stream:
                 report = simulation.run(
                     compiled, *args, seed=self.seed, seeds=self.seeds, check=self.check, **kwargs
                 )

@@ -122,6 +122,7 @@ class Suite:
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
         session = self.session
         session.report, session.errors, session.failed = SimReport(), [], None
+        session.torch_runs()
         budget = self.options.warpspec_budget
         if budget and time.monotonic() - self.start > budget:
             pytest.skip(f"warpspec: the budget of {budget:.0f} s is spent")

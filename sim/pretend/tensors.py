@@ -204,6 +204,7 @@ class Propagation(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.capturing: list[Callable[[], None]] | None = None
+        self.on_kernel: Callable[[], None] = lambda: None  # called when torch runs a kernel on the device
 
     supports_higher_order_operators = True  # flex_attention called without torch's compiler, say
 
@@ -227,6 +228,8 @@ class Propagation(TorchDispatchMode):
             else:
                 others.add(storage._cdata)
         if on_device:
+            if not _without_kernel(function):
+                self.on_kernel()
             for tensor in tensors_in(result):
                 storage = storage_of(tensor)
                 if storage is not None and storage._cdata not in others:
@@ -234,6 +237,14 @@ class Propagation(TorchDispatchMode):
         if self.capturing is not None:
             self.capturing.append(functools.partial(_again, function, args, kwargs, result))
         return result
+
+
+def _without_kernel(function: Callable) -> bool:
+    """Whether an operator makes a view, or a tensor that it does not fill."""
+    name = getattr(function, "__name__", "")
+    return getattr(function, "is_view", False) or name.startswith(
+        ("empty", "new_empty", "detach", "alias", "resize")
+    )
 
 
 def _again(function: Callable, args: tuple, kwargs: dict, result: object) -> None:

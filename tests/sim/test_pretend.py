@@ -113,6 +113,14 @@ def test_a_script_runs_unchanged(tmp_path, capfd):
     assert not torch.cuda.is_available() and not torch.ones(1).is_cuda, "nothing is left behind"
 
 
+def test_calls_follow_each_other_in_one_stream(capfd):
+    overlap = str(SCRIPT.with_name("gpu_overlap.py"))
+    assert script.main(["--check", "order", overlap]) == 1
+    assert "accesses of launches that overlap" in capfd.readouterr().out
+    assert script.main(["--check", "order", overlap, "torch"]) == 0
+    assert "memory order: nothing found" in capfd.readouterr().out
+
+
 def test_a_suite_runs_unchanged(tmp_path):
     (tmp_path / "test_kernels.py").write_text(SUITE)
     options = [
