@@ -35,6 +35,7 @@ WARNING = re.compile(
     r"warning: (.+?) at PTX line \d+, which hardware tolerates\n(.*?)(?=\nwarning: |\nmemory order|\Z)",
     re.DOTALL,
 )
+CRASH = re.compile(r"^\.?Fatal Python error: (.+)", re.MULTILINE)
 FAULTS = (
     "TmemFault",
     "Deadlock",
@@ -175,6 +176,9 @@ def verdict(output: str, code: int) -> list[str]:
         at = output.find(f"errors.{kind}: ")
         if at >= 0:
             return [f"{kind} at {_lines(output[at:])}"]
+    crash = CRASH.search(output)
+    if crash:  # of the host's part of the kernel's code
+        return [f"the process ends: {crash[1]} at {_lines(output[crash.start() :], not_ours=True)}"]
     found = output[max(output.rfind("memory order"), 0) :].partition("\nwarning: ")[0]
     said = [WRONG_RESULT] if code and WRONG.search(output) else []
     said += [
@@ -191,8 +195,11 @@ def verdict(output: str, code: int) -> list[str]:
     return [f"stops: {lines[-1].strip()[:80] if lines else 'no output'}"]
 
 
-def _lines(text: str) -> str:
-    """The first two lines of source that a text names; lines of PTX where it names no other."""
+def _lines(text: str, not_ours: bool = False) -> str:
+    """The first two lines of source that a text names; lines of PTX where it names no other. not_ours: of a Python
+    traceback, without the simulator's."""
+    if not_ours:
+        text = re.sub(r'File "(?!.*/warpspec/sim/)([^"]+)", line (\d+)', r"\1:\2", text)
     found = LINE.findall(text)
     named = [f"`{name}:{line}`" for name, line, _ in found if name] or [ptx for _, _, ptx in found]
     return " and ".join(list(dict.fromkeys(named))[:2]) or "no line"

@@ -83,6 +83,13 @@ CASES = (
          script="flash_attention_forward.py",
          edits=((FORWARD, "        # Notify mma warp that the 2nd half of P is ready\n"
                           "        cute.arch.fence_view_async_tmem_store()\n", ""),), **FLASH),
+    Case("flash-shared-race", fix="188643b8", kind="statistics written behind their shared memory",
+         script="flash_attention_forward.py", arguments="--queries 128 --batch 4 --one-sm --lse",
+         edits=((FORWARD, "self.m_block_size + self.q_stage * self.m_block_size",
+                 "self.m_block_size + self.m_block_size * 2"),), **FLASH),
+    Case("flash-empty-keys", fix="03cd0651", kind="no keys: the host divides by zero",
+         script="tests/cute/test_flash_attn.py::test_flash_attn_seqlen_k_zero",
+         edits=(("flash_attn/cute/interface.py", "if seqlen_k == 0 or total_q == 0:", "if total_q == 0:"),), **FLASH),
     Case("flash-sink-room", fix="5844fa69", kind="shared memory too small for a sink's row maxima",
          script="flash_attention_forward.py", arguments="--sink",
          edits=((FORWARD, "self.q_stage * self.m_block_size * 2",
@@ -111,6 +118,9 @@ CASES = (
          script="flash_attention_backward.py",
          edits=((HOPPER_BACKWARD, "        if const_expr(not self.deterministic):\n"
                                   "            cute.arch.cp_async_bulk_wait_group(0, read=True)\n", ""),), **FLASH),
+    Case("flash-bwd-preprocess", fix="4460ebbc", kind="no wait for the kernel before (PDL)", arch="sm_90a",
+         script="tests/cute/test_mask_mod.py::test_sm90_block_sparse_explicit_192_block_size",
+         edits=(("flash_attn/cute/block_sparse_utils.py", "cute.arch.griddepcontrol_wait()", "pass"),), **FLASH),
     Case("quack-gather-scope", fix="3d58cbf", kind="an arrival's scope: cp.async, then the other CTA's MMA",
          script="quack_gather_gemm.py",
          edits=((GEMM, """mbarrier_arrive_release_cluster(
@@ -119,6 +129,10 @@ CASES = (
 """, """ab_pipeline.sync_object_full.arrive_mbarrier(
                             ab_consumer_state.index, dst_rank=cta_rank_in_cluster & 0xFE,
 """),), **QUACK),
+    Case("quack-load-barrier", fix="34cfe42", kind="a named barrier of too few threads",
+         script="quack_gather_gemm.py", arguments="--add",
+         edits=((GEMM, "num_threads=(self.num_ab_load_warps + 1) * cute.arch.WARP_SIZE",
+                 "num_threads=2 * cute.arch.WARP_SIZE"),), **QUACK),
     Case("quack-setmaxnreg", fix="97c98dc", kind="hang: registers never given back", script="quack_gather_gemm.py",
          edits=((GEMM, """        if warp_idx == self.epi_load_warp_id:
             if const_expr(self.gather_A):
@@ -175,6 +189,13 @@ CASES = (
                  "            cute.arch.fence_view_async_tmem_load()\n"
                  "            cute.arch.barrier(barrier_id=15, number_of_threads=128)\n"
                  "            tmem.relinquish_alloc_permit()\n"),)),
+    Case("cutlass-mla-exchange", fix="ours", kind="row maxima overwritten before they are read", **CUTLASS,
+         script=f"{ATTENTION}/mla/mla_decode_fp8.py", files=(f"{ATTENTION}/mla", f"{EXAMPLES}/helpers"),
+         arguments=f"--batch_size 1 --seq_len_k 256 --split_kv 1 --seq_len_q 1 --num_heads 128 {ONCE}",
+         mends=((f"{ATTENTION}/mla/mla_decode_fp8.py", "\n        # find correction factor\n",
+                 "            self.softmax_exchange_sync_bar.wait()\n\n        # find correction factor\n"),)),
+    Case("flashinfer-2996", fix="479f67e7", kind="threads that return before a barrier of the CTA",
+         base="479f67e7", **TINYGEMM),
     Case("flashinfer-3630", fix="0b727e676", kind="a wait is retried on another stage's mbarrier",
          base="0b727e676", **TINYGEMM),
     Case("deepgemm-292", fix="d30fc36", kind="a pair's tensor memory freed, the peer may have exited",

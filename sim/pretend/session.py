@@ -42,7 +42,7 @@ class Session:
     stream: Stream = field(default_factory=Stream)
 
     def torch_runs(self) -> None:
-        """Note that torch runs a kernel of its own, which starts when all before it are over, and ends before others."""
+        """Note that torch runs a kernel of its own, which overlaps neither those before it nor those behind it."""
         self.stream = Stream()
 
     def call(self, compiled: object, args: tuple, kwargs: dict) -> None:

@@ -17,6 +17,12 @@ no proxy fence: shared memory
     first   CTA (1, 0, 0) warp 8 reads: PTX line 8 `ld` from /a/kernel.py:5 in kernel
     second  CTA (0, 0, 0) warp 4 writes: PTX line 9 `cp` from /a/kernel.py:7 in kernel
 memory order: nothing found"""
+CRASHED = """.Fatal Python error: Floating point exception
+
+Current thread 0x00007f81 (most recent call first):
+  File "/a/warpspec/sim/host.py", line 117 in _call
+  File "/a/flash_attn/cute/interface.py", line 1540 in _flash_attn_fwd
+  File "/a/flash_attn/cute/interface.py", line 3096 in forward"""
 BY_TEXT = "order: fences by the ISA's text alone"
 
 
@@ -27,6 +33,11 @@ BY_TEXT = "order: fences by the ISA's text alone"
         (ORDER, 1, ["order: accesses that nothing orders at `kernel.py:649` and `kernel.py:855`", BY_TEXT]),
         (TEXT, 1, [BY_TEXT]),
         ("memory order: nothing found", 0, []),
+        (
+            CRASHED,
+            136,
+            ["the process ends: Floating point exception at `interface.py:1540` and `interface.py:3096`"],
+        ),
         (WARNED, 0, ["warning: no proxy fence at `kernel.py:5` and `kernel.py:7`"]),
         ("Traceback\nImportError: no module", 2, ["stops: ImportError: no module"]),
     ],
