@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import runpy
 import sys
 import traceback
@@ -71,6 +72,8 @@ def main(argv: list[str]) -> int:
     if not options.script.is_file():
         print(f"error: {options.script} is not a file", file=sys.stderr)
         return FAILED
+    if not faulthandler.is_enabled():
+        faulthandler.enable()  # a compiled function's host part may crash: name the Python lines that called it
     code = 0
     try:
         with intercept(options.arch, seed=options.seed, seeds=options.seeds, check=options.check) as session:
