@@ -16,9 +16,16 @@ def of_split(config, o: cute.Tensor, tile, place) -> cute.Tensor:
     return o[(tile.split, *row)] if config.output.splits else o[row]
 
 
+def sink_of(sink: cute.Tensor | None, head) -> Float32 | None:
+    """A head's sink, or None if there are none. An idle row, whose head may lie past the end, gets the last one."""
+    return None if sink is None else sink[cutlass.min(head, cute.size(sink) - 1)].to(Float32)
+
+
 @cute.jit
-def statistics(config: cutlass.Constexpr, row, place, tile, state, operands, unit, empty) -> Float32:
-    """Write lse, or row_max and row_sum, once per row; returns the factor of O."""
+def statistics(
+    config: cutlass.Constexpr, row, place, tile, state, operands, unit, empty, sink: cutlass.Constexpr
+) -> Float32:
+    """Write lse, or row_max and row_sum, once per row; returns the factor of O. sink: ``sink_of`` its head."""
     reference, _, row_sum = state
     index = (place.batch, place.head, place.query)
     if cutlass.const_expr(config.output.splits):
@@ -27,9 +34,8 @@ def statistics(config: cutlass.Constexpr, row, place, tile, state, operands, uni
     factor = Float32(1.0)
     if cutlass.const_expr(config.output.normalize):
         total = row_sum
-        if cutlass.const_expr(operands.sink is not None):
-            head = cutlass.min(place.head, cute.size(operands.sink) - 1)  # idle rows may lie past the end
-            total += sink_term(operands.sink[head].to(Float32), reference)
+        if cutlass.const_expr(sink is not None):
+            total += sink_term(sink, reference)
         factor = Float32(1.0) / total
     else:
         factor, maximum, total = unnormalised(state, unit, empty)

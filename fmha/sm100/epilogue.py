@@ -11,7 +11,7 @@ from cutlass import Boolean, Float32
 
 from warpspec.common.device import tmem
 from warpspec.fmha.device.logits import unit
-from warpspec.fmha.device.results import of_split, piece_statistics, statistics
+from warpspec.fmha.device.results import of_split, piece_statistics, sink_of, statistics
 from warpspec.fmha.device.scales import value_factor
 from warpspec.fmha.device.unseen import RowColumns, recompute, tainted
 from warpspec.fmha.heads import BLOCK
@@ -103,14 +103,15 @@ def epilogue(
 def factor_of(config: cutlass.Constexpr, row, place, tile, state, operands, score_unit, empty) -> Float32:
     """Write the row's statistics beside its columns; returns the factor of O."""
     factor = Float32(1.0)
+    arguments = config, row, place, tile, state, operands, score_unit, empty
     if cutlass.const_expr(config.scheduler.cuts_tiles):
         if tile.piece.whole:
-            factor = statistics(config, row, place, tile, state, operands, score_unit, empty)
+            factor = statistics(*arguments, sink_of(operands.sink, place.head))
         else:
             target = operands.pieces[tile.piece.state, row.index, None]  # (D + 4)
             factor = piece_statistics(config, row, target, state, score_unit, empty)
     else:
-        factor = statistics(config, row, place, tile, state, operands, score_unit, empty)
+        factor = statistics(*arguments, sink_of(operands.sink, place.head))
     return value_factor(config, operands, tile, factor)
 
 

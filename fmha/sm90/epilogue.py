@@ -11,7 +11,7 @@ from cutlass import Boolean, Float32, Int32
 
 from warpspec.common.device.wgmma import flat, store_row
 from warpspec.fmha.device.logits import unit
-from warpspec.fmha.device.results import of_split, piece_statistics, statistics
+from warpspec.fmha.device.results import of_split, piece_statistics, sink_of, statistics
 from warpspec.fmha.device.scales import value_factor
 from warpspec.fmha.device.unseen import recompute, tainted
 from warpspec.fmha.heads import BLOCK
@@ -70,36 +70,38 @@ def epilogue(work, state, operands, stage, results: cutlass.Constexpr = ROW_RESU
 @cute.jit
 def write_results(work, state, operands, stage, results: cutlass.Constexpr):
     """Like ``epilogue``, for a whole tile or a split."""
-    factors, empties = [], []
-    for r in cutlass.range_constexpr(THREAD_ROWS):
-        row = work.rows[r]
-        place, factor, empty = finish_row(work, r, state, operands)
-        if cutlass.const_expr(stage is not None):
-            factors.append(factor)
-            empties.append(empty)
-        else:
-            results.store(work, r, row, place, factor, empty, operands)
+    rows = finish_rows(work, state, operands)
     if cutlass.const_expr(stage is not None):
+        _, factors, empties = zip(*rows, strict=True)
         store_tiles(work, factors, empties, operands, stage)
+    else:
+        for r, row in enumerate(rows):
+            results.store(work, r, work.rows[r], *row, operands)
 
 
-@cute.jit
-def finish_row(work, r: cutlass.Constexpr, state, operands) -> tuple:
-    """Finish row r of the thread: write its statistics, and sum O again if a hidden value reached it. Returns (the
-    row's place, the factor of O, whether the row saw no key)."""
-    config, row = work.config, work.rows[r]
+def finish_rows(work, state, operands) -> list:
+    """Finish both rows of the thread: write their statistics, and sum O again where a hidden value reached it. Returns
+    (the row's place, the factor of O, whether the row saw no key) for each.
+
+    In a short call nothing hides the way from the last product to the stores: so sinks are read at its start, those of
+    both rows, and one branch lies on it.
+    """
+    config = work.config
     references, maxima, sums = state
-    total = over_quad(sums[r], lambda a, b: a + b)
-    empty = Boolean(total == Float32(0.0))
-    place = work.tile.place(row.index, work.row_group)
-    row_state = (references[r], maxima[r], total)
-    # One of the threads that share the row writes its statistics.
-    teller = replace(row, member=row.member + work.part * QUAD)
-    score_unit = unit(config.logits, work.numbers)
-    factor = statistics(config, teller, place, work.tile, row_state, operands, score_unit, empty)
-    factor = value_factor(config, operands, work.tile, factor)
-    untaint(work, r, place, references[r], total, operands)
-    return place, factor, empty
+    places = [work.tile.place(row.index, work.row_group) for row in work.rows]
+    sinks = [sink_of(operands.sink, place.head) for place in places]
+    totals = [over_quad(total, lambda a, b: a + b) for total in sums]
+    untaint(work, places, references, totals, operands)
+    score_unit, finished = unit(config.logits, work.numbers), []
+    for r, place in enumerate(places):
+        # One of the threads that share the row writes its statistics.
+        teller = replace(work.rows[r], member=work.rows[r].member + work.part * QUAD)
+        row_state, empty = (references[r], maxima[r], totals[r]), Boolean(totals[r] == Float32(0.0))
+        factor = statistics(
+            config, teller, place, work.tile, row_state, operands, score_unit, empty, sinks[r]
+        )
+        finished.append((place, value_factor(config, operands, work.tile, factor), empty))
+    return finished
 
 
 @cute.jit
@@ -107,31 +109,37 @@ def write_piece(work, state, operands):
     """Write the states of both rows of a thread to the piece's place in the workspace."""
     config, tile, o = work.config, work.tile, flat(work.mma.o)
     references, maxima, sums = state
+    places = [tile.place(row.index, work.row_group) for row in work.rows]
+    totals = [over_quad(total, lambda a, b: a + b) for total in sums]
+    untaint(work, places, references, totals, operands)
     for r in cutlass.range_constexpr(THREAD_ROWS):
-        row = work.rows[r]
-        total = over_quad(sums[r], lambda a, b: a + b)
-        empty = Boolean(total == Float32(0.0))
-        place = tile.place(row.index, work.row_group)
+        row, empty = work.rows[r], Boolean(totals[r] == Float32(0.0))
         target = operands.pieces[
             tile.piece.state, work.row_group * WARPGROUP_ROWS + row.index, None
         ]  # (D + 4)
-        row_state = (references[r], maxima[r], total)
+        row_state = (references[r], maxima[r], totals[r])
         factor = piece_statistics(config, row, target, row_state, unit(config.logits, work.numbers), empty)
         factor = value_factor(config, operands, tile, factor)
-        untaint(work, r, place, references[r], total, operands)
         for i in elements(o, r):
             o[i] = o[i] * factor
-        store_pairs(o, r, row.member, target, place.in_range)
+        store_pairs(o, r, row.member, target, places[r].in_range)
 
 
 @cute.jit
-def untaint(work, r: cutlass.Constexpr, place, reference, total, operands):
-    """Sum row r of the thread again if a hidden value reached it (``device.unseen``)."""
-    config, o, row = work.config, flat(work.mma.o), work.rows[r]
+def untaint(
+    work, places: cutlass.Constexpr, references: cutlass.Constexpr, totals: cutlass.Constexpr, operands
+):
+    """Sum rows of the thread again if a hidden value reached one (``device.unseen``)."""
+    config, o = work.config, flat(work.mma.o)
     if cutlass.const_expr(config.mask.uneven or config.logits.bias is not None):
-        own = row_columns(config, o, r, row, work.part)
-        if place.in_range & tainted(o, own, total):
-            recompute(config, row, place, operands, reference, work.numbers, o, own)
+        own = [row_columns(config, o, r, row, work.part) for r, row in enumerate(work.rows)]
+        reached = [place.in_range & tainted(o, own[r], totals[r]) for r, place in enumerate(places)]
+        if reached[0] | reached[1]:
+            for r in cutlass.range_constexpr(THREAD_ROWS):
+                if reached[r]:
+                    recompute(
+                        config, work.rows[r], places[r], operands, references[r], work.numbers, o, own[r]
+                    )
 
 
 def columns(work, o: cute.Tensor, place) -> cute.Tensor:
