@@ -19,6 +19,7 @@ from warpspec.common.device.host import host_function
 from warpspec.common.hardware import FP32_BYTES
 from warpspec.common.logarithms import LN_2, LOG2_E
 from warpspec.fmha.combine import BATCH, THREADS, VECTOR, CombineConfig, CombineOperands
+from warpspec.fmha.device.results import sink_of
 
 SMEM_CARVEOUT_PERCENT = 25  # part of an SM's L1 used as shared memory: the sums of eight CTAs
 CTAS_PER_SM = 4  # at least: only further threads hide the latency of loads
@@ -44,9 +45,11 @@ class Combine:
     @cute.kernel
     def kernel(self, operands, parts: Int32):
         partial_o, partial_max, partial_sum, results, cu_seqlens_q = operands
-        found = combine_row(self.config, partial_o, partial_max, partial_sum, cu_seqlens_q, parts)
-        writes, place, column, maximum, total, values = found
-        write_row(self.config, writes, place, column, maximum, total, values, results)
+        found = combine_row(
+            self.config, partial_o, partial_max, partial_sum, results.sink, cu_seqlens_q, parts
+        )
+        writes, place, column, maximum, total, values, sink = found
+        write_row(self.config, writes, place, column, maximum, total, values, sink, results)
 
 
 def launch_options(config: CombineConfig, parts) -> dict:
@@ -62,9 +65,11 @@ def launch_options(config: CombineConfig, parts) -> dict:
 
 
 @cute.jit
-def combine_row(config: cutlass.Constexpr, partial_o, partial_max, partial_sum, cu_seqlens_q, parts) -> tuple:
+def combine_row(
+    config: cutlass.Constexpr, partial_o, partial_max, partial_sum, sink, cu_seqlens_q, parts
+) -> tuple:
     """Combine a row's splits: (whether this thread writes, (batch, query, head), column in units of VECTOR, maximum,
-    sum, O (VECTOR)).
+    sum, O (VECTOR), the sink of the row's head or None).
 
     Waits for the previous launch.
     """
@@ -83,33 +88,43 @@ def combine_row(config: cutlass.Constexpr, partial_o, partial_max, partial_sum, 
 
     cute.arch.griddepcontrol_launch_dependents()
     cute.arch.griddepcontrol_wait()
+    logit = sink_of(sink, head)
     maxima = partial_max[None, batch, head, query]  # (SPLIT)
     sums = partial_sum[None, batch, head, query]  # (SPLIT)
     vectors = cute.local_tile(
         partial_o[None, batch, query, head, None], (1, VECTOR), (None, column)
     )  # (1, VECTOR, SPLIT)
+    loads = load_batch(maxima, sums, vectors, way, config.ways)  # first: nothing of the row is known yet
     maximum = row_maximum(maxima, lane, config.lanes)
-    total, values = weighted_sums(maxima, sums, vectors, maximum, way, config.ways)
+    total, values = weighted_sums(maxima, sums, vectors, maximum, way, config.ways, loads)
     if cutlass.const_expr(config.ways > 1):
         total = add_ways(config, thread, total, values)
 
-    return in_range & (way == 0), (batch, query, head), column, maximum, total, values
+    return in_range & (way == 0), (batch, query, head), column, maximum, total, values, logit
 
 
 @cute.jit
 def write_row(
-    config: cutlass.Constexpr, writes, place: cutlass.Constexpr, column, maximum, total, values, results
+    config: cutlass.Constexpr,
+    writes,
+    place: cutlass.Constexpr,
+    column,
+    maximum,
+    total,
+    values,
+    sink: cutlass.Constexpr,
+    results,
 ):
     """Write VECTOR columns of a row, and once per row its statistics.
 
     config: ``CombineConfig`` or ``JoinConfig``. place: (batch, query, head). column: in units of VECTOR. maximum,
     total, values (VECTOR): the row's state. results: ``Results``.
     """
-    (batch, query, head), (sink, o, lse, row_max, row_sum) = place, results
+    (batch, query, head), (_, o, lse, row_max, row_sum) = place, results
     if cutlass.const_expr(config.columns < config.head_dim):
         writes = writes & Boolean(column < config.columns // VECTOR)
     if writes:
-        scaled = divided(config, sink, head, maximum, total, values)
+        scaled = divided(config, sink, maximum, total, values)
         target = cute.local_tile(o[batch, query, head, None], (VECTOR,), (column,))  # (VECTOR)
         converted = cute.make_rmem_tensor(VECTOR, o.element_type)
         for i in cutlass.range_constexpr(VECTOR):
@@ -124,14 +139,14 @@ def write_row(
 
 
 @cute.jit
-def divided(config: cutlass.Constexpr, sink, head, maximum, total, values: cute.Tensor) -> list:
+def divided(config: cutlass.Constexpr, sink: cutlass.Constexpr, maximum, total, values: cute.Tensor) -> list:
     """A row's columns (VECTOR), divided by its sum and the sink if results are normalised; zeros for a row without
     keys."""
     factor = Float32(1.0)
     if cutlass.const_expr(config.normalize):
         divisor = total
         if cutlass.const_expr(config.has_sink):
-            exponent = (sink[head].to(Float32) - finite(maximum)) * LOG2_E
+            exponent = (sink - finite(maximum)) * LOG2_E
             divisor = total + cute.math.exp2(exponent, fastmath=True)
         factor = Float32(1.0) / divisor
     empty = Boolean(total == Float32(0.0))
@@ -158,32 +173,49 @@ def row_maximum(maxima: cute.Tensor, lane, lanes: cutlass.Constexpr) -> Float32:
 
 
 @cute.jit
-def weighted_sums(maxima, sums, vectors, maximum, way, ways: cutlass.Constexpr):
+def load_batch(maxima, sums, vectors, first, ways: cutlass.Constexpr) -> tuple:
+    """Load splits first, first + ways, ... of a batch: (their o (VECTOR, BATCH), their maxima and sums (2, BATCH)).
+    Those past the last split are the last one again."""
+    loaded = cute.make_rmem_tensor((VECTOR, BATCH), Float32)
+    stats = cute.make_rmem_tensor((2, BATCH), Float32)
+    for i in cutlass.range_constexpr(BATCH):
+        split = cutlass.min(first + i * ways, cute.size(maxima) - 1)
+        cute.autovec_copy(vectors[0, None, split], loaded[None, i])
+        stats[0, i], stats[1, i] = maxima[split], sums[split]
+    return loaded, stats
+
+
+@cute.jit
+def add_batch(
+    batch: cutlass.Constexpr, base, first, splits, ways: cutlass.Constexpr, total, values: cute.Tensor
+):
+    """Add a loaded batch to values (VECTOR); returns total plus its weighted sums."""
+    loaded, stats = batch
+    for i in cutlass.range_constexpr(BATCH):
+        row_sum = stats[1, i]
+        # Select instead of multiplying by 0: o of a split that saw no key may never have been written.
+        skipped = Boolean(row_sum == Float32(0.0)) | Boolean(first + i * ways >= splits)
+        weight = cute.math.exp2((stats[0, i] - base) * LOG2_E, fastmath=True)
+        weight = Float32(cutlass.select_(skipped, Float32(0.0), weight))
+        total += row_sum * weight
+        for j in cutlass.range_constexpr(VECTOR):
+            values[j] += Float32(cutlass.select_(skipped, Float32(0.0), loaded[j, i])) * weight
+    return total
+
+
+@cute.jit
+def weighted_sums(maxima, sums, vectors, maximum, way, ways: cutlass.Constexpr, batch: cutlass.Constexpr):
     """Over splits way, way + ways, ...: (sum of weights times row sums, sum of weights times o (VECTOR)).
 
-    maxima, sums: (SPLIT). vectors: (1, VECTOR, SPLIT), this thread's columns.
+    maxima, sums: (SPLIT). vectors: (1, VECTOR, SPLIT), this thread's columns. batch: the first ones, loaded.
     """
-    splits = cute.size(maxima)
-    base = finite(maximum)
-    total = Float32(0.0)
+    splits, base = cute.size(maxima), finite(maximum)
     values = cute.make_rmem_tensor(VECTOR, Float32)
     values.fill(0.0)
-    for first in cutlass.range(way, splits, ways * BATCH, unroll=1):
-        loaded = cute.make_rmem_tensor((VECTOR, BATCH), Float32)
-        stats = cute.make_rmem_tensor((2, BATCH), Float32)
-        for i in cutlass.range_constexpr(BATCH):
-            split = cutlass.min(first + i * ways, splits - 1)
-            cute.autovec_copy(vectors[0, None, split], loaded[None, i])
-            stats[0, i], stats[1, i] = maxima[split], sums[split]
-        for i in cutlass.range_constexpr(BATCH):
-            row_sum = stats[1, i]
-            # Select instead of multiplying by 0: o of a split that saw no key may never have been written.
-            skipped = Boolean(row_sum == Float32(0.0)) | Boolean(first + i * ways >= splits)
-            weight = cute.math.exp2((stats[0, i] - base) * LOG2_E, fastmath=True)
-            weight = Float32(cutlass.select_(skipped, Float32(0.0), weight))
-            total += row_sum * weight
-            for j in cutlass.range_constexpr(VECTOR):
-                values[j] += Float32(cutlass.select_(skipped, Float32(0.0), loaded[j, i])) * weight
+    total = add_batch(batch, base, way, splits, ways, Float32(0.0), values)
+    for first in cutlass.range(way + ways * BATCH, splits, ways * BATCH, unroll=1):
+        batch = load_batch(maxima, sums, vectors, first, ways)
+        total = add_batch(batch, base, first, splits, ways, total, values)
     return total, values
 
 

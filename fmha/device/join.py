@@ -22,6 +22,7 @@ from warpspec.fmha.combine import VECTOR
 from warpspec.fmha.device.combine import finite, write_row
 from warpspec.fmha.device.line import Join as Record
 from warpspec.fmha.device.line import state_of
+from warpspec.fmha.device.results import sink_of
 from warpspec.fmha.join import BATCH, THREADS, JoinConfig, JoinOperands
 from warpspec.fmha.line import JOIN_WORDS
 
@@ -76,7 +77,7 @@ class Join:
                         for chunk in cutlass.range_constexpr(config.chunks):
                             column = chunk * config.lanes + lane
                             state = join(tile, row, column, 0, 1)
-                            write_row(config, True, tile.place(row), column, *state, results)
+                            write_joined(config, True, tile.place(row), column, state, results)
             else:
                 for row in cutlass.range(block, rows, config.parts, unroll=1):
                     for chunk in cutlass.range_constexpr(config.chunks):
@@ -84,7 +85,12 @@ class Join:
                         state = join(tile, row, column, group, config.groups)
                         state = add_groups(config, shared, thread, state)
                         writes = Boolean(group == 0) & Boolean(row % config.rows.pack < record.heads)
-                        write_row(config, writes, tile.place(row), column, *state, results)
+                        write_joined(config, writes, tile.place(row), column, state, results)
+
+
+def write_joined(config, writes, place: tuple, column, state: tuple, results) -> None:
+    """``write_row`` of a row's joined state."""
+    write_row(config, writes, place, column, *state, sink_of(results.sink, place[2]), results)
 
 
 def row_each(config: JoinConfig, rows, count) -> Boolean:

@@ -135,9 +135,9 @@ class CombineFloat8:
     def kernel(self, operands, parts: Int32):
         config, o, scales = self.config, operands.o, operands.scales
         partial = operands.partial_o, operands.partial_max, operands.partial_sum
-        found = combine_row(config, *partial, None, parts)
-        writes, (batch, query, head), column, maximum, total, values = found
-        scaled = divided(config, operands.sink, head, maximum, total, values)
+        found = combine_row(config, *partial, operands.sink, None, parts)
+        writes, (batch, query, head), column, maximum, total, values, sink = found
+        scaled = divided(config, sink, maximum, total, values)
         codes, scale = quantize_block(to_bf16(scaled), WARP_THREADS)
         if writes:
             store_words(o[batch, query, head, None], column, codes)

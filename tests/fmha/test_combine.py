@@ -212,7 +212,8 @@ def test_compiles_without_spills_and_loads_16_bytes(arch, head_dim, options):
         assert kernel.local_bytes == 0
         assert kernel.registers * THREADS * CTAS_PER_SM <= 65536
         ptx = compiled.artifacts.PTX
-        assert ptx.count("ld.global.v4") == BATCH and "griddepcontrol.wait" in ptx
+        assert ptx.count("ld.global.v4") == 2 * BATCH  # ahead of the maximum, and in a loop
+        assert "griddepcontrol.wait" in ptx
 
 
 @pytest.mark.parametrize(("arch", "splits", "case"), [
