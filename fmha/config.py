@@ -191,6 +191,19 @@ class AttentionKernel:
         assert not (self.output.splits and (self.scheduler.cuts_tiles or self.scheduler.from_queue))
 
     @property
+    def waits_late(self) -> bool:
+        """Whether each role waits for the end of the launch before where it first needs its results, instead of all at
+        the start."""
+        return False
+
+    @property
+    def finds_in_memory(self) -> bool:
+        """Whether tiles are found by what global memory holds."""
+        requests, mask = self.requests, self.mask
+        described = requests.has_kv_lengths or requests.has_q_start or requests.packed_q or requests.packed_k
+        return described or mask.has_ranges or mask.has_blocks or self.scheduler.from_queue
+
+    @property
     def clears_unseen(self) -> bool:
         """Whether a KV tile may hold keys past those that some row sees, whose V rows are cleared."""
         return (self.mask.band and not self.mask.has_blocks) or self.requests.ends_in_tile

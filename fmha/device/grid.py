@@ -17,16 +17,21 @@ from warpspec.fmha.schedule import TileGrid, extent, place_in_round
 
 def grid_of(config: AttentionKernel, operands) -> tuple:
     """(``TileGrid`` of the M tiles, splits of each one's keys). Host side."""
-    batch, seq_q, heads_q, _ = operands.q.shape
+    batch, seq_q, _, _ = operands.q.shape
     heads_kv = operands.k.shape[2]
     if config.requests.packed_q:
         query_tiles = packed.query_tiles(config.rows.queries, seq_q, requests_of(config.requests, operands))
     else:
         query_tiles = cute.ceil_div(seq_q, config.rows.queries)
-    head_tiles = cute.ceil_div(heads_q // heads_kv, config.rows.pack)
+    head_tiles = cute.ceil_div(heads_of_kv(operands), config.rows.pack)
     return TileGrid(query_tiles, head_tiles, heads_kv, batch), operands.o.shape[
         0
     ] if config.output.splits else 1
+
+
+def heads_of_kv(operands):
+    """Query heads of a KV head. Host side."""
+    return operands.q.shape[2] // operands.k.shape[2]
 
 
 def requests_of(requests: RequestLayout, operands):
@@ -35,19 +40,17 @@ def requests_of(requests: RequestLayout, operands):
 
 
 class Grid(NamedTuple):
-    """Extents of a launch that do not follow from the operands."""
+    """Extents of a launch that do not follow from the operands, and the query heads of a KV head, ``group``, which
+    would take a division."""
 
     query_tiles: Int32
     head_tiles: Int32
     splits: Int32 | int
+    group: Int32
 
     def rounds(self, tiles, ctas) -> tuple:
         """(rounds in which each of ``ctas`` persistent CTAs has a tile, tiles of the last round)."""
         return tiles // ctas, tiles % ctas
-
-    def heads_of_kv(self, operands) -> Int32:
-        """Query heads of a KV head."""
-        return operands.q.shape[2] // operands.k.shape[2]
 
     def tiles(self, operands) -> TileGrid:
         """The grid of M tiles."""
@@ -81,10 +84,6 @@ class DivisorGrid(NamedTuple):
     def rounds(self, tiles, ctas) -> tuple:
         """Like ``Grid.rounds``."""
         return self.whole_rounds, self.last_tiles
-
-    def heads_of_kv(self, operands) -> Int32:
-        """Query heads of a KV head."""
-        return self.group
 
     def tiles(self, operands) -> TileGrid:
         """The grid of M tiles."""

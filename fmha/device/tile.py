@@ -15,6 +15,7 @@ from cutlass import Boolean, Int32, Uint64
 
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.fmha.config import AttentionKernel
+from warpspec.fmha.device.ahead import prefetch_pages, wait_for_launch
 from warpspec.fmha.device.blocks import RowBlocks, block_span, kv_blocks
 from warpspec.fmha.device.longest import nth_longest
 from warpspec.fmha.device.packed import in_order, request_of
@@ -263,11 +264,13 @@ def tile_at(config: AttentionKernel, operands, grid, window, index, section=None
     query_tile, head_tile, kv_head, request = grid.tiles(operands).decode(
         index, longest_first=last_first(config), section=section, minimum=cutlass.min
     )
+    if cutlass.const_expr(config.waits_late and config.finds_in_memory):
+        if cutlass.const_expr(not config.requests.packed_q):
+            prefetch_pages(config, operands, request)
+        wait_for_launch(config)
     if cutlass.const_expr(config.requests.packed_q):
         request, query_tile = packed_tile(config, operands, query_tile, extent(grid.query_tiles), order)
-    tile = tile_of(
-        config, operands, grid.heads_of_kv(operands), window, query_tile, head_tile, kv_head, request
-    )
+    tile = tile_of(config, operands, grid.group, window, query_tile, head_tile, kv_head, request)
     if cutlass.const_expr(config.output.splits):
         tile = replace(tile, split=split, span=tile.span.part(split, extent(grid.splits)))
     return tile

@@ -6,6 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from warpspec.fmha.device.ahead import prefetch_small, wait_for_launch
 from warpspec.fmha.device.grid import index_of, rounds
 from warpspec.fmha.device.line import chunk_at
 from warpspec.fmha.device.longest import order_of
@@ -60,6 +61,10 @@ def schedule(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands, w
     Consumes: tile_empty. Produces: tile_full.
     """
     role = Scheduler(config, channels, records)
+    if cutlass.const_expr(config.waits_late):
+        prefetch_small(operands)
+    if cutlass.const_expr(config.scheduler.sorts):
+        wait_for_launch(config)
     write_end(role, each_found(config, operands, where, write_busy_tile, role, Int32(0)))
 
 

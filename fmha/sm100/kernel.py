@@ -15,7 +15,7 @@ from warpspec.common.device import tmem
 from warpspec.common.device.pipeline import init_barriers
 from warpspec.common.device.storage import allocate
 from warpspec.fmha.device.convert import convert
-from warpspec.fmha.device.grid import Grid, Where, grid_of
+from warpspec.fmha.device.grid import Grid, Where, grid_of, heads_of_kv
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, AttentionHost
 from warpspec.fmha.device.line import chunks_of, place_chunks, write_join
 from warpspec.fmha.device.logits import LogitNumbers
@@ -46,7 +46,12 @@ class Attention(AttentionHost):
             where, ctas = chunks_of(config, operands, numbers), numbers.ctas
         else:
             ctas = tiles.size * splits
-            where = Where(Grid(tiles.query_tiles, tiles.head_tiles, splits), ctas, None, *numbers.window)
+            where = Where(
+                Grid(tiles.query_tiles, tiles.head_tiles, splits, heads_of_kv(operands)),
+                ctas,
+                None,
+                *numbers.window,
+            )
         self.kernel(
             operands,
             tuple(atom for atom, _ in loads),

@@ -218,6 +218,11 @@ class AttentionConfig(AttentionKernel):
         return False
 
     @property
+    def waits_late(self) -> bool:
+        """As in ``AttentionKernel``. Chunks of work that is cut by length are placed by all threads, at the start."""
+        return not self.scheduler.cuts_tiles
+
+    @property
     def takes_turns(self) -> bool:
         """Whether consumers issue their products in turns."""
         return self.consumers > 1 and not self.paired and not self.by_warp

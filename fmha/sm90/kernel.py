@@ -17,9 +17,10 @@ from warpspec.common.device.pipeline import init_barriers
 from warpspec.common.device.storage import allocate
 from warpspec.common.device.wgmma import QUAD, ROW_DISTANCE, THREAD_ROWS
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
+from warpspec.fmha.device.ahead import wait_for_launch
 from warpspec.fmha.device.bias import row_of
 from warpspec.fmha.device.convert import convert
-from warpspec.fmha.device.grid import DivisorGrid, Grid, Where, grid_of
+from warpspec.fmha.device.grid import DivisorGrid, Grid, Where, grid_of, heads_of_kv
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, AttentionHost
 from warpspec.fmha.device.line import chunks_of, place_chunks, write_join
 from warpspec.fmha.device.logits import LogitNumbers
@@ -99,8 +100,11 @@ class Attention(AttentionHost):
         if warp == config.load_warp:
             for atom in atoms:
                 cute.nvgpu.cpasync.prefetch_descriptor(atom)
-        cute.arch.griddepcontrol_wait()  # for the launch before: until here only shared memory and descriptors
-        cute.arch.griddepcontrol_launch_dependents()  # the next launch starts meanwhile, and waits likewise
+        # Until a wait for the launch before, a thread touches shared memory, descriptors and prefetches alone. The next
+        # launch starts behind a wait, so that one launch at most is still running when it does.
+        if cutlass.const_expr(not config.waits_late):
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
         if cutlass.const_expr(config.scheduler.cuts_tiles):
             where = where.at(storage.cursors.data_ptr())
             place_chunks(config, operands, where.line, where.cursors)
@@ -127,6 +131,7 @@ class Attention(AttentionHost):
         if cutlass.const_expr(config.converts):
             if warp >= config.convert_warp:
                 set_registers(config, config.shape.converter_registers)
+                wait_for_launch(config)
                 rings = tuple(
                     shared.raw + i * config.codes.ring_bytes for i in range(len(config.format.rings))
                 )
@@ -189,7 +194,7 @@ def set_registers(config, registers: int) -> None:
 def where_of(config, operands, numbers):
     """What persistent CTAs need to find their tiles. Host side."""
     tiles, splits = grid_of(config, operands)
-    group = operands.q.shape[2] // operands.k.shape[2]
+    group = heads_of_kv(operands)
     if config.scheduler.cuts_tiles:
         return chunks_of(config, operands, numbers)
     total = Int32(tiles.size * splits)
@@ -198,7 +203,7 @@ def where_of(config, operands, numbers):
         grid = DivisorGrid.of(tiles, splits, group, total, cutlass.min(total, numbers.ctas))
         section = cute.FastDivmodDivisorV2(section)
     else:
-        grid = Grid(tiles.query_tiles, tiles.head_tiles, splits)
+        grid = Grid(tiles.query_tiles, tiles.head_tiles, splits, group)
     return Where(grid, total, section, *numbers.window)
 
 
@@ -240,6 +245,7 @@ def consume(
 
     Consumes: q_full, and what ``consumer.attend`` or ``pair.attend_paired`` does. Produces: what they do.
     """
+    wait_for_launch(config)
     row_group, part = consumer // config.column_parts, consumer % config.column_parts
     if cutlass.const_expr(config.by_warp):
         row_group = 0

@@ -12,6 +12,7 @@ from cutlass import Int32
 
 from warpspec.common.device import tma
 from warpspec.common.device.pipeline import drain
+from warpspec.fmha.device.ahead import wait_for_launch
 from warpspec.fmha.device.block_scales import load_scales
 from warpspec.fmha.device.pages import kv_places
 from warpspec.fmha.device.tiles import each_tile
@@ -62,6 +63,9 @@ def load_tile(role, tile, uses, record=None):
     tile_use, use = uses
     part, pieces = source.part, config.part_pieces
     span = tile.span
+    wait_for_launch(config)
+    if cutlass.const_expr(config.waits_late):
+        cute.arch.griddepcontrol_launch_dependents()  # has an effect once
     if cutlass.const_expr(config.prefetches):  # noqa: SIM102
         if tile_use > 0:  # while the tile before ends
             prefetch_q(source, tile)

@@ -1,0 +1,48 @@
+"""What a launch may do while the launch before it ends: fetch into L2 the small operands that describe requests.
+
+Lengths, prefixes and page numbers are a few lines of memory each, which roles read one after another before they can
+load anything, the sinks at the end. In a short call each of these reads would wait for memory by itself. The launch
+before may still be writing them: a prefetch is no read, and L2 holds whatever is written later, too.
+"""
+
+from __future__ import annotations
+
+import cutlass.cute as cute
+
+LINE_BYTES = 128  # of L2
+SMALL = (
+    "kv_lengths",
+    "q_start",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "sink",
+)  # operands with one dimension, without gaps
+
+
+def wait_for_launch(config) -> None:
+    """Wait for the end of the launch before, once its results are needed, if nobody has waited at the start."""
+    if config.waits_late:
+        cute.arch.griddepcontrol_wait()
+
+
+def prefetch_small(operands) -> None:
+    """Prefetch the first lines of each small operand, one by each lane. Called by a whole warp."""
+    for name in SMALL:
+        tensor = getattr(operands, name)
+        if tensor is not None:
+            prefetch_lines(tensor)
+
+
+def prefetch_pages(config, operands, request) -> None:
+    """Prefetch the first lines of the numbers of a request's pages, likewise."""
+    if config.requests.page_size:
+        prefetch_lines(operands.page_table[request, None])
+
+
+@cute.jit
+def prefetch_lines(tensor: cute.Tensor):
+    """Prefetch the first lines of tensor (n), without gaps."""
+    offset = cute.arch.lane_idx() * LINE_BYTES
+    if offset < cute.size(tensor) * (tensor.element_type.width // 8):
+        address = tensor.iterator.toint() + offset
+        cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])
