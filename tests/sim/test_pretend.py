@@ -2,12 +2,14 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pytest
 import torch
 
 from warpspec.sim.pretend import script
@@ -111,6 +113,29 @@ def test_a_script_runs_unchanged(tmp_path, capfd):
     assert "Deadlock: nothing can make progress" in said.err and "stopped by Deadlock" in said.out
     assert "machine.py" not in said.err, "frames of the simulator"
     assert not torch.cuda.is_available() and not torch.ones(1).is_cuda, "nothing is left behind"
+
+
+@pytest.mark.long
+def test_the_page_works_in_a_browser(tmp_path, capfd):
+    """It loads without an error, and its slider widens the drawing of a CTA."""
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        pytest.skip("no Chromium")
+    page = tmp_path / "r.html"
+    script.main(["--check", "order", "--report", str(page), str(SCRIPT), "racy"])
+    text = page.read_text()
+    watch = "<script>window.onerror = text => document.title = 'failed: ' + text</script></head>"
+    zoom = """<script>
+        const drawing = document.querySelector('.scroll svg'), before = drawing.getBoundingClientRect().width;
+        const slider = document.querySelector('input[type=range]'); slider.value = slider.max;
+        slider.dispatchEvent(new Event('input', {bubbles: true}));
+        document.title = 'wider: ' + (drawing.getBoundingClientRect().width > 2 * before);
+        </script></body>"""
+    page.write_text(text.replace("</head>", watch, 1).replace("</body>", zoom, 1))
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", page.as_uri()]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    assert "<title>wider: true</title>" in dom, dom[:2000]
+    capfd.readouterr()
 
 
 def test_calls_follow_each_other_in_one_stream(capfd):
