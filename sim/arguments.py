@@ -57,6 +57,8 @@ def flatten(
         yield Value(name, value)
     elif _is_stream(value):
         yield Value(name, _Stream(value, name))
+    elif isinstance(value, (cuda_driver.CUevent, cuda_runtime.cudaEvent_t)):
+        yield Value(name, _Stream(int(value), name))  # a handle, too
     elif isinstance(value, cute_runtime._FakeTensor):
         raise HostError(f"argument `{name}`: a fake tensor has no data; pass a CPU tensor")
     elif annotation is not None and is_cute_algebra_type(annotation):
@@ -134,7 +136,7 @@ class _Opaque:
 
 
 class _Stream:
-    """A stream placeholder: the handle's integer value, 0 for None."""
+    """A placeholder of a stream or an event: the integer value of the handle, 0 for None."""
 
     def __init__(self, stream: object, name: str):
         stream = getattr(stream, "cuda_stream", stream)  # torch.cuda.Stream

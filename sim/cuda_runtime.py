@@ -301,15 +301,18 @@ def set_device(_session: Session, ordinal: int) -> None:
 
 @entry_point("_cudaOccupancyMaxActiveBlocksPerMultiprocessor", PTR, PTR, INT, SIZE)
 def occupancy(session: Session, out: int, kernel: int, threads: int, smem: int) -> None:
-    r = session.kernel(kernel).resources
+    _store(out, INT, _ctas_per_sm(session.device, session.kernel(kernel).resources, threads, smem))
+
+
+def _ctas_per_sm(device: Device, resources: KernelResources, threads: int, smem: int) -> int:
+    """CTAs of a kernel that an SM holds at once."""
     warps = -(-threads // WARP_SIZE)
-    limits = [
-        session.device.ctas_per_sm,
-        session.device.threads_per_sm // (warps * WARP_SIZE),
-        ctas_by_registers(r.registers, threads),
-        session.device.shared_per_sm // (SHARED_RESERVED + r.static_smem + smem),
-    ]
-    _store(out, INT, min(limits))
+    return min(
+        device.ctas_per_sm,
+        device.threads_per_sm // (warps * WARP_SIZE),
+        ctas_by_registers(resources.registers, threads),
+        device.shared_per_sm // (SHARED_RESERVED + resources.static_smem + smem),
+    )
 
 
 def _no_operation(*_: object) -> None:
@@ -426,6 +429,13 @@ def _launch(session, kernel, grid, block, smem, stream, arguments, attributes) -
     cluster = attributes.pop("cluster", (1, 1, 1))
     cluster = tuple(max(1, c) for c in cluster)
     _check_launch(found, grid, block, cluster, smem)
+    if attributes.get("cooperative"):
+        threads, ctas = block[0] * block[1] * block[2], grid[0] * grid[1] * grid[2]
+        most = session.device.sms * _ctas_per_sm(session.device, found.resources, threads, smem)
+        if ctas > most:
+            raise HostError(
+                f"cooperative launch of {found.name}: {ctas} CTAs, and {session.device.name} holds {most} at once"
+            )
     layout = found.resources.parameters
     params = bytearray(found.resources.params_bytes)
     for i, (offset, size) in enumerate(layout):

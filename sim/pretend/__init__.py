@@ -75,6 +75,7 @@ def intercept(
         patches.update(torch, {"compile": _undecorated(), "Generator": _Generator})
         patches.set(torch, "_scaled_mm", scaled_mm(torch._scaled_mm))
         patches.set(torch.compiler, "disable", _undecorated())
+        patches.set(torch.profiler, "profile", _profile(torch.profiler.profile))
         patches.set(torch.version, "cuda", "13.0")
         patches.update(driver, cuda_bindings.driver_functions(device))
         patches.update(runtime, cuda_bindings.runtime_functions(device))
@@ -124,6 +125,17 @@ class _GeneratorType(type):
 
     def __instancecheck__(cls, value: object) -> bool:
         return isinstance(value, REAL_GENERATOR)
+
+
+def _profile(original: Callable) -> Callable:
+    """torch.profiler.profile, of what runs on the CPU: the device's work does."""
+
+    @functools.wraps(original, updated=())
+    def profile(activities: object = None, **options: object):
+        cpu = [torch.profiler.ProfilerActivity.CPU]
+        return original(activities=None if activities is None else cpu, **options)
+
+    return profile
 
 
 class _Generator(metaclass=_GeneratorType):

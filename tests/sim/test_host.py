@@ -121,11 +121,29 @@ class TestLaunch:
             nothing().launch(grid=[2 * n, 2, 1], block=[128, 1, 1], cluster=[2, 1, 1], use_pdl=True)
             nothing().launch(grid=[n, 1, 1], block=[128, 1, 1], cooperative=True)
 
-        first, second = launches_of(build(host, 1), 4)
+        module = build(host, 1)
+        with pytest.raises(
+            HostError, match=r"cooperative launch of .*: 5000 CTAs, and B200 holds 2368 at once"
+        ):
+            launches_of(module, 5000)
+        first, second = launches_of(module, 4)
         assert (first.grid, first.cluster) == ((8, 2, 1), (2, 1, 1))
         assert first.attributes["programmatic_stream_serialization"] == 1
         assert first.attributes["cooperative"] == 0
         assert second.attributes["cooperative"] == 1
+
+    def test_an_event_of_a_launch(self):
+        @cute.jit
+        def host(n: cutlass.Int32, event: cuda_driver.CUevent):
+            nothing().launch(
+                grid=[n, 1, 1],
+                block=[128, 1, 1],
+                launch_completion_event=event,
+                launch_completion_event_flags=0,
+            )
+
+        (launch,) = launches_of(build(host, 1, cuda_driver.CUevent(0)), 4, cuda_driver.CUevent(5))
+        assert launch.attributes["launch_completion_event"] == 5
 
     def test_most_dynamic_shared_memory(self):
         @cute.jit

@@ -60,6 +60,9 @@ def check_torch():
     assert kept[0] == 0, "a copy"
     model = copy.deepcopy(torch.nn.Linear(8, 8).to("cuda"))
     assert model(x).is_cuda and not torch.empty_like(x, device="cpu").is_cuda
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as times:
+        x * 2
+    assert any(event.key == "aten::mul" for event in times.key_averages())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = x * 2
