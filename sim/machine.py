@@ -161,7 +161,8 @@ class Machine:
 
     def run(self) -> None:
         """Execute the whole grid."""
-        for _ in range(FIRST_CLUSTERS):
+        sampled = self.recorder is not None and not self.recorder.whole
+        for _ in range(1 if sampled else FIRST_CLUSTERS):
             self.admit()
         rng = self.rng
         stuck_at, stuck_rounds = -1, 0
@@ -406,6 +407,8 @@ class Machine:
             self.resident.remove(cluster)
             if self.order is not None:
                 self.order.retire(cluster)
+            if self.recorder is not None:
+                self.recorder.retire(cluster)
             self.factory.retire(cluster)
             self.done += 1
             if self.on_cluster_done is not None:

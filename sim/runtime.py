@@ -165,8 +165,9 @@ def execute(
             program, program.name, grid, block, cluster, static + dynamic_smem, registers, tensors, False
         )
         trace.ptx = text
-        recorder = Recorder(trace, chosen_clusters(clusters, active().sample))
-        trace.sampled = len(recorder.clusters) < clusters
+        chosen = chosen_clusters(clusters, active().sample)
+        trace.sampled = len(chosen) < clusters
+        recorder = Recorder(trace, chosen, whole=not trace.sampled)
         shares, clusters = 1, len(recorder.clusters)
 
     def launch(share: int, shares: int, keeps_back: bool) -> Launch:

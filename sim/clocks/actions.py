@@ -44,7 +44,7 @@ class Kind(Enum):
 class Action:
     """kind; issue: clocks that the warp spends; latency: clocks until others see it; busy: clocks of its unit; shared:
     clocks of shared memory. count: groups that may stay pending, bytes, or columns; reads: whether its result comes
-    back; for a barrier, whether it is one of a CTA's threads. adds: for a bulk store, whether it is a reduction."""
+    back; for a barrier, whether it is one of a CTA's threads. adds: whether a store adds."""
 
     kind: Kind
     issue: float = 1.0
@@ -73,7 +73,8 @@ def action_of(ins: Instr, chip: Chip) -> Action:
     if family in ("st", "red") and "async" in parts:
         return Action(Kind.SIGNAL, 4.0, chip.clocks("remote_latency"))
     if family in ("atom", "red", "ld", "st") and not any(part.startswith("shared") for part in parts):
-        return Action(Kind.MEMORY, 4.0, count=memory_bytes(ins), reads=family in ("atom", "ld"))
+        reads = family in ("atom", "ld")
+        return Action(Kind.MEMORY, 4.0, count=memory_bytes(ins), reads=reads, adds=family == "red")
     if family in ("ldmatrix", "stmatrix"):
         count = next((int(part[1:]) for part in parts if part[0] == "x" and part[1:].isdigit()), 1)
         clocks = count * WARP * 4 / chip.clocks("shared_bytes")
@@ -123,7 +124,14 @@ def _wgmma(ins: Instr, chip: Chip) -> Action:
     n = int(shape.removeprefix("m64n").split("k")[0])
     registers = isinstance(ins.operands[1], Vec)
     latency = chip.clocks("wgmma_registers") if registers else 0.0
-    return Action(Kind.WGMMA, chip.clocks("wgmma_issue"), latency, wgmma_clocks(chip, n, registers))
+    issue = max(n / chip.clocks("wgmma_issue_columns") - chip.clocks("wgmma_issue_less"), 1.0)
+    reading = wgmma_reads(chip, n, registers)
+    return Action(Kind.WGMMA, issue, latency, wgmma_clocks(chip, n, registers), shared=reading)
+
+
+def wgmma_reads(chip: Chip, n: int, registers: bool) -> float:
+    """Clocks of shared memory for the operands of a wgmma."""
+    return ((0 if registers else WGMMA_M) + n) * K_BYTES / chip.clocks("shared_bytes")
 
 
 def wgmma_clocks(chip: Chip, n: int, registers: bool) -> float:
@@ -131,8 +139,7 @@ def wgmma_clocks(chip: Chip, n: int, registers: bool) -> float:
     multiplying = WGMMA_M * n * K_BYTES / chip.clocks("mma_flops")
     if registers:
         return max(multiplying, chip.clocks("wgmma_least_registers"))
-    reading = (WGMMA_M + n) * K_BYTES / chip.clocks("shared_bytes")
-    return max(multiplying, reading)
+    return max(multiplying, wgmma_reads(chip, n, registers))
 
 
 def _copy(ins: Instr, chip: Chip) -> Action:

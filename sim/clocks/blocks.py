@@ -23,7 +23,7 @@ class Part:
     """A stretch of instructions between waits for global memory.
 
     alone: clocks in a warp that has the SM to itself. demand: clocks of each pipe. loads: bytes per lane loaded from
-    global memory; stores: bytes per lane stored or reduced. needs: whether it must wait for loads of earlier parts.
+    global memory; stores: bytes per lane stored; additions: bytes per lane added.
     """
 
     alone: float
@@ -31,6 +31,7 @@ class Part:
     loads: int
     stores: int
     load_count: int
+    additions: int = 0
 
 
 @dataclass(slots=True)
@@ -68,26 +69,29 @@ def block_cost(program: Program, index: int, chip: Chip) -> BlockCost:
     parts = []
     for number in range(min(max(level, default=0), MAX_LOADS_IN_FLIGHT) + 1):
         chosen = [i for i in range(len(instrs)) if level[i] == number]
-        parts.append(_part(chosen, costs, inputs))
+        parts.append(_part(chosen, costs, inputs, [cost.beside(chip) for cost in costs]))
     branches = bool(instrs) and control_of(instrs[-1]) is not None
     return BlockCost(parts, program.live.uses[index], filled, branches)
 
 
-def _part(chosen: list[int], costs: list[Cost], inputs: list[list[int]]) -> Part:
+def _part(chosen: list[int], costs: list[Cost], inputs: list[list[int]], beside: list[float]) -> Part:
     demand = [0.0] * PIPES
-    loads = stores = count = 0
+    loads = stores = additions = count = 0
     for i in chosen:
         cost = costs[i]
         demand[Pipe.ISSUE] += cost.issue
+        demand[Pipe.BESIDE] += beside[i]
         if cost.pipe is not Pipe.SHARED:
             demand[cost.pipe] += cost.busy if cost.pipe is not Pipe.ISSUE else 0.0
         demand[Pipe.SHARED] += cost.shared
         if cost.load:
             loads += cost.global_bytes
             count += 1
+        elif cost.adds:
+            additions += cost.global_bytes
         else:
             stores += cost.global_bytes
-    return Part(schedule(chosen, costs, inputs), tuple(demand), loads, stores, count)
+    return Part(schedule(chosen, costs, inputs), tuple(demand), loads, stores, count, additions)
 
 
 def schedule(chosen: list[int], costs: list[Cost], inputs: list[list[int]]) -> float:

@@ -15,6 +15,7 @@ OURS = "scripts/microbench/run.py"
 COPY = "a copy of 2 GB, scripts/shared/gpu_bench.py"
 DRAM = "DRAM bytes of softmax kernels by ncu, scripts/measure_clocks.py"
 NCU = "scripts/microbench/run.py --only turnover, under ncu"
+ISSUE = f"{OURS}, wgmma_issue_*"
 SEMI = "SemiAnalysisAI/microbench-blackwell at 9a068d8"
 MULTICAST = f"{SEMI}, tma2dmcast_throughput"
 GB300 = "Antoniomv7/gb300-microbench at 1c36b44"
@@ -62,7 +63,9 @@ _TMA = (
     ("tma_l2_latency", 255, "of a load from L2, beside its bytes", OURS, HIGH),
     ("tma_hbm_latency", 950, "of a load from HBM: 780 (512 bytes) to 1100 (from 8 KB on)", OURS, MEDIUM),
     ("store_bytes", 31.5, "a single SM stores by TMA", OURS, HIGH),
-    ("add_bytes", 25.3, "a single SM adds by TMA", OURS, HIGH),
+    ("add_bytes", 25.3, "a single SM adds, by TMA or by lanes", OURS, HIGH),
+    ("store_buffer", 4096, "bytes that lanes store before they wait for those before", ASSUMED, LOW),
+    ("add_buffer", 4096, "bytes that lanes add before they wait for those before", ASSUMED, LOW),
     ("store_read_latency", 10, "until a store has read shared memory, beside its bytes", OURS, MEDIUM),
     ("store_latency", 40, "from there until wait_group lets pass", OURS, MEDIUM),
 )
@@ -101,14 +104,16 @@ _LAUNCH = (
 )
 _WGMMA = (
     ("mma_flops", 4096, "bf16, of the tensor cores", OURS, HIGH),
-    ("wgmma_issue", 2, "of the warp", OURS, MEDIUM),
+    ("wgmma_issue_columns", 8, "of N for which the warp issues nothing else for a clock", ISSUE, HIGH),
+    ("wgmma_issue_less", 4, "clocks less than N over these", ISSUE, HIGH),
     (
         "wgmma_depth",
-        8,
-        "of a warp in flight, before the next can be issued (wgmma_issue_*, not run)",
-        ASSUMED,
-        LOW,
+        7,
+        "of a warp in flight: the next is issued when the first of them is through",
+        ISSUE,
+        HIGH,
     ),
+    ("wgmma_through", 39, "from a wgmma's last multiplication until then", ISSUE, HIGH),
     ("wgmma_fence", 2, "", OURS, MEDIUM),
     ("wgmma_tail", 47, "from the last multiplication to the end of wait_group", OURS, HIGH),
     ("wgmma_registers", 28, "before the first multiplication, where A comes from registers", OURS, HIGH),
@@ -117,6 +122,21 @@ _WGMMA = (
         1.0,
         "more that an instruction takes while its tensor core multiplies, in a softmax's mix",
         OURS,
+        HIGH,
+    ),
+    (
+        "crowd_beside_wgmma",
+        1.28,
+        "times that, where several warps of a scheduler run code",
+        f"{OURS}, overlap_*_attention_g3",
+        HIGH,
+    ),
+    ("shuffle_beside_wgmma", 9, "the same of a shuffle", f"{OURS}, overlap_*_shfl", HIGH),
+    (
+        "operands_first",
+        0.9,
+        "of the share of shared memory that wgmma's operands take, which other accesses do without",
+        f"{OURS}, overlap_*_sts128",
         HIGH,
     ),
     ("wgmma_least_registers", 13, "between wgmmas with A from registers, at least", OURS, HIGH),
@@ -156,7 +176,7 @@ def _hopper(
         ("l2_bytes", l2, "a clock that all SMs load from L2 together", OURS, HIGH),
         ("l2_shared_bytes", shared, "the same, where 16 SMs load the same lines at a time", OURS, HIGH),
         ("l2_store_bytes", stored, "a clock that all SMs store", OURS, HIGH),
-        ("l2_add_bytes", added, "a clock that all SMs add by TMA", OURS, HIGH),
+        ("l2_add_bytes", added, "a clock that all SMs add, by TMA or by lanes", OURS, HIGH),
     )
     return (*_COMMON, *_WGMMA, *own)
 

@@ -20,7 +20,9 @@ REGISTER_BYTES = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}
 
 class Pipe(IntEnum):
     """A resource shared by the warps of one scheduler, or, SHARED, by all warps of an SM. TENSOR: the tensor core, by
-    wgmma."""
+    wgmma. OPERANDS: shared memory, by what wgmma multiplies, which goes first. BESIDE is none: clocks that code takes
+    more while its scheduler's tensor core works.
+    """
 
     ISSUE = 0
     FMA = 1
@@ -28,6 +30,8 @@ class Pipe(IntEnum):
     MUFU = 3
     SHARED = 4
     TENSOR = 5
+    OPERANDS = 6
+    BESIDE = 7
 
 
 PIPES = len(Pipe)
@@ -37,8 +41,8 @@ PIPES = len(Pipe)
 class Cost:
     """issue: slots of the scheduler. pipe, busy: the pipe it takes besides, and for how many clocks. latency: clocks
     until its results can be used. shared: clocks of the SM's shared memory. global_bytes: bytes per lane of a load,
-    store or atomic; load: whether its results come from global memory. stall: clocks for which the warp issues nothing
-    after it.
+    store or atomic; load: whether its results come from global memory; adds: whether it is an addition without result.
+    stall: clocks for which the warp issues nothing after it. shuffles: whether it exchanges registers of lanes.
     """
 
     issue: float = 0.0
@@ -49,6 +53,14 @@ class Cost:
     global_bytes: int = 0
     load: bool = False
     stall: float = 0.0
+    adds: bool = False
+    shuffles: bool = False
+
+    def beside(self, chip: Chip) -> float:
+        """Clocks that it takes more while its scheduler's tensor core works."""
+        if not chip.has("code_beside_wgmma"):
+            return 0.0
+        return self.issue * chip.clocks("shuffle_beside_wgmma" if self.shuffles else "code_beside_wgmma")
 
 
 FREE = Cost()
@@ -179,7 +191,8 @@ def _conversion(parts: tuple[str, ...], chip: Chip) -> Cost:
 def _exchange(ins: Instr, chip: Chip) -> Cost:
     count = next((int(part[1:]) for part in ins.parts if part[0] == "x" and part[1:].isdigit()), 1)
     clocks = count * WARP * 4 / chip.clocks("shared_bytes")
-    return Cost(1, Pipe.SHARED, 0.0, chip.clocks("shuffle_latency"), shared=clocks)
+    latency = chip.clocks("shuffle_latency")
+    return Cost(1, Pipe.SHARED, 0.0, latency, shared=clocks, shuffles=ins.parts[0] == "shfl")
 
 
 def _memory(ins: Instr, chip: Chip) -> Cost:
@@ -194,4 +207,5 @@ def _memory(ins: Instr, chip: Chip) -> Cost:
         clocks = nbytes * WARP / chip.clocks("shared_bytes")
         return Cost(1, Pipe.SHARED, 0.0, chip.clocks("shared_latency"), shared=clocks)
     clocks = nbytes * WARP / chip.clocks("shared_bytes")
-    return Cost(1, Pipe.SHARED, 0.0, 0.0, shared=clocks, global_bytes=nbytes, load=load)
+    adds = parts[0] == "red"
+    return Cost(1, Pipe.SHARED, 0.0, 0.0, shared=clocks, global_bytes=nbytes, load=load, adds=adds)

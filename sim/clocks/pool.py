@@ -2,7 +2,8 @@
 
 A stretch of code that alone takes T clocks and D of a pipe loads that pipe by D / T. Where the stretches of one
 scheduler (for shared memory: of one SM) load a pipe by more than 1, those that use it slow down by that factor. A
-warp's wgmma is a stretch, too: wgmmas of a scheduler's warps share its tensor core, and concurrent code is slower.
+warp's wgmma is a stretch, too: wgmmas of a scheduler's warps share its tensor core, and concurrent code is slower. What
+they read from shared memory goes before all other accesses.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from warpspec.sim.clocks.costs import PIPES, Pipe
 SCHEDULERS = 4
 LIGHT = 0.04  # load of a pipe below which a stretch is not slowed down when the pipe is full
 NEVER = float("inf")
+SCHEDULERS_OWN = (Pipe.ISSUE, Pipe.FMA, Pipe.ALU, Pipe.MUFU, Pipe.TENSOR)
 
 
 class Stretch:
@@ -37,10 +39,11 @@ class Stretch:
 class _Sm:
     """The code running on one SM, by scheduler. Rates are computed when the next end is requested."""
 
-    __slots__ = ("active", "beside", "changed", "next", "squeeze", "totals")
+    __slots__ = ("active", "changed", "crowd", "first", "next", "squeeze", "totals")
 
-    def __init__(self, beside: float):
-        self.beside = beside  # extra clocks of an instruction while the tensor core works
+    def __init__(self, first: float, crowd: float):
+        self.first = first  # part of the operands' share of shared memory that other accesses do without
+        self.crowd = crowd  # how much more the tensor core costs code of several warps of its scheduler
         self.active: list[list[Stretch]] = [[] for _ in range(SCHEDULERS)]
         self.totals = [[0.0] * PIPES for _ in range(SCHEDULERS)]
         self.changed: set[int] = set()  # schedulers on which something began or ended
@@ -57,7 +60,11 @@ class _Sm:
                 if active
                 else [0.0] * PIPES
             )
-        squeeze = max(1.0, sum(totals[Pipe.SHARED] for totals in self.totals))
+        shared = operands = 0.0
+        for totals in self.totals:
+            shared += totals[Pipe.SHARED]
+            operands += totals[Pipe.OPERANDS] / max(1.0, totals[Pipe.TENSOR])
+        squeeze = max(1.0, shared / (1.0 - self.first * min(operands, 1.0)))
         if squeeze != self.squeeze:
             self.squeeze = squeeze
             changed = range(SCHEDULERS)
@@ -72,8 +79,10 @@ class _Sm:
                     self.next, end = stretch, stretch.end
 
     def _settle(self, active: list[Stretch], totals: list[float], now: float) -> None:
-        beside = self.beside * min(totals[Pipe.TENSOR], 1.0)
-        full = [(pipe, total) for pipe, total in enumerate(totals) if total > 1.0 and pipe != Pipe.SHARED]
+        tensor = min(totals[Pipe.TENSOR], 1.0)
+        if tensor and sum(not one.loads[Pipe.TENSOR] for one in active) > 1:
+            tensor *= self.crowd
+        full = [(pipe, totals[pipe]) for pipe in SCHEDULERS_OWN if totals[pipe] > 1.0]
         if self.squeeze > 1.0:
             full.append((Pipe.SHARED, self.squeeze))
         for stretch in active:
@@ -81,17 +90,16 @@ class _Sm:
             for pipe, total in full:
                 if total > slow and stretch.loads[pipe] > LIGHT:
                     slow = total
-            if beside and not stretch.loads[Pipe.TENSOR]:
-                slow *= 1.0 + beside * stretch.loads[Pipe.ISSUE]
+            slow *= 1.0 + tensor * stretch.loads[Pipe.BESIDE]
             if slow != stretch.slow:
                 stretch.change(now, slow)
 
 
 class Pool:
-    """Everything that runs on the SMs. used: for each SM, clocks that each pipe was taken. beside: see `_Sm`."""
+    """Everything that runs on the SMs. used: for each SM, clocks that each pipe was taken. first, crowd: see `_Sm`."""
 
-    def __init__(self, sms: int, beside: float):
-        self.sms = [_Sm(beside) for _ in range(sms)]
+    def __init__(self, sms: int, first: float, crowd: float):
+        self.sms = [_Sm(first, crowd) for _ in range(sms)]
         self.used = [[0.0] * PIPES for _ in range(sms)]
         self.now = 0.0  # time of the last change
 

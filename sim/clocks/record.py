@@ -15,12 +15,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
+
 from warpspec.sim.clocks.trace import CtaTrace, LaunchTrace, Step
 from warpspec.sim.instruction import Instr, Mem
 from warpspec.sim.lanes import FULL_MASK
 from warpspec.sim.tcgen05 import instruction_descriptor
 
 SAMPLE = 6  # default number of clusters recorded per launch
+ENOUGH = 120_000  # steps of a launch's trace after which a sample's other steps are only counted
 RANK_SHIFT, OFFSET_MASK = 24, (1 << 24) - 1  # a shared::cluster address has the CTA rank above the offset
 
 
@@ -48,8 +51,9 @@ def times() -> bool:
 def recording(sample: int | None = SAMPLE) -> Iterator[None]:
     """Context in which runs keep traces, so that their report has `clocks`.
 
-    sample: how many clusters of each launch are recorded (and, if clusters are independent, executed); None: all.
-    Raises ValueError unless it is None or a positive int.
+    sample: how many clusters of each launch are recorded (and, if clusters are independent, executed); where their
+    traces are long, the last ends after `ENOUGH` steps, and what follows is only counted: wgmma no longer multiplies.
+    None: all. Raises ValueError unless it is None or a positive int.
     """
     global _active
     if sample is not None and (isinstance(sample, bool) or not isinstance(sample, int) or sample < 1):
@@ -76,19 +80,33 @@ def captured() -> Iterator[list[LaunchTrace]]:
 
 
 def chosen_clusters(total: int, sample: int | None) -> list[int]:
-    """Numbers of the clusters to record: the first, the last and others evenly between."""
+    """Numbers of the clusters to record: the first, the last, and others evenly between.
+
+    They are in an order of which every beginning is spread over the grid, unless they are the whole grid.
+    """
     if sample is None or total <= sample:
         return list(range(total))
     if sample == 1:
         return [0]
-    return sorted({round(i * (total - 1) / (sample - 1)) for i in range(sample)})
+    evenly = sorted({round(i * (total - 1) / (sample - 1)) for i in range(sample)})
+    order, gap = [evenly[0], evenly[-1]], len(evenly)
+    while gap > 1:
+        gap = -(-gap // 2)
+        order += evenly[gap::gap]
+    return list(dict.fromkeys(order))
 
 
 class Recorder:
-    """Traces one launch. clusters: numbers of the clusters that run and are recorded, in order."""
+    """Traces one launch. clusters: numbers of the clusters that run and are recorded, in order. whole: they are the
+    whole grid, all of which must run.
+    """
 
-    def __init__(self, trace: LaunchTrace, clusters: Sequence[int]):
-        self.trace = trace
+    def __init__(self, trace: LaunchTrace, clusters: Sequence[int], whole: bool = True):
+        self.trace, self.whole = trace, whole
+        self.steps = 0
+        self.enough = False  # steps are only counted
+        self._live: list[tuple[object, CtaTrace]] = []  # CTAs that run
+        self._system = np.array(trace.program.system, bool)
         for traces in _captured:
             traces.append(trace)
         self.clusters = frozenset(clusters)
@@ -100,6 +118,13 @@ class Recorder:
 
     # ---- called by the machine ---------------------------------------------------------------------------------
 
+    def following(self) -> Iterator[int]:
+        """Numbers of the clusters to run, until there is enough of a trace."""
+        for number in self.order:
+            if self.enough:
+                return
+            yield number
+
     def admit(self, cluster) -> None:
         """A cluster becomes resident: its warps get a trace if it is one of those to record."""
         if cluster.number not in self.clusters:
@@ -110,10 +135,31 @@ class Recorder:
                 w.trace = []
                 one.warps.append(w.trace)
             self.trace.ctas.append(one)
+            self._live.append((cta, one))
+
+    def retire(self, cluster) -> None:
+        """A cluster has ended: its steps are counted."""
+        for cta, one in [pair for pair in self._live if pair[0].cluster is cluster]:
+            self._live.remove((cta, one))
+            if one.uncounted is not None:
+                one.more_steps = self._executed(cta) - one.uncounted
+
+    def _executed(self, cta) -> int:
+        """Steps that the CTA's warps, and those before them in their places, have executed."""
+        return sum(int(np.asarray(w.executed)[: len(self._system)][self._system].sum()) for w in cta.warps)
+
+    def _stop(self, now) -> None:
+        """Only count from here on. now: the warp that has just recorded a step, which is not counted yet."""
+        self.enough = True
+        for cta, one in self._live:
+            one.uncounted = self._executed(cta) + (cta is now.cta)
+            for w in cta.warps:
+                w.trace = None
 
     def native(self, w, block: int, mask: int) -> None:
         """A warp has executed a block of native code."""
-        w.trace.append(block if mask == FULL_MASK else (block, mask))
+        if w.trace is not None:
+            w.trace.append(block if mask == FULL_MASK else (block, mask))
 
     def begin(self, w, group, ins: Instr, mask: int) -> None:
         """A warp is about to execute a system instruction, possibly again after a wait."""
@@ -130,7 +176,11 @@ class Recorder:
         self._open.pop(group, None)
         if step.waits is None and step.lanes:
             self._find_wait(step, w)
-        w.trace.append(step)
+        if w.trace is not None:
+            w.trace.append(step)
+            self.steps += 1
+            if self.steps == ENOUGH and not self.whole:
+                self._stop(w)
 
     def wait(self, group) -> None:
         """The instruction waits and will be executed again."""

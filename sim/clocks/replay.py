@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from warpspec.sim.clocks.actions import Action, Kind, action_of
 from warpspec.sim.clocks.blocks import BlockCost, block_cost
 from warpspec.sim.clocks.constants import Chip
 from warpspec.sim.clocks.costs import PIPES, Pipe
 from warpspec.sim.clocks.pool import Pool
+from warpspec.sim.clocks.products import Event, Products, is_product, owner_of
 from warpspec.sim.clocks.sass_blocks import Chunk
 from warpspec.sim.clocks.sass_order import Jump, Moved, SassOrder
 from warpspec.sim.clocks.servers import Sm
@@ -29,6 +29,7 @@ SCOREBOARDS = 6
 CHUNK = 24.0  # clocks of SASS that run as one piece
 BRANCH_STALL = 5.0  # clocks of a branch that its control word gives
 FLUSH = 12.0  # clocks of native code that may be deferred to a later wait without moving issues in between
+CUT = 0.8  # part of a cut trace that is replayed
 LONGEST_RUN = 4000.0  # clocks after which native code is cut, so that concurrent code is seen
 
 
@@ -45,20 +46,12 @@ class Span:
     cause: tuple[str, int, float] | None = None
 
 
-@dataclass(slots=True)
-class Event:
-    """The end of a barrier's phase: missing contributions, time and author of the last one, waiting warps."""
-
-    missing: int
-    time: float = 0.0
-    cause: tuple[str, int, float] | None = None
-    waiting: list[int] = field(default_factory=list)
-
-
 @dataclass
 class Result:
-    """clocks: when the last warp has ended. ends: when each cluster has ended. busy: clocks of each unit of the first
-    SM."""
+    """clocks: when the last warp has ended, or where the replay was cut off. ends: when each cluster has ended. busy:
+    clocks of each unit of the first SM. beyond: clocks that the rest takes at the pace of the second half of what was
+    replayed; 0: all was.
+    """
 
     clocks: float
     ends: list[float]
@@ -66,16 +59,12 @@ class Result:
     spans: list[list[Span]]
     warps: list[tuple[int, int]]  # (number of the CTA as given, warp) of each list of spans
     bytes_moved: float
+    beyond: float = 0.0
 
-
-@dataclass(slots=True)
-class Product:
-    """A warp's part of a wgmma: clocks of its tensor core, the group that it ends, (SM, scheduler), when issued."""
-
-    busy: float
-    group: Event
-    place: tuple[int, int]
-    issued: float
+    @property
+    def lasts(self) -> float:
+        """Clocks of all clusters, those that were not replayed included."""
+        return self.clocks + self.beyond
 
 
 Placed = list[tuple[CtaTrace, int]]
@@ -87,6 +76,7 @@ class Replay:
 
     resident: number of clusters resident from the start; each of the others begins when one has ended. fresh_share:
     part of the bytes read that come from HBM. cold, active_share, written_share, sharers: as in `servers.Sm`.
+    most_steps: steps of all warps after which the replay is cut off; None: none.
     """
 
     def __init__(
@@ -104,8 +94,16 @@ class Replay:
         written_share: float = 1.0,
         sharers: float = 1.0,
         order: SassOrder | None = None,
+        most_steps: int | None = None,
     ):
         self.trace, self.clusters, self.chip, self.order = trace, clusters, chip, order
+        steps = [(cta.steps, cta.more_steps) for placed in clusters for cta, _ in placed]
+        self.total_steps = sum(map(sum, steps))
+        # Towards the end of traces that are cut, warps wait for steps that were not recorded.
+        recorded = sum(here if not more else int(here * CUT) for here, more in steps)
+        self.most_steps = min(recorded, most_steps or recorded)
+        self.steps = 0  # that warps have reached
+        self.half = (0, 0.0)  # steps and clocks in the middle of what is replayed
         self.resident = len(clusters) if resident is None else resident
         self.costs = {} if costs is None else costs
         self.actions: dict[int, Action] = {}
@@ -113,11 +111,9 @@ class Replay:
             Sm(chip, fresh_share, cold, active_share, written_share, sharers)
             for _ in range(1 + max(sm for _, sm in clusters[0]))
         ]
-        self.pool = Pool(
-            len(self.sms), chip.clocks("code_beside_wgmma") if chip.has("code_beside_wgmma") else 0.0
-        )
-        self.tensor: dict[int, deque[Product]] = {}  # each warp's unfinished wgmmas
-        self.slots: dict[int, Event] = {}  # warps that cannot issue another wgmma yet
+        beside = ("operands_first", "crowd_beside_wgmma")
+        self.pool = Pool(len(self.sms), *(chip.clocks(name) if chip.has(name) else 1.0 for name in beside))
+        self.products = Products(self)
         self.events: dict[tuple[int, int], Event] = {}
         self.queue: list[tuple[float, int, int, object]] = []
         self._order = 0
@@ -129,7 +125,7 @@ class Replay:
     # ---- the loop ----------------------------------------------------------------------------------------------
 
     def run(self) -> Result:
-        """Replay until every warp has ended."""
+        """Replay until every warp has ended, or has run for long enough to know the pace."""
         programs: list[Iterator] = []
         owner: list[int] = []  # the number of each warp's cluster
         live: list[int] = []  # number of warps of each cluster that have not ended
@@ -147,7 +143,7 @@ class Replay:
                     owner.append(number)
                     entries = entries if self.order is None else self.order.warp(entries)
                     programs.append(self._warp(warp, entries, sm, index % 4, number))
-                    self._push(time, "resume", warp)
+                    self.push(time, "resume", warp)
                 live[number] += len(cta.warps)
 
         for _ in range(min(self.resident, len(self.clusters))):
@@ -155,19 +151,24 @@ class Replay:
         ends: list[float] = []
         turnover = self.chip.clocks("cta_turnover")
         pool, queue = self.pool, self.queue
-        while True:
+        while self.steps < self.most_steps or self.most_steps == self.total_steps:
+            if not self.half[0] and self.steps >= self.most_steps / 2:
+                self.half = (self.steps, self.now)
             soonest = pool.next_end()
             if queue and (soonest is None or queue[0][0] <= soonest):
                 self.now, _, what, argument = heapq.heappop(queue)
             elif soonest is not None:
                 self.now, what, argument = soonest, "resume", pool.take(soonest)
-                if argument < 0:
-                    self._multiplied(-1 - argument)
+                if is_product(argument):
+                    self.products.ended(owner_of(argument))
                     continue
             else:
                 break
             if what == "signal":
-                self._signal(*argument)
+                self.signal(*argument)
+                continue
+            if what == "through":
+                self.products.through(*argument)
                 continue
             warp = argument
             request = next(programs[warp], None)
@@ -178,57 +179,31 @@ class Replay:
                     if len(live) < len(self.clusters):
                         begin(self.now + turnover)
             elif type(request) is float:
-                self._push(request, "resume", warp)
+                self.push(request, "resume", warp)
             elif type(request) is Event:
                 request.waiting.append(warp)
             else:
                 sm, scheduler, alone, demand = request
                 pool.add(self.now, warp, sm, scheduler, alone, demand)
-        stuck = [w for w in range(len(programs)) if programs[w].gi_frame is not None]
+        cut_off = self.steps < self.total_steps
+        stuck = [] if cut_off else [w for w in range(len(programs)) if programs[w].gi_frame is not None]
         if stuck:
             raise RuntimeError(f"{len(stuck)} warps never end in the replay of {self.trace.kernel}")
         busy = dict(zip(("issue", "fma", "alu", "mufu", "shared"), pool.used[0], strict=False))
         for name in ("issue", "fma", "alu", "mufu"):
             busy[name] /= 4
         busy |= self.sms[0].busy()
-        return Result(max(ends), ends, busy, self.spans, self.warps, self.sms[0].bytes_moved)
+        if not cut_off:
+            return Result(max(ends), ends, busy, self.spans, self.warps, self.sms[0].bytes_moved)
+        steps, since = self.half
+        beyond = (self.total_steps - self.steps) * (self.now - since) / (self.steps - steps)
+        return Result(self.now, ends, busy, self.spans, self.warps, self.sms[0].bytes_moved, beyond)
 
-    def _push(self, time: float, what: str, argument: object) -> None:
+    def push(self, time: float, what: str, argument: object) -> None:
         self._order += 1
         heapq.heappush(self.queue, (time, self._order, what, argument))
 
-    # ---- wgmma: a queue a warp; their heads share the scheduler's tensor core ---------------------------------------
-
-    def _multiply(self, warp: int, place: tuple[int, int], action: Action, group: Event) -> None:
-        """A warp's part of a wgmma joins the warp's queue; the group waits for it."""
-        group.missing += 1
-        queue = self.tensor.setdefault(warp, deque())
-        queue.append(Product(action.busy, group, place, self.now))
-        sm, scheduler = place
-        self.sms[sm].tensor_used[scheduler] += action.busy
-        if len(queue) == 1:
-            self._begin_product(warp, action.latency)
-
-    def _begin_product(self, warp: int, latency: float) -> None:
-        product = self.tensor[warp][0]
-        demand = [0.0] * PIPES
-        demand[Pipe.TENSOR] = product.busy
-        self.pool.add(self.now, -1 - warp, *product.place, product.busy + latency, demand)
-
-    def _slot(self, warp: int) -> Event:
-        """The end of the wgmma that is next to end in a warp's queue."""
-        event = self.slots[warp] = Event(1)
-        return event
-
-    def _multiplied(self, warp: int) -> None:
-        queue = self.tensor[warp]
-        product = queue.popleft()
-        cause = ("tensor", warp, product.issued)
-        if warp in self.slots:
-            self._signal(self.slots.pop(warp), cause)
-        self._push(self.now + self.chip.clocks("wgmma_tail"), "signal", (product.group, cause))
-        if queue:
-            self._begin_product(warp, 0.0)
+    # ---- events --------------------------------------------------------------------------------------------------
 
     def _event(self, number: int, copy: int) -> Event:
         event = self.events.get((number, copy))
@@ -236,13 +211,13 @@ class Replay:
             event = self.events[number, copy] = Event(self.trace.contributions[number])
         return event
 
-    def _signal(self, event: Event, cause: tuple[str, int, float]) -> None:
+    def signal(self, event: Event, cause: tuple[str, int, float]) -> None:
         event.missing -= 1
         if self.now >= event.time:
             event.time, event.cause = self.now, cause
         if event.missing == 0:
             for warp in event.waiting:
-                self._push(self.now, "resume", warp)
+                self.push(self.now, "resume", warp)
             event.waiting.clear()
 
     # ---- one warp ----------------------------------------------------------------------------------------------
@@ -276,7 +251,7 @@ class Replay:
         previous = -2
         code_read: set[int] = set()  # lines of code that this warp has run
         cold_code = server.cold and chip.has("code_line")
-        depth = chip.clocks("wgmma_depth") if chip.has("wgmma_depth") else 0.0
+        depth = chip.clocks("wgmma_depth") if chip.has("wgmma_depth") else 0
         for entry in entries:
             kind_of_entry = type(entry)
             if kind_of_entry is Chunk or kind_of_entry is Moved:
@@ -298,6 +273,14 @@ class Replay:
                             alone, demand = 0.0, [0.0] * PIPES
                         if until > self.now:
                             yield from self._sleep(warp, until, "memory", ("memory", warp, self.now))
+                if chunk.demand[Pipe.SHARED]:
+                    until = server.lanes_wait(self.now + alone)
+                    if until > self.now + alone:
+                        if alone:
+                            yield from self._run(warp, sm, scheduler, alone, demand)
+                            alone, demand = 0.0, [0.0] * PIPES
+                        if until > self.now:
+                            yield from self._sleep(warp, until, "store", ("memory", warp, self.now))
                 alone += chunk.alone
                 for pipe in range(PIPES):
                     demand[pipe] += chunk.demand[pipe]
@@ -308,8 +291,8 @@ class Replay:
                             done = server.load(at, nbytes, 1)
                             if board < SCOREBOARDS:
                                 boards[board] = max(boards[board], done)
-                    if entry.stored:
-                        server.store(at, entry.stored)
+                    if entry.stored or entry.added:
+                        server.store_by_lanes(at, entry.stored, entry.added)
                 if alone > CHUNK:
                     yield from self._run(warp, sm, scheduler, alone, demand)
                     alone, demand = 0.0, [0.0] * PIPES
@@ -340,14 +323,19 @@ class Replay:
                             alone, demand = 0.0, [0.0] * PIPES
                         if done > self.now:
                             yield from self._sleep(warp, done, "memory", ("memory", warp, self.now))
-                    if part.loads or part.stores:
+                    if part.loads or part.stores or part.additions:
                         if alone > FLUSH:
                             yield from self._run(warp, sm, scheduler, alone, demand)
                             alone, demand = 0.0, [0.0] * PIPES
+                        until = server.lanes_wait(self.now)
+                        if until > self.now:
+                            yield from self._sleep(warp, until, "store", ("memory", warp, self.now))
                         if part.loads:
                             done = server.load(self.now + alone, part.loads * lanes, part.load_count)
-                        if part.stores:
-                            server.store(self.now + alone, part.stores * lanes)
+                        if part.stores or part.additions:
+                            server.store_by_lanes(
+                                self.now + alone, part.stores * lanes, part.additions * lanes
+                            )
                     alone += part.alone
                     for pipe in range(PIPES):
                         demand[pipe] += part.demand[pipe]
@@ -358,11 +346,13 @@ class Replay:
                     alone, demand = 0.0, [0.0] * PIPES
                 continue
             previous = -2 if previous < 0 else previous + 1
+            self.steps += 1
             action = self._action(entry)
             kind = action.kind
             alone += action.issue
             demand[Pipe.ISSUE] += min(action.issue, 1.0)
-            demand[Pipe.SHARED] += action.shared
+            if kind is not Kind.WGMMA:
+                demand[Pipe.SHARED] += action.shared
             if not entry.lanes or (kind is Kind.PLAIN and not entry.signals):
                 continue
             if alone > FLUSH or (kind in WAITS and alone):
@@ -374,7 +364,7 @@ class Replay:
                     latency = action.latency
                     if action.reads:  # a barrier of threads: warps arrive one after the other
                         latency += chip.clocks("barrier_arrival") * self.trace.contributions[number]
-                    self._push(at + latency, "signal", (self._event(number, copy), ("run", warp, at)))
+                    self.push(at + latency, "signal", (self._event(number, copy), ("run", warp, at)))
                 if kind is Kind.SIGNAL and entry.lanes < WARP:
                     alone += chip.clocks("arrive_hold")
                 if kind is Kind.BARRIER and entry.waits is not None:
@@ -387,13 +377,13 @@ class Replay:
                 else:
                     alone += action.latency
             elif kind is Kind.WGMMA:
-                if len(self.tensor.get(warp, ())) >= depth:
+                if self.products.in_flight(warp) >= depth:
                     if alone:
                         yield from self._run(warp, sm, scheduler, alone, demand)
                         alone, demand = 0.0, [0.0] * PIPES
-                    while len(self.tensor[warp]) >= depth:
-                        yield from self._wait(warp, self._slot(warp), "tensor")
-                self._multiply(warp, (sm, scheduler), action, opened)
+                    while self.products.in_flight(warp) >= depth:
+                        yield from self._wait(warp, self.products.slot(warp), "tensor")
+                self.products.issue(warp, (sm, scheduler), action, opened)
             elif kind is Kind.WGMMA_COMMIT:
                 wgmma.append(opened)
                 opened = Event(0)
@@ -405,12 +395,12 @@ class Replay:
             elif kind is Kind.LOAD:
                 done = server.tma_load(at, entry.nbytes, entry.fresh)
                 for number in entry.signals:
-                    self._push(done, "signal", (self._event(number, copy), ("tma", warp, at)))
+                    self.push(done, "signal", (self._event(number, copy), ("tma", warp, at)))
             elif kind is Kind.STORE:
                 read, written = server.tma_store(at, entry.nbytes, action.adds)
                 bulk_open = max(bulk_open[0], read), max(bulk_open[1], written)
                 for number in entry.signals:
-                    self._push(written, "signal", (self._event(number, copy), ("tma", warp, at)))
+                    self.push(written, "signal", (self._event(number, copy), ("tma", warp, at)))
             elif kind is Kind.STORE_COMMIT:
                 bulk.append(bulk_open)
                 bulk_open = (0.0, 0.0)
@@ -423,7 +413,7 @@ class Replay:
                 done = server.load(at, entry.nbytes, 1)
                 copies_open = max(copies_open, done)
                 for number in entry.signals:
-                    self._push(done, "signal", (self._event(number, copy), ("memory", warp, at)))
+                    self.push(done, "signal", (self._event(number, copy), ("memory", warp, at)))
             elif kind is Kind.COPY_COMMIT:
                 copies.append(copies_open)
                 copies_open = 0.0
@@ -437,7 +427,7 @@ class Replay:
             elif kind is Kind.TENSOR_COMMIT:
                 done = server.tensor_commit(at)
                 for number in entry.signals:
-                    self._push(done, "signal", (self._event(number, copy), ("tensor", warp, at)))
+                    self.push(done, "signal", (self._event(number, copy), ("tensor", warp, at)))
             elif kind is Kind.TENSOR_COPY:
                 server.tensor_copy(at, action.count)
             elif kind is Kind.TENSOR_TRANSFER:
@@ -449,10 +439,13 @@ class Replay:
                     yield from self._sleep(
                         warp, tensor_memory, "tensor memory", ("tensor memory", warp, self.now)
                     )
-            elif kind is Kind.MEMORY:
+            elif kind is Kind.MEMORY and action.reads:
                 done = server.load(at, action.count * entry.lanes, 1)
-                if action.reads and done > self.now:
+                if done > self.now:
                     yield from self._sleep(warp, done, "memory", ("memory", warp, self.now))
+            elif kind is Kind.MEMORY and self.order is None:  # SASS has it among its code
+                moved = action.count * entry.lanes
+                server.store_by_lanes(at, 0 if action.adds else moved, moved if action.adds else 0)
         if alone:
             yield from self._run(warp, sm, scheduler, alone, demand)
 

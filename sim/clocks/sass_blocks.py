@@ -85,15 +85,19 @@ def _copy_kind(parts: tuple[str, ...]) -> str | None:
 
 @dataclass(slots=True)
 class Chunk:
-    """Consecutive code. alone: clocks in a warp that has the SM to itself. demand: clocks of each pipe. waits:
-    scoreboards of loads that it waits for. loads: (bytes per lane, scoreboard, PTX line) each; stores: (bytes per lane,
-    PTX line). count: instructions. first, last: addresses of its code, in lines of CODE_LINE bytes."""
+    """Consecutive code.
+
+    alone: clocks in a warp that has the SM to itself. demand: clocks of each pipe. waits: scoreboards of loads that it
+    waits for. loads: (bytes per lane, scoreboard, PTX line) each; stores, additions: (bytes per lane, PTX line) each.
+    count: instructions. first, last: addresses of its code, in lines of CODE_LINE bytes.
+    """
 
     alone: float
     demand: tuple[float, ...]
     waits: int
     loads: tuple[tuple[int, int, int], ...]
     stores: tuple[tuple[int, int], ...]
+    additions: tuple[tuple[int, int], ...]
     count: int
     first: int = 0
     last: int = 0
@@ -152,13 +156,16 @@ class _Issue:
         self.first = self.last = 0
         self.loads: list[tuple[int, int, int]] = []
         self.stores: list[tuple[int, int]] = []
+        self.additions: list[tuple[int, int]] = []
         self.began = self.now
 
     def close(self, waits: int = 0) -> None:
         if self.count or self.waits:
             alone = self.now - self.began
-            chunk = (alone, tuple(self.demand), self.waits, tuple(self.loads), tuple(self.stores), self.count)
-            self.items.append(Chunk(*chunk, self.first, self.last))
+            moved = (tuple(self.loads), tuple(self.stores), tuple(self.additions))
+            self.items.append(
+                Chunk(alone, tuple(self.demand), self.waits, *moved, self.count, self.first, self.last)
+            )
         self._clear(waits)
 
     def place(self, ins: SassInstr, kind: str) -> None:
@@ -185,6 +192,7 @@ class _Issue:
             self.free[cost.pipe] = self.now + busy
             self.demand[cost.pipe] += cost.shared if cost.pipe is Pipe.SHARED else cost.busy
         self.demand[Pipe.ISSUE] += 1
+        self.demand[Pipe.BESIDE] += cost.beside(self.chip)
         self.last = ins.address // CODE_LINE
         if not self.count:
             self.first = self.last
@@ -195,6 +203,8 @@ class _Issue:
             self.ready[ins.reads] = self.now + OPERANDS_READ
         if cost.load:
             self.loads.append((cost.global_bytes, ins.writes, ins.line))
+        elif cost.adds:
+            self.additions.append((cost.global_bytes, ins.line))
         elif cost.global_bytes:
             self.stores.append((cost.global_bytes, ins.line))
         self.now += max(ins.stall, 1) + cost.stall

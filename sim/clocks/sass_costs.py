@@ -47,6 +47,7 @@ ISSUE_NAMES = (
 )
 WIDTH = re.compile(r"\.(128|64|U16|S16|16|U8|S8|256)\b")
 WIDTHS = {"128": 16, "64": 8, "U16": 2, "S16": 2, "16": 2, "U8": 1, "S8": 1, "256": 32}
+VECTOR = re.compile(r"\.B?F(32|16)x(\d)\b")  # of an addition
 MATRICES = re.compile(r"\.(4|2)\b")
 SPECIAL_LATENCY = 25.0  # S2R, LDC, LDCU: a special register, a constant
 
@@ -57,8 +58,8 @@ def base_name(ins: SassInstr) -> str:
 
 def access_bytes(ins: SassInstr) -> int:
     """Bytes per lane that a load, store or atomic moves."""
-    found = WIDTH.search(ins.name)
-    return WIDTHS[found[1]] if found else 4
+    found, vector = WIDTH.search(ins.name), VECTOR.search(ins.name)
+    return int(vector[1]) * int(vector[2]) // 8 if vector else WIDTHS[found[1]] if found else 4
 
 
 def sass_cost(ins: SassInstr, chip: Chip) -> Cost:
@@ -79,7 +80,8 @@ def sass_cost(ins: SassInstr, chip: Chip) -> Cost:
         nbytes = access_bytes(ins)
         load = name in ("LDG", "LD", "ATOMG", "ATOM")
         clocks = nbytes * WARP / chip.clocks("shared_bytes")
-        return Cost(1, Pipe.SHARED, 0.0, 0.0, shared=clocks, global_bytes=nbytes, load=load)
+        adds = name in ("RED", "REDG")
+        return Cost(1, Pipe.SHARED, 0.0, 0.0, shared=clocks, global_bytes=nbytes, load=load, adds=adds)
     if name in ISSUE_NAMES or name[0] == "U" or name in ("R2UR", "S2UR", "LDCU"):
         if name in ("FENCE", "MEMBAR"):
             return Cost(1, stall=chip.clocks("fence"))
@@ -91,9 +93,8 @@ def sass_cost(ins: SassInstr, chip: Chip) -> Cost:
 
 def _shared(ins: SassInstr, name: str, chip: Chip) -> Cost:
     if name == "SHFL":
-        return Cost(
-            1, Pipe.SHARED, 0.0, chip.clocks("shuffle_latency"), shared=WARP * 4 / chip.clocks("shared_bytes")
-        )
+        clocks = WARP * 4 / chip.clocks("shared_bytes")
+        return Cost(1, Pipe.SHARED, 0.0, chip.clocks("shuffle_latency"), shared=clocks, shuffles=True)
     nbytes = access_bytes(ins)
     if name in ("LDSM", "STSM", "MOVM"):
         found = MATRICES.search(ins.name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from warpspec.sim.cfg import control_of, targets
@@ -26,11 +27,12 @@ FAR = 1 << 30
 
 @dataclass(slots=True)
 class Moved:
-    """A chunk of code with what its lanes moved: bytes loaded by scoreboard, bytes stored."""
+    """A chunk of code with what its lanes moved: bytes loaded by scoreboard, bytes stored and added."""
 
     chunk: Chunk
     loads: tuple[tuple[int, int], ...]
     stored: int
+    added: int = 0
 
 
 @dataclass(slots=True)
@@ -127,8 +129,8 @@ class SassOrder:
 
     # ---- a warp ------------------------------------------------------------------------------------------------
 
-    def warp(self, entries: list[Entry]) -> list:
-        """A warp's Chunk, Moved, Step and Jump entries in the order of SASS."""
+    def warp(self, entries: list[Entry]) -> Iterator[Chunk | Moved | Step | Jump]:
+        """A warp's Chunk, Moved, Step and Jump entries in the order of SASS, as far as they are asked for."""
         result: list = []
         group = _Group([])
         last = None  # the block before
@@ -146,10 +148,12 @@ class SassOrder:
                 else:
                     last = self._emit(group, result, last)
                     group = _Group(blocks)
+                    yield from result
+                    result.clear()
             group.steps += steps
             group.lanes[stretch] = max(lanes, group.lanes.get(stretch, 0))
         self._emit(group, result, last)
-        return result
+        yield from result
 
     def _stretches(self, entries: list[Entry]):
         """(stretch, lanes, steps) in the order the warp ran them."""
@@ -188,12 +192,15 @@ class SassOrder:
                 result.append(group.steps[item])
                 continue
             self.executed += item.count
-            if item.loads or item.stores:
+            if item.loads or item.stores or item.additions:
                 loads = tuple(
                     (nbytes * self._lanes(group, line), board) for nbytes, board, line in item.loads
                 )
-                stored = sum(nbytes * self._lanes(group, line) for nbytes, line in item.stores)
-                result.append(Moved(item, loads, stored))
+                stored, added = (
+                    sum(nbytes * self._lanes(group, line) for nbytes, line in lines)
+                    for lines in (item.stores, item.additions)
+                )
+                result.append(Moved(item, loads, stored, added))
             else:
                 result.append(item)
         self.executed += len(group.steps)

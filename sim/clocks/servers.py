@@ -38,6 +38,8 @@ class Sm:
         self.fresh_share, self.cold, self.written_share = fresh_share, cold, written_share
         self.tensor_free = [0.0] * SCHEDULERS
         self.tensor_used = [0.0] * SCHEDULERS
+        self.store_buffer, self.add_buffer = chip.clocks("store_buffer"), chip.clocks("add_buffer")
+        self.lanes_free = self.lanes_ahead = 0.0
         self.tma_free = self.l2_free = self.hbm_free = self.store_free = 0.0
         self.tma_used = self.l2_used = self.hbm_used = 0.0
         self.transfer_free = [0.0] * SCHEDULERS
@@ -105,6 +107,19 @@ class Sm:
         self.hbm_used += hbm
         self.bytes_moved += nbytes
         return self.store_free
+
+    def store_by_lanes(self, at: float, stored: float, added: float) -> None:
+        """Stores and additions by lanes."""
+        if stored:
+            self.lanes_free = self.store(at, stored)
+            self.lanes_ahead = self.store_buffer / self.store_rate
+        if added:
+            self.lanes_free = self.store(at, added, adds=True)
+            self.lanes_ahead = self.add_buffer / self.add_rate
+
+    def lanes_wait(self, at: float) -> float:
+        """When lanes can access memory: they do so in order, and few bytes wait to leave the SM."""
+        return max(at, self.lanes_free - self.lanes_ahead)
 
     def tma_load(self, at: float, nbytes: float, fresh: bool) -> float:
         chip = self.chip

@@ -32,6 +32,7 @@ def save(traces: list[LaunchTrace], path: Path) -> None:
                 cta.cluster,
                 cta.rank,
                 [[_packed(one) for one in warp] for warp in cta.warps],
+                cta.more_steps,
             )
             for cta in trace.ctas
         ]
@@ -53,9 +54,9 @@ def load(path: Path) -> list[LaunchTrace]:
         program = load_program(ptx, kernel)
         trace = LaunchTrace(program=program, **about, contributions=contributions, ptx=ptx)
         instrs = program.kernel.instrs
-        for number, coords, cluster, rank, warps in ctas:
+        for number, coords, cluster, rank, warps, *more in ctas:
             unpacked = [[_unpacked(one, instrs) for one in warp] for warp in warps]
-            trace.ctas.append(CtaTrace(number, coords, cluster, rank, unpacked))
+            trace.ctas.append(CtaTrace(number, coords, cluster, rank, unpacked, *more))
         found.append(trace)
     return found
 

@@ -8,6 +8,7 @@ they complete. Since a kernel's synchronisation does not depend on time, a trace
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from warpspec.sim.codegen.program import Program
 from warpspec.sim.instruction import Instr
@@ -43,13 +44,28 @@ Entry = int | tuple[int, int] | Step
 
 @dataclass
 class CtaTrace:
-    """One CTA's warps, in order. number: the CTA's number in the grid. cluster: its cluster's number."""
+    """One CTA's warps, in order. number: the CTA's number in the grid. cluster: its cluster's number. more_steps: steps
+    that it executed after the end of its trace, which were only counted. uncounted: steps that the places of its warps
+    had executed by then; None: the trace is whole.
+    """
 
     number: int
     coords: tuple[int, int, int]
     cluster: int
     rank: int
     warps: list[list[Entry]] = field(default_factory=list)
+    more_steps: int = 0
+    uncounted: int | None = None
+
+    @cached_property
+    def steps(self) -> int:
+        """Number of steps of all warps; to be asked for when all are recorded."""
+        return sum(type(entry) is Step for entries in self.warps for entry in entries)
+
+    @property
+    def longer(self) -> float:
+        """How many times as long as its trace the CTA is."""
+        return 1 + self.more_steps / self.steps if self.more_steps else 1.0
 
 
 @dataclass

@@ -14,6 +14,7 @@ import numpy as np
 
 from warpspec.sim.clocks.blocks import BlockCost
 from warpspec.sim.clocks.constants import Chip
+from warpspec.sim.clocks.costs import memory_bytes
 from warpspec.sim.clocks.replay import Placed, Replay, Result
 from warpspec.sim.clocks.sass import NoSass, sass_of
 from warpspec.sim.clocks.sass_order import SassOrder
@@ -25,7 +26,9 @@ from warpspec.sim.tcgen05.memory import COLUMNS
 WARP = 32
 MOST_LISTED = 100_000  # most clusters of a grid that are assigned to places one by one
 BISECTIONS = 24
+CANDIDATES = 3  # recorded clusters that are replayed to find the one that lasts longest
 STREAMED_ROUNDS = 4  # rounds of CTAs that are replayed if there are more
+MOST_STEPS = 60_000  # most steps of a replay, of whose second half the rest has the pace
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,33 +75,28 @@ class Launch:
     code: str
 
 
-def load_bytes(cta: CtaTrace) -> tuple[int, int]:
-    """Bytes that a CTA loads and stores by asynchronous copies."""
-    loaded = stored = 0
+def moved_bytes(cta: CtaTrace, costs) -> tuple[int, int, int]:
+    """Bytes that a CTA loads, stores and adds. costs: the cost of a native block."""
+    loaded = stored = added = 0
     for entries in cta.warps:
         for entry in entries:
-            if type(entry) is Step and entry.nbytes:
-                if entry.signals or (
-                    entry.ins.parts[:2] == ("cp", "async") and "bulk" not in entry.ins.parts
-                ):
-                    loaded += entry.nbytes
-                else:
-                    stored += entry.nbytes
-    return loaded, stored
-
-
-def lane_bytes(cta: CtaTrace, costs) -> tuple[int, int]:
-    """Bytes that a CTA's lanes load and store themselves."""
-    loaded = stored = 0
-    for entries in cta.warps:
-        for entry in entries:
-            if type(entry) is Step:
+            if type(entry) is not Step:
+                index, lanes = (entry, WARP) if type(entry) is int else (entry[0], entry[1].bit_count())
+                for part in costs(index).parts:
+                    loaded += part.loads * lanes
+                    stored += part.stores * lanes
+                    added += part.additions * lanes
                 continue
-            index, lanes = (entry, WARP) if type(entry) is int else (entry[0], entry[1].bit_count())
-            for part in costs(index).parts:
-                loaded += part.loads * lanes
-                stored += part.stores * lanes
-    return loaded, stored
+            parts, nbytes = entry.ins.parts, entry.nbytes
+            if parts[0] in ("st", "red") and "async" not in parts:
+                nbytes = memory_bytes(entry.ins) * entry.lanes
+            if entry.signals or (parts[:2] == ("cp", "async") and "bulk" not in parts):
+                loaded += nbytes
+            elif parts[0] == "red" or "reduce" in parts:
+                added += nbytes
+            else:
+                stored += nbytes
+    return loaded, stored, added
 
 
 class Grid:
@@ -115,8 +113,10 @@ class Grid:
         self.places = max(1, chip.sms * self.residency.ctas // size)  # clusters that run at once
         self.active_share = min(1.0, trace.grid_ctas / chip.sms)
         groups: dict[int, Placed] = {}
-        for cta in trace.ctas:
+        for cta in sorted(trace.ctas, key=lambda cta: (cta.cluster, cta.rank)):
             groups.setdefault(cta.cluster, []).append((cta, cta.rank))
+        whole = {n: placed for n, placed in groups.items() if not any(cta.more_steps for cta, _ in placed)}
+        groups = whole if len(whole) > 1 else groups
         self.groups = groups
         self.longest: int | None = None  # number of the cluster that lasts longest
         self.sass, self.code = None, "PTX, as asked"
@@ -130,15 +130,17 @@ class Grid:
         costs: dict[int, BlockCost] = {}
         probe = Replay(trace, [next(iter(groups.values()))], chip, costs=costs)
         self.costs = costs
-        moved = [[0, 0] for _ in groups]
-        for totals, placed in zip(moved, groups.values(), strict=True):
-            for cta, _ in placed:
-                for one in (load_bytes(cta), lane_bytes(cta, probe._cost)):
-                    totals[0] += one[0]
-                    totals[1] += one[1]
-        self.loaded = _total(list(groups), [one[0] for one in moved], self.clusters)
-        self.stored = _total(list(groups), [one[1] for one in moved], self.clusters)
-        unique = max(trace.tensor_bytes - self.stored, 0.0)
+        moved = [
+            [cta.longer * np.array(moved_bytes(cta, probe._cost)) for cta, _ in placed]
+            for placed in groups.values()
+        ]
+        totals = np.array([sum(ctas) for ctas in moved])
+        self.loaded, self.stored, self.added = (
+            _total(list(groups), list(totals[:, i]), self.clusters) for i in range(3)
+        )
+        # What is stored is stored once; what is loaded or added to, again and again.
+        again = max(trace.tensor_bytes - self.stored, 0.0)
+        unique = again * self.loaded / max(self.loaded + self.added, 1.0)
         running = min(self.clusters, self.places) * size
         # CTAs that load the same byte: they are neighbours in the grid, and begin together.
         self.sharers = min(max(1.0, self.loaded / unique), running) if unique else 1.0
@@ -146,14 +148,14 @@ class Grid:
         self.to_read = unique if cold or trace.tensor_bytes > chip.clocks("l2_mb") * 1e6 else 0.0
         self.fresh_share = min(1.0, self.to_read / self.loaded) if self.loaded else 0.0
         self.written = max(
-            self.stored - chip.clocks("l2_dirty_mb") * 1e6, 0.0
+            self.stored + again - unique - chip.clocks("l2_dirty_mb") * 1e6, 0.0
         )  # bytes that HBM gets meanwhile
 
     def predict(self, chip: Chip, *, keep_spans: bool = True) -> Launch:
         """The launch's time with a chip's constants; costs of blocks are recomputed if they differ."""
         self.order = None if self.sass is None else SassOrder(self.trace.program, self.sass, chip)
         costs = self.costs if keep_spans else {}
-        if len(self.groups) < 2 or self.clusters <= self.places:
+        if self.clusters <= self.places:
             lasts, main = self._together(chip, costs, keep_spans)
         else:
             lasts, main = self._stream(chip, costs, keep_spans)
@@ -169,27 +171,33 @@ class Grid:
     ) -> Result:
         shares = {
             "fresh_share": self.fresh_share,
-            "written_share": self.written / max(self.stored, 1.0),
+            "written_share": self.written / max(self.stored + self.added, 1.0),
             "active_share": self.active_share,
             "sharers": self.sharers,
         }
         options = {"resident": resident, "keep_spans": keep_spans, "cold": self.cold, "costs": costs}
-        options["order"] = self.order
+        options |= {"order": self.order, "most_steps": MOST_STEPS}
         return Replay(self.trace, clusters, chip, **options, **shares).run()
 
     def _together(self, chip: Chip, costs: dict, keep_spans: bool) -> tuple[float, Result]:
         """All clusters of the grid run at once: the longest recorded one decides."""
-        numbers = list(self.groups) if self.longest is None else [self.longest]
+        numbers = self._longest_groups() if self.longest is None else [self.longest]
         found = {}
         for number in numbers:
             found[number] = self._replay(
                 chip, costs, [self.groups[number]] * self.here, self.here, keep_spans
             )
-        longest = max(found, key=lambda number: found[number].clocks)
+        longest = max(found, key=lambda number: found[number].lasts)
         self.longest = longest
-        rounds = -(-self.clusters // self.places)
-        lasts = rounds * found[longest].clocks + (rounds - 1) * chip.clocks("cta_turnover")
-        return lasts, found[longest]
+        return found[longest].lasts, found[longest]
+
+    def _longest_groups(self) -> list[int]:
+        """Numbers of the recorded clusters with the longest traces, one of which lasts longest."""
+        return sorted(self.groups, key=self._work, reverse=True)[:CANDIDATES]
+
+    def _work(self, number: int) -> float:
+        """Number of entries of a recorded cluster's trace, as if it were whole."""
+        return sum(len(entries) * cta.longer for cta, _ in self.groups[number] for entries in cta.warps)
 
     def _stream(self, chip: Chip, costs: dict, keep_spans: bool) -> tuple[float, Result]:
         """More clusters than places: replay an SM's share of them, one after another as places become free.
@@ -200,8 +208,10 @@ class Grid:
         share = -(-self.clusters * self.trace.cluster_ctas // chip.sms)  # clusters that an SM takes part in
         most = min(share, STREAMED_ROUNDS * here)
         result = self._replay(chip, costs, self._spread(most), here, keep_spans)
-        lasts = result.clocks
-        if share > most:
+        lasts = result.lasts
+        if share > most and result.beyond:
+            lasts *= share / most
+        elif share > most:
             begin = (STREAMED_ROUNDS - 1) * here
             ends = sorted(result.ends)
             per_cluster = (ends[-1] - ends[len(ends) - begin - 1]) / begin
@@ -217,7 +227,7 @@ class Grid:
         if self.clusters > MOST_LISTED:
             return lasts
         numbers = sorted(self.groups)
-        work = [float(sum(len(warp) for cta, _ in self.groups[n] for warp in cta.warps)) for n in numbers]
+        work = [float(self._work(n)) for n in numbers]
         ours = np.interp(self._nearest(share), numbers, work)
         slowest = lasts / min(work)
         low, high = 0.0, slowest

@@ -122,9 +122,13 @@ def matrix_descriptor(bits: int) -> int:
 
 
 class Product(Op):
-    """Consecutive instructions on one accumulator, of all four warps of a warpgroup."""
+    """Consecutive instructions on one accumulator, of all four warps of a warpgroup. hollow: it is not computed, for
+    nobody asks for its values (`clocks.record`)."""
 
-    __slots__ = ("closed", "cta", "done", "fragments", "group", "marks", "number", "orders", "steps", "warps")
+    __slots__ = (
+        *("closed", "cta", "done", "fragments", "group", "hollow", "marks", "number", "orders", "steps"),
+        "warps",
+    )
 
     def __init__(self, warpgroup: Warpgroup, number: int):
         super().__init__(
@@ -140,6 +144,7 @@ class Product(Op):
         self.marks: list[list[np.ndarray]] = [[] for _ in range(WARPS)]  # for a sparse A, see `sparse.fours`
         self.closed: set[int] = set()  # warps of the group that issue no more of it
         self.done: set[int] = set()
+        self.hollow = False
 
     def describe(self) -> str:
         """A text of what a warp in wgmma.wait_group waits for."""
@@ -185,6 +190,10 @@ class Product(Op):
     def compute(self, parts: list[int]) -> None:
         """The rows of some warps into their registers."""
         if not parts:
+            return
+        if self.hollow:
+            for part in parts:
+                self.land(part)
             return
         first = self.steps[0]
         f = first.form
@@ -238,8 +247,12 @@ class Product(Op):
         else:
             total = product + from_registers(w.read_vec(first.d), f.d) if first.use_d else product
         w.write_vec(first.d, to_registers(total, f.d), w.alive)
+        self.land(part)
+
+    def land(self, part: int) -> None:
+        """A warp's registers have their values."""
         self.done.add(part)
-        w.landed(self)
+        self.warps[part].landed(self)
         self.warps[part] = None
 
 
@@ -270,7 +283,7 @@ class Warpgroup:
         step: Step,
         fragment: np.ndarray | None,
         marks: np.ndarray | None,
-    ) -> None:
+    ) -> Product:
         """One instruction of one warp. fragment: A in registers. marks: where the elements of a sparse A belong."""
         if m.order is not None and self.order is None:
             self.order = m.order.new_queue(w)
@@ -298,6 +311,7 @@ class Warpgroup:
         product.marks[part].append(marks)
         if m.order is not None:
             product.orders[part].append(m.order.issue(w, ins))
+        return product
 
     def close(self, m: Machine, part: int) -> None:
         """A warp issues no more of its open product; the last of the four makes it ready to run."""
@@ -415,8 +429,9 @@ def mma_async(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
         a_mn_major=bool(transposed[0]) if expected == 2 else False,
         b_mn_major=bool(transposed[-1]) if expected else False,
     )
-    fragment = a_matrix(w.read_vec(a), f.a, f.stored_k) if in_registers else None
-    warpgroup(w).issue(m, w, ins, step, fragment, marks)
+    hollow = m.recorder is not None and m.recorder.enough
+    fragment = a_matrix(w.read_vec(a), f.a, f.stored_k) if in_registers and not hollow else None
+    warpgroup(w).issue(m, w, ins, step, fragment, marks).hollow |= hollow
 
 
 def immediate(operand: Operand) -> int:

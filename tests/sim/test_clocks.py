@@ -5,8 +5,10 @@ import pytest
 from helpers.ptx_launch import launch
 
 from warpspec import sim
+from warpspec.sim.clocks import record, waves
 from warpspec.sim.clocks.chips import CHIPS, chip
 from warpspec.sim.clocks.constants import HIGH
+from warpspec.sim.clocks.pool import Pool
 from warpspec.sim.clocks.record import chosen_clusters
 from warpspec.sim.clocks.replay import Replay
 from warpspec.sim.clocks.servers import Sm
@@ -145,8 +147,11 @@ def test_a_sample_runs_no_other_clusters():
 
 def test_chosen_clusters():
     assert chosen_clusters(3, None) == chosen_clusters(3, 9) == [0, 1, 2]
-    assert chosen_clusters(100, 3) == [0, 50, 99] or chosen_clusters(100, 3) == [0, 49, 99]
+    assert chosen_clusters(100, 3) in ([0, 99, 50], [0, 99, 49])
     assert chosen_clusters(100, 1) == [0]
+    order = chosen_clusters(1000, 17)
+    assert len(set(order)) == 17 and order[:2] == [0, 999]
+    assert max(np.diff(sorted(order[:9]))) < 300  # half of them are spread over the grid, too
 
 
 def test_waves():
@@ -180,6 +185,52 @@ def test_uneven_ctas_of_a_large_grid():
         for n in (3, 9)
     )
     assert few.clocks == pytest.approx(many.clocks, rel=0.05)
+
+
+def test_a_long_trace_is_cut_and_the_rest_counted(monkeypatch):
+    """A loop's clocks follow from a part of its trace and the number of its steps."""
+    body = "mov.b32 %r1, 0;\nLOOP:\n" + "fma.rn.f32 %f0, %f0, %f1, %f1;\n" * 40
+    body += "bar.sync 0;\nadd.s32 %r1, %r1, 1;\nsetp.lt.s32 %p1, %r1, 300;\n@%p1 bra LOOP;\n" + STORE
+    options = {"grid": (8, 1, 1), "block": (64, 1, 1), "sample": 3}
+    whole = trace_of(body, **options)
+    monkeypatch.setattr(record, "ENOUGH", 200)
+    cut = trace_of(body, **options)
+    assert [(cta.number, cta.steps, cta.more_steps) for cta in whole.ctas] == [(n, 600, 0) for n in (0, 7, 4)]
+    assert [(cta.number, cta.steps, cta.more_steps) for cta in cut.ctas] == [(0, 200, 400)]
+    clocks = [Grid(trace, H200, False, False).predict(H200).clocks for trace in (whole, cut)]
+    assert clocks[1] == pytest.approx(clocks[0], rel=0.02)
+    monkeypatch.setattr(waves, "MOST_STEPS", 100)
+    assert Grid(whole, H200, False, False).predict(H200).clocks == pytest.approx(clocks[0], rel=0.02)
+
+
+def test_operands_of_wgmma_go_first_in_shared_memory():
+    """Stores that fill shared memory get what a wgmma's operands leave, and do not slow it down."""
+    pool = Pool(1, 0.9, 1.0)
+    product = [
+        0.0,
+        0.0,
+        0.0,
+        0.0,
+        0.0,
+        64.0,
+        12.0,
+        0.0,
+    ]  # m64n128, both operands in shared memory: 48 of 64 clocks
+    for scheduler in range(4):
+        pool.add(0.0, scheduler, 0, scheduler, 64.0, product)
+        pool.add(0.0, 4 + scheduler, 0, scheduler, 100.0, [0.0, 0.0, 0.0, 0.0, 25.0, 0.0, 0.0, 0.0])
+    for _ in range(4):
+        assert pool.next_end() == pytest.approx(64.0) and pool.take(64.0) < 4
+    done = 64.0 * (1 - 0.9 * 0.75)
+    assert pool.next_end() == pytest.approx(64.0 + 100.0 - done)
+
+
+def test_additions_hold_up_accesses_by_lanes():
+    sm = Sm(H200, 0.0, False, 1.0, 0.0)
+    sm.store_by_lanes(0.0, 0, 1 << 20)
+    rate = H200.clocks("l2_add_bytes") / 132
+    assert sm.lanes_wait(10.0) == pytest.approx(((1 << 20) - H200.clocks("add_buffer")) / rate)
+    assert sm.lanes_wait(1e6) == 1e6
 
 
 def test_sms_that_load_the_same_bytes_share_l2():
