@@ -221,12 +221,12 @@ def _chase(name: str, stride: int, modifier: str) -> Case:
     )
 
 
-def _plain(kind: str, warps: int, unrolled: int, source: str, rounds: int = 0) -> Case:
-    """Loads, stores or copies of 16 bytes a lane by all SMs, `unrolled` of them in flight a thread.
+def _plain(kind: str, warps: int, unrolled: int, source: str, rounds: int = 0, grid: int = ALL) -> Case:
+    """Loads, stores, copies or additions of 16 bytes a lane, `unrolled` of them in flight a thread.
 
     rounds: how often; 0: enough for a rate that starting does not matter to.
     """
-    name = f"global_{kind}_{warps}x{unrolled}_{source}" + f"_{rounds}r" * bool(rounds)
+    name = f"global_{kind}_{warps}x{unrolled}_{source}" + f"_{rounds}r" * bool(rounds) + "_one" * (grid == 1)
     nbytes = 512 * warps * unrolled  # of a CTA in an iteration
     iterations = rounds or max(4, min(64, (2 << 20) // nbytes))
     lines = [
@@ -247,6 +247,8 @@ def _plain(kind: str, warps: int, unrolled: int, source: str, rounds: int = 0) -
             lines.append(f"st.global.v4.b32 {at}, {vector};")
         elif kind == "red":
             lines.append(f"red.global.add.f32 [%rd4+{128 * warps * u}], {group[0]};")
+        elif kind == "red4":
+            lines.append(f"red.relaxed.gpu.global.add.v4.f32 {at}, {vector};")
         else:
             lines.append("".join(f"xor.b32 %r58, %r58, {register};" for register in group))
     setup = "mov.b32 %r58, 0;" + "".join(f"mov.b32 {r}, 0;" for group in regs for r in group)
@@ -256,7 +258,7 @@ def _plain(kind: str, warps: int, unrolled: int, source: str, rounds: int = 0) -
         iterations,
         setup=setup,
         finish=keep(["%r58"]),
-        grid=ALL,
+        grid=grid,
         block=32 * warps,
         evaluate=rates,
         about={
@@ -264,7 +266,7 @@ def _plain(kind: str, warps: int, unrolled: int, source: str, rounds: int = 0) -
             "warps": warps,
             "unrolled": unrolled,
             "source": source,
-            "grid": "all",
+            "grid": "all" if grid == ALL else grid,
             "bytes": (nbytes // 4 if kind == "red" else nbytes) * iterations,
         },
     )
@@ -341,6 +343,10 @@ def cases() -> list[Case]:
             found.append(_plain(kind, warps, unrolled, "dram"))
         found.append(_plain(kind, 32, 4, "l2"))
     found.append(_plain("red", 16, 4, "l2"))
+    found += [_plain("red4", 8, 4, source) for source in ("l2", "group2", "group4", "group16", "same")]
+    found += [_plain("red4", warps, unrolled, "l2", grid=1) for warps, unrolled in ((8, 1), (8, 4))]
+    for kind in ("store", "red4"):  # how much goes before a warp waits
+        found += [_plain(kind, 8, 1, "l2", rounds, 1) for rounds in (1, 2, 3, 4, 6, 8, 12, 16, 32)]
     for kind in ("load", "copy"):
         found += [_plain(kind, warps, 4, "dram", rounds) for warps in (8, 32) for rounds in (1, 2, 4, 8, 16)]
     found += [_async_copy(w, u, g) for g in (1, ALL) for w, u in ((1, 1), (4, 4), (8, 8))]

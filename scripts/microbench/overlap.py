@@ -20,6 +20,19 @@ setp.lt.s64 %p11, %rd41, 20000; @%p11 bra IDLE_{name};"""
 CLEAR = "mov.b32 %r57, 0; st.shared.u32 [%s+16], %r57;"
 MMAS = {"n128ss": (128, False), "n128rs": (128, True), "n64rs": (64, True), "n256ss": (256, False)}
 ARITHMETIC = ("fma", "fmax", "ex2", "lop3", "shfl", "pack_bf16", "attention", "fma4_ex2")
+# Accesses of shared memory behind what wgmma reads, and additions to global memory: {0} to {3} are registers.
+ACCESSES = {
+    "lds128": "ld.volatile.shared.v4.b32 {{{0}, {1}, {2}, {3}}}, [%r9+{offset}];",
+    "sts128": "st.volatile.shared.v4.b32 [%r9+{offset}], {{{0}, {1}, {2}, {3}}};",
+    "stsm4": "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%r9+{offset}], {{{0}, {1}, {2}, {3}}};",
+    "red4": "red.relaxed.gpu.global.add.v4.f32 [%rd9+{offset}], {{{0}, {1}, {2}, {3}}};",
+}
+ACCESSED = 100 * 1024  # where in shared memory accesses are
+ADDRESSES = (
+    f"mad.lo.s32 %r9, %lane, 16, %s; add.s32 %r9, %r9, {ACCESSED}; and.b32 %r8, %warp, 7;"
+    "mad.lo.s32 %r9, %r8, 4096, %r9; mad.lo.s32 %r8, %cta, 16, %warp; mul.wide.u32 %rd9, %r8, 65536;"
+    "mul.wide.u32 %rd8, %lane, 16; add.s64 %rd9, %rd9, %rd8; add.s64 %rd9, %rd9, %data;"
+)
 
 
 def rounds(case: Case, times: np.ndarray) -> dict[str, float]:
@@ -48,7 +61,17 @@ def _mma(width: int, registers: bool, length: int) -> str:
     return lines + "wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;\n"
 
 
+def _accesses(name: str) -> str:
+    lines = []
+    for number in range(COUNTED):
+        registers = [f"%g{4 * (number % 12) + i}" for i in range(4)]
+        lines.append(ACCESSES[name].format(*registers, offset=512 * (number % 8)))
+    return "\n".join(lines)
+
+
 def _arithmetic(name: str) -> str:
+    if name in ACCESSES:
+        return _accesses(name)
     operations = MIXES.get(name, (name,))
     lines, chains = [], 12
     while len(lines) < COUNTED:
@@ -61,8 +84,10 @@ def _arithmetic(name: str) -> str:
     return "\n".join(lines)
 
 
-def _case(name: str, width: int, registers: bool, length: int, other: str, groups: int) -> Case:
-    """The first warpgroup multiplies; the others do `other`: arithmetic, or mma4 or mma16, or nothing."""
+def _case(
+    name: str, width: int, registers: bool, length: int, other: str, groups: int, first: str = ""
+) -> Case:
+    """The first warpgroup multiplies, or does `first`; the others do `other`: arithmetic, mma4, mma16, or nothing."""
     multiplies = {"mma4": 4, "mma16": 16}.get(other)
     if multiplies:
         rest = _repeat(_mma(width, registers, multiplies), f"REST_{name}")
@@ -71,8 +96,9 @@ def _case(name: str, width: int, registers: bool, length: int, other: str, group
     values = "".join(
         f"cvt.rn.f32.u32 %g{i}, %thread; mul.f32 %g{i}, %g{i}, 0f3c{i:02x}0000;\n" for i in range(128)
     )
+    work = _mma(width, registers, length) if length else _arithmetic(first) if first else ""
     body = f"""mov.b32 %r58, 0; setp.ge.u32 %p9, %warp, 4; @%p9 bra OTHERS_{name};
-{_repeat(_mma(width, registers, length), f"MMA_{name}") if length else WAIT.format(name=name)}
+{_repeat(work, f"FIRST_{name}") if work else WAIT.format(name=name)}
 mov.b32 %r57, 1; st.volatile.shared.u32 [%s+16], %r57; bra DONE_BODY_{name};
 OTHERS_{name}:
 {rest}DONE_BODY_{name}:
@@ -84,7 +110,7 @@ OTHERS_{name}:
         name,
         body,
         1,
-        setup=f".reg .b32 %g<128>;\n{values}{wgmma._setup(width, registers)}{CLEAR}",
+        setup=f".reg .b32 %g<128>;\n{values}{wgmma._setup(width, registers)}{ADDRESSES}{CLEAR}",
         finish=finish,
         block=128 * groups,
         shared=160 * 1024,
@@ -96,6 +122,7 @@ OTHERS_{name}:
             "length": length,
             "others": other,
             "groups": groups,
+            "first": first,
         },
     )
 
@@ -104,7 +131,7 @@ def cases() -> list[Case]:
     """Each width beside each kind of arithmetic, by one and by two other warpgroups; alone; beside other wgmmas."""
     found = []
     for which, (width, registers) in MMAS.items():
-        for other in ("nothing", *ARITHMETIC):
+        for other in ("nothing", *ARITHMETIC, *ACCESSES):
             groups = (2, 3) if other in ("attention", "fma") else (2,)
             for count in groups:
                 name = f"overlap_{which}_{other}_g{count}"
@@ -112,8 +139,13 @@ def cases() -> list[Case]:
         found.append(_case(f"overlap_{which}_4_mma16", width, registers, 4, "mma16", 2))
         found.append(_case(f"overlap_{which}_16_mma4", width, registers, 16, "mma4", 2))
     found += [
+        _case(f"overlap_{first}_{other}_g2", 128, False, 0, other, 2, first)
+        for first in ("sts128", "shfl", "fma")
+        for other in ("nothing", "red4")
+    ]
+    found += [
         _case(f"overlap_none_{other}_g{count}", 128, False, 0, other, count)
-        for other in ARITHMETIC
+        for other in (*ARITHMETIC, *ACCESSES)
         for count in (2, 3)
     ]
     return found
