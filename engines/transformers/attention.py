@@ -170,9 +170,15 @@ def key_ranges(
     each other, it returns [B, 1, Sq, 5]: all three for every query, then its range as `attention` takes it. The mask
     has four dimensions because transformers passes masks of that rank on unchanged.
     """
-    images = _images_of(mask_function)
     given = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, device)
-    if images is None and not _is_causal_mask(mask_function):
+    if not torch.compiler.is_dynamo_compiling():
+        mask_function = _without_packing(mask_function)
+        images, causal = _images_of(mask_function), _is_causal_mask(mask_function)
+    elif _is_causal_by_arguments(mask_function, kwargs):
+        images, causal = None, True
+    else:
+        return _untraced_key_ranges(*given)
+    if images is None and not causal:
         return listed_blocks(*given)
     padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
@@ -198,6 +204,12 @@ def key_ranges(
     ranges = _ranges_of(images[:, : kv_offset + kv_length], query, kv_offset + columns[..., 2:])
     columns = torch.cat([columns.expand(-1, q_length, -1), ranges.expand(batch_size, -1, -1)], dim=2)
     return columns.to(RANGES_DTYPE)[:, None]
+
+
+@torch.compiler.disable
+def _untraced_key_ranges(*given) -> torch.Tensor | BlockMask | None:
+    """``key_ranges`` outside a graph that torch.compile makes: the graph ends before it, and another begins behind."""
+    return key_ranges(*given)
 
 
 def listed_blocks(
@@ -268,6 +280,42 @@ def _is_causal_mask(mask_function) -> bool:
     return all(part is causal or getattr(part, "__code__", None) is overlay for part in parts)
 
 
+def _is_causal_by_arguments(mask_function, kwargs: dict) -> bool:
+    """``_is_causal_mask`` where torch.compile traces, which does not see what closures hold: from transformers' further
+    arguments. False if they leave it open."""
+    if mask_function is masking_utils.causal_mask_function:
+        return True
+    sliding = masking_utils.sliding_window_causal_mask_function(1)
+    if getattr(mask_function, "__code__", None) is not sliding.__code__:
+        return False
+    config, size = kwargs.get("config"), kwargs.get("local_size")
+    # Masks with further parts do not allow the skip; the size of chunks is a `local_size`, too.
+    of_window = size is not None and size == getattr(config, "sliding_window", None)
+    chunked = getattr(config, "attention_chunk_size", None) is not None
+    return bool(kwargs.get("allow_is_causal_skip", False)) and of_window and not chunked
+
+
+def _without_packing(mask_function):
+    """The mask function without the part by which transformers keeps packed sequences apart, if every row is one
+    sequence: where torch.compile traces, transformers does not know, and adds that part to any mask."""
+    if getattr(mask_function, "__code__", None) is not masking_utils.and_masks().__code__:
+        return mask_function
+    packing = masking_utils.packed_sequence_mask_function(torch.zeros(1, 1)).__code__
+    parts = _closed_over(mask_function)
+    numbers = [_closed_over(part) for part in parts if getattr(part, "__code__", None) is packing]
+    others = [part for part in parts if getattr(part, "__code__", None) is not packing]
+    if len(numbers) != 1 or len(others) != 1 or not bool((numbers[0] == numbers[0][:, :1]).all()):
+        return mask_function
+    (other,) = others
+    captured = dict(zip(other.__code__.co_freevars, other.__closure__ or (), strict=False))
+    if captured.keys() != {"mask_function", "position_ids"}:
+        return other
+    positions = captured[
+        "position_ids"
+    ].cell_contents  # (transformers 5.18 and later count from each sequence's start)
+    return captured["mask_function"].cell_contents if not bool(positions[:, 0].any()) else mask_function
+
+
 def _images_of(mask_function) -> torch.Tensor | None:
     """[B, positions]: the number of each position's image, -1 where there is none, if the mask is transformers' causal
     one besides which the tokens of an image see each other, whole or cut by a causal sliding window; else None."""
@@ -283,7 +331,7 @@ def _images_of(mask_function) -> torch.Tensor | None:
     if len(parts) != 1 or getattr(parts[0], "__code__", None) is not union:
         return None
     causal, *others = _closed_over(parts[0])
-    if causal is not masking_utils.causal_mask_function or len(others) != 1:
+    if _without_packing(causal) is not masking_utils.causal_mask_function or len(others) != 1:
         return None
     return _closed_over(others[0]) if getattr(others[0], "__code__", None) is blocks else None
 

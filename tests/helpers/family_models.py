@@ -122,7 +122,7 @@ def results(model, inputs: dict, implementation: str) -> tuple[torch.Tensor, dic
     of_text = {"text_config": implementation, "vision_config": "eager"}
     model.set_attn_implementation(of_text if "pixel_values" in inputs else implementation)
     inputs = {name: t.to(model.dtype) if t.is_floating_point() else t for name, t in inputs.items()}
-    more = torch.randint(3, 200, (2, 5), generator=torch.Generator().manual_seed(2))
+    more = torch.randint(3, 200, (2, 5), generator=torch.Generator().manual_seed(2)).to(model.device)
     model.eval()
     with torch.no_grad():
         first = model(**inputs, use_cache=True)

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from helpers.family_models import MODELS, check_logits_and_gradients
+from helpers.family_models import MODELS, check_logits_and_gradients, inputs_of, seeded
+from helpers.model_pairs import relative_error
 
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.engines import transformers as engine
@@ -22,3 +23,28 @@ def test_a_layer_with_an_indexer_needs_its_mask():
     layer, q = torch.nn.Module(), torch.zeros(1, 2, 4, 64, dtype=torch.bfloat16)
     with pytest.raises(UnsupportedProblem, match=r"attention_mask: a layer with an indexer.*got None"):
         engine.attention_forward(layer, q, q, q, None, indices=torch.zeros(1, 4, 2, dtype=torch.int32))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_compiled(kind, packed):
+    """Where torch.compile traces, masks say less: windows, whole rows, and packed sequences, which are kept apart."""
+    engine.register(NAME, backend="reference")
+    torch._dynamo.reset()
+    model = seeded(kind).bfloat16().eval()
+    model.set_attn_implementation(
+        NAME if kind == "gemma2" else {"text_config": NAME, "vision_config": "eager"}
+    )
+    inputs = {"input_ids": inputs_of("gemma2")["input_ids"]}
+    if packed:
+        inputs["position_ids"] = torch.cat([torch.arange(25), torch.arange(35)]).expand(2, -1)
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        for cached in (False, True):
+            wanted = model(**inputs, use_cache=cached).logits
+            assert relative_error(compiled(**inputs, use_cache=cached).logits, wanted.float()) < 1e-3
+    if packed:  # the second sequence does not depend on the first
+        alone = model(input_ids=inputs["input_ids"][:, 25:], use_cache=False).logits
+        apart = compiled(**inputs, use_cache=False).logits[:, 25:]
+        assert relative_error(apart, alone.float()) < 2e-2
