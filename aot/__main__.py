@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from warpspec.aot.models import CALLS, KV_CACHES, MODELS, NEAR, PAGE_SIZES, needed, rank_of
+from warpspec.aot.models import BLOCKS, CALLS, KV_CACHES, MODELS, NEAR, PAGE_SIZES, needed, rank_of
 from warpspec.aot.workers import compile_all
 from warpspec.common.disk_cache import CACHE_VARIABLE
 from warpspec.common.errors import UnsupportedProblem
@@ -25,6 +25,7 @@ examples:
   python -m warpspec compile --arch sm_90a --model gpt-oss-120b --jobs 8
   python -m warpspec compile --model llama-3-8b --kv-cache nvfp4       with the kernels that store keys and values
   python -m warpspec compile --model deepseek-v3-decode --ranks 8 --calls paged --page-sizes 64
+  python -m warpspec compile --model deepseek-v3.2-decode --ranks 8 --kv-cache e4m3
   python -m warpspec compile --model qwen3-8b --calls packed-paged --page-sizes 16 --cache /models/kernels"""
 
 
@@ -52,8 +53,9 @@ def parser() -> argparse.ArgumentParser:
         "--calls",
         nargs="+",
         default=CALLS,
-        choices=CALLS,
-        help="how requests are told apart: rows of a batch; lengths and positions; pages; packed (default all)",
+        choices=(*CALLS, BLOCKS),
+        help="how requests are told apart: rows of a batch; lengths and positions; pages; packed (default: all but "
+        f"{BLOCKS}, rows of a batch with lists of blocks)",
     )
     parser.add_argument(
         "--page-sizes", nargs="+", type=int, default=PAGE_SIZES, help="keys of a page (default %(default)s)"

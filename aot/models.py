@@ -16,6 +16,7 @@ import torch
 from warpspec.cache.config import InsertConfig, heads_per_item
 from warpspec.cache.device.insert import INSERT
 from warpspec.common.launch import Kernel, Target
+from warpspec.fmha.block_mask import BLOCK, OWN_PATTERNS, WORD_BITS
 from warpspec.fmha.combine import COMBINE
 from warpspec.fmha.expand import EXPAND, expand_config, expanded
 from warpspec.fmha.launch import ATTENTION, expands_on, second_kernel
@@ -24,9 +25,11 @@ from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.values import POSITION_LIMIT
 from warpspec.latent.gathered.config import PAGE_ROWS
 from warpspec.latent.gathered.launch import GATHERED, make_plan
+from warpspec.latent.gathered.problem import GatheredProblem
 from warpspec.latent.mla.float8 import problem_of
 
 FULL = {}
+SELECTED_ROWS = "v3.2-fp8"
 
 
 def sliding(keys: int) -> dict:
@@ -42,7 +45,7 @@ class Model:
     strides: for each kind of layer with compressed keys besides its own, the positions that one of them stands for.
     v_dim: head size of V, 0 for head_dim; with shared_kv, V is that part of K's rows (latent rows). images: whether
     tokens of an image see all of it, so that calls have ``ranges``: all of vLLM's, in transformers those of a prompt
-    with images.
+    with images. selected: the most rows that an indexer selects for a query, 0 without an indexer.
     """
 
     heads_q: int
@@ -54,6 +57,7 @@ class Model:
     strides: tuple[int, ...] = ()
     v_dim: int = 0
     images: bool = False
+    selected: int = 0
 
 
 GPT_OSS = Model(64, 8, 64, layers=(FULL, sliding(128)), sink=True)
@@ -79,6 +83,11 @@ MODELS = {
     "deepseek-v3-decode": Model(128, 1, 576, shared_kv=True, v_dim=512),
     "kimi-k2": Model(64, 64, 192, v_dim=128),  # its prefill
     "kimi-k2-decode": Model(64, 1, 576, shared_kv=True, v_dim=512),
+    "deepseek-v3.2-decode": Model(
+        128, 1, 576, shared_kv=True, v_dim=512, selected=2048
+    ),  # prefill: deepseek-v3's
+    "glm-5": Model(64, 64, 256),  # its prefill
+    "glm-5-decode": Model(64, 1, 576, shared_kv=True, v_dim=512, selected=2048),
     "mimo-v2-flash-full": Model(64, 4, 192, v_dim=128),
     "mimo-v2-flash-window": Model(64, 8, 192, v_dim=128, layers=(sliding(129),), sink=True),
     "gemma-2-2b": Model(8, 4, 256, **GEMMA_2),
@@ -90,11 +99,15 @@ MODELS = {
     "gemma-3-4b-images": Model(8, 4, 256, layers=(FULL, sliding(1024)), images=True),
     "gemma-3-12b-images": Model(16, 8, 256, layers=(FULL, sliding(1024)), images=True),
     "gemma-3-27b-images": Model(32, 16, 128, layers=(FULL, sliding(1024)), images=True),
+    "gemma-4-31b-global": Model(32, 4, 512),
+    "gemma-4-31b-local": Model(32, 16, 256, layers=(sliding(1024),)),
+    "gemma-4-31b-local-images": Model(32, 16, 256, layers=(sliding(1024),), images=True),
 }
 
 # How requests are delimited: as rows of a batch with all keys; as rows with lengths and positions, for padding or a
 # cache of fixed size; with keys in pages; with queries and keys packed; with queries packed and keys in pages.
 CALLS = ("plain", "ranges", "paged", "packed", "packed-paged")
+BLOCKS = "blocks"  # rows of a batch with lists of blocks: packed sequences, chunks and masks of a model's own
 PAGED, PACKED = ("paged", "packed-paged"), ("packed", "packed-paged")
 KV_CACHES = ("16-bit", "e4m3", "e5m2", "nvfp4")  # what a cache holds
 PAGE_SIZES = (16, 64)
@@ -139,6 +152,8 @@ def problems(
     codes gives problems with a scale and without.
     """
     if kv_cache != "16-bit":
+        if BLOCKS in calls:
+            raise ValueError(f"--calls: {BLOCKS} needs a 16-bit --kv-cache, got {kv_cache}")
         for scaled in (True, False):
             for found in problems(model, calls, page_sizes):
                 codes = dict(kv_format=kv_cache, has_k_scale=scaled, has_v_scale=scaled)
@@ -151,6 +166,8 @@ def problems(
                 yield problem(model, layer, size, call, page_size)
                 if call == "paged" and size.seq_q == 1:  # some callers do without a mask
                     yield problem(model, layer | {"causal": False}, size, call, page_size)
+                if call == BLOCKS:  # lists with patterns say all of a mask, a layer's window included
+                    yield problem(model, layer | {"causal": False, "window": None}, size, call, page_size)
         for stride in model.strides:  # keys of both kinds, each of which gives a part of the result
             for size in sizes():
                 for part in (*model.layers, {"key_stride": stride}):
@@ -171,6 +188,8 @@ def problem(model: Model, layer: dict, size: Sizes, call: str, page_size: int) -
         options["q_start"] = per_batch
     if call == "ranges":
         options |= {"kv_lengths": per_batch, "q_start": per_batch}
+    if call == BLOCKS:
+        options |= lists_of_blocks(batch, seq_q, seq_k, patterns=not options["causal"])
     packed = call in PACKED
     if call in PAGED:
         pages = -(-seq_k // page_size)
@@ -185,7 +204,7 @@ def problem(model: Model, layer: dict, size: Sizes, call: str, page_size: int) -
     if model.sink and options.get("normalize", True):
         options["sink"] = tensor(model.heads_q)
     rows = (batch * seq_q,) if packed else (batch, seq_q)
-    if model.images:
+    if model.images and options["causal"] and call != BLOCKS:  # (lists say what images see)
         options["ranges"] = tensor(*rows, 2, dtype=torch.int32)
     q = tensor(*rows, model.heads_q, model.head_dim)
     k = tensor(*key_rows, model.heads_kv, model.head_dim)
@@ -193,6 +212,20 @@ def problem(model: Model, layer: dict, size: Sizes, call: str, page_size: int) -
         options["v_dim"] = model.v_dim
     v = None if model.shared_kv else tensor(*key_rows, model.heads_kv, model.v_dim or model.head_dim)
     return AttentionProblem.of(q, k, v, memory=False, **options)
+
+
+def lists_of_blocks(batch: int, seq_q: int, seq_k: int, patterns: bool) -> dict:
+    """Arguments of ``AttentionProblem.of`` for lists of blocks that all heads share. patterns: whether partial blocks
+    have masks of their own, as those of FlexAttention's BlockMask have."""
+    rows, columns = (-(-length // BLOCK) for length in (seq_q, seq_k))
+    shapes = {
+        "kv_visits": (batch, 1, rows, columns, 2), "kv_counts": (batch, 1, rows, 2),
+        "q_visits": (batch, 1, columns, rows, 3), "q_counts": (batch, 1, columns, 3),
+    }  # fmt: skip
+    if patterns:
+        shapes |= dict.fromkeys(("patterns", "q_patterns"), (OWN_PATTERNS, BLOCK, BLOCK // WORD_BITS))
+    tensors = {name: torch.empty(shape, dtype=torch.int32, device="meta") for name, shape in shapes.items()}
+    return {"block_queries": BLOCK, "block_keys": BLOCK, **tensors}
 
 
 def inserts(model: Model, kv_cache: str) -> list[tuple[Kernel, Hashable]]:
@@ -209,15 +242,20 @@ def inserts(model: Model, kv_cache: str) -> list[tuple[Kernel, Hashable]]:
 
 
 def latent_kernels(model: Model, page_sizes: Iterable[int], target: Target) -> list[tuple[Kernel, Hashable]]:
-    """The kernels of ``mla_decode`` over rows in e4m3, which no other calls read."""
+    """The kernels that read a cache of latent rows in e4m3, which no other calls read: those of ``mla_decode``, or with
+    an indexer those of ``gathered_attention`` over rows of 656 bytes, for a query's slots as engines give them."""
     if PAGE_ROWS not in page_sizes:
         raise ValueError(f"--page-sizes: rows in e4m3 need pages of {PAGE_ROWS}")
     wanted: dict[tuple[Kernel, Hashable], None] = {}
     for batch, seq_q, seq_k in sizes():
-        if seq_q > max(DECODE_QUERIES):
+        if model.selected:  # prompts, too
+            slots, lengths = (model.selected,), (False,)
+            found = GatheredProblem(batch * seq_q, model.heads_q, SELECTED_ROWS, slots, lengths, 1.0)
+        elif seq_q <= max(DECODE_QUERIES):
+            found = problem_of(batch * seq_q, model.heads_q, -(-seq_k // PAGE_ROWS) * PAGE_ROWS, 1.0)
+        else:
             continue
-        rows = -(-seq_k // PAGE_ROWS) * PAGE_ROWS
-        plan = make_plan(problem_of(batch * seq_q, model.heads_q, rows, 1.0), target)
+        plan = make_plan(found, target)
         wanted[GATHERED.of(target.architecture).kernel, plan.config] = None
         if plan.combine is not None:
             wanted[COMBINE, plan.combine] = None
@@ -234,6 +272,8 @@ def needed(
 ) -> list[tuple[Kernel, Hashable]]:
     """All kernels of a model's calls over a cache, those that store codes included."""
     latent = model.shared_kv and model.v_dim
+    if model.selected and kv_cache != "e4m3":
+        raise ValueError(f"--kv-cache: rows that an indexer selects must be e4m3, got {kv_cache}")
     if latent and kv_cache != "16-bit":
         if kv_cache != "e4m3":
             raise ValueError(f"--kv-cache: latent rows are e4m3 or 16-bit, got {kv_cache}")

@@ -6,9 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.suites import long, long_but
+from torch.nn.attention.flex_attention import create_block_mask
 
 from warpspec.aot import __main__ as aot
 from warpspec.aot.models import (
+    BLOCKS,
     CALLS,
     MODELS,
     NEAR,
@@ -29,12 +31,14 @@ from warpspec.common import compile
 from warpspec.common.disk_cache import CACHE_VARIABLE
 from warpspec.common.hardware import GPUS
 from warpspec.common.launch import SIMULATED
-from warpspec.fmha import launch
+from warpspec.fmha import BlockMask, launch
 from warpspec.fmha.combine import COMBINE, CombineConfig
 from warpspec.fmha.expand import EXPAND, expand_config, expanded
 from warpspec.fmha.join import JOIN
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.latent import mla_decode
+from warpspec.latent.cache import LatentPool
+from warpspec.latent.gathered import KeySet, gathered_attention
 from warpspec.latent.gathered import launch as gathered
 
 
@@ -60,9 +64,11 @@ def asked_for(found, target):
         *(
             long(name, arch, CALLS)
             for name in ("gpt-oss-120b", "deepseek-v4-flash", "qwen3-32b", "gemma-2-9b", "gemma-3-27b-images",
-                         "deepseek-v3")
+                         "deepseek-v3", "gemma-4-31b-global", "gemma-4-31b-local-images", "phi-3-mini", "kimi-k2",
+                         "mimo-v2-flash-full", "mimo-v2-flash-window", "glm-5")
             for arch in GPUS
         ),
+        *(long(name, arch, [BLOCKS]) for name in ("llama-3-8b", "gpt-oss-20b", "gemma-2-9b") for arch in GPUS),
     ],
 )  # fmt: skip
 def test_calls_of_other_sizes_find_their_kernels(name, arch, calls):
@@ -150,6 +156,40 @@ def test_latent_decoding_finds_its_kernels(arch, kv_cache, monkeypatch):
             assert plan.combine is None or (COMBINE, plan.combine) in ahead
 
 
+@pytest.mark.parametrize("arch", GPUS)
+def test_attention_to_selected_rows_finds_its_kernels(arch, monkeypatch):
+    """A rank's 16 heads of DeepSeek V3.2; a token, a prompt, few tokens."""
+    target = native(arch)
+    ahead = needed(rank_of(MODELS["deepseek-v3.2-decode"], 8), ["paged"], [64], "e4m3", target, NEAR)
+    asked = []
+    monkeypatch.setattr(gathered, "run", lambda problem, *_: asked.append(problem))
+    pool = LatentPool.empty(4, 64, "v3.2-fp8")
+    for tokens in (1, 700, 33):
+        q = torch.zeros(tokens, 16, 576, dtype=torch.bfloat16)
+        slots = torch.zeros(tokens, 2048, dtype=torch.int32)
+        gathered_attention(q, [KeySet(pool, slots)], scale=0.1, backend="sim")
+        plan = gathered.make_plan(asked.pop(), target)
+        assert (gathered.GATHERED.of(target.architecture).kernel, plan.config) in ahead
+        assert plan.combine is None or (COMBINE, plan.combine) in ahead
+
+
+@pytest.mark.long
+def test_lists_of_blocks_find_their_kernels():
+    """FlexAttention's BlockMask, as transformers' packed sequences become one."""
+    documents = torch.arange(300) // 70
+    mask = create_block_mask(
+        lambda b, h, i, j: (documents[i] == documents[j]) & (j <= i), 2, None, 300, 300, device="cpu"
+    )
+    lists = BlockMask.of(mask, 300, 300)
+    q, k = (torch.zeros(2, 300, heads, 128, dtype=torch.bfloat16) for heads in (32, 8))
+    found = AttentionProblem.of(q, k, k, block_queries=128, block_keys=128, **lists.operands)
+    target = native("sm_90a")
+    assert all(
+        item in kernels(problems(MODELS["llama-3-8b"], [BLOCKS], []), target)
+        for item in asked_for(found, target)
+    )
+
+
 def test_heads_that_do_not_go_into_ranks(capsys):
     with pytest.raises(SystemExit):
         aot.main(["--model", "llama-3-8b", "--ranks", "3", "--list"])
@@ -157,6 +197,16 @@ def test_heads_that_do_not_go_into_ranks(capsys):
     with pytest.raises(SystemExit):
         aot.main(["--model", "kimi-k2-decode", "--kv-cache", "nvfp4", "--list"])
     assert "latent rows are e4m3 or 16-bit" in capsys.readouterr().err
+    for options, message in (
+        (["--model", "glm-5-decode"], "--kv-cache: rows that an indexer selects must be e4m3, got 16-bit"),
+        (
+            ["--model", "llama-3-8b", "--calls", "blocks", "--kv-cache", "e4m3"],
+            "--calls: blocks needs a 16-bit",
+        ),
+    ):
+        with pytest.raises(SystemExit):
+            aot.main([*options, "--list"])
+        assert message in capsys.readouterr().err
 
 
 def test_a_call_with_tensors_finds_its_kernel():

@@ -1,5 +1,5 @@
-"""A process that finds its kernels compiled ahead compiles nothing: latent rows in e4m3, and NVFP4 keys with what
-stores them."""
+"""A process that finds its kernels compiled ahead compiles nothing: latent rows in e4m3, all or those that an indexer
+selects, and NVFP4 keys with what stores them."""
 
 import os
 import subprocess
@@ -28,6 +28,14 @@ q = torch.randn(2, 1, 16, 576, device="cuda").bfloat16()
 rows = torch.randn(8, 64, 576, device="cuda").to(torch.float8_e4m3fn)
 o = mla_decode(q, rows, table, lengths, scale=0.05)
 """
+SELECTED = """
+from warpspec.latent.cache import LatentPool
+from warpspec.latent.gathered import KeySet, gathered_attention
+pool = LatentPool.empty(8, 64, "v3.2-fp8", device="cuda")
+q = torch.randn(2, 16, 576, device="cuda").bfloat16()
+slots = torch.arange(2 * 2048, dtype=torch.int32, device="cuda").view(2, 2048) % 512
+o = gathered_attention(q, [KeySet(pool, slots)], scale=0.05)
+"""
 NVFP4 = """
 from warpspec.cache import insert
 from warpspec.fmha import attention_varlen
@@ -49,6 +57,7 @@ o = attention_varlen(q, *codes, cu, max_seqlen_q=1, max_seqlen_k=256, page_table
     [
         (("--model", "deepseek-v3-decode", "--ranks", "8", "--calls", "paged", "--kv-cache", "e4m3"), LATENT),
         (("--model", "llama-3-8b", "--calls", "packed-paged", "--kv-cache", "nvfp4"), NVFP4),
+        (("--model", "deepseek-v3.2-decode", "--ranks", "8", "--kv-cache", "e4m3"), SELECTED),
     ],
 )
 def test_nothing_is_compiled(options, code, tmp_path, monkeypatch):
