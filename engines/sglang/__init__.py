@@ -4,8 +4,9 @@ If both are installed, SGLang loads this as a plug-in by itself:
 
     python -m sglang.launch_server --model-path MODEL --attention-backend warpspec --page-size 64
 
-It supports decoder layers with head sizes 64, 128, 256 and 512 in bfloat16 or float16, with grouped heads, sinks and
-sliding windows, including separate pools for layers with windows.
+It supports decoder layers in bfloat16 or float16, with grouped heads, sinks, soft caps and sliding windows, including
+separate pools for layers with windows (attention.py); latent attention (mla.py), also with an indexer (sparse_mla.py);
+and drafts that form chains or trees (speculative.py).
 """
 
 from __future__ import annotations
@@ -65,7 +66,19 @@ def _pass_nvfp4(check, server_args):
     return check(server_args)
 
 
+def _has_indexer(runner) -> bool:
+    """Whether a runner's model selects keys by an indexer."""
+    from sglang.srt.configs.model_config import is_deepseek_dsa
+
+    return is_deepseek_dsa(runner.model_config.hf_config)
+
+
 def _make_backend(runner):
+    if _has_indexer(runner):
+        from warpspec.engines.sglang import sparse_mla
+
+        sparse_mla.offer()
+        return sparse_mla.WarpspecSparseBackend(runner)
     from warpspec.engines.sglang.attention import WarpspecBackend
 
     if runner.use_mla_backend:
@@ -113,10 +126,10 @@ def _pass_trees(adjust, server_args):
 
 
 @contextmanager
-def _replaced(module, name: str, function):
-    """A context in which ``function`` replaces a module's function."""
+def _replaced(module, name: str, ours):
+    """A context in which ``ours`` replaces a module's function or class."""
     before = getattr(module, name)
-    setattr(module, name, function)
+    setattr(module, name, ours)
     try:
         yield
     finally:
@@ -135,6 +148,10 @@ def _offer_drafting(create, factory, setting, backends, error, **options):
         from warpspec.engines.sglang.speculative import Drafting
 
         runner = factory.draft_model_runner
+        if _has_indexer(runner):
+            from warpspec.engines.sglang import sparse_mla
+
+            return NAME, sparse_mla.draft_backend(factory, whole=bool(options))
         if not options:
             return NAME, WarpspecBackend(runner)
         return NAME, Drafting(runner, factory.topk, factory.speculative_num_steps, WarpspecBackend)

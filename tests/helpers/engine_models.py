@@ -6,6 +6,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    DeepseekV32Config,
     DynamicCache,
     GptOssConfig,
     LlamaConfig,
@@ -64,15 +65,20 @@ CONFIGS = {
 }
 
 # Models whose caches hold latent rows. No experts: another choice of them, by rounding, is no error of attention.
+LATENT_SIZES = dict(
+    **SIZES | {"num_key_value_heads": 4}, num_hidden_layers=2, first_k_dense_replace=2, q_lora_rank=64,
+    kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+    rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                     "original_max_position_embeddings": 128, "beta_fast": 32, "beta_slow": 1},
+    moe_layer_freq=1, topk_method="noaux_tc",  # (SGLang reads them)
+)  # fmt: skip
 LATENT_CONFIGS = {
-    "deepseek_v3": lambda: DeepseekV3Config(
-        **SIZES | {"num_key_value_heads": 4}, num_hidden_layers=2, first_k_dense_replace=2, q_lora_rank=64,
-        kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
-        rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0,
-                         "original_max_position_embeddings": 128, "beta_fast": 32, "beta_slow": 1},
-        moe_layer_freq=1, topk_method="noaux_tc",  # (SGLang reads them)
+    "deepseek_v3": lambda: DeepseekV3Config(**LATENT_SIZES),
+    # an indexer selects at most 48 keys of a query
+    "deepseek_v32": lambda: DeepseekV32Config(
+        **LATENT_SIZES, mlp_layer_types=["dense"] * 2, index_topk=48, index_n_heads=4, index_head_dim=128
     ),
-}  # fmt: skip
+}
 
 
 def make_model(kind: str, dtype: torch.dtype = torch.bfloat16):

@@ -1,0 +1,91 @@
+"""Attention to selected latent rows in SGLang, on a tiny DeepSeek V3.2: `make test-engines`.
+
+SGLang's indexer has kernels for GPUs alone. A selection by position stands for it, here and in the model that judges
+(``stubs/sglang_on_cpu.py``); batches, caches, quantised rows and the translation of selected keys are SGLang's.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+sglang = pytest.importorskip("sglang", reason="needs SGLang: make test-engines")
+
+from helpers.engine_models import Judge, prompts  # noqa: E402
+from helpers.sglang_batches import interpret_triton  # noqa: E402
+from transformers.models.deepseek_v32 import modeling_deepseek_v32  # noqa: E402
+
+from warpspec.common.errors import UnsupportedProblem  # noqa: E402
+from warpspec.engines.sglang import sparse_mla  # noqa: E402
+
+KIND = "deepseek_v32"
+
+
+def stored(t: torch.Tensor) -> torch.Tensor:
+    """What SGLang's cache of 656 bytes a row makes of its latent parts [..., 512]; rotated parts stay."""
+    if t.shape[-1] != 512:
+        return t
+    from sglang_on_cpu import dequantise, quantise
+
+    return dequantise(quantise(t.bfloat16())).to(t.dtype)
+
+
+@pytest.fixture
+def start(checkpoints, start_sglang, monkeypatch):
+    """A function: (the model that judges, SGLang), prompts of up to so many tokens computed with all keys."""
+    interpret_triton(monkeypatch)
+    monkeypatch.setenv("SGLANG_DSA_FUSE_TOPK", "0")
+    from sglang_on_cpu import select
+
+    def selected(self, hidden_states, q_resid, position_embeddings, attention_mask, position_ids, *_, **__):
+        found = select(position_ids.flatten(), self.index_topk).view(*position_ids.shape, -1)
+        return torch.where(found < 0, position_ids[..., None], found)
+
+    monkeypatch.setattr(modeling_deepseek_v32.DeepseekV32Indexer, "forward", selected)
+
+    def of(dense: int):
+        monkeypatch.setenv("SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD", str(dense))
+        model, folder = checkpoints(KIND)
+        options = dict(page_size=64, kv_cache_dtype="fp8_e4m3", dsa_topk_backend="torch")
+        return model, start_sglang(folder, **options)
+
+    return of
+
+
+def check(model, engine, inputs, tokens: int, cached=None):
+    sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    outputs = engine.generate(input_ids=inputs, sampling_params=sampling)
+    results = [(ids, out["output_ids"], None) for ids, out in zip(inputs, outputs, strict=True)]
+    Judge(model, cached).check(results)
+
+
+def test_selected_rows(start):
+    """Prompts below and above the number of selected keys, alone, in parts behind a prefix, and beside decoding; in the
+    last round the cache has their beginnings."""
+    model, engine = start(dense=0)
+    for lengths, common in (((40, 5), 0), ((70, 1, 150, 30), 20), ((200, 170), 66), ((200, 170), 66)):
+        check(model, engine, prompts(lengths, common), 12, stored)
+
+
+def test_short_prompts(start):
+    """All keys of a prompt, as they are before they are stored, and those of a prefix, which the cache has."""
+    model, engine = start(dense=48)
+    check(model, engine, prompts((48, 5, 1)), 1)
+    check(model, engine, [ids[:44] for ids in prompts((48, 5, 1))], 1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "codes", "message"),
+    [
+        ((512, 0), True, "qk_rope_head_dim: must be 512 and 64.*got 512 and 0"),
+        ((512, 64), False, "--kv-cache-dtype"),
+    ],
+)
+def test_models_that_are_refused(sizes, codes, message):
+    runner = SimpleNamespace(
+        model_config=SimpleNamespace(kv_lora_rank=sizes[0], qk_rope_head_dim=sizes[1]),
+        token_to_kv_pool=SimpleNamespace(dsa_kv_cache_store_fp8=codes),
+        kv_cache_dtype=torch.bfloat16,
+    )
+    with pytest.raises(UnsupportedProblem, match=message):
+        sparse_mla.WarpspecSparseBackend(runner)
