@@ -36,6 +36,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from shared import driver, gpu_bench, sweep_calls, sweep_gradients, sweep_regret, sweep_report
@@ -106,31 +107,46 @@ def compile_peers(shapes: Sequence[Shape]) -> None:
             print(f"compiling a peer's kernel: {shape.name}: {one_line(error)}", file=sys.stderr)
 
 
+class Waits(NamedTuple):
+    """What a shape waits for: what its chosen plan and its peers need, and what its other plans need."""
+
+    needed: list[Future]
+    others: list[Future]
+
+    def done(self) -> bool:
+        return all(future.done() for future in (*self.needed, *self.others))
+
+
 def start_compiling(
-    pool: ProcessPoolExecutor, shapes: Sequence[Shape], target: Target, plans: int = 0
-) -> dict[Shape, list[Future]]:
-    """What each shape waits for. plans: how many besides the chosen one are timed."""
-    waits, ours, peers = defaultdict(list), defaultdict(list), defaultdict(list)
-    for shape in shapes:
-        waits[shape] = []
-        try:
+    pool: ProcessPoolExecutor, shapes: dict[Shape, int], target: Target
+) -> dict[Shape, Waits]:
+    """What each shape waits for. What only other plans need is compiled last. shapes: with how many plans besides the
+    chosen one are timed."""
+    items = {}  # job: shapes that need it, shapes whose other plans need it
+    peers = defaultdict(list)
+    for shape, plans in shapes.items():
+        with contextlib.suppress(UnsupportedProblem):  # timing it will say so
             for item in calls_of(shape).our_kernels(shape, target):
-                ours[item].append(shape)
+                items.setdefault((compile_ahead, *item, target.arch), Waits([], [])).needed.append(shape)
             for item in sweep_regret.other_kernels(shape, target, plans) if plans else ():
-                ours[item].append(shape)
-        except UnsupportedProblem:
-            pass  # timing it will say so
+                items.setdefault((compile_ahead, *item, target.arch), Waits([], [])).others.append(shape)
         key = calls_of(shape).peer_kernel(shape)
         if key is not None:
             peers[key].append(shape)
-    jobs = [((compile_ahead, *item, target.arch), users) for item, users in ours.items()]
-    jobs += [((compile_peers, users), users) for users in peers.values()]
-    place = {shape: i for i, shape in enumerate(shapes)}
+    items |= {(compile_peers, tuple(users)): Waits(users, []) for users in peers.values()}
+    place, waits = {shape: i for i, shape in enumerate(shapes)}, {shape: Waits([], []) for shape in shapes}
+
+    def turn(item) -> tuple[bool, int]:
+        users = items[item]
+        return not users.needed, min(place[shape] for shape in users.needed or users.others)
+
     with blind(target):
-        for job, users in sorted(jobs, key=lambda job: min(place[shape] for shape in job[1])):
-            future = pool.submit(*job)
-            for shape in users:
-                waits[shape].append(future)
+        for item in sorted(items, key=turn):
+            future = pool.submit(*item)
+            for shape in items[item].needed:
+                waits[shape].needed.append(future)
+            for shape in items[item].others:
+                waits[shape].others.append(future)
     return waits
 
 
@@ -210,17 +226,10 @@ def check_device() -> None:
 
 
 class Timer:
-    """The process that times. speeds: of the GPU. plans: how many besides the chosen one are timed."""
+    """The process that times. speeds: of the GPU."""
 
-    def __init__(
-        self,
-        speeds: gpu_bench.Speeds,
-        serve: Callable = serve,
-        start_method: str = "spawn",
-        plans: int = 0,
-    ):
+    def __init__(self, speeds: gpu_bench.Speeds, serve: Callable = serve, start_method: str = "spawn"):
         self.speeds, self.serve, self.context = speeds, serve, multiprocessing.get_context(start_method)
-        self.plans = plans
         self.process = None
 
     def start(self) -> None:
@@ -242,15 +251,16 @@ class Timer:
             raise TimeoutError
         return self.connection.recv()
 
-    def time(self, shape: Shape) -> dict:
-        """The result. A candidate that takes the process down is left out, and the rest timed again."""
+    def time(self, shape: Shape, plans: int = 0) -> dict:
+        """The result. A candidate that takes the process down is left out, and the rest timed again. plans: how many
+        besides the chosen one are timed."""
         missing = {}
         while True:
             at = OURS
             try:
                 if self.process is None:
                     self.start()
-                self.connection.send((to_json(shape), missing, self.speeds, self.plans))
+                self.connection.send((to_json(shape), missing, self.speeds, plans))
                 while True:
                     what, value = self._message(SHAPE_SECONDS)
                     if what == "result":
@@ -267,65 +277,74 @@ class Timer:
 # All of it.
 
 
-def sweep(
-    shapes: Sequence[Shape], speeds: gpu_bench.Speeds, workers: int, seconds: float, plans: int = 0
-) -> list[dict]:
-    """Results in the order of the shapes; prints one line each. Shapes not begun in time are left out, and said. plans:
-    how many besides the chosen one are timed."""
+def sweep(shapes: dict[Shape, int], speeds: gpu_bench.Speeds, workers: int, seconds: float) -> list[dict]:
+    """Results in the order of the shapes; prints one line each. Shapes not begun in time are left out, and said.
+
+    shapes: with how many plans besides the chosen one are timed. workers: processes that compile; 0: all is compiled.
+    """
     start, target = time.monotonic(), target_of(torch.device("cuda", 0))
-    progress, results = Progress(len(shapes)), {}
-    timer = Timer(speeds, plans=plans)
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=quiet)
+    progress, results, timer, pool = Progress(len(shapes)), {}, Timer(speeds), None
+    waits = {shape: Waits([], []) for shape in shapes}
     try:
-        waits = start_compiling(pool, shapes, target, plans)
+        if workers:
+            context = multiprocessing.get_context("spawn")
+            pool = ProcessPoolExecutor(workers, mp_context=context, initializer=quiet)
+            waits = start_compiling(pool, shapes, target)
         left = list(shapes)
         while left and time.monotonic() - start < seconds:
-            ready = [shape for shape in left if all(future.done() for future in waits[shape])]
+            ready = [shape for shape in left if waits[shape].done()]
             if not ready:
                 time.sleep(0.05)
                 continue
             shape = ready[0]
             left.remove(shape)
-            result = timer.time(shape)
-            for future in waits[shape]:
+            result = timer.time(shape, shapes[shape])
+            for future in (*waits[shape].needed, *waits[shape].others):
                 if future.exception() is not None and not isinstance(future.exception(), BrokenProcessPool):
                     result["missing"].setdefault("compiling", one_line(future.exception()))
             results[shape] = result
             progress.step(line(result))
     finally:
         timer.stop()
-        pool.shutdown(wait=False, cancel_futures=True)
+        if pool is not None:
+            pool.shutdown(wait=False, cancel_futures=True)
     if left:
         print(f"{len(left)} shapes left out after {seconds:.0f} s (--seconds)", flush=True)
     return [results[shape] for shape in shapes if shape in results]
 
 
-def compile_only(
-    shapes: Sequence[Shape], target: Target, workers: int, seconds: float, plans: int = 0
-) -> bool:
+def compile_only(shapes: dict[Shape, int], target: Target, workers: int, seconds: float) -> dict[Shape, int]:
     """Fill the caches on disk with what ``sweep`` of the same shapes would compile, first shapes first. Prints what
-    failed; False unless all is there."""
+    failed; returns the shapes that are ready, with the number of their other plans, 0 if some of these are missing."""
     start = time.monotonic()
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=quiet)
-    waits = start_compiling(pool, shapes, target, plans)
+    waits = start_compiling(pool, shapes, target)
     users = defaultdict(list)
-    for shape, futures in waits.items():
-        for future in futures:
+    for shape, found in waits.items():
+        for future in (*found.needed, *found.others):
             users[future].append(shape)
     progress = Progress(len(users))
     with contextlib.suppress(TimeoutError):
         for future in as_completed(users, max(seconds - (time.monotonic() - start), 0)):
             error = future.exception()
             progress.step(f"FAILED for {users[future][0].name}: {one_line(error)}" if error else "")
-    ready = sum(all(future.done() and not future.exception() for future in waits[shape]) for shape in shapes)
-    print(f"{ready} of {len(shapes)} shapes are compiled after {time.monotonic() - start:.0f} s", flush=True)
+
+    def there(futures: Sequence[Future]) -> bool:
+        return all(future.done() and not future.exception() for future in futures)
+
+    ready = {
+        shape: plans if there(waits[shape].others) else 0
+        for shape, plans in shapes.items()
+        if there(waits[shape].needed)
+    }
+    taken = f"{time.monotonic() - start:.0f} s"
+    print(f"{len(ready)} of {len(shapes)} shapes are compiled after {taken}", flush=True)
     processes = list((pool._processes or {}).values())
     pool.shutdown(wait=False, cancel_futures=True)
     for process in processes:  # compiling cannot be interrupted otherwise
         process.kill()
-    return ready == len(shapes)
+    return ready
 
 
 def line(result: dict) -> str:
@@ -343,28 +362,28 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}"[:200]
 
 
-def shapes_of(options) -> list[Shape]:
-    """What the options ask for."""
+def shapes_of(options) -> dict[Shape, int]:
+    """What the options ask for, and how many other plans of each are timed."""
     if options.cases:
         found = json.loads(options.cases.read_text())
         items = found["results"] if isinstance(found, dict) else found
-        shapes = [from_json(item.get("shape", item)) for item in items]
+        shapes = {from_json(item.get("shape", item)): item.get("others", options.regret) for item in items}
     elif options.cliffs:
-        shapes = cliffs()
+        shapes = dict.fromkeys(cliffs(), options.regret)
     else:
         number = QUICK if options.quick else options.shapes
         drawn = [shape for seed in options.seeds for shape in draw_shapes(number, seed, tuple(options.only))]
-        return list(dict.fromkeys(drawn))
-    return list(dict.fromkeys(shape for shape in shapes if shape.kind in options.only))
+        return dict.fromkeys(drawn, options.regret)
+    return {shape: others for shape, others in shapes.items() if shape.kind in options.only}
 
 
-def interleaved(shapes: Sequence[Shape]) -> list[Shape]:
+def interleaved(shapes: dict[Shape, int]) -> dict[Shape, int]:
     """Kinds in turn, so that a run that ends early has some of each."""
     kinds = defaultdict(list)
     for shape in shapes:
         kinds[shape.kind].append(shape)
     turns = itertools.zip_longest(*kinds.values())
-    return [shape for turn in turns for shape in turn if shape is not None]
+    return {shape: shapes[shape] for turn in turns for shape in turn if shape is not None}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -401,9 +420,16 @@ def parser() -> argparse.ArgumentParser:
         help="compile what the shapes need within --seconds and time nothing; "
         f"GPU: {', '.join(gpu.name for gpu in MODELS)}, which needs none here (default: this machine's)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write all figures, or what is compiled, for --cases"
+    )
     parser.add_argument("--seconds", type=float, default=SECONDS, help="begin no shape after so many")
-    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="that compile")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=max(1, (os.cpu_count() or 2) - 2),
+        help="that compile; 0: all is compiled",
+    )
     return parser
 
 
@@ -440,7 +466,11 @@ def main() -> None:
         shapes = interleaved(shapes)
         if options.compile_ahead is not None:
             target = target_of_model(options.compile_ahead)
-            if not compile_only(shapes, target, options.workers, options.seconds, options.regret):
+            ready = compile_only(shapes, target, options.workers, options.seconds)
+            if options.json:
+                items = [{"shape": to_json(shape), "others": others} for shape, others in ready.items()]
+                options.json.write_text(json.dumps(items))
+            if len(ready) < len(shapes):
                 sys.exit(1)
             return
         header = driver.begin("flash-attn-4")
@@ -448,7 +478,7 @@ def main() -> None:
             print("flash-attn-4 is not installed: ratios are against the other peers")
         speeds = gpu_bench.measured_speeds()
         print(f"{speeds}, measured here", flush=True)
-        results = sweep(shapes, speeds, options.workers, options.seconds, options.regret)
+        results = sweep(shapes, speeds, options.workers, options.seconds)
     print(f"\n{sweep_report.report(results, options.markdown)}", flush=True)
     if options.regret:
         print(f"\n{sweep_regret.regret_table(results, options.markdown)}")

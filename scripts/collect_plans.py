@@ -1,6 +1,7 @@
 """Times many plans of many random attention problems on this GPU: what the cost model of ``fmha.plan`` is fitted to.
 
     python scripts/collect_plans.py --json FILE [--seed N] [--seconds N] [--templates N] [--only KIND ...]
+    python scripts/collect_plans.py --compile-ahead FILE ..., then the same with --compiled FILE
     python scripts/collect_plans.py --list        how many kernels, problems and plans there are; needs no GPU
 
 Problems come in templates: calls that differ in sizes alone, and so share their kernels. Of a template's kernels a
@@ -13,17 +14,14 @@ process down is named and left out.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
-import multiprocessing
 import os
 import random
 import statistics
 import tempfile
 import time
 import warnings
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,18 +30,14 @@ import torch
 from shared import driver, gpu_bench, sweep_calls
 from shared.attention_peers import flash_attention
 from shared.plan_calls import describe, planned_call
+from shared.plan_kernels import compiled_before, compiled_now, kernels_of, plans
 from shared.plan_templates import GUESS_BYTES_US, GUESS_FLOPS_US, Template, templates
 from shared.sweep_regret import problem_of
 from shared.sweep_shapes import AttentionShape, to_json
 
-from warpspec.common.compile import resources
 from warpspec.common.disk_cache import CACHE_VARIABLE, cache_folder
 from warpspec.common.launch import SIMULATED, Target, target_of
 from warpspec.fmha import launch
-from warpspec.fmha.config import AttentionKernel
-from warpspec.fmha.launch import ATTENTION
-from warpspec.fmha.plan import Plan, candidates, plan_of
-from warpspec.fmha.problem import AttentionProblem
 
 KINDS = ("prefill", "chunked", "mixed", "decode", "speculative")
 KERNELS = 9  # of a template, beside the present choices'
@@ -52,82 +46,8 @@ POOL_BYTES = 6 << 30  # of random numbers that all inputs are views of
 L2_MULTIPLES, MOST_SETS = 3, 64
 GRAPH_US, ROUNDS = 700.0, 3
 DIFFERENT = 1e-2
-MOST_SPLIT = 8e6  # elements of o of calls whose keys are split
 DEVICE = "cuda"
 SILENT_SECONDS = 20.0
-
-
-# What is timed.
-
-
-def plans(problem: AttentionProblem, target: Target, taken: set[AttentionKernel] | None) -> list[Plan]:
-    """Plans of the problem whose kernels are ``taken``; None: all."""
-    choices, found = ATTENTION.of(target.architecture).CHOICES, []
-    for candidate in candidates(choices, problem, target):
-        if (
-            candidate.splits > 1
-            and problem.batch * problem.seq_q * problem.heads_q * problem.head_dim > MOST_SPLIT
-        ):
-            continue
-        plan = plan_of(choices, problem, target, candidate)
-        if taken is None or plan.config in taken:
-            found.append(plan)
-    return found
-
-
-def kernels_of(one: Template, target: Target, draw: random.Random, most: int) -> tuple[set, list]:
-    """(Kernels' configurations of a template, the present choices among them; what is to be compiled)."""
-    chosen, all_of, seconds = {}, {}, {}
-    for shape in one.shapes:
-        problem = problem_of(shape)
-        present = launch.plan(problem, target)
-        chosen[present.config] = None
-        for plan in (present, *plans(problem, target, None)):
-            all_of.setdefault(plan.config, []).append((problem, plan))
-    others = {}
-    for config in all_of:
-        if config not in chosen:
-            others.setdefault((config.shape, config.scheduler, config.output.splits), []).append(config)
-    order, taken = list(others), list(chosen)
-    draw.shuffle(order)
-    for key in order:
-        if len(taken) < len(chosen) + most:
-            taken += others[key]
-    for config in taken:
-        for problem, plan in all_of[config]:
-            second = launch.second_kernel(problem, plan.config, plan.splits)
-            if second is not None:
-                seconds[second] = None
-    return set(taken), [(ATTENTION.of(target.architecture).ATTENTION, config) for config in taken] + list(
-        seconds
-    )
-
-
-def compile_one(kernel, config, arch: str) -> str:
-    """Compile and keep; "" or why the kernel is no candidate."""
-    try:
-        with quiet():
-            compiled = kernel.compiled(config, arch, native=True)
-        spilled = sum(used.local_bytes for used in resources(compiled).values())
-    except Exception as error:
-        return bench_sweep.one_line(error)
-    return f"{spilled} bytes spilled" if spilled else ""
-
-
-@contextlib.contextmanager
-def quiet():
-    """Compilers print to the file descriptors."""
-    saved = [os.dup(number) for number in (1, 2)]
-    null = os.open(os.devnull, os.O_WRONLY)
-    try:
-        for number in (1, 2):
-            os.dup2(null, number)
-        yield
-    finally:
-        for number, descriptor in zip((1, 2), saved, strict=True):
-            os.dup2(descriptor, number)
-        for descriptor in (null, *saved):
-            os.close(descriptor)
 
 
 # Timing.
@@ -355,65 +275,38 @@ def launch_overheads() -> dict:
     return {"tiny_us": gpu_bench.graph_time(lambda: x.add_(1), [()], calls=64)}
 
 
-def collect(found: list[Template], options) -> list:
-    start, target = time.monotonic(), target_of(torch.device("cuda", 0))
-    draw, rows = random.Random(f"kernels {options.seed}"), []
-    pool = ProcessPoolExecutor(
-        options.workers, mp_context=multiprocessing.get_context("spawn"), initializer=bench_sweep.quiet
-    )
-    timer = Timer(options.seed)
+def compile_templates(found: list[Template], target: Target, options) -> None:
+    """Compile, and write what is compiled to a file for ``--compiled``."""
+    start = time.monotonic()
+    with options.compile_ahead.open("w") as file:
+        for one in compiled_now(found, target, options):
+            print(json.dumps([one.index, one.refused]), file=file, flush=True)
+            print(f"{time.monotonic() - start:.0f} s: template {one.index} is compiled", flush=True)
+
+
+def collect(found: list[Template], target: Target, options) -> list:
+    start, rows, refused = time.monotonic(), [], 0
+    until, timer = start + options.seconds, Timer(options.seed)
+    compiled = compiled_before if options.compiled else compiled_now
     try:
-        waiting, refused = [], 0
-        with bench_sweep.blind(target):
-            for index, one in enumerate(found):
-                taken, items = kernels_of(one, target, draw, options.kernels)
-                futures = {item: pool.submit(compile_one, *item, target.arch) for item in items}
-                peer = pool.submit(bench_sweep.compile_peers, one.shapes[:1]) if one.peers else None
-                waiting.append((index, one, taken, futures, peer))
-        until = start + options.seconds
-        while waiting and time.monotonic() < until:
-            ready = [
-                w for w in waiting if all(f.done() for f in w[3].values()) and (w[4] is None or w[4].done())
-            ]
-            if not ready:
-                time.sleep(0.05)
-                continue
-            index, one, taken, futures, _ = ready[0]
-            waiting.remove(ready[0])
-            for (_, config), future in futures.items():
-                why = (
-                    future.result()
-                    if future.exception() is None
-                    else bench_sweep.one_line(future.exception())
-                )
-                if why:
-                    refused += 1
-                    taken = taken - {config}
-                    if isinstance(config, AttentionKernel):
-                        print(
-                            f"refused {config.shape} D{config.heads.qk} {config.scheduler.schedule.name}: {why}"[
-                                :230
-                            ],
-                            flush=True,
-                        )
+        for index, one, kernels, whys in compiled(found, target, options):
+            refused += len(whys)
             before = len(rows)
-            timer.time(one, index, taken, rows, until)
+            timer.time(one, index, kernels, rows, until)
             if options.json:
                 with options.json.open("a") as file:
                     file.writelines(json.dumps(row, separators=(",", ":")) + "\n" for row in rows[before:])
             count = sum(len(row["times"]) for row in rows)
             print(
                 f"{time.monotonic() - start:.0f} s: template {index} {one.kind} {dict(one.fields)}: "
-                f"{len(rows) - before} problems, {count} timings in all, {len(waiting)} left",
+                f"{len(rows) - before} problems, {count} timings in all",
                 flush=True,
             )
-        print(f"{len(waiting)} templates left out, {refused} kernels refused", flush=True)
+            if time.monotonic() > until:
+                break
+        print(f"{refused} kernels refused", flush=True)
     finally:
         timer.stop()
-        workers = list(pool._processes.values())
-        pool.shutdown(wait=False, cancel_futures=True)
-        for worker in workers:  # what they compile is not needed any more
-            worker.kill()
     return rows
 
 
@@ -431,6 +324,13 @@ def main() -> None:
     )
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1))
     parser.add_argument("--list", action="store_true")
+    ahead = parser.add_mutually_exclusive_group()
+    ahead.add_argument(
+        "--compile-ahead", type=Path, metavar="FILE", help="time nothing, and say in FILE what is compiled"
+    )
+    ahead.add_argument(
+        "--compiled", type=Path, metavar="FILE", help="time what FILE says, and compile nothing"
+    )
     options = parser.parse_args()
     found = templates(options.templates, options.seed, tuple(options.only), options.peers)
     if options.list:
@@ -459,6 +359,9 @@ def main() -> None:
         os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] = "1"
         for variable, name in bench_sweep.CACHES.items():
             os.environ.setdefault(variable, str(folder / name))
+        target = target_of(torch.device("cuda", 0))
+        if options.compile_ahead:
+            return compile_templates(found, target, options)
         header = driver.begin("flash-attn-4")
         speeds = gpu_bench.measured_speeds()
         about = {"header": header, "seed": options.seed, "speeds": speeds._asdict()} | launch_overheads()
@@ -466,7 +369,7 @@ def main() -> None:
         print(f"{speeds}, measured here", about, flush=True)
         if options.json:
             options.json.write_text(json.dumps(about) + "\n")
-        rows = collect(found, options)
+        rows = collect(found, target, options)
     count = sum(len(row["times"]) for row in rows)
     wrong = [(row["shape"]["kind"], name, why) for row in rows for name, why in row["wrong"].items()]
     print(f"{len(rows)} problems, {count} timings, {len(wrong)} without", flush=True)

@@ -4,7 +4,9 @@
     python scripts/fit_plans.py FILE ... --judge        of the constants as they are
     python scripts/fit_plans.py FILE ... --parts        what calls over 100 MB spend beyond their bytes or products
 
-FILE: of ``collect_plans.py``, or of ``bench_sweep.py --regret --json``; packed by xz or not.
+FILE: of ``collect_plans.py``, or of ``bench_sweep.py --regret --json``; packed by xz or not. Files whose plans do not
+say whether idle consumers leave the SM are older than queues whose tiles are taken late and longest first: their QUEUE
+timings are left out.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from warpspec.fmha.plan.scenarios import Requests
 
 WAYS = list(Way)
 MANY_CTAS = 99999
+OLD_JOIN = "2026-11-24, NVIDIA H200"  # timings before pieces were joined by as many CTAs as now
 COMMON = 0.7  # part of a problem's mean error that does not count: it is no candidate's
 
 
@@ -59,6 +62,11 @@ def timings(path: Path) -> tuple[dict, list[dict]]:
     return found, lines
 
 
+def stale(schedule: str, header: str) -> bool:
+    """Whether a timing whose plan does not say if idle consumers leave the SM is of a kernel that is slower by now."""
+    return schedule == "QUEUE" or (schedule == "LINE" and OLD_JOIN in header)
+
+
 class Data:
     """Timings in columns."""
 
@@ -85,9 +93,14 @@ class Data:
                 for name, us in line["times"].items():
                     if name == "flash":
                         continue
-                    consumers, tile_n, stages, per_sm, pack, schedule, splits, ctas, _ = json.loads(name)
+                    consumers, tile_n, stages, per_sm, pack, schedule, splits, ctas, _, *later = json.loads(
+                        name
+                    )
+                    if not later and stale(schedule, about["header"]):
+                        continue
+                    skips = bool(later and later[0])
                     parts = 2 if problem.head_dim > 256 else 1
-                    t = Tiling(consumers // parts, 64, parts, tile_n, stages, per_sm, pack)
+                    t = Tiling(consumers // parts, 64, parts, tile_n, stages, per_sm, pack, skips)
                     way = Way.SPLIT if splits > 1 else Way[schedule]
                     if schedule == "PERSISTENT" and splits == 1 and ctas in (1, MANY_CTAS):
                         way = Way.SINGLE

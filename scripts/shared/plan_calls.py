@@ -37,7 +37,8 @@ def planned_call(
 
 def describe(plan: Plan) -> list:
     """A plan in JSON: consumers, keys of a tile, stages, CTAs an SM, heads to a tile, schedule, splits, whether as many
-    CTAs are launched as there are tiles, section."""
+    CTAs are launched as there are tiles, section, whether consumers without rows leave the SM."""
     config, shape = plan.config, plan.config.shape
     tile = (shape.consumers, shape.tile_n, shape.kv_stages, shape.ctas_per_sm, config.rows.pack)
-    return [*tile, config.scheduler.schedule.name, plan.splits, int(plan.ctas == ANY_CTAS), plan.section]
+    ctas, skips = int(plan.ctas == ANY_CTAS), int(config.skips_idle)
+    return [*tile, config.scheduler.schedule.name, plan.splits, ctas, plan.section, skips]

@@ -27,6 +27,7 @@ HEADS = (  # query heads of a KV head, D
     *((group, 64) for group in (1, 3, 4, 8, 8, 16)),
     *((group, 128) for group in (1, 2, 4, 4, 5, 7, 8, 8, 16)),
     *((group, 256) for group in (1, 2, 2, 4, 8)),
+    *((1, dim) for dim in (96, 192)),
 )
 FORMS = {
     "prefill": ("packed", "packed-paged", "packed-paged", "plain"),

@@ -289,7 +289,7 @@ def test_a_kernel_is_compiled_once_for_all_shapes_that_need_it(monkeypatch):
     monkeypatch.setattr(sweep_calls, "find_spec", lambda name: True)  # as if peers were installed
     monkeypatch.setenv("CUTE_DSL_ARCH", "before")
     shapes, pool = draw_shapes(60, 5), Pool()
-    waits = sweep.start_compiling(pool, shapes, H200)
+    waits = sweep.start_compiling(pool, dict.fromkeys(shapes, 0), H200)
     assert os.environ["CUTE_DSL_ARCH"] == "before"
     ours = [job[1:3] for job in pool.jobs if job[0] is sweep.compile_ahead]
     wanted = {shape: set(sweep.calls_of(shape).our_kernels(shape, H200)) for shape in shapes}
@@ -298,20 +298,23 @@ def test_a_kernel_is_compiled_once_for_all_shapes_that_need_it(monkeypatch):
     peers = [shape for job in pool.jobs if job[0] is sweep.compile_peers for shape in job[1]]
     assert len(set(peers)) == len(peers) and set(peers) <= set(shapes)
     for shape in shapes:
-        assert len(waits[shape]) == len(wanted[shape]) + (shape in peers)
+        assert len(waits[shape].needed) == len(wanted[shape]) + (shape in peers)
 
 
 def test_compiling_ahead_says_what_is_not_ready(monkeypatch, capsys):
-    """One shape whose kernel does not compile, one that is never compiled, one that needs nothing."""
-    shapes = draw_shapes(20, 5)[:3]
+    """One shape whose kernel does not compile, one that is never compiled, one that needs nothing, one whose other
+    plan is never compiled."""
+    shapes = draw_shapes(20, 5)[:4]
     failed, waiting = Future(), Future()
     failed.set_exception(RuntimeError("no such kernel"))
-    waits = {shapes[0]: [failed], shapes[1]: [waiting], shapes[2]: []}
+    waits = [([failed], []), ([waiting], []), ([], []), ([], [waiting])]
+    waits = {shape: sweep.Waits(*found) for shape, found in zip(shapes, waits, strict=True)}
     monkeypatch.setattr(sweep, "start_compiling", lambda *_: waits)
-    assert not sweep.compile_only(shapes, H200, workers=1, seconds=0.2)
+    ready = sweep.compile_only(dict.fromkeys(shapes, 2), H200, workers=1, seconds=0.2)
+    assert ready == {shapes[2]: 2, shapes[3]: 0}
     printed = capsys.readouterr().out
     assert f"FAILED for {shapes[0].name}: RuntimeError: no such kernel" in printed
-    assert "1 of 3 shapes are compiled" in printed
+    assert "2 of 4 shapes are compiled" in printed
 
 
 def dies_at_a_peer(connection):
@@ -351,7 +354,7 @@ def test_a_process_that_never_starts_costs_the_shape():
 
 def test_shapes_of_the_options(tmp_path):
     def shapes(*arguments):
-        return sweep.shapes_of(sweep.parser().parse_args(arguments))
+        return list(sweep.shapes_of(sweep.parser().parse_args(arguments)))
 
     assert len(shapes()) >= 120 and len(shapes("--quick")) == sweep.QUICK
     assert {shape.kind for shape in shapes("--only", "mixed", "softmax")} == {"mixed", "softmax"}
@@ -361,7 +364,7 @@ def test_shapes_of_the_options(tmp_path):
     assert shapes("--cases", str(file)) == wanted == cliffs()
     file.write_text(json.dumps([to_json(wanted[0])]))
     assert shapes("--cases", str(file)) == wanted[:1]
-    turns = sweep.interleaved(wanted)
+    turns = list(sweep.interleaved(dict.fromkeys(wanted, 0)))
     assert sorted(map(hash, turns)) == sorted(map(hash, wanted)) and turns[0].kind != turns[1].kind
 
 
