@@ -1,6 +1,7 @@
 """Chooses the strategy that runs a problem, and its configuration: the least predicted time of all candidates.
 
-The model knows rows, length, dtype, the device's SMs and L2, and a few constants measured on an H200 (2026-11-21).
+The model knows rows, length, dtype, the device's SMs, L2 and copy speed, and a few constants measured on an H200
+(2026-11-21).
 It adds up, in microseconds:
 
 - a launch, and the reduction of the states of a row's parts;
@@ -42,9 +43,8 @@ WARPS_US = 0.1  # a reduction over the warps of a CTA
 WITHIN_WARP_US = -0.3  # difference if rows belong to whole warps, and need no such reduction
 STAGING_US = 0.1  # extra time of a bulk copy over loads
 # Further extra time if the CTAs of a cluster have SMs to themselves; the copies of a share hide part of their work.
-ALONE_STAGING_US, ALONE_BYTES_PER_US = 0.8, 14.2e3
+ALONE_STAGING_US, ALONE_BYTES_PER_US = 1.4, 19.3e3
 CLUSTER_US = 0.25  # a reduction over the CTAs of a cluster
-MEMORY_BYTES_PER_US = 4.25e6  # bytes read and written
 CLUSTER_CTAS_PER_US = 440.0  # CTAs of clusters that the GPU starts
 CLUSTER_SMS = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.91, 16: 0.85}  # fraction of the SMs on which clusters find room
 SMALL_BYTES_PER_SM = (
@@ -76,14 +76,14 @@ class Rates:
 ALONE = Rates(2.5, 0.0, 22e3, 0.0003 / 1024, 0.4, 3.0)
 # Clusters that have SMs to themselves: the part of the traffic's time that adds to their work on their shares. Measured
 # on an H200 on 2026-11-26, 1 to 5 rows of 262144 and 524288.
-ALONE_MEMORY = 0.35
+ALONE_MEMORY = 0.41
 CLUSTERED = Rates(0.7, 0.28, 11.5e3, 0.0, 0.21, 1.5)  # fitted to 1 to 256 rows of 32000 to 256000
 L2_USABLE = 0.4  # fraction of L2 that serves data read again
 # Resident shares: one row after another by the same CTAs.
 # A reduction over the grid or a cluster, with everything that waits for it.
-ROUND_GRID_US, ROUND_CLUSTER_US = 4.0, 2.0
-ROUND_BYTES_PER_US = 30e3  # bytes of a share that a CTA processes
-ROUND_OVERLAP = 0.5  # least part of the traffic and the rounds that hide each other (1 to 16 rows of 524288)
+ROUND_GRID_US, ROUND_CLUSTER_US = 4.5, 1.7
+ROUND_BYTES_PER_US = 28e3  # bytes of a share that a CTA processes
+ROUND_OVERLAP = 0.36  # least part of the traffic and the rounds that hide each other (1 to 16 rows of 524288)
 
 # Limits of the configurations that are tried.
 # Most vectors of a thread in the register kernel, without and with clusters. With more, they wait for each other.
@@ -108,6 +108,7 @@ ONCE_CLUSTER = 8  # least number of CTAs sharing an fp32 row for which its expon
 STAGED_LONGER = (8,)
 # Vectors a thread to try for clusters that have SMs to themselves, in this order; each arrives by its own copy.
 LONE_VECTORS = (8, 6, 7, 4, 2)
+MOST_GROUPS = 8  # of CTAs all over the GPU
 RESIDENT_THREADS, RESIDENT_CHUNKS, STREAMING_CHUNKS = 512, 10, 4
 TWO_PASS_THREADS, TWO_PASS_CTAS_PER_SM, TWO_PASS_UNROLL = 512, 2, 4
 
@@ -183,8 +184,9 @@ def _memory_us(problem, target, *, rates, share_bytes, occupancy, under_way, clu
     """Time of the traffic. under_way: bytes that an SM has in flight. reread: the part of x that is read from memory a
     second time."""
     life = rates.life_us + share_bytes / rates.bytes_per_us + rates.doubled_us * (cluster.bit_length() - 1)
-    needed = life * MEMORY_BYTES_PER_US / 2 / target.sm_count
-    microseconds = problem.bytes * (1 + reread / 2) / MEMORY_BYTES_PER_US
+    speed = target.speeds.copy * 1e6  # bytes read and written a microsecond
+    needed = life * speed / 2 / target.sm_count
+    microseconds = problem.bytes * (1 + reread / 2) / speed
     scarcity = needed / under_way
     if scarcity > 1:
         microseconds *= scarcity**0.5 if scarcity < 4 else scarcity / 2
@@ -393,7 +395,7 @@ def _resident(problem: SoftmaxProblem, target: Target):
 
 
 def _split(problem: SoftmaxProblem, target: Target):
-    for groups in (1, 2, 4, 8):
+    for groups in range(1, MOST_GROUPS + 1):
         group = max(1, target.sm_count // groups)
         if groups <= min(problem.rows, target.sm_count) and _vectors(problem) >= group * RESIDENT_THREADS:
             yield _in_rounds(problem, target, "split", 0, groups, group, ROUND_GRID_US)

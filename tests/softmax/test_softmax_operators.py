@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from warpspec.common import repeated
 from warpspec.common.backend import BACKEND_VARIABLE
 from warpspec.common.errors import UnsupportedProblem
-from warpspec.common.hardware import MAX_SMEM_PER_CTA, MIB
+from warpspec.common.hardware import H200_SPEEDS, MAX_SMEM_PER_CTA, MIB
 from warpspec.common.launch import simulated
 from warpspec.softmax import ops, softmax
 from warpspec.softmax.plan import SMEM_BESIDE_DATA, candidates, choose_plan
 from warpspec.softmax.problem import MOST_ELEMENTS, SoftmaxProblem, as_matrix
 
-H200 = simulated("sm_90a", sm_count=132, l2_bytes=60 * MIB)
+H200 = simulated("sm_90a", sm_count=132, l2_bytes=60 * MIB, speeds=H200_SPEEDS)
 REFERENCE = {"backend": "reference"}
 
 
