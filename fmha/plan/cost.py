@@ -81,15 +81,15 @@ class Tiling(NamedTuple):
 class Work(NamedTuple):
     """What a launch has to do, in counts.
 
-    tiles: query tiles that have a query. idle: query tiles that have none. kv: KV tiles visited by all query tiles
-    together. longest, shortest: KV tiles visited by the longest and by the shortest query tile. spread: standard
-    deviation, among query tiles, of the KV tiles before their request's own queries. masked: visits of KV tiles
-    that need a mask. groups: visits of KV tiles, counted once for each row group that has a query. rows: query rows of
-    all heads. bytes: bytes of Q, K, V and O that must be moved. boxes: TMA loads that fetch one K tile or one V tile.
-    depth: elements of a row, the mean of Q and K's and V's. tensors: 2, or 1 if K and V are one tensor. requests:
-    number of requests. number: bytes of an element of K and V. lines: bytes of the L2 lines that a load touches,
-    divided by the bytes that it needs. sorts: 1 if a queue hands out the query tiles in order of length and without
-    idle ones, otherwise 0.
+    tiles: query tiles that have a query. idle: query tiles that have none and come between these. kv: KV tiles
+    visited by all query tiles together. longest, shortest: KV tiles visited by the longest and by the shortest query
+    tile. spread: standard deviation, among query tiles, of the KV tiles before their request's own queries. masked:
+    visits of KV tiles that need a mask. groups: visits of KV tiles, counted once for each row group that has a query.
+    rows: query rows of all heads. bytes: bytes of Q, K, V and O that must be moved. boxes: TMA loads that fetch one K
+    tile or one V tile. depth: elements of a row, the mean of Q and K's and V's. tensors: 2, or 1 if K and V are one
+    tensor. requests: number of requests. number: bytes of an element of K and V. lines: bytes of the L2 lines that a
+    load touches, divided by the bytes that it needs. sorts: 1 if a queue hands out the query tiles in order of length
+    and without idle ones, otherwise 0.
     """
 
     tiles: float
@@ -184,7 +184,7 @@ def work_of(problem, tiling: Tiling, requests) -> Work:
     tensors, depth = 1 if problem.format.shared_kv else 2, (problem.heads.qk + problem.heads.v) / 2
     total = sum(one.count * one.queries for one in requests)
     idle = 0.0
-    if problem.requests.packed_q:
+    if problem.requests.packed_q and problem.seq_q > queries_of:  # else idle tiles come last
         idle = max((total // queries_of + problem.batch) * heads - tiles, 0.0)
     number = problem.format.kv_bits / 8
     return Work(
@@ -265,7 +265,8 @@ class Constants:
         single, queue_last: how many starts and ends remain exposed at the end of a launch of SINGLE and QUEUE.
     The launch:
         launch: microseconds of the launch itself.
-        memory: speed of memory, as a multiple of the GPU's copy speed.
+        memory: speed of memory that a step's loads see, as a multiple of the GPU's copy speed. reading: speed of memory
+            at which a launch's bytes take no less time, likewise.
         chunk: clocks that starting a chunk of a line takes.
         scan, scan_requests: microseconds of cutting the line, and more for every 32 requests.
         join, join_bytes: microseconds of the launch that joins pieces, and bytes of states that it reads per
@@ -298,6 +299,7 @@ class Constants:
     greedy_spread: float = 0.7734
     launch: float = 3.41
     memory: float = 1.183
+    reading: float = 1.1
     turn: float = 194.3
     chunk: float = 97.25
     scan: float = 1.186
@@ -445,7 +447,7 @@ def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=
         longest = ceil(w.longest / splits) if way is Way.SPLIT else w.longest
         one = maximum(longest - average, 0) * alone  # by which the longest tile exceeds the mean one
         short = minimum(w.shortest / parts_of * full + shared, each)
-        launched = parts + w.idle * splits if way is Way.SPLIT else parts
+        launched = parts + w.idle * splits if way in (Way.PERSISTENT, Way.SPLIT) else parts
         rounds = ceil(launched / resident)
         left = rounds - parts / resident  # share of the last round that is idle
         if way in (Way.PERSISTENT, Way.SPLIT):
@@ -459,12 +461,15 @@ def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=
             unsorted = c.queue_spread * (1 - w.sorts)
             more = left * c.queue_rest * short + unsorted * spread * alone + c.queue_last * shared
         busy = mean + where(launched <= resident, one, maximum(more, one - mean + each))
-    found = c.launch + maximum((busy + c.alone) / CLOCKS_PER_US, w.bytes / memory_rate)
+    reading = w.bytes / (c.reading * target.speeds.copy * 1e6)
+    found = c.launch + maximum((busy + c.alone) / CLOCKS_PER_US, reading)
     if way is Way.SPLIT:
         found = found + c.combine + 2 * splits * w.rows * w.depth * FP32_BYTES / c.combine_bytes
         found = found + c.combine_round * ceil(splits / c.combine_parts)
     if way is Way.LINE:
-        states = minimum(2 * resident, parts) * t.row_groups * t.rows * w.depth * FP32_BYTES
+        chunks = minimum(w.kv / LINE_LEAST, resident)
+        pieces = chunks + minimum(chunks, tiles)  # of tiles that are cut, or left of these
+        states = pieces * w.rows / tiles * w.depth * FP32_BYTES
         found = found + c.scan + c.scan_requests * w.requests / 32 + c.join + states / c.join_bytes
         pieces = w.longest * resident / maximum(w.kv, 1) + 1
         found = c.line * (found + c.combine_round * join_rounds(t, w, pieces, maximum, minimum, ceil))
