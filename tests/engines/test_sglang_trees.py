@@ -7,6 +7,7 @@ import torch
 
 sglang = pytest.importorskip("sglang", reason="needs SGLang: make test-engines")
 
+from helpers.eagle_head import accepted_drafts, fit_eagle_head, save_eagle_head  # noqa: E402
 from helpers.engine_models import Judge, prompts  # noqa: E402
 from helpers.sglang_batches import (  # noqa: E402
     Mode,
@@ -50,6 +51,33 @@ def test_engine(kind, topk, checkpoints, start_sglang, monkeypatch):
     Judge(model).check([(ids, out["output_ids"], None) for ids, out in zip(inputs, outputs, strict=True)])
     longest = [len(out["meta_info"]["spec_correct_drafts_histogram"]) - 1 for out in outputs]
     assert max(longest) >= 2  # a path of two drafts was accepted at once
+
+
+@pytest.mark.parametrize("topk", [1, 4])
+def test_eagle_head(topk, checkpoints, start_sglang, monkeypatch, tmp_path):
+    """A head that has learnt what the model says drafts chains or trees. A chain's drafts are accepted as often as
+    calculated (a token more or less where two are as likely); a tree's, among which the chain's are, more often."""
+    interpret_triton(monkeypatch)
+    model, folder = checkpoints("llama")
+    inputs, steps = prompts((70, 5, 40)), 3
+    head = fit_eagle_head(model, inputs, tokens=20)
+    save_eagle_head(head, model, tmp_path)
+    drafting = dict(
+        speculative_algorithm="EAGLE", speculative_draft_model_path=str(tmp_path), speculative_num_steps=steps,
+        speculative_eagle_topk=topk, speculative_num_draft_tokens=steps + 1 if topk == 1 else 16,
+        max_total_tokens=8192,
+    )  # fmt: skip
+    outputs = start_sglang(folder, **drafting).generate(
+        input_ids=inputs, sampling_params={"max_new_tokens": 16, **GREEDY}
+    )
+    Judge(model).check([(ids, out["output_ids"], None) for ids, out in zip(inputs, outputs, strict=True)])
+    accepted = sum(out["meta_info"]["spec_num_correct_drafts"] for out in outputs)
+    calculated = sum(
+        sum(accepted_drafts(model, head, ids, out["output_ids"], steps))
+        for ids, out in zip(inputs, outputs, strict=True)
+    )
+    assert calculated >= 12
+    assert accepted >= calculated - 2 and (topk > 1 or accepted <= calculated + 2), (accepted, calculated)
 
 
 @pytest.mark.parametrize("window", [None, 20, 3])

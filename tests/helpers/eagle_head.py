@@ -1,0 +1,90 @@
+"""A draft head of EAGLE for a tiny model, fitted to what the model says."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn import functional
+from transformers.models.llama import modeling_llama as llama
+
+from helpers.engine_models import VOCABULARY
+
+
+class EagleHead(nn.Module):
+    """One Llama layer without its first norm. It takes the model's last hidden state at a token and the embedding of
+    the token behind it, and predicts the hidden state there. [EAGLE: Li et al., arXiv 2401.15077, section 3.2]"""
+
+    def __init__(self, model):
+        super().__init__()
+        self.rotary = [model.model.rotary_emb]  # in a list: no part of the head
+        hidden = model.config.hidden_size
+        self.fc = nn.Linear(2 * hidden, hidden)
+        self.layers = nn.ModuleList([llama.LlamaDecoderLayer(model.config, 0)])
+        self.layers[0].input_layernorm = nn.Identity()
+
+    def forward(self, embedded: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """embedded, hidden [B, S, hidden]: token s + 1 and the hidden state at token s."""
+        rows = self.fc(torch.cat([embedded, hidden], dim=-1))
+        positions = torch.arange(rows.shape[1])[None]
+        mask = torch.full((rows.shape[1],) * 2, -torch.inf).triu(1)[None, None]
+        return self.layers[0](rows, attention_mask=mask, position_embeddings=self.rotary[0](rows, positions))
+
+
+def fit_eagle_head(model, prompts: list[list[int]], tokens: int, steps: int = 300) -> EagleHead:
+    """A head that has learnt what the model generates after the prompts, greedily, ``tokens`` tokens each."""
+    torch.manual_seed(5)
+    texts = []
+    with torch.no_grad():
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            ids = model.generate(
+                ids, max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+            )
+            out = model(ids, output_hidden_states=True, use_cache=False)
+            texts.append((ids, out.hidden_states[-1].float(), out.logits.float()))
+        embedding, lm_head = model.model.embed_tokens.weight.float(), model.lm_head.weight.float()
+    head = EagleHead(model).float()
+    optimizer = torch.optim.AdamW(head.parameters(), lr=2e-3, weight_decay=0.0)
+    for _ in range(steps):
+        loss = 0.0
+        for ids, hidden, logits in texts:
+            predicted = head(embedding[ids[:, 1:]], hidden[:, :-1])
+            loss = loss + functional.smooth_l1_loss(predicted, hidden[:, 1:])
+            wanted = logits[:, 1:].softmax(-1).flatten(0, 1)
+            loss = loss + functional.cross_entropy((predicted @ lm_head.T).flatten(0, 1), wanted)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return head.to(model.dtype)
+
+
+@torch.no_grad()
+def accepted_drafts(model, head: EagleHead, prompt: list[int], generated: list[int], steps: int) -> list[int]:
+    """How many of ``steps`` drafts are accepted at each verification, if the head drafts one chain: it goes on
+    from the model's hidden states, and from its own behind them."""
+    text = torch.tensor([prompt + generated])
+    hidden = model(text, output_hidden_states=True, use_cache=False).hidden_states[-1]
+    known, counts = len(prompt) + 1, []
+    while known < text.shape[1]:
+        tokens, states = text[:, 1:known], hidden[:, : known - 1]
+        count = 0
+        for step in range(steps):
+            state = head(model.model.embed_tokens(tokens), states)[:, -1:]
+            draft = model.lm_head(state).argmax(-1)
+            tokens, states = torch.cat([tokens, draft], 1), torch.cat([states, state], 1)
+            right = known + step < text.shape[1] and int(draft) == int(text[0, known + step])
+            count += right and count == step
+        counts.append(count)
+        known += count + 1
+    return counts
+
+
+def save_eagle_head(head: EagleHead, model, folder: Path) -> None:
+    """Write a head's files as EAGLE's authors publish them; the model's embedding and lm_head are not among them."""
+    config = model.config.to_dict() | {"architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}
+    config["vocab_size"] = VOCABULARY
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {name: tensor.detach().contiguous() for name, tensor in head.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors")
