@@ -2,10 +2,11 @@
 
 Supported: causal and causal sliding-window layers, attention sinks, soft caps, grouped and shared KV heads, dynamic and
 static KV caches, padding on either side, images whose tokens see each other (Gemma 3, Gemma 4), additive masks
-[B or 1, Hq or 1, Sq, Sk], DeepSeek-V4's compressed keys, keys that an indexer selects (DeepSeek V3.2, GLM-5). Every
-other mask function (packed sequences, chunked and bidirectional attention, padding between tokens, models' own)
-becomes FlexAttention's BlockMask (`listed_blocks`), which may also be given as the mask. Refused with
-`UnsupportedProblem`, never computed differently: dropout, boolean mask tensors, position biases, `output_attentions`.
+[B or 1, Hq or 1, Sq, Sk], DeepSeek-V4's compressed keys, keys that an indexer selects (DeepSeek V3.2, GLM-5) or blocks
+of keys (MiniMax M3). Every other mask function (packed sequences, chunked and bidirectional attention, padding between
+tokens, models' own) becomes FlexAttention's BlockMask (`listed_blocks`), which may also be given as the mask. Refused
+with `UnsupportedProblem`, never computed differently: dropout, boolean mask tensors, position biases, sinks of single
+rows (Inkling 2), `output_attentions`.
 There are gradients wherever `attention` has them. As with transformers' flash attention, results of padding rows are
 undefined.
 
@@ -21,7 +22,7 @@ set, and the mask is its bias. This supports all that the model does: padding, a
 more compressed keys than the indexer selects (up to that number it selects every key in the past). Queries have the
 positions that the cache gives, the model's default position_ids.
 
-Layers with an indexer (`index_topk` in the configuration) score keys under the model's mask, so that it must be an
+Layers with an indexer (one of `SELECTS` in the configuration) score keys under the model's mask, so that it must be an
 additive tensor; they hand over the selected keys of each query, and all others are hidden in a copy of that mask.
 """
 
@@ -36,7 +37,11 @@ from warpspec.engines.transformers.quantized_cache import scales_of
 from warpspec.fmha import attention, merge
 
 # Arguments of transformers' attention functions that change the result and have no equivalent in `attention`.
-UNSUPPORTED_ARGUMENTS = ("head_mask", "position_bias", "cache", "output_attentions")
+UNSUPPORTED_ARGUMENTS = ("head_mask", "position_bias", "sinks", "cache", "output_attentions")
+SELECTS = (
+    "index_topk",
+    "index_topk_blocks",
+)  # in the configuration of a model that selects keys, or blocks of keys
 LOGIT_OPTIONS = {"scale": "scaling", "softcap": "softcap"}  # our names to transformers' names
 RANGES_DTYPE = torch.int32  # marks a mask of `key_ranges`
 OWN_COLUMNS = 3  # columns of such a mask: q_start, kv_length, first; the columns of a range follow
@@ -61,6 +66,7 @@ def attention_forward(
     s_aux: torch.Tensor | None = None,
     is_causal: bool | None = None,
     indices: torch.Tensor | None = None,
+    block_indices: torch.Tensor | None = None,
     backend: str = "auto",
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
@@ -71,6 +77,7 @@ def attention_forward(
     attention_mask: what a `mask_maker` function returned, a BlockMask, or additive [B or 1, Hq or 1, Sq, Sk]; the
     latter two alone determine which keys a query sees, as in eager attention. s_aux [Hq]: sink logits. kwargs: see
     ``logit_options``. indices [B, Sq, n]: the keys that each query may see at most, in layers with an indexer.
+    block_indices [B, groups, Sq, n]: the blocks of keys that each query of a group of heads may see at most; -1: none.
     sliding_window counts the row's own position. Returns ([B, Sq, Hq, D], None). Raises UnsupportedProblem as the
     module says.
     """
@@ -92,8 +99,9 @@ def attention_forward(
                 "v_block_scales": of_values.blocks.transpose(1, 2),
             }
 
+    selects = indices is not None or block_indices is not None
     if isinstance(attention_mask, BlockMask):
-        if indices is not None or getattr(module, "compressor", None) is not None:
+        if selects or getattr(module, "compressor", None) is not None:
             raise UnsupportedProblem(
                 "attention_mask: a layer with an indexer or with compressed keys takes no BlockMask"
             )
@@ -102,8 +110,10 @@ def attention_forward(
         bias = _bias(attention_mask, q, k)
         if indices is not None:
             bias = _of_selected(bias, indices)
+        if block_indices is not None:
+            bias = _of_blocks(bias, block_indices, q.shape[2], module.indexer.block_size)
         return attention(q, k, v, sink=s_aux, bias=bias, **options, **blocks), None
-    if indices is not None:
+    if selects:
         raise UnsupportedProblem(
             "attention_mask: a layer with an indexer needs an additive one, which register() makes for its model, got "
             f"{'None' if attention_mask is None else attention_mask.dtype}"
@@ -134,7 +144,7 @@ def mask_maker(compressed: str = "bias"):
     """Make the mask function that transformers calls.
 
     It is `key_ranges`; for models with compressed keys, the function that `compressed` ("bias" or "key_sets") names;
-    and for models with an indexer over all keys, `additive_mask`. Raises ValueError for any other `compressed`.
+    and for models with an indexer over all keys or blocks, `additive_mask`. Raises ValueError for other `compressed`.
     """
     ways = {"bias": additive_mask, "key_sets": key_set_sizes}
     if compressed not in ways:
@@ -143,7 +153,7 @@ def mask_maker(compressed: str = "bias"):
     def make(*args, config=None, **kwargs):
         if getattr(config, "compress_rates", None):  # before index_topk, which these models have, too
             return ways[compressed](*args, **kwargs)
-        selects_keys = getattr(config, "index_topk", None) is not None
+        selects_keys = any(getattr(config, name, None) is not None for name in SELECTS)
         return (additive_mask if selects_keys else key_ranges)(*args, **kwargs)
 
     return make
@@ -380,6 +390,18 @@ def _of_selected(bias: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     batch, rows = indices.shape[:2]
     hidden = torch.ones(batch, rows, bias.shape[-1], dtype=torch.bool, device=bias.device)
     return bias.masked_fill(hidden.scatter_(2, indices.long(), False)[:, None], -torch.inf)
+
+
+def _of_blocks(bias: torch.Tensor, indices: torch.Tensor, heads: int, size: int) -> torch.Tensor:
+    """Make an additive mask also hide every key that is in none of a query's blocks of ``size`` keys, indices
+    [B, groups, Sq, n], -1 for none; heads / groups neighbouring heads share them."""
+    batch, groups, rows, _ = indices.shape
+    keys = bias.shape[-1]
+    blocks = -(-keys // size)
+    hidden = torch.ones(batch, groups, rows, blocks + 1, dtype=torch.bool, device=bias.device)
+    hidden.scatter_(3, torch.where(indices < 0, blocks, indices).long(), False)
+    hidden = hidden[..., :blocks].repeat_interleave(size, dim=3)[..., :keys]
+    return bias.masked_fill(hidden.repeat_interleave(heads // groups, dim=1), -torch.inf)
 
 
 def _key_sets(compressor, q, k, v, sizes, sliding_window, sink, options) -> torch.Tensor:

@@ -89,6 +89,12 @@ MODELS = {
         "GlmMoeDsa", **dense(first_k_dense_replace=2, mlp_layer_types=["dense"] * 2), **LATENT | WIDE, index_topk=8,
         index_n_heads=4, index_head_dim=96,
     ),
+    # of 60 keys, in blocks of 8, the indexer leaves a query's own block and one more
+    "minimax_m3_vl_text": causal_lm(
+        "MiniMaxM3VLText", **dense(mlp_layer_types=["dense"] * 2), head_dim=64, dense_intermediate_size=128,
+        index_n_heads=2, index_head_dim=32, index_block_size=8, index_topk_blocks=2, index_local_blocks=1,
+        layer_types=["full_attention", "minimax_m3_sparse"],
+    ),
 }  # fmt: skip
 
 
@@ -142,7 +148,7 @@ class Selections:
     def __init__(self, model):
         self.recorded, self.next = [], 0
         for layer in model.modules():
-            if hasattr(layer, "indexer"):
+            if getattr(layer, "indexer", None) is not None:
                 layer.indexer.forward = partial(self.select, layer.indexer.forward)
 
     def repeat(self) -> None:
@@ -150,7 +156,8 @@ class Selections:
         self.next = 0
 
     def select(self, forward, *arguments, **named):
-        found = forward(*arguments, **named)
+        given = forward(*arguments, **named)
+        found = given.flatten(0, -3)  # [B, S, n], or of groups of heads [B, groups, S, n]
         if self.next == len(self.recorded):
             self.recorded.append(found)
         self.next += 1
@@ -161,7 +168,7 @@ class Selections:
         )  # of a prompt, rows that see more keys than are selected
         same = (found[:, late, :, None] == recorded[:, late, None, :]).any(dim=-1)
         assert same.float().mean() > 0.8
-        return recorded
+        return recorded.view(given.shape)
 
 
 def seeded(kind: str):

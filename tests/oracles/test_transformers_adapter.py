@@ -30,6 +30,7 @@ def forward(mask=None, layer=LAYER, **arguments):
         {"dropout": 0.1},
         {"output_attentions": True},
         {"position_bias": torch.zeros(1, 2, 8, 8)},
+        {"sinks": torch.zeros(1, 2, 8, 1)},
     ],
     ids=lambda argument: next(iter(argument)),
 )
