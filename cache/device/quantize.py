@@ -125,17 +125,17 @@ def nvfp4_words(
     words: two numbers of ``dtype`` each, of one block, or of the lane's half of one if ``block_lanes`` is 2.
     reciprocal: fl(1 / scale).
     """
-    largest = [words[i] & Uint32(MAGNITUDES) for i in range(cute.size(words))]
-    while len(largest) > 1:
-        rest = largest[len(largest) // 2 * 2 :]
-        largest = [
-            of_registers(f"max.NaN.{PAIRS[dtype]}", a, b)
-            for a, b in zip(largest[::2], largest[1::2], strict=False)
-        ]
-        largest += rest
-    pair = cute.make_rmem_tensor(1, Uint32)
-    pair[0] = largest[0]
-    amax = cute.arch.fmax(*unpack(pair, dtype), nan=True)
+    pairs = [words[i] & Uint32(MAGNITUDES) for i in range(cute.size(words))]
+    assert len(pairs) in (4, 8)
+    while len(pairs) > 2:
+        name = f"max.NaN.{PAIRS[dtype]}"
+        pairs = [of_registers(name, a, b) for a, b in zip(pairs[::2], pairs[1::2], strict=True)]
+    two = cute.make_rmem_tensor(len(pairs), Uint32)
+    for i, pair in enumerate(pairs):
+        two[i] = pair
+    amax, *others = unpack(two, dtype)
+    for value in others:
+        amax = cute.arch.fmax(amax, value, nan=True)
     if block_lanes == 2:
         amax = cute.arch.fmax(amax, Float32(cute.arch.shuffle_sync_bfly(amax, 1)), nan=True)
     code, divisor, found = block_codes(words, dtype, amax, scale, reciprocal)

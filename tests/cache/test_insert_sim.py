@@ -22,6 +22,12 @@ CASES = [
     ("sm_90a", CELLS),
     ("sm_90a", HARD),
     ("sm_90a", Case("nvfp4", "cells", 64, 128, heads=8, scale="hard")),
+    long(
+        "sm_90a",
+        Case(
+            "nvfp4", "slots", 256, 256, heads=5, queries=9, rotated=64, interleaved=True, dtype=torch.float16
+        ),
+    ),
     ("sm_90a", Case("bfloat16", "cells", 512, 80, queries=3, rotated=512, norm=True)),
     ("sm_100a", Case("float16", "pages", 80, 256, rotated=32, dtype=torch.float16, table=torch.float16)),
     ("sm_100a", Case("e5m2", "slots", heads=len(HARD_SCALES), scale="hard", dtype=torch.float16)),
