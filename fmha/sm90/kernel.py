@@ -17,7 +17,7 @@ from warpspec.common.device.pipeline import init_barriers
 from warpspec.common.device.storage import allocate
 from warpspec.common.device.wgmma import QUAD, ROW_DISTANCE, THREAD_ROWS
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
-from warpspec.fmha.device.ahead import wait_for_launch
+from warpspec.fmha.device.ahead import prefetch_small, wait_for_launch
 from warpspec.fmha.device.bias import row_of
 from warpspec.fmha.device.convert import convert
 from warpspec.fmha.device.grid import DivisorGrid, Grid, Where, grid_of, heads_of_kv
@@ -103,6 +103,8 @@ class Attention(AttentionHost):
         # Until a wait for the launch before, a thread touches shared memory, descriptors and prefetches alone. The next
         # launch starts behind a wait, so that one launch at most is still running when it does.
         if cutlass.const_expr(not config.waits_late):
+            if warp == config.join_warp:
+                prefetch_small(operands)
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
         if cutlass.const_expr(config.scheduler.cuts_tiles):
