@@ -17,7 +17,7 @@ from warpspec.common.operands import FLOAT32
 from warpspec.fmha.conversion import CodeRings
 from warpspec.fmha.features import Format, Mask, RequestLayout
 from warpspec.fmha.heads import HeadSizes
-from warpspec.fmha.line import MOST_ROUNDS, TILE_OVERHEAD
+from warpspec.fmha.line import MOST_ROUNDS
 from warpspec.fmha.logits import PLAIN, LogitMap
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.schedule import SORTED_REQUESTS
@@ -105,14 +105,12 @@ class TileScheduler:
 
     has_warp: a warp computes the CTA's tiles for all roles and writes them to ``record_count`` records
     (``device.record``). sorts: packed query tiles are taken from the queue longest first (``device.longest``).
-    overhead: what the start and end of a query tile cost where work is cut by length, in KV tiles.
     """
 
     schedule: Schedule = Schedule.SINGLE
     has_warp: bool = False
     record_count: int = 1
     sorts: bool = False
-    overhead: int = TILE_OVERHEAD
 
     def __post_init__(self):
         assert self.has_warp or self.schedule is not Schedule.QUEUE

@@ -71,10 +71,10 @@ def expand_arguments(config: ExpandConfig) -> tuple:
 EXPAND = Kernel("fmha.expand", expand_arguments)
 
 
-def expands(problem: AttentionProblem, least_rows: int | None) -> bool:
-    """Whether keys and values are dequantised first. least_rows: query rows of a KV head from which the target does so;
-    None: never. Of packed queries the mean request counts, and their keys must be in pages, whose table bounds their
-    16-bit size."""
+def expands(problem: AttentionProblem, least_rows: dict | None) -> bool:
+    """Whether keys and values are dequantised first. least_rows: query rows of a KV head from which the target does so,
+    by bits of a number; None: never. Of packed queries the mean request counts, and their keys must be in pages, whose
+    table bounds their 16-bit size."""
     if problem.format.kv_format is None or least_rows is None or problem.format.shared_kv:
         return False
     queries = problem.seq_q
@@ -83,7 +83,7 @@ def expands(problem: AttentionProblem, least_rows: int | None) -> bool:
             return False
         queries = problem.least_q // max(problem.batch, 1)
     numbers = 2 * problem.batch * wide_keys(problem) * problem.heads_kv * problem.head_dim
-    return problem.group * queries >= least_rows and numbers * BYTES <= MOST_BYTES
+    return problem.group * queries >= least_rows[problem.format.kv_bits] and numbers * BYTES <= MOST_BYTES
 
 
 def wide_keys(problem: AttentionProblem) -> int:

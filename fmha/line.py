@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-TILE_OVERHEAD = 2  # length of a query tile's start and end, in KV tiles, of most kernels
+TILE_OVERHEAD = 2  # length of a query tile's start and end, in KV tiles
 LEAST_TILES = 4  # length of the shortest chunk, in KV tiles
 ROUND_TILES = 20  # query tiles of a chunk where there are several rounds
 MOST_ROUNDS = 24  # the ends of so many chunks fit shared memory
+EDGE_TILES = 1  # KV tiles: a cut this close to an end of a query tile moves there, since a piece costs more
 FAR = 1 << 30  # positions that count as no end
 JOIN_WORDS = 9  # words of a join record, in global memory (``device.line.Join``)
 
@@ -71,21 +72,11 @@ class Stretch:
 
 
 def stretch(
-    start,
-    length,
-    tiles,
-    *,
-    queries,
-    tile_n,
-    bounds: dict,
-    overhead=TILE_OVERHEAD,
-    wide=int,
-    minimum=min,
-    maximum=max,
+    start, length, tiles, *, queries, tile_n, bounds: dict, wide=int, minimum=min, maximum=max
 ) -> Stretch:
     """``Stretch`` of a request whose query 0 stands at ``start`` and that has so many keys.
 
-    bounds: the compile-time arguments of ``mask.key_range``. overhead: of a tile, in KV tiles.
+    bounds: the compile-time arguments of ``mask.key_range``.
     """
     causal, left, right, key_stride = (bounds[name] for name in ("causal", "left", "right", "key_stride"))
     start = maximum(minimum(start, FAR // 2), -FAR // 2)
@@ -100,21 +91,13 @@ def stretch(
         if first_end is not None:
             first_start = minimum(first_start, first_end)  # no tile has a negative length
     arithmetic = {"wide": wide, "minimum": minimum, "maximum": maximum}
-    return Stretch(tiles, queries, overhead * tile_n * key_stride, first_end, first_start, limit, arithmetic)
+    return Stretch(
+        tiles, queries, TILE_OVERHEAD * tile_n * key_stride, first_end, first_start, limit, arithmetic
+    )
 
 
-def cut(
-    part,
-    kv_tiles,
-    overhead=TILE_OVERHEAD,
-    integer=int,
-    minimum=min,
-    select=lambda condition, yes, no: yes if condition else no,
-):
-    """How many of a query tile's KV tiles lie before a cut at this part of its length, a number from 0 to 1.
-
-    A cut that is closer to an end than half of a tile's overhead moves there, since a piece costs more.
-    """
-    before, edge = minimum(integer(part * kv_tiles + 0.5), kv_tiles), overhead // 2
-    before = select(before <= edge, 0, before)
-    return select(before >= kv_tiles - edge, kv_tiles, before)
+def cut(part, kv_tiles, integer=int, minimum=min, select=lambda condition, yes, no: yes if condition else no):
+    """How many of a query tile's KV tiles lie before a cut at this part of its length, a number from 0 to 1."""
+    before = minimum(integer(part * kv_tiles + 0.5), kv_tiles)
+    before = select(before <= EDGE_TILES, 0, before)
+    return select(before >= kv_tiles - EDGE_TILES, kv_tiles, before)

@@ -131,7 +131,7 @@ def stretch_of(config, operands, line: Line, request):
     found = request_at(config.requests, operands, request)
     tiles = cutlass.max((found.seq_q + config.rows.queries - 1) // config.rows.queries, 1)
     bounds = config.mask.bounds(line.window)
-    sizes = {"queries": config.rows.queries, "tile_n": config.tile_n, "overhead": config.scheduler.overhead}
+    sizes = {"queries": config.rows.queries, "tile_n": config.tile_n}
     return stretch(found.start, found.length, tiles, **sizes, bounds=bounds, wide=Int64, **INTEGERS)
 
 
@@ -273,7 +273,7 @@ def write_join(config: cutlass.Constexpr, operands, line, cursors: cute.Tensor):
     words = Join(
         head=select_integer(begin.part > Float32(0.0), head, -1),
         query_tile=begin.query_tile,
-        before=tiles_before(config, begin.part, tile.span.count),
+        before=tiles_before(begin.part, tile.span.count),
         count=tile.span.count,
         batch=Int32(tile.batch),
         first_head=tile.first_head,
@@ -287,9 +287,9 @@ def write_join(config: cutlass.Constexpr, operands, line, cursors: cute.Tensor):
             record[i] = word
 
 
-def tiles_before(config, part, kv_tiles) -> Int32:
+def tiles_before(part, kv_tiles) -> Int32:
     """``line.cut``."""
-    return cut(part, kv_tiles, config.scheduler.overhead, Int32, cutlass.min, select_integer)
+    return cut(part, kv_tiles, Int32, cutlass.min, select_integer)
 
 
 def state_of(cta, begins) -> Int32:
@@ -335,8 +335,8 @@ class Chunk:
 
         begins = other_than(self.begin) | Boolean(self.begin.part == Float32(0.0))
         ends = other_than(self.end)
-        first = select_integer(begins, 0, tiles_before(self.config, self.begin.part, count))
-        last = select_integer(ends, count, tiles_before(self.config, self.end.part, count))
+        first = select_integer(begins, 0, tiles_before(self.begin.part, count))
+        last = select_integer(ends, count, tiles_before(self.end.part, count))
         whole = Boolean(first == 0) & Boolean(last == count) & (begins | Boolean(count > 0))
         return tile.cut(Piece(first, last - first, whole, state_of(cta, begins)))
 

@@ -100,7 +100,7 @@ def measured_splits(
     if (
         loads is None
         or not known
-        or tiling.ctas_per_sm == 1
+        or (tiling.ctas_per_sm == 1 and not loads.alone)
         or tiling.column_parts > 1
         or problem.seq_q > tiling.queries
     ):

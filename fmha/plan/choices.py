@@ -16,14 +16,14 @@ class Choices:
     """Base of the choices of an architecture. Its package has one object, ``CHOICES``, whose class adds the methods.
 
     config: its ``AttentionConfig``. costs: constants of the model of its time. schedules: the ways in which CTAs may
-    get their work, with the kernel's schedule for each. expanded_rows: query rows from which keys in codes are
-    dequantised first (``expand.expands``); None: never.
+    get their work, with the kernel's schedule for each. expanded_rows: by bits of a number, query rows from which keys
+    in codes are dequantised first (``expand.expands``); None: never.
     """
 
     config: type
     costs: Constants
     schedules: dict[Way, Schedule]
-    expanded_rows: int | None = None
+    expanded_rows: dict[int, int] | None = None
 
     def constants(self, problem: AttentionProblem) -> Constants:
         """Constants of the model for a problem."""

@@ -42,13 +42,14 @@ class Loads:
     """Bytes that arrive on an SM per clock.
 
     one, two: with one or two CTAs on the SM while other SMs are idle. all: with all SMs loading. spread: the fraction
-    of the SMs up to which each part of split keys gets its own SM.
+    of the SMs up to which each part of split keys gets its own SM. alone: CTAs that take an SM each are meant, too.
     """
 
     one: float
     two: float
     all: float
     spread: float
+    alone: bool = False
 
 
 COUNTED = Loads(FILL_BYTES, FILL_BYTES, all=math.inf, spread=1)
@@ -61,7 +62,10 @@ FLOAT8_LOADS = Loads(one=20, two=25, all=25, spread=1)
 # If warps convert codes in registers, by bits of a number; bytes counted as in FLOAT8_LOADS. From B1 L65536 and B32
 # L8192 at D 128, 2026-11-26: of e4m3, parts that have an SM each are best on an H100 (11 of 13 that do), and as good as
 # any on an H200; parts that meet on SMs are slower.
-WARP_LOADS = {8: Loads(one=60, two=37, all=37, spread=0.75), 4: Loads(one=35, two=43, all=43, spread=0.75)}
+WARP_LOADS = {
+    8: Loads(one=60, two=37, all=37, spread=0.75),
+    4: Loads(one=35, two=43, all=43, spread=0.75, alone=True),
+}
 
 
 @lru_cache(maxsize=4096)

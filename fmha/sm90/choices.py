@@ -26,9 +26,14 @@ SCHEDULES = {
 # Constants for warps that convert codes in registers, by bits of a number, with bytes counted as if numbers had 16
 # bits. Fitted to lengths drawn at random and to full ones, in pages, on an H100 (docs/measurements.md).
 WARP_COSTS = {
-    8: replace(HOPPER, memory=HOPPER.memory * 16 / 8, sm_bytes=70, l2_bytes=70, line=1.0),
-    4: replace(HOPPER, memory=HOPPER.memory * 16 / 4.5, sm_bytes=62, l2_bytes=62, line=1.0),
+    bits: replace(HOPPER, memory=memory, reading=memory, sm_bytes=rate, l2_bytes=rate, line=1.0)
+    for bits, memory, rate in ((8, HOPPER.memory * 16 / 8, 70), (4, HOPPER.memory * 16 / 4.5, 62))
 }
+
+
+# Query rows of a KV head from which keys and values are dequantised first, by bits of a number. With 8192 rows the
+# converter takes 142 us longer than 16-bit keys do and dequantising 69, in NVFP4 754 and 104 (docs/measurements.md).
+EXPANDED_ROWS = {8: 4096, 4: 1280}
 
 
 class HopperChoices(Choices):
@@ -67,4 +72,4 @@ class HopperChoices(Choices):
         return tuple(self.schedules)
 
 
-CHOICES = HopperChoices(AttentionConfig, HOPPER, SCHEDULES, expanded_rows=2048)
+CHOICES = HopperChoices(AttentionConfig, HOPPER, SCHEDULES, expanded_rows=EXPANDED_ROWS)

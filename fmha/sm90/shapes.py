@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from warpspec.common.hardware import (
@@ -109,11 +109,14 @@ FLOAT8_FEW = {
 }
 
 
-# Larger ones for 4 bits a number: a tile with the same number of keys has half of the bytes.
-NVFP4_FEW = {128: replace(FLOAT8_FEW[1][128], tile_n=64, consumer_registers=216, producer_registers=40)}
+# For 4 bits a number: more tiles in flight, for each has half of the bytes.
+NVFP4_FEW = {128: Shape(1, 32, 16, 2, 216, 40, row_tiles=1)}
 # Twice as many warps for long rows: with short ones, merging their states takes longer than they save.
 NVFP4_LONG = {128: Shape(2, 32, 16, 2, 104, 32, row_tiles=1)}
 LONG_KEYS = 4096
+# A CTA for each SM, where so few tiles of rows have long rows that their keys are split.
+NVFP4_SPLIT = {128: Shape(3, 32, 24, 1, 160, 32, row_tiles=1)}
+SPLIT_TILES = 32  # most tiles of rows
 
 
 def shapes_of(problem: AttentionProblem) -> tuple[Shape, ...]:
@@ -138,7 +141,7 @@ def float8_tiles(problem: AttentionProblem) -> tuple[Shape, ...]:
         few = few | NVFP4_FEW
         requests = problem.requests
         if problem.seq_k >= LONG_KEYS and not (requests.has_kv_lengths or requests.packed_k):
-            few = few | NVFP4_LONG
+            few = few | (NVFP4_SPLIT if problem.batch * problem.heads_kv <= SPLIT_TILES else NVFP4_LONG)
     if dim in few and problem.bias is None:
         return (few[dim],)
     pack = choose_pack(problem.group, problem.seq_q, WARPGROUP_ROWS)

@@ -19,6 +19,7 @@ PAGED = Case(
 CASES = [
     Case(1, 70, (4, 1), 64, page=16, lengths=(68,), swizzled=True),
     long(PAGED),
+    long(Case(1, 4100, (8, 1), swizzled=True)),  # a CTA for each SM
     long(Case(70, 140, (2, 1), 64, dtype=FP16, window=(90, 0), sink=True, nan=True, swizzled=True)),
     long(Case(1, 300, (16, 2), 64, batch=2, lengths=(300, 17), splits=2, scale="tensor")),
     long(Case(1, 200, (8, 1), 256, dtype=FP16, scale=None, swizzled=True)),
@@ -65,7 +66,7 @@ def test_against_reference_on_blackwell(case):
 )
 def test_dequantised_before(case, monkeypatch):
     """Keys and values that many query rows meet become 16-bit tensors first."""
-    monkeypatch.setattr(CHOICES, "expanded_rows", 1)
+    monkeypatch.setattr(CHOICES, "expanded_rows", {8: 1, 4: 1})
     launch.prepare.cache_clear()
     check(case if case.float8 == torch.float8_e5m2 else replace(case, float8=NVFP4), run)
     first = sim.last_report().launches[0]
@@ -75,7 +76,7 @@ def test_dequantised_before(case, monkeypatch):
 
 def test_packed_queries_dequantised_before(monkeypatch):
     """Of packed requests, whose pages become a tensor with a row for each; one has no key, one few queries."""
-    monkeypatch.setattr(CHOICES, "expanded_rows", 8)
+    monkeypatch.setattr(CHOICES, "expanded_rows", {4: 8})
     launch.prepare.cache_clear()
     counts = (40, 3, 9)
     case = Case(1, 150, (4, 2), 64, batch=3, page=16, lengths=(143, 0, 20), float8=NVFP4, swizzled=True)

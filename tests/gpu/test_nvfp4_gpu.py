@@ -16,6 +16,8 @@ CASES = [
     Case(1, 3000, (16, 2), batch=3, lengths=(3000, 17, 0), scale="request", by_head=True),
     Case(1, 3000, (8, 1), batch=3, page=16, lengths=(2999, 33, 1), scale="request", sink=True, swizzled=True),
     Case(1, 5000, (8, 1), 64, batch=2, lengths=(5000, 300), splits=3, scale="tensor", swizzled=True),
+    Case(1, 5000, (16, 2), swizzled=True),  # a CTA for each SM
+    Case(1, 4100, (80, 40), by_head=True, dtype=FP16),
     Case(1, 2000, (8, 8), 256, dtype=FP16, scale=None, swizzled=True),
     Case(1, 2000, (4, 2), 256, page=64, lengths=(1990,), window=(700, 0), normalize=False),
     Case(2, 2000, (8, 2), 128, normalize=False, page=64, lengths=(1990,), by_head=True),
