@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     if not options.model:
         for name, model in MODELS.items():
-            print(f"{name:20}{model.heads_q} query heads, {model.heads_kv} KV, D {model.head_dim}")
+            print(f"{name:26}{model.heads_q} query heads, {model.heads_kv} KV, D {model.head_dim}")
         return 0 if options.list else parser().error("--model: name one, or several, of these")
     if options.cache is not None:
         os.environ[CACHE_VARIABLE] = os.path.abspath(options.cache)

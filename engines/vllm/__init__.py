@@ -34,15 +34,34 @@ PREFILL_PATH = "warpspec.engines.vllm.mla.WarpspecPrefill"
 
 def register() -> None:
     """Entry point of vLLM's plug-ins: registers the backends' names. Nothing else is imported."""
+    decode, prefill = _registries()
+    if NAME in decode.__members__:  # registered already
+        return
+    for name, path in PATHS.items():
+        _register_name(decode, name, path)
+    _register_name(prefill, NAME, PREFILL_PATH)
+    _register_quantization()
+
+
+def _registries() -> tuple:
+    """vLLM's lists of backends: of attention, and of latent attention's prompts."""
     from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    if NAME in AttentionBackendEnum.__members__:  # registered already
-        return
-    for name, path in PATHS.items():
-        AttentionBackendEnum.register(name, path)
-    MLAPrefillBackendEnum.register(NAME, PREFILL_PATH)
-    _register_quantization()
+    return AttentionBackendEnum, MLAPrefillBackendEnum
+
+
+def _register_name(registry, name: str, path: str) -> None:
+    member = registry.register(name, path)
+    number = _registries().index(registry)
+    # vLLM sends its configuration to new processes, which unpickle it before they load plug-ins.
+    member.__reduce_ex__ = lambda protocol: (registered, (number, name))
+
+
+def registered(registry: int, name: str):
+    """The member of a name in one of vLLM's lists (``_registries``), in a process that may not have loaded plug-ins."""
+    register()
+    return _registries()[registry][name]
 
 
 def _register_quantization() -> None:

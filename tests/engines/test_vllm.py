@@ -1,5 +1,8 @@
 """vLLM with our attention on tiny models, compared with its own attention: `make test-engines`."""
 
+import pickle
+import subprocess
+import sys
 from copy import deepcopy
 from types import SimpleNamespace
 
@@ -380,6 +383,17 @@ def test_settings_that_are_refused_are_named():
         assert part in said
     settings = {"head_size": 64, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": None}
     assert WarpspecBackend.supports_combination(**settings, **dict.fromkeys(others)) is None
+
+
+def test_names_reach_a_new_process(tmp_path):
+    """vLLM's configuration is unpickled in processes that have not loaded plug-ins yet, and copied."""
+    engine.register()
+    members = [AttentionBackendEnum[name] for name in engine.PATHS]
+    assert deepcopy(members) == members
+    (tmp_path / "pickled").write_bytes(pickle.dumps(members))
+    code = f"import pickle; print([m.name for m in pickle.load(open({str(tmp_path / 'pickled')!r}, 'rb'))])"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert str(list(engine.PATHS)) in said
 
 
 def test_a_dtype_that_is_refused():

@@ -565,19 +565,19 @@ def test_scale_factor_faults():
 # ---- sparse A ----------------------------------------------------------------------------------------------
 
 METADATA_COLUMN = 330
-SPARSE = [  # kind, formats, M, N, CTAs, weight-stationary, selector, B's layout, whether B is N-major
-    ("f16", "f16", "bf16", 128, 40, 1, False, 0, 2, False),
-    ("f16", "bf16", "bf16", 128, 256, 1, False, 1, 4, False),
-    ("f16", "f16", "f16", 256, 48, 2, False, 1, 0, False),
-    ("f16", "f16", "f16", 64, 64, 1, True, 1, 2, False),
-    ("f16", "bf16", "bf16", 128, 64, 1, False, 0, 2, True),
-    ("tf32", "tf32", "tf32", 128, 24, 1, False, 1, 2, False),
-    ("tf32", "tf32", "tf32", 32, 128, 1, True, 0, 4, False),
-    ("f8f6f4", "e4m3", "e2m1", 128, 40, 1, False, 0, 2, False),
-    ("f8f6f4", "e2m3", "e5m2", 256, 64, 2, False, 0, 0, False),
-    ("i8", "s8", "s8", 128, 32, 1, False, 0, 2, False),
-    ("mxf8f6f4", "e4m3", "e3m2", 128, 40, 1, False, 0, 2, False),
-    ("mxf4", "e2m1", "e2m1", 128, 40, 1, False, 0, 4, False),
+SPARSE = [  # kind, formats, M, N, CTAs, weight-stationary, selector, B's layout, B N-major, A in tensor memory
+    ("f16", "f16", "bf16", 128, 40, 1, False, 0, 2, False, False),
+    ("f16", "bf16", "bf16", 128, 256, 1, False, 1, 4, False, True),
+    ("f16", "f16", "f16", 256, 48, 2, False, 1, 0, False, False),
+    ("f16", "f16", "f16", 64, 64, 1, True, 1, 2, False, True),
+    ("f16", "bf16", "bf16", 128, 64, 1, False, 0, 2, True, False),
+    ("tf32", "tf32", "tf32", 128, 24, 1, False, 1, 2, False, True),
+    ("tf32", "tf32", "tf32", 32, 128, 1, True, 0, 4, False, False),
+    ("f8f6f4", "e4m3", "e2m1", 128, 40, 1, False, 0, 2, False, True),
+    ("f8f6f4", "e2m3", "e5m2", 256, 64, 2, False, 0, 0, False, False),
+    ("i8", "s8", "s8", 128, 32, 1, False, 0, 2, False, True),
+    ("mxf8f6f4", "e4m3", "e3m2", 128, 40, 1, False, 0, 2, False, False),
+    ("mxf4", "e2m1", "e2m1", 128, 40, 1, False, 0, 4, False, True),
 ]
 
 
@@ -594,8 +594,9 @@ def set_metadata(tmem, row, rows, group, places, kind, selector):
         tmem.data[lane, word] = kept | four << bit
 
 
-@pytest.mark.parametrize("a_in_tmem", [False, True])
-@pytest.mark.parametrize(("kind", "a", "b", "m", "n", "ctas", "ws", "selector", "mode", "b_mn"), SPARSE)
+@pytest.mark.parametrize(
+    ("kind", "a", "b", "m", "n", "ctas", "ws", "selector", "mode", "b_mn", "a_in_tmem"), SPARSE
+)
 def test_sparse_a(kind, a, b, m, n, ctas, ws, selector, mode, b_mn, a_in_tmem):
     """A's stored elements are put where random metadata say; a dense product of that must come out."""
     rng = np.random.default_rng([m, n, selector, mode])
