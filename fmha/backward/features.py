@@ -12,7 +12,8 @@ part is numbered by its row block, or by its column block if the tile has 64 row
 
 Where key tiles are cut (``schedule``), dK and dV of each piece have the same layout, [Hkv, key tiles, pieces, tile_n *
 D] fp32: blocks of 64 keys and 64 columns, columns first. Where tiles are cut by length, they are [Hkv, places, 1,
-tile_n * D], and a tile's pieces have neighbouring places.
+tile_n * D], and a tile's pieces have neighbouring places. Where heads are sliced, they are [Hkv, key tiles, 1, tile_n *
+D], and all pieces of a tile add to its sums.
 """
 
 from __future__ import annotations
@@ -85,7 +86,9 @@ class BackwardKernel:
 
     deterministic: dQ is summed in a fixed order. cut: a CTA works on a piece of a key tile's steps and leaves partial
     sums of dK and dV (``schedule``). heads_inside: the inner loop of a key tile's steps goes over the heads of the
-    group (``device.tile``).
+    group (``device.tile``). slices: heads are sliced (``schedule``), and pieces add to dK and dV in any order.
+    inner_heads: with heads inside and a fixed order, so many heads (a power of two) are gone through at each query tile
+    before the next heads begin; 0: all of the group.
     """
 
     mask: Mask = Mask()
@@ -97,11 +100,15 @@ class BackwardKernel:
     deterministic: bool = False
     cut: bool = False
     heads_inside: bool = False
+    slices: bool = False
+    inner_heads: int = 0
 
     def __post_init__(self):
         requests = self.requests
         assert self.heads_inside or self.mask.has_blocks or not self.deterministic
         assert not (self.mask.has_blocks and (self.heads_inside or self.cut))
+        assert self.cuts_by_length or not self.slices
+        assert (self.deterministic and self.heads_inside) or not self.inner_heads
         assert requests.packed_q == requests.packed_k and not (requests.packed_k and requests.has_kv_lengths)
 
     @property
@@ -130,6 +137,12 @@ class BackwardKernel:
         return self.cut and self.requests.packed_k and not self.deterministic
 
     @property
+    def can_slice(self) -> bool:
+        """Whether heads may be sliced: the host or the device cuts by length, and no order of sums is wanted."""
+        cuttable = self.can_cut and (self.alike or self.requests.packed_k)
+        return cuttable and not (self.deterministic or self.heads_inside or self.mask.has_blocks)
+
+    @property
     def alike(self) -> bool:
         """Whether the key tiles of all batch rows have the same steps, which the host knows."""
         requests, mask = self.requests, self.mask
@@ -139,12 +152,17 @@ class BackwardKernel:
     @property
     def writes_k(self) -> bool:
         """Whether the main kernel writes dK of some tile, one that is not cut."""
-        return self.wanted.k and (not self.cut or self.cuts_by_length)
+        return self.wanted.k and self.leaves_some_whole
 
     @property
     def writes_v(self) -> bool:
         """Like ``writes_k``, for dV."""
-        return self.wanted.dv and (not self.cut or self.cuts_by_length)
+        return self.wanted.dv and self.leaves_some_whole
+
+    @property
+    def leaves_some_whole(self) -> bool:
+        """Whether some key tile may be in one piece."""
+        return not self.cut or (self.cuts_by_length and not self.slices)
 
     @property
     def leaves_k(self) -> bool:

@@ -28,6 +28,7 @@ from warpspec.fmha.backward.schedule import (
     Order,
     choose_order,
     cut_tiles,
+    inner_heads_of,
     piece_length,
     reads_beyond_l2,
 )
@@ -74,7 +75,13 @@ def plan(problem: BackwardProblem, target: Target) -> BackwardKernel:
         )
     if reads_beyond_l2(problem, config, target):
         config = replace(config, heads_inside=True)
-    return replace(config, cut=choose_order(problem, config, target).pieces > 1)
+    config = replace(config, inner_heads=inner_heads_of(problem, config, target))
+    return ordered(config, choose_order(problem, config, target))
+
+
+def ordered(config: BackwardKernel, order: Order) -> BackwardKernel:
+    """The kernel for an order of its CTAs."""
+    return replace(config, cut=order.pieces > 1 or order.slices > 1, slices=order.slices > 1)
 
 
 check_supported = plan
@@ -126,13 +133,13 @@ def prepare(
     """Plan and compile; results are cached. order, config: override those that are chosen."""
     config, forward = config or plan(problem, target), problem.forward
     order = order or choose_order(problem, config, target)
-    config = replace(config, cut=order.pieces > 1)
+    config = ordered(config, order)
     launchers = [
         None if item is None else item[0].launcher(item[1], target)
         for item in kernels(problem, target, config)
     ]
     window = (forward.window_left or 0, forward.window_right or 0)
-    length = piece_length(problem, config, target) if config.cuts_on_device else None
+    length = piece_length(problem, config, target, order.slices) if config.cuts_on_device else None
     cut = cut_tiles(problem, config, order) if config.cuts_by_length and length is None else None
     numbers = (
         *LogitNumbers.of(forward.logits, signed=True),
@@ -141,6 +148,7 @@ def prepare(
         1 if length else cut.pieces if cut else order.pieces,  # each of the device's has a place of its own
         order.section,
         cut.most if cut else 0,
+        order.slices,
     )
     return Prepared(target, config, order, length, cut, *launchers, numbers, window)
 
@@ -174,6 +182,8 @@ def workspace_of(prepared: Prepared, problem: BackwardProblem, operands: Operand
     places = (key_tiles, 1) if length else (key_tiles, prepared.order.pieces)
     if prepared.cut is not None:
         places = (operands.q.shape[0] * prepared.cut.pieces, 1)
+    if config.slices:
+        places = (key_tile_count(config, operands), 1)
     sums = (forward.heads_kv, *places, config.tile_n * config.heads.qk)
     return Workspace(
         each(True, heads, rows, config.tile_m // 2, 4),
@@ -234,8 +244,10 @@ def run_prepared(
     sink = None if operands.sink is None else operands.sink.to(fp32)
     rows = (operands.lse.contiguous(), dlse, sink, operands.cu_seqlens_q)
     cuts = (0.0,) * 4 if length is None else length[:4]
-    written = (statistics, dq_sums, turns, dsink)
-    prepared.rows(operands.o, do, *rows, *written, *requests, *prepared.window, *cuts)
+    cleared = sums if config.slices else (None, None)
+    written = (statistics, dq_sums, turns, dsink, *cleared)
+    slices = prepared.order.slices
+    prepared.rows(operands.o, do, *rows, *written, *requests, *prepared.window, *cuts, slices)
     if dsink is not None:
         gradients.sink.copy_(dsink.sum(dim=1))
         if problem.wanted == ("sink",):
@@ -277,7 +289,7 @@ def run_prepared(
         prepared.main(*part, *prepared.numbers)
     if prepared.results is not None:
         keys = (*sums, gradients.q, *(targets if config.cut else (None, None)))
-        some = sums[0] is not None or sums[1] is not None
+        some = (sums[0] is not None or sums[1] is not None) and not config.slices
         lengths = (operands.cu_seqlens_q, operands.cu_seqlens_k, tile_pieces if some else None)
         prepared.results(dq_sums, *keys, *lengths, forward.logits.scale)
     if gradients.bias is not None and dbias is not gradients.bias:

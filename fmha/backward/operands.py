@@ -75,11 +75,12 @@ def of_main(name: str):
 
 class RowOperands(NamedTuple):
     """Arguments of the kernel before the main one: o, do [B, Sq, Hq, D], lse, dlse [B, Hq, Sq], sink [Hq],
-    cu_seqlens_q; written are statistics, dq_sums and turns (zeros), dsink [Hq, tiles] fp32, a tile's part.
+    cu_seqlens_q; written are statistics, dq_sums and turns (zeros), dsink [Hq, tiles] fp32, a tile's part; where heads
+    are sliced, dk_sums and dv_sums (zeros).
 
     Packed requests also need k, cu_seqlens_k, q_start, ranges and seen_by; the kernel then also writes tile_order,
     tile_pieces, and zeros in rows of dq, dk and dv that belong to no request. window_left, window_right: not read where
-    unbounded. piece_start to piece_last: see ``pieces.PieceLength``.
+    unbounded. piece_start to piece_last: see ``pieces.PieceLength``. slices: of heads.
     """
 
     o: Annotated[Any, ROWS]
@@ -92,6 +93,8 @@ class RowOperands(NamedTuple):
     dq_sums: Annotated[Any, Operand(FLOAT32, 3, tile_elements, TMA_ALIGNMENT, "wants_q")]
     turns: Annotated[Any, Operand(INT32, 3, when="deterministic")]
     dsink: Annotated[Any, Operand(FLOAT32, 2, when="wants_sink")]
+    dk_sums: Annotated[Any, replace(SUMS, when="clears_k")]
+    dv_sums: Annotated[Any, replace(SUMS, when="clears_v")]
     k: Annotated[Any, replace(ROWS, when="main")]
     cu_seqlens_k: Annotated[Any, Operand(INT32, 1, when="main")]
     q_start: Annotated[Any, Operand(INT32, 1, when=of_main("requests.has_q_start"))]
@@ -108,6 +111,7 @@ class RowOperands(NamedTuple):
     piece_share: Annotated[Any, Number(FLOAT32)]
     piece_cost: Annotated[Any, Number(FLOAT32)]
     piece_last: Annotated[Any, Number(FLOAT32)]
+    slices: Annotated[Any, Number(INT32)]
 
 
 class ResultOperands(NamedTuple):
@@ -134,7 +138,7 @@ class BackwardNumbers(NamedTuple):
 
     logits: their factor has the sign of the scale. scale: the factor of dK. window_left, window_right: not read where
     unbounded. pieces, section: see ``schedule.Order``; if the host cuts by length, pieces counts those of all key tiles
-    of a row. most_steps: the most steps of a piece, if the host cuts by length.
+    of a row. most_steps: the most steps of a piece, if the host cuts by length. slices: of a KV head's query heads.
     """
 
     logits: LogitNumbers
@@ -144,3 +148,4 @@ class BackwardNumbers(NamedTuple):
     pieces: Annotated[Any, Number(INT32)]
     section: Annotated[Any, Number(INT32)]
     most_steps: Annotated[Any, Number(INT32)]
+    slices: Annotated[Any, Number(INT32)]

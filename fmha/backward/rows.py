@@ -15,8 +15,8 @@ from warpspec.fmha.heads import HeadSizes
 @dataclass(frozen=True)
 class RowConfig:
     """Configuration of the kernel before the main one, which computes row statistics. main: the main kernel's
-    configuration if requests are packed, because this kernel sorts their key tiles. The other fields say which operands
-    exist.
+    configuration if requests are packed, because this kernel sorts their key tiles. tile_n: keys of a tile whose sums
+    are cleared. The other fields say which operands exist.
     """
 
     heads: HeadSizes
@@ -31,6 +31,9 @@ class RowConfig:
     deterministic: bool = False
     delta_factor: float = 1.0
     main: BackwardKernel | None = None
+    tile_n: int = 0
+    clears_k: bool = False
+    clears_v: bool = False
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class ResultConfig:
 
     tile_m, tile_n: rows of the tiles of queries and of keys. packed: requests are packed. q: dQ is wanted. k, v: there
     are pieces of dK, of dV to add up. joins: dV is added to dK. by_length: the device decides how many pieces a tile
-    has.
+    has. added: pieces have been added up already.
     """
 
     heads: HeadSizes
@@ -52,6 +55,7 @@ class ResultConfig:
     v: bool = False
     joins: bool = False
     by_length: bool = False
+    added: bool = False
 
     @property
     def has_v(self) -> bool:
@@ -65,9 +69,20 @@ def result_config(config: BackwardKernel) -> ResultConfig | None:
     if not (config.wanted.q or k or v):
         return None
     sizes = (config.heads, config.tile_m, config.tile_n)
-    joins, by_length = k and config.wanted.joins_keys, (k or v) and config.cuts_by_length
+    joins, by_length = (
+        k and config.wanted.joins_keys,
+        (k or v) and config.cuts_by_length and not config.slices,
+    )
     return ResultConfig(
-        *sizes, config.format, config.requests.packed_q, config.wanted.q, k, v, joins, by_length
+        *sizes,
+        config.format,
+        config.requests.packed_q,
+        config.wanted.q,
+        k,
+        v,
+        joins,
+        by_length,
+        config.slices,
     )
 
 
@@ -88,6 +103,9 @@ def row_config(config: BackwardKernel, problem) -> RowConfig:
         (config if config.cuts_by_length else replace(config, cut=False))
         if config.requests.packed_k
         else None,
+        config.tile_n if config.slices else 0,
+        config.slices and config.leaves_k,
+        config.slices and config.leaves_v,
     )
 
 

@@ -54,6 +54,7 @@ ROUNDS = 0.6  # CTAs of a section for each SM, about, at least
 L2_SHARE = 0.8  # part of the L2 for what a section reads and adds to
 BEYOND_L2 = 1.9  # reads of concurrent key tiles, in L2 sizes, from which heads_inside gains
 EVEN = 0.85  # mean over maximum of key tiles' steps, from which they count as equal
+INNER_HEADS = 2
 COUNTED_ROUNDS = 16  # CTAs per SM from which the mean predicts the busiest SM's load
 
 
@@ -61,10 +62,12 @@ class Order(NamedTuple):
     """An order of CTAs.
 
     pieces: pieces of a key tile, or of the longest key tile if tiles are cut by length. section: rows of a section.
+    slices: slices of a KV head's query heads; each of them is a row.
     """
 
     pieces: int
     section: int
+    slices: int = 1
 
 
 class CutTiles(NamedTuple):
@@ -110,13 +113,15 @@ def piece_counts(config: BackwardKernel, steps: Sequence[int], pieces: int) -> l
     return [max(-(-count // most), 1) for count in steps]
 
 
-def section_of(problem: BackwardProblem, config: BackwardKernel, target: Target, ctas: int) -> int:
+def section_of(
+    problem: BackwardProblem, config: BackwardKernel, target: Target, ctas: int, slices: int = 1
+) -> int:
     """Rows of a section, if a row has so many CTAs."""
     if config.heads_inside and not config.deterministic:
         return 1  # chosen because of L2
-    rows = problem.forward.heads_kv * (1 if config.requests.packed_k else problem.forward.batch)
+    rows = problem.forward.heads_kv * slices * (1 if config.requests.packed_k else problem.forward.batch)
     least = math.ceil(ROUNDS * target.sm_count / max(ctas, 1))
-    fit = int(L2_SHARE * target.l2_bytes // row_bytes(problem))
+    fit = int(L2_SHARE * target.l2_bytes * slices // row_bytes(problem))
     sections = max(1, round(rows / max(least, fit)))
     return -(-rows // sections)
 
@@ -125,7 +130,7 @@ def in_rows(config: BackwardKernel, steps: Sequence[int]) -> bool:
     """Whether sections are single rows, because all key tiles have the same work."""
     unknown = config.requests.packed_q or config.requests.packed_k or config.requests.has_kv_lengths
     unknown = unknown or config.mask.has_blocks
-    return not (unknown or config.deterministic) and sum(steps) >= EVEN * len(steps) * steps[0]
+    return not (unknown or config.deterministic) and even(steps)
 
 
 def reads_beyond_l2(problem: BackwardProblem, config: BackwardKernel, target: Target) -> bool:
@@ -142,6 +147,21 @@ def reads_beyond_l2(problem: BackwardProblem, config: BackwardKernel, target: Ta
     pieces = [choose_pieces(problem, each, steps, target) for each in (config, inside)]
     times = [expected_us(problem, config, steps, target, each) for each in pieces]
     return times[1] < (1 + LEAST_GAIN) * times[0]
+
+
+def inner_heads_of(problem: BackwardProblem, config: BackwardKernel, target: Target) -> int:
+    """``inner_heads`` of a kernel with heads inside and a fixed order: few if the key tiles of a section, which read
+    all of its heads, have more than L2 holds, and all have as many steps, so that nobody waits at the next heads."""
+    steps, group = tile_steps(problem, config), problem.forward.group
+    if not config.deterministic or config.mask.has_blocks or group <= INNER_HEADS or not even(steps):
+        return 0
+    section = choose_order(problem, config, target).section
+    return INNER_HEADS if section * row_bytes(problem) > L2_SHARE * target.l2_bytes else 0
+
+
+def even(steps: Sequence[int]) -> bool:
+    """Whether key tiles count as equal."""
+    return sum(steps) >= EVEN * len(steps) * max(steps, default=0)
 
 
 def row_bytes(problem: BackwardProblem) -> int:
@@ -179,10 +199,10 @@ def tile_steps(problem: BackwardProblem, config: BackwardKernel) -> tuple[int, .
 
 
 def choose_pieces(
-    problem: BackwardProblem, config: BackwardKernel, steps: Sequence[int], target: Target
+    problem: BackwardProblem, config: BackwardKernel, steps: Sequence[int], target: Target, slices: int = 1
 ) -> int:
     """Choose the number of pieces with the least time; 1 if cutting gains little. If the device cuts: 2 if it may have
-    to."""
+    to. steps: of the key tiles of a row, the most first."""
     if (
         not config.can_cut
         or config.mask.has_blocks
@@ -190,10 +210,10 @@ def choose_pieces(
     ):
         return 1
     if config.requests.packed_k and not config.deterministic:
-        return 1 + cuts_packed(problem, config, steps, target)
+        return 2 if slices > 1 else 1 + cuts_packed(problem, config, steps, target)
     group = problem.forward.group
     times = {
-        pieces: expected_us(problem, config, steps, target, pieces)
+        pieces: expected_us(problem, config, steps, target, pieces, slices)
         for pieces in range(1, MOST_PIECES + 1)
         if not config.heads_inside or group % pieces == 0 or pieces % group == 0
     }
@@ -203,23 +223,25 @@ def choose_pieces(
 
 def cut_tiles(problem: BackwardProblem, config: BackwardKernel, order: Order) -> CutTiles:
     """The cut that the host makes of key tiles by length, for an order."""
-    steps = sorted(tile_steps(problem, config), reverse=True)
+    steps = sorted((each // order.slices for each in tile_steps(problem, config)), reverse=True)
     most = max(-(-max(steps, default=0) // order.pieces), 1)
     return CutTiles(most, sum(piece_counts(config, steps, order.pieces)))
 
 
-def piece_length(problem: BackwardProblem, config: BackwardKernel, target: Target) -> PieceLength:
-    """The numbers by which the device cuts the key tiles of packed requests."""
+def piece_length(
+    problem: BackwardProblem, config: BackwardKernel, target: Target, slices: int = 1
+) -> PieceLength:
+    """The numbers by which the device cuts the key tiles of packed requests, where each slice of heads is a row."""
     forward, sms = problem.forward, target.sm_count // config.column_parts
-    gradients = config.wanted.k + config.wanted.v
+    gradients, rows = config.wanted.k + config.wanted.v, forward.heads_kv * slices
     left = 2 * gradients * config.tile_n * forward.head_dim * FP32_BYTES  # there and back
-    step, share = STEP_US[forward.head_dim], forward.heads_kv / sms
-    cost = left / JOIN_BYTES_US * forward.heads_kv / step
+    step, share = STEP_US[forward.head_dim], rows / sms
+    cost = left / JOIN_BYTES_US * rows / step
     total = sum(tile_steps(problem, config)) * max(
         min(forward.batch, 2 * forward.least_q / forward.seq_q), 1.0
     )
-    ctas = ctas_of(problem, config, tile_steps(problem, config), 1)
-    last = section_of(problem, config, target, ctas) / forward.heads_kv
+    ctas, total = ctas_of(problem, config, tile_steps(problem, config), 1), total / slices
+    last = section_of(problem, config, target, ctas, slices) / rows
     return PieceLength(CTA_US / step, share, cost, last, most_further(share, last, total))
 
 
@@ -235,22 +257,27 @@ def cuts_packed(
 
 
 def expected_us(
-    problem: BackwardProblem, config: BackwardKernel, steps: Sequence[int], target: Target, pieces: int
+    problem: BackwardProblem,
+    config: BackwardKernel,
+    steps: Sequence[int],
+    target: Target,
+    pieces: int,
+    slices: int = 1,
 ) -> float:
-    """Predict the microseconds of the busiest SM and of adding up pieces. steps: the steps of each key tile, the most
+    """Predict the microseconds of the busiest SM and of adding up pieces. steps: of the key tiles of a row, the most
     first.
     """
     forward, sms = problem.forward, target.sm_count // config.column_parts
     requests = forward.batch
     if forward.requests.packed_q:  # of least_q to twice as many queries
         requests = min(requests, max(1.5 * forward.least_q / forward.seq_q, 1.0))
-    rows, step = max(1, round(forward.heads_kv * requests)), STEP_US[forward.head_dim]
+    rows, step = slices * max(1, round(forward.heads_kv * requests)), STEP_US[forward.head_dim]
     counts = piece_counts(config, steps, pieces)
     sizes = sorted((-(-count // cut) * step + CTA_US, cut) for count, cut in zip(steps, counts, strict=True))
     ctas, longest = rows * sum(counts), sizes[-1][0]
     busiest = rows * sum(size * cut for size, cut in sizes) / sms
     if ctas > sms:  # the longest CTAs of the last section begin when the sections before are done
-        section = section_of(problem, config, target, sum(counts)) / rows
+        section = section_of(problem, config, target, sum(counts), slices) / rows
         busiest += max(LAST_WAIT * longest, longest - section * busiest)
     longer = round_ = 0  # CTAs of a row that take longer; some SM has a CTA more than round_ of those that do
     for size, cut in reversed(sizes):
@@ -259,7 +286,11 @@ def expected_us(
             busiest = max(busiest, (round_ + 1) * size)
             round_ += 1
     gradients = config.wanted.k + config.wanted.v
-    if pieces == 1 or not gradients:
+    if (pieces == 1 and slices == 1) or not gradients:
         return busiest
-    elements = rows * sum(cut for cut in counts if cut > 1) * config.tile_n * forward.head_dim
-    return busiest + JOIN_US + 2 * gradients * elements * FP32_BYTES / JOIN_BYTES_US
+    elements = gradients * rows * config.tile_n * forward.head_dim
+    if slices > 1:  # a row's pieces add to sums that stay in L2
+        return busiest + JOIN_US + 2 * len(counts) / slices * elements * FP32_BYTES / JOIN_BYTES_US
+    return (
+        busiest + JOIN_US + 2 * sum(cut for cut in counts if cut > 1) * elements * FP32_BYTES / JOIN_BYTES_US
+    )

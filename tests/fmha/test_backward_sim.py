@@ -91,6 +91,28 @@ def test_pieces(dim, deterministic, monkeypatch, simulate_gradients_as):
     assert all(kernel.local_bytes <= 8 * deterministic for kernel in resources(compiled).values())
 
 
+SLICED = {
+    64: (Case("sliced", batch=2, seq_q=200, seq_k=300, heads_q=8, heads_kv=2, causal=True), Order(3, 2, slices=2)),
+    128: (Case("sliced-packed", lengths_q=(140, 0, 70), lengths_k=(140, 5, 300), heads_q=6, heads_kv=2, head_dim=128,
+               causal=True), Order(2, 1, slices=3)),
+    256: (Case("sliced-shared", seq_q=128, seq_k=200, heads_q=4, heads_kv=1, head_dim=256, causal=True,
+               shared_kv=True), Order(2, 1, slices=4)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dim", long_but([128], SLICED))
+def test_sliced_heads(dim, monkeypatch, simulate_gradients_as):
+    """Slices of heads come one after another, and pieces of all slices add to the same sums."""
+    case, order = SLICED[dim]
+    prepared = cut_into(monkeypatch, order)
+    simulate_gradients_as("sm_90a", seed=1)
+    compare(case)
+    config = prepared[-1].config
+    assert config.slices and not config.writes_k
+    compiled = launch.GRADIENTS.of(architecture("sm_90a")).MAIN.compiled(config, "sm_90a")
+    assert not any(kernel.local_bytes for kernel in resources(compiled).values())
+
+
 CUT_BY_LENGTH = {
     "many-tiles": (Case("", seq_q=70, seq_k=4300, heads_q=1), Order(2, 1)),
     "more-than-steps": (Case("", batch=2, seq_q=300, seq_k=300, causal=True), Order(20, 1)),
@@ -178,6 +200,26 @@ def test_heads_inside(pieces, monkeypatch, simulate_gradients_as):
     cut_into(monkeypatch, Order(pieces, section=2))
     simulate_gradients_as("sm_90a", seed=1)
     compare(Case("inside", seq_q=300, seq_k=300, heads_q=6, heads_kv=2, head_dim=128, causal=True))
+
+
+WINDOWED = Case(
+    "inner", seq_q=300, seq_k=300, heads_q=6, heads_kv=2, head_dim=128, window=(150, 0), deterministic=True
+)
+
+
+@pytest.mark.parametrize(("arch", "inner"), long_but([("sm_90a", 2)], itertools.product(ARCHS, (1, 2, 4))))
+def test_inner_heads(arch, inner, monkeypatch, simulate_gradients_as):
+    """With a fixed order, steps go through some heads after others; of the three, the last may be alone."""
+    monkeypatch.setattr(launch, "inner_heads_of", lambda *_: inner)
+    plans, plan = [], launch.plan
+    monkeypatch.setattr(launch, "plan", lambda *arguments: plans.append(plan(*arguments)) or plans[-1])
+    launch.prepare.cache_clear()
+    simulate_gradients_as(arch, seed=1)
+    compare(WINDOWED)
+    compiled = launch.GRADIENTS.of(architecture(arch)).MAIN.compiled(plans[-1], arch)
+    assert plans[-1].inner_heads == inner
+    assert all(kernel.local_bytes <= 16 for kernel in resources(compiled).values())  # of the turn warps
+    launch.prepare.cache_clear()
 
 
 # At D 512 the simulator takes five minutes for a larger case; tests/gpu has all of them.

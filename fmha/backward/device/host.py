@@ -25,15 +25,16 @@ class BackwardHost:
 
     @host_function(BackwardOperands, BackwardNumbers)
     def __call__(self, operands: BackwardOperands, numbers: BackwardNumbers, stream: CUstream):
-        logits, scale, *window, pieces, section, most_steps = numbers
-        config, order = self.config, (pieces, section, most_steps)
+        logits, scale, *window, pieces, section, most_steps, slices = numbers
+        config, order = self.config, (pieces, section, most_steps, slices)
         blocks = config.room // BLOCK
         keys, queries = (BLOCK, config.tile_n, blocks), (BLOCK, config.tile_m, blocks)
         boxes = ((operands.k, keys), (operands.v, keys), (operands.q, queries), (operands.do, queries))
         copies = [tma.make_load(kv_view(config.kv, tensor), box) for tensor, box in boxes]
         copies += self.further(operands)
         rows = requests_of(config.requests, operands) if not config.requests.packed_k else 1
-        ctas = places_of(config, operands, pieces) * operands.k.shape[2] * rows * config.column_parts
+        rows *= operands.k.shape[2] * (slices if config.slices else 1)
+        ctas = places_of(config, operands, pieces) * rows * config.column_parts
         atoms, views = (tuple(copy[i] for copy in copies) for i in range(2))
         self.kernel(operands, atoms, views, (logits, scale), tuple(window), order).launch(
             grid=(ctas, 1, 1),

@@ -20,6 +20,7 @@ def sort_key_tiles(
     operands,
     window,
     length: cutlass.Constexpr,
+    slices,
     cta,
     ctas,
     warps: cutlass.Constexpr,
@@ -38,14 +39,14 @@ def sort_key_tiles(
     tiles = key_tiles_of(config, operands)
     first = cta * warps + warp
     if first < tiles:
-        most = Int32(FAR)
+        limits = (Int32(FAR), slices)
         if cutlass.const_expr(config.cuts_on_device):
-            most = most_steps(config, operands, window, length)
+            limits = (most_steps(config, operands, window, length, slices), slices)
         for tile in cutlass.range(first, tiles, ctas * warps, unroll=1):
-            own, own_pieces = weight_of(config, operands, window, tile, most)
+            own, own_pieces = weight_of(config, operands, window, tile, limits)
             before, all_pieces = Int32(0), Int32(0)
             for other in cutlass.range(lane, tiles, WARP_THREADS, unroll=1):
-                its, its_pieces = weight_of(config, operands, window, other, most)
+                its, its_pieces = weight_of(config, operands, window, other, limits)
                 comes = Boolean(its > own) | (Boolean(its == own) & Boolean(other < tile))
                 before += Int32(cutlass.select_(comes, its_pieces, Int32(0)))
                 all_pieces += its_pieces
@@ -67,13 +68,13 @@ def sort_key_tiles(
 
 
 @cute.jit
-def most_steps(config: cutlass.Constexpr, operands, window, length: cutlass.Constexpr) -> Int32:
+def most_steps(config: cutlass.Constexpr, operands, window, length: cutlass.Constexpr, slices) -> Int32:
     """Steps of the longest piece: the best of those that ``pieces`` considers, but enough that pieces do not outnumber
     the places. Called by a whole warp, a lane for each."""
     tiles, lane = key_tiles_of(config, operands), cute.arch.lane_idx()
-    total, most = Int32(0), Int32(0)
+    total, most, whole = Int32(0), Int32(0), (Int32(FAR), slices)
     for tile in cutlass.range(lane, tiles, WARP_THREADS, unroll=1):
-        steps, _ = weight_of(config, operands, window, tile, Int32(FAR))
+        steps, _ = weight_of(config, operands, window, tile, whole)
         total += steps
         most = cutlass.max(most, steps)
     total = cute.arch.warp_reduction(total, operator.add)
@@ -84,7 +85,7 @@ def most_steps(config: cutlass.Constexpr, operands, window, length: cutlass.Cons
     limit, count, cut, long, longest = own.to(Float32), *(Float32(0.0),) * 4
     inverse = cute.arch.rcp_approx(limit)
     for first in cutlass.range(0, tiles, WARP_THREADS, unroll=1):
-        steps, _ = weight_of(config, operands, window, cutlass.min(first + lane, tiles - 1), Int32(FAR))
+        steps, _ = weight_of(config, operands, window, cutlass.min(first + lane, tiles - 1), whole)
         for i in cutlass.range(cutlass.min(tiles - first, WARP_THREADS), unroll=4):
             its = cute.arch.shuffle_sync(steps, i).to(Float32)
             own_pieces = cute.arch.fmax(cute.math.ceil(its * inverse - pieces.NEARLY), 1.0)

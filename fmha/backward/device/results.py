@@ -48,11 +48,14 @@ class GradientResults:
     def __call__(self, operands: ResultOperands, stream: CUstream):
         config = self.config
         dq, keys = (config.tile_m, VECTORS), (config.tile_n, KEY_VECTORS)
-        more = operands.dv_sums if cutlass.const_expr(config.joins) else None
+        dk_sums, dv_sums = operands.dk_sums, operands.dv_sums
+        if cutlass.const_expr(config.added):
+            dk_sums, dv_sums = (each and each[None, None, 0, None] for each in (dk_sums, dv_sums))
+        more = dv_sums if cutlass.const_expr(config.joins) else None
         found = (
             (dq, operands.dq_sums, None, operands.dq, operands.cu_seqlens_q, operands.scale),
-            (keys, operands.dk_sums, more, operands.dk, operands.cu_seqlens_k, operands.scale),
-            (keys, operands.dv_sums, None, operands.dv, operands.cu_seqlens_k, Float32(1.0)),
+            (keys, dk_sums, more, operands.dk, operands.cu_seqlens_k, operands.scale),
+            (keys, dv_sums, None, operands.dv, operands.cu_seqlens_k, Float32(1.0)),
         )
         gradients = [rest for _, *rest in found if rest[2] is not None]
         sizes = [size for size, *rest in found if rest[2] is not None]

@@ -1,7 +1,8 @@
 """Prepare every query row for the main kernel: lse', delta, and zeros where it sums dQ. For every architecture.
 
 A CTA has one query tile of one head. ``features`` gives the layout of statistics and sums. With packed requests, CTAs
-also clear gradients of rows that belong to no request, and further CTAs, which come first, sort the key tiles.
+also clear gradients of rows that belong to no request, and further CTAs, which come first, sort the key tiles. Where
+heads are sliced, CTAs clear the sums of dK and dV.
 """
 
 from __future__ import annotations
@@ -104,9 +105,13 @@ def prepare_rows(config: cutlass.Constexpr, operands, tile_index, head):
                 sink_sum += of_sink
     if cutlass.const_expr(operands.dsink is not None):
         add_up(operands.dsink, (head, tile_index), thread, sink_sum)
+    tile_count, _, _ = cute.arch.grid_dim()
+    cta, ctas = head * tile_count + tile_index, o.shape[2] * tile_count
+    for sums in (operands.dk_sums, operands.dv_sums):
+        if cutlass.const_expr(sums is not None):
+            for place in cutlass.range(cta, sums.shape[0] * sums.shape[1], ctas, unroll=1):
+                clear(sums[place // sums.shape[1], place % sums.shape[1], 0, None], thread)
     if cutlass.const_expr(config.main is not None):
-        tile_count, _, _ = cute.arch.grid_dim()
-        cta, ctas = head * tile_count + tile_index, o.shape[2] * tile_count
         for tensor, cu_seqlens in (
             (operands.dq, operands.cu_seqlens_q),
             (operands.dk, operands.cu_seqlens_k),
@@ -156,7 +161,8 @@ def sort_requests(config: cutlass.Constexpr, operands):
     length = PieceLength(
         operands.piece_start, operands.piece_share, operands.piece_cost, operands.piece_last, 0
     )
-    sort_key_tiles(config.main, main, window, length, cta, ctas, THREADS // WARP_THREADS)
+    slices = operands.slices
+    sort_key_tiles(config.main, main, window, length, slices, cta, ctas, THREADS // WARP_THREADS)
 
 
 @cute.jit

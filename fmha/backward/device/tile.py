@@ -6,9 +6,10 @@ A key tile's *steps* are its (query head, query tile) pairs. If a tile is cut, a
 Steps go through the heads one after another; pieces are equal runs of steps. With ``heads_inside``, steps go down from
 the last query tile, and at each query tile through the heads. So all key tiles reach the same query tiles at about the
 same time. If dQ is added up in a fixed order, that of the key tiles, each key tile can then follow close behind the
-previous one; with heads in the outer loop, key tiles with fewer query tiles would wait at every head. Without a fixed
-order, it keeps in L2 what key tiles read together. Pieces then cut the heads and all query tiles of the request, so
-that the same piece of two key tiles has the same query tiles.
+previous one; with heads in the outer loop, key tiles with fewer query tiles would wait at every head. Where all have as
+many, steps go through ``inner_heads`` first, then through the next heads: so key tiles that run together read less.
+Without a fixed order, heads inside keep in L2 what key tiles read together. Pieces then cut the heads and all query
+tiles of the request, so that the same piece of two key tiles has the same query tiles.
 
 With packed requests, CTAs take the key tiles with the most steps first (``order.sort_key_tiles``).
 """
@@ -53,13 +54,13 @@ class KeyTile:
 
     request: batch row or request; place: where its queries and keys are. number: the tile's, in the request;
     tile_index: counted over all requests. first_key: the tile's first, in the request. first_head, group: query heads
-    of the KV head; with heads inside, of the piece. pieces: of the tile; 0: the CTA has none. sums_place: (tile_index,
-    piece) of a piece's sums. first_step, steps: which steps it has. begin, count: query tiles of each head; with heads
-    inside, of the piece. inner_first, inner_end: queries that see every key of the tile. seen_first, seen_end: keys of
-    the request that some row sees; rows_first, rows_end: rows that see some key of the request. bounds: arguments of
-    ``key_range``. ranges, seen_by: the operands, where there are ranges. blocks: with lists of blocks, their tables;
-    steps then go through them, and first_step, begin, count, inner_first and inner_end say nothing. patterns: the
-    operand q_patterns.
+    of the KV head; with heads inside, of the piece, with sliced heads, of the slice. pieces: of the tile; 0: the CTA
+    has none. sums_place: (tile_index, piece) of a piece's sums. first_step, steps: which steps it has. begin, count:
+    query tiles of each head; with heads inside, of the piece. inner_first, inner_end: queries that see every key of the
+    tile. seen_first, seen_end: keys of the request that some row sees; rows_first, rows_end: rows that see some key of
+    the request. bounds: arguments of ``key_range``. ranges, seen_by: the operands, where there are ranges. blocks: with
+    lists of blocks, their tables; steps then go through them, and first_step, begin, count, inner_first and inner_end
+    say nothing. patterns: the operand q_patterns.
     """
 
     config: BackwardKernel
@@ -116,6 +117,13 @@ class KeyTile:
         """The (query head, query tile) of the next step."""
         if self.config.mask.has_blocks:
             return step_after(self.blocks, head, query_tile)
+        if self.config.inner_heads:
+            place = (head - self.first_head) & (self.config.inner_heads - 1)
+            past = Boolean(place == self.config.inner_heads - 1)
+            past |= Boolean(head + 1 == self.first_head + self.group)
+            over = past & Boolean(query_tile == self.begin)  # with these heads
+            head = Int32(cutlass.select_(past & ~over, head - place, head + 1))
+            return head, Int32(cutlass.select_(over, self.start, query_tile - Int32(past)))
         if self.config.heads_inside:
             past = Boolean(head + 1 == self.first_head + self.group)
             head = Int32(cutlass.select_(past, self.first_head, head + 1))
@@ -264,9 +272,9 @@ def fixed_piece(piece, pieces, group, tiles) -> tuple:
 
 def key_tile_at(config: BackwardKernel, operands, window, order, index) -> KeyTile:
     """The key tile, or piece, of the index-th CTA of the launch. order: (pieces, rows of a section, most steps of a
-    piece), see ``operands.BackwardNumbers``. Called by a whole warp."""
+    piece, slices), see ``operands.BackwardNumbers``. Called by a whole warp."""
     tiles, heads = key_tiles_of(config, operands), operands.k.shape[2]
-    pieces, section, most = order
+    pieces, section, most, slices = order
     if cutlass.const_expr(config.cuts_by_length):
         tiles, pieces = places_of(config, operands, pieces), 1
     rows = (
@@ -274,7 +282,12 @@ def key_tile_at(config: BackwardKernel, operands, window, order, index) -> KeyTi
         if cutlass.const_expr(config.requests.packed_k)
         else heads * requests_of(config.requests, operands)
     )
+    part = Int32(0)
+    if cutlass.const_expr(config.slices):
+        rows *= slices
     number, rest, piece = decode(tiles, rows, pieces, section, index, minimum=cutlass.min)
+    if cutlass.const_expr(config.slices):
+        rest, part = rest // slices, rest % slices
     kv_head, request = rest % heads, rest // heads
     tile_index = request * tiles + number
     sums_place = (tile_index, piece)
@@ -291,23 +304,25 @@ def key_tile_at(config: BackwardKernel, operands, window, order, index) -> KeyTi
         request, number = request_of(operands.cu_seqlens_k, tile_index, config.tile_n, operands.k.shape[1])
     elif cutlass.const_expr(config.cuts_by_length):
         sums_place = (tile_index, 0)
-        number, piece, pieces = find_piece(config, operands, window, most, number)
+        number, piece, pieces = find_piece(config, operands, window, (most, slices), number)
         tile_index = request * key_tiles_of(config, operands) + number
-        note_pieces(operands, kv_head, tile_index, sums_place[0], piece, pieces)
-    return key_tile(
-        config, operands, window, pieces, (request, number, tile_index), kv_head, piece, sums_place
-    )
+        if cutlass.const_expr(not config.slices):
+            note_pieces(operands, kv_head, tile_index, sums_place[0], piece, pieces)
+    if cutlass.const_expr(config.slices):
+        sums_place = (tile_index, 0)
+    own, cut = (request, number, tile_index), (piece, pieces)
+    return key_tile(config, operands, window, own, kv_head, cut, sums_place, (part, slices))
 
 
 @cute.jit
-def find_piece(config: cutlass.Constexpr, operands, window, most, place) -> tuple:
-    """(key tile, piece, pieces of the tile) of a place of a row, where the host cuts by length. Called by a whole
-    warp."""
+def find_piece(config: cutlass.Constexpr, operands, window, limits, place) -> tuple:
+    """(key tile, piece, pieces of the tile) of a place of a row, where the host cuts by length. limits: (most steps of
+    a piece, slices). Called by a whole warp."""
     tiles, lane = key_tiles_of(config, operands), cute.arch.lane_idx()
     number, piece, pieces, before = (Int32(0),) * 4
     first = Int32(0)
     while (pieces == 0) & (first < tiles):
-        _, own = weight_of(config, operands, window, cutlass.min(first + lane, tiles - 1), most)
+        _, own = weight_of(config, operands, window, cutlass.min(first + lane, tiles - 1), limits)
         own = Int32(cutlass.select_(Boolean(first + lane < tiles), own, Int32(0)))
         through = before + running_sum(own, lane)
         passed = cute.arch.popc(cute.arch.vote_ballot_sync(Boolean(through <= place)))
@@ -331,10 +346,12 @@ def note_pieces(operands, kv_head, tile_index, place, piece, pieces):
 
 
 def key_tile(
-    config: BackwardKernel, operands, window, pieces, own, kv_head, piece, sums_place=(0, 0)
+    config: BackwardKernel, operands, window, own, kv_head, cut, sums_place=(0, 0), part=(0, 1)
 ) -> KeyTile:
-    """A piece of a key tile of one KV head. own: (request, its number there, tile_index)."""
+    """A piece of a key tile of one KV head. own: (request, its number there, tile_index). cut: (piece, pieces of the
+    tile). part: (slice, slices) of the heads."""
     request, number, tile_index = own
+    piece, pieces = cut
     heads = operands.k.shape[2]
     place = request_at(config.requests, operands, request)
     bounds, ranges = config.mask.bounds(window), (None, None)
@@ -345,6 +362,9 @@ def key_tile(
     last_key = cutlass.min(first_key + config.tile_n, length) - 1
     zero, group = Int32(0), operands.q.shape[2] // heads
     first_head = kv_head * group
+    if cutlass.const_expr(config.slices):
+        group = group // part[1]
+        first_head += part[0] * group
     tile = KeyTile(
         config,
         request,
@@ -429,21 +449,22 @@ def key_tile(
 
 
 @cute.jit
-def weight_of(config: cutlass.Constexpr, operands, window, tile_index, most) -> tuple:
-    """(what ``order.sort_key_tiles`` sorts by, pieces) of a key tile; of any batch row, where all are alike. most:
-    steps of a piece."""
-    zero = Int32(0)
+def weight_of(config: cutlass.Constexpr, operands, window, tile_index, limits: cutlass.Constexpr) -> tuple:
+    """(what ``order.sort_key_tiles`` sorts by, pieces) of a key tile, or of each slice of it; of any batch row, where
+    all are alike. limits: (most steps of a piece, slices)."""
+    zero, (most, slices) = Int32(0), limits
     request, number = zero, tile_index
     if cutlass.const_expr(config.requests.packed_k):
         request, number = find_request(operands.cu_seqlens_k, tile_index, config.tile_n, operands.k.shape[1])
-    whole = replace(config, cut=False)
-    tile = key_tile(whole, operands, window, Int32(1), (request, number, tile_index), zero, zero)
+    whole = replace(config, cut=False, slices=False)
+    tile = key_tile(whole, operands, window, (request, number, tile_index), zero, (zero, Int32(1)))
     weight, pieces = tile.count, Int32(1)
     if cutlass.const_expr(config.deterministic):
         weight = tile.place.length
     if cutlass.const_expr(config.cuts_by_length):
-        pieces = cutlass.max((tile.steps + most - 1) // most, 1)
-        weight = (tile.steps + pieces - 1) // pieces
+        steps = tile.steps // slices if cutlass.const_expr(config.slices) else tile.steps
+        pieces = cutlass.max((steps + most - 1) // most, 1)
+        weight = (steps + pieces - 1) // pieces
     return weight, pieces
 
 

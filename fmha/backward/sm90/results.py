@@ -50,13 +50,15 @@ def add_queries(work, part: cutlass.Constexpr, place):
     number = (first * config.consumer_parts + part) * WARPS + warp
     start = sums_of(work, place, number) + lane * VECTOR * FP32_BYTES
     for i in cutlass.range_constexpr(THREAD_ELEMENTS // VECTOR):
-        cute.arch.inline_ptx(
-            "red.relaxed.gpu.global.add.v4.f32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };",
-            read_only_args=[
-                start + i * WARP_THREADS * VECTOR * FP32_BYTES,
-                *(dq[VECTOR * i + j] for j in range(VECTOR)),
-            ],
-        )
+        add_vector(start + i * WARP_THREADS * VECTOR * FP32_BYTES, dq, VECTOR * i)
+
+
+def add_vector(address, values: cute.Tensor, first: int) -> None:
+    """Add four of the values, from number ``first`` on, to fp32 numbers in global memory."""
+    cute.arch.inline_ptx(
+        "red.relaxed.gpu.global.add.v4.f32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };",
+        read_only_args=[address, *(values[first + j] for j in range(VECTOR))],
+    )
 
 
 @cute.jit
@@ -70,7 +72,10 @@ def finish(work):
 def write_keys(work):
     """Write dK and dV of the thread's keys, or what a piece's steps add to them."""
     config, tile = work.config, work.tile
-    if cutlass.const_expr(config.cuts_by_length):
+    if cutlass.const_expr(config.slices):
+        if (tile.pieces > 0) & (tile.steps > 0):
+            leave_keys(work)
+    elif cutlass.const_expr(config.cuts_by_length):
         if tile.pieces > 1:
             leave_keys(work)
         elif tile.pieces == 1:
@@ -124,8 +129,8 @@ def join(work):
 
 @cute.jit
 def write_sums(work, sums: cute.Tensor, values: cute.Tensor):
-    """Write values to the piece's place in the sums, in the order of wgmma's registers, 512 bytes per warp at a
-    time."""
+    """Write values to the piece's place in the sums, in the order of wgmma's registers, 512 bytes per warp at a time;
+    with sliced heads, add them there."""
     config, tile, thread = work.config, work.tile, work.thread
     row_block = 0 if cutlass.const_expr(config.paired) else work.consumer
     own = sums[tile.kv_head, *tile.sums_place, None]
@@ -136,7 +141,10 @@ def write_sums(work, sums: cute.Tensor, values: cute.Tensor):
         for i in cutlass.range_constexpr(THREAD_ELEMENTS // VECTOR):
             vector = cute.local_tile(values, (VECTOR,), (block * (THREAD_ELEMENTS // VECTOR) + i,))
             place = cute.local_tile(target, (VECTOR,), (i * WARP_THREADS + thread % WARP_THREADS,))
-            cute.autovec_copy(vector, place)
+            if cutlass.const_expr(config.slices):
+                add_vector(place.iterator.toint(), vector, 0)
+            else:
+                cute.autovec_copy(vector, place)
 
 
 @cute.jit
