@@ -102,11 +102,11 @@ def column(i: int) -> int:
 
 
 @cute.jit
-def store_row(o: cute.Tensor, r: cutlass.Constexpr, lane, target: cute.Tensor, in_range):
+def store_row(o: cute.Tensor, r: cutlass.Constexpr, lane, target: cute.Tensor, in_range, end=None):
     """Store row r (D) as 16-bit elements; its four threads exchange words so that each stores 8 columns at a time.
 
-    lane: number in the quad. Thread t ends up with block t of every four blocks of 8 columns, by a transposition of
-    4 x 4 words.
+    lane: number in the quad. end: how many blocks of 8 columns there are to write; None: all. Thread t ends up with
+    block t of every four blocks of 8 columns, by a transposition of 4 x 4 words.
     """
     own = elements(o, r)
     blocks = len(own) // PAIR
@@ -122,6 +122,8 @@ def store_row(o: cute.Tensor, r: cutlass.Constexpr, lane, target: cute.Tensor, i
         if cutlass.const_expr(len(group) < QUAD):
             writes = in_range & Boolean(lane < len(group))
             group = group + [Int32(0)] * (QUAD - len(group))
+        if cutlass.const_expr(end is not None):
+            writes &= Boolean(first + lane < end)
         moved = transpose(group, lane)
         if writes:
             vector = cute.make_rmem_tensor(QUAD, Int32)

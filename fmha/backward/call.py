@@ -26,13 +26,15 @@ from warpspec.fmha.values import are_checked
 class BackwardCall(NamedTuple):
     """A checked call.
 
-    prepared: the kernels; None: the reference. empty: nothing is launched, gradients are zeros. regular: TMA accepts
-    the strides of q, k, v and o (``regular_strides``). aligned: kernels can read do as it is (``launch.aligned``).
-    pads: kernels compute the problem on padded copies. results: the wanted gradients, in the order of DIFFERENTIABLE;
-    workspace: what kernels need beside them, None where it is not known in advance.
+    computed: the problem that kernels compute (``BackwardProblem.padded``). prepared: the kernels; None: the reference.
+    empty: nothing is launched, gradients are zeros. regular: TMA accepts the strides of q, k, v and o
+    (``regular_strides``). aligned: kernels can read do as it is (``launch.aligned``). pads: kernels compute it on
+    padded copies. results: the wanted gradients, in the order of DIFFERENTIABLE; workspace: what kernels need beside
+    them, None where it is not known in advance.
     """
 
     problem: BackwardProblem
+    computed: BackwardProblem
     prepared: launch.Prepared | None
     empty: bool
     regular: bool
@@ -75,21 +77,23 @@ def check(operands: Operands, options: Options, backend: str, wanted, do, dlse) 
     backend = resolve_backend(backend, forward.device)
     empty = forward.is_empty or operands.k.numel() == 0
     prepared = workspace = None
-    pads = problem.padded is not problem
+    computed, pads = problem.padded, False
     if backend != "reference":
         target = target_of(forward.device)
         # Both raise UnsupportedProblem for what the kernels do not do.
-        prepared = (launch.check_supported if empty else launch.prepare)(problem.padded, target)
+        prepared = (launch.check_supported if empty else launch.prepare)(computed, target)
         record = kernel_operands(forward, operands, (operands.o, operands.lse, None, None))
         if operands.ranges is not None and not empty and are_checked(forward.device):
             check_ascending(forward, record)
+        if not empty:
+            pads = computed is not problem and prepared.config.rows is None
         if not (empty or pads):
-            workspace = launch.workspace_of(prepared, problem, record)
+            workspace = launch.workspace_of(prepared, computed, record)
     rows = (operands.q, operands.k, operands.v, operands.o)
     regular = all(t is None or regular_strides(t) is t for t in rows)
     aligned = prepared is None or do is None or launch.aligned(do) is do
     results = tuple(block(t.shape, t.dtype) for t in (getattr(operands, name) for name in problem.wanted))
-    return BackwardCall(problem, prepared, empty, regular, aligned, pads, results, workspace)
+    return BackwardCall(problem, computed, prepared, empty, regular, aligned, pads, results, workspace)
 
 
 def run(call: BackwardCall, operands: Operands, do, dlse) -> list[torch.Tensor]:
@@ -116,17 +120,16 @@ def run(call: BackwardCall, operands: Operands, do, dlse) -> list[torch.Tensor]:
         written = {name: t[None] if name in "qkv" else t for name, t in written.items()}
     gradients = Gradients(do, dlse, **written)
     if call.pads:
-        run_padded(call.prepared, problem, record, gradients)
+        run_padded(call.prepared, call.computed, record, gradients)
     else:
-        launch.run_kernels(call.prepared, problem, record, gradients, call.workspace)
+        launch.run_kernels(call.prepared, call.computed, record, gradients, call.workspace)
     return results
 
 
 def run_padded(
-    prepared: launch.Prepared, problem: BackwardProblem, record: Operands, gradients: Gradients
+    prepared: launch.Prepared, padded: BackwardProblem, record: Operands, gradients: Gradients
 ) -> None:
     """Run ``launch.run_kernels`` on copies whose rows are padded with zeros, which change no product and no sum."""
-    padded = problem.padded
     size = padded.forward.head_dim
 
     def widened(tensor):

@@ -88,7 +88,8 @@ class BackwardKernel:
     sums of dK and dV (``schedule``). heads_inside: the inner loop of a key tile's steps goes over the heads of the
     group (``device.tile``). slices: heads are sliced (``schedule``), and pieces add to dK and dV in any order.
     inner_heads: with heads inside and a fixed order, so many heads (a power of two) are gone through at each query tile
-    before the next heads begin; 0: all of the group.
+    before the next heads begin; 0: all of the group. rows: the sizes of rows in memory, where they are smaller than
+    ``heads``, a tuned size; all else is of the tuned size, with zeros past a row's end.
     """
 
     mask: Mask = Mask()
@@ -102,6 +103,7 @@ class BackwardKernel:
     heads_inside: bool = False
     slices: bool = False
     inner_heads: int = 0
+    rows: HeadSizes | None = None
 
     def __post_init__(self):
         requests = self.requests
@@ -115,6 +117,17 @@ class BackwardKernel:
     def kv(self) -> KvTile:
         """A tile of K or V."""
         return KvTile(self.tile_n, self.heads)
+
+    @property
+    def sizes(self) -> HeadSizes:
+        """Sizes of rows in memory."""
+        return self.rows or self.heads
+
+    def spans_of(self, name: str) -> int:
+        """Spans of 64 columns of a tile of "q", "k", "v" or "do" in a CTA that loads have to fill."""
+        if self.rows is None:
+            return self.room // BLOCK
+        return self.rows.qk_blocks if name in ("q", "k") else self.rows.v_blocks
 
     @property
     def can_cut(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from warpspec.fmha.heads import class_of
+from warpspec.fmha.heads import HeadSizes, class_of
 from warpspec.fmha.problem import AttentionProblem
 
 DIFFERENTIABLE = ("q", "k", "v", "sink", "bias")  # in the order in which gradients are returned
@@ -16,7 +16,7 @@ class BackwardProblem:
 
     forward: the problem whose gradients these are, with ``return_lse`` set. wanted: names of DIFFERENTIABLE, in their
     order; never v where V is K. has_do, has_dlse: which results have gradients, at least one. deterministic: the same
-    call gives the same bits every time.
+    call gives the same bits every time. rows: the sizes of rows in memory; None: those of the forward problem.
     """
 
     forward: AttentionProblem
@@ -24,6 +24,7 @@ class BackwardProblem:
     has_do: bool = True
     has_dlse: bool = False
     deterministic: bool = False
+    rows: HeadSizes | None = None
 
     def __post_init__(self):
         assert self.wanted and set(self.wanted) <= set(DIFFERENTIABLE)
@@ -31,13 +32,13 @@ class BackwardProblem:
 
     @property
     def padded(self) -> BackwardProblem:
-        """The problem that kernels compute: one tuned head size for q, k, v and o, their rows padded with zeros. The
-        problem itself if it needs no padding."""
+        """The problem that kernels compute: one tuned head size for q, k, v and o, their rows padded with zeros, and in
+        ``rows`` the sizes that they have in memory. The problem itself if it needs no padding."""
         sizes = self.forward.heads
         size = class_of(max(sizes.qk, sizes.v))
         if sizes.qk == sizes.v == size:
             return self
-        return replace(self, forward=replace(self.forward, head_dim=size, v_dim=0))
+        return replace(self, forward=replace(self.forward, head_dim=size, v_dim=0), rows=sizes)
 
     @classmethod
     def check(cls, forward: AttentionProblem, wanted: tuple[str, ...], **options) -> BackwardProblem:

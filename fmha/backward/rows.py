@@ -16,7 +16,7 @@ from warpspec.fmha.heads import HeadSizes
 class RowConfig:
     """Configuration of the kernel before the main one, which computes row statistics. main: the main kernel's
     configuration if requests are packed, because this kernel sorts their key tiles. tile_n: keys of a tile whose sums
-    are cleared. The other fields say which operands exist.
+    are cleared. rows: as the main kernel's. The other fields say which operands exist.
     """
 
     heads: HeadSizes
@@ -31,9 +31,15 @@ class RowConfig:
     deterministic: bool = False
     delta_factor: float = 1.0
     main: BackwardKernel | None = None
+    rows: HeadSizes | None = None
     tile_n: int = 0
     clears_k: bool = False
     clears_v: bool = False
+
+    @property
+    def sizes(self) -> HeadSizes:
+        """Sizes of rows in memory."""
+        return self.rows or self.heads
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,7 @@ class ResultConfig:
 
     tile_m, tile_n: rows of the tiles of queries and of keys. packed: requests are packed. q: dQ is wanted. k, v: there
     are pieces of dK, of dV to add up. joins: dV is added to dK. by_length: the device decides how many pieces a tile
-    has. added: pieces have been added up already.
+    has. added: pieces have been added up already. rows: as the main kernel's.
     """
 
     heads: HeadSizes
@@ -56,6 +62,12 @@ class ResultConfig:
     joins: bool = False
     by_length: bool = False
     added: bool = False
+    rows: HeadSizes | None = None
+
+    @property
+    def sizes(self) -> HeadSizes:
+        """Sizes of rows in memory."""
+        return self.rows or self.heads
 
     @property
     def has_v(self) -> bool:
@@ -73,17 +85,8 @@ def result_config(config: BackwardKernel) -> ResultConfig | None:
         k and config.wanted.joins_keys,
         (k or v) and config.cuts_by_length and not config.slices,
     )
-    return ResultConfig(
-        *sizes,
-        config.format,
-        config.requests.packed_q,
-        config.wanted.q,
-        k,
-        v,
-        joins,
-        by_length,
-        config.slices,
-    )
+    how = (joins, by_length, config.slices, config.rows)
+    return ResultConfig(*sizes, config.format, config.requests.packed_q, config.wanted.q, k, v, *how)
 
 
 def row_config(config: BackwardKernel, problem) -> RowConfig:
@@ -103,6 +106,7 @@ def row_config(config: BackwardKernel, problem) -> RowConfig:
         (config if config.cuts_by_length else replace(config, cut=False))
         if config.requests.packed_k
         else None,
+        config.rows,
         config.tile_n if config.slices else 0,
         config.slices and config.leaves_k,
         config.slices and config.leaves_v,

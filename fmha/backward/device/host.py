@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 
 from warpspec.common.device import tma
@@ -27,10 +28,10 @@ class BackwardHost:
     def __call__(self, operands: BackwardOperands, numbers: BackwardNumbers, stream: CUstream):
         logits, scale, *window, pieces, section, most_steps, slices = numbers
         config, order = self.config, (pieces, section, most_steps, slices)
-        blocks = config.room // BLOCK
+        blocks = config.room // BLOCK if config.rows is None else 1
         keys, queries = (BLOCK, config.tile_n, blocks), (BLOCK, config.tile_m, blocks)
         boxes = ((operands.k, keys), (operands.v, keys), (operands.q, queries), (operands.do, queries))
-        copies = [tma.make_load(kv_view(config.kv, tensor), box) for tensor, box in boxes]
+        copies = [tma.make_load(row_view(config, tensor), box) for tensor, box in boxes]
         copies += self.further(operands)
         rows = requests_of(config.requests, operands) if not config.requests.packed_k else 1
         rows *= operands.k.shape[2] * (slices if config.slices else 1)
@@ -49,6 +50,16 @@ class BackwardHost:
     def further(self, operands: BackwardOperands) -> list:
         """Further results of ``tma.make_load`` and ``make_store``."""
         return []
+
+
+def row_view(config: BackwardKernel, tensor: cute.Tensor) -> cute.Tensor:
+    """View (D, ROW, BLOCK, HEAD, BATCH) of k, v, q or do. Rows that are smaller than the tuned size have a single
+    block, past whose end TMA fills zeros."""
+    if config.rows is None:
+        return kv_view(config.kv, tensor)
+    batch, rows, heads, size = tensor.shape
+    strides = (1, tensor.stride[1], size, tensor.stride[2], tensor.stride[0])
+    return cute.make_tensor(tensor.iterator, cute.make_layout((size, rows, 1, heads, batch), stride=strides))
 
 
 def fake_arguments(config: BackwardKernel) -> tuple:

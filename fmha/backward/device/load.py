@@ -14,6 +14,7 @@ from warpspec.common.device.pipeline import drain
 from warpspec.common.hardware import FP32_BYTES
 from warpspec.fmha.backward.device.tile import column_part, tile_index_of
 from warpspec.fmha.heads import BLOCK
+from warpspec.fmha.tiles import ELEMENT_BYTES
 
 
 class GradientBuffers(NamedTuple):
@@ -42,6 +43,10 @@ class GradientBuffers(NamedTuple):
 def ring_of(config, atom, view, base, dtype, rows: int, stages: int, first) -> tma.TileRing:
     """A ring of tiles of so many rows; TMA loads the tile that begins at row ``first``. view: (D, ROW,
     BLOCK)."""
+    if config.rows is not None:  # a span at a time
+        box, spans = (BLOCK, rows, 1), config.room // BLOCK
+        tiles = cute.local_tile(cute.domain_offset((0, first, 0), view), box, (None, 0, 0))
+        return tma.TileRing.make(atom, tiles, tma.shared_tiles(base, dtype, box, stages * spans))
     box = (BLOCK, rows, config.room // BLOCK)
     tiles = cute.local_tile(cute.domain_offset((0, first, 0), view), box, (0, 0, None))
     return tma.TileRing.make(atom, tiles, tma.shared_tiles(base, dtype, box, stages))
@@ -94,16 +99,30 @@ def loaded_part(config):
     return column_part(config) if config.clustered else 0
 
 
+def loaded_bytes(config, name: str, rows: int) -> int:
+    """Bytes that the loads of a tile of so many rows complete."""
+    return config.spans_of(name) * rows * BLOCK * ELEMENT_BYTES
+
+
+def load_tile(config, name: str, ring: tma.TileRing, stage, mbarrier) -> None:
+    """Load a tile of "q", "k", "v" or "do"."""
+    if config.rows is None:
+        ring.load(loaded_part(config), stage, mbarrier)
+        return
+    for span in range(config.spans_of(name)):
+        ring.load(span, stage * (config.room // BLOCK) + span, mbarrier)
+
+
 def load_keys(name: str, config, channels, shared, operands, atoms, coordinates, tile) -> None:
     """Load K or V: "k", "v"."""
     i, full = "kv".index(name), channels[name + "_full"]
     batch = 0 if config.requests.packed_k else tile.request
     keys = coordinates[i][None, None, None, tile.kv_head, batch]
     first = tile.place.first_key + tile.first_key
-    full.expect_bytes(0, config.key_tile_bytes)
+    full.expect_bytes(0, loaded_bytes(config, name, config.tile_n))
     dtype = operands.q.element_type
     ring = ring_of(config, atoms[i], keys, shared[i + 1], dtype, config.tile_n, 1, first)
-    ring.load(loaded_part(config), 0, full.barrier(0))
+    load_tile(config, name, ring, 0, full.barrier(0))
 
 
 def load_step(
@@ -119,11 +138,11 @@ def load_step(
         if waits and name + "_empty" in channels:
             channels[name + "_empty"].wait_previous(step)
         size = config.statistics_bytes if name == "q" else 0
-        full.expect_bytes(step, config.query_tile_bytes + size)
+        full.expect_bytes(step, loaded_bytes(config, name, config.tile_m) + size)
         if name == "q":
             tile_index = tile_index_of(config, operands, tile.request, query_tile)
             source = operands.statistics[head, tile_index, None, None].iterator
             target = shared.statistics + full.stage(step) * (size // FP32_BYTES)
             with cute.arch.elect_one():
                 tma.bulk_load(target, source.toint(), Int32(size), full.barrier(step))
-        ring.load(loaded_part(config), full.stage(step), full.barrier(step))
+        load_tile(config, name, ring, full.stage(step), full.barrier(step))

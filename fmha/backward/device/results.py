@@ -27,7 +27,7 @@ from warpspec.fmha.backward.features import (
 )
 from warpspec.fmha.backward.operands import ResultOperands
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT
-from warpspec.fmha.heads import BLOCK
+from warpspec.fmha.heads import BLOCK, STEP
 
 VECTOR = 4  # fp32 numbers of a 16-byte load
 VECTORS = THREAD_ELEMENTS // VECTOR  # vectors of a thread in a warp's piece of a part
@@ -163,6 +163,9 @@ def write_tile(
             values[i] = values[i] + unscaled[i]
     columns = config.heads.qk // BLOCK
     row_block, column_block = part // columns, part % columns
+    end = None  # of the row, in blocks of 8 columns from the line's begin on
+    if cutlass.const_expr(config.rows is not None):
+        end = target.shape[3] // STEP - (column_block * slices + column) * (BLOCK // slices // STEP)
     own_first = tile_first + row_block * PART_ROWS + piece * WARP_ROWS + lane // QUAD
     for r in cutlass.range_constexpr(THREAD_ROWS):
         own = own_first + r * ROW_DISTANCE
@@ -172,7 +175,7 @@ def write_tile(
         line = cute.local_tile(
             target[batch, row, head, None], (BLOCK // slices,), (column_block * slices + column,)
         )
-        store_row(values, r, lane % QUAD, line, in_range)
+        store_row(values, r, lane % QUAD, line, in_range, end)
 
 
 @cute.jit

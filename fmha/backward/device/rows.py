@@ -64,7 +64,7 @@ def prepare_rows(config: cutlass.Constexpr, operands, tile_index, head):
     if cutlass.const_expr(operands.turns is not None):  # noqa: SIM102
         if thread < operands.turns.shape[2]:
             operands.turns[head, tile_index, thread] = 0
-    lanes = min(config.heads.qk // VECTOR, WARP_THREADS)
+    lanes, row_vectors = min(config.heads.qk // VECTOR, WARP_THREADS), config.sizes.v // VECTOR
     lane, group, groups = thread % lanes, thread // lanes, THREADS // lanes
     passes = config.tile_m // groups
     statistics = operands.statistics[head, tile_index, None, None]  # (ROW PAIR, 4)
@@ -84,12 +84,18 @@ def prepare_rows(config: cutlass.Constexpr, operands, tile_index, head):
                     vectors = []
                     for tensor in (o, operands.do):
                         line = tensor[batch, row, head, None]
-                        part = cute.local_tile(line, (VECTOR,), (place + lane,))
+                        own = cutlass.min(place + lane, row_vectors - 1)
+                        part = cute.local_tile(line, (VECTOR,), (own,))
                         vector = cute.make_rmem_tensor(VECTOR, tensor.element_type)
                         cute.autovec_copy(part, vector)
                         vectors.append(vector)
+                    more = Float32(0.0)
                     for j in cutlass.range_constexpr(VECTOR):
-                        dot += vectors[0][j].to(Float32) * vectors[1][j].to(Float32)
+                        more += vectors[0][j].to(Float32) * vectors[1][j].to(Float32)
+                    if cutlass.const_expr(config.rows is not None):
+                        exists = Boolean(place + lane < row_vectors)
+                        more = Float32(cutlass.select_(exists, more, Float32(0.0)))
+                    dot += more
             dots.append((query, lse, dlse, dot))
         for i in cutlass.range_constexpr(LOADS):
             query, lse, dlse, dot = dots[i]

@@ -77,6 +77,7 @@ class BackwardConfig(BackwardKernel):
         tight = dim >= PAIRED_DIM or tiles
         return cls(
             **parts,
+            rows=problem.rows,
             tile_m=TILE_M[dim],
             q_stages=2 if dim >= PAIRED_DIM else 3 if tight else 4,
             do_stages=1 if dim > WIDTH else 2 if tight else 3,

@@ -80,7 +80,10 @@ class ConsumerKeys:
     def issue_s(self, step, block: int) -> None:
         """Issue S^T of a block of 64 queries; the other methods likewise."""
         stage = step % self.config.q_stages
-        multiply(self.mma.scores, self.mma.s, self.mma.k, rows_of(self.mma.q, block, stage), False)
+        count = self.steps_of(self.config.sizes.qk)
+        multiply(
+            self.mma.scores, self.mma.s, self.mma.k, rows_of(self.mma.q, block, stage), False, count=count
+        )
 
     def issue_dp(self, step, block: int) -> None:
         stage = step % self.config.do_stages
@@ -90,12 +93,17 @@ class ConsumerKeys:
             self.mma.v,
             rows_of(self.mma.do, block, stage),
             not self.config.paired,
+            count=self.steps_of(self.config.sizes.v),
         )
+
+    def steps_of(self, size: int) -> int | None:
+        """Instructions of S or dP where rows have so many elements in memory; None: all of a CTA's."""
+        return None if self.config.rows is None else -(-size // MMA_K)
 
     def issue_dv(self, step, block: int) -> None:
         stage = step % self.config.do_stages
         columns = self.mma.do_columns[None, None, None, stage]
-        multiply(self.mma.rows, self.mma.dv, self.mma.p, columns, True, block * (BLOCK // MMA_K))
+        multiply(self.mma.rows_v, self.mma.dv, self.mma.p, columns, True, block * (BLOCK // MMA_K))
 
     def issue_dk(self, step, block: int) -> None:
         columns = self.mma.q_columns[None, None, None, step % self.config.q_stages]

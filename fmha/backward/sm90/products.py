@@ -34,6 +34,7 @@ class GradientProducts(NamedTuple):
 
     scores: cute.TiledMma
     rows: cute.TiledMma
+    rows_v: cute.TiledMma
     queries: cute.TiledMma
     k: cute.Tensor
     v: cute.Tensor
@@ -56,7 +57,8 @@ def products(config, dtype, shared, consumer) -> GradientProducts:
     """consumer: number of the consumer, which selects its 64 keys and its part of dQ."""
     m, n, depth = config.tile_m, config.tile_n, config.room
     scores = make_mma(dtype, K_MAJOR, K_MAJOR, BLOCK, registers=config.keys_in_registers)
-    rows = make_mma(dtype, K_MAJOR, MN_MAJOR, depth, registers=True)
+    depth_k, depth_v = (BLOCK * config.spans_of(name) for name in "kv")
+    rows, rows_v = (make_mma(dtype, K_MAJOR, MN_MAJOR, each, registers=True) for each in (depth_k, depth_v))
     queries = make_mma(dtype, K_MAJOR if config.stores_bias else MN_MAJOR, MN_MAJOR, BLOCK)
     row_major, column_major = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
 
@@ -74,7 +76,9 @@ def products(config, dtype, shared, consumer) -> GradientProducts:
 
     keys = hopper.make_smem_layout_a(row_major, (n, m, depth), dtype, 1)
     queries_rows = hopper.make_smem_layout_b(row_major, (n, m, depth), dtype, 1)
-    queries_columns = hopper.make_smem_layout_b(column_major, (n, depth, m), dtype, 1)
+    q_columns, do_columns = (
+        hopper.make_smem_layout_b(column_major, (n, each, m), dtype, 1) for each in (depth_k, depth_v)
+    )
     ds_major = row_major if config.stores_bias else column_major
     ds_layout = hopper.make_smem_layout_a(ds_major, (BLOCK, BLOCK, n), dtype, 1)
     k_layout = hopper.make_smem_layout_b(column_major, (BLOCK, BLOCK, n), dtype, 1)
@@ -96,20 +100,21 @@ def products(config, dtype, shared, consumer) -> GradientProducts:
         return batched(a(scores, base, keys)[None, 0 if config.paired else consumer, None, 0])
 
     operand = rows.partition_shape_A((CONSUMER_KEYS, BLOCK))
-    square, wide = (CONSUMER_KEYS, BLOCK), (CONSUMER_KEYS, depth)
+    square = (CONSUMER_KEYS, BLOCK)
     makes_p, makes_ds = (not config.paired or consumer == each for each in range(2))
     s = accumulator(scores, square) if makes_p else None
     dp = accumulator(scores, square) if makes_ds else None
     return GradientProducts(
         scores,
         rows,
+        rows_v,
         queries,
         k=keys_of(shared.k),
         v=keys_of(shared.v),
         q=b(scores, shared.q, queries_rows, **queries_of),
         do=b(scores, shared.do, queries_rows, **dos_of),
-        q_columns=b(rows, shared.q, queries_columns, **queries_of),
-        do_columns=b(rows, shared.do, queries_columns, **dos_of),
+        q_columns=b(rows, shared.q, q_columns, **queries_of),
+        do_columns=b(rows_v, shared.do, do_columns, **dos_of),
         ds=a(queries, ds_base, ds_layout, max(config.ds_stages, 1), config.ds_bytes),
         k_columns=[b(queries, base, k_layout, 1, 0) for base in k_bases],
         s=s,
@@ -119,8 +124,8 @@ def products(config, dtype, shared, consumer) -> GradientProducts:
         # dQ reuses dP's registers once dS is in shared memory. A pair's next S or dP is in flight then, so its dQ has
         # registers of its own.
         dq=accumulator(queries, (BLOCK, BLOCK)) if config.paired else dp,
-        dk=accumulator(rows, wide) if makes_ds else None,
-        dv=accumulator(rows, wide) if makes_p else None,
+        dk=accumulator(rows, (CONSUMER_KEYS, depth_k)) if makes_ds else None,
+        dv=accumulator(rows_v, (CONSUMER_KEYS, depth_v)) if makes_p else None,
     )
 
 

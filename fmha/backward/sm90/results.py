@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 
 from warpspec.common.device import tma
 from warpspec.common.device.handover import received_words, store_words
@@ -14,10 +14,12 @@ from warpspec.common.hardware import FP32_BYTES, WARP_THREADS
 from warpspec.fmha.backward.device.tile import column_part, tile_index_of
 from warpspec.fmha.backward.features import THREAD_ELEMENTS, WARP_ELEMENTS, WARPS
 from warpspec.fmha.backward.sm90.config import CONSUMER_KEYS, CONSUMERS
-from warpspec.fmha.heads import BLOCK
+from warpspec.fmha.heads import BLOCK, STEP
 from warpspec.fmha.sm90.staging import (
+    CHUNKS,
     LOADS,
     TILE_WORDS,
+    chunk_read,
     row_read,
     store_chunk,
     store_rows,
@@ -136,7 +138,7 @@ def write_sums(work, sums: cute.Tensor, values: cute.Tensor):
     own = sums[tile.kv_head, *tile.sums_place, None]
     first = row_block * (config.heads.qk_blocks * WARPS) + thread // WARP_THREADS  # which 4 KiB
     first += column_part(config) * (config.width // BLOCK * WARPS)
-    for block in cutlass.range_constexpr(config.width // BLOCK):
+    for block in cutlass.range_constexpr(cute.size(values) // THREAD_ELEMENTS):
         target = cute.local_tile(own, (WARP_ELEMENTS,), (first + block * WARPS,))
         for i in cutlass.range_constexpr(THREAD_ELEMENTS // VECTOR):
             vector = cute.local_tile(values, (VECTOR,), (block * (THREAD_ELEMENTS // VECTOR) + i,))
@@ -160,11 +162,14 @@ def write_rows(work, tensor: cute.Tensor, values: cute.Tensor):
     narrow.store(values.load().to(tensor.element_type))
     words = cute.logical_divide(cute.recast_tensor(narrow, Int32), cute.make_layout(TILE_WORDS))
     first_block = column_part(config) * (config.width // BLOCK)
-    for block in cutlass.range_constexpr(config.width // BLOCK):
+    for block in cutlass.range_constexpr(cute.size(values) // THREAD_ELEMENTS):
         cute.arch.sync_warp()
         store_rows(base, thread, words[None, block])
         cute.arch.sync_warp()
         for load in cutlass.range_constexpr(LOADS):
             key = tile.first_key + work.first_row + row_read(thread, load)
             row = tensor[batch, tile.place.first_key + key, tile.kv_head, None]
-            store_chunk(base, thread, load, row, first_block + block, key < keys)
+            inside = Boolean(key < keys)
+            if cutlass.const_expr(config.rows is not None):
+                inside &= Boolean(block * CHUNKS + chunk_read(thread) < tensor.shape[3] // STEP)
+            store_chunk(base, thread, load, row, first_block + block, inside)
