@@ -99,7 +99,8 @@ class Call(NamedTuple):
     prepared: the kernels, None for the reference. empty: there is nothing to launch. regular: kernels take inputs and
     out as they are (``regular_operands``). spans: bytes that each of INPUTS spans (``span_bytes``), 0 for an absent
     one; out_span: those of out. recorded: autograd records the call, and lse is a result even if nobody asked for it.
-    gradients: the checked calls of its backward pass. The other fields are the problem's.
+    gradients: the checked calls of its backward pass. present: the places of the input tensors that are given, without
+    out. The other fields are the problem's.
     """
 
     problem: AttentionProblem
@@ -114,6 +115,7 @@ class Call(NamedTuple):
     stat_count: int
     recorded: bool
     gradients: Remembered
+    present: tuple[int, ...]
 
 
 OPERATOR = "operator"  # in front of the keys of calls that came through torch's dispatcher
@@ -196,6 +198,7 @@ def check_call(operands: Operands, options: Options, backend: str, records: bool
         stat_count=problem.stat_count,
         recorded=records,
         gradients=Remembered(),
+        present=tuple(getattr(PLACES, name) for name, t in operands.inputs.items() if t is not None),
     )
 
 

@@ -34,27 +34,26 @@ class Attention(torch.autograd.Function):
     def forward(ctx, call: ops.Call, operands: Operands, options: Options, backend: str, *differentiable):
         o, stats = ops.run(call, operands)
         ctx.set_materialize_grads(False)
-        saved = list(operands)
-        saved[PLACES.o], saved[PLACES.lse] = o, stats[0]
-        ctx.save_for_backward(*saved)
-        ctx.call, ctx.options, ctx.backend = call, options, backend
+        ctx.save_for_backward(o, stats[0], *[operands[place] for place in call.present])
+        ctx.recorded = (call, options, backend)
         return (o, *stats) if options.return_lse or not options.normalize else o
 
     @staticmethod
     def backward(ctx, do, *dstats):
-        operands = Operands._make(ctx.saved_tensors)
-        wanted = ctx.needs_input_grad[LEADING:]
+        saved, wanted = ctx.saved_tensors, ctx.needs_input_grad[LEADING:]
+        call, options, backend = ctx.recorded
         dlse = dstats[0] if dstats else None
         if (do is None and all(t is None for t in dstats)) or not any(wanted):
             return (None,) * len(ctx.needs_input_grad)
         if not observed() and not torch.is_grad_enabled():
-            known = remembered(ctx, operands, wanted, do, dlse)
+            known = remembered(call, options, wanted, do, dlse, saved)
             if known is not None:
-                return spread(wanted, backward_call.run(known, operands, do, dlse))
-        arguments = (ctx.call, operands, ctx.options, ctx.backend, wanted, do, dlse)
-        tensors = [t for t in (do, dlse, *operands) if t is not None]
+                return spread(wanted, backward_call.run(known, restored(call, saved), do, dlse))
+        arguments = (call, options, backend, wanted, do, dlse, saved)
+        tensors = [t for t in (do, dlse, *saved) if t is not None]
         if watched(*tensors):
-            rest = ops.flat(operands, ctx.options, ctx.backend)
+            operands = restored(call, saved)
+            rest = ops.flat(operands, options, backend)
             gradients = call_operator(fmha_backward, do, dlse, operands.o, operands.lse, list(wanted), *rest)
         elif torch.is_grad_enabled():  # create_graph
             gradients = forward_only(NO_SECOND_DERIVATIVES, lambda *_: tuple(compute(*arguments)), *tensors)
@@ -77,19 +76,31 @@ def key_of(options: Options, wanted, found: list) -> tuple:
     return (wanted, backward_call.is_deterministic(options), backend_variable(), *found)
 
 
-def remembered(ctx, operands: Operands, wanted, do, dlse) -> backward_call.BackwardCall | None:
+def restored(call: ops.Call, saved: tuple[torch.Tensor, ...]) -> Operands:
+    """A forward call's operands with its results, from the tensors that ``Attention`` saved."""
+    found = [None] * len(Operands._fields)
+    found[PLACES.o], found[PLACES.lse], *inputs = saved
+    for place, tensor in zip(call.present, inputs, strict=True):
+        found[place] = tensor
+    return Operands._make(found)
+
+
+def remembered(
+    call: ops.Call, options: Options, wanted, do, dlse, saved
+) -> backward_call.BackwardCall | None:
     """What ``check`` returned for an earlier backward call like this one, on plain tensors that nobody watches; else
     None."""
     for tensor in (do, dlse):
         if tensor is not None and not _has_storage(tensor):  # sparse, or a batch
             return None
-    found = signatures((do, dlse, *operands))
-    return None if found is None else ctx.call.gradients.get(key_of(ctx.options, wanted, found))
+    found = signatures((do, dlse, *saved))
+    return None if found is None else call.gradients.recall(key_of(options, wanted, found))
 
 
-def compute(call: ops.Call, operands: Operands, options: Options, backend: str, wanted, do, dlse):
-    """Compute the wanted gradients, in the order of DIFFERENTIABLE."""
-    known, found = None, signatures((do, dlse, *operands))
+def compute(call: ops.Call, options: Options, backend: str, wanted, do, dlse, saved):
+    """Compute the wanted gradients, in the order of DIFFERENTIABLE. saved: what ``Attention`` saved."""
+    operands = restored(call, saved)
+    known, found = None, signatures((do, dlse, *saved))
     if found is not None:
         known = call.gradients.get(key_of(options, wanted, found))
     if known is None:
