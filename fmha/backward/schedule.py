@@ -2,7 +2,9 @@
 
 A *row* is a KV head of a batch row (or of all packed requests together); every row has the same key tiles. CTAs are
 numbered by section (some rows), within it by key tile, then by row, then by piece. ``decode`` is arithmetic that the
-host and kernels share; ``choose_order`` is a model of cost on the host.
+host and kernels share; ``choose_order`` is a model of cost on the host. Where many query heads share a KV head, slices
+of them are rows of their own: under a causal mask a row's key tiles go through its heads at different speeds, so they
+read all of its heads at once. All pieces of a key tile then add to one sum of dK and dV.
 
 Under a causal mask a row's first key tiles have the most query tiles. So within a section the longest CTAs come first
 and short ones fill the end: with several times as many CTAs as SMs, the busiest SM has no more than the mean plus one
@@ -52,9 +54,12 @@ LAST_WAIT = 0.15  # part of the longest CTA's time for which an SM waits in the 
 LEAST_GAIN = 0.03  # part of the time that cutting tiles must save
 ROUNDS = 0.6  # CTAs of a section for each SM, about, at least
 L2_SHARE = 0.8  # part of the L2 for what a section reads and adds to
-BEYOND_L2 = 1.9  # reads of concurrent key tiles, in L2 sizes, from which heads_inside gains
+BEYOND_L2 = 1.9  # reads of concurrent key tiles, in L2 sizes, from which slices gain, or heads_inside
 EVEN = 0.85  # mean over maximum of key tiles' steps, from which they count as equal
 INNER_HEADS = 2
+WHOLE_HEADS = 6  # query heads of a KV head up to which slices lost, at eight shapes
+SLICE_HEADS = 4  # of a slice, at most
+SLICE_BYTES = 1.25  # reads of concurrent key tiles of a slice, in L2 sizes, at most
 COUNTED_ROUNDS = 16  # CTAs per SM from which the mean predicts the busiest SM's load
 
 
@@ -92,7 +97,37 @@ def choose_order(problem: BackwardProblem, config: BackwardKernel, target: Targe
     pieces = choose_pieces(problem, config, steps, target)
     if in_rows(config, steps):
         return Order(pieces, 1)
-    return Order(pieces, section_of(problem, config, target, ctas_of(problem, config, steps, pieces)))
+    slices = slices_of(problem, config, steps, target)
+    if slices > 1:
+        steps = [each // slices for each in steps]
+        pieces = choose_pieces(problem, config, steps, target, slices)
+    ctas = ctas_of(problem, config, steps, pieces)
+    return Order(pieces, section_of(problem, config, target, ctas, slices), slices)
+
+
+def slices_of(problem: BackwardProblem, config: BackwardKernel, steps: Sequence[int], target: Target) -> int:
+    """How many slices a KV head's query heads are cut into: 1, but where key tiles that run together read more than L2
+    holds, and there are many heads, the fewest that leave a slice at most SLICE_HEADS of them and little more to read
+    than L2 holds. With a window, key tiles go through the heads in step, and read one at a time."""
+    group = problem.forward.group
+    if problem.forward.window_left is not None and even(steps):
+        return 1
+    if group <= WHOLE_HEADS or not config.can_slice or not (config.wanted.k or config.wanted.v):
+        return 1
+    together = read_together(problem, config, steps, target)
+    if together < BEYOND_L2 * target.l2_bytes:
+        return 1
+    numbers = [n for n in range(2, group + 1) if group % n == 0 and group // n <= SLICE_HEADS]
+    return next((n for n in numbers if together <= n * SLICE_BYTES * target.l2_bytes), group)
+
+
+def read_together(
+    problem: BackwardProblem, config: BackwardKernel, steps: Sequence[int], target: Target
+) -> int:
+    """Bytes that the key tiles which run together read and add to, if they are of whole rows. steps: of each tile."""
+    rows = problem.forward.heads_kv * (1 if config.requests.packed_k else problem.forward.batch)
+    tiles = ctas_of(problem, config, steps, 1)
+    return min(-(-target.sm_count // max(tiles, 1)), rows) * row_bytes(problem)
 
 
 def ctas_of(problem: BackwardProblem, config: BackwardKernel, steps: Sequence[int], pieces: int) -> int:
@@ -140,8 +175,7 @@ def reads_beyond_l2(problem: BackwardProblem, config: BackwardKernel, target: Ta
     steps = sorted(tile_steps(problem, config), reverse=True)
     if forward.group == 1 or in_rows(config, steps) or forward.requests.packed_q or config.mask.has_blocks:
         return False
-    together = min(-(-target.sm_count // max(len(steps), 1)), forward.heads_kv * forward.batch)
-    if together * bytes_of(forward, forward.seq_q) < BEYOND_L2 * target.l2_bytes:
+    if read_together(problem, config, steps, target) < BEYOND_L2 * target.l2_bytes:
         return False
     inside = replace(config, heads_inside=True)
     pieces = [choose_pieces(problem, each, steps, target) for each in (config, inside)]

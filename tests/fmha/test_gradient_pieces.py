@@ -113,6 +113,30 @@ def test_equal_requests_take_little_more_than_the_best_pieces():
     assert statistics.geometric_mean(uncut) > 1.3
 
 
+@pytest.mark.parametrize(
+    ("heads", "lengths", "packed", "window", "slices"),
+    [
+        ((16, 1), (5101, 2300, 1900, 1500, 1400, 3300, 234), True, None, 4),
+        ((7, 1), (3825,) * 5, False, None, 7),
+        ((32, 2), (1716,) * 13, False, None, 4),
+        ((64, 8), (600,), False, None, 1),  # fits L2
+        ((6, 2), (6297, 5000, 4000, 4000, 4000, 721), True, None, 1),  # few heads
+        ((64, 8), (10314, 8000, 1218), True, (127, 0), 1),
+    ],
+)
+def test_many_heads_beyond_l2_are_sliced(heads, lengths, packed, window, slices):
+    total = (sum(lengths),) if packed else (len(lengths), lengths[0])
+    q, k, v = (torch.empty(*total, n, 128, dtype=torch.bfloat16, device="meta") for n in (*heads, heads[1]))
+    options = {"causal": True, "window": window, "return_lse": True, "memory": False}
+    if packed:
+        starts = torch.empty(len(lengths) + 1, dtype=torch.int32, device="meta")
+        options |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+        options |= {"max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
+    problem = BackwardProblem.check(AttentionProblem.of(q, k, v, **options), ("q", "k", "v"))
+    config = launch.plan(problem, H200)
+    assert schedule.choose_order(problem, config, H200).slices == slices and config.slices == (slices > 1)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(6))
 def test_the_device_chooses_as_the_host(seed, monkeypatch):

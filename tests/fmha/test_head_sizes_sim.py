@@ -110,12 +110,13 @@ def test_sizes_that_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("qk", "v", "arch"), [(40, 24, "sm_90a"), long(192, 128, "sm_90a"), long(72, 72, "sm_100a")]
+    ("qk", "v", "arch"),
+    [(40, 24, "sm_90a"), long(192, 128, "sm_90a"), long(96, 96, "sm_90a"), long(72, 72, "sm_100a")],
 )
 def test_gradients(qk, v, arch, simulate_gradients_as):
-    """Gradients of sizes that kernels pad, packed, with a sink, rows of no request and lse's gradient."""
+    """Gradients of sizes between the tuned ones, packed, with a sink, rows of no request and lse's gradient."""
     simulate_gradients_as(arch)
-    case = Gradients("padded", lengths_q=(20, 3), lengths_k=(20, 30), heads_q=2, head_dim=qk, causal=True, sink=True,
+    case = Gradients("between", lengths_q=(20, 3), lengths_k=(20, 30), heads_q=2, head_dim=qk, causal=True, sink=True,
                      through="o+lse")  # fmt: skip
     tensors = case.tensors()
     tensors["v"] = tensors["v"].detach()[..., :v].contiguous()
