@@ -104,7 +104,7 @@ class BlockMask:
         patterns, q_patterns, cut = None, None, torch.zeros_like(full)
         if seq_k % found.block_size[1]:  # the last keys of the last block do not exist: masked, though full
             cut[..., -1] = full[..., -1]
-        if found.mask_mod is not None:
+        if found.mask_mod is not None and partial.any():  # without patterns, full blocks take fewer reads
             patterns, numbers = patterns_of(found, partial, (seq_q, seq_k))
             q_patterns = pack(unpack(patterns, found.block_size[1]).transpose(1, 2))
             rule[partial] = numbers
@@ -257,8 +257,6 @@ def patterns_of(
     own = [torch.ones_like(key, dtype=torch.bool), key < (lengths[1] - 1) % columns + 1]
     own = pack(torch.stack(own)[:, None].expand(-1, rows, -1))
     places = partial.nonzero()
-    if len(places) == 0:
-        return own, places.new_zeros(0)
     words = torch.cat([pack(evaluate(lists, some, lengths)) for some in places.split(AT_A_TIME)])
     first, numbers = alike(words)
     return torch.cat([own, words[first]]), numbers + OWN_PATTERNS

@@ -13,6 +13,13 @@ from warpspec.fmha.block_mask import WORD_BITS
 from warpspec.fmha.schedule import KvTiles, split_part
 
 
+class Visit(NamedTuple):
+    """An entry of a list: a block of keys and its rule."""
+
+    block: Int32
+    rule: Int32
+
+
 class Blocks(NamedTuple):
     """The operands that hold lists of blocks from the side of the queries, or of the keys."""
 
@@ -43,6 +50,7 @@ class BlockSpan(KvTiles):
     visits (BLOCK, 2): the list. tiles: KV tiles of a block. begin, count: the KV tiles to visit, counted along the
     list. masked: those before this one belong to partial blocks. end: the KV length if it may end in a tile, else None.
     cut: those from this one on belong to the full block in which the length ends; None if nobody looked for it.
+    entry: the first step's entry of the list, if it has been read.
     """
 
     visits: cute.Tensor
@@ -52,16 +60,19 @@ class BlockSpan(KvTiles):
     masked: Int32
     cut: Int32 | None = None
     end: Int32 | None = None
+    entry: Visit | None = None
     first = 0  # of the keys that some row may see
 
-    def tile(self, step):
-        """KV tile of the step-th visit."""
+    def tile(self, step, entry: Visit | None = None):
+        """KV tile of the step-th visit. entry: its ``visit``, if it has been read."""
         number = self.begin + step
-        return self.visits[number // self.tiles, 0] * self.tiles + number % self.tiles
+        block = self.visits[number // self.tiles, 0] if entry is None else entry.block
+        return block * self.tiles + number % self.tiles
 
-    def rule(self, step) -> Int32:
-        """The rule of the step-th visit's block."""
-        return self.visits[(self.begin + step) // self.tiles, 1]
+    def visit(self, step) -> Visit:
+        """Read the entry of the step-th visit; of a step past the list, some other one."""
+        place = cutlass.min((self.begin + step) // self.tiles, self.visits.shape[0] - 1)
+        return Visit(self.visits[place, 0], self.visits[place, 1])
 
     def first_word(self, step, tile_keys: int) -> Int32:
         """Word of a row's pattern with which the step-th visit's tile begins."""
@@ -161,27 +172,23 @@ class RowBlocks:
             Int32(cutlass.select_(whole, Int32(self.length), Int32(end))),
         )
 
-    def words(self, step, tile_keys: int, shift=0) -> cute.Tensor:
-        """The row's pattern in the step-th visit's tile: words (KEY / 32), bit i for key i, shifted to the right."""
-        rule, count = self.span.rule(step), tile_keys // WORD_BITS
+    def words(self, step, rule, tile_keys: int) -> cute.Tensor:
+        """The row's pattern in the step-th visit's tile: words (KEY / 32), bit i for key i. rule: the block's."""
+        count = tile_keys // WORD_BITS
         number = cutlass.max(rule, ~rule)
         row = self.patterns[number, self.row, None]  # (WORD)
         words = cute.make_rmem_tensor(count, Int32)
         cute.autovec_copy(
             cute.local_tile(row, (count,), (self.span.first_word(step, tile_keys) // count,)), words
         )
-        if isinstance(shift, int) and shift == 0:
-            return words
-        for i in range(count):
-            words[i] = words[i] >> shift
         return words
 
     def key_at(self, number, tile_keys: int, first, end) -> tuple:
         """(key, whether the row sees it) for the number-th key along the list, from that of the span's first tile
         on."""
         step, place = number // tile_keys, number % tile_keys
-        key = self.span.tile(step) * tile_keys + place
-        rule = self.span.rule(step)
+        entry = self.span.visit(step)
+        key, rule = self.span.tile(step, entry) * tile_keys + place, entry.rule
         low, high = self.interval(rule, first, end)
         seen = Boolean(key >= low) & Boolean(key < high)
         if self.patterns is not None:

@@ -60,20 +60,31 @@ def hide(
             scores[i] = Float32(cutlass.select_(seen, scores[i], -Float32.inf))
 
 
-def keys_of(config, row, step, origin, shift=0) -> tuple:
-    """((first, end), pattern) of ``hide`` for the KV tile of visit ``step``. row: ``Row``. origin: key of the row's
-    first element. shift: number of that key in the tile, less than a word has bits."""
+def keys_of(config, row, step, origin, rule=None) -> tuple:
+    """((first, end), pattern of the tile's keys) of ``hide`` for the KV tile of visit ``step``. row: ``Row``. origin:
+    key of the row's first element. rule: that of the block, with lists of blocks; None: it is read."""
     first, end = row.first, row.end
     if not config.mask.has_blocks:
         return (first - origin if config.mask.has_left else None, end - origin), None
-    pattern = row.blocks.words(step, config.tile_n, shift) if config.mask.has_patterns else None
+    if rule is None:
+        rule = row.blocks.span.visit(step).rule
+    pattern = row.blocks.words(step, rule, config.tile_n) if config.mask.has_patterns else None
     if not (
         config.mask.band or config.mask.has_ranges
     ):  # in all blocks a row sees the same keys, but for patterns
         whole = pattern is not None and not config.requests.ends_in_tile  # patterns end with the keys
         return (None, None if whole else row.blocks.length - origin), pattern
-    first, end = row.blocks.interval(row.blocks.span.rule(step), first, end)
+    first, end = row.blocks.interval(rule, first, end)
     return (first - origin if config.mask.has_left else None, end - origin), pattern
+
+
+def shifted(pattern: cute.Tensor, keys) -> cute.Tensor:
+    """A pattern's words without its first bits, fewer than a word has: bit i for key ``keys`` + i. Only bits that stay
+    in their word are right."""
+    words = cute.make_rmem_tensor(cute.size(pattern), Int32)
+    for i in range(cute.size(pattern)):
+        words[i] = pattern[i] >> keys
+    return words
 
 
 def elements_before(key, run: int, period: int) -> Int32:

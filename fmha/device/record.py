@@ -15,12 +15,13 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from warpspec.fmha.config import RECORD_WORDS, AttentionKernel
-from warpspec.fmha.device.blocks import Blocks, kv_blocks, list_of
+from warpspec.fmha.device.blocks import Blocks, Visit, kv_blocks, list_of
 from warpspec.fmha.device.tile import Piece, Tile
 from warpspec.fmha.schedule import SORTED_REQUESTS, KeySpan
 
 SPAN = ("begin", "count", "first", "end", "inner_first", "inner_end")
 BLOCK_SPAN = ("begin", "count", "masked", "cut")
+ENTRY = ("block", "rule")  # of a list's first step
 
 
 class Records(NamedTuple):
@@ -84,6 +85,7 @@ def words_of(config: AttentionKernel) -> tuple[str, ...]:
     words += ("first_row",) if config.requests.packed_q else ()
     words += ("first_key",) if config.requests.packed_k else ()
     words += ("split",) if config.output.splits else ()
+    words += ENTRY if config.mask.has_blocks else ()
     words += ("whole", "piece_state") if config.scheduler.cuts_tiles else ()
     assert len(words) <= RECORD_WORDS
     return words
@@ -130,6 +132,8 @@ def word_of(tile: Tile, name: str) -> Int32:
         return Int32(1)
     if name in (*SPAN, *BLOCK_SPAN):
         return Int32(getattr(tile.span, name))
+    if name in ENTRY:
+        return Int32(getattr(tile.span.visit(0), name))
     if name == "whole":
         return Int32(tile.piece.whole)
     return Int32(tile.piece.state if name == "piece_state" else getattr(tile, name))
@@ -187,5 +191,6 @@ def read_tile(config: AttentionKernel, records: Records, use) -> Tile:
     if config.mask.has_blocks:
         place = (tile.request, tile.first_head, tile.first_query, tile.length)
         span = list_of(config, records.blocks, *place)
-        tile = replace(tile, span=replace(span, **{name: word[name] for name in span_words(config)}))
+        numbers = {name: word[name] for name in span_words(config)}
+        tile = replace(tile, span=replace(span, entry=Visit(*(word[name] for name in ENTRY)), **numbers))
     return tile

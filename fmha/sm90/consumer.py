@@ -20,8 +20,9 @@ from warpspec.common.device import tma
 from warpspec.common.device.wgmma import COLUMNS, PAIR, THREAD_ROWS, elements, flat, multiply
 from warpspec.common.hardware import WARPGROUP_THREADS
 from warpspec.fmha.device import unseen
+from warpspec.fmha.device.blocks import Visit
 from warpspec.fmha.device.logits import LogitNumbers, map_scores, negate_scores, unit
-from warpspec.fmha.device.mask import hide, keys_of
+from warpspec.fmha.device.mask import hide, keys_of, shifted
 from warpspec.fmha.device.record import Record
 from warpspec.fmha.device.softmax import move_reference
 from warpspec.fmha.sm90 import bias, softmax
@@ -195,25 +196,36 @@ class ConsumerTile:
         if not self.config.format.shared_kv:
             self.channels["k_empty"].arrive_warp(self.use + step)
 
-    def origin(self, r: int, step):
-        """Key of the first element of row r, in the KV tile of visit ``step``."""
-        return self.span.tile(step) * self.config.tile_n + PAIR * self.rows[r].member
+    def origin(self, r: int, tile):
+        """Key of the first element of row r in a KV tile."""
+        return tile * self.config.tile_n + PAIR * self.rows[r].member
 
-    def read_mask(self, step) -> tuple | None:
-        """With lists of blocks, what ``hide`` reads from memory for each row, so that QK hides how long it takes."""
+    def visit(self, step) -> Visit | None:
+        """With lists of blocks, the entry of a visit; it is read one step ahead of its pattern."""
         if not self.config.mask.has_blocks:
             return None
+        known = self.span.entry if isinstance(step, int) and step == 0 else None
+        return known or self.span.visit(step)
+
+    def read_mask(self, step, entry: Visit | None) -> tuple | None:
+        """With lists of blocks, what ``hide`` reads from memory for each row, so that QK hides how long it takes.
+        entry: ``visit(step)``."""
+        if not self.config.mask.has_blocks:
+            return None
+        tile = self.span.tile(step, entry)
         return tuple(
-            keys_of(self.config, row, step, self.origin(r, step), PAIR * row.member)
+            keys_of(self.config, row, step, self.origin(r, tile), entry.rule)
             for r, row in enumerate(self.rows)
         )
 
     def hide(self, scores: cute.Tensor, r: int, step, found: tuple | None = None) -> None:
         """Set scores (n) of the KV tile of visit ``step`` to -inf at keys that row r does not see. found:
         ``read_mask``."""
-        row, origin = self.rows[r], self.origin(r, step)
+        row, origin = self.rows[r], self.origin(r, self.span.tile(step))
         drafts = row.drafts.read(origin) if row.drafts else None
-        interval, pattern = found[r] if found else keys_of(self.config, row, step, origin, PAIR * row.member)
+        interval, pattern = found[r] if found else keys_of(self.config, row, step, origin)
+        if pattern is not None:  # not in ``read_mask``, which would wait for it
+            pattern = shifted(pattern, PAIR * row.member)
         hide(scores, elements(scores, r), PAIR, COLUMNS, *interval, drafts, pattern)
 
     @property
@@ -270,8 +282,10 @@ def attend(work):
     config, span = work.config, work.tile.span
     work.mma.o.fill(0.0)
     state = ((-Float32.inf,) * THREAD_ROWS, (-Float32.inf,) * THREAD_ROWS, (Float32(0.0),) * THREAD_ROWS)
+    entry = work.visit(0)
     if span.count > 0:
-        seen = work.read_mask(0)
+        seen = work.read_mask(0, entry)
+        entry = work.visit(1)
         work.channels["k_full"].wait(work.use)
         work.issue_qk(0)
         warpgroup.wait_group(0)
@@ -280,12 +294,13 @@ def attend(work):
         keep_weights(work.mma)
     whole, partial = unmasked_steps(config, span)
     for step in cutlass.range(1, whole, unroll=1):
-        state = advance(work, step, state, True)
+        state, entry = advance(work, step, state, True, entry)
     for step in cutlass.range(whole, partial, unroll=1):
-        state = advance(work, step, state, False)
+        state, _ = advance(work, step, state, False)
     if cutlass.const_expr(config.masks_last):
+        entry = work.visit(partial)
         for step in cutlass.range(partial, span.count, unroll=1):
-            state = advance(work, step, state, True)
+            state, entry = advance(work, step, state, True, entry)
     if span.count > 0:
         last = span.count - 1
         work.channels["q_empty"].arrive_warp(work.q_use)  # earlier, by a branch in the loop: slower
@@ -336,11 +351,13 @@ def unmasked_steps(config, span) -> tuple:
 
 
 @cute.jit
-def advance(work, step, state, masked: cutlass.Constexpr):
-    """QK and softmax of the KV tile of visit ``step``, PV of the previous one."""
+def advance(work, step, state, masked: cutlass.Constexpr, entry=None):
+    """QK and softmax of the KV tile of visit ``step``, PV of the previous one. entry: ``work.visit(step)`` if the step
+    is masked. Returns the state and the next step's entry."""
     seen = None
     if cutlass.const_expr(masked):
-        seen = work.read_mask(step)
+        seen = work.read_mask(step, entry)
+        entry = work.visit(step + 1)
     work.channels["k_full"].wait(work.use + step)
     take_turn(work)
     work.issue_qk(step)
@@ -354,7 +371,7 @@ def advance(work, step, state, masked: cutlass.Constexpr):
     work.v_empty.arrive_warp(work.use + step - 1)
     rescale(work, factors, moved)
     keep_weights(work.mma)
-    return state
+    return state, entry
 
 
 @cute.jit

@@ -20,6 +20,7 @@ def test_every_legal_pair_is_there():
             {"mla", "pages"},
             {"bias", "d512"},
             {"blocks", "splits"},
+            *({"blocks", other} for other in ("packed", "lengths", "pages", "e4m3", "mla")),
         ):
             assert any(pair <= features for features in found)
 
