@@ -35,13 +35,25 @@ WARP_COSTS = {
 # converter takes 142 us longer than 16-bit keys do and dequantising 69, in NVFP4 754 and 104 (docs/measurements.md).
 EXPANDED_ROWS = {8: 4096, 4: 1280}
 
+# Constants for consumers that share rows, at head sizes above 256. Fitted to 19 problems of MLA with 16, 64 and 128
+# heads, each with 1 to 8 parts of the keys, on an H100 (docs/measurements.md). A tile's start and end take long, and
+# the states of split keys do not stay in L2.
+LATENT_COSTS = replace(
+    HOPPER, combine=3.2, combine_bytes=3.5e6, tile=5200.0, tile_row=0.25, sm_bytes=56.0, l2_bytes=190.0,
+    round_=0.75, mma=0.66,
+)  # fmt: skip
+
 
 class HopperChoices(Choices):
     """``Choices`` of this kernel."""
 
     def constants(self, problem: AttentionProblem) -> Constants:
-        """The constants for 16-bit keys, unless warps convert codes of keys in registers."""
-        by_warp = problem.format.kv_format and shapes_of(problem)[0].row_tiles
+        """The constants for 16-bit keys and one consumer for a row, unless consumers share rows, or warps convert codes
+        of keys in registers."""
+        shape = shapes_of(problem)[0]
+        if shape.column_parts > 1:
+            return LATENT_COSTS
+        by_warp = problem.format.kv_format and shape.row_tiles
         return WARP_COSTS[problem.format.kv_bits] if by_warp else self.costs
 
     def decode_loads(self, problem: AttentionProblem) -> Loads:

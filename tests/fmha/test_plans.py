@@ -220,6 +220,36 @@ def test_one_long_row_fills_the_gpu():
         assert 0.6 * sms <= 8 * plan.splits <= 3 * sms
 
 
+def test_latent_keys_stay_whole_where_requests_fill_the_gpu():
+    """MLA's states of split keys, 512 columns a head, cost more than an idle SM; few requests are split."""
+    kv = torch.empty(8192, 64, 1, 576, dtype=torch.bfloat16, device="meta")
+
+    def splits(batch, keys):
+        q = torch.empty(batch, 1, 64, 576, dtype=torch.bfloat16, device="meta")
+        tensors = {
+            "page_table": torch.empty(batch, keys // 64, dtype=torch.int32, device="meta"),
+            "kv_lengths": torch.empty(batch, dtype=torch.int32, device="meta"),
+        }
+        return plan_for("sm_90a", q=q, k=kv, v=None, v_dim=512, scale=0.04, **tensors).splits
+
+    assert splits(128, 4096) == splits(96, 2048) == 1 and splits(32, 8192) == 4
+
+
+def test_idle_tiles_between_others_take_ctas():
+    """With more queries than a tile's, tiles without a query stand between the others, otherwise behind them."""
+    tiling, requests = Tiling(2, 64, 1, 64, 2, 1, 8, True), [Requests(3, 39, 868)]
+    q = torch.empty(3 * 39, 64, 256, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(3 * 868, 8, 256, dtype=torch.bfloat16, device="meta")
+    starts = torch.empty(4, dtype=torch.int32, device="meta")
+
+    def problem(most):
+        tensors = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": most, "max_seqlen_k": 868}
+        return AttentionProblem.of(q=q, k=k, v=k, causal=True, memory=False, **tensors)
+
+    assert work_of(problem(39), tiling, requests).idle == 8 * (3 * 39 // 16 + 3 - 3 * 3) > 0
+    assert work_of(problem(16), tiling, requests).idle == 0
+
+
 def test_sections_follow_the_l2():
     """Causal heads worked on at a time: fewer with less L2 (of 8192 keys of D 128, ten fit 40 MiB)."""
     q = torch.empty(1, 8192, 128, 128, dtype=torch.bfloat16, device="meta")
