@@ -57,7 +57,8 @@ def _run_seeds(once, outcomes: Outcomes, seeds: range, check: str | None) -> Sim
         try:
             report = once(seed, check, False)
         except SimError as error:
-            error.add_note(f"under seed {seed}, the number {seed - seeds.start + 1} of {len(seeds)}")
+            if len(seeds) > 1:
+                error.add_note(f"under seed {seed}, the number {seed - seeds.start + 1} of {len(seeds)}")
             raise
         try:
             outcomes.compare(seed)
