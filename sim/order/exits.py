@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from warpspec.sim.instruction import Instr
 from warpspec.sim.lanes import WARP_SIZE
+from warpspec.sim.names import placed
 from warpspec.sim.order.accesses import Accesses
 from warpspec.sim.order.places import shared_place
 from warpspec.sim.order.shadow import distinct
@@ -14,6 +16,11 @@ LEFT = "a barrier of all threads that some of them have left"
 MISCOUNTED = "a named barrier of fewer threads than use it"
 
 
+def _at(ins: Instr) -> str:
+    """An instruction in words."""
+    return f"PTX line {ins.line} `{ins.opcode}`" + (f" from {placed(ins.source)}" if ins.source else "")
+
+
 class ExitChecks(Accesses):
     """Checks at the end of a CTA and of its threads."""
 
@@ -21,7 +28,7 @@ class ExitChecks(Accesses):
         """A barrier without a number of threads is complete, though some threads have exited: hardware counts them."""
         self.report(
             LEFT, f"barrier {barrier.number} of CTA {w.cta.coords}",
-            f"{missing} threads of the CTA exited before", f"warp {w.index}: PTX line {ins.line} `{ins.opcode}`",
+            f"{missing} threads of the CTA exited before", f"warp {w.index}: {_at(ins)}",
             "all threads at the barrier, or a named barrier of those that take part", (ins.line,), tolerated=True,
         )  # fmt: skip
 
@@ -34,7 +41,7 @@ class ExitChecks(Accesses):
         self.report(
             MISCOUNTED, f"named barrier {barrier.number} of CTA {cta.coords}",
             f"warps {', '.join(map(str, sorted(barrier.users)))} use it, {used} threads; it is of {barrier.expected}",
-            f"{barrier.arrived} have arrived when the CTA ends, the last at PTX line {ins.line} `{ins.opcode}`",
+            f"{barrier.arrived} have arrived when the CTA ends, the last at {_at(ins)}",
             f"a barrier of {used} threads", (ins.line,), tolerated=True,
         )  # fmt: skip
 
