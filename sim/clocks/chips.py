@@ -64,7 +64,7 @@ _TMA = (
     ("tma_hbm_latency", 950, "of a load from HBM: 780 (512 bytes) to 1100 (from 8 KB on)", OURS, MEDIUM),
     ("store_bytes", 31.5, "a single SM stores by TMA", OURS, HIGH),
     ("add_bytes", 25.3, "a single SM adds, by TMA or by lanes", OURS, HIGH),
-    ("store_buffer", 4096, "bytes that lanes store before they wait for those before", ASSUMED, LOW),
+    ("store_buffer", 65536, "bytes that lanes store before they wait for those before", ASSUMED, LOW),
     ("add_buffer", 4096, "bytes that lanes add before they wait for those before", ASSUMED, LOW),
     ("store_read_latency", 10, "until a store has read shared memory, beside its bytes", OURS, MEDIUM),
     ("store_latency", 40, "from there until wait_group lets pass", OURS, MEDIUM),
@@ -160,6 +160,7 @@ _COMMON = (*_PIPES, *_SHARED, *_SYNCHRONISATION, *_TMA, *_CODE, *_MEMORY, *_LAUN
 def _hopper(
     *,
     hbm: float,
+    read: float,
     size: float,
     l2: float,
     shared: float,
@@ -172,7 +173,8 @@ def _hopper(
         ("launch", launch, LAUNCH, NCU, MEDIUM),
         ("l2_mb", size, "MB that L2 holds", "CUDA device attribute", HIGH),
         ("l2_dirty_mb", dirty, "MB of stores that L2 keeps at a kernel's end", DRAM, MEDIUM),
-        ("hbm_gb", hbm, "GB/s that all SMs read from HBM", COPY, HIGH),
+        ("hbm_gb", hbm, "GB/s of HBM where as much is written as read", COPY, HIGH),
+        ("hbm_read_gb", read, "GB/s that all SMs read from HBM", f"{OURS}, global_load_32x4_dram_16r", HIGH),
         ("l2_bytes", l2, "a clock that all SMs load from L2 together", OURS, HIGH),
         ("l2_shared_bytes", shared, "the same, where 16 SMs load the same lines at a time", OURS, HIGH),
         ("l2_store_bytes", stored, "a clock that all SMs store", OURS, HIGH),
@@ -195,7 +197,14 @@ def _blackwell(*more: tuple) -> tuple:
         ("tma_hbm_latency", 1150, "900 (512 bytes) to 1757 (32 KB), less the bytes", SEMI, MEDIUM),
         ("l2_latency", 295, "of ld.global that hits L2", SEMI, MEDIUM),
         ("hbm_latency", 860, "of ld.global that does not", SEMI, MEDIUM),
-        ("hbm_gb", 7100, "GB/s that all SMs read from HBM with 64 KB in flight an SM", SEMI, HIGH),
+        (
+            "hbm_gb",
+            7100,
+            "GB/s of HBM where as much is written as read: as if all were read",
+            ASSUMED,
+            MEDIUM,
+        ),
+        ("hbm_read_gb", 7100, "GB/s that all SMs read from HBM with 64 KB in flight an SM", SEMI, HIGH),
         ("l2_mb", 126, "MB that L2 holds", "NVIDIA's specification", HIGH),
         (
             "l2_dirty_mb",
@@ -229,8 +238,12 @@ def _table(rows: tuple) -> dict[str, Constant]:
 
 
 _B300 = (("mufu", 4, "ex2 and its kin", GB300, HIGH),)
-_H100 = _hopper(hbm=3030, size=52, l2=3900, shared=11100, stored=2160, added=1730, dirty=22, launch=4840)
-_H200 = _hopper(hbm=4280, size=62, l2=4700, shared=11500, stored=2530, added=2030, dirty=26, launch=3900)
+_H100 = _hopper(
+    hbm=3030, read=3150, size=52, l2=3900, shared=11100, stored=2160, added=1730, dirty=22, launch=4680
+)
+_H200 = _hopper(
+    hbm=4280, read=4550, size=62, l2=4700, shared=11500, stored=2530, added=2030, dirty=26, launch=3600
+)
 CHIPS = {
     "h100": Chip("H100", "sm_90a", 132, 1.98, _table(_H100)),
     "h200": Chip("H200", "sm_90a", 132, 1.98, _table(_H200)),

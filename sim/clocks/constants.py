@@ -74,6 +74,7 @@ class Chip:
 # Constants that are rates: more is faster.
 RATES = (
     *("shared_bytes", "tma_bytes", "store_bytes", "l2_bytes", "l2_shared_bytes", "l2_store_bytes", "hbm_gb"),
+    *("hbm_read_gb", "store_buffer", "add_buffer"),
     *("add_bytes", "l2_add_bytes", "l2_dirty_mb", "tmem_load_bytes", "tmem_store_bytes", "mma_flops"),
 )
 

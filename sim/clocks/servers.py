@@ -40,7 +40,7 @@ class Sm:
         self.tensor_used = [0.0] * SCHEDULERS
         self.store_buffer, self.add_buffer = chip.clocks("store_buffer"), chip.clocks("add_buffer")
         self.lanes_free = self.lanes_ahead = 0.0
-        self.tma_free = self.l2_free = self.hbm_free = self.store_free = 0.0
+        self.tma_free = self.memory_free = self.store_free = 0.0
         self.tma_used = self.l2_used = self.hbm_used = 0.0
         self.transfer_free = [0.0] * SCHEDULERS
         self.transfer_used = 0.0
@@ -85,13 +85,16 @@ class Sm:
     def _move(self, start: float, nbytes: float, share: float) -> float:
         """When the bytes have passed L2 and HBM, without their latency."""
         l2, hbm = nbytes / self.l2_rate, share * nbytes / self.hbm_rate
+        return self._pass(start, nbytes, l2, hbm)
+
+    def _pass(self, start: float, nbytes: float, l2: float, hbm: float) -> float:
+        """Loads and stores pass one after the other: what is copied takes the sum of both."""
         since = start - self.chip.clocks("burst")
-        self.l2_free = max(self.l2_free, since) + l2
-        self.hbm_free = max(self.hbm_free, since) + hbm
+        self.memory_free = max(self.memory_free, since) + max(l2, hbm)
         self.l2_used += l2
         self.hbm_used += hbm
         self.bytes_moved += nbytes
-        return max(self.l2_free, self.hbm_free)
+        return self.memory_free
 
     def load(self, at: float, nbytes: float, count: int) -> float:
         """Loads by lanes, or cp.async: `count` instructions of a warp, of so many bytes in all."""
@@ -101,12 +104,10 @@ class Sm:
 
     def store(self, at: float, nbytes: float, adds: bool = False) -> float:
         """Stores and reductions: when they have left the SM; nobody waits for them. adds: they are bulk reductions."""
-        self.store_free = max(self.store_free, at) + nbytes / (self.add_rate if adds else self.store_rate)
-        hbm = self.written_share * nbytes / self.hbm_rate
-        self.hbm_free = max(self.hbm_free, at) + hbm
-        self.hbm_used += hbm
-        self.bytes_moved += nbytes
-        return self.store_free
+        rate = self.add_rate if adds else self.store_rate
+        self.store_free = max(self.store_free, at) + nbytes / rate
+        passed = self._pass(at, nbytes, nbytes / rate, self.written_share * nbytes / self.hbm_rate)
+        return max(self.store_free, passed)
 
     def store_by_lanes(self, at: float, stored: float, added: float) -> None:
         """Stores and additions by lanes."""

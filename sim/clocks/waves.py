@@ -28,7 +28,7 @@ MOST_LISTED = 100_000  # most clusters of a grid that are assigned to places one
 BISECTIONS = 24
 CANDIDATES = 3  # recorded clusters that are replayed to find the one that lasts longest
 STREAMED_ROUNDS = 4  # rounds of CTAs that are replayed if there are more
-MOST_STEPS = 60_000  # most steps of a replay, of whose second half the rest has the pace
+MOST_STEPS = 30_000  # most steps of a replay, of whose second half the rest has the pace
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +153,7 @@ class Grid:
 
     def predict(self, chip: Chip, *, keep_spans: bool = True) -> Launch:
         """The launch's time with a chip's constants; costs of blocks are recomputed if they differ."""
+        chip = chip.with_constants(hbm_gb=self._hbm_gb(chip))
         self.order = None if self.sass is None else SassOrder(self.trace.program, self.sass, chip)
         costs = self.costs if keep_spans else {}
         if self.clusters <= self.places:
@@ -166,8 +167,20 @@ class Grid:
             max(lasts, hbm) + overhead, main, self.residency, self.here, waves, overhead, hbm, self.code
         )
 
+    def _hbm_gb(self, chip: Chip) -> float:
+        """GB/s of HBM for what the launch reads and writes there: the fewer the more is written."""
+        written = self.written / max(self.written + min(self.to_read, self.loaded), 1.0)
+        mixed, read = chip.clocks("hbm_gb"), chip.clocks("hbm_read_gb")
+        return read + (mixed - read) * min(2 * written, 1.0)
+
     def _replay(
-        self, chip: Chip, costs: dict, clusters: list[Placed], resident: int, keep_spans: bool
+        self,
+        chip: Chip,
+        costs: dict,
+        clusters: list[Placed],
+        resident: int,
+        keep_spans: bool,
+        most_steps: int | None,
     ) -> Result:
         shares = {
             "fresh_share": self.fresh_share,
@@ -176,16 +189,17 @@ class Grid:
             "sharers": self.sharers,
         }
         options = {"resident": resident, "keep_spans": keep_spans, "cold": self.cold, "costs": costs}
-        options |= {"order": self.order, "most_steps": MOST_STEPS}
+        options |= {"order": self.order, "most_steps": most_steps}
         return Replay(self.trace, clusters, chip, **options, **shares).run()
 
     def _together(self, chip: Chip, costs: dict, keep_spans: bool) -> tuple[float, Result]:
-        """All clusters of the grid run at once: the longest recorded one decides."""
+        """All clusters of the grid run at once: the longest recorded one decides, beside others of the grid."""
         numbers = self._longest_groups() if self.longest is None else [self.longest]
         found = {}
         for number in numbers:
+            beside = self._spread(self.here - 1)
             found[number] = self._replay(
-                chip, costs, [self.groups[number]] * self.here, self.here, keep_spans
+                chip, costs, [self.groups[number], *beside], self.here, keep_spans, MOST_STEPS
             )
         longest = max(found, key=lambda number: found[number].lasts)
         self.longest = longest
@@ -207,7 +221,8 @@ class Grid:
         here = self.here
         share = -(-self.clusters * self.trace.cluster_ctas // chip.sms)  # clusters that an SM takes part in
         most = min(share, STREAMED_ROUNDS * here)
-        result = self._replay(chip, costs, self._spread(most), here, keep_spans)
+        # CTAs that begin together take their steps together, so that a part of them has no pace of its own.
+        result = self._replay(chip, costs, self._spread(most), here, keep_spans, None)
         lasts = result.lasts
         if share > most and result.beyond:
             lasts *= share / most
