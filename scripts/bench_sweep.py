@@ -277,10 +277,13 @@ class Timer:
 # All of it.
 
 
-def sweep(shapes: dict[Shape, int], speeds: gpu_bench.Speeds, workers: int, seconds: float) -> list[dict]:
+def sweep(
+    shapes: dict[Shape, int], speeds: gpu_bench.Speeds, workers: int, seconds: float, keep: Callable
+) -> list[dict]:
     """Results in the order of the shapes; prints one line each. Shapes not begun in time are left out, and said.
 
     shapes: with how many plans besides the chosen one are timed. workers: processes that compile; 0: all is compiled.
+    keep: called with the results so far after each, for runs that are cut off.
     """
     start, target = time.monotonic(), target_of(torch.device("cuda", 0))
     progress, results, timer, pool = Progress(len(shapes)), {}, Timer(speeds), None
@@ -304,6 +307,7 @@ def sweep(shapes: dict[Shape, int], speeds: gpu_bench.Speeds, workers: int, seco
                     result["missing"].setdefault("compiling", one_line(future.exception()))
             results[shape] = result
             progress.step(line(result))
+            keep(list(results.values()))
     finally:
         timer.stop()
         if pool is not None:
@@ -316,8 +320,7 @@ def sweep(shapes: dict[Shape, int], speeds: gpu_bench.Speeds, workers: int, seco
 def compile_only(shapes: dict[Shape, int], target: Target, workers: int, seconds: float) -> dict[Shape, int]:
     """Fill the caches on disk with what ``sweep`` of the same shapes would compile, first shapes first. Prints what
     failed; returns the shapes that are ready, with the number of their other plans, 0 if some of these are missing."""
-    start = time.monotonic()
-    context = multiprocessing.get_context("spawn")
+    start, context = time.monotonic(), multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=quiet)
     waits = start_compiling(pool, shapes, target)
     users = defaultdict(list)
@@ -478,14 +481,18 @@ def main() -> None:
             print("flash-attn-4 is not installed: ratios are against the other peers")
         speeds = gpu_bench.measured_speeds()
         print(f"{speeds}, measured here", flush=True)
-        results = sweep(shapes, speeds, options.workers, options.seconds)
+        about = {"header": header, "seeds": options.seeds, "speeds": speeds._asdict()}
+
+        def keep(found: list[dict]) -> None:
+            if options.json:
+                options.json.write_text(json.dumps(about | {"results": found}, indent=1))
+
+        results = sweep(shapes, speeds, options.workers, options.seconds, keep)
+        keep(results)
     print(f"\n{sweep_report.report(results, options.markdown)}", flush=True)
-    if options.regret:
+    if any(result.get("plans") for result in results):
         print(f"\n{sweep_regret.regret_table(results, options.markdown)}")
         print(f"\nworst choices\n{sweep_regret.worst_choices(results)}", flush=True)
-    if options.json:
-        about = {"header": header, "seeds": options.seeds, "speeds": speeds._asdict()}
-        options.json.write_text(json.dumps(about | {"results": results}, indent=1))
 
 
 if __name__ == "__main__":

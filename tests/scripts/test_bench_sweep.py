@@ -352,6 +352,29 @@ def test_a_process_that_never_starts_costs_the_shape():
     assert found["missing"] == {OURS: "ended the process"} and not found["times"]
 
 
+def test_results_are_kept_one_by_one(monkeypatch):
+    """Without workers nothing is waited for, and each shape is timed with its number of other plans."""
+    shapes, asked, kept = draw_shapes(30, 5)[:3], [], []
+
+    class Told:
+        def __init__(self, speeds):
+            assert speeds == SPEEDS
+
+        def time(self, shape, plans):
+            asked.append((shape, plans))
+            return sweep_report.result_of(shape, SPEEDS)
+
+        def stop(self):
+            pass
+
+    monkeypatch.setattr(sweep, "Timer", Told)
+    monkeypatch.setattr(sweep, "target_of", lambda device: H200)
+    wanted = dict(zip(shapes, (2, 0, 1), strict=True))
+    found = sweep.sweep(wanted, SPEEDS, workers=0, seconds=60, keep=kept.append)
+    assert dict(asked) == wanted and [from_json(one["shape"]) for one in found] == shapes
+    assert [len(one) for one in kept] == [1, 2, 3] and kept[-1] == found
+
+
 def test_shapes_of_the_options(tmp_path):
     def shapes(*arguments):
         return list(sweep.shapes_of(sweep.parser().parse_args(arguments)))
