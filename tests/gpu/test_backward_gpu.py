@@ -7,6 +7,8 @@ import torch
 from helpers.gradient_cases import CASES, KERNEL_TOLERANCE, Case
 
 from warpspec.fmha import attention
+from warpspec.fmha.backward import launch
+from warpspec.fmha.backward.schedule import Order
 
 pytestmark = pytest.mark.gpu
 
@@ -19,6 +21,23 @@ LARGE = [
 PACKED = Case(
     "packed-large", lengths_q=(1, 300, 0, 700, 64), lengths_k=(900, 300, 20, 1500, 3), heads_q=4, causal=True
 )
+LENGTHS = {"lengths_q": (1, 300, 0, 700, 64), "lengths_k": (1, 300, 20, 1500, 64)}
+SIZES = [
+    Case(
+        "plain", batch=2, seq_q=500, seq_k=700, heads_q=4, heads_kv=2, causal=True, sink=True, through="o+lse"
+    ),
+    Case("packed", **LENGTHS, heads_q=4, heads_kv=2, causal=True),
+    Case("order", seq_q=500, seq_k=500, heads_q=4, heads_kv=2, causal=True, deterministic=True),
+]
+SLICED = [
+    Case("plain", batch=3, seq_q=500, seq_k=700, heads_q=8, heads_kv=2, causal=True),
+    Case("packed", **LENGTHS, heads_q=8, heads_kv=2, causal=True),
+    Case("packed-full", **LENGTHS, heads_q=8, heads_kv=2),
+]
+WINDOWS = [
+    Case("window", batch=2, seq_q=900, seq_k=900, heads_q=6, heads_kv=2, window=(300, 0), deterministic=True),
+    Case("packed", **LENGTHS, heads_q=8, heads_kv=2, causal=True, window=(200, 0), deterministic=True),
+]
 
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
@@ -47,6 +66,45 @@ def test_not_worse_than_torch(dim, causal):
             for t in (found[name].transpose(1, 2), other)
         ]
         assert (errors[0] <= 1.25 * errors[1]).all(), name
+
+
+@pytest.mark.parametrize(
+    ("qk", "v"), [(40, 24), (72, 72), (80, 80), (96, 96), (128, 64), (192, 128), (256, 200)]
+)
+@pytest.mark.parametrize("case", SIZES, ids=lambda case: case.id)
+def test_head_sizes(case, qk, v):
+    case = case.with_dim(qk)
+    tensors = case.tensors("cuda")
+    tensors["v"] = tensors["v"].detach()[..., :v].contiguous().requires_grad_()
+    case.check(case.gradients(tensors), tensors, KERNEL_TOLERANCE[case.dtype])
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+@pytest.mark.parametrize("slices", [2, 4])
+@pytest.mark.parametrize("case", SLICED, ids=lambda case: case.id)
+def test_sliced_heads(case, slices, dim, monkeypatch):
+    case = case.with_dim(dim)
+    monkeypatch.setattr(launch, "choose_order", lambda *_: Order(3, 2, slices))
+    launch.prepare.cache_clear()
+    tensors = case.tensors("cuda")
+    case.check(case.gradients(tensors), tensors, KERNEL_TOLERANCE[case.dtype])
+    launch.prepare.cache_clear()
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+@pytest.mark.parametrize("inner", [1, 2])
+@pytest.mark.parametrize("case", WINDOWS, ids=lambda case: case.id)
+def test_few_heads_in_order(case, inner, dim, monkeypatch):
+    """The same gradients and bits, whichever heads come first."""
+    case = case.with_dim(dim)
+    monkeypatch.setattr(launch, "inner_heads_of", lambda *_: inner)
+    launch.prepare.cache_clear()
+    tensors = case.tensors("cuda")
+    first = case.gradients(tensors)
+    case.check(first, tensors, KERNEL_TOLERANCE[case.dtype])
+    again = case.gradients(tensors)
+    assert all(torch.equal(again[name], first[name]) for name in first)
+    launch.prepare.cache_clear()
 
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)

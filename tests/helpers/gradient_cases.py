@@ -185,11 +185,11 @@ class Case:
             for n, t in tensors.items()
         }
         total = torch.zeros((), dtype=torch.float64)
-        shape = tensors["q"].shape
+        shape, values = tensors["q"].shape, tensors.get("v", tensors["k"])
         dtypes = {"o": self.dtype, "lse": torch.float32}
         stat_shape = (shape[1], shape[0]) if self.packed else (shape[0], shape[2], shape[1])
         seeds = {
-            "o": self.seed_of(torch.empty(shape, dtype=dtypes["o"])).double(),
+            "o": self.seed_of(torch.empty(*shape[:-1], values.shape[-1], dtype=dtypes["o"])).double(),
             "lse": self.seed_of(torch.empty(stat_shape)).double(),
         }
         if self.packed:
