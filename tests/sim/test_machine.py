@@ -281,3 +281,14 @@ def test_timeline_is_a_chrome_trace(tmp_path):
     assert waits and all(e["dur"] >= 0 and e["ph"] == "X" for e in waits)
     assert {e["ph"] for e in events} == {"X", "M", "s", "f"}
     assert "mbarrier" in str(report) and "times blocked" in str(report)
+
+
+def test_a_parity_beyond_one_counts_by_its_lowest_bit():
+    report = launch(
+        "mov.b32 %r1, sm; mbarrier.init.shared.b64 [%r1], 1; mbarrier.arrive.shared.b64 _, [%r1]; mov.b32 %r2, 12;"
+        "mbarrier.test_wait.parity.shared.b64 %p1, [%r1], %r2; selp.u32 %r3, 1, 0, %p1; ld.param.u64 %rd1, [out];"
+        "st.global.u32 [%rd1], %r3;",
+        {"out": (out := np.zeros(1, np.uint32))},
+        block=(1, 1, 1),
+    )
+    assert out[0] == 1 and "a phase parity of 12 (the ISA allows 0 and 1), PTX line" in report.warnings[0]
