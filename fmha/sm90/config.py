@@ -68,7 +68,7 @@ class AttentionConfig(AttentionKernel):
         ):  # so that a warp sees every use of a stage: it would mistake a phase for that of two uses before
             assert self.kv_stages % self.consumer_warps == 0
         if self.paired:
-            assert self.consumers == 2 and self.kv_stages == 2 and self.tile_n == BLOCK
+            assert self.consumers == 2 and self.kv_stages == 2 and self.tile_n <= BLOCK
         assert self.role_registers <= self.register_pool, "setmaxnreg would wait for ever"
         assert not ((self.scheduler.cuts_tiles or self.scheduler.has_warp) and self.paired)
 
@@ -199,13 +199,18 @@ class AttentionConfig(AttentionKernel):
     @property
     def paired(self) -> bool:
         """Whether two consumers share 64 rows and pass each other P through shared memory (``pair``)."""
-        return self.column_parts == 2 and self.format.shared_kv
+        return self.column_parts == 2
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether paired consumers' K and V are one tensor, whose tiles are loaded and released in parts."""
+        return self.paired and self.format.shared_kv
 
     @property
     def p_in_keys(self) -> bool:
         """Whether P of a tile overwrites the columns of its keys that are not V's: QK has read them, and there is no
         other room."""
-        return self.paired and self.heads.qk_blocks > self.heads.v_blocks
+        return self.in_parts and self.heads.qk_blocks > self.heads.v_blocks
 
     @property
     def p_stage_bytes(self) -> int:
@@ -313,12 +318,12 @@ class AttentionConfig(AttentionKernel):
     @property
     def parts(self) -> int:
         """Parts of a KV tile's columns, each loaded by a warp of its own and released by a consumer of its own."""
-        return self.column_parts if self.paired else 1
+        return self.column_parts if self.in_parts else 1
 
     @property
     def pieces(self) -> int:
         """Pieces of a KV tile, each with an mbarrier: if tiles are few and large, QK begins with the first piece."""
-        return self.heads.qk_blocks if self.paired else 1
+        return self.heads.qk_blocks if self.in_parts else 1
 
     @property
     def part_blocks(self) -> int:
@@ -343,7 +348,7 @@ class AttentionConfig(AttentionKernel):
     @property
     def prefetches(self) -> bool:
         """Whether load warps prefetch into L2 what does not fit shared memory yet."""
-        return self.paired
+        return self.in_parts
 
     # Tiles.
 
@@ -364,7 +369,7 @@ class AttentionConfig(AttentionKernel):
         """Shared memory, in order."""
         stages, rows = self.kv_stages, f"{self.kv_stages} x [{self.tile_n}"
         name = "K and V" if self.format.shared_kv else "K"
-        p = f"{WEIGHT_STAGES} x [{WARPGROUP_ROWS}, {self.tile_n}]; O leaves through it"
+        p = f"{WEIGHT_STAGES} x [{WARPGROUP_ROWS}, {BLOCK}]; O leaves through it"
         words = self.scheduler.word_bytes
         taken = barrier_count(self.barriers) * MBARRIER_BYTES + words
         room = (-(-taken // BARRIER_BYTES) * BARRIER_BYTES - words) // MBARRIER_BYTES
@@ -393,8 +398,9 @@ class AttentionConfig(AttentionKernel):
 
     @property
     def p_bytes(self) -> int:
-        """Bytes of one P tile of paired consumers, if P has a place of its own."""
-        return WARPGROUP_ROWS * self.tile_n * ELEMENT_BYTES if self.paired and not self.p_in_keys else 0
+        """Bytes of one P tile of paired consumers, if P has a place of its own; it has room for a block of columns,
+        for O leaves through it."""
+        return WARPGROUP_ROWS * BLOCK * ELEMENT_BYTES if self.paired and not self.p_in_keys else 0
 
     @property
     def statistics_bytes(self) -> int:
@@ -446,6 +452,20 @@ class AttentionConfig(AttentionKernel):
                 read = (
                     Barrier("p_empty", WEIGHT_STAGES, warps, other, "the tile's consumer", "PV has read P"),
                 )
+            exchanged = (
+                Barrier("p_full", WEIGHT_STAGES, warps, mine, other, "P and statistics are in shared memory"),
+                *read,
+            )
+            if not self.in_parts:
+                both = "consumers, one thread a warp"
+                return (
+                    *q,
+                    Barrier("k_full", stages, 1, filled, "the tile's consumer", "K tile is in shared memory"),
+                    Barrier("k_empty", stages, warps, mine, load, "QK has read the K tile"),
+                    Barrier("v_full", stages, 1, filled, "consumers", "V tile is in shared memory"),
+                    Barrier("v_empty", stages, 2 * warps, both, load, "both PVs have read the V tile"),
+                    *exchanged,
+                )
             return (
                 *q,
                 Barrier(
@@ -454,8 +474,7 @@ class AttentionConfig(AttentionKernel):
                 Barrier(
                     "k_empty", parts, warps, "the part's consumer", "its load warp", "QK and PV have read it"
                 ),
-                Barrier("p_full", WEIGHT_STAGES, warps, mine, other, "P and statistics are in shared memory"),
-                *read,
+                *exchanged,
             )
         if self.converts:
             return (*q, *self.codes.barriers(stages, "consumers", "consumers", warp, warps))

@@ -432,8 +432,10 @@ def weigh(work, step, state, masked: cutlass.Constexpr, seen: cutlass.Constexpr 
         if span.has_unseen(span.tile(step), config.tile_n):
             use = work.use + step
             barrier, threads = CLEAR_BARRIER, config.consumer_threads
-            if cutlass.const_expr(config.paired):  # the tile is this consumer's alone, and loaded since QK
+            if cutlass.const_expr(config.paired):  # the tile is this consumer's alone until it hands over P
                 barrier, threads = CLEAR_BARRIER + work.consumer, WARPGROUP_THREADS
+                if cutlass.const_expr(not config.in_parts):  # otherwise it is there since QK
+                    work.v_full.wait(use)
             else:
                 work.v_full.wait(use)
                 await_scores(config)

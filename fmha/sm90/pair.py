@@ -10,6 +10,9 @@ which that tile's buffer waits for, goes into the middle of QK.
     tile j's consumer   QK(j) half   PV(j-1)   QK(j) half   softmax(j) -> P    PV(j)       QK(j+2) half
     the other           PV(j-1)                QK(j+1) half                    PV(j)       QK(j+1) half   softmax(j+1)
 
+Where K and V are two tensors (``config.in_parts`` is False), a K tile is its consumer's alone and released after QK, a
+V tile is released by both, and the order is the same.
+
 If consumers mostly wait for tiles (``config.pv_first``), PV of the other's tile goes before QK instead: it runs while
 the next tile is being loaded, and releases its own buffer earlier.
 
@@ -31,7 +34,7 @@ from cutlass.tensor_utils import LayoutEnum
 from warpspec.common.device import tma
 from warpspec.common.device.wgmma import settle
 from warpspec.common.hardware import WARPGROUP_THREADS
-from warpspec.fmha.heads import MMA_K
+from warpspec.fmha.heads import BLOCK, MMA_K
 from warpspec.fmha.sm90.config import SCORED_BARRIER, STATISTICS, SUMS_BARRIER, WEIGHT_STAGES
 from warpspec.fmha.sm90.consumer import (
     ONE_WARPGROUP,
@@ -46,7 +49,7 @@ from warpspec.fmha.sm90.consumer import (
 )
 from warpspec.fmha.sm90.fragment import THREAD_ROWS
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
-from warpspec.fmha.sm90.staging import TILE_WORDS, store_words
+from warpspec.fmha.sm90.staging import store_words
 from warpspec.fmha.tiles import ELEMENT_BYTES
 
 DEPTH_PARTS = 2  # parts of QK's depth D, with PV between them
@@ -110,7 +113,7 @@ class Pair:
         tiled_mma = hopper.make_trivial_tiled_mma(
             dtype, dtype, k_major, n_major, Float32, ONE_WARPGROUP, shape
         )
-        layout = hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (*shape, keys), dtype, 1)
+        layout = hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (*shape, BLOCK), dtype, 1)
         base = self.shared.p.align(tma.TILE_ALIGNMENT)
         p = cute.make_tensor(cute.recast_ptr(base, layout.inner, dtype=dtype), layout.outer)[None, None, 0]
         stages = cute.make_layout(WEIGHT_STAGES, stride=config.p_stage_bytes // ELEMENT_BYTES)
@@ -118,11 +121,26 @@ class Pair:
         p = tiled_mma.make_fragment_A(tiled_mma.get_slice(0).partition_A(p))
         use = self.use(step)
         v = mma.v[None, None, None, use % config.kv_stages]
-        multiply(tiled_mma, mma.o, p[None, None, None, use % WEIGHT_STAGES], v, True)
+        self.await_values(step)
+        p = p[None, None, None, use % WEIGHT_STAGES]
+        multiply(tiled_mma, mma.o, p, v, True, count=keys // MMA_K)
+
+    def await_values(self, step) -> None:
+        """Wait for V, if it is no part of the tile's keys."""
+        if not self.config.in_parts:
+            self.work.v_full.wait(self.use(step))
+
+    def release_keys(self, step) -> None:
+        """QK of this consumer's tile is over: release its keys, if V is no part of them."""
+        if not self.config.in_parts:
+            self.work.channels["k_empty"].arrive_warp(self.use(step))
 
     def release(self, step) -> None:
         """Release this consumer's part of the tile's columns: its PV has read them, and QK before it."""
-        self.work.channels["k_empty"].arrive_warp(self.use(step) * self.config.parts + self.part)
+        if self.config.in_parts:
+            self.work.channels["k_empty"].arrive_warp(self.use(step) * self.config.parts + self.part)
+        else:
+            self.work.v_empty.arrive_warp(self.use(step))
 
     def release_other(self, step) -> None:
         """Release the other consumer's tile, and its P."""
@@ -160,6 +178,7 @@ def attend_paired(pair):
         for depth_part in cutlass.range_constexpr(DEPTH_PARTS):
             pair.issue_qk(0, depth_part)
         warpgroup.wait_group(0)
+        pair.release_keys(0)
         release_q(work, 0)
         state = weigh_and_add(pair, 0, state, True)
     whole, partial = unmasked_steps(config, span)
@@ -203,6 +222,7 @@ def turn(pair, step, state, masked: cutlass.Constexpr):
     warpgroup.wait_group(DEPTH_PARTS if cutlass.const_expr(pv_first) else 1)  # PV; QK goes on
     pair.release_other(step - 1)
     warpgroup.wait_group(0)
+    pair.release_keys(step)
     release_q(pair.work, step)
     return weigh_and_add(pair, step, state, masked)
 
@@ -213,6 +233,7 @@ def weigh_and_add(pair, step, state, masked: cutlass.Constexpr):
     state, factors, moved = weigh(pair.work, step, state, masked)
     publish(pair, step, state, factors)
     rescale(pair.work, factors, moved)
+    pair.await_values(step)
     pair.work.issue_pv(step)
     warpgroup.wait_group(0)
     pair.release(step)
@@ -231,7 +252,7 @@ def publish(pair, step, state, factors):
         cute.arch.barrier(barrier_id=SCORED_BARRIER + work.part, number_of_threads=WARPGROUP_THREADS)
     else:
         work.channels["p_empty"].wait_previous(use)
-    store_words(pair.own_p, work.rows[0], [words[i] for i in range(TILE_WORDS)])
+    store_words(pair.own_p, work.rows[0], [words[i] for i in range(cute.size(words))])
     told = pair.statistics(step)
     if work.rows[0].member == 0:
         for r in cutlass.range_constexpr(THREAD_ROWS):

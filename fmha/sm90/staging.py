@@ -25,11 +25,11 @@ LOADS = WARP_ROWS // LOAD_ROWS
 
 
 def store_words(base: Int32, row, words: list) -> None:
-    """Store a thread's words of a tile, in the order of wgmma's fragments. base: the tile's address; row: the thread's
-    first (``tile.Row``)."""
+    """Store a thread's words of a tile's first columns, in the order of wgmma's fragments. base: the tile's address;
+    row: the thread's first (``tile.Row``)."""
     base += row.index * tma.ROW_BYTES + row.member * WORD_BYTES
     swizzle = row.index % SWIZZLE_ROWS  # for both rows, ROW_DISTANCE apart
-    for chunk in range(CHUNKS):
+    for chunk in range(len(words) // THREAD_ROWS):
         start = base + (swizzle ^ chunk) * CHUNK_BYTES
         for r in range(THREAD_ROWS):
             vector_at(start + r * ROW_DISTANCE * tma.ROW_BYTES, 1)[0] = words[chunk * THREAD_ROWS + r]

@@ -1,4 +1,4 @@
-"""D 512 with K and V one tensor on sm_90a: two consumers share the rows and exchange P. In the simulator."""
+"""D 512 on sm_90a: two consumers share the rows and exchange P. In the simulator, most with K and V one tensor."""
 
 from collections import Counter
 from dataclasses import replace
@@ -56,10 +56,14 @@ LENGTHS = Case(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", long_but(range(2), range(4)))
-def test_tiles_of_every_length(simulate, seed):
-    """Rows of 0 to 7 KV tiles after one another in a CTA: whose turn it is begins with either consumer."""
-    simulate(LENGTHS, ctas=2, seed=seed, num_splits=1)
+SEEDS = [(seed, shared) for seed in range(4) for shared in (True, False)]
+
+
+@pytest.mark.parametrize(("seed", "shared"), long_but([(0, True), (1, False)], SEEDS))
+def test_tiles_of_every_length(simulate, seed, shared):
+    """Rows of 0 to 7 KV tiles after one another in a CTA, of 0 to 14 if K and V are two tensors: whose turn it is
+    begins with either consumer."""
+    simulate(replace(LENGTHS, shared_kv=shared), ctas=2, seed=seed, num_splits=1)
 
 
 @pytest.mark.long
@@ -73,9 +77,10 @@ def test_two_head_tiles(simulate):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("shared", [True, False], ids=["one", "two"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_every_case(simulate, case):
-    simulate(replace(case, head_dim=512, shared_kv=True))
+def test_every_case(simulate, case, shared):
+    simulate(replace(case, head_dim=512, shared_kv=shared))
 
 
 @every_peak
