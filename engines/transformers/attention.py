@@ -154,7 +154,7 @@ def mask_maker(compressed: str = "bias"):
         if getattr(config, "compress_rates", None):  # before index_topk, which these models have, too
             return ways[compressed](*args, **kwargs)
         selects_keys = any(getattr(config, name, None) is not None for name in SELECTS)
-        return (additive_mask if selects_keys else key_ranges)(*args, **kwargs)
+        return additive_mask(*args, **kwargs) if selects_keys else key_ranges(*args, config=config, **kwargs)
 
     return make
 
@@ -322,8 +322,9 @@ def _without_packing(mask_function):
         return other
     positions = captured[
         "position_ids"
-    ].cell_contents  # (transformers 5.18 and later count from each sequence's start)
-    return captured["mask_function"].cell_contents if not bool(positions[:, 0].any()) else mask_function
+    ].cell_contents  # (from transformers 5.18 on: places within a sequence)
+    whole = torch.arange(positions.shape[1], device=positions.device)
+    return captured["mask_function"].cell_contents if bool((positions == whole).all()) else mask_function
 
 
 def _images_of(mask_function) -> torch.Tensor | None:

@@ -90,6 +90,7 @@ def test_ranges_in_a_layer_that_is_not_causal_are_refused():
         forward(mask, layer=SimpleNamespace(is_causal=False))
 
 
+NUMBERS, POSITIONS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]]), torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
 MASKS = {
     "bidirectional": masking_utils.bidirectional_mask_function,
     "chunked": masking_utils.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long)),
@@ -99,7 +100,7 @@ MASKS = {
         lambda batch, head, q, k: k == 0,
     ),
     "packed": masking_utils.and_masks(
-        masking_utils.causal_mask_function, masking_utils.packed_sequence_mask_function(torch.zeros(1, 8))
+        masking_utils.causal_mask_function, masking_utils.packed_sequence_mask_function(NUMBERS)
     ),
     "custom": lambda batch, head, q, k: k <= q,
 }
@@ -107,7 +108,7 @@ if hasattr(
     masking_utils, "packed_sequence_compatibility_function"
 ):  # transformers 5.17 has the first way only
     MASKS["packed, positions start over"] = masking_utils.packed_sequence_compatibility_function(
-        masking_utils.causal_mask_function, torch.zeros(1, 8, dtype=torch.long), torch.zeros(1, 8)
+        masking_utils.causal_mask_function, POSITIONS, NUMBERS
     )
 
 
@@ -122,6 +123,21 @@ def test_other_mask_functions_become_lists_of_blocks(kind):
     assert isinstance(mask, BlockMask)
     layer = SimpleNamespace(is_causal=kind != "bidirectional")
     torch.testing.assert_close(forward(mask, layer=layer), forward(additive, layer=layer), rtol=0, atol=0)
+
+
+def test_one_sequence_is_not_packed():
+    """transformers adds packing to any mask where torch.compile traces."""
+    whole = masking_utils.packed_sequence_mask_function(torch.zeros(1, 8))
+    assert (
+        key_ranges(1, 8, 8, mask_function=masking_utils.and_masks(masking_utils.causal_mask_function, whole))
+        is None
+    )
+    if hasattr(masking_utils, "packed_sequence_compatibility_function"):
+        for positions, found in ((torch.arange(8), None), (torch.zeros(8, dtype=torch.long), BlockMask)):
+            mask = masking_utils.packed_sequence_compatibility_function(
+                masking_utils.causal_mask_function, positions[None], torch.zeros(1, 8)
+            )
+            assert isinstance(key_ranges(1, 8, 8, mask_function=mask), found or type(None))
 
 
 def test_a_layer_with_an_indexer_takes_no_blocks():
