@@ -3,6 +3,7 @@
     python scripts/clock_errors.py                              print the tables
     python scripts/clock_errors.py --write docs/clocks.md       put them between its markers; --check: are they there?
     python scripts/clock_errors.py --keep CHIP MEASURED.json PREDICTED.json...     into docs/clocks.json first
+    python scripts/clock_errors.py --publish PREDICTED.json                        of scripts/predict_published.py
 
 docs/clocks.json holds what ``measure_clocks.py`` measured (clocks, and how many a nanosecond; null: not kept) and what
 ``predict_clocks.py`` predicted. A kernel's error is (predicted - measured) / measured, in clocks of the SM.
@@ -166,39 +167,52 @@ def kernel_table(record: dict) -> str:
 
 
 def published_table(record: dict) -> str:
-    """Kernels of others that others have timed, beside their predictions; then pairs, in which the clock cancels."""
+    """Kernels of others that others have timed, beside their predictions: pairs, in which the clock cancels, first."""
     rows = record["published"]["rows"]
+    pairs, ratios = [], []
+    for first, second in pairwise(rows):
+        if (first.get("gpu"), first["case"]) != (second.get("gpu"), second["case"]):
+            continue
+        real, guess = second["tflops"] / first["tflops"], first["clocks"] / second["clocks"]
+        ratios.append((real, guess))
+        sign = "yes" if (real > 1) == (guess > 1) else "no"
+        name = f"{second['variant']} over {first['variant']}"
+        pairs.append((first.get("gpu", "B300"), first["case"], name, f"{real:.2f}", f"{guess:.2f}", sign))
     lines = []
     for row in rows:
         low, high = (row["flop"] / clocks * row["ghz"] / 1000 for clocks in (row["high"], row["low"]))
         guess = row["flop"] / row["clocks"] * row["ghz"] / 1000
-        error = row["tflops"] / guess - 1
+        inside = "yes" if low <= row["tflops"] <= high else "no"
         about = (
+            row.get("gpu", "B300"),
             row["case"],
             row["variant"],
             f"{row['tflops']:,.0f}",
             f"{guess:,.0f}",
-            f"{low:,.0f} to {high:,.0f}",
         )
-        lines.append((*about, f"{error:+.0%}", "yes" if low <= row["tflops"] <= high else "no"))
+        lines.append((*about, f"{low:,.0f} to {high:,.0f}", f"{row['tflops'] / guess - 1:+.0%}", inside))
+    titles = ("GPU", "case", "pair", "published ratio", "predicted ratio", "right sign")
     header = (
-        "M x N x K",
-        "kernel",
+        "GPU",
+        "case",
+        "variant",
         "published TFLOP/s",
         "predicted",
         "interval",
         "error of time",
-        "in the interval",
+        "inside",
     )
-    pairs = []
-    for first, second in pairwise(rows):
-        if first["case"] == second["case"]:
-            real, guess = second["tflops"] / first["tflops"], first["clocks"] / second["clocks"]
-            sign = "yes" if (real > 1) == (guess > 1) else "no"
-            name = f"{second['variant']} over {first['variant']}"
-            pairs.append((first["case"], name, f"{real:.2f}", f"{guess:.2f}", sign))
-    titles = ("M x N x K", "pair", "published ratio", "predicted ratio", "right sign")
-    return "\n\n".join([generated_tables.table(header, lines), generated_tables.table(titles, pairs)])
+    right = sum((real > 1) == (guess > 1) for real, guess in ratios)
+    near = sum(abs(real - guess) <= 0.05 for real, guess in ratios)
+    known = [row for row in rows if row.get("known_clock")]
+    text = f"{right} of {len(pairs)} pairs have the right sign, {near} a ratio within 5 points; "
+    text += f"{sum(line[-1] == 'yes' for line in lines)} of {len(lines)} rows lie in their interval."
+    if known:
+        errors = [abs(row["tflops"] * row["clocks"] / row["flop"] / row["ghz"] * 1000 - 1) for row in known]
+        text += (
+            f" Rows of a locked clock: {sum(errors) / len(errors):.0%} off in the mean ({len(known)} rows)."
+        )
+    return "\n\n".join([text, generated_tables.table(titles, pairs), generated_tables.table(header, lines)])
 
 
 def sections() -> list[generated_tables.Section]:
@@ -229,8 +243,21 @@ def keep(chip: str, measured: Path, predictions: list[Path]) -> None:
             mine["cases"][name] = [
                 [one["kernel"], one["clocks"], one["low"], one["high"], one["binds"]] for one in by_chip[chip]
             ]
+    write(record)
+
+
+def publish(path: Path) -> None:
+    """Put predictions of published figures into the record, in the place of those of the same number."""
+    record, found = json.loads(RECORD.read_text()), json.loads(path.read_text())
+    numbers = {row["number"] for row in found}
+    kept = [row for row in record["published"]["rows"] if row.get("number") not in numbers]
+    record["published"]["rows"] = kept + found
+    write(record)
+
+
+def write(record: dict) -> None:
     text = json.dumps(record, separators=(",", ":"))
-    RECORD.write_text(text.replace(']],"', ']],\n"') + "\n")
+    RECORD.write_text(text.replace(']],"', ']],\n"').replace('},{"', '},\n{"') + "\n")
 
 
 def main() -> int:
@@ -239,7 +266,12 @@ def main() -> int:
     )
     generated_tables.add_file_options(parser)
     parser.add_argument("--keep", nargs="+", metavar=("CHIP", "FILE"), help="chip, measured, predicted...")
+    parser.add_argument(
+        "--publish", type=Path, metavar="FILE", help="predictions of scripts/predict_published.py"
+    )
     options = parser.parse_args()
+    if options.publish:
+        publish(options.publish)
     if options.keep:
         chip, measured, *predictions = options.keep
         keep(chip, Path(measured), [Path(one) for one in predictions])

@@ -1,0 +1,223 @@
+"""Predicts flash-attn-4's kernels on a B200 that others have timed, without a GPU.
+
+    python scripts/predict_published.py FOLDER [--only TEXT] [--sample 2] [--workers 1]       record into FOLDER
+    python scripts/predict_published.py FOLDER --predict OUT.json                             time the traces there
+
+Each row of ``ROWS`` is a published figure: of which call, in TFLOP/s or microseconds, at which SM clock if that was
+said. The installed flash-attn-4 runs in the simulator, a few clusters of each kernel; where a row is of another value
+of a constant, that is set. OUT.json has the rows as ``clock_errors.py --publish`` takes them. They are predictions:
+nothing was timed here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from warpspec import sim
+from warpspec.sim.clocks.answer import clocks_of
+from warpspec.sim.clocks.chips import chip
+from warpspec.sim.clocks.record import captured
+from warpspec.sim.clocks.store import load, save
+
+LOCKED = 1.965  # GHz, where the clock was locked
+UNKNOWN = 1.9  # GHz, where it was not said: the published rate has 15% of doubt
+DOUBT = 0.15
+SAMPLE = 2
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published figure. rows: its number in the collection of published figures. what: "forward", "backward" or
+    "latent"; sizes: batch, heads, length, head size, causal. tuned: constants of flash-attn-4 that are set.
+    """
+
+    number: int
+    case: str
+    variant: str
+    tflops: float
+    what: str
+    sizes: tuple
+    ghz: float | None = None
+    tuned: dict = field(default_factory=dict)
+
+    @property
+    def flop(self) -> float:
+        """As their authors count: half of the scores where causal, five products for two in a backward pass."""
+        batch, heads, length, dim, causal = self.sizes
+        if self.what == "latent":
+            return 2.0 * batch * heads * length * (576 + 512)
+        forward = 4.0 * batch * heads * length**2 * dim / (2 if causal else 1)
+        return forward * (2.5 if self.what == "backward" else 1)
+
+    @property
+    def name(self) -> str:
+        return f"{self.number} {self.case} {self.variant}"
+
+
+def _rows() -> list[Row]:
+    rows = []
+    for at, length, slow, fast in (
+        (261, 4096, 1237, 1530),
+        (263, 8192, 1279, 1572),
+        (265, 16384, 1304, 1594),
+        (267, 32768, 1182, 1521),
+    ):
+        sizes = (32768 // length, 16, length, 128, False)
+        case = f"forward D128 S{length}"
+        for number, frequency, rate in ((at, 10, slow), (at + 1, 16, fast)):
+            tuned = {"ex2_emu_freq": frequency}
+            rows.append(Row(number, case, f"exp2 on FMA {frequency}", rate, "forward", sizes, tuned=tuned))
+    pairs = {
+        (1024, False): (225, 585, 234, 728),
+        (2048, False): (226, 1258, 235, 1265),
+        (4096, False): (227, 1438, 236, 1488),
+        (8192, False): (228, 1525, 237, 1608),
+        (1024, True): (243, 347, 252, 343),
+        (2048, True): (244, 702, 253, 709),
+        (4096, True): (245, 1175, 254, 1190),
+        (8192, True): (246, 1356, 255, 1384),
+    }
+    for (length, causal), (first, base, second, emulated) in pairs.items():
+        sizes = (32768 // length, 8, length, 256, causal)
+        case = f"forward D256 S{length} {'causal' if causal else 'full'}"
+        for number, variant, rate, frequency in (
+            (first, "MUFU", base, 0),
+            (second, "exp2 on FMA 14", emulated, 14),
+        ):
+            tuned = {"ex2_emu_freq": frequency}
+            rows.append(Row(number, case, variant, rate, "forward", sizes, LOCKED, tuned))
+    for first, causal, rates in (
+        (271, False, (1534.8, 1247.5, 1359.8)),
+        (276, True, (1418.1, 1117.9, 1208.6)),
+    ):
+        sizes = (4, 16, 8192, 128, causal)
+        case = f"D128 S8192 {'causal' if causal else 'full'}"
+        rows.append(Row(first, f"forward {case}", "", rates[0], "forward", sizes))
+        for number, variant, rate in ((first + 1, "1 CTA", rates[1]), (first + 2, "2 CTAs", rates[2])):
+            tuned = {"two_ctas": variant == "2 CTAs"}
+            rows.append(Row(number, f"backward {case}", variant, rate, "backward", sizes, tuned=tuned))
+    for number, length, rate in ((359, 2048, 800), (363, 4096, 1013), (367, 8192, 1178), (371, 16384, 1240)):
+        sizes = (128, 128, length, 576, False)
+        rows.append(Row(number, f"latent decode S{length}", "", rate, "latent", sizes))
+    return rows
+
+
+ROWS = _rows()
+
+
+@contextmanager
+def tuned(values: dict):
+    """flash-attn-4 with these constants."""
+    from flash_attn.cute import config, flash_fwd_sm100, utils
+
+    if "two_ctas" in values:
+        utils._fa_disable_2cta_enabled = not values["two_ctas"]
+    frequency = values.get("ex2_emu_freq")
+    for table in (config.SM100_TUNING, flash_fwd_sm100._TUNING_CONFIG):
+        for key, entry in table.items():
+            if frequency is not None and "ex2_emu_freq" in entry:
+                table[key] = {**entry, "ex2_emu_freq": frequency}
+    yield
+
+
+def call(row: Row):
+    """The prepared call of a row."""
+    import torch
+    from flash_attn.cute import flash_attn_func
+
+    batch, heads, length, dim, causal = row.sizes
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape: int):
+        return torch.randn(shape, generator=generator, dtype=torch.bfloat16).cuda()
+
+    if row.what == "latent":
+        q, qv = randn(batch, 1, heads, 64), randn(batch, 1, heads, 512)
+        k, v = randn(batch, length, 1, 64), randn(batch, length, 1, 512)
+        return lambda: flash_attn_func(q, k, v, qv=qv)
+    q, k, v = (randn(batch, length, heads, dim) for _ in "qkv")
+    if row.what == "forward":
+        return lambda: flash_attn_func(q, k, v, causal=causal)
+    q, k, v = (one.requires_grad_() for one in (q, k, v))
+    o = flash_attn_func(q, k, v, causal=causal)
+    o = o[0] if isinstance(o, tuple) else o
+    do = randn(*o.shape)
+    return lambda: torch.autograd.grad(o, (q, k, v), do)
+
+
+def path_of(row: Row, folder: Path) -> Path:
+    return folder / f"{row.name}.xz"
+
+
+def record(row: Row, folder: Path, sample: int) -> None:
+    began = time.monotonic()
+    with tuned(row.tuned), sim.intercept("sm_100a"), sim.recording(sample):
+        function = call(row)
+        with captured() as traces:
+            function()
+    save(traces, path_of(row, folder))
+    kernels = [(trace.kernel, trace.grid, len(trace.ctas)) for trace in traces]
+    print(f"{row.name}: {kernels} {time.monotonic() - began:.0f} s", flush=True)
+
+
+def predict(row: Row, folder: Path) -> dict:
+    """The row with its prediction: of all kernels of the call together."""
+    of = chip("b200").at(row.ghz or UNKNOWN)
+    found = clocks_of(load(path_of(row, folder)), of).launches
+    clocks, low, high = (sum(getattr(one, name) for one in found) for name in ("clocks", "low", "high"))
+    doubt = 0.0 if row.ghz else DOUBT
+    print(
+        f"{row.name}: {row.tflops} published, {row.flop / clocks * of.ghz / 1000:.0f} predicted", flush=True
+    )
+    return {
+        "number": row.number,
+        "gpu": "B200",
+        "case": row.case,
+        "variant": row.variant,
+        "tflops": row.tflops,
+        "ghz": of.ghz,
+        "known_clock": row.ghz is not None,
+        "flop": row.flop,
+        "clocks": round(clocks),
+        "low": round(low * (1 - doubt)),
+        "high": round(high * (1 + doubt)),
+        "binds": max(found, key=lambda one: one.clocks).binding.split(" ")[0],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="of traces")
+    parser.add_argument("--only", default="", help="rows whose name has one of TEXT|TEXT...")
+    parser.add_argument("--sample", type=int, default=SAMPLE, help="clusters of each kernel")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--predict", type=Path, metavar="OUT.json")
+    options = parser.parse_args()
+    rows = [row for row in ROWS if any(text in row.name for text in options.only.split("|"))]
+    if options.predict:
+        answers = [predict(row, options.folder) for row in rows if path_of(row, options.folder).exists()]
+        options.predict.write_text(json.dumps(answers, indent=1))
+        return
+    missing = [row for row in rows if not path_of(row, options.folder).exists()]
+    if options.workers == 1:
+        for row in missing:
+            record(row, options.folder, options.sample)
+        return
+    script = [sys.executable, __file__, str(options.folder), "--sample", str(options.sample)]
+    waiting, running = list(missing), []
+    while waiting or running:
+        running = [one for one in running if one.poll() is None]
+        while waiting and len(running) < options.workers:
+            running.append(subprocess.Popen([*script, "--only", waiting.pop(0).name]))
+        time.sleep(0.2)
+
+
+if __name__ == "__main__":
+    main()
