@@ -8,18 +8,17 @@ from collections.abc import Callable, Hashable
 
 import numpy as np
 
-from warpspec.sim import diagnosis
+from warpspec.sim import convergence, diagnosis
 from warpspec.sim.codegen.layout import BUDGET_BIT, HOOKED_BIT, START_BIT, Ctx, Stop
 from warpspec.sim.codegen.program import Program
 from warpspec.sim.errors import Deadlock, MemoryFault, TmemFault, Where
 from warpspec.sim.grid import ClusterFactory, Launch
-from warpspec.sim.instruction import Imm, Instr
-from warpspec.sim.lanes import FULL_MASK, lanes
+from warpspec.sim.instruction import Instr
 from warpspec.sim.memory import CTA_RANK_SHIFT, SHARED_BASE_OFFSET, GlobalMemory
 from warpspec.sim.names import placed
 from warpspec.sim.operation import Op, Wait
 from warpspec.sim.reductions import Reductions, SeenReductions
-from warpspec.sim.registry import Collective, Opcode, find, row_of, unsupported
+from warpspec.sim.registry import Opcode, find, unsupported
 from warpspec.sim.report import LaunchStats
 from warpspec.sim.spinning import SpinWatch
 from warpspec.sim.starving import GIVES_UP, Starving
@@ -312,7 +311,9 @@ class Machine:
                 if not w.alive:
                     return False
             elif why == COLLECTIVE:
-                if not self.gathered(w, group, program.kernel.instrs[program.blocks[at].start]):
+                if not convergence.gathered(
+                    program, w, group, program.kernel.instrs[program.blocks[at].start]
+                ):
                     continue
                 w.context[FORCE] = 1
                 forced = group
@@ -426,7 +427,7 @@ class Machine:
                 raise unsupported(ins.opcode)
             mask = group.mask
             if row.collective is not None and mask != w.alive:
-                if not self.gathered(w, group, ins):
+                if not convergence.gathered(self.program, w, group, ins):
                     return w.runnable() is not None
                 mask = group.mask
             if ins.guard is not None:
@@ -478,59 +479,6 @@ class Machine:
         group.wait = wait
         group.since = self.clock
         self.waiters.setdefault(wait.on, []).append((w, group))
-
-    def gathered(self, w: Warp, group: Group, ins: Instr) -> bool:
-        """Whether the lanes named by a collective instruction are together; if not, the group waits for them.
-
-        If lanes name different sets (tiles of a warp), those whose set is complete go on and the others wait.
-        """
-        complete = 0
-        for members, named in self.named_lanes(w, group, ins):
-            if named & w.alive & ~group.mask == 0:
-                complete |= members
-        anywhere = row_of(ins.opcode).collective is Collective.MEMBERS_ANYWHERE
-        if not complete and anywhere and self.meets_elsewhere(w, group, ins):
-            return True
-        if complete != group.mask:
-            rest = group
-            if complete:
-                rest = Group(group.block, group.mask & ~complete)
-                group.mask = complete
-                w.groups.insert(w.groups.index(group) + 1, rest)
-            rest.converge = True
-        if not complete:
-            w.merge()
-        return bool(complete)
-
-    def named_lanes(self, w: Warp, group: Group, ins: Instr) -> list[tuple[int, int]]:
-        """(lanes of the group, lanes that a collective instruction names for them)."""
-        if row_of(ins.opcode).collective is Collective.WARP:
-            return [(group.mask, FULL_MASK)]
-        operand = ins.membermask
-        if isinstance(operand, Imm):
-            return [(group.mask, operand.value & FULL_MASK)]
-        named: dict[int, int] = {}
-        masks = w.u32(operand)
-        for lane in lanes(group.mask):
-            named[int(masks[lane])] = named.get(int(masks[lane]), 0) | 1 << lane
-        return [(members, mask) for mask, members in named.items()]
-
-    def meets_elsewhere(self, w: Warp, group: Group, ins: Instr) -> bool:
-        """bar.warp.sync joins lanes wherever in the text they execute it; frees those that waited for this group."""
-        named = w.scalar(ins.membermask, group.mask) & w.alive
-        parked = [g for g in w.groups if g.converge and g.mask & named]
-        here = row_of(ins.opcode)
-        waiting = [g for g in parked if row_of(diagnosis.instruction_at(self.program, g).opcode) is here]
-        together = group.mask
-        for other in waiting:
-            together |= other.mask
-        if named & ~together:
-            return False
-        for other in waiting:
-            w.executed[other.block] += 1
-            other.block += 1
-            other.converge = False
-        return True
 
     def release_timed_waits(self) -> bool:
         """Let waits that the hardware bounds in time return without their event; whether there were any."""
