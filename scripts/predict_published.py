@@ -34,8 +34,11 @@ SAMPLE = 2
 
 @dataclass(frozen=True)
 class Row:
-    """A published figure. rows: its number in the collection of published figures. what: "forward", "backward" or
-    "latent"; sizes: batch, heads, length, head size, causal. tuned: constants of flash-attn-4 that are set.
+    """A published figure.
+
+    number: by which ``clock_errors.py --publish`` knows the row again. tflops: what was published. what: "forward",
+    "backward" or "latent". sizes: batch, heads, length, head size, causal. ghz: the SM clock; None: it was not said.
+    tuned: constants of flash-attn-4 that are set.
     """
 
     number: int
@@ -49,7 +52,8 @@ class Row:
 
     @property
     def flop(self) -> float:
-        """As their authors count: half of the scores where causal, five products for two in a backward pass."""
+        """Operations as the authors count them: half of the scores where causal, five products for two in a backward
+        pass."""
         batch, heads, length, dim, causal = self.sizes
         if self.what == "latent":
             return 2.0 * batch * heads * length * (576 + 512)
@@ -114,17 +118,24 @@ ROWS = _rows()
 
 @contextmanager
 def tuned(values: dict):
-    """flash-attn-4 with these constants."""
+    """A context in which flash-attn-4 has these constants."""
     from flash_attn.cute import config, flash_fwd_sm100, utils
 
+    tables = (config.SM100_TUNING, flash_fwd_sm100._TUNING_CONFIG)
+    before = utils._fa_disable_2cta_enabled, [dict(table) for table in tables]
     if "two_ctas" in values:
         utils._fa_disable_2cta_enabled = not values["two_ctas"]
     frequency = values.get("ex2_emu_freq")
-    for table in (config.SM100_TUNING, flash_fwd_sm100._TUNING_CONFIG):
+    for table in tables:
         for key, entry in table.items():
             if frequency is not None and "ex2_emu_freq" in entry:
                 table[key] = {**entry, "ex2_emu_freq": frequency}
-    yield
+    try:
+        yield
+    finally:
+        utils._fa_disable_2cta_enabled, contents = before
+        for table, entries in zip(tables, contents, strict=True):
+            table.update(entries)
 
 
 def call(row: Row):
