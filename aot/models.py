@@ -83,9 +83,8 @@ MODELS = {
     "deepseek-v3-decode": Model(128, 1, 576, shared_kv=True, v_dim=512),
     "kimi-k2": Model(64, 64, 192, v_dim=128),  # its prefill
     "kimi-k2-decode": Model(64, 1, 576, shared_kv=True, v_dim=512),
-    "deepseek-v3.2-decode": Model(
-        128, 1, 576, shared_kv=True, v_dim=512, selected=2048
-    ),  # prefill: deepseek-v3's
+    # Its prefill is deepseek-v3's.
+    "deepseek-v3.2-decode": Model(128, 1, 576, shared_kv=True, v_dim=512, selected=2048),
     "glm-5": Model(64, 64, 256),  # its prefill
     "glm-5-decode": Model(64, 1, 576, shared_kv=True, v_dim=512, selected=2048),
     "mimo-v2-flash-full": Model(64, 4, 192, v_dim=128),

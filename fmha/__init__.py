@@ -66,9 +66,9 @@ def attention(
     modified.
 
     Gradients flow back from o and from lse to those tensors that require them; rows and keys that nobody sees get
-    zeros. Head sizes that are not 64, 128 or 256, or not equal, are padded with zeros to one of these, in copies. NaN
-    or Inf stored at a key that some row sees may reach the gradients of rows that do not. Forward-mode and second
-    derivatives are not supported, nor are gradients with page_table, normalize=False or out.
+    zeros. NaN or Inf stored at a key that some row sees may reach the gradients of rows that do not. Forward-mode and
+    second derivatives are not supported, nor are gradients with page_table, tree, normalize=False, out, FP8 or NVFP4
+    keys, v_dim without v, or block_mask together with kv_lengths.
 
     Args:
         q: [B, Sq, Hq, D], bf16 or fp16. Any strides with the last dimension contiguous and rows aligned to 16

@@ -82,7 +82,7 @@ class AttentionProblem:
     total_q: int | None = field(default=None, compare=False)
     least_q: int | None = None
     most_k: int | None = None  # with packed queries over pages of codes: most keys of a request, by the table
-    num_splits: int | None = None  # >= 1; None: the kernel chooses
+    num_splits: int | None = None  # 1 to MOST_SPLITS; None: the kernel chooses
     block_heads: bool = False  # query heads have each their own lists of blocks (``block_mask``)
 
     @property

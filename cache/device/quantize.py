@@ -89,7 +89,8 @@ def is_ordinary(x: Float32, limit: float = ORDINARY) -> Boolean:
 
 
 def divided(x: Float32, divisor: Float32, reciprocal: Float32, steps: int = 2) -> Float32:
-    """fl(x / divisor) of ordinary numbers, by two steps. reciprocal: fl(1 / divisor)."""
+    """The quotient x / divisor of ordinary numbers, which is fl(x / divisor) after two steps. reciprocal: fl(1 /
+    divisor). steps: as the module says."""
     quotient = x * reciprocal
     for _ in range(steps):
         quotient = fused(fused(-quotient, divisor, x), reciprocal, quotient)

@@ -38,10 +38,8 @@ from warpspec.fmha import attention, merge
 
 # Arguments of transformers' attention functions that change the result and have no equivalent in `attention`.
 UNSUPPORTED_ARGUMENTS = ("head_mask", "position_bias", "sinks", "cache", "output_attentions")
-SELECTS = (
-    "index_topk",
-    "index_topk_blocks",
-)  # in the configuration of a model that selects keys, or blocks of keys
+# Fields in the configuration of a model that selects keys, or blocks of keys.
+SELECTS = ("index_topk", "index_topk_blocks")
 LOGIT_OPTIONS = {"scale": "scaling", "softcap": "softcap"}  # our names to transformers' names
 RANGES_DTYPE = torch.int32  # marks a mask of `key_ranges`
 OWN_COLUMNS = 3  # columns of such a mask: q_start, kv_length, first; the columns of a range follow
@@ -320,9 +318,7 @@ def _without_packing(mask_function):
     captured = dict(zip(other.__code__.co_freevars, other.__closure__ or (), strict=False))
     if captured.keys() != {"mask_function", "position_ids"}:
         return other
-    positions = captured[
-        "position_ids"
-    ].cell_contents  # (from transformers 5.18 on: places within a sequence)
+    positions = captured["position_ids"].cell_contents  # from transformers 5.18 on: places within a sequence
     whole = torch.arange(positions.shape[1], device=positions.device)
     return captured["mask_function"].cell_contents if bool((positions == whole).all()) else mask_function
 

@@ -10,13 +10,8 @@ from __future__ import annotations
 import cutlass.cute as cute
 
 LINE_BYTES = 128  # of L2
-SMALL = (
-    "kv_lengths",
-    "q_start",
-    "cu_seqlens_q",
-    "cu_seqlens_k",
-    "sink",
-)  # operands with one dimension, without gaps
+# Operands with one dimension, without gaps.
+SMALL = ("kv_lengths", "q_start", "cu_seqlens_q", "cu_seqlens_k", "sink")
 
 
 def wait_for_launch(config) -> None:
@@ -34,7 +29,7 @@ def prefetch_small(operands) -> None:
 
 
 def prefetch_pages(config, operands, request) -> None:
-    """Prefetch the first lines of the numbers of a request's pages, likewise."""
+    """Prefetch the first lines of the numbers of a request's pages, one by each lane. Called by a whole warp."""
     if config.requests.page_size:
         prefetch_lines(operands.page_table[request, None])
 

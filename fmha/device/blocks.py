@@ -130,10 +130,8 @@ def block_span(config, blocks: Blocks, batch, head, first_query, length) -> Bloc
 def blocks_within(visits: cute.Tensor, partial, count, length, keys: cutlass.Constexpr) -> tuple:
     """(number of a list's blocks without its last full ones that begin past a KV length, number of its blocks in front
     of the full one in which the length ends). partial, count: partial blocks and all. keys: keys of a block."""
-    low, high = (
-        Int32(partial),
-        Int32(count),
-    )  # full blocks are in order: those before ``low`` begin before the end
+    # Full blocks are in order: those before ``low`` begin before the end.
+    low, high = Int32(partial), Int32(count)
     if high > low:  # noqa: SIM102 (on the device, "and" reads both)
         if visits[high - 1, 0] * keys < length:
             low = high

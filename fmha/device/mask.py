@@ -69,9 +69,8 @@ def keys_of(config, row, step, origin, rule=None) -> tuple:
     if rule is None:
         rule = row.blocks.span.visit(step).rule
     pattern = row.blocks.words(step, rule, config.tile_n) if config.mask.has_patterns else None
-    if not (
-        config.mask.band or config.mask.has_ranges
-    ):  # in all blocks a row sees the same keys, but for patterns
+    if not (config.mask.band or config.mask.has_ranges):
+        # But for patterns, a row sees the same keys in all blocks.
         whole = pattern is not None and not config.requests.ends_in_tile  # patterns end with the keys
         return (None, None if whole else row.blocks.length - origin), pattern
     first, end = row.blocks.interval(rule, first, end)

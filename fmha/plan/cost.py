@@ -265,8 +265,8 @@ class Constants:
         single, queue_last: how many starts and ends remain exposed at the end of a launch of SINGLE and QUEUE.
     The launch:
         launch: microseconds of the launch itself.
-        memory: speed of memory that a step's loads see, as a multiple of the GPU's copy speed. reading: speed of memory
-            at which a launch's bytes take no less time, likewise.
+        memory, reading: speeds of memory as multiples of the GPU's copy speed: the one that a step's loads see, and the
+            one that bounds a launch by its bytes.
         chunk: clocks that starting a chunk of a line takes.
         scan, scan_requests: microseconds of cutting the line, and more for every 32 requests.
         join, join_bytes: microseconds of the launch that joins pieces, and bytes of states that it reads per

@@ -42,7 +42,8 @@ class Loads:
     """Bytes that arrive on an SM per clock.
 
     one, two: with one or two CTAs on the SM while other SMs are idle. all: with all SMs loading. spread: the fraction
-    of the SMs up to which each part of split keys gets its own SM. alone: CTAs that take an SM each are meant, too.
+    of the SMs up to which each part of split keys gets its own SM. alone: whether the rates also hold for tile shapes
+    whose CTAs have an SM each.
     """
 
     one: float

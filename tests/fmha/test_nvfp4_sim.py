@@ -75,7 +75,7 @@ def test_dequantised_before(case, monkeypatch):
 
 
 def test_packed_queries_dequantised_before(monkeypatch):
-    """Of packed requests, whose pages become a tensor with a row for each; one has no key, one few queries."""
+    """The pages of packed requests become a tensor with a row for each request; one has no key, one few queries."""
     monkeypatch.setattr(CHOICES, "expanded_rows", {4: 8})
     launch.prepare.cache_clear()
     counts = (40, 3, 9)

@@ -95,7 +95,7 @@ def test_sliced_heads(case, slices, dim, monkeypatch):
 @pytest.mark.parametrize("inner", [1, 2])
 @pytest.mark.parametrize("case", WINDOWS, ids=lambda case: case.id)
 def test_few_heads_in_order(case, inner, dim, monkeypatch):
-    """The same gradients and bits, whichever heads come first."""
+    """Gradients and their bits do not depend on which heads come first."""
     case = case.with_dim(dim)
     monkeypatch.setattr(launch, "inner_heads_of", lambda *_: inner)
     launch.prepare.cache_clear()
