@@ -179,7 +179,7 @@ def record(row: Row, folder: Path, sample: int) -> None:
 
 
 def predict(row: Row, folder: Path) -> dict:
-    """The row with its prediction: of all kernels of the call together."""
+    """The row with its prediction, which is of all kernels of the call together."""
     of = chip("b200").at(row.ghz or UNKNOWN)
     found = clocks_of(load(path_of(row, folder)), of).launches
     clocks, low, high = (sum(getattr(one, name) for one in found) for name in ("clocks", "low", "high"))

@@ -129,9 +129,8 @@ def execute(
     cluster = cluster_of(_kernel(_parse(key[0]), kernel), cluster)
     clusters = int(np.prod([-(-g // c) for g, c in zip(grid, cluster, strict=True)]))
     apart, reduces = _sharing(*key)
-    alone = (
-        stores_active() is not None or active() is not None or key in _seeing
-    )  # reductions take place at once
+    # Whether reductions take place at once.
+    alone = stores_active() is not None or active() is not None or key in _seeing
     shares = shares_of(clusters) if apart and not (reduces and alone) else 1
     keeps_back = reduces and shares > 1
     logging = check == "order" or stores_active() is not None

@@ -11,8 +11,8 @@ from warpspec.common.operands import FLOAT32, INT32, Number, Operand
 from warpspec.fmha.logits import LogitNumbers
 from warpspec.fmha.operands import Q_COUNTS, Q_PATTERNS, Q_VISITS
 
-# [B, S, H, D], of D as rows of Q and K, or of V and O, have it
-KEYS, VALUES = (
+# Rows [B, S, H, D]: with the head size of Q and K, or that of V and O.
+QK_ROWS, V_ROWS = (
     Operand(lambda c: c.format.dtype, 4, operator.attrgetter(f"sizes.{size}"), TMA_ALIGNMENT)
     for size in ("qk", "v")
 )
@@ -40,15 +40,15 @@ class BackwardOperands(NamedTuple):
     many it has. ranges, q_visits, q_counts, q_patterns: as in ``fmha.operands``; seen_by: ``ranges.seen_by``.
     """
 
-    q: Annotated[Any, KEYS]
-    k: Annotated[Any, KEYS]
-    v: Annotated[Any, VALUES]
-    do: Annotated[Any, VALUES]
+    q: Annotated[Any, QK_ROWS]
+    k: Annotated[Any, QK_ROWS]
+    v: Annotated[Any, V_ROWS]
+    do: Annotated[Any, V_ROWS]
     statistics: Annotated[Any, Operand(FLOAT32, 4, 4, TMA_ALIGNMENT)]
     dq_sums: Annotated[Any, Operand(FLOAT32, 3, tile_elements, TMA_ALIGNMENT, "wanted.q")] = None
     turns: Annotated[Any, Operand(INT32, 3, when="deterministic")] = None
-    dk: Annotated[Any, replace(KEYS, when="writes_k")] = None
-    dv: Annotated[Any, replace(VALUES, when="writes_v")] = None
+    dk: Annotated[Any, replace(QK_ROWS, when="writes_k")] = None
+    dv: Annotated[Any, replace(V_ROWS, when="writes_v")] = None
     dk_sums: Annotated[Any, replace(SUMS, when="leaves_k")] = None
     dv_sums: Annotated[Any, replace(SUMS, when="leaves_v")] = None
     kv_lengths: Annotated[Any, Operand(INT32, 1, when="requests.has_kv_lengths")] = None
@@ -87,8 +87,8 @@ class RowOperands(NamedTuple):
     unbounded. piece_start to piece_last: see ``pieces.PieceLength``. slices: of heads.
     """
 
-    o: Annotated[Any, VALUES]
-    do: Annotated[Any, replace(VALUES, when="has_do")]
+    o: Annotated[Any, V_ROWS]
+    do: Annotated[Any, replace(V_ROWS, when="has_do")]
     lse: Annotated[Any, Operand(FLOAT32, 3)]
     dlse: Annotated[Any, Operand(FLOAT32, 3, when="has_dlse")]
     sink: Annotated[Any, Operand(FLOAT32, 1, when="has_sink")]
@@ -99,16 +99,16 @@ class RowOperands(NamedTuple):
     dsink: Annotated[Any, Operand(FLOAT32, 2, when="wants_sink")]
     dk_sums: Annotated[Any, replace(SUMS, when="clears_k")]
     dv_sums: Annotated[Any, replace(SUMS, when="clears_v")]
-    k: Annotated[Any, replace(KEYS, when="main")]
+    k: Annotated[Any, replace(QK_ROWS, when="main")]
     cu_seqlens_k: Annotated[Any, Operand(INT32, 1, when="main")]
     q_start: Annotated[Any, Operand(INT32, 1, when=of_main("requests.has_q_start"))]
     ranges: Annotated[Any, Operand(INT32, 3, 2, when=of_main("mask.has_ranges"))]
     seen_by: Annotated[Any, Operand(INT32, 3, 2, when=of_main("mask.has_ranges"))]
     tile_order: Annotated[Any, Operand(INT32, 1, when="main")]
     tile_pieces: Annotated[Any, Operand(INT32, 2, 2, when=of_main("cuts_on_device"))]
-    dq: Annotated[Any, replace(KEYS, when=of_main("wanted.q"))]
-    dk: Annotated[Any, replace(KEYS, when=of_main("wanted.k"))]
-    dv: Annotated[Any, replace(VALUES, when=of_main("wanted.dv"))]
+    dq: Annotated[Any, replace(QK_ROWS, when=of_main("wanted.q"))]
+    dk: Annotated[Any, replace(QK_ROWS, when=of_main("wanted.k"))]
+    dv: Annotated[Any, replace(V_ROWS, when=of_main("wanted.dv"))]
     window_left: Annotated[Any, Number(INT32)]
     window_right: Annotated[Any, Number(INT32)]
     piece_start: Annotated[Any, Number(FLOAT32)]
@@ -128,9 +128,9 @@ class ResultOperands(NamedTuple):
     dq_sums: Annotated[Any, Operand(FLOAT32, 3, tile_elements, TMA_ALIGNMENT, "q")]
     dk_sums: Annotated[Any, replace(SUMS, when="k")]
     dv_sums: Annotated[Any, replace(SUMS, when="has_v")]
-    dq: Annotated[Any, replace(KEYS, when="q")]
-    dk: Annotated[Any, replace(KEYS, when="k")]
-    dv: Annotated[Any, replace(VALUES, when="v")]
+    dq: Annotated[Any, replace(QK_ROWS, when="q")]
+    dk: Annotated[Any, replace(QK_ROWS, when="k")]
+    dv: Annotated[Any, replace(V_ROWS, when="v")]
     cu_seqlens_q: Annotated[Any, Operand(INT32, 1, when="packed")]
     cu_seqlens_k: Annotated[Any, Operand(INT32, 1, when="packed")]
     tile_pieces: Annotated[Any, Operand(INT32, 2, 2, when="by_length")]

@@ -381,9 +381,8 @@ def _wait_state(m: Machine, w: Warp, ins: Instr, mask: int) -> tuple[int, Mbarri
             values = w.values(operand, 32 if parity else 64)
             groups = tuple((int(values[lane]), 1 << lane) for lane in lanes(members))
         for value, those in groups:
-            if (
-                parity and value > 1
-            ):  # QuACK's pingpong GEMM, which works: ptxas shifts the lowest bit to the top
+            if parity and value > 1:
+                # QuACK's pingpong GEMM does this and works: ptxas shifts the lowest bit to the top.
                 m.stats.warn(
                     f"a phase parity of {value} (the ISA allows 0 and 1), PTX line {ins.line}"
                     f"{' from ' if ins.source else ''}{placed(ins.source)}: hardware takes the lowest bit"

@@ -126,9 +126,8 @@ class Product(Op):
     nobody asks for its values (`clocks.record`)."""
 
     __slots__ = (
-        *("closed", "cta", "done", "fragments", "group", "hollow", "marks", "number", "orders", "steps"),
-        "warps",
-    )
+        "closed", "cta", "done", "fragments", "group", "hollow", "marks", "number", "orders", "steps", "warps"
+    )  # fmt: skip
 
     def __init__(self, warpgroup: Warpgroup, number: int):
         super().__init__(

@@ -95,10 +95,8 @@ def conflicts(one: dict[int, Touched], two: dict[int, Touched]) -> dict[tuple, F
         a, b = one[address], two[address]
         for first, second in ((a.writes, b.writes), (a.writes, b.reads), (a.reads, b.writes)):
             for at, number, other_number in pairs(first, second):
-                (text, line, strong), (other, other_line, other_strong) = (
-                    a.texts[number],
-                    b.texts[other_number],
-                )
+                text, line, strong = a.texts[number]
+                other, other_line, other_strong = b.texts[other_number]
                 if strong and other_strong and not {"cta", "cluster"}.intersection((strong, other_strong)):
                     continue  # morally strong (PTX ISA): two atomics, say
                 place = f"global memory, {a.name} at byte {at * a.unit}"

@@ -247,10 +247,8 @@ def test_what_is_refused():
     refuse(ValueError, r"patterns: shape must be \[n >= 2, 128, 4\], got \[3, 128, 5\]", words)
     two = replace(prepared, q_counts=prepared.q_counts.expand(2, 2, -1, -1))
     refuse(ValueError, "lists must all have the same batch rows and heads", two)
-    few, tree = (
-        FlashLists(counts[..., :1], indices[:, :, :1], None, None),
-        torch.ones(2, 60, dtype=torch.int64),
-    )
+    few = FlashLists(counts[..., :1], indices[:, :, :1], None, None)
+    tree = torch.ones(2, 60, dtype=torch.int64)
     refuse(ValueError, "block_mask: must be None with tree", few, q[:, :60], causal=True, tree=tree)
     ends = torch.tensor([0, 200], dtype=torch.int32)
     packed = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 200, "backend": "reference"}

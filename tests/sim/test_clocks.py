@@ -206,16 +206,8 @@ def test_a_long_trace_is_cut_and_the_rest_counted(monkeypatch):
 def test_operands_of_wgmma_go_first_in_shared_memory():
     """Stores that fill shared memory get what a wgmma's operands leave, and do not slow it down."""
     pool = Pool(1, 0.9, 1.0)
-    product = [
-        0.0,
-        0.0,
-        0.0,
-        0.0,
-        0.0,
-        64.0,
-        12.0,
-        0.0,
-    ]  # m64n128, both operands in shared memory: 48 of 64 clocks
+    # A wgmma m64n128 with both operands in shared memory: 48 of 64 clocks.
+    product = [0.0, 0.0, 0.0, 0.0, 0.0, 64.0, 12.0, 0.0]
     for scheduler in range(4):
         pool.add(0.0, scheduler, 0, scheduler, 64.0, product)
         pool.add(0.0, 4 + scheduler, 0, scheduler, 100.0, [0.0, 0.0, 0.0, 0.0, 25.0, 0.0, 0.0, 0.0])
