@@ -53,7 +53,7 @@ class Insert:
         queries = (ops.q, ops.out, ops.q_weight, q_items)
         keys = (ops.k, ops.k_weight, ops.k_cache, ops.k_block_scales, ops.k_scale, k_items)
         values = (ops.v, None, ops.v_cache, ops.v_block_scales, ops.v_scale, v_items)
-        shared = (ops.cos_sin, ops.positions, ops.slots, page_size, numbers.eps)
+        shared = (ops.cos_sin, ops.positions, (ops.slots, page_size), numbers.eps)
         total, stored = q_ctas + k_ctas + v_ctas, k_ctas + v_ctas
         step = total // cutlass.max(stored, 1)
         self.kernel(queries, keys, values, *shared, k_ctas, stored, step).launch(
@@ -68,8 +68,7 @@ class Insert:
         values,
         cos_sin,
         positions,
-        slots,
-        page_size,
+        places,
         eps,
         k_ctas: Int32,
         stored: Int32,
@@ -87,9 +86,9 @@ class Insert:
             cta = Int32(cutlass.select_(index % step == 0, index // step, stored))
             queries_before = index - cutlass.min(index // step + 1, stored)
         if cta < k_ctas:
-            insert_rows(config, False, keys, cos_sin, positions, (slots, page_size), eps, cta)
+            insert_rows(config, False, keys, cos_sin, positions, places, eps, cta)
         elif cta < stored:
-            insert_rows(config, True, values, None, None, (slots, page_size), eps, cta - k_ctas)
+            insert_rows(config, True, values, None, None, places, eps, cta - k_ctas)
         else:
             if cutlass.const_expr(config.q_heads > 0):
                 write_queries(config, queries, cos_sin, positions, eps, queries_before)
