@@ -264,9 +264,11 @@ def attention_varlen(
         tree: int64 [T], ranges: int32 [T, 2], as for ``attention``; with a tree, max_seqlen_q is at most 64.
         block_mask: lists of each request's own blocks, as for ``attention``: batch row b of the lists, or the only one,
             is request b's, and its blocks of queries and of keys count from the request's first query and first key.
-            The lists are for any numbers of queries and keys; queries past them see nothing, and keys past them are
-            hidden. flash-attn-4's lists are for max_seqlen_q and max_seqlen_k, which must be given. (Lists over all
-            documents of a packed row are a call of ``attention`` with one batch row.) No gradients.
+            The lists are for any numbers of queries and keys; queries in blocks past theirs see nothing, and keys there
+            are hidden. A request may be longer than they say only if they end with whole blocks: what rows beyond them
+            see inside of their last block, and which rows see keys beyond them there, is undefined. flash-attn-4's
+            lists are for max_seqlen_q and max_seqlen_k, which must be given. (Lists over all documents of a packed row
+            are a call of ``attention`` with one batch row.) No gradients.
         return_lse: also return lse.
         out: o is written here and returned: [T, Hq, D], else as for ``attention``. Rows that belong to no request
             are left as they are.

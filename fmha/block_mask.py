@@ -360,7 +360,7 @@ def converted(given: Any, wanted: tuple, unsaid: tuple) -> BlockMask:
 
 def seen_by_heads(problem, operands, seen: torch.Tensor) -> torch.Tensor:
     """bool [B, 1 or Hq, Sq, Sk]: which keys rows see. problem: ``AttentionProblem``. seen [B, Sq, Sk]: without lists of
-    blocks (``mask.visible``). Queries and keys past the lists see and are seen by none."""
+    blocks (``mask.visible``). Queries and keys in blocks past the lists see and are seen by none."""
     seen = seen[:, None]
     if not problem.mask.has_blocks:
         return seen
