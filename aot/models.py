@@ -151,8 +151,6 @@ def problems(
     codes gives problems with a scale and without.
     """
     if kv_cache != "16-bit":
-        if BLOCKS in calls:
-            raise ValueError(f"--calls: {BLOCKS} needs a 16-bit --kv-cache, got {kv_cache}")
         for scaled in (True, False):
             for found in problems(model, calls, page_sizes):
                 codes = dict(kv_format=kv_cache, has_k_scale=scaled, has_v_scale=scaled)

@@ -197,16 +197,9 @@ def test_heads_that_do_not_go_into_ranks(capsys):
     with pytest.raises(SystemExit):
         aot.main(["--model", "kimi-k2-decode", "--kv-cache", "nvfp4", "--list"])
     assert "latent rows are e4m3 or 16-bit" in capsys.readouterr().err
-    for options, message in (
-        (["--model", "glm-5-decode"], "--kv-cache: rows that an indexer selects must be e4m3, got 16-bit"),
-        (
-            ["--model", "llama-3-8b", "--calls", "blocks", "--kv-cache", "e4m3"],
-            "--calls: blocks needs a 16-bit",
-        ),
-    ):
-        with pytest.raises(SystemExit):
-            aot.main([*options, "--list"])
-        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        aot.main(["--model", "glm-5-decode", "--list"])
+    assert "--kv-cache: rows that an indexer selects must be e4m3, got 16-bit" in capsys.readouterr().err
 
 
 def test_a_call_with_tensors_finds_its_kernel():

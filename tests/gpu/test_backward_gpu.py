@@ -79,32 +79,38 @@ def test_head_sizes(case, qk, v):
     case.check(case.gradients(tensors), tensors, KERNEL_TOLERANCE[case.dtype])
 
 
+@pytest.fixture
+def prepared(monkeypatch):
+    """What gradients prepare in this test, without the cache, so that a patched choice is taken and forgotten."""
+    found, prepare = [], launch.prepare.__wrapped__
+    monkeypatch.setattr(launch, "prepare", lambda *args: found.append(prepare(*args)) or found[-1])
+    return found
+
+
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("slices", [2, 4])
 @pytest.mark.parametrize("case", SLICED, ids=lambda case: case.id)
-def test_sliced_heads(case, slices, dim, monkeypatch):
+def test_sliced_heads(case, slices, dim, monkeypatch, prepared):
     case = case.with_dim(dim)
     monkeypatch.setattr(launch, "choose_order", lambda *_: Order(3, 2, slices))
-    launch.prepare.cache_clear()
     tensors = case.tensors("cuda")
     case.check(case.gradients(tensors), tensors, KERNEL_TOLERANCE[case.dtype])
-    launch.prepare.cache_clear()
+    assert prepared[-1].config.slices and prepared[-1].order.slices == slices
 
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("inner", [1, 2])
 @pytest.mark.parametrize("case", WINDOWS, ids=lambda case: case.id)
-def test_few_heads_in_order(case, inner, dim, monkeypatch):
+def test_few_heads_in_order(case, inner, dim, monkeypatch, prepared):
     """Gradients and their bits do not depend on which heads come first."""
     case = case.with_dim(dim)
     monkeypatch.setattr(launch, "inner_heads_of", lambda *_: inner)
-    launch.prepare.cache_clear()
     tensors = case.tensors("cuda")
     first = case.gradients(tensors)
     case.check(first, tensors, KERNEL_TOLERANCE[case.dtype])
     again = case.gradients(tensors)
     assert all(torch.equal(again[name], first[name]) for name in first)
-    launch.prepare.cache_clear()
+    assert prepared[-1].config.inner_heads == inner
 
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
