@@ -124,7 +124,7 @@ def good() -> dict:
         ({"scale": 0.0}, ValueError, "scale: must be"),
         ({"sink": torch.zeros(3)}, ValueError, r"sink: shape must be \[2\]"),
         ({"normalize": False}, ValueError, "normalize: an un-normalised state has no sink"),
-        ({"num_splits": 0}, ValueError, "num_splits: must be at least 1, got 0"),
+        ({"num_splits": 0}, ValueError, "num_splits: must be within 1..1024, got 0"),
         ({"rotate_back": torch.zeros(3)}, TypeError, "rotate_back: must be"),
         (
             {"rotate_back": (torch.zeros(2, 64), torch.tensor([0, 2, 0]).int())},
