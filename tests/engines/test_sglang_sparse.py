@@ -1,7 +1,8 @@
 """Attention to selected latent rows in SGLang, on a tiny DeepSeek V3.2: `make test-engines`.
 
 SGLang's indexer has kernels for GPUs alone. A selection by position stands for it, here and in the model that judges
-(``stubs/sglang_on_cpu.py``); batches, caches, quantised rows and the translation of selected keys are SGLang's.
+(``stubs/sglang_on_cpu.py``); batches, caches, quantised rows and the translation of selected keys are SGLang's. SGLang
+loads plug-ins once a process, so run this file in a process of its own, as `make test-engines` does.
 """
 
 from types import SimpleNamespace
