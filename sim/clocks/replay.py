@@ -237,7 +237,7 @@ class Replay:
     def _warp(self, warp: int, entries: list, sm: int, scheduler: int, copy: int) -> Iterator:
         """A warp's life: yields a time to sleep until, an event to wait for, or native code to run."""
         chip, server = self.chip, self.sms[sm]
-        branch = chip.clocks("branch")
+        place, branch = (sm, scheduler), chip.clocks("branch")
         alone, demand = 0.0, [0.0] * PIPES
         pending: list[tuple[int, float]] = []  # (registers, when loads fill them)
         wgmma: list[Event] = []  # the ends of committed groups
@@ -259,28 +259,22 @@ class Replay:
                 if cold_code and chunk.count and chunk.last not in code_read:
                     until = server.fetch(self.now + alone, chunk.first, chunk.last)
                     if until > self.now + alone:
-                        if alone:
-                            yield from self._run(warp, sm, scheduler, alone, demand)
-                            alone, demand = 0.0, [0.0] * PIPES
-                        if until > self.now:
-                            yield from self._sleep(warp, until, "code", ("code", warp, self.now))
+                        alone, demand = yield from self._catch_up(
+                            warp, place, (alone, demand), until, "code", "code"
+                        )
                     code_read.add(chunk.last)
                 if chunk.waits:
                     until = max(boards[b] for b in range(SCOREBOARDS) if chunk.waits >> b & 1)
                     if until > self.now + alone:
-                        if alone:
-                            yield from self._run(warp, sm, scheduler, alone, demand)
-                            alone, demand = 0.0, [0.0] * PIPES
-                        if until > self.now:
-                            yield from self._sleep(warp, until, "memory", ("memory", warp, self.now))
+                        alone, demand = yield from self._catch_up(
+                            warp, place, (alone, demand), until, "memory", "memory"
+                        )
                 if chunk.demand[Pipe.SHARED]:
                     until = server.lanes_wait(self.now + alone)
                     if until > self.now + alone:
-                        if alone:
-                            yield from self._run(warp, sm, scheduler, alone, demand)
-                            alone, demand = 0.0, [0.0] * PIPES
-                        if until > self.now:
-                            yield from self._sleep(warp, until, "store", ("memory", warp, self.now))
+                        alone, demand = yield from self._catch_up(
+                            warp, place, (alone, demand), until, "store", "memory"
+                        )
                 alone += chunk.alone
                 for pipe in range(PIPES):
                     demand[pipe] += chunk.demand[pipe]
@@ -309,20 +303,16 @@ class Replay:
                 if pending:
                     until = max((time for bits, time in pending if bits & cost.uses), default=0.0)
                     if until > self.now:
-                        if alone:
-                            yield from self._run(warp, sm, scheduler, alone, demand)
-                            alone, demand = 0.0, [0.0] * PIPES
-                        if until > self.now:
-                            yield from self._sleep(warp, until, "memory", ("memory", warp, self.now))
+                        alone, demand = yield from self._catch_up(
+                            warp, place, (alone, demand), until, "memory", "memory"
+                        )
                         pending = [one for one in pending if one[1] > self.now]
                 done = 0.0
                 for number, part in enumerate(cost.parts):
                     if number and done > self.now:
-                        if alone:
-                            yield from self._run(warp, sm, scheduler, alone, demand)
-                            alone, demand = 0.0, [0.0] * PIPES
-                        if done > self.now:
-                            yield from self._sleep(warp, done, "memory", ("memory", warp, self.now))
+                        alone, demand = yield from self._catch_up(
+                            warp, place, (alone, demand), done, "memory", "memory"
+                        )
                     if part.loads or part.stores or part.additions:
                         if alone > FLUSH:
                             yield from self._run(warp, sm, scheduler, alone, demand)
@@ -454,6 +444,21 @@ class Replay:
         yield sm, scheduler, alone, demand
         if self.keep_spans:
             self.spans[warp].append(Span(start, self.now, "run"))
+
+    def _catch_up(
+        self, warp: int, place: tuple[int, int], gathered: tuple, until: float, unit: str, kind: str
+    ) -> Iterator:
+        """Run the gathered code, then sleep until a moment unless it has passed; returns what is gathered after it.
+
+        place: (SM, scheduler). gathered: (clocks alone, demand). kind: of the sleep's cause.
+        """
+        alone, demand = gathered
+        if alone:
+            yield from self._run(warp, *place, alone, demand)
+            gathered = 0.0, [0.0] * PIPES
+        if until > self.now:
+            yield from self._sleep(warp, until, unit, (kind, warp, self.now))
+        return gathered
 
     def _sleep(self, warp: int, until: float, unit: str, cause: tuple[str, int, float]) -> Iterator:
         start = self.now

@@ -120,7 +120,7 @@ def test_the_page_works_in_a_browser(tmp_path, capfd):
     """It loads without an error, and its slider widens the drawing of a CTA."""
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if browser is None:
-        pytest.skip("no Chromium")
+        pytest.skip("Chromium is not installed: no browser opens the page here")
     page = tmp_path / "r.html"
     script.main(["--check", "order", "--report", str(page), str(SCRIPT), "racy"])
     text = page.read_text()
