@@ -73,10 +73,12 @@ def plan(problem: BackwardProblem, target: Target) -> BackwardKernel:
             f"attention's gradients: block_mask: blocks must be of multiples of {config.tile_m} queries and "
             f"{config.tile_n} keys at head size {forward.head_dim}, got {forward.mask.block_size}"
         )
-    if choose_order(problem, config, target).slices == 1 and reads_beyond_l2(problem, config, target):
+    order = choose_order(problem, config, target)
+    if order.slices == 1 and reads_beyond_l2(problem, config, target):
         config = replace(config, heads_inside=True)
-    config = replace(config, inner_heads=inner_heads_of(problem, config, target))
-    return ordered(config, choose_order(problem, config, target))
+        order = choose_order(problem, config, target)
+    inner_heads = inner_heads_of(problem, config, order.section, target)
+    return ordered(replace(config, inner_heads=inner_heads), order)
 
 
 def ordered(config: BackwardKernel, order: Order) -> BackwardKernel:

@@ -183,13 +183,14 @@ def reads_beyond_l2(problem: BackwardProblem, config: BackwardKernel, target: Ta
     return times[1] < (1 + LEAST_GAIN) * times[0]
 
 
-def inner_heads_of(problem: BackwardProblem, config: BackwardKernel, target: Target) -> int:
+def inner_heads_of(problem: BackwardProblem, config: BackwardKernel, section: int, target: Target) -> int:
     """``inner_heads`` of a kernel with heads inside and a fixed order: few if the key tiles of a section, which read
-    all of its heads, have more than L2 holds, and all have as many steps, so that nobody waits at the next heads."""
-    steps, group = tile_steps(problem, config), problem.forward.group
-    if not config.deterministic or config.mask.has_blocks or group <= INNER_HEADS or not even(steps):
+    all of its heads, have more than L2 holds, and all have as many steps, so that nobody waits at the next heads.
+    section: rows of it, as in ``Order``."""
+    if not config.deterministic or config.mask.has_blocks or problem.forward.group <= INNER_HEADS:
         return 0
-    section = choose_order(problem, config, target).section
+    if not even(tile_steps(problem, config)):
+        return 0
     return INNER_HEADS if section * row_bytes(problem) > L2_SHARE * target.l2_bytes else 0
 
 
