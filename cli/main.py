@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -30,7 +32,8 @@ examples:
   python -m warpspec bench attention --batch 2 --queries 8192 --keys 8192 --causal
 
 `python -m warpspec COMMAND --help` has the options of a command. Exit status: 0 all is well, 1 a result is wrong or a
-kernel failed, 2 the command cannot be run as asked."""
+kernel failed, 2 the command cannot be run as asked, 141 the reader of the output went away."""
+OUTPUT_CLOSED = 128 + signal.SIGPIPE  # what a shell reports of a program that SIGPIPE ends
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,4 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return 2
     options = parser.parse_args(arguments)
-    return importlib.import_module(COMMANDS[options.command]).main(options.arguments)
+    command = importlib.import_module(COMMANDS[options.command]).main
+    try:
+        status = command(options.arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `... | head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what the interpreter flushes last
+        return OUTPUT_CLOSED
+    return status

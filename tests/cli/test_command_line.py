@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 
@@ -28,6 +29,15 @@ def test_simulate(monkeypatch, capsys, tmp_path):
     out = capsys.readouterr().out
     assert "against FP32, tolerance" in out and ": ok" in out
     assert json.loads(timeline.read_text())
+
+
+def test_reader_that_leaves(monkeypatch):
+    """``python -m warpspec compile --list | head -0`` ends as SIGPIPE would end it, without a traceback."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        assert main(["compile", "--list"]) == 141
 
 
 @pytest.mark.long
