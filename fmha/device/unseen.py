@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
@@ -77,83 +78,96 @@ def tainted(values: cute.Tensor, columns: RowColumns, row_sum) -> Boolean:
     return Boolean(probe != probe) & finite_sum
 
 
-@cute.jit
-def recompute(
-    config: cutlass.Constexpr,
-    row,
-    place,
-    operands,
-    reference,
-    numbers,
-    values: cute.Tensor,
-    columns: cutlass.Constexpr,
-):
-    """Set a thread's values (n) fp32 of a row to the sum over the keys the row sees of 2**(unit * score - reference) v,
-    in fp32.
+@dataclass(frozen=True)
+class RowSum:
+    """A row of O as a sum: over the keys that the row sees, of 2**(unit * score - reference) times the key's V.
 
-    numbers: those of the map between S and P. columns: ``RowColumns``.
+    row: says which keys it sees. place: where it is in q and o. reference: fp32. numbers: those of the map between S
+    and P.
     """
-    q = operands.q[place.batch, place.query, place.head, None]  # (D)
-    vectors, part = list(zip(columns.registers, columns.numbers, strict=True)), columns.part
+
+    config: object
+    row: object
+    place: object
+    operands: object
+    reference: Float32
+    numbers: object
+
+    def range(self) -> tuple:
+        """(first, end, drafts): [first, end) counts the keys, or what the list of blocks names, one key after the
+        other. drafts: the row's in a tree, or None."""
+        row, end, drafts = self.row, self.row.end, None
+        if row.drafts is not None:
+            drafts = row.drafts.of_part()
+            end = drafts.end_after(end)
+        if row.blocks is not None:
+            return Int32(0), row.blocks.span.count * self.config.tile_n, drafts
+        return Int32(row.first), end, drafts
+
+    def key_at(self, number, drafts) -> tuple:
+        """(key, its index in k and v, whether the row sees it) of a number in ``range``."""
+        row, key, listed = self.row, number, None
+        if row.blocks is not None:
+            key, listed = row.blocks.key_at(number, self.config.tile_n, row.first, row.end)
+        where, seen = address_of(self.config, self.operands, self.place.request, key)
+        if listed is not None:
+            seen = seen & listed
+        if drafts is not None:
+            seen = seen & (Boolean(key < row.end) | drafts.sees(key))
+        return key, where, seen
+
+    def weight_of(self, q: cute.Tensor, key, where, seen) -> tuple:
+        """(2**(unit * score - reference), whether the row sees the key, after its bias) for the row's q (D)."""
+        config, numbers = self.config, self.numbers
+        score = dot(config, q, of_kv(config, self.operands, "k", where, self.place.kv_head))
+        if config.requests.page_size > 0:
+            score = Float32(cutlass.select_(seen, score, Float32(0.0)))
+        if config.logits.negate:
+            score = -score
+        if config.logits.bias is not None:
+            added = row_of(config, self.operands.bias, self.place)[Int32(key)].to(Float32)
+            score = add_bias(map_score(config.logits, score, numbers), added)
+            seen = seen & Boolean(score != -Float32.inf)
+        elif config.logits.in_powers:
+            score = map_score(config.logits, score, numbers)
+        logit = score * unit(config.logits, numbers)
+        return cute.math.exp2(logit - self.reference, fastmath=True), seen
+
+
+@cute.jit
+def recompute(row_sum, values: cute.Tensor, columns: cutlass.Constexpr):
+    """Set a thread's values (n) fp32 of a row to what ``row_sum`` says, summed in fp32. columns: ``RowColumns``."""
+    config, place = row_sum.config, row_sum.place
+    q = row_sum.operands.q[place.batch, place.query, place.head, None]  # (D)
+    vectors = list(zip(columns.registers, columns.numbers, strict=True))
     for registers, _ in vectors:
         for i in registers:
             values[i] = Float32(0.0)
-    end, drafts = row.end, None
-    if cutlass.const_expr(row.drafts is not None):
-        drafts = row.drafts.of_part()
-        end = drafts.end_after(end)
-    first = Int32(row.first)
-    if cutlass.const_expr(row.blocks is not None):  # numbers of keys along the list
-        first, end = Int32(0), row.blocks.span.count * config.tile_n
+    keys = row_sum.range()
     size = -(-len(vectors) // config.recompute_passes)
     for start in cutlass.range_constexpr(0, len(vectors), size):
-        some = vectors[start : start + size]
-        keys = (first, end, drafts)
-        add_keys(config, row, place, operands, reference, numbers, values, q, some, part, keys)
+        add_keys(row_sum, values, q, keys, vectors[start : start + size], columns.part)
 
 
 @cute.jit
 def add_keys(
-    config: cutlass.Constexpr,
-    row,
-    place,
-    operands,
-    reference,
-    numbers,
+    row_sum,
     values: cute.Tensor,
     q: cute.Tensor,
+    keys: cutlass.Constexpr,
     vectors: cutlass.Constexpr,
     part: cutlass.Constexpr,
-    keys: cutlass.Constexpr,
 ):
-    """``recompute`` for some of the values, which start at 0. keys: (first, end, drafts)."""
-    first, end, drafts = keys
+    """``recompute`` for some of the values, which start at 0. keys: ``RowSum.range``'s. vectors: (registers, number) of
+    each. part: ``RowColumns``'s."""
+    config, (first, end, drafts) = row_sum.config, keys
     for number in cutlass.range(first, end, unroll=1):
-        key, seen = number, None
-        if cutlass.const_expr(row.blocks is not None):
-            key, seen = row.blocks.key_at(number, config.tile_n, row.first, row.end)
-        where, exists = address_of(config, operands, place.request, key)
-        if cutlass.const_expr(seen is not None):
-            exists = exists & seen
-        if cutlass.const_expr(drafts is not None):
-            exists = exists & (Boolean(key < row.end) | drafts.sees(key))
-        score = dot(config, q, of_kv(config, operands, "k", where, place.kv_head))
-        if cutlass.const_expr(config.requests.page_size > 0):
-            score = Float32(cutlass.select_(exists, score, Float32(0.0)))
-        if cutlass.const_expr(config.logits.negate):
-            score = -score
-        if cutlass.const_expr(config.logits.bias is not None):
-            value = row_of(config, operands.bias, place)[Int32(key)]
-            added = value.to(Float32)
-            score = add_bias(map_score(config.logits, score, numbers), added)
-            exists = exists & Boolean(score != -Float32.inf)
-        elif cutlass.const_expr(config.logits.in_powers):
-            score = map_score(config.logits, score, numbers)
-        weight = cute.math.exp2(score * unit(config.logits, numbers) - reference, fastmath=True)
-        v = of_kv(config, operands, "v", where, place.kv_head)
+        key, where, seen = row_sum.key_at(number, drafts)
+        weight, seen = row_sum.weight_of(q, key, where, seen)
+        v = of_kv(config, row_sum.operands, "v", where, row_sum.place.kv_head)
         if cutlass.const_expr(config.format.kv_format is None):
             v = part(v)
-        if exists:
+        if seen:
             accumulate(config, values, weight, v, vectors)
 
 

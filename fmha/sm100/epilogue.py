@@ -13,7 +13,7 @@ from warpspec.common.device import tmem
 from warpspec.fmha.device.logits import unit
 from warpspec.fmha.device.results import of_split, piece_statistics, sink_of, statistics
 from warpspec.fmha.device.scales import value_factor
-from warpspec.fmha.device.unseen import RowColumns, recompute, tainted
+from warpspec.fmha.device.unseen import RowColumns, RowSum, recompute, tainted
 from warpspec.fmha.heads import BLOCK
 
 
@@ -92,7 +92,7 @@ def epilogue(
             number = block if count == size else block * (size // count)
             own = RowColumns((range(count),), (number,), whole_row)
             if place.in_range & tainted(values, own, row_sum):
-                recompute(config, row, place, operands, reference, numbers, values, own)
+                recompute(RowSum(config, row, place, operands, reference, numbers), values, own)
         columns.finish(config, row, start, values)
         if place.in_range:
             scale_or_zero(values, factor, empty)

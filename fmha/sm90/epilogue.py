@@ -13,7 +13,7 @@ from warpspec.common.device.wgmma import flat, store_row
 from warpspec.fmha.device.logits import unit
 from warpspec.fmha.device.results import of_split, piece_statistics, sink_of, statistics
 from warpspec.fmha.device.scales import value_factor
-from warpspec.fmha.device.unseen import recompute, tainted
+from warpspec.fmha.device.unseen import RowSum, recompute, tainted
 from warpspec.fmha.heads import BLOCK
 from warpspec.fmha.sm90.fragment import PAIR, QUAD, THREAD_ROWS, elements, row_columns
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
@@ -138,7 +138,9 @@ def untaint(
             for r in cutlass.range_constexpr(THREAD_ROWS):
                 if reached[r]:
                     recompute(
-                        config, work.rows[r], places[r], operands, references[r], work.numbers, o, own[r]
+                        RowSum(config, work.rows[r], places[r], operands, references[r], work.numbers),
+                        o,
+                        own[r],
                     )
 
 

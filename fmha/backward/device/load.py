@@ -3,6 +3,7 @@ architecture."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
@@ -52,27 +53,73 @@ def ring_of(config, atom, view, base, dtype, rows: int, stages: int, first) -> t
     return tma.TileRing.make(atom, tiles, tma.shared_tiles(base, dtype, box, stages))
 
 
+@dataclass(frozen=True)
+class TileLoads:
+    """Issues the loads of one key tile.
+
+    channels: the barriers by name. shared: where the regions begin. atoms, coordinates: TMA descriptors and their
+    coordinate tensors, of K, V, Q and dO in this order; what a kernel loads or stores beside them follows.
+    """
+
+    config: object
+    channels: dict
+    shared: GradientBuffers
+    operands: object
+    atoms: tuple
+    coordinates: tuple
+    tile: object
+
+    def load_keys(self, name: str) -> None:
+        """Load the tile's K or V: "k", "v". Produces {name}_full."""
+        config, tile, i = self.config, self.tile, "kv".index(name)
+        full = self.channels[name + "_full"]
+        batch = 0 if config.requests.packed_k else tile.request
+        keys = self.coordinates[i][None, None, None, tile.kv_head, batch]
+        first = tile.place.first_key + tile.first_key
+        full.expect_bytes(0, loaded_bytes(config, name, config.tile_n))
+        dtype = self.operands.q.element_type
+        ring = ring_of(config, self.atoms[i], keys, self.shared[i + 1], dtype, config.tile_n, 1, first)
+        load_tile(config, name, ring, 0, full.barrier(0))
+
+    def load_step(self, step, head, query_tile, waits: bool = True) -> None:
+        """Load a step's Q, statistics and dO. Produces q_full and do_full. waits: wait until the buffers are
+        released."""
+        config, tile, channels = self.config, self.tile, self.channels
+        dtype = self.operands.q.element_type
+        first = tile.place.first_row + query_tile * config.tile_m
+        for i, name, stages in ((2, "q", config.q_stages), (3, "do", config.do_stages)):
+            full = channels[name + "_full"]
+            queries = self.coordinates[i][None, None, None, head, tile.batch]
+            ring = ring_of(
+                config, self.atoms[i], queries, self.shared[i + 1], dtype, config.tile_m, stages, first
+            )
+            if waits and name + "_empty" in channels:
+                channels[name + "_empty"].wait_previous(step)
+            size = config.statistics_bytes if name == "q" else 0
+            full.expect_bytes(step, loaded_bytes(config, name, config.tile_m) + size)
+            if name == "q":
+                tile_index = tile_index_of(config, self.operands, tile.request, query_tile)
+                source = self.operands.statistics[head, tile_index, None, None].iterator
+                target = self.shared.statistics + full.stage(step) * (size // FP32_BYTES)
+                with cute.arch.elect_one():
+                    tma.bulk_load(target, source.toint(), Int32(size), full.barrier(step))
+            load_tile(config, name, ring, full.stage(step), full.barrier(step))
+
+
 @cute.jit
-def load(
-    config: cutlass.Constexpr,
-    channels: cutlass.Constexpr,
-    shared: cutlass.Constexpr,
-    operands,
-    atoms: cutlass.Constexpr,
-    coordinates: cutlass.Constexpr,
-    tile,
-):
-    """Produces k_full, v_full, q_full and do_full; consumes q_empty and, where there is one, do_empty (otherwise
-    q_empty also releases the dO loaded with Q, in as many stages). Leaves only when every buffer has been released.
-    shared: pointers, statistics, k, v, q and do first."""
+def load(loads):
+    """The load warp's role. loads: ``TileLoads``. Produces k_full, v_full, q_full and do_full; consumes q_empty and,
+    where there is one, do_empty (otherwise q_empty also releases the dO loaded with Q, in as many stages). Leaves only
+    when every buffer has been released."""
+    tile, channels = loads.tile, loads.channels
     if tile.steps > 0:
         for name in "kv":
-            load_keys(name, config, channels, shared, operands, atoms, coordinates, tile)
-    wait_before(config)
+            loads.load_keys(name)
+    wait_before(loads.config)
     if tile.steps > 0:
         head, query_tile = tile.first
         for step in cutlass.range(tile.steps, unroll=1):
-            load_step(config, channels, shared, operands, atoms, coordinates, tile, step, head, query_tile)
+            loads.load_step(step, head, query_tile)
             head, query_tile = tile.following(head, query_tile)
         for name in ("q_empty", "do_empty"):  # dO's buffers may come back with Q's
             if cutlass.const_expr(name in channels):
@@ -111,38 +158,3 @@ def load_tile(config, name: str, ring: tma.TileRing, stage, mbarrier) -> None:
         return
     for span in range(config.spans_of(name)):
         ring.load(span, stage * (config.room // BLOCK) + span, mbarrier)
-
-
-def load_keys(name: str, config, channels, shared, operands, atoms, coordinates, tile) -> None:
-    """Load K or V: "k", "v"."""
-    i, full = "kv".index(name), channels[name + "_full"]
-    batch = 0 if config.requests.packed_k else tile.request
-    keys = coordinates[i][None, None, None, tile.kv_head, batch]
-    first = tile.place.first_key + tile.first_key
-    full.expect_bytes(0, loaded_bytes(config, name, config.tile_n))
-    dtype = operands.q.element_type
-    ring = ring_of(config, atoms[i], keys, shared[i + 1], dtype, config.tile_n, 1, first)
-    load_tile(config, name, ring, 0, full.barrier(0))
-
-
-def load_step(
-    config, channels, shared, operands, atoms, coordinates, tile, step, head, query_tile, waits=True
-) -> None:
-    """Load a step's Q, statistics and dO. waits: wait until the buffers are released."""
-    dtype = operands.q.element_type
-    first = tile.place.first_row + query_tile * config.tile_m
-    for i, name, stages in ((2, "q", config.q_stages), (3, "do", config.do_stages)):
-        full = channels[name + "_full"]
-        queries = coordinates[i][None, None, None, head, tile.batch]
-        ring = ring_of(config, atoms[i], queries, shared[i + 1], dtype, config.tile_m, stages, first)
-        if waits and name + "_empty" in channels:
-            channels[name + "_empty"].wait_previous(step)
-        size = config.statistics_bytes if name == "q" else 0
-        full.expect_bytes(step, loaded_bytes(config, name, config.tile_m) + size)
-        if name == "q":
-            tile_index = tile_index_of(config, operands, tile.request, query_tile)
-            source = operands.statistics[head, tile_index, None, None].iterator
-            target = shared.statistics + full.stage(step) * (size // FP32_BYTES)
-            with cute.arch.elect_one():
-                tma.bulk_load(target, source.toint(), Int32(size), full.barrier(step))
-        load_tile(config, name, ring, full.stage(step), full.barrier(step))

@@ -10,7 +10,7 @@ from warpspec.common.device.pipeline import init_barriers
 from warpspec.common.device.storage import allocate
 from warpspec.common.hardware import TMEM_COLUMNS
 from warpspec.fmha.backward.device.host import BackwardHost
-from warpspec.fmha.backward.device.load import GradientBuffers, load, wait_before, wait_first
+from warpspec.fmha.backward.device.load import GradientBuffers, TileLoads, load, wait_before, wait_first
 from warpspec.fmha.backward.device.tile import column_part, own_tile
 from warpspec.fmha.backward.sm100.keys import work_on_keys
 from warpspec.fmha.backward.sm100.mma import mma
@@ -52,6 +52,6 @@ class Backward(BackwardHost):
         elif warp == config.mma_warp:
             mma(config, channels, shared, operands.q.element_type, tile, part, columns)
         else:
-            load(config, channels, shared, operands, atoms, coordinates, tile)
+            load(TileLoads(config, channels, shared, operands, atoms, coordinates, tile))
         if cutlass.const_expr(config.clustered):
             handover.meet()

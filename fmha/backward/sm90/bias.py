@@ -33,7 +33,7 @@ def boxes_of(work, tensor, place):
 def fetch(work, step, head, query_tile) -> None:
     """Load the bias of a step, a box for each consumer. Produces bias_full."""
     config, full = work.config, work.channels["bias_full"]
-    atoms, coordinates = work.loads
+    atoms, coordinates = work.loads.atoms, work.loads.coordinates
     box = (BLOCK, config.tile_m)
     boxes = cute.local_tile(boxes_of(work, coordinates[LOAD], (head, query_tile)), box, (None, 0))
     shared = tma.shared_tiles(work.shared.bias, cutlass.BFloat16, box, BIAS_STAGES * CONSUMERS)
@@ -84,7 +84,7 @@ def store_columns(base, thread, words: cute.Tensor) -> None:
 def store(work, step, place):
     """Store dS of a step to dbias, by one thread of the consumer, after the barrier that guards dS."""
     config = work.config
-    atoms, coordinates = work.loads
+    atoms, coordinates = work.loads.atoms, work.loads.coordinates
     if work.thread < WARP_THREADS:
         view = boxes_of(work, coordinates[STORE], place)
         boxes = cute.local_tile(view, (BLOCK, BLOCK), (None, 0))

@@ -40,7 +40,7 @@ from warpspec.common.device.wgmma import (
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.fmha.backward.device.arithmetic import derive, weigh
 from warpspec.fmha.backward.device.clear import clear_unseen_keys, clear_unseen_rows
-from warpspec.fmha.backward.device.load import wait_before
+from warpspec.fmha.backward.device.load import TileLoads, wait_before
 from warpspec.fmha.backward.device.tile import own_tile
 from warpspec.fmha.backward.sm90 import bias, exchange, pair, results
 from warpspec.fmha.backward.sm90.arithmetic import block_of, keep
@@ -54,7 +54,7 @@ from warpspec.fmha.sm90.staging import load_words, store_rows
 class ConsumerKeys:
     """A consumer's part of a key tile. first_row: the consumer's first row in the tile. thread: 0..127 within the
     consumer. row: the first of the thread's rows among the consumer's 64. member: the thread's number in its quad.
-    bounds: for each key of the thread, [first, end) of the queries that see it. loads: copy atoms and coordinates. lse:
+    bounds: for each key of the thread, [first, end) of the queries that see it. loads: those of its tile. lse:
     registers for lse' of the next block's queries; a pair reads lse' where it needs it."""
 
     config: object
@@ -70,7 +70,7 @@ class ConsumerKeys:
     row: Int32
     member: Int32
     bounds: tuple
-    loads: tuple
+    loads: TileLoads
     lse: cute.Tensor | None
 
     def key(self, r: int):
@@ -145,10 +145,10 @@ def consume(
     window,
     order,
     consumer,
-    loads: cutlass.Constexpr,
+    tensors: cutlass.Constexpr,
 ):
-    """One consumer. loads: (descriptors, their tensors). Consumes k_full, v_full, q_full, do_full; of a pair, produces
-    q_empty after dK, do_empty after dV."""
+    """One consumer. tensors: (TMA descriptors, their coordinate tensors). Consumes k_full, v_full, q_full and do_full;
+    if it is one of a pair, produces q_empty after dK, and do_empty after dV."""
     thread, _, _ = cute.arch.thread_idx()
     thread = thread % WARPGROUP_THREADS
     tile = own_tile(config, operands, window, order)
@@ -172,7 +172,7 @@ def consume(
         row,
         lane % QUAD,
         bounds,
-        loads,
+        TileLoads(config, channels, shared, operands, *tensors, tile),
         None if config.paired else cute.make_rmem_tensor(BLOCK // COLUMNS * PAIR, Float32),
     )
     if cutlass.const_expr(mma.dk is not None):

@@ -19,7 +19,7 @@ from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from warpspec.common.hardware import WARP_THREADS
-from warpspec.fmha.backward.device.load import load_keys, load_step, wait_before
+from warpspec.fmha.backward.device.load import wait_before
 from warpspec.fmha.backward.sm90 import bias, results, turns
 from warpspec.fmha.backward.sm90.config import APART_BARRIER
 from warpspec.fmha.backward.sm90.products import other_products
@@ -104,18 +104,18 @@ def add_last(work):
 def fetch_first(work):
     """Issue the first loads of a tile, by the first warp: K; then, after the previous launch, Q; then V, and the steps
     that are fetched ahead. Returns the (query head, query tile) of the step after these."""
-    loads, tile = work.index < WARP_THREADS, work.tile
+    first_warp, tile = work.index < WARP_THREADS, work.tile
     place = tile.first
-    if loads:
-        fetch_keys(work, "k")
+    if first_warp:
+        work.loads.load_keys("k")
     wait_before(work.config)
     for step in cutlass.range_constexpr(work.config.ahead):
-        if Boolean(loads) & Boolean(step < tile.steps):
+        if Boolean(first_warp) & Boolean(step < tile.steps):
             fetch(work, Int32(step), place)
         place = tile.following(*place)
         if cutlass.const_expr(step == 0):  # noqa: SIM102
-            if loads:
-                fetch_keys(work, "v")
+            if first_warp:
+                work.loads.load_keys("v")
     return place
 
 
@@ -128,13 +128,7 @@ def fetch_ahead(work, step, place):
         fetch(work, step, place)
 
 
-def fetch_keys(work, name: str) -> None:
-    load_keys(name, work.config, work.channels, work.shared, work.operands, *work.loads, work.tile)
-
-
 def fetch(work, step, place) -> None:
-    config, (head, query_tile) = work.config, place
-    tensors = (config, work.channels, work.shared, work.operands, *work.loads)
-    load_step(*tensors, work.tile, step, head, query_tile, waits=False)
-    if config.bias_tiles:
-        bias.fetch(work, step, head, query_tile)
+    work.loads.load_step(step, *place, waits=False)
+    if work.config.bias_tiles:
+        bias.fetch(work, step, *place)

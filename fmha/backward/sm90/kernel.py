@@ -10,11 +10,9 @@ from warpspec.common.device.pipeline import init_barriers
 from warpspec.common.device.storage import allocate
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.fmha.backward.device.host import BackwardHost
-from warpspec.fmha.backward.device.load import GradientBuffers, load, wait_before, wait_first
+from warpspec.fmha.backward.device.load import GradientBuffers, TileLoads, load, wait_before, wait_first
 from warpspec.fmha.backward.device.tile import own_tile
-from warpspec.fmha.backward.sm90.config import (
-    CONSUMERS,
-)
+from warpspec.fmha.backward.sm90.config import CONSUMERS
 from warpspec.fmha.backward.sm90.consumer import consume
 from warpspec.fmha.backward.sm90.turns import take_turns
 from warpspec.fmha.heads import BLOCK
@@ -63,26 +61,26 @@ class Backward(BackwardHost):
         shared = GradientBuffers.of(config, storage)
         consumer = warp // (WARPGROUP_THREADS // WARP_THREADS)
         arguments = (config, channels, shared, operands, scales, window, order)
-        loads = (atoms, coordinates)
+        tensors = (atoms, coordinates)
         if cutlass.const_expr(config.threads == config.consumer_threads):
-            consume(*arguments, consumer, loads)  # one of the consumers' warps loads
+            consume(*arguments, consumer, tensors)  # one of the consumers' warps loads
         elif warp >= config.consumer_threads // WARP_THREADS:
             cute.arch.setmaxregister_decrease(config.registers[-1])
             tile = own_tile(config, operands, window, order)
             if cutlass.const_expr(config.paired):  # noqa: SIM102
                 if warp == config.load_warp:
-                    load(config, channels, shared, operands, atoms, coordinates, tile)
+                    load(TileLoads(config, channels, shared, operands, *tensors, tile))
             if cutlass.const_expr(config.deterministic):  # noqa: SIM102
                 if warp >= config.turn_warp:
                     wait_before(config)
                     take_turns(config, channels, operands, tile, warp - config.turn_warp)
         elif cutlass.const_expr(not config.paired):
             cute.arch.setmaxregister_increase(config.registers[0])
-            consume(*arguments, consumer, loads)
+            consume(*arguments, consumer, tensors)
         else:
             cute.arch.setmaxregister_increase(config.registers[0])
             for each in cutlass.range_constexpr(CONSUMERS):  # each consumer has code of its own
                 if consumer == each:
-                    consume(*arguments, each, loads)
+                    consume(*arguments, each, tensors)
         if cutlass.const_expr(config.clustered):
             handover.meet()
