@@ -50,15 +50,15 @@ def flatten(
     """The slots that `value` fills, in order. by_field: result of `_of_fields` for a NamedTuple's Python numbers."""
     annotation = _strip_optional(annotation)
     if takes_stream(annotation):
-        yield Value(name, _Stream(value, name))
+        yield Value(name, _Handle.of_stream(value, name))
     elif value is None:
         return
     elif isinstance(annotation, NumericMeta) or is_tensor(value) or _is_pointer(value):
         yield Value(name, value)
     elif _is_stream(value):
-        yield Value(name, _Stream(value, name))
+        yield Value(name, _Handle.of_stream(value, name))
     elif isinstance(value, (cuda_driver.CUevent, cuda_runtime.cudaEvent_t)):
-        yield Value(name, _Stream(int(value), name))  # a handle, too
+        yield Value(name, _Handle(value))
     elif isinstance(value, cute_runtime._FakeTensor):
         raise HostError(f"argument `{name}`: a fake tensor has no data; pass a CPU tensor")
     elif annotation is not None and is_cute_algebra_type(annotation):
@@ -135,16 +135,21 @@ class _Opaque:
         }
 
 
-class _Stream:
-    """A placeholder of a stream or an event: the integer value of the handle, 0 for None."""
+class _Handle:
+    """The integer value of a stream's or an event's handle; 0 for None."""
 
-    def __init__(self, stream: object, name: str):
+    def __init__(self, value: object):
+        self.value = 0 if value is None else int(value)
+
+    @classmethod
+    def of_stream(cls, stream: object, name: str) -> _Handle:
+        """The handle of a stream of torch's or CUDA's, of an int or None. HostError for anything else."""
         stream = getattr(stream, "cuda_stream", stream)  # torch.cuda.Stream
         if stream is not None and not isinstance(stream, int) and not _is_stream(stream):
             raise HostError(
                 f"argument `{name}`: {type(stream).__name__} is not a CUDA stream, an int or None"
             )
-        self.handle = 0 if stream is None else int(stream)
+        return cls(stream)
 
 
 def takes_stream(annotation: object) -> bool:
@@ -207,7 +212,7 @@ class PackedArguments:
             if isinstance(value.value, _Opaque):
                 found = value.value.pointers(slot)
                 pointers |= {f"{value.name} byte {at}": address for at, address in found.items()}
-            elif slot.kinds == ("ptr",) and not isinstance(value.value, _Stream):
+            elif slot.kinds == ("ptr",) and not isinstance(value.value, _Handle):
                 pointers[value.name] = _address(value.value) or 0
         regions += behind({name: address for name, address in pointers.items() if address}, regions)
         memory.stage(regions)
@@ -223,8 +228,8 @@ class PackedArguments:
                 leaves: Sequence[object] = self._tensor_leaves(*tensors[i], value.name)
             elif isinstance(slot.type, TensorType):
                 raise HostError(f"argument `{value.name}`: {plain(value.value)}; {WANTS} {slot}")
-            elif isinstance(value.value, _Stream):
-                leaves = [value.value.handle]
+            elif isinstance(value.value, _Handle):
+                leaves = [value.value.value]
             elif slot.kinds == ("ptr",):
                 leaves = [self._pointer(value.value, slot, value.name)]
             else:

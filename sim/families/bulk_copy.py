@@ -202,27 +202,36 @@ def _destinations(
     return found
 
 
-def issue_load(
-    m: Machine,
-    w: Warp,
-    ins: Instr,
-    dst: int,
-    mbar: int,
-    cta_mask: int | None,
-    load: Callable,
-    place: Callable,
-    what: str,
-    lane: int,
-    source: tuple[Cta, int] | None = None,
-) -> None:
-    """source: (CTA, offset) of a copy from shared memory."""
+@dataclass(frozen=True, slots=True)
+class LaneLoad:
+    """A load that one lane issues.
+
+    dst, mbar: shared addresses of its destination and its mbarrier. cta_mask: the CTAs of a multicast, else None. read:
+    reads the source, (data, bytes) of a machine. place: writes such data into a CTA's shared memory. what: the load in
+    words. source: (CTA, offset) of a copy from shared memory, else None.
+    """
+
+    lane: int
+    dst: int
+    mbar: int
+    cta_mask: int | None
+    read: Callable
+    place: Callable
+    what: str
+    source: tuple[Cta, int] | None = None
+
+
+def issue_load(m: Machine, w: Warp, ins: Instr, load: LaneLoad) -> None:
+    """Defer a load, once for each CTA that it writes."""
     own = ins.plan.own
-    target, barrier = located(w, dst, own), located(w, mbar, own)
-    if cta_mask is not None:
-        load = _once(load)
-    order = None if m.order is None else LoadOrder(m.order.issue(w, ins, mask=1 << lane), target[1], source)
-    for cta, signalled in _destinations(w, ins, target, barrier, cta_mask):
-        m.defer(BulkLoad(load, place, cta, signalled, f"{what} to CTA {cta.rank} +{target[1]:#x}", order))
+    target, barrier = located(w, load.dst, own), located(w, load.mbar, own)
+    read = load.read if load.cta_mask is None else _once(load.read)
+    order = None
+    if m.order is not None:
+        order = LoadOrder(m.order.issue(w, ins, mask=1 << load.lane), target[1], load.source)
+    for cta, signalled in _destinations(w, ins, target, barrier, load.cta_mask):
+        text = f"{load.what} to CTA {cta.rank} +{target[1]:#x}"
+        m.defer(BulkLoad(read, load.place, cta, signalled, text, order))
 
 
 def trailing(w: Warp, ins: Instr, first: int, lane: int) -> int | None:
@@ -264,7 +273,9 @@ def _bulk_load(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
 
         cta_mask = trailing(w, ins, 4, lane)
         what = f"bulk copy of {nbytes} bytes"
-        issue_load(m, w, ins, int(dsts[lane]), int(mbars[lane]), cta_mask, load, place, what, lane, origin)
+        issue_load(
+            m, w, ins, LaneLoad(lane, int(dsts[lane]), int(mbars[lane]), cta_mask, load, place, what, origin)
+        )
 
 
 # ---- stores ------------------------------------------------------------------------------------------------
@@ -379,7 +390,9 @@ def bulk_reduce(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
             meet(shared_view(cta, offset, data.size), data)
 
         what = f"bulk {operation} of {nbytes} bytes"
-        issue_load(m, w, ins, int(dsts[lane]), int(mbars[lane]), None, load, place, what, lane, origin)
+        issue_load(
+            m, w, ins, LaneLoad(lane, int(dsts[lane]), int(mbars[lane]), None, load, place, what, origin)
+        )
 
 
 @handler("cp.async.bulk.prefetch", "prefetch.global", family=Family.TMA, destinations=0)

@@ -11,6 +11,7 @@ from warpspec.sim import tma
 from warpspec.sim.families.bulk_copy import (
     COMMON_MODIFIERS,
     OFFSET_MASK,
+    LaneLoad,
     StoreOrder,
     check_modifiers,
     issue_load,
@@ -78,7 +79,7 @@ def _tensor_load(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
 
         cta_mask = trailing(w, ins, 3, lane)
         what = f"tensor load at {coords}"
-        issue_load(m, w, ins, dst, mbar, cta_mask, load, place, what, lane)
+        issue_load(m, w, ins, LaneLoad(lane, dst, mbar, cta_mask, load, place, what))
 
 
 def _tensor_store(m: Machine, w: Warp, ins: Instr, mask: int, operation: str | None) -> None:
