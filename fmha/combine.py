@@ -16,7 +16,7 @@ from warpspec.fmha.heads import CLASSES
 
 THREADS = 256
 VECTOR = 4  # fp32 columns of a thread: one 16-byte load per split
-CHUNK = WARP_THREADS * VECTOR  # most columns of D for one group of threads
+SEGMENT = WARP_THREADS * VECTOR  # most columns of D for one group of threads
 BATCH = 4  # splits a thread loads at a time: enough loads in flight, few repeated if there are few splits
 
 
@@ -24,10 +24,10 @@ BATCH = 4  # splits a thread loads at a time: enough loads in flight, few repeat
 class CombineConfig:
     """Compile-time shape of one combine kernel (``device.combine``).
 
-    A group of ``lanes`` threads holds ``chunk`` columns of one row, VECTOR to a thread; ``ways`` groups share the row's
-    splits (way w takes w, w + ways, ...) and add up through shared memory. head_dim: columns of a partial result;
-    o_dim: columns of o if fewer, else 0. dtype: dtype of o. normalize: o is divided and the sink applied; otherwise o,
-    row_max and row_sum are an un-normalised state. packed: queries past the last request are left alone.
+    A group of ``lanes`` threads has a segment of one row, VECTOR columns to a thread. ``ways`` groups share
+    the row's splits (way w takes w, w + ways, ...) and add up through shared memory. head_dim: columns of a partial
+    result; o_dim: columns of o if fewer, else 0. dtype: dtype of o. normalize: o is divided and the sink applied;
+    otherwise o, row_max and row_sum are an un-normalised state. packed: queries past the last request are left alone.
     sink_dtype: dtype of the sink, if there is one.
     """
 
@@ -61,19 +61,19 @@ class CombineConfig:
         return self.o_dim or self.head_dim
 
     @property
-    def chunk(self) -> int:
-        """Columns of D of one group."""
-        return min(self.head_dim, CHUNK)
+    def segment(self) -> int:
+        """Columns of D of a segment, which one group has."""
+        return min(self.head_dim, SEGMENT)
 
     @property
-    def chunks(self) -> int:
-        """Groups of columns in a row."""
-        return self.head_dim // self.chunk
+    def segments(self) -> int:
+        """Segments of a row."""
+        return self.head_dim // self.segment
 
     @property
     def lanes(self) -> int:
         """Threads of a group, part of one warp."""
-        return self.chunk // VECTOR
+        return self.segment // VECTOR
 
     @property
     def groups(self) -> int:
@@ -81,8 +81,8 @@ class CombineConfig:
         return THREADS // self.lanes
 
     @property
-    def parts(self) -> int:
-        """(row, chunk) pairs of a CTA."""
+    def row_segments(self) -> int:
+        """(row, segment) pairs of a CTA."""
         return self.groups // self.ways
 
     @property

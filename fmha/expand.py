@@ -25,7 +25,7 @@ from warpspec.fmha.operands import Operands, block_scales
 from warpspec.fmha.problem import AttentionProblem
 
 MOST_BYTES = 1 << 30  # most bytes of K and V in 16 bits
-PIECE = 16  # numbers that a thread converts: a block of NVFP4
+VECTOR = 16  # numbers that a thread converts: a block of NVFP4
 BYTES = 2  # bytes of a number
 
 
@@ -38,9 +38,9 @@ class ExpandConfig:
     requests: RequestLayout
 
     @property
-    def pieces(self) -> int:
+    def vectors(self) -> int:
         """Pieces of a row."""
-        return self.heads.qk // PIECE
+        return self.heads.qk // VECTOR
 
 
 class ExpandOperands(NamedTuple):

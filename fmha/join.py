@@ -8,13 +8,13 @@ from typing import Annotated, Any, NamedTuple
 from warpspec.common.hardware import FP32_BYTES, TMA_ALIGNMENT
 from warpspec.common.launch import Kernel
 from warpspec.common.operands import FLOAT32, INT32, Operand, fakes
-from warpspec.fmha.combine import CHUNK, VECTOR, Results
+from warpspec.fmha.combine import SEGMENT, VECTOR, Results
 from warpspec.fmha.heads import PIECE_STATISTICS
 from warpspec.fmha.line import JOIN_WORDS
 from warpspec.fmha.tiles import TileRows
 
 THREADS = 256
-PART_CTAS = 4, 16  # CTAs that share a tile's rows: with one row group, with more
+TILE_CTAS = 4, 16  # CTAs that share a tile's rows: with one row group, with more
 BATCH = 4  # pieces whose states a thread loads at a time; more than these count as many
 
 
@@ -42,12 +42,12 @@ class JoinConfig:
 
     @property
     def lanes(self) -> int:
-        """Threads that share a row's columns, VECTOR each, or one CHUNK of columns after another."""
-        return min(self.head_dim, CHUNK) // VECTOR
+        """Threads that share a row's columns, VECTOR each, or one SEGMENT of columns after another."""
+        return min(self.head_dim, SEGMENT) // VECTOR
 
     @property
-    def chunks(self) -> int:
-        """Vectors of a thread."""
+    def segments(self) -> int:
+        """Segments of a row, one vector of a thread each."""
         return self.head_dim // VECTOR // self.lanes
 
     @property
@@ -61,9 +61,9 @@ class JoinConfig:
         return THREADS * (VECTOR + 2) * FP32_BYTES
 
     @property
-    def parts(self) -> int:
+    def ctas(self) -> int:
         """CTAs that share the rows of a tile; in decoding, few of these rows are in use."""
-        return PART_CTAS[self.rows.groups > 1]
+        return TILE_CTAS[self.rows.groups > 1]
 
 
 class JoinOperands(NamedTuple):

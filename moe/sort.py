@@ -29,7 +29,7 @@ COPY_THREADS = 1024  # most threads of an SM in CTAs that write activations
 VECTOR_WORDS = VECTOR_BYTES // WORD_BYTES
 VECTOR_COLUMNS = VECTOR_BYTES // 2  # bf16 columns of a vector
 COPIES = 4  # vectors of a lane whose loads are issued together
-PIECE = COPIES * WARP_THREADS  # vectors that a warp copies at a time
+SEGMENT = COPIES * WARP_THREADS  # vectors that a warp copies at a time
 CHUNK_WORDS = CHUNK // 2
 CHUNK_VECTORS = CHUNK // VECTOR_COLUMNS
 
@@ -163,17 +163,17 @@ class SortChoices:
 
 @cute.jit
 def reorder(config: cutlass.Constexpr, x, activations, thread, block):
-    """The CTAs that write activations: a warp takes a piece of a token at a time. 16 bytes of an activation row are
+    """The CTAs that write activations: a warp takes a segment of a token at a time. 16 bytes of an activation row are
     four words of the token, at fixed distances."""
     lane, warp = thread % WARP_THREADS, thread // WARP_THREADS
     warps = (cute.arch.grid_dim()[0] - config.shape.ctas) * config.shape.warps
     vectors = activations.shape[1] // VECTOR_WORDS
-    pieces = cute.ceil_div(vectors, PIECE)
+    segments = cute.ceil_div(vectors, SEGMENT)
     for index in cutlass.range(
-        block * config.shape.warps + warp, activations.shape[0] * pieces, warps, unroll=1
+        block * config.shape.warps + warp, activations.shape[0] * segments, warps, unroll=1
     ):
-        row, written = x[index // pieces, None], activations[index // pieces, None]
-        begin = index % pieces * PIECE + lane
+        row, written = x[index // segments, None], activations[index // segments, None]
+        begin = index % segments * SEGMENT + lane
         words = cute.make_rmem_tensor((VECTOR_WORDS, COPIES), Uint32)
         words.fill(Uint32(0))
         for i in cutlass.range_constexpr(COPIES):  # issue all loads first, so that they overlap
@@ -239,8 +239,8 @@ def sort_choices(
     if x is not None:
         activations = empty(tokens, padded_k(x.shape[1]), dtype=torch.bfloat16)
         most = target.sm_count * COPY_THREADS // config.threads
-        pieces = tokens * -(-activations.shape[1] // (VECTOR_COLUMNS * PIECE))
-        others = min(-(-pieces // shape.warps), max(1, most))
+        segments = tokens * -(-activations.shape[1] // (VECTOR_COLUMNS * SEGMENT))
+        others = min(-(-segments // shape.warps), max(1, most))
         ctas += -(-others // shape.ctas) * shape.ctas
     words = [None if t is None else t.view(torch.uint32) for t in (x, activations)]
     report = sort_kernel.run(

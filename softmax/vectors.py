@@ -31,7 +31,7 @@ HALF_BITS = 16
 # not). LAST, evict-first, is for data that is not read again while other data should stay in L2.
 PLAIN = ""
 LAST = ".cs"
-PIECES = {16: ("v4.b32", 4), 8: ("v2.b32", 2), 4: ("b32", 1), 2: ("b16", 1)}  # by bytes: PTX type, words
+STORES = {16: ("v4.b32", 4), 8: ("v2.b32", 2), 4: ("b32", 1), 2: ("b16", 1)}  # by bytes: PTX type, words
 
 
 def elements(dtype: str) -> int:
@@ -181,11 +181,11 @@ def forget(words: cute.Tensor) -> None:
         )
 
 
-def store_vector(words: cute.Tensor, address, offset: int, present, piece_bytes: int, hint: str) -> None:
-    """Store words (WORDS) Int32 to ``address`` + ``offset`` if ``present``, in pieces of ``piece_bytes``."""
-    kind, count = PIECES[piece_bytes]
+def store_vector(words: cute.Tensor, address, offset: int, present, store_bytes: int, hint: str) -> None:
+    """Store words (WORDS) Int32 to ``address`` + ``offset`` if ``present``, by stores of ``store_bytes``."""
+    kind, count = STORES[store_bytes]
     stores = []
-    for start in range(0, VECTOR_BYTES, piece_bytes):
+    for start in range(0, VECTOR_BYTES, store_bytes):
         first = start // 4
         if kind == "b16":
             value = f"{'high' if start % 4 else 'low'}{first}"

@@ -161,9 +161,9 @@ class Step:
             tiles = plan.tiles
             groups = -(-problem.rows // (TILE_M * tiles.cluster_m))
             columns = 2 * problem.d_ff if phase == "up" else problem.d_model
-            pieces = groups * (columns // (self.config(phase).columns(phase) * tiles.cluster_n))
-            pieces *= plan.splits if phase == "down" else 1
-            return min(pieces * tiles.cluster, plan.ctas)
+            items = groups * (columns // (self.config(phase).columns(phase) * tiles.cluster_n))
+            items *= plan.splits if phase == "down" else 1
+            return min(items * tiles.cluster, plan.ctas)
         most = {
             "pool": problem.batch * problem.d_model // POOL_COLUMNS,
             "basis": problem.collapse_r,

@@ -39,23 +39,23 @@ class Combine:
         the end of that launch.
         """
         batch, seq_q, heads, _ = operands.results.o.shape
-        parts = batch * seq_q * heads * self.config.chunks
-        self.kernel(operands, parts).launch(stream=stream, **launch_options(self.config, parts))
+        row_segments = batch * seq_q * heads * self.config.segments
+        self.kernel(operands, row_segments).launch(stream=stream, **launch_options(self.config, row_segments))
 
     @cute.kernel
-    def kernel(self, operands, parts: Int32):
+    def kernel(self, operands, row_segments: Int32):
         partial_o, partial_max, partial_sum, results, cu_seqlens_q = operands
         found = combine_row(
-            self.config, partial_o, partial_max, partial_sum, results.sink, cu_seqlens_q, parts
+            self.config, partial_o, partial_max, partial_sum, results.sink, cu_seqlens_q, row_segments
         )
         writes, place, column, maximum, total, values, sink = found
         write_row(self.config, writes, place, column, maximum, total, values, sink, results)
 
 
-def launch_options(config: CombineConfig, parts) -> dict:
-    """Launch options, except the stream, of a kernel that combines so many parts of rows."""
+def launch_options(config: CombineConfig, row_segments) -> dict:
+    """Launch options, except the stream, of a kernel that combines so many segments of rows."""
     return dict(
-        grid=(cute.ceil_div(parts, config.parts), 1, 1),
+        grid=(cute.ceil_div(row_segments, config.row_segments), 1, 1),
         block=(THREADS, 1, 1),
         smem=config.smem_bytes,
         min_blocks_per_mp=CTAS_PER_SM,
@@ -66,7 +66,7 @@ def launch_options(config: CombineConfig, parts) -> dict:
 
 @cute.jit
 def combine_row(
-    config: cutlass.Constexpr, partial_o, partial_max, partial_sum, sink, cu_seqlens_q, parts
+    config: cutlass.Constexpr, partial_o, partial_max, partial_sum, sink, cu_seqlens_q, row_segments
 ) -> tuple:
     """Combine a row's splits: (whether this thread writes, (batch, query, head), column in units of VECTOR, maximum,
     sum, O (VECTOR), the sink of the row's head or None).
@@ -76,13 +76,14 @@ def combine_row(
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     lane, group = thread % config.lanes, thread // config.lanes
-    way, part = group % config.ways, block * config.parts + group // config.ways
-    in_range = Boolean(part < parts)
-    part = cutlass.min(part, parts - 1)  # idle threads take part in shuffles and barriers
-    chunk, row = part % config.chunks, part // config.chunks
+    way, row_segment = group % config.ways, block * config.row_segments + group // config.ways
+    in_range = Boolean(row_segment < row_segments)
+    # Idle threads take part in shuffles and barriers.
+    row_segment = cutlass.min(row_segment, row_segments - 1)
+    segment, row = row_segment % config.segments, row_segment // config.segments
     _, _, seq_q, heads, _ = partial_o.shape
     head, query, batch = row % heads, row // heads % seq_q, row // heads // seq_q
-    column = chunk * config.lanes + lane  # in units of VECTOR
+    column = segment * config.lanes + lane  # in units of VECTOR
     if cutlass.const_expr(config.packed):
         in_range = in_range & Boolean(query < cu_seqlens_q[cute.size(cu_seqlens_q) - 1])
 

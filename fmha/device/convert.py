@@ -25,8 +25,8 @@ from warpspec.fmha.heads import BLOCK
 
 SWIZZLE_ROWS = 8  # period of the swizzle in rows
 OCTET = 8  # threads whose 16-byte accesses form one shared-memory transaction
-PIECE = 16  # codes that a thread takes at a time; a block of NVFP4
-PIECES = BLOCK // PIECE  # pieces of a row of a block
+VECTOR = 16  # codes that a thread takes at a time; a block of NVFP4
+BLOCK_VECTORS = BLOCK // VECTOR  # of a row of a block
 BATCH = 2  # vectors of a thread in registers
 
 
@@ -72,8 +72,8 @@ def convert_tile(role, tile, use):
 def convert_stage(role, ring: cutlass.Constexpr, name: cutlass.Constexpr, use):
     """Convert one K or V tile. ring: its number in ``config.format.rings``; name: its name."""
     config, channels, thread = role.config, role.channels, role.thread
-    vectors = config.tile_n * config.heads.qk // (WARPGROUP_THREADS * PIECE)
-    kind, words = codes_of(config, config.ring_dtype(name)), config.format.kv_row(PIECE) // WORD_BYTES
+    vectors = config.tile_n * config.heads.qk // (WARPGROUP_THREADS * VECTOR)
+    kind, words = codes_of(config, config.ring_dtype(name)), config.format.kv_row(VECTOR) // WORD_BYTES
     source = role.raw[ring].toint() + use % config.shape.raw_stages * config.codes.tile_bytes
     target = role.wide[ring].toint() + use % config.kv_stages * config.kv.k_bytes
     scales = None
@@ -110,10 +110,10 @@ def convert_stage(role, ring: cutlass.Constexpr, name: cutlass.Constexpr, use):
 def place_of(config, thread: Int32, vector: int) -> tuple:
     """(row, first column) of the thread's ``vector``-th 16 codes of a tile."""
     octet, member = thread // OCTET + vector * (WARPGROUP_THREADS // OCTET), thread % OCTET
-    half, piece = member // PIECES, member % PIECES
+    half, place = member // BLOCK_VECTORS, member % BLOCK_VECTORS
     if config.heads.qk_blocks == 1:
-        return octet * 2 + half, piece * PIECE
+        return octet * 2 + half, place * VECTOR
     turn, pair = octet % 2, octet // 2
     row = pair // (config.heads.qk_blocks // 2) * 2 + (half ^ turn)
     block = pair % (config.heads.qk_blocks // 2) * 2 + half
-    return row, block * BLOCK + piece * PIECE
+    return row, block * BLOCK + place * VECTOR

@@ -39,7 +39,7 @@ class Join:
     def __call__(self, operands: JoinOperands, stream: CUstream):
         """Host side. Launched like ``combine.Combine``."""
         self.kernel(operands).launch(
-            grid=(self.config.parts, operands.joins.shape[0], 1),
+            grid=(self.config.ctas, operands.joins.shape[0], 1),
             block=(THREADS, 1, 1),
             smem=self.config.smem_bytes,
             stream=stream,
@@ -71,17 +71,17 @@ class Join:
             rows = queries * config.rows.pack
             if row_each(config, rows, count):
                 for row in cutlass.range(
-                    block * config.groups + group, rows, config.parts * config.groups, unroll=1
+                    block * config.groups + group, rows, config.ctas * config.groups, unroll=1
                 ):
                     if row % config.rows.pack < record.heads:
-                        for chunk in cutlass.range_constexpr(config.chunks):
-                            column = chunk * config.lanes + lane
+                        for segment in cutlass.range_constexpr(config.segments):
+                            column = segment * config.lanes + lane
                             state = join(tile, row, column, 0, 1)
                             write_joined(config, True, tile.place(row), column, state, results)
             else:
-                for row in cutlass.range(block, rows, config.parts, unroll=1):
-                    for chunk in cutlass.range_constexpr(config.chunks):
-                        column = chunk * config.lanes + lane
+                for row in cutlass.range(block, rows, config.ctas, unroll=1):
+                    for segment in cutlass.range_constexpr(config.segments):
+                        column = segment * config.lanes + lane
                         state = join(tile, row, column, group, config.groups)
                         state = add_groups(config, shared, thread, state)
                         writes = Boolean(group == 0) & Boolean(row % config.rows.pack < record.heads)
@@ -97,9 +97,9 @@ def row_each(config: JoinConfig, rows, count) -> Boolean:
     """Whether each group of threads takes a row of its own and loads its pieces BATCH at a time: for many rows or few
     pieces. Otherwise all groups share the pieces of one row after another, and each row takes GROUPS_LOADS times as
     long."""
-    passes = (rows + config.parts * config.groups - 1) // (config.parts * config.groups)
+    passes = (rows + config.ctas * config.groups - 1) // (config.ctas * config.groups)
     alone = passes * ((count + BATCH - 1) // BATCH)
-    return Boolean(alone <= (rows + config.parts - 1) // config.parts * GROUPS_LOADS)
+    return Boolean(alone <= (rows + config.ctas - 1) // config.ctas * GROUPS_LOADS)
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from warpspec.common.hardware import FP32_BYTES, LINE_BYTES
-from warpspec.fmha.combine import CHUNK, VECTOR
-from warpspec.fmha.join import BATCH, PART_CTAS, THREADS
+from warpspec.fmha.combine import SEGMENT, VECTOR
+from warpspec.fmha.join import BATCH, THREADS, TILE_CTAS
 from warpspec.fmha.schedule import sorts_tiles
 from warpspec.fmha.tiles import ELEMENT_BYTES
 
@@ -222,11 +222,11 @@ def boxes_of(problem, tile_n: int) -> int:
 
 def join_rounds(t: Tiling, w: Work, pieces, maximum, minimum, ceil):
     """Extra rounds of loads that joining a query tile takes if it has many pieces (``device.join.row_each``)."""
-    parts = PART_CTAS[0] + (PART_CTAS[1] - PART_CTAS[0]) * minimum(t.row_groups - 1, 1)
-    groups = THREADS * VECTOR / minimum(w.depth, CHUNK)
+    ctas = TILE_CTAS[0] + (TILE_CTAS[1] - TILE_CTAS[0]) * minimum(t.row_groups - 1, 1)
+    groups = THREADS * VECTOR / minimum(w.depth, SEGMENT)
     rows = w.rows / maximum(w.tiles, 1)
-    each = ceil(rows / (parts * groups)) * ceil(pieces / BATCH)
-    shared = ceil(rows / parts) * (2 + pieces / (BATCH * groups))
+    each = ceil(rows / (ctas * groups)) * ceil(pieces / BATCH)
+    shared = ceil(rows / ctas) * (2 + pieces / (BATCH * groups))
     return maximum(minimum(each, shared) - 1, 0)
 
 

@@ -320,8 +320,8 @@ def add_values(work, lane: cutlass.Constexpr, s, o, base, blocks, first_key, mas
             b.append(words)
         rows = [key_tile * MMA_ROWS + lane.place(PAIR * lane.t + i % 2) + i // 2 * 8 for i in range(4)]
         scales = eighth_scales(work, lane, blocks, rows, first_key, masked)
-        for part in cutlass.range_constexpr(lane.spans):
-            codes = [load_vector(lane, base, part, row) for row in rows]
+        for span in cutlass.range_constexpr(lane.spans):
+            codes = [load_vector(lane, base, span, row) for row in rows]
             if cutlass.const_expr(blocks is None):
                 clear_unseen(work, codes, rows, first_key, masked)
             for w in cutlass.range_constexpr(lane.vector):
@@ -331,7 +331,7 @@ def add_values(work, lane: cutlass.Constexpr, s, o, base, blocks, first_key, mas
                 )
                 for i in cutlass.range_constexpr(lane.mmas):
                     a = [low[2 * i], low[2 * i + 1], high[2 * i], high[2 * i + 1]]
-                    at = (part * lane.vector + w) * lane.mmas + i
+                    at = (span * lane.vector + w) * lane.mmas + i
                     for row_tile in cutlass.range_constexpr(config.shape.row_tiles):
                         multiply(config.p_dtype, o[None, at, row_tile], a, b[row_tile])
 
@@ -397,7 +397,7 @@ def merged(work, lane: cutlass.Constexpr, o, wide, state):
     config, tiles = work.config, work.config.shape.row_tiles
     barrier = {"barrier_id": CLEAR_BARRIER, "number_of_threads": config.consumer_threads}
     references, maxima, sums = state
-    states, parts = work.shared.states, work.shared.parts
+    states, partial = work.shared.states, work.shared.partial
     cute.arch.barrier(**barrier)  # the previous tile's data have been read
     for c in cutlass.range_constexpr(lane.columns):
         row = c // PAIR * MMA_COLUMNS + PAIR * lane.t + c % PAIR
@@ -410,12 +410,12 @@ def merged(work, lane: cutlass.Constexpr, o, wide, state):
     for row_tile in cutlass.range_constexpr(tiles):
         if cutlass.const_expr(row_tile > 0):
             cute.arch.barrier(**barrier)
-        write_part(lane, o, parts, row_tile)
+        write_partial(lane, o, partial, row_tile)
         cute.arch.barrier(**barrier)
         found = (-Float32.inf, -Float32.inf, Float32(0.0))
         if lane.warp == 0:
             row = row_tile * MMA_COLUMNS + lane.g
-            found = read_parts(lane, parts, states, wide, row_tile, row)
+            found = read_partial(lane, partial, states, wide, row_tile, row)
         rows.append(found)
     if cutlass.const_expr(tiles < PAIR):
         rows.append((-Float32.inf, -Float32.inf, Float32(0.0)))
@@ -425,7 +425,7 @@ def merged(work, lane: cutlass.Constexpr, o, wide, state):
 
 
 @cute.jit
-def write_part(lane: cutlass.Constexpr, o, parts, row_tile: cutlass.Constexpr):
+def write_partial(lane: cutlass.Constexpr, o, partial, row_tile: cutlass.Constexpr):
     """Write the warp's O of eight rows to shared memory, (D) per row."""
     config = lane.config
     for e in cutlass.range_constexpr(PAIR):
@@ -433,17 +433,17 @@ def write_part(lane: cutlass.Constexpr, o, parts, row_tile: cutlass.Constexpr):
         for span in cutlass.range_constexpr(lane.spans):
             for w in cutlass.range_constexpr(lane.vector):
                 first = ((span * OCTET + lane.g) * lane.vector + w) * lane.codes.WORD
-                for part in cutlass.range_constexpr(lane.codes.WORD // WORD_BYTES):
+                for word in cutlass.range_constexpr(lane.codes.WORD // WORD_BYTES):
                     four = cute.make_rmem_tensor(WORD_BYTES, Float32)
                     for i in cutlass.range_constexpr(WORD_BYTES):
-                        place = lane.codes.COLUMNS.index(part * WORD_BYTES + i)
+                        place = lane.codes.COLUMNS.index(word * WORD_BYTES + i)
                         at = (span * lane.vector + w) * lane.mmas + place // PAIR
                         four[i] = o[place % PAIR * PAIR + e, at, row_tile]
-                    cute.autovec_copy(four, vector_at(parts, row + first + part * WORD_BYTES, WORD_BYTES))
+                    cute.autovec_copy(four, vector_at(partial, row + first + word * WORD_BYTES, WORD_BYTES))
 
 
 @cute.jit
-def read_parts(lane: cutlass.Constexpr, parts, states, wide, row_tile: cutlass.Constexpr, row) -> tuple:
+def read_partial(lane: cutlass.Constexpr, partial, states, wide, row_tile: cutlass.Constexpr, row) -> tuple:
     """Merge the warps' states of a row; the lanes t add up their O in ``wide``, in the layout of wgmma's fragment."""
     config, tiles = lane.config, lane.config.shape.row_tiles
     found = []
@@ -454,18 +454,18 @@ def read_parts(lane: cutlass.Constexpr, parts, states, wide, row_tile: cutlass.C
     for other in found[1:]:
         reference, highest = cute.arch.fmax(reference, other[0]), cute.arch.fmax(highest, other[1])
     factors = []
-    for own, _, part in found:
+    for own, _, share in found:
         lag = own - reference
         factor = Float32(
             cutlass.select_(Boolean(own == -Float32.inf), Float32(0.0), cute.math.exp2(lag, fastmath=True))
         )
         factors.append(factor)
-        total = total + part * factor
+        total = total + share * factor
     for n in cutlass.range_constexpr(config.heads.qk // (QUAD * PAIR)):
         for warp in cutlass.range_constexpr(config.consumer_warps):
             at = (warp * MMA_COLUMNS + row % MMA_COLUMNS) * config.merge.row + n * QUAD * PAIR + PAIR * lane.t
             pair = cute.make_rmem_tensor(PAIR, Float32)
-            cute.autovec_copy(vector_at(parts, at, PAIR), pair)
+            cute.autovec_copy(vector_at(partial, at, PAIR), pair)
             for i in cutlass.range_constexpr(PAIR):
                 to = (n * 2 + row_tile) * PAIR + i
                 wide[to] = wide[to] + pair[i] * factors[warp]

@@ -119,8 +119,8 @@ class AttentionConfig(AttentionKernel):
 
     @functools.cached_property
     def kv(self) -> KvTile:
-        """A KV tile, in codes if warps convert it in registers. If keys are loaded in pieces, a box is at most one
-        piece."""
+        """A KV tile, in codes if warps convert it in registers. If keys are loaded in subtiles, a box is at most one
+        subtile."""
         tile = KvTile(self.tile_n, self.heads, self.format.shared_kv, self.requests.page_size)
         if self.by_warp:
             return replace(
@@ -128,7 +128,7 @@ class AttentionConfig(AttentionKernel):
             )
         if self.converts:
             return tile.of_codes(self.format)
-        return replace(tile, box_spans=self.heads.qk_blocks // self.pieces) if self.pieces > 1 else tile
+        return replace(tile, box_spans=self.heads.qk_blocks // self.subtiles) if self.subtiles > 1 else tile
 
     @functools.cached_property
     def codes(self) -> CodeRings:
@@ -313,7 +313,7 @@ class AttentionConfig(AttentionKernel):
         per_lane += self.shape.converter_registers
         return per_lane * WARPGROUP_THREADS
 
-    # KV tiles: loaded and released in parts, complete in pieces.
+    # KV tiles: a part of their columns is loaded and released together, a subtile completes together.
 
     @property
     def parts(self) -> int:
@@ -321,8 +321,8 @@ class AttentionConfig(AttentionKernel):
         return self.column_parts if self.in_parts else 1
 
     @property
-    def pieces(self) -> int:
-        """Pieces of a KV tile, each with an mbarrier: if tiles are few and large, QK begins with the first piece."""
+    def subtiles(self) -> int:
+        """Subtiles of a KV tile, each with an mbarrier: if tiles are few and large, QK begins with the first."""
         return self.heads.qk_blocks if self.in_parts else 1
 
     @property
@@ -332,18 +332,18 @@ class AttentionConfig(AttentionKernel):
 
     @property
     def odd_blocks(self) -> int:
-        """Remaining blocks: the last load warp loads them; those of keys, either warp in turn (``part_pieces``)."""
+        """Remaining blocks: the last load warp loads them; those of keys, either warp in turn (``part_subtiles``)."""
         return self.heads.qk_blocks % self.parts
 
     @property
-    def part_pieces(self) -> int:
-        """Pieces of V's columns in a part. If paired consumers' keys are wider than V, the last piece belongs to no
+    def part_subtiles(self) -> int:
+        """Subtiles of V's columns in a part. If paired consumers' keys are wider than V, the last subtile belongs to no
         part: it is loaded and released with the half of its tile that the tile's consumer does not release."""
-        return self.pieces // self.parts
+        return self.subtiles // self.parts
 
-    def piece_of(self, block: int, consumer: int) -> int:
-        """Piece with a block of MMA_K columns of a paired consumer's tile. block: its number."""
-        return block * MMA_K // (self.heads.qk_room // self.pieces)
+    def subtile_of(self, block: int, consumer: int) -> int:
+        """Subtile with a block of MMA_K columns of a paired consumer's tile. block: its number."""
+        return block * MMA_K // (self.heads.qk_room // self.subtiles)
 
     @property
     def prefetches(self) -> bool:
@@ -444,7 +444,7 @@ class AttentionConfig(AttentionKernel):
             roles = "consumers, converter and load warp" if self.converts else "consumers and load warps"
             q += self.scheduler.barriers("scheduler", roles, readers)
         if self.paired:
-            pieces, parts = stages * self.pieces, stages * self.parts
+            subtiles, parts = stages * self.subtiles, stages * self.parts
             mine, other = "the tile's consumer, one thread a warp", "the other consumer"
             warps = WARPGROUP_THREADS // WARP_THREADS
             read = ()
@@ -469,7 +469,12 @@ class AttentionConfig(AttentionKernel):
             return (
                 *q,
                 Barrier(
-                    "k_full", pieces, 1, filled, "consumers", "the piece of 64 columns is in shared memory"
+                    "k_full",
+                    subtiles,
+                    1,
+                    filled,
+                    "consumers",
+                    "the subtile of 64 columns is in shared memory",
                 ),
                 Barrier(
                     "k_empty", parts, warps, "the part's consumer", "its load warp", "QK and PV have read it"

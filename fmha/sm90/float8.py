@@ -38,7 +38,7 @@ class WarpMerge:
         warps, rows = self.warps, self.row_tiles * COLUMN_ROWS
         return (
             memory.Region(
-                "parts", warps * COLUMN_ROWS * self.row, "float32", VECTOR_BYTES, "O of each warp",
+                "partial", warps * COLUMN_ROWS * self.row, "float32", VECTOR_BYTES, "O of each warp",
                 f"{warps} x [{COLUMN_ROWS}, {self.columns}], padded",
             ),
             memory.Region(

@@ -48,7 +48,7 @@ class Buffers(NamedTuple):
     """Addresses of the shared-memory regions.
 
     q, k, v, p: Uint8 pointers; v is k where V is K. statistics, sums: Float32 pointers, for paired consumers. raw:
-    Uint8 pointer to the rings of codes that are converted. parts, states: Float32 pointers, for warps that have their
+    Uint8 pointer to the rings of codes that are converted. partial, states: Float32 pointers, for warps that have their
     own KV tiles. scales: Uint8 pointer to the rings of block scales.
     """
 
@@ -59,7 +59,7 @@ class Buffers(NamedTuple):
     statistics: cute.Pointer
     sums: cute.Pointer
     raw: cute.Pointer
-    parts: cute.Pointer | None
+    partial: cute.Pointer | None
     states: cute.Pointer | None
     scales: cute.Pointer | None
 
@@ -126,7 +126,7 @@ class Attention(AttentionHost):
             storage.statistics.data_ptr(),
             storage.sums.data_ptr(),
             storage.raw.data_ptr() if cutlass.const_expr(config.converts) else k_base,
-            storage.parts.data_ptr() if cutlass.const_expr(config.by_warp) else None,
+            storage.partial.data_ptr() if cutlass.const_expr(config.by_warp) else None,
             storage.states.data_ptr() if cutlass.const_expr(config.by_warp) else None,
             storage.scales.data_ptr() if cutlass.const_expr(config.format.kv_block > 0) else None,
         )

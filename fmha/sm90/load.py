@@ -61,7 +61,7 @@ def load_tile(role, tile, uses, record=None):
     """
     config, channels, source, where = role.config, role.channels, role.source, role.where
     tile_use, use = uses
-    part, pieces = source.part, config.part_pieces
+    part, subtiles = source.part, config.part_subtiles
     span = tile.span
     wait_for_launch(config)
     if cutlass.const_expr(config.waits_late):
@@ -91,19 +91,21 @@ def load_tile(role, tile, uses, record=None):
             loaded = config.load_ring(name)
             full, empty = channels[loaded + "_full"], channels[loaded + "_empty"]
             empty.wait_previous((use + step) * config.parts + part)
-            if cutlass.const_expr(config.pieces == 1):  # a loop of one would take registers all the same
-                load_piece(config, name, ring, full, use + step, 0, places)
+            if cutlass.const_expr(config.subtiles == 1):  # a loop of one would take registers all the same
+                load_subtile(config, name, ring, full, use + step, 0, places)
                 if cutlass.const_expr(config.format.kv_block > 0):
                     base = source.shared.scales
                     load_scales(config, source.operands, base, tile, i, full, use + step, places)
             else:
-                for piece in cutlass.range(part * pieces, (part + 1) * pieces, unroll=1):
-                    load_piece(config, name, ring, full, (use + step) * config.pieces + piece, piece, places)
+                for subtile in cutlass.range(part * subtiles, (part + 1) * subtiles, unroll=1):
+                    load_subtile(
+                        config, name, ring, full, (use + step) * config.subtiles + subtile, subtile, places
+                    )
                 if cutlass.const_expr(config.p_in_keys):
-                    last = config.pieces - 1
+                    last = config.subtiles - 1
                     if (use + step) % config.parts != part:
-                        load_piece(
-                            config, name, ring, full, (use + step) * config.pieces + last, last, places
+                        load_subtile(
+                            config, name, ring, full, (use + step) * config.subtiles + last, last, places
                         )
         if cutlass.const_expr(config.prefetches):
             prefetch_kv(source, where, tile, step + config.kv_stages)
@@ -132,25 +134,25 @@ def load_q(config: cutlass.Constexpr, ring, full: cutlass.Constexpr, use, part, 
 
 
 @cute.jit
-def load_piece(
-    config: cutlass.Constexpr, name: cutlass.Constexpr, ring, full: cutlass.Constexpr, use, piece, places
+def load_subtile(
+    config: cutlass.Constexpr, name: cutlass.Constexpr, ring, full: cutlass.Constexpr, use, subtile, places
 ):
-    """Load one piece of a KV tile. use: use count of its mbarrier; piece: its number in the tile."""
+    """Load one subtile of a KV tile. use: use count of its mbarrier; subtile: its number in the tile."""
     blocks, pages = config.kv.boxes(name)
-    full.expect_bytes(use, config.load_tile_bytes(name) // config.pieces)
+    full.expect_bytes(use, config.load_tile_bytes(name) // config.subtiles)
     if cutlass.const_expr(pages > 1):  # page by page: the lanes exchange its number once for all its boxes
         for page in cutlass.range(pages, unroll=1):
-            for block in cutlass.range_constexpr(blocks // config.pieces):
-                load_box(config, ring, full, use, (piece, block, page), (blocks, pages), places[page])
+            for block in cutlass.range_constexpr(blocks // config.subtiles):
+                load_box(config, ring, full, use, (subtile, block, page), (blocks, pages), places[page])
     else:
-        for block in cutlass.range(blocks // config.pieces, unroll=1):
-            load_box(config, ring, full, use, (piece, block, 0), (blocks, pages), places[0])
+        for block in cutlass.range(blocks // config.subtiles, unroll=1):
+            load_box(config, ring, full, use, (subtile, block, 0), (blocks, pages), places[0])
 
 
 def load_box(config, ring, full, use, number: tuple, boxes: tuple, place: tuple) -> None:
-    """Load one box of a KV tile. number: (piece, its block, page). boxes: blocks and pages of a tile. place: the page's
-    of ``kv_places``."""
-    (piece, block, page), (blocks, pages), (row, source) = number, boxes, place
-    at = piece * (blocks // config.pieces) + block
-    box = (full.stage(use) // config.pieces * blocks + at) * pages + page
+    """Load one box of a KV tile. number: (subtile, its block, page). boxes: blocks and pages of a tile. place: the
+    page's of ``kv_places``."""
+    (subtile, block, page), (blocks, pages), (row, source) = number, boxes, place
+    at = subtile * (blocks // config.subtiles) + block
+    box = (full.stage(use) // config.subtiles * blocks + at) * pages + page
     ring.load(config.kv.place_of(row, at, source), box, full.barrier(use))

@@ -84,8 +84,8 @@ class Pair:
         return self.work.use + step
 
     def issue_qk(self, step, depth_part: int) -> None:
-        """Issue S of the KV tile of visit ``step`` over one half of D, as its pieces arrive; one group. depth_part: 0,
-        the columns that this consumer releases; 1, the other's."""
+        """Issue S of the KV tile of visit ``step`` over one half of D, as its subtiles arrive; one group. depth_part:
+        0, the columns that this consumer releases; 1, the other's."""
         config, mma = self.config, self.work.mma
         tiled_mma = make_qk(config, mma.p.element_type)
         k = mma.k[None, None, None, self.use(step) % config.kv_stages]
@@ -94,12 +94,12 @@ class Pair:
         blocks = list(range(begin, begin + half))
         if depth_part > 0:  # and over the columns that are not V's
             blocks += range(DEPTH_PARTS * half, config.heads.qk_steps)
-        piece = None
+        subtile = None
         warpgroup.fence()
         for block in blocks:
-            if config.piece_of(block, self.part) != piece:
-                piece = config.piece_of(block, self.part)
-                self.work.channels["k_full"].wait(self.use(step) * config.pieces + piece)
+            if config.subtile_of(block, self.part) != subtile:
+                subtile = config.subtile_of(block, self.part)
+                self.work.channels["k_full"].wait(self.use(step) * config.subtiles + subtile)
             tiled_mma.set(warpgroup.Field.ACCUMULATE, depth_part > 0 or block != begin)
             cute.gemm(tiled_mma, mma.s, mma.q[None, None, block, 0], k[None, None, block], mma.s)
         warpgroup.commit_group()
@@ -165,7 +165,7 @@ def attend_paired(pair):
     """Compute this consumer's part of O, in ``work.mma.o``, and the row statistics of one tile, like
     ``consumer.attend``.
 
-    Consumes: k_full piece by piece, p_full. Produces: p_full, p_empty, k_empty, q_empty, one arrival per warp.
+    Consumes: k_full subtile by subtile, p_full. Produces: p_full, p_empty, k_empty, q_empty, one arrival per warp.
     """
     work, config = pair.work, pair.config
     span = work.tile.span

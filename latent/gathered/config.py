@@ -204,12 +204,12 @@ class GatheredConfig(AttentionConfig):
         return cls(**gathered_parts(**options))
 
     @property
-    def pieces(self) -> int:
+    def subtiles(self) -> int:
         """Pieces in which a tile arrives: one for each part, because a warp copies all columns of a part together."""
         return self.parts
 
-    def piece_of(self, block: int, consumer: int) -> int:
-        """The piece that a block of columns arrives with, as in ``AttentionConfig``.
+    def subtile_of(self, block: int, consumer: int) -> int:
+        """The subtile that a block of columns arrives with, as in ``AttentionConfig``.
 
         The columns behind both parts come with the part that the tile's consumer does not release.
         """

@@ -122,20 +122,20 @@ class CombineFloat8:
 
     def __init__(self, config: CombineConfig):
         self.config = config
-        assert config.lanes == WARP_THREADS and config.chunk == FP8_BLOCK and config.normalize
+        assert config.lanes == WARP_THREADS and config.segment == FP8_BLOCK and config.normalize
 
     @host_function(CombineFloat8Operands)
     def __call__(self, operands: CombineFloat8Operands, stream: CUstream):
         """Launch the kernel."""
         _, batch, seq_q, heads, _ = operands.partial_o.shape
-        parts = batch * seq_q * heads * self.config.chunks
-        self.kernel(operands, parts).launch(stream=stream, **launch_options(self.config, parts))
+        row_segments = batch * seq_q * heads * self.config.segments
+        self.kernel(operands, row_segments).launch(stream=stream, **launch_options(self.config, row_segments))
 
     @cute.kernel
-    def kernel(self, operands, parts: Int32):
+    def kernel(self, operands, row_segments: Int32):
         config, o, scales = self.config, operands.o, operands.scales
         partial = operands.partial_o, operands.partial_max, operands.partial_sum
-        found = combine_row(config, *partial, operands.sink, None, parts)
+        found = combine_row(config, *partial, operands.sink, None, row_segments)
         writes, (batch, query, head), column, maximum, total, values, sink = found
         scaled = divided(config, sink, maximum, total, values)
         codes, scale = quantize_block(to_bf16(scaled), WARP_THREADS)

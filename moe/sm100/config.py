@@ -325,19 +325,19 @@ class GemmConfig:
         return self.step_outputs * self.output_bits // (8 * WORD_BYTES)
 
     @property
-    def piece_words(self) -> int:
-        """Int32 words of a piece, which is what one store writes to global memory."""
+    def vector_words(self) -> int:
+        """Int32 words of a vector, which is what one store writes to global memory."""
         return min(VECTOR_BYTES, self.segment_bytes) // WORD_BYTES
 
     @property
-    def segment_pieces(self) -> int:
+    def segment_vectors(self) -> int:
         """Pieces of a segment."""
-        return self.segment_bytes // (self.piece_words * WORD_BYTES)
+        return self.segment_bytes // (self.vector_words * WORD_BYTES)
 
     @property
-    def piece_columns(self) -> int:
-        """Outputs of a piece."""
-        return self.segment_columns // self.segment_pieces
+    def vector_columns(self) -> int:
+        """Outputs of a vector."""
+        return self.segment_columns // self.segment_vectors
 
     @property
     def staging_pitch(self) -> int:

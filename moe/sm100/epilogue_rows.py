@@ -78,9 +78,9 @@ def rows_to_result(
                 converted.store(outputs.load().to(BFloat16))
                 packed = cute.recast_tensor(converted, Int32)
             cute.autovec_copy(packed, staged[None, part, lane])
-        pieces = warp_staging(config, staging, warp, config.piece_words)
+        vectors = warp_staging(config, staging, warp, config.vector_words)
         first_output = tile.first_feature // (2 if config.gated else 1) + segment * config.segment_columns
-        write_segment(config, pieces, result, lane, warp_row, own_rows, first_output)
+        write_segment(config, vectors, result, lane, warp_row, own_rows, first_output)
     if cutlass.const_expr(config.quantizes):
         for word in cutlass.range_constexpr(steps // ATOM_COLUMNS):
             column = tile.first_feature // COLUMNS + word * ATOM_COLUMNS

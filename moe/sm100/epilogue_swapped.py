@@ -78,8 +78,8 @@ def columns_to_result(
         else:
             for token in cutlass.range_constexpr(count):
                 staged[lane, first + token] = values[token].to(BFloat16)
-    pieces = warp_staging(config, staging, warp, config.piece_words)
-    write_segment(config, pieces, result, lane, tile.first_row, tile.rows, feature.column)
+    vectors = warp_staging(config, staging, warp, config.vector_words)
+    write_segment(config, vectors, result, lane, tile.first_row, tile.rows, feature.column)
 
 
 def token_scale(config, operands, feature, tile, token) -> Float32:
@@ -131,7 +131,7 @@ def quantize_tokens(config: cutlass.Constexpr, operands, result, values, staged,
 def staged_values(config, staging, warp) -> cute.Tensor:
     """This warp's staging as outputs (OUTPUT, TOKEN), or, if they are quantised, as bytes of two outputs each."""
     dtype = Uint8 if config.quantizes else BFloat16
-    words = warp_staging(config, staging, warp, config.piece_words)
+    words = warp_staging(config, staging, warp, config.vector_words)
     size = dtype.width // 8
     layout = cute.make_layout(
         (config.staging_pitch // size, config.staging_tokens), stride=(1, config.staging_pitch // size)

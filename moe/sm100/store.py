@@ -1,8 +1,8 @@
 """Write outputs through shared memory to global memory, each warp by itself.
 
-A warp stages a segment of each of its tokens and then writes it along rows in 16-byte pieces (8 bytes if the segment is
-no longer); adjacent lanes write adjacent pieces. A tile may end between rows of different experts that share a cache
-line, so stores are predicated by token; a TMA store would write all rows.
+A warp stages a segment of each of its tokens and then writes it along rows in vectors of 16 bytes (of 8 if the segment
+is no longer); adjacent lanes write adjacent vectors. A tile may end between rows of different experts that share a
+cache line, so stores are predicated by token; a TMA store would write all rows.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ CODE_BITS = 8  # bits of an e4m3 scale
 class Result(NamedTuple):
     """Destination of the epilogue.
 
-    pieces: Int32 (WORD, PIECE, ROW) of the data [R, ...]. scales: uint8 [atoms, K atoms, 512] or None. columns: outputs
-    of a row.
+    vectors: Int32 (WORD, VECTOR, ROW) of the data [R, ...]. scales: uint8 [atoms, K atoms, 512] or None. columns:
+    outputs of a row.
     """
 
-    pieces: cute.Tensor
+    vectors: cute.Tensor
     scales: cute.Tensor | None
     columns: Int32
 
@@ -43,15 +43,15 @@ def make_result(config, data: cute.Tensor, scales, columns) -> Result:
         cute.recast_ptr(data.iterator, dtype=Int32),
         cute.make_layout(
             (
-                config.piece_words,
-                data.shape[1] * data.element_type.width // (8 * WORD_BYTES * config.piece_words),
+                config.vector_words,
+                data.shape[1] * data.element_type.width // (8 * WORD_BYTES * config.vector_words),
                 data.shape[0],
             ),
             stride=(
                 1,
-                config.piece_words,
+                config.vector_words,
                 cute.assume(
-                    data.stride[0] * data.element_type.width // (8 * WORD_BYTES), divby=config.piece_words
+                    data.stride[0] * data.element_type.width // (8 * WORD_BYTES), divby=config.vector_words
                 ),
             ),
         ),
@@ -94,20 +94,20 @@ class Accumulator:
 def write_segment(config: cutlass.Constexpr, staging, result, lane, first_row, rows, first_column):
     """Copy a staged segment to global memory; executed by the warp that staged it.
 
-    staging: (WORD, PIECE, TOKEN). first_row: row of the result of the first staged token. rows: how many tokens are
+    staging: (WORD, VECTOR, TOKEN). first_row: row of the result of the first staged token. rows: how many tokens are
     staged. first_column: the segment's first output. What lies past a row's end is not written. The barrier at the end
     of ``Records.read`` keeps the next tile's segment from overwriting this one.
     """
     cute.arch.sync_warp()
-    pieces = config.segment_pieces
-    first_piece = first_column // config.piece_columns
-    for step in cutlass.range_constexpr(-(-config.staging_tokens * pieces // WARP_THREADS)):
+    vectors = config.segment_vectors
+    first_vector = first_column // config.vector_columns
+    for step in cutlass.range_constexpr(-(-config.staging_tokens * vectors // WARP_THREADS)):
         index = step * WARP_THREADS + lane
-        token, piece = index // pieces, index % pieces
-        if (token < rows) & (first_piece + piece < cute.size(result.pieces, mode=[1])):
-            registers = cute.make_rmem_tensor(config.piece_words, Int32)
-            cute.autovec_copy(staging[None, piece, token], registers)
-            cute.autovec_copy(registers, result.pieces[None, first_piece + piece, first_row + token])
+        token, vector = index // vectors, index % vectors
+        if (token < rows) & (first_vector + vector < cute.size(result.vectors, mode=[1])):
+            registers = cute.make_rmem_tensor(config.vector_words, Int32)
+            cute.autovec_copy(staging[None, vector, token], registers)
+            cute.autovec_copy(registers, result.vectors[None, first_vector + vector, first_row + token])
     if cutlass.const_expr(config.segments > 1):
         cute.arch.sync_warp()
 

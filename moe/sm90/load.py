@@ -119,11 +119,11 @@ def load_tokens(config: cutlass.Constexpr, shared, ops, tile, number, use, warp,
     Rows past the tile's last keep old contents, which reach no other column of the product.
     """
     vector = lane % (WARP_THREADS // rows_at_once(config))
-    chunk, piece = vector // CHUNK_VECTORS, vector % CHUNK_VECTORS
+    chunk, place = vector // CHUNK_VECTORS, vector % CHUNK_VECTORS
     first, step = first_row(config, warp, lane), rows_of_all(config)
     base = Int32(shared.tokens.toint()) + use % config.shape.stages * config.token_bytes
     base += chunk * (config.token_bytes // config.stage_chunks)
-    base += first * tma.ROW_BYTES + (piece ^ (first % SWIZZLE_ROWS)) * VECTOR_BYTES
+    base += first * tma.ROW_BYTES + (place ^ (first % SWIZZLE_ROWS)) * VECTOR_BYTES
     address = ops.tokens.iterator.toint() + Int64(number * config.row_bytes + vector * VECTOR_BYTES)
     if number * config.stage_chunks + chunk < ops.chunks:
         for i in cutlass.range_constexpr(cute.size(rows)):
@@ -140,11 +140,11 @@ def load_words(config: cutlass.Constexpr, shared, ops, tile, number, use, warp, 
     Each 16 bytes in the kernel's order are four words that lie a block apart.
     """
     vector = lane % (WARP_THREADS // rows_at_once(config))
-    chunk, piece = vector // CHUNK_VECTORS, vector % CHUNK_VECTORS
+    chunk, place = vector // CHUNK_VECTORS, vector % CHUNK_VECTORS
     target = Int32(shared.tokens.toint()) + use % config.shape.stages * config.token_bytes
-    target += chunk * (config.token_bytes // config.stage_chunks) + piece * VECTOR_BYTES
+    target += chunk * (config.token_bytes // config.stage_chunks) + place * VECTOR_BYTES
     words = ops.tokens.shape[1] // WORD_ELEMENTS
-    first = (number * config.stage_chunks + chunk) * CHUNK_VECTORS * QUAD + piece
+    first = (number * config.stage_chunks + chunk) * CHUNK_VECTORS * QUAD + place
     address = ops.tokens.iterator.toint() + Int64(rows[0]) * VECTOR_BYTES
     behind = number * config.stage_chunks + chunk >= ops.chunks
     if (first_row(config, warp, lane) == 0) & (tile.count > 0) & (not behind):

@@ -98,14 +98,14 @@ class ProductLoads(NamedTuple):
             work.rank_m,
         )
 
-    def load_a(self, full, use, piece, k_tile) -> None:
+    def load_a(self, full, use, item, k_tile) -> None:
         """Load this CTA's part of a stage's activations."""
-        place = (piece.first + k_tile, piece.row_tile * self.a_parts + self.a_rank)
+        place = (item.first + k_tile, item.row_tile * self.a_parts + self.a_rank)
         self.a.load(place, full.stage(use) * self.a_parts + self.a_rank, full.barrier(use), self.a_mask)
 
-    def load_b(self, full, use, piece, k_tile) -> None:
+    def load_b(self, full, use, item, k_tile) -> None:
         """Load this CTA's part of a stage's weights."""
-        place = (piece.first + k_tile, piece.column_tile * self.b_parts + self.b_rank)
+        place = (item.first + k_tile, item.column_tile * self.b_parts + self.b_rank)
         self.b.load(place, full.stage(use) * self.b_parts + self.b_rank, full.barrier(use), self.b_mask)
 
 
@@ -128,36 +128,36 @@ def load_phase(
     """
     full, empty = channels[f"{phase}_full"], channels[f"{phase}_empty"]
     stages, stage_bytes = config.stages(phase), config.stage_bytes(phase)
-    for index in cutlass.range(work.cluster, work.pieces, work.clusters, unroll=1):
-        piece = work.piece(config, index)
+    for index in cutlass.range(work.cluster, work.items, work.clusters, unroll=1):
+        item = work.item(config, index)
         ahead = Int32(0)
         if cutlass.const_expr(config.fused):
-            counter, target = awaited(config, phase, ops, flow, piece, step, Int32(0))
+            counter, target = awaited(config, phase, ops, flow, item, step, Int32(0))
             if reached(counter, target) == 0:
-                ahead = cutlass.min(piece.count, stages)
+                ahead = cutlass.min(item.count, stages)
         elif index == work.cluster:
-            ahead = cutlass.min(piece.count, stages)
+            ahead = cutlass.min(item.count, stages)
         for k_tile in cutlass.range(ahead, unroll=1):
             empty.wait_previous(use + k_tile)
             full.expect_bytes(use + k_tile, stage_bytes)
-            loads.load_b(full, use + k_tile, piece, k_tile)
+            loads.load_b(full, use + k_tile, item, k_tile)
         if cutlass.const_expr(not config.fused):  # noqa: SIM102
             if index == work.cluster:
                 cute.arch.griddepcontrol_wait()
-        for k_tile in cutlass.range(piece.count, unroll=1):
+        for k_tile in cutlass.range(item.count, unroll=1):
             if cutlass.const_expr(config.fused):
                 begins = k_tile == 0
                 if cutlass.const_expr(phase == "down"):
-                    begins = begins | ((piece.first + k_tile) % config.group_k == 0)
+                    begins = begins | ((item.first + k_tile) % config.group_k == 0)
                 if begins:
-                    wait_for(*awaited(config, phase, ops, flow, piece, step, k_tile))
+                    wait_for(*awaited(config, phase, ops, flow, item, step, k_tile))
                     cute.arch.fence_proxy("async.global")
             if k_tile >= ahead:
                 empty.wait_previous(use + k_tile)
                 full.expect_bytes(use + k_tile, stage_bytes)
-                loads.load_b(full, use + k_tile, piece, k_tile)
-            loads.load_a(full, use + k_tile, piece, k_tile)
-        use += piece.count
+                loads.load_b(full, use + k_tile, item, k_tile)
+            loads.load_a(full, use + k_tile, item, k_tile)
+        use += item.count
     return use
 
 
@@ -179,15 +179,15 @@ def load_router(config: cutlass.Constexpr, channels: cutlass.Constexpr, ring, us
     return use + 1
 
 
-def awaited(config, phase, ops, flow, piece, step, k_tile) -> tuple:
+def awaited(config, phase, ops, flow, item, step, k_tile) -> tuple:
     """(counter, target) that a K tile of a tile's activations waits for.
 
     Row tiles past the last have no counter; they use the last one's.
     """
-    row_tile = cutlass.min(piece.row_tile, flow.row_tiles - 1)
+    row_tile = cutlass.min(item.row_tile, flow.row_tiles - 1)
     if phase == "up":
         return flow.tile("rows", row_tile), groups_of(ops.vectors.shape[0], row_tile) * (step + 1)
     column_tiles = ops.w13.shape[0] // config.tiles.up_n
-    group = (piece.first + k_tile) // config.group_k
+    group = (item.first + k_tile) // config.group_k
     tiles = cutlass.min(column_tiles - group * GROUP_TILES, GROUP_TILES)
     return flow.tile("up", row_tile, group), Int32(tiles * (step + 1))

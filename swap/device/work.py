@@ -1,7 +1,7 @@
 """The tiles that a cluster computes in a product phase, in order.
 
-A piece of work is a tile for each of the cluster's CTAs: cluster_m adjacent row tiles, cluster_n adjacent column tiles,
-one split of K. The pieces of a row tile are adjacent in the numbering, so that clusters running at the same time share
+A work item is a tile for each of the cluster's CTAs: cluster_m adjacent row tiles, cluster_n adjacent column tiles,
+one split of K. The items of a row tile are adjacent in the numbering, so that clusters running at the same time share
 rows.
 """
 
@@ -15,7 +15,7 @@ from cutlass import Int32
 from warpspec.swap.config import K_TILE, TILE_M
 
 
-class Piece(NamedTuple):
+class WorkItem(NamedTuple):
     """A CTA's tile. row_tile may lie past the last row tile. first, count: the first of its K tiles, and how many."""
 
     row_tile: Int32
@@ -26,13 +26,13 @@ class Piece(NamedTuple):
 
 
 class SwapWork(NamedTuple):
-    """The pieces of work of a product.
+    """The work items of a product.
 
-    pieces: how many there are. cluster, clusters: this cluster's number, and how many clusters there are; the cluster
-    takes pieces cluster, cluster + clusters, ... rank_m, rank_n: this CTA's place in the cluster.
+    items: how many there are. cluster, clusters: this cluster's number, and how many clusters there are; the cluster
+    takes items cluster, cluster + clusters, ... rank_m, rank_n: this CTA's place in the cluster.
     """
 
-    pieces: Int32
+    items: Int32
     column_groups: Int32
     splits: Int32
     k_tiles: Int32
@@ -63,7 +63,7 @@ class SwapWork(NamedTuple):
             rank // tiles.cluster_m,
         )
 
-    def piece(self, config, index) -> Piece:
+    def item(self, config, index) -> WorkItem:
         tiles = config.tiles
         row_group, inner = (
             index // (self.column_groups * self.splits),
@@ -71,7 +71,7 @@ class SwapWork(NamedTuple):
         )
         split = inner // self.column_groups
         first, end = (split * self.k_tiles // self.splits, (split + 1) * self.k_tiles // self.splits)
-        return Piece(
+        return WorkItem(
             row_group * tiles.cluster_m + self.rank_m,
             inner % self.column_groups * tiles.cluster_n + self.rank_n,
             split,

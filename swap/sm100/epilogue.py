@@ -21,16 +21,16 @@ def epilogue(config: cutlass.Constexpr, channels: cutlass.Constexpr, columns, wo
     Consumes accumulator_full; produces accumulator_empty, one arrival a warp.
     """
     tile = Int32(0)
-    for index in cutlass.range(work.cluster, work.pieces, work.clusters, unroll=1):
-        piece = work.piece(config, index)
-        row = piece.row_tile * TILE_M + thread
+    for index in cutlass.range(work.cluster, work.items, work.clusters, unroll=1):
+        item = work.item(config, index)
+        row = item.row_tile * TILE_M + thread
         in_range = Boolean(row < ops.hidden.shape[0])
         channels["accumulator_full"].wait(tile)
         tmem.fence_after_wait()
         if cutlass.const_expr(config.phase == "up"):
-            store_hidden(config, ops, columns, row, in_range, piece, thread)
+            store_hidden(config, ops, columns, row, in_range, item, thread)
         else:
-            store_partial(config, ops, columns, row, in_range, piece, thread)
+            store_partial(config, ops, columns, row, in_range, item, thread)
         tmem.fence_before_arrive()
         channels["accumulator_empty"].arrive_behind_collective(tile)
         tile += 1
@@ -46,7 +46,7 @@ def load_step(columns, step: cutlass.Constexpr, thread) -> cute.Tensor:
 
 
 @cute.jit
-def store_hidden(config: cutlass.Constexpr, ops, columns, row, in_range, piece, thread):
+def store_hidden(config: cutlass.Constexpr, ops, columns, row, in_range, item, thread):
     """Store silu(gate) * up as bf16. columns: 8 of gate and 8 of up alternate, before the row's factor 1 / RMS."""
     inverse = Float32(0.0)
     if in_range:
@@ -59,15 +59,15 @@ def store_hidden(config: cutlass.Constexpr, ops, columns, row, in_range, piece, 
             gate = i // INTERLEAVE * 2 * INTERLEAVE + i % INTERLEAVE
             found[i] = swiglu(sums[gate] * inverse, sums[gate + INTERLEAVE] * inverse).to(BFloat16)
         if in_range:
-            at = piece.column_tile * (config.tiles.up_n // STEP) + step
+            at = item.column_tile * (config.tiles.up_n // STEP) + step
             cute.autovec_copy(found, cute.local_tile(ops.hidden[row, None], (outputs,), (at,)))
 
 
 @cute.jit
-def store_partial(config: cutlass.Constexpr, ops, columns, row, in_range, piece, thread):
+def store_partial(config: cutlass.Constexpr, ops, columns, row, in_range, item, thread):
     """Store the split's sums in fp32."""
     for step in cutlass.range_constexpr(config.tiles.down_n // STEP):
         sums = load_step(columns, step, thread)
         if in_range:
-            at = piece.column_tile * (config.tiles.down_n // STEP) + step
-            cute.autovec_copy(sums, cute.local_tile(ops.partial[piece.split, row, None], (STEP,), (at,)))
+            at = item.column_tile * (config.tiles.down_n // STEP) + step
+            cute.autovec_copy(sums, cute.local_tile(ops.partial[item.split, row, None], (STEP,), (at,)))

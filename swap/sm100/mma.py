@@ -48,10 +48,10 @@ def mma(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands: cutlas
     tiled_mma = make_mma(config.columns(config.phase))
     a, b, d = operands
     use, tile = Int32(0), Int32(0)
-    for index in cutlass.range(work.cluster, work.pieces, work.clusters, unroll=1):
-        piece = work.piece(config, index)
+    for index in cutlass.range(work.cluster, work.items, work.clusters, unroll=1):
+        item = work.item(config, index)
         channels["accumulator_empty"].wait_previous(tile)
-        for k_tile in cutlass.range(piece.count, unroll=1):
+        for k_tile in cutlass.range(item.count, unroll=1):
             full.wait(use)
             tmem.fence_after_wait()
             stage = full.stage(use)

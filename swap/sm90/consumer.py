@@ -81,13 +81,13 @@ def product_phase(
     a, b = operands_of(config, phase, base, consumer)
     mma = make_mma(columns)
     fragment = cute.make_rmem_tensor(mma.partition_shape_C((WARPGROUP_ROWS, columns)), Float32)
-    for index in cutlass.range(work.cluster, work.pieces, work.clusters, unroll=1):
-        piece = work.piece(config, index)
-        turn = piece.count - (stages - 1)
+    for index in cutlass.range(work.cluster, work.items, work.clusters, unroll=1):
+        item = work.item(config, index)
+        turn = item.count - (stages - 1)
         # Otherwise the old sums, which the first products overwrite, would stay live from tile to tile and take
         # registers.
         fragment.fill(0.0)
-        for k_tile in cutlass.range(piece.count, unroll=1):
+        for k_tile in cutlass.range(item.count, unroll=1):
             if (k_tile == turn) & (turn > 0) & (consumer > 0):
                 after_the_first()
             full.wait(use + k_tile)
@@ -99,10 +99,10 @@ def product_phase(
                 release(config, empty, work, use + k_tile - 1)
         if (turn > 0) & (consumer == 0):
             first_has_issued()
-        use += piece.count
-        row = piece.row_tile * TILE_M + consumer * WARPGROUP_ROWS
+        use += item.count
+        row = item.row_tile * TILE_M + consumer * WARPGROUP_ROWS
         row += thread % WARPGROUP_THREADS // WARP_THREADS * WARP_ROWS + thread % WARP_THREADS // QUAD
-        place = (row, piece, thread % QUAD)
+        place = (row, item, thread % QUAD)
         if cutlass.const_expr(phase == "up"):
             factors = inverse_of(ops, row)  # while the last products are running
             warpgroup.wait_group(0)
@@ -113,9 +113,9 @@ def product_phase(
             release(config, empty, work, use - 1)
             store_partial(ops, flat(fragment), place, columns)
         if cutlass.const_expr(config.fused):  # noqa: SIM102
-            if piece.row_tile < flow.row_tiles:
-                group = piece.column_tile // GROUP_TILES
-                count(flow.tile(phase, piece.row_tile, group), thread)
+            if item.row_tile < flow.row_tiles:
+                group = item.column_tile // GROUP_TILES
+                count(flow.tile(phase, item.row_tile, group), thread)
     return use
 
 
@@ -173,10 +173,10 @@ def store_hidden(ops, sums: cute.Tensor, factors, place: tuple, columns: cutlass
     """Store silu(gate) * up of a tile's features as bf16, 16 bytes a store.
 
     sums: 8 columns of gate and 8 of up alternate. factors: 1 / RMS of the thread's rows. columns: columns of the tile.
-    place: (the thread's first row, piece, member of the quad). The threads of a quad exchange words so that each stores
+    place: (the thread's first row, item, member of the quad). The threads of a quad exchange words so that each stores
     8 columns.
     """
-    row, piece, member = place
+    row, item, member = place
     blocks = columns // COLUMNS // 2  # blocks of outputs
     for r in cutlass.range_constexpr(THREAD_ROWS):
         at = row + r * ROW_DISTANCE
@@ -195,7 +195,7 @@ def store_hidden(ops, sums: cute.Tensor, factors, place: tuple, columns: cutlass
                 for i in cutlass.range_constexpr(QUAD):
                     vector[i] = moved[i]
                 part = cute.local_tile(
-                    ops.hidden[at, None], (VECTOR,), (piece.column_tile * blocks + block + member,)
+                    ops.hidden[at, None], (VECTOR,), (item.column_tile * blocks + block + member,)
                 )
                 cute.autovec_copy(cute.recast_tensor(vector, BFloat16), part)
 
@@ -207,7 +207,7 @@ def store_partial(ops, sums: cute.Tensor, place: tuple, columns: cutlass.Constex
     Adjacent threads exchange a pair from two blocks of 8 columns, so that each stores four columns, 16 bytes: even
     threads of the quad store the first block, odd ones the second.
     """
-    row, piece, member = place
+    row, item, member = place
     blocks, odd = columns // COLUMNS, Boolean(member % 2 == 1)
     for r in cutlass.range_constexpr(THREAD_ROWS):
         at = row + r * ROW_DISTANCE
@@ -220,6 +220,6 @@ def store_partial(ops, sums: cute.Tensor, place: tuple, columns: cutlass.Constex
                 vector[j] = Float32(cutlass.select_(odd, got, low))
                 vector[PAIR + j] = Float32(cutlass.select_(odd, high, got))
             if at < ops.hidden.shape[0]:
-                target = ops.partial[piece.split, at, None]
-                part = (piece.column_tile * blocks + block + member % 2) * 2 + member // 2
+                target = ops.partial[item.split, at, None]
+                part = (item.column_tile * blocks + block + member % 2) * 2 + member // 2
                 cute.autovec_copy(vector, cute.local_tile(target, (2 * PAIR,), (part,)))

@@ -196,8 +196,8 @@ def test_weights_that_underflow_and_maxima_far_apart():
 )
 def test_every_part_of_every_row_has_its_threads(head_dim, splits):
     config = CombineConfig.of(head_dim, splits)
-    assert config.lanes * config.chunks * VECTOR == head_dim
-    assert config.lanes * config.ways * config.parts == THREADS
+    assert config.lanes * config.segments * VECTOR == head_dim
+    assert config.lanes * config.ways * config.row_segments == THREADS
     assert config.ways == min(config.groups, 1 << (-(-splits // BATCH) - 1).bit_length())
 
 
