@@ -180,12 +180,15 @@ def synchronize(device: str) -> None:
 
 
 def rates(trainers: dict[str, Trainer], size: Size, tokens: torch.Tensor, timed: int, device: str) -> dict:
-    """Tokens a second of each candidate: medians of turns of TURN_STEPS steps."""
+    """Tokens a second of each candidate: medians of turns of TURN_STEPS steps.
+
+    The first turn does not count: torch.compile may compile again in it, after the other candidates' first steps.
+    """
     for trainer in trainers.values():
         for _ in range(WARM_STEPS):
             trainer.step(tokens)
     times = {name: [] for name in trainers}
-    for _ in range(-(-timed // TURN_STEPS)):
+    for _ in range(1 + -(-timed // TURN_STEPS)):
         for name, trainer in trainers.items():
             synchronize(device)
             start = time.perf_counter()
@@ -193,7 +196,7 @@ def rates(trainers: dict[str, Trainer], size: Size, tokens: torch.Tensor, timed:
                 trainer.step(tokens)
             synchronize(device)
             times[name].append((time.perf_counter() - start) / TURN_STEPS)
-    return {name: size.tokens / statistics.median(found) for name, found in times.items()}
+    return {name: size.tokens / statistics.median(found[1:]) for name, found in times.items()}
 
 
 def curve(
