@@ -73,22 +73,22 @@ EXPAND = Kernel("fmha.expand", expand_arguments)
 
 def expands(problem: AttentionProblem, least_rows: dict | None) -> bool:
     """Whether keys and values are dequantised first. least_rows: query rows of a KV head from which the target does so,
-    by bits of a number; None: never. Of packed queries the mean request counts, and their keys must be in pages, whose
-    table bounds their 16-bit size."""
+    by bits of a number; None: never. Of packed queries the mean request counts."""
     if problem.format.kv_format is None or least_rows is None or problem.format.shared_kv:
         return False
     queries = problem.seq_q
     if problem.requests.packed_q:
-        if problem.most_k is None:
-            return False
         queries = problem.least_q // max(problem.batch, 1)
-    numbers = 2 * problem.batch * wide_keys(problem) * problem.heads_kv * problem.head_dim
+    batch, keys = wide_rows(problem)
+    numbers = 2 * batch * keys * problem.heads_kv * problem.head_dim
     return problem.group * queries >= least_rows[problem.format.kv_bits] and numbers * BYTES <= MOST_BYTES
 
 
-def wide_keys(problem: AttentionProblem) -> int:
-    """Keys of a batch row for which there is room in 16 bits."""
-    return problem.seq_k if problem.most_k is None else problem.most_k
+def wide_rows(problem: AttentionProblem) -> tuple[int, int]:
+    """(B, Sk): batch rows, and keys of each, for which there is room in 16 bits. Packed keys are one batch row, of at
+    most Sk keys."""
+    keys = problem.seq_k if problem.most_k is None else problem.most_k
+    return (1 if problem.requests.packed_k else problem.batch, keys)
 
 
 def expanded(problem: AttentionProblem) -> AttentionProblem:
@@ -102,24 +102,32 @@ def expanded(problem: AttentionProblem) -> AttentionProblem:
 
 
 def expand_config(problem: AttentionProblem) -> ExpandConfig:
-    """The kernel that dequantises a problem's keys and values."""
-    return ExpandConfig(problem.format, problem.heads, problem.requests)
+    """The kernel that dequantises a problem's keys and values. Packed ones are one batch row."""
+    requests = RequestLayout() if problem.requests.packed_k else problem.requests
+    return ExpandConfig(problem.format, problem.heads, requests)
 
 
 class Expanded(NamedTuple):
     """A problem ready to run in two steps. expand: function of ``ExpandOperands``. attention: ``launch.Prepared`` of
-    ``expanded(problem)``. shape, dtype: of K and V between."""
+    ``expanded(problem)``. shape, dtype: of K and V between. packed: they have as many rows as the operands'."""
 
     expand: Callable
     attention: Any
     shape: tuple[int, ...]
     dtype: torch.dtype
+    packed: bool
 
     def run(self, operands: Operands):
         """Like ``launch.Prepared.run``."""
-        wide = [empty(self.shape, self.dtype, operands.q.device) for _ in range(2)]
-        names = ExpandOperands._fields[: -len(wide)]
+        codes, shape = (operands.k, operands.v), self.shape
+        if self.packed:
+            shape = (1, len(operands.k), *shape[2:])
+            codes = tuple(each[None] for each in codes)
+        wide = [empty(shape, self.dtype, operands.q.device) for _ in codes]
+        others = (getattr(operands, name) for name in ExpandOperands._fields[len(codes) : -len(wide)])
         with self.attention.target.current():
-            first = self.expand(*(getattr(operands, name) for name in names), *wide)
+            first = self.expand(*codes, *others, *wide)
+        if self.packed:
+            wide = [each[0] for each in wide]
         nothing = dict.fromkeys(("page_table", "k_block_scales", "v_block_scales"))
         return joined(first, self.attention.run(operands._replace(k=wide[0], v=wide[1], **nothing)))

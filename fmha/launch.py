@@ -19,7 +19,7 @@ from warpspec.common.simulator import joined
 from warpspec.common.workspace import EMPTY, new_workspace, prepare_reserve, workspace
 from warpspec.fmha.combine import COMBINE, CombineConfig
 from warpspec.fmha.config import AttentionKernel, Schedule
-from warpspec.fmha.expand import EXPAND, Expanded, expand_config, expanded, expands, wide_keys
+from warpspec.fmha.expand import EXPAND, Expanded, expand_config, expanded, expands, wide_rows
 from warpspec.fmha.features import dtype_name
 from warpspec.fmha.heads import class_of
 from warpspec.fmha.join import JOIN, JoinConfig
@@ -125,9 +125,12 @@ def prepare(problem: AttentionProblem, target: Target, found: Plan | None = None
     """
     if found is None and expands_on(problem, target):
         check_supported(problem, target)
-        shape = (problem.batch, wide_keys(problem), problem.heads_kv, problem.head_dim)
-        expand = EXPAND.launcher(expand_config(problem), target)
-        return Expanded(expand, prepare(expanded(problem), target), shape, problem.dtype)
+        shape = (*wide_rows(problem), problem.heads_kv, problem.head_dim)
+        expand, attention = (
+            EXPAND.launcher(expand_config(problem), target),
+            prepare(expanded(problem), target),
+        )
+        return Expanded(expand, attention, shape, problem.dtype, problem.requests.packed_k)
     found = found or plan(problem, target)
     attention = ATTENTION.of(target.architecture).ATTENTION.launcher(found.config, target)
     if found.config.scheduler.from_queue and target.native:

@@ -81,7 +81,10 @@ class AttentionProblem:
     # least_q is T's first binary digits, no larger than T.
     total_q: int | None = field(default=None, compare=False)
     least_q: int | None = None
-    most_k: int | None = None  # with packed queries over pages of codes: most keys of a request, by the table
+    most_k: int | None = (
+        None  # with packed queries over codes in pages: most keys of a request, by the table; over
+    )
+    # packed ones: most keys of all requests, T of k rounded up as least_q is rounded down
     num_splits: int | None = None  # 1 to MOST_SPLITS; None: the kernel chooses
     block_heads: bool = False  # query heads have each their own lists of blocks (``block_mask``)
 
@@ -300,8 +303,18 @@ def _packed(operands: Operands, options: Options) -> dict:
         "seq_k": min(max(hint_k, 1), most_keys),
         "total_q": total_q,
         "least_q": total_q >> spare << spare,
-        "most_k": None if page_table is None or k.dtype == operands.q.dtype else most_keys,
+        "most_k": _most_codes(operands, most_keys),
     }
+
+
+def _most_codes(operands: Operands, most_keys: int) -> int | None:
+    """The field most_k of a problem with packed queries."""
+    if operands.k.dtype == operands.q.dtype:
+        return None
+    if operands.page_table is not None:
+        return most_keys
+    spare = max(most_keys.bit_length() - DIGITS_Q, 0)
+    return -(-most_keys >> spare) << spare
 
 
 def _bias_rows(bias, memory) -> str:

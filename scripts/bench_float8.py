@@ -4,8 +4,8 @@
 
 One line a shape and format: microseconds with bf16, and with e4m3 or NVFP4 keys and values, TB/s of these K and V with
 their scales, how many times as fast as bf16, torch's SDPA in bf16 where it takes the shape, and the worst head's error:
-of the first batch row against FP32 on dequantised values where there is one query, else of all rows against our bf16
-kernel on these values. Inputs rotate through more memory than L2 holds.
+of the first batch row against FP32 on dequantised values where there is one query, else (and of packed calls) of all
+rows against our bf16 kernel on these values. Inputs rotate through more memory than L2 holds.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from shared.gpu_bench import graph_times, rotation
 
 from warpspec.aot.workers import compile_all
 from warpspec.common.launch import Kernel
-from warpspec.fmha import attention, launch, ops
+from warpspec.fmha import attention, attention_varlen, launch, ops
 from warpspec.fmha.quantized import BLOCK_SCALES, dequantized
 
 
 @dataclass(frozen=True)
 class Case:
-    """lengths: "random": of each request 1 to keys. page: keys of a page; 0: not paged."""
+    """lengths: "random": of each request 1 to keys. page: keys of a page; 0: not paged. packed: a call of
+    ``attention_varlen``, whose keys are packed, too, unless they are paged."""
 
     batch: int
     queries: int
@@ -37,6 +38,7 @@ class Case:
     causal: bool = False
     lengths: str = "full"
     page: int = 0
+    packed: bool = False
 
 
 CASES = {
@@ -46,7 +48,12 @@ CASES = {
     "B32 random pages": Case(32, 1, 8192, (32, 8), lengths="random", page=16),
     "B32 L8192 D64": Case(32, 1, 8192, (64, 8), 64),
     "B32 L4096 D256": Case(32, 1, 4096, (16, 8), 256),
+    "B160 L1279 random": Case(160, 1, 1279, (32, 8), lengths="random", page=64),
+    "B32 L8192 packed": Case(32, 1, 8192, (64, 8), packed=True),
     "prefill": Case(2, 8192, 8192, (32, 32), causal=True),
+    "prefill pages": Case(4, 4096, 4096, (32, 8), causal=True, page=64, packed=True),
+    "chunk pages": Case(4, 512, 8192, (32, 8), causal=True, page=64, packed=True),
+    "chunk packed": Case(4, 512, 8192, (32, 8), causal=True, packed=True),
 }
 
 
@@ -64,6 +71,16 @@ def inputs(case: Case):
     read = {"bf16": 2 * numbers, "fp8": numbers, "nvfp4": numbers * 9 // 16}
     shape = (case.batch, case.keys, kv_heads, dim)
     options = {"causal": case.causal}
+    if case.packed:
+        starts = torch.arange(case.batch + 1, dtype=torch.int32, device="cuda")
+        options |= {
+            "cu_seqlens_q": starts * case.queries,
+            "max_seqlen_q": case.queries,
+            "max_seqlen_k": case.keys,
+        }
+        if not case.page:
+            options["cu_seqlens_k"] = starts * case.keys
+            shape = (case.batch * case.keys, kv_heads, dim)
     if case.page:
         pages = -(-case.keys // case.page)
         shape = (case.batch * pages, case.page, kv_heads, dim)
@@ -73,6 +90,7 @@ def inputs(case: Case):
     def make(seed: int) -> tuple[dict]:
         torch.manual_seed(seed)
         q = torch.randn(case.batch, case.queries, heads, dim, device="cuda", dtype=torch.bfloat16)
+        q = q.flatten(0, 1) if case.packed else q
         return ({name: ((q, *kv(shape)), options | more) for name, (kv, more) in makers(shape).items()},)
 
     return make, read
@@ -106,10 +124,15 @@ def ours(name: str):
     """A candidate: our attention over a format."""
 
     def call(sets: dict) -> None:
-        arguments, options = sets[name]
-        attention(*arguments, **options)
+        run(*sets[name])
 
     return call
+
+
+def run(arguments: tuple, options: dict, **more) -> torch.Tensor:
+    """Our attention of q, k and v."""
+    call = attention_varlen if "cu_seqlens_q" in options else attention
+    return call(*arguments, **options, **more)
 
 
 def sdpa(sets: dict) -> None:
@@ -122,13 +145,13 @@ def sdpa(sets: dict) -> None:
 def error(sets: dict, name: str) -> float:
     """Largest relative error of a head, as the module says."""
     (q, k, v), options = sets[name]
-    got = attention(q, k, v, **options)
+    got = run((q, k, v), options)
     blocks = [options.get(each) for each in BLOCK_SCALES]
-    if q.shape[1] > 1:
+    if q.dim() == 3 or q.shape[1] > 1:
         k, v = (dequantized(t, block).bfloat16() for t, block in zip((k, v), blocks, strict=True))
         factors = [float(options[each]) for each in ("k_scale", "v_scale")]
         scale = factors[0] * q.shape[-1] ** -0.5
-        wanted = attention(q, k, v, scale=scale, **sets["bf16"][1]).float() * factors[1]
+        wanted = run((q, k, v), sets["bf16"][1], scale=scale).float() * factors[1]
     else:
         if "page_table" in options:
             options = options | {each: options[each][:1] for each in ("page_table", "kv_lengths")}
@@ -138,7 +161,7 @@ def error(sets: dict, name: str) -> float:
             options = options | {each: block[:1] for each, block in firsts if block is not None}
         got = got[:1]
         wanted = attention(q[:1], k, v, **options, backend="reference").float()
-    got, wanted = (t.float().transpose(1, 2).flatten(2) for t in (got, wanted))
+    got, wanted = (t.float().transpose(-3, -2).flatten(-2) for t in (got, wanted))
     return float(((got - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max())
 
 
@@ -172,7 +195,7 @@ def main() -> None:
         case = CASES[name]
         make, read = inputs(case)
         sets = rotation(make, 3 * read["nvfp4"])
-        sixteen = {"bf16": ours("bf16")} | ({} if case.page else {"sdpa": sdpa})
+        sixteen = {"bf16": ours("bf16")} | ({} if case.page or case.packed else {"sdpa": sdpa})
         float8, nvfp4 = ({each: ours(each)} for each in FORMATS[1:])
         times = graph_times(sixteen | float8, sets)
         times |= {

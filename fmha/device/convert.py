@@ -27,7 +27,7 @@ SWIZZLE_ROWS = 8  # period of the swizzle in rows
 OCTET = 8  # threads whose 16-byte accesses form one shared-memory transaction
 VECTOR = 16  # codes that a thread takes at a time; a block of NVFP4
 BLOCK_VECTORS = BLOCK // VECTOR  # of a row of a block
-BATCH = 2  # vectors of a thread in registers
+BATCH = 8  # words of codes of a thread in registers
 
 
 @dataclass(frozen=True)
@@ -74,27 +74,26 @@ def convert_stage(role, ring: cutlass.Constexpr, name: cutlass.Constexpr, use):
     config, channels, thread = role.config, role.channels, role.thread
     vectors = config.tile_n * config.heads.qk // (WARPGROUP_THREADS * VECTOR)
     kind, words = codes_of(config, config.ring_dtype(name)), config.format.kv_row(VECTOR) // WORD_BYTES
+    each = BATCH // words  # vectors in registers
     source = role.raw[ring].toint() + use % config.shape.raw_stages * config.codes.tile_bytes
     target = role.wide[ring].toint() + use % config.kv_stages * config.kv.k_bytes
     scales = None
     if cutlass.const_expr(config.format.kv_block > 0):
         scales = tile_scales(config, role.scales, ring, use % config.shape.raw_stages)
     channels["raw_" + name + "_full"].wait(use)
-    for first in cutlass.range_constexpr(0, vectors, BATCH):
-        batch = range(first, min(first + BATCH, vectors))
+    for first in cutlass.range_constexpr(0, vectors, each):
+        batch = range(first, min(first + each, vectors))
         places = [place_of(config, thread, vector) for vector in batch]
         codes = [
             load_shared(source + row * config.codes.row_bytes + config.format.kv_row(column), words)
             for row, column in places
         ]
+        block_scales = [block_scale(config, scales, name, *place) for place in places]
         if cutlass.const_expr(first == 0):
             channels[name + "_empty"].wait_previous(use)
         for i in cutlass.range_constexpr(len(places)):
             row, column = places[i]
-            scale = None
-            if cutlass.const_expr(config.format.kv_block > 0):
-                at = scale_address(config, scales, name, row, column // config.format.kv_block)
-                scale = kind.scale_pair(load_shared_byte(at))
+            scale = None if block_scales[i] is None else kind.scale_pair(block_scales[i])
             wide = kind.in_order([codes[i][w] for w in range(words)], scale)
             block, chunk = column // BLOCK, column % BLOCK // 8
             at = target + (block * config.tile_n + row) * tma.ROW_BYTES
@@ -105,6 +104,13 @@ def convert_stage(role, ring: cutlass.Constexpr, name: cutlass.Constexpr, use):
     # An arrival does not wait for earlier loads, but here their data have been used.
     channels["raw_" + name + "_empty"].arrive_warp(use)
     channels[name + "_full"].arrive_warp(use)
+
+
+def block_scale(config, scales, name: str, row, column):
+    """The e4m3 scale of 16 codes of a tile; None for formats without block scales. scales: address of the tile's."""
+    if config.format.kv_block == 0:
+        return None
+    return load_shared_byte(scale_address(config, scales, name, row, column // config.format.kv_block))
 
 
 def place_of(config, thread: Int32, vector: int) -> tuple:

@@ -10,15 +10,19 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Int32, Uint8, Uint32
 
 from warpspec.common.device.host import host_function
+from warpspec.common.device.words import scaled_pair
+from warpspec.fmha.device.codes import codes_of
 from warpspec.fmha.device.pages import address_of
-from warpspec.fmha.device.scales import kv_row, unit_of
+from warpspec.fmha.device.scales import is_nvfp4, kv_row
 from warpspec.fmha.expand import VECTOR, ExpandConfig, ExpandOperands
 
 THREADS = 256
 VECTORS = 2  # vectors of a thread
+# By dtype: float4.UNIT in 16 bits, and the kind of a pair.
+UNITS = {"bfloat16": ((127 + 14) << 7, "bf16x2"), "float16": ((15 + 14) << 10, "f16x2")}
 
 
 class Expand:
@@ -32,10 +36,13 @@ class Expand:
         """Host side."""
         batch, keys, heads, _ = operands.wide_k.shape
         ctas = cute.ceil_div(keys * heads * self.config.vectors, THREADS * VECTORS)  # of a batch row
-        self.kernel(operands, ctas).launch(grid=(ctas * batch, 2, 1), block=(THREADS, 1, 1), stream=stream)
+        self.kernel(operands, ctas).launch(
+            grid=(ctas * batch, 2, 1), block=(THREADS, 1, 1), use_pdl=True, stream=stream
+        )
 
     @cute.kernel
     def kernel(self, operands, ctas):
+        cute.arch.griddepcontrol_wait()  # the launch before may read the memory that this one writes
         thread, _, _ = cute.arch.thread_idx()
         cta, side, _ = cute.arch.block_idx()
         batch, cta = cta // ctas, cta % ctas
@@ -59,10 +66,23 @@ def expand_vector(config: cutlass.Constexpr, operands, ring: cutlass.Constexpr, 
         end = cutlass.min(end, operands.kv_lengths[batch])
     if key < end:
         where, exists = address_of(config, operands, batch, key)
-        values = kv_row(config, operands, ring, where, head).vector(VECTOR, number)
+        words = wide_vector(config, kv_row(config, operands, ring, where, head), number)
         out = cute.make_rmem_tensor(VECTOR, wide.element_type)
-        for i in cutlass.range_constexpr(VECTOR):
-            value = values[i] * Float32(unit_of(config))
-            out[i] = Float32(cutlass.select_(Boolean(exists), value, Float32(0.0))).to(wide.element_type)
+        halves = cute.recast_tensor(out, Uint32)
+        for i in cutlass.range_constexpr(VECTOR // 2):
+            halves[i] = Uint32(cutlass.select_(Boolean(exists), words[i], Uint32(0)))
         target = wide[batch, key, head, None]
         cute.autovec_copy(out, cute.local_tile(target, (VECTOR,), (number,)))
+
+
+def wide_vector(config, row, number) -> list:
+    """The ``number``-th VECTOR numbers of a row (``scales.KvRow``) in 16 bits, two neighbours in a word."""
+    kind, size = codes_of(config, config.format.dtype), config.format.kv_row(VECTOR)
+    codes = cute.make_rmem_tensor(size, Uint8)
+    cute.autovec_copy(cute.local_tile(row.codes, (size,), (number,)), codes)
+    words = cute.recast_tensor(codes, Uint32)
+    scale = kind.scale_pair(Uint32(row.scale(number))) if is_nvfp4(config) else None
+    wide = kind.in_order([words[i] for i in range(cute.size(words))], scale)
+    if is_nvfp4(config):  # exact: seven bits, and fp16 represents the largest and the smallest of them
+        wide = [scaled_pair(word, *UNITS[config.format.dtype]) for word in wide]
+    return wide

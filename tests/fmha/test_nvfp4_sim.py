@@ -74,17 +74,33 @@ def test_dequantised_before(case, monkeypatch):
     launch.prepare.cache_clear()
 
 
-def test_packed_queries_dequantised_before(monkeypatch):
-    """The pages of packed requests become a tensor with a row for each request; one has no key, one few queries."""
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(1, 150, (4, 2), 64, batch=3, page=16, lengths=(143, 0, 20), swizzled=True),
+        long(Case(1, 163, (4, 2), 64, batch=3, dtype=FP16, lengths=(143, 0, 20))),
+    ],
+)
+def test_packed_queries_dequantised_before(case, monkeypatch):
+    """The pages of packed requests become a tensor with a row for each request, packed keys a tensor of packed rows;
+    one request has no key, one few queries."""
     monkeypatch.setattr(CHOICES, "expanded_rows", {4: 8})
     launch.prepare.cache_clear()
     counts = (40, 3, 9)
-    case = Case(1, 150, (4, 2), 64, batch=3, page=16, lengths=(143, 0, 20), float8=NVFP4, swizzled=True)
-    arguments = case.arguments() | {"causal": True, "max_seqlen_k": 1}  # a hint that is too small
-    arguments["q"] = q = torch.randn(
-        sum(counts), 4, 64, generator=torch.Generator().manual_seed(5)
-    ).bfloat16()
+    arguments = replace(case, float8=NVFP4).arguments() | {
+        "causal": True,
+        "max_seqlen_k": 1,
+    }  # a hint: too small
+    arguments["q"] = q = torch.randn(sum(counts), 4, 64, generator=torch.Generator().manual_seed(5)).to(
+        case.dtype
+    )
     starts = torch.tensor([0, 40, 43, 52], dtype=torch.int32)
+    if not case.page:  # five more rows are of nobody, and NaN
+        for name in ("k", "v", "k_block_scales", "v_block_scales"):
+            rows = arguments[name]
+            arguments[name] = torch.cat([rows[0, :143], rows[2, :20], rows[1, :5]])
+        arguments["cu_seqlens_k"] = torch.tensor([0, 143, 143, 163], dtype=torch.int32)
+        del arguments["kv_lengths"]
     del arguments["normalize"], arguments["window"], arguments["num_splits"]
     call = dict(cu_seqlens_q=starts, max_seqlen_q=40, **arguments)
     with simulating("sm_90a", seed=1):
