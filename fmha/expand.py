@@ -39,7 +39,7 @@ class ExpandConfig:
 
     @property
     def vectors(self) -> int:
-        """Pieces of a row."""
+        """Vectors of a row."""
         return self.heads.qk // VECTOR
 
 
