@@ -25,6 +25,7 @@ from typing import NamedTuple
 from warpspec.common.hardware import FP32_BYTES, LINE_BYTES
 from warpspec.fmha.combine import SEGMENT, VECTOR
 from warpspec.fmha.join import BATCH, THREADS, TILE_CTAS
+from warpspec.fmha.line import LEAST_TILES, TILE_OVERHEAD
 from warpspec.fmha.schedule import sorts_tiles
 from warpspec.fmha.tiles import ELEMENT_BYTES
 
@@ -37,7 +38,6 @@ UNSORTED = 2.0
 # previous call's combine launch still occupies the others.
 SPREAD = 0.75
 CROWDED = 0.02  # share of the SMs that may have one more CTA than the others without delaying the launch
-LINE_LEAST = 4  # KV tiles of the shortest chunk of a line
 
 
 class Way(enum.Enum):
@@ -416,8 +416,10 @@ def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=
     groups, least = w.groups / maximum(w.kv * t.row_groups, 1), 1 / t.row_groups
     whole = (groups - least) / maximum(1 - least, 0.1)
     if way is Way.LINE:
-        ctas_here = 1.0 * t.ctas_per_sm
-        full = whole * step(ctas_here, resident) + (1 - whole) * step(ctas_here, resident, least)
+        length = w.kv + TILE_OVERHEAD * w.tiles
+        chunks = maximum(minimum(length / LEAST_TILES, resident), 1.0)
+        ctas_here = maximum(minimum(t.ctas_per_sm, chunks / sms), 1.0)
+        full = whole * step(ctas_here, chunks) + (1 - whole) * step(ctas_here, chunks, least)
     else:
         ctas_here = most_here = maximum(minimum(t.ctas_per_sm, parts / sms), 1.0)
         if way is Way.SPLIT:
@@ -439,7 +441,7 @@ def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=
     idle = w.idle * (1 - w.sorts) if way is Way.QUEUE else w.idle
     total = parts * each + idle * c.idle
     if way is Way.LINE:
-        busy = maximum(total / resident, minimum(LINE_LEAST, average) * full) + tile.ends + c.chunk
+        busy = total / chunks + tile.ends + c.chunk
     else:
         if way is Way.QUEUE:
             total = total + parts * c.queue
@@ -467,11 +469,10 @@ def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=
         found = found + c.combine + 2 * splits * w.rows * w.depth * FP32_BYTES / c.combine_bytes
         found = found + c.combine_round * ceil(splits / c.combine_parts)
     if way is Way.LINE:
-        chunks = minimum(w.kv / LINE_LEAST, resident)
         pieces = chunks + minimum(chunks, tiles)  # of tiles that are cut, or left of these
         states = pieces * w.rows / tiles * w.depth * FP32_BYTES
         found = found + c.scan + c.scan_requests * w.requests / 32 + c.join + states / c.join_bytes
-        pieces = w.longest * resident / maximum(w.kv, 1) + 1
+        pieces = (w.longest + TILE_OVERHEAD) * chunks / maximum(length, 1) + 1
         found = c.line * (found + c.combine_round * join_rounds(t, w, pieces, maximum, minimum, ceil))
     return found
 

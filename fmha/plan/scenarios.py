@@ -25,6 +25,7 @@ PARTS = (0.13, 0.38, 0.62, 0.87)  # parts of the longest length that represent e
 EVEN, FEW = 0.8, 0.3
 CHUNK = 0.6  # queries of a request in its prefill, as a part of the longest one's
 FIRST, LAST = 0.25, 0.85  # keys of requests early and late in their prefill, as a part of the longest one's
+SHORT = 0.3  # keys of requests that decode, as a part of the longest one's, if few of them have many
 UNKNOWN_TOTAL = 1.06  # queries, as a multiple of their lower bound
 
 
@@ -41,7 +42,10 @@ def scenarios(problem: AttentionProblem) -> list[list[Requests]]:
         return [[Requests(batch, mean, keys)], spread(batch, mean, keys, queries)]
     if mean > FEW * queries:
         return [spread(batch, mean, keys, queries)]
-    return [mixed(batch, total, queries, keys)]
+    found = [mixed(batch, total, queries, keys)]
+    if queries >= EVEN * keys:  # the longest request may have nothing but its queries, and others few keys
+        found.append(mixed(batch, total, queries, keys, SHORT * keys))
+    return found
 
 
 def key_scenarios(problem: AttentionProblem, queries: float) -> list[list[Requests]]:
@@ -66,12 +70,15 @@ def spread(batch: int, mean: float, keys: int, longest: int) -> list[Requests]:
     return [Requests(1, longest, keys), *found]
 
 
-def mixed(batch: int, total: float, longest: int, keys: int) -> list[Requests]:
-    """Requests that decode, and some in prefill, the longest among them."""
+def mixed(
+    batch: int, total: float, longest: int, keys: int, decoding_keys: float | None = None
+) -> list[Requests]:
+    """Requests that decode, and some in prefill, the longest among them. decoding_keys: keys of the longest request
+    that decodes; None: as many as any has."""
     chunks = min(max(round((total - batch) / (CHUNK * longest)), 1), batch)
     decoding = batch - chunks
     found = [Requests(1, longest, max(CHUNK * keys, longest))]
     if chunks > 1:
         each = max((total - decoding - longest) / (chunks - 1), 1)
         found += [Requests((chunks - 1) / 2, each, max(part * keys, each)) for part in (FIRST, LAST)]
-    return [*found, *even(decoding, 1, keys)] if decoding else found
+    return [*found, *even(decoding, 1, decoding_keys or keys)] if decoding else found
