@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from warpspec.common.allocation import empty
+from warpspec.common.allocation import Block, allocate, block
 from warpspec.common.architecture import Family
 from warpspec.common.launch import Kernel, Target
 from warpspec.common.simulator import joined
@@ -63,7 +63,8 @@ class Prepared(NamedTuple):
     """A problem ready to run on a target.
 
     attention, combine: functions of the kernels' arguments. combine is the second launch, which combines splits or
-    joins pieces, or None. numbers: those of the attention kernel. schedule: the plan's.
+    joins pieces, or None. numbers: those of the attention kernel. schedule: the plan's. pieces: ``piece_blocks``, if
+    work is cut by length.
     """
 
     target: Target
@@ -72,6 +73,7 @@ class Prepared(NamedTuple):
     numbers: tuple
     attention: Callable
     combine: Callable | None
+    pieces: tuple[Block, Block] | None
 
     def run(self, operands: Operands):
         """Launch on the tensors' device and its current stream; no synchronisation. Writes o and, if given, lse,
@@ -94,13 +96,14 @@ class Prepared(NamedTuple):
             return self.attention(*operands, *self.numbers)
         whole = operands.o if operands.cu_seqlens_q is None else operands.o[None]
         if self.schedule is LINE:
-            pieces, joins = piece_workspace(self.plan, operands.o.device)
+            pieces, joins = allocate(self.pieces, operands.o.device)
             first = self.attention(*placed(operands, pieces=pieces, joins=joins), *self.numbers)
             results = (operands.sink, whole, operands.lse, operands.row_max, operands.row_sum)
             return joined(first, self.combine(pieces, joins, *results))
-        partial = partial_results(whole, self.plan.splits)
-        o, row_max, row_sum = partial
-        parts = placed(operands, o=o, sink=None, lse=None, row_max=row_max, row_sum=row_sum)
+        partial = allocate(partial_blocks(whole.shape, self.plan.splits), operands.o.device)
+        parts, (o, row_max, row_sum) = list(operands), partial
+        parts[PLACES.o], parts[PLACES.row_max], parts[PLACES.row_sum] = o, row_max, row_sum
+        parts[PLACES.sink] = parts[PLACES.lse] = None
         first = self.attention(*parts, *self.numbers)
         results = (operands.sink, whole, operands.lse, operands.row_max, operands.row_sum)
         second = self.combine(*partial, *results, operands.cu_seqlens_q)
@@ -137,9 +140,9 @@ def prepare(problem: AttentionProblem, target: Target, found: Plan | None = None
         prepare_reserve(target.device)
     second = second_kernel(problem, found.config, found.splits)
     combine = None if second is None else second[0].launcher(second[1], target)
-    return Prepared(
-        target, found, found.config.scheduler.schedule, launch_numbers(problem, found), attention, combine
-    )
+    schedule, numbers = found.config.scheduler.schedule, launch_numbers(problem, found)
+    pieces = piece_blocks(found) if schedule is LINE else None
+    return Prepared(target, found, schedule, numbers, attention, combine, pieces)
 
 
 def prepare_new(problem: AttentionProblem, target: Target) -> Prepared | Expanded | Timed:
@@ -222,21 +225,17 @@ def compiled(problem: AttentionProblem, target: Target) -> tuple:
     return tuple(one[0].compiled(one[1], target.arch, native=target.native) for one in launched if one)
 
 
-def piece_workspace(plan: Plan, device) -> tuple[torch.Tensor, torch.Tensor]:
+def piece_blocks(plan: Plan) -> tuple[Block, Block]:
     """Workspace of work that is cut by length: states of pieces, two a CTA, and join records (``device.line``)."""
-    rows = plan.config.rows.count
     return (
-        empty((2 * plan.ctas, rows, plan.config.heads.piece_columns), torch.float32, device),
-        empty((plan.ctas, JOIN_WORDS), torch.int32, device),
+        block((2 * plan.ctas, plan.config.rows.count, plan.config.heads.piece_columns), torch.float32),
+        block((plan.ctas, JOIN_WORDS), torch.int32),
     )
 
 
-def partial_results(o: torch.Tensor, splits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Workspace of split keys, fp32: o [S, B, Sq, Hq, v_state], row_max and row_sum [S, B, Hq, Sq]."""
-    batch, seq_q, heads, size = o.shape
-    statistics, fp32, device = (splits, batch, heads, seq_q), torch.float32, o.device
-    return (
-        empty((splits, batch, seq_q, heads, class_of(size)), fp32, device),
-        empty(statistics, fp32, device),
-        empty(statistics, fp32, device),
-    )
+@lru_cache(maxsize=4096)
+def partial_blocks(shape: tuple[int, ...], splits: int) -> tuple[Block, Block, Block]:
+    """Workspace of split keys, fp32: o [S, B, Sq, Hq, v_state], row_max and row_sum [S, B, Hq, Sq]. shape: o's."""
+    batch, seq_q, heads, size = shape
+    statistics = block((splits, batch, heads, seq_q), torch.float32)
+    return block((splits, batch, seq_q, heads, class_of(size)), torch.float32), statistics, statistics

@@ -5,13 +5,14 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from warpspec.common.allocation import allocate
 from warpspec.common.architecture import Family
 from warpspec.common.launch import Kernel, Target
 from warpspec.common.logarithms import LOG2_E
 from warpspec.common.simulator import joined
 from warpspec.fmha.combine import COMBINE, CombineConfig
 from warpspec.fmha.config import AttentionKernel
-from warpspec.fmha.launch import partial_results
+from warpspec.fmha.launch import partial_blocks
 from warpspec.fmha.logits import LogitNumbers
 from warpspec.fmha.plan.splits import choose_splits
 from warpspec.latent.gathered.config import (
@@ -118,7 +119,8 @@ def run(problem: GatheredProblem, target: Target, tensors: dict):
     with target.current():
         if plan.combine is None:
             return attention(q[None], o[None], scales, sink, *row_stats, *angles, *flat, *numbers)
-        partial = partial_results(q[None, ..., :VALUE_DIM], plan.splits)
+        shape = (1, *q.shape[:2], VALUE_DIM)
+        partial = allocate(partial_blocks(shape, plan.splits), q.device)
         first = attention(q[None], partial[0], None, None, None, *partial[1:], *angles, *flat, *numbers)
         if problem.float8:
             from warpspec.latent.gathered.float8 import COMBINE_FLOAT8
