@@ -17,7 +17,15 @@ import torch
 from cuda.bindings import driver, runtime
 
 from warpspec.sim.device import device_of
-from warpspec.sim.pretend import cuda_bindings, dsl, out_dtype, tensors, torch_cuda, triton_stub
+from warpspec.sim.pretend import (
+    cuda_bindings,
+    dsl,
+    out_dtype,
+    tensors,
+    torch_cuda,
+    triton_stub,
+    triton_testing,
+)
 from warpspec.sim.pretend.patches import Patches
 from warpspec.sim.pretend.scaled_mm import scaled_mm
 from warpspec.sim.pretend.session import Session
@@ -80,6 +88,7 @@ def intercept(
         patches.update(driver, cuda_bindings.driver_functions(device))
         patches.update(runtime, cuda_bindings.runtime_functions(device))
         stack.callback(triton_stub.remove, triton_stub.install())
+        stack.enter_context(triton_testing.replaced())
         stack.enter_context(out_dtype.products())
         placement = tensors.Placement()
         run_backward = tensors.backward_in(placement, torch.autograd.graph._engine_run_backward)

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from torch.utils._triton import has_triton_package
 
+from warpspec.sim.pretend import triton_testing
+
 NAME = "triton"
 TORCH_LOOKS = ("torch._dynamo", "torch._inductor.runtime.hints", "torch._inductor.runtime.triton_compat")
 
@@ -71,7 +73,10 @@ class FileCacheManager:
         return str(path)
 
 
-WRITTEN = {"triton.runtime.cache.FileCacheManager": FileCacheManager}  # names that are more than stand-ins
+WRITTEN = {  # names that are more than stand-ins
+    "triton.runtime.cache.FileCacheManager": FileCacheManager,
+    **{f"{triton_testing.NAME}.{name}": written for name, written in triton_testing.WRITTEN.items()},
+}
 
 
 class _Missing:

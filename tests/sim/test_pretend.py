@@ -1,5 +1,6 @@
 """Scripts and test suites for a GPU run unchanged in the simulator: `sim run`, `pytest --warpspec-sim`."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import warpspec.sim
 from warpspec.sim.pretend import script
 
 SCRIPT = Path(__file__).parent / "data/gpu_script.py"
@@ -180,3 +182,38 @@ def test_a_suite_runs_unchanged(tmp_path):
     assert f"gpu_script.py:{line_of('line[thread] =')}" in (tmp_path / "j.xml").read_text()
     rules = [r["ruleId"] for r in json.loads((tmp_path / "s.sarif").read_text())["runs"][0]["results"]]
     assert sorted(rules) == ["accesses-that-nothing-orders", "deadlock"]
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_benchmarks_of_triton_run_once(installed, tmp_path, monkeypatch, capsys):
+    """`triton.testing`, where triton is not installed and where it is but finds no device."""
+    if installed:
+        (tmp_path / "triton").mkdir()
+        (tmp_path / "triton/__init__.py").touch()
+        fails = "def {}(fn, **_): raise RuntimeError('0 active drivers')\n"
+        text = "".join(map(fails.format, ("do_bench", "do_bench_cudagraph")))
+        (tmp_path / "triton/testing.py").write_text(text)
+        monkeypatch.syspath_prepend(tmp_path)
+    elif importlib.util.find_spec("triton") is not None:
+        pytest.skip("triton is installed")
+    calls = []
+    with warpspec.sim.intercept("sm_90a"):
+        from triton import testing
+
+        assert testing.do_bench(lambda: calls.append(1), warmup=10, rep=50) >= 0
+        assert len(testing.do_bench_cudagraph(lambda: calls.append(1), quantiles=[0.2, 0.8])) == 2
+        if not installed:
+            axes = dict(
+                x_names=["M", "N"], x_vals=[(2, 3), 4], line_arg="by", line_vals=["a"], line_names=["A"]
+            )
+            bench = testing.Benchmark(**axes, plot_name="plot", args={"scale": 10}, ylabel="ms")
+            testing.perf_report(bench)(lambda M, N, by, scale: M * N * scale).run(print_data=True)
+    if installed:
+        with pytest.raises(RuntimeError, match="active drivers"):
+            testing.do_bench(lambda: calls.append(1))
+        for name in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
+            monkeypatch.delitem(sys.modules, name)
+    else:
+        shown = capsys.readouterr().out.splitlines()
+        assert [line.rpartition(" ")[2] for line in shown] == ["60", "160"]
+    assert len(calls) == 2
