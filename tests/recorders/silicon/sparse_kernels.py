@@ -16,16 +16,25 @@ ORDERED = (0b0100, 0b1000, 0b1001, 0b1100, 0b1101, 0b1110)  # two different posi
 OF_TF32 = (0b0100, 0b1110)
 # (shape, D, A, B, C types, words of A, of B, sparsity selector)
 MMAS = (
-    ("m16n8k16", "f32.f16.f16.f32", 2, 2, 0), ("m16n8k16", "f32.f16.f16.f32", 2, 2, 3),
-    ("m16n8k32", "f32.f16.f16.f32", 4, 4, 0), ("m16n8k32", "f32.bf16.bf16.f32", 4, 4, 1),
-    ("m16n8k8", "f32.tf32.tf32.f32", 2, 2, 1), ("m16n8k16", "f32.tf32.tf32.f32", 4, 4, 1),
+    ("m16n8k16", "f32.f16.f16.f32", 2, 2, 0), ("m16n8k16", "f32.f16.f16.f32", 2, 2, 1),
+    ("m16n8k16", "f32.f16.f16.f32", 2, 2, 2), ("m16n8k16", "f32.f16.f16.f32", 2, 2, 3),
+    ("m16n8k16", "f32.bf16.bf16.f32", 2, 2, 1),
+    ("m16n8k32", "f32.f16.f16.f32", 4, 4, 0), ("m16n8k32", "f32.f16.f16.f32", 4, 4, 1),
+    ("m16n8k32", "f32.bf16.bf16.f32", 4, 4, 0), ("m16n8k32", "f32.bf16.bf16.f32", 4, 4, 1),
+    ("m16n8k8", "f32.tf32.tf32.f32", 2, 2, 0), ("m16n8k8", "f32.tf32.tf32.f32", 2, 2, 1),
+    ("m16n8k8", "f32.tf32.tf32.f32", 2, 2, 2), ("m16n8k8", "f32.tf32.tf32.f32", 2, 2, 3),
+    ("m16n8k16", "f32.tf32.tf32.f32", 4, 4, 0), ("m16n8k16", "f32.tf32.tf32.f32", 4, 4, 1),
     ("m16n8k32", "s32.s8.s8.s32", 2, 2, 0), ("m16n8k32", "s32.s8.s8.s32", 2, 2, 1),
-    ("m16n8k64", "s32.s8.s8.s32", 4, 4, 0), ("m16n8k64", "f32.e4m3.e4m3.f32", 4, 4, 0),
+    ("m16n8k32", "s32.u8.u8.s32", 2, 2, 1), ("m16n8k64", "s32.s8.s8.s32", 4, 4, 0),
+    ("m16n8k64", "s32.u8.u8.s32", 4, 4, 0), ("m16n8k64", "f32.e4m3.e4m3.f32", 4, 4, 0),
+    ("m16n8k64", "f32.e5m2.e5m2.f32", 4, 4, 0),
 )  # fmt: skip
 # (shape, types, sparsity selector)
 WGMMAS = (
-    ("m64n8k32", "f32.f16.f16", 0), ("m64n8k32", "f32.bf16.bf16", 1), ("m64n8k16", "f32.tf32.tf32", 0),
-    ("m64n8k16", "f32.tf32.tf32", 1), ("m64n8k64", "s32.s8.s8", 0), ("m64n8k64", "f32.e4m3.e4m3", 0),
+    ("m64n8k32", "f32.f16.f16", 0), ("m64n8k32", "f32.f16.f16", 1), ("m64n8k32", "f32.bf16.bf16", 0),
+    ("m64n8k32", "f32.bf16.bf16", 1), ("m64n8k16", "f32.tf32.tf32", 0), ("m64n8k16", "f32.tf32.tf32", 1),
+    ("m64n8k64", "s32.s8.s8", 0), ("m64n8k64", "s32.u8.u8", 0), ("m64n8k64", "f32.e4m3.e4m3", 0),
+    ("m64n8k64", "f32.e5m2.e5m2", 0),
 )  # fmt: skip
 A_BYTES, B_BYTES = 64 * 32, 8 * 64  # as stored: 32 bytes of K a row of A, 64 a row of B
 CORE = 8 * 16  # bytes of a core matrix
@@ -77,9 +86,12 @@ def _wgmma_sp(a: cute.Tensor, b: cute.Tensor, metadata: cute.Tensor, out: cute.T
         from_b = (base + A_BYTES >> 4 & 0x3FFF) | (CORE >> 4) << 16
         kind = "b32" if cutlass.const_expr(types.startswith("s32")) else "f32"
         places = "{%d0, %d1, %d2, %d3}"
-        signs = {"s32.s8.s8": "", "f32.f16.f16": ", 1, 1, 0, 0", "f32.bf16.bf16": ", 1, 1, 0, 0"}.get(
-            types, ", 1, 1"
-        )
+        signs = {
+            "s32.s8.s8": "",
+            "s32.u8.u8": "",
+            "f32.f16.f16": ", 1, 1, 0, 0",
+            "f32.bf16.bf16": ", 1, 1, 0, 0",
+        }.get(types, ", 1, 1")
         text = (
             f"{{ .reg .{kind} %d<4>; .reg .b64 %a, %b; .reg .pred %p; setp.ne.b32 %p, 0, 0; "
             + "".join(f"mov.b32 %d{i}, 0; " for i in range(4))
@@ -100,19 +112,23 @@ def wgmma_sp(a: cute.Tensor, b: cute.Tensor, metadata: cute.Tensor, out: cute.Te
     _wgmma_sp(a, b, metadata, out).launch(grid=(1, 1, 1), block=(WARPGROUP, 1, 1))
 
 
-# ---- inputs: integers from -4 to 4, so that every sum is exact
+# ---- inputs: integers from -4 to 4 (of u8, 0 to 8), so that every sum is exact
 
 
 def _coded(values: np.ndarray, element: str) -> np.ndarray:
     """Bytes of whole numbers in an element type."""
     tensor = torch.from_numpy(values.astype(np.float32))
-    types = {"f16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32, "s8": torch.int8}
-    return tensor.to(types.get(element, torch.float8_e4m3fn)).view(torch.uint8).numpy().reshape(-1)
+    types = {
+        "f16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32, "s8": torch.int8, "u8": torch.uint8,
+        "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2,
+    }  # fmt: skip
+    return tensor.to(types[element]).view(torch.uint8).numpy().reshape(-1)
 
 
 def _numbers(seed: int, element: str, nbytes: int) -> np.ndarray:
     size = {"f16": 2, "bf16": 2, "tf32": 4}.get(element, 1)
-    return _coded(inputs.below(seed, nbytes // size, 9).astype(np.int64) - 4, element)
+    least = 0 if element == "u8" else -4
+    return _coded(inputs.below(seed, nbytes // size, 9).astype(np.int64) + least, element)
 
 
 def _marks(seed: int, element: str, words: int) -> np.ndarray:
