@@ -65,6 +65,21 @@ PEER_WAIT = """            while not prims.mbarrier_try_wait_parity(
                 pass
             prims.fence_proxy(prims.Proxy.ASYNC_SHARED, space=prims.SharedSpace.shared_cta)
 """
+O_FROM_TENSOR_MEMORY = """            cute.copy(tiled_tmem_load, tOtO_t2r_i, tOrO_frg)
+            for j in cutlass.range(0, cute.size(tOrO_frg), 2, unroll_full=True):
+                tOrO_frg[j], tOrO_frg[j + 1] = cute.arch.mul_packed_f32x2(
+                    (tOrO_frg[j], tOrO_frg[j + 1]), (scale, scale)
+                )
+            copy_utils.cvt_copy("""
+O_OR_ZEROS = """            if const_expr(scale is None):
+                tOrO_frg.fill(0.0)
+            else:
+                cute.copy(tiled_tmem_load, tOtO_t2r_i, tOrO_frg)
+                for j in cutlass.range(0, cute.size(tOrO_frg), 2, unroll_full=True):
+                    tOrO_frg[j], tOrO_frg[j + 1] = cute.arch.mul_packed_f32x2(
+                        (tOrO_frg[j], tOrO_frg[j + 1]), (scale, scale)
+                    )
+            copy_utils.cvt_copy("""
 ONCE = "--warmup_iterations 0 --iterations 1"
 
 TINYGEMM = dict(
@@ -102,6 +117,11 @@ CASES = (
     Case("flash-empty-tiles", fix="fec3a6a1", kind="hang: empty tiles of a persistent kernel",
          script="flash_attention_empty_tiles.py",
          edits=((FORWARD, "if const_expr(self.use_block_sparsity) or has_work:", "if has_work:"),), **FLASH),
+    Case("flash-empty-values", fix="ours", kind="a tile without keys is 0 times what the tile before it left",
+         script="flash_attention_empty_tiles.py", arguments="--infinite",
+         mends=((FORWARD, O_FROM_TENSOR_MEMORY, O_OR_ZEROS),
+                ("flash_attn/cute/block_sparse_utils.py", "Float32(0.0),  # zero scale", "None,  # zero scale")),
+         **FLASH),
     Case("flash-split-deadlock", fix="3fa81057", kind="hang: packed, block-sparse and split",
          script="tests/cute/test_mask_mod_varlen.py::test_varlen_block_sparse_splitkv_matches_unsplit"
                 "[seqlens_q1-seqlens_k1-all_true-False]", **FLASH),

@@ -245,7 +245,8 @@ class Accesses:
         if missing in (ASYNC_SHARED, ASYNC_GLOBAL) and first.write and not self.known(first, clock, WRITES):
             missing = WRITES  # both are missing; name the one that silicon is known to show
         kind, remedy = findings.diagnose(first, second, missing, memory)
-        tolerated = findings.is_tolerated(first, second, missing)
+        fenced = known and row == ASYNC_SHARED
+        tolerated = findings.is_tolerated(first, second, missing, fenced=fenced)
         if (
             missing == ASYNC_SHARED
             and first.ins.index in self._late_loads

@@ -9,7 +9,7 @@ A clock has several rows, because an event may be known for one purpose and not 
 
 - BASE: causality order (PTX ISA, "Memory Consistency Model").
 - WRITES: BASE without what arrives through another CTA's mbarrier without .cluster scope: such an arrival orders no
-  writes of the generic proxy or of cp.async (seen on a B200, github.com/NVIDIA/cutlass/issues/3643).
+  writes of the generic proxy or of cp.async (docs/notebook/checker.md: stale words on an H200).
 - LOADED: BASE without reads of shared memory whose data an mbarrier arrival does not wait for (pending_loads.py).
 - ASYNC_SHARED, ASYNC_GLOBAL: generic-proxy accesses followed by a fence.proxy.async; only these are ordered before
   accesses of the async proxy.

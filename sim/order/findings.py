@@ -123,19 +123,35 @@ def diagnose(first: Access, second: Access, missing: int, memory: str) -> tuple[
     return NOTHING_ORDERS, wait_for(first) + ", then a barrier that the second waits for"
 
 
-def is_tolerated(first: Access, second: Access, missing: int, freed: bool = False) -> bool:
+def is_tolerated(
+    first: Access, second: Access, missing: int, *, freed: bool = False, fenced: bool = False
+) -> bool:
     """Whether hardware is known to do without: NVIDIA's own examples read an accumulator behind tcgen05.commit and its
     mbarrier without a fence, free tensor memory behind loads whose registers they have used, not waited for, and issue
     MMAs that write what those before them, of other accumulators, read. CUTLASS's attention and flash-attn-4 have no
     tcgen05.fence around the barriers between warps that share tensor memory. Triton and DeepGEMM let TMA overwrite,
-    behind a barrier without a proxy fence, what threads have read, and where tcgen05.alloc has put its address."""
+    behind a barrier without a proxy fence, what threads have read, and where tcgen05.alloc has put its address. A
+    store to the CTA's own shared memory is done when its proxy fence is (`fenced`): ptxas makes MEMBAR.ALL.CTA of it,
+    so that the other CTA's tcgen05.mma, which reads it there, does not need the scope of the arrival behind it."""
     name = first.ins.opcode
     return (
         of_one_queue(first, second)
         or missing in (TENSOR, TENSOR_OWN)
         or (missing in (ASYNC_SHARED, ASYNC_GLOBAL) and (not first.write or name.startswith("tcgen05.alloc")))
         or (freed and name.startswith("tcgen05.ld"))
+        or (missing == WRITES and fenced and stores_to_own(first))
     )
+
+
+def stores_to_own(access: Access) -> bool:
+    """Whether it is a thread's store to shared memory of its own CTA."""
+    parts = access.ins.parts
+    return parts[0] in ("st", "stmatrix") and ("shared" in parts or "shared::cta" in parts)
+
+
+def copies_from_own(access: Access) -> bool:
+    """Whether it reads shared memory for a bulk store or reduction, whose source is the CTA's own."""
+    return not access.write and "bulk_group" in access.ins.parts
 
 
 def wait_for(first: Access) -> str:

@@ -154,6 +154,12 @@ CASES = {
         + STORE.replace("128", "16") + COMMIT + "[[@%p1 cp.async.bulk.wait_group.read 0;]]"
         + "@%p1 st.shared.u32 [%r10], 5; @%p1 cp.async.bulk.wait_group 0;",
     ),
+    "a bulk store's read before the exit": (
+        "may have exited",
+        dict(),
+        START + "st.shared.u32 [%r12], %r1; fence.proxy.async; bar.warp.sync -1;"
+        + STORE + COMMIT + "[[@%p1 cp.async.bulk.wait_group.read 0;]]",
+    ),
     "cp.async": (
         UNORDERED,
         dict(),
@@ -322,6 +328,14 @@ CASES = {
         + "@%p1 mbarrier.arrive[[.release.cluster]].shared::cluster.b64 _, [%r7];" + wait(0, "A")
         + "shl.b32 %r9, %r4, 7; cvt.u64.u32 %rd5, %r9; add.u64 %rd1, %rd1, %rd5;" + STORE + COMMIT
         + "@%p1 cp.async.bulk.wait_group 0;" + BOTH),
+    "the scope of an arrival behind fenced stores to own memory": (SCOPE, dict(PAIR, block=(64, 1, 1)),
+        START + REMOTE.replace(INIT, INIT + INIT.replace("[%r11]", "[%r11+8]")) + "@!%p2 bra relay;"
+        + "st.shared.u32 [%r12], %r1; fence.proxy.async.shared::cta; bar.warp.sync -1;"
+        + "@%p1 mbarrier.arrive[[.release.cluster]].shared::cluster.b64 _, [%r7]; bra end; relay:" + wait(0, "A")
+        + "setp.eq.u32 %p1, %r1, 32; @%p1 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r7+8];"
+        + wait(0, "C").replace("[%r11]", "[%r11+8]")
+        + "shl.b32 %r9, %r4, 7; cvt.u64.u32 %rd5, %r9; add.u64 %rd1, %rd1, %rd5;" + STORE + COMMIT
+        + "@%p1 cp.async.bulk.wait_group 0; end:" + BOTH),
     "the peer's allocation": ("before the other CTA has allocated", PAIR,
         START + ALLOCATE_PAIR + "[[" + BOTH + "]]" + FREE_PAIR),
     "the peer's exit": ("the other CTA may have exited", PAIR,
@@ -366,6 +380,8 @@ def run(body: str, seed: int = 0, **options):
 
 
 TOLERATED = (  # by hardware: a warning
+    "a bulk store's read before the exit",
+    "the scope of an arrival behind fenced stores to own memory",
     "a proxy fence between a read and a bulk load",
     "mbarrier init fence",
     "tcgen05.fence::after_thread_sync between MMAs of two accumulators",
