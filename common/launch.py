@@ -20,7 +20,7 @@ from warpspec.common.architecture import Architecture, architecture, architectur
 from warpspec.common.compile import compile_kernel
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import GPUS, H200_SPEEDS, L2_SHARE, MODELS, Gpu, Speeds, gpu_model
-from warpspec.common.simulator import simulator
+from warpspec.common.simulator import pretended, simulator
 from warpspec.common.speeds import speeds_of
 
 _NOTHING = contextlib.nullcontext()
@@ -120,12 +120,14 @@ def simulating(target: Target | str, **changes) -> Iterator[Target]:
 
 def target_of(device: torch.device, backend: str | None = None) -> Target:
     """The target for tensors on ``device``: the CUDA device itself, or for the CPU the simulator set by ``simulating``.
+    While a simulator pretends to be a CUDA device, that device's target is the simulator of its architecture.
 
     device: with its index, as tensors have it. backend: a native one, if only its kernels can read the data; for the
     CPU this selects the simulator of one of its architectures. Raises UnsupportedProblem for a device of another kind,
     and for a CUDA device without kernels.
     """
-    found = _device_target(device)
+    arch = pretended() if device.type == "cuda" else None
+    found = _device_target(device) if arch is None else simulated(arch)
     if found is not None:
         return found
     target = _simulated.get()

@@ -16,7 +16,13 @@ PROVIDER = "warpspec.sim"  # module that offers a simulator when it is imported
 
 
 class Simulator(Protocol):
-    """Interface of a simulator. The reports that it returns can be added."""
+    """Interface of a simulator. The reports that it returns can be added.
+
+    pretended: the architecture of the CUDA device that it pretends to be, whose tensors ``run`` takes, too; None: it
+    pretends nothing.
+    """
+
+    pretended: str | None
 
     def run(self, compiled: object, *arguments: object, seed: int):
         """Run a compiled host function on CPU tensors. Returns the report."""
@@ -34,10 +40,16 @@ class Simulator(Protocol):
 _offered: Simulator | None = None
 
 
-def offer(simulator: Simulator) -> None:
-    """Make this the simulator of the process."""
+def offer(simulator: Simulator) -> Simulator | None:
+    """Make this the simulator of the process. Returns the one before it."""
     global _offered
-    _offered = simulator
+    before, _offered = _offered, simulator
+    return before
+
+
+def pretended() -> str | None:
+    """The architecture of the CUDA device that a simulator pretends to be now, "sm_90a" for example, or None."""
+    return None if _offered is None else _offered.pretended
 
 
 def simulator() -> Simulator:

@@ -89,12 +89,13 @@ def _launch_cuda(x: torch.Tensor, out: torch.Tensor) -> Callable:
     """One launch on the matrices' device and its current stream, without synchronisation. Returns the launcher."""
     problem = SoftmaxProblem.of(x, out)
     index = x.get_device()
-    launcher = _launchers.get((problem, index))
+    key = problem, target_of(x.device)
+    launcher = _launchers.get(key)
     if launcher is None:
         from warpspec.softmax import launch
 
-        launcher = launch.launcher(problem, target_of(x.device))
-        _launchers.remember((problem, index), launcher)
+        launcher = launch.launcher(*key)
+        _launchers.remember(key, launcher)
     if index == torch.cuda.current_device():
         launcher(x, out)
     else:

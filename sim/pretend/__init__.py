@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 from cuda.bindings import driver, runtime
+from torch._library.custom_ops import OPDEFS
 
+from warpspec.common.simulator import offer
 from warpspec.sim.device import device_of
 from warpspec.sim.pretend import (
     cuda_bindings,
@@ -26,11 +28,16 @@ from warpspec.sim.pretend import (
     triton_stub,
     triton_testing,
 )
+from warpspec.sim.pretend.own import OwnKernels
 from warpspec.sim.pretend.patches import Patches
 from warpspec.sim.pretend.scaled_mm import scaled_mm
 from warpspec.sim.pretend.session import Session
+from warpspec.sim.report import SimReport
 
 REAL_GENERATOR = torch.Generator
+NO_DEVICE = (
+    -1
+)  # so that warpspec allocates by torch.empty, which the modes see, not by torch's allocator for the device
 _active: Session | None = None
 
 
@@ -66,10 +73,11 @@ def intercept(
     patches, propagation = Patches(), tensors.Propagation()
     propagation.on_kernel = session.torch_runs
 
-    def call(compiled: object, args: tuple, kwargs: dict) -> None:
-        session.call(compiled, args, kwargs)
+    def call(compiled: object, args: tuple, kwargs: dict) -> SimReport:
+        report = session.call(compiled, args, kwargs)
         if propagation.capturing is not None:
             propagation.capturing.append(lambda: session.call(compiled, args, kwargs))
+        return report
 
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="warpspec-"))
@@ -77,9 +85,13 @@ def intercept(
         for name, value in _environment(arch, device, folder).items():
             patches.item(os.environ, name, value)
         dsl.patch(patches, device, arch, folder, call)
+        stack.callback(offer, offer(OwnKernels(arch, call)))
         patches.update(torch.Tensor, tensors.ATTRIBUTES)
         patches.set(torch.storage._StorageBase, "clone", tensors._clone_storage)
         patches.update(torch.cuda, torch_cuda.attributes(device, propagation))
+        patches.update(
+            torch._C, {"_cuda_getDevice": lambda: NO_DEVICE, "_cuda_getCurrentRawStream": lambda _: 0}
+        )
         patches.update(torch, {"compile": _undecorated(), "Generator": _Generator})
         patches.set(torch, "_scaled_mm", scaled_mm(torch._scaled_mm))
         patches.set(torch.compiler, "disable", _undecorated())
@@ -94,7 +106,11 @@ def intercept(
         run_backward = tensors.backward_in(placement, torch.autograd.graph._engine_run_backward)
         patches.set(torch.autograd, "_engine_run_backward", run_backward)
         patches.set(torch.autograd.graph, "_engine_run_backward", run_backward)
-        patches.set(torch.library, "custom_op", _custom_op(torch.library.custom_op, placement, propagation))
+        inside = _inside(placement, propagation)
+        for operator in OPDEFS.values():  # of what was imported before
+            for kind, function in operator._backend_fns.items():
+                patches.item(operator._backend_fns, kind, inside(function))
+        patches.set(torch.library, "custom_op", _custom_op(torch.library.custom_op, inside))
         stack.enter_context(placement)
         stack.enter_context(propagation)
         _active = session
@@ -151,13 +167,12 @@ class _Generator(metaclass=_GeneratorType):
     pass
 
 
-def _custom_op(
-    custom_op: Callable, placement: tensors.Placement, propagation: tensors.Propagation
-) -> Callable:
-    """torch.library.custom_op, whose "cuda" operators run where the tensors are, in this machine's memory, and whose
-    functions have the modes: torch takes them off for what is inside an operator."""
+def _inside(placement: tensors.Placement, propagation: tensors.Propagation) -> Callable:
+    """A decorator of an operator's function, which then has the modes: torch takes them off inside an operator."""
 
     def inside(function: Callable) -> Callable:
+        function = function.__wrapped__ if hasattr(function, "has_modes") else function
+
         @functools.wraps(function)
         def call(*args: object, **kwargs: object) -> object:
             if _active is None:
@@ -165,7 +180,15 @@ def _custom_op(
             with placement, propagation:
                 return function(*args, **kwargs)
 
+        call.has_modes = True
         return call
+
+    return inside
+
+
+def _custom_op(custom_op: Callable, inside: Callable) -> Callable:
+    """torch.library.custom_op, whose "cuda" operators run where the tensors are, in this machine's memory, and whose
+    functions have the modes (``_inside``)."""
 
     def define(name: str, function: Callable | None = None, /, **options: object):
         options.pop("device_types", None)

@@ -45,8 +45,8 @@ class Session:
         """Note that torch runs a kernel of its own, which overlaps neither those before it nor those behind it."""
         self.stream = Stream()
 
-    def call(self, compiled: object, args: tuple, kwargs: dict) -> None:
-        """Run a compiled function in the simulator."""
+    def call(self, compiled: object, args: tuple, kwargs: dict) -> SimReport:
+        """Run a compiled function in the simulator. Returns the report of its launches."""
         self.calls += 1
         start = time.monotonic()
         try:
@@ -68,6 +68,7 @@ class Session:
         finally:
             self.seconds += time.monotonic() - start
         self.report = self.report + report
+        return report
 
     @property
     def findings(self) -> list[Finding]:
