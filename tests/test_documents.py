@@ -1,6 +1,7 @@
 """The documents: their Python blocks run as they stand, and their links lead somewhere."""
 
 import re
+import subprocess
 
 import pytest
 from helpers.documents import DOCUMENTS, ROOT, python_blocks, run_block
@@ -30,6 +31,29 @@ def test_links_lead_somewhere(name):
         assert other.exists(), f"{name}: {target} names no file"
         if anchor:
             assert anchor in anchors(other.read_text()), f"{name}: {target} names no heading of {other.name}"
+
+
+def test_files_that_documents_name_exist():
+    """Paths in backquotes end like a file of this repository, * standing for any part of a name."""
+    files = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    others = (
+        "docs/notebook/",
+        "docs/public_defects.md",
+        "docs/run_other_kernels.md",
+        "docs/run_tilelang.md",
+        "docs/records/",
+    )
+    for name in (name for name in DOCUMENTS if not name.startswith(others)):
+        text = re.sub(r"^```.*?^```$", "", (ROOT / name).read_text(), flags=re.MULTILINE | re.DOTALL)
+        for path in set(re.findall(r"`(?:\.\./)*([\w./*-]+\.(?:py|sh|toml|md))`", text)):
+            end = re.escape(path).replace(r"\*", "[^/]*")
+            assert re.search(rf"(^|/){end}$", files, re.MULTILINE), f"{name}: there is no {path}"
 
 
 def test_documents_that_code_names_exist():
