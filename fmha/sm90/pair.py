@@ -184,14 +184,15 @@ def attend_paired(pair):
     whole, partial = unmasked_steps(config, span)
     start = TURNS - first  # own tiles with something before them: 2, 4, ... or 1, 3, ...
     masked, unmasked, total = (own_below(at, start) for at in (whole, partial, span.count))
+    own_turn = turn if cutlass.const_expr(config.in_parts) else turn_apart
     for i in cutlass.range(masked, unroll=1):
-        state = turn(pair, start + TURNS * i, state, True)
+        state = own_turn(pair, start + TURNS * i, state, True)
     if cutlass.const_expr(not config.mask.sparse):
         for i in cutlass.range(masked, unmasked, unroll=1):
-            state = turn(pair, start + TURNS * i, state, False)
+            state = own_turn(pair, start + TURNS * i, state, False)
     if cutlass.const_expr(config.masks_last):
         for i in cutlass.range(unmasked, total, unroll=1):
-            state = turn(pair, start + TURNS * i, state, True)
+            state = own_turn(pair, start + TURNS * i, state, True)
     if span.count > 0:
         state = finish(pair, state)
     return state
@@ -228,10 +229,33 @@ def turn(pair, step, state, masked: cutlass.Constexpr):
 
 
 @cute.jit
+def turn_apart(pair, step, state, masked: cutlass.Constexpr):
+    """``turn`` where K and V are two tensors: QK waits for nothing but K, and PV of the other's tile runs under the
+    softmax."""
+    for depth_part in cutlass.range_constexpr(DEPTH_PARTS):
+        pair.issue_qk(step, depth_part)
+    state = follow(pair, step - 1, state)
+    warpgroup.wait_group(1)  # QK; PV goes on
+    pair.release_keys(step)
+    release_q(pair.work, step)
+    state, factors, moved = weigh(pair.work, step, state, masked)
+    publish(pair, step, state, factors)
+    warpgroup.wait_group(0)
+    pair.release_other(step - 1)
+    return add(pair, step, state, factors, moved)
+
+
+@cute.jit
 def weigh_and_add(pair, step, state, masked: cutlass.Constexpr):
     """Softmax of S of the KV tile of visit ``step``; P to the other consumer; O += P V, P from registers."""
     state, factors, moved = weigh(pair.work, step, state, masked)
     publish(pair, step, state, factors)
+    return add(pair, step, state, factors, moved)
+
+
+@cute.jit
+def add(pair, step, state, factors, moved):
+    """O += P V for this consumer's tile, P from registers; returns the state."""
     rescale(pair.work, factors, moved)
     pair.await_values(step)
     pair.work.issue_pv(step)
