@@ -285,8 +285,9 @@ class AttentionConfig(AttentionKernel):
     @property
     def loads_apart(self) -> bool:
         """Whether K and V have a load warp each. Single warps release the stages of their own KV tiles: K long before
-        V, and out of turn. One warp that waits for a V stage would leave K stages empty meanwhile."""
-        return self.by_warp and not self.format.shared_kv
+        V, and out of turn; so do paired consumers, each its K. One warp that waits for a V stage would leave K stages
+        empty meanwhile."""
+        return (self.by_warp or self.paired) and not self.format.shared_kv
 
     @property
     def rereads(self) -> bool:

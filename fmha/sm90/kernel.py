@@ -169,9 +169,10 @@ def play(
             source = Source(config, operands, *maps, shared, dtype, part)
             rings = tuple(range(1 if cutlass.const_expr(config.loads_apart) else len(config.format.rings)))
             load(config, channels, source, tiles, rings)
-        elif cutlass.const_expr(config.scheduler.has_warp):
-            if warp == config.scheduler_warp:
-                schedule(config, channels, operands, where, tiles)
+        else:
+            if cutlass.const_expr(config.scheduler.has_warp):  # noqa: SIM102
+                if warp == config.scheduler_warp:
+                    schedule(config, channels, operands, where, tiles)
             if cutlass.const_expr(config.loads_apart):  # noqa: SIM102
                 if warp == config.value_warp:
                     source = Source(config, operands, *maps, shared, dtype, 0)

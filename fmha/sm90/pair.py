@@ -11,7 +11,11 @@ which that tile's buffer waits for, goes into the middle of QK.
     the other           PV(j-1)                QK(j+1) half                    PV(j)       QK(j+1) half   softmax(j+1)
 
 Where K and V are two tensors (``config.in_parts`` is False), a K tile is its consumer's alone and released after QK, a
-V tile is released by both, and the order is the same.
+V tile is released by both, and each has a load warp of its own. QK waits for no PV then, and is issued before that of
+the other's tile, which runs under the softmax:
+
+    tile j's consumer   QK(j)    PV(j-1), softmax(j) -> P    PV(j)     QK(j+2)
+    the other           PV(j-1)  QK(j+1)                     PV(j), softmax(j+1) -> P    PV(j+1)
 
 If consumers mostly wait for tiles (``config.pv_first``), PV of the other's tile goes before QK instead: it runs while
 the next tile is being loaded, and releases its own buffer earlier.
@@ -230,7 +234,7 @@ def turn(pair, step, state, masked: cutlass.Constexpr):
 
 @cute.jit
 def turn_apart(pair, step, state, masked: cutlass.Constexpr):
-    """``turn`` where K and V are two tensors: QK waits for nothing but K, and PV of the other's tile runs under the
+    """Like ``turn``, where K and V are two tensors: QK waits for K only, and PV of the other's tile runs under the
     softmax."""
     for depth_part in cutlass.range_constexpr(DEPTH_PARTS):
         pair.issue_qk(step, depth_part)
