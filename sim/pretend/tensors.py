@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
+from torch._ops import HigherOrderOperator, _compute_keyset
 from torch.overrides import TorchFunctionMode
 from torch.utils import _device as torch_device
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -105,6 +106,8 @@ class Placement(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         if name in PASSED_THROUGH:
             return function(*args, **kwargs)
+        if isinstance(function, HigherOrderOperator):
+            return self._operator(function, args, kwargs)
         if name in DEVICE_METHODS and args and isinstance(args[0], torch.Tensor):
             return self._move(name, function, args, dict(kwargs))
         device = kwargs.get("device")
@@ -122,6 +125,15 @@ class Placement(TorchFunctionMode):
         if name in LIKE_SELF and isinstance(result, torch.Tensor) and not is_marked(result):
             result = result.clone()  # the caller goes on to use the original memory
         return mark(aligned(result))
+
+    def _operator(self, function: HigherOrderOperator, args: tuple, kwargs: dict) -> object:
+        """Call an operator that calls functions: flex_attention's score_mod may name the device, too."""
+        graded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(args))
+        if graded and str(function) == "flex_attention":
+            raise NotImplementedError("torch's flex_attention does not support backward on a CPU")
+        keys = _compute_keyset(args, kwargs, function.non_fallthrough_keys)
+        with self:
+            return function.dispatch(keys.highestPriorityTypeId(), *args, **kwargs)
 
     @staticmethod
     def _off(result: object, args: tuple) -> object:

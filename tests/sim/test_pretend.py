@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import warpspec.sim
-from warpspec.sim.pretend import script
+from warpspec.sim.pretend import script, triton_testing
 
 SCRIPT = Path(__file__).parent / "data/gpu_script.py"
 LINES = SCRIPT.read_text().splitlines()
@@ -197,7 +197,8 @@ def test_benchmarks_of_triton_run_once(installed, tmp_path, monkeypatch, capsys)
     elif importlib.util.find_spec("triton") is not None:
         pytest.skip("triton is installed")
     calls = []
-    with warpspec.sim.intercept("sm_90a"):
+    # torch remembers for good whether it has found a triton: only the part under test for the false one.
+    with triton_testing.replaced() if installed else warpspec.sim.intercept("sm_90a"):
         from triton import testing
 
         assert testing.do_bench(lambda: calls.append(1), warmup=10, rep=50) >= 0
@@ -217,3 +218,22 @@ def test_benchmarks_of_triton_run_once(installed, tmp_path, monkeypatch, capsys)
         shown = capsys.readouterr().out.splitlines()
         assert [line.rpartition(" ")[2] for line in shown] == ["60", "160"]
     assert len(calls) == 2
+
+
+@pytest.mark.filterwarnings("ignore")  # of flex_attention, that it is not compiled
+def test_functions_that_an_operator_calls_name_the_device():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    with warpspec.sim.intercept("sm_90a"):
+        q, k, v = (torch.randn(1, 1, 16, 16, device="cuda") for _ in "qkv")
+        bias = torch.arange(16.0, device="cuda")
+
+        def score_mod(score, batch, head, i, j):
+            return score + torch.where(bias[j] > torch.tensor(4, device="cuda"), bias[2], 0.0)
+
+        out = flex_attention(q, k, v, score_mod=score_mod)
+        wanted = ((q @ k.transpose(-1, -2)) / 4 + torch.where(bias > 4, 2.0, 0.0)).softmax(-1) @ v
+        assert out.is_cuda
+        torch.testing.assert_close(out, wanted)
+        with pytest.raises(NotImplementedError, match="does not support backward"):
+            flex_attention(q.requires_grad_(), k, v, score_mod=score_mod)
