@@ -213,7 +213,7 @@ def test_benchmarks_of_triton_run_once(installed, tmp_path, monkeypatch, capsys)
         with pytest.raises(RuntimeError, match="active drivers"):
             testing.do_bench(lambda: calls.append(1))
         for name in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
-            monkeypatch.delitem(sys.modules, name)
+            del sys.modules[name]
     else:
         shown = capsys.readouterr().out.splitlines()
         assert [line.rpartition(" ")[2] for line in shown] == ["60", "160"]
