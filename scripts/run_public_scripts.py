@@ -148,7 +148,10 @@ def run(
         text = output.read_text(errors="replace")[-TAIL:] if output.exists() else ""
         taken = time.monotonic() - start
         if report.exists():
-            return Result(name, arch, seconds=round(taken, 1), output=text, **json.loads(report.read_text()))
+            said = json.loads(report.read_text())
+            if said["why"].startswith("exit "):  # the script itself says why
+                said["why"] += f": {(text.strip().splitlines() or [''])[-1]}"
+            return Result(name, arch, seconds=round(taken, 1), output=text, **said)
         why = f"over {seconds:.0f} s" if else_killed else "the process died"
         return Result(name, arch, STOPS, why, round(taken, 1), 0, text)
 

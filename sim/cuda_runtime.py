@@ -25,7 +25,7 @@ from warpspec.sim.device import (
     WARP_SIZE,
     Device,
 )
-from warpspec.sim.errors import HostError
+from warpspec.sim.errors import HostError, TooManyCtas
 from warpspec.sim.limits import ctas_by_registers, register_shortage
 from warpspec.sim.memory import GlobalMemory
 
@@ -433,7 +433,7 @@ def _launch(session, kernel, grid, block, smem, stream, arguments, attributes) -
         threads, ctas = block[0] * block[1] * block[2], grid[0] * grid[1] * grid[2]
         most = session.device.sms * _ctas_per_sm(session.device, found.resources, threads, smem)
         if ctas > most:
-            raise HostError(
+            raise TooManyCtas(
                 f"cooperative launch of {found.name}: {ctas} CTAs, and {session.device.name} holds {most} at once"
             )
     layout = found.resources.parameters

@@ -109,3 +109,7 @@ class WrongResult(SimError):
 
 class HostError(SimError):
     """The host function failed, or an argument does not fit the compiled signature."""
+
+
+class TooManyCtas(HostError):
+    """A cooperative launch of more CTAs than the device holds at once."""

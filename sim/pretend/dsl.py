@@ -15,7 +15,9 @@ import cutlass.utils
 import cutlass.utils.hardware_info
 import torch
 import tvm_ffi
+from cuda.bindings import runtime as cuda_runtime
 from cutlass.base_dsl import env_manager
+from cutlass.base_dsl.common import DSLCudaRuntimeError
 from cutlass.base_dsl.dsl import BaseDSL, DSLSingletonMeta
 from cutlass.cute import runtime as cute_runtime
 from cutlass.cute import testing as cute_testing
@@ -23,7 +25,7 @@ from cutlass.cutlass_dsl import tvm_ffi_provider
 from cutlass.cutlass_dsl.cuda_jit_executor import CudaDialectJitCompiledFunction
 
 from warpspec.sim.device import Device
-from warpspec.sim.errors import HostError
+from warpspec.sim.errors import HostError, TooManyCtas
 from warpspec.sim.host import HostModule
 from warpspec.sim.host_tensor import SOURCE
 from warpspec.sim.pretend.patches import Patches
@@ -44,6 +46,28 @@ Call = Callable[[object, tuple, dict], None]  # runs a compiled function with it
 
 class ArgumentError(HostError, TypeError, ValueError):
     """Arguments that do not fit the compiled signature; also a TypeError and a ValueError, as TVM FFI raises."""
+
+
+class CooperativeLaunchError(TooManyCtas, DSLCudaRuntimeError):
+    """A cooperative launch that the device refuses; also what the DSL raises on a GPU, with CUDA's number."""
+
+    error_code = cuda_runtime.cudaError_t.cudaErrorCooperativeLaunchTooLarge
+
+    def __init__(self, message: str):
+        Exception.__init__(self, message)  # the DSL's own wants a number and its name
+        self.message, self.where = message, None
+
+
+def _with_cuda_errors(call: Call) -> Call:
+    """Let a call raise what a script that handles CUDA's errors expects."""
+
+    def run(compiled: object, args: tuple, kwargs: dict) -> None:
+        try:
+            call(compiled, args, kwargs)
+        except TooManyCtas as error:
+            raise CooperativeLaunchError(error.message) from error
+
+    return run
 
 
 class Executor:
@@ -177,6 +201,7 @@ def patch(patches: Patches, device: Device, arch: str, folder: str, call: Call) 
 
     arch: the target to compile for. folder: where the compiler leaves PTX and cubin.
     """
+    call = _with_cuda_errors(call)
     for name in ENVIRONMENT_READERS:
         getattr(env_manager, name).cache_clear()
     for dsl in list(DSLSingletonMeta._instances.values()):

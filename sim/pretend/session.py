@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from warpspec.sim import simulation
-from warpspec.sim.errors import SimError
+from warpspec.sim.errors import SimError, TooManyCtas
 from warpspec.sim.order.findings import Finding, OrderError, grouped_text
 from warpspec.sim.order.launches import Stream
 from warpspec.sim.report import SimReport
@@ -62,6 +62,8 @@ class Session:
                 raise
             self.errors.append(error)
             report = error.launch
+        except TooManyCtas:  # the script's to handle: some try how many fit
+            raise
         except SimError as error:
             self.failed = error
             raise

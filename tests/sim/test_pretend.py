@@ -10,8 +10,11 @@ from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 
+import cutlass.cute as cute
 import pytest
 import torch
+from cuda.bindings.runtime import cudaError_t
+from cutlass.base_dsl.common import DSLCudaRuntimeError
 
 import warpspec.sim
 from warpspec.sim.pretend import script, triton_testing
@@ -237,3 +240,24 @@ def test_functions_that_an_operator_calls_name_the_device():
         torch.testing.assert_close(out, wanted)
         with pytest.raises(NotImplementedError, match="does not support backward"):
             flex_attention(q.requires_grad_(), k, v, score_mod=score_mod)
+
+
+@cute.kernel
+def idle():
+    pass
+
+
+@cute.jit
+def idle_everywhere():
+    idle().launch(grid=(10000, 1, 1), block=(1024, 1, 1), cooperative=True)
+
+
+def test_a_cooperative_launch_that_does_not_fit():
+    """It raises what the DSL raises on a GPU, and a script that catches it has not failed."""
+    with (
+        warpspec.sim.intercept("sm_90a") as session,
+        pytest.raises(DSLCudaRuntimeError, match="10000 CTAs") as caught,
+    ):
+        idle_everywhere()
+    assert caught.value.error_code == cudaError_t.cudaErrorCooperativeLaunchTooLarge
+    assert isinstance(caught.value, warpspec.sim.SimError) and session.failed is None
