@@ -57,7 +57,8 @@ class KvTile:
 
     keys: keys of a tile. shared: one tile serves as K and V. page_size: keys of a page, 0 if they are not paged. bits:
     bits of a number in shared memory. per_element: numbers per loaded element, two for NVFP4. span: elements of a row
-    in one box; a box holds at most ``box_spans`` spans (None: a row's). swizzled: whether TMA swizzles them.
+    in one box; a box holds at most ``box_spans`` spans (None: a row's). swizzled: whether TMA swizzles them. box_keys:
+    keys of which a box holds a divisor; 0: any number.
     """
 
     keys: int
@@ -69,6 +70,7 @@ class KvTile:
     span: int = BLOCK
     box_spans: int | None = None
     swizzled: bool = True
+    box_keys: int = 0
 
     @property
     def k_bytes(self) -> int:
@@ -96,13 +98,13 @@ class KvTile:
 
     @property
     def page_keys(self) -> int:
-        """Keys of a tile that are contiguous in memory wherever the tile begins: all keys, a page's, or, if neither of
-        tile and page is a multiple of the other, those of a part of a page."""
-        return math.gcd(self.page_size, self.keys)
+        """Keys of a box, which are contiguous in memory wherever the tile begins: all of the tile's, a page's, or, if
+        neither of tile and page is a multiple of the other or boxes are small, those of a part."""
+        return math.gcd(self.page_size, self.keys, self.box_keys)
 
     @property
     def pages(self) -> int:
-        """Pages, or parts of pages, that the keys of a tile come from."""
+        """Pages, or parts of pages or of the tile, that the keys of a tile come from."""
         return self.keys // self.page_keys
 
     def spans(self, ring: str = "k") -> int:

@@ -17,14 +17,24 @@ from warpspec.fmha.device.packed import extent_of
 NO_PAGE = -1  # as a TMA coordinate it is out of bounds: zeros arrive, no memory is read
 
 
-def page_or_none(config, operands, batch, entry, length) -> Int32:
-    """Page number in an entry of a batch row's table; NO_PAGE if all its keys lie past ``length``.
+def page_or_none(config, operands, tile, entry, key) -> Int32:
+    """Page number in an entry of a request's table for a box that begins at ``key``; NO_PAGE if no key of the box is
+    wanted.
 
     Not checked against the number of pages: TMA does that.
     """
     entries = operands.page_table.shape[1]
-    page = operands.page_table[batch, cutlass.min(entry, entries - 1)]
-    return Int32(cutlass.select_(Boolean(entry * config.requests.page_size < length), page, Int32(NO_PAGE)))
+    page = operands.page_table[tile.request, cutlass.min(entry, entries - 1)]
+    return source_or_none(config, tile, key, page)
+
+
+def source_or_none(config, tile, key, source) -> Int32:
+    """The batch row or page of a box that begins at ``key``, or NO_PAGE if all its keys lie past the KV length or, with
+    a window, outside the keys that some row sees."""
+    wanted = Boolean(key < tile.length)
+    if config.skips_boxes:
+        wanted = Boolean(key < tile.span.end) & Boolean(key + config.kv.page_keys > tile.span.first)
+    return Int32(cutlass.select_(wanted, Int32(source), Int32(NO_PAGE)))
 
 
 def address_of(config, operands, request, key) -> tuple:
@@ -46,23 +56,24 @@ def kv_places(config, operands, tile, kv_tile):
     A box holds ``config.kv.page_keys`` keys, which lie in one page. Page numbers are read here, before the wait for the
     stage, which hides their latency.
     """
-    if not config.requests.page_size:
+    kv, page_size = config.kv, config.requests.page_size
+    if not page_size and kv.pages == 1:
         return ((kv_tile, tile.keys_batch),)
-    key, whole = kv_tile * config.tile_n, config.kv.page_keys == config.requests.page_size
-    if config.kv.pages > 1 and not whole:
-        key = key + cute.arch.lane_idx() * config.kv.page_keys
-    entry, part = key // config.requests.page_size, key % config.requests.page_size // config.kv.page_keys
-    if config.kv.pages == 1:
-        return ((part, page_or_none(config, operands, tile.request, entry, tile.length)),)
-    if whole:
-        entry, part = entry + cute.arch.lane_idx(), None
-    return PagesByLane(page_or_none(config, operands, tile.request, entry, tile.length), part)
+    key = kv_tile * config.tile_n
+    if kv.pages > 1:
+        key = key + cute.arch.lane_idx() * kv.page_keys
+    if not page_size:
+        return PagesByLane(source_or_none(config, tile, key, tile.keys_batch), key // kv.page_keys)
+    page, part = page_or_none(config, operands, tile, key // page_size, key), key % page_size // kv.page_keys
+    if kv.pages == 1:
+        return ((part, page),)
+    return PagesByLane(page, None if kv.page_keys == page_size else part)
 
 
 @dataclass(frozen=True)
 class PagesByLane:
-    """Places of a tile's boxes: each lane of the load warp holds one page number, so that all take one register and one
-    load. part: the part of the page, likewise; None if boxes are whole pages."""
+    """Places of a tile's boxes: each lane of the load warp holds one page number or batch row, so that all take one
+    register and one load. part: the part of the page or batch row, likewise; None if boxes are whole pages."""
 
     page: Int32
     part: Int32 | None = None
