@@ -22,6 +22,7 @@ import functools
 from dataclasses import dataclass, replace
 
 from warpspec.common.hardware import (
+    LINE_BYTES,
     MAX_CLUSTER_CTAS,
     MAX_CTAS_PER_SM,
     MAX_SMEM_PER_CTA,
@@ -42,8 +43,11 @@ LAUNCH_US, DEPENDENT_US = 1.7, 0.8  # an ordinary launch; a programmatic depende
 WARPS_US = 0.1  # a reduction over the warps of a CTA
 WITHIN_WARP_US = -0.3  # difference if rows belong to whole warps, and need no such reduction
 STAGING_US = 0.1  # extra time of a bulk copy over loads
-# Further extra time if the CTAs of a cluster have SMs to themselves; the copies of a share hide part of their work.
-ALONE_STAGING_US, ALONE_BYTES_PER_US = 1.4, 19.3e3
+# Further extra time of lone CTAs (``_lone``); the copies of a share hide part of their work. Fitted to the best of 16
+# problems with 2 to 12 rows of 131072 to 700000 numbers, H200, 2026-11-26. Exponentials of 16-bit numbers are taken
+# twice.
+LONE_STAGING_US = 2.07
+LONE_BYTES_PER_US = {"float32": 36.1e3, "float16": 23.5e3, "bfloat16": 23.5e3}
 CLUSTER_US = 0.25  # a reduction over the CTAs of a cluster
 CLUSTER_CTAS_PER_US = 440.0  # CTAs of clusters that the GPU starts
 CLUSTER_SMS = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.91, 16: 0.85}  # fraction of the SMs on which clusters find room
@@ -106,8 +110,10 @@ STAGED_THREADS, STAGED_VECTORS, STAGED_REGISTERS = (64, 1024), (7, 6, 4, 2), 40
 ONCE_CLUSTER = 8  # least number of CTAs sharing an fp32 row for which its exponentials are computed once
 # Vectors a thread for fp32 with many aligned rows of 16 CTAs. One more CTA then fits an SM.
 STAGED_LONGER = (8,)
-# Vectors a thread to try for clusters that have SMs to themselves, in this order; each arrives by its own copy.
-LONE_VECTORS = (8, 6, 7, 4, 2)
+# Of lone CTAs: the least size of a cluster, threads of a CTA whose share has at most LONE_SHARE vectors and of others,
+# vectors that a thread has before there are as many threads, and bulk copies.
+LINE_VECTORS = LINE_BYTES // VECTOR_BYTES  # shares of lone CTAs begin where lines of L2 do
+LONE_CLUSTER, LONE_THREADS, LONE_SHARE, LONE_VECTORS, LONE_COPIES = 8, (256, 512), 4096, 8, 8
 MOST_GROUPS = 8  # of CTAs all over the GPU
 RESIDENT_THREADS, RESIDENT_CHUNKS, STREAMING_CHUNKS = 512, 10, 4
 TWO_PASS_THREADS, TWO_PASS_CTAS_PER_SM, TWO_PASS_UNROLL = 512, 2, 4
@@ -304,11 +310,12 @@ def _staged(problem: SoftmaxProblem, target: Target):
     vectors = _vectors(problem)
     fewest, most = STAGED_THREADS
     for cluster in _clusters():
-        share = -(-vectors // cluster)
-        alone = _alone(problem, target, cluster)
+        lone = _lone(problem, target, cluster)
+        step = LINE_VECTORS if lone else 1
+        share = -(-vectors // (cluster * step)) * step
         once = problem.dtype == "float32" and problem.aligned and cluster >= ONCE_CLUSTER
         longer = STAGED_LONGER if once and cluster == MAX_CLUSTER_CTAS else ()
-        several = LONE_VECTORS if alone else (*longer, *STAGED_VECTORS)
+        several = (_lone_vectors(share),) if lone else (*longer, *STAGED_VECTORS)
         for wanted in several:
             threads = min(most, max(fewest, -(-share // (wanted * WARP_THREADS)) * WARP_THREADS))
             each = -(-share // threads)
@@ -321,7 +328,7 @@ def _staged(problem: SoftmaxProblem, target: Target):
                 continue
             occupancy = min(
                 MAX_CTAS_PER_SM, REGISTERS_PER_SM // (STAGED_REGISTERS * threads), MAX_SMEM_PER_CTA // smem
-            )
+            )  # of lone CTAs, too: which SMs clusters find room on is not known
             microseconds, dependent = _one_row_a_cta(
                 problem,
                 target,
@@ -329,8 +336,8 @@ def _staged(problem: SoftmaxProblem, target: Target):
                 share_bytes=share * VECTOR_BYTES,
                 occupancy=occupancy,
                 cluster=cluster,
-                extra=STAGING_US + (ALONE_STAGING_US if alone else 0.0),
-                bytes_per_us=ALONE_BYTES_PER_US if alone else None,
+                extra=STAGING_US + (LONE_STAGING_US if lone else 0.0),
+                bytes_per_us=LONE_BYTES_PER_US[problem.dtype] if lone else None,
             )
             config = StagedConfig(
                 problem.dtype,
@@ -338,13 +345,26 @@ def _staged(problem: SoftmaxProblem, target: Target):
                 cluster,
                 each,
                 not problem.aligned,
-                occupancy,
+                1 if lone else occupancy,
                 problem.store_bytes,
                 dependent,
                 once,
-                each if alone else 1,
+                min(each, LONE_COPIES) if lone else 1,
+                step,
             )
             yield SoftmaxPlan("staged", config, 0, 0, microseconds)
+
+
+def _lone(problem: SoftmaxProblem, target: Target, cluster: int) -> bool:
+    """Whether CTAs of large clusters have SMs to themselves, but for the few that find no room of their own. These
+    delay 16-bit rows, whose CTAs have more work, too much."""
+    most = target.sm_count if problem.dtype == "float32" else _sms(target, cluster)
+    return cluster >= LONE_CLUSTER and problem.rows * cluster <= most
+
+
+def _lone_vectors(share: int) -> int:
+    """Vectors of a thread of a CTA with a share of so many vectors, if there are no more CTAs than SMs."""
+    return max(LONE_VECTORS, -(-share // LONE_THREADS[share > LONE_SHARE]))
 
 
 def _in_rounds(problem, target, strategy, cluster, groups, group, round_us):
