@@ -6,7 +6,8 @@ import pytest
 import torch
 from helpers.gradient_cases import CASES, KERNEL_TOLERANCE, Case
 
-from warpspec.fmha import attention
+from warpspec.common.repeated import Remembered
+from warpspec.fmha import attention, ops
 from warpspec.fmha.backward import launch
 from warpspec.fmha.backward.schedule import Order
 
@@ -69,7 +70,8 @@ def test_not_worse_than_torch(dim, causal):
 
 
 @pytest.mark.parametrize(
-    ("qk", "v"), [(40, 24), (72, 72), (80, 80), (96, 96), (128, 64), (192, 128), (256, 200)]
+    ("qk", "v"),
+    [(40, 24), (72, 72), (80, 80), (96, 96), (128, 64), (192, 128), (256, 200)],
 )
 @pytest.mark.parametrize("case", SIZES, ids=lambda case: case.id)
 def test_head_sizes(case, qk, v):
@@ -81,9 +83,11 @@ def test_head_sizes(case, qk, v):
 
 @pytest.fixture
 def prepared(monkeypatch):
-    """What gradients prepare in this test, without the cache, so that a patched choice is taken and forgotten."""
+    """What gradients prepare in this test, without the caches of plans and of calls, so that a patched choice is taken
+    and forgotten."""
     found, prepare = [], launch.prepare.__wrapped__
     monkeypatch.setattr(launch, "prepare", lambda *args: found.append(prepare(*args)) or found[-1])
+    monkeypatch.setattr(ops, "_checked", Remembered())
     return found
 
 
