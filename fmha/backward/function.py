@@ -34,8 +34,10 @@ class Attention(torch.autograd.Function):
     def forward(ctx, call: ops.Call, operands: Operands, options: Options, backend: str, *differentiable):
         o, stats = ops.run(call, operands)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(o, stats[0], *[operands[place] for place in call.present])
+        saved = (o, stats[0], *[operands[place] for place in call.present])
+        ctx.save_for_backward(*saved)
         ctx.recorded = (call, options, backend)
+        ctx.addresses = addresses_of(saved)
         return (o, *stats) if options.return_lse or not options.normalize else o
 
     @staticmethod
@@ -46,10 +48,10 @@ class Attention(torch.autograd.Function):
         if (do is None and all(t is None for t in dstats)) or not any(wanted):
             return (None,) * len(ctx.needs_input_grad)
         if not observed() and not torch.is_grad_enabled():
-            known = remembered(call, options, wanted, do, dlse, saved)
+            known = remembered(call, options, wanted, do, dlse, saved, ctx.addresses)
             if known is not None:
                 return spread(wanted, backward_call.run(known, restored(call, saved), do, dlse))
-        arguments = (call, options, backend, wanted, do, dlse, saved)
+        arguments = (call, options, backend, wanted, do, dlse, saved, ctx.addresses)
         tensors = [t for t in (do, dlse, *saved) if t is not None]
         if watched(*tensors):
             operands = restored(call, saved)
@@ -71,8 +73,24 @@ def spread(wanted, gradients) -> tuple:
     return (None,) * LEADING + tuple([next(found) if wants else None for wants in wanted])
 
 
-def key_of(options: Options, wanted, found: list) -> tuple:
-    """The key under which a backward call is remembered, beside its forward call. found: signatures of its tensors."""
+def addresses_of(tensors) -> list[int]:
+    """The addresses of plain tensors."""
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+def key_of(options: Options, wanted, do, dlse, saved, addresses) -> tuple | None:
+    """The key under which a backward call is remembered, beside its forward call; None if it must not be.
+
+    addresses: of the saved tensors in the forward call. At the same addresses they are what its own key describes;
+    otherwise somebody has replaced them (checkpointing, or a hook), and their signatures are part of the key.
+    """
+    try:
+        replaced = () if addresses_of(saved) == addresses else saved
+    except RuntimeError:  # a tensor without an address
+        return None
+    found = signatures((do, dlse, *replaced))
+    if found is None:
+        return None
     return (wanted, backward_call.is_deterministic(options), backend_variable(), *found)
 
 
@@ -86,25 +104,24 @@ def restored(call: ops.Call, saved: tuple[torch.Tensor, ...]) -> Operands:
 
 
 def remembered(
-    call: ops.Call, options: Options, wanted, do, dlse, saved
+    call: ops.Call, options: Options, wanted, do, dlse, saved, addresses
 ) -> backward_call.BackwardCall | None:
     """What ``check`` returned for an earlier backward call like this one, on plain tensors that nobody watches; else
     None."""
     for tensor in (do, dlse):
         if tensor is not None and not _has_storage(tensor):  # sparse, or a batch
             return None
-    found = signatures((do, dlse, *saved))
-    return None if found is None else call.gradients.recall(key_of(options, wanted, found))
+    key = key_of(options, wanted, do, dlse, saved, addresses)
+    return None if key is None else call.gradients.recall(key)
 
 
-def compute(call: ops.Call, options: Options, backend: str, wanted, do, dlse, saved):
+def compute(call: ops.Call, options: Options, backend: str, wanted, do, dlse, saved, addresses):
     """Compute the wanted gradients, in the order of DIFFERENTIABLE. saved: what ``Attention`` saved."""
     operands = restored(call, saved)
-    known, found = None, signatures((do, dlse, *saved))
-    if found is not None:
-        known = call.gradients.get(key_of(options, wanted, found))
+    key = key_of(options, wanted, do, dlse, saved, addresses)
+    known = None if key is None else call.gradients.get(key)
     if known is None:
         known = backward_call.check(operands, options, backend, wanted, do, dlse)
-        if found is not None:
-            call.gradients.remember(key_of(options, wanted, found), known)
+        if key is not None:
+            call.gradients.remember(key, known)
     return backward_call.run(known, operands, do, dlse)
