@@ -249,6 +249,7 @@ def test_ratios_and_shares():
         assert found["bytes_us"] == pytest.approx(shape.bytes / (speeds.copy * 1e12) * 1e6)
         assert found["flops_us"] == pytest.approx(shape.flops / (speeds.matmul * 1e12) * 1e6)
     assert sweep_report.suspicious(alone | {"errors": {"a": 1.0}}) and not sweep_report.suspicious(alone)
+    assert not sweep_report.suspicious(alone | {"errors": {"plan": 1e-3}, "plans": {"plan": 2.0}})
     assert sweep_report.geometric_mean([0.5, 2.0, 8.0]) == pytest.approx(2.0)
     assert sweep_report.geometric_mean([]) is None
 
