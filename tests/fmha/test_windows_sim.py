@@ -9,7 +9,8 @@ from helpers.suites import long_but
 
 from warpspec.common.launch import simulating
 from warpspec.fmha import attention, attention_varlen, launch
-from warpspec.fmha.config import BOX_KEYS
+from warpspec.fmha.config import BOX_KEYS, box_keys_of
+from warpspec.fmha.problem import AttentionProblem
 from warpspec.sim import tma
 
 LENGTHS, HEADS, TOLERANCE = (333, 129, 77, 5), 8, 1.6e-2
@@ -73,3 +74,15 @@ def test_keys_outside_a_window_are_not_read(read, monkeypatch, arch, head_dim, f
     assert box <= BOX_KEYS
     boxes = sum(-(-length // box) - max(length - window, 0) // box for length in lengths)
     assert sorted(read.values())[-2:] == [boxes * -(-head_dim // 64)] * 2
+
+
+@pytest.mark.parametrize("changes, keys", [
+    ({}, BOX_KEYS), ({"window": (255, 0)}, BOX_KEYS), ({"window": (256, 0)}, 0), ({"causal": False}, 0),
+    ({"causal": False, "window": (99, 3)}, BOX_KEYS), ({"kv_lengths": None}, 0), ({"window": None}, 0),
+])  # fmt: skip
+def test_boxes_are_small_where_few_keys_are_seen(changes, keys):
+    lengths = torch.tensor((300, 200), dtype=torch.int32)
+    arguments = {"causal": True, "window": (99, None), "kv_lengths": lengths} | changes
+    q, kv = torch.empty(2, 1, 8, 64).bfloat16(), torch.empty(2, 300, 2, 64).bfloat16()
+    problem = AttentionProblem.of(q=q, k=kv, v=kv, memory=False, **arguments)
+    assert box_keys_of(problem) == keys
