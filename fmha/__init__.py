@@ -114,8 +114,8 @@ def attention(
             NVFP4: fp32 [], [1], [Hkv] or [B, Hkv], at least 0 (checked like kv_lengths), on q's device, where the
             kernel reads them. An element's value is its code times its scale; None: 1. q and the arithmetic stay in 16
             bits; codes are converted exactly. Kernels have D 64, 128 and 256, "reference" any D. No gradients. On
-            sm_90a, a call with 2048 or more query rows per batch row and KV head allocates K and V in 16 bits, at most
-            1 GiB.
+            sm_90a, a call with many query rows per KV head (NVFP4: 576 that see all keys, FP8: 2048) allocates K and V
+            in 16 bits, at most 1 GiB.
         k_block_scales, v_block_scales: k and v are NVFP4: torch.uint8 with D/2 bytes a row, two e2m1 codes in each, the
             first in the low nibble. The block scales, torch.uint8 or torch.float8_e4m3fn, have the shape of k and v but
             D/16 in the last dimension, with any strides whose rows are aligned to D/16 bytes. Each is an e4m3 factor of

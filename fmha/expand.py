@@ -72,8 +72,8 @@ EXPAND = Kernel("fmha.expand", expand_arguments)
 
 
 def expands(problem: AttentionProblem, least_rows: dict | None) -> bool:
-    """Whether keys and values are dequantised first. least_rows: query rows of a KV head from which the target does so,
-    by bits of a number; None: never. Of packed queries the mean request counts."""
+    """Whether keys and values are dequantised first. least_rows: by bits of a number, ``seen_rows`` from which the
+    target does so; None: never. Of packed queries the mean request counts."""
     if problem.format.kv_format is None or least_rows is None or problem.format.shared_kv:
         return False
     queries = problem.seq_q
@@ -81,7 +81,16 @@ def expands(problem: AttentionProblem, least_rows: dict | None) -> bool:
         queries = problem.least_q // max(problem.batch, 1)
     batch, keys = wide_rows(problem)
     numbers = 2 * batch * keys * problem.heads_kv * problem.head_dim
-    return problem.group * queries >= least_rows[problem.format.kv_bits] and numbers * BYTES <= MOST_BYTES
+    return seen_rows(problem, queries) >= least_rows[problem.format.kv_bits] and numbers * BYTES <= MOST_BYTES
+
+
+def seen_rows(problem: AttentionProblem, queries: int) -> float:
+    """Query rows of a KV head, each counted by the share of a request's keys that it sees, as far as the host knows."""
+    keys = max(problem.seq_k, 1)
+    seen = keys - min(queries, keys) / 2 if problem.mask.causal else keys
+    if problem.window_left is not None:
+        seen = min(seen, problem.window_left + 1 + (problem.window_right or 0))
+    return problem.group * queries * seen / keys
 
 
 def wide_rows(problem: AttentionProblem) -> tuple[int, int]:

@@ -17,17 +17,6 @@ from warpspec.fmha.device.packed import extent_of
 NO_PAGE = -1  # as a TMA coordinate it is out of bounds: zeros arrive, no memory is read
 
 
-def page_or_none(config, operands, tile, entry, key) -> Int32:
-    """Page number in an entry of a request's table for a box that begins at ``key``; NO_PAGE if no key of the box is
-    wanted.
-
-    Not checked against the number of pages: TMA does that.
-    """
-    entries = operands.page_table.shape[1]
-    page = operands.page_table[tile.request, cutlass.min(entry, entries - 1)]
-    return source_or_none(config, tile, key, page)
-
-
 def source_or_none(config, tile, key, source) -> Int32:
     """The batch row or page of a box that begins at ``key``, or NO_PAGE if all its keys lie past the KV length or, with
     a window, outside the keys that some row sees."""
@@ -50,21 +39,38 @@ def address_of(config, operands, request, key) -> tuple:
     return (nearest, key % config.requests.page_size), Boolean(page == nearest)
 
 
-def kv_places(config, operands, tile, kv_tile):
+def box_key(config, kv_tile) -> Int32:
+    """The key at which a KV tile's box begins; of several boxes, the lane's own."""
+    key = kv_tile * config.tile_n
+    if config.kv.pages > 1:
+        key = key + cute.arch.lane_idx() * config.kv.page_keys
+    return key
+
+
+def kv_page(config, operands, tile, kv_tile) -> Int32:
+    """The entry of the page table for a KV tile's box; of several boxes, each lane's own. A load warp may read it a KV
+    tile ahead, and look at it only when it loads that tile: the tile before hides its latency.
+
+    Not checked against the number of pages: TMA does that.
+    """
+    entries, entry = operands.page_table.shape[1], box_key(config, kv_tile) // config.requests.page_size
+    return operands.page_table[tile.request, cutlass.min(entry, entries - 1)]
+
+
+def kv_places(config, operands, tile, kv_tile, page=None):
     """The source of each of a KV tile's boxes, by page of the tile: (tile, batch), or (part of the page, page).
 
-    A box holds ``config.kv.page_keys`` keys, which lie in one page. Page numbers are read here, before the wait for the
-    stage, which hides their latency.
+    A box holds ``config.kv.page_keys`` keys, which lie in one page; without pages, a tile of several boxes counts as
+    one batch row. page: ``kv_page``; None: it is read here, before the wait for the stage, which hides its latency.
     """
     kv, page_size = config.kv, config.requests.page_size
     if not page_size and kv.pages == 1:
         return ((kv_tile, tile.keys_batch),)
-    key = kv_tile * config.tile_n
-    if kv.pages > 1:
-        key = key + cute.arch.lane_idx() * kv.page_keys
+    key = box_key(config, kv_tile)
     if not page_size:
         return PagesByLane(source_or_none(config, tile, key, tile.keys_batch), key // kv.page_keys)
-    page, part = page_or_none(config, operands, tile, key // page_size, key), key % page_size // kv.page_keys
+    page = kv_page(config, operands, tile, kv_tile) if page is None else page
+    page, part = source_or_none(config, tile, key, page), key % page_size // kv.page_keys
     if kv.pages == 1:
         return ((part, page),)
     return PagesByLane(page, None if kv.page_keys == page_size else part)

@@ -31,9 +31,10 @@ WARP_COSTS = {
 }
 
 
-# Query rows of a KV head from which keys and values are dequantised first, by bits of a number. With 8192 rows the
-# converter takes 142 us longer than 16-bit keys do and dequantising 69, in NVFP4 754 and 104 (docs/measurements.md).
-EXPANDED_ROWS = {8: 4096, 4: 1280}
+# Query rows of a KV head that see all keys from which these are dequantised first, by bits of a number. In causal
+# prefill with 8192 rows, as 4096 that see all, the converter takes 142 us longer than 16-bit keys do and dequantising
+# 69, in NVFP4 754 and 104 (docs/measurements.md).
+EXPANDED_ROWS = {8: 2048, 4: 576}
 
 # Constants for consumers that share rows, at head sizes above 256. Fitted to 19 problems of MLA with 16, 64 and 128
 # heads, each with 1 to 8 parts of the keys, on an H100 (docs/measurements.md). A tile's start and end take long, and

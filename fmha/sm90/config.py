@@ -296,6 +296,12 @@ class AttentionConfig(AttentionKernel):
         return (self.by_warp or self.paired) and not self.format.shared_kv
 
     @property
+    def pages_ahead(self) -> bool:
+        """Whether load warps read page numbers a KV tile ahead. Tiles of codes have so few bytes that a load warp would
+        spend half of its time on waiting for page numbers."""
+        return self.by_warp and self.requests.page_size > 0
+
+    @property
     def rereads(self) -> bool:
         """Whether consumers read a tile's record again behind its KV tiles, to have registers for them."""
         return self.by_warp and self.scheduler.has_warp

@@ -14,7 +14,7 @@ from warpspec.common.device import tma
 from warpspec.common.device.pipeline import drain
 from warpspec.fmha.device.ahead import wait_for_launch
 from warpspec.fmha.device.block_scales import load_scales
-from warpspec.fmha.device.pages import kv_places
+from warpspec.fmha.device.pages import NO_PAGE, kv_page, kv_places
 from warpspec.fmha.device.tiles import each_tile
 from warpspec.fmha.sm90.prefetch import prefetch_kv, prefetch_q
 from warpspec.fmha.sm90.rings import Source
@@ -63,6 +63,7 @@ def load_tile(role, tile, uses, record=None):
     tile_use, use = uses
     part, subtiles = source.part, config.part_subtiles
     span = tile.span
+    page = Int32(NO_PAGE) if cutlass.const_expr(config.pages_ahead) else None
     wait_for_launch(config)
     if cutlass.const_expr(config.waits_late):
         cute.arch.griddepcontrol_launch_dependents()  # has an effect once
@@ -72,6 +73,8 @@ def load_tile(role, tile, uses, record=None):
             for step in cutlass.range_constexpr(config.kv_stages):
                 prefetch_kv(source, where, tile, step)
     if span.count > 0:
+        if cutlass.const_expr(config.pages_ahead):
+            page = kv_page(config, source.operands, tile, span.tile(0))
         if cutlass.const_expr(role.rings[0] == 0):
             for row_group in cutlass.range_constexpr(config.rows.groups):
                 q_use = tile_use * config.rows.groups + row_group
@@ -84,7 +87,10 @@ def load_tile(role, tile, uses, record=None):
         if cutlass.const_expr(record is not None):  # noqa: SIM102
             if step == release:
                 channels["tile_empty"].arrive_warp(record)
-        places = kv_places(config, source.operands, tile, span.tile(step))
+        places = kv_places(config, source.operands, tile, span.tile(step), page)
+        if cutlass.const_expr(config.pages_ahead):
+            after = cutlass.min(step + 1, span.count - 1)
+            page = kv_page(config, source.operands, tile, span.tile(after))
         for i in role.rings:
             name = config.format.rings[i]
             ring = source.kv(tile, i)

@@ -70,12 +70,15 @@ def test_prompts_in_parts_beside_decode_and_prefix_hits(kind, checkpoints, start
     assert max(calls) < 40
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt_oss", "gemma2"])
-def test_same_tokens_as_the_own_attention(kind, checkpoints, start_vllm):
+@pytest.mark.parametrize(
+    ("kind", "cache"),
+    [("llama", "auto"), ("gpt_oss", "auto"), ("gemma2", "auto"), ("llama", "fp8"), ("gemma2", "fp8_e5m2")],
+)
+def test_same_tokens_as_the_own_attention(kind, cache, checkpoints, start_vllm):
     _, folder = checkpoints(kind)
     inputs = prompts(LENGTHS)
-    own = generate(start_vllm(folder, own=True), inputs)
-    ours = generate(start_vllm(folder), inputs)
+    own = generate(start_vllm(folder, own=True, kv_cache_dtype=cache), inputs)
+    ours = generate(start_vllm(folder, kv_cache_dtype=cache), inputs)
     same = sum(
         a == b for (_, x, _), (_, y, _) in zip(own, ours, strict=True) for a, b in zip(x, y, strict=True)
     )
