@@ -83,11 +83,14 @@ class Suite:
             return
         cache = getattr(config, "cache", None)  # there is none under -p no:cacheprovider
         known = cache.get(KEPT, {}) if cache else {}
-        chosen, predicted = [], 0.0
+        chosen, predicted, beyond = [], 0.0, 0
         for item in in_turn(items, self.options.warpspec_seed):
             cost = known.get(item.nodeid) or predicted_seconds(item)
             if sample and len(chosen) == sample:
                 break
+            if cost > self.options.warpspec_limit:
+                beyond += 1
+                continue
             if budget and predicted + cost > budget:
                 continue
             chosen.append(item)
@@ -95,6 +98,8 @@ class Suite:
         kept = set(chosen)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         self.chosen = f"{len(chosen)} of {len(items)} tests chosen, {predicted:.0f} s predicted"
+        if beyond:
+            self.chosen += f"; {beyond} left out, predicted to take over {self.options.warpspec_limit:.0f} s"
         items[:] = chosen  # as drawn, so that what an interrupted run has run is a fair sample, too
 
     @pytest.hookimpl(tryfirst=True)

@@ -49,6 +49,11 @@ def test_needs_another_package():
     raise ImportError("triton is not installed")
 
 
+@pytest.mark.parametrize("size", [1 << 40])
+def test_of_a_gpus_size(size):
+    raise AssertionError("predicted to take too long")
+
+
 @pytest.mark.parametrize("number", range(1000))
 def test_many(number):
     assert number >= 0
@@ -179,7 +184,8 @@ def test_a_suite_runs_unchanged(tmp_path):
     )
     text = done.stdout + done.stderr
     assert "3 failed, 6 passed, 1 skipped" in text, text
-    assert "10 of 16 tests chosen" in text  # of test_many, ten are left before they become tests
+    assert "1 left out, predicted to take over 120 s" in text
+    assert "10 of 17 tests chosen" in text  # of test_many, ten are left before they become tests
     assert "the test's process ended with signal 6" in text
     assert "1 skipped: ImportError: triton is not installed" in text
     assert f"gpu_script.py:{line_of('line[thread] =')}" in (tmp_path / "j.xml").read_text()
