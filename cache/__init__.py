@@ -69,11 +69,11 @@ def insert(
     Raises TypeError or ValueError naming the argument, and UnsupportedProblem for a backend that does not run on the
     device. Forward only.
     """
-    refuse_gradients(k=k, v=v, q=q, q_weight=q_weight, k_weight=k_weight)
     operands = Operands(
         k, v, k_cache, v_cache, slots, q, out, cos_sin, positions, q_weight, k_weight, k_scale, v_scale,
         k_block_scales, v_block_scales,
     )  # fmt: skip
+    refuse_gradients(**operands._asdict())
     options = Options(format, interleaved, swizzled, eps)
     check_insert(operands, options)
     if q is not None and out is None:

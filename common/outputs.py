@@ -48,7 +48,8 @@ def check_apart(
     *,
     in_place: Collection[str] = (),
 ) -> None:
-    """Raise ValueError if one of ``outputs`` shares an address with one of ``inputs`` or another output, by name.
+    """Raise ValueError if one of ``outputs`` shares an address with one of ``inputs`` or another output, by name, or is
+    a negated view.
 
     in_place: names of the inputs that an output may be, element for element. None and tensors without memory (fake,
     empty, on the meta device) overlap nothing, and no tensor does while torch.compile traces.
@@ -59,11 +60,19 @@ def check_apart(
     for name, out in outputs.items():
         if type(out) not in PLAIN_TENSORS:
             continue
+        refuse_negated(name, out)
         _, first, end = _range(out)
         for other, tensor, begin, stop in ranges:
             if begin < end and first < stop and _share_addresses(out, tensor):
                 _refuse(name, out, other, tensor, in_place)
         ranges.append((name, out, first, end))
+
+
+def refuse_negated(name: str, out: torch.Tensor) -> None:
+    """Raise ValueError for a view whose elements are the negatives of what is in memory, which kernels would not
+    negate."""
+    if out.is_neg():
+        raise ValueError(f"{name}: must not be a negated view (of torch._neg_view, or z.conj().imag)")
 
 
 def _range(tensor: torch.Tensor) -> tuple[torch.Tensor, int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from warpspec.common.backend import refuse_tangents
-from warpspec.common.checks import check_kind, check_strided
+from warpspec.common.checks import check_kind, check_strided, refuse_gradients
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.fmha import ops
 from warpspec.fmha.backward import function
@@ -107,7 +107,8 @@ def attention(
         deterministic: gradients are the same bits every time, which costs time; torch.use_deterministic_algorithms
             asks for it, too. (Results always are.)
         softcap: the logits' soft cap, a float of 1e-3 to 1e4: softcap * tanh(scale * q.k / softcap) takes the place of
-            scale * q.k, before bias, masks and sink. None or 0: there is none.
+            scale * q.k, before bias, masks and sink. None or 0: there is none. Kernels' capped logits are right to
+            softcap * 2e-6.
         v_dim: head size of V and o where v=None: V is the first v_dim elements of each of K's rows. 512 with a D of
             576; None or D: all of them.
         k_scale, v_scale: scales of k and v in FP8 (torch.float8_e4m3fn or torch.float8_e5m2, the same for both) or
@@ -359,6 +360,7 @@ def _check_kinds(operands: Operands, options: Options, backend) -> tuple[Options
         raise NotImplementedError(
             "k: gradients are not implemented with FP8 or NVFP4 keys and values; call under torch.no_grad()"
         )
+    refuse_gradients(k_scale=operands.k_scale, v_scale=operands.v_scale)
     if operands.tree is not None and records:
         raise NotImplementedError(
             "tree: gradients are not implemented with a tree; call under torch.no_grad()"

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 from warpspec.common.checks import check_bool, check_int, check_rows, check_tensor, kind_of, shape_of
-from warpspec.common.outputs import check_apart, check_elements
+from warpspec.common.outputs import check_apart, check_elements, refuse_negated
 from warpspec.fmha.block_mask import OWN_PATTERNS, WORD_BITS
 from warpspec.fmha.heads import CLASSES, LARGEST, LATENT, STEP, supported
 from warpspec.fmha.operands import Operands, Options
@@ -24,13 +24,15 @@ MOST_SPLITS = 1024  # parts of the keys, each with fp32 results of its own in me
 
 
 def check_kinds(operands: Operands, options: Options) -> None:
-    """Raise TypeError for an argument that is not even the right kind of Python object.
+    """Raise TypeError for an argument that is not even the right kind of Python object, ValueError for a negated out.
 
     Separate from the other checks because it runs before torch's dispatcher, whose own messages are less clear.
     """
     for name, tensor in {**operands.inputs, "out": operands.o}.items():
         if not isinstance(tensor, torch.Tensor) and (tensor is not None or name in ("q", "k")):
             raise TypeError(f"{name}: must be a torch.Tensor, got {kind_of(tensor)}")
+    if operands.o is not None:
+        refuse_negated("out", operands.o)
     for name in ("causal", "normalize", "return_lse", "deterministic", "swizzled"):
         flag = getattr(options, name)
         check_bool(name, flag)

@@ -130,9 +130,8 @@ def moe_ffn(
         topk_weights: [T, k] fp32.
         limit, activation, backend: as in `grouped_swiglu`.
         precision: precision of the activations. "w4a4": NVFP4, with a global scale for each token before GEMM 1 and for
-        each
-            expert before GEMM 2; sm_100a's kernels multiply such operands, sm_90a's round to them first. "w4a16": bf16,
-            on sm_90a only. "auto": "w4a4" on sm_100a, "w4a16" on sm_90a. "reference" has both.
+            each expert before GEMM 2; sm_100a's kernels multiply such operands, sm_90a's round to them first. "w4a16":
+            bf16, on sm_90a only. "auto": "w4a4" on sm_100a, "w4a16" on sm_90a. "reference" has both.
         group: process group over whose ranks the experts are spread (`NVFP4Experts.shard`). `experts` are this rank's;
             all ranks have equally many, and id rank * E + e is the rank's e-th. The call is collective: each rank
             brings its own tokens, or none. The host waits once, for the row counts that NCCL needs. The bits are those

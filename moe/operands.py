@@ -254,9 +254,11 @@ def prepare_w13(
     are quantised here with one global scale for each expert and matrix, and H is padded with zeros to a multiple of 16.
     gate_bias, up_bias: [E, I] floating, both or neither. Raises TypeError or ValueError naming the argument.
     """
+    given = gate, up
     gate, up = _experts_of("gate", gate), _experts_of("up", up)
-    if gate.shape != up.shape:
-        raise ValueError(f"up: shape must be gate's, {list(gate.shape)}, got {list(up.shape)}")
+    shapes = [list(each.shape) for each in given]  # before H is padded
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"up: shape must be gate's, {shapes[0]}, got {shapes[1]}")
     if gate.device != up.device:
         raise ValueError(f"up: device must be gate's, {gate.device}, got {up.device}")
     _, width, k = gate.shape

@@ -80,6 +80,7 @@ def expanded_tail():
 
 ROWS = wide(5, HEADS, 512)  # of [3, HEADS, 512], from the first row on or from the third on
 ITSELF, SHARED = "elements must not overlap each other", "must not overlap another argument's memory.* with"
+NEGATED = "must not be a negated view"
 FLAT = wide(8192)
 REFUSED = {
     "insert-expanded": (lambda: insert(out=wide(TOKENS, 1, 512).expand(-1, HEADS, -1)), f"out: {ITSELF}"),
@@ -115,6 +116,13 @@ REFUSED = {
         f"k_cache: {ITSELF}",
     ),
     "cache-k": (lambda: decode(wide(2, 8, 1, 64)), f"k_cache: {SHARED} k"),
+    "insert-negated": (lambda: insert(out=torch._neg_view(wide(TOKENS, HEADS, 512))), f"out: {NEGATED}"),
+    "gathered-negated": (lambda: gathered(out=torch._neg_view(wide(TOKENS, HEADS, 512))), f"out: {NEGATED}"),
+    "softmax-negated": (lambda: softmax(FLAT[:24].view(4, 6), out=torch._neg_view(wide(4, 6))), f"out: {NEGATED}"),
+    "attention-negated": (
+        lambda: attention(*[wide(1, 5, 2, 64)] * 3, out=torch._neg_view(wide(1, 5, 2, 64)), backend="reference"),
+        f"out: {NEGATED}",
+    ),
     "softmax-shifted": (lambda: softmax(FLAT[:24].view(4, 6), out=FLAT[6:30].view(4, 6)), "out: must be x itself"),
 }  # fmt: skip
 

@@ -62,6 +62,9 @@ def test_names_the_argument(error, name, changes):
 
 def test_gradients_are_refused():
     arguments = CASE.arguments()
+    scale = arguments["k_scale"].clone().requires_grad_()
+    with pytest.raises(NotImplementedError, match=r"^k_scale: "):
+        attention(**arguments | {"k_scale": scale}, backend="reference")
     arguments["q"].requires_grad_()
     with pytest.raises(NotImplementedError, match=r"^k: "):
         attention(**arguments, backend="reference")

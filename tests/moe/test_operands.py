@@ -112,6 +112,7 @@ def test_w2_of_half_a_block():
         (ValueError, "^gate: must be", dict(gate=torch.zeros(8, 16))),
         (ValueError, "^gate: I must", dict(gate=torch.zeros(2, 12, 16), up=torch.zeros(2, 12, 16))),
         (ValueError, "^up: shape", dict(up=torch.zeros(2, 16, 16))),
+        (ValueError, "^up: shape", dict(up=torch.zeros(2, 8, 15))),  # before H is padded to 16
         (ValueError, "^gate_bias", dict(gate_bias=torch.zeros(2, 8))),
         (ValueError, "^up_bias", dict(gate_bias=torch.zeros(2, 8), up_bias=torch.zeros(2, 16))),
         (TypeError, "^gate_bias", dict(gate_bias=torch.zeros(2, 8).int(), up_bias=torch.zeros(2, 8))),
