@@ -22,7 +22,6 @@ import functools
 from dataclasses import dataclass, replace
 
 from warpspec.common.hardware import (
-    LINE_BYTES,
     MAX_CLUSTER_CTAS,
     MAX_CTAS_PER_SM,
     MAX_SMEM_PER_CTA,
@@ -112,7 +111,6 @@ ONCE_CLUSTER = 8  # least number of CTAs sharing an fp32 row for which its expon
 STAGED_LONGER = (8,)
 # Of lone CTAs: the least size of a cluster, threads of a CTA whose share has at most LONE_SHARE vectors and of others,
 # vectors that a thread has before there are as many threads, and bulk copies.
-LINE_VECTORS = LINE_BYTES // VECTOR_BYTES  # shares of lone CTAs begin where lines of L2 do
 LONE_CLUSTER, LONE_THREADS, LONE_SHARE, LONE_VECTORS, LONE_COPIES = 8, (256, 512), 4096, 8, 8
 MOST_GROUPS = 8  # of CTAs all over the GPU
 RESIDENT_THREADS, RESIDENT_CHUNKS, STREAMING_CHUNKS = 512, 10, 4
@@ -310,9 +308,8 @@ def _staged(problem: SoftmaxProblem, target: Target):
     vectors = _vectors(problem)
     fewest, most = STAGED_THREADS
     for cluster in _clusters():
+        share = -(-vectors // cluster)
         lone = _lone(problem, target, cluster)
-        step = LINE_VECTORS if lone else 1
-        share = -(-vectors // (cluster * step)) * step
         once = problem.dtype == "float32" and problem.aligned and cluster >= ONCE_CLUSTER
         longer = STAGED_LONGER if once and cluster == MAX_CLUSTER_CTAS else ()
         several = (_lone_vectors(share),) if lone else (*longer, *STAGED_VECTORS)
@@ -350,7 +347,6 @@ def _staged(problem: SoftmaxProblem, target: Target):
                 dependent,
                 once,
                 min(each, LONE_COPIES) if lone else 1,
-                step,
             )
             yield SoftmaxPlan("staged", config, 0, 0, microseconds)
 

@@ -59,7 +59,7 @@ class StagedConfig:
     must fit an SM. once: compute each exponential once, relative to the maximum of what the thread has read so far,
     keep it in shared memory, and multiply by one factor for each GROUP of vectors at the end. This saves time for fp32,
     where an exponential takes nine instructions. copies: number of bulk copies that bring a share, each with the same
-    number of vectors a thread. step: as in ``vectors.share_in_cluster``.
+    number of vectors a thread.
     """
 
     dtype: str
@@ -72,7 +72,6 @@ class StagedConfig:
     dependent: bool = False
     once: bool = False
     copies: int = 1
-    step: int = 1
 
     def __post_init__(self):
         if not 1 <= self.copies <= self.vectors:
@@ -127,7 +126,7 @@ class Staged(SoftmaxHost):
         # 2. One thread issues the copies of the share; the edges are loaded separately.
         row_index = block // config.cluster
         row = row_span(x, row_index, dtype, config.edges)
-        begin, end = share_in_cluster(row, config.cluster, config.step)
+        begin, end = share_in_cluster(row, config.cluster)
         size = cutlass.max(end - begin, 0)
         if thread == 0:
             for copy in cutlass.range_constexpr(config.copies):
