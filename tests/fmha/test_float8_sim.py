@@ -67,6 +67,25 @@ def test_queries_of_any_size(queries):
     assert error.max() < 4e-3
 
 
+@pytest.mark.parametrize("format", [torch.float8_e4m3fn, long(NVFP4)])
+def test_extreme_scales_and_codes(format):
+    """A k_scale of 0 makes all weights equal, a v_scale of 0 makes o zero; codes are the largest and the smallest."""
+    arguments = Case(1, 40, (8, 1), 64, float8=format, scale="tensor").arguments()
+    bounds = torch.tensor([0x7E, 0xFE, 0x01, 0x00] if format != NVFP4 else [0x7F, 0xF7, 0x10, 0x00]).byte()
+    for name in "kv":
+        chosen = torch.randint(4, arguments[name].shape, generator=torch.Generator().manual_seed(3))
+        arguments[name] = bounds[chosen].view(format)
+    for k_scale, v_scale in ((0.0, 0.5), (2.0**-14, 0.0), (2.0**-14, 2.0**-60), (2.0**-60, 2.0**60)):
+        arguments |= {"k_scale": torch.tensor(k_scale), "v_scale": torch.tensor(v_scale)}
+        (o, lse), (wanted, wanted_lse) = (
+            run(arguments),
+            attention(**arguments, return_lse=True, backend="reference"),
+        )
+        torch.testing.assert_close(lse, wanted_lse, rtol=1e-6, atol=1e-3)
+        assert o.isfinite().all() and (o.float() - wanted.float()).norm() <= 4e-3 * wanted.float().norm()
+        assert bool(wanted.any()) == (v_scale != 0)
+
+
 def test_more_queries_than_expected():
     """max_seqlen_q is a hint, which tiles for few rows have to survive."""
     arguments = Case(3, 30, (4, 1), 64, causal=True).arguments()
