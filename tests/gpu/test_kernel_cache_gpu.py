@@ -37,8 +37,8 @@ def prefill(head_dim):
 def gradients():
     leaves = [random(2, 512, heads, 128).requires_grad_() for heads in (8, 2, 2)]
     seed = random(2, 512, 8, 128)
-    # Torch's own first gradient imports sympy.
-    torch.autograd.grad((leaves[0] * seed).sum(), leaves[0])
+    # Torch imports sympy at its own first gradient of a result that is not a scalar.
+    torch.autograd.grad(leaves[0] * seed, leaves[0], seed)
     def call():
         return torch.autograd.grad(attention(*leaves, causal=True), leaves, seed)[1]
     return call
