@@ -88,8 +88,8 @@ class BackwardKernel:
     sums of dK and dV (``schedule``). heads_inside: the inner loop of a key tile's steps goes over the heads of the
     group (``device.tile``). slices: heads are sliced (``schedule``), and pieces add to dK and dV in any order.
     inner_heads: with heads inside and a fixed order, so many heads (a power of two) are gone through at each query tile
-    before the next heads begin; 0: all of the group. rows: the sizes of rows in memory, where they are smaller than
-    ``heads``, a tuned size; all else is of the tuned size, with zeros past a row's end.
+    before the next heads begin; 0: all of the group. rows: the sizes of rows in memory, unless both are one tuned size;
+    past a row's end the tile, of ``heads``, has zeros.
     """
 
     mask: Mask = Mask()
@@ -126,7 +126,7 @@ class BackwardKernel:
     def spans_of(self, name: str) -> int:
         """Spans of 64 columns of a tile of "q", "k", "v" or "do" in a CTA that loads have to fill."""
         if self.rows is None:
-            return self.room // BLOCK
+            return self.room_of(name) // BLOCK
         return self.rows.qk_blocks if name in ("q", "k") else self.rows.v_blocks
 
     @property
@@ -214,8 +214,12 @@ class BackwardKernel:
 
     @property
     def room(self) -> int:
-        """Columns of K, V, Q and dO in a CTA's shared memory: all, or its ``width``."""
+        """Columns of K and Q in a CTA's shared memory: all, or its ``width``."""
         return self.heads.qk
+
+    def room_of(self, name: str) -> int:
+        """Columns of "q", "k", "v" or "do" in a CTA's shared memory."""
+        return self.room if name in ("q", "k") else min(self.heads.v, self.room)
 
     @property
     def clustered(self) -> bool:
@@ -240,15 +244,10 @@ class BackwardKernel:
         masked = self.mask.uneven or self.requests.has_kv_lengths
         return not (masked or self.requests.packed_q or self.requests.packed_k)
 
-    @property
-    def key_tile_bytes(self) -> int:
-        """Shared memory of K or V."""
-        return self.tile_n * self.room * ELEMENT_BYTES
-
-    @property
-    def query_tile_bytes(self) -> int:
-        """Shared memory of Q or dO of a step."""
-        return self.tile_m * self.room * ELEMENT_BYTES
+    def tile_bytes(self, name: str) -> int:
+        """Shared memory of a tile of "q", "k", "v" or "do"."""
+        rows = self.tile_n if name in ("k", "v") else self.tile_m
+        return rows * self.room_of(name) * ELEMENT_BYTES
 
     @property
     def ds_bytes(self) -> int:
@@ -261,24 +260,35 @@ class BackwardKernel:
         return self.tile_m * STATISTICS * 4
 
     @property
+    def block_m(self) -> int:
+        """Queries of a block; P and dS are made block by block."""
+        return BLOCK
+
+    @property
     def query_blocks(self) -> int:
-        """Blocks of 64 queries of a tile; P and dS are made block by block."""
-        return self.tile_m // BLOCK
+        """Blocks of a query tile."""
+        return self.tile_m // self.block_m
 
     @property
     def operand_regions(self) -> tuple[memory.Region, ...]:
         """The regions that loads fill, in order."""
-        keys, queries = f"[{self.tile_n}, {self.room}]", f"[{self.tile_m}, {self.room}]"
-        q_stages, do_stages, tile = self.q_stages, self.do_stages, self.query_tile_bytes
+        q_stages, do_stages = self.q_stages, self.do_stages
         numbers = q_stages * self.statistics_bytes // FP32_BYTES
         rows = f"{q_stages} x lse' and -delta of rows"
         return (
             memory.Region("statistics", numbers, "float32", memory.TILE_ALIGNMENT, "", rows),
-            memory.tile_region("k", self.key_tile_bytes, "K", keys),
-            memory.tile_region("v", self.key_tile_bytes, "V", keys),
-            memory.tile_region("q", q_stages * tile, "Q", f"{q_stages} x {queries}"),
-            memory.tile_region("do", do_stages * tile, "dO", f"{do_stages} x {queries}"),
+            self.operand_region("k", 1, "K"),
+            self.operand_region("v", 1, "V"),
+            self.operand_region("q", q_stages, "Q"),
+            self.operand_region("do", do_stages, "dO"),
         )
+
+    def operand_region(self, name: str, stages: int, title: str) -> memory.Region:
+        rows = self.tile_n if name in ("k", "v") else self.tile_m
+        contents = f"[{rows}, {self.room_of(name)}]"
+        if name in ("q", "do"):
+            contents = f"{stages} x {contents}"
+        return memory.tile_region(name, stages * self.tile_bytes(name), title, contents)
 
     @property
     def smem_bytes(self) -> int:

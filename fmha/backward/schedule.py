@@ -44,7 +44,7 @@ from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.tiles import ELEMENT_BYTES
 
 # Microseconds on an H200.
-STEP_US = {64: 2.4, 128: 2.25, 256: 3.1, 512: 4.2}  # a step, by D
+STEP_US = {64: 2.4, 128: 2.25, 192: 3.6, 256: 3.1, 512: 4.2}  # a step, by D of the tile
 CTA_US = 6.3  # start and end of a CTA, beside its steps
 JOIN_US = 3.0  # a further launch
 JOIN_BYTES_US = 2.5e6  # bytes of pieces' sums written or read in a microsecond
@@ -270,7 +270,7 @@ def piece_length(
     forward, sms = problem.forward, target.sm_count // config.column_parts
     gradients, rows = config.wanted.k + config.wanted.v, forward.heads_kv * slices
     left = 2 * gradients * config.tile_n * forward.head_dim * FP32_BYTES  # there and back
-    step, share = STEP_US[forward.head_dim], rows / sms
+    step, share = STEP_US[config.heads.qk], rows / sms
     cost = left / JOIN_BYTES_US * rows / step
     total = sum(tile_steps(problem, config)) * max(
         min(forward.batch, 2 * forward.least_q / forward.seq_q), 1.0
@@ -306,7 +306,7 @@ def expected_us(
     requests = forward.batch
     if forward.requests.packed_q:  # of least_q to twice as many queries
         requests = min(requests, max(1.5 * forward.least_q / forward.seq_q, 1.0))
-    rows, step = slices * max(1, round(forward.heads_kv * requests)), STEP_US[forward.head_dim]
+    rows, step = slices * max(1, round(forward.heads_kv * requests)), STEP_US[config.heads.qk]
     counts = piece_counts(config, steps, pieces)
     sizes = sorted((-(-count // cut) * step + CTA_US, cut) for count, cut in zip(steps, counts, strict=True))
     ctas, longest = rows * sum(counts), sizes[-1][0]

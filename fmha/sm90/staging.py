@@ -46,13 +46,14 @@ def load_words(base: Int32, row) -> list:
     return words
 
 
-def store_rows(base: Int32, thread, words: cute.Tensor) -> None:
-    """Store the words of ``store_words`` by stmatrix, four matrices at a time. thread: 0..127."""
+def store_rows(base: Int32, thread, words: cute.Tensor, first_chunk: int = 0) -> None:
+    """Store the words of ``store_words`` by stmatrix, four matrices at a time. thread: 0..127. first_chunk: where they
+    begin in a row, an even number."""
     lane = thread % WARP_THREADS
     row = thread // WARP_THREADS * WARP_ROWS + lane % WARP_ROWS
     start = base + row * tma.ROW_BYTES + ((lane // WARP_ROWS) ^ (row % SWIZZLE_ROWS)) * CHUNK_BYTES
-    for chunk in range(0, CHUNKS, 2):
-        first = chunk * THREAD_ROWS
+    for number in range(0, cute.size(words) // THREAD_ROWS, 2):
+        first, chunk = number * THREAD_ROWS, first_chunk + number
         cute.arch.inline_ptx(
             "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };",
             read_only_args=[start ^ (chunk * CHUNK_BYTES), *(words[first + i] for i in range(4))],

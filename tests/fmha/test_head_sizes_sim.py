@@ -1,6 +1,7 @@
 """Head sizes between the tuned ones, and V's own: kernels of both architectures in the simulator, and what is
 refused."""
 
+import itertools
 from dataclasses import replace
 from unittest import mock
 
@@ -15,6 +16,9 @@ from warpspec import sim
 from warpspec.common.launch import SIMULATED
 from warpspec.fmha import attention, attention_varlen, launch, merge
 from warpspec.fmha.backward import call as backward_call
+from warpspec.fmha.backward import launch as backward_launch
+from warpspec.fmha.backward.problem import BackwardProblem
+from warpspec.fmha.features import Mask
 from warpspec.fmha.heads import HeadSizes, class_of, supported
 from warpspec.fmha.logits import BiasLayout, LogitOptions
 from warpspec.fmha.problem import AttentionProblem
@@ -111,7 +115,13 @@ def test_sizes_that_are_refused():
 
 @pytest.mark.parametrize(
     ("qk", "v", "arch"),
-    [(40, 24, "sm_90a"), long(192, 128, "sm_90a"), long(96, 96, "sm_90a"), long(72, 72, "sm_100a")],
+    [
+        (40, 24, "sm_90a"),
+        long(192, 128, "sm_90a"),
+        long(192, 192, "sm_90a"),
+        long(96, 96, "sm_90a"),
+        long(72, 72, "sm_100a"),
+    ],
 )
 def test_gradients(qk, v, arch, simulate_gradients_as):
     """Gradients of sizes between the tuned ones, packed, with a sink, rows of no request and lse's gradient."""
@@ -130,6 +140,41 @@ def test_gradients(qk, v, arch, simulate_gradients_as):
         assert got.shape == right[name].shape and got[rows].isfinite().all()
         error = (got[rows].float() - right[name][rows].float()).norm() / right[name][rows].float().norm()
         assert error <= 4.2e-3 * (4 if name == "sink" else 1), f"d{name} is off by {error:.1e}"
+
+
+def test_gradient_tiles():
+    """Every pair of sizes fits a kernel of gradients, whose consumers together make all columns of dQ, dK and dV."""
+    sizes = [(qk, v) for qk in (8, 40, 64, 72, 96, 128, 136, 192, 200, 256) for v in {8, 96, 128, qk, 256}]
+    for (qk, v), order in itertools.product(sizes, (False, True)):
+        made = dict(
+            batch=1, seq_q=256, seq_k=256, heads_q=1, heads_kv=1, head_dim=qk, v_dim=v, return_lse=True
+        )
+        problem = AttentionProblem(**made, device=torch.device("meta"), logits=LogitOptions(1.0))
+        wanted = BackwardProblem(problem, ("q", "k", "v"), deterministic=order).padded
+        config = backward_launch.plan(wanted, SIMULATED["sm_90a"])
+        assert config.wide == (128 < qk <= 192 and v <= 128 and not order)
+        parts = [config.dq_size(number) for number in range(config.heads.qk // config.dq_columns)]
+        assert 0 <= sum(parts) - qk < (64 if config.paired or config.heads.qk == 64 else 16)
+        assert config.dq_columns * len(parts) == config.heads.qk and (
+            config.has_own_code or len(set(parts)) == 1
+        )
+        for name, size in (("k", qk), ("v", v)):
+            assert 0 <= config.sum_columns(name) - size < (64 if config.paired else 16)
+        assert config.room_of("k") >= qk and config.room_of("v") >= v
+        backward_launch.plan(wanted, SIMULATED["sm_100a"])
+
+
+def test_lists_of_small_blocks_have_a_smaller_tile():
+    """Blocks of 64 keys, which gradients of 192 with 128 had before they got a tile of 128 keys."""
+    made = dict(
+        batch=1, seq_q=256, seq_k=256, heads_q=1, heads_kv=1, head_dim=192, v_dim=128, return_lse=True
+    )
+    for keys, wide in ((64, False), (128, True)):
+        problem = AttentionProblem(
+            **made, device=torch.device("meta"), logits=LogitOptions(1.0), mask=Mask(block_size=(128, keys))
+        )
+        config = backward_launch.plan(BackwardProblem(problem, ("q", "k", "v")).padded, SIMULATED["sm_90a"])
+        assert config.wide == wide and keys % config.tile_n == 0
 
 
 def test_reference_gradients():

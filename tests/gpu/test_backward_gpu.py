@@ -71,7 +71,7 @@ def test_not_worse_than_torch(dim, causal):
 
 @pytest.mark.parametrize(
     ("qk", "v"),
-    [(40, 24), (72, 72), (80, 80), (96, 96), (128, 64), (192, 128), (256, 200)],
+    [(40, 24), (72, 72), (80, 80), (96, 96), (128, 64), (136, 96), (192, 128), (192, 192), (256, 200)],
 )
 @pytest.mark.parametrize("case", SIZES, ids=lambda case: case.id)
 def test_head_sizes(case, qk, v):

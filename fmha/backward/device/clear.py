@@ -12,7 +12,6 @@ from cutlass import Boolean, Int32
 
 from warpspec.common.device import tma
 from warpspec.common.hardware import VECTOR_BYTES
-from warpspec.fmha.tiles import ELEMENT_BYTES
 
 
 @cute.jit
@@ -22,8 +21,8 @@ def clear_unseen_keys(work):
     if cutlass.const_expr(config.scatters):
         first, end = tile.seen_first - tile.first_key, tile.seen_end - tile.first_key
         if tile.has_unseen_keys:
-            clear_rows(work, work.shared.k, config.tile_n, first, end)
-            clear_rows(work, work.shared.v, config.tile_n, first, end)
+            clear_rows(work, "k", work.shared.k, first, end)
+            clear_rows(work, "v", work.shared.v, first, end)
             work.fence()
 
 
@@ -35,17 +34,19 @@ def clear_unseen_rows(work, query_tile, step):
         if tile.has_unseen_rows(query_tile):
             work.channels["do_full"].wait(step)
             first = query_tile * config.tile_m
-            for base, stages in ((work.shared.q, config.q_stages), (work.shared.do, config.do_stages)):
-                stage = base + step % stages * config.query_tile_bytes
-                clear_rows(work, stage, config.tile_m, tile.rows_first - first, tile.rows_end - first)
+            rows_first, rows_end = tile.rows_first - first, tile.rows_end - first
+            for name, stages in (("q", config.q_stages), ("do", config.do_stages)):
+                stage = getattr(work.shared, name) + step % stages * config.tile_bytes(name)
+                clear_rows(work, name, stage, rows_first, rows_end)
             work.fence()
 
 
 @cute.jit
-def clear_rows(work, base, rows: cutlass.Constexpr, first, end):
-    """Clear rows of a tile (rows, D) outside [first, end). Blocks of 64 columns lie one after another, 128 bytes a
-    row."""
-    vectors = rows * work.config.room * ELEMENT_BYTES // VECTOR_BYTES
+def clear_rows(work, name: cutlass.Constexpr, base, first, end):
+    """Clear rows of a tile of "q", "k", "v" or "do" outside [first, end). Blocks of 64 columns lie one after another,
+    128 bytes a row."""
+    rows = work.config.tile_n if cutlass.const_expr(name in ("k", "v")) else work.config.tile_m
+    vectors = work.config.tile_bytes(name) // VECTOR_BYTES
     zeros = cute.make_rmem_tensor(4, Int32)
     zeros.fill(0)
     for i in cutlass.range(work.index, vectors, work.threads, unroll=1):

@@ -41,14 +41,15 @@ class GradientBuffers(NamedTuple):
         return cls(*(getattr(storage, name).data_ptr() if name in regions else None for name in cls._fields))
 
 
-def ring_of(config, atom, view, base, dtype, rows: int, stages: int, first) -> tma.TileRing:
-    """A ring of tiles of so many rows; TMA loads the tile that begins at row ``first``. view: (D, ROW,
+def ring_of(config, name: str, atom, view, base, dtype, stages: int, first) -> tma.TileRing:
+    """A ring of tiles of "q", "k", "v" or "do"; TMA loads the tile that begins at row ``first``. view: (D, ROW,
     BLOCK)."""
+    rows, blocks = config.tile_n if name in ("k", "v") else config.tile_m, config.room_of(name) // BLOCK
     if config.rows is not None:  # a span at a time
-        box, spans = (BLOCK, rows, 1), config.room // BLOCK
+        box = (BLOCK, rows, 1)
         tiles = cute.local_tile(cute.domain_offset((0, first, 0), view), box, (None, 0, 0))
-        return tma.TileRing.make(atom, tiles, tma.shared_tiles(base, dtype, box, stages * spans))
-    box = (BLOCK, rows, config.room // BLOCK)
+        return tma.TileRing.make(atom, tiles, tma.shared_tiles(base, dtype, box, stages * blocks))
+    box = (BLOCK, rows, blocks)
     tiles = cute.local_tile(cute.domain_offset((0, first, 0), view), box, (0, 0, None))
     return tma.TileRing.make(atom, tiles, tma.shared_tiles(base, dtype, box, stages))
 
@@ -78,7 +79,7 @@ class TileLoads:
         first = tile.place.first_key + tile.first_key
         full.expect_bytes(0, loaded_bytes(config, name, config.tile_n))
         dtype = self.operands.q.element_type
-        ring = ring_of(config, self.atoms[i], keys, self.shared[i + 1], dtype, config.tile_n, 1, first)
+        ring = ring_of(config, name, self.atoms[i], keys, self.shared[i + 1], dtype, 1, first)
         load_tile(config, name, ring, 0, full.barrier(0))
 
     def load_step(self, step, head, query_tile, waits: bool = True) -> None:
@@ -90,9 +91,7 @@ class TileLoads:
         for i, name, stages in ((2, "q", config.q_stages), (3, "do", config.do_stages)):
             full = channels[name + "_full"]
             queries = self.coordinates[i][None, None, None, head, tile.batch]
-            ring = ring_of(
-                config, self.atoms[i], queries, self.shared[i + 1], dtype, config.tile_m, stages, first
-            )
+            ring = ring_of(config, name, self.atoms[i], queries, self.shared[i + 1], dtype, stages, first)
             if waits and name + "_empty" in channels:
                 channels[name + "_empty"].wait_previous(step)
             size = config.statistics_bytes if name == "q" else 0
@@ -157,4 +156,4 @@ def load_tile(config, name: str, ring: tma.TileRing, stage, mbarrier) -> None:
         ring.load(loaded_part(config), stage, mbarrier)
         return
     for span in range(config.spans_of(name)):
-        ring.load(span, stage * (config.room // BLOCK) + span, mbarrier)
+        ring.load(span, stage * (config.room_of(name) // BLOCK) + span, mbarrier)

@@ -47,7 +47,8 @@ class GradientResults:
     @host_function(ResultOperands)
     def __call__(self, operands: ResultOperands, stream: CUstream):
         config = self.config
-        dq, keys = (config.tile_m, VECTORS), (config.tile_n, KEY_VECTORS)
+        whole = config.tile_m * config.heads.qk % (THREADS * THREAD_ELEMENTS) == 0
+        dq, keys = (config.tile_m, VECTORS if whole else VECTORS // 2), (config.tile_n, KEY_VECTORS)
         dk_sums, dv_sums = operands.dk_sums, operands.dv_sums
         if cutlass.const_expr(config.added):
             dk_sums, dv_sums = (each and each[None, None, 0, None] for each in (dk_sums, dv_sums))

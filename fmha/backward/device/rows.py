@@ -20,6 +20,7 @@ from warpspec.fmha.backward.operands import BackwardOperands, RowOperands
 from warpspec.fmha.backward.pieces import PieceLength
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT
 from warpspec.fmha.device.packed import entry, extent_of, request_of
+from warpspec.fmha.heads import class_of
 
 THREADS = 128
 VECTOR = 8  # elements of o and do that a thread loads at a time: 16 bytes
@@ -64,7 +65,7 @@ def prepare_rows(config: cutlass.Constexpr, operands, tile_index, head):
     if cutlass.const_expr(operands.turns is not None):  # noqa: SIM102
         if thread < operands.turns.shape[2]:
             operands.turns[head, tile_index, thread] = 0
-    lanes, row_vectors = min(config.heads.qk // VECTOR, WARP_THREADS), config.sizes.v // VECTOR
+    lanes, row_vectors = min(class_of(config.heads.qk) // VECTOR, WARP_THREADS), config.sizes.v // VECTOR
     lane, group, groups = thread % lanes, thread // lanes, THREADS // lanes
     passes = config.tile_m // groups
     statistics = operands.statistics[head, tile_index, None, None]  # (ROW PAIR, 4)

@@ -41,7 +41,6 @@ from warpspec.fmha.device.grid import requests_of
 from warpspec.fmha.device.packed import entry, find_request, query_tiles, request_of
 from warpspec.fmha.device.request import Request, request_at
 from warpspec.fmha.device.tile import INTEGERS, widened_by
-from warpspec.fmha.heads import BLOCK
 from warpspec.fmha.mask import key_range, position_range
 from warpspec.fmha.schedule import key_span, split_part
 
@@ -192,12 +191,12 @@ class KeyTile:
         )
 
     def needs_mask(self, head, query_tile, block: int):
-        """Whether some row of the query tile's block of 64 does not see some key."""
+        """Whether some row of one of the query tile's blocks does not see some key."""
         if self.config.mask.has_blocks:
             partial = Boolean(self.blocks.entry(head, query_tile, RULE) != NO_MASK)
             return partial | Boolean(self.first_key + self.config.tile_n > self.place.length)
-        first = query_tile * self.config.tile_m + block * BLOCK
-        return Boolean(first < self.inner_first) | Boolean(first + BLOCK > self.inner_end)
+        first = query_tile * self.config.tile_m + block * self.config.block_m
+        return Boolean(first < self.inner_first) | Boolean(first + self.config.block_m > self.inner_end)
 
     def has_unseen_rows(self, query_tile):
         """Whether some row in shared memory sees no key at all, or belongs to another request."""

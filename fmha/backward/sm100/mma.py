@@ -91,8 +91,8 @@ def fragments(config, dtype, shared, part, columns) -> Fragments:
         first = part * (width // BLOCK) * tile_rows * tma.ROW_BYTES
         return (base + first).align(tma.TILE_ALIGNMENT)
 
-    queries_of = {"stages": config.q_stages, "stage_bytes": config.query_tile_bytes}
-    dos_of = {"stages": config.do_stages, "stage_bytes": config.query_tile_bytes}
+    queries_of = {"stages": config.q_stages, "stage_bytes": config.tile_bytes("q")}
+    dos_of = {"stages": config.do_stages, "stage_bytes": config.tile_bytes("do")}
     k_base = part_of(shared.k, n)
     a_base, b_base = (k_base, shared.ds) if config.transposed_dq else (shared.ds, k_base)
     return Fragments(

@@ -10,16 +10,15 @@ from warpspec.common.device.wgmma import COLUMNS, PAIR, THREAD_ROWS, flat
 from warpspec.fmha.backward.device.arithmetic import Block
 from warpspec.fmha.backward.device.tile import column_part
 from warpspec.fmha.backward.sm90 import bias
-from warpspec.fmha.heads import BLOCK
 
 
 def block_of(work, step, number: int, place) -> Block:
-    """A thread's part of a block of 64 queries. number: the block's, in the tile. place: (query head, query tile)."""
+    """A thread's part of a block of queries. number: the block's, in the tile. place: (query head, query tile)."""
     config, tile = work.config, work.tile
     head, query_tile = place
-    offset = number * BLOCK + PAIR * work.member  # query of the thread's column 0, in the tile
+    offset = number * config.block_m + PAIR * work.member  # query of the thread's column 0, in the tile
     stage = work.channels["q_full"].stage(step) * config.tile_m
-    layout = cute.make_layout((PAIR, 2, BLOCK // PAIR), stride=(1, PAIR, 2 * PAIR))
+    layout = cute.make_layout((PAIR, 2, config.block_m // PAIR), stride=(1, PAIR, 2 * PAIR))
     statistics = cute.make_tensor((work.shared.statistics + (stage + offset) * 2).align(8), layout)
     return Block(
         config,
@@ -29,7 +28,7 @@ def block_of(work, step, number: int, place) -> Block:
         head,
         query_tile * config.tile_m + offset,
         statistics,
-        columns=tuple(range(0, BLOCK, COLUMNS)),
+        columns=tuple(range(0, config.block_m, COLUMNS)),
         keys=tuple(tile.first_key + work.key(r) for r in range(THREAD_ROWS)),
         bounds=work.bounds,
         element=lambda column, r: (column // COLUMNS * THREAD_ROWS + r) * PAIR,

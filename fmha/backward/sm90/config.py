@@ -14,16 +14,19 @@ from warpspec.common.hardware import (
     WARP_THREADS,
     WARPGROUP_THREADS,
 )
-from warpspec.fmha.backward.features import WARPS, BackwardKernel, parts_of
+from warpspec.fmha.backward.features import PART_ROWS, WARPS, BackwardKernel, parts_of
 from warpspec.fmha.backward.problem import BackwardProblem
 from warpspec.fmha.config import check_requests
-from warpspec.fmha.heads import BLOCK
+from warpspec.fmha.heads import BLOCK, HeadSizes, rounded
 from warpspec.fmha.tiles import ELEMENT_BYTES
 
 CONSUMERS = 2  # warpgroups
 CONSUMER_KEYS = 64
-TILE_M = {64: 128, 128: 64, 256: 64, 512: 64}  # queries of a tile, by D
+TILE_M = {64: 128, 128: 64, 192: 64, 256: 64, 512: 64}  # queries of a tile, by D of Q and K
 BIAS_DIM, BIAS_STAGES, BIAS_VECTOR = 128, 2, 8  # if TMA loads the bias
+WIDE = HeadSizes(192, 128)  # largest sizes of the tile for Q and K that are wider than V
+WIDE_BLOCK = 32  # its queries of a block, and columns of dQ at a time: 64 would take too many registers
+SUM_STEP = 16  # columns of dK and dV are made and stored in multiples of this
 PAIRED_DIM = 256  # from this D on, both consumers have the same keys: one makes P and dV, the other dS and dK
 WIDTH = 256  # most columns of a head in a CTA: at D 512, two CTAs of a cluster have half each (``partial``)
 TURN_STAGES = 2  # steps by which a consumer's granted turns may run ahead of its additions
@@ -44,6 +47,17 @@ def has_bias_tiles(parts: dict, forward) -> bool:
     return fits and whole_rows and parts["format"].dtype == logits.bias.dtype == "bfloat16"
 
 
+def tile_heads(parts: dict, rows: HeadSizes | None) -> HeadSizes:
+    """The head sizes of the kernel's tile: the tuned size, or ``WIDE`` where rows fit, logits take no registers, dQ has
+    no order, and blocks of a list are of whole tiles. rows: the sizes of rows in memory, if they differ from the tuned
+    size."""
+    heads, logits, block = parts["heads"], parts["logits"], parts["mask"].block_size
+    narrower = rows is not None and WIDE.v < rows.qk <= WIDE.qk and rows.v <= WIDE.v
+    plain = logits.bias is None and not logits.curved and not parts["deterministic"]
+    whole = block is None or block[1] % (CONSUMERS * CONSUMER_KEYS) == 0
+    return WIDE if narrower and plain and whole else heads
+
+
 @dataclass(frozen=True)
 class BackwardConfig(BackwardKernel):
     """Compile-time shape of one kernel. tile_m: queries of a tile. q_stages, do_stages: stages of the rings of Q and
@@ -58,7 +72,8 @@ class BackwardConfig(BackwardKernel):
 
     def __post_init__(self):
         super().__post_init__()
-        assert self.parts == CONSUMERS * self.consumer_parts * self.column_parts
+        columns = self.dq_columns * CONSUMERS * self.consumer_parts * self.column_parts
+        assert columns * PART_ROWS == self.tile_m * self.heads.qk
         assert self.smem_bytes <= MAX_SMEM_PER_CTA
         assert sum(self.registers) * WARPGROUP_THREADS <= REGISTERS_PER_SM
         assert self.paired or self.q_stages == self.do_stages + 1
@@ -71,10 +86,11 @@ class BackwardConfig(BackwardKernel):
         """The kernel for a problem. UnsupportedProblem names what the kernel does not support."""
         forward = problem.forward
         check_requests("sm90", forward)
-        dim = forward.head_dim
         parts = parts_of(problem)
+        parts["heads"] = tile_heads(parts, problem.rows)
+        dim = parts["heads"].qk
         tiles = has_bias_tiles(parts, forward)
-        tight = dim >= PAIRED_DIM or tiles
+        tight = dim >= WIDE.qk or tiles
         return cls(
             **parts,
             rows=problem.rows,
@@ -93,6 +109,51 @@ class BackwardConfig(BackwardKernel):
     def paired(self) -> bool:
         """Whether both consumers have the tile's keys: one makes P and dV, the other dS and dK (``pair``)."""
         return self.heads.qk >= PAIRED_DIM
+
+    @property
+    def wide(self) -> bool:
+        """Whether the tile is that of ``WIDE``. Its threads hold more of dK than others, so less of all else."""
+        return self.heads == WIDE
+
+    @property
+    def block_m(self) -> int:
+        return WIDE_BLOCK if self.wide else BLOCK
+
+    @property
+    def dq_columns(self) -> int:
+        """Columns of dQ that a consumer makes at a time: a consumer's part of dQ, 64 rows."""
+        return WIDE_BLOCK if self.wide else BLOCK
+
+    def dq_place(self, number) -> tuple:
+        """(part of dQ in its sums, first column in it) of a part that some consumer makes."""
+        if self.dq_columns == BLOCK:
+            return number, 0
+        return number * self.dq_columns // BLOCK, number * self.dq_columns % BLOCK
+
+    @property
+    def trims(self) -> bool:
+        """Whether dQ has only the columns that rows have: where these are fewer, up to whole instructions."""
+        return self.sum_columns("k") < self.room
+
+    def dq_size(self, number) -> int:
+        """Columns of this part that are made: of a pair's parts whole ones, or none."""
+        if not self.trims:
+            return self.dq_columns
+        size = min(max(self.rows.qk - number * self.dq_columns % self.heads.qk, 0), self.dq_columns)
+        return rounded(size, BLOCK) if self.paired else size
+
+    def sum_columns(self, name: str) -> int:
+        """Columns of the sums of dK or dV ("k" or "v") in a CTA: as many as rows have, up to whole instructions. Pairs
+        have whole spans: with fewer columns ptxas serialises their products."""
+        if self.rows is None or self.paired:
+            return self.spans_of(name) * BLOCK
+        return rounded(self.rows.qk if name == "k" else self.rows.v, SUM_STEP)
+
+    @property
+    def has_own_code(self) -> bool:
+        """Whether each consumer has code of its own: with parts of its own sizes, and constants instead of registers,
+        of which ``WIDE`` has too few. With as many columns as D 128, code of its own takes more registers."""
+        return self.paired or self.wide or self.trims
 
     @property
     def width(self) -> int:
@@ -120,7 +181,7 @@ class BackwardConfig(BackwardKernel):
     @property
     def consumer_parts(self) -> int:
         """Parts of dQ that a consumer makes."""
-        return 2 if self.paired else 1
+        return self.width * self.tile_m // (PART_ROWS * CONSUMERS * self.dq_columns)
 
     # Warp roles: consumer warpgroups, then, of a pair, the producer's, of which one warp loads. Where dQ's order is
     # fixed, a turn warp.

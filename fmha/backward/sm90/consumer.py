@@ -1,8 +1,8 @@
 """A consumer warpgroup: dK and dV of its 64 keys in registers, and one part of every query tile's dQ, on wgmma.
 
-Scores are transposed, S^T = K Q^T, one key per row, for 64 queries at a time, so that P^T and dS^T are register
+Scores are transposed, S^T = K Q^T, one key per row, for a block of queries at a time, so that P^T and dS^T are register
 operands of dV += P^T dO and dK += dS^T Q. dS goes through shared memory once, for dQ = dS K, to which all keys of the
-tile add. Each block of 64 queries finds its S finished; S of the next block is issued as soon as dS has been made, so
+tile add. Each block of queries finds its S finished; S of the next block is issued as soon as dS has been made, so
 that the tensor core has work during all of the arithmetic:
 
     issue dP | P = exp(S - lse') | issue dV | wait dP | dS = P (dP - delta) | issue the next S | dS to shared memory |
@@ -47,7 +47,7 @@ from warpspec.fmha.backward.sm90.arithmetic import block_of, keep
 from warpspec.fmha.backward.sm90.config import CONSUMER_BARRIER, CONSUMER_KEYS
 from warpspec.fmha.backward.sm90.products import MMA_K, GradientProducts, products, rows_of
 from warpspec.fmha.heads import BLOCK
-from warpspec.fmha.sm90.staging import load_words, store_rows
+from warpspec.fmha.sm90.staging import CHUNK, load_words, store_rows
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class ConsumerKeys:
         return self.first_row + self.row + r * ROW_DISTANCE
 
     def issue_s(self, step, block: int) -> None:
-        """Issue S^T of a block of 64 queries; the other methods likewise."""
+        """Issue S^T of a block of queries; the other methods likewise."""
         stage = step % self.config.q_stages
         count = self.steps_of(self.config.sizes.qk)
         multiply(
@@ -100,20 +100,26 @@ class ConsumerKeys:
         """Instructions of S or dP where rows have so many elements in memory; None: all of a CTA's."""
         return None if self.config.rows is None else -(-size // MMA_K)
 
+    @property
+    def block_steps(self) -> int:
+        """Instructions that sum over a block of queries."""
+        return self.config.block_m // MMA_K
+
     def issue_dv(self, step, block: int) -> None:
         stage = step % self.config.do_stages
         columns = self.mma.do_columns[None, None, None, stage]
-        multiply(self.mma.rows_v, self.mma.dv, self.mma.p, columns, True, block * (BLOCK // MMA_K))
+        multiply(self.mma.rows_v, self.mma.dv, self.mma.p, columns, True, block * self.block_steps)
 
     def issue_dk(self, step, block: int) -> None:
         columns = self.mma.q_columns[None, None, None, step % self.config.q_stages]
-        multiply(self.mma.rows, self.mma.dk, self.mma.ds_rows, columns, True, block * (BLOCK // MMA_K))
+        multiply(self.mma.rows, self.mma.dk, self.mma.ds_rows, columns, True, block * self.block_steps)
 
     def issue_dq(self, step, part: int = 0, mma: GradientProducts | None = None) -> None:
         """part: which of the consumer's parts. mma: descriptors, if it is issued in several regions of the program."""
         mma = mma or self.mma
         ds = mma.ds[None, None, None, step % self.config.ds_stages]
-        multiply(mma.queries, self.mma.dq, ds, mma.k_columns[part][None, None, None, 0], False)
+        dq, columns = self.mma.dq[part], mma.k_columns[part][None, None, None, 0]
+        multiply(mma.queries[part], dq, ds, columns, False, count=0 if dq is None else None)
 
     @property
     def threads(self) -> int:
@@ -173,7 +179,7 @@ def consume(
         lane % QUAD,
         bounds,
         TileLoads(config, channels, shared, operands, *tensors, tile),
-        None if config.paired else cute.make_rmem_tensor(BLOCK // COLUMNS * PAIR, Float32),
+        None if config.paired else cute.make_rmem_tensor(config.block_m // COLUMNS * PAIR, Float32),
     )
     if cutlass.const_expr(mma.dk is not None):
         mma.dk.fill(0.0)
@@ -334,11 +340,12 @@ def store_ds(work, step, block: cutlass.Constexpr):
     if cutlass.const_expr(config.ds_stages == 0):
         return
     stage = step % config.ds_stages * config.ds_bytes + work.first_row * tma.ROW_BYTES
-    base = work.shared.ds.toint() + stage + block * config.tile_n * tma.ROW_BYTES
+    first = block * config.block_m  # query in the tile
+    base = work.shared.ds.toint() + stage + first // BLOCK * config.tile_n * tma.ROW_BYTES
     if cutlass.const_expr(config.stores_bias):
         bias.store_columns(base, work.thread, words)
     else:
-        store_rows(base, work.thread, words)
+        store_rows(base, work.thread, words, first % BLOCK // CHUNK)
 
 
 class PlaceInRows(NamedTuple):

@@ -63,7 +63,7 @@ class Backward(BackwardHost):
         arguments = (config, channels, shared, operands, scales, window, order)
         tensors = (atoms, coordinates)
         if cutlass.const_expr(config.threads == config.consumer_threads):
-            consume(*arguments, consumer, tensors)  # one of the consumers' warps loads
+            become_consumer(arguments, consumer, tensors)  # one of the consumers' warps loads
         elif warp >= config.consumer_threads // WARP_THREADS:
             cute.arch.setmaxregister_decrease(config.registers[-1])
             tile = own_tile(config, operands, window, order)
@@ -74,13 +74,19 @@ class Backward(BackwardHost):
                 if warp >= config.turn_warp:
                     wait_before(config)
                     take_turns(config, channels, operands, tile, warp - config.turn_warp)
-        elif cutlass.const_expr(not config.paired):
-            cute.arch.setmaxregister_increase(config.registers[0])
-            consume(*arguments, consumer, tensors)
         else:
             cute.arch.setmaxregister_increase(config.registers[0])
-            for each in cutlass.range_constexpr(CONSUMERS):  # each consumer has code of its own
-                if consumer == each:
-                    consume(*arguments, each, tensors)
+            become_consumer(arguments, consumer, tensors)
         if cutlass.const_expr(config.clustered):
             handover.meet()
+
+
+@cute.jit
+def become_consumer(arguments: cutlass.Constexpr, consumer, tensors: cutlass.Constexpr):
+    """Run consumer number ``consumer``. arguments: those of ``consume`` before it."""
+    if cutlass.const_expr(arguments[0].has_own_code):
+        for each in cutlass.range_constexpr(CONSUMERS):
+            if consumer == each:
+                consume(*arguments, each, tensors)
+    else:
+        consume(*arguments, consumer, tensors)

@@ -27,15 +27,18 @@ def make_mma(dtype, a_major, b_major, columns: int, registers: bool = False) -> 
 
 
 class GradientProducts(NamedTuple):
-    """The products of a consumer; a paired consumer has only those it makes. k, v, ds (MMA, MMA_M, MMA_K[, STAGE]), q,
-    do, q_columns, do_columns (MMA, MMA_N, MMA_K, STAGE): descriptors of shared memory, k and v at D 64 registers;
-    k_columns: likewise, one for each part of dQ. s, dp, dq, dk, dv: fp32 registers; p, ds_rows: operands in registers,
-    16 bits."""
+    """The products of a consumer; a paired consumer has only those it makes.
+
+    k, v, ds (MMA, MMA_M, MMA_K[, STAGE]), q, do, q_columns, do_columns (MMA, MMA_N, MMA_K, STAGE): descriptors of
+    shared memory, k and v at D 64 registers. queries, k_columns, dq: a product, its descriptors and its registers for
+    each of the consumer's parts of dQ; dq is None of a part that rows do not have. s, dp, dk, dv: fp32 registers; p,
+    ds_rows: operands in registers, 16 bits.
+    """
 
     scores: cute.TiledMma
     rows: cute.TiledMma
     rows_v: cute.TiledMma
-    queries: cute.TiledMma
+    queries: list
     k: cute.Tensor
     v: cute.Tensor
     q: cute.Tensor
@@ -48,18 +51,24 @@ class GradientProducts(NamedTuple):
     dp: cute.Tensor | None
     p: cute.Tensor | None
     ds_rows: cute.Tensor | None
-    dq: cute.Tensor
+    dq: list
     dk: cute.Tensor | None
     dv: cute.Tensor | None
 
 
 def products(config, dtype, shared, consumer) -> GradientProducts:
     """consumer: number of the consumer, which selects its 64 keys and its part of dQ."""
-    m, n, depth = config.tile_m, config.tile_n, config.room
-    scores = make_mma(dtype, K_MAJOR, K_MAJOR, BLOCK, registers=config.keys_in_registers)
+    m, n, block = config.tile_m, config.tile_n, config.block_m
+    scores = make_mma(dtype, K_MAJOR, K_MAJOR, block, registers=config.keys_in_registers)
+    sums_k, sums_v = (config.sum_columns(name) for name in "kv")
+    rows, rows_v = (make_mma(dtype, K_MAJOR, MN_MAJOR, each, registers=True) for each in (sums_k, sums_v))
+    # Descriptors are those of whole spans, of which the products may read some columns.
     depth_k, depth_v = (BLOCK * config.spans_of(name) for name in "kv")
-    rows, rows_v = (make_mma(dtype, K_MAJOR, MN_MAJOR, each, registers=True) for each in (depth_k, depth_v))
-    queries = make_mma(dtype, K_MAJOR if config.stores_bias else MN_MAJOR, MN_MAJOR, BLOCK)
+    spans_k, spans_v = (
+        make_mma(dtype, K_MAJOR, MN_MAJOR, each, registers=True) for each in (depth_k, depth_v)
+    )
+    ds_mode = K_MAJOR if config.stores_bias else MN_MAJOR
+    span = make_mma(dtype, ds_mode, MN_MAJOR, BLOCK)
     row_major, column_major = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
 
     def ring(base, layout, stages, stage_bytes):
@@ -74,8 +83,9 @@ def products(config, dtype, shared, consumer) -> GradientProducts:
     def b(mma, base, layout, stages, stage_bytes):
         return mma.make_fragment_B(mma.get_slice(0).partition_B(ring(base, layout, stages, stage_bytes)))
 
-    keys = hopper.make_smem_layout_a(row_major, (n, m, depth), dtype, 1)
-    queries_rows = hopper.make_smem_layout_b(row_major, (n, m, depth), dtype, 1)
+    rooms = [config.room_of(name) for name in "kv"]
+    keys, values = (hopper.make_smem_layout_a(row_major, (n, m, each), dtype, 1) for each in rooms)
+    q_rows, do_rows = (hopper.make_smem_layout_b(row_major, (n, m, each), dtype, 1) for each in rooms)
     q_columns, do_columns = (
         hopper.make_smem_layout_b(column_major, (n, each, m), dtype, 1) for each in (depth_k, depth_v)
     )
@@ -83,49 +93,62 @@ def products(config, dtype, shared, consumer) -> GradientProducts:
     ds_layout = hopper.make_smem_layout_a(ds_major, (BLOCK, BLOCK, n), dtype, 1)
     k_layout = hopper.make_smem_layout_b(column_major, (BLOCK, BLOCK, n), dtype, 1)
     # A part of dQ: a block of rows by a block of columns; a consumer's are neighbours.
-    columns = depth // BLOCK
+    columns = config.room // BLOCK
     block_bytes = n * BLOCK * dtype.width // 8
     parts = [consumer * config.consumer_parts + i for i in range(config.consumer_parts)]
-    ds_base = (shared.ds + parts[0] // columns * block_bytes).align(tma.TILE_ALIGNMENT)
-    k_bases = [(shared.k + part % columns * block_bytes).align(tma.TILE_ALIGNMENT) for part in parts]
-    queries_of = {"stages": config.q_stages, "stage_bytes": config.query_tile_bytes}
-    dos_of = {"stages": config.do_stages, "stage_bytes": config.query_tile_bytes}
+    ds_base = (shared.ds + config.dq_place(parts[0])[0] // columns * block_bytes).align(tma.TILE_ALIGNMENT)
+    queries = [make_mma(dtype, ds_mode, MN_MAJOR, config.dq_size(part) or BLOCK) for part in parts]
+    k_bases = []
+    for number, column in map(config.dq_place, parts):
+        base = (shared.k + number % columns * block_bytes).align(tma.TILE_ALIGNMENT)
+        # The swizzle is of addresses, so a matrix may begin at any 16 bytes of a span's row.
+        k_bases.append(base if config.dq_columns == BLOCK else base + column * dtype.width // 8)
+    queries_of = {"stages": config.q_stages, "stage_bytes": config.tile_bytes("q")}
+    dos_of = {"stages": config.do_stages, "stage_bytes": config.tile_bytes("do")}
 
     def accumulator(mma, shape):
         return cute.make_rmem_tensor(mma.partition_shape_C(shape), Float32)
 
-    def keys_of(base):
-        if config.keys_in_registers:
-            return cute.make_rmem_tensor(scores.partition_shape_A((CONSUMER_KEYS, depth)), dtype)
-        return batched(a(scores, base, keys)[None, 0 if config.paired else consumer, None, 0])
+    def first_of(values, mma, columns):  # the first registers of ``values`` again
+        shape = mma.partition_shape_C((BLOCK, columns))
+        return cute.make_tensor(values.iterator, cute.make_layout(shape))
 
-    operand = rows.partition_shape_A((CONSUMER_KEYS, BLOCK))
-    square = (CONSUMER_KEYS, BLOCK)
+    def keys_of(base, layout):
+        if config.keys_in_registers:
+            return cute.make_rmem_tensor(scores.partition_shape_A((CONSUMER_KEYS, config.room)), dtype)
+        return batched(a(scores, base, layout)[None, 0 if config.paired else consumer, None, 0])
+
+    operand = rows.partition_shape_A((CONSUMER_KEYS, block))
+    scores_shape = (CONSUMER_KEYS, block)
     makes_p, makes_ds = (not config.paired or consumer == each for each in range(2))
-    s = accumulator(scores, square) if makes_p else None
-    dp = accumulator(scores, square) if makes_ds else None
+    s = accumulator(scores, scores_shape) if makes_p else None
+    dp = accumulator(scores, scores_shape) if makes_ds else None
+    # dQ reuses dP's registers once dS is in shared memory. A pair's next S or dP is in flight then, so its dQ has
+    # registers of its own.
+    dq = accumulator(span, (BLOCK, BLOCK)) if config.paired else dp
     return GradientProducts(
         scores,
         rows,
         rows_v,
         queries,
-        k=keys_of(shared.k),
-        v=keys_of(shared.v),
-        q=b(scores, shared.q, queries_rows, **queries_of),
-        do=b(scores, shared.do, queries_rows, **dos_of),
-        q_columns=b(rows, shared.q, q_columns, **queries_of),
-        do_columns=b(rows_v, shared.do, do_columns, **dos_of),
-        ds=a(queries, ds_base, ds_layout, max(config.ds_stages, 1), config.ds_bytes),
-        k_columns=[b(queries, base, k_layout, 1, 0) for base in k_bases],
+        k=keys_of(shared.k, keys),
+        v=keys_of(shared.v, values),
+        q=b(scores, shared.q, q_rows, **queries_of),
+        do=b(scores, shared.do, do_rows, **dos_of),
+        q_columns=b(spans_k, shared.q, q_columns, **queries_of),
+        do_columns=b(spans_v, shared.do, do_columns, **dos_of),
+        ds=a(span, ds_base, ds_layout, max(config.ds_stages, 1), config.ds_bytes),
+        k_columns=[b(span, base, k_layout, 1, 0) for base in k_bases],
         s=s,
         dp=dp,
         p=cute.make_rmem_tensor(operand, dtype) if makes_p else None,
         ds_rows=cute.make_rmem_tensor(operand, dtype) if makes_ds else None,
-        # dQ reuses dP's registers once dS is in shared memory. A pair's next S or dP is in flight then, so its dQ has
-        # registers of its own.
-        dq=accumulator(queries, (BLOCK, BLOCK)) if config.paired else dp,
-        dk=accumulator(rows, (CONSUMER_KEYS, depth_k)) if makes_ds else None,
-        dv=accumulator(rows_v, (CONSUMER_KEYS, depth_v)) if makes_p else None,
+        dq=[
+            first_of(dq, mma, config.dq_size(part)) if config.dq_size(part) else None
+            for mma, part in zip(queries, parts, strict=True)
+        ],
+        dk=accumulator(rows, (CONSUMER_KEYS, sums_k)) if makes_ds else None,
+        dv=accumulator(rows_v, (CONSUMER_KEYS, sums_v)) if makes_p else None,
     )
 
 

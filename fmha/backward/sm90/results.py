@@ -9,7 +9,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from warpspec.common.device import tma
 from warpspec.common.device.handover import received_words, store_words
-from warpspec.common.device.wgmma import flat
+from warpspec.common.device.wgmma import COLUMNS, flat
 from warpspec.common.hardware import FP32_BYTES, WARP_THREADS
 from warpspec.fmha.backward.device.tile import column_part, tile_index_of
 from warpspec.fmha.backward.features import THREAD_ELEMENTS, WARP_ELEMENTS, WARPS
@@ -46,12 +46,16 @@ def sums_of(work, place, number):
 @cute.jit
 def add_queries(work, part: cutlass.Constexpr, place):
     """Add one of a consumer's parts of dQ to global memory, 16 bytes per thread."""
-    config, dq = work.config, flat(work.mma.dq)
+    config = work.config
+    if cutlass.const_expr(work.mma.dq[part] is None):
+        return
+    dq = flat(work.mma.dq[part])
     warp, lane = work.thread // WARP_THREADS, work.thread % WARP_THREADS
     first = column_part(config) * CONSUMERS + work.consumer  # number among the consumers of a query tile's dQ
-    number = (first * config.consumer_parts + part) * WARPS + warp
-    start = sums_of(work, place, number) + lane * VECTOR * FP32_BYTES
-    for i in cutlass.range_constexpr(THREAD_ELEMENTS // VECTOR):
+    number, column = config.dq_place(first * config.consumer_parts + part)
+    start = sums_of(work, place, number * WARPS + warp)
+    start += (column // COLUMNS * WARP_THREADS + lane) * VECTOR * FP32_BYTES
+    for i in cutlass.range_constexpr(cute.size(dq) // VECTOR):
         add_vector(start + i * WARP_THREADS * VECTOR * FP32_BYTES, dq, VECTOR * i)
 
 
@@ -138,15 +142,23 @@ def write_sums(work, sums: cute.Tensor, values: cute.Tensor):
     own = sums[tile.kv_head, *tile.sums_place, None]
     first = row_block * (config.heads.qk_blocks * WARPS) + thread // WARP_THREADS  # which 4 KiB
     first += column_part(config) * (config.width // BLOCK * WARPS)
-    for block in cutlass.range_constexpr(cute.size(values) // THREAD_ELEMENTS):
-        target = cute.local_tile(own, (WARP_ELEMENTS,), (first + block * WARPS,))
-        for i in cutlass.range_constexpr(THREAD_ELEMENTS // VECTOR):
-            vector = cute.local_tile(values, (VECTOR,), (block * (THREAD_ELEMENTS // VECTOR) + i,))
+    for number in cutlass.range_constexpr(-(-cute.size(values) // THREAD_ELEMENTS)):
+        target = cute.local_tile(own, (WARP_ELEMENTS,), (first + number * WARPS,))
+        block = block_of(values, number, THREAD_ELEMENTS)
+        for i in cutlass.range_constexpr(cute.size(block) // VECTOR):
+            vector = cute.local_tile(block, (VECTOR,), (i,))
             place = cute.local_tile(target, (VECTOR,), (i * WARP_THREADS + thread % WARP_THREADS,))
             if cutlass.const_expr(config.slices):
                 add_vector(place.iterator.toint(), vector, 0)
             else:
                 cute.autovec_copy(vector, place)
+
+
+def block_of(values: cute.Tensor, number: int, size: int) -> cute.Tensor:
+    """The number-th block of so many of the values (n); the last may be smaller."""
+    first = number * size
+    count = min(size, cute.size(values) - first)
+    return cute.make_tensor(values.iterator + first, cute.make_layout(count))
 
 
 @cute.jit
@@ -156,15 +168,15 @@ def write_rows(work, tensor: cute.Tensor, values: cute.Tensor):
     config, tile, thread = work.config, work.tile, work.thread
     batch = 0 if cutlass.const_expr(config.requests.packed_k) else tile.request
     keys = tile.place.length if cutlass.const_expr(config.requests.packed_k) else tensor.shape[1]
-    stage = work.shared.q.toint() + tile.steps % config.q_stages * config.query_tile_bytes
+    stage = work.shared.q.toint() + tile.steps % config.q_stages * config.tile_bytes("q")
     base = stage + Int32(work.consumer) * (CONSUMER_KEYS * tma.ROW_BYTES)
     narrow = cute.make_rmem_tensor(cute.size(values), tensor.element_type)
     narrow.store(values.load().to(tensor.element_type))
-    words = cute.logical_divide(cute.recast_tensor(narrow, Int32), cute.make_layout(TILE_WORDS))
+    words = cute.recast_tensor(narrow, Int32)
     first_block = column_part(config) * (config.width // BLOCK)
-    for block in cutlass.range_constexpr(cute.size(values) // THREAD_ELEMENTS):
+    for block in cutlass.range_constexpr(-(-cute.size(words) // TILE_WORDS)):
         cute.arch.sync_warp()
-        store_rows(base, thread, words[None, block])
+        store_rows(base, thread, block_of(words, block, TILE_WORDS))
         cute.arch.sync_warp()
         for load in cutlass.range_constexpr(LOADS):
             key = tile.first_key + work.first_row + row_read(thread, load)
