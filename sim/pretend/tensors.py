@@ -7,6 +7,7 @@ marked tensor is marked. The mark is an attribute of the storage, so views have 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ _pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer_of.restype, _pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
 
 _device = torch._C.TensorBase.device.__get__
+_pretending = True  # whether marked tensors say that they are on the device
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
@@ -122,18 +124,21 @@ class Placement(TorchFunctionMode):
             result = function(*args, **kwargs)
             return self._off(result, args)
         result = function(*args, **kwargs | {"device": CPU})
+        if not _pretending:
+            return result
         if name in LIKE_SELF and isinstance(result, torch.Tensor) and not is_marked(result):
             result = result.clone()  # the caller goes on to use the original memory
         return mark(aligned(result))
 
     def _operator(self, function: HigherOrderOperator, args: tuple, kwargs: dict) -> object:
-        """Call an operator that calls functions: flex_attention's score_mod may name the device, too."""
-        graded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(args))
-        if graded and str(function) == "flex_attention":
-            raise NotImplementedError("torch's flex_attention does not support backward on a CPU")
+        """Call an operator that calls functions, such as flex_attention.
+
+        They may name the device, too. Torch makes fake tensors of what they take, which must say where they are.
+        """
         keys = _compute_keyset(args, kwargs, function.non_fallthrough_keys)
-        with self:
-            return function.dispatch(keys.highestPriorityTypeId(), *args, **kwargs)
+        with self, _true_devices():
+            result = function.dispatch(keys.highestPriorityTypeId(), *args, **kwargs)
+        return mark(result) if any(map(is_marked, tensors_in((args, kwargs)))) else result
 
     @staticmethod
     def _off(result: object, args: tuple) -> object:
@@ -266,9 +271,24 @@ def _again(function: Callable, args: tuple, kwargs: dict, result: object) -> Non
             old.copy_(new)
 
 
+@contextlib.contextmanager
+def _true_devices() -> Iterator[None]:
+    """A context in which tensors say where they are."""
+    global _pretending
+    before, _pretending = _pretending, False
+    try:
+        yield
+    finally:
+        _pretending = before
+
+
+def _is_cuda(tensor: torch.Tensor) -> bool:
+    return _pretending and is_marked(tensor)
+
+
 def _get_device(tensor: torch.Tensor) -> torch.device:
     device = _device(tensor)
-    return CUDA if device.type == "cpu" and is_marked(tensor) else device
+    return CUDA if device.type == "cpu" and _is_cuda(tensor) else device
 
 
 def _clone_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
@@ -314,9 +334,9 @@ class Exported:
 
 ATTRIBUTES = {  # attributes that replace those of torch.Tensor
     "device": property(_get_device),
-    "is_cuda": property(is_marked),
-    "is_cpu": property(lambda t: not is_marked(t)),
-    "get_device": lambda t: 0 if is_marked(t) else -1,
+    "is_cuda": property(_is_cuda),
+    "is_cpu": property(lambda t: not _is_cuda(t)),
+    "get_device": lambda t: 0 if _is_cuda(t) else -1,
     "pin_memory": lambda t, *_: t,
     "is_pinned": lambda t, *_: not is_marked(t),
     "__dlpack__": _dlpack,

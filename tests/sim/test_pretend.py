@@ -234,18 +234,19 @@ def test_functions_that_an_operator_calls_name_the_device():
     from torch.nn.attention.flex_attention import flex_attention
 
     with warpspec.sim.intercept("sm_90a"):
-        q, k, v = (torch.randn(1, 1, 16, 16, device="cuda") for _ in "qkv")
+        inputs = [torch.randn(1, 1, 16, 16, device="cuda", requires_grad=True) for _ in "qkv"]
         bias = torch.arange(16.0, device="cuda")
 
         def score_mod(score, batch, head, i, j):
             return score + torch.where(bias[j] > torch.tensor(4, device="cuda"), bias[2], 0.0)
 
-        out = flex_attention(q, k, v, score_mod=score_mod)
+        out = flex_attention(*inputs, score_mod=score_mod)
+        grads = torch.autograd.grad(out, inputs, bias.expand_as(out))
+        q, k, v = inputs
         wanted = ((q @ k.transpose(-1, -2)) / 4 + torch.where(bias > 4, 2.0, 0.0)).softmax(-1) @ v
-        assert out.is_cuda
+        assert out.is_cuda and all(grad.is_cuda for grad in grads)
         torch.testing.assert_close(out, wanted)
-        with pytest.raises(NotImplementedError, match="does not support backward"):
-            flex_attention(q.requires_grad_(), k, v, score_mod=score_mod)
+        torch.testing.assert_close(grads, torch.autograd.grad(wanted, inputs, bias.expand_as(out)))
 
 
 @cute.kernel
