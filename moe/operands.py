@@ -6,7 +6,7 @@ Data rows are padded to a multiple of 16 bytes, as TMA requires of a pitch; scal
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -14,22 +14,19 @@ import torch
 from warpspec.common import nvfp4
 from warpspec.common.checks import (
     ANY,
-    INTEGER_DTYPES,
     check_bool,
     check_device,
     check_floating,
     check_int,
     check_kind,
-    check_range,
     check_tensor,
     kind_of,
 )
 from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.common.nvfp4 import ATOM_BYTES, ATOM_COLUMNS, ATOM_ROWS, NVFP4_BLOCK, NVFP4Tensor
+from warpspec.moe.weights import INTERLEAVE, ExpertWeights, interleave
 
 SIZE_LIMIT = 2**31 - 1  # int32 indices in kernels
-INTERLEAVE = 8  # rows of gate, followed by as many of up: the epilogue's tile along N
-GATE, UP = 0, 1  # columns of w13's global scales
 
 
 def pitch_of(k: int) -> int:
@@ -158,7 +155,7 @@ class QuantizedRows:
 
 
 @dataclass(frozen=True)
-class PreparedWeights:
+class PreparedWeights(ExpertWeights):
     """The weights [N, K] of E experts in NVFP4, as the kernel reads them.
 
     data: uint8 [E, N, pitch], bytes after K/2 are 0. scales: uint8 [E, ceil(N/128), ceil(K/64), 512], padding 0.
@@ -174,35 +171,8 @@ class PreparedWeights:
     k: int
     bias: torch.Tensor | None = None
 
+    TENSORS: ClassVar[tuple[str, ...]] = ("data", "scales", "global_scale", "bias")
     layout: ClassVar[str] = "sm100"  # the backend whose kernels read them
-
-    @property
-    def experts(self) -> int:
-        return self.data.shape[0]
-
-    @property
-    def gated(self) -> bool:
-        """Whether this is w13: gate and up, interleaved."""
-        return bool(self.global_scale.shape[1] == 2)  # comparing symbolic sizes does not give a bool
-
-    @property
-    def width(self) -> int:
-        """Columns of the GEMM's result: N, or N/2 for gate and up."""
-        return self.n // 2 if self.gated else self.n
-
-    def to(self, device) -> PreparedWeights:
-        """Copy the weights to another device. Raises TypeError or ValueError for what names none."""
-        device = check_device("device", device)
-        tensors = {name: getattr(self, name) for name in ("data", "scales", "global_scale", "bias")}
-        return replace(self, **{name: t if t is None else t.to(device) for name, t in tensors.items()})
-
-    def pick(self, experts: torch.Tensor) -> PreparedWeights:
-        """The weights of some experts, by number: int32 or int64 [N]. Raises TypeError or ValueError naming the
-        argument."""
-        check_tensor("experts", experts, INTEGER_DTYPES, (ANY,), self.data.device)
-        check_range("experts", experts, 0, self.experts - 1, "experts")
-        tensors = {name: getattr(self, name) for name in ("data", "scales", "global_scale", "bias")}
-        return replace(self, **{name: t if t is None else t[experts] for name, t in tensors.items()})
 
     def dequantize(self, experts: slice = slice(None)) -> torch.Tensor:
         """fp32 [E, N, K] of some experts; gate and up stay interleaved. Raises TypeError unless experts is a slice."""
@@ -215,18 +185,6 @@ class PreparedWeights:
         """fp32 [N]: the bias of expert e. Raises TypeError or ValueError for what is no expert."""
         check_int("e", e, 0, self.experts - 1)
         return self.bias[e]
-
-    def row_scales(self) -> torch.Tensor:
-        """fp32 [E, N]: the global scale of every row."""
-        if not self.gated:
-            return self.global_scale.expand(-1, self.n).contiguous()
-        return interleave(*(self.global_scale[:, part, None].expand(-1, self.width) for part in (GATE, UP)))
-
-
-def interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """[E, 2I, ...] of gate and up [E, I, ...], which alternate by 8 rows."""
-    parts = [part.unflatten(1, (-1, INTERLEAVE)) for part in (gate, up)]
-    return torch.stack(parts, dim=2).flatten(1, 3)
 
 
 def deinterleave(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,8 +22,9 @@ from warpspec.common.checks import (
 )
 from warpspec.common.nvfp4 import NVFP4_BLOCK
 from warpspec.moe.activations import activation_named
-from warpspec.moe.operands import INTERLEAVE, SIZE_LIMIT, PreparedWeights, check_offsets
+from warpspec.moe.operands import SIZE_LIMIT, PreparedWeights, check_offsets
 from warpspec.moe.streamed import StreamedWeights
+from warpspec.moe.weights import INTERLEAVE
 
 PRECISIONS = ("auto", "w4a16", "w4a4")
 OUT_FORMATS = ("bf16", "nvfp4")

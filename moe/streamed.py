@@ -15,21 +15,13 @@ Codes moved to bits 6 to 8 are bf16 numbers, too. Their product is exact, and sm
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from warpspec.common import nvfp4
-from warpspec.common.checks import (
-    ANY,
-    INTEGER_DTYPES,
-    check_device,
-    check_int,
-    check_kind,
-    check_range,
-    check_tensor,
-)
+from warpspec.common.checks import check_int, check_kind
 from warpspec.common.hardware import (
     QUAD,
     ROW_DISTANCE,
@@ -39,7 +31,8 @@ from warpspec.common.hardware import (
     WARPGROUP_THREADS,
 )
 from warpspec.common.nvfp4 import E4M3_NAN, MXFP4_BLOCK, NVFP4_BLOCK, SIGN
-from warpspec.moe.operands import GATE, INTERLEAVE, UP, PreparedWeights, interleave
+from warpspec.moe.operands import PreparedWeights
+from warpspec.moe.weights import INTERLEAVE, ExpertWeights
 
 CHUNK = 64  # along K: four of wgmma's
 STEP_CHUNKS = 2
@@ -73,13 +66,12 @@ SCALE_BIAS = 18  # makes the largest weight about 1 before the global scale
 SCALE_NAN = 0xFF
 SCALE_ONES = 0x70007000  # the upper exponent bits of two bf16, which stand above a scale
 BF16_BIAS = 127
-E4M3_BIAS = 7
 # log2 of the factor by which a kernel's weights are too small; the global scale corrects it.
 CODE_POWER = (BF16_BIAS - 1) - (0b111 * 32 - BF16_BIAS + SCALE_BIAS)
 
 
 @dataclass(frozen=True)
-class StreamedWeights:
+class StreamedWeights(ExpertWeights):
     """The weights [N, K] of E experts, as sm_90a's kernel reads them.
 
     data: uint8 [E, row tiles, bytes], laid out as the module describes, padding 0. global_scale: fp32 [E, 2] for gate
@@ -94,39 +86,12 @@ class StreamedWeights:
     block: int
     bias: torch.Tensor | None = None
 
+    TENSORS: ClassVar[tuple[str, ...]] = ("data", "global_scale", "bias")
     layout: ClassVar[str] = "sm90"  # the backend whose kernels read them
-
-    @property
-    def experts(self) -> int:
-        return self.data.shape[0]
-
-    @property
-    def gated(self) -> bool:
-        """Whether this is w13: gate and up, interleaved."""
-        return bool(self.global_scale.shape[1] == 2)
-
-    @property
-    def width(self) -> int:
-        """Columns of the GEMM's result: N, or N/2 for gate and up."""
-        return self.n // 2 if self.gated else self.n
 
     @property
     def row_tiles(self) -> int:
         return self.data.shape[1]
-
-    def to(self, device) -> StreamedWeights:
-        """Copy the weights to another device. Raises TypeError or ValueError for what names none."""
-        device = check_device("device", device)
-        tensors = {name: getattr(self, name) for name in ("data", "global_scale", "bias")}
-        return replace(self, **{name: t if t is None else t.to(device) for name, t in tensors.items()})
-
-    def pick(self, experts: torch.Tensor) -> StreamedWeights:
-        """The weights of some experts, by number: int32 or int64 [N]. Raises TypeError or ValueError naming the
-        argument."""
-        check_tensor("experts", experts, INTEGER_DTYPES, (ANY,), self.data.device)
-        check_range("experts", experts, 0, self.experts - 1, "experts")
-        tensors = {name: getattr(self, name) for name in ("data", "global_scale", "bias")}
-        return replace(self, **{name: t if t is None else t[experts] for name, t in tensors.items()})
 
     def dequantize(self, experts: slice = slice(None)) -> torch.Tensor:
         """fp32 [E, N, K] of some experts: the numbers of ``PreparedWeights``, in its order. Raises TypeError unless
@@ -151,12 +116,6 @@ class StreamedWeights:
         out = rows.new_empty(rows.shape[0], self.n + 1, *rows.shape[2:])
         out[:, order] = rows[:, : len(order)]
         return out[:, : self.n]
-
-    def row_scales(self) -> torch.Tensor:
-        """fp32 [E, N]: the global scale of every row."""
-        if not self.gated:
-            return self.global_scale.expand(-1, self.n).contiguous()
-        return interleave(*(self.global_scale[:, part, None].expand(-1, self.width) for part in (GATE, UP)))
 
 
 def chunks_of(k: int) -> int:

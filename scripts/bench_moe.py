@@ -53,7 +53,6 @@ from warpspec.moe.sort import SortShape, sort_choices
 
 TOLERANCE = 6e-3
 SETS = 8  # of tokens, at most
-FEW_SETS_BYTES = 4 << 30  # beyond so many bytes of weights to a call, two sets do
 
 
 def problem_of(model: Model, experts: NVFP4Experts, x, ids, weights) -> LayerProblem:

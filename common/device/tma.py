@@ -155,15 +155,3 @@ def bulk_load(target: cute.Pointer, address, size, mbarrier: cute.Pointer, polic
         create = f"createpolicy.fractional.L2::evict_{policy}.b64 policy, 1.0;"
         code = f"{{ .reg .b64 policy; {create} {copy}.L2::cache_hint {operands}, policy; }}"
     cute.arch.inline_ptx(code, read_only_args=[target.toint(), address, size, mbarrier.toint()])
-
-
-def bulk_add(target, source: cute.Pointer, size) -> None:
-    """Add ``size`` bytes of fp32 in shared memory to global memory at address ``target``; part of the thread's bulk
-    group.
-
-    The order relative to other additions is undefined. target and size are multiples of 16.
-    """
-    cute.arch.inline_ptx(
-        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
-        read_only_args=[target, source.toint(), size],
-    )

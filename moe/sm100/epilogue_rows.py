@@ -11,10 +11,10 @@ from warpspec.common.device.nvfp4 import largest_magnitude, quantize_block
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.common.nvfp4 import ATOM_COLUMNS, NVFP4_BLOCK
 from warpspec.moe.gate import gated
-from warpspec.moe.operands import INTERLEAVE
 from warpspec.moe.sm100 import activation
 from warpspec.moe.sm100.config import ACCUMULATORS, MMA_ROWS, SWIGLU_COLUMNS
 from warpspec.moe.sm100.store import Accumulator, warp_staging, write_scale_word, write_segment
+from warpspec.moe.weights import INTERLEAVE
 
 COLUMNS = SWIGLU_COLUMNS  # columns of a step: one block of outputs after gate and up are combined
 SCALE_BITS = 8

@@ -18,9 +18,9 @@ from warpspec.common.device.nvfp4 import absolute, block_scale, quantize_lane
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.common.nvfp4 import NVFP4_BLOCK
 from warpspec.moe.gate import gated
-from warpspec.moe.operands import INTERLEAVE
 from warpspec.moe.sm100 import activation
 from warpspec.moe.sm100.store import Accumulator, warp_staging, write_scale, write_segment
+from warpspec.moe.weights import INTERLEAVE
 
 CODE_BITS = 4
 BLOCK_LANES = (1, 2, 4, 2 * INTERLEAVE)  # lane distances between the 16 outputs of a block

@@ -22,9 +22,9 @@ from warpspec.common.hardware import (
     WARPGROUP_ROWS,
 )
 from warpspec.moe.gate import gated
-from warpspec.moe.operands import GATE, UP
 from warpspec.moe.sm90.tiles import StreamOperands, StreamTile
 from warpspec.moe.streamed import CODE_POWER
+from warpspec.moe.weights import GATE, UP
 
 
 class Terms(NamedTuple):

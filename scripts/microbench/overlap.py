@@ -13,7 +13,6 @@ from case import END, END_NS, START, Case, keep
 
 ROUNDS = 24  # of wgmmas
 COUNTED = 192  # instructions of a round of arithmetic
-FIRST_VALUE = 320  # number of the first register of the values that arithmetic works on
 # What the first warpgroup does where it does not multiply: it lets the others work for a while.
 WAIT = """IDLE_{name}: mov.u64 %rd40, %clock64; sub.s64 %rd41, %rd40, %t0;
 setp.lt.s64 %p11, %rd41, 20000; @%p11 bra IDLE_{name};"""
