@@ -134,7 +134,8 @@ def drain(rings: cutlass.Constexpr, fills, parts: cutlass.Constexpr = 1, part=0)
     rings: the channels on which buffers come back, all with equally many. parts: uses of a channel in a fill, of which
     this role waits for number ``part``.
     """
-    stages = rings[0].stages // parts
+    # Of a ring with fewer stages it would wait for a phase before the last, for ever.
+    (stages,) = {ring.stages // parts for ring in rings}
     for fill in cutlass.range(cutlass.max(fills - stages, 0), fills, unroll=1):
         for ring in rings:
             ring.wait(fill * parts + part)
