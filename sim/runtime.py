@@ -24,7 +24,7 @@ from warpspec.sim.limits import check_launch, cluster_of
 from warpspec.sim.memory import SHARED_BASE_OFFSET, GlobalMemory
 from warpspec.sim.names import Field, StorageNames
 from warpspec.sim.order import of_text
-from warpspec.sim.order.findings import OrderError
+from warpspec.sim.order.findings import Finding, OrderError
 from warpspec.sim.order.launches import Overlap
 from warpspec.sim.order.stores import active as stores_active
 from warpspec.sim.processes import Run, run_shares, shares_of
@@ -158,15 +158,13 @@ def execute(
     registers = resources.registers if resources else None
     recorder = None
     if active() is not None:
-        static = program.tables.static_shared_end - SHARED_BASE_OFFSET
         tensors = sum(a.nbytes for a in gmem.allocations if a is not buffer and a not in tables)
+        shared_bytes = program.tables.static_shared_end - SHARED_BASE_OFFSET + dynamic_smem
         trace = LaunchTrace(
-            program, program.name, grid, block, cluster, static + dynamic_smem, registers, tensors, False
+            program, program.name, grid, block, cluster, shared_bytes, registers, tensors, False
         )
         trace.ptx = text
-        chosen = chosen_clusters(clusters, active().sample)
-        trace.sampled = len(chosen) < clusters
-        recorder = Recorder(trace, chosen, whole=not trace.sampled)
+        recorder = _recorder_of(trace, clusters)
         shares, clusters = 1, len(recorder.clusters)
 
     def launch(share: int, shares: int, keeps_back: bool) -> Launch:
@@ -202,25 +200,16 @@ def execute(
                 gmem.restore(before)
                 program = load_program(text, kernel, logging)
                 stats = run(1, False)
-        static = of_text(program)
-        if check == "order":
-            stats.findings |= static
-        errors = [finding for finding in stats.findings.values() if not finding.tolerated]
-        for finding in (stats.findings | static).values():
-            if finding.tolerated and check == "order":
-                stats.warn(
-                    f"{finding.kind} at PTX line {finding.lines[-1]}, which hardware tolerates\n{finding}"
-                )
-            elif not finding.tolerated and check != "order":
-                stats.warn(f"{finding.kind} at PTX line {finding.lines[-1]}\n{finding}")
+        errors = _judge(stats, of_text(program), check)
     finally:
         gmem.free(buffer.address)
         for table in tables:
             gmem.free(table.address)
     if recorder is not None:
         recorder.trace.tmem_columns = stats.peak_tmem_columns
-    by_warp, by_opcode = count_instructions(program, stats)
-    report = LaunchReport(
+    report = _report_of(
+        program,
+        stats,
         kernel=kernel,
         grid=grid,
         cluster=cluster,
@@ -229,18 +218,7 @@ def execute(
         local_bytes=resources.local_bytes if resources else None,
         static_smem=resources.static_smem if resources else 0,
         dynamic_smem=dynamic_smem,
-        tmem_columns=stats.peak_tmem_columns,
-        instructions=by_warp,
-        opcodes=by_opcode,
-        tma_bytes_loaded=stats.tma_bytes_loaded,
-        tma_bytes_stored=stats.tma_bytes_stored,
-        tma_bytes_prefetched=stats.tma_bytes_prefetched,
-        mma_flops=stats.mma_flops,
-        barrier_waits=stats.barrier_waits,
         seconds=time.monotonic() - start,
-        warnings=list(stats.warnings.values()),
-        noted=stats.events,
-        function=program.name,
         findings=errors,
         storage=tuple(storage),
         trace=None if recorder is None else recorder.trace,
@@ -248,6 +226,47 @@ def execute(
     if errors:
         raise OrderError(errors, program.name, report)
     return report
+
+
+def _recorder_of(trace: LaunchTrace, clusters: int) -> Recorder:
+    """The recorder of a launch of so many clusters: of all, or of the sample that the active recording asks for."""
+    chosen = chosen_clusters(clusters, active().sample)
+    trace.sampled = len(chosen) < clusters
+    return Recorder(trace, chosen, whole=not trace.sampled)
+
+
+def _judge(stats: LaunchStats, static: dict, check: str | None) -> list[Finding]:
+    """The findings that are errors. Others become warnings: with check="order" those that hardware tolerates, without
+    it those in ``static``, which the program's text shows."""
+    if check == "order":
+        stats.findings |= static
+    errors = [finding for finding in stats.findings.values() if not finding.tolerated]
+    for finding in (stats.findings | static).values():
+        place = f"{finding.kind} at PTX line {finding.lines[-1]}"
+        if finding.tolerated and check == "order":
+            stats.warn(f"{place}, which hardware tolerates\n{finding}")
+        elif not finding.tolerated and check != "order":
+            stats.warn(f"{place}\n{finding}")
+    return errors
+
+
+def _report_of(program: Program, stats: LaunchStats, **launch: object) -> LaunchReport:
+    """The report of a launch. launch: the fields that the program and the statistics do not know."""
+    by_warp, by_opcode = count_instructions(program, stats)
+    return LaunchReport(
+        function=program.name,
+        instructions=by_warp,
+        opcodes=by_opcode,
+        tmem_columns=stats.peak_tmem_columns,
+        tma_bytes_loaded=stats.tma_bytes_loaded,
+        tma_bytes_stored=stats.tma_bytes_stored,
+        tma_bytes_prefetched=stats.tma_bytes_prefetched,
+        mma_flops=stats.mma_flops,
+        barrier_waits=stats.barrier_waits,
+        warnings=list(stats.warnings.values()),
+        noted=stats.events,
+        **launch,
+    )
 
 
 @contextmanager
