@@ -6,9 +6,9 @@ tiles. The workspace has, for each query head and query tile, statistics of the 
 Statistics [Hq, tiles, tile_m / 2, 4] fp32: for two neighbouring rows, both lse' in log2 units, then both -delta times
 ``delta_factor``. A row that sees no key or belongs to no request has lse' = +inf, which makes its P 0, and delta = 0.
 
-dQ's sums [Hq, tiles, tile_m * D] fp32: 64 rows and 64 columns of the tile form a *part*, stored in the order of wgmma's
-registers: 4 KiB for each of 4 warps, with element 4 i + j of lane l at 128 i + 4 l + j (``common.device.wgmma``). A
-part is numbered by its row block, or by its column block if the tile has 64 rows.
+dQ's sums [Hq, tiles, tile_m * D] fp32: 64 rows and 64 columns of the tile form a *subtile*, stored in the order of
+wgmma's registers: 4 KiB for each of 4 warps, with element 4 i + j of lane l at 128 i + 4 l + j
+(``common.device.wgmma``). A subtile is numbered by its row block, or by its column block if the tile has 64 rows.
 
 Where key tiles are cut (``schedule``), dK and dV of each piece have the same layout, [Hkv, key tiles, pieces, tile_n *
 D] fp32: blocks of 64 keys and 64 columns, columns first. Where tiles are cut by length, they are [Hkv, places, 1,
@@ -30,11 +30,11 @@ from warpspec.fmha.logits import PLAIN, LogitMap
 from warpspec.fmha.tiles import ELEMENT_BYTES, KvTile
 
 STATISTICS = 2  # numbers of a row: lse', -delta
-PART_ROWS = 64  # rows of a part of dQ; it has as many columns
-PART_ELEMENTS = PART_ROWS * BLOCK
-WARP_ELEMENTS = PART_ELEMENTS // 4  # elements of a warp's piece of a part
-THREAD_ELEMENTS = PART_ELEMENTS // WARPGROUP_THREADS
-WARPS = 4  # warps of a warpgroup, one for each piece
+SUBTILE_ROWS = 64  # rows of a subtile of dQ; it has as many columns
+SUBTILE_ELEMENTS = SUBTILE_ROWS * BLOCK
+WARP_ELEMENTS = SUBTILE_ELEMENTS // 4  # elements of a warp's share of a subtile
+THREAD_ELEMENTS = SUBTILE_ELEMENTS // WARPGROUP_THREADS
+WARPS = 4  # warps of a warpgroup, one for each share of a subtile
 
 
 @dataclass(frozen=True)
@@ -198,9 +198,9 @@ class BackwardKernel:
         return None
 
     @property
-    def parts(self) -> int:
-        """Parts of dQ in a query tile."""
-        return self.tile_m * self.heads.qk // PART_ELEMENTS
+    def dq_subtiles(self) -> int:
+        """Subtiles of dQ in a query tile."""
+        return self.tile_m * self.heads.qk // SUBTILE_ELEMENTS
 
     @property
     def width(self) -> int:
@@ -230,7 +230,7 @@ class BackwardKernel:
     @property
     def turn_counts(self) -> int:
         """Turn counters of a query tile of one head, for a fixed order of dQ."""
-        return self.parts * WARPS
+        return self.dq_subtiles * WARPS
 
     @property
     def scatters(self) -> bool:

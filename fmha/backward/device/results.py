@@ -1,9 +1,9 @@
 """Make dQ from its fp32 sums, and dK and dV from the sums that pieces of cut key tiles left. For every architecture.
 
 The kernel adds the sums in the order of the pieces, scales and rounds them, and writes them in the layout of q or k. It
-reads them in the order of wgmma's registers (``features``): a warp takes 16 rows and up to 64 columns, a CTA some parts
-of a tile of one head. The first CTAs make dQ, the next dK, the last dV. A warp takes fewer columns of dK and dV: few
-CTAs then have many pieces to read, and each thread has loads of more pieces in flight.
+reads them in the order of wgmma's registers (``features``): a warp takes 16 rows and up to 64 columns, a CTA some
+subtiles of a tile of one head. The first CTAs make dQ, the next dK, the last dV. A warp takes fewer columns of dK and
+dV: few CTAs then have many pieces to read, and each thread has loads of more pieces in flight.
 
 It is a programmatic dependent launch after the main kernel. Its CTAs wait on the SMs that are free first. If as many
 fit as could, most SMs would have nothing to do in a short call, so only two fit.
@@ -21,7 +21,7 @@ from warpspec.common.device.wgmma import QUAD, ROW_DISTANCE, THREAD_ROWS, WARP_R
 from warpspec.common.hardware import KIB, WARP_THREADS
 from warpspec.fmha.backward.device.rows import place_of
 from warpspec.fmha.backward.features import (
-    PART_ROWS,
+    SUBTILE_ROWS,
     THREAD_ELEMENTS,
     WARPS,
 )
@@ -30,7 +30,7 @@ from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT
 from warpspec.fmha.heads import BLOCK, STEP
 
 VECTOR = 4  # fp32 numbers of a 16-byte load
-VECTORS = THREAD_ELEMENTS // VECTOR  # vectors of a thread in a warp's piece of a part
+VECTORS = THREAD_ELEMENTS // VECTOR  # vectors of a thread in a warp's share of a subtile
 KEY_VECTORS = 2  # vectors of a thread of dK and dV
 LOADS = 6  # pieces whose loads are in flight together
 THREADS = 2 * WARPS * WARP_THREADS
@@ -152,7 +152,7 @@ def write_tile(
     lane, slices = thread % WARP_THREADS, VECTORS // vectors  # slices of 64 columns
     own = share * (THREADS // WARP_THREADS) + thread // WARP_THREADS
     warp, column = own // slices, own % slices
-    part, piece = warp // WARPS, warp % WARPS
+    subtile, own_warp = warp // WARPS, warp % WARPS
     values = cute.make_rmem_tensor(vectors * VECTOR, Float32)
     add_up(*both[0], own, lane, values)
     for i in cutlass.range_constexpr(cute.size(values)):
@@ -163,11 +163,11 @@ def write_tile(
         for i in cutlass.range_constexpr(cute.size(values)):
             values[i] = values[i] + unscaled[i]
     columns = config.heads.qk // BLOCK
-    row_block, column_block = part // columns, part % columns
+    row_block, column_block = subtile // columns, subtile % columns
     end = None  # of the row, in blocks of 8 columns from the line's begin on
     if cutlass.const_expr(config.rows is not None):
         end = target.shape[3] // STEP - (column_block * slices + column) * (BLOCK // slices // STEP)
-    own_first = tile_first + row_block * PART_ROWS + piece * WARP_ROWS + lane // QUAD
+    own_first = tile_first + row_block * SUBTILE_ROWS + own_warp * WARP_ROWS + lane // QUAD
     for r in cutlass.range_constexpr(THREAD_ROWS):
         own = own_first + r * ROW_DISTANCE
         in_range = Boolean(own < rows)

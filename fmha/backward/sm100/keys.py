@@ -17,9 +17,9 @@ from warpspec.fmha.backward.device.clear import clear_unseen_keys, clear_unseen_
 from warpspec.fmha.backward.device.tile import tile_index_of
 from warpspec.fmha.backward.device.turns import end_warp_turn, wait_warp_turn
 from warpspec.fmha.backward.features import (
-    PART_ELEMENTS,
-    PART_ROWS,
     STATISTICS,
+    SUBTILE_ELEMENTS,
+    SUBTILE_ROWS,
     WARP_ELEMENTS,
     WARPS,
 )
@@ -161,18 +161,18 @@ def add_queries(work, head, query_tile):
 
 
 def row_place(config, row):
-    """Offset of a row of a query tile's dQ in the sums: parts, pieces, wgmma's registers (``features``)."""
-    part = row // PART_ROWS * (config.heads.qk // BLOCK)
-    piece, own = row % PART_ROWS // WARP_ROWS, row % WARP_ROWS
+    """Offset of a row of a query tile's dQ in the sums: subtiles, warps' shares, wgmma's registers (``features``)."""
+    subtile = row // SUBTILE_ROWS * (config.heads.qk // BLOCK)
+    quarter, own = row % SUBTILE_ROWS // WARP_ROWS, row % WARP_ROWS
     place = own % ROW_DISTANCE * QUAD * QUAD + own // ROW_DISTANCE * PAIR
-    return part * PART_ELEMENTS + piece * WARP_ELEMENTS + place
+    return subtile * SUBTILE_ELEMENTS + quarter * WARP_ELEMENTS + place
 
 
 def column_place(column):
     """Offset of a column's element from the begin of its row."""
-    part, own = column // BLOCK, column % BLOCK
+    subtile, own = column // BLOCK, column % BLOCK
     place = own // COLUMNS * WARP_THREADS * QUAD + own % COLUMNS // PAIR * QUAD + own % PAIR
-    return part * PART_ELEMENTS + place
+    return subtile * SUBTILE_ELEMENTS + place
 
 
 def write_keys(work) -> None:

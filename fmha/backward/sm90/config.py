@@ -14,7 +14,7 @@ from warpspec.common.hardware import (
     WARP_THREADS,
     WARPGROUP_THREADS,
 )
-from warpspec.fmha.backward.features import PART_ROWS, WARPS, BackwardKernel, parts_of
+from warpspec.fmha.backward.features import SUBTILE_ROWS, WARPS, BackwardKernel, parts_of
 from warpspec.fmha.backward.problem import BackwardProblem
 from warpspec.fmha.config import check_requests
 from warpspec.fmha.heads import BLOCK, HeadSizes, rounded
@@ -73,7 +73,7 @@ class BackwardConfig(BackwardKernel):
     def __post_init__(self):
         super().__post_init__()
         columns = self.dq_columns * CONSUMERS * self.consumer_parts * self.column_parts
-        assert columns * PART_ROWS == self.tile_m * self.heads.qk
+        assert columns * SUBTILE_ROWS == self.tile_m * self.heads.qk
         assert self.smem_bytes <= MAX_SMEM_PER_CTA
         assert sum(self.registers) * WARPGROUP_THREADS <= REGISTERS_PER_SM
         assert self.paired or self.q_stages == self.do_stages + 1
@@ -125,7 +125,7 @@ class BackwardConfig(BackwardKernel):
         return WIDE_BLOCK if self.wide else BLOCK
 
     def dq_place(self, number) -> tuple:
-        """(part of dQ in its sums, first column in it) of a part that some consumer makes."""
+        """(subtile of dQ's sums, first column in it) of a part that some consumer makes."""
         if self.dq_columns == BLOCK:
             return number, 0
         return number * self.dq_columns // BLOCK, number * self.dq_columns % BLOCK
@@ -181,7 +181,7 @@ class BackwardConfig(BackwardKernel):
     @property
     def consumer_parts(self) -> int:
         """Parts of dQ that a consumer makes."""
-        return self.width * self.tile_m // (PART_ROWS * CONSUMERS * self.dq_columns)
+        return self.width * self.tile_m // (SUBTILE_ROWS * CONSUMERS * self.dq_columns)
 
     # Warp roles: consumer warpgroups, then, of a pair, the producer's, of which one warp loads. Where dQ's order is
     # fixed, a turn warp.

@@ -29,12 +29,12 @@ VECTOR = 4  # fp32 numbers of one 16-byte store
 
 
 def warp_of(work, place, number) -> Int32:
-    """Number of a warp's piece of a query tile's dQ among all pieces, in 32 bits to save registers."""
+    """Number of a warp's share of a query tile's dQ among all shares, in 32 bits to save registers."""
     config, sums = work.config, work.operands.dq_sums
     head, query_tile = place
     tile_count = Int32(sums.stride[0] // (config.tile_m * config.heads.qk))
     tile = head * tile_count + tile_index_of(config, work.operands, work.tile.request, query_tile)
-    return tile * (config.parts * WARPS) + number
+    return tile * (config.dq_subtiles * WARPS) + number
 
 
 def sums_of(work, place, number):
