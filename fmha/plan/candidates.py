@@ -17,7 +17,7 @@ from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.schedule import sorts_tiles
 from warpspec.fmha.tree import MOST_DRAFTS
 
-# Rounds of all CTAs that the parts of candidates with split keys fill; and the most rounds of whole tiles for which
+# Rounds of all CTAs that the splits of a candidate fill; and the most rounds of whole tiles for which
 # keys are split at all.
 SPLIT_ROUNDS, MOST_ROUNDS = (0.5, 0.75, 1.0, 1.5, 2.0, 3.0), 2
 QUEUE_ROUNDS = 2  # rounds of tiles above which a queue balances packed tiles that are not sorted by length
@@ -28,7 +28,7 @@ class Candidate(NamedTuple):
     """One way to run a problem.
 
     shape: the tile shape. tiling: the properties of shape and packing that decide the time. way: how CTAs get their
-    work. splits: number of parts that the keys are split into.
+    work. splits: number of splits of the keys.
     """
 
     shape: object
@@ -121,16 +121,16 @@ def measured_splits(
 
 
 def split_counts(tiles: int, kv_tiles: int, resident: int) -> list[int]:
-    """Numbers of parts that are worth trying.
+    """Numbers of splits that are worth trying.
 
-    The parts fill about SPLIT_ROUNDS rounds, and the longest part is shorter than with one part fewer.
+    The splits fill about SPLIT_ROUNDS rounds, and the longest one is shorter than with one split fewer.
     """
     if tiles >= MOST_ROUNDS * resident or kv_tiles < 2:
         return []
     found = set()
     for rounds in SPLIT_ROUNDS:
-        parts = min(max(int(resident * rounds) // tiles, 2), kv_tiles)
-        found.add(-(-kv_tiles // -(-kv_tiles // parts)))
+        splits = min(max(int(resident * rounds) // tiles, 2), kv_tiles)
+        found.add(-(-kv_tiles // -(-kv_tiles // splits)))
     return sorted(found)
 
 

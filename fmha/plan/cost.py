@@ -34,8 +34,8 @@ MMA_FLOPS = 4096  # bf16 FLOPs per clock and SM
 EXPONENTIALS = 16  # exponentials per clock and SM
 FAR = 1 << 30
 UNSORTED = 2.0
-# Parts of split keys get an SM each up to this share of the SMs. Further parts share SMs, apparently because the
-# previous call's combine launch still occupies the others.
+# Splits get an SM each up to this share of the SMs. Further ones share SMs, apparently because the previous call's
+# combine launch still occupies the others.
 SPREAD = 0.75
 CROWDED = 0.02  # share of the SMs that may have one more CTA than the others without delaying the launch
 
@@ -47,7 +47,7 @@ class Way(enum.Enum):
     PERSISTENT = "one of every round"
     QUEUE = "from a queue, one after another"
     LINE = "a chunk of the line of all, cut by length, whose pieces a second launch joins"
-    SPLIT = "one of every round, of parts of split keys, which a second launch combines"
+    SPLIT = "one of every round, for each split of the keys, which a second launch combines"
 
 
 class Tiling(NamedTuple):
@@ -382,9 +382,9 @@ def known_tile(t: Tiling, depth: float, tensors: int, number: float, c: Constant
 def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=None):
     """Microseconds of a launch, including the second launch that joins or combines its results.
 
-    w, t: the launch's work and tiling. way: how CTAs get their query tiles. splits: parts that the keys are split into
-    (1: not split). target: the ``Target``, of which the number of SMs and the copy speed count. c: the constants. xp:
-    numpy if ``w`` and ``t`` hold arrays, None for numbers.
+    w, t: the launch's work and tiling. way: how CTAs get their query tiles. splits: splits of the keys (1:
+    not split). target: the ``Target``, of which the number of SMs and the copy speed count. c: the constants. xp: numpy
+    if ``w`` and ``t`` hold arrays, None for numbers.
     """
     if xp is None:
         maximum, minimum, ceil, where = max, min, math.ceil, either

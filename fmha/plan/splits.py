@@ -1,4 +1,4 @@
-"""Split KV: how many parts the keys are cut into. Plain Python.
+"""Split KV: into how many splits the keys are cut. Plain Python.
 
 ``choose_splits`` compares split counts by a model of the clocks that the launch and its combine launch take.
 Its constants are counted from the instruction set and data sheets, or assumed; measured are only those of ``Loads``:
@@ -9,8 +9,8 @@ Its constants are counted from the instruction set and data sheets, or assumed; 
 - CTAs run in waves of ``sm_count * ctas_per_sm``, each as long as its longest CTA. Persistent CTAs set up their later
   tiles in half the time: loads of the next begin before this one's end.
 - ``Loads`` says how fast an SM and the whole GPU load; the launch takes no less than its bytes.
-  Parts of split keys get an SM each only up to a share of the SMs: further parts were seen to share SMs, apparently
-  because the previous call's combine launch still occupies the others.
+  Splits get an SM each only up to a share of the SMs: further ones were seen to share SMs, apparently because the
+  previous call's combine launch still occupies the others.
 - With more than one split, every row's o is written in fp32 once a split and read again by the combine
   launch, at FILL_BYTES by all SMs; reading takes at least LOAD_CLOCKS a round of loads that a thread makes.
   COMBINE_CLOCKS come on top.
@@ -42,7 +42,7 @@ class Loads:
     """Bytes that arrive on an SM per clock.
 
     one, two: with one or two CTAs on the SM while other SMs are idle. all: with all SMs loading. spread: the fraction
-    of the SMs up to which each part of split keys gets its own SM. alone: whether the rates also hold for tile shapes
+    of the SMs up to which each split gets its own SM. alone: whether the rates also hold for tile shapes
     whose CTAs have an SM each.
     """
 
@@ -61,8 +61,8 @@ DECODE_LOADS = Loads(one=28, two=22.5, all=18, spread=0.75)
 # is nearly as fast as two. Measured on an H200 at three shapes.
 FLOAT8_LOADS = Loads(one=20, two=25, all=25, spread=1)
 # If warps convert codes in registers, by bits of a number; bytes counted as in FLOAT8_LOADS. From B1 L65536 and B32
-# L8192 at D 128, 2026-11-26: of e4m3, parts that have an SM each are best on an H100 (11 of 13 that do), and as good as
-# any on an H200; parts that meet on SMs are slower.
+# L8192 at D 128, 2026-11-26: of e4m3, splits that have an SM each are best on an H100 (11 of 13 that do), and as good
+# as any on an H200; splits that meet on SMs are slower.
 WARP_LOADS = {
     8: Loads(one=60, two=37, all=37, spread=0.75),
     4: Loads(one=35, two=43, all=43, spread=0.75, alone=True),
@@ -98,18 +98,18 @@ def choose_splits(
     least = m_tiles * kv_tiles * tile_bytes(head_dim, tile_n, shared_kv) / (sm_count * loads.all)
 
     def clocks(splits):
-        parts = m_tiles * splits
-        waves = -(-parts // resident)
-        together = min(ctas_per_sm, math.ceil(parts / (sm_count * (loads.spread if splits > 1 else 1))))
+        ctas = m_tiles * splits
+        waves = -(-ctas // resident)
+        together = min(ctas_per_sm, math.ceil(ctas / (sm_count * (loads.spread if splits > 1 else 1))))
         rate = loads.two if together > 1 else loads.one
         tile = together * tile_clocks(head_dim, tile_m, tile_n, shared_kv, rate)
         setup = SETUP_CLOCKS * ((waves + 1) / 2 if persistent else waves)
         attention = setup + max(waves * -(-kv_tiles // splits) * tile, least)
         return attention + combine_clocks(splits, rows, v_dim or head_dim, sm_count)
 
-    # Among counts that give the longest part the same number of tiles, try only the fewest splits.
-    parts = {-(-kv_tiles // splits) for splits in range(1, min(kv_tiles, 2 * resident) + 1)}
-    return min(sorted(-(-kv_tiles // part) for part in parts), key=clocks)
+    # Among counts whose longest splits have the same number of tiles, try only the fewest splits.
+    longest = {-(-kv_tiles // splits) for splits in range(1, min(kv_tiles, 2 * resident) + 1)}
+    return min(sorted(-(-kv_tiles // tiles) for tiles in longest), key=clocks)
 
 
 def tile_clocks(
