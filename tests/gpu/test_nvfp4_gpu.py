@@ -102,6 +102,26 @@ def test_reads_what_insert_writes(dim, swizzled):
     assert error.max() < 4e-3
 
 
+def test_packed_keys_dequantised_in_turn():
+    """Many query rows over packed keys, some of nobody. Calls follow each other in the same memory of 16-bit keys."""
+    calls = []
+    for seed in range(4):
+        case = Case(1, 1650, (16, 2), dtype=(torch.bfloat16, FP16)[seed % 2], float8=NVFP4).arguments(seed)
+        kept = {name: case[name].cuda() for name in ("k_scale", "v_scale")}
+        for name in ("k", "v", "k_block_scales", "v_block_scales"):
+            kept[name] = case[name][0].cuda()
+            kept[name][1600:] = 0x7F
+        kept["q"] = torch.randn(703, 16, 128, device="cuda").to(case["q"].dtype)
+        starts = {"cu_seqlens_q": (0, 300, 303, 703), "cu_seqlens_k": (0, 900, 900, 1600)}
+        kept |= {name: torch.tensor(each, dtype=torch.int32, device="cuda") for name, each in starts.items()}
+        calls.append(kept | {"max_seqlen_q": 400, "max_seqlen_k": 900, "causal": True})
+    for call, got in zip(calls, [attention_varlen(**call) for call in calls], strict=True):
+        wanted = attention_varlen(**call, backend="reference")
+        assert got[300:303].eq(0).all()
+        error = (got - wanted).float().norm(dim=(0, 2)) / wanted.float().norm(dim=(0, 2))
+        assert error.max() < 4e-3
+
+
 def nvfp4_views(pool: torch.Tensor, dim: int) -> tuple:
     """K's data and scales, V's data and scales, [pages, page_size, Hkv, row], in a pool of vLLM's: a page has these
     four one after another, each [Hkv, page_size, row]."""
