@@ -96,6 +96,7 @@ def flash_attn_func(
     sink = _sink_of(dropout_p=dropout_p, alibi_slopes=alibi_slopes, **others)
     options = _options(softmax_scale, causal, window_size, num_splits, softcap, swizzled) | scales
     wants = return_attn_probs or return_lse
+    check_strided("v", v)  # attention() would take K for V
     result = attention(
         *_plain(q, k, v),
         sink=sink,
@@ -159,6 +160,7 @@ def flash_attn_varlen_func(
     options = _options(softmax_scale, causal, window_size, num_splits, softcap, swizzled) | scales
     table = _one_of(block_table=block_table, page_table=page_table)
     wants = return_attn_probs or return_lse or return_softmax_lse
+    check_strided("v", v)
     q, k, v = _plain(q, k, v)
     if seqused_k is not None and table is None and cu_seqlens_k is not None:
         raise NotImplementedError(

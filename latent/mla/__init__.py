@@ -87,6 +87,8 @@ def mla_decode(
     check_operand("page_table", page_table, (torch.int32,), (len(q), -1), q.device)
     check_operand("kv_lengths", kv_lengths, (torch.int32,), (len(q),), q.device)
     refuse_gradients(q=q, kv=kv)
+    if kv.shape[1] == 0:
+        raise ValueError(f"kv: pages must hold at least one row, got shape {list(kv.shape)}")
     if not 1 <= q.shape[2] <= HEAD_LIMIT:
         raise ValueError(f"q: must have 1 to {HEAD_LIMIT} heads, got {q.shape[2]}")
     check_number("scale", scale, signed=True)

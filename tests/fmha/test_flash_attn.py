@@ -231,6 +231,14 @@ class TestBadInput:
         with pytest.raises(NotImplementedError, match=r"dropout_p: .* got 0\.125"):
             flash_attn_func(*rectangle(), 0.125)
 
+    def test_values_are_given(self):
+        """None is not K's values, as it is in attention()."""
+        q, k, _ = rectangle()
+        with pytest.raises(TypeError, match=r"^v: must be a torch.Tensor, got None"):
+            flash_attn_func(q, k, None)
+        with pytest.raises(TypeError, match=r"^v: must be a torch.Tensor, got None"):
+            flash_attn_varlen_func(q[0], k[0], None, int32(0, len(q[0])), int32(0, len(k[0])), 9, 20)
+
     def test_windows(self):
         with pytest.raises(ValueError, match=r"window_size: .*got -2"):
             flash_attn_func(*rectangle(), window_size=(-2, 0))

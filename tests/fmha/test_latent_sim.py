@@ -152,6 +152,11 @@ BAD = {
         "q: must have 1 to 128 heads, got 129",
     ),
     "kv-dtype": ({"kv": torch.zeros(3, 64, 576)}, TypeError, "kv: dtype must be one of torch.bfloat16"),
+    "kv-page": (
+        {"kv": torch.zeros(3, 0, 576).bfloat16()},
+        ValueError,
+        "kv: pages must hold at least one row",
+    ),
     "kv-size": ({"kv": torch.zeros(3, 64, 512).bfloat16()}, ValueError, "kv: shape must be"),
     "table": ({"page_table": torch.zeros(3, 1, dtype=torch.int32)}, ValueError, "page_table: shape must be"),
     "no-lengths": ({"kv_lengths": None}, TypeError, "kv_lengths: must be a torch.Tensor"),
