@@ -5,6 +5,7 @@ SGLang's indexer has kernels for GPUs alone. A selection by position stands for 
 loads plug-ins once a process, so run this file in a process of its own, as `make test-engines` does.
 """
 
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 sglang = pytest.importorskip("sglang", reason="needs SGLang: make test-engines")
 
+from helpers.eagle_head import add_drafting_layer  # noqa: E402
 from helpers.engine_models import Judge, prompts  # noqa: E402
 from helpers.sglang_batches import interpret_triton  # noqa: E402
 from transformers.models.deepseek_v32 import modeling_deepseek_v32  # noqa: E402
@@ -32,8 +34,9 @@ def stored(t: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.fixture
-def start(checkpoints, start_sglang, monkeypatch):
-    """A function: (the model that judges, SGLang), prompts of up to so many tokens computed with all keys."""
+def start(checkpoints, start_sglang, monkeypatch, tmp_path):
+    """A function: (the model that judges, SGLang), prompts of up to so many tokens computed with all keys. drafting:
+    SGLang's options for drafts, which a layer of the model's own then makes."""
     interpret_triton(monkeypatch)
     monkeypatch.setenv("SGLANG_DSA_FUSE_TOPK", "0")
     from sglang_on_cpu import select
@@ -44,11 +47,14 @@ def start(checkpoints, start_sglang, monkeypatch):
 
     monkeypatch.setattr(modeling_deepseek_v32.DeepseekV32Indexer, "forward", selected)
 
-    def of(dense: int):
+    def of(dense: int, **drafting):
         monkeypatch.setenv("SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD", str(dense))
         model, folder = checkpoints(KIND)
+        if drafting:
+            folder = shutil.copytree(folder, tmp_path / "drafts")
+            add_drafting_layer(model, folder)
         options = dict(page_size=64, kv_cache_dtype="fp8_e4m3", dsa_topk_backend="torch")
-        return model, start_sglang(folder, **options)
+        return model, start_sglang(folder, **options, **drafting)
 
     return of
 
@@ -58,6 +64,7 @@ def check(model, engine, inputs, tokens: int, cached=None):
     outputs = engine.generate(input_ids=inputs, sampling_params=sampling)
     results = [(ids, out["output_ids"], None) for ids, out in zip(inputs, outputs, strict=True)]
     Judge(model, cached).check(results)
+    return outputs
 
 
 def test_selected_rows(start):
@@ -90,3 +97,15 @@ def test_models_that_are_refused(sizes, codes, message):
     )
     with pytest.raises(UnsupportedProblem, match=message):
         sparse_mla.WarpspecSparseBackend(runner)
+
+
+def test_drafts(start):
+    """A layer of the model's own, with an indexer, too, drafts chains with our attention; the model reads the selected
+    rows of four queries at once to verify them. (Its weights are random: hardly a draft is accepted.)"""
+    drafting = dict(
+        speculative_algorithm="EAGLE", speculative_num_steps=3, speculative_eagle_topk=1,
+        speculative_num_draft_tokens=4, speculative_dsa_topk_backend="torch",
+    )  # fmt: skip
+    model, engine = start(dense=0, **drafting)
+    outputs = check(model, engine, prompts((70, 5, 40)), 12, stored)
+    assert all(out["meta_info"]["spec_verify_ct"] > 0 for out in outputs)

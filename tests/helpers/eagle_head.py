@@ -88,3 +88,32 @@ def save_eagle_head(head: EagleHead, model, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     tensors = {name: tensor.detach().contiguous() for name, tensor in head.state_dict().items()}
     save_file(tensors, folder / "model.safetensors")
+
+
+def add_drafting_layer(model, folder: Path) -> None:
+    """Add to a saved DeepSeek model a layer that drafts the next token but one ("NextN"), a copy of its last layer with
+    a few random experts, as its authors publish it."""
+    config, size = json.loads((folder / "config.json").read_text()), model.config.hidden_size
+    experts, inner, layers = 4, 64, model.config.num_hidden_layers
+    config |= {
+        "num_nextn_predict_layers": 1, "n_routed_experts": experts, "num_experts_per_tok": 2, "n_group": 1,
+        "topk_group": 1, "moe_intermediate_size": inner, "n_shared_experts": 1, "scoring_func": "sigmoid",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    generator, own = torch.Generator().manual_seed(8), {}
+    for name, tensor in model.model.layers[-1].state_dict().items():
+        if not name.startswith("mlp."):
+            own[name] = tensor
+    for place in ("shared_experts", *(f"experts.{i}" for i in range(experts))):
+        for part, shape in (("gate", (inner, size)), ("up", (inner, size)), ("down", (size, inner))):
+            own[f"mlp.{place}.{part}_proj.weight"] = 0.02 * torch.randn(shape, generator=generator)
+    own["mlp.gate.weight"] = 0.02 * torch.randn(experts, size, generator=generator)
+    own["mlp.gate.e_score_correction_bias"] = torch.zeros(experts)
+    half = torch.eye(size)
+    own["eh_proj.weight"] = torch.cat([half, half], dim=1)
+    own |= {f"{name}.weight": torch.ones(size) for name in ("enorm", "hnorm", "shared_head.norm")}
+    own["embed_tokens.weight"] = model.model.embed_tokens.weight
+    own["shared_head.head.weight"] = model.lm_head.weight
+    tensors = {f"model.layers.{layers}.{name}": t.detach().bfloat16().contiguous() for name, t in own.items()}
+    tensors = {name: t.clone() for name, t in tensors.items()}
+    save_file(tensors, folder / "model-drafts.safetensors")

@@ -54,10 +54,19 @@ def _quantise_rows(latent, rotated):
     return quantise(latent), rotated.contiguous().view(torch.uint8)
 
 
+def _lengths_of_queries(queries, lengths, _total, _most):
+    """int32: how many keys each of the last ``queries`` [B] sees of its row's ``lengths`` [B], under a causal mask."""
+    import torch
+
+    counts = zip(queries.tolist(), lengths.tolist(), strict=True)
+    return torch.cat([torch.arange(n - m + 1, n + 1) for m, n in counts]).clamp(min=0).int()
+
+
 def register() -> None:
     import torch
     from sglang.kernels.ops.speculative import cache_locs, spec_tree
     from sglang.srt import utils
+    from sglang.srt.layers.attention import dsa_backend
     from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
     from sglang.srt.mem_cache import kv_cache_configurator, memory_pool
     from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
@@ -67,6 +76,8 @@ def register() -> None:
     kv_cache_configurator.is_float4_e2m1fn_x2 = lambda dtype: dtype == torch.float4_e2m1fn_x2
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     utils.get_device_sm = lambda: 90
+    torch.cuda.synchronize = lambda *_: None  # DeepSeek's layer for drafts calls it on any device
     Indexer.forward_native = _indexer
+    dsa_backend.seqlens_expand_triton = _lengths_of_queries
     DSATokenToKVPool.set_kv_buffer = _store
     memory_pool.quantize_k_cache_separate = _quantise_rows
