@@ -261,7 +261,7 @@ def run_prepared(
         elif config.wanted.bias == "sum" or not config.whole:
             dbias.zero_()  # of tiles that nobody sees
     if do is None:
-        do = torch.zeros_like(q)
+        do = torch.zeros_like(operands.o)
     main = BackwardOperands(
         q,
         operands.k,
