@@ -15,7 +15,7 @@ import torch
 from warpspec.common.allocation import Block, allocate, block
 from warpspec.common.architecture import Family
 from warpspec.common.launch import Kernel, Target
-from warpspec.common.simulator import joined
+from warpspec.common.simulator import joined, simulator
 from warpspec.common.workspace import EMPTY, new_workspace, prepare_reserve, workspace
 from warpspec.fmha.combine import COMBINE, CombineConfig
 from warpspec.fmha.config import AttentionKernel, Schedule
@@ -116,7 +116,8 @@ class Prepared(NamedTuple):
             return self.attention(*placed(operands, queue=queue), *self.numbers)
         queue = new_workspace(1, operands.o.device)
         report = self.attention(*placed(operands, queue=queue), *self.numbers)
-        assert queue.item() == EMPTY, "the queue was not left as it was found"
+        whole = not simulator().times()  # CTAs of a sample do not take all of the numbers
+        assert not whole or queue.item() == EMPTY, "the queue was not left as it was found"
         return report
 
 

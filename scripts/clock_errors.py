@@ -4,6 +4,7 @@
     python scripts/clock_errors.py --write docs/clocks.md       put them between its markers; --check: are they there?
     python scripts/clock_errors.py --keep CHIP MEASURED.json PREDICTED.json...     into docs/clocks.json first
     python scripts/clock_errors.py --publish PREDICTED.json                        of scripts/predict_published.py
+    python scripts/clock_errors.py --plans PREDICTED.json                          of scripts/predict_plans.py
 
 docs/clocks.json holds what ``measure_clocks.py`` measured (clocks, and how many a nanosecond; null: not kept) and what
 ``predict_clocks.py`` predicted. A kernel's error is (predicted - measured) / measured, in clocks of the SM.
@@ -15,11 +16,11 @@ import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import combinations, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 from shared import generated_tables
-from shared.clock_cases import TILES, cases, tiles_name
+from shared.clock_cases import cases
 
 RECORD = Path(__file__).resolve().parent.parent / "docs" / "clocks.json"
 FAMILIES = (
@@ -30,7 +31,7 @@ PUBLISHED = (
     "<!-- scripts/clock_errors.py published: begin -->",
     "<!-- scripts/clock_errors.py published: end -->",
 )
-CHOICES = ("<!-- scripts/clock_errors.py choices: begin -->", "<!-- scripts/clock_errors.py choices: end -->")
+PLANS = ("<!-- scripts/clock_errors.py plans: begin -->", "<!-- scripts/clock_errors.py plans: end -->")
 KERNELS = ("<!-- scripts/clock_errors.py kernels: begin -->", "<!-- scripts/clock_errors.py kernels: end -->")
 
 
@@ -110,41 +111,37 @@ def family_table(record: dict) -> str:
     return "\n\n".join([generated_tables.table(header, lines), *left_out])
 
 
-def choices_table(record: dict) -> str:
-    """Tile shapes of attention: which the model would choose, what that costs against the fastest, and pairs whose
-    order it has right."""
-    lines, regrets, right, pairs = [], [], 0, 0
-    found = {(row.chip, row.case): row for row in rows(record)}
+def plans_table(record: dict) -> str:
+    """Plans of attention: what the predicted choice loses against the fastest plan that was timed."""
+    found = list(record.get("plans", {"rows": {}})["rows"].values())
+    lines = []
     for chip in record["measured"]:
-        for sizes, shapes in TILES:
-            every = [found.get((chip, tiles_name(sizes, shape))) for shape in shapes]
-            timed = [row for row in every if row is not None]
-            if len(timed) < 2:
-                continue
-            chosen = min(timed, key=lambda row: row.predicted)
-            best = min(timed, key=lambda row: row.measured)
-            regrets.append(chosen.measured / best.measured - 1)
-            for first, second in combinations(timed, 2):
-                pairs += 1
-                right += (first.measured < second.measured) == (first.predicted < second.predicted)
-            problem, shape = chosen.case.removeprefix("tiles ").split(": ")
-            lines.append(
-                (
-                    chip.upper(),
-                    problem,
-                    len(timed),
-                    shape,
-                    best.case.split(": ")[1],
-                    f"{regrets[-1]:.1%}",
-                    f"{max(row.measured for row in timed) / best.measured - 1:.0%}",
-                )
-            )
-    header = ("GPU", "attention", "shapes", "the model's choice", "fastest", "regret", "slowest over fastest")
-    if not lines:
-        return "No tile shapes were timed."
-    text = f"Regret {sum(regrets) / len(regrets):.1%} in the mean, {max(regrets):.1%} at worst; "
-    text += f"{right} of {pairs} pairs in the measured order."
-    return "\n\n".join([generated_tables.table(header, lines), text])
+        mine = [row for row in found if row["chip"] == chip and len(row["plans"]) > 1]
+        for kind in [*dict.fromkeys(row["kind"] for row in mine), None]:
+            chosen = [row for row in mine if kind in (None, row["kind"])]
+            if chosen:
+                lines.append((chip.upper(), kind or "all", *plans_line(chosen)))
+    header = ("GPU", "calls", "problems", "plans", "regret", "worst", "2% or less", "a plan at random loses")
+    return generated_tables.table(header, lines)
+
+
+def plans_line(rows: list[dict]) -> tuple:
+    """Of some problems: numbers of them and of their plans, regret of the predicted choice, loss of a random one."""
+    regrets, losses = [], []
+    for row in rows:
+        times = [(guess, us) for us, guess in row["plans"].values()]
+        best = min(us for _, us in times)
+        regrets.append(min(times)[1] / best - 1)
+        losses.append(sum(us for _, us in times) / len(times) / best - 1)
+    count, small = len(rows), sum(one <= 0.02 for one in regrets)
+    return (
+        count,
+        sum(len(row["plans"]) for row in rows),
+        f"{sum(regrets) / count:.1%}",
+        f"{max(regrets):.1%}",
+        f"{small} of {count}",
+        f"{sum(losses) / count:.0%}",
+    )
 
 
 def kernel_table(record: dict) -> str:
@@ -173,7 +170,8 @@ def published_table(record: dict) -> str:
     for first, second in pairwise(rows):
         if (first.get("gpu"), first["case"]) != (second.get("gpu"), second["case"]):
             continue
-        real, guess = second["tflops"] / first["tflops"], first["clocks"] / second["clocks"]
+        work = second["flop"] / first["flop"]
+        real, guess = second["tflops"] / first["tflops"], work * first["clocks"] / second["clocks"]
         ratios.append((real, guess))
         sign = "yes" if (real > 1) == (guess > 1) else "no"
         name = f"{second['variant']} over {first['variant']}"
@@ -219,7 +217,7 @@ def sections() -> list[generated_tables.Section]:
     record = json.loads(RECORD.read_text())
     return [
         (*FAMILIES, family_table(record)),
-        (*CHOICES, choices_table(record)),
+        (*PLANS, plans_table(record)),
         (*PUBLISHED, published_table(record)),
         (*KERNELS, kernel_table(record)),
     ]
@@ -255,6 +253,16 @@ def publish(path: Path) -> None:
     write(record)
 
 
+def keep_plans(path: Path) -> None:
+    """Put predictions of plans into the record, in the place of the former ones."""
+    record, found = json.loads(RECORD.read_text()), json.loads(path.read_text())
+    for row in found["rows"].values():
+        shape = row.pop("shape")
+        row["kind"] = shape["kind"]
+    record["plans"] = found
+    write(record)
+
+
 def write(record: dict) -> None:
     text = json.dumps(record, separators=(",", ":"))
     RECORD.write_text(text.replace(']],"', ']],\n"').replace('},{"', '},\n{"') + "\n")
@@ -269,9 +277,12 @@ def main() -> int:
     parser.add_argument(
         "--publish", type=Path, metavar="FILE", help="predictions of scripts/predict_published.py"
     )
+    parser.add_argument("--plans", type=Path, metavar="FILE", help="predictions of scripts/predict_plans.py")
     options = parser.parse_args()
     if options.publish:
         publish(options.publish)
+    if options.plans:
+        keep_plans(options.plans)
     if options.keep:
         chip, measured, *predictions = options.keep
         keep(chip, Path(measured), [Path(one) for one in predictions])

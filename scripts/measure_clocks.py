@@ -31,6 +31,7 @@ METRICS = {
     "l2_read": "lts__t_sectors_op_read.sum",
     "l2_written": "lts__t_sectors_op_write.sum",
     "bank_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
+    "wavefronts": "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum",
     "instructions": "sm__inst_executed.sum",
     "grid": "launch__grid_size",
     "registers": "launch__registers_per_thread",

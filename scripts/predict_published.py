@@ -1,12 +1,14 @@
-"""Predicts flash-attn-4's kernels on a B200 that others have timed, without a GPU.
+"""Predicts kernels on a B200 that others have timed, without a GPU: flash-attn-4's, and FlashInfer's FMHA.
 
     python scripts/predict_published.py FOLDER [--only TEXT] [--sample 2] [--workers 1]       record into FOLDER
+        [--flashinfer CHECKOUT]                                                               its FMHA, too
     python scripts/predict_published.py FOLDER --predict OUT.json                             time the traces there
 
 Each row of ``ROWS`` is a figure that Dao-AILab/flash-attention published, in TFLOP/s, at which SM clock if that was
 said: D 256 in commit e122e67c, pairs at D 128 in 34625094, forward and backward passes at D 128 in pull request 2280,
-latent decoding in 2468. The installed flash-attn-4 runs in the simulator, a few clusters of each kernel, with the
-row's value of a constant where it names one. OUT.json has the rows as ``clock_errors.py --publish`` takes them. They
+latent decoding in 2468; FlashInfer in pull request 3952, in microseconds. The installed flash-attn-4 and the checkout's
+flashinfer/cute_dsl/attention/fmha run in the simulator, a few clusters of each kernel, with the row's value of a
+constant where it names one. OUT.json has the rows as ``clock_errors.py --publish`` takes them. They
 are predictions: nothing was timed here.
 """
 
@@ -14,11 +16,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from warpspec import sim
@@ -31,6 +34,8 @@ LOCKED = 1.965  # GHz, where the clock was locked
 UNKNOWN = 1.9  # GHz, where it was not said: the published rate has 15% of doubt
 DOUBT = 0.15
 SAMPLE = 2
+FMHA_HEADS, FMHA_HEADS_KV = 32, 8
+FMHA_FOLDER = "flashinfer/cute_dsl/attention"  # of a checkout; its package fmha needs nothing else of it
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,18 @@ def _rows() -> list[Row]:
         for number, variant, rate in ((first + 1, "1 CTA", rates[1]), (first + 2, "2 CTAs", rates[2])):
             tuned = {"two_ctas": variant == "2 CTAs"}
             rows.append(Row(number, f"backward {case}", variant, rate, "backward", sizes, tuned=tuned))
+    for number, batch, length, full, causal in (
+        (431, 64, 512, 330.9, 511.7),
+        (434, 16, 1024, 249.9, 318.9),
+        (437, 1, 4096, 201.8, 159.3),
+        (442, 4, 4096, 824.4, 557.9),
+        (447, 1, 16384, 2845.0, 1568.4),
+        (454, 1, 32768, 12151.0, 6353.5),
+    ):
+        for at, variant, us in ((number, "full", full), (number + 1, "causal", causal)):
+            sizes = (batch, FMHA_HEADS, length, 128, variant == "causal")
+            row = Row(at, f"FlashInfer FMHA B{batch} S{length}", variant, 0.0, "fmha", sizes)
+            rows.append(replace(row, tflops=round(row.flop / us / 1e6, 1)))
     for number, length, rate in ((359, 2048, 800), (363, 4096, 1013), (367, 8192, 1178), (371, 16384, 1240)):
         sizes = (128, 128, length, 576, False)
         rows.append(Row(number, f"latent decode S{length}", "", rate, "latent", sizes))
@@ -142,13 +159,16 @@ def tuned(values: dict):
 def call(row: Row):
     """The prepared call of a row."""
     import torch
-    from flash_attn.cute import flash_attn_func
 
     batch, heads, length, dim, causal = row.sizes
     generator = torch.Generator().manual_seed(0)
 
     def randn(*shape: int):
         return torch.randn(shape, generator=generator, dtype=torch.bfloat16).cuda()
+
+    if row.what == "fmha":
+        return fmha_call(row, randn)
+    from flash_attn.cute import flash_attn_func
 
     if row.what == "latent":
         q, qv = randn(batch, 1, heads, 64), randn(batch, 1, heads, 512)
@@ -162,6 +182,29 @@ def call(row: Row):
     o = o[0] if isinstance(o, tuple) else o
     do = randn(*o.shape)
     return lambda: torch.autograd.grad(o, (q, k, v), do)
+
+
+def fmha_call(row: Row, randn):
+    """FlashInfer's call of packed requests, as its wrapper makes it. randn: of a shape."""
+    import torch
+    from cutlass import Int32
+    from fmha.compile import compile_cute_dsl_fmha_kernel
+
+    batch, heads, length, dim, causal = row.sizes
+    tokens, heads_kv = batch * length, FMHA_HEADS_KV
+    q = randn(1, tokens, heads_kv, heads // heads_kv, dim)
+    k, v = (randn(1, tokens, heads_kv, 1, dim) for _ in "kv")
+    o, starts = torch.empty_like(q), (torch.arange(batch + 1, dtype=torch.int32) * length).cuda()
+    no_features = (False, False, False, False)  # lse, sinks, skipped softmax, PDL
+    compiled = compile_cute_dsl_fmha_kernel(
+        q.dtype, v.dtype, o.dtype, heads, heads_kv, dim, dim, causal, *no_features, q.device
+    )
+    sizes = (batch, length, tokens, length, heads, heads_kv, dim, dim)
+    scales = (math.log2(math.e) / math.sqrt(dim), 1 / math.sqrt(dim), 1.0)
+    window = (None, Int32(0) if causal else None)
+    return lambda: compiled(
+        q, k, v, o, sizes, starts, starts, None, None, *scales, None, *window, None, None, False
+    )
 
 
 def path_of(row: Row, folder: Path) -> Path:
@@ -211,18 +254,24 @@ def main() -> None:
     parser.add_argument("--sample", type=int, default=SAMPLE, help="clusters of each kernel")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--predict", type=Path, metavar="OUT.json")
+    parser.add_argument("--flashinfer", type=Path, metavar="CHECKOUT")
     options = parser.parse_args()
+    if options.flashinfer:
+        sys.path.insert(0, str(options.flashinfer / FMHA_FOLDER))
     rows = [row for row in ROWS if any(text in row.name for text in options.only.split("|"))]
     if options.predict:
         answers = [predict(row, options.folder) for row in rows if path_of(row, options.folder).exists()]
         options.predict.write_text(json.dumps(answers, indent=1))
         return
     missing = [row for row in rows if not path_of(row, options.folder).exists()]
+    if options.flashinfer is None:
+        missing = [row for row in missing if row.what != "fmha"]
     if options.workers == 1:
         for row in missing:
             record(row, options.folder, options.sample)
         return
     script = [sys.executable, __file__, str(options.folder), "--sample", str(options.sample)]
+    script += ["--flashinfer", str(options.flashinfer)] if options.flashinfer else []
     waiting, running = list(missing), []
     while waiting or running:
         running = [one for one in running if one.poll() is None]

@@ -164,7 +164,7 @@ def execute(
             program, program.name, grid, block, cluster, shared_bytes, registers, tensors, False
         )
         trace.ptx = text
-        recorder = _recorder_of(trace, clusters)
+        recorder = _recorder_of(trace, clusters, gmem)
         shares, clusters = 1, len(recorder.clusters)
 
     def launch(share: int, shares: int, keeps_back: bool) -> Launch:
@@ -228,11 +228,11 @@ def execute(
     return report
 
 
-def _recorder_of(trace: LaunchTrace, clusters: int) -> Recorder:
+def _recorder_of(trace: LaunchTrace, clusters: int, gmem: GlobalMemory) -> Recorder:
     """The recorder of a launch of so many clusters: of all, or of the sample that the active recording asks for."""
     chosen = chosen_clusters(clusters, active().sample)
     trace.sampled = len(chosen) < clusters
-    return Recorder(trace, chosen, whole=not trace.sampled)
+    return Recorder(trace, chosen, gmem, whole=not trace.sampled)
 
 
 def _judge(stats: LaunchStats, static: dict, check: str | None) -> list[Finding]:

@@ -7,8 +7,7 @@ simulator executes it (``warpspec.common.launch.simulating``).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from unittest.mock import patch
+from dataclasses import dataclass
 
 import torch
 
@@ -40,30 +39,6 @@ def _attention(batch, heads, heads_kv, queries, keys, dim, causal, window=None, 
     k, v = (_randn(device, batch, keys, heads_kv, dim) for _ in "kv")
     options = {"window": (window - 1, 0)} if window else {}
     return lambda: attention(q, k, v, causal=causal, **options)
-
-
-def _tiled(batch, heads, heads_kv, queries, keys, dim, causal, window, shape, device="cuda"):
-    """Attention with a given tile shape, its tiles dealt out, keys in one part."""
-    from warpspec.common.launch import target_of
-    from warpspec.fmha import launch
-    from warpspec.fmha.operands import Operands
-    from warpspec.fmha.plan import Plan, choose_section
-    from warpspec.fmha.problem import AttentionProblem
-    from warpspec.fmha.sm90.config import AttentionConfig
-    from warpspec.fmha.sm90.shapes import Shape
-
-    q = _randn(device, batch, queries, heads, dim)
-    k, v = (_randn(device, batch, keys, heads_kv, dim) for _ in "kv")
-    seen = (window - 1, 0) if window else None
-    problem = AttentionProblem.of(q, k, v, causal=causal, window=seen, memory=False)
-    problem, target = replace(problem, device=q.device), target_of(q.device)
-    config = AttentionConfig.of(problem, target, shape=Shape(*shape))
-    ctas = target.sm_count * config.shape.ctas_per_sm
-    plan = Plan(config, 1, ctas, choose_section(problem, config, target, ctas))
-    with patch.object(launch, "make_plan", lambda *_: plan):
-        prepared = launch.prepare.__wrapped__(problem, target)
-    operands = Operands(q, k, v, torch.empty_like(q))
-    return lambda: prepared.run(operands)
 
 
 def _gradients(batch, heads, length, dim, causal, device="cuda"):
@@ -183,39 +158,6 @@ DECODES = (
     (8, 32, 8, 1, 2048, 128),
     (16, 16, 16, 1, 1024, 64),
 )
-# (problem, tile shapes of fmha/sm90/shapes.py, the plan's first): which of a problem's does the model choose?
-TILES = (
-    (
-        (2, 8, 8, 2048, 2048, 64, False, None),
-        (
-            *((3, 128, 4, 1, 160, 32), (3, 80, 5, 1, 160, 32), (2, 128, 4, 1, 240, 24)),
-            *((2, 128, 2, 1, 240, 24), (1, 64, 3, 3, 136, 24)),
-        ),
-    ),
-    (
-        (2, 8, 8, 2048, 2048, 128, True, None),
-        (
-            *((2, 128, 2, 1, 240, 24), (3, 80, 2, 1, 160, 32), (3, 64, 3, 1, 160, 32)),
-            *((2, 64, 2, 1, 240, 24), (2, 64, 4, 1, 240, 24), (1, 64, 2, 2, 208, 48)),
-        ),
-    ),
-    (
-        (4, 16, 4, 768, 768, 128, True, None),
-        ((3, 64, 3, 1, 160, 32), (2, 128, 2, 1, 240, 24), (3, 80, 2, 1, 160, 32), (1, 64, 2, 2, 208, 48)),
-    ),
-    (
-        (1, 8, 8, 2048, 2048, 256, False, None),
-        ((2, 64, 2, 1, 240, 24), (2, 48, 3, 1, 240, 24), (1, 64, 2, 1, 240, 24), (1, 48, 4, 1, 240, 24)),
-    ),
-    (
-        (32, 64, 8, 1, 2048, 64, False, None),
-        ((1, 128, 3, 2, 208, 48), (1, 128, 2, 2, 208, 48), (1, 64, 3, 2, 208, 48), (1, 64, 6, 2, 208, 48)),
-    ),
-    (
-        (2, 16, 16, 4096, 4096, 64, True, 128),
-        ((1, 64, 3, 3, 136, 24), (1, 64, 2, 3, 136, 24), (3, 128, 4, 1, 160, 32), (2, 128, 4, 1, 240, 24)),
-    ),
-)
 GRADIENTS = (
     *((2, 8, 2048, 128, causal) for causal in (True, False)),
     *((1, 16, 4096, 64, causal) for causal in (True, False)),
@@ -265,14 +207,6 @@ QUACK_CROSS_ENTROPY = ((2048, 32000), (512, 4096))
 QUACK_TOPK = ((4096, 1024, 8), (512, 256, 16))
 
 
-def tiles_name(sizes: tuple, shape: tuple) -> str:
-    """The name of the case of a problem and a tile shape of ``TILES``."""
-    consumers, keys, stages, ctas = shape[:4]
-    window = f" window {sizes[7]}" if sizes[7] else ""
-    problem = _name("tiles", *sizes[:6], causal=sizes[6]) + window
-    return f"{problem}: {consumers} x {keys} keys, {stages} stages, {ctas} CTAs"
-
-
 def cases() -> list[ClockCase]:
     """All of them, in order."""
     found = [
@@ -290,11 +224,6 @@ def cases() -> list[ClockCase]:
     found += [
         ClockCase("gradients", _name("gradients", *sizes[:4], causal=sizes[4]), _call(_gradients, *sizes))
         for sizes in GRADIENTS
-    ]
-    found += [
-        ClockCase("tile shapes", tiles_name(sizes, shape), _call(_tiled, *sizes, shape))
-        for sizes, shapes in TILES
-        for shape in shapes
     ]
     found += [ClockCase("softmax", _name("softmax", *sizes), _call(_softmax, *sizes)) for sizes in SOFTMAX]
     found += [

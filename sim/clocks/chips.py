@@ -15,6 +15,8 @@ OURS = "scripts/microbench/run.py"
 COPY = "a copy of 2 GB, scripts/shared/gpu_bench.py"
 DRAM = "DRAM bytes of softmax kernels by ncu, scripts/measure_clocks.py"
 NCU = "scripts/microbench/run.py --only turnover, under ncu"
+FIRST = "scripts/microbench/run.py --only global_load_8x4_dram, on an H100"
+BRIEF = "scripts/microbench/run.py --only brief, under ncu"
 ISSUE = f"{OURS}, wgmma_issue_*"
 SEMI = "SemiAnalysisAI/microbench-blackwell at 9a068d8"
 MULTICAST = f"{SEMI}, tma2dmcast_throughput"
@@ -89,6 +91,7 @@ _CODE = (
 _MEMORY = (
     ("l2_latency", 281, "of ld.global that hits L2", OURS, HIGH),
     ("hbm_latency", 695, "of ld.global that does not", OURS, HIGH),
+    ("hbm_start_mb", 3.7, "MB that come from HBM at half its rate when a kernel begins", FIRST, MEDIUM),
     (
         "burst",
         250,
@@ -100,6 +103,8 @@ _MEMORY = (
 LAUNCH = "of a kernel that are no CTA's, as ncu counts clocks, caches flushed"
 _LAUNCH = (
     ("launch", 3900, LAUNCH, NCU, MEDIUM),
+    ("cta_start", 124, "from a CTA's start to that of the next on its SM, beside its warps", BRIEF, HIGH),
+    ("warp_start", 12, "the same, a warp", BRIEF, HIGH),
     ("cta_turnover", 440, "from a CTA's end to the start of the next in its place", OURS, HIGH),
 )
 _WGMMA = (

@@ -11,15 +11,19 @@ issued and takes effect, and when something arrives at an mbarrier.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 
+from warpspec.sim import tma
 from warpspec.sim.clocks.trace import CtaTrace, LaunchTrace, Step
+from warpspec.sim.errors import SimError
 from warpspec.sim.instruction import Instr, Mem
 from warpspec.sim.lanes import FULL_MASK
+from warpspec.sim.memory import GlobalMemory
 from warpspec.sim.tcgen05 import instruction_descriptor
 
 SAMPLE = 6  # default number of clusters recorded per launch
@@ -98,11 +102,12 @@ def chosen_clusters(total: int, sample: int | None) -> list[int]:
 
 class Recorder:
     """Traces one launch. clusters: numbers of the clusters that run and are recorded, in order. whole: they are the
-    whole grid, all of which must run.
+    whole grid, all of which must run. memory: the global memory, where tensor maps are read.
     """
 
-    def __init__(self, trace: LaunchTrace, clusters: Sequence[int], whole: bool = True):
-        self.trace, self.whole = trace, whole
+    def __init__(self, trace: LaunchTrace, clusters: Sequence[int], memory: GlobalMemory, whole: bool = True):
+        self.trace, self.memory, self.whole = trace, memory, whole
+        self._tensors: dict[int, tuple[int, int] | None] = {}  # by the address of a tensor map
         self.steps = 0
         self.enough = False  # steps are only counted
         self._live: list[tuple[object, CtaTrace]] = []  # CTAs that run
@@ -230,7 +235,9 @@ class Recorder:
             )
             lane = mask & -mask
             coords = tuple(w.scalar(item, lane) & 0xFFFFFFFF for item in memory.coords or ())
-            self._touch(step, (w.address_scalar(memory, lane), coords))
+            address = w.address_scalar(memory, lane)
+            self._touch(step, (address, coords))
+            step.about = self._tensor(address)
         elif parts[:2] == ("cp", "async") and parts[2] in ("ca", "cg"):
             lane = mask & -mask
             self._touch(step, (w.address_scalar(ins.operands[1], lane),))
@@ -240,6 +247,20 @@ class Recorder:
             self._touch(step, (w.address_scalar(ins.operands[1], lane),))
         elif parts[:2] == ("tcgen05", "mma"):
             self._tensor_mma(step, w, ins, mask)
+
+    def _tensor(self, address: int) -> tuple[int, int] | None:
+        """(Address, bytes) of the tensor of a map, dimensions of stride 0 left out; None if there is no map."""
+        if address not in self._tensors:
+            try:
+                found = tma.decode(self.memory.view(address, tma.DESCRIPTOR_BYTES))
+            except SimError:  # the instruction will say so
+                return None
+            dims = [
+                found.dims[0],
+                *(n for n, stride in zip(found.dims[1:], found.strides, strict=False) if stride),
+            ]
+            self._tensors[address] = found.address, math.prod(dims) * found.element.bits // 8
+        return self._tensors[address]
 
     def _touch(self, step: Step, key: tuple) -> None:
         step.fresh = key not in self._moved

@@ -75,8 +75,10 @@ class Replay:
     """Clusters on an SM, or on as many SMs as a cluster has CTAs.
 
     resident: number of clusters resident from the start; each of the others begins when one has ended. fresh_share:
-    part of the bytes read that come from HBM. cold, active_share, written_share, sharers: as in `servers.Sm`.
-    most_steps: steps of all warps after which the replay is cut off; None: none.
+    part of the bytes read that come from HBM. cold, active_share, written_share, sharers, tensors: as in
+    `servers.Sm`.
+    most_steps: steps of all warps after which the replay is cut off; None: none. part: of their traces that the
+    clusters do on a GPU; less than 1 where recorded ones did the work of others.
     """
 
     def __init__(
@@ -93,22 +95,25 @@ class Replay:
         active_share: float = 1.0,
         written_share: float = 1.0,
         sharers: float = 1.0,
+        tensors: dict[tuple[int, int], tuple[float, float]] | None = None,
         order: SassOrder | None = None,
         most_steps: int | None = None,
+        part: float = 1.0,
     ):
         self.trace, self.clusters, self.chip, self.order = trace, clusters, chip, order
         steps = [(cta.steps, cta.more_steps) for placed in clusters for cta, _ in placed]
-        self.total_steps = sum(map(sum, steps))
+        self.total_steps = int(part * sum(map(sum, steps)))
         # Towards the end of traces that are cut, warps wait for steps that were not recorded.
         recorded = sum(here if not more else int(here * CUT) for here, more in steps)
-        self.most_steps = min(recorded, most_steps or recorded)
+        self.most_steps = min(recorded, most_steps or recorded, self.total_steps)
+        self.whole = part == 1.0 and self.most_steps == self.total_steps
         self.steps = 0  # that warps have reached
         self.half = (0, 0.0)  # steps and clocks in the middle of what is replayed
         self.resident = len(clusters) if resident is None else resident
         self.costs = {} if costs is None else costs
         self.actions: dict[int, Action] = {}
         self.sms = [
-            Sm(chip, fresh_share, cold, active_share, written_share, sharers)
+            Sm(chip, fresh_share, cold, active_share, written_share, sharers, tensors)
             for _ in range(1 + max(sm for _, sm in clusters[0]))
         ]
         beside = ("operands_first", "crowd_beside_wgmma")
@@ -146,12 +151,14 @@ class Replay:
                     self.push(time, "resume", warp)
                 live[number] += len(cta.warps)
 
-        for _ in range(min(self.resident, len(self.clusters))):
-            begin(0.0)
+        start, warps = (self.chip.clocks(name) for name in ("cta_start", "warp_start"))
+        apart = start + warps * len(self.clusters[0][0][0].warps)
+        for number in range(min(self.resident, len(self.clusters))):
+            begin(number * apart)
         ends: list[float] = []
         turnover = self.chip.clocks("cta_turnover")
         pool, queue = self.pool, self.queue
-        while self.steps < self.most_steps or self.most_steps == self.total_steps:
+        while self.steps < self.most_steps or self.whole:
             if not self.half[0] and self.steps >= self.most_steps / 2:
                 self.half = (self.steps, self.now)
             soonest = pool.next_end()
@@ -177,6 +184,8 @@ class Replay:
                 if not live[owner[warp]]:
                     ends.append(self.now)
                     if len(live) < len(self.clusters):
+                        for sm in self.sms:  # from the first CTA's end on, SMs are no longer in step
+                            sm.alone_since = self.now if sm.alone_since is None else sm.alone_since
                         begin(self.now + turnover)
             elif type(request) is float:
                 self.push(request, "resume", warp)
@@ -185,7 +194,7 @@ class Replay:
             else:
                 sm, scheduler, alone, demand = request
                 pool.add(self.now, warp, sm, scheduler, alone, demand)
-        cut_off = self.steps < self.total_steps
+        cut_off = not self.whole
         stuck = [] if cut_off else [w for w in range(len(programs)) if programs[w].gi_frame is not None]
         if stuck:
             raise RuntimeError(f"{len(stuck)} warps never end in the replay of {self.trace.kernel}")
@@ -196,7 +205,7 @@ class Replay:
         if not cut_off:
             return Result(max(ends), ends, busy, self.spans, self.warps, self.sms[0].bytes_moved)
         steps, since = self.half
-        beyond = (self.total_steps - self.steps) * (self.now - since) / (self.steps - steps)
+        beyond = max(0, self.total_steps - self.steps) * (self.now - since) / max(self.steps - steps, 1)
         return Result(self.now, ends, busy, self.spans, self.warps, self.sms[0].bytes_moved, beyond)
 
     def push(self, time: float, what: str, argument: object) -> None:
@@ -383,7 +392,7 @@ class Replay:
                     yield from self._wait(warp, group, "tensor")
                 del wgmma[:through]
             elif kind is Kind.LOAD:
-                done = server.tma_load(at, entry.nbytes, entry.fresh)
+                done = server.tma_load(at, entry.nbytes, entry.fresh, entry.about)
                 for number in entry.signals:
                     self.push(done, "signal", (self._event(number, copy), ("tma", warp, at)))
             elif kind is Kind.STORE:

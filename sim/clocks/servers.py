@@ -16,7 +16,7 @@ class Sm:
     fresh_share: share of the bytes read that comes from HBM. cold: whether data new to the trace has HBM's latency.
     active_share: share of all SMs that run and share L2 and HBM. written_share: share of the bytes stored that reaches
     HBM before the kernel ends; L2 keeps the rest. sharers: SMs that load the same bytes at the same time, which L2 then
-    reads once.
+    reads once. tensors: (fresh_share, sharers) of the loads of a tensor, by (address, bytes); of others it is those.
     """
 
     def __init__(
@@ -27,20 +27,28 @@ class Sm:
         active_share: float,
         written_share: float,
         sharers: float = 1.0,
+        tensors: dict[tuple[int, int], tuple[float, float]] | None = None,
     ):
         self.chip = chip
         sharing = max(1.0, chip.sms * active_share)
         self.hbm_rate = chip.clocks("hbm_gb") / chip.ghz / sharing
-        l2 = min(chip.clocks("l2_bytes") * sharers, chip.clocks("l2_shared_bytes"))
-        self.l2_rate = min(l2 / sharing, chip.clocks("tma_bytes"))
+        self.slow_left = chip.clocks("hbm_start_mb") * 1e6 / sharing  # bytes to come at half the rate
+
+        def l2_rate(sharers: float) -> float:
+            l2 = min(chip.clocks("l2_bytes") * sharers, chip.clocks("l2_shared_bytes"))
+            return min(l2 / sharing, chip.clocks("tma_bytes"))
+
+        self.others = fresh_share, l2_rate(sharers)  # part from HBM and rate from L2 of loads of no tensor
+        self.tensors = {name: (fresh, l2_rate(several)) for name, (fresh, several) in (tensors or {}).items()}
         self.store_rate = min(chip.clocks("l2_store_bytes") / sharing, chip.clocks("store_bytes"))
         self.add_rate = min(chip.clocks("l2_add_bytes") / sharing, chip.clocks("add_bytes"))
-        self.fresh_share, self.cold, self.written_share = fresh_share, cold, written_share
+        self.cold, self.written_share = cold, written_share
         self.tensor_free = [0.0] * SCHEDULERS
         self.tensor_used = [0.0] * SCHEDULERS
         self.store_buffer, self.add_buffer = chip.clocks("store_buffer"), chip.clocks("add_buffer")
         self.lanes_free = self.lanes_ahead = 0.0
-        self.tma_free = self.memory_free = self.store_free = 0.0
+        self.tma_free = self.memory_free = self.store_free = self.port_free = 0.0
+        self.alone_since: float | None = None  # since when other SMs are at other places of the kernel
         self.tma_used = self.l2_used = self.hbm_used = 0.0
         self.transfer_free = [0.0] * SCHEDULERS
         self.transfer_used = 0.0
@@ -82,25 +90,34 @@ class Sm:
 
     # ---- memory ------------------------------------------------------------------------------------------------
 
-    def _move(self, start: float, nbytes: float, share: float) -> float:
-        """When the bytes have passed L2 and HBM, without their latency."""
-        l2, hbm = nbytes / self.l2_rate, share * nbytes / self.hbm_rate
-        return self._pass(start, nbytes, l2, hbm)
+    def _move(self, start: float, nbytes: float, share: float, l2_rate: float) -> float:
+        """When the bytes have passed L2 and HBM, without their latency. share: of them that comes from HBM."""
+        read = share * nbytes
+        slow = min(self.slow_left, read)
+        self.slow_left -= slow
+        return self._pass(start, nbytes, nbytes / l2_rate, (read + slow) / self.hbm_rate)
 
     def _pass(self, start: float, nbytes: float, l2: float, hbm: float) -> float:
-        """Loads and stores pass one after the other: what is copied takes the sum of both."""
+        """Loads and stores pass one after the other: what is copied takes the sum of both.
+
+        SMs that do the same at the same time have no more than their share of L2 and HBM. One that does something else
+        than most others gets what these leave: the share that it has not used so far, as fast as a single SM can.
+        """
         since = start - self.chip.clocks("burst")
+        if self.alone_since is not None:
+            since = min(since, self.alone_since)
         self.memory_free = max(self.memory_free, since) + max(l2, hbm)
+        self.port_free = max(self.port_free, start) + nbytes / self.chip.clocks("tma_bytes")
         self.l2_used += l2
         self.hbm_used += hbm
         self.bytes_moved += nbytes
-        return self.memory_free
+        return max(self.memory_free, self.port_free)
 
     def load(self, at: float, nbytes: float, count: int) -> float:
         """Loads by lanes, or cp.async: `count` instructions of a warp, of so many bytes in all."""
-        far = self.fresh_share > 0
-        latency = self.chip.clocks("hbm_latency" if far else "l2_latency")
-        return max(self._move(at, nbytes, self.fresh_share), at) + latency
+        share, rate = self.others
+        latency = self.chip.clocks("hbm_latency" if share > 0 else "l2_latency")
+        return max(self._move(at, nbytes, share, rate), at) + latency
 
     def store(self, at: float, nbytes: float, adds: bool = False) -> float:
         """Stores and reductions: when they have left the SM; nobody waits for them. adds: they are bulk reductions."""
@@ -122,17 +139,17 @@ class Sm:
         """When lanes can access memory: they do so in order, and few bytes wait to leave the SM."""
         return max(at, self.lanes_free - self.lanes_ahead)
 
-    def tma_load(self, at: float, nbytes: float, fresh: bool) -> float:
+    def tma_load(self, at: float, nbytes: float, fresh: bool, tensor: tuple[int, int] | None = None) -> float:
+        """A load by TMA. fresh: of bytes that the trace has not loaded before. tensor: which it is of, if known."""
         chip = self.chip
+        share, rate = self.tensors.get(tensor, self.others)
         start = max(at, self.tma_free)
         taken = max(nbytes / chip.clocks("tma_bytes"), chip.clocks("tma_interval"))
         self.tma_free = start + taken
         self.tma_used += taken
-        far = fresh and self.fresh_share > 0
-        latency = chip.clocks("tma_hbm_latency" if far else "tma_l2_latency")
+        latency = chip.clocks("tma_hbm_latency" if fresh and share > 0 else "tma_l2_latency")
         return (
-            max(self._move(start, nbytes, self.fresh_share), start + nbytes / chip.clocks("tma_bytes"))
-            + latency
+            max(self._move(start, nbytes, share, rate), start + nbytes / chip.clocks("tma_bytes")) + latency
         )
 
     def tma_store(self, at: float, nbytes: float, adds: bool) -> tuple[float, float]:

@@ -19,8 +19,8 @@ class Step:
 
     signals: events that it contributes to, at once or when its asynchronous work completes. waits: the event that it
     waits for, or None. nbytes: bytes that its asynchronous work moved. lanes: lanes that executed it (0: its guard was
-    false). fresh: whether it moves data that no recorded step moved before. about: facts from its operands
-    (tcgen05.mma).
+    false). fresh: whether it moves data that no recorded step moved before. about: facts from its operands:
+    of tcgen05.mma what it multiplies, of a copy with a tensor map the tensor's address and bytes.
     """
 
     __slots__ = ("about", "fresh", "ins", "lanes", "nbytes", "signals", "waits")

@@ -6,7 +6,7 @@ interpolated between its recorded neighbours in the grid's order.
 
 from __future__ import annotations
 
-import heapq
+from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -18,6 +18,7 @@ from warpspec.sim.clocks.costs import memory_bytes
 from warpspec.sim.clocks.replay import Placed, Replay, Result
 from warpspec.sim.clocks.sass import NoSass, sass_of
 from warpspec.sim.clocks.sass_order import SassOrder
+from warpspec.sim.clocks.taking import last_end, last_share, taken_of
 from warpspec.sim.clocks.trace import CtaTrace, LaunchTrace, Step
 from warpspec.sim.device import SHARED_RESERVED, device_of
 from warpspec.sim.limits import ctas_by_registers
@@ -28,6 +29,7 @@ MOST_LISTED = 100_000  # most clusters of a grid that are assigned to places one
 BISECTIONS = 24
 CANDIDATES = 3  # recorded clusters that are replayed to find the one that lasts longest
 STREAMED_ROUNDS = 4  # rounds of CTAs that are replayed if there are more
+TENSOR = 2  # numbers that say which tensor a step copies (`Step.about`)
 MOST_STEPS = 30_000  # most steps of a replay, of whose second half the rest has the pace
 
 
@@ -99,6 +101,21 @@ def moved_bytes(cta: CtaTrace, costs) -> tuple[int, int, int]:
     return loaded, stored, added
 
 
+def loaded_by_tensor(cta: CtaTrace) -> Counter:
+    """Bytes that a CTA loads of each tensor that it has a map of."""
+    loaded = Counter()
+    for entries in cta.warps:
+        for entry in entries:
+            if (
+                type(entry) is Step
+                and entry.signals
+                and entry.about is not None
+                and len(entry.about) == TENSOR
+            ):
+                loaded[entry.about] += cta.longer * entry.nbytes
+    return loaded
+
+
 class Grid:
     """A launch on a chip: first what does not depend on uncertain constants, then `predict`."""
 
@@ -115,9 +132,11 @@ class Grid:
         groups: dict[int, Placed] = {}
         for cta in sorted(trace.ctas, key=lambda cta: (cta.cluster, cta.rank)):
             groups.setdefault(cta.cluster, []).append((cta, cta.rank))
+        queued = taken_of(trace)
         whole = {n: placed for n, placed in groups.items() if not any(cta.more_steps for cta, _ in placed)}
-        groups = whole if len(whole) > 1 else groups
+        groups = whole if len(whole) > 1 and queued is None else groups
         self.groups = groups
+        self.part = 1.0  # of its trace that a recorded cluster does on a GPU
         self.longest: int | None = None  # number of the cluster that lasts longest
         self.sass, self.code = None, "PTX, as asked"
         if use_sass:
@@ -135,9 +154,26 @@ class Grid:
             for placed in groups.values()
         ]
         totals = np.array([sum(ctas) for ctas in moved])
-        self.loaded, self.stored, self.added = (
-            _total(list(groups), list(totals[:, i]), self.clusters) for i in range(3)
-        )
+        by_tensor = [
+            sum((loaded_by_tensor(cta) for cta, _ in placed), Counter()) for placed in groups.values()
+        ]
+        more = 1.0
+        if queued is not None:
+            # The recorded clusters did all but the others' first pieces, each as long as one of theirs.
+            more = 1 + (self.clusters - len(groups)) / queued.numbers
+            self.loaded, self.stored, self.added = (float(more * sum(column)) for column in totals.T)
+            work = {number: self._work(number) for number in groups}
+            longest, total = max(work, key=work.get), more * sum(work.values())
+            longer = groups[longest][0][0].longer
+            pieces, known = round(more * queued.numbers), float(sum(queued.sizes))
+            steps = total * known / (work[longest] / longer) if longer > 1 else None
+            last = last_share(queued.sizes, self.clusters, pieces, steps)
+            self.part = min(1.0, last * total / self.clusters / work[longest])
+            self.groups = {longest: groups[longest]}
+        else:
+            self.loaded, self.stored, self.added = (
+                _total(list(groups), list(column), self.clusters) for column in totals.T
+            )
         # What is stored is stored once; what is loaded or added to, again and again.
         again = max(trace.tensor_bytes - self.stored, 0.0)
         unique = again * self.loaded / max(self.loaded + self.added, 1.0)
@@ -146,7 +182,20 @@ class Grid:
         self.sharers = min(max(1.0, self.loaded / unique), running) if unique else 1.0
         # Tensors that do not fit in L2 have left it by the time when they are read again.
         self.to_read = unique if cold or trace.tensor_bytes > chip.clocks("l2_mb") * 1e6 else 0.0
-        self.fresh_share = min(1.0, self.to_read / self.loaded) if self.loaded else 0.0
+        self.tensors: dict[
+            tuple[int, int], tuple[float, float]
+        ] = {}  # (part from HBM, sharers) of what is loaded
+        left, loaded = self.to_read, self.loaded
+        for tensor in set().union(*by_tensor):
+            values = [float(one[tensor]) for one in by_tensor]
+            total = more * sum(values) if queued is not None else _total(list(groups), values, self.clusters)
+            once = min(tensor[1], total)
+            self.tensors[tensor] = (
+                once / total if self.to_read else 0.0,
+                min(max(1.0, total / once), running),
+            )
+            left, loaded = left - once, loaded - total
+        self.fresh_share = min(1.0, max(left, 0.0) / loaded) if loaded > 1.0 else 0.0  # of other loads
         self.written = max(
             self.stored + again - unique - chip.clocks("l2_dirty_mb") * 1e6, 0.0
         )  # bytes that HBM gets meanwhile
@@ -187,9 +236,10 @@ class Grid:
             "written_share": self.written / max(self.stored + self.added, 1.0),
             "active_share": self.active_share,
             "sharers": self.sharers,
+            "tensors": self.tensors,
         }
         options = {"resident": resident, "keep_spans": keep_spans, "cold": self.cold, "costs": costs}
-        options |= {"order": self.order, "most_steps": most_steps}
+        options |= {"order": self.order, "most_steps": most_steps, "part": self.part}
         return Replay(self.trace, clusters, chip, **options, **shares).run()
 
     def _together(self, chip: Chip, costs: dict, keep_spans: bool) -> tuple[float, Result]:
@@ -262,14 +312,6 @@ class Grid:
     def _spread(self, count: int) -> list[Placed]:
         """So many clusters, in the order of the grid, each replaced by the nearest recorded one."""
         return [self.groups[number] for number in self._nearest(count)]
-
-
-def last_end(lengths: list[float], places: int) -> float:
-    """The end of the last of several pieces of work that are assigned to places in order, as these become free."""
-    free = [0.0] * places
-    for length in lengths:
-        heapq.heapreplace(free, free[0] + length)
-    return max(free)
 
 
 def _total(numbers: list[int], values: list[float], clusters: int) -> float:

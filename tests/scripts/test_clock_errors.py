@@ -33,16 +33,14 @@ def test_errors_of_a_record():
 
 
 def test_regret_of_a_choice():
-    """The model prefers the second tile shape, which took a tenth longer than the first."""
-    sizes, shapes = clock_errors.TILES[0]
-    first, second, third = (clock_errors.tiles_name(sizes, shape) for shape in shapes[:3])
-    measured = {first: [[1000, 1.9]], second: [[1100, 1.9]], third: [[1500, 1.9]]}
-    predicted = {first: 900, second: 890, third: 2000}
-    guesses = {name: [["Attention.kernel", clocks, 1, 9999, "mufu"]] for name, clocks in predicted.items()}
-    record = {"measured": {"h100": {"gpu": "", "cases": measured}}, "predicted": {"h100": {"cases": guesses}}}
-    text = clock_errors.choices_table(record)
-    assert f"| 3 | {second.split(': ')[1]} | {first.split(': ')[1]} | 10.0% | 50% |" in text
-    assert text.endswith("Regret 10.0% in the mean, 10.0% at worst; 2 of 3 pairs in the measured order.")
+    """Of one problem the model prefers a plan that took a tenth longer than the fastest, of the other the fastest."""
+    plans = [
+        {"A": [10.0, 9.0], "B": [11.0, 8.9], "C": [15.0, 20.0]},
+        {"A": [20.0, 30.0], "B": [24.0, 31.0]},
+    ]
+    rows = {str(i): {"chip": "h100", "kind": "decode", "plans": one} for i, one in enumerate(plans)}
+    text = clock_errors.plans_table({"measured": {"h100": {}}, "plans": {"rows": rows}})
+    assert "| H100 | decode | 2 | 5 | 5.0% | 10.0% | 1 of 2 | 15% |" in text
 
 
 def test_the_record_is_of_known_cases():

@@ -158,7 +158,7 @@ CASES = {
         "may have exited",
         dict(),
         START + "st.shared.u32 [%r12], %r1; fence.proxy.async; bar.warp.sync -1;"
-        + STORE + "[[" + COMMIT + "@%p1 cp.async.bulk.wait_group.read 0;]]",
+        + STORE + COMMIT + "[[@%p1 cp.async.bulk.wait_group.read 0;]]",
     ),
     "cp.async": (
         UNORDERED,

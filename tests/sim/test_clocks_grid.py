@@ -1,0 +1,110 @@
+"""What a grid shares in the timing model: HBM by tensor, SMs in and out of step, work from a queue."""
+
+import numpy as np
+import pytest
+from helpers.ptx_launch import launch
+
+from warpspec import sim
+from warpspec.sim.clocks.chips import chip
+from warpspec.sim.clocks.replay import Replay
+from warpspec.sim.clocks.servers import Sm
+from warpspec.sim.clocks.taking import last_end, last_share, taken_of
+from warpspec.sim.clocks.waves import Grid
+
+H100 = chip("h100")
+STEADY = H100.with_constants(hbm_start_mb=0.0)  # HBM has its full rate from the start
+QUEUE = (
+    """
+  ld.param.u64 %rd1, [out]; mov.u32 %r1, %ctaid.x; mov.b32 %f0, 0f3F800000; mov.b32 %f1, 0f3F000000;
+NEXT:
+  setp.ge.s32 %p1, %r1, {pieces}; @%p1 bra OUT; mov.b32 %r3, {steps};
+WORK:
+  bar.sync 0;
+"""
+    + "fma.rn.f32 %f0, %f0, %f1, %f1;" * 100
+    + """
+  sub.s32 %r3, %r3, 1; setp.gt.s32 %p2, %r3, 0; @%p2 bra WORK;
+  atom.global.add.u32 %r2, [%rd1], 1; mov.u32 %r4, %nctaid.x; add.s32 %r1, %r2, %r4; bra NEXT;
+OUT: st.global.b32 [%rd1+64], %f0;
+"""
+)
+
+
+def queued(pieces: int, grid: int, sample: int | None, steps: int = 32):
+    """The trace of CTAs of one thread that take pieces of ``steps`` barriers each."""
+    shared = ".shared .align 128 .b8 sm[204800];"
+    with sim.recording(sample):
+        body = QUEUE.format(pieces=pieces, steps=steps)
+        options = {"target": "sm_90a", "grid": (grid, 1, 1), "block": (1, 1, 1), "variables": shared}
+        return launch(body, {"out": np.zeros(64, np.uint32)}, **options).trace
+
+
+def test_a_sample_that_drains_a_queue_is_as_long_as_its_share():
+    """Two CTAs of 12 take 52 of 62 pieces; on a GPU the last CTA would do six of them."""
+    sampled, one = queued(62, 12, 2), queued(1, 1, None)
+    taken = taken_of(sampled)
+    assert sampled.sampled and taken.numbers == 52
+    assert set(taken.sizes) == {32}
+    piece = Replay(one, [[(one.ctas[0], 0)]], H100).run().clocks
+    found = Grid(sampled, H100, cold=False, use_sass=False).predict(H100)
+    assert found.clocks - found.overhead == pytest.approx(6 * piece, rel=0.08)
+    assert taken_of(queued(12, 12, None)) is None  # the whole grid ran
+
+
+def test_the_last_piece_of_a_queue():
+    assert last_share((), 4, 8, 8.0) == 1.0
+    assert last_share((), 4, 9, 9.0) == pytest.approx(3 / (9 / 4))
+    # Pieces that become smaller balance: three rounds of 9 equal ones, but not of these.
+    assert 1.0 <= last_share((10, 8), 4, 9, 60.0) < 1.3
+
+
+def test_places_go_to_who_comes_first():
+    assert last_end([4, 3, 2, 1], 2) == 5
+    assert last_end([1, 2, 3, 4], 2) == 6
+    assert last_end([1], 3) == 1
+
+
+def test_a_tensor_that_one_sm_loads_comes_from_hbm():
+    """Q, which each CTA has a part of, comes from HBM whole; of K, that eight share, each waits for an eighth."""
+    q, k = (1, 1 << 20), (2, 1 << 20)
+    sm = Sm(STEADY, 0.0, True, 1.0, 0.0, tensors={q: (1.0, 1.0), k: (0.125, 8.0)})
+    nbytes = 1 << 15
+    of_q = sm.tma_load(0.0, nbytes, True, q)
+    of_k = sm.tma_load(of_q, nbytes, True, k) - of_q
+    rate = H100.clocks("hbm_gb") / H100.ghz / H100.sms
+    assert of_q == pytest.approx(nbytes / rate + H100.clocks("tma_hbm_latency"), rel=0.01)
+    assert of_k < nbytes / rate / 2 + H100.clocks("tma_hbm_latency")
+    assert sm.tma_load(2 * of_q, nbytes, True, None) - 2 * of_q < of_k  # of another: from L2
+
+
+def test_sms_out_of_step_use_what_others_leave():
+    """After a pause, an SM in step with the others gets its share of HBM; one that is not catches up."""
+    share = H100.clocks("hbm_gb") / H100.ghz / H100.sms
+    took = []
+    for alone in (None, 0.0):
+        sm = Sm(STEADY, 1.0, True, 1.0, 0.0)
+        sm.alone_since = alone
+        took.append(sm.load(50_000.0, 1 << 17, 1) - 50_000.0 - H100.clocks("hbm_latency"))
+    assert took[0] == pytest.approx((1 << 17) / share - H100.clocks("burst"), rel=0.01)
+    assert took[1] == pytest.approx((1 << 17) / H100.clocks("tma_bytes"), rel=0.01)
+
+
+def test_hbm_starts_slowly():
+    """All SMs load 32 KB and again 32 KB: what HBM delivers slowly, it delivers once."""
+    share, first = H100.clocks("hbm_gb") / H100.ghz / H100.sms, H100.clocks("hbm_start_mb") * 1e6 / H100.sms
+    sm, latency = Sm(H100, 1.0, True, 1.0, 0.0), H100.clocks("hbm_latency")
+    ends = [sm.load(0.0, 1 << 15, 1) - latency for _ in range(2)]
+    assert first < 1 << 15
+    assert ends[0] == pytest.approx(((1 << 15) + first) / share, rel=0.01)
+    assert ends[1] - ends[0] == pytest.approx((1 << 15) / share, rel=0.01)
+
+
+def test_ctas_of_an_sm_begin_one_after_the_other():
+    body = "mov.b32 %f0, 0f3F800000; mov.b32 %f1, 0f3F000000;" + "fma.rn.f32 %f0, %f0, %f1, %f1;" * 50
+    body += "ld.param.u64 %rd1, [out]; st.global.b32 [%rd1], %f0;"
+    with sim.recording(None):
+        trace = launch(body, {"out": np.zeros(64, np.float32)}, grid=(4, 1, 1), target="sm_90a").trace
+    placed = [[(cta, 0)] for cta in trace.ctas]
+    ends = [Replay(trace, placed[:count], H100).run().clocks for count in (1, 4)]
+    apart = H100.clocks("cta_start") + H100.clocks("warp_start")
+    assert ends[1] - ends[0] == pytest.approx(3 * apart, abs=30)
