@@ -161,12 +161,14 @@ class Agent(Clock):
         "seen_foreign",
         "seen_releases",
         "tag",
+        "told",
     )
 
     def __init__(self, domain: Domain):
         super().__init__(domain, ROWS)
         self.parts: dict[int, Part] = {}
         self.loose: list[Part] = []  # parts with accesses since the last warp barrier
+        self.told: dict[int, int] = {}  # by component: how many of a loose part's accesses all lanes know of
         self.epoch = 0  # incremented by every publication: later accesses have a new count
         self.frozen: dict[int, Snapshot] = {}  # snapshots until the clock changes; key: lanes
         self.relaxed: dict[int, np.ndarray] = {}  # what lanes publish by relaxed writes, until it changes
@@ -209,6 +211,7 @@ class Agent(Clock):
         for part in self.loose:
             part.synced = int(self.rows[BASE, part.component])
         self.loose = []
+        self.told.clear()
         self._changed()
         self.tag = tag
         self.reads.clear()
@@ -224,6 +227,12 @@ class Agent(Clock):
             part.component < rows.shape[1] and rows[BASE, part.component] >= self.rows[BASE, part.component]
             for part in self.loose
         )
+
+    def tell(self, rows: np.ndarray) -> None:
+        """All lanes have acquired a clock: they know of what some of them did before they arrived."""
+        for part in self.loose:
+            if part.component < rows.shape[1]:
+                self.told[part.component] = int(rows[BASE, part.component])
 
     def acquire(self, rows: np.ndarray, foreign: Foreign) -> None:
         """Acquire what a synchronisation object published."""

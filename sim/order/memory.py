@@ -35,7 +35,7 @@ from warpspec.sim.order.places import (
     shared_place,
     units_of,
 )
-from warpspec.sim.order.shadow import Shadow
+from warpspec.sim.order.shadow import Shadow, distinct
 from warpspec.sim.order.shares import Touched, touched
 from warpspec.sim.order.state import GlobalShadow, Operation
 from warpspec.sim.registry import row_of
@@ -389,9 +389,12 @@ class MemoryAccesses(Accesses):
             strange = (before >> TAG == tag) & (other != EACH)
             if not together:  # else one lane's is strange to the others
                 strange &= other != executing
-            if strange.any():
-                at = int(np.argmax(strange))
-                first = self.ledger.accesses[accesses[where].item(at)]
+            numbers = accesses[where]
+            for number in distinct(numbers[strange]):
+                first = self.ledger.accesses[number]
+                if agent.told.get(first.component, 0) >= first.count:
+                    continue  # its lanes have arrived at an mbarrier since, and all lanes have waited for it
+                at = int(np.argmax(strange & (numbers == number)))
                 unit = self.units[False]
                 place = (where.start + at if isinstance(where, slice) else int(where[at])) * unit
                 self.report(
@@ -401,6 +404,7 @@ class MemoryAccesses(Accesses):
                     f"{access.describe()}, lane {int(executing[at])}",
                     "bar.warp.sync between them", (first.ins.line, access.ins.line),
                 )  # fmt: skip
+                break
         self._note_lanes(agent, cta, where, access, executing, together)
 
     @staticmethod

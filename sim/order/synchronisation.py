@@ -308,6 +308,8 @@ class Synchronisation(MemoryAccesses):
             w.order.acquire(order.done, order.done_foreign)
             if w.order.told_of_all(order.done):
                 self.lanes_meet(w)
+            else:
+                w.order.tell(order.done)
 
     def loads_on(self, op: Operation, barrier, write: bool = True, generic: bool = False) -> Access:
         """The access of a copy that completes in an mbarrier's present phase."""

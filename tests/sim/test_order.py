@@ -311,6 +311,9 @@ CASES = {
     "a lane's read before another's cp.async": ("lanes of a warp", dict(),
         START + "st.shared.u32 [%r12], %r1; bar.warp.sync -1; xor.b32 %r4, %r12, 4; ld.shared.u32 %r5, [%r4];"
         + "[[bar.warp.sync -1;]] cp.async.ca.shared.global [%r12], [%rd2], 4; cp.async.wait_all;"),
+    "a wait for what one lane wrote before it arrived": ("lanes of a warp", dict(),
+        START + INIT_FENCED + "st.shared.u32 [%r12], %r1; @%p1 st.shared.u32 [%r10+512], 7;"
+        + "@%p1 mbarrier.arrive.shared.b64 _, [%r11];" + "[[" + wait(0, "A") + "]] ld.shared.u32 %r4, [%r10+512];"),
     "the scope of an arrival": (SCOPE, PAIR,
         START + REMOTE + "st.shared::cluster.u32 [%r6], %r1; bar.warp.sync -1;"
         + "@%p1 mbarrier.arrive[[.release.cluster]].shared::cluster.b64 _, [%r7];" + AFTER),
