@@ -26,7 +26,8 @@ from warpspec.fmha.conversion import CodeRings
 from warpspec.fmha.heads import BLOCK, MMA_K
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.schedule import sortable
-from warpspec.fmha.sm90.float8 import STATISTICS, WarpMerge, warp_barriers
+from warpspec.fmha.sm90.barriers import WEIGHT_STAGES, barriers_of
+from warpspec.fmha.sm90.float8 import STATISTICS, WarpMerge
 from warpspec.fmha.sm90.shapes import (
     FLOAT8,
     TWO_CONSUMERS,
@@ -43,7 +44,6 @@ FIRST_ORDER_BARRIER = (
 CLEAR_BARRIER = 5  # named barrier of all consumers, or two of one each, after rows of V have been cleared
 SUMS_BARRIER = 7  # named barrier of paired consumers that add up their row sums
 SCORED_BARRIER = 8  # named barriers of one paired consumer each: all its warps have read the tile's K
-WEIGHT_STAGES = 2  # P tiles in shared memory: one from each of two consumers
 INSTRUCTION_REGISTERS = 30  # registers that ptxas needs for a wgmma besides those of its result
 
 
@@ -435,79 +435,4 @@ class AttentionConfig(AttentionKernel):
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:
-        """Every mbarrier: who arrives, how often, who waits, and what then holds."""
-        stages, warps = self.kv_stages, self.consumer_warps
-        load, filled = "load warp", "load warp, expect_tx + TMA bytes"
-        warp = "consumers, one thread a warp"
-        own = "the rows' consumers, one thread a warp"
-        readers = warps // self.shape.groups
-        q = (
-            Barrier("q_full", self.rows.groups, self.parts, filled, own, "the rows' Q is in shared memory"),
-            Barrier(
-                "q_empty",
-                self.rows.groups,
-                readers,
-                own,
-                load,
-                "the consumers of these rows have read their Q",
-            ),
-        )
-        if self.scheduler.has_warp:
-            readers = warps + 1 + self.loads_apart + self.converts * (WARPGROUP_THREADS // WARP_THREADS)
-            roles = "consumers, converter and load warp" if self.converts else "consumers and load warps"
-            q += self.scheduler.barriers("scheduler", roles, readers)
-        if self.paired:
-            subtiles, parts = stages * self.subtiles, stages * self.parts
-            mine, other = "the tile's consumer, one thread a warp", "the other consumer"
-            warps = WARPGROUP_THREADS // WARP_THREADS
-            read = ()
-            if not self.p_in_keys:
-                read = (
-                    Barrier("p_empty", WEIGHT_STAGES, warps, other, "the tile's consumer", "PV has read P"),
-                )
-            exchanged = (
-                Barrier("p_full", WEIGHT_STAGES, warps, mine, other, "P and statistics are in shared memory"),
-                *read,
-            )
-            if not self.in_parts:
-                both = "consumers, one thread a warp"
-                return (
-                    *q,
-                    Barrier("k_full", stages, 1, filled, "the tile's consumer", "K tile is in shared memory"),
-                    Barrier("k_empty", stages, warps, mine, load, "QK has read the K tile"),
-                    Barrier("v_full", stages, 1, filled, "consumers", "V tile is in shared memory"),
-                    Barrier("v_empty", stages, 2 * warps, both, load, "both PVs have read the V tile"),
-                    *exchanged,
-                )
-            return (
-                *q,
-                Barrier(
-                    "k_full",
-                    subtiles,
-                    1,
-                    filled,
-                    "consumers",
-                    "the subtile of 64 columns is in shared memory",
-                ),
-                Barrier(
-                    "k_empty", parts, warps, "the part's consumer", "its load warp", "QK and PV have read it"
-                ),
-                *exchanged,
-            )
-        if self.converts:
-            return (*q, *self.codes.barriers(stages, "consumers", "consumers", warp, warps))
-        if self.by_warp:
-            return (*q, *warp_barriers(self.codes))
-        if self.format.shared_kv:
-            return (
-                *q,
-                Barrier("k_full", stages, 1, filled, "consumers", "KV tile is in shared memory"),
-                Barrier("k_empty", stages, warps, warp, load, "QK and PV have read the KV tile"),
-            )
-        return (
-            *q,
-            Barrier("k_full", stages, 1, filled, "consumers", "K tile is in shared memory"),
-            Barrier("k_empty", stages, warps, warp, load, "QK has read the K tile"),
-            Barrier("v_full", stages, 1, filled, "consumers", "V tile is in shared memory"),
-            Barrier("v_empty", stages, warps, warp, load, "PV has read the V tile"),
-        )
+        return barriers_of(self)
