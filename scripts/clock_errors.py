@@ -167,9 +167,10 @@ def published_table(record: dict) -> str:
     """Kernels of others that others have timed, beside their predictions: pairs, in which the clock cancels, first."""
     rows = record["published"]["rows"]
     pairs, ratios = [], []
-    for first, second in pairwise(rows):
-        if (first.get("gpu"), first["case"]) != (second.get("gpu"), second["case"]):
-            continue
+    cases = {}
+    for row in rows:
+        cases.setdefault((row.get("gpu"), row["case"]), []).append(row)
+    for first, second in (pair for same in cases.values() for pair in pairwise(same)):
         work = second["flop"] / first["flop"]
         real, guess = second["tflops"] / first["tflops"], work * first["clocks"] / second["clocks"]
         ratios.append((real, guess))

@@ -43,6 +43,29 @@ def test_regret_of_a_choice():
     assert "| H100 | decode | 2 | 5 | 5.0% | 10.0% | 1 of 2 | 15% |" in text
 
 
+def test_pairs_of_a_case_need_not_be_neighbours():
+    rows = [
+        {
+            "case": case,
+            "variant": variant,
+            "tflops": rate,
+            "ghz": 1.0,
+            "flop": 1e6,
+            "clocks": clocks,
+            "low": 1,
+            "high": 9,
+        }
+        for case, variant, rate, clocks in (
+            ("X", "a", 10, 5),
+            ("Y", "a", 10, 5),
+            ("X", "b", 9, 4),
+            ("Y", "b", 11, 4),
+        )
+    ]
+    text = clock_errors.published_table({"published": {"rows": rows}})
+    assert text.startswith("1 of 2 pairs have the right sign")
+
+
 def test_the_record_is_of_known_cases():
     record = json.loads(clock_errors.RECORD.read_text())
     names = {case.name for case in clock_errors.cases()}
