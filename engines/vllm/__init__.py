@@ -119,12 +119,21 @@ def replace_cpu_attention() -> None:
     for backend in latent:
         register_backend(backend, PATHS[MLA_NAME])
     register_mla_prefill_backend(prompts, PREFILL_PATH)
+    _choose_anew()
 
 
 def restore_cpu_attention() -> None:
     """Undo ``replace_cpu_attention``."""
     for backend in _cpu_backends():
         backend.clear_override()
+    _choose_anew()
+
+
+def _choose_anew() -> None:
+    """Let the next engine choose its backend: vLLM remembers a choice by head size, dtype and cache format."""
+    from vllm.v1.attention import selector
+
+    selector._cached_get_attn_backend.cache_clear()
 
 
 def _cpu_backends() -> tuple:
