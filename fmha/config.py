@@ -194,6 +194,12 @@ class AttentionKernel:
         assert not (self.output.splits and (self.scheduler.cuts_tiles or self.scheduler.from_queue))
 
     @property
+    def plain_kv(self) -> KvTile:
+        """A KV tile of ``tile_n`` keys in 16 bits; ``kv`` of an architecture is it, or its codes."""
+        heads, requests = self.heads, self.requests
+        return KvTile(self.tile_n, heads, self.format.shared_kv, requests.page_size, box_keys=self.box_keys)
+
+    @property
     def waits_late(self) -> bool:
         """Whether each role waits for the end of the launch before where it first needs its results, instead of all at
         the start."""

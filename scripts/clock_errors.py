@@ -126,7 +126,7 @@ def plans_table(record: dict) -> str:
 
 
 def plans_line(rows: list[dict]) -> tuple:
-    """Of some problems: numbers of them and of their plans, regret of the predicted choice, loss of a random one."""
+    """A table row: how many problems and plans there are, the predicted choice's regret, a random choice's loss."""
     regrets, losses = [], []
     for row in rows:
         times = [(guess, us) for us, guess in row["plans"].values()]

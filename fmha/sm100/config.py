@@ -227,13 +227,7 @@ class AttentionConfig(AttentionKernel):
     @functools.cached_property
     def kv(self) -> KvTile:
         """A KV tile."""
-        tile = KvTile(
-            self.tile_n,
-            self.heads,
-            self.format.shared_kv,
-            self.requests.page_size,
-            box_keys=self.box_keys,
-        )
+        tile = self.plain_kv
         return tile.of_codes(self.format) if self.converts else tile
 
     @functools.cached_property

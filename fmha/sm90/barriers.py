@@ -41,7 +41,7 @@ def query_barriers(config) -> tuple[Barrier, ...]:
 
 
 def kv_barriers(config) -> tuple[Barrier, ...]:
-    """Of K and V that all consumers read."""
+    """The mbarriers of K and V that all consumers read."""
     stages, warps = config.kv_stages, config.consumer_warps
     if config.format.shared_kv:
         return (
@@ -57,8 +57,8 @@ def kv_barriers(config) -> tuple[Barrier, ...]:
 
 
 def pair_barriers(config) -> tuple[Barrier, ...]:
-    """Of paired consumers: K and V, whose tiles are one consumer's or, in parts, both consumers', and P, which they
-    exchange."""
+    """The mbarriers of paired consumers: those of K and V, whose tiles belong to one consumer or, in parts, to both,
+    and those of P, which they exchange."""
     stages, warps = config.kv_stages, WARPGROUP_WARPS
     mine, other = "the tile's consumer, one thread a warp", "the other consumer"
     held = "P and statistics are in shared memory"

@@ -121,13 +121,7 @@ class AttentionConfig(AttentionKernel):
     def kv(self) -> KvTile:
         """A KV tile, in codes if warps convert it in registers. If keys are loaded in subtiles, a box is at most one
         subtile."""
-        tile = KvTile(
-            self.tile_n,
-            self.heads,
-            self.format.shared_kv,
-            self.requests.page_size,
-            box_keys=self.box_keys,
-        )
+        tile = self.plain_kv
         if self.by_warp:
             return replace(
                 tile.of_codes(self.format), bits=self.format.kv_bits, span=self.codes.row_bytes, swizzled=True

@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers.attention_cases import CASES, Case, arguments, check, poisoned_out, relative_error
 from helpers.attention_configs import configured
+from helpers.boxes import count_boxes
 from helpers.page_layouts import paged
 from helpers.peaks import HEADS, KEYS, check_as_exact_as_torch, every_peak
 from helpers.suites import long_but
@@ -16,7 +17,6 @@ from warpspec.common.compile import resources
 from warpspec.fmha import attention, sm90
 from warpspec.fmha.logits import BiasLayout
 from warpspec.fmha.sm90.shapes import PAIR
-from warpspec.sim import tma
 
 LATENT = dict(head_dim=512, heads_kv=1, shared_kv=True)
 
@@ -149,17 +149,7 @@ TILE_BYTES = 64 * 512 * 2  # of 64 keys, and of Q of 64 rows
 
 @pytest.fixture
 def boxes(monkeypatch):
-    """Counter of the boxes that TMA asked for, by coordinates: loads and prefetches."""
-    monkeypatch.setenv("WARPSPEC_SIM_PROCESSES", "1")  # the patch is not in other processes
-    asked = Counter()
-    load_box = tma.load_box
-
-    def load(tensor_map, coords, gmem):
-        asked[tensor_map.address, coords] += 1
-        return load_box(tensor_map, coords, gmem)
-
-    monkeypatch.setattr(tma, "load_box", load)
-    return asked
+    return count_boxes(monkeypatch)
 
 
 def test_one_of_the_ctas_that_share_keys_prefetches_them(simulate, boxes):

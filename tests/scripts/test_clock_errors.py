@@ -33,7 +33,7 @@ def test_errors_of_a_record():
 
 
 def test_regret_of_a_choice():
-    """Of one problem the model prefers a plan that took a tenth longer than the fastest, of the other the fastest."""
+    """The model prefers a plan that took a tenth longer than the fastest for one problem, the fastest for the other."""
     plans = [
         {"A": [10.0, 9.0], "B": [11.0, 8.9], "C": [15.0, 20.0]},
         {"A": [20.0, 30.0], "B": [24.0, 31.0]},
