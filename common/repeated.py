@@ -42,6 +42,10 @@ class Remembered(dict):
             self.clear()
         self[key] = found
 
+    def clear(self) -> None:
+        super().clear()
+        self.last = (None, None)
+
     def recall(self, key: tuple):
         """The result of an earlier call with an equal key; None if there is none. For few different calls."""
         last, found = self.last

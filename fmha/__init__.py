@@ -7,12 +7,13 @@ import torch
 from warpspec.common.backend import refuse_tangents
 from warpspec.common.checks import check_kind, check_strided, refuse_gradients
 from warpspec.common.errors import UnsupportedProblem
+from warpspec.common.operands import record
 from warpspec.fmha import ops
 from warpspec.fmha.backward import function
 from warpspec.fmha.block_mask import BlockMask, block_mask_of, packed_mask_of
 from warpspec.fmha.checks import check_kinds, check_window
 from warpspec.fmha.logits import LogitOptions
-from warpspec.fmha.operands import Operands, Options
+from warpspec.fmha.operands import NO_OTHERS, Operands, Options
 from warpspec.fmha.quantized import FORMATS
 from warpspec.fmha.state import AttentionState, check_states, combine, normalized_output
 from warpspec.fmha.tree import tree_words
@@ -167,7 +168,7 @@ def attention(
     """
     blocks = block_mask_of(block_mask, q, k, page_table)
     block_queries, block_keys = (None, None) if blocks is None else blocks.block_size
-    operands = Operands(
+    tensors = (
         q,
         k,
         v,
@@ -175,18 +176,25 @@ def attention(
         sink,
         kv_lengths,
         q_start,
-        page_table=page_table,
-        bias=bias,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        k_block_scales=k_block_scales,
-        v_block_scales=v_block_scales,
-        tree=tree,
-        ranges=ranges,
-        **({} if blocks is None else blocks.operands),
+        None,  # lse
+        None,  # row_max
+        None,  # row_sum
+        page_table,
+        bias,
+        None,  # cu_seqlens_q
+        None,  # cu_seqlens_k
+        k_scale,
+        v_scale,
+        k_block_scales,
+        v_block_scales,
+        tree,
+        ranges,
     )
-    options = Options(
-        LogitOptions(scale, softcap),
+    operands = record(Operands, tensors + NO_OTHERS)
+    if blocks is not None:
+        operands = operands._replace(**blocks.operands)
+    settings = (
+        record(LogitOptions, (scale, softcap)),
         causal,
         window,
         key_stride,
@@ -201,7 +209,7 @@ def attention(
         block_queries,
         block_keys,
     )
-    return _call(operands, options, backend)
+    return _call(operands, record(Options, settings), backend)
 
 
 def attention_varlen(
@@ -286,7 +294,7 @@ def attention_varlen(
     check_strided("cu_seqlens_q", cu_seqlens_q)  # arguments that only packed queries have
     blocks = packed_mask_of(block_mask, max_seqlen_q, max_seqlen_k)
     block_queries, block_keys = (None, None) if blocks is None else blocks.block_size
-    operands = Operands(
+    tensors = (
         q,
         k,
         v,
@@ -294,19 +302,25 @@ def attention_varlen(
         sink,
         kv_lengths,
         q_start,
-        page_table=page_table,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        k_block_scales=k_block_scales,
-        v_block_scales=v_block_scales,
-        tree=tree,
-        ranges=ranges,
-        **({} if blocks is None else blocks.operands),
+        None,  # lse
+        None,  # row_max
+        None,  # row_sum
+        page_table,
+        None,  # bias
+        cu_seqlens_q,
+        cu_seqlens_k,
+        k_scale,
+        v_scale,
+        k_block_scales,
+        v_block_scales,
+        tree,
+        ranges,
     )
-    options = Options(
-        LogitOptions(scale, softcap),
+    operands = record(Operands, tensors + NO_OTHERS)
+    if blocks is not None:
+        operands = operands._replace(**blocks.operands)
+    settings = (
+        record(LogitOptions, (scale, softcap)),
         causal,
         window,
         key_stride,
@@ -321,7 +335,7 @@ def attention_varlen(
         block_queries,
         block_keys,
     )
-    return _call(operands, options, backend)
+    return _call(operands, record(Options, settings), backend)
 
 
 def _call(operands: Operands, options: Options, backend):
@@ -330,8 +344,10 @@ def _call(operands: Operands, options: Options, backend):
     call = None if key is None else ops.recall(key, operands)
     if call is None:
         o, stats = _check_and_run(operands, options, backend, key)
+    elif call.recorded:
+        o, stats = function.forward(call, operands, options, backend)
     else:
-        o, stats = _run(call, operands, options, backend)
+        o, stats = ops.forward_known(call, operands)
     if not options.normalize:
         return AttentionState(o, stats[0], stats[1])
     return (o, stats[0]) if options.return_lse else o

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from warpspec.common.allocation import empty
+from warpspec.common.allocation import Block, allocate, block
 from warpspec.common.backend import resolve_backend
 from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.common.launch import target_of
@@ -97,22 +97,22 @@ class Call(NamedTuple):
     """The cached result of checking a call.
 
     prepared: the kernels, None for the reference. empty: there is nothing to launch. regular: kernels take inputs and
-    out as they are (``regular_operands``). spans: bytes that each of INPUTS spans (``span_bytes``), 0 for an absent
-    one; out_span: those of out. recorded: autograd records the call, and lse is a result even if nobody asked for it.
-    gradients: the checked calls of its backward pass. present: the places of the input tensors that are given, without
-    out. The other fields are the problem's.
+    out as they are (``regular_operands``). as_given: they do, and need no view of one (``takes_views``). spans: bytes
+    that each of INPUTS spans (``span_bytes``), 0 for an absent one; out_span: those of out. o, stats: what is allocated
+    unless it is given, in the caller's shape. recorded: autograd records the call, and lse is a result even if nobody
+    asked for it. gradients: the checked calls of its backward pass. present: the places of the input tensors that are
+    given, without out.
     """
 
     problem: AttentionProblem
     prepared: Prepared | Expanded | Timed | None
     empty: bool
     regular: bool
+    as_given: bool
     spans: tuple[int, ...]
     out_span: int
-    o_shape: tuple[int, ...]
-    o_dtype: torch.dtype
-    stat_shape: tuple[int, ...]
-    stat_count: int
+    o: tuple[Block]
+    stats: tuple[Block, ...]
     recorded: bool
     gradients: Remembered
     present: tuple[int, ...]
@@ -160,7 +160,7 @@ def forget_calls() -> None:
 def recall(key, operands: Operands) -> Call | None:
     """The checked call of a key. Addresses are not part of the key: out's are compared each time."""
     try:
-        call = _checked.get(key)
+        call = _checked.recall(key)
     except TypeError:  # something unhashable, which the checks refuse
         return None
     out = operands.o
@@ -184,18 +184,19 @@ def check_call(operands: Operands, options: Options, backend: str, records: bool
         # Both raise UnsupportedProblem for what the kernel does not support.
         prepared = check_supported(problem, target) if empty else prepare_new(problem, target)
     out = operands.o
+    regular = out is None or regular_strides(out) is out
+    regular = regular and all(map(operator.is_, operands, regular_operands(operands)))
+    stat = block(caller_shape(problem, problem.stat_shape), torch.float32)
     return Call(
         problem,
         prepared,
         empty=empty,
-        regular=(out is None or regular_strides(out) is out)
-        and all(map(operator.is_, operands, regular_operands(operands))),
+        regular=regular,
+        as_given=regular and prepared is not None and not takes_views(problem, operands),
         spans=tuple(0 if t is None else span_bytes(t) for t in operands.inputs.values()),
         out_span=0 if out is None else span_bytes(out),
-        o_shape=caller_shape(problem, problem.o_shape),
-        o_dtype=problem.o_dtype,
-        stat_shape=caller_shape(problem, problem.stat_shape),
-        stat_count=problem.stat_count,
+        o=(block(caller_shape(problem, problem.o_shape), problem.o_dtype),),
+        stats=(stat,) * problem.stat_count,
         recorded=records,
         gradients=Remembered(),
         present=tuple(getattr(PLACES, name) for name, t in operands.inputs.items() if t is not None),
@@ -205,16 +206,15 @@ def check_call(operands: Operands, options: Options, backend: str, records: bool
 def run(call: Call, operands: Operands, stats: tuple[torch.Tensor, ...] | None = None):
     """Compute a checked call: (o, stats), with stats a tuple of tensors: none, (lse,) or (row_max, row_sum). o is the
     operands' if given, and so are stats."""
-    o, device = operands.o, operands.q.device
+    o = operands.o
     if o is None:
-        o = empty(call.o_shape, call.o_dtype, device)
+        (o,) = allocate(call.o, call.problem.device)
     if stats is None:
-        count = call.stat_count
-        stats = tuple([empty(call.stat_shape, torch.float32, device) for _ in range(count)]) if count else ()
+        stats = tuple(allocate(call.stats, call.problem.device)) if call.stats else ()
     lse = row_max = row_sum = None
-    if call.stat_count == 2:
+    if len(stats) == 2:
         row_max, row_sum = stats
-    elif call.stat_count == 1:
+    elif stats:
         (lse,) = stats
 
     if call.empty:
@@ -222,6 +222,13 @@ def run(call: Call, operands: Operands, stats: tuple[torch.Tensor, ...] | None =
         for stat, value in ((lse, -torch.inf), (row_max, -torch.inf), (row_sum, 0.0)):
             if stat is not None:
                 stat.fill_(value)
+        return o, stats
+    if call.as_given:
+        record = list(operands)
+        record[PLACES.o], record[STATISTICS] = o, (lse, row_max, row_sum)
+        if operands.v is None:
+            record[PLACES.v] = operands.k
+        call.prepared.run(record)
         return o, stats
     native = call.prepared is not None
     record = kernel_operands(call.problem, operands, (o, lse, row_max, row_sum), call.regular, not native)
@@ -234,6 +241,15 @@ def run(call: Call, operands: Operands, stats: tuple[torch.Tensor, ...] | None =
             )
         call.prepared.run(record)
     return o, stats
+
+
+def takes_views(problem: AttentionProblem, operands: Operands) -> bool:
+    """Whether kernels take views of some of a call's tensors: what ``run`` does, or ``kernel_operands`` to regular
+    ones."""
+    if problem.format.kv_format is not None or problem.v_dim:
+        return True
+    by_row = problem.stat_count > 0 or operands.tree is not None or operands.ranges is not None
+    return problem.requests.packed_q and by_row
 
 
 def kernel_operands(
@@ -374,7 +390,9 @@ def run_operator(operands: Operands, options: Options, backend: str):
     if call is None:
         call = check_call(operands, options, backend)
         remember(key, call)
-    stats = operands.q.new_empty((call.stat_count, *call.stat_shape), dtype=torch.float32)
+    problem = call.problem
+    shape = (problem.stat_count, *caller_shape(problem, problem.stat_shape))
+    stats = operands.q.new_empty(shape, dtype=torch.float32)
     o, _ = run(call, operands, stats.unbind())
     return o, stats
 
