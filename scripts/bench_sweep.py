@@ -9,9 +9,10 @@
     python scripts/bench_sweep.py --compile-ahead ...                        compiles what the others time, on all cores
 
 A ratio is the best peer's time over ours: above 1 we are faster. The bytes' time is what a call must move (of K and V
-what some query sees) at the bandwidth of a copy on this GPU, measured first; our share of it is printed for calls over
-100 MB whose arithmetic, at the speed of a large matrix product here, takes less. Times are of calls in CUDA graphs
-(``gpu_bench.graph_times``) on inputs that together exceed the L2. A peer whose result is not ours is not counted.
+what some query sees) at the bandwidth of a copy on this GPU, measured first; the products' time is at the speed of a
+large matrix product here. The greater of the two over our time is our share, printed for calls over 100 MB. Times are
+of calls in CUDA graphs (``gpu_bench.graph_times``) on inputs that together exceed the L2. A peer whose result is not
+ours is not counted.
 
 Processes without a GPU compile what the shapes need, ours and the peers', into disk caches. One process times the
 shapes whose kernels are there. A call that hangs or takes the process down costs its time: the process is started

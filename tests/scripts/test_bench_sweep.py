@@ -237,9 +237,12 @@ def test_ratios_and_shares():
     assert sweep_report.best_peer(two) == "b" and sweep_report.ratio(two) == pytest.approx(0.9)
     assert sweep_report.share(two) == pytest.approx(9.0)
     assert sweep_report.share(result({OURS: 10.0})) is None  # too small
+    assert sweep_report.long_share(two) is None  # it takes 10 us
+    products = result({OURS: 2000.0}, megabytes=200, flops=1e12)
+    assert sweep_report.binding(products) == "products" and sweep_report.binding(two) == "bytes"
     assert (
-        sweep_report.share(result({OURS: 10.0}, megabytes=200, flops=1e12)) is None
-    )  # arithmetic takes longer
+        sweep_report.long_share(products) == sweep_report.share(products) == pytest.approx(1e6 / 687 / 2000)
+    )
     alone, failed = result({OURS: 10.0}, errors={}), result({}, errors={})
     assert sweep_report.ratio(alone) is None and sweep_report.ratio(failed) is None
     assert sweep_report.share(failed | {"bytes": 1e9}) is None
@@ -264,10 +267,13 @@ def test_the_report_names_the_worst():
     assert slow["name"] in worst[2] and len(worst) - 3 == sweep_report.WORST  # title, columns; an empty line
     assert fast[-1]["name"] not in "\n".join(worst)
     assert "ValueError: no" in text
-    assert "1 of 17 shapes below 0.97" in text and "1 of 1 calls over 100 MB below 90%" in text
+    assert "1 of 17 shapes below 0.97" in text and "1 of 1 calls over 100 MB and 60 us below 90%" in text
     kinds = sweep_report.kinds_table([*fast, slow])
     lines = {line.split()[0]: line.split() for line in kinds.splitlines()[1:]}
     assert lines["decode"][1:6] == ["1", "1", "0.900", "0.900", "1"] and lines["prefill"][5] == "0"
+    shares = sweep_report.shares_table([large, result({OURS: 50.0}, megabytes=170), slow])
+    assert " ".join(shares.splitlines()[1].split()) == "decode bytes 2 45% 10% 2 1 10% 10% 1"
+    assert sweep_report.shares_table([slow]) is None
     assert sweep_report.report([failed])  # nothing to compare
 
 
