@@ -3,7 +3,9 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from warpspec.cli import timing, tune
 from warpspec.common import speeds
 from warpspec.common.disk_cache import CACHE_VARIABLE
 from warpspec.common.hardware import Speeds, gpu_model
@@ -39,3 +41,17 @@ def test_nothing_is_kept_where_caching_is_off(monkeypatch):
     monkeypatch.setenv(CACHE_VARIABLE, "")
     speeds.keep_speeds("NVIDIA H20", 78, Speeds(3.5, 140.0))
     assert speeds.kept_speeds("NVIDIA H20", 78) is None
+
+
+def test_tune_measures_what_later_plans_use(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert tune.main([]) == 2 and "no CUDA GPU" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H20)
+    monkeypatch.setattr(timing, "measured_speeds", lambda: Speeds(3.6, 140.0))
+    assert tune.main(["--show"]) == 0 and "the data sheet's" in capsys.readouterr().out
+    assert speeds.kept_speeds("NVIDIA H20", 78) is None
+    assert tune.main([]) == 0 and "measured here" in capsys.readouterr().out
+    assert speeds.speeds_of(H20, None, H100) == Speeds(3.6, 140.0)
+    monkeypatch.setenv(CACHE_VARIABLE, "")
+    assert tune.main([]) == 2 and "caching is off" in capsys.readouterr().err
