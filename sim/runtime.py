@@ -207,6 +207,7 @@ def execute(
             gmem.free(table.address)
     if recorder is not None:
         recorder.trace.tmem_columns = stats.peak_tmem_columns
+        recorder.restore()
     report = _report_of(
         program,
         stats,

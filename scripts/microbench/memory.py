@@ -272,6 +272,44 @@ def _plain(kind: str, warps: int, unrolled: int, source: str, rounds: int = 0, g
     )
 
 
+def _stores_then_load(rounds: int, grid: int) -> Case:
+    """Stores of 4 KB a round by 8 warps, then a load of a line in L2: how long it waits for the stores before it."""
+    name = f"stores_then_load_{rounds}r_{'all' if grid == ALL else 'one'}"
+    nbytes = 512 * 8
+    store = (
+        "mov.b32 %r1, %r62;"
+        + _place("l2", nbytes)
+        + "mul.wide.u32 %rd3, %thread, 16; add.s64 %rd1, %rd1, %rd3;"
+    )
+    store += f"add.s64 %rd4, %rd1, {STREAM // 2}; st.global.v4.b32 [%rd4], {{%f0, %f0, %f0, %f0}};"
+    load = "mul.wide.u32 %rd3, %thread, 16; add.s64 %rd5, %data, %rd3;"
+    load += "ld.global.cg.b32 %f1, [%rd5]; xor.b32 %r58, %r58, %f1;"
+    warm = "mul.wide.u32 %rd3, %thread, 16; add.s64 %rd5, %data, %rd3; ld.global.cg.b32 %f1, [%rd5];"
+    return Case(
+        name,
+        (loop(store, rounds, f"L_{name}", "%r62") if rounds else "") + load,
+        1,
+        setup="mov.b32 %f0, 0;" + warm + "mov.b32 %r58, %f1;",
+        finish=keep(["%r58"]),
+        grid=grid,
+        block=256,
+        evaluate=whole,
+        about={"kind": "stores_then_load", "bytes": nbytes * rounds, "grid": "all" if grid == ALL else grid},
+    )
+
+
+def whole(case: Case, times: np.ndarray) -> dict[str, float]:
+    """Clocks of the median CTA, and of its slowest warp and its fastest one."""
+    clocks = (times[..., END] - times[..., START]).astype(np.int64)
+    return {
+        "clocks": float(
+            np.median(times[..., END].max(1).astype(np.int64) - times[..., START].min(1).astype(np.int64))
+        ),
+        "slowest_warp": float(np.median(clocks.max(1))),
+        "fastest_warp": float(np.median(clocks.min(1))),
+    }
+
+
 def _async_copy(warps: int, unrolled: int, grid: int) -> Case:
     """cp.async of 16 bytes a lane from L2, waited for in each iteration."""
     name = f"cp_async_{warps}x{unrolled}_{'all' if grid == ALL else 'one'}"
@@ -347,6 +385,8 @@ def cases() -> list[Case]:
     found += [_plain("red4", warps, unrolled, "l2", grid=1) for warps, unrolled in ((8, 1), (8, 4))]
     for kind in ("store", "red4"):  # how much goes before a warp waits
         found += [_plain(kind, 8, 1, "l2", rounds, 1) for rounds in (1, 2, 3, 4, 6, 8, 12, 16, 32)]
+    found += [_plain("store", 8, 1, "l2", rounds) for rounds in (1, 2, 4, 8, 16, 32)]
+    found += [_stores_then_load(rounds, grid) for grid in (1, ALL) for rounds in (0, 1, 2, 4, 8, 16, 32)]
     for kind in ("load", "copy"):
         found += [_plain(kind, warps, 4, "dram", rounds) for warps in (8, 32) for rounds in (1, 2, 4, 8, 16)]
     found += [_async_copy(w, u, g) for g in (1, ALL) for w, u in ((1, 1), (4, 4), (8, 8))]

@@ -3,7 +3,7 @@
 `with recording():` makes every launch inside run some of its clusters only (`sample` of them, spread evenly over the
 grid) and keep their traces. The other clusters' results are missing: this is the price of predicting a large grid in
 seconds. `recording(sample=None)` runs and records all. Clusters that wait for others through global memory deadlock
-without them; those that take work from a queue take all the work.
+without them. One that takes work from a queue takes a share of it, as if the others took as much.
 
 The machine calls a `Recorder` at every block and system instruction of a recorded warp, when asynchronous work is
 issued and takes effect, and when something arrives at an mbarrier.
@@ -12,6 +12,7 @@ issued and takes effect, and when something arrives at an mbarrier.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from warpspec.sim import tma
+from warpspec.sim.clocks.costs import memory_bytes
 from warpspec.sim.clocks.trace import CtaTrace, LaunchTrace, Step
+from warpspec.sim.codegen.program import Program
 from warpspec.sim.errors import SimError
 from warpspec.sim.instruction import Instr, Mem
 from warpspec.sim.lanes import FULL_MASK
@@ -27,7 +30,8 @@ from warpspec.sim.memory import GlobalMemory
 from warpspec.sim.tcgen05 import instruction_descriptor
 
 SAMPLE = 6  # default number of clusters recorded per launch
-ENOUGH = 120_000  # steps of a launch's trace after which a sample's other steps are only counted
+ENOUGH = 60_000  # steps of a launch's trace after which a sample's other steps are only counted
+TWICE = 2
 RANK_SHIFT, OFFSET_MASK = 24, (1 << 24) - 1  # a shared::cluster address has the CTA rank above the offset
 
 
@@ -100,6 +104,21 @@ def chosen_clusters(total: int, sample: int | None) -> list[int]:
     return list(dict.fromkeys(order))
 
 
+def takers(program: Program) -> dict[int, Instr]:
+    """Instructions that may take a number from a counter in global memory, by their block of native code."""
+    found = {}
+    for block in program.blocks:
+        for ins in program.kernel.instrs[block.start : block.end]:
+            parts = ins.parts
+            if (
+                parts[0] == "atom"
+                and {"global", "add"} <= set(parts)
+                and parts[-1] in ("u32", "s32", "u64", "s64")
+            ):
+                found[block.index] = ins
+    return found
+
+
 class Recorder:
     """Traces one launch. clusters: numbers of the clusters that run and are recorded, in order. whole: they are the
     whole grid, all of which must run. memory: the global memory, where tensor maps are read.
@@ -120,6 +139,9 @@ class Recorder:
         self._open: dict[object, Step] = {}  # steps of lanes that wait
         self._events: dict[tuple[object, int], int] = {}
         self._moved: set[tuple] = set()
+        self._takers = {} if whole else takers(trace.program)
+        self._takes: Counter = Counter()  # numbers taken, by (CTA, warp, address of the counter)
+        self._counters: dict[int, np.ndarray] = {}  # value of each before the launch, by address
 
     # ---- called by the machine ---------------------------------------------------------------------------------
 
@@ -165,6 +187,39 @@ class Recorder:
         """A warp has executed a block of native code."""
         if w.trace is not None:
             w.trace.append(block if mask == FULL_MASK else (block, mask))
+        if block in self._takers:
+            self._take(w, self._takers[block], mask)
+
+    @property
+    def queued(self) -> bool:
+        """Whether the recorded CTAs take their work from a queue."""
+        return self.trace.stride > 0
+
+    def _take(self, w, ins: Instr, mask: int) -> None:
+        """A warp may have taken a number from a queue's counter: the CTAs that do not run take one each, too.
+
+        A counter is one to which a lane adds 1 alone, again and again. The launch's end restores it.
+        """
+        if ins.guard is not None:
+            allowed = w.pred(ins.guard)
+            mask &= ~allowed if ins.guard_negated else allowed
+        if mask.bit_count() != 1 or w.scalar(ins.operands[2], mask) != 1:
+            return
+        address, nbytes = w.address_scalar(ins.operands[1], mask), memory_bytes(ins)
+        counter = self.memory.view(address, nbytes).view(f"u{nbytes}")
+        self._counters.setdefault(address, counter - counter.dtype.type(1))
+        key = (w.cta.number, w.index, address)
+        self._takes[key] += 1
+        taken = self._takes[key]
+        if taken > 1:
+            trace = self.trace
+            trace.stride = trace.grid_ctas // trace.cluster_ctas
+            counter += counter.dtype.type((trace.stride - 1) * (2 if taken == TWICE else 1))
+
+    def restore(self) -> None:
+        """Give counters the values that they had before the launch."""
+        for address, value in self._counters.items():
+            self.memory.view(address, value.nbytes).view(value.dtype)[:] = value
 
     def begin(self, w, group, ins: Instr, mask: int) -> None:
         """A warp is about to execute a system instruction, possibly again after a wait."""

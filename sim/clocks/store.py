@@ -18,6 +18,7 @@ FIELDS = (
     "tensor_bytes",
     "sampled",
     "tmem_columns",
+    "stride",
 )
 
 

@@ -1,7 +1,7 @@
-"""Kernels whose CTAs take pieces of work from a queue: what the recorded ones took, and what each would on a GPU.
+"""Kernels whose CTAs take pieces of work from a queue: what a recorded one took, and what the last to end does.
 
-In a sample of the grid, the few CTAs that run take all pieces but those that the others begin with. A piece's number
-comes from a counter in global memory; a cluster's first piece is that of its own number.
+A piece's number comes from a counter in global memory; a cluster's first piece is that of its own number. In a sample
+of the grid, a recorded CTA takes every so many-th piece, as if the others took as many (`record.Recorder`).
 """
 
 from __future__ import annotations
@@ -11,38 +11,32 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from warpspec.sim.clocks.record import takers
 from warpspec.sim.clocks.trace import CtaTrace, LaunchTrace, Step
 
 
 @dataclass(frozen=True)
 class Taken:
-    """What the recorded CTAs took.
+    """What the recorded cluster that took most has done: every so many-th piece, as many as there are clusters.
 
-    numbers: how many from the counter. They did as many pieces: each begins with one that it takes no number for, and
-    its last number is past the last piece. sizes: steps of the busiest warp of the CTA that took most for each of its
-    pieces, in order and as far as they were recorded; empty: not told apart.
+    cluster: its number. pieces: how many, the first included; its last number is past the last piece. sizes: steps of
+    the busiest warp for each of its pieces, in order and as far as they were recorded; empty: not told apart.
     """
 
-    numbers: float
+    cluster: int
+    pieces: float
     sizes: tuple[int, ...]
 
 
 def taken_of(trace: LaunchTrace) -> Taken | None:
-    """What the recorded CTAs took from a queue; None unless a warp takes a number again and again."""
-    counters = {
-        block.index
-        for block in trace.program.blocks
-        for ins in trace.program.kernel.instrs[block.start : block.end]
-        if ins.parts[0] == "atom" and {"global", "add"} <= set(ins.parts)
-    }
-    if not trace.sampled or not counters:
+    """What the recorded CTAs took from a queue; None unless there is one."""
+    if not trace.stride:
         return None
+    counters = takers(trace.program)
     counts = [max(sum(_block(e) in counters for e in warp) for warp in cta.warps) for cta in trace.ctas]
-    if max(counts) < 2:
-        return None
-    numbers = sum(count * cta.longer for count, cta in zip(counts, trace.ctas, strict=True))
     most = int(np.argmax(counts))
-    return Taken(numbers, _sizes(trace.ctas[most], 1 + counts[most]))
+    cta = trace.ctas[most]
+    return Taken(cta.cluster, counts[most] * cta.longer, _sizes(cta, 1 + counts[most]))
 
 
 def _block(entry) -> int | None:
@@ -64,20 +58,21 @@ def _sizes(cta: CtaTrace, pieces: int) -> tuple[int, ...]:
     return tuple(int(n) for n in np.diff(ends) if n)
 
 
-def last_share(sizes: tuple[int, ...], clusters: int, pieces: int, total: float | None) -> float:
-    """How many times the mean work of all clusters the last one to end has done.
+def last_share(taken: Taken, clusters: int, longer: float) -> float:
+    """How many times the recorded cluster's work the last one to end has done.
 
-    sizes: of the first pieces that one cluster took, in front of others that go on like them. total: the sum over all
-    pieces in the same unit; None: the others are like these.
+    A piece between two of the recorded cluster's has a size between theirs. longer: how many times as long as its trace
+    the recorded cluster is; what follows the trace goes on like it.
     """
-    if not sizes:
-        every = np.ones(pieces)
-    else:
-        places = [0, *range(clusters, clusters + len(sizes) - 1)]
-        known = np.interp(np.arange(min(places[-1] + 1, pieces)), places, sizes)
-        rest = pieces - len(known)
-        mean = np.mean(sizes) if total is None else max(total - known.sum(), 0.0) / max(rest, 1)
-        every = np.concatenate([known, np.linspace(known[-1], max(2 * mean - known[-1], 0.0), rest)])
+    if not taken.sizes:
+        return 1.0
+    sizes = list(taken.sizes)
+    total = clusters * sum(sizes) * longer
+    places = np.arange(len(sizes)) * clusters
+    known = np.interp(np.arange(places[-1] + 1), places, sizes)
+    rest = max(round(taken.pieces * clusters) - len(known), 0)
+    mean = max(total - known.sum(), 0.0) / max(rest, 1)
+    every = np.concatenate([known, np.linspace(known[-1], max(2 * mean - known[-1], 0.0), rest)])
     return last_end(every.tolist(), clusters) * clusters / max(every.sum(), 1e-9)
 
 

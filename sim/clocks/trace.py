@@ -73,8 +73,9 @@ class LaunchTrace:
     """A launch as recorded.
 
     contributions: for each event, how many end it. tensor_bytes: bytes of all tensors that the launch may touch.
-    sampled: whether CTAs without a trace did not run at all. registers: registers of a thread, None: not known. ptx:
-    the module's text.
+    sampled: whether CTAs without a trace did not run at all. stride: by how much the numbers that a recorded CTA takes
+    from a queue increase, 0: there is no queue. registers: registers of a thread, None: not known. ptx: the module's
+    text.
     """
 
     program: Program
@@ -89,6 +90,7 @@ class LaunchTrace:
     ctas: list[CtaTrace] = field(default_factory=list)
     contributions: list[int] = field(default_factory=list)
     tmem_columns: int = 0
+    stride: int = 0
     ptx: str = ""
 
     @property

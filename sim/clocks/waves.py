@@ -157,19 +157,14 @@ class Grid:
         by_tensor = [
             sum((loaded_by_tensor(cta) for cta, _ in placed), Counter()) for placed in groups.values()
         ]
-        more = 1.0
         if queued is not None:
-            # The recorded clusters did all but the others' first pieces, each as long as one of theirs.
-            more = 1 + (self.clusters - len(groups)) / queued.numbers
-            self.loaded, self.stored, self.added = (float(more * sum(column)) for column in totals.T)
-            work = {number: self._work(number) for number in groups}
-            longest, total = max(work, key=work.get), more * sum(work.values())
-            longer = groups[longest][0][0].longer
-            pieces, known = round(more * queued.numbers), float(sum(queued.sizes))
-            steps = total * known / (work[longest] / longer) if longer > 1 else None
-            last = last_share(queued.sizes, self.clusters, pieces, steps)
-            self.part = min(1.0, last * total / self.clusters / work[longest])
-            self.groups = {longest: groups[longest]}
+            # The recorded cluster did every so many-th piece, as many as there are clusters.
+            number = queued.cluster
+            self.part = last_share(queued, self.clusters, groups[number][0][0].longer)
+            self.loaded, self.stored, self.added = (
+                float(self.clusters * one) for one in totals[list(groups).index(number)]
+            )
+            self.groups = {number: groups[number]}
         else:
             self.loaded, self.stored, self.added = (
                 _total(list(groups), list(column), self.clusters) for column in totals.T
@@ -188,7 +183,11 @@ class Grid:
         left, loaded = self.to_read, self.loaded
         for tensor in set().union(*by_tensor):
             values = [float(one[tensor]) for one in by_tensor]
-            total = more * sum(values) if queued is not None else _total(list(groups), values, self.clusters)
+            total = (
+                _total(list(groups), values, self.clusters)
+                if queued is None
+                else self.clusters * values[list(groups).index(queued.cluster)]
+            )
             once = min(tensor[1], total)
             self.tensors[tensor] = (
                 once / total if self.to_read else 0.0,

@@ -273,6 +273,17 @@ class Warpgroup:
         self.issues = [Issue() for _ in range(WARPS)]
         self.order = None  # the order checker's queue of its products
         self.products: dict[int, Product] = {}  # by number, until all four warps have closed it
+        self.first_left_out: int | None = None
+
+    def leaves_out(self, part: int) -> bool:
+        """Whether a warp's next product is left out, because steps are only counted by now.
+
+        The first that is left out is the first that none of the four warps had begun when one of them was asked.
+        """
+        if self.first_left_out is None:
+            self.first_left_out = max(issue.next_number for issue in self.issues)
+        mine = self.issues[part]
+        return mine.open is None and mine.next_number >= self.first_left_out
 
     def issue(
         self,
@@ -404,6 +415,9 @@ def warpgroup(w: Warp) -> Warpgroup:
 )  # fmt: skip
 def mma_async(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """wgmma.mma_async computes D = A B + D, or D = A B, later. With .sp, metadata of A and a selector follow B."""
+    hollow = m.recorder is not None and m.recorder.enough
+    if hollow and warpgroup(w).leaves_out(w.index % WARPS):
+        return
     f = form(ins.parts)
     d, a, b, *rest = ins.operands
     marks = None
@@ -428,7 +442,6 @@ def mma_async(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
         a_mn_major=bool(transposed[0]) if expected == 2 else False,
         b_mn_major=bool(transposed[-1]) if expected else False,
     )
-    hollow = m.recorder is not None and m.recorder.enough
     fragment = a_matrix(w.read_vec(a), f.a, f.stored_k) if in_registers and not hollow else None
     warpgroup(w).issue(m, w, ins, step, fragment, marks).hollow |= hollow
 

@@ -8,7 +8,7 @@ from warpspec import sim
 from warpspec.sim.clocks.chips import chip
 from warpspec.sim.clocks.replay import Replay
 from warpspec.sim.clocks.servers import Sm
-from warpspec.sim.clocks.taking import last_end, last_share, taken_of
+from warpspec.sim.clocks.taking import Taken, last_end, last_share, taken_of
 from warpspec.sim.clocks.waves import Grid
 
 H100 = chip("h100")
@@ -30,32 +30,38 @@ OUT: st.global.b32 [%rd1+64], %f0;
 )
 
 
-def queued(pieces: int, grid: int, sample: int | None, steps: int = 32):
-    """The trace of CTAs of one thread that take pieces of ``steps`` barriers each."""
+def queued(pieces: int, grid: int, sample: int | None, counter=None, steps: int = 32):
+    """The trace of CTAs of one thread that take pieces of ``steps`` barriers each. counter: uint32 [64], its first."""
+    counter = np.zeros(64, np.uint32) if counter is None else counter
     shared = ".shared .align 128 .b8 sm[204800];"
     with sim.recording(sample):
         body = QUEUE.format(pieces=pieces, steps=steps)
         options = {"target": "sm_90a", "grid": (grid, 1, 1), "block": (1, 1, 1), "variables": shared}
-        return launch(body, {"out": np.zeros(64, np.uint32)}, **options).trace
+        return launch(body, {"out": counter}, **options).trace
 
 
-def test_a_sample_that_drains_a_queue_is_as_long_as_its_share():
-    """Two CTAs of 12 take 52 of 62 pieces; on a GPU the last CTA would do six of them."""
+def test_a_sampled_cta_takes_its_share_of_a_queue():
+    """Of 62 pieces, the first of 12 CTAs does every twelfth; on a GPU the last CTA to end does six."""
     sampled, one = queued(62, 12, 2), queued(1, 1, None)
     taken = taken_of(sampled)
-    assert sampled.sampled and taken.numbers == 52
-    assert set(taken.sizes) == {32}
+    assert sampled.sampled and sampled.stride == 12
+    assert taken.cluster == 0 and taken.pieces == pytest.approx(6, abs=1) and set(taken.sizes) == {32}
     piece = Replay(one, [[(one.ctas[0], 0)]], H100).run().clocks
     found = Grid(sampled, H100, cold=False, use_sass=False).predict(H100)
     assert found.clocks - found.overhead == pytest.approx(6 * piece, rel=0.08)
     assert taken_of(queued(12, 12, None)) is None  # the whole grid ran
 
 
+def test_a_queue_s_counter_is_as_before_the_launch():
+    assert queued(62, 12, 2, counter := np.zeros(64, np.uint32)).stride and counter[0] == 0
+
+
 def test_the_last_piece_of_a_queue():
-    assert last_share((), 4, 8, 8.0) == 1.0
-    assert last_share((), 4, 9, 9.0) == pytest.approx(3 / (9 / 4))
-    # Pieces that become smaller balance: three rounds of 9 equal ones, but not of these.
-    assert 1.0 <= last_share((10, 8), 4, 9, 60.0) < 1.3
+    assert last_share(Taken(0, 3, ()), 4, 1.0) == 1.0
+    assert last_share(Taken(0, 3, (10, 10, 10)), 4, 1.0) == pytest.approx(1.0, abs=0.02)
+    # Pieces that become smaller leave little to wait for; the longest last makes all wait.
+    assert 1.0 <= last_share(Taken(0, 3, (10, 8, 6)), 4, 1.0) < 1.15
+    assert last_share(Taken(0, 3, (1, 1, 30)), 4, 1.0) > 1.2
 
 
 def test_places_go_to_who_comes_first():
