@@ -12,7 +12,13 @@ import torch
 
 sglang = pytest.importorskip("sglang", reason="needs SGLang: make test-engines")
 
-from helpers.engine_models import Judge, prompts, rounding  # noqa: E402
+from helpers.engine_models import (  # noqa: E402
+    Judge,
+    log_probabilities,
+    prompts,
+    rounding,
+    write_scaled_llama,
+)
 from helpers.sglang_batches import interpret_triton  # noqa: E402
 
 from warpspec.common.errors import UnsupportedProblem  # noqa: E402
@@ -53,6 +59,29 @@ def test_float8_cache(checkpoints, start_sglang):
     model, folder = checkpoints("llama")
     results, _ = generate(start_sglang(folder, kv_cache_dtype="fp8_e4m3"), prompts(LENGTHS))
     Judge(model, torch.float8_e4m3fn).check(results)
+
+
+def test_scales_of_a_checkpoint(tmp_path, start_sglang):
+    """Scales that compressed-tensors stored, of each layer: SGLang takes no other strategy."""
+    scales = [torch.tensor([0.05]), torch.tensor([2.0])]
+    model = write_scaled_llama(tmp_path, "tensor", scales)
+    results, _ = generate(start_sglang(tmp_path, kv_cache_dtype="fp8_e4m3"), prompts(LENGTHS))
+    roundings = {layer: rounding("e4m3", scale) for layer, scale in enumerate(scales)}
+    Judge(model, roundings).check(results)
+
+
+def test_no_further_off_than_the_own_attention(checkpoints, start_sglang):
+    """Over SGLang's own FP8 cache: by the log-probabilities of what each generates, against the model in FP32."""
+    model, folder = checkpoints("llama")
+    judge, errors = Judge(model, rounding("e4m3")), []
+    for options in ({"attention": "torch_native"}, {}):
+        differences = []
+        engine = start_sglang(folder, kv_cache_dtype="fp8_e4m3", **options)
+        for prompt, generated, said in generate(engine, prompts(LENGTHS))[0]:
+            exact = log_probabilities(judge.exact, prompt, generated, judge.cached)
+            differences.append(torch.tensor(said) - exact.gather(1, torch.tensor(generated)[:, None])[:, 0])
+        errors.append(torch.cat(differences).square().mean().sqrt())
+    assert errors[1] <= errors[0], errors
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
