@@ -57,7 +57,7 @@ class Insert:
         total, stored = q_ctas + k_ctas + v_ctas, k_ctas + v_ctas
         step = total // cutlass.max(stored, 1)
         self.kernel(queries, keys, values, *shared, k_ctas, stored, step).launch(
-            grid=(total, 1, 1), block=(config.threads, 1, 1), stream=stream
+            grid=(total, 1, 1), block=(config.threads, 1, 1), use_pdl=True, stream=stream
         )
 
     @cute.kernel
@@ -106,12 +106,19 @@ def ctas(config: InsertConfig, layout: RowLayout, tokens, items: cute.FastDivmod
     return cute.ceil_div(tokens * items.divisor, config.groups(layout))
 
 
+def wait_for_launch() -> None:
+    """Wait for the end of the launch before, then let the next one in, which waits likewise."""
+    cute.arch.griddepcontrol_wait()
+    cute.arch.griddepcontrol_launch_dependents()
+
+
 @cute.jit
 def write_queries(config: cutlass.Constexpr, queries: cutlass.Constexpr, cos_sin, positions, eps, cta):
     """Normalise and rotate the queries of a CTA's items and write them."""
     q, q_out, weight, items = queries
     layout = config.query_layout
     item = Item.of(config, layout, cta, (q.shape[0], q.shape[1], items), config.q_heads)
+    wait_for_launch()
     token, lane = item.token, item.lane
     rows = item.load(q)
     rows = project(config, rows, item, weight, config.q_weight, cos_sin, positions, eps)
@@ -138,6 +145,7 @@ def insert_rows(
     layout = config.value_layout if is_value else config.key_layout
     per = config.v_scale if is_value else config.k_scale
     item = Item.of(config, layout, cta, (slots.shape[0], source.shape[1], items), config.kv_heads)
+    wait_for_launch()
     token, lane = item.token, item.lane
     slot = slots.element_type(-1)
     if token < slots.shape[0]:
