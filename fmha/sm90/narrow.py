@@ -68,20 +68,33 @@ def narrowed(word: Uint32, factor: Float32) -> Uint32:
 def narrow_queries(config: cutlass.Constexpr, base, consumer, thread) -> Float32:
     """Convert Q of a row group, at an address in shared memory, to fp16 in place, with two of the consumer's threads
     per row. Returns the factor of the scores of a thread's row, number thread / 2."""
-    row, half = thread // ROW_THREADS, thread % ROW_THREADS
+    down = narrow_row(config, base, thread // ROW_THREADS, thread % ROW_THREADS, ROW_THREADS)
+    cute.arch.fence_view_async_shared()
+    cute.arch.barrier(barrier_id=NARROW_BARRIER + consumer, number_of_threads=WARPGROUP_THREADS)
+    return down
+
+
+@cute.jit
+def narrow_row(config: cutlass.Constexpr, base, row, member, members: cutlass.Constexpr) -> Float32:
+    """Convert a row of Q to fp16 in place, together with the neighbouring lanes that share it. Returns the factor of
+    the row's scores.
+
+    base: address of the row group. member: the thread's number among ``members``, a power of two.
+    """
     block_bytes = config.q_bytes // config.heads.qk_blocks
-    chunks = config.heads.qk_blocks * tma.ROW_BYTES // VECTOR_BYTES // ROW_THREADS
+    chunks = config.heads.qk_blocks * tma.ROW_BYTES // VECTOR_BYTES // members
     places, vectors = [], []
     for i in cutlass.range_constexpr(chunks):
-        chunk = half * chunks + i
+        chunk = member * chunks + i
         block, place = chunk // SWIZZLE_ROWS, (chunk % SWIZZLE_ROWS) ^ (row % SWIZZLE_ROWS)
         places.append(base + block * block_bytes + row * tma.ROW_BYTES + place * VECTOR_BYTES)
         vectors.append(load_shared(places[i]))
     pair = largest([words[i] for words in vectors for i in range(VECTOR_WORDS)])
-    pair = maximum_of_halves(pair, Uint32(cute.arch.shuffle_sync_bfly(pair, 1)))
+    distance = 1
+    while distance < members:
+        pair = maximum_of_halves(pair, Uint32(cute.arch.shuffle_sync_bfly(pair, distance)))
+        distance *= 2
     up, down = factors(pair)
     for place, words in zip(places, vectors, strict=True):
         store_shared(place, [narrowed(words[i], up) for i in range(VECTOR_WORDS)])
-    cute.arch.fence_view_async_shared()
-    cute.arch.barrier(barrier_id=NARROW_BARRIER + consumer, number_of_threads=WARPGROUP_THREADS)
     return down

@@ -17,8 +17,8 @@ the other's tile, which runs under the softmax:
     tile j's consumer   QK(j)    PV(j-1), softmax(j) -> P    PV(j)     QK(j+2)
     the other           PV(j-1)  QK(j+1)                     PV(j), softmax(j+1) -> P    PV(j+1)
 
-If consumers mostly wait for tiles (``config.pv_first``), PV of the other's tile goes before QK instead: it runs while
-the next tile is being loaded, and releases its own buffer earlier.
+If consumers mostly wait for tiles (``config.pv_first``), PV of the other's tile goes before QK instead. It runs while
+the next tile is being filled, and its buffer is released before QK waits for that: whoever fills it can go on.
 
 Which half comes first is fixed when the kernel is compiled, once for either consumer: chosen at run time, the
 descriptors of every wgmma would have to be computed, and registers spill.
@@ -217,15 +217,18 @@ def own_below(at, start):
 @cute.jit
 def turn(pair, step, state, masked: cutlass.Constexpr):
     """The KV tile of visit ``step``, which is this consumer's, with PV of the other's tile before it."""
-    pv_first = pair.config.pv_first
-    if cutlass.const_expr(pv_first):
+    if cutlass.const_expr(pair.config.pv_first):
         state = follow(pair, step - 1, state)
-    pair.issue_qk(step, 0)
-    if cutlass.const_expr(not pv_first):
+        warpgroup.wait_group(0)
+        pair.release_other(step - 1)
+        for depth_part in cutlass.range_constexpr(DEPTH_PARTS):
+            pair.issue_qk(step, depth_part)
+    else:
+        pair.issue_qk(step, 0)
         state = follow(pair, step - 1, state)
-    pair.issue_qk(step, 1)
-    warpgroup.wait_group(DEPTH_PARTS if cutlass.const_expr(pv_first) else 1)  # PV; QK goes on
-    pair.release_other(step - 1)
+        pair.issue_qk(step, 1)
+        warpgroup.wait_group(1)  # PV; QK goes on
+        pair.release_other(step - 1)
     warpgroup.wait_group(0)
     pair.release_keys(step)
     release_q(pair.work, step)

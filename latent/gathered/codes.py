@@ -17,6 +17,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
 
 from warpspec.common.device import tma
+from warpspec.common.device.float8 import to_fp16
 from warpspec.common.device.words import (
     load_shared,
     multiply_add_bf16x2,
@@ -162,6 +163,7 @@ def store_codes(loader, base, group, words: cute.Tensor):
     first = chunk_place(loader, base, group)
     for block in cutlass.range_constexpr(loader.blocks):
         store_plain_codes(
+            loader.config,
             first + block * loader.config.tile_n * tma.ROW_BYTES,
             [words[j, block] for j in range(VECTOR_WORDS)],
         )
@@ -173,12 +175,17 @@ def convert_tail(loader, base, group):
     block = tail_place(loader, base)
     codes = load_shared(block + raw_group(loader, group) + loader.lane * VECTOR_BYTES)
     cute.arch.sync_warp()  # lanes write where other lanes have read
-    store_plain_codes(chunk_place(loader, block, group), [codes[j] for j in range(VECTOR_WORDS)])
+    place = chunk_place(loader, block, group)
+    store_plain_codes(loader.config, place, [codes[j] for j in range(VECTOR_WORDS)])
 
 
-def store_plain_codes(address, words: list) -> None:
-    """Store 16 codes in bf16. address: address of the first chunk."""
-    out = to_bf16(words, Uint32(FIELD_BIAS), True)
+def store_plain_codes(config, address, words: list) -> None:
+    """Store 16 codes in the dtype of products. address: address of the first chunk."""
+    if config.p_dtype == "float16":
+        halves = to_fp16(words, "e4m3")
+        out = [halves[i] for i in range(2 * len(words))]
+    else:
+        out = to_bf16(words, Uint32(FIELD_BIAS), True)
     store_vector(address, out[:VECTOR_WORDS])
     store_vector(address ^ VECTOR_BYTES, out[VECTOR_WORDS:])
 

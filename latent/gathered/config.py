@@ -33,6 +33,7 @@ VALUE_DIM = LATENT[1]  # the first numbers of a row, of which O is made
 ROPE_DIM = 64  # the last numbers of a row, which are rotated
 MASK_BYTES = 4
 SCALES_BYTES = 4  # bytes of the scales of a key's part, one byte a block
+TASK_STAGES = 2  # tasks whose rows' factors are in shared memory
 GATHERED = Shape(2, 64, 2, 1, 208, 88, column_parts=2)
 
 
@@ -228,8 +229,16 @@ class GatheredConfig(AttentionConfig):
         return not self.gathers.copies
 
     @property
+    def p_dtype(self) -> str:
+        """dtype of products: codes without scales of their own are converted to fp16, which takes a quarter of the
+        instructions; queries are scaled to fit (``fmha.sm90.narrow``)."""
+        return "float16" if self.gathers.fmt is E4M3_ROWS else super().p_dtype
+
+    @property
     def smem_regions(self) -> tuple[memory.Region, ...]:
-        return (*super().smem_regions, *self.gathers.regions(self.kv_stages))
+        factors = TASK_STAGES * WARPGROUP_ROWS if self.narrows_q else 0
+        rows = memory.Region("factors", factors, "float32", 0, "", "of the scores of rows, of two tasks")
+        return (*super().smem_regions, *self.gathers.regions(self.kv_stages), rows)
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:

@@ -25,8 +25,10 @@ from warpspec.common.device.wgmma import (
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.fmha.sm90.consumer import ConsumerTile, products
 from warpspec.fmha.sm90.epilogue import ROW_RESULTS, epilogue
+from warpspec.fmha.sm90.narrow import NARROW_BARRIER, narrow_row
 from warpspec.fmha.sm90.pair import Pair, attend_paired, own_stage
-from warpspec.latent.gathered.config import ROPE_DIM, GatheredConfig
+from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
+from warpspec.latent.gathered.config import ROPE_DIM, TASK_STAGES, GatheredConfig
 from warpspec.latent.gathered.float8 import PAIR_FLOAT8
 from warpspec.latent.gathered.gather import gather
 from warpspec.latent.gathered.host import GatheredHost, gathered_arguments
@@ -38,7 +40,8 @@ MASK_BITS = 32
 class GatheredStorage(NamedTuple):
     """Addresses of the shared-memory regions.
 
-    masks: (STAGE WORD) words. raw: bytes of the producer warps' FP8 keys before conversion. All others are those of
+    masks: (STAGE WORD) words. raw: bytes of the producer warps' FP8 keys before conversion. factors: (ROW, TASK STAGE)
+    fp32 factors of scores, None if queries are multiplied as they are. All others are those of
     ``fmha.sm90.kernel.Buffers``.
     """
 
@@ -50,6 +53,7 @@ class GatheredStorage(NamedTuple):
     sums: cute.Pointer
     masks: cute.Tensor
     raw: cute.Pointer
+    factors: cute.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,9 @@ class GatheredAttention(GatheredHost):
             storage.sums.data_ptr(),
             storage.masks.get_tensor(cute.make_layout(config.gathers.mask_words(config.kv_stages))),
             storage.raw.data_ptr(),
+            storage.factors.get_tensor(cute.make_layout((WARPGROUP_ROWS, TASK_STAGES)))
+            if cutlass.const_expr(config.narrows_q)
+            else None,
         )
         if warp >= config.load_warp:
             cute.arch.setmaxregister_decrease(config.shape.producer_registers)
@@ -141,11 +148,14 @@ def consume(
         count = task.span.count
         if count > 0:
             channels["q_full"].wait(task_use)
+        row_factors = None
+        if cutlass.const_expr(config.narrows_q):
+            row_factors = narrow_rows(config, shared, task_use, count, part, thread)
         work = GatheredTile(
             config, channels, mma, task, rows, None, part, 0, part, thread, use, task_use, numbers, shared,
-            masks=shared.masks,
+            row_factors=row_factors, masks=shared.masks,
         )  # fmt: skip
-        state = attend_paired(Pair(work, shared, task_use))
+        state = work.in_units(attend_paired(Pair(work, shared, task_use)))
         if count > 0:
             task_use += 1
         use += count
@@ -159,6 +169,25 @@ def consume(
         elif cutlass.const_expr(config.output.normalize and not config.p_in_keys):
             stage = own_stage(config, shared, part)  # every P has been read by now
         epilogue(work, state, operands, stage, results)
+
+
+@cute.jit
+def narrow_rows(config: cutlass.Constexpr, shared, task_use, count, part: cutlass.Constexpr, thread) -> tuple:
+    """Convert the task's Q to fp16, together with the other consumer; returns the factors of the scores of the
+    thread's two rows. A quad has one of its own two rows, and gets the other's factor from the other consumer."""
+    found = cute.make_rmem_tensor(THREAD_ROWS, Float32)
+    found.fill(1.0)
+    if count > 0:
+        first = thread // WARP_THREADS * WARP_ROWS + thread % WARP_THREADS // QUAD
+        row, told = first + part * ROW_DISTANCE, shared.factors[None, task_use % TASK_STAGES]
+        factor = narrow_row(config, shared.q.toint(), row, thread % QUAD, QUAD)
+        if thread % QUAD == 0:
+            told[row] = factor
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=NARROW_BARRIER, number_of_threads=config.consumer_threads)
+        for r in cutlass.range_constexpr(THREAD_ROWS):
+            found[r] = told[first + r * ROW_DISTANCE]
+    return tuple(found[r] for r in range(THREAD_ROWS))
 
 
 @cute.jit
