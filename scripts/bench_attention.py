@@ -30,8 +30,9 @@ from shared import (
     sweep_shapes,
 )
 from shared.attention_peers import FLASH, flash_attention, sdpa, sdpa_shared
-from shared.attention_rows import BF16, agree, columns, random, without_failing
+from shared.attention_rows import BF16, WRONG, agree, columns, random, without_failing
 from shared.gradient_rows import backward, gradient_heads
+from shared.mla_peers import FLASH_MLA, dense_decode
 from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -40,10 +41,11 @@ from warpspec.fmha import attention, tree_words
 from warpspec.fmha.heads import LATENT
 from warpspec.latent import mla_decode
 
-FLASH_MLA = (
+FLASH_MLA_APART = (
     "FlashMLA, D 576 and 512, measured apart (H200, 2026-11-21): 128 heads B128 L1024 479, L4096 583 TFLOP/s; "
     "B1 L8192 30 us"
 )
+ROUNDED_PRODUCTS = 5e-2  # relative difference from FlashMLA's products of e4m3 queries and weights
 
 
 def prefill() -> list[list]:
@@ -283,8 +285,8 @@ def trees(copy: float) -> list[list]:
 
 
 def mla(copy: float) -> list[list]:
-    """MLA's decode over pages in random order; SDPA on the same rows in order, all of a request's where lengths differ.
-    copy: TB/s."""
+    """MLA's decode over pages in random order, in turn with FlashMLA; SDPA on the same rows in order, all of a
+    request's where lengths differ. copy: TB/s."""
     rows, page, (dim, values) = [], bench_shapes.MLA_PAGE, LATENT
     for batch, heads, queries, keys, ragged, kind in bench_shapes.MLA:
         q, kv = random(batch, queries, heads, dim), random(batch * keys // page, page, dim)
@@ -301,8 +303,13 @@ def mla(copy: float) -> list[list]:
         ours()
         few = (q[-1:, :, -2:].contiguous(), stored, order[-1:], lengths[-1:])
         agree(f"mla B{batch} L{keys}", out[-1:, :, -2:], mla_decode(*few, scale=scale, backend="reference"))
-        times = {"warpspec": gpu_bench.graph_time(ours, [()], calls=4, replays=10)}
+        calls = {"warpspec": ours}
         name = f"B{batch} L{'1..' if ragged else ''}{keys} {heads} heads Sq{queries} {kind}"
+        peer = dense_decode(q, stored, order, lengths, scale)
+        if peer is not None:
+            agree(f"{FLASH_MLA}, {name}", peer(), out, WRONG if kind == "bf16" else ROUNDED_PRODUCTS)
+            calls[FLASH_MLA] = peer
+        times = gpu_bench.graph_times(calls, [()], **gpu_bench.SHORT_ROUNDS)
         if queries == 1 and kind == "bf16":
             dense = kv.view(batch, keys, 1, dim)
             try:
@@ -311,7 +318,7 @@ def mla(copy: float) -> list[list]:
             except RuntimeError as error:  # no kernel for these sizes, or no memory
                 print(f"SDPA: {str(error).splitlines()[0]}")
         seen = int(lengths.sum())
-        cells = columns(times, 2 * heads * queries * seen * (dim + values) * 1e-6, ("SDPA",))
+        cells = columns(times, 2 * heads * queries * seen * (dim + values) * 1e-6, (FLASH_MLA, "SDPA"))
         speed = seen * dim * stored.element_size() / times["warpspec"] * 1e-6  # TB/s
         rows.append([name, *cells, speed, speed / copy])
     return rows
@@ -415,11 +422,13 @@ def main() -> None:
         names = ["varlen", "us", "TFLOP/s", "flash-attn-4", "ratio", "share of the bytes' time"]
         show(names, varlen())
     if "shared" in options.only:
-        show(["D 512, K and V one tensor", "us", "TFLOP/s", "SDPA", "ratio"], shared(), f"{FLASH_MLA}\n")
+        show(
+            ["D 512, K and V one tensor", "us", "TFLOP/s", "SDPA", "ratio"], shared(), f"{FLASH_MLA_APART}\n"
+        )
     if "mla" in options.only:
         copy = gpu_bench.copy_bandwidth()
-        names = ["MLA, 576 and 512", "us", "TFLOP/s", "SDPA", "ratio", "TB/s", "share of a copy's speed"]
-        show(names, mla(copy), f"{FLASH_MLA}\n")
+        peers = [FLASH_MLA, "ratio", "SDPA", "ratio"]
+        show(["MLA, 576 and 512", "us", "TFLOP/s", *peers, "TB/s", "share of a copy's speed"], mla(copy))
     if "trees" in options.only:
         copy = gpu_bench.copy_bandwidth()
         names = ["trees", "us", "causal us", "times causal", "TB/s", "share of a copy's speed"]

@@ -13,6 +13,7 @@ import torch
 from shared import bench_shapes, driver
 from shared.gpu_bench import graph_time, graph_times, rotation, table
 from shared.latent_peers import deep_gemm_scores, flash_mla_decode, flash_mla_prefill
+from shared.mla_peers import rows_decode
 
 from warpspec.latent.cache import (
     DEEPSEEK_V4_FLASH,
@@ -139,7 +140,11 @@ def bench_gathered() -> str:
         candidates = {"ours": call}
         inputs = [make(i) for i in range(4 if queries < 1000 else 2)]
         error = None
-        if format == "v4-fp8" and (decode := flash_mla_decode(queries, heads, slots)):
+        if format == "v4-fp8":
+            decode = flash_mla_decode(queries, heads, slots) or rows_decode(heads, format)
+        else:
+            decode = rows_decode(heads, format)
+        if decode is not None:
             candidates["FlashMLA"] = lambda q, sets, out, _, decode=decode, sink=sink: decode(
                 q, sets, sink, out
             )
@@ -152,11 +157,13 @@ def bench_gathered() -> str:
             candidates["FlashMLA"] = call_peer
         if "FlashMLA" in candidates:
             q, sets, out, _ = inputs[0]
-            candidates["FlashMLA"](*inputs[0])
+            found = candidates["FlashMLA"](*inputs[0])
+            out = out if found is None else found
             if format == "bf16":
                 sets = [KeySet(pools[1], each.slots) for each in sets]
-            wanted = gathered_attention(q, sets, sink=sink, rotate_back=(cos_sin, positions)).float()
-            wanted = rotate(wanted, cos_sin[positions.long(), None])
+            wanted = gathered_attention(q, sets, sink=sink, rotate_back=rotation).float()
+            if rotation is not None:
+                wanted = rotate(wanted, cos_sin[positions.long(), None])
             error = ((out.float() - wanted).norm() / wanted.norm()).item()
         operations = 2 * (dim + 512) * heads * queries * keys
         times = graph_times(candidates, inputs)
