@@ -8,8 +8,8 @@
 
 Shapes are so small that the GPU is done before the host is; a round of calls fits the launch queue, and the GPU is
 waited for between rounds, outside the time. It is the wall clock's: autograd runs backward() in a thread of its own.
-Medians of rounds. "recorded": gradients are asked for, and not computed. "gradients": ``torch.autograd.grad``, forward
-and backward together.
+First deciles of rounds, so that other processes on the host count little. "recorded": gradients are asked for, and not
+computed. "gradients": ``torch.autograd.grad``, forward and backward together.
 
 "start": a fresh process with kernels on disk, from tensors at hand to the result on the GPU: first the forward call,
 then the first gradient, after one of torch's own (which imports sympy); and whether torch._dynamo was imported. Without
@@ -48,8 +48,7 @@ from warpspec.moe import moe_ffn
 from warpspec.softmax import softmax, softmax_topk
 
 PARTS = ("calls", "operators", "start")
-TIMING = {"calls": 50, "rounds": 30}  # of gpu_bench.host_time: a round stays within the launch queue
-DRY_TIMING = {"calls": 200, "rounds": 7}
+TIMING = {"calls": 20, "rounds": 100}  # of gpu_bench.host_time: a round stays within the launch queue
 PEERS = (FLASH, SDPA)
 PROFILED, SHOWN = 400, 14  # calls in a profile, and functions of it that are printed
 SLOTS, TOKENS, HEADS = 256, 4, 64  # of gathered attention
@@ -253,7 +252,7 @@ def main() -> None:
     if options.first_calls:
         first_calls(options.first_calls)
         return
-    device, timing = ("cpu", DRY_TIMING) if options.dry else ("cuda", TIMING)
+    device = "cpu" if options.dry else "cuda"
     show = functools.partial(driver.show, options)
     if options.dry:
         print(f"{datetime.date.today().isoformat()}, no GPU, launches do nothing, torch {torch.__version__}")
@@ -265,9 +264,9 @@ def main() -> None:
             return
     with no_launches() if options.dry else contextlib.nullcontext():
         if "calls" in options.only:
-            show(["us a call", OURS, *PEERS, "wanted"], calls(device, timing, options.cases, options.profile))
+            show(["us a call", OURS, *PEERS, "wanted"], calls(device, TIMING, options.cases, options.profile))
         if "operators" in options.only:
-            show(["us a call", OURS, "torch"], operators(device, timing))
+            show(["us a call", OURS, "torch"], operators(device, TIMING))
     if "start" in options.only:
         show(["first calls, s: forward", RECORDED, GRADIENTS, "together", "torch._dynamo"], start(device))
 
