@@ -11,7 +11,6 @@ import ctypes
 import inspect
 import re
 import struct
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -27,6 +26,7 @@ from warpspec.sim.device import device_of
 from warpspec.sim.errors import HostError
 from warpspec.sim.memory import GlobalMemory
 from warpspec.sim.signature import StreamType, slots
+from warpspec.sim.turns import turn
 
 __all__ = ["HostModule", "Launch"]
 
@@ -37,7 +37,6 @@ SYMBOL_TABLE = 2  # section type SHT_SYMTAB
 LINKER_SYMBOLS = ("", "_GLOBAL_OFFSET_TABLE_")
 
 _modules: weakref.WeakKeyDictionary[object, HostModule] = weakref.WeakKeyDictionary()
-_lock = threading.RLock()
 
 
 def undefined_symbols(image: bytes) -> list[str]:
@@ -71,7 +70,7 @@ class HostModule:
     @classmethod
     def of(cls, compiled: object) -> HostModule:
         """The module of `compiled`, loaded once as long as `compiled` lives."""
-        with _lock:
+        with turn():
             module = _modules.get(compiled)
             if module is None:
                 module = _modules[compiled] = cls(compiled)
@@ -137,7 +136,7 @@ class HostModule:
         arguments that do not fit, and whatever on_launch raises.
         """
         values = self._bind(args, kwargs or {})
-        with _lock:
+        with turn():
             session = self.session
             if session.memory is not None:
                 raise HostError(f"{self.name} is running already")

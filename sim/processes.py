@@ -106,8 +106,15 @@ def processes_of(program: Program, shares: int) -> int:
     matters, as for our sys.stdout and the record of their stores."""
     if _prints(program) or stores_active() is not None:
         return 1
-    most = int(os.environ.get(PROCESSES_VARIABLE) or shares)
-    return max(1, min(shares, most, len(os.sched_getaffinity(0))))
+    return max(1, min(shares, _most_processes(shares), len(os.sched_getaffinity(0))))
+
+
+def _most_processes(default: int) -> int:
+    """The limit that the environment sets, or `default`."""
+    text = os.environ.get(PROCESSES_VARIABLE) or str(default)
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{PROCESSES_VARIABLE} is {text!r}; a positive int is needed")
+    return int(text)
 
 
 def run_shares(run: Run, launches: list[Launch], clusters: int, translation: float) -> LaunchStats:

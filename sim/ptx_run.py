@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+import numpy as np
+import torch
 
 from warpspec.common.cubin import CubinError, KernelResources, parse_cubin
 from warpspec.sim.errors import HostError
@@ -60,6 +63,8 @@ def launch(
     )
     if isinstance(smem, bool) or not isinstance(smem, int) or smem < 0:
         raise HostError(f"smem is {smem!r}; a number of bytes is needed")
+    if isinstance(args, torch.Tensor | str | bytes) or not isinstance(args, Iterable):
+        raise HostError(f"args is a {type(args).__name__}; a sequence with a value for each .param is needed")
     arguments = KernelArguments(entry, parameters_of(text, entry), list(args))
 
     def once(seed: int, check: str | None, fuse: bool) -> SimReport:
@@ -113,10 +118,12 @@ def _entry(text: str, entry: str | None) -> str:
 
 
 def _dim3(name: str, value: int | Sequence[int]) -> Dim3:
-    shape = (value,) if isinstance(value, int) else tuple(value)
-    if not 1 <= len(shape) <= 3 or any(isinstance(n, bool) or not isinstance(n, int) for n in shape):
+    numbers = value if isinstance(value, list | tuple) else (value,)
+    if not 1 <= len(numbers) <= 3 or not all(
+        isinstance(n, int | np.integer) and not isinstance(n, bool) for n in numbers
+    ):
         raise HostError(f"{name} is {value!r}; one to three ints are needed")
-    return (*shape, *(1,) * (3 - len(shape)))
+    return (*map(int, numbers), *(1,) * (3 - len(numbers)))
 
 
 def _resources(cubin: bytes | str | os.PathLike | None, entry: str) -> KernelResources | None:

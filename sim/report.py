@@ -231,6 +231,8 @@ class SimReport:
 
     def __add__(self, other: SimReport) -> SimReport:
         """The launches of two runs, in order."""
+        if not isinstance(other, SimReport):
+            return NotImplemented
         launches = self.launches + other.launches
         return SimReport(launches, self.seconds + other.seconds, self.seed, {**other.roles, **self.roles})
 

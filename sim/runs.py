@@ -37,10 +37,12 @@ def run_with_options(
         raise ValueError(f"seed is {seed!r}; a non-negative int is needed")
     if seeds is not None and (isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1):
         raise ValueError(f"seeds is {seeds!r}; a positive int or None is needed")
+    name = "check"
     if check is None:
-        check = os.environ.get(CHECK_VARIABLE) or None
+        name, check = CHECK_VARIABLE, os.environ.get(CHECK_VARIABLE) or None
     if check not in (None, "order"):
-        raise ValueError(f'check is {check!r}; None or "order" is needed')
+        allowed = 'None or "order"' if name == "check" else '"order" or nothing'
+        raise ValueError(f"{name} is {check!r}; {allowed} is needed")
     if seeds is None:
         report = once(seed, check, True)
     else:

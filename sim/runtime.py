@@ -32,6 +32,7 @@ from warpspec.sim.reductions import SeenReductions
 from warpspec.sim.registry import import_all
 from warpspec.sim.report import LaunchReport, LaunchStats, count_instructions
 from warpspec.sim.starving import starved
+from warpspec.sim.turns import in_turns
 
 import_all(codegen)
 import_all(families)
@@ -100,6 +101,7 @@ def _sharing(text: _Text, kernel: str) -> tuple[bool, bool]:
 _seeing: set[tuple[_Text, str]] = set()  # kernels that use what they reduce into: (text, name)
 
 
+@in_turns
 def execute(
     text: str,
     kernel: str,
@@ -117,7 +119,8 @@ def execute(
     fuse: bool = True,
     overlap: Overlap | None = None,
 ) -> LaunchReport:
-    """Run one launch of a kernel to its end. `params`: the parameter buffer, laid out as the PTX declares it.
+    """Run one launch of a kernel to its end. `params`: the parameter buffer, laid out as the PTX declares it. Launches
+    of several threads run one after another.
 
     check: "order" raises OrderError if the memory model does not order accesses to one place; the error has the report
     if the launch ran to its end. storage: fields of dynamic shared memory, (name, bytes, offset), which messages name.

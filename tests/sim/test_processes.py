@@ -7,15 +7,19 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.ptx_launch import launch
+import torch
+from helpers.ptx_launch import HEADER, launch
 
+import warpspec.sim as sim
 from warpspec.sim import processes
 from warpspec.sim.errors import MemoryFault
 from warpspec.sim.order.findings import OrderError
+from warpspec.sim.turns import turn
 
 NUMBER = (
     "ld.param.u64 %rd1, [out]; mov.u32 %r1, %ctaid.x; mul.wide.u32 %rd2, %r1, 4; add.s64 %rd2, %rd1, %rd2;"
@@ -224,3 +228,35 @@ def test_every_cta_prints_to_our_standard_output(capsys):
         block=(1, 1, 1),
     )
     assert sorted(capsys.readouterr().out.split("\n")) == ["", *(f"CTA {i}" for i in range(8))]
+
+
+def test_a_process_begins_while_no_other_thread_holds_a_lock(monkeypatch):
+    """Threads take turns; a forked process does not wait for a thread that it does not have."""
+    fork, held = os.fork, []
+    monkeypatch.setattr(processes.os, "fork", lambda: (held.append(turn()._is_owned()), fork())[1])
+    monkeypatch.setattr(processes.os, "sched_getaffinity", lambda _: range(2))
+    out = torch.zeros(8, dtype=torch.int32)
+    text = HEADER.format(variables="", parameters=".param .u64 out", body=NUMBER + "st.global.b32 [%rd2], 7;")
+
+    def run():
+        sim.launch(text, grid=8, block=1, args=[out])
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert held == [True, True] and out.eq(7).all()
+    with ThreadPoolExecutor(1) as other:
+        other.submit(turn().acquire).result()
+        if (child := fork()) == 0:
+            os._exit(turn().acquire(blocking=False))
+        other.submit(turn().release).result()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+
+@pytest.mark.parametrize("value", ["abc", "0", "-1"])
+def test_the_limit_of_processes_is_a_number(monkeypatch, value):
+    monkeypatch.setenv(processes.PROCESSES_VARIABLE, value)
+    with pytest.raises(ValueError, match=f"WARPSPEC_SIM_PROCESSES is '{value}'; a positive int"):
+        launch(NUMBER, {"out": np.zeros(8, np.uint32)}, grid=(8, 1, 1))

@@ -188,13 +188,16 @@ def test_tensor_maps_that_cannot_be_are_refused(options, error, says):
         ("", dict(grid=0), r"grid \(0, 1, 1\): at most .* and at least 1"),
         ("", dict(smem=-1), "smem is -1"),
         ("", dict(block="32"), "block is '32'"),
+        ("", dict(grid=None), "grid is None; one to three ints"),
+        ("", dict(grid=(True, 1)), r"grid is \(True, 1\)"),
+        ("", dict(args=None), "args is a NoneType; a sequence"),
         ("", dict(entry="add"), "entry is 'add'; the PTX has saxpy"),
     ],
 )
 def test_launches_that_hardware_refuses(directives, options, says):
     x = torch.ones(4)
     with pytest.raises(sim.HostError, match=says):
-        sim.launch(saxpy(directives), args=[x, x, 1.0, 4], **dict(grid=1, block=32) | options)
+        sim.launch(saxpy(directives), **dict(args=[x, x, 1.0, 4], grid=np.int64(1), block=32) | options)
 
 
 def test_limits_are_the_targets_own():
