@@ -184,8 +184,7 @@ def check_call(operands: Operands, options: Options, backend: str, records: bool
         # Both raise UnsupportedProblem for what the kernel does not support.
         prepared = check_supported(problem, target) if empty else prepare_new(problem, target)
     out = operands.o
-    regular = out is None or regular_strides(out) is out
-    regular = regular and all(map(operator.is_, operands, regular_operands(operands)))
+    regular = (out is None or regular_strides(out) is out) and is_regular(operands)
     stat = block(caller_shape(problem, problem.stat_shape), torch.float32)
     return Call(
         problem,
@@ -302,6 +301,11 @@ def regular_operands(operands: Operands) -> Operands:
     return operands._replace(
         **{name: None if each is None else each.contiguous() for name, each in gapless.items()}
     )
+
+
+def is_regular(operands: Operands) -> bool:
+    """Whether kernels take the inputs as they are."""
+    return all(map(operator.is_, operands, regular_operands(operands)))
 
 
 def run_reference(problem: AttentionProblem, operands: Operands):

@@ -18,7 +18,7 @@ from warpspec.fmha.backward.launch import Gradients
 from warpspec.fmha.backward.problem import DIFFERENTIABLE, BackwardProblem
 from warpspec.fmha.backward.ranges import check_ascending
 from warpspec.fmha.operands import Operands, Options
-from warpspec.fmha.ops import kernel_operands, regular_strides
+from warpspec.fmha.ops import is_regular, kernel_operands, regular_strides
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.values import are_checked
 
@@ -27,8 +27,8 @@ class BackwardCall(NamedTuple):
     """A checked call.
 
     computed: the problem that kernels compute (``BackwardProblem.padded``). prepared: the kernels; None: the reference.
-    empty: nothing is launched, gradients are zeros. regular: TMA accepts the strides of q, k, v and o
-    (``regular_strides``). aligned: kernels can read do as it is (``launch.aligned``). pads: kernels compute it on
+    empty: nothing is launched, gradients are zeros. regular: kernels take the inputs and o as they are
+    (``regular_operands``). aligned: kernels can read do as it is (``launch.aligned``). pads: kernels compute it on
     padded copies. results: the wanted gradients, in the order of DIFFERENTIABLE; workspace: what kernels need beside
     them, None where it is not known in advance.
     """
@@ -89,8 +89,7 @@ def check(operands: Operands, options: Options, backend: str, wanted, do, dlse) 
             pads = computed is not problem and prepared.config.rows is None
         if not (empty or pads):
             workspace = launch.workspace_of(prepared, computed, record)
-    rows = (operands.q, operands.k, operands.v, operands.o)
-    regular = all(t is None or regular_strides(t) is t for t in rows)
+    regular = regular_strides(operands.o) is operands.o and is_regular(operands)
     aligned = prepared is None or do is None or launch.aligned(do) is do
     results = tuple(block(t.shape, t.dtype) for t in (getattr(operands, name) for name in problem.wanted))
     return BackwardCall(problem, computed, prepared, empty, regular, aligned, pads, results, workspace)

@@ -11,9 +11,11 @@ from helpers.suites import long, long_but
 
 from warpspec.common.architecture import architecture
 from warpspec.common.compile import resources
-from warpspec.fmha.backward import launch
+from warpspec.fmha.backward import call, launch
 from warpspec.fmha.backward.pieces import PieceLength
+from warpspec.fmha.backward.problem import DIFFERENTIABLE
 from warpspec.fmha.backward.schedule import Order
+from warpspec.fmha.operands import Operands, Options
 from warpspec.sim import simulation
 
 ARCHS = ("sm_90a", "sm_100a")
@@ -73,6 +75,27 @@ def cut_into(monkeypatch, order: Order) -> list:
     monkeypatch.setattr(launch, "choose_order", lambda *_: order)
     monkeypatch.setattr(launch, "prepare", lambda *args: prepared.append(prepare(*args)) or prepared[-1])
     return prepared
+
+
+@pytest.mark.parametrize("name", ["sink", "kv_lengths", "q_start"])
+def test_kernels_take_small_tensors_without_gaps(name, monkeypatch):
+    """Their strides are compiled in, whatever the strides of q, k and v are."""
+    seen = []
+    monkeypatch.setattr(launch, "run_kernels", lambda prepared, problem, record, *rest: seen.append(record))
+    small = {
+        "sink": torch.zeros(2, 2, dtype=torch.float64)[:, 0],
+        "kv_lengths": torch.full((2, 2), 3, dtype=torch.int32)[:, 0],
+        "q_start": torch.ones(2, 2, dtype=torch.int32)[:, 0],
+    }
+    operands = Operands(*(torch.zeros(2, 4, 2, 64).bfloat16() for _ in "qkvo"), lse=torch.zeros(2, 2, 4))
+    operands = operands._replace(**{name: small[name]})
+    do = torch.zeros_like(operands.o)
+    wanted = [each in "qkv" for each in DIFFERENTIABLE]
+    checked = call.check(operands, Options(causal=True), "sim", wanted, do, None)
+    call.run(checked, operands, do, None)
+    (record,) = seen
+    assert getattr(record, name).is_contiguous()
+    assert record.sink is None or record.sink.dtype == torch.float32
 
 
 @pytest.mark.parametrize(
