@@ -51,6 +51,18 @@ def _(do, dlse, o, lse, wanted, *arguments):
     return [call.new_gradient(getattr(operands, name)) for name in problem.wanted]
 
 
+@fmha_backward.register_vmap
+def _(info, in_dims, *arguments):
+    """Compute the gradients of each call of a batch on its own, as vmap does with the forward operator."""
+    batched = list(zip(arguments, in_dims, strict=True))  # in_dims: an int, or not for what all calls share
+    calls = [
+        fmha_backward(*(a.select(dim, i) if isinstance(dim, int) else a for a, dim in batched))
+        for i in range(info.batch_size)
+    ]
+    gradients = [torch.stack(each) for each in zip(*calls, strict=True)]
+    return gradients, [0] * len(gradients)
+
+
 register_derivatives(fmha_backward, refuse_backward(NO_SECOND_DERIVATIVES))
 
 
