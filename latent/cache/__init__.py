@@ -71,7 +71,7 @@ def insert_window(
     Raises TypeError or ValueError naming the argument, and UnsupportedProblem for a pool format that kernels do not
     write ("v3.2-fp8") or a backend that does not run on the device. Forward only.
     """
-    refuse_gradients(q=q, kv=kv, weight=weight)
+    refuse_gradients(q=q, kv=kv, weight=weight, cos_sin=cos_sin, out=out)
     check_insert(q, kv, cos_sin, positions, weight, eps, pool, slots, out)
     if q is not None and out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -141,7 +141,7 @@ def compress(
     - an entry beyond the table has NaN in its rotated numbers, or in all of its numbers with ``hadamard``
     - requests that are out of range are skipped, and cu_seqlens are clamped to the tokens that exist
     """
-    refuse_gradients(content_gate=content_gate, ape=ape, weight=weight)
+    refuse_gradients(content_gate=content_gate, ape=ape, weight=weight, cos_sin=cos_sin)
     check_compress(
         content_gate, ape, weight, cos_sin, tail=tail, requests=requests, starts=starts, cu_seqlens=cu_seqlens,
         pool=pool, slots=slots, eps=eps, hadamard=hadamard,

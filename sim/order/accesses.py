@@ -336,10 +336,13 @@ class Accesses:
         cta.order.suspects[where] = len(self.suspected)
 
     def too_late(self, access: Access, place: str, tolerated: bool = False) -> None:
-        """Report an access to shared memory whose CTA may have exited."""
+        """Report an access to shared memory whose CTA may have exited.
+
+        Hardware keeps the memory of a CTA until its bulk stores have read it (docs/notebook/checker.md).
+        """
         self.report(
             "shared memory of a CTA that may have exited", place, access.describe(), "",
-            _wait(access), (access.ins.line,), tolerated,
+            _wait(access), (access.ins.line,), tolerated or findings.copies_from_own(access),
         )  # fmt: skip
 
 

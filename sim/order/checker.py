@@ -13,7 +13,7 @@ from warpspec.sim.order.clocks import (
     Clock,
 )
 from warpspec.sim.order.exits import ExitChecks
-from warpspec.sim.order.findings import Finding, copies_from_own
+from warpspec.sim.order.findings import Finding
 from warpspec.sim.order.places import shared_place
 from warpspec.sim.order.shadow import distinct
 from warpspec.sim.order.tensors import TensorAccesses
@@ -52,8 +52,7 @@ class OrderChecker(TensorAccesses, ExitChecks):
                     if where.size
                     else f"CTA {cta.coords}"
                 )
-                # Hardware keeps the memory of a CTA until its bulk stores have read it (docs/notebook/checker.md).
-                self.too_late(access, place, copies_from_own(access))
+                self.too_late(access, place)
         for barrier in cta.mbarriers.values():
             for access, tracked in barrier.order.late.values():
                 if not self.known(access, last):

@@ -54,6 +54,7 @@ def wide(shape):
         ({"eps": -1.0}, ValueError, "eps: must be"),
         ({"backend": "fast"}, ValueError, "backend: must be one of"),
         ({"weight": torch.ones(512, requires_grad=True)}, NotImplementedError, "weight: gradients"),
+        ({"cos_sin": torch.zeros(16, 64, requires_grad=True)}, NotImplementedError, "cos_sin: gradients"),
     ],
 )
 def test_insert(change, error, message):
