@@ -10,6 +10,7 @@ from warpspec.sim.codegen.program import Program
 from warpspec.sim.errors import (
     BEGINS,
     EXPECTED,
+    MISSED,
     NO_LINES,
     Deadlock,
     MemoryFault,
@@ -30,7 +31,7 @@ from warpspec.sim.names import placed
 from warpspec.sim.registry import row_of
 from warpspec.sim.warp import Cluster, Group, Warp
 
-CAUSES = (EXPECTED, BEGINS)  # texts of rows that name a cause, which stand first
+CAUSES = (EXPECTED, BEGINS, MISSED)  # texts of rows that name a cause, which stand first
 MOST_CTAS = 6  # CTAs that a row of a deadlock report names besides its own
 LAST_ARRIVAL = re.compile(r"last arrival by warp \d+")
 MOST_ROWS = 64  # lines of a deadlock report; what is left out is counted

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from warpspec.sim.names import placed
 
-EXPECTED, BEGINS = "bytes expected", "begins with parity"  # what messages that name a cause of waiting say
+# What messages that name a cause of waiting say.
+EXPECTED, BEGINS, MISSED = "bytes expected", "begins with parity", "the warp may have come too late for"
 NO_LINES = "(compiled with --generate-line-info, a kernel has Python lines here)"
 
 

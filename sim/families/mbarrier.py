@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from warpspec.sim.errors import BEGINS, EXPECTED, BarrierFault, MemoryFault
+from warpspec.sim.errors import BEGINS, EXPECTED, MISSED, BarrierFault, MemoryFault
 from warpspec.sim.instruction import Imm, Instr, Mem, Operand, Reg
 from warpspec.sim.lanes import WARP_SIZE, lanes
 from warpspec.sim.machine import Machine
@@ -47,7 +47,7 @@ class Mbarrier:
     early: tuple | None = field(
         default=None, repr=False
     )  # its like, of a wait that passed before any phase ended
-    seen: set[int] = field(default_factory=set, repr=False)  # warps that a wait for it has let pass
+    seen: dict[int, int] = field(default_factory=dict, repr=False)  # by warp: the phase whose end it last saw
     marker: int = field(default=0, repr=False)
     order: object = field(default=None, repr=False)  # what the order checker keeps of it
 
@@ -93,7 +93,7 @@ class Mbarrier:
         """A wait for a parity has passed."""
         if parity and not self.phase and self.early is None:
             self.early = w, ins
-        self.seen.add(w.index)
+        self.seen[w.index] = self.phase - 1
 
 
 def _by(w: Warp, ins: Instr) -> str:
@@ -138,7 +138,7 @@ def _complete_if_done(m: Machine, barrier: Mbarrier) -> None:
         barrier.phase += 1
         barrier.pending = barrier.count
         if m.order is not None:
-            barrier.order.phase_ends(barrier.phase)
+            m.order.phase_ends(barrier)
         m.notify(barrier)
 
 
@@ -453,9 +453,22 @@ def describe_wait(m: Machine, w: Warp, ins: Instr, mask: int) -> str:
     if kind == "phase" and shown != "?":
         shown &= (1 << STATE_PENDING) - 1
     text = missing.describe(f"waits for {kind} {shown} of the")
-    if kind == "parity" and w.index not in missing.seen:
-        text += _first_parity(m, missing, ins)
+    if kind == "parity":
+        first = "" if w.index in missing.seen else _first_parity(m, missing, ins)
+        text += first or _missed(missing, w)
     return text
+
+
+def _missed(barrier: Mbarrier, w: Warp) -> str:
+    """A text of the phase that a warp may be too late for, if a later one has ended, too; "" if there is none."""
+    phase = barrier.phase
+    if w.index not in barrier.seen and phase & 1:
+        return f"; a new mbarrier lets a wait for parity 1 pass, and phases have ended since: {MISSED} that"
+    last = barrier.seen.get(w.index, -1)
+    if phase - last < 3:
+        return ""
+    which = f"{last + 1} and {phase - 1}" if phase - last == 3 else f"{last + 1} to {phase - 1}"
+    return f"; phases {which} have ended since it last passed: {MISSED} the first of them"
 
 
 def _first_parity(m: Machine, barrier: Mbarrier, ins: Instr) -> str:

@@ -480,5 +480,9 @@ def wait_group(m: Machine, w: Warp, ins: Instr, mask: int) -> Wait | None:
                 return Wait(on=product, text=product.describe)
         settled = groups.popleft()
         if m.order is not None and settled:
-            m.order.passed_queue(w, ins, group.order, settled[-1].number + 1)
+            warps = w.cta.warps[group.index * WARPS :]
+            issuers = [
+                (warp, mine[-1]) for warp, mine in zip(warps, settled[-1].orders, strict=False) if mine
+            ]
+            m.order.passed_queue(w, ins, group.order, settled[-1].number + 1, issuers)
     return None

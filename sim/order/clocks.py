@@ -162,6 +162,8 @@ class Agent(Clock):
         "seen_releases",
         "tag",
         "told",
+        "wait_component",
+        "waits",
     )
 
     def __init__(self, domain: Domain):
@@ -183,6 +185,8 @@ class Agent(Clock):
         self.lanes = {"write": -1, "read": -1}  # `tag` at the last access of each kind to shared memory
         self.reads: list[tuple] = []  # reads of shared memory since then, see `MemoryAccesses._between_lanes`
         self.tag = 0  # names the time since the last warp barrier, among all warps
+        self.wait_component: int | None = None  # counts its waits for mbarriers that have passed
+        self.waits = 0
 
     def part(self, mask: int) -> Part:
         """The part for these lanes; for all lanes if a warp has too many parts."""
@@ -304,6 +308,17 @@ class Agent(Clock):
         """This thread has waited for a component's events."""
         self.raise_to(row, component, count)
         self._changed()
+
+    def wait_passes(self) -> tuple[int, int]:
+        """Count a wait for an mbarrier that has passed; returns its (component, count). Whatever the warp executes
+        from now on, relaxed arrivals included, comes after it."""
+        if self.wait_component is None:
+            self.wait_component = self.domain.component()
+        self.waits += 1
+        for row in (BASE, FENCED):
+            self.raise_to(row, self.wait_component, self.waits)
+        self._changed()
+        return self.wait_component, self.waits
 
     def see(self, rows: np.ndarray) -> None:
         """A relaxed read: the published events are known from the next fence on."""

@@ -84,9 +84,9 @@ class Queue:
 
 class BarrierOrder:
     """The clocks that an mbarrier passes on. collected: from the arrivals so far; done: at the end of the last
-    phase."""
+    phase. passed: each warp's last wait for a parity that passed, and the phase whose end it saw."""
 
-    __slots__ = ("collected", "component", "done", "done_foreign", "init", "late")
+    __slots__ = ("collected", "component", "done", "done_foreign", "init", "late", "passed")
 
     def __init__(self, domain: Domain, init: Access):
         self.component = domain.component()
@@ -96,6 +96,7 @@ class BarrierOrder:
         self.init = init
         # Last arrivals of operations and of other CTAs, by component, and what a commit tracks.
         self.late: dict[int, tuple[Access, Access | None]] = {}
+        self.passed: dict[Clock, tuple[int, Access]] = {}
 
     def phase_ends(self, phase: int) -> None:
         """The phase with this number, from 1, is complete; so are the copies that it counted."""

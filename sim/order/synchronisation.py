@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -300,7 +301,11 @@ class Synchronisation(MemoryAccesses):
         """A warp has looked at an mbarrier and, if `complete`, seen a phase complete."""
         self.barrier_used(w, ins, barrier)
         order = barrier.order
-        if order.done is None or not complete:
+        if not complete:
+            return
+        if "parity" in ins.parts:
+            self.wait_passes(w, ins, barrier)
+        if order.done is None:
             return
         if "relaxed" in ins.parts:
             w.order.see(order.done)
@@ -310,6 +315,47 @@ class Synchronisation(MemoryAccesses):
                 self.lanes_meet(w)
             else:
                 w.order.tell(order.done)
+
+    def wait_passes(self, w, ins: Instr, barrier) -> None:
+        """A warp's wait for a parity has passed. Until the warp has passed it, the next phase must not end: then the
+        parity would be that of a phase to come."""
+        component, count = w.order.wait_passes()
+        access = Access(
+            w.order.domain, component, count, ins=ins, agent=f"warp {w.index}", cta=w.cta.coords, write=False,
+            generic=True,
+        )  # fmt: skip
+        barrier.order.passed[w.order] = barrier.phase - 1, access
+
+    def phase_ends(self, barrier) -> None:
+        """A phase of an mbarrier has ended. Warps that have waited for the phase before it must have told so, by an
+        arrival at this phase or a chain of such; or they might have been late."""
+        order, ended = barrier.order, barrier.phase - 1
+        order.phase_ends(barrier.phase)
+        for phase, wait in order.passed.values():
+            if phase == ended - 1 and not self.known(wait, order.collected):
+                self._may_miss(barrier, wait, phase)
+
+    def _may_miss(self, barrier, wait: Access, phase: int) -> None:
+        warp, ins = barrier.last
+        last = Access(
+            wait.domain,
+            0,
+            0,
+            ins=ins,
+            agent=f"warp {warp.index}",
+            cta=warp.cta.coords,
+            write=True,
+            generic=True,
+        )
+        self.report(
+            "a wait that may miss its phase",
+            f"phase {phase} of mbarrier {shared_place(barrier.cta, barrier.offset, 8)}",
+            wait.describe().replace(" reads:", f" waits for parity {phase & 1}:"),
+            last.describe().replace(" writes:", f" arrives last before phase {phase + 1} ends:"),
+            f"an arrival of the waiting warp behind its wait (or of a warp that it meets there) for which the end of "
+            f"phase {phase + 1} waits; a warp that is late finds parity {phase & 1} to be that of phase {phase + 2}",
+            (wait.ins.line, ins.line),
+        )  # fmt: skip
 
     def loads_on(self, op: Operation, barrier, write: bool = True, generic: bool = False) -> Access:
         """The access of a copy that completes in an mbarrier's present phase."""
@@ -342,9 +388,16 @@ class Synchronisation(MemoryAccesses):
         return Queue(w.order.domain)
 
     @staticmethod
-    def passed_queue(w, ins: Instr, queue: Queue, count: int) -> None:
-        """A warp has waited for the first `count` operations of a queue."""
-        w.order.passed(BASE, queue.component, count)
+    def passed_queue(w, ins: Instr, queue: Queue, count: int, issuers: Sequence[tuple] = ()) -> None:
+        """A warp has waited for the first `count` operations of a queue. issuers: the warps that issued the last of
+        them, each with its operation; they had passed their waits before."""
+        agent = w.order
+        agent.passed(BASE, queue.component, count)
+        for issuer, op in issuers:
+            component = issuer.order.wait_component
+            if component is not None and component < op.clock.rows.shape[1]:
+                for row in (BASE, FENCED):
+                    agent.raise_to(row, component, int(op.clock.rows[BASE, component]))
 
     def passed(self, w, queue: str, count: int | None = None, row: int = BASE) -> None:
         """A warp has waited for operations of a queue, all or the first `count`."""

@@ -1,101 +1,41 @@
-"""Memory order: for each class of defect a kernel that has it, which is found, and its correct twin, which is clean.
-
-In a kernel's text, [[good]] is what the defective one lacks, and [[good||bad]] what it has instead.
-"""
+"""Memory order: for each class of defect a kernel that has it, which is found, and its correct twin, which is clean
+(helpers/order_kernels.py)."""
 
 import re
 
-import numpy as np
 import pytest
-from helpers.ptx_launch import launch
+from helpers.order_kernels import (
+    AFTER,
+    ALLOCATE,
+    ALLOCATE_PAIR,
+    BEGUN,
+    BOTH,
+    CLUSTER,
+    COMMIT,
+    COMMIT_MMA,
+    FILL,
+    FLAG,
+    FREE,
+    FREE_PAIR,
+    INIT,
+    INIT_FENCED,
+    LAST,
+    LOAD,
+    MMA,
+    PAIR,
+    REMOTE,
+    START,
+    STORE,
+    STORE_TENSOR,
+    WGMMA,
+    correct,
+    defective,
+    run,
+    wait,
+)
 
 from warpspec import sim
-from warpspec.sim.clocks import sass
-from warpspec.sim.order import sass_loads
-from warpspec.sim.tcgen05 import smem_descriptor
 
-SHARED = ".shared .align 1024 .b8 sm[8192];"
-SHARED_AT = 1024  # of `sm` in a CTA's shared memory
-BARRIER = 8160  # of the mbarrier in `sm`
-
-# Every thread: %r1 its number, %r2 its warp, %r10 sm, %r11 the mbarrier, %rd1 out; %p1 thread 0, %p2 warp 0.
-START = f"""
-  mov.u32 %r1, %tid.x; shr.u32 %r2, %r1, 5; mov.b32 %r10, sm; add.u32 %r11, %r10, {BARRIER};
-  ld.param.u64 %rd1, [out]; setp.eq.u32 %p1, %r1, 0; setp.eq.u32 %p2, %r2, 0;
-  shl.b32 %r3, %r1, 2; add.u32 %r12, %r10, %r3; cvt.u64.u32 %rd3, %r3; add.u64 %rd2, %rd1, %rd3;
-"""
-INIT = "@%p1 mbarrier.init.shared.b64 [%r11], 1;\n"
-INIT_FENCED = INIT + "fence.mbarrier_init.release.cluster;\nbar.sync 0;\n"
-LOAD = """
-  @%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%r11], 128;
-  @%p1 cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r10], [%rd1], 128, [%r11];
-"""
-STORE = "@%p1 cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r10], 128;\n"
-COMMIT = "@%p1 cp.async.bulk.commit_group;\n"
-
-
-def wait(parity: int, label: str) -> str:
-    return f"""
-  {label}: mbarrier.try_wait.parity.shared.b64 %p9, [%r11], {parity};
-  @!%p9 bra {label};
-"""
-
-
-CLUSTER = "mov.u32 %r4, %cluster_ctarank; xor.b32 %r5, %r4, 1; mapa.shared::cluster.u32 %r6, %r12, %r5;\n"
-BOTH = "barrier.cluster.arrive; barrier.cluster.wait;\n"
-BEGUN = "barrier.cluster.arrive.relaxed; barrier.cluster.wait;\n"
-FLAG = "mov.u32 %r4, %ctaid.x; setp.eq.u32 %p3, %r4, 0; add.u64 %rd4, %rd1, 256; mov.u32 %r5, 1;\n"
-ALLOCATE = """
-  @%p2 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r10], 32;
-  bar.sync 0; ld.shared.u32 %r20, [%r10];
-"""
-FREE = "bar.sync 0;\n@%p2 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r20, 32;\n"
-LAST = "setp.eq.u32 %p4, %r2, 4;\n"  # the fifth warp has the first one's lanes of tensor memory
-
-
-def operand(at: int, rows: int) -> int:
-    """A K-major operand of 32 bytes a row, not swizzled, at a byte of `sm`."""
-    return smem_descriptor.encode(SHARED_AT + at, leading_offset=rows * 16, stride_offset=128, swizzle_mode=0)
-
-
-MMA = f"""
-  mov.b64 %rd10, {operand(0, 128)}; mov.b64 %rd11, {operand(4096, 8)};
-  mov.b32 %r21, {1 << 4 | 1 << 17 | 8 << 24}; setp.ne.u32 %p5, %r10, %r10;
-  @%p1 tcgen05.mma.cta_group::1.kind::f16 [%r20], %rd10, %rd11, %r21, %p5;
-"""
-COMMIT_MMA = "@%p1 tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r11];\n"
-FILL = """
-  mov.u32 %r22, %r1;
-fill: shl.b32 %r23, %r22, 2; add.u32 %r23, %r10, %r23; st.shared.u32 [%r23+16], 0;
-  add.u32 %r22, %r22, %ntid.x; setp.lt.u32 %p8, %r22, 1200; @%p8 bra fill;
-  @%p1 st.shared.v4.u32 [%r10], {%r4, %r4, %r4, %r4};
-"""
-NAMES = ", ".join(f"%f{i}" for i in range(4))
-WGMMA = f"""
-  mov.b64 %rd10, {(SHARED_AT >> 4) | (64 * 16 >> 4) << 16 | (128 >> 4) << 32};
-  mov.b64 %rd11, {(SHARED_AT + 4096) >> 4 | (8 * 16 >> 4) << 16 | (128 >> 4) << 32};
-  mov.b32 %f0, 0; mov.b32 %f1, 0; mov.b32 %f2, 0; mov.b32 %f3, 0;
-  [[wgmma.fence.sync.aligned;]]
-  wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {{{NAMES}}}, %rd10, %rd11, 1, 1, 1, 0, 0;
-  wgmma.commit_group.sync.aligned;
-"""
-
-PAIR = dict(grid=(2, 1, 1), cluster=(2, 1, 1))
-# %r6 and %r7: the peer's word of each thread and its mbarrier; all barriers are initialised.
-REMOTE = (
-    CLUSTER
-    + "mapa.shared::cluster.u32 %r7, %r11, %r5;"
-    + INIT
-    + "fence.mbarrier_init.release.cluster;\n"
-    + BOTH
-)
-AFTER = wait(0, "A") + "ld.shared::cluster.u32 %r8, [%r12];" + BOTH
-ALLOCATE_PAIR = ALLOCATE.replace("cta_group::1", "cta_group::2")
-FREE_PAIR = FREE.replace("cta_group::1", "cta_group::2")
-STORE_TENSOR = (
-    "tcgen05.st.sync.aligned.32x32b.x1.b32 [%r20], {%r1}; tcgen05.wait::st.sync.aligned;"
-    "tcgen05.fence::before_thread_sync;"
-)
 SCOPE = "an arrival at CTA scope"
 UNORDERED, PROXY = "accesses that nothing orders", "no proxy fence"
 # name: (kind of the finding, launch options, body)
@@ -158,7 +98,7 @@ CASES = {
         "may have exited",
         dict(),
         START + "st.shared.u32 [%r12], %r1; fence.proxy.async; bar.warp.sync -1;"
-        + STORE + COMMIT + "[[@%p1 cp.async.bulk.wait_group.read 0;]]",
+        + STORE + "[[" + COMMIT + "@%p1 cp.async.bulk.wait_group.read 0;]]",
     ),
     "cp.async": (
         UNORDERED,
@@ -349,37 +289,31 @@ CASES = {
         START + FILL + "fence.proxy.async; bar.sync 0; [[mov.b32 %r24, %r2;||xor.b32 %r24, %r2, 1;]]"
         + "and.b32 %r25, %r3, 127; mad.lo.u32 %r24, %r24, 256, %r25; add.u32 %r24, %r24, %r10;"
         + "st.shared.u32 [%r24], 0; "
-        + "fence.proxy.async; bar.warp.sync -1;" + re.sub(r"\[\[|\]\]", "", WGMMA)
+        + "fence.proxy.async; bar.warp.sync -1;" + correct(WGMMA)
         + "wgmma.wait_group.sync.aligned 0;"),
     "threads that leave before a barrier of all": ("that some of them have left", dict(block=(64, 1, 1)),
         START + "[[bar.sync 0; @%p2 exit;||@%p2 exit; bar.sync 0;]]"),
     "wgmma.fence": ("no wgmma.fence", dict(block=(128, 1, 1), target="sm_90a"),
         START + FILL + "fence.proxy.async; bar.sync 0;" + WGMMA + "wgmma.wait_group.sync.aligned 0;"),
     "a proxy fence before wgmma": (PROXY, dict(block=(128, 1, 1), target="sm_90a"),
-        START + FILL + "[[fence.proxy.async;]] bar.sync 0;" + re.sub(r"\[\[|\]\]", "", WGMMA)
+        START + FILL + "[[fence.proxy.async;]] bar.sync 0;" + correct(WGMMA)
         + "wgmma.wait_group.sync.aligned 0;"),
     "wgmma.wait_group before a write": ("a register of wgmma", dict(block=(128, 1, 1), target="sm_90a"),
-        START + FILL + "fence.proxy.async; bar.sync 0;" + WGMMA.replace("[[", "").replace("]]", "")
+        START + FILL + "fence.proxy.async; bar.sync 0;" + correct(WGMMA)
         + "[[wgmma.wait_group.sync.aligned 0;]] bar.sync 0; mov.b32 %f0, 0; wgmma.wait_group.sync.aligned 0;"),
     "wgmma.wait_group before a use behind a move": ("an accumulator of wgmma", dict(block=(128, 1, 1), target="sm_90a"),
-        START + FILL + "fence.proxy.async; bar.sync 0;" + re.sub(r"\[\[|\]\]", "", WGMMA)
+        START + FILL + "fence.proxy.async; bar.sync 0;" + correct(WGMMA)
         + "[[wgmma.wait_group.sync.aligned 0;]] mov.b32 %r7, %f0; @!%p2 bra meet; meet: add.u32 %r8, %r7, 1;"
         + "st.global.u32 [%rd2], %r8; wgmma.wait_group.sync.aligned 0;"),
     "wgmma.wait_group for one of two groups": ("an accumulator of wgmma", dict(block=(128, 1, 1), target="sm_90a"),
-        START + FILL + "fence.proxy.async; bar.sync 0;" + re.sub(r"\[\[|\]\]", "", WGMMA)
+        START + FILL + "fence.proxy.async; bar.sync 0;" + correct(WGMMA)
         + re.sub(r"\[\[|\]\]|mov.b32 %f.*", "", WGMMA).replace("%f", "%r3") + "wgmma.wait_group.sync.aligned [[1||2]];"
         + "mov.b32 %r7, %f0; add.u32 %r8, %r7, 1; st.global.u32 [%rd2], %r8; wgmma.wait_group.sync.aligned 0;"),
     "wgmma.wait_group": (UNORDERED, dict(block=(128, 1, 1), target="sm_90a"),
-        START + FILL + "fence.proxy.async; bar.sync 0;" + re.sub(r"\[\[|\]\]", "", WGMMA)
+        START + FILL + "fence.proxy.async; bar.sync 0;" + correct(WGMMA)
         + "[[wgmma.wait_group.sync.aligned 0;]] bar.sync 0; @%p1 st.shared.u32 [%r10], 7;"
         + "wgmma.wait_group.sync.aligned 0;"),
 }  # fmt: skip
-
-
-def run(body: str, seed: int = 0, **options):
-    return launch(
-        body, {"out": np.zeros(1024, np.uint32)}, variables=SHARED, seed=seed, check="order", **options
-    )
 
 
 TOLERATED = (  # by hardware: a warning
@@ -400,15 +334,14 @@ TOLERATED = (  # by hardware: a warning
 @pytest.mark.parametrize("name", CASES)
 def test_the_correct_kernel_is_clean(name):
     _, options, body = CASES[name]
-    report = run(re.sub(r"\[\[(.*?)(\|\|.*?)?\]\]", r"\1", body, flags=re.S), **options)
-    assert not report.warnings
+    assert not run(correct(body), **options).warnings
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", (0, 2))
 @pytest.mark.parametrize("name", CASES)
 def test_the_defect_is_found(name, seed):
     kind, options, body = CASES[name]
-    body = re.sub(r"\[\[.*?(?:\|\|(.*?))?\]\]", lambda m: m.group(1) or "", body, flags=re.S)
+    body = defective(body)
     if name in TOLERATED:
         assert any(kind in warning for warning in run(body, seed, **options).warnings)
         return
@@ -446,60 +379,3 @@ def test_accesses_to_padding_of_the_storage():
             sim.OrderError, match="padding between two fields: shared memory, 16 bytes behind `scale`"
         ):
             run(good + access, storage=fields)
-
-
-HANDED_BACK = f"""
-  {START} @%p1 mbarrier.init.shared.b64 [%r11], 1; @%p1 mbarrier.init.shared.b64 [%r11+8], 32;
-  @%p1 mbarrier.init.shared.b64 [%r11+16], 32; fence.mbarrier_init.release.cluster; bar.sync 0;
-  {LOAD} @%p2 bra refill;
-  {wait(0, "A")} ld.shared.u32 %r4, [%r12+-128]; mov.b32 %r5, %r4;
-  [[early]] mbarrier.arrive.shared.b64 _, [%r11+8]; [[late]] bra end;
-  refill: {wait(0, "C").replace("[%r11]", "[%r11+8]")} {LOAD} {wait(1, "B")}
-  end:
-"""
-USE = "add.u32 %r6, %r5, 1; st.global.u32 [%rd2], %r6;"
-OTHER = "mbarrier.arrive.shared.b64 _, [%r11+16];"
-PENDING = "while a load of it may be under way"
-
-
-@pytest.mark.parametrize(
-    ("early", "late", "finding", "warning"),
-    [
-        ("", USE, True, False),
-        (OTHER, USE, True, False),
-        ("bar.warp.sync -1;", USE, True, False),
-        (USE, "", False, True),
-        (OTHER + USE, "", False, True),  # under way at an arrival that hands nothing back
-        ("fence.proxy.async;", USE, False, False),
-    ],
-)
-def test_a_load_under_way_at_the_arrival_that_hands_its_buffer_back(early, late, finding, warning):
-    body = HANDED_BACK.replace("[[early]]", early).replace("[[late]]", late)
-    if finding:
-        with pytest.raises(sim.OrderError, match=PENDING) as caught:
-            run(body, block=(64, 1, 1))
-        (found,) = caught.value.findings
-        assert "ld.shared" in found.first and "cp.async.bulk" in found.second
-        assert "use of what the first loads, or fence.proxy.async" in found.remedy
-    else:
-        assert [PROXY in text for text in run(body, block=(64, 1, 1)).warnings] == [True] * warning
-
-
-@pytest.mark.parametrize("early", ["", "cvt.rn.f32.u32 %f1, %r5; mul.f32 %f2, %f1, %f1;"])
-def test_a_use_that_ptxas_moves_behind_the_arrival(early, monkeypatch):
-    """PTX has the use in front of the arrival; in SASS the load is under way there."""
-    for name in ("ptxas", "nvdisasm"):
-        try:
-            sass.tool(name)
-        except sass.NoSass as error:
-            pytest.skip(str(error))
-    late = "st.global.f32 [%rd2], %f2;" if early else USE
-    body = HANDED_BACK.replace("[[early]]", early).replace("[[late]]", late)
-    options = dict(block=(64, 1, 1), target="sm_90a")
-    if early:
-        assert [PROXY in text for text in run(body, **options).warnings] == [True]
-    monkeypatch.setenv(sass_loads.SASS_VARIABLE, "1")
-    with pytest.raises(sim.OrderError, match=PENDING):
-        run(body, **options)
-    mended = HANDED_BACK.replace("[[early]]", USE).replace("[[late]]", "")
-    assert [PROXY in text for text in run(mended, **options).warnings] == [True]
