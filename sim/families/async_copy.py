@@ -27,18 +27,22 @@ UNIT = {4: np.uint32, 8: np.uint64, 16: np.complex128}  # complex128 stands for 
 
 
 class LaneCopies:
-    """The cp.async copies of a warp's threads; `open` holds those that are not committed to a group yet."""
+    """The cp.async copies of a warp's threads; `open` holds those that are not committed to a group yet, `started` all
+    that may not have happened yet, of all lanes."""
 
-    __slots__ = ("groups", "open")
+    __slots__ = ("groups", "open", "started")
 
     def __init__(self) -> None:
         self.open: list[list[AsyncCopy]] = [[] for _ in range(WARP_SIZE)]
         self.groups: list[list[list[AsyncCopy]]] = [[] for _ in range(WARP_SIZE)]
+        self.started: list[AsyncCopy] = []
 
-    def pending(self, lane: int) -> list[AsyncCopy]:
-        """Operations of a lane that have not happened yet."""
-        started = [copy for group in self.groups[lane] for copy in group] + self.open[lane]
-        return [copy for copy in started if not copy.done]
+    def pending(self, mask: int) -> dict[int, tuple[AsyncCopy, ...]]:
+        """For each of these lanes its copies that have not happened yet."""
+        self.started = [copy for copy in self.started if not copy.done]
+        if all(copy.mask & mask in (0, mask) for copy in self.started):
+            return dict.fromkeys(lanes(mask), tuple(copy for copy in self.started if copy.mask & mask))
+        return {lane: tuple(copy for copy in self.started if copy.mask >> lane & 1) for lane in lanes(mask)}
 
 
 def _copies(w: Warp) -> LaneCopies:
@@ -135,9 +139,10 @@ def cp_async(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     if m.order is not None:
         copy.order = m.order.issue(w, ins, "cp.async", mask)
         m.order.lane_copies(w, copy.order, offsets, size, mask)
-    opened = _copies(w).open
+    copies = _copies(w)
+    copies.started.append(copy)
     for lane in chosen.tolist():
-        opened[lane].append(copy)
+        copies.open[lane].append(copy)
     m.defer(copy)
 
 
@@ -208,11 +213,10 @@ def cp_async_mbarrier_arrive(m: Machine, w: Warp, ins: Instr, mask: int) -> None
 
     Without .noinc the pending count grows by one first, so that its own arrival leaves the count as it was.
     """
-    copies = _copies(w)
     addresses = w.address(ins.operands[0])
     together: dict[tuple, int] = {}  # (address, copies waited for) -> lanes
-    for lane in lanes(mask):
-        key = (int(addresses[lane]), tuple(copies.pending(lane)))
+    for lane, waited in _copies(w).pending(mask).items():
+        key = (int(addresses[lane]), waited)
         together[key] = together.get(key, 0) + 1
     order = None if m.order is None else m.order.after(w, ins, "cp.async", mask)
     for (address, waited), count in together.items():
