@@ -79,6 +79,8 @@ def check_out(case: Case, clone: Path, folder: Path, defective: bool) -> None:
         change = git(copy, "diff", f"{case.fix}~", case.fix, "--", *case.files)
         command = ["git", "-C", copy, "apply", "-R", "--3way", "-"]
         subprocess.run(command, input=change, text=True, check=True)
+    for edit in case.also:
+        replace(copy, edit, case.name)
     shutil.rmtree(copy / ".git")
     if case.package:
         # The package alone, without the __init__ of the one it lies in, which wants a compiled extension.

@@ -13,7 +13,8 @@ class Case:
 
     repository: owner/name. fix: the commit or pull request that mends it; "ours" where there is none yet. base: the
     version that runs. The defective version is `base` with the fix taken back: by reversing the commit, or by `edits`
-    where that does not apply any more. Where `base` has the defect, `mends` are the edits of the fixed version. files:
+    where that does not apply any more. Where `base` has the defect, `mends` are the edits of the fixed version. also:
+    edits of both versions, which mend what else `base` is known to have: a case of its own, or harmless. files:
     what is checked out. script: a file of scripts/bugbench, or of the repository, that runs the kernel, or a test of
     the repository (path::test). package: the one that is imported, if the folder it lies in is no package that can be.
     needs: other clones that are imported. kernel, include: a CUDA C++ file that nvcc compiles to kernel.ptx for the
@@ -33,22 +34,68 @@ class Case:
     needs: tuple[str, ...] = ()
     edits: tuple[Edit, ...] = field(default=())
     mends: tuple[Edit, ...] = field(default=())
+    also: tuple[Edit, ...] = field(default=())
     kernel: str = ""
     include: tuple[str, ...] = ()
 
 
+FLASH_FILES = "flash_attn/cute"
+COPY_UTILS = "from quack import copy_utils"
+RELAY = tuple(  # cp.async of K and V: the warp that tells the pair's MMA warp of them
+    edit
+    for name, imports in (("fwd", COPY_UTILS), ("bwd", f"{COPY_UTILS}, layout_utils"))
+    for edit in (
+        (f"{FLASH_FILES}/flash_{name}_mla_sm100.py", f"{imports}\n",
+         f"{imports}\nfrom quack.pipeline import mbarrier_arrive_release_cluster\n"),
+        (f"{FLASH_FILES}/flash_{name}_mla_sm100.py", """\
+        pipeline_cpasync.consumer_wait(consumer_state)
+        with cute.arch.elect_one():
+            pipeline_mma.producer_commit(producer_state)
+""", """\
+        pipeline_cpasync.consumer_wait(consumer_state)
+        cute.arch.fence_view_async_shared()
+        with cute.arch.elect_one():
+            mbarrier_arrive_release_cluster(
+                pipeline_mma.sync_object_full.get_barrier(producer_state.index), pipeline_mma.producer_mask
+            )
+"""),
+    )
+)  # fmt: skip
+REFILLED = (
+    f"{FLASH_FILES}/compute_block_sparsity.py",
+    "                if lane_id == 0:\n                    reduction_buffer[warp_idx, 0] =",
+    "                cute.arch.sync_threads()\n"
+    "                if lane_id == 0:\n                    reduction_buffer[warp_idx, 0] =",
+)
+ROWS_BEHIND_A_TILE = (  # two CTAs write log-sum-exps of the same rows, the same values
+    f"{FLASH_FILES}/flash_bwd_preprocess.py",
+    "                if tidx < seqlen_q_rounded - m_block * self.tile_m:\n                    gLSElog2",
+    "                if tidx < self.tile_m and tidx < seqlen_q_rounded - m_block * self.tile_m:\n"
+    "                    gLSElog2",
+)
 FLASH = dict(
     repository="Dao-AILab/flash-attention",
     base="0251105a",
     files=("flash_attn/cute/*.py", "tests/cute/*.py"),
-    package="flash_attn/cute",
+    package=FLASH_FILES,
     needs=("quack",),
 )
-QUACK = dict(repository="Dao-AILab/quack", base="c8ec317", files=("quack", "pyproject.toml"))
+LISTS = FLASH | dict(also=(REFILLED,))
+GRADIENTS = FLASH | dict(also=(ROWS_BEHIND_A_TILE,))
 CUTLASS = dict(repository="NVIDIA/cutlass", base="7107b05")
 FORWARD, BACKWARD = "flash_attn/cute/flash_fwd_sm100.py", "flash_attn/cute/flash_bwd_sm100.py"
 HOPPER_BACKWARD = "flash_attn/cute/flash_bwd_sm90.py"
 GEMM = "quack/gemm_sm100.py"
+AB_WAIT = "ab_pipeline.consumer_wait(ab_consumer_state, peek_ab_full_status)\n"
+GATHERED = tuple(  # cp.async of A, which the MMA reads through the async proxy
+    (GEMM, f"{before}{AB_WAIT}", f"{before}{AB_WAIT}{' ' * indent}cute.arch.fence_view_async_shared()\n")
+    for before, indent in (
+        ("                if not is_leader_cta:\n                    ", 20),
+        ("                # Conditionally wait for AB buffer full\n                ", 16),
+    )
+)
+QUACK = dict(repository="Dao-AILab/quack", base="c8ec317", files=("quack", "pyproject.toml"))
+GATHER = QUACK | dict(also=GATHERED)
 EXAMPLES = "examples/python/CuTeDSL"
 ATTENTION = f"{EXAMPLES}/cute/blackwell/kernel/attention"
 MASKED = f"{EXAMPLES}/cute/blackwell/kernel/blockwise_gemm"
@@ -79,6 +126,10 @@ O_OR_ZEROS = """            if const_expr(scale is None):
                         (tOrO_frg[j], tOrO_frg[j + 1]), (scale, scale)
                     )
             copy_utils.cvt_copy("""
+ZEROS = (
+    (FORWARD, O_FROM_TENSOR_MEMORY, O_OR_ZEROS),
+    (f"{FLASH_FILES}/block_sparse_utils.py", "Float32(0.0),  # zero scale", "None,  # zero scale"),
+)
 ONCE = "--warmup_iterations 0 --iterations 1"
 
 TINYGEMM = dict(
@@ -115,31 +166,36 @@ CASES = (
                  "if const_expr(mLSE is not None):\n                        sScale["),), **FLASH),
     Case("flash-empty-tiles", fix="fec3a6a1", kind="hang: empty tiles of a persistent kernel",
          script="flash_attention_empty_tiles.py",
-         edits=((FORWARD, "if const_expr(self.use_block_sparsity) or has_work:", "if has_work:"),), **FLASH),
+         edits=((FORWARD, "if const_expr(self.use_block_sparsity) or has_work:", "if has_work:"),), also=ZEROS,
+         **FLASH),
     Case("flash-empty-values", fix="ours", kind="a tile without keys is 0 times what the tile before it left",
          script="flash_attention_empty_tiles.py", arguments="--infinite",
-         mends=((FORWARD, O_FROM_TENSOR_MEMORY, O_OR_ZEROS),
-                ("flash_attn/cute/block_sparse_utils.py", "Float32(0.0),  # zero scale", "None,  # zero scale")),
-         **FLASH),
+         mends=ZEROS, **FLASH),
+    Case("flash-lists-refilled", fix="ours", kind="a buffer is filled again behind one barrier",
+         script="tests/cute/test_block_sparsity.py::test_fixed_length_masks[mini_causal-4-2-64-32-256-512]",
+         mends=(REFILLED,), **FLASH),
     Case("flash-split-deadlock", fix="3fa81057", kind="hang: packed, block-sparse and split",
          script="tests/cute/test_mask_mod_varlen.py::test_varlen_block_sparse_splitkv_matches_unsplit"
-                "[seqlens_q1-seqlens_k1-all_true-False]", **FLASH),
+                "[seqlens_q1-seqlens_k1-all_true-False]", **LISTS),
     Case("flash-sentinel", fix="c68c592f", kind="gradients added at row -1",
          script="flash_attention_sparse_mla.py",
          edits=(("flash_attn/cute/flash_bwd_mla_dk_sm100.py", "if seqlen_k_idx_in_batch >= 0:",
                  "if seqlen_k_idx_in_batch >= -1:"),
-                ("flash_attn/cute/flash_bwd_mla_sm100.py", "if gmem_n_idx >= 0:", "if gmem_n_idx >= -1:")), **FLASH),
+                ("flash_attn/cute/flash_bwd_mla_sm100.py", "if gmem_n_idx >= 0:", "if gmem_n_idx >= -1:")), also=RELAY,
+         **FLASH),
+    Case("flash-relay-scope", fix="ours", kind="an arrival's scope: cp.async, then the other CTA's MMA",
+         script="flash_attention_sparse_mla.py", mends=RELAY, **FLASH),
     Case("flash-bwd-fence", fix="d91ea94f", kind="shared memory handed back to TMA without a proxy fence",
          script="flash_attention_backward.py",
          edits=((BACKWARD, "_tmem_store()\n                cute.arch.fence_view_async_shared()", "_tmem_store()"),),
-         **FLASH),
+         **GRADIENTS),
     Case("flash-bwd-exit", fix="a5856bfa", kind="the CTA exits under its last bulk copies", arch="sm_90a",
          script="flash_attention_backward.py",
          edits=((HOPPER_BACKWARD, "        if const_expr(not self.deterministic):\n"
-                                  "            cute.arch.cp_async_bulk_wait_group(0, read=True)\n", ""),), **FLASH),
+                                  "            cute.arch.cp_async_bulk_wait_group(0, read=True)\n", ""),), **GRADIENTS),
     Case("flash-bwd-preprocess", fix="4460ebbc", kind="no wait for the kernel before (PDL)", arch="sm_90a",
          script="tests/cute/test_mask_mod.py::test_sm90_block_sparse_explicit_192_block_size",
-         edits=(("flash_attn/cute/block_sparse_utils.py", "cute.arch.griddepcontrol_wait()", "pass"),), **FLASH),
+         edits=(("flash_attn/cute/block_sparse_utils.py", "cute.arch.griddepcontrol_wait()", "pass"),), **GRADIENTS),
     Case("quack-gather-scope", fix="3d58cbf", kind="an arrival's scope: cp.async, then the other CTA's MMA",
          script="quack_gather_gemm.py",
          edits=((GEMM, """mbarrier_arrive_release_cluster(
@@ -147,17 +203,19 @@ CASES = (
                             cta_rank_in_cluster & 0xFE,
 """, """ab_pipeline.sync_object_full.arrive_mbarrier(
                             ab_consumer_state.index, dst_rank=cta_rank_in_cluster & 0xFE,
-"""),), **QUACK),
+"""),), **GATHER),
+    Case("quack-gather-fence", fix="ours", kind="cp.async, then the MMA, without a proxy fence",
+         script="quack_gather_gemm.py", mends=GATHERED, **QUACK),
     Case("quack-load-barrier", fix="34cfe42", kind="a named barrier of too few threads",
          script="quack_gather_gemm.py", arguments="--add",
          edits=((GEMM, "num_threads=(self.num_ab_load_warps + 1) * cute.arch.WARP_SIZE",
-                 "num_threads=2 * cute.arch.WARP_SIZE"),), **QUACK),
+                 "num_threads=2 * cute.arch.WARP_SIZE"),), **GATHER),
     Case("quack-setmaxnreg", fix="97c98dc", kind="hang: registers never given back", script="quack_gather_gemm.py",
          edits=((GEMM, """        if warp_idx == self.epi_load_warp_id:
             if const_expr(self.gather_A):
                 cute.arch.setmaxregister_decrease(self.num_regs_other)
 """, """        if warp_idx == self.epi_load_warp_id:
-"""),), **QUACK),
+"""),), **GATHER),
     Case("quack-sm120-fence", fix="0ab127b", kind="shared memory handed back to TMA without a proxy fence",
          arch="sm_120a", script="quack_gemm.py",
          edits=(("quack/gemm_sm120.py", f"{INDENT}cute.arch.fence_view_async_shared()\n"
@@ -176,7 +234,7 @@ CASES = (
         batch_idx = None""", """            current_work_idx = Int32(cluster_idx[2])
         else:
             current_work_idx = Int32(cluster_idx[2])
-        batch_idx = None"""),), **QUACK),
+        batch_idx = None"""),), **GATHER),
     Case("cutlass-3643", fix="PR #3647", kind="missing wait; scope of an arrival; proxy fence",
          script=f"{PRIMITIVES}/2cta_mma_blockscale_m128.py", files=(PRIMITIVES,),
          mends=((f"{PRIMITIVES}/2cta_mma_blockscale_m128.py", "prims.MemScope.CTA", "prims.MemScope.CLUSTER"),
