@@ -90,6 +90,26 @@ class _Staged:
     allocation: Allocation
 
 
+_originals: list[tuple[int, bytes]] | None = None
+
+
+@contextmanager
+def keeping_originals() -> Iterator[list[tuple[int, bytes]]]:
+    """A context that gives (address, bytes) of what the runs inside it overwrite in the caller's memory."""
+    global _originals
+    before, _originals = _originals, []
+    try:
+        yield _originals
+    finally:
+        _originals = before
+
+
+def put_back(originals: Iterable[tuple[int, bytes]]) -> None:
+    """Restore what `keeping_originals` gave. Its owners must be alive."""
+    for address, data in originals:
+        ctypes.memmove(address, data, len(data))
+
+
 class GlobalMemory:
     """Allocations of one run of a host function. Not thread safe; forked processes may use it at once."""
 
@@ -302,6 +322,8 @@ class GlobalMemory:
 
     def copy_back(self) -> None:
         """Write every staged byte back to the caller's memory."""
+        if _originals is not None:
+            _originals.extend((s.low, ctypes.string_at(s.low, s.high - s.low)) for s in self._staged)
         self._translate(to_device=False)
         for staged in self._staged:
             if staged.high > staged.low:

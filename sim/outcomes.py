@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import torch
+from cutlass.cute.runtime import TensorAdapter
 
 from warpspec.sim.errors import ScheduleDependence
+from warpspec.sim.host_tensor import SOURCE
+from warpspec.sim.memory import put_back
 from warpspec.sim.order.stores import Stores
 
 ROUNDING = 1e-2  # relative difference of floats that the order of atomic sums may cause
@@ -16,11 +19,15 @@ class Outcomes:
     def __init__(self, arguments: dict[str, object]):
         self._tensors = dict(_tensors(arguments))
         self._before = self.now()
+        self.originals: list[
+            tuple[int, bytes]
+        ] = []  # all that the first run overwrote: what pointers reach, too
         self._first: dict[str, torch.Tensor] | None = None
         self._first_seed = 0
 
     def restore(self) -> None:
-        """Restore the tensors to their values before the first run."""
+        """Restore the tensors, and what else the first run overwrote, to their values before it."""
+        put_back(self.originals)
         self.put(self._before)
 
     def now(self) -> dict[str, torch.Tensor]:
@@ -60,8 +67,11 @@ class Outcomes:
 
 
 def _tensors(arguments: dict[str, object]):
-    """(name, CPU tensor) of the arguments and of lists and tuples among them."""
+    """(name, CPU tensor) of the arguments and of lists and tuples among them; of a CuTe tensor that one that it was
+    made from, if that is known."""
     for name, value in arguments.items():
+        value = getattr(value, "_arg", value) if type(value) is TensorAdapter else value
+        value = getattr(value, SOURCE, value)
         if isinstance(value, torch.Tensor):
             yield name, value
         elif isinstance(value, list | tuple):

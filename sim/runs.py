@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 
 from warpspec.sim.errors import ScheduleDependence, SimError, WrongResult
+from warpspec.sim.memory import keeping_originals
 from warpspec.sim.order.findings import OrderError
 from warpspec.sim.order.launches import Stream
 from warpspec.sim.order.stores import recording_stores
@@ -57,7 +58,11 @@ def _run_seeds(once, outcomes: Outcomes, seeds: range, check: str | None) -> Sim
     for seed in seeds:
         outcomes.restore()
         try:
-            report = once(seed, check, False)
+            if outcomes.originals or len(seeds) == 1:
+                report = once(seed, check, False)
+            else:
+                with keeping_originals() as outcomes.originals:
+                    report = once(seed, check, False)
         except SimError as error:
             if len(seeds) > 1:
                 error.add_note(f"under seed {seed}, the number {seed - seeds.start + 1} of {len(seeds)}")

@@ -10,11 +10,13 @@ from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 
+import cutlass
 import cutlass.cute as cute
 import pytest
 import torch
 from cuda.bindings.runtime import cudaError_t
 from cutlass.base_dsl.common import DSLCudaRuntimeError
+from cutlass.cute.runtime import from_dlpack, make_ptr
 
 import warpspec.sim
 from warpspec.sim.pretend import script, triton_testing
@@ -268,3 +270,25 @@ def test_a_cooperative_launch_that_does_not_fit():
         idle_everywhere()
     assert caught.value.error_code == cudaError_t.cudaErrorCooperativeLaunchTooLarge
     assert isinstance(caught.value, warpspec.sim.SimError) and session.failed is None
+
+
+@cute.kernel
+def _count(x: cute.Tensor, y: cute.Pointer):
+    thread, _, _ = cute.arch.thread_idx()
+    more = cute.make_tensor(y, cute.make_layout(32))
+    x[thread] += 1
+    more[thread] += 2
+
+
+@cute.jit
+def _count_once(x: cute.Tensor, y: cute.Pointer):
+    _count(x, y).launch(grid=(1, 1, 1), block=(32, 1, 1))
+
+
+def test_each_seed_starts_from_the_same_memory():
+    """What a call reaches by CuTe tensors and by pointers, which are no torch tensors, is put back before each run."""
+    with warpspec.sim.intercept("sm_100a", seeds=3):
+        x, y = (torch.zeros(32, dtype=torch.int32, device="cuda") for _ in "xy")
+        pointer = make_ptr(cutlass.Int32, y.data_ptr(), cute.AddressSpace.gmem, assumed_align=16)
+        _count_once(from_dlpack(x), pointer)
+        assert x.eq(1).all() and y.eq(2).all()
