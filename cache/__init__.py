@@ -43,6 +43,7 @@ def insert(
     [blocks, H, block, 2 D] ``cache[..., :D].transpose(1, 2)``. A row is D numbers of k's dtype, of torch.float8_e4m3fn
     or of torch.float8_e5m2; or bytes (uint8), D of them with format "e4m3" or "e5m2" and D/2 with format "nvfp4".
     A cache's rows are aligned to 16 bytes, in FP8 up to D 256 and in NVFP4 to 8; rows of k, v, q and out to 16.
+    Tensors of one dimension are contiguous.
     slots: int32 or int64 [S], S <= T: token t goes to slot slots[t], which is row slots[t] % page_size of page
     slots[t] // page_size. A slot below 0 or beyond the cache stores nothing, and so do tokens from S on. If a slot is
     given twice, a GPU may store a mixture of the two tokens; the CPU raises ValueError.

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
         known = ", ".join(f"{gpu.name} ({gpu.arch})" for gpu in GPUS.values())
         print(
             f"bench: no CUDA GPU here; it measures one that there are kernels for: {known} and their like.\n"
-            "Without a GPU, `python -m warpspec simulate` counts instructions and bytes, and predicts no time.",
+            "Without a GPU, `python -m warpspec simulate` counts instructions and bytes; --clocks predicts times.",
             file=sys.stderr,
         )
         return 2

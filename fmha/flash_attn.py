@@ -75,7 +75,7 @@ def flash_attn_func(
         window_size: (left, right), -1 or None for unbounded.
         return_attn_probs, return_lse: what is returned besides out.
         deterministic: gradients are the same bits every time.
-        num_splits: parts into which the keys are split, at most 1024; 0 lets the kernel choose.
+        num_splits: number of splits of the keys, at most 1024; 0 lets the plan choose.
         out: [B, Sq, Hq, D], written and returned.
         others: see the module; learnable_sink, s_aux or sinks: [Hq], one more logit per row. block_sparse_tensors:
             flash-attn-4's lists of blocks, as ``attention``'s block_mask takes them; block_sparse_tensors_bwd is

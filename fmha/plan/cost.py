@@ -274,7 +274,7 @@ class Constants:
         line: factor of the whole time of a launch by LINE.
         combine, combine_bytes: microseconds of the launch that combines split keys, and bytes of states that are
             written and read again per microsecond.
-        combine_round, combine_parts: microseconds of each round of loads, which covers combine_parts parts. Extra
+        combine_round, combine_splits: microseconds of each round of loads, which covers combine_splits splits. Extra
             rounds of a join take combine_round, too.
     """
 
@@ -322,7 +322,7 @@ class Constants:
     queue_spread: float = 1.699
     queue_last: float = 2.275
     combine_round: float = 0.7336
-    combine_parts: float = 32.0
+    combine_splits: float = 32.0
     idle: float = 3572.0
     line: float = 1.077
 
@@ -467,7 +467,7 @@ def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=
     found = c.launch + maximum((busy + c.alone) / CLOCKS_PER_US, reading)
     if way is Way.SPLIT:
         found = found + c.combine + 2 * splits * w.rows * w.depth * FP32_BYTES / c.combine_bytes
-        found = found + c.combine_round * ceil(splits / c.combine_parts)
+        found = found + c.combine_round * ceil(splits / c.combine_splits)
     if way is Way.LINE:
         pieces = chunks + minimum(chunks, tiles)  # of tiles that are cut, or left of these
         states = pieces * w.rows / tiles * w.depth * FP32_BYTES

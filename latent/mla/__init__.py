@@ -68,8 +68,7 @@ def mla_decode(
             The kernel reads it, and converts codes exactly; q must be bf16. Not supported under torch.compile.
         normalize: False returns an ``AttentionState``, which ``warpspec.fmha.merge`` combines with others.
         return_lse: also return lse.
-        num_splits: parts that the keys are cut into, 1 to 1024; None lets the library choose. A second launch combines
-            them.
+        num_splits: number of splits of the keys, 1 to 1024; None lets the plan choose. A second launch combines them.
         out: memory for o that no other argument uses.
         backend: as in ``warpspec.fmha.attention``.
 

@@ -180,7 +180,7 @@ class BackwardConfig(BackwardKernel):
 
     @property
     def consumer_parts(self) -> int:
-        """Parts of dQ that a consumer makes."""
+        """Parts of dQ that a consumer makes one after another."""
         return self.width * self.tile_m // (SUBTILE_ROWS * CONSUMERS * self.dq_columns)
 
     # Warp roles: consumer warpgroups, then, of a pair, the producer's, of which one warp loads. Where dQ's order is
