@@ -34,6 +34,18 @@ def run_with_options(
     arguments: gives the tensors that runs write, by name; they are compared where there are several `seeds`.
     Raises ValueError for an option that is out of range, ScheduleDependence, and what `once` raises.
     """
+    check = checked_options(seed, seeds, check)
+    if seeds is None:
+        report = once(seed, check, True)
+    else:
+        report = _run_seeds(once, Outcomes(dict(arguments())), range(seed, seed + seeds), check)
+    if timeline is not None:
+        report.timeline(timeline)
+    return remember(report)
+
+
+def checked_options(seed: int, seeds: int | None, check: str | None) -> str | None:
+    """Check the options of runs; returns the check, None replaced by the environment's. Raises ValueError."""
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise ValueError(f"seed is {seed!r}; a non-negative int is needed")
     if seeds is not None and (isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1):
@@ -44,13 +56,7 @@ def run_with_options(
     if check not in (None, "order"):
         allowed = 'None or "order"' if name == "check" else '"order" or nothing'
         raise ValueError(f"{name} is {check!r}; {allowed} is needed")
-    if seeds is None:
-        report = once(seed, check, True)
-    else:
-        report = _run_seeds(once, Outcomes(dict(arguments())), range(seed, seed + seeds), check)
-    if timeline is not None:
-        report.timeline(timeline)
-    return remember(report)
+    return check
 
 
 def _run_seeds(once, outcomes: Outcomes, seeds: range, check: str | None) -> SimReport:

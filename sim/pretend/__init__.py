@@ -11,11 +11,13 @@ import contextlib
 import functools
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 
 import torch
 from cuda.bindings import driver, runtime
 from torch._library.custom_ops import OPDEFS
+from torch.utils._python_dispatch import _disable_current_modes
 
 from warpspec.common.simulator import offer
 from warpspec.sim.device import device_of
@@ -28,11 +30,13 @@ from warpspec.sim.pretend import (
     triton_stub,
     triton_testing,
 )
+from warpspec.sim.pretend.capture import tensors_among
 from warpspec.sim.pretend.own import OwnKernels
 from warpspec.sim.pretend.patches import Patches
 from warpspec.sim.pretend.scaled_mm import scaled_mm
 from warpspec.sim.pretend.session import Session
 from warpspec.sim.report import SimReport
+from warpspec.sim.runs import checked_options
 
 REAL_GENERATOR = torch.Generator
 NO_DEVICE = (
@@ -62,21 +66,26 @@ def intercept(
     collect: findings of check="order" are kept in the session and the script goes on; otherwise they are raised.
 
     Yields a Session with the report of all launches, and the findings. Raises RuntimeError inside another one,
-    HostError for a target that the simulator does not run. What else the simulator finds is raised where the kernel
-    is called.
+    HostError for a target that the simulator does not run, ValueError for other options. What else the simulator finds
+    is raised where the kernel is called.
     """
     global _active
     if _active is not None:
         raise RuntimeError("warpspec.sim.intercept is active already")
+    checked_options(seed, seeds, check)
     device = device_of(arch)
     session = Session(seed=seed, seeds=seeds, check=check, collect=collect)
     patches, propagation = Patches(), tensors.Propagation()
     propagation.on_kernel = session.torch_runs
 
     def call(compiled: object, args: tuple, kwargs: dict) -> SimReport:
+        capture = propagation.capturing
+        if capture is None:
+            return session.call(compiled, args, kwargs)
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            capture.keep(tensors_among([*args, *kwargs.values()]))
         report = session.call(compiled, args, kwargs)
-        if propagation.capturing is not None:
-            propagation.capturing.append(lambda: session.call(compiled, args, kwargs))
+        capture.record(lambda: session.call(compiled, args, kwargs))
         return report
 
     with contextlib.ExitStack() as stack:
@@ -111,6 +120,7 @@ def intercept(
             for kind, function in operator._backend_fns.items():
                 patches.item(operator._backend_fns, kind, inside(function))
         patches.set(torch.library, "custom_op", _custom_op(torch.library.custom_op, inside))
+        patches.set(threading.Thread, "_bootstrap_inner", inside(threading.Thread._bootstrap_inner))
         stack.enter_context(placement)
         stack.enter_context(propagation)
         _active = session

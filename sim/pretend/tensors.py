@@ -19,6 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _device as torch_device
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from warpspec.sim.pretend.capture import Capture
+
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 MARK = "_warpspec_on_device"  # attribute of storages
@@ -220,7 +222,7 @@ class Propagation(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.capturing: list[Callable[[], None]] | None = None
+        self.capturing: Capture | None = None
         self.on_kernel: Callable[[], None] = lambda: None  # called when torch runs a kernel on the device
 
     supports_higher_order_operators = True  # flex_attention called without torch's compiler, say
@@ -235,6 +237,8 @@ class Propagation(TorchDispatchMode):
         on_device, others = names_cuda(kwargs.get("device")), set()
         if on_device:  # asked for where `Placement` does not see it
             kwargs = kwargs | {"device": CPU}
+        if self.capturing is not None and function._schema.is_mutable:
+            self.capturing.keep(t for t in tensors_in((args, kwargs)) if storage_of(t) is not None)
         result = function(*args, **kwargs)
         for tensor in tensors_in((args, kwargs)):
             storage = storage_of(tensor)
@@ -252,8 +256,16 @@ class Propagation(TorchDispatchMode):
                 if storage is not None and storage._cdata not in others:
                     setattr(storage, MARK, True)
         if self.capturing is not None:
-            self.capturing.append(functools.partial(_again, function, args, kwargs, result))
+            again = functools.partial(_again, function, args, kwargs, result)
+            self.capturing.record(again, _allocated(result, (args, kwargs)))
         return result
+
+
+def _allocated(result: object, arguments: object) -> list[torch.Tensor]:
+    """The tensors of an operator's result whose memory no argument has."""
+    given = {storage._cdata for storage in map(storage_of, tensors_in(arguments)) if storage is not None}
+    found = [(tensor, storage_of(tensor)) for tensor in tensors_in(result)]
+    return [tensor for tensor, storage in found if storage is not None and storage._cdata not in given]
 
 
 def _without_kernel(function: Callable) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from warpspec.sim.device import (
     REGISTERS_PER_SM,
@@ -16,6 +17,7 @@ from warpspec.sim.device import (
     WARP_SIZE,
     Device,
 )
+from warpspec.sim.pretend.capture import Capture
 from warpspec.sim.pretend.tensors import CUDA, Propagation
 
 TOTAL_MEMORY = 141 << 30
@@ -100,15 +102,17 @@ _state.stream = DEFAULT
 
 
 class Graph:
-    """A CUDA graph: it records calls of kernels and torch operators during capture and repeats them on replay."""
+    """A CUDA graph: it records calls of kernels and torch operators during capture, which leaves memory as it was, and
+    executes them on replay."""
 
     def __init__(self, *_: object, **__: object):
         self._calls: list[Callable[[], None]] = []
 
     def replay(self) -> None:
         """Repeat the recorded work on the same memory."""
-        for call in self._calls:
-            call()
+        with torch.no_grad():
+            for call in self._calls:
+                call()
 
     def pool(self) -> tuple[int, int]:
         """The memory pool's handle."""
@@ -122,25 +126,29 @@ class Graph:
 def _graph_context(propagation: Propagation) -> Callable:
     @contextlib.contextmanager
     def graph(cuda_graph: Graph, *_: object, **__: object):
-        propagation.capturing = cuda_graph._calls = []
+        _begin(propagation)(cuda_graph)
         try:
             yield
         finally:
-            propagation.capturing = None
+            _end(propagation)(cuda_graph)
 
     return graph
 
 
 def _begin(propagation: Propagation) -> Callable:
     def capture_begin(self: Graph, *_: object, **__: object) -> None:
-        propagation.capturing = self._calls = []
+        propagation.capturing = capture = Capture()
+        self._calls = capture.calls
 
     return capture_begin
 
 
 def _end(propagation: Propagation) -> Callable:
     def capture_end(self: Graph) -> None:
-        propagation.capturing = None
+        capture, propagation.capturing = propagation.capturing, None
+        if capture is not None:
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                capture.undo()
 
     return capture_end
 
