@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 
@@ -140,74 +140,47 @@ def execute(
     program = load_program(text, kernel, logging, keeps_back)
     translated = time.monotonic()
     device = device_of(program.module.target)
+    shared_bytes = program.tables.static_shared_end - SHARED_BASE_OFFSET + dynamic_smem
     check_launch(
         program.kernel,
         device,
         grid=grid,
         block=block,
         cluster=cluster,
-        shared_bytes=program.tables.static_shared_end - SHARED_BASE_OFFSET + dynamic_smem,
+        shared_bytes=shared_bytes,
         resources=resources,
     )
-    buffer = gmem.allocate(max(len(params), 1), "kernel parameters", writable=False, data=bytes(params))
-    tables = [
-        gmem.allocate(
-            max(v.size, 1), f"variable {v.name}", writable=v.space == "global", data=v.init or bytes(v.size)
-        )
-        for v in program.tables.table
-    ]
-    addresses = np.array([t.address for t in tables] or [0], np.uint64)
-
     registers = resources.registers if resources else None
     recorder = None
     if active() is not None:
-        tensors = sum(a.nbytes for a in gmem.allocations if a is not buffer and a not in tables)
-        shared_bytes = program.tables.static_shared_end - SHARED_BASE_OFFSET + dynamic_smem
-        trace = LaunchTrace(
-            program, program.name, grid, block, cluster, shared_bytes, registers, tensors, False
+        recorder = _recorder_of(
+            program, text, (grid, block, cluster), clusters, shared_bytes, registers, gmem
         )
-        trace.ptx = text
-        recorder = _recorder_of(trace, clusters, gmem)
         shares, clusters = 1, len(recorder.clusters)
 
-    def launch(share: int, shares: int, keeps_back: bool) -> Launch:
-        return Launch(
-            grid,
-            block,
-            cluster,
-            dynamic_smem,
-            buffer.address,
-            device,
-            addresses,
-            registers,
-            StorageNames(storage, program.tables.dynamic_shared),
-            (share, shares),
-            starved(seed),
-            fuse,
-            keeps_back,
-            recorder,
-        )
+    fields = StorageNames(storage, program.tables.dynamic_shared)
+    with _constants(program, params, gmem) as (parameters, variables), _collector_paused():
 
-    def run(shares: int, keeps_back: bool) -> LaunchStats:
-        launches = [launch(share, shares, keeps_back) for share in range(shares)]
-        whole = Run(program, gmem, seed, overlap or Overlap(), check)
-        return run_shares(whole, launches, clusters, translated - start)
+        def run(shares: int, keeps_back: bool) -> LaunchStats:
+            launches = [
+                Launch(
+                    grid, block, cluster, dynamic_smem, parameters, device, variables, registers, fields,
+                    (share, shares), starved(seed), fuse, keeps_back, recorder,
+                )
+                for share in range(shares)
+            ]  # fmt: skip
+            whole = Run(program, gmem, seed, overlap or Overlap(), check)
+            return run_shares(whole, launches, clusters, translated - start)
 
-    try:
-        with _collector_paused():
-            before = gmem.snapshot() if keeps_back else []
-            try:
-                stats = run(shares, keeps_back)
-            except SeenReductions:
-                _seeing.add(key)
-                gmem.restore(before)
-                program = load_program(text, kernel, logging)
-                stats = run(1, False)
+        before = gmem.snapshot() if keeps_back else []
+        try:
+            stats = run(shares, keeps_back)
+        except SeenReductions:
+            _seeing.add(key)
+            gmem.restore(before)
+            program = load_program(text, kernel, logging)
+            stats = run(1, False)
         errors = _judge(stats, of_text(program), check)
-    finally:
-        gmem.free(buffer.address)
-        for table in tables:
-            gmem.free(table.address)
     if recorder is not None:
         recorder.trace.tmem_columns = stats.peak_tmem_columns
         recorder.restore()
@@ -232,8 +205,40 @@ def execute(
     return report
 
 
-def _recorder_of(trace: LaunchTrace, clusters: int, gmem: GlobalMemory) -> Recorder:
-    """The recorder of a launch of so many clusters: of all, or of the sample that the active recording asks for."""
+@contextmanager
+def _constants(program: Program, params: bytes, gmem: GlobalMemory) -> Iterator[tuple[int, np.ndarray]]:
+    """Device memory with a kernel's parameters and variables, for one launch: the parameters' address, the variables'
+    addresses."""
+    buffer = gmem.allocate(max(len(params), 1), "kernel parameters", writable=False, data=bytes(params))
+    tables = [
+        gmem.allocate(
+            max(v.size, 1), f"variable {v.name}", writable=v.space == "global", data=v.init or bytes(v.size)
+        )
+        for v in program.tables.table
+    ]
+    try:
+        yield buffer.address, np.array([table.address for table in tables] or [0], np.uint64)
+    finally:
+        for allocation in (buffer, *tables):
+            gmem.free(allocation.address)
+
+
+def _recorder_of(
+    program: Program,
+    text: str,
+    shape: tuple,
+    clusters: int,
+    shared_bytes: int,
+    registers: int | None,
+    gmem: GlobalMemory,
+) -> Recorder:
+    """The recorder of a launch of so many clusters: of all, or of the sample that the active recording asks for.
+
+    shape: of grid, block and cluster. gmem: holds the launch's tensors and nothing else.
+    """
+    tensors = sum(allocation.nbytes for allocation in gmem.allocations)
+    trace = LaunchTrace(program, program.name, *shape, shared_bytes, registers, tensors, False)
+    trace.ptx = text
     chosen = chosen_clusters(clusters, active().sample)
     trace.sampled = len(chosen) < clusters
     return Recorder(trace, chosen, gmem, whole=not trace.sampled)
