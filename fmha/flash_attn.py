@@ -255,35 +255,15 @@ def flash_attn_with_kvcache(
         check_int("cache_seqlens", lengths, 0, SIZE_LIMIT)
         batch = len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1
         lengths = torch.full((batch,), lengths, dtype=torch.int32, device=q.device)
+    wants = return_softmax_lse or return_lse
     if (k is None) != (v is None):
         raise ValueError("k: must be given with v, and v with k")
     if k is not None:
         if cu_seqlens_q is not None:
             raise NotImplementedError("k: must be None with cu_seqlens_q")
-        if k_cache.dtype == BYTES:
-            raise NotImplementedError(
-                "k: must be None with a cache in NVFP4, which warpspec.cache.insert writes"
-            )
-        if lengths is None:
-            raise ValueError("cache_seqlens: must be given with k and v: where they are to be written")
-        for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
-            if cache.device != q.device:
-                raise ValueError(f"{name}_cache: must be on q's {q.device}, got {cache.device}")
-            _check_new(name, new, cache, lengths, table)
-        read = {"q": q, "k": k, "v": v, "cache_seqlens": lengths, "block_table": table}
-        check_output("k_cache", k_cache, read)
-        if not (is_same(k, v) and is_same(k_cache, v_cache)):
-            check_output("v_cache", v_cache, {**read, "k_cache": k_cache})
-        after = lengths + k.shape[1]
-        arguments = {"o": out, "sink": sink, "kv_lengths": after, "page_table": table, **scales}
-        check(
-            Operands(*_plain(q, k_cache, v_cache), **arguments),
-            Options.of(**options, return_lse=return_softmax_lse or return_lse),
-        )
-        for new, cache in ((k, k_cache), (v, v_cache)):
-            _append(cache, new, lengths, table)
-        lengths = after
-    wants = return_softmax_lse or return_lse
+        arguments = {"o": out, "sink": sink, "page_table": table, **scales}
+        checked = Options.of(**options, return_lse=wants)
+        lengths = _add_keys(q, k, v, k_cache, v_cache, lengths, arguments, checked)
     options |= {
         "sink": sink,
         "out": out,
@@ -300,6 +280,31 @@ def flash_attn_with_kvcache(
         most = len(q) if max_seqlen_q is None else _hint("max_seqlen_q", max_seqlen_q)
         result = attention_varlen(q, k_cache, v_cache, cu_seqlens_q, max_seqlen_q=most, **options)
     return _returned(result, wants, False, sink)
+
+
+def _add_keys(q, k, v, k_cache, v_cache, lengths, arguments: dict, options: Options) -> torch.Tensor:
+    """Write new keys and values into the cache, once the whole call has been checked; returns the lengths with them.
+
+    arguments, options: the other tensors of the call of ``attention`` that follows, and its options.
+    """
+    table = arguments["page_table"]
+    if k_cache.dtype == BYTES:
+        raise NotImplementedError("k: must be None with a cache in NVFP4, which warpspec.cache.insert writes")
+    if lengths is None:
+        raise ValueError("cache_seqlens: must be given with k and v: where they are to be written")
+    for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        if cache.device != q.device:
+            raise ValueError(f"{name}_cache: must be on q's {q.device}, got {cache.device}")
+        _check_new(name, new, cache, lengths, table)
+    read = {"q": q, "k": k, "v": v, "cache_seqlens": lengths, "block_table": table}
+    check_output("k_cache", k_cache, read)
+    if not (is_same(k, v) and is_same(k_cache, v_cache)):
+        check_output("v_cache", v_cache, {**read, "k_cache": k_cache})
+    after = lengths + k.shape[1]
+    check(Operands(*_plain(q, k_cache, v_cache), kv_lengths=after, **arguments), options)
+    for new, cache in ((k, k_cache), (v, v_cache)):
+        _append(cache, new, lengths, table)
+    return after
 
 
 def _check_new(name, new, cache, lengths, table) -> None:
