@@ -270,7 +270,16 @@ CASES = (
          script=f"{ATTENTION}/mla/mla_decode_fp8.py", files=(f"{ATTENTION}/mla", f"{EXAMPLES}/helpers"),
          arguments=f"--batch_size 1 --seq_len_k 256 --split_kv 1 --seq_len_q 1 --num_heads 128 {ONCE}",
          mends=((f"{ATTENTION}/mla/mla_decode_fp8.py", "\n        # find correction factor\n",
-                 "            self.softmax_exchange_sync_bar.wait()\n\n        # find correction factor\n"),)),
+                 "            self.softmax_exchange_sync_bar.wait()\n\n        # find correction factor\n"),),
+         also=((f"{ATTENTION}/mla/mla_decode_fp8.py", """\
+            if cutlass.const_expr(self.warps_in_n == 2):
+                if cute.elem_less(cLSE[tidx][0], common_params.H):
+                    gLSE[tidx] = lse
+""", """\
+            if cutlass.const_expr(self.warps_in_n == 2):
+                if tidx < 64 and cute.elem_less(cLSE[tidx][0], common_params.H):
+                    gLSE[tidx] = lse
+"""),)),
     Case("flashinfer-2996", fix="479f67e7", kind="threads that return before a barrier of the CTA",
          base="479f67e7", **TINYGEMM),
     Case("flashinfer-3630", fix="0b727e676", kind="a wait is retried on another stage's mbarrier",
