@@ -10,12 +10,14 @@ import itertools
 import random
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 
 from helpers import block_cases
 from helpers.attention_cases import LSE_TOLERANCE, O_TOLERANCE, relative_error
 from helpers.tree_cases import random_tree
+from warpspec.cache.quantize import quantize_nvfp4
 from warpspec.fmha import BlockMask, attention, attention_varlen, tree_words
 from warpspec.fmha.block_mask import LISTS, seen_by_heads
 from warpspec.fmha.mask import visible
@@ -24,13 +26,15 @@ from warpspec.fmha.problem import AttentionProblem
 SIZES = {"d72": (72, 72), "d128": (128, 128), "d192/128": (192, 128), "d256": (256, 256), "d512": (512, 512)}
 FEATURES = (
     "causal", "window", "sink", "bias", "pages", "packed", "lengths", "q_start", "stride", "state", "splits", "softcap",
-    "fp16", "shared", "mla", "e4m3", "e5m2", "tree", "ranges", "blocks", "odd group", "negative scale", "many queries",
-    *SIZES,
+    "fp16", "shared", "mla", "e4m3", "e5m2", "nvfp4", "tree", "ranges", "blocks", "odd group", "negative scale",
+    "many queries", *SIZES,
 )  # fmt: skip
+QUANTISED = ("e4m3", "e5m2", "nvfp4")
 NEEDS = {"stride": "causal", "tree": "causal", "ranges": "causal"}
+NAN_BYTE = 0x7F  # of NVFP4, a block scale
 APART = [  # groups of features no two of which go together
     (*SIZES, "mla"),
-    ("e4m3", "e5m2"),
+    QUANTISED,
     ("stride", "tree", "ranges"),
     ("packed", "lengths"),
     ("packed", "bias"),
@@ -40,37 +44,44 @@ APART = [  # groups of features no two of which go together
     ("d192/128", "shared"),
     ("many queries", "tree"),
     ("blocks", "tree"),
-    *(
-        (quantised, other)
-        for quantised in ("e4m3", "e5m2")
-        for other in ("bias", "mla", "d72", "d192/128", "d512")
-    ),
+    *((quantised, other) for quantised in QUANTISED for other in ("bias", "mla", "d72", "d192/128", "d512")),
 ]
 
 
-def legal(features: frozenset) -> bool:
-    """Whether there is a call with just these features."""
-    return all(NEEDS[one] in features for one in features & NEEDS.keys()) and all(
-        len(features.intersection(group)) < 2 for group in APART
-    )
+class Rules(NamedTuple):
+    """features: all there are. needs: feature -> another that it comes with. apart: groups of features no two of which
+    go together."""
+
+    features: tuple[str, ...]
+    needs: dict[str, str]
+    apart: list[tuple[str, ...]]
+
+    def legal(self, features: frozenset) -> bool:
+        """Whether there is a call with just these features."""
+        return all(self.needs[one] in features for one in features & self.needs.keys()) and all(
+            len(features.intersection(group)) < 2 for group in self.apart
+        )
 
 
-def covering(seed: int, most: int = 10, draws: int = 60) -> list[frozenset]:
+FORWARD = Rules(FEATURES, NEEDS, APART)
+
+
+def covering(seed: int, rules: Rules = FORWARD, most: int = 10, draws: int = 60) -> list[frozenset]:
     """Sets of at most ``most`` features that hold every legal pair, each the best of so many draws."""
-    draw, left = random.Random(seed), set()
-    for pair in itertools.combinations(FEATURES, 2):
-        needed = frozenset(pair) | {NEEDS[one] for one in pair if one in NEEDS}
-        if legal(needed):
+    draw, left, needs = random.Random(seed), set(), rules.needs
+    for pair in itertools.combinations(rules.features, 2):
+        needed = frozenset(pair) | {needs[one] for one in pair if one in needs}
+        if rules.legal(needed):
             left.add(frozenset(pair))
     found = []
     while left:
         first = draw.choice(sorted(left, key=sorted))
         best, gain = None, -1
         for _ in range(draws):
-            features = set(first) | {NEEDS[one] for one in first if one in NEEDS}
-            for one in draw.sample(FEATURES, len(FEATURES)):
-                more = features | {one} | ({NEEDS[one]} if one in NEEDS else set())
-                if len(more) <= most and legal(frozenset(more)):
+            features = set(first) | {needs[one] for one in first if one in needs}
+            for one in draw.sample(rules.features, len(rules.features)):
+                more = features | {one} | ({needs[one]} if one in needs else set())
+                if len(more) <= most and rules.legal(frozenset(more)):
                     features = more
             covered = sum(pair <= features for pair in left)
             if covered > gain:
@@ -106,7 +117,7 @@ class Problem:
         dim, dim_v = next((SIZES[one] for one in sorted(self.features) if one in SIZES), (64, 64))
         if has("mla"):
             dim, dim_v = 576, 512
-        batch, heads_kv = 2, 1 if has("mla") or dim == 512 else draw.choice((1, 2))
+        batch, heads_kv = 2, 1 if has("mla") or (dim == 512 and has("shared")) else draw.choice((1, 2))
         heads = heads_kv * (draw.choice((3, 5)) if has("odd group") else draw.choice((2, 4)))
         most_q = draw.randint(65, 90) if has("many queries") else draw.randint(1, 12)
         most_k = 160 if dim >= 512 else 300  # what the simulator does in a minute
@@ -165,8 +176,8 @@ class Problem:
             hidden = ~_by_lists(options.get("block_mask"), problem, seen, b)[0].any(dim=0).any(dim=0)
             k[b][hidden], v[b][hidden] = torch.nan, torch.nan if has("e4m3") else torch.inf
         stored = torch.float8_e4m3fn if has("e4m3") else torch.float8_e5m2 if has("e5m2") else self.dtype
-        k, v = [t.to(stored) for t in k], [t.to(stored) for t in v]
-        if has("e4m3") or has("e5m2"):
+        k, v = ([_nvfp4(t) if has("nvfp4") else t.to(stored) for t in each] for each in (k, v))
+        if self.features.intersection(QUANTISED):
             options["k_scale"], options["v_scale"] = torch.full((1,), 0.5), torch.rand(batch, heads_kv) + 0.5
         if has("mla"):
             options["v_dim"] = dim_v
@@ -197,21 +208,27 @@ class Problem:
                 table = torch.randperm(count, generator=generator).view(batch, -1).int()
                 options["page_table"] = table
                 k, v = (_paged(t, table, page) for t in (k, v))
+        if has("nvfp4"):
+            (k, options["k_block_scales"]), (v, options["v_block_scales"]) = (_apart(t, dim) for t in (k, v))
         if has("shared") or has("mla"):
-            v = None
-        return {"q": q, "k": k, "v": v, **options}
+            v = options["v_block_scales"] = None
+        return {
+            "q": q,
+            "k": k,
+            "v": v,
+            **{name: value for name, value in options.items() if value is not None},
+        }
 
     def run(self, arguments: dict, **where):
         """(o, lse), o over a poisoned ``out``."""
         call = attention_varlen if self.packed else attention
         normalize = arguments["normalize"]
-        size = (
-            arguments.get("v_dim") or (arguments["q"] if arguments["v"] is None else arguments["v"]).shape[-1]
-        )
+        q, v = arguments["q"], arguments["v"]
+        size = arguments.get("v_dim") or (q if v is None else v).shape[-1]
+        if v is not None and "nvfp4" in self.features:
+            size *= 2  # numbers of a byte
         dtype = self.dtype if normalize else torch.float32
-        out = torch.full(
-            (*arguments["q"].shape[:-1], size), torch.nan, dtype=dtype, device=arguments["q"].device
-        )
+        out = torch.full((*q.shape[:-1], size), torch.nan, dtype=dtype, device=q.device)
         result = call(**arguments, out=out, return_lse=normalize, **where)
         if normalize:
             return result
@@ -256,10 +273,24 @@ def _ranges(draw: random.Random, queries: int, begin: int) -> torch.Tensor:
     return found
 
 
+def _nvfp4(t: torch.Tensor) -> torch.Tensor:
+    """uint8 [n, Hkv, D / 2 + D / 16] of [n, Hkv, D]: codes, then block scales; those of keys that are not finite are
+    NaN."""
+    hidden = ~t.isfinite().all(dim=-1)
+    codes, blocks = quantize_nvfp4(t.masked_fill(hidden[..., None], 1.0), torch.tensor(1.0))
+    blocks = blocks.view(torch.uint8).masked_fill(hidden[..., None], NAN_BYTE)
+    return torch.cat([codes.view(torch.uint8), blocks], dim=-1)
+
+
+def _apart(rows: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes, block scales) of rows as ``_nvfp4`` makes them."""
+    return rows[..., : dim // 2].contiguous(), rows[..., dim // 2 :].contiguous()
+
+
 def _padded(t: torch.Tensor, length: int) -> torch.Tensor:
     """[length, Hkv, D] of a request's keys, NaN past them."""
-    nan = torch.full((length - len(t), *t.shape[1:]), torch.nan).to(t.dtype)
-    return torch.cat([t, nan])
+    value = NAN_BYTE if t.dtype == torch.uint8 else torch.nan
+    return torch.cat([t, torch.full((length - len(t), *t.shape[1:]), value).to(t.dtype)])
 
 
 def _paged(t: torch.Tensor, table: torch.Tensor, page: int) -> torch.Tensor:

@@ -21,11 +21,11 @@ SINK_FACTOR = 4  # of dsink: a sum over rows of numbers of both signs
 @dataclass(frozen=True)
 class Case:
     """One call and what flows back through it. lengths_q: packed requests of so many queries (lengths_k: keys), else a
-    rectangle. bias: (batch rows, heads) that have each their own. through: results that have gradients. sliced: q, k
-    and v are some heads of tensors with more, of NaN, and gradients of results every other element of memory. images:
-    (first, last) key of each, in every request, as far as there are such keys; an image's queries see all of it.
-    blocks: (FlexAttention's mask rather than flash-attn-4's lists, (batch rows, heads) with lists of their own, parts
-    of blocks as in ``block_cases.Case``)."""
+    rectangle. v_dim: V's head size, if it is not head_dim. bias: (batch rows, heads) that have each their own. through:
+    results that have gradients. sliced: q, k and v are some heads of tensors with more, of NaN, and gradients of
+    results every other element of memory. images: (first, last) key of each, in every request, as far as there are such
+    keys; an image's queries see all of it. blocks: (FlexAttention's mask rather than flash-attn-4's lists, (batch rows,
+    heads) with lists of their own, parts of blocks as in ``block_cases.Case``)."""
 
     id: str
     batch: int = 1
@@ -34,6 +34,7 @@ class Case:
     heads_q: int = 2
     heads_kv: int = 1
     head_dim: int = 64
+    v_dim: int | None = None
     dtype: torch.dtype = torch.bfloat16
     scale: float | None = None
     softcap: float | None = None
@@ -91,7 +92,7 @@ class Case:
             "k": normal(*keys, self.heads_kv, self.head_dim),
         }
         if not self.shared_kv:
-            found["v"] = normal(*keys, self.heads_kv, self.head_dim)
+            found["v"] = normal(*keys, self.heads_kv, self.v_dim or self.head_dim)
         if self.sink:
             found["sink"] = normal(self.heads_q, dtype=torch.float32)
         if self.bias is not None:
