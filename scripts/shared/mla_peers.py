@@ -12,6 +12,7 @@ import torch
 
 FLASH_MLA = "FlashMLA"
 VALUES = 512
+PAGE = 64  # keys of a page, of its kernels for whole caches
 HEADS_OF_ROWS = (64, 128)  # that its kernels for selected rows take
 SLOT_BYTES = {"v3.2-fp8": 656, "v4-fp8": 584}  # of a row with its scales
 
@@ -47,6 +48,19 @@ def dense_decode(
         options |= {"is_fp8_kvcache": True, "descale_q": one, "descale_k": one}
     cache = kv[:, :, None]
     return lambda: found.flash_mla_with_kvcache(q, cache, table, lengths, VALUES, schedule, **options)[0]
+
+
+def paged_decode(scale: float, causal: bool) -> Callable | None:
+    """A function of (q bf16 [B, Sq, H, 576], cache bf16 [pages, 64, 1, 576], table, lengths) to o; None without the
+    package."""
+    found = flash_mla()
+    if found is None:
+        return None
+    schedule, _ = found.get_mla_metadata()
+    options = {"softmax_scale": scale, "causal": causal, "use_legacy": True}
+    return lambda q, cache, table, lengths: found.flash_mla_with_kvcache(
+        q, cache, table, lengths, VALUES, schedule, **options
+    )[0]
 
 
 def rows_decode(heads: int, row_format: str) -> Callable | None:

@@ -28,7 +28,7 @@ from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.quantized import BLOCK_SCALES, dequantized
 from warpspec.softmax import softmax, softmax_topk
 
-from . import gpu_bench
+from . import gpu_bench, mla_peers
 from .attention_peers import (
     CUDNN,
     FLASH,
@@ -227,7 +227,14 @@ def peers(shape: Shape) -> dict[str, Callable]:
         return {name: lambda x, call=call: call(x.wide) for name, call in found.items()}
     if shape.shared_kv:
         plain = shape.form == "plain"
-        return {SDPA: lambda x: sdpa_shared(x.q, x.k, shape.v_dim or None)} if plain else {}
+        found = {SDPA: lambda x: sdpa_shared(x.q, x.k, shape.v_dim or None)} if plain else {}
+        if shape.v_dim and shape.page_size == mla_peers.PAGE:
+            decode = mla_peers.paged_decode(shape.head_dim**-0.5, shape.causal)
+            if decode is not None:
+                found[mla_peers.FLASH_MLA] = lambda x: decode(
+                    x.q, x.k, x.options["page_table"], x.options["kv_lengths"]
+                )
+        return found
     found = {}
     flash = flash_attention()
     if flash is not None and shape.head_dim <= FLASH_MOST_DIM:
