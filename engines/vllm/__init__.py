@@ -130,10 +130,12 @@ def restore_cpu_attention() -> None:
 
 
 def _choose_anew() -> None:
-    """Let the next engine choose its backend: vLLM remembers a choice by head size, dtype and cache format."""
+    """Let the next engine choose its backends: vLLM remembers a choice by head sizes, dtype and cache format."""
     from vllm.v1.attention import selector
+    from vllm.v1.attention.backends.mla.prefill import selector as prompts
 
     selector._cached_get_attn_backend.cache_clear()
+    prompts._auto_select_mla_prefill_backend.cache_clear()
 
 
 def _cpu_backends() -> tuple:

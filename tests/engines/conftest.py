@@ -6,14 +6,14 @@ import pytest
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     """A function: (model, folder with its files) of a kind."""
-    from helpers.engine_models import make_model
+    from helpers.engine_models import make_model, save_model
 
     known = {}
 
     def of(kind):
         if kind not in known:
             known[kind] = make_model(kind), tmp_path_factory.mktemp(kind)
-            known[kind][0].save_pretrained(known[kind][1])
+            save_model(*known[kind])
         return known[kind]
 
     return of
@@ -29,14 +29,17 @@ def start_vllm(monkeypatch):
 
 
 @pytest.fixture
-def start_sglang(monkeypatch):
-    """A function that starts SGLang on a folder, with our attention unless another is named."""
+def start_sglang(monkeypatch, tmp_path):
+    """A function that starts SGLang on a folder, with our attention unless another is named. In the end, each engine's
+    layers must have been computed by the attention that was named, and by no other."""
     import sglang
+    from helpers.sglang_batches import calls_of, note_calls
 
     engines = []
 
     def start(folder, attention="warpspec", backend="reference", **options):
         monkeypatch.setenv("WARPSPEC_BACKEND", backend)
+        noted = note_calls(monkeypatch, tmp_path / f"calls-{len(engines)}")
         defaults = {
             "device": "cpu",
             "page_size": 32,
@@ -51,9 +54,13 @@ def start_sglang(monkeypatch):
             "random_seed": 0,
         }
         named = {"model_path": str(folder), "attention_backend": attention}
-        engines.append(sglang.Engine(**defaults | named | options))
-        return engines[-1]
+        engines.append((sglang.Engine(**defaults | named | options), attention, noted))
+        return engines[-1][0]
 
     yield start
-    for engine in engines:
+    for engine, _, _ in engines:
         engine.shutdown()
+    for _, attention, noted in engines:
+        calls = calls_of(noted)
+        ours = {name: name.startswith("warpspec.") for name in calls}
+        assert calls and set(ours.values()) == {attention == "warpspec"}, (attention, calls)

@@ -8,7 +8,7 @@ import torch
 vllm = pytest.importorskip("vllm", reason="needs vLLM: make test-engines")
 
 from helpers.engine_models import Judge, prompts, rounding  # noqa: E402
-from helpers.vllm_engine import LENGTHS, generate  # noqa: E402
+from helpers.vllm_engine import LENGTHS, generate, same_tokens  # noqa: E402
 from vllm.v1.attention.backends.mla.prefill.base import MLADimensions  # noqa: E402
 from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
@@ -61,6 +61,17 @@ def test_prompts_in_parts_beside_decode_and_prefix_hits(checkpoints, start_vllm,
         judge.check(generate(llm, prompts((*LENGTHS, 150), common=70)))
     assert {name for name, _ in calls} == {"decode", "run_prefill_new_tokens", "run_prefill_context_chunk"}
     assert {1, 2, 3, 4} >= {number for name, number in calls if name == "decode"} >= {1}
+
+
+def test_same_tokens_as_the_own_attention(checkpoints, start_vllm, calls, request):
+    """vLLM's reference of latent attention for CPUs, in blocks of 16 and with whole prompts."""
+    _, folder = checkpoints(KIND)
+    own = generate(start_vllm(folder, own=True, **OPTIONS | {"block_size": 16}), prompts(LENGTHS))
+    assert not calls
+    request.getfixturevalue("in_parts")
+    ours = generate(start_vllm(folder, **OPTIONS), prompts(LENGTHS))
+    assert {name for name, _ in calls} >= {"decode", "run_prefill_new_tokens"}
+    assert same_tokens(own, ours) >= 0.75
 
 
 def test_contexts_in_several_chunks(checkpoints, start_vllm, in_parts, calls, monkeypatch):

@@ -1,15 +1,20 @@
 """Tiny seeded models of the classes that engines serve, and how what an engine generated is judged."""
 
+import json
 from copy import deepcopy
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     DeepseekV32Config,
     DynamicCache,
+    Gemma4TextConfig,
     GptOssConfig,
     LlamaConfig,
+    MiMoV2FlashConfig,
+    Phi3Config,
     Qwen3Config,
 )
 from transformers.models.gemma2 import Gemma2Config
@@ -64,6 +69,22 @@ CONFIGS = {
     ),
 }
 
+LOCAL_AND_GLOBAL = ["sliding_attention", "full_attention"]
+# Models with head sizes of their own.
+SIZES_CONFIGS = {
+    # head size 96
+    "phi3": lambda: Phi3Config(**SIZES | {"hidden_size": 384}, num_hidden_layers=2),
+    # head size 512, two KV heads, and one projection of keys and values in the layer without a window
+    "gemma4": lambda: Gemma4TextConfig(
+        **SIZES, num_hidden_layers=2, head_dim=64, sliding_window=24, layer_types=LOCAL_AND_GLOBAL,
+        attention_k_eq_v=True, num_global_key_value_heads=2, hidden_size_per_layer_input=0,
+    ),
+    # head sizes 192 and 128; sinks, and twice as many KV heads, in the layer with a window
+    "mimo_v2_flash": lambda: MiMoV2FlashConfig(
+        **SIZES, num_hidden_layers=2, layer_types=LOCAL_AND_GLOBAL, sliding_window=24, mlp_layer_types=["dense"] * 2
+    ),
+}  # fmt: skip
+
 # Models whose caches hold latent rows. No experts: another choice of them, by rounding, is no error of attention.
 LATENT_SIZES = dict(
     **SIZES | {"num_key_value_heads": 4}, num_hidden_layers=2, first_k_dense_replace=2, q_lora_rank=64,
@@ -84,7 +105,7 @@ LATENT_CONFIGS = {
 def make_model(kind: str, dtype: torch.dtype = torch.bfloat16):
     """The seeded model of a kind, in evaluation mode."""
     torch.manual_seed(7)
-    config = (CONFIGS | LATENT_CONFIGS)[kind]()
+    config = (CONFIGS | SIZES_CONFIGS | LATENT_CONFIGS)[kind]()
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -95,6 +116,42 @@ def make_model(kind: str, dtype: torch.dtype = torch.bfloat16):
             elif "experts" in name:  # another choice of experts, by rounding, is no error of attention
                 parameter.mul_(0.3)
     return model.to(dtype).eval()
+
+
+def save_model(model, folder) -> None:
+    """Save a model's files as engines read them, with what the authors' configurations say besides transformers'."""
+    model.save_pretrained(folder)
+    kind, file = model.config.model_type, folder / "config.json"
+    if kind == "mimo_v2_flash":
+        tensors = load_file(folder / "model.safetensors")
+        names = {name: name.replace("self_attn.sinks", "self_attn.attention_sink_bias") for name in tensors}
+        tensors = {names[name]: tensor for name, tensor in tensors.items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    others = {
+        "gemma2": lambda _: {"hidden_act": "gelu_pytorch_tanh"},
+        # (SGLang asks for a head size of all layers, which transformers refuses to name otherwise)
+        "gemma4_text": lambda _: {"allow_global_per_layer_attribute_access": True},
+        "mimo_v2_flash": mimo_fields,
+    }
+    if kind in others:
+        file.write_text(json.dumps(json.loads(file.read_text()) | others[kind](model)))
+
+
+def mimo_fields(model) -> dict:
+    """What MiMo-V2-Flash's authors call the fields of its configuration."""
+    config = model.config
+    rope = {name: config.rope_parameters[f"{name}_attention"] for name in ("full", "sliding")}
+    window = model.model.layers[0].self_attn
+    return {
+        "hybrid_layer_pattern": [int(kind == "sliding_attention") for kind in config.layer_types],
+        "moe_layer_freq": [0] * config.num_hidden_layers, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+        "swa_num_attention_heads": config.num_attention_heads, "swa_head_dim": config.head_dim,
+        "swa_num_key_value_heads": window.k_proj.out_features // config.head_dim, "swa_v_head_dim": config.v_head_dim,
+        "sliding_window_size": config.sliding_window, "add_swa_attention_sink_bias": True,
+        "rope_parameters": rope["full"], "rope_theta": rope["full"]["rope_theta"],
+        "swa_rope_theta": rope["sliding"]["rope_theta"],
+        "partial_rotary_factor": rope["full"]["partial_rotary_factor"], "layernorm_epsilon": config.rms_norm_eps,
+    }  # fmt: skip
 
 
 def prompts(lengths, common: int = 0) -> list[list[int]]:
@@ -189,9 +246,6 @@ class Judge:
 def write_nvfp4_experts(folder) -> object:
     """A checkpoint of a tiny Qwen3-MoE as ModelOpt writes it, experts in NVFP4; returns the model that it is, with the
     experts' weights as they are after rounding."""
-    import json
-
-    from safetensors.torch import save_file
     from transformers import Qwen3MoeConfig
 
     from warpspec.common.nvfp4 import dequantize, quantize
@@ -244,10 +298,6 @@ def write_nvfp4_experts(folder) -> object:
 def write_scaled_llama(folder, strategy: str, scales: list[torch.Tensor]) -> object:
     """A checkpoint of the tiny Llama with scales of an FP8 cache, as compressed-tensors writes them; returns the model.
     strategy: "tensor" or "attn_head". scales: fp32 [1] or [Hkv] of each layer, of keys and of values."""
-    import json
-
-    from safetensors.torch import load_file, save_file
-
     model = make_model("llama")
     model.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")

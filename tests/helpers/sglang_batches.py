@@ -4,6 +4,7 @@ Where SGLang is not installed (on machines with a GPU), ``stand_in`` provides wh
 """
 
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -13,6 +14,8 @@ import torch
 
 # A plug-in of SGLang that has its Triton kernels interpreted.
 STUBS = Path(__file__).parents[1] / "engines" / "stubs"
+# A plug-in that writes down which attention computes each layer.
+OBSERVERS = STUBS.parent / "observers"
 ROWS, WIDTH, PAGES = 8, 512, 96  # requests and tokens of the table of slots; pages of the pool
 
 
@@ -20,6 +23,20 @@ def interpret_triton(monkeypatch) -> None:
     """Let engines that are started from now on interpret SGLang's Triton kernels: it has no others on a CPU."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.syspath_prepend(str(STUBS))  # new processes get the path
+
+
+def note_calls(monkeypatch, file: Path) -> Path:
+    """Let the engine that is started next write the calls of its attention to a file, which is returned."""
+    monkeypatch.syspath_prepend(str(OBSERVERS))
+    from sglang_calls import FILE
+
+    monkeypatch.setenv(FILE, str(file))
+    return file
+
+
+def calls_of(file: Path) -> Counter:
+    """How often each class of attention was called in an engine's processes: its full name -> calls."""
+    return Counter(file.read_text().split()) if file.exists() else Counter()
 
 
 def stand_in(monkeypatch) -> None:
