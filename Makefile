@@ -38,7 +38,7 @@ test-pins: ## part of the tests with the oldest compiler allowed, in .venv-pins 
 
 test-engines: ## vLLM, SGLang and transformers with our attention, in .venv-engines (4.2 GB, 2 minutes; then about 15 on 2 cores)
 	@sh scripts/bootstrap.sh --engines
-	@.venv-engines/bin/python -m pytest -q tests/engines/test_vllm.py tests/engines/test_vllm_mla.py tests/engines/test_transformers.py
+	@.venv-engines/bin/python -m pytest -q tests/engines/test_vllm.py tests/engines/test_vllm_mla.py tests/engines/test_vllm_models.py tests/engines/test_vllm_images.py tests/engines/test_transformers.py
 	@.venv-engines/bin/python -m pytest -q tests/engines/test_sglang.py tests/engines/test_sglang_trees.py tests/engines/test_sglang_mla.py
 	@.venv-engines/bin/python -m pytest -q tests/engines/test_sglang_sparse.py # alone: SGLang loads plug-ins once a process
 

@@ -37,13 +37,16 @@ def prepare_continuous_batching(model: torch.nn.Module, backend: str = "auto", n
     only decode are to have page tables. `model.set_attn_implementation` sets another one.
 
     Raises:
-        UnsupportedProblem: the model's head size or dtype. ValueError: name.
+        UnsupportedProblem: the model's head size or dtype, or that it has several head sizes. ValueError: name.
     """
     if "flash" not in name:
         raise ValueError(f'name: must have "flash" in it, or the engine refuses it, got {name!r}')
-    config = model.config.get_text_config()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    keys.check_head_size(head_dim, "choose another attn_implementation for this model")
+    sizes = _head_sizes(model.config.get_text_config())
+    if len(sizes) > 1:
+        raise UnsupportedProblem(
+            f"model: transformers' paged caches have one head size, this model's are {sorted(sizes)}; use generate"
+        )
+    keys.check_head_size(*sizes, "choose another attn_implementation for this model")
     keys.check_dtype(model.dtype, "dtype (of from_pretrained)")
     forward = partial(paged_attention_forward, backend=backend)
     for full_name in (name, f"paged|{name}"):
@@ -56,6 +59,16 @@ def prepare_continuous_batching(model: torch.nn.Module, backend: str = "auto", n
             # An attribute of this model, not of its class.
             part._compatible_flash_implementations = [*allowed, name]
     model.set_attn_implementation(name)
+
+
+def _head_sizes(config) -> set[int]:
+    """The head sizes of all layers' keys and values."""
+    sizes = set()
+    for layer in getattr(config, "per_layer_config", None) or [config]:
+        size = getattr(layer, "qk_head_dim", None) or getattr(layer, "head_dim", None)
+        size = size or layer.hidden_size // layer.num_attention_heads
+        sizes |= {size, getattr(layer, "v_head_dim", None) or size}
+    return sizes
 
 
 OUR_NAMES: set[str] = set()

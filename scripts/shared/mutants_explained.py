@@ -173,4 +173,12 @@ EXPLAINED = (
         r"`bar\.warp.*behind projection/sm90\.py:177",
         "wgmma alone has read the stage, and all lanes have waited for it at once",
     ),
+    (
+        r"`griddepcontrol\.wait.*from \S*fmha/device/ahead\.py.*before device/(tile|request)\.py",
+        "a role finds its tiles in operands, which the same call, the launch that is beside it here, does not write",
+    ),
+    (
+        r"`griddepcontrol\.wait.*from \S*fmha/device/ahead\.py.*before device/storage\.py",
+        "what a consumer stores is behind what it was sent, which the load warp loads behind its own wait",
+    ),
 )

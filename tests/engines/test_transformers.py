@@ -3,7 +3,8 @@
 import pytest
 import torch
 import transformers
-from helpers.engine_models import CONFIGS, Judge, make_model, prompts
+from helpers.engine_models import CONFIGS, SIZES_CONFIGS, Judge, make_model, prompts
+from helpers.suites import long
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import warpspec.engines.transformers as engine
@@ -13,6 +14,7 @@ SIZE = "page_size" if hasattr(ContinuousBatchingConfig(), "page_size") else "blo
 PAGE = 32
 # Longer and shorter than the windows, one token, several pages; two begin alike for longer than a page.
 LENGTHS = (70, 5, 1, 40)
+KINDS = [*CONFIGS, *map(long, SIZES_CONFIGS)]
 
 
 def settings(**others) -> ContinuousBatchingConfig:
@@ -32,7 +34,7 @@ def generate(model, inputs, tokens=6, **others):
     return [(result.prompt_ids, result.generated_tokens, result.logprobs) for result in results]
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", [*CONFIGS, long("phi3")])
 def test_continuous_batching(kind):
     model = make_model(kind)
     judge = Judge(model)
@@ -111,7 +113,7 @@ def test_cancelled_requests_leave_the_others_alone():
     judge.check([(inputs[i], results[names[i]].generated_tokens, results[names[i]].logprobs) for i in (0, 2)])
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generate(kind, cache):
     """Prompts padded on the left, decoded past the window."""
@@ -148,6 +150,15 @@ def test_what_cannot_be_served_is_refused_with_the_setting():
     assert "page_size" in failed.error and "multiple of 16" in failed.error
     with pytest.raises(UnsupportedProblem, match="set_attn_implementation"):
         model(torch.tensor([[1, 2]]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("gemma4", "64, 512"), ("mimo_v2_flash", "128, 192"), ("deepseek_v3", "128, 192")]
+)
+def test_caches_of_several_head_sizes_are_refused(kind, sizes):
+    """transformers' own continuous batching serves none of these models."""
+    with pytest.raises(UnsupportedProblem, match=rf"one head size, this model's are \[{sizes}\]"):
+        engine.prepare_continuous_batching(make_model(kind))
 
 
 def test_judge_sees_a_missing_window(monkeypatch):

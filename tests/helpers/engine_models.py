@@ -49,13 +49,15 @@ CONFIGS = {
         num_experts_per_tok=2,
         layer_types=["sliding_attention", "full_attention"],
     ),
-    # soft caps far below the logits; layers with a window to ones without; vLLM knows it with tied embeddings only
+    # soft caps far below attention's logits, none of the model's (SGLang's kernel for those is not interpreted); layers
+    # with a window to ones without; vLLM knows it with tied embeddings only
     "gemma2": lambda: Gemma2Config(
         **SIZES | {"tie_word_embeddings": True},
         num_hidden_layers=2,
         head_dim=64,
         query_pre_attn_scalar=4,
         attn_logit_softcapping=2.0,
+        final_logit_softcapping=None,
         sliding_window=16,
     ),
     # head size 256, five layers with a window to one without (here one to one)
@@ -194,13 +196,16 @@ def rounding(name: str, scale: torch.Tensor | float = 1.0):
     return rounded
 
 
-def log_probabilities(model, prompt: list[int], generated: list[int], cached=None) -> torch.Tensor:
+def log_probabilities(model, prompt: list[int], generated: list[int], cached=None, **others) -> torch.Tensor:
     """[generated tokens, vocabulary]: what the model says after each prefix, in one forward. cached: to what keys and
-    values are rounded (``RoundingCache``); None: they are not."""
+    values are rounded (``RoundingCache``); None: they are not. others: further inputs of the model, or functions of the
+    tokens to them."""
     cache = None if cached is None else RoundingCache(cached)
+    inputs = torch.tensor([prompt + generated[:-1]])
+    others = {name: value(inputs) if callable(value) else value for name, value in others.items()}
+    others = {name: t.to(model.dtype) if t.is_floating_point() else t for name, t in others.items()}
     with torch.no_grad():
-        inputs = torch.tensor([prompt + generated[:-1]])
-        logits = model(inputs, use_cache=cache is not None, past_key_values=cache).logits[0]
+        logits = model(inputs, use_cache=cache is not None, past_key_values=cache, **others).logits[0]
     return logits[len(prompt) - 1 :].float().log_softmax(-1)
 
 
@@ -222,13 +227,15 @@ class Judge:
         self.rounded.set_attn_implementation("eager")
 
     def check(self, requests) -> None:
-        """requests: (prompt, generated tokens, log-probability of each or None)."""
+        """requests: (prompt, generated tokens, log-probability of each or None), and further inputs of the model, if it
+        has any (``log_probabilities``)."""
         own, ours, behind = [], [], []
-        for prompt, generated, said in requests:
-            chosen = torch.tensor(generated)[:, None]
-            exact = log_probabilities(self.exact, prompt, generated, self.cached)
+        for prompt, generated, said, *more in requests:
+            others, chosen = more[0] if more else {}, torch.tensor(generated)[:, None]
+            exact = log_probabilities(self.exact, prompt, generated, self.cached, **others)
             of_chosen = exact.gather(1, chosen)[:, 0]
-            rounded = log_probabilities(self.rounded, prompt, generated, self.cached).gather(1, chosen)[:, 0]
+            rounded = log_probabilities(self.rounded, prompt, generated, self.cached, **others)
+            rounded = rounded.gather(1, chosen)[:, 0]
             own.append(rounded - of_chosen)
             behind.append(exact.amax(1) - of_chosen)
             if said is not None:
