@@ -67,6 +67,10 @@ def is_known(kind: str) -> bool:
 
 MODELS = {
     "gemma2": lambda: make_model("gemma2", torch.float32),
+    "vaultgemma": causal_lm(
+        "VaultGemma", **SMALL, head_dim=64, query_pre_attn_scalar=4, attn_logit_softcapping=2.0, sliding_window=WINDOW,
+        layer_types=LOCAL_AND_GLOBAL,
+    ),
     "gemma3": gemma3,
     "gemma4": gemma4,
     "phi3": causal_lm("Phi3", **dense(hidden_size=192)),  # head size 96

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+import transformers
 from helpers.family_models import MODELS, check_logits_and_gradients, inputs_of, seeded
-from helpers.model_pairs import relative_error
+from helpers.model_pairs import EAGER_FACTOR, relative_error
 
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.engines import transformers as engine
@@ -16,6 +17,27 @@ def test_logits_and_gradients(kind):
     """A prompt, with images where the model has them, and tokens behind it from a cache."""
     engine.register(NAME, backend="reference")
     check_logits_and_gradients(kind, NAME)
+
+
+def test_a_tower_of_images():
+    """Full attention at head size 72, as SigLIP's so400m has it: hidden states and gradients."""
+    engine.register(NAME, backend="reference")
+    torch.manual_seed(1)
+    sizes = dict(hidden_size=144, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2)
+    model = transformers.SiglipVisionModel(
+        transformers.SiglipVisionConfig(**sizes, image_size=56, patch_size=8)
+    )
+    pixels, seed = torch.randn(2, 3, 56, 56), torch.randn(2, 49, 144)
+    found = []
+    for dtype, name in ((torch.float32, "eager"), (torch.bfloat16, "eager"), (torch.bfloat16, NAME)):
+        model.to(dtype).set_attn_implementation(name)
+        model.zero_grad()
+        out = model(pixel_values=pixels.to(dtype)).last_hidden_state
+        out.backward(seed.to(dtype))
+        gradients = [p.grad.float().flatten() for n, p in model.named_parameters() if "self_attn" in n]
+        found.append((out.detach().float(), torch.cat(gradients)))
+    for exact, own, ours in zip(*found, strict=True):
+        assert 0 < relative_error(ours, exact) <= EAGER_FACTOR * relative_error(own, exact)
 
 
 def test_a_layer_with_an_indexer_needs_its_mask():
