@@ -42,7 +42,7 @@ UNSUPPORTED_ARGUMENTS = ("head_mask", "position_bias", "sinks", "cache", "output
 SELECTS = ("index_topk", "index_topk_blocks")
 LOGIT_OPTIONS = {"scale": "scaling", "softcap": "softcap"}  # our names to transformers' names
 RANGES_DTYPE = torch.int32  # marks a mask of `key_ranges`
-OWN_COLUMNS = 3  # columns of such a mask: q_start, kv_length, first; the columns of a range follow
+OWN_COLUMNS = 3  # columns of such a mask: q_end, kv_length, first; the columns of a range follow
 SIZES_DTYPE = torch.int8  # marks one of `key_set_sizes`; additive masks are floating
 BIAS_DTYPES = (torch.bfloat16, torch.float32)
 
@@ -173,10 +173,12 @@ def key_ranges(
 
     Query i has position q_offset + i, key j has position kv_offset + j. attention_mask, [B, positions], bool or None,
     is False at padding. Returns None if the queries are the last of the keys and there is no padding. Otherwise it
-    returns int32 [B, 1, 1, 2 or 3] with (q_start, kv_length[, first]) as `attention` takes them, counted from the row's
-    first key that is not padding; first is present only if some row has one. Where tokens of an image see
-    each other, it returns [B, 1, Sq, 5]: all three for every query, then its range as `attention` takes it. The mask
-    has four dimensions because transformers passes masks of that rank on unchanged.
+    returns int32 [B, 1, 1, 2 or 3] with (q_end, kv_length[, first]): q_end is the position behind the last query, and
+    it and kv_length, as `attention` takes it, are counted from the row's first key that is not padding; first is
+    present only if some row has one. Where tokens of an image see each other, it returns [B, 1, Sq, 5]: all three for
+    every query, then its range as `attention` takes it. The mask has four dimensions because transformers passes masks
+    of that rank on unchanged. It remains right if all but the last queries are dropped from it and from the layer, as
+    Gemma 4's layers that read other layers' keys do in a prompt.
     """
     given = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, device)
     if not torch.compiler.is_dynamo_compiling():
@@ -195,19 +197,19 @@ def key_ranges(
     if images is None and last and (padding is None or bool(padding.all())):
         return None
 
-    q_start = torch.as_tensor(q_offset - kv_offset, device=device).expand(batch_size)
+    q_end = torch.as_tensor(q_offset + q_length - kv_offset, device=device).expand(batch_size)
     if padding is None:
-        columns = [q_start, torch.full_like(q_start, kv_length)]
+        columns = [q_end, torch.full_like(q_end, kv_length)]
     else:
         lengths = padding.sum(dim=1)
         first = padding.int().argmax(dim=1)
         index = torch.arange(kv_length, device=padding.device)
         if not torch.equal(padding, (index >= first[:, None]) & (index < (first + lengths)[:, None])):
             return listed_blocks(*given)  # padding between tokens
-        columns = [q_start - first, lengths, first] if bool(first.any()) else [q_start, lengths]
+        columns = [q_end - first, lengths, first] if bool(first.any()) else [q_end, lengths]
     if images is None:
         return torch.stack(columns, dim=1).to(RANGES_DTYPE)[:, None, None, :]
-    columns = torch.stack([*columns, torch.zeros_like(q_start)][:OWN_COLUMNS], dim=1)[:, None]  # [B, 1, 3]
+    columns = torch.stack([*columns, torch.zeros_like(q_end)][:OWN_COLUMNS], dim=1)[:, None]  # [B, 1, 3]
     query = torch.as_tensor(q_offset, device=images.device) + torch.arange(q_length, device=images.device)
     ranges = _ranges_of(images[:, : kv_offset + kv_length], query, kv_offset + columns[..., 2:])
     columns = torch.cat([columns.expand(-1, q_length, -1), ranges.expand(batch_size, -1, -1)], dim=2)
@@ -444,10 +446,9 @@ def _options_of(mask: torch.Tensor, batch: int, queries: int) -> tuple[torch.Ten
             "attention_mask: must be the [batch, positions] padding mask or an additive, floating-point one; "
             f"got {mask.dtype} of shape {shape}"
         )
-    q_start, kv_lengths, *first = (
-        column.contiguous() for column in mask[:, 0, 0, :OWN_COLUMNS].unbind(dim=1)
-    )
-    options = {"q_start": q_start, "kv_lengths": kv_lengths}
+    q_end, *others = mask[:, 0, 0, :OWN_COLUMNS].unbind(dim=1)
+    kv_lengths, *first = (column.contiguous() for column in others)
+    options = {"q_start": q_end - queries, "kv_lengths": kv_lengths}
     if shape[2:] == with_ranges:
         options["ranges"] = mask[:, 0, :, OWN_COLUMNS:]
     return (first[0] if first else None), options

@@ -76,10 +76,12 @@ LOCAL_AND_GLOBAL = ["sliding_attention", "full_attention"]
 SIZES_CONFIGS = {
     # head size 96
     "phi3": lambda: Phi3Config(**SIZES | {"hidden_size": 384}, num_hidden_layers=2),
-    # head size 512, two KV heads, and one projection of keys and values in the layer without a window
+    # head size 512, two KV heads, and one projection of keys and values in layers without a window; the second half of
+    # the layers reads the keys and values of the first half
     "gemma4": lambda: Gemma4TextConfig(
-        **SIZES, num_hidden_layers=2, head_dim=64, sliding_window=24, layer_types=LOCAL_AND_GLOBAL,
-        attention_k_eq_v=True, num_global_key_value_heads=2, hidden_size_per_layer_input=0,
+        **SIZES, num_hidden_layers=4, head_dim=64, sliding_window=24, layer_types=2 * LOCAL_AND_GLOBAL,
+        attention_k_eq_v=True, num_global_key_value_heads=2, hidden_size_per_layer_input=32,
+        vocab_size_per_layer_input=VOCABULARY, num_kv_shared_layers=2,
     ),
     # head sizes 192 and 128; sinks, and twice as many KV heads, in the layer with a window
     "mimo_v2_flash": lambda: MiMoV2FlashConfig(

@@ -195,13 +195,20 @@ def test_no_mask_where_the_defaults_say_it_all():
 @pytest.mark.parametrize(
     ("padding", "expected"),
     [
-        ([[1, 1, 1, 1], [1, 1, 0, 0]], [[0, 4], [0, 2]]),
-        ([[1, 1, 1, 1], [0, 0, 1, 1]], [[0, 4, 0], [-2, 2, 2]]),
-        ([[1, 1, 1, 1], [0, 0, 0, 0]], [[0, 4], [0, 0]]),
+        ([[1, 1, 1, 1], [1, 1, 0, 0]], [[4, 4], [4, 2]]),
+        ([[1, 1, 1, 1], [0, 0, 1, 1]], [[4, 4, 0], [2, 2, 2]]),
+        ([[1, 1, 1, 1], [0, 0, 0, 0]], [[4, 4], [4, 0]]),
     ],
     ids=["right", "left", "empty"],
 )
 def test_padding_becomes_ranges(padding, expected):
-    """(q_start, kv_length[, first]) of each row."""
+    """(q_end, kv_length[, first]) of each row, which say the same of the last query alone."""
     mask = key_ranges(2, 4, 4, attention_mask=torch.tensor(padding).bool())
     assert mask[:, 0, 0].tolist() == expected
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 2, 4, 64, generator=generator).bfloat16() for _ in range(3))
+    whole, _ = attention_forward(torch.nn.Module(), q, k, v, mask, backend="reference")
+    last, _ = attention_forward(
+        torch.nn.Module(), q[:, :, -1:], k, v, mask[:, :, -1:, :], backend="reference"
+    )
+    assert torch.equal(last, whole[:, -1:])
