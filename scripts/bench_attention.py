@@ -5,12 +5,13 @@
 
 Times are medians (gpu_bench). Peers run on the same tensors in the same process: flash-attn-4 where installed, torch's
 SDPA on cuDNN for prefill and heads (other head sizes, soft caps), torch's SDPA for decode and for K and V in one
-tensor. A ratio is the peer's time over ours: above 1 we are faster. varlen: packed requests, and others of different
-lengths, in CUDA graphs. trees: drafts of a tree, against as many causal queries. blocks, block-gradients, ranges: lists
-of blocks and images' ranges, against FlexAttention and flash-attn-4's lists with mask_mod. host: CPU time of a call
-from Python. backward: all gradients from o, lse and dO, FLOPs counted as 2.5 forward passes; peers flash-attn-4's
-backward and torch's SDPA on cuDNN, with a bias torch's efficient kernel (the bias's gradient among the results).
-gradient-heads: gradients of other head sizes, against flash-attn-4 and SDPA.
+tensor, FlashMLA for mla, if the package sgl-flash-mla is there. A ratio is the peer's time over ours: above 1 we are
+faster. varlen: packed requests, and others of different lengths, in CUDA graphs. trees: drafts of a tree, against
+as many causal queries. blocks, block-gradients, ranges: lists of blocks and images' ranges, against FlexAttention
+and flash-attn-4's lists with mask_mod. host: CPU time of a call from Python. backward: all gradients from o, lse
+and dO, FLOPs counted as 2.5 forward passes; peers flash-attn-4's backward and torch's SDPA on cuDNN, with a bias
+torch's efficient kernel (the bias's gradient among the results). gradient-heads: gradients of other head sizes,
+against flash-attn-4 and SDPA.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
 
 One line a shape: microseconds, and what is reached of memory's or the tensor cores' speed. Inputs rotate through more
 memory than L2 holds. FlashMLA and DeepGEMM take turns with ours where WARPSPEC_LATENT_PEERS names a folder that
-``scripts/latent_peers/build.sh`` has filled; what they compute is compared with ours, without the rotation.
+``scripts/latent_peers/build.sh`` has filled; where the package sgl-flash-mla is installed, its FlashMLA also does for
+rows of FP8. What they compute is compared with ours, without the rotation.
 """
 
 from __future__ import annotations
