@@ -156,8 +156,8 @@ def section_of(
         return 1  # chosen because of L2
     rows = problem.forward.heads_kv * slices * (1 if config.requests.packed_k else problem.forward.batch)
     least = math.ceil(ROUNDS * target.sm_count / max(ctas, 1))
-    fit = int(L2_SHARE * target.l2_bytes * slices // row_bytes(problem))
-    sections = max(1, round(rows / max(least, fit)))
+    fit = int(L2_SHARE * target.l2_bytes // (row_bytes(problem) / slices + key_bytes(problem)))
+    sections = -(-rows // fit) if fit > least else max(1, round(rows / least))
     return -(-rows // sections)
 
 
@@ -204,6 +204,13 @@ def row_bytes(problem: BackwardProblem) -> int:
     forward = problem.forward
     queries = forward.least_q if forward.requests.packed_q else forward.seq_q
     return bytes_of(forward, queries)
+
+
+def key_bytes(problem: BackwardProblem) -> int:
+    """Bytes of a row's K, V, dK and dV."""
+    forward = problem.forward
+    keys = forward.least_q if forward.requests.packed_k else forward.seq_k
+    return 4 * keys * forward.head_dim * ELEMENT_BYTES
 
 
 def bytes_of(forward: AttentionProblem, queries: int) -> int:
