@@ -336,6 +336,7 @@ class Synchronisation(MemoryAccesses):
                 self._may_miss(barrier, wait, phase)
 
     def _may_miss(self, barrier, wait: Access, phase: int) -> None:
+        which = f"phase {phase}" if phase >= 0 else "the phase before the first"
         warp, ins = barrier.last
         last = Access(
             wait.domain,
@@ -349,7 +350,7 @@ class Synchronisation(MemoryAccesses):
         )
         self.report(
             "a wait that may miss its phase",
-            f"phase {phase} of mbarrier {shared_place(barrier.cta, barrier.offset, 8)}",
+            f"{which} of mbarrier {shared_place(barrier.cta, barrier.offset, 8)}",
             wait.describe().replace(" reads:", f" waits for parity {phase & 1}:"),
             last.describe().replace(" writes:", f" arrives last before phase {phase + 1} ends:"),
             f"an arrival of the waiting warp behind its wait (or of a warp that it meets there) for which the end of "

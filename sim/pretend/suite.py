@@ -215,7 +215,8 @@ class Suite:
             terminalreporter.line(f"  {count} skipped: {reason}")
         unique = {result.fingerprint: result for result in self.results}
         if unique:
-            terminalreporter.line(f"{len(unique)} findings by kind and lines")
+            plural = "s" if len(unique) > 1 else ""
+            terminalreporter.line(f"{len(unique)} finding{plural} by kind and lines")
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self.options.warpspec_sarif:
