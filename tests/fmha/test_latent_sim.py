@@ -16,6 +16,7 @@ from warpspec.fmha import attention
 from warpspec.latent import mla_decode
 
 ARCHS = ("sm_90a", "sm_100a")
+BEYOND_FP16 = 2.0**17
 MLA = dict(head_dim=576, v_dim=512, heads_kv=1, shared_kv=True)
 # Requests of 0 to 5 KV tiles, one after another in a CTA, whose last tile is full, has one key, or all but one.
 LENGTHS = Case("lengths", batch=6, seq_k=260, heads_q=64, kv_lengths=(64, 260, 0, 1, 129, 63), sink=True,
@@ -112,13 +113,15 @@ def codes_of(pages: torch.Tensor) -> torch.Tensor:
 )
 @pytest.mark.usefixtures("check_order")
 def test_codes(arch, queries, heads, splits, simulate_as):
-    """e4m3 rows, causal: lengths off every boundary, requests that see one row or none, NaN behind lengths."""
+    """e4m3 rows, causal: lengths off every boundary, requests that see one row or none, NaN behind lengths; heads whose
+    queries are numbers of fp16, and others beyond its range."""
     simulate_as(arch, sm_count=2)
     case = replace(DRAFTS, batch=4, seq_q=queries, heads_q=heads, seq_k=200, kv_lengths=(200, 1, 0, 65))
     inputs = arguments(case)
     (pages,), table = paged((inputs["k"],), case.kv_lengths, 64)
+    inputs["q"][:, :, ::2] *= BEYOND_FP16
     call = (inputs["q"], codes_of(pages[:, :, 0]), table, inputs["kv_lengths"])
-    options = dict(scale=0.3, kv_scale=torch.tensor(0.37))
+    options = dict(scale=0.3 / BEYOND_FP16, kv_scale=torch.tensor(0.37))
     out = poisoned_out(case)
     o, lse = mla_decode(*call, **options, return_lse=True, num_splits=splits, out=out, backend="sim")
     assert o is out
