@@ -132,7 +132,8 @@ def is_tolerated(
     tcgen05.fence around the barriers between warps that share tensor memory. Triton and DeepGEMM let TMA overwrite,
     behind a barrier without a proxy fence, what threads have read, and where tcgen05.alloc has put its address. A
     store to the CTA's own shared memory is done when its proxy fence is (`fenced`): ptxas makes MEMBAR.ALL.CTA of it,
-    so that the other CTA's tcgen05.mma, which reads it there, does not need the scope of the arrival behind it."""
+    so that the other CTA's tcgen05.mma, which reads it there, does not need the scope of the arrival behind it. A
+    st.async whose bytes its mbarrier has counted is in place, too: what is written there next comes behind it."""
     name = first.ins.opcode
     return (
         of_one_queue(first, second)
@@ -140,6 +141,7 @@ def is_tolerated(
         or (missing in (ASYNC_SHARED, ASYNC_GLOBAL) and (not first.write or name.startswith("tcgen05.alloc")))
         or (freed and name.startswith("tcgen05.ld"))
         or (missing == WRITES and fenced and stores_to_own(first))
+        or (missing == WRITES and name.startswith("st.async") and second.write)
     )
 
 
