@@ -6,6 +6,7 @@ finds the kernels that we need, on fake tensors those of flash-attn-4.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Callable, Hashable
@@ -124,10 +125,7 @@ def lists_of(
     """(Our lists of a shape's mask, FlexAttention's). values: not any of the same shapes, on whatever device."""
     length = shape.keys[0]
     if values:
-        found = create_block_mask(
-            in_torch(shape.mask, length, device), None, None, length, length, device=device
-        )
-        return BlockMask.of(found, length, length), found
+        return made_lists(shape.mask, length, device)
     count = -(-length // BLOCK)
 
     def empty(*sizes):
@@ -145,6 +143,13 @@ def lists_of(
     return BlockMask((BLOCK, BLOCK), (length, length), *own, *patterns), SimpleNamespace(
         BLOCK_SIZE=(BLOCK, BLOCK), **theirs
     )
+
+
+@functools.lru_cache(maxsize=1)  # one for all sets of a shape's inputs: making it takes as long as many calls
+def made_lists(mask: tuple, length: int, device: str) -> tuple[BlockMask, FlexMask]:
+    """(Our lists of a mask of so many queries and keys, FlexAttention's)."""
+    found = create_block_mask(in_torch(mask, length, device), None, None, length, length, device=device)
+    return BlockMask.of(found, length, length), found
 
 
 def problem_of(x: SimpleNamespace) -> AttentionProblem:
