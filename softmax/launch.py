@@ -47,7 +47,7 @@ def launcher(problem: SoftmaxProblem, target: Target, plan: SoftmaxPlan | None =
 
     target: a CUDA device, which must be the current one in calls. plan: None: the chosen one.
     """
-    plan = plan or choose_plan(problem, target)
+    plan = _checked(plan or choose_plan(problem, target), problem)
     kernel = softmax_kernel.launcher(plan.config, target)
     if not plan.group:
         return kernel
@@ -57,6 +57,13 @@ def launcher(problem: SoftmaxProblem, target: Target, plan: SoftmaxPlan | None =
         return lambda x, out: kernel(x, out, unused, groups, group)
     prepare_reserve(device)
     return lambda x, out: kernel(x, out, workspace(words, device), groups, group)
+
+
+def _checked(plan: SoftmaxPlan, problem: SoftmaxProblem) -> SoftmaxPlan:
+    """The plan; ValueError if its kernel does not take rows of the problem's length."""
+    if getattr(plan.config, "once", False):
+        plan.config.check_row(problem.vectors)
+    return plan
 
 
 def _simulated_target(device: torch.device) -> Target:
@@ -79,7 +86,7 @@ def run_sim(
     """
     problem = SoftmaxProblem.of(x, out)
     target = target or _simulated_target(x.device)
-    plan = plan or choose_plan(problem, target)
+    plan = _checked(plan or choose_plan(problem, target), problem)
     if not plan.group:
         return softmax_kernel.run(plan.config, target, x, out, seed=seed)
     words = new_workspace(plan.workspace_words(problem.rows), x.device)

@@ -16,19 +16,17 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from warpspec.common.logarithms import LN_2, LOG2_E
+from warpspec.common.logarithms import LOG2_E
 from warpspec.softmax.vectors import PAIRS, TYPES, as_float, unpack
 
 # Mean relative error by which an H200's power of two is too small, for exponents below -1.
 EXP2_BIAS = 5e-8
-# Adding TO_WHOLE to a number leaves an integer in the lowest bits. FP32_ONE has the bits of 1.0.
-TO_WHOLE = 1.5 * 2.0**23
-FP32_EXPONENT_BIT, FP32_ONE = 23, 0x3F800000
+# Adding TO_POWER to a number leaves an integer in the lowest bits, with the bias of an fp32 exponent added.
+FP32_EXPONENT_BIT, FP32_BIAS = 23, 127
+TO_POWER = 1.5 * 2.0**23 + FP32_BIAS
 # log2 e as the sum of two fp32 numbers; the second is the rounding error of the first.
 LOG2_E_HIGH = 1.44269502162933349609375
 LOG2_E_LOW = LOG2_E - LOG2_E_HIGH
-# Below it, an exponential is not a normal fp32 number and counts as 0; also that of -inf.
-LOWEST_EXPONENT = -126 * LN_2
 # Above it, 16-bit numbers are at least 2**12 apart. Below it, rounding a number times log2 e changes an exponent by
 # less than 1.
 LARGE_REFERENCE = 2.0**23
@@ -41,17 +39,17 @@ def exponential(difference, accurate: bool) -> Float32:
     than a rounding of the 16-bit types wherever the result is not 0.
 
     The accurate version takes the power of a fraction in 0..1 and scales it by the integer part. Below 0 the GPU's
-    power of two has a bias of 2e-8 and more (see EXP2_BIAS), which would remain in the sum of many.
+    power of two has a bias of 2e-8 and more (see EXP2_BIAS), which would remain in the sum of many. An exponential that
+    is no normal fp32 number, also that of -inf, counts as 0: its scale has the exponent of 0.
     """
     if not accurate:
         return cute.math.exp2(difference * LOG2_E, fastmath=True)
-    shifted = fma_down(difference, LOG2_E_HIGH, TO_WHOLE)  # its lowest bits are an integer
-    whole = shifted - TO_WHOLE
+    shifted = cute.arch.fmax(fma_down(difference, LOG2_E_HIGH, TO_POWER), Float32(TO_POWER - FP32_BIAS))
+    whole = shifted - TO_POWER
     fraction = cute.math.fma(difference, LOG2_E_HIGH, -whole)
     fraction = cute.math.fma(difference, LOG2_E_LOW, fraction)
-    scale = Int32((shifted.bitcast(Int32) << FP32_EXPONENT_BIT) + FP32_ONE).bitcast(Float32)
-    power = cute.math.exp2(fraction, fastmath=True) * scale
-    return Float32(cutlass.select_(Boolean(difference < LOWEST_EXPONENT), Float32(0.0), power))
+    scale = Int32(shifted.bitcast(Int32) << FP32_EXPONENT_BIT).bitcast(Float32)
+    return cute.math.exp2(fraction, fastmath=True) * scale
 
 
 def fma_down(a, b, c) -> Float32:

@@ -42,11 +42,15 @@ LAUNCH_US, DEPENDENT_US = 1.7, 0.8  # an ordinary launch; a programmatic depende
 WARPS_US = 0.1  # a reduction over the warps of a CTA
 WITHIN_WARP_US = -0.3  # difference if rows belong to whole warps, and need no such reduction
 STAGING_US = 0.1  # extra time of a bulk copy over loads
-# Further extra time of lone CTAs (``_lone``); the copies of a share hide part of their work. Fitted to the best of 16
-# problems with 2 to 12 rows of 131072 to 700000 numbers, H200, 2026-11-26. Exponentials of 16-bit numbers are taken
-# twice.
-LONE_STAGING_US = 2.07
-LONE_BYTES_PER_US = {"float32": 36.1e3, "float16": 23.5e3, "bfloat16": 23.5e3}
+# CTAs of large clusters whose shares come by several copies (``_several_copies``): a launch, by size of the cluster;
+# bytes of the shares on an SM per microsecond; and how often the traffic goes at a copy's speed. Fitted to 19 problems
+# with 1 to 24 rows of 131072 to 700000 numbers, H200, 2026-11-27. Exponentials of 16-bit numbers are taken twice.
+SEVERAL_US = {8: 3.74, 16: 3.34}
+BESIDE_US = (
+    1.4  # saved by clusters of 8 on at most half of the SMs, if two CTAs fit an SM: launches run side by side
+)
+SEVERAL_BYTES_PER_US = {"float32": 37e3, "float16": 29e3, "bfloat16": 29e3}
+SEVERAL_TRAFFIC = {"float32": 0.39, "float16": 0.79, "bfloat16": 0.79}
 CLUSTER_US = 0.25  # a reduction over the CTAs of a cluster
 CLUSTER_CTAS_PER_US = 440.0  # CTAs of clusters that the GPU starts
 CLUSTER_SMS = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.91, 16: 0.85}  # fraction of the SMs on which clusters find room
@@ -77,10 +81,11 @@ class Rates:
 
 
 ALONE = Rates(2.5, 0.0, 22e3, 0.0003 / 1024, 0.4, 3.0)
-# Clusters that have SMs to themselves: the part of the traffic's time that adds to their work on their shares. Measured
-# on an H200 on 2026-11-26, 1 to 5 rows of 262144 and 524288.
+# Clusters that have SMs to themselves, whose rows come by one copy or by loads: the part of the traffic's time that
+# adds to their work on their shares. Measured on an H200 on 2026-11-26, 1 to 5 rows of 262144 and 524288.
 ALONE_MEMORY = 0.41
 CLUSTERED = Rates(0.7, 0.28, 11.5e3, 0.0, 0.21, 1.5)  # fitted to 1 to 256 rows of 32000 to 256000
+CLUSTERED_ONCE = replace(CLUSTERED, bytes_per_us=16e3)  # exponentials taken once; 8 to 64 rows, 2026-11-27
 L2_USABLE = 0.4  # fraction of L2 that serves data read again
 # Resident shares: one row after another by the same CTAs.
 # A reduction over the grid or a cluster, with everything that waits for it.
@@ -109,9 +114,11 @@ STAGED_THREADS, STAGED_VECTORS, STAGED_REGISTERS = (64, 1024), (7, 6, 4, 2), 40
 ONCE_CLUSTER = 8  # least number of CTAs sharing an fp32 row for which its exponentials are computed once
 # Vectors a thread for fp32 with many aligned rows of 16 CTAs. One more CTA then fits an SM.
 STAGED_LONGER = (8,)
-# Of lone CTAs: the least size of a cluster, threads of a CTA whose share has at most LONE_SHARE vectors and of others,
-# vectors that a thread has before there are as many threads, and bulk copies.
-LONE_CLUSTER, LONE_THREADS, LONE_SHARE, LONE_VECTORS, LONE_COPIES = 8, (256, 512), 4096, 8, 8
+# Of CTAs whose shares come by several copies: the least size of a cluster, most CTAs on an SM, vectors that a thread
+# has before there are more threads, and most threads: of more than two CTAs on an SM, of one or two whose share has at
+# most SEVERAL_SHARE vectors, and of others.
+SEVERAL_CLUSTER, SEVERAL_RESIDENTS, SEVERAL_VECTORS = 8, {8: 2, 16: 4}, 8
+SEVERAL_THREADS, SEVERAL_SHARE = (128, 256, 384), 8704
 MOST_GROUPS = 8  # of CTAs all over the GPU
 RESIDENT_THREADS, RESIDENT_CHUNKS, STREAMING_CHUNKS = 512, 10, 4
 TWO_PASS_THREADS, TWO_PASS_CTAS_PER_SM, TWO_PASS_UNROLL = 512, 2, 4
@@ -162,11 +169,6 @@ def candidates(problem: SoftmaxProblem, target: Target) -> list[SoftmaxPlan]:
     ]
 
 
-def _vectors(problem: SoftmaxProblem) -> int:
-    """The most whole vectors that a row can have at any alignment; at least 1."""
-    return max(1, problem.bytes // (2 * problem.rows) // VECTOR_BYTES)
-
-
 def _clusters() -> tuple[int, ...]:
     return tuple(2**i for i in range(MAX_CLUSTER_CTAS.bit_length()))
 
@@ -210,14 +212,14 @@ def _one_row_a_cta(
     cluster,
     reread=0.0,
     extra=0.0,
-    bytes_per_us=None,
+    rates=None,
 ) -> tuple[float, bool]:
     """(time, whether it is a dependent launch) if each CTA takes one share of one row.
 
     occupancy: CTAs that fit an SM. batch_bytes: bytes that a CTA loads at a time if it does not load the whole share at
-    once; it then reads the share twice. extra: microseconds to add. bytes_per_us: replaces the field of ``Rates``.
+    once; it then reads the share twice. extra: microseconds to add. rates: None: those of the cluster.
     """
-    sms, rates = _sms(target, cluster), ALONE if cluster == 1 else CLUSTERED
+    sms, rates = _sms(target, cluster), rates or (ALONE if cluster == 1 else CLUSTERED)
     waves = -(-ctas // (sms * occupancy))
     dependent = batch_bytes is None and (waves == 1 or cluster == DEPENDENT_CLUSTER)
     passes, loaded = (1, share_bytes) if batch_bytes is None else (2, min(share_bytes, batch_bytes))
@@ -242,7 +244,7 @@ def _one_row_a_cta(
         problem.bytes <= SMALL_BYTES_PER_SM * target.sm_count
     )  # some candidates fit at once, others nearly
     launch = DEPENDENT_US if (small if cluster == 1 else dependent) else LAUNCH_US
-    work = alone * passes * share_bytes / (bytes_per_us or rates.bytes_per_us)
+    work = alone * passes * share_bytes / rates.bytes_per_us
     return launch + extra + reduction + memory + work, dependent
 
 
@@ -265,7 +267,7 @@ def _rows(problem: SoftmaxProblem, target: Target):
     from warpspec.softmax.rows import RowsConfig
     from warpspec.softmax.vectors import elements
 
-    vectors = _vectors(problem)
+    vectors = problem.vectors
     for cluster in _clusters():
         for lanes in (4, 8, 16, 32, 64, 128, 256, 512):
             each = -(-vectors // (lanes * cluster))
@@ -305,15 +307,18 @@ def _rows(problem: SoftmaxProblem, target: Target):
 def _staged(problem: SoftmaxProblem, target: Target):
     from warpspec.softmax.staged import StagedConfig
 
-    vectors = _vectors(problem)
+    vectors = problem.vectors
     fewest, most = STAGED_THREADS
     for cluster in _clusters():
         share = -(-vectors // cluster)
-        lone = _lone(problem, target, cluster)
         once = problem.dtype == "float32" and problem.aligned and cluster >= ONCE_CLUSTER
+        several = _several_copies(problem, target, cluster, once)
+        if several is not None:
+            yield several
+            if problem.rows * cluster <= _sms(target, cluster):
+                continue
         longer = STAGED_LONGER if once and cluster == MAX_CLUSTER_CTAS else ()
-        several = (_lone_vectors(share),) if lone else (*longer, *STAGED_VECTORS)
-        for wanted in several:
+        for wanted in (*longer, *STAGED_VECTORS):
             threads = min(most, max(fewest, -(-share // (wanted * WARP_THREADS)) * WARP_THREADS))
             each = -(-share // threads)
             smem = threads * each * VECTOR_BYTES + SMEM_BESIDE_DATA
@@ -325,7 +330,7 @@ def _staged(problem: SoftmaxProblem, target: Target):
                 continue
             occupancy = min(
                 MAX_CTAS_PER_SM, REGISTERS_PER_SM // (STAGED_REGISTERS * threads), MAX_SMEM_PER_CTA // smem
-            )  # of lone CTAs, too: which SMs clusters find room on is not known
+            )
             microseconds, dependent = _one_row_a_cta(
                 problem,
                 target,
@@ -333,8 +338,8 @@ def _staged(problem: SoftmaxProblem, target: Target):
                 share_bytes=share * VECTOR_BYTES,
                 occupancy=occupancy,
                 cluster=cluster,
-                extra=STAGING_US + (LONE_STAGING_US if lone else 0.0),
-                bytes_per_us=LONE_BYTES_PER_US[problem.dtype] if lone else None,
+                extra=STAGING_US,
+                rates=CLUSTERED_ONCE if once else None,
             )
             config = StagedConfig(
                 problem.dtype,
@@ -342,25 +347,49 @@ def _staged(problem: SoftmaxProblem, target: Target):
                 cluster,
                 each,
                 not problem.aligned,
-                1 if lone else occupancy,
+                occupancy,
                 problem.store_bytes,
                 dependent,
                 once,
-                min(each, LONE_COPIES) if lone else 1,
             )
             yield SoftmaxPlan("staged", config, 0, 0, microseconds)
 
 
-def _lone(problem: SoftmaxProblem, target: Target, cluster: int) -> bool:
-    """Whether CTAs of large clusters have SMs to themselves, but for the few that find no room of their own. These
-    delay 16-bit rows, whose CTAs have more work, too much."""
-    most = target.sm_count if problem.dtype == "float32" else _sms(target, cluster)
-    return cluster >= LONE_CLUSTER and problem.rows * cluster <= most
+def _several_copies(problem: SoftmaxProblem, target: Target, cluster: int, once: bool) -> SoftmaxPlan | None:
+    """The plan by which shares come by several copies, if all CTAs are on the GPU at once. 16-bit rows have more work,
+    and gain only where every CTA has an SM to itself."""
+    from warpspec.softmax.staged import GROUP, StagedConfig
 
-
-def _lone_vectors(share: int) -> int:
-    """Vectors of a thread of a CTA with a share of so many vectors, if there are no more CTAs than SMs."""
-    return max(LONE_VECTORS, -(-share // LONE_THREADS[share > LONE_SHARE]))
+    residents = -(-problem.rows * cluster // _sms(target, cluster))
+    share = -(-problem.vectors // cluster)
+    if cluster < SEVERAL_CLUSTER or residents > (SEVERAL_RESIDENTS[cluster] if once else 1):
+        return None
+    most = SEVERAL_THREADS[0 if residents > 2 else 1 if share <= SEVERAL_SHARE else 2]
+    threads = -(-share // (SEVERAL_VECTORS * WARP_THREADS)) * WARP_THREADS
+    threads = min(most, max(STAGED_THREADS[0], threads))
+    each = -(-share // threads)
+    smem = threads * each * VECTOR_BYTES + SMEM_BESIDE_DATA
+    if share < STAGED_THREADS[0] or smem * residents > MAX_SMEM_PER_CTA:
+        return None
+    # Registers leave room for the next launch beside this one.
+    room = 2 if problem.aligned and threads <= SEVERAL_THREADS[1] else 1
+    config = StagedConfig(
+        problem.dtype,
+        threads,
+        cluster,
+        each,
+        not problem.aligned,
+        max(residents, room),
+        problem.store_bytes,
+        True,
+        once,
+        -(-each // GROUP),
+    )
+    work = residents * share * VECTOR_BYTES / SEVERAL_BYTES_PER_US[problem.dtype]
+    traffic = SEVERAL_TRAFFIC[problem.dtype] * problem.bytes / (target.speeds.copy * 1e6)
+    beside = cluster == SEVERAL_CLUSTER and 2 * problem.rows * cluster <= target.sm_count
+    saved = BESIDE_US if beside and room == 2 and 2 * smem <= MAX_SMEM_PER_CTA else 0.0
+    return SoftmaxPlan("staged", config, 0, 0, SEVERAL_US[cluster] - saved + work + traffic)
 
 
 def _in_rounds(problem, target, strategy, cluster, groups, group, round_us):
@@ -377,7 +406,7 @@ def _in_rounds(problem, target, strategy, cluster, groups, group, round_us):
         1,
         problem.store_bytes,
     )
-    share = -(-_vectors(problem) // group)
+    share = -(-problem.vectors // group)
     rest = max(0, share - config.capacity)  # vectors that are read twice
     fits = min(1.0, L2_USABLE * target.l2_bytes / max(1, rest * VECTOR_BYTES * groups * group))
     memory = _memory_us(
@@ -400,11 +429,11 @@ def _in_rounds(problem, target, strategy, cluster, groups, group, round_us):
 
 def _resident(problem: SoftmaxProblem, target: Target):
     for cluster in _clusters()[1:]:
-        if cluster <= target.sm_count and _vectors(problem) >= cluster * RESIDENT_THREADS:
+        if cluster <= target.sm_count and problem.vectors >= cluster * RESIDENT_THREADS:
             groups = min(problem.rows, _sms(target, cluster) // cluster)
             if (
                 groups == problem.rows
-                and -(-_vectors(problem) // cluster) <= STAGED_VECTORS[0] * STAGED_THREADS[1]
+                and -(-problem.vectors // cluster) <= STAGED_VECTORS[0] * STAGED_THREADS[1]
             ):
                 continue  # the staged strategy does the same and starts faster
             yield _in_rounds(problem, target, "resident", cluster, groups, cluster, ROUND_CLUSTER_US)
@@ -413,7 +442,7 @@ def _resident(problem: SoftmaxProblem, target: Target):
 def _split(problem: SoftmaxProblem, target: Target):
     for groups in range(1, MOST_GROUPS + 1):
         group = max(1, target.sm_count // groups)
-        if groups <= min(problem.rows, target.sm_count) and _vectors(problem) >= group * RESIDENT_THREADS:
+        if groups <= min(problem.rows, target.sm_count) and problem.vectors >= group * RESIDENT_THREADS:
             yield _in_rounds(problem, target, "split", 0, groups, group, ROUND_GRID_US)
 
 
@@ -422,7 +451,7 @@ def _two_pass(problem: SoftmaxProblem, target: Target):
 
     for cluster in _clusters()[:-1]:
         ctas = problem.rows * cluster
-        share = -(-_vectors(problem) // cluster) * VECTOR_BYTES
+        share = -(-problem.vectors // cluster) * VECTOR_BYTES
         occupancy = TWO_PASS_CTAS_PER_SM
         config = TwoPassConfig(
             problem.dtype, TWO_PASS_THREADS, cluster, not problem.aligned, problem.store_bytes

@@ -46,6 +46,11 @@ class SoftmaxProblem:
         """Bytes read and written, each counted once."""
         return 2 * self.rows * self.length * (4 if self.dtype == "float32" else 2)
 
+    @property
+    def vectors(self) -> int:
+        """The most whole vectors that a row can have at any alignment; at least 1."""
+        return max(1, self.bytes // (2 * self.rows) // VECTOR_BYTES)
+
     @classmethod
     def of(cls, x: torch.Tensor, out: torch.Tensor) -> SoftmaxProblem:
         """The problem of matrices x and out (ROW, ELEMENT) with contiguous rows."""

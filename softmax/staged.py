@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from warpspec.common.device.tma import bulk_load
-from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
+from warpspec.common.hardware import LINE_BYTES, MAX_CLUSTER_CTAS, VECTOR_BYTES, WARP_THREADS
 from warpspec.softmax.host import SoftmaxHost
 from warpspec.softmax.online import (
     absorb,
@@ -47,7 +47,9 @@ from warpspec.softmax.vectors import (
 # Per cent of L1 and shared memory that are used as shared memory: all.
 SMEM_CARVEOUT_PERCENT = 100
 MOST_AT_ONCE = 6  # fp32 vectors of a thread
-GROUP = 2  # vectors of a thread whose exponentials are relative to the same maximum (``once``)
+LINE_THREADS = MAX_CLUSTER_CTAS * LINE_BYTES // VECTOR_BYTES
+LAST = 2  # vectors of a thread that its share of a row may lack (``once``); only of these is it asked
+GROUP = 4  # vectors of a thread whose exponentials are relative to the same maximum (``once``)
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,9 @@ class StagedConfig:
     16-byte vectors a thread; a row has at most threads * vectors * cluster of them. ctas_per_sm: CTAs whose registers
     must fit an SM. once: compute each exponential once, relative to the maximum of what the thread has read so far,
     keep it in shared memory, and multiply by one factor for each GROUP of vectors at the end. This saves time for fp32,
-    where an exponential takes nine instructions. copies: number of bulk copies that bring a share, each with the same
-    number of vectors a thread.
+    where an exponential takes nine instructions. Such a kernel takes only rows that leave no more than LAST vectors of
+    a thread empty (``check_row``). copies: number of bulk copies that bring a share, each with the same number of
+    vectors a thread.
     """
 
     dtype: str
@@ -79,6 +82,16 @@ class StagedConfig:
         if self.once and (self.dtype != "float32" or self.edges):
             raise ValueError("once: of fp32 rows that start and end on 16-byte boundaries")
 
+    def check_row(self, vectors: int) -> None:
+        """Raise ValueError where ``once`` is of rows that fill a CTA, and rows of so many vectors do not."""
+        share = -(-vectors // (self.cluster * self.step)) * self.step
+        last = vectors - (self.cluster - 1) * share  # of the cluster's last CTA
+        least = (self.vectors - LAST) * self.threads
+        if self.once and last < least:
+            raise ValueError(
+                f"once: every CTA must have at least {least} vectors of a row, the last one has {last}"
+            )
+
     @property
     def warps(self) -> int:
         return self.threads // WARP_THREADS
@@ -87,6 +100,12 @@ class StagedConfig:
     def share(self) -> int:
         """Vectors that fit a CTA."""
         return self.threads * self.vectors
+
+    @property
+    def step(self) -> int:
+        """Shares of several copies are multiples of so many vectors: a line of L2, if the last CTA then has as many as
+        ``check_row`` wants."""
+        return LINE_BYTES // VECTOR_BYTES if self.copies > 1 and self.threads >= LINE_THREADS else 1
 
     @property
     def copied(self) -> int:
@@ -126,7 +145,7 @@ class Staged(SoftmaxHost):
         # 2. One thread issues the copies of the share; the edges are loaded separately.
         row_index = block // config.cluster
         row = row_span(x, row_index, dtype, config.edges)
-        begin, end = share_in_cluster(row, config.cluster)
+        begin, end = share_in_cluster(row, config.cluster, config.step)
         size = cutlass.max(end - begin, 0)
         if thread == 0:
             for copy in cutlass.range_constexpr(config.copies):
@@ -226,7 +245,8 @@ def exponentiate_share(config: cutlass.Constexpr, staged, arrived, size, thread)
             await_vector(config, arrived, first + i)
             vector = (first + i) * config.threads + thread
             words[None, i].store(read_shared(staged, vector).load())
-            blank(words[None, i], vector < size, config.dtype)
+            if cutlass.const_expr(first + i >= config.vectors - LAST):
+                blank(words[None, i], vector < size, config.dtype)
         numbers = cute.recast_tensor(words, Float32)
         before, maximum = maximum, largest(numbers, maximum)
         reference = reference_of(maximum)

@@ -131,10 +131,13 @@ def test_special_values(name, dtype):
 
 
 @pytest.mark.usefixtures("check_order")
-@pytest.mark.parametrize(("arch", "cluster"), [("sm_90a", 2), ("sm_100a", 1)])
-def test_exponentials_taken_once(arch, cluster):
-    """Special rows too, threads without an element, and a maximum that comes last."""
-    rows, length = 7, 4 * (96 * cluster - 7)
+@pytest.mark.parametrize(
+    ("arch", "cluster", "threads", "vectors"), [("sm_90a", 2, 128, 3), ("sm_100a", 1, 64, 6)]
+)
+def test_exponentials_taken_once(arch, cluster, threads, vectors):
+    """Special rows too, threads without an element, and a maximum that comes last. Shares of whole lines in a cluster;
+    two groups of vectors that have references of their own."""
+    rows, length = 7, 4 * (threads * (2 * vectors - 3) // 2 * cluster - 7)
     values = logits(rows, length)
     values[5, :9], values[5, -300:] = -torch.inf, 200.0 + values[5, -300:]
     values[0, 17], values[1, length - 1] = torch.nan, torch.inf
@@ -142,12 +145,15 @@ def test_exponentials_taken_once(arch, cluster):
     values[4, ::2], values[4, 1::2] = torch.finfo(FP32).max, -torch.finfo(FP32).max
     _, x = matrix(rows, length, FP32, offset=0, fill=values)
     storage, out = matrix(rows, length, FP32, offset=0)
-    config = StagedConfig("float32", 64, cluster, 1 + cluster, False, 4, once=True, copies=cluster)
+    config = StagedConfig("float32", threads, cluster, vectors, False, 4, once=True, copies=2)
     launch.run_sim(x, out, SoftmaxPlan("staged", config, 0, 0, 0.0), target(arch))
     check(out, x)
     assert untouched(storage, out)
     assert out[[0, 1, 3]].isnan().all() and not out[[2, 4, 5, 6]].isnan().any()
-    with pytest.raises(ValueError, match=r"^once: "):
+    roomy = dataclasses.replace(config, vectors=vectors + 2)
+    with pytest.raises(ValueError, match=f"^once: every CTA must have at least {vectors * threads} vectors"):
+        launch.run_sim(x, out, SoftmaxPlan("staged", roomy, 0, 0, 0.0), target(arch))
+    with pytest.raises(ValueError, match=r"^once: of fp32"):
         StagedConfig("bfloat16", 64, cluster, 2, False, once=True)
     with pytest.raises(ValueError, match=r"^copies: .* from 1 to 2"):
         StagedConfig("bfloat16", 64, cluster, 2, False, copies=3)
