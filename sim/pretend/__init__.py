@@ -79,7 +79,7 @@ def intercept(
     propagation.on_kernel = session.torch_runs
 
     def call(compiled: object, args: tuple, kwargs: dict) -> SimReport:
-        capture = propagation.capturing
+        capture = propagation.recorder()
         if capture is None:
             return session.call(compiled, args, kwargs)
         with torch._C.DisableTorchFunction(), _disable_current_modes():

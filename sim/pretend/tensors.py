@@ -17,7 +17,7 @@ import torch
 from torch._ops import HigherOrderOperator, _compute_keyset
 from torch.overrides import TorchFunctionMode
 from torch.utils import _device as torch_device
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from warpspec.sim.pretend.capture import Capture
 
@@ -223,6 +223,7 @@ class Propagation(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.capturing: Capture | None = None
+        self.inside = False  # an operator that is recorded, whose own operators and kernels are not
         self.on_kernel: Callable[[], None] = lambda: None  # called when torch runs a kernel on the device
 
     supports_higher_order_operators = True  # flex_attention called without torch's compiler, say
@@ -237,9 +238,10 @@ class Propagation(TorchDispatchMode):
         on_device, others = names_cuda(kwargs.get("device")), set()
         if on_device:  # asked for where `Placement` does not see it
             kwargs = kwargs | {"device": CPU}
-        if self.capturing is not None and function._schema.is_mutable:
-            self.capturing.keep(t for t in tensors_in((args, kwargs)) if storage_of(t) is not None)
-        result = function(*args, **kwargs)
+        if self.recorder() is None:
+            result = function(*args, **kwargs)
+        else:
+            result = self._record(function, args, kwargs)
         for tensor in tensors_in((args, kwargs)):
             storage = storage_of(tensor)
             if storage is None:
@@ -255,9 +257,27 @@ class Propagation(TorchDispatchMode):
                 storage = storage_of(tensor)
                 if storage is not None and storage._cdata not in others:
                     setattr(storage, MARK, True)
-        if self.capturing is not None:
-            again = functools.partial(_again, function, args, kwargs, result)
-            self.capturing.record(again, _allocated(result, (args, kwargs)))
+        return result
+
+    def recorder(self) -> Capture | None:
+        """What records a call that is made now, if anything."""
+        return None if self.inside else self.capturing
+
+    def _record(self, function: Callable, args: tuple, kwargs: dict) -> object:
+        """Run an operator and record it."""
+        capture = self.capturing
+        schema = getattr(function, "_schema", None)  # not of higher-order operators, which write nothing
+        if schema is not None and schema.is_mutable:
+            with _disable_current_modes():
+                capture.keep(t for t in tensors_in((args, kwargs)) if storage_of(t) is not None)
+        self.inside = True
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            self.inside = False
+        with _disable_current_modes():
+            made = _allocated(result, (args, kwargs))
+            capture.record(functools.partial(_again, function, args, kwargs, result), made)
         return result
 
 

@@ -9,6 +9,7 @@ import torch
 from cutlass.cute.runtime import from_dlpack
 
 import warpspec.sim
+from warpspec.softmax import softmax
 
 
 @cute.kernel
@@ -44,6 +45,18 @@ def test_a_capture_executes_nothing():
         graph.replay()
         found.append(x.unique().item())
     assert found == [3, 7, 15]
+
+
+def test_a_captured_operator_runs_once_a_replay():
+    x, graph = torch.arange(64.0, device="cuda").view(2, 32) / 7, torch.cuda.CUDAGraph()
+    expected = x.clone()
+    with torch.cuda.graph(graph):
+        softmax(x, out=x)
+    assert torch.equal(x, expected)
+    for _ in range(2):
+        graph.replay()
+        expected = torch.softmax(expected, -1)
+        torch.testing.assert_close(x, expected)
 
 
 def test_a_capture_that_fails_ends():
