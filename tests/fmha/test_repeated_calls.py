@@ -54,6 +54,16 @@ def test_a_call_alike_is_not_checked_and_sees_other_values(checks):
     assert len(checks) == 2  # one with out, one without
 
 
+def test_forgotten_calls_are_checked_again(checks):
+    """Also the last one, which is recalled without a look-up."""
+    for _ in range(2):
+        attention(*operands())
+    assert len(checks) == 1
+    ops.forget_calls()
+    attention(*operands())
+    assert len(checks) == 2
+
+
 def random_call(draw: random.Random) -> tuple[tuple, dict]:
     """Operands and options: of each the usual one or, seldom, another, so that calls often differ in one thing only."""
 
