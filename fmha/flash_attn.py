@@ -16,6 +16,8 @@ result is out alone (flash-attn 4 returns out and None).
 
 from __future__ import annotations
 
+import numbers
+
 import torch
 
 from warpspec.common.checks import ANY, check_int, check_number, check_strided, check_tensor, kind_of
@@ -251,6 +253,7 @@ def flash_attn_with_kvcache(
         check_strided(name, tensor)
     if q.dim() == 0:
         raise ValueError("q: must have dimensions, got shape []")
+    lengths = _plain_int(lengths)
     if isinstance(lengths, int):
         check_int("cache_seqlens", lengths, 0, SIZE_LIMIT)
         batch = len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1
@@ -386,11 +389,13 @@ def _options(softmax_scale, causal, window_size, num_splits, softcap, swizzled) 
             raise TypeError(
                 f"window_size: must be (left, right), each None or an int, got {kind_of(window_size)}"
             )
+        window_size = tuple(map(_plain_int, window_size))
         for reach in window_size:
             if reach is not None:
                 check_int("window_size", reach, -1)
         window = tuple(None if reach == -1 else reach for reach in window_size)
         window = None if window == (None, None) else window
+    num_splits = _plain_int(num_splits)
     if num_splits is not None:
         check_int("num_splits", num_splits, 0)
     if softmax_scale is not None:
@@ -421,8 +426,16 @@ def _hint(name: str, value) -> int:
     """The most queries or keys of a request, as an int; a tensor is read, which waits for its device."""
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_floating_point():
         return int(value)
+    value = _plain_int(value)
     check_int(name, value, 0)
     return value
+
+
+def _plain_int(value):
+    """An int for a NumPy integer, such as the largest of an array of lengths; any other value as it is."""
+    if isinstance(value, (int, torch.SymInt)) or not isinstance(value, numbers.Integral):
+        return value
+    return int(value)
 
 
 def _returned(result, wants_lse: bool, probabilities: bool, sink: torch.Tensor | None):

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy
 import pytest
 import torch
 from helpers.block_cases import Case, inputs_of
@@ -96,7 +97,8 @@ def test_packed_queries_over_pages(table, lengths):
     starts = torch.nn.functional.pad(arguments["kv_lengths"].cumsum(0), (1, 0)).int()
     got = flash_attn_varlen_func(
         *(arguments[name] for name in ("q", "k", "v", "cu_seqlens_q")),
-        max_seqlen_q=torch.tensor(40), max_seqlen_k=90, causal=True, out=PAGED.poisoned_out(), return_lse=True,
+        max_seqlen_q=torch.tensor(40), max_seqlen_k=numpy.int32(90), num_splits=numpy.int64(0),
+        causal=True, out=PAGED.poisoned_out(), return_lse=True,
         **{table: arguments["page_table"]},
         **{lengths: arguments["kv_lengths"] if lengths == "seqused_k" else starts},
     )  # fmt: skip
@@ -123,7 +125,7 @@ def test_rectangles_with_lengths():
     assert torch.equal(got, attention(q, k, v, kv_lengths=lengths, causal=True))
 
 
-@pytest.mark.parametrize("lengths", [13, int32(13, 13), None])
+@pytest.mark.parametrize("lengths", [13, numpy.int64(13), int32(13, 13), None])
 def test_a_cache(lengths):
     q, k, v = rectangle()
     expected, lse = attention(
