@@ -5,17 +5,11 @@ import math
 
 import pytest
 import torch
-from helpers.float8_cases import NVFP4, Case
+from helpers.float8_cases import NVFP4, check_extreme, extremes
 from helpers.suites import long
 
 from warpspec.common.launch import simulating
 from warpspec.fmha import attention
-
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-SUBNORMAL, LARGE = 1e-40, 2.0**100
-# k_scale, v_scale: 0 makes weights equal, or o 0; so does a subnormal k_scale, for codes are below 2**16.
-SCALES = [(0.0, 1.0), (1.0, 0.0), (SUBNORMAL, 1.0), (1.0, SUBNORMAL), (2.0**-20, LARGE), (0.5, 2.0**-60)]
-LARGEST = {E4M3: 0x7E, E5M2: 0x7B, NVFP4: 0x77}
 
 
 def compare(arguments: dict, arch: str) -> None:
@@ -23,33 +17,16 @@ def compare(arguments: dict, arch: str) -> None:
     wanted, wanted_lse = attention(**arguments, return_lse=True, backend="reference")
     with simulating(arch):
         o, lse = attention(**arguments, return_lse=True, backend="sim")
-    assert o.isfinite().all() and wanted.isfinite().all()
-    torch.testing.assert_close(lse, wanted_lse, rtol=1e-6, atol=1e-3)
-    # In units of the least subnormal bf16 where the values are as small as that.
-    assert (o - wanted).double().norm() <= 4e-3 * wanted.double().norm() + 2.0**-133 * math.sqrt(o.numel())
+    check_extreme(o, lse, wanted, wanted_lse)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("queries", [1, 20])
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-@pytest.mark.parametrize("format", [E4M3, E5M2, NVFP4])
+@pytest.mark.parametrize("format", [torch.float8_e4m3fn, torch.float8_e5m2, NVFP4])
 def test_scales_and_codes(format, arch, queries):
-    arguments = Case(queries, 36, (2, 1), 64, float8=format, scale="tensor").arguments()
-    arguments["q"] = arguments["q"] * 0.02  # logits of some hundred powers of two have one key's weight
-    for k_scale, v_scale in SCALES:
-        scales = {"k_scale": torch.tensor(k_scale), "v_scale": torch.tensor(v_scale)}
-        compare(arguments | scales, arch)
-    # Saturated codes, of both signs, with the largest block scale.
-    sign = torch.randint(2, arguments["v"].shape, generator=torch.Generator().manual_seed(2)) * 0x80
-    codes = (LARGEST[format] | sign).to(torch.uint8)
-    full = {"k": codes.view(format), "v": codes.flip(1).view(format), "k_scale": torch.tensor(2.0**-12)}
-    if format == NVFP4:
-        full |= {f"{name}_block_scales": torch.full_like(arguments["k_block_scales"], 0x7E) for name in "kv"}
-    compare(arguments | full, arch)
-    # Codes of 0 alone, and of the least magnitude.
-    for code in (0x00, 0x01):
-        low = torch.full_like(codes, code).view(format)
-        compare(arguments | {"k": low, "v": low}, arch)
+    for arguments in extremes(format, queries):
+        compare(arguments, arch)
 
 
 def close_logits(largest: float, dtype: torch.dtype) -> dict:

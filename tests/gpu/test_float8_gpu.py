@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from helpers.float8_cases import NVFP4, Case, check, on_gpu
+from helpers.float8_cases import NVFP4, Case, check, check_extreme, extremes, on_gpu
 
 from warpspec.fmha import attention
 
@@ -58,6 +58,14 @@ def test_against_reference(case):
 @pytest.mark.parametrize("seed", range(24))
 def test_drawn(seed):
     check(drawn(seed), on_gpu)
+
+
+@pytest.mark.parametrize("queries", [1, 20])
+@pytest.mark.parametrize("format", [torch.float8_e4m3fn, E5M2, NVFP4])
+def test_extreme_scales_and_codes(format, queries):
+    for arguments in extremes(format, queries):
+        got = on_gpu(arguments)
+        check_extreme(*got, *attention(**arguments, return_lse=True, backend="reference"))
 
 
 @pytest.mark.parametrize("queries", [1, 12, 200])

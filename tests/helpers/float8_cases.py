@@ -3,6 +3,8 @@ worth."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +16,11 @@ O_TOLERANCE, LSE_TOLERANCE = 4e-3, 1e-3  # worst head's relative error; lse's la
 CODES_OF_NAN = {torch.float8_e4m3fn: 0xFF, torch.float8_e5m2: 0x7E, torch.uint8: 0x7F}
 CODE_OF_INF = 0x7C  # of e5m2
 NVFP4 = torch.uint8  # as a dtype of keys
+# Codes of the largest numbers; NVFP4: two in a byte.
+LARGEST = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7B, NVFP4: 0x77}
+SUBNORMAL, LARGE = 1e-40, 2.0**100
+# k_scale, v_scale: 0 makes weights equal, or o 0; so does a subnormal k_scale, for codes are below 2**16.
+SCALES = [(0.0, 1.0), (1.0, 0.0), (SUBNORMAL, 1.0), (1.0, SUBNORMAL), (2.0**-20, LARGE), (0.5, 2.0**-60)]
 
 
 @dataclass(frozen=True)
@@ -156,3 +163,30 @@ def on_gpu(arguments: dict):
     moved = {name: t.cuda() if isinstance(t, torch.Tensor) else t for name, t in arguments.items()}
     found = [t.cpu() for t in attention(**moved, return_lse=arguments["normalize"])]
     return found if arguments["normalize"] else AttentionState(*found)
+
+
+def extremes(format: torch.dtype, queries: int) -> Iterator[dict]:
+    """Arguments of ``attention`` with scales and codes at the ends of their ranges."""
+    arguments = Case(queries, 36, (2, 1), 64, float8=format, scale="tensor").arguments()
+    arguments["q"] = arguments["q"] * 0.02  # logits of some hundred powers of two have one key's weight
+    for k_scale, v_scale in SCALES:
+        yield arguments | {"k_scale": torch.tensor(k_scale), "v_scale": torch.tensor(v_scale)}
+    # Saturated codes, of both signs, with the largest block scale.
+    sign = torch.randint(2, arguments["v"].shape, generator=torch.Generator().manual_seed(2)) * 0x80
+    codes = (LARGEST[format] | sign).to(torch.uint8)
+    full = {"k": codes.view(format), "v": codes.flip(1).view(format), "k_scale": torch.tensor(2.0**-12)}
+    if format == NVFP4:
+        full |= {f"{name}_block_scales": torch.full_like(arguments["k_block_scales"], 0x7E) for name in "kv"}
+    yield arguments | full
+    # Codes of 0 alone, and of the least magnitude.
+    for code in (0x00, 0x01):
+        low = torch.full_like(codes, code).view(format)
+        yield arguments | {"k": low, "v": low}
+
+
+def check_extreme(o, lse, wanted, wanted_lse) -> None:
+    """Compare results of ``extremes`` with the reference's."""
+    assert o.isfinite().all() and wanted.isfinite().all()
+    torch.testing.assert_close(lse, wanted_lse, rtol=1e-6, atol=1e-3)
+    # In units of the least subnormal bf16 where the values are as small as that.
+    assert (o - wanted).double().norm() <= 4e-3 * wanted.double().norm() + 2.0**-133 * math.sqrt(o.numel())
