@@ -109,16 +109,20 @@ class TileScheduler:
 
     has_warp: a warp computes the CTA's tiles for all roles and writes them to ``record_count`` records
     (``device.record``). sorts: packed query tiles are taken from the queue longest first (``device.longest``).
+    in_step: work that is cut by length is cut alike for all heads, and neighbouring CTAs take one chunk of different
+    heads (``device.line``).
     """
 
     schedule: Schedule = Schedule.SINGLE
     has_warp: bool = False
     record_count: int = 1
     sorts: bool = False
+    in_step: bool = False
 
     def __post_init__(self):
         assert self.has_warp or self.schedule is not Schedule.QUEUE
         assert self.schedule is Schedule.QUEUE or not self.sorts
+        assert self.schedule is Schedule.LINE or not self.in_step
 
     @property
     def cuts_tiles(self) -> bool:

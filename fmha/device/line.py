@@ -9,6 +9,10 @@ rounds tiles are small compared with chunks. In the last round a chunk may begin
 are equally long and chunks become little longer if each is a tile (``chunk_length``). Each chunk with
 a piece of a cut tile leaves a state in one of its CTA's two workspace places; and the CTA whose chunk begins at the
 tile's first cut leaves a join record, from which ``device.join`` joins the states.
+
+If heads are in step (``TileScheduler.in_step``), the line has one head of each request. It is cut into fewer chunks,
+and as many neighbouring CTAs as there are heads take each of them, one head each. So keys of all heads are read at a
+time, which are neighbours in memory.
 """
 
 from __future__ import annotations
@@ -81,6 +85,34 @@ def chunks_of(config, operands, numbers) -> Chunks:
     return Chunks(Line(heads, tiles.head_tiles, group, requests, rounds, *numbers.window))
 
 
+class Place(NamedTuple):
+    """A CTA's place among those that share a line.
+
+    chunk, chunks: number of its chunk in a round, and chunks of a round. head: the head that it takes of every request
+    if heads are in step, else 0. slot: number of its join record and states; those of one line follow one another.
+    """
+
+    chunk: Int32
+    chunks: Int32
+    head: Int32 | int
+    slot: Int32
+
+
+def place_of(config, line: Line) -> Place:
+    """The ``Place`` of this CTA."""
+    cta, _, _ = cute.arch.block_idx()
+    ctas, _, _ = cute.arch.grid_dim()
+    if not config.scheduler.in_step:
+        return Place(cta, ctas, 0, cta)
+    chunks, chunk, head = ctas // line.heads, cta // line.heads, cta % line.heads
+    return Place(chunk, chunks, head, head * chunks + chunk)
+
+
+def heads_along(config, line: Line):
+    """Heads of a request that follow one another on the line."""
+    return 1 if config.scheduler.in_step else line.heads
+
+
 class Cursor(NamedTuple):
     """A place on the line.
 
@@ -139,7 +171,7 @@ def stretch_of(config, operands, line: Line, request):
 def length_of(config: cutlass.Constexpr, operands, line, request, end) -> Int64:
     """Length of a request on the line; 0 from request ``end`` on."""
     found = stretch_of(config, operands, line, cutlass.min(request, end - 1))
-    length = found.upto(found.tiles) * Int64(line.heads)
+    length = found.upto(found.tiles) * Int64(heads_along(config, line))
     return Int64(cutlass.select_(Boolean(request < end), length, Int64(0)))
 
 
@@ -169,19 +201,19 @@ def common_length(config: cutlass.Constexpr, operands, line, found, of_lane) -> 
     tiles = stretch_of(config, operands, line, cutlass.min(first, line.requests - 1))
     length = cute.arch.shuffle_sync(tiles.upto(1), 0)
     count = cutlass.max(cutlass.min(of_lane, line.requests - first), 0)
-    upto = found.before + length * Int64(tiles.tiles * line.heads * count)
+    upto = found.before + length * Int64(tiles.tiles * heads_along(config, line) * count)
     following = Int64(cute.arch.shuffle_sync_down(found.before, 1))
     last = Boolean(cute.arch.lane_idx() == LAST_LANE)
     alike = Boolean(upto == Int64(cutlass.select_(last, found.total, following)))
     return Int64(cutlass.select_(cute.arch.vote_all_sync(alike), length, Int64(0)))
 
 
-def chunk_length(config, line: Line, total, ctas, tile) -> Int64:
+def chunk_length(config, line: Line, total, chunks, tile) -> Int64:
     """Length of every chunk but the last ones, which may be shorter or have nothing: the quotient, or a little more.
 
-    tile: the length of all tiles, or 0. If that is a little more than the quotient, chunks are tiles, and none is cut.
+    chunks: their number. tile: the length of all tiles, or 0. If that is a little more than the quotient, chunks are
+    tiles, and none is cut.
     """
-    chunks = Int32(line.rounds * ctas)
     most = Int64(Float32(total) * (cute.arch.rcp_approx(Float32(chunks)) * Float32(1.0 + 2.0**-20))) + 1
     whole = Boolean(tile >= most) & Boolean(tile <= most + most // WHOLE_SHARE)
     most = Int64(cutlass.select_(whole, tile, most))
@@ -192,7 +224,7 @@ def chunk_length(config, line: Line, total, ctas, tile) -> Int64:
 def locate(config: cutlass.Constexpr, operands, line, found, of_lane, place) -> tuple:
     """(head of the line, query tile, offset in it, its length) of a place before the line's end. By a whole warp.
 
-    found, of_lane: ``shares``, and requests of a lane.
+    found, of_lane: ``shares``, and requests of a lane. If heads are in step, the head is the request's first.
     """
     share, thread = found.lane_of(place), cute.arch.lane_idx()
     rest = place - found.before_lane(share)
@@ -210,16 +242,17 @@ def locate(config: cutlass.Constexpr, operands, line, found, of_lane, place) -> 
             request += WARP_THREADS
     request = cutlass.min(request, line.requests - 1)
     tiles = stretch_of(config, operands, line, request)
-    of_head = tiles.upto(tiles.tiles)
-    head = Int32(Float32(rest) * cute.arch.rcp_approx(Float32(of_head)))  # or one more, or less
-    head = cutlass.max(cutlass.min(head, line.heads - 1), 0)
-    rest -= of_head * Int64(head)
-    if rest < 0:
-        head -= 1
-        rest += of_head
-    elif rest >= of_head:
-        head += 1
-        rest -= of_head
+    of_head, head = tiles.upto(tiles.tiles), Int32(0)
+    if cutlass.const_expr(not config.scheduler.in_step):
+        head = Int32(Float32(rest) * cute.arch.rcp_approx(Float32(of_head)))  # or one more, or less
+        head = cutlass.max(cutlass.min(head, line.heads - 1), 0)
+        rest -= of_head * Int64(head)
+        if rest < 0:
+            head -= 1
+            rest += of_head
+        elif rest >= of_head:
+            head += 1
+            rest -= of_head
     low, count, length = Int32(0), tiles.tiles, of_head
     if count > 1:
         while count > 1:
@@ -238,21 +271,21 @@ def locate(config: cutlass.Constexpr, operands, line, found, of_lane, place) -> 
 def place_chunks(config: cutlass.Constexpr, operands, line, cursors: cute.Tensor):
     """Write the cursors of this CTA's chunks to shared memory. By the whole CTA; a barrier has to follow."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    cta, _, _ = cute.arch.block_idx()
-    ctas, _, _ = cute.arch.grid_dim()
+    own = place_of(config, line)
     if warp < SIDES * line.rounds:
         of_lane = (line.requests + WARP_THREADS - 1) // WARP_THREADS
         found = shares(config, operands, line, of_lane)
         tile = common_length(config, operands, line, found, of_lane)
-        size = chunk_length(config, line, found.total, ctas, tile)
+        size = chunk_length(config, line, found.total, Int32(line.rounds * own.chunks), tile)
         for number in cutlass.range(warp, SIDES * line.rounds, config.threads // WARP_THREADS, unroll=1):
             round_, side = number // SIDES, number % SIDES
-            chunk = round_ * ctas + cta + side
+            chunk = round_ * own.chunks + own.chunk + side
             place = size * Int64(chunk)
             head, query_tile, offset, length = line.requests * line.heads, Int32(0), Int64(0), Int64(1)
             if place < found.total:
                 head, query_tile, offset, length = locate(config, operands, line, found, of_lane, place)
-                if chunk <= (line.rounds - 1) * ctas:  # moves to the begin of the tile
+                head += own.head
+                if chunk <= (line.rounds - 1) * own.chunks:  # moves to the begin of the tile
                     offset = Int64(0)
             part = Float32(offset) * cute.arch.rcp_approx(Float32(length))  # grows with the offset
             if cute.arch.lane_idx() == 0:
@@ -266,7 +299,6 @@ def place_chunks(config: cutlass.Constexpr, operands, line, cursors: cute.Tensor
 def write_join(config: cutlass.Constexpr, operands, line, cursors: cute.Tensor):
     """Write the record of this CTA's last chunk: where its begin cuts a tile, and whose rows the tile has. By a warp;
     reads the cursors."""
-    cta, _, _ = cute.arch.block_idx()
     begin = cursor_at(cursors, BEGIN, line.rounds - 1)
     head = cutlass.min(begin.head, line.requests * line.heads - 1)
     tile = tile_of(config, operands, line.group, line.window, begin.query_tile, *heads_of(line, head))
@@ -282,7 +314,7 @@ def write_join(config: cutlass.Constexpr, operands, line, cursors: cute.Tensor):
         queries=tile.seq_q - tile.first_query,
     )
     if cute.arch.lane_idx() == 0:
-        record = operands.joins[cta, None]
+        record = operands.joins[place_of(config, line).slot, None]
         for i, word in enumerate(words):
             record[i] = word
 
@@ -292,9 +324,10 @@ def tiles_before(part, kv_tiles) -> Int32:
     return cut(part, kv_tiles, Int32, cutlass.min, select_integer)
 
 
-def state_of(cta, begins) -> Int32:
-    """Slot of a CTA's piece of a tile; begins: the tile begins in its chunk."""
-    return 2 * cta + Int32(begins)
+def state_of(slot, begins) -> Int32:
+    """Number of the state that a CTA leaves of its piece of a tile. slot: the CTA's; begins: the tile begins in its
+    chunk."""
+    return 2 * slot + Int32(begins)
 
 
 def heads_of(line: Line, head) -> tuple:
@@ -325,7 +358,6 @@ class Chunk:
 
     def tile(self, head, query_tile):
         """The ``Tile`` for a query tile's piece in the chunk."""
-        cta, _, _ = cute.arch.block_idx()
         window, place = self.line.window, heads_of(self.line, head)
         tile = tile_of(self.config, self.operands, self.line.group, window, query_tile, *place)
         count = tile.span.count
@@ -338,12 +370,15 @@ class Chunk:
         first = select_integer(begins, 0, tiles_before(self.begin.part, count))
         last = select_integer(ends, count, tiles_before(self.end.part, count))
         whole = Boolean(first == 0) & Boolean(last == count) & (begins | Boolean(count > 0))
-        return tile.cut(Piece(first, last - first, whole, state_of(cta, begins)))
+        return tile.cut(
+            Piece(first, last - first, whole, state_of(place_of(self.config, self.line).slot, begins))
+        )
 
     def next(self, head, query_tile, tile) -> tuple:
         """(head, query tile) after ``tile``, which is at (head, query_tile)."""
         last = Boolean((query_tile + 1) * self.config.rows.queries >= tile.seq_q)
-        return head + Int32(last), select_integer(last, 0, query_tile + 1)
+        step = self.line.heads if self.config.scheduler.in_step else 1
+        return head + Int32(last) * step, select_integer(last, 0, query_tile + 1)
 
 
 def chunk_at(config, operands, line: Line, cursors: cute.Tensor, round_) -> Chunk:

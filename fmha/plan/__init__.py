@@ -51,6 +51,8 @@ def plan_of(choices: Choices, problem: AttentionProblem, target: Target, found: 
     config = config_of(choices, problem, target, found)
     resident = target.sm_count * config.shape.ctas_per_sm
     section = choose_section(problem, config, target, resident)
+    if config.scheduler.in_step:
+        resident -= resident % (problem.heads_kv * -(-problem.group // config.rows.pack))
     return Plan(config, found.splits, ANY_CTAS if found.way is Way.SINGLE else resident, section)
 
 

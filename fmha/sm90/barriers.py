@@ -27,7 +27,7 @@ def barriers_of(config) -> tuple[Barrier, ...]:
         )
         return (*found, *codes)
     if config.by_warp:
-        return (*found, *warp_barriers(config.codes))
+        return (*found, *warp_barriers(config.codes, config.merge))
     return found + kv_barriers(config)
 
 

@@ -35,7 +35,6 @@ from warpspec.fmha.device.codes import NUMBERS, codes_of, paired
 from warpspec.fmha.device.logits import map_scores, negate_scores, unit
 from warpspec.fmha.device.softmax import move_reference, offset_of
 from warpspec.fmha.heads import BLOCK
-from warpspec.fmha.sm90.config import CLEAR_BARRIER
 from warpspec.fmha.sm90.consumer import DTYPES, unmasked_steps
 from warpspec.fmha.sm90.float8 import STATISTICS
 from warpspec.fmha.sm90.narrow import factors, largest, maximum_of_halves, narrowed
@@ -73,8 +72,8 @@ class Lane:
 
 
 @cute.jit
-def attend_by_warp(work):
-    """Like ``consumer.attend``, but only the first warp's results are the tile's; those of the others are undefined.
+def attend_by_warp(work, merger):
+    """Like ``consumer.attend``, but the results of warp ``merger`` are the tile's; those of the others are undefined.
 
     Consumes: k_full, v_full of the warp's own tiles. Produces: k_empty, v_empty of these, one arrival each; q_empty,
     one arrival per warp.
@@ -99,7 +98,7 @@ def attend_by_warp(work):
     for step in cutlass.range((first + warps) % warps, span.count, warps, unroll=1):
         masked = Boolean(step < whole) | Boolean(step >= partial)
         state = take_tile(work, lane, q, o, step, masked, state)
-    return merge(work, lane, o, work.in_units(state))
+    return merge(work, lane, o, work.in_units(state), merger)
 
 
 @cute.jit
@@ -379,49 +378,62 @@ def load_vector(lane, base, span, row) -> cute.Tensor:
 
 
 @cute.jit
-def merge(work, lane: cutlass.Constexpr, o, state):
+def merge(work, lane: cutlass.Constexpr, o, state, merger):
     """Merge the warps' O and states into the form that ``consumer.attend`` leaves: O of the tile's rows in
-    ``work.mma.o``, and their state. Shared memory holds one warp's O for eight rows at a time."""
+    ``work.mma.o``, and their state. Shared memory holds O of eight rows of each warp, ``WarpMerge.stages`` times.
+
+    merger: the warp that gets them. The others begin their next tile meanwhile, so each has its turn.
+
+    Produces: o_full, one arrival per warp; o_empty, one by the merger. Consumes: o_empty; the merger also o_full.
+    """
     wide = flat(work.mma.o)
     wide.fill(0.0)
-    nothing = ((-Float32.inf,) * PAIR, (-Float32.inf,) * PAIR, (Float32(0.0),) * PAIR)
+    rows = work.config.shape.row_tiles  # of a thread
+    nothing = ((-Float32.inf,) * rows, (-Float32.inf,) * rows, (Float32(0.0),) * rows)
     found = nothing
     if work.span.count > 0:
-        found = merged(work, lane, o, wide, state)
+        found = merged(work, lane, o, wide, state, merger)
     return found
 
 
 @cute.jit
-def merged(work, lane: cutlass.Constexpr, o, wide, state):
+def merged(work, lane: cutlass.Constexpr, o, wide, state, merger):
     """``merge`` for a tile with keys."""
-    config, tiles = work.config, work.config.shape.row_tiles
-    barrier = {"barrier_id": CLEAR_BARRIER, "number_of_threads": config.consumer_threads}
-    references, maxima, sums = state
-    states, partial = work.shared.states, work.shared.partial
-    cute.arch.barrier(**barrier)  # the previous tile's data have been read
-    for c in cutlass.range_constexpr(lane.columns):
-        row = c // PAIR * MMA_COLUMNS + PAIR * lane.t + c % PAIR
-        total, highest = over_keys(sums[c], lambda a, b: a + b), over_keys(maxima[c], cute.arch.fmax)
-        if lane.g == 0:
-            at = (lane.warp * tiles * MMA_COLUMNS + row) * STATISTICS
-            for i, value in enumerate((references[c], highest, total)):
-                states[at + i] = value
+    config, channels, tiles = work.config, work.channels, work.config.shape.row_tiles
     rows = []
     for row_tile in cutlass.range_constexpr(tiles):
-        if cutlass.const_expr(row_tile > 0):
-            cute.arch.barrier(**barrier)
+        use = work.q_use * tiles + row_tile
+        stage = use % config.merge.stages * config.merge.rows
+        states, partial = (
+            work.shared.states + stage * STATISTICS,
+            work.shared.partial + stage * config.merge.row,
+        )
+        channels["o_empty"].wait_previous(use)
+        write_states(lane, states, row_tile, state)
         write_partial(lane, o, partial, row_tile)
-        cute.arch.barrier(**barrier)
+        channels["o_full"].arrive_warp(use)
         found = (-Float32.inf, -Float32.inf, Float32(0.0))
-        if lane.warp == 0:
-            row = row_tile * MMA_COLUMNS + lane.g
-            found = read_partial(lane, partial, states, wide, row_tile, row)
+        if lane.warp == merger:
+            channels["o_full"].wait(use)
+            found = read_partial(lane, partial, states, wide, row_tile)
+            channels["o_empty"].arrive_warp(use)
         rows.append(found)
-    if cutlass.const_expr(tiles < PAIR):
-        rows.append((-Float32.inf, -Float32.inf, Float32(0.0)))
     references, maxima, sums = zip(*rows, strict=True)
     sums = tuple(Float32(cutlass.select_(Boolean(lane.t == 0), total, Float32(0.0))) for total in sums)
     return references, maxima, sums
+
+
+@cute.jit
+def write_states(lane: cutlass.Constexpr, states, row_tile: cutlass.Constexpr, state):
+    """Write the warp's states of eight rows to shared memory, (STATISTICS) per row."""
+    references, maxima, sums = state
+    for e in cutlass.range_constexpr(PAIR):
+        c = row_tile * PAIR + e
+        total, highest = over_keys(sums[c], lambda a, b: a + b), over_keys(maxima[c], cute.arch.fmax)
+        if lane.g == 0:
+            at = (lane.warp * MMA_COLUMNS + PAIR * lane.t + e) * STATISTICS
+            for i, value in enumerate((references[c], highest, total)):
+                states[at + i] = value
 
 
 @cute.jit
@@ -443,12 +455,11 @@ def write_partial(lane: cutlass.Constexpr, o, partial, row_tile: cutlass.Constex
 
 
 @cute.jit
-def read_partial(lane: cutlass.Constexpr, partial, states, wide, row_tile: cutlass.Constexpr, row) -> tuple:
-    """Merge the warps' states of a row; the lanes t add up their O in ``wide``, in the layout of wgmma's fragment."""
-    config, tiles = lane.config, lane.config.shape.row_tiles
-    found = []
+def read_partial(lane: cutlass.Constexpr, partial, states, wide, row_tile: cutlass.Constexpr) -> tuple:
+    """Merge the warps' states of row g; the lanes t add up their O in ``wide``, in the layout of wgmma's fragment."""
+    config, found = lane.config, []
     for warp in cutlass.range_constexpr(config.consumer_warps):
-        at = (warp * tiles * MMA_COLUMNS + row) * STATISTICS
+        at = (warp * MMA_COLUMNS + lane.g) * STATISTICS
         found.append(tuple(states[at + i] for i in range(STATISTICS)))
     reference, highest, total = found[0][0], found[0][1], Float32(0.0)
     for other in found[1:]:
@@ -463,7 +474,7 @@ def read_partial(lane: cutlass.Constexpr, partial, states, wide, row_tile: cutla
         total = total + share * factor
     for n in cutlass.range_constexpr(config.heads.qk // (QUAD * PAIR)):
         for warp in cutlass.range_constexpr(config.consumer_warps):
-            at = (warp * MMA_COLUMNS + row % MMA_COLUMNS) * config.merge.row + n * QUAD * PAIR + PAIR * lane.t
+            at = (warp * MMA_COLUMNS + lane.g) * config.merge.row + n * QUAD * PAIR + PAIR * lane.t
             pair = cute.make_rmem_tensor(PAIR, Float32)
             cute.autovec_copy(vector_at(partial, at, PAIR), pair)
             for i in cutlass.range_constexpr(PAIR):

@@ -24,9 +24,20 @@ SCHEDULES = {
 
 
 # Constants for warps that convert codes in registers, by bits of a number, with bytes counted as if numbers had 16
-# bits. Fitted to lengths drawn at random and to full ones, in pages, on an H100 (docs/measurements.md).
+# bits. Fitted to lengths drawn at random and to full ones, in pages, on an H100; those of starts, ends and joins to 13
+# calls of more than 100 MB on an H200 (docs/measurements.md).
 WARP_COSTS = {
-    bits: replace(HOPPER, memory=memory, reading=memory, sm_bytes=rate, l2_bytes=rate, line=1.0)
+    bits: replace(
+        HOPPER,
+        memory=memory,
+        reading=memory,
+        sm_bytes=rate,
+        l2_bytes=rate,
+        line=1.0,
+        tile=5000.0,
+        single_ends=0.85,
+        join=5.0,
+    )
     for bits, memory, rate in ((8, HOPPER.memory * 16 / 8, 70), (4, HOPPER.memory * 16 / 4.5, 62))
 }
 
@@ -82,6 +93,8 @@ class HopperChoices(Choices):
             return Way.PERSISTENT, Way.SINGLE, Way.SPLIT
         if problem.mask.has_blocks:  # the lengths of lists are on the device
             return tuple(way for way in self.schedules if way is not Way.LINE)
+        if shape.row_tiles:  # a queue was slower than whole tiles in order, by up to 12%
+            return tuple(way for way in self.schedules if way is not Way.QUEUE)
         return tuple(self.schedules)
 
 

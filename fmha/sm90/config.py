@@ -100,7 +100,12 @@ class AttentionConfig(AttentionKernel):
         parts = parts_of(problem, rows_of_cta=tile_m, pack=pack, splits=splits)
         sorts = schedule is Schedule.QUEUE and sortable(problem)
         has_warp, records = shape.column_parts == 1, 2 if shape.row_tiles else 1  # ``rereads``
-        scheduler = TileScheduler(schedule, has_warp=has_warp, record_count=records, sorts=sorts)
+        in_step = schedule is Schedule.LINE and shape.steps_together(
+            problem.heads_kv * -(-problem.group // pack), target.sm_count
+        )
+        scheduler = TileScheduler(
+            schedule, has_warp=has_warp, record_count=records, sorts=sorts, in_step=in_step
+        )
         return cls(**parts, scheduler=scheduler, shape=shape)
 
     @property
@@ -139,7 +144,7 @@ class AttentionConfig(AttentionKernel):
     @functools.cached_property
     def merge(self) -> WarpMerge:
         """Where warps with KV tiles of their own merge their states."""
-        return WarpMerge(self.consumer_warps, self.shape.row_tiles, self.heads.v)
+        return WarpMerge(self.consumer_warps, self.shape.row_tiles, self.heads.v, self.shape.merge_stages)
 
     @property
     def converts(self) -> bool:

@@ -111,11 +111,12 @@ def products(config, q_base, k_base, v_base, part) -> Products:
 
 @dataclass(frozen=True)
 class ConsumerTile:
-    """One consumer's part of a tile. rows: the thread's two rows. biases: their biases (KEY), or None. consumer: which
-    consumer it is. row_group: which 64 rows are its own. part: which part of O's columns. (The last three are plain
-    ints for paired consumers.) thread: 0..127 within the consumer. use: how many KV tiles this CTA did before. q_use:
-    use count of this tile's Q. numbers: those of the map between S and P. shared: ``kernel.Buffers``. row_factors:
-    factors of the scores of the thread's rows (``narrow``), or None. record: the tile's, if it is kept; else None."""
+    """One consumer's part of a tile. rows: the thread's rows (``thread_rows``). biases: their biases (KEY), or None.
+    consumer: which consumer it is. row_group: which 64 rows are its own. part: which part of O's columns. (The last
+    three are plain ints for paired consumers.) thread: 0..127 within the consumer. use: how many KV tiles this CTA did
+    before. q_use: use count of this tile's Q. numbers: those of the map between S and P. shared: ``kernel.Buffers``.
+    row_factors: factors of the scores of the thread's rows (``narrow``), or None. record: the tile's, if it is kept;
+    else None."""
 
     config: object
     channels: dict
@@ -140,7 +141,7 @@ class ConsumerTile:
         if self.record is None:
             return self
         tile = self.record.read(self.config)
-        return replace(self, tile=tile, rows=thread_rows(tile, self.row_group, self.thread))
+        return replace(self, tile=tile, rows=thread_rows(self.config, tile, self.row_group, self.thread))
 
     def numbers_of(self, r: int) -> LogitNumbers:
         """The map's numbers for the scores of row r of the thread."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Protocol
 
 import cutlass
@@ -52,7 +54,7 @@ ROW_RESULTS = RowResults()
 
 @cute.jit
 def epilogue(work, state, operands, stage, results: cutlass.Constexpr = ROW_RESULTS):
-    """Write both rows of a thread: o = O / (row_sum + sink), lse; or un-normalised o, row_max, row_sum.
+    """Write the rows of a thread: o = O / (row_sum + sink), lse; or un-normalised o, row_max, row_sum.
 
     work: ``ConsumerTile``; O is in ``work.mma.o``. state: from ``consumer.attend``. stage: the address of a tile in
     shared memory that the consumer may write to, or None. results: ``Results``, used without a stage. A row that sees
@@ -80,11 +82,11 @@ def write_results(work, state, operands, stage, results: cutlass.Constexpr):
 
 
 def finish_rows(work, state, operands) -> list:
-    """Finish both rows of the thread: write their statistics, and sum O again where a hidden value reached it. Returns
+    """Finish the rows of the thread: write their statistics, and sum O again where a hidden value reached it. Returns
     (the row's place, the factor of O, whether the row saw no key) for each.
 
     In a short call nothing hides the way from the last product to the stores: so sinks are read at its start, those of
-    both rows, and one branch lies on it.
+    all rows, and one branch lies on it.
     """
     config = work.config
     references, maxima, sums = state
@@ -106,13 +108,13 @@ def finish_rows(work, state, operands) -> list:
 
 @cute.jit
 def write_piece(work, state, operands):
-    """Write the states of both rows of a thread to the piece's place in the workspace."""
+    """Write the states of the rows of a thread to the piece's place in the workspace."""
     config, tile, o = work.config, work.tile, flat(work.mma.o)
     references, maxima, sums = state
     places = [tile.place(row.index, work.row_group) for row in work.rows]
     totals = [over_quad(total, lambda a, b: a + b) for total in sums]
     untaint(work, places, references, totals, operands)
-    for r in cutlass.range_constexpr(THREAD_ROWS):
+    for r in cutlass.range_constexpr(len(work.rows)):
         row, empty = work.rows[r], Boolean(totals[r] == Float32(0.0))
         target = operands.pieces[
             tile.piece.state, work.row_group * WARPGROUP_ROWS + row.index, None
@@ -134,8 +136,8 @@ def untaint(
     if cutlass.const_expr(config.mask.uneven or config.logits.bias is not None):
         own = [row_columns(config, o, r, row, work.part) for r, row in enumerate(work.rows)]
         reached = [place.in_range & tainted(o, own[r], totals[r]) for r, place in enumerate(places)]
-        if reached[0] | reached[1]:
-            for r in cutlass.range_constexpr(THREAD_ROWS):
+        if reduce(operator.or_, reached):
+            for r in cutlass.range_constexpr(len(reached)):
                 if reached[r]:
                     recompute(
                         RowSum(config, work.rows[r], places[r], operands, references[r], work.numbers),

@@ -18,12 +18,13 @@ class WarpMerge:
     """Shared memory in which warps that have their own KV tiles merge their states.
 
     warps: number of warps. row_tiles: query rows in units of COLUMN_ROWS; 0: there are no such warps. columns: columns
-    of O.
+    of O. stages: row tiles for which there is room.
     """
 
     warps: int
     row_tiles: int
     columns: int
+    stages: int = 1
 
     @property
     def row(self) -> int:
@@ -35,21 +36,38 @@ class WarpMerge:
         """The regions that merging adds to ``smem_regions``."""
         if not self.row_tiles:
             return ()
-        warps, rows = self.warps, self.row_tiles * COLUMN_ROWS
+        warps, stages = self.warps, self.stages
         return (
             memory.Region(
-                "partial", warps * COLUMN_ROWS * self.row, "float32", VECTOR_BYTES, "O of each warp",
-                f"{warps} x [{COLUMN_ROWS}, {self.columns}], padded",
+                "partial", stages * self.rows * self.row, "float32", VECTOR_BYTES, "O of each warp",
+                f"{stages} x {warps} x [{COLUMN_ROWS}, {self.columns}], padded",
             ),
             memory.Region(
-                "states", warps * rows * STATISTICS, "float32", VECTOR_BYTES, "", "of the rows of each warp"
+                "states", stages * self.rows * STATISTICS, "float32", VECTOR_BYTES, "",
+                "of the rows of each warp",
             ),
         )  # fmt: skip
 
+    @property
+    def rows(self) -> int:
+        """Rows of all warps of a row tile."""
+        return self.warps * COLUMN_ROWS
 
-def warp_barriers(codes: CodeRings) -> tuple[Barrier, ...]:
-    """mbarriers of K and V that single warps take."""
-    reader, table = "the tile's consumer warp", []
+    @property
+    def barriers(self) -> tuple[Barrier, ...]:
+        """mbarriers of what the warps leave of a row tile."""
+        all_, one = "consumers, one thread a warp", "the warp that merges"
+        return (
+            Barrier(
+                "o_full", self.stages, self.warps, all_, one, "O and states of all warps are in shared memory"
+            ),
+            Barrier("o_empty", self.stages, 1, one, "consumers", "the warp that merges has read them"),
+        )
+
+
+def warp_barriers(codes: CodeRings, merge: WarpMerge) -> tuple[Barrier, ...]:
+    """mbarriers of K and V that single warps take, and of the states that they merge."""
+    reader, table = "the tile's consumer warp", [*merge.barriers]
     for name in codes.format.rings:
         tile, stages = name.upper(), codes.stages
         table += [

@@ -15,11 +15,16 @@ from warpspec.fmha.device.tile import Row
 from warpspec.fmha.device.unseen import RowColumns
 
 
-def thread_rows(tile, row_group, thread) -> tuple[Row, ...]:
-    """The rows of a thread (0..127) of a consumer that works on a row group."""
-    lane = thread % WARP_THREADS
+def thread_rows(config, tile, row_group, thread) -> tuple[Row, ...]:
+    """The rows of a thread (0..127) of a consumer that works on a row group: two, of its warp's 16.
+
+    If warps have their own KV tiles, any of them may get the tile's rows in the end, of which a thread has one if there
+    are 8."""
+    lane, count = thread % WARP_THREADS, THREAD_ROWS
     first = thread // WARP_THREADS * WARP_ROWS + lane // QUAD
-    return tuple(tile.row(first + r * ROW_DISTANCE, lane % QUAD, row_group) for r in range(THREAD_ROWS))
+    if config.by_warp:
+        first, count = lane // QUAD, config.shape.row_tiles
+    return tuple(tile.row(first + r * ROW_DISTANCE, lane % QUAD, row_group) for r in range(count))
 
 
 def row_columns(config, o: cute.Tensor, r: int, row: Row, part) -> RowColumns:

@@ -275,7 +275,7 @@ def consume_tile(role, tile, uses):
     counts after."""
     config, channels, operands = role.config, role.channels, role.operands
     tile_use, use, number = uses
-    mine = thread_rows(tile, role.row_group, role.thread)
+    mine = thread_rows(config, tile, role.row_group, role.thread)
     q_use = tile_use * config.rows.groups + role.row_group
     if tile.span.count > 0:
         channels["q_full"].wait(q_use)
@@ -316,8 +316,9 @@ def consume_tile(role, tile, uses):
             stage = own_stage(config, role.shared, role.number)  # every P has been read
         epilogue(work, state, operands, stage)
     elif cutlass.const_expr(config.by_warp):
-        state = attend_by_warp(work)
-        if role.thread < WARP_THREADS:
+        merger = number % config.consumer_warps
+        state = attend_by_warp(work, merger)
+        if role.thread // WARP_THREADS == merger:
             epilogue(work.again(), state, operands, None)
     else:
         epilogue(work, attend(work), operands, None)

@@ -18,6 +18,7 @@ from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.tiles import ELEMENT_BYTES, choose_pack, divides
 
 WARPGROUP_ROWS = 64  # query rows of a consumer warpgroup: M of wgmma
+LEFT_OVER = 16  # one CTA of so many may be without work if heads are in step
 WARP_ROWS = 16  # query rows of a tile whose KV tiles are shared among warps
 COLUMN_ROWS = 8  # query rows that are the columns of one mma.sync: N
 
@@ -29,7 +30,8 @@ class Shape:
     registers of a thread, set by setmaxnreg. column_parts: consumers that share 64 rows, each with a part of O's
     columns. raw_stages, converter_registers: if K and V are FP8, tiles that are loaded ahead of their conversion, and
     registers of a converter thread. row_tiles: if each warp of the consumers has KV tiles of its own (``by_warp``),
-    query rows in units of 8; else 0."""
+    query rows in units of 8; else 0. merge_stages: units of 8 rows for whose states there is room where they are
+    merged; with two, warps go on while earlier states are still read."""
 
     consumers: int
     tile_n: int
@@ -41,6 +43,7 @@ class Shape:
     raw_stages: int = 0
     converter_registers: int = 0
     row_tiles: int = 0
+    merge_stages: int = 1
 
     @property
     def groups(self) -> int:
@@ -57,6 +60,13 @@ class Shape:
         """Rows that may belong to a query: warps with KV tiles of their own have products for no more, however
         many queries a packed request turns out to have."""
         return self.row_tiles * COLUMN_ROWS if self.row_tiles else WARPGROUP_ROWS
+
+    def steps_together(self, heads: int, sms: int) -> bool:
+        """Whether CTAs take chunks of work that is cut by length for all heads of a request in step: rows of codes are
+        shorter than what memory sends at a time, the rest of which belongs to other heads. heads: tiles of heads of a
+        request. sms: SMs; so few CTAs may be left over."""
+        ctas = sms * self.ctas_per_sm
+        return self.row_tiles > 0 and 1 < heads <= ctas and ctas % heads * LEFT_OVER <= ctas
 
 
 # Registers of a consumer's and of the producer's thread, by consumers and CTAs an SM: as many as an SM has, or, for one
@@ -98,24 +108,30 @@ FLOAT8_DECODE = {
 # So few rows that the warps of a consumer take KV tiles of their own: by how many times 8 rows.
 FLOAT8_FEW = {
     1: {
-        64: Shape(1, 64, 8, 2, 216, 40, row_tiles=1),
-        128: Shape(1, 32, 8, 2, 208, 48, row_tiles=1),
+        64: Shape(1, 64, 8, 2, 216, 40, row_tiles=1, merge_stages=2),
+        128: Shape(1, 32, 8, 2, 208, 48, row_tiles=1, merge_stages=2),
         256: Shape(1, 32, 4, 2, 216, 40, row_tiles=1),
     },
     2: {
-        64: Shape(1, 64, 8, 2, 216, 40, row_tiles=2),
-        128: Shape(1, 64, 4, 2, 216, 40, row_tiles=2),
+        64: Shape(1, 64, 8, 2, 216, 40, row_tiles=2, merge_stages=2),
+        128: Shape(1, 64, 4, 2, 216, 40, row_tiles=2, merge_stages=2),
     },
 }
 
 
 # For 4 bits a number: more tiles in flight, for each has half of the bytes.
-NVFP4_FEW = {128: Shape(1, 32, 16, 2, 216, 40, row_tiles=1)}
+NVFP4_FEW = {
+    1: {
+        128: Shape(1, 32, 16, 2, 216, 40, row_tiles=1, merge_stages=2),
+        256: Shape(1, 32, 4, 2, 216, 40, row_tiles=1, merge_stages=2),
+    },
+    2: {128: Shape(1, 32, 16, 2, 216, 40, row_tiles=2)},
+}
 # Twice as many warps for long rows: with short ones, merging their states takes longer than they save.
 NVFP4_LONG = {128: Shape(2, 32, 16, 2, 104, 32, row_tiles=1)}
 LONG_KEYS = 4096
 # A CTA for each SM, where so few tiles of rows have long rows that their keys are split.
-NVFP4_SPLIT = {128: Shape(3, 32, 24, 1, 160, 32, row_tiles=1)}
+NVFP4_SPLIT = {128: Shape(3, 32, 24, 1, 160, 32, row_tiles=1, merge_stages=2)}
 SPLIT_TILES = 32  # most tiles of rows
 
 
@@ -137,10 +153,10 @@ def float8_tiles(problem: AttentionProblem) -> tuple[Shape, ...]:
     KV head, some at D 128 (docs/measurements.md)."""
     dim, eights = problem.head_dim, -(-problem.group * problem.seq_q // COLUMN_ROWS)
     few = {} if problem.mask.has_blocks else FLOAT8_FEW.get(eights, {})
-    if problem.format.kv_bits == 4 and eights == 1 and not problem.mask.has_blocks:
-        few = few | NVFP4_FEW
+    if problem.format.kv_bits == 4 and not problem.mask.has_blocks:
+        few = few | NVFP4_FEW.get(eights, {})
         requests = problem.requests
-        if problem.seq_k >= LONG_KEYS and not (requests.has_kv_lengths or requests.packed_k):
+        if eights == 1 and problem.seq_k >= LONG_KEYS and not (requests.has_kv_lengths or requests.packed_k):
             few = few | (NVFP4_SPLIT if problem.batch * problem.heads_kv <= SPLIT_TILES else NVFP4_LONG)
     if dim in few and problem.bias is None:
         return (few[dim],)
