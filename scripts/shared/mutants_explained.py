@@ -174,11 +174,15 @@ EXPLAINED = (
         "wgmma alone has read the stage, and all lanes have waited for it at once",
     ),
     (
-        r"`griddepcontrol\.wait.*from \S*fmha/device/ahead\.py.*before device/(tile|request)\.py",
+        r"`griddepcontrol\.wait.*from \S*fmha/device/ahead\.py.*before device/(tile|request|grid)\.py",
         "a role finds its tiles in operands, which the same call, the launch that is beside it here, does not write",
     ),
     (
         r"`griddepcontrol\.wait.*from \S*fmha/device/ahead\.py.*before device/storage\.py",
         "what a consumer stores is behind what it was sent, which the load warp loads behind its own wait",
+    ),
+    (
+        r"try_wait.*behind sm90/pair\.py:109, before sm90/pair\.py:108",
+        "QK over the second half of D: where V is no part of K's rows, the first half has waited for that barrier",
     ),
 )
