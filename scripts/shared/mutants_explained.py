@@ -182,7 +182,7 @@ EXPLAINED = (
         "what a consumer stores is behind what it was sent, which the load warp loads behind its own wait",
     ),
     (
-        r"try_wait.*behind sm90/pair\.py:109, before sm90/pair\.py:108",
+        r"try_wait.*behind sm90/pair\.py:109, before sm90/(pair\.py:108|consumer\.py:103)",
         "QK over the second half of D: where V is no part of K's rows, the first half has waited for that barrier",
     ),
 )
