@@ -296,13 +296,12 @@ def _packed(operands: Operands, options: Options) -> dict:
     hint_k = most_keys if options.max_seqlen_k is None else options.max_seqlen_k
     for name, hint in (("max_seqlen_q", options.max_seqlen_q), ("max_seqlen_k", hint_k)):
         check_int(name, hint, 0, SIZE_LIMIT)
-    spare = max(total_q.bit_length() - DIGITS_Q, 0)
     return {
         "batch": batch,
         "seq_q": min(max(options.max_seqlen_q, 1), total_q),
         "seq_k": min(max(hint_k, 1), most_keys),
         "total_q": total_q,
-        "least_q": total_q >> spare << spare,
+        "least_q": _coarse(total_q),
         "most_k": _most_codes(operands, most_keys),
     }
 
@@ -313,8 +312,16 @@ def _most_codes(operands: Operands, most_keys: int) -> int | None:
         return None
     if operands.page_table is not None:
         return most_keys
-    spare = max(most_keys.bit_length() - DIGITS_Q, 0)
-    return -(-most_keys >> spare) << spare
+    return _coarse(most_keys, up=True)
+
+
+def _coarse(rows: int | torch.SymInt, up: bool = False) -> int | torch.SymInt:
+    """A number rounded down, or up, to DIGITS_Q binary digits. A symbol, of a call that is traced, stays as it is:
+    rounding would make it a number, and each other number would be traced again."""
+    if not isinstance(rows, int):
+        return rows
+    spare = max(rows.bit_length() - DIGITS_Q, 0)
+    return -(-rows >> spare) << spare if up else rows >> spare << spare
 
 
 def _bias_rows(bias, memory) -> str:

@@ -263,8 +263,11 @@ class TestTorch:
         assert o.data_ptr() == out.data_ptr()
         MIXED.check((out, lse))
 
-    def test_one_compilation_serves_any_number_of_rows(self):
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+    def test_one_compilation_serves_any_number_of_rows(self, dtype):
         torch._dynamo.reset()
+        counts = torch._dynamo.utils.counters["stats"]
+        counts.clear()
         layer = torch.compile(
             lambda q, k, v, starts, most: attention_varlen(
                 q, k, v, starts, cu_seqlens_k=starts, max_seqlen_q=most, causal=True, backend="reference"
@@ -274,10 +277,12 @@ class TestTorch:
         for lengths in ((3, 4), (9, 2, 5), (1, 30)):
             batch = Packed("self", lengths, lengths, causal=True)
             arguments = batch.arguments()
+            arguments |= {name: arguments[name].to(dtype) for name in "kv"}
             q, k, v, starts = (arguments[name] for name in ("q", "k", "v", "cu_seqlens_q"))
             o = layer(q, k, v, starts, max(lengths))
             expected = attention_varlen(**arguments, backend="reference")
             assert torch.equal(o[: sum(lengths)], expected[: sum(lengths)])
+        assert counts["unique_graphs"] == 1
 
     def test_schemas_and_fake_implementations_are_right(self):
         arguments = replace(PAGED, seq_q=(4, 1, 0, 1, 5)).arguments()
