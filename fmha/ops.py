@@ -142,8 +142,9 @@ def key_of(operands: Operands, options: Options, backend) -> tuple | None:
         if not isinstance(window, tuple):  # a list, which the checks take or refuse
             return None
         sides = tuple(map(type, window))
+    # Kinds stand before values: an array in place of a number differs by its kind, and is not compared with one.
     kinds, of_logits = map(type, options), map(type, options.logits)
-    return (backend_variable(), backend, options, *kinds, *of_logits, sides, *seen)
+    return (backend_variable(), type(backend), *kinds, *of_logits, sides, backend, options, *seen)
 
 
 def remember(key, call: Call) -> None:

@@ -1,10 +1,13 @@
 """attention as a torch operator: torch.compile, fake tensors, gradients."""
 
+import inspect
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from warpspec.fmha import AttentionState, attention, merge
+import warpspec.fmha
+from warpspec.fmha import AttentionState, attention, attention_varlen, merge
 from warpspec.fmha.operands import Operands, Options
 from warpspec.fmha.ops import flat, unobserved
 
@@ -20,6 +23,23 @@ def inputs(seq_q=5, seq_k=7, batch=2):
 def compiled(function, **options):
     torch._dynamo.reset()
     return torch.compile(function, fullgraph=True, backend="aot_eager", **options)
+
+
+@pytest.mark.parametrize("call", [attention, attention_varlen])
+def test_each_argument_reaches_the_field_of_its_name(call, monkeypatch):
+    """The records of a call are made by place, unchecked."""
+    seen = []
+    monkeypatch.setattr(warpspec.fmha, "_call", lambda *records: seen.extend(records))
+    names = inspect.signature(call).parameters.keys() - {"block_mask"}
+    given = {name: torch.zeros(1) for name in names}
+    call(**given)
+    operands, options, backend = seen
+    for found in (operands, options, options.logits):
+        assert len(found) == len(type(found)._fields)
+    fields = {**operands._asdict(), **options._asdict(), **options.logits._asdict(), "backend": backend}
+    fields["out"] = fields.pop("o")
+    assert all(fields.pop(name) is value for name, value in given.items())
+    assert fields.pop("logits") is options.logits and set(fields.values()) == {None}
 
 
 def test_compiles_without_graph_breaks():

@@ -4,6 +4,7 @@ they were CUDA ones, which is what decides whether a call is remembered."""
 import random
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 
@@ -106,13 +107,16 @@ def test_no_call_gets_what_was_found_for_another(checks, monkeypatch):
 
 def test_kinds_of_options_are_told_apart(checks):
     q, k, v = operands()
-    attention(q, k, v, causal=True, window=(1, 0), scale=1, key_stride=1)
+    for _ in range(2):  # the second is the one that the next key is compared with
+        attention(q, k, v, causal=True, window=(1, 0), scale=1, key_stride=1)
     for wrong in (
         {"causal": 1},
         {"window": (1, False)},
         {"window": (1.0, 0)},
         {"scale": True},
         {"key_stride": True},
+        {"scale": torch.ones(2)},
+        {"softcap": np.ones(2)},
     ):
         with pytest.raises(TypeError, match=f"^{next(iter(wrong))}"):
             attention(q, k, v, **{"causal": True, "window": (1, 0), "scale": 1, "key_stride": 1, **wrong})
