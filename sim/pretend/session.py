@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from warpspec.sim import simulation
+from warpspec.sim.clocks import record
 from warpspec.sim.errors import SimError, TooManyCtas
 from warpspec.sim.memory import keeping_originals
 from warpspec.sim.order import stores
@@ -20,7 +21,7 @@ from warpspec.sim.order.findings import Finding, OrderError, grouped_text
 from warpspec.sim.order.launches import Stream
 from warpspec.sim.pretend.repeats import Repeats, tensors_of
 from warpspec.sim.report import SimReport
-from warpspec.sim.runs import CHECK_VARIABLE, one_stream
+from warpspec.sim.runs import CHECK_VARIABLE, one_stream, remember
 
 SOURCE = re.compile(r"from (\S+:\d+)")  # in a warning: lines of source
 
@@ -78,8 +79,9 @@ class Session:
     def _run(self, compiled: object, args: tuple, kwargs: dict) -> SimReport:
         """Run a compiled function, or give it the results of a call that it repeats."""
         options = dict(seed=self.seed, seeds=self.seeds, check=self.check)
-        checked = self.check or os.environ.get(CHECK_VARIABLE) or stores.active() is not None
-        given = None if checked or (self.seeds or 1) > 1 else tensors_of(args, kwargs)
+        checked = self.check or os.environ.get(CHECK_VARIABLE)
+        watched = checked or stores.active() is not None or record.active() is not None
+        given = None if watched or (self.seeds or 1) > 1 else tensors_of(args, kwargs)
         if given is None or not self.repeats.expects(compiled, given):
             return simulation.run(compiled, *args, **options, **kwargs)
         report = self.repeats.find(compiled, given)
@@ -87,7 +89,7 @@ class Session:
             with keeping_originals() as originals:
                 report = simulation.run(compiled, *args, **options, **kwargs)
             self.repeats.add(compiled, given, originals, report)
-        return report
+        return remember(report)
 
     @property
     def findings(self) -> list[Finding]:

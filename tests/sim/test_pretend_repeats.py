@@ -55,6 +55,19 @@ def test_a_benchmark_runs_few_calls(runs, ffi):
             assert torch.equal(x, expected), "in place"
 
 
+def test_a_recorded_call_runs_and_a_repeated_one_is_the_last(runs):
+    with warpspec.sim.intercept("sm_100a") as session:
+        x, y = (torch.ones(32, dtype=torch.int32, device="cuda") for _ in "xy")
+        compiled = cute.compile(_scaled, from_dlpack(x), from_dlpack(y), 3, False)
+        for by in (3, 3, 4, 4, 3):
+            compiled(from_dlpack(x), from_dlpack(torch.zeros_like(y)), by)
+        repeated = warpspec.sim.last_report()
+        assert len(runs) == 4 and repeated.launches == session.report.launches[1:2]
+        with warpspec.sim.recording(None):
+            compiled(from_dlpack(x), from_dlpack(y), 3)
+        assert len(runs) == 5 and session.report.launches[-1].trace is not None
+
+
 def test_a_kernel_that_prints_runs_each_time(capfd):
     with warpspec.sim.intercept("sm_100a"):
         x, y = (torch.ones(32, dtype=torch.int32, device="cuda") for _ in "xy")
