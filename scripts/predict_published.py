@@ -1,15 +1,16 @@
-"""Predicts kernels on a B200 that others have timed, without a GPU: flash-attn-4's, and FlashInfer's FMHA.
+"""Predicts kernels on a B200 that others have timed, without a GPU: flash-attn-4's, FlashInfer's FMHA and GEMMs.
 
     python scripts/predict_published.py FOLDER [--only TEXT] [--sample 2] [--workers 1]       record into FOLDER
-        [--flashinfer CHECKOUT]                                                               its FMHA, too
+        [--flashinfer CHECKOUT]                                                               its kernels, too
     python scripts/predict_published.py FOLDER --predict OUT.json                             time the traces there
 
 Each row of ``ROWS`` is a figure that Dao-AILab/flash-attention published, in TFLOP/s, at which SM clock if that was
 said: D 256 in commit e122e67c, pairs at D 128 in 34625094, forward and backward passes at D 128 in pull request 2280,
-latent decoding in 2468; FlashInfer in pull request 3952, in microseconds. The installed flash-attn-4 and the checkout's
-flashinfer/cute_dsl/attention/fmha run in the simulator, a few clusters of each kernel, with the row's value of a
-constant where it names one. OUT.json has the rows as ``clock_errors.py --publish`` takes them. They
-are predictions: nothing was timed here.
+latent decoding in 2468; FlashInfer in pull requests 3952 (FMHA) and 3948 (GEMMs of NVFP4), in microseconds. The
+installed flash-attn-4 and the checkout's flashinfer/cute_dsl/attention/fmha and flashinfer/gemm/kernels run in the
+simulator, a few clusters of each kernel, with the row's value of a constant where it names one; a GEMM runs with the
+tile that the checkout's heuristic chooses (517cca9c is the rows' commit). OUT.json has the rows as ``clock_errors.py
+--publish`` takes them. They are predictions: nothing was timed here.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import math
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+import types
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -35,16 +37,25 @@ UNKNOWN = 1.9  # GHz, where it was not said: the published rate has 15% of doubt
 DOUBT = 0.15
 SAMPLE = 2
 FMHA_HEADS, FMHA_HEADS_KV = 32, 8
+FP4_ROWS = (  # number, M, N, K, microseconds
+    *((22, 1, 1280, 8192, 7.02), (38, 1, 4608, 7168, 6.67), (48, 1, 5120, 1024, 3.65)),
+    *((50, 64, 5120, 1024, 4.32), (70, 64, 5120, 5120, 6.58), (12, 1024, 896, 1024, 4.68)),
+    *((100, 256, 7168, 4608, 7.79), (142, 256, 9216, 7168, 9.47), (152, 384, 4096, 4096, 7.17)),
+    *((160, 2048, 4096, 4096, 16.61), (154, 8192, 4096, 4096, 55.94), (130, 1, 8192, 14336, 10.44)),
+    (134, 1, 8192, 28672, 24.75),
+)
 FMHA_FOLDER = "flashinfer/cute_dsl/attention"  # of a checkout; its package fmha needs nothing else of it
+GEMM_FOLDER = "flashinfer/gemm"  # the same of its package kernels
+NVFP4_BLOCK = 16
 
 
 @dataclass(frozen=True)
 class Row:
     """A published figure.
 
-    number: by which ``clock_errors.py --publish`` knows the row again. tflops: what was published. what: "forward",
-    "backward" or "latent". sizes: batch, heads, length, head size, causal. ghz: the SM clock; None: it was not said.
-    tuned: constants of flash-attn-4 that are set.
+    number: by which ``clock_errors.py --publish`` knows the row again. tflops: what was published. what:
+    "forward", "backward", "latent" or "fmha", of sizes batch, heads, length, head size, causal; "fp4", of M, N,
+    K. ghz: the SM clock; None: it was not said. tuned: constants of flash-attn-4 that are set.
     """
 
     number: int
@@ -60,6 +71,8 @@ class Row:
     def flop(self) -> float:
         """Operations as the authors count them: half of the scores where causal, five products for two in a backward
         pass."""
+        if self.what == "fp4":
+            return 2.0 * math.prod(self.sizes)
         batch, heads, length, dim, causal = self.sizes
         if self.what == "latent":
             return 2.0 * batch * heads * length * (576 + 512)
@@ -125,6 +138,9 @@ def _rows() -> list[Row]:
             sizes = (batch, FMHA_HEADS, length, 128, variant == "causal")
             row = Row(at, f"FlashInfer FMHA B{batch} S{length}", variant, 0.0, "fmha", sizes)
             rows.append(replace(row, tflops=round(row.flop / us / 1e6, 1)))
+    for number, m, n, k, us in FP4_ROWS:
+        row = Row(number, f"FlashInfer NVFP4 GEMM M{m} N{n} K{k}", "its heuristic", 0.0, "fp4", (m, n, k))
+        rows.append(replace(row, tflops=round(row.flop / us / 1e6, 1)))
     for number, length, rate in ((359, 2048, 800), (363, 4096, 1013), (367, 8192, 1178), (371, 16384, 1240)):
         sizes = (128, 128, length, 576, False)
         rows.append(Row(number, f"latent decode S{length}", "", rate, "latent", sizes))
@@ -160,6 +176,8 @@ def call(row: Row):
     """The prepared call of a row."""
     import torch
 
+    if row.what == "fp4":
+        return fp4_call(*row.sizes)
     batch, heads, length, dim, causal = row.sizes
     generator = torch.Generator().manual_seed(0)
 
@@ -207,13 +225,59 @@ def fmha_call(row: Row, randn):
     )
 
 
+def fp4_call(m: int, n: int, k: int):
+    """FlashInfer's GEMM of NVFP4 by CuTe DSL, out [m, n] bf16, with the tile that its heuristic takes on a B200."""
+    import cutlass
+    import torch
+    from cutlass import cute
+    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_ptr
+
+    utils = types.ModuleType("flashinfer.utils")  # all that the heuristic takes of the package
+    utils.next_positive_power_of_2 = lambda x: 1 << (x - 1).bit_length()
+    sys.modules |= {"flashinfer": types.ModuleType("flashinfer"), "flashinfer.utils": utils}
+    from kernels.dense_blockscaled_gemm_sm100 import Sm100BlockScaledPersistentDenseGemmKernel
+    from kernels.utils import _select_sm100_mm_fp4_cute_dsl_tactic
+
+    sms = chip("b200").sms
+    tactic = _select_sm100_mm_fp4_cute_dsl_tactic(m, n, k, sms, NVFP4_BLOCK)
+    tile, cluster, swapped, prefetch, *_ = tactic
+    print(
+        f"M{m} N{n} K{k}: tile {tile}, cluster {cluster}, swapped {swapped}, prefetch {prefetch}", flush=True
+    )
+    rows, columns = (n, m) if swapped else (m, n)
+    sizes = [-(-rows // 128), -(-columns // 128), -(-(k // NVFP4_BLOCK) // 4)]
+    symbols = [cute.sym_int() for _ in range(3)]
+    a_type, b_type = (
+        make_fake_compact_tensor(cutlass.Uint8, (s, symbols[2]), stride_order=(1, 0), assumed_align=32)
+        for s in symbols[:2]
+    )
+    order = (0, 1) if swapped else (1, 0)
+    c_type = make_fake_compact_tensor(
+        cutlass.BFloat16, tuple(symbols[:2]), stride_order=order, assumed_align=16
+    )
+    scales = [make_ptr(cutlass.Float8E4M3FN, 16, cute.AddressSpace.gmem, 16) for _ in "ab"]
+    factor = make_fake_compact_tensor(cutlass.Float32, (1,), assumed_align=4)
+    kernel = Sm100BlockScaledPersistentDenseGemmKernel(NVFP4_BLOCK, tile, cluster, prefetch, False)
+    stream, clusters = make_fake_stream(use_tvm_ffi_env_stream=True), sms // math.prod(cluster)
+    compiled = cute.compile(
+        kernel.wrapper, a_type, b_type, c_type, *sizes, 1, *scales, factor, clusters, stream, swapped,
+        options="--opt-level 2 --enable-tvm-ffi",
+    )  # fmt: skip
+    a, b = (torch.zeros(count, k // 2, dtype=torch.uint8).cuda() for count in (rows, columns))
+    out = torch.empty(rows * columns, dtype=torch.bfloat16).cuda()
+    out = out.as_strided((rows, columns), (1, rows) if swapped else (columns, 1))
+    sfa, sfb = (torch.zeros(count * sizes[2] * 512, dtype=torch.uint8).cuda() for count in sizes[:2])
+    alpha = torch.ones(1).cuda()
+    return lambda: compiled(a, b, out, *sizes, sfa.data_ptr(), sfb.data_ptr(), alpha)
+
+
 def path_of(row: Row, folder: Path) -> Path:
     return folder / f"{row.name}.xz"
 
 
 def record(row: Row, folder: Path, sample: int) -> None:
     began = time.monotonic()
-    with tuned(row.tuned), sim.intercept("sm_100a"), sim.recording(sample):
+    with tuned(row.tuned) if row.tuned else nullcontext(), sim.intercept("sm_100a"), sim.recording(sample):
         function = call(row)
         with captured() as traces:
             function()
@@ -223,10 +287,17 @@ def record(row: Row, folder: Path, sample: int) -> None:
 
 
 def predict(row: Row, folder: Path) -> dict:
-    """The row with its prediction, which is of all kernels of the call together."""
+    """The row with its prediction, which is of all kernels of the call together.
+
+    GEMMs of NVFP4 are timed with their tensors in L2 (one of 66 MB took less than HBM needs for them) and without the
+    launch that ncu counts; the interval reaches to the time with it.
+    """
     of = chip("b200").at(row.ghz or UNKNOWN)
-    found = clocks_of(load(path_of(row, folder)), of).launches
+    hot = row.what == "fp4"
+    found = clocks_of(load(path_of(row, folder)), of, cold=not hot).launches
     clocks, low, high = (sum(getattr(one, name) for one in found) for name in ("clocks", "low", "high"))
+    if hot:
+        clocks, low = (one - len(found) * of.clocks("launch") for one in (clocks, low))
     doubt = 0.0 if row.ghz else DOUBT
     print(
         f"{row.name}: {row.tflops} published, {row.flop / clocks * of.ghz / 1000:.0f} predicted", flush=True
@@ -257,7 +328,7 @@ def main() -> None:
     parser.add_argument("--flashinfer", type=Path, metavar="CHECKOUT")
     options = parser.parse_args()
     if options.flashinfer:
-        sys.path.insert(0, str(options.flashinfer / FMHA_FOLDER))
+        sys.path[:0] = [str(options.flashinfer / folder) for folder in (FMHA_FOLDER, GEMM_FOLDER)]
     rows = [row for row in ROWS if any(text in row.name for text in options.only.split("|"))]
     if options.predict:
         answers = [predict(row, options.folder) for row in rows if path_of(row, options.folder).exists()]
@@ -265,7 +336,7 @@ def main() -> None:
         return
     missing = [row for row in rows if not path_of(row, options.folder).exists()]
     if options.flashinfer is None:
-        missing = [row for row in missing if row.what != "fmha"]
+        missing = [row for row in missing if row.what not in ("fmha", "fp4")]
     if options.workers == 1:
         for row in missing:
             record(row, options.folder, options.sample)

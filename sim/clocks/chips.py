@@ -15,6 +15,7 @@ OURS = "scripts/microbench/run.py"
 COPY = "a copy of 2 GB, scripts/shared/gpu_bench.py"
 DRAM = "DRAM bytes of softmax kernels by ncu, scripts/measure_clocks.py"
 NCU = "scripts/microbench/run.py --only turnover, under ncu"
+STORES = "scripts/microbench/run.py --only global_store_8x1_l2 global_red4_8x1_l2, on an H200"
 FIRST = "scripts/microbench/run.py --only global_load_8x4_dram, on an H100"
 BRIEF = "scripts/microbench/run.py --only brief, under ncu"
 ISSUE = f"{OURS}, wgmma_issue_*"
@@ -66,8 +67,8 @@ _TMA = (
     ("tma_hbm_latency", 950, "of a load from HBM: 780 (512 bytes) to 1100 (from 8 KB on)", OURS, MEDIUM),
     ("store_bytes", 31.5, "a single SM stores by TMA", OURS, HIGH),
     ("add_bytes", 25.3, "a single SM adds, by TMA or by lanes", OURS, HIGH),
-    ("store_buffer", 65536, "bytes that lanes store before they wait for those before", ASSUMED, LOW),
-    ("add_buffer", 4096, "bytes that lanes add before they wait for those before", ASSUMED, LOW),
+    ("store_buffer", 20480, "bytes that lanes store before they wait for those before", STORES, MEDIUM),
+    ("add_buffer", 6144, "bytes that lanes add before they wait for those before", STORES, MEDIUM),
     ("store_read_latency", 10, "until a store has read shared memory, beside its bytes", OURS, MEDIUM),
     ("store_latency", 40, "from there until wait_group lets pass", OURS, MEDIUM),
 )

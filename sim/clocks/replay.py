@@ -13,37 +13,17 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from warpspec.sim.clocks.actions import Action, Kind, action_of
+from warpspec.sim.clocks.actions import Action, action_of
 from warpspec.sim.clocks.blocks import BlockCost, block_cost
 from warpspec.sim.clocks.constants import Chip
-from warpspec.sim.clocks.costs import PIPES, Pipe
-from warpspec.sim.clocks.pool import Pool
+from warpspec.sim.clocks.pool import SCHEDULERS, Pool
 from warpspec.sim.clocks.products import Event, Products, is_product, owner_of
-from warpspec.sim.clocks.sass_blocks import Chunk
-from warpspec.sim.clocks.sass_order import Jump, Moved, SassOrder
+from warpspec.sim.clocks.sass_order import SassOrder
 from warpspec.sim.clocks.servers import Sm
 from warpspec.sim.clocks.trace import CtaTrace, LaunchTrace, Step
+from warpspec.sim.clocks.warps import Span, WarpReplay
 
-WARP = 32
-SCOREBOARDS = 6
-CHUNK = 24.0  # clocks of SASS that run as one piece
-BRANCH_STALL = 5.0  # clocks of a branch that its control word gives
-FLUSH = 12.0  # clocks of native code that may be deferred to a later wait without moving issues in between
 CUT = 0.8  # part of a cut trace that is replayed
-LONGEST_RUN = 4000.0  # clocks after which native code is cut, so that concurrent code is seen
-
-
-@dataclass(slots=True)
-class Span:
-    """A stretch of a warp's time. unit: what the warp waited for, or "run". cause: who released it.
-
-    cause: (unit that worked, number of the warp that issued its work, time of issue), or None.
-    """
-
-    start: float
-    end: float
-    unit: str
-    cause: tuple[str, int, float] | None = None
 
 
 @dataclass
@@ -147,7 +127,7 @@ class Replay:
                     self.spans.append([])
                     owner.append(number)
                     entries = entries if self.order is None else self.order.warp(entries)
-                    programs.append(self._warp(warp, entries, sm, index % 4, number))
+                    programs.append(WarpReplay(self, warp, (sm, index % SCHEDULERS), number).run(entries))
                     self.push(time, "resume", warp)
                 live[number] += len(cta.warps)
 
@@ -214,7 +194,7 @@ class Replay:
 
     # ---- events --------------------------------------------------------------------------------------------------
 
-    def _event(self, number: int, copy: int) -> Event:
+    def event(self, number: int, copy: int) -> Event:
         event = self.events.get((number, copy))
         if event is None:
             event = self.events[number, copy] = Event(self.trace.contributions[number])
@@ -229,265 +209,16 @@ class Replay:
                 self.push(self.now, "resume", warp)
             event.waiting.clear()
 
-    # ---- one warp ----------------------------------------------------------------------------------------------
-
-    def _action(self, step: Step) -> Action:
+    def action(self, step: Step) -> Action:
+        """What a step does."""
         action = self.actions.get(step.ins.index)
         if action is None:
             action = self.actions[step.ins.index] = action_of(step.ins, self.chip)
         return action
 
-    def _cost(self, index: int) -> BlockCost:
+    def cost(self, index: int) -> BlockCost:
+        """The cost of a block of native code."""
         cost = self.costs.get(index)
         if cost is None:
             cost = self.costs[index] = block_cost(self.trace.program, index, self.chip)
         return cost
-
-    def _warp(self, warp: int, entries: list, sm: int, scheduler: int, copy: int) -> Iterator:
-        """A warp's life: yields a time to sleep until, an event to wait for, or native code to run."""
-        chip, server = self.chip, self.sms[sm]
-        place, branch = (sm, scheduler), chip.clocks("branch")
-        alone, demand = 0.0, [0.0] * PIPES
-        pending: list[tuple[int, float]] = []  # (registers, when loads fill them)
-        wgmma: list[Event] = []  # the ends of committed groups
-        opened = Event(0)  # the group that is not committed yet
-        bulk: list[tuple[float, float]] = []  # (source read, all done) of committed groups
-        bulk_open = (0.0, 0.0)
-        copies: list[float] = []
-        copies_open = 0.0
-        tensor_memory = 0.0
-        boards = [0.0] * SCOREBOARDS  # when each one's loads are done
-        previous = -2
-        code_read: set[int] = set()  # lines of code that this warp has run
-        cold_code = server.cold and chip.has("code_line")
-        depth = chip.clocks("wgmma_depth") if chip.has("wgmma_depth") else 0
-        for entry in entries:
-            kind_of_entry = type(entry)
-            if kind_of_entry is Chunk or kind_of_entry is Moved:
-                chunk = entry if kind_of_entry is Chunk else entry.chunk
-                if cold_code and chunk.count and chunk.last not in code_read:
-                    until = server.fetch(self.now + alone, chunk.first, chunk.last)
-                    if until > self.now + alone:
-                        alone, demand = yield from self._catch_up(
-                            warp, place, (alone, demand), until, "code", "code"
-                        )
-                    code_read.add(chunk.last)
-                if chunk.waits:
-                    until = max(boards[b] for b in range(SCOREBOARDS) if chunk.waits >> b & 1)
-                    if until > self.now + alone:
-                        alone, demand = yield from self._catch_up(
-                            warp, place, (alone, demand), until, "memory", "memory"
-                        )
-                if chunk.demand[Pipe.SHARED]:
-                    until = server.lanes_wait(self.now + alone)
-                    if until > self.now + alone:
-                        alone, demand = yield from self._catch_up(
-                            warp, place, (alone, demand), until, "store", "memory"
-                        )
-                alone += chunk.alone
-                for pipe in range(PIPES):
-                    demand[pipe] += chunk.demand[pipe]
-                if kind_of_entry is Moved:
-                    at = self.now + alone
-                    for nbytes, board in entry.loads:
-                        if nbytes:
-                            done = server.load(at, nbytes, 1)
-                            if board < SCOREBOARDS:
-                                boards[board] = max(boards[board], done)
-                    if entry.stored or entry.added:
-                        server.store_by_lanes(at, entry.stored, entry.added)
-                if alone > CHUNK:
-                    yield from self._run(warp, sm, scheduler, alone, demand)
-                    alone, demand = 0.0, [0.0] * PIPES
-                continue
-            if kind_of_entry is Jump:
-                alone += branch - BRANCH_STALL
-                continue
-            if kind_of_entry is not Step:
-                index, lanes = (entry, WARP) if type(entry) is int else (entry[0], entry[1].bit_count())
-                cost = self.costs.get(index) or self._cost(index)
-                if index != previous + 1 and previous >= 0:
-                    alone += branch
-                previous = index
-                if pending:
-                    until = max((time for bits, time in pending if bits & cost.uses), default=0.0)
-                    if until > self.now:
-                        alone, demand = yield from self._catch_up(
-                            warp, place, (alone, demand), until, "memory", "memory"
-                        )
-                        pending = [one for one in pending if one[1] > self.now]
-                done = 0.0
-                for number, part in enumerate(cost.parts):
-                    if number and done > self.now:
-                        alone, demand = yield from self._catch_up(
-                            warp, place, (alone, demand), done, "memory", "memory"
-                        )
-                    if part.loads or part.stores or part.additions:
-                        if alone > FLUSH:
-                            yield from self._run(warp, sm, scheduler, alone, demand)
-                            alone, demand = 0.0, [0.0] * PIPES
-                        until = server.lanes_wait(self.now)
-                        if until > self.now:
-                            yield from self._sleep(warp, until, "store", ("memory", warp, self.now))
-                        if part.loads:
-                            done = server.load(self.now + alone, part.loads * lanes, part.load_count)
-                        if part.stores or part.additions:
-                            server.store_by_lanes(
-                                self.now + alone, part.stores * lanes, part.additions * lanes
-                            )
-                    alone += part.alone
-                    for pipe in range(PIPES):
-                        demand[pipe] += part.demand[pipe]
-                if cost.filled:
-                    pending.append((cost.filled, done))
-                if alone > LONGEST_RUN:
-                    yield from self._run(warp, sm, scheduler, alone, demand)
-                    alone, demand = 0.0, [0.0] * PIPES
-                continue
-            previous = -2 if previous < 0 else previous + 1
-            self.steps += 1
-            action = self._action(entry)
-            kind = action.kind
-            alone += action.issue
-            demand[Pipe.ISSUE] += min(action.issue, 1.0)
-            if kind is not Kind.WGMMA:
-                demand[Pipe.SHARED] += action.shared
-            if not entry.lanes or (kind is Kind.PLAIN and not entry.signals):
-                continue
-            if alone > FLUSH or (kind in WAITS and alone):
-                yield from self._run(warp, sm, scheduler, alone, demand)
-                alone, demand = 0.0, [0.0] * PIPES
-            at = self.now + alone
-            if kind is Kind.SIGNAL or kind is Kind.BARRIER or kind is Kind.PLAIN:
-                for number in entry.signals:
-                    latency = action.latency
-                    if action.reads:  # a barrier of threads: warps arrive one after the other
-                        latency += chip.clocks("barrier_arrival") * self.trace.contributions[number]
-                    self.push(at + latency, "signal", (self._event(number, copy), ("run", warp, at)))
-                if kind is Kind.SIGNAL and entry.lanes < WARP:
-                    alone += chip.clocks("arrive_hold")
-                if kind is Kind.BARRIER and entry.waits is not None:
-                    yield from self._wait(warp, self._event(entry.waits, copy), "barrier")
-            elif kind is Kind.WAIT:
-                event = None if entry.waits is None else self._event(entry.waits, copy)
-                if event is not None and event.missing > 0:
-                    yield from self._wait(warp, event, "mbarrier")
-                    alone += chip.clocks("wait_woken")
-                else:
-                    alone += action.latency
-            elif kind is Kind.WGMMA:
-                if self.products.in_flight(warp) >= depth:
-                    if alone:
-                        yield from self._run(warp, sm, scheduler, alone, demand)
-                        alone, demand = 0.0, [0.0] * PIPES
-                    while self.products.in_flight(warp) >= depth:
-                        yield from self._wait(warp, self.products.slot(warp), "tensor")
-                self.products.issue(warp, (sm, scheduler), action, opened)
-            elif kind is Kind.WGMMA_COMMIT:
-                wgmma.append(opened)
-                opened = Event(0)
-            elif kind is Kind.WGMMA_WAIT:
-                through = max(0, len(wgmma) - action.count)
-                for group in wgmma[:through]:
-                    yield from self._wait(warp, group, "tensor")
-                del wgmma[:through]
-            elif kind is Kind.LOAD:
-                done = server.tma_load(at, entry.nbytes, entry.fresh, entry.about)
-                for number in entry.signals:
-                    self.push(done, "signal", (self._event(number, copy), ("tma", warp, at)))
-            elif kind is Kind.STORE:
-                read, written = server.tma_store(at, entry.nbytes, action.adds)
-                bulk_open = max(bulk_open[0], read), max(bulk_open[1], written)
-                for number in entry.signals:
-                    self.push(written, "signal", (self._event(number, copy), ("tma", warp, at)))
-            elif kind is Kind.STORE_COMMIT:
-                bulk.append(bulk_open)
-                bulk_open = (0.0, 0.0)
-            elif kind is Kind.STORE_WAIT:
-                which = 0 if action.reads else 1
-                done = max((one[which] for one in bulk[: len(bulk) - action.count]), default=0.0)
-                if done > self.now:
-                    yield from self._sleep(warp, done, "store", ("tma", warp, self.now))
-            elif kind is Kind.COPY:
-                done = server.load(at, entry.nbytes, 1)
-                copies_open = max(copies_open, done)
-                for number in entry.signals:
-                    self.push(done, "signal", (self._event(number, copy), ("memory", warp, at)))
-            elif kind is Kind.COPY_COMMIT:
-                copies.append(copies_open)
-                copies_open = 0.0
-            elif kind is Kind.COPY_WAIT:
-                done = max(copies[: len(copies) - action.count], default=0.0)
-                del copies[: max(0, len(copies) - action.count)]
-                if done > self.now:
-                    yield from self._sleep(warp, done, "memory", ("memory", warp, self.now))
-            elif kind is Kind.TENSOR_MMA:
-                server.tensor_mma(at, entry.about, entry.lanes)
-            elif kind is Kind.TENSOR_COMMIT:
-                done = server.tensor_commit(at)
-                for number in entry.signals:
-                    self.push(done, "signal", (self._event(number, copy), ("tensor", warp, at)))
-            elif kind is Kind.TENSOR_COPY:
-                server.tensor_copy(at, action.count)
-            elif kind is Kind.TENSOR_TRANSFER:
-                tensor_memory = max(
-                    tensor_memory, server.tensor_transfer(scheduler, at, action.count, action.reads)
-                )
-            elif kind is Kind.TENSOR_WAIT:
-                if tensor_memory > self.now:
-                    yield from self._sleep(
-                        warp, tensor_memory, "tensor memory", ("tensor memory", warp, self.now)
-                    )
-            elif kind is Kind.MEMORY and action.reads:
-                done = server.load(at, action.count * entry.lanes, 1)
-                if done > self.now:
-                    yield from self._sleep(warp, done, "memory", ("memory", warp, self.now))
-            elif kind is Kind.MEMORY and self.order is None:  # SASS has it among its code
-                moved = action.count * entry.lanes
-                server.store_by_lanes(at, 0 if action.adds else moved, moved if action.adds else 0)
-        if alone:
-            yield from self._run(warp, sm, scheduler, alone, demand)
-
-    def _run(self, warp: int, sm: int, scheduler: int, alone: float, demand: list[float]) -> Iterator:
-        start = self.now
-        yield sm, scheduler, alone, demand
-        if self.keep_spans:
-            self.spans[warp].append(Span(start, self.now, "run"))
-
-    def _catch_up(
-        self, warp: int, place: tuple[int, int], gathered: tuple, until: float, unit: str, kind: str
-    ) -> Iterator:
-        """Run the gathered code, then sleep until a moment unless it has passed; returns what is gathered after it.
-
-        place: (SM, scheduler). gathered: (clocks alone, demand). kind: of the sleep's cause.
-        """
-        alone, demand = gathered
-        if alone:
-            yield from self._run(warp, *place, alone, demand)
-            gathered = 0.0, [0.0] * PIPES
-        if until > self.now:
-            yield from self._sleep(warp, until, unit, (kind, warp, self.now))
-        return gathered
-
-    def _sleep(self, warp: int, until: float, unit: str, cause: tuple[str, int, float]) -> Iterator:
-        start = self.now
-        yield float(until)
-        if self.keep_spans:
-            self.spans[warp].append(Span(start, self.now, unit, cause))
-
-    def _wait(self, warp: int, event: Event, unit: str) -> Iterator:
-        if event.missing > 0:
-            start = self.now
-            yield event
-            if self.keep_spans:
-                self.spans[warp].append(Span(start, self.now, unit, event.cause))
-
-
-WAITS = {
-    Kind.BARRIER,
-    Kind.WAIT,
-    Kind.WGMMA_WAIT,
-    Kind.STORE_WAIT,
-    Kind.COPY_WAIT,
-    Kind.TENSOR_WAIT,
-}

@@ -114,8 +114,9 @@ class Sm:
         return max(self.memory_free, self.port_free)
 
     def load(self, at: float, nbytes: float, count: int) -> float:
-        """Loads by lanes, or cp.async: `count` instructions of a warp, of so many bytes in all."""
+        """Loads by lanes, or cp.async: `count` instructions of a warp, so many bytes in all, behind earlier stores."""
         share, rate = self.others
+        at = max(at, self.lanes_free)
         latency = self.chip.clocks("hbm_latency" if share > 0 else "l2_latency")
         return max(self._move(at, nbytes, share, rate), at) + latency
 

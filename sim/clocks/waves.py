@@ -150,7 +150,7 @@ class Grid:
         probe = Replay(trace, [next(iter(groups.values()))], chip, costs=costs)
         self.costs = costs
         moved = [
-            [cta.longer * np.array(moved_bytes(cta, probe._cost)) for cta, _ in placed]
+            [cta.longer * np.array(moved_bytes(cta, probe.cost)) for cta, _ in placed]
             for placed in groups.values()
         ]
         totals = np.array([sum(ctas) for ctas in moved])
