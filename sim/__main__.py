@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from warpspec import sim
+from warpspec.sim.clocks import command
 from warpspec.sim.host import HostModule
 from warpspec.sim.pretend import script
 from warpspec.sim.views import html
@@ -153,6 +154,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--check", choices=["order"], help="order: check memory order")
     found.add_argument("--timeline", help="write a trace for Perfetto to this file")
     found.add_argument("--report", type=Path, help="write one HTML page about the run to this file")
+    command.add_options(found)
     return found
 
 
@@ -164,6 +166,8 @@ def main(argv: list[str] | None = None) -> int:
         return script.main(argv[1:])
     options = parser().parse_args(argv)
     try:
+        command.check(options)
+        recorded = command.recorded(options)
         generator = torch.Generator().manual_seed(options.seed)
         pairs = [argument.partition("=") for argument in options.arguments]
         if any(not equals for _, equals, _ in pairs):
@@ -182,9 +186,11 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    chosen = dict(seed=options.seed, seeds=options.seeds, check=options.check, timeline=options.timeline)
+    timeline = None if options.clocks else options.timeline
+    chosen = dict(seed=options.seed, seeds=options.seeds, check=options.check, timeline=timeline)
     try:
-        report = sim.run(compiled, *args, **chosen, **kwargs)
+        with recorded:
+            report = sim.run(compiled, *args, **chosen, **kwargs)
     except sim.SimError as error:
         if options.report:
             done = error.launch if isinstance(error, sim.OrderError) else None
@@ -198,6 +204,9 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     if options.report:
         html.write(options.report, report)
+    if options.clocks:
+        command.show(options, report)
+        return 0
     print(report)
     for name, given in kwargs.items():
         if isinstance(given, torch.Tensor):

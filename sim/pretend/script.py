@@ -9,6 +9,7 @@ import sys
 import traceback
 from pathlib import Path
 
+from warpspec.sim.clocks import command
 from warpspec.sim.errors import SimError
 from warpspec.sim.pretend import Session, intercept
 from warpspec.sim.pretend.frames import to_callers
@@ -34,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--timeline", type=Path, help="write a trace for Perfetto to this file")
     found.add_argument("--report", type=Path, help="write one HTML page about the run to this file")
     found.add_argument("--sarif", type=Path, help="write what was found as SARIF to this file")
+    command.add_options(found)
     found.add_argument("script", type=Path, metavar="SCRIPT")
     found.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS")
     return found
@@ -76,7 +78,14 @@ def main(argv: list[str]) -> int:
         faulthandler.enable()  # a compiled function's host part may crash: name the Python lines that called it
     code = 0
     try:
-        with intercept(options.arch, seed=options.seed, seeds=options.seeds, check=options.check) as session:
+        command.check(options)
+        recorded = command.recorded(options)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
+    intercepted = intercept(options.arch, seed=options.seed, seeds=options.seeds, check=options.check)
+    try:
+        with intercepted as session, recorded:
             try:
                 run_script(options.script, options.arguments)
             except SystemExit as error:
@@ -96,7 +105,9 @@ def main(argv: list[str]) -> int:
 
 def _write(session: Session, options: argparse.Namespace) -> None:
     """Write the timeline, report and SARIF files that were asked for."""
-    if options.timeline:
+    if options.clocks:
+        command.show(options, session.report)
+    elif options.timeline:
         session.report.timeline(options.timeline)
     if options.report:
         html.write(options.report, session.report, session.findings, session.failed)

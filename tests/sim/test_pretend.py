@@ -96,6 +96,8 @@ def test_a_script_runs_unchanged(tmp_path, capfd):
     assert script.main([str(SCRIPT)]) == 0
     text = capfd.readouterr().out
     assert text.startswith("right\n") and "2 launches" in text, text
+    assert script.main(["--clocks", "b200", "--sample", "64", str(SCRIPT)]) == 0
+    assert capfd.readouterr().out.count("on B200 (predicted, not measured)") == 2
     files = [
         "--sarif",
         str(tmp_path / "s"),

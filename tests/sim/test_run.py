@@ -195,6 +195,11 @@ def test_the_command_line(tmp_path, capsys, monkeypatch):
     assert main([f"{path}:host", "x=f32[4,32]:ones", "by=3", "--seeds", "2", "--check", "order"]) == 0
     printed = capsys.readouterr().out
     assert "kernel scale" in printed and "x: torch.float32 (4, 32), mean 3, from 3 to 3" in printed
+    timeline = tmp_path / "t.json"
+    assert main([f"{path}:host", "x=f32[4,32]", "by=3", "--clocks", "b200", "--timeline", str(timeline)]) == 0
+    assert "kernel scale on B200 (predicted, not measured)" in capsys.readouterr().out and timeline.exists()
+    assert main([f"{path}:host", "x=f32[4,32]", "by=3", "--clocks", "h200"]) == 2
+    assert "--clocks h200: needs --arch sm_90a, got sm_100a" in capsys.readouterr().err
     assert main([f"{path}:case"]) == 1
     assert "HostError: argument `x`" in capsys.readouterr().out
     for arguments, message in (
