@@ -144,7 +144,8 @@ def record(one: Timed, name: str, folder: Path, sample: int) -> str:
 
 def predict(one: Timed, name: str, folder: Path) -> float:
     """Microseconds that a plan is predicted to take."""
-    of = chip(one.chip)
+    of = chip(one.chip)  # whose L2 has the code since the call before
+    of = of.with_constants(code_hbm_latency=of.clocks("code_latency"), code_hbm_line=of.clocks("code_line"))
     launches = [Grid(trace, of, cold=True).predict(of) for trace in load(path_of(one, name, folder))]
     return sum((launch.clocks - launch.overhead) / of.ghz / 1e3 + one.tiny_us for launch in launches)
 

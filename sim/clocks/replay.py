@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -114,20 +115,26 @@ class Replay:
         programs: list[Iterator] = []
         owner: list[int] = []  # the number of each warp's cluster
         live: list[int] = []  # number of warps of each cluster that have not ended
-        numbers = itertools.count()
+        numbers, begun = itertools.count(), Counter()
 
         def begin(time: float) -> None:
             number = len(live)
             live.append(0)
             for cta, sm in self.clusters[number]:
-                name = next(numbers)
+                name, first = (
+                    next(numbers),
+                    begun[sm],
+                )  # a CTA's warps take the schedulers behind those of the CTA before
+                begun[sm] += len(cta.warps)
                 for index, entries in enumerate(cta.warps):
                     warp = len(programs)
                     self.warps.append((name, index))
                     self.spans.append([])
                     owner.append(number)
                     entries = entries if self.order is None else self.order.warp(entries)
-                    programs.append(WarpReplay(self, warp, (sm, index % SCHEDULERS), number).run(entries))
+                    programs.append(
+                        WarpReplay(self, warp, (sm, (first + index) % SCHEDULERS), number).run(entries)
+                    )
                     self.push(time, "resume", warp)
                 live[number] += len(cta.warps)
 

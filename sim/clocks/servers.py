@@ -56,6 +56,7 @@ class Sm:
         self.queue_used = 0.0
         self.queue_tail = 0.0
         self.bytes_moved = 0.0
+        self.code_times = chip.clocks("code_hbm_latency"), chip.clocks("code_hbm_line")
         self.code: dict[int, float] = {}  # lines of code that the SM has fetched, and when they arrived
 
     def busy(self) -> dict[str, float]:
@@ -75,11 +76,11 @@ class Sm:
         for line in range(first, last + 1):
             there = code.get(line)
             if there is None:
-                latency, there = self.chip.clocks("code_latency"), None
+                (latency, each), there = self.code_times, None
                 for ahead in range(1, CODE_AHEAD + 1):
                     before = code.get(line - ahead)
                     if before is not None:
-                        there = max(before, at - latency) + ahead * self.chip.clocks("code_line")
+                        there = max(before, at - latency) + ahead * each
                         break
                 if there is None:
                     there = at + latency if code else at  # the launch time includes the first

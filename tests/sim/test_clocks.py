@@ -226,14 +226,14 @@ def test_sms_that_load_the_same_bytes_share_l2():
 
 
 def test_code_is_fetched_once():
-    sm, line = Sm(H200, 0.0, True, 1.0, 0.0), H200.clocks("code_line")
+    sm, line = Sm(H200, 0.0, True, 1.0, 0.0), H200.clocks("code_hbm_line")
     assert sm.fetch(0.0, 0, 0) == 0.0  # the first line comes with the launch
     first = sm.fetch(0.0, 50, 51)
-    assert first == pytest.approx(H200.clocks("code_latency") + line)
+    assert first == pytest.approx(H200.clocks("code_hbm_latency") + line)
     assert sm.fetch(first, 50, 51) == first
     assert sm.fetch(first, 52, 52) == pytest.approx(first + line)  # behind what was fetched
     assert sm.fetch(9000.0, 53, 53) == 9000.0  # fetched ahead long before
-    assert sm.fetch(9000.0, 100, 100) == pytest.approx(9000.0 + H200.clocks("code_latency"))
+    assert sm.fetch(9000.0, 100, 100) == pytest.approx(9000.0 + H200.clocks("code_hbm_latency"))
 
 
 def test_residency_names_its_limit():
