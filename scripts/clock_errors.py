@@ -5,9 +5,11 @@
     python scripts/clock_errors.py --keep CHIP MEASURED.json PREDICTED.json...     into docs/clocks.json first
     python scripts/clock_errors.py --publish PREDICTED.json                        of scripts/predict_published.py
     python scripts/clock_errors.py --plans PREDICTED.json                          of scripts/predict_plans.py
+    python scripts/clock_errors.py --experts PREDICTED.json                        of scripts/predict_moe.py
 
 docs/clocks.json holds what ``measure_clocks.py`` measured (clocks, and how many a nanosecond; null: not kept) and what
-``predict_clocks.py`` predicted. A kernel's error is (predicted - measured) / measured, in clocks of the SM.
+``predict_clocks.py`` predicted, and shared memory's bank conflicts where ncu counted them. A kernel's error is
+(predicted - measured) / measured, in clocks of the SM.
 """
 
 from __future__ import annotations
@@ -32,6 +34,11 @@ PUBLISHED = (
     "<!-- scripts/clock_errors.py published: end -->",
 )
 PLANS = ("<!-- scripts/clock_errors.py plans: begin -->", "<!-- scripts/clock_errors.py plans: end -->")
+EXPERTS = ("<!-- scripts/clock_errors.py experts: begin -->", "<!-- scripts/clock_errors.py experts: end -->")
+CONFLICTS = (
+    "<!-- scripts/clock_errors.py conflicts: begin -->",
+    "<!-- scripts/clock_errors.py conflicts: end -->",
+)
 KERNELS = ("<!-- scripts/clock_errors.py kernels: begin -->", "<!-- scripts/clock_errors.py kernels: end -->")
 
 
@@ -144,6 +151,46 @@ def plans_line(rows: list[dict]) -> tuple:
     )
 
 
+def experts_table(record: dict) -> str:
+    """Tiles of the NVFP4 grouped GEMMs: what the plan chooses by its counts, and what the model would."""
+    lines = []
+    for name, row in record["experts"]["rows"].items():
+        shapes, chosen = row["shapes"], row["chosen"]
+        best = min(shapes, key=lambda shape: shapes[shape][0])
+        (clocks, low, _, counted), (least, _, high, _) = shapes[chosen], shapes[best]
+        told = "same" if best == chosen else "yes" if high < low else "no"
+        cells = (f"{row['rows_an_expert']:.2g}", chosen, f"{counted:,}", f"{clocks:,}", best, f"{least:,}")
+        lines.append((name, *cells, f"{clocks / least - 1:.1%}", told))
+    header = (
+        "GEMM",
+        "rows an expert",
+        "the plan takes",
+        "counted",
+        "predicted",
+        "the model takes",
+        "predicted",
+    )
+    return generated_tables.table((*header, "the plan loses", "intervals apart"), lines)
+
+
+def conflicts_table(record: dict) -> str:
+    """Bank conflicts of shared memory by family: what a perfect access would not take."""
+    lines = []
+    for chip, measured in record["measured"].items():
+        counted = measured.get("conflicts", {})
+        families = {case.name: case.family for case in cases()}
+        for family in dict.fromkeys(families[name] for name in counted):
+            mine = {name: kernels for name, kernels in counted.items() if families[name] == family}
+            every = [(part / max(whole, 1), name) for name, ks in mine.items() for part, whole in ks]
+            conflicts, wavefronts = (sum(k[i] for ks in mine.values() for k in ks) for i in (0, 1))
+            worst, name = max(every)
+            lines.append(
+                (chip.upper(), family, len(every), f"{conflicts / wavefronts:.1%}", f"{worst:.1%}", name)
+            )
+    header = ("GPU", "family", "kernels", "conflicts of all wavefronts", "worst kernel", "which")
+    return generated_tables.table(header, lines)
+
+
 def kernel_table(record: dict) -> str:
     """Every kernel."""
     lines = [
@@ -219,6 +266,8 @@ def sections() -> list[generated_tables.Section]:
     return [
         (*FAMILIES, family_table(record)),
         (*PLANS, plans_table(record)),
+        (*EXPERTS, experts_table(record)),
+        (*CONFLICTS, conflicts_table(record)),
         (*PUBLISHED, published_table(record)),
         (*KERNELS, kernel_table(record)),
     ]
@@ -232,6 +281,13 @@ def keep(chip: str, measured: Path, predictions: list[Path]) -> None:
         case["name"]: [[round(k["clocks"]), round(k["clocks"] / k["ns"], 3)] for k in case["kernels"]]
         for case in found["cases"]
     }
+    record["measured"][chip].setdefault("conflicts", {}).update(
+        {
+            case["name"]: [[round(k["bank_conflicts"]), round(k["wavefronts"])] for k in case["kernels"]]
+            for case in found["cases"]
+            if all("bank_conflicts" in k for k in case["kernels"])
+        }
+    )
     mine = record["predicted"].setdefault(chip, {"cases": {}})
     for path in predictions:
         answer = json.loads(path.read_text())
@@ -264,6 +320,13 @@ def keep_plans(path: Path) -> None:
     write(record)
 
 
+def keep_experts(path: Path) -> None:
+    """Put predictions of the experts' tiles into the record, in the place of the former ones."""
+    record = json.loads(RECORD.read_text())
+    record["experts"] = json.loads(path.read_text())
+    write(record)
+
+
 def write(record: dict) -> None:
     text = json.dumps(record, separators=(",", ":"))
     RECORD.write_text(text.replace(']],"', ']],\n"').replace('},{"', '},\n{"') + "\n")
@@ -279,7 +342,10 @@ def main() -> int:
         "--publish", type=Path, metavar="FILE", help="predictions of scripts/predict_published.py"
     )
     parser.add_argument("--plans", type=Path, metavar="FILE", help="predictions of scripts/predict_plans.py")
+    parser.add_argument("--experts", type=Path, metavar="FILE", help="predictions of scripts/predict_moe.py")
     options = parser.parse_args()
+    if options.experts:
+        keep_experts(options.experts)
     if options.publish:
         publish(options.publish)
     if options.plans:

@@ -68,6 +68,18 @@ def kept_traces(case: ClockCase, sample: int, chip_name: str, folder: Path | Non
     return traces
 
 
+def rates_of(measured: dict, name: str, case: str) -> list[float | None]:
+    """SM clocks in GHz of a case's kernels on a chip. Where they were not kept, those of the same case on another chip
+    are taken; None: of no chip.
+    """
+    mine = measured.get(name, {"cases": {}})["cases"].get(case, [])
+    for other in (name, *measured):
+        rates = [ghz for _, ghz in measured.get(other, {"cases": {}})["cases"].get(case, [])]
+        if rates and None not in rates and len(rates) == len(mine):
+            return rates
+    return [None] * len(mine)
+
+
 def predicted(traces: list, name: str, rates: list[float | None]) -> list[dict]:
     """Predictions of a call's kernels, in order. rates: SM clocks in GHz that they ran at, where that was measured."""
     of = chip(name)
@@ -116,8 +128,7 @@ def main() -> None:
             try:
                 traces = kept_traces(case, options.sample, name, options.traces)
                 middle = time.monotonic()
-                found = measured.get(name, {"cases": {}})["cases"].get(case.name, [])
-                rows = predicted(traces, name, [ghz for _, ghz in found])
+                rows = predicted(traces, name, rates_of(measured, name, case.name))
             except Exception as error:  # one case that fails must not lose the others
                 print(f"{name} {case.name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
                 continue

@@ -1,8 +1,8 @@
 """Choose tiles and number of CTAs from shapes alone; only the device knows how rows are distributed over experts.
 
 ``estimate`` counts how long a launch keeps each part of the device busy if every row picks its expert at random.
-``choose_shape`` takes the tiles with the fewest clocks. The rates below are not measured. scripts/count_moe.py prints
-all of it.
+``choose_shape`` takes the tiles with the fewest clocks. The rates below are not measured. scripts/predict_moe.py holds
+the choice against the timing model's.
 """
 
 from __future__ import annotations

@@ -76,6 +76,7 @@ _TMA = (
 # Code that an SM has not run before. Sixteen lines are on their way at a time, from L2 or from HBM, where ncu leaves
 # it: 703 clocks are L2's 289 and what HBM's latency is above L2's.
 _CODE = (
+    ("code_ahead", 16, "lines of code on their way", f"{OURS}, code_*_cold", MEDIUM),
     ("code_latency", 289, "until code that is in L2 runs, from a jump on", f"{OURS}, global_latency", MEDIUM),
     (
         "code_line",
@@ -93,13 +94,14 @@ _CODE = (
     ),
     (
         "code_hbm_line",
-        44,
-        "the same of 128 bytes: a sixteenth",
-        f"{OURS}, code_*_cold, global_latency",
+        17.6,
+        "the same of 128 bytes behind code that is there or on its way",
+        f"{OURS}, code_*_cold",
         MEDIUM,
     ),
 )
 _MEMORY = (
+    ("l1_latency", 37, "of ld.global that hits L1", OURS, HIGH),
     ("l2_latency", 281, "of ld.global that hits L2", OURS, HIGH),
     ("hbm_latency", 695, "of ld.global that does not", OURS, HIGH),
     ("hbm_start_mb", 3.7, HBM_START, FIRST, MEDIUM),
@@ -191,7 +193,13 @@ def _hopper(
         ("launch", launch, LAUNCH, NCU, MEDIUM),
         ("l2_mb", size, "MB that L2 holds", "CUDA device attribute", HIGH),
         ("l2_dirty_mb", dirty, "MB of stores that L2 keeps at a kernel's end", DRAM, MEDIUM),
-        ("hbm_gb", hbm, "GB/s of HBM where as much is written as read", COPY, HIGH),
+        (
+            "hbm_gb",
+            hbm,
+            "GB/s of HBM where as much is written as read",
+            f"{OURS}, global_copy_32x4_dram_16r",
+            HIGH,
+        ),
         ("hbm_read_gb", read, "GB/s that all SMs read from HBM", f"{OURS}, global_load_32x4_dram_16r", HIGH),
         ("l2_bytes", l2, "a clock that all SMs load from L2 together", OURS, HIGH),
         ("l2_shared_bytes", shared, "the same, where 16 SMs load the same lines at a time", OURS, HIGH),

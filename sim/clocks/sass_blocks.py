@@ -6,6 +6,7 @@ scoreboards and pipe are free. The replay handles waits for global memory.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from warpspec.sim.clocks.constants import Chip
@@ -15,8 +16,9 @@ from warpspec.sim.clocks.sass_costs import base_name, sass_cost
 from warpspec.sim.instruction import Instr
 
 CHUNK = 32.0  # clocks of code after which a chunk ends, so that a replay sees which pipe each part wants
-CODE_LINE = 128  # bytes of code that caches hold or not
+CODE_LINE = 128  # bytes that caches hold or not
 OPERANDS_READ = 10.0  # clocks until a store or shared access has read its operands
+OFFSET = re.compile(r"\+0x([0-9a-f]+)\]")
 ENDS = ("BRA", "EXIT", "BRX", "BRXU", "JMP", "RET", "CALL", "KILL", "BREAK")
 
 # Trace steps with a kind of SASS instruction of their own: by the instruction's name, and by the PTX.
@@ -88,14 +90,14 @@ class Chunk:
     """Consecutive code.
 
     alone: clocks in a warp that has the SM to itself. demand: clocks of each pipe. waits: scoreboards of loads that it
-    waits for. loads: (bytes per lane, scoreboard, PTX line) each; stores, additions: (bytes per lane, PTX line) each.
-    count: instructions. first, last: addresses of its code, in lines of CODE_LINE bytes.
+    waits for. loads: (bytes per lane, scoreboard, PTX line, whether it is `near`) each; stores, additions: (bytes per
+    lane, PTX line) each. count: instructions. first, last: addresses of its code, in lines of CODE_LINE bytes.
     """
 
     alone: float
     demand: tuple[float, ...]
     waits: int
-    loads: tuple[tuple[int, int, int], ...]
+    loads: tuple[tuple[int, int, int, bool], ...]
     stores: tuple[tuple[int, int], ...]
     additions: tuple[tuple[int, int], ...]
     count: int
@@ -140,6 +142,12 @@ def cut(instrs: tuple[SassInstr, ...]) -> list[SassBlock]:
     return blocks
 
 
+def near(ins: SassInstr) -> bool:
+    """Whether a load is of an address a little behind that in its register: of a line that was loaded before it."""
+    found = OFFSET.search(ins.text)
+    return found is not None and 0 < int(found[1], 16) < CODE_LINE
+
+
 class _Issue:
     """In-order issue of one block's code by a warp alone on its SM."""
 
@@ -154,7 +162,7 @@ class _Issue:
     def _clear(self, waits: int) -> None:
         self.demand, self.waits, self.count = [0.0] * PIPES, waits, 0
         self.first = self.last = 0
-        self.loads: list[tuple[int, int, int]] = []
+        self.loads: list[tuple[int, int, int, bool]] = []
         self.stores: list[tuple[int, int]] = []
         self.additions: list[tuple[int, int]] = []
         self.began = self.now
@@ -202,7 +210,7 @@ class _Issue:
         if ins.reads != NO_SCOREBOARD:
             self.ready[ins.reads] = self.now + OPERANDS_READ
         if cost.load:
-            self.loads.append((cost.global_bytes, ins.writes, ins.line))
+            self.loads.append((cost.global_bytes, ins.writes, ins.line, near(ins)))
         elif cost.adds:
             self.additions.append((cost.global_bytes, ins.line))
         elif cost.global_bytes:

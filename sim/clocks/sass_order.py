@@ -27,10 +27,10 @@ FAR = 1 << 30
 
 @dataclass(slots=True)
 class Moved:
-    """A chunk of code with what its lanes moved: bytes loaded by scoreboard, bytes stored and added."""
+    """A chunk of code with what its lanes moved. loads: (bytes, scoreboard, `near`) each; bytes stored and added."""
 
     chunk: Chunk
-    loads: tuple[tuple[int, int], ...]
+    loads: tuple[tuple[int, int, bool], ...]
     stored: int
     added: int = 0
 
@@ -44,12 +44,16 @@ JUMP = Jump()
 
 
 class _Group:
-    """Consecutive blocks, and their part of the trace."""
+    """Consecutive blocks, and their part of the trace.
 
-    __slots__ = ("blocks", "lanes", "steps")
+    lanes: of each of its stretches. ahead: of those that the warp runs before it goes back, whose loads may have moved
+    into these blocks.
+    """
 
-    def __init__(self, blocks: list[int]):
-        self.blocks = blocks
+    __slots__ = ("ahead", "blocks", "lanes", "steps")
+
+    def __init__(self, blocks: list[int], ahead: dict[int, int]):
+        self.blocks, self.ahead = blocks, ahead
         self.steps: list[Step] = []
         self.lanes: dict[int, int] = {}
 
@@ -132,11 +136,11 @@ class SassOrder:
     def warp(self, entries: list[Entry]) -> Iterator[Chunk | Moved | Step | Jump]:
         """A warp's Chunk, Moved, Step and Jump entries in the order of SASS, as far as they are asked for."""
         result: list = []
-        group = _Group([])
+        group = _Group([], {})
         last = None  # the block before
         done: set[int] = set()  # blocks that have run since the warp last went back
         before = -1
-        for stretch, lanes, steps in self._stretches(entries):
+        for stretch, lanes, steps, ahead in self._looking_ahead(entries):
             if stretch <= before:
                 done = set()
             before = stretch
@@ -144,16 +148,28 @@ class SassOrder:
             if blocks:
                 done.update(blocks)
                 if not group.blocks:
-                    group.blocks += blocks
+                    group.blocks, group.ahead = group.blocks + blocks, ahead
                 else:
                     last = self._emit(group, result, last)
-                    group = _Group(blocks)
+                    group = _Group(blocks, ahead)
                     yield from result
                     result.clear()
             group.steps += steps
             group.lanes[stretch] = max(lanes, group.lanes.get(stretch, 0))
         self._emit(group, result, last)
         yield from result
+
+    def _looking_ahead(self, entries: list[Entry]) -> Iterator[tuple[int, int, list[Step], dict[int, int]]]:
+        """(stretch, lanes, steps, lanes of all stretches until the warp goes back) in the order the warp ran them."""
+        run: list[tuple[int, int, list[Step]]] = []
+        ahead: dict[int, int] = {}
+        for stretch, lanes, steps in self._stretches(entries):
+            if run and stretch <= run[-1][0]:
+                yield from ((*one, ahead) for one in run)
+                run, ahead = [], {}
+            run.append((stretch, lanes, steps))
+            ahead[stretch] = lanes
+        yield from ((*one, ahead) for one in run)
 
     def _stretches(self, entries: list[Entry]):
         """(stretch, lanes, steps) in the order the warp ran them."""
@@ -194,7 +210,8 @@ class SassOrder:
             self.executed += item.count
             if item.loads or item.stores or item.additions:
                 loads = tuple(
-                    (nbytes * self._lanes(group, line), board) for nbytes, board, line in item.loads
+                    (nbytes * self._lanes(group, line), board, near)
+                    for nbytes, board, line, near in item.loads
                 )
                 stored, added = (
                     sum(nbytes * self._lanes(group, line) for nbytes, line in lines)
@@ -207,7 +224,8 @@ class SassOrder:
         return group.blocks[-1] if group.blocks else last
 
     def _lanes(self, group: _Group, line: int) -> int:
-        return group.lanes.get(self.stretch_at(line), 0)
+        stretch = self.stretch_at(line)
+        return group.lanes.get(stretch) or group.ahead.get(stretch, 0)
 
     def _plan(self, group: _Group) -> list[Chunk | int]:
         """Chunks, and numbers of the group's steps, in the order of SASS."""

@@ -77,7 +77,7 @@ class Sm:
             there = code.get(line)
             if there is None:
                 (latency, each), there = self.code_times, None
-                for ahead in range(1, CODE_AHEAD + 1):
+                for ahead in range(1, int(self.chip.clocks("code_ahead")) + 1):
                     before = code.get(line - ahead)
                     if before is not None:
                         there = max(before, at - latency) + ahead * each
@@ -114,10 +114,15 @@ class Sm:
         self.bytes_moved += nbytes
         return max(self.memory_free, self.port_free)
 
-    def load(self, at: float, nbytes: float, count: int) -> float:
-        """Loads by lanes, or cp.async: `count` instructions of a warp, so many bytes in all, behind earlier stores."""
+    def load(self, at: float, nbytes: float, count: int, near: bool = False) -> float:
+        """Loads by lanes, or cp.async: `count` instructions of a warp, so many bytes in all, behind earlier stores.
+
+        near: of a line that the warp has loaded before.
+        """
         share, rate = self.others
         at = max(at, self.lanes_free)
+        if near:
+            return at + self.chip.clocks("l1_latency")
         latency = self.chip.clocks("hbm_latency" if share > 0 else "l2_latency")
         return max(self._move(at, nbytes, share, rate), at) + latency
 

@@ -142,9 +142,9 @@ class WarpReplay:
         """The accesses of global memory of SASS."""
         server, boards = self.server, self.boards
         at = self.replay.now + self.alone
-        for nbytes, board in moved.loads:
+        for nbytes, board, near in moved.loads:
             if nbytes:
-                done = server.load(at, nbytes, 1)
+                done = server.load(at, nbytes, 1, near)
                 if board < SCOREBOARDS:
                     boards[board] = max(boards[board], done)
         if moved.stored or moved.added:

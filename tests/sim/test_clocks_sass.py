@@ -1,5 +1,7 @@
 """Code by its SASS: what a disassembly says, in which order steps stand, how long code takes."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from helpers.ptx_launch import launch
@@ -7,8 +9,9 @@ from helpers.ptx_launch import launch
 from warpspec import sim
 from warpspec.sim.clocks.chips import chip
 from warpspec.sim.clocks.sass import NoSass, Sass, SassInstr, parse, sass_of
-from warpspec.sim.clocks.sass_blocks import Chunk, Place, SassBlock, cut, fill
+from warpspec.sim.clocks.sass_blocks import Chunk, Place, SassBlock, cut, fill, near
 from warpspec.sim.clocks.sass_order import SassOrder, aligned
+from warpspec.sim.clocks.servers import Sm
 from warpspec.sim.clocks.trace import Step
 
 H200 = chip("h200")
@@ -68,8 +71,20 @@ def test_code_issues_in_order(code, clocks):
 
 def test_a_load_from_global_memory_is_waited_for_by_the_replay():
     first, second = chunks(instr("LDG.E.128", 1, 1, writes=3), instr("FADD", 2, 1, waits=0b1000))
-    assert first.loads == ((16, 3, 1),)
+    assert first.loads == ((16, 3, 1, False),)
     assert second.waits == 0b1000
+
+
+def test_a_load_a_little_behind_an_address_hits_l1():
+    """Its line was loaded before it."""
+    sm = Sm(H200, 1.0, True, 1.0, 0.0)
+    texts = (
+        "LDG.E R0, desc[UR4][R2.64+0x4]",
+        "LDG.E R0, desc[UR4][R2.64+0x80]",
+        "LDG.E R0, desc[UR4][R2.64]",
+    )
+    assert [near(replace(instr("LDG.E", 1), text=text)) for text in texts] == [True, False, False]
+    assert sm.load(0.0, 128, 1, near=True) == H200.clocks("l1_latency") < sm.load(0.0, 128, 1)
 
 
 def test_retries_and_slow_paths_are_cold():
@@ -128,6 +143,26 @@ def test_a_step_stands_where_its_sass_does():
     assert entries[2].stored == 4 * 32
     assert order.executed == 6
     assert [entry for entry in trace.ctas[0].warps[0] if type(entry) is Step] == [entries[1]]
+
+
+def test_a_load_that_ptxas_hoists_moves_its_bytes():
+    """Of two guarded loads, the second stands in front of the code that the PTX has between them."""
+    load, skip = "ld.global.b32 %f1, [%rd1];", "setp.eq.s32 %p1, %r1, 99;\n@%p1 bra {0};\n"
+    body = "ld.param.u64 %rd1, [out]; mov.b32 %r1, 1;\n" + skip.format("A") + load + "\nA:\n"
+    body += "fma.rn.f32 %f0, %f1, %f1, %f1;\n" * 3 + skip.format("B") + load.replace("f1", "f2") + "\nB:\n"
+    trace = recorded(body + "st.global.b32 [%rd1], %f0;")
+    loads = [ins.line for ins in trace.program.kernel.instrs if ins.opcode.startswith("ld.global")]
+    fma, store = line_of(trace, "fma"), line_of(trace, "st")
+    code = (instr("MOV", 1), *(instr("LDG.E", line, writes=n) for n, line in enumerate(loads)))
+    code += (
+        instr("BRA", 1, target=".L_x_9"),
+        *[instr("FFMA", fma)] * 3,
+        instr("STG.E", store),
+        instr("EXIT", store),
+    )
+    entries = SassOrder(trace.program, Sass(code, "a test"), H200).warp(trace.ctas[0].warps[0])
+    moved = [entry for entry in entries if type(entry).__name__ == "Moved"]
+    assert [nbytes for one in moved for nbytes, *_ in one.loads] == [128, 128]
 
 
 def test_a_loop_runs_its_block_again():
