@@ -114,3 +114,17 @@ def test_ctas_of_an_sm_begin_one_after_the_other():
     ends = [Replay(trace, placed[:count], H100).run().clocks for count in (1, 4)]
     apart = H100.clocks("cta_start") + H100.clocks("warp_start")
     assert ends[1] - ends[0] == pytest.approx(3 * apart, abs=30)
+
+
+def test_small_ctas_take_all_schedulers():
+    """Two CTAs of two warps, each of which needs a scheduler's whole issue slot, do not slow each other down."""
+    body = "".join(f"mov.b32 %f{i}, 0f3F800000;" for i in range(8))
+    body += "".join(f"fma.rn.f32 %f{i % 8}, %f{i % 8}, %f{i % 8}, %f{i % 8};" for i in range(800))
+    body += "ld.param.u64 %rd1, [out]; st.global.b32 [%rd1], %f0;"
+    with sim.recording(None):
+        options = {"grid": (2, 1, 1), "block": (64, 1, 1), "target": "sm_90a"}
+        trace = launch(body, {"out": np.zeros(64, np.float32)}, **options).trace
+    placed = [[(cta, 0)] for cta in trace.ctas]
+    ends = [Replay(trace, placed[:count], H100).run().clocks for count in (1, 2)]
+    apart = H100.clocks("cta_start") + 2 * H100.clocks("warp_start")
+    assert ends[0] > 800 and ends[1] - ends[0] == pytest.approx(apart, abs=30)
