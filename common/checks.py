@@ -124,7 +124,8 @@ def has_shape(tensor: torch.Tensor, shape: tuple[int, ...]) -> bool:
     """Whether a tensor has a shape in which ANY stands for any extent."""
     if tensor.dim() != len(shape):
         return False
-    return all(wanted in (ANY, size) for wanted, size in zip(shape, tensor.shape, strict=True))
+    # Not by `in`: torch.compile finds a number in no tuple with symbols.
+    return all(wanted == size for wanted, size in zip(shape, tensor.shape, strict=True) if wanted != ANY)
 
 
 def check_floating(name: str, tensor, shape: tuple[int, ...] | None = None, device=None) -> None:

@@ -6,6 +6,7 @@ from helpers.gathered_cases import random_case
 from helpers.moe_cases import make_experts
 from helpers.swap_cases import small
 
+from warpspec.common.checks import ANY, has_shape
 from warpspec.fmha import attention, attention_varlen
 from warpspec.latent.gathered import gathered_attention
 from warpspec.latent.projection import output_projection
@@ -132,3 +133,8 @@ def test_what_swap_keeps_is_made_without_autocast():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         kept = weights.core_shift
     assert kept.dtype == torch.float32 and torch.equal(kept, others.core_shift)
+
+
+def test_shapes_are_checked_while_traced():
+    checked = torch.compile(lambda t: has_shape(t, (ANY, 8)), dynamic=True, fullgraph=True, backend="eager")
+    assert checked(torch.zeros(3, 8)) and not checked(torch.zeros(3, 9))
