@@ -19,9 +19,8 @@ class Outcomes:
     def __init__(self, arguments: dict[str, object]):
         self._tensors = dict(_tensors(arguments))
         self._before = self.now()
-        self.originals: list[
-            tuple[int, bytes]
-        ] = []  # all that the first run overwrote: what pointers reach, too
+        # All that the first run overwrote, also what it reached through pointers: (address, bytes).
+        self.originals: list[tuple[int, bytes]] = []
         self._first: dict[str, torch.Tensor] | None = None
         self._first_seed = 0
 

@@ -46,9 +46,8 @@ STAGING_US = 0.1  # extra time of a bulk copy over loads
 # bytes of the shares on an SM per microsecond; and how often the traffic goes at a copy's speed. Fitted to 19 problems
 # with 1 to 24 rows of 131072 to 700000 numbers, H200, 2026-11-27. Exponentials of 16-bit numbers are taken twice.
 SEVERAL_US = {8: 3.74, 16: 3.34}
-BESIDE_US = (
-    1.4  # saved by clusters of 8 on at most half of the SMs, if two CTAs fit an SM: launches run side by side
-)
+# Saved by clusters of 8 on at most half of the SMs, if two CTAs fit an SM: launches run side by side.
+BESIDE_US = 1.4
 SEVERAL_BYTES_PER_US = {"float32": 37e3, "float16": 29e3, "bfloat16": 29e3}
 SEVERAL_TRAFFIC = {"float32": 0.39, "float16": 0.79, "bfloat16": 0.79}
 CLUSTER_US = 0.25  # a reduction over the CTAs of a cluster

@@ -191,6 +191,7 @@ class TestPlan:
                 assert config.threads <= 1024
             if plan.strategy == "staged":
                 assert vectors <= config.share * config.cluster
+                config.check_row(vectors)
                 assert config.share * 16 <= MAX_SMEM_PER_CTA and config.threads <= 1024
             if plan.strategy == "split":  # all CTAs at once, or they would wait for ever
                 assert plan.groups * plan.group <= sms
