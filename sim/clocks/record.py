@@ -87,6 +87,11 @@ def captured() -> Iterator[list[LaunchTrace]]:
         _captured.remove(traces)
 
 
+def captures() -> bool:
+    """Whether a context collects traces."""
+    return bool(_captured)
+
+
 def chosen_clusters(total: int, sample: int | None) -> list[int]:
     """Numbers of the clusters to record: the first, the last, and others evenly between.
 

@@ -18,6 +18,7 @@ import torch
 from cutlass.base_dsl.typing import Numeric
 from cutlass.cute import runtime as cute_runtime
 
+from warpspec.sim.clocks.record import Recording
 from warpspec.sim.host import HostModule
 from warpspec.sim.host_tensor import SOURCE
 from warpspec.sim.memory import HOST_ALIGNMENT, put_back
@@ -107,15 +108,18 @@ class Repeats:
             self._bytes -= sum(call.size for call in dropped)
 
 
-def tensors_of(args: tuple, kwargs: dict) -> Tensors | None:
-    """The tensors among the arguments of a call; None if what else there is is not known to determine it."""
+def tensors_of(args: tuple, kwargs: dict, recording: Recording | None = None) -> Tensors | None:
+    """The tensors among the arguments of a call; None if what else there is is not known to determine it.
+
+    recording: the active one, which decides what part of the call is run, and whether it leaves traces.
+    """
     addresses: list[int] = []
     storages: dict[int, int] = {}
     try:
         form = (*_form(args, addresses, storages), *_form(tuple(sorted(kwargs.items())), addresses, storages))
     except Unknown:
         return None
-    return Tensors(tuple(addresses), form)
+    return Tensors(tuple(addresses), (recording, *form))
 
 
 def _form(value: object, addresses: list[int], storages: dict[int, int]) -> Iterator[object]:

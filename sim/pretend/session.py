@@ -80,8 +80,8 @@ class Session:
         """Run a compiled function, or give it the results of a call that it repeats."""
         options = dict(seed=self.seed, seeds=self.seeds, check=self.check)
         checked = self.check or os.environ.get(CHECK_VARIABLE)
-        watched = checked or stores.active() is not None or record.active() is not None
-        given = None if watched or (self.seeds or 1) > 1 else tensors_of(args, kwargs)
+        watched = checked or stores.active() is not None or record.captures()
+        given = None if watched or (self.seeds or 1) > 1 else tensors_of(args, kwargs, record.active())
         if given is None or not self.repeats.expects(compiled, given):
             return simulation.run(compiled, *args, **options, **kwargs)
         report = self.repeats.find(compiled, given)

@@ -8,6 +8,7 @@ from cutlass.cute.runtime import from_dlpack
 
 import warpspec.sim
 from warpspec.sim import simulation
+from warpspec.sim.clocks import record
 
 
 @cute.kernel
@@ -55,7 +56,7 @@ def test_a_benchmark_runs_few_calls(runs, ffi):
             assert torch.equal(x, expected), "in place"
 
 
-def test_a_recorded_call_runs_and_a_repeated_one_is_the_last(runs):
+def test_recorded_calls_repeat_recorded_ones_and_a_repeated_one_is_the_last(runs):
     with warpspec.sim.intercept("sm_100a") as session:
         x, y = (torch.ones(32, dtype=torch.int32, device="cuda") for _ in "xy")
         compiled = cute.compile(_scaled, from_dlpack(x), from_dlpack(y), 3, False)
@@ -64,8 +65,12 @@ def test_a_recorded_call_runs_and_a_repeated_one_is_the_last(runs):
         repeated = warpspec.sim.last_report()
         assert len(runs) == 4 and repeated.launches == session.report.launches[1:2]
         with warpspec.sim.recording(None):
-            compiled(from_dlpack(x), from_dlpack(y), 3)
-        assert len(runs) == 5 and session.report.launches[-1].trace is not None
+            for _ in range(3):
+                compiled(from_dlpack(x), from_dlpack(torch.zeros_like(y)), 3)
+            assert len(runs) == 6 and all(launch.trace for launch in session.report.launches[-3:])
+            with record.captured() as traces:
+                compiled(from_dlpack(x), from_dlpack(torch.zeros_like(y)), 3)
+        assert len(runs) == 7 and len(traces) == 1
 
 
 def test_a_kernel_that_prints_runs_each_time(capfd):
