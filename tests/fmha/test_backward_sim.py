@@ -48,8 +48,8 @@ def compare(case: Case) -> dict:
         long("sm_100a", 512),
     ],
 )
-def test_small(arch, dim, monkeypatch, simulate_gradients_as):
-    """The kernel for these, and that no register spills in it."""
+def test_small(arch, dim, monkeypatch, simulate_gradients_as, check_order):
+    """The kernel for these, in order, and that no register spills in it."""
     plans, plan = [], launch.plan
     monkeypatch.setattr(launch, "plan", lambda *arguments: plans.append(plan(*arguments)) or plans[-1])
     launch.prepare.cache_clear()

@@ -85,6 +85,10 @@ REMOTE = (
     + "fence.mbarrier_init.release.cluster;\n"
     + BOTH
 )
+SEND = (  # a word of each thread to the peer's word; each CTA's mbarrier counts the bytes that arrive there
+    "@%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%r11], 128;"
+    "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%r6], %r1, [%r7];"
+)
 AFTER = wait(0, "A") + "ld.shared::cluster.u32 %r8, [%r12];" + BOTH
 ALLOCATE_PAIR = ALLOCATE.replace("cta_group::1", "cta_group::2")
 FREE_PAIR = FREE.replace("cta_group::1", "cta_group::2")

@@ -24,6 +24,7 @@ from helpers.order_kernels import (
     MMA,
     PAIR,
     REMOTE,
+    SEND,
     START,
     STORE,
     STORE_TENSOR,
@@ -279,6 +280,15 @@ CASES = {
         + wait(0, "C").replace("[%r11]", "[%r11+8]")
         + "shl.b32 %r9, %r4, 7; cvt.u64.u32 %rd5, %r9; add.u64 %rd1, %rd1, %rd5;" + STORE + COMMIT
         + "@%p1 cp.async.bulk.wait_group 0; end:" + BOTH),
+    "the scope of an arrival behind a counted st.async": (SCOPE, PAIR,
+        START + REMOTE.replace(INIT, INIT + INIT.replace("[%r11]", "[%r11+8]")) + SEND + wait(0, "A")
+        + "ld.shared.u32 %r8, [%r12]; add.u32 %r1, %r8, 1; bar.warp.sync -1;"
+        + "@%p1 mbarrier.arrive[[.release.cluster]].shared::cluster.b64 _, [%r7+8];"
+        + wait(0, "B").replace("[%r11]", "[%r11+8]") + SEND + wait(1, "C") + BOTH),
+    "a wait for st.async before the buffer is handed back": (UNORDERED, PAIR,
+        START + REMOTE.replace(INIT, INIT + INIT.replace("[%r11]", "[%r11+8]")) + SEND + "[[" + wait(0, "A") + "]]"
+        + "@%p1 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r7+8];"
+        + wait(0, "B").replace("[%r11]", "[%r11+8]") + "[[||" + wait(0, "A") + "]]" + SEND + wait(1, "C") + BOTH),
     "the peer's allocation": ("before the other CTA has allocated", PAIR,
         START + ALLOCATE_PAIR + "[[" + BOTH + "]]" + FREE_PAIR),
     "the peer's exit": ("the other CTA may have exited", PAIR,
@@ -319,6 +329,7 @@ CASES = {
 TOLERATED = (  # by hardware: a warning
     "a bulk store's read before the exit",
     "the scope of an arrival behind fenced stores to own memory",
+    "the scope of an arrival behind a counted st.async",
     "a proxy fence between a read and a bulk load",
     "mbarrier init fence",
     "tcgen05.fence::after_thread_sync between MMAs of two accumulators",

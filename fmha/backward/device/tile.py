@@ -306,7 +306,7 @@ def key_tile_at(config: BackwardKernel, operands, window, order, index) -> KeyTi
         number, piece, pieces = find_piece(config, operands, window, (most, slices), number)
         tile_index = request * key_tiles_of(config, operands) + number
         if cutlass.const_expr(not config.slices):
-            note_pieces(operands, kv_head, tile_index, sums_place[0], piece, pieces)
+            note_pieces(config, operands, kv_head, tile_index, sums_place[0], piece, pieces)
     if cutlass.const_expr(config.slices):
         sums_place = (tile_index, 0)
     own, cut = (request, number, tile_index), (piece, pieces)
@@ -336,10 +336,11 @@ def find_piece(config: cutlass.Constexpr, operands, window, limits, place) -> tu
 
 
 @cute.jit
-def note_pieces(operands, kv_head, tile_index, place, piece, pieces):
-    """Leave word of a tile's pieces for the kernel that adds them up."""
+def note_pieces(config: cutlass.Constexpr, operands, kv_head, tile_index, place, piece, pieces):
+    """Leave word of a tile's pieces for the kernel that adds them up. One thread of one CTA of a cluster writes it."""
     thread, _, _ = cute.arch.thread_idx()
-    if Boolean(kv_head == 0) & Boolean(piece == 0) & Boolean(thread == 0):
+    first = Boolean(kv_head == 0) & Boolean(piece == 0) & Boolean(thread == 0)
+    if first & Boolean(column_part(config) == 0):
         operands.tile_pieces[tile_index, 0] = place
         operands.tile_pieces[tile_index, 1] = pieces
 
