@@ -16,13 +16,8 @@ from contextlib import contextmanager
 NAME = "warpspec"
 
 
-# SGLang lists, for these models, the backends that support what they have: sinks, windows, head size 512. Ours does.
-LISTED_MODELS = (
-    "GptOssForCausalLM",
-    "Gemma4ForCausalLM",
-    "Gemma4ForConditionalGeneration",
-    "Gemma4UnifiedForConditionalGeneration",
-)
+# SGLang lists, for these models, the backends that support sinks and windows; ours supports both.
+LISTED_MODELS = ("GptOssForCausalLM",)
 LISTED_BACKEND = "triton"
 
 
