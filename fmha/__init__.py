@@ -167,7 +167,6 @@ def attention(
         All name the argument; the first three are raised before anything is launched or written.
     """
     blocks = block_mask_of(block_mask, q, k, page_table)
-    block_queries, block_keys = (None, None) if blocks is None else blocks.block_size
     tensors = (
         q,
         k,
@@ -190,9 +189,6 @@ def attention(
         tree,
         ranges,
     )
-    operands = record(Operands, tensors + NO_OTHERS)
-    if blocks is not None:
-        operands = operands._replace(**blocks.operands)
     settings = (
         record(LogitOptions, (scale, softcap)),
         causal,
@@ -206,10 +202,8 @@ def attention(
         deterministic,
         v_dim,
         swizzled,
-        block_queries,
-        block_keys,
     )
-    return _call(operands, record(Options, settings), backend)
+    return _call(*_records(tensors, settings, blocks), backend)
 
 
 def attention_varlen(
@@ -293,7 +287,6 @@ def attention_varlen(
     """
     check_strided("cu_seqlens_q", cu_seqlens_q)  # arguments that only packed queries have
     blocks = packed_mask_of(block_mask, max_seqlen_q, max_seqlen_k)
-    block_queries, block_keys = (None, None) if blocks is None else blocks.block_size
     tensors = (
         q,
         k,
@@ -316,9 +309,6 @@ def attention_varlen(
         tree,
         ranges,
     )
-    operands = record(Operands, tensors + NO_OTHERS)
-    if blocks is not None:
-        operands = operands._replace(**blocks.operands)
     settings = (
         record(LogitOptions, (scale, softcap)),
         causal,
@@ -332,10 +322,17 @@ def attention_varlen(
         deterministic,
         v_dim,
         swizzled,
-        block_queries,
-        block_keys,
     )
-    return _call(operands, record(Options, settings), backend)
+    return _call(*_records(tensors, settings, blocks), backend)
+
+
+def _records(tensors: tuple, settings: tuple, blocks) -> tuple[Operands, Options]:
+    """The records of a call. tensors: the fields of ``Operands`` before those of lists of blocks. settings: the fields
+    of ``Options`` before the size of a block. blocks: the checked lists of blocks, or None."""
+    operands = record(Operands, tensors + NO_OTHERS)
+    if blocks is None:
+        return operands, record(Options, (*settings, None, None))
+    return operands._replace(**blocks.operands), record(Options, (*settings, *blocks.block_size))
 
 
 def _call(operands: Operands, options: Options, backend):

@@ -41,7 +41,7 @@ def queued(pieces: int, grid: int, sample: int | None, counter=None, steps: int 
 
 
 def test_a_sampled_cta_takes_its_share_of_a_queue():
-    """Of 62 pieces, the first of 12 CTAs does every twelfth; on a GPU the last CTA to end does six."""
+    """The first of 12 CTAs does every twelfth of 62 pieces; on a GPU the last CTA to end does six."""
     sampled, one = queued(62, 12, 2), queued(1, 1, None)
     taken = taken_of(sampled)
     assert sampled.sampled and sampled.stride == 12

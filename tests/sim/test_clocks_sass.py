@@ -146,7 +146,7 @@ def test_a_step_stands_where_its_sass_does():
 
 
 def test_a_load_that_ptxas_hoists_moves_its_bytes():
-    """Of two guarded loads, the second stands in front of the code that the PTX has between them."""
+    """The second of two guarded loads stands in front of the code that the PTX has between them."""
     load, skip = "ld.global.b32 %f1, [%rd1];", "setp.eq.s32 %p1, %r1, 99;\n@%p1 bra {0};\n"
     body = "ld.param.u64 %rd1, [out]; mov.b32 %r1, 1;\n" + skip.format("A") + load + "\nA:\n"
     body += "fma.rn.f32 %f0, %f1, %f1, %f1;\n" * 3 + skip.format("B") + load.replace("f1", "f2") + "\nB:\n"
