@@ -144,7 +144,6 @@ class Operands(NamedTuple):
 
 INPUTS = inputs_of(Operands)
 PLACES = Operands(*range(len(Operands._fields)))  # index of each field in the record
-NO_OTHERS = (None,) * (len(Operands._fields) - PLACES.kv_visits)  # lists of blocks and workspaces
 ROWS, STATISTICS = (
     slice(PLACES.q, PLACES.o + 1),
     slice(PLACES.lse, PLACES.row_sum + 1),

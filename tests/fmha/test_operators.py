@@ -27,15 +27,13 @@ def compiled(function, **options):
 
 @pytest.mark.parametrize("call", [attention, attention_varlen])
 def test_each_argument_reaches_the_field_of_its_name(call, monkeypatch):
-    """The records of a call are made by place, unchecked."""
+    """An argument that is handed on to no field, or to another one, would be ignored or misread."""
     seen = []
-    monkeypatch.setattr(warpspec.fmha, "_call", lambda *records: seen.extend(records))
+    monkeypatch.setattr(warpspec.fmha, "_call", lambda *handed: seen.extend(handed))
     names = inspect.signature(call).parameters.keys() - {"block_mask"}
     given = {name: torch.zeros(1) for name in names}
     call(**given)
-    operands, options, backend = seen
-    for found in (operands, options, options.logits):
-        assert len(found) == len(type(found)._fields)
+    operands, options, _, backend = seen
     fields = {**operands._asdict(), **options._asdict(), **options.logits._asdict(), "backend": backend}
     fields["out"] = fields.pop("o")
     assert all(fields.pop(name) is value for name, value in given.items())
