@@ -281,7 +281,7 @@ def _rows(problem: SoftmaxProblem, target: Target):
             while lanes * rows > WARP_THREADS and rows > 1 and problem.rows < rows * target.sm_count:
                 rows //= 2
             config = RowsConfig(
-                problem.dtype, lanes, rows, cluster, each, not problem.aligned, 1, problem.store_bytes
+                lanes=lanes, rows=rows, cluster=cluster, vectors=each, **_row_options(problem)
             )
             by_registers = REGISTERS_PER_SM // (rows_registers(config) * config.threads)
             occupancy = min(MAX_CTAS_PER_SM, MAX_THREADS_PER_SM // config.threads, by_registers)
@@ -303,6 +303,20 @@ def _rows(problem: SoftmaxProblem, target: Target):
             yield SoftmaxPlan("rows" if cluster == 1 else "cluster", config, 0, 0, microseconds)
 
 
+def _row_options(problem: SoftmaxProblem) -> dict[str, object]:
+    """What each strategy's configuration takes from the rows as they are."""
+    return {"dtype": problem.dtype, "edges": not problem.aligned, "store_bytes": problem.store_bytes}
+
+
+def _staged_threads(share: int, wanted: int, most: int) -> tuple[int, int, int]:
+    """(threads of a CTA, vectors of a thread, bytes of shared memory) that stage a share of so many vectors. wanted:
+    vectors of a thread, where the limits of threads allow it. most: threads."""
+    threads = -(-share // (wanted * WARP_THREADS)) * WARP_THREADS
+    threads = min(most, max(STAGED_THREADS[0], threads))
+    each = -(-share // threads)
+    return threads, each, threads * each * VECTOR_BYTES + SMEM_BESIDE_DATA
+
+
 def _staged(problem: SoftmaxProblem, target: Target):
     from warpspec.softmax.staged import StagedConfig
 
@@ -318,9 +332,7 @@ def _staged(problem: SoftmaxProblem, target: Target):
                 continue
         longer = STAGED_LONGER if once and cluster == MAX_CLUSTER_CTAS else ()
         for wanted in (*longer, *STAGED_VECTORS):
-            threads = min(most, max(fewest, -(-share // (wanted * WARP_THREADS)) * WARP_THREADS))
-            each = -(-share // threads)
-            smem = threads * each * VECTOR_BYTES + SMEM_BESIDE_DATA
+            threads, each, smem = _staged_threads(share, wanted, most)
             if (
                 each > max(wanted, STAGED_VECTORS[0])
                 or smem > MAX_SMEM_PER_CTA
@@ -341,15 +353,13 @@ def _staged(problem: SoftmaxProblem, target: Target):
                 rates=CLUSTERED_ONCE if once else None,
             )
             config = StagedConfig(
-                problem.dtype,
-                threads,
-                cluster,
-                each,
-                not problem.aligned,
-                occupancy,
-                problem.store_bytes,
-                dependent,
-                once,
+                threads=threads,
+                cluster=cluster,
+                vectors=each,
+                ctas_per_sm=occupancy,
+                dependent=dependent,
+                once=once,
+                **_row_options(problem),
             )
             yield SoftmaxPlan("staged", config, 0, 0, microseconds)
 
@@ -364,25 +374,20 @@ def _several_copies(problem: SoftmaxProblem, target: Target, cluster: int, once:
     if cluster < SEVERAL_CLUSTER or residents > (SEVERAL_RESIDENTS[cluster] if once else 1):
         return None
     most = SEVERAL_THREADS[0 if residents > 2 else 1 if share <= SEVERAL_SHARE else 2]
-    threads = -(-share // (SEVERAL_VECTORS * WARP_THREADS)) * WARP_THREADS
-    threads = min(most, max(STAGED_THREADS[0], threads))
-    each = -(-share // threads)
-    smem = threads * each * VECTOR_BYTES + SMEM_BESIDE_DATA
+    threads, each, smem = _staged_threads(share, SEVERAL_VECTORS, most)
     if share < STAGED_THREADS[0] or smem * residents > MAX_SMEM_PER_CTA:
         return None
     # Registers leave room for the next launch beside this one.
     room = 2 if problem.aligned and threads <= SEVERAL_THREADS[1] else 1
     config = StagedConfig(
-        problem.dtype,
-        threads,
-        cluster,
-        each,
-        not problem.aligned,
-        max(residents, room),
-        problem.store_bytes,
-        True,
-        once,
-        -(-each // GROUP),
+        threads=threads,
+        cluster=cluster,
+        vectors=each,
+        ctas_per_sm=max(residents, room),
+        dependent=True,
+        once=once,
+        copies=-(-each // GROUP),
+        **_row_options(problem),
     )
     work = residents * share * VECTOR_BYTES / SEVERAL_BYTES_PER_US[problem.dtype]
     traffic = SEVERAL_TRAFFIC[problem.dtype] * problem.bytes / (target.speeds.copy * 1e6)
@@ -396,14 +401,11 @@ def _in_rounds(problem, target, strategy, cluster, groups, group, round_us):
     from warpspec.softmax.resident import ResidentConfig
 
     config = ResidentConfig(
-        problem.dtype,
-        RESIDENT_THREADS,
-        RESIDENT_CHUNKS,
-        STREAMING_CHUNKS,
-        not problem.aligned,
-        cluster,
-        1,
-        problem.store_bytes,
+        threads=RESIDENT_THREADS,
+        resident=RESIDENT_CHUNKS,
+        streaming=STREAMING_CHUNKS,
+        cluster=cluster,
+        **_row_options(problem),
     )
     share = -(-problem.vectors // group)
     rest = max(0, share - config.capacity)  # vectors that are read twice
@@ -452,9 +454,7 @@ def _two_pass(problem: SoftmaxProblem, target: Target):
         ctas = problem.rows * cluster
         share = -(-problem.vectors // cluster) * VECTOR_BYTES
         occupancy = TWO_PASS_CTAS_PER_SM
-        config = TwoPassConfig(
-            problem.dtype, TWO_PASS_THREADS, cluster, not problem.aligned, problem.store_bytes
-        )
+        config = TwoPassConfig(threads=TWO_PASS_THREADS, cluster=cluster, **_row_options(problem))
         between = min(ctas, target.sm_count * occupancy) * share  # read once and not yet twice
         microseconds, _ = _one_row_a_cta(
             problem,
