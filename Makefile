@@ -28,7 +28,7 @@ test-gpu: venv ## tests on the GPU of this machine (2 minutes on an H200 with 16
 	@$(PYTEST) -n auto --maxprocesses 14 --dist worksteal -m gpu tests/gpu
 
 # Every family of kernels, the compiler's and the simulator's edges. Engines pin DSL 4.8.0 and tvm-ffi 0.1.11.
-PIN_TESTS := tests/common tests/softmax tests/sim/test_host.py tests/sim/test_arguments.py \
+PIN_TESTS := tests/common tests/softmax tests/sim/test_host.py tests/sim/test_arguments.py tests/sim/test_pointer_arguments.py \
 	$(addprefix tests/moe/test_,grouped_gemm_sim.py quantize_rows.py unpermute.py) \
 	$(addprefix tests/fmha/test_,sm90_sim.py kernel_sim.py combine.py)
 
