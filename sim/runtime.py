@@ -153,9 +153,8 @@ def execute(
     registers = resources.registers if resources else None
     recorder = None
     if active() is not None:
-        recorder = _recorder_of(
-            program, text, (grid, block, cluster), clusters, shared_bytes, registers, gmem
-        )
+        shape = (grid, block, cluster)
+        recorder = _recorder_of(program, text, shape, clusters, shared_bytes, registers, gmem)
         shares, clusters = 1, len(recorder.clusters)
 
     fields = StorageNames(storage, program.tables.dynamic_shared)
@@ -187,13 +186,11 @@ def execute(
     report = _report_of(
         program,
         stats,
+        resources,
         kernel=kernel,
         grid=grid,
         cluster=cluster,
         block=block,
-        registers=registers,
-        local_bytes=resources.local_bytes if resources else None,
-        static_smem=resources.static_smem if resources else 0,
         dynamic_smem=dynamic_smem,
         seconds=time.monotonic() - start,
         findings=errors,
@@ -259,13 +256,18 @@ def _judge(stats: LaunchStats, static: dict, check: str | None) -> list[Finding]
     return errors
 
 
-def _report_of(program: Program, stats: LaunchStats, **launch: object) -> LaunchReport:
-    """The report of a launch. launch: the fields that the program and the statistics do not know."""
+def _report_of(
+    program: Program, stats: LaunchStats, resources: KernelResources | None, **launch: object
+) -> LaunchReport:
+    """The report of a launch. launch: the fields that the program, the statistics and the resources do not know."""
     by_warp, by_opcode = count_instructions(program, stats)
     return LaunchReport(
         function=program.name,
         instructions=by_warp,
         opcodes=by_opcode,
+        registers=resources.registers if resources else None,
+        local_bytes=resources.local_bytes if resources else None,
+        static_smem=resources.static_smem if resources else 0,
         tmem_columns=stats.peak_tmem_columns,
         tma_bytes_loaded=stats.tma_bytes_loaded,
         tma_bytes_stored=stats.tma_bytes_stored,
