@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from warpspec.cli import cases, timing
+from warpspec.cli.options import LARGE, add_options, check_options
 from warpspec.common.backend import resolve_backend
 from warpspec.common.hardware import GPUS
 
@@ -38,14 +39,14 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("operator", choices=OPERATORS, metavar="OPERATOR", help=", ".join(OPERATORS))
-    cases.add_options(parser, OPERATORS, cases.LARGE)
+    add_options(parser, OPERATORS, LARGE)
     return parser
 
 
 def main(arguments: Sequence[str]) -> int:
     """Returns 0, 1 where ours differs from torch's, 2 without a GPU; exits with 2 for bad options."""
     options = parser().parse_args(arguments)
-    cases.check_options(parser(), options, [options.operator])
+    check_options(parser(), options, [options.operator])
     if not torch.cuda.is_available():
         known = ", ".join(f"{gpu.name} ({gpu.arch})" for gpu in GPUS.values())
         print(

@@ -3,162 +3,23 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from warpspec.common.kv_formats import EIGHT_BITS
-from warpspec.fmha.checks import HEAD_SIZES
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-KV_DTYPES = {None: None, **EIGHT_BITS}
-ROW_FORMATS = ("v4-fp8", "v3.2-fp8")  # formats of gathered attention's pools
-# Relative error, ||got - expected|| / ||expected||, against FP32 on the same inputs.
-ATTENTION_TOLERANCE = {"bf16": 4e-3, "fp16": 1e-3}  # bound of the worst head's error
-GRADIENT_TOLERANCE = {"bf16": 4.2e-3, "fp16": 1e-3}  # likewise
-SOFTMAX_TOLERANCE = {"bf16": 2e-3, "fp16": 1e-3, "fp32": 1e-6}
-TOPK_TOLERANCE = 1e-6  # bound of the probabilities' error; the columns are exact
-EXPERTS_TOLERANCE = 3e-3
-TORCH_FACTOR = 1.25  # never worse than this times torch's own error in the same dtype
-
-
-@dataclass(frozen=True)
-class Case:
-    """An operator and its inputs.
-
-    title: operator, shape, dtype. run: takes a backend and returns its results. expected: returns the definition's
-    results, in FP32 where it is one. torchs: returns torch's own results on the same inputs, in the same order and
-    layout, to compare errors with; None: there are none, or ours need not be as exact. peers: functions whose times are
-    compared with ours. tolerance: bound of the error. by_head: results are [..., H, D], and the error is the worst
-    head's. flops: floating-point operations of a call. bytes: bytes that a call reads and writes at least. 0: unknown.
-    """
-
-    title: str
-    run: Callable[[str], Sequence[torch.Tensor]]
-    expected: Callable[[], Sequence[torch.Tensor]]
-    torchs: Callable[[], Sequence[torch.Tensor]] | None
-    tolerance: float
-    by_head: bool = False
-    peers: dict[str, Callable[[], object]] = field(default_factory=dict)
-    flops: int = 0
-    bytes: int = 0
-
-    def error(self, got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-        """The worst error of the results; infinite where integers differ, NaN where a number is NaN."""
-        worst = 0.0
-        for mine, right in zip(got, expected, strict=True):
-            if not right.is_floating_point():
-                if not torch.equal(mine.to(right.dtype), right):
-                    return float("inf")
-                continue
-            axes = [axis for axis in range(right.dim()) if not (self.by_head and axis == right.dim() - 2)]
-            norm = partial(torch.linalg.vector_norm, dim=axes)
-            difference, size = norm(mine.to(right.dtype) - right), norm(right)
-            relative = torch.where(difference == 0, 0, difference / size).max().item()
-            if not relative <= worst:
-                worst = relative
-        return worst
-
-    def allowed(self, torch_error: float | None, dtype: torch.dtype) -> float:
-        """The largest error that passes: the tolerance, or less where torch's own error is small."""
-        if torch_error is None:
-            return self.tolerance
-        eps = torch.finfo(dtype).eps
-        rounding = (
-            eps if dtype == torch.float32 else eps / 4
-        )  # what rounding alone may cost: of sums, of a result
-        return min(self.tolerance, max(TORCH_FACTOR * torch_error, rounding))
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
-# Shapes where nobody says: small ones for the simulator, an engine's for a GPU.
-SMALL = {"batch": 1, "queries": 128, "keys": 128, "heads": 2, "kv_heads": 1, "head_dim": 64, "rows": 4}
-SMALL |= {"columns": 1000, "k": 8, "tokens": 8, "experts": 4, "hidden": 256, "width": 128, "choices": 2}
-LARGE = {"batch": 2, "queries": 2048, "keys": 2048, "heads": 32, "kv_heads": 8, "head_dim": 128, "rows": 4096}
-LARGE |= {"columns": 32768, "k": 8, "tokens": 256, "experts": 16, "hidden": 1024, "width": 512, "choices": 4}
-HELP = {
-    "attention, gradients, mla, gathered": {
-        "batch": "sequences",
-        "queries": "queries a sequence",
-        "keys": "keys a sequence; of gathered: rows of a query",
-        "heads": "query heads",
-        "kv_heads": "KV heads, of attention",
-        "head_dim": f"of attention: {HEAD_SIZES}",
-    },
-    "softmax, topk": {"rows": "", "columns": "of a row", "k": "of topk"},
-    "experts": {
-        "tokens": "",
-        "experts": "",
-        "hidden": "width of a token",
-        "width": "of an expert",
-        "choices": "experts a token",
-    },
-}
-
-
-def add_options(parser: argparse.ArgumentParser, operators: Sequence[str], shapes: dict[str, int]) -> None:
-    """Options of the operators' shapes and inputs. shapes: the defaults."""
-    dtypes = parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="default %(default)s")
-    dtypes.help += "; fp32: softmax and topk alone"
-    parser.add_argument("--seed", type=int, default=0, help="of the inputs (default %(default)s)")
-    for title, names in HELP.items():
-        if not set(title.split(", ")) & set(operators):
-            continue
-        group = parser.add_argument_group(title)
-        for name, about in names.items():
-            about = f"{about}{' ' if about else ''}(default %(default)s)"
-            group.add_argument(f"--{name.replace('_', '-')}", type=positive, default=shapes[name], help=about)
-        if title.startswith("attention"):
-            group.add_argument("--causal", action="store_true", help="the last query sees the last key")
-            group.add_argument("--window", type=positive, help="keys that a query sees, its own included")
-            names = [name for name in KV_DTYPES if name]
-            group.add_argument(
-                "--kv-dtype", choices=names, help="of keys and values; of mla, e4m3 (default: --dtype)"
-            )
-            if "gathered" in operators:
-                about = "of gathered's rows (default %(default)s)"
-                group.add_argument("--row-format", choices=ROW_FORMATS, default=ROW_FORMATS[0], help=about)
-
-
-def check_options(
-    parser: argparse.ArgumentParser, options: argparse.Namespace, operators: Sequence[str]
-) -> None:
-    """End the process with a message where options do not go together."""
-    if options.seed < 0:
-        parser.error(f"--seed: must not be negative, got {options.seed}")
-    if options.dtype == "fp32" and not set(operators) <= {"softmax", "topk"}:
-        parser.error(f"--dtype fp32: softmax and topk take it, {', '.join(operators)} not")
-    if (options.causal or options.window) and options.queries > options.keys:
-        parser.error(
-            f"--queries: with --causal or --window at most --keys ({options.keys}), got {options.queries}"
-        )
-    if options.dtype == "fp16" and {"experts", "gathered"} & set(operators):
-        parser.error(f"--dtype fp16: {' and '.join(operators)} take bf16")
-    takes = {"attention": tuple(EIGHT_BITS), "mla": ("e4m3",)}
-    codes = getattr(options, "kv_dtype", None)
-    for operator in operators:
-        if codes is not None and codes not in takes.get(operator, ()):
-            allowed = " or ".join(takes.get(operator, ("none",)))
-            parser.error(f"--kv-dtype {codes}: {operator} takes {allowed}")
-
-
-def random_numbers(options: argparse.Namespace, device: str) -> Callable[..., torch.Tensor]:
-    generator = torch.Generator(device).manual_seed(options.seed)
-
-    def randn(*shape, dtype=DTYPES[options.dtype]):
-        return torch.randn(*shape, generator=generator, device=device).to(dtype)
-
-    return randn
+from warpspec.cli.case import (
+    ATTENTION_TOLERANCE,
+    EXPERTS_TOLERANCE,
+    GRADIENT_TOLERANCE,
+    SOFTMAX_TOLERANCE,
+    TOPK_TOLERANCE,
+    Case,
+    random_numbers,
+)
+from warpspec.cli.latent_cases import gathered_case, mla_case
+from warpspec.cli.options import KV_DTYPES
 
 
 def attention_case(
@@ -373,23 +234,12 @@ def experts_case(options: argparse.Namespace, device: str) -> Case:
     return Case(title, run, expected, None, EXPERTS_TOLERANCE)
 
 
-def _latent(name: str) -> Callable[[argparse.Namespace, str], Case]:
-    """A case of ``latent_cases``, which imports this module."""
-
-    def make(options: argparse.Namespace, device: str) -> Case:
-        from warpspec.cli import latent_cases
-
-        return getattr(latent_cases, name)(options, device)
-
-    return make
-
-
 OPERATORS = {
     "attention": attention_case,
     "gradients": partial(attention_case, gradients=True),
     "softmax": softmax_case,
     "topk": topk_case,
     "experts": experts_case,
-    "mla": _latent("mla_case"),
-    "gathered": _latent("gathered_case"),
+    "mla": mla_case,
+    "gathered": gathered_case,
 }

@@ -6,7 +6,8 @@ import argparse
 
 import torch
 
-from warpspec.cli.cases import ATTENTION_TOLERANCE, KV_DTYPES, Case, random_numbers
+from warpspec.cli.case import ATTENTION_TOLERANCE, Case, random_numbers
+from warpspec.cli.options import KV_DTYPES
 
 MLA_ROW, MLA_SCALE = 576, 192**-0.5  # numbers of a row, and the factor of the logits: DeepSeek V3's
 PAGE = 64  # rows

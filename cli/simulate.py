@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 from warpspec.cli import cases
+from warpspec.cli.options import SMALL, add_options, check_options, positive
 
 ARCHITECTURES = ("sm_100a", "sm_90a")
 CHIPS = {"h100": "sm_90a", "h200": "sm_90a", "b200": "sm_100a", "b300": "sm_100a"}
@@ -49,18 +50,18 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--sample",
-        type=cases.positive,
+        type=positive,
         default=6,
         help="clusters of a kernel that --clocks runs (default %(default)s)",
     )
-    cases.add_options(parser, cases.OPERATORS, cases.SMALL)
+    add_options(parser, cases.OPERATORS, SMALL)
     return parser
 
 
 def main(arguments: Sequence[str]) -> int:
     """Returns 0, or 1 where the result is wrong or the simulator found a defect; exits with 2 for bad options."""
     options = parser().parse_args(arguments)
-    cases.check_options(parser(), options, [options.operator])
+    check_options(parser(), options, [options.operator])
     try:
         from warpspec import sim
     except ImportError as error:

@@ -12,6 +12,8 @@ import torch
 
 from warpspec.aot.models import MODELS
 from warpspec.cli import cases
+from warpspec.cli.case import Case
+from warpspec.cli.options import DTYPES, LARGE, SMALL, add_options, check_options
 from warpspec.cli.simulate import ARCHITECTURES
 from warpspec.common.backend import resolve_backend
 from warpspec.common.launch import simulating
@@ -49,7 +51,7 @@ def parser(shapes: dict[str, int]) -> argparse.ArgumentParser:
         metavar="NAME",
         help="attention with a model's heads, windows and sinks: " + ", ".join(sorted(MODELS)),
     )
-    cases.add_options(parser, cases.OPERATORS, shapes)
+    add_options(parser, cases.OPERATORS, shapes)
     return parser
 
 
@@ -59,7 +61,7 @@ def with_(options: argparse.Namespace, **changes) -> argparse.Namespace:
     return changed
 
 
-def problems(options: argparse.Namespace, device: str) -> Iterator[Callable[[], cases.Case]]:
+def problems(options: argparse.Namespace, device: str) -> Iterator[Callable[[], Case]]:
     """The cases to compare, as functions that make them when they are called: inputs may be large."""
     if options.model is not None:
         model = MODELS[options.model]
@@ -82,7 +84,7 @@ def problems(options: argparse.Namespace, device: str) -> Iterator[Callable[[], 
         yield partial(cases.experts_case, options, device)
 
 
-def compare(make: Callable[[], cases.Case], backend: str, dtype: torch.dtype) -> bool:
+def compare(make: Callable[[], Case], backend: str, dtype: torch.dtype) -> bool:
     """Print a case's line and return whether it passed. Raises the error of a case that cannot be run as asked."""
     case = make()
     start = time.perf_counter()
@@ -111,19 +113,19 @@ def main(arguments: Sequence[str]) -> int:
     """Returns 0, or 1 where a result is wrong or a kernel failed; exits with 2 where it cannot be run as asked."""
     simulated = any(argument.split("=")[0] == "--arch" for argument in arguments)
     native = torch.cuda.is_available() and not simulated
-    made = parser(cases.LARGE if native else cases.SMALL)
+    made = parser(LARGE if native else SMALL)
     options = made.parse_args(arguments)
     if options.model and options.operator not in (None, "attention"):
         made.error(f"--model: is of attention, got {options.operator}")
     operators = ["attention"] if options.model else [options.operator or "experts"]
-    cases.check_options(made, options, operators)
+    check_options(made, options, operators)
     device, arch = "cuda" if native else "cpu", options.arch or ARCHITECTURES[0]
     try:
         backend = resolve_backend("auto", torch.device("cuda", 0)) if native else "sim"
         where = torch.cuda.get_device_name() if native else f"as {arch}, on this CPU"
         print(f"{backend}: {where}", flush=True)
         with simulating(arch, seed=options.seed):
-            dtype = cases.DTYPES[options.dtype]
+            dtype = DTYPES[options.dtype]
             passed = [compare(make, backend, dtype) for make in problems(options, device)]
     except ValueError as error:  # UnsupportedProblem is one
         made.error(str(error))

@@ -66,8 +66,9 @@ def _topk(rows, columns, k, dtype, device="cuda"):
 
 def _experts(tokens, device="cuda"):
     from warpspec.cli import cases
+    from warpspec.cli.options import LARGE
 
-    shapes = {**cases.LARGE, "tokens": tokens, "seed": 0, "dtype": "bf16"}
+    shapes = {**LARGE, "tokens": tokens, "seed": 0, "dtype": "bf16"}
     case = cases.experts_case(_Options(shapes), device)
     return lambda: case.run("sim" if device == "cpu" else "auto")
 

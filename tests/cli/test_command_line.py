@@ -11,7 +11,9 @@ import torch
 
 from warpspec import sim
 from warpspec.cli import bench, cases, simulate, validate
+from warpspec.cli.case import Case
 from warpspec.cli.main import COMMANDS, main
+from warpspec.cli.options import SMALL as DEFAULTS
 
 SHAPE = ("--queries", "16", "--keys", "32", "--heads", "1")
 SMALL = ("simulate", "attention", *SHAPE)
@@ -79,9 +81,7 @@ def test_a_wrong_result_is_a_failure(monkeypatch, capsys):
 
     def one_percent_off(options, device):
         case = right(options, device)
-        return cases.Case(
-            case.title, lambda _: [case.expected()[0] * 1.01], case.expected, None, case.tolerance
-        )
+        return Case(case.title, lambda _: [case.expected()[0] * 1.01], case.expected, None, case.tolerance)
 
     monkeypatch.setitem(cases.OPERATORS, "softmax", one_percent_off)
     monkeypatch.setattr("warpspec.sim.last_report", lambda: "report")
@@ -102,7 +102,7 @@ def test_a_failing_case_does_not_hide_the_others(monkeypatch, capsys):
     def fails(backend):
         raise RuntimeError("no such wait")
 
-    case = cases.Case("broken", fails, lambda: [], None, 0.0)
+    case = Case("broken", fails, lambda: [], None, 0.0)
     assert not validate.compare(lambda: case, "sim", torch.bfloat16)
     assert "FAILED  broken: RuntimeError: no such wait" in capsys.readouterr().out
 
@@ -111,7 +111,7 @@ def test_a_failing_case_does_not_hide_the_others(monkeypatch, capsys):
 @pytest.mark.parametrize("window", [None, 3])
 def test_torch_computes_the_same(queries, keys, window):
     """What times and errors are compared with sees the same keys as the definition."""
-    sizes = cases.SMALL | {"queries": queries, "keys": keys, "window": window}
+    sizes = DEFAULTS | {"queries": queries, "keys": keys, "window": window}
     options = argparse.Namespace(**sizes, causal=True, dtype="bf16", seed=0, kv_dtype=None)
     case = cases.attention_case(options, "cpu")
     assert case.error(case.torchs(), case.expected()) < case.tolerance
@@ -120,7 +120,7 @@ def test_torch_computes_the_same(queries, keys, window):
 
 
 def test_errors():
-    case = cases.Case("", None, None, None, 1.0, by_head=True)
+    case = Case("", None, None, None, 1.0, by_head=True)
     right = torch.ones(2, 3, 4)
     off = right.clone()
     off[:, 1] += 0.1
