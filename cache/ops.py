@@ -11,6 +11,7 @@ from warpspec.cache.problem import check_insert, check_values, config_of
 from warpspec.common.backend import resolve_backend
 from warpspec.common.launch import target_of
 from warpspec.common.operands import option_schema, tensor_schema
+from warpspec.common.outputs import note_written
 from warpspec.common.repeated import watched
 
 
@@ -93,6 +94,7 @@ def insert(operands: Operands, options: Options, backend: str) -> None:
         insert_operator(*operands, *options, backend)
     else:
         check_values(operands)
+        note_written(*operands.outputs.values())
         run_insert(operands, options, backend)
 
 

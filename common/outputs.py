@@ -68,6 +68,14 @@ def check_apart(
         ranges.append((name, out, first, end))
 
 
+def note_written(*tensors: torch.Tensor | None) -> None:
+    """Tell autograd that a call has written these tensors, as torch's operators do: backward() then raises if it needs
+    what was there before. For calls that bypass torch's dispatcher."""
+    for tensor in tensors:
+        if tensor is not None and not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
+
+
 def refuse_negated(name: str, out: torch.Tensor) -> None:
     """Raise ValueError for a view whose elements are the negatives of what is in memory, which kernels would not
     negate. While torch.compile traces, none is known to be one."""

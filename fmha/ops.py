@@ -23,7 +23,7 @@ from warpspec.common.backend import resolve_backend
 from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.common.launch import target_of
 from warpspec.common.operands import option_schema, tensor_schema
-from warpspec.common.outputs import check_apart, overlap, span_bytes
+from warpspec.common.outputs import check_apart, note_written, overlap, span_bytes
 from warpspec.common.repeated import (
     Remembered,
     backend_variable,
@@ -334,8 +334,7 @@ def clear(o: torch.Tensor, cu_seqlens_q: torch.Tensor | None):
 
 def forward_known(call: Call, operands: Operands):
     """Run a call that ``recall`` knows without torch's dispatcher: (o, stats)."""
-    if operands.o is not None and not operands.o.is_inference():
-        torch.autograd.graph.increment_version(operands.o)
+    note_written(operands.o)
     return run(call, operands)
 
 

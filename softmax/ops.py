@@ -12,6 +12,7 @@ import torch
 
 from warpspec.common.backend import resolve_backend
 from warpspec.common.launch import target_of
+from warpspec.common.outputs import note_written
 from warpspec.common.repeated import PLAIN_TENSORS, Remembered, backend_variable, signature
 from warpspec.common.transforms import direct_apply, register_derivatives
 from warpspec.softmax import reference
@@ -32,6 +33,7 @@ def run(x: torch.Tensor, out: torch.Tensor | None, backend: str) -> torch.Tensor
     check_input(x)
     if out is not None:
         check_output(out, x)
+        note_written(out)
     asked, backend, given = backend, resolve_backend(backend, x.device), out
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -68,14 +70,17 @@ def run_again(x: torch.Tensor, out: torch.Tensor | None, backend: str) -> torch.
     if not x.is_contiguous():
         return None
     if out is not None:
-        if type(out) not in PLAIN_TENSORS or not out.is_contiguous() or out.requires_grad:
+        if type(out) not in PLAIN_TENSORS or out.is_neg() or not out.is_contiguous() or out.requires_grad:
             return None
         if 0 < abs(out.data_ptr() - x.data_ptr()) < x.numel() * x.element_size():
             return None  # if they overlap, ``run`` raises
     launcher = _calls.get(_call_key(x, out, backend))
     if launcher is None or x.get_device() != torch.cuda.current_device():
         return None
-    out = torch.empty_like(x) if out is None else out
+    if out is None:
+        out = torch.empty_like(x)
+    else:
+        note_written(out)
     if x.dim() == 2 and x.shape[0] > 1:
         launcher(x, out)
     else:  # the stride of a single row does not matter

@@ -8,6 +8,7 @@ import torch
 
 from warpspec.common.backend import resolve_backend
 from warpspec.common.launch import target_of
+from warpspec.common.outputs import note_written
 from warpspec.common.repeated import watched
 from warpspec.swap import reference
 from warpspec.swap.problem import SwapProblem
@@ -63,7 +64,5 @@ def call(x, ram, map, weights, *others) -> torch.Tensor:
     if watched(x, ram, map, *weights):
         return swap_ffn(x, ram, map, weights, *others)
     delta = run(x, ram, map, weights, *others)
-    for state in (ram, map):
-        if not state.is_inference():
-            torch.autograd.graph.increment_version(state)
+    note_written(ram, map)
     return delta

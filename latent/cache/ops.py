@@ -11,6 +11,7 @@ import torch
 
 from warpspec.common.backend import resolve_backend
 from warpspec.common.launch import Target, target_of
+from warpspec.common.outputs import note_written
 from warpspec.common.repeated import watched
 from warpspec.latent.cache import reference
 from warpspec.latent.cache.config import CompressConfig, InsertConfig
@@ -105,6 +106,7 @@ def insert(call: InsertCall) -> None:
         insert_operator(*call.tensors, *pool_fields(call.pool), call.eps, call.backend)
     else:
         call.check_values()
+        note_written(call.out)
         run_insert(call)
 
 

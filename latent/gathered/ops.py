@@ -6,6 +6,7 @@ import torch
 
 from warpspec.common.backend import resolve_backend
 from warpspec.common.launch import target_of
+from warpspec.common.outputs import note_written
 from warpspec.common.repeated import watched
 from warpspec.fmha.state import AttentionState, normalized_output
 from warpspec.latent.cache.pools import LatentPool
@@ -80,6 +81,8 @@ def call(problem: GatheredProblem, q, key_sets, sink, rotate_back, out, backend)
             problem.num_splits or 0, *results, backend,
         )  # fmt: skip
     else:
+        if out is not None:
+            note_written(*results[:2])
         compute(problem, q, key_sets, sink, rotate_back, results, backend)
     o, scales, lse, row_max, row_sum = results
     if not problem.normalize:

@@ -10,6 +10,7 @@ from warpspec.common.architecture import Family
 from warpspec.common.backend import resolve_backend
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import Kernel, Target, target_of
+from warpspec.common.outputs import note_written
 from warpspec.common.repeated import watched
 from warpspec.latent.projection import reference
 from warpspec.latent.projection.config import ProjectionConfig, Sm90Config, Sm100Config, choose
@@ -49,7 +50,11 @@ def call(problem: ProjectionProblem, o, weight, out, backend) -> torch.Tensor:
         )
     parts = (*parts_of(o), *parts_of(weight))
     seen = [part for part in parts if part is not None]
-    (projection_operator if watched(*seen) else compute)(*parts, out, backend)
+    if watched(*seen):
+        projection_operator(*parts, out, backend)
+    else:
+        note_written(out)
+        compute(*parts, out, backend)
     return out
 
 

@@ -7,9 +7,12 @@ import torch
 from helpers.cache_cases import Compressor, Run
 from helpers.swap_cases import small
 
+from warpspec import cache
+from warpspec.common.launch import Kernel
 from warpspec.common.outputs import check_apart, check_output
 from warpspec.fmha import attention
 from warpspec.fmha.flash_attn import flash_attn_with_kvcache
+from warpspec.latent import mla_decode
 from warpspec.latent.cache import LatentPool, compress, insert_window, rope_table, store_rows
 from warpspec.latent.gathered import KeySet, gathered_attention
 from warpspec.latent.projection import Float8Tensor, output_projection
@@ -31,25 +34,23 @@ def bf16_pool(memory: torch.Tensor) -> LatentPool:
     return LatentPool(memory.view(-1)[: POOL_BYTES // 2].view(torch.uint8).view(1, -1), 4, "bf16")
 
 
-def insert(q=None, kv=None, out=None, pool=None):
+def insert(q=None, kv=None, out=None, pool=None, backend="reference"):
     q, kv = wide(TOKENS, HEADS, 512) if q is None else q, wide(TOKENS, 512) if kv is None else kv
     pool = pool or LatentPool.empty(2, 4, "v4-fp8")
-    options = dict(weight=torch.ones(512), pool=pool, slots=SLOTS, out=out, backend="reference")
+    options = dict(weight=torch.ones(512), pool=pool, slots=SLOTS, out=out, backend=backend)
     return insert_window(q, kv, TABLE, SLOTS, **options)
 
 
-def gathered(q=None, out=None, pool=None, **options):
+def gathered(q=None, out=None, pool=None, backend="reference", **options):
     q = wide(TOKENS, HEADS, 512) if q is None else q
     pool = pool or LatentPool.empty(2, 4, "v4-fp8")
-    return gathered_attention(
-        q, [KeySet(pool, SLOTS[:, None].clone())], out=out, backend="reference", **options
-    )
+    return gathered_attention(q, [KeySet(pool, SLOTS[:, None].clone())], out=out, backend=backend, **options)
 
 
-def project(o=None, out=None, weight=None):
+def project(o=None, out=None, weight=None, backend="reference"):
     o = wide(TOKENS, HEADS, 512) if o is None else o
     weight = wide(HEADS, 512, 512) if weight is None else weight
-    return output_projection(o, weight, out=out, backend="reference")
+    return output_projection(o, weight, out=out, backend=backend)
 
 
 def compressed(**changes):
@@ -160,6 +161,33 @@ def test_side_by_side(operator, argument, shape):
     torch.manual_seed(0)
     assert operator(**{argument: x}, out=out) is out
     assert torch.equal(out, expected)
+
+
+CACHES = wide(2, 4, HEADS, 64), wide(2, 4, HEADS, 64)
+LATENT_ROWS = wide(2, 64, 576).to(torch.float8_e4m3fn)
+WRITES = {  # calls of kernels that write the tensor they are given
+    "attention": ((1, 5, 2, 64), lambda out: attention(wide(1, 5, 2, 64), wide(1, 5, 2, 64), out=out)),
+    "softmax": ((4, 8), lambda out: softmax(wide(4, 8), out=out)),
+    "softmax-itself": ((4, 8), lambda out: softmax(out, out=out)),
+    "insert-window": ((TOKENS, HEADS, 512), lambda out: insert(out=out, backend="sim")),
+    "gathered": ((TOKENS, HEADS, 512), lambda out: gathered(out=out, backend="sim")),
+    "project": ((TOKENS, HEADS, 512), lambda out: project(out=out, backend="sim")),
+    "mla": (
+        (2, 1, 16, 512),
+        lambda out: mla_decode(wide(2, 1, 16, 576), LATENT_ROWS, SLOTS[:2, None], SLOTS[:2], scale=1.0, out=out),
+    ),
+    "insert": ((2, 4, HEADS, 64), lambda out: cache.insert(*wide(2, TOKENS, HEADS, 64), out, CACHES[1], SLOTS)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape, call", WRITES.values(), ids=WRITES.keys())
+def test_autograd_hears_of_a_write(shape, call, monkeypatch):
+    """Kernels write memory behind torch's back; if backward() needs what was there, it must not use what is."""
+    monkeypatch.setattr(Kernel, "launcher", lambda *_, **__: lambda *_: None)
+    saved = torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True).exp()
+    call(saved.detach())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.sum().backward()
 
 
 def test_in_place():

@@ -253,6 +253,7 @@ class TestShortWay:
         assert ops.run_again(x, out, "auto") is out
         torch.testing.assert_close(out, torch.softmax(x, -1))
         assert ops.run_again(x, memory[4:64].view(12, 5), "auto") is None  # overlaps
+        assert ops.run_again(x, torch._neg_view(out), "auto") is None
         assert ops.run_again(x, out.requires_grad_(), "auto") is None
         assert ops.run_again(x, x, "auto") is x  # in place, aligned as x and out were
         assert len(launched) == 2
