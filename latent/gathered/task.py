@@ -73,7 +73,8 @@ class DeviceKeySet(NamedTuple):
         """Number of slots of the token, or rows of its request, that the token sees."""
         most = Int32(self.slots.shape[1])
         if self.queries is not None:
-            rows = cutlass.min(Int32(self.lengths[self.request(token)]), most * PAGE_ROWS)
+            rows = Int32(self.lengths[self.request(token)])
+            rows = cutlass.max(cutlass.min(rows, most * PAGE_ROWS), 0)
             return cutlass.max(rows - self.queries + 1 + token % self.queries, 0)
         if self.lengths is None:
             return most

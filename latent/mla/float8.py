@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 
 from warpspec.common.backend import resolve_backend
-from warpspec.common.checks import check_operand, check_range
+from warpspec.common.checks import check_operand
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import target_of
-from warpspec.common.outputs import check_output
+from warpspec.common.outputs import check_output, note_written
 from warpspec.common.repeated import watched
 from warpspec.fmha.state import AttentionState
+from warpspec.fmha.values import are_checked, check_scale, check_values
 from warpspec.latent.gathered.config import E4M3_ROWS, PAGE_ROWS
 from warpspec.latent.gathered.problem import VALUE_DIM, GatheredProblem
 
@@ -30,18 +31,27 @@ def decode(
         raise UnsupportedProblem(f"kv: kernels read pages of {PAGE_ROWS} e4m3 rows, got {kv.shape[1]}")
     if q.dtype != torch.bfloat16:
         raise UnsupportedProblem(f"q: must be torch.bfloat16 with e4m3 rows, got {q.dtype}")
-    if len(kv) and (kv.stride(1) != kv.shape[2] or kv.stride(0) < PAGE_ROWS * kv.shape[2]):
+    page_bytes = PAGE_ROWS * kv.shape[2]
+    step = kv.stride(0) if len(kv) > 1 else page_bytes
+    if len(kv) and (kv.stride(1) != kv.shape[2] or step < page_bytes):
         raise ValueError(f"kv: rows of a page must be contiguous, got strides {tuple(kv.stride())}")
-    check_range("kv_lengths", kv_lengths, 0, page_table.shape[1] * PAGE_ROWS, "rows of the page table")
+    if are_checked(q.device):
+        most = page_table.shape[1] * PAGE_ROWS
+        check_values(kv_lengths, None, page_table, seq_k=most, pages=len(kv), page_size=PAGE_ROWS)
+        check_scale("kv_scale", kv_scale)
     batch, queries, heads, _ = q.shape
     shape = (batch, queries, heads, VALUE_DIM)
     if out is not None:
         check_operand(
             "out", out, (torch.bfloat16 if normalize else torch.float32,), shape, q.device, aligned=True
         )
-        check_output("out", out, {"q": q, "kv": kv, "page_table": page_table, "kv_lengths": kv_lengths})
+        inputs = (q, kv, page_table, kv_lengths, kv_scale)
+        check_output(
+            "out", out, dict(zip(("q", "kv", "page_table", "kv_lengths", "kv_scale"), inputs, strict=True))
+        )
         if not out.is_contiguous():
             raise ValueError(f"out: must be contiguous with e4m3 rows, got strides {tuple(out.stride())}")
+        note_written(out)
     tokens, fp32 = batch * queries, {"dtype": torch.float32, "device": q.device}
     o = (
         torch.empty(shape, dtype=torch.bfloat16 if normalize else torch.float32, device=q.device)
@@ -60,7 +70,7 @@ def decode(
         problem = problem_of(
             tokens, heads, rows, scale, normalize=normalize, return_lse=lse is not None, num_splits=num_splits
         )
-        bytes_of = kv.as_strided((len(kv), PAGE_ROWS * kv.shape[2]), (kv.stride(0), 1)).view(torch.uint8)
+        bytes_of = kv.as_strided((len(kv), page_bytes), (step, 1)).view(torch.uint8)
         tensors = {
             "q": q.reshape(tokens, heads, -1), "o": o.view(tokens, heads, VALUE_DIM), "scales": None, "sink": None,
             "lse": lse, "row_max": row_max, "row_sum": row_sum, "cos_sin": None, "positions": None,

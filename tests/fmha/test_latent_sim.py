@@ -211,6 +211,25 @@ def test_what_kernels_do_not_do_with_codes():
         mla_decode(**decode_call(kv=codes, kv_scale=torch.ones(2)))
 
 
+def test_bad_values_with_codes():
+    codes, table = (
+        torch.zeros(3, 64, 576).to(torch.float8_e4m3fn),
+        torch.tensor([[0], [3]], dtype=torch.int32),
+    )
+    one, out = torch.ones(2, dtype=torch.int32), torch.zeros(2, 1, 4, 512).bfloat16()
+    for changes, message in (
+        ({"page_table": table, "kv_lengths": one}, r"page_table: values must be 0\.\.2 .*, got 3"),
+        ({"kv_lengths": one * 65}, r"kv_lengths: values must be 0\.\.64 .*, got 65"),
+        ({"kv_scale": torch.tensor(-1.0)}, r"kv_scale: values must be finite and at least 0, got -1\.0"),
+        (
+            {"kv_scale": out.view(torch.float32).view(-1)[:1], "out": out},
+            "out: must not overlap .* with kv_scale",
+        ),
+    ):
+        with pytest.raises(ValueError, match="^" + message):
+            mla_decode(**decode_call(kv=codes, backend="sim", **changes))
+
+
 def test_sizes_of_v():
     """Attention takes as V the first 512 numbers of 576, and no other part of K's rows."""
     q, k = torch.ones(1, 2, 2, 576).bfloat16(), torch.ones(1, 9, 1, 576).bfloat16()

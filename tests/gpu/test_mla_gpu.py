@@ -64,6 +64,23 @@ def test_mla(heads, queries, most, splits, codes):
     assert (lse[~seen] == -torch.inf).all() and not o[0].any()
 
 
+@pytest.mark.parametrize("codes", [False, True])
+def test_junk_lengths_and_pages(codes):
+    """Lengths are cut to what there is, and a page number out of range is that of a page of zeros."""
+    q, kv, table, lengths = paged_call(8, 3, 200, 1, codes)
+    lengths[:3] = torch.tensor([-(2**31), 2**31 - 1, -1])
+    kv.copy_(torch.randn(kv.shape, device="cuda"))
+    o = mla_decode(q, kv, table, lengths, scale=0.04)
+    within = lengths.clamp(0, table.shape[1] * PAGE)
+    wanted = mla_decode(q, kv, table, within, scale=0.04, backend="reference")
+    assert (o.float() - wanted.float()).norm() / wanted.float().norm() < O_TOLERANCE
+    assert not o[0].any() and not o[2].any()
+    strange = table.clone()
+    strange[:, 1:] = torch.tensor([-(2**31), 2**31 - 1, len(kv)], device="cuda")[: table.shape[1] - 1]
+    o, lse = mla_decode(q, kv, strange, within, scale=0.04, return_lse=True)
+    assert o.isfinite().all() and not lse.isnan().any()
+
+
 @pytest.mark.parametrize(
     ("tokens", "heads", "slots", "splits"),
     [
