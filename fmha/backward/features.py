@@ -110,7 +110,7 @@ class BackwardKernel:
         assert self.heads_inside or self.mask.has_blocks or not self.deterministic
         assert not (self.mask.has_blocks and (self.heads_inside or self.cut))
         assert self.cuts_by_length or not self.slices
-        assert (self.deterministic and self.heads_inside) or not self.inner_heads
+        assert (self.deterministic and self.heads_inside and not self.cut) or not self.inner_heads
         assert requests.packed_q == requests.packed_k and not (requests.packed_k and requests.has_kv_lengths)
 
     @property
@@ -142,12 +142,17 @@ class BackwardKernel:
     @property
     def cuts_by_length(self) -> bool:
         """Whether long key tiles are cut into more pieces than short ones; else all into as many."""
-        return self.cuts_on_device or (self.cut and self.alike and not self.heads_inside)
+        return self.cut and (self.alike or self.requests.packed_k)
 
     @property
     def cuts_on_device(self) -> bool:
         """Whether the device decides how to cut (``pieces``): only it knows the lengths of packed requests."""
-        return self.cut and self.requests.packed_k and not self.deterministic
+        return self.cut and self.requests.packed_k
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether a key tile may be seen by none of a request's last queries."""
+        return self.mask.has_left or self.mask.has_ranges
 
     @property
     def can_slice(self) -> bool:

@@ -18,7 +18,7 @@ from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.common.launch import Kernel, Target
 from warpspec.fmha.backward.features import BackwardKernel
-from warpspec.fmha.backward.operands import BackwardOperands
+from warpspec.fmha.backward.operands import PIECE_NUMBERS, BackwardOperands
 from warpspec.fmha.backward.pieces import PieceLength
 from warpspec.fmha.backward.problem import BackwardProblem
 from warpspec.fmha.backward.ranges import seen_by
@@ -77,7 +77,7 @@ def plan(problem: BackwardProblem, target: Target) -> BackwardKernel:
     if order.slices == 1 and reads_beyond_l2(problem, config, target):
         config = replace(config, heads_inside=True)
         order = choose_order(problem, config, target)
-    inner_heads = inner_heads_of(problem, config, order.section, target)
+    inner_heads = inner_heads_of(problem, config, order.section, target) if order.pieces == 1 else 0
     return ordered(replace(config, inner_heads=inner_heads), order)
 
 
@@ -178,9 +178,9 @@ def workspace_of(prepared: Prepared, problem: BackwardProblem, operands: Operand
     def each(wanted, *shape, dtype=fp32):
         return block(shape, dtype) if wanted else None
 
-    pieces = each(config.cuts_by_length, key_tiles, 2, dtype=int32)
+    pieces = each(config.cuts_by_length, key_tiles, PIECE_NUMBERS, dtype=int32)
     if length is not None:
-        key_tiles += length.further
+        key_tiles += length.further + (key_tiles if config.heads_inside and config.ends_early else 0)
     places = (key_tiles, 1) if length else (key_tiles, prepared.order.pieces)
     if prepared.cut is not None:
         places = (operands.q.shape[0] * prepared.cut.pieces, 1)

@@ -29,6 +29,7 @@ def key_elements(config) -> int:
 
 
 SUMS = Operand(FLOAT32, 4, key_elements, TMA_ALIGNMENT)  # sums of cut key tiles' pieces
+PIECE_NUMBERS = 3  # of a key tile, in tile_pieces
 
 
 class BackwardOperands(NamedTuple):
@@ -36,8 +37,9 @@ class BackwardOperands(NamedTuple):
     cu_seqlens_k: as in ``fmha.operands``. statistics, dq_sums: ``features``; turns [Hq, tiles, turn_counts]
     int32. dk, dv: like k. dk_sums, dv_sums [Hkv, key tiles, pieces, tile_n * D] fp32 (``features``): what pieces
     leave. dbias: like bias, fp32 where it is a sum. tile_order [places] int32: for packed requests, the key tile, or
-    piece of one, of each place; -1: none. tile_pieces [key tiles, 2] int32: the place of a tile's first piece, and how
-    many it has. ranges, q_visits, q_counts, q_patterns: as in ``fmha.operands``; seen_by: ``ranges.seen_by``.
+    piece of one, of each place; -1: none. tile_pieces [key tiles, PIECE_NUMBERS] int32: the place of a tile's first
+    piece, how many it has, and where the device cuts, the most steps of a piece. ranges, q_visits, q_counts,
+    q_patterns: as in ``fmha.operands``; seen_by: ``ranges.seen_by``.
     """
 
     q: Annotated[Any, QK_ROWS]
@@ -62,7 +64,7 @@ class BackwardOperands(NamedTuple):
     cu_seqlens_q: Annotated[Any, Operand(INT32, 1, when="requests.packed_q")] = None
     cu_seqlens_k: Annotated[Any, Operand(INT32, 1, when="requests.packed_k")] = None
     tile_order: Annotated[Any, Operand(INT32, 1, when="requests.packed_k")] = None
-    tile_pieces: Annotated[Any, Operand(INT32, 2, 2, when="cuts_by_length")] = None
+    tile_pieces: Annotated[Any, Operand(INT32, 2, PIECE_NUMBERS, when="cuts_by_length")] = None
     ranges: Annotated[Any, Operand(INT32, 3, 2, when="mask.has_ranges")] = None
     seen_by: Annotated[Any, Operand(INT32, 3, 2, when="mask.has_ranges")] = None
     q_visits: Annotated[Any, Q_VISITS] = None
@@ -105,7 +107,7 @@ class RowOperands(NamedTuple):
     ranges: Annotated[Any, Operand(INT32, 3, 2, when=of_main("mask.has_ranges"))]
     seen_by: Annotated[Any, Operand(INT32, 3, 2, when=of_main("mask.has_ranges"))]
     tile_order: Annotated[Any, Operand(INT32, 1, when="main")]
-    tile_pieces: Annotated[Any, Operand(INT32, 2, 2, when=of_main("cuts_on_device"))]
+    tile_pieces: Annotated[Any, Operand(INT32, 2, PIECE_NUMBERS, when=of_main("cuts_on_device"))]
     dq: Annotated[Any, replace(QK_ROWS, when=of_main("wanted.q"))]
     dk: Annotated[Any, replace(QK_ROWS, when=of_main("wanted.k"))]
     dv: Annotated[Any, replace(V_ROWS, when=of_main("wanted.dv"))]
@@ -133,7 +135,7 @@ class ResultOperands(NamedTuple):
     dv: Annotated[Any, replace(V_ROWS, when="v")]
     cu_seqlens_q: Annotated[Any, Operand(INT32, 1, when="packed")]
     cu_seqlens_k: Annotated[Any, Operand(INT32, 1, when="packed")]
-    tile_pieces: Annotated[Any, Operand(INT32, 2, 2, when="by_length")]
+    tile_pieces: Annotated[Any, Operand(INT32, 2, PIECE_NUMBERS, when="by_length")]
     scale: Annotated[Any, Number(FLOAT32)]
 
 

@@ -15,8 +15,8 @@ key tiles of each row, and the last of them waits for few others.
 
 One CTA may have too much work: in B1 32/8 S2048, causal, the longest key tile has twice an SM's share, and no order
 helps. Then tiles are cut into pieces of at most so many steps, and the last kernel adds up their dK and dV in the order
-of the pieces. Each piece costs a write and a read of dK and dV in fp32, and the start and end of a CTA. With heads
-inside, or where batch rows have different steps, all tiles are cut into the same number of pieces instead.
+of the pieces. Each piece costs a write and a read of dK and dV in fp32, and the start and end of a CTA. Where batch
+rows have different steps, all tiles are cut into the same number of pieces instead.
 
 Packed requests are cut by the device (``pieces``): it knows their lengths, and cuts only long key tiles. The host
 decides only whether cutting is possible.
@@ -136,13 +136,13 @@ def ctas_of(problem: BackwardProblem, config: BackwardKernel, steps: Sequence[in
     if config.requests.packed_k:
         keys = 1.5 * forward.least_q  # of least_q to twice as many, if there are as many keys as queries
         tiles = round(min(keys / config.tile_n + forward.batch / 2, forward.batch * len(steps)))
-        return max(tiles, 1) * (pieces if config.deterministic else 1)
+        return max(tiles, 1)
     return sum(piece_counts(config, steps, pieces))
 
 
 def piece_counts(config: BackwardKernel, steps: Sequence[int], pieces: int) -> list[int]:
     """Pieces of each key tile if the longest, the first, has so many."""
-    if not config.alike or config.heads_inside or not steps:
+    if not config.alike or not steps:
         return [pieces] * len(steps)
     most = max(-(-steps[0] // pieces), 1)
     return [max(-(-count // most), 1) for count in steps]
@@ -219,8 +219,9 @@ def bytes_of(forward: AttentionProblem, queries: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def tile_steps(problem: BackwardProblem, config: BackwardKernel) -> tuple[int, ...]:
-    """Steps of each key tile of a row; with packed requests, of one as long as any may be."""
+def tile_spans(problem: BackwardProblem, config: BackwardKernel) -> tuple[tuple[int, int], ...]:
+    """(steps of queries behind those that see it, its steps) of each key tile of a row; with packed requests, of one as
+    long as any may be."""
     forward = problem.forward
     bounds = {
         "causal": forward.mask.causal,
@@ -229,15 +230,24 @@ def tile_steps(problem: BackwardProblem, config: BackwardKernel) -> tuple[int, .
         "key_stride": forward.mask.key_stride,
     }
     found, start = [], forward.seq_k - forward.seq_q  # as if no row's length or position were given
+    tiles = -(-forward.seq_q // config.tile_m)
     for first_key in range(0, max(forward.seq_k, 1), config.tile_n):
         last_key = min(first_key + config.tile_n, forward.seq_k) - 1
         first, _ = position_range(first_key, **bounds, maximum=max)
         _, end = position_range(last_key, **bounds, maximum=max)
         low = 0 if first is None else max(first - start, 0)
         high = forward.seq_q if end is None else min(end - start, forward.seq_q)
-        count = -(-high // config.tile_m) - low // config.tile_m if high > low else 0
-        found.append(count * forward.group)
+        after, count = 0, 0
+        if high > low:
+            after = tiles - -(-high // config.tile_m)
+            count = tiles - after - low // config.tile_m
+        found.append((after * forward.group, count * forward.group))
     return tuple(found)
+
+
+def tile_steps(problem: BackwardProblem, config: BackwardKernel) -> tuple[int, ...]:
+    """Steps of each key tile of a row, as in ``tile_spans``."""
+    return tuple(steps for _, steps in tile_spans(problem, config))
 
 
 def choose_pieces(
@@ -251,13 +261,11 @@ def choose_pieces(
         or (problem.deterministic and config.wanted.bias == "sum")
     ):
         return 1
-    if config.requests.packed_k and not config.deterministic:
+    if config.requests.packed_k:
         return 2 if slices > 1 else 1 + cuts_packed(problem, config, steps, target)
-    group = problem.forward.group
     times = {
         pieces: expected_us(problem, config, steps, target, pieces, slices)
         for pieces in range(1, MOST_PIECES + 1)
-        if not config.heads_inside or group % pieces == 0 or pieces % group == 0
     }
     best = min(times, key=times.__getitem__)
     return best if times[best] < (1 - LEAST_GAIN) * times[1] else 1
@@ -265,9 +273,11 @@ def choose_pieces(
 
 def cut_tiles(problem: BackwardProblem, config: BackwardKernel, order: Order) -> CutTiles:
     """The cut that the host makes of key tiles by length, for an order."""
-    steps = sorted((each // order.slices for each in tile_steps(problem, config)), reverse=True)
-    most = max(-(-max(steps, default=0) // order.pieces), 1)
-    return CutTiles(most, sum(piece_counts(config, steps, order.pieces)))
+    spans = [(after, steps // order.slices) for after, steps in tile_spans(problem, config)]
+    most = max(-(-max((steps for _, steps in spans), default=0) // order.pieces), 1)
+    begins = [after % most if config.heads_inside else 0 for after, _ in spans]
+    counts = (-(-(begin + steps) // most) for begin, (_, steps) in zip(begins, spans, strict=True) if steps)
+    return CutTiles(most, sum(counts) + sum(not steps for _, steps in spans))
 
 
 def piece_length(

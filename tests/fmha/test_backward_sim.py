@@ -100,7 +100,7 @@ def test_kernels_take_small_tensors_without_gaps(name, monkeypatch):
 
 @pytest.mark.parametrize(
     ("dim", "deterministic"),
-    long_but([(128, True)], itertools.product(HEAD_DIMS, (False, True))),
+    long_but([], itertools.product(HEAD_DIMS, (False, True))),
 )
 def test_pieces(dim, deterministic, monkeypatch, simulate_gradients_as):
     """Each piece of a key tile leaves its part of dK and dV; and no register spills."""
@@ -159,17 +159,35 @@ def test_equal_rows_are_cut_by_length(name, dim, monkeypatch, simulate_gradients
     assert all(kernel.local_bytes == 0 for kernel in resources(compiled).values())
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("dim", HEAD_DIMS)
-@pytest.mark.parametrize(("share", "further"), [(0.1, 40), (0.3, 3)], ids=["many", "few-places"])
-def test_pieces_by_length(share, further, dim, monkeypatch, simulate_gradients_as):
+PACKED = (
+    CUT[128],
+    Case(
+        "window", lengths_q=(140, 300, 70), lengths_k=(140, 300, 300), heads_q=6, heads_kv=2, window=(150, 0)
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "deterministic", "share", "further", "dim"),
+    long_but(
+        [(PACKED[1], True, 0.1, 40, 64)],
+        (
+            (*rest, dim)
+            for *rest, dim in itertools.product(PACKED, (False, True), (0.1, 0.3), (40, 3), HEAD_DIMS)
+        ),
+    ),
+)
+def test_pieces_by_length(case, deterministic, share, further, dim, monkeypatch, simulate_gradients_as):
     """The device cuts the long key tiles of packed requests, leaves places without a piece, and cuts no more than there
-    is room for."""
+    is room for. Under a fixed order, no CTA waits for one that comes later."""
     prepared = cut_into(monkeypatch, Order(pieces=2, section=1))
     monkeypatch.setattr(launch, "piece_length", lambda *_: PieceLength(0.0, share, 0.0, 1.0, further))
     simulate_gradients_as("sm_90a", seed=1)
-    compare(replace(CUT[128], head_dim=dim))
-    assert prepared[-1].config.cuts_by_length
+    compare(replace(case, head_dim=dim, deterministic=deterministic))
+    config = prepared[-1].config
+    assert config.cuts_by_length and config.deterministic == deterministic
+    compiled = launch.GRADIENTS.of(architecture("sm_90a")).MAIN.compiled(config, "sm_90a")
+    assert all(kernel.local_bytes <= 8 * deterministic for kernel in resources(compiled).values())
 
 
 @pytest.mark.long

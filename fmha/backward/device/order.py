@@ -11,7 +11,7 @@ from cutlass import Boolean, Float32, Int32
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.fmha.backward import pieces
 from warpspec.fmha.backward.device.blocks import FAR
-from warpspec.fmha.backward.device.tile import key_tiles_of, weight_of
+from warpspec.fmha.backward.device.tile import key_tiles_of, load_of
 
 
 @cute.jit
@@ -31,8 +31,8 @@ def sort_key_tiles(
     Where the device cuts tiles, it sorts pieces, and ``tile_pieces`` records which belong to a tile. A tile has just
     enough pieces that none exceeds ``most_steps``.
 
-    If dQ's order is fixed, a key tile waits for the tiles of its request with earlier keys, so those must come first.
-    Requests with more keys then come first, each with its tiles in order.
+    If dQ's order is fixed, a key tile waits for the tiles of its request with earlier keys, so all their pieces must
+    come first: ``load_of`` then gives no tile more weight than an earlier one of its request.
     """
     thread, _, _ = cute.arch.thread_idx()
     warp, lane = thread // WARP_THREADS, thread % WARP_THREADS
@@ -43,10 +43,10 @@ def sort_key_tiles(
         if cutlass.const_expr(config.cuts_on_device):
             limits = (most_steps(config, operands, window, length, slices), slices)
         for tile in cutlass.range(first, tiles, ctas * warps, unroll=1):
-            own, own_pieces = weight_of(config, operands, window, tile, limits)
+            own, _, own_pieces = load_of(config, operands, window, tile, limits)
             before, all_pieces = Int32(0), Int32(0)
             for other in cutlass.range(lane, tiles, WARP_THREADS, unroll=1):
-                its, its_pieces = weight_of(config, operands, window, other, limits)
+                its, _, its_pieces = load_of(config, operands, window, other, limits)
                 comes = Boolean(its > own) | (Boolean(its == own) & Boolean(other < tile))
                 before += Int32(cutlass.select_(comes, its_pieces, Int32(0)))
                 all_pieces += its_pieces
@@ -58,6 +58,7 @@ def sort_key_tiles(
                 if lane == 0:
                     operands.tile_pieces[tile, 0] = before
                     operands.tile_pieces[tile, 1] = own_pieces
+                    operands.tile_pieces[tile, 2] = limits[0]
                 if tile == 0:  # the rest of the places
                     for place in cutlass.range(
                         all_pieces + lane, cute.size(operands.tile_order), WARP_THREADS, unroll=1
@@ -74,7 +75,7 @@ def most_steps(config: cutlass.Constexpr, operands, window, length: cutlass.Cons
     tiles, lane = key_tiles_of(config, operands), cute.arch.lane_idx()
     total, most, whole = Int32(0), Int32(0), (Int32(FAR), slices)
     for tile in cutlass.range(lane, tiles, WARP_THREADS, unroll=1):
-        steps, _ = weight_of(config, operands, window, tile, whole)
+        _, steps, _ = load_of(config, operands, window, tile, whole)
         total += steps
         most = cutlass.max(most, steps)
     total = cute.arch.warp_reduction(total, operator.add)
@@ -85,7 +86,7 @@ def most_steps(config: cutlass.Constexpr, operands, window, length: cutlass.Cons
     limit, count, cut, long, longest = own.to(Float32), *(Float32(0.0),) * 4
     inverse = cute.arch.rcp_approx(limit)
     for first in cutlass.range(0, tiles, WARP_THREADS, unroll=1):
-        steps, _ = weight_of(config, operands, window, cutlass.min(first + lane, tiles - 1), whole)
+        _, steps, _ = load_of(config, operands, window, cutlass.min(first + lane, tiles - 1), whole)
         for i in cutlass.range(cutlass.min(tiles - first, WARP_THREADS), unroll=4):
             its = cute.arch.shuffle_sync(steps, i).to(Float32)
             own_pieces = cute.arch.fmax(cute.math.ceil(its * inverse - pieces.NEARLY), 1.0)
@@ -101,5 +102,6 @@ def most_steps(config: cutlass.Constexpr, operands, window, length: cutlass.Cons
     best = cute.arch.warp_reduction(expected, cute.arch.fmin)
     chosen = Int32(cutlass.select_(Boolean(expected == best), own, Int32(0)))
     chosen = cute.arch.warp_reduction(chosen, cutlass.max)
-    further = cutlass.max(cute.size(operands.tile_order) - tiles, 1)
+    least = 2 * tiles if cutlass.const_expr(config.heads_inside and config.ends_early) else tiles
+    further = cutlass.max(cute.size(operands.tile_order) - least, 1)
     return cutlass.max(chosen, (total + further - 1) // further)

@@ -8,8 +8,9 @@ the last query tile, and at each query tile through the heads. So all key tiles 
 same time. If dQ is added up in a fixed order, that of the key tiles, each key tile can then follow close behind the
 previous one; with heads in the outer loop, key tiles with fewer query tiles would wait at every head. Where all have as
 many, steps go through ``inner_heads`` first, then through the next heads: so key tiles that run together read less.
-Without a fixed order, heads inside keep in L2 what key tiles read together. Pieces then cut the heads and all query
-tiles of the request, so that the same piece of two key tiles has the same query tiles.
+Without a fixed order, heads inside keep in L2 what key tiles read together. Pieces then are cut at the same steps in
+all key tiles of a request: steps are counted from the request's last query tile on, and the c-th piece ends where c
+times as many are over as a piece may have. So what pieces of two key tiles have in common they reach at the same time.
 
 With packed requests, CTAs take the key tiles with the most steps first (``order.sort_key_tiles``).
 """
@@ -53,13 +54,13 @@ class KeyTile:
 
     request: batch row or request; place: where its queries and keys are. number: the tile's, in the request;
     tile_index: counted over all requests. first_key: the tile's first, in the request. first_head, group: query heads
-    of the KV head; with heads inside, of the piece, with sliced heads, of the slice. pieces: of the tile; 0: the CTA
-    has none. sums_place: (tile_index, piece) of a piece's sums. first_step, steps: which steps it has. begin, count:
-    query tiles of each head; with heads inside, of the piece. inner_first, inner_end: queries that see every key of the
-    tile. seen_first, seen_end: keys of the request that some row sees; rows_first, rows_end: rows that see some key of
-    the request. bounds: arguments of ``key_range``. ranges, seen_by: the operands, where there are ranges. blocks: with
-    lists of blocks, their tables; steps then go through them, and first_step, begin, count, inner_first and inner_end
-    say nothing. patterns: the operand q_patterns.
+    of the KV head; with sliced heads, of the slice. pieces: of the tile; 0: the CTA has none. sums_place: (tile_index,
+    piece) of a piece's sums. first_step, steps: which of the tile's steps it has. begin, count: query tiles of each
+    head, of all pieces. inner_first, inner_end: queries that see every key of the tile. seen_first, seen_end: keys of
+    the request that some row sees; rows_first, rows_end: rows that see some key of the request. bounds: arguments of
+    ``key_range``. ranges, seen_by: the operands, where there are ranges. blocks: with lists of blocks, their tables;
+    steps then go through them, and first_step, begin, count, inner_first and inner_end say nothing. patterns: the
+    operand q_patterns.
     """
 
     config: BackwardKernel
@@ -134,7 +135,12 @@ class KeyTile:
         return head + Int32(Boolean(query_tile == self.start)), query_tile
 
     def place_of(self, step) -> tuple:
-        """The (query head, query tile) of one of the tile's steps, where heads come one after another."""
+        """The (query head, query tile) of one of the tile's steps, unless inner_heads is set."""
+        if self.config.heads_inside:
+            group = cutlass.max(self.group, 1)
+            head = self.start_head + step % group
+            past = Boolean(head >= self.first_head + group)
+            return head - Int32(cutlass.select_(past, group, Int32(0))), self.start - step // group
         count = cutlass.max(self.count, 1)
         head, offset = self.first_head + step // count, step % count
         query_tile = self.start + offset
@@ -146,7 +152,7 @@ class KeyTile:
         """The (query head, query tile) of the CTA's first step."""
         if self.config.mask.has_blocks:
             return first_step(self.blocks)
-        if self.config.cut and not self.config.heads_inside:
+        if self.config.cut:
             return self.place_of(self.first_step)
         return self.start_head if self.config.heads_inside else self.first_head, self.start
 
@@ -155,12 +161,12 @@ class KeyTile:
         """The (query head, query tile) of the CTA's last step."""
         if self.config.mask.has_blocks:
             return last_step(self.blocks)
+        if self.config.cut:
+            return self.place_of(self.first_step + self.steps - 1)
         head = self.first_head + self.group - 1
         if self.config.heads_inside:
             first = Boolean(self.start_head == self.first_head)
             return Int32(cutlass.select_(first, head, self.start_head - 1)), self.begin
-        if self.config.cut:
-            return self.place_of(self.first_step + self.steps - 1)
         end = Int32(cutlass.select_(Boolean(self.start == self.begin), self.begin + self.count, self.start))
         return head, end - 1
 
@@ -255,18 +261,15 @@ def places_of(config: BackwardKernel, operands, pieces):
     return key_tiles_of(config, operands) * pieces
 
 
-def fixed_piece(piece, pieces, group, tiles) -> tuple:
-    """(first head of the group, heads, first query tile, end) of a piece with heads inside.
+def aligned_piece(piece, most, after, steps) -> tuple:
+    """(first step of a key tile, steps) of a piece with heads inside.
 
-    The heads are cut first, into as many parts as there are pieces or heads, then the request's ``tiles`` query tiles.
-    Pieces past the product of both are empty.
+    Counted from the request's last query tile on, the tile has ``steps`` steps behind ``after`` others, and the pieces
+    of all key tiles begin at multiples of ``most``. piece: its number among those.
     """
-    head_parts = cutlass.min(pieces, group)
-    tile_parts = pieces // head_parts
-    first_head, heads = split_part(piece % head_parts, head_parts, group)
-    first, count = split_part(piece // head_parts, tile_parts, tiles)
-    past = Boolean(piece >= head_parts * tile_parts)
-    return first_head, heads, first, Int32(cutlass.select_(past, first, first + count))
+    first = cutlass.min(cutlass.max(piece * most - after, 0), steps)
+    end = cutlass.min(cutlass.max((piece + 1) * most - after, 0), steps)
+    return first, end - first
 
 
 def key_tile_at(config: BackwardKernel, operands, window, order, index) -> KeyTile:
@@ -298,6 +301,7 @@ def key_tile_at(config: BackwardKernel, operands, window, order, index) -> KeyTi
             tile_index = cutlass.max(tile_index, 0)
             piece, sums_place = place - operands.tile_pieces[tile_index, 0], (place, 0)
             pieces = Int32(cutlass.select_(used, operands.tile_pieces[tile_index, 1], Int32(0)))
+            most = operands.tile_pieces[tile_index, 2]
         else:
             sums_place = (tile_index, piece)
         request, number = request_of(operands.cu_seqlens_k, tile_index, config.tile_n, operands.k.shape[1])
@@ -309,7 +313,7 @@ def key_tile_at(config: BackwardKernel, operands, window, order, index) -> KeyTi
             note_pieces(config, operands, kv_head, tile_index, sums_place[0], piece, pieces)
     if cutlass.const_expr(config.slices):
         sums_place = (tile_index, 0)
-    own, cut = (request, number, tile_index), (piece, pieces)
+    own, cut = (request, number, tile_index), (piece, pieces, most)
     return key_tile(config, operands, window, own, kv_head, cut, sums_place, (part, slices))
 
 
@@ -321,7 +325,7 @@ def find_piece(config: cutlass.Constexpr, operands, window, limits, place) -> tu
     number, piece, pieces, before = (Int32(0),) * 4
     first = Int32(0)
     while (pieces == 0) & (first < tiles):
-        _, own = weight_of(config, operands, window, cutlass.min(first + lane, tiles - 1), limits)
+        _, _, own = load_of(config, operands, window, cutlass.min(first + lane, tiles - 1), limits)
         own = Int32(cutlass.select_(Boolean(first + lane < tiles), own, Int32(0)))
         through = before + running_sum(own, lane)
         passed = cute.arch.popc(cute.arch.vote_ballot_sync(Boolean(through <= place)))
@@ -349,9 +353,9 @@ def key_tile(
     config: BackwardKernel, operands, window, own, kv_head, cut, sums_place=(0, 0), part=(0, 1)
 ) -> KeyTile:
     """A piece of a key tile of one KV head. own: (request, its number there, tile_index). cut: (piece, pieces of the
-    tile). part: (slice, slices) of the heads."""
+    tile, most steps of a piece if tiles are cut by length). part: (slice, slices) of the heads."""
     request, number, tile_index = own
-    piece, pieces = cut
+    piece, pieces, most = cut
     heads = operands.k.shape[2]
     place = request_at(config.requests, operands, request)
     bounds, ranges = config.mask.bounds(window), (None, None)
@@ -387,17 +391,18 @@ def key_tile(
     begin = low // config.tile_m
     count = (high + config.tile_m - 1) // config.tile_m - begin
     count = Int32(cutlass.select_(some, count, zero))
-    first_step = zero
-    if cutlass.const_expr(config.cut and config.heads_inside):
-        tiles_q = (seq_q + config.tile_m - 1) // config.tile_m
-        head, group, first_tile, tiles_end = fixed_piece(piece, pieces, group, tiles_q)
-        first_head += head
-        end = cutlass.min(begin + count, tiles_end)
-        begin = cutlass.max(begin, first_tile)
-        count = cutlass.max(end - begin, 0)
-    steps = count * group
-    if cutlass.const_expr(config.cut and not config.heads_inside):
-        first_step, steps = split_part(piece, cutlass.max(pieces, 1), steps)
+    tiles_q = (seq_q + config.tile_m - 1) // config.tile_m
+    first_step, steps = zero, count * group
+    if cutlass.const_expr(config.cut):
+        if cutlass.const_expr(not config.heads_inside):
+            first_step, steps = split_part(piece, cutlass.max(pieces, 1), steps)
+        else:
+            after = Int32(cutlass.select_(some, (tiles_q - begin - count) * group, zero))
+            if cutlass.const_expr(config.cuts_by_length):
+                piece += after // most
+            else:
+                most = cutlass.max((tiles_q * group + pieces - 1) // pieces, 1)
+            first_step, steps = aligned_piece(piece, most, after, steps)
         steps = Int32(cutlass.select_(Boolean(pieces > 0), steps, zero))
     blocks = None
     if cutlass.const_expr(config.mask.has_blocks):
@@ -408,7 +413,7 @@ def key_tile(
             request,
             first_key // keys,
             rows // config.tile_m,
-            (seq_q + config.tile_m - 1) // config.tile_m,
+            tiles_q,
             (first_head, first_head + group),
         )
         steps = steps_of(blocks)
@@ -449,23 +454,42 @@ def key_tile(
 
 
 @cute.jit
-def weight_of(config: cutlass.Constexpr, operands, window, tile_index, limits: cutlass.Constexpr) -> tuple:
-    """(what ``order.sort_key_tiles`` sorts by, pieces) of a key tile, or of each slice of it; of any batch row, where
-    all are alike. limits: (most steps of a piece, slices)."""
+def load_of(config: cutlass.Constexpr, operands, window, tile_index, limits: cutlass.Constexpr) -> tuple:
+    """(what ``order.sort_key_tiles`` sorts by, steps, pieces) of a key tile, or of each slice of it; of any batch row,
+    where all are alike. limits: (most steps of a piece, slices).
+
+    If dQ's order is fixed, tiles are sorted by what nearly is their query tiles, but never grows with their keys: the
+    request's query tiles that come behind their first one, at most those of any tile of the window.
+    """
     zero, (most, slices) = Int32(0), limits
     request, number = zero, tile_index
     if cutlass.const_expr(config.requests.packed_k):
         request, number = find_request(operands.cu_seqlens_k, tile_index, config.tile_n, operands.k.shape[1])
     whole = replace(config, cut=False, slices=False)
-    tile = key_tile(whole, operands, window, (request, number, tile_index), zero, (zero, Int32(1)))
-    weight, pieces = tile.count, Int32(1)
-    if cutlass.const_expr(config.deterministic):
-        weight = tile.place.length
+    tile = key_tile(whole, operands, window, (request, number, tile_index), zero, (zero, Int32(1), zero))
+    steps, pieces = tile.steps, Int32(1)
+    weight = tile.count
+    tiles_q = (tile.place.seq_q + config.tile_m - 1) // config.tile_m
     if cutlass.const_expr(config.cuts_by_length):
-        steps = tile.steps // slices if cutlass.const_expr(config.slices) else tile.steps
-        pieces = cutlass.max((steps + most - 1) // most, 1)
+        if cutlass.const_expr(config.slices):
+            steps = steps // slices
+        after = zero
+        if cutlass.const_expr(config.heads_inside and config.ends_early):
+            after = cutlass.max(tiles_q - tile.begin - tile.count, 0) * tile.group % most
+        pieces = cutlass.max((after + steps + most - 1) // most, 1)
+        pieces = Int32(cutlass.select_(Boolean(steps > 0), pieces, Int32(1)))
         weight = (steps + pieces - 1) // pieces
-    return weight, pieces
+    if cutlass.const_expr(config.deterministic):
+        weight = tiles_q
+        if cutlass.const_expr(not config.mask.has_ranges and not config.mask.has_blocks):
+            weight = cutlass.max(tiles_q - tile.begin, 0)
+            bounds = tile.bounds
+            if cutlass.const_expr(bounds["left"] is not None):
+                right = zero if cutlass.const_expr(bounds["right"] is None) else bounds["right"]
+                if cutlass.const_expr(config.mask.causal or bounds["right"] is not None):
+                    rows = bounds["left"] + right + config.tile_n * config.mask.key_stride
+                    weight = cutlass.min(weight, rows // config.tile_m + 2)
+    return weight, steps, pieces
 
 
 def tile_index_of(config: BackwardKernel, operands, request, query_tile):
