@@ -69,9 +69,14 @@ class Case:
 
 
 def random_numbers(options: argparse.Namespace, device: str) -> Callable[..., torch.Tensor]:
+    """A function that returns normally distributed numbers of a shape, of the options' seed and dtype. It raises
+    ValueError where they do not fit memory."""
     generator = torch.Generator(device).manual_seed(options.seed)
 
     def randn(*shape, dtype=DTYPES[options.dtype]):
-        return torch.randn(*shape, generator=generator, device=device).to(dtype)
+        try:
+            return torch.randn(*shape, generator=generator, device=device).to(dtype)
+        except RuntimeError as error:  # of the allocator's: shapes are lists of positive numbers
+            raise ValueError(f"an input of shape {list(shape)} does not fit this machine's memory") from error
 
     return randn

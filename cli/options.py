@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -13,12 +13,27 @@ from warpspec.fmha.checks import HEAD_SIZES
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 KV_DTYPES = {None: None, **EIGHT_BITS}
 ROW_FORMATS = ("v4-fp8", "v3.2-fp8")  # formats of gathered attention's pools
+MOST = 2**31 - 1  # largest number that an option of a shape takes
+ATTENTION = ("batch", "queries", "keys", "heads", "kv_heads", "head_dim", "causal", "window")
+TAKES = {  # operator -> its options, besides those that all have
+    "attention": (*ATTENTION, "kv_dtype"),
+    "gradients": ATTENTION,
+    "mla": ("batch", "queries", "keys", "heads", "kv_dtype"),
+    "gathered": ("batch", "queries", "keys", "heads", "row_format"),
+    "softmax": ("rows", "columns"),
+    "topk": ("rows", "columns", "k"),
+    "experts": ("tokens", "experts", "hidden", "width", "choices"),
+}
 
 
 def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    """The number of an option, at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if not 1 <= value <= MOST:
+        raise argparse.ArgumentTypeError(f"must be an integer from 1 to {MOST}, got {text}")
     return value
 
 
@@ -33,8 +48,8 @@ HELP = {
         "queries": "queries a sequence",
         "keys": "keys a sequence; of gathered: rows of a query",
         "heads": "query heads",
-        "kv_heads": "KV heads, of attention",
-        "head_dim": f"of attention: {HEAD_SIZES}",
+        "kv_heads": "of attention and gradients",
+        "head_dim": f"of attention and gradients: {HEAD_SIZES}",
     },
     "softmax, topk": {"rows": "", "columns": "of a row", "k": "of topk"},
     "experts": {
@@ -58,13 +73,23 @@ def add_options(parser: argparse.ArgumentParser, operators: Sequence[str], shape
         group = parser.add_argument_group(title)
         for name, about in names.items():
             about = f"{about}{' ' if about else ''}(default %(default)s)"
-            group.add_argument(f"--{name.replace('_', '-')}", type=positive, default=shapes[name], help=about)
+            group.add_argument(flag(name), type=positive, default=shapes[name], help=about)
         if title.startswith("attention"):
-            group.add_argument("--causal", action="store_true", help="the last query sees the last key")
-            group.add_argument("--window", type=positive, help="keys that a query sees, its own included")
+            group.add_argument(
+                "--causal",
+                action="store_true",
+                help="of attention and gradients: the last query sees the last key",
+            )
+            group.add_argument(
+                "--window",
+                type=positive,
+                help="of attention and gradients: keys that a query sees, its own included",
+            )
             names = [name for name in KV_DTYPES if name]
             group.add_argument(
-                "--kv-dtype", choices=names, help="of keys and values; of mla, e4m3 (default: --dtype)"
+                "--kv-dtype",
+                choices=names,
+                help="of attention's keys and values; of mla, e4m3 (default: --dtype)",
             )
             if "gathered" in operators:
                 about = "of gathered's rows (default %(default)s)"
@@ -74,20 +99,44 @@ def add_options(parser: argparse.ArgumentParser, operators: Sequence[str], shape
 def check_options(
     parser: argparse.ArgumentParser, options: argparse.Namespace, operators: Sequence[str]
 ) -> None:
-    """End the process with a message where options do not go together."""
-    if options.seed < 0:
-        parser.error(f"--seed: must not be negative, got {options.seed}")
+    """End the process with a message where options do not go together, or no operator takes one."""
+    if not 0 <= options.seed <= MOST:
+        parser.error(f"--seed: must be from 0 to {MOST}, got {options.seed}")
     if options.dtype == "fp32" and not set(operators) <= {"softmax", "topk"}:
         parser.error(f"--dtype fp32: softmax and topk take it, {', '.join(operators)} not")
     if (options.causal or options.window) and options.queries > options.keys:
         parser.error(
             f"--queries: with --causal or --window at most --keys ({options.keys}), got {options.queries}"
         )
-    if options.dtype == "fp16" and {"experts", "gathered"} & set(operators):
-        parser.error(f"--dtype fp16: {' and '.join(operators)} take bf16")
+    bf16_alone = [name for name in operators if name in ("experts", "gathered")]
+    if options.dtype == "fp16" and bf16_alone:
+        parser.error(f"--dtype fp16: {' and '.join(bf16_alone)} take bf16")
     takes = {"attention": tuple(EIGHT_BITS), "mla": ("e4m3",)}
     codes = getattr(options, "kv_dtype", None)
     for operator in operators:
         if codes is not None and codes not in takes.get(operator, ()):
             allowed = " or ".join(takes.get(operator, ("none",)))
             parser.error(f"--kv-dtype {codes}: {operator} takes {allowed}")
+    taken = {name for operator in operators for name in TAKES[operator]}
+    refuse_given(
+        parser,
+        options,
+        (name for names in TAKES.values() for name in names if name not in taken),
+        f"{', '.join(operators)} takes {', '.join(map(flag, sorted(taken)))}",
+    )
+
+
+def flag(name: str) -> str:
+    """An option as it is typed."""
+    return f"--{name.replace('_', '-')}"
+
+
+def refuse_given(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, names: Iterable[str], why: str
+) -> None:
+    """End the process with a message where one of the named options is not left at its default."""
+    for name in names:
+        given = getattr(options, name, parser.get_default(name))
+        if given != parser.get_default(name):
+            value = "" if given is True else f" {given}"
+            parser.error(f"{flag(name)}{value}: has no effect here; {why}")

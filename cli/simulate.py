@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 from warpspec.cli import cases
-from warpspec.cli.options import SMALL, add_options, check_options, positive
+from warpspec.cli.options import SMALL, add_options, check_options, positive, refuse_given
 
 ARCHITECTURES = ("sm_100a", "sm_90a")
 CHIPS = {"h100": "sm_90a", "h200": "sm_90a", "b200": "sm_100a", "b300": "sm_100a"}
@@ -70,6 +70,8 @@ def main(arguments: Sequence[str]) -> int:
 
     if options.clocks and options.arch != CHIPS[options.clocks]:
         parser().error(f"--clocks {options.clocks}: needs --arch {CHIPS[options.clocks]}, got {options.arch}")
+    if not options.clocks:
+        refuse_given(parser(), options, ["sample"], "it is for --clocks")
     if options.clocks and options.check:
         parser().error("--clocks runs a part of each kernel and goes without --check")
     if options.check:

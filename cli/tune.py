@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     """Returns 0, or 2 where nothing can be measured or kept; exits with 2 for bad options."""
     options = parser().parse_args(arguments)
     if not torch.cuda.is_available():
-        print("tune: no CUDA GPU here", file=sys.stderr)
+        print("tune: no CUDA GPU here; it measures this machine's first one", file=sys.stderr)
         return 2
     if MEASURED.folder is None:
         print(

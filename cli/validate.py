@@ -13,7 +13,7 @@ import torch
 from warpspec.aot.models import MODELS
 from warpspec.cli import cases
 from warpspec.cli.case import Case
-from warpspec.cli.options import DTYPES, LARGE, SMALL, add_options, check_options
+from warpspec.cli.options import DTYPES, LARGE, SMALL, add_options, check_options, refuse_given
 from warpspec.cli.simulate import ARCHITECTURES
 from warpspec.common.backend import resolve_backend
 from warpspec.common.launch import simulating
@@ -28,6 +28,14 @@ examples:
   python -m warpspec validate attention --batch 4 --queries 4096 --keys 4096 --causal
   python -m warpspec validate --model gpt-oss-120b              attention with a model's heads, windows and sinks
   python -m warpspec validate softmax --arch sm_90a             simulated, though this machine may have a GPU"""
+ALL = (
+    "attention",
+    "gradients",
+    "softmax",
+    "topk",
+    "experts",
+)  # operators that are compared where none is named
+OF_MODELS = ("heads", "kv_heads", "head_dim", "causal", "window", "kv_dtype")  # options that a model decides
 WINDOW = 48  # window of the small problems, in which some rows see a whole window and others do not
 
 
@@ -117,8 +125,10 @@ def main(arguments: Sequence[str]) -> int:
     options = made.parse_args(arguments)
     if options.model and options.operator not in (None, "attention"):
         made.error(f"--model: is of attention, got {options.operator}")
-    operators = ["attention"] if options.model else [options.operator or "experts"]
-    check_options(made, options, operators)
+    operators = [options.operator] if options.operator else ALL
+    check_options(made, options, ["attention"] if options.model else operators)
+    if options.model:
+        refuse_given(made, options, OF_MODELS, f"--model {options.model} has its own")
     device, arch = "cuda" if native else "cpu", options.arch or ARCHITECTURES[0]
     try:
         backend = resolve_backend("auto", torch.device("cuda", 0)) if native else "sim"

@@ -70,8 +70,8 @@ def layout(name: str, operands: Operands) -> tuple[str, ...]:
     )
 
 
-def check_operand(name, tensor, operands, memory):
-    """Check q, k or v: one dtype and device, rows that TMA can address."""
+def check_operand(name, tensor, operands):
+    """Check q, k or v: number of dimensions, one dtype and device."""
     check_tensor(name, tensor, DTYPES if name == "q" else (*DTYPES, *FORMATS))
     q, dimensions = operands.q, layout(name, operands)
     if tensor.dim() != len(dimensions):
@@ -86,7 +86,6 @@ def check_operand(name, tensor, operands, memory):
         raise TypeError(f"v: dtype must be k's, {operands.k.dtype}, got {tensor.dtype}")
     if tensor.device != q.device:
         raise ValueError(f"{name}: device must be q's, {q.device}, got {tensor.device}")
-    check_rows(name, tensor, memory)
 
 
 def check_heads(q, k, v_dim: int | None = None):

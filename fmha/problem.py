@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from warpspec.common.checks import check_int, shape_of
+from warpspec.common.checks import check_int, check_rows, shape_of
 from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.common.operands import FLOAT32
 from warpspec.fmha import values
@@ -152,10 +152,12 @@ class AttentionProblem:
         sink, bias = operands.sink, operands.bias
         window, key_stride, normalize = options.window, options.key_stride, options.normalize
         num_splits = options.num_splits
-        for name, tensor in (("q", q), ("k", k), ("v", v)):
-            if tensor is not None:
-                check_operand(name, tensor, operands, memory)
+        given = {name: tensor for name, tensor in (("q", q), ("k", k), ("v", v)) if tensor is not None}
+        for name, tensor in given.items():
+            check_operand(name, tensor, operands)
         check_heads(q, k, options.v_dim)
+        for name, tensor in given.items():
+            check_rows(name, tensor, memory)
         heads_q, head_dim = q.shape[-2:]
         if options.v_dim is not None:
             v_dim = check_shared_size(options.v_dim, v, head_dim)

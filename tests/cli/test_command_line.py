@@ -141,6 +141,13 @@ def test_errors():
         (("simulate", "mla", "--kv-dtype", "e5m2"), "mla takes e4m3"),
         (("simulate", "gradients", "--kv-dtype", "e4m3"), "gradients takes none"),
         (("simulate", "gathered", "--dtype", "fp16"), "gathered take bf16"),
+        (("simulate", "softmax", "--causal"), "--causal: has no effect here; softmax takes --columns"),
+        (("validate", "mla", "--kv-heads", "7"), "--kv-heads 7"),
+        (("validate", "--model", "gpt-oss-20b", "--window", "9"), "--window 9"),
+        (("validate", "--dtype", "fp16"), "fp16: experts take bf16"),
+        ((*SMALL, "--sample", "2"), "--clocks"),
+        (("simulate", "softmax", "--rows", "2000000000", "--columns", "1000000000"), "memory"),
+        ((*SMALL, "--batch", "one"), "an integer from 1 to 2147483647, got one"),
     ],
 )
 def test_what_cannot_be_computed_is_refused(arguments, message, capsys):

@@ -78,6 +78,7 @@ BAD = {
     "no-kv-heads": ({"k": half(2, 7, 0, 64), "v": half(2, 7, 0, 64)}, ValueError, "k", "got 0"),
     "head-size-264": (
         {"q": half(2, 5, 4, 264), "k": half(2, 7, 2, 264)}, ValueError, "q", "multiple of 8 up to 256.*got 264"),
+    "head-size-7": ({"q": half(2, 5, 4, 7), "k": half(2, 7, 2, 7)}, ValueError, "q", "multiple of 8.*got 7"),
     "head-size-0": ({"q": half(2, 5, 4, 0)}, ValueError, "q", "got 0"),
     "k-head-size": ({"k": half(2, 7, 2, 128)}, ValueError, "k", "64, got 128"),
     "v-head-size": ({"v": half(2, 7, 2, 512)}, ValueError, "v", "multiple of 8 up to 256.*512"),
