@@ -28,6 +28,7 @@ SEARCH_ROUNDS = 3
 MOST_REQUESTS = WARP_THREADS**SEARCH_ROUNDS
 
 CURSOR_WORDS = 3  # words in shared memory for a cut of the line (``device.line``)
+CUT_WORDS = 3  # and for the tile that the last of a CTA's chunks begins in
 RECORD_WORDS = 24  # words of a tile's record (``device.record``), with spare ones
 
 # The running maximum may fall this far behind the true one, in powers of two, before O is rescaled: P then
@@ -147,7 +148,7 @@ class TileScheduler:
     @property
     def cursor_bytes(self) -> int:
         """Bytes of shared memory for the ends of the CTA's chunks."""
-        return 2 * CURSOR_WORDS * MOST_ROUNDS * WORD_BYTES if self.cuts_tiles else 0
+        return (2 * CURSOR_WORDS * MOST_ROUNDS + CUT_WORDS) * WORD_BYTES if self.cuts_tiles else 0
 
     @property
     def record_bytes(self) -> int:

@@ -15,7 +15,9 @@ MMA_K = 16  # elements that one instruction sums over
 STEP = 8  # a head size is a multiple of so many: rows aligned to 16 bytes
 CLASSES = (64, 128, 256, 512)  # head sizes that tile shapes are tuned for
 LARGEST = 256  # largest size between the tuned ones; 512 stands alone
-PIECE_STATISTICS = 4  # fp32 after the D columns of a row of a piece's state: maximum, sum, two unused
+# fp32 after the D columns of a row of a piece's state: maximum, sum, and as many unused as let every row begin with a
+# sector of memory.
+PIECE_STATISTICS = 8
 LATENT = (576, 512)  # sizes of Q and K, and of V, if V is the first part of K's rows (MLA's absorbed form)
 
 

@@ -67,10 +67,10 @@ class JoinConfig:
 
 
 class JoinOperands(NamedTuple):
-    """Tensors of the join kernel. pieces: [2 CTAs, rows, D + 4] fp32; joins: [CTAs, 9] int32."""
+    """Tensors of the join kernel. pieces: [2 CTAs, rows, D + 8] fp32; joins: [CTAs, 8] int32."""
 
     pieces: Annotated[Any, Operand(FLOAT32, 3, lambda c: c.head_dim + PIECE_STATISTICS, TMA_ALIGNMENT)]
-    joins: Annotated[Any, Operand(INT32, 2, JOIN_WORDS)]
+    joins: Annotated[Any, Operand(INT32, 2, JOIN_WORDS, TMA_ALIGNMENT)]
     results: Results
 
 

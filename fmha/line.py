@@ -17,10 +17,10 @@ from dataclasses import dataclass
 TILE_OVERHEAD = 2  # length of a query tile's start and end, in KV tiles
 LEAST_TILES = 4  # length of the shortest chunk, in KV tiles
 ROUND_TILES = 20  # query tiles of a chunk where there are several rounds
-MOST_ROUNDS = 24  # the ends of so many chunks fit shared memory
+MOST_ROUNDS = 23  # the ends of so many chunks fit shared memory
 EDGE_TILES = 1  # KV tiles: a cut this close to an end of a query tile moves there, since a piece costs more
 FAR = 1 << 30  # positions that count as no end
-JOIN_WORDS = 9  # words of a join record, in global memory (``device.line.Join``)
+JOIN_WORDS = 8  # words of a join record, in global memory (``device.line.Join``)
 
 
 def round_count(query_tiles, ctas, minimum=min, maximum=max):

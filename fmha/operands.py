@@ -90,7 +90,7 @@ class Operands(NamedTuple):
 
     Kernels write o, lse, row_max and row_sum, and read the others. If keys are split, o, row_max and row_sum of the
     attention kernel have a leading dimension, the splits. If work is cut by length (``line``), pieces [2 CTAs, rows, D
-    + 4] fp32 and joins [CTAs, 9] int32 are a workspace; if CTAs take tiles from a queue (``device.queue``), so is queue
+    + 8] fp32 and joins [CTAs, 8] int32 are a workspace; if CTAs take tiles from a queue (``device.queue``), so is queue
     [1] int64.
     """
 

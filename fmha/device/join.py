@@ -1,9 +1,8 @@
 """Work cut by length, second launch: the states of the pieces of every tile that was cut become results.
 
 CTA (x, y) joins part x of the rows of the tile whose first cut is the begin of CTA y's chunk in the previous launch, if
-there is such a tile. Records of cuts (``device.line.Join``) tell: the following CTAs whose records name the same tile
-are its further cuts. The first piece lies in a place of CTA y - 1, the others in the first places of CTAs y, y + 1 and
-so on. States are summed in that order.
+there is such a tile. The record that CTA y left (``device.line.Join``) tells. The first piece lies in a place of CTA
+y - 1, the others in the first places of CTAs y, y + 1 and so on. States are summed in that order.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Boolean, Float32, Int32
 
 from warpspec.common.device.host import host_function
-from warpspec.common.hardware import FP32_BYTES, WARP_THREADS
+from warpspec.common.hardware import FP32_BYTES
 from warpspec.common.logarithms import LOG2_E
 from warpspec.fmha.combine import VECTOR
 from warpspec.fmha.device.combine import finite, write_row
@@ -60,16 +59,11 @@ class Join:
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
         record = record_of(joins, cta)
-        earlier = record_of(joins, cutlass.max(cta - 1, 0))
-        continues = same_tile(earlier, record) & Boolean(cta > 0)
-        first = Boolean(record.before > 0) & Boolean(record.before < record.count) & Boolean(record.head >= 0)
-        first = first & (Boolean(earlier.before == 0) | Boolean(not continues))
-        if first:
-            count = Int32(2) + further_cuts(joins, record, cta)
-            tile = CutTile(config, pieces, cta, count, state_of(cta - 1, Boolean(not continues)), record)
+        if record.pieces > 0:
+            tile = CutTile(config, pieces, cta, record)
             queries = cutlass.min(record.queries, config.rows.groups * config.rows.group_queries)
             rows = queries * config.rows.pack
-            if row_each(config, rows, count):
+            if row_each(config, rows, record.pieces):
                 for row in cutlass.range(
                     block * config.groups + group, rows, config.ctas * config.groups, unroll=1
                 ):
@@ -104,14 +98,11 @@ def row_each(config: JoinConfig, rows, count) -> Boolean:
 
 @dataclass(frozen=True)
 class CutTile:
-    """A tile that was cut. cta: the CTA whose chunk begins at its first cut. count: number of pieces. first_state:
-    place of the first piece's state."""
+    """A tile that was cut. pieces: the states. cta: the CTA whose chunk begins at its first cut."""
 
     config: JoinConfig
     pieces: cute.Tensor
     cta: Int32
-    count: Int32
-    first_state: Int32
     record: Record
 
     def place(self, row) -> tuple:
@@ -120,10 +111,10 @@ class CutTile:
         return record.batch, record.first_row + row // pack, record.first_head + row % pack
 
     def state(self, number, row) -> cute.Tensor:
-        """(D + 4): the state that piece ``number`` left of a row."""
+        """(D + 8): the state that piece ``number`` left of a row."""
         config = self.config
         state = Int32(
-            cutlass.select_(Boolean(number == 0), self.first_state, state_of(self.cta + number - 1, False))
+            cutlass.select_(Boolean(number == 0), self.record.first, state_of(self.cta + number - 1, False))
         )
         row = row // config.rows.busy_rows * config.rows.group_size + row % config.rows.busy_rows
         return self.pieces[state, row, None]
@@ -131,30 +122,16 @@ class CutTile:
 
 def record_of(joins: cute.Tensor, cta) -> Record:
     """The record that a CTA left."""
-    return Record(*(joins[cta, i] for i in range(JOIN_WORDS)))
-
-
-def same_tile(a: Record, b: Record) -> Boolean:
-    return Boolean(a.head == b.head) & Boolean(a.query_tile == b.query_tile)
-
-
-@cute.jit
-def further_cuts(joins: cute.Tensor, record, cta) -> Int32:
-    """Number of the following CTAs that have cuts through the same tile. Called by a whole warp."""
-    ctas, cuts, more = joins.shape[0], Int32(0), Int32(WARP_THREADS)
-    while more == WARP_THREADS:
-        other = cta + 1 + cuts + cute.arch.lane_idx()
-        cuts_it = same_tile(record_of(joins, cutlass.min(other, ctas - 1)), record) & Boolean(other < ctas)
-        more = cute.arch.popc(cute.arch.vote_ballot_sync(cuts_it))  # they follow one another
-        cuts += more
-    return cuts
+    words = cute.make_rmem_tensor(JOIN_WORDS, Int32)
+    cute.autovec_copy(joins[cta, None], words)
+    return Record(*(words[i] for i in range(JOIN_WORDS)))
 
 
 @cute.jit
 def join(tile, row, column, first: cutlass.Constexpr, step: cutlass.Constexpr) -> tuple:
     """Join a row's pieces first, first + step, ...: (maximum, sum, o (VECTOR)), with VECTOR of its columns, in natural
     units."""
-    config, count = tile.config, tile.count
+    config, count = tile.config, tile.record.pieces
     state = (-Float32.inf, Float32(0.0), cute.make_rmem_tensor(VECTOR, Float32))
     state[2].fill(0.0)
     for begin in cutlass.range(first, count, BATCH * step, unroll=1):

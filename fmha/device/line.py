@@ -26,7 +26,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from warpspec.common.device.warp import running_sum
 from warpspec.common.hardware import WARP_THREADS
-from warpspec.fmha.config import CURSOR_WORDS
+from warpspec.fmha.config import CURSOR_WORDS, CUT_WORDS
 from warpspec.fmha.device.grid import grid_of, requests_of
 from warpspec.fmha.device.request import request_at
 from warpspec.fmha.device.tile import INTEGERS, Piece, select_integer, tile_of
@@ -36,6 +36,7 @@ SIDES = 2  # a chunk's begin and its end
 WHOLE_SHARE = 8  # chunks may be longer by this part of their length if that leaves equal tiles whole
 BEGIN, END = range(SIDES)
 LAST_LANE = WARP_THREADS - 1
+LONGEST_STEP = (1 << 31) - 1  # from cut to cut; tiles are shorter
 
 
 class Line(NamedTuple):
@@ -59,10 +60,14 @@ class Line(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """The data by which a persistent CTA finds its chunks. cursors: words in shared memory, (WORD, SIDE, ROUND)."""
+    """The data by which a persistent CTA finds its chunks.
+
+    cursors: words in shared memory, (WORD, SIDE, ROUND). cut: likewise the words of ``Cut``.
+    """
 
     line: Line
     cursors: cute.Tensor | None = None
+    cut: cute.Tensor | None = None
 
     @property
     def window(self) -> tuple:
@@ -71,7 +76,8 @@ class Chunks(NamedTuple):
     def at(self, cursors: cute.Pointer) -> Chunks:
         """cursors: Int32, to ``config.scheduler.cursor_bytes`` of shared memory."""
         places = cute.make_layout((CURSOR_WORDS, SIDES, MOST_ROUNDS))
-        return self._replace(cursors=cute.make_tensor(cursors, places))
+        cut_words = cute.make_tensor(cursors + cute.size(places), cute.make_layout(CUT_WORDS))
+        return self._replace(cursors=cute.make_tensor(cursors, places), cut=cut_words)
 
 
 def chunks_of(config, operands, numbers) -> Chunks:
@@ -125,23 +131,37 @@ class Cursor(NamedTuple):
     part: Float32
 
 
-class Join(NamedTuple):
-    """Record of a cut through a tile, int32 words in global memory.
+class Cut(NamedTuple):
+    """The cut at the begin of a CTA's last chunk, in units of the line.
 
-    head, query_tile: which tile (``Cursor``); head is -1 where no tile is cut. before, count: its KV tiles before the
-    cut, and in all. The other fields describe the tile's rows: batch row of o, first head, and first query in that row;
-    number of heads and of queries.
+    offset: how much of the tile lies before it. length: the tile's. step: from one cut to the next.
     """
 
-    head: Int32
-    query_tile: Int32
-    before: Int32
-    count: Int32
+    offset: Int32
+    length: Int32
+    step: Int32
+
+    def part(self, offset) -> Float32:
+        """``Cursor.part`` of a cut at this offset."""
+        return part_of(offset, self.length)
+
+
+class Join(NamedTuple):
+    """Record of the first cut through a tile, int32 words in global memory.
+
+    pieces: number of the tile's pieces, or 0 if the record's CTA has no such cut. first: number of the state of the
+    first of them; the others' follow from the CTA. The other fields describe the tile's rows: batch row of o, first
+    head, and first query in that row; number of heads and of queries.
+    """
+
+    pieces: Int32
+    first: Int32
     batch: Int32
     first_head: Int32
     first_row: Int32
     heads: Int32
     queries: Int32
+    unused: Int32
 
 
 class Scan(NamedTuple):
@@ -268,8 +288,9 @@ def locate(config: cutlass.Constexpr, operands, line, found, of_lane, place) -> 
 
 
 @cute.jit
-def place_chunks(config: cutlass.Constexpr, operands, line, cursors: cute.Tensor):
-    """Write the cursors of this CTA's chunks to shared memory. By the whole CTA; a barrier has to follow."""
+def place_chunks(config: cutlass.Constexpr, operands, chunks):
+    """Write the words of ``chunks`` to shared memory. By the whole CTA; a barrier has to follow."""
+    line, cursors = chunks.line, chunks.cursors
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     own = place_of(config, line)
     if warp < SIDES * line.rounds:
@@ -287,34 +308,52 @@ def place_chunks(config: cutlass.Constexpr, operands, line, cursors: cute.Tensor
                 head += own.head
                 if chunk <= (line.rounds - 1) * own.chunks:  # moves to the begin of the tile
                     offset = Int64(0)
-            part = Float32(offset) * cute.arch.rcp_approx(Float32(length))  # grows with the offset
             if cute.arch.lane_idx() == 0:
                 cursors[0, side, round_] = head
                 cursors[1, side, round_] = query_tile
                 floats = cute.make_tensor(cute.recast_ptr(cursors.iterator, dtype=Float32), cursors.layout)
-                floats[2, side, round_] = part
+                floats[2, side, round_] = part_of(offset, length)
+                if number == SIDES * (line.rounds - 1) + BEGIN:
+                    step = cutlass.min(size, Int64(LONGEST_STEP))
+                    for i, word in enumerate(Cut(Int32(offset), Int32(length), Int32(step))):
+                        chunks.cut[i] = word
+
+
+def part_of(offset, length) -> Float32:
+    """The part of a tile's length that lies before an offset. It grows with the offset, and is the same for a number of
+    32 bits or 64."""
+    return Float32(offset) * cute.arch.rcp_approx(Float32(length))
 
 
 @cute.jit
-def write_join(config: cutlass.Constexpr, operands, line, cursors: cute.Tensor):
-    """Write the record of this CTA's last chunk: where its begin cuts a tile, and whose rows the tile has. By a warp;
-    reads the cursors."""
-    begin = cursor_at(cursors, BEGIN, line.rounds - 1)
+def write_join(config: cutlass.Constexpr, operands, chunks):
+    """Write the record of this CTA's last chunk: whether its begin is the first cut through a tile, which pieces the
+    tile has, and whose rows. By a warp; reads the words of ``place_chunks``."""
+    line, own = chunks.line, place_of(config, chunks.line)
+    begin, cut = (
+        cursor_at(chunks.cursors, BEGIN, line.rounds - 1),
+        Cut(*(chunks.cut[i] for i in range(CUT_WORDS))),
+    )
     head = cutlass.min(begin.head, line.requests * line.heads - 1)
     tile = tile_of(config, operands, line.group, line.window, begin.query_tile, *heads_of(line, head))
+    count = tile.span.count
+    before, earlier = tiles_before(begin.part, count), cut.offset - cut.step
+    cuts = Boolean(begin.part > Float32(0.0)) & Boolean(before > 0) & Boolean(before < count)
+    continues = Boolean(own.chunk > 1) & Boolean(earlier > 0)  # the CTA before begins in the tile, too
+    first = cuts & (Boolean(tiles_before(cut.part(earlier), count) == 0) | Boolean(not continues))
+    further = cutlass.min((cut.length - 1 - cut.offset) // cut.step, own.chunks - 1 - own.chunk)
     words = Join(
-        head=select_integer(begin.part > Float32(0.0), head, -1),
-        query_tile=begin.query_tile,
-        before=tiles_before(begin.part, tile.span.count),
-        count=tile.span.count,
+        pieces=select_integer(first, 2 + further, 0),
+        first=state_of(own.slot - 1, Boolean(not continues)),
         batch=Int32(tile.batch),
         first_head=tile.first_head,
         first_row=tile.first_row_of(0),
         heads=cutlass.min(tile.group - tile.head_tile * config.rows.pack, config.rows.pack),
         queries=tile.seq_q - tile.first_query,
+        unused=Int32(0),
     )
     if cute.arch.lane_idx() == 0:
-        record = operands.joins[place_of(config, line).slot, None]
+        record = operands.joins[own.slot, None]
         for i, word in enumerate(words):
             record[i] = word
 

@@ -108,7 +108,7 @@ def factor_of(config: cutlass.Constexpr, row, place, tile, state, operands, scor
         if tile.piece.whole:
             factor = statistics(*arguments, sink_of(operands.sink, place.head))
         else:
-            target = operands.pieces[tile.piece.state, row.index, None]  # (D + 4)
+            target = operands.pieces[tile.piece.state, row.index, None]  # (D + 8)
             factor = piece_statistics(config, row, target, state, score_unit, empty)
     else:
         factor = statistics(*arguments, sink_of(operands.sink, place.head))

@@ -84,7 +84,7 @@ class Attention(AttentionHost):
                 cute.nvgpu.cpasync.prefetch_descriptor(atom)
         if cutlass.const_expr(config.scheduler.cuts_tiles):
             where = where.at(storage.cursors.data_ptr())
-            place_chunks(config, operands, where.line, where.cursors)
+            place_chunks(config, operands, where)
         cute.arch.sync_threads()
         columns = tmem.base(storage.tmem_address.data_ptr())
         if cutlass.const_expr(config.output.splits or config.scheduler.cuts_tiles):
@@ -138,7 +138,7 @@ class Attention(AttentionHost):
                 drain_all(config, channels, uses)
             if warp == config.mma_warp:
                 if cutlass.const_expr(config.scheduler.cuts_tiles):
-                    write_join(config, operands, where.line, where.cursors)
+                    write_join(config, operands, where)
                 products = fragments(config, dtype, q_base, k_base, v_base, p_base, columns)
                 products = MmaRole(config, channels, products, dtype)
                 each_tile(config, operands, found, multiply_tile, products, NO_USES)

@@ -118,7 +118,7 @@ def write_piece(work, state, operands):
         row, empty = work.rows[r], Boolean(totals[r] == Float32(0.0))
         target = operands.pieces[
             tile.piece.state, work.row_group * WARPGROUP_ROWS + row.index, None
-        ]  # (D + 4)
+        ]  # (D + 8)
         row_state = (references[r], maxima[r], totals[r])
         factor = piece_statistics(config, row, target, row_state, unit(config.logits, work.numbers), empty)
         factor = value_factor(config, operands, tile, factor)

@@ -109,7 +109,7 @@ class Attention(AttentionHost):
             cute.arch.griddepcontrol_launch_dependents()
         if cutlass.const_expr(config.scheduler.cuts_tiles):
             where = where.at(storage.cursors.data_ptr())
-            place_chunks(config, operands, where.line, where.cursors)
+            place_chunks(config, operands, where)
         cute.arch.sync_threads()
 
         # 2. Roles.
@@ -162,7 +162,7 @@ def play(
     if warp >= config.load_warp:
         if cutlass.const_expr(config.scheduler.cuts_tiles):  # noqa: SIM102
             if warp == config.join_warp:
-                write_join(config, operands, where.line, where.cursors)
+                write_join(config, operands, where)
         cute.arch.setmaxregister_decrease(config.shape.producer_registers)
         if warp < config.load_warp + config.parts:
             part = warp - config.load_warp if cutlass.const_expr(config.parts > 1) else 0
