@@ -109,7 +109,8 @@ class TileScheduler:
     """The assignment of tiles to CTAs, and the way in which a CTA's roles learn of their tiles.
 
     has_warp: a warp computes the CTA's tiles for all roles and writes them to ``record_count`` records
-    (``device.record``). sorts: packed query tiles are taken from the queue longest first (``device.longest``).
+    (``device.record``). sorts: packed query tiles, or parts, are taken from the queue longest first
+    (``device.longest``).
     in_step: work that is cut by length is cut alike for all heads, and neighbouring CTAs take one chunk of different
     heads (``device.line``).
     """
@@ -196,7 +197,8 @@ class AttentionKernel:
     def __post_init__(self):
         assert not (self.requests.packed_q and self.logits.bias)
         assert not self.requests.page_size or takes_pages(self.requests.page_size)
-        assert not (self.output.splits and (self.scheduler.cuts_tiles or self.scheduler.from_queue))
+        assert not (self.output.splits and self.scheduler.cuts_tiles)
+        assert not self.queues_parts or (self.scheduler.sorts and not self.requests.many_queries)
 
     @property
     def plain_kv(self) -> KvTile:
@@ -216,6 +218,11 @@ class AttentionKernel:
         requests, mask = self.requests, self.mask
         described = requests.has_kv_lengths or requests.has_q_start or requests.packed_q or requests.packed_k
         return described or mask.has_ranges or mask.has_blocks or self.scheduler.from_queue
+
+    @property
+    def queues_parts(self) -> bool:
+        """Whether CTAs take parts of the requests' keys, of one length, from a queue (``device.parts``)."""
+        return self.output.splits and self.scheduler.from_queue
 
     @property
     def clears_unseen(self) -> bool:

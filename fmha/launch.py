@@ -93,10 +93,8 @@ class Prepared(NamedTuple):
 
     def launch(self, operands: Sequence):
         """``run`` on the current device."""
-        if self.schedule is QUEUE:
-            return self.run_queued(operands)
         if self.combine is None:
-            return self.attention(*operands, *self.numbers)
+            return self.attend(operands)
         o, sink, starts = operands[PLACES.o], operands[PLACES.sink], operands[PLACES.cu_seqlens_q]
         results = (sink, o if starts is None else o[None], *operands[STATISTICS])
         blocks = self.workspace or partial_blocks(results[1].shape, self.plan.splits)
@@ -107,11 +105,12 @@ class Prepared(NamedTuple):
             return joined(first, self.combine(*allocated, *results))
         parts[PLACES.o], parts[PLACES.row_max], parts[PLACES.row_sum] = allocated
         parts[PLACES.sink] = parts[PLACES.lse] = None
-        first = self.attention(*parts, *self.numbers)
-        return joined(first, self.combine(*allocated, *results, starts))
+        return joined(self.attend(parts), self.combine(*allocated, *results, starts))
 
-    def run_queued(self, operands: Sequence):
-        """``run`` for a plan whose CTAs take tiles from a queue."""
+    def attend(self, operands: Sequence):
+        """Launch the attention kernel, with a queue if its CTAs take tiles from one."""
+        if self.schedule is not QUEUE:
+            return self.attention(*operands, *self.numbers)
         if self.target.native:
             queue = workspace(1, self.target.device)
             return self.attention(*placed(operands, queue=queue), *self.numbers)

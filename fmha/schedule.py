@@ -40,6 +40,18 @@ def sorts_tiles(problem) -> bool:
     return sortable(problem) and problem.batch <= SORTED_REQUESTS
 
 
+def cuts_parts(problem) -> bool:
+    """Whether a problem's keys may be cut into parts of one length that CTAs take from a queue (``device.parts``), if
+    its requests have one query tile each."""
+    requests, mask = problem.requests, problem.mask
+    unknown = requests.packed_q or requests.packed_k or requests.has_kv_lengths
+    return (
+        unknown
+        and problem.batch <= SORTED_REQUESTS
+        and not (mask.has_blocks or mask.has_tree or mask.has_ranges)
+    )
+
+
 @dataclass(frozen=True)
 class TileGrid:
     """Extents of the grid of M tiles."""
@@ -137,6 +149,13 @@ class KeySpan(KvTiles):
         """The span of one of ``splits`` contiguous parts of its KV tiles; a part may have none."""
         first, count = split_part(split, splits, self.count)
         return replace(self, begin=self.begin + first, count=count)
+
+    def part_of_size(self, number, size, minimum=min, maximum=max) -> KeySpan:
+        """The span of one of its parts of ``size`` KV tiles; the first part may have fewer."""
+        parts = maximum((self.count + size - 1) // size, 1)
+        end = self.count - (parts - 1 - number) * size
+        first = maximum(end - size, 0)
+        return replace(self, begin=self.begin + first, count=end - first)
 
     def over(self, first, end, tile_keys: int, minimum=min, maximum=max) -> KeySpan:
         """The span of rows some of which see other keys besides, all within [first, end)."""

@@ -101,7 +101,9 @@ class Data:
                     skips = bool(later and later[0])
                     parts = 2 if problem.head_dim > 256 else 1
                     t = Tiling(consumers // parts, 64, parts, tile_n, stages, per_sm, pack, skips)
-                    way = Way.SPLIT if splits > 1 else Way[schedule]
+                    way = Way[schedule]
+                    if splits > 1:
+                        way = Way.PARTS if schedule == "QUEUE" else Way.SPLIT
                     if schedule == "PERSISTENT" and splits == 1 and ctas in (1, MANY_CTAS):
                         way = Way.SINGLE
                     self.row.append(index)

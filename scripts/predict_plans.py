@@ -102,7 +102,9 @@ def plan_named(name: str, problem: AttentionProblem, target: Target) -> Plan | N
     """The plan of a description; None if today's code has no such kernel."""
     wanted = json.loads(name)
     schedule, splits, single = wanted[5], wanted[6], wanted[7] in (1, fit_plans.MANY_CTAS)
-    way = Way.SPLIT if splits > 1 else Way.SINGLE if single else Way[schedule]
+    way = Way.SINGLE if single else Way[schedule]
+    if splits > 1:
+        way = Way.PARTS if schedule == "QUEUE" else Way.SPLIT
     choices = ATTENTION.of(target.architecture).CHOICES
     for shape, tiling in choices.tilings(problem):
         if way not in choices.ways(problem, shape):

@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32
 
 from warpspec.common.logarithms import LN_2
+from warpspec.fmha.device.parts import write_unused
 from warpspec.fmha.device.softmax import less_product, log_sum, sink_term
 
 
@@ -42,6 +43,8 @@ def statistics(
         if writes:
             operands.row_max[index] = maximum
             operands.row_sum[index] = total
+            if cutlass.const_expr(config.queues_parts):
+                write_unused(config, tile, index[1:], operands)
     if cutlass.const_expr(config.output.has_lse):  # noqa: SIM102  (a run-time condition in a compile-time one)
         if writes:
             operands.lse[index] = log_sum(reference, row_sum)
@@ -59,7 +62,7 @@ def unnormalised(state, unit, empty) -> tuple:
 
 @cute.jit
 def piece_statistics(config: cutlass.Constexpr, row, target: cute.Tensor, state, unit, empty) -> Float32:
-    """Write the maximum and sum of a piece's row after its columns; returns the factor of O. target: the row (D + 4) of
+    """Write the maximum and sum of a piece's row after its columns; returns the factor of O. target: the row (D + 8) of
     the workspace."""
     factor, maximum, total = unnormalised(state, unit, empty)
     if row.member == 0:

@@ -20,6 +20,7 @@ from warpspec.fmha.tree import MOST_DRAFTS
 # Rounds of all CTAs that the splits of a candidate fill; and the most rounds of whole tiles for which
 # keys are split at all.
 SPLIT_ROUNDS, MOST_ROUNDS = (0.5, 0.75, 1.0, 1.5, 2.0, 3.0), 2
+PART_ROUNDS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0)  # the same of parts, of which short requests have fewer
 QUEUE_ROUNDS = 2  # rounds of tiles above which a queue balances packed tiles that are not sorted by length
 FEW_ROUNDS = 4  # rounds of tiles up to which ways without a queue may be best
 
@@ -57,9 +58,14 @@ def candidates(choices: Choices, problem: AttentionProblem, target: Target) -> I
         for way in ways:
             if tuned is not None and way is not (Way.SPLIT if tuned > 1 else ways[0]):
                 continue
-            if way is Way.SPLIT:
+            if way is Way.PARTS and problem.seq_q > tiling.queries:
+                continue
+            if way in (Way.SPLIT, Way.PARTS):
+                rounds = SPLIT_ROUNDS if way is Way.SPLIT else PART_ROUNDS
                 counts = (
-                    split_counts(tiles, most_tiles(problem, tiling), resident) if tuned is None else (tuned,)
+                    split_counts(tiles, most_tiles(problem, tiling), resident, rounds)
+                    if tuned is None
+                    else (tuned,)
                 )
                 for splits in counts:
                     yield Candidate(shape, tiling, way, splits)
@@ -120,16 +126,16 @@ def measured_splits(
     )
 
 
-def split_counts(tiles: int, kv_tiles: int, resident: int) -> list[int]:
+def split_counts(tiles: int, kv_tiles: int, resident: int, rounds=SPLIT_ROUNDS) -> list[int]:
     """Numbers of splits that are worth trying.
 
-    The splits fill about SPLIT_ROUNDS rounds, and the longest one is shorter than with one split fewer.
+    The splits fill about so many rounds, and the longest one is shorter than with one split fewer.
     """
     if tiles >= MOST_ROUNDS * resident or kv_tiles < 2:
         return []
     found = set()
-    for rounds in SPLIT_ROUNDS:
-        splits = min(max(int(resident * rounds) // tiles, 2), kv_tiles)
+    for one in rounds:
+        splits = min(max(int(resident * one) // tiles, 2), kv_tiles)
         found.add(-(-kv_tiles // -(-kv_tiles // splits)))
     return sorted(found)
 

@@ -48,6 +48,7 @@ class Way(enum.Enum):
     QUEUE = "from a queue, one after another"
     LINE = "a chunk of the line of all, cut by length, whose pieces a second launch joins"
     SPLIT = "one of every round, for each split of the keys, which a second launch combines"
+    PARTS = "from a queue, parts of the keys of one length, which a second launch combines"
 
 
 class Tiling(NamedTuple):
@@ -252,8 +253,8 @@ class Constants:
         tile, tile_row, pack_ends: start and end take ``tile`` clocks, plus tile_row for each element of the tile's
             rows; both times pack_ends if several heads share a query tile.
         hidden: each further CTA on the SM lengthens start and end by this share.
-        single_ends, queue_ends: factor of start and end if each CTA has one tile (SINGLE), or takes tiles from a queue
-            (QUEUE), which overlaps them with the tiles before and after.
+        single_ends, queue_ends, parts_ends: factor of start and end if each CTA has one tile (SINGLE), or takes tiles
+            (QUEUE) or parts (PARTS) from a queue, which overlaps them with those before and after.
         idle: clocks of a query tile without a query.
         queue: clocks that taking a tile from the queue costs.
     The busiest CTA:
@@ -274,6 +275,9 @@ class Constants:
         line: factor of the whole time of a launch by LINE.
         combine, combine_bytes: microseconds of the launch that combines split keys, and bytes of states that are
             written and read again per microsecond.
+        parts_scan: microseconds of cutting parts of one length.
+        parts_rest, parts_last: the shares of a part's time, and of its start and end, by which the busiest CTA exceeds
+            the mean.
         combine_round, combine_splits: microseconds of each round of loads, which covers combine_splits splits. Extra
             rounds of a join take combine_round, too.
     """
@@ -325,6 +329,10 @@ class Constants:
     combine_splits: float = 32.0
     idle: float = 3572.0
     line: float = 1.077
+    parts_scan: float = 0.1
+    parts_rest: float = 0.2
+    parts_last: float = 1.0
+    parts_ends: float = 0.6
 
 
 class TileTime(NamedTuple):
@@ -396,6 +404,9 @@ def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=
     resident = sms * t.ctas_per_sm
     consumers = t.row_groups * t.column_parts
     parts = w.tiles * splits
+    if way is Way.PARTS:
+        size = maximum(ceil(w.longest / splits), 1)
+        parts = minimum(w.kv / size + 0.5 * w.tiles, parts)
     tiles = maximum(w.tiles, 1)
 
     fresh = minimum(w.bytes / (w.kv * tile.bytes), 1.0)  # part of the loads that come from memory
@@ -431,17 +442,21 @@ def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=
             full = full + t.skips * (1 - whole) * (step(*crowd, least) - full)
     alone = step(1.0, 0.5 * minimum(parts, sms), groups)
     mask = tile.mask * maximum(consumers * ctas_here / 2, 1.0)
-    ends = {Way.SINGLE: c.single_ends, Way.QUEUE: c.queue_ends}.get(way, 1.0)
+    ends = {Way.SINGLE: c.single_ends, Way.QUEUE: c.queue_ends, Way.PARTS: c.parts_ends}.get(way, 1.0)
     shared = tile.ends * (1 + c.hidden * (ctas_here - 1)) * ends
 
-    parts_of = splits if way is Way.SPLIT else 1
+    parts_of = splits if way is Way.SPLIT else parts / tiles if way is Way.PARTS else 1
     average = w.kv / tiles / parts_of
     each = average * full + shared + w.masked / tiles / parts_of * mask
     spread = w.spread / parts_of
-    idle = w.idle * (1 - w.sorts) if way is Way.QUEUE else w.idle
+    idle = w.idle * (1 - w.sorts) if way is Way.QUEUE else 0.0 if way is Way.PARTS else w.idle
     total = parts * each + idle * c.idle
     if way is Way.LINE:
         busy = total / chunks + tile.ends + c.chunk
+    elif way is Way.PARTS:
+        busy = (total + parts * c.queue) / minimum(resident, parts)
+        few = maximum(size - average, 0) * alone
+        busy = busy + where(parts <= resident, few, c.parts_rest * each + c.parts_last * shared)
     else:
         if way is Way.QUEUE:
             total = total + parts * c.queue
@@ -465,8 +480,11 @@ def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=
         busy = mean + where(launched <= resident, one, maximum(more, one - mean + each))
     reading = w.bytes / (c.reading * target.speeds.copy * 1e6)
     found = c.launch + maximum((busy + c.alone) / CLOCKS_PER_US, reading)
-    if way is Way.SPLIT:
-        found = found + c.combine + 2 * splits * w.rows * w.depth * FP32_BYTES / c.combine_bytes
+    if way is Way.PARTS:
+        found = found + c.parts_scan
+    if way in (Way.SPLIT, Way.PARTS):
+        states = parts / tiles + splits  # written, and read
+        found = found + c.combine + states * w.rows * w.depth * FP32_BYTES / c.combine_bytes
         found = found + c.combine_round * ceil(splits / c.combine_splits)
     if way is Way.LINE:
         pieces = chunks + minimum(chunks, tiles)  # of tiles that are cut, or left of these

@@ -10,6 +10,7 @@ from warpspec.fmha.plan.choices import Choices
 from warpspec.fmha.plan.cost import HOPPER, Constants, Tiling, Way
 from warpspec.fmha.plan.splits import DECODE_LOADS, FLOAT8_LOADS, WARP_LOADS, Loads
 from warpspec.fmha.problem import AttentionProblem
+from warpspec.fmha.schedule import cuts_parts
 from warpspec.fmha.sm90.config import AttentionConfig
 from warpspec.fmha.sm90.shapes import Shape, shapes_of
 from warpspec.fmha.tiles import choose_packs, fits_blocks
@@ -20,6 +21,7 @@ SCHEDULES = {
     Way.QUEUE: Schedule.QUEUE,
     Way.LINE: Schedule.LINE,
     Way.SPLIT: Schedule.PERSISTENT,
+    Way.PARTS: Schedule.QUEUE,
 }
 
 
@@ -92,9 +94,11 @@ class HopperChoices(Choices):
         if problem.bias:
             return Way.PERSISTENT, Way.SINGLE, Way.SPLIT
         if problem.mask.has_blocks:  # the lengths of lists are on the device
-            return tuple(way for way in self.schedules if way is not Way.LINE)
+            return tuple(way for way in self.schedules if way not in (Way.LINE, Way.PARTS))
         if shape.row_tiles:  # a queue was slower than whole tiles in order, by up to 12%
-            return tuple(way for way in self.schedules if way is not Way.QUEUE)
+            return tuple(way for way in self.schedules if way not in (Way.QUEUE, Way.PARTS))
+        if not cuts_parts(problem):
+            return tuple(way for way in self.schedules if way is not Way.PARTS)
         return tuple(self.schedules)
 
 

@@ -98,7 +98,7 @@ class AttentionConfig(AttentionKernel):
         pack = pack or choose_pack(problem.group, problem.seq_q, shape.most_rows)
         tile_m = shape.groups * shape.most_rows
         parts = parts_of(problem, rows_of_cta=tile_m, pack=pack, splits=splits)
-        sorts = schedule is Schedule.QUEUE and sortable(problem)
+        sorts = schedule is Schedule.QUEUE and (splits or sortable(problem))
         has_warp, records = shape.column_parts == 1, 2 if shape.row_tiles else 1  # ``rereads``
         in_step = schedule is Schedule.LINE and shape.steps_together(
             problem.heads_kv * -(-problem.group // pack), target.sm_count

@@ -160,7 +160,8 @@ def test_more_work_takes_longer():
 # Plain cases, whose answer does not depend on a constant's last digit.
 
 
-def packed(lengths_q, longest, *, arch="sm_90a", heads=(32, 8), dim=128, page=16, **options) -> Schedule:
+def packed(lengths_q, longest, *, arch="sm_90a", heads=(32, 8), dim=128, page=16, **options):
+    """(schedule of a packed call, whether its CTAs take parts of the keys from a queue)."""
     total, requests = sum(lengths_q), len(lengths_q)
     q = torch.empty(total, heads[0], dim, dtype=torch.bfloat16, device="meta")
     k = torch.empty(1000, page, heads[1], dim, dtype=torch.bfloat16, device="meta")
@@ -169,20 +170,21 @@ def packed(lengths_q, longest, *, arch="sm_90a", heads=(32, 8), dim=128, page=16
         "kv_lengths": torch.empty(requests, dtype=torch.int32, device="meta"),
         "page_table": torch.empty(requests, -(-longest // page), dtype=torch.int32, device="meta"),
     }
-    return plan_for(
-        arch, q=q, k=k, v=k, max_seqlen_q=max(lengths_q), **tensors, **options
-    ).config.scheduler.schedule
+    config = plan_for(arch, q=q, k=k, v=k, max_seqlen_q=max(lengths_q), **tensors, **options).config
+    return config.scheduler.schedule, config.queues_parts
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_what_is_cut_by_length(arch):
     whole = launch.ATTENTION.of(SIMULATED[arch].architecture).CHOICES.schedules
-    whole = {whole.get(way) for way in (Way.PERSISTENT, Way.SINGLE, Way.QUEUE)}
-    assert packed([1] * 24 + [16] * 2, 16384, causal=True, arch=arch) is Schedule.LINE
-    sorted_tiles = Schedule.QUEUE if arch == "sm_90a" else Schedule.LINE  # whole ones, the longest first
-    assert packed([1] * 24 + [256] * 2, 16384, causal=True, arch=arch) is sorted_tiles
+    whole = {(whole.get(way), False) for way in (Way.PERSISTENT, Way.SINGLE, Way.QUEUE)}
+    line, parts = (Schedule.LINE, False), (Schedule.QUEUE, True)
+    assert packed([1] * 24 + [16] * 2, 16384, causal=True, arch=arch) in (line, parts)
+    assert packed([1] * 24, 16384, causal=True, arch=arch) == (parts if arch == "sm_90a" else line)
+    sorted_tiles = (Schedule.QUEUE, False) if arch == "sm_90a" else line  # whole ones, the longest first
+    assert packed([1] * 24 + [256] * 2, 16384, causal=True, arch=arch) == sorted_tiles
     assert packed([1] * 4, 64, arch=arch) in whole  # little work
-    assert packed([1] * 32, 8192, num_splits=2, arch=arch) is not Schedule.LINE
+    assert packed([1] * 32, 8192, num_splits=2, arch=arch) not in (line, parts)
     assert packed([1] * 256, 8192, window=(127, 0), arch=arch) in whole  # tiles alike
     assert packed([4000] * 16, 4096, causal=True, arch=arch) in whole  # many whole tiles
 

@@ -25,22 +25,27 @@ def simulating_gradients(arch: str, **changes):
 
 @contextlib.contextmanager
 def choosing(
-    way: Way | None = None, wanted: Callable[[Candidate], bool] = lambda candidate: True, shape=None
+    way: Way | None = None,
+    wanted: Callable[[Candidate], bool] = lambda candidate: True,
+    shape=None,
+    splits: int = 1,
 ):
     """Plans are chosen, by their expected time, among the candidates that are ``wanted``, where there are some.
 
     way: the one in which CTAs get their work, however few tiles there are, where the kernel has it and nobody says how
-    to split; None: the one that any number of tiles may be done in. shape: of tiles, instead of the chosen one. What
-    was prepared is forgotten: it does not know of this.
+    to split; None: the one that any number of tiles may be done in. shape: of tiles, instead of the chosen one. splits:
+    into how many parts of the keys, for a way that has parts. What was prepared is forgotten: it does not know of this.
     """
 
     def chosen(choices, problem, target):
-        def taken(shape):
+        def taken(shape, tiling):
             ways = choices.ways(problem, shape)
-            return way if way in ways else ways[0]
+            if way in ways and (way is not Way.PARTS or problem.seq_q <= tiling.queries):
+                return Candidate(shape, tiling, way, splits)
+            return Candidate(shape, tiling, ways[0], 1)
 
         if problem.num_splits is None:
-            found = [Candidate(shape, tiling, taken(shape), 1) for shape, tiling in choices.tilings(problem)]
+            found = [taken(*one) for one in choices.tilings(problem)]
         else:
             found = list(candidates(choices, problem, target))
         found = [candidate for candidate in found if wanted(candidate)] or found

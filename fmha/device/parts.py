@@ -1,0 +1,94 @@
+"""Parts of the keys of unequal requests, which CTAs take from a queue.
+
+If only the device knows the lengths of keys, equal splits of every request would be long for some requests and short
+for others. Here all parts have the same length, in KV tiles: the longest request has as many as there are splits, and
+others have fewer. Part number s of a request is its split s in the workspace; the CTA with the last part says of the
+splits behind it that they saw no key.
+
+A request has one query tile. Its part 0 may be shorter than the others. CTAs take the parts with the highest numbers
+first, so that all short parts come last (``device.longest``, where a part is a query tile). Which CTA computes a part
+does not change it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+
+from warpspec.common.hardware import WARP_THREADS
+from warpspec.fmha.device.grid import requests_of
+from warpspec.fmha.device.longest import HALF_BITS, Order, nth_longest
+from warpspec.fmha.device.request import request_at
+from warpspec.fmha.device.tile import INTEGERS, tile_of
+from warpspec.fmha.schedule import SORTED_REQUESTS, key_span
+
+
+@dataclass(frozen=True)
+class Parts:
+    """order: the order of the parts. size: KV tiles of a part. heads: (KV head, head tile) pairs of a request."""
+
+    order: Order
+    size: Int32
+    heads: Int32
+
+    @property
+    def count(self) -> Int32:
+        """Parts of all requests and heads."""
+        return self.order.tiles * self.heads
+
+
+def parts_of(config, operands, where, words: cute.Tensor) -> Parts:
+    """The parts of a call; writes the words of their order. Called by a whole warp. where: ``grid.Where``."""
+    size, highest, parts = write_words(config, operands, where.window, where.grid.splits, words)
+    requests = Int32(requests_of(config.requests, operands))
+    order = Order(words, requests, highest, parts, Boolean(True))
+    return Parts(order, size, where.grid.head_tiles * operands.k.shape[2])
+
+
+@cute.jit
+def write_words(config: cutlass.Constexpr, operands, window, splits, words: cute.Tensor) -> tuple:
+    """(KV tiles of a part, the highest number of a part, parts of all requests). Called by a whole warp."""
+    requests, lane = Int32(requests_of(config.requests, operands)), cute.arch.lane_idx()
+    longest, highest, parts = Int32(1), Int32(0), Int32(0)
+    for first in cutlass.range(0, cutlass.min(requests, SORTED_REQUESTS), WARP_THREADS, unroll=1):
+        found = request_at(config.requests, operands, cutlass.min(first + lane, requests - 1))
+        ends = found.start, found.start + found.seq_q - 1
+        span = key_span(*ends, found.length, config.tile_n, config.mask.bounds(window), **INTEGERS)
+        some = Boolean(first + lane < requests) & Boolean(found.seq_q > 0)
+        count = Int32(cutlass.select_(some, span.count, Int32(-1)))  # without queries there is no part
+        words[first + lane] = count
+        longest = cutlass.max(longest, count)
+    size = (Int32(cute.arch.warp_redux_sync(longest, "max")) + splits - 1) // splits
+    for first in cutlass.range(0, cutlass.min(requests, SORTED_REQUESTS), WARP_THREADS, unroll=1):
+        count = words[first + lane]
+        own = cutlass.max((count + size - 1) // size, 1)
+        own = Int32(cutlass.select_(Boolean(count >= 0), own, Int32(0)))
+        top = cutlass.max(own - 1, 0)
+        words[first + lane] = (top << HALF_BITS) | own
+        highest, parts = cutlass.max(highest, top), parts + own
+    cute.arch.sync_warp()
+    highest = Int32(cute.arch.warp_redux_sync(highest, "max"))
+    return size, highest, Int32(cute.arch.warp_redux_sync(parts, "add"))
+
+
+def part_at(config, operands, where, parts: Parts, number):
+    """The ``Tile`` for part ``number`` of the launch. Called by a whole warp."""
+    rank, head = number // parts.heads, number % parts.heads
+    request, part = nth_longest(parts.order, rank)
+    head_tiles, grid = where.grid.head_tiles, where.grid
+    place = head % head_tiles, head // head_tiles, request
+    tile = tile_of(config, operands, grid.group, where.window, Int32(0), *place)
+    return replace(tile, split=part, span=tile.span.part_of_size(part, parts.size, **INTEGERS))
+
+
+@cute.jit
+def write_unused(config: cutlass.Constexpr, tile, index: cutlass.Constexpr, operands):
+    """Write, with the last part of a row's keys, that the splits behind it saw no key. index: (batch, head, query)."""
+    span = tile.span
+    if Boolean(span.count == 0) | Boolean((span.begin + span.count) * config.tile_n >= span.end):
+        for split in cutlass.range(tile.split + 1, operands.row_max.shape[0], unroll=1):
+            operands.row_max[(split, *index)] = -cutlass.Float32.inf
+            operands.row_sum[(split, *index)] = cutlass.Float32(0.0)

@@ -1,0 +1,115 @@
+"""Parts of unequal requests' keys, of one length, which CTAs take from a queue: in the simulator, for sm_90a."""
+
+import contextlib
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.attention_cases import Case, check
+from helpers.page_layouts import paged
+from helpers.parts_cases import in_parts, random_parts
+from helpers.simulate import choosing, run_unchecked
+from helpers.varlen_cases import Packed
+
+from warpspec import sim
+from warpspec.fmha import attention, attention_varlen
+from warpspec.fmha.plan.cost import Way
+
+# Requests without keys and without queries, of fewer keys than queries, of one KV tile and of many.
+DECODE = Packed(
+    "decode", seq_q=(1,) * 7, seq_k=(900, 3, 0, 250, 1400, 64, 65), heads_q=8, head_dim=128, page_size=16, sink=True,
+    poisoned=(3,),
+)  # fmt: skip
+DRAFTS = Packed("drafts", seq_q=(3, 0, 1, 4, 5), seq_k=(700, 20, 0, 1100, 2), causal=True)
+MORE = [
+    replace(DECODE, id="window", window=(300, 0), page_size=128),
+    replace(DRAFTS, id="state", normalize=False),
+    replace(DRAFTS, id="256", head_dim=256, heads_kv=1),
+    replace(DRAFTS, id="96", head_dim=96, page_size=32),
+    replace(DRAFTS, id="shared", shared_kv=True),
+    replace(DRAFTS, id="stride", key_stride=4),
+    replace(DRAFTS, id="one", seq_q=(2,), seq_k=(3000,)),
+    replace(DECODE, id="all empty", seq_k=(0,) * 7, poisoned=()),
+]
+
+
+@pytest.fixture
+def cut(simulate_as):
+    """A function that makes plans cut requests into parts, the longest into ``splits``, by so many SMs."""
+    with contextlib.ExitStack() as contexts:
+
+        def choose(splits: int, sm_count: int, **changes):
+            simulate_as("sm_90a", sm_count=sm_count, **changes)
+            contexts.enter_context(choosing(Way.PARTS, in_parts, splits=splits))
+
+        yield choose
+
+
+def run(batch: Packed):
+    result = attention_varlen(
+        **batch.arguments(), out=batch.poisoned_out(), return_lse=batch.normalize, backend="sim"
+    )
+    batch.check(result)
+    launches = sim.last_report().launches
+    assert len(launches) == 2 and all(found.local_bytes == 0 for found in launches)
+    return tuple(result)
+
+
+@pytest.mark.parametrize(
+    ("batch", "splits", "sms"),
+    [(DECODE, 5, 1), *(pytest.param(batch, 4, 2, marks=pytest.mark.long) for batch in (DRAFTS, *MORE))],
+    ids=lambda x: getattr(x, "id", x),
+)
+def test_cases(cut, batch, splits, sms):
+    cut(splits, sms)
+    run(batch)
+
+
+@pytest.mark.long
+def test_bits_depend_on_the_batch_alone(cut):
+    """Not on the number of CTAs, nor on the order in which they run."""
+    results = []
+    for sms, seed in ((1, 0), (2, 1), (40, 2)):
+        cut(4, sms, seed=seed)
+        o, lse = run(DRAFTS)
+        queries = sum(DRAFTS.seq_q)  # nobody writes what is behind them
+        results.append((o[:queries].nan_to_num(), lse[:, :queries]))
+    for later in results[1:]:
+        assert all(map(torch.equal, results[0], later))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dim", [64, 256])
+def test_batch_rows(cut, dim):
+    """Rows of a batch in pages, whose lengths the device knows; one has no keys."""
+    cut(3, 2)
+    lengths, generator = (0, 700, 1, 133), torch.Generator().manual_seed(dim)
+    q = torch.randn(4, 2, 8, dim, generator=generator).bfloat16()
+    k, v = torch.randn(2, 4, 700, 2, dim, generator=generator).bfloat16()
+    pages, table = paged([k, v], lengths, 32)
+    inputs = {"kv_lengths": torch.tensor(lengths, dtype=torch.int32), "causal": True, "sink": None}
+    out = torch.full_like(q, torch.nan)
+    result = attention(q, *pages, **inputs, page_table=table, out=out, return_lse=True, backend="sim")
+    assert len(sim.last_report().launches) == 2
+    check(Case("lengths"), result, {"q": q, "k": k, "v": v, **inputs}, against_torch=False)
+
+
+@pytest.mark.long
+def test_lengths_that_nobody_checked_touch_nothing_else(cut):
+    """Descending, negative and too large entries: memory outside the tensors is not touched; the simulator says so."""
+    cut(4, 2)
+    arguments = DRAFTS.arguments()
+    q, k, v = (arguments[name].nan_to_num(0.0, 0.0, 0.0) for name in ("q", "k", "v"))
+    o, lse = torch.full_like(q, torch.nan), torch.full((q.shape[1], q.shape[0]), torch.nan)
+    cu_seqlens = torch.tensor([5, 2**31 - 1, -7, 0, 1000, 3], dtype=torch.int32)
+    arguments |= dict(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, return_lse=True)
+    run_unchecked(arguments, o=o, arch="sm_90a", lse=lse)
+    assert o.nan_to_num(0.0).abs().max() <= v.abs().max()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(300, 324))
+def test_random_batches(cut, seed):
+    batch, splits = random_parts(seed)
+    cut(splits, 1 + seed % 5, seed=seed)
+    run(batch)
