@@ -58,7 +58,8 @@ def gathered_attention(
         q, key_sets, scale=scale, sink=sink, normalize=normalize, return_lse=return_lse, rotate_back=rotate_back,
         num_splits=num_splits, out=out, out_format=out_format,
     )  # fmt: skip
-    for name, tensor in (("q", q), ("sink", sink)):
+    written = out.data if isinstance(out, Float8Tensor) else out
+    for name, tensor in (("q", q), ("sink", sink), ("out", written)):
         if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
             raise NotImplementedError(f"{name}: gradients are not implemented (forward only)")
     return ops.call(problem, q, list(key_sets), sink, rotate_back, out, backend)

@@ -8,12 +8,11 @@ from typing import NamedTuple
 from warpspec.common.allocation import allocate
 from warpspec.common.architecture import Family
 from warpspec.common.launch import Kernel, Target
-from warpspec.common.logarithms import LOG2_E
 from warpspec.common.simulator import joined
 from warpspec.fmha.combine import COMBINE, CombineConfig
 from warpspec.fmha.config import AttentionKernel
 from warpspec.fmha.launch import partial_blocks
-from warpspec.fmha.logits import LogitNumbers
+from warpspec.fmha.logits import LogitNumbers, LogitOptions
 from warpspec.fmha.plan.splits import choose_splits
 from warpspec.latent.gathered.config import (
     GatheredConfig,
@@ -114,7 +113,7 @@ def run(problem: GatheredProblem, target: Target, tensors: dict):
     angles = (tensors["cos_sin"], tensors["positions"], tensors.get("kv_scale"))
     sets = list(tensors["key_sets"]) + [(None, None, None, 1)] * (MAX_KEY_SETS - len(problem.slots))
     flat = [part for each in sets for part in each]
-    numbers = (*LogitNumbers(problem.scale * LOG2_E), plan.splits, target.sm_count)
+    numbers = (*LogitNumbers.of(LogitOptions(problem.scale)), plan.splits, target.sm_count)
     attention = GATHERED.of(target.architecture).kernel.launcher(plan.config, target)
     with target.current():
         if plan.combine is None:

@@ -18,6 +18,7 @@ from warpspec.common.checks import (
 )
 from warpspec.common.outputs import check_output
 from warpspec.fmha.checks import MOST_SPLITS, SINK_DTYPES
+from warpspec.fmha.logits import LogitOptions
 from warpspec.latent.cache.pools import LatentPool, table_slots
 from warpspec.latent.cache.problem import ROPE_DIM, check_pool
 from warpspec.latent.projection.float8 import FP8_BLOCK, Float8Tensor
@@ -127,9 +128,9 @@ class GatheredProblem:
             check_bool(name, flag)
         if not normalize and (sink is not None or return_lse or out is not None):
             raise ValueError("normalize: an un-normalised state has no sink, lse or out")
-        if scale is None:
-            scale = VALUE_DIM**-0.5
-        check_number("scale", scale, positive=True)
+        if scale is not None:
+            check_number("scale", scale, positive=True)
+        scale = LogitOptions(scale).checked(VALUE_DIM).scale
         if sink is not None:
             check_operand("sink", sink, SINK_DTYPES, (heads,), device)
         check_choice("out_format", out_format, OUT_FORMATS)
@@ -149,7 +150,7 @@ class GatheredProblem:
             pool.format,
             tuple(each.slots.shape[1] for each in key_sets),
             tuple(each.lengths is not None for each in key_sets),
-            float(scale),
+            scale,
             sink is not None,
             normalize,
             return_lse,

@@ -63,7 +63,7 @@ def mla_decode(
         kv_lengths: int32 [B], rows of each request, the new tokens' own included. 0: no rows.
         scale: finite float that multiplies the logits: (d_nope + d_rope)**-0.5 of the model's heads (192**-0.5 for
             DeepSeek V3), times the square of its RoPE scaling's factor. There is no default, because the absorbed sizes
-            do not tell these head sizes.
+            do not tell these head sizes. Kernels take none below 0 with e4m3 rows.
         kv_scale: fp32 [] or [1] on q's device, only with e4m3 rows, whose numbers are codes times this scale; None: 1.
             The kernel reads it, and converts codes exactly; q must be bf16. Not supported under torch.compile.
         normalize: False returns an ``AttentionState``, which ``warpspec.fmha.merge`` combines with others.
@@ -85,7 +85,7 @@ def mla_decode(
     check_operand("kv", kv, (q.dtype, torch.float8_e4m3fn), (-1, -1, ROW), q.device, aligned=True)
     check_operand("page_table", page_table, (torch.int32,), (len(q), -1), q.device)
     check_operand("kv_lengths", kv_lengths, (torch.int32,), (len(q),), q.device)
-    refuse_gradients(q=q, kv=kv)
+    refuse_gradients(q=q, kv=kv, out=out)
     if kv.shape[1] == 0:
         raise ValueError(f"kv: pages must hold at least one row, got shape {list(kv.shape)}")
     if not 1 <= q.shape[2] <= HEAD_LIMIT:

@@ -10,6 +10,7 @@ from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import target_of
 from warpspec.common.outputs import check_output, note_written
 from warpspec.common.repeated import watched
+from warpspec.fmha.logits import LogitOptions
 from warpspec.fmha.state import AttentionState
 from warpspec.fmha.values import are_checked, check_scale, check_values
 from warpspec.latent.gathered.config import E4M3_ROWS, PAGE_ROWS
@@ -39,6 +40,9 @@ def decode(
         most = page_table.shape[1] * PAGE_ROWS
         check_values(kv_lengths, None, page_table, seq_k=most, pages=len(kv), page_size=PAGE_ROWS)
         check_scale("kv_scale", kv_scale)
+    scale = LogitOptions(scale).checked(q.shape[3]).scale
+    if scale < 0:
+        raise UnsupportedProblem(f"scale: kernels take one of at least 0 with e4m3 rows, got {scale}")
     batch, queries, heads, _ = q.shape
     shape = (batch, queries, heads, VALUE_DIM)
     if out is not None:
@@ -98,7 +102,7 @@ def problem_of(tokens: int, heads: int, rows: int, scale: float, **results) -> G
         E4M3_ROWS.name,
         (rows,),
         (True,),
-        float(scale),
+        scale,
         paged=True,
         has_kv_scale=True,
         **results,

@@ -36,7 +36,7 @@ def output_projection(
     Raises TypeError or ValueError naming the argument, and UnsupportedProblem where a backend cannot run it. Forward
     only.
     """
-    tensors = {"o": o, "weight": weight}
+    tensors = {"o": o, "weight": weight, "out": out}
     refuse_tangents(**{name: t for name, t in tensors.items() if isinstance(t, torch.Tensor)})
     problem = ProjectionProblem.of(o, weight, out)
     for name, tensor in tensors.items():

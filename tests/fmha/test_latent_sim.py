@@ -228,6 +228,12 @@ def test_bad_values_with_codes():
     ):
         with pytest.raises(ValueError, match="^" + message):
             mla_decode(**decode_call(kv=codes, backend="sim", **changes))
+    with pytest.raises(
+        UnsupportedProblem, match=r"^scale: kernels take one of at least 0 with e4m3 rows, got -0\.1"
+    ):
+        mla_decode(**decode_call(kv=codes, backend="sim", scale=-0.1))
+    with pytest.raises(NotImplementedError, match=r"^out: gradients"):
+        mla_decode(**decode_call(kv=codes, out=out.requires_grad_()))
 
 
 def test_sizes_of_v():

@@ -122,6 +122,7 @@ def good() -> dict:
         ({"key_sets": [1]}, TypeError, "key_sets: must hold KeySet"),
         ({"key_sets": None}, TypeError, "key_sets: must be a list"),
         ({"scale": 0.0}, ValueError, "scale: must be"),
+        ({"scale": 2.0**101}, ValueError, "scale: must be at most .* got 2.5"),
         ({"sink": torch.zeros(3)}, ValueError, r"sink: shape must be \[2\]"),
         ({"normalize": False}, ValueError, "normalize: an un-normalised state has no sink"),
         ({"num_splits": 0}, ValueError, "num_splits: must be within 1..1024, got 0"),
@@ -132,6 +133,7 @@ def good() -> dict:
             "positions: .* got 2",
         ),
         ({"out": torch.zeros(3, 2, 512)}, TypeError, "out: dtype"),
+        ({"out": torch.zeros(3, 2, 512).bfloat16().requires_grad_()}, NotImplementedError, "out: gradients"),
         ({"out_format": "fp16"}, ValueError, "out_format: must be one of bf16, fp8, got 'fp16'"),
         ({"out_format": "fp8", "normalize": False, "sink": None}, ValueError, "out_format: an un-norm"),
         (
