@@ -24,7 +24,7 @@ test: venv ## all tests that need no GPU and no patience (10 minutes on 2 cores 
 test-long: venv ## the tests marked long
 	@$(PYTEST) -n $(WORKERS) --dist worksteal -m "long and not gpu"
 
-test-gpu: venv ## tests on the GPU of this machine (2 minutes on an H200 with 16 cores)
+test-gpu: venv ## tests on the GPU of this machine (10 minutes on an H100 with 16 cores, the first time)
 	@$(PYTEST) -n auto --maxprocesses 14 --dist worksteal -m gpu tests/gpu
 
 # Every family of kernels, the compiler's and the simulator's edges. Engines pin DSL 4.8.0 and tvm-ffi 0.1.11.
