@@ -9,6 +9,7 @@ from cutlass import Int32
 
 from warpspec.fmha.device.packed import extent_of
 from warpspec.fmha.features import RequestLayout
+from warpspec.fmha.values import POSITION_LIMIT
 
 
 class Request(NamedTuple):
@@ -37,6 +38,9 @@ def request_at(requests: RequestLayout, operands, request) -> Request:
         first_key, length = extent_of(operands.cu_seqlens_k, request, length)
     if operands.kv_lengths is not None:
         length = cutlass.max(cutlass.min(operands.kv_lengths[request], length), 0)
-    # By default the last query stands at the last position; a key may stand for several positions.
-    start = length - seq_q if operands.q_start is None else operands.q_start[request]
+    start = (
+        length - seq_q
+    )  # the last query stands at the last position; a key may stand for several positions
+    if operands.q_start is not None:  # unchecked: positions add up within int32 whatever it holds
+        start = cutlass.max(cutlass.min(operands.q_start[request], POSITION_LIMIT), -POSITION_LIMIT)
     return Request(first_row, seq_q, first_key, length, start)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers.simulate import run_unchecked
+from helpers.suites import long
 
 from warpspec.fmha import attention, problem
 from warpspec.fmha.problem import POSITION_LIMIT, AttentionProblem
@@ -78,10 +79,10 @@ def test_values_on_a_device_are_looked_at_in_debug_mode_only(monkeypatch):
         AttentionProblem.of(**arguments)
 
 
-@pytest.mark.parametrize("paged", [pytest.param(False, marks=pytest.mark.long), True])
-def test_unchecked_values_read_nothing_out_of_bounds(paged):
-    """The simulator would name the access. Lengths are clamped; a position only says which keys a row sees, and at
-    the ends of int32 it wraps. The last batch row has good values and the right result."""
+@pytest.mark.parametrize(("paged", "arch"), [long(False, "sm_100a"), (True, "sm_90a"), long(True, "sm_100a")])
+def test_unchecked_values_read_nothing_out_of_bounds(paged, arch):
+    """The simulator would name the access. Lengths and positions are clamped. The last batch row has good values and
+    the right result."""
     batch, seq_q, page_size, slots = 8, 3, 16, 10
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(batch, seq_q, 2, 64, generator=generator).bfloat16()
@@ -103,7 +104,7 @@ def test_unchecked_values_read_nothing_out_of_bounds(paged):
     checked = AttentionProblem.of(**call, memory=False)
     o, lse = torch.full_like(q, torch.nan), torch.full(checked.stat_shape, torch.nan)
     lengths, start = arguments["kv_lengths"], arguments["q_start"]
-    run_unchecked(call, o=o, lse=lse)
+    run_unchecked(call, o=o, lse=lse, arch=arch)
     assert o.isfinite().all() and not lse.isnan().any()
     expected = attention(
         q[-1:], *(t[-1:] for t in dense), causal=True, window=(50, None), kv_lengths=lengths[-1:],
