@@ -42,12 +42,11 @@ from warpspec.fmha.backward.device.arithmetic import derive, weigh
 from warpspec.fmha.backward.device.clear import clear_unseen_keys, clear_unseen_rows
 from warpspec.fmha.backward.device.load import TileLoads, wait_before
 from warpspec.fmha.backward.device.tile import own_tile
-from warpspec.fmha.backward.sm90 import bias, exchange, pair, results
+from warpspec.fmha.backward.sm90 import exchange, pair, results
 from warpspec.fmha.backward.sm90.arithmetic import block_of, keep
 from warpspec.fmha.backward.sm90.config import CONSUMER_BARRIER, CONSUMER_KEYS
 from warpspec.fmha.backward.sm90.products import MMA_K, GradientProducts, products, rows_of
-from warpspec.fmha.heads import BLOCK
-from warpspec.fmha.sm90.staging import CHUNK, load_words, store_rows
+from warpspec.fmha.sm90.staging import load_words
 
 
 @dataclass(frozen=True)
@@ -330,22 +329,7 @@ def put_ds(work, step, block: cutlass.Constexpr):
     """Put dS of a block into dK's operand and into shared memory."""
     keep(work.mma.dp, work.mma.ds_rows)
     exchange.wait_other(work, step, block)
-    store_ds(work, step, block)
-
-
-@cute.jit
-def store_ds(work, step, block: cutlass.Constexpr):
-    """Store dS^T of the consumer's keys and a block of queries to shared memory, one key per row."""
-    config, words = work.config, cute.recast_tensor(flat(work.mma.ds_rows), Int32)
-    if cutlass.const_expr(config.ds_stages == 0):
-        return
-    stage = step % config.ds_stages * config.ds_bytes + work.first_row * tma.ROW_BYTES
-    first = block * config.block_m  # query in the tile
-    base = work.shared.ds.toint() + stage + first // BLOCK * config.tile_n * tma.ROW_BYTES
-    if cutlass.const_expr(config.stores_bias):
-        bias.store_columns(base, work.thread, words)
-    else:
-        store_rows(base, work.thread, words, first % BLOCK // CHUNK)
+    exchange.store_ds(work, step, block)
 
 
 class PlaceInRows(NamedTuple):

@@ -18,11 +18,30 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import warpgroup
 
+from warpspec.common.device import tma
+from warpspec.common.device.wgmma import flat
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.fmha.backward.device.load import wait_before
 from warpspec.fmha.backward.sm90 import bias, results, turns
 from warpspec.fmha.backward.sm90.config import APART_BARRIER
 from warpspec.fmha.backward.sm90.products import other_products
+from warpspec.fmha.heads import BLOCK
+from warpspec.fmha.sm90.staging import CHUNK, store_rows
+
+
+@cute.jit
+def store_ds(work, step, block: cutlass.Constexpr):
+    """Store dS^T of the consumer's keys and a block of queries to shared memory, one key per row."""
+    config, words = work.config, cute.recast_tensor(flat(work.mma.ds_rows), Int32)
+    if cutlass.const_expr(config.ds_stages == 0):
+        return
+    stage = step % config.ds_stages * config.ds_bytes + work.first_row * tma.ROW_BYTES
+    first = block * config.block_m  # query in the tile
+    base = work.shared.ds.toint() + stage + first // BLOCK * config.tile_n * tma.ROW_BYTES
+    if cutlass.const_expr(config.stores_bias):
+        bias.store_columns(base, work.thread, words)
+    else:
+        store_rows(base, work.thread, words, first % BLOCK // CHUNK)
 
 
 @cute.jit

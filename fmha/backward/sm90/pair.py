@@ -20,7 +20,7 @@ from warpspec.common.device.handover import WORDS, store_words, vector_of
 from warpspec.common.device.wgmma import PAIR, flat
 from warpspec.fmha.backward.device.arithmetic import follow_map, weigh, write_bias
 from warpspec.fmha.backward.device.clear import clear_unseen_keys, clear_unseen_rows
-from warpspec.fmha.backward.sm90 import consumer, partial, results, turns
+from warpspec.fmha.backward.sm90 import exchange, partial, results, turns
 from warpspec.fmha.backward.sm90.arithmetic import block_of, keep
 from warpspec.fmha.backward.sm90.config import P_BARRIER, P_FACTOR
 
@@ -116,7 +116,7 @@ def make_ds(work):
             derive_from_shared(work, step, place, tile.needs_mask(*place, 0))
             keep(mma.dp, mma.ds_rows)
             if cutlass.const_expr(config.wanted.q):
-                consumer.store_ds(work, step, 0)
+                exchange.store_ds(work, step, 0)
             work.barrier()
             partial.let_go(work, "dp", step)
         head, query_tile = tile.following(head, query_tile)
