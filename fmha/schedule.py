@@ -22,6 +22,7 @@ from typing import Protocol
 from warpspec.fmha.mask import key_range
 
 SORTED_REQUESTS = 128  # most packed requests whose query tiles are sorted by length (``device.longest``)
+SORTED_TILES = 2**16 - 1  # most query tiles of a request that are
 
 
 def extent(divisor):

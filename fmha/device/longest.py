@@ -21,9 +21,9 @@ from cutlass import Boolean, Int32
 
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.fmha.device.request import request_at
-from warpspec.fmha.schedule import SORTED_REQUESTS
+from warpspec.fmha.schedule import SORTED_REQUESTS, SORTED_TILES
 
-HALF_BITS, HALF = 16, 0xFFFF  # a word: ``top`` above, ``tiles`` below
+HALF_BITS, HALF = 16, SORTED_TILES  # a word: ``top`` above, ``tiles`` below
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ splits behind it that they saw no key.
 
 A request has one query tile. Its part 0 may be shorter than the others. CTAs take the parts with the highest numbers
 first, so that all short parts come last (``device.longest``, where a part is a query tile). Which CTA computes a part
-does not change it.
+does not change it. If a packed request has more queries than the host was told, its query tiles stand for parts, each
+with all of its keys as split 0; its word has a level more than parts, which tells.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from cutlass import Boolean, Int32
 
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.fmha.device.grid import requests_of
-from warpspec.fmha.device.longest import HALF_BITS, Order, nth_longest
+from warpspec.fmha.device.longest import HALF_BITS, Order, level_of, nth_longest
 from warpspec.fmha.device.request import request_at
 from warpspec.fmha.device.tile import INTEGERS, tile_of
 from warpspec.fmha.schedule import SORTED_REQUESTS, key_span
@@ -57,16 +58,19 @@ def write_words(config: cutlass.Constexpr, operands, window, splits, words: cute
         found = request_at(config.requests, operands, cutlass.min(first + lane, requests - 1))
         ends = found.start, found.start + found.seq_q - 1
         span = key_span(*ends, found.length, config.tile_n, config.mask.bounds(window), **INTEGERS)
-        some = Boolean(first + lane < requests) & Boolean(found.seq_q > 0)
-        count = Int32(cutlass.select_(some, span.count, Int32(-1)))  # without queries there is no part
+        tiles = (found.seq_q + config.rows.queries - 1) // config.rows.queries
+        some = Boolean(first + lane < requests) & Boolean(tiles > 0)
+        count = Int32(cutlass.select_(Boolean(tiles > 1), -tiles, span.count))
+        count = Int32(cutlass.select_(some, count, Int32(-1)))  # without queries there is no part
         words[first + lane] = count
         longest = cutlass.max(longest, count)
     size = (Int32(cute.arch.warp_redux_sync(longest, "max")) + splits - 1) // splits
     for first in cutlass.range(0, cutlass.min(requests, SORTED_REQUESTS), WARP_THREADS, unroll=1):
         count = words[first + lane]
         own = cutlass.max((count + size - 1) // size, 1)
-        own = Int32(cutlass.select_(Boolean(count >= 0), own, Int32(0)))
-        top = cutlass.max(own - 1, 0)
+        own = Int32(cutlass.select_(Boolean(count >= 0), own, cutlass.max(-count, 1)))
+        top = Int32(cutlass.select_(Boolean(count < -1), own, own - 1))
+        own = Int32(cutlass.select_(Boolean(count == -1), Int32(0), own))
         words[first + lane] = (top << HALF_BITS) | own
         highest, parts = cutlass.max(highest, top), parts + own
     cute.arch.sync_warp()
@@ -79,9 +83,14 @@ def part_at(config, operands, where, parts: Parts, number):
     rank, head = number // parts.heads, number % parts.heads
     request, part = nth_longest(parts.order, rank)
     head_tiles, grid = where.grid.head_tiles, where.grid
+    top, own = level_of(parts.order.words[request])
+    several = Boolean(top >= own)  # query tiles
+    query_tile = Int32(cutlass.select_(several, part, Int32(0)))
     place = head % head_tiles, head // head_tiles, request
-    tile = tile_of(config, operands, grid.group, where.window, Int32(0), *place)
-    return replace(tile, split=part, span=tile.span.part_of_size(part, parts.size, **INTEGERS))
+    tile = tile_of(config, operands, grid.group, where.window, query_tile, *place)
+    size = Int32(cutlass.select_(several, cutlass.max(tile.span.count, 1), parts.size))
+    split = Int32(cutlass.select_(several, Int32(0), part))
+    return replace(tile, split=split, span=tile.span.part_of_size(split, size, **INTEGERS))
 
 
 @cute.jit

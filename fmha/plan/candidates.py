@@ -14,7 +14,7 @@ from warpspec.fmha.plan.choices import Choices
 from warpspec.fmha.plan.cost import Tiling, Way
 from warpspec.fmha.plan.splits import Loads, choose_splits, visited_tiles
 from warpspec.fmha.problem import AttentionProblem
-from warpspec.fmha.schedule import sorts_tiles
+from warpspec.fmha.schedule import SORTED_TILES, sorts_tiles
 from warpspec.fmha.tree import MOST_DRAFTS
 
 # Rounds of all CTAs that the splits of a candidate fill; and the most rounds of whole tiles for which
@@ -58,7 +58,7 @@ def candidates(choices: Choices, problem: AttentionProblem, target: Target) -> I
         for way in ways:
             if tuned is not None and way is not (Way.SPLIT if tuned > 1 else ways[0]):
                 continue
-            if way is Way.PARTS and problem.seq_q > tiling.queries:
+            if way is Way.PARTS and not parts_fit(problem, tiling):
                 continue
             if way in (Way.SPLIT, Way.PARTS):
                 rounds = SPLIT_ROUNDS if way is Way.SPLIT else PART_ROUNDS
@@ -124,6 +124,13 @@ def measured_splits(
         persistent=True,
         loads=loads,
     )
+
+
+def parts_fit(problem: AttentionProblem, tiling: Tiling) -> bool:
+    """Whether keys can be cut into parts: requests have one query tile each, as far as the host knows, and no more than
+    ``device.parts`` can count if they have others."""
+    most = 2 * problem.least_q // tiling.queries if problem.requests.packed_q else 0
+    return problem.seq_q <= tiling.queries and most < SORTED_TILES
 
 
 def split_counts(tiles: int, kv_tiles: int, resident: int, rounds=SPLIT_ROUNDS) -> list[int]:

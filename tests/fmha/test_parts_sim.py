@@ -66,6 +66,17 @@ def test_cases(cut, batch, splits, sms):
 
 
 @pytest.mark.long
+def test_more_queries_than_the_host_was_told(cut, check_order):
+    """max_seqlen_q is a hint: requests with further query tiles get them, whole."""
+    cut(4, 2)
+    batch = replace(DRAFTS, id="told", seq_q=(20, 0, 1, 200, 130), heads_q=8)
+    arguments = batch.arguments() | {"max_seqlen_q": 1}
+    result = attention_varlen(**arguments, out=batch.poisoned_out(), return_lse=True, backend="sim")
+    assert len(sim.last_report().launches) == 2
+    batch.check(result)
+
+
+@pytest.mark.long
 def test_bits_depend_on_the_batch_alone(cut):
     """Not on the number of CTAs, nor on the order in which they run."""
     results = []
