@@ -10,12 +10,16 @@ import tempfile
 import threading
 from collections.abc import Callable, Hashable
 
+import torch
+
 from warpspec.common import kernel_cache
 from warpspec.common.cubin import KernelResources, parse_cubin
 
 # Option of ``cute.compile``: the result is called with CUDA torch tensors, on their current stream, in about a
 # microsecond. The host function has ``make_fake_stream(use_tvm_ffi_env_stream=True)``, which calls leave out.
 TVM_FFI = "--enable-tvm-ffi"
+
+ASSUMED_ARCH = "sm_100a"  # of the GPU of a host without one, as the DSL assumes it
 
 _compiled: dict[tuple[str, str, Hashable], object] = {}
 _lock = threading.RLock()  # the DSL traces through global state, so one compilation runs at a time
@@ -99,8 +103,23 @@ def compile_host(host, *arguments, arch: str, options: str = ""):
 
     # The DSL writes the artifacts that it keeps to this folder and has read them back when compile returns.
     with _lock, locations.remembered(), tempfile.TemporaryDirectory(prefix="warpspec-") as folder:
+        _assume_a_gpu()
         keep = f"--keep-ptx --keep-cubin --generate-line-info --dump-dir {folder}"
         return cute.compile(host, *arguments, options=f"--gpu-arch {arch} {keep} {options}".rstrip())
+
+
+def _assume_a_gpu() -> None:
+    """Tell the DSL an architecture where torch sees no GPU, so that it does not ask the driver for one.
+
+    Where a driver is installed and no GPU is visible (``CUDA_VISIBLE_DEVICES=``), CuTe DSL 4.8.1 does not return from
+    asking: to word the driver's error it asks again.
+    """
+    from cutlass.base_dsl.dsl import DSLSingletonMeta
+
+    if not torch.cuda.is_available():
+        for dsl in DSLSingletonMeta._instances.values():
+            if dsl.envar._arch is None:
+                dsl.envar.arch = ASSUMED_ARCH
 
 
 def resources(compiled) -> dict[str, KernelResources]:

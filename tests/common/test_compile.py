@@ -10,8 +10,10 @@ import cutlass
 import cutlass.cute as cute
 import pytest
 import torch
+from cuda.bindings import driver
 from cuda.bindings.driver import CUstream
 from cutlass._mlir_helpers import op
+from cutlass.base_dsl.dsl import DSLSingletonMeta
 from cutlass.cute.runtime import make_fake_compact_tensor
 
 from warpspec import sim
@@ -111,6 +113,17 @@ def test_hopper(doubled):
     compiled = compile_host(double, fake(), fake(), arch="sm_90a")
     assert ".target sm_90a" in compiled.artifacts.PTX
     assert only(compiled).local_bytes == 0
+
+
+def test_the_driver_is_not_asked_where_no_gpu_is_visible(monkeypatch):
+    def asked(*_):
+        pytest.fail("CuTe DSL 4.8.1 does not return from asking a driver that sees no GPU")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(driver, "cuInit", asked)
+    for dsl in DSLSingletonMeta._instances.values():
+        monkeypatch.setattr(dsl.envar, "_arch", None)
+    assert compile_host(double, fake(), fake(), arch="sm_90a").artifacts.CUBIN
 
 
 def test_compiles_once_per_key_arch_and_options():
