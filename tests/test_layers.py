@@ -1,6 +1,8 @@
 """The packages form layers: host code needs no device code, and configurations need no compiler."""
 
 import ast
+import functools
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -26,10 +28,15 @@ MAY_IMPORT = {
 }
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def packages_imported(path: Path) -> set[str]:
     """Packages of warpspec that a file imports."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -43,6 +50,26 @@ def test_packages_import_lower_layers_only():
         for path in (ROOT / package).rglob("*.py"):
             above = packages_imported(path) - {package, *allowed}
             assert not above, f"{path.relative_to(ROOT)} imports {above}"
+
+
+def module_name(path: Path) -> str:
+    """A file's module, from its place below the repository's root."""
+    return ".".join(("warpspec", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+
+
+def test_files_do_not_import_each_other():
+    """Imports at the top of files have no circle. (A host file that loads its kernel inside a function may.)"""
+    files = {module_name(path): path for name in PACKAGES for path in (ROOT / name).rglob("*.py")}
+    imports = {}
+    for module, path in files.items():
+        found = imports[module] = set()
+        for node in parsed(path).body:
+            if isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    name = f"{node.module}.{alias.name}"
+                    found |= {name if name in files else node.module} & files.keys() - {module}
+    assert sum(map(len, imports.values())) > 1000
+    graphlib.TopologicalSorter(imports).prepare()  # raises CycleError with the circle
 
 
 def test_configurations_load_no_compiler():
