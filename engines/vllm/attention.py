@@ -157,7 +157,9 @@ class Batch(AttentionMetadata):
     cu_seqlens_q: torch.Tensor  # [B + 1] int32
     kv_lengths: torch.Tensor  # [B] int32, new tokens included
     page_table: torch.Tensor  # [B, blocks] int32
-    ranges: torch.Tensor | None = None  # [tokens, 2] int32, where tokens of an image see each other
+    # [tokens, 2] int32, where tokens of an image see each other. vLLM clears a field of this name for layers that see
+    # images causally (Gemma 4's global ones).
+    mm_prefix_query_range_tensor: torch.Tensor | None = None
 
 
 class BatchBuilder(AttentionMetadataBuilder[Batch]):
@@ -190,7 +192,7 @@ class BatchBuilder(AttentionMetadataBuilder[Batch]):
             cu_seqlens_q=batch.query_start_loc,
             kv_lengths=batch.seq_lens,
             page_table=batch.block_table_tensor,
-            ranges=None if self.ranges is None else self._ranges_of(batch),
+            mm_prefix_query_range_tensor=None if self.ranges is None else self._ranges_of(batch),
         )
 
     def _ranges_of(self, batch: CommonAttentionMetadata) -> torch.Tensor:
@@ -293,7 +295,7 @@ class WarpspecAttention(AttentionImpl[Batch]):
             **self.logits,
             **self.scales_of(layer),
             **pages.block_scales,
-            ranges=batch.ranges,
+            ranges=batch.mm_prefix_query_range_tensor,
             out=output.view(-1, self.num_heads, self.head_size_v)[: batch.tokens],
         )
         return output

@@ -57,11 +57,18 @@ def of_layer(layer, dtype: torch.dtype) -> None:
         layer.window,
         LogitOptions(**layer.logits),
         layer.sinks is not None,
-        config.model_config.is_mm_prefix_lm,
+        sees_images(config.model_config, layer.window),
         dtype,
         layer.format,
     )
     add(run, kind, config)
+
+
+def sees_images(model_config, window: tuple[int, int] | None) -> bool:
+    """Whether tokens of an image see each other in a layer with this window: with Gemma 4's "vision", only in layers
+    with one."""
+    only_windows = getattr(model_config.hf_text_config, "use_bidirectional_attention", None) == "vision"
+    return model_config.is_mm_prefix_lm and not (only_windows and window is None)
 
 
 def of_latent_layer(layer, dtype: torch.dtype) -> None:

@@ -321,9 +321,11 @@ def test_images_of_a_batch():
     scores = query[1:41].transpose(0, 1).float() @ k.transpose(1, 2) * 0.125
     expected = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
     assert (got[1:41].transpose(0, 1).float() - expected).norm() <= 4e-3 * expected.norm()
-    assert batch.ranges[0].tolist() == batch.ranges[43].tolist() == [-1, -1]
+    ranges = batch.mm_prefix_query_range_tensor
+    assert ranges[0].tolist() == ranges[43].tolist() == [-1, -1]
     plain = builder.build(0, CommonAttentionMetadata(**common, mm_req_doc_ranges={}))
-    assert (plain.ranges == -1).all() and plain.ranges.data_ptr() == batch.ranges.data_ptr()
+    assert (plain.mm_prefix_query_range_tensor == -1).all()
+    assert plain.mm_prefix_query_range_tensor.data_ptr() == ranges.data_ptr()
 
 
 def test_values_of_another_head_size(monkeypatch):
