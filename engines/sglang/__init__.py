@@ -5,8 +5,8 @@ If both are installed, SGLang loads this as a plug-in by itself:
     python -m sglang.launch_server --model-path MODEL --attention-backend warpspec --page-size 64
 
 It supports decoder layers in bfloat16 or float16, with grouped heads, sinks, soft caps and sliding windows, including
-separate pools for layers with windows (attention.py); latent attention (mla.py), also with an indexer (sparse_mla.py);
-and drafts that form chains or trees (speculative.py).
+separate pools for layers with windows (attention.py); images whose tokens see each other (images.py); latent attention
+(mla.py), also with an indexer (sparse_mla.py); and drafts that form chains or trees (speculative.py).
 """
 
 from __future__ import annotations
@@ -16,8 +16,13 @@ from contextlib import contextmanager
 NAME = "warpspec"
 
 
-# SGLang lists, for these models, the backends that support sinks and windows; ours supports both.
-LISTED_MODELS = ("GptOssForCausalLM",)
+# SGLang lists, for these models, the backends that support sinks, windows and images; ours supports them.
+LISTED_MODELS = (
+    "GptOssForCausalLM",
+    "Gemma4ForCausalLM",
+    "Gemma4ForConditionalGeneration",
+    "Gemma4UnifiedForConditionalGeneration",
+)
 LISTED_BACKEND = "triton"
 
 
@@ -79,8 +84,10 @@ def _make_backend(runner):
 
         sparse_mla.offer()
         return sparse_mla.WarpspecSparseBackend(runner)
+    from warpspec.engines.sglang import images
     from warpspec.engines.sglang.attention import WarpspecBackend
 
+    images.offer(runner)
     if runner.use_mla_backend:
         from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
 

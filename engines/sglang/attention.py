@@ -15,6 +15,7 @@ from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.kv_formats import EIGHT_BITS
 from warpspec.engines import keys
 from warpspec.engines.sglang import mla, speculative
+from warpspec.engines.sglang.images import Images
 from warpspec.engines.sglang.speculative import Branches
 from warpspec.fmha import attention_varlen
 
@@ -33,6 +34,12 @@ class Batch:
     tree: torch.Tensor | None = None  # [B drafts] int64, where drafts of a tree are verified
     q_start: torch.Tensor | None = None  # [B] int32, with a tree: where the drafts' keys begin
     each: int | None = None  # queries of every request, if all have as many
+    ranges: torch.Tensor | None = None  # [tokens, 2] int32, where tokens of an image see each other
+    images: Images | None = None  # in which layers they do
+
+    def ranges_of(self, layer) -> torch.Tensor | None:
+        """The ranges of images that a layer sees."""
+        return None if self.images is Images.WINDOWS and _window_of(layer) is None else self.ranges
 
 
 @dataclass
@@ -219,6 +226,7 @@ class WarpspecBackend(AttentionBackend):
             kv_lengths=batch.kv_lengths,
             q_start=batch.q_start,
             tree=batch.tree,
+            ranges=batch.ranges_of(layer),
             causal=True,
             window=_window_of(layer),
             sink=sinks,

@@ -7,7 +7,7 @@ import torch
 
 sglang = pytest.importorskip("sglang", reason="needs SGLang: make test-engines")
 
-from helpers.engine_models import Judge, prompts, rounding  # noqa: E402
+from helpers.engine_models import Judge, prompts, rename_kimi_k2, rounding  # noqa: E402
 from helpers.sglang_batches import interpret_triton  # noqa: E402
 
 from warpspec.common.errors import UnsupportedProblem  # noqa: E402
@@ -40,6 +40,13 @@ def test_prompts_in_parts_beside_decode_and_prefix_hits(settings, checkpoints, s
     engine = start_sglang(folder, page_size=64)
     for _ in range(2):
         check(model, engine, lengths=(70, 5, 1, 150), common=66)
+
+
+def test_kimi_k2(checkpoints, start_sglang, monkeypatch, tmp_path):
+    interpret_triton(monkeypatch)
+    model, folder = checkpoints(KIND)
+    rename_kimi_k2(folder, tmp_path)
+    check(model, start_sglang(tmp_path, page_size=64, trust_remote_code=True))
 
 
 def test_float8_cache(checkpoints, start_sglang, monkeypatch):

@@ -7,7 +7,7 @@ import torch
 
 vllm = pytest.importorskip("vllm", reason="needs vLLM: make test-engines")
 
-from helpers.engine_models import Judge, prompts, rounding  # noqa: E402
+from helpers.engine_models import Judge, prompts, rename_kimi_k2, rounding  # noqa: E402
 from helpers.vllm_engine import LENGTHS, generate, same_tokens  # noqa: E402
 from vllm.v1.attention.backends.mla.prefill.base import MLADimensions  # noqa: E402
 from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum  # noqa: E402
@@ -63,9 +63,13 @@ def test_prompts_in_parts_beside_decode_and_prefix_hits(checkpoints, start_vllm,
     assert {1, 2, 3, 4} >= {number for name, number in calls if name == "decode"} >= {1}
 
 
-def test_same_tokens_as_the_own_attention(checkpoints, start_vllm, calls, request):
+@pytest.mark.parametrize("name", [KIND, "kimi_k2"])
+def test_same_tokens_as_the_own_attention(name, checkpoints, start_vllm, calls, request, tmp_path):
     """vLLM's reference of latent attention for CPUs, in blocks of 16 and with whole prompts."""
     _, folder = checkpoints(KIND)
+    if name == "kimi_k2":
+        rename_kimi_k2(folder, tmp_path)
+        folder = tmp_path
     own = generate(start_vllm(folder, own=True, **OPTIONS | {"block_size": 16}), prompts(LENGTHS))
     assert not calls
     request.getfixturevalue("in_parts")

@@ -1,6 +1,7 @@
 """Tiny seeded models of the classes that engines serve, and how what an engine generated is judged."""
 
 import json
+import shutil
 from copy import deepcopy
 
 import torch
@@ -139,6 +140,22 @@ def save_model(model, folder) -> None:
     }
     if kind in others:
         file.write_text(json.dumps(json.loads(file.read_text()) | others[kind](model)))
+
+
+def rename_kimi_k2(folder, copy) -> None:
+    """Save the files of a DeepSeek V3 in another folder under Kimi K2's name, as its authors publish it: engines know
+    the name, or take a configuration class from the folder."""
+    shutil.copytree(folder, copy, dirs_exist_ok=True)
+    config = json.loads((copy / "config.json").read_text())
+    config |= {
+        "model_type": "kimi_k2",
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    }
+    (copy / "config.json").write_text(json.dumps(config))
+    (copy / "configuration_deepseek.py").write_text(
+        "from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config as Base\n\n\n"
+        'class DeepseekV3Config(Base):\n    model_type = "kimi_k2"\n'
+    )
 
 
 def mimo_fields(model) -> dict:

@@ -67,6 +67,7 @@ def stand_in(monkeypatch) -> None:
         "layers.radix_attention": {"AttentionType": Kinds},
         "mem_cache.memory_pool": {"KVWriteLoc": Place},
         "mem_cache.swa_memory_pool": {"SWAKVPool": type("SWAKVPool", (), {})},
+        "model_executor.forward_context": {"get_attn_backend": None},
         "model_executor.runner_backend_utils.breakable_cuda_graph": {"is_in_breakable_cuda_graph": bool},
         "model_executor.runner_backend_utils.tc_piecewise_cuda_graph": {
             "is_in_tc_piecewise_cuda_graph": bool
