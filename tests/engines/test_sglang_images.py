@@ -6,7 +6,7 @@ import pytest
 
 sglang = pytest.importorskip("sglang", reason="needs SGLang: make test-engines")
 
-from helpers.engine_models import VOCABULARY, Judge, prompts  # noqa: E402
+from helpers.engine_models import VOCABULARY, prompts  # noqa: E402
 from helpers.family_models import IMAGE  # noqa: E402
 from helpers.image_models import (  # noqa: E402
     PLACEHOLDERS,
@@ -22,6 +22,17 @@ from warpspec.engines.sglang import images  # noqa: E402
 from warpspec.engines.sglang.images import Images  # noqa: E402
 
 OPTIONS = dict(skip_tokenizer_init=False, enable_multimodal=True, mem_fraction_static=0.5)
+SAY_ALL = dict(
+    sampling_params={"max_new_tokens": 6, "temperature": 0, "ignore_eos": True},
+    return_logprob=True,
+    logprob_start_len=0,
+)
+
+
+def said(output) -> list[float]:
+    """The log-probabilities of a prompt's tokens but the first, and of those generated."""
+    about = output["meta_info"]
+    return [value for value, *_ in about["input_token_logprobs"][1:] + about["output_token_logprobs"]]
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "gemma4"])
@@ -31,7 +42,7 @@ def test_images(kind, tmp_path, start_sglang, monkeypatch):
     interpret_triton(monkeypatch)
     model, pictures, processor = save(kind, tmp_path, monkeypatch), random_images(kind, 3), PROCESSORS[kind]()
     image = processor.tokenizer.convert_ids_to_tokens(PLACEHOLDERS[kind])
-    prompts = [
+    texts = [
         (f"<5><6><7>{image}<9><10><11>{image}<12>", pictures[:2]),
         (f"<20>{image}<21>", pictures[2:]),
         ("<7>" * 20, []),
@@ -41,19 +52,16 @@ def test_images(kind, tmp_path, start_sglang, monkeypatch):
         picture.save(file)
     engine = start_sglang(tmp_path, chunked_prefill_size=-1, **OPTIONS)
     outputs = engine.generate(
-        prompt=[text for text, _ in prompts],
+        prompt=[text for text, _ in texts],
         image_data=[[str(file) for file in of_prompt] for of_prompt in (files[:2], files[2:], [])],
-        sampling_params={"max_new_tokens": 6, "temperature": 0, "ignore_eos": True},
-        return_logprob=True,
-        logprob_start_len=0,
+        **SAY_ALL,
     )
     requests = []
-    for (text, pictures), output in zip(prompts, outputs, strict=True):
+    for (text, pictures), output in zip(texts, outputs, strict=True):
         ids = processor(text=text, images=pictures or None, return_tensors="pt")["input_ids"][0].tolist()
-        about, tokens = output["meta_info"], output["output_ids"]
-        said = [value for value, *_ in about["input_token_logprobs"][1:] + about["output_token_logprobs"]]
+        tokens = output["output_ids"]
         asked = [VOCABULARY - 1 if token == IMAGE else token for token in ids[1:]] + tokens
-        requests.append((ids, tokens, said, asked, pictures))
+        requests.append((ids, tokens, said(output), asked, pictures))
     check_images(kind, model, requests)
 
 
@@ -63,15 +71,13 @@ def test_text_in_parts_of_a_model_with_images(tmp_path, start_sglang, monkeypatc
     interpret_triton(monkeypatch)
     model = save("gemma4", tmp_path, monkeypatch)
     engine = start_sglang(tmp_path, enable_multimodal=False)
-    inputs = [[min(token, IMAGE - 1) for token in ids] for ids in prompts((70, 5, 1, 40))]
-    outputs = engine.generate(
-        input_ids=inputs,
-        sampling_params={"max_new_tokens": 6, "temperature": 0, "ignore_eos": True},
-        return_logprob=True,
-    )
-    said = [[value for value, *_ in out["meta_info"]["output_token_logprobs"]] for out in outputs]
-    outputs = [out["output_ids"] for out in outputs]
-    Judge(model).check(list(zip(inputs, outputs, said, strict=True)))
+    inputs = [[min(token, IMAGE - 1) for token in ids] for ids in prompts((70, 5, 1, 40, 90))]
+    outputs = engine.generate(input_ids=inputs, **SAY_ALL)
+    requests = []
+    for ids, output in zip(inputs, outputs, strict=True):
+        tokens = output["output_ids"]
+        requests.append((ids, tokens, said(output), ids[1:] + tokens, []))
+    check_images("gemma4", model, requests)
 
 
 def step_with_images(prefixes, queries, offsets):

@@ -42,6 +42,13 @@ def test_prompts_in_parts_beside_decode_and_prefix_hits(settings, checkpoints, s
         check(model, engine, lengths=(70, 5, 1, 150), common=66)
 
 
+def test_the_own_attention(checkpoints, start_sglang, monkeypatch):
+    """SGLang's Triton attention, interpreted, in FP32, says what the model says, with which ours is compared."""
+    interpret_triton(monkeypatch)
+    model, folder = checkpoints(KIND)
+    check(model, start_sglang(folder, "triton", dtype="float32"), lengths=(40, 20), tokens=3)
+
+
 def test_kimi_k2(checkpoints, start_sglang, monkeypatch, tmp_path):
     interpret_triton(monkeypatch)
     model, folder = checkpoints(KIND)

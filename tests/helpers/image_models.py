@@ -138,4 +138,5 @@ def check_images(kind: str, model, requests) -> None:
         differences["own"].append(says(model, **others) - wanted)
         differences["causal"].append(says(exact, **causal) - wanted)
     errors = {name: torch.cat(each).square().mean().sqrt() for name, each in differences.items()}
-    assert errors["ours"] <= Judge.FACTOR * errors["own"] < errors["causal"] / 2, errors
+    assert errors["ours"] <= Judge.FACTOR * errors["own"], errors
+    assert errors["own"] < errors["causal"] / 4 or not any(images for *_, images in requests), errors
