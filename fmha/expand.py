@@ -1,9 +1,9 @@
 """Dequantise keys and values once if many query rows read them: configuration and launch. Host side.
 
-If thousands of query rows read a KV head's keys, each tile of rows would convert every KV tile again. Instead, a first
-kernel gathers keys and values from their pages into dense 16-bit tensors, and a kernel for 16-bit keys attends to
-these. The numbers are exactly the same, because bf16 and fp16 represent a code times its block's scale. k_scale and
-v_scale are applied as usual.
+If many query rows read a KV head's keys, each tile of rows would convert every KV tile again. Instead, where plans
+expect that to be faster (``plan.expanding``), a first kernel gathers keys and values from their pages into dense 16-bit
+tensors, and a kernel for 16-bit keys attends to these. The numbers are exactly the same, because bf16 and fp16
+represent a code times its block's scale. k_scale and v_scale are applied as usual.
 """
 
 from __future__ import annotations
@@ -71,26 +71,22 @@ def expand_arguments(config: ExpandConfig) -> tuple:
 EXPAND = Kernel("fmha.expand", expand_arguments)
 
 
-def expands(problem: AttentionProblem, least_rows: dict | None) -> bool:
-    """Whether keys and values are dequantised first. least_rows: by bits of a number, ``seen_rows`` from which the
-    target does so; None: never. Of packed queries the mean request counts."""
-    if problem.format.kv_format is None or least_rows is None or problem.format.shared_kv:
+def may_expand(problem: AttentionProblem) -> bool:
+    """Whether keys and values are in codes that can be dequantised first, in the memory that may be taken for that."""
+    if problem.format.kv_format is None or problem.format.shared_kv:
         return False
-    queries = problem.seq_q
-    if problem.requests.packed_q:
-        queries = problem.least_q // max(problem.batch, 1)
+    return wide_numbers(problem) * BYTES <= MOST_BYTES
+
+
+def expanding_bytes(problem: AttentionProblem) -> float:
+    """Bytes that dequantising reads and writes."""
+    return wide_numbers(problem) * (BYTES + problem.format.kv_row(VECTOR) / VECTOR)
+
+
+def wide_numbers(problem: AttentionProblem) -> int:
+    """Numbers of K and V for which there is room in 16 bits."""
     batch, keys = wide_rows(problem)
-    numbers = 2 * batch * keys * problem.heads_kv * problem.head_dim
-    return seen_rows(problem, queries) >= least_rows[problem.format.kv_bits] and numbers * BYTES <= MOST_BYTES
-
-
-def seen_rows(problem: AttentionProblem, queries: int) -> float:
-    """Query rows of a KV head, each counted by the share of a request's keys that it sees, as far as the host knows."""
-    keys = max(problem.seq_k, 1)
-    seen = keys - min(queries, keys) / 2 if problem.mask.causal else keys
-    if problem.window_left is not None:
-        seen = min(seen, problem.window_left + 1 + (problem.window_right or 0))
-    return problem.group * queries * seen / keys
+    return 2 * batch * keys * problem.heads_kv * problem.head_dim
 
 
 def wide_rows(problem: AttentionProblem) -> tuple[int, int]:

@@ -19,13 +19,14 @@ from warpspec.common.simulator import joined, simulator
 from warpspec.common.workspace import EMPTY, new_workspace, prepare_reserve, workspace
 from warpspec.fmha.combine import COMBINE, CombineConfig
 from warpspec.fmha.config import AttentionKernel, Schedule
-from warpspec.fmha.expand import EXPAND, Expanded, expand_config, expanded, expands, wide_rows
+from warpspec.fmha.expand import EXPAND, Expanded, expand_config, expanded, wide_rows
 from warpspec.fmha.features import dtype_name
 from warpspec.fmha.heads import class_of
 from warpspec.fmha.join import JOIN, JoinConfig
 from warpspec.fmha.line import JOIN_WORDS
 from warpspec.fmha.operands import PLACES, STATISTICS
 from warpspec.fmha.plan import Plan, launch_numbers, make_plan
+from warpspec.fmha.plan.expanding import expands
 from warpspec.fmha.plan.kept import keep_fastest, kept_plan, plans_to_time
 from warpspec.fmha.problem import AttentionProblem
 
@@ -43,7 +44,7 @@ def plan(problem: AttentionProblem, target: Target) -> Plan:
 
 def expands_on(problem: AttentionProblem, target: Target) -> bool:
     """Whether a target dequantises the problem's keys and values first (``expand``)."""
-    return expands(problem, ATTENTION.of(target.architecture).CHOICES.expanded_rows)
+    return expands(ATTENTION.of(target.architecture).CHOICES, problem, target)
 
 
 def check_supported(problem: AttentionProblem, target: Target) -> None:
@@ -128,7 +129,6 @@ def prepare(problem: AttentionProblem, target: Target, found: Plan | None = None
     Raises UnsupportedProblem naming what the kernel does not do.
     """
     if found is None and expands_on(problem, target):
-        check_supported(problem, target)
         shape = (*wide_rows(problem), problem.heads_kv, problem.head_dim)
         expand, attention = (
             EXPAND.launcher(expand_config(problem), target),

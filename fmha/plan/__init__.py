@@ -1,12 +1,13 @@
 """The host's decisions before a launch: kernel, splits of the keys, order of tiles.
 
 ``make_plan`` takes the candidate (``candidates``) with the least predicted time (``cost``), averaged over the lengths
-that the call's requests may have (``scenarios``). ``sections`` decides how many heads CTAs work on at a time. Nothing
-here looks at a tensor.
+that the call's requests may have (``scenarios``). ``sections`` decides how many heads CTAs work on at a time,
+``expanding`` whether keys in codes are dequantised first. Nothing here looks at a tensor.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -93,6 +94,13 @@ def best_candidate(choices: Choices, problem: AttentionProblem, target: Target) 
             f"{keys} keys at head size {problem.head_dim}; 128 and 128 fit every one"
         )
     return min(found, key=expectation(choices, problem, target))
+
+
+def least_time(choices: Choices, problem: AttentionProblem, target: Target) -> float:
+    """The expected microseconds of the best candidate; infinite if there is none."""
+    return min(
+        map(expectation(choices, problem, target), candidates(choices, problem, target)), default=math.inf
+    )
 
 
 def expectation(choices: Choices, problem: AttentionProblem, target: Target):

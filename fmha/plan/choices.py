@@ -16,18 +16,22 @@ class Choices:
     """Base of the choices of an architecture. Its package has one object, ``CHOICES``, whose class adds the methods.
 
     config: its ``AttentionConfig``. costs: constants of the model of its time. schedules: the ways in which CTAs may
-    get their work, with the kernel's schedule for each. expanded_rows: by bits of a number, query rows from which keys
-    in codes are dequantised first (``expand.expands``); None: never.
+    get their work, with the kernel's schedule for each. expanding: microseconds, beside those of its
+    bytes, of a launch that dequantises keys in codes first (``expanding.expands``); None: that is never done.
     """
 
     config: type
     costs: Constants
     schedules: dict[Way, Schedule]
-    expanded_rows: dict[int, int] | None = None
+    expanding: float | None = None
 
     def constants(self, problem: AttentionProblem) -> Constants:
         """Constants of the model for a problem."""
         return self.costs
+
+    def converts(self, problem: AttentionProblem) -> bool:
+        """Whether a converter makes 16-bit tiles of a problem's codes for all of a CTA's rows."""
+        return True
 
     def decode_loads(self, problem: AttentionProblem) -> Loads | None:
         """Rates at which an SM loads keys for few queries (``plan.splits``); None: such calls have not been timed."""

@@ -44,10 +44,14 @@ WARP_COSTS = {
 }
 
 
-# Query rows of a KV head that see all keys from which these are dequantised first, by bits of a number. In causal
-# prefill with 8192 rows, as 4096 that see all, the converter takes 142 us longer than 16-bit keys do and dequantising
-# 69, in NVFP4 754 and 104 (docs/measurements.md).
-EXPANDED_ROWS = {8: 2048, 4: 576}
+# Constants for a converter, whose chain of instructions is what a step waits for, by bits of a number. Fitted to twelve
+# calls of 40 to 8192 queries a request, with and without pages, on an H200 (docs/measurements.md). What dequantising
+# first takes beside its bytes is EXPANDING microseconds.
+CONVERTER_COSTS = {
+    8: replace(HOPPER, serial_mma=1.0, tile=3500.0),
+    4: replace(HOPPER, serial_mma=2.2, tile=3500.0),
+}
+EXPANDING = 2.0
 
 # Constants for consumers that share rows, at head sizes above 256. Fitted to 19 problems of MLA with 16, 64 and 128
 # heads, each with 1 to 8 parts of the keys, on an H100 (docs/measurements.md). A tile's start and end take long, and
@@ -62,19 +66,22 @@ class HopperChoices(Choices):
     """``Choices`` of this kernel."""
 
     def constants(self, problem: AttentionProblem) -> Constants:
-        """The constants for 16-bit keys and one consumer for a row, unless consumers share rows, or warps convert codes
-        of keys in registers."""
-        shape = shapes_of(problem)[0]
-        if shape.column_parts > 1:
+        """The constants for 16-bit keys and one consumer for a row, unless consumers share rows, or keys are in
+        codes."""
+        if shapes_of(problem)[0].column_parts > 1:
             return LATENT_COSTS
-        by_warp = problem.format.kv_format and shape.row_tiles
-        return WARP_COSTS[problem.format.kv_bits] if by_warp else self.costs
+        if not problem.format.kv_format:
+            return self.costs
+        return (CONVERTER_COSTS if self.converts(problem) else WARP_COSTS)[problem.format.kv_bits]
+
+    def converts(self, problem: AttentionProblem) -> bool:
+        return not shapes_of(problem)[0].row_tiles
 
     def decode_loads(self, problem: AttentionProblem) -> Loads:
         """The rates at which an SM loads keys for few queries (``plan.splits``)."""
         if not problem.format.kv_format:
             return DECODE_LOADS
-        return WARP_LOADS[problem.format.kv_bits] if shapes_of(problem)[0].row_tiles else FLOAT8_LOADS
+        return FLOAT8_LOADS if self.converts(problem) else WARP_LOADS[problem.format.kv_bits]
 
     def tilings(self, problem: AttentionProblem) -> Iterator[tuple[Shape, Tiling]]:
         """Shapes and their tilings, for each number of heads that may share a tile, except shapes in which some
@@ -102,4 +109,4 @@ class HopperChoices(Choices):
         return tuple(self.schedules)
 
 
-CHOICES = HopperChoices(AttentionConfig, HOPPER, SCHEDULES, expanded_rows=EXPANDED_ROWS)
+CHOICES = HopperChoices(AttentionConfig, HOPPER, SCHEDULES, expanding=EXPANDING)

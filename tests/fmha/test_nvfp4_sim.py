@@ -10,7 +10,7 @@ from helpers.suites import long
 from warpspec import sim
 from warpspec.common.launch import simulating
 from warpspec.fmha import attention, attention_varlen, launch
-from warpspec.fmha.sm90 import CHOICES
+from warpspec.fmha.expand import may_expand
 
 FP16 = torch.float16
 PAGED = Case(
@@ -36,6 +36,11 @@ BLACKWELL = [
     Case(70, 140, (2, 1), 64, window=(90, 0), sink=True, nan=True, swizzled=True),
     *(long(*case.values) if hasattr(case, "values") else long(case) for case in CASES),
 ]
+
+
+def always(choices, problem, target) -> bool:
+    """Stands in for ``plan.expanding.expands``."""
+    return may_expand(problem)
 
 
 def run(arguments, arch="sm_90a"):
@@ -66,7 +71,7 @@ def test_against_reference_on_blackwell(case):
 )
 def test_dequantised_before(case, monkeypatch):
     """Keys and values that many query rows meet become 16-bit tensors first."""
-    monkeypatch.setattr(CHOICES, "expanded_rows", {8: 1, 4: 1})
+    monkeypatch.setattr(launch, "expands", always)
     launch.prepare.cache_clear()
     check(case if case.float8 == torch.float8_e5m2 else replace(case, float8=NVFP4), run)
     first = sim.last_report().launches[0]
@@ -84,7 +89,7 @@ def test_dequantised_before(case, monkeypatch):
 def test_packed_queries_dequantised_before(case, monkeypatch):
     """The pages of packed requests become a tensor with a row for each request, packed keys a tensor of packed rows;
     one request has no key, one few queries."""
-    monkeypatch.setattr(CHOICES, "expanded_rows", {4: 8})
+    monkeypatch.setattr(launch, "expands", always)
     launch.prepare.cache_clear()
     counts = (40, 3, 9)
     arguments = replace(case, float8=NVFP4).arguments() | {

@@ -237,6 +237,25 @@ def test_latent_keys_stay_whole_where_requests_fill_the_gpu():
     assert splits(128, 4096) == splits(96, 2048) == 1 and splits(32, 8192) == 4
 
 
+@pytest.mark.parametrize(
+    "kv_format, heads, queries, keys, first",
+    [
+        ("e4m3", 32, 8192, 8192, True),
+        ("nvfp4", 32, 8192, 8192, True),
+        ("nvfp4", 4, 160, 6304, True),
+        ("e4m3", 4, 160, 6304, False),  # few rows meet many keys
+        ("nvfp4", 4, 24, 32768, False),
+        ("nvfp4", 4, 1, 8192, False),  # warps convert codes in registers
+    ],
+)
+def test_keys_in_codes_are_dequantised_first_where_that_pays(kv_format, heads, queries, keys, first):
+    """As was measured (docs/measurements.md). heads: KV heads, of four query heads each."""
+    problem = made_problem(4, queries, keys, heads * 4, heads, 128, causal=True)
+    problem = replace(problem, format=replace(problem.format, kv_format=kv_format))
+    assert launch.expands_on(problem, H200) is first
+    assert not launch.expands_on(replace(problem, format=replace(problem.format, kv_format=None)), H200)
+
+
 def test_idle_tiles_between_others_take_ctas():
     """With more queries than a tile's, tiles without a query stand between the others, otherwise behind them."""
     tiling, requests = Tiling(2, 64, 1, 64, 2, 1, 8, True), [Requests(3, 39, 868)]
