@@ -46,11 +46,7 @@ def cuts_parts(problem) -> bool:
     its requests have one query tile each."""
     requests, mask = problem.requests, problem.mask
     unknown = requests.packed_q or requests.packed_k or requests.has_kv_lengths
-    return (
-        unknown
-        and problem.batch <= SORTED_REQUESTS
-        and not (mask.has_blocks or mask.has_tree or mask.has_ranges)
-    )
+    return unknown and problem.batch <= SORTED_REQUESTS and not (mask.has_blocks or mask.has_ranges)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from warpspec.common.hardware import WARP_THREADS
 from warpspec.fmha.device.grid import requests_of
 from warpspec.fmha.device.longest import HALF_BITS, Order, level_of, nth_longest
 from warpspec.fmha.device.request import request_at
-from warpspec.fmha.device.tile import INTEGERS, tile_of
+from warpspec.fmha.device.tile import INTEGERS, positions_of, tile_of
 from warpspec.fmha.schedule import SORTED_REQUESTS, key_span
 
 
@@ -56,8 +56,8 @@ def write_words(config: cutlass.Constexpr, operands, window, splits, words: cute
     longest, highest, parts = Int32(1), Int32(0), Int32(0)
     for first in cutlass.range(0, cutlass.min(requests, SORTED_REQUESTS), WARP_THREADS, unroll=1):
         found = request_at(config.requests, operands, cutlass.min(first + lane, requests - 1))
-        ends = found.start, found.start + found.seq_q - 1
-        span = key_span(*ends, found.length, config.tile_n, config.mask.bounds(window), **INTEGERS)
+        positions = positions_of(config, found.start, 0, cutlass.min(config.rows.queries, found.seq_q) - 1)
+        span = key_span(*positions, found.length, config.tile_n, config.mask.bounds(window), **INTEGERS)
         tiles = (found.seq_q + config.rows.queries - 1) // config.rows.queries
         some = Boolean(first + lane < requests) & Boolean(tiles > 0)
         count = Int32(cutlass.select_(Boolean(tiles > 1), -tiles, span.count))

@@ -292,6 +292,13 @@ def packed_tile(config: cutlass.Constexpr, operands, number, query_tiles, order)
     return request, query_tile
 
 
+def positions_of(config: AttentionKernel, start, first_query, last_query) -> tuple:
+    """(Lowest, highest) position of a tile's queries; bounds of them if queries are drafts. start: of query 0."""
+    if config.mask.has_tree:  # valid for any words: the host does not see them
+        return start - 1, start + MOST_DRAFTS - 1
+    return start + first_query, start + last_query
+
+
 def tile_of(
     config: AttentionKernel, operands, group, window, query_tile, head_tile, kv_head, request
 ) -> Tile:
@@ -300,10 +307,8 @@ def tile_of(
     bounds = config.mask.bounds(window)
     first_query = query_tile * config.rows.queries
     last_query = cutlass.min(first_query + config.rows.queries, seq_q) - 1
-    lowest, highest = start + first_query, start + last_query
-    if cutlass.const_expr(config.mask.has_tree):  # valid for any words: the host does not see them
-        lowest, highest = start - 1, start + MOST_DRAFTS - 1
-    span = key_span(lowest, highest, length, config.tile_n, bounds, **INTEGERS)
+    positions = positions_of(config, start, first_query, last_query)
+    span = key_span(*positions, length, config.tile_n, bounds, **INTEGERS)
     batch = 0 if config.requests.packed_q else request
     if cutlass.const_expr(config.mask.has_ranges and not config.mask.has_blocks):
         first, end = Int32(0), length  # roles that find their own tiles lack the registers for more

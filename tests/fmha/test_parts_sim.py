@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers import judged_calls
 from helpers.attention_cases import Case, check
 from helpers.page_layouts import paged
 from helpers.parts_cases import in_parts, random_parts
 from helpers.simulate import choosing, run_unchecked
+from helpers.tree_cases import CASES, inputs_of
 from helpers.varlen_cases import Packed
 
 from warpspec import sim
@@ -87,6 +89,21 @@ def test_bits_depend_on_the_batch_alone(cut):
         results.append((o[:queries].nan_to_num(), lse[:, :queries]))
     for later in results[1:]:
         assert all(map(torch.equal, results[0], later))
+
+
+@pytest.mark.long
+def test_memory_order(cut, check_order):
+    cut(4, 2)
+    run(DRAFTS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", [CASES[0], replace(CASES[1], drafts=8)], ids=lambda case: case.id)
+def test_trees(cut, case):
+    cut(4, 2)
+    inputs = inputs_of(case)
+    judged_calls.check(case, judged_calls.run(case, inputs, backend="sim"), inputs)
+    assert len(sim.last_report().launches) == 2
 
 
 @pytest.mark.long
