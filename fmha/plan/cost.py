@@ -329,9 +329,9 @@ class Constants:
     combine_splits: float = 32.0
     idle: float = 3572.0
     line: float = 1.077
-    parts_scan: float = 0.1
-    parts_rest: float = 0.2
-    parts_last: float = 1.0
+    parts_scan: float = 2.0
+    parts_rest: float = 0.15
+    parts_last: float = 0.5
     parts_ends: float = 0.6
 
 
