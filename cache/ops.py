@@ -13,6 +13,7 @@ from warpspec.common.launch import target_of
 from warpspec.common.operands import option_schema, tensor_schema
 from warpspec.common.outputs import note_written
 from warpspec.common.repeated import watched
+from warpspec.common.strides import as_words
 
 
 def run_insert(operands: Operands, options: Options, backend: str, target=None) -> None:
@@ -72,7 +73,7 @@ def run_reference(operands: Operands, options: Options) -> None:
 
 def words(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """A view of the tensor's memory as 32-bit words."""
-    return None if tensor is None else tensor.view(torch.uint32)
+    return None if tensor is None else as_words(tensor)
 
 
 def as_bytes(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -20,7 +20,6 @@ import torch
 
 from warpspec.common.allocation import Block, allocate, block
 from warpspec.common.backend import resolve_backend
-from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.common.launch import target_of
 from warpspec.common.operands import option_schema, tensor_schema
 from warpspec.common.outputs import check_apart, note_written, overlap, span_bytes
@@ -32,6 +31,7 @@ from warpspec.common.repeated import (
     signatures,
     watched,
 )
+from warpspec.common.strides import regular_strides
 from warpspec.common.transforms import call_operator, takes_gradients
 from warpspec.fmha import reference
 from warpspec.fmha.expand import Expanded
@@ -355,20 +355,6 @@ def needs_gradient(operands: Operands) -> bool:
 def unobserved(operands: Operands) -> bool:
     """Whether a call may skip torch's dispatcher: q is given, and no operand is ``watched`` or a non-tensor."""
     return operands.q is not None and not watched(*[t for t in operands if t is not None])
-
-
-def regular_strides(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of the tensor with strides that TMA accepts in dimensions of size 1, where strides mean nothing."""
-    strides = list(tensor.stride())
-    vector = TMA_ALIGNMENT // tensor.element_size()
-    step = -(-tensor.shape[-1] // vector) * vector
-    if tensor.shape[-1] == 1:  # (a bias may have others, which the reference reads)
-        strides[-1] = 1
-    for dim in reversed(range(tensor.dim() - 1)):
-        if tensor.shape[dim] == 1:
-            strides[dim] = step
-        step = max(step, strides[dim] * tensor.shape[dim])
-    return tensor if tuple(strides) == tensor.stride() else tensor.as_strided(tensor.shape, strides)
 
 
 @torch.library.custom_op("warpspec::fmha_forward", mutates_args=(), schema=f"({SCHEMA}) -> (Tensor, Tensor)")

@@ -13,12 +13,13 @@ from torch.nn.functional import pad
 from warpspec.common.allocation import Block, allocate, block
 from warpspec.common.backend import resolve_backend
 from warpspec.common.launch import target_of
+from warpspec.common.strides import regular_strides
 from warpspec.fmha.backward import launch, reference
 from warpspec.fmha.backward.launch import Gradients
 from warpspec.fmha.backward.problem import DIFFERENTIABLE, BackwardProblem
 from warpspec.fmha.backward.ranges import check_ascending
 from warpspec.fmha.operands import Operands, Options
-from warpspec.fmha.ops import is_regular, kernel_operands, regular_strides
+from warpspec.fmha.ops import is_regular, kernel_operands
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.values import are_checked
 

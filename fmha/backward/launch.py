@@ -17,6 +17,7 @@ from warpspec.common.architecture import Family
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.common.launch import Kernel, Target
+from warpspec.common.strides import regular_strides
 from warpspec.fmha.backward.features import BackwardKernel
 from warpspec.fmha.backward.operands import PIECE_NUMBERS, BackwardOperands
 from warpspec.fmha.backward.pieces import PieceLength
@@ -35,7 +36,6 @@ from warpspec.fmha.backward.schedule import (
 from warpspec.fmha.checks import SIZE_LIMIT
 from warpspec.fmha.logits import LogitNumbers
 from warpspec.fmha.operands import Operands
-from warpspec.fmha.ops import regular_strides
 
 
 class Gradients(NamedTuple):

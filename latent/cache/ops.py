@@ -13,6 +13,7 @@ from warpspec.common.backend import resolve_backend
 from warpspec.common.launch import Target, target_of
 from warpspec.common.outputs import note_written
 from warpspec.common.repeated import watched
+from warpspec.common.strides import as_words
 from warpspec.latent.cache import reference
 from warpspec.latent.cache.config import CompressConfig, InsertConfig
 from warpspec.latent.cache.pools import IndexPool, LatentPool, Pool
@@ -145,7 +146,7 @@ def run_insert(call: InsertCall, target: Target | None = None) -> None:
     config.fmt  # noqa: B018  (raises UnsupportedProblem before the DSL is loaded)
     from warpspec.latent.cache.device.insert import INSERT
 
-    words = (None if t is None else t.detach().view(torch.uint32) for t in (q, out, kv))
+    words = (None if t is None else as_words(t) for t in (q, out, kv))
     weight = None if weight is None else weight.detach()
     small = (weight, cos_sin, positions, slots, pool.words)
     INSERT.run(config, target or target_of(kv.device), *words, *small, pool.page_size, eps)

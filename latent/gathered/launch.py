@@ -9,6 +9,7 @@ from warpspec.common.allocation import allocate
 from warpspec.common.architecture import Family
 from warpspec.common.launch import Kernel, Target
 from warpspec.common.simulator import joined
+from warpspec.common.strides import regular_strides
 from warpspec.fmha.combine import COMBINE, CombineConfig
 from warpspec.fmha.config import AttentionKernel
 from warpspec.fmha.launch import partial_blocks
@@ -105,7 +106,8 @@ def run(problem: GatheredProblem, target: Target, tensors: dict):
     report, or None on a GPU.
     """
     plan = make_plan(problem, target)
-    q, o, scales, sink = (tensors[name] for name in ("q", "o", "scales", "sink"))
+    q, o = (regular_strides(tensors[name]) for name in "qo")
+    scales, sink = tensors["scales"], tensors["sink"]
     scales = None if scales is None else scales[None]
     row_stats = [
         None if t is None else t[None] for t in (tensors["lse"], tensors["row_max"], tensors["row_sum"])

@@ -12,6 +12,7 @@ from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import Kernel, Target, target_of
 from warpspec.common.outputs import note_written
 from warpspec.common.repeated import watched
+from warpspec.common.strides import as_words, regular_strides
 from warpspec.latent.projection import reference
 from warpspec.latent.projection.config import ProjectionConfig, Sm90Config, Sm100Config, choose
 from warpspec.latent.projection.float8 import FP8_BLOCK, Float8Tensor
@@ -99,6 +100,7 @@ def launch(problem: ProjectionProblem, target: Target, o, o_scales, weight, weig
     if problem.float8:
         a, weight = a.view(torch.uint8), weight.view(torch.uint8)
         o_scales = o_scales.contiguous().view(problem.tokens, problem.groups, problem.depth // FP8_BLOCK)
+    a, out = regular_strides(a), regular_strides(out)
     return kernel.run(config, target, a, weight, o_scales, weight_scales, out, target.sm_count)
 
 
@@ -120,7 +122,7 @@ def run_quantize(o, backend) -> tuple[torch.Tensor, torch.Tensor]:
 
         rows = o.detach().reshape(-1, o.shape[-1])
         flat = (data.view(torch.uint8).flatten(0, 1).view(torch.uint32), scales.flatten(0, 1))
-        QUANTIZE.run(None, target_of(o.device), rows.view(torch.uint32), *flat)
+        QUANTIZE.run(None, target_of(o.device), as_words(rows), *flat)
     return data, scales
 
 
