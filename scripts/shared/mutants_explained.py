@@ -33,7 +33,7 @@ EXPLAINED = (
     (r"`wgmma\.commit.*sm90/pair\.py", "the products join the next group, whose wait covers them"),
     (r"`fence\.proxy.*fmha/sm90/consumer\.py", "where P goes through shared memory, its own fence follows"),
     (
-        r"`bar\.warp.*behind sm90/pair\.py:(184|227|229|242|245|247|266|315|318)",  # its waits for products
+        r"`bar\.warp.*behind sm90/pair\.py:(184|227|229|230|242|245|247|266|315|318)",  # its waits for products
         "wgmma alone has read the tile, the whole warp at once; of P, the tile's barrier stands just before",
     ),
     (
@@ -85,7 +85,7 @@ EXPLAINED = (
         "dV: exchanged of the step comes behind it, too, and whoever fetches over dO has waited for that",
     ),
     (
-        r"`wgmma\.commit.*before sm90/arithmetic\.py:53",
+        r"`wgmma\.commit.*before sm90/arithmetic\.py:5[23]",
         "of the next S: it joins the group of dQ, which is waited for before P is made",
     ),
     (
@@ -174,8 +174,9 @@ EXPLAINED = (
         "wgmma alone has read the stage, and all lanes have waited for it at once",
     ),
     (
-        r"`griddepcontrol\.wait.*from \S*fmha/device/ahead\.py.*before device/(tile|request|grid)\.py",
-        "a role finds its tiles in operands, which the same call, the launch that is beside it here, does not write",
+        r"`griddepcontrol\.wait.*from \S*fmha/device/ahead\.py.*before device/(tile|request|grid|record)\.py",
+        "a role finds its tiles in operands, or in records made of them, which the same call, the launch that is beside "
+        "it here, does not write",
     ),
     (
         r"`griddepcontrol\.wait.*from \S*fmha/device/ahead\.py.*before device/storage\.py",
@@ -184,5 +185,13 @@ EXPLAINED = (
     (
         r"try_wait.*behind sm90/pair\.py:109, before sm90/(pair\.py:108|consumer\.py:103)",
         "QK over the second half of D: where V is no part of K's rows, the first half has waited for that barrier",
+    ),
+    (
+        r"try_wait.*behind sm100/mma\.py:161, before sm100/mma\.py:128",
+        "where V is K: QK has waited for the same tile",
+    ),
+    (
+        r"try_wait.*behind fmha/schedule\.py:\d+, before sm100/softmax_warps\.py:158",
+        "where V is K: S, waited for, is behind the MMA warp's wait for the same tile",
     ),
 )
