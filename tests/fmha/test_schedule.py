@@ -1,12 +1,13 @@
 """Tile orders: every tile once, whatever the section and the number of persistent CTAs; balance."""
 
+import heapq
 import itertools
 
 import numpy as np
 import pytest
 
 from warpspec.fmha.device.grid import DivisorTileGrid
-from warpspec.fmha.plan.sections import TILE_OVERHEAD, balanced_section
+from warpspec.fmha.plan.sections import TILE_OVERHEAD, balanced_section, last_of_queue
 from warpspec.fmha.schedule import TileGrid, key_span, place_in_round
 
 
@@ -75,6 +76,22 @@ def test_the_busiest_cta_has_little_more_than_the_mean(heads, length, rows, keys
     assert 1 <= section <= heads
     loads = load_of_cta(grid, counts, ctas, section)
     assert max(loads) <= 1.03 * np.mean(loads)
+
+
+@pytest.mark.parametrize(("heads", "length", "rows", "keys", "ctas"), [
+    (64, 8192, 192, 96, 132),  # rounds would have 20 heads: 1.027
+    (128, 8192, 128, 128, 132), (200, 8192, 192, 80, 132), (36, 6666, 192, 80, 114),
+])  # fmt: skip
+def test_a_queue_ends_with_short_tiles(heads, length, rows, keys, ctas):
+    """Each CTA takes the next tile when it has done its own; sections that do not fit L2 cost more."""
+    counts = causal_counts(length, rows, keys)
+    grid = TileGrid(len(counts), 1, heads, 1)
+    section = balanced_section(grid, ctas, counts, lambda section: 1 + section / 1000, last_of_queue)
+    ends = [0.0] * ctas
+    for index in range(grid.size):
+        query_tile = grid.decode(index, longest_first=True, section=section)[0]
+        heapq.heapreplace(ends, ends[0] + counts[query_tile] + TILE_OVERHEAD)
+    assert section < heads and max(ends) <= 1.02 * np.mean(ends)
 
 
 def test_a_section_that_costs_more_than_its_balance_gains_is_not_taken():
