@@ -23,6 +23,9 @@ from warpspec.fmha.mask import key_range
 
 SORTED_REQUESTS = 128  # most packed requests whose query tiles are sorted by length (``device.longest``)
 SORTED_TILES = 2**16 - 1  # most query tiles of a request that are
+# Least KV tiles of a part (``device.parts``), for calls whose keys are far fewer than the host had to expect: otherwise
+# each KV tile would have a start, an end and a state of its own.
+LEAST_PART = 2
 
 
 def extent(divisor):

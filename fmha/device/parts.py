@@ -1,9 +1,9 @@
 """Parts of the keys of unequal requests, which CTAs take from a queue.
 
 If only the device knows the lengths of keys, equal splits of every request would be long for some requests and short
-for others. Here all parts have the same length, in KV tiles: the longest request has as many as there are splits, and
-others have fewer. Part number s of a request is its split s in the workspace; the CTA with the last part says of the
-splits behind it that they saw no key.
+for others. Here all parts have the same length, in KV tiles: the longest request has as many as there are splits, or
+fewer if they would be shorter than LEAST_PART, and others have fewer. Part number s of a request is its split s in the
+workspace; the CTA with the last part says of the splits behind it that they saw no key.
 
 A request has one query tile. Its part 0 may be shorter than the others. CTAs take the parts with the highest numbers
 first, so that all short parts come last (``device.longest``, where a part is a query tile). Which CTA computes a part
@@ -24,7 +24,7 @@ from warpspec.fmha.device.grid import requests_of
 from warpspec.fmha.device.longest import HALF_BITS, Order, level_of, nth_longest
 from warpspec.fmha.device.request import request_at
 from warpspec.fmha.device.tile import INTEGERS, positions_of, tile_of
-from warpspec.fmha.schedule import SORTED_REQUESTS, key_span
+from warpspec.fmha.schedule import LEAST_PART, SORTED_REQUESTS, key_span
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ def write_words(config: cutlass.Constexpr, operands, window, splits, words: cute
         words[first + lane] = count
         longest = cutlass.max(longest, count)
     size = (Int32(cute.arch.warp_redux_sync(longest, "max")) + splits - 1) // splits
+    size = cutlass.max(size, LEAST_PART)
     for first in cutlass.range(0, cutlass.min(requests, SORTED_REQUESTS), WARP_THREADS, unroll=1):
         count = words[first + lane]
         own = cutlass.max((count + size - 1) // size, 1)

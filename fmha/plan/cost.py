@@ -26,7 +26,7 @@ from warpspec.common.hardware import FP32_BYTES, LINE_BYTES
 from warpspec.fmha.combine import SEGMENT, VECTOR
 from warpspec.fmha.join import BATCH, THREADS, TILE_CTAS
 from warpspec.fmha.line import LEAST_TILES, TILE_OVERHEAD
-from warpspec.fmha.schedule import sorts_tiles
+from warpspec.fmha.schedule import LEAST_PART, sorts_tiles
 from warpspec.fmha.tiles import ELEMENT_BYTES
 
 CLOCKS_PER_US = 1755.0  # SM clock, in MHz, that constants in clocks assume
@@ -405,7 +405,7 @@ def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=
     consumers = t.row_groups * t.column_parts
     parts = w.tiles * splits
     if way is Way.PARTS:
-        size = maximum(ceil(w.longest / splits), 1)
+        size = maximum(ceil(w.longest / splits), LEAST_PART)
         parts = minimum(w.kv / size + 0.5 * w.tiles, parts)
     tiles = maximum(w.tiles, 1)
 
