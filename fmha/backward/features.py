@@ -150,6 +150,11 @@ class BackwardKernel:
         return self.cut and self.requests.packed_k
 
     @property
+    def cuts_on_host(self) -> bool:
+        """Whether the host cuts by length, all rows or the last ones."""
+        return self.cut and self.alike and not self.slices
+
+    @property
     def ends_early(self) -> bool:
         """Whether a key tile may be seen by none of a request's last queries."""
         return self.mask.has_left or self.mask.has_ranges

@@ -77,8 +77,11 @@ def plan(problem: BackwardProblem, target: Target) -> BackwardKernel:
     if order.slices == 1 and reads_beyond_l2(problem, config, target):
         config = replace(config, heads_inside=True)
         order = choose_order(problem, config, target)
-    inner_heads = inner_heads_of(problem, config, order.section, target) if order.pieces == 1 else 0
-    return ordered(replace(config, inner_heads=inner_heads), order)
+    inner_heads = inner_heads_of(problem, config, order.section, target)
+    if inner_heads:
+        config = replace(config, inner_heads=inner_heads)
+        order = choose_order(problem, config, target)
+    return ordered(config, order)
 
 
 def ordered(config: BackwardKernel, order: Order) -> BackwardKernel:
@@ -151,6 +154,7 @@ def prepare(
         order.section,
         cut.most if cut else 0,
         order.slices,
+        order.whole,
     )
     return Prepared(target, config, order, length, cut, *launchers, numbers, window)
 
@@ -293,7 +297,7 @@ def run_prepared(
         keys = (*sums, gradients.q, *(targets if config.cut else (None, None)))
         some = (sums[0] is not None or sums[1] is not None) and not config.slices
         lengths = (operands.cu_seqlens_q, operands.cu_seqlens_k, tile_pieces if some else None)
-        prepared.results(dq_sums, *keys, *lengths, forward.logits.scale)
+        prepared.results(dq_sums, *keys, *lengths, forward.logits.scale, prepared.order.whole)
     if gradients.bias is not None and dbias is not gradients.bias:
         gradients.bias.copy_(dbias)
 

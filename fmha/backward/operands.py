@@ -124,7 +124,7 @@ class ResultOperands(NamedTuple):
     """Arguments of the kernel after the main one. dq_sums: ``features``; dk_sums, dv_sums: [Hkv, key tiles, pieces,
     tile_n * D] fp32 (``features``). dq [B, Sq, Hq, D], dk, dv [B, Sk, Hkv, D] are written; where V is K, dk alone, the
     sum of both. tile_pieces: as in ``BackwardOperands``; tiles in one piece are not written. scale: the factor of dq
-    and dk.
+    and dk. whole: as in ``BackwardNumbers``.
     """
 
     dq_sums: Annotated[Any, Operand(FLOAT32, 3, tile_elements, TMA_ALIGNMENT, "q")]
@@ -137,6 +137,7 @@ class ResultOperands(NamedTuple):
     cu_seqlens_k: Annotated[Any, Operand(INT32, 1, when="packed")]
     tile_pieces: Annotated[Any, Operand(INT32, 2, PIECE_NUMBERS, when="by_length")]
     scale: Annotated[Any, Number(FLOAT32)]
+    whole: Annotated[Any, Number(INT32)]
 
 
 class BackwardNumbers(NamedTuple):
@@ -145,6 +146,7 @@ class BackwardNumbers(NamedTuple):
     logits: their factor has the sign of the scale. scale: the factor of dK. window_left, window_right: not read where
     unbounded. pieces, section: see ``schedule.Order``; if the host cuts by length, pieces counts those of all key tiles
     of a row. most_steps: the most steps of a piece, if the host cuts by length. slices: of a KV head's query heads.
+    whole: rows that come first and are not cut, if the host cuts by length.
     """
 
     logits: LogitNumbers
@@ -155,3 +157,4 @@ class BackwardNumbers(NamedTuple):
     section: Annotated[Any, Number(INT32)]
     most_steps: Annotated[Any, Number(INT32)]
     slices: Annotated[Any, Number(INT32)]
+    whole: Annotated[Any, Number(INT32)]

@@ -13,7 +13,8 @@ KV heads in the last section (``schedule``). cost: what a piece adds to the laun
 last kernel reads. The first line is the longest CTA alone; the second is the mean load of an SM and what it waits for
 at the end: the longest CTAs of the last section begin when the sections before are done; the third says that some SM
 has so many long pieces. In a simulation of list scheduling, at random packed shapes, the choice takes 1.03 times the
-best L's time in the mean.
+best L's time in the mean. If dQ's order is fixed, CTAs come in the order of whole key tiles, so that the last ones are
+of the shortest tiles: with ORDERED_TAIL for TAIL 1.02, otherwise 1.04.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import NamedTuple
 
 LENGTHS = 32  # values of L: a lane for each
 LEAST, MOST = 0.7, 4.0  # L over an SM's mean steps in a section
-TAIL, LONG = 0.25, 0.7
+TAIL, ORDERED_TAIL, LONG = 0.25, 0.1, 0.7
 NEARLY = 1e-3  # of a rounded product that should be a whole number
 
 
@@ -59,13 +60,15 @@ def limit_of(length: PieceLength, total, lane, exp2=math.exp2):
     return total * (length.share * length.last * LEAST) * exp2(lane * rise)
 
 
-def expected_steps(length: PieceLength, limit, total, load: Load, maximum=max, minimum=min, ceil=math.ceil):
-    """The formula above, for L = ``limit`` and S = ``total``. Floats or Float32."""
+def expected_steps(
+    length: PieceLength, limit, total, load: Load, tail=TAIL, maximum=max, minimum=min, ceil=math.ceil
+):
+    """The formula above, for L = ``limit``, S = ``total`` and TAIL = ``tail``. Floats or Float32."""
     mean = length.share * (total + length.start * load.pieces)
     waits = minimum(
         ceil(length.share * load.pieces - NEARLY) - 1.0, 1.0
     )  # 1 if there are more pieces than SMs
-    mean += waits * maximum(TAIL * load.longest, load.longest - length.last * mean)
+    mean += waits * maximum(tail * load.longest, load.longest - length.last * mean)
     crowded = ceil(length.share * load.long - NEARLY) * (LONG * limit + length.start)
     return maximum(maximum(load.longest + length.start, mean), crowded) + length.cost * load.cut
 

@@ -18,6 +18,8 @@ helps. Then tiles are cut into pieces of at most so many steps, and the last ker
 of the pieces. Each piece costs a write and a read of dK and dV in fp32, and the start and end of a CTA. Where batch
 rows have different steps, all tiles are cut into the same number of pieces instead.
 
+Where CTAs make few rounds on the SMs, it may be best to cut the last rows' key tiles alone (``rounds``).
+
 Packed requests are cut by the device (``pieces``): it knows their lengths, and cuts only long key tiles. The host
 decides only whether cutting is possible.
 
@@ -36,6 +38,7 @@ from typing import NamedTuple
 
 from warpspec.common.hardware import FP32_BYTES
 from warpspec.common.launch import Target
+from warpspec.fmha.backward import rounds
 from warpspec.fmha.backward.features import BackwardKernel
 from warpspec.fmha.backward.pieces import PieceLength, may_cut, most_further
 from warpspec.fmha.backward.problem import BackwardProblem
@@ -48,6 +51,10 @@ STEP_US = {64: 2.4, 128: 2.25, 192: 3.6, 256: 3.1, 512: 4.2}  # a step, by D of 
 CTA_US = 6.3  # start and end of a CTA, beside its steps
 JOIN_US = 3.0  # a further launch
 JOIN_BYTES_US = 2.5e6  # bytes of pieces' sums written or read in a microsecond
+DEALT_BYTES_US = 5e6  # the same in a simulation, which does not count waiting for the last CTAs twice
+BEYOND_COST = (
+    0.03  # part of the time that each L2 size costs which concurrent key tiles read beyond the first
+)
 
 MOST_PIECES = 32
 LAST_WAIT = 0.15  # part of the longest CTA's time for which an SM waits in the end, where there are more CTAs
@@ -67,12 +74,14 @@ class Order(NamedTuple):
     """An order of CTAs.
 
     pieces: pieces of a key tile, or of the longest key tile if tiles are cut by length. section: rows of a section.
-    slices: slices of a KV head's query heads; each of them is a row.
+    slices: slices of a KV head's query heads; each of them is a row. whole: rows, of the first sections, that are not
+    cut.
     """
 
     pieces: int
     section: int
     slices: int = 1
+    whole: int = 0
 
 
 class CutTiles(NamedTuple):
@@ -91,9 +100,12 @@ def decode(tiles, rows, pieces, section, index, minimum=min) -> tuple:
     return index // size, first + rest // pieces, rest % pieces
 
 
+@lru_cache(maxsize=4096)
 def choose_order(problem: BackwardProblem, config: BackwardKernel, target: Target) -> Order:
     """Choose the order with the least time by the model above. config: the main kernel's, cut or not."""
     steps = sorted(tile_steps(problem, config), reverse=True)
+    if is_dealt(problem, config, target):
+        return deal(problem, config, steps, target)
     pieces = choose_pieces(problem, config, steps, target)
     if in_rows(config, steps):
         return Order(pieces, 1)
@@ -105,20 +117,69 @@ def choose_order(problem: BackwardProblem, config: BackwardKernel, target: Targe
     return Order(pieces, section_of(problem, config, target, ctas, slices), slices)
 
 
-def slices_of(problem: BackwardProblem, config: BackwardKernel, steps: Sequence[int], target: Target) -> int:
-    """How many slices a KV head's query heads are cut into: 1, but where key tiles that run together read more than L2
-    holds, and there are many heads, the fewest that leave a slice at most SLICE_HEADS of them and little more to read
-    than L2 holds. With a window, key tiles go through the heads in step, and read one at a time."""
+def is_dealt(problem: BackwardProblem, config: BackwardKernel, target: Target) -> bool:
+    """Whether the order is chosen by simulation (``rounds``): the host knows all key tiles, may cut them, and they are
+    not too many."""
+    tiles, rows = tile_steps(problem, config), problem.forward.heads_kv * problem.forward.batch
+    few = len(tiles) * rows <= rounds.MOST_CTAS * target.sm_count // config.column_parts
+    wanted = config.wanted.k or config.wanted.v
+    return bool(config.alike and few and wanted and any(tiles) and not is_uncut(problem, config))
+
+
+def is_uncut(problem: BackwardProblem, config: BackwardKernel) -> bool:
+    """Whether no key tile may be cut. The gradient of a bias that heads or batch rows share is summed in a fixed order
+    launch by launch."""
+    ordered_bias = problem.deterministic and config.wanted.bias == "sum"
+    return bool(not config.can_cut or config.mask.has_blocks or config.inner_heads or ordered_bias)
+
+
+def deal(problem: BackwardProblem, config: BackwardKernel, steps: Sequence[int], target: Target) -> Order:
+    """Choose the order by simulation. steps: of the key tiles, sorted."""
+    forward, sms, found = problem.forward, target.sm_count // config.column_parts, {}
+    gradients = config.wanted.k + config.wanted.v
+    left = 2 * gradients * config.tile_n * forward.head_dim * FP32_BYTES / DEALT_BYTES_US
+    for slices in slice_numbers(problem, config, steps, target):
+        # Slices' pieces add to sums that stay in L2.
+        costs = rounds.Costs(STEP_US[config.heads.qk], CTA_US, left if slices == 1 else 0.0, JOIN_US)
+        rows = rounds.Rows(
+            [each // slices for each in tile_steps(problem, config)],
+            forward.heads_kv * forward.batch * slices,
+            lambda ctas, slices=slices: (
+                1 if in_rows(config, steps) else section_of(problem, config, target, ctas, slices)
+            ),
+        )
+        found[slices] = rounds.best(rows, sms, costs, last=slices == 1)
+    times = {slices: dealt.time for slices, dealt in found.items()}
+    if len(found) > 1:
+        times[1] *= 1 + BEYOND_COST * (read_together(problem, config, steps, target) / target.l2_bytes - 1)
+    slices = min(times, key=times.__getitem__)
+    return Order(found[slices].pieces, found[slices].section, slices, found[slices].whole)
+
+
+def slice_numbers(
+    problem: BackwardProblem, config: BackwardKernel, steps: Sequence[int], target: Target
+) -> list[int]:
+    """Into how many slices a KV head's query heads may be cut: 1, and where key tiles that run together read more than
+    L2 holds, and there are many heads, all numbers that leave a slice at most SLICE_HEADS of them. With a window, key
+    tiles go through the heads in step, and read one at a time."""
     group = problem.forward.group
     if problem.forward.window_left is not None and even(steps):
-        return 1
+        return [1]
     if group <= WHOLE_HEADS or not config.can_slice or not (config.wanted.k or config.wanted.v):
+        return [1]
+    if read_together(problem, config, steps, target) < BEYOND_L2 * target.l2_bytes:
+        return [1]
+    return [1, *(n for n in range(2, group + 1) if group % n == 0 and group // n <= SLICE_HEADS)]
+
+
+def slices_of(problem: BackwardProblem, config: BackwardKernel, steps: Sequence[int], target: Target) -> int:
+    """Into how many slices the heads are cut, where that is not simulated: the fewest that leave a slice little more to
+    read than L2 holds."""
+    numbers = slice_numbers(problem, config, steps, target)[1:]
+    if not numbers:
         return 1
     together = read_together(problem, config, steps, target)
-    if together < BEYOND_L2 * target.l2_bytes:
-        return 1
-    numbers = [n for n in range(2, group + 1) if group % n == 0 and group // n <= SLICE_HEADS]
-    return next((n for n in numbers if together <= n * SLICE_BYTES * target.l2_bytes), group)
+    return next((n for n in numbers if together <= n * SLICE_BYTES * target.l2_bytes), problem.forward.group)
 
 
 def read_together(
@@ -174,6 +235,8 @@ def reads_beyond_l2(problem: BackwardProblem, config: BackwardKernel, target: Ta
     forward = problem.forward
     steps = sorted(tile_steps(problem, config), reverse=True)
     if forward.group == 1 or in_rows(config, steps) or forward.requests.packed_q or config.mask.has_blocks:
+        return False
+    if len(slice_numbers(problem, config, steps, target)) > 1:
         return False
     if read_together(problem, config, steps, target) < BEYOND_L2 * target.l2_bytes:
         return False
@@ -255,11 +318,7 @@ def choose_pieces(
 ) -> int:
     """Choose the number of pieces with the least time; 1 if cutting gains little. If the device cuts: 2 if it may have
     to. steps: of the key tiles of a row, the most first."""
-    if (
-        not config.can_cut
-        or config.mask.has_blocks
-        or (problem.deterministic and config.wanted.bias == "sum")
-    ):
+    if is_uncut(problem, config):
         return 1
     if config.requests.packed_k:
         return 2 if slices > 1 else 1 + cuts_packed(problem, config, steps, target)

@@ -141,6 +141,11 @@ CUT_BY_LENGTH = {
     "more-than-steps": (Case("", batch=2, seq_q=300, seq_k=300, causal=True), Order(20, 1)),
     "window": (Case("", batch=2, seq_q=300, seq_k=330, heads_kv=2, window=(100, 0)), Order(3, 2)),
     "sections": (Case("", batch=2, seq_q=300, seq_k=300, heads_q=6, heads_kv=2, causal=True), Order(5, 2)),
+    "last-rows": (Case("", batch=2, seq_q=150, seq_k=280, heads_q=4, heads_kv=2), Order(3, 1, whole=3)),
+    "in-order": (
+        Case("", batch=2, seq_q=300, seq_k=330, heads_q=4, heads_kv=2, window=(100, 0), deterministic=True),
+        Order(3, 1, whole=1),
+    ),
 }
 
 

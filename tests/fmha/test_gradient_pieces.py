@@ -113,6 +113,36 @@ def test_equal_requests_take_little_more_than_the_best_pieces():
     assert statistics.geometric_mean(uncut) > 1.3
 
 
+def equal_tiles(tiles: int, steps: int, rows: int, pieces: int, whole: int) -> float:
+    """Microseconds of rows of so many key tiles of so many steps, D 128, if those of the rows behind ``whole`` are cut
+    into pieces."""
+    part, step = tiles * pieces * (rows - whole), schedule.STEP_US[128]
+    ctas = [steps] * (tiles * whole) + [-(-steps // pieces)] * part
+    join = 4 * 128 * 128 * 4 / schedule.JOIN_BYTES_US * part + schedule.JOIN_US
+    return busiest([n * step + schedule.CTA_US for n in ctas], 132) + (join if pieces > 1 else 0.0)
+
+
+def test_the_last_rows_alone_are_cut_where_rounds_are_few():
+    """The choice takes little more than the best number of rows and of pieces."""
+    draw, ratios, cut = random.Random(8), [], 0
+    for _ in range(8):
+        heads, batch, length = draw.choice((2, 8, 16)), draw.choice((1, 2, 5)), draw.randint(1500, 4000)
+        q, k, v = (
+            torch.empty(batch, length, n, 128, dtype=torch.bfloat16, device="meta")
+            for n in (heads * 2, heads, heads)
+        )
+        problem = BackwardProblem.check(
+            AttentionProblem.of(q, k, v, return_lse=True, memory=False), ("q", "k", "v")
+        )
+        shape = (-(-length // 128), 2 * -(-length // 64), heads * batch)
+        order = schedule.choose_order(problem, launch.plan(problem, H200), H200)
+        assert order.section == 1
+        cut += order.whole > 0
+        best = min(equal_tiles(*shape, n, whole) for n in range(1, 13) for whole in range(shape[2]))
+        ratios.append(equal_tiles(*shape, order.pieces, order.whole) / best)
+    assert statistics.geometric_mean(ratios) < 1.02 and max(ratios) < 1.06 and cut >= 2
+
+
 @pytest.mark.parametrize(
     ("heads", "lengths", "packed", "window", "slices"),
     [

@@ -103,6 +103,18 @@ def test_sliced_heads(case, slices, dim, monkeypatch, prepared):
 
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_last_rows(deterministic, dim, monkeypatch, prepared):
+    """Key tiles of the last rows alone are cut, in the middle of a batch row's heads."""
+    case = Case("last-rows", batch=2, seq_q=500, seq_k=700, heads_q=12, heads_kv=6, head_dim=dim, causal=True)
+    case = replace(case, deterministic=deterministic)
+    monkeypatch.setattr(launch, "choose_order", lambda *_: Order(4, 3, whole=9))
+    tensors = case.tensors("cuda")
+    case.check(case.gradients(tensors), tensors, KERNEL_TOLERANCE[case.dtype])
+    assert prepared[-1].order.whole == 9
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("inner", [1, 2])
 @pytest.mark.parametrize("case", WINDOWS, ids=lambda case: case.id)
 def test_few_heads_in_order(case, inner, dim, monkeypatch, prepared):

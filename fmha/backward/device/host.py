@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 
 from warpspec.common.device import tma
 from warpspec.common.device.host import host_function
 from warpspec.common.operands import fakes
-from warpspec.fmha.backward.device.tile import places_of
+from warpspec.fmha.backward.device.tile import key_tiles_of, places_of
 from warpspec.fmha.backward.features import BackwardKernel
 from warpspec.fmha.backward.operands import BackwardNumbers, BackwardOperands
 from warpspec.fmha.device.grid import requests_of
@@ -26,8 +27,8 @@ class BackwardHost:
 
     @host_function(BackwardOperands, BackwardNumbers)
     def __call__(self, operands: BackwardOperands, numbers: BackwardNumbers, stream: CUstream):
-        logits, scale, *window, pieces, section, most_steps, slices = numbers
-        config, order = self.config, (pieces, section, most_steps, slices)
+        logits, scale, *window, pieces, section, most_steps, slices, whole = numbers
+        config, order = self.config, (pieces, section, most_steps, slices, whole)
         blocks = config.room // BLOCK if config.rows is None else 1
         keys, queries = (BLOCK, config.tile_n, blocks), (BLOCK, config.tile_m, blocks)
         boxes = ((operands.k, keys), (operands.v, keys), (operands.q, queries), (operands.do, queries))
@@ -35,7 +36,10 @@ class BackwardHost:
         copies += self.further(operands)
         rows = requests_of(config.requests, operands) if not config.requests.packed_k else 1
         rows *= operands.k.shape[2] * (slices if config.slices else 1)
-        ctas = places_of(config, operands, pieces) * rows * config.column_parts
+        ctas = places_of(config, operands, pieces) * rows
+        if cutlass.const_expr(config.cuts_on_host):
+            ctas -= (places_of(config, operands, pieces) - key_tiles_of(config, operands)) * whole
+        ctas *= config.column_parts
         atoms, views = (tuple(copy[i] for copy in copies) for i in range(2))
         self.kernel(operands, atoms, views, (logits, scale), tuple(window), order).launch(
             grid=(ctas, 1, 1),

@@ -98,7 +98,8 @@ def most_steps(config: cutlass.Constexpr, operands, window, length: cutlass.Cons
             longest = cute.arch.fmax(longest, size)
     load = pieces.Load(count, cut, long, longest)
     extremes = {"maximum": cute.arch.fmax, "minimum": cute.arch.fmin, "ceil": cute.math.ceil}
-    expected = pieces.expected_steps(length, limit, total.to(Float32), load, **extremes)
+    tail = pieces.ORDERED_TAIL if cutlass.const_expr(config.deterministic) else pieces.TAIL
+    expected = pieces.expected_steps(length, limit, total.to(Float32), load, tail, **extremes)
     best = cute.arch.warp_reduction(expected, cute.arch.fmin)
     chosen = Int32(cutlass.select_(Boolean(expected == best), own, Int32(0)))
     chosen = cute.arch.warp_reduction(chosen, cutlass.max)

@@ -65,7 +65,7 @@ class GradientResults:
             tile_count = tiles_of(sums, operands.tile_pieces)
             count += sums.shape[0] * tile_count * shares_of(config, rows, vectors)
         ctas = cutlass.min(count, MOST_CTAS) if config.by_length else count
-        self.kernel(gradients, sizes, operands.tile_pieces, count).launch(
+        self.kernel(gradients, sizes, operands.tile_pieces, operands.whole, count).launch(
             grid=(ctas, 1, 1),
             block=(THREADS, 1, 1),
             smem=CTA_BYTES,
@@ -75,7 +75,7 @@ class GradientResults:
         )
 
     @cute.kernel
-    def kernel(self, gradients, sizes: cutlass.Constexpr, tile_pieces, count):
+    def kernel(self, gradients, sizes: cutlass.Constexpr, tile_pieces, whole, count):
         first, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         cute.arch.griddepcontrol_wait()
@@ -86,7 +86,8 @@ class GradientResults:
                 tiles = gradients[number][0].shape[0] * tiles_of(gradients[number][0], tile_pieces)
                 end = begin + tiles * shares
                 if (index >= begin) & (index < end):
-                    write_share(self.config, gradients[number], sizes[number], tile_pieces, index - begin)
+                    cut = (tile_pieces, whole)
+                    write_share(self.config, gradients[number], sizes[number], cut, index - begin)
                 begin = end
 
 
@@ -97,18 +98,28 @@ def shares_of(config, rows: int, vectors: int) -> int:
 
 @cute.jit
 def write_share(
-    config: cutlass.Constexpr, gradient: cutlass.Constexpr, size: cutlass.Constexpr, tile_pieces, index
+    config: cutlass.Constexpr,
+    gradient: cutlass.Constexpr,
+    size: cutlass.Constexpr,
+    cut: cutlass.Constexpr,
+    index,
 ):
-    """Write the index-th share of a gradient. size: (rows of a tile, vectors of a thread)."""
+    """Write the index-th share of a gradient. size: (rows of a tile, vectors of a thread). cut: (tile_pieces, rows that
+    are not cut)."""
     sums, more, target, cu_seqlens, factor = gradient
+    tile_pieces, whole = cut
     rows, vectors = size
     shares, tile_count = shares_of(config, rows, vectors), tiles_of(sums, tile_pieces)
     head, tile_index = index // (tile_count * shares), index // shares % tile_count
-    both = tuple(tile_of(each, tile_pieces, head, tile_index) for each in (sums, more))
-    if cutlass.const_expr(cute.rank(sums) == 3 or tile_pieces is None) or tile_pieces[tile_index, 1] > 1:
-        batch, tile, first, length = place_of(config.packed, rows, cu_seqlens, target, tile_index)
-        place = (batch, tile * rows, first, length)
+    batch, tile, first, length = place_of(config.packed, rows, cu_seqlens, target, tile_index)
+    place = (batch, tile * rows, first, length)
+    if cutlass.const_expr(cute.rank(sums) == 3 or tile_pieces is None):
+        both = tuple(tile_of(each, tile_pieces, head, tile_index) for each in (sums, more))
         write_tile(config, both, place, target, head, index % shares, vectors, factor)
+    elif Boolean(batch * sums.shape[0] + head >= whole):  # noqa: SIM102
+        if tile_pieces[tile_index, 1] > 1:
+            both = tuple(tile_of(each, tile_pieces, head, tile_index) for each in (sums, more))
+            write_tile(config, both, place, target, head, index % shares, vectors, factor)
 
 
 def tiles_of(sums: cute.Tensor, tile_pieces: cute.Tensor | None):

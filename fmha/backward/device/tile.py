@@ -253,7 +253,7 @@ def column_part(config: BackwardKernel):
 
 
 def places_of(config: BackwardKernel, operands, pieces):
-    """Number of places in each row's CTA order. pieces: the launch's number."""
+    """Number of places in each row's CTA order, if its key tiles are cut. pieces: the launch's number."""
     if cutlass.const_expr(config.cuts_on_device):
         return cute.size(operands.tile_order)
     if cutlass.const_expr(config.cuts_by_length):
@@ -274,11 +274,18 @@ def aligned_piece(piece, most, after, steps) -> tuple:
 
 def key_tile_at(config: BackwardKernel, operands, window, order, index) -> KeyTile:
     """The key tile, or piece, of the index-th CTA of the launch. order: (pieces, rows of a section, most steps of a
-    piece, slices), see ``operands.BackwardNumbers``. Called by a whole warp."""
+    piece, slices, rows that are not cut), see ``operands.BackwardNumbers``. Called by a whole warp."""
     tiles, heads = key_tiles_of(config, operands), operands.k.shape[2]
-    pieces, section, most, slices = order
+    pieces, section, most, slices, whole = order
+    first_row, first = Int32(0), whole * tiles  # CTA of the first row that is cut
     if cutlass.const_expr(config.cuts_by_length):
         tiles, pieces = places_of(config, operands, pieces), 1
+    if cutlass.const_expr(config.cuts_on_host):
+        cut = Boolean(index >= first)
+        tiles = Int32(cutlass.select_(cut, tiles, key_tiles_of(config, operands)))
+        most = Int32(cutlass.select_(cut, most, Int32(FAR)))
+        first_row = Int32(cutlass.select_(cut, whole, Int32(0)))
+        index -= Int32(cutlass.select_(cut, first, Int32(0)))
     rows = (
         heads
         if cutlass.const_expr(config.requests.packed_k)
@@ -287,7 +294,8 @@ def key_tile_at(config: BackwardKernel, operands, window, order, index) -> KeyTi
     part = Int32(0)
     if cutlass.const_expr(config.slices):
         rows *= slices
-    number, rest, piece = decode(tiles, rows, pieces, section, index, minimum=cutlass.min)
+    number, rest, piece = decode(tiles, rows - first_row, pieces, section, index, minimum=cutlass.min)
+    rest += first_row
     if cutlass.const_expr(config.slices):
         rest, part = rest // slices, rest % slices
     kv_head, request = rest % heads, rest // heads
@@ -306,11 +314,12 @@ def key_tile_at(config: BackwardKernel, operands, window, order, index) -> KeyTi
             sums_place = (tile_index, piece)
         request, number = request_of(operands.cu_seqlens_k, tile_index, config.tile_n, operands.k.shape[1])
     elif cutlass.const_expr(config.cuts_by_length):
-        sums_place = (tile_index, 0)
+        sums_place = (request * places_of(config, operands, order[0]) + number, 0)
         number, piece, pieces = find_piece(config, operands, window, (most, slices), number)
         tile_index = request * key_tiles_of(config, operands) + number
         if cutlass.const_expr(not config.slices):
-            note_pieces(config, operands, kv_head, tile_index, sums_place[0], piece, pieces)
+            notes = Boolean(most != FAR) & Boolean(kv_head == heads - 1) & Boolean(piece == 0)
+            note_pieces(config, operands, tile_index, sums_place[0], pieces, notes)
     if cutlass.const_expr(config.slices):
         sums_place = (tile_index, 0)
     own, cut = (request, number, tile_index), (piece, pieces, most)
@@ -340,11 +349,11 @@ def find_piece(config: cutlass.Constexpr, operands, window, limits, place) -> tu
 
 
 @cute.jit
-def note_pieces(config: cutlass.Constexpr, operands, kv_head, tile_index, place, piece, pieces):
-    """Leave word of a tile's pieces for the kernel that adds them up. One thread of one CTA of a cluster writes it."""
+def note_pieces(config: cutlass.Constexpr, operands, tile_index, place, pieces, notes):
+    """Leave word of a tile's pieces for the kernel that adds them up. notes: whether this CTA does; one thread of one
+    CTA of its cluster writes it."""
     thread, _, _ = cute.arch.thread_idx()
-    first = Boolean(kv_head == 0) & Boolean(piece == 0) & Boolean(thread == 0)
-    if first & Boolean(column_part(config) == 0):
+    if notes & Boolean(thread == 0) & Boolean(column_part(config) == 0):
         operands.tile_pieces[tile_index, 0] = place
         operands.tile_pieces[tile_index, 1] = pieces
 
