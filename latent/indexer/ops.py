@@ -19,6 +19,8 @@ from warpspec.latent.indexer.kernels import INDEX
 from warpspec.latent.indexer.problem import IndexQueries
 from warpspec.latent.indexer.scores_config import FORMATS, HEADS_STEP, MAX_HEADS
 
+MOST_QUERIES = 2**16 - 1  # of a launch of scores: the second dimension of a grid
+
 
 def index_queries(q, weights, cos_sin, positions, format, hadamard, backend) -> IndexQueries:
     """K3 on checked arguments, through the torch operator while something records it."""
@@ -112,9 +114,14 @@ def run_scores(call: ScoresCall) -> torch.Tensor:
         return logits
     kernels = INDEX.of(target.architecture)
     config = kernels.config.of(pool.format, asked.page_size, pool.page_size, tokens, columns, target.sm_count)
-    batch = (page_table, requests, lengths, logits)
     parts = config.choose_parts(tokens, columns, target.sm_count)
-    kernels.scores.run(config, target, asked.words, weights.detach(), pool.words, *batch, parts)
+    by_query = (asked.words, weights.detach(), requests, lengths, logits)
+    for first in range(0, tokens, MOST_QUERIES):
+        if tokens > MOST_QUERIES:
+            words, factors, *batch = (t[first : first + MOST_QUERIES] for t in by_query)
+        else:
+            words, factors, *batch = by_query
+        kernels.scores.run(config, target, words, factors, pool.words, page_table, *batch, parts)
     return logits
 
 
