@@ -20,6 +20,7 @@ class Images(Enum):
 
     EVERY_LAYER = "every layer"
     WINDOWS = "layers with a window, as far back as the window reaches"
+    NOWHERE = "no layer"
 
 
 MODELS = {
@@ -29,13 +30,21 @@ MODELS = {
 }
 
 
+def kind_of(model) -> Images | None:
+    """How a model's images are seen; None for models that describe none."""
+    kind = MODELS.get(type(model).__name__)
+    if kind is Images.WINDOWS and model.config.text_config.use_bidirectional_attention != "vision":
+        return Images.NOWHERE  # the smaller models of Gemma 4
+    return kind
+
+
 def offer(runner) -> None:
-    """Let a runner's model, if its images see themselves, describe them to our backends."""
-    kind = MODELS.get(type(runner.model).__name__)
+    """Let a runner's model describe its images to our backends."""
+    kind = kind_of(runner.model)
     if kind is None or not runner.model_config.is_multimodal:
         return
     size = runner.server_args.chunked_prefill_size
-    if size is not None and size > 0:
+    if kind is not Images.NOWHERE and size is not None and size > 0:
         raise UnsupportedProblem(
             f"{CHUNKS}: must be -1 for models whose images see all of themselves, because a chunk may end inside of an "
             f"image, got {size}; for text alone, set enable_multimodal to False"
@@ -47,11 +56,11 @@ def offer(runner) -> None:
 
         backend = get_attn_backend()
         backend = getattr(backend, "prefill_backend", backend)  # SGLang may use two backends in turn
-        if isinstance(backend, WarpspecBackend):
+        if not isinstance(backend, WarpspecBackend):
+            own(forward_batch, input_ids, mask_dtype)
+        elif kind is not Images.NOWHERE:
             backend.forward_metadata.ranges = ranges_of(forward_batch, kind).to(input_ids.device)
             backend.forward_metadata.images = kind
-        else:
-            own(forward_batch, input_ids, mask_dtype)
 
     runner.model.prepare_attn_masks = prepare_attn_masks
 

@@ -112,3 +112,11 @@ def test_an_image_in_two_chunks_is_refused():
         images.offer(runner)
     runner.model_config.is_multimodal = False
     images.offer(runner)
+
+
+@pytest.mark.parametrize(("seen", "kind"), [("vision", Images.WINDOWS), (None, Images.NOWHERE)])
+def test_smaller_gemma4s_see_images_causally(seen, kind):
+    class Gemma4ForConditionalGeneration:
+        config = SimpleNamespace(text_config=SimpleNamespace(use_bidirectional_attention=seen))
+
+    assert images.kind_of(Gemma4ForConditionalGeneration()) is kind
