@@ -175,8 +175,8 @@ EXPLAINED = (
     ),
     (
         r"`griddepcontrol\.wait.*from \S*fmha/device/ahead\.py.*before device/(tile|request|grid|record)\.py",
-        "a role finds its tiles in operands, or in records made of them, which the same call, the launch that is beside "
-        "it here, does not write",
+        "a role finds its tiles in operands, or in records made of them, which the same call, the launch that is "
+        "beside it here, does not write",
     ),
     (
         r"`griddepcontrol\.wait.*from \S*fmha/device/ahead\.py.*before device/storage\.py",
