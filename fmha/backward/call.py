@@ -82,7 +82,7 @@ def check(operands: Operands, options: Options, backend: str, wanted, do, dlse) 
     if backend != "reference":
         target = target_of(forward.device)
         # Both raise UnsupportedProblem for what the kernels do not do.
-        prepared = (launch.check_supported if empty else launch.prepare)(computed, target)
+        prepared = (launch.supported if empty else launch.prepare)(computed, target)
         record = kernel_operands(forward, operands, (operands.o, operands.lse, None, None))
         if operands.ranges is not None and not empty and are_checked(forward.device):
             check_ascending(forward, record)

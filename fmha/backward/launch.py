@@ -57,8 +57,9 @@ GRADIENTS = Family(
 )
 
 
-def plan(problem: BackwardProblem, target: Target) -> BackwardKernel:
-    """Choose the main kernel's configuration. UnsupportedProblem names what the kernel does not support."""
+def supported(problem: BackwardProblem, target: Target) -> BackwardKernel:
+    """The main kernel's configuration before anything is planned, which is all that a call without rows or keys has.
+    UnsupportedProblem names what the kernel does not support."""
     forward = problem.forward
     if forward.mask.key_stride * max(forward.seq_k, 1) > SIZE_LIMIT:
         raise UnsupportedProblem(
@@ -73,6 +74,12 @@ def plan(problem: BackwardProblem, target: Target) -> BackwardKernel:
             f"attention's gradients: block_mask: blocks must be of multiples of {config.tile_m} queries and "
             f"{config.tile_n} keys at head size {forward.head_dim}, got {forward.mask.block_size}"
         )
+    return config
+
+
+def plan(problem: BackwardProblem, target: Target) -> BackwardKernel:
+    """Choose the main kernel's configuration. UnsupportedProblem names what the kernel does not support."""
+    config = supported(problem, target)
     order = choose_order(problem, config, target)
     if order.slices == 1 and reads_beyond_l2(problem, config, target):
         config = replace(config, heads_inside=True)
@@ -87,9 +94,6 @@ def plan(problem: BackwardProblem, target: Target) -> BackwardKernel:
 def ordered(config: BackwardKernel, order: Order) -> BackwardKernel:
     """The kernel for an order of its CTAs."""
     return replace(config, cut=order.pieces > 1 or order.slices > 1, slices=order.slices > 1)
-
-
-check_supported = plan
 
 
 class Prepared(NamedTuple):

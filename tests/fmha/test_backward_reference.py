@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.gradient_cases import CASES, NAMES, REFERENCE_TOLERANCE, Case, definition
 
-from warpspec.fmha import attention, merge
+from warpspec.fmha import attention, attention_varlen, merge
 from warpspec.fmha.backward import call as backward_call
 from warpspec.fmha.operands import Operands, Options
 from warpspec.fmha.ops import flat
@@ -119,3 +119,16 @@ class TestRefusals:
         tensors = Case("plain").tensors()
         with pytest.raises(NotImplementedError, match=r"^out: gradients"):
             attention(**tensors, out=torch.empty_like(tensors["q"]), backend="reference")
+
+
+@pytest.mark.parametrize(("rows", "keys", "requests"), [(0, 6, 2), (0, 0, 2), (4, 0, 2), (0, 6, 0)])
+def test_packed_batches_of_nothing(rows, keys, requests):
+    """No rows or no keys at all: zeros, without a kernel."""
+    q, k, v = (
+        torch.zeros(n, heads, 64, dtype=torch.bfloat16, requires_grad=True)
+        for n, heads in ((rows, 4), (keys, 2), (keys, 2))
+    )
+    starts = torch.zeros(requests + 1, dtype=torch.int32)
+    o = attention_varlen(q, k, v, starts, cu_seqlens_k=starts, max_seqlen_q=4, backend="sim")
+    for gradient, tensor in zip(torch.autograd.grad(o.sum(), (q, k, v)), (q, k, v), strict=True):
+        assert gradient.shape == tensor.shape and not gradient.any()
