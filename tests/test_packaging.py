@@ -66,6 +66,7 @@ def test_wheel_holds_every_module(wheel):
 
 
 def test_wheel_imports_outside_the_checkout(wheel, tmp_path):
+    """In a new process, which also finds the simulator though nobody has imported it."""
     site = tmp_path / "site"
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", site, wheel]
     subprocess.run(install, check=True)
@@ -73,7 +74,8 @@ def test_wheel_imports_outside_the_checkout(wheel, tmp_path):
     commands = (
         "from warpspec.cli.main import COMMANDS; [importlib.import_module(n) for n in COMMANDS.values()]"
     )
-    code = f"import importlib; {commands}; print([importlib.import_module(n).__file__ for n in {names}])"
+    found = "from warpspec.common.simulator import simulator; assert simulator().__name__ == 'warpspec.sim'"
+    code = f"import importlib; {found}; {commands}; print([importlib.import_module(n).__file__ for n in {names}])"
     environment = {**os.environ, "PYTHONPATH": str(site)}
     # -P: the working directory stays off the path; PYTHONPATH precedes the editable install's finder.
     printed = subprocess.run(

@@ -21,6 +21,7 @@ def tables(*options) -> tuple[list, dict]:
     return rows, times
 
 
+@pytest.mark.long
 def test_table_of_operators():
     _, times = tables("--only", "operators")
     for name in ("softmax, gradients", "softmax_topk", "moe_ffn", "gathered_attention"):
