@@ -22,7 +22,6 @@ again, and the shape timed without that candidate.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import multiprocessing
@@ -31,251 +30,29 @@ import random
 import sys
 import tempfile
 import time
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from shared import driver, gpu_bench, sweep_calls, sweep_gradients, sweep_regret, sweep_report
+from shared import driver, gpu_bench, sweep_regret, sweep_report
 from shared.attention_peers import flash_attention
 from shared.sweep_calls import OURS
+from shared.sweep_compile import Waits, compile_only, keep_kernels, one_line, quiet, start_compiling
 from shared.sweep_draws import cliffs, draw_shapes
-from shared.sweep_shapes import GRADIENTS, KINDS, Shape, from_json, to_json
+from shared.sweep_shapes import KINDS, Shape, from_json, to_json
+from shared.sweep_timing import Timer
 
-from warpspec.aot.workers import Progress, compile_ahead
-from warpspec.common.disk_cache import CACHE_VARIABLE, cache_folder
-from warpspec.common.errors import UnsupportedProblem
+from warpspec.aot.workers import Progress
+from warpspec.cli.options import positive
 from warpspec.common.hardware import MODELS
 from warpspec.common.launch import Target, target_of
 
 SHAPES, QUICK, SEED = 128, 20, 20261122
 SECONDS = 200.0  # in which shapes are begun
-SHAPE_SECONDS = 20.0  # of a candidate at a shape, or of reading its kernels
-START_SECONDS = 90.0  # of a process
 PLANS = 6  # of --regret
-DIFFERENT = 1e-2  # relative difference that no rounding to bf16 explains
-DIFFERENT_GRADIENTS = 3e-2  # dS is rounded, too, and is a difference of two numbers
-CACHES = {"FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash-attn-4", "QUACK_CACHE_DIR": "quack"}
-
-
-def calls_of(shape: Shape):
-    """The module with the shape's calls: ``sweep_calls``, or ``sweep_gradients``, whose functions are named alike."""
-    return sweep_gradients if shape.kind == GRADIENTS else sweep_calls
-
-
-# Compiling. Worker processes do not see the GPU.
-
-
-@contextlib.contextmanager
-def blind(target: Target) -> Iterator[None]:
-    """A context in which processes are started that compile for the target and see no GPU."""
-    number = target.arch.removeprefix("sm_").removesuffix("a")
-    variables = {
-        "CUDA_VISIBLE_DEVICES": "",
-        "CUTE_DSL_ARCH": target.arch,
-        "FLASH_ATTENTION_ARCH": number,
-        "FLASH_ATTENTION_NUM_SMS": str(target.sm_count),
-        "QUACK_ARCH": number,
-    }
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ |= variables
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def quiet() -> None:
-    """A worker process begins."""
-    warnings.simplefilter("ignore")  # of peers'
-    torch.set_num_threads(1)
-
-
-def compile_peers(shapes: Sequence[Shape]) -> None:
-    """Compile peers' kernels for shapes that may share one, one after another, so that each is compiled once."""
-    for shape in shapes:
-        try:
-            calls_of(shape).compile_peer(shape)
-        except Exception as error:  # timing it will say what is wrong
-            print(f"compiling a peer's kernel: {shape.name}: {one_line(error)}", file=sys.stderr)
-
-
-class Waits(NamedTuple):
-    """What a shape waits for: what its chosen plan and its peers need, and what its other plans need."""
-
-    needed: list[Future]
-    others: list[Future]
-
-    def done(self) -> bool:
-        return all(future.done() for future in (*self.needed, *self.others))
-
-
-def start_compiling(
-    pool: ProcessPoolExecutor, shapes: dict[Shape, int], target: Target
-) -> dict[Shape, Waits]:
-    """What each shape waits for. What only other plans need is compiled last. shapes: with how many plans besides the
-    chosen one are timed."""
-    items = {}  # job: shapes that need it, shapes whose other plans need it
-    peers = defaultdict(list)
-    for shape, plans in shapes.items():
-        with contextlib.suppress(UnsupportedProblem):  # timing it will say so
-            for item in calls_of(shape).our_kernels(shape, target):
-                items.setdefault((compile_ahead, *item, target.arch), Waits([], [])).needed.append(shape)
-            for item in sweep_regret.other_kernels(shape, target, plans) if plans else ():
-                items.setdefault((compile_ahead, *item, target.arch), Waits([], [])).others.append(shape)
-        key = calls_of(shape).peer_kernel(shape)
-        if key is not None:
-            peers[key].append(shape)
-    items |= {(compile_peers, tuple(users)): Waits(users, []) for users in peers.values()}
-    place, waits = {shape: i for i, shape in enumerate(shapes)}, {shape: Waits([], []) for shape in shapes}
-
-    def turn(item) -> tuple[bool, int]:
-        users = items[item]
-        return not users.needed, min(place[shape] for shape in users.needed or users.others)
-
-    with blind(target):
-        for item in sorted(items, key=turn):
-            future = pool.submit(*item)
-            for shape in items[item].needed:
-                waits[shape].needed.append(future)
-            for shape in items[item].others:
-                waits[shape].others.append(future)
-    return waits
-
-
-# Timing, in a process of its own.
-
-
-def serve(connection) -> None:
-    """Times shapes as they arrive. Says which candidate it is at, then the result."""
-    warnings.simplefilter("ignore")
-    torch.cuda.init()
-    torch.empty(1, device="cuda")
-    flash_attention()
-    connection.send(("ready", None))
-    while True:
-        fields, without, speeds, plans = connection.recv()
-        shape = from_json(fields)
-        result = sweep_report.result_of(shape, speeds) | {"missing": dict(without)}
-        try:
-            with torch.no_grad():
-                measure(shape, result, lambda name: connection.send(("at", name)), plans)
-        except Exception as error:
-            result["missing"][OURS] = one_line(error)
-        torch.cuda.empty_cache()
-        connection.send(("result", result))
-
-
-def measure(shape: Shape, result: dict, at: Callable[[str], None], plans: int = 0) -> None:
-    """Fills in times, errors and missing. at: called with a candidate before it does anything that may fail. plans:
-    how many besides the chosen one are timed."""
-    at(OURS)
-    inputs = calls_of(shape).input_sets(shape)
-    calls = {OURS: calls_of(shape).ours(shape)}
-    expected = calls[OURS](*inputs[0])
-    torch.cuda.synchronize()
-    others = {}
-    if plans and sweep_regret.planned(shape):
-        others, result["chosen"] = sweep_regret.other_calls(shape, plans)
-    for name, call in (others | calls_of(shape).peers(shape)).items():
-        if name in result["missing"]:
-            continue
-        at(name)
-        try:
-            error = difference(call(*inputs[0]), expected)
-            gpu_bench.captured(call, inputs, 1)
-        except (RuntimeError, ValueError, TypeError, AssertionError, NotImplementedError) as refused:
-            result["missing"][name] = one_line(refused)
-            check_device()
-            continue
-        result["errors"][name] = error
-        if error <= (DIFFERENT_GRADIENTS if shape.kind == GRADIENTS else DIFFERENT):
-            calls[name] = call
-        else:
-            result["missing"][name] = f"computes something else: relative difference {error:.1e}"
-    del expected
-    at(OURS)
-    rounds = gpu_bench.SHORT_ROUNDS if result["flops_us"] > result["bytes_us"] else {}
-    times = gpu_bench.graph_times(calls, inputs, **rounds)
-    result["plans"] = {name: time for name, time in times.items() if name in others}
-    result["times"] = {name: time for name, time in times.items() if name not in others}
-
-
-def difference(theirs, ours) -> float:
-    """Relative; NaN where either has one. Tensors, or as many of each, whose largest difference counts."""
-    if isinstance(ours, tuple):
-        return float(torch.tensor([difference(*pair) for pair in zip(theirs, ours, strict=True)]).max())
-    assert theirs.shape == ours.shape, f"shape {list(theirs.shape)}, ours {list(ours.shape)}"
-    exact = ours.float()
-    return float((theirs.float() - exact).norm() / exact.norm())
-
-
-def check_device() -> None:
-    """End the process where the GPU does not answer any more: nothing that follows would mean anything."""
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError:
-        os._exit(1)
-
-
-class Timer:
-    """The process that times. speeds: of the GPU."""
-
-    def __init__(self, speeds: gpu_bench.Speeds, serve: Callable = serve, start_method: str = "spawn"):
-        self.speeds, self.serve, self.context = speeds, serve, multiprocessing.get_context(start_method)
-        self.process = None
-
-    def start(self) -> None:
-        self.connection, far = self.context.Pipe()
-        self.process = self.context.Process(target=self.serve, args=(far,), daemon=True)
-        self.process.start()
-        far.close()
-        self._message(START_SECONDS)
-
-    def stop(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.join()
-            self.process = None
-
-    def _message(self, seconds: float):
-        """(what, value) from the process. Raises EOFError where it has ended, TimeoutError where it says nothing."""
-        if not self.connection.poll(seconds):
-            raise TimeoutError
-        return self.connection.recv()
-
-    def time(self, shape: Shape, plans: int = 0) -> dict:
-        """The result. A candidate that takes the process down is left out, and the rest timed again. plans: how many
-        besides the chosen one are timed."""
-        missing = {}
-        while True:
-            at = OURS
-            try:
-                if self.process is None:
-                    self.start()
-                self.connection.send((to_json(shape), missing, self.speeds, plans))
-                while True:
-                    what, value = self._message(SHAPE_SECONDS)
-                    if what == "result":
-                        return value
-                    at = value
-            except (EOFError, OSError) as error:
-                hung = isinstance(error, TimeoutError)
-                self.stop()
-                missing[at] = f"nothing for {SHAPE_SECONDS:.0f} s" if hung else "ended the process"
-                if at == OURS:
-                    return sweep_report.result_of(shape, self.speeds) | {"missing": missing}
-
-
-# All of it.
 
 
 def sweep(
@@ -318,39 +95,6 @@ def sweep(
     return [results[shape] for shape in shapes if shape in results]
 
 
-def compile_only(shapes: dict[Shape, int], target: Target, workers: int, seconds: float) -> dict[Shape, int]:
-    """Fill the caches on disk with what ``sweep`` of the same shapes would compile, first shapes first. Prints what
-    failed; returns the shapes that are ready, with the number of their other plans, 0 if some of these are missing."""
-    start, context = time.monotonic(), multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=quiet)
-    waits = start_compiling(pool, shapes, target)
-    users = defaultdict(list)
-    for shape, found in waits.items():
-        for future in (*found.needed, *found.others):
-            users[future].append(shape)
-    progress = Progress(len(users))
-    with contextlib.suppress(TimeoutError):
-        for future in as_completed(users, max(seconds - (time.monotonic() - start), 0)):
-            error = future.exception()
-            progress.step(f"FAILED for {users[future][0].name}: {one_line(error)}" if error else "")
-
-    def there(futures: Sequence[Future]) -> bool:
-        return all(future.done() and not future.exception() for future in futures)
-
-    ready = {
-        shape: plans if there(waits[shape].others) else 0
-        for shape, plans in shapes.items()
-        if there(waits[shape].needed)
-    }
-    taken = f"{time.monotonic() - start:.0f} s"
-    print(f"{len(ready)} of {len(shapes)} shapes are compiled after {taken}", flush=True)
-    processes = list((pool._processes or {}).values())
-    pool.shutdown(wait=False, cancel_futures=True)
-    for process in processes:  # compiling cannot be interrupted otherwise
-        process.kill()
-    return ready
-
-
 def line(result: dict) -> str:
     """A result for the progress bar."""
     found = sweep_report.ratio(result)
@@ -361,15 +105,13 @@ def line(result: dict) -> str:
     return f"{result['kind']} {result['name']}: {text}"
 
 
-def one_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"[:200]
-
-
 def shapes_of(options) -> dict[Shape, int]:
     """What the options ask for, and how many other plans of each are timed."""
     if options.cases:
-        found = json.loads(options.cases.read_text())
+        try:
+            found = json.loads(options.cases.read_text())
+        except (OSError, ValueError) as error:
+            sys.exit(f"--cases {options.cases}: must be a JSON file of --json, {one_line(error)}")
         items = found["results"] if isinstance(found, dict) else found
         shapes = {from_json(item.get("shape", item)): item.get("others", options.regret) for item in items}
     elif options.cliffs:
@@ -401,8 +143,12 @@ def parser() -> argparse.ArgumentParser:
         dest="seeds",
         help="of the shapes (default %(default)s)",
     )
-    seeds.add_argument("--seeds", type=int, metavar="N", dest="new_seeds", help="so many new seeds instead")
-    parser.add_argument("--shapes", type=int, default=SHAPES, help="how many of a seed (default %(default)s)")
+    seeds.add_argument(
+        "--seeds", type=positive, metavar="N", dest="new_seeds", help="so many new seeds instead"
+    )
+    parser.add_argument(
+        "--shapes", type=positive, default=SHAPES, help="how many of a seed (default %(default)s)"
+    )
     parser.add_argument("--quick", action="store_true", help=f"{QUICK} shapes")
     parser.add_argument("--cliffs", action="store_true", help="the fixed table")
     parser.add_argument("--cases", type=Path, metavar="FILE", help="shapes, or results of --json")
@@ -460,13 +206,7 @@ def main() -> None:
     if not options.compile_ahead:
         driver.need_gpu("--list, which prints the shapes, and --compile-ahead GPU need none")
     with tempfile.TemporaryDirectory() as temporary:
-        folder = cache_folder() or Path(
-            temporary
-        )  # peers' kernels beside ours; for one run where caching is off
-        os.environ[CACHE_VARIABLE] = str(folder)
-        os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] = "1"
-        for variable, name in CACHES.items():
-            os.environ.setdefault(variable, str(folder / name))
+        keep_kernels(temporary)
         shapes = interleaved(shapes)
         if options.compile_ahead is not None:
             target = target_of_model(options.compile_ahead)

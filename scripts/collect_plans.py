@@ -25,17 +25,16 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
-import bench_sweep
 import torch
-from shared import driver, gpu_bench, sweep_calls
+from shared import driver, gpu_bench, sweep_calls, sweep_timing
 from shared.attention_peers import flash_attention
 from shared.plan_calls import describe, planned_call
 from shared.plan_kernels import compiled_before, compiled_now, kernels_of, plans
 from shared.plan_templates import GUESS_BYTES_US, GUESS_FLOPS_US, Template, templates
+from shared.sweep_compile import keep_kernels, one_line
 from shared.sweep_regret import problem_of
 from shared.sweep_shapes import AttentionShape, to_json
 
-from warpspec.common.disk_cache import CACHE_VARIABLE, cache_folder
 from warpspec.common.launch import SIMULATED, Target, target_of
 from warpspec.fmha import launch
 
@@ -180,11 +179,11 @@ def measure(
                 call(x)
                 torch.cuda.synchronize()
             except Exception as error:
-                wrong[name] = bench_sweep.one_line(error)
+                wrong[name] = one_line(error)
                 continue
             got = o.clone()
             expected = got if expected is None else expected
-            error = bench_sweep.difference(got, expected)
+            error = sweep_timing.difference(got, expected)
             if not error <= DIFFERENT:
                 wrong[name] = f"difference {error}"
             else:
@@ -195,12 +194,12 @@ def measure(
             try:
                 theirs = sweep_calls.flash_call(flash, shape, x)
                 torch.cuda.synchronize()
-                if bench_sweep.difference(theirs, expected) <= DIFFERENT:
+                if sweep_timing.difference(theirs, expected) <= DIFFERENT:
                     calls["flash"] = functools.partial(sweep_calls.flash_call, flash, shape)
                 else:
                     wrong["flash"] = "different"
             except Exception as error:
-                wrong["flash"] = bench_sweep.one_line(error)
+                wrong["flash"] = one_line(error)
         say("at", (number, "graphs"))
         times = timed(calls, sets, guess)
         row = {"i": [index, number], "shape": compact(shape), "present": describe(present)}
@@ -228,12 +227,12 @@ def serve(connection) -> None:
             with torch.no_grad():
                 measure(one, index, taken, bad, target, pool, say, seed, done)
         except Exception as error:
-            connection.send(("error", f"{index}: {bench_sweep.one_line(error)}"))
+            connection.send(("error", f"{index}: {one_line(error)}"))
         torch.cuda.empty_cache()
         connection.send(("end", index))
 
 
-class Timer(bench_sweep.Timer):
+class Timer(sweep_timing.Timer):
     """The process that times templates."""
 
     def __init__(self, seed: int):
@@ -353,12 +352,9 @@ def main() -> None:
             )
         print(kernels, "kernels", count, "timings")
         return
+    driver.need_gpu("--list needs none")
     with tempfile.TemporaryDirectory() as temporary:
-        folder = cache_folder() or Path(temporary)
-        os.environ[CACHE_VARIABLE] = str(folder)
-        os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] = "1"
-        for variable, name in bench_sweep.CACHES.items():
-            os.environ.setdefault(variable, str(folder / name))
+        keep_kernels(temporary)
         target = target_of(torch.device("cuda", 0))
         if options.compile_ahead:
             return compile_templates(found, target, options)

@@ -18,10 +18,14 @@ class TensorMap(ctypes.Structure):
 
 
 class Gpu:
-    """A device with its primary context. Every method raises RuntimeError with the driver's number."""
+    """A device with its primary context. Every method raises RuntimeError with the driver's number; without a driver
+    the process ends with a message."""
 
     def __init__(self) -> None:
-        self.cuda = ctypes.CDLL("libcuda.so.1")
+        try:
+            self.cuda = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise SystemExit(f"needs an NVIDIA GPU: {error}") from None
         self.check(self.cuda.cuInit(0))
         self.device, context = ctypes.c_int(), ctypes.c_void_p()
         self.check(self.cuda.cuDeviceGet(ctypes.byref(self.device), 0))

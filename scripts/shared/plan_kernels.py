@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
-import bench_sweep
-
 from warpspec.common.compile import resources
 from warpspec.common.launch import Target
 from warpspec.fmha import launch
@@ -22,6 +20,7 @@ from warpspec.fmha.launch import ATTENTION
 from warpspec.fmha.plan import Plan, candidates, plan_of
 from warpspec.fmha.problem import AttentionProblem
 
+from . import sweep_compile
 from .plan_templates import Template
 from .sweep_regret import problem_of
 
@@ -78,7 +77,7 @@ def compile_one(kernel, config, arch: str) -> str:
             compiled = kernel.compiled(config, arch, native=True)
         spilled = sum(used.local_bytes for used in resources(compiled).values())
     except Exception as error:
-        return bench_sweep.one_line(error)
+        return sweep_compile.one_line(error)
     return f"{spilled} bytes spilled" if spilled else ""
 
 
@@ -123,14 +122,14 @@ def compiled_now(found: list[Template], target: Target, options) -> Iterator[Com
     over."""
     until = time.monotonic() + options.seconds
     pool = ProcessPoolExecutor(
-        options.workers, mp_context=multiprocessing.get_context("spawn"), initializer=bench_sweep.quiet
+        options.workers, mp_context=multiprocessing.get_context("spawn"), initializer=sweep_compile.quiet
     )
     waiting = []
     try:
-        with bench_sweep.blind(target):
+        with sweep_compile.blind(target):
             for index, one, kernels, items in wanted(found, target, options):
                 futures = [pool.submit(compile_one, *item, target.arch) for item in items]
-                peer = [pool.submit(bench_sweep.compile_peers, one.shapes[:1])] if one.peers else []
+                peer = [pool.submit(sweep_compile.compile_peers, one.shapes[:1])] if one.peers else []
                 waiting.append((index, one, kernels, items, futures, peer))
         while waiting and time.monotonic() < until:
             ready = [w for w in waiting if all(future.done() for future in (*w[4], *w[5]))]
@@ -141,7 +140,7 @@ def compiled_now(found: list[Template], target: Target, options) -> Iterator[Com
             waiting.remove(ready[0])
             errors = [future.exception() for future in futures]
             whys = [
-                future.result() if error is None else bench_sweep.one_line(error)
+                future.result() if error is None else sweep_compile.one_line(error)
                 for future, error in zip(futures, errors, strict=True)
             ]
             yield compiled_of(index, one, kernels, items, {i: why for i, why in enumerate(whys) if why})

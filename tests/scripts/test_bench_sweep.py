@@ -9,7 +9,7 @@ from dataclasses import replace
 import bench_sweep as sweep
 import pytest
 import torch
-from shared import gpu_bench, sweep_calls, sweep_gradients, sweep_report
+from shared import gpu_bench, sweep_calls, sweep_compile, sweep_gradients, sweep_report, sweep_timing
 from shared.sweep_draws import MOST_FLOPS, cliffs, counts, draw_shapes
 from shared.sweep_report import OURS
 from shared.sweep_shapes import GRADIENTS, KINDS, MOST_BYTES, AttentionShape, RowShape, from_json, to_json
@@ -98,7 +98,7 @@ def test_bytes_of_rows():
 
 def test_every_shape_is_a_call_that_our_kernels_run():
     for shape in (*draw_shapes(100, 11), *cliffs()):
-        assert sweep.calls_of(shape).our_kernels(shape, H200), shape.name
+        assert sweep_compile.calls_of(shape).our_kernels(shape, H200), shape.name
 
 
 @pytest.mark.parametrize("more", [{}, {"causal": False}, {"form": "packed", "window": 3}])
@@ -127,8 +127,8 @@ def test_gradients_are_those_of_the_call(more):
     for name, call in found:
         for gradient, wanted in zip(call(x), zip(*expected, strict=True), strict=True):
             wanted = torch.cat(wanted).view(gradient.shape)
-            assert sweep.difference((gradient, gradient), (wanted, wanted)) < 1e-2, name
-            assert not sweep.difference((gradient, gradient * torch.nan), (wanted, wanted)) < 1e-2
+            assert sweep_timing.difference((gradient, gradient), (wanted, wanted)) < 1e-2, name
+            assert not sweep_timing.difference((gradient, gradient * torch.nan), (wanted, wanted)) < 1e-2
 
 
 def test_work_of_gradients():
@@ -197,7 +197,7 @@ def test_further_models_are_calls_with_peers(monkeypatch):
             continue
         else:
             expected = peers[sweep_calls.SDPA](x)
-        assert sweep.difference(found, expected) < 1e-2, name
+        assert sweep_timing.difference(found, expected) < 1e-2, name
     shape = cases["V"]
     assert shape.flops == 2 * 2 * (200 * 201 // 2) * 4 * (192 + 128)
     assert shape.bytes == 2 * 200 * (4 + 2) * (192 + 128) * 2
@@ -296,13 +296,13 @@ def test_a_kernel_is_compiled_once_for_all_shapes_that_need_it(monkeypatch):
     monkeypatch.setattr(sweep_calls, "find_spec", lambda name: True)  # as if peers were installed
     monkeypatch.setenv("CUTE_DSL_ARCH", "before")
     shapes, pool = draw_shapes(60, 5), Pool()
-    waits = sweep.start_compiling(pool, dict.fromkeys(shapes, 0), H200)
+    waits = sweep_compile.start_compiling(pool, dict.fromkeys(shapes, 0), H200)
     assert os.environ["CUTE_DSL_ARCH"] == "before"
-    ours = [job[1:3] for job in pool.jobs if job[0] is sweep.compile_ahead]
-    wanted = {shape: set(sweep.calls_of(shape).our_kernels(shape, H200)) for shape in shapes}
+    ours = [job[1:3] for job in pool.jobs if job[0] is sweep_compile.compile_ahead]
+    wanted = {shape: set(sweep_compile.calls_of(shape).our_kernels(shape, H200)) for shape in shapes}
     assert set(ours) == set().union(*wanted.values())
     assert len(set(ours)) == len(ours)
-    peers = [shape for job in pool.jobs if job[0] is sweep.compile_peers for shape in job[1]]
+    peers = [shape for job in pool.jobs if job[0] is sweep_compile.compile_peers for shape in job[1]]
     assert len(set(peers)) == len(peers) and set(peers) <= set(shapes)
     for shape in shapes:
         assert len(waits[shape].needed) == len(wanted[shape]) + (shape in peers)
@@ -315,9 +315,9 @@ def test_compiling_ahead_says_what_is_not_ready(monkeypatch, capsys):
     failed, waiting = Future(), Future()
     failed.set_exception(RuntimeError("no such kernel"))
     waits = [([failed], []), ([waiting], []), ([], []), ([], [waiting])]
-    waits = {shape: sweep.Waits(*found) for shape, found in zip(shapes, waits, strict=True)}
-    monkeypatch.setattr(sweep, "start_compiling", lambda *_: waits)
-    ready = sweep.compile_only(dict.fromkeys(shapes, 2), H200, workers=1, seconds=0.2)
+    waits = {shape: sweep_compile.Waits(*found) for shape, found in zip(shapes, waits, strict=True)}
+    monkeypatch.setattr(sweep_compile, "start_compiling", lambda *_: waits)
+    ready = sweep_compile.compile_only(dict.fromkeys(shapes, 2), H200, workers=1, seconds=0.2)
     assert ready == {shapes[2]: 2, shapes[3]: 0}
     printed = capsys.readouterr().out
     assert f"FAILED for {shapes[0].name}: RuntimeError: no such kernel" in printed
@@ -325,7 +325,7 @@ def test_compiling_ahead_says_what_is_not_ready(monkeypatch, capsys):
 
 
 def dies_at_a_peer(connection):
-    """Like ``bench_sweep.serve``, with candidates that end the process or hang."""
+    """Like ``sweep_timing.serve``, with candidates that end the process or hang."""
     connection.send(("ready", None))
     while True:
         fields, missing, speeds, _ = connection.recv()
@@ -344,8 +344,8 @@ def ends_at_once(connection):
 
 
 def test_a_candidate_that_dies_or_hangs_is_left_out(monkeypatch):
-    monkeypatch.setattr(sweep, "SHAPE_SECONDS", 0.5)
-    timer, shape = sweep.Timer(SPEEDS, dies_at_a_peer, "fork"), cliffs()[0]
+    monkeypatch.setattr(sweep_timing, "SHAPE_SECONDS", 0.5)
+    timer, shape = sweep_timing.Timer(SPEEDS, dies_at_a_peer, "fork"), cliffs()[0]
     try:
         found = timer.time(shape)
     finally:
@@ -355,7 +355,7 @@ def test_a_candidate_that_dies_or_hangs_is_left_out(monkeypatch):
 
 
 def test_a_process_that_never_starts_costs_the_shape():
-    found = sweep.Timer(SPEEDS, ends_at_once, "fork").time(cliffs()[0])
+    found = sweep_timing.Timer(SPEEDS, ends_at_once, "fork").time(cliffs()[0])
     assert found["missing"] == {OURS: "ended the process"} and not found["times"]
 
 
