@@ -64,7 +64,7 @@ def decode(
     )
     lse = torch.empty(heads, tokens, **fp32) if return_lse and normalize else None
     row_max, row_sum = (None if normalize else torch.empty(heads, tokens, **fp32) for _ in range(2))
-    found = (o, *(by_request(t, batch) for t in (lse, row_max, row_sum)))
+    found = (o, *(by_request(t, batch, queries) for t in (lse, row_max, row_sum)))
     rows = page_table.shape[1] * PAGE_ROWS
     if tokens == 0 or rows == 0 or len(kv) == 0:
         for result, value in zip((o, lse, row_max, row_sum), (0.0, -torch.inf, -torch.inf, 0.0), strict=True):
@@ -109,6 +109,6 @@ def problem_of(tokens: int, heads: int, rows: int, scale: float, **results) -> G
     )
 
 
-def by_request(statistics: torch.Tensor | None, batch: int) -> torch.Tensor | None:
+def by_request(statistics: torch.Tensor | None, batch: int, queries: int) -> torch.Tensor | None:
     """[B, H, Sq], a view of [H, B * Sq]."""
-    return None if statistics is None else statistics.unflatten(1, (batch, -1)).transpose(0, 1)
+    return None if statistics is None else statistics.unflatten(1, (batch, queries)).transpose(0, 1)

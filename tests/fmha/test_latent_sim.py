@@ -211,6 +211,16 @@ def test_what_kernels_do_not_do_with_codes():
         mla_decode(**decode_call(kv=codes, kv_scale=torch.ones(2)))
 
 
+def test_no_requests_with_codes():
+    none = torch.zeros(0, 3, dtype=torch.int32)
+    call = decode_call(
+        kv=torch.zeros(3, 64, 576).to(torch.float8_e4m3fn), q=torch.zeros(0, 2, 4, 576).bfloat16(), page_table=none,
+        kv_lengths=none[:, 0], backend="sim",
+    )  # fmt: skip
+    o, lse = mla_decode(**call, return_lse=True)
+    assert o.shape == (0, 2, 4, 512) and lse.shape == (0, 4, 2)
+
+
 def test_bad_values_with_codes():
     codes, table = (
         torch.zeros(3, 64, 576).to(torch.float8_e4m3fn),
