@@ -51,10 +51,8 @@ STEP_US = {64: 2.4, 128: 2.25, 192: 3.6, 256: 3.1, 512: 4.2}  # a step, by D of 
 CTA_US = 6.3  # start and end of a CTA, beside its steps
 JOIN_US = 3.0  # a further launch
 JOIN_BYTES_US = 2.5e6  # bytes of pieces' sums written or read in a microsecond
+ORDERED_COST = 2.0  # what a piece of packed requests costs with a fixed order, over what it costs in any
 DEALT_BYTES_US = 5e6  # the same in a simulation, which does not count waiting for the last CTAs twice
-BEYOND_COST = (
-    0.03  # part of the time that each L2 size costs which concurrent key tiles read beyond the first
-)
 
 MOST_PIECES = 32
 LAST_WAIT = 0.15  # part of the longest CTA's time for which an SM waits in the end, where there are more CTAs
@@ -62,6 +60,7 @@ LEAST_GAIN = 0.03  # part of the time that cutting tiles must save
 ROUNDS = 0.6  # CTAs of a section for each SM, about, at least
 L2_SHARE = 0.8  # part of the L2 for what a section reads and adds to
 BEYOND_L2 = 1.9  # reads of concurrent key tiles, in L2 sizes, from which slices gain, or heads_inside
+DEALT_BEYOND_L2 = 2.05  # the same for slices, where the order without them is simulated, too
 EVEN = 0.85  # mean over maximum of key tiles' steps, from which they count as equal
 INNER_HEADS = 2
 WHOLE_HEADS = 6  # query heads of a KV head up to which slices lost, at eight shapes
@@ -109,7 +108,7 @@ def choose_order(problem: BackwardProblem, config: BackwardKernel, target: Targe
     pieces = choose_pieces(problem, config, steps, target)
     if in_rows(config, steps):
         return Order(pieces, 1)
-    slices = slices_of(problem, config, steps, target)
+    slices = slice_numbers(problem, config, steps, target)[0]
     if slices > 1:
         steps = [each // slices for each in steps]
         pieces = choose_pieces(problem, config, steps, target, slices)
@@ -138,7 +137,7 @@ def deal(problem: BackwardProblem, config: BackwardKernel, steps: Sequence[int],
     forward, sms, found = problem.forward, target.sm_count // config.column_parts, {}
     gradients = config.wanted.k + config.wanted.v
     left = 2 * gradients * config.tile_n * forward.head_dim * FP32_BYTES / DEALT_BYTES_US
-    for slices in slice_numbers(problem, config, steps, target):
+    for slices in slice_numbers(problem, config, steps, target, DEALT_BEYOND_L2):
         # Slices' pieces add to sums that stay in L2.
         costs = rounds.Costs(STEP_US[config.heads.qk], CTA_US, left if slices == 1 else 0.0, JOIN_US)
         rows = rounds.Rows(
@@ -149,37 +148,31 @@ def deal(problem: BackwardProblem, config: BackwardKernel, steps: Sequence[int],
             ),
         )
         found[slices] = rounds.best(rows, sms, costs, last=slices == 1)
-    times = {slices: dealt.time for slices, dealt in found.items()}
-    if len(found) > 1:
-        times[1] *= 1 + BEYOND_COST * (read_together(problem, config, steps, target) / target.l2_bytes - 1)
-    slices = min(times, key=times.__getitem__)
+    slices = min(found, key=found.__getitem__)
     return Order(found[slices].pieces, found[slices].section, slices, found[slices].whole)
 
 
 def slice_numbers(
-    problem: BackwardProblem, config: BackwardKernel, steps: Sequence[int], target: Target
+    problem: BackwardProblem,
+    config: BackwardKernel,
+    steps: Sequence[int],
+    target: Target,
+    beyond: float = BEYOND_L2,
 ) -> list[int]:
-    """Into how many slices a KV head's query heads may be cut: 1, and where key tiles that run together read more than
-    L2 holds, and there are many heads, all numbers that leave a slice at most SLICE_HEADS of them. With a window, key
-    tiles go through the heads in step, and read one at a time."""
+    """Into how many slices a KV head's query heads may be cut: 1, but where key tiles that run together read
+    ``beyond`` times as much as L2 holds, and there are many heads, all numbers that leave a slice at most SLICE_HEADS
+    of them and little more to read than L2 holds. With a window, key tiles go through the heads in step, and read one
+    at a time."""
     group = problem.forward.group
     if problem.forward.window_left is not None and even(steps):
         return [1]
     if group <= WHOLE_HEADS or not config.can_slice or not (config.wanted.k or config.wanted.v):
         return [1]
-    if read_together(problem, config, steps, target) < BEYOND_L2 * target.l2_bytes:
-        return [1]
-    return [1, *(n for n in range(2, group + 1) if group % n == 0 and group // n <= SLICE_HEADS)]
-
-
-def slices_of(problem: BackwardProblem, config: BackwardKernel, steps: Sequence[int], target: Target) -> int:
-    """Into how many slices the heads are cut, where that is not simulated: the fewest that leave a slice little more to
-    read than L2 holds."""
-    numbers = slice_numbers(problem, config, steps, target)[1:]
-    if not numbers:
-        return 1
     together = read_together(problem, config, steps, target)
-    return next((n for n in numbers if together <= n * SLICE_BYTES * target.l2_bytes), problem.forward.group)
+    if together < beyond * target.l2_bytes:
+        return [1]
+    numbers = [n for n in range(2, group + 1) if group % n == 0 and group // n <= SLICE_HEADS]
+    return [n for n in numbers if together <= n * SLICE_BYTES * target.l2_bytes] or [group]
 
 
 def read_together(
@@ -236,7 +229,7 @@ def reads_beyond_l2(problem: BackwardProblem, config: BackwardKernel, target: Ta
     steps = sorted(tile_steps(problem, config), reverse=True)
     if forward.group == 1 or in_rows(config, steps) or forward.requests.packed_q or config.mask.has_blocks:
         return False
-    if len(slice_numbers(problem, config, steps, target)) > 1:
+    if forward.group > WHOLE_HEADS and config.can_slice:
         return False
     if read_together(problem, config, steps, target) < BEYOND_L2 * target.l2_bytes:
         return False
@@ -347,7 +340,7 @@ def piece_length(
     gradients, rows = config.wanted.k + config.wanted.v, forward.heads_kv * slices
     left = 2 * gradients * config.tile_n * forward.head_dim * FP32_BYTES  # there and back
     step, share = STEP_US[config.heads.qk], rows / sms
-    cost = left / JOIN_BYTES_US * rows / step
+    cost = left / JOIN_BYTES_US * rows / step * (ORDERED_COST if config.deterministic else 1.0)
     total = sum(tile_steps(problem, config)) * max(
         min(forward.batch, 2 * forward.least_q / forward.seq_q), 1.0
     )
