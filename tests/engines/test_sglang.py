@@ -97,22 +97,42 @@ def test_same_tokens_as_the_own_attention(kind, checkpoints, start_sglang):
     assert same >= 0.75 * 6 * len(inputs)  # a near tie flips a token and those behind it
 
 
-@pytest.mark.parametrize("attention", ["warpspec", "triton"])
 @pytest.mark.parametrize("kind", ["gemma2", "mimo_v2_flash"])
-def test_what_its_own_attention_has_only_in_triton(kind, attention, checkpoints, start_sglang, monkeypatch):
-    """Soft caps; values of another head size, with sinks: ours in bf16, SGLang's, which gives NaN in bf16 where it is
-    interpreted, in FP32. (SGLang's windows do not count the own key: MiMo's have one key more than transformers' of the
-    same configuration. Its Gemma 2 calls a Triton kernel on a CPU, too.)"""
+def test_what_its_own_attention_has_only_in_triton(kind, checkpoints, start_sglang, monkeypatch):
+    """Soft caps; values of another head size, with sinks. (SGLang's Gemma 2 calls a Triton kernel on a CPU, too.)"""
     interpret_triton(monkeypatch)
     model, folder = checkpoints(kind)
-    lengths, tokens, options = LENGTHS, 6, {}
-    if attention == "triton":  # slow
-        lengths, tokens, options = (40, 20), 3, {"dtype": "float32"}
-    results, _ = generate(start_sglang(folder, attention, **options), prompts(lengths), tokens)
-    if kind == "mimo_v2_flash":
-        model = deepcopy(model)
+    results, _ = generate(start_sglang(folder), prompts(LENGTHS))
+    Judge(as_sglang_has_it(model)).check(results)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "mimo_v2_flash"])
+def test_prompts_in_its_own_triton_attention(kind, checkpoints, start_sglang, monkeypatch):
+    """Interpreted, in FP32 (in bf16 it gives NaN), it says of prompts what the model says, with which ours is compared.
+    (In decoding its windows have one key less than in prompts.)"""
+    interpret_triton(monkeypatch)
+    model, folder = checkpoints(kind)
+    inputs = prompts((40, 20))
+    outputs = start_sglang(folder, "triton", dtype="float32").generate(
+        input_ids=inputs,
+        sampling_params={"max_new_tokens": 1, **GREEDY},
+        return_logprob=True,
+        logprob_start_len=0,
+    )
+    exact = as_sglang_has_it(model).float()
+    for ids, output in zip(inputs, outputs, strict=True):
+        said = [value for value, *_ in output["meta_info"]["input_token_logprobs"][1:]]
+        wanted = log_probabilities(exact, ids[:1], ids[1:]).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        assert (torch.tensor(said) - wanted).square().mean().sqrt() <= 6e-3
+
+
+def as_sglang_has_it(model):
+    """A copy of a model. SGLang's windows do not count the own key: MiMo's have one key more than transformers' of the
+    same configuration."""
+    model = deepcopy(model)
+    if model.config.model_type == "mimo_v2_flash":
         model.config.sliding_window += 1
-    Judge(model).check(results)
+    return model
 
 
 def test_simulated_kernel(checkpoints, start_sglang):
