@@ -154,7 +154,7 @@ EXPLAINED = (
         "of a chain's consumers: the load warp has waited before it fetches what their products and stores are behind",
     ),
     (
-        r"try_wait.*behind device/tile\.py:\d+, before sm100/keys\.py:114",
+        r"try_wait.*behind device/tile\.py:\d+, before sm100/keys\.py:11[46]",
         "S, waited for next, is behind the MMA warp's wait for the same Q",
     ),
     (
@@ -193,5 +193,13 @@ EXPLAINED = (
     (
         r"try_wait.*behind fmha/schedule\.py:\d+, before sm100/softmax_warps\.py:158",
         "where V is K: S, waited for, is behind the MMA warp's wait for the same tile",
+    ),
+    (
+        r"try_wait.*behind sm100/mma\.py:161, before sm100/mma\.py:148",
+        "dq_empty, waited for just before, comes behind the key warps' own wait for the step",
+    ),
+    (
+        r"try_wait.*behind device/blocks\.py:50, before sm100/keys\.py:136",
+        "of the last step: where dQ is wanted, the warp has waited for it in the loop",
     ),
 )
