@@ -75,18 +75,14 @@ def may_expand(problem: AttentionProblem) -> bool:
     """Whether keys and values are in codes that can be dequantised first, in the memory that may be taken for that."""
     if problem.format.kv_format is None or problem.format.shared_kv:
         return False
-    return wide_numbers(problem) * BYTES <= MOST_BYTES
-
-
-def expanding_bytes(problem: AttentionProblem) -> float:
-    """Bytes that dequantising reads and writes."""
-    return wide_numbers(problem) * (BYTES + problem.format.kv_row(VECTOR) / VECTOR)
-
-
-def wide_numbers(problem: AttentionProblem) -> int:
-    """Numbers of K and V for which there is room in 16 bits."""
     batch, keys = wide_rows(problem)
-    return 2 * batch * keys * problem.heads_kv * problem.head_dim
+    return 2 * batch * keys * problem.heads_kv * problem.head_dim * BYTES <= MOST_BYTES
+
+
+def expanding_bytes(problem: AttentionProblem, keys: float) -> float:
+    """Bytes that dequantising so many keys and values of all heads reads and writes."""
+    each = BYTES + problem.format.kv_bits / 8
+    return 2 * keys * problem.heads_kv * problem.head_dim * each
 
 
 def wide_rows(problem: AttentionProblem) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from warpspec.common.launch import Target
 from warpspec.fmha.expand import expanded, expanding_bytes, may_expand
 from warpspec.fmha.plan import least_time
 from warpspec.fmha.plan.choices import Choices
+from warpspec.fmha.plan.scenarios import scenarios
 from warpspec.fmha.problem import AttentionProblem
 
 
@@ -21,5 +22,7 @@ def expands(choices: Choices, problem: AttentionProblem, target: Target) -> bool
     choices.config.check(problem, target)
     if not choices.converts(problem):
         return False
-    first = choices.expanding + expanding_bytes(problem) / (target.speeds.copy * 1e6)
+    cases = scenarios(problem)
+    keys = sum(requests.count * requests.keys for case in cases for requests in case) / len(cases)
+    first = choices.expanding + expanding_bytes(problem, keys) / (target.speeds.copy * 1e6)
     return first + least_time(choices, expanded(problem), target) < least_time(choices, problem, target)
