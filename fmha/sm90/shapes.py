@@ -127,12 +127,9 @@ NVFP4_FEW = {
     },
     2: {128: Shape(1, 32, 16, 2, 216, 40, row_tiles=2)},
 }
-# Twice as many warps for long rows: with short ones, merging their states takes longer than they save.
-NVFP4_LONG = {128: Shape(2, 32, 16, 2, 104, 32, row_tiles=1)}
-LONG_KEYS = 4096
 # A CTA for each SM, where so few tiles of rows have long rows that their keys are split.
 NVFP4_SPLIT = {128: Shape(3, 32, 24, 1, 160, 32, row_tiles=1, merge_stages=2)}
-SPLIT_TILES = 32  # most tiles of rows
+SPLIT_TILES, SPLIT_KEYS = 32, 4096  # most tiles of rows, least keys
 
 
 def shapes_of(problem: AttentionProblem) -> tuple[Shape, ...]:
@@ -156,8 +153,14 @@ def float8_tiles(problem: AttentionProblem) -> tuple[Shape, ...]:
     if problem.format.kv_bits == 4 and not problem.mask.has_blocks:
         few = few | NVFP4_FEW.get(eights, {})
         requests = problem.requests
-        if eights == 1 and problem.seq_k >= LONG_KEYS and not (requests.has_kv_lengths or requests.packed_k):
-            few = few | (NVFP4_SPLIT if problem.batch * problem.heads_kv <= SPLIT_TILES else NVFP4_LONG)
+        known = not (requests.has_kv_lengths or requests.packed_k)
+        if (
+            eights == 1
+            and known
+            and problem.seq_k >= SPLIT_KEYS
+            and problem.batch * problem.heads_kv <= SPLIT_TILES
+        ):
+            few = few | NVFP4_SPLIT
     if dim in few and problem.bias is None:
         return (few[dim],)
     pack = choose_pack(problem.group, problem.seq_q, WARPGROUP_ROWS)
