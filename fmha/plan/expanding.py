@@ -10,6 +10,8 @@ from warpspec.fmha.plan.choices import Choices
 from warpspec.fmha.plan.scenarios import scenarios
 from warpspec.fmha.problem import AttentionProblem
 
+SLOWER = 1.4  # bytes of the first launch take so many times as long as those of a copy
+
 
 def expands(choices: Choices, problem: AttentionProblem, target: Target) -> bool:
     """Whether keys and values are dequantised first: whether that launch and attention to 16-bit keys are expected to
@@ -24,5 +26,5 @@ def expands(choices: Choices, problem: AttentionProblem, target: Target) -> bool
         return False
     cases = scenarios(problem)
     keys = sum(requests.count * requests.keys for case in cases for requests in case) / len(cases)
-    first = choices.expanding + expanding_bytes(problem, keys) / (target.speeds.copy * 1e6)
+    first = choices.expanding + SLOWER * expanding_bytes(problem, keys) / (target.speeds.copy * 1e6)
     return first + least_time(choices, expanded(problem), target) < least_time(choices, problem, target)
