@@ -11,6 +11,7 @@ from case import Case, keep, loop
 from memory import ALL, whole
 
 SIZES = (128, 512, 1024, 2048, 4096)  # instructions of 16 bytes
+LARGE = (8192, 12288, 16384, 24576, 32768)  # the same, of more code than an SM's caches hold
 CHAINS = 8
 PASSES = (1, 2, 3)
 
@@ -83,10 +84,20 @@ def _jumps(every: int, over: int, grid: int, warps: int) -> Case:
 def cases() -> list[Case]:
     """By size of the code: one SM and all, one warp and eight; `dram`: after a flush of L2; `cold`: of all caches."""
     jumps = [_jumps(*sizes, grid, warps) for sizes in JUMPS for grid, warps in ((1, 1), (ALL, 1), (ALL, 8))]
-    return jumps + [
-        _case(size, passes, grid, warps, source)
-        for size in SIZES
-        for passes in PASSES
-        for grid, warps in ((1, 1), (ALL, 1), (ALL, 8))
-        for source in ("again", "dram", "cold")
-    ]
+    return (
+        jumps
+        + [
+            _case(size, passes, grid, warps, source)
+            for size in SIZES
+            for passes in PASSES
+            for grid, warps in ((1, 1), (ALL, 1), (ALL, 8))
+            for source in ("again", "dram", "cold")
+        ]
+        + [
+            _case(size, passes, grid, warps, source)
+            for size in LARGE
+            for passes in (1, 2)
+            for grid, warps in ((1, 1), (ALL, 4))
+            for source in ("again", "dram")
+        ]
+    )

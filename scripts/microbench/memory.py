@@ -386,6 +386,9 @@ def cases() -> list[Case]:
     for kind in ("store", "red4"):  # how much goes before a warp waits
         found += [_plain(kind, 8, 1, "l2", rounds, 1) for rounds in (1, 2, 3, 4, 6, 8, 12, 16, 32)]
     found += [_plain("store", 8, 1, "l2", rounds) for rounds in (1, 2, 4, 8, 16, 32)]
+    for warps in (16, 24, 32):  # whether more goes before with more warps
+        for grid in (1, ALL):
+            found += [_plain("store", warps, 1, "l2", rounds, grid) for rounds in (1, 2, 3, 4, 6, 8, 12)]
     found += [_stores_then_load(rounds, grid) for grid in (1, ALL) for rounds in (0, 1, 2, 4, 8, 16, 32)]
     for kind in ("load", "copy"):
         found += [_plain(kind, warps, 4, "dram", rounds) for warps in (8, 32) for rounds in (1, 2, 4, 8, 16)]

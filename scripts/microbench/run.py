@@ -4,7 +4,8 @@
     python scripts/microbench/run.py --list | --ptx FOLDER           # without a GPU
 
 Each kernel is PTX text of a few lines (`arithmetic.py`, `shared_memory.py`, `synchronise.py`, `wgmma.py`, `memory.py`,
-`launches.py`, `instructions.py`, `overlap.py`, `attention.py`), timed by %clock64 inside. OUT.json: the GPU and, for
+`launches.py`, `instructions.py`, `fetching.py`, `overlap.py`, `attention.py`), timed by %clock64
+inside. OUT.json: the GPU and, for
 each kernel, what it measures, every figure the median over the repeats (the first run only warms up).
 """
 
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import arithmetic
 import attention
+import fetching
 import instructions
 import launches
 import memory
@@ -31,7 +33,18 @@ import wgmma
 from case import FIELDS, HEADER, Case
 from driver import CLOCK_RATE, L2_BYTES, MEMORY_CLOCK, SM_COUNT, Gpu, TensorMap
 
-SOURCES = (arithmetic, shared_memory, synchronise, wgmma, memory, launches, instructions, overlap, attention)
+SOURCES = (
+    arithmetic,
+    shared_memory,
+    synchronise,
+    wgmma,
+    memory,
+    launches,
+    instructions,
+    fetching,
+    overlap,
+    attention,
+)
 FLUSH_BYTES = 256 << 20
 EMPTY = HEADER + ".visible .entry empty() { ret; }\n"
 EMPTY_LAUNCHES = 400

@@ -14,9 +14,9 @@ from warpspec.sim.clocks.constants import HIGH, LOW, MEDIUM, Chip, Constant
 OURS = "scripts/microbench/run.py"
 COPY = "a copy of 2 GB, scripts/shared/gpu_bench.py"
 DRAM = "DRAM bytes of softmax kernels by ncu, scripts/measure_clocks.py"
-NCU = "scripts/microbench/run.py --only turnover, under ncu"
+NCU = "scripts/microbench/run.py --only brief_1x global_load_8x4_dram_1r global_load_32x4_dram_1r, under ncu"
 STORES = "scripts/microbench/run.py --only global_store_8x1_l2 global_red4_8x1_l2, on an H200"
-FIRST = "scripts/microbench/run.py --only global_load_8x4_dram global_load_32x4_dram"
+FIRST = "scripts/microbench/run.py --only global_load_32x4_dram, under ncu, on an H200"
 HBM_START = "MB that come from HBM at half its rate when a kernel begins"
 BRIEF = "scripts/microbench/run.py --only brief, under ncu"
 ISSUE = f"{OURS}, wgmma_issue_*"
@@ -73,38 +73,30 @@ _TMA = (
     ("store_read_latency", 10, "until a store has read shared memory, beside its bytes", OURS, MEDIUM),
     ("store_latency", 40, "from there until wait_group lets pass", OURS, MEDIUM),
 )
-# Code that an SM has not run before. Sixteen lines are on their way at a time, from L2 or from HBM, where ncu leaves
-# it: 703 clocks are L2's 289 and what HBM's latency is above L2's.
+# Code that an SM has not run before, where ncu's flush has left it in HBM. Blocks that are asked for: 450 clocks behind
+# jumps, 647 in straight code, 515 to 730 by the PC samples of an experts' GEMM, which have six lines a block.
+CODE = f"{OURS}, code_*, under ncu"
 _CODE = (
-    ("code_ahead", 16, "lines of code on their way", f"{OURS}, code_*_cold", MEDIUM),
-    ("code_latency", 289, "until code that is in L2 runs, from a jump on", f"{OURS}, global_latency", MEDIUM),
+    ("code_cache_kb", 128, "KB of code that a cache keeps from call to call", f"{OURS}, code_*_again", HIGH),
+    ("code_near_latency", 66, "until code in that cache runs, from a jump on", f"{OURS}, jump_128_*", MEDIUM),
+    ("code_streamed_kb", 64, "KB of code that come in a stream from the kernel's start on", CODE, HIGH),
+    ("code_line", 17.6, "a line of 128 bytes of the stream", CODE, HIGH),
+    ("code_block", 6, "lines that come from L2 or HBM where a warp asks for one", "PC samples by ncu", HIGH),
+    ("code_latency", 270, "until a block that is in L2 runs", f"{OURS}, code_*_again", HIGH),
+    ("code_hbm_latency", 600, "until a block that is in HBM runs", CODE, MEDIUM),
     (
-        "code_line",
-        17.6,
-        "the same of 128 bytes behind code that is there or on its way",
-        f"{OURS}, code_*_cold",
-        HIGH,
-    ),
-    (
-        "code_hbm_latency",
-        703,
-        "until code that is in HBM runs, from a jump on",
-        f"{OURS}, global_latency",
-        MEDIUM,
-    ),
-    (
-        "code_hbm_line",
-        17.6,
-        "the same of 128 bytes behind code that is there or on its way",
-        f"{OURS}, code_*_cold",
-        MEDIUM,
+        "code_behind_loads",
+        0.45,
+        "of the time of the SM's own loads before, which a block waits for",
+        f"{OURS}, parts_16_*_crowded_*",
+        LOW,
     ),
 )
 _MEMORY = (
     ("l1_latency", 37, "of ld.global that hits L1", OURS, HIGH),
     ("l2_latency", 281, "of ld.global that hits L2", OURS, HIGH),
     ("hbm_latency", 695, "of ld.global that does not", OURS, HIGH),
-    ("hbm_start_mb", 3.7, HBM_START, FIRST, MEDIUM),
+    ("hbm_start_mb", 1.35, HBM_START, FIRST, MEDIUM),
     (
         "burst",
         250,
@@ -197,7 +189,7 @@ def _hopper(
             "hbm_gb",
             hbm,
             "GB/s of HBM where as much is written as read",
-            f"{OURS}, global_copy_32x4_dram_16r",
+            f"{OURS}, global_copy_32x4_dram_4r to 16r, of an H200 under ncu",
             HIGH,
         ),
         ("hbm_read_gb", read, "GB/s that all SMs read from HBM", f"{OURS}, global_load_32x4_dram_16r", HIGH),
@@ -273,11 +265,11 @@ _H100 = _hopper(
     stored=2160,
     added=1730,
     dirty=22,
-    launch=4680,
-    start=3.7,
+    launch=4930,
+    start=1.35,
 )
 _H200 = _hopper(
-    hbm=4280,
+    hbm=4000,
     read=4550,
     size=62,
     l2=4700,
@@ -285,8 +277,8 @@ _H200 = _hopper(
     stored=2530,
     added=2030,
     dirty=26,
-    launch=3600,
-    start=4.4,
+    launch=3850,
+    start=1.6,
 )
 CHIPS = {
     "h100": Chip("H100", "sm_90a", 132, 1.98, _table(_H100)),

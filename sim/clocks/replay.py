@@ -24,6 +24,7 @@ from warpspec.sim.clocks.servers import Sm
 from warpspec.sim.clocks.trace import CtaTrace, LaunchTrace, Step
 from warpspec.sim.clocks.warps import Span, WarpReplay
 
+SASS_BYTES = 16  # of an instruction
 CUT = 0.8  # part of a cut trace that is replayed
 
 
@@ -94,7 +95,7 @@ class Replay:
         self.costs = {} if costs is None else costs
         self.actions: dict[int, Action] = {}
         self.sms = [
-            Sm(chip, fresh_share, cold, active_share, written_share, sharers, tensors)
+            Sm(chip, fresh_share, cold, active_share, written_share, sharers, tensors, self._code_bytes())
             for _ in range(1 + max(sm for _, sm in clusters[0]))
         ]
         beside = ("operands_first", "crowd_beside_wgmma")
@@ -189,11 +190,17 @@ class Replay:
         for name in ("issue", "fma", "alu", "mufu"):
             busy[name] /= 4
         busy |= self.sms[0].busy()
+        drained = max(sm.drained() for sm in self.sms)  # a launch has ended when its stores have
         if not cut_off:
-            return Result(max(ends), ends, busy, self.spans, self.warps, self.sms[0].bytes_moved)
+            return Result(max(drained, *ends), ends, busy, self.spans, self.warps, self.sms[0].bytes_moved)
         steps, since = self.half
         beyond = max(0, self.total_steps - self.steps) * (self.now - since) / max(self.steps - steps, 1)
+        beyond += max(0.0, drained - self.now)
         return Result(self.now, ends, busy, self.spans, self.warps, self.sms[0].bytes_moved, beyond)
+
+    def _code_bytes(self) -> int:
+        """Bytes of the kernel's SASS; 0: not known."""
+        return 0 if self.order is None else SASS_BYTES * len(self.order.sass.instrs)
 
     def push(self, time: float, what: str, argument: object) -> None:
         self._order += 1

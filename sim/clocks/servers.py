@@ -5,8 +5,8 @@ from __future__ import annotations
 from warpspec.sim.clocks.constants import Chip
 
 SCHEDULERS = 4
+KB = 1024
 LINE = 128  # bytes
-CODE_AHEAD = 16  # lines of code: L2's latency over the clocks a line that code from there takes
 MMA_COLUMNS = (64, 128, 256)  # values of N for which the table has the time of a tcgen05.mma
 
 
@@ -17,6 +17,7 @@ class Sm:
     active_share: share of all SMs that run and share L2 and HBM. written_share: share of the bytes stored that reaches
     HBM before the kernel ends; L2 keeps the rest. sharers: SMs that load the same bytes at the same time, which L2 then
     reads once. tensors: (fresh_share, sharers) of the loads of a tensor, by (address, bytes); of others it is those.
+    code_bytes: of the kernel's code.
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class Sm:
         written_share: float,
         sharers: float = 1.0,
         tensors: dict[tuple[int, int], tuple[float, float]] | None = None,
+        code_bytes: int = 0,
     ):
         self.chip = chip
         sharing = max(1.0, chip.sms * active_share)
@@ -56,8 +58,11 @@ class Sm:
         self.queue_used = 0.0
         self.queue_tail = 0.0
         self.bytes_moved = 0.0
-        self.code_times = chip.clocks("code_hbm_latency"), chip.clocks("code_hbm_line")
         self.code: dict[int, float] = {}  # lines of code that the SM has fetched, and when they arrived
+        # Without a flush a cache beside the SMs has the code of a small kernel.
+        self.fetches = cold or code_bytes > chip.clocks("code_cache_kb") * KB
+        self.streamed = int(chip.clocks("code_streamed_kb")) * KB // LINE if cold else 0  # lines
+        self.code_latency = chip.clocks("code_hbm_latency" if cold else "code_latency")
 
     def busy(self) -> dict[str, float]:
         """Clocks that each unit has worked."""
@@ -70,23 +75,24 @@ class Sm:
         }
 
     def fetch(self, at: float, first: int, last: int) -> float:
-        """When the SM has lines of code: the CODE_AHEAD lines after one are prefetched, any other is fetched on
-        demand."""
+        """When the SM has lines of code.
+
+        The first lines of a kernel come in a stream that begins with it. Whoever needs others, or does not want to wait
+        for these, asks for a block of them, which waits behind a part of the SM's own loads.
+        """
         code, ready = self.code, at
         for line in range(first, last + 1):
             there = code.get(line)
             if there is None:
-                (latency, each), there = self.code_times, None
-                for ahead in range(1, int(self.chip.clocks("code_ahead")) + 1):
-                    before = code.get(line - ahead)
-                    if before is not None:
-                        there = max(before, at - latency) + ahead * each
-                        break
-                if there is None:
-                    there = at + latency if code else at  # the launch time includes the first
+                loads = self.chip.clocks("code_behind_loads") * max(0.0, self.memory_free - at)
+                there = asked = at + self.code_latency + loads
+                if line < self.streamed:
+                    there = min(asked, line * self.chip.clocks("code_line"))
+                if there == asked:
+                    for fetched in range(line, line + int(self.chip.clocks("code_block"))):
+                        code.setdefault(fetched, asked)
                 code[line] = there
-            if there > ready:
-                ready = there
+            ready = max(ready, there)
         return ready
 
     # ---- memory ------------------------------------------------------------------------------------------------
@@ -145,6 +151,10 @@ class Sm:
     def lanes_wait(self, at: float) -> float:
         """When lanes can access memory: they do so in order, and few bytes wait to leave the SM."""
         return max(at, self.lanes_free - self.lanes_ahead)
+
+    def drained(self) -> float:
+        """When all that was stored has left the SM."""
+        return max(self.store_free, self.lanes_free)
 
     def tma_load(self, at: float, nbytes: float, fresh: bool, tensor: tuple[int, int] | None = None) -> float:
         """A load by TMA. fresh: of bytes that the trace has not loaded before. tensor: which it is of, if known."""

@@ -57,7 +57,7 @@ class WarpReplay:
         chip = replay.chip
         self.branch = chip.clocks("branch")
         self.depth = chip.clocks("wgmma_depth") if chip.has("wgmma_depth") else 0
-        self.cold_code = self.server.cold and chip.has("code_line")
+        self.fetches = self.server.fetches
         self.alone, self.demand = 0.0, [0.0] * PIPES
         self.pending: list[tuple[int, float]] = []  # (registers, when loads fill them)
         self.groups: list[Event] = []  # the ends of committed groups of wgmma
@@ -117,7 +117,7 @@ class WarpReplay:
         replay, server = self.replay, self.server
         moves = type(entry) is Moved
         chunk = entry.chunk if moves else entry
-        if self.cold_code and chunk.count and chunk.last not in self.code_read:
+        if self.fetches and chunk.count and chunk.last not in self.code_read:
             now = replay.now + self.alone
             until = server.fetch(now, chunk.first, chunk.last)
             if until > now:

@@ -225,15 +225,28 @@ def test_sms_that_load_the_same_bytes_share_l2():
     assert shared == pytest.approx(H200.clocks("l2_shared_bytes") / 132)
 
 
-def test_code_is_fetched_once():
-    sm, line = Sm(H200, 0.0, True, 1.0, 0.0), H200.clocks("code_hbm_line")
-    assert sm.fetch(0.0, 0, 0) == 0.0  # the first line comes with the launch
-    first = sm.fetch(0.0, 50, 51)
-    assert first == pytest.approx(H200.clocks("code_hbm_latency") + line)
-    assert sm.fetch(first, 50, 51) == first
-    assert sm.fetch(first, 52, 52) == pytest.approx(first + line)  # behind what was fetched
-    assert sm.fetch(9000.0, 53, 53) == 9000.0  # fetched ahead long before
-    assert sm.fetch(9000.0, 100, 100) == pytest.approx(9000.0 + H200.clocks("code_hbm_latency"))
+def test_code_is_streamed_or_asked_for():
+    sm, line, latency = (
+        Sm(H200, 0.0, True, 1.0, 0.0),
+        H200.clocks("code_line"),
+        H200.clocks("code_hbm_latency"),
+    )
+    assert sm.fetch(0.0, 0, 10) == pytest.approx(10 * line)  # sooner than a block that is asked for
+    assert sm.fetch(0.0, 100, 102) == latency
+    block = int(H200.clocks("code_block"))
+    assert sm.fetch(latency, 103, 99 + block) == latency
+    assert sm.fetch(9000.0, 400, 510) == 9000.0  # the stream has passed
+    beyond = int(H200.clocks("code_streamed_kb")) * 8
+    assert sm.fetch(9000.0, beyond, beyond) == 9000.0 + latency
+    sm.load(0.0, 1 << 20, 1)
+    behind = H200.clocks("code_behind_loads") * sm.memory_free
+    assert sm.fetch(0.0, 2 * beyond, 2 * beyond) == pytest.approx(latency + behind)
+
+
+def test_a_small_kernels_code_stays_from_call_to_call():
+    small, large = (Sm(H200, 0.0, False, 1.0, 0.0, code_bytes=kb << 10) for kb in (100, 200))
+    assert not small.fetches and large.fetches
+    assert large.fetch(0.0, 0, 0) == H200.clocks("code_latency")
 
 
 def test_residency_names_its_limit():
