@@ -4,20 +4,21 @@
     python scripts/predict_plans.py TRACES --predict OUT.json ...
     python scripts/predict_plans.py --list
 
-docs/data has the times of many plans of random problems (``collect_plans.py``): calls in a CUDA graph, one after the
-other. Problems are drawn from these; of each, the fastest plan and others at random run in the simulator, a few
-clusters of each kernel, and leave their traces in the folder TRACES. These are then timed for the GPU that the plans
-were timed on. Nothing needs a GPU. OUT.json: a problem a row with what was measured and predicted, in microseconds, as
-``clock_errors.py --plans`` takes it.
+docs/data has the times of many plans of random problems: calls in a CUDA graph, one after the other
+(``collect_plans.py``), or in turn (``bench_sweep.py --regret``). Problems are drawn from these; of each, the fastest
+plan that today's code has and others at random run in the simulator, a few clusters of each kernel, and leave their
+traces in the folder TRACES. These are then timed for the GPU that the plans were timed on. Nothing needs a GPU.
+OUT.json: a problem a row with what was measured and predicted, in microseconds, for ``clock_errors.py --plans``.
 
 A call's prediction is that of its kernels without the launch that the table of constants has, which is ncu's, and with
-the time of an empty kernel in a graph, which each file says.
+the time of an empty kernel in a graph, which files of plans say.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import lzma
 import multiprocessing
 import random
 import time
@@ -28,8 +29,8 @@ from typing import NamedTuple
 import fit_plans
 import torch
 from shared.plan_calls import describe, planned_call
-from shared.sweep_calls import attention_inputs
-from shared.sweep_regret import problem_of
+from shared.sweep_calls import OURS, attention_inputs
+from shared.sweep_regret import PLAN, problem_of
 from shared.sweep_shapes import from_json
 
 from warpspec import sim
@@ -47,6 +48,8 @@ from warpspec.sim.clocks.waves import Grid
 DATA = Path(__file__).resolve().parent.parent / "docs" / "data"
 MOST_BYTES = 4e8  # of a problem's tensors, which the host must fill
 PROBLEMS, PLANS, SAMPLE = 40, 5, 3
+TINY_US = 1.0  # of an empty kernel in a graph, where a file does not say it
+LEAST = 3  # plans of a problem that are worth a choice
 SECTION = 8  # place of a section of tiles in a plan's description, which today's plan need not share
 
 
@@ -65,33 +68,69 @@ def timed_problems() -> Iterator[Timed]:
     number = 0
     for path in sorted(DATA.glob("*-plans-*.jsonl.xz")):
         about, lines = fit_plans.timings(path)
-        name = "h200" if "H200" in about["header"] else "h100"
         for line in lines:
             times = {
                 plan: us
                 for plan, us in line["times"].items()
                 if plan != "flash" and not _stale(json.loads(plan), about["header"])
             }
-            if len(times) >= 3:
-                yield Timed(number, name, about["tiny_us"], line | {"times": times})
+            if len(times) >= LEAST:
+                yield Timed(number, _gpu(about["header"]), about["tiny_us"], line | {"times": times})
             number += 1
+    for path in sorted(DATA.glob("*-sweep-h*.json.xz")):
+        sweep = json.loads(lzma.decompress(path.read_bytes()))
+        for result in sweep["results"]:
+            times = _times_of_plans(result)
+            if len(times) >= LEAST:
+                line = {"shape": result["shape"], "times": times}
+                yield Timed(number, _gpu(sweep["header"]), TINY_US, line)
+            number += 1
+
+
+def _gpu(header: str) -> str:
+    """The chip that a file's header names."""
+    return "h200" if "H200" in header else "h100"
+
+
+def _times_of_plans(result: dict) -> dict[str, float]:
+    """Microseconds of the plans of a call of a sweep, the chosen one among them."""
+    times = {
+        name.removeprefix(PLAN): us
+        for name, us in result.get("plans", {}).items()
+        if name.startswith(PLAN + "[")
+    }
+    if times and result.get("chosen") and OURS in result["times"]:
+        times[json.dumps(result["chosen"])] = result["times"][OURS]
+    return times
 
 
 def _stale(plan: list, header: str) -> bool:
     return len(plan) == SECTION + 1 and fit_plans.stale(plan[5], header)
 
 
-def drawn(seed: int, problems: int, plans: int) -> list[tuple[Timed, list[str]]]:
-    """(Problem, names of the plans to predict): the fastest plan of each problem is among them."""
+def drawn(seed: int, problems: int, plans: int, only: str = "") -> list[tuple[Timed, list[str]]]:
+    """(Problem, names of the plans to predict) of a GPU or of any: the fastest that today has, and others."""
     draw = random.Random(f"plans {seed}")
-    small = [one for one in timed_problems() if _shape(one).held_bytes <= MOST_BYTES]
+    small = [one for one in timed_problems() if only in one.chip and _shape(one).held_bytes <= MOST_BYTES]
     found = []
-    for one in draw.sample(small, min(problems, len(small))):
-        times = one.line["times"]
+    for one in draw.sample(small, len(small)):
+        if len(found) == problems:
+            break
+        problem, target = _problem_and_target(one)
+        times = {name: us for name, us in one.line["times"].items() if plan_named(name, problem, target)}
+        if len(times) < LEAST:
+            continue
         best = min(times, key=times.get)
         others = sorted(set(times) - {best})
         found.append((one, [best, *draw.sample(others, min(plans - 1, len(others)))]))
     return found
+
+
+def _problem_and_target(one: Timed) -> tuple[AttentionProblem, Target]:
+    """A timed problem, with its tensors on the host, and the GPU that it was timed on."""
+    problem = problem_of(_shape(one))
+    object.__setattr__(problem, "device", torch.device("cpu"))
+    return problem, Target.of_model(next(gpu for gpu in MODELS if gpu.name.lower() == one.chip))
 
 
 def _shape(one: Timed):
@@ -129,15 +168,10 @@ def path_of(one: Timed, name: str, folder: Path) -> Path:
 
 def record(one: Timed, name: str, folder: Path, sample: int) -> str:
     """Run a plan and keep its traces; says what was recorded."""
-    shape = _shape(one)
-    target = Target.of_model(next(gpu for gpu in MODELS if gpu.name.lower() == one.chip))
-    problem = problem_of(shape)
-    object.__setattr__(problem, "device", torch.device("cpu"))
+    problem, target = _problem_and_target(one)
     plan = plan_named(name, problem, target)
-    if plan is None:
-        return "no such kernel today"
     with simulating(target), sim.recording(sample):
-        call, inputs = planned_call(problem, target, plan), attention_inputs(shape, "cpu")
+        call, inputs = planned_call(problem, target, plan), attention_inputs(_shape(one), "cpu")
         with captured() as traces:
             call(inputs)
     save(traces, path_of(one, name, folder))
@@ -146,8 +180,8 @@ def record(one: Timed, name: str, folder: Path, sample: int) -> str:
 
 def predict(one: Timed, name: str, folder: Path) -> float:
     """Microseconds that a plan is predicted to take."""
-    of = chip(one.chip)  # whose L2 has the code since the call before
-    of = of.with_constants(code_hbm_latency=of.clocks("code_latency"), code_hbm_line=of.clocks("code_line"))
+    of = chip(one.chip)  # a cache of which has the code since the call before
+    of = of.with_constants(code_hbm_latency=of.clocks("code_near_latency"))
     launches = [Grid(trace, of, cold=True).predict(of) for trace in load(path_of(one, name, folder))]
     return sum((launch.clocks - launch.overhead) / of.ghz / 1e3 + one.tiny_us for launch in launches)
 
@@ -169,6 +203,7 @@ def main() -> None:
     parser.add_argument("traces", type=Path, nargs="?")
     parser.add_argument("--predict", type=Path, metavar="OUT.json")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--chip", choices=("h100", "h200"), default="", help="problems of this GPU alone")
     parser.add_argument("--problems", type=int, default=PROBLEMS)
     parser.add_argument("--plans", type=int, default=PLANS, help="of a problem, the fastest among them")
     parser.add_argument("--sample", type=int, default=SAMPLE, help="clusters of each kernel")
@@ -176,7 +211,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e6, help="wait for no answer after so many")
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args()
-    found = drawn(options.seed, options.problems, options.plans)
+    found = drawn(options.seed, options.problems, options.plans, options.chip)
     if options.list:
         for one, names in found:
             print(one.number, one.chip, one.line["shape"])
