@@ -14,12 +14,14 @@ import torch
 
 @dataclass(frozen=True)
 class ClockCase:
-    """family: rows of the error table. name: of the case, unique. make: device -> the call. ours: no peer's."""
+    """family: rows of the error table. name: of the case, unique. make: device -> the call. ours: no peer's. unseen: of
+    the blind test."""
 
     family: str
     name: str
     make: Callable[[str], Callable[[], object]]
     ours: bool = True
+    unseen: bool = False
 
 
 def _call(function: Callable, *arguments) -> Callable[[str], Callable[[], object]]:
@@ -70,6 +72,18 @@ def _experts(tokens, device="cuda"):
 
     shapes = {**LARGE, "tokens": tokens, "seed": 0, "dtype": "bf16"}
     case = cases.experts_case(_Options(shapes), device)
+    return lambda: case.run("sim" if device == "cpu" else "auto")
+
+
+def _of_command_line(make: str, changed: dict[str, object], device="cuda"):
+    """The call of a case of the command line. make: module and name of its maker; changed: its options."""
+    from importlib import import_module
+
+    from warpspec.cli.options import LARGE
+
+    module, name = make.rsplit(".", 1)
+    options = {**LARGE, "seed": 0, "dtype": "bf16", "kv_dtype": None, "causal": False, "window": None}
+    case = getattr(import_module(module), name)(_Options(options | changed), device)
     return lambda: case.run("sim" if device == "cpu" else "auto")
 
 
@@ -201,11 +215,56 @@ FLASH = (
     (4, 8, 1024, 64, False),
     (1, 8, 512, 128, True),
 )
+# Calls of kernels that no rule or constant was fitted on, nor looked at, before they were predicted.
+MLA = (  # batch, queries, keys, heads, type of the rows
+    (32, 1, 4096, 128, None),
+    (64, 1, 2048, 16, None),
+    (4, 1, 16384, 64, None),
+    (128, 2, 1024, 16, None),
+    (32, 1, 4096, 128, "e4m3"),
+    (64, 1, 8192, 16, "e4m3"),
+)
+GATHERED = (  # queries, rows of each, heads, format
+    (128, 2048, 128, "v3.2-fp8"),
+    (1024, 2048, 64, "v3.2-fp8"),
+    (16, 512, 128, "v3.2-fp8"),
+    (64, 1024, 64, "v4-fp8"),
+)
+CODES = (  # batch, heads, KV heads, queries, keys, head size, type of K and V
+    (32, 64, 8, 1, 8192, 128, "e4m3"),
+    (64, 16, 2, 1, 3000, 64, "e4m3"),
+    (16, 32, 4, 1, 6000, 256, "e4m3"),
+    (2, 16, 4, 1536, 1536, 128, "e4m3"),
+)
 FLASH_GRADIENTS = ((2, 8, 2048, 128, True), (1, 16, 2048, 64, False))
 QUACK = ((2048, 1024), (2048, 8192), (32768, 4096), (4, 262144), (4096, 2048), (8192, 16384))
 QUACK_NORM = ((2048, 4096), (16384, 8192), (512, 1024))
 QUACK_CROSS_ENTROPY = ((2048, 32000), (512, 4096))
 QUACK_TOPK = ((4096, 1024, 8), (512, 256, 16))
+
+
+def _unseen() -> list[ClockCase]:
+    """The calls of the blind test."""
+    found = []
+    for *sizes, kv_dtype in MLA:
+        options = dict(zip(("batch", "queries", "keys", "heads"), sizes, strict=True)) | {
+            "kv_dtype": kv_dtype
+        }
+        make = _call(_of_command_line, "warpspec.cli.latent_cases.mla_case", options)
+        found.append(ClockCase("MLA", f"{_name('mla', *sizes)} {kv_dtype or 'bf16'}", make, unseen=True))
+    for *sizes, row_format in GATHERED:
+        options = dict(zip(("batch", "keys", "heads"), sizes, strict=True))
+        options |= {"queries": 1, "row_format": row_format}
+        make = _call(_of_command_line, "warpspec.cli.latent_cases.gathered_case", options)
+        found.append(
+            ClockCase("gathered rows", f"{_name('gathered', *sizes)} {row_format}", make, unseen=True)
+        )
+    for *sizes, kv_dtype in CODES:
+        names = ("batch", "heads", "kv_heads", "queries", "keys", "head_dim")
+        options = dict(zip(names, sizes, strict=True)) | {"kv_dtype": kv_dtype, "causal": sizes[3] > 1}
+        make = _call(_of_command_line, "warpspec.cli.cases.attention_case", options)
+        found.append(ClockCase("8-bit keys", f"{_name('codes', *sizes)} {kv_dtype}", make, unseen=True))
+    return found
 
 
 def cases() -> list[ClockCase]:
@@ -232,6 +291,7 @@ def cases() -> list[ClockCase]:
         for sizes in TOPK
     ]
     found += [ClockCase("experts", _name("experts", tokens), _call(_experts, tokens)) for tokens in EXPERTS]
+    found += _unseen()
     found += [
         ClockCase(
             "flash-attn-4", _name("flash-attn-4", *sizes[:4], causal=sizes[4]), _call(_flash, *sizes), False
