@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from warpspec.aot.models import BLOCKS, CALLS, KV_CACHES, MODELS, NEAR, PAGE_SIZES, needed, rank_of
 from warpspec.aot.workers import compile_all
+from warpspec.common.command_line import positive
 from warpspec.common.disk_cache import CACHE_VARIABLE
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import GPUS
@@ -47,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--arch", default="sm_90a", choices=sorted(GPUS), help="target (default %(default)s)")
     parser.add_argument(
-        "--sm-count", type=int, help="SMs of the GPU, where not as many as an H200's or B200's"
+        "--sm-count", type=positive, help="SMs of the GPU, where not as many as an H200's or B200's"
     )
     parser.add_argument(
         "--calls",
@@ -58,7 +59,11 @@ def parser() -> argparse.ArgumentParser:
         f"{BLOCKS}, rows of a batch with lists of blocks)",
     )
     parser.add_argument(
-        "--page-sizes", nargs="+", type=int, default=PAGE_SIZES, help="keys of a page (default %(default)s)"
+        "--page-sizes",
+        nargs="+",
+        type=positive,
+        default=PAGE_SIZES,
+        help="keys of a page (default %(default)s)",
     )
     parser.add_argument(
         "--kv-cache",
@@ -66,9 +71,11 @@ def parser() -> argparse.ArgumentParser:
         choices=KV_CACHES,
         help="what the KV cache holds (default %(default)s)",
     )
-    parser.add_argument("--ranks", type=int, default=1, help="ranks of tensor parallelism (default 1)")
+    parser.add_argument("--ranks", type=positive, default=1, help="ranks of tensor parallelism (default 1)")
     parser.add_argument("--cache", metavar="DIR", help=f"folder to keep them in (default: {CACHE_VARIABLE})")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one a CPU)")
+    parser.add_argument(
+        "--jobs", type=positive, default=os.cpu_count(), help="processes (default: one a CPU)"
+    )
     parser.add_argument(
         "--list", action="store_true", help="only list the models, or with --model the kernels, one a line"
     )
@@ -107,6 +114,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for kernel, config in wanted:
             print(kernel.name, config)
         return 0
+    try:
+        CACHE.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser().error(f"--cache: kernels cannot be kept in {CACHE.folder}: {error}")
     print(f"{len(wanted)} kernels for {options.arch} into {CACHE.folder}")
     failed = compile_all(list(wanted), options.arch, options.jobs)
     return 1 if failed else 0

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from warpspec.common.command_line import natural, positive
 from warpspec.common.kv_formats import EIGHT_BITS
 from warpspec.fmha.checks import HEAD_SIZES
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 KV_DTYPES = {None: None, **EIGHT_BITS}
 ROW_FORMATS = ("v4-fp8", "v3.2-fp8")  # formats of gathered attention's pools
-MOST = 2**31 - 1  # largest number that an option of a shape takes
 ATTENTION = ("batch", "queries", "keys", "heads", "kv_heads", "head_dim", "causal", "window")
 TAKES = {  # operator -> its options, besides those that all have
     "attention": (*ATTENTION, "kv_dtype"),
@@ -24,17 +24,6 @@ TAKES = {  # operator -> its options, besides those that all have
     "topk": ("rows", "columns", "k"),
     "experts": ("tokens", "experts", "hidden", "width", "choices"),
 }
-
-
-def positive(text: str) -> int:
-    """The number of an option, at least 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if not 1 <= value <= MOST:
-        raise argparse.ArgumentTypeError(f"must be an integer from 1 to {MOST}, got {text}")
-    return value
 
 
 # Shapes where nobody says: small ones for the simulator, an engine's for a GPU.
@@ -66,7 +55,7 @@ def add_options(parser: argparse.ArgumentParser, operators: Sequence[str], shape
     """Options of the operators' shapes and inputs. shapes: the defaults."""
     dtypes = parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="default %(default)s")
     dtypes.help += "; fp32: softmax and topk alone"
-    parser.add_argument("--seed", type=int, default=0, help="of the inputs (default %(default)s)")
+    parser.add_argument("--seed", type=natural, default=0, help="of the inputs (default %(default)s)")
     for title, names in HELP.items():
         if not set(title.split(", ")) & set(operators):
             continue
@@ -100,8 +89,6 @@ def check_options(
     parser: argparse.ArgumentParser, options: argparse.Namespace, operators: Sequence[str]
 ) -> None:
     """End the process with a message where options do not go together, or no operator takes one."""
-    if not 0 <= options.seed <= MOST:
-        parser.error(f"--seed: must be from 0 to {MOST}, got {options.seed}")
     if options.dtype == "fp32" and not set(operators) <= {"softmax", "topk"}:
         parser.error(f"--dtype fp32: softmax and topk take it, {', '.join(operators)} not")
     if (options.causal or options.window) and options.queries > options.keys:

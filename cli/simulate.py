@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 from warpspec.cli import cases
-from warpspec.cli.options import SMALL, add_options, check_options, positive, refuse_given
+from warpspec.cli.options import SMALL, add_options, check_options, refuse_given
+from warpspec.common.command_line import positive
 
 ARCHITECTURES = ("sm_100a", "sm_90a")
 CHIPS = {"h100": "sm_90a", "h200": "sm_90a", "b200": "sm_100a", "b300": "sm_100a"}

@@ -46,7 +46,7 @@ from shared.sweep_shapes import KINDS, Shape, from_json, to_json
 from shared.sweep_timing import Timer
 
 from warpspec.aot.workers import Progress
-from warpspec.cli.options import positive
+from warpspec.common.command_line import positive
 from warpspec.common.hardware import MODELS
 from warpspec.common.launch import Target, target_of
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from warpspec import sim
+from warpspec.common.command_line import natural, positive
 from warpspec.sim.clocks import command
 from warpspec.sim.host import HostModule
 from warpspec.sim.pretend import script
@@ -148,9 +149,9 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument("--options", default="", help="further options of cute.compile")
     found.add_argument(
-        "--seed", type=int, default=0, help="draws the schedule, and the tensors' random numbers"
+        "--seed", type=natural, default=0, help="draws the schedule, and the tensors' random numbers"
     )
-    found.add_argument("--seeds", type=int, help="run so many schedules and compare the results")
+    found.add_argument("--seeds", type=positive, help="run so many schedules and compare the results")
     found.add_argument("--check", choices=["order"], help="order: check memory order")
     found.add_argument("--timeline", help="write a trace for Perfetto to this file")
     found.add_argument("--report", type=Path, help="write one HTML page about the run to this file")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from contextlib import AbstractContextManager, nullcontext
 
+from warpspec.common.command_line import positive
 from warpspec.sim.clocks.chips import CHIPS
 from warpspec.sim.clocks.record import SAMPLE, recording
 
@@ -21,7 +22,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--sample",
-        type=int,
+        type=positive,
         default=SAMPLE,
         help="clusters of a kernel that --clocks runs (default %(default)s)",
     )

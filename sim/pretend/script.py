@@ -9,6 +9,7 @@ import sys
 import traceback
 from pathlib import Path
 
+from warpspec.common.command_line import natural, positive
 from warpspec.sim.clocks import command
 from warpspec.sim.errors import SimError
 from warpspec.sim.pretend import Session, intercept
@@ -28,9 +29,9 @@ def parser() -> argparse.ArgumentParser:
         "--arch", default="sm_100a", help="target to compile for: sm_100a (default), sm_90a, ..."
     )
     found.add_argument("--check", choices=["order"], help="order: check memory order")
-    found.add_argument("--seed", type=int, default=0, help="draws the schedule")
+    found.add_argument("--seed", type=natural, default=0, help="draws the schedule")
     found.add_argument(
-        "--seeds", type=int, help="run each launch under so many schedules and compare the results"
+        "--seeds", type=positive, help="run each launch under so many schedules and compare the results"
     )
     found.add_argument("--timeline", type=Path, help="write a trace for Perfetto to this file")
     found.add_argument("--report", type=Path, help="write one HTML page about the run to this file")

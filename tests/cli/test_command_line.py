@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -143,6 +144,8 @@ def test_errors():
         (("simulate", "gathered", "--dtype", "fp16"), "gathered take bf16"),
         (("simulate", "softmax", "--causal"), "--causal: has no effect here; softmax takes --columns"),
         (("validate", "mla", "--kv-heads", "7"), "--kv-heads 7"),
+        (("compile", "--model", "llama-3-8b", "--ranks", "0"), "--ranks: must be an integer from 1"),
+        (("compile", "--model", "llama-3-8b", "--cache", "/proc/x"), "--cache: kernels cannot be kept in"),
         (("validate", "--model", "gpt-oss-20b", "--window", "9"), "--window 9"),
         (("validate", "--dtype", "fp16"), "fp16: experts take bf16"),
         ((*SMALL, "--sample", "2"), "--clocks"),
@@ -151,7 +154,7 @@ def test_errors():
     ],
 )
 def test_what_cannot_be_computed_is_refused(arguments, message, capsys):
-    with pytest.raises(SystemExit) as ended:
+    with mock.patch.dict(os.environ), pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
