@@ -67,6 +67,15 @@ class KeyBlock(NamedTuple):
         return count - (self.counted(head, LAST) + 1) * self.tiles + self.last_tile(head) + 1
 
 
+def key_block_of(config: cutlass.Constexpr, operands, request, first_key, tiles_q, heads: tuple) -> KeyBlock:
+    """What the lists of blocks say of a key tile. heads: (first, behind the last) of the query heads."""
+    rows, keys = config.mask.block_size
+    row_tiles = rows // config.tile_m
+    return KeyBlock(
+        operands.q_visits, operands.q_counts, request, first_key // keys, row_tiles, tiles_q, heads
+    )
+
+
 @cute.jit
 def steps_of(block) -> Int32:
     """Steps of a key tile of a ``KeyBlock``."""

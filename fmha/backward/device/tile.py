@@ -32,10 +32,12 @@ from warpspec.fmha.backward.device.blocks import (
     RULE,
     KeyBlock,
     first_step,
+    key_block_of,
     last_step,
     step_after,
     steps_of,
 )
+from warpspec.fmha.backward.device.pieces import steps_of_piece
 from warpspec.fmha.backward.features import BackwardKernel
 from warpspec.fmha.backward.schedule import decode
 from warpspec.fmha.device.grid import requests_of
@@ -43,7 +45,7 @@ from warpspec.fmha.device.packed import entry, find_request, query_tiles, reques
 from warpspec.fmha.device.request import Request, request_at
 from warpspec.fmha.device.tile import INTEGERS, widened_by
 from warpspec.fmha.mask import key_range, position_range
-from warpspec.fmha.schedule import key_span, split_part
+from warpspec.fmha.schedule import key_span
 
 START_STEP = 7  # distance in query tiles between the first ones of neighbouring key tiles
 
@@ -261,17 +263,6 @@ def places_of(config: BackwardKernel, operands, pieces):
     return key_tiles_of(config, operands) * pieces
 
 
-def aligned_piece(piece, most, after, steps) -> tuple:
-    """(first step of a key tile, steps) of a piece with heads inside.
-
-    Counted from the request's last query tile on, the tile has ``steps`` steps behind ``after`` others, and the pieces
-    of all key tiles begin at multiples of ``most``. piece: its number among those.
-    """
-    first = cutlass.min(cutlass.max(piece * most - after, 0), steps)
-    end = cutlass.min(cutlass.max((piece + 1) * most - after, 0), steps)
-    return first, end - first
-
-
 def key_tile_at(config: BackwardKernel, operands, window, order, index) -> KeyTile:
     """The key tile, or piece, of the index-th CTA of the launch. order: (pieces, rows of a section, most steps of a
     piece, slices, rows that are not cut), see ``operands.BackwardNumbers``. Called by a whole warp."""
@@ -364,8 +355,7 @@ def key_tile(
     """A piece of a key tile of one KV head. own: (request, its number there, tile_index). cut: (piece, pieces of the
     tile, most steps of a piece if tiles are cut by length). part: (slice, slices) of the heads."""
     request, number, tile_index = own
-    piece, pieces, most = cut
-    heads = operands.k.shape[2]
+    pieces, heads = cut[1], operands.k.shape[2]
     place = request_at(config.requests, operands, request)
     bounds, ranges = config.mask.bounds(window), (None, None)
     if config.mask.has_ranges:
@@ -403,28 +393,10 @@ def key_tile(
     tiles_q = (seq_q + config.tile_m - 1) // config.tile_m
     first_step, steps = zero, count * group
     if cutlass.const_expr(config.cut):
-        if cutlass.const_expr(not config.heads_inside):
-            first_step, steps = split_part(piece, cutlass.max(pieces, 1), steps)
-        else:
-            after = Int32(cutlass.select_(some, (tiles_q - begin - count) * group, zero))
-            if cutlass.const_expr(config.cuts_by_length):
-                piece += after // most
-            else:
-                most = cutlass.max((tiles_q * group + pieces - 1) // pieces, 1)
-            first_step, steps = aligned_piece(piece, most, after, steps)
-        steps = Int32(cutlass.select_(Boolean(pieces > 0), steps, zero))
+        first_step, steps = steps_of_piece(config, cut, steps, (tiles_q, begin, count, group), some)
     blocks = None
     if cutlass.const_expr(config.mask.has_blocks):
-        rows, keys = config.mask.block_size
-        blocks = KeyBlock(
-            operands.q_visits,
-            operands.q_counts,
-            request,
-            first_key // keys,
-            rows // config.tile_m,
-            tiles_q,
-            (first_head, first_head + group),
-        )
+        blocks = key_block_of(config, operands, request, first_key, tiles_q, (first_head, first_head + group))
         steps = steps_of(blocks)
     # Rows past the last query need no mask: their statistics make P zero.
     inner_end = Int32(cutlass.select_(Boolean(inner_end >= seq_q), Int32(FAR), inner_end))
