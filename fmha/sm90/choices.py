@@ -103,8 +103,7 @@ class HopperChoices(Choices):
     def ways(self, problem: AttentionProblem, shape: Shape) -> tuple[Way, ...]:
         """The ways in which CTAs of a shape may get their work; the first suits any number of tiles."""
         if shape.column_parts > 1:
-            one_length = problem.format.shared_kv and not problem.requests.packed_q and cuts_parts(problem)
-            return Way.PERSISTENT, Way.SPLIT, *((Way.PARTS,) if one_length else ())
+            return Way.PERSISTENT, Way.SPLIT
         if problem.bias:
             return Way.PERSISTENT, Way.SINGLE, Way.SPLIT
         if problem.mask.has_blocks:  # the lengths of lists are on the device

@@ -3,11 +3,8 @@
 import pytest
 import torch
 from helpers.gathered_cases import judge, judge_lse, random_case
-from helpers.parts_cases import in_parts
 from helpers.row_scales import random_scales
-from helpers.simulate import choosing
 
-from warpspec.fmha.plan.cost import Way
 from warpspec.latent import mla_decode
 from warpspec.latent.cache import LatentPool
 from warpspec.latent.gathered import gathered_attention
@@ -82,26 +79,6 @@ def test_junk_lengths_and_pages(codes):
     strange[:, 1:] = torch.tensor([-(2**31), 2**31 - 1, len(kv)], device="cuda")[: table.shape[1] - 1]
     o, lse = mla_decode(q, kv, strange, within, scale=0.04, return_lse=True)
     assert o.isfinite().all() and not lse.isnan().any()
-
-
-@pytest.mark.parametrize(
-    ("heads", "queries", "most", "splits"),
-    [(128, 1, 5000, 4), (64, 1, 3000, 9), (16, 2, 9000, 5), (8, 4, 700, 3), (1, 1, 129, 2)],
-)
-def test_parts_of_one_length(heads, queries, most, splits):
-    """Requests of unequal lengths, cut into parts that CTAs take from a queue: twice the same bits."""
-    call, results = paged_call(heads, queries, most, most, False), []
-    with choosing(Way.PARTS, in_parts, splits=splits):
-        for _ in range(2):
-            out = torch.full((7, queries, heads, VALUES), torch.nan, device="cuda", dtype=torch.bfloat16)
-            results.append(mla_decode(*call, scale=0.04, return_lse=True, out=out))
-    wanted, wanted_lse = mla_decode(*call, scale=0.04, return_lse=True, backend="reference")
-    o, lse = results[0]
-    assert (o.float() - wanted.float()).norm() / wanted.float().norm() < O_TOLERANCE
-    seen = wanted_lse != -torch.inf
-    assert (lse - wanted_lse)[seen].abs().max() < LSE_TOLERANCE
-    assert (lse[~seen] == -torch.inf).all() and not o[0].any()
-    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize(
