@@ -16,7 +16,9 @@ def barriers_of(config) -> tuple[Barrier, ...]:
     """The mbarriers of an ``AttentionConfig``: of Q, of tile records, then of K, V and P."""
     found = query_barriers(config)
     if config.scheduler.has_warp:
-        readers = config.consumer_warps + 1 + config.loads_apart + config.converts * WARPGROUP_WARPS
+        readers = (
+            config.consumer_warps + config.parts + config.loads_apart + config.converts * WARPGROUP_WARPS
+        )
         roles = "consumers, converter and load warp" if config.converts else "consumers and load warps"
         found += config.scheduler.barriers("scheduler", roles, readers)
     if config.paired:

@@ -94,16 +94,24 @@ class HopperChoices(Choices):
         consumer would have no rows."""
         for shape in shapes_of(problem):
             groups, rows = shape.groups, shape.most_rows
-            for pack in choose_packs(problem, rows):
+            packs = choose_packs(problem, rows)
+            if shape.column_parts > 1 and self.pairs_take_parts(problem):  # a tile with all queries
+                packs = dict.fromkeys((*packs, max(1, min(problem.group, rows // problem.seq_q))))
+            for pack in packs:
                 several = groups == 1 or problem.seq_q > (groups - 1) * (rows // pack)
                 if several and fits_blocks(problem, groups * (rows // pack), shape.tile_n):
                     sizes = (groups, rows, shape.column_parts, shape.tile_n, shape.kv_stages)
                     yield shape, Tiling(*sizes, shape.ctas_per_sm, pack, problem.requests.packed_q)
 
+    @staticmethod
+    def pairs_take_parts(problem: AttentionProblem) -> bool:
+        """Whether paired consumers may take parts of one length: they load K and V, one tensor, of batch rows."""
+        return problem.format.shared_kv and not problem.requests.packed_q and cuts_parts(problem)
+
     def ways(self, problem: AttentionProblem, shape: Shape) -> tuple[Way, ...]:
         """The ways in which CTAs of a shape may get their work; the first suits any number of tiles."""
         if shape.column_parts > 1:
-            return Way.PERSISTENT, Way.SPLIT
+            return Way.PERSISTENT, Way.SPLIT, *((Way.PARTS,) if self.pairs_take_parts(problem) else ())
         if problem.bias:
             return Way.PERSISTENT, Way.SINGLE, Way.SPLIT
         if problem.mask.has_blocks:  # the lengths of lists are on the device

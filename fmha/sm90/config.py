@@ -69,8 +69,9 @@ class AttentionConfig(AttentionKernel):
             assert self.kv_stages % self.consumer_warps == 0
         if self.paired:
             assert self.consumers == 2 and self.kv_stages == 2 and self.tile_n <= BLOCK
+            assert not self.scheduler.cuts_tiles and self.scheduler.has_warp == self.queues_parts
+            assert self.in_parts or not self.scheduler.has_warp, "K and V have a load warp each"
         assert self.role_registers <= self.register_pool, "setmaxnreg would wait for ever"
-        assert not ((self.scheduler.cuts_tiles or self.scheduler.has_warp) and self.paired)
 
     @classmethod
     def check(cls, problem: AttentionProblem, target: Target) -> None:
@@ -95,11 +96,14 @@ class AttentionConfig(AttentionKernel):
         """
         cls.check(problem, target)
         shape = shape or shapes_of(problem)[0]
+        if shape.column_parts > 1 and schedule is Schedule.QUEUE:
+            shape = shape.scheduling
         pack = pack or choose_pack(problem.group, problem.seq_q, shape.most_rows)
         tile_m = shape.groups * shape.most_rows
         parts = parts_of(problem, rows_of_cta=tile_m, pack=pack, splits=splits)
         sorts = schedule is Schedule.QUEUE and (splits or sortable(problem))
-        has_warp, records = shape.column_parts == 1, 2 if shape.row_tiles else 1  # ``rereads``
+        has_warp = shape.column_parts == 1 or schedule is Schedule.QUEUE
+        records = 2 if shape.row_tiles else 1  # ``rereads``
         in_step = schedule is Schedule.LINE and shape.steps_together(
             problem.heads_kv * -(-problem.group // pack), target.sm_count
         )
@@ -275,7 +279,7 @@ class AttentionConfig(AttentionKernel):
     @property
     def scheduler_warp(self) -> int:
         """Warp of the producer's warpgroup that computes the tiles for the other roles, if one does."""
-        return self.load_warp + 1
+        return self.load_warp + self.parts
 
     @property
     def join_warp(self) -> int:

@@ -202,7 +202,7 @@ def where_of(config, operands, numbers):
         return chunks_of(config, operands, numbers)
     total = Int32(tiles.size * splits)
     section = numbers.section
-    if config.paired:
+    if config.paired and not config.scheduler.has_warp:
         grid = DivisorGrid.of(tiles, splits, group, total, cutlass.min(total, numbers.ctas))
         section = cute.FastDivmodDivisorV2(section)
     else:

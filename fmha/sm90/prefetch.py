@@ -29,7 +29,7 @@ def prefetch_q(source, tile):
 def prefetch_kv(source, where, tile, step):
     """Prefetch a part of the columns of the KV tile of visit ``step``, K and V in one tensor, if there is one and this
     CTA leads."""
-    if (step < tile.span.count) & leads(tile, where):
+    if (step < tile.span.count) & leads(source.config, tile, where):
         config = source.config
         places = kv_places(config, source.operands, tile, tile.span.tile(step))
         ring = source.kv(tile)
@@ -41,7 +41,7 @@ def prefetch_kv(source, where, tile, step):
                 ring.prefetch((row, block, origin))
 
 
-def leads(tile, where) -> Boolean:
+def leads(config, tile, where) -> Boolean:
     """Whether this M tile prefetches, among those that read the same K and V on other CTAs at about the same time: the
     one with the last queries, which see the most keys.
 
@@ -49,6 +49,10 @@ def leads(tile, where) -> Boolean:
         heads, B128 L640:
     12% more time on an H200).
     """
+    if (
+        config.scheduler.has_warp
+    ):  # parts: one query tile a request, whose head tiles are neighbours in the queue
+        return Boolean(tile.group > config.rows.pack) & Boolean(tile.head_tile == 0)
     query_tiles, head_tiles = extent(where.grid.query_tiles), extent(where.grid.head_tiles)
     several = Boolean(query_tiles * head_tiles > 1)
     return several & Boolean(tile.query_tile == query_tiles - 1) & Boolean(tile.head_tile == 0)

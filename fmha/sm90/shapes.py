@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from warpspec.common.hardware import (
@@ -60,6 +60,11 @@ class Shape:
         """Rows that may belong to a query: warps with KV tiles of their own have products for no more, however
         many queries a packed request turns out to have."""
         return self.row_tiles * COLUMN_ROWS if self.row_tiles else WARPGROUP_ROWS
+
+    @property
+    def scheduling(self) -> Shape:
+        """The shape of paired consumers with registers for a scheduler warp: it needs 40, and they need 232."""
+        return replace(self, consumer_registers=232, producer_registers=40)
 
     def steps_together(self, heads: int, sms: int) -> bool:
         """Whether CTAs take chunks of work that is cut by length for all heads of a request in step: rows of codes are

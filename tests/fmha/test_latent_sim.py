@@ -55,7 +55,7 @@ def through_pages(case: Case, page_size: int = 64, **options) -> sim.SimReport:
     options = dict(k=pages, page_table=table, return_lse=case.normalize, out=poisoned_out(case), **options)
     result = attention(**{**inputs, **options}, backend="sim")
     check(case, result, inputs, against_torch=case.seq_q == 1)
-    assert all(launch.local_bytes == 0 for launch in sim.last_report().launches)
+    assert all(launch.local_bytes == 0 for launch in sim.last_report().launches), [l.local_bytes for l in sim.last_report().launches]
     return sim.last_report()
 
 

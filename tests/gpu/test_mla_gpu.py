@@ -1,10 +1,15 @@
 """MLA's decode and V3.2's rows on a GPU, against the reference: random heads, drafts, lengths and pages."""
 
+import functools
+
 import pytest
 import torch
 from helpers.gathered_cases import judge, judge_lse, random_case
+from helpers.parts_cases import in_parts
 from helpers.row_scales import random_scales
+from helpers.simulate import choosing
 
+from warpspec.fmha.plan.cost import Way
 from warpspec.latent import mla_decode
 from warpspec.latent.cache import LatentPool
 from warpspec.latent.gathered import gathered_attention
@@ -103,3 +108,36 @@ def test_v32_rows(tokens, heads, slots, splits, monkeypatch):
         judge_lse(lse, wanted_lse, V32_TOLERANCE)
         assert judge(got, wanted) < tolerance
         monkeypatch.setattr(LatentPool, "read", lambda pool, slots: read(pool, slots).bfloat16().float())
+
+
+@pytest.mark.parametrize(
+    ("heads", "queries", "most", "splits"),
+    [(128, 1, 3000, 7), (16, 2, 5000, 9), (32, 4, 2000, 5), (8, 1, 700, 3)],
+)
+def test_parts_of_one_length(heads, queries, most, splits):
+    """Unequal requests in parts of one length, in a graph that is replayed with other lengths; the same bits twice."""
+    q, kv, table, lengths = paged_call(heads, queries, most, heads, False)
+    kv.copy_(torch.randn(kv.shape, device="cuda"))
+    out = torch.full((len(q), queries, heads, VALUES), torch.nan, device="cuda", dtype=torch.bfloat16)
+    call = functools.partial(mla_decode, q, kv, table, lengths, scale=0.04, return_lse=True)
+    with choosing(Way.PARTS, in_parts, splits=splits):
+        call(out=out)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            _, lse = call(out=out)
+    for turn in range(4):
+        lengths.copy_(
+            torch.randint(0, most + 1, lengths.shape)
+            if turn
+            else torch.tensor([0, 1, most, 64, 65, 63, most])
+        )
+        results = []
+        for _ in range(2):
+            out.fill_(torch.nan)
+            graph.replay()
+            results.append((out.clone(), lse.clone()))
+        assert all(map(torch.equal, *results))
+        wanted, wanted_lse = call(backend="reference")
+        assert (out.float() - wanted.float()).norm() / wanted.float().norm() < O_TOLERANCE
+        seen = wanted_lse != -torch.inf
+        assert (lse - wanted_lse)[seen].abs().max() < LSE_TOLERANCE and (lse[~seen] == -torch.inf).all()
