@@ -182,12 +182,12 @@ def second_kernel(problem: AttentionProblem, config, splits: int) -> tuple[Kerne
     """The kernel, with its configuration, that combines splits or joins pieces after an attention kernel of ``config``;
     None if there are neither."""
     if splits > 1:
-        return COMBINE, combine_config(problem, splits)
+        return COMBINE, combine_config(problem, splits, skips=config.queues_parts and config.paired)
     return (JOIN, join_config(problem, config)) if config.scheduler.cuts_tiles else None
 
 
-def combine_config(problem: AttentionProblem, splits: int) -> CombineConfig:
-    """The combine kernel of a problem whose keys are split into so many parts."""
+def combine_config(problem: AttentionProblem, splits: int, skips: bool = False) -> CombineConfig:
+    """The combine kernel of a problem whose keys are split into so many parts. skips: as in ``CombineConfig``."""
     sizes = problem.heads
     return CombineConfig.of(
         sizes.v_state,
@@ -199,6 +199,7 @@ def combine_config(problem: AttentionProblem, splits: int) -> CombineConfig:
         normalize=problem.normalize,
         packed=problem.requests.packed_q,
         o_dim=0 if sizes.v == sizes.v_state else sizes.v,
+        skips=skips,
     )
 
 

@@ -26,7 +26,7 @@ from warpspec.common.hardware import FP32_BYTES, LINE_BYTES
 from warpspec.fmha.combine import SEGMENT, VECTOR
 from warpspec.fmha.join import BATCH, THREADS, TILE_CTAS
 from warpspec.fmha.line import LEAST_TILES, TILE_OVERHEAD
-from warpspec.fmha.schedule import LEAST_PART, sorts_tiles
+from warpspec.fmha.schedule import LEAST_PART, PART_ENDS, sorts_tiles
 from warpspec.fmha.tiles import ELEMENT_BYTES
 
 CLOCKS_PER_US = 1755.0  # SM clock, in MHz, that constants in clocks assume
@@ -37,6 +37,7 @@ UNSORTED = 2.0
 # Splits get an SM each up to this share of the SMs. Further ones share SMs, apparently because the previous call's
 # combine launch still occupies the others.
 SPREAD = 0.75
+BALANCED_ROUNDS = (1, 2, 3, 4, 6)  # of parts whose length is chosen to balance CTAs
 CROWDED = 0.02  # share of the SMs that may have one more CTA than the others without delaying the launch
 
 
@@ -231,6 +232,24 @@ def join_rounds(t: Tiling, w: Work, pieces, maximum, minimum, ceil):
     return maximum(minimum(each, shared) - 1, 0)
 
 
+def part_size(w: Work, t: Tiling, splits, resident, maximum, minimum, ceil, where) -> tuple:
+    """(KV tiles of a part, number of parts) of a launch by PARTS, expected; each tile's first part is half as long.
+
+    Paired consumers' parts are as long as balances so many ``resident`` CTAs (``device.parts.balanced_size``)."""
+
+    def parts_of(size):
+        return minimum(w.kv / size + 0.5 * w.tiles, w.tiles * splits)
+
+    least = maximum(ceil(w.longest / splits), LEAST_PART)
+    size, time = least, ceil(parts_of(least) / resident) * (least + PART_ENDS)
+    for rounds in BALANCED_ROUNDS:
+        room = maximum(rounds * resident - 0.5 * w.tiles, 1)
+        fits = minimum(maximum(ceil(w.kv / room), least), maximum(w.longest, least))
+        taken = ceil(parts_of(fits) / resident) * (fits + PART_ENDS)
+        size, time = where((t.column_parts > 1) & (taken < time), fits, size), minimum(taken, time)
+    return size, parts_of(size)
+
+
 @dataclass(frozen=True)
 class Constants:
     """The model's constants for one family of kernels. A microsecond has CLOCKS_PER_US clocks.
@@ -405,8 +424,7 @@ def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=
     consumers = t.row_groups * t.column_parts
     parts = w.tiles * splits
     if way is Way.PARTS:
-        size = maximum(ceil(w.longest / splits), LEAST_PART)
-        parts = minimum(w.kv / size + 0.5 * w.tiles, parts)
+        size, parts = part_size(w, t, splits, resident, maximum, minimum, ceil, where)
     tiles = maximum(w.tiles, 1)
 
     fresh = minimum(w.bytes / (w.kv * tile.bytes), 1.0)  # part of the loads that come from memory
@@ -483,7 +501,9 @@ def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=
     if way is Way.PARTS:
         found = found + c.parts_scan
     if way in (Way.SPLIT, Way.PARTS):
-        states = parts / tiles + splits  # written, and read
+        skips = (t.column_parts > 1) & (way is Way.PARTS)  # ``CombineConfig.skips``
+        read = where(skips, parts / tiles, splits)
+        states = parts / tiles + read
         found = found + c.combine + states * w.rows * w.depth * FP32_BYTES / c.combine_bytes
         found = found + c.combine_round * ceil(splits / c.combine_splits)
     if way is Way.LINE:

@@ -7,12 +7,15 @@ import pytest
 import torch
 from helpers.attention_cases import Case, arguments, check, poisoned_out, relative_error
 from helpers.page_layouts import paged
+from helpers.parts_cases import in_parts
+from helpers.simulate import choosing
 from helpers.suites import long, long_but
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from warpspec import sim
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.fmha import attention
+from warpspec.fmha.plan.cost import Way
 from warpspec.latent import mla_decode
 
 ARCHS = ("sm_90a", "sm_100a")
@@ -55,7 +58,7 @@ def through_pages(case: Case, page_size: int = 64, **options) -> sim.SimReport:
     options = dict(k=pages, page_table=table, return_lse=case.normalize, out=poisoned_out(case), **options)
     result = attention(**{**inputs, **options}, backend="sim")
     check(case, result, inputs, against_torch=case.seq_q == 1)
-    assert all(launch.local_bytes == 0 for launch in sim.last_report().launches), [l.local_bytes for l in sim.last_report().launches]
+    assert all(launch.local_bytes == 0 for launch in sim.last_report().launches)
     return sim.last_report()
 
 
@@ -80,6 +83,22 @@ def test_cases(case, arch, simulate_as, check_order):
 def test_split_keys_of_any_pages(arch, page_size, simulate_as):
     simulate_as(arch)
     through_pages(LENGTHS, page_size, num_splits=3)
+
+
+UNEQUAL = replace(LENGTHS, id="unequal", seq_k=900, kv_lengths=(64, 900, 0, 1, 129, 63))
+ONE = replace(STATE, id="one", normalize=True, batch=1, seq_k=700, kv_lengths=(700,))
+
+
+@pytest.mark.parametrize(
+    ("case", "splits"),
+    [(UNEQUAL, 5), *(long(case, 3) for case in (DRAFTS, STATE, POISONED)), long(ONE, 11)],
+    ids=lambda v: getattr(v, "id", v),
+)
+def test_parts_of_one_length(case, splits, simulate_as, check_order):
+    """Unequal requests: a warp cuts the keys of all of them, on sm_90a, and CTAs take the parts from a queue."""
+    simulate_as("sm_90a", sm_count=2)
+    with choosing(Way.PARTS, in_parts, splits=splits):
+        assert len(through_pages(case).launches) == 2
 
 
 @pytest.mark.parametrize("arch", [long("sm_90a"), "sm_100a"])
