@@ -96,7 +96,7 @@ class HopperChoices(Choices):
             groups, rows = shape.groups, shape.most_rows
             packs = choose_packs(problem, rows)
             if shape.column_parts > 1 and self.pairs_take_parts(problem):  # a tile with all queries
-                packs = dict.fromkeys((*packs, max(1, min(problem.group, rows // problem.seq_q))))
+                packs = dict.fromkeys((*packs, whole_requests(problem, rows)))
             for pack in packs:
                 several = groups == 1 or problem.seq_q > (groups - 1) * (rows // pack)
                 if several and fits_blocks(problem, groups * (rows // pack), shape.tile_n):
@@ -121,6 +121,13 @@ class HopperChoices(Choices):
         if not cuts_parts(problem):
             return tuple(way for way in self.schedules if way is not Way.PARTS)
         return tuple(self.schedules)
+
+
+def whole_requests(problem: AttentionProblem, rows: int) -> int:
+    """Heads of a tile that has all queries of a request, if it can: a power of two, so that few kernels serve any
+    number of queries."""
+    most = max(1, min(problem.group, rows // max(problem.seq_q, 1)))
+    return 1 << most.bit_length() - 1
 
 
 CHOICES = HopperChoices(AttentionConfig, HOPPER, SCHEDULES, expanding=EXPANDING)

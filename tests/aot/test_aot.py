@@ -34,7 +34,6 @@ from warpspec.common.launch import SIMULATED
 from warpspec.fmha import BlockMask, launch
 from warpspec.fmha.combine import COMBINE, CombineConfig
 from warpspec.fmha.expand import EXPAND, expand_config, expanded
-from warpspec.fmha.join import JOIN
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.latent import mla_decode
 from warpspec.latent.cache import LatentPool
@@ -50,10 +49,8 @@ def asked_for(found, target):
     """What ``fmha`` compiles for a call."""
     planned = launch.plan(found, target)
     yield launch.ATTENTION.of(target.architecture).ATTENTION, planned.config
-    if planned.splits > 1:
-        yield COMBINE, launch.combine_config(found, planned.splits)
-    if planned.config.scheduler.cuts_tiles:
-        yield JOIN, launch.join_config(found, planned.config)
+    if second := launch.second_kernel(found, planned.config, planned.splits):
+        yield second
 
 
 @pytest.mark.parametrize(

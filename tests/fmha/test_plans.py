@@ -223,7 +223,8 @@ def test_one_long_row_fills_the_gpu():
 
 
 def test_latent_keys_stay_whole_where_requests_fill_the_gpu():
-    """MLA's states of split keys, 512 columns a head, cost more than an idle SM; few requests are split."""
+    """MLA's states of split keys, 512 columns a head, cost more than an idle SM; few requests are split, and requests
+    that are longer than most (by a warp, in the kernel)."""
     kv = torch.empty(8192, 64, 1, 576, dtype=torch.bfloat16, device="meta")
 
     def splits(batch, keys):
@@ -232,9 +233,10 @@ def test_latent_keys_stay_whole_where_requests_fill_the_gpu():
             "page_table": torch.empty(batch, keys // 64, dtype=torch.int32, device="meta"),
             "kv_lengths": torch.empty(batch, dtype=torch.int32, device="meta"),
         }
-        return plan_for("sm_90a", q=q, k=kv, v=None, v_dim=512, scale=0.04, **tensors).splits
+        found = plan_for("sm_90a", q=q, k=kv, v=None, v_dim=512, scale=0.04, **tensors)
+        return found.splits, found.config.queues_parts
 
-    assert splits(128, 4096) == splits(96, 2048) == 1 and splits(32, 8192) == 4
+    assert splits(128, 4096) == splits(96, 2048) == (1, False) and splits(32, 8192) == (12, True)
 
 
 @pytest.mark.parametrize(
