@@ -59,7 +59,7 @@ EXPANDING = 2.0
 # the states of split keys do not stay in L2.
 LATENT_COSTS = replace(
     HOPPER, combine=3.2, combine_bytes=3.5e6, tile=5200.0, tile_row=0.25, sm_bytes=56.0, l2_bytes=190.0,
-    round_=0.75, mma=0.66,
+    round_=0.75, mma=0.66, parts_scan=4.0,
 )  # fmt: skip
 
 
