@@ -152,6 +152,8 @@ def work_of(problem, tiling: Tiling, requests) -> Work:
             mean_start = _clipped_mean(first_start, last_start)
             first_start, last_start = max(first_start, 0), max(last_start, 0)
         ragged = 0.5 * (right is not None and number > 1) + 0.5 * (mean_start > 0)
+        if number > 1 and left is not None and right is not None and mean_start > 0:
+            ragged = window_edges(keys - queries - left, left + right, queries_of, keys_of)
         if number == 1:
             long = -(-mean_end // keys_of) + 0.5 * (mean_start > 0) - mean_start / keys_of
             mean = short = max(long, 0.0)
@@ -195,6 +197,19 @@ def work_of(problem, tiling: Tiling, requests) -> Work:
         boxes_of(problem, tiling.tile_n), depth, tensors, problem.batch, number,
         touched_lines(problem.heads.qk, number), float(sorts_tiles(problem)),
     )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def window_edges(first: int, width: int, queries: int, keys: int) -> float:
+    """KV tiles that a tile of ``queries`` queries visits, less the tiles that its keys would fill, in the mean.
+
+    first: the first key of the first query's window, counted from the first key; it may lie before that. width: keys of
+    a query's window but one. keys: keys of a KV tile. Windows of some sizes begin and end with KV tiles.
+    """
+    period, span = keys // math.gcd(queries, keys), width + queries
+    begins = [first + i * queries for i in range(period)]
+    visited = sum(-(-(begin + span) // keys) - begin // keys for begin in begins)
+    return visited / period - span / keys
 
 
 @lru_cache(maxsize=256)

@@ -19,7 +19,7 @@ from warpspec.fmha.config import Schedule
 from warpspec.fmha.features import RequestLayout
 from warpspec.fmha.logits import BiasLayout, LogitOptions
 from warpspec.fmha.plan import candidates, expectation, make_plan
-from warpspec.fmha.plan.cost import Tiling, Way, microseconds, work_of
+from warpspec.fmha.plan.cost import Tiling, Way, microseconds, window_edges, work_of
 from warpspec.fmha.plan.scenarios import Requests, scenarios
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.schedule import key_span
@@ -293,3 +293,17 @@ def test_a_tile_is_read_in_boxes_that_lie_within_pages(tile_n, page_size, keys):
     ).kv
     assert (kv.page_keys, kv.pages) == (keys, tile_n // keys)
     assert kv.boxes()[1] <= WARP_THREADS  # a lane has the page of each
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "width", "first"), [(64, 64, 127, -127), (64, 48, 127, 5), (9, 80, 511, -3)]
+)
+def test_kv_tiles_at_the_edges_of_windows_are_counted(queries, keys, width, first):
+    """Against the keys that 240 tiles of queries see, one by one."""
+    visited = 0
+    for tile in range(240):
+        begin = first + tile * queries
+        visited += len({key // keys for key in range(begin, begin + width + queries)})
+    assert visited / 240 - (width + queries) / keys == pytest.approx(
+        window_edges(first, width, queries, keys)
+    )
