@@ -75,7 +75,9 @@ def timed_problems() -> Iterator[Timed]:
                 if plan != "flash" and not _stale(json.loads(plan), about["header"])
             }
             if len(times) >= LEAST:
-                yield Timed(number, _gpu(about["header"]), about.get("tiny_us", TINY_US), line | {"times": times})
+                yield Timed(
+                    number, _gpu(about["header"]), about.get("tiny_us", TINY_US), line | {"times": times}
+                )
             number += 1
     for path in sorted(DATA.glob("*-sweep-h*.json.xz")):
         sweep = json.loads(lzma.decompress(path.read_bytes()))
