@@ -19,8 +19,9 @@ from warpspec.common.launch import Kernel, Target
 from warpspec.fmha.block_mask import BLOCK, OWN_PATTERNS, WORD_BITS
 from warpspec.fmha.combine import COMBINE
 from warpspec.fmha.expand import EXPAND, expand_config, expanded
-from warpspec.fmha.launch import ATTENTION, expands_on, second_kernel
+from warpspec.fmha.launch import ATTENTION, second_kernel
 from warpspec.fmha.plan import likely_kernels
+from warpspec.fmha.plan.expanding import likely_ways
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.values import POSITION_LIMIT
 from warpspec.latent.gathered.config import PAGE_ROWS
@@ -117,6 +118,9 @@ PREFILL_QUERIES = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 4096, 
 KEYS = (128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 MOST_QUERIES = 65536  # most queries of a batch
 NEAR = 0.08  # more than a plan's expected time that kernels take which calls of sizes in between may ask for
+# Codes: margin of dequantising first against converting in the kernel, as a multiple of the one among plans. Tiles of
+# the two ways end at different numbers of queries, so their times change places within few sizes.
+WAYS = 2.5
 
 
 class Sizes(NamedTuple):
@@ -283,19 +287,21 @@ def kernels(
     found: Iterable[AttentionProblem], target: Target, margin: float = 0.0
 ) -> list[tuple[Kernel, Hashable]]:
     """The kernels with their configurations that a target runs for these problems, each once; with a margin, those,
-    too, that the plan's model of time expects to take at most ``1 + margin`` times as long.
+    too, that the plan's model of time expects to take at most ``1 + margin`` times as long. Keys in codes: those of
+    the way (``plan.expanding``) that takes at most ``1 + WAYS * margin`` times as long as the other, too.
 
     Raises UnsupportedProblem naming what the target's kernel cannot do.
     """
     package = ATTENTION.of(target.architecture)
     wanted: dict[tuple[Kernel, Hashable], None] = {}
     for problem in found:
-        if expands_on(problem, target):
-            wanted[EXPAND, expand_config(problem)] = None
-            problem = expanded(problem)
-        for config, splits in likely_kernels(package.CHOICES, problem, target, margin):
-            wanted[package.ATTENTION, config] = None
-            second = second_kernel(problem, config, splits)
-            if second is not None:
-                wanted[second] = None
+        for first in likely_ways(package.CHOICES, problem, target, WAYS * margin):
+            if first:
+                wanted[EXPAND, expand_config(problem)] = None
+            attended = expanded(problem) if first else problem
+            for config, splits in likely_kernels(package.CHOICES, attended, target, margin):
+                wanted[package.ATTENTION, config] = None
+                second = second_kernel(attended, config, splits)
+                if second is not None:
+                    wanted[second] = None
     return list(wanted)

@@ -19,12 +19,31 @@ def expands(choices: Choices, problem: AttentionProblem, target: Target) -> bool
 
     Raises UnsupportedProblem naming what the kernel does not support.
     """
+    times = expected_times(choices, problem, target)
+    return times is not None and times[0] < times[1]
+
+
+def likely_ways(
+    choices: Choices, problem: AttentionProblem, target: Target, margin: float
+) -> tuple[bool, ...]:
+    """The answers of ``expands`` whose expected time is at most ``1 + margin`` times the least; its own is among them.
+    Arguments and errors as for ``expands``."""
+    times = expected_times(choices, problem, target)
+    if times is None:
+        return (False,)
+    most = (1 + margin) * min(times)
+    return tuple(first for first, time in zip((True, False), times, strict=True) if time <= most)
+
+
+def expected_times(choices: Choices, problem: AttentionProblem, target: Target) -> tuple[float, float] | None:
+    """Expected microseconds if keys and values are dequantised first, and if the attention kernel reads them as they
+    are; None where only the latter is possible. Arguments and errors as for ``expands``."""
     if choices.expanding is None or not may_expand(problem):
-        return False
+        return None
     choices.config.check(problem, target)
     if not choices.converts(problem):
-        return False
+        return None
     cases = scenarios(problem)
     keys = sum(requests.count * requests.keys for case in cases for requests in case) / len(cases)
     first = choices.expanding + SLOWER * expanding_bytes(problem, keys) / (target.speeds.copy * 1e6)
-    return first + least_time(choices, expanded(problem), target) < least_time(choices, problem, target)
+    return first + least_time(choices, expanded(problem), target), least_time(choices, problem, target)
