@@ -16,6 +16,9 @@ REFERENCE_TOLERANCE = {torch.bfloat16: 3e-3, torch.float16: 5e-4}
 # torch's own (SDPA on a CPU) is 3.1e-3 to 3.6e-3 off in dK and dV, bf16, at the sizes of these cases.
 KERNEL_TOLERANCE = {torch.bfloat16: 4.2e-3, torch.float16: 6e-4}
 SINK_FACTOR = 4  # of dsink: a sum over rows of numbers of both signs
+# Of dQ where a batch row has one to three keys: it is a difference of few terms. With two keys, O in bf16 and all else
+# in float64 is off by 4.3e-3, and with dS in bf16, too, by 5.1e-3.
+FEW_KEYS, FEW_KEYS_FACTOR = 3, 1.3
 
 
 @dataclass(frozen=True)
@@ -237,6 +240,8 @@ class Case:
         with torch.no_grad():
             lse = self.call({n: t.detach().cpu() for n, t in tensors.items()}, backend="reference")[1]
         assert set(found) == {name for name, t in tensors.items() if t.requires_grad}
+        few = any(1 <= length <= FEW_KEYS for length in self.kv_lengths or ())
+        factors = {"sink": SINK_FACTOR, "q": FEW_KEYS_FACTOR if few else 1.0}
         for name, got in found.items():
             assert got.shape == tensors[name].shape and got.dtype == tensors[name].dtype
             got, wanted = got.cpu().double(), expected[name]
@@ -255,7 +260,7 @@ class Case:
                     if wanted.norm() > 0
                     else a.abs().max().item()
                 )
-                limit = SINK_FACTOR * tolerance if name == "sink" else tolerance
+                limit = tolerance * factors.get(name, 1.0)
                 assert error <= limit, f"{self.id}: d{name} of head {h} is off by {error:.2e}"
             if name == "q":  # rows that see no key
                 zero = (lse[..., : got.shape[-3]] == -torch.inf).transpose(-1, -2)
