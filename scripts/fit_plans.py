@@ -27,8 +27,9 @@ from shared.sweep_report import best_peer
 from shared.sweep_shapes import from_json
 
 from warpspec.fmha.plan import cost
-from warpspec.fmha.plan.cost import Constants, Tiling, Way, Work
+from warpspec.fmha.plan.cost import Constants, Way
 from warpspec.fmha.plan.scenarios import Requests
+from warpspec.fmha.plan.work import Tiling, Work, work_of
 
 WAYS = list(Way)
 MANY_CTAS = 99999
@@ -112,7 +113,7 @@ class Data:
                     self.way.append(WAYS.index(way))
                     self.splits.append(splits)
                     tiling.append(t)
-                    of = cost.work_of(problem, t, requests)
+                    of = work_of(problem, t, requests)
                     work.append(of._replace(masked=of.masked * about.get("mask", 1.0)))
                     bytes_us.append(about["speeds"]["copy"])
                     sms.append(132)

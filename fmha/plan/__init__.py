@@ -17,9 +17,10 @@ from warpspec.fmha.config import AttentionKernel
 from warpspec.fmha.logits import LogitNumbers
 from warpspec.fmha.plan.candidates import Candidate, candidates
 from warpspec.fmha.plan.choices import Choices
-from warpspec.fmha.plan.cost import Way, microseconds, work_of
+from warpspec.fmha.plan.cost import Way, microseconds
 from warpspec.fmha.plan.scenarios import scenarios
 from warpspec.fmha.plan.sections import choose_section
+from warpspec.fmha.plan.work import work_of
 from warpspec.fmha.problem import AttentionProblem
 
 ANY_CTAS = 1 << 30  # as many CTAs as there are tiles

@@ -11,8 +11,9 @@ from typing import NamedTuple
 from warpspec.common.launch import Target
 from warpspec.fmha.config import Schedule
 from warpspec.fmha.plan.choices import Choices
-from warpspec.fmha.plan.cost import Tiling, Way
+from warpspec.fmha.plan.cost import Way
 from warpspec.fmha.plan.splits import Loads, choose_splits, visited_tiles
+from warpspec.fmha.plan.work import Tiling
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.schedule import SORTED_TILES, sorts_tiles
 from warpspec.fmha.tree import MOST_DRAFTS

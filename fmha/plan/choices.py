@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from warpspec.fmha.config import Schedule
-from warpspec.fmha.plan.cost import Constants, Tiling, Way
+from warpspec.fmha.plan.cost import Constants, Way
 from warpspec.fmha.plan.splits import Loads
+from warpspec.fmha.plan.work import Tiling
 from warpspec.fmha.problem import AttentionProblem
 
 

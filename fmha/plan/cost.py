@@ -1,7 +1,6 @@
 """One model of the time that a launch takes, whose constants were fitted to timings.
 
-A plan is judged by counted quantities (``Work``): query tiles and the KV tiles that they visit, the longest and the
-shortest query tile, tiles with a mask, loads of pages, bytes. ``microseconds`` computes from these:
+A plan is judged by counted quantities (``work.Work``). ``microseconds`` computes from these:
 
 - the time of a KV tile in a CTA: the maximum, smoothed by a power mean, of what the tensor cores, the exponential
   units, one consumer's chain of products and softmax, the loads' bytes and the loads' latency need;
@@ -22,17 +21,16 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from warpspec.common.hardware import FP32_BYTES, LINE_BYTES
+from warpspec.common.hardware import FP32_BYTES
 from warpspec.fmha.combine import SEGMENT, VECTOR
 from warpspec.fmha.join import BATCH, THREADS, TILE_CTAS
 from warpspec.fmha.line import LEAST_TILES, TILE_OVERHEAD
-from warpspec.fmha.schedule import LEAST_PART, PART_ENDS, sorts_tiles
-from warpspec.fmha.tiles import ELEMENT_BYTES
+from warpspec.fmha.plan.work import Tiling, Work
+from warpspec.fmha.schedule import LEAST_PART, PART_ENDS
 
 CLOCKS_PER_US = 1755.0  # SM clock, in MHz, that constants in clocks assume
 MMA_FLOPS = 4096  # bf16 FLOPs per clock and SM
 EXPONENTIALS = 16  # exponentials per clock and SM
-FAR = 1 << 30
 UNSORTED = 2.0
 # Splits get an SM each up to this share of the SMs. Further ones share SMs, apparently because the previous call's
 # combine launch still occupies the others.
@@ -50,191 +48,6 @@ class Way(enum.Enum):
     LINE = "a chunk of the line of all, cut by length, whose pieces a second launch joins"
     SPLIT = "one of every round, for each split of the keys, which a second launch combines"
     PARTS = "from a queue, parts of the keys of one length, which a second launch combines"
-
-
-class Tiling(NamedTuple):
-    """The properties of a kernel's configuration that decide its time.
-
-    row_groups: number of row groups in a CTA. rows: query rows of a row group. column_parts: warpgroups that share a
-    row group, each with a part of the output's columns. tile_n: keys of a KV tile. stages: KV tiles that the ring
-    holds. ctas_per_sm: CTAs that are resident on an SM. pack: query heads that share a query tile. skips: whether a row
-    group without a query takes no time.
-    """
-
-    row_groups: int
-    rows: int
-    column_parts: int
-    tile_n: int
-    stages: int
-    ctas_per_sm: int
-    pack: int
-    skips: bool = False
-
-    @property
-    def group_queries(self) -> int:
-        return self.rows // self.pack
-
-    @property
-    def queries(self) -> int:
-        """Queries of a query tile."""
-        return self.row_groups * self.group_queries
-
-
-class Work(NamedTuple):
-    """What a launch has to do, in counts.
-
-    tiles: query tiles that have a query. idle: query tiles that have none and come between these. kv: KV tiles
-    visited by all query tiles together. longest, shortest: KV tiles visited by the longest and by the shortest query
-    tile. spread: standard deviation, among query tiles, of the KV tiles before their request's own queries. masked:
-    visits of KV tiles that need a mask. groups: visits of KV tiles, counted once for each row group that has a query.
-    rows: query rows of all heads. bytes: bytes of Q, K, V and O that must be moved. boxes: TMA loads that fetch one K
-    tile or one V tile. depth: elements of a row, the mean of Q and K's and V's. tensors: 2, or 1 if K and V are one
-    tensor. requests: number of requests. number: bytes of an element of K and V. lines: bytes of the L2 lines that a
-    load touches, divided by the bytes that it needs. sorts: 1 if a queue hands out the query tiles in order of length
-    and without idle ones, otherwise 0.
-    """
-
-    tiles: float
-    idle: float
-    kv: float
-    longest: float
-    shortest: float
-    spread: float
-    masked: float
-    groups: float
-    rows: float
-    bytes: float
-    boxes: float
-    depth: float
-    tensors: float
-    requests: float
-    number: float
-    lines: float
-    sorts: float
-
-
-def _clipped_mean(first: float, last: float) -> float:
-    """The mean of max(x, 0) over x that are spread evenly from first to last."""
-    if first >= 0:
-        return (first + last) / 2
-    if last <= 0:
-        return 0.0
-    return last * last / (2 * (last - first))
-
-
-def work_of(problem, tiling: Tiling, requests) -> Work:
-    """Count the work of a problem that has these requests and is cut into tiles as ``tiling`` says."""
-    queries_of, keys_of, group_queries = tiling.queries, tiling.tile_n, tiling.group_queries
-    stride = problem.mask.key_stride
-    plain = stride == 1
-    left = problem.window_left if plain else None
-    right = 0 if problem.mask.causal else problem.window_right
-    heads = problem.heads_kv * -(-problem.group // tiling.pack)
-    tiles = kv = masked = groups = rows = moved = squares = offsets = 0.0
-    longest, shortest = 0.0, math.inf
-    for count, queries, keys in requests:
-        if queries <= 0 or keys <= 0:
-            continue
-        number = -(-queries // queries_of)
-        last = queries - (number - 1) * queries_of  # queries of the last tile
-        visible = keys if left is None else min(keys, left + queries)
-        if right is None:
-            mean_end, first_end = keys, keys
-        else:
-            first_end = min(
-                max((keys * stride - queries + min(queries_of, queries) + right) // stride, 0), keys
-            )
-            last_end = min(keys + right // stride, keys)
-            mean_end = (first_end + last_end) / 2
-        mean_start = first_start = last_start = 0.0
-        if left is not None:
-            first_start, last_start = keys - queries - left, keys - last - left
-            mean_start = _clipped_mean(first_start, last_start)
-            first_start, last_start = max(first_start, 0), max(last_start, 0)
-        ragged = 0.5 * (right is not None and number > 1) + 0.5 * (mean_start > 0)
-        if number > 1 and left is not None and right is not None and mean_start > 0:
-            ragged = window_edges(keys - queries - left, left + right, queries_of, keys_of)
-        if number == 1:
-            long = -(-mean_end // keys_of) + 0.5 * (mean_start > 0) - mean_start / keys_of
-            mean = short = max(long, 0.0)
-        else:
-            end = -(-keys // keys_of)
-            mean = (
-                (mean_end - mean_start) / keys_of + ragged
-                if right is not None
-                else end - mean_start / keys_of
-            )
-            ends = (first_end - first_start) / keys_of + 0.5, end - last_start / keys_of
-            long, short = max(ends), max(min(ends), 0.0)
-            if left is not None:  # between the first tile and the last one, tiles see a whole window
-                long = max(long, min((left + queries_of + (right or 0)) / keys_of + 0.5, end))
-        of_all = count * number * heads
-        tiles += of_all
-        kv += of_all * mean
-        bands = (0 if right is None else (queries_of - 1) / keys_of / stride + 1) + (
-            (queries_of - 1) / keys_of + 1 if mean_start > 0 else 0
-        )
-        masked += of_all * min(
-            mean, bands + (problem.requests.has_kv_lengths or keys % keys_of != 0) * (right is None)
-        )
-        groups += count * heads * mean * -(-queries // group_queries)
-        rows += count * queries * problem.heads_q
-        moved += count * visible
-        longest, shortest = max(longest, long), min(shortest, short)
-        offset = min(max(keys * stride - queries, 0.0), FAR if left is None else left) / (keys_of * stride)
-        offsets += of_all * offset
-        squares += of_all * offset * offset
-    spread = math.sqrt(max(squares / tiles - (offsets / tiles) ** 2, 0.0)) if tiles else 0.0
-    tensors, depth = 1 if problem.format.shared_kv else 2, (problem.heads.qk + problem.heads.v) / 2
-    total = sum(one.count * one.queries for one in requests)
-    idle = 0.0
-    if problem.requests.packed_q and problem.seq_q > queries_of:  # else idle tiles come last
-        idle = max((total // queries_of + problem.batch) * heads - tiles, 0.0)
-    number = problem.format.kv_bits / 8
-    return Work(
-        tiles, idle, kv, longest, 0.0 if shortest == math.inf else shortest, spread, masked, groups, rows,
-        (moved * problem.heads_kv * tensors * number + 2 * rows * ELEMENT_BYTES) * depth,
-        boxes_of(problem, tiling.tile_n), depth, tensors, problem.batch, number,
-        touched_lines(problem.heads.qk, number), float(sorts_tiles(problem)),
-    )  # fmt: skip
-
-
-@lru_cache(maxsize=4096)
-def window_edges(first: int, width: int, queries: int, keys: int) -> float:
-    """KV tiles that a tile of ``queries`` queries visits, less the tiles that its keys would fill, in the mean.
-
-    first: the first key of the first query's window, counted from the first key; it may lie before that. width: keys of
-    a query's window but one. keys: keys of a KV tile. Windows of some sizes begin and end with KV tiles.
-    """
-    period, span = keys // math.gcd(queries, keys), width + queries
-    begins = [first + i * queries for i in range(period)]
-    visited = sum(-(-(begin + span) // keys) - begin // keys for begin in begins)
-    return visited / period - span / keys
-
-
-@lru_cache(maxsize=256)
-def touched_lines(columns: int, number: float) -> float:
-    """Bytes of the L2 lines that loading a row touches, divided by the row's bytes: 1 if rows are whole lines.
-
-    columns: elements of a row. number: bytes of an element. A row is loaded in spans of one line's size. It may begin
-    at any multiple of the greatest common divisor of its own size and a line's; the result is the mean over these. A
-    row of 192 bytes touches 2.5 lines on average, and calls with such rows that are bound by L2 take longer by that
-    ratio (docs/notebook/attention.md).
-    """
-    row = int(columns * number)
-    step = math.gcd(row, LINE_BYTES)
-    found = 0
-    for begin in range(0, LINE_BYTES, step):
-        for span in range(0, row, LINE_BYTES):
-            length = min(LINE_BYTES, row - span)
-            found += -(-((begin + span) % LINE_BYTES + length) // LINE_BYTES)
-    return found * step / row
-
-
-def boxes_of(problem, tile_n: int) -> int:
-    """Number of TMA loads that fetch one K tile or one V tile."""
-    pages = tile_n // math.gcd(problem.requests.page_size or tile_n, tile_n)
-    return 1 if pages == 1 and problem.heads.whole else pages * problem.heads.qk_blocks
 
 
 def join_rounds(t: Tiling, w: Work, pieces, maximum, minimum, ceil):

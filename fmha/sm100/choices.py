@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from warpspec.fmha.config import Schedule
 from warpspec.fmha.plan.choices import Choices
-from warpspec.fmha.plan.cost import BLACKWELL, Tiling, Way
+from warpspec.fmha.plan.cost import BLACKWELL, Way
+from warpspec.fmha.plan.work import Tiling
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.sm100.config import AttentionConfig
 from warpspec.fmha.sm100.shapes import FULL_ROWS, Shape, default_shape

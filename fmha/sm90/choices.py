@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from warpspec.fmha.config import Schedule
 from warpspec.fmha.plan.choices import Choices
-from warpspec.fmha.plan.cost import HOPPER, Constants, Tiling, Way
+from warpspec.fmha.plan.cost import HOPPER, Constants, Way
 from warpspec.fmha.plan.splits import DECODE_LOADS, FLOAT8_LOADS, WARP_LOADS, Loads
+from warpspec.fmha.plan.work import Tiling
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.schedule import cuts_parts
 from warpspec.fmha.sm90.config import AttentionConfig

@@ -16,8 +16,9 @@ from warpspec.common.hardware import Speeds, gpu_model
 from warpspec.common.launch import Target
 from warpspec.fmha.launch import ATTENTION
 from warpspec.fmha.plan import Candidate, candidates, cost, plan_of
-from warpspec.fmha.plan.cost import Tiling, Way, Work
+from warpspec.fmha.plan.cost import Way
 from warpspec.fmha.plan.scenarios import Requests
+from warpspec.fmha.plan.work import Tiling, Work
 from warpspec.fmha.problem import AttentionProblem
 
 from .gpu_bench import table

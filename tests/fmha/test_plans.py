@@ -19,8 +19,9 @@ from warpspec.fmha.config import Schedule
 from warpspec.fmha.features import RequestLayout
 from warpspec.fmha.logits import BiasLayout, LogitOptions
 from warpspec.fmha.plan import candidates, expectation, make_plan
-from warpspec.fmha.plan.cost import Tiling, Way, microseconds, window_edges, work_of
+from warpspec.fmha.plan.cost import Way, microseconds
 from warpspec.fmha.plan.scenarios import Requests, scenarios
+from warpspec.fmha.plan.work import Tiling, window_edges, work_of
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.schedule import key_span
 from warpspec.fmha.sm90.shapes import Shape
