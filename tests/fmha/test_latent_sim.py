@@ -86,12 +86,13 @@ def test_split_keys_of_any_pages(arch, page_size, simulate_as):
 
 
 UNEQUAL = replace(LENGTHS, id="unequal", seq_k=900, kv_lengths=(64, 900, 0, 1, 129, 63))
+FEW = replace(UNEQUAL, id="few", batch=4, heads_q=16, seq_k=420, kv_lengths=(64, 420, 0, 1))
 ONE = replace(STATE, id="one", normalize=True, batch=1, seq_k=700, kv_lengths=(700,))
 
 
 @pytest.mark.parametrize(
     ("case", "splits"),
-    [(UNEQUAL, 5), *(long(case, 3) for case in (DRAFTS, STATE, POISONED)), long(ONE, 11)],
+    [(FEW, 3), long(UNEQUAL, 5), *(long(case, 3) for case in (DRAFTS, STATE, POISONED)), long(ONE, 11)],
     ids=lambda v: getattr(v, "id", v),
 )
 def test_parts_of_one_length(case, splits, simulate_as, check_order):
