@@ -46,12 +46,10 @@ def leads(config, tile, where) -> Boolean:
     one with the last queries, which see the most keys.
 
     No tile does if there is only one M tile: then memory is the bottleneck, and requesting data twice costs time (64
-        heads, B128 L640:
-    12% more time on an H200).
+    heads, B128 L640: 12% more time on an H200). Of a part from the queue, which has one query tile, the first head tile
+    leads: the others are its neighbours in the queue.
     """
-    if (
-        config.scheduler.has_warp
-    ):  # parts: one query tile a request, whose head tiles are neighbours in the queue
+    if config.scheduler.has_warp:
         return Boolean(tile.group > config.rows.pack) & Boolean(tile.head_tile == 0)
     query_tiles, head_tiles = extent(where.grid.query_tiles), extent(where.grid.head_tiles)
     several = Boolean(query_tiles * head_tiles > 1)
