@@ -16,8 +16,8 @@ REFERENCE_TOLERANCE = {torch.bfloat16: 3e-3, torch.float16: 5e-4}
 # torch's own (SDPA on a CPU) is 3.1e-3 to 3.6e-3 off in dK and dV, bf16, at the sizes of these cases.
 KERNEL_TOLERANCE = {torch.bfloat16: 4.2e-3, torch.float16: 6e-4}
 SINK_FACTOR = 4  # of dsink: a sum over rows of numbers of both signs
-# Of dQ and dK where a batch row has one to three keys: dS is a difference of few terms. With two keys, O in bf16 and all
-# else in float64 puts either off by 4.3e-3, and with dS in bf16, too, dQ by 5.1e-3 and dK by 5.0e-3.
+# Of dQ and dK where a batch row has one to three keys: dS is a difference of few terms. With two keys, O in bf16 and
+# all else in float64 puts either off by 4.3e-3, and with dS in bf16, too, dQ by 5.1e-3 and dK by 5.0e-3.
 FEW_KEYS, FEW_KEYS_FACTOR = 3, 1.3
 
 
