@@ -90,8 +90,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if options.list else parser().error("--model: name one, or several, of these")
     if options.cache is not None:
         os.environ[CACHE_VARIABLE] = os.path.abspath(options.cache)
-    if CACHE.folder is None and not options.list:
-        parser().error(f"--cache: needed, {CACHE_VARIABLE} is empty")
+    if not options.list:
+        if CACHE.folder is None:
+            parser().error(f"--cache: needed, {CACHE_VARIABLE} is empty")
+        try:
+            CACHE.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser().error(f"--cache: kernels cannot be kept in {CACHE.folder}: {error}")
     target = replace(SIMULATED[options.arch], device=0)  # compile as for a GPU
     if options.sm_count:
         target = replace(target, sm_count=options.sm_count)
@@ -114,10 +119,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for kernel, config in wanted:
             print(kernel.name, config)
         return 0
-    try:
-        CACHE.folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser().error(f"--cache: kernels cannot be kept in {CACHE.folder}: {error}")
     print(f"{len(wanted)} kernels for {options.arch} into {CACHE.folder}")
     failed = compile_all(list(wanted), options.arch, options.jobs)
     return 1 if failed else 0
