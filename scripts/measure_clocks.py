@@ -15,12 +15,14 @@ import argparse
 import csv
 import io
 import json
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 from shared.clock_cases import cases
+from shared.driver import need_gpu
 
 METRICS = {
     "clocks": "sm__cycles_elapsed.max",
@@ -140,6 +142,9 @@ def main() -> None:
         return
     if options.out is None and not options.compile:
         parser.error("OUT.json is missing")
+    need_gpu("--list needs none")
+    if shutil.which("ncu") is None and not options.compile:
+        parser.error("ncu is not on the PATH; the CUDA toolkit has it")
     script = [sys.executable, __file__, "--only", options.only, "--workers", str(options.workers)]
     began = time.monotonic()
     if not options.compiled:

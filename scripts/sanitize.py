@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from shared.driver import need_gpu
 from shared.lane_arrivals import every_lane_arrives, traced
 
 from warpspec.common.disk_cache import CACHE_VARIABLE
@@ -254,6 +256,13 @@ def main() -> None:
     if options.case:
         run_case(options.case, options.every_lane)
         return
+    for part in options.names:
+        if not any(part in name for name in CASES):
+            parser.error(f"no case has {part!r} in its name; there are: {'; '.join(CASES)}")
+    need_gpu("on a CPU, python -m warpspec.sim run --check order finds races in any script")
+    for tool in (SANITIZER, *(["nvcc"] if options.control else [])):
+        if shutil.which(tool) is None:
+            parser.error(f"{tool} is not on the PATH; the CUDA toolkit has it")
     if options.control:
         control(options)
         return

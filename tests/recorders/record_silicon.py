@@ -87,6 +87,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=DATA, help="folder of the .npz files")
     parser.add_argument("cases", nargs="*", help="names of cases; all of them by default")
     options = parser.parse_args()
+    if unknown := set(options.cases) - {case.name for case in CASES}:
+        parser.error(f"no case is called {', '.join(sorted(unknown))}")
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         raise SystemExit("recording needs a GPU of compute capability 9.0")
     options.out.mkdir(parents=True, exist_ok=True)
