@@ -87,7 +87,8 @@ def test_every_case(simulate, case, shared):
 def test_as_exact_as_torch(simulate_as, steps):
     """With lengths and a sink that change nothing: by the kernel of LENGTHS."""
     simulate_as("sm_90a")
-    sink, lengths = torch.full((HEADS,), -torch.inf), torch.tensor([KEYS], dtype=torch.int32)
+    sink = torch.full((HEADS,), -torch.inf, dtype=torch.bfloat16)  # a case's sinks have its dtype
+    lengths = torch.tensor([KEYS], dtype=torch.int32)
     check_as_exact_as_torch(steps, 512, shared_kv=True, sink=sink, kv_lengths=lengths, return_lse=True)
 
 
