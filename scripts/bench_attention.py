@@ -16,8 +16,11 @@ against flash-attn-4 and SDPA.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from shared import (
@@ -371,24 +374,73 @@ def plot(prefills: list[list], decodes: list[list], copy: float, path: str) -> N
     figure.savefig(path, dpi=110)
 
 
+copy_rate = functools.cache(gpu_bench.copy_bandwidth)  # TB/s, measured once a run
+
+
+class Table(NamedTuple):
+    """A part of the benchmark: its columns, what measures its rows, and what is printed before the table."""
+
+    columns: list[str]
+    rows: Callable[[argparse.Namespace], list[list]]
+    before: Callable[[], str] = str
+
+
+OF_FLASH_AND_CUDNN = ["us", "TFLOP/s", "flash-attn-4", "ratio", "cuDNN", "ratio"]
+OF_FLASH_AND_FLEX = [FLASH, "ratio", "FlexAttention", "ratio"]
+TABLES = {
+    "prefill": Table(["prefill", *OF_FLASH_AND_CUDNN], lambda _: prefill()),
+    "heads": Table(["heads", *OF_FLASH_AND_CUDNN], lambda _: heads()),
+    "decode": Table(
+        ["decode", "us", "TB/s", "SDPA", "ratio"],
+        lambda _: decode(),
+        lambda: f"copy {copy_rate():.2f} TB/s\n",
+    ),
+    "paged": Table(
+        ["paged", "dense us", *(f"pages of {size}: times dense" for size in bench_shapes.PAGES)],
+        lambda _: paged(),
+    ),
+    "varlen": Table(
+        ["varlen", "us", "TFLOP/s", "flash-attn-4", "ratio", "share of the bytes' time"], lambda _: varlen()
+    ),
+    "shared": Table(
+        ["D 512, K and V one tensor", "us", "TFLOP/s", "SDPA", "ratio"],
+        lambda _: shared(),
+        lambda: f"{FLASH_MLA_APART}\n",
+    ),
+    "mla": Table(
+        [
+            *("MLA, 576 and 512", "us", "TFLOP/s", FLASH_MLA, "ratio", "SDPA", "ratio", "TB/s"),
+            "share of a copy's speed",
+        ],
+        lambda _: mla(copy_rate()),
+    ),
+    "trees": Table(
+        ["trees", "us", "causal us", "times causal", "TB/s", "share of a copy's speed"],
+        lambda _: trees(copy_rate()),
+    ),
+    "blocks": Table(
+        ["blocks", "visited", "us", "TFLOP/s", *OF_FLASH_AND_FLEX, "times dense's share"],
+        lambda _: block_rows.blocks(False),
+    ),
+    "block-gradients": Table(
+        ["block-gradients", "visited", "us", "TFLOP/s", *OF_FLASH_AND_FLEX, "times dense's share"],
+        lambda _: block_rows.blocks(True),
+    ),
+    "ranges": Table(
+        ["ranges", "us", "TFLOP/s", *OF_FLASH_AND_FLEX, "times causal", "times lists"],
+        lambda _: block_rows.ranges(),
+    ),
+    "host": Table(["CPU time of a call", "us"], lambda _: host()),
+    "backward": Table(["backward", *OF_FLASH_AND_CUDNN, "torch efficient", "ratio"], lambda _: backward()),
+    "gradient-heads": Table(
+        ["gradients, causal", "us", "TFLOP/s", FLASH, "ratio", "SDPA", "ratio"],
+        lambda options: gradient_heads(options.shapes, options.seconds, once=options.once),
+    ),
+}
+
+
 def main() -> None:
-    parts = (
-        "prefill",
-        "heads",
-        "decode",
-        "paged",
-        "varlen",
-        "shared",
-        "mla",
-        "trees",
-        "blocks",
-        "block-gradients",
-        "ranges",
-        "host",
-        "backward",
-        "gradient-heads",
-    )
-    parser = driver.parser(__doc__, only=parts, markdown=True)
+    parser = driver.parser(__doc__, only=TABLES, markdown=True)
     parser.add_argument("--png", help="write the rates of prefill and decode as a picture")
     parser.add_argument(
         "--shapes", nargs="+", type=int, default=[], help="gradient-heads: indices of its shapes"
@@ -403,62 +455,13 @@ def main() -> None:
     if options.png and not {"prefill", "decode"} <= set(options.only):
         parser.error("--png needs prefill and decode")
     driver.begin("flash-attn-4")
-    show = functools.partial(driver.show, options)
-    prefills, decodes = [], []
-    if "prefill" in options.only:
-        names = ["prefill", "us", "TFLOP/s", "flash-attn-4", "ratio", "cuDNN", "ratio"]
-        prefills = show(names, prefill())
-    if "heads" in options.only:
-        names = ["heads", "us", "TFLOP/s", "flash-attn-4", "ratio", "cuDNN", "ratio"]
-        show(names, heads())
-    if "decode" in options.only:
-        copy = gpu_bench.copy_bandwidth()
-        decodes = show(["decode", "us", "TB/s", "SDPA", "ratio"], decode(), f"copy {copy:.2f} TB/s\n")
+    rows = {}
+    for name, table in TABLES.items():
+        if name in options.only:
+            measured = table.rows(options)
+            rows[name] = driver.show(options, table.columns, measured, table.before())
     if options.png:
-        plot(prefills, decodes, copy, options.png)
-    if "paged" in options.only:
-        names = ["paged", "dense us", *(f"pages of {size}: times dense" for size in bench_shapes.PAGES)]
-        show(names, paged())
-    if "varlen" in options.only:
-        names = ["varlen", "us", "TFLOP/s", "flash-attn-4", "ratio", "share of the bytes' time"]
-        show(names, varlen())
-    if "shared" in options.only:
-        show(
-            ["D 512, K and V one tensor", "us", "TFLOP/s", "SDPA", "ratio"], shared(), f"{FLASH_MLA_APART}\n"
-        )
-    if "mla" in options.only:
-        copy = gpu_bench.copy_bandwidth()
-        peers = [FLASH_MLA, "ratio", "SDPA", "ratio"]
-        show(["MLA, 576 and 512", "us", "TFLOP/s", *peers, "TB/s", "share of a copy's speed"], mla(copy))
-    if "trees" in options.only:
-        copy = gpu_bench.copy_bandwidth()
-        names = ["trees", "us", "causal us", "times causal", "TB/s", "share of a copy's speed"]
-        show(names, trees(copy))
-    peers = [FLASH, "ratio", "FlexAttention", "ratio"]
-    for part, gradients in (("blocks", False), ("block-gradients", True)):
-        if part in options.only:
-            names = [part, "visited", "us", "TFLOP/s", *peers, "times dense's share"]
-            show(names, block_rows.blocks(gradients))
-    if "ranges" in options.only:
-        show(["ranges", "us", "TFLOP/s", *peers, "times causal", "times lists"], block_rows.ranges())
-    if "backward" in options.only:
-        names = [
-            "backward",
-            "us",
-            "TFLOP/s",
-            "flash-attn-4",
-            "ratio",
-            "cuDNN",
-            "ratio",
-            "torch efficient",
-            "ratio",
-        ]
-        show(names, backward())
-    if "gradient-heads" in options.only:
-        gradient_rows = gradient_heads(options.shapes, options.seconds, once=options.once)
-        show(["gradients, causal", "us", "TFLOP/s", FLASH, "ratio", "SDPA", "ratio"], gradient_rows)
-    if "host" in options.only:
-        show(["CPU time of a call", "us"], host())
+        plot(rows["prefill"], rows["decode"], copy_rate(), options.png)
 
 
 if __name__ == "__main__":
