@@ -9,7 +9,6 @@ trace says that it waited: for events, for groups of its own asynchronous work, 
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -108,44 +107,22 @@ class Replay:
         self.keep_spans = keep_spans
         self.spans: list[list[Span]] = []
         self.warps: list[tuple[int, int]] = []
+        self.programs: list[Iterator] = []  # of every warp that has begun
+        self.owner: list[int] = []  # number of each warp's cluster
+        self.live: list[int] = []  # number of warps of each cluster that have not ended
+        self.ends: list[float] = []  # when clusters ended
+        self.ctas, self.begun = 0, Counter()  # CTAs that have begun; their warps on each SM
 
     # ---- the loop ----------------------------------------------------------------------------------------------
 
     def run(self) -> Result:
         """Replay until every warp has ended, or has run for long enough to know the pace."""
-        programs: list[Iterator] = []
-        owner: list[int] = []  # the number of each warp's cluster
-        live: list[int] = []  # number of warps of each cluster that have not ended
-        numbers, begun = itertools.count(), Counter()
-
-        def begin(time: float) -> None:
-            number = len(live)
-            live.append(0)
-            for cta, sm in self.clusters[number]:
-                name, first = (
-                    next(numbers),
-                    begun[sm],
-                )  # a CTA's warps take the schedulers behind those of the CTA before
-                begun[sm] += len(cta.warps)
-                for index, entries in enumerate(cta.warps):
-                    warp = len(programs)
-                    self.warps.append((name, index))
-                    self.spans.append([])
-                    owner.append(number)
-                    entries = entries if self.order is None else self.order.warp(entries)
-                    programs.append(
-                        WarpReplay(self, warp, (sm, (first + index) % SCHEDULERS), number).run(entries)
-                    )
-                    self.push(time, "resume", warp)
-                live[number] += len(cta.warps)
-
         start, warps = (self.chip.clocks(name) for name in ("cta_start", "warp_start"))
         apart = start + warps * len(self.clusters[0][0][0].warps)
         for number in range(min(self.resident, len(self.clusters))):
-            begin(number * apart)
-        ends: list[float] = []
+            self._begin(number * apart)
         turnover = self.chip.clocks("cta_turnover")
-        pool, queue = self.pool, self.queue
+        pool, queue, programs = self.pool, self.queue, self.programs
         while self.steps < self.most_steps or self.whole:
             if not self.half[0] and self.steps >= self.most_steps / 2:
                 self.half = (self.steps, self.now)
@@ -168,13 +145,7 @@ class Replay:
             warp = argument
             request = next(programs[warp], None)
             if request is None:
-                live[owner[warp]] -= 1
-                if not live[owner[warp]]:
-                    ends.append(self.now)
-                    if len(live) < len(self.clusters):
-                        for sm in self.sms:  # from the first CTA's end on, SMs are no longer in step
-                            sm.alone_since = self.now if sm.alone_since is None else sm.alone_since
-                        begin(self.now + turnover)
+                self._ended(warp, turnover)
             elif type(request) is float:
                 self.push(request, "resume", warp)
             elif type(request) is Event:
@@ -182,21 +153,54 @@ class Replay:
             else:
                 sm, scheduler, alone, demand = request
                 pool.add(self.now, warp, sm, scheduler, alone, demand)
-        cut_off = not self.whole
-        stuck = [] if cut_off else [w for w in range(len(programs)) if programs[w].gi_frame is not None]
-        if stuck:
-            raise RuntimeError(f"{len(stuck)} warps never end in the replay of {self.trace.kernel}")
-        busy = dict(zip(("issue", "fma", "alu", "mufu", "shared"), pool.used[0], strict=False))
+        return self._result()
+
+    def _begin(self, time: float) -> None:
+        """Start the warps of the next cluster. Those of a CTA take the schedulers behind those of the CTA before."""
+        cluster = len(self.live)
+        self.live.append(0)
+        for cta, sm in self.clusters[cluster]:
+            name, first = self.ctas, self.begun[sm]
+            self.ctas += 1
+            self.begun[sm] += len(cta.warps)
+            for index, entries in enumerate(cta.warps):
+                warp = len(self.programs)
+                self.warps.append((name, index))
+                self.spans.append([])
+                self.owner.append(cluster)
+                entries = entries if self.order is None else self.order.warp(entries)
+                place = sm, (first + index) % SCHEDULERS
+                self.programs.append(WarpReplay(self, warp, place, cluster).run(entries))
+                self.push(time, "resume", warp)
+            self.live[cluster] += len(cta.warps)
+
+    def _ended(self, warp: int, turnover: float) -> None:
+        """A warp has ended. The last one of a cluster makes room for the next cluster."""
+        cluster = self.owner[warp]
+        self.live[cluster] -= 1
+        if self.live[cluster]:
+            return
+        self.ends.append(self.now)
+        if len(self.live) < len(self.clusters):
+            for sm in self.sms:  # from the first CTA's end on, SMs are no longer in step
+                sm.alone_since = self.now if sm.alone_since is None else sm.alone_since
+            self._begin(self.now + turnover)
+
+    def _result(self) -> Result:
+        """What the replay has found. RuntimeError if it came to a stop before every warp had ended."""
+        if self.whole and (stuck := sum(program.gi_frame is not None for program in self.programs)):
+            raise RuntimeError(f"{stuck} warps never end in the replay of {self.trace.kernel}")
+        busy = dict(zip(("issue", "fma", "alu", "mufu", "shared"), self.pool.used[0], strict=False))
         for name in ("issue", "fma", "alu", "mufu"):
-            busy[name] /= 4
+            busy[name] /= SCHEDULERS
         busy |= self.sms[0].busy()
+        found = self.ends, busy, self.spans, self.warps, self.sms[0].bytes_moved
         drained = max(sm.drained() for sm in self.sms)  # a launch has ended when its stores have
-        if not cut_off:
-            return Result(max(drained, *ends), ends, busy, self.spans, self.warps, self.sms[0].bytes_moved)
+        if self.whole:
+            return Result(max(drained, *self.ends), *found)
         steps, since = self.half
         beyond = max(0, self.total_steps - self.steps) * (self.now - since) / max(self.steps - steps, 1)
-        beyond += max(0.0, drained - self.now)
-        return Result(self.now, ends, busy, self.spans, self.warps, self.sms[0].bytes_moved, beyond)
+        return Result(self.now, *found, beyond + max(0.0, drained - self.now))
 
     def _code_bytes(self) -> int:
         """Bytes of the kernel's SASS; 0: not known."""

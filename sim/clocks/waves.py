@@ -116,6 +116,15 @@ def loaded_by_tensor(cta: CtaTrace) -> Counter:
     return loaded
 
 
+def recorded_clusters(trace: LaunchTrace, whole: bool) -> dict[int, Placed]:
+    """The recorded clusters by number. whole: leave out those whose traces were cut, if others are left."""
+    groups: dict[int, Placed] = {}
+    for cta in sorted(trace.ctas, key=lambda cta: (cta.cluster, cta.rank)):
+        groups.setdefault(cta.cluster, []).append((cta, cta.rank))
+    uncut = {n: placed for n, placed in groups.items() if not any(cta.more_steps for cta, _ in placed)}
+    return uncut if whole and len(uncut) > 1 else groups
+
+
 class Grid:
     """A launch on a chip: first what does not depend on uncertain constants, then `predict`."""
 
@@ -128,76 +137,78 @@ class Grid:
         self.clusters = trace.grid_ctas // size
         self.here = min(self.residency.ctas, max(1, -(-trace.grid_ctas // chip.sms)))
         self.places = max(1, chip.sms * self.residency.ctas // size)  # clusters that run at once
+        self.running = min(self.clusters, self.places) * size  # CTAs that run at once
         self.active_share = min(1.0, trace.grid_ctas / chip.sms)
-        groups: dict[int, Placed] = {}
-        for cta in sorted(trace.ctas, key=lambda cta: (cta.cluster, cta.rank)):
-            groups.setdefault(cta.cluster, []).append((cta, cta.rank))
-        queued = taken_of(trace)
-        whole = {n: placed for n, placed in groups.items() if not any(cta.more_steps for cta, _ in placed)}
-        groups = whole if len(whole) > 1 and queued is None else groups
-        self.groups = groups
+        self.queued = taken_of(trace)
+        self.groups = recorded_clusters(trace, whole=self.queued is None)
         self.part = 1.0  # of its trace that a recorded cluster does on a GPU
         self.longest: int | None = None  # number of the cluster that lasts longest
         self.sass, self.code = None, "PTX, as asked"
         if use_sass:
-            try:
-                self.sass = sass_of(trace.ptx, trace.program.kernel.name, trace.program.module.target)
-            except NoSass as error:
-                self.code = f"PTX ({error})"
-            else:
-                self.code = f"SASS by {self.sass.assembler}"
-        costs: dict[int, BlockCost] = {}
-        probe = Replay(trace, [next(iter(groups.values()))], chip, costs=costs)
-        self.costs = costs
-        moved = [
-            [cta.longer * np.array(moved_bytes(cta, probe.cost)) for cta, _ in placed]
-            for placed in groups.values()
-        ]
-        totals = np.array([sum(ctas) for ctas in moved])
-        by_tensor = [
-            sum((loaded_by_tensor(cta) for cta, _ in placed), Counter()) for placed in groups.values()
-        ]
-        if queued is not None:
-            # The recorded cluster did every so many-th piece, as many as there are clusters.
-            number = queued.cluster
-            self.part = last_share(queued, self.clusters, groups[number][0][0].longer)
-            self.loaded, self.stored, self.added = (
-                float(self.clusters * one) for one in totals[list(groups).index(number)]
+            self._assemble()
+        self.costs: dict[int, BlockCost] = {}
+        self._count_bytes(chip)
+        self._share_tensors()
+        if self.queued is not None:
+            self.groups = {self.queued.cluster: self.groups[self.queued.cluster]}
+
+    def _assemble(self) -> None:
+        """Take the kernel's SASS, if it can be had, and say how native code is timed."""
+        try:
+            self.sass = sass_of(
+                self.trace.ptx, self.trace.program.kernel.name, self.trace.program.module.target
             )
-            self.groups = {number: groups[number]}
+        except NoSass as error:
+            self.code = f"PTX ({error})"
         else:
-            self.loaded, self.stored, self.added = (
-                _total(list(groups), list(column), self.clusters) for column in totals.T
-            )
+            self.code = f"SASS by {self.sass.assembler}"
+
+    def _count_bytes(self, chip: Chip) -> None:
+        """Count what the launch loads, stores and adds, and how much of it HBM has to move."""
+        probe = Replay(self.trace, [next(iter(self.groups.values()))], chip, costs=self.costs)
+        totals = np.array(
+            [
+                sum(cta.longer * np.array(moved_bytes(cta, probe.cost)) for cta, _ in placed)
+                for placed in self.groups.values()
+            ]
+        )
+        if self.queued is not None:
+            # The recorded cluster did every so many-th piece, as many as there are clusters.
+            number = self.queued.cluster
+            self.part = last_share(self.queued, self.clusters, self.groups[number][0][0].longer)
+        self.loaded, self.stored, self.added = (self._of_all(list(column)) for column in totals.T)
         # What is stored is stored once; what is loaded or added to, again and again.
-        again = max(trace.tensor_bytes - self.stored, 0.0)
+        again = max(self.trace.tensor_bytes - self.stored, 0.0)
         unique = again * self.loaded / max(self.loaded + self.added, 1.0)
-        running = min(self.clusters, self.places) * size
         # CTAs that load the same byte: they are neighbours in the grid, and begin together.
-        self.sharers = min(max(1.0, self.loaded / unique), running) if unique else 1.0
+        self.sharers = min(max(1.0, self.loaded / unique), self.running) if unique else 1.0
         # Tensors that do not fit in L2 have left it by the time when they are read again.
-        self.to_read = unique if cold or trace.tensor_bytes > chip.clocks("l2_mb") * 1e6 else 0.0
-        self.tensors: dict[
-            tuple[int, int], tuple[float, float]
-        ] = {}  # (part from HBM, sharers) of what is loaded
+        leaves = self.cold or self.trace.tensor_bytes > chip.clocks("l2_mb") * 1e6
+        self.to_read = unique if leaves else 0.0
+        kept = chip.clocks("l2_dirty_mb") * 1e6  # bytes that L2 holds back
+        self.written = max(self.stored + again - unique - kept, 0.0)  # bytes that HBM gets meanwhile
+
+    def _share_tensors(self) -> None:
+        """Find of each tensor that is loaded by a map, and of all other loads, the part that comes from HBM."""
+        by_tensor = [
+            sum((loaded_by_tensor(cta) for cta, _ in placed), Counter()) for placed in self.groups.values()
+        ]
+        self.tensors: dict[tuple[int, int], tuple[float, float]] = {}  # (part from HBM, sharers)
         left, loaded = self.to_read, self.loaded
         for tensor in set().union(*by_tensor):
-            values = [float(one[tensor]) for one in by_tensor]
-            total = (
-                _total(list(groups), values, self.clusters)
-                if queued is None
-                else self.clusters * values[list(groups).index(queued.cluster)]
-            )
+            total = self._of_all([float(one[tensor]) for one in by_tensor])
             once = min(tensor[1], total)
-            self.tensors[tensor] = (
-                once / total if self.to_read else 0.0,
-                min(max(1.0, total / once), running),
-            )
+            part = once / total if self.to_read else 0.0
+            self.tensors[tensor] = part, min(max(1.0, total / once), self.running)
             left, loaded = left - once, loaded - total
         self.fresh_share = min(1.0, max(left, 0.0) / loaded) if loaded > 1.0 else 0.0  # of other loads
-        self.written = max(
-            self.stored + again - unique - chip.clocks("l2_dirty_mb") * 1e6, 0.0
-        )  # bytes that HBM gets meanwhile
+
+    def _of_all(self, values: list[float]) -> float:
+        """A sum over all clusters of the grid. values: those of the recorded clusters."""
+        numbers = list(self.groups)
+        if self.queued is not None:
+            return float(self.clusters * values[numbers.index(self.queued.cluster)])
+        return _total(numbers, values, self.clusters)
 
     def predict(self, chip: Chip, *, keep_spans: bool = True) -> Launch:
         """The launch's time with a chip's constants; costs of blocks are recomputed if they differ."""
