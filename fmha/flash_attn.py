@@ -23,9 +23,9 @@ import torch
 from warpspec.common.checks import ANY, check_int, check_number, check_strided, check_tensor, kind_of
 from warpspec.common.outputs import check_output, is_same
 from warpspec.fmha import attention, attention_varlen, check
-from warpspec.fmha.checks import SIZE_LIMIT
+from warpspec.fmha.checks import DTYPES, SIZE_LIMIT
 from warpspec.fmha.operands import Operands, Options
-from warpspec.fmha.quantized import BLOCK_SCALES, BYTES
+from warpspec.fmha.quantized import BLOCK_SCALES, BYTES, FORMATS
 from warpspec.fmha.values import are_checked
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
@@ -226,7 +226,8 @@ def flash_attn_with_kvcache(
         k_cache, v_cache: [B, Sk, Hkv, D], or [pages, page_size, Hkv, D] with a page table. Written where k and v
             are given.
         k, v: [B, n, Hkv, D], both or neither: written into the cache after cache_seqlens keys, and seen by the queries.
-            They must fit the cache: checked like kv_lengths of ``attention``; unchecked, a device error.
+            They must fit the cache: checked like kv_lengths of ``attention``; unchecked, a device error. Autograd does
+            not record such a call: the result has no gradients, as with flash-attn, and the cache stays plain memory.
         cache_seqlens or seqused_k: keys in the cache (before k and v): int, or [B] int32; None: the cache is full.
         block_table or page_table: [B, max_pages] int32.
         The rest: as in ``flash_attn_varlen_func``; rotary_interleaved belongs to rotary_cos and is not read.
@@ -261,28 +262,29 @@ def flash_attn_with_kvcache(
     wants = return_softmax_lse or return_lse
     if (k is None) != (v is None):
         raise ValueError("k: must be given with v, and v with k")
-    if k is not None:
-        if cu_seqlens_q is not None:
-            raise NotImplementedError("k: must be None with cu_seqlens_q")
-        arguments = {"o": out, "sink": sink, "page_table": table, **scales}
-        checked = Options.of(**options, return_lse=wants)
-        lengths = _add_keys(q, k, v, k_cache, v_cache, lengths, arguments, checked)
-    options |= {
-        "sink": sink,
-        "out": out,
-        "return_lse": wants,
-        "page_table": table,
-        "kv_lengths": lengths,
-    } | scales
-    q, k_cache, v_cache = _plain(q, k_cache, v_cache)
-    if cu_seqlens_q is None:
-        result = attention(q, k_cache, v_cache, **options)
-    else:
-        if table is None:
-            raise NotImplementedError("cu_seqlens_q: needs a page table, got block_table=None")
-        most = len(q) if max_seqlen_q is None else _hint("max_seqlen_q", max_seqlen_q)
-        result = attention_varlen(q, k_cache, v_cache, cu_seqlens_q, max_seqlen_q=most, **options)
-    return _returned(result, wants, False, sink)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and k is None):
+        if k is not None:
+            if cu_seqlens_q is not None:
+                raise NotImplementedError("k: must be None with cu_seqlens_q")
+            arguments = {"o": out, "sink": sink, "page_table": table, **scales}
+            checked = Options.of(**options, return_lse=wants)
+            lengths = _add_keys(q, k, v, k_cache, v_cache, lengths, arguments, checked)
+        options |= {
+            "sink": sink,
+            "out": out,
+            "return_lse": wants,
+            "page_table": table,
+            "kv_lengths": lengths,
+        } | scales
+        q, k_cache, v_cache = _plain(q, k_cache, v_cache)
+        if cu_seqlens_q is None:
+            result = attention(q, k_cache, v_cache, **options)
+        else:
+            if table is None:
+                raise NotImplementedError("cu_seqlens_q: needs a page table, got block_table=None")
+            most = len(q) if max_seqlen_q is None else _hint("max_seqlen_q", max_seqlen_q)
+            result = attention_varlen(q, k_cache, v_cache, cu_seqlens_q, max_seqlen_q=most, **options)
+        return _returned(result, wants, False, sink)
 
 
 def _add_keys(q, k, v, k_cache, v_cache, lengths, arguments: dict, options: Options) -> torch.Tensor:
@@ -295,9 +297,9 @@ def _add_keys(q, k, v, k_cache, v_cache, lengths, arguments: dict, options: Opti
         raise NotImplementedError("k: must be None with a cache in NVFP4, which warpspec.cache.insert writes")
     if lengths is None:
         raise ValueError("cache_seqlens: must be given with k and v: where they are to be written")
+    check_tensor("cache_seqlens", lengths, (torch.int32,), (len(q),), q.device)
     for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
-        if cache.device != q.device:
-            raise ValueError(f"{name}_cache: must be on q's {q.device}, got {cache.device}")
+        check_tensor(f"{name}_cache", cache, (*DTYPES, *FORMATS), (ANY,) * 4, q.device)
         _check_new(name, new, cache, lengths, table)
     read = {"q": q, "k": k, "v": v, "cache_seqlens": lengths, "block_table": table}
     check_output("k_cache", k_cache, read)
@@ -312,16 +314,10 @@ def _add_keys(q, k, v, k_cache, v_cache, lengths, arguments: dict, options: Opti
 
 def _check_new(name, new, cache, lengths, table) -> None:
     """Raise TypeError or ValueError, naming the argument, unless new keys or values can be written into a cache."""
-    if cache.dim() != 4:
-        raise ValueError(
-            f"{name}_cache: must be [B, Sk, Hkv, D] or, with a page table, [pages, page_size, Hkv, D], got "
-            f"{list(cache.shape)}"
-        )
-    check_tensor("cache_seqlens", lengths, (torch.int32,), None, cache.device)
     check_tensor(name, new, (cache.dtype,), None, cache.device)
     if table is not None:
         check_tensor("block_table", table, (torch.int32,), (len(lengths), ANY), cache.device)
-    batch = len(lengths) if lengths.dim() == 1 else 0
+    batch = len(lengths)
     if new.dim() != 4 or len(new) != batch or new.shape[2:] != cache.shape[2:]:
         raise ValueError(
             f"{name}: shape must be [B={batch}, n, Hkv={cache.shape[2]}, D={cache.shape[3]}], got {list(new.shape)}"

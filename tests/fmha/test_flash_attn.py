@@ -162,6 +162,15 @@ def test_new_keys_are_appended_to_the_cache(paged):
     assert sum(int(cache.isfinite().all(-1).all(-1).sum()) for cache in caches) == 2 * int(total.sum())
 
 
+def test_a_cache_does_not_remember_where_its_keys_came_from():
+    """Keys of a model that runs with autograd on must not make the cache grow a graph of all steps."""
+    q, k, v = rectangle()
+    new = [(normal(2, 1, 2, 64).requires_grad_() * 1.0) for _ in "kv"]
+    got = flash_attn_with_kvcache(q.requires_grad_(), k, v, *new, cache_seqlens=int32(2, 17))
+    assert not (k.requires_grad or v.requires_grad or got.requires_grad)
+    assert torch.equal(k[1, 17], new[0][1, 0])
+
+
 def test_packed_queries_over_a_cache():
     arguments = PAGED.arguments()
     got = flash_attn_with_kvcache(
@@ -275,6 +284,8 @@ class TestBadInput:
         ({"cache_seqlens": int32(3, 18)}, r"cache_seqlens: values must be 0\.\.17, .* got 3 to 18"),
         ({"cache_seqlens": int32(-1, 3)}, r"cache_seqlens: .* got -1 to 3"),
         ({"cache_seqlens": int32(1, 3).long()}, "cache_seqlens: dtype must be"),
+        ({"cache_seqlens": int32(1, 3)[None]}, r"cache_seqlens: shape must be \[2\], got \[1, 2\]"),
+        ({"k_cache": normal(2, 20, 2, 64).double()}, r"k_cache: dtype must be .* got torch.float64"),
         ({"softmax_scale": "1"}, "softmax_scale: must be a float, got '1'"),
         ({"causal": 1}, "causal: must be a bool, got 1"),
         ({"window_size": 3}, r"window_size: must be \(left, right\), .* got 3"),
@@ -286,7 +297,7 @@ class TestBadInput:
         good = {"k": normal(2, 3, 2, 64), "v": normal(2, 3, 2, 64), "cache_seqlens": int32(2, 17)}
         before = k.clone(), v.clone()
         with pytest.raises((TypeError, ValueError), match=words):
-            flash_attn_with_kvcache(q, k, v, **{**good, **changes})
+            flash_attn_with_kvcache(q, **{"k_cache": k, "v_cache": v, **good, **changes})
         assert torch.equal(k, before[0]) and torch.equal(v, before[1])
         flash_attn_with_kvcache(q, k, v, **good)
 
