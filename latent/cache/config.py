@@ -9,6 +9,7 @@ from warpspec.common.hardware import FP32_BYTES, MAX_SMEM_PER_CTA, MAX_THREADS_P
 from warpspec.latent.cache.formats import INDEX_FORMATS, LATENT_FORMATS, RowFormat
 from warpspec.latent.cache.models import OVERLAP
 
+MOST_CSA_TOKENS = 16  # of an entry, which kernels pool from twice as many
 VECTOR = 4  # fp32 numbers of one 16-byte access
 STORED_BY_KERNELS = ("v4-fp8", "bf16", "mxfp4", "fp8")  # formats that kernels can write
 
@@ -83,7 +84,11 @@ class CompressConfig:
         assert self.tail in ("csa", "hca") and self.stride >= 1 and self.max_draft >= 0
         assert self.dim % (VECTOR * WARP_THREADS) == 0 and self.threads <= MAX_THREADS_PER_CTA
         assert self.smem_bytes <= MAX_SMEM_PER_CTA
-        assert self.tail == "hca" or self.stride * OVERLAP <= 32, "a CSA entry's rows are in registers"
+        if self.tail == "csa" and self.stride > MOST_CSA_TOKENS:  # an entry's rows are in registers
+            raise UnsupportedProblem(
+                f"tail: kernels take CSA entries of at most {MOST_CSA_TOKENS} tokens, got stride {self.stride} "
+                "(backend 'reference' takes all)"
+            )
 
     @property
     def fmt(self) -> RowFormat:

@@ -107,7 +107,7 @@ def insert(call: InsertCall) -> None:
         insert_operator(*call.tensors, *pool_fields(call.pool), call.eps, call.backend)
     else:
         call.check_values()
-        note_written(call.out)
+        note_written(call.out, call.pool.data)
         run_insert(call)
 
 
@@ -121,6 +121,7 @@ def compress(call: CompressCall) -> None:
         compress_operator(*call.tensors, *state, *pool_fields(call.pool), *options)
     else:
         call.check_values()
+        note_written(tail.rows, tail.online, tail.progress, call.pool.data)
         run_compress(call)
 
 

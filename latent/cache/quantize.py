@@ -93,4 +93,6 @@ def round_trip(rows: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
 
 def _bytes_of(tensor: torch.Tensor, count: int) -> torch.Tensor:
     """uint8 [..., count]: the bytes of a tensor's last dimension."""
-    return tensor.contiguous().view(torch.uint8).reshape(*tensor.shape[:-1], count)
+    # A tensor without elements is contiguous whatever its strides, but a view as bytes asks for a stride of 1.
+    plain = tensor.clone(memory_format=torch.contiguous_format)
+    return plain.view(torch.uint8).reshape(*tensor.shape[:-1], count)

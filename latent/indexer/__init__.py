@@ -37,7 +37,7 @@ def index_queries(
     does. Forward only.
     """
     format_named(INDEX_FORMATS, format)
-    refuse_gradients(q=q, weights=weights)
+    refuse_gradients(q=q, weights=weights, cos_sin=cos_sin)
     check_queries(q, weights, cos_sin, positions, hadamard)
     return ops.index_queries(q, weights, cos_sin, positions, format, hadamard, backend)
 

@@ -22,6 +22,7 @@ from warpspec.fmha import attention
 from warpspec.fmha.checks import MOST_SPLITS
 from warpspec.fmha.heads import LATENT
 from warpspec.fmha.state import AttentionState
+from warpspec.fmha.values import are_checked, check_scale
 from warpspec.latent.mla import float8
 
 __all__ = ["mla_decode"]
@@ -85,7 +86,7 @@ def mla_decode(
     check_operand("kv", kv, (q.dtype, torch.float8_e4m3fn), (-1, -1, ROW), q.device, aligned=True)
     check_operand("page_table", page_table, (torch.int32,), (len(q), -1), q.device)
     check_operand("kv_lengths", kv_lengths, (torch.int32,), (len(q),), q.device)
-    refuse_gradients(q=q, kv=kv, out=out)
+    refuse_gradients(q=q, kv=kv, kv_scale=kv_scale, out=out)
     if kv.shape[1] == 0:
         raise ValueError(f"kv: pages must hold at least one row, got shape {list(kv.shape)}")
     if not 1 <= q.shape[2] <= HEAD_LIMIT:
@@ -129,6 +130,8 @@ def checked_scale(kv_scale: torch.Tensor | None, device: torch.device) -> torch.
     if kv_scale is None:
         return torch.ones(1, dtype=torch.float32, device=device)
     check_tensor("kv_scale", kv_scale, (torch.float32,), None, device)
-    if kv_scale.numel() != 1:
+    if kv_scale.shape not in ((), (1,)):
         raise ValueError(f"kv_scale: must be one number, [] or [1], got shape {list(kv_scale.shape)}")
-    return kv_scale.detach()
+    if are_checked(device):
+        check_scale("kv_scale", kv_scale)
+    return kv_scale

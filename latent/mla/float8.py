@@ -12,7 +12,7 @@ from warpspec.common.outputs import check_output, note_written
 from warpspec.common.repeated import watched
 from warpspec.fmha.logits import LogitOptions
 from warpspec.fmha.state import AttentionState
-from warpspec.fmha.values import are_checked, check_scale, check_values
+from warpspec.fmha.values import are_checked, check_values
 from warpspec.latent.gathered.config import E4M3_ROWS, PAGE_ROWS
 from warpspec.latent.gathered.problem import VALUE_DIM, GatheredProblem
 
@@ -39,7 +39,6 @@ def decode(
     if are_checked(q.device):
         most = page_table.shape[1] * PAGE_ROWS
         check_values(kv_lengths, None, page_table, seq_k=most, pages=len(kv), page_size=PAGE_ROWS)
-        check_scale("kv_scale", kv_scale)
     scale = LogitOptions(scale).checked(q.shape[3]).scale
     if scale < 0:
         raise UnsupportedProblem(f"scale: kernels take one of at least 0 with e4m3 rows, got {scale}")

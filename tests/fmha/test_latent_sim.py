@@ -228,7 +228,7 @@ def test_what_kernels_do_not_do_with_codes():
     with pytest.raises(ValueError, match=r"^kv: rows of a page must be contiguous"):
         mla_decode(**decode_call(kv=apart, backend="sim"))
     with pytest.raises(ValueError, match=r"^kv_scale: must be one number"):
-        mla_decode(**decode_call(kv=codes, kv_scale=torch.ones(2)))
+        mla_decode(**decode_call(kv=codes, kv_scale=torch.ones(1, 1)))
 
 
 def test_no_requests_with_codes():

@@ -71,6 +71,15 @@ def test_kernels_do_not_store_all_formats():
         store_rows(rows, LatentPool.empty(1, 4, "v3.2-fp8"), slots, backend="sim")
 
 
+def test_kernels_do_not_pool_long_csa_entries():
+    run = Run.start(Compressor.random("csa", 2, 8, stride=17), "v4-fp8")
+    with pytest.raises(
+        UnsupportedProblem, match=r"tail: kernels take CSA entries of at most 16 .* stride 17"
+    ):
+        compress(**run.arguments([2, 3]), backend="sim")
+    assert (run.pool.data == POISON).all()
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

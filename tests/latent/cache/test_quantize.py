@@ -44,6 +44,14 @@ def expected_block(block: list[float], fmt) -> tuple[list[int], int]:
     return [nearest_code(x * 2.0**-k, fmt.value) for x in block], k
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_no_rows(name):
+    """What is left of rows whose slots all store nothing."""
+    fmt = FORMATS[name]
+    data, scales = quantize_rows(torch.randn(2, fmt.dim)[torch.tensor([False, False])], fmt)
+    assert (data.shape, scales.shape) == ((0, fmt.data_bytes), (0, fmt.scale_bytes))
+
+
 def adversarial_rows(fmt) -> torch.Tensor:
     """bf16 rows: any magnitudes; ties; largest values at the edge of a power of two; zeros, tiny, NaN and Inf."""
     generator = torch.Generator().manual_seed(3)
