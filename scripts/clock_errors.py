@@ -1,7 +1,7 @@
-"""Holds predicted clocks against measured ones: the error tables of docs/clocks.md.
+"""Holds predicted clocks against measured ones: the error tables of docs/clock_errors.md.
 
     python scripts/clock_errors.py                              print the tables
-    python scripts/clock_errors.py --write docs/clocks.md       put them between its markers; --check: are they there?
+    python scripts/clock_errors.py --write docs/clock_errors.md    put them between its markers; --check compares
     python scripts/clock_errors.py --keep CHIP MEASURED.json PREDICTED.json...     into docs/clocks.json first
     python scripts/clock_errors.py --publish PREDICTED.json                        of scripts/predict_published.py
     python scripts/clock_errors.py --plans PREDICTED.json                          of scripts/predict_plans.py
@@ -25,22 +25,6 @@ from shared import generated_tables
 from shared.clock_cases import cases
 
 RECORD = Path(__file__).resolve().parent.parent / "docs" / "clocks.json"
-FAMILIES = (
-    "<!-- scripts/clock_errors.py families: begin -->",
-    "<!-- scripts/clock_errors.py families: end -->",
-)
-PUBLISHED = (
-    "<!-- scripts/clock_errors.py published: begin -->",
-    "<!-- scripts/clock_errors.py published: end -->",
-)
-PLANS = ("<!-- scripts/clock_errors.py plans: begin -->", "<!-- scripts/clock_errors.py plans: end -->")
-EXPERTS = ("<!-- scripts/clock_errors.py experts: begin -->", "<!-- scripts/clock_errors.py experts: end -->")
-UNSEEN = ("<!-- scripts/clock_errors.py unseen: begin -->", "<!-- scripts/clock_errors.py unseen: end -->")
-CONFLICTS = (
-    "<!-- scripts/clock_errors.py conflicts: begin -->",
-    "<!-- scripts/clock_errors.py conflicts: end -->",
-)
-KERNELS = ("<!-- scripts/clock_errors.py kernels: begin -->", "<!-- scripts/clock_errors.py kernels: end -->")
 
 
 @dataclass(frozen=True)
@@ -265,14 +249,18 @@ def published_table(record: dict) -> str:
 
 def sections() -> list[generated_tables.Section]:
     record = json.loads(RECORD.read_text())
+    made = {
+        "families": family_table(record),
+        "unseen": family_table(record, unseen=True),
+        "plans": plans_table(record),
+        "experts": experts_table(record),
+        "conflicts": conflicts_table(record),
+        "published": published_table(record),
+        "kernels": kernel_table(record),
+    }
     return [
-        (*FAMILIES, family_table(record)),
-        (*UNSEEN, family_table(record, unseen=True)),
-        (*PLANS, plans_table(record)),
-        (*EXPERTS, experts_table(record)),
-        (*CONFLICTS, conflicts_table(record)),
-        (*PUBLISHED, published_table(record)),
-        (*KERNELS, kernel_table(record)),
+        (*(f"<!-- scripts/clock_errors.py {name}: {side} -->" for side in ("begin", "end")), text)
+        for name, text in made.items()
     ]
 
 

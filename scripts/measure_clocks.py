@@ -1,4 +1,4 @@
-"""Measures on a GPU the kernels that docs/clocks.md compares predictions with: SM clocks and time of each, by ncu.
+"""Measures on a GPU the kernels that docs/clock_errors.md has errors of: SM clocks and time of each, by ncu.
 
     python scripts/measure_clocks.py OUT.json [--only TEXT] [--workers 14]      # on the GPU
     python scripts/measure_clocks.py --compile [--only TEXT] [--workers 14]     # there, beside others

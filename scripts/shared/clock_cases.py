@@ -1,4 +1,4 @@
-"""Calls whose time the simulator predicts and a GPU has measured: the held-out families of docs/clocks.md.
+"""Calls whose time the simulator predicts and a GPU has measured: the held-out families of docs/clock_errors.md.
 
 `CASES` has a call for each; ``make(device)`` prepares its tensors and returns it. On "cuda" it runs there; on "cpu" the
 simulator executes it (``warpspec.common.launch.simulating``).

@@ -1,4 +1,4 @@
-"""docs/clocks.md holds the tables of docs/clocks.json, and a wrong prediction shows in them."""
+"""docs/clock_errors.md holds the tables of docs/clocks.json, and a wrong prediction shows in them."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ import clock_errors
 from shared import generated_tables
 
 MEASURED = {"128x1024": 1000, "2048x1024": 2000, "2048x4096": 3000}
-PAGE = Path(__file__).resolve().parents[2] / "docs/clocks.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/clock_errors.md"
 
 
 def test_the_document_has_the_current_tables(capsys):
