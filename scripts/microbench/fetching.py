@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from case import END, MBARRIERS, START, Case, keep, wait
 from instructions import CHAINS
-from memory import ALL, EXPECT, TENSOR_LOAD, _init, _place
+from memory import ALL, TENSOR_LOAD, _init, load_ring
 
 SIZE = 1024  # instructions of a stretch: 128 lines
 PARTS = (1, 4, 16, 44)
@@ -29,16 +29,7 @@ def _lines_of_code(case: Case, times: np.ndarray) -> dict[str, float]:
 
 def _stream(name: str, stages: int, source: str) -> str:
     """One thread loads tiles through a ring of stages, each reissued as soon as it has arrived."""
-    load = TENSOR_LOAD.format(to="%r10", bytes=TILE, barrier="%r12")
-    issue = _place(source, TILE) + EXPECT.format(barrier="%r12", bytes=TILE) + load
-    begin = (
-        f"mov.b32 %r13, 0; mov.b32 %r11, 1; add.s32 %r10, %s, {MBARRIERS}; mov.b32 %r12, %s; mov.b32 %r1, 0;"
-    )
-    advance = (
-        f"add.s32 %r13, %r13, 1; add.s32 %r12, %r12, 8; add.s32 %r10, %r10, {TILE};"
-        f"setp.eq.s32 %p5, %r13, {stages}; @%p5 mov.b32 %r13, 0; @%p5 mov.b32 %r12, %s;"
-        f"@%p5 add.s32 %r10, %s, {MBARRIERS}; @%p5 xor.b32 %r11, %r11, 1;"
-    )
+    begin, issue, advance = load_ring(TENSOR_LOAD, source, stages, TILE, parity=1)
     skip = f"setp.ge.s32 %p6, %r1, {STREAMED}; @%p6 bra SKIP_{name};"
     body = f"L_{name}:\n" + wait("%r12", "%r11", f"W_{name}") + skip + issue + f"SKIP_{name}:\n"
     body += f"add.s32 %r1, %r1, 1;{advance} setp.lt.s32 %p7, %r1, {STREAMED + stages}; @%p7 bra L_{name};\n"

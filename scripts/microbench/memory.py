@@ -92,21 +92,30 @@ def _tma_latency(tensor: bool, nbytes: int, source: str, grid: int) -> Case:
     )
 
 
-def _tma_stream(tensor: bool, stages: int, nbytes: int, source: str, grid: int) -> Case:
-    """Loads through a ring of stages, each reissued as soon as it has arrived."""
-    which = f"{'tensor' if tensor else 'bulk'}_{stages}x{nbytes}_{source}_{'all' if grid == ALL else 'one'}"
-    name = f"tma_stream_{which}"
-    total = max(2 * stages, min((1 << 20) // nbytes, 256) // stages * stages)
-    load = (TENSOR_LOAD if tensor else BULK_LOAD).format(to="%r10", bytes=nbytes, barrier="%r12")
-    issue = _place(source, nbytes) + EXPECT.format(barrier="%r12", bytes=nbytes) + load
-    begin = (
-        f"mov.b32 %r13, 0; mov.b32 %r11, 0; add.s32 %r10, %s, {MBARRIERS}; mov.b32 %r12, %s; mov.b32 %r1, 0;"
-    )
+def load_ring(load: str, source: str, stages: int, nbytes: int, parity: int) -> tuple[str, str, str]:
+    """PTX of a thread that loads tiles through a ring of stages: how it begins, a load into the stage at hand, how it
+    goes on to the next stage.
+
+    load: TENSOR_LOAD or BULK_LOAD. %r1 counts tiles, %r10 is the stage, %r12 its mbarrier, %r11 the parity of a wait
+    for it (at first ``parity``), %r13 its number.
+    """
+    issue = _place(source, nbytes) + EXPECT.format(barrier="%r12", bytes=nbytes)
+    issue += load.format(to="%r10", bytes=nbytes, barrier="%r12")
+    begin = f"mov.b32 %r13, 0; mov.b32 %r11, {parity}; add.s32 %r10, %s, {MBARRIERS}; mov.b32 %r12, %s; mov.b32 %r1, 0;"
     advance = (
         f"add.s32 %r13, %r13, 1; add.s32 %r12, %r12, 8; add.s32 %r10, %r10, {nbytes};"
         f"setp.eq.s32 %p5, %r13, {stages}; @%p5 mov.b32 %r13, 0; @%p5 mov.b32 %r12, %s;"
         f"@%p5 add.s32 %r10, %s, {MBARRIERS}; @%p5 xor.b32 %r11, %r11, 1;"
     )
+    return begin, issue, advance
+
+
+def _tma_stream(tensor: bool, stages: int, nbytes: int, source: str, grid: int) -> Case:
+    """Loads through a ring of stages, each reissued as soon as it has arrived."""
+    which = f"{'tensor' if tensor else 'bulk'}_{stages}x{nbytes}_{source}_{'all' if grid == ALL else 'one'}"
+    name = f"tma_stream_{which}"
+    total = max(2 * stages, min((1 << 20) // nbytes, 256) // stages * stages)
+    begin, issue, advance = load_ring(TENSOR_LOAD if tensor else BULK_LOAD, source, stages, nbytes, parity=0)
     fill = issue + "add.s32 %r1, %r1, 1;" + advance.replace("@%p5 xor.b32 %r11, %r11, 1;", "")
     steady = wait("%r12", "%r11", f"W_{name}") + f"setp.ge.s32 %p6, %r1, {total}; @%p6 bra SKIP_{name};"
     steady += issue + f"SKIP_{name}:\nadd.s32 %r1, %r1, 1;" + advance
