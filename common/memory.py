@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from warpspec.common.barriers import Barrier, barrier_count
 from warpspec.common.hardware import TMEM_COLUMNS
@@ -15,6 +16,15 @@ TILE_ALIGNMENT = 1024  # bytes: the 128-byte swizzle repeats every 8 rows
 TMEM_LANES = 128
 TMEM_COLUMN_BYTES = 4  # bytes of a column in one lane
 MIN_TMEM_ALLOCATION = 32  # columns
+
+
+class TensorMemoryWarps:
+    """Roles by warp in kernels for sm_100a. Warps 0 to 3, a warpgroup, work on tensor memory: warp w reaches its lanes
+    32 w to 32 w + 31."""
+
+    mma_warp: ClassVar[int] = 4  # issues the MMAs
+    load_warp: ClassVar[int] = 5  # issues the TMA loads
+
 
 ELEMENT_BYTES = {"uint8": 1, "int32": 4, "uint32": 4, "float32": 4, "int64": 8}
 

@@ -150,20 +150,7 @@ class Rows(SoftmaxHost):
             edge_value = load_edge(row, edge, dtype)
 
         # 3. This warp's maximum, and the sum of its exponentials.
-        maximum = warp_maximum(largest_of(words, edge_value, dtype), config.lanes)
-        reference = reference_of(maximum)
-        kept = None
-        if cutlass.const_expr(config.keeps_exponentials):
-            kept = as_float(words, dtype)  # (ELEMENT of vector, VECTOR)
-            total = exponentiate(kept, reference, accurate)
-        else:
-            forget(words)
-            total = Float32(0.0)
-            for i in cutlass.range_constexpr(config.vectors):
-                total += exponentiate(as_float(words[None, i], dtype), reference, accurate)
-        if cutlass.const_expr(config.edges):
-            total += exponential(edge_value - reference, accurate)
-        total = warp_sum(total, config.lanes)
+        maximum, total, kept = state_of_warp(config, words, edge_value)
 
         # 4. The maximum and sum of the row.
         of_warp = maximum
@@ -198,6 +185,28 @@ class Rows(SoftmaxHost):
             value = exponential(edge_value - maximum, accurate) * inverse
             if in_range:
                 store_edge(target, edge, value, dtype)
+
+
+@cute.jit
+def state_of_warp(config: cutlass.Constexpr, words: cute.Tensor, edge_value):
+    """(maximum, sum of exponentials relative to its reference) of a warp's part of a row, and the exponentials
+    (ELEMENT of vector, VECTOR) if the threads keep them, else None. words: (WORDS, VECTOR)."""
+    dtype = config.dtype
+    accurate = dtype == "float32"
+    maximum = warp_maximum(largest_of(words, edge_value, dtype), config.lanes)
+    reference = reference_of(maximum)
+    kept = None
+    if cutlass.const_expr(config.keeps_exponentials):
+        kept = as_float(words, dtype)
+        total = exponentiate(kept, reference, accurate)
+    else:
+        forget(words)
+        total = Float32(0.0)
+        for i in cutlass.range_constexpr(config.vectors):
+            total += exponentiate(as_float(words[None, i], dtype), reference, accurate)
+    if cutlass.const_expr(config.edges):
+        total += exponential(edge_value - reference, accurate)
+    return maximum, warp_sum(total, config.lanes), kept
 
 
 def largest_of(words: cute.Tensor, edge_value, dtype: str) -> Float32:

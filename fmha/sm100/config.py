@@ -42,7 +42,7 @@ QUARTER_LANES = 32  # lanes of tensor memory that a warp reaches
 
 
 @dataclass(frozen=True)
-class AttentionConfig(AttentionKernel):
+class AttentionConfig(memory.TensorMemoryWarps, AttentionKernel):
     """Compile-time shape of one kernel.
 
     shape: its tiles. bias_stages: KV tiles of the bias in flight, 0 if it is read from global memory.
@@ -154,20 +154,11 @@ class AttentionConfig(AttentionKernel):
     def p_in_smem(self) -> bool:
         return self.shape.p_in == "smem"
 
-    # Warp roles. The first four warps are one warpgroup: warp w reaches lanes 32 w to 32 w + 31 of tensor
-    # memory.
+    # Warp roles.
 
     @property
     def softmax_warps(self) -> range:
         return range(4)
-
-    @property
-    def mma_warp(self) -> int:
-        return 4
-
-    @property
-    def load_warp(self) -> int:
-        return 5
 
     @property
     def convert_warp(self) -> int:

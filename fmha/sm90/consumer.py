@@ -429,23 +429,32 @@ def weigh(work, step, state, masked: cutlass.Constexpr, seen: cutlass.Constexpr 
         total = sums[r] * factor + total
         new.append((reference, highest, total, factor, moved))
     references, maxima, sums, factors, moved = zip(*new, strict=True)
-    if cutlass.const_expr(masked and config.clears_unseen):  # noqa: SIM102
-        if span.has_unseen(span.tile(step), config.tile_n):
-            use = work.use + step
-            barrier, threads = CLEAR_BARRIER, config.consumer_threads
-            if cutlass.const_expr(config.paired):  # the tile is this consumer's alone until it hands over P
-                barrier, threads = CLEAR_BARRIER + work.consumer, WARPGROUP_THREADS
-                if cutlass.const_expr(not config.in_parts):  # otherwise it is there since QK
-                    work.v_full.wait(use)
-            else:
-                work.v_full.wait(use)
-                await_scores(config)
-            stage = work.v_base + use % config.kv_stages * config.kv.v_stage_bytes
-            if cutlass.const_expr(config.paired):  # noqa: SIM114
-                unseen.clear(config, span, first_key, work.thread, stage)
-                cute.arch.fence_view_async_shared()
-            elif work.consumer == 0:  # two writers of one place are a race, even of zeros
-                unseen.clear(config, span, first_key, work.thread, stage)
-                cute.arch.fence_view_async_shared()
-            cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
+    if cutlass.const_expr(masked and config.clears_unseen):
+        clear_unseen(work, step, first_key)
     return (references, maxima, sums), factors, moved[0] | moved[1]
+
+
+@cute.jit
+def clear_unseen(work, step, first_key):
+    """Zero the V rows of keys that no row of the tile sees, if the KV tile of visit ``step`` has some, before PV reads
+    them. One consumer writes, because two writers of one place are a race, even of zeros. Paired consumers have KV
+    tiles of their own until they hand over P, so each clears its own."""
+    config, span = work.config, work.tile.span
+    if span.has_unseen(span.tile(step), config.tile_n):
+        use = work.use + step
+        barrier, threads = CLEAR_BARRIER, config.consumer_threads
+        if cutlass.const_expr(config.paired):
+            barrier, threads = CLEAR_BARRIER + work.consumer, WARPGROUP_THREADS
+            if cutlass.const_expr(not config.in_parts):  # otherwise V is there since QK
+                work.v_full.wait(use)
+        else:
+            work.v_full.wait(use)
+            await_scores(config)
+        stage = work.v_base + use % config.kv_stages * config.kv.v_stage_bytes
+        if cutlass.const_expr(config.paired):  # noqa: SIM114
+            unseen.clear(config, span, first_key, work.thread, stage)
+            cute.arch.fence_view_async_shared()
+        elif work.consumer == 0:
+            unseen.clear(config, span, first_key, work.thread, stage)
+            cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)

@@ -140,7 +140,7 @@ class Sm90Config(ProjectionConfig):
 
 
 @dataclass(frozen=True)
-class Sm100Config(ProjectionConfig):
+class Sm100Config(memory.TensorMemoryWarps, ProjectionConfig):
     """The kernel for sm_100a: warps 0 to 3 are the epilogue, one thread a token; warp 4 issues products, warp 5
     loads."""
 
@@ -159,14 +159,6 @@ class Sm100Config(ProjectionConfig):
     @property
     def epilogue_threads(self) -> int:
         return memory.TMEM_LANES
-
-    @property
-    def mma_warp(self) -> int:
-        return 4
-
-    @property
-    def load_warp(self) -> int:
-        return 5
 
     @property
     def threads(self) -> int:

@@ -68,7 +68,7 @@ SWAPPED = {n: Shape(swapped=True, tile_n=n) for n in (8, 16, 32, 64)}
 
 
 @dataclass(frozen=True)
-class GemmConfig:
+class GemmConfig(memory.TensorMemoryWarps):
     """Compile-time shape of one kernel.
 
     epilogue: one of EPILOGUES. output: one of OUTPUTS. has_row_scale: every token has its own global scale. has_limit:
@@ -121,19 +121,11 @@ class GemmConfig:
     def quantizes(self) -> bool:
         return self.output == "nvfp4"
 
-    # Warp roles. Warps 0-3 are one warpgroup: warp w reaches lanes 32 w to 32 w + 31 of tensor memory.
+    # Warp roles.
 
     @property
     def epilogue_warps(self) -> range:
         return range(4)
-
-    @property
-    def mma_warp(self) -> int:
-        return 4
-
-    @property
-    def load_warp(self) -> int:
-        return 5
 
     @property
     def schedule_warp(self) -> int:

@@ -102,6 +102,7 @@ def test_merged_states_of_two_caches_are_attention_over_both():
             "v": inputs["v"][:, first:end],
             "q_start": start,
             "sink": None,
+            "num_splits": 1,  # both parts by one kernel
         }
         states.append(attention(**{**inputs, **part}, backend=BACKEND))
     o, lse = merge(states, inputs["sink"])

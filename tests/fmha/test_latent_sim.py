@@ -9,7 +9,7 @@ from helpers.attention_cases import Case, arguments, check, poisoned_out, relati
 from helpers.page_layouts import paged
 from helpers.parts_cases import in_parts
 from helpers.simulate import choosing
-from helpers.suites import long, long_but
+from helpers.suites import long
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from warpspec import sim
@@ -62,11 +62,11 @@ def through_pages(case: Case, page_size: int = 64, **options) -> sim.SimReport:
     return sim.last_report()
 
 
-RUNS = [(LENGTHS, "sm_90a")]
-EVERY = [(case, arch) for case in (LENGTHS, DRAFTS, STATE, POISONED) for arch in ARCHS]
-
-
-@pytest.mark.parametrize(("case", "arch"), long_but(RUNS, EVERY), ids=lambda v: getattr(v, "id", v))
+# A kernel takes 10 to 20 s to compile. The default suite has those of test_parts_of_one_length, test_codes (sm_90a) and
+# test_decode (sm_100a).
+@pytest.mark.long
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("case", (LENGTHS, DRAFTS, STATE, POISONED), ids=lambda case: case.id)
 def test_cases(case, arch, simulate_as, check_order):
     """P lies where columns of the keys lay: no role may take the one for the other."""
     simulate_as(arch, sm_count=2)

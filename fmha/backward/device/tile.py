@@ -380,7 +380,7 @@ def key_tile(
         group,
         pieces,
         sums_place,
-        *(zero,) * 10,
+        *(zero,) * 10,  # which steps it has, and who sees what, follow below
         bounds,
         *ranges,
     )
@@ -405,32 +405,20 @@ def key_tile(
     _, seen_end = tile.keys_of(seq_q - 1)
     rows_first, _ = tile.queries_of(0)
     _, rows_end = tile.queries_of(length - 1)
-    return KeyTile(
-        config,
-        request,
-        kv_head,
-        place,
-        number,
-        tile_index,
-        first_key,
-        first_head,
-        group,
-        pieces,
-        sums_place,
-        first_step,
-        steps,
-        begin,
-        count,
-        inner_first,
-        inner_end,
-        Int32(seen_first),
-        seen_end,
-        rows_first,
-        rows_end,
-        bounds,
-        *ranges,
-        blocks,
-        operands.q_patterns,
+    return replace(
+        tile,
+        first_step=first_step,
+        steps=steps,
+        begin=begin,
+        count=count,
+        inner_first=inner_first,
+        inner_end=inner_end,
+        seen_first=Int32(seen_first),
+        seen_end=seen_end,
+        rows_first=rows_first,
+        rows_end=rows_end,
+        blocks=blocks,
+        patterns=operands.q_patterns,
     )
 
 

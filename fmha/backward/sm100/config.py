@@ -27,7 +27,7 @@ BARRIER_BYTES = 1024  # room for the mbarriers and the address of tensor memory:
 
 
 @dataclass(frozen=True)
-class BackwardConfig(BackwardKernel):
+class BackwardConfig(memory.TensorMemoryWarps, BackwardKernel):
     """Compile-time shape of one kernel. tile_m: queries of a tile. q_stages, do_stages: stages of the rings of Q and of
     dO."""
 
@@ -83,19 +83,11 @@ class BackwardConfig(BackwardKernel):
         """Whether dQ's accumulator has columns as lanes (transposed) rather than queries."""
         return self.width == WIDTH
 
-    # Warps: 0 to 3 are the key warps, one key per thread; then MMA, load.
+    # Warps 0 to 3 are the key warps: a thread has one key.
 
     @property
     def threads(self) -> int:
         return WARPGROUP_THREADS + 2 * WARP_THREADS
-
-    @property
-    def mma_warp(self) -> int:
-        return WARPGROUP_THREADS // WARP_THREADS
-
-    @property
-    def load_warp(self) -> int:
-        return self.mma_warp + 1
 
     # Tensor memory, first columns. P lies where S was, dS where dP was; dQ, once dV has been issued, over P.
 

@@ -56,8 +56,31 @@ class GradientProducts(NamedTuple):
     dv: cute.Tensor | None
 
 
+def ring(dtype, base, layout, stages: int, stage_bytes: int) -> cute.Tensor:
+    """Shared memory of ``stages`` equal tiles, so many bytes apart, as (rows, columns, STAGE)."""
+    first = cute.make_tensor(cute.recast_ptr(base, layout.inner, dtype=dtype), layout.outer)[None, None, 0]
+    stage = cute.make_layout(stages, stride=stage_bytes * 8 // dtype.width)
+    return cute.make_tensor(first.iterator, cute.append(first.layout, stage))
+
+
+def places_of_dq(config, dtype, shared, parts: list[int]) -> tuple:
+    """Where the operands of a consumer's parts of dQ lie: (dS, which all of them share; K of each part).
+
+    A part is a block of rows by a block of columns; a consumer's parts are neighbours.
+    """
+    columns = config.room // BLOCK
+    block_bytes = config.tile_n * BLOCK * dtype.width // 8
+    ds_base = (shared.ds + config.dq_place(parts[0])[0] // columns * block_bytes).align(tma.TILE_ALIGNMENT)
+    k_bases = []
+    for number, column in map(config.dq_place, parts):
+        base = (shared.k + number % columns * block_bytes).align(tma.TILE_ALIGNMENT)
+        # The swizzle is of addresses, so a matrix may begin at any 16 bytes of a span's row.
+        k_bases.append(base if config.dq_columns == BLOCK else base + column * dtype.width // 8)
+    return ds_base, k_bases
+
+
 def products(config, dtype, shared, consumer) -> GradientProducts:
-    """consumer: number of the consumer, which selects its 64 keys and its part of dQ."""
+    """The products of a consumer. consumer: its number, which selects its 64 keys and its part of dQ."""
     m, n, block = config.tile_m, config.tile_n, config.block_m
     scores = make_mma(dtype, K_MAJOR, K_MAJOR, block, registers=config.keys_in_registers)
     sums_k, sums_v = (config.sum_columns(name) for name in "kv")
@@ -71,17 +94,13 @@ def products(config, dtype, shared, consumer) -> GradientProducts:
     span = make_mma(dtype, ds_mode, MN_MAJOR, BLOCK)
     row_major, column_major = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
 
-    def ring(base, layout, stages, stage_bytes):
-        first = cute.make_tensor(cute.recast_ptr(base, layout.inner, dtype=dtype), layout.outer)
-        first = first[None, None, 0]
-        stage = cute.make_layout(stages, stride=stage_bytes * 8 // dtype.width)
-        return cute.make_tensor(first.iterator, cute.append(first.layout, stage))
-
     def a(mma, base, layout, stages=1, stage_bytes=0):
-        return mma.make_fragment_A(mma.get_slice(0).partition_A(ring(base, layout, stages, stage_bytes)))
+        tiles = ring(dtype, base, layout, stages, stage_bytes)
+        return mma.make_fragment_A(mma.get_slice(0).partition_A(tiles))
 
     def b(mma, base, layout, stages, stage_bytes):
-        return mma.make_fragment_B(mma.get_slice(0).partition_B(ring(base, layout, stages, stage_bytes)))
+        tiles = ring(dtype, base, layout, stages, stage_bytes)
+        return mma.make_fragment_B(mma.get_slice(0).partition_B(tiles))
 
     rooms = [config.room_of(name) for name in "kv"]
     keys, values = (hopper.make_smem_layout_a(row_major, (n, m, each), dtype, 1) for each in rooms)
@@ -92,17 +111,9 @@ def products(config, dtype, shared, consumer) -> GradientProducts:
     ds_major = row_major if config.stores_bias else column_major
     ds_layout = hopper.make_smem_layout_a(ds_major, (BLOCK, BLOCK, n), dtype, 1)
     k_layout = hopper.make_smem_layout_b(column_major, (BLOCK, BLOCK, n), dtype, 1)
-    # A part of dQ: a block of rows by a block of columns; a consumer's are neighbours.
-    columns = config.room // BLOCK
-    block_bytes = n * BLOCK * dtype.width // 8
     parts = [consumer * config.consumer_parts + i for i in range(config.consumer_parts)]
-    ds_base = (shared.ds + config.dq_place(parts[0])[0] // columns * block_bytes).align(tma.TILE_ALIGNMENT)
+    ds_base, k_bases = places_of_dq(config, dtype, shared, parts)
     queries = [make_mma(dtype, ds_mode, MN_MAJOR, config.dq_size(part) or BLOCK) for part in parts]
-    k_bases = []
-    for number, column in map(config.dq_place, parts):
-        base = (shared.k + number % columns * block_bytes).align(tma.TILE_ALIGNMENT)
-        # The swizzle is of addresses, so a matrix may begin at any 16 bytes of a span's row.
-        k_bases.append(base if config.dq_columns == BLOCK else base + column * dtype.width // 8)
     queries_of = {"stages": config.q_stages, "stage_bytes": config.tile_bytes("q")}
     dos_of = {"stages": config.do_stages, "stage_bytes": config.tile_bytes("do")}
 
