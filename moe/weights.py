@@ -61,7 +61,7 @@ class ExpertWeights:
         return self._with_each(lambda tensor: tensor[experts])
 
     def _with_each(self, change) -> Self:
-        """These weights with each tensor changed."""
+        """Apply a change to each tensor; return the new weights."""
         tensors = {name: getattr(self, name) for name in self.TENSORS}
         return replace(self, **{name: t if t is None else change(t) for name, t in tensors.items()})
 

@@ -120,7 +120,7 @@ class LaunchStats:
             self.events.append(Span(w.cta.number, w.index, "run", 0, now))
 
     def __getstate__(self) -> dict:
-        """For another process: formatted events, without their machine."""
+        """The report as another process gets it: with formatted events, without their machine."""
         return self.__dict__ | {"events": spans(self.events)}
 
     def merge(self, other: LaunchStats) -> None:

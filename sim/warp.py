@@ -96,7 +96,7 @@ class Cta:
         return self._tmem
 
     def retire(self) -> None:
-        """Its cluster has ended: drop its references, cut reference cycles, and return its tensor memory."""
+        """End the warp with its cluster: drop references, cut reference cycles, and return its tensor memory."""
         if self._tmem is not None:
             self.spare_tmem.append(self._tmem.data)
             self._tmem = None

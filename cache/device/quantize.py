@@ -189,7 +189,7 @@ def bounded_codes(values: list, divided_values: list, out: cute.Tensor) -> None:
 
 
 def thresholds(divisor: Float32) -> list:
-    """For each code but 0, a pair of the largest bf16 number whose code is lower.
+    """The largest bf16 number whose code is lower, twice in a word, for each code but 0.
 
     fl(x / d) is at most t, or beyond t, where x is at most (t + h) d; h is half of the distance between t and the next
     fp32 number, and where a tie goes to the lower code the border is (t + h) d, else (t - h) d. Neither is a bf16
@@ -219,7 +219,7 @@ def codes_between(words: list, bounds: list) -> Uint32:
 
 
 def exceeds(a: Uint32, b: Uint32) -> Uint32:
-    """For each half, as bf16: 1.0 where a > b, else 0."""
+    """Compare the bf16 halves of two words: each half of the result is 1.0 in bf16 where a > b, else 0."""
     return of_registers("set.gt.bf16x2.bf16x2", a, b)
 
 

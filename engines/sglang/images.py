@@ -16,7 +16,7 @@ CHUNKS = "--chunked-prefill-size (chunked_prefill_size)"
 
 
 class Images(Enum):
-    """Where the tokens of an image see each other."""
+    """In which layers the tokens of an image see each other."""
 
     EVERY_LAYER = "every layer"
     WINDOWS = "layers with a window, as far back as the window reaches"

@@ -267,8 +267,8 @@ def _layer_of(cache, index: int) -> _Layer:
 
 
 def _layer_of_allocator(cache, index: int, shared: dict) -> _Layer:
-    """For transformers 5.23, which has an allocator for each kind of layers, with pages of keys and values
-    alternating."""
+    """A layer's cache in transformers 5.23, which has an allocator for each kind of layers, with pages of keys and
+    values alternating."""
     allocator = cache.layer_to_allocator[index]
     is_full = allocator.layer_type == "full_attention"
     slots = allocator._kv_token_views[index]
@@ -285,8 +285,8 @@ def _layer_of_allocator(cache, index: int, shared: dict) -> _Layer:
 
 
 def _layer_of_groups(cache, index: int, shared: dict) -> _Layer:
-    """For transformers 5.17, which has groups of equally many layers, with one tensor of slots for each layer of a
-    group."""
+    """A layer's cache in transformers 5.17, which has groups of equally many layers, with one tensor of slots for each
+    layer of a group."""
     group, of_group = cache.layer_index_to_group_indices[index]
     slots = cache.key_cache[of_group], cache.value_cache[of_group]
     is_full = cache.sliding_windows[index] == 1

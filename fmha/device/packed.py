@@ -28,7 +28,7 @@ def query_tiles(queries: int, total, requests):
 
 
 def entry(cu_seqlens: cute.Tensor, number, total) -> Int32:
-    """Where a request begins, within 0..total."""
+    """The row at which a request begins, kept within 0..total."""
     return cutlass.max(cutlass.min(cu_seqlens[number], total), 0)
 
 

@@ -27,7 +27,7 @@ class Request(NamedTuple):
 
 
 def request_at(requests: RequestLayout, operands, request) -> Request:
-    """Where a request's queries and keys are."""
+    """Find where a request's queries and keys are."""
     seq_q, length = operands.q.shape[1], operands.k.shape[1]
     if cutlass.const_expr(requests.page_size > 0):
         length = operands.page_table.shape[1] * requests.page_size

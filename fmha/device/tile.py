@@ -89,7 +89,7 @@ class RowTile(Protocol):
         """A row, by its number in its row group. member: as in ``Row``."""
 
     def place(self, index, row_group=0) -> Place:
-        """Where a row's results go."""
+        """The place of a row's results."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Tile(RowTile):
         return Row(index, member, first, end, drafts, blocks)
 
     def place(self, index, row_group=0) -> Place:
-        """Where a row belongs. index: its number in its row group."""
+        """The place that a row belongs to. index: the row's number in its row group."""
         config = self.config
         head = self.head_tile * config.rows.pack + index % config.rows.pack
         query = self.first_query_of(row_group) + index // config.rows.pack

@@ -26,7 +26,7 @@ class Drafts(NamedTuple):
         return Int32(shift_right(moved, cutlass.max(shift, 0)) & Uint64(LOW_WORD))
 
     def counted_from(self, key) -> Drafts:
-        """These drafts, with keys counted from ``key``."""
+        """Count the drafts' keys from ``key``."""
         return self._replace(first=self.first - key)
 
     def sees(self, key) -> Boolean:

@@ -48,7 +48,7 @@ class Products(NamedTuple):
 
     @classmethod
     def of_rows(cls, config) -> Products:
-        """Only registers of O, for 64 rows, if products do not use wgmma."""
+        """Products that do not use wgmma have only registers, those of O for 64 rows."""
         o = cute.make_rmem_tensor(config.heads.v * WARPGROUP_ROWS // WARPGROUP_THREADS, Float32)
         return cls(*(None,) * (len(cls._fields) - 1), o)
 
@@ -202,14 +202,14 @@ class ConsumerTile:
         return tile * self.config.tile_n + PAIR * self.rows[r].member
 
     def visit(self, step) -> Visit | None:
-        """With lists of blocks, the entry of a visit; it is read one step ahead of its pattern."""
+        """The entry of a visit, if there are lists of blocks. It is read one step ahead of its pattern."""
         if not self.config.mask.has_blocks:
             return None
         known = self.span.entry if isinstance(step, int) and step == 0 else None
         return known or self.span.visit(step)
 
     def read_mask(self, step, entry: Visit | None) -> tuple | None:
-        """With lists of blocks, what ``hide`` reads from memory for each row, so that QK hides how long it takes.
+        """Read from memory what ``hide`` needs of each row, if there are lists of blocks; QK hides how long that takes.
         entry: ``visit(step)``."""
         if not self.config.mask.has_blocks:
             return None
@@ -257,7 +257,7 @@ def wait_turn(work) -> None:
 
 @cute.jit
 def end_turn(work):
-    """It is the turn of the consumer after this one."""
+    """Give the turn to the consumer after this one, if others have rows of the tile."""
     if cutlass.const_expr(work.config.skips_idle):
         if work.several:
             pass_turn(work.config, work.consumer)
@@ -266,7 +266,7 @@ def end_turn(work):
 
 
 def pass_turn(config, consumer) -> None:
-    """It is the turn of the consumer after this one."""
+    """Give the turn to issue to the consumer after this one."""
     if config.takes_turns:
         after = FIRST_ORDER_BARRIER + (consumer + 1) % config.consumers
         cute.arch.barrier_arrive(barrier_id=after, number_of_threads=2 * WARPGROUP_THREADS)

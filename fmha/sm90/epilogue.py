@@ -30,7 +30,7 @@ from warpspec.fmha.sm90.staging import (
 
 
 class Results(Protocol):
-    """Where the rows of a thread go."""
+    """Takes the finished rows of a thread."""
 
     def store(self, work, r: int, row, place, factor, empty, operands) -> None:
         """Store the consumer's columns of row r of the thread: O times ``factor``, zeros if ``empty``."""

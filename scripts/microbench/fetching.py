@@ -77,7 +77,7 @@ def _case(parts: int, warps: int, stages: int, source: str) -> Case:
 
 
 def cases() -> list[Case]:
-    """By number of parts, alone; then beside loads of several depths from L2 and from HBM."""
+    """Cases by number of parts, alone, and then beside loads of several depths from L2 and from HBM."""
     found = [_case(parts, warps, 0, "") for parts in PARTS for warps in (1, 4)]
     return found + [
         _case(parts, 4, stages, source)

@@ -82,7 +82,8 @@ def _jumps(every: int, over: int, grid: int, warps: int) -> Case:
 
 
 def cases() -> list[Case]:
-    """By size of the code: one SM and all, one warp and eight; `dram`: after a flush of L2; `cold`: of all caches."""
+    """Cases by size of the code, for one SM and all, one warp and eight. `dram`: L2 was flushed; `cold`: all caches
+    were."""
     jumps = [_jumps(*sizes, grid, warps) for sizes in JUMPS for grid, warps in ((1, 1), (ALL, 1), (ALL, 8))]
     return (
         jumps

@@ -132,7 +132,7 @@ def router_of(model: Model, experts: int, top: int) -> torch.nn.Module:
 
 
 def seeded_experts(model: Model, experts: int, generator) -> NVFP4Experts:
-    """As the model initialises weights, bf16 before they are quantised, one expert at a time."""
+    """Experts whose weights are drawn as the model initialises them, in bf16 before they are quantised, one by one."""
     count, shared = experts + int(model.shared is not None), int(model.shared is not None)
 
     def matrices(rows, columns):

@@ -106,8 +106,9 @@ def parts_of_results(found: dict) -> Iterator[tuple[dict, float, dict[str, float
 
 
 def parts_table(files: Sequence[dict], share: float = 0.9, markdown: bool = False) -> str:
-    """By kind, and by what limits them: calls over LARGE bytes that take longer than their limit / ``share``, the mean
-    of their shares, and the mean of each part in percent of the time. files: contents of ``parts_of_results``."""
+    """A table, by kind and by what limits them, of calls over LARGE bytes that take longer than their limit /
+    ``share``: the mean of their shares, and the mean of each part in percent of the time. files: contents of
+    ``parts_of_results``."""
     rows = defaultdict(list)
     for result, limit, of in itertools.chain.from_iterable(map(parts_of_results, files)):
         time = result["times"][OURS]

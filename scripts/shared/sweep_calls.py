@@ -208,7 +208,7 @@ def input_sets(shape: Shape) -> list[tuple]:
 
 
 def ours(shape: Shape) -> Callable:
-    """To the tensor that peers' results are compared with."""
+    """Our function of ``inputs``; it returns the tensor that peers' results are compared with."""
     if isinstance(shape, RowShape):
         if shape.k:
             return lambda x: softmax_topk(x, shape.k, renormalize=shape.renormalize)[0]

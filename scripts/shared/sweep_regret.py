@@ -85,7 +85,7 @@ def losses(result: dict) -> tuple[float, float | None] | None:
 
 
 def regret_table(results: Sequence[dict], markdown: bool = False) -> str:
-    """By kind: what the choice loses, and the best plan against the best peer."""
+    """A table by kind of what the choice loses, and of the best plan against the best peer."""
     rows = []
     for kind in (*KINDS, "all"):
         found = [

@@ -110,7 +110,7 @@ def worst(results: Sequence[dict], value) -> list[dict]:
 
 
 def kinds_table(results: Sequence[dict], markdown: bool = False) -> str:
-    """By kind, and of all: geometric mean of the ratios, the least one, how many are below LEVEL."""
+    """A table of ratios by kind, and of all: their geometric mean, the least one, how many are below LEVEL."""
     rows = []
     present = [kind for kind in KINDS if any(result["kind"] == kind for result in results)]
     for kind in (*present, "all"):
@@ -129,8 +129,8 @@ def kinds_table(results: Sequence[dict], markdown: bool = False) -> str:
 
 
 def shares_table(results: Sequence[dict], markdown: bool = False) -> str | None:
-    """By kind and by what binds: shares of the calls over LARGE_BYTES, and of those among them of LONG_US and more;
-    None if there is no such call."""
+    """A table, by kind and by what binds, of the shares that calls over LARGE_BYTES reach, and those among them that
+    take LONG_US or more; None if there is no such call."""
     rows = []
     for kind in (*KINDS, "all"):
         for bound in (BYTES, PRODUCTS):

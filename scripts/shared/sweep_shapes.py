@@ -134,7 +134,7 @@ class AttentionShape:
 
     @property
     def bytes(self) -> int:
-        """That the call must move: Q, O, and of K and V what is visible, each once; and their gradients."""
+        """Bytes that the call must move: Q, O and the visible part of K and V, each once; and their gradients."""
         return self.copies * (sum(self.visible_keys) * self.kv_bytes + self.qo_bytes)
 
     @property

@@ -125,7 +125,7 @@ class Pool:
         return stretch.owner
 
     def next_end(self) -> float | None:
-        """When the next stretch ends; None: nothing runs."""
+        """The time at which the next stretch ends; None if nothing runs."""
         end = NEVER
         for place in self.sms:
             if place.changed:

@@ -181,7 +181,8 @@ class Recorder:
         return sum(int(np.asarray(w.executed)[: len(self._system)][self._system].sum()) for w in cta.warps)
 
     def _stop(self, now) -> None:
-        """Only count from here on. now: the warp that has just recorded a step, which is not counted yet."""
+        """Stop recording steps and only count them. now: the warp that has just recorded a step, which is not counted
+        yet."""
         self.enough = True
         for cta, one in self._live:
             one.uncounted = self._executed(cta) + (cta is now.cta)
@@ -236,7 +237,7 @@ class Recorder:
         self.step = step
 
     def end(self, w, group) -> None:
-        """It has executed it, or waits only before continuing after it."""
+        """A warp has executed the instruction that it began, or will only wait before it goes on."""
         step, self.step = self.step, None
         self._open.pop(group, None)
         if step.waits is None and step.lanes:

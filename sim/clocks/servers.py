@@ -75,7 +75,7 @@ class Sm:
         }
 
     def fetch(self, at: float, first: int, last: int) -> float:
-        """When the SM has lines of code.
+        """The time at which the SM has lines of code.
 
         The first lines of a kernel come in a stream that begins with it. Whoever needs others, or does not want to wait
         for these, asks for a block of them, which waits behind a part of the SM's own loads.
@@ -98,7 +98,8 @@ class Sm:
     # ---- memory ------------------------------------------------------------------------------------------------
 
     def _move(self, start: float, nbytes: float, share: float, l2_rate: float) -> float:
-        """When the bytes have passed L2 and HBM, without their latency. share: of them that comes from HBM."""
+        """The time at which bytes have passed L2 and HBM, without latency. share: the part of them that comes from
+        HBM."""
         read = share * nbytes
         slow = min(self.slow_left, read)
         self.slow_left -= slow
@@ -149,11 +150,11 @@ class Sm:
             self.lanes_ahead = self.add_buffer / self.add_rate
 
     def lanes_wait(self, at: float) -> float:
-        """When lanes can access memory: they do so in order, and few bytes wait to leave the SM."""
+        """The time at which lanes can access memory: they do so in order, and few bytes wait to leave the SM."""
         return max(at, self.lanes_free - self.lanes_ahead)
 
     def drained(self) -> float:
-        """When all that was stored has left the SM."""
+        """The time at which all that was stored has left the SM."""
         return max(self.store_free, self.lanes_free)
 
     def tma_load(self, at: float, nbytes: float, fresh: bool, tensor: tuple[int, int] | None = None) -> float:

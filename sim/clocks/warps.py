@@ -72,7 +72,7 @@ class WarpReplay:
         self.code_read: set[int] = set()  # lines of code that it has run
 
     def run(self, entries) -> Iterator:
-        """Its life."""
+        """Replay the warp's trace from its first entry to its last. Yields what the warp waits for (``Replay.run``)."""
         for entry in entries:
             kind = type(entry)
             if kind is Chunk or kind is Moved:

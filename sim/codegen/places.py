@@ -38,7 +38,7 @@ class TemporaryPlaces:
         self._start: dict[int, int] = {}
 
     def block(self, touched: Sequence[Touched], live_out: frozenset[str]) -> list[tuple[dict, dict]]:
-        """For each instruction: sources and targets as in `Place`, temporary ones as (bytes, number)."""
+        """Sources and targets of each instruction as in `Place`, temporary ones as (bytes, number)."""
         dead_behind, is_last = _uses(touched, live_out)
         homes = self._registers.offset
         taken: dict[str, tuple[int, int]] = {}
@@ -97,7 +97,8 @@ class TemporaryPlaces:
 
 
 def _uses(touched: Sequence[Touched], live_out: frozenset[str]) -> tuple[list[list[str]], list[set[str]]]:
-    """For each instruction: registers whose value nothing behind it needs; those of live_out that it writes last."""
+    """Two lists with an entry for each instruction: registers whose value nothing after it needs, and registers of
+    live_out that it is the last to write."""
     needed = set(live_out)
     unwritten = set(live_out)
     dead_behind, is_last = [], []

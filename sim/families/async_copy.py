@@ -38,7 +38,7 @@ class LaneCopies:
         self.started: list[AsyncCopy] = []
 
     def pending(self, mask: int) -> dict[int, tuple[AsyncCopy, ...]]:
-        """For each of these lanes its copies that have not happened yet."""
+        """The copies of each of these lanes that have not happened yet."""
         self.started = [copy for copy in self.started if not copy.done]
         if all(copy.mask & mask in (0, mask) for copy in self.started):
             return dict.fromkeys(lanes(mask), tuple(copy for copy in self.started if copy.mask & mask))

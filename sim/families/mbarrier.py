@@ -52,7 +52,7 @@ class Mbarrier:
     order: object = field(default=None, repr=False)  # what the order checker keeps of it
 
     def label(self) -> str:
-        """Its name for a timeline."""
+        """The barrier's name in a timeline."""
         return self.cta.names.barrier(self.offset) or f"mbarrier {self.offset:#x}"
 
     def describe(self, text: str) -> str:

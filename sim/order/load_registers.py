@@ -33,7 +33,7 @@ def check(program: Program) -> dict[tuple, Finding]:
 
 
 def _after(program: Program, ins: Instr, under_way: int, found: dict) -> int:
-    """Behind an instruction: the registers that loads under way are still to fill."""
+    """The registers that loads under way are still to fill after an instruction."""
     row = find(ins.opcode)
     if row is None or ins.opcode.startswith("tcgen05.wait::ld"):
         return 0 if row is not None else under_way

@@ -96,7 +96,7 @@ def _moves(ins: Instr) -> bool:
 
 
 def _after(program: Program, ins: Instr, under_way: int, bit: dict, holders: dict, found: dict) -> int:
-    """Behind an instruction: the loads under way, as bits."""
+    """The loads under way after an instruction, as bits."""
     if under_way:
         if ins.opcode.startswith(ENDS):
             return 0

@@ -75,7 +75,7 @@ class Releases:
         self.by_cta = by_cta
 
     def joined(self, cta: int, release: Release) -> Releases:
-        """These and one more; itself if that adds nothing."""
+        """Add a release to these; the same object if that adds nothing."""
         before = self.by_cta.get(cta)
         if before is not None:
             release = release.joined(before)

@@ -40,7 +40,7 @@ def check(program: Program) -> dict[tuple, Finding]:
 
 
 def _written(program: Program, ins: Instr, under_way: int, found: dict) -> int:
-    """Behind an instruction: registers of products under way, a plane of bits a group (`_groups`)."""
+    """The registers of products under way after an instruction, a plane of bits for each group (`_groups`)."""
     live = program.live
     if ins.opcode.startswith("wgmma."):
         return _groups(live, ins, under_way, ins.operands[:2])
@@ -55,7 +55,7 @@ def _written(program: Program, ins: Instr, under_way: int, found: dict) -> int:
 
 
 def _read(program: Program, ins: Instr, under_way: int, found: dict) -> int:
-    """Behind an instruction: accumulators under way and copies of them, as `_written` has them."""
+    """The accumulators under way after an instruction, and copies of them, in planes as in `_written`."""
     live = program.live
     if ins.opcode.startswith("wgmma."):
         return _groups(live, ins, under_way, ins.operands[:1])
@@ -80,8 +80,8 @@ def _read(program: Program, ins: Instr, under_way: int, found: dict) -> int:
 
 
 def _groups(live, ins: Instr, under_way: int, operands) -> int:
-    """Behind an instruction of wgmma: the registers under way, with those of its operands. A plane of bits a group: the
-    lowest of products that no group has yet, then by age."""
+    """The registers under way after an instruction of wgmma, those of its operands included: a plane of bits for each
+    group, the lowest for products that are in no group yet, the others by age."""
     width = len(live.bit)
     if ins.opcode.startswith("wgmma.mma_async"):
         for operand in operands:
@@ -117,7 +117,7 @@ def _report(found: dict, kind: str, live, registers: int, ins: Instr, remedy: st
 
 
 def _after(program: Program, ins: Instr, unfenced: int, found: dict) -> int:
-    """Behind an instruction: the registers written since the last wgmma.fence, in the bits above theirs those read."""
+    """The registers written since the last wgmma.fence, after an instruction; in the bits above, the registers read."""
     row = find(ins.opcode)
     if row is None:
         return unfenced

@@ -19,8 +19,8 @@ from warpspec.fmha.tiles import ELEMENT_BYTES
 
 
 class GradientBuffers(NamedTuple):
-    """Where the shared-memory regions begin. statistics: Float32 pointer, the others Uint8; None: the configuration
-    has none."""
+    """Pointers to the beginnings of the shared-memory regions: Float32 for statistics, Uint8 for the others; None where
+    the configuration has no such region."""
 
     statistics: cute.Pointer
     k: cute.Pointer

@@ -108,7 +108,7 @@ class KeyTile:
 
     @property
     def start_head(self) -> Int32:
-        """With heads inside, the head at which each query tile's steps begin. Neighbouring key tiles begin at
+        """The head at which each query tile's steps begin, with heads inside. Neighbouring key tiles begin at
         neighbouring heads, so that they do not all add to the same dQ; if dQ's order is fixed, all begin at the
         first."""
         if self.config.deterministic:

@@ -74,7 +74,7 @@ def rank_at(work, distance: int):
 
 
 def buffer(work, region: str, kind: int, distance: int) -> cute.Pointer:
-    """Where a CTA receives data from the CTA so many places before it. region: "sums", "results"."""
+    """The buffer in which a CTA receives data from the CTA ``distance`` places before it. region: "sums", "results"."""
     config = work.config
     size = getattr(config, f"sent_{region}_bytes")
     return getattr(work.shared, region) + (kind * (config.column_parts - 1) + distance - 1) * size

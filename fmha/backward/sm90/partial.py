@@ -17,7 +17,7 @@ from warpspec.fmha.backward.device.tile import column_part
 
 
 def buffer(work, name: str) -> cute.Pointer:
-    """Where the other CTA's partial sums of "s" or "dp" arrive."""
+    """The buffer in which the other CTA's partial sums arrive. name: "s" or "dp"."""
     return work.shared.partial + ("s", "dp").index(name) * work.config.partial_bytes
 
 
