@@ -50,7 +50,7 @@ class Region:
         return self.count * ELEMENT_BYTES[self.element]
 
     def begin(self, end: int) -> int:
-        """Offset of the first byte behind another region that ends at ``end``."""
+        """Offset of the first byte after another region that ends at ``end``."""
         alignment = self.alignment or ELEMENT_BYTES[self.element]
         return -(-end // alignment) * alignment
 

@@ -220,7 +220,7 @@ def source_of(text: str, version: Path) -> str:
 
 
 def shown(texts: list[str]) -> str:
-    """The first finding of a run, behind a wrong result if there is one."""
+    """The first finding of a run, after a wrong result if there is one."""
     return " and ".join(texts[: 1 + (texts[0] == WRONG_RESULT)])
 
 

@@ -71,7 +71,7 @@ def warm(part: int, parts: int, only: str) -> None:
 
 
 def child(only: str, seconds: float) -> None:
-    """Under ncu: every case once, behind a marker."""
+    """Under ncu: every case once, after a marker."""
     import torch
 
     began = time.monotonic()

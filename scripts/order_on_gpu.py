@@ -8,7 +8,7 @@ Two questions of docs/notebook/checker.md ("What hardware gives beyond the ISA's
   a wait. The next CTA on the SM fills the same memory. A word that is not the CTA's own shows that the memory was given
   away too early. The control overwrites its own memory behind the copies, and must be wrong.
 - scope: one CTA of a cluster writes and arrives on the other's mbarrier, by an arrival without a scope or by
-  `.release.cluster`; the other CTA reads behind its wait. Counted are words of an earlier round.
+  `.release.cluster`; the other CTA reads after its wait. Counted are words of an earlier round.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ again: shl.b32 %r6, %r5, 2; add.u32 %r6, %r6, %r3; st.shared.b32 [%r6], 0xdeadbe
   cp.async.bulk.wait_group 0;"""
 # name: (instruction, bytes of shared memory, what follows the commit, what follows all)
 EXITS = {
-    "control: overwritten behind the copies": ("copy", 12 * CHUNK, "", OVERWRITE),
+    "control: overwritten after the copies": ("copy", 12 * CHUNK, "", OVERWRITE),
     "control: waits": ("copy", 12 * CHUNK, "cp.async.bulk.wait_group.read 0;", ""),
     "copies, one CTA an SM": ("copy", 12 * CHUNK, "", ""),
     "copies, two CTAs an SM": ("copy", 6 * CHUNK, "", ""),

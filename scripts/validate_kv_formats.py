@@ -4,7 +4,7 @@
     python scripts/validate_kv_formats.py --keys 1000 --backend sim
 
 Keys and values are stored by `warpspec.cache.insert` into pages and read by `warpspec.fmha.attention`, with a query of
-each request (decode) and with 128 causal queries at the end of one (chunked prefill). Codes behind a request's length
+each request (decode) and with 128 causal queries at the end of one (chunked prefill). Codes past a request's length
 and in pages of nobody are NaN. In each KV head one key, the needle, points where the queries of its group do, so that
 it gets about half of their weight, and the others share the rest; the last of three rows is decode without needles,
 where every key weighs little. Columns:

@@ -87,7 +87,7 @@ def _run_once(
         except OrderError as error:
             if error.launch is None:
                 raise
-            errors.append(error)  # the launch ran to its end: those behind it run, too
+            errors.append(error)  # the launch ran to its end: those after it run, too
             done = error.launch
         report.launches.append(done)
 

@@ -172,7 +172,7 @@ class Warp:
         self.ready = True
         self.trace: list | None = None  # where what it does is recorded (clocks/record.py)
         self.order = None  # its clock, where a checker of memory order keeps one
-        self.local: np.ndarray | None = None  # uint8, local memory of its 32 lanes one behind the other
+        self.local: np.ndarray | None = None  # uint8, local memory of its 32 lanes one after the other
         self.diverged_turns = 0  # its last turns in a row in which lanes could run apart
         self.diverged_states: set[int] = set()  # states at its last turns in which lanes could run apart
         self.flying: list[InFlight] = []

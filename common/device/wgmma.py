@@ -55,7 +55,7 @@ def settle(words: cute.Tensor, *, loc=None, ip=None) -> None:
     """Force the values of registers (n), Int32, to be computed here.
 
     The compiler sees no dependence between wgmma.fence and the registers of an A operand. It would move their
-    computation behind the fence, or repeat it there.
+    computation after the fence, or repeat it there.
     """
     count = cute.size(words)
     values = [Int32(words[i]).ir_value(loc=loc, ip=ip) for i in range(count)]

@@ -4,10 +4,10 @@ A step of speculative decoding drafts several tokens for each request, which for
 one forward pass of the model.
 
 While the draft model runs, each request has ``topk`` branches, each with a chain of drafts (``Branches``). A branch has
-pages of its own behind the prefix. The first of them repeats the prefix's last, incomplete page, so that a page table
+pages of its own after the prefix. The first of them repeats the prefix's last, incomplete page, so that a page table
 of the prefix's whole pages and the branch's describes the keys of a branch.
 
-While the model verifies, the drafts lie behind the prefix, one after another, and a mask says who sees whom
+While the model verifies, the drafts lie after the prefix, one after another, and a mask says who sees whom
 (``tree_of``).
 """
 

@@ -173,7 +173,7 @@ def key_ranges(
 
     Query i has position q_offset + i, key j has position kv_offset + j. attention_mask, [B, positions], bool or None,
     is False at padding. Returns None if the queries are the last of the keys and there is no padding. Otherwise it
-    returns int32 [B, 1, 1, 2 or 3] with (q_end, kv_length[, first]): q_end is the position behind the last query, and
+    returns int32 [B, 1, 1, 2 or 3] with (q_end, kv_length[, first]): q_end is the position after the last query, and
     it and kv_length, as `attention` takes it, are counted from the row's first key that is not padding; first is
     present only if some row has one. Where tokens of an image see each other, it returns [B, 1, Sq, 5]: all three for
     every query, then its range as `attention` takes it. The mask has four dimensions because transformers passes masks
@@ -218,7 +218,7 @@ def key_ranges(
 
 @torch.compiler.disable
 def _untraced_key_ranges(*given) -> torch.Tensor | BlockMask | None:
-    """``key_ranges`` outside a graph that torch.compile makes: the graph ends before it, and another begins behind."""
+    """``key_ranges`` outside a graph that torch.compile makes: the graph ends before it, and another begins after."""
     return key_ranges(*given)
 
 
@@ -404,7 +404,7 @@ def _of_blocks(bias: torch.Tensor, indices: torch.Tensor, heads: int, size: int)
 
 
 def _key_sets(compressor, q, k, v, sizes, sliding_window, sink, options) -> torch.Tensor:
-    """Attention over the window's keys and the compressed keys behind them, as two sets: [B, Sq, Hq, D]."""
+    """Attention over the window's keys and the compressed keys after them, as two sets: [B, Sq, Hq, D]."""
     (batch, rows), window_keys = q.shape[:2], sizes.shape[2]
     past = sizes.shape[3] - window_keys - rows  # position of the first query
     of_window = dict(causal=True, window=(sliding_window - 1, 0), **options)

@@ -104,9 +104,7 @@ def experts_of(module: torch.nn.Module, activation: str, limit: float | None) ->
     Parameters are as transformers' `use_experts_implementation` describes them.
     """
     if not module.has_gate or module.has_post_expert_norm:
-        raise UnsupportedProblem(
-            f"experts: {type(module).__name__} has no gate, or a norm behind its experts"
-        )
+        raise UnsupportedProblem(f"experts: {type(module).__name__} has no gate, or a norm after its experts")
     down = module.down_proj.detach()
     down = down.transpose(1, 2) if module.is_transposed else down
     both = module.gate_up_proj.detach()

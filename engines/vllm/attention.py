@@ -360,7 +360,7 @@ class WarpspecAttention(AttentionImpl[Batch]):
         kv_cache,
         layer_slot_mapping,
     ) -> None:
-        """``do_rope_and_kv_cache_update`` behind an RMS norm of each head of query and key. qkv [rows, (Hq + 2 Hkv) D];
+        """``do_rope_and_kv_cache_update`` after an RMS norm of each head of query and key. qkv [rows, (Hq + 2 Hkv) D];
         q_out receives the queries; k_out is not written."""
         heads = qkv.view(len(qkv), -1, self.head_size)
         q, key, value = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)

@@ -276,7 +276,7 @@ def bytes_of(forward: AttentionProblem, queries: int) -> int:
 
 @lru_cache(maxsize=64)
 def tile_spans(problem: BackwardProblem, config: BackwardKernel) -> tuple[tuple[int, int], ...]:
-    """(steps of queries behind those that see it, its steps) of each key tile of a row; with packed requests, of one as
+    """(steps of queries after those that see it, its steps) of each key tile of a row; with packed requests, of one as
     long as any may be."""
     forward = problem.forward
     bounds = {

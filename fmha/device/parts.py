@@ -4,7 +4,7 @@ If only the device knows the lengths of keys, equal splits of every request woul
 for others. Here all parts have the same length, in KV tiles: the longest request has as many as there are splits, or
 fewer if they would be shorter than LEAST_PART, and others have fewer. Paired consumers, for which a part's start and
 end take long, have parts of the length with which the last CTA ends first (``balanced_size``). Part number s of a
-request is its split s in the workspace; the CTA with the last part says of the splits behind it that they saw no key.
+request is its split s in the workspace; the CTA with the last part says of the splits after it that they saw no key.
 
 A request has one query tile. Its part 0 may be shorter than the others. CTAs take the parts with the highest numbers
 first, so that all short parts come last (``device.longest``, where a part is a query tile). Which CTA computes a part
@@ -128,7 +128,7 @@ def part_at(config, operands, where, parts: Parts, number):
 
 @cute.jit
 def write_unused(config: cutlass.Constexpr, tile, index: cutlass.Constexpr, operands):
-    """Write, with the last part of a row's keys, that the splits behind it saw no key. index: (batch, head, query)."""
+    """Write, with the last part of a row's keys, that the splits after it saw no key. index: (batch, head, query)."""
     span = tile.span
     if Boolean(span.count == 0) | Boolean((span.begin + span.count) * config.tile_n >= span.end):
         for split in cutlass.range(tile.split + 1, operands.row_max.shape[0], unroll=1):

@@ -1,7 +1,7 @@
 """Storage formats of the rows of paged pools, one record each. Plain Python, no tensors.
 
 A row has ``dim`` numbers. The first ``values`` of them are quantised, ``block`` numbers to a scale; the others, the
-tail, are bf16. In some formats (``apart``) a page of P rows holds the data of all rows first and their scales behind
+tail, are bf16. In some formats (``apart``) a page of P rows holds the data of all rows first and their scales after
 it; in the others each row has its scales inside, between values and tail.
 
 "v4-fp8" and the index formats have the layouts that FlashMLA's and DeepGEMM's kernels read, "v3.2-fp8" FlashMLA's.
@@ -25,8 +25,8 @@ class RowFormat:
 
     name: what the argument ``format`` calls it. kind: "latent" (keys that are values too) or "index". dim: numbers of a
     row. values: how many of them, from the first, are stored as type ``value``. block: values that share a scale; 0: no
-    scales. scale: the scales' type; None: no scales. padding: zero bytes behind a row's scales. apart: whether the
-    scales lie behind all rows of the page. min_amax: lower bound of a block's amax when its scale is chosen.
+    scales. scale: the scales' type; None: no scales. padding: zero bytes after a row's scales. apart: whether the
+    scales lie after all rows of the page. min_amax: lower bound of a block's amax when its scale is chosen.
     """
 
     name: str
@@ -53,7 +53,7 @@ class RowFormat:
 
     @property
     def tail(self) -> int:
-        """Numbers in bf16 behind the quantised ones."""
+        """Numbers in bf16 after the quantised ones."""
         return self.dim - self.values
 
     @property

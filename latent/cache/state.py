@@ -239,7 +239,7 @@ class StateCache:
         size = self.window.page_size
         pages = requests.clamp(-1, self.requests).to(
             torch.int32
-        )  # out of range: a page in front of, or behind the pool
+        )  # out of range: a page before or after the pool
         return torch.where(positions >= 0, pages * size + positions.to(torch.int32) % size, NO_SLOT)
 
     def _check_requests(self, requests) -> None:

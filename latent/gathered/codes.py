@@ -84,7 +84,7 @@ def scales_place(loader, target):
 
 
 def copy_tails(loader, base, addresses: list) -> None:
-    """Issue the copies of the tails of the warp's keys to the block behind both parts.
+    """Issue the copies of the tails of the warp's keys to the block after both parts.
 
     A bf16 tail is copied to its final place, codes to where ``convert_tail`` finds them. Missing keys become zeros.
     base: address of the warp's part. addresses: address of the lane's key in every group.
@@ -202,7 +202,7 @@ def raw_group(loader, group):
 
 
 def tail_place(loader, base):
-    """Address of the block of columns behind both parts. base: address of the warp's part."""
+    """Address of the block of columns after both parts. base: address of the warp's part."""
     return base + (loader.config.gathers.parts - loader.part) * loader.config.gathers.part_bytes
 
 

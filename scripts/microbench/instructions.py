@@ -1,6 +1,6 @@
 """What code costs that a warp runs for the first time: straight-line FMAs, once and again, L2 flushed or not.
 
-"cold": behind other code that fills the instruction caches, and a flush of L2. Under ncu, which flushes all caches in
+"cold": after other code that fills the instruction caches, and a flush of L2. Under ncu, which flushes all caches in
 front of each kernel, code comes from HBM ("again" is then the first time). `jump` cases branch over code again and
 again, as unrolled epilogues do.
 """

@@ -19,7 +19,7 @@ setp.lt.s64 %p11, %rd41, 20000; @%p11 bra IDLE_{name};"""
 CLEAR = "mov.b32 %r57, 0; st.shared.u32 [%s+16], %r57;"
 MMAS = {"n128ss": (128, False), "n128rs": (128, True), "n64rs": (64, True), "n256ss": (256, False)}
 ARITHMETIC = ("fma", "fmax", "ex2", "lop3", "shfl", "pack_bf16", "attention", "fma4_ex2")
-# Accesses of shared memory behind what wgmma reads, and additions to global memory: {0} to {3} are registers.
+# Accesses of shared memory after what wgmma reads, and additions to global memory: {0} to {3} are registers.
 ACCESSES = {
     "lds128": "ld.volatile.shared.v4.b32 {{{0}, {1}, {2}, {3}}}, [%r9+{offset}];",
     "sts128": "st.volatile.shared.v4.b32 [%r9+{offset}], {{{0}, {1}, {2}, {3}}};",

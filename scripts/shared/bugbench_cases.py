@@ -148,7 +148,7 @@ CASES = (
          script="flash_attention_forward.py",
          edits=((FORWARD, "        # Notify mma warp that the 2nd half of P is ready\n"
                           "        cute.arch.fence_view_async_tmem_store()\n", ""),), **FLASH),
-    Case("flash-shared-race", fix="188643b8", kind="statistics written behind their shared memory",
+    Case("flash-shared-race", fix="188643b8", kind="statistics written past their shared memory",
          script="flash_attention_forward.py", arguments="--queries 128 --batch 4 --one-sm --lse",
          edits=((FORWARD, "self.m_block_size + self.q_stage * self.m_block_size",
                  "self.m_block_size + self.m_block_size * 2"),), **FLASH),
@@ -171,7 +171,7 @@ CASES = (
     Case("flash-empty-values", fix="ours", kind="a tile without keys is 0 times what the tile before it left",
          script="flash_attention_empty_tiles.py", arguments="--infinite",
          mends=ZEROS, **FLASH),
-    Case("flash-lists-refilled", fix="ours", kind="a buffer is filled again behind one barrier",
+    Case("flash-lists-refilled", fix="ours", kind="a buffer is filled again after one barrier",
          script="tests/cute/test_block_sparsity.py::test_fixed_length_masks[mini_causal-4-2-64-32-256-512]",
          mends=(REFILLED,), **FLASH),
     Case("flash-split-deadlock", fix="3fa81057", kind="hang: packed, block-sparse and split",
@@ -254,7 +254,7 @@ CASES = (
                         cur_boundary = gidx_mapping[cur_tile_coord[2]]
                         is_valid_m = cur_m < cur_boundary
 """),)),
-    Case("cutlass-decode-store", fix="ours", kind="no wait behind the first store to O", **CUTLASS,
+    Case("cutlass-decode-store", fix="ours", kind="no wait after the first store to O", **CUTLASS,
          script=f"{MIXED}/mixed_input_fmha_decode.py", files=(MIXED, f"{EXAMPLES}/helpers"),
          arguments=f"--batch 1 --seqlen 512 {ONCE}",
          mends=((f"{MIXED}/mixed_input_fmha_decode.py", f"{COPY_O}\n            # Initialize colsum",

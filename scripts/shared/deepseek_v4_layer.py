@@ -1,7 +1,7 @@
 """The attention layers of the published DeepSeek-V4 models, by transformers' code.
 
 Offers what attention_layer.py asks of a family. A layer's keys are those of the sliding window, which are its
-values too, and behind them compressed ones: none (sliding), one to 4 positions, of which an indexer selects
+values too, and after them compressed ones: none (sliding), one to 4 positions, of which an indexer selects
 some for each query (csa), or one to 128 positions (hca).
 """
 
@@ -50,7 +50,7 @@ MODELS = {
     ),
 }
 # The first layer of each kind. After two sliding (Flash) or two hca layers (Pro), csa and hca take turns.
-# Pro's sliding layer is the one for multi-token prediction, behind its 61.
+# Pro's sliding layer is the one for multi-token prediction, after its 61.
 LAYERS = {
     "deepseek-v4-flash": {"sliding": 0, "csa": 2, "hca": 3},
     "deepseek-v4-pro": {"sliding": 61, "csa": 2, "hca": 0},

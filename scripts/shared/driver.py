@@ -38,6 +38,6 @@ def begin(*packages: str) -> str:
 
 
 def show(options: argparse.Namespace, columns: Sequence[str], rows: list, before: str = "") -> list:
-    """Print a table, as the options say, behind an empty line and what comes before it; returns the rows."""
+    """Print a table, as the options say, after an empty line and what comes before it; returns the rows."""
     print(f"\n{before}{gpu_bench.table(columns, rows, markdown=options.markdown)}", flush=True)
     return rows

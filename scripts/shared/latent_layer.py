@@ -36,7 +36,7 @@ EAGER_TOLERANCE = {"fp8": 6e-2, "bf16": 2e-2}  # "fp8": of wo_a and its input, t
 
 @dataclass(frozen=True)
 class CacheResult:
-    """kind: of layer. tokens: of the prompt and behind it. reference_error, eager_error: relative, of the output."""
+    """kind: of layer. tokens: of the prompt and after it. reference_error, eager_error: relative, of the output."""
 
     kind: str
     tokens: int

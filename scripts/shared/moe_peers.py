@@ -60,7 +60,7 @@ def check(called: str, got: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 def triton_kernels(model, num_warps: int) -> Callable | None:
-    """OpenAI's matmul_ogs with MXFP4 weights, activation in the first GEMM, weighted sum behind the second."""
+    """OpenAI's matmul_ogs with MXFP4 weights, activation in the first GEMM, weighted sum after the second."""
     if not has("triton_kernels"):
         return None
     from triton_kernels import matmul_ogs as ogs
@@ -115,7 +115,7 @@ def triton_kernels(model, num_warps: int) -> Callable | None:
 
     def bind(sets):
         if num_warps == MANY_WARPS and len(sets[0][0]) < MANY_WARPS_TOKENS:
-            return None  # behind fewer warps
+            return None  # after fewer warps
         kept = {id(ids): sort(ids, weights) for _, ids, weights in sets}
 
         def call(x, ids, weights):

@@ -51,7 +51,7 @@ def _attention(arch: str, sms: int | None = None, **shape) -> Callable[[], None]
 
 
 def _latent() -> None:
-    """Batch rows of several KV tiles; ones of a single tile, of either consumer, with more behind them."""
+    """Batch rows of several KV tiles; ones of a single tile, of either consumer, with more after them."""
     for lengths in ((300, 170), (40, 100, 40)):
         shape = CAUSAL | dict(batch=len(lengths), sq=70, sk=300, lengths=lengths)
         _attention("sm_90a", 1, **shape, dim=512, latent=True)()
@@ -139,7 +139,7 @@ def _gathered(arch: str, **options) -> Callable[[], None]:
 
         case = random_case(6, 8, (130, 70), **{"num_splits": 1, **options})
         case.q.mul_(40)  # maxima rise: O is rescaled
-        for token in (1, 3):  # one KV tile, of either consumer, with more behind it
+        for token in (1, 3):  # one KV tile, of either consumer, with more after it
             case.key_sets[0].lengths[token], case.key_sets[1].lengths[token] = 10, 0
         with simulating(arch, sm_count=1):
             gathered_attention(case.q, case.key_sets, backend="sim", **case.options)

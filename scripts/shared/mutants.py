@@ -292,7 +292,7 @@ def verdicts(
             continue
         ins = instrs[mutant.index]
         before, after = context(lines, ins.line)
-        text = f"{mutant.describe(ins)} (behind {before}, before {after})"
+        text = f"{mutant.describe(ins)} (after {before}, before {after})"
         if not re.search(only, text):
             continue
         outcome = "idle"
@@ -314,7 +314,7 @@ def _files(text: str) -> dict[str, str]:
 
 
 def context(lines: list[str], line: int) -> tuple[str, str]:
-    """The nearest source lines before and behind a line of PTX, but those of helpers that every role calls."""
+    """The nearest source lines before and after a line of PTX, but those of helpers that every role calls."""
     files = _files("\n".join(lines[-200:]))
 
     def nearest(numbers: range) -> str:
@@ -384,14 +384,14 @@ def _decisive(launch: Launch, seeds: int) -> tuple[set[int], set[int]]:
 
     Executed: without waits on mbarriers that never wait for a phase (a producer's first passes on a fresh barrier).
     What matters: fences, warp barriers and waits that ever tell a thread what it did not know; of waits, those that the
-    warp does something behind (a load warp's last ones keep its CTA alive, and the checker sees what comes too late).
-    Of wgmma.wait_group, those behind which the warp writes or signals something before the next one that tells it
+    warp does something after (a load warp's last ones keep its CTA alive, and the checker sees what comes too late).
+    Of wgmma.wait_group, those after which the warp writes or signals something before the next one that tells it
     something: products read shared memory only, and its registers are checked along all paths (`wgmma_registers`).
     """
     totals = np.zeros(len(launch.program.blocks) + 1, np.uint64)
     waits: set[int] = set()
     useful: set[int] = set()
-    pending: dict[object, set[int]] = {}  # warp -> waits that it has done nothing behind
+    pending: dict[object, set[int]] = {}  # warp -> waits that it has done nothing after
     products: dict[
         object, int
     ] = {}  # warp -> its last wgmma.wait_group, if it has written and signalled nothing since

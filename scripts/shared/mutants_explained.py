@@ -28,20 +28,20 @@ EXPLAINED = (
     (r"`bar\.sync 0.*softmax/resident\.py", "reduction.open ends with a barrier of the cluster"),
     (
         r"try_wait.*before sm90/staging\.py",
-        "p_full of the other's next tile, waited for, comes behind its PV",
+        "p_full of the other's next tile, waited for, comes after its PV",
     ),
     (r"`wgmma\.commit.*sm90/pair\.py", "the products join the next group, whose wait covers them"),
     (r"`fence\.proxy.*fmha/sm90/consumer\.py", "where P goes through shared memory, its own fence follows"),
     (
-        r"`bar\.warp.*behind sm90/pair\.py:(184|227|229|230|242|245|247|266|315|318)",  # its waits for products
+        r"`bar\.warp.*after sm90/pair\.py:(184|227|229|230|242|245|247|266|315|318)",  # its waits for products
         "wgmma alone has read the tile, the whole warp at once; of P, the tile's barrier stands just before",
     ),
     (
-        r"`bar\.sync 1, .*behind device/flow\.py:54, before device/flow\.py:(71|87)",
+        r"`bar\.sync 1, .*after device/flow\.py:54, before device/flow\.py:(71|87)",
         "after summed two barriers of the same threads stand together",
     ),
     (
-        r"`ld\.acquire.*behind device/flow\.py:\d+, before device/load\.py:132",
+        r"`ld\.acquire.*after device/flow\.py:\d+, before device/load\.py:132",
         "wait_for acquires before the loads",
     ),
     (
@@ -54,18 +54,18 @@ EXPLAINED = (
     ),
     (
         r"`wgmma\.wait_group.*moe/sm90/products\.py.*before device/words",
-        "the registers that it hands back are written again only behind a later one, which covers them",
+        "the registers that it hands back are written again only after a later one, which covers them",
     ),
     (
         r"`wgmma\.commit.*before sm90/kernel\.py:41",
         "the products join the next group: of a turn, all are waited for together",
     ),
     (
-        r"try_wait.*behind device/tma\.py:111, before fmha/schedule\.py:90",
-        "of a bias in one stage: its own wait, a step before, stands behind the QK that has read the tile",
+        r"try_wait.*after device/tma\.py:111, before fmha/schedule\.py:90",
+        "of a bias in one stage: its own wait, a step before, stands after the QK that has read the tile",
     ),
     (
-        r"`fence\.proxy.*behind sm90/products\.py:98, before sm90/kernel\.py:41",
+        r"`fence\.proxy.*after sm90/products\.py:114, before sm90/kernel\.py:41",
         "a consumer without rows has read nothing of the stage, and of tiles before only ahead of their own fence",
     ),
     (
@@ -82,7 +82,7 @@ EXPLAINED = (
     ),
     (
         r"`wgmma\.(commit|wait)_group.*sm90/exchange\.py:57",
-        "dV: exchanged of the step comes behind it, too, and whoever fetches over dO has waited for that",
+        "dV: exchanged of the step comes after it, too, and whoever fetches over dO has waited for that",
     ),
     (
         r"`wgmma\.commit.*before sm90/arithmetic\.py:5[23]",
@@ -90,12 +90,12 @@ EXPLAINED = (
     ),
     (
         r"`griddepcontrol\.wait.*backward/device/load\.py.*before sm100/keys\.py",
-        "what the launch before wrote, key warps touch only behind loads, whose warp has waited for it",
+        "what the launch before wrote, key warps touch only after loads, whose warp has waited for it",
     ),
     (r"`bar\.warp.*backward/sm90/results\.py", "stmatrix gathers the warp itself"),
     (
         r"`bar\.sync.*moe/counting\.py.*before moe/counting\.py",
-        "list_work ends with a barrier, another stands behind it: either is enough",
+        "list_work ends with a barrier, another stands after it: either is enough",
     ),
     (
         r"`bar\.sync.*cache/device/compress\.py:320",
@@ -107,18 +107,18 @@ EXPLAINED = (
     ),
     (
         r"`fence\.(mbarrier_init|proxy).*before sm100/scores\.py:1",
-        "the load warps' fence, behind the barrier, stands on every way to a product and its commit",
+        "the load warps' fence, after the barrier, stands on every way to a product and its commit",
     ),
     (
         r"`bar\.warp.*topk/held\.py:130",
         "of rows that several warps hold: a barrier of the CTA follows",
     ),
     (
-        r"`bar\.sync 1, .*behind device/flow\.py:54, before device/flow\.py:54",
+        r"`bar\.sync 1, .*after device/flow\.py:54, before device/flow\.py:54",
         "of rows that wait for a count: that wait's barrier stands before the scratch is written again",
     ),
     (
-        r"`bar\.sync 1, .*behind device/flow\.py:54, before nothing",
+        r"`bar\.sync 1, .*after device/flow\.py:54, before nothing",
         "of rows with a router: its barriers stand before the squares of the next rows are written",
     ),
     (
@@ -138,15 +138,15 @@ EXPLAINED = (
         "wgmma alone has read the stage, all lanes at once; the piece's last release has one, too",
     ),
     (
-        r"`bar\.warp.*behind device/record\.py:\d+",
+        r"`bar\.warp.*after device/record\.py:\d+",
         "lane 0 has written the record, and the elected lane, which hands it over, is the first: on GPUs, too",
     ),
     (
-        r"`bar\.warp.*behind sm90/consumer\.py:\d+",
+        r"`bar\.warp.*after sm90/consumer\.py:\d+",
         "wgmma alone has read the tile, and all lanes have waited for it at once",
     ),
     (
-        r"try_wait.*behind device/load\.py:194, before sm90/kernel\.py:80",
+        r"try_wait.*after device/load\.py:194, before sm90/kernel\.py:80",
         "at the end the cluster's barrier is behind every consumer's last release: either is enough",
     ),
     (
@@ -154,23 +154,23 @@ EXPLAINED = (
         "of a chain's consumers: the load warp has waited before it fetches what their products and stores are behind",
     ),
     (
-        r"try_wait.*behind device/tile\.py:\d+, before sm100/keys\.py:11[46]",
+        r"try_wait.*after device/tile\.py:\d+, before sm100/keys\.py:11[46]",
         "S, waited for next, is behind the MMA warp's wait for the same Q",
     ),
     (
-        r"`bar\.warp.*behind gathered/host\.py:24, before gathered/host\.py:24",
+        r"`bar\.warp.*after gathered/host\.py:24, before gathered/host\.py:24",
         "of pair.attend_paired: a consumer without QK has read nothing of the Q that it hands back",
     ),
     (
         r"`cp\.async\.wait_group 0.*gathered/gather\.py:107",
-        "the copies behind a task's last tile: the three groups committed behind them are of nothing",
+        "the copies after a task's last tile: the three groups committed after them are of nothing",
     ),
     (
-        r"`bar\.warp.*behind sm90/products\.py:98, before sm90/kernel\.py:41",
+        r"`bar\.warp.*after sm90/products\.py:114, before sm90/kernel\.py:41",
         "a consumer without rows has read nothing of the stage",
     ),
     (
-        r"`bar\.warp.*behind projection/sm90\.py:177",
+        r"`bar\.warp.*after projection/sm90\.py:177",
         "wgmma alone has read the stage, and all lanes have waited for it at once",
     ),
     (
@@ -180,26 +180,26 @@ EXPLAINED = (
     ),
     (
         r"`griddepcontrol\.wait.*from \S*fmha/device/ahead\.py.*before device/storage\.py",
-        "what a consumer stores is behind what it was sent, which the load warp loads behind its own wait",
+        "what a consumer stores is behind what it was sent, which the load warp loads after its own wait",
     ),
     (
-        r"try_wait.*behind sm90/pair\.py:109, before sm90/(pair\.py:108|consumer\.py:103)",
+        r"try_wait.*after sm90/pair\.py:109, before sm90/(pair\.py:108|consumer\.py:103)",
         "QK over the second half of D: where V is no part of K's rows, the first half has waited for that barrier",
     ),
     (
-        r"try_wait.*behind sm100/mma\.py:161, before sm100/mma\.py:128",
+        r"try_wait.*after sm100/mma\.py:161, before sm100/mma\.py:128",
         "where V is K: QK has waited for the same tile",
     ),
     (
-        r"try_wait.*behind fmha/schedule\.py:\d+, before sm100/softmax_warps\.py:158",
+        r"try_wait.*after fmha/schedule\.py:\d+, before sm100/softmax_warps\.py:158",
         "where V is K: S, waited for, is behind the MMA warp's wait for the same tile",
     ),
     (
-        r"try_wait.*behind sm100/mma\.py:161, before sm100/mma\.py:148",
-        "dq_empty, waited for just before, comes behind the key warps' own wait for the step",
+        r"try_wait.*after sm100/mma\.py:161, before sm100/mma\.py:148",
+        "dq_empty, waited for just before, comes after the key warps' own wait for the step",
     ),
     (
-        r"try_wait.*behind device/blocks\.py:50, before sm100/keys\.py:136",
+        r"try_wait.*after device/blocks\.py:50, before sm100/keys\.py:136",
         "of the last step: where dQ is wanted, the warp has waited for it in the loop",
     ),
 )

@@ -5,7 +5,7 @@
 #include <cuda_runtime.h>
 
 enum Way {
-  ONE_LANE = 0,    // the reading warp arrives once, by an elected lane behind __syncwarp: correct
+  ONE_LANE = 0,    // the reading warp arrives once, by an elected lane after __syncwarp: correct
   EVERY_LANE = 1,  // each lane of the reading warp arrives: correct
   NO_WAIT = 2,     // each lane arrives and the writer does not wait for it: a race
 };

@@ -73,7 +73,7 @@ _TMA = (
     ("store_read_latency", 10, "until a store has read shared memory, beside its bytes", OURS, MEDIUM),
     ("store_latency", 40, "from there until wait_group lets pass", OURS, MEDIUM),
 )
-# Code that an SM has not run before, where ncu's flush has left it in HBM. Blocks that are asked for: 450 clocks behind
+# Code that an SM has not run before, where ncu's flush has left it in HBM. Blocks that are asked for: 450 clocks after
 # jumps, 647 in straight code, 515 to 730 by the PC samples of an experts' GEMM, which have six lines a block.
 CODE = f"{OURS}, code_*, under ncu"
 _CODE = (

@@ -143,7 +143,7 @@ def cut(instrs: tuple[SassInstr, ...]) -> list[SassBlock]:
 
 
 def near(ins: SassInstr) -> bool:
-    """Whether a load is of an address a little behind that in its register: of a line that was loaded before it."""
+    """Whether a load is of an address a little after that in its register: of a line that was loaded before it."""
     found = OFFSET.search(ins.text)
     return found is not None and 0 < int(found[1], 16) < CODE_LINE
 

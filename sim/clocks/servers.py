@@ -122,7 +122,7 @@ class Sm:
         return max(self.memory_free, self.port_free)
 
     def load(self, at: float, nbytes: float, count: int, near: bool = False) -> float:
-        """Loads by lanes, or cp.async: `count` instructions of a warp, so many bytes in all, behind earlier stores.
+        """Loads by lanes, or cp.async: `count` instructions of a warp, so many bytes in all, after earlier stores.
 
         near: of a line that the warp has loaded before.
         """

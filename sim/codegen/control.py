@@ -18,7 +18,7 @@ declare("trap", family=Family.CONTROL, destinations=0, control=Control.TRAP)
 def ending(e: Emitter, last: Instr, control: Control, targets: Sequence[int], through: int) -> Form:
     """The form of a block's last instruction.
 
-    targets: the blocks to which `last` may go, for an exit the one that leaves the kernel. through: the block behind it
+    targets: the blocks to which `last` may go, for an exit the one that leaves the kernel. through: the block after it
     in the text.
     """
     return e.form(_ending(e, last, control, targets, through))

@@ -22,7 +22,7 @@ from warpspec.sim.codegen.support import LOGGING_TRAMPOLINE, RECORD, RESOLVE, TR
 OBJECTS = DiskCache("sim", limit=1 << 30)
 INDEX = "index"  # JSON: form -> file that has it
 SIGNATURE = "i32 @{name}(ptr %regs, ptr %ctx, i32 %mask, ptr %record)"
-LEAVE = Form(f"  ret i32 -{int(Stop.EXIT)}\n}}\n", frozenset())  # the code of a block behind the kernel's end
+LEAVE = Form(f"  ret i32 -{int(Stop.EXIT)}\n}}\n", frozenset())  # the code of a block after the kernel's end
 
 _addresses: dict[str, int] = {}  # addresses of the forms that this process has loaded
 _files: dict[str, str] = {}  # form -> file, as read from the index

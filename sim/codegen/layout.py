@@ -122,7 +122,7 @@ class RegisterFile:
         ]
         self.offset: dict[str, int] = {}  # offsets of homes
         self.size = 0  # bytes of the homes
-        self.end = 0  # bytes with the temporary places behind them
+        self.end = 0  # bytes with the temporary places after them
 
     def place(self, homes: list[str]) -> None:
         """Lay out the registers in `homes` and the special ones, widest first, so that each is aligned."""

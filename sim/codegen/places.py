@@ -1,8 +1,8 @@
 """The places of registers while a block of native code runs.
 
-A register that is live behind the block has a home in the warp's register file. What a block computes on the way lies
-in temporary places behind the homes, which all blocks share: a place is free again behind the last use of its value.
-The last write of a register that is live behind its block goes to its home, in the executing lanes only.
+A register that is live after the block has a home in the warp's register file. What a block computes on the way lies
+in temporary places after the homes, which all blocks share: a place is free again after the last use of its value.
+The last write of a register that is live after its block goes to its home, in the executing lanes only.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class TemporaryPlaces:
         self._pools[place[0]].free.append(place[1])
 
     def reserve(self, start: int) -> int:
-        """Put the temporary places behind `start` bytes of homes; the end of all."""
+        """Put the temporary places after `start` bytes of homes; the end of all."""
         for size in sorted(self._pools, reverse=True):
             self._start[size] = start
             start += size * self._pools[size].count

@@ -1,6 +1,6 @@
 """A kernel translated for execution: its blocks, its register file and records of native code.
 
-A block's records stand one behind the other: for each instruction the function of its form (`forms.py`) and that
+A block's records stand one after the other: for each instruction the function of its form (`forms.py`) and that
 function's parameters.
 """
 
@@ -260,7 +260,7 @@ class Program:
         return found
 
     def through(self, block: int) -> int:
-        """The block behind one in the text."""
+        """The block after one in the text."""
         return self.block_at.get(self.blocks[block].end, self.exit_index)
 
     def targets(self, last: Instr) -> list[int]:

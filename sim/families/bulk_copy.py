@@ -68,7 +68,7 @@ class CopyPlan:
     """The meaning of a copy's opcode.
 
     completes: the copy completes on an mbarrier. own: the destination belongs to the executing CTA. pair:
-    .cta_group::2. multicast: the copy goes to several CTAs. optional: number of operands behind those that every copy
+    .cta_group::2. multicast: the copy goes to several CTAs. optional: number of operands after those that every copy
     has.
     """
 

@@ -481,7 +481,7 @@ def _first_parity(m: Machine, barrier: Mbarrier, ins: Instr) -> str:
 
 
 def _fills_after(m: Machine, ins: Instr) -> bool:
-    """Whether the code behind a wait, up to the next one, makes copies to shared memory: the wait is for free space."""
+    """Whether the code after a wait, up to the next one, makes copies to shared memory: the wait is for free space."""
     for later in m.program.kernel.instrs:
         if later.line <= ins.line:
             continue

@@ -125,7 +125,7 @@ def _of_kind(
 )  # fmt: skip
 def mma_sync(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     """mma.sync computes D = A B + C on fragments, at once; with .block_scale D = (A scale_A) (B scale_B) + C. A of
-    mma.sp has metadata and a sparsity selector behind C."""
+    mma.sp has metadata and a sparsity selector after C."""
     f = form(ins.parts)
     d, a, b, c = ins.operands[:4]
     if f.sparse:

@@ -354,4 +354,4 @@ def _lines(instrs: Iterable[Instr]) -> str:
 
 def _wait(access: Access) -> str:
     remedy = findings.wait_for(access)
-    return f"{remedy}, before the CTA exits (another CTA's access: a cluster barrier behind it)"
+    return f"{remedy}, before the CTA exits (another CTA's access: a cluster barrier after it)"

@@ -57,7 +57,7 @@ class ExitChecks(Accesses):
                 found += self.ledger.sets[number]
             for access in found:
                 at = np.flatnonzero(shadow.cells[where]).item(0) * unit + where.start * unit
-                behind = f"{at - start} bytes behind `{before}`, " if before else ""
+                behind = f"{at - start} bytes after `{before}`, " if before else ""
                 self.report(
                     NO_FIELD, f"shared memory, {behind}{shared_place(cta, at, unit)}", access.describe(), "",
                     "an index within the field, or a field with room for it", (access.ins.line,),

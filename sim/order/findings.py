@@ -101,23 +101,23 @@ def diagnose(first: Access, second: Access, missing: int, memory: str) -> tuple[
         what = "write" if first.write else "read"
         return (
             f"no proxy fence between a generic {what} and an asynchronous access",
-            f"fence.proxy.async.{space} behind the {what}, before the barrier that the asynchronous access waits for",
+            f"fence.proxy.async.{space} after the {what}, before the barrier that the asynchronous access waits for",
         )
     if missing in (MAP, MAP_RELEASED):
         return (
             "no proxy fence between a write of a tensor map and its use",
-            "fence.proxy.tensormap::generic.release (or tensormap.cp_fenceproxy) behind the write, a barrier, and "
+            "fence.proxy.tensormap::generic.release (or tensormap.cp_fenceproxy) after the write, a barrier, and "
             "fence.proxy.tensormap::generic.acquire of the map's 128 bytes before the instruction that uses it",
         )
     if missing == TENSOR:
         return (
             NO_FENCE_AFTER,
-            "tcgen05.fence::after_thread_sync behind the barrier, before the second access",
+            "tcgen05.fence::after_thread_sync after the barrier, before the second access",
         )
     if missing == TENSOR_OWN:
         return (
             NO_FENCE_BEFORE,
-            "tcgen05.fence::before_thread_sync behind the first access (and its wait), before the barrier; then "
+            "tcgen05.fence::before_thread_sync after the first access (and its wait), before the barrier; then "
             "tcgen05.fence::after_thread_sync",
         )
     return NOTHING_ORDERS, wait_for(first) + ", then a barrier that the second waits for"
@@ -126,14 +126,14 @@ def diagnose(first: Access, second: Access, missing: int, memory: str) -> tuple[
 def is_tolerated(
     first: Access, second: Access, missing: int, *, freed: bool = False, fenced: bool = False
 ) -> bool:
-    """Whether hardware is known to do without: NVIDIA's own examples read an accumulator behind tcgen05.commit and its
-    mbarrier without a fence, free tensor memory behind loads whose registers they have used, not waited for, and issue
+    """Whether hardware is known to do without: NVIDIA's own examples read an accumulator after tcgen05.commit and its
+    mbarrier without a fence, free tensor memory after loads whose registers they have used, not waited for, and issue
     MMAs that write what those before them, of other accumulators, read. CUTLASS's attention and flash-attn-4 have no
     tcgen05.fence around the barriers between warps that share tensor memory. Triton and DeepGEMM let TMA overwrite,
-    behind a barrier without a proxy fence, what threads have read, and where tcgen05.alloc has put its address. A
+    after a barrier without a proxy fence, what threads have read, and where tcgen05.alloc has put its address. A
     store to the CTA's own shared memory is done when its proxy fence is (`fenced`): ptxas makes MEMBAR.ALL.CTA of it,
-    so that the other CTA's tcgen05.mma, which reads it there, does not need the scope of the arrival behind it. A
-    st.async whose bytes its mbarrier has counted is in place, too: what is written there next comes behind it."""
+    so that the other CTA's tcgen05.mma, which reads it there, does not need the scope of the arrival after it. A
+    st.async whose bytes its mbarrier has counted is in place, too: what is written there next comes after it."""
     name = first.ins.opcode
     return (
         of_one_queue(first, second)
@@ -160,20 +160,20 @@ def wait_for(first: Access) -> str:
     """The wait that completes an access, for its own thread or another."""
     name = first.ins.opcode
     if name.startswith("tcgen05.ld"):
-        return "tcgen05.wait::ld behind the first"
+        return "tcgen05.wait::ld after the first"
     if name.startswith("tcgen05.st"):
-        return "tcgen05.wait::st behind the first"
+        return "tcgen05.wait::st after the first"
     if name.startswith("tcgen05"):
-        return "tcgen05.commit behind the first and a wait on its mbarrier"
+        return "tcgen05.commit after the first and a wait on its mbarrier"
     if name.startswith("wgmma"):
-        return "wgmma.wait_group behind the first"
+        return "wgmma.wait_group after the first"
     if "mbarrier::complete_tx::bytes" in first.ins.parts:
         return "a wait on the mbarrier of the first"
     if name.startswith("cp.") and "bulk" in first.ins.parts:
-        return f"cp.async.bulk.commit_group and wait_group{'' if first.write else '.read'} behind the first"
+        return f"cp.async.bulk.commit_group and wait_group{'' if first.write else '.read'} after the first"
     if name.startswith("cp.async"):
-        return "cp.async.wait_group (or an mbarrier that cp.async.mbarrier.arrive names) behind the first"
-    return "a release behind the first"
+        return "cp.async.wait_group (or an mbarrier that cp.async.mbarrier.arrive names) after the first"
+    return "a release after the first"
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ class EarlierAccess(Access):
 @dataclass
 class Seen:
     """A launch's use of its dependencies, as seen by the checker. triggered: some CTA executed launch_dependents;
-    waited: some thread executed wait; in_order: one executed launch_dependents behind a wait, so that all earlier
+    waited: some thread executed wait; in_order: one executed launch_dependents after a wait, so that all earlier
     launches are over when the next one begins."""
 
     triggered: bool = False
@@ -140,7 +140,7 @@ class Stream:
 
 
 def load(shadow: Shadow, unit: int, ledger: Ledger, touched: Touched, at: int, age: int, kernel: str) -> None:
-    """Put what an earlier launch touched into the shadow of an allocation, `at` bytes behind its start."""
+    """Put what an earlier launch touched into the shadow of an allocation, `at` bytes after its start."""
     accesses: dict[tuple[int, bool], int] = {}
 
     def number(old: int, write: bool) -> int:

@@ -252,7 +252,7 @@ class Synchronisation(MemoryAccesses):
         """An asynchronous operation signals an mbarrier: its initialisation must be visible to the async proxy."""
         init, clock = barrier.order.init, op.clock
         if not (self.known(init, clock, BARRIERS) or self.known(init, clock, ASYNC_SHARED)):
-            remedy = "fence.mbarrier_init or fence.proxy.async behind the initialisation"
+            remedy = "fence.mbarrier_init or fence.proxy.async after the initialisation"
             known = self.known(init, clock)
             if not known:
                 remedy += ", then bar.sync or a cluster barrier"
@@ -353,7 +353,7 @@ class Synchronisation(MemoryAccesses):
             f"{which} of mbarrier {shared_place(barrier.cta, barrier.offset, 8)}",
             wait.describe().replace(" reads:", f" waits for parity {phase & 1}:"),
             last.describe().replace(" writes:", f" arrives last before phase {phase + 1} ends:"),
-            f"an arrival of the waiting warp behind its wait (or of a warp that it meets there) for which the end of "
+            f"an arrival of the waiting warp after its wait (or of a warp that it meets there) for which the end of "
             f"phase {phase + 1} waits; a warp that is late finds parity {phase & 1} to be that of phase {phase + 2}",
             (wait.ins.line, ins.line),
         )  # fmt: skip

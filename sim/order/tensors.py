@@ -76,7 +76,7 @@ class TensorAccesses(Synchronisation):
             self.report(
                 "tensor memory of a pair is freed before the other CTA has allocated", f"CTA {peer.coords}", first,
                 access.describe().replace(" writes:", " frees it:"),
-                "a cluster barrier, or an arrival that the second waits for, behind the first", (ins.line,),
+                "a cluster barrier, or an arrival that the second waits for, after the first", (ins.line,),
             )  # fmt: skip
         other.freed_by_peer = access, w.order.freeze(FULL_MASK)
         if peer.live_warps == 0:
@@ -84,7 +84,7 @@ class TensorAccesses(Synchronisation):
 
     def pair_exits(self, cta, last: Clock | None) -> None:
         """A CTA of a pair has exited, and its peer has freed tensor memory. last: what the CTA knew. The peer must have
-        freed before, as the CTA knows, or be known to free at about the same time, as in NVIDIA's kernels: behind all
+        freed before, as the CTA knows, or be known to free at about the same time, as in NVIDIA's kernels: after all
         that the CTA does with tensor memory."""
         access, clock = cta.order.pair.freed_by_peer
         if last is not None and self.known(access, last):
@@ -93,7 +93,7 @@ class TensorAccesses(Synchronisation):
             self.report(
                 "tensor memory of a pair is freed though the other CTA may have exited", f"CTA {cta.coords}",
                 access.describe().replace(" writes:", " frees it:"), "",
-                "a cluster barrier behind it, or one before it and behind both CTAs' last use", (access.ins.line,),
+                "a cluster barrier after it, or one before it and after both CTAs' last use", (access.ins.line,),
             )  # fmt: skip
 
     def tensor_freed(self, w, ins: Instr, column: int, columns: int, peer=None) -> None:

@@ -9,7 +9,7 @@ OURS = tuple(f"{os.sep}{package}{os.sep}" for package in ("warpspec", "nvidia_cu
 
 
 def to_callers(entry: TracebackType | None) -> TracebackType | None:
-    """Cut a traceback behind its last frame outside this package and the DSL; unchanged if there is no such frame."""
+    """Cut a traceback after its last frame outside this package and the DSL; unchanged if there is no such frame."""
     last, at = None, entry
     while at is not None:
         if not any(part in at.tb_frame.f_code.co_filename for part in OURS):

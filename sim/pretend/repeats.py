@@ -44,7 +44,7 @@ class Tensors:
 
 @dataclass
 class Remembered:
-    """A call's effect. places: (tensor, bytes before its first element, bytes there before the call, and behind it)."""
+    """A call's effect. places: (tensor, bytes before its first element, bytes there before the call, and after it)."""
 
     places: list[tuple[int, int, bytes, bytes]]
     report: SimReport

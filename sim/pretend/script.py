@@ -18,7 +18,7 @@ from warpspec.sim.views import html, sarif
 
 DESCRIPTION = """Run a Python script as on a GPU: its "cuda" tensors are in this machine's memory, and the CuTe DSL
 kernels that it compiles and launches execute in the simulator. Options stand before the script, its own
-arguments behind it."""
+arguments after it."""
 FOUND, FAILED = 1, 2  # exit codes: the simulator found something; the script failed for another reason
 
 

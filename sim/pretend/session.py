@@ -48,7 +48,7 @@ class Session:
     repeats: Repeats = field(default_factory=Repeats)
 
     def torch_runs(self) -> None:
-        """Note that torch runs a kernel of its own, which overlaps neither those before it nor those behind it."""
+        """Note that torch runs a kernel of its own, which overlaps neither those before it nor those after it."""
         self.stream = Stream()
 
     def call(self, compiled: object, args: tuple, kwargs: dict) -> SimReport:

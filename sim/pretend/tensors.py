@@ -29,7 +29,7 @@ DEVICE_METHODS = ("to", "cuda", "cpu")
 PASSED_THROUGH = ("__get__", "__set__")  # attribute accesses, which modes see too
 
 ALIGNMENT = 256  # bytes, of CUDA's allocations
-DEVICE_TYPE = 8  # where a DLTensor has it: behind its pointer
+DEVICE_TYPE = 8  # where a DLTensor has it: after its pointer
 DLPACK_CPU, DLPACK_CUDA = 1, 2
 _pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer_of.restype, _pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]

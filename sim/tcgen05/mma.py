@@ -57,7 +57,7 @@ class Mma:
         return self.cta_group, self.d, self.descriptor.m, self.descriptor.n
 
     def scale_addresses(self, name: str, rows: int) -> list[int]:
-        """Addresses of the words of scale factors of A or B: a word a row, and another one behind those of all rows
+        """Addresses of the words of scale factors of A or B: a word a row, and another one after those of all rows
         where the factors of K = 96 go beyond it."""
         d = self.descriptor
         address, first = (self.scale_a, d.scale_a_id) if name == "A" else (self.scale_b, d.scale_b_id)

@@ -47,7 +47,7 @@ PATTERN_ROW_BIT = 7  # the swizzle's row number starts at this address bit: rows
 class SmemDescriptor:
     """Fields of the 64-bit descriptor; addresses and offsets in bytes within the CTA's shared memory.
 
-    absolute: leading_offset is an address, of where a row of K goes on behind its 128 bytes (sm_103a, for K = 96).
+    absolute: leading_offset is an address, of where a row of K goes on after its 128 bytes (sm_103a, for K = 96).
     """
 
     start: int
@@ -128,7 +128,7 @@ def k_major_chunks(bits: int, rows: int, chunks: int) -> np.ndarray:
 
 
 def _behind(d: SmemDescriptor) -> int:
-    """The distance from where a row of K would continue behind its 128 bytes to where it does continue."""
+    """The distance from where a row of K would continue after its 128 bytes to where it does continue."""
     rows = d.swizzle.width
     return d.leading_offset // rows * rows - d.start // rows * rows - rows
 

@@ -57,7 +57,7 @@ def transfer_bytes(tensor_map: TensorMap, boxes: int = 1) -> int:
 
 
 def shared_bytes(tensor_map: TensorMap, boxes: int = 1) -> int:
-    """Bytes of shared memory that boxes take up, gaps behind narrow rows included."""
+    """Bytes of shared memory that boxes take up, gaps after narrow rows included."""
     return boxes * tensor_map.rows * tensor_map.row_pitch
 
 

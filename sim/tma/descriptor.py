@@ -182,7 +182,7 @@ class TensorMap:
 
     @cached_property
     def reach(self) -> tuple[int, ...]:
-        """Elements from the first to behind the last of a box, in each dimension."""
+        """Elements from the first to one past the last of a box, in each dimension."""
         steps = (1, *self.element_strides[1:])
         return tuple((n - 1) * step + 1 for n, step in zip(self.box_elements, steps, strict=True))
 

@@ -61,7 +61,7 @@ class ProductPhase(SwapHost):
         work = SwapWork.of(config, ops, config.phase)
         if (
             warp < EPILOGUE_WARPS
-        ):  # behind products of what the load warp has waited for the kernel before with
+        ):  # after products of what the load warp has waited for the kernel before with
             epilogue(config, channels, columns, work, ops, thread)
         if warp == config.mma_warp:
             mma(config, channels, fragments(config, base, columns), work)

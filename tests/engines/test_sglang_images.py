@@ -38,7 +38,7 @@ def said(output) -> list[float]:
 @pytest.mark.parametrize("kind", ["gemma3", "gemma4"])
 def test_images(kind, tmp_path, start_sglang, monkeypatch):
     """Two images in a prompt, one in another, none in a third, which are computed and decode together: what SGLang says
-    behind each token. (At the places of images it says of the vocabulary's last token.)"""
+    after each token. (At the places of images it says of the vocabulary's last token.)"""
     interpret_triton(monkeypatch)
     model, pictures, processor = save(kind, tmp_path, monkeypatch), random_images(kind, 3), PROCESSORS[kind]()
     image = processor.tokenizer.convert_ids_to_tokens(PLACEHOLDERS[kind])
@@ -88,7 +88,7 @@ def step_with_images(prefixes, queries, offsets):
 
 
 def test_ranges_of_images_in_part_in_the_cache():
-    """A prefix hit ends in the first image and after none of the second; an image behind the chunk has no row yet."""
+    """A prefix hit ends in the first image and after none of the second; an image after the chunk has no row yet."""
     step = step_with_images([4, 0], [6, 2], [(2, 5), (7, 8), (10, 12)])
     wanted = [[2, 5], [2, 5], [-1, -1], [7, 8], [7, 8], [-1, -1], [-1, -1], [-1, -1]]
     assert images.ranges_of(step, Images.EVERY_LAYER).tolist() == wanted

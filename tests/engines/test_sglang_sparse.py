@@ -68,7 +68,7 @@ def check(model, engine, inputs, tokens: int, cached=None):
 
 
 def test_selected_rows(start):
-    """Prompts below and above the number of selected keys, alone, in parts behind a prefix, and beside decoding; in the
+    """Prompts below and above the number of selected keys, alone, in parts after a prefix, and beside decoding; in the
     last round the cache has their beginnings."""
     model, engine = start(dense=0)
     for lengths, common in (((40, 5), 0), ((70, 1, 150, 30), 20), ((200, 170), 66), ((200, 170), 66)):

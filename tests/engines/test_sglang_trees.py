@@ -34,7 +34,7 @@ def _reference(monkeypatch):
 @pytest.mark.parametrize("topk", [1, 4])
 def test_engine(kind, topk, checkpoints, start_sglang, monkeypatch):
     """A stand-alone draft model, the model itself, drafts trees or chains; gpt-oss: sinks, and layers with windows in a
-    pool of their own. Were a draft's ancestors not those of its path, what is said behind it would be wrong.
+    pool of their own. Were a draft's ancestors not those of its path, what is said after it would be wrong.
 
     (SGLang gives a draft model all tokens but the first, so that even this one is not always right.)
     """
@@ -83,7 +83,7 @@ def test_eagle_head(topk, checkpoints, start_sglang, monkeypatch, tmp_path):
 @pytest.mark.parametrize("window", [None, 20, 3])
 @pytest.mark.parametrize("sizes", [(64, 64), (192, 128)])
 def test_verification(window, sizes, monkeypatch):
-    """Random trees behind prefixes of any length, in one launch. SGLang writes who sees whom into our memory. Values
+    """Random trees after prefixes of any length, in one launch. SGLang writes who sees whom into our memory. Values
     have the head size of keys or another one (MiMo-V2-Flash)."""
     setting = Setting(monkeypatch, dim=sizes[0], v_dim=sizes[1])
     backend = WarpspecBackend(setting.runner)

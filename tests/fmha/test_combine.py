@@ -222,7 +222,7 @@ def test_compiles_without_spills_and_loads_16_bytes(arch, head_dim, options):
 ])  # fmt: skip
 def test_attention_lets_it_come_up_early(simulate_as, arch, splits, case):
     """The instruction is there, once; on sm_100a not without split keys. On sm_90a, where the launch is a dependent one
-    itself, behind the wait for the launch before. The kernels are those of the cases that run elsewhere."""
+    itself, after the wait for the launch before. The kernels are those of the cases that run elsewhere."""
     simulate_as(arch)
     found = plan_for(arch, **arguments(case), num_splits=splits, return_lse=True)
     assert found.splits == splits

@@ -114,7 +114,7 @@ def test_equal_requests_take_little_more_than_the_best_pieces():
 
 
 def equal_tiles(tiles: int, steps: int, rows: int, pieces: int, whole: int) -> float:
-    """Microseconds of rows of so many key tiles of so many steps, D 128, if those of the rows behind ``whole`` are cut
+    """Microseconds of rows of so many key tiles of so many steps, D 128, if those of the rows after ``whole`` are cut
     into pieces."""
     part, step = tiles * pieces * (rows - whole), schedule.STEP_US[128]
     ctas = [steps] * (tiles * whole) + [-(-steps // pieces)] * part

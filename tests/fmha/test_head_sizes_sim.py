@@ -42,7 +42,7 @@ EVERY = [(batch, arch) for batch in (MIMO, PAGED, LINE, WIDE, TOWER) for arch in
 
 @pytest.mark.parametrize(("batch", "arch"), long_but(RUNS, EVERY), ids=lambda v: getattr(v, "id", v))
 def test_packed(batch, arch, simulate_as):
-    """NaN at hidden keys, between heads and behind them: what a row's end is, TMA must know."""
+    """NaN at hidden keys, between heads and after them: what a row's end is, TMA must know."""
     simulate_as(arch, small=True)
     options = batch.arguments()
     result = attention_varlen(**options, out=batch.poisoned_out(), return_lse=batch.normalize, backend="sim")

@@ -260,7 +260,7 @@ def test_keys_in_codes_are_dequantised_first_where_that_pays(kv_format, heads, q
 
 
 def test_idle_tiles_between_others_take_ctas():
-    """With more queries than a tile's, tiles without a query stand between the others, otherwise behind them."""
+    """With more queries than a tile's, tiles without a query stand between the others, otherwise after them."""
     tiling, requests = Tiling(2, 64, 1, 64, 2, 1, 8, True), [Requests(3, 39, 868)]
     q = torch.empty(3 * 39, 64, 256, dtype=torch.bfloat16, device="meta")
     k = torch.empty(3 * 868, 8, 256, dtype=torch.bfloat16, device="meta")

@@ -14,7 +14,7 @@ from helpers.engine_models import VOCABULARY
 
 class EagleHead(nn.Module):
     """One Llama layer without its first norm. It takes the model's last hidden state at a token and the embedding of
-    the token behind it, and predicts the hidden state there. [EAGLE: Li et al., arXiv 2401.15077, section 3.2]"""
+    the token after it, and predicts the hidden state there. [EAGLE: Li et al., arXiv 2401.15077, section 3.2]"""
 
     def __init__(self, model):
         super().__init__()
@@ -63,7 +63,7 @@ def fit_eagle_head(model, prompts: list[list[int]], tokens: int, steps: int = 30
 @torch.no_grad()
 def accepted_drafts(model, head: EagleHead, prompt: list[int], generated: list[int], steps: int) -> list[int]:
     """How many of ``steps`` drafts are accepted at each verification, if the head drafts one chain: it goes on
-    from the model's hidden states, and from its own behind them."""
+    from the model's hidden states, and from its own after them."""
     text = torch.tensor([prompt + generated])
     hidden = model(text, output_hidden_states=True, use_cache=False).hidden_states[-1]
     known, counts = len(prompt) + 1, []

@@ -128,7 +128,7 @@ def inputs_of(kind: str) -> dict:
 
 
 def results(model, inputs: dict, implementation: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """(logits of the prompt and of tokens behind it from a cache, the prompt's gradients)."""
+    """(logits of the prompt and of tokens after it from a cache, the prompt's gradients)."""
     of_text = {"text_config": implementation, "vision_config": "eager"}
     model.set_attn_implementation(of_text if "pixel_values" in inputs else implementation)
     inputs = {name: t.to(model.dtype) if t.is_floating_point() else t for name, t in inputs.items()}

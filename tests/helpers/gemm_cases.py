@@ -28,7 +28,7 @@ QUANTIZED_TOLERANCE = 5e-3
 
 @dataclass(frozen=True)
 class GemmCase:
-    """counts: rows of each expert; dropped: rows behind them. width: outputs of a row (I or N). out: "bf16" or "nvfp4".
+    """counts: rows of each expert; dropped: rows after them. width: outputs of a row (I or N). out: "bf16" or "nvfp4".
     fixed: tokens have fixed global scales, in the weights', instead of one a row."""
 
     id: str
@@ -86,7 +86,7 @@ def inputs_of(case: GemmCase, seed: int = 0) -> Inputs:
 
 
 def poisoned_behind(a: QuantizedRows, offsets: torch.Tensor, rows: int) -> QuantizedRows:
-    """``a`` with rows behind its last one, all NaN, and NaN for the scales of rows that are none."""
+    """``a`` with rows after its last one, all NaN, and NaN for the scales of rows that are none."""
     experts, used = len(offsets), int(offsets[-1])
     data = torch.full((rows, a.data.shape[1]), POISON, dtype=torch.uint8)
     data[:used] = a.data

@@ -123,7 +123,7 @@ def image_inputs(kind: str, images: list[Image.Image]) -> dict:
 def check_images(kind: str, model, requests) -> None:
     """What an engine says must be as near to the model in FP32 as the model in bf16 is (``Judge``); were images seen
     causally, it would be far off. requests: (tokens of a prompt with those of its images, generated tokens, log-
-    probabilities behind each token but the last, of which tokens these are, images)."""
+    probabilities after each token but the last, of which tokens these are, images)."""
     exact = deepcopy(model).float()
     differences = {"ours": [], "own": [], "causal": []}
     for ids, generated, said, asked, images in requests:

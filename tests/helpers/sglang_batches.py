@@ -207,7 +207,7 @@ def check_verification(setting, backend, seen, requests, lengths, window, run) -
         for draft in range(drafts):
             path = seen[b, draft].to(setting.device)
             visible = torch.cat([torch.ones(length, dtype=torch.bool, device=setting.device), path])
-            if window is not None:  # the path's drafts stand one after another behind the prefix
+            if window is not None:  # the path's drafts stand one after another after the prefix
                 position = visible.cumsum(0) - 1
                 visible &= position >= position[length + draft] - window
             row = b * drafts + draft

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-MARGIN = 48  # elements of NaN before and behind a matrix, more than a 16-byte vector holds
+MARGIN = 48  # elements of NaN before and after a matrix, more than a 16-byte vector holds
 
 TOLERANCE_FP32 = 1e-6  # ||got - exact|| / ||exact||, after DESIGN.md section 7
 OF_TORCH = (

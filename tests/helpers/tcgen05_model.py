@@ -29,7 +29,7 @@ class ModelCta:
 class Layout:
     """A shared-memory operand: descriptor fields in bytes, swizzle mode as encoded, major-ness.
 
-    next: where a row of K goes on behind its 128 bytes, of a descriptor with an absolute address instead of lbo.
+    next: where a row of K goes on after its 128 bytes, of a descriptor with an absolute address instead of lbo.
     """
 
     start: int

@@ -85,7 +85,7 @@ def results_of(ids, output):
 
 
 def same_tokens(results, others) -> float:
-    """The share of generated tokens that are the same. (A near tie flips a token and those behind it.)"""
+    """The share of generated tokens that are the same. (A near tie flips a token and those after it.)"""
     pairs = [
         pair
         for (_, ours, _), (_, theirs, _) in zip(results, others, strict=True)

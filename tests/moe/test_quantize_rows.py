@@ -42,7 +42,7 @@ def check(x, ids, experts):
     atoms_written = torch.zeros(len(out.scales), dtype=torch.bool)
     for end, atom in zip(tokens.offsets.tolist(), first_atoms(tokens.offsets).tolist(), strict=True):
         atoms = -(-(end - start) // 128)
-        columns = out.scales.shape[1] * 4  # with those behind the row, which are 0
+        columns = out.scales.shape[1] * 4  # with those after the row, which are 0
         parts = [
             nvfp4.unswizzle_scales(q.scales[atom : atom + atoms], atoms * 128, columns).view(torch.uint8)
             for q in (out, expected)

@@ -55,14 +55,14 @@ def prompt(rows: int = 2, length: int = 60) -> torch.Tensor:
 
 @pytest.mark.parametrize("padding", [0, 7])
 def test_gemma3(padding):
-    """Logits of a prompt with images, the first row padded on the left, and of tokens behind it from a cache. Images
+    """Logits of a prompt with images, the first row padded on the left, and of tokens after it from a cache. Images
     seen causally would move the logits by far more than the error."""
     model, ids = gemma3(), prompt()
     pixels = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[0, :padding] = 0
     ids = torch.where(mask.bool(), ids, 0)
-    if padding:  # the first image begins behind the padding
+    if padding:  # the first image begins after the padding
         ids[0, : padding + 20], ids[0, padding : padding + IMAGE_TOKENS] = 5 * mask[0, : padding + 20], IMAGE
     more = torch.randint(3, 200, (2, 5), generator=torch.Generator().manual_seed(2))
 

@@ -14,7 +14,7 @@ NAME = "warpspec_models"
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_logits_and_gradients(kind):
-    """A prompt, with images where the model has them, and tokens behind it from a cache."""
+    """A prompt, with images where the model has them, and tokens after it from a cache."""
     engine.register(NAME, backend="reference")
     check_logits_and_gradients(kind, NAME)
 

@@ -62,7 +62,7 @@ def test_llama(decode):
 
 @pytest.mark.parametrize("published", [False, long(True)])
 def test_deepseek_decode(request, published):
-    """Behind 131 cached tokens there are window keys and compressed ones."""
+    """After 131 cached tokens there are window keys and compressed ones."""
     if not published:
         request.getfixturevalue("small_deepseek")
     results = validated("--model", "deepseek-v4-flash", "--seq", 131, "--decode")

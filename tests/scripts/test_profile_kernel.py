@@ -15,7 +15,7 @@ def recorded(name: str) -> str:
 
 
 def rows(text: str) -> dict[str, str]:
-    """What stands behind each label of a table, the first where several have it."""
+    """What stands after each label of a table, the first where several have it."""
     found = {}
     for line in text.splitlines():
         label, _, much = line.strip().partition("  ")

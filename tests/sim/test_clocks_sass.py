@@ -124,7 +124,7 @@ def line_of(trace, opcode: str) -> int:
 
 
 def test_a_step_stands_where_its_sass_does():
-    """ptxas has moved the FMA behind the barrier, and made two instructions of it."""
+    """ptxas has moved the FMA after the barrier, and made two instructions of it."""
     trace = recorded(BODY)
     fma, bar, store = (line_of(trace, name) for name in ("fma", "bar", "st"))
     code = (

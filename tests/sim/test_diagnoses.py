@@ -198,7 +198,7 @@ def test_mbarrier_that_was_overwritten():
 
 
 def test_missing_wait_shows_as_poison_or_stale_data():
-    """Without the wait behind cp.async the destination is read before it was written, under some seed."""
+    """Without the wait after cp.async the destination is read before it was written, under some seed."""
     body = (
         OUT
         + """

@@ -126,7 +126,7 @@ def test_each_tile_of_a_warp_has_its_own_membermask(code, expected):
 
 
 def test_a_tile_does_not_wait_for_the_other_tile():
-    """Lanes 20 to 31 vote only after lanes 0 to 15, which vote at the same place, set a flag behind it."""
+    """Lanes 20 to 31 vote only after lanes 0 to 15, which vote at the same place, set a flag after it."""
     out = np.zeros(32, np.uint32)
     launch(
         OUT

@@ -74,7 +74,7 @@ def test_a_wait_covers_the_launch_before_and_those_that_it_waited_for():
     writer, last = BEGIN + WRITE_A, WAIT + READ_A
     assert chain(writer, BEGIN + WRITE_B, last) == [OVERLAP]
     assert chain(writer, BEGIN + WAIT + WRITE_B, last) == []
-    # The third begins once all of the second have passed launch_dependents: behind the wait, or ahead of it.
+    # The third begins once all of the second have passed launch_dependents: after the wait, or ahead of it.
     assert chain(writer, WAIT + BEGIN + WRITE_B, READ_A) == []
     assert chain(writer, BEGIN + WAIT + WRITE_B, READ_A) == [OVERLAP]
 

@@ -31,20 +31,20 @@ TWICE = (
 )
 TELLS = f"setp.eq.u32 %p6, %r1, 32; @%p6 mbarrier.arrive.shared.b64 _, {OTHER};"
 CASES = {
-    "an arrival behind the wait": (dict(block=(64, 1, 1)), TWICE.replace("TELLS", TELLS)),
-    "a relaxed arrival behind the wait": (
+    "an arrival after the wait": (dict(block=(64, 1, 1)), TWICE.replace("TELLS", TELLS)),
+    "a relaxed arrival after the wait": (
         dict(block=(64, 1, 1)),
         TWICE.replace("TELLS", TELLS.replace("arrive.", "arrive.relaxed.cluster.")),
     ),
     # Two producer warps wait until a buffer is free, and one of them fills it (TileLang, flashinfer #5048).
-    "producers that meet behind the wait": (
+    "producers that meet after the wait": (
         dict(block=(96, 1, 1)),
         BARRIERS.replace("COUNT", "1")
         + "setp.eq.u32 %p4, %r2, 2; @%p4 bra consumer;" + wait(1, "A") + "[[bar.sync 1, 64;]]"
         + f"@%p1 mbarrier.arrive.shared.b64 _, {OTHER}; bra end; consumer: {other(0, 'B')} {slowly('Z')}"
         + "setp.eq.u32 %p6, %r1, 64; @%p6 mbarrier.arrive.shared.b64 _, [%r11]; end:",
     ),
-    # Four warps wait for a buffer, and one hands it back behind the products of all.
+    # Four warps wait for a buffer, and one hands it back after the products of all.
     "products of all who waited": (
         dict(block=(160, 1, 1), target="sm_90a"),
         BARRIERS.replace("COUNT", "1") + FILL + "fence.proxy.async; bar.sync 0; setp.eq.u32 %p4, %r2, 4;"
@@ -78,7 +78,7 @@ def test_a_deadlock_names_the_phase_that_was_missed():
     text = r"phases 0 and 1 have ended since it last passed: the warp may have come too late for the first"
     with pytest.raises(sim.Deadlock, match=text):
         run(late.replace("TELLS", ""), block=(64, 1, 1))
-    late = CASES["producers that meet behind the wait"][1]
+    late = CASES["producers that meet after the wait"][1]
     late = (
         defective(late)
         .replace(slowly("Z"), "")

@@ -74,7 +74,7 @@ CASES = {
         dict(),
         START + INIT + "[[fence.mbarrier_init.release.cluster;]] bar.sync 0;" + LOAD + wait(0, "A"),
     ),
-    "a barrier behind mbarrier.init": (
+    "a barrier after mbarrier.init": (
         "mbarrier used before",
         dict(block=(64, 1, 1)),
         START + INIT + "[[bar.sync 0;]] mov.u32 %r9, 0;"
@@ -195,7 +195,7 @@ CASES = {
         START + ALLOCATE + "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r4}, [%r20]; [[tcgen05.wait::ld.sync.aligned;]]"
         + FREE + "tcgen05.wait::ld.sync.aligned;",
     ),
-    "tcgen05.wait::ld before a use behind a move": (
+    "tcgen05.wait::ld before a use after a move": (
         "no tcgen05.wait::ld",
         dict(),
         START + ALLOCATE + "tcgen05.st.sync.aligned.32x32b.x1.b32 [%r20], {%r1}; tcgen05.wait::st.sync.aligned;"
@@ -232,10 +232,10 @@ CASES = {
     "a warp barrier between lanes": ("lanes of a warp", dict(block=(32, 1, 1)),
         START + "st.shared.u32 [%r12], %r1; [[bar.warp.sync -1;]] xor.b32 %r12, %r12, 4; ld.shared.u32 %r4, [%r12];"
         + "st.global.u32 [%rd2], %r4;"),
-    "a warp barrier behind a wait on an mbarrier": ("lanes of a warp", dict(block=(32, 1, 1)),
+    "a warp barrier after a wait on an mbarrier": ("lanes of a warp", dict(block=(32, 1, 1)),
         START + INIT_FENCED + "st.shared.u32 [%r12], %r1; @%p1 mbarrier.arrive.shared.b64 _, [%r11];" + wait(0, "A")
         + "[[bar.warp.sync -1;]] xor.b32 %r12, %r12, 4; ld.shared.u32 %r4, [%r12]; st.global.u32 [%rd2], %r4;"),
-    "a warp barrier behind bar.arrive": ("lanes of a warp", dict(block=(64, 1, 1)),
+    "a warp barrier after bar.arrive": ("lanes of a warp", dict(block=(64, 1, 1)),
         START + "st.shared.u32 [%r12], %r1; @%p2 bar.arrive 1, 64; @!%p2 bar.sync 1, 64; [[bar.warp.sync -1;]]"
         + "xor.b32 %r12, %r12, 4; ld.shared.u32 %r4, [%r12]; st.global.u32 [%rd2], %r4;"),
     "a warp barrier before a read by all lanes": ("lanes of a warp", dict(block=(32, 1, 1)),
@@ -264,7 +264,7 @@ CASES = {
     "the scope of a fence before an arrival": (SCOPE, PAIR,
         START + REMOTE + "st.shared::cluster.u32 [%r6], %r1; bar.warp.sync -1; fence.acq_rel.[[cluster||cta]];"
         + "@%p1 mbarrier.arrive.shared::cluster.b64 _, [%r7];" + AFTER),
-    "the scope of an arrival behind a cp.async": (SCOPE, PAIR,
+    "the scope of an arrival after a cp.async": (SCOPE, PAIR,
         START + REMOTE + "cp.async.ca.shared.global [%r12], [%rd2], 4; cp.async.wait_all; bar.warp.sync -1;"
         + "@%p1 mbarrier.arrive[[.release.cluster]].shared::cluster.b64 _, [%r7];" + AFTER.replace("[%r12]", "[%r6]")),
     "the scope of an arrival before an MMA's operands": (SCOPE, PAIR,
@@ -272,7 +272,7 @@ CASES = {
         + "@%p1 mbarrier.arrive[[.release.cluster]].shared::cluster.b64 _, [%r7];" + wait(0, "A")
         + "shl.b32 %r9, %r4, 7; cvt.u64.u32 %rd5, %r9; add.u64 %rd1, %rd1, %rd5;" + STORE + COMMIT
         + "@%p1 cp.async.bulk.wait_group 0;" + BOTH),
-    "the scope of an arrival behind fenced stores to own memory": (SCOPE, dict(PAIR, block=(64, 1, 1)),
+    "the scope of an arrival after fenced stores to own memory": (SCOPE, dict(PAIR, block=(64, 1, 1)),
         START + REMOTE.replace(INIT, INIT + INIT.replace("[%r11]", "[%r11+8]")) + "@!%p2 bra relay;"
         + "st.shared.u32 [%r12], %r1; fence.proxy.async.shared::cta; bar.warp.sync -1;"
         + "@%p1 mbarrier.arrive[[.release.cluster]].shared::cluster.b64 _, [%r7]; bra end; relay:" + wait(0, "A")
@@ -280,7 +280,7 @@ CASES = {
         + wait(0, "C").replace("[%r11]", "[%r11+8]")
         + "shl.b32 %r9, %r4, 7; cvt.u64.u32 %rd5, %r9; add.u64 %rd1, %rd1, %rd5;" + STORE + COMMIT
         + "@%p1 cp.async.bulk.wait_group 0; end:" + BOTH),
-    "the scope of an arrival behind a counted st.async": (SCOPE, PAIR,
+    "the scope of an arrival after a counted st.async": (SCOPE, PAIR,
         START + REMOTE.replace(INIT, INIT + INIT.replace("[%r11]", "[%r11+8]")) + SEND + wait(0, "A")
         + "ld.shared.u32 %r8, [%r12]; add.u32 %r1, %r8, 1; bar.warp.sync -1;"
         + "@%p1 mbarrier.arrive[[.release.cluster]].shared::cluster.b64 _, [%r7+8];"
@@ -293,7 +293,7 @@ CASES = {
         START + ALLOCATE_PAIR + "[[" + BOTH + "]]" + FREE_PAIR),
     "the peer's exit": ("the other CTA may have exited", PAIR,
         START + ALLOCATE_PAIR + BOTH + STORE_TENSOR + "[[" + BOTH + "]]" + FREE_PAIR),
-    "a barrier behind a pair's dealloc": ("the other CTA may have exited", PAIR,
+    "a barrier after a pair's dealloc": ("the other CTA may have exited", PAIR,
         START + ALLOCATE_PAIR + BOTH + STORE_TENSOR + FREE_PAIR + "[[" + BOTH + "]]"),
     "a warp's own rows of A": (UNORDERED, dict(block=(128, 1, 1), target="sm_90a"),
         START + FILL + "fence.proxy.async; bar.sync 0; [[mov.b32 %r24, %r2;||xor.b32 %r24, %r2, 1;]]"
@@ -311,7 +311,7 @@ CASES = {
     "wgmma.wait_group before a write": ("a register of wgmma", dict(block=(128, 1, 1), target="sm_90a"),
         START + FILL + "fence.proxy.async; bar.sync 0;" + correct(WGMMA)
         + "[[wgmma.wait_group.sync.aligned 0;]] bar.sync 0; mov.b32 %f0, 0; wgmma.wait_group.sync.aligned 0;"),
-    "wgmma.wait_group before a use behind a move": ("an accumulator of wgmma", dict(block=(128, 1, 1), target="sm_90a"),
+    "wgmma.wait_group before a use after a move": ("an accumulator of wgmma", dict(block=(128, 1, 1), target="sm_90a"),
         START + FILL + "fence.proxy.async; bar.sync 0;" + correct(WGMMA)
         + "[[wgmma.wait_group.sync.aligned 0;]] mov.b32 %r7, %f0; @!%p2 bra meet; meet: add.u32 %r8, %r7, 1;"
         + "st.global.u32 [%rd2], %r8; wgmma.wait_group.sync.aligned 0;"),
@@ -328,14 +328,14 @@ CASES = {
 
 TOLERATED = (  # by hardware: a warning
     "a bulk store's read before the exit",
-    "the scope of an arrival behind fenced stores to own memory",
-    "the scope of an arrival behind a counted st.async",
+    "the scope of an arrival after fenced stores to own memory",
+    "the scope of an arrival after a counted st.async",
     "a proxy fence between a read and a bulk load",
     "mbarrier init fence",
     "tcgen05.fence::after_thread_sync between MMAs of two accumulators",
     "tcgen05.wait::ld before tensor memory is freed",
     "tcgen05.wait::ld before a use",
-    "tcgen05.wait::ld before a use behind a move",
+    "tcgen05.wait::ld before a use after a move",
     "threads that leave before a barrier of all",
     "tcgen05.fence::before_thread_sync",
     "tcgen05.fence::after_thread_sync",
@@ -359,5 +359,5 @@ def test_the_defect_is_found(name, seed):
     with pytest.raises(sim.SimError) as caught:
         run(body, seed, **options)
     if name == "tcgen05.commit before tensor memory is freed" and isinstance(caught.value, sim.TmemFault):
-        return  # the product was computed behind that
+        return  # the product was computed after that
     assert any(kind in finding.kind for finding in caught.value.findings), caught.value

@@ -30,6 +30,6 @@ def test_accesses_to_padding_of_the_storage():
     assert not run(good + "st.shared.u32 [%r10+1028], 0;", storage=fields).warnings
     for access in (stray, "st.shared.u32 [%r10+144], 0;"):
         with pytest.raises(
-            sim.OrderError, match="padding between two fields: shared memory, 16 bytes behind `scale`"
+            sim.OrderError, match="padding between two fields: shared memory, 16 bytes after `scale`"
         ):
             run(good + access, storage=fields)

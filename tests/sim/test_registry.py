@@ -114,7 +114,7 @@ def test_whether_clusters_can_see_each_other(body, expected):
 
 
 def test_registers_that_a_row_says_are_read_are_kept(rows):
-    """Native code keeps the registers that are read behind a block: a row that says otherwise is other code."""
+    """Native code keeps the registers that are read after a block: a row that says otherwise is other code."""
     body = "mov.b32 %r1, 1; bar.sync %r1; mov.b32 %r2, %r1; st.shared.b32 [%r2], %r2;"
     before = program_of(body).live
     assert before.names(before.live_out[0]) == ["%r1"]

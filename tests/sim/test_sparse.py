@@ -120,7 +120,7 @@ def test_metadata_without_meaning():
 
 
 CORE = 8 * 16  # bytes of a core matrix: 8 rows of 16 bytes
-B_AT = 64 * 32  # of B in shared memory, behind A
+B_AT = 64 * 32  # of B in shared memory, after A
 WARPGROUP = 128
 
 

@@ -94,7 +94,7 @@ def test_block_scaling(kind, a, b, scale_format, per_row, m, n, group, duplicate
      ("mxf4nvf4", "ue4m3", 6, (0, 0), 256, 64, 2, 0)],
 )  # fmt: skip
 def test_k_of_96(kind, scale_format, per_row, ids, m, n, group, into_row):
-    """A row of K is 48 bytes, which go on elsewhere behind 128; factors go on in the words behind those of all rows."""
+    """A row of K is 48 bytes, which go on elsewhere after 128; factors go on in the words after those of all rows."""
     rng = np.random.default_rng([m, n, into_row, *ids])
     ctas = [make_cta(rng, "e2m1", "e2m1") for _ in range(group)]
     low, high = (120, 134) if scale_format == "ue8m0" else (0x20, 0x50)

@@ -68,7 +68,7 @@ class KeyBlock(NamedTuple):
 
 
 def key_block_of(config: cutlass.Constexpr, operands, request, first_key, tiles_q, heads: tuple) -> KeyBlock:
-    """What the lists of blocks say of a key tile. heads: (first, behind the last) of the query heads."""
+    """What the lists of blocks say of a key tile. heads: (first, one past the last) of the query heads."""
     rows, keys = config.mask.block_size
     row_tiles = rows // config.tile_m
     return KeyBlock(

@@ -12,7 +12,7 @@ from warpspec.fmha.schedule import split_part
 def aligned_piece(piece, most, after, steps) -> tuple:
     """(first step of a key tile, steps) of a piece with heads inside.
 
-    Counted from the request's last query tile on, the tile has ``steps`` steps behind ``after`` others, and the pieces
+    Counted from the request's last query tile on, the tile has ``steps`` steps after ``after`` others, and the pieces
     of all key tiles begin at multiples of ``most``. piece: its number among those.
     """
     first = cutlass.min(cutlass.max(piece * most - after, 0), steps)

@@ -428,7 +428,7 @@ def load_of(config: cutlass.Constexpr, operands, window, tile_index, limits: cut
     where all are alike. limits: (most steps of a piece, slices).
 
     If dQ's order is fixed, tiles are sorted by what nearly is their query tiles, but never grows with their keys: the
-    request's query tiles that come behind their first one, at most those of any tile of the window.
+    request's query tiles that come after their first one, at most those of any tile of the window.
     """
     zero, (most, slices) = Int32(0), limits
     request, number = zero, tile_index

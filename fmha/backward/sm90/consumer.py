@@ -6,7 +6,7 @@ tile add. Each block of queries finds its S finished; S of the next block is iss
 that the tensor core has work during all of the arithmetic:
 
     issue dP | P = exp(S - lse') | issue dV | wait dP | dS = P (dP - delta) | issue the next S | dS to shared memory |
-    behind the tile's last block: issue dQ (``exchange``) | issue dK | read the next lse' | wait dQ | add dQ to global
+    after the tile's last block: issue dQ (``exchange``) | issue dK | read the next lse' | wait dQ | add dQ to global
     memory
 
 lse' is in registers before these additions queue in front of all that a thread reads from shared memory.

@@ -117,7 +117,7 @@ def value_of(key: Uint32) -> Float32:
 def choose(config: cutlass.Constexpr, shared, maxima: cute.Tensor, first, kept, turn, step, k) -> tuple:
     """Keep the k largest of the keys kept so far and of the chunk's, whose logits begin at index ``first``.
 
-    maxima: those of the thread's groups, with room for the kept keys behind them. turn: which buffer holds the kept
+    maxima: those of the thread's groups, with room for the kept keys after them. turn: which buffer holds the kept
     keys. step: as in ``search``. Returns (how many are kept, turn, step).
     """
     thread, _, _ = cute.arch.thread_idx()

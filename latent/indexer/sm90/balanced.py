@@ -2,7 +2,7 @@
 
 All warpgroups of the grid take the same number of tiles that have keys, to within one. A warpgroup's tiles belong to
 consecutive queries, and it prepares each of these queries itself. Every CTA computes the distribution alone, by a sum
-over all queries' tiles, so the host plans nothing. Columns behind the last tile that has keys are filled with -inf in
+over all queries' tiles, so the host plans nothing. Columns after the last tile that has keys are filled with -inf in
 chunks, which CTAs take in turn.
 """
 
@@ -154,7 +154,7 @@ def meet(group) -> None:
 
 @cute.jit
 def fill(config: cutlass.Constexpr, plan, logits, total, cta, ctas, thread):
-    """Write -inf behind each query's last tile that has keys."""
+    """Write -inf after each query's last tile that has keys."""
     queries, columns = logits.shape
     if total < queries * cute.ceil_div(columns, TILE_KEYS):
         width = FILL_COLUMNS * config.threads

@@ -177,7 +177,7 @@ def copy_keys(ring: Ring, address, number, offset) -> None:
 
 
 def copy(target, source, distance: int, size: int) -> None:
-    """Copy ``size`` bytes to shared memory from ``distance`` behind source."""
+    """Copy ``size`` bytes to shared memory from ``distance`` after source."""
     cached = "cg" if size == VECTOR_BYTES else "ca"  # .cg bypasses L1 but copies only 16 bytes
     cute.arch.inline_ptx(
         f"cp.async.{cached}.shared.global [{{$r0}}], [{{$r1}}+{distance}], {size};",

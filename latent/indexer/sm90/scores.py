@@ -60,7 +60,7 @@ def score_parts(config: cutlass.Constexpr, operands, smem: cutlass.Constexpr):
 
 @cute.jit
 def score_seen(config: cutlass.Constexpr, smem: cutlass.Constexpr, asked, entries, row, part, parts, thread):
-    """Score every ``parts``-th tile that has keys, and write -inf to as large a share of what lies behind them.
+    """Score every ``parts``-th tile that has keys, and write -inf to as large a share of what lies after them.
 
     The first keys are requested before the query is prepared.
     """

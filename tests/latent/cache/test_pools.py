@@ -26,7 +26,7 @@ def test_where_rows_lie(kind, name):
         values, tail = data[row].split([fmt.value_bytes, fmt.data_bytes - fmt.value_bytes])
         if name == "v3.2-fp8":  # in the row: values, scales, tail
             parts = [(at * 656, torch.cat((values, scales[row], tail)))]
-        else:  # scales behind all rows
+        else:  # scales after all rows
             parts = [
                 (at * fmt.data_bytes, data[row]),
                 (size * fmt.data_bytes + at * fmt.scale_bytes, scales[row]),
@@ -81,7 +81,7 @@ def test_table_slots():
 
 
 def test_window_keys_are_the_last():
-    """What a token sees are the rows of the last 128 positions, in order, whatever was written behind them."""
+    """What a token sees are the rows of the last 128 positions, in order, whatever was written after them."""
     state = StateCache(DEEPSEEK_V4_FLASH, "window", 2, max_draft=3)
     requests, positions = torch.tensor([1, 1, 0]), torch.tensor([0, 300, 130])
     slots, lengths = state.window_keys(requests, positions)

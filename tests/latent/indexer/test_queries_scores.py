@@ -199,7 +199,7 @@ def test_scores_way():
 
 def exact_case(format, heads, pages, equal):
     """(queries, pool, table, requests, lengths) whose scores are exact in any order, and often equal; all keys alike,
-    ``equal``. Scores that are NaN, infinite or of no page; NaN behind every length; a request that there is not."""
+    ``equal``. Scores that are NaN, infinite or of no page; NaN past every length; a request that there is not."""
     generator = torch.Generator().manual_seed(5)
     tokens, entries = 8, 64 * pages
     values = torch.tensor([0.0, 0.5, -1.0, 1.5, 2.0, -3.0, 4.0, 6.0])
