@@ -106,12 +106,15 @@ def test_equal_tiles_stay_whole(cut):
 
 
 def test_rounds_of_chunks(cut):
-    """Whole tiles in all rounds but the last."""
+    """Whole tiles in all rounds but the last, by the kernel of FEW."""
     batch = Packed(
         "rounds", seq_q=(60, 1, 64, 3), seq_k=(60, 200, 64, 130), heads_q=96, heads_kv=48, causal=True
     )
+    few = AttentionProblem.of(**FEW.arguments(), memory=False)
+    with choosing(Way.LINE):
+        shape = launch.plan(few, replace(SIMULATED["sm_90a"], sm_count=5)).config.shape
     cut("sm_90a", sm_count=1)
-    with choosing(Way.LINE, wanted=lambda one: one.shape.ctas_per_sm == 2):
+    with choosing(Way.LINE, shape=shape):
         config = launch.plan(
             AttentionProblem.of(**batch.arguments(), memory=False), SIMULATED["sm_90a"]
         ).config
