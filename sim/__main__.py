@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import inspect
 import re
@@ -74,10 +75,36 @@ def value(text: str, generator: torch.Generator) -> object:
     words = {"True": True, "False": False, "None": None}
     if text in words:
         return words[text]
-    try:
-        return int(text, 0)
-    except ValueError:
-        return float(text)
+    for number in (lambda text: int(text, 0), float):
+        with contextlib.suppress(ValueError):
+            return number(text)
+    raise ValueError(f"must be a number, True, False, None or a tensor such as f32[64,32]:ones, got {text!r}")
+
+
+def values(pairs: list[str], generator: torch.Generator) -> dict[str, object]:
+    """Parse NAME=VALUE pairs into arguments by name. Raises ValueError naming the argument."""
+    found: dict[str, object] = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals:
+            raise ValueError(f"arguments are NAME=VALUE, got {pair!r}")
+        if name in found:
+            raise ValueError(f"{name}: is given twice")
+        try:
+            found[name] = value(text, generator)
+        except (ValueError, RuntimeError, OverflowError) as error:
+            raise ValueError(f"{name}: {error}") from error
+    return found
+
+
+def given_by(function: Callable, target: str) -> tuple:
+    """The tuple (compiled, arguments ...) that a function without parameters returns. Raises ValueError."""
+    if inspect.isfunction(function) and inspect.signature(function).parameters:
+        raise ValueError(f"{target}: must be a @cute.jit function or take no parameters")
+    found = function()
+    if not isinstance(found, (tuple, list)) or not found or not callable(found[0]):
+        raise ValueError(f"{target}: must return (compiled, arguments ...), got {type(found).__name__}")
+    return tuple(found)
 
 
 def compile_host(function: Callable, arguments: dict[str, object], options: str) -> tuple[object, dict]:
@@ -127,7 +154,10 @@ def load(target: str) -> Callable:
     folder = str(Path(path).resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    name_of_module = Path(path).stem
+    if name_of_module in sys.modules:  # a kernel in random.py must not take the place of Python's random
+        name_of_module = f"{name_of_module} of {path}"
+    spec = importlib.util.spec_from_file_location(name_of_module, path)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     if not callable(getattr(module, name, None)):
@@ -170,10 +200,7 @@ def main(argv: list[str] | None = None) -> int:
         command.check(options)
         recorded = command.recorded(options)
         generator = torch.Generator().manual_seed(options.seed)
-        pairs = [argument.partition("=") for argument in options.arguments]
-        if any(not equals for _, equals, _ in pairs):
-            raise ValueError("arguments are NAME=VALUE")
-        arguments = {name: value(text, generator) for name, _, text in pairs}
+        arguments = values(options.arguments, generator)
         function = load(options.function)
         if getattr(function, "_decorator_kind", None) == "jit":
             compiled, kwargs = compile_host(
@@ -183,7 +210,7 @@ def main(argv: list[str] | None = None) -> int:
         elif arguments:
             raise ValueError(f"{options.function} is no @cute.jit function: it takes no arguments here")
         else:
-            (compiled, *args), kwargs = function(), {}
+            (compiled, *args), kwargs = given_by(function, options.function), {}
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

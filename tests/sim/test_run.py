@@ -1,6 +1,7 @@
 """sim.run with its options, on kernels of other people's making; what its messages call things; the command line."""
 
 import json
+import random
 import sys
 
 import cutlass
@@ -185,6 +186,12 @@ def case():
     fake = make_fake_tensor(cutlass.Float32, (4, 32), stride=(32, 1), memspace=cute.AddressSpace.gmem)
     options = "--gpu-arch sm_90a --keep-ptx --keep-cubin --dump-dir {folder}"
     return cute.compile(host, fake, 5, options=options), torch.ones(4, 16)
+
+def nothing():
+    pass
+
+def twice(x):
+    return x, x
 """
 
 
@@ -208,7 +215,21 @@ def test_the_command_line(tmp_path, capsys, monkeypatch):
         ([], "parameter x has no value"),
         (["x=f32[4,32]", "z=1"], "host has no parameter z"),
         (["x"], "arguments are NAME=VALUE"),
+        (["x=f32[4,32"], "x: must be a number, True, False, None or a tensor"),
+        (["x=f32[4,32]", "by=3", "by=4"], "by: is given twice"),
     ):
         assert main([f"{path}:host", *arguments]) == 2
         assert message in capsys.readouterr().err
     assert main([f"{path}:nobody"]) == 2 and main(["nowhere.py:host"]) == 2
+    for function in ("nothing", "twice"):
+        assert main([f"{path}:{function}"]) == 2
+        assert f"{path}:{function}: must" in capsys.readouterr().err
+
+
+def test_a_kernel_in_a_file_named_like_a_module(tmp_path, capsys, monkeypatch):
+    """It must not take the module's place: torch draws by `random`, for example."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = tmp_path / "random.py"
+    path.write_text("def kernel():\n    pass\n")
+    assert main([f"{path}:kernel"]) == 2
+    assert sys.modules["random"] is random
