@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import re
 
+import cutlass  # noqa: F401  (as a whole first: tests/test_layers.py)
 from cutlass.cutlass_dsl import cutlass as cutlass_dsl
 
 RECORD_ATTRIBUTE = "_warpspec_argument_types"  # attribute of the compiled function: tuple of MLIR type texts

@@ -65,9 +65,9 @@ def compile_kernel(
     """
 
     def with_stream():
-        from cutlass.cute.runtime import make_fake_stream
+        from cutlass import cute
 
-        return (*build(), make_fake_stream(use_tvm_ffi_env_stream=native))
+        return (*build(), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=native))
 
     options = TVM_FFI if native else ""
     return compile_cached((key, native), with_stream, arch=arch, options=options, on_disk=on_disk)
@@ -79,13 +79,12 @@ def fake_rows(dtype, rank: int, last: int | None = None, *, alignment: int | Non
     The last dimension is contiguous and has the extent ``last``; all other extents and strides are unknown. alignment:
     in bytes, of the first element and of every stride; None: an element's.
     """
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_tensor
+    from cutlass import cute
 
     element_bytes = dtype.width // 8
     alignment = alignment or element_bytes
     step = alignment // element_bytes
-    return make_fake_tensor(
+    return cute.runtime.make_fake_tensor(
         dtype,
         (*(cute.sym_int() for _ in range(rank - 1)), last or cute.sym_int()),
         stride=(*(cute.sym_int64(divisibility=step) for _ in range(rank - 1)), 1),
@@ -96,7 +95,7 @@ def fake_rows(dtype, rank: int, last: int | None = None, *, alignment: int | Non
 
 def compile_host(host, *arguments, arch: str, options: str = ""):
     """``cute.compile`` of a host function for ``arch``, with PTX and cubin in ``artifacts``; not cached."""
-    import cutlass.cute as cute  # imported here, so that importing warpspec does not load the DSL
+    from cutlass import cute  # imported here, so that importing warpspec does not load the DSL
 
     import warpspec.common.argument_types  # noqa: F401  (remembers argument types, which the simulator needs)
     from warpspec.common import locations
@@ -114,10 +113,10 @@ def _assume_a_gpu() -> None:
     Where a driver is installed and no GPU is visible (``CUDA_VISIBLE_DEVICES=``), CuTe DSL 4.8.1 does not return from
     asking: to word the driver's error it asks again.
     """
-    from cutlass.base_dsl.dsl import DSLSingletonMeta
+    from cutlass import base_dsl
 
     if not torch.cuda.is_available():
-        for dsl in DSLSingletonMeta._instances.values():
+        for dsl in base_dsl.dsl.DSLSingletonMeta._instances.values():
             if dsl.envar._arch is None:
                 dsl.envar.arch = ASSUMED_ARCH
 

@@ -259,14 +259,14 @@ class NativeFunction:
     """
 
     def __init__(self, code: bytes, artifacts):
-        from cutlass.cute.runtime import load_module
+        from cutlass import cute
 
         self.artifacts = artifacts
         descriptor = os.memfd_create(FUNCTION)
         try:
             with open(descriptor, "wb", closefd=False) as file:
                 file.write(code)
-            module = load_module(f"/proc/self/fd/{descriptor}", enable_tvm_ffi=True)
+            module = cute.runtime.load_module(f"/proc/self/fd/{descriptor}", enable_tvm_ffi=True)
         finally:
             os.close(descriptor)
         self._function = getattr(module, FUNCTION)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 
+import cutlass  # noqa: F401  (as a whole first: tests/test_layers.py)
 from cutlass._mlir import ir
 from cutlass._mlir_helpers import op
 

@@ -5,8 +5,7 @@ NaN passes through the clamps, as in torch.
 
 from __future__ import annotations
 
-import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, cute
 
 from warpspec.common.logarithms import LOG2_E
 from warpspec.moe.activations import activation_named

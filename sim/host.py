@@ -14,6 +14,7 @@ import struct
 import weakref
 from collections.abc import Callable, Sequence
 
+import cutlass  # noqa: F401  (as a whole first: tests/test_layers.py)
 import llvmlite.binding as llvm
 from cuda.bindings.driver import CUstream
 from cutlass.base_dsl.common import DSLBaseError, DSLRuntimeError

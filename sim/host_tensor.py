@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
+import cutlass  # noqa: F401  (as a whole first: tests/test_layers.py)
 import numpy as np
 import torch
 from cutlass.cute import runtime as cute_runtime

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cutlass  # noqa: F401  (as a whole first: tests/test_layers.py)
 import torch
 from cutlass.cute.runtime import TensorAdapter
 

@@ -5,6 +5,7 @@ import functools
 import graphlib
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -79,6 +80,34 @@ def test_configurations_load_no_compiler():
     assert len(names) > 10
     code = f"import importlib, sys; [importlib.import_module(n) for n in {names}]; assert 'cutlass' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_dsl_is_imported_as_a_whole_first():
+    """Python lets a thread import cutlass.cute while another one is still importing cutlass; both then find parts
+    missing, and no kernel compiles in that process any more. A thread that asks for cutlass itself waits.
+
+    So calls may come from several threads at once, the first ones of a process, too.
+    """
+    wrong = []
+    for path in (path for name in PACKAGES for path in (ROOT / name).rglob("*.py")):
+        tree = parsed(path)
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        first = first_of_dsl(tree.body)
+        firsts = [first] if first else [first_of_dsl(ast.walk(function)) for function in functions]
+        wrong += [(path, name) for name in firsts if name not in (None, "cutlass")]
+    assert not wrong
+
+
+def first_of_dsl(nodes: Iterable[ast.AST]) -> str | None:
+    """The module of CuTe DSL that the first import of one among these statements names."""
+    imports = [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
+    modules = [name for node in sorted(imports, key=lambda node: node.lineno) for name in modules_of(node)]
+    return next((name for name in modules if name.split(".")[0] == "cutlass"), None)
+
+
+def modules_of(node: ast.Import | ast.ImportFrom) -> list[str]:
+    """The modules that a statement names, in order."""
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
 
 
 def test_host_code_of_common_imports_no_device_code():

@@ -10,8 +10,7 @@ with a factor of 2**112, so that results have the same unit.
 
 from __future__ import annotations
 
-import cutlass.cute as cute
-from cutlass import BFloat16, Uint32
+from cutlass import BFloat16, Uint32, cute
 
 from warpspec.common.device.nvfp4 import from_e4m3
 from warpspec.common.device.words import interleave, multiply_bf16x2, permute

@@ -7,8 +7,7 @@ the receiving CTA.
 
 from __future__ import annotations
 
-import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, cute
 
 from warpspec.common.hardware import VECTOR_BYTES, WARPGROUP_THREADS, WORD_BYTES
 

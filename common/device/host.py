@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 
-import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
+from cutlass import cute
 
 from warpspec.common.operands import OneOf, Operand, dsl_type, flat_fields, gather
 

@@ -7,8 +7,7 @@ type".
 
 from __future__ import annotations
 
-import cutlass.cute as cute
-from cutlass import Float32, Uint32
+from cutlass import Float32, Uint32, cute
 
 MMA_ROWS, MMA_COLUMNS, MMA_DEPTH = 16, 8, 16  # M, N, K
 C_WORDS = 4  # fp32 of a lane

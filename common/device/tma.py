@@ -12,8 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import cutlass.cute as cute
-from cutlass import Int16
+from cutlass import Int16, cute
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 # Sizes of tiles are in a module that configurations can import without the DSL; kernels find them here, too.

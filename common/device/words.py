@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint8, Uint16, Uint32
+from cutlass import Int32, Int64, Uint8, Uint16, Uint32, cute
 
 from warpspec.common.hardware import VECTOR_BYTES, WORD_BYTES
 

@@ -7,7 +7,7 @@ before may still be writing them: a prefetch is no read, and L2 holds whatever i
 
 from __future__ import annotations
 
-import cutlass.cute as cute
+from cutlass import cute
 
 LINE_BYTES = 128  # of L2
 # Operands with one dimension, without gaps.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Int32
+from cutlass import Int32, cute
 
 from warpspec.common.device import tma
 from warpspec.common.device.host import host_function

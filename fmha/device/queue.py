@@ -13,8 +13,7 @@ the last number resets the counter to its initial value (``common.workspace``).
 
 from __future__ import annotations
 
-import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, cute
 
 from warpspec.common.workspace import EMPTY
 

@@ -7,7 +7,7 @@ those at 2 (lane % 4) and the next. Element i of a fragment (n) belongs to row i
 
 from __future__ import annotations
 
-import cutlass.cute as cute
+from cutlass import cute
 
 from warpspec.common.device.wgmma import PAIR, QUAD, ROW_DISTANCE, THREAD_ROWS, WARP_ROWS, elements
 from warpspec.common.hardware import WARP_THREADS

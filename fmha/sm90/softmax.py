@@ -5,8 +5,7 @@ r: which of the thread's rows (``fragment``).
 
 from __future__ import annotations
 
-import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, cute
 
 from warpspec.fmha.device.softmax import offset_of
 from warpspec.fmha.sm90.fragment import elements

@@ -7,8 +7,7 @@ place by at most one shift, two by a shift of a mixture of both words. The multi
 
 from __future__ import annotations
 
-import cutlass.cute as cute
-from cutlass import Uint32
+from cutlass import Uint32, cute
 
 from warpspec.common.device.words import multiply_bf16x2, permute
 from warpspec.common.hardware import THREAD_ROWS

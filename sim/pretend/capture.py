@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
+import cutlass  # noqa: F401  (as a whole first: tests/test_layers.py)
 import torch
 from cutlass.cute import runtime as cute_runtime
 

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import cutlass  # noqa: F401  (as a whole first: tests/test_layers.py)
 import torch
 from cutlass.base_dsl.typing import Numeric
 from cutlass.cute import runtime as cute_runtime

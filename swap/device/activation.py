@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, cute
 
 from warpspec.common.logarithms import LOG2_E
 

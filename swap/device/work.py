@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, cute
 
 from warpspec.swap.config import K_TILE, TILE_M
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, cute
 
 
 @cute.jit

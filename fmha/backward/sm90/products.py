@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers as hopper
 
 from warpspec.common.device import tma
 from warpspec.fmha.backward.sm90.config import CONSUMER_KEYS

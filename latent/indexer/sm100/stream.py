@@ -6,8 +6,7 @@ accumulators.
 
 from __future__ import annotations
 
-import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, cute
 
 from warpspec.latent.indexer.config import StreamConfig
 from warpspec.latent.indexer.device.choose import allocate
