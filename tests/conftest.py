@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+from pathlib import Path
 
 # Before torch is imported: workers and the simulator's own threads share the machine's few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -14,6 +15,8 @@ import hypothesis
 import pytest
 import torch
 from helpers.progress import Progress
+
+GPU_TESTS = Path(__file__).parent / "gpu"
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 # Examples that run a kernel in the simulator take seconds; the same ones every time, so CI cannot flicker.
@@ -30,6 +33,11 @@ def pytest_configure(config: pytest.Config) -> None:
     is_worker = hasattr(config, "workerinput")  # of pytest-xdist: the process that starts them reports
     if config.getoption("progress") and not is_worker:
         config.pluginmanager.register(Progress(config), "progress")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Tests that need a GPU are not even imported where none of them can be chosen."""
+    return True if collection_path == GPU_TESTS and "not gpu" in config.option.markexpr else None
 
 
 def pytest_collection_finish() -> None:

@@ -1,5 +1,6 @@
 """Models of the families that transformers serves with our attention, tiny and seeded, and what is compared of them."""
 
+import functools
 from functools import partial
 
 import torch
@@ -59,10 +60,15 @@ def causal_lm(config: str, **options):
     )
 
 
+@functools.cache
+def configurations() -> frozenset[str]:
+    """Names of the configurations that the installed transformers has, in lower case."""
+    return frozenset(name.lower() for name in dir(transformers) if name.endswith("Config"))
+
+
 def is_known(kind: str) -> bool:
     """Whether the installed transformers has models of this kind."""
-    names = {name.lower() for name in dir(transformers) if name.endswith("Config")}
-    return f"{kind.replace('_', '')}config" in names
+    return f"{kind.replace('_', '')}config" in configurations()
 
 
 MODELS = {
