@@ -70,7 +70,8 @@ def compiles(mask: tuple[str, int]) -> bool:
 
 
 def in_cute(mask: tuple[str, int]) -> Callable | None:
-    """The mask as a function that flash-attn-4 compiles; None if all of its blocks are full."""
+    """The mask as a function that flash-attn-4 compiles; None if all of its blocks are full. The function says by what
+    flash-attn-4 finds its kernel on disk, because a hash of its closure differs from process to process."""
     import cutlass
     import cutlass.cute as cute
     from flash_attn.cute.utils import scalar_to_ssa
@@ -92,4 +93,7 @@ def in_cute(mask: tuple[str, int]) -> Callable | None:
     def dilated(batch, head, q, k, seqlen_info, aux_tensors):  # of the blocks that are listed
         return k <= q
 
-    return {"equal": equal, "sliding": sliding, "dilated": dilated}.get(name)
+    found = {"equal": equal, "sliding": sliding, "dilated": dilated}.get(name)
+    if found is not None:
+        found.__cute_hash__ = f"warpspec {name} {number}"
+    return found
