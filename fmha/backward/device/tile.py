@@ -3,14 +3,19 @@
 A key tile's *steps* are its (query head, query tile) pairs. If a tile is cut, a CTA works on one of its *pieces*
 (``schedule``).
 
-Steps go through the heads one after another; pieces are equal runs of steps. With ``heads_inside``, steps go down from
-the last query tile, and at each query tile through the heads. So all key tiles reach the same query tiles at about the
-same time. If dQ is added up in a fixed order, that of the key tiles, each key tile can then follow close behind the
-previous one; with heads in the outer loop, key tiles with fewer query tiles would wait at every head. Where all have as
-many, steps go through ``inner_heads`` first, then through the next heads: so key tiles that run together read less.
-Without a fixed order, heads inside keep in L2 what key tiles read together. Pieces then are cut at the same steps in
-all key tiles of a request: steps are counted from the request's last query tile on, and the c-th piece ends where c
-times as many are over as a piece may have. So what pieces of two key tiles have in common they reach at the same time.
+The order of the steps decides what key tiles that run at the same time have in common:
+
+- By default steps go through the heads one after another, and pieces are equal runs of steps.
+- With ``heads_inside``, steps go down from the last query tile, and at each query tile through the heads, so that all
+  key tiles reach the same query tiles at about the same time. What they read together stays in L2. If dQ is added up in
+  a fixed order, that of the key tiles, each key tile can follow close behind the previous one; with heads in the outer
+  loop, key tiles with fewer query tiles would wait at every head.
+- With ``inner_heads``, for key tiles that all have the same number of query tiles, steps go through so many heads first
+  and then through the next ones, so that key tiles that run together read less.
+
+With heads inside, pieces are cut at the same steps in all key tiles of a request, so that the pieces of two key tiles
+reach what they have in common at the same time: steps are counted from the request's last query tile on, and the c-th
+piece ends after c times as many steps as a piece may have.
 
 With packed requests, CTAs take the key tiles with the most steps first (``order.sort_key_tiles``).
 """

@@ -9,8 +9,8 @@ that the tensor core has work during all of the arithmetic:
     after the tile's last block: issue dQ (``exchange``) | issue dK | read the next lse' | wait dQ | add dQ to global
     memory
 
-lse' is in registers before these additions queue in front of all that a thread reads from shared memory.
-At D 64 P is made as soon as S is there, before dQ is waited for, and a late dS is stored before the next S is issued.
+lse' is read into registers before the additions, because a thread's reads of shared memory queue after them. At D 64 P
+is made as soon as S is there, before dQ is waited for, and a late dS is stored before the next S is issued.
 dP starts from -delta. The first warp also loads. Without a separate load warp, threads may have 255 registers each:
 with fewer, ptxas serialises the products. For the same reason, all code that reads a product's registers stands in the
 iteration that issues it (docs/notebook/gradients.md).
@@ -77,7 +77,7 @@ class ConsumerKeys:
         return self.first_row + self.row + r * ROW_DISTANCE
 
     def issue_s(self, step, block: int) -> None:
-        """Issue S^T of a block of queries; the other methods likewise."""
+        """Issue S^T of a block of queries. The methods below issue the other products of a step."""
         stage = step % self.config.q_stages
         count = self.steps_of(self.config.sizes.qk)
         multiply(
