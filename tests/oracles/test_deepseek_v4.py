@@ -1,6 +1,6 @@
 """transformers' DeepSeek-V4 model with its attention replaced by ours: same logits, prefill and decode.
 
-The model is small but shaped like the published ones where attention is concerned: head size 512, 64 or 128
+The model is small but shaped like the published ones where attention is concerned: head size 512, 16, 64 or 128
 query heads on one head of shared keys and values, sinks, a window of 128, layers with compressed keys (one to
 4 positions, selected by an indexer; one to 128). Each test goes both ways through those layers: the mask as
 bias, and two key sets merged. Weights are seeded and large enough that attention is far from uniform and that
@@ -29,6 +29,7 @@ import warpspec.engines.transformers
 from warpspec.common.errors import UnsupportedProblem
 
 WAYS = ["bias", "key_sets"]
+HEADS = 16  # of the reference's runs, whose time grows with them; kernels and the long suite have the models' 64, 128
 # (way, kind of layer, head size) that the kernel runs in the simulator, in tests of a size it finishes in seconds.
 SIMULATED = [("key_sets", SLIDING, 64), *((way, kind, 512) for way in WAYS for kind in KINDS)]
 ONE_LAYER = [("reference", way, kind, 512) for way in WAYS for kind in KINDS]
@@ -40,6 +41,10 @@ def attention_name(backend: str, way: str) -> str:
     name = f"warpspec_{backend}_{way}_in_fp32"
     register_in_fp32_model(name, backend, way)
     return name
+
+
+def heads_of(backend: str) -> int:
+    return 64 if backend == "sim" else HEADS
 
 
 shared_model = functools.cache(make_model)  # for those that change nothing in it
@@ -84,7 +89,8 @@ one_layer = pytest.mark.parametrize(
 
 
 @pytest.mark.parametrize(("heads", "length", "way"), [
-    (64, 300, "bias"), *(long(*case) for case in ((128, 140, "key_sets"), (64, 300, "key_sets"), (128, 140, "bias"))),
+    (HEADS, 300, "bias"),
+    *(long(*case) for case in ((128, 140, "key_sets"), (64, 300, "key_sets"), (128, 140, "bias"))),
 ])  # fmt: skip
 def test_prefill(heads, length, way):
     """300 positions: two heavily compressed keys, 75 of the other kind."""
@@ -95,7 +101,7 @@ def test_prefill(heads, length, way):
 @one_layer
 def test_prefill_of_one_layer(backend, way, kind, head_dim, length=5):
     """One compressed key for 4 positions, none for 128."""
-    model, ids = shared_model(64, (kind,), head_dim=head_dim), tokens(1, length)
+    model, ids = shared_model(heads_of(backend), (kind,), head_dim=head_dim), tokens(1, length)
     ours, exact = (logits_in_steps(one, ids) for one in pair(model, backend, way))
     assert relative_error(ours, exact) <= ATTENTION_TOLERANCE
 
@@ -109,7 +115,7 @@ def test_prefill_of_one_layer_past_the_window(backend, way, kind, head_dim):
 @one_layer
 def test_decode_of_one_layer(backend, way, kind, head_dim):
     """The window fills and the first key compressed from 128 appears. The prompt is the reference's."""
-    model, ids = shared_model(64, (kind,), head_dim=head_dim), tokens(1, 130)
+    model, ids = shared_model(heads_of(backend), (kind,), head_dim=head_dim), tokens(1, 130)
     ours, exact = pair(model, "reference", way)
     caches, steps = [], []
     with torch.no_grad():
@@ -123,7 +129,7 @@ def test_decode_of_one_layer(backend, way, kind, head_dim):
 
 
 @pytest.mark.parametrize(("heads", "batch", "start", "end", "way"), [
-    (64, 1, 253, 257, "bias"), long(64, 2, 124, 130, "key_sets"), long(128, 1, 253, 257, "bias"),
+    (HEADS, 1, 253, 257, "bias"), long(64, 2, 124, 130, "key_sets"), long(128, 1, 253, 257, "bias"),
     long(64, 2, 124, 130, "bias"), long(128, 1, 253, 257, "key_sets"),
 ])  # fmt: skip
 def test_decode_with_cache(heads, batch, start, end, way):
@@ -136,7 +142,7 @@ def test_decode_with_cache(heads, batch, start, end, way):
 @every_way
 def test_steps_of_several_tokens(way):
     """As in multi-token prediction and chunked prefill: queries whose compressed keys differ, on a cache."""
-    case = (64, 1, 300, 100, 126, 131, 253, 258)
+    case = (HEADS, 1, 300, 100, 126, 131, 253, 258)
     assert relative_error(our_logits(*case, way=way), exact_logits(*case)) <= ATTENTION_TOLERANCE
 
 
@@ -148,14 +154,14 @@ def test_selection_by_the_indexer(ends):
 
     The layer comes first, so that the choice is made from the same hidden states in both models.
     """
-    model, ids = shared_model(64, index_topk=16), tokens(1, 300)
+    model, ids = shared_model(HEADS, index_topk=16), tokens(1, 300)
     ours, exact = (logits_in_steps(one, ids, *ends) for one in pair(model))
     assert relative_error(ours, exact) <= ATTENTION_TOLERANCE
-    assert relative_error(exact_logits(64, 1, 300, *ends), exact) >= SENSITIVITY * ATTENTION_TOLERANCE
+    assert relative_error(exact_logits(HEADS, 1, 300, *ends), exact) >= SENSITIVITY * ATTENTION_TOLERANCE
 
 
 def test_selection_is_refused_as_key_sets():
-    model = with_attention(shared_model(64, index_topk=16), attention_name("reference", "key_sets"))
+    model = with_attention(shared_model(HEADS, index_topk=16), attention_name("reference", "key_sets"))
     with pytest.raises(UnsupportedProblem, match="indexer"):
         model(tokens(1, 100))
 
@@ -165,14 +171,14 @@ def test_padded_batch(side):
     ids, mask = padded(side, (150, 97))
     with torch.no_grad():
         ours, exact = (
-            model(ids, attention_mask=mask).logits[mask.bool()] for model in pair(shared_model(64))
+            model(ids, attention_mask=mask).logits[mask.bool()] for model in pair(shared_model(HEADS))
         )
     assert relative_error(ours, exact) <= ATTENTION_TOLERANCE
 
 
 def test_padding_is_refused_as_key_sets():
     ids, mask = padded("left", (150, 97))
-    model = with_attention(shared_model(64), attention_name("reference", "key_sets"))
+    model = with_attention(shared_model(HEADS), attention_name("reference", "key_sets"))
     with pytest.raises(UnsupportedProblem, match="padding"):
         model(ids, attention_mask=mask)
 
@@ -181,7 +187,7 @@ def test_padding_is_refused_as_key_sets():
 def test_generate(way):
     """generate() makes masks and caches its own way; it picks the tokens it picks with eager attention."""
     options = dict(max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True)
-    ours, exact = (model.generate(tokens(1, 126), **options) for model in pair(shared_model(64), way=way))
+    ours, exact = (model.generate(tokens(1, 126), **options) for model in pair(shared_model(HEADS), way=way))
     assert torch.equal(ours.sequences, exact.sequences)
     assert relative_error(torch.stack(ours.logits), torch.stack(exact.logits)) <= ATTENTION_TOLERANCE
 
@@ -192,7 +198,7 @@ def test_bf16_model(way):
     """As a user has it: the whole model in bf16, our attention registered by its public name; past the window."""
     name = f"warpspec_reference_{way}"
     warpspec.engines.transformers.register(name, backend="reference", compressed=way)
-    model, ids = shared_model(64), tokens(1, 140)
+    model, ids = shared_model(HEADS), tokens(1, 140)
     with torch.no_grad():
         ours, eager, exact = (
             with_attention(model, implementation, dtype)(ids).logits
@@ -218,5 +224,5 @@ def test_logits_depend_on_what_is_compared(without):
                     part.compress_rate = 512  # so many positions make the first compressed key
     with torch.no_grad():
         logits_of_changed = changed(tokens(1, 300), use_cache=False).logits
-    difference = relative_error(logits_of_changed, exact_logits(64, 1, 300))
+    difference = relative_error(logits_of_changed, exact_logits(HEADS, 1, 300))
     assert difference >= SENSITIVITY * ATTENTION_TOLERANCE
