@@ -64,7 +64,7 @@ def saturating(operation: Callable, width: int, is_signed: bool) -> Callable:
     return lambda *operands: clamp(operation(*(exact(x, is_signed) for x in operands)), width, is_signed)
 
 
-def with_carry(operation: Callable, width: int, is_signed: bool, takes: bool) -> Callable:
+def with_carry(operation: Callable, width: int, takes: bool) -> Callable:
     """add.cc, addc, sub.cc, subc, mad.cc, madc: the result and the carry (borrow) out of its top bit.
 
     Carries concern bit patterns, so additions are unsigned; only a product knows of signs.
@@ -485,7 +485,7 @@ def _carry_form(name: str, flags: list[str], width: int, is_signed: bool) -> For
             return product(a, b, part, width, is_signed) + c.astype(object) + carry
     else:
         operation = _CARRYING[base]
-    function = with_carry(operation, width, is_signed, takes)
+    function = with_carry(operation, width, takes)
     sources = (width,) * (3 if base == "mad" else 2)
     if not gives:
         return Form(lambda *operands: function(*operands)[0], width, sources, carry_in=takes)

@@ -219,7 +219,7 @@ def load_tile(role, tile, uses):
     filled = rings(config, role.atoms, role.coordinates, role.bases[:-1], tile, role.dtype)
     boxes = biases.ring(config, role.atoms[-1], role.coordinates[-1], role.bases[-1], tile)
     load(config, role.channels, filled, tile, role.operands, boxes, role.scales, loaded)
-    return number + 1, uses_after(config, tile, loaded)
+    return number + 1, uses_after(tile, loaded)
 
 
 @dataclass(frozen=True)
@@ -236,10 +236,10 @@ class MmaRole:
 def multiply_tile(role, tile, uses):
     """``mma.mma`` for an M tile."""
     mma(role.config, role.channels, role.operands, tile.span, role.dtype, uses)
-    return uses_after(role.config, tile, uses)
+    return uses_after(tile, uses)
 
 
-def uses_after(config, tile, uses) -> tuple:
+def uses_after(tile, uses) -> tuple:
     """(M tiles with keys, KV tiles) that the CTA has finished after ``tile``."""
     tiles, steps = uses
     return tiles + Int32(tile.span.count > 0), steps + tile.span.count

@@ -30,7 +30,6 @@ class Part:
     demand: tuple[float, ...]
     loads: int
     stores: int
-    load_count: int
     additions: int = 0
 
 
@@ -76,7 +75,7 @@ def block_cost(program: Program, index: int, chip: Chip) -> BlockCost:
 
 def _part(chosen: list[int], costs: list[Cost], inputs: list[list[int]], beside: list[float]) -> Part:
     demand = [0.0] * PIPES
-    loads = stores = additions = count = 0
+    loads = stores = additions = 0
     for i in chosen:
         cost = costs[i]
         demand[Pipe.ISSUE] += cost.issue
@@ -86,12 +85,11 @@ def _part(chosen: list[int], costs: list[Cost], inputs: list[list[int]], beside:
         demand[Pipe.SHARED] += cost.shared
         if cost.load:
             loads += cost.global_bytes
-            count += 1
         elif cost.adds:
             additions += cost.global_bytes
         else:
             stores += cost.global_bytes
-    return Part(schedule(chosen, costs, inputs), tuple(demand), loads, stores, count, additions)
+    return Part(schedule(chosen, costs, inputs), tuple(demand), loads, stores, additions)
 
 
 def schedule(chosen: list[int], costs: list[Cost], inputs: list[list[int]]) -> float:

@@ -121,8 +121,8 @@ class Sm:
         self.bytes_moved += nbytes
         return max(self.memory_free, self.port_free)
 
-    def load(self, at: float, nbytes: float, count: int, near: bool = False) -> float:
-        """Loads by lanes, or cp.async: `count` instructions of a warp, so many bytes in all, after earlier stores.
+    def load(self, at: float, nbytes: float, near: bool = False) -> float:
+        """Loads by lanes, or cp.async: a warp's, of so many bytes in all, after earlier stores.
 
         near: of a line that the warp has loaded before.
         """
@@ -186,13 +186,13 @@ class Sm:
         busy = lanes * mma_interval(self.chip, m, n, kind, group, from_tensor_memory)
         self.queue_free = max(self.queue_free, at) + busy
         self.queue_used += busy
-        self.queue_tail = mma_tail(self.chip, n, from_tensor_memory)
+        self.queue_tail = mma_tail(self.chip, from_tensor_memory)
         return self.queue_free
 
     def tensor_commit(self, at: float) -> float:
         return max(self.queue_free + self.queue_tail, at + self.chip.clocks("commit_latency"))
 
-    def tensor_copy(self, at: float, nbytes: float) -> float:
+    def tensor_copy(self, at: float) -> float:
         self.queue_free = max(self.queue_free, at) + self.chip.clocks("tensor_copy")
         return self.queue_free
 
@@ -220,6 +220,6 @@ def mma_interval(chip: Chip, m: int, n: int, kind: str, group: int, from_tensor_
     return max(clocks, least)
 
 
-def mma_tail(chip: Chip, n: int, from_tensor_memory: bool) -> float:
+def mma_tail(chip: Chip, from_tensor_memory: bool) -> float:
     """Clocks from the end of an MMA's interval to its commit's arrival."""
     return chip.clocks("mma_tail_tensor" if from_tensor_memory else "mma_tail")

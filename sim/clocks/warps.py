@@ -144,7 +144,7 @@ class WarpReplay:
         at = self.replay.now + self.alone
         for nbytes, board, near in moved.loads:
             if nbytes:
-                done = server.load(at, nbytes, 1, near)
+                done = server.load(at, nbytes, near)
                 if board < SCOREBOARDS:
                     boards[board] = max(boards[board], done)
         if moved.stored or moved.added:
@@ -185,7 +185,7 @@ class WarpReplay:
             yield from self._sleep(until, "store", "memory")
         at = replay.now + self.alone
         if part.loads:
-            done = server.load(at, part.loads * lanes, part.load_count)
+            done = server.load(at, part.loads * lanes)
         if part.stores or part.additions:
             server.store_by_lanes(at, part.stores * lanes, part.additions * lanes)
         return done
@@ -283,7 +283,7 @@ class WarpReplay:
         return self._sleep(done, "store", "tma") if done > self.replay.now else None
 
     def _copy(self, step: Step, action: Action, at: float) -> None:
-        done = self.server.load(at, step.nbytes, 1)
+        done = self.server.load(at, step.nbytes)
         self.copies_open = max(self.copies_open, done)
         self._signals(step, done, ("memory", self.number, at))
 
@@ -304,7 +304,7 @@ class WarpReplay:
         self._signals(step, self.server.tensor_commit(at), ("tensor", self.number, at))
 
     def _tensor_copy(self, step: Step, action: Action, at: float) -> None:
-        self.server.tensor_copy(at, action.count)
+        self.server.tensor_copy(at)
 
     def _tensor_transfer(self, step: Step, action: Action, at: float) -> None:
         done = self.server.tensor_transfer(self.place[1], at, action.count, action.reads)
@@ -318,7 +318,7 @@ class WarpReplay:
     def _memory(self, step: Step, action: Action, at: float) -> Iterator | None:
         moved = action.count * step.lanes
         if action.reads:
-            done = self.server.load(at, moved, 1)
+            done = self.server.load(at, moved)
             return self._sleep(done, "memory", "memory") if done > self.replay.now else None
         if self.replay.order is None:  # SASS has it among its code
             self.server.store_by_lanes(at, 0 if action.adds else moved, moved if action.adds else 0)

@@ -43,7 +43,7 @@ def vector_count(ins: Instr) -> int:
     return 1
 
 
-def addresses(e: Emitter, operand: Mem | Reg, space: str) -> str:
+def addresses(e: Emitter, operand: Mem | Reg) -> str:
     """Store each lane's address to a stack buffer and return it."""
     if isinstance(operand, Reg):
         operand = Mem(operand)
@@ -162,7 +162,7 @@ def ld(e: Emitter, ins: Instr) -> None:
             raise NotNative("128-bit register")
         count, bits = 2 * count, 64
     items = _items(ins.operands[0], count)
-    address = addresses(e, ins.operands[1], space)
+    address = addresses(e, ins.operands[1])
     out = e.buffer(f"[{count} x {ivec(bits)}]", 1)
     checked(e, load_function(count, bits), space, f"ptr {out}", address)
     for j, item in enumerate(items):
@@ -186,7 +186,7 @@ def st(e: Emitter, ins: Instr) -> None:
     for j, item in enumerate(items):
         at = e.op(f"getelementptr {ivec(bits)}, ptr {data}, i64 {j}")
         e.do(f"store {ivec(bits)} {e.get(item, bits)}, ptr {at}, align 32")
-    address = addresses(e, ins.operands[0], space)
+    address = addresses(e, ins.operands[0])
     checked(e, store_function(count, bits), space, f"ptr {data}", address)
 
 
@@ -224,7 +224,7 @@ def atom(e: Emitter, ins: Instr) -> None:
         at = e.op(f"getelementptr {ivec(bits)}, ptr {data}, i64 {j}")
         e.do(f"store {ivec(bits)} {e.get(source, bits)}, ptr {at}, align 32")
     space = space_of(ins)
-    address = addresses(e, operands[0], space)
+    address = addresses(e, operands[0])
     out = e.buffer(ivec(bits), 3)
     checked(e, atomic_function(op, bits), space, f"ptr {data}, ptr {out}", address)
     if target is not None:

@@ -90,7 +90,7 @@ def timed_configs(
     timed = [
         *(
             (memory + held_time(config, rows, sm_count), config)
-            for config in (*sorts(base, rows, length, k, sm_count), *held(base, rows, length, k))
+            for config in (*sorts(base, rows, length, k, sm_count), *held(base, length, k))
         ),
     ]
     if rows <= AGAIN_ROWS and (k >= AGAIN_LEAST_K or length < AGAIN_LENGTH):
@@ -105,7 +105,7 @@ def timed_configs(
     return sorted(timed, key=lambda pair: pair[0])
 
 
-def held(base: TopkConfig, rows: int, length: int, k: int):
+def held(base: TopkConfig, length: int, k: int):
     """Configurations that hold the row."""
     vectors = -(-length // base.per_vector)
     for lanes, warps in ((8, 1), (16, 1), (WARP_THREADS, 1), (WARP_THREADS, 2), (WARP_THREADS, 4)):

@@ -43,7 +43,7 @@ def pool(config: cutlass.Constexpr, ops, sums, flow, place, step):
     for task in cutlass.range(cta, batch * slices, ctas, unroll=1):
         request, column = task // slices, task % slices
         if cutlass.const_expr(config.fused):
-            wait_for_rows(config, ops, flow, request, cores, thread, step)
+            wait_for_rows(ops, flow, request, cores, thread, step)
         found = cute.make_rmem_tensor(POOLED, Float32)
         found.fill(0.0)
         for core in cutlass.range(thread, cores, THREADS, unroll=1):
@@ -71,7 +71,7 @@ def pool(config: cutlass.Constexpr, ops, sums, flow, place, step):
 
 
 @cute.jit
-def wait_for_rows(config: cutlass.Constexpr, ops, flow, request, cores, thread, step):
+def wait_for_rows(ops, flow, request, cores, thread, step):
     """Wait until a request's vectors are final. step: FFN steps done."""
     if thread == 0:
         rows = ops.vectors.shape[0]

@@ -135,13 +135,10 @@ def after_the_first() -> None:
 
 
 @cute.jit
-def release(
-    config: cutlass.Constexpr, empty: cutlass.Constexpr, work, use, by_wgmma: cutlass.Constexpr = True
-):
+def release(config: cutlass.Constexpr, empty: cutlass.Constexpr, work, use):
     """Release a stage that the warp has read: its lanes arrive at the load warps that write into it, one each.
 
-    by_wgmma: the stage was read by wgmma that the warp has waited for. Ordinary loads of the threads need a release,
-    which is slow.
+    Reads by wgmma must have been waited for; reads by the threads' loads need a fence before.
     """
     tiles = config.tiles
     if cutlass.const_expr(tiles.cluster == 1):

@@ -238,7 +238,7 @@ def test_code_is_streamed_or_asked_for():
     assert sm.fetch(9000.0, 400, 510) == 9000.0  # the stream has passed
     beyond = int(H200.clocks("code_streamed_kb")) * 8
     assert sm.fetch(9000.0, beyond, beyond) == 9000.0 + latency
-    sm.load(0.0, 1 << 20, 1)
+    sm.load(0.0, 1 << 20)
     behind = H200.clocks("code_behind_loads") * sm.memory_free
     assert sm.fetch(0.0, 2 * beyond, 2 * beyond) == pytest.approx(latency + behind)
 

@@ -90,7 +90,7 @@ def test_sms_out_of_step_use_what_others_leave():
     for alone in (None, 0.0):
         sm = Sm(STEADY, 1.0, True, 1.0, 0.0)
         sm.alone_since = alone
-        took.append(sm.load(50_000.0, 1 << 17, 1) - 50_000.0 - H100.clocks("hbm_latency"))
+        took.append(sm.load(50_000.0, 1 << 17) - 50_000.0 - H100.clocks("hbm_latency"))
     assert took[0] == pytest.approx((1 << 17) / share - H100.clocks("burst"), rel=0.01)
     assert took[1] == pytest.approx((1 << 17) / H100.clocks("tma_bytes"), rel=0.01)
 
@@ -99,7 +99,7 @@ def test_hbm_starts_slowly():
     """All SMs load 32 KB and again 32 KB: what HBM delivers slowly, it delivers once."""
     share, first = H100.clocks("hbm_gb") / H100.ghz / H100.sms, H100.clocks("hbm_start_mb") * 1e6 / H100.sms
     sm, latency = Sm(H100, 1.0, True, 1.0, 0.0), H100.clocks("hbm_latency")
-    ends = [sm.load(0.0, 1 << 15, 1) - latency for _ in range(2)]
+    ends = [sm.load(0.0, 1 << 15) - latency for _ in range(2)]
     assert first < 1 << 15
     assert ends[0] == pytest.approx(((1 << 15) + first) / share, rel=0.01)
     assert ends[1] - ends[0] == pytest.approx((1 << 15) / share, rel=0.01)

@@ -84,7 +84,7 @@ def test_a_load_a_little_behind_an_address_hits_l1():
         "LDG.E R0, desc[UR4][R2.64]",
     )
     assert [near(replace(instr("LDG.E", 1), text=text)) for text in texts] == [True, False, False]
-    assert sm.load(0.0, 128, 1, near=True) == H200.clocks("l1_latency") < sm.load(0.0, 128, 1)
+    assert sm.load(0.0, 128, near=True) == H200.clocks("l1_latency") < sm.load(0.0, 128)
 
 
 def test_retries_and_slow_paths_are_cold():

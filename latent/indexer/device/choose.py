@@ -161,7 +161,7 @@ def choose(config: cutlass.Constexpr, shared, maxima: cute.Tensor, first, kept, 
         mark_all(config, shared, maxima, bound)
     meet(config)
     # 4. Keep all above it, and the first of those equal to it.
-    return keep(config, shared, first, kept, turn, k), 1 - turn, step
+    return keep(config, shared, first, turn, k), 1 - turn, step
 
 
 @cute.jit
@@ -310,7 +310,7 @@ def mark_all(config: cutlass.Constexpr, shared, maxima, bound):
 
 
 @cute.jit
-def keep(config: cutlass.Constexpr, shared, first, kept, turn, k) -> Int32:
+def keep(config: cutlass.Constexpr, shared, first, turn, k) -> Int32:
     """Copy the marked keys to the other buffer in order of place; of those equal to the bound, only as many as wanted.
 
     Each thread has adjacent words of places. Returns how many keys are kept.

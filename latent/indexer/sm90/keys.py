@@ -226,9 +226,7 @@ def weighted_sum(scores: cute.Tensor, weight: list, r: int) -> Float32:
 
 
 @cute.jit
-def store_tile(
-    config: cutlass.Constexpr, scores, weight: cutlass.Constexpr, factors, here, sink, key, member
-):
+def store_tile(scores, weight: cutlass.Constexpr, factors, here, sink, key, member):
     """Reduce the weighted sums of the thread's two keys over the four lanes that share them, and write them to
     ``sink``."""
     for r in cutlass.range_constexpr(THREAD_ROWS):
@@ -242,9 +240,7 @@ def store_tile(
 
 
 @cute.jit
-def store_row(
-    config: cutlass.Constexpr, scores, weight: cutlass.Constexpr, factors, there, sink, index, member
-):
+def store_row(scores, weight: cutlass.Constexpr, factors, there, sink, index, member):
     """Write the score of one of the thread's two keys, the index-th; a bit of ``member`` says which.
 
     The four lanes exchange sums in pairs, and two lanes end with the same key. there: whether that key exists.

@@ -186,8 +186,8 @@ def score_tiles(query, entries, first, end, step, sink, loads):
             load_tile(config, entries, key + lap, member, pages[None, i], words[None, None, i], here[None, i])
             if cutlass.const_expr(not config.pages_by_lane):
                 find_pages(config, entries, key + 2 * lap, pages[None, i])
-            multiply(config, query, a, scores)
-            store_tile(config, scores, query.weight, row_factors, there, sink, key, member)
+            multiply(query, a, scores)
+            store_tile(scores, query.weight, row_factors, there, sink, key, member)
 
 
 @cute.jit
@@ -205,12 +205,12 @@ def score_copied(query, ring: cutlass.Constexpr, state, end, sink):
         there = ring.read(state, words) & Boolean(key < ring.entries.length)
         factors = convert(config, words, query.table, query.ones, member, a)
         state = ring.follow(*state)
-        multiply(config, query, a, scores)
-        store_row(config, scores, query.weight, factors, there, sink, key, member)
+        multiply(query, a, scores)
+        store_row(scores, query.weight, factors, there, sink, key, member)
         tile += ring.step
 
 
-def multiply(config: ScoresConfig, query: Scorer, a, scores) -> None:
+def multiply(query: Scorer, a, scores) -> None:
     """scores = a times the query's heads; waits for the product."""
     warpgroup.fence()
     for k in range(STEPS):
