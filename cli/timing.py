@@ -120,7 +120,7 @@ def graph_time(
 
 
 def captured(call: Callable, inputs: Sequence[tuple], calls: int) -> torch.cuda.CUDAGraph:
-    """A graph of so many calls, call(*inputs[i]) with i going round, that has run once.
+    """A graph of this many calls, call(*inputs[i]) with i going round, that has run once.
 
     Raises what capturing raises for a call that cannot be captured.
     """

@@ -112,6 +112,6 @@ def gpu_model(name: str) -> Gpu | None:
 
 
 def registers_at_launch(threads: int, ctas_per_sm: int) -> int:
-    """Registers a thread of a CTA gets, if so many CTAs share an SM."""
+    """Registers a thread of a CTA gets, if this many CTAs share an SM."""
     most = min(REGISTERS_PER_SM // (ctas_per_sm * threads), MAX_REGISTERS_PER_THREAD)
     return most // REGISTER_STEP * REGISTER_STEP

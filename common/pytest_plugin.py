@@ -21,7 +21,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--warpspec-check", choices=["order"], help="order: findings of memory order are failures"
     )
     group.addoption("--warpspec-seed", type=int, default=0, help="draws schedules, and the sample")
-    group.addoption("--warpspec-seeds", type=int, help="run each launch under so many schedules and compare")
+    group.addoption(
+        "--warpspec-seeds", type=int, help="run each launch under this many schedules and compare"
+    )
     group.addoption(
         "--warpspec-sample",
         type=int,
@@ -30,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption(
         "--warpspec-budget", type=float, metavar="SECONDS",
-        help="run the tests whose predicted cost fits in so many seconds, drawn in turn from each function's",
+        help="run the tests whose predicted cost fits in this many seconds, drawn in turn from each function's",
     )  # fmt: skip
     group.addoption("--warpspec-jobs", type=int, default=1, metavar="N", help="run tests on N processes (1)")
     group.addoption(

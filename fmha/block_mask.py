@@ -154,7 +154,7 @@ def check_size(size: Any) -> None:
 
 
 def check_lists(lists: Lists, seq_q: int, seq_k: int) -> None:
-    """Raise TypeError or ValueError, naming block_mask, for lists that do not fit so many queries and keys."""
+    """Raise TypeError or ValueError, naming block_mask, for lists that do not fit this many queries and keys."""
     size = lists.block_size
     check_size(size)
     if lists.lengths not in (None, (seq_q, seq_k)):

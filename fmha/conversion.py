@@ -90,8 +90,8 @@ class CodeRings:
     def barriers(
         self, stages: int, readers: str, v_readers: str, released: str, releases: int
     ) -> tuple[Barrier, ...]:
-        """mbarriers of K and V that are converted to 16-bit tiles, in rings of so many stages. readers, v_readers: who
-        waits for tiles of K, and of V or of the tensor that is both. released: who releases them, with so many
+        """mbarriers of K and V that are converted to 16-bit tiles, in rings of this many stages. readers, v_readers:
+        who waits for tiles of K, and of V or of the tensor that is both. released: who releases them, with this many
         arrivals."""
         loaded, mine, table = self.loaded, "converter, one thread a warp", []
         for name in self.format.rings:

@@ -80,7 +80,7 @@ def may_expand(problem: AttentionProblem) -> bool:
 
 
 def expanding_bytes(problem: AttentionProblem, keys: float) -> float:
-    """Bytes that dequantising so many keys and values of all heads reads and writes."""
+    """Bytes that dequantising this many keys and values of all heads reads and writes."""
     each = BYTES + problem.format.kv_bits / 8
     return 2 * keys * problem.heads_kv * problem.head_dim * each
 

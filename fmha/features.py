@@ -161,7 +161,7 @@ class Format:
         return UINT8 if self.kv_format else self.dtype
 
     def kv_row(self, size: int) -> int:
-        """Elements of kv_dtype in a row of K or V with so many numbers."""
+        """Elements of kv_dtype in a row of K or V with this many numbers."""
         return CACHE_FORMATS[self.kv_format].row_bytes(size) if self.kv_format else size
 
     @property

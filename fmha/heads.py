@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 BLOCK = 64  # contiguous elements of a row in shared memory: one span of the 128-byte swizzle
 MMA_K = 16  # elements that one instruction sums over
-STEP = 8  # a head size is a multiple of so many: rows aligned to 16 bytes
+STEP = 8  # a head size is a multiple of this many: rows aligned to 16 bytes
 CLASSES = (64, 128, 256, 512)  # head sizes that tile shapes are tuned for
 LARGEST = 256  # largest size between the tuned ones; 512 stands alone
 # fp32 after the D columns of a row of a piece's state: maximum, sum, and as many unused as let every row begin with a

@@ -34,7 +34,7 @@ SMALLEST_SCALE, LARGEST_SCALE = (
 # (``device.softmax``). No model has a larger one, which takes a multiplication for each score.
 LARGEST_FOLDED_SCALE = 16.0
 BIAS_BYTES = {"bfloat16": 2, "float32": 4}  # of an element
-# One of so many capped scores is computed without the reciprocal instruction, by V's head size: at small ones the
+# One in this many capped scores is computed without the reciprocal instruction, by V's head size: at small ones the
 # exponential unit is the bottleneck (scripts/bench_attention.py --only heads; docs/notebook/attention.md).
 NEWTON_EVERY = {64: 1, 128: 3, 256: 4}
 

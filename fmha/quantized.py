@@ -108,7 +108,7 @@ def check_block_rows(name: str, blocks: torch.Tensor, memory: bool) -> None:
 
 
 def block_alignment(count: int) -> int:
-    """Bytes to which a row of so many block scales is aligned: the largest power of two that divides it."""
+    """Bytes to which a row of this many block scales is aligned: the largest power of two that divides it."""
     return count & -count
 
 

@@ -135,7 +135,7 @@ class KvTile:
 
 
 def takes_pages(page_size: int) -> bool:
-    """Whether kernels read pages of so many keys."""
+    """Whether kernels read pages of this many keys."""
     return page_size > 0 and page_size % (PAGE_STEP if page_size < PAGE_LARGE else PAGE_LARGE) == 0
 
 
@@ -153,7 +153,7 @@ def check_page_size(kernel: str, page_size: int) -> None:
 
 
 def fits_blocks(problem: AttentionProblem, queries: int, keys: int) -> bool:
-    """Whether an M tile of so many queries and a KV tile of so many keys lie in one block each, where there are
+    """Whether an M tile of this many queries and a KV tile of this many keys lie in one block each, where there are
     blocks."""
     if not problem.mask.has_blocks:
         return True
@@ -163,7 +163,7 @@ def fits_blocks(problem: AttentionProblem, queries: int, keys: int) -> bool:
 
 
 def divides(keys: int, block_keys: int) -> bool:
-    """Whether KV tiles of so many keys divide a block, and begin at words of its patterns."""
+    """Whether KV tiles of this many keys divide a block, and begin at words of its patterns."""
     return block_keys % keys == 0 and keys % WORD_BITS == 0
 
 

@@ -132,7 +132,7 @@ def check_scale(name: str, scale: torch.Tensor | None) -> None:
 
 
 def request_rows(cu_seqlens: torch.Tensor, rows: int) -> list[slice]:
-    """The rows of each request of a packed tensor of so many: those within the tensor, if values are unchecked. Waits
+    """The rows of each request of a packed tensor of this many: those within the tensor, if values are unchecked. Waits
     for the device."""
     found = cu_seqlens.clamp(0, rows).tolist()
     return [slice(first, max(first, end)) for first, end in itertools.pairwise(found)]

@@ -214,7 +214,7 @@ def varlen() -> list[list]:
 
 
 def shared() -> list[list]:
-    """K and V one tensor, against SDPA that sees the heads as so many queries: nothing here is causal."""
+    """K and V one tensor, against SDPA that sees the heads as queries: nothing here is causal."""
     rows = []
     for batch, heads, queries, keys in bench_shapes.SHARED:
         dim = bench_shapes.SHARED_DIM
@@ -446,7 +446,7 @@ def main() -> None:
         "--shapes", nargs="+", type=int, default=[], help="gradient-heads: indices of its shapes"
     )
     parser.add_argument(
-        "--seconds", type=float, default=math.inf, help="gradient-heads: begin no shape after so many"
+        "--seconds", type=float, default=math.inf, help="gradient-heads: begin no shape after this many"
     )
     parser.add_argument(
         "--once", action="store_true", help="gradient-heads: compile and compare, but do not time"

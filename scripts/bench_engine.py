@@ -9,7 +9,7 @@ lengths from half of --prompt to --prompt; all requests come at once, and each m
 rounds after two that do not count (of attention that is too slow to wait for, the second of two), all in one process.
 transformers: continuous batching of the installed version.
 nano-vllm has one model class, Qwen3, whose shapes it is given; it samples at a temperature that is as good as greedy.
---tensor-parallel is its own: so many GPUs, a process each.
+--tensor-parallel is its own: this many GPUs, a process each.
 
 --profile prints the kernels of decode steps with their share of the GPU's time.
 """

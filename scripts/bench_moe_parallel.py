@@ -3,12 +3,11 @@
     python scripts/bench_moe_parallel.py                           # gpt-oss-120b, all GPUs
     python scripts/bench_moe_parallel.py --models flash --tokens 64,4096 --room 1.5
 
-Every rank has so many tokens of its own and its share of the experts. "counted": as many rows travel as there are, for
-which the host waits once a call. "sized": slots for --room times the choices that a rank has for each on average (0:
-for all of them), "graph": the same in a CUDA graph. "one": the same tokens with all experts on this GPU, without a
+Every rank has this many tokens of its own and its share of the experts. "counted": as many rows travel as there are,
+for which the host waits once a call. "sized": slots for --room times the choices that a rank has for each on average
+(0: for all of them), "graph": the same in a CUDA graph. "one": the same tokens with all experts on this GPU, without a
 group. Times are of the host's clock over calls in a row, after a barrier, the longest of the ranks'. Results are
-compared bit by bit first.
-"""
+compared bit by bit first."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def parser() -> argparse.ArgumentParser:
         help="of the shapes (default %(default)s)",
     )
     seeds.add_argument(
-        "--seeds", type=positive, metavar="N", dest="new_seeds", help="so many new seeds instead"
+        "--seeds", type=positive, metavar="N", dest="new_seeds", help="this many new seeds instead"
     )
     parser.add_argument(
         "--shapes", type=positive, default=SHAPES, help="how many of a seed (default %(default)s)"
@@ -173,7 +173,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write all figures, or what is compiled, for --cases"
     )
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="begin no shape after so many")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="begin no shape after this many")
     parser.add_argument(
         "--workers",
         type=int,

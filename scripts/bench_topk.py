@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--variants", action="store_true", help="time ways to divide a row, no peers")
     parser.add_argument("--shapes", nargs="+", type=parse, metavar="64x129280k8", help="of --variants, fp32")
     parser.add_argument(
-        "--seconds", type=float, default=50.0, help="begin no shape of --variants after so many"
+        "--seconds", type=float, default=50.0, help="begin no shape of --variants after this many"
     )
     parser.add_argument("--bars", action="store_true", help="only the four shapes that have a bar")
     options = parser.parse_args()

@@ -208,7 +208,7 @@ def curve(
 
 
 def late_after(seconds: float) -> Callable[[str], bool]:
-    """A function of a part's name that says whether so many seconds are over, and then prints that it is left out."""
+    """A function of a part's name that says whether this many seconds are over, and then prints that it is left out."""
     end = time.monotonic() + seconds
 
     def late(name: str) -> bool:

@@ -313,7 +313,7 @@ def main() -> None:
     parser = driver.parser(__doc__, only=KINDS)
     parser.add_argument("--json", type=Path, metavar="FILE", help="the timings, a problem a line")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=200.0, help="begin no problem after so many")
+    parser.add_argument("--seconds", type=float, default=200.0, help="begin no problem after this many")
     parser.add_argument("--templates", type=int, default=40)
     parser.add_argument(
         "--kernels", type=int, default=KERNELS, help="of a template, beside the present choices'"

@@ -97,7 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", default="", help="rows whose name has this text")
-    parser.add_argument("--seconds", type=float, default=1e6, help="begin no row after so many")
+    parser.add_argument("--seconds", type=float, default=1e6, help="begin no row after this many")
     options = parser.parse_args()
     torch.set_num_threads(1)
     began, target = time.monotonic(), Target.of_model(GPUS["sm_100a"])

@@ -210,7 +210,7 @@ def main() -> None:
     parser.add_argument("--plans", type=int, default=PLANS, help="of a problem, the fastest among them")
     parser.add_argument("--sample", type=int, default=SAMPLE, help="clusters of each kernel")
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=1e6, help="wait for no answer after so many")
+    parser.add_argument("--seconds", type=float, default=1e6, help="wait for no answer after this many")
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args()
     found = drawn(options.seed, options.problems, options.plans, options.chip)

@@ -90,7 +90,7 @@ def clone(repository: Repository, folder: Path) -> Path:
 
 
 def run(suite: Suite, paths: list[Path], options: argparse.Namespace, seconds: float) -> None:
-    """Run a suite's tests that have no result yet, on several processes, for so many seconds."""
+    """Run a suite's tests that have no result yet, on several processes, for this many seconds."""
     folder = options.folder / suite.repository.folder
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(
@@ -185,7 +185,7 @@ def main() -> None:
     options.add_argument("--jobs", type=int, default=os.cpu_count())
     options.add_argument("--limit", type=float, default=120, help="CPU seconds that a test may take")
     options.add_argument(
-        "--seconds", type=float, default=86400, help="stop after so many, all suites together"
+        "--seconds", type=float, default=86400, help="stop after this many, all suites together"
     )
     options.add_argument("--table", action="store_true", help="run nothing")
     chosen = options.parse_args()

@@ -198,7 +198,7 @@ def main() -> None:
     parser = driver.parser(__doc__)
     parser.add_argument("--seed", type=int, default=20261124)
     parser.add_argument("--shapes", type=int, default=47, help="random ones")
-    parser.add_argument("--seconds", type=float, default=220.0, help="begin no shape after so many")
+    parser.add_argument("--seconds", type=float, default=220.0, help="begin no shape after this many")
     parser.add_argument(
         "--only-fixed", action="store_true", help="no other orders than the chosen and a fixed one"
     )

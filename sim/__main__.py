@@ -181,7 +181,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--seed", type=natural, default=0, help="draws the schedule, and the tensors' random numbers"
     )
-    found.add_argument("--seeds", type=positive, help="run so many schedules and compare the results")
+    found.add_argument("--seeds", type=positive, help="run this many schedules and compare the results")
     found.add_argument("--check", choices=["order"], help="order: check memory order")
     found.add_argument("--timeline", help="write a trace for Perfetto to this file")
     found.add_argument("--report", type=Path, help="write one HTML page about the run to this file")

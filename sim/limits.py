@@ -89,7 +89,7 @@ def check_launch(
 
 
 def register_shortage(registers: int, threads: int) -> str | None:
-    """Why an SM cannot hold a CTA with so many threads and registers per thread; None if it can."""
+    """Why an SM cannot hold a CTA with this many threads and registers per thread; None if it can."""
     if ctas_by_registers(registers, threads):
         return None
     return (

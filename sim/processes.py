@@ -92,7 +92,7 @@ class Run:
 
 
 def shares_of(clusters: int) -> int:
-    """Number of parts into which a grid of so many independent clusters is cut."""
+    """Number of parts into which a grid of this many independent clusters is cut."""
     return next(parts for least, parts in SHARES if clusters >= least)
 
 

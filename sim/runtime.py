@@ -229,7 +229,7 @@ def _recorder_of(
     registers: int | None,
     gmem: GlobalMemory,
 ) -> Recorder:
-    """The recorder of a launch of so many clusters: of all, or of the sample that the active recording asks for.
+    """The recorder of a launch of this many clusters: of all, or of the sample that the active recording asks for.
 
     shape: of grid, block and cluster. gmem: holds the launch's tensors and nothing else.
     """

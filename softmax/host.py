@@ -33,7 +33,7 @@ class SoftmaxHost:
         )
 
     def clusters(self, rows):
-        """Clusters, or CTAs, that so many rows take."""
+        """Clusters, or CTAs, that this many rows take."""
         return rows
 
     def options(self) -> dict:

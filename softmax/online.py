@@ -79,7 +79,7 @@ def join(first: tuple, second: tuple, accurate: bool) -> tuple:
     return maximum, total + second[1] * exponential(second[0] - reference, accurate)
 
 
-CHAINS = 4  # dependent additions or maxima are done in so many independent chains, to hide their latency
+CHAINS = 4  # dependent additions or maxima are done in this many independent chains, to hide their latency
 
 
 def largest(values: cute.Tensor, start) -> Float32:

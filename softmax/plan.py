@@ -309,7 +309,7 @@ def _row_options(problem: SoftmaxProblem) -> dict[str, object]:
 
 
 def _staged_threads(share: int, wanted: int, most: int) -> tuple[int, int, int]:
-    """(threads of a CTA, vectors of a thread, bytes of shared memory) that stage a share of so many vectors. wanted:
+    """(threads of a CTA, vectors of a thread, bytes of shared memory) that stage a share of this many vectors. wanted:
     vectors of a thread, where the limits of threads allow it. most: threads."""
     threads = -(-share // (wanted * WARP_THREADS)) * WARP_THREADS
     threads = min(most, max(STAGED_THREADS[0], threads))

@@ -83,7 +83,7 @@ class StagedConfig:
             raise ValueError("once: of fp32 rows that start and end on 16-byte boundaries")
 
     def check_row(self, vectors: int) -> None:
-        """Raise ValueError where ``once`` is of rows that fill a CTA, and rows of so many vectors do not."""
+        """Raise ValueError where ``once`` is of rows that fill a CTA, and rows of this many vectors do not."""
         share = -(-vectors // (self.cluster * self.step)) * self.step
         last = vectors - (self.cluster - 1) * share  # of the cluster's last CTA
         least = (self.vectors - LAST) * self.threads
@@ -103,8 +103,8 @@ class StagedConfig:
 
     @property
     def step(self) -> int:
-        """Shares of several copies are multiples of so many vectors: a line of L2, if the last CTA then has as many as
-        ``check_row`` wants."""
+        """Shares of several copies are multiples of this many vectors: a line of L2, if the last CTA then has as many
+        as ``check_row`` wants."""
         return LINE_BYTES // VECTOR_BYTES if self.copies > 1 and self.threads >= LINE_THREADS else 1
 
     @property

@@ -74,7 +74,7 @@ def row_span(tensor: cute.Tensor, row, dtype: cutlass.Constexpr, edges: cutlass.
 @cute.jit
 def share_in_cluster(row: RowSpan, cluster: cutlass.Constexpr, step: cutlass.Constexpr = 1) -> tuple:
     """(begin, end) of the CTA's vectors of a row that its cluster shares; there are none unless begin < end. step:
-    shares but the last are a multiple of so many vectors."""
+    shares but the last are a multiple of this many vectors."""
     begin, end = Int32(0), row.vectors
     if cutlass.const_expr(cluster > 1):
         share = cute.ceil_div(cute.ceil_div(row.vectors, cluster), step) * step

@@ -102,7 +102,7 @@ def items(config: InsertConfig, layout: RowLayout, source, most_heads: int) -> c
 
 
 def ctas(config: InsertConfig, layout: RowLayout, tokens, items: cute.FastDivmodDivisorV2):
-    """CTAs for all items of so many tokens."""
+    """CTAs for all items of this many tokens."""
     return cute.ceil_div(tokens * items.divisor, config.groups(layout))
 
 

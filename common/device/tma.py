@@ -20,7 +20,7 @@ from warpspec.common.memory import ROW_BYTES
 from warpspec.common.memory import TILE_ALIGNMENT as TILE_ALIGNMENT
 from warpspec.common.memory import tile_bytes as tile_bytes
 
-# Bits, base and shift of the swizzle of rows of so many bytes: as many rows as its bits count fill 1024 bytes.
+# Bits, base and shift of the swizzle of rows of this many bytes: as many rows as its bits count fill 1024 bytes.
 SWIZZLES = {128: (3, 4, 3), 64: (2, 4, 3), 32: (1, 4, 3)}
 
 

@@ -87,10 +87,9 @@ class BackwardKernel:
     deterministic: dQ is summed in a fixed order. cut: a CTA works on a piece of a key tile's steps and leaves partial
     sums of dK and dV (``schedule``). heads_inside: the inner loop of a key tile's steps goes over the heads of the
     group (``device.tile``). slices: heads are sliced (``schedule``), and pieces add to dK and dV in any order.
-    inner_heads: with heads inside and a fixed order, so many heads (a power of two) are gone through at each query tile
-    before the next heads begin; 0: all of the group. rows: the sizes of rows in memory, unless both are one tuned size;
-    past a row's end the tile, of ``heads``, has zeros.
-    """
+    inner_heads: with heads inside and a fixed order, this many heads (a power of two) are gone through at each query
+    tile before the next heads begin; 0: all of the group. rows: the sizes of rows in memory, unless both are one tuned
+    size; past a row's end the tile, of ``heads``, has zeros."""
 
     mask: Mask = Mask()
     requests: RequestLayout = RequestLayout()

@@ -12,7 +12,7 @@ and N pieces have at least LONG L. share: KV heads over SMs. start: start and en
 KV heads in the last section (``schedule``). cost: what a piece adds to the launch, for the sums that it writes and the
 last kernel reads. The first line is the longest CTA alone; the second is the mean load of an SM and what it waits for
 at the end: the longest CTAs of the last section begin when the sections before are done; the third says that some SM
-has so many long pieces. In a simulation of list scheduling, at random packed shapes, the choice takes 1.03 times the
+has that many long pieces. In a simulation of list scheduling, at random packed shapes, the choice takes 1.03 times the
 best L's time in the mean. If dQ's order is fixed, CTAs come in the order of whole key tiles, so that the last ones are
 of the shortest tiles: with ORDERED_TAIL for TAIL 1.02, otherwise 1.04.
 """
@@ -74,7 +74,8 @@ def expected_steps(
 
 
 def may_cut(length: PieceLength, tiles: Iterable[int]) -> bool:
-    """Whether some value of L is better than no cut, for a KV head's key tiles of so many steps. Tries every fourth."""
+    """Whether some value of L is better than no cut, for a KV head's key tiles of this many steps. Tries every
+    fourth."""
     tiles = Counter(tiles)
     total, longest = sum(steps * count for steps, count in tiles.items()), max(tiles, default=0)
     tried = range(0, LENGTHS, 4)

@@ -33,7 +33,7 @@ class Costs(NamedTuple):
 
 class Rows(NamedTuple):
     """Rows that are dealt. tiles: steps of a row's key tiles, in order. count: how many rows there are. section_of: the
-    rows of a section, if a row has so many CTAs."""
+    rows of a section, if a row has this many CTAs."""
 
     tiles: Sequence[int]
     count: int
@@ -62,7 +62,7 @@ def cut(tiles: Sequence[int], pieces: int, costs: Costs) -> tuple[list[float], i
 
 
 def deal(free: list[float], times: Sequence[float], rows: int, section: int) -> None:
-    """Deal the CTAs of so many equal rows to the SMs. free: a heap of when each is."""
+    """Deal the CTAs of this many equal rows to the SMs. free: a heap of when each is."""
     for first in range(0, rows, section):
         together = range(min(section, rows - first))
         for time in times:
@@ -71,7 +71,7 @@ def deal(free: list[float], times: Sequence[float], rows: int, section: int) -> 
 
 
 def all_rows(rows: Rows, sms: int, costs: Costs, pieces: int) -> Dealt:
-    """The order in which the key tiles of all rows are cut into so many pieces."""
+    """The order in which the key tiles of all rows are cut into this many pieces."""
     times, left = cut(rows.tiles, pieces, costs)
     section, free = rows.section_of(len(times)), [0.0] * sms
     deal(free, times, rows.count, section)

@@ -14,9 +14,9 @@ row. If dQ is added up in order, sections are as under a causal mask: CTAs that 
 key tiles of each row, and the last of them waits for few others.
 
 One CTA may have too much work: in B1 32/8 S2048, causal, the longest key tile has twice an SM's share, and no order
-helps. Then tiles are cut into pieces of at most so many steps, and the last kernel adds up their dK and dV in the order
-of the pieces. Each piece costs a write and a read of dK and dV in fp32, and the start and end of a CTA. Where batch
-rows have different steps, all tiles are cut into the same number of pieces instead.
+helps. Then tiles are cut into pieces of at most this many steps, and the last kernel adds up their dK and dV in the
+order of the pieces. Each piece costs a write and a read of dK and dV in fp32, and the start and end of a CTA. Where
+batch rows have different steps, all tiles are cut into the same number of pieces instead.
 
 Where CTAs make few rounds on the SMs, it may be best to cut the last rows' key tiles alone (``rounds``).
 
@@ -195,7 +195,7 @@ def ctas_of(problem: BackwardProblem, config: BackwardKernel, steps: Sequence[in
 
 
 def piece_counts(config: BackwardKernel, steps: Sequence[int], pieces: int) -> list[int]:
-    """Pieces of each key tile if the longest, the first, has so many."""
+    """Pieces of each key tile if the longest, the first, has this many."""
     if not config.alike or not steps:
         return [pieces] * len(steps)
     most = max(-(-steps[0] // pieces), 1)
@@ -205,7 +205,7 @@ def piece_counts(config: BackwardKernel, steps: Sequence[int], pieces: int) -> l
 def section_of(
     problem: BackwardProblem, config: BackwardKernel, target: Target, ctas: int, slices: int = 1
 ) -> int:
-    """Rows of a section, if a row has so many CTAs."""
+    """Rows of a section, if a row has this many CTAs."""
     if config.heads_inside and not config.deterministic:
         return 1  # chosen because of L2
     rows = problem.forward.heads_kv * slices * (1 if config.requests.packed_k else problem.forward.batch)
@@ -270,7 +270,7 @@ def key_bytes(problem: BackwardProblem) -> int:
 
 
 def bytes_of(forward: AttentionProblem, queries: int) -> int:
-    """Bytes of Q, dO and dQ's sums of so many queries of one KV head."""
+    """Bytes of Q, dO and dQ's sums of this many queries of one KV head."""
     return forward.group * queries * forward.head_dim * (2 * ELEMENT_BYTES + FP32_BYTES)
 
 

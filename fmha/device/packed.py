@@ -78,7 +78,7 @@ def find_request(cu_seqlens: cute.Tensor, tile, queries: cutlass.Constexpr, tota
 def begun_by(
     cu_seqlens: cute.Tensor, tile, queries: cutlass.Constexpr, total, more: cutlass.Constexpr
 ) -> Int32:
-    """The last request that begins in a tile of T queries, or before it, if each request before it has so many tiles
+    """The last request that begins in a tile of T queries, or before it, if each request before it has this many tiles
     more. Called by a whole warp."""
     lane = cute.arch.lane_idx()
     low, count = Int32(0), Int32(cute.size(cu_seqlens) - 1)  # candidates

@@ -79,7 +79,7 @@ def offset_of(reference) -> Float32:
 def exponentiate(scores: cute.Tensor, reference, unit, polynomial_every: int = 0, degree: int = 4) -> Float32:
     """Turn scores (n) fp32 into 2**(unit * s - reference) in place; returns their sum.
 
-    With reference -inf every score is -inf, and becomes 0. polynomial_every: one of so many pairs of scores (int or
+    With reference -inf every score is -inf, and becomes 0. polynomial_every: one in this many pairs of scores (int or
     Fraction) uses ``exp2_polynomial`` of ``degree`` instead of the exponential unit; 0: none.
     """
     offset = offset_of(reference)

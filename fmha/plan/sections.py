@@ -18,7 +18,7 @@ from warpspec.fmha.tiles import ELEMENT_BYTES
 
 TILE_OVERHEAD = 1.5  # what the start and end of a query tile cost, in KV tiles (H200, D 128)
 MOST_TILES = 1 << 13  # the host computes the balance of at most this many tiles, which represent all
-# Sizes of sections that are tried beside all heads in one, so many TOGETHER, until one costs no more than LEVEL.
+# Sizes of sections that are tried beside all heads in one, this many TOGETHER, until one costs no more than LEVEL.
 SECTIONS = np.array([64, 56, 48, 40, 32, 28, 24, 20, 16, 14, 12, 10, 8, 7, 6, 5, 4, 3, 2, 1])
 TOGETHER, LEVEL = 5, 1.02
 
@@ -87,7 +87,7 @@ def key_bytes(problem: AttentionProblem, config: AttentionKernel) -> int:
 def reading_cost(
     problem: AttentionProblem, config: AttentionKernel, target: Target, ctas: int, heads: float
 ) -> float:
-    """Time of a call whose CTAs work on so many KV heads at a time, as a multiple of its time with all K and V in L2.
+    """Time of a call whose CTAs work on this many KV heads at a time, as a multiple of its time with all K and V in L2.
 
     The CTAs of one head keep pace with each other, so they read its K and V from memory once.
     """

@@ -16,7 +16,7 @@ FULL_ROWS = 128  # lanes of tensor memory: rows of an accumulator, one to a thre
 @dataclass(frozen=True)
 class Shape:
     """tile_m: query rows of a CTA. tile_n: keys of a KV tile. p_in: where P lies for PV, "tmem" or "smem".
-    kv_stages: KV tiles in flight. ctas_per_sm: CTAs that share an SM. polynomial_every: one of so many pairs of
+    kv_stages: KV tiles in flight. ctas_per_sm: CTAs that share an SM. polynomial_every: one in this many pairs of
     exponentials is computed on the multiply-add units (0: none). raw_stages: if K and V are FP8, tiles of each that are
     loaded ahead of their conversion."""
 

@@ -14,7 +14,7 @@ import math
 
 from warpspec.moe.sm90.config import Shape
 
-UNSORTED_ROWS = 12  # calls with at most so many rows do not sort them
+UNSORTED_ROWS = 12  # calls with at most this many rows do not sort them
 FEW_ROWS = 12  # rows up to which tiles have one row group
 FEW = Shape(row_groups=1, tokens=8, stages=4, ctas_per_sm=3)
 FEWEST = Shape(row_groups=1, tokens=8, stages=4, ctas_per_sm=2, splits=2)
@@ -25,7 +25,7 @@ SHAPES = {
     112: Shape(row_groups=4, tokens=112, stages=4, ctas_per_sm=1, load_warps=4, tall=2, steps=1),
     144: Shape(row_groups=4, tokens=144, stages=4, ctas_per_sm=1, load_warps=4, tall=2, steps=1),
 }
-DEVIATIONS = 1.5  # a tile has room for so many standard deviations above the mean
+DEVIATIONS = 1.5  # a tile has room for this many standard deviations above the mean
 
 
 def choose_shape(rows: int, experts: int, row_tiles: int, sm_count: int) -> Shape:

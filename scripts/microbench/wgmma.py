@@ -72,7 +72,7 @@ def _case(kind: str, width: int, registers: bool, length: int, groups: int, tran
 
 
 def _issue(width: int, registers: bool, length: int) -> Case:
-    """Until the last of so many instructions is issued: how many may be in flight."""
+    """Until the last of this many instructions is issued: how many may be in flight."""
     name = f"wgmma_issue_n{width}_{'rs' if registers else 'ss'}_k{length}"
     lines = "wgmma.wait_group.sync.aligned 0;\nmov.u64 %t0, %clock64;\nwgmma.fence.sync.aligned;\n"
     lines += "".join(_instruction("bf16", width, registers, n, False) for n in range(length))

@@ -62,7 +62,7 @@ def sdpa(q, k, v, *, backend: SDPBackend | None = None, **options) -> torch.Tens
 
 
 def sdpa_shared(q, kv, values: int | None = None, scale: float | None = None) -> torch.Tensor:
-    """torch's SDPA of one head of keys that are values, too, with the heads as so many queries: nothing is causal.
+    """torch's SDPA of one head of keys that are values, too, with the heads as queries: nothing is causal.
     values: how many numbers of a key, from the first, are its value; None: all."""
     batch, queries, heads, dim = q.shape
     keys = kv.transpose(1, 2)

@@ -72,9 +72,8 @@ def gradient_heads(
     """Gradients of other head sizes, causal, as ``torch.autograd.grad`` computes them. FLOPs are those of the true
     sizes.
 
-    Prints each row as it is measured, and begins none after so many seconds. shapes: indices in ``GRADIENT_HEADS``; ():
-    all. once: calls are compared but not timed, which leaves what they compiled in the caches on disk.
-    """
+    Prints each row as it is measured, and begins none after this many seconds. shapes: indices in ``GRADIENT_HEADS``;
+    (): all. once: calls are compared but not timed, which leaves what they compiled in the caches on disk."""
     rows, flash, start = [], flash_attention(), time.monotonic()
     for index in shapes or range(len(bench_shapes.GRADIENT_HEADS)):
         batch, heads_q, heads_kv, length, d, d_v = bench_shapes.GRADIENT_HEADS[index]

@@ -4,7 +4,7 @@ The environment variable WARPSPEC_MOE_PEERS names the folder that ``fetch_moe_pe
 humming, marlin); those that are not there are no peers; ``peers_of`` has them all. Every expert of a peer has the same
 codes in memory of its own, so that one product is a check for all. A peer's weights are made once a model; its function
 of sets of tokens sorts them, checks a result and returns what is timed, a function of (x, ids, weights), or None where
-it has nothing for so many tokens.
+it has nothing for this many tokens.
 """
 
 from __future__ import annotations

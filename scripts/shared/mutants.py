@@ -161,7 +161,7 @@ ALIKE = 3  # of one change to one instruction of the source, which unrolling may
 def sample(
     instrs: list[Instr], text: str, executed: set[int] | None = None, most: int = ALIKE
 ) -> list[Mutant]:
-    """Mutants of a kernel, or of some of its instructions, at most so many alike. text: its PTX."""
+    """Mutants of a kernel, or of some of its instructions, at most this many alike. text: its PTX."""
     alike: dict[tuple, list[Mutant]] = {}
     lines = text.split("\n")
     for mutant in mutants(instrs):
@@ -256,7 +256,7 @@ class Score:
         self._of_text: dict[str, dict[Mutant, Verdict]] = {}
 
     def visit(self, launch: Launch) -> None:
-        """Run mutants of a launch, at most so many alike."""
+        """Run mutants of a launch, at most this many alike."""
         before = self._of_text.setdefault(launch.text, {})
         again = [mutant for mutant, verdict in before.items() if not verdict.found]
         if before and not again:
@@ -278,7 +278,7 @@ def _weight(verdict: Verdict) -> int:
 def verdicts(
     launch: Launch, seeds: int = 1, only: str = "", most: int = ALIKE, chosen: list[Mutant] | None = None
 ) -> list[Verdict]:
-    """Run mutants of a launch (at most so many alike) under a few seeds. The kernel itself must be clean under all of
+    """Run mutants of a launch (at most this many alike) under a few seeds. The kernel itself must be clean under all of
     them. only: pattern of their texts. chosen: the mutants, if not any of those that the launch executes."""
     with mock.patch.object(OrderChecker, "first_only", True):  # it must do without warnings, too
         right = [launch.run(launch.program, seed) for seed in range(seeds)]

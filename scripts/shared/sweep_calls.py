@@ -147,7 +147,7 @@ def lists_of(
 
 @functools.lru_cache(maxsize=1)  # one for all sets of a shape's inputs: making it takes as long as many calls
 def made_lists(mask: tuple, length: int, device: str) -> tuple[BlockMask, FlexMask]:
-    """(Our lists of a mask of so many queries and keys, FlexAttention's)."""
+    """(Our lists of a mask of this many queries and keys, FlexAttention's)."""
     found = create_block_mask(in_torch(mask, length, device), None, None, length, length, device=device)
     return BlockMask.of(found, length, length), found
 

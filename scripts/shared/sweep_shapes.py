@@ -119,7 +119,7 @@ class AttentionShape:
         return self._kv_bytes(CODE_BITS.get(self.kind, 8 * ELEMENT_BYTES["bfloat16"]))
 
     def _kv_bytes(self, bits: float) -> int:
-        """As ``kv_bytes``, of numbers of so many bits."""
+        """As ``kv_bytes``, of numbers of this many bits."""
         return round((self.head_dim if self.shared_kv else sum(self.dims)) * self.heads_kv * bits / 8)
 
     @property

@@ -1,6 +1,6 @@
 """The wgmmas of a replay: a queue a warp, whose heads share their schedulers' tensor cores.
 
-A warp has so many in flight (`wgmma_depth`); it issues the next when the first of them is through, which is some clocks
+A warp has `wgmma_depth` of them in flight; it issues the next when the first of them is through, which is some clocks
 after its last multiplication.
 """
 

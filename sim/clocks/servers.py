@@ -122,7 +122,7 @@ class Sm:
         return max(self.memory_free, self.port_free)
 
     def load(self, at: float, nbytes: float, near: bool = False) -> float:
-        """Loads by lanes, or cp.async: a warp's, of so many bytes in all, after earlier stores.
+        """Loads of ``nbytes`` by a warp's lanes, or by cp.async, after earlier stores.
 
         near: of a line that the warp has loaded before.
         """

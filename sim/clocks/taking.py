@@ -1,7 +1,7 @@
 """Kernels whose CTAs take pieces of work from a queue: what a recorded one took, and what the last to end does.
 
 A piece's number comes from a counter in global memory; a cluster's first piece is that of its own number. In a sample
-of the grid, a recorded CTA takes every so many-th piece, as if the others took as many (`record.Recorder`).
+of the grid, a recorded CTA takes every n-th piece, as if the others took as many (`record.Recorder`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from warpspec.sim.clocks.trace import CtaTrace, LaunchTrace, Step
 
 @dataclass(frozen=True)
 class Taken:
-    """What the recorded cluster that took most has done: every so many-th piece, as many as there are clusters.
+    """What the recorded cluster that took most has done: every n-th piece, as many as there are clusters.
 
     cluster: its number. pieces: how many, the first included; its last number is past the last piece. sizes: steps of
     the busiest warp for each of its pieces, in order and as far as they were recorded; empty: not told apart.

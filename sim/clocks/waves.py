@@ -173,7 +173,7 @@ class Grid:
             ]
         )
         if self.queued is not None:
-            # The recorded cluster did every so many-th piece, as many as there are clusters.
+            # The recorded cluster did every n-th piece, as many as there are clusters.
             number = self.queued.cluster
             self.part = last_share(self.queued, self.clusters, self.groups[number][0][0].longer)
         self.loaded, self.stored, self.added = (self._of_all(list(column)) for column in totals.T)
@@ -314,7 +314,7 @@ class Grid:
         return last_end((turnover + low * every).tolist(), self.places) - turnover
 
     def _nearest(self, count: int) -> list[int]:
-        """Numbers of so many recorded clusters, in the order of the grid and spread over it."""
+        """Numbers of this many recorded clusters, in the order of the grid and spread over it."""
         numbers = sorted(self.groups)
         wanted = [(i + 0.5) / count * (self.clusters - 1) for i in range(count)]
         return [min(numbers, key=lambda number: abs(number - place)) for place in wanted]

@@ -18,7 +18,8 @@ PER_WORD = 8  # fours of metadata bits a register
 
 
 def contributing(width: int, k: int) -> int:
-    """Threads of each four that hold metadata, for elements of so many bits: the sparsity selector says which ones."""
+    """Threads of each four that hold metadata, for elements of this many bits: the sparsity selector says which
+    ones."""
     return k // (8 if width == 32 else 16)
 
 
@@ -42,5 +43,5 @@ def fours(words: np.ndarray, selector: int, width: int, k: int) -> np.ndarray:
 
 
 def dense(stored: np.ndarray, marks: np.ndarray, width: int) -> np.ndarray:
-    """float32[16, K] of the elements of so many bits that are stored, float32[16, K / 2]."""
+    """float32[16, K] of the elements of this many bits that are stored, float32[16, K / 2]."""
     return sparsity.dense(stored, marks, "1:2" if width == 32 else "2:4")

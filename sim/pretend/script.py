@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--check", choices=["order"], help="order: check memory order")
     found.add_argument("--seed", type=natural, default=0, help="draws the schedule")
     found.add_argument(
-        "--seeds", type=positive, help="run each launch under so many schedules and compare the results"
+        "--seeds", type=positive, help="run each launch under this many schedules and compare the results"
     )
     found.add_argument("--timeline", type=Path, help="write a trace for Perfetto to this file")
     found.add_argument("--report", type=Path, help="write one HTML page about the run to this file")

@@ -96,8 +96,8 @@ def _died(worker: _Worker) -> pytest.TestReport:
 
 
 def run(session: pytest.Session, jobs: int, take: Take) -> Iterator[object]:
-    """Run the collected tests on so many processes, and report them to this one's plug-ins; yields what `take` returned
-    in a worker after each test."""
+    """Run the collected tests on this many processes, and report them to this one's plug-ins; yields what `take`
+    returned in a worker after each test."""
     hook, config = session.config.hook, session.config
     numbers = iter(range(len(session.items)))
     workers = [_start(session, take, number) for _, number in zip(range(jobs), numbers, strict=False)]

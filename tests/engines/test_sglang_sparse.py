@@ -35,7 +35,7 @@ def stored(t: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def start(checkpoints, start_sglang, monkeypatch, tmp_path):
-    """A function: (the model that judges, SGLang), prompts of up to so many tokens computed with all keys. drafting:
+    """A function: (the model that judges, SGLang), prompts of up to this many tokens computed with all keys. drafting:
     SGLang's options for drafts, which a layer of the model's own then makes."""
     interpret_triton(monkeypatch)
     monkeypatch.setenv("SGLANG_DSA_FUSE_TOPK", "0")

@@ -114,8 +114,8 @@ def test_equal_requests_take_little_more_than_the_best_pieces():
 
 
 def equal_tiles(tiles: int, steps: int, rows: int, pieces: int, whole: int) -> float:
-    """Microseconds of rows of so many key tiles of so many steps, D 128, if those of the rows after ``whole`` are cut
-    into pieces."""
+    """Microseconds of rows of this many key tiles of this many steps, D 128, if those of the rows after ``whole`` are
+    cut into pieces."""
     part, step = tiles * pieces * (rows - whole), schedule.STEP_US[128]
     ctas = [steps] * (tiles * whole) + [-(-steps // pieces)] * part
     join = 4 * 128 * 128 * 4 / schedule.JOIN_BYTES_US * part + schedule.JOIN_US

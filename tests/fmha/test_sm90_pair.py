@@ -23,7 +23,7 @@ LATENT = dict(head_dim=512, heads_kv=1, shared_kv=True)
 
 @pytest.fixture
 def simulate(simulate_as):
-    """Function that runs a case on so many SMs (None: an H100's), judges it and returns the report."""
+    """Function that runs a case on this many SMs (None: an H100's), judges it and returns the report."""
 
     def run(case: Case, *, ctas: int | None = None, seed: int = 0, **options):
         simulate_as("sm_90a", seed=seed, **({} if ctas is None else {"sm_count": ctas}))

@@ -71,7 +71,7 @@ def test_every_case(case, head_dim):
 
 
 def of_shape(consumers: int, keys: int):
-    """Plans are chosen among tiles of so many consumers and keys."""
+    """Plans are chosen among tiles of this many consumers and keys."""
     return choosing(wanted=lambda one: (one.tiling.row_groups, one.tiling.tile_n) == (consumers, keys))
 
 

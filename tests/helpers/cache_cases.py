@@ -78,7 +78,8 @@ class Run:
         )
 
     def arguments(self, counts: list[int], given: dict[int, torch.Tensor] | None = None) -> dict:
-        """``compress``'s arguments for so many tokens of each request. given: other tokens than its own, by request."""
+        """``compress``'s arguments for this many tokens of each request. given: other tokens than its own, by
+        request."""
         c, device = self.compressor, self.pool.device
         parts, slots = [], []
         for i, count in enumerate(counts):

@@ -67,7 +67,7 @@ FORWARD = Rules(FEATURES, NEEDS, APART)
 
 
 def covering(seed: int, rules: Rules = FORWARD, most: int = 10, draws: int = 60) -> list[frozenset]:
-    """Sets of at most ``most`` features that hold every legal pair, each the best of so many draws."""
+    """Sets of at most ``most`` features that hold every legal pair, each the best of this many draws."""
     draw, left, needs = random.Random(seed), set(), rules.needs
     for pair in itertools.combinations(rules.features, 2):
         needed = frozenset(pair) | {needs[one] for one in pair if one in needs}

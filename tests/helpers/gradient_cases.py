@@ -23,12 +23,12 @@ FEW_KEYS, FEW_KEYS_FACTOR = 3, 1.3
 
 @dataclass(frozen=True)
 class Case:
-    """One call and what flows back through it. lengths_q: packed requests of so many queries (lengths_k: keys), else a
-    rectangle. v_dim: V's head size, if it is not head_dim. bias: (batch rows, heads) that have each their own. through:
-    results that have gradients. sliced: q, k and v are some heads of tensors with more, of NaN, and gradients of
-    results every other element of memory. images: (first, last) key of each, in every request, as far as there are such
-    keys; an image's queries see all of it. blocks: (FlexAttention's mask rather than flash-attn-4's lists, (batch rows,
-    heads) with lists of their own, parts of blocks as in ``block_cases.Case``)."""
+    """One call and what flows back through it. lengths_q: packed requests of this many queries (lengths_k: keys), else
+    a rectangle. v_dim: V's head size, if it is not head_dim. bias: (batch rows, heads) that have each their own.
+    through: results that have gradients. sliced: q, k and v are some heads of tensors with more, of NaN, and gradients
+    of results every other element of memory. images: (first, last) key of each, in every request, as far as there are
+    such keys; an image's queries see all of it. blocks: (FlexAttention's mask rather than flash-attn-4's lists, (batch
+    rows, heads) with lists of their own, parts of blocks as in ``block_cases.Case``)."""
 
     id: str
     batch: int = 1

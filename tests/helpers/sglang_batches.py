@@ -167,7 +167,7 @@ class Setting:
         return self.table[request, positions].long()
 
     def rows(self, tokens: int) -> list[torch.Tensor]:
-        """New q, k, v of so many tokens."""
+        """New q, k, v of this many tokens."""
         sizes = (self.heads * self.dim, self.kv_heads * self.dim, self.kv_heads * self.v_dim)
         return [torch.randn(tokens, size, device=self.device).bfloat16() for size in sizes]
 

@@ -14,7 +14,7 @@ from warpspec.swap.problem import SwapProblem
 from warpspec.swap.weights import SwapFFNWeights, SwapState
 
 SMALL = dict(cores=100, d_model=256, d_ff=300, collapse_r=20)
-OF_UNFUSED = 1.25  # an error may be so many times the unfused bf16 step's
+OF_UNFUSED = 1.25  # an error may be this many times the unfused bf16 step's
 ALONE = Tiles(cluster_m=1, cluster_n=1)
 
 

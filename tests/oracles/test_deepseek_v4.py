@@ -221,7 +221,7 @@ def test_logits_depend_on_what_is_compared(without):
         if without == attention.layer_type:
             for part in attention.compressor.modules():
                 if hasattr(part, "compress_rate"):
-                    part.compress_rate = 512  # so many positions make the first compressed key
+                    part.compress_rate = 512  # this many positions make the first compressed key
     with torch.no_grad():
         logits_of_changed = changed(tokens(1, 300), use_cache=False).logits
     difference = relative_error(logits_of_changed, exact_logits(HEADS, 1, 300))

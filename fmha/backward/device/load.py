@@ -146,7 +146,7 @@ def loaded_part(config):
 
 
 def loaded_bytes(config, name: str, rows: int) -> int:
-    """Bytes that the loads of a tile of so many rows complete."""
+    """Bytes that the loads of a tile of this many rows complete."""
     return config.spans_of(name) * rows * BLOCK * ELEMENT_BYTES
 
 

@@ -92,7 +92,7 @@ class GradientResults:
 
 
 def shares_of(config, rows: int, vectors: int) -> int:
-    """Number of CTAs for a tile of so many rows, where a thread has so many vectors."""
+    """Number of CTAs for a tile of this many rows, where a thread has this many vectors."""
     return rows * config.heads.qk // (THREADS * vectors * VECTOR)
 
 
@@ -128,7 +128,7 @@ def tiles_of(sums: cute.Tensor, tile_pieces: cute.Tensor | None):
 
 
 def tile_of(sums: cute.Tensor | None, tile_pieces: cute.Tensor | None, head, tile_index) -> tuple | None:
-    """(sums, pieces) of a tile of one head; the sums are (ELEMENT), or (PIECE, ELEMENT) of so many pieces."""
+    """(sums, pieces) of a tile of one head; the sums are (ELEMENT), or (PIECE, ELEMENT) of this many pieces."""
     if sums is None:
         return None
     if cute.rank(sums) == 3:

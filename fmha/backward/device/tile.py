@@ -10,7 +10,7 @@ The order of the steps decides what key tiles that run at the same time have in 
   key tiles reach the same query tiles at about the same time. What they read together stays in L2. If dQ is added up in
   a fixed order, that of the key tiles, each key tile can follow close behind the previous one; with heads in the outer
   loop, key tiles with fewer query tiles would wait at every head.
-- With ``inner_heads``, for key tiles that all have the same number of query tiles, steps go through so many heads first
+- With ``inner_heads``, for key tiles that all have the same number of query tiles, steps go through as many heads first
   and then through the next ones, so that key tiles that run together read less.
 
 With heads inside, pieces are cut at the same steps in all key tiles of a request, so that the pieces of two key tiles

@@ -7,7 +7,7 @@ from cutlass import Int32, cute
 
 @cute.jit
 def wait_turn(turn: cute.Pointer, number):
-    """Wait until so many have added."""
+    """Wait until this many have added."""
     seen = Int32(-1)
     while seen != number:
         seen = cute.arch.load(turn, Int32, sem="acquire", scope="gpu")

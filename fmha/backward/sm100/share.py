@@ -69,7 +69,7 @@ def kinds(config) -> int:
 
 
 def rank_at(work, distance: int):
-    """Rank of the CTA so many places after this one in the cluster, which wraps around."""
+    """Rank of the CTA ``distance`` places after this one in the cluster, which wraps around."""
     return (work.part + distance) % work.config.column_parts
 
 

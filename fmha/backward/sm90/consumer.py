@@ -96,7 +96,7 @@ class ConsumerKeys:
         )
 
     def steps_of(self, size: int) -> int | None:
-        """Instructions of S or dP where rows have so many elements in memory; None: all of a CTA's."""
+        """Instructions of S or dP where rows have this many elements in memory; None: all of a CTA's."""
         return None if self.config.rows is None else -(-size // MMA_K)
 
     @property

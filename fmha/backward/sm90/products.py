@@ -56,7 +56,7 @@ class GradientProducts(NamedTuple):
 
 
 def ring(dtype, base, layout, stages: int, stage_bytes: int) -> cute.Tensor:
-    """Shared memory of ``stages`` equal tiles, so many bytes apart, as (rows, columns, STAGE)."""
+    """Shared memory of ``stages`` equal tiles, ``stage_bytes`` apart, as (rows, columns, STAGE)."""
     first = cute.make_tensor(cute.recast_ptr(base, layout.inner, dtype=dtype), layout.outer)[None, None, 0]
     stage = cute.make_layout(stages, stride=stage_bytes * 8 // dtype.width)
     return cute.make_tensor(first.iterator, cute.append(first.layout, stage))

@@ -155,7 +155,7 @@ def write_sums(work, sums: cute.Tensor, values: cute.Tensor):
 
 
 def block_of(values: cute.Tensor, number: int, size: int) -> cute.Tensor:
-    """The number-th block of so many of the values (n); the last may be smaller."""
+    """The number-th block of this many of the values (n); the last may be smaller."""
     first = number * size
     count = min(size, cute.size(values) - first)
     return cute.make_tensor(values.iterator + first, cute.make_layout(count))
