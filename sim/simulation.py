@@ -25,17 +25,19 @@ def run(
     """Run a compiled host function; every kernel it launches executes functionally on this CPU.
 
     compiled: what `cute.compile` returned for sm_100a or sm_90a, with the options --keep-ptx --keep-cubin, with
-    --enable-tvm-ffi or without. args, kwargs: the host function's arguments in order or by name: CPU torch tensors
-    (written in place), ints, floats, bools, None, a stream or None where it takes one. A pointer argument, and an
-    address kept in an int64 or uint64 tensor of at most 65,536 elements (grouped kernels' pointer arrays), stands for
-    the live CPU tensor or NumPy array whose storage holds it: that storage is staged too. seed: draws the interleaving
-    of warps and the completion times of asynchronous work; the same seed gives the same run bit for bit. All but
-    multiples of 8 starve (sim/starving.py). seeds: runs this many schedules, of seed, seed + 1 and so on, each on the
-    tensors as they were; the tensors then hold the last one's results. Raises what the first bad one raises, with a
-    note that names the seed, and ScheduleDependence if a tensor argument comes out different. check: "order" raises
-    OrderError if the memory model does not order two accesses to one place (up to three times slower); None: the value
-    of the environment variable WARPSPEC_SIM_CHECK, or no check. timeline: where to write a trace for Perfetto of the
-    (last) run.
+    --enable-tvm-ffi or without.
+    args, kwargs: the host function's arguments in order or by name: CPU torch tensors (written in place), ints, floats,
+    bools, None, a stream or None where it takes one. A pointer argument, and an address kept in an int64 or uint64
+    tensor of at most 65,536 elements (grouped kernels' pointer arrays), stands for the live CPU tensor or NumPy
+    array whose storage holds it: that storage is staged too.
+    seed: draws the interleaving of warps and the completion times of asynchronous work; the same seed gives the
+    same run bit for bit. All but multiples of 8 starve (sim/starving.py).
+    seeds: runs this many schedules, of seed, seed + 1 and so on, each on the tensors as they were; the tensors then
+    hold the last one's results. Raises what the first bad one raises, with a note that names the seed, and
+    ScheduleDependence if a tensor argument comes out different.
+    check: "order" raises OrderError if the memory model does not order two accesses to one place (up to three times
+    slower); None: the value of the environment variable WARPSPEC_SIM_CHECK, or no check. timeline: where to write a
+    trace for Perfetto of the (last) run.
 
     Returns a SimReport, of the last run; prints progress to stderr when a run is expected to take more than 5 seconds.
     Raises a SimError: HostError (arguments do not fit), UnsupportedInstruction, Deadlock, MemoryFault, TmemFault,

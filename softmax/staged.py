@@ -83,7 +83,7 @@ class StagedConfig:
             raise ValueError("once: of fp32 rows that start and end on 16-byte boundaries")
 
     def check_row(self, vectors: int) -> None:
-        """Raise ValueError where ``once`` is of rows that fill a CTA, and rows of this many vectors do not."""
+        """Raise ValueError where ``once`` is set and rows of this many vectors do not fill the CTA."""
         share = -(-vectors // (self.cluster * self.step)) * self.step
         last = vectors - (self.cluster - 1) * share  # of the cluster's last CTA
         least = (self.vectors - LAST) * self.threads
