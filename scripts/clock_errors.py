@@ -242,7 +242,7 @@ def published_table(record: dict) -> str:
     if known:
         errors = [abs(row["tflops"] * row["clocks"] / row["flop"] / row["ghz"] * 1000 - 1) for row in known]
         text += (
-            f" Rows of a locked clock: {sum(errors) / len(errors):.0%} off in the mean ({len(known)} rows)."
+            f" Rows of a locked clock: {sum(errors) / len(errors):.0%} off on average ({len(known)} rows)."
         )
     return "\n\n".join([text, generated_tables.table(titles, pairs), generated_tables.table(header, lines)])
 

@@ -13,7 +13,7 @@ KV heads in the last section (``schedule``). cost: what a piece adds to the laun
 last kernel reads. The first line is the longest CTA alone; the second is the mean load of an SM and what it waits for
 at the end: the longest CTAs of the last section begin when the sections before are done; the third says that some SM
 has that many long pieces. In a simulation of list scheduling, at random packed shapes, the choice takes 1.03 times the
-best L's time in the mean. If dQ's order is fixed, CTAs come in the order of whole key tiles, so that the last ones are
+best L's time on average. If dQ's order is fixed, CTAs come in the order of whole key tiles, so that the last ones are
 of the shortest tiles: with ORDERED_TAIL for TAIL 1.02, otherwise 1.04.
 """
 

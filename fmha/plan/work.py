@@ -163,7 +163,7 @@ def work_of(problem, tiling: Tiling, requests) -> Work:
 
 @lru_cache(maxsize=4096)
 def window_edges(first: int, width: int, queries: int, keys: int) -> float:
-    """KV tiles that a tile of ``queries`` queries visits, less the tiles that its keys would fill, in the mean.
+    """KV tiles that a tile of ``queries`` queries visits, less the tiles that its keys would fill, on average.
 
     first: the first key of the first query's window, counted from the first key; it may lie before that. width: keys of
     a query's window but one. keys: keys of a KV tile. Windows of some sizes begin and end with KV tiles.
