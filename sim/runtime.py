@@ -101,6 +101,15 @@ def _sharing(text: _Text, kernel: str) -> tuple[bool, bool]:
 _seeing: set[tuple[_Text, str]] = set()  # kernels that use what they reduce into: (text, name)
 
 
+def _division(key: tuple[_Text, str], clusters: int) -> tuple[int, bool]:
+    """The shares a launch's clusters are divided into, and whether reductions into global memory wait for the end of
+    all shares."""
+    apart, reduces = _sharing(*key)
+    at_once = stores_active() is not None or active() is not None or key in _seeing  # reductions take place
+    shares = shares_of(clusters) if apart and not (reduces and at_once) else 1
+    return shares, reduces and shares > 1
+
+
 @in_turns
 def execute(
     text: str,
@@ -131,25 +140,14 @@ def execute(
     key = _Text(text), kernel
     cluster = cluster_of(_kernel(_parse(key[0]), kernel), cluster)
     clusters = int(np.prod([-(-g // c) for g, c in zip(grid, cluster, strict=True)]))
-    apart, reduces = _sharing(*key)
-    # Whether reductions take place at once.
-    alone = stores_active() is not None or active() is not None or key in _seeing
-    shares = shares_of(clusters) if apart and not (reduces and alone) else 1
-    keeps_back = reduces and shares > 1
+    shares, keeps_back = _division(key, clusters)
     logging = check == "order" or stores_active() is not None
     program = load_program(text, kernel, logging, keeps_back)
     translated = time.monotonic()
     device = device_of(program.module.target)
     shared_bytes = program.tables.static_shared_end - SHARED_BASE_OFFSET + dynamic_smem
-    check_launch(
-        program.kernel,
-        device,
-        grid=grid,
-        block=block,
-        cluster=cluster,
-        shared_bytes=shared_bytes,
-        resources=resources,
-    )
+    sizes = {"grid": grid, "block": block, "cluster": cluster}
+    check_launch(program.kernel, device, **sizes, shared_bytes=shared_bytes, resources=resources)
     registers = resources.registers if resources else None
     recorder = None
     if active() is not None:
@@ -187,10 +185,8 @@ def execute(
         program,
         stats,
         resources,
+        **sizes,
         kernel=kernel,
-        grid=grid,
-        cluster=cluster,
-        block=block,
         dynamic_smem=dynamic_smem,
         seconds=time.monotonic() - start,
         findings=errors,
