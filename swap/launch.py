@@ -101,7 +101,7 @@ def make_plan(problem: SwapProblem, target: Target, tiles: Tiles | None = None) 
         wide = max(TILE_NS)
         fills = problem.d_model % wide == 0 and row_tiles * (problem.d_model // wide) >= target.sm_count
         tiles = tiles or Tiles(down_n=wide if fills and not fused else Tiles().down_n)
-    ctas = target.sm_count // tiles.cluster * tiles.cluster
+    ctas = max(target.sm_count // tiles.cluster, 1) * tiles.cluster
     units = row_tiles * (problem.d_model // tiles.down_n)
     splits = max(1, min(MOST_SPLITS, ctas // units, problem.d_ff // K_TILE))
     return SwapPlan(fused, tiles, splits, ctas)

@@ -132,9 +132,14 @@ def is_uncut(problem: BackwardProblem, config: BackwardKernel) -> bool:
     return bool(not config.can_cut or config.mask.has_blocks or config.inner_heads or ordered_bias)
 
 
+def side_by_side(config: BackwardKernel, target: Target) -> int:
+    """CTAs that a target runs at a time, where those that share a key tile count as one."""
+    return max(target.sm_count // config.column_parts, 1)
+
+
 def deal(problem: BackwardProblem, config: BackwardKernel, steps: Sequence[int], target: Target) -> Order:
     """Choose the order by simulation. steps: of the key tiles, sorted."""
-    forward, sms, found = problem.forward, target.sm_count // config.column_parts, {}
+    forward, sms, found = problem.forward, side_by_side(config, target), {}
     gradients = config.wanted.k + config.wanted.v
     left = 2 * gradients * config.tile_n * forward.head_dim * FP32_BYTES / DEALT_BYTES_US
     for slices in slice_numbers(problem, config, steps, target, DEALT_BEYOND_L2):
@@ -336,7 +341,7 @@ def piece_length(
     problem: BackwardProblem, config: BackwardKernel, target: Target, slices: int = 1
 ) -> PieceLength:
     """The numbers by which the device cuts the key tiles of packed requests, where each slice of heads is a row."""
-    forward, sms = problem.forward, target.sm_count // config.column_parts
+    forward, sms = problem.forward, side_by_side(config, target)
     gradients, rows = config.wanted.k + config.wanted.v, forward.heads_kv * slices
     left = 2 * gradients * config.tile_n * forward.head_dim * FP32_BYTES  # there and back
     step, share = STEP_US[config.heads.qk], rows / sms
@@ -371,7 +376,7 @@ def expected_us(
     """Predict the microseconds of the busiest SM and of adding up pieces. steps: of the key tiles of a row, the most
     first.
     """
-    forward, sms = problem.forward, target.sm_count // config.column_parts
+    forward, sms = problem.forward, side_by_side(config, target)
     requests = forward.batch
     if forward.requests.packed_q:  # of least_q to twice as many queries
         requests = min(requests, max(1.5 * forward.least_q / forward.seq_q, 1.0))

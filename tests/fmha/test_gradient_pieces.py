@@ -167,6 +167,19 @@ def test_many_heads_beyond_l2_are_sliced(heads, lengths, packed, window, slices)
     assert schedule.choose_order(problem, config, H200).slices == slices and config.slices == (slices > 1)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_gpu_of_one_sm(packed):
+    """Fewer SMs than CTAs that share a key tile at D 512."""
+    q, k = (torch.empty(*((300,) if packed else (2, 300)), n, 512, device="meta").bfloat16() for n in (8, 2))
+    options = {"causal": True, "return_lse": True, "memory": False}
+    if packed:
+        starts = torch.empty(3, dtype=torch.int32, device="meta")
+        options |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 200, "max_seqlen_k": 200}
+    problem = BackwardProblem.check(AttentionProblem.of(q, k, k, **options), ("q", "k"))
+    target = replace(H200, sm_count=1)
+    assert schedule.choose_order(problem, launch.plan(problem, target), target).pieces >= 1
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(6))
 def test_the_device_chooses_as_the_host(seed, monkeypatch):
