@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import hashlib
+import itertools
 import json
 import random
 import subprocess
@@ -34,42 +36,59 @@ CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 
 def make_cases() -> list[dict]:
     """Loads of every rank, swizzle and type; stores; reductions; encodings that the driver may refuse."""
-    from dataclasses import replace
+    from warpspec.sim.tma import copy
 
+    def case(operation: str, t, coords, offset: int = 0, memory: str = "bytes") -> dict:
+        fields = {name: getattr(t, name) for name in type(t).__dataclass_fields__}
+        fields |= {"element": t.element.name, "address": t.address - tma_model().BASE}
+        named = {"operation": operation, "map": fields, "coords": list(coords), "offset": offset}
+        return {**named, "memory": memory, "expected": copy.transfer_bytes(t)}
+
+    recorded = (drawn_copies(), reductions(), ties(), short_tensors())
+    cases = [case(*each) for each in itertools.chain(*recorded)]
+    for name in tma_kernels.BULK:
+        for memory in ("bytes", "ties" if "f32" in name else "subnormal halves"):
+            cases.append({"operation": f"bulk_{name}", "memory": memory})
+    return cases + [case(*each) for each in itertools.chain(refused_by_the_device(), odd_encodings())]
+
+
+@functools.cache
+def tma_model():
+    """The tests' helpers of this name, which the machine with the GPU need not have."""
     sys.path.append(str(Path(__file__).resolve().parents[1]))
-    from helpers.tma_model import BASE, random_coordinates, random_map, valid_map
+    from helpers import tma_model
 
-    from warpspec.sim.tma import Swizzle, SwizzleAtomicity, TensorMap, copy
-    from warpspec.sim.tma.descriptor import ELEMENT_BY_NAME, ELEMENT_TYPES
+    return tma_model
 
-    cases = []
 
-    def add(operation: str, t: TensorMap, coords, offset: int, memory: str = "bytes") -> None:
-        fields = {name: getattr(t, name) for name in TensorMap.__dataclass_fields__}
-        fields |= {"element": t.element.name, "address": t.address - BASE}
-        case = {
-            "operation": operation,
-            "map": fields,
-            "coords": list(coords),
-            "offset": offset,
-            "memory": memory,
-        }
-        cases.append({**case, "expected": copy.transfer_bytes(t)})
+def drawn_copies():
+    """Loads and stores of drawn maps: every rank, swizzle and type of whole bytes."""
+    from warpspec.sim.tma import Swizzle, SwizzleAtomicity, copy
+    from warpspec.sim.tma.descriptor import ELEMENT_TYPES
 
     swizzles = (Swizzle.NONE, Swizzle.BYTES_32, Swizzle.BYTES_64, Swizzle.BYTES_128)
-    sm90 = [(swizzle, SwizzleAtomicity.BYTES_16) for swizzle in swizzles]
     plain = [e for e in ELEMENT_TYPES if e.bits >= 8]
+    model = tma_model()
     for number in range(260):
         rng = random.Random(number)
-        rank, swizzle = 1 + number % 5, sm90[number // 5 % 4]
+        rank, swizzle = 1 + number % 5, swizzles[number // 5 % 4]
         operation = "store" if number % 4 == 3 else "load"
         offset = 128 * rng.randint(0, 16)
         while True:
-            t = random_map(rng, rank, *swizzle, element=plain[number % len(plain)])
+            element = plain[number % len(plain)]
+            t = model.random_map(rng, rank, swizzle, SwizzleAtomicity.BYTES_16, element=element)
             if copy.shared_bytes(t) + offset <= DUMP_BYTES:
                 break
-        add(operation, t, random_coordinates(rng, t, low=0 if operation == "store" else -4), offset)
-    reductions = [
+        low = 0 if operation == "store" else -4
+        yield operation, t, model.random_coordinates(rng, t, low=low), offset
+
+
+def reductions():
+    """Every reduction of every type; of floating types with ties or subnormal numbers, too."""
+    from warpspec.sim.tma import Swizzle, TensorMap
+    from warpspec.sim.tma.descriptor import ELEMENT_BY_NAME
+
+    types = [
         ("add", "u32 s32 u64 f16 bf16 f32 f32.ftz f64 tf32 tf32.ftz"),
         ("min", "u32 s32 u64 s64 f16 bf16"),
         ("max", "u32 s32 u64 s64 f16 bf16"),
@@ -77,55 +96,75 @@ def make_cases() -> list[dict]:
         ("inc", "u32"),
         ("dec", "u32"),
     ]
-    for operation, names in reductions:
-        for name in names.split():
-            element = ELEMENT_BY_NAME[name]
-            width = 1024 // element.bits
-            t = TensorMap(
-                BASE,
-                element,
-                (width * 3 // 2, 70),
-                (width * 2 * element.bits // 8,),
-                (width, 64),
-                (1, 1),
-                swizzle=Swizzle.BYTES_128,
-                l2_promotion=0,
-            )
-            for memory in ("bytes", "ties" if element.bits == 32 else "subnormal halves"):
-                if memory == "bytes" or element.nan:
-                    add(operation, t, (128 // element.bits, 10), 0, memory)
+    for operation, name in ((operation, name) for operation, names in types for name in names.split()):
+        element = ELEMENT_BY_NAME[name]
+        width = 1024 // element.bits
+        dims, strides = (width * 3 // 2, 70), (width * 2 * element.bits // 8,)
+        shape = (dims, strides, (width, 64), (1, 1))
+        t = TensorMap(tma_model().BASE, element, *shape, swizzle=Swizzle.BYTES_128, l2_promotion=0)
+        for memory in ("bytes", "ties" if element.bits == 32 else "subnormal halves"):
+            if memory == "bytes" or element.nan:
+                yield operation, t, (128 // element.bits, 10), 0, memory
+
+
+def ties():
+    """Copies of numbers half-way between two of tf32."""
+    from warpspec.sim.tma import TensorMap
+    from warpspec.sim.tma.descriptor import ELEMENT_BY_NAME
+
     for name in ("f32", "f32.ftz", "tf32", "tf32.ftz"):
-        t = TensorMap(BASE, ELEMENT_BY_NAME[name], (512, 8), (2048,), (256, 8), (1, 1))
-        add("load", t, (4, 0), 0, "ties")
-        add("store", t, (4, 0), 0, "ties")
+        t = TensorMap(tma_model().BASE, ELEMENT_BY_NAME[name], (512, 8), (2048,), (256, 8), (1, 1))
+        yield "load", t, (4, 0), 0, "ties"
+        yield "store", t, (4, 0), 0, "ties"
+
+
+def short_tensors():
+    """Tensors that end within 16 bytes."""
+    from warpspec.sim.tma import TensorMap
+    from warpspec.sim.tma.descriptor import ELEMENT_BY_NAME
+
     for name, dim in (("u8", 21), ("u16", 9), ("f16", 9), ("u32", 5), ("u64", 3), ("f32", 6), ("bf16", 17)):
-        for nan_fill in (False, True):  # the tensor ends within 16 bytes
-            element = ELEMENT_BY_NAME[name]
-            if nan_fill <= (element.nan is not None):
-                t = TensorMap(
-                    BASE, element, (dim, 4), (64,), (256 // element.bits, 2), (1, 1), nan_fill=nan_fill
-                )
-                add("store", t, (0, 1), 0)
-                add("load", t, (0, 1), 0)
-    for name in tma_kernels.BULK:
-        for memory in ("bytes", "ties" if "f32" in name else "subnormal halves"):
-            cases.append({"operation": f"bulk_{name}", "memory": memory})
-    v = valid_map()
-    add("load", v, (4, 0), 0)  # what follows is refused by the device
-    add("load", replace(v, swizzle=Swizzle.NONE), (8, 0), 64)
-    add("store", v, (0, -1), 0)
-    add("store", v, (-8, 0), 0)
-    add("min", replace(v, element=ELEMENT_BY_NAME["f32"], box=(32, 8)), (0, 0), 0)
-    add("add", replace(v, element=ELEMENT_BY_NAME["u16"]), (0, 0), 0)
-    add("add", replace(v, element=ELEMENT_BY_NAME["s64"], box=(16, 8)), (0, 0), 0)
-    add("and", replace(v, element=ELEMENT_BY_NAME["s64"], box=(16, 8)), (0, 0), 0)
+        element = ELEMENT_BY_NAME[name]
+        for nan_fill in (False, True) if element.nan is not None else (False,):
+            shape = ((dim, 4), (64,), (256 // element.bits, 2), (1, 1))
+            t = TensorMap(tma_model().BASE, element, *shape, nan_fill=nan_fill)
+            yield "store", t, (0, 1)
+            yield "load", t, (0, 1)
+
+
+def refused_by_the_device():
+    """A load that works, then copies that the device refuses."""
+    from dataclasses import replace
+
+    from warpspec.sim.tma import Swizzle
+    from warpspec.sim.tma.descriptor import ELEMENT_BY_NAME
+
+    v = tma_model().valid_map()
+    yield "load", v, (4, 0)
+    yield "load", replace(v, swizzle=Swizzle.NONE), (8, 0), 64
+    yield "store", v, (0, -1)
+    yield "store", v, (-8, 0)
+    yield "min", replace(v, element=ELEMENT_BY_NAME["f32"], box=(32, 8)), (0, 0)
+    yield "add", replace(v, element=ELEMENT_BY_NAME["u16"]), (0, 0)
+    yield "add", replace(v, element=ELEMENT_BY_NAME["s64"], box=(16, 8)), (0, 0)
+    yield "and", replace(v, element=ELEMENT_BY_NAME["s64"], box=(16, 8)), (0, 0)
+
+
+def odd_encodings():
+    """Maps that the driver may refuse to encode."""
+    from dataclasses import replace
+
+    from warpspec.sim.tma import SwizzleAtomicity
+    from warpspec.sim.tma.descriptor import ELEMENT_BY_NAME
+
+    v = tma_model().valid_map()
     odd = [
         replace(v, box=(128, 8)),
         replace(v, box=(60, 8)),
         replace(v, box=(64, 257)),
         replace(v, element_strides=(1, 9)),
         replace(v, element_strides=(2, 1)),
-        replace(v, address=BASE + 8),
+        replace(v, address=v.address + 8),
         replace(v, strides=(136,)),
         replace(v, strides=(0,)),
         replace(v, strides=(64,)),
@@ -139,8 +178,7 @@ def make_cases() -> list[dict]:
         replace(v, element=ELEMENT_BY_NAME["b6x16_p32"], dims=(128, 64), box=(128, 8)),
     ]
     for t in odd:
-        add("encode", t, (0, 0), 0)
-    return cases
+        yield "encode", t, (0, 0)
 
 
 class Gpu:
