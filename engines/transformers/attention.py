@@ -86,16 +86,8 @@ def attention_forward(
             raise UnsupportedProblem(f"{name}: not supported, got {type(kwargs[name]).__name__}")
     q, k = query.transpose(1, 2), key.transpose(1, 2)  # [B, S, H, D]
     v = None if value is key else value.transpose(1, 2)
-    options = dict(backend=backend, **logit_options(kwargs))
-    blocks = {}
-    if (scales := scales_of(key)) is not None:  # codes of a QuantizedCache
-        of_values = scales_of(value)
-        options |= {"k_scale": scales.scale, "v_scale": of_values.scale}
-        if scales.blocks is not None:
-            blocks = {
-                "k_block_scales": scales.blocks.transpose(1, 2),
-                "v_block_scales": of_values.blocks.transpose(1, 2),
-            }
+    scales, blocks = _code_scales(key, value)
+    options = dict(backend=backend, **logit_options(kwargs), **scales)
 
     selects = indices is not None or block_indices is not None
     if isinstance(attention_mask, BlockMask):
@@ -136,6 +128,18 @@ def attention_forward(
     window = None if sliding_window is None else (sliding_window - 1, 0 if causal else sliding_window - 1)
     options |= blocks | ranges
     return attention(q, k, v, causal=bool(causal), window=window, sink=s_aux, **options), None
+
+
+def _code_scales(key: torch.Tensor, value: torch.Tensor) -> tuple[dict, dict]:
+    """The options that codes of a ``QuantizedCache`` need: (their scales, their scales of blocks)."""
+    of_keys, of_values = scales_of(key), scales_of(value)
+    if of_keys is None:
+        return {}, {}
+    blocks = {}
+    if of_keys.blocks is not None:
+        blocks["k_block_scales"] = of_keys.blocks.transpose(1, 2)
+        blocks["v_block_scales"] = of_values.blocks.transpose(1, 2)
+    return {"k_scale": of_keys.scale, "v_scale": of_values.scale}, blocks
 
 
 def mask_maker(compressed: str = "bias"):
