@@ -84,7 +84,7 @@ MODELS = {
     "deepseek-v3-decode": Model(128, 1, 576, shared_kv=True, v_dim=512),
     "kimi-k2": Model(64, 64, 192, v_dim=128),  # its prefill
     "kimi-k2-decode": Model(64, 1, 576, shared_kv=True, v_dim=512),
-    # Its prefill is deepseek-v3's.
+    # Its prefill is that of deepseek-v3.
     "deepseek-v3.2-decode": Model(128, 1, 576, shared_kv=True, v_dim=512, selected=2048),
     "glm-5": Model(64, 64, 256),  # its prefill
     "glm-5-decode": Model(64, 1, 576, shared_kv=True, v_dim=512, selected=2048),

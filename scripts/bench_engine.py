@@ -334,7 +334,7 @@ def nano_vllm_round(llm, prompts, params) -> Run:
 
 
 def seeded_weights(model, path) -> None:
-    """In the place of nano-vllm's reader of files."""
+    """Stand in for nano-vllm's reader of files."""
     rank = torch.distributed.get_rank()
     torch.manual_seed(rank)
     with torch.no_grad():

@@ -74,7 +74,7 @@ CALLS = {  # name: shape, what is timed, microseconds wanted of ours
 
 
 def sdpa(x, causal: bool) -> tuple:
-    """As ``candidates``: torch's call, heads first, whatever kernel it takes."""
+    """Return torch's call, heads first, as ``candidates`` does, whatever kernel torch takes."""
     heads_first = [t.detach().transpose(1, 2).requires_grad_(t.requires_grad) for t in (x.q, x.k, x.v)]
     options = {"is_causal": causal, "enable_gqa": x.q.shape[2] != x.k.shape[2]}
     return heads_first, lambda: scaled_dot_product_attention(*heads_first, **options)

@@ -328,7 +328,7 @@ def consume(
 
 @cute.jit
 def read(config: cutlass.Constexpr, share, chunk, full, ring: cute.Tensor, use) -> cute.Tensor:
-    """This thread's vectors of a chunk, the use-th of the ring: (WORD, VECTOR); -inf past the share's end."""
+    """This thread's vectors of a chunk, the ring's use number ``use``: (WORD, VECTOR); -inf past the share's end."""
     thread, _, _ = cute.arch.thread_idx()
     full.wait(use)
     words = cute.make_rmem_tensor((WORDS, CHUNK_VECTORS), Int32)

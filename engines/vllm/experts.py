@@ -52,7 +52,7 @@ class ModelOptExperts(ModelOptNvFp4FusedMoE):
         scale = layer.w2_input_scale.float()
         experts = NVFP4Experts.quantize(gate, up, down, intermediate_scale=scale)
         layer.warpspec_experts = experts.for_backend()
-        # Their numbers are in the new layout now.
+        # The weights' numbers are in the new layout now.
         for name in ("weight", "weight_scale", "weight_scale_2", "input_scale"):
             for matrix in ("w13", "w2"):
                 delattr(layer, f"{matrix}_{name}")

@@ -25,7 +25,7 @@ class ClockCase:
 
 
 def _call(function: Callable, *arguments) -> Callable[[str], Callable[[], object]]:
-    """Which prepares the function's call on a device."""
+    """Prepare the function's call on a device."""
     return lambda device: function(*arguments, device=device)
 
 

@@ -117,7 +117,7 @@ def test_calls_over_codes_find_their_kernels(name, arch, kv_cache):
 @pytest.mark.parametrize("kv_cache", ["e4m3", "nvfp4"])
 @pytest.mark.parametrize("scale", [None, torch.ones(()), torch.ones(1)])
 def test_what_stores_codes_is_compiled_ahead(kv_cache, scale):
-    """As vLLM and SGLang call it, with an integer for each token's slot."""
+    """``insert`` as vLLM and SGLang call it, with an integer for each token's slot."""
     row, dtype = (64, torch.uint8) if kv_cache == "nvfp4" else (128, torch.float8_e4m3fn)
     new, cache = torch.zeros(3, 8, 128, dtype=torch.bfloat16), torch.zeros(2, 64, 8, row, dtype=torch.uint8)
     blocks = torch.zeros(2, 64, 8, 8, dtype=torch.uint8) if kv_cache == "nvfp4" else None

@@ -88,7 +88,7 @@ def test_no_spills(name, registers):
 
 
 def test_order_is_clean(check_order):
-    """In place, whatever order the threads run in: no access depends on another thread's."""
+    """Rotation in place is right whatever order the threads run in: no access depends on another thread's."""
     case = CELLS
     cache = make_cache(case.layout, case.name, case.heads, case.dim, case.v_dim)
     arguments = case.arguments() | cache.arguments | {"positions": torch.arange(8)}

@@ -59,7 +59,7 @@ def test_a_family_without_kernels_refuses(sm_120a, family):
 
 
 def test_attention_is_refused_until_it_has_kernels(sm_120a, monkeypatch):
-    """By its own name before its backend's; a call is planned by the configuration that is registered."""
+    """The refusal names the architecture; a call is planned by the configuration that is registered."""
     q = torch.randn(1, 3, 2, 64).bfloat16()
     with simulating("sm_120a", sm_count=7):
         assert target_of(CPU).arch == "sm_120a" and target_of(CPU).sm_count == 7

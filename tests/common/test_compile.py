@@ -98,7 +98,7 @@ def test_spills_show():
 
 
 def test_locations_are_worked_out_once_a_call_site(monkeypatch):
-    """They and the code are the same as the DSL makes them operation by operation."""
+    """Locations and code are the same as the DSL makes them operation by operation."""
     frames, describe = [], op._fast_frameinfo
     monkeypatch.setattr(op, "_fast_frameinfo", lambda frame: frames.append(frame.f_code) or describe(frame))
     once = compile_host(crowded, fake(), fake(), THREADS, arch="sm_100a")

@@ -113,7 +113,7 @@ def test_transforms_of_transforms():
 
 @pytest.mark.parametrize("name", [*DIFFERENTIABLE, "softmax_topk", "moe_ffn"])
 def test_a_tensor_that_has_left_its_transform(name):
-    """It has no storage of its own."""
+    """Such a tensor has no storage of its own."""
     function, x = OPERATORS[name]
     left = []
     torch.func.grad(lambda x: (left.append(x), x.float().sum())[1])(x)

@@ -273,7 +273,7 @@ def test_kernels_before_the_first_request(checkpoints, start_vllm, monkeypatch):
 
 
 def test_plug_in_is_found():
-    """By its entry point, where warpspec is installed beside vLLM."""
+    """vLLM finds it by its entry point, where warpspec is installed beside vLLM."""
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()

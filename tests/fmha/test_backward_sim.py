@@ -70,7 +70,7 @@ CUT = {
 
 
 def cut_into(monkeypatch, order: Order) -> list:
-    """From now on every launch has this order. What is prepared will be in the list."""
+    """Give every launch from now on this order. The returned list will hold what is prepared for them."""
     prepared, prepare = [], launch.prepare.__wrapped__
     monkeypatch.setattr(launch, "choose_order", lambda *_: order)
     monkeypatch.setattr(launch, "prepare", lambda *args: prepared.append(prepare(*args)) or prepared[-1])
@@ -78,7 +78,7 @@ def cut_into(monkeypatch, order: Order) -> list:
 
 
 def test_kernels_take_small_tensors_without_gaps(monkeypatch):
-    """Their strides are compiled in, whatever the strides of q, k and v are."""
+    """Strides of small tensors are compiled in, whatever the strides of q, k and v are."""
     seen = []
     monkeypatch.setattr(launch, "run_kernels", lambda prepared, problem, record, *rest: seen.append(record))
     small = {

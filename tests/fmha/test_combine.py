@@ -233,7 +233,7 @@ def test_attention_lets_it_come_up_early(simulate_as, arch, splits, case):
 
 
 def test_launched_behind_another_kernel_of_one_host_function():
-    """As an attention host function uses it: two launches, the second reads what the first has written."""
+    """An attention host function uses it so: of two launches, the second reads what the first has written."""
     config = CombineConfig.of(64, 2, dtype="float32", normalize=False)
 
     @cute.kernel

@@ -252,7 +252,7 @@ class TestWhoNeedsTheOperator:
         assert torch.equal(traced(-q, k, v), attention(-q, k, v, backend="sim"))
 
     def test_a_negated_view(self):
-        """Its memory holds the other sign."""
+        """The memory of a negated view holds the other sign."""
         q, k, v = operands()
         got = attention(torch._neg_view(q), k, torch._neg_view(v), backend="sim")
         assert torch.equal(got, attention(-q, k, -v, backend="sim"))

@@ -85,7 +85,7 @@ def test_every_case(simulate, case, shared):
 
 @every_peak
 def test_as_exact_as_torch(simulate_as, steps):
-    """With lengths and a sink that change nothing: by the kernel of LENGTHS."""
+    """Lengths and a sink that change nothing make it the kernel of LENGTHS."""
     simulate_as("sm_90a")
     sink = torch.full((HEADS,), -torch.inf, dtype=torch.bfloat16)  # a case's sinks have its dtype
     lengths = torch.tensor([KEYS], dtype=torch.int32)

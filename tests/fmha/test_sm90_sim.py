@@ -114,7 +114,7 @@ def test_one_consumer(head_dim, name):
     *(pytest.param(*one, marks=pytest.mark.long) for one in itertools.product(HEAD_DIMS, PAGE_SIZES, (False, True))),
 ])  # fmt: skip
 def test_many_queries_through_pages(head_dim, page_size, causal):
-    """As many as are computed together without pages."""
+    """With pages, as many queries are computed together as without."""
     lengths, seq_k = (200, 77, 256), 256
     case = Case(
         "pages", batch=3, seq_q=70, seq_k=seq_k, heads_q=4, heads_kv=2, head_dim=head_dim, causal=causal, sink=True,

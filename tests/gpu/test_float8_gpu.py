@@ -70,7 +70,7 @@ def test_extreme_scales_and_codes(format, queries):
 
 @pytest.mark.parametrize("queries", [1, 12, 200])
 def test_queries_of_any_size(queries):
-    """As in the simulator: rows of 0, of 2^-100, of 2^20, with one number far above the others, with NaN, with Inf."""
+    """On the GPU as in the simulator: rows of 0, of 2^-100, of 2^20, with one large number, with NaN, with Inf."""
     arguments = Case(queries, 400, (8, 1), 128, scale=None).arguments()
     q = arguments["q"]
     for head, factor in enumerate((0.0, 2.0**-100, 2.0**-20, 2.0**20)):

@@ -89,7 +89,7 @@ def test_under_graph_capture():
 @pytest.mark.parametrize("shape", [None, SortShape(32, ctas=1)], ids=str)
 @pytest.mark.parametrize(("tokens", "experts"), [(5000, 256), (40000, 512)])
 def test_sorts_of_many_choices(shape, tokens, experts):
-    """As torch sorts, twice."""
+    """The kernel sorts as torch does, twice."""
     ids = (randn(tokens, CHOICES).abs() * experts / 3).int().cuda()  # some of no expert, some of many choices
     x = randn(tokens, 464).bfloat16().cuda()
     expected = sort_tokens(ids, experts)

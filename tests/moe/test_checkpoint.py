@@ -91,7 +91,7 @@ def test_compressed_tensors(tmp_path, preset, form):
             linear = getattr(expert, name)
             parts = {k: v.float() if v.dtype == torch.float32 else v for k, v in linear.state_dict().items()}
             expected[e, name] = decompress(parts, linear.quantization_scheme)["weight"]
-    # Their decompression ends in bf16; what it rounds is ours.
+    # compressed-tensors' decompression ends in bf16; what it rounds is our result.
     for name, matrix in zip(NAMES, matrices(layer), strict=True):
         for e in range(3):
             theirs = expected[e, name]
@@ -105,7 +105,7 @@ def test_compressed_tensors(tmp_path, preset, form):
 
 
 def test_our_quantiser_gives_what_compressed_tensors_gives():
-    """Its global scale is the inverse, rounded: a scale or a value next to a tie may fall to the other side."""
+    """Its global scale is the inverse of ours, rounded: a scale or a value next to a tie may fall to the other side."""
     model = compressed_model("NVFP4A16")
     weights = [
         linear.weight.data.clone() for linear in model.modules() if isinstance(linear, torch.nn.Linear)

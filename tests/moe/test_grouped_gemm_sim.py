@@ -152,7 +152,7 @@ def test_random_problems(seed):
 )
 @pytest.mark.parametrize("shape", [PAIR, SWAPPED[16]], ids=str)
 def test_wrong_offsets_reach_no_other_memory(shape, offsets, monkeypatch):
-    """They give any result, but the simulator would stop at an access out of bounds."""
+    """Wrong offsets give any result, but the simulator would stop at an access out of bounds."""
     case = GemmCase("", (9, 0, 30, 0, 2), k=16, width=104, **EPILOGUES["nvfp4"])
     inputs = inputs_of(case)
     launch(case, dataclasses.replace(inputs, offsets=torch.tensor(offsets, dtype=torch.int32)), shape)

@@ -116,7 +116,7 @@ def test_as_on_one(tmp_path, ranks, layout, backend):
 )
 @pytest.mark.usefixtures("check_order")
 def test_packed_by_a_kernel(arch, capacity):
-    """As the definition packs, in the simulator."""
+    """A kernel, in the simulator, packs as the definition does."""
     ranks, target = 3, SIMULATED[arch]
     x, ids, _ = case(EACH * ranks, 0)
     found = parallel.sort_by_owner(ids, EACH, ranks, None)

@@ -70,7 +70,7 @@ def test_every_configuration_compiles_without_spills(config):
 
 
 def test_the_native_launch_is_the_same_kernel():
-    """As it is called on CUDA tensors: another host function around the same machine code."""
+    """Calls on CUDA tensors go through another host function around the same machine code."""
     config = GemmConfig(PAIR, "swiglu", "nvfp4", has_limit=True)
     native, simulated = gemm_kernel.compiled(config, ARCH, native=True), gemm_kernel.compiled(config, ARCH)
     (kernel,), (same,) = resources(native).values(), resources(simulated).values()

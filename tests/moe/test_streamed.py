@@ -80,7 +80,7 @@ def test_negative_scales_are_refused():
 
 
 def test_precisions_of_the_reference():
-    """Both layouts have both; w4a16 is nearer to the weights' own result than w4a4."""
+    """Both layouts have both precisions; w4a16 is nearer to the weights' own result than w4a4."""
     layer, _ = make_experts(4, 64, 40, biases=True, shared=1)
     moved = layer.for_backend("sm90")
     x = randn(7, 64).bfloat16()

@@ -111,7 +111,7 @@ def test_other_activations_are_refused(experts):
 
 
 def test_shared_expert_of_deepseek():
-    """Their block, router and shared MLP included, as one call of ours."""
+    """transformers' block, router and shared MLP included, as one call of ours."""
     config = deepseek_config(swiglu_limit=2.0)
     block = seeded(deepseek.DeepseekV4SparseMoeBlock(config, 0), gain=2.0)
     block.experts.config._experts_implementation = "eager"

@@ -76,7 +76,7 @@ def test_a_load_from_global_memory_is_waited_for_by_the_replay():
 
 
 def test_a_load_a_little_behind_an_address_hits_l1():
-    """Its line was loaded before it."""
+    """The address's line was loaded before it."""
     sm = Sm(H200, 1.0, True, 1.0, 0.0)
     texts = (
         "LDG.E R0, desc[UR4][R2.64+0x4]",

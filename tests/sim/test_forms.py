@@ -35,7 +35,7 @@ def compiled(monkeypatch, tmp_path):
 
 
 def fresh(monkeypatch):
-    """As in a process that has loaded nothing."""
+    """Restore the state of a process that has loaded nothing."""
     runtime._program.cache_clear()
     forms.trampoline.cache_clear()
     for name in ("_addresses", "_files"):

@@ -131,7 +131,7 @@ def test_a_script_runs_unchanged(tmp_path, capfd):
 
 @pytest.mark.long
 def test_the_page_works_in_a_browser(tmp_path, capfd):
-    """It loads without an error, and its slider widens the drawing of a CTA."""
+    """The page loads without an error, and its slider widens the drawing of a CTA."""
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if browser is None:
         pytest.skip("Chromium is not installed: no browser opens the page here")
@@ -268,7 +268,7 @@ def idle_everywhere():
 
 
 def test_a_cooperative_launch_that_does_not_fit():
-    """It raises what the DSL raises on a GPU, and a script that catches it has not failed."""
+    """The launch raises what the DSL raises on a GPU, and a script that catches it has not failed."""
     with (
         warpspec.sim.intercept("sm_90a") as session,
         pytest.raises(DSLCudaRuntimeError, match="10000 CTAs") as caught,

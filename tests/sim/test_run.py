@@ -227,7 +227,7 @@ def test_the_command_line(tmp_path, capsys, monkeypatch):
 
 
 def test_a_kernel_in_a_file_named_like_a_module(tmp_path, capsys, monkeypatch):
-    """It must not take the module's place: torch draws by `random`, for example."""
+    """The file must not take the module's place: torch draws by `random`, for example."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     path = tmp_path / "random.py"
     path.write_text("def kernel():\n    pass\n")

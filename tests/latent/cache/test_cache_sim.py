@@ -160,7 +160,7 @@ def test_lost_states_are_nan(simulated, kind):
 @pytest.mark.parametrize("simulated", ["sm_100a"], indirect=True)
 @pytest.mark.parametrize("backend", ["reference", "sim"])
 def test_entries_beyond_the_table(simulated, backend):
-    """Their rotated numbers are NaN; the others are what they are."""
+    """Rotated numbers of such entries are NaN; their other numbers are right."""
     compressor = Compressor.random("csa", 1, 12)
     run = Run.start(replace(compressor, cos_sin=compressor.cos_sin[:8]), "v4-fp8", max_draft=3)
     run.call([12], backend=backend, checked=False)

@@ -11,7 +11,7 @@ CASES = [("csa", 4, 512), ("csa", 4, 128), ("hca", 8, 512)]
 
 @pytest.mark.parametrize(("kind", "stride", "dim"), CASES)
 def test_definition(kind, stride, dim):
-    """From all tokens at once, in fp64."""
+    """Entries are those computed from all tokens at once, in fp64."""
     compressor = Compressor.random(kind, 2, 43, stride=stride, dim=dim)
     run = grow(Run.start(compressor, "bf16"), 43, "prefill", backend="reference")
     for request in range(2):

@@ -28,7 +28,7 @@ SIGN = {"e4m3": 0x80, "e2m1": 8}
 
 
 def nearest_code(x: float, value: str) -> int:
-    """By search: the nearest number's code, of two as near the even one; with x's sign."""
+    """Find the code of the number nearest to x by search; of two as near the even one; with x's sign."""
     numbers = NUMBERS[value]
     code = min(range(len(numbers)), key=lambda c: (abs(abs(x) - numbers[c]), c % 2))
     return code | (SIGN[value] if math.copysign(1.0, x) < 0 else 0)

@@ -21,7 +21,7 @@ TOLERANCE = 5e-3  # of an entry's norm: three roundings to bf16
 
 
 class Truth:
-    """Which of its tokens one request has: those at positions ``known`` to ``end`` - 1."""
+    """A request that has its tokens at positions ``known`` to ``end`` - 1."""
 
     def __init__(self):
         self.known = self.end = self.furthest = 0

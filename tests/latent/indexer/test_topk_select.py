@@ -22,7 +22,7 @@ def simulated(request):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_definition(kind):
-    """By torch.sort of (value, index), in fp64."""
+    """The selection is that of torch.sort of (value, index), in fp64."""
     logits = rows(kind, 5, 300)
     lengths = torch.tensor([300, 0, 1, 77, 200], dtype=torch.int32)
     slots, counts = index_topk(logits, 40, lengths=lengths, backend="reference")
