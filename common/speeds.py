@@ -25,9 +25,11 @@ def keep_speeds(name: str, sm_count: int, speeds: Speeds) -> None:
 
 
 def kept_speeds(name: str, sm_count: int) -> Speeds | None:
-    """The speeds that were measured on such a device; None if nothing was measured."""
+    """The speeds that were measured on such a device; None if nothing was measured, or by a version that measured other
+    things."""
     content = MEASURED.read(file_name(name, sm_count))
-    return None if content is None else Speeds(**json.loads(content))
+    found = {} if content is None else json.loads(content)
+    return Speeds(**found) if found.keys() == set(Speeds._fields) else None
 
 
 def speeds_of(properties, model: Gpu | None, like: Gpu) -> Speeds:

@@ -37,6 +37,12 @@ def test_what_was_measured_comes_first():
     assert speeds.speeds_of(other, H100, H100) == H100.speeds, "a part of the GPU is another one"
 
 
+@pytest.mark.parametrize("text", ['{"copy": 3.5}', '{"copy": 3.5, "matmul": 140.0, "l2": 6.0}'])
+def test_what_another_version_measured_is_not_taken(text):
+    speeds.MEASURED.write(speeds.file_name("NVIDIA H20", 78), text.encode())
+    assert speeds.speeds_of(H20, H100, H100) == H100.speeds
+
+
 def test_nothing_is_kept_where_caching_is_off(monkeypatch):
     monkeypatch.setenv(CACHE_VARIABLE, "")
     speeds.keep_speeds("NVIDIA H20", 78, Speeds(3.5, 140.0))
