@@ -17,7 +17,6 @@ from warpspec.cache.config import InsertConfig, heads_per_item
 from warpspec.cache.device.insert import INSERT
 from warpspec.common.launch import Kernel, Target
 from warpspec.fmha.block_mask import BLOCK, OWN_PATTERNS, WORD_BITS
-from warpspec.fmha.combine import COMBINE
 from warpspec.fmha.expand import EXPAND, expand_config, expanded
 from warpspec.fmha.launch import ATTENTION, second_kernel
 from warpspec.fmha.plan import likely_kernels
@@ -253,13 +252,13 @@ def latent_kernels(model: Model, page_sizes: Iterable[int], target: Target) -> l
             slots, lengths = (model.selected,), (False,)
             found = GatheredProblem(batch * seq_q, model.heads_q, SELECTED_ROWS, slots, lengths, 1.0)
         elif seq_q <= max(DECODE_QUERIES):
-            found = problem_of(batch * seq_q, model.heads_q, -(-seq_k // PAGE_ROWS) * PAGE_ROWS, 1.0)
+            found = problem_of(batch, seq_q, model.heads_q, -(-seq_k // PAGE_ROWS) * PAGE_ROWS, 1.0)
         else:
             continue
         plan = make_plan(found, target)
         wanted[GATHERED.of(target.architecture).kernel, plan.config] = None
-        if plan.combine is not None:
-            wanted[COMBINE, plan.combine] = None
+        if plan.second is not None:
+            wanted[plan.second_kernel, plan.second] = None
     return list(wanted)
 
 

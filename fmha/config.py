@@ -213,6 +213,11 @@ class AttentionKernel:
         return False
 
     @property
+    def line_source(self):
+        """What the line of work that is cut by length consists of (``device.line.Source``); None: requests."""
+        return None
+
+    @property
     def finds_in_memory(self) -> bool:
         """Whether tiles are found by what global memory holds."""
         requests, mask = self.requests, self.mask

@@ -58,6 +58,10 @@ RESULT = Operand(
 )
 STATE = Operand(FLOAT32, lambda c: 3 + c.output.split_dims, when="output.writes_state")
 
+# Workspace of work that is cut by length (``line``).
+PIECES = Operand(FLOAT32, 3, lambda c: c.heads.piece_columns, TMA_ALIGNMENT, "scheduler.cuts_tiles")
+JOINS = Operand(INT32, 2, JOIN_WORDS, when="scheduler.cuts_tiles")
+
 # Lists of blocks (``block_mask.BlockMask``).
 KV_VISITS, Q_VISITS = (Operand(INT32, 5, numbers, when="mask.has_blocks") for numbers in (2, 3))
 KV_COUNTS, Q_COUNTS = (Operand(INT32, 4, numbers, when="mask.has_blocks") for numbers in (2, 3))
@@ -128,12 +132,8 @@ class Operands(NamedTuple):
     q_counts: Annotated[Any, Q_COUNTS, CONTIGUOUS] = None
     patterns: Annotated[Any, PATTERNS, CONTIGUOUS] = None
     q_patterns: Annotated[Any, Q_PATTERNS, CONTIGUOUS] = None
-    pieces: Annotated[
-        Any,
-        Operand(FLOAT32, 3, lambda c: c.heads.piece_columns, TMA_ALIGNMENT, "scheduler.cuts_tiles"),
-        WORKSPACE,
-    ] = None
-    joins: Annotated[Any, Operand(INT32, 2, JOIN_WORDS, when="scheduler.cuts_tiles"), WORKSPACE] = None
+    pieces: Annotated[Any, PIECES, WORKSPACE] = None
+    joins: Annotated[Any, JOINS, WORKSPACE] = None
     queue: Annotated[Any, Operand(INT64, 1, when="scheduler.from_queue"), WORKSPACE] = None
 
     @property

@@ -113,17 +113,26 @@ class KvTiles(Protocol):
 @dataclass(frozen=True)
 class SparseTiles(KvTiles):
     """KV tiles ``first`` to ``first`` + ``count`` - 1 if any of their keys may be missing (``config.mask.sparse``); the
-    source of the keys says which. No row sees all of a tile."""
+    source of the keys says which. No row sees all of a tile.
+
+    all_end, some_end: if rows see different keys, the ends of those that all of them and that some of them see. begin
+    and inner ends are those of a span without a tile that all rows see."""
 
     first: int
     count: int
     begin: int = 0
     inner_first: int = 0
     inner_end: int = 0
+    all_end: int = 0
+    some_end: int = 0
 
     def tile(self, step):
-        """KV tile of the step-th visit, counted from ``first``."""
-        return step
+        """KV tile of the step-th visit."""
+        return self.first + step
+
+    def has_unseen(self, tile, tile_keys: int):
+        """Whether some row does not see some key of the tile that another may see."""
+        return (tile + 1) * tile_keys > self.all_end
 
 
 @dataclass(frozen=True)

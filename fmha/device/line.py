@@ -18,7 +18,7 @@ time, which are neighbours in memory.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import cutlass
 import cutlass.cute as cute
@@ -178,8 +178,27 @@ class Scan(NamedTuple):
         return cute.arch.shuffle_sync(self.before, lane)
 
 
+class Source(Protocol):
+    """What a line consists of, if not requests (``AttentionKernel.line_source``)."""
+
+    def stretch(self, config, operands, line: Line, request):
+        """``Stretch`` of what takes the place of a request."""
+
+    def tile(self, config, operands, line: Line, query_tile, head):
+        """The ``RowTile`` for a query tile of a head of the line, with what else is asked of a ``Tile`` here."""
+
+
+def query_tile_at(config, operands, line: Line, query_tile, head):
+    """The ``Tile`` for a query tile of a head of the line."""
+    if config.line_source is not None:
+        return config.line_source.tile(config, operands, line, query_tile, head)
+    return tile_of(config, operands, line.group, line.window, query_tile, *heads_of(line, head))
+
+
 def stretch_of(config, operands, line: Line, request):
     """``Stretch`` of a request. One without queries has one tile, too, which is idle."""
+    if config.line_source is not None:
+        return config.line_source.stretch(config, operands, line, request)
     found = request_at(config.requests, operands, request)
     tiles = cutlass.max((found.seq_q + config.rows.queries - 1) // config.rows.queries, 1)
     bounds = config.mask.bounds(line.window)
@@ -206,7 +225,7 @@ def scan(own) -> Scan:
 def shares(config: cutlass.Constexpr, operands, line, of_lane) -> Scan:
     """Work of the ``of_lane`` requests that start at lane * of_lane, by a whole warp."""
     first, own = cute.arch.lane_idx() * of_lane, Int64(0)
-    for request in cutlass.range(first, first + of_lane, unroll=1):
+    for request in cutlass.range(first, first + of_lane, unroll=4):  # so many loads at a time
         own += length_of(config, operands, line, request, line.requests)
     return scan(own)
 
@@ -335,7 +354,7 @@ def write_join(config: cutlass.Constexpr, operands, chunks):
         Cut(*(chunks.cut[i] for i in range(CUT_WORDS))),
     )
     head = cutlass.min(begin.head, line.requests * line.heads - 1)
-    tile = tile_of(config, operands, line.group, line.window, begin.query_tile, *heads_of(line, head))
+    tile = query_tile_at(config, operands, line, begin.query_tile, head)
     count = tile.span.count
     before, earlier = tiles_before(begin.part, count), cut.offset - cut.step
     cuts = Boolean(begin.part > Float32(0.0)) & Boolean(before > 0) & Boolean(before < count)
@@ -397,8 +416,7 @@ class Chunk:
 
     def tile(self, head, query_tile):
         """The ``Tile`` for a query tile's piece in the chunk."""
-        window, place = self.line.window, heads_of(self.line, head)
-        tile = tile_of(self.config, self.operands, self.line.group, window, query_tile, *place)
+        tile = query_tile_at(self.config, self.operands, self.line, query_tile, head)
         count = tile.span.count
 
         def other_than(cursor):

@@ -45,6 +45,10 @@ class Columns:
         interval, pattern = keys_of(config, row, step, first_key)
         hide(scores, range(config.tile_n), 1, 1, *interval, drafts, pattern)
 
+    def clear(self, config, span, first_key, stage) -> None:
+        """Clear V of a KV tile's keys that no row sees (``unseen.clear``). stage: Uint8 pointer to it."""
+        unseen.clear(config, span, first_key, self.thread, stage)
+
     def finish(self, config, row, first: int, values: cute.Tensor) -> None:
         """Hook for columns (n) of the thread's O from number ``first`` on, before they are scaled: does nothing
         here."""
@@ -156,7 +160,7 @@ def tile_step(
             full = channels[config.format.v_ring + "_full"]
             full.wait(use)
             stage = columns.v_smem + full.stage(use) * config.kv.v_stage_bytes
-            unseen.clear(config, span, first_key, columns.thread, stage)
+            columns.clear(config, span, first_key, stage)
             if cutlass.const_expr(not config.p_in_smem):  # P's fence is for it, too
                 cute.arch.fence_view_async_shared()
     tmem.wait_stores()

@@ -165,6 +165,10 @@ class ConsumerTile:
     def span(self):
         return self.tile.span
 
+    def clear(self, first_key, stage) -> None:
+        """Clear V of a KV tile's keys that no row sees (``unseen.clear``). stage: Uint8 pointer to it."""
+        unseen.clear(self.config, self.span, first_key, self.thread, stage)
+
     @property
     def v_full(self):
         return self.channels[self.config.format.v_ring + "_full"]
@@ -452,9 +456,9 @@ def clear_unseen(work, step, first_key):
             await_scores(config)
         stage = work.v_base + use % config.kv_stages * config.kv.v_stage_bytes
         if cutlass.const_expr(config.paired):  # noqa: SIM114
-            unseen.clear(config, span, first_key, work.thread, stage)
+            work.clear(first_key, stage)
             cute.arch.fence_view_async_shared()
         elif work.consumer == 0:
-            unseen.clear(config, span, first_key, work.thread, stage)
+            work.clear(first_key, stage)
             cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)

@@ -116,14 +116,17 @@ def write_piece(work, state, operands):
     untaint(work, places, references, totals, operands)
     for r in cutlass.range_constexpr(len(work.rows)):
         row, empty = work.rows[r], Boolean(totals[r] == Float32(0.0))
+        teller = replace(row, member=row.member + work.part * QUAD)
         target = operands.pieces[
             tile.piece.state, work.row_group * WARPGROUP_ROWS + row.index, None
         ]  # (D + 8)
         row_state = (references[r], maxima[r], totals[r])
-        factor = piece_statistics(config, row, target, row_state, unit(config.logits, work.numbers), empty)
+        factor = piece_statistics(config, teller, target, row_state, unit(config.logits, work.numbers), empty)
         factor = value_factor(config, operands, tile, factor)
         for i in elements(o, r):
             o[i] = o[i] * factor
+        if cutlass.const_expr(config.column_parts > 1):
+            target = cute.local_tile(target, (config.o_columns,), (work.part,))
         store_pairs(o, r, row.member, target, places[r].in_range)
 
 

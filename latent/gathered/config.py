@@ -15,7 +15,7 @@ from warpspec.common.barriers import Barrier
 from warpspec.common.hardware import BF16_BYTES, VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS, WORD_BYTES
 from warpspec.common.memory import ROW_BYTES
 from warpspec.common.operands import BFLOAT16, FLOAT32, UINT32
-from warpspec.fmha.config import Output
+from warpspec.fmha.config import Output, Schedule, TileScheduler
 from warpspec.fmha.features import Format, Mask
 from warpspec.fmha.heads import BLOCK, LATENT, MMA_K, HeadSizes
 from warpspec.fmha.sm90.config import AttentionConfig
@@ -44,7 +44,8 @@ class Gathers:
     row_format: row format of all key sets. sets: number of key sets. lengths: for each set, whether it has lengths.
     rotate_back: rotate the result back. float8: store the result in FP8. paged: the slots of the only set are a page
     table of requests. Each request has the same number of neighbouring queries, which are the last of its tokens.
-    has_kv_scale: all keys have one scale, which is an operand. keys: keys of a KV tile.
+    has_kv_scale: all keys have one scale, which is an operand. keys: keys of a KV tile. pack: heads of a task; with
+    fewer than a task has rows, it has several queries of a request.
     """
 
     row_format: str = "v4-fp8"
@@ -55,8 +56,10 @@ class Gathers:
     paged: bool = False
     has_kv_scale: bool = False
     keys: int = PAGE_ROWS
+    pack: int = WARPGROUP_ROWS
 
     def __post_init__(self):
+        assert WARPGROUP_ROWS % self.pack == 0 and (self.paged or self.pack == WARPGROUP_ROWS)
         assert 1 <= self.sets <= MAX_KEY_SETS == 3 and len(self.lengths) == self.sets
         assert self.warps_of_part * self.keys_of_warp == self.keys
         assert self.keys_of_warp == WARP_THREADS, "a lane looks up a key"
@@ -183,7 +186,7 @@ def gathered_parts(
         "heads": gathers.heads,
         "format": Format(BFLOAT16, shared_kv=True),
         "output": Output(dtype if normalize else FLOAT32, size, has_sink, has_lse, normalize, splits),
-        "pack": WARPGROUP_ROWS,
+        "pack": gathers.pack,
         "gathers": gathers,
     }
 
@@ -200,9 +203,17 @@ class GatheredConfig(AttentionConfig):
         assert self.paired and self.tile_n == self.gathers.keys
 
     @classmethod
-    def of(cls, **options) -> GatheredConfig:
-        """A configuration with the given options (``gathered_parts``); all else is fixed."""
-        return cls(**gathered_parts(**options))
+    def of(cls, *, line: bool = False, **options) -> GatheredConfig:
+        """A configuration with the given options (``gathered_parts``); all else is fixed. line: CTAs take chunks of the
+        line of all queries' KV tiles (``device.line``), all head groups of a query in step."""
+        found = cls(**gathered_parts(**options))
+        return replace(found, scheduler=TileScheduler(Schedule.LINE, in_step=True)) if line else found
+
+    @property
+    def line_source(self):
+        from warpspec.latent.gathered.task import QUERIES
+
+        return QUERIES
 
     @property
     def subtiles(self) -> int:
@@ -216,6 +227,11 @@ class GatheredConfig(AttentionConfig):
         """
         part = block * MMA_K // (self.part_blocks * BLOCK)
         return part if part < self.parts else 1 - consumer
+
+    @property
+    def clears_unseen(self) -> bool:
+        """Whether rows of a task see different keys (``unseen``)."""
+        return self.rows.queries > 1
 
     @property
     def barrier_parts(self) -> int:
@@ -267,6 +283,11 @@ class Sm100GatheredConfig(sm100.AttentionConfig):
     def of(cls, **options) -> Sm100GatheredConfig:
         """A configuration with the given options (``gathered_parts``); all else is fixed."""
         return cls(**gathered_parts(**options))
+
+    @property
+    def clears_unseen(self) -> bool:
+        """Whether rows of a task see different keys (``unseen``)."""
+        return self.rows.queries > 1
 
     @property
     def barrier_parts(self) -> int:

@@ -18,6 +18,7 @@ from cutlass import Boolean, Int32, Int64, Uint32
 from warpspec.common.device import tma
 from warpspec.common.device.pipeline import drain
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS, WORD_BYTES
+from warpspec.fmha.device.line import write_join
 from warpspec.latent.gathered.codes import convert_tail, copy_codes, copy_tails, load_codes, store_scaled
 from warpspec.latent.gathered.config import PAGE_ROWS
 from warpspec.latent.gathered.rows import (
@@ -31,7 +32,7 @@ from warpspec.latent.gathered.rows import (
     rows_of_groups,
     store_group,
 )
-from warpspec.latent.gathered.task import place_of, task_at
+from warpspec.latent.gathered.task import each_task, place_of
 
 NO_SLOT = -1
 LINE_BYTES = 128  # bytes that one prefetch brings
@@ -50,20 +51,39 @@ def gather(
     warp = cute.arch.make_warp_uniform(thread // WARP_THREADS)
     part = warp // config.gathers.warps_of_part
     loader = Loader(config, operands, part, warp % config.gathers.warps_of_part, thread % WARP_THREADS)
-    cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-    use, task_use = Int32(0), Int32(0)
+    role = Producer(loader, channels, shared, (atom, coordinates))
+    use, _ = each_task(config, operands, units, bring_task, role, (Int32(0), Int32(0)))
+    if cutlass.const_expr(config.scheduler.cuts_tiles):  # noqa: SIM102
+        if (loader.part == config.gathers.parts - 1) & (loader.half == config.gathers.warps_of_part - 1):
+            write_join(config, operands, units)
+    drain((channels["k_empty"],), use, config.barrier_parts, loader.ring_use(0))
+
+
+@dataclass(frozen=True)
+class Producer:
+    """A producer warp's state for all of its tasks. q_map: TMA's atom and coordinates of Q."""
+
+    loader: Loader
+    channels: dict
+    shared: tuple
+    q_map: tuple
+
+
+@cute.jit
+def bring_task(role, task, uses):
+    """Bring a task's tiles. uses: (KV tiles, tasks with keys) that came before; returns the counts after."""
+    config = role.loader.config
+    use, task_use = uses
     bring = convert_tiles
     if cutlass.const_expr(config.gathers.copies):
         bring = copy_tiles
     elif cutlass.const_expr(config.gathers.tail_apart):
         bring = convert_in_place
-    for index in cutlass.range(cta, units.total, ctas, unroll=1):
-        task = task_at(config, operands, units, index)
-        if task.span.count > 0:
-            bring(loader, channels, shared, task, use, ((atom, coordinates), task_use))
-            use += task.span.count
-            task_use += 1
-    drain((channels["k_empty"],), use, config.barrier_parts, loader.ring_use(0))
+    if task.span.count > 0:
+        bring(role.loader, role.channels, role.shared, task, use, (role.q_map, task_use))
+        use += task.span.count
+        task_use += 1
+    return use, task_use
 
 
 @cute.jit
@@ -217,7 +237,7 @@ def load_q(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, task,
     box_bytes = config.q_bytes // config.heads.qk_blocks
     stages = tma.shared_tiles(shared.q, config_dtype(config), config.q_box, config.heads.qk_blocks, box_bytes)
     ring = tma.TileRing.make(atom, tiles, stages)
-    if cutlass.const_expr(config.scheduler.persistent):
+    if cutlass.const_expr(not config.scheduler.single):
         channels["q_empty"].wait_previous(task_use)
     channels["q_full"].expect_bytes(task_use, config.q_bytes)
     for block in cutlass.range_constexpr(config.heads.qk_blocks):
@@ -249,7 +269,7 @@ class Slots:
                 row if loader.config.gathers.paged else row + Int64(own)
             )  # one entry of a page table serves a tile
             addresses.append(each.slots.iterator.toint() + row * Int64(WORD_BYTES))
-            limits.append(each.length(task.token) - own)
+            limits.append(each.length(task.last_token) - own)
         return cls(tuple(addresses), tuple(limits))
 
 

@@ -11,7 +11,13 @@ from warpspec.common.device import tma
 from warpspec.common.device.host import host_function
 from warpspec.common.operands import fakes
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, q_view
-from warpspec.latent.gathered.task import DeviceKeySet, Gathered, GatheredNumbers, KeySetOperands, Units
+from warpspec.latent.gathered.task import (
+    DeviceKeySet,
+    Gathered,
+    GatheredNumbers,
+    KeySetOperands,
+    units_of,
+)
 
 
 class GatheredHost:
@@ -25,10 +31,9 @@ class GatheredHost:
         """Launch the kernel."""
         config, q, splits = self.config, operands.q, numbers.splits
         operands = operands._replace(sets=device_sets(config, q, operands.sets[: config.gathers.sets]))
-        head_groups = cute.ceil_div(q.shape[2], config.rows.pack)
-        units = Units(Int32(q.shape[1] * head_groups * splits), head_groups, splits)
+        units = units_of(config, operands, splits)
         atom, coordinates = tma.make_load(q_view(config.heads, q), config.q_box)
-        grid = units.total
+        grid = numbers.ctas if config.scheduler.cuts_tiles else units.total
         if config.scheduler.persistent:
             grid = cutlass.min(grid, numbers.ctas)
         self.kernel(operands, atom, coordinates, units, numbers.logits).launch(
@@ -36,6 +41,7 @@ class GatheredHost:
             block=(config.threads, 1, 1),
             min_blocks_per_mp=config.shape.ctas_per_sm,
             preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
+            use_pdl=True,
             stream=stream,
         )
 

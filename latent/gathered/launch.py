@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -12,13 +13,15 @@ from warpspec.common.simulator import joined
 from warpspec.common.strides import regular_strides
 from warpspec.fmha.combine import COMBINE, CombineConfig
 from warpspec.fmha.config import AttentionKernel
-from warpspec.fmha.launch import partial_blocks
+from warpspec.fmha.join import JOIN, JoinConfig
+from warpspec.fmha.launch import partial_blocks, piece_blocks
 from warpspec.fmha.logits import LogitNumbers, LogitOptions
 from warpspec.fmha.plan.splits import choose_splits
 from warpspec.latent.gathered.config import (
     GatheredConfig,
     Sm100GatheredConfig,
 )
+from warpspec.latent.gathered.cost import shares_out
 from warpspec.latent.gathered.problem import MAX_KEY_SETS, VALUE_DIM, GatheredProblem
 
 
@@ -43,13 +46,20 @@ GATHERED = Family(
 class GatheredPlan(NamedTuple):
     """The host's decisions for a problem.
 
-    config: configuration of the attention kernel. splits: parts that each query's keys are cut into. combine:
-    configuration of the kernel that combines the parts; None without splits.
+    config: configuration of the attention kernel. splits: parts that each query's keys are cut into. second:
+    configuration of the kernel that combines the parts, or joins pieces; None if there are neither. ctas: the most CTAs
+    of the launch.
     """
 
     config: AttentionKernel
     splits: int
-    combine: CombineConfig | None
+    second: CombineConfig | JoinConfig | None
+    ctas: int
+
+    @property
+    def second_kernel(self) -> Kernel:
+        """The kernel of ``second``, where results are not in FP8."""
+        return JOIN if isinstance(self.second, JoinConfig) else COMBINE
 
 
 @lru_cache(maxsize=4096)
@@ -58,10 +68,13 @@ def make_plan(problem: GatheredProblem, target: Target) -> GatheredPlan:
     kind = GATHERED.of(target.architecture).config
     tile_m, tile_n = kind.of().tile_m, kind.of().tile_n
     tiles = sum(-(-k // tile_n) for k in problem.slots)
+    pack = choose_pack(problem, tile_m)
+    groups, query_tiles = tiles_of(problem, pack, tile_m)
+    tasks = problem.tokens // problem.queries * query_tiles * groups
     splits = problem.num_splits
     if splits is None:
         splits = choose_splits(
-            m_tiles=problem.tokens * -(-problem.heads // tile_m),
+            m_tiles=tasks,
             kv_tiles=tiles,
             rows=problem.tokens * problem.heads,
             head_dim=512,
@@ -71,6 +84,8 @@ def make_plan(problem: GatheredProblem, target: Target) -> GatheredPlan:
             sm_count=target.sm_count,
         )
     splits = max(1, min(splits, tiles))
+    line = takes_line(problem, target, tasks, tiles, splits)
+    splits = 1 if line else splits
     of_kernel = problem.states if splits > 1 else problem
     config = kind.of(
         row_format=problem.format,
@@ -84,18 +99,42 @@ def make_plan(problem: GatheredProblem, target: Target) -> GatheredPlan:
         float8=of_kernel.float8,
         paged=problem.paged,
         has_kv_scale=problem.has_kv_scale,
+        pack=pack,
+        **({"line": True} if line else {}),
     )
-    combine = None
-    if splits > 1:
-        combine = CombineConfig.of(
-            512,
-            splits,
-            dtype="bfloat16" if problem.normalize else "float32",
-            normalize=problem.normalize,
-            has_sink=problem.has_sink,
-            has_lse=problem.return_lse,
-        )
-    return GatheredPlan(config, splits, combine)
+    results = {
+        "dtype": "bfloat16" if problem.normalize else "float32",
+        "normalize": problem.normalize,
+        "has_sink": problem.has_sink,
+        "has_lse": problem.return_lse,
+    }
+    second = None
+    if line:
+        second = JoinConfig(VALUE_DIM, config.rows, **results)
+    elif splits > 1:
+        second = CombineConfig.of(VALUE_DIM, splits, **results)
+    ctas = target.sm_count // groups * groups if line else target.sm_count
+    return GatheredPlan(config, splits, second, ctas)
+
+
+def choose_pack(problem: GatheredProblem, rows: int) -> int:
+    """Heads of a task of so many rows, a power of two so that few kernels serve all calls: the fewest tasks, then the
+    most heads."""
+    packs = [rows >> i for i in range(rows.bit_length())] if problem.queries > 1 else [rows]
+    return min(packs, key=lambda pack: (math.prod(tiles_of(problem, pack, rows)), -pack))
+
+
+def tiles_of(problem: GatheredProblem, pack: int, rows: int) -> tuple[int, int]:
+    """(head groups of ``pack`` heads, query tiles) of a request."""
+    return -(-problem.heads // pack), -(-problem.queries // (rows // pack))
+
+
+def takes_line(problem: GatheredProblem, target: Target, tasks: int, tiles: int, splits: int) -> bool:
+    """Whether CTAs share out the KV tiles of all queries, whatever their lengths. tasks, tiles, splits: as in
+    ``cost.equal_clocks``."""
+    able = target.architecture.backend == "sm90" and problem.num_splits is None and not problem.float8
+    able = able and problem.heads <= target.sm_count  # each head group has a CTA
+    return able and shares_out(tasks, tiles, splits, target.sm_count, not any(problem.lengths))
 
 
 def run(problem: GatheredProblem, target: Target, tensors: dict):
@@ -115,20 +154,25 @@ def run(problem: GatheredProblem, target: Target, tensors: dict):
     angles = (tensors["cos_sin"], tensors["positions"], tensors.get("kv_scale"))
     sets = list(tensors["key_sets"]) + [(None, None, None, 1)] * (MAX_KEY_SETS - len(problem.slots))
     flat = [part for each in sets for part in each]
-    numbers = (*LogitNumbers.of(LogitOptions(problem.scale)), plan.splits, target.sm_count)
+    numbers = (*LogitNumbers.of(LogitOptions(problem.scale)), plan.splits, plan.ctas)
     attention = GATHERED.of(target.architecture).kernel.launcher(plan.config, target)
     with target.current():
-        if plan.combine is None:
-            return attention(q[None], o[None], scales, sink, *row_stats, *angles, *flat, *numbers)
+        if plan.second is None:
+            return attention(q[None], o[None], scales, sink, *row_stats, *angles, None, None, *flat, *numbers)
+        if plan.config.scheduler.cuts_tiles:
+            pieces = allocate(piece_blocks(plan), q.device)
+            first = attention(q[None], o[None], None, sink, *row_stats, *angles, *pieces, *flat, *numbers)
+            return joined(first, JOIN.launcher(plan.second, target)(*pieces, sink, o[None], *row_stats))
         shape = (1, *q.shape[:2], VALUE_DIM)
         partial = allocate(partial_blocks(shape, plan.splits), q.device)
-        first = attention(q[None], partial[0], None, None, None, *partial[1:], *angles, *flat, *numbers)
+        results = (partial[0], None, None, None, *partial[1:])
+        first = attention(q[None], *results, *angles, None, None, *flat, *numbers)
         if problem.float8:
             from warpspec.latent.gathered.float8 import COMBINE_FLOAT8
 
-            combine = COMBINE_FLOAT8.launcher(plan.combine, target)
+            combine = COMBINE_FLOAT8.launcher(plan.second, target)
             second = combine(*partial, sink, o[None], scales, row_stats[0])
         else:
-            combine = COMBINE.launcher(plan.combine, target)
+            combine = COMBINE.launcher(plan.second, target)
             second = combine(*partial, sink, o[None], *row_stats, None)
     return joined(first, second)

@@ -23,9 +23,8 @@ from warpspec.latent.gathered.config import ROPE_DIM, Sm100GatheredConfig
 from warpspec.latent.gathered.float8 import ROW_FLOAT8
 from warpspec.latent.gathered.gather import gather
 from warpspec.latent.gathered.host import GatheredHost, gathered_arguments
-from warpspec.latent.gathered.task import score_numbers, task_at
-
-MASK_BITS = 32
+from warpspec.latent.gathered.task import MASK_BITS, score_numbers, seen_words, task_at
+from warpspec.latent.gathered.unseen import clear_nan
 
 
 class GatheredStorage(NamedTuple):
@@ -55,7 +54,11 @@ class GatheredColumns(Columns):
         """Hide missing keys, as ``Columns.hide`` does; the tile's mask serves all rows."""
         channels["k_full"].wait(step)  # the warps that wrote the mask arrived on k_full
         words = config.tile_n // MASK_BITS
-        hide_missing(scores, [self.masks[step % config.kv_stages * words + i] for i in range(words)])
+        mask = [self.masks[step % config.kv_stages * words + i] for i in range(words)]
+        hide_missing(scores, seen_words(mask, row, first_key))
+
+    def clear(self, config, span, first_key, stage) -> None:
+        clear_nan(config, span, first_key, self.thread, stage)
 
     def finish(self, config, row, first, values) -> None:
         """Rotate the row's last columns back, and scale O if keys are codes; called like ``Columns.finish``."""
@@ -112,10 +115,11 @@ class GatheredAttention(GatheredHost):
         tmem.allocate(warp, config.tmem_allocation, storage.tmem_address.data_ptr())
         if warp == config.load_warp:
             cute.nvgpu.cpasync.prefetch_descriptor(atom)
+        # The launch before has ended; the next one, which waits likewise, or the second kernel may start.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         cute.arch.sync_threads()
         columns = tmem.base(storage.tmem_address.data_ptr())
-        if cutlass.const_expr(config.output.splits):
-            cute.arch.griddepcontrol_launch_dependents()  # start the combine kernel, which waits for results
 
         masks = storage.masks.get_tensor(cute.make_layout(config.gathers.mask_words(config.kv_stages)))
         shared = GatheredStorage(storage.q.data_ptr(), storage.k.data_ptr(), masks, storage.raw.data_ptr())

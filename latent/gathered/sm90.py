@@ -23,7 +23,8 @@ from warpspec.common.device.wgmma import (
     flat,
 )
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
-from warpspec.fmha.sm90.consumer import ConsumerTile, products
+from warpspec.fmha.device.line import place_chunks
+from warpspec.fmha.sm90.consumer import ConsumerTile, Products, products
 from warpspec.fmha.sm90.epilogue import ROW_RESULTS, epilogue
 from warpspec.fmha.sm90.narrow import NARROW_BARRIER, narrow_row
 from warpspec.fmha.sm90.pair import Pair, attend_paired, own_stage
@@ -32,9 +33,8 @@ from warpspec.latent.gathered.config import ROPE_DIM, TASK_STAGES, GatheredConfi
 from warpspec.latent.gathered.float8 import PAIR_FLOAT8
 from warpspec.latent.gathered.gather import gather
 from warpspec.latent.gathered.host import GatheredHost, gathered_arguments
-from warpspec.latent.gathered.task import score_numbers, task_at
-
-MASK_BITS = 32
+from warpspec.latent.gathered.task import MASK_BITS, each_task, score_numbers, seen_words
+from warpspec.latent.gathered.unseen import clear_nan
 
 
 class GatheredStorage(NamedTuple):
@@ -66,7 +66,14 @@ class GatheredTile(ConsumerTile):
         """Hide missing keys, as ``ConsumerTile.hide`` does; the tile's mask serves all rows."""
         words = self.config.tile_n // MASK_BITS
         stage = (self.use + step) % self.config.kv_stages
-        hide_missing(scores, r, self.rows[r].member, [self.masks[stage * words + i] for i in range(words)])
+        row = self.rows[r]
+        mask = [self.masks[stage * words + i] for i in range(words)]
+        hide_missing(
+            scores, r, row.member, seen_words(mask, row, self.tile.span.tile(step) * self.config.tile_n)
+        )
+
+    def clear(self, first_key, stage) -> None:
+        clear_nan(self.config, self.span, first_key, self.thread, stage)
 
 
 @cute.jit
@@ -96,9 +103,13 @@ class GatheredAttention(GatheredHost):
         channels = init_barriers(config.barriers, storage.barriers.data_ptr())
         if warp == config.load_warp:
             cute.nvgpu.cpasync.prefetch_descriptor(atom)
+        # The launch before has ended; the next one, which waits likewise, or the second kernel may start.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        if cutlass.const_expr(config.scheduler.cuts_tiles):
+            units = units.at(storage.cursors.data_ptr())
+            place_chunks(config, operands, units)
         cute.arch.sync_threads()
-        if cutlass.const_expr(config.output.splits):
-            cute.arch.griddepcontrol_launch_dependents()  # start the combine kernel, which waits for results
         k_base = storage.k.data_ptr()
         shared = GatheredStorage(
             storage.q.data_ptr(),
@@ -138,37 +149,57 @@ def consume(
     consumes; produces what ``attend_paired`` produces."""
     thread = thread % WARPGROUP_THREADS
     mma = products(config, shared.q.align(tma.TILE_ALIGNMENT), shared.k, shared.v, part)
-    cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-    use, task_use = Int32(0), Int32(0)
-    for index in cutlass.range(cta, units.total, ctas, unroll=1):
-        task = task_at(config, operands, units, index)
-        lane = thread % WARP_THREADS
-        first = thread // WARP_THREADS * WARP_ROWS + lane // QUAD
-        rows = tuple(task.row(first + r * ROW_DISTANCE, lane % QUAD) for r in range(THREAD_ROWS))
-        count = task.span.count
-        if count > 0:
-            channels["q_full"].wait(task_use)
-        row_factors = None
-        if cutlass.const_expr(config.narrows_q):
-            row_factors = narrow_rows(config, shared, task_use, count, part, thread)
-        work = GatheredTile(
-            config, channels, mma, task, rows, None, part, 0, part, thread, use, task_use, numbers, shared,
-            row_factors=row_factors, masks=shared.masks,
-        )  # fmt: skip
-        state = work.in_units(attend_paired(Pair(work, shared, task_use)))
-        if count > 0:
-            task_use += 1
-        use += count
-        if cutlass.const_expr(config.gathers.rotate_back and part == config.column_parts - 1):
-            turn_back(config, flat(mma.o), rows[0].member, operands, task.token)
-        if cutlass.const_expr(config.gathers.has_kv_scale):
-            scale_values(flat(mma.o), operands)
-        stage, results = None, ROW_RESULTS
-        if cutlass.const_expr(config.gathers.float8):
-            results = PAIR_FLOAT8
-        elif cutlass.const_expr(config.output.normalize and not config.p_in_keys):
-            stage = own_stage(config, shared, part)  # every P has been read by now
-        epilogue(work, state, operands, stage, results)
+    role = Consumer(config, channels, shared, operands, numbers, mma, part, thread)
+    each_task(config, operands, units, consume_task, role, (Int32(0), Int32(0)))
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """A consumer's state for all of its tasks. part: which of the two it is. thread: 0..127 within it."""
+
+    config: object
+    channels: dict
+    shared: GatheredStorage
+    operands: object
+    numbers: object
+    mma: Products
+    part: int
+    thread: Int32
+
+
+@cute.jit
+def consume_task(role, task, uses):
+    """One task of a consumer. uses: (KV tiles, tasks with keys) that came before; returns the counts after."""
+    config, channels, shared, part = role.config, role.channels, role.shared, role.part
+    operands, mma, thread = role.operands, role.mma, role.thread
+    use, task_use = uses
+    lane = thread % WARP_THREADS
+    first = thread // WARP_THREADS * WARP_ROWS + lane // QUAD
+    rows = tuple(task.row(first + r * ROW_DISTANCE, lane % QUAD) for r in range(THREAD_ROWS))
+    count = task.span.count
+    if count > 0:
+        channels["q_full"].wait(task_use)
+    row_factors = None
+    if cutlass.const_expr(config.narrows_q):
+        row_factors = narrow_rows(config, shared, task_use, count, part, thread)
+    work = GatheredTile(
+        config, channels, mma, task, rows, None, part, 0, part, thread, use, task_use, role.numbers, shared,
+        row_factors=row_factors, masks=shared.masks,
+    )  # fmt: skip
+    state = work.in_units(attend_paired(Pair(work, shared, task_use)))
+    if cutlass.const_expr(config.gathers.rotate_back and part == config.column_parts - 1):
+        turn_back(config, flat(mma.o), rows[0].member, operands, task.token)
+    if cutlass.const_expr(config.gathers.has_kv_scale):
+        scale_values(flat(mma.o), operands)
+    stage, results = None, ROW_RESULTS
+    if cutlass.const_expr(config.gathers.float8):
+        results = PAIR_FLOAT8
+    elif cutlass.const_expr(config.output.normalize and not config.p_in_keys):
+        stage = own_stage(config, shared, part)  # every P has been read by now
+    epilogue(work, state, operands, stage, results)
+    if count > 0:
+        task_use += 1
+    return use + count, task_use
 
 
 @cute.jit

@@ -5,22 +5,26 @@ Every role computes its own task, as the roles of the attention kernels compute 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64
+from cutlass import Boolean, Int32, Int64, Uint32
 
 from warpspec.common.hardware import TMA_ALIGNMENT, WORD_BYTES
 from warpspec.common.operands import BFLOAT16, FLOAT32, INT32, UINT32, Number, Operand, Several
+from warpspec.fmha.device.line import Chunks, Line, Source, heads_of
 from warpspec.fmha.device.logits import with_factor
-from warpspec.fmha.device.tile import Place, Row, RowTile
+from warpspec.fmha.device.tile import INTEGERS, Piece, Place, Row, RowTile
+from warpspec.fmha.device.tiles import each_found
+from warpspec.fmha.line import TILE_OVERHEAD, Stretch
 from warpspec.fmha.logits import LogitNumbers
-from warpspec.fmha.operands import RESULT, STATE
+from warpspec.fmha.operands import JOINS, PIECES, RESULT, STATE
 from warpspec.fmha.schedule import SparseTiles
-from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
 from warpspec.latent.gathered.config import MAX_KEY_SETS, PAGE_ROWS, ROPE_DIM
+
+MASK_BITS = 32
 
 
 class KeySetConfig(NamedTuple):
@@ -69,13 +73,17 @@ class DeviceKeySet(NamedTuple):
         """Index of the token's row in slots."""
         return token if self.queries is None else token // self.queries
 
+    def end_of(self, token) -> Int32:
+        """One past the last row of its request that the token sees, which may be below 0. For a page table."""
+        rows = Int32(self.lengths[self.request(token)])
+        rows = cutlass.max(cutlass.min(rows, Int32(self.slots.shape[1]) * PAGE_ROWS), 0)
+        return rows - self.queries + 1 + token % self.queries
+
     def length(self, token) -> Int32:
         """Number of slots of the token, or rows of its request, that the token sees."""
         most = Int32(self.slots.shape[1])
         if self.queries is not None:
-            rows = Int32(self.lengths[self.request(token)])
-            rows = cutlass.max(cutlass.min(rows, most * PAGE_ROWS), 0)
-            return cutlass.max(rows - self.queries + 1 + token % self.queries, 0)
+            return cutlass.max(self.end_of(token), 0)
         if self.lengths is None:
             return most
         return cutlass.max(cutlass.min(Int32(self.lengths[token]), most), 0)
@@ -103,7 +111,8 @@ class Gathered(NamedTuple):
 
     q: [1, T, H, D]. o: as q, with the splits in front if there are any; in FP8 words of four e4m3, with scales fp32
     [1, T, H, 4], else None. sink: [H]. lse, row_max, row_sum: [1, H, T]. cos_sin: fp32 [N, R] and positions: int32 [T],
-    or None. kv_scale: fp32 [1] or None. sets: ``KeySetOperands``, in kernels the ``DeviceKeySet``s that there are.
+    or None. kv_scale: fp32 [1] or None. pieces, joins: as in ``fmha.operands.Operands``. sets: ``KeySetOperands``, in
+    kernels the ``DeviceKeySet``s that there are.
     """
 
     q: Annotated[Any, Operand(BFLOAT16, 4, lambda c: c.heads.qk, TMA_ALIGNMENT)]
@@ -116,6 +125,8 @@ class Gathered(NamedTuple):
     cos_sin: Annotated[Any, Operand(FLOAT32, 2, ROPE_DIM, when="gathers.rotate_back")]
     positions: Annotated[Any, Operand(INT32, 1, when="gathers.rotate_back")]
     kv_scale: Annotated[Any, Operand(FLOAT32, 1, when="gathers.has_kv_scale")]
+    pieces: Annotated[Any, PIECES]
+    joins: Annotated[Any, JOINS]
     sets: Annotated[tuple, Several(KeySetOperands, MAX_KEY_SETS, key_set_of)]
 
 
@@ -151,37 +162,170 @@ class Units(NamedTuple):
 
 @dataclass(frozen=True)
 class Task(RowTile):
-    """A task: 64 heads of one query, or a part of its keys.
+    """A task: heads of one query, or of several of a request with a page table, or a part of their keys.
 
-    token, head_group, split: numbers of the task's token, head group and split. heads: heads of q. ends: for each key
-    set, the end of its tiles. span: all tiles.
+    token, head_group, split: numbers of the task's first token, head group and split. queries: its queries. heads:
+    heads of q. ends: for each key set, the end of its tiles. span: all tiles. first_end: ``DeviceKeySet.end_of`` the
+    first token, if there may be several. piece: of work that is cut by length.
     """
 
+    config: object
     token: Int32
+    queries: Int32 | int
     head_group: Int32
     split: Int32
     heads: Int32
     ends: tuple
     span: SparseTiles
+    first_end: Int32 | None = None
+    piece: Piece | None = None
+
+    @property
+    def last_token(self):
+        """The token that sees the most keys."""
+        return self.token + self.queries - 1
+
+    def cut(self, piece: Piece) -> Task:
+        """The piece of this task."""
+        span = replace(self.span, first=self.span.first + piece.first, count=piece.count)
+        return replace(self, span=span, piece=piece)
+
+    # What a line (``device.line``) asks of a tile besides.
+
+    @property
+    def batch(self):
+        return 0
+
+    @property
+    def group(self):
+        return self.heads
+
+    @property
+    def head_tile(self):
+        return self.head_group
+
+    @property
+    def first_head(self):
+        return self.head_group * self.config.rows.pack
+
+    @property
+    def first_query(self):
+        return 0
+
+    @property
+    def seq_q(self):
+        """Queries of a line's request, as which a query tile counts."""
+        return self.queries
+
+    def first_row_of(self, row_group):
+        return self.token
 
     def row(self, index, member, row_group=0) -> Row:
-        """The record of a row for the threads that share it."""
-        return Row(index, member)
+        """The record of a row for the threads that share it. Its end is that of its query, if there may be several."""
+        if self.first_end is None:
+            return Row(index, member)
+        return Row(index, member, Int32(0), self.first_end + index // self.config.rows.pack)
 
     def place(self, index, row_group=0) -> Place:
         """The place that a row's results go to."""
-        head = self.head_group * WARPGROUP_ROWS + index
-        return Place(0, self.token, Int32(0), head, self.token, Boolean(head < self.heads))
+        pack, query = self.config.rows.pack, 0
+        head = self.head_group * pack + index
+        if self.first_end is not None:
+            head, query = self.head_group * pack + index % pack, index // pack
+        token = self.token + query
+        return Place(
+            0, token, Int32(0), head, token, Boolean(head < self.heads) & Boolean(query < self.queries)
+        )
 
 
 def task_at(config, operands: Gathered, units: Units, index) -> Task:
     """The index-th task of the launch. Head groups of one query are adjacent, because they read the same keys."""
     head_group, rest = index % units.head_groups, index // units.head_groups
-    split, token = rest % units.splits, rest // units.splits
-    ends, tiles = [], Int32(0)
-    for each in operands.sets:
-        tiles = tiles + (each.length(token) + config.tile_n - 1) // config.tile_n
-        ends.append(tiles)
+    split, number = rest % units.splits, rest // units.splits
+    task = whole_task(config, operands, head_group, number)
+    tiles = task.span.count
     first = tiles * split // units.splits
     count = tiles * (split + 1) // units.splits - first
-    return Task(token, head_group, split, operands.q.shape[2], tuple(ends), SparseTiles(first, count))
+    return replace(task, split=split, span=replace(task.span, first=first, count=count))
+
+
+def whole_task(config, operands: Gathered, head_group, number) -> Task:
+    """All KV tiles of a head group of the number-th query, or of the queries of a tile, for a page table."""
+    token, queries, first_end, most = number, 1, None, config.rows.queries
+    if most > 1:
+        own = operands.sets[0].queries
+        tiles = (own + most - 1) // most
+        first = number % tiles * most
+        token = number // tiles * own + first
+        queries = cutlass.min(own - first, most)
+        first_end = operands.sets[0].end_of(token)
+    task = Task(config, token, queries, head_group, Int32(0), operands.q.shape[2], (), None, first_end)
+    ends, tiles = [], Int32(0)
+    for each in operands.sets:
+        tiles = tiles + (each.length(task.last_token) + config.tile_n - 1) // config.tile_n
+        ends.append(tiles)
+    span = SparseTiles(Int32(0), tiles)
+    if most > 1:
+        all_end = cutlass.max(first_end, 0)
+        span = replace(span, all_end=all_end, some_end=operands.sets[0].length(task.last_token))
+    return replace(task, ends=tuple(ends), span=span)
+
+
+class Queries(Source):
+    """The queries of a launch, or tiles of them, as a line, whose heads are head groups."""
+
+    def stretch(self, config, operands: Gathered, line: Line, request) -> Stretch:
+        """``Stretch`` of a query; its length is that of whole KV tiles."""
+        limit = whole_task(config, operands, Int32(0), request).span.count * config.tile_n
+        overhead = TILE_OVERHEAD * config.tile_n
+        return Stretch(Int32(1), 1, overhead, None, None, limit, {"wide": Int64, **INTEGERS})
+
+    def tile(self, config, operands: Gathered, line: Line, query_tile, head) -> Task:
+        """All of a query's tiles for a head group."""
+        head_group, _, number = heads_of(line, head)
+        return whole_task(config, operands, head_group, number)
+
+
+QUERIES = Queries()
+
+
+def units_of(config, operands: Gathered, splits):
+    """``Units`` of a launch, or, if work is cut by length, ``Chunks`` in one round. Host side."""
+    q, first = operands.q, operands.sets[0]
+    head_groups = cute.ceil_div(q.shape[2], config.rows.pack)
+    tiles = Int32(q.shape[1])
+    if config.rows.queries > 1:
+        tiles = first.lengths.shape[0] * cute.ceil_div(first.queries, config.rows.queries)
+    if config.scheduler.cuts_tiles:
+        return Chunks(Line(head_groups, head_groups, q.shape[2], tiles, Int32(1), Int32(0), Int32(0)))
+    return Units(Int32(tiles * head_groups * splits), head_groups, splits)
+
+
+@cute.jit
+def each_task(config: cutlass.Constexpr, operands, units, body: cutlass.Constexpr, role, uses):
+    """Call ``uses = body(role, task, uses)`` for each of the CTA's tasks, in order; return the last ``uses``.
+
+    units: ``Units``, or ``Chunks`` if work is cut by length. role: what body needs. uses: use counts of rings.
+    """
+    if cutlass.const_expr(config.scheduler.cuts_tiles):
+        uses = each_found(config, operands, units, body, role, uses)
+    else:
+        cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        for index in cutlass.range(cta, units.total, ctas, unroll=1):
+            uses = body(role, task_at(config, operands, units, index), uses)
+    return uses
+
+
+def seen_words(mask: list, row: Row, first_key) -> list:
+    """The words of a KV tile's mask without keys that the row's query does not see, if queries differ in that.
+
+    first_key: the tile's first key.
+    """
+    if row.end is None:
+        return mask
+    seen = []
+    for number, word in enumerate(mask):
+        count = cutlass.min(cutlass.max(row.end - first_key - number * MASK_BITS, 0), MASK_BITS)
+        below = Uint32((Int64(1) << Int64(count)) - Int64(1))
+        seen.append(word & below)
+    return seen

@@ -71,8 +71,9 @@ def decode(
                 result.fill_(value)
     else:
         problem = problem_of(
-            tokens, heads, rows, scale, normalize=normalize, return_lse=lse is not None, num_splits=num_splits
-        )
+            batch, queries, heads, rows, scale, normalize=normalize, return_lse=lse is not None,
+            num_splits=num_splits,
+        )  # fmt: skip
         bytes_of = kv.as_strided((len(kv), page_bytes), (step, 1)).view(torch.uint8)
         tensors = {
             "q": q.reshape(tokens, heads, -1), "o": o.view(tokens, heads, VALUE_DIM), "scales": None, "sink": None,
@@ -89,14 +90,14 @@ def decode(
     return (o, lse) if return_lse else o
 
 
-def problem_of(tokens: int, heads: int, rows: int, scale: float, **results) -> GatheredProblem:
+def problem_of(batch: int, queries: int, heads: int, rows: int, scale: float, **results) -> GatheredProblem:
     """The problem of a call.
 
-    tokens: queries of all requests. rows: rows of the longest request that the page table has room for. results: fields
-    of the problem that say which results are wanted, and in how many parts.
+    batch, queries: requests, and queries of each. rows: rows of the longest request that the page table has room for.
+    results: fields of the problem that say which results are wanted, and in how many parts.
     """
     return GatheredProblem(
-        tokens,
+        batch * queries,
         heads,
         E4M3_ROWS.name,
         (rows,),
@@ -104,6 +105,7 @@ def problem_of(tokens: int, heads: int, rows: int, scale: float, **results) -> G
         scale,
         paged=True,
         has_kv_scale=True,
+        queries=queries,
         **results,
     )
 

@@ -17,6 +17,7 @@ from warpspec.common.errors import UnsupportedProblem
 from warpspec.fmha import attention
 from warpspec.fmha.plan.cost import Way
 from warpspec.latent import mla_decode
+from warpspec.latent.gathered import launch
 
 ARCHS = ("sm_90a", "sm_100a")
 BEYOND_FP16 = 2.0**17
@@ -129,23 +130,41 @@ def codes_of(pages: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("arch", "queries", "heads", "splits"),
-    [("sm_90a", 2, 8, 1), long("sm_100a", 2, 8, 1), long("sm_90a", 1, 128, 3), long("sm_100a", 1, 16, 3)],
+    [
+        ("sm_90a", 2, 8, None),
+        long("sm_90a", 3, 24, 1),
+        long("sm_90a", 1, 128, None),
+        long("sm_90a", 1, 128, 3),
+        long("sm_100a", 2, 8, 1),
+        long("sm_100a", 1, 16, 3),
+    ],
 )
 @pytest.mark.usefixtures("check_order")
-def test_codes(arch, queries, heads, splits, simulate_as):
-    """e4m3 rows, causal: lengths off every boundary, requests that see one row or none, NaN behind lengths; heads whose
-    queries are numbers of fp16, and others beyond its range."""
+def test_codes(arch, queries, heads, splits, simulate_as, monkeypatch):
+    """e4m3 rows, causal: lengths off every boundary, requests that see one row or none, NaN behind lengths and in a row
+    that only the last query sees; heads whose queries are numbers of fp16, and others beyond its range. splits: None:
+    CTAs share out the KV tiles of all requests."""
     simulate_as(arch, sm_count=2)
+    monkeypatch.setattr(launch, "takes_line", lambda *_: splits is None)
+    monkeypatch.setattr(launch, "make_plan", launch.make_plan.__wrapped__)  # remembers nothing
     case = replace(DRAFTS, batch=4, seq_q=queries, heads_q=heads, seq_k=200, kv_lengths=(200, 1, 0, 65))
     inputs = arguments(case)
     (pages,), table = paged((inputs["k"],), case.kv_lengths, 64)
     inputs["q"][:, :, ::2] *= BEYOND_FP16
     call = (inputs["q"], codes_of(pages[:, :, 0]), table, inputs["kv_lengths"])
+    if queries > 1:
+        call[1].view(torch.uint8)[table[3, 1], 0, 300] = 0x7F  # of row 64
     options = dict(scale=0.3 / BEYOND_FP16, kv_scale=torch.tensor(0.37))
     out = poisoned_out(case)
     o, lse = mla_decode(*call, **options, return_lse=True, num_splits=splits, out=out, backend="sim")
     assert o is out
     wanted = mla_decode(*call, **options, normalize=False, backend="reference")
+    if queries > 1:
+        for result in (o, wanted.o):
+            assert result[3, -1].isnan().all()
+            result[3, -1] = 0
+        wanted.row_sum[3, :, -1] = 0
+        wanted.row_max[3, :, -1] = lse[3, :, -1] = -torch.inf
     expected = torch.where(
         wanted.row_sum.transpose(1, 2)[..., None] == 0,
         0,
@@ -154,7 +173,7 @@ def test_codes(arch, queries, heads, splits, simulate_as):
     assert relative_error(o.float(), expected) <= 4e-3
     seen = wanted.lse != -torch.inf
     assert (lse - wanted.lse)[seen].abs().max() <= 1e-3 and (lse[~seen] == -torch.inf).all()
-    assert not o[2].any() and all(launch.local_bytes == 0 for launch in sim.last_report().launches)
+    assert not o[2].any() and all(one.local_bytes == 0 for one in sim.last_report().launches)
 
 
 def decode_call(**changes) -> dict:

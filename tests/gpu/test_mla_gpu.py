@@ -12,7 +12,7 @@ from helpers.simulate import choosing
 from warpspec.fmha.plan.cost import Way
 from warpspec.latent import mla_decode
 from warpspec.latent.cache import LatentPool
-from warpspec.latent.gathered import gathered_attention
+from warpspec.latent.gathered import gathered_attention, launch
 
 pytestmark = pytest.mark.gpu
 
@@ -121,10 +121,15 @@ def test_parts_of_one_length(heads, queries, most, splits):
     out = torch.full((len(q), queries, heads, VALUES), torch.nan, device="cuda", dtype=torch.bfloat16)
     call = functools.partial(mla_decode, q, kv, table, lengths, scale=0.04, return_lse=True)
     with choosing(Way.PARTS, in_parts, splits=splits):
-        call(out=out)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            _, lse = call(out=out)
+        check_replays(call, lengths, out, most)
+
+
+def check_replays(call, lengths, out, most):
+    """Capture a call and replay it with other lengths, twice each; o and lse as the reference has them."""
+    call(out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _, lse = call(out=out)
     for turn in range(4):
         lengths.copy_(
             torch.randint(0, most + 1, lengths.shape)
@@ -141,3 +146,47 @@ def test_parts_of_one_length(heads, queries, most, splits):
         assert (out.float() - wanted.float()).norm() / wanted.float().norm() < O_TOLERANCE
         seen = wanted_lse != -torch.inf
         assert (lse - wanted_lse)[seen].abs().max() < LSE_TOLERANCE and (lse[~seen] == -torch.inf).all()
+
+
+@pytest.mark.parametrize(
+    ("heads", "queries", "most", "factor"),
+    [(128, 1, 3000, 0.04), (16, 2, 5000, 0.04), (24, 3, 2000, 0.0), (8, 9, 700, 0.04), (1, 1, 20000, 0.04)],
+)
+def test_codes_shared_out_by_length(heads, queries, most, factor, monkeypatch):
+    """Unequal requests of e4m3 rows whose KV tiles CTAs share out, several queries to a tile; replayed with other
+    lengths, the same bits twice; states as without sharing out; NaN behind lengths."""
+    monkeypatch.setattr(launch, "takes_line", lambda problem, *_: problem.num_splits is None)
+    monkeypatch.setattr(launch, "make_plan", launch.make_plan.__wrapped__)  # remembers nothing
+    call = paged_call(heads, queries, most, heads + queries, True)
+    state = mla_decode(*call, scale=factor, normalize=False)
+    whole = mla_decode(*call, scale=factor, normalize=False, num_splits=1)
+    wanted = mla_decode(*call, scale=factor, normalize=False, backend="reference")
+    assert torch.allclose(state.row_max, whole.row_max, rtol=1e-5, atol=1e-5)
+    o, wanted_o = (one.o / one.row_sum.transpose(1, 2)[..., None].clamp(min=1e-30) for one in (state, wanted))
+    assert (o - wanted_o).norm() / wanted_o.norm() < O_TOLERANCE
+    q, kv, table, lengths = call
+    kv.copy_(torch.randn(kv.shape, device="cuda"))
+    out = torch.full((len(q), queries, heads, VALUES), torch.nan, device="cuda", dtype=torch.bfloat16)
+    check_replays(
+        functools.partial(mla_decode, q, kv, table, lengths, scale=factor, return_lse=True),
+        lengths,
+        out,
+        most,
+    )
+
+
+@pytest.mark.parametrize("heads", [8, 48])
+def test_nan_of_later_drafts(heads):
+    """A NaN in the rows of later drafts, which share a tile with earlier ones, reaches those that see it alone."""
+    q, kv, table, lengths = paged_call(heads, 4, 500, heads, True)
+    kv.copy_(torch.randn(kv.shape, device="cuda"))
+    at = int(lengths[2]) - 1  # the last row, which the last query sees
+    kv.view(torch.uint8)[table[2, at // PAGE], at % PAGE, 300] = 0x7F
+    at -= 1
+    kv.view(torch.uint8)[table[2, at // PAGE], at % PAGE, 570] = 0xFF
+    q[2, 1, 3] = torch.nan
+    wanted = mla_decode(q, kv, table, lengths, scale=0.04, backend="reference").float()
+    for splits in (None, 1, 3):
+        o = mla_decode(q, kv, table, lengths, scale=0.04, num_splits=splits).float()
+        assert torch.equal(o.isnan(), wanted.isnan()) and o[2, 2:].isnan().all() and not o[2, 0].isnan().any()
+        assert (o - wanted).nan_to_num().norm() / wanted.nan_to_num().norm() < O_TOLERANCE

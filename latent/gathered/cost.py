@@ -1,0 +1,42 @@
+"""Whether CTAs share out the KV tiles of all queries (``fmha.device.line``), or take equal splits of them.
+
+By expected clocks of both on sm_90a. A KV tile takes TILE, a task's start and end as long as ENDS tiles. Equal splits
+take as many rounds as there are tasks to a CTA, each as long as the longest query's split. Shared out, every CTA has
+the same number of tiles and, in the mean, two ends; cutting the line takes SCAN before anything starts. A second
+launch, which joins pieces or combines splits, takes JOIN or SECOND. The constants are from 42 calls on an H200, of
+which the choice loses more than 3% for six. If only the device knows lengths, they may be full or half as long in the
+mean: half of the calls are taken to be like that.
+"""
+
+from __future__ import annotations
+
+from warpspec.fmha.line import LEAST_TILES
+
+TILE = 4400
+ENDS = 2
+SCAN = 20000
+SECOND = 5000
+JOIN = 50000
+MOST_TASKS = 8  # tasks of a CTA up to which they are shared out: more of them balance
+MEAN_LENGTHS = (1.0, 0.5)  # of lengths that only the device knows, as a share of the longest
+
+
+def equal_clocks(tasks: int, tiles: int, splits: int, ctas: int) -> float:
+    """Clocks of equal splits. tasks: 64 rows each. tiles: KV tiles of the longest."""
+    rounds = -(-tasks * splits // ctas)
+    return rounds * (-(-tiles // splits) + ENDS) * TILE + (SECOND if splits > 1 else 0)
+
+
+def line_clocks(tasks: int, tiles: float, ctas: int) -> float:
+    """Clocks of tasks that are shared out. tiles: KV tiles of a task in the mean."""
+    each = max(tasks * (tiles + ENDS) / ctas, LEAST_TILES)
+    return (each + ENDS) * TILE + SCAN + JOIN
+
+
+def shares_out(tasks: int, tiles: int, splits: int, ctas: int, known: bool) -> bool:
+    """Whether sharing out is expected to be faster. splits: equal ones to compare with. known: lengths are full."""
+    if tasks > MOST_TASKS * ctas:
+        return False
+    shares = MEAN_LENGTHS[:1] if known else MEAN_LENGTHS
+    expected = sum(line_clocks(tasks, tiles * share, ctas) for share in shares) / len(shares)
+    return expected < equal_clocks(tasks, tiles, splits, ctas)
