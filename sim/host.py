@@ -71,6 +71,8 @@ class HostModule:
     @classmethod
     def of(cls, compiled: object) -> HostModule:
         """The module of `compiled`, loaded once as long as `compiled` lives."""
+        if compiled is None or isinstance(compiled, (int, float, str, bytes, tuple, list, dict)):
+            raise HostError(f"compiled is a {type(compiled).__name__}; what cute.compile returns is needed")
         with turn():
             module = _modules.get(compiled)
             if module is None:

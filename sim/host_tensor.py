@@ -109,6 +109,8 @@ def host_tensor(value: object, name: str) -> HostTensor:
         if device.type != "cpu" or value.layout != torch.strided:
             kind = device if device.type != "cpu" else value.layout
             raise HostError(f"argument `{name}`: a {kind} tensor; the simulator takes strided CPU tensors")
+        if value.is_neg():  # of what is in memory, the kernel would see the negative
+            raise HostError(f"argument `{name}`: a negated view; resolve_neg() makes a tensor of it")
         if value.dtype not in TORCH_ELEMENTS:
             raise HostError(f"argument `{name}`: tensors of {value.dtype} are not supported")
         value = value.detach()

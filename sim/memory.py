@@ -5,7 +5,8 @@ processes forked later see the same bytes. A simulated global address is the hos
 `GlobalMemory.view` is the checked access, and `GlobalMemory.ranges` the table with which generated code makes the same
 check.
 
-The caller's tensors are staged: the bytes a tensor can reach are copied in before the run and back after it.
+The caller's tensors are staged: the bytes a tensor can reach are copied in before the run, and back after it if they
+have changed.
 Views that overlap in the caller's memory share one allocation.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -20,7 +22,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from warpspec.sim.errors import MemoryFault
+from warpspec.sim.errors import HostError, MemoryFault
 
 WINDOW_SHIFT = 56  # a generic address: window << WINDOW_SHIFT | address in the window
 SHARED_WINDOW = 1 << WINDOW_SHIFT  # generic address of shared memory: SHARED_WINDOW + shared address
@@ -36,6 +38,9 @@ GUARD_BYTES = 4096
 GUARD_BYTE = 0xA5
 POISON_BYTE = 0xFF  # device allocations start as NaN in every floating-point format
 POINTER_BYTES = 8
+
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 def in_shared_window(address: int) -> bool:
@@ -88,6 +93,16 @@ class _Staged:
     high: int
     regions: list[HostRegion]
     allocation: Allocation
+
+    @property
+    def read_only(self) -> bool:
+        """Whether the caller's memory must not be written, as that of a file that is mapped for reading."""
+        arrays = [region.keep for region in self.regions]
+        return all(isinstance(array, np.ndarray) and not array.flags.writeable for array in arrays)
+
+    def is_changed(self) -> bool:
+        """Whether the allocation differs from the caller's memory."""
+        return _memcmp(self.low, self.allocation.address, self.high - self.low) != 0
 
 
 _originals: list[tuple[int, bytes]] | None = None
@@ -321,14 +336,21 @@ class GlobalMemory:
         return next((staged.low for staged in self._staged if staged.allocation is allocation), None)
 
     def copy_back(self) -> None:
-        """Write every staged byte back to the caller's memory."""
-        if _originals is not None:
-            _originals.extend((s.low, ctypes.string_at(s.low, s.high - s.low)) for s in self._staged)
+        """Write what has changed back to the caller's memory. Raises HostError if that is read-only, unless another
+        error is on its way."""
         self._translate(to_device=False)
-        for staged in self._staged:
-            if staged.high > staged.low:
-                ctypes.memmove(staged.low, staged.allocation.address, staged.high - staged.low)
+        changed = [staged for staged in self._staged if staged.is_changed()]
+        for staged in changed:
+            size = staged.high - staged.low
+            if staged.read_only:
+                continue
+            if _originals is not None:
+                _originals.append((staged.low, ctypes.string_at(staged.low, size)))
+            ctypes.memmove(staged.low, staged.allocation.address, size)
         self._translate(to_device=True)
+        kept = ", ".join(staged.allocation.name for staged in changed if staged.read_only)
+        if kept and sys.exception() is None:
+            raise HostError(f"{kept}: the array is read-only, and a kernel wrote to it")
 
     def _translate(self, to_device: bool) -> None:
         """Rewrite pointers kept in memory (arrays of addresses, as grouped kernels take them)."""

@@ -102,8 +102,8 @@ def _text(ptx: str | os.PathLike) -> str:
         raise HostError(f"ptx is a {type(ptx).__name__}; PTX text or the path of a file is needed")
     try:
         return Path(ptx).read_text()
-    except OSError as error:
-        raise HostError(f"ptx is neither PTX text (it has no .version) nor a file: {error}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise HostError(f"ptx is neither PTX text (it has no .version) nor a file of it: {error}") from None
 
 
 def _entry(text: str, entry: str | None) -> str:

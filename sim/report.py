@@ -277,8 +277,8 @@ class SimReport:
         """Predict the launches' times on a chip: "h100", "h200", "b200", "b300", or a `Chip` with other constants.
 
         cold: no tensor data are in L2 when a launch begins. The run must have been made inside `sim.recording()`. A
-        prediction is not a measurement. Raises ValueError for an unknown chip, for a chip that cannot run what the
-        kernels were compiled for, and for a run that was not recorded.
+        prediction is not a measurement. Raises TypeError for anything but a name or a `Chip`; ValueError for an unknown
+        chip, for a chip that cannot run what the kernels were compiled for, and for a run that was not recorded.
         """
         traces = [launch.trace for launch in self.launches]
         if None in traces:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from warpspec.sim.errors import HostError
 from warpspec.sim.host_tensor import BYTE_BITS, HostTensor, host_tensor, is_tensor
 from warpspec.sim.signature import ELEMENT_BITS
@@ -69,6 +71,8 @@ def tensor_map(
     rank = len(tensor.shape)
     steps = (1,) * rank if element_strides is None else tuple(element_strides)
     for name, value in (("box", box), ("element_strides", steps)):
+        if not isinstance(value, Sequence) or any(not isinstance(n, int | np.integer) for n in value):
+            raise HostError(f"tensor_map: {name} is {value!r}; an int for each dimension is needed")
         if len(value) != rank:
             raise HostError(f"tensor_map: {name} {tuple(value)} has {len(value)} entries; view has {rank}")
     for name, value, allowed in (

@@ -108,8 +108,11 @@ class Clocks:
 def clocks_of(traces: list[LaunchTrace], name: str | Chip, *, cold: bool = True) -> Clocks:
     """Predicted times of launches on a chip, by its name or as a changed `Chip`.
 
-    ValueError for an unknown chip, or if a kernel was compiled for another architecture than the chip's.
+    TypeError for anything else, ValueError for an unknown chip, or if a kernel was compiled for another architecture
+    than the chip's.
     """
+    if not isinstance(name, str | Chip):
+        raise TypeError(f"chip is {name!r}; a name or a Chip is needed")
     chip = find_chip(name) if isinstance(name, str) else name
     found = []
     for trace in traces:

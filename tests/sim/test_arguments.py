@@ -52,6 +52,7 @@ class TestTensorChecks:
             (torch.zeros(4, 12)[:, 1:9], "begins 4 bytes off"),
             (torch.zeros(4, 8, device="meta"), "a meta tensor"),
             (torch.zeros(4, 8).to_sparse(), "strided CPU tensors"),
+            (torch._neg_view(torch.zeros(4, 8)), "a negated view"),
             (torch.zeros(4, 8, dtype=torch.complex64), "complex64 are not supported"),
             (None, "it was not None when compiled"),
             (3, "int 3"),

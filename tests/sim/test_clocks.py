@@ -277,6 +277,8 @@ def test_errors():
     trace = trace_of(STORE)
     with pytest.raises(ValueError, match=r"chip is 'a100'; one of h100, h200, b200, b300"):
         SimReport([launch_report(trace)]).clocks("a100")
+    with pytest.raises(TypeError, match="chip is 5; a name or a Chip is needed"):
+        SimReport([launch_report(trace)]).clocks(5)
     with pytest.raises(ValueError, match="compiled for sm_90a"):
         SimReport([launch_report(trace)]).clocks("b200")
     with pytest.raises(ValueError, match="not recorded"):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from warpspec.sim.errors import MemoryFault
+from warpspec.sim.errors import HostError, MemoryFault
 from warpspec.sim.host_tensor import host_tensor
 from warpspec.sim.memory import (
     DEVICE_ALIGNMENT,
@@ -168,6 +168,19 @@ def test_staging_copies_in_and_back():
     assert x.flatten().tolist() == list(range(12)), "nothing reaches the caller before copy_back"
     memory.copy_back()
     assert x.flatten().tolist() == list(range(100, 112))
+
+
+def test_a_file_mapped_for_reading(tmp_path):
+    """Its memory may not be written, not even with the bytes that are there."""
+    np.arange(4, dtype=np.float32).tofile(tmp_path / "x")
+    memory = GlobalMemory()
+    x = np.memmap(tmp_path / "x", np.float32, "r")
+    memory.stage([host_tensor(x, "x").region("`x`")])
+    memory.copy_back()
+    read(memory, memory.device_address(x.ctypes.data), 4)[:] = 5
+    with pytest.raises(HostError, match="argument `x`: the array is read-only, and a kernel wrote to it"):
+        memory.copy_back()
+    assert x.tolist() == [0, 1, 2, 3]
 
 
 def test_views_that_overlap_share_an_allocation():

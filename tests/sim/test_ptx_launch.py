@@ -1,6 +1,7 @@
 """`sim.launch` and `sim.tensor_map`: PTX that no DSL wrote, its arguments, and what hardware refuses to launch."""
 
 import ctypes
+import sys
 
 import numpy as np
 import pytest
@@ -148,6 +149,7 @@ def test_tensor_maps_by_value(swizzle):
     ("options", "error", "says"),
     [
         (dict(box=(16,)), sim.HostError, r"box \(16,\) has 1 entries; view has 2"),
+        (dict(box=(16.5, 32)), sim.HostError, r"box is \(16.5, 32\); an int for each dimension is needed"),
         (dict(box=(16, 32), swizzle=48), sim.HostError, "swizzle is 48; 0, 32, 64, 128, 96 are allowed"),
         (
             dict(box=(16, 32), element="f32"),
@@ -225,5 +227,6 @@ def test_registers_of_a_quarter_of_an_sm(registers, threads, ctas):
 def test_the_kernel_must_be_named_where_there_are_several():
     with pytest.raises(sim.HostError, match=r"entry: the PTX has 2 kernels \(store, copy\); name one"):
         sim.launch(module(STRUCT, COPY), grid=1, block=1)
-    with pytest.raises(sim.HostError, match=r"neither PTX text .* nor a file"):
-        sim.launch("no such file", grid=1, block=1)
+    for path in ("no such file", sys.executable):
+        with pytest.raises(sim.HostError, match=r"neither PTX text .* nor a file"):
+            sim.launch(path, grid=1, block=1)

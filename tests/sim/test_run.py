@@ -105,6 +105,12 @@ def test_options_out_of_range(racing, options):
         sim.run(racing, torch.zeros(256), torch.zeros(1, dtype=torch.int32), **options)
 
 
+@pytest.mark.parametrize("compiled", [None, "kernel", (1, 2)])
+def test_what_was_not_compiled(compiled):
+    with pytest.raises(sim.HostError, match=f"compiled is a {type(compiled).__name__}; what cute.compile"):
+        sim.run(compiled)
+
+
 def test_messages_say_what_people_call_things(tmp_path):
     compiled = compile_(host, fake(cutlass.Float32, 4, 32), 33, folder=tmp_path)
     with pytest.raises(sim.Deadlock) as found:
