@@ -59,13 +59,21 @@ LAST_WAIT = 0.15  # part of the longest CTA's time for which an SM waits in the 
 LEAST_GAIN = 0.03  # part of the time that cutting tiles must save
 ROUNDS = 0.6  # CTAs of a section for each SM, about, at least
 L2_SHARE = 0.8  # part of the L2 for what a section reads and adds to
-BEYOND_L2 = 1.9  # reads of concurrent key tiles, in L2 sizes, from which slices gain, or heads_inside
-DEALT_BEYOND_L2 = 2.05  # the same for slices, where the order without them is simulated, too
+BEYOND_L2 = 1.9  # reads of concurrent key tiles, in L2 sizes, from which heads_inside gains
+SLICES_BEYOND_L2 = 2.05  # the same of slices
 EVEN = 0.85  # mean over maximum of key tiles' steps, from which they count as equal
 INNER_HEADS = 2
 WHOLE_HEADS = 6  # query heads of a KV head up to which slices lost, at eight shapes
 SLICE_HEADS = 4  # of a slice, at most
 SLICE_BYTES = 1.25  # reads of concurrent key tiles of a slice, in L2 sizes, at most
+SLICE_STEPS = 14  # of a key tile's slice of packed requests, in the mean, from which slices gain
+FEW_CTAS = (
+    1.05  # key tiles of packed requests, in SMs, up to which slices gain although all heads would fit L2
+)
+FEW_HEADS = 2  # of such a slice
+EVEN_SECTIONS = (
+    1.5  # factor by which the number of sections of packed requests may change so that all are equal
+)
 COUNTED_ROUNDS = 16  # CTAs per SM from which the mean predicts the busiest SM's load
 
 
@@ -142,7 +150,7 @@ def deal(problem: BackwardProblem, config: BackwardKernel, steps: Sequence[int],
     forward, sms, found = problem.forward, side_by_side(config, target), {}
     gradients = config.wanted.k + config.wanted.v
     left = 2 * gradients * config.tile_n * forward.head_dim * FP32_BYTES / DEALT_BYTES_US
-    for slices in slice_numbers(problem, config, steps, target, DEALT_BEYOND_L2):
+    for slices in slice_numbers(problem, config, steps, target):
         # Slices' pieces add to sums that stay in L2.
         costs = rounds.Costs(STEP_US[config.heads.qk], CTA_US, left if slices == 1 else 0.0, JOIN_US)
         rows = rounds.Rows(
@@ -158,26 +166,35 @@ def deal(problem: BackwardProblem, config: BackwardKernel, steps: Sequence[int],
 
 
 def slice_numbers(
-    problem: BackwardProblem,
-    config: BackwardKernel,
-    steps: Sequence[int],
-    target: Target,
-    beyond: float = BEYOND_L2,
+    problem: BackwardProblem, config: BackwardKernel, steps: Sequence[int], target: Target
 ) -> list[int]:
-    """Into how many slices a KV head's query heads may be cut: 1, but where key tiles that run together read
-    ``beyond`` times as much as L2 holds, and there are many heads, all numbers that leave a slice at most SLICE_HEADS
-    of them and little more to read than L2 holds. With a window, key tiles go through the heads in step, and read one
-    at a time."""
-    group = problem.forward.group
-    if problem.forward.window_left is not None and even(steps):
+    """Into how many slices a KV head's query heads may be cut. 1, but where there are many heads, and key tiles that
+    run together read SLICES_BEYOND_L2 times as much as L2 holds: then all numbers that leave a slice at most
+    SLICE_HEADS heads and little more to read than L2 holds. With a window, key tiles go through the heads in step, and
+    read one at a time. steps: of each key tile.
+
+    Slices of packed requests have at least SLICE_STEPS in the mean. If these have too few key tiles for the SMs, slices
+    of FEW_HEADS heads cost less than as many pieces."""
+    forward, packed = problem.forward, config.requests.packed_k
+    group = forward.group
+    if forward.window_left is not None and even(steps):
         return [1]
     if group <= WHOLE_HEADS or not config.can_slice or not (config.wanted.k or config.wanted.v):
         return [1]
+    most = group
+    if packed:
+        part = min(forward.least_q / (forward.batch * max(forward.seq_q, 1)), 1.0)  # of the longest's length
+        most = int(part * sum(steps) / max(len(steps), 1) / SLICE_STEPS)
+        few = group // FEW_HEADS
+        ctas = forward.heads_kv * ctas_of(problem, config, steps, 1)
+        if ctas <= FEW_CTAS * target.sm_count and group % FEW_HEADS == 0 and few <= most:
+            return [few]
     together = read_together(problem, config, steps, target)
-    if together < beyond * target.l2_bytes:
+    if together < SLICES_BEYOND_L2 * target.l2_bytes:
         return [1]
     numbers = [n for n in range(2, group + 1) if group % n == 0 and group // n <= SLICE_HEADS]
-    return [n for n in numbers if together <= n * SLICE_BYTES * target.l2_bytes] or [group]
+    numbers = [n for n in numbers if together <= n * SLICE_BYTES * target.l2_bytes] or [group]
+    return [n for n in numbers if n <= most] or [1]
 
 
 def read_together(
@@ -217,6 +234,12 @@ def section_of(
     least = math.ceil(ROUNDS * target.sm_count / max(ctas, 1))
     fit = int(L2_SHARE * target.l2_bytes // (row_bytes(problem) / slices + key_bytes(problem)))
     sections = -(-rows // fit) if fit > least else max(1, round(rows / least))
+    if config.requests.packed_k:  # elsewhere a simulation knows what a short last section costs
+        equal = min(
+            (n for n in range(1, rows + 1) if rows % n == 0), key=lambda n: abs(math.log(n / sections))
+        )
+        if max(equal / sections, sections / equal) <= EVEN_SECTIONS:
+            sections = equal
     return -(-rows // sections)
 
 

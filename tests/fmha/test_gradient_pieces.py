@@ -152,6 +152,8 @@ def test_the_last_rows_alone_are_cut_where_rounds_are_few():
         ((64, 8), (600,), False, None, 1),  # fits L2
         ((6, 2), (6297, 5000, 4000, 4000, 4000, 721), True, None, 1),  # few heads
         ((64, 8), (10314, 8000, 1218), True, (127, 0), 1),
+        ((128, 8), (35, 356, 178, 90, 300, 200, 154, 100), True, None, 1),  # beyond L2, but of few steps
+        ((32, 4), (1432, 421), True, None, 4),  # fits L2, but has fewer key tiles than SMs
     ],
 )
 def test_many_heads_beyond_l2_are_sliced(heads, lengths, packed, window, slices):
@@ -165,6 +167,16 @@ def test_many_heads_beyond_l2_are_sliced(heads, lengths, packed, window, slices)
     problem = BackwardProblem.check(AttentionProblem.of(q, k, v, **options), ("q", "k", "v"))
     config = launch.plan(problem, H200)
     assert schedule.choose_order(problem, config, H200).slices == slices and config.slices == (slices > 1)
+
+
+def test_sections_of_packed_requests_are_equal():
+    """Eight KV heads come in two or four sections, although three sections would fill the SMs best."""
+    q, k = (torch.empty(3000, n, 64, dtype=torch.bfloat16, device="meta") for n in (64, 8))
+    starts = torch.empty(5, dtype=torch.int32, device="meta")
+    options = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 1135, "max_seqlen_k": 1135}
+    forward = AttentionProblem.of(q, k, k, causal=True, return_lse=True, memory=False, **options)
+    problem = BackwardProblem.check(forward, ("q", "k", "v"))
+    assert schedule.choose_order(problem, launch.plan(problem, H200), H200).section in (2, 4)
 
 
 @pytest.mark.parametrize("packed", [False, True])
