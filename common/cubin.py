@@ -68,7 +68,6 @@ class _Section:
     name: str
     size: int
     data: bytes
-    info: int
 
 
 class _Elf:
@@ -89,9 +88,9 @@ class _Elf:
         names = headers[names_index]
         self.sections: dict[str, _Section] = {}
         symbols = strings = None
-        for name, kind, _, _, offset, size, link, info, _, _ in headers:
+        for name, kind, _, _, offset, size, link, _, _, _ in headers:
             data = b"" if kind == 8 else image[offset : offset + size]  # 8: NOBITS, size without contents
-            section = _Section(_string(image, names[4] + name), size, data, info)
+            section = _Section(_string(image, names[4] + name), size, data)
             self.sections[section.name] = section
             if section.name == ".symtab":
                 symbols, strings = data, headers[link]

@@ -60,7 +60,7 @@ def setp_form(opcode: str) -> Form:
     is_packed = kind in PACKED
     width = 32 if is_packed else width
     sources = (width, width, PRED) if boolean else (width, width)
-    return Form(pair if is_packed else scalar, PRED, sources)
+    return Form(pair if is_packed else scalar, sources)
 
 
 def set_form(opcode: str) -> Form:
@@ -88,8 +88,7 @@ def set_form(opcode: str) -> Form:
         return np.where(low, np.uint32(true), zero) | np.where(high, np.uint32(true) << np.uint32(16), zero)
 
     width = 32 if is_packed else width
-    dest = 32 if is_packed else true.dtype.itemsize * 8
-    return Form(apply, dest, (width, width, PRED) if boolean else (width, width))
+    return Form(apply, (width, width, PRED) if boolean else (width, width))
 
 
 def select_form(opcode: str) -> Form:
@@ -97,12 +96,12 @@ def select_form(opcode: str) -> Form:
     parts = opcode.split(".")
     if parts[0] == "selp":
         width = _width(parts[-1])
-        return Form(lambda a, b, p: np.where(p, a, b), width, (width, width, PRED))
+        return Form(lambda a, b, p: np.where(p, a, b), (width, width, PRED))
     if parts[0] != "slct" or parts[-1] not in ("s32", "f32"):
         raise UnsupportedInstruction(f"`{opcode}`")
     width = _width(parts[-2])
     view = np.int32 if parts[-1] == "s32" else np.float32
-    return Form(lambda a, b, c: np.where(c.view(view) >= 0, a, b), width, (width, width, 32))
+    return Form(lambda a, b, c: np.where(c.view(view) >= 0, a, b), (width, width, 32))
 
 
 def _width(kind: str) -> int:

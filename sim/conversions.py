@@ -221,12 +221,11 @@ def packed_form(opcode: str, to: str, from_: str, mode: str, flags: frozenset[st
                 ]
                 return pack(codes, field, width)
 
-            return Form(rounded, width, (32,) * (count + 1))
+            return Form(rounded, (32,) * (count + 1))
         return Form(
             lambda *operands: pack(
                 [encode_small(load(b, "f32"), fmt, mode, flags) for b in operands], field, width
             ),
-            width,
             (32,) * count,
         )
     source = from_[:-2] if from_.endswith("x2") else None
@@ -244,7 +243,7 @@ def packed_form(opcode: str, to: str, from_: str, mode: str, flags: frozenset[st
             values = [v * f.astype(np.float64) for v, f in zip(values, factors, strict=True)]
         return pack([encode_small(v, fmt, mode, flags) for v in values], field, width)
 
-    return Form(convert, width, (max(2 * source_field, 8), *((16,) if scaled else ())))
+    return Form(convert, (max(2 * source_field, 8), *((16,) if scaled else ())))
 
 
 def _value(codes: np.ndarray, name: str) -> np.ndarray:
@@ -267,7 +266,7 @@ def convert_form(opcode: str, sources: int) -> Form:
     mode = next((f for f in modifiers if f in FLOAT_ROUNDINGS), "rn")
     flags = frozenset(modifiers) - {mode}
     if to == "tf32" and from_ == "f32":
-        return Form(to_tf32(mode, flags), 32, (32,))
+        return Form(to_tf32(mode, flags), (32,))
     into, source = integer_type(to), integer_type(from_)
     if into and source:
         return _integer_form(into, source, "sat" in flags)
@@ -281,9 +280,9 @@ def convert_form(opcode: str, sources: int) -> Form:
                 bits = (np.clip(signed(bits), 0, 1) if is_signed else np.minimum(bits, 1)).astype(bits.dtype)
             return integer_to_float(bits, is_signed, to, mode)
 
-        return Form(function, WIDTH[to], (width,))
+        return Form(function, (width,))
     if to in FLOAT_TYPES and from_ in FLOAT_TYPES:
-        return Form(float_to_float(from_, to, mode, flags), WIDTH[to], (WIDTH[from_],))
+        return Form(float_to_float(from_, to, mode, flags), (WIDTH[from_],))
     return packed_form(opcode, to, from_, mode, flags)
 
 
@@ -297,7 +296,7 @@ def _integer_form(into: tuple[int, bool], source: tuple[int, bool], sat: bool) -
         wide = signed(bits).astype(np.int64).view(np.uint64) if from_signed else bits.astype(np.uint64)
         return wide.astype(UNSIGNED[width])
 
-    return Form(function, width, (have,), is_signed)
+    return Form(function, (have,), is_signed)
 
 
 def _float_to_integer_form(into: tuple[int, bool], from_: str, flags: frozenset[str], opcode: str) -> Form:
@@ -311,7 +310,7 @@ def _float_to_integer_form(into: tuple[int, bool], from_: str, flags: frozenset[
             value = load(bits, from_, "ftz" in flags and from_ == "f32").astype(np.float64)
             return float_to_integer(value, rounding, width, is_signed, nan_as_integer(from_, width))
 
-    return Form(function, width, (WIDTH[from_],), is_signed)
+    return Form(function, (WIDTH[from_],), is_signed)
 
 
 def _pack_form(parts: list[str], sources: int) -> Form:
@@ -327,4 +326,4 @@ def _pack_form(parts: list[str], sources: int) -> Form:
             total = total | c.astype(object) << (2 * size)
         return wrap(total, 32)
 
-    return Form(function, 32, (32,) * sources)
+    return Form(function, (32,) * sources)

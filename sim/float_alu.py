@@ -40,14 +40,13 @@ UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 class Form:
     """The computation of one opcode.
 
-    function: arrays of `sources` bits each (1: bool arrays) -> one array of `dest` bits, or a tuple of
-    arrays when the instruction writes two destinations. signed: the destination is sign-extended into a
+    function: arrays of `sources` bits each (1: bool arrays) -> one array of the result's bits, or a tuple
+    of arrays when the instruction writes two destinations. signed: the result is sign-extended into a
     wider register. carry_in, carry_out: the condition code is one more source, or one more result, as a
     bool array.
     """
 
     function: Callable
-    dest: int
     sources: tuple[int, ...]
     signed: bool = False
     carry_in: bool = False
@@ -367,15 +366,14 @@ def float_form(opcode: str, sources: int) -> Form:
     if kind in HALF_FORMATS and "f32" in flags and name in ("add", "sub", "fma"):
         mods = Modifiers(mode, mods.flags - {"f32"})
         narrow = (WIDTH[kind],) * (sources - 1)
-        return Form(_mixed(name, kind, mods), 32, (*narrow, 32))
+        return Form(_mixed(name, kind, mods), (*narrow, 32))
     if mods.has("oob"):
         raise UnsupportedInstruction(f"`{opcode}`: .oob")
     function = _element_function(name, element, mods, opcode)
     width = WIDTH[kind]
     if element != kind:
         function = packed(function, width, WIDTH[element])
-    dest = PRED if name == "testp" else width
-    return Form(function, dest, (width,) * sources)
+    return Form(function, (width,) * sources)
 
 
 def _element_function(name: str, kind: str, mods: Modifiers, opcode: str) -> Callable:

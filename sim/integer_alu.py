@@ -410,18 +410,18 @@ def integer_form(opcode: str) -> Form:
     unsupported = UnsupportedInstruction(f"`{opcode}` is not an integer instruction the simulator executes")
     if name == "prmt":
         mode = parts[2] if len(parts) > 2 else None
-        return Form(permute(mode), 32, (32, 32, 32))
+        return Form(permute(mode), (32, 32, 32))
     if name == "lop3" and flags:
-        return Form(partial(lop3_with_predicate, flags[0]), 32, (32, 32, 32, 32, PRED))
+        return Form(partial(lop3_with_predicate, flags[0]), (32, 32, 32, 32, PRED))
     if name in ("dp4a", "dp2a"):
         signs = [t[0] == "s" for t in parts[-2:]]
-        return Form(dot4(*signs) if name == "dp4a" else dot2(parts[1], *signs), 32, (32, 32, 32))
+        return Form(dot4(*signs) if name == "dp4a" else dot2(parts[1], *signs), (32, 32, 32))
     if kind == "pred" and name in _BITWISE:
         operation = (lambda a: ~a) if name == "not" else _BITWISE[name]
-        return Form(operation, PRED, (PRED,) * _COUNT_SOURCES[name])
+        return Form(operation, (PRED,) * _COUNT_SOURCES[name])
     if kind in ("s16x2", "u16x2"):
         inner = integer_form(".".join([*parts[:-1], kind[:-2]]))
-        return Form(packed(inner.function, 32, 16), 32, (32,) * len(inner.sources))
+        return Form(packed(inner.function, 32, 16), (32,) * len(inner.sources))
     type_ = integer_type(kind)
     if type_ is None:
         raise unsupported
@@ -438,9 +438,9 @@ def integer_form(opcode: str) -> Form:
         part = next((f for f in flags if f in ("hi", "lo", "wide")), "lo")
         out = 2 * width if part == "wide" else width
         if name == "mul":
-            return Form(multiply(part, width, is_signed), out, (width, width), is_signed)
+            return Form(multiply(part, width, is_signed), (width, width), is_signed)
         function = multiply_add(part, width, is_signed, "sat" in flags)
-        return Form(function, out, (width, width, out), is_signed)
+        return Form(function, (width, width, out), is_signed)
     simple = {
         "mul24": lambda: same(multiply24(flags[0], is_signed), 2),
         "mad24": lambda: same(multiply24_add(flags[0], is_signed, "sat" in flags), 3),
@@ -451,19 +451,19 @@ def integer_form(opcode: str) -> Form:
         "max": lambda: same(extremum("max", is_signed, "relu" in flags), 2),
         "abs": lambda: same(absolute, 1),
         "neg": lambda: same(negate, 1),
-        "popc": lambda: Form(popc, 32, (width,)),
-        "clz": lambda: Form(clz, 32, (width,)),
+        "popc": lambda: Form(popc, (width,)),
+        "clz": lambda: Form(clz, (width,)),
         "brev": lambda: same(brev, 1),
-        "bfind": lambda: Form(bfind(is_signed, "shiftamt" in flags), 32, (width,)),
+        "bfind": lambda: Form(bfind(is_signed, "shiftamt" in flags), (width,)),
         "fns": lambda: same(fns, 3),
-        "bfe": lambda: Form(bfe(is_signed), width, (width, 32, 32)),
-        "bfi": lambda: Form(bfi, width, (width, width, 32, 32)),
+        "bfe": lambda: Form(bfe(is_signed), (width, 32, 32)),
+        "bfi": lambda: Form(bfi, (width, width, 32, 32)),
         "szext": lambda: same(szext(flags[0], is_signed), 2),
         "bmsk": lambda: same(bmsk(flags[0]), 2),
         "lop3": lambda: same(lop3, 4),
         "shf": lambda: same(funnel_shift(flags[0], flags[1]), 3),
-        "shl": lambda: Form(shift("shl", width, is_signed), width, (width, 32)),
-        "shr": lambda: Form(shift("shr", width, is_signed), width, (width, 32), is_signed),
+        "shl": lambda: Form(shift("shl", width, is_signed), (width, 32)),
+        "shr": lambda: Form(shift("shr", width, is_signed), (width, 32), is_signed),
     }
     if name not in simple:
         raise unsupported
@@ -471,7 +471,7 @@ def integer_form(opcode: str) -> Form:
 
 
 def _same(width: int, function: Callable, sources: int) -> Form:
-    return Form(function, width, (width,) * sources)
+    return Form(function, (width,) * sources)
 
 
 def _carry_form(name: str, flags: list[str], width: int, is_signed: bool) -> Form:
@@ -488,5 +488,5 @@ def _carry_form(name: str, flags: list[str], width: int, is_signed: bool) -> For
     function = with_carry(operation, width, takes)
     sources = (width,) * (3 if base == "mad" else 2)
     if not gives:
-        return Form(lambda *operands: function(*operands)[0], width, sources, carry_in=takes)
-    return Form(function, width, sources, carry_in=takes, carry_out=True)
+        return Form(lambda *operands: function(*operands)[0], sources, carry_in=takes)
+    return Form(function, sources, carry_in=takes, carry_out=True)
