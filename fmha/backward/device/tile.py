@@ -59,15 +59,14 @@ START_STEP = 7  # distance in query tiles between the first ones of neighbouring
 class KeyTile:
     """A key tile of one KV head, or a piece of its steps.
 
-    request: batch row or request; place: where its queries and keys are. number: the tile's, in the request;
-    tile_index: counted over all requests. first_key: the tile's first, in the request. first_head, group: query heads
-    of the KV head; with sliced heads, of the slice. pieces: of the tile; 0: the CTA has none. sums_place: (tile_index,
-    piece) of a piece's sums. first_step, steps: which of the tile's steps it has. begin, count: query tiles of each
-    head, of all pieces. inner_first, inner_end: queries that see every key of the tile. seen_first, seen_end: keys of
-    the request that some row sees; rows_first, rows_end: rows that see some key of the request. bounds: arguments of
-    ``key_range``. ranges, seen_by: the operands, where there are ranges. blocks: with lists of blocks, their tables;
-    steps then go through them, and first_step, begin, count, inner_first and inner_end say nothing. patterns: the
-    operand q_patterns.
+    request: batch row or request; place: where its queries and keys are. number: the tile's, in the request. first_key:
+    the tile's first, in the request. first_head, group: query heads of the KV head; with sliced heads, of the slice.
+    pieces: of the tile; 0: the CTA has none. sums_place: where a piece's sums are. first_step, steps: which of the
+    tile's steps it has. begin, count: query tiles of each head, of all pieces. inner_first, inner_end: queries that see
+    every key of the tile. seen_first, seen_end: keys of the request that some row sees; rows_first, rows_end: rows that
+    see some key of the request. bounds: arguments of ``key_range``. ranges, seen_by: the operands, where there are
+    ranges. blocks: with lists of blocks, their tables; steps then go through them, and first_step, begin, count,
+    inner_first and inner_end say nothing. patterns: the operand q_patterns.
     """
 
     config: BackwardKernel
@@ -75,7 +74,6 @@ class KeyTile:
     kv_head: Int32
     place: Request
     number: Int32
-    tile_index: Int32
     first_key: Int32
     first_head: Int32
     group: Int32
@@ -318,7 +316,7 @@ def key_tile_at(config: BackwardKernel, operands, window, order, index) -> KeyTi
             note_pieces(config, operands, tile_index, sums_place[0], pieces, notes)
     if cutlass.const_expr(config.slices):
         sums_place = (tile_index, 0)
-    own, cut = (request, number, tile_index), (piece, pieces, most)
+    own, cut = (request, number), (piece, pieces, most)
     return key_tile(config, operands, window, own, kv_head, cut, sums_place, (part, slices))
 
 
@@ -357,9 +355,9 @@ def note_pieces(config: cutlass.Constexpr, operands, tile_index, place, pieces, 
 def key_tile(
     config: BackwardKernel, operands, window, own, kv_head, cut, sums_place=(0, 0), part=(0, 1)
 ) -> KeyTile:
-    """A piece of a key tile of one KV head. own: (request, its number there, tile_index). cut: (piece, pieces of the
+    """A piece of a key tile of one KV head. own: (request, the tile's number there). cut: (piece, pieces of the
     tile, most steps of a piece if tiles are cut by length). part: (slice, slices) of the heads."""
-    request, number, tile_index = own
+    request, number = own
     pieces, heads = cut[1], operands.k.shape[2]
     place = request_at(config.requests, operands, request)
     bounds, ranges = config.mask.bounds(window), (None, None)
@@ -379,7 +377,6 @@ def key_tile(
         kv_head,
         place,
         number,
-        tile_index,
         first_key,
         first_head,
         group,
@@ -440,7 +437,7 @@ def load_of(config: cutlass.Constexpr, operands, window, tile_index, limits: cut
     if cutlass.const_expr(config.requests.packed_k):
         request, number = find_request(operands.cu_seqlens_k, tile_index, config.tile_n, operands.k.shape[1])
     whole = replace(config, cut=False, slices=False)
-    tile = key_tile(whole, operands, window, (request, number, tile_index), zero, (zero, Int32(1), zero))
+    tile = key_tile(whole, operands, window, (request, number), zero, (zero, Int32(1), zero))
     steps, pieces = tile.steps, Int32(1)
     weight = tile.count
     tiles_q = (tile.place.seq_q + config.tile_m - 1) // config.tile_m
