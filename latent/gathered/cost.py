@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from warpspec.fmha.line import LEAST_TILES
 
+TIMED = ("e4m3", "v3.2-fp8")  # row formats whose clocks these are
 TILE = 4400
 ENDS = 2
 SCAN = 20000

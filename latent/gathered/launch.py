@@ -21,7 +21,7 @@ from warpspec.latent.gathered.config import (
     GatheredConfig,
     Sm100GatheredConfig,
 )
-from warpspec.latent.gathered.cost import shares_out
+from warpspec.latent.gathered.cost import TIMED, shares_out
 from warpspec.latent.gathered.problem import MAX_KEY_SETS, VALUE_DIM, GatheredProblem
 
 
@@ -132,8 +132,8 @@ def tiles_of(problem: GatheredProblem, pack: int, rows: int) -> tuple[int, int]:
 def takes_line(problem: GatheredProblem, target: Target, tasks: int, tiles: int, splits: int) -> bool:
     """Whether CTAs share out the KV tiles of all queries, whatever their lengths. tasks, tiles, splits: as in
     ``cost.equal_clocks``."""
-    able = target.architecture.backend == "sm90" and problem.num_splits is None and not problem.float8
-    able = able and problem.heads <= target.sm_count  # each head group has a CTA
+    able = target.architecture.backend == "sm90" and problem.num_splits is None and problem.format in TIMED
+    able = able and not problem.float8 and problem.heads <= target.sm_count  # each head group has a CTA
     return able and shares_out(tasks, tiles, splits, target.sm_count, not any(problem.lengths))
 
 
