@@ -134,7 +134,7 @@ class Warp:
 
     memory: of its registers, which another warp of the program may have had before; None: new.
     Operand access for handlers: `u32`, `u64`, `u16`, `pred`, `scalar`, `address`, `read_vec` read;
-    `set_u32`, `set_u64`, `set_u16`, `set_pred`, `write_vec` write the lanes of a mask.
+    `set_u32`, `set_u64`, `set_pred`, `write_vec` write the lanes of a mask.
     """
 
     def __init__(
@@ -367,9 +367,6 @@ class Warp:
             chosen = (mask >> LANE_NUMBERS & 1).astype(bool)
             view[chosen] = values[chosen] if isinstance(values, np.ndarray) and values.ndim else values
 
-    def set_u16(self, reg: Reg | None, values, mask: int) -> None:
-        self._set(reg, values, mask)
-
     def set_u32(self, reg: Reg | None, values, mask: int) -> None:
         self._set(reg, values, mask)
 
@@ -423,10 +420,6 @@ class Warp:
             raise RegisterHazard(f"{name} is read {entry.moved_only}")
 
     # ---- threads ----------------------------------------------------------------------------------------------
-
-    @property
-    def converged(self) -> bool:
-        return len(self.groups) == 1
 
     def state_hash(self) -> int:
         """A hash of where its lanes are, of its registers and of its local memory."""
