@@ -66,7 +66,7 @@ INNER_HEADS = 2
 WHOLE_HEADS = 6  # query heads of a KV head up to which slices lost, at eight shapes
 SLICE_HEADS = 4  # of a slice, at most
 SLICE_BYTES = 1.25  # reads of concurrent key tiles of a slice, in L2 sizes, at most
-SLICE_STEPS = 14  # of a key tile's slice of packed requests, in the mean, from which slices gain
+SLICE_STEPS = 14  # of a key tile's slice of packed requests, on average, from which slices gain
 FEW_CTAS = (
     1.05  # key tiles of packed requests, in SMs, up to which slices gain although all heads would fit L2
 )
@@ -173,7 +173,7 @@ def slice_numbers(
     SLICE_HEADS heads and little more to read than L2 holds. With a window, key tiles go through the heads in step, and
     read one at a time. steps: of each key tile.
 
-    Slices of packed requests have at least SLICE_STEPS in the mean. If these have too few key tiles for the SMs, slices
+    Slices of packed requests have at least SLICE_STEPS on average. If these have too few key tiles for the SMs, slices
     of FEW_HEADS heads cost less than as many pieces."""
     forward, packed = problem.forward, config.requests.packed_k
     group = forward.group
