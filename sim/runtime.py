@@ -85,15 +85,9 @@ def _kernel(module: PtxModule, kernel: str) -> Kernel:
     return module.kernels[kernel]
 
 
-def independent(kernel: Kernel) -> bool:
-    """Whether clusters cannot see each other through global memory: no atomics that return a value, no ordered or
-    volatile accesses. They may reduce into it."""
-    return not cfg.sharing(kernel)[0]
-
-
 @lru_cache(maxsize=64)
 def _sharing(text: _Text, kernel: str) -> tuple[bool, bool]:
-    """Whether clusters of a kernel cannot see each other, and whether they reduce into global memory."""
+    """Whether clusters of a kernel cannot see each other through global memory, and whether they reduce into it."""
     visible, reductions = cfg.sharing(_kernel(_parse(text), kernel))
     return not visible, bool(reductions)
 
