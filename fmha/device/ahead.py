@@ -12,6 +12,7 @@ from cutlass import cute
 LINE_BYTES = 128  # of L2
 # Operands with one dimension, without gaps.
 SMALL = ("kv_lengths", "q_start", "cu_seqlens_q", "cu_seqlens_k", "sink")
+SCALES = ("k_scale", "v_scale")  # one number, or one for each head, or for each request and head
 
 
 def wait_for_launch(config) -> None:
@@ -21,11 +22,16 @@ def wait_for_launch(config) -> None:
 
 
 def prefetch_small(operands) -> None:
-    """Prefetch the first lines of each small operand, one by each lane. Called by a whole warp."""
+    """Prefetch the first lines of each small operand, one by each lane, and the first one of scales. Called by a whole
+    warp."""
     for name in SMALL:
         tensor = getattr(operands, name)
         if tensor is not None:
             prefetch_lines(tensor)
+    for name in SCALES:
+        tensor = getattr(operands, name)
+        if tensor is not None:
+            prefetch_line(tensor.iterator.toint())
 
 
 def prefetch_pages(config, operands, request) -> None:
@@ -39,5 +45,9 @@ def prefetch_lines(tensor: cute.Tensor):
     """Prefetch the first lines of tensor (n), without gaps."""
     offset = cute.arch.lane_idx() * LINE_BYTES
     if offset < cute.size(tensor) * (tensor.element_type.width // 8):
-        address = tensor.iterator.toint() + offset
-        cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])
+        prefetch_line(tensor.iterator.toint() + offset)
+
+
+def prefetch_line(address) -> None:
+    """Prefetch the line with an address."""
+    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])

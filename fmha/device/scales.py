@@ -39,13 +39,17 @@ def score_numbers(config, operands, tile, numbers: LogitNumbers) -> LogitNumbers
     return with_factor(config.logits, numbers, factor)
 
 
-def value_factor(config, operands, tile, factor: Float32) -> Float32:
-    """A tile's factor of O computed from codes of V. factor: the factor of O computed from values."""
+def value_scale(config, operands, tile) -> Float32 | None:
+    """A tile's v_scale, or None if there is none."""
+    return operands.v_scale[tile.request, tile.kv_head, 0] if config.format.has_v_scale else None
+
+
+def value_factor(config, factor: Float32, scale: Float32 | None) -> Float32:
+    """A tile's factor of O computed from codes of V. factor: the factor of O computed from values. scale:
+    ``value_scale``."""
     if is_nvfp4(config):
         factor = factor * unit_of(config)
-    if not config.format.has_v_scale:
-        return factor
-    return factor * operands.v_scale[tile.request, tile.kv_head, 0]
+    return factor if scale is None else factor * scale
 
 
 @dataclass(frozen=True)

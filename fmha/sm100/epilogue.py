@@ -12,7 +12,7 @@ from cutlass import Boolean, Float32
 from warpspec.common.device import tmem
 from warpspec.fmha.device.logits import unit
 from warpspec.fmha.device.results import of_split, piece_statistics, sink_of, statistics
-from warpspec.fmha.device.scales import value_factor
+from warpspec.fmha.device.scales import value_factor, value_scale
 from warpspec.fmha.device.unseen import RowColumns, RowSum, recompute, tainted
 from warpspec.fmha.heads import BLOCK
 
@@ -112,7 +112,7 @@ def factor_of(config: cutlass.Constexpr, row, place, tile, state, operands, scor
             factor = piece_statistics(config, row, target, state, score_unit, empty)
     else:
         factor = statistics(*arguments, sink_of(operands.sink, place.head))
-    return value_factor(config, operands, tile, factor)
+    return value_factor(config, factor, value_scale(config, operands, tile))
 
 
 def store(values: cute.Tensor, row: cute.Tensor, block, count: int) -> None:

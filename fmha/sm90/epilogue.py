@@ -14,7 +14,7 @@ from cutlass import Boolean, Float32, Int32
 from warpspec.common.device.wgmma import flat, store_row
 from warpspec.fmha.device.logits import unit
 from warpspec.fmha.device.results import of_split, piece_statistics, sink_of, statistics
-from warpspec.fmha.device.scales import value_factor
+from warpspec.fmha.device.scales import value_factor, value_scale
 from warpspec.fmha.device.unseen import RowSum, recompute, tainted
 from warpspec.fmha.heads import BLOCK
 from warpspec.fmha.sm90.fragment import PAIR, QUAD, THREAD_ROWS, elements, row_columns
@@ -85,10 +85,10 @@ def finish_rows(work, state, operands) -> list:
     """Finish the rows of the thread: write their statistics, and sum O again where a hidden value reached it. Returns
     (the row's place, the factor of O, whether the row saw no key) for each.
 
-    In a short call nothing hides the way from the last product to the stores: so sinks are read at its start, those of
-    all rows, and one branch lies on it.
+    In a short call nothing hides the way from the last product to the stores: so v_scale and sinks are read at its
+    start, those of all rows, and one branch lies on it.
     """
-    config = work.config
+    config, scale = work.config, value_scale(work.config, operands, work.tile)
     references, maxima, sums = state
     places = [work.tile.place(row.index, work.row_group) for row in work.rows]
     sinks = [sink_of(operands.sink, place.head) for place in places]
@@ -102,7 +102,7 @@ def finish_rows(work, state, operands) -> list:
         factor = statistics(
             config, teller, place, work.tile, row_state, operands, score_unit, empty, sinks[r]
         )
-        finished.append((place, value_factor(config, operands, work.tile, factor), empty))
+        finished.append((place, value_factor(config, factor, scale), empty))
     return finished
 
 
@@ -110,7 +110,7 @@ def finish_rows(work, state, operands) -> list:
 def write_piece(work, state, operands):
     """Write the states of the rows of a thread to the piece's place in the workspace."""
     config, tile, o = work.config, work.tile, flat(work.mma.o)
-    references, maxima, sums = state
+    scale, (references, maxima, sums) = value_scale(config, operands, tile), state
     places = [tile.place(row.index, work.row_group) for row in work.rows]
     totals = [over_quad(total, lambda a, b: a + b) for total in sums]
     untaint(work, places, references, totals, operands)
@@ -122,7 +122,7 @@ def write_piece(work, state, operands):
         ]  # (D + 8)
         row_state = (references[r], maxima[r], totals[r])
         factor = piece_statistics(config, teller, target, row_state, unit(config.logits, work.numbers), empty)
-        factor = value_factor(config, operands, tile, factor)
+        factor = value_factor(config, factor, scale)
         for i in elements(o, r):
             o[i] = o[i] * factor
         if cutlass.const_expr(config.column_parts > 1):

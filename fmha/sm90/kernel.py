@@ -276,6 +276,7 @@ def consume_tile(role, tile, uses):
     config, channels, operands = role.config, role.channels, role.operands
     tile_use, use, number = uses
     mine = thread_rows(config, tile, role.row_group, role.thread)
+    numbers = score_numbers(config, operands, tile, role.numbers)  # k_scale arrives while Q does
     q_use = tile_use * config.rows.groups + role.row_group
     if tile.span.count > 0:
         channels["q_full"].wait(q_use)
@@ -299,7 +300,7 @@ def consume_tile(role, tile, uses):
         role.thread,
         use,
         q_use,
-        score_numbers(config, operands, tile, role.numbers),
+        numbers,
         role.shared,
         row_factors,
         Record(role.where, number) if cutlass.const_expr(config.rereads) else None,

@@ -7,6 +7,8 @@ then below 2**-40 of the largest, less than the rounding of a sum in fp32.
 
 from __future__ import annotations
 
+from functools import reduce
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float16, Float32, Int32, Uint32
@@ -26,19 +28,13 @@ SWIZZLE_ROWS = 8
 
 def largest(words: list) -> Uint32:
     """Bits of the largest magnitude among some pairs of bf16, for each half separately; NaN counts as largest."""
-    found = Uint32(0)
-    for word in words:
-        found = maximum_of_halves(found, word & Uint32(ABSOLUTE))
-    return found
+    return reduce(maximum_of_halves, (word & Uint32(ABSOLUTE) for word in words))
 
 
 def maximum_of_halves(a: Uint32, b: Uint32) -> Uint32:
     """The larger of each half, as unsigned numbers."""
     return cute.arch.inline_ptx(
-        "{ .reg .b16 a0; .reg .b16 a1; .reg .b16 b0; .reg .b16 b1; mov.b32 {a0, a1}, {$r0}; mov.b32 {b0, b1}, {$r1};"
-        " max.u16 a0, a0, b0; max.u16 a1, a1, b1; mov.b32 {$w0}, {a0, a1}; }",
-        write_only_types=[Uint32],
-        read_only_args=[a, b],
+        "max.u16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b]
     )
 
 
