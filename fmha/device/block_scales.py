@@ -49,7 +49,10 @@ def load_scales(
         row, page = (Int32(cutlass.select_(exists, number, Int32(0))) for number in (row, page))
         origin = blocks[page, row, tile.kv_head, None].iterator.toint()
         wanted = Int32(cutlass.select_(exists, Int32(config.codes.row_blocks), Int32(0)))
-        copy_async(target + key * config.codes.row_blocks, origin, config.codes.row_blocks, wanted)
+        if cutlass.const_expr(first + WARP_THREADS <= config.tile_n):  # noqa: SIM114
+            copy_async(target + key * config.codes.row_blocks, origin, config.codes.row_blocks, wanted)
+        elif key < config.tile_n:
+            copy_async(target + key * config.codes.row_blocks, origin, config.codes.row_blocks, wanted)
     full.arrive_behind_copies(use)
 
 

@@ -45,15 +45,18 @@ WARP_COSTS = {
 }
 
 
-# Constants for a converter, whose chain of instructions is what a step waits for, by bits of a number. Fitted to twelve
-# calls of 40 to 8192 queries a request on an H200. With them and EXPANDING, what dequantising first takes beside its
-# bytes, in microseconds, plans choose the faster of both, within 2%, for the twelve calls that were timed in both ways
+# Constants for a converter, whose chain of instructions is what a step waits for, by bits of a number. Fitted with
+# EXPANDING, what dequantising first takes beside its bytes, in microseconds, and ``expanding.SLOWER`` to 31 calls of 10
+# to 2330 queries a request, in every shape and dequantised first, on H200s: by them plans lose 1.6% on these calls
 # (docs/measurements.md).
 CONVERTER_COSTS = {
-    8: replace(HOPPER, serial_mma=1.0, tile=3500.0),
-    4: replace(HOPPER, serial_mma=2.5, tile=3500.0),
-}
-EXPANDING = 2.0
+    bits: replace(
+        HOPPER, serial_mma=mma, serial_key=8.0, serial_tile=50.0, tile=1400.0, hidden=0.3, team_12=1.28,
+        team_31=1.05, launch=2.55,
+    )
+    for bits, mma in ((8, 1.58), (4, 1.94))
+}  # fmt: skip
+EXPANDING = 1.8
 
 # Constants for consumers that share rows, at head sizes above 256. Fitted to 19 problems of MLA with 16, 64 and 128
 # heads, each with 1 to 8 parts of the keys, on an H100 (docs/measurements.md). A tile's start and end take long, and

@@ -99,11 +99,20 @@ HALVES = Shape(2, 32, 2, 1, 240, 24, column_parts=2)
 PAIR = Shape(2, 64, 2, 1, 240, 24, column_parts=2)
 # Fits any head size up to 256, with a bias too, and most blocks of keys.
 NARROW = Shape(1, 32, 4, 1, 240, 24)
-# K and V in FP8. A warpgroup converts them, and needs registers; tiles are loaded ahead of it.
+# K and V in codes. A warpgroup converts them, and needs registers; tiles are loaded ahead of it. Small tiles are
+# converted sooner, which matters in short calls. FLOAT8_DECODE's shapes are a choice for more rows, too.
 FLOAT8 = {
-    64: Shape(2, 128, 3, 1, 208, 24, raw_stages=3, converter_registers=72),
-    128: Shape(2, 128, 2, 1, 208, 24, raw_stages=2, converter_registers=72),
-    256: Shape(2, 64, 2, 1, 208, 24, raw_stages=1, converter_registers=72),
+    64: (Shape(2, 128, 3, 1, 208, 24, raw_stages=3, converter_registers=72),),
+    128: (
+        Shape(2, 128, 2, 1, 208, 24, raw_stages=2, converter_registers=72),
+        Shape(2, 64, 2, 1, 208, 24, raw_stages=2, converter_registers=72),
+    ),
+    256: (Shape(2, 64, 2, 1, 208, 24, raw_stages=1, converter_registers=72),),
+}
+# Three consumers share the work of converting a tile. Only 8-bit codes are converted fast enough in so few registers.
+FLOAT8_THREE = {
+    64: Shape(3, 96, 3, 1, 136, 24, raw_stages=3, converter_registers=48),
+    128: Shape(3, 48, 3, 1, 136, 24, raw_stages=3, converter_registers=48),
 }
 FLOAT8_DECODE = {
     64: Shape(1, 64, 3, 2, 160, 24, raw_stages=4, converter_registers=56),
@@ -138,7 +147,7 @@ SPLIT_TILES, SPLIT_KEYS = 32, 4096  # most tiles of rows, least keys
 
 
 def shapes_of(problem: AttentionProblem) -> tuple[Shape, ...]:
-    """Tile shapes that a problem may get; for FP8 keys just one."""
+    """Tile shapes that a problem may get."""
     if problem.format.kv_format is not None:
         return float8_tiles(problem)
     heads = problem.heads
@@ -151,8 +160,8 @@ def shapes_of(problem: AttentionProblem) -> tuple[Shape, ...]:
 
 
 def float8_tiles(problem: AttentionProblem) -> tuple[Shape, ...]:
-    """The tile shape for FP8 or NVFP4 keys. Plans have no choice: one shape has been timed for each number of rows of a
-    KV head, some at D 128 (docs/measurements.md)."""
+    """The tile shapes for FP8 or NVFP4 keys: one for few rows of a KV head, by their number, and for more rows those
+    that were timed (docs/measurements.md)."""
     dim, eights = problem.head_dim, -(-problem.group * problem.seq_q // COLUMN_ROWS)
     few = {} if problem.mask.has_blocks else FLOAT8_FEW.get(eights, {})
     if problem.format.kv_bits == 4 and not problem.mask.has_blocks:
@@ -169,8 +178,15 @@ def float8_tiles(problem: AttentionProblem) -> tuple[Shape, ...]:
     if dim in few and problem.bias is None:
         return (few[dim],)
     pack = choose_pack(problem.group, problem.seq_q, WARPGROUP_ROWS)
-    table = FLOAT8_DECODE if problem.seq_q <= WARPGROUP_ROWS // pack else FLOAT8
-    return (table[dim],)
+    if problem.seq_q <= WARPGROUP_ROWS // pack:
+        return (FLOAT8_DECODE[dim],)
+    return for_many_rows(dim, problem.format.kv_bits)
+
+
+def for_many_rows(dim: int, bits: float) -> tuple[Shape, ...]:
+    """The tile shapes for codes of so many bits and more rows of a KV head than a consumer has."""
+    three = (FLOAT8_THREE[dim],) if bits == 8 and dim in FLOAT8_THREE else ()
+    return (*FLOAT8[dim], *three, FLOAT8_DECODE[dim])
 
 
 @lru_cache(maxsize=64)

@@ -2,12 +2,23 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
-from helpers.float8_cases import NVFP4, Case, check, check_extreme, extremes, on_gpu
+from helpers.float8_cases import (
+    NVFP4,
+    Case,
+    check,
+    check_extreme,
+    extremes,
+    many_rows,
+    on_gpu,
+    shapes_for_many_rows,
+)
 
-from warpspec.fmha import attention
+from warpspec.fmha import attention, launch
+from warpspec.fmha.sm90 import shapes
 
 FP16, E5M2 = torch.float16, torch.float8_e5m2
 pytestmark = pytest.mark.gpu
@@ -53,6 +64,16 @@ def drawn(seed: int) -> Case:
 @pytest.mark.parametrize("case", CASES)
 def test_against_reference(case):
     check(case, on_gpu)
+
+
+@pytest.mark.parametrize("dim, format, shape", shapes_for_many_rows())
+def test_every_shape_for_many_rows(dim, format, shape, monkeypatch):
+    """Also the shapes that plans do not choose for so small a problem, in as many KV tiles as make races likely."""
+    monkeypatch.setattr(shapes, "for_many_rows", lambda dim, bits: (shape,))
+    monkeypatch.setattr(launch, "expands_on", lambda problem, target: False)
+    launch.prepare.cache_clear()
+    check(replace(many_rows(dim, format), keys=2600, lengths=(2600, 1003)), on_gpu)
+    launch.prepare.cache_clear()
 
 
 @pytest.mark.parametrize("seed", range(24))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from warpspec.fmha import AttentionState, attention
+from warpspec.fmha.sm90 import shapes
 
 O_TOLERANCE, LSE_TOLERANCE = 4e-3, 1e-3  # worst head's relative error; lse's largest difference
 # Bytes that are NaN: codes, and of NVFP4 a block's scale.
@@ -163,6 +164,23 @@ def on_gpu(arguments: dict):
     moved = {name: t.cuda() if isinstance(t, torch.Tensor) else t for name, t in arguments.items()}
     found = [t.cpu() for t in attention(**moved, return_lse=arguments["normalize"])]
     return found if arguments["normalize"] else AttentionState(*found)
+
+
+def many_rows(dim: int, format: torch.dtype) -> Case:
+    """A case that every shape of ``fmha.sm90.shapes`` for many rows over codes can run: rows in three consumers, more
+    KV tiles than stages, lengths that no tile divides."""
+    return Case(75, 330, (6, 2), dim, batch=2, page=64, lengths=(330, 101), float8=format, causal=True)
+
+
+def shapes_for_many_rows() -> list[tuple]:
+    """(head size, format, shape) of each of these shapes."""
+    bits = {torch.float8_e4m3fn: 8, NVFP4: 4}
+    return [
+        (d, each, one)
+        for d in shapes.FLOAT8
+        for each, n in bits.items()
+        for one in shapes.for_many_rows(d, n)
+    ]
 
 
 def extremes(format: torch.dtype, queries: int) -> Iterator[dict]:
