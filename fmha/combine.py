@@ -28,8 +28,7 @@ class CombineConfig:
     the row's splits (way w takes w, w + ways, ...) and add up through shared memory. head_dim: columns of a partial
     result; o_dim: columns of o if fewer, else 0. dtype: dtype of o. normalize: o is divided and the sink applied;
     otherwise o, row_max and row_sum are an un-normalised state. packed: queries past the last request are left alone.
-    sink_dtype: dtype of the sink, if there is one. skips: o of splits without keys is not loaded, for which the others
-    wait until it is known which these are: worth while where many splits are empty and rows are long.
+    sink_dtype: dtype of the sink, if there is one.
     """
 
     head_dim: int
@@ -41,7 +40,6 @@ class CombineConfig:
     has_lse: bool = False
     packed: bool = False
     sink_dtype: str = FLOAT32
-    skips: bool = False
 
     def __post_init__(self):
         assert self.head_dim in CLASSES and self.columns % VECTOR == 0

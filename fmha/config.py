@@ -17,7 +17,7 @@ from warpspec.common.operands import FLOAT32
 from warpspec.fmha.conversion import CodeRings
 from warpspec.fmha.features import Format, Mask, RequestLayout
 from warpspec.fmha.heads import HeadSizes
-from warpspec.fmha.line import MOST_ROUNDS
+from warpspec.fmha.line import MOST_ROUNDS, TILE_OVERHEAD
 from warpspec.fmha.logits import PLAIN, LogitMap
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.schedule import SORTED_REQUESTS
@@ -112,7 +112,8 @@ class TileScheduler:
     (``device.record``). sorts: packed query tiles, or parts, are taken from the queue longest first
     (``device.longest``).
     in_step: work that is cut by length is cut alike for all heads, and neighbouring CTAs take one chunk of different
-    heads (``device.line``).
+    heads (``device.line``). adds_up: the CTA with the last piece of a tile that is cut adds up the states of all;
+    otherwise a second launch joins them.
     """
 
     schedule: Schedule = Schedule.SINGLE
@@ -120,16 +121,28 @@ class TileScheduler:
     record_count: int = 1
     sorts: bool = False
     in_step: bool = False
+    adds_up: bool = False
 
     def __post_init__(self):
         assert self.has_warp or self.schedule is not Schedule.QUEUE
         assert self.schedule is Schedule.QUEUE or not self.sorts
-        assert self.schedule is Schedule.LINE or not self.in_step
+        assert self.schedule is Schedule.LINE or not (self.in_step or self.adds_up)
 
     @property
     def cuts_tiles(self) -> bool:
-        """Whether work is cut by length: CTAs leave states of pieces of tiles, and join records."""
+        """Whether work is cut by length: CTAs leave states of pieces of tiles."""
         return self.schedule is Schedule.LINE
+
+    @property
+    def leaves_joins(self) -> bool:
+        """Whether CTAs leave join records, by which another launch joins pieces."""
+        return self.cuts_tiles and not self.adds_up
+
+    @property
+    def counts(self) -> bool:
+        """Whether CTAs share words in global memory that every launch leaves as it found them (``common.workspace``):
+        a queue, or those that announce states of pieces."""
+        return self.from_queue or self.adds_up
 
     @property
     def single(self) -> bool:
@@ -216,6 +229,11 @@ class AttentionKernel:
     def line_source(self):
         """What the line of work that is cut by length consists of (``device.line.Source``); None: requests."""
         return None
+
+    @property
+    def tile_overhead(self) -> int:
+        """Length on the line of a query tile's start and end, in KV tiles."""
+        return TILE_OVERHEAD
 
     @property
     def finds_in_memory(self) -> bool:

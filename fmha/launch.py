@@ -23,7 +23,7 @@ from warpspec.fmha.expand import EXPAND, Expanded, expand_config, expanded, wide
 from warpspec.fmha.features import dtype_name
 from warpspec.fmha.heads import class_of
 from warpspec.fmha.join import JOIN, JoinConfig
-from warpspec.fmha.line import JOIN_WORDS
+from warpspec.fmha.line import JOIN_WORDS, PAIR_WORDS
 from warpspec.fmha.operands import PLACES, STATISTICS
 from warpspec.fmha.plan import Plan, launch_numbers, make_plan
 from warpspec.fmha.plan.expanding import expands
@@ -66,7 +66,7 @@ class Prepared(NamedTuple):
     attention, combine: functions of the kernels' arguments. combine is the second launch, which combines splits or
     joins pieces, or None. numbers: those of the attention kernel. schedule: the plan's. workspace: what a launch
     allocates between the two kernels, ``piece_blocks`` or ``partial_blocks``; None where it depends on the number of
-    packed queries, or there is none.
+    packed queries, or there is none. counters: words that CTAs share and leave as they found them.
     """
 
     target: Target
@@ -76,6 +76,7 @@ class Prepared(NamedTuple):
     attention: Callable
     combine: Callable | None
     workspace: tuple[Block, ...] | None
+    counters: int
 
     def run(self, operands: Sequence):
         """Launch on the tensors' device and its current stream; no synchronisation. Writes o and, if given, lse,
@@ -86,7 +87,7 @@ class Prepared(NamedTuple):
         """
         device = self.target.device
         if device is not None and device == torch._C._cuda_getDevice():  # a context would take 0.5 us more
-            if self.combine is None and self.schedule is not QUEUE:
+            if self.combine is None and not self.counters:
                 return self.attention(*operands, *self.numbers)
             return self.launch(operands)
         with self.target.current():
@@ -109,16 +110,20 @@ class Prepared(NamedTuple):
         return joined(self.attend(parts), self.combine(*allocated, *results, starts))
 
     def attend(self, operands: Sequence):
-        """Launch the attention kernel, with a queue if its CTAs take tiles from one."""
-        if self.schedule is not QUEUE:
+        """Launch the attention kernel, with counters if its CTAs share some, and with room for the states of pieces if
+        they add these up themselves."""
+        if not self.counters:
             return self.attention(*operands, *self.numbers)
+        pieces = None
+        if self.schedule is LINE:
+            (pieces,) = allocate(self.workspace, operands[PLACES.o].device)
         if self.target.native:
-            queue = workspace(1, self.target.device)
-            return self.attention(*placed(operands, queue=queue), *self.numbers)
-        queue = new_workspace(1, operands[PLACES.o].device)
-        report = self.attention(*placed(operands, queue=queue), *self.numbers)
+            queue = workspace(self.counters, self.target.device)
+            return self.attention(*placed(operands, queue=queue, pieces=pieces), *self.numbers)
+        queue = new_workspace(self.counters, operands[PLACES.o].device)
+        report = self.attention(*placed(operands, queue=queue, pieces=pieces), *self.numbers)
         whole = not simulator().times()  # CTAs of a sample do not take all of the numbers
-        assert not whole or queue.item() == EMPTY, "the queue was not left as it was found"
+        assert not whole or (queue == EMPTY).all(), "the counters were not left as they were found"
         return report
 
 
@@ -137,15 +142,16 @@ def prepare(problem: AttentionProblem, target: Target, found: Plan | None = None
         return Expanded(expand, attention, shape, problem.dtype, problem.requests.packed_k)
     found = found or plan(problem, target)
     attention = ATTENTION.of(target.architecture).ATTENTION.launcher(found.config, target)
-    if found.config.scheduler.from_queue and target.native:
+    if found.config.scheduler.counts and target.native:
         prepare_reserve(target.device)
     second = second_kernel(problem, found.config, found.splits)
     combine = None if second is None else second[0].launcher(second[1], target)
     schedule, numbers = found.config.scheduler.schedule, launch_numbers(problem, found)
     blocks = piece_blocks(found) if schedule is LINE else None
+    counters = 1 if schedule is QUEUE else PAIR_WORDS * found.ctas if found.config.scheduler.adds_up else 0
     if found.splits > 1 and not problem.requests.packed_q:
         blocks = partial_blocks(problem.o_shape, found.splits)
-    return Prepared(target, found, schedule, numbers, attention, combine, blocks)
+    return Prepared(target, found, schedule, numbers, attention, combine, blocks, counters)
 
 
 def prepare_new(problem: AttentionProblem, target: Target) -> Prepared | Expanded | Timed:
@@ -182,12 +188,12 @@ def second_kernel(problem: AttentionProblem, config, splits: int) -> tuple[Kerne
     """The kernel, with its configuration, that combines splits or joins pieces after an attention kernel of ``config``;
     None if there are neither."""
     if splits > 1:
-        return COMBINE, combine_config(problem, splits, skips=config.queues_parts and config.paired)
-    return (JOIN, join_config(problem, config)) if config.scheduler.cuts_tiles else None
+        return COMBINE, combine_config(problem, splits)
+    return (JOIN, join_config(problem, config)) if config.scheduler.leaves_joins else None
 
 
-def combine_config(problem: AttentionProblem, splits: int, skips: bool = False) -> CombineConfig:
-    """The combine kernel of a problem whose keys are split into so many parts. skips: as in ``CombineConfig``."""
+def combine_config(problem: AttentionProblem, splits: int) -> CombineConfig:
+    """The combine kernel of a problem whose keys are split into so many parts."""
     sizes = problem.heads
     return CombineConfig.of(
         sizes.v_state,
@@ -199,7 +205,6 @@ def combine_config(problem: AttentionProblem, splits: int, skips: bool = False) 
         normalize=problem.normalize,
         packed=problem.requests.packed_q,
         o_dim=0 if sizes.v == sizes.v_state else sizes.v,
-        skips=skips,
     )
 
 
@@ -229,12 +234,13 @@ def compiled(problem: AttentionProblem, target: Target) -> tuple:
     return tuple(one[0].compiled(one[1], target.arch, native=target.native) for one in launched if one)
 
 
-def piece_blocks(plan: Plan) -> tuple[Block, Block]:
-    """Workspace of work that is cut by length: states of pieces, two a CTA, and join records (``device.line``)."""
-    return (
-        block((2 * plan.ctas, plan.config.rows.count, plan.config.heads.piece_columns), torch.float32),
-        block((plan.ctas, JOIN_WORDS), torch.int32),
-    )
+def piece_blocks(plan: Plan) -> tuple[Block, ...]:
+    """Workspace of work that is cut by length: states of pieces, two a CTA, and join records (``device.line``); one a
+    CTA and no records if CTAs add them up."""
+    row = (plan.config.rows.count, plan.config.heads.piece_columns)
+    if plan.config.scheduler.adds_up:
+        return (block((plan.ctas, *row), torch.float32),)
+    return block((2 * plan.ctas, *row), torch.float32), block((plan.ctas, JOIN_WORDS), torch.int32)
 
 
 @lru_cache(maxsize=4096)

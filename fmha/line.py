@@ -15,6 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 TILE_OVERHEAD = 2  # length of a query tile's start and end, in KV tiles
+PAIR_OVERHEAD = 4  # the same with paired consumers (``sm90.pair``)
+PAIR_WORDS = 2  # of a CTA whose consumers are paired, by which they announce the state of a piece
 LEAST_TILES = 4  # length of the shortest chunk, in KV tiles
 ROUND_TILES = 20  # query tiles of a chunk where there are several rounds
 MOST_ROUNDS = 23  # the ends of so many chunks fit shared memory
@@ -72,11 +74,21 @@ class Stretch:
 
 
 def stretch(
-    start, length, tiles, *, queries, tile_n, bounds: dict, wide=int, minimum=min, maximum=max
+    start,
+    length,
+    tiles,
+    *,
+    queries,
+    tile_n,
+    bounds: dict,
+    overhead=TILE_OVERHEAD,
+    wide=int,
+    minimum=min,
+    maximum=max,
 ) -> Stretch:
     """``Stretch`` of a request whose query 0 stands at ``start`` and that has so many keys.
 
-    bounds: the compile-time arguments of ``mask.key_range``.
+    bounds: the compile-time arguments of ``mask.key_range``. overhead: length of a tile's start and end, in KV tiles.
     """
     causal, left, right, key_stride = (bounds[name] for name in ("causal", "left", "right", "key_stride"))
     start = maximum(minimum(start, FAR // 2), -FAR // 2)
@@ -91,9 +103,7 @@ def stretch(
         if first_end is not None:
             first_start = minimum(first_start, first_end)  # no tile has a negative length
     arithmetic = {"wide": wide, "minimum": minimum, "maximum": maximum}
-    return Stretch(
-        tiles, queries, TILE_OVERHEAD * tile_n * key_stride, first_end, first_start, limit, arithmetic
-    )
+    return Stretch(tiles, queries, overhead * tile_n * key_stride, first_end, first_start, limit, arithmetic)
 
 
 def cut(part, kv_tiles, integer=int, minimum=min, select=lambda condition, yes, no: yes if condition else no):

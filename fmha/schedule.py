@@ -26,8 +26,6 @@ SORTED_TILES = 2**16 - 1  # most query tiles of a request that are
 # Least KV tiles of a part (``device.parts``), for calls whose keys are far fewer than the host had to expect: otherwise
 # each KV tile would have a start, an end and a state of its own.
 LEAST_PART = 2
-# KV tiles that take as long as a part's start and end, with paired consumers (``sm90.choices.LATENT_COSTS``).
-PART_ENDS = 4
 
 
 def extent(divisor):

@@ -95,9 +95,9 @@ def combine_row(
     vectors = cute.local_tile(
         partial_o[None, batch, query, head, None], (1, VECTOR), (None, column)
     )  # (1, VECTOR, SPLIT)
-    loads = load_batch(config, maxima, sums, vectors, way)  # first: nothing of the row is known yet
+    loads = load_batch(maxima, sums, vectors, way, config.ways)  # first: nothing of the row is known yet
     maximum = row_maximum(maxima, lane, config.lanes)
-    total, values = weighted_sums(config, maxima, sums, vectors, maximum, way, loads)
+    total, values = weighted_sums(maxima, sums, vectors, maximum, way, config.ways, loads)
     if cutlass.const_expr(config.ways > 1):
         total = add_ways(config, thread, total, values)
 
@@ -174,22 +174,15 @@ def row_maximum(maxima: cute.Tensor, lane, lanes: cutlass.Constexpr) -> Float32:
 
 
 @cute.jit
-def load_batch(config: cutlass.Constexpr, maxima, sums, vectors, first) -> tuple:
+def load_batch(maxima, sums, vectors, first, ways: cutlass.Constexpr) -> tuple:
     """Load splits first, first + ways, ... of a batch: (their o (VECTOR, BATCH), their maxima and sums (2, BATCH)).
     Those past the last split are the last one again."""
     loaded = cute.make_rmem_tensor((VECTOR, BATCH), Float32)
     stats = cute.make_rmem_tensor((2, BATCH), Float32)
     for i in cutlass.range_constexpr(BATCH):
-        split = cutlass.min(first + i * config.ways, cute.size(maxima) - 1)
+        split = cutlass.min(first + i * ways, cute.size(maxima) - 1)
+        cute.autovec_copy(vectors[0, None, split], loaded[None, i])
         stats[0, i], stats[1, i] = maxima[split], sums[split]
-        if cutlass.const_expr(not config.skips):
-            cute.autovec_copy(vectors[0, None, split], loaded[None, i])
-    if cutlass.const_expr(config.skips):
-        loaded.fill(0.0)
-        for i in cutlass.range_constexpr(BATCH):
-            split = cutlass.min(first + i * config.ways, cute.size(maxima) - 1)
-            if stats[1, i] != Float32(0.0):
-                cute.autovec_copy(vectors[0, None, split], loaded[None, i])
     return loaded, stats
 
 
@@ -212,17 +205,17 @@ def add_batch(
 
 
 @cute.jit
-def weighted_sums(config: cutlass.Constexpr, maxima, sums, vectors, maximum, way, batch: cutlass.Constexpr):
+def weighted_sums(maxima, sums, vectors, maximum, way, ways: cutlass.Constexpr, batch: cutlass.Constexpr):
     """Over splits way, way + ways, ...: (sum of weights times row sums, sum of weights times o (VECTOR)).
 
     maxima, sums: (SPLIT). vectors: (1, VECTOR, SPLIT), this thread's columns. batch: the first ones, loaded.
     """
-    splits, base, ways = cute.size(maxima), finite(maximum), config.ways
+    splits, base = cute.size(maxima), finite(maximum)
     values = cute.make_rmem_tensor(VECTOR, Float32)
     values.fill(0.0)
     total = add_batch(batch, base, way, splits, ways, Float32(0.0), values)
     for first in cutlass.range(way + ways * BATCH, splits, ways * BATCH, unroll=1):
-        batch = load_batch(config, maxima, sums, vectors, first)
+        batch = load_batch(maxima, sums, vectors, first, ways)
         total = add_batch(batch, base, first, splits, ways, total, values)
     return total, values
 

@@ -13,6 +13,11 @@ tile's first cut leaves a join record, from which ``device.join`` joins the stat
 If heads are in step (``TileScheduler.in_step``), the line has one head of each request. It is cut into fewer chunks,
 and as many neighbouring CTAs as there are heads take each of them, one head each. So keys of all heads are read at a
 time, which are neighbours in memory.
+
+If pieces are added up (``TileScheduler.adds_up``), each request has one query tile. A CTA goes through its chunk from
+the end to the beginning: first it leaves the state of the tile that goes on in the next chunk, and the tile that began
+in an earlier chunk comes last. So the CTA with a tile's last piece, which adds up the states of all, seldom waits for
+them, and only for CTAs with lower numbers, which started earlier.
 """
 
 from __future__ import annotations
@@ -34,6 +39,7 @@ from warpspec.fmha.line import LEAST_TILES, MOST_ROUNDS, cut, round_count, stret
 
 SIDES = 2  # a chunk's begin and its end
 WHOLE_SHARE = 8  # chunks may be longer by this part of their length if that leaves equal tiles whole
+WHOLE_TILES = 3  # or by so many KV tiles, if pieces are added up
 BEGIN, END = range(SIDES)
 LAST_LANE = WARP_THREADS - 1
 LONGEST_STEP = (1 << 31) - 1  # from cut to cut; tiles are shorter
@@ -202,7 +208,7 @@ def stretch_of(config, operands, line: Line, request):
     found = request_at(config.requests, operands, request)
     tiles = cutlass.max((found.seq_q + config.rows.queries - 1) // config.rows.queries, 1)
     bounds = config.mask.bounds(line.window)
-    sizes = {"queries": config.rows.queries, "tile_n": config.tile_n}
+    sizes = {"queries": config.rows.queries, "tile_n": config.tile_n, "overhead": config.tile_overhead}
     return stretch(found.start, found.length, tiles, **sizes, bounds=bounds, wide=Int64, **INTEGERS)
 
 
@@ -250,11 +256,15 @@ def common_length(config: cutlass.Constexpr, operands, line, found, of_lane) -> 
 def chunk_length(config, line: Line, total, chunks, tile) -> Int64:
     """Length of every chunk but the last ones, which may be shorter or have nothing: the quotient, or a little more.
 
-    chunks: their number. tile: the length of all tiles, or 0. If that is a little more than the quotient, chunks are
-    tiles, and none is cut.
+    chunks: their number. tile: the length of all tiles, or 0. If that, or, where pieces are added up, a multiple of
+    it, is a little more than the quotient, chunks are so many tiles, and none is cut.
     """
     most = Int64(Float32(total) * (cute.arch.rcp_approx(Float32(chunks)) * Float32(1.0 + 2.0**-20))) + 1
-    whole = Boolean(tile >= most) & Boolean(tile <= most + most // WHOLE_SHARE)
+    room = most // WHOLE_SHARE
+    if config.scheduler.adds_up:
+        tile = (most + tile - 1) // cutlass.max(tile, Int64(1)) * tile
+        room = Int64(WHOLE_TILES * config.tile_n * config.mask.key_stride)
+    whole = Boolean(tile >= most) & Boolean(tile <= most + room)
     most = Int64(cutlass.select_(whole, tile, most))
     return cutlass.max(most, Int64(LEAST_TILES * config.tile_n * config.mask.key_stride))
 
@@ -324,11 +334,10 @@ def place_chunks(config: cutlass.Constexpr, operands, chunks):
             head, query_tile, offset, length = line.requests * line.heads, Int32(0), Int64(0), Int64(1)
             if place < found.total:
                 head, query_tile, offset, length = locate(config, operands, line, found, of_lane, place)
-                head += own.head
                 if chunk <= (line.rounds - 1) * own.chunks:  # moves to the begin of the tile
                     offset = Int64(0)
             if cute.arch.lane_idx() == 0:
-                cursors[0, side, round_] = head
+                cursors[0, side, round_] = head + own.head
                 cursors[1, side, round_] = query_tile
                 floats = cute.make_tensor(cute.recast_ptr(cursors.iterator, dtype=Float32), cursors.layout)
                 floats[2, side, round_] = part_of(offset, length)
@@ -408,6 +417,7 @@ class Chunk:
     line: Line
     begin: Cursor
     end: Cursor
+    last_cut: Cut
 
     def holds(self, head, query_tile) -> Boolean:
         """Whether a tile, no earlier than the chunk's begin, has a piece in the chunk."""
@@ -426,18 +436,45 @@ class Chunk:
         ends = other_than(self.end)
         first = select_integer(begins, 0, tiles_before(self.begin.part, count))
         last = select_integer(ends, count, tiles_before(self.end.part, count))
-        whole = Boolean(first == 0) & Boolean(last == count) & (begins | Boolean(count > 0))
-        return tile.cut(
-            Piece(first, last - first, whole, state_of(place_of(self.config, self.line).slot, begins))
-        )
+        own = place_of(self.config, self.line)
+        whole = Boolean(last == count) & (begins | Boolean(count > 0))
+        if self.config.scheduler.adds_up:
+            earlier = pieces_before(self.last_cut, own, first, whole, count)
+            return tile.cut(Piece(first, last - first, whole, own.slot, earlier))
+        whole = Boolean(first == 0) & whole
+        return tile.cut(Piece(first, last - first, whole, state_of(own.slot, begins)))
 
     def next(self, head, query_tile, tile) -> tuple:
         """(head, query tile) after ``tile``, which is at (head, query_tile)."""
         last = Boolean((query_tile + 1) * self.config.rows.queries >= tile.seq_q)
-        step = self.line.heads if self.config.scheduler.in_step else 1
-        return head + Int32(last) * step, select_integer(last, 0, query_tile + 1)
+        return head + Int32(last) * self.step, select_integer(last, 0, query_tile + 1)
+
+    @property
+    def step(self):
+        """From a head of the line to the next one of the chunk."""
+        return self.line.heads if self.config.scheduler.in_step else 1
+
+    @property
+    def last_head(self) -> Int32:
+        """The last head of the line with a piece in the chunk, if each has one query tile."""
+        return self.end.head - select_integer(self.end.part > Float32(0.0), 0, self.step)
 
 
-def chunk_at(config, operands, line: Line, cursors: cute.Tensor, round_) -> Chunk:
+@cute.jit
+def pieces_before(cut, own, first, whole, count) -> Int32:
+    """How many pieces of a tile come before its last one, which begins with KV tile ``first`` of ``count``; 0 for other
+    pieces. Only the begin of a CTA's last chunk cuts a tile. cut: that ``Cut``. own: the CTA's ``Place``."""
+    earlier = Int32(0)
+    more, place = whole & Boolean(first > 0), cut.offset
+    while more:
+        earlier += 1
+        place -= cut.step
+        inside = Boolean(place > 0) & Boolean(own.chunk > earlier)  # chunk 0 begins with a tile
+        more = inside & Boolean(tiles_before(cut.part(cutlass.max(place, 0)), count) > 0)
+    return earlier
+
+
+def chunk_at(config, operands, chunks: Chunks, round_) -> Chunk:
     """The CTA's chunk of a round."""
-    return Chunk(config, operands, line, *(cursor_at(cursors, side, round_) for side in range(SIDES)))
+    ends = (cursor_at(chunks.cursors, side, round_) for side in range(SIDES))
+    return Chunk(config, operands, chunks.line, *ends, Cut(*(chunks.cut[i] for i in range(CUT_WORDS))))

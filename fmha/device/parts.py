@@ -2,9 +2,8 @@
 
 If only the device knows the lengths of keys, equal splits of every request would be long for some requests and short
 for others. Here all parts have the same length, in KV tiles: the longest request has as many as there are splits, or
-fewer if they would be shorter than LEAST_PART, and others have fewer. Paired consumers, for which a part's start and
-end take long, have parts of the length with which the last CTA ends first (``balanced_size``). Part number s of a
-request is its split s in the workspace; the CTA with the last part says of the splits after it that they saw no key.
+fewer if they would be shorter than LEAST_PART, and others have fewer. Part number s of a request is its split s in the
+workspace; the CTA with the last part says of the splits after it that they saw no key.
 
 A request has one query tile. Its part 0 may be shorter than the others. CTAs take the parts with the highest numbers
 first, so that all short parts come last (``device.longest``, where a part is a query tile). Which CTA computes a part
@@ -18,17 +17,14 @@ from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Int32
 
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.fmha.device.grid import requests_of
 from warpspec.fmha.device.longest import HALF_BITS, Order, level_of, nth_longest
 from warpspec.fmha.device.request import request_at
 from warpspec.fmha.device.tile import INTEGERS, positions_of, tile_of
-from warpspec.fmha.schedule import LEAST_PART, PART_ENDS, SORTED_REQUESTS, key_span
-
-ROUND_UP = 0.999  # parts of up to 1000 KV tiles are counted exactly
-MOST_COST = 2**25  # of rounds, in KV tiles; WARP_THREADS times as much is an Int32
+from warpspec.fmha.schedule import LEAST_PART, SORTED_REQUESTS, key_span
 
 
 @dataclass(frozen=True)
@@ -47,14 +43,14 @@ class Parts:
 
 def parts_of(config, operands, where, words: cute.Tensor) -> Parts:
     """The parts of a call; writes the words of their order. Called by a whole warp. where: ``grid.Where``."""
-    heads = where.grid.head_tiles * operands.k.shape[2]
-    size, highest, parts = write_words(config, operands, where.window, where.grid.splits, heads, words)
+    size, highest, parts = write_words(config, operands, where.window, where.grid.splits, words)
     requests = Int32(requests_of(config.requests, operands))
-    return Parts(Order(words, requests, highest, parts, Boolean(True)), size, heads)
+    order = Order(words, requests, highest, parts, Boolean(True))
+    return Parts(order, size, where.grid.head_tiles * operands.k.shape[2])
 
 
 @cute.jit
-def write_words(config: cutlass.Constexpr, operands, window, splits, heads, words: cute.Tensor) -> tuple:
+def write_words(config: cutlass.Constexpr, operands, window, splits, words: cute.Tensor) -> tuple:
     """(KV tiles of a part, the highest number of a part, parts of all requests). Called by a whole warp."""
     requests, lane = Int32(requests_of(config.requests, operands)), cute.arch.lane_idx()
     longest, highest, parts = Int32(1), Int32(0), Int32(0)
@@ -68,12 +64,8 @@ def write_words(config: cutlass.Constexpr, operands, window, splits, heads, word
         count = Int32(cutlass.select_(some, count, Int32(-1)))  # without queries there is no part
         words[first + lane] = count
         longest = cutlass.max(longest, count)
-    longest = Int32(cute.arch.warp_redux_sync(longest, "max"))
-    size = cutlass.max((longest + splits - 1) // splits, LEAST_PART)
-    if cutlass.const_expr(config.paired):
-        cute.arch.sync_warp()
-        size = balanced_size(words, cutlass.min(requests, SORTED_REQUESTS), heads, size, longest)
-        cute.arch.sync_warp()
+    size = (Int32(cute.arch.warp_redux_sync(longest, "max")) + splits - 1) // splits
+    size = cutlass.max(size, LEAST_PART)
     for first in cutlass.range(0, cutlass.min(requests, SORTED_REQUESTS), WARP_THREADS, unroll=1):
         count = words[first + lane]
         own = cutlass.max((count + size - 1) // size, 1)
@@ -85,30 +77,6 @@ def write_words(config: cutlass.Constexpr, operands, window, splits, heads, word
     cute.arch.sync_warp()
     highest = Int32(cute.arch.warp_redux_sync(highest, "max"))
     return size, highest, Int32(cute.arch.warp_redux_sync(parts, "add"))
-
-
-@cute.jit
-def balanced_size(words: cute.Tensor, requests, heads, least, longest) -> Int32:
-    """KV tiles of a part, at least ``least``, with which the last CTA ends first. Called by a whole warp.
-
-    words: KV tiles of requests. A CTA's time is that of its rounds of parts. In two passes each lane judges a size:
-    from ``least`` to ``longest``, then about the best of these.
-    """
-    lane, (ctas, _, _) = cute.arch.lane_idx(), cute.arch.grid_dim()
-    low, high = Int32(least), cutlass.max(longest, least)
-    for _ in cutlass.range_constexpr(2):
-        step = (high - low + WARP_THREADS - 1) // WARP_THREADS
-        size = cutlass.max(low + lane * step, 1)
-        inverse, parts = cute.arch.rcp_approx(Float32(size)), Int32(0)
-        for request in cutlass.range(requests, unroll=4):
-            count = words[request]
-            parts += cutlass.max(Int32(Float32(count) * inverse + ROUND_UP), 1)
-        rounds = cutlass.min((parts * heads + ctas - 1) // ctas, MOST_COST // (size + PART_ENDS))
-        cost = rounds * (size + PART_ENDS) * WARP_THREADS + lane
-        best = Int32(cute.arch.warp_redux_sync(cost, "min")) % WARP_THREADS
-        found = cutlass.max(low + best * step, 1)
-        low, high = cutlass.max(found - step, least), cutlass.min(found + step, high)
-    return found
 
 
 def part_at(config, operands, where, parts: Parts, number):

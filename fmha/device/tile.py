@@ -50,12 +50,21 @@ class Row:
 class Piece:
     """The KV tiles of an M tile that one chunk of the line holds (``device.line``): ``count`` of them, starting with
     number ``first`` of the tile's span. whole: the piece has all of them, so this CTA writes the rows' results.
-    Otherwise it writes their un-normalised state to place ``state`` of the workspace."""
+    Otherwise it writes their un-normalised state to place ``state`` of the workspace.
+
+    If pieces are added up (``TileScheduler.adds_up``), whole says that the piece is the tile's last, and ``earlier``
+    pieces come before it: their states are in the places before ``state``."""
 
     first: Int32
     count: Int32
     whole: Boolean
     state: Int32
+    earlier: Int32 | int = 0
+
+    @property
+    def some(self) -> Boolean:
+        """Whether there is anything to do: a cut close to an end of a tile leaves a piece without KV tiles."""
+        return Boolean(self.count > 0) | (self.whole & Boolean(self.first == 0))
 
 
 @dataclass(frozen=True)

@@ -74,12 +74,20 @@ def each_found(config: cutlass.Constexpr, operands, where, body: cutlass.Constex
     """``each_tile`` for a warp that finds the tiles itself."""
     if cutlass.const_expr(config.scheduler.cuts_tiles):
         for round_ in cutlass.range(where.line.rounds, unroll=1):
-            chunk = chunk_at(config, operands, where.line, where.cursors, round_)
-            head, query_tile = chunk.begin.head, chunk.begin.query_tile
-            while chunk.holds(head, query_tile):
-                tile = chunk.tile(head, query_tile)
-                uses = body(role, tile, uses)
-                head, query_tile = chunk.next(head, query_tile, tile)
+            chunk = chunk_at(config, operands, where, round_)
+            if cutlass.const_expr(config.scheduler.adds_up):
+                head = chunk.last_head
+                while head >= chunk.begin.head:
+                    tile = chunk.tile(head, Int32(0))
+                    if tile.piece.some:
+                        uses = body(role, tile, uses)
+                    head -= chunk.step
+            else:
+                head, query_tile = chunk.begin.head, chunk.begin.query_tile
+                while chunk.holds(head, query_tile):
+                    tile = chunk.tile(head, query_tile)
+                    uses = body(role, tile, uses)
+                    head, query_tile = chunk.next(head, query_tile, tile)
     elif cutlass.const_expr(config.scheduler.from_queue):
         grid, tiles, order, parts = where.grid, where.tiles, None, None
         if cutlass.const_expr(config.queues_parts):

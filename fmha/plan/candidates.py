@@ -70,11 +70,11 @@ def candidates(choices: Choices, problem: AttentionProblem, target: Target) -> I
                 )
                 for splits in counts:
                     yield Candidate(shape, tiling, way, splits)
-            elif suits(way, ways, problem, tiles / resident):
+            elif suits(way, ways, problem, tiling, tiles / resident):
                 yield Candidate(shape, tiling, way, 1)
 
 
-def suits(way: Way, ways: tuple[Way, ...], problem: AttentionProblem, rounds: float) -> bool:
+def suits(way: Way, ways: tuple[Way, ...], problem: AttentionProblem, tiling: Tiling, rounds: float) -> bool:
     """Whether a way of handing out work suits a problem with ``rounds`` rounds of whole tiles. One of ``ways`` always
     does.
 
@@ -85,6 +85,8 @@ def suits(way: Way, ways: tuple[Way, ...], problem: AttentionProblem, rounds: fl
     """
     unordered = problem.requests.packed_q or problem.mask.has_blocks
     unknown = unordered or problem.requests.has_kv_lengths
+    if tiling.column_parts > 1 and way is Way.LINE:  # keys that query tiles share are read by CTAs in step
+        return problem.seq_q <= tiling.queries
     if Way.QUEUE not in ways:
         return way is ways[0] or (unknown if way is Way.LINE else rounds > 1)
     if way is Way.LINE:

@@ -24,9 +24,9 @@ from typing import NamedTuple
 from warpspec.common.hardware import FP32_BYTES
 from warpspec.fmha.combine import SEGMENT, VECTOR
 from warpspec.fmha.join import BATCH, THREADS, TILE_CTAS
-from warpspec.fmha.line import LEAST_TILES, TILE_OVERHEAD
+from warpspec.fmha.line import LEAST_TILES, PAIR_OVERHEAD, TILE_OVERHEAD
 from warpspec.fmha.plan.work import Tiling, Work
-from warpspec.fmha.schedule import LEAST_PART, PART_ENDS
+from warpspec.fmha.schedule import LEAST_PART
 
 CLOCKS_PER_US = 1755.0  # SM clock, in MHz, that constants in clocks assume
 MMA_FLOPS = 4096  # bf16 FLOPs per clock and SM
@@ -35,7 +35,6 @@ UNSORTED = 2.0
 # Splits get an SM each up to this share of the SMs. Further ones share SMs, apparently because the previous call's
 # combine launch still occupies the others.
 SPREAD = 0.75
-BALANCED_ROUNDS = (1, 2, 3, 4, 6)  # of parts whose length is chosen to balance CTAs
 CROWDED = 0.02  # share of the SMs that may have one more CTA than the others without delaying the launch
 
 
@@ -45,7 +44,7 @@ class Way(enum.Enum):
     SINGLE = "one each, in their order as SMs come free"
     PERSISTENT = "one of every round"
     QUEUE = "from a queue, one after another"
-    LINE = "a chunk of the line of all, cut by length, whose pieces a second launch joins"
+    LINE = "a chunk of the line of all, cut by length; a second launch or the CTAs themselves join pieces"
     SPLIT = "one of every round, for each split of the keys, which a second launch combines"
     PARTS = "from a queue, parts of the keys of one length, which a second launch combines"
 
@@ -58,24 +57,6 @@ def join_rounds(t: Tiling, w: Work, pieces, maximum, minimum, ceil):
     each = ceil(rows / (ctas * groups)) * ceil(pieces / BATCH)
     shared = ceil(rows / ctas) * (2 + pieces / (BATCH * groups))
     return maximum(minimum(each, shared) - 1, 0)
-
-
-def part_size(w: Work, t: Tiling, splits, resident, maximum, minimum, ceil, where) -> tuple:
-    """(KV tiles of a part, number of parts) of a launch by PARTS, expected; each tile's first part is half as long.
-
-    Paired consumers' parts are as long as balances so many ``resident`` CTAs (``device.parts.balanced_size``)."""
-
-    def parts_of(size):
-        return minimum(w.kv / size + 0.5 * w.tiles, w.tiles * splits)
-
-    least = maximum(ceil(w.longest / splits), LEAST_PART)
-    size, time = least, ceil(parts_of(least) / resident) * (least + PART_ENDS)
-    for rounds in BALANCED_ROUNDS:
-        room = maximum(rounds * resident - 0.5 * w.tiles, 1)
-        fits = minimum(maximum(ceil(w.kv / room), least), maximum(w.longest, least))
-        taken = ceil(parts_of(fits) / resident) * (fits + PART_ENDS)
-        size, time = where((t.column_parts > 1) & (taken < time), fits, size), minimum(taken, time)
-    return size, parts_of(size)
 
 
 @dataclass(frozen=True)
@@ -119,6 +100,7 @@ class Constants:
         scan, scan_requests: microseconds of cutting the line, and more for every 32 requests.
         join, join_bytes: microseconds of the launch that joins pieces, and bytes of states that it reads per
             microsecond.
+        add: microseconds in which paired consumers add the state of another piece.
         line: factor of the whole time of a launch by LINE.
         combine, combine_bytes: microseconds of the launch that combines split keys, and bytes of states that are
             written and read again per microsecond.
@@ -176,6 +158,7 @@ class Constants:
     combine_splits: float = 32.0
     idle: float = 3572.0
     line: float = 1.077
+    add: float = 2.0
     parts_scan: float = 2.0
     parts_rest: float = 0.15
     parts_last: float = 0.5
@@ -252,7 +235,8 @@ def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=
     consumers = t.row_groups * t.column_parts
     parts = w.tiles * splits
     if way is Way.PARTS:
-        size, parts = part_size(w, t, splits, resident, maximum, minimum, ceil, where)
+        size = maximum(ceil(w.longest / splits), LEAST_PART)
+        parts = minimum(w.kv / size + 0.5 * w.tiles, parts)
     tiles = maximum(w.tiles, 1)
 
     fresh = minimum(w.bytes / (w.kv * tile.bytes), 1.0)  # part of the loads that come from memory
@@ -273,7 +257,8 @@ def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=
     groups, least = w.groups / maximum(w.kv * t.row_groups, 1), 1 / t.row_groups
     whole = (groups - least) / maximum(1 - least, 0.1)
     if way is Way.LINE:
-        length = w.kv + TILE_OVERHEAD * w.tiles
+        overhead = TILE_OVERHEAD + (PAIR_OVERHEAD - TILE_OVERHEAD) * minimum(t.column_parts - 1, 1)
+        length = w.kv + overhead * w.tiles
         chunks = maximum(minimum(length / LEAST_TILES, resident), 1.0)
         ctas_here = maximum(minimum(t.ctas_per_sm, chunks / sms), 1.0)
         full = whole * step(ctas_here, chunks) + (1 - whole) * step(ctas_here, chunks, least)
@@ -329,17 +314,18 @@ def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=
     if way is Way.PARTS:
         found = found + c.parts_scan
     if way in (Way.SPLIT, Way.PARTS):
-        skips = (t.column_parts > 1) & (way is Way.PARTS)  # ``CombineConfig.skips``
-        read = where(skips, parts / tiles, splits)
-        states = parts / tiles + read
+        states = parts / tiles + splits  # written, and read
         found = found + c.combine + states * w.rows * w.depth * FP32_BYTES / c.combine_bytes
         found = found + c.combine_round * ceil(splits / c.combine_splits)
     if way is Way.LINE:
         pieces = chunks + minimum(chunks, tiles)  # of tiles that are cut, or left of these
         states = pieces * w.rows / tiles * w.depth * FP32_BYTES
-        found = found + c.scan + c.scan_requests * w.requests / 32 + c.join + states / c.join_bytes
-        pieces = (w.longest + TILE_OVERHEAD) * chunks / maximum(length, 1) + 1
-        found = c.line * (found + c.combine_round * join_rounds(t, w, pieces, maximum, minimum, ceil))
+        pieces = (w.longest + overhead) * chunks / maximum(length, 1) + 1  # of the longest tile
+        joined = c.join + states / c.join_bytes
+        joined = joined + c.combine_round * join_rounds(t, w, pieces, maximum, minimum, ceil)
+        added = c.add * (pieces - 1)  # by paired consumers (``sm90.add_up``)
+        found = found + c.scan + c.scan_requests * w.requests / 32
+        found = c.line * (found + where(t.column_parts > 1, added, joined))
     return found
 
 

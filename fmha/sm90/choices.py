@@ -58,12 +58,12 @@ CONVERTER_COSTS = {
 }  # fmt: skip
 EXPANDING = 1.8
 
-# Constants for consumers that share rows, at head sizes above 256. Fitted to 19 problems of MLA with 16, 64 and 128
-# heads, each with 1 to 8 parts of the keys, on an H100 (docs/measurements.md). A tile's start and end take long, and
-# the states of split keys do not stay in L2.
+# Constants for consumers that share rows, at head sizes above 256. Fitted to 99 calls of MLA on an H200, most of them
+# drawn, each with one or two of its ways (docs/measurements.md).
 LATENT_COSTS = replace(
-    HOPPER, combine=3.2, combine_bytes=3.5e6, tile=5200.0, tile_row=0.25, sm_bytes=56.0, l2_bytes=190.0,
-    round_=0.75, mma=0.66, parts_scan=4.0,
+    HOPPER, combine=0.2, combine_bytes=3.53e6, combine_round=1.17, tile=2800.0, tile_row=0.0175, sm_bytes=640.0,
+    l2_bytes=675.0, latency=66.0, alone=44.0, round_=0.42, mma=0.782, serial_mma=0.0166, launch=2.42, reading=1.09,
+    memory=1.1, spread=1.7, chunk=2940.0, scan=5.9, scan_requests=1.04, add=1.11, line=1.12,
 )  # fmt: skip
 
 
@@ -99,7 +99,7 @@ class HopperChoices(Choices):
         for shape in shapes_of(problem):
             groups, rows = shape.groups, shape.most_rows
             packs = choose_packs(problem, rows)
-            if shape.column_parts > 1 and self.pairs_take_parts(problem):  # a tile with all queries
+            if shape.column_parts > 1 and self.pairs_cut(problem):  # a tile with all queries
                 packs = dict.fromkeys((*packs, whole_requests(problem, rows)))
             for pack in packs:
                 several = groups == 1 or problem.seq_q > (groups - 1) * (rows // pack)
@@ -108,14 +108,17 @@ class HopperChoices(Choices):
                     yield shape, Tiling(*sizes, shape.ctas_per_sm, pack, problem.requests.packed_q)
 
     @staticmethod
-    def pairs_take_parts(problem: AttentionProblem) -> bool:
-        """Whether paired consumers may take parts of one length: they load K and V, one tensor, of batch rows."""
-        return problem.format.shared_kv and not problem.requests.packed_q and cuts_parts(problem)
+    def pairs_cut(problem: AttentionProblem) -> bool:
+        """Whether paired consumers' work may be cut by length: they load K and V, one tensor, of batch rows."""
+        requests, mask = problem.requests, problem.mask
+        packed = requests.packed_q or requests.packed_k
+        others = mask.has_blocks or mask.has_ranges or problem.bias is not None
+        return problem.format.shared_kv and not packed and not others
 
     def ways(self, problem: AttentionProblem, shape: Shape) -> tuple[Way, ...]:
         """The ways in which CTAs of a shape may get their work; the first suits any number of tiles."""
         if shape.column_parts > 1:
-            return Way.PERSISTENT, Way.SPLIT, *((Way.PARTS,) if self.pairs_take_parts(problem) else ())
+            return Way.PERSISTENT, Way.SPLIT, *((Way.LINE,) if self.pairs_cut(problem) else ())
         if problem.bias:
             return Way.PERSISTENT, Way.SINGLE, Way.SPLIT
         if problem.mask.has_blocks:  # the lengths of lists are on the device

@@ -24,6 +24,7 @@ from warpspec.common.launch import Target
 from warpspec.fmha.config import AttentionKernel, Schedule, TileScheduler, check_call, parts_of
 from warpspec.fmha.conversion import CodeRings
 from warpspec.fmha.heads import BLOCK, MMA_K
+from warpspec.fmha.line import PAIR_OVERHEAD, TILE_OVERHEAD
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.schedule import sortable
 from warpspec.fmha.sm90.barriers import WEIGHT_STAGES, barriers_of
@@ -69,7 +70,7 @@ class AttentionConfig(AttentionKernel):
             assert self.kv_stages % self.consumer_warps == 0
         if self.paired:
             assert self.consumers == 2 and self.kv_stages == 2 and self.tile_n <= BLOCK
-            assert self.scheduler.has_warp == self.queues_parts
+            assert self.scheduler.has_warp == self.scheduler.adds_up
             assert self.in_parts or not self.scheduler.has_warp, "K and V have a load warp each"
         assert self.role_registers <= self.register_pool, "setmaxnreg would wait for ever"
 
@@ -96,19 +97,24 @@ class AttentionConfig(AttentionKernel):
         """
         cls.check(problem, target)
         shape = shape or shapes_of(problem)[0]
-        if shape.column_parts > 1 and schedule is Schedule.QUEUE:
+        has_warp = shape.column_parts == 1 or schedule is Schedule.LINE
+        if shape.column_parts > 1 and has_warp:
             shape = shape.scheduling
         pack = pack or choose_pack(problem.group, problem.seq_q, shape.most_rows)
         tile_m = shape.groups * shape.most_rows
         parts = parts_of(problem, rows_of_cta=tile_m, pack=pack, splits=splits)
         sorts = schedule is Schedule.QUEUE and (splits or sortable(problem))
-        has_warp = shape.column_parts == 1 or schedule is Schedule.QUEUE
         records = 2 if shape.row_tiles else 1  # ``rereads``
         in_step = schedule is Schedule.LINE and shape.steps_together(
             problem.heads_kv * -(-problem.group // pack), target.sm_count
         )
         scheduler = TileScheduler(
-            schedule, has_warp=has_warp, record_count=records, sorts=sorts, in_step=in_step
+            schedule,
+            has_warp=has_warp,
+            record_count=records,
+            sorts=sorts,
+            in_step=in_step,
+            adds_up=schedule is Schedule.LINE and shape.column_parts > 1,
         )
         return cls(**parts, scheduler=scheduler, shape=shape)
 
@@ -235,6 +241,11 @@ class AttentionConfig(AttentionKernel):
     def waits_late(self) -> bool:
         """As in ``AttentionKernel``. Chunks of work that is cut by length are placed by all threads, at the start."""
         return not self.scheduler.cuts_tiles
+
+    @property
+    def tile_overhead(self) -> int:
+        """As in ``AttentionKernel``. With paired consumers little of it lies under other tiles."""
+        return PAIR_OVERHEAD if self.scheduler.adds_up else TILE_OVERHEAD
 
     @property
     def takes_turns(self) -> bool:

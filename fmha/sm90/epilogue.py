@@ -17,6 +17,7 @@ from warpspec.fmha.device.results import of_split, piece_statistics, sink_of, st
 from warpspec.fmha.device.scales import value_factor, value_scale
 from warpspec.fmha.device.unseen import RowSum, recompute, tainted
 from warpspec.fmha.heads import BLOCK
+from warpspec.fmha.sm90.add_up import add_pieces, leave_piece
 from warpspec.fmha.sm90.fragment import PAIR, QUAD, THREAD_ROWS, elements, row_columns
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
 from warpspec.fmha.sm90.softmax import over_quad
@@ -60,7 +61,13 @@ def epilogue(work, state, operands, stage, results: cutlass.Constexpr = ROW_RESU
     shared memory that the consumer may write to, or None. results: ``Results``, used without a stage. A row that sees
     no key writes zeros and -inf. For a piece of a tile, the rows' states go into the workspace.
     """
-    if cutlass.const_expr(work.config.scheduler.cuts_tiles):
+    if cutlass.const_expr(work.config.scheduler.adds_up):
+        untaint_state(work, state, operands)
+        if work.tile.piece.whole:
+            write_results(work, add_pieces(work, state, operands), operands, stage, results)
+        else:
+            leave_piece(work, state, operands)
+    elif cutlass.const_expr(work.config.scheduler.cuts_tiles):
         if work.tile.piece.whole:
             write_results(work, state, operands, stage, results)
         else:
@@ -93,7 +100,8 @@ def finish_rows(work, state, operands) -> list:
     places = [work.tile.place(row.index, work.row_group) for row in work.rows]
     sinks = [sink_of(operands.sink, place.head) for place in places]
     totals = [over_quad(total, lambda a, b: a + b) for total in sums]
-    untaint(work, places, references, totals, operands)
+    if not config.scheduler.adds_up:  # then it was done for each piece
+        untaint(work, places, references, totals, operands)
     score_unit, finished = unit(config.logits, work.numbers), []
     for r, place in enumerate(places):
         # One of the threads that share the row writes its statistics.
@@ -128,6 +136,14 @@ def write_piece(work, state, operands):
         if cutlass.const_expr(config.column_parts > 1):
             target = cute.local_tile(target, (config.o_columns,), (work.part,))
         store_pairs(o, r, row.member, target, places[r].in_range)
+
+
+def untaint_state(work, state: tuple, operands) -> None:
+    """``untaint`` for the state of a tile or of a piece."""
+    references, _, sums = state
+    places = [work.tile.place(row.index, work.row_group) for row in work.rows]
+    totals = [over_quad(total, lambda a, b: a + b) for total in sums]
+    untaint(work, places, references, totals, operands)
 
 
 @cute.jit

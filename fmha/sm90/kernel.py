@@ -160,7 +160,7 @@ def play(
     thread, _, _ = cute.arch.thread_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     if warp >= config.load_warp:
-        if cutlass.const_expr(config.scheduler.cuts_tiles):  # noqa: SIM102
+        if cutlass.const_expr(config.scheduler.leaves_joins):  # noqa: SIM102
             if warp == config.join_warp:
                 write_join(config, operands, where)
         cute.arch.setmaxregister_decrease(config.shape.producer_registers)
@@ -313,7 +313,8 @@ def consume_tile(role, tile, uses):
     elif cutlass.const_expr(config.paired):
         state = attend_paired(Pair(work, role.shared, tile_use))
         stage = None
-        if cutlass.const_expr(config.output.normalize and not config.p_in_keys):
+        # Adding up pieces leaves no registers for it.
+        if cutlass.const_expr(config.output.normalize and not (config.p_in_keys or config.scheduler.adds_up)):
             stage = own_stage(config, role.shared, role.number)  # every P has been read
         epilogue(work, state, operands, stage)
     elif cutlass.const_expr(config.by_warp):

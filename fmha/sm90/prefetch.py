@@ -46,8 +46,8 @@ def leads(config, tile, where) -> Boolean:
     one with the last queries, which see the most keys.
 
     No tile does if there is only one M tile: then memory is the bottleneck, and requesting data twice costs time (64
-    heads, B128 L640: 12% more time on an H200). Of a part from the queue, which has one query tile, the first head tile
-    leads: the others are its neighbours in the queue.
+    heads, B128 L640: 12% more time on an H200). Work that is cut by length has one query tile a request, and the first
+    head tile leads: the others are in step with it.
     """
     if config.scheduler.has_warp:
         return Boolean(tile.group > config.rows.pack) & Boolean(tile.head_tile == 0)

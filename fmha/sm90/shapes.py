@@ -67,11 +67,13 @@ class Shape:
         return replace(self, consumer_registers=232, producer_registers=40)
 
     def steps_together(self, heads: int, sms: int) -> bool:
-        """Whether CTAs take chunks of work that is cut by length for all heads of a request in step: rows of codes are
-        shorter than what memory sends at a time, the rest of which belongs to other heads. heads: tiles of heads of a
-        request. sms: SMs; so few CTAs may be left over."""
+        """Whether CTAs take chunks of work that is cut by length for all heads of a request in step. Rows of codes are
+        shorter than what memory sends at a time, the rest of which belongs to other heads. Paired consumers' heads of a
+        KV head read the same keys, then all but the first from L2; one kernel serves any number of them. heads: tiles
+        of heads of a request. sms: SMs; so few CTAs may be left over."""
         ctas = sms * self.ctas_per_sm
-        return self.row_tiles > 0 and 1 < heads <= ctas and ctas % heads * LEFT_OVER <= ctas
+        together = heads > 1 if self.row_tiles else self.column_parts > 1
+        return together and heads <= ctas and ctas % heads * LEFT_OVER <= ctas
 
 
 # Registers of a consumer's and of the producer's thread, by consumers and CTAs an SM: as many as an SM has, or, for one

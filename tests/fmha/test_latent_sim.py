@@ -1,13 +1,14 @@
 """MLA's absorbed form, rows of 576 whose first 512 numbers are V: kernels of both architectures in the simulator, and
 what is refused."""
 
+import random
 from dataclasses import replace
 
 import pytest
 import torch
 from helpers.attention_cases import Case, arguments, check, poisoned_out, relative_error
 from helpers.page_layouts import paged
-from helpers.parts_cases import in_parts
+from helpers.parts_cases import along_a_line
 from helpers.simulate import choosing
 from helpers.suites import long
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -89,18 +90,37 @@ def test_split_keys_of_any_pages(arch, page_size, simulate_as):
 UNEQUAL = replace(LENGTHS, id="unequal", seq_k=900, kv_lengths=(64, 900, 0, 1, 129, 63))
 FEW = replace(UNEQUAL, id="few", batch=4, heads_q=16, seq_k=420, kv_lengths=(64, 420, 0, 1))
 ONE = replace(STATE, id="one", normalize=True, batch=1, seq_k=700, kv_lengths=(700,))
+EMPTY = replace(FEW, id="empty", kv_lengths=(0, 0, 0, 0))
 
 
 @pytest.mark.parametrize(
-    ("case", "splits"),
-    [(FEW, 3), long(UNEQUAL, 5), *(long(case, 3) for case in (DRAFTS, STATE, POISONED)), long(ONE, 11)],
+    ("case", "sms"),
+    [
+        (FEW, 3),
+        long(UNEQUAL, 5),
+        *(long(case, 5) for case in (DRAFTS, STATE, POISONED, EMPTY)),
+        long(ONE, 11),
+    ],
     ids=lambda v: getattr(v, "id", v),
 )
-def test_parts_of_one_length(case, splits, simulate_as, check_order):
-    """Unequal requests: a warp cuts the keys of all of them, on sm_90a, and CTAs take the parts from a queue."""
-    simulate_as("sm_90a", sm_count=2)
-    with choosing(Way.PARTS, in_parts, splits=splits):
-        assert len(through_pages(case).launches) == 2
+def test_work_is_cut_by_length(case, sms, simulate_as, check_order):
+    """Unequal requests in equal chunks, on sm_90a; CTAs of both tiles of 64 heads in step."""
+    simulate_as("sm_90a", sm_count=sms)
+    with choosing(Way.LINE, along_a_line):
+        assert len(through_pages(case).launches) == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(12))
+def test_cuts_anywhere(seed, simulate_as):
+    """Chunks that begin and end anywhere in requests of random lengths, by the kernel of DRAFTS, whatever the order of
+    the CTAs; tiles that many CTAs share."""
+    draw = random.Random(seed)
+    lengths = [draw.choice((0, draw.randint(1, 64), draw.randint(1, 600))) for _ in range(draw.randint(1, 9))]
+    lengths[draw.randrange(len(lengths))] = draw.randint(600, 1500)
+    simulate_as("sm_90a", sm_count=draw.randint(2, 9), seed=seed)
+    with choosing(Way.LINE, along_a_line):
+        through_pages(replace(DRAFTS, batch=len(lengths), seq_k=max(lengths), kv_lengths=tuple(lengths)))
 
 
 @pytest.mark.parametrize("arch", [long("sm_90a"), "sm_100a"])

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.attention_cases import Case, check
+from helpers.attention_cases import Case, arguments, check, poisoned_out
 from helpers.page_layouts import paged
+from helpers.parts_cases import along_a_line
 from helpers.simulate import choosing, run_unchecked
 from helpers.suites import long
 from helpers.varlen_cases import Packed, random_batch
@@ -177,3 +178,22 @@ def test_random_batches(cut, seed):
     batch = random_batch(seed, num_splits=None, shared_kv=False)
     cut(ARCHS[seed % 2], sm_count=1 + seed % 7, seed=seed)
     run(batch)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("window", [None, (100, 0)])
+def test_paired_consumers(cut, check_order, window):
+    """D 512, K and V one tensor: a scheduler warp beside two load warps; a request without keys, and one of three."""
+    cut("sm_90a", sm_count=3)
+    case = Case(
+        "512", batch=4, seq_q=2, seq_k=500, heads_q=8, heads_kv=2, head_dim=512, shared_kv=True, causal=True,
+        kv_lengths=(500, 3, 0, 129), sink=True, window=window,
+    )  # fmt: skip
+    inputs = arguments(case)
+    (pages,), table = paged((inputs["k"],), case.kv_lengths, 64)
+    options = {"k": pages, "page_table": table, "return_lse": True, "out": poisoned_out(case)}
+    with choosing(Way.LINE, along_a_line):
+        result = attention(**{**inputs, **options}, backend="sim")
+    launches = sim.last_report().launches
+    assert len(launches) == 1 and all(found.local_bytes == 0 for found in launches)
+    check(case, result, inputs, against_torch=False)

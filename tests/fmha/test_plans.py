@@ -224,8 +224,8 @@ def test_one_long_row_fills_the_gpu():
 
 
 def test_latent_keys_stay_whole_where_requests_fill_the_gpu():
-    """MLA's states of split keys, 512 columns a head, cost more than an idle SM; few requests are split, and requests
-    that are longer than most (by a warp, in the kernel)."""
+    """MLA's states of split keys, 512 columns a head, cost more than an idle SM: many long requests, which may be
+    unequal, are cut by length, and few are split."""
     kv = torch.empty(8192, 64, 1, 576, dtype=torch.bfloat16, device="meta")
 
     def splits(batch, keys):
@@ -235,9 +235,10 @@ def test_latent_keys_stay_whole_where_requests_fill_the_gpu():
             "kv_lengths": torch.empty(batch, dtype=torch.int32, device="meta"),
         }
         found = plan_for("sm_90a", q=q, k=kv, v=None, v_dim=512, scale=0.04, **tensors)
-        return found.splits, found.config.queues_parts
+        return found.splits, found.config.scheduler.cuts_tiles
 
-    assert splits(128, 4096) == splits(96, 2048) == (1, False) and splits(32, 8192) == (12, True)
+    assert splits(128, 4096)[0] == splits(96, 2048)[0] == 1 and splits(32, 8192) == (1, True)
+    assert splits(80, 128) == (1, False) and splits(2, 16384)[0] > 8
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,8 @@ def choosing(
     def chosen(choices, problem, target):
         def taken(shape, tiling):
             ways = choices.ways(problem, shape)
-            if way in ways and (way is not Way.PARTS or problem.seq_q <= tiling.queries):
+            whole = way is Way.PARTS or (way is Way.LINE and tiling.column_parts > 1)
+            if way in ways and (problem.seq_q <= tiling.queries or not whole):
                 return Candidate(shape, tiling, way, splits)
             return Candidate(shape, tiling, ways[0], 1)
 
