@@ -8,6 +8,7 @@ from warpspec.cache import reference
 from warpspec.cache.config import InsertConfig
 from warpspec.cache.operands import OUTPUTS, Operands, Options
 from warpspec.cache.problem import check_insert, check_values, config_of
+from warpspec.common.autocast import without_autocast
 from warpspec.common.backend import resolve_backend
 from warpspec.common.launch import target_of
 from warpspec.common.operands import option_schema, tensor_schema
@@ -52,6 +53,7 @@ def kernel_operands(config: InsertConfig, operands: Operands) -> Operands:
     )
 
 
+@without_autocast
 def run_reference(operands: Operands, options: Options) -> None:
     """``reference`` on checked arguments."""
     name = config_of(operands, options).format

@@ -65,7 +65,7 @@ def store(x, cache, slots, name: str, scale, blocks, swizzled: bool) -> None:
     if not FORMATS[name].scaled:
         cache[page, row] = rows
         return
-    scale = torch.ones(1, device=x.device) if scale is None else scale
+    scale = torch.ones(1, dtype=torch.float32, device=x.device) if scale is None else scale
     if name != "nvfp4":
         cache[page, row] = quantize_float8(rows, scale[:, None], name)
         return

@@ -73,9 +73,11 @@ def alone(problem: AttentionProblem) -> RequestLayout:
 
 def empty_state(problem: AttentionProblem) -> AttentionState:
     """The state of rows that see no key."""
-    row_max = torch.full(problem.stat_shape, -torch.inf, device=problem.device)
+    row_max = torch.full(problem.stat_shape, -torch.inf, dtype=torch.float32, device=problem.device)
     return AttentionState(
-        torch.zeros(problem.o_shape, device=problem.device), row_max, torch.zeros_like(row_max)
+        torch.zeros(problem.o_shape, dtype=torch.float32, device=problem.device),
+        row_max,
+        torch.zeros_like(row_max),
     )
 
 

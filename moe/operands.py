@@ -148,9 +148,13 @@ class QuantizedRows:
             parts.append(nvfp4.unswizzle_scales(self.scales[atom : atom + atoms], end - start, columns))
             start = end
         if not parts:
-            return torch.zeros(0, self.k, device=self.data.device)
+            return torch.zeros(0, self.k, dtype=torch.float32, device=self.data.device)
         scale = torch.cat([part.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
-        unit = torch.ones((), device=scale.device) if self.row_scale is None else self.row_scale[:start]
+        unit = (
+            torch.ones((), dtype=torch.float32, device=scale.device)
+            if self.row_scale is None
+            else self.row_scale[:start]
+        )
         return nvfp4.dequantize(NVFP4Tensor(self.data[:start, : self.k // 2].contiguous(), scale, unit))
 
 

@@ -167,7 +167,11 @@ def moe_ffn(
         experts_of(here)[coming:] = every.repeat(tokens)
     ids = experts_of(here)[:, None]
     done = run(
-        here[:, :hidden], replace(experts, shared=0), ids, torch.ones(ids.shape, device=x.device), False
+        here[:, :hidden],
+        replace(experts, shared=0),
+        ids,
+        torch.ones(ids.shape, dtype=torch.float32, device=x.device),
+        False,
     )
     rows = x.new_empty(going + tokens * shared, hidden)
     exchange(done[:coming], rows[:going], receive, send, group)

@@ -30,7 +30,9 @@ def grouped_gemm(
     a: rows, quantised or fp32 [R, K]. Rows past offsets[-1] are 0.
     """
     rows = a.dequantize(offsets) if isinstance(a, QuantizedRows) else a
-    out = torch.zeros(a.rows if isinstance(a, QuantizedRows) else len(a), w.width, device=rows.device)
+    out = torch.zeros(
+        a.rows if isinstance(a, QuantizedRows) else len(a), w.width, dtype=torch.float32, device=rows.device
+    )
     start = 0
     for e, end in enumerate(offsets.tolist()):
         if end > start:
@@ -52,7 +54,7 @@ def one_expert(w: PreparedWeights | StreamedWeights, e: int) -> torch.Tensor:
 
 def unpermute(rows: torch.Tensor, tokens: SortedTokens, weights: torch.Tensor) -> torch.Tensor:
     """fp32 [T, H]: sum over a token's choices, in their order, of weight * rows[position]."""
-    total = torch.zeros(weights.shape[0], rows.shape[1], device=rows.device)
+    total = torch.zeros(weights.shape[0], rows.shape[1], dtype=torch.float32, device=rows.device)
     for j in range(tokens.choices):
         position = tokens.position[:, j].long()
         taken = (position >= 0).nonzero()[:, 0]

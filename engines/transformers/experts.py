@@ -126,7 +126,7 @@ def split_gate_up(module: torch.nn.Module, both: torch.Tensor, dim: int) -> tupl
 
 def activation_of(module: torch.nn.Module) -> tuple[str, float | None]:
     """(activation, limit) that match the module's `_apply_gate`, found by trying it on a grid."""
-    points = torch.linspace(-PROBE_RANGE, PROBE_RANGE, PROBE_POINTS)
+    points = torch.linspace(-PROBE_RANGE, PROBE_RANGE, PROBE_POINTS, dtype=torch.float32)
     gate, up = (axis.flatten() for axis in torch.meshgrid(points, points, indexing="ij"))
     # With one gate and one up a row, concatenated and alternating are the same.
     pair = torch.stack([gate, up], dim=1)

@@ -118,7 +118,7 @@ def run(kind, requests: int, tokens: int, most_queries: int, most_keys: int, blo
         else (1, heads_kv, block, head_dim + v_dim)
     )
     cache = torch.zeros(shape, dtype=dtype if fmt is None else torch.uint8, device=device)
-    scale_of_cache = None if fmt is None else torch.ones(1, device=device)
+    scale_of_cache = None if fmt is None else torch.ones(1, dtype=torch.float32, device=device)
     pages = pages_of(cache, head_dim, fmt)
     integers = {"dtype": torch.int32, "device": device}
     attention_varlen(

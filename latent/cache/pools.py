@@ -110,7 +110,7 @@ class Pool:
         flat = torch.where(seen, slots, 0).reshape(-1).long()
         fmt = self.row_format
         if self.capacity == 0:
-            return torch.zeros(*slots.shape, fmt.dim, device=self.device)
+            return torch.zeros(*slots.shape, fmt.dim, dtype=torch.float32, device=self.device)
         page, data_at, scale_at = self._bytes_of(flat)
         rows = dequantize_rows(self.data[page, data_at], self.data[page, scale_at], fmt)
         return torch.where(seen.reshape(-1, 1), rows, 0.0).reshape(*slots.shape, fmt.dim)

@@ -50,7 +50,9 @@ def angles_at(cos_sin: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """[..., R]: rows of the table; NaN for positions beyond it."""
     inside = (positions >= 0) & (positions < len(cos_sin))
     if len(cos_sin) == 0:
-        return torch.full((*positions.shape, cos_sin.shape[1]), torch.nan, device=cos_sin.device)
+        return torch.full(
+            (*positions.shape, cos_sin.shape[1]), torch.nan, dtype=torch.float32, device=cos_sin.device
+        )
     rows = cos_sin[torch.where(inside, positions, 0).long()]
     return torch.where(inside[..., None], rows, torch.nan)
 
@@ -180,7 +182,7 @@ def hca_entries(
 
 def empty_fold(tail: Tail) -> torch.Tensor:
     """[3, dim]: an empty fold."""
-    state = torch.zeros(3, tail.dim, device=tail.rows.device)
+    state = torch.zeros(3, tail.dim, dtype=torch.float32, device=tail.rows.device)
     state[0] = -torch.inf
     return state
 

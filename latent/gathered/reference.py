@@ -15,8 +15,8 @@ def forward(
     problem: GatheredProblem, q: torch.Tensor, key_sets: list[KeySet], rotate_back: tuple | None
 ) -> AttentionState:
     """The un-normalised state: o [T, H, 512] (rotated back if asked), row_max and row_sum [H, T], fp32."""
-    o = torch.zeros(problem.tokens, problem.heads, VALUE_DIM, device=q.device)
-    row_max = torch.full((problem.heads, problem.tokens), -torch.inf, device=q.device)
+    o = torch.zeros(problem.tokens, problem.heads, VALUE_DIM, dtype=torch.float32, device=q.device)
+    row_max = torch.full((problem.heads, problem.tokens), -torch.inf, dtype=torch.float32, device=q.device)
     row_sum = torch.zeros_like(row_max)
     for token in range(problem.tokens):
         keys = torch.cat([visible_rows(each, token) for each in key_sets])

@@ -109,7 +109,7 @@ def run_scores(call: ScoresCall) -> torch.Tensor:
         return reference_scores(queries, pool, page_table, requests, lengths)
     target = target_of(page_table.device)
     check_scores_kernels(pool.format, asked.format, asked.page_size)
-    logits = torch.empty(tokens, columns, device=page_table.device)
+    logits = torch.empty(tokens, columns, dtype=torch.float32, device=page_table.device)
     if logits.numel() == 0:
         return logits
     kernels = INDEX.of(target.architecture)
@@ -186,7 +186,7 @@ def reference_scores(queries: IndexQueries, pool: IndexPool, page_table, request
     """K4 by its definition, one query at a time."""
     tokens, columns = len(queries.weights), page_table.shape[1] * pool.page_size
     values = queries.values
-    logits = torch.full((tokens, columns), -torch.inf, device=page_table.device)
+    logits = torch.full((tokens, columns), -torch.inf, dtype=torch.float32, device=page_table.device)
     rows = torch.arange(columns, device=page_table.device)
     for t in range(tokens):
         slots = table_slots(pages_of(page_table, requests[t : t + 1]), rows[None], pool.page_size)[0]
@@ -210,7 +210,8 @@ def scores_operator(*arguments):
 @scores_operator.register_fake
 def _(*arguments):
     weights, page_size, page_table = arguments[3], arguments[5], arguments[7]
-    return torch.empty(weights.shape[0], page_table.shape[1] * page_size, device=page_table.device)
+    columns = page_table.shape[1] * page_size
+    return torch.empty(weights.shape[0], columns, dtype=torch.float32, device=page_table.device)
 
 
 def index_topk(
@@ -239,7 +240,7 @@ def run_topk(logits, k, lengths, page_table, requests, page_size, backend):
         SELECT.run(config, target, logits, lengths, *table, *results, None, page_size, 1)
     else:
         indices, _ = new_outputs(logits, parts * k)
-        values = torch.empty(indices.shape, device=logits.device)
+        values = torch.empty(indices.shape, dtype=torch.float32, device=logits.device)
         first = SelectConfig(lengths is not None, False, parts=True)
         SELECT.run(first, target, logits, lengths, None, None, indices, None, values, None, 1, parts)
         second = SelectConfig(False, page_table is not None, mapped=True)

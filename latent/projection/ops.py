@@ -128,7 +128,7 @@ def run_quantize(o, backend) -> tuple[torch.Tensor, torch.Tensor]:
 
 def quantized_like(o) -> tuple[torch.Tensor, torch.Tensor]:
     """Uninitialised (data, scales)."""
-    scales = torch.empty(*o.shape[:-1], o.shape[-1] // FP8_BLOCK, device=o.device)
+    scales = torch.empty(*o.shape[:-1], o.shape[-1] // FP8_BLOCK, dtype=torch.float32, device=o.device)
     return torch.empty(o.shape, dtype=torch.float8_e4m3fn, device=o.device), scales
 
 

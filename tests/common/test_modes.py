@@ -6,9 +6,12 @@ from helpers.gathered_cases import random_case
 from helpers.moe_cases import make_experts
 from helpers.swap_cases import small
 
+from warpspec.cache import insert
 from warpspec.common.checks import ANY, has_shape
 from warpspec.fmha import attention, attention_varlen
+from warpspec.latent.cache import IndexPool, store_rows
 from warpspec.latent.gathered import gathered_attention
+from warpspec.latent.indexer import index_queries, index_scores, select_entries
 from warpspec.latent.projection import output_projection
 from warpspec.moe import grouped_swiglu, moe_ffn, route
 from warpspec.softmax import softmax, softmax_topk
@@ -24,7 +27,7 @@ def bf16(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-KEYS = bf16(1, 6, 2, 64, seed=1)
+KEYS, INDEX_KEYS = bf16(1, 6, 2, 64, seed=1), bf16(128, 128)
 
 
 def packed(q):
@@ -63,6 +66,49 @@ def reference(monkeypatch):
 
 def parts(found) -> tuple:
     return found if isinstance(found, tuple) else (found,)
+
+
+def selected(q):
+    pool = IndexPool.empty(2, 64, "fp8")
+    store_rows(INDEX_KEYS, pool, torch.arange(128, dtype=torch.int32))
+    table, ones = torch.tensor([[1, 0]], dtype=torch.int32), torch.ones(3, dtype=torch.int32)
+    weights, angles = (torch.ones(shape, dtype=torch.float32) for shape in ((3, 8), (4, 64)))
+    queries = index_queries(q, weights, angles, ones, format="fp8")
+    call = (queries, pool, table, ones - 1, ones + 70)
+    return index_scores(*call), *select_entries(*call, 5)
+
+
+def inserted(k):
+    caches = torch.zeros(2, 9, 2, 64, dtype=torch.float8_e4m3fn)
+    angles, positions = torch.linspace(0, 1, 256, dtype=torch.float32).view(4, 64), torch.tensor([0, 3, 1])
+    insert(k, k, *caches, torch.tensor([4, 0, 7]), cos_sin=angles, positions=positions)
+    return caches.float()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("function", "x"),
+    [
+        *(OPERATORS[name] for name in ("attention", "moe_ffn", "moe_ffn, sm90", "grouped_swiglu")),
+        (selected, bf16(3, 8, 128)),
+        (inserted, bf16(3, 2, 64)),
+    ],
+)
+def test_the_default_dtype_changes_nothing(function, x, dtype):
+    """Servers set it to their model's."""
+    expected = parts(function(x))
+    torch.set_default_dtype(dtype)
+    try:
+        found = parts(function(x))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_half_precision_autocast_changes_no_cache():
+    expected = inserted(bf16(3, 2, 64))
+    with torch.autocast("cpu", torch.float16):
+        assert torch.equal(inserted(bf16(3, 2, 64)), expected)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
