@@ -168,27 +168,26 @@ def deal(problem: BackwardProblem, config: BackwardKernel, steps: Sequence[int],
 def slice_numbers(
     problem: BackwardProblem, config: BackwardKernel, steps: Sequence[int], target: Target
 ) -> list[int]:
-    """Into how many slices a KV head's query heads may be cut. 1, but where there are many heads, and key tiles that
-    run together read SLICES_BEYOND_L2 times as much as L2 holds: then all numbers that leave a slice at most
-    SLICE_HEADS heads and little more to read than L2 holds. With a window, key tiles go through the heads in step, and
-    read one at a time. steps: of each key tile.
+    """Into how many slices a KV head's query heads may be cut. 1, but where there are many heads, and either too few
+    key tiles for the SMs, which as many pieces cost more than slices of FEW_HEADS heads, or key tiles that run together
+    read SLICES_BEYOND_L2 times as much as L2 holds: then all numbers that leave a slice at most SLICE_HEADS heads and
+    little more to read than L2 holds. With a window, key tiles go through the heads in step, and read one at a time.
 
-    Slices of packed requests have at least SLICE_STEPS on average. If these have too few key tiles for the SMs, slices
-    of FEW_HEADS heads cost less than as many pieces."""
+    steps: of each key tile. Slices of packed requests have at least SLICE_STEPS on average."""
     forward, packed = problem.forward, config.requests.packed_k
     group = forward.group
     if forward.window_left is not None and even(steps):
         return [1]
     if group <= WHOLE_HEADS or not config.can_slice or not (config.wanted.k or config.wanted.v):
         return [1]
-    most = group
+    most, rows = group, forward.heads_kv * (1 if packed else forward.batch)
     if packed:
         part = min(forward.least_q / (forward.batch * max(forward.seq_q, 1)), 1.0)  # of the longest's length
         most = int(part * sum(steps) / max(len(steps), 1) / SLICE_STEPS)
-        few = group // FEW_HEADS
-        ctas = forward.heads_kv * ctas_of(problem, config, steps, 1)
-        if ctas <= FEW_CTAS * target.sm_count and group % FEW_HEADS == 0 and few <= most:
-            return [few]
+    few = group // FEW_HEADS
+    fewer = rows * ctas_of(problem, config, steps, 1) <= FEW_CTAS * target.sm_count
+    if fewer and group % FEW_HEADS == 0 and few <= most:
+        return [few] if packed else [1, few]
     together = read_together(problem, config, steps, target)
     if together < SLICES_BEYOND_L2 * target.l2_bytes:
         return [1]
@@ -234,12 +233,9 @@ def section_of(
     least = math.ceil(ROUNDS * target.sm_count / max(ctas, 1))
     fit = int(L2_SHARE * target.l2_bytes // (row_bytes(problem) / slices + key_bytes(problem)))
     sections = -(-rows // fit) if fit > least else max(1, round(rows / least))
-    if config.requests.packed_k:  # elsewhere a simulation knows what a short last section costs
-        equal = min(
-            (n for n in range(1, rows + 1) if rows % n == 0), key=lambda n: abs(math.log(n / sections))
-        )
-        if max(equal / sections, sections / equal) <= EVEN_SECTIONS:
-            sections = equal
+    equal = min((n for n in range(1, rows + 1) if rows % n == 0), key=lambda n: abs(math.log(n / sections)))
+    if max(equal / sections, sections / equal) <= EVEN_SECTIONS:
+        sections = equal
     return -(-rows // sections)
 
 
