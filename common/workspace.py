@@ -10,7 +10,7 @@ import threading
 import torch
 
 EMPTY = -1  # an unused word; as two floats it is (NaN, NaN), which is no valid state
-RESERVE_WORDS = 1 << 17  # 1 MiB
+RESERVE_WORDS = 1 << 20  # 8 MiB: for 3900 launches of MLA, each of which takes two words of every CTA
 
 _workspaces: dict[tuple[int, int], torch.Tensor] = {}  # key: device and stream
 _reserves: dict[int, torch.Tensor] = {}  # words that no launch has used yet; key: device
