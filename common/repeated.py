@@ -129,6 +129,22 @@ def observed() -> bool:
     )
 
 
+def traced(*tensors: torch.Tensor) -> bool:
+    """``watched``, but for function modes, such as ``torch.set_default_device`` makes: they see Python's calls, and can
+    do without an operator."""
+    return (
+        is_compiling()
+        or _is_tracing()
+        or _len_torch_dispatch_stack() > 0
+        or _are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or any(
+            type(tensor) not in PLAIN_TENSORS or tensor.is_neg() or not _has_storage(tensor) or tensor.is_meta
+            for tensor in tensors
+        )
+    )
+
+
 def recorded(*tensors: torch.Tensor | None) -> bool:
     """Whether autograd records what is computed from these tensors."""
     if torch.is_grad_enabled():

@@ -9,7 +9,7 @@ from warpspec.common.checks import check_operand
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import target_of
 from warpspec.common.outputs import check_output, note_written
-from warpspec.common.repeated import watched
+from warpspec.common.repeated import traced
 from warpspec.fmha.logits import LogitOptions
 from warpspec.fmha.state import AttentionState
 from warpspec.fmha.values import are_checked, check_values
@@ -24,8 +24,10 @@ def decode(
 
     The caller has made the checks that bf16 rows share.
     """
-    if watched(q, kv):
-        raise UnsupportedProblem("kv: e4m3 rows are not supported under torch.compile or torch's modes")
+    if traced(q, kv):
+        raise UnsupportedProblem(
+            "kv: e4m3 rows are not supported under torch.compile or torch's dispatch modes"
+        )
     target = target_of(q.device)
     resolve_backend(backend, q.device)
     if kv.shape[1] != PAGE_ROWS:

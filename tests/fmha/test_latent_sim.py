@@ -206,6 +206,14 @@ def decode_call(**changes) -> dict:
     return {**call, **changes}
 
 
+def test_a_default_device_is_no_trace_of_e4m3_rows():
+    """torch.set_default_device is a mode, and many scripts set it."""
+    codes = torch.zeros(3, 64, 576).to(torch.float8_e4m3fn)
+    call = decode_call(kv=codes, page_table=torch.zeros(2, 0, dtype=torch.int32), backend="sim")
+    with torch.device("cpu"):
+        assert not mla_decode(**call).any()
+
+
 BAD = {
     "q-size": ({"q": torch.zeros(2, 1, 4, 512).bfloat16()}, ValueError, "q: shape must be"),
     "heads": (
