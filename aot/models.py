@@ -17,6 +17,7 @@ from warpspec.cache.config import InsertConfig, heads_per_item
 from warpspec.cache.device.insert import INSERT
 from warpspec.common.launch import Kernel, Target
 from warpspec.fmha.block_mask import BLOCK, OWN_PATTERNS, WORD_BITS
+from warpspec.fmha.combine import COMBINE
 from warpspec.fmha.expand import EXPAND, expand_config, expanded
 from warpspec.fmha.launch import ATTENTION, second_kernel
 from warpspec.fmha.plan import likely_kernels
@@ -257,8 +258,8 @@ def latent_kernels(model: Model, page_sizes: Iterable[int], target: Target) -> l
             continue
         plan = make_plan(found, target)
         wanted[GATHERED.of(target.architecture).kernel, plan.config] = None
-        if plan.second is not None:
-            wanted[plan.second_kernel, plan.second] = None
+        if plan.combine is not None:
+            wanted[COMBINE, plan.combine] = None
     return list(wanted)
 
 

@@ -61,6 +61,7 @@ STATE = Operand(FLOAT32, lambda c: 3 + c.output.split_dims, when="output.writes_
 # Workspace of work that is cut by length (``line``).
 PIECES = Operand(FLOAT32, 3, lambda c: c.heads.piece_columns, TMA_ALIGNMENT, "scheduler.cuts_tiles")
 JOINS = Operand(INT32, 2, JOIN_WORDS, when="scheduler.leaves_joins")
+COUNTERS = Operand(INT64, 1, when="scheduler.counts")  # those too that CTAs take tiles by (``device.queue``)
 
 # Lists of blocks (``block_mask.BlockMask``).
 KV_VISITS, Q_VISITS = (Operand(INT32, 5, numbers, when="mask.has_blocks") for numbers in (2, 3))
@@ -134,7 +135,7 @@ class Operands(NamedTuple):
     q_patterns: Annotated[Any, Q_PATTERNS, CONTIGUOUS] = None
     pieces: Annotated[Any, PIECES, WORKSPACE] = None
     joins: Annotated[Any, JOINS, WORKSPACE] = None
-    queue: Annotated[Any, Operand(INT64, 1, when="scheduler.counts"), WORKSPACE] = None
+    queue: Annotated[Any, COUNTERS, WORKSPACE] = None
 
     @property
     def inputs(self) -> dict[str, Any]:

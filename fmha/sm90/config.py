@@ -70,7 +70,7 @@ class AttentionConfig(AttentionKernel):
             assert self.kv_stages % self.consumer_warps == 0
         if self.paired:
             assert self.consumers == 2 and self.kv_stages == 2 and self.tile_n <= BLOCK
-            assert self.scheduler.has_warp == self.scheduler.adds_up
+            assert self.scheduler.adds_up == self.scheduler.cuts_tiles and not self.scheduler.from_queue
             assert self.in_parts or not self.scheduler.has_warp, "K and V have a load warp each"
         assert self.role_registers <= self.register_pool, "setmaxnreg would wait for ever"
 

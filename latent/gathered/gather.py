@@ -18,7 +18,6 @@ from cutlass import Boolean, Int32, Int64, Uint32
 from warpspec.common.device import tma
 from warpspec.common.device.pipeline import drain
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS, WORD_BYTES
-from warpspec.fmha.device.line import write_join
 from warpspec.latent.gathered.codes import convert_tail, copy_codes, copy_tails, load_codes, store_scaled
 from warpspec.latent.gathered.config import PAGE_ROWS
 from warpspec.latent.gathered.rows import (
@@ -53,9 +52,6 @@ def gather(
     loader = Loader(config, operands, part, warp % config.gathers.warps_of_part, thread % WARP_THREADS)
     role = Producer(loader, channels, shared, (atom, coordinates))
     use, _ = each_task(config, operands, units, bring_task, role, (Int32(0), Int32(0)))
-    if cutlass.const_expr(config.scheduler.cuts_tiles):  # noqa: SIM102
-        if (loader.part == config.gathers.parts - 1) & (loader.half == config.gathers.warps_of_part - 1):
-            write_join(config, operands, units)
     drain((channels["k_empty"],), use, config.barrier_parts, loader.ring_use(0))
 
 

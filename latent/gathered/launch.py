@@ -9,12 +9,13 @@ from typing import NamedTuple
 from warpspec.common.allocation import allocate
 from warpspec.common.architecture import Family
 from warpspec.common.launch import Kernel, Target
-from warpspec.common.simulator import joined
+from warpspec.common.simulator import joined, simulator
 from warpspec.common.strides import regular_strides
+from warpspec.common.workspace import EMPTY, new_workspace, prepare_reserve, workspace
 from warpspec.fmha.combine import COMBINE, CombineConfig
 from warpspec.fmha.config import AttentionKernel
-from warpspec.fmha.join import JOIN, JoinConfig
 from warpspec.fmha.launch import partial_blocks, piece_blocks
+from warpspec.fmha.line import PAIR_WORDS
 from warpspec.fmha.logits import LogitNumbers, LogitOptions
 from warpspec.fmha.plan.splits import choose_splits
 from warpspec.latent.gathered.config import (
@@ -46,20 +47,14 @@ GATHERED = Family(
 class GatheredPlan(NamedTuple):
     """The host's decisions for a problem.
 
-    config: configuration of the attention kernel. splits: parts that each query's keys are cut into. second:
-    configuration of the kernel that combines the parts, or joins pieces; None if there are neither. ctas: the most CTAs
-    of the launch.
+    config: configuration of the attention kernel. splits: parts that each query's keys are cut into. combine:
+    configuration of the kernel that combines the parts; None without splits. ctas: the most CTAs of the launch.
     """
 
     config: AttentionKernel
     splits: int
-    second: CombineConfig | JoinConfig | None
+    combine: CombineConfig | None
     ctas: int
-
-    @property
-    def second_kernel(self) -> Kernel:
-        """The kernel of ``second``, where results are not in FP8."""
-        return JOIN if isinstance(self.second, JoinConfig) else COMBINE
 
 
 @lru_cache(maxsize=4096)
@@ -102,19 +97,18 @@ def make_plan(problem: GatheredProblem, target: Target) -> GatheredPlan:
         pack=pack,
         **({"line": True} if line else {}),
     )
-    results = {
-        "dtype": "bfloat16" if problem.normalize else "float32",
-        "normalize": problem.normalize,
-        "has_sink": problem.has_sink,
-        "has_lse": problem.return_lse,
-    }
-    second = None
-    if line:
-        second = JoinConfig(VALUE_DIM, config.rows, **results)
-    elif splits > 1:
-        second = CombineConfig.of(VALUE_DIM, splits, **results)
+    combine = None
+    if splits > 1:
+        combine = CombineConfig.of(
+            VALUE_DIM,
+            splits,
+            dtype="bfloat16" if problem.normalize else "float32",
+            normalize=problem.normalize,
+            has_sink=problem.has_sink,
+            has_lse=problem.return_lse,
+        )
     ctas = target.sm_count // groups * groups if line else target.sm_count
-    return GatheredPlan(config, splits, second, ctas)
+    return GatheredPlan(config, splits, combine, ctas)
 
 
 def choose_pack(problem: GatheredProblem, rows: int) -> int:
@@ -157,12 +151,19 @@ def run(problem: GatheredProblem, target: Target, tensors: dict):
     numbers = (*LogitNumbers.of(LogitOptions(problem.scale)), plan.splits, plan.ctas)
     attention = GATHERED.of(target.architecture).kernel.launcher(plan.config, target)
     with target.current():
-        if plan.second is None:
+        if plan.config.scheduler.adds_up:
+            (pieces,) = allocate(piece_blocks(plan), q.device)
+            operands = (q[None], o[None], None, sink, *row_stats, *angles, pieces)
+            if target.native:
+                prepare_reserve(target.device)
+                return attention(*operands, workspace(PAIR_WORDS * plan.ctas, target.device), *flat, *numbers)
+            queue = new_workspace(PAIR_WORDS * plan.ctas, q.device)
+            report = attention(*operands, queue, *flat, *numbers)
+            whole = not simulator().times()  # CTAs of a sample do not do all of the work
+            assert not whole or (queue == EMPTY).all(), "the counters were not left as they were found"
+            return report
+        if plan.combine is None:
             return attention(q[None], o[None], scales, sink, *row_stats, *angles, None, None, *flat, *numbers)
-        if plan.config.scheduler.cuts_tiles:
-            pieces = allocate(piece_blocks(plan), q.device)
-            first = attention(q[None], o[None], None, sink, *row_stats, *angles, *pieces, *flat, *numbers)
-            return joined(first, JOIN.launcher(plan.second, target)(*pieces, sink, o[None], *row_stats))
         shape = (1, *q.shape[:2], VALUE_DIM)
         partial = allocate(partial_blocks(shape, plan.splits), q.device)
         results = (partial[0], None, None, None, *partial[1:])
@@ -170,9 +171,9 @@ def run(problem: GatheredProblem, target: Target, tensors: dict):
         if problem.float8:
             from warpspec.latent.gathered.float8 import COMBINE_FLOAT8
 
-            combine = COMBINE_FLOAT8.launcher(plan.second, target)
+            combine = COMBINE_FLOAT8.launcher(plan.combine, target)
             second = combine(*partial, sink, o[None], scales, row_stats[0])
         else:
-            combine = COMBINE.launcher(plan.second, target)
+            combine = COMBINE.launcher(plan.combine, target)
             second = combine(*partial, sink, o[None], *row_stats, None)
     return joined(first, second)

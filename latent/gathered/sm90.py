@@ -95,7 +95,6 @@ class GatheredAttention(GatheredHost):
     @cute.kernel
     def kernel(self, operands, atom, coordinates, units, numbers):
         config = self.config
-        numbers = score_numbers(config, operands, numbers)
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
 
@@ -149,6 +148,7 @@ def consume(
     consumes; produces what ``attend_paired`` produces."""
     thread = thread % WARPGROUP_THREADS
     mma = products(config, shared.q.align(tma.TILE_ALIGNMENT), shared.k, shared.v, part)
+    numbers = score_numbers(config, operands, numbers)
     role = Consumer(config, channels, shared, operands, numbers, mma, part, thread)
     each_task(config, operands, units, consume_task, role, (Int32(0), Int32(0)))
 
@@ -194,7 +194,7 @@ def consume_task(role, task, uses):
     stage, results = None, ROW_RESULTS
     if cutlass.const_expr(config.gathers.float8):
         results = PAIR_FLOAT8
-    elif cutlass.const_expr(config.output.normalize and not config.p_in_keys):
+    elif cutlass.const_expr(config.output.normalize and not (config.p_in_keys or config.scheduler.adds_up)):
         stage = own_stage(config, shared, part)  # every P has been read by now
     epilogue(work, state, operands, stage, results)
     if count > 0:

@@ -20,7 +20,7 @@ from warpspec.fmha.device.tile import INTEGERS, Piece, Place, Row, RowTile
 from warpspec.fmha.device.tiles import each_found
 from warpspec.fmha.line import TILE_OVERHEAD, Stretch
 from warpspec.fmha.logits import LogitNumbers
-from warpspec.fmha.operands import JOINS, PIECES, RESULT, STATE
+from warpspec.fmha.operands import COUNTERS, PIECES, RESULT, STATE
 from warpspec.fmha.schedule import SparseTiles
 from warpspec.latent.gathered.config import MAX_KEY_SETS, PAGE_ROWS, ROPE_DIM
 
@@ -111,7 +111,7 @@ class Gathered(NamedTuple):
 
     q: [1, T, H, D]. o: as q, with the splits in front if there are any; in FP8 words of four e4m3, with scales fp32
     [1, T, H, 4], else None. sink: [H]. lse, row_max, row_sum: [1, H, T]. cos_sin: fp32 [N, R] and positions: int32 [T],
-    or None. kv_scale: fp32 [1] or None. pieces, joins: as in ``fmha.operands.Operands``. sets: ``KeySetOperands``, in
+    or None. kv_scale: fp32 [1] or None. pieces, queue: as in ``fmha.operands.Operands``. sets: ``KeySetOperands``, in
     kernels the ``DeviceKeySet``s that there are.
     """
 
@@ -126,7 +126,7 @@ class Gathered(NamedTuple):
     positions: Annotated[Any, Operand(INT32, 1, when="gathers.rotate_back")]
     kv_scale: Annotated[Any, Operand(FLOAT32, 1, when="gathers.has_kv_scale")]
     pieces: Annotated[Any, PIECES]
-    joins: Annotated[Any, JOINS]
+    queue: Annotated[Any, COUNTERS]
     sets: Annotated[tuple, Several(KeySetOperands, MAX_KEY_SETS, key_set_of)]
 
 

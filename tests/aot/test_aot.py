@@ -150,7 +150,7 @@ def test_latent_decoding_finds_its_kernels(arch, kv_cache, monkeypatch):
             mla_decode(q, codes, table, lengths, scale=0.1, backend="sim")
             plan = gathered.make_plan(asked.pop(), target)
             assert (gathered.GATHERED.of(target.architecture).kernel, plan.config) in ahead
-            assert plan.second is None or (plan.second_kernel, plan.second) in ahead
+            assert plan.combine is None or (COMBINE, plan.combine) in ahead
 
 
 @pytest.mark.parametrize("arch", GPUS)
@@ -167,7 +167,7 @@ def test_attention_to_selected_rows_finds_its_kernels(arch, monkeypatch):
         gathered_attention(q, [KeySet(pool, slots)], scale=0.1, backend="sim")
         plan = gathered.make_plan(asked.pop(), target)
         assert (gathered.GATHERED.of(target.architecture).kernel, plan.config) in ahead
-        assert plan.second is None or (plan.second_kernel, plan.second) in ahead
+        assert plan.combine is None or (COMBINE, plan.combine) in ahead
 
 
 @pytest.mark.long
