@@ -2,10 +2,10 @@
 
 By expected clocks of both on sm_90a. A KV tile takes TILE, a task's start and end as long as ENDS tiles. Equal splits
 take as many rounds as there are tasks to a CTA, each as long as the longest query's split. Shared out, every CTA has
-the same number of tiles and, in the mean, two ends; cutting the line takes SCAN before anything starts. A second
-launch, which joins pieces or combines splits, takes JOIN or SECOND. The constants are from 42 calls on an H200, of
-which the choice loses more than 3% for six. If only the device knows lengths, they may be full or half as long in the
-mean: half of the calls are taken to be like that.
+the same number of tiles and, in the mean, two ends; cutting the line takes SCAN before anything starts, and adding up
+the states of pieces ADD. A second launch, which combines equal splits, takes SECOND. SCAN and ADD are from 22 calls on
+an H200, of which the choice loses 3 to 10% for four. If only the device knows lengths, they may be full or half as long
+in the mean: half of the calls are taken to be like that.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from warpspec.fmha.line import LEAST_TILES
 TIMED = ("e4m3", "v3.2-fp8")  # row formats whose clocks these are
 TILE = 4400
 ENDS = 2
-SCAN = 20000
+SCAN = 12000
 SECOND = 5000
-JOIN = 50000
+ADD = 35000
 MOST_TASKS = 8  # tasks of a CTA up to which they are shared out: more of them balance
 MEAN_LENGTHS = (1.0, 0.5)  # of lengths that only the device knows, as a share of the longest
 
@@ -31,7 +31,7 @@ def equal_clocks(tasks: int, tiles: int, splits: int, ctas: int) -> float:
 def line_clocks(tasks: int, tiles: float, ctas: int) -> float:
     """Clocks of tasks that are shared out. tiles: KV tiles of a task in the mean."""
     each = max(tasks * (tiles + ENDS) / ctas, LEAST_TILES)
-    return (each + ENDS) * TILE + SCAN + JOIN
+    return (each + ENDS) * TILE + SCAN + ADD
 
 
 def shares_out(tasks: int, tiles: int, splits: int, ctas: int, known: bool) -> bool:
