@@ -14,8 +14,7 @@ from warpspec.fmha.line import JOIN_WORDS
 from warpspec.fmha.tiles import TileRows
 
 THREADS = 256
-TILE_CTAS = 4, 16  # CTAs that share a tile's rows: with one row group of up to LONG_ROW columns, with more
-LONG_ROW = 256
+TILE_CTAS = 4, 16  # CTAs that share a tile's rows: with one row group, with more
 BATCH = 4  # pieces whose states a thread loads at a time; more than these count as many
 
 
@@ -64,7 +63,7 @@ class JoinConfig:
     @property
     def ctas(self) -> int:
         """CTAs that share the rows of a tile; in decoding, few of these rows are in use."""
-        return TILE_CTAS[self.rows.groups > 1 or self.head_dim > LONG_ROW]
+        return TILE_CTAS[self.rows.groups > 1]
 
 
 class JoinOperands(NamedTuple):

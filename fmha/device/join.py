@@ -25,9 +25,7 @@ from warpspec.fmha.device.results import sink_of
 from warpspec.fmha.join import BATCH, THREADS, JoinConfig, JoinOperands
 from warpspec.fmha.line import JOIN_WORDS
 
-GROUPS_LOADS = (
-    2  # time of loads, barriers and the sum over groups of a segment's pieces, in units of BATCH loads
-)
+GROUPS_LOADS = 2  # time of loads, barriers and the sum over groups of a row's pieces, in units of BATCH loads
 
 
 class Join:
@@ -64,27 +62,24 @@ class Join:
         if record.pieces > 0:
             tile = CutTile(config, pieces, cta, record)
             queries = cutlass.min(record.queries, config.rows.groups * config.rows.group_queries)
-            segments = queries * config.rows.pack * config.segments
-            if segment_each(config, segments, record.pieces):
-                for number in cutlass.range(
-                    block * config.groups + group, segments, config.ctas * config.groups, unroll=1
+            rows = queries * config.rows.pack
+            if row_each(config, rows, record.pieces):
+                for row in cutlass.range(
+                    block * config.groups + group, rows, config.ctas * config.groups, unroll=1
                 ):
-                    row, column = place_of(config, number, lane)
                     if row % config.rows.pack < record.heads:
-                        state = join(tile, row, column, 0, 1)
-                        write_joined(config, True, tile.place(row), column, state, results)
+                        for segment in cutlass.range_constexpr(config.segments):
+                            column = segment * config.lanes + lane
+                            state = join(tile, row, column, 0, 1)
+                            write_joined(config, True, tile.place(row), column, state, results)
             else:
-                for number in cutlass.range(block, segments, config.ctas, unroll=1):
-                    row, column = place_of(config, number, lane)
-                    state = join(tile, row, column, group, config.groups)
-                    state = add_groups(config, shared, thread, state)
-                    writes = Boolean(group == 0) & Boolean(row % config.rows.pack < record.heads)
-                    write_joined(config, writes, tile.place(row), column, state, results)
-
-
-def place_of(config: JoinConfig, number, lane) -> tuple:
-    """(row, column in units of VECTOR) of a lane in segment ``number`` of a tile's rows."""
-    return number // config.segments, number % config.segments * config.lanes + lane
+                for row in cutlass.range(block, rows, config.ctas, unroll=1):
+                    for segment in cutlass.range_constexpr(config.segments):
+                        column = segment * config.lanes + lane
+                        state = join(tile, row, column, group, config.groups)
+                        state = add_groups(config, shared, thread, state)
+                        writes = Boolean(group == 0) & Boolean(row % config.rows.pack < record.heads)
+                        write_joined(config, writes, tile.place(row), column, state, results)
 
 
 def write_joined(config, writes, place: tuple, column, state: tuple, results) -> None:
@@ -92,13 +87,13 @@ def write_joined(config, writes, place: tuple, column, state: tuple, results) ->
     write_row(config, writes, place, column, *state, sink_of(results.sink, place[2]), results)
 
 
-def segment_each(config: JoinConfig, segments, count) -> Boolean:
-    """Whether each group of threads takes a segment of a row of its own and loads its pieces BATCH at a time: for many
-    rows or few pieces. Otherwise all groups share the pieces of one segment after another, and each takes GROUPS_LOADS
-    times as long. segments: of all rows."""
-    passes = (segments + config.ctas * config.groups - 1) // (config.ctas * config.groups)
+def row_each(config: JoinConfig, rows, count) -> Boolean:
+    """Whether each group of threads takes a row of its own and loads its pieces BATCH at a time: for many rows or few
+    pieces. Otherwise all groups share the pieces of one row after another, and each row takes GROUPS_LOADS times as
+    long."""
+    passes = (rows + config.ctas * config.groups - 1) // (config.ctas * config.groups)
     alone = passes * ((count + BATCH - 1) // BATCH)
-    return Boolean(alone <= (segments + config.ctas - 1) // config.ctas * GROUPS_LOADS)
+    return Boolean(alone <= (rows + config.ctas - 1) // config.ctas * GROUPS_LOADS)
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ def finish_rows(work, state, operands) -> list:
 
 @cute.jit
 def write_piece(work, state, operands):
-    """Write the states of the rows of a thread to the piece's place in the workspace."""
+    """Write the states of the rows of a thread to the piece's place in the workspace. One consumer has all columns."""
     config, tile, o = work.config, work.tile, flat(work.mma.o)
     scale, (references, maxima, sums) = value_scale(config, operands, tile), state
     places = [tile.place(row.index, work.row_group) for row in work.rows]
@@ -124,17 +124,14 @@ def write_piece(work, state, operands):
     untaint(work, places, references, totals, operands)
     for r in cutlass.range_constexpr(len(work.rows)):
         row, empty = work.rows[r], Boolean(totals[r] == Float32(0.0))
-        teller = replace(row, member=row.member + work.part * QUAD)
         target = operands.pieces[
             tile.piece.state, work.row_group * WARPGROUP_ROWS + row.index, None
         ]  # (D + 8)
         row_state = (references[r], maxima[r], totals[r])
-        factor = piece_statistics(config, teller, target, row_state, unit(config.logits, work.numbers), empty)
+        factor = piece_statistics(config, row, target, row_state, unit(config.logits, work.numbers), empty)
         factor = value_factor(config, factor, scale)
         for i in elements(o, r):
             o[i] = o[i] * factor
-        if cutlass.const_expr(config.column_parts > 1):
-            target = cute.local_tile(target, (config.o_columns,), (work.part,))
         store_pairs(o, r, row.member, target, places[r].in_range)
 
 
