@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -217,6 +218,157 @@ def known_tile(t: Tiling, depth: float, tensors: int, number: float, c: Constant
     return tile_time(t, depth, tensors, number, c, either)
 
 
+class Arithmetic(NamedTuple):
+    """Functions of numbers, or of numpy arrays."""
+
+    maximum: Callable
+    minimum: Callable
+    ceil: Callable
+    where: Callable
+
+
+NUMBERS = Arithmetic(max, min, math.ceil, either)
+
+
+class Shares(NamedTuple):
+    """How a launch's KV tiles are handed out to CTAs.
+
+    resident: CTAs that run at once. parts: query tiles, or their splits or parts. parts_of: of a query tile. ctas: CTAs
+    that run on an SM. size: most KV tiles of a part (``Way.PARTS``). overhead, length, chunks: KV tiles that a query
+    tile's ends count as, KV tiles of the whole line with these, and CTAs that take a chunk of it (``Way.LINE``).
+    """
+
+    resident: float
+    parts: float
+    parts_of: float
+    ctas: float
+    size: float = 0.0
+    overhead: float = 0.0
+    length: float = 0.0
+    chunks: float = 0.0
+
+
+def shares(w: Work, t: Tiling, way: Way, splits, sms: int, ops: Arithmetic) -> Shares:
+    """The ``Shares`` of a launch on ``sms`` SMs."""
+    maximum, minimum, ceil, _ = ops
+    resident, parts, parts_of = sms * t.ctas_per_sm, w.tiles * splits, 1
+    if way is Way.LINE:
+        overhead = TILE_OVERHEAD + (PAIR_OVERHEAD - TILE_OVERHEAD) * minimum(t.column_parts - 1, 1)
+        length = w.kv + overhead * w.tiles
+        chunks = maximum(minimum(length / LEAST_TILES, resident), 1.0)
+        ctas = maximum(minimum(t.ctas_per_sm, chunks / sms), 1.0)
+        return Shares(resident, parts, parts_of, ctas, 0.0, overhead, length, chunks)
+    size = 0.0
+    if way is Way.SPLIT:
+        parts_of = splits
+    elif way is Way.PARTS:
+        size = maximum(ceil(w.longest / splits), LEAST_PART)
+        parts = minimum(w.kv / size + 0.5 * w.tiles, parts)
+        parts_of = parts / maximum(w.tiles, 1)
+    ctas = maximum(minimum(t.ctas_per_sm, parts / sms), 1.0)
+    return Shares(resident, parts, parts_of, ctas, size)
+
+
+def step_of(w: Work, t: Tiling, tile: TileTime, target, c: Constants, ops: Arithmetic) -> Callable:
+    """A function that returns the clocks of a KV tile, by how many CTAs run beside its own."""
+    maximum, p, warpgroups = ops.maximum, c.power, t.row_groups * t.column_parts
+    fresh = ops.minimum(w.bytes / (w.kv * tile.bytes), 1.0)  # part of the loads that come from memory
+    memory_rate = c.memory * target.speeds.copy * 1e6  # bytes a microsecond
+    rest = tile.fixed + (w.boxes * w.tensors * c.box) ** p
+    load = fresh * tile.bytes
+
+    def step(ctas, ctas_here, groups=1.0):
+        """Clocks while ``ctas`` CTAs run on its SM and ``ctas_here`` on all SMs together. groups: share of the
+        warpgroups that have a query."""
+        loads = load * maximum(ctas / c.sm_bytes, ctas_here * CLOCKS_PER_US / memory_rate)
+        loads = maximum(loads, w.lines * tile.bytes * ctas / c.l2_bytes)
+        return ((warpgroups * ctas * groups) ** p * tile.unit + loads**p + rest) ** (1 / p) * tile.team
+
+    return step
+
+
+def busy_step(w: Work, t: Tiling, way: Way, step: Callable, share: Shares, sms: int, ops: Arithmetic):
+    """Clocks of a KV tile while all CTAs are at work. Tiles whose row groups all have a query are mixed with tiles
+    where only one has, so that the mean is right."""
+    maximum, minimum, ceil, _ = ops
+    groups, least = w.groups / maximum(w.kv * t.row_groups, 1), 1 / t.row_groups
+    whole = (groups - least) / maximum(1 - least, 0.1)
+    if way is Way.LINE:
+        beside = share.ctas, share.chunks
+        return whole * step(*beside) + (1 - whole) * step(*beside, least)
+    most = share.ctas
+    if way is Way.SPLIT:
+        most = maximum(minimum(t.ctas_per_sm, share.parts / (sms * SPREAD)), 1.0)
+    beside = ceil(most - CROWDED), minimum(share.parts, share.resident)
+    full = step(*beside)
+    if ops is not NUMBERS or (t.skips and t.row_groups > 1):
+        full = full + t.skips * (1 - whole) * (step(*beside, least) - full)
+    return full
+
+
+class Clocks(NamedTuple):
+    """Clocks of a KV tile beside others (full) and without any (alone); of a part's ends, and of all of it, on average;
+    of all parts. average: KV tiles of a part."""
+
+    full: float
+    alone: float
+    ends: float
+    each: float
+    total: float
+    average: float
+
+
+def busy_in_parts(w: Work, share: Shares, k: Clocks, c: Constants, ops: Arithmetic):
+    """Clocks of the busiest CTA if parts of one length come from a queue."""
+    busy = (k.total + share.parts * c.queue) / ops.minimum(share.resident, share.parts)
+    few = ops.maximum(share.size - k.average, 0) * k.alone
+    return busy + ops.where(share.parts <= share.resident, few, c.parts_rest * k.each + c.parts_last * k.ends)
+
+
+def busy_in_rounds(w: Work, way: Way, splits, share: Shares, k: Clocks, c: Constants, ops: Arithmetic):
+    """Clocks of the busiest CTA if CTAs take whole query tiles or splits, one of every round or as they come free."""
+    maximum, minimum, ceil, where = ops
+    total = k.total + share.parts * c.queue if way is Way.QUEUE else k.total
+    mean = total / minimum(share.resident, share.parts)
+    longest, spread = ceil(w.longest / splits) if way is Way.SPLIT else w.longest, w.spread / share.parts_of
+    one = maximum(longest - k.average, 0) * k.alone  # by which the longest tile exceeds the mean one
+    short = minimum(w.shortest / share.parts_of * k.full + k.ends, k.each)
+    launched = share.parts + w.idle * splits if way in (Way.PERSISTENT, Way.SPLIT) else share.parts
+    rounds = ceil(launched / share.resident)
+    left = rounds - share.parts / share.resident  # share of the last round that is idle
+    if way in (Way.PERSISTENT, Way.SPLIT):
+        # 1 if the tiles' order says nothing about their lengths, 0 if it sorts them.
+        mixed = minimum(UNSORTED * spread / maximum(k.average, 0.1), 1.0)
+        more = left * (c.round_ * short * (1 - mixed) + k.each * mixed)
+        more = more + c.spread * spread * k.alone * rounds**0.5
+    elif way is Way.SINGLE:
+        more = left * c.greedy * short + c.greedy_spread * spread * k.alone + c.single * k.ends
+    else:
+        unsorted = c.queue_spread * (1 - w.sorts)
+        more = left * c.queue_rest * short + unsorted * spread * k.alone + c.queue_last * k.ends
+    return mean + where(launched <= share.resident, one, maximum(more, one - mean + k.each))
+
+
+def combining(w: Work, splits, share: Shares, c: Constants, ops: Arithmetic):
+    """Microseconds of the second launch that combines splits or parts."""
+    states = share.parts / ops.maximum(w.tiles, 1) + splits  # written, and read
+    found = c.combine + states * w.rows * w.depth * FP32_BYTES / c.combine_bytes
+    return found + c.combine_round * ops.ceil(splits / c.combine_splits)
+
+
+def joining(w: Work, t: Tiling, share: Shares, c: Constants, ops: Arithmetic):
+    """Microseconds of joining the pieces of a line's query tiles: in a second launch, or by paired consumers
+    (``sm90.add_up``)."""
+    maximum, minimum, ceil, where = ops
+    tiles = maximum(w.tiles, 1)
+    pieces = share.chunks + minimum(share.chunks, tiles)  # of tiles that are cut, or left of these
+    states = pieces * w.rows / tiles * w.depth * FP32_BYTES
+    pieces = (w.longest + share.overhead) * share.chunks / maximum(share.length, 1) + 1  # of the longest tile
+    joined = c.join + states / c.join_bytes
+    joined = joined + c.combine_round * join_rounds(t, w, pieces, maximum, minimum, ceil)
+    return where(t.column_parts > 1, c.add * (pieces - 1), joined)
+
+
 def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=None):
     """Microseconds of a launch, including the second launch that joins or combines its results.
 
@@ -225,107 +377,37 @@ def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=
     if ``w`` and ``t`` hold arrays, None for numbers.
     """
     if xp is None:
-        maximum, minimum, ceil, where = max, min, math.ceil, either
-        tile = known_tile(t, w.depth, w.tensors, w.number, c)
+        ops, tile = NUMBERS, known_tile(t, w.depth, w.tensors, w.number, c)
     else:
-        maximum, minimum, ceil, where = xp.maximum, xp.minimum, xp.ceil, xp.where
-        tile = tile_time(t, w.depth, w.tensors, w.number, c, where)
-    sms, p = target.sm_count, c.power
-    resident = sms * t.ctas_per_sm
-    consumers = t.row_groups * t.column_parts
-    parts = w.tiles * splits
-    if way is Way.PARTS:
-        size = maximum(ceil(w.longest / splits), LEAST_PART)
-        parts = minimum(w.kv / size + 0.5 * w.tiles, parts)
-    tiles = maximum(w.tiles, 1)
-
-    fresh = minimum(w.bytes / (w.kv * tile.bytes), 1.0)  # part of the loads that come from memory
-    memory_rate = c.memory * target.speeds.copy * 1e6  # bytes a microsecond
-    rest = tile.fixed + (w.boxes * w.tensors * c.box) ** p
-    load = fresh * tile.bytes
-
-    def step(ctas, ctas_here, groups=1.0):
-        """Clocks of a KV tile while ``ctas`` CTAs run on its SM and ``ctas_here`` on all SMs together.
-
-        groups: share of the warpgroups that have a query.
-        """
-        loads = load * maximum(ctas / c.sm_bytes, ctas_here * CLOCKS_PER_US / memory_rate)
-        loads = maximum(loads, w.lines * tile.bytes * ctas / c.l2_bytes)
-        return ((consumers * ctas * groups) ** p * tile.unit + loads**p + rest) ** (1 / p) * tile.team
-
-    # Mix tiles whose row groups all have a query with tiles where only one has, so that the mean is right.
-    groups, least = w.groups / maximum(w.kv * t.row_groups, 1), 1 / t.row_groups
-    whole = (groups - least) / maximum(1 - least, 0.1)
-    if way is Way.LINE:
-        overhead = TILE_OVERHEAD + (PAIR_OVERHEAD - TILE_OVERHEAD) * minimum(t.column_parts - 1, 1)
-        length = w.kv + overhead * w.tiles
-        chunks = maximum(minimum(length / LEAST_TILES, resident), 1.0)
-        ctas_here = maximum(minimum(t.ctas_per_sm, chunks / sms), 1.0)
-        full = whole * step(ctas_here, chunks) + (1 - whole) * step(ctas_here, chunks, least)
-    else:
-        ctas_here = most_here = maximum(minimum(t.ctas_per_sm, parts / sms), 1.0)
-        if way is Way.SPLIT:
-            most_here = maximum(minimum(t.ctas_per_sm, parts / (sms * SPREAD)), 1.0)
-        groups = 1.0
-        crowd = ceil(most_here - CROWDED), minimum(parts, resident)
-        full = step(*crowd)
-        if xp is not None or (t.skips and t.row_groups > 1):
-            full = full + t.skips * (1 - whole) * (step(*crowd, least) - full)
-    alone = step(1.0, 0.5 * minimum(parts, sms), groups)
-    mask = tile.mask * maximum(consumers * ctas_here / 2, 1.0)
+        ops = Arithmetic(xp.maximum, xp.minimum, xp.ceil, xp.where)
+        tile = tile_time(t, w.depth, w.tensors, w.number, c, xp.where)
+    sms, share = target.sm_count, shares(w, t, way, splits, target.sm_count, ops)
+    step = step_of(w, t, tile, target, c, ops)
+    full = busy_step(w, t, way, step, share, sms, ops)
+    alone = step(1.0, 0.5 * ops.minimum(share.parts, sms))
+    mask = tile.mask * ops.maximum(t.row_groups * t.column_parts * share.ctas / 2, 1.0)
     ends = {Way.SINGLE: c.single_ends, Way.QUEUE: c.queue_ends, Way.PARTS: c.parts_ends}.get(way, 1.0)
-    shared = tile.ends * (1 + c.hidden * (ctas_here - 1)) * ends
-
-    parts_of = splits if way is Way.SPLIT else parts / tiles if way is Way.PARTS else 1
-    average = w.kv / tiles / parts_of
-    each = average * full + shared + w.masked / tiles / parts_of * mask
-    spread = w.spread / parts_of
+    ends = tile.ends * (1 + c.hidden * (share.ctas - 1)) * ends
+    tiles = ops.maximum(w.tiles, 1)
+    average = w.kv / tiles / share.parts_of
+    each = average * full + ends + w.masked / tiles / share.parts_of * mask
     idle = w.idle * (1 - w.sorts) if way is Way.QUEUE else 0.0 if way is Way.PARTS else w.idle
-    total = parts * each + idle * c.idle
+    clocks = Clocks(full, alone, ends, each, share.parts * each + idle * c.idle, average)
     if way is Way.LINE:
-        busy = total / chunks + tile.ends + c.chunk
+        busy = clocks.total / share.chunks + tile.ends + c.chunk
     elif way is Way.PARTS:
-        busy = (total + parts * c.queue) / minimum(resident, parts)
-        few = maximum(size - average, 0) * alone
-        busy = busy + where(parts <= resident, few, c.parts_rest * each + c.parts_last * shared)
+        busy = busy_in_parts(w, share, clocks, c, ops)
     else:
-        if way is Way.QUEUE:
-            total = total + parts * c.queue
-        mean = total / minimum(resident, parts)
-        longest = ceil(w.longest / splits) if way is Way.SPLIT else w.longest
-        one = maximum(longest - average, 0) * alone  # by which the longest tile exceeds the mean one
-        short = minimum(w.shortest / parts_of * full + shared, each)
-        launched = parts + w.idle * splits if way in (Way.PERSISTENT, Way.SPLIT) else parts
-        rounds = ceil(launched / resident)
-        left = rounds - parts / resident  # share of the last round that is idle
-        if way in (Way.PERSISTENT, Way.SPLIT):
-            # 1 if the tiles' order says nothing about their lengths, 0 if it sorts them.
-            mixed = minimum(UNSORTED * spread / maximum(average, 0.1), 1.0)
-            more = left * (c.round_ * short * (1 - mixed) + each * mixed)
-            more = more + c.spread * spread * alone * rounds**0.5
-        elif way is Way.SINGLE:
-            more = left * c.greedy * short + c.greedy_spread * spread * alone + c.single * shared
-        else:
-            unsorted = c.queue_spread * (1 - w.sorts)
-            more = left * c.queue_rest * short + unsorted * spread * alone + c.queue_last * shared
-        busy = mean + where(launched <= resident, one, maximum(more, one - mean + each))
+        busy = busy_in_rounds(w, way, splits, share, clocks, c, ops)
     reading = w.bytes / (c.reading * target.speeds.copy * 1e6)
-    found = c.launch + maximum((busy + c.alone) / CLOCKS_PER_US, reading)
+    found = c.launch + ops.maximum((busy + c.alone) / CLOCKS_PER_US, reading)
     if way is Way.PARTS:
         found = found + c.parts_scan
     if way in (Way.SPLIT, Way.PARTS):
-        states = parts / tiles + splits  # written, and read
-        found = found + c.combine + states * w.rows * w.depth * FP32_BYTES / c.combine_bytes
-        found = found + c.combine_round * ceil(splits / c.combine_splits)
+        found = found + combining(w, splits, share, c, ops)
     if way is Way.LINE:
-        pieces = chunks + minimum(chunks, tiles)  # of tiles that are cut, or left of these
-        states = pieces * w.rows / tiles * w.depth * FP32_BYTES
-        pieces = (w.longest + overhead) * chunks / maximum(length, 1) + 1  # of the longest tile
-        joined = c.join + states / c.join_bytes
-        joined = joined + c.combine_round * join_rounds(t, w, pieces, maximum, minimum, ceil)
-        added = c.add * (pieces - 1)  # by paired consumers (``sm90.add_up``)
         found = found + c.scan + c.scan_requests * w.requests / 32
-        found = c.line * (found + where(t.column_parts > 1, added, joined))
+        found = c.line * (found + joining(w, t, share, c, ops))
     return found
 
 
