@@ -8,15 +8,13 @@ import pytest
 import torch
 from helpers.attention_cases import Case, arguments, check, poisoned_out, relative_error
 from helpers.page_layouts import paged
-from helpers.parts_cases import along_a_line
-from helpers.simulate import choosing
+from helpers.simulate import cutting_by_length
 from helpers.suites import long
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from warpspec import sim
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.fmha import attention
-from warpspec.fmha.plan.cost import Way
 from warpspec.latent import mla_decode
 from warpspec.latent.gathered import launch
 
@@ -64,8 +62,8 @@ def through_pages(case: Case, page_size: int = 64, **options) -> sim.SimReport:
     return sim.last_report()
 
 
-# A kernel takes 10 to 20 s to compile. The default suite has those of test_parts_of_one_length, test_codes (sm_90a) and
-# test_decode (sm_100a).
+# A kernel takes 10 to 20 s to compile. The default suite has those of test_work_is_cut_by_length, test_codes (sm_90a)
+# and test_decode (sm_100a).
 @pytest.mark.long
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("case", (LENGTHS, DRAFTS, STATE, POISONED), ids=lambda case: case.id)
@@ -106,7 +104,7 @@ EMPTY = replace(FEW, id="empty", kv_lengths=(0, 0, 0, 0))
 def test_work_is_cut_by_length(case, sms, simulate_as, check_order):
     """Unequal requests in equal chunks, on sm_90a; CTAs of both tiles of 64 heads in step."""
     simulate_as("sm_90a", sm_count=sms)
-    with choosing(Way.LINE, along_a_line):
+    with cutting_by_length():
         assert len(through_pages(case).launches) == 1
 
 
@@ -119,7 +117,7 @@ def test_cuts_anywhere(seed, simulate_as):
     lengths = [draw.choice((0, draw.randint(1, 64), draw.randint(1, 600))) for _ in range(draw.randint(1, 9))]
     lengths[draw.randrange(len(lengths))] = draw.randint(600, 1500)
     simulate_as("sm_90a", sm_count=draw.randint(2, 9), seed=seed)
-    with choosing(Way.LINE, along_a_line):
+    with cutting_by_length():
         through_pages(replace(DRAFTS, batch=len(lengths), seq_k=max(lengths), kv_lengths=tuple(lengths)))
 
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 from helpers.attention_cases import Case, arguments, check, poisoned_out
 from helpers.page_layouts import paged
-from helpers.parts_cases import along_a_line
-from helpers.simulate import choosing, run_unchecked
+from helpers.simulate import choosing, cutting_by_length, run_unchecked
 from helpers.suites import long
 from helpers.varlen_cases import Packed, random_batch
 
@@ -192,7 +191,7 @@ def test_paired_consumers(cut, check_order, window):
     inputs = arguments(case)
     (pages,), table = paged((inputs["k"],), case.kv_lengths, 64)
     options = {"k": pages, "page_table": table, "return_lse": True, "out": poisoned_out(case)}
-    with choosing(Way.LINE, along_a_line):
+    with cutting_by_length():
         result = attention(**{**inputs, **options}, backend="sim")
     launches = sim.last_report().launches
     assert len(launches) == 1 and all(found.local_bytes == 0 for found in launches)

@@ -5,11 +5,9 @@ import functools
 import pytest
 import torch
 from helpers.gathered_cases import judge, judge_lse, random_case
-from helpers.parts_cases import along_a_line
 from helpers.row_scales import random_scales
-from helpers.simulate import choosing
+from helpers.simulate import cutting_by_length
 
-from warpspec.fmha.plan.cost import Way
 from warpspec.latent import mla_decode
 from warpspec.latent.cache import LatentPool
 from warpspec.latent.gathered import gathered_attention, launch
@@ -119,7 +117,7 @@ def test_work_is_cut_by_length(heads, queries, most):
     kv.copy_(torch.randn(kv.shape, device="cuda"))
     out = torch.full((len(q), queries, heads, VALUES), torch.nan, device="cuda", dtype=torch.bfloat16)
     call = functools.partial(mla_decode, q, kv, table, lengths, scale=0.04, return_lse=True)
-    with choosing(Way.LINE, along_a_line):
+    with cutting_by_length():
         check_replays(call, lengths, out, most)
 
 

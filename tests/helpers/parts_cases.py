@@ -12,11 +12,6 @@ def in_parts(candidate: Candidate) -> bool:
     return candidate.way is Way.PARTS
 
 
-def along_a_line(candidate: Candidate) -> bool:
-    """Whether a candidate cuts work by length."""
-    return candidate.way is Way.LINE
-
-
 def random_parts(seed: int) -> tuple[Packed, int]:
     """(A batch with requests of all lengths, some without queries or keys; into how many parts the longest is cut)."""
     draw = random.Random(seed)

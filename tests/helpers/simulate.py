@@ -58,6 +58,20 @@ def choosing(
     launch.prepare.cache_clear()
 
 
+@contextlib.contextmanager
+def cutting_by_length():
+    """Plans are chosen among those that cut work by length, of which calls must have some."""
+    ways = set()
+
+    def wanted(candidate: Candidate) -> bool:
+        ways.add(candidate.way)
+        return candidate.way is Way.LINE
+
+    with choosing(Way.LINE, wanted):
+        yield
+    assert Way.LINE in ways, "no plan cut work by length"
+
+
 def plan_for(target: Target | str, **arguments) -> Plan:
     """The plan of a call of ``attention``; its tensors may be without storage. target: also a simulated one's name."""
     target = SIMULATED[target] if isinstance(target, str) else target
