@@ -4,13 +4,12 @@ import math
 
 import pytest
 import torch
-from helpers.float8_cases import NVFP4, Case, check, many_rows, shapes_for_many_rows
+from helpers.float8_cases import NVFP4, Case, check, converting_in, many_rows, shapes_for_many_rows
 from helpers.suites import long
 
 from warpspec import sim
 from warpspec.common.launch import simulating
-from warpspec.fmha import attention, attention_varlen, launch
-from warpspec.fmha.sm90 import shapes
+from warpspec.fmha import attention, attention_varlen
 
 FP16, E5M2 = torch.float16, torch.float8_e5m2
 PAGED = Case(1, 150, (16, 2), batch=2, page=16, lengths=(150, 33), scale="request")
@@ -107,14 +106,11 @@ def test_against_reference(case):
 
 @pytest.mark.long
 @pytest.mark.parametrize("dim, format, shape", shapes_for_many_rows())
-def test_every_shape_for_many_rows(dim, format, shape, monkeypatch):
+def test_every_shape_for_many_rows(dim, format, shape):
     """Also the shapes that plans do not choose for so small a problem."""
-    monkeypatch.setattr(shapes, "for_many_rows", lambda dim, bits: (shape,))
-    monkeypatch.setattr(launch, "expands_on", lambda problem, target: False)
-    launch.prepare.cache_clear()
     spilled = 48 if shape.consumers == 3 else 16  # bytes, outside the loop over KV tiles
-    check(many_rows(dim, format), lambda arguments: run(arguments, spilled=spilled))
-    launch.prepare.cache_clear()
+    with converting_in(shape):
+        check(many_rows(dim, format), lambda arguments: run(arguments, spilled=spilled))
 
 
 @pytest.mark.parametrize("case", BLACKWELL)

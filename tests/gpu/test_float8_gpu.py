@@ -11,14 +11,14 @@ from helpers.float8_cases import (
     Case,
     check,
     check_extreme,
+    converting_in,
     extremes,
     many_rows,
     on_gpu,
     shapes_for_many_rows,
 )
 
-from warpspec.fmha import attention, launch
-from warpspec.fmha.sm90 import shapes
+from warpspec.fmha import attention
 
 FP16, E5M2 = torch.float16, torch.float8_e5m2
 pytestmark = pytest.mark.gpu
@@ -67,13 +67,10 @@ def test_against_reference(case):
 
 
 @pytest.mark.parametrize("dim, format, shape", shapes_for_many_rows())
-def test_every_shape_for_many_rows(dim, format, shape, monkeypatch):
+def test_every_shape_for_many_rows(dim, format, shape):
     """Also the shapes that plans do not choose for so small a problem, in as many KV tiles as make races likely."""
-    monkeypatch.setattr(shapes, "for_many_rows", lambda dim, bits: (shape,))
-    monkeypatch.setattr(launch, "expands_on", lambda problem, target: False)
-    launch.prepare.cache_clear()
-    check(replace(many_rows(dim, format), keys=2600, lengths=(2600, 1003)), on_gpu)
-    launch.prepare.cache_clear()
+    with converting_in(shape):
+        check(replace(many_rows(dim, format), keys=2600, lengths=(2600, 1003)), on_gpu)
 
 
 @pytest.mark.parametrize("seed", range(24))

@@ -3,13 +3,15 @@ worth."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 
-from warpspec.fmha import AttentionState, attention
+from warpspec.fmha import AttentionState, attention, launch
 from warpspec.fmha.sm90 import shapes
 
 O_TOLERANCE, LSE_TOLERANCE = 4e-3, 1e-3  # worst head's relative error; lse's largest difference
@@ -181,6 +183,18 @@ def shapes_for_many_rows() -> list[tuple]:
         for each, n in bits.items()
         for one in shapes.for_many_rows(d, n)
     ]
+
+
+@contextlib.contextmanager
+def converting_in(shape: shapes.Shape):
+    """Many rows over codes take this shape of a kernel with a converter, whatever plans would choose."""
+    launch.prepare.cache_clear()
+    with (
+        mock.patch.object(shapes, "for_many_rows", lambda dim, bits: (shape,)),
+        mock.patch.object(launch, "expands_on", lambda problem, target: False),
+    ):
+        yield
+    launch.prepare.cache_clear()
 
 
 def extremes(format: torch.dtype, queries: int) -> Iterator[dict]:
