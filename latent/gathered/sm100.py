@@ -1,7 +1,6 @@
 """The gathered-attention kernel for sm_100a: storage, role dispatch, softmax over keys that may be missing.
 
-Products, softmax and epilogue are the attention kernel's. A task of a CTA is 64 heads of one query, or a split of its
-keys.
+Products, softmax and epilogue are the attention kernel's. A CTA has one task (``task.Task``).
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class GatheredColumns(Columns):
     token: Int32
 
     def hide(self, config, channels, row, step, first_key, scores) -> None:
-        """Hide missing keys, as ``Columns.hide`` does; the tile's mask serves all rows."""
+        """Hide missing keys, as ``Columns.hide`` does, and those that the row's query does not see."""
         channels["k_full"].wait(step)  # the warps that wrote the mask arrived on k_full
         words = config.tile_n // MASK_BITS
         mask = [self.masks[step % config.kv_stages * words + i] for i in range(words)]
@@ -106,7 +105,6 @@ class GatheredAttention(GatheredHost):
     @cute.kernel
     def kernel(self, operands, atom, coordinates, units, numbers):
         config = self.config
-        numbers = score_numbers(config, operands, numbers)
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
 
@@ -140,10 +138,11 @@ class GatheredAttention(GatheredHost):
                 token=task.token,
             )
             row = task.row(config.row_of(thread), config.column_part_of(thread))
-            state = softmax(config, channels, row, task.span, places, numbers, BFloat16)
+            scaled = score_numbers(config, operands, numbers)  # reads memory, so after the wait
+            state = softmax(config, channels, row, task.span, places, scaled, BFloat16)
             results = ROW_FLOAT8 if cutlass.const_expr(config.gathers.float8) else ROW_RESULTS
             place = task.place(row.index)
-            epilogue(config, channels, row, place, task, state, places, operands, numbers, results)
+            epilogue(config, channels, row, place, task, state, places, operands, scaled, results)
             cute.arch.barrier(barrier_id=1, number_of_threads=config.softmax_threads)
             tmem.free(warp, columns, config.tmem_allocation)
         elif warp < config.mma_warp:
