@@ -65,8 +65,9 @@ class Prepared(NamedTuple):
 
     attention, combine: functions of the kernels' arguments. combine is the second launch, which combines splits or
     joins pieces, or None. numbers: those of the attention kernel. schedule: the plan's. workspace: what a launch
-    allocates between the two kernels, ``piece_blocks`` or ``partial_blocks``; None where it depends on the number of
-    packed queries, or there is none. counters: words that CTAs share and leave as they found them.
+    allocates for states of pieces or splits, ``piece_blocks`` or ``partial_blocks``; None where it depends on the
+    number of packed queries, or there is none. counters: number of words that CTAs share and leave as they found them
+    (``common.workspace``).
     """
 
     target: Target
@@ -118,12 +119,12 @@ class Prepared(NamedTuple):
         if self.schedule is LINE:
             (pieces,) = allocate(self.workspace, operands[PLACES.o].device)
         if self.target.native:
-            queue = workspace(self.counters, self.target.device)
-            return self.attention(*placed(operands, queue=queue, pieces=pieces), *self.numbers)
-        queue = new_workspace(self.counters, operands[PLACES.o].device)
-        report = self.attention(*placed(operands, queue=queue, pieces=pieces), *self.numbers)
+            counters = workspace(self.counters, self.target.device)
+            return self.attention(*placed(operands, counters=counters, pieces=pieces), *self.numbers)
+        counters = new_workspace(self.counters, operands[PLACES.o].device)
+        report = self.attention(*placed(operands, counters=counters, pieces=pieces), *self.numbers)
         whole = not simulator().times()  # CTAs of a sample do not take all of the numbers
-        assert not whole or (queue == EMPTY).all(), "the counters were not left as they were found"
+        assert not whole or (counters == EMPTY).all(), "the counters were not left as they were found"
         return report
 
 
@@ -193,7 +194,7 @@ def second_kernel(problem: AttentionProblem, config, splits: int) -> tuple[Kerne
 
 
 def combine_config(problem: AttentionProblem, splits: int) -> CombineConfig:
-    """The combine kernel of a problem whose keys are split into so many parts."""
+    """The combine kernel of a problem whose keys are split into this many parts."""
     sizes = problem.heads
     return CombineConfig.of(
         sizes.v_state,

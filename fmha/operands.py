@@ -61,7 +61,7 @@ STATE = Operand(FLOAT32, lambda c: 3 + c.output.split_dims, when="output.writes_
 # Workspace of work that is cut by length (``line``).
 PIECES = Operand(FLOAT32, 3, lambda c: c.heads.piece_columns, TMA_ALIGNMENT, "scheduler.cuts_tiles")
 JOINS = Operand(INT32, 2, JOIN_WORDS, when="scheduler.leaves_joins")
-COUNTERS = Operand(INT64, 1, when="scheduler.counts")  # those too that CTAs take tiles by (``device.queue``)
+COUNTERS = Operand(INT64, 1, when="scheduler.counts")
 
 # Lists of blocks (``block_mask.BlockMask``).
 KV_VISITS, Q_VISITS = (Operand(INT32, 5, numbers, when="mask.has_blocks") for numbers in (2, 3))
@@ -95,8 +95,9 @@ class Operands(NamedTuple):
 
     Kernels write o, lse, row_max and row_sum, and read the others. If keys are split, o, row_max and row_sum of the
     attention kernel have a leading dimension, the splits. If work is cut by length (``line``), pieces [2 CTAs, rows, D
-    + 8] fp32 and joins [CTAs, 8] int32 are a workspace; if CTAs take tiles from a queue (``device.queue``), so is queue
-    [1] int64.
+    + 8] fp32 and joins [CTAs, 8] int32 are a workspace. If CTAs add up pieces themselves (``sm90.add_up``), it is
+    pieces [CTAs, rows, D + 8] and counters [2 CTAs] int64. If CTAs take tiles from a queue (``device.queue``), it is
+    counters [1].
     """
 
     q: Annotated[
@@ -135,7 +136,7 @@ class Operands(NamedTuple):
     q_patterns: Annotated[Any, Q_PATTERNS, CONTIGUOUS] = None
     pieces: Annotated[Any, PIECES, WORKSPACE] = None
     joins: Annotated[Any, JOINS, WORKSPACE] = None
-    queue: Annotated[Any, COUNTERS, WORKSPACE] = None
+    counters: Annotated[Any, COUNTERS, WORKSPACE] = None
 
     @property
     def inputs(self) -> dict[str, Any]:

@@ -111,10 +111,10 @@ class KvTiles(Protocol):
 @dataclass(frozen=True)
 class SparseTiles(KvTiles):
     """KV tiles ``first`` to ``first`` + ``count`` - 1 if any of their keys may be missing (``config.mask.sparse``); the
-    source of the keys says which. No row sees all of a tile.
+    source of the keys says which. Every tile counts as one that no row sees whole.
 
-    all_end, some_end: if rows see different keys, the ends of those that all of them and that some of them see. begin
-    and inner ends are those of a span without a tile that all rows see."""
+    all_end, some_end: ends of the keys that all rows see and that any row sees, if rows differ in that. begin,
+    inner_first and inner_end say, as in ``KeySpan``, that no tile is seen whole."""
 
     first: int
     count: int

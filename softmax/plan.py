@@ -113,9 +113,8 @@ STAGED_THREADS, STAGED_VECTORS, STAGED_REGISTERS = (64, 1024), (7, 6, 4, 2), 40
 ONCE_CLUSTER = 8  # least number of CTAs sharing an fp32 row for which its exponentials are computed once
 # Vectors a thread for fp32 with many aligned rows of 16 CTAs. One more CTA then fits an SM.
 STAGED_LONGER = (8,)
-REGISTER_THREADS = (
-    4 * WARP_THREADS
-)  # ptxas counts a CTA's registers in these, so that an SM's four parts have as many
+# ptxas counts a CTA's registers by this many threads, since its warps go to the four parts of an SM in turn.
+REGISTER_THREADS = 4 * WARP_THREADS
 # Of CTAs whose shares come by several copies: the least size of a cluster, most CTAs on an SM, vectors that a thread
 # has before there are more threads, and most threads: of more than two CTAs on an SM, of one or two whose share has at
 # most SEVERAL_SHARE vectors, and of others.

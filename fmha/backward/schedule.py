@@ -67,13 +67,9 @@ WHOLE_HEADS = 6  # query heads of a KV head up to which slices lost, at eight sh
 SLICE_HEADS = 4  # of a slice, at most
 SLICE_BYTES = 1.25  # reads of concurrent key tiles of a slice, in L2 sizes, at most
 SLICE_STEPS = 14  # of a key tile's slice of packed requests, on average, from which slices gain
-FEW_CTAS = (
-    1.05  # key tiles of packed requests, in SMs, up to which slices gain although all heads would fit L2
-)
+FEW_CTAS = 1.05  # key tiles, in SMs, up to which slices gain although all heads would fit L2
 FEW_HEADS = 2  # of such a slice
-EVEN_SECTIONS = (
-    1.5  # factor by which the number of sections of packed requests may change so that all are equal
-)
+EVEN_SECTIONS = 1.5  # factor by which the number of sections may change so that all are equal
 COUNTED_ROUNDS = 16  # CTAs per SM from which the mean predicts the busiest SM's load
 
 

@@ -6,9 +6,9 @@ tiles. Roles read the ends (``Cursor``) from shared memory.
 
 In all rounds but the last, cuts move back to the begin of a query tile: pieces of tiles are costly, and with several
 rounds tiles are small compared with chunks. In the last round a chunk may begin and end within a tile, unless all tiles
-are equally long and chunks become little longer if each is a tile (``chunk_length``). Each chunk with
-a piece of a cut tile leaves a state in one of its CTA's two workspace places; and the CTA whose chunk begins at the
-tile's first cut leaves a join record, from which ``device.join`` joins the states.
+are equally long and chunks become little longer if each is a tile (``chunk_length``). Each chunk with a piece of a cut
+tile leaves a state in one of its CTA's two workspace places; and the CTA whose chunk begins at the tile's first cut
+leaves a join record, from which ``device.join`` joins the states.
 
 If heads are in step (``TileScheduler.in_step``), the line has one head of each request. It is cut into fewer chunks,
 and as many neighbouring CTAs as there are heads take each of them, one head each. So keys of all heads are read at a
@@ -39,7 +39,7 @@ from warpspec.fmha.line import LEAST_TILES, MOST_ROUNDS, cut, round_count, stret
 
 SIDES = 2  # a chunk's begin and its end
 WHOLE_SHARE = 8  # chunks may be longer by this part of their length if that leaves equal tiles whole
-WHOLE_TILES = 3  # or by so many KV tiles, if pieces are added up
+WHOLE_TILES = 3  # or by this many KV tiles, if pieces are added up
 BEGIN, END = range(SIDES)
 LAST_LANE = WARP_THREADS - 1
 LONGEST_STEP = (1 << 31) - 1  # from cut to cut; tiles are shorter
@@ -101,13 +101,13 @@ class Place(NamedTuple):
     """A CTA's place among those that share a line.
 
     chunk, chunks: number of its chunk in a round, and chunks of a round. head: the head that it takes of every request
-    if heads are in step, else 0. slot: number of its join record and states; those of one line follow one another.
+    if heads are in step, else 0. number: that of its join record and states; those of one line follow one another.
     """
 
     chunk: Int32
     chunks: Int32
     head: Int32 | int
-    slot: Int32
+    number: Int32
 
 
 def place_of(config, line: Line) -> Place:
@@ -231,7 +231,7 @@ def scan(own) -> Scan:
 def shares(config: cutlass.Constexpr, operands, line, of_lane) -> Scan:
     """Work of the ``of_lane`` requests that start at lane * of_lane, by a whole warp."""
     first, own = cute.arch.lane_idx() * of_lane, Int64(0)
-    for request in cutlass.range(first, first + of_lane, unroll=4):  # so many loads at a time
+    for request in cutlass.range(first, first + of_lane, unroll=4):  # this many loads at a time
         own += length_of(config, operands, line, request, line.requests)
     return scan(own)
 
@@ -256,8 +256,8 @@ def common_length(config: cutlass.Constexpr, operands, line, found, of_lane) -> 
 def chunk_length(config, line: Line, total, chunks, tile) -> Int64:
     """Length of every chunk but the last ones, which may be shorter or have nothing: the quotient, or a little more.
 
-    chunks: their number. tile: the length of all tiles, or 0. If that, or, where pieces are added up, a multiple of
-    it, is a little more than the quotient, chunks are so many tiles, and none is cut.
+    chunks: their number. tile: the length that all tiles have, or 0. If a tile is a little longer than the quotient,
+    a chunk is one tile, and none is cut. Where pieces are added up, a chunk may also be several whole tiles.
     """
     most = Int64(Float32(total) * (cute.arch.rcp_approx(Float32(chunks)) * Float32(1.0 + 2.0**-20))) + 1
     room = most // WHOLE_SHARE
@@ -372,7 +372,7 @@ def write_join(config: cutlass.Constexpr, operands, chunks):
     further = cutlass.min((cut.length - 1 - cut.offset) // cut.step, own.chunks - 1 - own.chunk)
     words = Join(
         pieces=select_integer(first, 2 + further, 0),
-        first=state_of(own.slot - 1, Boolean(not continues)),
+        first=state_of(own.number - 1, Boolean(not continues)),
         batch=Int32(tile.batch),
         first_head=tile.first_head,
         first_row=tile.first_row_of(0),
@@ -381,7 +381,7 @@ def write_join(config: cutlass.Constexpr, operands, chunks):
         unused=Int32(0),
     )
     if cute.arch.lane_idx() == 0:
-        record = operands.joins[own.slot, None]
+        record = operands.joins[own.number, None]
         for i, word in enumerate(words):
             record[i] = word
 
@@ -391,10 +391,10 @@ def tiles_before(part, kv_tiles) -> Int32:
     return cut(part, kv_tiles, Int32, cutlass.min, select_integer)
 
 
-def state_of(slot, begins) -> Int32:
-    """Number of the state that a CTA leaves of its piece of a tile. slot: the CTA's; begins: the tile begins in its
-    chunk."""
-    return 2 * slot + Int32(begins)
+def state_of(number, begins) -> Int32:
+    """Number of the state that a CTA leaves of its piece of a tile. number: ``Place.number``. begins: the tile begins
+    in its chunk."""
+    return 2 * number + Int32(begins)
 
 
 def heads_of(line: Line, head) -> tuple:
@@ -410,7 +410,7 @@ def cursor_at(cursors: cute.Tensor, side: int, round_) -> Cursor:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A CTA's work in one round, from begin to end."""
+    """A CTA's work in one round, from begin to end. last_cut: the cut at the begin of the CTA's last chunk."""
 
     config: object
     operands: object
@@ -440,9 +440,9 @@ class Chunk:
         whole = Boolean(last == count) & (begins | Boolean(count > 0))
         if self.config.scheduler.adds_up:
             earlier = pieces_before(self.last_cut, own, first, whole, count)
-            return tile.cut(Piece(first, last - first, whole, own.slot, earlier))
+            return tile.cut(Piece(first, last - first, whole, own.number, earlier))
         whole = Boolean(first == 0) & whole
-        return tile.cut(Piece(first, last - first, whole, state_of(own.slot, begins)))
+        return tile.cut(Piece(first, last - first, whole, state_of(own.number, begins)))
 
     def next(self, head, query_tile, tile) -> tuple:
         """(head, query tile) after ``tile``, which is at (head, query_tile)."""

@@ -104,7 +104,7 @@ def each_found(config: cutlass.Constexpr, operands, where, body: cutlass.Constex
                 tile = tile_at(config, operands, grid, where.window, number, where.section, order)
             uses = body(role, tile, uses)
             role.channels["tile_empty"].wait_previous(uses)  # until the CTA is nearly done with its tile
-            number = take(operands.queue, tiles)
+            number = take(operands.counters, tiles)
     elif cutlass.const_expr(config.scheduler.single):
         number, _, _ = cute.arch.block_idx()
         tile = tile_at(config, operands, where.grid, where.window, number, where.section)

@@ -16,14 +16,16 @@ from warpspec.common.device.wgmma import flat
 from warpspec.common.hardware import WARPGROUP_THREADS
 from warpspec.common.workspace import EMPTY
 from warpspec.fmha.device.combine import finite
+from warpspec.fmha.heads import PIECE_STATISTICS
 from warpspec.fmha.line import PAIR_WORDS
 from warpspec.fmha.sm90.config import SCORED_BARRIER
 from warpspec.fmha.sm90.fragment import PAIR, THREAD_ROWS
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
 from warpspec.fmha.sm90.softmax import over_quad
 
-VECTOR = 4  # fp32 numbers that a thread stores at a time
+VECTOR = 4  # fp32 numbers that a thread stores at a time; also those of a row's statistics
 AHEAD = 8  # vectors in flight: O takes most registers
+assert PAIR_WORDS * VECTOR <= PIECE_STATISTICS, "the statistics of both consumers lie after O"
 
 
 def columns_of(work, operands, state) -> cute.Tensor:
@@ -35,7 +37,7 @@ def columns_of(work, operands, state) -> cute.Tensor:
 
 
 def statistics_of(work, operands, state) -> cute.Tensor:
-    """(NUMBER, ROW): reference, maximum and sum of the rows of a state, behind its O; each consumer has its own."""
+    """(NUMBER, ROW): reference, maximum and sum of the rows of a state, after its O; each consumer has its own."""
     numbers = work.config.heads.v * WARPGROUP_ROWS + work.part * WARPGROUP_ROWS * VECTOR
     layout = cute.make_layout((VECTOR, WARPGROUP_ROWS))
     return cute.make_tensor(operands.pieces[state, None, None].iterator + numbers, layout)
@@ -65,7 +67,7 @@ def leave_piece(work, state, operands):
     # A release is cumulative: one thread's covers what the others wrote before the barrier.
     wait_for_threads(work)
     if work.thread == 0:
-        counter = operands.queue.iterator + (number * PAIR_WORDS + work.part)
+        counter = operands.counters.iterator + (number * PAIR_WORDS + work.part)
         cute.arch.atomic_add(counter, Int64(1), sem="release", scope="gpu")
 
 
@@ -75,11 +77,11 @@ def add_pieces(work, state, operands):
     for before in cutlass.range(work.tile.piece.earlier, unroll=1):
         number = work.tile.piece.state - 1 - before
         if work.thread == 0:
-            counter = operands.queue.iterator + (number * PAIR_WORDS + work.part)
+            counter = operands.counters.iterator + (number * PAIR_WORDS + work.part)
             seen = Int64(EMPTY)
             while seen == EMPTY:
                 seen = cute.arch.load(counter, Int64, sem="acquire", scope="gpu")
-            operands.queue[number * PAIR_WORDS + work.part] = Int64(EMPTY)
+            operands.counters[number * PAIR_WORDS + work.part] = Int64(EMPTY)
         wait_for_threads(work)
         state = add_state(work, state, operands, number)
     return state

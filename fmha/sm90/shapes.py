@@ -186,7 +186,7 @@ def float8_tiles(problem: AttentionProblem) -> tuple[Shape, ...]:
 
 
 def for_many_rows(dim: int, bits: float) -> tuple[Shape, ...]:
-    """The tile shapes for codes of so many bits and more rows of a KV head than a consumer has."""
+    """The tile shapes for codes of this many bits and more rows of a KV head than a consumer has."""
     three = (FLOAT8_THREE[dim],) if bits == 8 and dim in FLOAT8_THREE else ()
     return (*FLOAT8[dim], *three, FLOAT8_DECODE[dim])
 

@@ -49,7 +49,7 @@ def gathered_attention(
 
     Kernels compute on bf16 keys: "v4-fp8" rows are converted exactly, "v3.2-fp8" rows, whose scales are any fp32
     numbers, rounded once. If there are few queries, several CTAs split each query's keys, and a second launch combines
-    their states.
+    their states; or, on sm_90a, CTAs share out the keys of all queries, and add up the states themselves.
     Raises TypeError or ValueError naming the argument, and UnsupportedProblem where a backend cannot run it. Forward
     only.
     """

@@ -207,14 +207,13 @@ class GatheredConfig(AttentionConfig):
         """A configuration with the given options (``gathered_parts``); all else is fixed. line: CTAs take chunks of the
         line of all queries' KV tiles (``device.line``), all head groups of a query in step."""
         found = cls(**gathered_parts(**options))
-        return (
-            replace(found, scheduler=TileScheduler(Schedule.LINE, in_step=True, adds_up=True))
-            if line
-            else found
-        )
+        if line:
+            found = replace(found, scheduler=TileScheduler(Schedule.LINE, in_step=True, adds_up=True))
+        return found
 
     @property
     def line_source(self):
+        """As in ``AttentionKernel``."""
         from warpspec.latent.gathered.task import QUERIES
 
         return QUERIES

@@ -1,11 +1,11 @@
 """Whether CTAs share out the KV tiles of all queries (``fmha.device.line``), or take equal splits of them.
 
-By expected clocks of both on sm_90a. A KV tile takes TILE, a task's start and end as long as ENDS tiles. Equal splits
-take as many rounds as there are tasks to a CTA, each as long as the longest query's split. Shared out, every CTA has
-the same number of tiles and, in the mean, two ends; cutting the line takes SCAN before anything starts, and adding up
-the states of pieces ADD. A second launch, which combines equal splits, takes SECOND. SCAN and ADD are from 22 calls on
-an H200, of which the choice loses 3 to 10% for four. If only the device knows lengths, they may be full or half as long
-in the mean: half of the calls are taken to be like that.
+The choice compares the expected clocks of both on sm_90a. A KV tile takes TILE, a task's start and end as long as ENDS
+tiles. Equal splits take as many rounds as there are tasks to a CTA, each as long as the longest query's split, and
+SECOND for the launch that combines them. If tiles are shared out, every CTA has the same number of tiles and two ends
+on average; cutting the line takes SCAN before anything starts, and adding up the states of pieces takes ADD. SCAN and
+ADD were fitted to 22 calls on an H200; for four of these the choice is 3 to 10% slower than the other way. If only the
+device knows the lengths, they are expected to be full in half of the calls and half as long in the others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SCAN = 12000
 SECOND = 5000
 ADD = 35000
 MOST_TASKS = 8  # tasks of a CTA up to which they are shared out: more of them balance
-MEAN_LENGTHS = (1.0, 0.5)  # of lengths that only the device knows, as a share of the longest
+MEAN_LENGTHS = (1.0, 0.5)  # of lengths that only the device knows, on average, as a share of the longest
 
 
 def equal_clocks(tasks: int, tiles: int, splits: int, ctas: int) -> float:
@@ -29,7 +29,7 @@ def equal_clocks(tasks: int, tiles: int, splits: int, ctas: int) -> float:
 
 
 def line_clocks(tasks: int, tiles: float, ctas: int) -> float:
-    """Clocks of tasks that are shared out. tiles: KV tiles of a task in the mean."""
+    """Clocks of tasks that are shared out. tiles: KV tiles of a task on average."""
     each = max(tasks * (tiles + ENDS) / ctas, LEAST_TILES)
     return (each + ENDS) * TILE + SCAN + ADD
 

@@ -1,4 +1,4 @@
-"""Run a checked problem: choose splits, compile, launch; on a GPU or in the simulator."""
+"""Run a checked problem: choose how CTAs share the keys, compile, launch; on a GPU or in the simulator."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ def make_plan(problem: GatheredProblem, target: Target) -> GatheredPlan:
 
 
 def choose_pack(problem: GatheredProblem, rows: int) -> int:
-    """Heads of a task of so many rows, a power of two so that few kernels serve all calls: the fewest tasks, then the
-    most heads."""
+    """Heads of a task of this many rows: the number that makes the fewest tasks, and of these the largest. It is a
+    power of two, so that few kernels serve all calls."""
     packs = [rows >> i for i in range(rows.bit_length())] if problem.queries > 1 else [rows]
     return min(packs, key=lambda pack: (math.prod(tiles_of(problem, pack, rows)), -pack))
 
@@ -157,10 +157,10 @@ def run(problem: GatheredProblem, target: Target, tensors: dict):
             if target.native:
                 prepare_reserve(target.device)
                 return attention(*operands, workspace(PAIR_WORDS * plan.ctas, target.device), *flat, *numbers)
-            queue = new_workspace(PAIR_WORDS * plan.ctas, q.device)
-            report = attention(*operands, queue, *flat, *numbers)
+            counters = new_workspace(PAIR_WORDS * plan.ctas, q.device)
+            report = attention(*operands, counters, *flat, *numbers)
             whole = not simulator().times()  # CTAs of a sample do not do all of the work
-            assert not whole or (queue == EMPTY).all(), "the counters were not left as they were found"
+            assert not whole or (counters == EMPTY).all(), "the counters were not left as they were found"
             return report
         if plan.combine is None:
             return attention(q[None], o[None], scales, sink, *row_stats, *angles, None, None, *flat, *numbers)

@@ -63,7 +63,7 @@ class GatheredTile(ConsumerTile):
     masks: cute.Tensor = None
 
     def hide(self, scores: cute.Tensor, r: int, step) -> None:
-        """Hide missing keys, as ``ConsumerTile.hide`` does; the tile's mask serves all rows."""
+        """Hide missing keys, as ``ConsumerTile.hide`` does, and those that the row's query does not see."""
         words = self.config.tile_n // MASK_BITS
         stage = (self.use + step) % self.config.kv_stages
         row = self.rows[r]

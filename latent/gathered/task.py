@@ -111,8 +111,8 @@ class Gathered(NamedTuple):
 
     q: [1, T, H, D]. o: as q, with the splits in front if there are any; in FP8 words of four e4m3, with scales fp32
     [1, T, H, 4], else None. sink: [H]. lse, row_max, row_sum: [1, H, T]. cos_sin: fp32 [N, R] and positions: int32 [T],
-    or None. kv_scale: fp32 [1] or None. pieces, queue: as in ``fmha.operands.Operands``. sets: ``KeySetOperands``, in
-    kernels the ``DeviceKeySet``s that there are.
+    or None. kv_scale: fp32 [1] or None. pieces, counters: as in ``fmha.operands.Operands``. sets:
+    ``KeySetOperands``, in kernels the ``DeviceKeySet``s that there are.
     """
 
     q: Annotated[Any, Operand(BFLOAT16, 4, lambda c: c.heads.qk, TMA_ALIGNMENT)]
@@ -126,7 +126,7 @@ class Gathered(NamedTuple):
     positions: Annotated[Any, Operand(INT32, 1, when="gathers.rotate_back")]
     kv_scale: Annotated[Any, Operand(FLOAT32, 1, when="gathers.has_kv_scale")]
     pieces: Annotated[Any, PIECES]
-    queue: Annotated[Any, COUNTERS]
+    counters: Annotated[Any, COUNTERS]
     sets: Annotated[tuple, Several(KeySetOperands, MAX_KEY_SETS, key_set_of)]
 
 

@@ -1,7 +1,7 @@
-"""Keep NaN in keys that only some rows of a task see from its other rows, in which P is 0 and the product NaN.
+"""Keep NaN or Inf in keys that only some rows of a task see from its other rows: there P is 0, and its product NaN.
 
-As in ``fmha.device.unseen``; but here K is V, so a key with a NaN makes the logits NaN of every row that sees it, and
-with them all of the row's O, whatever is in V. So such numbers are cleared in V.
+``fmha.device.unseen`` sums such rows again. That is not needed here, because K is V: a key with a NaN makes the logit
+NaN in every row that sees it, and with it the row's whole O, whatever is in V. So such numbers are cleared in V.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00}  # all ones in NaN and Inf
 
 @cute.jit
 def clear_nan(config: cutlass.Constexpr, span, first_key, thread, tile: cute.Pointer):
-    """Zero 16 bytes of V of a KV tile wherever one of their numbers is NaN, in keys that some rows do not see.
+    """Zero 16 bytes of V of a KV tile wherever one of their numbers is NaN or Inf, in keys that some rows do not see.
 
     span: ``SparseTiles``. first_key: the tile's first key. thread: 0..127. tile: Uint8 pointer to the stage. What has
     to follow is as in ``fmha.device.unseen.clear``.
