@@ -307,8 +307,9 @@ def busy_step(w: Work, t: Tiling, way: Way, step: Callable, share: Shares, sms: 
 
 
 class Clocks(NamedTuple):
-    """Clocks of a KV tile beside others (full) and without any (alone); of a part's ends, and of all of it, on average;
-    of all parts. average: KV tiles of a part."""
+    """Clocks that the tiles of a launch take. full, alone: a KV tile while all CTAs are at work, and while few are.
+    ends, each: the ends of a part and all of it, on average. total: all parts. average: KV tiles of a part, no clocks.
+    """
 
     full: float
     alone: float
