@@ -307,7 +307,10 @@ def hopper() -> str:
     config = hopper_config.AttentionConfig
     scheduler = TileScheduler(Schedule.PERSISTENT, has_warp=True)
     gathered = GatheredConfig.of()
-    registers = f"{gathered.shape.consumer_registers}, {gathered.shape.producer_registers} registers a thread"
+    registers, pair = (
+        f"{shape.consumer_registers}, {shape.producer_registers} registers a thread"
+        for shape in (gathered.shape, hopper_shapes.PAIR.scheduling)
+    )
     kernels = (
         (
             "D = 128, prefill:",
@@ -318,8 +321,16 @@ def hopper() -> str:
             of_shape(config, 512, hopper_shapes.PAIR, shared_kv=True),
         ),
         (
-            "D = 576, V the first 512 (MLA):",
-            of_shape(config, 576, hopper_shapes.PAIR, v_dim=512, shared_kv=True),
+            f"D = 576, V the first 512 (MLA), work cut by length ({pair}: consumers, producers; what a scheduler warp "
+            "takes is missing where requests stay whole):",
+            of_shape(
+                config,
+                576,
+                hopper_shapes.PAIR.scheduling,
+                v_dim=512,
+                shared_kv=True,
+                scheduler=TileScheduler(Schedule.LINE, has_warp=True, in_step=True, adds_up=True),
+            ),
         ),
         (f"D = 512, rows gathered by slot ({registers}: consumers, producers):", gathered),
     )
