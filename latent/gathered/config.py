@@ -18,6 +18,7 @@ from warpspec.common.operands import BFLOAT16, FLOAT32, UINT32
 from warpspec.fmha.config import Output, Schedule, TileScheduler
 from warpspec.fmha.features import Format, Mask
 from warpspec.fmha.heads import BLOCK, LATENT, MMA_K, HeadSizes
+from warpspec.fmha.line import TILE_OVERHEAD
 from warpspec.fmha.sm90.config import AttentionConfig
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS, Shape
 from warpspec.fmha.sm100 import config as sm100
@@ -210,6 +211,11 @@ class GatheredConfig(AttentionConfig):
         if line:
             found = replace(found, scheduler=TileScheduler(Schedule.LINE, in_step=True, adds_up=True))
         return found
+
+    @property
+    def tile_overhead(self) -> int:
+        """As in ``AttentionKernel``."""
+        return TILE_OVERHEAD
 
     @property
     def line_source(self):

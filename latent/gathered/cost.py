@@ -10,11 +10,11 @@ device knows the lengths, they are expected to be full in half of the calls and 
 
 from __future__ import annotations
 
-from warpspec.fmha.line import LEAST_TILES
+from warpspec.fmha.line import LEAST_TILES, TILE_OVERHEAD
 
 TIMED = ("e4m3", "v3.2-fp8")  # row formats whose clocks these are
 TILE = 4400
-ENDS = 2
+ENDS = TILE_OVERHEAD  # as on the line
 SCAN = 12000
 SECOND = 5000
 ADD = 35000

@@ -18,7 +18,7 @@ from warpspec.fmha.device.line import Chunks, Line, Source, heads_of
 from warpspec.fmha.device.logits import with_factor
 from warpspec.fmha.device.tile import INTEGERS, Piece, Place, Row, RowTile
 from warpspec.fmha.device.tiles import each_found
-from warpspec.fmha.line import TILE_OVERHEAD, Stretch
+from warpspec.fmha.line import Stretch
 from warpspec.fmha.logits import LogitNumbers
 from warpspec.fmha.operands import COUNTERS, PIECES, RESULT, STATE
 from warpspec.fmha.schedule import SparseTiles
@@ -162,11 +162,13 @@ class Units(NamedTuple):
 
 @dataclass(frozen=True)
 class Task(RowTile):
-    """A task: heads of one query, or of several of a request with a page table, or a part of their keys.
+    """A task: heads of one query, or of several queries of a request if keys have a page table, and all of their keys
+    or a part of them.
 
-    token, head_group, split: numbers of the task's first token, head group and split. queries: its queries. heads:
-    heads of q. ends: for each key set, the end of its tiles. span: all tiles. first_end: ``DeviceKeySet.end_of`` the
-    first token, if there may be several. piece: of work that is cut by length.
+    token, head_group, split: numbers of the task's first token, head group and split. queries: number of its queries.
+    heads: heads of q. ends: for each key set, the end of its tiles. span: all tiles. first_end:
+    ``DeviceKeySet.end_of`` the first token, if there may be several. piece: the task's ``Piece``, if work is cut by
+    length.
     """
 
     config: object
@@ -277,7 +279,7 @@ class Queries(Source):
     def stretch(self, config, operands: Gathered, line: Line, request) -> Stretch:
         """``Stretch`` of a query; its length is that of whole KV tiles."""
         limit = whole_task(config, operands, Int32(0), request).span.count * config.tile_n
-        overhead = TILE_OVERHEAD * config.tile_n
+        overhead = config.tile_overhead * config.tile_n
         return Stretch(Int32(1), 1, overhead, None, None, limit, {"wide": Int64, **INTEGERS})
 
     def tile(self, config, operands: Gathered, line: Line, query_tile, head) -> Task:

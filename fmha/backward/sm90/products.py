@@ -78,6 +78,17 @@ def places_of_dq(config, dtype, shared, parts: list[int]) -> tuple:
     return ds_base, k_bases
 
 
+def accumulator(mma, shape: tuple) -> cute.Tensor:
+    """Registers for sums of a shape."""
+    return cute.make_rmem_tensor(mma.partition_shape_C(shape), Float32)
+
+
+def first_of(values: cute.Tensor, mma, columns: int) -> cute.Tensor:
+    """The first registers of ``values`` again, for sums of a block with this many columns."""
+    shape = mma.partition_shape_C((BLOCK, columns))
+    return cute.make_tensor(values.iterator, cute.make_layout(shape))
+
+
 def products(config, dtype, shared, consumer) -> GradientProducts:
     """The products of a consumer. consumer: its number, which selects its 64 keys and its part of dQ."""
     m, n, block = config.tile_m, config.tile_n, config.block_m
@@ -115,13 +126,6 @@ def products(config, dtype, shared, consumer) -> GradientProducts:
     queries = [make_mma(dtype, ds_mode, MN_MAJOR, config.dq_size(part) or BLOCK) for part in parts]
     queries_of = {"stages": config.q_stages, "stage_bytes": config.tile_bytes("q")}
     dos_of = {"stages": config.do_stages, "stage_bytes": config.tile_bytes("do")}
-
-    def accumulator(mma, shape):
-        return cute.make_rmem_tensor(mma.partition_shape_C(shape), Float32)
-
-    def first_of(values, mma, columns):  # the first registers of ``values`` again
-        shape = mma.partition_shape_C((BLOCK, columns))
-        return cute.make_tensor(values.iterator, cute.make_layout(shape))
 
     def keys_of(base, layout):
         if config.keys_in_registers:
