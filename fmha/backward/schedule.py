@@ -229,9 +229,10 @@ def section_of(
     least = math.ceil(ROUNDS * target.sm_count / max(ctas, 1))
     fit = int(L2_SHARE * target.l2_bytes // (row_bytes(problem) / slices + key_bytes(problem)))
     sections = -(-rows // fit) if fit > least else max(1, round(rows / least))
-    equal = min((n for n in range(1, rows + 1) if rows % n == 0), key=lambda n: abs(math.log(n / sections)))
-    if max(equal / sections, sections / equal) <= EVEN_SECTIONS:
-        sections = equal
+    near = range(math.ceil(sections / EVEN_SECTIONS), min(int(sections * EVEN_SECTIONS), rows) + 1)
+    sections = min(
+        (n for n in near if rows % n == 0), key=lambda n: abs(math.log(n / sections)), default=sections
+    )
     return -(-rows // sections)
 
 

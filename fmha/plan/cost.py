@@ -50,8 +50,9 @@ class Way(enum.Enum):
     PARTS = "from a queue, parts of the keys of one length, which a second launch combines"
 
 
-def join_rounds(t: Tiling, w: Work, pieces, maximum, minimum, ceil):
+def join_rounds(t: Tiling, w: Work, pieces, ops: Arithmetic):
     """Extra rounds of loads that joining a query tile takes if it has many pieces (``device.join.row_each``)."""
+    maximum, minimum, ceil, _ = ops
     ctas = TILE_CTAS[0] + (TILE_CTAS[1] - TILE_CTAS[0]) * minimum(t.row_groups - 1, 1)
     groups = THREADS * VECTOR / minimum(w.depth, SEGMENT)
     rows = w.rows / maximum(w.tiles, 1)
@@ -360,13 +361,13 @@ def combining(w: Work, splits, share: Shares, c: Constants, ops: Arithmetic):
 def joining(w: Work, t: Tiling, share: Shares, c: Constants, ops: Arithmetic):
     """Microseconds of joining the pieces of a line's query tiles: in a second launch, or by paired consumers
     (``sm90.add_up``)."""
-    maximum, minimum, ceil, where = ops
+    maximum, minimum, _, where = ops
     tiles = maximum(w.tiles, 1)
     pieces = share.chunks + minimum(share.chunks, tiles)  # of tiles that are cut, or left of these
     states = pieces * w.rows / tiles * w.depth * FP32_BYTES
     pieces = (w.longest + share.overhead) * share.chunks / maximum(share.length, 1) + 1  # of the longest tile
     joined = c.join + states / c.join_bytes
-    joined = joined + c.combine_round * join_rounds(t, w, pieces, maximum, minimum, ceil)
+    joined = joined + c.combine_round * join_rounds(t, w, pieces, ops)
     return where(t.column_parts > 1, c.add * (pieces - 1), joined)
 
 
