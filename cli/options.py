@@ -57,9 +57,10 @@ def add_options(parser: argparse.ArgumentParser, operators: Sequence[str], shape
     dtypes.help += "; fp32: softmax and topk alone"
     parser.add_argument("--seed", type=natural, default=0, help="of the inputs (default %(default)s)")
     for title, names in HELP.items():
-        if not set(title.split(", ")) & set(operators):
+        described = [name for name in title.split(", ") if name in operators]
+        if not described:
             continue
-        group = parser.add_argument_group(title)
+        group = parser.add_argument_group(", ".join(described))
         for name, about in names.items():
             about = f"{about}{' ' if about else ''}(default %(default)s)"
             group.add_argument(flag(name), type=positive, default=shapes[name], help=about)

@@ -28,13 +28,6 @@ examples:
   python -m warpspec validate attention --batch 4 --queries 4096 --keys 4096 --causal
   python -m warpspec validate --model gpt-oss-120b              attention with a model's heads, windows and sinks
   python -m warpspec validate softmax --arch sm_90a             simulated, though this machine may have a GPU"""
-ALL = (
-    "attention",
-    "gradients",
-    "softmax",
-    "topk",
-    "experts",
-)  # operators that are compared where none is named
 OF_MODELS = ("heads", "kv_heads", "head_dim", "causal", "window", "kv_dtype")  # options that a model decides
 WINDOW = 48  # window of the small problems, in which some rows see a whole window and others do not
 
@@ -87,6 +80,9 @@ def problems(options: argparse.Namespace, device: str) -> Iterator[Callable[[], 
         yield partial(cases.attention_case, with_(causal, window=WINDOW), device, sink=True)
         yield partial(cases.paged_case, causal, device)
         yield partial(cases.attention_case, causal, device, gradients=True)
+        decode = with_(options, queries=1)
+        yield partial(cases.OPERATORS["mla"], decode, device)
+        yield partial(cases.OPERATORS["gathered"], decode, device)
         yield partial(cases.softmax_case, options, device)
         yield partial(cases.topk_case, options, device)
         yield partial(cases.experts_case, options, device)
@@ -125,7 +121,7 @@ def main(arguments: Sequence[str]) -> int:
     options = made.parse_args(arguments)
     if options.model and options.operator not in (None, "attention"):
         made.error(f"--model: is of attention, got {options.operator}")
-    operators = [options.operator] if options.operator else ALL
+    operators = [options.operator] if options.operator else list(cases.OPERATORS)
     check_options(made, options, ["attention"] if options.model else operators)
     if options.model:
         refuse_given(made, options, OF_MODELS, f"--model {options.model} has its own")

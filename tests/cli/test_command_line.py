@@ -147,7 +147,7 @@ def test_errors():
         (("compile", "--model", "llama-3-8b", "--ranks", "0"), "--ranks: must be an integer from 1"),
         (("compile", "--model", "llama-3-8b", "--cache", "/proc/x"), "--cache: kernels cannot be kept in"),
         (("validate", "--model", "gpt-oss-20b", "--window", "9"), "--window 9"),
-        (("validate", "--dtype", "fp16"), "fp16: experts take bf16"),
+        (("validate", "--dtype", "fp16"), "fp16: experts and gathered take bf16"),
         ((*SMALL, "--sample", "2"), "--clocks"),
         (("simulate", "softmax", "--rows", "2000000000", "--columns", "1000000000"), "memory"),
         ((*SMALL, "--batch", "one"), "an integer from 1 to 2147483647, got one"),
