@@ -112,8 +112,8 @@ class TileScheduler:
     (``device.record``). sorts: packed query tiles, or parts, are taken from the queue longest first
     (``device.longest``).
     in_step: work that is cut by length is cut alike for all heads, and neighbouring CTAs take one chunk of different
-    heads (``device.line``). adds_up: the CTA with the last piece of a tile that is cut adds up the states of all;
-    otherwise a second launch joins them.
+    heads (``device.line``). adds_up: CTAs add up the states of a tile that is cut; otherwise a second launch joins
+    them.
     """
 
     schedule: Schedule = Schedule.SINGLE

@@ -111,3 +111,18 @@ def cut(part, kv_tiles, integer=int, minimum=min, select=lambda condition, yes, 
     before = minimum(integer(part * kv_tiles + 0.5), kv_tiles)
     before = select(before <= EDGE_TILES, 0, before)
     return select(before >= kv_tiles - EDGE_TILES, kv_tiles, before)
+
+
+def first_added(number, last, select=lambda condition, yes, no: yes if condition else no):
+    """The first piece of a tile that piece ``number`` adds to itself; none if that is ``number`` or above.
+
+    Pieces are numbered from 1. They form the binary indexed tree of prefix sums (P. Fenwick, 1994): piece n comes to
+    stand for the pieces n - b + 1 to n, b being the lowest bit of n. It adds pieces n - 1 and further ones
+    (``next_added``) down to n - b + 1, no more than log2 b of them. The last piece adds down to piece 1.
+    """
+    return select(last, 1, number + 1 - (number & -number))
+
+
+def next_added(number):
+    """The piece that is added after piece ``number``, which stands for those between the two; 0 after the first."""
+    return number - (number & -number)

@@ -329,7 +329,9 @@ def hopper() -> str:
                 hopper_shapes.PAIR.scheduling,
                 v_dim=512,
                 shared_kv=True,
-                scheduler=TileScheduler(Schedule.LINE, has_warp=True, in_step=True, adds_up=True),
+                scheduler=TileScheduler(
+                    Schedule.LINE, has_warp=True, record_count=2, in_step=True, adds_up=True
+                ),
             ),
         ),
         (f"D = 512, rows gathered by slot ({registers}: consumers, producers):", gathered),

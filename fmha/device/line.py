@@ -16,8 +16,9 @@ time, which are neighbours in memory.
 
 If pieces are added up (``TileScheduler.adds_up``), each request has one query tile. A CTA goes through its chunk from
 the end to the beginning: first it leaves the state of the tile that goes on in the next chunk, and the tile that began
-in an earlier chunk comes last. So the CTA with a tile's last piece, which adds up the states of all, seldom waits for
-them, and only for CTAs with lower numbers, which started earlier.
+in an earlier chunk comes last. So the CTA with a tile's last piece, which adds the states of others, seldom waits for
+them, and only for CTAs with lower numbers, which started earlier. So does a piece that fills its chunk
+(``sm90.add_up``).
 """
 
 from __future__ import annotations
@@ -439,7 +440,7 @@ class Chunk:
         own = place_of(self.config, self.line)
         whole = Boolean(last == count) & (begins | Boolean(count > 0))
         if self.config.scheduler.adds_up:
-            earlier = pieces_before(self.last_cut, own, first, whole, count)
+            earlier = pieces_before(self.last_cut, own, first, count)
             return tile.cut(Piece(first, last - first, whole, own.number, earlier))
         whole = Boolean(first == 0) & whole
         return tile.cut(Piece(first, last - first, whole, state_of(own.number, begins)))
@@ -461,11 +462,11 @@ class Chunk:
 
 
 @cute.jit
-def pieces_before(cut, own, first, whole, count) -> Int32:
-    """How many pieces of a tile come before its last one, which begins with KV tile ``first`` of ``count``; 0 for other
-    pieces. Only the begin of a CTA's last chunk cuts a tile. cut: that ``Cut``. own: the CTA's ``Place``."""
+def pieces_before(cut, own, first, count) -> Int32:
+    """How many pieces of a tile come before the one that begins with KV tile ``first`` of ``count``. Only the begin of
+    a CTA's last chunk cuts a tile. cut: that ``Cut``. own: the CTA's ``Place``."""
     earlier = Int32(0)
-    more, place = whole & Boolean(first > 0), cut.offset
+    more, place = Boolean(first > 0), cut.offset
     while more:
         earlier += 1
         place -= cut.step

@@ -52,8 +52,8 @@ class Piece:
     number ``first`` of the tile's span. whole: the piece has all of them, so this CTA writes the rows' results.
     Otherwise it writes their un-normalised state to place ``state`` of the workspace.
 
-    If pieces are added up (``TileScheduler.adds_up``), whole says that the piece is the tile's last, and ``earlier``
-    pieces come before it: their states are in the places before ``state``."""
+    If pieces are added up (``TileScheduler.adds_up``), whole says that the piece is the tile's last. ``earlier`` pieces
+    come before it: their states are in the places before ``state``."""
 
     first: Int32
     count: Int32

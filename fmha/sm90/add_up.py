@@ -1,23 +1,31 @@
-"""States of pieces of a tile, which paired consumers leave in the workspace, and add up if theirs is the last piece.
+"""States of pieces of a tile, which paired consumers leave in the workspace and add up along a binary tree.
 
 A state lies in memory as in registers: each thread stores and loads 16 bytes at a time, beside those of its neighbours.
-A thread of the last piece finds its own rows and columns where the thread with its number left them. A CTA leaves at
-most one state. For each consumer a counter in global memory announces it; the CTA that adds the state sets the counter
-back (``common.workspace``).
+A thread of another piece finds its own rows and columns where the thread with its number left them. A CTA leaves at
+most one state, to which it has added those of earlier pieces (``line.first_added``). For each consumer a counter in
+global memory announces it; the one CTA that adds the state sets the counter back (``common.workspace``). Which states
+are added, and in which order, follows from the lengths alone: the same call gives the same bits.
+
+CTAs cannot wait for each other in a circle. A CTA waits only for states of earlier pieces of a tile, which CTAs with
+lower numbers leave, of the same head if heads are in step. And it has left its own state before, unless that belongs to
+the same tile: the piece that it leaves is the first that it works on (``device.line``). So the lowest of the CTAs that
+have not finished waits for nobody. A launch has no more CTAs than run at
+a time.
 """
 
 from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 
 from warpspec.common.device.wgmma import flat
 from warpspec.common.hardware import WARPGROUP_THREADS
 from warpspec.common.workspace import EMPTY
 from warpspec.fmha.device.combine import finite
+from warpspec.fmha.device.tile import select_integer
 from warpspec.fmha.heads import PIECE_STATISTICS
-from warpspec.fmha.line import PAIR_WORDS
+from warpspec.fmha.line import PAIR_WORDS, first_added, next_added
 from warpspec.fmha.sm90.config import SCORED_BARRIER
 from warpspec.fmha.sm90.fragment import PAIR, THREAD_ROWS
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
@@ -73,9 +81,16 @@ def leave_piece(work, state, operands):
 
 @cute.jit
 def add_pieces(work, state, operands):
-    """Add the states of the tile's earlier pieces, one after another, to O and to the state; returns the state."""
-    for before in cutlass.range(work.tile.piece.earlier, unroll=1):
-        number = work.tile.piece.state - 1 - before
+    """Add states of the tile's earlier pieces, one after another, to O and to the state; returns the state.
+
+    Pieces of a tile have the numbers 1 to N. Piece n adds those of which n is the parent, and the last piece adds all
+    roots that are left (``line.first_added``, ``line.next_added``).
+    """
+    piece = work.tile.piece
+    before = Int32(piece.earlier)
+    first = first_added(before + 1, piece.whole, select_integer)
+    while before >= first:
+        number = piece.state - 1 - piece.earlier + before
         if work.thread == 0:
             counter = operands.counters.iterator + (number * PAIR_WORDS + work.part)
             seen = Int64(EMPTY)
@@ -84,6 +99,7 @@ def add_pieces(work, state, operands):
             operands.counters[number * PAIR_WORDS + work.part] = Int64(EMPTY)
         wait_for_threads(work)
         state = add_state(work, state, operands, number)
+        before = next_added(before)
     return state
 
 

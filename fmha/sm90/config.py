@@ -104,7 +104,8 @@ class AttentionConfig(AttentionKernel):
         tile_m = shape.groups * shape.most_rows
         parts = parts_of(problem, rows_of_cta=tile_m, pack=pack, splits=splits)
         sorts = schedule is Schedule.QUEUE and (splits or sortable(problem))
-        records = 2 if shape.row_tiles else 1  # ``rereads``
+        adds_up = schedule is Schedule.LINE and shape.column_parts > 1
+        records = 2 if shape.row_tiles or adds_up else 1  # ``rereads``
         in_step = schedule is Schedule.LINE and shape.steps_together(
             problem.heads_kv * -(-problem.group // pack), target.sm_count
         )
@@ -114,7 +115,7 @@ class AttentionConfig(AttentionKernel):
             record_count=records,
             sorts=sorts,
             in_step=in_step,
-            adds_up=schedule is Schedule.LINE and shape.column_parts > 1,
+            adds_up=adds_up,
         )
         return cls(**parts, scheduler=scheduler, shape=shape)
 
@@ -318,7 +319,7 @@ class AttentionConfig(AttentionKernel):
     @property
     def rereads(self) -> bool:
         """Whether consumers read a tile's record again behind its KV tiles, to have registers for them."""
-        return self.by_warp and self.scheduler.has_warp
+        return self.scheduler.has_warp and (self.by_warp or self.scheduler.adds_up)
 
     @property
     def consumer_threads(self) -> int:

@@ -63,8 +63,9 @@ def epilogue(work, state, operands, stage, results: cutlass.Constexpr = ROW_RESU
     """
     if cutlass.const_expr(work.config.scheduler.adds_up):
         untaint_state(work, state, operands)
+        state = add_pieces(work, state, operands)
         if work.tile.piece.whole:
-            write_results(work, add_pieces(work, state, operands), operands, stage, results)
+            write_results(work, state, operands, stage, results)
         else:
             leave_piece(work, state, operands)
     elif cutlass.const_expr(work.config.scheduler.cuts_tiles):

@@ -316,7 +316,7 @@ def consume_tile(role, tile, uses):
         # Adding up pieces leaves no registers for it.
         if cutlass.const_expr(config.output.normalize and not (config.p_in_keys or config.scheduler.adds_up)):
             stage = own_stage(config, role.shared, role.number)  # every P has been read
-        epilogue(work, state, operands, stage)
+        epilogue(work.again(), state, operands, stage)
     elif cutlass.const_expr(config.by_warp):
         merger = number % config.consumer_warps
         state = attend_by_warp(work, merger)
