@@ -19,6 +19,7 @@ from warpspec.sim.ptx_lexis import is_special
 from warpspec.sim.registry import Control, find, row_of
 
 CARRY = "%cc"  # condition code register of add.cc and similar (PTX ISA 9.7.2), a pseudo register
+ATOMICS = ("atom", "red")
 FULL_MEMBERMASKS = (-1, 0xFFFFFFFF)
 
 
@@ -50,23 +51,33 @@ def reads_writes(ins: Instr) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(reads), tuple(writes)
 
 
-def sharing(kernel: Kernel) -> tuple[bool, frozenset[int]]:
-    """How clusters see each other through global memory: whether they do, and the positions of instructions that only
-    reduce into it (red, bulk reductions, and atom whose result no instruction reads), which do not count."""
+def unread(kernel: Kernel) -> frozenset[int]:
+    """The positions of instructions whose results, if they have any, no instruction reads."""
     read: set[str] = set()
     for ins in kernel.instrs:
         row = find(ins.opcode)
         if row is not None:
             skipped = 0 if row.accumulates else row.destination_count(ins)
             read.update(name for operand in ins.operands[skipped:] for name in operand_registers(operand))
-    visible, reductions = False, []
+    found = []
+    for position, ins in enumerate(kernel.instrs):
+        row = find(ins.opcode)
+        if row is not None:
+            written = ins.operands[: row.destination_count(ins)]
+            if read.isdisjoint(name for operand in written for name in operand_registers(operand)):
+                found.append(position)
+    return frozenset(found)
+
+
+def sharing(kernel: Kernel) -> tuple[bool, frozenset[int]]:
+    """How clusters see each other through global memory: whether they do, and the positions of instructions that only
+    reduce into it (red, bulk reductions, and atom whose result no instruction reads), which do not count."""
+    visible, reductions, unused = False, [], unread(kernel)
     for position, ins in enumerate(kernel.instrs):
         row = find(ins.opcode)
         if row is None:
             continue
-        written = ins.operands[: row.destination_count(ins)]
-        unused = read.isdisjoint(name for operand in written for name in operand_registers(operand))
-        if row.only_reduces(ins) and unused:
+        if row.only_reduces(ins) and position in unused:
             reductions.append(position)
         elif row.may_share_memory(ins):
             visible = True
@@ -190,7 +201,8 @@ class Liveness:
     """Registers as bitsets (Python ints); `names` turns one back into register names.
 
     live_in, live_out, uses, defs are indexed by block. `uses`: read before any write in the block. `homes`:
-    registers that need a place in memory: live across a block boundary, or touched by a system instruction.
+    registers that need a place in memory: live across a block boundary, touched by a system instruction, or operands of
+    atomics and acquiring loads, which `sim.clocks.record` reads after the block.
     """
 
     registers: tuple[str, ...]
@@ -226,6 +238,7 @@ def liveness(kernel: Kernel, blocks: list[Block]) -> Liveness:
     touched = [((), ()) if find(ins.opcode) is None else reads_writes(ins) for ins in kernel.instrs]
     uses: list[int] = []
     defs: list[int] = []
+    kept: list[int] = []  # by block: what it computes of operands that a recording reads after it
     homes = 0
     for block in blocks:
         used = defined = 0
@@ -236,6 +249,12 @@ def liveness(kernel: Kernel, blocks: list[Block]) -> Liveness:
                 defined |= 1 << bit[name]
         uses.append(used)
         defs.append(defined)
+        named = 0
+        for ins in kernel.instrs[block.start : block.end]:
+            if ins.parts[0] in ATOMICS or "acquire" in ins.parts:
+                for name in (name for operand in ins.operands for name in operand_registers(operand)):
+                    named |= 1 << bit[name]
+        kept.append(named & defined)
         if block.kind == "system":
             homes |= used | defined
     live_in = list(uses)
@@ -249,7 +268,7 @@ def liveness(kernel: Kernel, blocks: list[Block]) -> Liveness:
     while pending:
         index = pending.pop()
         queued[index] = False
-        out = 0
+        out = kept[index]
         for successor in blocks[index].successors:
             out |= live_in[successor]
         live_out[index] = out
@@ -260,6 +279,6 @@ def liveness(kernel: Kernel, blocks: list[Block]) -> Liveness:
                 if not queued[predecessor]:
                     queued[predecessor] = True
                     pending.append(predecessor)
-    for bits in live_in:
+    for bits in (*live_in, *kept):
         homes |= bits
     return Liveness(registers, touched, bit, live_in, live_out, uses, defs, homes)

@@ -252,7 +252,7 @@ class Machine:
     def turn(self, w: Warp) -> bool:
         """Run a warp until it blocks, its turn ends or it exits; whether it can run again."""
         program, system_instr, groups = self.program, self.system_instr, w.groups
-        recorded = w.trace is not None or (self.recorder is not None and self.recorder.queued)
+        recorded = w.trace is not None or (self.recorder is not None and self.recorder.watches)
         call, context = program.call, w.ctx_ptr
         quota = 1 + int(self.rng.random() * SYSTEM_QUOTA) if self.starving is None else 1
         steps = BLOCK_BUDGET

@@ -2,8 +2,9 @@
 
 `with recording():` makes every launch inside run some of its clusters only (`sample` of them, spread evenly over the
 grid) and keep their traces. The other clusters' results are missing: this is the price of predicting a large grid in
-seconds. `recording(sample=None)` runs and records all. Clusters that wait for others through global memory deadlock
-without them. One that takes work from a queue takes a share of it, as if the others took as much.
+seconds. `recording(sample=None)` runs and records all. A cluster that waits until another has announced something in
+global memory does not wait for one that does not run (`Absent`); other ways of waiting deadlock. One that takes work
+from a queue takes a share of it, as if the others took as much.
 
 The machine calls a `Recorder` at every block and system instruction of a recorded warp, when asynchronous work is
 issued and takes effect, and when something arrives at an mbarrier.
@@ -13,19 +14,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 
 from warpspec.sim import tma
+from warpspec.sim.cfg import ATOMICS, unread
 from warpspec.sim.clocks.costs import memory_bytes
 from warpspec.sim.clocks.trace import CtaTrace, LaunchTrace, Step
 from warpspec.sim.codegen.program import Program
 from warpspec.sim.errors import SimError
 from warpspec.sim.instruction import Instr, Mem
-from warpspec.sim.lanes import FULL_MASK
+from warpspec.sim.lanes import FULL_MASK, lanes
 from warpspec.sim.memory import GlobalMemory
 from warpspec.sim.tcgen05 import instruction_descriptor
 
@@ -111,17 +113,63 @@ def chosen_clusters(total: int, sample: int | None) -> list[int]:
 
 def takers(program: Program) -> dict[int, Instr]:
     """Instructions that may take a number from a counter in global memory, by their block of native code."""
+    unused = unread(program.kernel)
+    return _atomics(program, lambda position: position not in unused)
+
+
+def _atomics(program: Program, wanted: Callable[[int], bool]) -> dict[int, Instr]:
+    """Additions of integers to global memory whose positions are wanted, by their block of native code."""
     found = {}
     for block in program.blocks:
-        for ins in program.kernel.instrs[block.start : block.end]:
+        for position in range(block.start, block.end):
+            ins = program.kernel.instrs[position]
             parts = ins.parts
             if (
-                parts[0] == "atom"
+                parts[0] in ATOMICS
                 and {"global", "add"} <= set(parts)
                 and parts[-1] in ("u32", "s32", "u64", "s64")
+                and wanted(position)
             ):
                 found[block.index] = ins
     return found
+
+
+class Absent:
+    """What the CTAs outside of a sample would have announced to those that wait for it.
+
+    A CTA announces by an addition to a counter in global memory whose result it does not use, and others read the
+    counter again and again until they find it there (`fmha.sm90.add_up`). A counter that a warp reads for the second
+    time without a change gets 1 more, as if the CTA that it waits for had just announced.
+    """
+
+    def __init__(self, program: Program, ctas: int):
+        self.announcers = _atomics(program, unread(program.kernel).__contains__)
+        self.polls = {}
+        self._limit = ctas  # how many a counter is given; who then still waits, waits for something else
+        self._given: Counter = Counter()
+        self._seen: dict[tuple, int] = {}  # by (CTA, warp, address)
+        if self.announcers:
+            for block in program.blocks:
+                for ins in program.kernel.instrs[block.start : block.end]:
+                    if ins.parts[0] == "ld" and {"global", "acquire"} <= set(ins.parts):
+                        self.polls[block.index] = ins
+
+    def polled(self, key: tuple, address: int, counter: np.ndarray) -> None:
+        """A warp has read a counter. key: (CTA, warp). counter: [1], its value."""
+        value, key = int(counter[0]), (*key, address)
+        if self._seen.get(key) != value:
+            self._seen[key] = value
+        elif self._given[address] < self._limit:
+            self._given[address] += 1
+            counter += counter.dtype.type(1)
+
+
+def _allowed(w, ins: Instr, mask: int) -> int:
+    """The lanes of a mask in which an instruction's guard lets it execute."""
+    if ins.guard is None:
+        return mask
+    allowed = w.pred(ins.guard)
+    return mask & (~allowed if ins.guard_negated else allowed)
 
 
 class Recorder:
@@ -145,6 +193,7 @@ class Recorder:
         self._events: dict[tuple[object, int], int] = {}
         self._moved: set[tuple] = set()
         self._takers = {} if whole else takers(trace.program)
+        self._absent = None if whole else Absent(trace.program, trace.grid_ctas)
         self._takes: Counter = Counter()  # numbers taken, by (CTA, warp, address of the counter)
         self._counters: dict[int, np.ndarray] = {}  # value of each before the launch, by address
 
@@ -195,20 +244,20 @@ class Recorder:
             w.trace.append(block if mask == FULL_MASK else (block, mask))
         if block in self._takers:
             self._take(w, self._takers[block], mask)
+        if self._absent is not None:
+            self._announced(w, block, mask)
 
     @property
-    def queued(self) -> bool:
-        """Whether the recorded CTAs take their work from a queue."""
-        return self.trace.stride > 0
+    def watches(self) -> bool:
+        """Whether the blocks of CTAs without a trace matter, too: they take work from a queue, or wait for others."""
+        return self.trace.stride > 0 or (self._absent is not None and bool(self._absent.polls))
 
     def _take(self, w, ins: Instr, mask: int) -> None:
         """A warp may have taken a number from a queue's counter: the CTAs that do not run take one each, too.
 
         A counter is one to which a lane adds 1 alone, again and again. The launch's end restores it.
         """
-        if ins.guard is not None:
-            allowed = w.pred(ins.guard)
-            mask &= ~allowed if ins.guard_negated else allowed
+        mask = _allowed(w, ins, mask)
         if mask.bit_count() != 1 or w.scalar(ins.operands[2], mask) != 1:
             return
         address, nbytes = w.address_scalar(ins.operands[1], mask), memory_bytes(ins)
@@ -221,6 +270,24 @@ class Recorder:
             trace = self.trace
             trace.stride = trace.grid_ctas // trace.cluster_ctas
             counter += counter.dtype.type((trace.stride - 1) * (2 if taken == TWICE else 1))
+
+    def _announced(self, w, block: int, mask: int) -> None:
+        """A warp may have announced something in a counter, or looked whether another has. The launch's end restores
+        the counters."""
+        ins, polls = self._absent.announcers.get(block), False
+        if ins is None:
+            ins, polls = self._absent.polls.get(block), True
+        if ins is None or not self._absent.polls:
+            return
+        mask, place = _allowed(w, ins, mask), ins.operands[-1 if polls else -2]
+        nbytes = memory_bytes(ins)
+        for lane in lanes(mask):
+            address = w.address_scalar(place, 1 << lane)
+            counter = self.memory.view(address, nbytes).view(f"u{nbytes}")
+            added = 0 if polls else w.scalar(ins.operands[-1], 1 << lane)
+            self._counters.setdefault(address, counter - np.array(added).astype(counter.dtype))
+            if polls:
+                self._absent.polled((w.cta.number, w.index), address, counter)
 
     def restore(self) -> None:
         """Give counters the values that they had before the launch."""

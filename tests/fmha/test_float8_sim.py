@@ -1,6 +1,8 @@
 """FP8 keys and values in both kernels, in the simulator, against FP32 on dequantised values."""
 
+import importlib
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,8 +10,11 @@ from helpers.float8_cases import NVFP4, Case, check, converting_in, many_rows, s
 from helpers.suites import long
 
 from warpspec import sim
+from warpspec.common import kernel_cache
 from warpspec.common.launch import simulating
 from warpspec.fmha import attention, attention_varlen
+from warpspec.fmha.device import block_scales
+from warpspec.fmha.sm90 import load, shapes
 
 FP16, E5M2 = torch.float16, torch.float8_e5m2
 PAGED = Case(1, 150, (16, 2), batch=2, page=16, lengths=(150, 33), scale="request")
@@ -44,8 +49,8 @@ BLACKWELL = [
 ]
 
 
-def run(arguments, arch="sm_90a", spilled=0):
-    with simulating(arch, seed=1):
+def run(arguments, arch="sm_90a", spilled=0, **target):
+    with simulating(arch, seed=1, **target):
         results = attention(**arguments, return_lse=arguments["normalize"], backend="sim")
     assert all(launch.local_bytes <= spilled for launch in sim.last_report().launches)
     return results
@@ -107,10 +112,30 @@ def test_against_reference(case):
 @pytest.mark.long
 @pytest.mark.parametrize("dim, format, shape", shapes_for_many_rows())
 def test_every_shape_for_many_rows(dim, format, shape):
-    """Also the shapes that plans do not choose for so small a problem."""
+    """Also the shapes that plans do not choose for so small a problem. One SM has more KV tiles than stages."""
     spilled = 48 if shape.consumers == 3 else 16  # bytes, outside the loop over KV tiles
     with converting_in(shape):
-        check(many_rows(dim, format), lambda arguments: run(arguments, spilled=spilled))
+        check(many_rows(dim, format), lambda arguments: run(arguments, spilled=spilled, sm_count=1))
+
+
+@pytest.mark.long
+def test_scales_copied_past_a_tile_are_seen(tmp_path, monkeypatch):
+    """A mutant: lanes copy the block scales of 64 keys into a stage of 48. Both the checker and the values show it."""
+    source = Path(block_scales.__file__).read_text()
+    limit = "elif key < config.tile_n:"
+    assert source.count(limit) == 1
+    (tmp_path / "mutant.py").write_text(source.replace(limit, "elif key < 64:"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(load, "load_scales", importlib.import_module("mutant").load_scales)
+    monkeypatch.setattr(kernel_cache, "SOURCES", "a mutant")
+    arguments = many_rows(128, NVFP4).arguments()
+    wanted = attention(**arguments, backend="reference")
+    with converting_in(shapes.FLOAT8_THREE[128]):
+        o, _ = run(arguments, spilled=64, sm_count=1)
+        assert not (o - wanted).float().norm() < 0.1 * wanted.float().norm()
+        monkeypatch.setenv("WARPSPEC_SIM_CHECK", "order")
+        with pytest.raises(sim.OrderError, match=r"accesses that nothing orders: shared memory.*\(scales "):
+            run(arguments, spilled=64, sm_count=1)
 
 
 @pytest.mark.parametrize("case", BLACKWELL)

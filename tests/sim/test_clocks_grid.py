@@ -56,6 +56,28 @@ def test_a_queue_s_counter_is_as_before_the_launch():
     assert queued(62, 12, 2, counter := np.zeros(64, np.uint32)).stride and counter[0] == 0
 
 
+CHAIN = """
+  ld.param.u64 %rd1, [out]; mov.u32 %r1, %ctaid.x; mul.wide.u32 %rd2, %r1, 4; add.s64 %rd3, %rd1, %rd2;
+  setp.eq.u32 %p1, %r1, 0; @%p1 bra FIRST;
+WAIT:
+  ld.acquire.gpu.global.u32 %r2, [%rd3]; setp.eq.u32 %p2, %r2, 7; @%p2 bra WAIT;
+  mov.u32 %r2, 7; st.global.u32 [%rd3], %r2;
+FIRST:
+  add.s32 %r3, %r1, 1; mul.wide.u32 %rd4, %r3, 4; add.s64 %rd5, %rd1, %rd4;
+  atom.global.release.gpu.add.u32 %r4, [%rd5], 1;
+"""
+
+
+@pytest.mark.parametrize("sample", [1, 2, 5])
+def test_a_sampled_cta_does_not_wait_for_one_that_does_not_run(sample):
+    """Each CTA waits until the one before it has announced itself, and resets its counter."""
+    counters = np.full(64, 7, np.uint32)
+    with sim.recording(sample):
+        found = launch(CHAIN, {"out": counters}, target="sm_90a", grid=(12, 1, 1), block=(1, 1, 1)).trace
+    assert len(found.ctas) == sample and (counters == 7).all()
+    assert Grid(found, H100, cold=False, use_sass=False).predict(H100).clocks > 0
+
+
 def test_the_last_piece_of_a_queue():
     assert last_share(Taken(0, 3, ()), 4, 1.0) == 1.0
     assert last_share(Taken(0, 3, (10, 10, 10)), 4, 1.0) == pytest.approx(1.0, abs=0.02)
