@@ -1,4 +1,4 @@
-"""One warp's part of a row: read it once and sum its softmax state; then fetch its candidates for the top k again.
+"""One warp's share of a row: read it once and sum its softmax state; then fetch its candidates for the top k again.
 
 Each lane has the maximum of what it has seen, which the online softmax needs anyway. If j lanes have a maximum of at
 least b, at least j elements of the row reach b. The k-th largest maximum of all lanes that share a row is therefore a
@@ -6,8 +6,8 @@ least b, at least j elements of the row reach b. The k-th largest maximum of all
 is computed once, when the row has been read (``threshold``).
 
 While it reads, a lane leaves the maximum of every *chunk* in shared memory. Only chunks whose maximum reaches the
-threshold have candidates; they are fetched again, usually from a cache. An element thus costs nothing but its part in a
-maximum, whatever k is and in whatever order elements come. Device side.
+threshold have candidates; they are fetched again, usually from a cache. An element thus costs nothing but a look at its
+value, whatever k is and in whatever order elements come. Device side.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ CHUNK_BITS = CHUNKS.bit_length() - 1
 
 
 @dataclass(frozen=True)
-class Part:
-    """The part of a row that a warp reads, and the warp's shared memory.
+class WarpRow:
+    """What a warp reads of a row, and the warp's shared memory.
 
     row: where it lies. warp: number among the row's warps, over the cluster. lane: number in the warp. k: how many
     elements are wanted. candidates: (CANDIDATE) this warp's candidates. maxima: (CHUNKS * WARP_THREADS) Int32, the fp32
@@ -59,8 +59,8 @@ class Turns:
 
 
 @cute.jit
-def turns_of(config: cutlass.Constexpr, part: Part) -> Turns:
-    count = cute.ceil_div(part.row.vectors, config.tile_vectors)
+def turns_of(config: cutlass.Constexpr, mine: WarpRow) -> Turns:
+    count = cute.ceil_div(mine.row.vectors, config.tile_vectors)
     shift = cutlass.max(
         Int32(cute.arch.bfind(cutlass.max(count - 1, 0))) + 1 - CHUNK_BITS, 0
     )  # 0: no bit set
@@ -68,36 +68,36 @@ def turns_of(config: cutlass.Constexpr, part: Part) -> Turns:
 
 
 @cute.jit
-def edge_element(config: cutlass.Constexpr, part: Part):
+def edge_element(config: cutlass.Constexpr, mine: WarpRow):
     """(value, column) of the lane's element of the row's edges; -inf and a negative column if it has none."""
-    edge = edge_of(part.row, part.warp * WARP_THREADS + part.lane, config.dtype)
+    edge = edge_of(mine.row, mine.warp * WARP_THREADS + mine.lane, config.dtype)
     column = edge.offset // WIDTHS[config.dtype]
-    return load_edge(part.row, edge, config.dtype), Int32(cutlass.select_(edge.present, column, Int32(-1)))
+    return load_edge(mine.row, edge, config.dtype), Int32(cutlass.select_(edge.present, column, Int32(-1)))
 
 
 @cute.jit
-def stream(config: cutlass.Constexpr, part: Part):
-    """Read the warp's part -> (maximum, sum of exp(x - maximum)) of the lane; fills part.maxima."""
+def stream(config: cutlass.Constexpr, mine: WarpRow):
+    """Read the warp's share -> (maximum, sum of exp(x - maximum)) of the lane; fills mine.maxima."""
     maximum, sum_ = -Float32.inf, Float32(0.0)
     if cutlass.const_expr(config.edges):
-        maximum, _ = edge_element(config, part)
+        maximum, _ = edge_element(config, mine)
         sum_ = exponential(maximum - reference_of(maximum), config.accurate)
     words = cute.make_rmem_tensor((WORDS, config.unroll), Int32)
     ahead = cute.make_rmem_tensor((WORDS, config.unroll), Int32)
-    turns = turns_of(config, part)
+    turns = turns_of(config, mine)
     begins = (Int32(1) << turns.shift) - 1  # a chunk begins at turns whose number has none of these bits
     chunk_maximum = -Float32.inf
-    load_tile(config, part.row, part.warp, part.lane, Int32(0), ahead)
+    load_tile(config, mine.row, mine.warp, mine.lane, Int32(0), ahead)
     for turn in cutlass.range(turns.count, unroll=1):
         for i in cutlass.range_constexpr(cute.size(words)):
             words[i] = ahead[i]
         if turn + 1 < turns.count:
-            load_tile(config, part.row, part.warp, part.lane, turn + 1, ahead)
+            load_tile(config, mine.row, mine.warp, mine.lane, turn + 1, ahead)
         packed = [words[i, u] for u in range(config.unroll) for i in range(WORDS)]
         tile_maximum = largest_in(packed, config.dtype)
         chunk_maximum = cute.arch.fmax(chunk_maximum, tile_maximum, nan=True)
         chunk_maximum = Float32(cutlass.select_(Boolean(turn & begins == 0), tile_maximum, chunk_maximum))
-        part.maxima[(turn >> turns.shift) * WARP_THREADS + part.lane] = chunk_maximum.bitcast(Int32)
+        mine.maxima[(turn >> turns.shift) * WARP_THREADS + mine.lane] = chunk_maximum.bitcast(Int32)
         previous = maximum
         maximum = cute.arch.fmax(maximum, tile_maximum, nan=True)
         sum_ = sum_ * exponential(previous - reference_of(maximum), config.accurate)
@@ -108,26 +108,28 @@ def stream(config: cutlass.Constexpr, part: Part):
 
 
 @cute.jit
-def reaching_chunks(part: Part, chunks: Int32, key: Int32) -> Int32:
-    """Replace part.maxima by the numbers of the chunks whose maximum is not below ``key``; returns how many there are.
+def reaching_chunks(mine: WarpRow, chunks: Int32, key: Int32) -> Int32:
+    """Replace mine.maxima by the numbers of the chunks whose maximum is not below ``key``; returns how many there are.
 
     The list can overwrite the maxima, because its n-th number comes from the n-th maximum or a later one.
     """
     count = Int32(0)
     for chunk in cutlass.range(chunks, unroll=1):
-        number = chunk * WARP_THREADS + part.lane
-        hit = Boolean(key_of(part.maxima[number].bitcast(Float32)) >= key)
+        number = chunk * WARP_THREADS + mine.lane
+        hit = Boolean(key_of(mine.maxima[number].bitcast(Float32)) >= key)
         ballot = cute.arch.vote_ballot_sync(hit)
         cute.arch.sync_warp()  # all lanes have read their maxima
         if hit:
-            part.maxima[count + before(ballot)] = number
+            mine.maxima[count + before(ballot)] = number
         count += cute.arch.popc(ballot)
     cute.arch.sync_warp()
     return count
 
 
 @cute.jit
-def append(config: cutlass.Constexpr, part: Part, words: list, present: Boolean, floor: Uint64, count: Int32):
+def append(
+    config: cutlass.Constexpr, mine: WarpRow, words: list, present: Boolean, floor: Uint64, count: Int32
+):
     """Append the lanes' candidates ``words`` that are ``present`` and not below ``floor`` -> new (floor, count).
 
     If there is no room, the candidates are reduced to the k largest, as often as necessary, and the floor rises.
@@ -140,54 +142,54 @@ def append(config: cutlass.Constexpr, part: Part, words: list, present: Boolean,
     if places[-1] <= config.list_room:
         for i in cutlass.range_constexpr(len(words)):
             if chosen[i]:
-                part.candidates[places[i] + before(ballots[i])] = words[i]
+                mine.candidates[places[i] + before(ballots[i])] = words[i]
         count = places[-1]
     else:
         for i in cutlass.range_constexpr(len(words)):
             if count > config.list_room - WARP_THREADS:
-                floor = cutlass.max(floor, keep_largest(part.candidates, count, part.k, part.lane))
-                count = part.k
+                floor = cutlass.max(floor, keep_largest(mine.candidates, count, mine.k, mine.lane))
+                count = mine.k
             here = present & Boolean(words[i] >= floor)
             ballot = cute.arch.vote_ballot_sync(here)
             if here:
-                part.candidates[count + before(ballot)] = words[i]
+                mine.candidates[count + before(ballot)] = words[i]
             count += cute.arch.popc(ballot)
     return floor, count
 
 
 @cute.jit
-def collect(config: cutlass.Constexpr, part: Part, key: Int32) -> Int32:
-    """Fill part.candidates with the part's elements whose key is not below ``key``; returns how many there are.
+def collect(config: cutlass.Constexpr, mine: WarpRow, key: Int32) -> Int32:
+    """Fill mine.candidates with the share's elements whose key is not below ``key``; returns how many there are.
 
     If they do not fit, the candidates end up with the k largest and some others.
     """
     floor, count = lowest_candidate(key), Int32(0)
-    turns = turns_of(config, part)
-    chunks = reaching_chunks(part, turns.chunks, key)
+    turns = turns_of(config, mine)
+    chunks = reaching_chunks(mine, turns.chunks, key)
     each = Int32(config.unroll) << turns.shift  # vectors of a chunk
     span = config.lane_stride
     words = cute.make_rmem_tensor((WORDS, FETCHED), Int32)
     columns = cute.make_rmem_tensor(FETCHED, Int32)
     for first in cutlass.range(0, chunks * each, FETCHED * WARP_THREADS, unroll=1):
         for f in cutlass.range_constexpr(FETCHED):
-            item = first + f * WARP_THREADS + part.lane
+            item = first + f * WARP_THREADS + mine.lane
             listed = item // each
-            number = part.maxima[cutlass.min(listed, chunks - 1)]
+            number = mine.maxima[cutlass.min(listed, chunks - 1)]
             within = item - listed * each
             turn = (number >> LANE_BITS << turns.shift) + within // config.unroll
             vector = turn * config.tile_vectors + within % config.unroll * span
-            vector += part.warp * WARP_THREADS + (number & (WARP_THREADS - 1))
-            present = Boolean(listed < chunks) & Boolean(vector < part.row.vectors)
-            address = part.row.first + Int64(vector) * VECTOR_BYTES
+            vector += mine.warp * WARP_THREADS + (number & (WARP_THREADS - 1))
+            present = Boolean(listed < chunks) & Boolean(vector < mine.row.vectors)
+            address = mine.row.first + Int64(vector) * VECTOR_BYTES
             load_vector(words[None, f], address, 0, present, config.dtype, PLAIN)
             columns[f] = Int32(
-                cutlass.select_(present, part.row.head + vector * config.per_vector, Int32(-1))
+                cutlass.select_(present, mine.row.head + vector * config.per_vector, Int32(-1))
             )
         for f in cutlass.range_constexpr(FETCHED):
             column = columns[f]
             found = [candidate(x, column + e) for e, x in enumerate(floats(words[None, f], config.dtype))]
-            floor, count = append(config, part, found, Boolean(column >= 0), floor, count)
+            floor, count = append(config, mine, found, Boolean(column >= 0), floor, count)
     if cutlass.const_expr(config.edges):
-        value, column = edge_element(config, part)
-        floor, count = append(config, part, [candidate(value, column)], Boolean(column >= 0), floor, count)
+        value, column = edge_element(config, mine)
+        floor, count = append(config, mine, [candidate(value, column)], Boolean(column >= 0), floor, count)
     return count

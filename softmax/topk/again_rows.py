@@ -11,10 +11,10 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint64
 
 from warpspec.common.hardware import WARP_THREADS
-from warpspec.softmax.topk.again import Part, collect, stream
+from warpspec.softmax.topk.again import WarpRow, collect, stream
 from warpspec.softmax.topk.config import LEADER, RANK_BATCH
 from warpspec.softmax.topk.select import close_list, keep_largest, rank_among, rank_in
-from warpspec.softmax.topk.states import state_of_lanes, state_of_parts, write
+from warpspec.softmax.topk.states import joint_state, state_of_lanes, write
 from warpspec.softmax.topk.threshold import threshold_of
 from warpspec.softmax.topk.tiles import TopkStorage, allocate
 from warpspec.softmax.vectors import row_span
@@ -32,60 +32,62 @@ def again_rows(config: cutlass.Constexpr, logits, probs, indices):
         row = block * config.rows + warp
         if row < logits.shape[0]:
             place = row_span(logits, row, config.dtype, config.edges)
-            part = Part(place, Int32(0), lane, k, candidates, chunks)
-            row_of_warp(config, part, shared.ranked[None, warp], probs, indices, row)
+            mine = WarpRow(place, Int32(0), lane, k, candidates, chunks)
+            row_of_warp(config, mine, shared.ranked[None, warp], probs, indices, row)
     else:
         row, rank = block // config.cluster, block % config.cluster
         place = row_span(logits, row, config.dtype, config.edges)
-        part = Part(place, rank * config.warps + warp, lane, k, candidates, chunks)
-        row_of_cta(config, part, shared, warp, rank, probs, indices, row)
+        mine = WarpRow(place, rank * config.warps + warp, lane, k, candidates, chunks)
+        row_of_cta(config, mine, shared, warp, rank, probs, indices, row)
 
 
 @cute.jit
-def row_of_warp(config: cutlass.Constexpr, part: Part, ranked: cute.Tensor, probs, indices, row):
-    maximum, sum_ = stream(config, part)
-    count = collect(config, part, threshold_of(config, part, 0, 0, None, None, maximum))
+def row_of_warp(config: cutlass.Constexpr, mine: WarpRow, ranked: cute.Tensor, probs, indices, row):
+    maximum, sum_ = stream(config, mine)
+    count = collect(config, mine, threshold_of(config, mine, 0, 0, None, None, maximum))
     maximum, sum_ = state_of_lanes(maximum, sum_, config.accurate)
-    close_list(part.candidates, count, part.lane)
+    close_list(mine.candidates, count, mine.lane)
     cute.arch.sync_warp()
-    for i in cutlass.range(part.lane, count, WARP_THREADS, unroll=1):
-        word = part.candidates[i]
-        position = rank_in(part.candidates, count, word)
-        if position < part.k:
+    for i in cutlass.range(mine.lane, count, WARP_THREADS, unroll=1):
+        word = mine.candidates[i]
+        position = rank_in(mine.candidates, count, word)
+        if position < mine.k:
             ranked[position] = word
     cute.arch.griddepcontrol_launch_dependents()
     cute.arch.sync_warp()
-    write(config, ranked, part, maximum, sum_, probs, indices, row)
+    write(config, ranked, mine, maximum, sum_, probs, indices, row)
 
 
 @cute.jit
-def row_of_cta(config: cutlass.Constexpr, part: Part, shared: TopkStorage, warp, rank, probs, indices, row):
+def row_of_cta(
+    config: cutlass.Constexpr, mine: WarpRow, shared: TopkStorage, warp, rank, probs, indices, row
+):
     if cutlass.const_expr(config.cluster > 1):
         cute.arch.cluster_arrive_relaxed()
 
-    # 1. Each warp's part: its softmax state, and the elements that reach the row's threshold.
-    maximum, sum_ = stream(config, part)
-    key = threshold_of(config, part, warp, rank, shared.samples, shared.cluster_samples, maximum)
-    count = collect(config, part, key)
+    # 1. Each warp's share: its softmax state, and the elements that reach the row's threshold.
+    maximum, sum_ = stream(config, mine)
+    key = threshold_of(config, mine, warp, rank, shared.samples, shared.cluster_samples, maximum)
+    count = collect(config, mine, key)
     if count > config.k_capacity:
-        keep_largest(part.candidates, count, part.k, part.lane)
-        count = part.k
-    close_list(part.candidates, count, part.lane)
+        keep_largest(mine.candidates, count, mine.k, mine.lane)
+        count = mine.k
+    close_list(mine.candidates, count, mine.lane)
     maximum, sum_ = state_of_lanes(maximum, sum_, config.accurate)
-    if part.lane == 0:
+    if mine.lane == 0:
         shared.counts[warp], shared.maxima[warp], shared.sums[warp] = count, maximum, sum_
     cute.arch.sync_threads()
 
     # 2. Send the candidates to the cluster's leader, ranked only if a CTA has too many.
     if cutlass.const_expr(config.cluster > 1):
         others = Int32(0)
-        if part.lane < config.warps:
-            others = shared.counts[part.lane]
+        if mine.lane < config.warps:
+            others = shared.counts[mine.lane]
         total_ = cute.arch.warp_redux_sync(others, "add")
-        first = cute.arch.warp_redux_sync(Int32(cutlass.select_(part.lane < warp, others, Int32(0))), "add")
+        first = cute.arch.warp_redux_sync(Int32(cutlass.select_(mine.lane < warp, others, Int32(0))), "add")
         target = shared.lists.iterator + rank * config.cluster_list_size
-        for i in cutlass.range(part.lane, count, WARP_THREADS, unroll=1):
-            word, position = part.candidates[i], first + i
+        for i in cutlass.range(mine.lane, count, WARP_THREADS, unroll=1):
+            word, position = mine.candidates[i], first + i
             if total_ > config.k_capacity:
                 position = Int32(0)
                 for other in cutlass.range(config.warps, unroll=1):
@@ -94,10 +96,10 @@ def row_of_cta(config: cutlass.Constexpr, part: Part, shared: TopkStorage, warp,
                 cute.arch.map_dsmem_ptr(target + position, LEADER).store(word)
         if warp == 0:
             total_ = cutlass.min(total_, config.k_capacity)
-            if part.lane < RANK_BATCH:
-                cute.arch.map_dsmem_ptr(target + (total_ + part.lane), LEADER).store(Uint64(0))
-            maximum, sum_ = state_of_parts(shared.maxima, shared.sums, config.warps, config.accurate)
-            if part.lane == 0:
+            if mine.lane < RANK_BATCH:
+                cute.arch.map_dsmem_ptr(target + (total_ + mine.lane), LEADER).store(Uint64(0))
+            maximum, sum_ = joint_state(shared.maxima, shared.sums, config.warps, config.accurate)
+            if mine.lane == 0:
                 for tensor, value in (
                     (shared.list_counts, total_),
                     (shared.list_maxima, maximum),
@@ -111,27 +113,27 @@ def row_of_cta(config: cutlass.Constexpr, part: Part, shared: TopkStorage, warp,
     if rank == LEADER:
         if cutlass.const_expr(config.cluster > 1):
             for c in cutlass.range(warp, config.cluster, config.warps, unroll=1):
-                rank_list(shared.lists, shared.list_counts, config.cluster, c, part, shared.ranked)
+                rank_list(shared.lists, shared.list_counts, config.cluster, c, mine, shared.ranked)
         else:
-            rank_list(shared.candidates, shared.counts, config.warps, warp, part, shared.ranked)
+            rank_list(shared.candidates, shared.counts, config.warps, warp, mine, shared.ranked)
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()
         if warp == 0:
             if cutlass.const_expr(config.cluster > 1):
-                maxima, sums, parts = shared.list_maxima, shared.list_sums, config.cluster
+                maxima, sums, count = shared.list_maxima, shared.list_sums, config.cluster
             else:
-                maxima, sums, parts = shared.maxima, shared.sums, config.warps
-            maximum, sum_ = state_of_parts(maxima, sums, parts, config.accurate)
-            write(config, shared.ranked[None, 0], part, maximum, sum_, probs, indices, row)
+                maxima, sums, count = shared.maxima, shared.sums, config.warps
+            maximum, sum_ = joint_state(maxima, sums, count, config.accurate)
+            write(config, shared.ranked[None, 0], mine, maximum, sum_, probs, indices, row)
 
 
 @cute.jit
-def rank_list(lists: cute.Tensor, counts: cute.Tensor, number: cutlass.Constexpr, own, part: Part, ranked):
+def rank_list(lists: cute.Tensor, counts: cute.Tensor, number: cutlass.Constexpr, own, mine: WarpRow, ranked):
     """Write every candidate of list ``own`` to its rank among those of all ``number`` lists."""
     count = counts[own]
     for batch in cutlass.range(0, count, WARP_THREADS, unroll=1):
         # The words past the end are below all candidates.
-        word = lists[cutlass.min(batch + part.lane, count), own]
-        position = rank_among(lists, counts, number, word, part.lane)
-        if (batch + part.lane < count) & (position < part.k):
+        word = lists[cutlass.min(batch + mine.lane, count), own]
+        position = rank_among(lists, counts, number, word, mine.lane)
+        if (batch + mine.lane < count) & (position < mine.k):
             ranked[position, 0] = word

@@ -43,7 +43,7 @@ WORD_BITS = 32
 
 @dataclass(frozen=True)
 class Group:
-    """Lanes of one warp that have a row or a part of it.
+    """Lanes of one warp that have a row or a share of it.
 
     row: where the row lies. first: the group's first lane. lane: this lane's number in the group. number: this lane's
     number among all lanes that share the row. k: how many elements are wanted. candidates: (CANDIDATE) the group's.
@@ -77,7 +77,7 @@ def hold(config: cutlass.Constexpr, group: Group):
         at_edge = load_edge(group.row, edge, config.dtype)
         lane_maximum = cute.arch.fmax(lane_maximum, at_edge, nan=True)
 
-    # 1. Sort the lanes' maxima. The first is the maximum of the row, or of the warp's part; the k-th is the threshold.
+    # 1. Sort the lanes' maxima. The first is the maximum of the row, or of the warp's share; the k-th is the threshold.
     ordered = sort_lanes(key_of(lane_maximum), group.lane, config.lanes)
     maximum = logit_of(cute.arch.shuffle_sync(ordered, group.first))
     threshold = logit_of(cute.arch.shuffle_sync(ordered, group.first + group.k - 1))
@@ -174,12 +174,12 @@ def pick(config: cutlass.Constexpr, group: Group, edge_word: Uint64):
 
 @cute.jit
 def write_ranked(
-    config: cutlass.Constexpr, group: Group, count, others: list, maximum, sum_, parts, probs, indices, row
+    config: cutlass.Constexpr, group: Group, count, others: list, maximum, sum_, divisors, probs, indices, row
 ):
     """Write the group's candidates that are among the row's first k, each by the lane that has it.
 
     others: (candidates, count) of every group of the row, including this one. maximum, sum_: the row's maximum and sum
-    of exponentials. parts: (W) fp32 in shared memory, if several warps have the row.
+    of exponentials. divisors: (W) fp32 in shared memory, if several warps have the row.
     """
     rounds = config.list_room // config.lanes
     ranks = cute.make_rmem_tensor(rounds, Int32)
@@ -202,9 +202,9 @@ def write_ranked(
         divisor = cute.arch.warp_reduction_sum(divisor, threads_in_group=config.lanes)
         if cutlass.const_expr(config.warps > 1):
             if group.lane == 0:
-                parts[group.number // WARP_THREADS] = divisor
+                divisors[group.number // WARP_THREADS] = divisor
             cute.arch.sync_threads()
-            divisor = total([parts[w] for w in range(config.warps)])
+            divisor = total([divisors[w] for w in range(config.warps)])
     else:
         divisor = sum_
     for i in cutlass.range_constexpr(rounds):

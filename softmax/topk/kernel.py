@@ -19,7 +19,7 @@ from warpspec.softmax.topk.again_rows import again_rows
 from warpspec.softmax.topk.config import TopkConfig
 from warpspec.softmax.topk.held import Group, hold, write_ranked
 from warpspec.softmax.topk.sorted import row_sorted
-from warpspec.softmax.topk.states import state_of_parts
+from warpspec.softmax.topk.states import joint_state
 from warpspec.softmax.topk.stream_rows import stream_rows
 from warpspec.softmax.vectors import row_span
 
@@ -32,7 +32,7 @@ class HeldShared:
     counts: cute.Tensor  # (W * R) number of candidates
     maxima: cute.Tensor  # (W * R)
     sums: cute.Tensor  # (W * R)
-    parts: cute.Tensor  # (W * R)
+    divisors: cute.Tensor  # (W * R)
 
 
 def allocate_held(config: TopkConfig) -> HeldShared:
@@ -48,7 +48,7 @@ def allocate_held(config: TopkConfig) -> HeldShared:
         counts=numbers(Int32),
         maxima=numbers(Float32),
         sums=numbers(Float32),
-        parts=numbers(Float32),
+        divisors=numbers(Float32),
     )
 
 
@@ -117,5 +117,5 @@ def row_held(config: cutlass.Constexpr, group: Group, shared: HeldShared, warp, 
             shared.sums[warp] = sum_
         cute.arch.sync_threads()
         others = [(shared.candidates[None, w], shared.counts[w]) for w in range(config.warps)]
-        maximum, sum_ = state_of_parts(shared.maxima, shared.sums, config.warps, config.accurate)
-    write_ranked(config, group, count, others, maximum, sum_, shared.parts, probs, indices, row)
+        maximum, sum_ = joint_state(shared.maxima, shared.sums, config.warps, config.accurate)
+    write_ranked(config, group, count, others, maximum, sum_, shared.divisors, probs, indices, row)

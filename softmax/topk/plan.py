@@ -64,7 +64,7 @@ AGAIN_UNROLLS = {"float32": (1, 2, 3), "float16": (1, 2, 4), "bfloat16": (1, 2, 
 LEAST_WARPS = {1: 10, 2: 32, 4: 64, 8: 128}
 
 CLUSTER_CTAS = 440  # CTAs of clusters that the GPU starts per microsecond
-CTA_LANES = 128  # lanes of a CTA whose rows are each held by a part of a warp
+CTA_LANES = 128  # lanes of a CTA whose rows are each held by some lanes of a warp
 # Lanes of a CTA whose lanes sort, if such CTAs fill this fraction of the SMs.
 SORTED_CTA_LANES, MOST_SMS = 512, 0.9
 STREAM_ROWS = 4  # rows of a CTA, if each warp has one
@@ -159,9 +159,9 @@ def divisions(k: int, most: int):
 
 
 def stream_time(config: TopkConfig, rows: int, vectors: int, k: int, sm_count: int) -> float:
-    parts = config.warps * config.cluster
+    warps = config.warps * config.cluster
     instructions = STREAM_WARP + STREAM_CANDIDATE * k
-    candidates = rows * parts * instructions / (WARP_INSTRUCTIONS_PER_SM * sm_count)
+    candidates = rows * warps * instructions / (WARP_INSTRUCTIONS_PER_SM * sm_count)
     turns = -(-vectors // config.tile_vectors)
     time = STREAM_LAUNCH + candidates + STREAM_TURN * turns
     if config.cluster > 1:

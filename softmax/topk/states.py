@@ -20,22 +20,22 @@ def state_of_lanes(maximum: Float32, sum_: Float32, accurate: cutlass.Constexpr)
 
 
 @cute.jit
-def state_of_parts(
-    maxima: cute.Tensor, sums: cute.Tensor, parts: cutlass.Constexpr, accurate: cutlass.Constexpr
+def joint_state(
+    maxima: cute.Tensor, sums: cute.Tensor, count: cutlass.Constexpr, accurate: cutlass.Constexpr
 ):
-    """The joint state of all parts, at most as many as a warp has lanes. Called by a warp.
+    """The joint state of ``count`` states, at most as many as a warp has lanes. Called by a warp.
 
     Joined in a fixed order, in pairs of pairs: sixteen roundings one after another would show.
     """
     lane = cute.arch.lane_idx()
     maximum, sum_ = -Float32.inf, Float32(0.0)
-    if lane < parts:
+    if lane < count:
         maximum, sum_ = maxima[lane], sums[lane]
     return state_of_lanes(maximum, sum_, accurate)
 
 
 @cute.jit
-def write(config: cutlass.Constexpr, ranked, part, maximum: Float32, sum_: Float32, probs, indices, row):
+def write(config: cutlass.Constexpr, ranked, mine, maximum: Float32, sum_: Float32, probs, indices, row):
     """One warp writes the row's k probabilities and indices.
 
     Exponents are relative to the maximum itself, so that a maximum of -inf, NaN or +inf gives NaN, as in torch.softmax.
@@ -46,8 +46,8 @@ def write(config: cutlass.Constexpr, ranked, part, maximum: Float32, sum_: Float
     divisor = Float32(0.0)
     for i in cutlass.range_constexpr(rounds):
         weights[i], columns[i] = Float32(0.0), Int32(0)
-        if i * WARP_THREADS + part.lane < part.k:
-            word = ranked[i * WARP_THREADS + part.lane]
+        if i * WARP_THREADS + mine.lane < mine.k:
+            word = ranked[i * WARP_THREADS + mine.lane]
             weights[i] = exponential(logit_of(candidate_key(word)) - maximum, True)
             columns[i] = candidate_column(word)
         divisor += weights[i]
@@ -56,6 +56,6 @@ def write(config: cutlass.Constexpr, ranked, part, maximum: Float32, sum_: Float
     else:
         divisor = sum_
     for i in cutlass.range_constexpr(rounds):
-        if i * WARP_THREADS + part.lane < part.k:
-            probs[row, i * WARP_THREADS + part.lane] = weights[i] / divisor
-            indices[row, i * WARP_THREADS + part.lane] = columns[i]
+        if i * WARP_THREADS + mine.lane < mine.k:
+            probs[row, i * WARP_THREADS + mine.lane] = weights[i] / divisor
+            indices[row, i * WARP_THREADS + mine.lane] = columns[i]

@@ -1,4 +1,4 @@
-"""One warp's part of a row: read it once, sum its softmax state, and keep its candidates for the top k. Device side.
+"""One warp's share of a row: read it once, sum its softmax state, and keep its candidates for the top k. Device side.
 
 Each lane has the maximum of what it has seen, which the online softmax needs anyway. If j lanes have a maximum of at
 least b, at least j elements of the row reach b. The k-th largest of the maxima of a warp's 32 lanes is therefore a
@@ -39,8 +39,8 @@ JOINT_RANK = 16  # rank of the row's threshold among the samples, at most
 
 
 @dataclass(frozen=True)
-class Part:
-    """The part of a row that a warp reads, and the warp's shared memory.
+class WarpRow:
+    """What a warp reads of a row, and the warp's shared memory.
 
     row: where it lies. warp: number among the row's warps, over the cluster. warp_in_cta, lane: its place in the CTA,
     and the lane's in the warp. k: how many elements are wanted. candidates: (CANDIDATE) this warp's candidates.
@@ -68,23 +68,23 @@ def write_shared(place: cute.Pointer, value: Int32) -> None:
 
 
 @cute.jit
-def give_samples(config: cutlass.Constexpr, part: Part, ordered: Int32):
+def give_samples(config: cutlass.Constexpr, mine: WarpRow, ordered: Int32):
     """Write this warp's samples of its lanes' maxima, ``ordered``: those of rank q, 2 q, ..."""
     given = SAMPLES // config.warps
-    rank = (part.lane % given + 1) * samples_apart(part.k) - 1
+    rank = (mine.lane % given + 1) * samples_apart(mine.k) - 1
     sample = cute.arch.shuffle_sync(ordered, cutlass.min(rank, WARP_THREADS - 1))
-    if part.lane < given:
+    if mine.lane < given:
         sample = Int32(cutlass.select_(Boolean(rank < WARP_THREADS), sample, Int32(NOTHING_YET)))
-        write_shared(part.samples.iterator + (part.warp_in_cta * given + part.lane), sample)
+        write_shared(mine.samples.iterator + (mine.warp_in_cta * given + mine.lane), sample)
 
 
 @cute.jit
-def joint_threshold(part: Part) -> Int32:
+def joint_threshold(mine: WarpRow) -> Int32:
     """The row's threshold as a key. If n of all samples reach a value, at least n q elements of the row do, no matter
     when the samples were taken."""
-    ordered = sort_lanes(read_shared(part.samples.iterator + part.lane), part.lane, WARP_THREADS)
-    q = samples_apart(part.k)
-    return cute.arch.shuffle_sync(ordered, (part.k + q - 1) // q - 1)
+    ordered = sort_lanes(read_shared(mine.samples.iterator + mine.lane), mine.lane, WARP_THREADS)
+    q = samples_apart(mine.k)
+    return cute.arch.shuffle_sync(ordered, (mine.k + q - 1) // q - 1)
 
 
 def samples_apart(k: Int32) -> Int32:
@@ -93,25 +93,25 @@ def samples_apart(k: Int32) -> Int32:
 
 
 @cute.jit
-def renewed(config: cutlass.Constexpr, part: Part, maximum: Float32):
+def renewed(config: cutlass.Constexpr, mine: WarpRow, maximum: Float32):
     """(the warp's own threshold, the row's) as keys, from the lanes' maxima so far."""
-    ordered = sort_lanes(key_of(maximum), part.lane, WARP_THREADS)
+    ordered = sort_lanes(key_of(maximum), mine.lane, WARP_THREADS)
     own, joint = Int32(NOTHING_YET), Int32(NOTHING_YET)
     if cutlass.const_expr(config.k_capacity <= WARP_THREADS):
-        own = cute.arch.shuffle_sync(ordered, part.k - 1)
+        own = cute.arch.shuffle_sync(ordered, mine.k - 1)
     if cutlass.const_expr(config.warps > 1):
-        give_samples(config, part, ordered)
+        give_samples(config, mine, ordered)
         cute.arch.sync_warp()
-        joint = joint_threshold(part)
-        if part.lane == 0:
-            cute.arch.atomic_max(part.bound.iterator, joint, sem="relaxed", scope="cta")
+        joint = joint_threshold(mine)
+        if mine.lane == 0:
+            cute.arch.atomic_max(mine.bound.iterator, joint, sem="relaxed", scope="cta")
     return own, joint
 
 
 @cute.jit
 def collect(
     config: cutlass.Constexpr,
-    part: Part,
+    mine: WarpRow,
     words: cute.Tensor,
     maxima: list,
     first: Int32,
@@ -130,10 +130,10 @@ def collect(
     span = config.lane_stride
     since += hits
     if cutlass.const_expr(config.warps > 1):
-        threshold = cutlass.max(threshold, read_shared(part.bound.iterator) - 1)
+        threshold = cutlass.max(threshold, read_shared(mine.bound.iterator) - 1)
     floor = threshold  # for this tile: elements that equal the warp's own threshold may have set it
     if since >= config.renew_after:
-        own, joint = renewed(config, part, maximum)
+        own, joint = renewed(config, mine, maximum)
         threshold = cutlass.max(threshold, joint - 1)
         floor = cutlass.max(threshold, own - 1)
         threshold = cutlass.max(threshold, own)
@@ -142,39 +142,39 @@ def collect(
     for u in cutlass.range_constexpr(config.unroll):
         if cute.arch.vote_any_sync(passes(maxima[u], bar)):
             if count > config.list_room - WARP_THREADS * config.per_vector:
-                key = candidate_key(keep_largest(part.candidates, count, part.k, part.lane))
-                count = part.k
+                key = candidate_key(keep_largest(mine.candidates, count, mine.k, mine.lane))
+                count = mine.k
                 threshold = cutlass.max(threshold, key)
                 floor = cutlass.max(floor, key)
                 bar = bar_of(floor)
             vector = first + u * span
-            present = Boolean(vector < part.row.vectors)
+            present = Boolean(vector < mine.row.vectors)
             values = floats(words[None, u], config.dtype)
             for e in cutlass.range_constexpr(config.per_vector):
                 chosen = present & passes(values[e], bar)
                 ballot = cute.arch.vote_ballot_sync(chosen)
                 if ballot != 0:
                     if chosen:
-                        column = part.row.head + vector * config.per_vector + e
-                        part.candidates[count + before(ballot)] = candidate(values[e], column)
+                        column = mine.row.head + vector * config.per_vector + e
+                        mine.candidates[count + before(ballot)] = candidate(values[e], column)
                     count += cute.arch.popc(ballot)
     return threshold, since, count
 
 
 @cute.jit
-def stream(config: cutlass.Constexpr, part: Part):
-    """Read the warp's part -> (maximum, sum of exp(x - maximum)) of the lane, (count, key) of the warp.
+def stream(config: cutlass.Constexpr, mine: WarpRow):
+    """Read the warp's share -> (maximum, sum of exp(x - maximum)) of the lane, (count, key) of the warp.
 
-    count: candidates in part.candidates. Elements whose key is below ``key`` are not in the row's top k.
+    count: candidates in mine.candidates. Elements whose key is below ``key`` are not in the row's top k.
     """
-    edge = edge_of(part.row, part.warp * WARP_THREADS + part.lane, config.dtype)
+    edge = edge_of(mine.row, mine.warp * WARP_THREADS + mine.lane, config.dtype)
     edge_value = -Float32.inf
     if cutlass.const_expr(config.edges):
-        edge_value = load_edge(part.row, edge, config.dtype)
+        edge_value = load_edge(mine.row, edge, config.dtype)
     words = cute.make_rmem_tensor((WORDS, config.unroll), Int32)
     ahead = cute.make_rmem_tensor((WORDS, config.unroll), Int32)
-    turns = cute.ceil_div(part.row.vectors, config.tile_vectors)
-    load_tile(config, part.row, part.warp, part.lane, Int32(0), ahead)
+    turns = cute.ceil_div(mine.row.vectors, config.tile_vectors)
+    load_tile(config, mine.row, mine.warp, mine.lane, Int32(0), ahead)
 
     maximum, sum_ = -Float32.inf, Float32(0.0)
     threshold, since, count = Int32(NOTHING_YET), Int32(0), Int32(0)
@@ -183,7 +183,7 @@ def stream(config: cutlass.Constexpr, part: Part):
         for i in cutlass.range_constexpr(cute.size(words)):
             words[i] = ahead[i]
         if turn + 1 < turns:
-            load_tile(config, part.row, part.warp, part.lane, turn + 1, ahead)
+            load_tile(config, mine.row, mine.warp, mine.lane, turn + 1, ahead)
         maxima = [largest_in([words[i, u] for i in range(WORDS)], config.dtype) for u in range(config.unroll)]
         tile_maximum = largest(maxima)
 
@@ -199,14 +199,14 @@ def stream(config: cutlass.Constexpr, part: Part):
 
         if cutlass.const_expr(config.needs_others):  # noqa: SIM102, one is for the compiler, the other for the GPU
             if turn == 0:  # all warps have the same number of turns
-                give_samples(config, part, sort_lanes(key_of(maximum), part.lane, WARP_THREADS))
+                give_samples(config, mine, sort_lanes(key_of(maximum), mine.lane, WARP_THREADS))
                 cute.arch.sync_threads()
         ballot = cute.arch.vote_ballot_sync(passes(tile_maximum, bar))
         if ballot != 0:
-            first = turn * config.tile_vectors + part.warp * WARP_THREADS + part.lane
+            first = turn * config.tile_vectors + mine.warp * WARP_THREADS + mine.lane
             hits = cute.arch.popc(ballot)
             threshold, since, count = collect(
-                config, part, words, maxima, first, maximum, hits, threshold, since, count
+                config, mine, words, maxima, first, maximum, hits, threshold, since, count
             )
             bar = bar_of(threshold)
 
@@ -221,10 +221,10 @@ def stream(config: cutlass.Constexpr, part: Part):
         ballot = cute.arch.vote_ballot_sync(chosen)
         if ballot != 0:
             if count > config.list_room - WARP_THREADS:
-                keep_largest(part.candidates, count, part.k, part.lane)
-                count = part.k
+                keep_largest(mine.candidates, count, mine.k, mine.lane)
+                count = mine.k
             if chosen:
                 column = edge.offset // (VECTOR_BYTES // config.per_vector)
-                part.candidates[count + before(ballot)] = candidate(edge_value, column)
+                mine.candidates[count + before(ballot)] = candidate(edge_value, column)
             count += cute.arch.popc(ballot)
     return maximum, sum_, count, threshold

@@ -22,8 +22,8 @@ from warpspec.softmax.topk.select import (
     rank_in_sorted,
     sort_lanes,
 )
-from warpspec.softmax.topk.states import state_of_lanes, state_of_parts, write
-from warpspec.softmax.topk.stream import Part, give_samples, joint_threshold, renewed, stream
+from warpspec.softmax.topk.states import joint_state, state_of_lanes, write
+from warpspec.softmax.topk.stream import WarpRow, give_samples, joint_threshold, renewed, stream
 from warpspec.softmax.topk.tiles import TopkStorage, allocate
 from warpspec.softmax.vectors import row_span
 
@@ -40,94 +40,94 @@ def stream_rows(config: cutlass.Constexpr, logits, probs, indices):
         row = block * config.rows + warp
         if row < logits.shape[0]:
             place = row_span(logits, row, config.dtype, config.edges)
-            part = Part(place, Int32(0), Int32(0), lane, k, candidates, samples, bound)
-            row_of_warp(config, part, shared.ranked[None, warp], probs, indices, row)
+            mine = WarpRow(place, Int32(0), Int32(0), lane, k, candidates, samples, bound)
+            row_of_warp(config, mine, shared.ranked[None, warp], probs, indices, row)
     else:
         row, rank = block // config.cluster, block % config.cluster
         place = row_span(logits, row, config.dtype, config.edges)
-        part = Part(place, rank * config.warps + warp, warp, lane, k, candidates, samples, bound)
-        row_of_cta(config, part, shared, rank, probs, indices, row)
+        mine = WarpRow(place, rank * config.warps + warp, warp, lane, k, candidates, samples, bound)
+        row_of_cta(config, mine, shared, rank, probs, indices, row)
 
 
 @cute.jit
-def row_of_warp(config: cutlass.Constexpr, part: Part, ranked: cute.Tensor, probs, indices, row):
-    maximum, sum_, count, threshold = stream(config, part)
+def row_of_warp(config: cutlass.Constexpr, mine: WarpRow, ranked: cute.Tensor, probs, indices, row):
+    maximum, sum_, count, threshold = stream(config, mine)
     if count > WARP_THREADS:
-        own, _ = renewed(config, part, maximum)
+        own, _ = renewed(config, mine, maximum)
         floor = lowest_candidate(cutlass.max(own, threshold))
-        count = keep_from(part.candidates, count, floor, part.lane)
+        count = keep_from(mine.candidates, count, floor, mine.lane)
         if count > WARP_THREADS:
-            keep_largest(part.candidates, count, part.k, part.lane)
-            count = part.k
-    close_list(part.candidates, count, part.lane)
+            keep_largest(mine.candidates, count, mine.k, mine.lane)
+            count = mine.k
+    close_list(mine.candidates, count, mine.lane)
     maximum, sum_ = state_of_lanes(maximum, sum_, config.accurate)
     cute.arch.sync_warp()
-    if part.lane < count:
-        word = part.candidates[part.lane]
-        rank = rank_in(part.candidates, count, word)
-        if rank < part.k:
+    if mine.lane < count:
+        word = mine.candidates[mine.lane]
+        rank = rank_in(mine.candidates, count, word)
+        if rank < mine.k:
             ranked[rank] = word
     cute.arch.sync_warp()
-    write(config, ranked, part, maximum, sum_, probs, indices, row)
+    write(config, ranked, mine, maximum, sum_, probs, indices, row)
 
 
 @cute.jit
-def row_of_cta(config: cutlass.Constexpr, part: Part, shared: TopkStorage, rank, probs, indices, row):
-    if part.warp_in_cta == 0:
-        shared.samples[part.lane] = Int32(NOTHING_YET)
+def row_of_cta(config: cutlass.Constexpr, mine: WarpRow, shared: TopkStorage, rank, probs, indices, row):
+    if mine.warp_in_cta == 0:
+        shared.samples[mine.lane] = Int32(NOTHING_YET)
         shared.bound[0] = Int32(NOTHING_YET)
     if cutlass.const_expr(config.cluster > 1):
         cute.arch.cluster_arrive_relaxed()
     cute.arch.sync_threads()
 
-    # 1. Read every warp's part; drop what the warps' thresholds together rule out.
-    maximum, sum_, count, threshold = stream(config, part)
+    # 1. Read every warp's share; drop what the warps' thresholds together rule out.
+    maximum, sum_, count, threshold = stream(config, mine)
     lane_maximum = key_of(maximum)
     maximum, sum_ = state_of_lanes(maximum, sum_, config.accurate)
     if cutlass.const_expr(config.needs_others):
-        give_samples(config, part, sort_lanes(lane_maximum, part.lane, WARP_THREADS))
-    if part.lane == 0:
-        shared.maxima[part.warp_in_cta] = maximum
-        shared.sums[part.warp_in_cta] = sum_
-        cute.arch.atomic_max(part.bound.iterator, threshold, sem="relaxed", scope="cta")
+        give_samples(config, mine, sort_lanes(lane_maximum, mine.lane, WARP_THREADS))
+    if mine.lane == 0:
+        shared.maxima[mine.warp_in_cta] = maximum
+        shared.sums[mine.warp_in_cta] = sum_
+        cute.arch.atomic_max(mine.bound.iterator, threshold, sem="relaxed", scope="cta")
     cute.arch.sync_threads()
     bound = shared.bound[0]
     if cutlass.const_expr(config.needs_others):
-        bound = cutlass.max(bound, joint_threshold(part))
+        bound = cutlass.max(bound, joint_threshold(mine))
     floor = lowest_candidate(bound)
-    count = keep_from(part.candidates, count, floor, part.lane)
+    count = keep_from(mine.candidates, count, floor, mine.lane)
     if count > config.k_capacity:
-        keep_largest(part.candidates, count, part.k, part.lane)
-        count = part.k
-    close_list(part.candidates, count, part.lane)
-    if part.lane == 0:
-        shared.counts[part.warp_in_cta] = count
+        keep_largest(mine.candidates, count, mine.k, mine.lane)
+        count = mine.k
+    close_list(mine.candidates, count, mine.lane)
+    if mine.lane == 0:
+        shared.counts[mine.warp_in_cta] = count
     cute.arch.sync_threads()
 
     # 2. Ranks among the CTA's candidates.
     if cutlass.const_expr(config.cluster > 1):
         cute.arch.cluster_wait()
-    for i in cutlass.range(part.lane, count, WARP_THREADS, unroll=1):
-        word = part.candidates[i]
+    for i in cutlass.range(mine.lane, count, WARP_THREADS, unroll=1):
+        word = mine.candidates[i]
         position = Int32(0)
         for w in cutlass.range(config.warps, unroll=1):
             position += rank_in(shared.candidates[None, w], shared.counts[w], word)
-        if position < part.k:
+        if position < mine.k:
             if cutlass.const_expr(config.cluster > 1):
                 place = shared.lists.iterator + (rank * config.cluster_list_size + position)
                 cute.arch.map_dsmem_ptr(place, LEADER).store(word)
             else:
                 shared.ranked[position, 0] = word
-    maximum, sum_ = state_of_parts(shared.maxima, shared.sums, config.warps, config.accurate)
+    maximum, sum_ = joint_state(shared.maxima, shared.sums, config.warps, config.accurate)
 
     # 3. Ranks among the cluster's.
     if cutlass.const_expr(config.cluster > 1):
-        if (part.warp_in_cta == 0) & (part.lane == 0):
+        if (mine.warp_in_cta == 0) & (mine.lane == 0):
             candidates = Int32(0)
             for w in cutlass.range_constexpr(config.warps):
                 candidates += shared.counts[w]
             for tensor, value in (
-                (shared.list_counts, cutlass.min(candidates, part.k)),
+                (shared.list_counts, cutlass.min(candidates, mine.k)),
                 (shared.list_maxima, maximum),
                 (shared.list_sums, sum_),
             ):
@@ -135,25 +135,23 @@ def row_of_cta(config: cutlass.Constexpr, part: Part, shared: TopkStorage, rank,
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
         if rank == LEADER:
-            merge_lists(config, part, shared)
-            maximum, sum_ = state_of_parts(
-                shared.list_maxima, shared.list_sums, config.cluster, config.accurate
-            )
+            merge_lists(config, mine, shared)
+            maximum, sum_ = joint_state(shared.list_maxima, shared.list_sums, config.cluster, config.accurate)
     cute.arch.sync_threads()
-    if (rank == LEADER) & (part.warp_in_cta == 0):
-        write(config, shared.ranked[None, 0], part, maximum, sum_, probs, indices, row)
+    if (rank == LEADER) & (mine.warp_in_cta == 0):
+        write(config, shared.ranked[None, 0], mine, maximum, sum_, probs, indices, row)
 
 
 @cute.jit
-def merge_lists(config: cutlass.Constexpr, part: Part, shared: TopkStorage):
+def merge_lists(config: cutlass.Constexpr, mine: WarpRow, shared: TopkStorage):
     """Write the first k of all CTAs' candidates to shared.ranked. Called by all threads of the leader."""
-    for c in cutlass.range(part.warp_in_cta, config.cluster, config.warps, unroll=1):
-        for i in cutlass.range(part.lane, shared.list_counts[c], WARP_THREADS, unroll=1):
+    for c in cutlass.range(mine.warp_in_cta, config.cluster, config.warps, unroll=1):
+        for i in cutlass.range(mine.lane, shared.list_counts[c], WARP_THREADS, unroll=1):
             word = shared.lists[i, c]
             position = i
             for other in cutlass.range(config.cluster, unroll=1):
                 if other != c:
                     larger = rank_in_sorted(shared.lists[None, other], shared.list_counts[other], word)
                     position += larger
-            if position < part.k:
+            if position < mine.k:
                 shared.ranked[position, 0] = word
