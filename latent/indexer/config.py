@@ -17,15 +17,15 @@ TILE_ROOM = 1024  # bytes left for aligning the query in shared memory to as man
 class SelectConfig:
     """Configuration of the kernel of ``index_topk``, one CTA a row.
 
-    lengths, table: whether the call has them. parts: a row has several CTAs, each of which writes the largest logits of
-    its part and their indices. mapped: the logits are such results of parts, with indices beside them. threads: threads
-    of a CTA that select. chunk: logits in shared memory at a time. listed: length of the list of candidates. barrier:
-    named barrier of the selecting threads; 0: the CTA has no other threads.
+    lengths, table: whether the call has them. is_split: a row has several CTAs, each of which writes the largest logits
+    of its split and their indices. mapped: the logits are such results of splits, with indices beside them. threads:
+    threads of a CTA that select. chunk: logits in shared memory at a time. listed: length of the list of candidates.
+    barrier: named barrier of the selecting threads; 0: the CTA has no other threads.
     """
 
     lengths: bool
     table: bool
-    parts: bool = False
+    is_split: bool = False
     mapped: bool = False
     threads: int = 1024
     chunk: int = 32768
@@ -33,7 +33,7 @@ class SelectConfig:
     barrier: int = 0
 
     def __post_init__(self):
-        assert not (self.parts and (self.table or self.mapped))
+        assert not (self.is_split and (self.table or self.mapped))
         assert BINS <= self.threads <= WARP_THREADS**2, "a warp adds up the warps' counts"
         assert self.chunk % self.threads == 0 and self.listed % self.threads == 0
         assert self.chunk % (self.group * self.threads) == 0
@@ -77,15 +77,15 @@ class SelectConfig:
 
 
 STREAM_WARPGROUPS, STREAM_CHUNK = 4, 16384
-MOST_PARTS = 16  # CTAs of a row; K_LIMIT entries of each together fit a chunk
-PART_LOGITS = 16384  # least number of logits of a part
+MOST_SPLITS = 16  # CTAs of a row; K_LIMIT entries of each together fit a chunk
+SPLIT_LOGITS = 16384  # least number of logits of a split
 
 
-def choose_parts(rows: int, logits: int, sm_count: int) -> int:
+def choose_splits(rows: int, logits: int, sm_count: int) -> int:
     """CTAs of a row: several where rows are few and longer than a chunk, else one, which takes chunk after chunk."""
     if logits <= SelectConfig(False, False).chunk:
         return 1
-    return max(1, min(sm_count // rows, logits // PART_LOGITS, MOST_PARTS))
+    return max(1, min(sm_count // rows, logits // SPLIT_LOGITS, MOST_SPLITS))
 
 
 @dataclass(frozen=True)

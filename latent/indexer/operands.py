@@ -32,12 +32,12 @@ class ScoreInputs(NamedTuple):
 class ScoresOperands(NamedTuple):
     """Arguments of the kernel that scores.
 
-    logits: fp32 [T, N]. parts: CTAs of a query, or of the whole launch if the configuration is balanced.
+    logits: fp32 [T, N]. splits: CTAs of a query, or of the whole launch if the configuration is balanced.
     """
 
     inputs: ScoreInputs
     logits: Annotated[Any, Operand(FLOAT32, 2)]
-    parts: Annotated[Any, Number(INT32)]
+    splits: Annotated[Any, Number(INT32)]
 
 
 class StreamOperands(NamedTuple):
@@ -52,8 +52,9 @@ class SelectOperands(NamedTuple):
     """Arguments of the kernel that selects.
 
     logits: fp32 [T, N]. lengths: int32 [T]. page_table: int32 [R, pages], requests: int32 [T]. slots: int32 [T, k], or
-    with parts [T, parts k]. counts: int32 [T]. values: fp32, shaped like slots, for the logits of parts. indices: int32
-    [T, N], the original indices of mapped logits. page_size: rows of the pages that slots count. parts: CTAs of a row.
+    with splits [T, splits k]. counts: int32 [T]. values: fp32, shaped like slots, for the logits of splits. indices:
+    int32 [T, N], the original indices of mapped logits. page_size: rows of the pages that slots count. splits: CTAs of
+    a row.
     """
 
     logits: Annotated[Any, Operand(FLOAT32, 2)]
@@ -61,8 +62,8 @@ class SelectOperands(NamedTuple):
     page_table: Annotated[Any, Operand(INT32, 2, when="table")]
     requests: Annotated[Any, Operand(INT32, 1, when="table")]
     slots: Annotated[Any, Operand(INT32, 2)]
-    counts: Annotated[Any, Operand(INT32, 1, when=lambda config: not config.parts)]
-    values: Annotated[Any, Operand(FLOAT32, 2, when="parts")]
+    counts: Annotated[Any, Operand(INT32, 1, when=lambda config: not config.is_split)]
+    values: Annotated[Any, Operand(FLOAT32, 2, when="is_split")]
     indices: Annotated[Any, Operand(INT32, 2, when="mapped")]
     page_size: Annotated[Any, Number(INT32)]
-    parts: Annotated[Any, Number(INT32)]
+    splits: Annotated[Any, Number(INT32)]

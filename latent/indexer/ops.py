@@ -14,7 +14,7 @@ from warpspec.latent.cache.config import InsertConfig
 from warpspec.latent.cache.pools import IndexPool, pages_of, table_slots
 from warpspec.latent.cache.problem import check_positions
 from warpspec.latent.indexer import reference
-from warpspec.latent.indexer.config import SelectConfig, StreamConfig, choose_parts
+from warpspec.latent.indexer.config import SelectConfig, StreamConfig, choose_splits
 from warpspec.latent.indexer.kernels import INDEX
 from warpspec.latent.indexer.problem import IndexQueries
 from warpspec.latent.indexer.scores_config import FORMATS, HEADS_STEP, MAX_HEADS
@@ -114,14 +114,14 @@ def run_scores(call: ScoresCall) -> torch.Tensor:
         return logits
     kernels = INDEX.of(target.architecture)
     config = kernels.config.of(pool.format, asked.page_size, pool.page_size, tokens, columns, target.sm_count)
-    parts = config.choose_parts(tokens, columns, target.sm_count)
+    splits = config.choose_splits(tokens, columns, target.sm_count)
     by_query = (asked.words, weights.detach(), requests, lengths, logits)
     for first in range(0, tokens, MOST_QUERIES):
         if tokens > MOST_QUERIES:
             words, factors, *batch = (t[first : first + MOST_QUERIES] for t in by_query)
         else:
             words, factors, *batch = by_query
-        kernels.scores.run(config, target, words, factors, pool.words, page_table, *batch, parts)
+        kernels.scores.run(config, target, words, factors, pool.words, page_table, *batch, splits)
     return logits
 
 
@@ -234,15 +234,15 @@ def run_topk(logits, k, lengths, page_table, requests, page_size, backend):
 
     logits, target = logits.detach(), target_of(logits.device)
     table, results = (page_table, requests), (slots, counts, None)
-    parts = choose_parts(*logits.shape, target.sm_count)
-    if parts == 1:
+    splits = choose_splits(*logits.shape, target.sm_count)
+    if splits == 1:
         config = SelectConfig(lengths is not None, page_table is not None)
         SELECT.run(config, target, logits, lengths, *table, *results, None, page_size, 1)
     else:
-        indices, _ = new_outputs(logits, parts * k)
+        indices, _ = new_outputs(logits, splits * k)
         values = torch.empty(indices.shape, dtype=torch.float32, device=logits.device)
-        first = SelectConfig(lengths is not None, False, parts=True)
-        SELECT.run(first, target, logits, lengths, None, None, indices, None, values, None, 1, parts)
+        first = SelectConfig(lengths is not None, False, is_split=True)
+        SELECT.run(first, target, logits, lengths, None, None, indices, None, values, None, 1, splits)
         second = SelectConfig(False, page_table is not None, mapped=True)
         SELECT.run(second, target, values, None, *table, *results, indices, page_size, 1)
     return slots, counts

@@ -17,7 +17,7 @@ E4M3_SHIFT = 6  # e2m1's largest number times 2**6 is the largest such product t
 SCALE_STEPS = 16  # steps of scale between a row's blocks that are exact, but for the last one
 FORMATS = ("mxfp4", "fp8")
 EVEN_CTAS = 0.94  # fraction of the SMs that is enough, if it lets queries be cut evenly
-MOST_PARTS = 256  # most CTAs of a query
+MOST_SPLITS = 256  # most CTAs of a query
 BEGIN_TILES = 4  # time to start a CTA, in tiles of a warpgroup
 COPIED_DEPTH = 4
 COPIED_MOST_TILES = 12  # tiles a warpgroup up to which copied FP8 keys are no slower than keys in registers
@@ -127,11 +127,11 @@ class ScoresConfig:
         """Threads that score: all of them."""
         return self.threads
 
-    def choose_parts(self, queries: int, columns: int, sm_count: int) -> int:
+    def choose_splits(self, queries: int, columns: int, sm_count: int) -> int:
         """CTAs of a query, or of all queries if balanced.
 
         Chosen for the least estimated time: an SM runs CTAs one after another, and each takes some time to start and
-        then its tiles, ``lap`` of every warpgroup at a time. If balanced, no CTA has parts of two queries when all
+        then its tiles, ``lap`` of every warpgroup at a time. If balanced, no CTA has splits of two queries when all
         queries are equally long.
         """
         tiles = -(-columns // TILE_KEYS)
@@ -140,12 +140,12 @@ class ScoresConfig:
             even = (c for c in range(most, int(EVEN_CTAS * most), -1) if c % queries == 0 or queries % c == 0)
             return next(even, most)
 
-        def time(parts):
-            turns = -(-tiles // (parts * self.warpgroups * self.lap))
-            return -(-queries * parts // sm_count) * (BEGIN_TILES + turns * self.lap)
+        def time(splits):
+            turns = -(-tiles // (splits * self.warpgroups * self.lap))
+            return -(-queries * splits // sm_count) * (BEGIN_TILES + turns * self.lap)
 
-        choices = range(1, max(1, min(MOST_PARTS, tiles // self.warpgroups)) + 1)
-        return min(choices, key=lambda parts: (time(parts), -parts if self.copied else parts))
+        choices = range(1, max(1, min(MOST_SPLITS, tiles // self.warpgroups)) + 1)
+        return min(choices, key=lambda splits: (time(splits), -splits if self.copied else splits))
 
     @property
     def smem_bytes(self) -> int:

@@ -436,7 +436,7 @@ KERNELS: dict[str, Callable[[], None]] = {
     "index-scores-sm100": _index("sm_100a", 1),
     "index-stream": _index("sm_90a", 2, streams=True),
     "index-topk": _index_topk(4000, 512),
-    "index-topk-parts": _index_topk(70000, 512),
+    "index-topk-splits": _index_topk(70000, 512),
     "swap": _swap,
     "swap-chain-sm90": _swap_chain("sm_90a"),
     "swap-chain-sm100": _swap_chain("sm_100a"),

@@ -36,7 +36,7 @@ class ScoresHost:
         """Launch the kernel."""
         queries = operands.inputs.queries
         self.kernel(operands).launch(
-            grid=(operands.parts, 1 if self.config.balanced else queries.shape[0], 1),
+            grid=(operands.splits, 1 if self.config.balanced else queries.shape[0], 1),
             block=(self.config.threads, 1, 1),
             min_blocks_per_mp=self.config.least_ctas,
             use_pdl=self.config.dependent,
@@ -46,7 +46,7 @@ class ScoresHost:
 
 class WarpgroupScorer:
     """Base of the architectures' scorers, which have ``config`` and ``thread``; a group is a warpgroup. See
-    ``score_part``."""
+    ``score_split``."""
 
     @property
     def tile_keys(self) -> int:
@@ -62,8 +62,8 @@ class WarpgroupScorer:
 
 
 @cute.jit
-def score_part(query: cutlass.Constexpr, entries, row: cute.Tensor, part, parts):
-    """Score every ``parts``-th tile of a query's keys, in one CTA, into a row of logits (N).
+def score_split(query: cutlass.Constexpr, entries, row: cute.Tensor, split, splits):
+    """Score every ``splits``-th tile of a query's keys, in one CTA, into a row of logits (N).
 
     query: the architecture's scorer of the calling threads. These threads form ``groups``, which take tiles of
     ``tile_keys`` keys in turn; ``group`` is the thread's. Its method ``score(entries, first, end, step, sink)`` scores
@@ -71,7 +71,7 @@ def score_part(query: cutlass.Constexpr, entries, row: cute.Tensor, part, parts)
     ``LogitsRow``.
     """
     tiles = cute.ceil_div(row.shape[0], query.tile_keys)
-    first, step = part * query.groups + query.group, parts * query.groups
+    first, step = split * query.groups + query.group, splits * query.groups
     query.score(entries, first, tiles, step, LogitsRow(row, row.shape[0]))
 
 

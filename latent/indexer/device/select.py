@@ -1,7 +1,7 @@
 """Select: the k largest logits of a row, as slots in order of index; ties go to the lower index. One CTA a row.
 
 The row passes through shared memory in chunks; the best keys so far are kept from chunk to chunk (``choose``). Where a
-row has several CTAs, each writes the largest of its part, and a second launch selects from those.
+row has several CTAs, each writes the largest of its split, and a second launch selects from those.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Select:
     def __call__(self, operands: SelectOperands, stream: CUstream):
         """Launch the kernel."""
         self.kernel(operands).launch(
-            grid=(operands.logits.shape[0], operands.parts, 1),
+            grid=(operands.logits.shape[0], operands.splits, 1),
             block=(self.config.threads, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
@@ -48,8 +48,8 @@ class Select:
 
     @cute.kernel
     def kernel(self, operands):
-        config, logits, slots, parts = self.config, operands.logits, operands.slots, operands.parts
-        token, part, _ = cute.arch.block_idx()
+        config, logits, slots, splits = self.config, operands.logits, operands.slots, operands.splits
+        token, split, _ = cute.arch.block_idx()
         shared = allocate(config)
         length = Int32(logits.shape[1])
         if cutlass.const_expr(config.lengths):
@@ -57,10 +57,10 @@ class Select:
         k = Int32(slots.shape[1])
         row, result = logits[token, None], slots[token, None]
         start = Int32(0)
-        if cutlass.const_expr(config.parts):
-            k = k // parts
-            size = cute.ceil_div(Int32(logits.shape[1]), parts)
-            start = part * size
+        if cutlass.const_expr(config.is_split):
+            k = k // splits
+            size = cute.ceil_div(Int32(logits.shape[1]), splits)
+            start = split * size
             length = cutlass.min(length, start + size)
         kept, turn, step = Int32(0), Int32(0), Int32(0)
         begin(config, shared)
@@ -69,8 +69,8 @@ class Select:
             maxima = cute.make_rmem_tensor(config.groups + config.kept, Uint32)
             load_keys(config, shared, row, first, cutlass.min(length - first, config.chunk), maxima)
             kept, turn, step = choose(config, shared, maxima, first, kept, turn, step, k)
-        if cutlass.const_expr(config.parts):
-            finish_part(config, shared, result, operands.values[token, None], part * k, kept, turn, k)
+        if cutlass.const_expr(config.is_split):
+            finish_split(config, shared, result, operands.values[token, None], split * k, kept, turn, k)
         else:
             if cutlass.const_expr(config.mapped):
                 map_back(config, shared, operands.indices[token, None], kept, turn)
@@ -126,8 +126,8 @@ def finish(config: cutlass.Constexpr, shared, inputs, result, counts, page_size,
 
 
 @cute.jit
-def finish_part(config: cutlass.Constexpr, shared, result, values, first, kept, turn, k):
-    """Write the indices and logits kept of a part, from ``first`` on, followed by NO_SLOT and -inf."""
+def finish_split(config: cutlass.Constexpr, shared, result, values, first, kept, turn, k):
+    """Write the indices and logits kept of a split, from ``first`` on, followed by NO_SLOT and -inf."""
     thread, _, _ = cute.arch.thread_idx()
     for at in cutlass.range(thread, k, config.threads, unroll=1):
         index, value = Int32(NO_SLOT), -Float32.inf

@@ -61,7 +61,7 @@ def select_entries(
 ):
     """A thread that scores and selects: all chunks of a query's entries, then the slots.
 
-    query: the architecture's scorer (``scores_host.score_part``), whose groups are all threads that select. shared:
+    query: the architecture's scorer (``scores_host.score_split``), whose groups are all threads that select. shared:
     ``choose.SelectStorage``.
     """
     select = config.select

@@ -14,7 +14,7 @@ from warpspec.common.hardware import (
 )
 from warpspec.common.memory import TMEM_ADDRESS, Region, barrier_region, smem_bytes, tile_region
 from warpspec.latent.cache.formats import INDEX_FORMATS, RowFormat
-from warpspec.latent.indexer.scores_config import BEGIN_TILES, FORMATS, MAX_HEADS, MOST_PARTS
+from warpspec.latent.indexer.scores_config import BEGIN_TILES, FORMATS, MAX_HEADS, MOST_SPLITS
 
 COLUMNS_STEP = 16  # N of tcgen05.mma is a multiple of this if M is 128
 ATOM_COLUMNS = 4  # columns of tensor memory that the scales of 128 rows take
@@ -187,11 +187,11 @@ class Sm100ScoresConfig:
             ),
         )
 
-    def choose_parts(self, queries: int, columns: int, sm_count: int) -> int:
-        """CTAs of a query, for the least time: waves over the SMs, each one CTA start and the tiles of a part."""
+    def choose_splits(self, queries: int, columns: int, sm_count: int) -> int:
+        """CTAs of a query, for the least time: waves over the SMs, each one CTA start and the tiles of a split."""
         tiles = -(-columns // self.tile_keys)
 
-        def time(parts):
-            return -(-queries * parts // sm_count) * (BEGIN_TILES + -(-tiles // parts))
+        def time(splits):
+            return -(-queries * splits // sm_count) * (BEGIN_TILES + -(-tiles // splits))
 
-        return min(range(1, min(MOST_PARTS, tiles) + 1), key=time)
+        return min(range(1, min(MOST_SPLITS, tiles) + 1), key=time)

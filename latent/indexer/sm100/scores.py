@@ -21,7 +21,7 @@ from warpspec.latent.indexer.device.entries import entries_of, find_page, load_g
 from warpspec.latent.indexer.device.scores_host import (
     ScoresHost,
     WarpgroupScorer,
-    score_part,
+    score_split,
     scores_arguments,
 )
 from warpspec.latent.indexer.sm100.config import ATOM_BYTES, SCORE_BARRIER, Sm100ScoresConfig
@@ -34,7 +34,7 @@ MEMBERS, PAIR = 4, 2  # partial sums over heads, each of two of every eight head
 
 @dataclass(frozen=True)
 class Scorer(WarpgroupScorer):
-    """State of a thread that scores; see ``scores_host.score_part``.
+    """State of a thread that scores; see ``scores_host.score_split``.
 
     columns: tensor memory. weights: fp32 (HEAD). work: the CTA's tiles.
     """
@@ -91,8 +91,8 @@ def weighted_sums(config: Sm100ScoresConfig, query: Scorer, accumulator, own) ->
         read = cute.make_rmem_tensor(READ_COLUMNS, Float32)
         tmem.load_row(query.columns + (accumulator * config.columns + first), read, own)
         weight = cute.make_rmem_tensor(READ_COLUMNS, Float32)
-        part = cute.local_tile(query.weights, (READ_COLUMNS,), (first // READ_COLUMNS,))
-        cute.autovec_copy(part, weight)
+        source = cute.local_tile(query.weights, (READ_COLUMNS,), (first // READ_COLUMNS,))
+        cute.autovec_copy(source, weight)
         tmem.wait_loads()
         for i in range(min(READ_COLUMNS, config.heads - first)):
             member = (first + i) // PAIR % MEMBERS
@@ -154,18 +154,18 @@ class Scores(ScoresHost):
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        part, token, _ = cute.arch.block_idx()
-        logits, parts = operands.logits, operands.parts
+        split, token, _ = cute.arch.block_idx()
+        logits, splits = operands.logits, operands.splits
         channels, shared, columns = prepare(config, *operands.inputs.of_query(token), thread, warp)
         entries = entries_of(config, operands.inputs, token)
-        work = ScoresWork(part, cute.ceil_div(logits.shape[1], config.tile_keys), parts)
+        work = ScoresWork(split, cute.ceil_div(logits.shape[1], config.tile_keys), splits)
         if warp == config.mma_warp:
             multiply_tiles(config, channels, shared, columns, work)
         elif warp >= config.first_loader:
             load_tiles(config, channels, shared, entries, work, warp - config.first_loader)
         else:
             query = scorer(config, channels, shared, columns, work, thread)
-            score_part(query, entries, logits[token, None], part, parts)
+            score_split(query, entries, logits[token, None], split, splits)
             release(config, columns, warp)
 
 

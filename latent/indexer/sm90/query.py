@@ -44,7 +44,7 @@ STEPS = 4  # steps of a product along K, of 32 numbers each
 
 @dataclass(frozen=True)
 class Scorer(WarpgroupScorer):
-    """One prepared query, as a thread has it; see ``scores_host.score_part``.
+    """One prepared query, as a thread has it; see ``scores_host.score_split``.
 
     mma: the product of 64 keys and all heads. b: the query's descriptors (MMA, MMA_N, MMA_K). table: the table of
     ``keys.fill_table``; ones: its last word. weight: weights of the heads in the thread's columns.

@@ -182,7 +182,7 @@ def test_scores_way():
         ("mxfp4", 100, 132),
     ]:
         config = way(format, queries=queries, columns=32768)
-        assert config.balanced and not config.copied and config.choose_parts(queries, 32768, 132) == ctas
+        assert config.balanced and not config.copied and config.choose_splits(queries, 32768, 132) == ctas
     kernel = INDEX.kernels["sm90"].scores
     prefill = way("fp8", queries=4096, columns=16384)
     assert prefill == ScoresConfig("fp8", 64, 64)

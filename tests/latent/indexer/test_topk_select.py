@@ -54,9 +54,9 @@ def test_kernel(simulated, kind):
         both(wide[:, 3 : 3 + length], k, lengths=lengths)
 
 
-def test_parts(check_order, simulated):
-    """Few long rows are shared by CTAs: lengths that end within a part and before others, equal logits on both sides of
-    a part's end, NaN, fewer than k that count."""
+def test_splits(check_order, simulated):
+    """Few long rows are split over CTAs: lengths that end within a split and before others, equal logits on both sides
+    of a split's end, NaN, fewer than k that count."""
     logits = rows("special", 4, 70000, seed=3)
     logits[0, 17000:18000] = torch.inf
     logits[3] = -torch.inf
