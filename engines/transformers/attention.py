@@ -182,7 +182,8 @@ def key_ranges(
     present only if some row has one. Where tokens of an image see each other, it returns [B, 1, Sq, 5]: all three for
     every query, then its range as `attention` takes it. The mask has four dimensions because transformers passes masks
     of that rank on unchanged. It remains right if all but the last queries are dropped from it and from the layer, as
-    Gemma 4's layers that read other layers' keys do in a prompt.
+    Gemma 4's layers that read other layers' keys do in a prompt. Masks that are no interval of keys are listed as
+    blocks (`listed_blocks`, whose errors pass through).
     """
     given = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, device)
     if not torch.compiler.is_dynamo_compiling():
@@ -248,7 +249,11 @@ def listed_blocks(
 
 
 def additive_mask(*args, dtype: torch.dtype = torch.float32, **kwargs) -> torch.Tensor:
-    """transformers' mask function for "bias" and for indexers: [B, 1, Sq, Sk], 0 or -inf (no large negative number)."""
+    """transformers' mask function for "bias" and for indexers: a mask to add, 0 or -inf (no large negative number).
+
+    args, kwargs: those of transformers' `sdpa_mask`, whose errors pass through. Returns a tensor [B, 1, Sq, Sk] of
+    ``dtype``, or of fp32 if attention's bias cannot have that dtype.
+    """
     kwargs |= dict(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     seen = masking_utils.sdpa_mask(*args, **kwargs)
     mask = torch.zeros(seen.shape, dtype=dtype if dtype in BIAS_DTYPES else torch.float32, device=seen.device)
@@ -268,7 +273,8 @@ def key_set_sizes(
 
     The shape is [B, 1, W, W + P] with W keys of the window and P positions so far. The last dimension is at least as
     long as window and compressed keys together, so that the layer passes the mask on instead of extending it. Sizes are
-    used rather than values, because reading a value would make the host wait for the device.
+    used rather than values, because reading a value would make the host wait for the device. It is int8, and the
+    arguments are those of `key_ranges`. Raises UnsupportedProblem for masks that sizes cannot tell, such as padding.
     """
     if key_ranges(batch_size, q_length, kv_length, q_offset, kv_offset, device=device, **kwargs) is not None:
         raise UnsupportedProblem(

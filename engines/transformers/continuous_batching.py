@@ -122,8 +122,9 @@ def paged_attention_forward(
 
     query [1, Hq, T, D], key and value [1, Hkv, T, D]: the new tokens of all requests. The other arguments come from
     continuous batching: cu_seq_lens_q and _k delimit the requests' queries and keys; slots to write and read are given
-    for each group of layers, or page tables [groups, B, pages] if every request has one query. Returns ([1, T, Hq, D],
-    None); rows that belong to no request are undefined.
+    for each group of layers, or page tables [groups, B, pages] if every request has one query. Returns (o, None), o
+    [1, T, Hq, D] of query's dtype (bf16 or fp16); rows that belong to no request are undefined. Raises
+    UnsupportedProblem without a cache, with dropout, and for what `attention_varlen` cannot do.
     """
     if cache is None:
         raise UnsupportedProblem(
