@@ -94,59 +94,98 @@ class Attention(AttentionHost):
         found = where
         if cutlass.const_expr(config.scheduler.has_warp):
             found = records_of(config, storage.records.data_ptr(), where, operands)
-        q_base, k_base, p_base = storage.q.data_ptr(), storage.k.data_ptr(), storage.p.data_ptr()
-        v_base = k_base if cutlass.const_expr(config.format.shared_kv) else storage.v.data_ptr()
+        cta = Cta(config, channels, storage, operands, where, found, columns, dtype)
         if warp < len(config.softmax_warps):
             if cutlass.const_expr(config.moves_registers):
                 cute.arch.setmaxregister_increase(config.softmax_registers)
-            places = Columns(
-                thread=thread,
-                s=columns + config.tmem_s,
-                p=cute.recast_ptr(columns + config.tmem_p, dtype=Int32),
-                o=columns + config.tmem_o,
-                p_smem=p_base,
-                v_smem=v_base,
-                bias=None,
-                use=0,
-            )
-            rows = SoftmaxRole(
-                config,
-                channels,
-                operands,
-                found,
-                places,
-                storage.bias.data_ptr(),
-                numbers,
-                DTYPES[config.p_dtype],
-            )
-            each_tile(config, operands, found, finish_rows, rows, NO_USES, keeps=True)
-            cute.arch.barrier(barrier_id=1, number_of_threads=config.softmax_threads)
+            play_softmax(cta, thread, numbers)
             tmem.free(warp, columns, config.tmem_allocation)
         else:
             if cutlass.const_expr(config.moves_registers):
                 cute.arch.setmaxregister_decrease(config.other_registers)
             if warp == config.load_warp:
-                kv_bases = (k_base, v_base)
-                if cutlass.const_expr(config.converts):
-                    kv_bases = raw_rings(config, storage)
-                bases = (q_base, *kv_bases, storage.bias.data_ptr())
-                scales = block_scales(config, storage)
-                loader = LoadRole(config, channels, operands, found, atoms, coordinates, bases, scales, dtype)
-                number, uses = each_found(config, operands, where, load_tile, loader, (0, NO_USES))
-                if cutlass.const_expr(config.scheduler.has_warp):
-                    write_end(loader, number)
-                drain_all(config, channels, uses)
+                play_load(cta, atoms, coordinates)
             if warp == config.mma_warp:
-                if cutlass.const_expr(config.scheduler.cuts_tiles):
-                    write_join(config, operands, where)
-                products = fragments(config, dtype, q_base, k_base, v_base, p_base, columns)
-                products = MmaRole(config, channels, products, dtype)
-                each_tile(config, operands, found, multiply_tile, products, NO_USES)
+                play_mma(cta)
             if cutlass.const_expr(config.converts):  # noqa: SIM102
                 if warp >= config.convert_warp:
-                    scales = block_scales(config, storage)
-                    raw = raw_rings(config, storage)
-                    convert(config, channels, operands, raw, (k_base, v_base), scales, found)
+                    play_convert(cta)
+
+
+@dataclass(frozen=True)
+class Cta:
+    """What the roles of a CTA share.
+
+    where: how it finds its tiles. found: the same, or the records of the tiles that the load warp finds. columns: its
+    tensor memory. dtype: of Q.
+    """
+
+    config: object
+    channels: dict
+    storage: object
+    operands: object
+    where: Where
+    found: object
+    columns: object
+    dtype: type
+
+    @property
+    def kv_bases(self) -> tuple:
+        """Where the rings of 16-bit K and V begin."""
+        k = self.storage.k.data_ptr()
+        return k, k if self.config.format.shared_kv else self.storage.v.data_ptr()
+
+
+def play_softmax(cta: Cta, thread, numbers) -> None:
+    """Warps 0 to 3: softmax, correction and epilogue of every tile (``finish_rows``). At its end nothing reads tensor
+    memory any more."""
+    config, storage, columns = cta.config, cta.storage, cta.columns
+    places = Columns(
+        thread=thread,
+        s=columns + config.tmem_s,
+        p=cute.recast_ptr(columns + config.tmem_p, dtype=Int32),
+        o=columns + config.tmem_o,
+        p_smem=storage.p.data_ptr(),
+        v_smem=cta.kv_bases[1],
+        bias=None,
+        use=0,
+    )
+    bias, dtype = storage.bias.data_ptr(), DTYPES[config.p_dtype]
+    role = SoftmaxRole(config, cta.channels, cta.operands, cta.found, places, bias, numbers, dtype)
+    each_tile(config, cta.operands, cta.found, finish_rows, role, NO_USES, keeps=True)
+    cute.arch.barrier(barrier_id=1, number_of_threads=config.softmax_threads)
+
+
+def play_load(cta: Cta, atoms, coordinates) -> None:
+    """The load warp: finds the tiles and issues the loads of each (``load_tile``), then waits until all were read."""
+    config, storage = cta.config, cta.storage
+    kv_bases = raw_rings(config, storage) if config.converts else cta.kv_bases
+    bases = (storage.q.data_ptr(), *kv_bases, storage.bias.data_ptr())
+    scales = block_scales(config, storage)
+    role = LoadRole(
+        config, cta.channels, cta.operands, cta.found, atoms, coordinates, bases, scales, cta.dtype
+    )
+    number, uses = each_found(config, cta.operands, cta.where, load_tile, role, (0, NO_USES))
+    if config.scheduler.has_warp:
+        write_end(role, number)
+    drain_all(config, cta.channels, uses)
+
+
+def play_mma(cta: Cta) -> None:
+    """The MMA warp: issues QK and PV of every tile (``multiply_tile``). First it leaves the CTA's record for joins."""
+    config, storage = cta.config, cta.storage
+    if config.scheduler.cuts_tiles:
+        write_join(config, cta.operands, cta.where)
+    bases = (storage.q.data_ptr(), *cta.kv_bases, storage.p.data_ptr())
+    role = MmaRole(config, cta.channels, fragments(config, cta.dtype, *bases, cta.columns), cta.dtype)
+    each_tile(config, cta.operands, cta.found, multiply_tile, role, NO_USES)
+
+
+def play_convert(cta: Cta) -> None:
+    """The converter's warps: turn tiles of codes into 16-bit ones (``device.convert``)."""
+    config, storage = cta.config, cta.storage
+    raw, scales = raw_rings(config, storage), block_scales(config, storage)
+    convert(config, cta.channels, cta.operands, raw, cta.kv_bases, scales, cta.found)
 
 
 def raw_rings(config, storage) -> tuple:
