@@ -1,9 +1,8 @@
 """Kernels on disk: found again by other processes, and never in the way of a result."""
 
 import errno
+import multiprocessing
 import os
-import subprocess
-import sys
 import threading
 import warnings
 from dataclasses import dataclass, replace
@@ -124,32 +123,29 @@ def test_a_native_kernel_is_found_and_loaded_without_a_gpu(other_process, compil
             function(1)
 
 
-SECOND_PROCESS = """
-import sys, torch
-from warpspec.common import compile
-from warpspec.softmax import softmax
-compile_host = compile.compile_host
-compile.compile_host = lambda *arguments, **options: print("compiled") or compile_host(*arguments, **options)
-x = torch.linspace(-9, 5, 6 * 700).reshape(6, 700)
-torch.save(softmax(x, backend="sim"), sys.argv[1])
-"""
+def scale_in_a_fork(start, told) -> None:
+    """In a child of this process, which has compiled nothing: run ``scaled`` and tell how many hosts it compiled."""
+    compile_host, hosts = compile.compile_host, []
+    compile.compile_host = lambda *arguments, **options: hosts.append(1) or compile_host(*arguments, **options)
+    start.wait()
+    found = scaled().tolist()
+    told.put((len(hosts), found))
 
 
-def test_processes_share_one_compilation(tmp_path):
-    """Two at once: one compiles, the other waits for it or comes later, and both have the same bits."""
-    environment = os.environ | {CACHE_VARIABLE: str(tmp_path / "cache")}
-    results = [tmp_path / f"{i}.pt" for i in range(2)]
-
-    def start(result):
-        command = [sys.executable, "-c", SECOND_PROCESS, str(result)]
-        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-
-    processes = [start(result) for result in results]
-    printed = [process.communicate(timeout=300)[0] for process in processes]
-    assert all(process.returncode == 0 for process in processes)
-    assert sorted(printed) == ["", "compiled\n"]
-    first, second = (torch.load(result) for result in results)
-    assert second.equal(first)
+def test_processes_share_one_compilation(other_process):
+    """Two at once: one compiles, the other waits for it, and both have the same bits."""
+    context = multiprocessing.get_context("fork")
+    start, told = context.Barrier(2), context.Queue()
+    processes = [context.Process(target=scale_in_a_fork, args=(start, told)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    try:
+        (fewer, one), (more, other) = sorted(told.get(timeout=300) for _ in processes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    assert (fewer, more) == (0, 1) and one == other
 
 
 def test_the_name_says_all_that_decides_the_code(monkeypatch, tmp_path):
