@@ -126,7 +126,9 @@ def test_a_native_kernel_is_found_and_loaded_without_a_gpu(other_process, compil
 def scale_in_a_fork(start, told) -> None:
     """In a child of this process, which has compiled nothing: run ``scaled`` and tell how many hosts it compiled."""
     compile_host, hosts = compile.compile_host, []
-    compile.compile_host = lambda *arguments, **options: hosts.append(1) or compile_host(*arguments, **options)
+    compile.compile_host = lambda *arguments, **options: (
+        hosts.append(1) or compile_host(*arguments, **options)
+    )
     start.wait()
     found = scaled().tolist()
     told.put((len(hosts), found))
