@@ -1,7 +1,9 @@
-"""Keep NaN or Inf in keys that only some rows of a task see from its other rows: there P is 0, and its product NaN.
+"""Keep NaN in keys that only some rows of a task see from its other rows: there P is 0, and its product NaN.
 
 ``fmha.device.unseen`` sums such rows again. That is not needed here, because K is V: a key with a NaN makes the logit
-NaN in every row that sees it, and with it the row's whole O, whatever is in V. So such numbers are cleared in V.
+NaN in every row that sees it, and with it the row's whole O, whatever is in V. So such numbers are cleared in V. Only
+queries that a page table's keys are for share a task; those keys are e4m3, which has no Inf, so that an Inf, which a
+row might see with weight 0, cannot be lost.
 """
 
 from __future__ import annotations
@@ -13,12 +15,12 @@ from cutlass import Boolean, Int32
 from warpspec.common.device import tma
 from warpspec.common.hardware import BF16_BYTES, VECTOR_BYTES, WARPGROUP_THREADS, WORD_BYTES
 
-EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00}  # all ones in NaN and Inf
+EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00}  # all ones, which only NaN has among e4m3's numbers
 
 
 @cute.jit
 def clear_nan(config: cutlass.Constexpr, span, first_key, thread, tile: cute.Pointer):
-    """Zero 16 bytes of V of a KV tile wherever one of their numbers is NaN or Inf, in keys that some rows do not see.
+    """Zero 16 bytes of V of a KV tile wherever one of their numbers is NaN, in keys that some rows do not see.
 
     span: ``SparseTiles``. first_key: the tile's first key. thread: 0..127. tile: Uint8 pointer to the stage. What has
     to follow is as in ``fmha.device.unseen.clear``.

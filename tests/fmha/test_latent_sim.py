@@ -13,8 +13,10 @@ from helpers.suites import long
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from warpspec import sim
+from warpspec.common import kernel_cache
 from warpspec.common.errors import UnsupportedProblem
-from warpspec.fmha import attention
+from warpspec.fmha import attention, line
+from warpspec.fmha import launch as attention_launch
 from warpspec.latent import mla_decode
 from warpspec.latent.gathered import launch
 
@@ -106,6 +108,26 @@ def test_work_is_cut_by_length(case, sms, simulate_as, check_order):
     simulate_as("sm_90a", sm_count=sms)
     with cutting_by_length():
         assert len(through_pages(case).launches) == 1
+
+
+@pytest.mark.long
+def test_a_piece_that_a_row_does_not_see(simulate_as, monkeypatch):
+    """Cut at every KV tile: the last piece has one key, which is NaN and only the last draft sees. What a row that does
+    not see it adds is 0."""
+    monkeypatch.setattr(line, "EDGE_TILES", 0)  # such pieces are not cut otherwise
+    monkeypatch.setattr(kernel_cache, "SOURCES", "other edges")
+    generator = torch.Generator().manual_seed(0)
+    q, kv = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((1, 4, 8, 576), (3, 64, 576)))
+    kv[2, 0, 5] = torch.nan
+    call = dict(page_table=torch.tensor([[0, 1, 2]]).int(), kv_lengths=torch.tensor([129]).int(), scale=0.05)
+    wanted = mla_decode(q, kv, **call, backend="reference")
+    attention_launch.prepare.cache_clear()
+    simulate_as("sm_90a", sm_count=3)
+    with cutting_by_length():
+        o = mla_decode(q, kv, **call, backend="sim")
+    attention_launch.prepare.cache_clear()
+    assert torch.equal(o.isnan(), wanted.isnan()) and not wanted[:, :3].isnan().any()
+    assert (o - wanted)[:, :3].float().norm() < 4e-3 * wanted[:, :3].float().norm()
 
 
 @pytest.mark.long
