@@ -75,6 +75,15 @@ def test_what_goes_well_by_luck_is_found_among_eight_seeds(name: str):
     assert results(range(8)) == {lucky, unlucky}
 
 
+def test_operations_are_not_starved_for_ever_where_many_warps_spin():
+    """A warp goes behind the operations once it has spun for a while; these are starved again before all warps have."""
+    body = f"{LOAD} {UNTIL} @!%p2 bra WAIT; {READ}"
+    for seed in (4, 10):
+        memory = {"x": np.full(4, 7, np.uint32), "out": np.zeros((8, 4), np.uint32)}
+        launch(BEGIN + body, memory, grid=(8, 1, 1), block=(1024, 1, 1), seed=seed)
+        assert (memory["out"][:, 0] == 7).all()
+
+
 def test_a_warp_that_spins_lets_the_one_go_that_it_waits_for():
     spin = """
   mov.b32 %r10, sm; mov.u32 %r1, %tid.x; shr.u32 %r2, %r1, 5; setp.eq.u32 %p1, %r2, 0; st.shared.u32 [%r10], 0;
