@@ -15,10 +15,10 @@ help: ## this list
 venv: ## set up .venv (done by the others when needed)
 	@sh scripts/bootstrap.sh
 
-demo: venv ## run the compiled Blackwell attention kernel on a gpt-oss layer in the simulator (under 2 minutes)
+demo: venv ## run the compiled Blackwell attention kernel on a gpt-oss layer in the simulator (half a minute)
 	@$(PY) scripts/demo.py
 
-test: venv ## all tests that need no GPU and no patience (10 minutes on 2 cores the first time, less later)
+test: venv ## all tests that need no GPU and no patience (9 minutes on 2 cores the first time, less later)
 	@$(PYTEST) -n $(WORKERS) --dist worksteal
 
 test-long: venv ## the tests marked long
@@ -36,11 +36,14 @@ test-pins: ## part of the tests with the oldest compiler allowed, in .venv-pins 
 	@sh scripts/bootstrap.sh --pins
 	@.venv-pins/bin/python -m pytest -q -n $(WORKERS) --dist worksteal $(PIN_TESTS)
 
-test-engines: ## vLLM, SGLang and transformers with our attention, in .venv-engines (4.2 GB, 2 minutes; then about 15 on 2 cores)
+# Each in a process of its own: SGLang loads plug-ins once a process, and images want much memory.
+ALONE := tests/engines/test_sglang_sparse.py tests/engines/test_sglang_images.py
+
+test-engines: ## vLLM, SGLang and transformers with our attention, in .venv-engines (4.2 GB, 2 minutes; then about 20 on 2 cores)
 	@sh scripts/bootstrap.sh --engines
-	@.venv-engines/bin/python -m pytest -q tests/engines/test_vllm.py tests/engines/test_vllm_mla.py tests/engines/test_vllm_models.py tests/engines/test_vllm_images.py tests/engines/test_transformers.py
-	@.venv-engines/bin/python -m pytest -q tests/engines/test_sglang.py tests/engines/test_sglang_trees.py tests/engines/test_sglang_mla.py
-	@.venv-engines/bin/python -m pytest -q tests/engines/test_sglang_sparse.py # alone: SGLang loads plug-ins once a process
+	@.venv-engines/bin/python -m pytest -q $(wildcard tests/engines/test_vllm*.py) tests/engines/test_transformers.py
+	@.venv-engines/bin/python -m pytest -q $(filter-out $(ALONE),$(wildcard tests/engines/test_sglang*.py))
+	@for test in $(ALONE); do .venv-engines/bin/python -m pytest -q $$test || exit 1; done
 
 bench: venv ## speed of the simulator on this machine
 	@$(PY) scripts/bench_sim.py
