@@ -73,8 +73,9 @@ def compute(
 def call(problem: GatheredProblem, q, key_sets, sink, rotate_back, out, backend):
     """The result of a checked call: o, (o, lse) or AttentionState; through the operator while something records it."""
     results = outputs(problem, q, out)
-    if watched(q, *(k.slots for k in key_sets)):
-        cos_sin, positions = rotate_back or (None, None)
+    cos_sin, positions = rotate_back or (None, None)
+    of_sets = [t for each in key_sets for t in (each.pool.data, each.slots, each.lengths)]
+    if watched(*(t for t in (q, *of_sets, sink, cos_sin, positions) if t is not None)):
         gathered_operator(
             q, [k.pool.data for k in key_sets], [k.pool.page_size for k in key_sets], problem.format,
             [k.slots for k in key_sets], [k.lengths for k in key_sets], problem.scale, sink, cos_sin, positions,

@@ -24,9 +24,10 @@ def decode(
 
     The caller has made the checks that bf16 rows share.
     """
-    if traced(q, kv):
+    if traced(q, kv, page_table, kv_lengths, kv_scale):
         raise UnsupportedProblem(
-            "kv: e4m3 rows are not supported under torch.compile or torch's dispatch modes"
+            "kv: e4m3 rows are not supported under torch.compile or torch's dispatch modes, nor with subclasses of "
+            "tensors or negated views"
         )
     target = target_of(q.device)
     resolve_backend(backend, q.device)
