@@ -6,6 +6,7 @@ ARCHITECTURE.md, "Attention kernel (sm_100a)", has the picture.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -94,7 +95,9 @@ class Attention(AttentionHost):
         found = where
         if cutlass.const_expr(config.scheduler.has_warp):
             found = records_of(config, storage.records.data_ptr(), where, operands)
-        cta = Cta(config, channels, storage, operands, where, found, columns, dtype)
+        q, k, p = storage.q.data_ptr(), storage.k.data_ptr(), storage.p.data_ptr()
+        v = k if cutlass.const_expr(config.format.shared_kv) else storage.v.data_ptr()
+        cta = Cta(config, channels, storage, operands, where, found, Bases(q, k, v, p), columns, dtype)
         if warp < len(config.softmax_warps):
             if cutlass.const_expr(config.moves_registers):
                 cute.arch.setmaxregister_increase(config.softmax_registers)
@@ -112,6 +115,15 @@ class Attention(AttentionHost):
                     play_convert(cta)
 
 
+class Bases(NamedTuple):
+    """Where Q, the rings of 16-bit K and V, and P begin in shared memory."""
+
+    q: cute.Pointer
+    k: cute.Pointer
+    v: cute.Pointer
+    p: cute.Pointer
+
+
 @dataclass(frozen=True)
 class Cta:
     """What the roles of a CTA share.
@@ -126,14 +138,9 @@ class Cta:
     operands: object
     where: Where
     found: object
+    bases: Bases
     columns: object
     dtype: type
-
-    @property
-    def kv_bases(self) -> tuple:
-        """Where the rings of 16-bit K and V begin."""
-        k = self.storage.k.data_ptr()
-        return k, k if self.config.format.shared_kv else self.storage.v.data_ptr()
 
 
 def play_softmax(cta: Cta, thread, numbers) -> None:
@@ -145,8 +152,8 @@ def play_softmax(cta: Cta, thread, numbers) -> None:
         s=columns + config.tmem_s,
         p=cute.recast_ptr(columns + config.tmem_p, dtype=Int32),
         o=columns + config.tmem_o,
-        p_smem=storage.p.data_ptr(),
-        v_smem=cta.kv_bases[1],
+        p_smem=cta.bases.p,
+        v_smem=cta.bases.v,
         bias=None,
         use=0,
     )
@@ -159,8 +166,8 @@ def play_softmax(cta: Cta, thread, numbers) -> None:
 def play_load(cta: Cta, atoms, coordinates) -> None:
     """The load warp: finds the tiles and issues the loads of each (``load_tile``), then waits until all were read."""
     config, storage = cta.config, cta.storage
-    kv_bases = raw_rings(config, storage) if config.converts else cta.kv_bases
-    bases = (storage.q.data_ptr(), *kv_bases, storage.bias.data_ptr())
+    kv_bases = raw_rings(config, storage) if config.converts else cta.bases[1:3]
+    bases = (cta.bases.q, *kv_bases, storage.bias.data_ptr())
     scales = block_scales(config, storage)
     role = LoadRole(
         config, cta.channels, cta.operands, cta.found, atoms, coordinates, bases, scales, cta.dtype
@@ -173,11 +180,11 @@ def play_load(cta: Cta, atoms, coordinates) -> None:
 
 def play_mma(cta: Cta) -> None:
     """The MMA warp: issues QK and PV of every tile (``multiply_tile``). First it leaves the CTA's record for joins."""
-    config, storage = cta.config, cta.storage
+    config = cta.config
     if config.scheduler.cuts_tiles:
         write_join(config, cta.operands, cta.where)
-    bases = (storage.q.data_ptr(), *cta.kv_bases, storage.p.data_ptr())
-    role = MmaRole(config, cta.channels, fragments(config, cta.dtype, *bases, cta.columns), cta.dtype)
+    products = fragments(config, cta.dtype, *cta.bases, cta.columns)
+    role = MmaRole(config, cta.channels, products, cta.dtype)
     each_tile(config, cta.operands, cta.found, multiply_tile, role, NO_USES)
 
 
@@ -185,7 +192,7 @@ def play_convert(cta: Cta) -> None:
     """The converter's warps: turn tiles of codes into 16-bit ones (``device.convert``)."""
     config, storage = cta.config, cta.storage
     raw, scales = raw_rings(config, storage), block_scales(config, storage)
-    convert(config, cta.channels, cta.operands, raw, cta.kv_bases, scales, cta.found)
+    convert(config, cta.channels, cta.operands, raw, cta.bases[1:3], scales, cta.found)
 
 
 def raw_rings(config, storage) -> tuple:
