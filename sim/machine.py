@@ -36,6 +36,9 @@ STUCK_ROUNDS = 3  # retries of timed-out waits without any event before it is a 
 PYTHON, BUDGET, DIVERGED, EXIT = (int(why) for why in (Stop.PYTHON, Stop.BUDGET, Stop.DIVERGED, Stop.EXIT))
 COLLECTIVE = int(Stop.COLLECTIVE)
 LOG_COUNT, FORCE, TAKEN, TARGET = (int(field) for field in (Ctx.LOG_COUNT, Ctx.FORCE, Ctx.TAKEN, Ctx.TARGET))
+OUTSIDE = (
+    "CTAs outside of the recorded sample do not run; recording(sample=None), or --sample, records them all"
+)
 ASYNC_EAGERNESS = (0.02, 0.1, 0.3, 0.6)  # chance a turn goes to asynchronous work; one is drawn for each run
 
 
@@ -206,6 +209,8 @@ class Machine:
     def deadlock(self, headline: str) -> Deadlock:
         """The report of a machine in which nothing can make progress."""
         pending = sum(len(queue) for queue in self.queues.values())
+        if self.recorder is not None and not self.recorder.whole:
+            headline += f" ({OUTSIDE})"
         return diagnosis.deadlock(self.program, self.resident, pending, headline)
 
     def admit(self) -> bool:

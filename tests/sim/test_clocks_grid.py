@@ -78,6 +78,15 @@ def test_a_sampled_cta_does_not_wait_for_one_that_does_not_run(sample):
     assert Grid(found, H100, cold=False, use_sass=False).predict(H100).clocks > 0
 
 
+@pytest.mark.long
+def test_a_sample_that_waits_for_what_others_store():
+    body = CHAIN.replace(
+        "atom.global.release.gpu.add.u32 %r4, [%rd5], 1;", "st.release.gpu.global.u32 [%rd5], %r3;"
+    )
+    with sim.recording(2), pytest.raises(sim.Deadlock, match="recorded sample do not run"):
+        launch(body, {"out": np.full(64, 7, np.uint32)}, target="sm_90a", grid=(12, 1, 1), block=(1, 1, 1))
+
+
 def test_the_last_piece_of_a_queue():
     assert last_share(Taken(0, 3, ()), 4, 1.0) == 1.0
     assert last_share(Taken(0, 3, (10, 10, 10)), 4, 1.0) == pytest.approx(1.0, abs=0.02)
