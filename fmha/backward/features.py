@@ -1,7 +1,8 @@
 """The architecture-independent part of a backward kernel's configuration, and the layout of its workspace.
 
-The query tiles of all batch rows or requests have consecutive numbers (``device.tile.tile_index_of``), and so have key
-tiles. The workspace has, for each query head and query tile, statistics of the tile's rows, dQ's sum in fp32, turns.
+The query tiles of all batch rows or requests have consecutive numbers (``device.tile.KeyTile.index_of``), and so have
+key tiles. The workspace has, for each query head and query tile, statistics of the tile's rows, dQ's sum in fp32,
+turns.
 
 Statistics [Hq, tiles, tile_m / 2, 4] fp32: for two neighbouring rows, both lse' in log2 units, then both -delta times
 ``delta_factor``. A row that sees no key or belongs to no request has lse' = +inf, which makes its P 0, and delta = 0.

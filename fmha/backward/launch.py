@@ -307,7 +307,7 @@ def run_prepared(
 
 
 def query_tile_count(config: BackwardKernel, operands: Operands) -> int:
-    """Number of query tiles of all batch rows or requests (``device.tile.tile_index_of``)."""
+    """Number of query tiles of all batch rows or requests (``device.tile.KeyTile.index_of``)."""
     batch, rows = operands.q.shape[:2]
     if config.requests.packed_q:
         return rows // config.tile_m + len(operands.cu_seqlens_q) - 1

@@ -32,13 +32,20 @@ def clear_unseen_rows(work, query_tile, step):
     config, tile = work.config, work.tile
     if cutlass.const_expr(config.scatters):  # noqa: SIM102
         if tile.has_unseen_rows(query_tile):
-            work.channels["do_full"].wait(step)
-            first = query_tile * config.tile_m
-            rows_first, rows_end = tile.rows_first - first, tile.rows_end - first
-            for name, stages in (("q", config.q_stages), ("do", config.do_stages)):
-                stage = getattr(work.shared, name) + step % stages * config.tile_bytes(name)
-                clear_rows(work, name, stage, rows_first, rows_end)
+            clear_queries(work, query_tile, step)
             work.fence()
+
+
+@cute.jit
+def clear_queries(work, query_tile, step):
+    """``clear_unseen_rows`` of a tile that has such rows, without making them visible to products."""
+    config, tile = work.config, work.tile
+    work.channels["do_full"].wait(step)
+    first = query_tile * config.tile_m
+    rows_first, rows_end = tile.rows_first - first, tile.rows_end - first
+    for name, stages in (("q", config.q_stages), ("do", config.do_stages)):
+        stage = getattr(work.shared, name) + step % stages * config.tile_bytes(name)
+        clear_rows(work, name, stage, rows_first, rows_end)
 
 
 @cute.jit

@@ -13,7 +13,7 @@ from cutlass import Int32
 from warpspec.common.device import tma
 from warpspec.common.device.pipeline import drain
 from warpspec.common.hardware import FP32_BYTES
-from warpspec.fmha.backward.device.tile import column_part, tile_index_of
+from warpspec.fmha.backward.device.tile import column_part
 from warpspec.fmha.heads import BLOCK
 from warpspec.fmha.tiles import ELEMENT_BYTES
 
@@ -97,7 +97,7 @@ class TileLoads:
             size = config.statistics_bytes if name == "q" else 0
             full.expect_bytes(step, loaded_bytes(config, name, config.tile_m) + size)
             if name == "q":
-                tile_index = tile_index_of(config, self.operands, tile.request, query_tile)
+                tile_index = tile.index_of(query_tile)
                 source = self.operands.statistics[head, tile_index, None, None].iterator
                 target = self.shared.statistics + full.stage(step) * (size // FP32_BYTES)
                 with cute.arch.elect_one():

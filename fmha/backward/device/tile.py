@@ -61,7 +61,8 @@ class KeyTile:
 
     request: batch row or request; place: where its queries and keys are. number: the tile's, in the request. first_key:
     the tile's first, in the request. first_head, group: query heads of the KV head; with sliced heads, of the slice.
-    pieces: of the tile; 0: the CTA has none. sums_place: where a piece's sums are. first_step, steps: which of the
+    pieces: of the tile; 0: the CTA has none. further: query tile n > 0 of the request has the number ``further`` + n
+    (``index_of``). sums_place: where a piece's sums are. first_step, steps: which of the
     tile's steps it has. begin, count: query tiles of each head, of all pieces. inner_first, inner_end: queries that see
     every key of the tile. seen_first, seen_end: keys of the request that some row sees; rows_first, rows_end: rows that
     see some key of the request. bounds: arguments of ``key_range``. ranges, seen_by: the operands, where there are
@@ -79,6 +80,7 @@ class KeyTile:
     group: Int32
     pieces: Int32
     sums_place: tuple
+    further: Int32
     first_step: Int32 | int
     steps: Int32
     begin: Int32
@@ -174,6 +176,14 @@ class KeyTile:
             return Int32(cutlass.select_(first, head, self.start_head - 1)), self.begin
         end = Int32(cutlass.select_(Boolean(self.start == self.begin), self.begin + self.count, self.start))
         return head, end - 1
+
+    def index_of(self, query_tile) -> Int32:
+        """Number of a query tile of the request among those of all requests. It is computed without reading memory,
+        because a step's loads and its additions to dQ wait for it."""
+        further = self.further + query_tile
+        if self.config.requests.packed_q:
+            return Int32(cutlass.select_(Boolean(query_tile == 0), self.request, further))
+        return further
 
     @property
     def has_unseen_keys(self):
@@ -382,6 +392,7 @@ def key_tile(
         group,
         pieces,
         sums_place,
+        further_tiles(config, operands, request),
         *(zero,) * 10,  # which steps it has, and who sees what, follow below
         bounds,
         *ranges,
@@ -463,11 +474,10 @@ def load_of(config: cutlass.Constexpr, operands, window, tile_index, limits: cut
     return weight, steps, pieces
 
 
-def tile_index_of(config: BackwardKernel, operands, request, query_tile):
-    """Number of a query tile among those of all requests."""
-    if cutlass.const_expr(config.requests.packed_q):
+def further_tiles(config: BackwardKernel, operands, request) -> Int32:
+    """``KeyTile.further`` of a request; of a batch row, the number of its first query tile."""
+    if config.requests.packed_q:
         requests = cute.size(operands.cu_seqlens_q) - 1
         begins = entry(operands.cu_seqlens_q, request, operands.q.shape[1]) // config.tile_m
-        further = requests + begins + query_tile - 1
-        return Int32(cutlass.select_(Boolean(query_tile == 0), request, further))
-    return request * cute.ceil_div(operands.q.shape[1], config.tile_m) + query_tile
+        return Int32(requests + begins - 1)
+    return Int32(request * cute.ceil_div(operands.q.shape[1], config.tile_m))

@@ -14,7 +14,6 @@ from warpspec.common.device.wgmma import COLUMNS, PAIR, QUAD, ROW_DISTANCE, VECT
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.fmha.backward.device.arithmetic import Block
 from warpspec.fmha.backward.device.clear import clear_unseen_keys, clear_unseen_rows
-from warpspec.fmha.backward.device.tile import tile_index_of
 from warpspec.fmha.backward.device.turns import end_warp_turn, wait_warp_turn
 from warpspec.fmha.backward.features import (
     STATISTICS,
@@ -142,7 +141,7 @@ def add_queries(work, head, query_tile):
     """Add a step's dQ, or the CTA's columns of it, to the sums in global memory (layout: ``features``)."""
     config, operands, thread = work.config, work.operands, work.thread
     warp, lane = thread // WARP_THREADS, thread % WARP_THREADS
-    tile_index = tile_index_of(config, operands, work.tile.request, query_tile)
+    tile_index = work.tile.index_of(query_tile)
     sums = operands.dq_sums[head, tile_index, None].iterator
     if cutlass.const_expr(config.deterministic):
         turn = operands.turns[head, tile_index, None].iterator + work.part * WARPS + warp

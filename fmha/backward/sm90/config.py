@@ -36,6 +36,8 @@ CONSUMER_BARRIER = 1  # named barrier of both consumers: dS is in shared memory,
 P_FACTOR = 2.0**14  # factor of P (P is at most 1) when paired consumers exchange it in fp16
 P_BARRIER = 2  # named barrier of paired consumers: P is in shared memory
 APART_BARRIER = 3  # named barrier that the second consumer waits at until the first is half a step ahead
+CLEARING_BARRIER = 4  # named barrier of the first consumer: its threads have cleared rows of a step
+CLEARED_BARRIER = 5  # and 6, in turn: named barriers at which the second consumer waits for such rows
 
 
 def has_bias_tiles(parts: dict, forward) -> bool:

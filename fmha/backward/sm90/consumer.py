@@ -39,7 +39,7 @@ from warpspec.common.device.wgmma import (
 )
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.fmha.backward.device.arithmetic import derive, weigh
-from warpspec.fmha.backward.device.clear import clear_unseen_keys, clear_unseen_rows
+from warpspec.fmha.backward.device.clear import clear_unseen_keys
 from warpspec.fmha.backward.device.load import TileLoads, wait_before
 from warpspec.fmha.backward.device.tile import own_tile
 from warpspec.fmha.backward.sm90 import exchange, pair, results
@@ -240,7 +240,7 @@ def go_through(work):
                 wait_queries(work, following)
                 if step < last:
                     next_place = tile.following(*place)
-                    clear_unseen_rows(work, next_place[1], step + 1)
+                    exchange.clear_rows(work, next_place[1], step + 1)
             if cutlass.const_expr(config.wanted.ds):
                 warpgroup.wait_group(int(config.wanted.v and not config.dv_first))
                 derive(own, flat(mma.s), flat(mma.dp), tile.needs_mask(*place, block))
@@ -283,7 +283,7 @@ def begin(work):
     if cutlass.const_expr(config.keys_in_registers):
         read_keys(work, work.shared.k, work.mma.k)
     wait_queries(work, Int32(0))
-    clear_unseen_rows(work, tile.first[1], Int32(0))
+    exchange.clear_rows(work, tile.first[1], Int32(0))
     exchange.stand_apart(work)
     work.issue_s(0, 0)
     channels["v_full"].wait(0)

@@ -13,6 +13,8 @@ Either way, the first warp then loads a later step into the buffers that all hav
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
@@ -20,10 +22,11 @@ from cutlass.cute.nvgpu import warpgroup
 
 from warpspec.common.device import tma
 from warpspec.common.device.wgmma import flat
-from warpspec.common.hardware import WARP_THREADS
+from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
+from warpspec.fmha.backward.device.clear import clear_queries, clear_unseen_rows
 from warpspec.fmha.backward.device.load import wait_before
 from warpspec.fmha.backward.sm90 import bias, results, turns
-from warpspec.fmha.backward.sm90.config import APART_BARRIER
+from warpspec.fmha.backward.sm90.config import APART_BARRIER, CLEARED_BARRIER, CLEARING_BARRIER
 from warpspec.fmha.backward.sm90.products import other_products
 from warpspec.fmha.heads import BLOCK
 from warpspec.fmha.sm90.staging import CHUNK, store_rows
@@ -50,6 +53,37 @@ def stand_apart(work):
     if cutlass.const_expr(work.config.late):  # noqa: SIM102
         if work.consumer == 1:
             cute.arch.barrier(barrier_id=APART_BARRIER, number_of_threads=work.config.consumer_threads)
+
+
+class Clearing(NamedTuple):
+    """A thread of the first consumer while that clears rows for both: what ``device.clear`` needs of it."""
+
+    config: object
+    channels: dict
+    shared: tuple
+    tile: object
+    threads: int
+    index: Int32
+
+
+@cute.jit
+def clear_rows(work, query_tile, step):
+    """Clear rows of Q and dO as ``clear_unseen_rows`` does. Late, the first consumer clears them, and the second, which
+    is half a step behind, waits for that alone: if the two met here, they would run in step from then on."""
+    config = work.config
+    if cutlass.const_expr(not config.late):
+        clear_unseen_rows(work, query_tile, step)
+    elif cutlass.const_expr(config.scatters):  # noqa: SIM102
+        if work.tile.has_unseen_rows(query_tile):
+            done, threads = CLEARED_BARRIER + step % 2, config.consumer_threads
+            if work.consumer == 0:
+                own = Clearing(config, work.channels, work.shared, work.tile, WARPGROUP_THREADS, work.thread)
+                clear_queries(own, query_tile, step)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.barrier(barrier_id=CLEARING_BARRIER, number_of_threads=WARPGROUP_THREADS)
+                cute.arch.barrier_arrive(barrier_id=done, number_of_threads=threads)
+            else:
+                cute.arch.barrier(barrier_id=done, number_of_threads=threads)
 
 
 @cute.jit

@@ -11,7 +11,7 @@ from warpspec.common.device import tma
 from warpspec.common.device.handover import received_words, store_words
 from warpspec.common.device.wgmma import COLUMNS, flat
 from warpspec.common.hardware import FP32_BYTES, WARP_THREADS
-from warpspec.fmha.backward.device.tile import column_part, tile_index_of
+from warpspec.fmha.backward.device.tile import column_part
 from warpspec.fmha.backward.features import THREAD_ELEMENTS, WARP_ELEMENTS, WARPS
 from warpspec.fmha.backward.sm90.config import CONSUMER_KEYS, CONSUMERS
 from warpspec.fmha.heads import BLOCK, STEP
@@ -33,7 +33,7 @@ def warp_of(work, place, number) -> Int32:
     config, sums = work.config, work.operands.dq_sums
     head, query_tile = place
     tile_count = Int32(sums.stride[0] // (config.tile_m * config.heads.qk))
-    tile = head * tile_count + tile_index_of(config, work.operands, work.tile.request, query_tile)
+    tile = head * tile_count + work.tile.index_of(query_tile)
     return tile * (config.dq_subtiles * WARPS) + number
 
 

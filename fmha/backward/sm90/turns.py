@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from warpspec.fmha.backward.device.tile import column_part, tile_index_of
+from warpspec.fmha.backward.device.tile import column_part
 from warpspec.fmha.backward.device.turns import end_turn
 from warpspec.fmha.backward.sm90 import results
 from warpspec.fmha.backward.sm90.config import CONSUMERS
@@ -68,7 +68,7 @@ def leave_turns(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands
 
 def count_of(config, operands, tile, head, query_tile, consumer) -> cute.Pointer:
     """Pointer to the counter of key tiles that have added a consumer's part of a query tile's dQ."""
-    tile_index = tile_index_of(config, operands, tile.request, query_tile)
+    tile_index = tile.index_of(query_tile)
     return operands.turns[head, tile_index, None].iterator + (column_part(config) * CONSUMERS + consumer)
 
 
