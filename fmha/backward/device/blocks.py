@@ -25,7 +25,8 @@ class KeyBlock(NamedTuple):
     """The tables of a key tile's block.
 
     batch: batch row of the keys. number: number of the block. tiles: query tiles of a block of queries. query_tiles:
-    query tiles of a head. heads: [first, end) of the query heads.
+    query tiles of a head. heads: [first, end) of the query heads. rule (1): a register with the rule at the thread's
+    present step; None: the tables say it.
     """
 
     visits: cute.Tensor
@@ -35,6 +36,11 @@ class KeyBlock(NamedTuple):
     tiles: int
     query_tiles: Int32
     heads: tuple
+    rule: cute.Tensor | None = None
+
+    def rule_at(self, head, query_tile) -> Int32:
+        """RULE of a query tile's block. With ``rule``, the thread is at that tile."""
+        return self.entry(head, query_tile, RULE) if self.rule is None else self.rule[0]
 
     def place(self, head) -> tuple:
         """First indices in the tables; lists may be the same for all batch rows or heads."""
@@ -113,12 +119,14 @@ def last_step(block: KeyBlock) -> tuple:
 
 
 @cute.jit
-def step_after(block, head, query_tile) -> tuple:
-    """(query head, query tile) of the step after one."""
+def step_after(block, head, query_tile, after=None) -> tuple:
+    """(query head, query tile) of the step after one. after: NEXT at the one, if it is known."""
     following = query_tile + 1
     if Boolean(following % block.tiles == 0) | Boolean(following >= block.query_tiles):
-        after = block.entry(head, query_tile, NEXT)
-        following = after * block.tiles
+        if cutlass.const_expr(after is None):
+            following = block.entry(head, query_tile, NEXT) * block.tiles
+        else:
+            following = after * block.tiles
         if following <= query_tile:  # the list begins again: the next head
             head = head_from(block, head + 1, 1)
             following = block.first_tile(head)
@@ -130,7 +138,7 @@ def listed(block) -> tuple:
     bit i of a key's words for the thread's column i."""
     config, tile = block.config, block.tile
     rows, keys = config.mask.block_size
-    rule = tile.blocks.entry(block.head, block.first_query // config.tile_m, RULE)
+    rule = tile.blocks.rule_at(block.head, block.first_query // config.tile_m)
     if not config.mask.has_patterns:
         return Boolean(rule < 0), None
     place = block.first_query % rows

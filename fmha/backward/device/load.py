@@ -19,8 +19,8 @@ from warpspec.fmha.tiles import ELEMENT_BYTES
 
 
 class GradientBuffers(NamedTuple):
-    """Pointers to the beginnings of the shared-memory regions: Float32 for statistics, Uint8 for the others; None where
-    the configuration has no such region."""
+    """Pointers to the beginnings of the shared-memory regions: Float32 for statistics, Int32 for visits, Uint8 for the
+    others; None where the configuration has no such region."""
 
     statistics: cute.Pointer
     k: cute.Pointer
@@ -33,6 +33,7 @@ class GradientBuffers(NamedTuple):
     partial: cute.Pointer | None
     sums: cute.Pointer | None
     results: cute.Pointer | None
+    visits: cute.Pointer | None
 
     @classmethod
     def of(cls, config, storage) -> GradientBuffers:

@@ -34,7 +34,6 @@ from warpspec.fmha.backward.device.blocks import (
     FAR,
     NO_MASK,
     RANK,
-    RULE,
     KeyBlock,
     first_step,
     key_block_of,
@@ -214,7 +213,7 @@ class KeyTile:
     def needs_mask(self, head, query_tile, block: int):
         """Whether some row of one of the query tile's blocks does not see some key."""
         if self.config.mask.has_blocks:
-            partial = Boolean(self.blocks.entry(head, query_tile, RULE) != NO_MASK)
+            partial = Boolean(self.blocks.rule_at(head, query_tile) != NO_MASK)
             return partial | Boolean(self.first_key + self.config.tile_n > self.place.length)
         first = query_tile * self.config.tile_m + block * self.config.block_m
         return Boolean(first < self.inner_first) | Boolean(first + self.config.block_m > self.inner_end)

@@ -38,6 +38,10 @@ P_BARRIER = 2  # named barrier of paired consumers: P is in shared memory
 APART_BARRIER = 3  # named barrier that the second consumer waits at until the first is half a step ahead
 CLEARING_BARRIER = 4  # named barrier of the first consumer: its threads have cleared rows of a step
 CLEARED_BARRIER = 5  # and 6, in turn: named barriers at which the second consumer waits for such rows
+VISIT_WORDS = 4  # words that the first warp leaves of a step of lists of blocks (``visits``)
+APART_BARRIER = 3  # named barrier that the second consumer waits at until the first is half a step ahead
+CLEARING_BARRIER = 4  # named barrier of the first consumer: its threads have cleared rows of a step
+CLEARED_BARRIER = 5  # and 6, in turn: named barriers at which the second consumer waits for such rows
 
 
 def has_bias_tiles(parts: dict, forward) -> bool:
@@ -280,6 +284,11 @@ class BackwardConfig(BackwardKernel):
         return self.tile_m * self.tile_n * ELEMENT_BYTES if self.paired else 0
 
     @property
+    def leaves_visits(self) -> bool:
+        """Whether consumers learn the steps of lists of blocks from the first warp (``visits``)."""
+        return self.mask.has_blocks and not self.paired
+
+    @property
     def smem_regions(self) -> tuple[memory.Region, ...]:
         """Shared memory, in order."""
         ds = f"{self.ds_stages} x transposed [{self.tile_n}, {self.tile_m}]"
@@ -297,6 +306,10 @@ class BackwardConfig(BackwardKernel):
             memory.Region(
                 "partial", 2 * self.partial_bytes, "uint8", memory.TILE_ALIGNMENT, "S, dP",
                 "the other CTA's partial sums",
+            ),
+            memory.Region(
+                "visits", self.q_stages * VISIT_WORDS * self.leaves_visits, "int32", 16, "steps",
+                f"{self.q_stages} x query head, query tile, rule",
             ),
         )  # fmt: skip
 

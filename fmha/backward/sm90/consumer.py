@@ -18,7 +18,7 @@ iteration that issues it (docs/notebook/gradients.md).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import cutlass
@@ -42,7 +42,7 @@ from warpspec.fmha.backward.device.arithmetic import derive, weigh
 from warpspec.fmha.backward.device.clear import clear_unseen_keys
 from warpspec.fmha.backward.device.load import TileLoads, wait_before
 from warpspec.fmha.backward.device.tile import own_tile
-from warpspec.fmha.backward.sm90 import exchange, pair, results
+from warpspec.fmha.backward.sm90 import exchange, pair, results, visits
 from warpspec.fmha.backward.sm90.arithmetic import block_of, keep
 from warpspec.fmha.backward.sm90.config import CONSUMER_BARRIER, CONSUMER_KEYS
 from warpspec.fmha.backward.sm90.products import MMA_K, GradientProducts, products, rows_of
@@ -157,6 +157,8 @@ def consume(
     thread, _, _ = cute.arch.thread_idx()
     thread = thread % WARPGROUP_THREADS
     tile = own_tile(config, operands, window, order)
+    if cutlass.const_expr(config.leaves_visits):
+        tile = replace(tile, blocks=tile.blocks._replace(rule=cute.make_rmem_tensor(1, Int32)))
     lane = thread % WARP_THREADS
     row = thread // WARP_THREADS * WARP_ROWS + lane // QUAD
     mma = products(config, operands.q.element_type, shared, consumer)
@@ -211,9 +213,8 @@ def finish_queries(work):
 def go_through(work):
     """Run all steps of a tile; a late dQ of the last step is not added yet."""
     config, tile, channels, mma = work.config, work.tile, work.channels, work.mma
-    place = tile.first  # (query head, query tile)
+    place, fetched = begin(work)  # (query head, query tile); that of the step whose loads are issued next
     before = place  # that of the step before
-    fetched = begin(work)  # place of the step whose loads are issued next
     block_of(work, Int32(0), 0, place).read_lse()
     if cutlass.const_expr(config.weighs_early):
         make_p(work, Int32(0), 0, place)
@@ -239,7 +240,7 @@ def go_through(work):
                 following = cutlass.min(step + 1, last)
                 wait_queries(work, following)
                 if step < last:
-                    next_place = tile.following(*place)
+                    next_place = place_after(work, step, place)
                     exchange.clear_rows(work, next_place[1], step + 1)
             if cutlass.const_expr(config.wanted.ds):
                 warpgroup.wait_group(int(config.wanted.v and not config.dv_first))
@@ -255,8 +256,9 @@ def go_through(work):
             if cutlass.const_expr(config.wanted.k):
                 work.issue_dk(step, block)
             if cutlass.const_expr(ends):
-                exchange.fetch_ahead(work, step, fetched)
-                fetched = tile.following(*fetched)
+                fetched = exchange.fetch_ahead(work, step, fetched)
+                if cutlass.const_expr(config.leaves_visits):
+                    visits.take_rule(work, following)
             block_of(work, following, next_block, next_place).read_lse()
             makes_dq = ends and config.wanted.q
             if cutlass.const_expr(config.weighs_early or not makes_dq):
@@ -272,7 +274,8 @@ def go_through(work):
 
 @cute.jit
 def begin(work):
-    """Issue the first loads, and S of the first block. Returns what ``exchange.fetch_first`` does."""
+    """Issue the first loads, and S of the first block. Returns the place of the first step, and what
+    ``exchange.fetch_first`` does."""
     config, tile, channels = work.config, work.tile, work.channels
     fetched = exchange.fetch_first(work)
     channels["k_full"].wait(0)
@@ -283,14 +286,28 @@ def begin(work):
     if cutlass.const_expr(config.keys_in_registers):
         read_keys(work, work.shared.k, work.mma.k)
     wait_queries(work, Int32(0))
-    exchange.clear_rows(work, tile.first[1], Int32(0))
+    place = tile.first
+    if cutlass.const_expr(config.leaves_visits):
+        place = visits.place(work, Int32(0))
+        visits.take_rule(work, Int32(0))
+    exchange.clear_rows(work, place[1], Int32(0))
     exchange.stand_apart(work)
     work.issue_s(0, 0)
     channels["v_full"].wait(0)
     if cutlass.const_expr(config.keys_in_registers):
         read_keys(work, work.shared.v, work.mma.v)
     warpgroup.wait_group(0)
-    return fetched
+    return place, fetched
+
+
+@cute.jit
+def place_after(work, step, place):
+    """The place of the step after one. Its Q has arrived."""
+    if cutlass.const_expr(work.config.leaves_visits):
+        place = visits.place(work, step + 1)
+    else:
+        place = work.tile.following(*place)
+    return place
 
 
 @cute.jit

@@ -25,7 +25,7 @@ from warpspec.common.device.wgmma import flat
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.fmha.backward.device.clear import clear_queries, clear_unseen_rows
 from warpspec.fmha.backward.device.load import wait_before
-from warpspec.fmha.backward.sm90 import bias, results, turns
+from warpspec.fmha.backward.sm90 import bias, results, turns, visits
 from warpspec.fmha.backward.sm90.config import APART_BARRIER, CLEARED_BARRIER, CLEARING_BARRIER
 from warpspec.fmha.backward.sm90.products import other_products
 from warpspec.fmha.heads import BLOCK
@@ -150,7 +150,8 @@ def take_dq(work, step, place, before):
 def add_last(work):
     """Add dQ of the last step of a tile."""
     if cutlass.const_expr(work.config.late):
-        last, place = work.tile.steps - 1, work.tile.last
+        last = work.tile.steps - 1
+        place = visits.place(work, last) if work.config.leaves_visits else work.tile.last
         work.channels["exchanged"].wait(last)
         work.issue_dq(last, mma=other_products(work))
         warpgroup.wait_group(0)
@@ -160,16 +161,18 @@ def add_last(work):
 @cute.jit
 def fetch_first(work):
     """Issue the first loads of a tile, by the first warp: K; then, after the previous launch, Q; then V, and the steps
-    that are fetched ahead. Returns the (query head, query tile) of the step after these."""
+    that are fetched ahead. Returns the place of the step after these, as ``following`` does."""
     first_warp, tile = work.index < WARP_THREADS, work.tile
     place = tile.first
+    if cutlass.const_expr(work.config.leaves_visits):
+        place = visits.visit_of(tile, *place)
     if first_warp:
         work.loads.load_keys("k")
     wait_before(work.config)
     for step in cutlass.range_constexpr(work.config.ahead):
         if Boolean(first_warp) & Boolean(step < tile.steps):
             fetch(work, Int32(step), place)
-        place = tile.following(*place)
+        place = following(work, place)
         if cutlass.const_expr(step == 0):  # noqa: SIM102
             if first_warp:
                 work.loads.load_keys("v")
@@ -178,14 +181,28 @@ def fetch_first(work):
 
 @cute.jit
 def fetch_ahead(work, step, place):
-    """Issue the loads of the step ``ahead`` steps later, by the first warp, into buffers that all have read. place: its
-    (query head, query tile)."""
+    """Issue the loads of the step ``ahead`` steps later, by the first warp, into buffers that all have read. place:
+    that step's. Returns the place of the step after it."""
     step += work.config.ahead
     if Boolean(step < work.tile.steps) & Boolean(work.index < WARP_THREADS):
         fetch(work, step, place)
+    return following(work, place)
+
+
+@cute.jit
+def following(work, place):
+    """The place of the step after one that is fetched: its (query head, query tile), or its ``visits.Visit``, which the
+    first warp alone knows."""
+    if cutlass.const_expr(not work.config.leaves_visits):
+        place = work.tile.following(*place)
+    elif work.index < WARP_THREADS:
+        place = visits.visit_after(work.tile, place)
+    return place
 
 
 def fetch(work, step, place) -> None:
-    work.loads.load_step(step, *place, waits=False)
+    if work.config.leaves_visits:
+        visits.leave(work, step, place)
+    work.loads.load_step(step, *place[:2], waits=False)
     if work.config.bias_tiles:
         bias.fetch(work, step, *place)
