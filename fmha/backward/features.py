@@ -166,6 +166,14 @@ class BackwardKernel:
         return cuttable and not (self.deterministic or self.heads_inside or self.mask.has_blocks)
 
     @property
+    def keeps_requests(self) -> bool:
+        """Whether CTAs take packed requests one after another, the longest first, and within each its KV heads: where
+        all queries of a request see all of its keys, and so its key tiles have the same steps."""
+        mask = self.mask
+        masked = mask.band or mask.has_ranges or mask.has_blocks
+        return self.requests.packed_k and not (masked or self.deterministic)
+
+    @property
     def alike(self) -> bool:
         """Whether the key tiles of all batch rows have the same steps, which the host knows."""
         requests, mask = self.requests, self.mask

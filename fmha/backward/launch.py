@@ -19,7 +19,7 @@ from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.common.launch import Kernel, Target
 from warpspec.common.strides import regular_strides
 from warpspec.fmha.backward.features import BackwardKernel
-from warpspec.fmha.backward.operands import PIECE_NUMBERS, BackwardOperands
+from warpspec.fmha.backward.operands import PIECE_NUMBERS, PLACE_NUMBERS, BackwardOperands
 from warpspec.fmha.backward.pieces import PieceLength
 from warpspec.fmha.backward.problem import BackwardProblem
 from warpspec.fmha.backward.ranges import seen_by
@@ -200,7 +200,7 @@ def workspace_of(prepared: Prepared, problem: BackwardProblem, operands: Operand
         each(config.wanted.q, heads, rows, config.tile_m * config.heads.qk),
         each(config.deterministic, heads, rows, config.turn_counts, dtype=int32),
         each("sink" in problem.wanted, heads, rows),
-        each(config.requests.packed_k, key_tiles, dtype=int32),
+        each(config.requests.packed_k, key_tiles + 1, PLACE_NUMBERS, dtype=int32),
         pieces,
         each(config.leaves_k, *sums),
         each(config.leaves_v, *sums),

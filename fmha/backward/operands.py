@@ -29,17 +29,21 @@ def key_elements(config) -> int:
 
 
 SUMS = Operand(FLOAT32, 4, key_elements, TMA_ALIGNMENT)  # sums of cut key tiles' pieces
-PIECE_NUMBERS = 3  # of a key tile, in tile_pieces
+PIECE_NUMBERS = 2  # of a key tile, in tile_pieces
+# Numbers of a place in tile_order, and which is which: the key tile, its request and number there, the piece, pieces of
+# the tile, most steps of a piece; the first place whose piece has as many steps, and how many such places there are.
+PLACE_NUMBERS = 8
+TILE, REQUEST, NUMBER, PIECE, PIECES, MOST, FIRST_EQUAL, EQUAL = range(PLACE_NUMBERS)
 
 
 class BackwardOperands(NamedTuple):
     """Operands of the main kernel; absent ones are None. q, k, v, do, kv_lengths, q_start, bias, cu_seqlens_q,
     cu_seqlens_k: as in ``fmha.operands``. statistics, dq_sums: ``features``; turns [Hq, tiles, turn_counts]
     int32. dk, dv: like k. dk_sums, dv_sums [Hkv, key tiles, pieces, tile_n * D] fp32 (``features``): what pieces
-    leave. dbias: like bias, fp32 where it is a sum. tile_order [places] int32: for packed requests, the key tile, or
-    piece of one, of each place; -1: none. tile_pieces [key tiles, PIECE_NUMBERS] int32: the place of a tile's first
-    piece, how many it has, and where the device cuts, the most steps of a piece. ranges, q_visits, q_counts,
-    q_patterns: as in ``fmha.operands``; seen_by: ``ranges.seen_by``.
+    leave. dbias: like bias, fp32 where it is a sum. tile_order [places + 1, PLACE_NUMBERS] int32: for packed
+    requests, the key tile, or piece of one, of each place, and in the last row how many places are used. tile_pieces
+    [key tiles, PIECE_NUMBERS] int32: the place of a tile's first piece, and how many it has. ranges, q_visits,
+    q_counts, q_patterns: as in ``fmha.operands``; seen_by: ``ranges.seen_by``.
     """
 
     q: Annotated[Any, QK_ROWS]
@@ -63,7 +67,7 @@ class BackwardOperands(NamedTuple):
     ] = None
     cu_seqlens_q: Annotated[Any, Operand(INT32, 1, when="requests.packed_q")] = None
     cu_seqlens_k: Annotated[Any, Operand(INT32, 1, when="requests.packed_k")] = None
-    tile_order: Annotated[Any, Operand(INT32, 1, when="requests.packed_k")] = None
+    tile_order: Annotated[Any, Operand(INT32, 2, PLACE_NUMBERS, when="requests.packed_k")] = None
     tile_pieces: Annotated[Any, Operand(INT32, 2, PIECE_NUMBERS, when="cuts_by_length")] = None
     ranges: Annotated[Any, Operand(INT32, 3, 2, when="mask.has_ranges")] = None
     seen_by: Annotated[Any, Operand(INT32, 3, 2, when="mask.has_ranges")] = None
@@ -106,7 +110,7 @@ class RowOperands(NamedTuple):
     q_start: Annotated[Any, Operand(INT32, 1, when=of_main("requests.has_q_start"))]
     ranges: Annotated[Any, Operand(INT32, 3, 2, when=of_main("mask.has_ranges"))]
     seen_by: Annotated[Any, Operand(INT32, 3, 2, when=of_main("mask.has_ranges"))]
-    tile_order: Annotated[Any, Operand(INT32, 1, when="main")]
+    tile_order: Annotated[Any, Operand(INT32, 2, PLACE_NUMBERS, when="main")]
     tile_pieces: Annotated[Any, Operand(INT32, 2, PIECE_NUMBERS, when=of_main("cuts_on_device"))]
     dq: Annotated[Any, replace(QK_ROWS, when=of_main("wanted.q"))]
     dk: Annotated[Any, replace(QK_ROWS, when=of_main("wanted.k"))]

@@ -5,16 +5,16 @@ takes the best; the host decides whether there is anything to cut, from lengths 
 
     max(longest + start,
         M = share (S + start P), plus max(TAIL longest, longest - last M) if P share > 1,
-        ceil(share N) (LONG L + start)) + cost C
+        ceil(share N) (long + start)) + cost C
 
 A KV head has S steps and P pieces, of which C belong to tiles that are cut; the longest piece has ``longest`` steps,
-and N pieces have at least LONG L. share: KV heads over SMs. start: start and end of a CTA, in steps. last: part of the
-KV heads in the last section (``schedule``). cost: what a piece adds to the launch, for the sums that it writes and the
-last kernel reads. The first line is the longest CTA alone; the second is the mean load of an SM and what it waits for
-at the end: the longest CTAs of the last section begin when the sections before are done; the third says that some SM
-has that many long pieces. In a simulation of list scheduling, at random packed shapes, the choice takes 1.03 times the
-best L's time on average. If dQ's order is fixed, CTAs come in the order of whole key tiles, so that the last ones are
-of the shortest tiles: with ORDERED_TAIL for TAIL 1.02, otherwise 1.04.
+and N pieces have at least LONG L, on average ``long``. share: KV heads over SMs. start: start and end of a CTA, in
+steps. last: part of the KV heads in the last section (``schedule``), 1 where requests come one after another. cost:
+what a piece adds to the launch, for the sums that it writes and the last kernel reads. The first line is the longest
+CTA alone; the second is the mean load of an SM and what it waits for at the end: the longest CTAs of the last section
+begin when the sections before are done; the third says that some SM has that many long pieces. In a simulation of list
+scheduling, at random packed shapes, the choice takes 1.04 times the best L's time on average. If dQ's order is fixed,
+CTAs come in the order of whole key tiles, so that the last ones are of the shortest tiles, and TAIL is ORDERED_TAIL.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 LENGTHS = 32  # values of L: a lane for each
-LEAST, MOST = 0.7, 4.0  # L over an SM's mean steps in a section
-TAIL, ORDERED_TAIL, LONG = 0.25, 0.1, 0.7
+LEAST, MOST = 0.5, 4.0  # L over an SM's mean steps in a section
+FURTHER = 3.0  # pieces of an SM, at most, beside one of each key tile: CTAs that turn out to have none take time, too
+TAIL, ORDERED_TAIL, LONG = 0.25, 0.1, 0.5
 NEARLY = 1e-3  # of a rounded product that should be a whole number
 
 
@@ -41,17 +42,19 @@ class PieceLength(NamedTuple):
 
 
 class Load(NamedTuple):
-    """The load of a KV head with one L. long: pieces of at least LONG L steps. cut: pieces of cut tiles."""
+    """The load of a KV head with one L. cut: pieces of cut tiles. long, long_steps: pieces of at least LONG L steps,
+    and the steps of all of these."""
 
     pieces: float = 0.0
     cut: float = 0.0
     long: float = 0.0
+    long_steps: float = 0.0
     longest: float = 0.0
 
 
 def most_further(share: float, last: float, total: float) -> int:
     """How many pieces fit beside one of each key tile, for at most ``total`` steps of a KV head."""
-    return math.ceil(min(1 / (LEAST * last * share), max(total, 1.0))) + 1
+    return math.ceil(min(1 / (LEAST * last * share), FURTHER / share, max(total, 1.0))) + 1
 
 
 def limit_of(length: PieceLength, total, lane, exp2=math.exp2):
@@ -61,15 +64,16 @@ def limit_of(length: PieceLength, total, lane, exp2=math.exp2):
 
 
 def expected_steps(
-    length: PieceLength, limit, total, load: Load, tail=TAIL, maximum=max, minimum=min, ceil=math.ceil
+    length: PieceLength, total, load: Load, tail=TAIL, maximum=max, minimum=min, ceil=math.ceil
 ):
-    """The formula above, for L = ``limit``, S = ``total`` and TAIL = ``tail``. Floats or Float32."""
+    """The formula above, for S = ``total``, TAIL = ``tail`` and the load of one L. Floats or Float32."""
     mean = length.share * (total + length.start * load.pieces)
     waits = minimum(
         ceil(length.share * load.pieces - NEARLY) - 1.0, 1.0
     )  # 1 if there are more pieces than SMs
     mean += waits * maximum(tail * load.longest, load.longest - length.last * mean)
-    crowded = ceil(length.share * load.long - NEARLY) * (LONG * limit + length.start)
+    long = load.long_steps / maximum(load.long, 1.0)
+    crowded = ceil(length.share * load.long - NEARLY) * (long + length.start)
     return maximum(maximum(load.longest + length.start, mean), crowded) + length.cost * load.cut
 
 
@@ -85,8 +89,10 @@ def may_cut(length: PieceLength, tiles: Iterable[int]) -> bool:
         parts = [(steps, max(-(-steps // limit), 1), count) for steps, count in tiles.items()]
         pieces = sum(part * count for _, part, count in parts)
         cut = sum(part * count for _, part, count in parts if part > 1)
-        long = sum(part * count for steps, part, count in parts if steps >= LONG * limit * part)
+        those = [each for each in parts if each[0] >= LONG * limit * each[1]]
+        long = sum(part * count for _, part, count in those)
+        long_steps = sum(steps * count for steps, _, count in those)
         most = max((steps / part for steps, part, _ in parts), default=0.0)
-        return expected_steps(length, limit, total, Load(pieces, cut, long, most))
+        return expected_steps(length, total, Load(pieces, cut, long, long_steps, most))
 
     return min(map(time, limits)) < time(max(longest, 1))

@@ -20,7 +20,9 @@ batch rows have different steps, all tiles are cut into the same number of piece
 
 Where CTAs make few rounds on the SMs, it may be best to cut the last rows' key tiles alone (``rounds``).
 
-Packed requests are cut by the device (``pieces``): it knows their lengths, and cuts only long key tiles. The host
+Packed requests are cut by the device (``pieces``): it knows their lengths, and cuts only long key tiles. If all
+queries see all keys of their request, there are no sections: CTAs go through the requests, the longest first, and
+within one through its KV heads. So the last CTAs are short, and what CTAs read together stays in L2. The host
 decides only whether cutting is possible.
 
 Worst case: the busiest SM has at most the mean plus the longest CTA. ``choose_order`` expects this if the lengths are
@@ -366,7 +368,7 @@ def piece_length(
         min(forward.batch, 2 * forward.least_q / forward.seq_q), 1.0
     )
     ctas, total = ctas_of(problem, config, tile_steps(problem, config), 1), total / slices
-    last = section_of(problem, config, target, ctas, slices) / rows
+    last = 1.0 if config.keeps_requests else section_of(problem, config, target, ctas, slices) / rows
     return PieceLength(CTA_US / step, share, cost, last, most_further(share, last, total))
 
 

@@ -47,9 +47,10 @@ def counts_of(steps: list[int], limit: int) -> list[int]:
 def predicted(length: pieces.PieceLength, steps: list[int], limit: int) -> float:
     counts = counts_of(steps, limit)
     sizes = [count / parts for count, parts in zip(steps, counts, strict=True)]
-    long = sum(parts for parts, size in zip(counts, sizes, strict=True) if size >= pieces.LONG * limit)
-    load = pieces.Load(sum(counts), sum(n for n in counts if n > 1), long, max(sizes))
-    return pieces.expected_steps(length, limit, sum(steps), load)
+    long = [(parts, size) for parts, size in zip(counts, sizes, strict=True) if size >= pieces.LONG * limit]
+    number, total = sum(parts for parts, _ in long), sum(parts * size for parts, size in long)
+    load = pieces.Load(sum(counts), sum(n for n in counts if n > 1), number, total, max(sizes))
+    return pieces.expected_steps(length, sum(steps), load)
 
 
 def simulated(length: pieces.PieceLength, steps: list[int], limit: int, rows: list[int], sms: int) -> float:

@@ -12,6 +12,7 @@ from warpspec.common.hardware import WARP_THREADS
 from warpspec.fmha.backward import pieces
 from warpspec.fmha.backward.device.blocks import FAR
 from warpspec.fmha.backward.device.tile import key_tiles_of, load_of
+from warpspec.fmha.device.packed import find_request
 
 
 @cute.jit
@@ -28,7 +29,7 @@ def sort_key_tiles(
     """Sort the key tiles of packed requests into ``tile_order``: the most steps first, ties in order. All CTAs of a
     launch share the work, each warp some tiles.
 
-    Where the device cuts tiles, it sorts pieces, and ``tile_pieces`` records which belong to a tile. A tile has just
+    Where the device cuts tiles, it sorts pieces, and ``tile_pieces`` says which belong to a tile. A tile has just
     enough pieces that none exceeds ``most_steps``.
 
     If dQ's order is fixed, a key tile waits for the tiles of its request with earlier keys, so all their pieces must
@@ -44,28 +45,29 @@ def sort_key_tiles(
             limits = (most_steps(config, operands, window, length, slices), slices)
         for tile in cutlass.range(first, tiles, ctas * warps, unroll=1):
             own, _, own_pieces = load_of(config, operands, window, tile, limits)
-            before, all_pieces = Int32(0), Int32(0)
+            before, longer, equal, all_pieces = (Int32(0),) * 4
             for other in cutlass.range(lane, tiles, WARP_THREADS, unroll=1):
                 its, _, its_pieces = load_of(config, operands, window, other, limits)
-                comes = Boolean(its > own) | (Boolean(its == own) & Boolean(other < tile))
-                before += Int32(cutlass.select_(comes, its_pieces, Int32(0)))
+                alike = Boolean(its == own)
+                longer += Int32(cutlass.select_(Boolean(its > own), its_pieces, Int32(0)))
+                equal += Int32(cutlass.select_(alike, its_pieces, Int32(0)))
+                before += Int32(cutlass.select_(alike & Boolean(other < tile), its_pieces, Int32(0)))
                 all_pieces += its_pieces
-            before = cute.arch.warp_reduction(before, operator.add)
-            if cutlass.const_expr(config.cuts_on_device):
-                all_pieces = cute.arch.warp_reduction(all_pieces, operator.add)
-                for piece in cutlass.range(lane, own_pieces, WARP_THREADS, unroll=1):
-                    operands.tile_order[before + piece] = tile
-                if lane == 0:
+            before, longer, equal, all_pieces = (
+                cute.arch.warp_reduction(each, operator.add) for each in (before, longer, equal, all_pieces)
+            )
+            before += longer
+            request, number = find_request(operands.cu_seqlens_k, tile, config.tile_n, operands.k.shape[1])
+            for piece in cutlass.range(lane, own_pieces, WARP_THREADS, unroll=1):
+                row = (tile, request, number, piece, own_pieces, limits[0], longer, equal)
+                for i, value in enumerate(row):
+                    operands.tile_order[before + piece, i] = value
+            if lane == 0:
+                if cutlass.const_expr(config.cuts_on_device):
                     operands.tile_pieces[tile, 0] = before
                     operands.tile_pieces[tile, 1] = own_pieces
-                    operands.tile_pieces[tile, 2] = limits[0]
-                if tile == 0:  # the rest of the places
-                    for place in cutlass.range(
-                        all_pieces + lane, cute.size(operands.tile_order), WARP_THREADS, unroll=1
-                    ):
-                        operands.tile_order[place] = Int32(-1)
-            elif lane == 0:
-                operands.tile_order[before] = tile
+                if tile == 0:
+                    operands.tile_order[operands.tile_order.shape[0] - 1, 0] = all_pieces
 
 
 @cute.jit
@@ -83,7 +85,7 @@ def most_steps(config: cutlass.Constexpr, operands, window, length: cutlass.Cons
     own = Int32(pieces.limit_of(length, total.to(Float32), lane.to(Float32), exp2=cute.math.exp2)) + 1
     own = cutlass.max(own, lane + 1)
     own = Int32(cutlass.select_(Boolean(lane == pieces.LENGTHS - 1), most, own))
-    limit, count, cut, long, longest = own.to(Float32), *(Float32(0.0),) * 4
+    limit, count, cut, long, long_steps, longest = own.to(Float32), *(Float32(0.0),) * 5
     inverse = cute.arch.rcp_approx(limit)
     for first in cutlass.range(0, tiles, WARP_THREADS, unroll=1):
         _, steps, _ = load_of(config, operands, window, cutlass.min(first + lane, tiles - 1), whole)
@@ -94,15 +96,17 @@ def most_steps(config: cutlass.Constexpr, operands, window, length: cutlass.Cons
             zero = Float32(0.0)
             count += own_pieces
             cut += cutlass.select_(Boolean(own_pieces > 1.0), own_pieces, zero)
-            long += cutlass.select_(Boolean(size >= limit * pieces.LONG), own_pieces, zero)
+            is_long = Boolean(size >= limit * pieces.LONG)
+            long += cutlass.select_(is_long, own_pieces, zero)
+            long_steps += cutlass.select_(is_long, its, zero)
             longest = cute.arch.fmax(longest, size)
-    load = pieces.Load(count, cut, long, longest)
+    load = pieces.Load(count, cut, long, long_steps, longest)
     extremes = {"maximum": cute.arch.fmax, "minimum": cute.arch.fmin, "ceil": cute.math.ceil}
     tail = pieces.ORDERED_TAIL if cutlass.const_expr(config.deterministic) else pieces.TAIL
-    expected = pieces.expected_steps(length, limit, total.to(Float32), load, tail, **extremes)
+    expected = pieces.expected_steps(length, total.to(Float32), load, tail, **extremes)
     best = cute.arch.warp_reduction(expected, cute.arch.fmin)
     chosen = Int32(cutlass.select_(Boolean(expected == best), own, Int32(0)))
     chosen = cute.arch.warp_reduction(chosen, cutlass.max)
     least = 2 * tiles if cutlass.const_expr(config.heads_inside and config.ends_early) else tiles
-    further = cutlass.max(cute.size(operands.tile_order) - least, 1)
+    further = cutlass.max(operands.tile_order.shape[0] - 1 - least, 1)
     return cutlass.max(chosen, (total + further - 1) // further)

@@ -43,9 +43,19 @@ from warpspec.fmha.backward.device.blocks import (
 )
 from warpspec.fmha.backward.device.pieces import steps_of_piece
 from warpspec.fmha.backward.features import BackwardKernel
+from warpspec.fmha.backward.operands import (
+    EQUAL,
+    FIRST_EQUAL,
+    MOST,
+    NUMBER,
+    PIECE,
+    PIECES,
+    REQUEST,
+    TILE,
+)
 from warpspec.fmha.backward.schedule import decode
 from warpspec.fmha.device.grid import requests_of
-from warpspec.fmha.device.packed import entry, find_request, query_tiles, request_of
+from warpspec.fmha.device.packed import entry, find_request, query_tiles
 from warpspec.fmha.device.request import Request, request_at
 from warpspec.fmha.device.tile import INTEGERS, widened_by
 from warpspec.fmha.mask import key_range, position_range
@@ -269,7 +279,7 @@ def column_part(config: BackwardKernel):
 def places_of(config: BackwardKernel, operands, pieces):
     """Number of places in each row's CTA order, if its key tiles are cut. pieces: the launch's number."""
     if cutlass.const_expr(config.cuts_on_device):
-        return cute.size(operands.tile_order)
+        return operands.tile_order.shape[0] - 1
     if cutlass.const_expr(config.cuts_by_length):
         return pieces
     return key_tiles_of(config, operands) * pieces
@@ -278,6 +288,8 @@ def places_of(config: BackwardKernel, operands, pieces):
 def key_tile_at(config: BackwardKernel, operands, window, order, index) -> KeyTile:
     """The key tile, or piece, of the index-th CTA of the launch. order: (pieces, rows of a section, most steps of a
     piece, slices, rows that are not cut), see ``operands.BackwardNumbers``. Called by a whole warp."""
+    if cutlass.const_expr(config.requests.packed_k):
+        return packed_tile_at(config, operands, window, order, index)
     tiles, heads = key_tiles_of(config, operands), operands.k.shape[2]
     pieces, section, most, slices, whole = order
     first_row, first = Int32(0), whole * tiles  # CTA of the first row that is cut
@@ -289,11 +301,7 @@ def key_tile_at(config: BackwardKernel, operands, window, order, index) -> KeyTi
         most = Int32(cutlass.select_(cut, most, Int32(FAR)))
         first_row = Int32(cutlass.select_(cut, whole, Int32(0)))
         index -= Int32(cutlass.select_(cut, first, Int32(0)))
-    rows = (
-        heads
-        if cutlass.const_expr(config.requests.packed_k)
-        else heads * requests_of(config.requests, operands)
-    )
+    rows = heads * requests_of(config.requests, operands)
     part = Int32(0)
     if cutlass.const_expr(config.slices):
         rows *= slices
@@ -304,19 +312,7 @@ def key_tile_at(config: BackwardKernel, operands, window, order, index) -> KeyTi
     kv_head, request = rest % heads, rest // heads
     tile_index = request * tiles + number
     sums_place = (tile_index, piece)
-    if cutlass.const_expr(config.requests.packed_k):
-        place = number
-        tile_index = operands.tile_order[place]
-        if cutlass.const_expr(config.cuts_on_device):
-            used = Boolean(tile_index >= 0)
-            tile_index = cutlass.max(tile_index, 0)
-            piece, sums_place = place - operands.tile_pieces[tile_index, 0], (place, 0)
-            pieces = Int32(cutlass.select_(used, operands.tile_pieces[tile_index, 1], Int32(0)))
-            most = operands.tile_pieces[tile_index, 2]
-        else:
-            sums_place = (tile_index, piece)
-        request, number = request_of(operands.cu_seqlens_k, tile_index, config.tile_n, operands.k.shape[1])
-    elif cutlass.const_expr(config.cuts_by_length):
+    if cutlass.const_expr(config.cuts_by_length):
         sums_place = (request * places_of(config, operands, order[0]) + number, 0)
         number, piece, pieces = find_piece(config, operands, window, (most, slices), number)
         tile_index = request * key_tiles_of(config, operands) + number
@@ -325,6 +321,28 @@ def key_tile_at(config: BackwardKernel, operands, window, order, index) -> KeyTi
             note_pieces(config, operands, tile_index, sums_place[0], pieces, notes)
     if cutlass.const_expr(config.slices):
         sums_place = (tile_index, 0)
+    own, cut = (request, number), (piece, pieces, most)
+    return key_tile(config, operands, window, own, kv_head, cut, sums_place, (part, slices))
+
+
+def packed_tile_at(config: BackwardKernel, operands, window, order, index) -> KeyTile:
+    """``key_tile_at`` for packed requests, whose order the first kernel has made. CTAs without a piece come last."""
+    _, section, _, slices, _ = order
+    heads, places = operands.k.shape[2], operands.tile_order[operands.tile_order.shape[0] - 1, 0]
+    rows = heads * slices if config.slices else heads
+    used = Boolean(index < places * rows)
+    index = cutlass.min(index, places * rows - 1)
+    if config.keeps_requests:
+        first, equal = (operands.tile_order[index // rows, which] for which in (FIRST_EQUAL, EQUAL))
+        rest, place = (index - first * rows) // equal, first + (index - first * rows) % equal
+    else:
+        place, rest, _ = decode(places, rows, 1, section, index, minimum=cutlass.min)
+    tile_index, request, number, piece, pieces, most = (
+        operands.tile_order[place, which] for which in (TILE, REQUEST, NUMBER, PIECE, PIECES, MOST)
+    )
+    pieces = Int32(cutlass.select_(used, pieces, Int32(0)))
+    part, kv_head = (rest % slices, rest // slices) if config.slices else (Int32(0), rest)
+    sums_place = (place, 0) if config.cuts_on_device and not config.slices else (tile_index, 0)
     own, cut = (request, number), (piece, pieces, most)
     return key_tile(config, operands, window, own, kv_head, cut, sums_place, (part, slices))
 
