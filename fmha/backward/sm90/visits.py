@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Int32, cute
 
 from warpspec.common.hardware import VECTOR_BYTES
 from warpspec.fmha.backward.device.blocks import NEXT, RULE, step_after
