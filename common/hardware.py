@@ -111,6 +111,13 @@ def gpu_model(name: str) -> Gpu | None:
     return next((gpu for gpu in MODELS if gpu.name in words), None)
 
 
+def ctas_by_registers(threads: int, registers: int) -> int:
+    """CTAs of so many threads, each with so many registers, that an SM has room for. Each partition has equally many
+    warps."""
+    warps = REGISTERS_PER_SM // (registers * WARP_THREADS) // SM_PARTITIONS * SM_PARTITIONS
+    return warps // max(1, threads // WARP_THREADS)
+
+
 def registers_at_launch(threads: int, ctas_per_sm: int) -> int:
     """Registers a thread of a CTA gets, if this many CTAs share an SM."""
     most = min(REGISTERS_PER_SM // (ctas_per_sm * threads), MAX_REGISTERS_PER_THREAD)

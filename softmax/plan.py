@@ -1,19 +1,7 @@
 """Chooses the strategy that runs a problem, and its configuration: the least predicted time of all candidates.
 
-The model knows rows, length, dtype, the device's SMs, L2 and copy speed, and a few constants measured on an H200
-(2026-11-21).
-It adds up, in microseconds:
-
-- a launch, and the reduction of the states of a row's parts;
-- the traffic at the speed of memory. To reach that speed, every SM needs as many bytes in flight as memory delivers
-  during the life of a CTA (Little's law), and CTAs of larger clusters live longer. Clusters with small shares lose a
-  little more. So do SMs with more bytes in flight than needed, and SMs with few CTAs to alternate between loading and
-  storing. Data that is read a second time counts as far as it does not fit L2;
-- one CTA's work on its share, which nothing hides at the end of a launch; if an SM has only one CTA at a time, the work
-  of all its CTAs.
-
-``scripts/bench_softmax.py --regret`` runs every strategy's best candidate at shapes that were not used to fit the
-model, and prints how far the choice is from the best.
+``cost`` predicts the times. ``scripts/bench_softmax.py --regret`` runs every strategy's best candidate at shapes that
+were not used to fit the model, and prints how far the choice is from the best.
 """
 
 from __future__ import annotations
@@ -27,80 +15,25 @@ from warpspec.common.hardware import (
     MAX_SMEM_PER_CTA,
     MAX_THREADS_PER_SM,
     REGISTER_STEP,
-    REGISTERS_PER_SM,
     VECTOR_BYTES,
     WARP_THREADS,
+    ctas_by_registers,
 )
 from warpspec.common.launch import Target
+from warpspec.softmax import cost
 from warpspec.softmax.problem import SoftmaxProblem
 
 # Bytes of shared memory that a CTA needs besides its data: states, barriers, the system's part.
 SMEM_BESIDE_DATA = 1536
 
-# Measured.
-LAUNCH_US, DEPENDENT_US = 1.7, 0.8  # an ordinary launch; a programmatic dependent launch
-WARPS_US = 0.1  # a reduction over the warps of a CTA
-WITHIN_WARP_US = -0.3  # difference if rows belong to whole warps, and need no such reduction
-STAGING_US = 0.1  # extra time of a bulk copy over loads
-# CTAs of large clusters whose shares come by several copies (``_several_copies``): a launch, by size of the cluster;
-# bytes of the shares on an SM per microsecond; and how often the traffic goes at a copy's speed. Fitted to 19 problems
-# with 1 to 24 rows of 131072 to 700000 numbers, H200, 2026-11-27. Exponentials of 16-bit numbers are taken twice.
-SEVERAL_US = {8: 3.74, 16: 3.34}
-# Saved by clusters of 8 on at most half of the SMs, if two CTAs fit an SM: launches run side by side.
-BESIDE_US = 1.4
-SEVERAL_BYTES_PER_US = {"float32": 37e3, "float16": 29e3, "bfloat16": 29e3}
-SEVERAL_TRAFFIC = {"float32": 0.39, "float16": 0.79, "bfloat16": 0.79}
-CLUSTER_US = 0.25  # a reduction over the CTAs of a cluster
-CLUSTER_CTAS_PER_US = 440.0  # CTAs of clusters that the GPU starts
-CLUSTER_SMS = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.91, 16: 0.85}  # fraction of the SMs on which clusters find room
-SMALL_BYTES_PER_SM = (
-    128e3  # read and written a SM: up to here, launches without clusters count as dependent launches
-)
-# Clusters of this size gain from dependent launches even if not all of them fit at once.
-DEPENDENT_CLUSTER = 16
-CLUSTER_LOSS_BYTES = 165.0  # the memory time grows by this times (CTAs of the cluster / bytes of a share)
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Rates of CTAs that each have one share of one row.
-
-    life_us: how long a CTA lives, apart from the work on its share. doubled_us: added each time the cluster doubles.
-    bytes_per_us: bytes of a share that a CTA reads, processes and writes per microsecond. excess_loss: growth of the
-    memory time for every unneeded byte in flight. few_loss: growth of the memory time, divided by the number of CTAs on
-    an SM to the power ``few_power``.
-    """
-
-    life_us: float
-    doubled_us: float
-    bytes_per_us: float
-    excess_loss: float
-    few_loss: float
-    few_power: float
-
-
-ALONE = Rates(2.5, 0.0, 22e3, 0.0003 / 1024, 0.4, 3.0)
-# Clusters that have SMs to themselves, whose rows come by one copy or by loads: the part of the traffic's time that
-# adds to their work on their shares. Measured on an H200 on 2026-11-26, 1 to 5 rows of 262144 and 524288.
-ALONE_MEMORY = 0.41
-CLUSTERED = Rates(0.7, 0.28, 11.5e3, 0.0, 0.21, 1.5)  # fitted to 1 to 256 rows of 32000 to 256000
-CLUSTERED_ONCE = replace(CLUSTERED, bytes_per_us=16e3)  # exponentials taken once; 8 to 64 rows, 2026-11-27
-L2_USABLE = 0.4  # fraction of L2 that serves data read again
-# Resident shares: one row after another by the same CTAs.
-# A reduction over the grid or a cluster, with everything that waits for it.
-ROUND_GRID_US, ROUND_CLUSTER_US = 4.5, 1.7
-ROUND_BYTES_PER_US = 28e3  # bytes of a share that a CTA processes
-ROUND_OVERLAP = 0.36  # least part of the traffic and the rounds that hide each other (1 to 16 rows of 524288)
-
 # Limits of the configurations that are tried.
 # Most vectors of a thread in the register kernel, without and with clusters. With more, they wait for each other.
 ROWS_MOST_VECTORS, CLUSTER_MOST_VECTORS = 5, 5
-# Instructions that an element takes, and the fraction that nothing hides; lanes without an element count too.
-ELEMENT_INSTRUCTIONS, EXPOSED = {"float32": 16, "float16": 6, "bfloat16": 6}, 0.75
-WARP_INSTRUCTIONS_PER_US = 7020  # warp instructions that an SM issues: 4 a clock
-# Most lanes of a cluster's register kernels. Exchanging states of more warps takes too long; but if CTAs have SMs to
-# themselves, more lanes have more bytes in flight.
-CLUSTER_MOST_LANES, ALONE_MOST_LANES = 4096, 8192
+CLUSTER_REGISTERS = {
+    "float32": 64,
+    "float16": 80,
+    "bfloat16": 80,
+}  # most that such a thread of a cluster needs
 # Registers of a thread that has a part of a row, as compiled: a constant, a number for each vector, and a number if
 # rows have edges. The key tells whether data is fp32, and whether several warps share a row.
 REGISTERS = {
@@ -113,13 +46,10 @@ STAGED_THREADS, STAGED_VECTORS, STAGED_REGISTERS = (64, 1024), (7, 6, 4, 2), 40
 ONCE_CLUSTER = 8  # least number of CTAs sharing an fp32 row for which its exponentials are computed once
 # Vectors a thread for fp32 with many aligned rows of 16 CTAs. One more CTA then fits an SM.
 STAGED_LONGER = (8,)
-# ptxas counts a CTA's registers by this many threads, since its warps go to the four parts of an SM in turn.
-REGISTER_THREADS = 4 * WARP_THREADS
 # Of CTAs whose shares come by several copies: the least size of a cluster, most CTAs on an SM, vectors that a thread
-# has before there are more threads, and most threads: of more than two CTAs on an SM, of one or two whose share has at
-# most SEVERAL_SHARE vectors, and of others.
-SEVERAL_CLUSTER, SEVERAL_RESIDENTS, SEVERAL_VECTORS = 8, {8: 2, 16: 4}, 8
-SEVERAL_THREADS, SEVERAL_SHARE = (128, 256, 384), 8704
+# has before there are more threads, and most threads: of a share of at most SEVERAL_SHARE vectors, and of others.
+SEVERAL_CLUSTER, SEVERAL_RESIDENTS, SEVERAL_VECTORS = 8, 2, 8
+SEVERAL_THREADS, SEVERAL_SHARE = (256, 384), 8704
 MOST_GROUPS = 8  # of CTAs all over the GPU
 RESIDENT_THREADS, RESIDENT_CHUNKS, STREAMING_CHUNKS = 512, 10, 4
 TWO_PASS_THREADS, TWO_PASS_CTAS_PER_SM, TWO_PASS_UNROLL = 512, 2, 4
@@ -174,89 +104,6 @@ def _clusters() -> tuple[int, ...]:
     return tuple(2**i for i in range(MAX_CLUSTER_CTAS.bit_length()))
 
 
-def _sms(target: Target, cluster: int) -> int:
-    """SMs on which clusters find room.
-
-    The SMs of a GPC (16 or 18 on an H200) are not always divisible by the cluster.
-    """
-    return max(1, int(target.sm_count * CLUSTER_SMS[cluster]) // cluster) * cluster
-
-
-def _alone(problem: SoftmaxProblem, target: Target, cluster: int) -> bool:
-    """Whether every CTA of the clusters has an SM to itself."""
-    return cluster > 1 and problem.rows * cluster <= _sms(target, cluster)
-
-
-def _memory_us(problem, target, *, rates, share_bytes, occupancy, under_way, cluster, reread=0.0) -> float:
-    """Time of the traffic. under_way: bytes that an SM has in flight. reread: the part of x that is read from memory a
-    second time."""
-    life = rates.life_us + share_bytes / rates.bytes_per_us + rates.doubled_us * (cluster.bit_length() - 1)
-    speed = target.speeds.copy * 1e6  # bytes read and written a microsecond
-    needed = life * speed / 2 / target.sm_count
-    microseconds = problem.bytes * (1 + reread / 2) / speed
-    scarcity = needed / under_way
-    if scarcity > 1:
-        microseconds *= scarcity**0.5 if scarcity < 4 else scarcity / 2
-    few = rates.few_loss / occupancy**rates.few_power
-    microseconds *= 1 + rates.excess_loss * max(0.0, under_way - needed) + few
-    return microseconds * (1 + CLUSTER_LOSS_BYTES * (cluster - 1) / share_bytes)
-
-
-def _one_row_a_cta(
-    problem,
-    target,
-    *,
-    ctas,
-    share_bytes,
-    occupancy,
-    batch_bytes=None,
-    cluster,
-    reread=0.0,
-    extra=0.0,
-    rates=None,
-) -> tuple[float, bool]:
-    """(time, whether it is a dependent launch) if each CTA takes one share of one row.
-
-    occupancy: CTAs that fit an SM. batch_bytes: bytes that a CTA loads at a time if it does not load the whole share at
-    once; it then reads the share twice. extra: microseconds to add. rates: None: those of the cluster.
-    """
-    sms, rates = _sms(target, cluster), rates or (ALONE if cluster == 1 else CLUSTERED)
-    waves = -(-ctas // (sms * occupancy))
-    dependent = batch_bytes is None and (waves == 1 or cluster == DEPENDENT_CLUSTER)
-    passes, loaded = (1, share_bytes) if batch_bytes is None else (2, min(share_bytes, batch_bytes))
-    memory = _memory_us(
-        problem,
-        target,
-        rates=rates,
-        share_bytes=loaded,
-        occupancy=occupancy,
-        under_way=(occupancy if cluster == 1 else min(occupancy, -(-ctas // sms))) * loaded,
-        cluster=cluster,
-        reread=reread,
-    )
-    if cluster > 1 and ctas <= sms:
-        memory *= ALONE_MEMORY
-    if cluster > 1:
-        memory = max(memory, ctas / CLUSTER_CTAS_PER_US)
-        memory = max(memory, (waves - 1) * (rates.life_us + share_bytes / rates.bytes_per_us))
-    alone = -(-ctas // target.sm_count) if occupancy == 1 else 1
-    reduction = CLUSTER_US if cluster > 1 else WARPS_US
-    small = (
-        problem.bytes <= SMALL_BYTES_PER_SM * target.sm_count
-    )  # some candidates fit at once, others nearly
-    launch = DEPENDENT_US if (small if cluster == 1 else dependent) else LAUNCH_US
-    work = alone * passes * share_bytes / rates.bytes_per_us
-    return launch + extra + reduction + memory + work, dependent
-
-
-def _beside(problem: SoftmaxProblem, target: Target, lanes: int, idle: int) -> float:
-    """Additional time of rows that ``lanes`` threads of a CTA share. idle: elements of a row that these lanes could
-    hold beyond its length."""
-    instructions = problem.rows * idle * ELEMENT_INSTRUCTIONS[problem.dtype] / WARP_THREADS
-    within = WITHIN_WARP_US if lanes <= WARP_THREADS else 0.0
-    return EXPOSED * instructions / (WARP_INSTRUCTIONS_PER_US * target.sm_count) + within
-
-
 def rows_registers(config) -> int:
     """Registers of a thread with a ``RowsConfig``."""
     some, for_each, for_edges = REGISTERS[config.dtype == "float32", config.lanes > WARP_THREADS]
@@ -270,13 +117,12 @@ def _rows(problem: SoftmaxProblem, target: Target):
 
     vectors = problem.vectors
     for cluster in _clusters():
-        for lanes in (4, 8, 16, 32, 64, 128, 256, 512):
+        for lanes in (4, 8, 16, 32, 64, 128, 256, 512, 1024):
             each = -(-vectors // (lanes * cluster))
             if each > (ROWS_MOST_VECTORS if cluster == 1 else CLUSTER_MOST_VECTORS):
                 continue
-            most = ALONE_MOST_LANES if _alone(problem, target, cluster) else CLUSTER_MOST_LANES
-            if cluster > 1 and not 2 * WARP_THREADS <= lanes <= most // cluster:
-                continue
+            if cluster > 1 and (lanes < 2 * WARP_THREADS or 2 * vectors <= lanes * cluster):
+                continue  # half as many lanes would have a vector each
             if not problem.aligned and lanes < 2 * elements(problem.dtype):
                 continue
             rows = max(1, 4 * WARP_THREADS // lanes) if cluster == 1 else 1
@@ -285,24 +131,36 @@ def _rows(problem: SoftmaxProblem, target: Target):
             config = RowsConfig(
                 lanes=lanes, rows=rows, cluster=cluster, vectors=each, **_row_options(problem)
             )
-            by_registers = REGISTERS_PER_SM // (rows_registers(config) * config.threads)
+            registers = rows_registers(config)
+            if cluster > 1:
+                registers = min(registers, CLUSTER_REGISTERS[problem.dtype])
+            by_registers = ctas_by_registers(config.threads, registers)
             occupancy = min(MAX_CTAS_PER_SM, MAX_THREADS_PER_SM // config.threads, by_registers)
             if occupancy == 0:
                 continue
-            microseconds, dependent = _one_row_a_cta(
+            if cluster > 1:
+                config = replace(config, ctas_per_sm=occupancy)
+                work = (
+                    problem.dtype
+                    if problem.dtype == "float32"
+                    else "kept"
+                    if config.keeps_exponentials
+                    else "twice"
+                )
+                microseconds, dependent = cost.shares(problem, target, config, occupancy=occupancy, work=work)
+                yield SoftmaxPlan("cluster", replace(config, dependent=dependent), 0, 0, microseconds)
+                continue
+            microseconds = cost.one_row_a_cta(
                 problem,
                 target,
-                ctas=-(-problem.rows // rows) * cluster,
-                share_bytes=-(-vectors // cluster) * rows * VECTOR_BYTES,
+                ctas=-(-problem.rows // rows),
+                share_bytes=vectors * rows * VECTOR_BYTES,
                 occupancy=occupancy,
-                cluster=cluster,
-                extra=_beside(problem, target, lanes, (lanes * each - vectors) * elements(problem.dtype))
-                if cluster == 1
-                else 0.0,
+                cluster=1,
+                extra=cost.beside(problem, target, lanes, (lanes * each - vectors) * elements(problem.dtype)),
             )
             # Loads come in waves in this case too.
-            config = replace(config, dependent=dependent or cluster == 1)
-            yield SoftmaxPlan("rows" if cluster == 1 else "cluster", config, 0, 0, microseconds)
+            yield SoftmaxPlan("rows", replace(config, dependent=True), 0, 0, microseconds)
 
 
 def _row_options(problem: SoftmaxProblem) -> dict[str, object]:
@@ -330,8 +188,7 @@ def _staged(problem: SoftmaxProblem, target: Target):
         several = _several_copies(problem, target, cluster, once)
         if several is not None:
             yield several
-            if problem.rows * cluster <= _sms(target, cluster):
-                continue
+            continue
         longer = STAGED_LONGER if once and cluster == MAX_CLUSTER_CTAS else ()
         for wanted in (*longer, *STAGED_VECTORS):
             threads, each, smem = _staged_threads(share, wanted, most)
@@ -341,31 +198,33 @@ def _staged(problem: SoftmaxProblem, target: Target):
                 or (cluster > 1 and share < fewest)
             ):
                 continue
-            occupancy = min(
-                MAX_CTAS_PER_SM, REGISTERS_PER_SM // (STAGED_REGISTERS * threads), MAX_SMEM_PER_CTA // smem
-            )
-            counted = -(-threads // REGISTER_THREADS) * REGISTER_THREADS
-            if wanted in longer and occupancy * counted * STAGED_REGISTERS > REGISTERS_PER_SM:
-                continue  # it would spill
-            microseconds, dependent = _one_row_a_cta(
-                problem,
-                target,
-                ctas=problem.rows * cluster,
-                share_bytes=share * VECTOR_BYTES,
-                occupancy=occupancy,
-                cluster=cluster,
-                extra=STAGING_US,
-                rates=CLUSTERED_ONCE if once else None,
-            )
+            by_registers = ctas_by_registers(threads, STAGED_REGISTERS)
+            occupancy = min(MAX_CTAS_PER_SM, by_registers, MAX_SMEM_PER_CTA // smem)
             config = StagedConfig(
                 threads=threads,
                 cluster=cluster,
                 vectors=each,
                 ctas_per_sm=occupancy,
-                dependent=dependent,
                 once=once,
                 **_row_options(problem),
             )
+            if cluster > 1:
+                work = "once" if once else "float32" if problem.dtype == "float32" else "twice"
+                microseconds, dependent = cost.shares(
+                    problem, target, config, occupancy=occupancy, work=work, extra=cost.STAGED_US
+                )
+                config = replace(config, dependent=dependent)
+            else:
+                microseconds = cost.one_row_a_cta(
+                    problem,
+                    target,
+                    ctas=problem.rows,
+                    share_bytes=share * VECTOR_BYTES,
+                    occupancy=occupancy,
+                    cluster=1,
+                    extra=cost.STAGING_US,
+                )
+                config = replace(config, dependent=problem.rows <= target.sm_count * occupancy)
             yield SoftmaxPlan("staged", config, 0, 0, microseconds)
 
 
@@ -374,16 +233,18 @@ def _several_copies(problem: SoftmaxProblem, target: Target, cluster: int, once:
     and gain only where every CTA has an SM to itself."""
     from warpspec.softmax.staged import GROUP, StagedConfig
 
-    residents = -(-problem.rows * cluster // _sms(target, cluster))
+    residents = -(-problem.rows * cluster // cost.sms_of(target, cluster))
     share = -(-problem.vectors // cluster)
-    if cluster < SEVERAL_CLUSTER or residents > (SEVERAL_RESIDENTS[cluster] if once else 1):
+    if cluster < SEVERAL_CLUSTER or residents > (SEVERAL_RESIDENTS if once else 1):
         return None
-    most = SEVERAL_THREADS[0 if residents > 2 else 1 if share <= SEVERAL_SHARE else 2]
+    if share > SEVERAL_SHARE and not problem.aligned:
+        return None  # with edges it would spill
+    most = SEVERAL_THREADS[share > SEVERAL_SHARE]
     threads, each, smem = _staged_threads(share, SEVERAL_VECTORS, most)
     if share < STAGED_THREADS[0] or smem * residents > MAX_SMEM_PER_CTA:
         return None
     # Registers leave room for the next launch beside this one.
-    room = 2 if problem.aligned and threads <= SEVERAL_THREADS[1] else 1
+    room = 2 if problem.aligned and threads <= SEVERAL_THREADS[0] else 1
     config = StagedConfig(
         threads=threads,
         cluster=cluster,
@@ -394,14 +255,13 @@ def _several_copies(problem: SoftmaxProblem, target: Target, cluster: int, once:
         copies=-(-each // GROUP),
         **_row_options(problem),
     )
-    work = residents * share * VECTOR_BYTES / SEVERAL_BYTES_PER_US[problem.dtype]
-    traffic = SEVERAL_TRAFFIC[problem.dtype] * problem.bytes / (target.speeds.copy * 1e6)
     beside = cluster == SEVERAL_CLUSTER and 2 * problem.rows * cluster <= target.sm_count
-    saved = BESIDE_US if beside and room == 2 and 2 * smem <= MAX_SMEM_PER_CTA else 0.0
-    return SoftmaxPlan("staged", config, 0, 0, SEVERAL_US[cluster] - saved + work + traffic)
+    beside = beside and room == 2 and 2 * smem <= MAX_SMEM_PER_CTA
+    microseconds = cost.several_copies(problem, target, config, residents=residents, beside=beside)
+    return SoftmaxPlan("staged", config, 0, 0, microseconds)
 
 
-def _in_rounds(problem, target, strategy, cluster, groups, group, round_us):
+def _in_rounds(problem, target, strategy, cluster, groups, group):
     """The plan for the resident strategy: groups of CTAs take one row after another."""
     from warpspec.softmax.resident import ResidentConfig
 
@@ -412,44 +272,27 @@ def _in_rounds(problem, target, strategy, cluster, groups, group, round_us):
         cluster=cluster,
         **_row_options(problem),
     )
-    share = -(-problem.vectors // group)
-    rest = max(0, share - config.capacity)  # vectors that are read twice
-    fits = min(1.0, L2_USABLE * target.l2_bytes / max(1, rest * VECTOR_BYTES * groups * group))
-    memory = _memory_us(
-        problem,
-        target,
-        rates=ALONE,
-        share_bytes=share * VECTOR_BYTES,
-        occupancy=config.resident,  # chunks alternate as CTAs do elsewhere
-        under_way=config.smem_bytes,
-        cluster=1,
-        reread=(1 - fits) * rest / share,
-    )
-    rounds = -(-problem.rows // groups)
-    working = rounds * (round_us + share * VECTOR_BYTES / ROUND_BYTES_PER_US)
-    # Rows overlap as far as the next row's share fits beside this one's.
-    overlap = max(min(1.0, max(0.0, config.capacity / share - 1)) * (1 - 1 / rounds), ROUND_OVERLAP)
-    microseconds = LAUNCH_US + max(memory, working) + (1 - overlap) * min(memory, working)
+    microseconds = cost.in_rounds(problem, target, config, groups=groups, group=group)
     return SoftmaxPlan(strategy, config, groups, group, microseconds)
 
 
 def _resident(problem: SoftmaxProblem, target: Target):
     for cluster in _clusters()[1:]:
         if cluster <= target.sm_count and problem.vectors >= cluster * RESIDENT_THREADS:
-            groups = min(problem.rows, _sms(target, cluster) // cluster)
+            groups = min(problem.rows, cost.sms_of(target, cluster) // cluster)
             if (
                 groups == problem.rows
                 and -(-problem.vectors // cluster) <= STAGED_VECTORS[0] * STAGED_THREADS[1]
             ):
                 continue  # the staged strategy does the same and starts faster
-            yield _in_rounds(problem, target, "resident", cluster, groups, cluster, ROUND_CLUSTER_US)
+            yield _in_rounds(problem, target, "resident", cluster, groups, cluster)
 
 
 def _split(problem: SoftmaxProblem, target: Target):
     for groups in range(1, MOST_GROUPS + 1):
         group = max(1, target.sm_count // groups)
         if groups <= min(problem.rows, target.sm_count) and problem.vectors >= group * RESIDENT_THREADS:
-            yield _in_rounds(problem, target, "split", 0, groups, group, ROUND_GRID_US)
+            yield _in_rounds(problem, target, "split", 0, groups, group)
 
 
 def _two_pass(problem: SoftmaxProblem, target: Target):
@@ -461,7 +304,7 @@ def _two_pass(problem: SoftmaxProblem, target: Target):
         occupancy = TWO_PASS_CTAS_PER_SM
         config = TwoPassConfig(threads=TWO_PASS_THREADS, cluster=cluster, **_row_options(problem))
         between = min(ctas, target.sm_count * occupancy) * share  # read once and not yet twice
-        microseconds, _ = _one_row_a_cta(
+        microseconds = cost.one_row_a_cta(
             problem,
             target,
             ctas=ctas,
@@ -469,6 +312,6 @@ def _two_pass(problem: SoftmaxProblem, target: Target):
             occupancy=occupancy,
             cluster=cluster,
             batch_bytes=TWO_PASS_THREADS * TWO_PASS_UNROLL * VECTOR_BYTES,
-            reread=1 - min(1.0, L2_USABLE * target.l2_bytes / between),
+            reread=1 - min(1.0, cost.L2_USABLE * target.l2_bytes / between),
         )
         yield SoftmaxPlan("two-pass", config, 0, 0, microseconds)

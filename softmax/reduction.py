@@ -7,6 +7,7 @@ Every thread gets the state of the whole row. Sums are added in a fixed order, s
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import cutlass
@@ -19,9 +20,9 @@ from warpspec.softmax.online import exponential, join, reference_of
 
 STATE_WORDS = 2  # maximum and sum, fp32
 STATE_BYTES = 8
-MOST_UNROLLED = (
-    8 * WARP_THREADS
-)  # states that a warp joins without a loop; with more, kernels of large clusters spill
+# States of a cluster's warps from which on each CTA joins those of its own warps first. Below, another exchange within
+# the CTA takes longer than it saves (H200, 2026-11-27, up to 13% with 300 states).
+MANY_STATES = 3 * WARP_THREADS
 
 
 def warp_maximum(value, lanes: int) -> Float32:
@@ -41,19 +42,25 @@ def warp_join(state: tuple, lanes: int, accurate: bool) -> tuple:
     return maximum, warp_sum(scaled, lanes)
 
 
-@cute.jit
-def join_states(states: cute.Tensor, count: cutlass.Constexpr, accurate: cutlass.Constexpr) -> tuple:
+def join_states(states: cute.Tensor, count: int, accurate: bool) -> tuple:
     """The state of the whole row, from its parts' ``states`` (STATE_WORDS, count) in shared memory. Executed by a whole
-    warp."""
-    lane = cute.arch.lane_idx()
-    maximum, total = read_state(states, lane, count)
-    if cutlass.const_expr(count <= MOST_UNROLLED):
-        for first in cutlass.range_constexpr(WARP_THREADS, count, WARP_THREADS):
-            maximum, total = join((maximum, total), read_state(states, first + lane, count), accurate)
-    else:
-        for first in cutlass.range(WARP_THREADS, count, WARP_THREADS, unroll=1):
-            maximum, total = join((maximum, total), read_state(states, first + lane, count), accurate)
-    return warp_join((maximum, total), WARP_THREADS, accurate)
+    warp.
+
+    Each part's exponential is relative to the maximum of all, so parts need not wait for each other.
+    """
+    lane, lanes = cute.arch.lane_idx(), WARP_THREADS
+    while lanes // 2 >= count:
+        lanes //= 2
+    parts = [read_state(states, first + lane % lanes, count) for first in range(0, count, lanes)]
+    maximum = warp_maximum(largest_of(parts), lanes)
+    reference = reference_of(maximum)
+    scaled = [part[1] * exponential(part[0] - reference, accurate) for part in parts]
+    return maximum, warp_sum(sum(scaled[1:], scaled[0]), lanes)
+
+
+def largest_of(parts: list[tuple]) -> Float32:
+    """The largest maximum of several states; ignores NaN."""
+    return functools.reduce(cute.arch.fmax, [part[0] for part in parts])
 
 
 def read_state(states: cute.Tensor, place, count: int) -> tuple:
@@ -79,12 +86,19 @@ def join_warps(
     return join_states(states[None, None, row], warps, accurate)
 
 
+def cluster_states(cluster: int, warps: int) -> int:
+    """States for which a ``ClusterReduction`` needs room in a CTA's shared memory. warps: those of a CTA."""
+    return cluster + warps if cluster * warps >= MANY_STATES else cluster * warps
+
+
 @dataclass(frozen=True)
 class ClusterReduction:
-    """One reduction over all warps of a cluster's CTAs, through distributed shared memory.
+    """One reduction over all warps of a cluster's CTAs, through distributed shared memory. Where their states are many,
+    each CTA sends one, that of all its warps.
 
-    states: (STATE_WORDS, WARP of all CTAs) in shared memory. full: mbarrier that completes once every place of this CTA
-    is written. Call ``open`` first, and ``close`` when the CTA has its states; each once.
+    states: (STATE_WORDS, ``cluster_states``) in shared memory: those that arrive, then those of the CTA's own warps if
+    it joins them first. full: mbarrier that completes once every state has arrived. Call ``open`` first, and ``close``
+    when the CTA has its states; each once.
     """
 
     states: cute.Tensor
@@ -93,30 +107,55 @@ class ClusterReduction:
     warps: int
     accurate: bool
 
+    @property
+    def joins_first(self) -> bool:
+        """Whether each CTA joins its warps' states before it sends them."""
+        return self.cluster * self.warps >= MANY_STATES
+
+    @property
+    def arriving(self) -> int:
+        """States that arrive at a CTA."""
+        return self.cluster if self.joins_first else self.cluster * self.warps
+
     @cute.jit
     def open(self, thread):
         """Initialise the mbarrier and tell the cluster. Called by all threads."""
         if thread == 0:
             cute.arch.mbarrier_init(self.full, 1)
             cute.arch.mbarrier_init_fence()
-            cute.arch.mbarrier_arrive_and_expect_tx(self.full, self.cluster * self.warps * STATE_BYTES)
+            cute.arch.mbarrier_arrive_and_expect_tx(self.full, self.arriving * STATE_BYTES)
         cute.arch.cluster_arrive_relaxed()
 
     @cute.jit
     def close(self, state: tuple, warp) -> tuple:
-        """Send the calling warp's state to every CTA and wait for all others. Returns the state of the whole row.
+        """Send the calling warp's state, or the CTA's, to every CTA and wait for all others. Returns the state of the
+        whole row. Called by all threads.
 
         A CTA waits for all writes to its memory, so none can exit while a write is in flight.
         """
         cute.arch.cluster_wait()  # every CTA's mbarrier is initialised
+        rank = cute.arch.block_idx_in_cluster()
+        if cutlass.const_expr(self.joins_first):
+            layout = cute.make_layout((STATE_WORDS, self.warps))
+            own = cute.make_tensor(self.states.iterator + STATE_WORDS * self.cluster, layout)
+            if cute.arch.lane_idx() == 0:
+                own[0, warp], own[1, warp] = state
+            cute.arch.sync_threads()
+            if warp == 0:
+                self.send(join_states(own, self.warps, self.accurate), rank)
+        else:
+            self.send(state, rank * self.warps + warp)
+        cute.arch.mbarrier_wait(self.full, 0)
+        return join_states(self.states, self.arriving, self.accurate)
+
+    @cute.jit
+    def send(self, state: tuple, place):
+        """Write a state to its place in every CTA's shared memory."""
         lane = cute.arch.lane_idx()
-        place = cute.arch.block_idx_in_cluster() * self.warps + warp
         if lane < self.cluster:
             words = (Float32(state[0]).bitcast(Int32), Float32(state[1]).bitcast(Int32))
             target = (self.states.iterator + place * STATE_WORDS).align(STATE_BYTES)
             cute.arch.store_async_dsmem(target, words, self.full, lane)
-        cute.arch.mbarrier_wait(self.full, 0)
-        return join_states(self.states, self.cluster * self.warps, self.accurate)
 
 
 @cute.jit

@@ -16,7 +16,14 @@ from cutlass import Boolean, Float32, Int32, Int64
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
 from warpspec.softmax.host import SoftmaxHost
 from warpspec.softmax.online import exponential, exponentiate, largest, reference_of, scale
-from warpspec.softmax.reduction import STATE_WORDS, ClusterReduction, join_warps, warp_maximum, warp_sum
+from warpspec.softmax.reduction import (
+    STATE_WORDS,
+    ClusterReduction,
+    cluster_states,
+    join_warps,
+    warp_maximum,
+    warp_sum,
+)
 from warpspec.softmax.vectors import (
     PLAIN,
     TYPES,
@@ -124,9 +131,8 @@ class Rows(SoftmaxHost):
         smem = cutlass.memory.SmemAllocator()
         reduction, states = None, None
         if cutlass.const_expr(config.cluster > 1):
-            states = smem.allocate_tensor(
-                Float32, cute.make_layout((STATE_WORDS, config.cluster * config.warps)), byte_alignment=16
-            )
+            count = cluster_states(config.cluster, config.warps)
+            states = smem.allocate_tensor(Float32, cute.make_layout((STATE_WORDS, count)), byte_alignment=16)
             full = smem.allocate_array(Int64, 1)
             reduction = ClusterReduction(states, full, config.cluster, config.warps, accurate)
             reduction.open(thread)

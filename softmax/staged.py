@@ -29,6 +29,7 @@ from warpspec.softmax.online import (
 from warpspec.softmax.reduction import (
     STATE_WORDS,
     ClusterReduction,
+    cluster_states,
     join_row,
 )
 from warpspec.softmax.vectors import (
@@ -135,8 +136,8 @@ class Staged(SoftmaxHost):
         smem = cutlass.memory.SmemAllocator()
         staged = smem.allocate_tensor(Int32, cute.make_layout((WORDS, config.share)), byte_alignment=128)
         arrived = smem.allocate_array(Int64, config.copies)
-        warps = config.cluster * config.warps
-        states = smem.allocate_tensor(Float32, cute.make_layout((STATE_WORDS, warps)), byte_alignment=16)
+        count = cluster_states(config.cluster, config.warps)
+        states = smem.allocate_tensor(Float32, cute.make_layout((STATE_WORDS, count)), byte_alignment=16)
         reduction = None
         if cutlass.const_expr(config.cluster > 1):
             full = smem.allocate_array(Int64, 1)

@@ -15,7 +15,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
 from warpspec.softmax.host import SoftmaxHost
 from warpspec.softmax.online import absorb, exponential, scale, state_of
-from warpspec.softmax.reduction import STATE_WORDS, ClusterReduction, join_row
+from warpspec.softmax.reduction import STATE_WORDS, ClusterReduction, cluster_states, join_row
 from warpspec.softmax.vectors import (
     LAST,
     PLAIN,
@@ -65,9 +65,8 @@ class TwoPass(SoftmaxHost):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         smem = cutlass.memory.SmemAllocator()
-        states = smem.allocate_tensor(
-            Float32, cute.make_layout((STATE_WORDS, config.cluster * config.warps)), byte_alignment=16
-        )
+        count = cluster_states(config.cluster, config.warps)
+        states = smem.allocate_tensor(Float32, cute.make_layout((STATE_WORDS, count)), byte_alignment=16)
         reduction = None
         if cutlass.const_expr(config.cluster > 1):
             full = smem.allocate_array(Int64, 1)

@@ -12,12 +12,11 @@ from warpspec.common.hardware import (
     FP32_BYTES,
     MAX_CTAS_PER_SM,
     MAX_THREADS_PER_SM,
-    REGISTERS_PER_SM,
-    SM_PARTITIONS,
     SMEM_PER_SM,
     SMEM_RESERVED_PER_CTA,
     VECTOR_BYTES,
     WARP_THREADS,
+    ctas_by_registers,
 )
 from warpspec.softmax.problem import WIDTHS
 
@@ -122,9 +121,8 @@ class TopkConfig:
 
     @property
     def ctas_per_sm(self) -> int:
-        """CTAs whose registers must fit an SM; each SM partition has equally many warps."""
-        warps = REGISTERS_PER_SM // (self.registers * WARP_THREADS) // SM_PARTITIONS * SM_PARTITIONS
-        return warps // (self.threads // WARP_THREADS)
+        """CTAs whose registers must fit an SM."""
+        return ctas_by_registers(self.threads, self.registers)
 
     @property
     def room(self) -> int:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
-from warpspec.softmax.plan import CLUSTER_SMS
+from warpspec.softmax.cost import CLUSTER_SMS
 from warpspec.softmax.topk.config import (
     AGAIN_CLUSTER,
     HELD_ELEMENTS,

@@ -30,6 +30,7 @@ STRATEGIES = {
     "part of a warp": (lambda d, e, s: RowsConfig(d, 16, 8, 1, 2, e, 1, s), 0, 0, 21, 32),
     "warps": (lambda d, e, s: RowsConfig(d, 64, 2, 1, 5, e, 1, s), 0, 0, 3, 320),
     "cluster": (lambda d, e, s: RowsConfig(d, 64, 1, 4, 2, e, 1, s), 0, 0, 3, 512),
+    "cluster of many warps": (lambda d, e, s: RowsConfig(d, 384, 1, 8, 1, e, 1, s), 0, 0, 1, 3000),
     "staged": (lambda d, e, s: StagedConfig(d, 64, 1, 4, e, 1, s), 0, 0, 3, 256),
     "staged cluster": (lambda d, e, s: StagedConfig(d, 64, 2, 3, e, 4, s, copies=2), 0, 0, 3, 384),
     "two-pass": (lambda d, e, s: TwoPassConfig(d, 64, 1, e, s, 2), 0, 0, 2, 600),
