@@ -70,7 +70,7 @@ SLICE_HEADS = 4  # of a slice, at most
 SLICE_BYTES = 1.25  # reads of concurrent key tiles of a slice, in L2 sizes, at most
 SLICE_STEPS = 14  # of a key tile's slice of packed requests, on average, from which slices gain
 FEW_CTAS = 1.05  # key tiles, in SMs, up to which slices gain although all heads would fit L2
-FEW_HEADS = 2  # of such a slice
+FEW_HEADS = 2  # of such a slice; of one of packed requests, at least
 EVEN_SECTIONS = 1.5  # factor by which the number of sections may change so that all are equal
 COUNTED_ROUNDS = 16  # CTAs per SM from which the mean predicts the busiest SM's load
 
@@ -171,7 +171,7 @@ def slice_numbers(
     read SLICES_BEYOND_L2 times as much as L2 holds: then all numbers that leave a slice at most SLICE_HEADS heads and
     little more to read than L2 holds. With a window, key tiles go through the heads in step, and read one at a time.
 
-    steps: of each key tile. Slices of packed requests have at least SLICE_STEPS on average."""
+    steps: of each key tile. Slices of packed requests have at least SLICE_STEPS on average, and FEW_HEADS heads."""
     forward, packed = problem.forward, config.requests.packed_k
     group = forward.group
     if forward.window_left is not None and even(steps):
@@ -191,7 +191,7 @@ def slice_numbers(
         return [1]
     numbers = [n for n in range(2, group + 1) if group % n == 0 and group // n <= SLICE_HEADS]
     numbers = [n for n in numbers if together <= n * SLICE_BYTES * target.l2_bytes] or [group]
-    return [n for n in numbers if n <= most] or [1]
+    return [n for n in numbers if n <= most and (not packed or group // n >= FEW_HEADS)] or [1]
 
 
 def read_together(
