@@ -37,7 +37,7 @@ RECORD_WORDS = 24  # words of a tile's record (``device.record``), with spare on
 # with the same weight other than 1 all have the same rounding error, however small each weight is.
 RESCALE_THRESHOLD = 8.0
 EXACT_QUERIES = 8
-# Keys of a box where queries are few and see at most SMALL_WINDOW keys, at both ends of which a part of a KV tile is
+# Keys of a box where queries are few and see at most SMALL_WINDOW keys, at both ends of which some of a KV tile is
 # hidden. On an H200, 128 requests with windows of 128 keys in pages of 64, 32/8 heads of 128, take 0.90 of the time;
 # boxes of 16 are as good.
 BOX_KEYS, SMALL_WINDOW = 32, 256
@@ -109,7 +109,7 @@ class TileScheduler:
     """The assignment of tiles to CTAs, and the way in which a CTA's roles learn of their tiles.
 
     has_warp: a warp computes the CTA's tiles for all roles and writes them to ``record_count`` records
-    (``device.record``). sorts: packed query tiles, or parts, are taken from the queue longest first
+    (``device.record``). sorts: packed query tiles, or partitions, are taken from the queue longest first
     (``device.longest``).
     in_step: work that is cut by length is cut alike for all heads, and neighbouring CTAs take one chunk of different
     heads (``device.line``). adds_up: CTAs add up the states of a tile that is cut; otherwise a second launch joins
@@ -211,7 +211,7 @@ class AttentionKernel:
         assert not (self.requests.packed_q and self.logits.bias)
         assert not self.requests.page_size or takes_pages(self.requests.page_size)
         assert not (self.output.splits and self.scheduler.cuts_tiles)
-        assert not self.queues_parts or (self.scheduler.sorts and not self.requests.many_queries)
+        assert not self.queues_partitions or (self.scheduler.sorts and not self.requests.many_queries)
 
     @property
     def plain_kv(self) -> KvTile:
@@ -243,8 +243,8 @@ class AttentionKernel:
         return described or mask.has_ranges or mask.has_blocks or self.scheduler.from_queue
 
     @property
-    def queues_parts(self) -> bool:
-        """Whether CTAs take parts of the requests' keys, of one length, from a queue (``device.parts``)."""
+    def queues_partitions(self) -> bool:
+        """Whether CTAs take partitions of the requests' keys from a queue (``device.partitions``)."""
         return self.output.splits and self.scheduler.from_queue
 
     @property
@@ -313,9 +313,9 @@ class AttentionKernel:
         return self.codes.tile_bytes if self.converts else self.kv.bytes_of(ring)
 
 
-def parts_of(problem: AttentionProblem, *, rows_of_cta: int, pack: int, splits: bool) -> dict:
-    """The parts of a configuration that follow from the problem. rows_of_cta: query rows of an M tile. pack: heads that
-    share it. splits: as in ``Output.of``."""
+def common_fields(problem: AttentionProblem, *, rows_of_cta: int, pack: int, splits: bool) -> dict:
+    """The fields of a configuration that follow from the problem. rows_of_cta: query rows of an M tile. pack: heads
+    that share it. splits: as in ``Output.of``."""
     requests = problem.requests
     many = requests.packed_q and problem.seq_q > rows_of_cta // pack
     return {

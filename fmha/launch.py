@@ -101,14 +101,14 @@ class Prepared(NamedTuple):
         o, sink, starts = operands[PLACES.o], operands[PLACES.sink], operands[PLACES.cu_seqlens_q]
         results = (sink, o if starts is None else o[None], *operands[STATISTICS])
         blocks = self.workspace or partial_blocks(results[1].shape, self.plan.splits)
-        allocated, parts = allocate(blocks, o.device), list(operands)
+        allocated, arguments = allocate(blocks, o.device), list(operands)
         if self.schedule is LINE:
-            parts[PLACES.pieces], parts[PLACES.joins] = allocated
-            first = self.attention(*parts, *self.numbers)
+            arguments[PLACES.pieces], arguments[PLACES.joins] = allocated
+            first = self.attention(*arguments, *self.numbers)
             return joined(first, self.combine(*allocated, *results))
-        parts[PLACES.o], parts[PLACES.row_max], parts[PLACES.row_sum] = allocated
-        parts[PLACES.sink] = parts[PLACES.lse] = None
-        return joined(self.attend(parts), self.combine(*allocated, *results, starts))
+        arguments[PLACES.o], arguments[PLACES.row_max], arguments[PLACES.row_sum] = allocated
+        arguments[PLACES.sink] = arguments[PLACES.lse] = None
+        return joined(self.attend(arguments), self.combine(*allocated, *results, starts))
 
     def attend(self, operands: Sequence):
         """Launch the attention kernel, with counters if its CTAs share some, and with room for the states of pieces if
@@ -194,7 +194,7 @@ def second_kernel(problem: AttentionProblem, config, splits: int) -> tuple[Kerne
 
 
 def combine_config(problem: AttentionProblem, splits: int) -> CombineConfig:
-    """The combine kernel of a problem whose keys are split into this many parts."""
+    """The combine kernel of a problem whose keys are split this many times."""
     sizes = problem.heads
     return CombineConfig.of(
         sizes.v_state,

@@ -23,9 +23,9 @@ from warpspec.fmha.mask import key_range
 
 SORTED_REQUESTS = 128  # most packed requests whose query tiles are sorted by length (``device.longest``)
 SORTED_TILES = 2**16 - 1  # most query tiles of a request that are
-# Least KV tiles of a part (``device.parts``), for calls whose keys are far fewer than the host had to expect: otherwise
-# each KV tile would have a start, an end and a state of its own.
-LEAST_PART = 2
+# Least KV tiles of a partition (``device.partitions``), for calls whose keys are far fewer than the host had to expect:
+# otherwise each KV tile would have a start, an end and a state of its own.
+LEAST_PARTITION = 2
 
 
 def extent(divisor):
@@ -44,8 +44,8 @@ def sorts_tiles(problem) -> bool:
     return sortable(problem) and problem.batch <= SORTED_REQUESTS
 
 
-def cuts_parts(problem) -> bool:
-    """Whether a problem's keys may be cut into parts of one length that CTAs take from a queue (``device.parts``), if
+def cuts_partitions(problem) -> bool:
+    """Whether a problem's keys may be cut into partitions that CTAs take from a queue (``device.partitions``), if
     its requests have one query tile each."""
     requests, mask = problem.requests, problem.mask
     unknown = requests.packed_q or requests.packed_k or requests.has_kv_lengths
@@ -154,15 +154,15 @@ class KeySpan(KvTiles):
         row's newest keys, where its maximum often lies, come first and later rescales are rare."""
         return self.begin + self.count - 1 - step
 
-    def part(self, split, splits):
-        """The span of one of ``splits`` contiguous parts of its KV tiles; a part may have none."""
-        first, count = split_part(split, splits, self.count)
+    def split(self, split, splits):
+        """The span of one of ``splits`` contiguous ranges of its KV tiles; a range may be empty."""
+        first, count = split_range(split, splits, self.count)
         return replace(self, begin=self.begin + first, count=count)
 
-    def part_of_size(self, number, size, minimum=min, maximum=max) -> KeySpan:
-        """The span of one of its parts of ``size`` KV tiles; the first part may have fewer."""
-        parts = maximum((self.count + size - 1) // size, 1)
-        end = self.count - (parts - 1 - number) * size
+    def partition_of_size(self, number, size, minimum=min, maximum=max) -> KeySpan:
+        """The span of one of its partitions of ``size`` KV tiles; the first may have fewer."""
+        partitions = maximum((self.count + size - 1) // size, 1)
+        end = self.count - (partitions - 1 - number) * size
         first = maximum(end - size, 0)
         return replace(self, begin=self.begin + first, count=end - first)
 
@@ -210,8 +210,8 @@ def place_in_round(round_, cta, ctas):
     return even * cta + (1 - even) * (ctas - 1 - cta)
 
 
-def split_part(split, splits, tiles):
-    """(first, count): the part of ``tiles`` KV tiles that a split covers. Parts are contiguous, differ by at
+def split_range(split, splits, tiles):
+    """(first, count): the range of ``tiles`` KV tiles that a split covers. Ranges are contiguous, differ by at
     most one tile, and cover all; with fewer tiles than splits, some are empty.
 
     splits * tiles must be within int32.

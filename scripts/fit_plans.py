@@ -104,7 +104,7 @@ class Data:
                     t = Tiling(consumers // parts, 64, parts, tile_n, stages, per_sm, pack, skips)
                     way = Way[schedule]
                     if splits > 1:
-                        way = Way.PARTS if schedule == "QUEUE" else Way.SPLIT
+                        way = Way.PARTITIONS if schedule == "QUEUE" else Way.SPLIT
                     if schedule == "PERSISTENT" and splits == 1 and ctas in (1, MANY_CTAS):
                         way = Way.SINGLE
                     self.row.append(index)

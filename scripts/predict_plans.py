@@ -145,7 +145,7 @@ def plan_named(name: str, problem: AttentionProblem, target: Target) -> Plan | N
     schedule, splits, single = wanted[5], wanted[6], wanted[7] in (1, fit_plans.MANY_CTAS)
     way = Way.SINGLE if single else Way[schedule]
     if splits > 1:
-        way = Way.PARTS if schedule == "QUEUE" else Way.SPLIT
+        way = Way.PARTITIONS if schedule == "QUEUE" else Way.SPLIT
     choices = ATTENTION.of(target.architecture).CHOICES
     for shape, tiling in choices.tilings(problem):
         if way not in choices.ways(problem, shape):

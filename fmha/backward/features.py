@@ -226,7 +226,7 @@ class BackwardKernel:
         return self.heads.qk
 
     @property
-    def column_parts(self) -> int:
+    def column_groups(self) -> int:
         """CTAs that share a key tile, each with some columns."""
         return self.heads.qk // self.width
 
@@ -313,7 +313,7 @@ class BackwardKernel:
         return memory.smem_bytes(self.smem_regions)
 
 
-def parts_of(problem: BackwardProblem) -> dict:
+def common_fields(problem: BackwardProblem) -> dict:
     """The fields of ``BackwardKernel`` that follow from the problem. K and V are loaded separately even if they are one
     tensor."""
     forward, wanted = problem.forward, Wanted.of(problem)

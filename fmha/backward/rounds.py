@@ -18,7 +18,7 @@ PIECES = (2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 20, 24, 32)  # of the longest 
 LAST_PIECES, SECTIONS = (2, 3, 4, 6, 8, 12), (1, 2, 3, 4, 6)  # if only the last sections are cut
 MOST_CTAS = 32  # for each SM: with more, little is left to gain
 MOST_PIECES = 16  # CTAs for each SM, if all rows are cut
-LEAST_GAIN = 0.02  # part of the time that cutting tiles must save
+LEAST_GAIN = 0.02  # fraction of the time that cutting tiles must save
 
 
 class Costs(NamedTuple):

@@ -57,10 +57,10 @@ ORDERED_COST = 2.0  # what a piece of packed requests costs with a fixed order, 
 DEALT_BYTES_US = 5e6  # the same in a simulation, which does not count waiting for the last CTAs twice
 
 MOST_PIECES = 32
-LAST_WAIT = 0.15  # part of the longest CTA's time for which an SM waits in the end, where there are more CTAs
-LEAST_GAIN = 0.03  # part of the time that cutting tiles must save
+LAST_WAIT = 0.15  # fraction of the longest CTA's time that an SM waits in the end, where CTAs are more
+LEAST_GAIN = 0.03  # fraction of the time that cutting tiles must save
 ROUNDS = 0.6  # CTAs of a section for each SM, about, at least
-L2_SHARE = 0.8  # part of the L2 for what a section reads and adds to
+L2_SHARE = 0.8  # fraction of the L2 for what a section reads and adds to
 BEYOND_L2 = 1.9  # reads of concurrent key tiles, in L2 sizes, from which heads_inside gains
 SLICES_BEYOND_L2 = 2.05  # the same of slices
 EVEN = 0.85  # mean over maximum of key tiles' steps, from which they count as equal
@@ -126,7 +126,7 @@ def is_dealt(problem: BackwardProblem, config: BackwardKernel, target: Target) -
     """Whether the order is chosen by simulation (``rounds``): the host knows all key tiles, may cut them, and they are
     not too many."""
     tiles, rows = tile_steps(problem, config), problem.forward.heads_kv * problem.forward.batch
-    few = len(tiles) * rows <= rounds.MOST_CTAS * target.sm_count // config.column_parts
+    few = len(tiles) * rows <= rounds.MOST_CTAS * target.sm_count // config.column_groups
     wanted = config.wanted.k or config.wanted.v
     return bool(config.alike and few and wanted and any(tiles) and not is_uncut(problem, config))
 
@@ -140,7 +140,7 @@ def is_uncut(problem: BackwardProblem, config: BackwardKernel) -> bool:
 
 def side_by_side(config: BackwardKernel, target: Target) -> int:
     """CTAs that a target runs at a time, where those that share a key tile count as one."""
-    return max(target.sm_count // config.column_parts, 1)
+    return max(target.sm_count // config.column_groups, 1)
 
 
 def deal(problem: BackwardProblem, config: BackwardKernel, steps: Sequence[int], target: Target) -> Order:
@@ -180,8 +180,8 @@ def slice_numbers(
         return [1]
     most, rows = group, forward.heads_kv * (1 if packed else forward.batch)
     if packed:
-        part = min(forward.least_q / (forward.batch * max(forward.seq_q, 1)), 1.0)  # of the longest's length
-        most = int(part * sum(steps) / max(len(steps), 1) / SLICE_STEPS)
+        fraction = min(forward.least_q / (forward.batch * max(forward.seq_q, 1)), 1.0)
+        most = int(fraction * sum(steps) / max(len(steps), 1) / SLICE_STEPS)
     few = group // FEW_HEADS
     fewer = rows * ctas_of(problem, config, steps, 1) <= FEW_CTAS * target.sm_count
     if fewer and group % FEW_HEADS == 0 and few <= most:
@@ -378,8 +378,10 @@ def cuts_packed(
     """Whether to let the device cut, supposing that all requests but the longest are equal."""
     forward = problem.forward
     others = max(forward.batch - 1, 1)
-    part = min(max(forward.least_q / forward.seq_q - 1, 0.0) / others, 1.0)  # of the longest one's length
-    shorter = [min(each, round(part * steps[0])) for each in sorted(steps)[: round(part * len(steps))]]
+    fraction = min(max(forward.least_q / forward.seq_q - 1, 0.0) / others, 1.0)  # of the longest one's
+    shorter = [
+        min(each, round(fraction * steps[0])) for each in sorted(steps)[: round(fraction * len(steps))]
+    ]
     return may_cut(piece_length(problem, config, target), [*steps, *shorter * (forward.batch - 1)])
 
 

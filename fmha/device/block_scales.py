@@ -41,8 +41,8 @@ def load_scales(
     target, keys = tile_scales(config, base, ring, full.stage(use)), config.kv.page_keys
     for first in cutlass.range_constexpr(0, config.tile_n, WARP_THREADS):
         key = first + cute.arch.lane_idx()
-        part, page = places[key // keys if config.kv.pages > 1 else 0]
-        row = part * keys + key % keys
+        box, page = places[key // keys if config.kv.pages > 1 else 0]
+        row = box * keys + key % keys
         if cutlass.const_expr(config.requests.packed_k):
             row = row + tile.first_key
         exists = Boolean(row < blocks.shape[1]) & Boolean(page >= 0) & Boolean(page < blocks.shape[0])

@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from warpspec.fmha.block_mask import WORD_BITS
-from warpspec.fmha.schedule import KvTiles, split_part
+from warpspec.fmha.schedule import KvTiles, split_range
 
 
 class Visit(NamedTuple):
@@ -78,9 +78,9 @@ class BlockSpan(KvTiles):
         """Word of a row's pattern with which the step-th visit's tile begins."""
         return (self.begin + step) % self.tiles * (tile_keys // WORD_BITS)
 
-    def part(self, split, splits) -> BlockSpan:
-        """The span of one of ``splits`` contiguous parts of its KV tiles; a part may have none."""
-        first, count = split_part(split, splits, self.count)
+    def split(self, split, splits) -> BlockSpan:
+        """The span of one of ``splits`` contiguous ranges of its KV tiles; a range may be empty."""
+        first, count = split_range(split, splits, self.count)
         return replace(self, begin=self.begin + first, count=count)
 
     def needs_mask(self, step, tile_keys: int):

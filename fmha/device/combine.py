@@ -21,7 +21,7 @@ from warpspec.common.logarithms import LN_2, LOG2_E
 from warpspec.fmha.combine import BATCH, THREADS, VECTOR, CombineConfig, CombineOperands
 from warpspec.fmha.device.results import sink_of
 
-SMEM_CARVEOUT_PERCENT = 25  # part of an SM's L1 used as shared memory: the sums of eight CTAs
+SMEM_CARVEOUT_PERCENT = 25  # percent of an SM's L1 used as shared memory: the sums of eight CTAs
 CTAS_PER_SM = 4  # at least: only further threads hide the latency of loads
 
 

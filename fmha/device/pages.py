@@ -58,7 +58,7 @@ def kv_page(config, operands, tile, kv_tile) -> Int32:
 
 
 def kv_places(config, operands, tile, kv_tile, page=None):
-    """The source of each of a KV tile's boxes, by page of the tile: (tile, batch), or (part of the page, page).
+    """The source of each of a KV tile's boxes, by page of the tile: (tile, batch), or (box of the page, page).
 
     A box holds ``config.kv.page_keys`` keys, which lie in one page; without pages, a tile of several boxes counts as
     one batch row. page: ``kv_page``; None: it is read here, before the wait for the stage, which hides its latency.
@@ -70,21 +70,21 @@ def kv_places(config, operands, tile, kv_tile, page=None):
     if not page_size:
         return PagesByLane(source_or_none(config, tile, key, tile.keys_batch), key // kv.page_keys)
     page = kv_page(config, operands, tile, kv_tile) if page is None else page
-    page, part = source_or_none(config, tile, key, page), key % page_size // kv.page_keys
+    page, box = source_or_none(config, tile, key, page), key % page_size // kv.page_keys
     if kv.pages == 1:
-        return ((part, page),)
-    return PagesByLane(page, None if kv.page_keys == page_size else part)
+        return ((box, page),)
+    return PagesByLane(page, None if kv.page_keys == page_size else box)
 
 
 @dataclass(frozen=True)
 class PagesByLane:
     """Places of a tile's boxes: each lane of the load warp holds one page number or batch row, so that all take one
-    register and one load. part: the part of the page or batch row, likewise; None if boxes are whole pages."""
+    register and one load. box: the number of the page's or batch row's box, likewise; None if boxes are whole pages."""
 
     page: Int32
-    part: Int32 | None = None
+    box: Int32 | None = None
 
     def __getitem__(self, index):
-        """The index-th box's (part of the page, page). Called by a whole warp."""
-        part = 0 if self.part is None else cute.arch.shuffle_sync(self.part, index)
-        return part, cute.arch.shuffle_sync(self.page, index)
+        """The index-th box's (box of the page, page). Called by a whole warp."""
+        box = 0 if self.box is None else cute.arch.shuffle_sync(self.box, index)
+        return box, cute.arch.shuffle_sync(self.page, index)

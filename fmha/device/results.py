@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32
 
 from warpspec.common.logarithms import LN_2
-from warpspec.fmha.device.parts import write_unused
+from warpspec.fmha.device.partitions import write_unused
 from warpspec.fmha.device.softmax import less_product, log_sum, sink_term
 
 
@@ -43,7 +43,7 @@ def statistics(
         if writes:
             operands.row_max[index] = maximum
             operands.row_sum[index] = total
-            if cutlass.const_expr(config.queues_parts):
+            if cutlass.const_expr(config.queues_partitions):
                 write_unused(config, tile, index[1:], operands)
     if cutlass.const_expr(config.output.has_lse):  # noqa: SIM102  (a run-time condition in a compile-time one)
         if writes:

@@ -218,7 +218,7 @@ class RowDrafts:
             word = drop_lowest(word, cutlass.max(depth_of(word) - tile.bounds["left"], 0))
         return drafts_between(word, tile.start, 0, tile.span.end).counted_from(key)
 
-    def of_part(self) -> Drafts:
+    def of_span(self) -> Drafts:
         """The drafts whose keys lie in the tile's KV tiles."""
         tile, drafts = self.tile, self.read()
         begin = tile.span.begin * tile.config.tile_n
@@ -281,7 +281,7 @@ def tile_at(config: AttentionKernel, operands, grid, window, index, section=None
         request, query_tile = packed_tile(config, operands, query_tile, extent(grid.query_tiles), order)
     tile = tile_of(config, operands, grid.group, window, query_tile, head_tile, kv_head, request)
     if cutlass.const_expr(config.output.splits):
-        tile = replace(tile, split=split, span=tile.span.part(split, extent(grid.splits)))
+        tile = replace(tile, split=split, span=tile.span.split(split, extent(grid.splits)))
     return tile
 
 

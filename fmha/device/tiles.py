@@ -10,7 +10,7 @@ from warpspec.fmha.device.ahead import prefetch_small, wait_for_launch
 from warpspec.fmha.device.grid import index_of, rounds
 from warpspec.fmha.device.line import chunk_at
 from warpspec.fmha.device.longest import order_of
-from warpspec.fmha.device.parts import part_at, parts_of
+from warpspec.fmha.device.partitions import partition_at, partitions_of
 from warpspec.fmha.device.queue import take
 from warpspec.fmha.device.record import Scheduler, read_tile, wait_tile, write_busy_tile, write_end
 from warpspec.fmha.device.tile import tile_at
@@ -89,17 +89,17 @@ def each_found(config: cutlass.Constexpr, operands, where, body: cutlass.Constex
                     uses = body(role, tile, uses)
                     head, query_tile = chunk.next(head, query_tile, tile)
     elif cutlass.const_expr(config.scheduler.from_queue):
-        grid, tiles, order, parts = where.grid, where.tiles, None, None
-        if cutlass.const_expr(config.queues_parts):
-            parts = parts_of(config, operands, where, role.records.order)
-            tiles = parts.count
+        grid, tiles, order, partitions = where.grid, where.tiles, None, None
+        if cutlass.const_expr(config.queues_partitions):
+            partitions = partitions_of(config, operands, where, role.records.order)
+            tiles = partitions.count
         elif cutlass.const_expr(config.scheduler.sorts):
             order = order_of(config, operands, role.records.order)
             grid, tiles = order.grid(grid, tiles, operands)
         number, _, _ = cute.arch.block_idx()
         while number < tiles:
-            if cutlass.const_expr(config.queues_parts):
-                tile = part_at(config, operands, where, parts, number)
+            if cutlass.const_expr(config.queues_partitions):
+                tile = partition_at(config, operands, where, partitions, number)
             else:
                 tile = tile_at(config, operands, grid, where.window, number, where.section, order)
             uses = body(role, tile, uses)

@@ -33,13 +33,13 @@ CHAINS = 4  # independent sums: an addition takes four clocks, and a warp may be
 class RowColumns(NamedTuple):
     """A thread's columns of its row of O, as vectors of neighbouring columns.
 
-    registers: for each vector, which of the thread's values it is. numbers: for each vector, its number in its part of
-    the row, counted in vectors. part: a function from a row (D) to the part in which the numbers count.
+    registers: for each vector, which of the thread's values it is. numbers: for each vector, its number among its
+    columns of the row, counted in vectors. own: a function from a row (D) to the columns in which the numbers count.
     """
 
     registers: Sequence[Sequence[int]]
     numbers: Sequence
-    part: Callable
+    own: Callable
 
 
 @cute.jit
@@ -98,7 +98,7 @@ class RowSum:
         other. drafts: the row's in a tree, or None."""
         row, end, drafts = self.row, self.row.end, None
         if row.drafts is not None:
-            drafts = row.drafts.of_part()
+            drafts = row.drafts.of_span()
             end = drafts.end_after(end)
         if row.blocks is not None:
             return Int32(0), row.blocks.span.count * self.config.tile_n, drafts
@@ -146,7 +146,7 @@ def recompute(row_sum, values: cute.Tensor, columns: cutlass.Constexpr):
     keys = row_sum.range()
     size = -(-len(vectors) // config.recompute_passes)
     for start in cutlass.range_constexpr(0, len(vectors), size):
-        add_keys(row_sum, values, q, keys, vectors[start : start + size], columns.part)
+        add_keys(row_sum, values, q, keys, vectors[start : start + size], columns.own)
 
 
 @cute.jit
@@ -156,17 +156,17 @@ def add_keys(
     q: cute.Tensor,
     keys: cutlass.Constexpr,
     vectors: cutlass.Constexpr,
-    part: cutlass.Constexpr,
+    own: cutlass.Constexpr,
 ):
     """``recompute`` for some of the values, which start at 0. keys: ``RowSum.range``'s. vectors: (registers, number) of
-    each. part: ``RowColumns``'s."""
+    each. own: ``RowColumns``'s."""
     config, (first, end, drafts) = row_sum.config, keys
     for number in cutlass.range(first, end, unroll=1):
         key, where, seen = row_sum.key_at(number, drafts)
         weight, seen = row_sum.weight_of(q, key, where, seen)
         v = of_kv(config, row_sum.operands, "v", where, row_sum.place.kv_head)
         if cutlass.const_expr(config.format.kv_format is None):
-            v = part(v)
+            v = own(v)
         if seen:
             accumulate(config, values, weight, v, vectors)
 

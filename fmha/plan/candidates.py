@@ -21,7 +21,7 @@ from warpspec.fmha.tree import MOST_DRAFTS
 # Rounds of all CTAs that the splits of a candidate fill; and the most rounds of whole tiles for which
 # keys are split at all.
 SPLIT_ROUNDS, MOST_ROUNDS = (0.5, 0.75, 1.0, 1.5, 2.0, 3.0), 2
-PART_ROUNDS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0)  # the same of parts, of which short requests have fewer
+PARTITION_ROUNDS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0)  # of partitions: short requests have fewer
 QUEUE_ROUNDS = 2  # rounds of tiles above which a queue balances packed tiles that are not sorted by length
 FEW_ROUNDS = 4  # rounds of tiles up to which ways without a queue may be best
 
@@ -59,10 +59,10 @@ def candidates(choices: Choices, problem: AttentionProblem, target: Target) -> I
         for way in ways:
             if tuned is not None and way is not (Way.SPLIT if tuned > 1 else ways[0]):
                 continue
-            if way is Way.PARTS and not parts_fit(problem, tiling):
+            if way is Way.PARTITIONS and not partitions_fit(problem, tiling):
                 continue
-            if way in (Way.SPLIT, Way.PARTS):
-                rounds = SPLIT_ROUNDS if way is Way.SPLIT else PART_ROUNDS
+            if way in (Way.SPLIT, Way.PARTITIONS):
+                rounds = SPLIT_ROUNDS if way is Way.SPLIT else PARTITION_ROUNDS
                 counts = (
                     split_counts(tiles, most_tiles(problem, tiling), resident, rounds)
                     if tuned is None
@@ -129,9 +129,9 @@ def measured_splits(
     )
 
 
-def parts_fit(problem: AttentionProblem, tiling: Tiling) -> bool:
-    """Whether keys can be cut into parts: requests have one query tile each, as far as the host knows, and no more than
-    ``device.parts`` can count if they have others."""
+def partitions_fit(problem: AttentionProblem, tiling: Tiling) -> bool:
+    """Whether keys can be cut into partitions: requests have one query tile each, as far as the host knows, and no more
+    than ``device.partitions`` can count if they have others."""
     most = 2 * problem.least_q // tiling.queries if problem.requests.packed_q else 0
     return problem.seq_q <= tiling.queries and most < SORTED_TILES
 

@@ -27,7 +27,7 @@ from warpspec.fmha.combine import SEGMENT, VECTOR
 from warpspec.fmha.join import BATCH, THREADS, TILE_CTAS
 from warpspec.fmha.line import LEAST_TILES, PAIR_OVERHEAD, TILE_OVERHEAD
 from warpspec.fmha.plan.work import Tiling, Work
-from warpspec.fmha.schedule import LEAST_PART
+from warpspec.fmha.schedule import LEAST_PARTITION
 
 CLOCKS_PER_US = 1755.0  # SM clock, in MHz, that constants in clocks assume
 MMA_FLOPS = 4096  # bf16 FLOPs per clock and SM
@@ -47,7 +47,7 @@ class Way(enum.Enum):
     QUEUE = "from a queue, one after another"
     LINE = "a chunk of the line of all, cut by length; a second launch or the CTAs themselves join pieces"
     SPLIT = "one of every round, for each split of the keys, which a second launch combines"
-    PARTS = "from a queue, parts of the keys of one length, which a second launch combines"
+    PARTITIONS = "from a queue, partitions of the keys, of one length, which a second launch combines"
 
 
 def join_rounds(t: Tiling, w: Work, pieces, ops: Arithmetic):
@@ -83,8 +83,8 @@ class Constants:
         tile, tile_row, pack_ends: start and end take ``tile`` clocks, plus tile_row for each element of the tile's
             rows; both times pack_ends if several heads share a query tile.
         hidden: each further CTA on the SM lengthens start and end by this share.
-        single_ends, queue_ends, parts_ends: factor of start and end if each CTA has one tile (SINGLE), or takes tiles
-            (QUEUE) or parts (PARTS) from a queue, which overlaps them with those before and after.
+        single_ends, queue_ends, partition_ends: factor of start and end if each CTA has one tile (SINGLE), or takes
+            tiles (QUEUE) or partitions (PARTITIONS) from a queue, which overlaps them with those before and after.
         idle: clocks of a query tile without a query.
         queue: clocks that taking a tile from the queue costs.
     The busiest CTA:
@@ -106,9 +106,9 @@ class Constants:
         line: factor of the whole time of a launch by LINE.
         combine, combine_bytes: microseconds of the launch that combines split keys, and bytes of states that are
             written and read again per microsecond.
-        parts_scan: microseconds of cutting parts of one length.
-        parts_rest, parts_last: the shares of a part's time, and of its start and end, by which the busiest CTA exceeds
-            the mean.
+        partition_scan: microseconds of cutting partitions.
+        partition_rest, partition_last: the shares of a partition's time, and of its start and end, by which the busiest
+            CTA exceeds the mean.
         combine_round, combine_splits: microseconds of each round of loads, which covers combine_splits splits. Extra
             rounds of a join take combine_round, too.
     """
@@ -161,10 +161,10 @@ class Constants:
     idle: float = 3572.0
     line: float = 1.077
     add: float = 2.0
-    parts_scan: float = 2.0
-    parts_rest: float = 0.15
-    parts_last: float = 0.5
-    parts_ends: float = 0.6
+    partition_scan: float = 2.0
+    partition_rest: float = 0.15
+    partition_last: float = 0.5
+    partition_ends: float = 0.6
 
 
 class TileTime(NamedTuple):
@@ -234,14 +234,15 @@ NUMBERS = Arithmetic(max, min, math.ceil, either)
 class Shares(NamedTuple):
     """How a launch's KV tiles are handed out to CTAs.
 
-    resident: CTAs that run at once. parts: query tiles, or their splits or parts. parts_of: of a query tile. ctas: CTAs
-    that run on an SM. size: most KV tiles of a part (``Way.PARTS``). overhead, length, chunks: KV tiles that a query
-    tile's ends count as, KV tiles of the whole line with these, and CTAs that take a chunk of it (``Way.LINE``).
+    resident: CTAs that run at once. items: query tiles, or their splits or partitions. items_of: of a query tile. ctas:
+    CTAs that run on an SM. size: most KV tiles of a partition (``Way.PARTITIONS``). overhead, length, chunks: KV tiles
+    that a query tile's ends count as, KV tiles of the whole line with these, and CTAs that take a chunk of it
+    (``Way.LINE``).
     """
 
     resident: float
-    parts: float
-    parts_of: float
+    items: float
+    items_of: float
     ctas: float
     size: float = 0.0
     overhead: float = 0.0
@@ -252,28 +253,28 @@ class Shares(NamedTuple):
 def shares(w: Work, t: Tiling, way: Way, splits, sms: int, ops: Arithmetic) -> Shares:
     """The ``Shares`` of a launch on ``sms`` SMs."""
     maximum, minimum, ceil, _ = ops
-    resident, parts, parts_of = sms * t.ctas_per_sm, w.tiles * splits, 1
+    resident, items, items_of = sms * t.ctas_per_sm, w.tiles * splits, 1
     if way is Way.LINE:
         overhead = TILE_OVERHEAD + (PAIR_OVERHEAD - TILE_OVERHEAD) * minimum(t.column_parts - 1, 1)
         length = w.kv + overhead * w.tiles
         chunks = maximum(minimum(length / LEAST_TILES, resident), 1.0)
         ctas = maximum(minimum(t.ctas_per_sm, chunks / sms), 1.0)
-        return Shares(resident, parts, parts_of, ctas, 0.0, overhead, length, chunks)
+        return Shares(resident, items, items_of, ctas, 0.0, overhead, length, chunks)
     size = 0.0
     if way is Way.SPLIT:
-        parts_of = splits
-    elif way is Way.PARTS:
-        size = maximum(ceil(w.longest / splits), LEAST_PART)
-        parts = minimum(w.kv / size + 0.5 * w.tiles, parts)
-        parts_of = parts / maximum(w.tiles, 1)
-    ctas = maximum(minimum(t.ctas_per_sm, parts / sms), 1.0)
-    return Shares(resident, parts, parts_of, ctas, size)
+        items_of = splits
+    elif way is Way.PARTITIONS:
+        size = maximum(ceil(w.longest / splits), LEAST_PARTITION)
+        items = minimum(w.kv / size + 0.5 * w.tiles, items)
+        items_of = items / maximum(w.tiles, 1)
+    ctas = maximum(minimum(t.ctas_per_sm, items / sms), 1.0)
+    return Shares(resident, items, items_of, ctas, size)
 
 
 def step_of(w: Work, t: Tiling, tile: TileTime, target, c: Constants, ops: Arithmetic) -> Callable:
     """A function that returns the clocks of a KV tile, by how many CTAs run beside its own."""
     maximum, p, warpgroups = ops.maximum, c.power, t.row_groups * t.column_parts
-    fresh = ops.minimum(w.bytes / (w.kv * tile.bytes), 1.0)  # part of the loads that come from memory
+    fresh = ops.minimum(w.bytes / (w.kv * tile.bytes), 1.0)  # fraction of the loads that come from memory
     memory_rate = c.memory * target.speeds.copy * 1e6  # bytes a microsecond
     rest = tile.fixed + (w.boxes * w.tensors * c.box) ** p
     load = fresh * tile.bytes
@@ -299,8 +300,8 @@ def busy_step(w: Work, t: Tiling, way: Way, step: Callable, share: Shares, sms: 
         return whole * step(*beside) + (1 - whole) * step(*beside, least)
     most = share.ctas
     if way is Way.SPLIT:
-        most = maximum(minimum(t.ctas_per_sm, share.parts / (sms * SPREAD)), 1.0)
-    beside = ceil(most - CROWDED), minimum(share.parts, share.resident)
+        most = maximum(minimum(t.ctas_per_sm, share.items / (sms * SPREAD)), 1.0)
+    beside = ceil(most - CROWDED), minimum(share.items, share.resident)
     full = step(*beside)
     if ops is not NUMBERS or (t.skips and t.row_groups > 1):
         full = full + t.skips * (1 - whole) * (step(*beside, least) - full)
@@ -309,7 +310,8 @@ def busy_step(w: Work, t: Tiling, way: Way, step: Callable, share: Shares, sms: 
 
 class Clocks(NamedTuple):
     """Clocks that the tiles of a launch take. full, alone: a KV tile while all CTAs are at work, and while few are.
-    ends, each: the ends of a part and all of it, on average. total: all parts. average: KV tiles of a part, no clocks.
+    ends, each: the ends of an item and all of it, on average. total: all items. average: KV tiles of an item, no
+    clocks.
     """
 
     full: float
@@ -320,24 +322,26 @@ class Clocks(NamedTuple):
     average: float
 
 
-def busy_in_parts(w: Work, share: Shares, k: Clocks, c: Constants, ops: Arithmetic):
-    """Clocks of the busiest CTA if parts of one length come from a queue."""
-    busy = (k.total + share.parts * c.queue) / ops.minimum(share.resident, share.parts)
+def busy_in_partitions(w: Work, share: Shares, k: Clocks, c: Constants, ops: Arithmetic):
+    """Clocks of the busiest CTA if partitions come from a queue."""
+    busy = (k.total + share.items * c.queue) / ops.minimum(share.resident, share.items)
     few = ops.maximum(share.size - k.average, 0) * k.alone
-    return busy + ops.where(share.parts <= share.resident, few, c.parts_rest * k.each + c.parts_last * k.ends)
+    return busy + ops.where(
+        share.items <= share.resident, few, c.partition_rest * k.each + c.partition_last * k.ends
+    )
 
 
 def busy_in_rounds(w: Work, way: Way, splits, share: Shares, k: Clocks, c: Constants, ops: Arithmetic):
     """Clocks of the busiest CTA if CTAs take whole query tiles or splits, one of every round or as they come free."""
     maximum, minimum, ceil, where = ops
-    total = k.total + share.parts * c.queue if way is Way.QUEUE else k.total
-    mean = total / minimum(share.resident, share.parts)
-    longest, spread = ceil(w.longest / splits) if way is Way.SPLIT else w.longest, w.spread / share.parts_of
+    total = k.total + share.items * c.queue if way is Way.QUEUE else k.total
+    mean = total / minimum(share.resident, share.items)
+    longest, spread = ceil(w.longest / splits) if way is Way.SPLIT else w.longest, w.spread / share.items_of
     one = maximum(longest - k.average, 0) * k.alone  # by which the longest tile exceeds the mean one
-    short = minimum(w.shortest / share.parts_of * k.full + k.ends, k.each)
-    launched = share.parts + w.idle * splits if way in (Way.PERSISTENT, Way.SPLIT) else share.parts
+    short = minimum(w.shortest / share.items_of * k.full + k.ends, k.each)
+    launched = share.items + w.idle * splits if way in (Way.PERSISTENT, Way.SPLIT) else share.items
     rounds = ceil(launched / share.resident)
-    left = rounds - share.parts / share.resident  # share of the last round that is idle
+    left = rounds - share.items / share.resident  # share of the last round that is idle
     if way in (Way.PERSISTENT, Way.SPLIT):
         # 1 if the tiles' order says nothing about their lengths, 0 if it sorts them.
         mixed = minimum(UNSORTED * spread / maximum(k.average, 0.1), 1.0)
@@ -352,8 +356,8 @@ def busy_in_rounds(w: Work, way: Way, splits, share: Shares, k: Clocks, c: Const
 
 
 def combining(w: Work, splits, share: Shares, c: Constants, ops: Arithmetic):
-    """Microseconds of the second launch that combines splits or parts."""
-    states = share.parts / ops.maximum(w.tiles, 1) + splits  # written, and read
+    """Microseconds of the second launch that combines splits or partitions."""
+    states = share.items / ops.maximum(w.tiles, 1) + splits  # written, and read
     found = c.combine + states * w.rows * w.depth * FP32_BYTES / c.combine_bytes
     return found + c.combine_round * ops.ceil(splits / c.combine_splits)
 
@@ -386,26 +390,28 @@ def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=
     sms, share = target.sm_count, shares(w, t, way, splits, target.sm_count, ops)
     step = step_of(w, t, tile, target, c, ops)
     full = busy_step(w, t, way, step, share, sms, ops)
-    alone = step(1.0, 0.5 * ops.minimum(share.parts, sms))
+    alone = step(1.0, 0.5 * ops.minimum(share.items, sms))
     mask = tile.mask * ops.maximum(t.row_groups * t.column_parts * share.ctas / 2, 1.0)
-    ends = {Way.SINGLE: c.single_ends, Way.QUEUE: c.queue_ends, Way.PARTS: c.parts_ends}.get(way, 1.0)
+    ends = {Way.SINGLE: c.single_ends, Way.QUEUE: c.queue_ends, Way.PARTITIONS: c.partition_ends}.get(
+        way, 1.0
+    )
     ends = tile.ends * (1 + c.hidden * (share.ctas - 1)) * ends
     tiles = ops.maximum(w.tiles, 1)
-    average = w.kv / tiles / share.parts_of
-    each = average * full + ends + w.masked / tiles / share.parts_of * mask
-    idle = w.idle * (1 - w.sorts) if way is Way.QUEUE else 0.0 if way is Way.PARTS else w.idle
-    clocks = Clocks(full, alone, ends, each, share.parts * each + idle * c.idle, average)
+    average = w.kv / tiles / share.items_of
+    each = average * full + ends + w.masked / tiles / share.items_of * mask
+    idle = w.idle * (1 - w.sorts) if way is Way.QUEUE else 0.0 if way is Way.PARTITIONS else w.idle
+    clocks = Clocks(full, alone, ends, each, share.items * each + idle * c.idle, average)
     if way is Way.LINE:
         busy = clocks.total / share.chunks + tile.ends + c.chunk
-    elif way is Way.PARTS:
-        busy = busy_in_parts(w, share, clocks, c, ops)
+    elif way is Way.PARTITIONS:
+        busy = busy_in_partitions(w, share, clocks, c, ops)
     else:
         busy = busy_in_rounds(w, way, splits, share, clocks, c, ops)
     reading = w.bytes / (c.reading * target.speeds.copy * 1e6)
     found = c.launch + ops.maximum((busy + c.alone) / CLOCKS_PER_US, reading)
-    if way is Way.PARTS:
-        found = found + c.parts_scan
-    if way in (Way.SPLIT, Way.PARTS):
+    if way is Way.PARTITIONS:
+        found = found + c.partition_scan
+    if way in (Way.SPLIT, Way.PARTITIONS):
         found = found + combining(w, splits, share, c, ops)
     if way is Way.LINE:
         found = found + c.scan + c.scan_requests * w.requests / 32

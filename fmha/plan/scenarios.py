@@ -20,12 +20,13 @@ class Requests(NamedTuple):
     keys: float
 
 
-PARTS = (0.13, 0.38, 0.62, 0.87)  # parts of the longest length that represent evenly drawn lengths
-# Queries of the mean request as a part of the longest one's: requests are alike from EVEN on, few are long up to FEW.
+FRACTIONS = (0.13, 0.38, 0.62, 0.87)  # fractions of the longest length that represent evenly drawn lengths
+# Queries of the mean request as a fraction of the longest one's: requests are alike from EVEN on, few are long up to
+# FEW.
 EVEN, FEW = 0.8, 0.3
-CHUNK = 0.6  # queries of a request in its prefill, as a part of the longest one's
-FIRST, LAST = 0.25, 0.85  # keys of requests early and late in their prefill, as a part of the longest one's
-SHORT = 0.3  # keys of requests that decode, as a part of the longest one's, if few of them have many
+CHUNK = 0.6  # queries of a request in its prefill, as a fraction of the longest one's
+FIRST, LAST = 0.25, 0.85  # keys early and late in prefill, as fractions of the longest request's
+SHORT = 0.3  # keys of requests that decode, as a fraction of the longest one's, if few of them have many
 UNKNOWN_TOTAL = 1.06  # queries, as a multiple of their lower bound
 
 
@@ -59,14 +60,19 @@ def key_scenarios(problem: AttentionProblem, queries: float) -> list[list[Reques
 
 def even(count: float, queries: float, keys: float) -> list[Requests]:
     """Requests whose keys are spread evenly."""
-    return [Requests(count / len(PARTS), queries, max(keys * part, queries)) for part in PARTS]
+    return [
+        Requests(count / len(FRACTIONS), queries, max(keys * fraction, queries)) for fraction in FRACTIONS
+    ]
 
 
 def spread(batch: int, mean: float, keys: int, longest: int) -> list[Requests]:
     """Requests whose queries and keys are spread evenly; the longest is among them."""
     before, count = keys - longest, batch - 1
     rest = max(mean * batch - longest, count) / count  # queries of the others' mean request
-    found = [Requests(count / len(PARTS), part * 2 * rest, part * (2 * rest + before)) for part in PARTS]
+    found = [
+        Requests(count / len(FRACTIONS), fraction * 2 * rest, fraction * (2 * rest + before))
+        for fraction in FRACTIONS
+    ]
     return [Requests(1, longest, keys), *found]
 
 
@@ -80,5 +86,5 @@ def mixed(
     found = [Requests(1, longest, max(CHUNK * keys, longest))]
     if chunks > 1:
         each = max((total - decoding - longest) / (chunks - 1), 1)
-        found += [Requests((chunks - 1) / 2, each, max(part * keys, each)) for part in (FIRST, LAST)]
+        found += [Requests((chunks - 1) / 2, each, max(fraction * keys, each)) for fraction in (FIRST, LAST)]
     return [*found, *even(decoding, 1, decoding_keys or keys)] if decoding else found

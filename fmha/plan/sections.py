@@ -29,7 +29,7 @@ SORTED_TILES = 3  # tiles for each CTA that balance, in a section of sorted tile
 MEMORY_BYTES = 19  # bytes from memory per clock and SM: 4.3 TB/s
 MMA_FLOPS = 4096  # FLOPs per clock and SM
 EXPONENTIALS = 16  # exponentials per clock and SM
-MISS_COST = 0.17  # part of the time lost when CTAs ask for as many bytes as memory gives
+MISS_COST = 0.17  # fraction of the time lost when CTAs ask for as many bytes as memory gives
 
 
 def choose_section(problem: AttentionProblem, config: AttentionKernel, target: Target, ctas: int) -> int:
@@ -97,7 +97,7 @@ def reading_cost(
     clocks = config.tile_m * (
         4 * problem.head_dim / MMA_FLOPS + 1 / EXPONENTIALS
     )  # clocks of a key if nothing overlaps
-    asked = read / MEMORY_BYTES / clocks * min(heads / ctas, 1.0)  # as a part of the memory bandwidth
+    asked = read / MEMORY_BYTES / clocks * min(heads / ctas, 1.0)  # as a fraction of the memory bandwidth
     return 1.0 + MISS_COST * asked
 
 

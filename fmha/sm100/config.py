@@ -22,7 +22,7 @@ from warpspec.common.hardware import (
     registers_at_launch,
 )
 from warpspec.common.launch import Target
-from warpspec.fmha.config import AttentionKernel, Schedule, TileScheduler, check_call, parts_of
+from warpspec.fmha.config import AttentionKernel, Schedule, TileScheduler, check_call, common_fields
 from warpspec.fmha.conversion import CONVERTER_WARPS, CodeRings
 from warpspec.fmha.heads import BLOCK, MMA_K, rounded
 from warpspec.fmha.problem import AttentionProblem
@@ -99,7 +99,7 @@ class AttentionConfig(memory.TensorMemoryWarps, AttentionKernel):
         pack = pack or choose_pack(problem.group, problem.seq_q, shape.tile_m)
         cuts = schedule is Schedule.LINE
         config = cls(
-            **parts_of(problem, rows_of_cta=shape.tile_m, pack=pack, splits=splits),
+            **common_fields(problem, rows_of_cta=shape.tile_m, pack=pack, splits=splits),
             scheduler=TileScheduler(schedule, has_warp=cuts, record_count=RECORDS if cuts else 1),
             shape=shape,
             **registers,
@@ -178,7 +178,7 @@ class AttentionConfig(memory.TensorMemoryWarps, AttentionKernel):
 
     @property
     def column_parts(self) -> int:
-        """Number of threads that share a row, each with a part of O's columns.
+        """Number of threads that share a row, each with some of O's columns.
 
         An accumulator of 64 rows takes 16 lanes of each quarter of tensor memory; the other 16 hold the second half of
         D.
@@ -190,12 +190,12 @@ class AttentionConfig(memory.TensorMemoryWarps, AttentionKernel):
         """Columns of tensor memory, and of O, of one thread."""
         return rounded(self.heads.v, MMA_K) // self.column_parts
 
-    def o_parts(self, most: int) -> list[tuple[int, int]]:
-        """(first column, columns) of the parts in which a thread takes its columns of O: ``most`` columns, and what is
-        left in parts of MMA_K. A part begins at a multiple of its columns."""
+    def o_segments(self, most: int) -> list[tuple[int, int]]:
+        """(first column, columns) of the segments in which a thread takes its columns of O: ``most`` columns, and what
+        is left in segments of MMA_K. A segment begins at a multiple of its columns."""
         whole = self.o_columns // most * most
-        parts = [(start, most) for start in range(0, whole, most)]
-        return parts + [(start, MMA_K) for start in range(whole, self.o_columns, MMA_K)]
+        segments = [(start, most) for start in range(0, whole, most)]
+        return segments + [(start, MMA_K) for start in range(whole, self.o_columns, MMA_K)]
 
     def row_of(self, thread):
         """Row of the M tile that a softmax thread works on."""
@@ -205,7 +205,7 @@ class AttentionConfig(memory.TensorMemoryWarps, AttentionKernel):
         return thread // QUARTER_LANES * lanes + thread % lanes
 
     def column_part_of(self, thread):
-        """Number of a softmax thread's part of its row's O."""
+        """Number of a softmax thread's column group of O."""
         if self.column_parts == 1:
             return 0
         return thread % QUARTER_LANES // (QUARTER_LANES // self.column_parts)
@@ -233,7 +233,7 @@ class AttentionConfig(memory.TensorMemoryWarps, AttentionKernel):
 
     @property
     def recompute_passes(self) -> int:
-        """Number of parts in which a thread sums up its values, one after another."""
+        """Number of steps in which a thread sums up its values, one after another."""
         return 1
 
     @property

@@ -29,7 +29,7 @@ class Results(Protocol):
 
 @dataclass(frozen=True)
 class RowResults(Results):
-    """o, a split's part of it, or a piece's state in the workspace."""
+    """o, what a split has of it, or a piece's state in the workspace."""
 
     block: ClassVar[int] = BLOCK
 
@@ -79,7 +79,7 @@ def epilogue(
     """
     reference, _, row_sum = state
     factor, empty = finish_row(config, channels, row, place, tile, state, operands, numbers, columns.use)
-    for start, size in config.o_parts(results.block):
+    for start, size in config.o_segments(results.block):
         values = cute.make_rmem_tensor(size, Float32)  # (D block)
         if cutlass.const_expr(config.scheduler.cuts_tiles):
             values.fill(0.0)  # or they would be kept from tile to tile, for one without keys
@@ -149,7 +149,7 @@ def finish_row(
 
 
 def whole_row(row: cute.Tensor) -> cute.Tensor:
-    """The part of a row (D) in which the thread's blocks of O are counted."""
+    """The columns of a row (D) in which the thread's blocks of O are counted."""
     return row
 
 

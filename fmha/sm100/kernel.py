@@ -224,7 +224,7 @@ class SoftmaxRole:
 
 @cute.jit
 def finish_rows(role, tile, uses):
-    """A softmax thread's part of an M tile: all KV tiles, then the results. uses: (M tiles, KV tiles) before it."""
+    """A softmax thread's share of an M tile: all KV tiles, then the results. uses: (M tiles, KV tiles) before it."""
     config, channels, operands = role.config, role.channels, role.operands
     thread = role.columns.thread
     numbers = score_numbers(config, operands, tile, role.numbers)

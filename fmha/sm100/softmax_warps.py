@@ -17,7 +17,7 @@ from warpspec.fmha.device.softmax import exponentiate, maximum, move_reference, 
 from warpspec.fmha.sm100 import bias
 from warpspec.fmha.sm100.config import QUARTER_LANES
 
-O_PART = 32  # columns of O in registers at a time while it is rescaled
+O_SEGMENT = 32  # columns of O in registers at a time while it is rescaled
 SWIZZLE_ROWS = 8  # rows after which the swizzle repeats
 
 
@@ -92,7 +92,7 @@ def softmax(
 
 
 def share(config, thread, value):
-    """Broadcast the value of the thread with the row's first column part to the threads of all its parts."""
+    """Broadcast the value of the thread with the row's first column group to the threads of all its groups."""
     if config.column_parts == 1:
         return value
     return cute.arch.shuffle_sync(value, thread % (QUARTER_LANES // config.column_parts))
@@ -196,8 +196,8 @@ def store_weights(config: cutlass.Constexpr, row, weights: cute.Tensor, p: cute.
 @cute.jit
 def rescale(config: cutlass.Constexpr, o, factor, thread):
     """Multiply O of every row of the warp by its factor (1 if the reference stayed), in tensor memory."""
-    for start, size in config.o_parts(O_PART):
-        values = cute.make_rmem_tensor(size, Float32)  # (D part)
+    for start, size in config.o_segments(O_SEGMENT):
+        values = cute.make_rmem_tensor(size, Float32)  # (D segment)
         tmem.load_row(o + start, values, thread)
         tmem.wait_loads()
         scale_by(values, factor)

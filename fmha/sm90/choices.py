@@ -11,7 +11,7 @@ from warpspec.fmha.plan.cost import HOPPER, Constants, Way
 from warpspec.fmha.plan.splits import DECODE_LOADS, FLOAT8_LOADS, WARP_LOADS, Loads
 from warpspec.fmha.plan.work import Tiling
 from warpspec.fmha.problem import AttentionProblem
-from warpspec.fmha.schedule import cuts_parts
+from warpspec.fmha.schedule import cuts_partitions
 from warpspec.fmha.sm90.config import AttentionConfig
 from warpspec.fmha.sm90.shapes import Shape, shapes_of
 from warpspec.fmha.tiles import choose_packs, fits_blocks
@@ -22,7 +22,7 @@ SCHEDULES = {
     Way.QUEUE: Schedule.QUEUE,
     Way.LINE: Schedule.LINE,
     Way.SPLIT: Schedule.PERSISTENT,
-    Way.PARTS: Schedule.QUEUE,
+    Way.PARTITIONS: Schedule.QUEUE,
 }
 
 
@@ -67,7 +67,7 @@ LATENT_COSTS = replace(
 )  # fmt: skip
 
 
-# Constants for keys wider than values (192 and 128), whose products take a larger part of a step: three consumers lose
+# Constants for keys wider than values (192 and 128), whose products take more of a step: three consumers lose
 # nothing to two. By 3 problems of prefill on an H200, where three took 0.94 to 0.98 of the time of two.
 WIDE_KEY_COSTS = replace(HOPPER, team_31=1.005)
 
@@ -122,11 +122,11 @@ class HopperChoices(Choices):
         if problem.bias:
             return Way.PERSISTENT, Way.SINGLE, Way.SPLIT
         if problem.mask.has_blocks:  # the lengths of lists are on the device
-            return tuple(way for way in self.schedules if way not in (Way.LINE, Way.PARTS))
+            return tuple(way for way in self.schedules if way not in (Way.LINE, Way.PARTITIONS))
         if shape.row_tiles:  # a queue was slower than whole tiles in order, by up to 12%
-            return tuple(way for way in self.schedules if way not in (Way.QUEUE, Way.PARTS))
-        if not cuts_parts(problem):
-            return tuple(way for way in self.schedules if way is not Way.PARTS)
+            return tuple(way for way in self.schedules if way not in (Way.QUEUE, Way.PARTITIONS))
+        if not cuts_partitions(problem):
+            return tuple(way for way in self.schedules if way is not Way.PARTITIONS)
         return tuple(self.schedules)
 
 

@@ -21,7 +21,7 @@ from warpspec.common.hardware import (
     registers_at_launch,
 )
 from warpspec.common.launch import Target
-from warpspec.fmha.config import AttentionKernel, Schedule, TileScheduler, check_call, parts_of
+from warpspec.fmha.config import AttentionKernel, Schedule, TileScheduler, check_call, common_fields
 from warpspec.fmha.conversion import CodeRings
 from warpspec.fmha.heads import BLOCK, MMA_K
 from warpspec.fmha.line import PAIR_OVERHEAD, TILE_OVERHEAD
@@ -102,7 +102,7 @@ class AttentionConfig(AttentionKernel):
             shape = shape.scheduling
         pack = pack or choose_pack(problem.group, problem.seq_q, shape.most_rows)
         tile_m = shape.groups * shape.most_rows
-        parts = parts_of(problem, rows_of_cta=tile_m, pack=pack, splits=splits)
+        fields = common_fields(problem, rows_of_cta=tile_m, pack=pack, splits=splits)
         sorts = schedule is Schedule.QUEUE and (splits or sortable(problem))
         adds_up = schedule is Schedule.LINE and shape.column_parts > 1
         records = 2 if shape.row_tiles or adds_up else 1  # ``rereads``
@@ -117,7 +117,7 @@ class AttentionConfig(AttentionKernel):
             in_step=in_step,
             adds_up=adds_up,
         )
-        return cls(**parts, scheduler=scheduler, shape=shape)
+        return cls(**fields, scheduler=scheduler, shape=shape)
 
     @property
     def consumers(self) -> int:

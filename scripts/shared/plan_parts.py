@@ -41,7 +41,7 @@ WITHOUT = {
         "join_bytes": 1 / NOTHING,
         "line": 1.0,
     },
-    "launch": {"launch": NOTHING, "alone": NOTHING, "parts_scan": NOTHING},
+    "launch": {"launch": NOTHING, "alone": NOTHING, "partition_scan": NOTHING},
     "starts and ends": {"tile": NOTHING, "tile_row": NOTHING, "chunk": NOTHING, "queue": NOTHING, "idle": NOTHING},
     "masks": {"mask": NOTHING},
 }  # fmt: skip

@@ -172,7 +172,7 @@ def packed(lengths_q, longest, *, arch="sm_90a", heads=(32, 8), dim=128, page=16
         "page_table": torch.empty(requests, -(-longest // page), dtype=torch.int32, device="meta"),
     }
     config = plan_for(arch, q=q, k=k, v=k, max_seqlen_q=max(lengths_q), **tensors, **options).config
-    return config.scheduler.schedule, config.queues_parts
+    return config.scheduler.schedule, config.queues_partitions
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])

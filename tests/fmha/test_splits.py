@@ -14,7 +14,7 @@ from warpspec.fmha.plan import make_plan
 from warpspec.fmha.plan import splits as model_of_splits
 from warpspec.fmha.plan.splits import combine_clocks, tile_clocks, visited_tiles
 from warpspec.fmha.problem import AttentionProblem
-from warpspec.fmha.schedule import key_span, split_part
+from warpspec.fmha.schedule import key_span, split_range
 from warpspec.fmha.sm90 import CHOICES
 
 SM_COUNT = GPUS["sm_100a"].sm_count
@@ -44,7 +44,7 @@ def test_never_more_splits_than_tiles_and_none_without_a_tile(model):
     for kv_tiles in (0, 1, 2, 3, 7, 8, 9, 31, 100, 511, 512, 513, 4096):
         splits = choose_splits(kv_tiles=kv_tiles, **DECODE[model])
         assert 1 <= splits <= max(kv_tiles, 1)
-        assert all(split_part(split, splits, kv_tiles)[1] > 0 for split in range(splits)) or kv_tiles == 0
+        assert all(split_range(split, splits, kv_tiles)[1] > 0 for split in range(splits)) or kv_tiles == 0
 
 
 @pytest.mark.parametrize("model", DECODE)
@@ -74,7 +74,7 @@ def test_no_other_count_is_better_by_the_model():
     tile = tile_clocks(shape["head_dim"], shape["tile_m"], shape["tile_n"], shape["shared_kv"])
 
     def clocks(splits, kv_tiles):
-        longest = max(split_part(split, splits, kv_tiles)[1] for split in range(splits))
+        longest = max(split_range(split, splits, kv_tiles)[1] for split in range(splits))
         waves = -(-shape["m_tiles"] * splits // SM_COUNT)
         return waves * (4000 + longest * tile) + combine_clocks(splits, shape["rows"], 512, SM_COUNT)
 
@@ -93,7 +93,7 @@ def test_clocks_of_a_tile_are_those_of_the_unit_that_binds():
 @pytest.mark.parametrize("splits", [1, 2, 3, 7, 148])
 def test_parts_cover_every_tile_once(splits):
     for tiles in (0, 1, 2, 6, 7, 8, 100, 147, 148, 149, 1000):
-        parts = [split_part(split, splits, tiles) for split in range(splits)]
+        parts = [split_range(split, splits, tiles) for split in range(splits)]
         visited = [tile for first, count in parts for tile in range(first, first + count)]
         assert visited == list(range(tiles))
         counts = [count for _, count in parts]

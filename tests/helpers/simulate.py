@@ -40,7 +40,7 @@ def choosing(
     def chosen(choices, problem, target):
         def taken(shape, tiling):
             ways = choices.ways(problem, shape)
-            whole = way is Way.PARTS or (way is Way.LINE and tiling.column_parts > 1)
+            whole = way is Way.PARTITIONS or (way is Way.LINE and tiling.column_parts > 1)
             if way in ways and (problem.seq_q <= tiling.queries or not whole):
                 return Candidate(shape, tiling, way, splits)
             return Candidate(shape, tiling, ways[0], 1)

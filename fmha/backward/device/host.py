@@ -39,12 +39,12 @@ class BackwardHost:
         ctas = places_of(config, operands, pieces) * rows
         if cutlass.const_expr(config.cuts_on_host):
             ctas -= (places_of(config, operands, pieces) - key_tiles_of(config, operands)) * whole
-        ctas *= config.column_parts
+        ctas *= config.column_groups
         atoms, views = (tuple(copy[i] for copy in copies) for i in range(2))
         self.kernel(operands, atoms, views, (logits, scale), tuple(window), order).launch(
             grid=(ctas, 1, 1),
             block=(config.threads, 1, 1),
-            cluster=(config.column_parts, 1, 1) if config.clustered else None,
+            cluster=(config.column_groups, 1, 1) if config.clustered else None,
             min_blocks_per_mp=1,
             preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
             use_pdl=True,

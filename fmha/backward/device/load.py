@@ -13,7 +13,7 @@ from cutlass import Int32
 from warpspec.common.device import tma
 from warpspec.common.device.pipeline import drain
 from warpspec.common.hardware import FP32_BYTES
-from warpspec.fmha.backward.device.tile import column_part
+from warpspec.fmha.backward.device.tile import own_group
 from warpspec.fmha.heads import BLOCK
 from warpspec.fmha.tiles import ELEMENT_BYTES
 
@@ -141,9 +141,9 @@ def wait_before(config) -> None:
         cute.arch.griddepcontrol_wait()
 
 
-def loaded_part(config):
+def loaded_group(config):
     """Which columns of K, V, Q and dO the CTA loads, as multiples of ``room``."""
-    return column_part(config) if config.clustered else 0
+    return own_group(config) if config.clustered else 0
 
 
 def loaded_bytes(config, name: str, rows: int) -> int:
@@ -154,7 +154,7 @@ def loaded_bytes(config, name: str, rows: int) -> int:
 def load_tile(config, name: str, ring: tma.TileRing, stage, mbarrier) -> None:
     """Load a tile of "q", "k", "v" or "do"."""
     if config.rows is None:
-        ring.load(loaded_part(config), stage, mbarrier)
+        ring.load(loaded_group(config), stage, mbarrier)
         return
     for span in range(config.spans_of(name)):
         ring.load(span, stage * (config.room_of(name) // BLOCK) + span, mbarrier)

@@ -6,7 +6,7 @@ import cutlass
 from cutlass import Boolean, Int32
 
 from warpspec.fmha.backward.features import BackwardKernel
-from warpspec.fmha.schedule import split_part
+from warpspec.fmha.schedule import split_range
 
 
 def aligned_piece(piece, most, after, steps) -> tuple:
@@ -27,7 +27,7 @@ def steps_of_piece(config: BackwardKernel, cut, steps: Int32, queries, some: Boo
     tiles_q, begin, count, group = queries
     zero = Int32(0)
     if cutlass.const_expr(not config.heads_inside):
-        first_step, steps = split_part(piece, cutlass.max(pieces, 1), steps)
+        first_step, steps = split_range(piece, cutlass.max(pieces, 1), steps)
     else:
         after = Int32(cutlass.select_(some, (tiles_q - begin - count) * group, zero))
         if cutlass.const_expr(config.cuts_by_length):

@@ -268,12 +268,12 @@ def key_tiles_of(config: BackwardKernel, operands):
 def own_tile(config: BackwardKernel, operands, window, order) -> KeyTile:
     """The key tile, or piece, that this CTA works on. Called by a whole warp."""
     index, _, _ = cute.arch.block_idx()
-    return key_tile_at(config, operands, window, order, index // config.column_parts)
+    return key_tile_at(config, operands, window, order, index // config.column_groups)
 
 
-def column_part(config: BackwardKernel):
-    """Which of the ``column_parts`` of a key tile this CTA computes."""
-    return cute.arch.block_idx()[0] % config.column_parts if config.column_parts > 1 else 0
+def own_group(config: BackwardKernel):
+    """Which of the ``column_groups`` of a key tile this CTA computes."""
+    return cute.arch.block_idx()[0] % config.column_groups if config.column_groups > 1 else 0
 
 
 def places_of(config: BackwardKernel, operands, pieces):
@@ -374,7 +374,7 @@ def note_pieces(config: cutlass.Constexpr, operands, tile_index, place, pieces, 
     """Leave word of a tile's pieces for the kernel that adds them up. notes: whether this CTA does; one thread of one
     CTA of its cluster writes it."""
     thread, _, _ = cute.arch.thread_idx()
-    if notes & Boolean(thread == 0) & Boolean(column_part(config) == 0):
+    if notes & Boolean(thread == 0) & Boolean(own_group(config) == 0):
         operands.tile_pieces[tile_index, 0] = place
         operands.tile_pieces[tile_index, 1] = pieces
 

@@ -13,7 +13,7 @@ from warpspec.common.hardware import (
     WARP_THREADS,
     WARPGROUP_THREADS,
 )
-from warpspec.fmha.backward.features import BackwardKernel, parts_of
+from warpspec.fmha.backward.features import BackwardKernel, common_fields
 from warpspec.fmha.backward.problem import BackwardProblem
 from warpspec.fmha.config import check_requests
 from warpspec.fmha.heads import BLOCK
@@ -46,7 +46,7 @@ class BackwardConfig(memory.TensorMemoryWarps, BackwardKernel):
         dim = problem.forward.head_dim
         check_requests("sm100", problem.forward)
         stages = 2 if dim == BLOCK else 1
-        return cls(**parts_of(problem), tile_m=TILE_M[dim], q_stages=stages, do_stages=stages)
+        return cls(**common_fields(problem), tile_m=TILE_M[dim], q_stages=stages, do_stages=stages)
 
     @property
     def tile_n(self) -> int:
@@ -66,7 +66,7 @@ class BackwardConfig(memory.TensorMemoryWarps, BackwardKernel):
     @property
     def made_queries(self) -> int:
         """Queries of a block of 64 for which a thread makes P and dS at a time."""
-        return BLOCK // self.column_parts if self.clustered else BLOCK
+        return BLOCK // self.column_groups if self.clustered else BLOCK
 
     @property
     def sent_sums_bytes(self) -> int:
@@ -113,7 +113,7 @@ class BackwardConfig(memory.TensorMemoryWarps, BackwardKernel):
             memory.tile_region("ds", self.ds_bytes, "dS", f"transposed [{self.tile_n}, {self.tile_m}]"),
             memory.Region(
                 "sums",
-                2 * (self.column_parts - 1) * self.sent_sums_bytes,
+                2 * (self.column_groups - 1) * self.sent_sums_bytes,
                 "uint8",
                 memory.TILE_ALIGNMENT,
                 "S, dP",
@@ -121,7 +121,7 @@ class BackwardConfig(memory.TensorMemoryWarps, BackwardKernel):
             ),
             memory.Region(
                 "results",
-                2 * (self.column_parts - 1) * self.sent_results_bytes,
+                2 * (self.column_groups - 1) * self.sent_results_bytes,
                 "uint8",
                 memory.TILE_ALIGNMENT,
                 "P, dS",

@@ -11,7 +11,7 @@ from warpspec.common.device.storage import allocate
 from warpspec.common.hardware import TMEM_COLUMNS
 from warpspec.fmha.backward.device.host import BackwardHost
 from warpspec.fmha.backward.device.load import GradientBuffers, TileLoads, load, wait_before, wait_first
-from warpspec.fmha.backward.device.tile import column_part, own_tile
+from warpspec.fmha.backward.device.tile import own_group, own_tile
 from warpspec.fmha.backward.sm100.keys import work_on_keys
 from warpspec.fmha.backward.sm100.mma import mma
 
@@ -42,15 +42,15 @@ class Backward(BackwardHost):
 
         # 3. Roles.
         shared = GradientBuffers.of(config, storage)
-        part = column_part(config)
+        column_group = own_group(config)
         tile = own_tile(config, operands, window, order)
         if warp < config.mma_warp:
             wait_before(config)
-            work_on_keys(config, channels, shared, operands, scales, tile, part, columns, thread)
+            work_on_keys(config, channels, shared, operands, scales, tile, column_group, columns, thread)
             cute.arch.barrier(barrier_id=1, number_of_threads=config.mma_warp * 32)
             tmem.free(warp, columns, TMEM_COLUMNS)
         elif warp == config.mma_warp:
-            mma(config, channels, shared, operands.q.element_type, tile, part, columns)
+            mma(config, channels, shared, operands.q.element_type, tile, column_group, columns)
         else:
             load(TileLoads(config, channels, shared, operands, atoms, coordinates, tile))
         if cutlass.const_expr(config.clustered):

@@ -32,7 +32,7 @@ LOAD_COLUMNS = 32  # columns of a result in registers at a time
 class Keys:
     """The state of a thread of the key warps for all steps.
 
-    part: the CTA's part of the columns of dK, dV and dQ. columns: TMEM pointer to the first column. thread: 0..127, its
+    column_group: the CTA's columns of dK, dV and dQ. columns: TMEM pointer to the first column. thread: 0..127, its
     lane and its key of the tile. bounds: [first, end) of the queries that see the key.
     """
 
@@ -42,7 +42,7 @@ class Keys:
     operands: object
     scales: tuple
     tile: object
-    part: Int32
+    column_group: Int32
     columns: cute.Pointer
     thread: Int32
     bounds: tuple
@@ -78,7 +78,7 @@ class Keys:
             keys=(self.tile.first_key + self.thread,),
             bounds=(self.bounds,),
             element=lambda column, r: column,
-            writes_bias=True if self.config.clustered else self.part == 0,
+            writes_bias=True if self.config.clustered else self.column_group == 0,
         )
 
 
@@ -90,14 +90,14 @@ def work_on_keys(
     operands,
     scales,
     tile,
-    part,
+    column_group,
     columns,
     thread,
 ):
     """Consumes k_full, v_full, q_full, do_full if it clears rows; s_full; step_done before reading dQ, and at the end.
     Produces clean, or dq_empty, and ds_full, one arrival per thread each."""
     bounds = tile.queries_of(tile.first_key + thread)
-    work = Keys(config, channels, shared, operands, scales, tile, part, columns, thread, bounds)
+    work = Keys(config, channels, shared, operands, scales, tile, column_group, columns, thread, bounds)
     head, query_tile = tile.first
     for step in cutlass.range(tile.steps, unroll=1):
         if cutlass.const_expr(config.scatters):
@@ -144,10 +144,12 @@ def add_queries(work, head, query_tile):
     tile_index = work.tile.index_of(query_tile)
     sums = operands.dq_sums[head, tile_index, None].iterator
     if cutlass.const_expr(config.deterministic):
-        turn = operands.turns[head, tile_index, None].iterator + work.part * WARPS + warp
+        turn = operands.turns[head, tile_index, None].iterator + work.column_group * WARPS + warp
         wait_warp_turn(turn, work.tile.turn(head, query_tile), lane)
     transposed = config.transposed_dq
-    mine = column_place(work.part * config.width + thread) if transposed else row_place(config, thread)
+    mine = (
+        column_place(work.column_group * config.width + thread) if transposed else row_place(config, thread)
+    )
     for start in cutlass.range_constexpr(0, config.tile_m if transposed else config.width, LOAD_COLUMNS):
         values = cute.make_rmem_tensor(LOAD_COLUMNS, Float32)
         tmem.load_row(work.columns + config.tmem_s + start, values, thread)
@@ -211,7 +213,7 @@ def write_row(work, tensor: cute.Tensor, column: cutlass.Constexpr, factor, join
         narrow.store(values.load().to(tensor.element_type))
         if key < keys:
             for i in cutlass.range_constexpr(LOAD_COLUMNS // VECTOR):
-                at = (work.part * config.width + start) // VECTOR + i
+                at = (work.column_group * config.width + start) // VECTOR + i
                 cute.autovec_copy(
                     cute.local_tile(narrow, (VECTOR,), (i,)), cute.local_tile(target, (VECTOR,), (at,))
                 )

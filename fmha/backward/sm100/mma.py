@@ -52,8 +52,8 @@ class Fragments(NamedTuple):
     dv: cute.Tensor
 
 
-def fragments(config, dtype, shared, part, columns) -> Fragments:
-    """part: which columns of dK, dV and dQ. columns: TMEM pointer to the first column, fp32."""
+def fragments(config, dtype, shared, column_group, columns) -> Fragments:
+    """column_group: which columns of dK, dV and dQ. columns: TMEM pointer to the first column, fp32."""
     m, n, depth, width = config.tile_m, config.tile_n, config.room, config.width
     scores_tiler, rows_tiler = (n, m, depth), (n, width, m)
     queries_tiler = (width, m, n) if config.transposed_dq else (m, width, n)
@@ -85,15 +85,15 @@ def fragments(config, dtype, shared, part, columns) -> Fragments:
         mine = rows.get_slice(0).make_fragment_A(cute.make_tensor(columns, layout.outer))[None, None, None, 0]
         return cute.make_tensor(cute.recast_ptr(columns + column, dtype=dtype), mine.layout)
 
-    def part_of(base, tile_rows):  # blocks of 64 columns lie one after another
+    def group_of(base, tile_rows):  # blocks of 64 columns lie one after another
         if config.clustered:  # no others are there
             return base.align(tma.TILE_ALIGNMENT)
-        first = part * (width // BLOCK) * tile_rows * tma.ROW_BYTES
+        first = column_group * (width // BLOCK) * tile_rows * tma.ROW_BYTES
         return (base + first).align(tma.TILE_ALIGNMENT)
 
     queries_of = {"stages": config.q_stages, "stage_bytes": config.tile_bytes("q")}
     dos_of = {"stages": config.do_stages, "stage_bytes": config.tile_bytes("do")}
-    k_base = part_of(shared.k, n)
+    k_base = group_of(shared.k, n)
     a_base, b_base = (k_base, shared.ds) if config.transposed_dq else (shared.ds, k_base)
     return Fragments(
         scores,
@@ -103,8 +103,8 @@ def fragments(config, dtype, shared, part, columns) -> Fragments:
         v=a_of(scores, scores_tiler, shared.v),
         q=b_of(scores, scores_tiler, shared.q, **queries_of),
         do=b_of(scores, scores_tiler, shared.do, **dos_of),
-        q_columns=b_of(rows, rows_tiler, part_of(shared.q, m), **queries_of),
-        do_columns=b_of(rows, rows_tiler, part_of(shared.do, m), **dos_of),
+        q_columns=b_of(rows, rows_tiler, group_of(shared.q, m), **queries_of),
+        do_columns=b_of(rows, rows_tiler, group_of(shared.do, m), **dos_of),
         p=operand(config.tmem_s),
         ds=operand(config.tmem_dp),
         a=a_of(queries, queries_tiler, a_base),
@@ -124,14 +124,14 @@ def mma(
     shared: cutlass.Constexpr,
     dtype: cutlass.Constexpr,
     tile,
-    part,
+    column_group,
     columns,
 ):
     """Consumes k_full, v_full, q_full, do_full and the previous step's dq_empty, or clean, for which the key warps wait
     for all of these; the previous step's step_done before S, ds_full before the other products, dv_done before dQ:
     products with different accumulators may overtake each other, and tensor memory is reused. Produces, by commits,
     s_full, dv_done, q_empty and step_done."""
-    f = fragments(config, dtype, shared, part, columns)
+    f = fragments(config, dtype, shared, column_group, columns)
     if cutlass.const_expr(not config.scatters):  # noqa: SIM102
         if tile.steps > 0:
             channels["k_full"].wait(0)

@@ -24,7 +24,7 @@ def make_block(work, step, head, query_tile):
     """Like ``scores.make_block``, for the tile's only block. Produces the other CTAs' sums_there and results_there,
     consumes its own."""
     config, dtype = work.config, work.operands.q.element_type
-    others, count = config.column_parts - 1, config.made_queries
+    others, count = config.column_groups - 1, config.made_queries
     if work.thread == 0:
         for name, size in (
             ("sums_there", config.sent_sums_bytes),
@@ -32,8 +32,8 @@ def make_block(work, step, head, query_tile):
         ):
             barrier = work.channels[name].barrier(step)
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, kinds(config) * others * size)
-    first = work.part * count
-    for distance in cutlass.range_constexpr(1, config.column_parts):
+    first = work.column_group * count
+    for distance in cutlass.range_constexpr(1, config.column_groups):
         rank = rank_at(work, distance)
         for kind in cutlass.range_constexpr(kinds(config)):
             sums = sums_of(work, kind, rank * count)
@@ -42,7 +42,7 @@ def make_block(work, step, head, query_tile):
             handover.send_words(cute.recast_tensor(sums, Int32), target, work.thread, barrier, rank)
     own = [sums_of(work, kind, first) for kind in range(kinds(config))]
     work.channels["sums_there"].wait(step)
-    for distance in cutlass.range_constexpr(1, config.column_parts):
+    for distance in cutlass.range_constexpr(1, config.column_groups):
         for kind, values in enumerate(own):
             words = handover.received_words(buffer(work, "sums", kind, distance), work.thread, count)
             values.store(values.load() + cute.recast_tensor(words, Float32).load())
@@ -52,7 +52,7 @@ def make_block(work, step, head, query_tile):
     if cutlass.const_expr(config.wanted.ds):
         derive(block, *own, masked)
     made = [scores.as_words(values, dtype) for values in own]
-    for distance in cutlass.range_constexpr(1, config.column_parts):
+    for distance in cutlass.range_constexpr(1, config.column_groups):
         rank = rank_at(work, distance)
         for kind, words in enumerate(made):
             target = buffer(work, "results", kind, distance)
@@ -70,14 +70,14 @@ def kinds(config) -> int:
 
 def rank_at(work, distance: int):
     """Rank of the CTA ``distance`` places after this one in the cluster, which wraps around."""
-    return (work.part + distance) % work.config.column_parts
+    return (work.column_group + distance) % work.config.column_groups
 
 
 def buffer(work, region: str, kind: int, distance: int) -> cute.Pointer:
     """The buffer in which a CTA receives data from the CTA ``distance`` places before it. region: "sums", "results"."""
     config = work.config
     size = getattr(config, f"sent_{region}_bytes")
-    return getattr(work.shared, region) + (kind * (config.column_parts - 1) + distance - 1) * size
+    return getattr(work.shared, region) + (kind * (config.column_groups - 1) + distance - 1) * size
 
 
 @cute.jit
@@ -97,11 +97,11 @@ def collect(work, kind: cutlass.Constexpr, made: cute.Tensor):
     queries."""
     config = work.config
     count = config.made_queries // PAIR
-    for distance in cutlass.range_constexpr(config.column_parts):
+    for distance in cutlass.range_constexpr(config.column_groups):
         words = made
         if cutlass.const_expr(distance > 0):
             words = handover.received_words(buffer(work, "results", kind, distance), work.thread, count)
-        rank = (work.part + config.column_parts - distance) % config.column_parts
+        rank = (work.column_group + config.column_groups - distance) % config.column_groups
         if cutlass.const_expr(kind == 1):
             scores.store_ds(work, rank * count, words)
         elif cutlass.const_expr(config.wanted.v):

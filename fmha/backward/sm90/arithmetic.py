@@ -8,12 +8,12 @@ from cutlass import Int32
 
 from warpspec.common.device.wgmma import COLUMNS, PAIR, THREAD_ROWS, flat
 from warpspec.fmha.backward.device.arithmetic import Block
-from warpspec.fmha.backward.device.tile import column_part
+from warpspec.fmha.backward.device.tile import own_group
 from warpspec.fmha.backward.sm90 import bias
 
 
 def block_of(work, step, number: int, place) -> Block:
-    """A thread's part of a block of queries. number: the block's, in the tile. place: (query head, query tile)."""
+    """A thread's share of a block of queries. number: the block's, in the tile. place: (query head, query tile)."""
     config, tile = work.config, work.tile
     head, query_tile = place
     offset = number * config.block_m + PAIR * work.member  # query of the thread's column 0, in the tile
@@ -32,7 +32,7 @@ def block_of(work, step, number: int, place) -> Block:
         keys=tuple(tile.first_key + work.key(r) for r in range(THREAD_ROWS)),
         bounds=work.bounds,
         element=lambda column, r: (column // COLUMNS * THREAD_ROWS + r) * PAIR,
-        writes_bias=column_part(config) == 0,
+        writes_bias=own_group(config) == 0,
         started=not config.paired,
         bias_words=bias.reader(work, step) if config.bias_tiles else None,
         stores_bias=config.stores_bias,

@@ -14,7 +14,7 @@ from warpspec.common.hardware import (
     WARP_THREADS,
     WARPGROUP_THREADS,
 )
-from warpspec.fmha.backward.features import SUBTILE_ROWS, WARPS, BackwardKernel, parts_of
+from warpspec.fmha.backward.features import SUBTILE_ROWS, WARPS, BackwardKernel, common_fields
 from warpspec.fmha.backward.problem import BackwardProblem
 from warpspec.fmha.config import check_requests
 from warpspec.fmha.heads import BLOCK, HeadSizes, rounded
@@ -44,22 +44,22 @@ CLEARING_BARRIER = 4  # named barrier of the first consumer: its threads have cl
 CLEARED_BARRIER = 5  # and 6, in turn: named barriers at which the second consumer waits for such rows
 
 
-def has_bias_tiles(parts: dict, forward) -> bool:
+def has_bias_tiles(fields: dict, forward) -> bool:
     """Whether TMA can load the bias and store its gradient: bf16, aligned rows, and enough shared memory."""
-    logits = parts["logits"]
-    fits = forward.head_dim == BIAS_DIM and not parts["deterministic"] and forward.bias_rows == "aligned"
-    whole_rows = forward.seq_k % BIAS_VECTOR == 0 or parts["wanted"].bias != "bfloat16"
+    logits = fields["logits"]
+    fits = forward.head_dim == BIAS_DIM and not fields["deterministic"] and forward.bias_rows == "aligned"
+    whole_rows = forward.seq_k % BIAS_VECTOR == 0 or fields["wanted"].bias != "bfloat16"
     fits = fits and not logits.curved  # dS no longer equals dbias when it is stored
-    return fits and whole_rows and parts["format"].dtype == logits.bias.dtype == "bfloat16"
+    return fits and whole_rows and fields["format"].dtype == logits.bias.dtype == "bfloat16"
 
 
-def tile_heads(parts: dict, rows: HeadSizes | None) -> HeadSizes:
+def tile_heads(fields: dict, rows: HeadSizes | None) -> HeadSizes:
     """The head sizes of the kernel's tile: the tuned size, or ``WIDE`` where rows fit, logits take no registers, dQ has
     no order, and blocks of a list are of whole tiles. rows: the sizes of rows in memory, if they differ from the tuned
     size."""
-    heads, logits, block = parts["heads"], parts["logits"], parts["mask"].block_size
+    heads, logits, block = fields["heads"], fields["logits"], fields["mask"].block_size
     narrower = rows is not None and WIDE.v < rows.qk <= WIDE.qk and rows.v <= WIDE.v
-    plain = logits.bias is None and not logits.curved and not parts["deterministic"]
+    plain = logits.bias is None and not logits.curved and not fields["deterministic"]
     whole = block is None or block[1] % (CONSUMERS * CONSUMER_KEYS) == 0
     return WIDE if narrower and plain and whole else heads
 
@@ -78,7 +78,7 @@ class BackwardConfig(BackwardKernel):
 
     def __post_init__(self):
         super().__post_init__()
-        columns = self.dq_columns * CONSUMERS * self.consumer_parts * self.column_parts
+        columns = self.dq_columns * CONSUMERS * self.dq_blocks * self.column_groups
         assert columns * SUBTILE_ROWS == self.tile_m * self.heads.qk
         assert self.smem_bytes <= MAX_SMEM_PER_CTA
         assert sum(self.registers) * WARPGROUP_THREADS <= REGISTERS_PER_SM
@@ -92,19 +92,19 @@ class BackwardConfig(BackwardKernel):
         """The kernel for a problem. UnsupportedProblem names what the kernel does not support."""
         forward = problem.forward
         check_requests("sm90", forward)
-        parts = parts_of(problem)
-        parts["heads"] = tile_heads(parts, problem.rows)
-        dim = parts["heads"].qk
-        tiles = has_bias_tiles(parts, forward)
+        fields = common_fields(problem)
+        fields["heads"] = tile_heads(fields, problem.rows)
+        dim = fields["heads"].qk
+        tiles = has_bias_tiles(fields, forward)
         tight = dim >= WIDE.qk or tiles
         return cls(
-            **parts,
+            **fields,
             rows=problem.rows,
             tile_m=TILE_M[dim],
             q_stages=2 if dim >= PAIRED_DIM else 3 if tight else 4,
             do_stages=1 if dim > WIDTH else 2 if tight else 3,
             bias_tiles=tiles,
-            late=parts["wanted"].q and not tight,
+            late=fields["wanted"].q and not tight,
         )
 
     @property
@@ -127,11 +127,11 @@ class BackwardConfig(BackwardKernel):
 
     @property
     def dq_columns(self) -> int:
-        """Columns of dQ that a consumer makes at a time: a consumer's part of dQ, 64 rows."""
+        """Columns of dQ that a consumer makes at a time: a consumer's block of dQ, 64 rows."""
         return WIDE_BLOCK if self.wide else BLOCK
 
     def dq_place(self, number) -> tuple:
-        """(subtile of dQ's sums, first column in it) of a part that some consumer makes."""
+        """(subtile of dQ's sums, first column in it) of a block of dQ that some consumer makes."""
         if self.dq_columns == BLOCK:
             return number, 0
         return number * self.dq_columns // BLOCK, number * self.dq_columns % BLOCK
@@ -142,7 +142,7 @@ class BackwardConfig(BackwardKernel):
         return self.sum_columns("k") < self.room
 
     def dq_size(self, number) -> int:
-        """Columns of this part that are made: of a pair's parts whole ones, or none."""
+        """Columns of this block that are made: of a pair's blocks whole ones, or none."""
         if not self.trims:
             return self.dq_columns
         size = min(max(self.rows.qk - number * self.dq_columns % self.heads.qk, 0), self.dq_columns)
@@ -157,7 +157,7 @@ class BackwardConfig(BackwardKernel):
 
     @property
     def has_own_code(self) -> bool:
-        """Whether each consumer has code of its own: with parts of its own sizes, and constants instead of registers,
+        """Whether each consumer has code of its own: with blocks of its own sizes, and constants instead of registers,
         of which ``WIDE`` has too few. With as many columns as D 128, code of its own takes more registers."""
         return self.paired or self.wide or self.trims
 
@@ -185,8 +185,8 @@ class BackwardConfig(BackwardKernel):
         return CONSUMER_KEYS if self.paired else CONSUMERS * CONSUMER_KEYS
 
     @property
-    def consumer_parts(self) -> int:
-        """Parts of dQ that a consumer makes one after another."""
+    def dq_blocks(self) -> int:
+        """Blocks of dQ that a consumer makes one after another."""
         return self.width * self.tile_m // (SUBTILE_ROWS * CONSUMERS * self.dq_columns)
 
     # Warp roles: consumer warpgroups, then, of a pair, the producer's, of which one warp loads. Where dQ's order is
@@ -271,7 +271,7 @@ class BackwardConfig(BackwardKernel):
 
     @property
     def turn_counts(self) -> int:
-        return CONSUMERS * self.column_parts
+        return CONSUMERS * self.column_groups
 
     @property
     def ahead(self) -> int:

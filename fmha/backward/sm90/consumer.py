@@ -1,4 +1,4 @@
-"""A consumer warpgroup: dK and dV of its 64 keys in registers, and one part of every query tile's dQ, on wgmma.
+"""A consumer warpgroup: dK and dV of its 64 keys in registers, and its blocks of every query tile's dQ, on wgmma.
 
 Scores are transposed, S^T = K Q^T, one key per row, for a block of queries at a time, so that P^T and dS^T are register
 operands of dV += P^T dO and dK += dS^T Q. dS goes through shared memory once, for dQ = dS K, to which all keys of the
@@ -51,7 +51,7 @@ from warpspec.fmha.sm90.staging import load_words
 
 @dataclass(frozen=True)
 class ConsumerKeys:
-    """A consumer's part of a key tile. first_row: the consumer's first row in the tile. thread: 0..127 within the
+    """A consumer's share of a key tile. first_row: the consumer's first row in the tile. thread: 0..127 within the
     consumer. row: the first of the thread's rows among the consumer's 64. member: the thread's number in its quad.
     bounds: for each key of the thread, [first, end) of the queries that see it. loads: those of its tile. lse:
     registers for lse' of the next block's queries; a pair reads lse' where it needs it."""
@@ -113,12 +113,12 @@ class ConsumerKeys:
         columns = self.mma.q_columns[None, None, None, step % self.config.q_stages]
         multiply(self.mma.rows, self.mma.dk, self.mma.ds_rows, columns, True, block * self.block_steps)
 
-    def issue_dq(self, step, part: int = 0, mma: GradientProducts | None = None) -> None:
-        """part: which of the consumer's parts. mma: descriptors, if it is issued in several regions of the program."""
+    def issue_dq(self, step, dq_block: int = 0, mma: GradientProducts | None = None) -> None:
+        """dq_block: which of the consumer's. mma: descriptors, if it is issued in several regions of the program."""
         mma = mma or self.mma
         ds = mma.ds[None, None, None, step % self.config.ds_stages]
-        dq, columns = self.mma.dq[part], mma.k_columns[part][None, None, None, 0]
-        multiply(mma.queries[part], dq, ds, columns, False, count=0 if dq is None else None)
+        dq, columns = self.mma.dq[dq_block], mma.k_columns[dq_block][None, None, None, 0]
+        multiply(mma.queries[dq_block], dq, ds, columns, False, count=0 if dq is None else None)
 
     @property
     def threads(self) -> int:

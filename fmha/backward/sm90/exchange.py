@@ -140,10 +140,10 @@ def take_dq(work, step, place, before):
             turns.add(work, step - 1, before)
     elif cutlass.const_expr(work.config.wanted.q):
         results.add_queries(work, 0, place)
-        for part in cutlass.range_constexpr(1, work.config.consumer_parts):
-            work.issue_dq(step, part)
+        for dq_block in cutlass.range_constexpr(1, work.config.dq_blocks):
+            work.issue_dq(step, dq_block)
             warpgroup.wait_group(0)
-            results.add_queries(work, part, place)
+            results.add_queries(work, dq_block, place)
 
 
 @cute.jit

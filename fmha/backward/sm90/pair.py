@@ -83,10 +83,10 @@ def make_p(work):
         if cutlass.const_expr(config.wanted.q):
             turns.wait(work, step)
             results.add_queries(work, 0, place)
-            for part in cutlass.range_constexpr(1, config.consumer_parts):
-                work.issue_dq(step, part)
+            for dq_block in cutlass.range_constexpr(1, config.dq_blocks):
+                work.issue_dq(step, dq_block)
                 warpgroup.wait_group(0)
-                results.add_queries(work, part, place)
+                results.add_queries(work, dq_block, place)
             turns.leave(work, step)
         channels["q_empty"].arrive_warp(step)
 

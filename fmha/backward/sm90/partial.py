@@ -13,7 +13,7 @@ from cutlass import Float32, Int32
 
 from warpspec.common.device import handover
 from warpspec.common.device.wgmma import flat
-from warpspec.fmha.backward.device.tile import column_part
+from warpspec.fmha.backward.device.tile import own_group
 
 
 def buffer(work, name: str) -> cute.Pointer:
@@ -32,7 +32,7 @@ def send(work, name: cutlass.Constexpr, sums: cute.Tensor, step):
             cute.arch.mbarrier_arrive_and_expect_tx(there, config.partial_bytes)
         channels[name + "_taken"].wait_previous(step)
         words, base = cute.recast_tensor(flat(sums), Int32), buffer(work, name)
-        handover.send_words(words, base, work.thread, there, 1 - column_part(config))
+        handover.send_words(words, base, work.thread, there, 1 - own_group(config))
 
 
 @cute.jit
@@ -52,6 +52,6 @@ def let_go(work, name: cutlass.Constexpr, step):
     because an arrival does not wait for loads. Produces the other CTA's ``{name}_taken``."""
     if cutlass.const_expr(work.config.clustered):
         cute.arch.sync_warp()
-        other = 1 - column_part(work.config)
+        other = 1 - own_group(work.config)
         with cute.arch.elect_one():
             work.channels[name + "_taken"].arrive_in(other, step, has_read=True)

@@ -30,7 +30,7 @@ class GradientProducts(NamedTuple):
 
     k, v, ds (MMA, MMA_M, MMA_K[, STAGE]), q, do, q_columns, do_columns (MMA, MMA_N, MMA_K, STAGE): descriptors of
     shared memory, k and v at D 64 registers. queries, k_columns, dq: a product, its descriptors and its registers for
-    each of the consumer's parts of dQ; dq is None of a part that rows do not have. s, dp, dk, dv: fp32 registers; p,
+    each of the consumer's blocks of dQ; dq is None of a block that rows do not have. s, dp, dk, dv: fp32 registers; p,
     ds_rows: operands in registers, 16 bits.
     """
 
@@ -62,16 +62,18 @@ def ring(dtype, base, layout, stages: int, stage_bytes: int) -> cute.Tensor:
     return cute.make_tensor(first.iterator, cute.append(first.layout, stage))
 
 
-def places_of_dq(config, dtype, shared, parts: list[int]) -> tuple:
-    """Where the operands of a consumer's parts of dQ lie: (dS, which all of them share; K of each part).
+def places_of_dq(config, dtype, shared, own_blocks: list[int]) -> tuple:
+    """Where the operands of a consumer's blocks of dQ lie: (dS, which all of them share; K of each block).
 
-    A part is a block of rows by a block of columns; a consumer's parts are neighbours.
+    A block has rows and columns of dQ; a consumer's blocks are neighbours.
     """
     columns = config.room // BLOCK
     block_bytes = config.tile_n * BLOCK * dtype.width // 8
-    ds_base = (shared.ds + config.dq_place(parts[0])[0] // columns * block_bytes).align(tma.TILE_ALIGNMENT)
+    ds_base = (shared.ds + config.dq_place(own_blocks[0])[0] // columns * block_bytes).align(
+        tma.TILE_ALIGNMENT
+    )
     k_bases = []
-    for number, column in map(config.dq_place, parts):
+    for number, column in map(config.dq_place, own_blocks):
         base = (shared.k + number % columns * block_bytes).align(tma.TILE_ALIGNMENT)
         # The swizzle is of addresses, so a matrix may begin at any 16 bytes of a span's row.
         k_bases.append(base if config.dq_columns == BLOCK else base + column * dtype.width // 8)
@@ -90,7 +92,7 @@ def first_of(values: cute.Tensor, mma, columns: int) -> cute.Tensor:
 
 
 def products(config, dtype, shared, consumer) -> GradientProducts:
-    """The products of a consumer. consumer: its number, which selects its 64 keys and its part of dQ."""
+    """The products of a consumer. consumer: its number, which selects its 64 keys and its blocks of dQ."""
     m, n, block = config.tile_m, config.tile_n, config.block_m
     scores = make_mma(dtype, K_MAJOR, K_MAJOR, block, registers=config.keys_in_registers)
     sums_k, sums_v = (config.sum_columns(name) for name in "kv")
@@ -121,9 +123,11 @@ def products(config, dtype, shared, consumer) -> GradientProducts:
     ds_major = row_major if config.stores_bias else column_major
     ds_layout = hopper.make_smem_layout_a(ds_major, (BLOCK, BLOCK, n), dtype, 1)
     k_layout = hopper.make_smem_layout_b(column_major, (BLOCK, BLOCK, n), dtype, 1)
-    parts = [consumer * config.consumer_parts + i for i in range(config.consumer_parts)]
-    ds_base, k_bases = places_of_dq(config, dtype, shared, parts)
-    queries = [make_mma(dtype, ds_mode, MN_MAJOR, config.dq_size(part) or BLOCK) for part in parts]
+    own_blocks = [consumer * config.dq_blocks + i for i in range(config.dq_blocks)]
+    ds_base, k_bases = places_of_dq(config, dtype, shared, own_blocks)
+    queries = [
+        make_mma(dtype, ds_mode, MN_MAJOR, config.dq_size(dq_block) or BLOCK) for dq_block in own_blocks
+    ]
     queries_of = {"stages": config.q_stages, "stage_bytes": config.tile_bytes("q")}
     dos_of = {"stages": config.do_stages, "stage_bytes": config.tile_bytes("do")}
 
@@ -158,8 +162,8 @@ def products(config, dtype, shared, consumer) -> GradientProducts:
         p=cute.make_rmem_tensor(operand, dtype) if makes_p else None,
         ds_rows=cute.make_rmem_tensor(operand, dtype) if makes_ds else None,
         dq=[
-            first_of(dq, mma, config.dq_size(part)) if config.dq_size(part) else None
-            for mma, part in zip(queries, parts, strict=True)
+            first_of(dq, mma, config.dq_size(dq_block)) if config.dq_size(dq_block) else None
+            for mma, dq_block in zip(queries, own_blocks, strict=True)
         ],
         dk=accumulator(rows, (CONSUMER_KEYS, sums_k)) if makes_ds else None,
         dv=accumulator(rows_v, (CONSUMER_KEYS, sums_v)) if makes_p else None,

@@ -1,4 +1,4 @@
-"""A consumer's results: it adds its part of dQ to the sums in global memory, and at the end writes dK and dV, or a
+"""A consumer's results: it adds its blocks of dQ to the sums in global memory, and at the end writes dK and dV, or a
 piece's sums of them."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from warpspec.common.device import tma
 from warpspec.common.device.handover import received_words, store_words
 from warpspec.common.device.wgmma import COLUMNS, flat
 from warpspec.common.hardware import FP32_BYTES, WARP_THREADS
-from warpspec.fmha.backward.device.tile import column_part
+from warpspec.fmha.backward.device.tile import own_group
 from warpspec.fmha.backward.features import THREAD_ELEMENTS, WARP_ELEMENTS, WARPS
 from warpspec.fmha.backward.sm90.config import CONSUMER_KEYS, CONSUMERS
 from warpspec.fmha.heads import BLOCK, STEP
@@ -44,15 +44,15 @@ def sums_of(work, place, number):
 
 
 @cute.jit
-def add_queries(work, part: cutlass.Constexpr, place):
-    """Add one of a consumer's parts of dQ to global memory, 16 bytes per thread."""
+def add_queries(work, dq_block: cutlass.Constexpr, place):
+    """Add one of a consumer's blocks of dQ to global memory, 16 bytes per thread."""
     config = work.config
-    if cutlass.const_expr(work.mma.dq[part] is None):
+    if cutlass.const_expr(work.mma.dq[dq_block] is None):
         return
-    dq = flat(work.mma.dq[part])
+    dq = flat(work.mma.dq[dq_block])
     warp, lane = work.thread // WARP_THREADS, work.thread % WARP_THREADS
-    first = column_part(config) * CONSUMERS + work.consumer  # number among the consumers of a query tile's dQ
-    number, column = config.dq_place(first * config.consumer_parts + part)
+    first = own_group(config) * CONSUMERS + work.consumer  # among the consumers of a tile's dQ
+    number, column = config.dq_place(first * config.dq_blocks + dq_block)
     start = sums_of(work, place, number * WARPS + warp)
     start += (column // COLUMNS * WARP_THREADS + lane) * VECTOR * FP32_BYTES
     for i in cutlass.range_constexpr(cute.size(dq) // VECTOR):
@@ -141,7 +141,7 @@ def write_sums(work, sums: cute.Tensor, values: cute.Tensor):
     row_block = 0 if cutlass.const_expr(config.paired) else work.consumer
     own = sums[tile.kv_head, *tile.sums_place, None]
     first = row_block * (config.heads.qk_blocks * WARPS) + thread // WARP_THREADS  # which 4 KiB
-    first += column_part(config) * (config.width // BLOCK * WARPS)
+    first += own_group(config) * (config.width // BLOCK * WARPS)
     for number in cutlass.range_constexpr(-(-cute.size(values) // THREAD_ELEMENTS)):
         target = cute.local_tile(own, (WARP_ELEMENTS,), (first + number * WARPS,))
         block = block_of(values, number, THREAD_ELEMENTS)
@@ -173,7 +173,7 @@ def write_rows(work, tensor: cute.Tensor, values: cute.Tensor):
     narrow = cute.make_rmem_tensor(cute.size(values), tensor.element_type)
     narrow.store(values.load().to(tensor.element_type))
     words = cute.recast_tensor(narrow, Int32)
-    first_block = column_part(config) * (config.width // BLOCK)
+    first_block = own_group(config) * (config.width // BLOCK)
     for block in cutlass.range_constexpr(-(-cute.size(words) // TILE_WORDS)):
         cute.arch.sync_warp()
         store_rows(base, thread, block_of(words, block, TILE_WORDS))

@@ -1,7 +1,7 @@
 """The turn warps: they grant turns to add to dQ in a fixed order.
 
 A query tile of one head has a counter in global memory for each consumer: how many key tiles have added that consumer's
-part of dQ. One warp reads the counters and tells each consumer when its turn has come, up to TURN_STAGES steps ahead;
+blocks of dQ. One warp reads the counters and tells each consumer when its turn has come, up to TURN_STAGES steps ahead;
 another warp for each consumer increments its counter after it has added. Waiting for additions to arrive (a GPU-scope
 fence) and waiting for a counter each take about half a step; in these warps the waits delay neither the consumers nor
 each other.
@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from warpspec.fmha.backward.device.tile import column_part
+from warpspec.fmha.backward.device.tile import own_group
 from warpspec.fmha.backward.device.turns import end_turn
 from warpspec.fmha.backward.sm90 import results
 from warpspec.fmha.backward.sm90.config import CONSUMERS
@@ -67,9 +67,9 @@ def leave_turns(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands
 
 
 def count_of(config, operands, tile, head, query_tile, consumer) -> cute.Pointer:
-    """Pointer to the counter of key tiles that have added a consumer's part of a query tile's dQ."""
+    """Pointer to the counter of key tiles that have added a consumer's blocks of a query tile's dQ."""
     tile_index = tile.index_of(query_tile)
-    return operands.turns[head, tile_index, None].iterator + (column_part(config) * CONSUMERS + consumer)
+    return operands.turns[head, tile_index, None].iterator + (own_group(config) * CONSUMERS + consumer)
 
 
 def use_of(step, consumer) -> Int32:
@@ -79,7 +79,7 @@ def use_of(step, consumer) -> Int32:
 
 @cute.jit
 def add(work, step, place):
-    """Add all of a consumer's parts of dQ of a step when its turn has come. Paired consumers call ``wait`` and
+    """Add all of a consumer's blocks of dQ of a step when its turn has come. Paired consumers call ``wait`` and
     ``leave`` themselves."""
     wait(work, step)
     results.add_queries(work, 0, place)

@@ -1,4 +1,4 @@
-"""Packed batches of few queries a request, whose keys are cut into parts of one length."""
+"""Packed batches of few queries a request, whose keys are cut into partitions of one length."""
 
 import random
 
@@ -7,13 +7,14 @@ from warpspec.fmha.plan.candidates import Candidate
 from warpspec.fmha.plan.cost import Way
 
 
-def in_parts(candidate: Candidate) -> bool:
-    """Whether a candidate cuts keys into parts."""
-    return candidate.way is Way.PARTS
+def in_partitions(candidate: Candidate) -> bool:
+    """Whether a candidate cuts keys into partitions."""
+    return candidate.way is Way.PARTITIONS
 
 
-def random_parts(seed: int) -> tuple[Packed, int]:
-    """(A batch with requests of all lengths, some without queries or keys; into how many parts the longest is cut)."""
+def random_partitions(seed: int) -> tuple[Packed, int]:
+    """(A batch with requests of all lengths, some without queries or keys; into how many partitions the longest is
+    cut)."""
     draw = random.Random(seed)
     requests, most = draw.choice((1, 5, 33, 128)), draw.choice((1, 1, 4))
     queries = [draw.randint(0, most) for _ in range(requests)]

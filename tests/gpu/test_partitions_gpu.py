@@ -1,8 +1,8 @@
-"""Parts of unequal requests' keys from a queue, on the GPU of this machine."""
+"""Partitions of unequal requests' keys from a queue, on the GPU of this machine."""
 
 import pytest
 import torch
-from helpers.parts_cases import in_parts, random_parts
+from helpers.partition_cases import in_partitions, random_partitions
 from helpers.simulate import choosing
 from helpers.varlen_cases import Packed
 
@@ -15,9 +15,9 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(300, 324))
 def test_random_batches(seed):
     """Twice the same, to the bit, in the rows that belong to a request."""
-    batch, splits = random_parts(seed)
+    batch, splits = random_partitions(seed)
     used, results = sum(batch.seq_q), []
-    with choosing(Way.PARTS, in_parts, splits=splits):
+    with choosing(Way.PARTITIONS, in_partitions, splits=splits):
         for _ in range(2):
             result = attention_varlen(
                 **batch.arguments("cuda"), out=batch.poisoned_out("cuda"), return_lse=batch.normalize
@@ -28,14 +28,15 @@ def test_random_batches(seed):
 
 
 def test_a_graph_serves_other_lengths():
-    """Captured with some lengths, replayed with others in the same tensors: the longest, and so the parts, change."""
+    """Captured with some lengths, replayed with others in the same tensors: the longest, and so the partitions,
+    change."""
     batch = Packed(
         "decode", seq_q=(1,) * 70, seq_k=tuple(137 * i % 3000 for i in range(70)), heads_q=16, heads_kv=4, head_dim=128,
         page_size=16,
     )  # fmt: skip
     arguments = batch.arguments("cuda")
     out = torch.full_like(arguments["q"], torch.nan)
-    with choosing(Way.PARTS, in_parts, splits=9):
+    with choosing(Way.PARTITIONS, in_partitions, splits=9):
         attention_varlen(**arguments, out=out)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -1,4 +1,4 @@
-"""Parts of unequal requests' keys, of one length, which CTAs take from a queue: in the simulator, for sm_90a."""
+"""Partitions of unequal requests' keys, of one length, which CTAs take from a queue: in the simulator, for sm_90a."""
 
 import contextlib
 from dataclasses import replace
@@ -8,7 +8,7 @@ import torch
 from helpers import judged_calls
 from helpers.attention_cases import Case, check
 from helpers.page_layouts import paged
-from helpers.parts_cases import in_parts, random_parts
+from helpers.partition_cases import in_partitions, random_partitions
 from helpers.simulate import choosing, run_unchecked
 from helpers.tree_cases import CASES, inputs_of
 from helpers.varlen_cases import Packed
@@ -37,12 +37,12 @@ MORE = [
 
 @pytest.fixture
 def cut(simulate_as):
-    """A function that makes plans cut requests into parts, the longest into ``splits``, by so many SMs."""
+    """A function that makes plans cut requests into partitions, the longest into ``splits``, by so many SMs."""
     with contextlib.ExitStack() as contexts:
 
         def choose(splits: int, sm_count: int, **changes):
             simulate_as("sm_90a", sm_count=sm_count, **changes)
-            contexts.enter_context(choosing(Way.PARTS, in_parts, splits=splits))
+            contexts.enter_context(choosing(Way.PARTITIONS, in_partitions, splits=splits))
 
         yield choose
 
@@ -138,6 +138,6 @@ def test_lengths_that_nobody_checked_touch_nothing_else(cut):
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(300, 324))
 def test_random_batches(cut, seed):
-    batch, splits = random_parts(seed)
+    batch, splits = random_partitions(seed)
     cut(splits, 1 + seed % 5, seed=seed)
     run(batch)
