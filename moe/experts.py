@@ -145,6 +145,8 @@ class NVFP4Experts:
         padded = -(-width // NVFP4_BLOCK) * NVFP4_BLOCK
         if tuple(down.shape) not in ((experts, hidden, width), (experts, hidden, padded)):
             raise ValueError(f"down: must be [{experts}, {hidden}, {width}], got {list(down.shape)}")
+        if down.device != w13.data.device:
+            raise ValueError(f"down: must be on {w13.data.device} as gate is, got {down.device}")
         check_int("shared", shared, 0, experts)
         scale = _intermediate_scale(intermediate_scale, experts, w13.data.device)
         if down_bias is not None:

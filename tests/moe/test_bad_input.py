@@ -126,6 +126,7 @@ def test_rows(error, match, changes):
         (ValueError, r"^gate: H must be a multiple of 16", dict(gate=randn(2, 8, 24), up=randn(2, 8, 24))),
         (ValueError, r"^down: must be \[2, 16, 8\]", dict(down=randn(2, 8, 16))),
         (TypeError, r"^down: must be a Tensor or NVFP4Tensor, got None", dict(down=None)),
+        (ValueError, r"^down: must be on cpu .*got meta", dict(down=torch.empty(2, 16, 8, device="meta"))),
         (ValueError, r"^intermediate_scale", dict(intermediate_scale=torch.ones(3))),
         (ValueError, r"^intermediate_scale", dict(intermediate_scale=0.0)),
         (TypeError, r"^intermediate_scale", dict(intermediate_scale="1")),
