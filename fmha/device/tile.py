@@ -21,7 +21,7 @@ from warpspec.fmha.device.longest import nth_longest
 from warpspec.fmha.device.packed import in_order, request_of
 from warpspec.fmha.device.request import request_at
 from warpspec.fmha.device.tree import Drafts, depth_of, drafts_between, drop_lowest
-from warpspec.fmha.line import FEW_PIECES, STATES
+from warpspec.fmha.line import STATES
 from warpspec.fmha.mask import key_range, widened
 from warpspec.fmha.schedule import KeySpan, KvTiles, extent, key_span
 from warpspec.fmha.tree import MOST_DRAFTS
@@ -62,11 +62,6 @@ class Piece:
     state: Int32
     earlier: Int32 | int = 0
     later: Int32 | int = 0
-
-    @property
-    def few(self) -> Boolean:
-        """Whether the CTA with the last piece adds up those of the tile, not known to the first one."""
-        return Boolean(self.earlier + self.later < FEW_PIECES)
 
     @property
     def meeting(self) -> Int32:

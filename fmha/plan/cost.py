@@ -109,6 +109,7 @@ class Constants:
         partition_scan: microseconds of cutting partitions.
         partition_rest, partition_last: the shares of a partition's time, and of its start and end, by which the busiest
             CTA exceeds the mean.
+        uneven: weight of scenarios with unequal lengths, relative to that of equal ones (``plan.expectation``).
         combine_round, combine_splits: microseconds of each round of loads, which covers combine_splits splits. Extra
             rounds of a join take combine_round, too.
     """
@@ -165,6 +166,7 @@ class Constants:
     partition_rest: float = 0.15
     partition_last: float = 0.5
     partition_ends: float = 0.6
+    uneven: float = 1.0
 
 
 class TileTime(NamedTuple):

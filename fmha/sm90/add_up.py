@@ -4,7 +4,7 @@ A state lies in memory as in registers: each thread stores and loads 16 bytes at
 A thread of another piece finds its own rows and columns where the thread with its number left them. A CTA leaves at
 most two states, of the first piece of one tile and of a further one of another.
 
-Where a tile has few pieces (``Piece.few``), the last one's consumers add the other states to their registers. Where it
+Where a tile has few pieces (``adds_alone``), the last one's consumers add the other states to their registers. Where it
 has more, all leave their states; then all but the first, whose CTA has further tiles, share out the columns: each adds
 up its share of all states and writes the results. For each consumer the pieces of a tile meet at a word in global
 memory, which the last one sets back (``common.workspace``). Whoever adds them up, pieces are added in the same order,
@@ -26,7 +26,7 @@ from warpspec.common.hardware import WARPGROUP_THREADS
 from warpspec.common.workspace import EMPTY
 from warpspec.fmha.device.combine import finite
 from warpspec.fmha.heads import PIECE_STATISTICS
-from warpspec.fmha.line import PAIR_WORDS
+from warpspec.fmha.line import FEW_PIECES, PAIR_WORDS
 from warpspec.fmha.sm90.config import SCORED_BARRIER
 from warpspec.fmha.sm90.fragment import PAIR, THREAD_ROWS
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
@@ -94,6 +94,13 @@ def announce(work, operands):
         came = Int64(cutlass.select_(Boolean(work.tile.piece.earlier == 0), Int64(FIRST), Int64(CAME)))
         word = operands.counters.iterator + (work.tile.piece.meeting * PAIR_WORDS + work.part)
         cute.arch.atomic_add(word, came, sem="release", scope="gpu")
+
+
+def adds_alone(work) -> Boolean:
+    """Whether the CTA with the tile's last piece adds up all of them; not known to the first piece. Without records
+    that consumers can read again, shares would take registers that are needed for KV tiles."""
+    piece = work.tile.piece
+    return Boolean(piece.earlier + piece.later < FEW_PIECES) if work.config.rereads else Boolean(True)
 
 
 @cute.jit

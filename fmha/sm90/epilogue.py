@@ -23,6 +23,7 @@ from warpspec.fmha.sm90.add_up import (
     VECTOR,
     add_earlier,
     add_unit,
+    adds_alone,
     announce,
     finish_share,
     leave_state,
@@ -77,15 +78,18 @@ def epilogue(work, state, operands, stage, results: cutlass.Constexpr = ROW_RESU
     """
     if cutlass.const_expr(work.config.scheduler.adds_up):
         untaint_state(work, state, operands)
-        piece = work.tile.piece
-        if piece.whole & piece.few:
+        alone = adds_alone(work)
+        if work.tile.piece.whole & alone:
             write_results(work, add_earlier(work, state, operands), operands, stage, results)
         else:
             leave_state(work, state, operands)
-            if Boolean(piece.earlier == 0) | piece.few:
-                announce(work, operands)
+            if cutlass.const_expr(work.config.rereads):
+                if Boolean(work.tile.piece.earlier == 0) | alone:
+                    announce(work, operands)
+                else:
+                    write_share(work, operands)
             else:
-                write_share(work, operands)
+                announce(work, operands)
     elif cutlass.const_expr(work.config.scheduler.cuts_tiles):
         if work.tile.piece.whole:
             write_results(work, state, operands, stage, results)

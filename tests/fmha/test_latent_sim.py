@@ -92,7 +92,9 @@ UNEQUAL = replace(LENGTHS, id="unequal", seq_k=900, kv_lengths=(64, 900, 0, 1, 1
 FEW = replace(UNEQUAL, id="few", batch=4, heads_q=16, seq_k=420, kv_lengths=(64, 420, 0, 1))
 ONE = replace(STATE, id="one", normalize=True, batch=1, seq_k=700, kv_lengths=(700,))
 TWO = replace(ONE, id="two", batch=2, kv_lengths=(700, 500))  # a CTA leaves two states, with 4 of them
-EVEN = replace(ONE, id="even", batch=2, seq_k=640, kv_lengths=(640, 640))  # with 5 CTAs, two have half a request each
+EVEN = replace(
+    ONE, id="even", batch=2, seq_k=640, kv_lengths=(640, 640)
+)  # with 5 CTAs, two have half a request each
 EMPTY = replace(FEW, id="empty", kv_lengths=(0, 0, 0, 0))
 
 
