@@ -58,7 +58,8 @@ def most_further(share: float, last: float, total: float) -> int:
 
 
 def limit_of(length: PieceLength, total, lane, exp2=math.exp2):
-    """The lane's value of L, but for the last lane's, which cuts nothing; at least lane + 1. Floats or Float32."""
+    """The lane's value of L, but for the last lane's, which cuts nothing; at least lane + 1, at most the longest tile,
+    for N counts pieces of LONG L. Floats or Float32."""
     rise = math.log2(MOST / LEAST) / (LENGTHS - 1)
     return total * (length.share * length.last * LEAST) * exp2(lane * rise)
 
@@ -83,7 +84,7 @@ def may_cut(length: PieceLength, tiles: Iterable[int]) -> bool:
     tiles = Counter(tiles)
     total, longest = sum(steps * count for steps, count in tiles.items()), max(tiles, default=0)
     tried = range(0, LENGTHS, 4)
-    limits = {max(int(limit_of(length, total, i)) + 1, i + 1) for i in tried}
+    limits = {min(max(int(limit_of(length, total, i)) + 1, i + 1), max(longest, 1)) for i in tried}
 
     def time(limit: int) -> float:
         parts = [(steps, max(-(-steps // limit), 1), count) for steps, count in tiles.items()]

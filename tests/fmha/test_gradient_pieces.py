@@ -35,9 +35,10 @@ def steps_of(length: int, group: int) -> list[int]:
     return [(-(-length // 64) - key // 64) * group for key in range(0, length, 128)]
 
 
-def limits_of(length: pieces.PieceLength, total: int) -> list[int]:
+def limits_of(length: pieces.PieceLength, steps: list[int]) -> list[int]:
     """The values of L that the device tries, but the last, which cuts nothing."""
-    return [max(int(pieces.limit_of(length, total, i)) + 1, i + 1) for i in range(pieces.LENGTHS - 1)]
+    lanes, total = range(pieces.LENGTHS - 1), sum(steps)
+    return [min(max(int(pieces.limit_of(length, total, i)) + 1, i + 1), max(steps)) for i in lanes]
 
 
 def counts_of(steps: list[int], limit: int) -> list[int]:
@@ -74,9 +75,9 @@ def test_packed_requests_take_little_more_than_the_best_pieces():
         others = [max(round(mean * 1.1**i), 1) for i in range(-20, 20)]
         times = {
             limit: simulated(length, steps, limit, [section] * (heads // section), sms)
-            for limit in (*limits_of(length, sum(steps)), max(steps), *others)
+            for limit in (*limits_of(length, steps), max(steps), *others)
         }
-        own = [*limits_of(length, sum(steps)), max(steps)]
+        own = [*limits_of(length, steps), max(steps)]
         chosen = min(own, key=lambda limit: predicted(length, steps, limit))
         ratios.append(times[chosen] / min(times.values()))
         uncut.append(times[max(steps)] / min(times.values()))
@@ -223,7 +224,7 @@ def test_the_device_chooses_as_the_host(seed, monkeypatch):
     ].tolist()
     steps = [n for length in lengths for n in steps_of(length, 4 // heads)]
     steps += [0] * (len(found) - len(steps))
-    limits = [*limits_of(prepared.length, sum(steps)), max(steps)]
+    limits = [*limits_of(prepared.length, steps), max(steps)]
     times = [predicted(prepared.length, steps, limit) for limit in limits]
     near = [limit for limit, time in zip(limits, times, strict=True) if time <= min(times) * 1.001]
     assert sorted(found) in [sorted(counts_of(steps, limit)) for limit in near]

@@ -84,7 +84,7 @@ def most_steps(config: cutlass.Constexpr, operands, window, length: cutlass.Cons
     most = cutlass.max(cute.arch.warp_reduction(most, cutlass.max), 1)
     own = Int32(pieces.limit_of(length, total.to(Float32), lane.to(Float32), exp2=cute.math.exp2)) + 1
     own = cutlass.max(own, lane + 1)
-    own = Int32(cutlass.select_(Boolean(lane == pieces.LENGTHS - 1), most, own))
+    own = Int32(cutlass.select_(Boolean(lane == pieces.LENGTHS - 1), most, cutlass.min(own, most)))
     limit, count, cut, long, long_steps, longest = own.to(Float32), *(Float32(0.0),) * 5
     inverse = cute.arch.rcp_approx(limit)
     for first in cutlass.range(0, tiles, WARP_THREADS, unroll=1):
