@@ -23,7 +23,7 @@ from warpspec.fmha.expand import EXPAND, Expanded, expand_config, expanded, wide
 from warpspec.fmha.features import dtype_name
 from warpspec.fmha.heads import class_of
 from warpspec.fmha.join import JOIN, JoinConfig
-from warpspec.fmha.line import JOIN_WORDS, PAIR_WORDS
+from warpspec.fmha.line import JOIN_WORDS, PAIR_WORDS, STATES
 from warpspec.fmha.operands import PLACES, STATISTICS
 from warpspec.fmha.plan import Plan, launch_numbers, make_plan
 from warpspec.fmha.plan.expanding import expands
@@ -236,12 +236,12 @@ def compiled(problem: AttentionProblem, target: Target) -> tuple:
 
 
 def piece_blocks(plan: Plan) -> tuple[Block, ...]:
-    """Workspace of work that is cut by length: states of pieces, two a CTA, and join records (``device.line``); one a
-    CTA and no records if CTAs add them up."""
+    """Workspace of work that is cut by length: states of pieces, two a CTA, and join records (``device.line``); no
+    records if CTAs add them up."""
     row = (plan.config.rows.count, plan.config.heads.piece_columns)
     if plan.config.scheduler.adds_up:
-        return (block((plan.ctas, *row), torch.float32),)
-    return block((2 * plan.ctas, *row), torch.float32), block((plan.ctas, JOIN_WORDS), torch.int32)
+        return (block((STATES * plan.ctas, *row), torch.float32),)
+    return block((STATES * plan.ctas, *row), torch.float32), block((plan.ctas, JOIN_WORDS), torch.int32)
 
 
 @lru_cache(maxsize=4096)

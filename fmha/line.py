@@ -7,7 +7,7 @@ Int64 in a kernel.
 The line holds the requests in order, each request's heads, each head's query tiles, and each query tile's KV tiles. A
 query tile's length is the number of key positions that it visits, without rounding, so that sums over many have a
 closed form, plus a constant for its start and end. Cuts need not know how many KV tiles a length stands for: a cut
-through a tile divides its KV tiles in the same proportion (``cut``).
+through a tile divides its KV tiles in the same proportion (``cut``), or what is left of it behind that constant.
 """
 
 from __future__ import annotations
@@ -16,6 +16,12 @@ from dataclasses import dataclass
 
 TILE_OVERHEAD = 2  # length of a query tile's start and end, in KV tiles
 PAIR_OVERHEAD = 4  # the same with paired consumers (``sm90.pair``)
+STATES = (
+    2  # that a CTA leaves of pieces, at most: of the first piece of one tile and of a further one of another
+)
+FEW_PIECES = (
+    3  # most pieces of a tile that the CTA with the last one adds up alone (``sm90.add_up.adds_alone``)
+)
 PAIR_WORDS = 2  # of a CTA whose consumers are paired, by which they announce the state of a piece
 LEAST_TILES = 4  # length of the shortest chunk, in KV tiles
 ROUND_TILES = 20  # query tiles of a chunk where there are several rounds
@@ -106,23 +112,19 @@ def stretch(
     return Stretch(tiles, queries, overhead * tile_n * key_stride, first_end, first_start, limit, arithmetic)
 
 
-def cut(part, kv_tiles, integer=int, minimum=min, select=lambda condition, yes, no: yes if condition else no):
-    """How many of a query tile's KV tiles lie before a cut at this part of its length, a number from 0 to 1."""
-    before = minimum(integer(part * kv_tiles + 0.5), kv_tiles)
-    before = select(before <= EDGE_TILES, 0, before)
-    return select(before >= kv_tiles - EDGE_TILES, kv_tiles, before)
-
-
-def first_added(number, last, select=lambda condition, yes, no: yes if condition else no):
-    """The first piece of a tile that piece ``number`` adds to itself; none if that is ``number`` or above.
-
-    Pieces are numbered from 1. They form the binary indexed tree of prefix sums (P. Fenwick, 1994): piece n comes to
-    stand for the pieces n - b + 1 to n, b being the lowest bit of n. It adds pieces n - 1 and further ones
-    (``next_added``) down to n - b + 1, no more than log2 b of them. The last piece adds down to piece 1.
-    """
-    return select(last, 1, number + 1 - (number & -number))
-
-
-def next_added(number):
-    """The piece that is added after piece ``number``, which stands for those between the two; 0 after the first."""
-    return number - (number & -number)
+def cut(
+    part,
+    kv_tiles,
+    integer=int,
+    minimum=min,
+    select=lambda condition, yes, no: yes if condition else no,
+    overhead=0,
+):
+    """How many of a query tile's KV tiles lie before a cut at this part of its length, a number from 0 to 1. overhead:
+    KV tiles that the length in front of all KV tiles stands for; 0: the tile's start and end count as spread over all,
+    and cuts close to its ends move there."""
+    edge = 0 if overhead else EDGE_TILES
+    before = integer(part * (kv_tiles + overhead) - overhead + 0.5)  # rounds to 0 from below
+    before = minimum(before, kv_tiles)
+    before = select(before <= edge, 0, before)
+    return select(before >= kv_tiles - edge, kv_tiles, before)

@@ -96,7 +96,7 @@ class Operands(NamedTuple):
     Kernels write o, lse, row_max and row_sum, and read the others. If keys are split, o, row_max and row_sum of the
     attention kernel have a leading dimension, the splits. If work is cut by length (``line``), pieces [2 CTAs, rows, D
     + 8] fp32 and joins [CTAs, 8] int32 are a workspace. If CTAs add up pieces themselves (``sm90.add_up``), it is
-    pieces [CTAs, rows, D + 8] and counters [2 CTAs] int64. If CTAs take tiles from a queue (``device.queue``), it is
+    pieces [2 CTAs, rows, D + 8] and counters [2 CTAs] int64. If CTAs take tiles from a queue (``device.queue``), it is
     counters [1].
     """
 

@@ -16,9 +16,8 @@ time, which are neighbours in memory.
 
 If pieces are added up (``TileScheduler.adds_up``), each request has one query tile. A CTA goes through its chunk from
 the end to the beginning: first it leaves the state of the tile that goes on in the next chunk, and the tile that began
-in an earlier chunk comes last. So the CTA with a tile's last piece, which adds the states of others, seldom waits for
-them, and only for CTAs with lower numbers, which started earlier. So does a piece that fills its chunk
-(``sm90.add_up``).
+in an earlier chunk comes last. So the CTA with a tile's second piece seldom waits for the first one, and only for a CTA
+with a lower number, which started earlier (``sm90.add_up``).
 """
 
 from __future__ import annotations
@@ -33,14 +32,13 @@ from cutlass import Boolean, Float32, Int32, Int64
 from warpspec.common.device.warp import running_sum
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.fmha.config import CURSOR_WORDS, CUT_WORDS
+from warpspec.fmha.device.chunk_length import chunk_length
 from warpspec.fmha.device.grid import grid_of, requests_of
 from warpspec.fmha.device.request import request_at
 from warpspec.fmha.device.tile import INTEGERS, Piece, select_integer, tile_of
-from warpspec.fmha.line import LEAST_TILES, MOST_ROUNDS, cut, round_count, stretch
+from warpspec.fmha.line import MOST_ROUNDS, STATES, cut, round_count, stretch
 
 SIDES = 2  # a chunk's begin and its end
-WHOLE_SHARE = 8  # chunks may be longer by this part of their length if that leaves equal tiles whole
-WHOLE_TILES = 3  # or by this many KV tiles, if pieces are added up
 BEGIN, END = range(SIDES)
 LAST_LANE = WARP_THREADS - 1
 LONGEST_STEP = (1 << 31) - 1  # from cut to cut; tiles are shorter
@@ -254,22 +252,6 @@ def common_length(config: cutlass.Constexpr, operands, line, found, of_lane) -> 
     return Int64(cutlass.select_(cute.arch.vote_all_sync(alike), length, Int64(0)))
 
 
-def chunk_length(config, line: Line, total, chunks, tile) -> Int64:
-    """Length of every chunk but the last ones, which may be shorter or have nothing: the quotient, or a little more.
-
-    chunks: their number. tile: the length that all tiles have, or 0. If a tile is a little longer than the quotient,
-    a chunk is one tile, and none is cut. Where pieces are added up, a chunk may also be several whole tiles.
-    """
-    most = Int64(Float32(total) * (cute.arch.rcp_approx(Float32(chunks)) * Float32(1.0 + 2.0**-20))) + 1
-    room = most // WHOLE_SHARE
-    if config.scheduler.adds_up:
-        tile = (most + tile - 1) // cutlass.max(tile, Int64(1)) * tile
-        room = Int64(WHOLE_TILES * config.tile_n * config.mask.key_stride)
-    whole = Boolean(tile >= most) & Boolean(tile <= most + room)
-    most = Int64(cutlass.select_(whole, tile, most))
-    return cutlass.max(most, Int64(LEAST_TILES * config.tile_n * config.mask.key_stride))
-
-
 @cute.jit
 def locate(config: cutlass.Constexpr, operands, line, found, of_lane, place) -> tuple:
     """(head of the line, query tile, offset in it, its length) of a place before the line's end. By a whole warp.
@@ -366,10 +348,10 @@ def write_join(config: cutlass.Constexpr, operands, chunks):
     head = cutlass.min(begin.head, line.requests * line.heads - 1)
     tile = query_tile_at(config, operands, line, begin.query_tile, head)
     count = tile.span.count
-    before, earlier = tiles_before(begin.part, count), cut.offset - cut.step
+    before, earlier = tiles_before(config, begin.part, count), cut.offset - cut.step
     cuts = Boolean(begin.part > Float32(0.0)) & Boolean(before > 0) & Boolean(before < count)
     continues = Boolean(own.chunk > 1) & Boolean(earlier > 0)  # the CTA before begins in the tile, too
-    first = cuts & (Boolean(tiles_before(cut.part(earlier), count) == 0) | Boolean(not continues))
+    first = cuts & (Boolean(tiles_before(config, cut.part(earlier), count) == 0) | Boolean(not continues))
     further = cutlass.min((cut.length - 1 - cut.offset) // cut.step, own.chunks - 1 - own.chunk)
     words = Join(
         pieces=select_integer(first, 2 + further, 0),
@@ -387,15 +369,17 @@ def write_join(config: cutlass.Constexpr, operands, chunks):
             record[i] = word
 
 
-def tiles_before(part, kv_tiles) -> Int32:
-    """``line.cut``."""
-    return cut(part, kv_tiles, Int32, cutlass.min, select_integer)
+def tiles_before(config, part, kv_tiles) -> Int32:
+    """``line.cut``. Where pieces are added up, a tile's overhead lies in front of its keys: a CTA pays for it that has
+    the begin of the tile, and so a piece more."""
+    overhead = config.tile_overhead if config.scheduler.adds_up else 0
+    return cut(part, kv_tiles, Int32, cutlass.min, select_integer, overhead)
 
 
 def state_of(number, begins) -> Int32:
     """Number of the state that a CTA leaves of its piece of a tile. number: ``Place.number``. begins: the tile begins
     in its chunk."""
-    return 2 * number + Int32(begins)
+    return STATES * number + Int32(begins)
 
 
 def heads_of(line: Line, head) -> tuple:
@@ -435,13 +419,14 @@ class Chunk:
 
         begins = other_than(self.begin) | Boolean(self.begin.part == Float32(0.0))
         ends = other_than(self.end)
-        first = select_integer(begins, 0, tiles_before(self.begin.part, count))
-        last = select_integer(ends, count, tiles_before(self.end.part, count))
+        first = select_integer(begins, 0, tiles_before(self.config, self.begin.part, count))
+        last = select_integer(ends, count, tiles_before(self.config, self.end.part, count))
         own = place_of(self.config, self.line)
         whole = Boolean(last == count) & (begins | Boolean(count > 0))
         if self.config.scheduler.adds_up:
-            earlier = pieces_before(self.last_cut, own, first, count)
-            return tile.cut(Piece(first, last - first, whole, own.number, earlier))
+            others = other_pieces(self.config, self.last_cut, own, first, count)
+            state = state_of(own.number, Boolean(first == 0))
+            return tile.cut(Piece(first, last - first, whole, state, *others))
         whole = Boolean(first == 0) & whole
         return tile.cut(Piece(first, last - first, whole, state_of(own.number, begins)))
 
@@ -462,17 +447,32 @@ class Chunk:
 
 
 @cute.jit
-def pieces_before(cut, own, first, count) -> Int32:
-    """How many pieces of a tile come before the one that begins with KV tile ``first`` of ``count``. Only the begin of
-    a CTA's last chunk cuts a tile. cut: that ``Cut``. own: the CTA's ``Place``."""
-    earlier = Int32(0)
-    more, place = Boolean(first > 0), cut.offset
+def other_pieces(config: cutlass.Constexpr, cut, own, first, count) -> tuple:
+    """How many pieces of a tile come before the one that begins with KV tile ``first`` of ``count``, and how many after
+    it; both 0 for a first piece. By a whole warp, whose lanes look at a cut each. Only the begin of a CTA's last chunk
+    cuts a tile. cut: that ``Cut``. own: the CTA's ``Place``."""
+    earlier, later, lane = Int32(0), Int32(0), Int64(cute.arch.lane_idx())
+    more = Boolean(first > 0)
     while more:
-        earlier += 1
-        place -= cut.step
-        inside = Boolean(place > 0) & Boolean(own.chunk > earlier)  # chunk 0 begins with a tile
-        more = inside & Boolean(tiles_before(cut.part(cutlass.max(place, 0)), count) > 0)
-    return earlier
+        place = Int64(cut.offset) - Int64(cut.step) * (lane + earlier)
+        inside = Boolean(place > 0) & Boolean(own.chunk > earlier + Int32(lane))  # chunk 0 begins with a tile
+        part = cut.part(cutlass.max(place, Int64(0)))
+        cuts = cute.arch.popc(
+            cute.arch.vote_ballot_sync(inside & Boolean(tiles_before(config, part, count) > 0))
+        )
+        earlier += cuts
+        more = Boolean(cuts == WARP_THREADS)
+    more = Boolean(first > 0)
+    while more:
+        place = Int64(cut.offset) + Int64(cut.step) * (lane + later + 1)
+        inside = Boolean(place < Int64(cut.length))
+        part = cut.part(cutlass.min(place, Int64(cut.length)))
+        cuts = cute.arch.popc(
+            cute.arch.vote_ballot_sync(inside & Boolean(tiles_before(config, part, count) < count))
+        )
+        later += cuts
+        more = Boolean(cuts == WARP_THREADS)
+    return earlier, later
 
 
 def chunk_at(config, operands, chunks: Chunks, round_) -> Chunk:

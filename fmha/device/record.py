@@ -87,7 +87,7 @@ def words_of(config: AttentionKernel) -> tuple[str, ...]:
     words += ("split",) if config.output.splits else ()
     words += ENTRY if config.mask.has_blocks else ()
     words += ("whole", "piece_state") if config.scheduler.cuts_tiles else ()
-    words += ("earlier",) if config.scheduler.adds_up else ()
+    words += ("earlier", "later") if config.scheduler.adds_up else ()
     assert len(words) <= RECORD_WORDS
     return words
 
@@ -135,7 +135,7 @@ def word_of(tile: Tile, name: str) -> Int32:
         return Int32(getattr(tile.span, name))
     if name in ENTRY:
         return Int32(getattr(tile.span.visit(0), name))
-    if name in ("whole", "earlier"):
+    if name in ("whole", "earlier", "later"):
         return Int32(getattr(tile.piece, name))
     return Int32(tile.piece.state if name == "piece_state" else getattr(tile, name))
 
@@ -166,8 +166,8 @@ def read_tile(config: AttentionKernel, records: Records, use) -> Tile:
     word = {name: words[i] for i, name in enumerate(words_of(config))}
     piece = None
     if config.scheduler.cuts_tiles:
-        whole, earlier = Boolean(word["whole"] != 0), word.get("earlier", 0)
-        piece = Piece(0, word["count"], whole, word["piece_state"], earlier)
+        numbers = (word.get(name, 0) for name in ("earlier", "later"))
+        piece = Piece(0, word["count"], Boolean(word["whole"] != 0), word["piece_state"], *numbers)
     tile = Tile(
         config,
         query_tile=0,  # nobody asks for it

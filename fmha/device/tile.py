@@ -21,6 +21,7 @@ from warpspec.fmha.device.longest import nth_longest
 from warpspec.fmha.device.packed import in_order, request_of
 from warpspec.fmha.device.request import request_at
 from warpspec.fmha.device.tree import Drafts, depth_of, drafts_between, drop_lowest
+from warpspec.fmha.line import STATES
 from warpspec.fmha.mask import key_range, widened
 from warpspec.fmha.schedule import KeySpan, KvTiles, extent, key_span
 from warpspec.fmha.tree import MOST_DRAFTS
@@ -60,6 +61,16 @@ class Piece:
     whole: Boolean
     state: Int32
     earlier: Int32 | int = 0
+    later: Int32 | int = 0
+
+    @property
+    def meeting(self) -> Int32:
+        """``Place.number`` of the CTA with the tile's first piece."""
+        return self.state // STATES - self.earlier
+
+    def state_of(self, number) -> Int32:
+        """Number of the state of a piece of this tile; 0 is the first."""
+        return STATES * self.meeting + cutlass.max(STATES * number, 1)
 
     @property
     def some(self) -> Boolean:

@@ -105,19 +105,20 @@ def least_time(choices: Choices, problem: AttentionProblem, target: Target) -> f
 
 
 def expectation(choices: Choices, problem: AttentionProblem, target: Target):
-    """A function of candidates: the geometric mean of a candidate's microseconds over the problem's scenarios."""
+    """A function of candidates: the geometric mean of a candidate's microseconds over the problem's scenarios, of which
+    those after the first weigh ``Constants.uneven``."""
     cases, works, constants = scenarios(problem), {}, choices.constants(problem)
+    weights = [1.0, *[constants.uneven] * (len(cases) - 1)]
 
     def time(candidate: Candidate) -> float:
         found = works.get(candidate.tiling)
         if found is None:
             found = works[candidate.tiling] = [work_of(problem, candidate.tiling, case) for case in cases]
         product = 1.0
-        for work in found:
-            product *= microseconds(
-                work, candidate.tiling, candidate.way, candidate.splits, target, constants
-            )
-        return product ** (1 / len(found))
+        for work, weight in zip(found, weights, strict=True):
+            one = microseconds(work, candidate.tiling, candidate.way, candidate.splits, target, constants)
+            product *= one**weight
+        return product ** (1 / sum(weights))
 
     return time
 

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from warpspec.common.hardware import FP32_BYTES
 from warpspec.fmha.combine import SEGMENT, VECTOR
 from warpspec.fmha.join import BATCH, THREADS, TILE_CTAS
-from warpspec.fmha.line import LEAST_TILES, PAIR_OVERHEAD, TILE_OVERHEAD
+from warpspec.fmha.line import FEW_PIECES, LEAST_TILES, PAIR_OVERHEAD, TILE_OVERHEAD
 from warpspec.fmha.plan.work import Tiling, Work
 from warpspec.fmha.schedule import LEAST_PARTITION
 
@@ -109,6 +109,7 @@ class Constants:
         partition_scan: microseconds of cutting partitions.
         partition_rest, partition_last: the shares of a partition's time, and of its start and end, by which the busiest
             CTA exceeds the mean.
+        uneven: weight of scenarios with unequal lengths, relative to that of equal ones (``plan.expectation``).
         combine_round, combine_splits: microseconds of each round of loads, which covers combine_splits splits. Extra
             rounds of a join take combine_round, too.
     """
@@ -165,6 +166,7 @@ class Constants:
     partition_rest: float = 0.15
     partition_last: float = 0.5
     partition_ends: float = 0.6
+    uneven: float = 1.0
 
 
 class TileTime(NamedTuple):
@@ -372,7 +374,7 @@ def joining(w: Work, t: Tiling, share: Shares, c: Constants, ops: Arithmetic):
     pieces = (w.longest + share.overhead) * share.chunks / maximum(share.length, 1) + 1  # of the longest tile
     joined = c.join + states / c.join_bytes
     joined = joined + c.combine_round * join_rounds(t, w, pieces, ops)
-    return where(t.column_parts > 1, c.add * (pieces - 1), joined)
+    return where(t.column_parts > 1, c.add * minimum(pieces - 1, FEW_PIECES), joined)
 
 
 def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=None):

@@ -1,16 +1,18 @@
-"""States of pieces of a tile, which paired consumers leave in the workspace and add up along a binary tree.
+"""States of pieces of a tile, which paired consumers leave in the workspace and add up.
 
 A state lies in memory as in registers: each thread stores and loads 16 bytes at a time, beside those of its neighbours.
 A thread of another piece finds its own rows and columns where the thread with its number left them. A CTA leaves at
-most one state, to which it has added those of earlier pieces (``line.first_added``). For each consumer a counter in
-global memory announces it; the one CTA that adds the state sets the counter back (``common.workspace``). Which states
-are added, and in which order, follows from the lengths alone: the same call gives the same bits.
+most two states, of the first piece of one tile and of a further one of another.
 
-CTAs cannot wait for each other in a circle. A CTA waits only for states of earlier pieces of a tile, which CTAs with
-lower numbers leave, of the same head if heads are in step. And it has left its own state before, unless that belongs to
-the same tile: the piece that it leaves is the first that it works on (``device.line``). So the lowest of the CTAs that
-have not finished waits for nobody. A launch has no more CTAs than run at
-a time.
+Where a tile has few pieces (``adds_alone``), the last one's consumers add the other states to their registers. Where it
+has more, all leave their states; then all but the first, whose CTA has further tiles, share out the columns: each adds
+up its share of all states and writes the results. For each consumer the pieces of a tile meet at a word in global
+memory, which the last one sets back (``common.workspace``). Whoever adds them up, pieces are added in the same order,
+so the same call gives the same bits.
+
+CTAs cannot wait for each other in a circle. A CTA waits without end only for CTAs with lower numbers: for the first
+piece of a tile, which its CTA leaves before it waits for anything, or for all of few pieces, of which only the last one
+waits.
 """
 
 from __future__ import annotations
@@ -23,9 +25,8 @@ from warpspec.common.device.wgmma import flat
 from warpspec.common.hardware import WARPGROUP_THREADS
 from warpspec.common.workspace import EMPTY
 from warpspec.fmha.device.combine import finite
-from warpspec.fmha.device.tile import select_integer
 from warpspec.fmha.heads import PIECE_STATISTICS
-from warpspec.fmha.line import PAIR_WORDS, first_added, next_added
+from warpspec.fmha.line import FEW_PIECES, PAIR_WORDS
 from warpspec.fmha.sm90.config import SCORED_BARRIER
 from warpspec.fmha.sm90.fragment import PAIR, THREAD_ROWS
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
@@ -33,6 +34,16 @@ from warpspec.fmha.sm90.softmax import over_quad
 
 VECTOR = 4  # fp32 numbers that a thread stores at a time; also those of a row's statistics
 AHEAD = 8  # vectors in flight: O takes most registers
+STATE_NUMBERS = 3
+BATCH = 4  # pieces whose states are in flight
+UNIT = 4  # vectors of a thread that are added up at a time: 32 columns
+UNITS = 8  # of a consumer's columns
+# The word where a tile's pieces meet counts, from EMPTY: those that came, but the first; the first; those that left
+# before all had come; those that are done with the states.
+CAME, FIRST, LEFT, DONE = 1, 1 << 15, 1 << 16, 1 << 32
+PRESENT = LEFT - 1
+PATIENCE = 1 << 12  # looks for later pieces, of some 0.7 us each
+OWN, NONE, ALL = range(3)
 assert PAIR_WORDS * VECTOR <= PIECE_STATISTICS, "the statistics of both consumers lie after O"
 
 
@@ -57,8 +68,8 @@ def wait_for_threads(work) -> None:
 
 
 @cute.jit
-def leave_piece(work, state, operands):
-    """Leave the state of the thread's rows in the piece's place of the workspace, and announce it."""
+def leave_state(work, state, operands):
+    """Leave the state of the thread's rows in the piece's place of the workspace."""
     o, number = flat(work.mma.o), work.tile.piece.state
     target = columns_of(work, operands, number)
     for vector in cutlass.range_constexpr(cute.size(o) // VECTOR):
@@ -74,33 +85,152 @@ def leave_piece(work, state, operands):
             cute.autovec_copy(values, told[None, row.index])
     # A release is cumulative: one thread's covers what the others wrote before the barrier.
     wait_for_threads(work)
-    if work.thread == 0:
-        counter = operands.counters.iterator + (number * PAIR_WORDS + work.part)
-        cute.arch.atomic_add(counter, Int64(1), sem="release", scope="gpu")
 
 
 @cute.jit
-def add_pieces(work, state, operands):
-    """Add states of the tile's earlier pieces, one after another, to O and to the state; returns the state.
+def announce(work, operands):
+    """Tell the pieces of the tile that add up its states that this one's is there."""
+    if work.thread == 0:
+        came = Int64(cutlass.select_(Boolean(work.tile.piece.earlier == 0), Int64(FIRST), Int64(CAME)))
+        word = operands.counters.iterator + (work.tile.piece.meeting * PAIR_WORDS + work.part)
+        cute.arch.atomic_add(word, came, sem="release", scope="gpu")
 
-    Pieces of a tile have the numbers 1 to N. Piece n adds those of which n is the parent, and the last piece adds all
-    roots that are left (``line.first_added``, ``line.next_added``).
-    """
+
+def adds_alone(work) -> Boolean:
+    """Whether the CTA with the tile's last piece adds up all of them; not known to the first piece. Without records
+    that consumers can read again, shares would take registers that are needed for KV tiles."""
     piece = work.tile.piece
-    before = Int32(piece.earlier)
-    first = first_added(before + 1, piece.whole, select_integer)
-    while before >= first:
-        number = piece.state - 1 - piece.earlier + before
+    return Boolean(piece.earlier + piece.later < FEW_PIECES) if work.config.rereads else Boolean(True)
+
+
+@cute.jit
+def add_earlier(work, state, operands):
+    """Add the states of the tile's earlier pieces, which are few, to O and to the state of the last one; returns the
+    state."""
+    piece = work.tile.piece
+    if piece.earlier > 0:
         if work.thread == 0:
-            counter = operands.counters.iterator + (number * PAIR_WORDS + work.part)
-            seen = Int64(EMPTY)
-            while seen == EMPTY:
-                seen = cute.arch.load(counter, Int64, sem="acquire", scope="gpu")
-            operands.counters[number * PAIR_WORDS + work.part] = Int64(EMPTY)
+            number = piece.meeting * PAIR_WORDS + work.part
+            everyone, seen = Int64(EMPTY) + Int64(FIRST) + Int64(piece.earlier - 1), Int64(EMPTY)
+            while seen != everyone:
+                seen = cute.arch.load(operands.counters.iterator + number, Int64, sem="acquire", scope="gpu")
+            operands.counters[number] = Int64(EMPTY)
         wait_for_threads(work)
-        state = add_state(work, state, operands, number)
-        before = next_added(before)
+    for i in cutlass.range(piece.earlier, unroll=1):
+        state = add_state(work, state, operands, piece.state_of(piece.earlier - 1 - i))
     return state
+
+
+@cute.jit
+def take_task(work, operands) -> Int32:
+    """Tell the other pieces that this one's state is there, and wait for theirs. Returns which columns this piece adds
+    up: OWN, its share; NONE; or ALL. By one thread.
+
+    The first piece's CTA has a lower number and leaves that state before all else: a piece waits for it however long it
+    takes. CTAs of other pieces may start only when this one has ended, if SMs are few: a piece looks for them PATIENCE
+    times, then tells so and leaves. The last one to come learns of it, and adds up all columns.
+    """
+    piece, task = work.tile.piece, Int32(OWN)
+    word = operands.counters.iterator + (piece.meeting * PAIR_WORDS + work.part)
+    everyone = Int64(FIRST) + Int64(piece.earlier + piece.later)
+    seen = cute.arch.atomic_add(word, Int64(CAME), sem="acq_rel", scope="gpu") - Int64(EMPTY - CAME)
+    waits = Boolean((seen & Int64(PRESENT)) != everyone)
+    last, looks = Boolean(not waits), Int32(0)
+    while waits:
+        told = cute.arch.load(word, Int64, sem="acquire", scope="gpu")
+        seen = told - Int64(EMPTY)
+        waits = Boolean((seen & Int64(PRESENT)) != everyone)
+        looks += 1
+        if waits & Boolean(looks > PATIENCE) & Boolean((seen & Int64(FIRST)) != Int64(0)):
+            found = cute.arch.atomic_cas(word, cmp=told, val=told + Int64(LEFT), sem="acq_rel", scope="gpu")
+            if found == told:
+                task, waits = Int32(NONE), Boolean(False)
+    if Boolean(task == OWN) & Boolean((seen & Int64(DONE - LEFT)) != Int64(0)):
+        task = Int32(cutlass.select_(last, Int32(ALL), Int32(NONE)))
+    return task
+
+
+@cute.jit
+def share_of(work, operands) -> tuple:
+    """(begin, step): the units of columns that this piece adds up, of a tile with many pieces; begin is UNITS if there
+    are none. It has left its state."""
+    piece = work.tile.piece
+    words = cute.make_tensor(cute.recast_ptr(work.shared.sums, dtype=Int32), cute.make_layout(1 << 16))
+    place = work.config.task_place + work.part
+    if work.thread == 0:
+        words[place] = take_task(work, operands)
+    wait_for_threads(work)
+    task, begin, step = words[place], piece.earlier - 1, piece.earlier + piece.later
+    begin = Int32(cutlass.select_(Boolean(task == ALL), Int32(0), begin))
+    step = Int32(cutlass.select_(Boolean(task == ALL), Int32(1), step))
+    begin = Int32(cutlass.select_(Boolean(task == NONE), Int32(UNITS), begin))
+    return begin, step
+
+
+@cute.jit
+def finish_share(work, operands):
+    """Tell that this piece is done with the states; the last one sets the word back."""
+    piece = work.tile.piece
+    wait_for_threads(work)
+    if work.thread == 0:
+        number = piece.meeting * PAIR_WORDS + work.part
+        word = operands.counters.iterator + number
+        seen = cute.arch.atomic_add(word, Int64(DONE), sem="acq_rel", scope="gpu") - Int64(EMPTY - DONE)
+        if seen // Int64(DONE) == Int64(piece.earlier + piece.later):
+            operands.counters[number] = Int64(EMPTY)
+
+
+@cute.jit
+def whole_state(work, operands):
+    """The state of the thread's rows over all pieces of a tile."""
+    piece = work.tile.piece
+    numbers = cute.make_rmem_tensor((STATE_NUMBERS, THREAD_ROWS), Float32)
+    for r in cutlass.range_constexpr(THREAD_ROWS):
+        numbers[0, r], numbers[1, r], numbers[2, r] = -Float32.inf, -Float32.inf, Float32(0.0)
+    for i in cutlass.range(piece.earlier + piece.later + 1, unroll=BATCH):
+        told = statistics_of(work, operands, piece.state_of(i))
+        for r in cutlass.range_constexpr(THREAD_ROWS):
+            other = cute.make_rmem_tensor(VECTOR, Float32)
+            cute.autovec_copy(told[None, work.rows[r].index], other)
+            highest = cute.arch.fmax(numbers[0, r], other[0])
+            own = cute.math.exp2(numbers[0, r] - finite(highest), fastmath=True)
+            factor = cute.math.exp2(other[0] - finite(highest), fastmath=True)
+            numbers[2, r] = numbers[2, r] * own + other[2] * factor
+            numbers[0, r], numbers[1, r] = highest, cute.arch.fmax(numbers[1, r], other[1])
+    once = tuple(  # one of the threads that share a row has its sum
+        Float32(cutlass.select_(Boolean(work.rows[r].member == 0), numbers[2, r], Float32(0.0)))
+        for r in range(THREAD_ROWS)
+    )
+    return (
+        tuple(numbers[0, r] for r in range(THREAD_ROWS)),
+        tuple(numbers[1, r] for r in range(THREAD_ROWS)),
+        once,
+    )
+
+
+@cute.jit
+def add_unit(work, state, operands, unit, o):
+    """Add up a unit of the thread's columns over all pieces of a tile, into o (n). state: ``whole_state``."""
+    piece, references = work.tile.piece, state[0]
+    count = piece.earlier + piece.later + 1
+    o.fill(0.0)
+    for begin in cutlass.range(0, count, BATCH, unroll=1):
+        loaded, factors = cute.make_rmem_tensor((VECTOR, UNIT, BATCH), Float32), []
+        for i in cutlass.range_constexpr(BATCH):
+            number = piece.state_of(cutlass.min(begin + i, count - 1))
+            found, told = columns_of(work, operands, number), statistics_of(work, operands, number)
+            for vector in cutlass.range_constexpr(UNIT):
+                cute.autovec_copy(found[None, unit * UNIT + vector], loaded[None, vector, i])
+            factors.append([told[0, work.rows[r].index] for r in range(THREAD_ROWS)])
+        for i in cutlass.range_constexpr(BATCH):
+            if begin + i < count:
+                values = flat(loaded[None, None, i])
+                own = [
+                    cute.math.exp2(factors[i][r] - finite(references[r]), fastmath=True)
+                    for r in range(THREAD_ROWS)
+                ]
+                for at in cutlass.range_constexpr(cute.size(values)):
+                    o[at] += values[at] * own[at // PAIR % THREAD_ROWS]
 
 
 @cute.jit

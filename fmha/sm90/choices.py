@@ -58,12 +58,13 @@ CONVERTER_COSTS = {
 }  # fmt: skip
 EXPANDING = 1.8
 
-# Constants for consumers that share rows, at head sizes above 256. Fitted to 99 calls of MLA on an H200, most of them
-# drawn, each with one or two of its ways (docs/measurements.md).
+# Constants for consumers that share rows, at head sizes above 256. Fitted to 298 calls of MLA on H200s, drawn with
+# equal, nearly equal, evenly drawn, log-normal and few long lengths, each with several of its ways
+# (docs/measurements.md).
 LATENT_COSTS = replace(
-    HOPPER, combine=0.2, combine_bytes=3.53e6, combine_round=1.17, tile=2800.0, tile_row=0.0175, sm_bytes=640.0,
-    l2_bytes=675.0, latency=66.0, alone=44.0, round_=0.42, mma=0.782, serial_mma=0.0166, launch=2.42, reading=1.09,
-    memory=1.1, spread=1.7, chunk=2940.0, scan=5.9, scan_requests=1.04, add=1.11, line=1.12,
+    HOPPER, combine=0.209, combine_bytes=4.25e6, combine_round=1.17, tile=2860.0, tile_row=0.0198, sm_bytes=964.0,
+    l2_bytes=1074.0, latency=528.0, alone=27.7, round_=1.75, mma=0.791, serial_mma=0.0319, launch=2.44, reading=1.13,
+    memory=1.05, spread=1.83, chunk=3020.0, scan=6.0, scan_requests=0.98, add=1.39, line=1.11, uneven=2.0,
 )  # fmt: skip
 
 

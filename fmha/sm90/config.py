@@ -437,7 +437,12 @@ class AttentionConfig(AttentionKernel):
     @property
     def sums_bytes(self) -> int:
         """Bytes of a number for each of a thread's two rows."""
-        return 2 * self.consumer_threads * 2 * FP32_BYTES if self.paired else 0
+        return (self.task_place + self.scheduler.adds_up * self.consumers) * FP32_BYTES if self.paired else 0
+
+    @property
+    def task_place(self) -> int:
+        """Words before those by which paired consumers learn what to add up (``add_up``)."""
+        return 2 * self.consumer_threads * 2
 
     @property
     def smem_bytes(self) -> int:

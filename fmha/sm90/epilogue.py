@@ -17,7 +17,19 @@ from warpspec.fmha.device.results import of_split, piece_statistics, sink_of, st
 from warpspec.fmha.device.scales import value_factor, value_scale
 from warpspec.fmha.device.unseen import RowSum, recompute, tainted
 from warpspec.fmha.heads import BLOCK
-from warpspec.fmha.sm90.add_up import add_pieces, leave_piece
+from warpspec.fmha.sm90.add_up import (
+    UNIT,
+    UNITS,
+    VECTOR,
+    add_earlier,
+    add_unit,
+    adds_alone,
+    announce,
+    finish_share,
+    leave_state,
+    share_of,
+    whole_state,
+)
 from warpspec.fmha.sm90.fragment import PAIR, QUAD, THREAD_ROWS, elements, row_columns
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
 from warpspec.fmha.sm90.softmax import over_quad
@@ -42,12 +54,15 @@ class RowResults(Results):
     """o, or a split's part of it."""
 
     def store(self, work, r: int, row, place, factor, empty, operands) -> None:
-        o = flat(work.mma.o)
-        for i in elements(o, r):
-            o[i] = Float32(cutlass.select_(empty, Float32(0.0), o[i] * factor))
-        target = columns(work, operands.o, place)
-        store = store_row if work.config.output.normalize else store_pairs
-        store(o, r, row.member, target, place.in_range)
+        store_scaled(work, flat(work.mma.o), r, columns(work, operands.o, place), place, factor, empty)
+
+
+def store_scaled(work, o, r: int, target, place, factor, empty) -> None:
+    """Store row r of the thread's columns in o (n) to ``target``: times ``factor``, zeros if ``empty``."""
+    for i in elements(o, r):
+        o[i] = Float32(cutlass.select_(empty, Float32(0.0), o[i] * factor))
+    store = store_row if work.config.output.normalize else store_pairs
+    store(o, r, work.rows[r].member, target, place.in_range)
 
 
 ROW_RESULTS = RowResults()
@@ -63,11 +78,18 @@ def epilogue(work, state, operands, stage, results: cutlass.Constexpr = ROW_RESU
     """
     if cutlass.const_expr(work.config.scheduler.adds_up):
         untaint_state(work, state, operands)
-        state = add_pieces(work, state, operands)
-        if work.tile.piece.whole:
-            write_results(work, state, operands, stage, results)
+        alone = adds_alone(work)
+        if work.tile.piece.whole & alone:
+            write_results(work, add_earlier(work, state, operands), operands, stage, results)
         else:
-            leave_piece(work, state, operands)
+            leave_state(work, state, operands)
+            if cutlass.const_expr(work.config.rereads):
+                if Boolean(work.tile.piece.earlier == 0) | alone:
+                    announce(work, operands)
+                else:
+                    write_share(work, operands)
+            else:
+                announce(work, operands)
     elif cutlass.const_expr(work.config.scheduler.cuts_tiles):
         if work.tile.piece.whole:
             write_results(work, state, operands, stage, results)
@@ -89,9 +111,26 @@ def write_results(work, state, operands, stage, results: cutlass.Constexpr):
             results.store(work, r, work.rows[r], *row, operands)
 
 
-def finish_rows(work, state, operands) -> list:
+@cute.jit
+def write_share(work, operands):
+    """Wait for the other pieces of a tile, and write the results of this one's share of the columns."""
+    begin, step = share_of(work, operands)
+    if begin < UNITS:
+        state = whole_state(work, operands)
+        rows = finish_rows(work, state, operands, tells=Boolean(begin == 0))
+        targets = [columns(work, operands.o, place) for place, _, _ in rows]
+        o = cute.make_rmem_tensor(UNIT * VECTOR, Float32)
+        for unit in cutlass.range(begin, UNITS, step, unroll=1):
+            add_unit(work, state, operands, unit, o)
+            for r, (place, factor, empty) in enumerate(rows):
+                target = cute.local_tile(targets[r], (work.config.o_columns // UNITS,), (unit,))
+                store_scaled(work, o, r, target, place, factor, empty)
+    finish_share(work, operands)
+
+
+def finish_rows(work, state, operands, tells=None) -> list:
     """Finish the rows of the thread: write their statistics, and sum O again where a hidden value reached it. Returns
-    (the row's place, the factor of O, whether the row saw no key) for each.
+    (the row's place, the factor of O, whether the row saw no key) for each. tells: whether to write them; None: yes.
 
     In a short call nothing hides the way from the last product to the stores: so v_scale and sinks are read at its
     start, those of all rows, and one branch lies on it.
@@ -107,6 +146,8 @@ def finish_rows(work, state, operands) -> list:
     for r, place in enumerate(places):
         # One of the threads that share the row writes its statistics.
         teller = replace(work.rows[r], member=work.rows[r].member + work.part * QUAD)
+        if tells is not None:
+            teller = replace(teller, member=Int32(cutlass.select_(tells, Int32(teller.member), Int32(QUAD))))
         row_state, empty = (references[r], maxima[r], totals[r]), Boolean(totals[r] == Float32(0.0))
         factor = statistics(
             config, teller, place, work.tile, row_state, operands, score_unit, empty, sinks[r]

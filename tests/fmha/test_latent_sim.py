@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from warpspec import sim
 from warpspec.common import kernel_cache
 from warpspec.common.errors import UnsupportedProblem
-from warpspec.fmha import attention, line
+from warpspec.fmha import attention
 from warpspec.fmha import launch as attention_launch
+from warpspec.fmha.sm90 import add_up
 from warpspec.latent import mla_decode
 from warpspec.latent.gathered import launch
 
@@ -90,6 +91,10 @@ def test_split_keys_of_any_pages(arch, page_size, simulate_as):
 UNEQUAL = replace(LENGTHS, id="unequal", seq_k=900, kv_lengths=(64, 900, 0, 1, 129, 63))
 FEW = replace(UNEQUAL, id="few", batch=4, heads_q=16, seq_k=420, kv_lengths=(64, 420, 0, 1))
 ONE = replace(STATE, id="one", normalize=True, batch=1, seq_k=700, kv_lengths=(700,))
+TWO = replace(ONE, id="two", batch=2, kv_lengths=(700, 500))  # a CTA leaves two states, with 4 of them
+EVEN = replace(
+    ONE, id="even", batch=2, seq_k=640, kv_lengths=(640, 640)
+)  # with 5 CTAs, two have half a request each
 EMPTY = replace(FEW, id="empty", kv_lengths=(0, 0, 0, 0))
 
 
@@ -100,6 +105,8 @@ EMPTY = replace(FEW, id="empty", kv_lengths=(0, 0, 0, 0))
         long(UNEQUAL, 5),
         *(long(case, 5) for case in (DRAFTS, STATE, POISONED, EMPTY)),
         long(ONE, 11),
+        long(TWO, 4),
+        long(EVEN, 5),
     ],
     ids=lambda v: getattr(v, "id", v),
 )
@@ -111,23 +118,31 @@ def test_work_is_cut_by_length(case, sms, simulate_as, check_order):
 
 
 @pytest.mark.long
-def test_a_piece_that_a_row_does_not_see(simulate_as, monkeypatch):
-    """Cut at every KV tile: the last piece has one key, which is NaN and only the last draft sees. What a row that does
-    not see it adds is 0."""
-    monkeypatch.setattr(line, "EDGE_TILES", 0)  # such pieces are not cut otherwise
-    monkeypatch.setattr(kernel_cache, "SOURCES", "other edges")
+def test_a_piece_that_a_row_does_not_see(simulate_as):
+    """The last of two pieces has one key, which is NaN and only the last draft sees. What a row that does not see it
+    adds is 0."""
     generator = torch.Generator().manual_seed(0)
-    q, kv = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((1, 4, 8, 576), (3, 64, 576)))
-    kv[2, 0, 5] = torch.nan
-    call = dict(page_table=torch.tensor([[0, 1, 2]]).int(), kv_lengths=torch.tensor([129]).int(), scale=0.05)
+    q, kv = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((1, 4, 8, 576), (6, 64, 576)))
+    kv[5, 0, 5] = torch.nan
+    call = dict(page_table=torch.arange(6)[None].int(), kv_lengths=torch.tensor([321]).int(), scale=0.05)
     wanted = mla_decode(q, kv, **call, backend="reference")
-    attention_launch.prepare.cache_clear()
     simulate_as("sm_90a", sm_count=3)
     with cutting_by_length():
         o = mla_decode(q, kv, **call, backend="sim")
-    attention_launch.prepare.cache_clear()
     assert torch.equal(o.isnan(), wanted.isnan()) and not wanted[:, :3].isnan().any()
     assert (o - wanted)[:, :3].float().norm() < 4e-3 * wanted[:, :3].float().norm()
+
+
+@pytest.mark.long
+def test_pieces_that_nobody_waits_for(simulate_as, check_order, monkeypatch):
+    """CTAs that never wait for later ones, the last of which then adds up all pieces: as where CTAs outnumber SMs."""
+    monkeypatch.setattr(add_up, "PATIENCE", 0)
+    monkeypatch.setattr(kernel_cache, "SOURCES", "no patience")
+    attention_launch.prepare.cache_clear()
+    simulate_as("sm_90a", sm_count=10)
+    with cutting_by_length():
+        through_pages(ONE)
+    attention_launch.prepare.cache_clear()
 
 
 @pytest.mark.long

@@ -1,0 +1,41 @@
+"""The length of the chunks that a line is cut into (``device.line``)."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+
+from warpspec.fmha.line import LEAST_TILES
+
+WHOLE_SHARE = 8  # chunks may be longer by this part of their length if that leaves equal tiles whole
+WHOLE_TILES, PAIR_SHARE = 6, 16  # if pieces are added up: by so many KV tiles, or by this part
+BOUND_SHARE = 3  # or by this one, if memory is the bound, which fewer SMs keep as busy
+
+
+def chunk_length(config, line, total, chunks, tile) -> Int64:
+    """Length of every chunk but the last ones, which may be shorter or have nothing: the quotient, or a little more.
+
+    line: ``line.Line``. chunks: their number. tile: the length that all tiles have, or 0. If a tile is a little longer
+    than the quotient, a chunk is one tile, and none is cut. Where pieces are added up, a chunk may also be several
+    whole tiles, or an equal part of one: then no CTA has pieces of two.
+    """
+    most = Int64(Float32(total) * (cute.arch.rcp_approx(Float32(chunks)) * Float32(1.0 + 2.0**-20))) + 1
+    room = most // WHOLE_SHARE
+    if config.scheduler.adds_up:
+        tile = even_length(most, tile)
+        room = most // PAIR_SHARE
+        if config.line_source is None:  # one tile of heads reads a request's keys
+            room = Int64(cutlass.select_(Boolean(line.heads == 1), most // BOUND_SHARE, room))
+        room = cutlass.max(Int64(WHOLE_TILES * config.tile_n * config.mask.key_stride), room)
+    whole = Boolean(tile >= most) & Boolean(tile <= most + room)
+    most = Int64(cutlass.select_(whole, tile, most))
+    return cutlass.max(most, Int64(LEAST_TILES * config.tile_n * config.mask.key_stride))
+
+
+def even_length(most, tile) -> Int64:
+    """The least length from ``most`` on that is a multiple or an equal part of a tile. tile: its length, or 0."""
+    parts = cutlass.max(Int32(Float32(tile) * cute.arch.rcp_approx(Float32(most))), 1)
+    part = Int64(Float32(tile) * (cute.arch.rcp_approx(Float32(parts)) * Float32(1.0 + 2.0**-20))) + 1
+    several = (most + tile - 1) // cutlass.max(tile, Int64(1)) * tile
+    return Int64(cutlass.select_(Boolean(parts > 1), part, several))
