@@ -75,16 +75,21 @@ SHARES_US = {True: 1.04, False: 1.36}
 LIFE_US, THREAD_US, VECTOR_US, STAGED_US = 0.53, 0.00091, 0.083, 0.055
 SHARE_BYTES_PER_US = {"once": 126e3, "float32": 69e3, "kept": 231e3, "twice": 85e3}
 SHARES_TRAFFIC = 1.03
+SHARES_LOSS_BYTES = 60.0  # as CLUSTER_LOSS_BYTES; by 512x16384 and 813x78864 fp32
 # A further wave of CTAs adds their life, or this part of it: WAVE_BYTES divided by the bytes of a share and by this
 # power of the number of CTAs on an SM. The others' traffic hides the rest.
 WAVE_BYTES, WAVE_POWER = 211e3, 2.3
 L2_USABLE = 0.4  # fraction of L2 that serves data read again
 # Resident shares: one row after another by the same CTAs.
 # A reduction over the grid or a cluster, with everything that waits for it.
-ROUND_GRID_US, ROUND_CLUSTER_US = 4.2, 2.1
-ROUND_BYTES_PER_US = 30e3  # bytes of a share that a CTA processes
+ROUND_GRID_US, ROUND_CLUSTER_US = 4.25, 1.8
+ROUND_BYTES_PER_US = {
+    "float32": 28e3,
+    "float16": 24e3,
+    "bfloat16": 24e3,
+}  # bytes of a share that a CTA processes
 # Parts of the traffic and the rounds that hide each other: the most, where two rows' shares find room, and the least.
-ROUND_OVERLAPS = 0.8, 0.5
+ROUND_OVERLAPS = 0.92, 0.57
 
 # Instructions that an element takes, and the fraction that nothing hides; lanes without an element count too.
 ELEMENT_INSTRUCTIONS, EXPOSED = {"float32": 16, "float16": 6, "bfloat16": 6}, 0.75
@@ -163,6 +168,7 @@ def shares(problem, target, config, *, occupancy: int, work: str, extra: float =
     dependent = waves == 1 or cluster == DEPENDENT_CLUSTER
     started = ctas / CLUSTER_CTAS_PER_US
     traffic = problem.bytes / (SHARES_TRAFFIC * target.speeds.copy * 1e6)
+    traffic *= 1 + SHARES_LOSS_BYTES * (cluster - 1) / share_bytes
     together = min(occupancy, -(-ctas // sms_of(target, cluster)))
     life = LIFE_US + THREAD_US * config.threads + VECTOR_US * config.vectors + extra
     life += together * share_bytes / SHARE_BYTES_PER_US[work]
@@ -205,8 +211,8 @@ def in_rounds(problem, target, config, *, groups: int, group: int) -> float:
     )
     rounds = -(-problem.rows // groups)
     round_us = ROUND_CLUSTER_US if config.cluster else ROUND_GRID_US
-    working = rounds * (round_us + share * VECTOR_BYTES / ROUND_BYTES_PER_US)
+    working = rounds * (round_us + share * VECTOR_BYTES / ROUND_BYTES_PER_US[problem.dtype])
     # Rows overlap as far as the next row's share fits beside this one's.
     most, least = ROUND_OVERLAPS
-    overlap = max(min(1.0, most * max(0.0, config.capacity / share - 1)) * (1 - 1 / rounds), least)
+    overlap = max(min(most, config.capacity / share - 1) * (1 - 1 / rounds), least)
     return LAUNCH_US + max(memory, working) + (1 - overlap) * min(memory, working)

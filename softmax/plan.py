@@ -46,9 +46,10 @@ STAGED_THREADS, STAGED_VECTORS, STAGED_REGISTERS = (64, 1024), (7, 6, 4, 2), 40
 ONCE_CLUSTER = 8  # least number of CTAs sharing an fp32 row for which its exponentials are computed once
 # Vectors a thread for fp32 with many aligned rows of 16 CTAs. One more CTA then fits an SM.
 STAGED_LONGER = (8,)
-# Of CTAs whose shares come by several copies: the least size of a cluster, most CTAs on an SM, vectors that a thread
-# has before there are more threads, and most threads: of a share of at most SEVERAL_SHARE vectors, and of others.
-SEVERAL_CLUSTER, SEVERAL_RESIDENTS, SEVERAL_VECTORS = 8, 2, 8
+# Of CTAs whose shares come by several copies: the least size of a cluster, most CTAs on an SM by its size, vectors that
+# a thread has before there are more threads, and most threads: of a share of at most SEVERAL_SHARE vectors, and of
+# others.
+SEVERAL_CLUSTER, SEVERAL_RESIDENTS, SEVERAL_VECTORS = 8, {8: 2, 16: 4}, 8
 SEVERAL_THREADS, SEVERAL_SHARE = (256, 384), 8704
 MOST_GROUPS = 8  # of CTAs all over the GPU
 RESIDENT_THREADS, RESIDENT_CHUNKS, STREAMING_CHUNKS = 512, 10, 4
@@ -235,7 +236,7 @@ def _several_copies(problem: SoftmaxProblem, target: Target, cluster: int, once:
 
     residents = -(-problem.rows * cluster // cost.sms_of(target, cluster))
     share = -(-problem.vectors // cluster)
-    if cluster < SEVERAL_CLUSTER or residents > (SEVERAL_RESIDENTS if once else 1):
+    if cluster < SEVERAL_CLUSTER or residents > (SEVERAL_RESIDENTS[cluster] if once else 1):
         return None
     if share > SEVERAL_SHARE and not problem.aligned:
         return None  # with edges it would spill
