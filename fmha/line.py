@@ -16,13 +16,9 @@ from dataclasses import dataclass
 
 TILE_OVERHEAD = 2  # length of a query tile's start and end, in KV tiles
 PAIR_OVERHEAD = 4  # the same with paired consumers (``sm90.pair``)
-STATES = (
-    2  # that a CTA leaves of pieces, at most: of the first piece of one tile and of a further one of another
-)
-FEW_PIECES = (
-    3  # most pieces of a tile that the CTA with the last one adds up alone (``sm90.add_up.adds_alone``)
-)
-PAIR_WORDS = 2  # of a CTA whose consumers are paired, by which they announce the state of a piece
+STATES = 2  # most that a CTA leaves: of the first piece of one tile, and of a further one of another
+FEW_PIECES = 3  # most of a tile that the CTA with the last one adds up alone (``sm90.add_up.adds_alone``)
+PAIR_WORDS = 2  # of a CTA whose consumers are paired, at which the pieces of a tile meet
 LEAST_TILES = 4  # length of the shortest chunk, in KV tiles
 ROUND_TILES = 20  # query tiles of a chunk where there are several rounds
 MOST_ROUNDS = 23  # the ends of so many chunks fit shared memory
