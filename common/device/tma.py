@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from cutlass import Int16, cute
+from cutlass import Int16, Int64, cute
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 # Sizes of tiles are in a module that configurations can import without the DSL; kernels find them here, too.
@@ -22,6 +22,8 @@ from warpspec.common.memory import tile_bytes as tile_bytes
 
 # Bits, base and shift of the swizzle of rows of this many bytes: as many rows as its bits count fill 1024 bytes.
 SWIZZLES = {128: (3, 4, 3), 64: (2, 4, 3), 32: (1, 4, 3)}
+
+EVICT_FIRST = 0x12F0000000000000  # the L2 policy of PTX's createpolicy with evict_first and a fraction of 1
 
 
 def swizzled_layout(
@@ -116,13 +118,15 @@ class TileRing:
         )
         return cls(atom, shared, tiles)
 
-    def load(self, tile, stage, mbarrier: cute.Pointer, ctas=None) -> None:
+    def load(self, tile, stage, mbarrier: cute.Pointer, ctas=None, *, evicts_first: bool = False) -> None:
         """Issue the load of one tile into one stage; its bytes complete on ``mbarrier``. Executed by a whole warp.
 
         ctas: for a multicast atom, a bit for each CTA of the cluster that receives the tile, in its own stage and on
-        its own mbarrier.
+        its own mbarrier. evicts_first: whether its lines are the first to leave L2, for data that nobody reads again.
         """
         options = {} if ctas is None else {"mcast_mask": Int16(ctas)}
+        if evicts_first:
+            options["cache_policy"] = Int64(EVICT_FIRST)
         source, target = self.tiles[None, tile], self.shared[None, stage]
         cute.copy(self.atom, source, target, tma_bar_ptr=mbarrier, **options)
 

@@ -375,8 +375,15 @@ class AttentionConfig(AttentionKernel):
 
     @property
     def prefetches(self) -> bool:
-        """Whether load warps prefetch into L2 what does not fit shared memory yet."""
-        return self.in_parts
+        """Whether load warps prefetch into L2 what does not fit shared memory yet. With few queries this takes more of
+        L2's speed than it gives."""
+        return self.in_parts and not self.streams_keys
+
+    @property
+    def streams_keys(self) -> bool:
+        """Whether Q and keys are loaded so that they leave L2 first. Few queries read keys once, or in CTAs that are in
+        step. So the kernel's code, which is read again by the next launch, stays there."""
+        return self.in_parts and self.output.exact_maximum
 
     # Tiles.
 

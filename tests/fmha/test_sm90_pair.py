@@ -154,20 +154,20 @@ def boxes(monkeypatch):
 
 
 def test_one_of_the_ctas_that_share_keys_prefetches_them(simulate, boxes):
-    """All KV tiles but the first two, which are loaded at once: their boxes are asked for three times, for two M tiles
-    and once before. A Q box is asked for once."""
-    report = simulate(counted(5 * 64, 128), num_splits=1)
+    """With many queries, all KV tiles but the first two, which are loaded at once: their boxes are asked for three
+    times, for two M tiles and once before. A Q box is asked for once."""
+    case = replace(counted(5 * 64, 8), seq_q=16)
+    report = simulate(case, num_splits=1)
     assert report.launches[0].tma_bytes_prefetched == (5 - 2) * TILE_BYTES
     assert Counter(boxes.values()) == {1: 2 * 8, 2: 2 * 8, 3: 3 * 8}
 
 
-def test_keys_of_one_m_tile_are_not_prefetched_but_its_q_is(simulate, boxes):
-    """Seven M tiles on two CTAs, one without keys: Q of all but the first two comes in under the tile before."""
+def test_nothing_is_prefetched_for_few_queries(simulate, boxes):
+    """Seven M tiles on two CTAs, one without keys: every box is asked for once."""
     report = simulate(LENGTHS, ctas=2, num_splits=1)
-    tiles = 7 - 1
-    assert report.launches[0].tma_bytes_prefetched == (tiles - 2) * TILE_BYTES
+    assert report.launches[0].tma_bytes_prefetched == 0
     kv_tiles = sum(-(-length // 64) for length in LENGTHS.kv_lengths)
-    assert Counter(boxes.values()) == {1: (2 + kv_tiles) * 8, 2: (tiles - 2) * 8}
+    assert Counter(boxes.values()) == {1: (7 - 1 + kv_tiles) * 8}
 
 
 VARIANTS = {
