@@ -25,7 +25,7 @@ from warpspec.fmha.plan.expanding import likely_ways
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.values import POSITION_LIMIT
 from warpspec.latent.gathered.config import PAGE_ROWS
-from warpspec.latent.gathered.launch import GATHERED, make_plan
+from warpspec.latent.gathered.launch import make_plan
 from warpspec.latent.gathered.problem import GatheredProblem
 from warpspec.latent.mla.float8 import problem_of
 
@@ -257,7 +257,7 @@ def latent_kernels(model: Model, page_sizes: Iterable[int], target: Target) -> l
         else:
             continue
         plan = make_plan(found, target)
-        wanted[GATHERED.of(target.architecture).kernel, plan.config] = None
+        wanted[plan.kernel(target), plan.config] = None
         if plan.combine is not None:
             wanted[COMBINE, plan.combine] = None
     return list(wanted)

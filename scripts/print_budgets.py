@@ -35,7 +35,8 @@ from warpspec.fmha.sm90 import shapes as hopper_shapes
 from warpspec.fmha.sm100 import config as fmha
 from warpspec.fmha.sm100 import shapes as blackwell_shapes
 from warpspec.fmha.tiles import ELEMENT_BYTES, KvTile
-from warpspec.latent.gathered.config import GatheredConfig, Sm100GatheredConfig
+from warpspec.latent.gathered.config import E4M3_ROWS, GatheredConfig, Sm100GatheredConfig
+from warpspec.latent.gathered.transposed.config import TransposedConfig
 
 MARKERS = (  # begin and end: attention for sm_100a and sm_90a, the grouped GEMM, Swap-FFN, gradients
     ("<!-- scripts/print_budgets.py: begin -->", "<!-- scripts/print_budgets.py: end -->"),
@@ -307,9 +308,11 @@ def hopper() -> str:
     config = hopper_config.AttentionConfig
     scheduler = TileScheduler(Schedule.PERSISTENT, has_warp=True)
     gathered = GatheredConfig.of()
-    registers, pair = (
+    codes = {"row_format": E4M3_ROWS.name, "paged": True, "has_kv_scale": True}
+    transposed = TransposedConfig.of(16, pack=16, **codes)
+    registers, pair, few = (
         f"{shape.consumer_registers}, {shape.producer_registers} registers a thread"
-        for shape in (gathered.shape, hopper_shapes.PAIR.scheduling)
+        for shape in (gathered.shape, hopper_shapes.PAIR.scheduling, transposed.shape)
     )
     kernels = (
         (
@@ -335,6 +338,11 @@ def hopper() -> str:
             ),
         ),
         (f"D = 512, rows gathered by slot ({registers}: consumers, producers):", gathered),
+        (
+            f"MLA over e4m3 rows, {transposed.count} rows a task, keys as rows of the products ({few}: consumers, load "
+            "warp):",
+            transposed,
+        ),
     )
     regions = ("shared memory", "bytes", "holds")
     columns = ("barrier", "stages", "arrivals", "who arrives", "who waits", "a complete phase means")

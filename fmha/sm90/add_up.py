@@ -104,9 +104,9 @@ def adds_alone(work) -> Boolean:
 
 
 @cute.jit
-def add_earlier(work, state, operands):
+def add_earlier(work, state, operands, add: cutlass.Constexpr):
     """Add the states of the tile's earlier pieces, which are few, to O and to the state of the last one; returns the
-    state."""
+    state. add: ``add_state``, or what takes its place."""
     piece = work.tile.piece
     if piece.earlier > 0:
         if work.thread == 0:
@@ -117,7 +117,7 @@ def add_earlier(work, state, operands):
             operands.counters[number] = Int64(EMPTY)
         wait_for_threads(work)
     for i in cutlass.range(piece.earlier, unroll=1):
-        state = add_state(work, state, operands, piece.state_of(piece.earlier - 1 - i))
+        state = add(work, state, operands, piece.state_of(piece.earlier - 1 - i))
     return state
 
 

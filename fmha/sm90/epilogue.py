@@ -22,6 +22,7 @@ from warpspec.fmha.sm90.add_up import (
     UNITS,
     VECTOR,
     add_earlier,
+    add_state,
     add_unit,
     adds_alone,
     announce,
@@ -80,7 +81,8 @@ def epilogue(work, state, operands, stage, results: cutlass.Constexpr = ROW_RESU
         untaint_state(work, state, operands)
         alone = adds_alone(work)
         if work.tile.piece.whole & alone:
-            write_results(work, add_earlier(work, state, operands), operands, stage, results)
+            state = add_earlier(work, state, operands, add_state)
+            write_results(work, state, operands, stage, results)
         else:
             leave_state(work, state, operands)
             if cutlass.const_expr(work.config.rereads):

@@ -9,6 +9,7 @@ heads of one query and each have half of O's columns; on sm_100a they are the ro
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from warpspec.common import memory
 from warpspec.common.barriers import Barrier
@@ -237,6 +238,8 @@ class GatheredConfig(AttentionConfig):
         part = block * MMA_K // (self.part_blocks * BLOCK)
         return part if part < self.parts else 1 - consumer
 
+    prepares_divisors: ClassVar[bool] = False  # of tokens: they would take registers that are not there
+
     @property
     def clears_unseen(self) -> bool:
         """Whether rows of a task see different keys (``unseen``)."""
@@ -292,6 +295,8 @@ class Sm100GatheredConfig(sm100.AttentionConfig):
     def of(cls, **options) -> Sm100GatheredConfig:
         """A configuration with the given options (``gathered_parts``); all else is fixed."""
         return cls(**gathered_parts(**options))
+
+    prepares_divisors: ClassVar[bool] = True
 
     @property
     def clears_unseen(self) -> bool:

@@ -1,43 +1,57 @@
 """Whether CTAs share out the KV tiles of all queries (``fmha.device.line``), or take equal splits of them.
 
-The choice compares the expected clocks of both on sm_90a. A KV tile takes TILE, a task's start and end as long as ENDS
-tiles. Equal splits take as many rounds as there are tasks to a CTA, each as long as the longest query's split, and
-SECOND for the launch that combines them. If tiles are shared out, every CTA has the same number of tiles and two ends
-on average; cutting the line takes SCAN before anything starts, and adding up the states of pieces takes ADD. SCAN and
-ADD were fitted to 22 calls on an H200; for four of these the choice is 3 to 10% slower than the other way. If only the
-device knows the lengths, they are expected to be full in half of the calls and half as long in the others.
+The choice compares the expected clocks of both on sm_90a (``Costs``). Equal splits take as many rounds as there are
+tasks to a CTA, each as long as the longest query's split, and a launch that combines them. If tiles are shared out,
+every CTA has the same number of tiles; cutting the line takes time before anything starts, and the pieces of a task are
+added up along a binary tree. If only the device knows the lengths, they are expected to be full in half of the calls
+and half as long in the others. The constants were fitted to 17 and 26 calls that were drawn at random and timed on an
+H200 (2026-11-27), so that the choice loses little; docs/notebook/latent.md says what it loses on others.
 """
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 from warpspec.fmha.line import LEAST_TILES, TILE_OVERHEAD
 
-TIMED = ("e4m3", "v3.2-fp8")  # row formats whose clocks these are
-TILE = 4400
-ENDS = TILE_OVERHEAD  # as on the line
-SCAN = 12000
-SECOND = 5000
-ADD = 35000
+
+class Costs(NamedTuple):
+    """Clocks of a kernel: of a KV tile, of cutting the line, of the launch that combines splits, and of adding pieces,
+    for each doubling of their number. ends: start and end of a task, in KV tiles."""
+
+    tile: float
+    ends: float
+    scan: float
+    second: float
+    add: float
+
+
+CODES, LISTS = "e4m3", "v3.2-fp8"
+TIMED = (CODES, LISTS)  # row formats whose clocks these are
+GATHERED = Costs(tile=4400, ends=1, scan=9400, second=12400, add=7300)
+TRANSPOSED = Costs(tile=2400, ends=4, scan=1100, second=8200, add=4900)  # keys are rows of the products
 MOST_TASKS = 8  # tasks of a CTA up to which they are shared out: more of them balance
 MEAN_LENGTHS = (1.0, 0.5)  # of lengths that only the device knows, on average, as a share of the longest
 
 
-def equal_clocks(tasks: int, tiles: int, splits: int, ctas: int) -> float:
-    """Clocks of equal splits. tasks: 64 rows each. tiles: KV tiles of the longest."""
+def equal_clocks(costs: Costs, tasks: int, tiles: int, splits: int, ctas: int) -> float:
+    """Clocks of equal splits. tasks: of a kernel's rows each. tiles: KV tiles of the longest."""
     rounds = -(-tasks * splits // ctas)
-    return rounds * (-(-tiles // splits) + ENDS) * TILE + (SECOND if splits > 1 else 0)
+    return rounds * (-(-tiles // splits) + costs.ends) * costs.tile + (costs.second if splits > 1 else 0)
 
 
-def line_clocks(tasks: int, tiles: float, ctas: int) -> float:
-    """Clocks of tasks that are shared out. tiles: KV tiles of a task on average."""
-    each = max(tasks * (tiles + ENDS) / ctas, LEAST_TILES)
-    return (each + ENDS) * TILE + SCAN + ADD
+def line_clocks(costs: Costs, tasks: int, tiles: float, longest: int, ctas: int) -> float:
+    """Clocks of tasks that are shared out. tiles: KV tiles of a task on average; longest: of the longest."""
+    each = max(tasks * (tiles + TILE_OVERHEAD) / ctas, LEAST_TILES)
+    pieces = max(longest / each, 1)
+    return (each + costs.ends) * costs.tile + costs.scan + costs.add * math.log2(1 + pieces)
 
 
-def shares_out(tasks: int, tiles: int, splits: int, ctas: int, known: bool) -> bool:
+def shares_out(costs: Costs, tasks: int, tiles: int, splits: int, ctas: int, known: bool) -> bool:
     """Whether sharing out is expected to be faster. splits: equal ones to compare with. known: lengths are full."""
     if tasks > MOST_TASKS * ctas:
         return False
     shares = MEAN_LENGTHS[:1] if known else MEAN_LENGTHS
-    expected = sum(line_clocks(tasks, tiles * share, ctas) for share in shares) / len(shares)
-    return expected < equal_clocks(tasks, tiles, splits, ctas)
+    expected = sum(line_clocks(costs, tasks, tiles * share, tiles, ctas) for share in shares) / len(shares)
+    return expected < equal_clocks(costs, tasks, tiles, splits, ctas)

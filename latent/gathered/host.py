@@ -26,13 +26,17 @@ class GatheredHost:
     def __init__(self, config):
         self.config = config
 
+    def load_of(self, operands: Gathered) -> tuple:
+        """``tma.make_load`` of what a kernel loads by TMA: Q."""
+        return tma.make_load(q_view(self.config.heads, operands.q), self.config.q_box)
+
     @host_function(Gathered, GatheredNumbers)
     def __call__(self, operands: Gathered, numbers: GatheredNumbers, stream: CUstream):
         """Launch the kernel."""
         config, q, splits = self.config, operands.q, numbers.splits
         operands = operands._replace(sets=device_sets(config, q, operands.sets[: config.gathers.sets]))
         units = units_of(config, operands, splits)
-        atom, coordinates = tma.make_load(q_view(config.heads, q), config.q_box)
+        atom, coordinates = self.load_of(operands)
         grid = numbers.ctas if config.scheduler.cuts_tiles else units.total
         if config.scheduler.persistent:
             grid = cutlass.min(grid, numbers.ctas)
@@ -48,14 +52,19 @@ class GatheredHost:
 
 def device_sets(config, q: cute.Tensor, sets: tuple[KeySetOperands, ...]) -> tuple[DeviceKeySet, ...]:
     """The key sets as kernels take them, the first with the queries of a request where its slots are a page table."""
-    queries = Int32(q.shape[1] // sets[0].lengths.shape[0]) if config.gathers.paged else None
+    found = (None, None)
+    if config.gathers.paged:
+        queries = Int32(q.shape[1] // sets[0].lengths.shape[0])
+        tiles = cute.ceil_div(queries, config.rows.queries)
+        prepared = cute.FastDivmodDivisorV2 if config.prepares_divisors else Int32
+        found = tuple(prepared(Int32(each)) for each in (queries, tiles))
     return tuple(
         DeviceKeySet(
             each.pool,
             each.slots,
             each.lengths,
             cute.FastDivmodDivisorV2(each.page_size),
-            None if number else queries,
+            *((None, None) if number else found),
         )
         for number, each in enumerate(sets)
     )

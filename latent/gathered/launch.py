@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from warpspec.common.allocation import allocate
@@ -18,12 +18,13 @@ from warpspec.fmha.launch import partial_blocks, piece_blocks
 from warpspec.fmha.line import PAIR_WORDS
 from warpspec.fmha.logits import LogitNumbers, LogitOptions
 from warpspec.fmha.plan.splits import choose_splits
+from warpspec.latent.gathered import cost
 from warpspec.latent.gathered.config import (
     GatheredConfig,
     Sm100GatheredConfig,
 )
-from warpspec.latent.gathered.cost import TIMED, shares_out
 from warpspec.latent.gathered.problem import MAX_KEY_SETS, VALUE_DIM, GatheredProblem
+from warpspec.latent.gathered.transposed.config import TransposedConfig, rows_of
 
 
 class GatheredKernels(NamedTuple):
@@ -42,6 +43,8 @@ GATHERED = Family(
         Sm100GatheredConfig, Kernel("gathered.sm100", "warpspec.latent.gathered.sm100:host_and_arguments")
     ),
 )
+# On sm_90a, for pages of codes: keys are rows of the products.
+TRANSPOSED = Kernel("gathered.transposed", "warpspec.latent.gathered.transposed.kernel:host_and_arguments")
 
 
 class GatheredPlan(NamedTuple):
@@ -56,12 +59,20 @@ class GatheredPlan(NamedTuple):
     combine: CombineConfig | None
     ctas: int
 
+    def kernel(self, target: Target) -> Kernel:
+        """The attention kernel."""
+        is_transposed = isinstance(self.config, TransposedConfig)
+        return TRANSPOSED if is_transposed else GATHERED.of(target.architecture).kernel
+
 
 @lru_cache(maxsize=4096)
 def make_plan(problem: GatheredProblem, target: Target) -> GatheredPlan:
     """Choose splits and configurations. Raises UnsupportedProblem, naming the constraint, if no kernel fits."""
     kind = GATHERED.of(target.architecture).config
-    tile_m, tile_n = kind.of().tile_m, kind.of().tile_n
+    make, tile_m, tile_n = kind.of, kind.of().tile_m, kind.of().tile_n
+    if transposes(problem, target):
+        tile_m = rows_of(problem.heads, problem.queries)
+        make = partial(TransposedConfig.of, tile_m, exact=not problem.normalize)
     tiles = sum(-(-k // tile_n) for k in problem.slots)
     pack = choose_pack(problem, tile_m)
     groups, query_tiles = tiles_of(problem, pack, tile_m)
@@ -79,10 +90,10 @@ def make_plan(problem: GatheredProblem, target: Target) -> GatheredPlan:
             sm_count=target.sm_count,
         )
     splits = max(1, min(splits, tiles))
-    line = takes_line(problem, target, tasks, tiles, splits)
+    line = takes_line(problem, target, groups, tasks, tiles, splits)
     splits = 1 if line else splits
     of_kernel = problem.states if splits > 1 else problem
-    config = kind.of(
+    config = make(
         row_format=problem.format,
         sets=len(problem.slots),
         lengths=problem.lengths,
@@ -111,6 +122,12 @@ def make_plan(problem: GatheredProblem, target: Target) -> GatheredPlan:
     return GatheredPlan(config, splits, combine, ctas)
 
 
+def transposes(problem: GatheredProblem, target: Target) -> bool:
+    """Whether keys are rows of the products: where requests have few rows, for which 64 would be too many."""
+    few = rows_of(problem.heads, problem.queries) > 0
+    return target.architecture.backend == "sm90" and problem.paged and few
+
+
 def choose_pack(problem: GatheredProblem, rows: int) -> int:
     """Heads of a task of this many rows: the number that makes the fewest tasks, and of these the largest. It is a
     power of two, so that few kernels serve all calls."""
@@ -123,12 +140,17 @@ def tiles_of(problem: GatheredProblem, pack: int, rows: int) -> tuple[int, int]:
     return -(-problem.heads // pack), -(-problem.queries // (rows // pack))
 
 
-def takes_line(problem: GatheredProblem, target: Target, tasks: int, tiles: int, splits: int) -> bool:
-    """Whether CTAs share out the KV tiles of all queries, whatever their lengths. tasks, tiles, splits: as in
-    ``cost.equal_clocks``."""
-    able = target.architecture.backend == "sm90" and problem.num_splits is None and problem.format in TIMED
-    able = able and not problem.float8 and problem.heads <= target.sm_count  # each head group has a CTA
-    return able and shares_out(tasks, tiles, splits, target.sm_count, not any(problem.lengths))
+def takes_line(
+    problem: GatheredProblem, target: Target, groups: int, tasks: int, tiles: int, splits: int
+) -> bool:
+    """Whether CTAs share out the KV tiles of all queries, whatever their lengths. groups: of heads. tasks, tiles,
+    splits: as in ``cost.equal_clocks``."""
+    able = (
+        target.architecture.backend == "sm90" and problem.num_splits is None and problem.format in cost.TIMED
+    )
+    able = able and not problem.float8 and groups <= target.sm_count  # each head group has a CTA
+    costs = cost.TRANSPOSED if transposes(problem, target) else cost.GATHERED
+    return able and cost.shares_out(costs, tasks, tiles, splits, target.sm_count, not any(problem.lengths))
 
 
 def run(problem: GatheredProblem, target: Target, tensors: dict):
@@ -149,7 +171,7 @@ def run(problem: GatheredProblem, target: Target, tensors: dict):
     sets = list(tensors["key_sets"]) + [(None, None, None, 1)] * (MAX_KEY_SETS - len(problem.slots))
     flat = [part for each in sets for part in each]
     numbers = (*LogitNumbers.of(LogitOptions(problem.scale)), plan.splits, plan.ctas)
-    attention = GATHERED.of(target.architecture).kernel.launcher(plan.config, target)
+    attention = plan.kernel(target).launcher(plan.config, target)
     with target.current():
         if plan.config.scheduler.adds_up:
             (pieces,) = allocate(piece_blocks(plan), q.device)

@@ -21,7 +21,7 @@ from warpspec.fmha.device.tiles import each_found
 from warpspec.fmha.line import Stretch
 from warpspec.fmha.logits import LogitNumbers
 from warpspec.fmha.operands import COUNTERS, PIECES, RESULT, STATE
-from warpspec.fmha.schedule import SparseTiles
+from warpspec.fmha.schedule import SparseTiles, extent
 from warpspec.latent.gathered.config import MAX_KEY_SETS, PAGE_ROWS, ROPE_DIM
 
 MASK_BITS = 32
@@ -59,15 +59,16 @@ class DeviceKeySet(NamedTuple):
     """One key set on the device.
 
     pool: [pages, words]. slots: int32 [T, K]. lengths: int32 [T] or None. page_size: rows of a page, prepared so that
-    division by it is a multiplication. queries: None, or the number of a request's queries, if slots is a page table
-    [R, pages] and lengths is [R].
+    division by it is a multiplication. queries, query_tiles: None, or the numbers of a request's queries and query
+    tiles, prepared likewise where ``config.prepares_divisors``, if slots is a page table [R, pages] and lengths is [R].
     """
 
     pool: cute.Tensor
     slots: cute.Tensor
     lengths: cute.Tensor | None
     page_size: cute.FastDivmodDivisorV2
-    queries: Int32 | None = None
+    queries: cute.FastDivmodDivisorV2 | Int32 | None = None
+    query_tiles: cute.FastDivmodDivisorV2 | Int32 | None = None
 
     def request(self, token):
         """Index of the token's row in slots."""
@@ -77,7 +78,7 @@ class DeviceKeySet(NamedTuple):
         """One past the last row of its request that the token sees, which may be below 0. For a page table."""
         rows = Int32(self.lengths[self.request(token)])
         rows = cutlass.max(cutlass.min(rows, Int32(self.slots.shape[1]) * PAGE_ROWS), 0)
-        return rows - self.queries + 1 + token % self.queries
+        return rows - extent(self.queries) + 1 + token % self.queries
 
     def length(self, token) -> Int32:
         """Number of slots of the token, or rows of its request, that the token sees."""
@@ -153,11 +154,12 @@ def score_numbers(config, operands: Gathered, numbers: LogitNumbers) -> LogitNum
 
 
 class Units(NamedTuple):
-    """The number of tasks of a launch, and the sizes that decompose a task's index, fastest first."""
+    """The number of tasks of a launch, and the sizes that decompose a task's index, fastest first, prepared so that
+    division by them is a multiplication."""
 
     total: Int32
-    head_groups: Int32
-    splits: Int32
+    head_groups: cute.FastDivmodDivisorV2
+    splits: cute.FastDivmodDivisorV2
 
 
 @dataclass(frozen=True)
@@ -255,21 +257,22 @@ def whole_task(config, operands: Gathered, head_group, number) -> Task:
     """All KV tiles of a head group of the number-th query, or of the queries of a tile, for a page table."""
     token, queries, first_end, most = number, 1, None, config.rows.queries
     if most > 1:
-        own = operands.sets[0].queries
-        tiles = (own + most - 1) // most
+        own, tiles = extent(operands.sets[0].queries), operands.sets[0].query_tiles
+        if not config.prepares_divisors:
+            tiles = (own + most - 1) // most
         first = number % tiles * most
         token = number // tiles * own + first
         queries = cutlass.min(own - first, most)
         first_end = operands.sets[0].end_of(token)
     task = Task(config, token, queries, head_group, Int32(0), operands.q.shape[2], (), None, first_end)
-    ends, tiles = [], Int32(0)
-    for each in operands.sets:
-        tiles = tiles + (each.length(task.last_token) + config.tile_n - 1) // config.tile_n
+    ends, tiles, lengths = [], Int32(0), [each.length(task.last_token) for each in operands.sets]
+    for length in lengths:
+        tiles = tiles + (length + config.tile_n - 1) // config.tile_n
         ends.append(tiles)
     span = SparseTiles(Int32(0), tiles)
-    if most > 1:
-        all_end = cutlass.max(first_end, 0)
-        span = replace(span, all_end=all_end, some_end=operands.sets[0].length(task.last_token))
+    if config.clears_unseen:
+        all_end = lengths[0] if first_end is None else cutlass.max(first_end, 0)
+        span = replace(span, all_end=all_end, some_end=lengths[0])
     return replace(task, ends=tuple(ends), span=span)
 
 
@@ -297,10 +300,11 @@ def units_of(config, operands: Gathered, splits):
     head_groups = cute.ceil_div(q.shape[2], config.rows.pack)
     tiles = Int32(q.shape[1])
     if config.rows.queries > 1:
-        tiles = first.lengths.shape[0] * cute.ceil_div(first.queries, config.rows.queries)
+        tiles = first.lengths.shape[0] * extent(first.query_tiles)
     if config.scheduler.cuts_tiles:
         return Chunks(Line(head_groups, head_groups, q.shape[2], tiles, Int32(1), Int32(0), Int32(0)))
-    return Units(Int32(tiles * head_groups * splits), head_groups, splits)
+    divisors = (cute.FastDivmodDivisorV2(Int32(each)) for each in (head_groups, splits))
+    return Units(Int32(tiles * head_groups * splits), *divisors)
 
 
 @cute.jit

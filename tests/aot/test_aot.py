@@ -149,7 +149,7 @@ def test_latent_decoding_finds_its_kernels(arch, kv_cache, monkeypatch):
             codes = kv.to(torch.float8_e4m3fn)
             mla_decode(q, codes, table, lengths, scale=0.1, backend="sim")
             plan = gathered.make_plan(asked.pop(), target)
-            assert (gathered.GATHERED.of(target.architecture).kernel, plan.config) in ahead
+            assert (plan.kernel(target), plan.config) in ahead
             assert plan.combine is None or (COMBINE, plan.combine) in ahead
 
 
@@ -166,7 +166,7 @@ def test_attention_to_selected_rows_finds_its_kernels(arch, monkeypatch):
         slots = torch.zeros(tokens, 2048, dtype=torch.int32)
         gathered_attention(q, [KeySet(pool, slots)], scale=0.1, backend="sim")
         plan = gathered.make_plan(asked.pop(), target)
-        assert (gathered.GATHERED.of(target.architecture).kernel, plan.config) in ahead
+        assert (plan.kernel(target), plan.config) in ahead
         assert plan.combine is None or (COMBINE, plan.combine) in ahead
 
 

@@ -1,0 +1,115 @@
+"""States of pieces of a task, which a CTA leaves in the workspace, as ``fmha.sm90.add_up`` has them for other kernels.
+
+A state lies in memory as in registers. Its statistics, of which each consumer has its own, follow O.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from warpspec.common.device.wgmma import QUAD, THREAD_ROWS, flat
+from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
+from warpspec.fmha.device.combine import finite
+from warpspec.fmha.sm90.add_up import AHEAD, VECTOR, add_earlier, announce, wait_for_threads
+from warpspec.latent.gathered.transposed.attend import element
+from warpspec.latent.gathered.transposed.config import CONSUMERS
+from warpspec.latent.gathered.transposed.maxima import column_of
+from warpspec.latent.gathered.transposed.results import write_results
+
+
+@dataclass(frozen=True)
+class PieceWork:
+    """A consumer's task, as ``add_up`` asks for it. role: the ``Consumer``."""
+
+    role: object
+    tile: object
+    thread: Int32
+    part: Int32
+
+
+@cute.jit
+def end_piece(role, task, state):
+    """End a piece of a task: if it is the last, add the states of earlier pieces and write the task's results; else
+    leave its state. state: from ``results.add_sums``."""
+    work = PieceWork(role, task, role.thread, role.part)
+    if task.piece.whole:
+        write_results(role, task, add_earlier(work, state, role.operands, add_state))
+    else:
+        leave_state(work, state)
+        announce(work, role.operands)
+
+
+def columns_of(role, number) -> cute.Tensor:
+    """(NUMBER, VECTOR, PRODUCT): O of the thread in a state of the workspace. number: the state's."""
+    vectors = role.config.count // 2 // VECTOR
+    sizes = (VECTOR, WARPGROUP_THREADS, vectors, role.config.value_tiles, CONSUMERS)
+    states = cute.make_tensor(role.operands.pieces[number, None, None].iterator, cute.make_layout(sizes))
+    return states[None, role.thread, None, None, role.part]
+
+
+def statistics_of(role, number) -> cute.Tensor:
+    """(NUMBER, ROW): reference and sum of the rows of a state."""
+    config = role.config
+    begin = config.heads.v * config.count + role.part * (config.count * VECTOR)
+    layout = cute.make_layout((VECTOR, config.count))
+    return cute.make_tensor(role.operands.pieces[number, None, None].iterator + begin, layout)
+
+
+@cute.jit
+def leave_state(work, state):
+    """Leave the state of the thread's columns in the piece's place of the workspace."""
+    role, number = work.role, work.tile.piece.state
+    config = role.config
+    target, told = columns_of(role, number), statistics_of(role, number)
+    lane = role.thread % WARP_THREADS
+    for tile in cutlass.range_constexpr(config.value_tiles):
+        o = flat(role.mma.o[tile])
+        for vector in cutlass.range_constexpr(cute.size(o) // VECTOR):
+            cute.autovec_copy(cute.local_tile(o, (VECTOR,), (vector,)), target[None, vector, tile])
+    references, totals = state
+    if role.thread < QUAD:  # lanes that have all columns together
+        for v in cutlass.range_constexpr(config.columns):
+            values = cute.make_rmem_tensor(VECTOR, Float32)
+            values.fill(0.0)
+            values[0], values[1] = references[v], totals[v]
+            cute.autovec_copy(values, told[None, column_of(v, lane)])
+    # A release is cumulative: one thread's covers what the others wrote before the barrier.
+    wait_for_threads(work)
+
+
+@cute.jit
+def add_state(work, state, operands, number):
+    """Add a state of the workspace; returns the columns' new state."""
+    role, lane = work.role, work.thread % WARP_THREADS
+    config, found, told = role.config, columns_of(role, number), statistics_of(role, number)
+    new, kept, added = [], [], []
+    for v in cutlass.range_constexpr(config.columns):
+        reference, total = (one[v] for one in state)
+        other = cute.make_rmem_tensor(VECTOR, Float32)
+        cute.autovec_copy(told[None, column_of(v, lane % QUAD)], other)
+        highest = cute.arch.fmax(reference, other[0])
+        own = cute.math.exp2(reference - finite(highest), fastmath=True)
+        factor = cute.math.exp2(other[0] - finite(highest), fastmath=True)
+        new.append((highest, total * own + other[1] * factor))
+        kept.append(own)
+        added.append(factor)
+    vectors = config.count // 2 // VECTOR
+    ahead = min(AHEAD, vectors)
+    for tile in cutlass.range_constexpr(config.value_tiles):
+        o = flat(role.mma.o[tile])
+        for first in cutlass.range_constexpr(0, vectors, ahead):
+            loaded = cute.make_rmem_tensor((VECTOR, ahead), Float32)
+            for i in cutlass.range_constexpr(ahead):
+                cute.autovec_copy(found[None, first + i, tile], loaded[None, i])
+            values = flat(loaded)
+            for v in cutlass.range_constexpr(config.columns):
+                for r in cutlass.range_constexpr(THREAD_ROWS):
+                    at = element(v, r) - first * VECTOR
+                    if cutlass.const_expr(0 <= at < cute.size(values)):
+                        i = element(v, r)
+                        o[i] = o[i] * kept[v] + values[at] * added[v]
+    return tuple(zip(*new, strict=True))
