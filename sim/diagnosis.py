@@ -35,6 +35,9 @@ CAUSES = (EXPECTED, BEGINS, MISSED)  # texts of rows that name a cause, which st
 MOST_CTAS = 6  # CTAs that a row of a deadlock report names besides its own
 LAST_ARRIVAL = re.compile(r"last arrival by warp \d+")
 MOST_ROWS = 64  # lines of a deadlock report; what is left out is counted
+OUTSIDE = (
+    "CTAs outside of the recorded sample do not run; recording(sample=None), or --sample, records them all"
+)
 
 
 def where(
@@ -68,11 +71,23 @@ def instruction_at(program: Program, group: Group) -> Instr:
     return program.kernel.instrs[min(block.start, len(program.kernel.instrs) - 1)]
 
 
-def deadlock(program: Program, resident: Iterable[Cluster], pending: int, headline: str) -> Deadlock:
+def use_after_exit(w: Warp, ins: Instr) -> str:
+    """The warning of a CTA that has exited while an operation still uses its shared memory. w, ins: what issued it."""
+    return (
+        f"a CTA exits before its `{ins.opcode}` is done with shared memory, CTA {w.cta.coords} the first: warp "
+        f"{w.index}, PTX line {ins.line}{' from ' if ins.source else ''}{placed(ins.source)}; hardware keeps the "
+        "memory until then, the programming model does not promise it"
+    )
+
+
+def deadlock(
+    program: Program, resident: Iterable[Cluster], pending: int, headline: str, whole: bool
+) -> Deadlock:
     """A report of every unfinished warp and what it waits for, those whose cause is known first; warps of a CTA that
     wait for the same share a line.
 
     resident: the clusters that have started and not finished. pending: asynchronous operations not done yet.
+    whole: all clusters of the grid run, not only those of a recorded sample.
     """
     alike: dict[tuple, list[int]] = {}
     for cluster in resident:
@@ -92,6 +107,8 @@ def deadlock(program: Program, resident: Iterable[Cluster], pending: int, headli
         rows.append(NO_LINES)
     if pending:
         rows.append(f"{pending} asynchronous operations pending")
+    if not whole:
+        headline += f" ({OUTSIDE})"
     return Deadlock("\n  ".join([f"{headline}:", *rows]), where(program))
 
 

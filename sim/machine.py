@@ -15,7 +15,6 @@ from warpspec.sim.errors import Deadlock, MemoryFault, TmemFault, Where
 from warpspec.sim.grid import ClusterFactory, Launch
 from warpspec.sim.instruction import Instr
 from warpspec.sim.memory import CTA_RANK_SHIFT, SHARED_BASE_OFFSET, GlobalMemory
-from warpspec.sim.names import placed
 from warpspec.sim.operation import Op, Wait
 from warpspec.sim.reductions import Reductions, SeenReductions
 from warpspec.sim.registry import Opcode, find, unsupported
@@ -36,9 +35,6 @@ STUCK_ROUNDS = 3  # retries of timed-out waits without any event before it is a 
 PYTHON, BUDGET, DIVERGED, EXIT = (int(why) for why in (Stop.PYTHON, Stop.BUDGET, Stop.DIVERGED, Stop.EXIT))
 COLLECTIVE = int(Stop.COLLECTIVE)
 LOG_COUNT, FORCE, TAKEN, TARGET = (int(field) for field in (Ctx.LOG_COUNT, Ctx.FORCE, Ctx.TAKEN, Ctx.TARGET))
-OUTSIDE = (
-    "CTAs outside of the recorded sample do not run; recording(sample=None), or --sample, records them all"
-)
 ASYNC_EAGERNESS = (0.02, 0.1, 0.3, 0.6)  # chance a turn goes to asynchronous work; one is drawn for each run
 
 
@@ -209,9 +205,8 @@ class Machine:
     def deadlock(self, headline: str) -> Deadlock:
         """The report of a machine in which nothing can make progress."""
         pending = sum(len(queue) for queue in self.queues.values())
-        if self.recorder is not None and not self.recorder.whole:
-            headline += f" ({OUTSIDE})"
-        return diagnosis.deadlock(self.program, self.resident, pending, headline)
+        whole = self.recorder is None or self.recorder.whole
+        return diagnosis.deadlock(self.program, self.resident, pending, headline, whole)
 
     def admit(self) -> bool:
         """Make one more cluster resident; False if the grid has none left or the device is full."""
@@ -389,13 +384,7 @@ class Machine:
         for queue in self.queues.values():
             for op in queue:
                 if op.uses_shared and op.origin is not None and op.origin[0].cta is cta:
-                    w, ins = op.origin
-                    self.stats.warn(
-                        f"a CTA exits before its `{ins.opcode}` is done with shared memory, CTA {cta.coords} the "
-                        f"first: warp {w.index}, PTX line {ins.line}{' from ' if ins.source else ''}"
-                        f"{placed(ins.source)}; hardware keeps the memory until then, the programming model does "
-                        "not promise it"
-                    )
+                    self.stats.warn(diagnosis.use_after_exit(*op.origin))
 
     def cta_done(self, cta: Cta) -> None:
         """A CTA has exited: TmemFault if it leaks tensor memory; the last of a cluster makes room for another."""

@@ -54,7 +54,8 @@ class Piece:
     Otherwise it writes their un-normalised state to place ``state`` of the workspace.
 
     If pieces are added up (``TileScheduler.adds_up``), whole says that the piece is the tile's last. ``earlier`` pieces
-    come before it: their states are in the places before ``state``."""
+    of the tile come before this one and ``later`` ones after it; both are 0 for a tile's first piece, which need not
+    know of others. ``state_of`` tells where their states are."""
 
     first: Int32
     count: Int32

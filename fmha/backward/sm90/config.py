@@ -39,9 +39,6 @@ APART_BARRIER = 3  # named barrier that the second consumer waits at until the f
 CLEARING_BARRIER = 4  # named barrier of the first consumer: its threads have cleared rows of a step
 CLEARED_BARRIER = 5  # and 6, in turn: named barriers at which the second consumer waits for such rows
 VISIT_WORDS = 4  # words that the first warp leaves of a step of lists of blocks (``visits``)
-APART_BARRIER = 3  # named barrier that the second consumer waits at until the first is half a step ahead
-CLEARING_BARRIER = 4  # named barrier of the first consumer: its threads have cleared rows of a step
-CLEARED_BARRIER = 5  # and 6, in turn: named barriers at which the second consumer waits for such rows
 
 
 def has_bias_tiles(fields: dict, forward) -> bool:
