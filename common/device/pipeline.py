@@ -23,23 +23,11 @@ BOTH_CTAS = 0b11  # mask of both CTAs of a pair
 class Channel:
     """Device side of one ``Barrier``: its mbarriers, addressed by use count.
 
-    base: pointer to the first mbarrier (shared memory, Int64). stages: as in the table. stride: mbarriers from one
-    stage's to the next.
+    base: pointer to the first mbarrier (shared memory, Int64). stages: as in the table.
     """
 
     base: cute.Pointer
     stages: int
-    stride: int = 1
-
-    def member(self, number, count: int) -> Channel:
-        """The channel of one of ``count`` parts of each buffer, where every part has an mbarrier and a buffer's stand
-        together. Its use count is that of whole buffers, so that no part's has to be divided."""
-        return Channel(self.base + number, self.stages // count, count)
-
-    def at(self, stage) -> Channel:
-        """The channel of one stage alone, where a role knows the stage of its buffer. It counts the uses of this
-        stage."""
-        return Channel(self.base + stage * self.stride, 1)
 
     def stage(self, use):
         """Buffer of the use-th fill."""
@@ -47,7 +35,7 @@ class Channel:
 
     def barrier(self, use):
         """mbarrier of the use-th fill."""
-        return self.base + self.stage(use) * self.stride if self.stages > 1 else self.base
+        return self.base + self.stage(use) if self.stages > 1 else self.base
 
     def wait(self, use):
         """Wait until the use-th phase (counted from 0) is complete."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Int32
 
 from warpspec.common.device import tma
 from warpspec.common.device.pipeline import drain
@@ -61,7 +61,7 @@ def load_tile(role, tile, uses, record=None):
     """
     config, channels, source, where = role.config, role.channels, role.source, role.where
     tile_use, use = uses
-    part = source.part
+    part, subtiles = source.part, config.part_subtiles
     span = tile.span
     page = Int32(NO_PAGE) if cutlass.const_expr(config.pages_ahead) else None
     wait_for_launch(config)
@@ -96,15 +96,23 @@ def load_tile(role, tile, uses, record=None):
             ring = source.kv(tile, i)
             loaded = config.load_ring(name)
             full, empty = channels[loaded + "_full"], channels[loaded + "_empty"]
-            if cutlass.const_expr(config.in_parts):
-                load_part(config, name, ring, full, empty, use + step, part, places)
-            else:
-                empty.wait_previous(use + step)
-                full.expect_bytes(use + step, config.load_tile_bytes(name))
-                load_boxes(config, name, ring, full, use + step, 0, places)
+            empty.wait_previous((use + step) * config.parts + part)
+            if cutlass.const_expr(config.subtiles == 1):  # a loop of one would take registers all the same
+                load_subtile(config, name, ring, full, use + step, 0, places)
                 if cutlass.const_expr(config.format.kv_block > 0):
                     base = source.shared.scales
                     load_scales(config, source.operands, base, tile, i, full, use + step, places)
+            else:
+                for subtile in cutlass.range(part * subtiles, (part + 1) * subtiles, unroll=1):
+                    load_subtile(
+                        config, name, ring, full, (use + step) * config.subtiles + subtile, subtile, places
+                    )
+                if cutlass.const_expr(config.p_in_keys):
+                    last = config.subtiles - 1
+                    if (use + step) % config.parts != part:
+                        load_subtile(
+                            config, name, ring, full, (use + step) * config.subtiles + last, last, places
+                        )
         if cutlass.const_expr(config.prefetches):
             prefetch_kv(source, where, tile, step + config.kv_stages)
     if cutlass.const_expr(record is not None):  # noqa: SIM102
@@ -134,56 +142,26 @@ def load_q(config: cutlass.Constexpr, ring, full: cutlass.Constexpr, use, part, 
 
 
 @cute.jit
-def load_part(config: cutlass.Constexpr, name: cutlass.Constexpr, ring, full, empty, use, part, places):
-    """Load a load warp's subtiles of the use-th KV tile, each with an mbarrier.
-
-    QK waits for these loads, so nothing else is to be done once the stage is empty: the mbarriers expect their bytes
-    before. The last subtile may belong to either warp in turn (``AttentionConfig.part_subtiles``).
-    """
-    mine, last = Boolean(use % config.parts != part), config.subtiles - 1
-    size = config.load_tile_bytes(name) // config.subtiles
-    subtiles = [part * config.part_subtiles + i for i in range(config.part_subtiles)]
-    channels = [full.member(subtile, config.subtiles) for subtile in subtiles]
-    channel = full.member(last, config.subtiles)
-    for i in cutlass.range_constexpr(config.part_subtiles):
-        channels[i].wait_previous(use)  # long since; an mbarrier expects bytes of one phase at a time
-        channels[i].expect_bytes(use, size)
-    if cutlass.const_expr(config.p_in_keys):  # noqa: SIM102
-        if mine:
-            channel.wait_previous(use)
-            channel.expect_bytes(use, size)
-    empty.member(part, config.parts).wait_previous(use)
-    for i in cutlass.range_constexpr(config.part_subtiles):
-        load_boxes(config, name, ring, channels[i], use, subtiles[i], places)
-    if cutlass.const_expr(config.p_in_keys):  # noqa: SIM102
-        if mine:
-            load_boxes(config, name, ring, channel, use, last, places)
-
-
-@cute.jit
-def load_boxes(config: cutlass.Constexpr, name: cutlass.Constexpr, ring, full, use, subtile, places):
-    """Load the boxes of one subtile of the use-th KV tile. full: the subtile's channel; subtile: its number in the
-    tile."""
+def load_subtile(
+    config: cutlass.Constexpr, name: cutlass.Constexpr, ring, full: cutlass.Constexpr, use, subtile, places
+):
+    """Load one subtile of a KV tile. use: use count of its mbarrier; subtile: its number in the tile."""
     blocks, pages = config.kv.boxes(name)
-    count = blocks // (config.subtiles if config.in_parts else 1)
+    full.expect_bytes(use, config.load_tile_bytes(name) // config.subtiles)
     if cutlass.const_expr(pages > 1):  # page by page: the lanes exchange its number once for all its boxes
         for page in cutlass.range(pages, unroll=1):
-            for block in cutlass.range_constexpr(count):
-                load_box(
-                    config, ring, full, use, (subtile * count + block, page), (blocks, pages), places[page]
-                )
-    elif cutlass.const_expr(config.in_parts):
-        for block in cutlass.range_constexpr(count):
-            load_box(config, ring, full, use, (subtile * count + block, 0), (blocks, pages), places[0])
+            for block in cutlass.range_constexpr(blocks // config.subtiles):
+                load_box(config, ring, full, use, (subtile, block, page), (blocks, pages), places[page])
     else:
-        for block in cutlass.range(count, unroll=1):
-            load_box(config, ring, full, use, (block, 0), (blocks, pages), places[0])
+        for block in cutlass.range(blocks // config.subtiles, unroll=1):
+            load_box(config, ring, full, use, (subtile, block, 0), (blocks, pages), places[0])
 
 
 def load_box(config, ring, full, use, number: tuple, boxes: tuple, place: tuple) -> None:
-    """Load one box of a KV tile. number: (its block, page). boxes: blocks and pages of a tile. place: the page's of
-    ``kv_places``."""
-    (block, page), (blocks, pages), (row, source) = number, boxes, place
-    box = (full.stage(use) * blocks + block) * pages + page
-    place = config.kv.place_of(row, block, source)
+    """Load one box of a KV tile. number: (subtile, its block, page). boxes: blocks and pages of a tile. place: the
+    page's of ``kv_places``."""
+    (subtile, block, page), (blocks, pages), (row, source) = number, boxes, place
+    at = subtile * (blocks // config.subtiles) + block
+    box = (full.stage(use) // config.subtiles * blocks + at) * pages + page
+    place = config.kv.place_of(row, at, source)
     ring.load(place, box, full.barrier(use), evicts_first=config.streams_keys)

@@ -39,18 +39,12 @@ from warpspec.common.device import tma
 from warpspec.common.device.wgmma import settle
 from warpspec.common.hardware import WARPGROUP_THREADS
 from warpspec.fmha.heads import BLOCK, MMA_K
-from warpspec.fmha.sm90.config import (
-    SCORED_BARRIER,
-    STATISTICS,
-    SUMS_BARRIER,
-    WEIGHT_STAGES,
-)
+from warpspec.fmha.sm90.config import SCORED_BARRIER, STATISTICS, SUMS_BARRIER, WEIGHT_STAGES
 from warpspec.fmha.sm90.consumer import (
     ONE_WARPGROUP,
     ConsumerTile,
     flat,
     keep_weights,
-    make_pv,
     make_qk,
     multiply,
     rescale,
@@ -63,9 +57,6 @@ from warpspec.fmha.sm90.staging import store_words
 from warpspec.fmha.tiles import ELEMENT_BYTES
 
 DEPTH_PARTS = 2  # parts of QK's depth D, with PV between them
-# Of the second half: so many instructions keep the tensor core busy while the other's tile is released after its PV. A
-# consumer that has issued all of them would wait for PV as long as for QK.
-ALL, BEFORE_WAIT, BEHIND_WAIT = slice(None), slice(8), slice(8, None)
 TURNS = 2  # tiles after which it is a consumer's turn again
 
 
@@ -88,11 +79,6 @@ class Pair:
         return self.work.part
 
     @property
-    def other(self) -> int:
-        """Number of the other consumer, and of its part."""
-        return 1 - self.part
-
-    @property
     def own_p(self) -> Int32:
         """Where this consumer's P goes: the address of its stage."""
         return own_stage(self.config, self.shared, self.part)
@@ -101,36 +87,23 @@ class Pair:
         """Ring use count of the KV tile of this step."""
         return self.work.use + step
 
-    def phase(self, step):
-        """0 or 1: how many times, modulo 2, the stage of this step's tile was used before.
-
-        Tiles take turns at stages as they do at consumers. So each consumer's tiles have the stage with its number, and
-        all addresses of a tile are constants.
-        """
-        return self.use(step) >> 1 & 1
-
-    def channel(self, name: str, owner: int):
-        """The channel of the stage of a consumer's tiles: counted by ``phase``."""
-        return self.work.channels[name].at(owner)
-
-    def issue_qk(self, step, depth_part: int, some: slice = ALL) -> None:
+    def issue_qk(self, step, depth_part: int) -> None:
         """Issue S of the KV tile of visit ``step`` over one half of D, as its subtiles arrive; one group. depth_part:
-        0, the columns that this consumer releases; 1, the other's. some: which of the half's instructions."""
+        0, the columns that this consumer releases; 1, the other's."""
         config, mma = self.config, self.work.mma
         tiled_mma = make_qk(config, mma.p.element_type)
-        # Not with ``part`` for the stage: e4m3 rows have few registers, and ptxas would keep addresses and spill.
         k = mma.k[None, None, None, self.use(step) % config.kv_stages]
         half = config.heads.v_room // MMA_K // DEPTH_PARTS  # instructions over half of V's columns
-        begin = (self.part if depth_part == 0 else self.other) * half
+        begin = (self.part if depth_part == 0 else 1 - self.part) * half
         blocks = list(range(begin, begin + half))
         if depth_part > 0:  # and over the columns that are not V's
             blocks += range(DEPTH_PARTS * half, config.heads.qk_steps)
-        subtile, full, phase = None, self.work.channels["k_full"], self.phase(step)
+        subtile = None
         warpgroup.fence()
-        for block in blocks[some]:
+        for block in blocks:
             if config.subtile_of(block, self.part) != subtile:
                 subtile = config.subtile_of(block, self.part)
-                full.member(subtile, config.subtiles).at(self.part).wait(phase)
+                self.work.channels["k_full"].wait(self.use(step) * config.subtiles + subtile)
             tiled_mma.set(warpgroup.Field.ACCUMULATE, depth_part > 0 or block != begin)
             cute.gemm(tiled_mma, mma.s, mma.q[None, None, block, 0], k[None, None, block], mma.s)
         warpgroup.commit_group()
@@ -150,44 +123,38 @@ class Pair:
         stages = cute.make_layout(WEIGHT_STAGES, stride=config.p_stage_bytes // ELEMENT_BYTES)
         p = cute.make_tensor(p.iterator, cute.append(p.layout, stages))
         p = tiled_mma.make_fragment_A(tiled_mma.get_slice(0).partition_A(p))
-        self.await_values(step, self.other)
-        v, p = mma.v[None, None, None, self.other], p[None, None, None, self.other]
+        use = self.use(step)
+        v = mma.v[None, None, None, use % config.kv_stages]
+        self.await_values(step)
+        p = p[None, None, None, use % WEIGHT_STAGES]
         multiply(tiled_mma, mma.o, p, v, True, count=keys // MMA_K)
 
-    def issue_own_pv(self, step) -> None:
-        """Issue O += P V for this consumer's tile, P from registers."""
-        config, mma = self.config, self.work.mma
-        self.await_values(step, self.part)
-        tiled_mma = make_pv(config, mma.p.element_type, config.pv_columns)
-        multiply(tiled_mma, mma.o, mma.p, mma.v[None, None, None, self.part], True)
-
-    def await_values(self, step, owner: int) -> None:
-        """Wait for V of a consumer's tile, if it is no part of the tile's keys."""
+    def await_values(self, step) -> None:
+        """Wait for V, if it is no part of the tile's keys."""
         if not self.config.in_parts:
-            self.channel("v_full", owner).wait(self.phase(step))
+            self.work.v_full.wait(self.use(step))
 
-    def release_keys(self) -> None:
+    def release_keys(self, step) -> None:
         """QK of this consumer's tile is over: release its keys, if V is no part of them."""
         if not self.config.in_parts:
-            self.channel("k_empty", self.part).arrive_warp(0)
+            self.work.channels["k_empty"].arrive_warp(self.use(step))
 
-    def release(self, owner: int) -> None:
-        """Release this consumer's part of the columns of a consumer's tile: its PV has read them, and QK before it."""
+    def release(self, step) -> None:
+        """Release this consumer's part of the tile's columns: its PV has read them, and QK before it."""
         if self.config.in_parts:
-            channel = self.work.channels["k_empty"].member(self.part, self.config.parts)
-            channel.at(owner).arrive_warp(0)
+            self.work.channels["k_empty"].arrive_warp(self.use(step) * self.config.parts + self.part)
         else:
-            self.channel("v_empty", owner).arrive_warp(0)
+            self.work.v_empty.arrive_warp(self.use(step))
 
-    def release_other(self) -> None:
+    def release_other(self, step) -> None:
         """Release the other consumer's tile, and its P."""
-        self.release(self.other)
+        self.release(step)
         if cutlass.const_expr(not self.config.p_in_keys):
-            self.channel("p_empty", self.other).arrive_warp(0)
+            self.work.channels["p_empty"].arrive_warp(self.use(step))
 
-    def statistics(self, owner: int) -> cute.Tensor:
-        """(NUMBER, ROW): the numbers stored with P of a consumer's tile: reference, maximum, factor."""
-        stage = self.shared.statistics + owner * (STATISTICS * WARPGROUP_ROWS)
+    def statistics(self, step) -> cute.Tensor:
+        """(NUMBER, ROW): the numbers stored with P of a tile: reference, maximum, factor."""
+        stage = self.shared.statistics + self.use(step) % WEIGHT_STAGES * (STATISTICS * WARPGROUP_ROWS)
         return cute.make_tensor(stage, cute.make_layout((STATISTICS, WARPGROUP_ROWS)))
 
 
@@ -215,7 +182,8 @@ def attend_paired(pair):
         for depth_part in cutlass.range_constexpr(DEPTH_PARTS):
             pair.issue_qk(0, depth_part)
         warpgroup.wait_group(0)
-        end_qk(pair, 0)
+        pair.release_keys(0)
+        release_q(work, 0)
         state = weigh_and_add(pair, 0, state, True)
     whole, partial = unmasked_steps(config, span)
     start = TURNS - first  # own tiles with something before them: 2, 4, ... or 1, 3, ...
@@ -241,13 +209,6 @@ def release_q(work, step):
         work.channels["q_empty"].arrive_warp(work.q_use)
 
 
-@cute.jit
-def end_qk(pair, step):
-    """QK of the KV tile of visit ``step`` is over: release what it alone has read."""
-    pair.release_keys()
-    release_q(pair.work, step)
-
-
 def own_below(at, start):
     """How many of the tiles start, start + TURNS, ... lie below ``at``."""
     return cutlass.max(at - start + TURNS - 1, 0) // TURNS
@@ -259,18 +220,18 @@ def turn(pair, step, state, masked: cutlass.Constexpr):
     if cutlass.const_expr(pair.config.pv_first):
         state = follow(pair, step - 1, state)
         warpgroup.wait_group(0)
-        pair.release_other()
+        pair.release_other(step - 1)
         for depth_part in cutlass.range_constexpr(DEPTH_PARTS):
             pair.issue_qk(step, depth_part)
     else:
         pair.issue_qk(step, 0)
         state = follow(pair, step - 1, state)
-        pair.issue_qk(step, 1, BEFORE_WAIT)
+        pair.issue_qk(step, 1)
         warpgroup.wait_group(1)  # PV; QK goes on
-        pair.release_other()
-        pair.issue_qk(step, 1, BEHIND_WAIT)
+        pair.release_other(step - 1)
     warpgroup.wait_group(0)
-    end_qk(pair, step)
+    pair.release_keys(step)
+    release_q(pair.work, step)
     return weigh_and_add(pair, step, state, masked)
 
 
@@ -282,11 +243,12 @@ def turn_apart(pair, step, state, masked: cutlass.Constexpr):
         pair.issue_qk(step, depth_part)
     state = follow(pair, step - 1, state)
     warpgroup.wait_group(1)  # QK; PV goes on
-    end_qk(pair, step)
+    pair.release_keys(step)
+    release_q(pair.work, step)
     state, factors, moved = weigh(pair.work, step, state, masked)
     publish(pair, step, state, factors)
     warpgroup.wait_group(0)
-    pair.release_other()
+    pair.release_other(step - 1)
     return add(pair, step, state, factors, moved)
 
 
@@ -302,9 +264,10 @@ def weigh_and_add(pair, step, state, masked: cutlass.Constexpr):
 def add(pair, step, state, factors, moved):
     """O += P V for this consumer's tile, P from registers; returns the state."""
     rescale(pair.work, factors, moved)
-    pair.issue_own_pv(step)
+    pair.await_values(step)
+    pair.work.issue_pv(step)
     warpgroup.wait_group(0)
-    pair.release(pair.part)
+    pair.release(step)
     return state
 
 
@@ -312,29 +275,30 @@ def add(pair, step, state, factors, moved):
 def publish(pair, step, state, factors):
     """Put P of a tile into registers and, with its rows' statistics, into shared memory for the other consumer."""
     work = pair.work
+    use = pair.use(step)
     keep_weights(work.mma)
     words = cute.recast_tensor(flat(work.mma.p), Int32)
     settle(words)  # PV comes behind a branch
     if cutlass.const_expr(work.config.p_in_keys):  # other warps' QK reads it, too
         cute.arch.barrier(barrier_id=SCORED_BARRIER + work.part, number_of_threads=WARPGROUP_THREADS)
     else:
-        pair.channel("p_empty", pair.part).wait_previous(pair.phase(step))
+        work.channels["p_empty"].wait_previous(use)
     store_words(pair.own_p, work.rows[0], [words[i] for i in range(cute.size(words))])
-    told = pair.statistics(pair.part)
+    told = pair.statistics(step)
     if work.rows[0].member == 0:
         for r in cutlass.range_constexpr(THREAD_ROWS):
             for number, value in enumerate((state[0][r], state[1][r], factors[r])):
                 told[number, work.rows[r].index] = value
     cute.arch.fence_view_async_shared()
-    pair.channel("p_full", pair.part).arrive_warp(0)
+    work.channels["p_full"].arrive_warp(use)
 
 
 @cute.jit
 def follow(pair, step, state):
     """Issue PV of the other's tile, once its P has arrived; returns the state as updated by its softmax."""
     work = pair.work
-    pair.channel("p_full", pair.other).wait(pair.phase(step))
-    told = pair.statistics(pair.other)
+    work.channels["p_full"].wait(pair.use(step))
+    told = pair.statistics(step)
     references, maxima, factors = (
         tuple(told[number, row.index] for row in work.rows) for number in range(STATISTICS)
     )
@@ -352,7 +316,7 @@ def finish(pair, state):
     if (pair.use(last) + pair.part) % TURNS != 0:
         state = follow(pair, last, state)
         warpgroup.wait_group(0)
-        pair.release_other()
+        pair.release_other(last)
     references, maxima, sums = state
     # (THREAD ROW, THREAD, CONSUMER, TILE): a buffer comes back only after the barrier of the tile between.
     layout = cute.make_layout((THREAD_ROWS, WARPGROUP_THREADS, pair.config.consumers, TURNS))
