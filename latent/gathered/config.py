@@ -193,8 +193,24 @@ def gathered_parts(
     }
 
 
+class LineOfQueries:
+    """Base of configurations whose CTAs may take chunks of the line of all queries' KV tiles (``device.line``)."""
+
+    @property
+    def tile_overhead(self) -> int:
+        """As in ``AttentionKernel``."""
+        return TILE_OVERHEAD
+
+    @property
+    def line_source(self):
+        """As in ``AttentionKernel``."""
+        from warpspec.latent.gathered.task import QUERIES
+
+        return QUERIES
+
+
 @dataclass(frozen=True)
-class GatheredConfig(AttentionConfig):
+class GatheredConfig(LineOfQueries, AttentionConfig):
     """The kernel for sm_90a."""
 
     shape: Shape = GATHERED
@@ -212,18 +228,6 @@ class GatheredConfig(AttentionConfig):
         if line:
             found = replace(found, scheduler=TileScheduler(Schedule.LINE, in_step=True, adds_up=True))
         return found
-
-    @property
-    def tile_overhead(self) -> int:
-        """As in ``AttentionKernel``."""
-        return TILE_OVERHEAD
-
-    @property
-    def line_source(self):
-        """As in ``AttentionKernel``."""
-        from warpspec.latent.gathered.task import QUERIES
-
-        return QUERIES
 
     @property
     def subtiles(self) -> int:

@@ -25,10 +25,9 @@ from warpspec.common.hardware import (
 )
 from warpspec.common.memory import ROW_BYTES
 from warpspec.fmha.config import AttentionKernel, Schedule, TileScheduler
-from warpspec.fmha.line import TILE_OVERHEAD
 from warpspec.fmha.sm90.shapes import Shape
 from warpspec.fmha.tiles import ELEMENT_BYTES, TileRows
-from warpspec.latent.gathered.config import E4M3_ROWS, PAGE_ROWS, Gathers, gathered_parts
+from warpspec.latent.gathered.config import E4M3_ROWS, PAGE_ROWS, Gathers, LineOfQueries, gathered_parts
 
 CONSUMERS = 2
 UNIT_KEYS = 32  # keys that are loaded together; each warp multiplies keys of one unit with Q
@@ -47,7 +46,7 @@ PAGED_CODES = Gathers(E4M3_ROWS.name, paged=True, has_kv_scale=True)
 
 
 @dataclass(frozen=True)
-class TransposedConfig(AttentionKernel):
+class TransposedConfig(LineOfQueries, AttentionKernel):
     """The kernel for tasks of ``count`` rows."""
 
     count: int = ROWS[-1]
@@ -98,18 +97,6 @@ class TransposedConfig(AttentionKernel):
     def clears_unseen(self) -> bool:
         """As in ``GatheredConfig``; also keys behind a request's end are found by it here."""
         return True
-
-    @property
-    def tile_overhead(self) -> int:
-        """As in ``AttentionKernel``."""
-        return TILE_OVERHEAD
-
-    @property
-    def line_source(self):
-        """As in ``AttentionKernel``."""
-        from warpspec.latent.gathered.task import QUERIES
-
-        return QUERIES
 
     # Warp roles: consumer warpgroups, then one whose first warp loads.
 
