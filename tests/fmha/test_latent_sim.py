@@ -90,10 +90,13 @@ def test_split_keys_of_any_pages(arch, page_size, simulate_as):
 
 UNEQUAL = replace(LENGTHS, id="unequal", seq_k=900, kv_lengths=(64, 900, 0, 1, 129, 63))
 FEW = replace(UNEQUAL, id="few", batch=4, heads_q=16, seq_k=420, kv_lengths=(64, 420, 0, 1))
-ONE = replace(STATE, id="one", normalize=True, batch=1, seq_k=700, kv_lengths=(700,))
-TWO = replace(ONE, id="two", batch=2, kv_lengths=(700, 500))  # a CTA leaves two states, with 4 of them
+# By 16 CTAs, which take two tiles of heads: six pieces, whose columns CTAs share out.
+ONE = replace(STATE, id="one", normalize=True, batch=1, heads_q=64, seq_k=1500, kv_lengths=(1500,))
+TWO = replace(
+    ONE, id="two", batch=2, heads_q=128, seq_k=700, kv_lengths=(700, 500)
+)  # a CTA leaves two states, with 4 of them
 EVEN = replace(
-    ONE, id="even", batch=2, seq_k=640, kv_lengths=(640, 640)
+    ONE, id="even", batch=2, heads_q=128, seq_k=640, kv_lengths=(640, 640)
 )  # with 5 CTAs, two have half a request each
 EMPTY = replace(FEW, id="empty", kv_lengths=(0, 0, 0, 0))
 
@@ -104,7 +107,7 @@ EMPTY = replace(FEW, id="empty", kv_lengths=(0, 0, 0, 0))
         (FEW, 3),
         long(UNEQUAL, 5),
         *(long(case, 5) for case in (DRAFTS, STATE, POISONED, EMPTY)),
-        long(ONE, 11),
+        long(ONE, 16),
         long(TWO, 4),
         long(EVEN, 5),
     ],
@@ -139,7 +142,7 @@ def test_pieces_that_nobody_waits_for(simulate_as, check_order, monkeypatch):
     monkeypatch.setattr(add_up, "PATIENCE", 0)
     monkeypatch.setattr(kernel_cache, "SOURCES", "no patience")
     attention_launch.prepare.cache_clear()
-    simulate_as("sm_90a", sm_count=10)
+    simulate_as("sm_90a", sm_count=16)
     with cutting_by_length():
         through_pages(ONE)
     attention_launch.prepare.cache_clear()
