@@ -92,9 +92,8 @@ UNEQUAL = replace(LENGTHS, id="unequal", seq_k=900, kv_lengths=(64, 900, 0, 1, 1
 FEW = replace(UNEQUAL, id="few", batch=4, heads_q=16, seq_k=420, kv_lengths=(64, 420, 0, 1))
 # By 16 CTAs, which take two tiles of heads: six pieces, whose columns CTAs share out.
 ONE = replace(STATE, id="one", normalize=True, batch=1, heads_q=64, seq_k=1500, kv_lengths=(1500,))
-TWO = replace(
-    ONE, id="two", batch=2, heads_q=128, seq_k=700, kv_lengths=(700, 500)
-)  # a CTA leaves two states, with 4 of them
+# By 12 CTAs, one of which leaves a state of a piece of either request.
+TWO = replace(ONE, id="two", batch=2, seq_k=2000, kv_lengths=(2000, 1328))
 EVEN = replace(
     ONE, id="even", batch=2, heads_q=128, seq_k=640, kv_lengths=(640, 640)
 )  # with 5 CTAs, two have half a request each
@@ -108,7 +107,7 @@ EMPTY = replace(FEW, id="empty", kv_lengths=(0, 0, 0, 0))
         long(UNEQUAL, 5),
         *(long(case, 5) for case in (DRAFTS, STATE, POISONED, EMPTY)),
         long(ONE, 16),
-        long(TWO, 4),
+        long(TWO, 12),
         long(EVEN, 5),
     ],
     ids=lambda v: getattr(v, "id", v),
