@@ -94,9 +94,8 @@ FEW = replace(UNEQUAL, id="few", batch=4, heads_q=16, seq_k=420, kv_lengths=(64,
 ONE = replace(STATE, id="one", normalize=True, batch=1, heads_q=64, seq_k=1500, kv_lengths=(1500,))
 # By 12 CTAs, one of which leaves a state of a piece of either request.
 TWO = replace(ONE, id="two", batch=2, seq_k=2000, kv_lengths=(2000, 1328))
-EVEN = replace(
-    ONE, id="even", batch=2, heads_q=128, seq_k=640, kv_lengths=(640, 640)
-)  # with 5 CTAs, two have half a request each
+# By 8 CTAs: equal requests are cut into halves.
+EVEN = replace(ONE, id="even", batch=2, seq_k=640, kv_lengths=(640, 640))
 EMPTY = replace(FEW, id="empty", kv_lengths=(0, 0, 0, 0))
 
 
@@ -108,7 +107,7 @@ EMPTY = replace(FEW, id="empty", kv_lengths=(0, 0, 0, 0))
         *(long(case, 5) for case in (DRAFTS, STATE, POISONED, EMPTY)),
         long(ONE, 16),
         long(TWO, 12),
-        long(EVEN, 5),
+        long(EVEN, 8),
     ],
     ids=lambda v: getattr(v, "id", v),
 )
