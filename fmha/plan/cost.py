@@ -324,7 +324,7 @@ class Clocks(NamedTuple):
     average: float
 
 
-def busy_in_partitions(w: Work, share: Shares, k: Clocks, c: Constants, ops: Arithmetic):
+def busy_in_partitions(share: Shares, k: Clocks, c: Constants, ops: Arithmetic):
     """Clocks of the busiest CTA if partitions come from a queue."""
     busy = (k.total + share.items * c.queue) / ops.minimum(share.resident, share.items)
     few = ops.maximum(share.size - k.average, 0) * k.alone
@@ -406,7 +406,7 @@ def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=
     if way is Way.LINE:
         busy = clocks.total / share.chunks + tile.ends + c.chunk
     elif way is Way.PARTITIONS:
-        busy = busy_in_partitions(w, share, clocks, c, ops)
+        busy = busy_in_partitions(share, clocks, c, ops)
     else:
         busy = busy_in_rounds(w, way, splits, share, clocks, c, ops)
     reading = w.bytes / (c.reading * target.speeds.copy * 1e6)
