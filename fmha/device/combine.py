@@ -164,6 +164,13 @@ def finite(maximum) -> Float32:
     return Float32(cutlass.select_(Boolean(maximum == -Float32.inf), Float32(0.0), maximum))
 
 
+def common_reference(reference, other) -> tuple:
+    """(reference, factor, the other's factor) of two states that become one, whose references are in log2 units."""
+    highest = cute.arch.fmax(reference, other)
+    factors = (cute.math.exp2(one - finite(highest), fastmath=True) for one in (reference, other))
+    return highest, *factors
+
+
 @cute.jit
 def row_maximum(maxima: cute.Tensor, lane, lanes: cutlass.Constexpr) -> Float32:
     """Largest of maxima (SPLIT), in every lane of the group; NaN is ignored."""

@@ -24,7 +24,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from warpspec.common.device.wgmma import flat
 from warpspec.common.hardware import WARPGROUP_THREADS
 from warpspec.common.workspace import EMPTY
-from warpspec.fmha.device.combine import finite
+from warpspec.fmha.device.combine import common_reference, finite
 from warpspec.fmha.heads import PIECE_STATISTICS
 from warpspec.fmha.line import FEW_PIECES, PAIR_WORDS
 from warpspec.fmha.sm90.config import SCORED_BARRIER
@@ -192,9 +192,7 @@ def whole_state(work, operands):
         for r in cutlass.range_constexpr(THREAD_ROWS):
             other = cute.make_rmem_tensor(VECTOR, Float32)
             cute.autovec_copy(told[None, work.rows[r].index], other)
-            highest = cute.arch.fmax(numbers[0, r], other[0])
-            own = cute.math.exp2(numbers[0, r] - finite(highest), fastmath=True)
-            factor = cute.math.exp2(other[0] - finite(highest), fastmath=True)
+            highest, own, factor = common_reference(numbers[0, r], other[0])
             numbers[2, r] = numbers[2, r] * own + other[2] * factor
             numbers[0, r], numbers[1, r] = highest, cute.arch.fmax(numbers[1, r], other[1])
     once = tuple(  # one of the threads that share a row has its sum
@@ -243,9 +241,7 @@ def add_state(work, state, operands, number):
         row, (reference, maximum, total) = work.rows[r], (one[r] for one in state)
         other = cute.make_rmem_tensor(VECTOR, Float32)
         cute.autovec_copy(told[None, row.index], other)
-        highest = cute.arch.fmax(reference, other[0])
-        own = cute.math.exp2(reference - finite(highest), fastmath=True)
-        factor = cute.math.exp2(other[0] - finite(highest), fastmath=True)
+        highest, own, factor = common_reference(reference, other[0])
         once = Float32(cutlass.select_(Boolean(row.member == 0), other[2] * factor, Float32(0.0)))
         new.append((highest, cute.arch.fmax(maximum, other[1]), total * own + once))
         kept.append(own)

@@ -13,7 +13,7 @@ from cutlass import Float32, Int32
 
 from warpspec.common.device.wgmma import QUAD, THREAD_ROWS, flat
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
-from warpspec.fmha.device.combine import finite
+from warpspec.fmha.device.combine import common_reference
 from warpspec.fmha.sm90.add_up import AHEAD, VECTOR, add_earlier, announce, wait_for_threads
 from warpspec.latent.gathered.transposed.attend import element
 from warpspec.latent.gathered.transposed.config import CONSUMERS
@@ -91,9 +91,7 @@ def add_state(work, state, operands, number):
         reference, total = (one[v] for one in state)
         other = cute.make_rmem_tensor(VECTOR, Float32)
         cute.autovec_copy(told[None, column_of(v, lane % QUAD)], other)
-        highest = cute.arch.fmax(reference, other[0])
-        own = cute.math.exp2(reference - finite(highest), fastmath=True)
-        factor = cute.math.exp2(other[0] - finite(highest), fastmath=True)
+        highest, own, factor = common_reference(reference, other[0])
         new.append((highest, total * own + other[1] * factor))
         kept.append(own)
         added.append(factor)
