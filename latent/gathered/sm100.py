@@ -22,7 +22,7 @@ from warpspec.latent.gathered.config import ROPE_DIM, Sm100GatheredConfig
 from warpspec.latent.gathered.float8 import ROW_FLOAT8
 from warpspec.latent.gathered.gather import gather
 from warpspec.latent.gathered.host import GatheredHost, gathered_arguments
-from warpspec.latent.gathered.task import MASK_BITS, score_numbers, seen_words, task_at
+from warpspec.latent.gathered.task import MASK_BITS, score_numbers, seen_words, start, task_at
 from warpspec.latent.gathered.unseen import clear_nan
 
 
@@ -111,12 +111,7 @@ class GatheredAttention(GatheredHost):
         storage = allocate(config.smem_regions)
         channels = init_barriers(config.barriers, storage.barriers.data_ptr())
         tmem.allocate(warp, config.tmem_allocation, storage.tmem_address.data_ptr())
-        if warp == config.load_warp:
-            cute.nvgpu.cpasync.prefetch_descriptor(atom)
-        # The launch before has ended; the next one, which waits likewise, or the second kernel may start.
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.sync_threads()
+        units = start(config, storage, operands, units, atom, warp)
         columns = tmem.base(storage.tmem_address.data_ptr())
 
         masks = storage.masks.get_tensor(cute.make_layout(config.gathers.mask_words(config.kv_stages)))

@@ -23,7 +23,6 @@ from warpspec.common.device.wgmma import (
     flat,
 )
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
-from warpspec.fmha.device.line import place_chunks
 from warpspec.fmha.sm90.consumer import ConsumerTile, Products, products
 from warpspec.fmha.sm90.epilogue import ROW_RESULTS, epilogue
 from warpspec.fmha.sm90.narrow import NARROW_BARRIER, narrow_row
@@ -33,7 +32,7 @@ from warpspec.latent.gathered.config import ROPE_DIM, TASK_STAGES, GatheredConfi
 from warpspec.latent.gathered.float8 import PAIR_FLOAT8
 from warpspec.latent.gathered.gather import gather
 from warpspec.latent.gathered.host import GatheredHost, gathered_arguments
-from warpspec.latent.gathered.task import MASK_BITS, each_task, score_numbers, seen_words
+from warpspec.latent.gathered.task import MASK_BITS, each_task, score_numbers, seen_words, start
 from warpspec.latent.gathered.unseen import clear_nan
 
 
@@ -100,15 +99,7 @@ class GatheredAttention(GatheredHost):
 
         storage = allocate(config.smem_regions)
         channels = init_barriers(config.barriers, storage.barriers.data_ptr())
-        if warp == config.load_warp:
-            cute.nvgpu.cpasync.prefetch_descriptor(atom)
-        # The launch before has ended; the next one, which waits likewise, or the second kernel may start.
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
-        if cutlass.const_expr(config.scheduler.cuts_tiles):
-            units = units.at(storage.cursors.data_ptr())
-            place_chunks(config, operands, units)
-        cute.arch.sync_threads()
+        units = start(config, storage, operands, units, atom, warp)
         k_base = storage.k.data_ptr()
         shared = GatheredStorage(
             storage.q.data_ptr(),

@@ -14,7 +14,7 @@ from cutlass import Boolean, Int32, Int64, Uint32
 
 from warpspec.common.hardware import TMA_ALIGNMENT, WORD_BYTES
 from warpspec.common.operands import BFLOAT16, FLOAT32, INT32, UINT32, Number, Operand, Several
-from warpspec.fmha.device.line import Chunks, Line, Source, heads_of
+from warpspec.fmha.device.line import Chunks, Line, Source, heads_of, place_chunks
 from warpspec.fmha.device.logits import with_factor
 from warpspec.fmha.device.tile import INTEGERS, Piece, Place, Row, RowTile
 from warpspec.fmha.device.tiles import each_found
@@ -25,6 +25,23 @@ from warpspec.fmha.schedule import SparseTiles, extent
 from warpspec.latent.gathered.config import MAX_KEY_SETS, PAGE_ROWS, ROPE_DIM
 
 MASK_BITS = 32
+
+
+@cute.jit
+def start(config: cutlass.Constexpr, storage: cutlass.Constexpr, operands, units, atom, warp):
+    """What all of a CTA's threads do once mbarriers are initialised: wait for the launch before, and share out the
+    tasks if they are cut by length; a barrier of the CTA. atom: of the load warp. Returns the units with the CTA's
+    chunks."""
+    if warp == config.load_warp:
+        cute.nvgpu.cpasync.prefetch_descriptor(atom)
+    # The launch before has ended; the next one, which waits likewise, or the second kernel may start.
+    cute.arch.griddepcontrol_wait()
+    cute.arch.griddepcontrol_launch_dependents()
+    if cutlass.const_expr(config.scheduler.cuts_tiles):
+        units = units.at(storage.cursors.data_ptr())
+        place_chunks(config, operands, units)
+    cute.arch.sync_threads()
+    return units
 
 
 class KeySetConfig(NamedTuple):

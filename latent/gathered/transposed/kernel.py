@@ -13,9 +13,8 @@ from warpspec.common.device import tma
 from warpspec.common.device.pipeline import init_barriers
 from warpspec.common.device.storage import allocate
 from warpspec.common.hardware import WARPGROUP_THREADS
-from warpspec.fmha.device.line import place_chunks
 from warpspec.latent.gathered.host import GatheredHost, gathered_arguments
-from warpspec.latent.gathered.task import each_task
+from warpspec.latent.gathered.task import each_task, start
 from warpspec.latent.gathered.transposed.attend import attend
 from warpspec.latent.gathered.transposed.config import CONSUMERS, FLAGS, UNITS, TransposedConfig
 from warpspec.latent.gathered.transposed.load import box_of, load, pages_view
@@ -76,15 +75,7 @@ class TransposedAttention(GatheredHost):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = allocate(config.smem_regions)
         channels = init_barriers(config.barriers, storage.barriers.data_ptr())
-        if warp == config.load_warp:
-            cute.nvgpu.cpasync.prefetch_descriptor(atom)
-        # The launch before has ended; the next one, which waits likewise, or the second kernel may start.
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
-        if cutlass.const_expr(config.scheduler.cuts_tiles):
-            units = units.at(storage.cursors.data_ptr())
-            place_chunks(config, operands, units)
-        cute.arch.sync_threads()
+        units = start(config, storage, operands, units, atom, warp)
         shared = TransposedStorage(
             storage.q.data_ptr(),
             storage.p.data_ptr(),
