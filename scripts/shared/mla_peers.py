@@ -11,6 +11,8 @@ from types import ModuleType
 import torch
 
 FLASH_MLA = "FlashMLA"
+PACKAGE = "sgl-flash-mla"
+INSTALL = f"pip install --no-deps {PACKAGE}==1.0.0"
 VALUES = 512
 PAGE = 64  # keys of a page, of its kernels for whole caches
 HEADS_OF_ROWS = (64, 128)  # that its kernels for selected rows take
@@ -29,35 +31,36 @@ def flash_mla() -> ModuleType | None:
 def dense_decode(
     q: torch.Tensor, kv: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor, scale: float
 ) -> Callable | None:
-    """A function without arguments that returns o of ``mla_decode`` of these; None without the package.
+    """A function without arguments that returns o of ``mla_decode`` of these; None without the package."""
+    codes = kv.dtype == torch.float8_e4m3fn
+    rows = q.shape[1] * q.shape[2]
+    call = paged_decode(scale, q.shape[1] > 1, (lengths, rows) if codes else None)
+    if call is None:
+        return None
+    q, cache = q.to(kv.dtype), kv[:, :, None]
+    return lambda: call(q, cache, table, lengths)
 
-    With e4m3 rows the products take queries and weights in e4m3, too: q is rounded here, its result is off by 3e-2.
+
+def paged_decode(
+    scale: float, causal: bool, codes: tuple[torch.Tensor, int] | None = None
+) -> Callable | None:
+    """A function of (q [B, Sq, H, 576], cache [pages, 64, 1, 576], table, lengths) to o; None without the package.
+
+    codes: of e4m3 rows the lengths, and the number of queries times heads; None: rows are bf16. q has the rows' type:
+    with e4m3 rows the products take queries and weights in e4m3, and the result is off by 3e-2.
     """
     found = flash_mla()
     if found is None:
         return None
-    codes, causal = kv.dtype == torch.float8_e4m3fn, q.shape[1] > 1
     schedule, _ = found.get_mla_metadata()
     options = {"softmax_scale": scale, "causal": causal, "use_legacy": True}
-    if codes:
-        q, one = q.to(kv.dtype), torch.ones(1, device=q.device)
-        rows = q.shape[1] * q.shape[2]
+    if codes is not None:
+        lengths, rows = codes
         schedule.tile_scheduler_metadata, schedule.num_splits = found.get_mla_decoding_metadata(
             lengths, rows, 1, is_fp8_kvcache=True, use_legacy=True
         )
+        one = torch.ones(1, device=lengths.device)
         options |= {"is_fp8_kvcache": True, "descale_q": one, "descale_k": one}
-    cache = kv[:, :, None]
-    return lambda: found.flash_mla_with_kvcache(q, cache, table, lengths, VALUES, schedule, **options)[0]
-
-
-def paged_decode(scale: float, causal: bool) -> Callable | None:
-    """A function of (q bf16 [B, Sq, H, 576], cache bf16 [pages, 64, 1, 576], table, lengths) to o; None without the
-    package."""
-    found = flash_mla()
-    if found is None:
-        return None
-    schedule, _ = found.get_mla_metadata()
-    options = {"softmax_scale": scale, "causal": causal, "use_legacy": True}
     return lambda q, cache, table, lengths: found.flash_mla_with_kvcache(
         q, cache, table, lengths, VALUES, schedule, **options
     )[0]
@@ -79,9 +82,10 @@ def rows_decode(heads: int, row_format: str) -> Callable | None:
             for t, each in zip(pools, key_sets, strict=True)
         ]
         slots = [each.slots[:, None] for each in key_sets]
-        more = {}
+        more = {"topk_length": key_sets[0].lengths}
         if len(caches) > 1:
-            more = {"extra_k_cache": caches[1], "extra_indices_in_kvcache": slots[1]}
+            more |= {"extra_k_cache": caches[1], "extra_indices_in_kvcache": slots[1]}
+            more |= {"extra_topk_length": key_sets[1].lengths}
         o, _ = found.flash_mla_with_kvcache(
             q[:, None], caches[0], None, None, VALUES, schedule, softmax_scale=VALUES**-0.5,
             indices=slots[0], attn_sink=sink, use_legacy=True, **more,
