@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from warpspec.common.backend import resolve_backend
 from warpspec.common.checks import (
     check_bool,
     check_int,
@@ -22,7 +21,6 @@ from warpspec.fmha import attention
 from warpspec.fmha.checks import MOST_SPLITS
 from warpspec.fmha.heads import LATENT
 from warpspec.fmha.state import AttentionState
-from warpspec.fmha.values import are_checked, check_scale
 from warpspec.latent.mla import float8
 
 __all__ = ["mla_decode"]
@@ -66,7 +64,7 @@ def mla_decode(
             DeepSeek V3), times the square of its RoPE scaling's factor. There is no default, because the absorbed sizes
             do not tell these head sizes. Kernels take none below 0 with e4m3 rows.
         kv_scale: fp32 [] or [1] on q's device, only with e4m3 rows, whose numbers are codes times this scale; None: 1.
-            The kernel reads it, and converts codes exactly; q must be bf16. Not supported under torch.compile.
+            The kernel reads it, and converts codes exactly; q must be bf16.
         normalize: False returns an ``AttentionState``, which ``warpspec.fmha.merge`` combines with others.
         return_lse: also return lse.
         num_splits: number of splits of the keys, 1 to 1024; None lets the plan choose. A second launch combines them.
@@ -101,17 +99,13 @@ def mla_decode(
     if kv_scale is not None and not codes:
         raise ValueError(f"kv_scale: must be None with rows of {kv.dtype}")
     if codes:
-        kv_scale = checked_scale(kv_scale, q.device)
-        if resolve_backend(backend, q.device) != "reference":
-            return float8.decode(
-                q, kv, page_table, kv_lengths, kv_scale, scale=scale, normalize=normalize, return_lse=return_lse,
-                num_splits=num_splits, out=out, backend=backend,
-            )  # fmt: skip
+        return float8.decode(
+            q, kv, page_table, kv_lengths, checked_scale(kv_scale, q.device), scale=scale, normalize=normalize,
+            return_lse=return_lse, num_splits=num_splits, out=out, backend=backend,
+        )  # fmt: skip
     return attention(
         q,
         kv[:, :, None],
-        k_scale=kv_scale,
-        v_scale=kv_scale,
         scale=float(scale),
         causal=q.shape[1] > 1,
         kv_lengths=kv_lengths,
@@ -132,6 +126,4 @@ def checked_scale(kv_scale: torch.Tensor | None, device: torch.device) -> torch.
     check_tensor("kv_scale", kv_scale, (torch.float32,), None, device)
     if kv_scale.shape not in ((), (1,)):
         raise ValueError(f"kv_scale: must be one number, [] or [1], got shape {list(kv_scale.shape)}")
-    if are_checked(device):
-        check_scale("kv_scale", kv_scale)
     return kv_scale

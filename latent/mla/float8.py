@@ -10,94 +10,140 @@ from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import target_of
 from warpspec.common.outputs import check_output, note_written
 from warpspec.common.repeated import traced
+from warpspec.fmha import attention
 from warpspec.fmha.logits import LogitOptions
 from warpspec.fmha.state import AttentionState
-from warpspec.fmha.values import are_checked, check_values
+from warpspec.fmha.values import are_checked, check_scale, check_values
 from warpspec.latent.gathered.config import E4M3_ROWS, PAGE_ROWS
 from warpspec.latent.gathered.problem import VALUE_DIM, GatheredProblem
+
+INPUTS = ("q", "kv", "page_table", "kv_lengths", "kv_scale")
 
 
 def decode(
     q, kv, page_table, kv_lengths, kv_scale, *, scale, normalize, return_lse, num_splits, out, backend
 ):
-    """Run ``mla_decode`` on e4m3 rows by a kernel. backend: any but "reference".
+    """Run ``mla_decode`` on e4m3 rows; through the operator where torch.compile, a mode or a subclass watches.
 
     The caller has made the checks that bf16 rows share.
     """
-    if traced(q, kv, page_table, kv_lengths, kv_scale):
-        raise UnsupportedProblem(
-            "kv: e4m3 rows are not supported under torch.compile or torch's dispatch modes, nor with subclasses of "
-            "tensors or negated views"
-        )
-    target = target_of(q.device)
-    resolve_backend(backend, q.device)
+    inputs = (q, kv, page_table, kv_lengths, kv_scale)
+    results = outputs(q, out, inputs, normalize=normalize, return_lse=return_lse)
+    if traced(*inputs):
+        decode_operator(*inputs, float(scale), num_splits or 0, *results, backend)
+    else:
+        note_written(out)
+        compute(inputs, float(scale), num_splits, results, backend)
+    o, *statistics = results
+    lse, row_max, row_sum = (by_request(t, *q.shape[:2]) for t in statistics)
+    if not normalize:
+        return AttentionState(o, row_max, row_sum)
+    return (o, lse) if return_lse else o
+
+
+def outputs(q, out, inputs, *, normalize: bool, return_lse: bool) -> tuple:
+    """(o [B, Sq, H, 512], lse, row_max, row_sum [H, B * Sq]): out, checked, and uninitialised memory; None for results
+    that are not wanted."""
+    batch, queries, heads, _ = q.shape
+    shape, dtype = (batch, queries, heads, VALUE_DIM), q.dtype if normalize else torch.float32
+    if out is not None:
+        check_operand("out", out, (dtype,), shape, q.device, aligned=True)
+        check_output("out", out, dict(zip(INPUTS, inputs, strict=True)))
+    wanted = (normalize and return_lse, not normalize, not normalize)
+    statistics = {"size": (heads, batch * queries), "dtype": torch.float32, "device": q.device}
+    o = torch.empty(shape, dtype=dtype, device=q.device) if out is None else out
+    return o, *(torch.empty(**statistics) if each else None for each in wanted)
+
+
+def compute(inputs: tuple, scale: float, num_splits: int | None, results: tuple, backend: str) -> None:
+    """Compute a call into ``results``, which ``outputs`` has made. inputs: those of INPUTS."""
+    (q, kv, page_table, kv_lengths, kv_scale), (o, lse, row_max, row_sum) = inputs, results
+    if resolve_backend(backend, q.device) == "reference":
+        define(inputs, scale, results)
+        return
+    target, scale = target_of(q.device), LogitOptions(scale).checked(q.shape[3]).scale
+    check_for_kernels(q, kv, o, scale)
+    rows = page_table.shape[1] * PAGE_ROWS
+    if are_checked(q.device):
+        check_values(kv_lengths, None, page_table, seq_k=rows, pages=len(kv), page_size=PAGE_ROWS)
+        check_scale("kv_scale", kv_scale)
+    batch, queries, heads, _ = q.shape
+    tokens = batch * queries
+    if tokens == 0 or rows == 0 or len(kv) == 0:
+        for result, value in zip(results, (0.0, -torch.inf, -torch.inf, 0.0), strict=True):
+            if result is not None:
+                result.fill_(value)
+        return
+    from warpspec.latent.gathered import launch
+
+    problem = problem_of(
+        batch, queries, heads, rows, scale, normalize=row_max is None, return_lse=lse is not None,
+        num_splits=num_splits,
+    )  # fmt: skip
+    page_bytes = PAGE_ROWS * kv.shape[2]
+    step = kv.stride(0) if len(kv) > 1 else page_bytes
+    words = kv.as_strided((len(kv), page_bytes), (step, 1)).view(torch.uint8).view(torch.uint32)
+    tensors = {
+        "q": q.reshape(tokens, heads, -1), "o": o.view(tokens, heads, VALUE_DIM), "scales": None, "sink": None,
+        "lse": lse, "row_max": row_max, "row_sum": row_sum, "cos_sin": None, "positions": None,
+        "kv_scale": kv_scale.reshape(1),
+        "key_sets": [(words, page_table.contiguous(), kv_lengths.contiguous(), PAGE_ROWS)],
+    }  # fmt: skip
+    launch.run(problem, target, tensors)
+
+
+def check_for_kernels(q, kv, o, scale: float) -> None:
+    """Raise UnsupportedProblem or ValueError for what the definition takes and kernels do not."""
     if kv.shape[1] != PAGE_ROWS:
         raise UnsupportedProblem(f"kv: kernels read pages of {PAGE_ROWS} e4m3 rows, got {kv.shape[1]}")
     if q.dtype != torch.bfloat16:
         raise UnsupportedProblem(f"q: must be torch.bfloat16 with e4m3 rows, got {q.dtype}")
-    page_bytes = PAGE_ROWS * kv.shape[2]
-    step = kv.stride(0) if len(kv) > 1 else page_bytes
-    if len(kv) and (kv.stride(1) != kv.shape[2] or step < page_bytes):
+    apart = len(kv) > 1 and kv.stride(0) < PAGE_ROWS * kv.shape[2]
+    if len(kv) and (kv.stride(1) != kv.shape[2] or apart):
         raise ValueError(f"kv: rows of a page must be contiguous, got strides {tuple(kv.stride())}")
-    if are_checked(q.device):
-        most = page_table.shape[1] * PAGE_ROWS
-        check_values(kv_lengths, None, page_table, seq_k=most, pages=len(kv), page_size=PAGE_ROWS)
-    scale = LogitOptions(scale).checked(q.shape[3]).scale
     if scale < 0:
         raise UnsupportedProblem(f"scale: kernels take one of at least 0 with e4m3 rows, got {scale}")
-    batch, queries, heads, _ = q.shape
-    shape = (batch, queries, heads, VALUE_DIM)
-    if out is not None:
-        check_operand(
-            "out", out, (torch.bfloat16 if normalize else torch.float32,), shape, q.device, aligned=True
-        )
-        inputs = (q, kv, page_table, kv_lengths, kv_scale)
-        check_output(
-            "out", out, dict(zip(("q", "kv", "page_table", "kv_lengths", "kv_scale"), inputs, strict=True))
-        )
-        if not out.is_contiguous():
-            raise ValueError(f"out: must be contiguous with e4m3 rows, got strides {tuple(out.stride())}")
-        note_written(out)
-    tokens, fp32 = batch * queries, {"dtype": torch.float32, "device": q.device}
-    o = (
-        torch.empty(shape, dtype=torch.bfloat16 if normalize else torch.float32, device=q.device)
-        if out is None
-        else out
-    )
-    lse = torch.empty(heads, tokens, **fp32) if return_lse and normalize else None
-    row_max, row_sum = (None if normalize else torch.empty(heads, tokens, **fp32) for _ in range(2))
-    found = (o, *(by_request(t, batch, queries) for t in (lse, row_max, row_sum)))
-    rows = page_table.shape[1] * PAGE_ROWS
-    if tokens == 0 or rows == 0 or len(kv) == 0:
-        for result, value in zip((o, lse, row_max, row_sum), (0.0, -torch.inf, -torch.inf, 0.0), strict=True):
-            if result is not None:
-                result.fill_(value)
-    else:
-        problem = problem_of(
-            batch, queries, heads, rows, scale, normalize=normalize, return_lse=lse is not None,
-            num_splits=num_splits,
-        )  # fmt: skip
-        bytes_of = kv.as_strided((len(kv), page_bytes), (step, 1)).view(torch.uint8)
-        tensors = {
-            "q": q.reshape(tokens, heads, -1), "o": o.view(tokens, heads, VALUE_DIM), "scales": None, "sink": None,
-            "lse": lse, "row_max": row_max, "row_sum": row_sum, "cos_sin": None, "positions": None,
-            "kv_scale": kv_scale.reshape(1),
-            "key_sets": [(bytes_of.view(torch.uint32), page_table.contiguous(), kv_lengths.contiguous(), PAGE_ROWS)],
-        }  # fmt: skip
-        from warpspec.latent.gathered import launch
+    if not o.is_contiguous():
+        raise ValueError(f"out: must be contiguous with e4m3 rows, got strides {tuple(o.stride())}")
 
-        launch.run(problem, target, tensors)
-    o, lse, row_max, row_sum = found
-    if not normalize:
-        return AttentionState(o, row_max, row_sum)
-    return (o, lse) if return_lse else o
+
+def define(inputs: tuple, scale: float, results: tuple) -> None:
+    """Write what ``attention``'s definition gives into ``results``."""
+    (q, kv, page_table, kv_lengths, kv_scale), (o, lse, row_max, row_sum) = inputs, results
+    normalize = row_max is None
+    found = attention(
+        q, kv[:, :, None], k_scale=kv_scale, v_scale=kv_scale, scale=scale, causal=q.shape[1] > 1,
+        kv_lengths=kv_lengths, page_table=page_table, normalize=normalize, return_lse=lse is not None,
+        v_dim=VALUE_DIM, out=o, backend="reference",
+    )  # fmt: skip
+    statistics = (found[1],) if lse is not None else () if normalize else found[1:]
+    kept = [t for t in (lse, row_max, row_sum) if t is not None]
+    for target, source in zip(kept, statistics, strict=True):
+        by_request(target, *q.shape[:2]).copy_(source)
+
+
+@torch.library.custom_op(
+    "warpspec::mla_decode_float8",
+    mutates_args=("o", "lse", "row_max", "row_sum"),
+    schema="(Tensor q, Tensor kv, Tensor page_table, Tensor kv_lengths, Tensor kv_scale, float scale, "
+    "SymInt num_splits, Tensor(a!) o, Tensor(b!)? lse, Tensor(c!)? row_max, Tensor(d!)? row_sum, str backend) -> ()",
+)
+def decode_operator(*arguments) -> None:
+    """Operator of ``mla_decode`` on e4m3 rows; num_splits 0: choose it."""
+    *inputs, scale, num_splits, o, lse, row_max, row_sum, backend = arguments
+    compute(tuple(inputs), scale, num_splits or None, (o, lse, row_max, row_sum), backend)
+
+
+@decode_operator.register_fake
+def _(*arguments):
+    return None
 
 
 def problem_of(batch: int, queries: int, heads: int, rows: int, scale: float, **results) -> GatheredProblem:
     """The problem of a call.
 
     batch, queries: requests, and queries of each. rows: rows of the longest request that the page table has room for.
-    results: fields of the problem that say which results are wanted, and in how many parts.
+    results: fields of the problem that say which results are wanted, and in how many splits.
     """
     return GatheredProblem(
         batch * queries,
