@@ -15,7 +15,7 @@ help: ## this list
 venv: ## set up .venv (done by the others when needed)
 	@sh scripts/bootstrap.sh
 
-demo: venv ## run the compiled Blackwell attention kernel on a gpt-oss layer in the simulator (half a minute)
+demo: venv ## run compiled Blackwell kernels on layers of gpt-oss-20b in the simulator (half a minute)
 	@$(PY) scripts/demo.py
 
 test: venv ## all tests that need no GPU and no patience (9 minutes on 2 cores the first time, less later)

@@ -23,7 +23,7 @@ Exit status 1: a kernel failed to compile.
 
 examples:
   python -m warpspec compile --list                                    the models
-  python -m warpspec compile --arch sm_90a --model gpt-oss-120b --jobs 8
+  python -m warpspec compile --arch sm_90a --model gpt-oss-120b --jobs 8    498 kernels, some 10 seconds of a core each
   python -m warpspec compile --model llama-3-8b --kv-cache nvfp4       with the kernels that store keys and values
   python -m warpspec compile --model deepseek-v3-decode --ranks 8 --calls paged --page-sizes 64
   python -m warpspec compile --model deepseek-v3.2-decode --ranks 8 --kv-cache e4m3
