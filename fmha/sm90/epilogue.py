@@ -75,14 +75,15 @@ def epilogue(work, state, operands, stage, results: cutlass.Constexpr = ROW_RESU
 
     work: ``ConsumerTile``; O is in ``work.mma.o``. state: from ``consumer.attend``. stage: the address of a tile in
     shared memory that the consumer may write to, or None. results: ``Results``, used without a stage. A row that sees
-    no key writes zeros and -inf. For a piece of a tile, the rows' states go into the workspace.
+    no key writes zeros and -inf. For a piece of a tile, the rows' states go into the workspace. Rows' places are read
+    again (``again``) where results are written: kept from where hidden values are looked for, they would spill.
     """
     if cutlass.const_expr(work.config.scheduler.adds_up):
         untaint_state(work, state, operands)
         alone = adds_alone(work)
         if work.tile.piece.whole & alone:
             state = add_earlier(work, state, operands, add_state)
-            write_results(work, state, operands, stage, results)
+            write_results(work.again(), state, operands, stage, results)
         else:
             leave_state(work, state, operands)
             if cutlass.const_expr(work.config.rereads):
@@ -117,6 +118,14 @@ def write_results(work, state, operands, stage, results: cutlass.Constexpr):
 def write_share(work, operands):
     """Wait for the other pieces of a tile, and write the results of this one's share of the columns."""
     begin, step = share_of(work, operands)
+    write_units(work.again(), operands, begin, step)
+    finish_share(work, operands)
+
+
+@cute.jit
+def write_units(work, operands, begin, step):
+    """Write the results of units ``begin``, ``begin + step``, ... of the columns, added up over all pieces of a
+    tile."""
     if begin < UNITS:
         state = whole_state(work, operands)
         rows = finish_rows(work, state, operands, tells=Boolean(begin == 0))
@@ -127,7 +136,6 @@ def write_share(work, operands):
             for r, (place, factor, empty) in enumerate(rows):
                 target = cute.local_tile(targets[r], (work.config.o_columns // UNITS,), (unit,))
                 store_scaled(work, o, r, target, place, factor, empty)
-    finish_share(work, operands)
 
 
 def finish_rows(work, state, operands, tells=None) -> list:
