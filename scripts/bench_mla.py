@@ -30,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -84,15 +85,11 @@ def timed(call: MlaCall, found: dict[str, mla_calls.OneWay], target: Target) -> 
 
 
 def start_compiling(pool: ProcessPoolExecutor, wanted: dict[MlaCall, list], target: Target) -> dict:
-    """The futures that each call waits for. wanted: the kernels of each."""
-    futures, waits = {}, {}
+    """The futures that each call waits for; what many calls need is compiled first. wanted: the kernels of each."""
+    users = Counter(item for kernels in wanted.values() for item in kernels)
     with blind(target):
-        for call, kernels in wanted.items():
-            for item in kernels:
-                if item not in futures:
-                    futures[item] = pool.submit(compile_ahead, *item, target.arch)
-            waits[call] = [futures[item] for item in kernels]
-    return waits
+        futures = {item: pool.submit(compile_ahead, *item, target.arch) for item, _ in users.most_common()}
+    return {call: [futures[item] for item in kernels] for call, kernels in wanted.items()}
 
 
 def run(wanted: dict[MlaCall, dict], target: Target, options, on: str) -> list[dict]:
@@ -113,7 +110,11 @@ def run(wanted: dict[MlaCall, dict], target: Target, options, on: str) -> list[d
             if failed:
                 print(f"{ready.name}: not compiled: {one_line(failed[0])}", flush=True)
                 continue
-            result = timed(ready, wanted[ready], target)
+            try:
+                result = timed(ready, wanted[ready], target)
+            except RuntimeError as error:
+                print(f"{ready.name}: failed: {one_line(error)}", flush=True)
+                continue
             results.append(result)
             kept.add(result | {"on": on})
             print(mla_report.line(result), flush=True)
