@@ -1,6 +1,14 @@
-"""MLA's decode and V3.2's rows on a GPU, against the reference: random heads, drafts, lengths and pages."""
+"""MLA's decode and V3.2's rows on a GPU, against the reference: random heads, drafts, lengths and pages.
+
+WARPSPEC_STRESS_SECONDS sets how long graphs are replayed on several streams (2).
+"""
 
 import functools
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -189,3 +197,95 @@ def test_nan_of_later_drafts(heads):
         o = mla_decode(q, kv, table, lengths, scale=0.04, num_splits=splits).float()
         assert torch.equal(o.isnan(), wanted.isnan()) and o[2, 2:].isnan().all() and not o[2, 0].isnan().any()
         assert (o - wanted).nan_to_num().norm() / wanted.nan_to_num().norm() < O_TOLERANCE
+
+
+STRESS_SECONDS = float(os.environ.get("WARPSPEC_STRESS_SECONDS", "2"))
+STREAMS, LAUNCHES, REPLAYS = (
+    2,
+    3,
+    8,
+)  # streams of a call, launches of a graph, replays of each graph before a check
+
+
+@dataclass
+class Stressed:
+    """A call whose CTAs add up pieces. run: takes out. lengths: its tensor of lengths. contents: what that may hold.
+    shape, tolerance: of o. graphs: of LAUNCHES launches each, with their stream and o of each launch."""
+
+    run: Callable
+    lengths: torch.Tensor
+    contents: list[torch.Tensor]
+    shape: tuple[int, ...]
+    tolerance: float
+    graphs: list[tuple] = field(default_factory=list)
+
+    def capture(self) -> None:
+        stream = torch.cuda.Stream()
+        out = torch.empty(LAUNCHES, *self.shape, device="cuda", dtype=torch.bfloat16)
+        self.run(out=out[0])
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for one in out:
+                self.run(out=one)
+        self.graphs.append((graph, stream, out))
+
+    def results(self) -> list[torch.Tensor]:
+        """o for each of the contents, by one graph alone, as close to the reference as any other."""
+        found, (graph, _, out) = [], self.graphs[0]
+        for content in self.contents:
+            self.lengths.copy_(content)
+            graph.replay()
+            found.append(out[-1].clone())
+            wanted = self.run(backend="reference").float()
+            assert (found[-1].float() - wanted).norm() < self.tolerance * wanted.norm()
+        return found
+
+
+def stressed_calls() -> Iterator[Stressed]:
+    """bf16 rows with many pieces of a request, whose columns CTAs share out; few and many rows over e4m3; V3.2."""
+    for heads, queries, most, codes in ((64, 1, 14000, False), (16, 2, 5000, True), (128, 1, 3000, True)):
+        q, kv, table, lengths = paged_call(heads, queries, most, heads, codes)
+        kv.copy_(torch.randn(kv.shape, device="cuda"))
+        run = functools.partial(mla_decode, q, kv, table, lengths, scale=0.04)
+        contents = [lengths.clone(), lengths.roll(3), torch.full_like(lengths, most)]
+        yield Stressed(run, lengths, contents, (len(q), queries, heads, VALUES), O_TOLERANCE)
+    case = random_case(40, 64, (2000,), format="v3.2-fp8", rotate=False, sink=False, lse=False).to("cuda")
+    run = functools.partial(gathered_attention, case.q, case.key_sets)
+    lengths = case.key_sets[0].lengths
+    contents = [lengths // part for part in (1, 2, 7)]
+    yield Stressed(run, lengths, contents, (*case.q.shape[:2], VALUES), V32_TOLERANCE)
+
+
+def test_graphs_on_several_streams(monkeypatch):
+    """Graphs that several streams replay at the same time, with other lengths each time: the bits of one alone."""
+    monkeypatch.setattr(launch, "takes_line", lambda problem, *_: problem.num_splits is None)
+    monkeypatch.setattr(launch, "make_plan", launch.make_plan.__wrapped__)  # remembers nothing
+    calls, replays = list(stressed_calls()), 0
+    with cutting_by_length():
+        for one in calls * STREAMS:
+            one.capture()
+    expected = [one.results() for one in calls]
+    start = time.monotonic()
+    for turn in itertools.cycle(range(len(calls[0].contents))):
+        graphs = [
+            (*graph, wanted[turn])
+            for one, wanted in zip(calls, expected, strict=True)
+            for graph in one.graphs
+        ]
+        for one in calls:
+            one.lengths.copy_(one.contents[turn])
+        for _, _, out, _ in graphs:
+            out.fill_(torch.nan)
+        torch.cuda.synchronize()
+        for _ in range(REPLAYS):
+            for graph, stream, _, _ in graphs:
+                with torch.cuda.stream(stream):
+                    graph.replay()
+        torch.cuda.synchronize()
+        for _, _, out, wanted in graphs:
+            assert all(torch.equal(one, wanted) for one in out)
+        replays += REPLAYS * len(graphs)
+        if time.monotonic() - start > STRESS_SECONDS:
+            break
+    print(f"{replays} replays of {LAUNCHES} launches each")
