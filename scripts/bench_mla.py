@@ -10,7 +10,7 @@
 
 FlashMLA's kernels for Hopper are those of the package sgl-flash-mla, called with ``use_legacy=True``
 (pip install --no-deps sgl-flash-mla==1.0.0); its schedule of a call is made once and not timed. Over rows of V3.2 it
-takes 64 and 128 heads. Without the package ours is timed alone.
+takes 64 and 128 heads, and no lengths of lists. Without the package ours is timed alone.
 
 Drawn calls have 1 to 160 requests, 8 to 128 heads, 1 to 4 queries (causal drafts) and up to 32768 keys, equal or drawn
 between bounds, in pages of 64 in random order; over rows of V3.2 every query has a list of up to 2048 of them. A ratio

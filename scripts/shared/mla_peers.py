@@ -68,7 +68,8 @@ def paged_decode(
 
 def rows_decode(heads: int, row_format: str) -> Callable | None:
     """A function of (q [T, H, D], one or two key sets, sink or None, out) that returns o, as ``gathered_attention``
-    with its default scale would put it into out, but in new memory; None where the package has no such kernel."""
+    with its default scale would put it into out, but in new memory; None where the package has no such kernel. It takes
+    no lengths: slots behind a list's end must be -1, and cost as much as others."""
     found = flash_mla()
     if found is None or heads not in HEADS_OF_ROWS or row_format not in SLOT_BYTES:
         return None
@@ -82,10 +83,9 @@ def rows_decode(heads: int, row_format: str) -> Callable | None:
             for t, each in zip(pools, key_sets, strict=True)
         ]
         slots = [each.slots[:, None] for each in key_sets]
-        more = {"topk_length": key_sets[0].lengths}
+        more = {}
         if len(caches) > 1:
-            more |= {"extra_k_cache": caches[1], "extra_indices_in_kvcache": slots[1]}
-            more |= {"extra_topk_length": key_sets[1].lengths}
+            more = {"extra_k_cache": caches[1], "extra_indices_in_kvcache": slots[1]}
         o, _ = found.flash_mla_with_kvcache(
             q[:, None], caches[0], None, None, VALUES, schedule, softmax_scale=VALUES**-0.5,
             indices=slots[0], attn_sink=sink, use_legacy=True, **more,
