@@ -1,4 +1,7 @@
-"""A consumer's steps: scores of its 64 keys, softmax with the other consumer's, P, and O of its value columns."""
+"""A consumer's steps: scores of its 64 keys, softmax over the keys of both consumers, P, O of its value columns.
+
+In S^T and O^T a column is a row of the task (a query of a head), and a row is a key or a value column.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,19 @@ from warpspec.latent.gathered.transposed.config import (
 from warpspec.latent.gathered.transposed.maxima import column_of, number_of, ordered, over_lanes
 from warpspec.latent.gathered.transposed.products import ROWS_APART, add_values, key_of, multiply_queries
 
-ALL_BYTES, MAGNITUDES = 0x01010101, 0x7F7F7F7F
-SIGNS = 0x80808080
+WARPS = WARPGROUP_THREADS // WARP_THREADS
+BATCH = 8  # columns whose weights are computed together
+# One bit of each byte of a word: the lowest, all of a magnitude, the sign.
+ALL_BYTES, MAGNITUDES, SIGNS = 0x01010101, 0x7F7F7F7F, 0x80808080
 
 
 @cute.jit
 def attend(role, task, use, step_use):
-    """O^T of a task, in ``role.mma.o``, and its state: which of the two places has the columns' references, and their
-    sums over the thread's keys. use, step_use: units and steps that came before. A task with keys."""
+    """Compute O^T of a task that has keys, in ``role.mma.o``; returns its state.
+
+    A state is (place, sums): which of the two places in shared memory has the columns' references, and the columns'
+    sums over the thread's keys. use, step_use: numbers of units and of steps before this task.
+    """
     for o in role.mma.o:
         o.fill(0.0)
     columns = role.config.columns
@@ -43,10 +51,10 @@ def attend(role, task, use, step_use):
 
 @cute.jit
 def score(role, task, use, first):
-    """S^T of the consumer's KV tile, of visits ``first`` and the next; -inf if it has none. Consumes full. use: units
-    that came before."""
+    """Compute S^T of the consumer's KV tile: consumer 0 has the span's tile number ``first``, consumer 1 the next one.
+    If the span ends before it, all scores are -inf. Consumes full. use: number of units before this task."""
     s = role.mma.s
-    own, warp = first + role.part, role.thread // WARP_THREADS
+    own, warp = first + role.consumer, role.thread // WARP_THREADS
     if own < task.span.count:
         unit = use + own * UNITS + warp // (WARPS // UNITS)
         role.channels["full"].wait(unit)
@@ -66,14 +74,16 @@ def is_partial(task, tile) -> Boolean:
 
 @cute.jit
 def take_step(role, task, use, first, number, state):
-    """The KV tiles of visits ``first`` and the next, if there is one. Consumes full, p_empty; produces empty, p_empty.
-    number: of the step."""
+    """Take a step: the span's KV tiles number ``first`` and, if there is one, the next. Returns the new state.
+
+    Consumes full, p_empty; produces empty, p_empty. number: number of steps before this one, of all tasks.
+    """
     config, count = role.config, task.span.count
     score(role, task, use, first)
     role.channels["p_empty"].wait_previous(number)
     state = weigh(role, number, state)
     if is_partial(task, task.span.tile(first + CONSUMERS - 1)):  # QK of both consumers is over
-        own = first + role.part
+        own = first + role.consumer
         if (own < count) & is_partial(task, task.span.tile(own)):
             clear_unseen(role, task, use + own * UNITS, task.span.tile(own))
         barrier(config, MAXIMA_BARRIER)
@@ -83,10 +93,6 @@ def take_step(role, task, use, first, number, state):
         add_values(role, use + first * UNITS, 1)
     role.channels["p_empty"].arrive_warp(number)
     return state
-
-
-BATCH = 8  # columns whose weights are computed together
-WARPS = WARPGROUP_THREADS // WARP_THREADS
 
 
 def barrier(config, number: int) -> None:
@@ -148,10 +154,12 @@ def column_of_any(v, member) -> Int32:
 
 @cute.jit
 def weigh(role, number, state):
-    """Turn S^T into P^T, in shared memory. Returns the new state.
+    """Turn S^T into P^T, in shared memory; returns the new state.
 
-    P is computed with the references as they are. If that makes some weight too large, for any thread, all take the
-    largest scores, move their references, rescale O^T, and compute P again. That is so in a task's first steps.
+    P is computed with the references as they are. If that makes a weight of any thread too large, the flag says so, and
+    all threads of both consumers take the largest scores, move their references, rescale O^T, and compute P again. That
+    is so in a task's first steps. WEIGHTS_BARRIER stands between P, or the flag, and their readers; MAXIMA_BARRIER
+    between the maxima and theirs.
     """
     config, shared = role.config, role.shared
     place, sums = state
@@ -215,7 +223,7 @@ def exponentiate(role, place, references: cutlass.Constexpr, sums) -> tuple:
     lane, warp = role.thread % WARP_THREADS, role.thread // WARP_THREADS
     g = lane // QUAD
     chunk = 2 * warp + g // QUAD
-    base = shared.p.toint() + role.part * config.p_bytes + g % QUAD * WORD_BYTES
+    base = shared.p.toint() + role.consumer * config.p_bytes + g % QUAD * WORD_BYTES
     columns = own_columns(role)
     new, largest = [], [Float32(0.0)] * 2
     for first in cutlass.range_constexpr(0, config.columns, BATCH):

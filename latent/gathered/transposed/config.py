@@ -15,6 +15,7 @@ from warpspec.common.barriers import Barrier
 from warpspec.common.hardware import (
     FP32_BYTES,
     MAX_SMEM_PER_CTA,
+    QUAD,
     SMEM_PER_SM,
     SMEM_RESERVED_PER_CTA,
     WARP_THREADS,
@@ -57,7 +58,9 @@ class TransposedConfig(LineOfQueries, AttentionKernel):
         super().__post_init__()
         assert self.count in ROWS and self.count % self.pack == 0
         assert self.gathers.paged and self.gathers.has_kv_scale and self.gathers.fmt.tail == 0
-        assert self.gathers.fmt.row_bytes <= KEY_BYTES and KEY_BYTES % 128 in (32, 96)
+        assert self.gathers.fmt.row_bytes <= KEY_BYTES
+        # Each key begins a quarter of a row of banks further than the key before, up or down.
+        assert KEY_BYTES % ROW_BYTES * 4 in (ROW_BYTES, 3 * ROW_BYTES)
         assert self.smem_bytes <= self.smem_limit and self.units >= CONSUMERS * UNITS
         assert self.role_registers <= self.register_pool, "setmaxnreg would wait for ever"
 
@@ -85,12 +88,12 @@ class TransposedConfig(LineOfQueries, AttentionKernel):
 
     @property
     def columns(self) -> int:
-        """Columns of S^T or O^T, which are rows of the task, of a thread."""
-        return self.count // 4
+        """Number of columns of S^T, and of O^T, that a thread has; each is a row of the task."""
+        return self.count // QUAD
 
     @property
     def value_tiles(self) -> int:
-        """Products of 64 value columns each of a consumer."""
+        """Number of products of a consumer along its value columns, 64 of which each has as rows of O^T."""
         return self.heads.v // CONSUMERS // WARPGROUP_ROWS
 
     @property

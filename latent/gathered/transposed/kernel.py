@@ -42,8 +42,11 @@ class TransposedStorage(NamedTuple):
 
 @dataclass(frozen=True)
 class Consumer:
-    """A consumer's state for all of its tasks. part: which of the two it is: of a step's keys, and of the value
-    columns. thread: 0..127 within it; number: among all consumers' threads. key_scale: of all keys."""
+    """A consumer's state for all of its tasks.
+
+    consumer: which of the two it is. In S^T it has the step's keys 64 * consumer and on; in O^T the value columns
+    256 * consumer and on. thread: 0..127 within it; number: among the threads of both. key_scale: scale of all keys.
+    """
 
     config: object
     channels: dict
@@ -51,7 +54,7 @@ class Consumer:
     operands: object
     numbers: object
     mma: Products
-    part: Int32
+    consumer: Int32
     thread: Int32
     number: Int32
     key_scale: Float32
@@ -98,18 +101,20 @@ class TransposedAttention(GatheredHost):
 
 @cute.jit
 def consume(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, operands, units, numbers, number):
-    """Both consumers, which run the same code: the rows of each of the CTA's tasks. Consumes full; produces empty."""
+    """Compute the rows of each of the CTA's tasks; both consumers run this code. number: of the thread, among those of
+    both. Consumes full, p_empty; produces empty, p_empty."""
     mma = products(config, shared)
-    part = cute.arch.make_warp_uniform(number // WARPGROUP_THREADS)
+    consumer = cute.arch.make_warp_uniform(number // WARPGROUP_THREADS)
     thread = number % WARPGROUP_THREADS
     scale = Float32(operands.kv_scale[0])  # nobody waits for it before the task's lengths are loaded, too
-    role = Consumer(config, channels, shared, operands, numbers, mma, part, thread, number, scale)
+    role = Consumer(config, channels, shared, operands, numbers, mma, consumer, thread, number, scale)
     each_task(config, operands, units, consume_task, role, (Int32(0), Int32(0)))
 
 
 @cute.jit
 def consume_task(role, task, uses):
-    """One task of the consumers. uses: (units, steps) that came before; returns the counts after."""
+    """Compute a task, and write its results or leave its state. uses: numbers of units and of steps before it; returns
+    those after it."""
     use, step_use = uses
     columns, count = role.config.columns, task.span.count
     state = ((Float32(NO_REFERENCE),) * columns, (Float32(0.0),) * columns)

@@ -10,7 +10,7 @@ from cutlass import Boolean, Int32, Uint32
 
 from warpspec.common.device import tma
 from warpspec.common.device.pipeline import drain
-from warpspec.common.hardware import WARP_THREADS
+from warpspec.common.hardware import WARP_THREADS, WORD_BYTES
 from warpspec.latent.gathered.task import each_task
 from warpspec.latent.gathered.transposed.config import UNIT_KEYS, UNITS
 
@@ -18,13 +18,13 @@ WHOLE = 0xFFFFFFFF  # mask of a unit whose page is there
 
 
 def box_of(config) -> tuple[int, int, int]:
-    """(WORD, KEY, PAGE) of a load. Words behind a row arrive as zeros."""
-    return (config.unit_bytes // UNIT_KEYS // 4, UNIT_KEYS, 1)
+    """(WORD, KEY, PAGE) that a load brings. Words behind a row arrive as zeros."""
+    return (config.unit_bytes // UNIT_KEYS // WORD_BYTES, UNIT_KEYS, 1)
 
 
 def pages_view(config, pool: cute.Tensor) -> cute.Tensor:
     """View (WORD, KEY, PAGE) of a pool [pages, words]. Host side."""
-    words = config.gathers.fmt.row_bytes // 4
+    words = config.gathers.fmt.row_bytes // WORD_BYTES
     layout = cute.make_layout((words, config.tile_n, pool.shape[0]), stride=(1, words, pool.stride[0]))
     return cute.make_tensor(pool.iterator, layout)
 
@@ -55,7 +55,8 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, operand
 
 @cute.jit
 def load_task(role, task, uses):
-    """Load a task's units. uses: (units, unused) that came before; returns the counts after."""
+    """Load a task's units. uses: number of units before it, and a number that ``each_task`` hands on unused. Returns
+    both as they are after it."""
     config, channels, keys = role.config, role.channels, role.operands.sets[0]
     masks, ring = role.masks, role.ring
     use, unused = uses

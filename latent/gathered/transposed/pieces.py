@@ -35,7 +35,7 @@ class PieceWork:
 def end_piece(role, task, state):
     """End a piece of a task: if it is the last, add the states of earlier pieces and write the task's results; else
     leave its state. state: from ``results.add_sums``."""
-    work = PieceWork(role, task, role.thread, role.part)
+    work = PieceWork(role, task, role.thread, role.consumer)
     if task.piece.whole:
         write_results(role, task, add_earlier(work, state, role.operands, add_state))
     else:
@@ -48,13 +48,13 @@ def columns_of(role, number) -> cute.Tensor:
     vectors = role.config.count // 2 // VECTOR
     sizes = (VECTOR, WARPGROUP_THREADS, vectors, role.config.value_tiles, CONSUMERS)
     states = cute.make_tensor(role.operands.pieces[number, None, None].iterator, cute.make_layout(sizes))
-    return states[None, role.thread, None, None, role.part]
+    return states[None, role.thread, None, None, role.consumer]
 
 
 def statistics_of(role, number) -> cute.Tensor:
     """(NUMBER, ROW): reference and sum of the rows of a state."""
     config = role.config
-    begin = config.heads.v * config.count + role.part * (config.count * VECTOR)
+    begin = config.heads.v * config.count + role.consumer * (config.count * VECTOR)
     layout = cute.make_layout((VECTOR, config.count))
     return cute.make_tensor(role.operands.pieces[number, None, None].iterator + begin, layout)
 

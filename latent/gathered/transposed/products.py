@@ -96,7 +96,8 @@ def issue(mma, a, b, d, accumulate) -> None:
 
 @cute.jit
 def multiply_queries(role, unit):
-    """S^T = K Q^T of the consumer's 64 keys. unit: address of the warp's unit of codes. Waits for the products."""
+    """Compute S^T = K Q^T of the consumer's 64 keys. unit: address of the unit that has the warp's keys. Waits for the
+    products."""
     config, mma, product = role.config, role.mma, make_mma(role.config)
     lane, warp = role.thread % WARP_THREADS, role.thread // WARP_THREADS
     g, member = lane // QUAD, lane % QUAD
@@ -130,13 +131,13 @@ def load_keys(row, block: int) -> list:
 
 @cute.jit
 def add_values(role, use, blocks: cutlass.Constexpr):
-    """O^T += V^T P^T of the keys of P's first ``blocks`` blocks, whose units are number ``use`` and those after it.
-    Releases the units. Waits for the products."""
+    """Add V^T P^T to O^T, of the keys of P's first ``blocks`` blocks (one of each consumer). Their units are number
+    ``use`` and those after it; consumes their full, produces their empty. Waits for the products."""
     config, mma, full = role.config, role.mma, role.channels["full"]
     product = make_mma(config)
     lane, warp = role.thread % WARP_THREADS, role.thread // WARP_THREADS
     g, member = lane // QUAD, lane % QUAD
-    column = role.part * (config.heads.v // CONSUMERS) + warp * BLOCK + g * LANE_VALUES
+    column = role.consumer * (config.heads.v // CONSUMERS) + warp * BLOCK + g * LANE_VALUES
     offset = key_of(member) * KEY_BYTES + column
     full.wait(use)
     base = role.unit_at(use) + offset
@@ -152,7 +153,7 @@ def add_values(role, use, blocks: cutlass.Constexpr):
         words = words_of(a)
         for half in cutlass.range_constexpr(2):  # keys 2 m, 2 m + 1 of the step; then those 8 further on
             for word in cutlass.range_constexpr(LANE_WORDS):
-                low, high = (raw[half][next_][word] for next_ in range(2))
+                low, high = (raw[half][second][word] for second in range(2))
                 pairs = [interleave(low, high, order) for order in (LOW_BYTES, HIGH_BYTES)]
                 halves = to_fp16(pairs, "e4m3")  # of four value columns
                 for i in cutlass.range_constexpr(WORD_BYTES):
@@ -175,8 +176,8 @@ def load_values(base, within: int) -> list:
     first = base + within * (WARP_ROWS * KEY_BYTES)
     return [
         [
-            load_shared(first + (half * QUAD + next_ * ROWS_APART) * KEY_BYTES, LANE_WORDS)
-            for next_ in range(2)
+            load_shared(first + (half * QUAD + second * ROWS_APART) * KEY_BYTES, LANE_WORDS)
+            for second in range(2)
         ]
         for half in range(2)
     ]

@@ -45,7 +45,7 @@ def write_results(role, task, state):
     config, operands, mma = role.config, role.operands, role.mma
     lane, warp = role.thread % WARP_THREADS, role.thread // WARP_THREADS
     references, totals = state
-    values = role.part * (config.heads.v // CONSUMERS) + warp * BLOCK + lane // QUAD * LANE_VALUES
+    values = role.consumer * (config.heads.v // CONSUMERS) + warp * BLOCK + lane // QUAD * LANE_VALUES
     teller = Boolean(lane < QUAD) & Boolean(role.number < WARP_THREADS)
     member = Int32(cutlass.select_(teller, Int32(0), Int32(1)))
     for v in cutlass.range_constexpr(config.columns):
