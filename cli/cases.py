@@ -63,13 +63,7 @@ def attention_case(
         state = attention(q, k, v, **kwargs, normalize=False, backend="reference")
         return [merge([state], sink=sinks)[0]]
 
-    mask = None
-    if options.window:
-        mask = seen_keys(options, device)
-    elif options.causal and options.queries not in (1, options.keys):  # is_causal aligns the first positions
-        from torch.nn.attention.bias import causal_lower_right  # takes a second: imports torch._dynamo
-
-        mask = causal_lower_right(options.queries, options.keys)
+    mask = mask_for_torch(options, device)
     is_causal = options.causal and mask is None and options.queries > 1
 
     def torchs(dtype=q.dtype):
@@ -85,23 +79,38 @@ def attention_case(
             return torchs()
 
     masked = " (a mask in memory)" if options.window else ""
-    pairs = seen_pairs(options)
-    kind = f"{' causal' if options.causal else ''}{f' window {options.window}' if options.window else ''}"
-    title = f"attention{' + gradients' if gradients else ''} B{options.batch} Sq{options.queries} Sk{options.keys} "
-    title += f"{heads}/{groups} heads D{d}{kind}{' sink' if sink else ''} {options.dtype}"
-    title += "" if codes is None else f" over {options.kv_dtype} keys"
     alone = sink or codes is not None  # torch has nothing like it
     return Case(
-        title,
+        title_of(options, sink, gradients),
         ours,
         expected,
         None if alone else torchs,
         (GRADIENT_TOLERANCE if gradients else ATTENTION_TOLERANCE)[options.dtype],
         by_head=True,
         peers={} if alone else {f"SDPA, as torch chooses{masked}": torchs, f"SDPA on cuDNN{masked}": cudnn},
-        flops=(14 if gradients else 4) * options.batch * heads * pairs * d,
+        flops=(14 if gradients else 4) * options.batch * heads * seen_pairs(options) * d,
         bytes=0 if gradients else sum(tensor.nbytes for tensor in ((q, q, k) if shared else (q, q, k, v))),
     )
+
+
+def title_of(options: argparse.Namespace, sink: bool, gradients: bool) -> str:
+    """What a case of attention prints as its name."""
+    kind = f"{' causal' if options.causal else ''}{f' window {options.window}' if options.window else ''}"
+    title = f"attention{' + gradients' if gradients else ''} B{options.batch} Sq{options.queries} Sk{options.keys} "
+    title += f"{options.heads}/{options.kv_heads} heads D{options.head_dim}{kind}{' sink' if sink else ''} "
+    codes = KV_DTYPES[options.kv_dtype]
+    return title + options.dtype + ("" if codes is None else f" over {options.kv_dtype} keys")
+
+
+def mask_for_torch(options: argparse.Namespace, device: str) -> torch.Tensor | None:
+    """SDPA's mask where is_causal does not say it: that aligns the first positions."""
+    if options.window:
+        return seen_keys(options, device)
+    if options.causal and options.queries not in (1, options.keys):
+        from torch.nn.attention.bias import causal_lower_right  # takes a second: imports torch._dynamo
+
+        return causal_lower_right(options.queries, options.keys)
+    return None
 
 
 def seen_keys(options: argparse.Namespace, device: str) -> torch.Tensor:

@@ -150,8 +150,6 @@ class AttentionProblem:
         check_kinds(operands, options)
         q, k, v, out = operands.q, operands.k, operands.v, operands.o
         sink, bias = operands.sink, operands.bias
-        window, key_stride, normalize = options.window, options.key_stride, options.normalize
-        num_splits = options.num_splits
         given = {name: tensor for name, tensor in (("q", q), ("k", k), ("v", v)) if tensor is not None}
         for name, tensor in given.items():
             check_operand(name, tensor, operands)
@@ -167,32 +165,8 @@ class AttentionProblem:
         batch, seq_q, seq_k = sizes["batch"], sizes["seq_q"], sizes["seq_k"]
 
         logits = options.logits.checked(head_dim)
-        check_int("key_stride", key_stride, 1, POSITION_LIMIT)
-        if num_splits is not None:
-            check_int("num_splits", num_splits, 1, MOST_SPLITS)
-        window_left, window_right = check_window(window)
-        if key_stride != 1 and (window_left is not None or window_right is not None):
-            raise ValueError(f"window: needs key_stride 1, got key_stride={key_stride} with window={window}")
-
-        if sink is not None:
-            check_sink(sink, heads_q, q.device)
-            if not normalize:
-                raise ValueError(
-                    "sink: must be None with normalize=False (give it to merge(), which applies it once), "
-                    f"got shape {shape_of(sink)}"
-                )
-        if bias is not None:
-            check_bias(bias, (batch, heads_q, seq_q, seq_k), q.device)
-        for name in ("kv_lengths", "q_start"):
-            check_per_request(name, getattr(operands, name), batch, q.device)
-        check_scales(operands, batch, k.shape[-2], q.device)
-        check_block_scales(operands, options.swizzled, memory)
-        if operands.tree is not None:
-            check_tree(operands, options, seq_q)
-        if operands.ranges is not None:
-            check_ranges(operands, options)
-        if operands.kv_visits is not None:
-            check_blocks(operands, options, (batch, heads_q, seq_q, seq_k))
+        window_left, window_right = _check_numbers(options)
+        _check_optional(operands, options, (batch, heads_q, seq_q, seq_k), memory)
         if memory and are_checked(q.device):
             _check_values(operands)
 
@@ -209,17 +183,54 @@ class AttentionProblem:
             format=Format.of(operands, options),
             window_left=window_left,
             window_right=window_right,
-            normalize=normalize,
-            return_lse=options.return_lse and normalize,
+            normalize=options.normalize,
+            return_lse=options.return_lse and options.normalize,
             has_sink=sink is not None,
             sink_dtype=sink_dtype(sink),
             **({} if bias is None else {"bias": BiasLayout.of(bias), "bias_rows": _bias_rows(bias, memory)}),
-            num_splits=num_splits,
+            num_splits=options.num_splits,
             block_heads=operands.kv_visits is not None and operands.kv_visits.shape[1] > 1,
         )
         if out is not None:
             check_out(operands, problem.o_dtype, memory, v_dim)
         return problem
+
+
+def _check_numbers(options: Options) -> tuple[int | None, int | None]:
+    """Check key_stride, num_splits and window; returns the window's left and right."""
+    key_stride, window = options.key_stride, options.window
+    check_int("key_stride", key_stride, 1, POSITION_LIMIT)
+    if options.num_splits is not None:
+        check_int("num_splits", options.num_splits, 1, MOST_SPLITS)
+    left, right = check_window(window)
+    if key_stride != 1 and (left is not None or right is not None):
+        raise ValueError(f"window: needs key_stride 1, got key_stride={key_stride} with window={window}")
+    return left, right
+
+
+def _check_optional(operands: Operands, options: Options, sizes: tuple, memory: bool) -> None:
+    """Check the tensors that a call need not have. sizes: (B, Hq, Sq, Sk). memory: as in ``AttentionProblem.check``."""
+    batch, heads_q, seq_q, _ = sizes
+    sink, device = operands.sink, operands.q.device
+    if sink is not None:
+        check_sink(sink, heads_q, device)
+        if not options.normalize:
+            raise ValueError(
+                "sink: must be None with normalize=False (give it to merge(), which applies it once), "
+                f"got shape {shape_of(sink)}"
+            )
+    if operands.bias is not None:
+        check_bias(operands.bias, sizes, device)
+    for name in ("kv_lengths", "q_start"):
+        check_per_request(name, getattr(operands, name), batch, device)
+    check_scales(operands, batch, operands.k.shape[-2], device)
+    check_block_scales(operands, options.swizzled, memory)
+    if operands.tree is not None:
+        check_tree(operands, options, seq_q)
+    if operands.ranges is not None:
+        check_ranges(operands, options)
+    if operands.kv_visits is not None:
+        check_blocks(operands, options, sizes)
 
 
 def sink_dtype(sink: torch.Tensor | None) -> str:

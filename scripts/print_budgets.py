@@ -56,70 +56,64 @@ MARKERS = (  # begin and end: attention for sm_100a and sm_90a, the grouped GEMM
 )
 
 
+BARRIER_COLUMNS = ("barrier", "stages", "arrivals", "who arrives", "who waits", "a complete phase means")
+
+
 def attention_budgets(config: fmha.AttentionConfig, barriers: bool = True) -> str:
     """Markdown: shared memory, tensor memory, registers and, if asked for, barriers of one attention kernel."""
-    smem = table(
-        ("shared memory", "bytes", "holds"),
-        [
-            *budget_rows(config.smem_regions),
-            ("a CTA", config.smem_bytes, f"of {MAX_SMEM_PER_CTA}"),
-            (
-                f"{config.ctas_per_sm} CTAs an SM",
-                config.ctas_per_sm * (config.smem_bytes + SMEM_RESERVED_PER_CTA),
-                f"of {SMEM_PER_SM}, with {SMEM_RESERVED_PER_CTA} a CTA for the system",
-            ),
-        ],
-    )
-    p = f"[{config.tile_m}, {config.tile_n}] 16 bits"
-    halves = ", half in lanes 0-15, half in lanes 16-31 of each quarter" if config.column_parts > 1 else ""
-    tmem = table(
-        ("tensor memory", "columns", "holds"),
-        [
-            ("S", _columns(config.tmem_s, config.tmem_p), f"[{config.tile_m}, {config.tile_n}] fp32"),
-            *(
-                []
-                if config.p_in_smem
-                else [("P", _columns(config.tmem_p, config.tmem_p + config.p_columns), p)]
-            ),
-            (
-                "O",
-                _columns(config.tmem_o, config.tmem_columns),
-                f"[{config.tile_m}, {config.heads.qk}] fp32{halves}",
-            ),
-            ("a CTA", config.tmem_allocation, "allocated"),
-            (
-                f"{config.ctas_per_sm} CTAs an SM",
-                config.ctas_per_sm * config.tmem_allocation,
-                f"of {TMEM_COLUMNS}",
-            ),
-        ],
-    )
-    parts = [smem, tmem]
+    an_sm = config.ctas_per_sm * (config.smem_bytes + SMEM_RESERVED_PER_CTA)
+    smem = [
+        *budget_rows(config.smem_regions),
+        ("a CTA", config.smem_bytes, f"of {MAX_SMEM_PER_CTA}"),
+        (
+            f"{config.ctas_per_sm} CTAs an SM",
+            an_sm,
+            f"of {SMEM_PER_SM}, with {SMEM_RESERVED_PER_CTA} a CTA for the system",
+        ),
+    ]
+    tables = [
+        table(("shared memory", "bytes", "holds"), smem),
+        table(("tensor memory", "columns", "holds"), tensor_memory(config)),
+    ]
     if config.moves_registers:  # a CTA with an SM to itself has registers enough without setmaxnreg
-        parts.append(
-            table(
-                ("registers", "a thread", "threads"),
-                [
-                    ("at launch", config.launch_registers, config.threads),
-                    ("softmax warps 0-3", config.softmax_registers, config.softmax_threads),
-                    (
-                        "MMA and load warps 4-5, converter 8-11"
-                        if config.converts
-                        else "MMA and load warps 4-5",
-                        config.other_registers,
-                        config.threads - config.softmax_threads,
-                    ),
-                    ("a CTA", f"{config.role_registers} in all", f"of {config.register_pool}"),
-                ],
-            )
-        )
+        tables.append(table(("registers", "a thread", "threads"), registers(config)))
     if barriers:
-        rows = [
-            (f"`{b.name}`", b.stages, b.arrivals, b.producer, b.consumer, b.meaning) for b in config.barriers
-        ]
-        head = ("barrier", "stages", "arrivals", "who arrives", "who waits", "a complete phase means")
-        parts.append(table(head, rows))
-    return "\n\n".join(parts)
+        tables.append(table(BARRIER_COLUMNS, barrier_rows(config)))
+    return "\n\n".join(tables)
+
+
+def tensor_memory(config: fmha.AttentionConfig) -> list[tuple]:
+    """Rows of the table of tensor memory."""
+    p = (
+        "P",
+        _columns(config.tmem_p, config.tmem_p + config.p_columns),
+        f"[{config.tile_m}, {config.tile_n}] 16 bits",
+    )
+    halves = ", half in lanes 0-15, half in lanes 16-31 of each quarter" if config.column_parts > 1 else ""
+    o = f"[{config.tile_m}, {config.heads.qk}] fp32{halves}"
+    return [
+        ("S", _columns(config.tmem_s, config.tmem_p), f"[{config.tile_m}, {config.tile_n}] fp32"),
+        *([] if config.p_in_smem else [p]),
+        ("O", _columns(config.tmem_o, config.tmem_columns), o),
+        ("a CTA", config.tmem_allocation, "allocated"),
+        (f"{config.ctas_per_sm} CTAs an SM", config.ctas_per_sm * config.tmem_allocation, f"of {TMEM_COLUMNS}"),
+    ]  # fmt: skip
+
+
+def registers(config: fmha.AttentionConfig) -> list[tuple]:
+    """Rows of the table of registers."""
+    others = "MMA and load warps 4-5, converter 8-11" if config.converts else "MMA and load warps 4-5"
+    return [
+        ("at launch", config.launch_registers, config.threads),
+        ("softmax warps 0-3", config.softmax_registers, config.softmax_threads),
+        (others, config.other_registers, config.threads - config.softmax_threads),
+        ("a CTA", f"{config.role_registers} in all", f"of {config.register_pool}"),
+    ]
+
+
+def barrier_rows(config) -> list[tuple]:
+    """Rows of the table of barriers of a configuration."""
+    return [(f"`{b.name}`", b.stages, b.arrivals, b.producer, b.consumer, b.meaning) for b in config.barriers]
 
 
 def _columns(first: int, end: int) -> str:
@@ -276,17 +270,26 @@ def hopper_tiles(size: int, shared: bool = False) -> tuple:
 
 
 def hopper() -> str:
-    """Everything generated of attention for sm_90a: its shapes, and the barriers of one of them."""
+    """Everything generated of attention for sm_90a: its shapes, and memory and barriers of some kernels."""
+    head = (
+        "D", "rows x keys", "consumers", "KV stages", "CTAs an SM", "SMEM a CTA",
+        "registers a thread: consumer, producer", "registers of an SM",
+    )  # fmt: skip
+    found = [table(head, hopper_shape_rows())]
+    for title, config in hopper_kernels():
+        smem = [*budget_rows(config.smem_regions), ("a CTA", config.smem_bytes, f"of {config.smem_limit}")]
+        found += [
+            title,
+            table(("shared memory", "bytes", "holds"), smem),
+            table(BARRIER_COLUMNS, barrier_rows(config)),
+        ]
+    return "\n\n".join(found)
+
+
+def hopper_shape_rows() -> list[tuple]:
+    """Rows of the table of attention's tile shapes for sm_90a."""
     rows = []
-    for columns, shared in (
-        (64, False),
-        (96, False),
-        (128, False),
-        (192, False),
-        (256, False),
-        (512, False),
-        (512, True),
-    ):
+    for columns, shared in [(columns, False) for columns in (64, 96, 128, 192, 256, 512)] + [(512, True)]:
         for shape in hopper_tiles(columns, shared):
             c = of_shape(hopper_config.AttentionConfig, columns, shape, shared_kv=shared)
             rows.append(
@@ -301,62 +304,40 @@ def hopper() -> str:
                     f"{c.role_registers * shape.ctas_per_sm} of {REGISTERS_PER_SM}",
                 )
             )
-    head = (
-        "D", "rows x keys", "consumers", "KV stages", "CTAs an SM", "SMEM a CTA",
-        "registers a thread: consumer, producer", "registers of an SM",
-    )  # fmt: skip
-    config = hopper_config.AttentionConfig
-    scheduler = TileScheduler(Schedule.PERSISTENT, has_warp=True)
+    return rows
+
+
+def hopper_kernels() -> list[tuple]:
+    """(title, configuration) of the sm_90a kernels whose memory and barriers are printed."""
+    kind = hopper_config.AttentionConfig
+    prefill = of_shape(
+        kind, 128, hopper_shapes.TWO_CONSUMERS, scheduler=TileScheduler(Schedule.PERSISTENT, has_warp=True)
+    )
+    shared = of_shape(kind, 512, hopper_shapes.PAIR, shared_kv=True)
+    line = TileScheduler(Schedule.LINE, has_warp=True, record_count=2, in_step=True, adds_up=True)
+    mla = of_shape(kind, 576, hopper_shapes.PAIR.scheduling, v_dim=512, shared_kv=True, scheduler=line)
     gathered = GatheredConfig.of()
     codes = {"row_format": E4M3_ROWS.name, "paged": True, "has_kv_scale": True}
     transposed = TransposedConfig.of(16, pack=16, **codes)
-    registers, pair, few = (
-        f"{shape.consumer_registers}, {shape.producer_registers} registers a thread"
-        for shape in (gathered.shape, hopper_shapes.PAIR.scheduling, transposed.shape)
+    of_gathered, of_mla, of_transposed = (
+        f"{config.shape.consumer_registers}, {config.shape.producer_registers} registers a thread"
+        for config in (gathered, mla, transposed)
     )
-    kernels = (
+    return [
+        ("D = 128, prefill:", prefill),
+        ("D = 512, K and V one tensor:", shared),
         (
-            "D = 128, prefill:",
-            of_shape(config, 128, hopper_shapes.TWO_CONSUMERS, scheduler=scheduler),
+            f"D = 576, V the first 512 (MLA), work cut by length ({of_mla}: consumers, producers; what a scheduler "
+            "warp takes is missing where requests stay whole):",
+            mla,
         ),
+        (f"D = 512, rows gathered by slot ({of_gathered}: consumers, producers):", gathered),
         (
-            "D = 512, K and V one tensor:",
-            of_shape(config, 512, hopper_shapes.PAIR, shared_kv=True),
-        ),
-        (
-            f"D = 576, V the first 512 (MLA), work cut by length ({pair}: consumers, producers; what a scheduler warp "
-            "takes is missing where requests stay whole):",
-            of_shape(
-                config,
-                576,
-                hopper_shapes.PAIR.scheduling,
-                v_dim=512,
-                shared_kv=True,
-                scheduler=TileScheduler(
-                    Schedule.LINE, has_warp=True, record_count=2, in_step=True, adds_up=True
-                ),
-            ),
-        ),
-        (f"D = 512, rows gathered by slot ({registers}: consumers, producers):", gathered),
-        (
-            f"MLA over e4m3 rows, {transposed.count} rows a task, keys as rows of the products ({few}: consumers, load "
-            "warp):",
+            f"MLA over e4m3 rows, {transposed.count} rows a task, keys as rows of the products ({of_transposed}: "
+            "consumers, load warp):",
             transposed,
         ),
-    )
-    regions = ("shared memory", "bytes", "holds")
-    columns = ("barrier", "stages", "arrivals", "who arrives", "who waits", "a complete phase means")
-    parts = [table(head, rows)]
-    for title, c in kernels:
-        smem = [
-            *budget_rows(c.smem_regions),
-            ("a CTA", c.smem_bytes, f"of {c.smem_limit}"),
-        ]
-        barriers = [
-            (f"`{b.name}`", b.stages, b.arrivals, b.producer, b.consumer, b.meaning) for b in c.barriers
-        ]
-        parts += [title, table(regions, smem), table(columns, barriers)]
-    return "\n\n".join(parts)
+    ]
 
 
 def sections() -> list[Section]:

@@ -158,6 +158,17 @@ class ClusterReduction:
             cute.arch.store_async_dsmem(target, words, self.full, lane)
 
 
+def allocate_states(smem, config, accurate: bool) -> tuple:
+    """Allocate shared memory for the states of a row's warps, or of its CTAs. Returns (states (STATE_WORDS, STATE), the
+    ClusterReduction of these states, not yet open; None if a CTA has whole rows). accurate: as in ``exponential``."""
+    count = cluster_states(config.cluster, config.warps)
+    states = smem.allocate_tensor(Float32, cute.make_layout((STATE_WORDS, count)), byte_alignment=16)
+    if config.cluster == 1:
+        return states, None
+    full = smem.allocate_array(Int64, 1)
+    return states, ClusterReduction(states, full, config.cluster, config.warps, accurate)
+
+
 @cute.jit
 def join_row(
     state: tuple, states: cute.Tensor, reduction, warps: cutlass.Constexpr, accurate: cutlass.Constexpr

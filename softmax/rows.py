@@ -18,8 +18,7 @@ from warpspec.softmax.host import SoftmaxHost
 from warpspec.softmax.online import exponential, exponentiate, largest, reference_of, scale
 from warpspec.softmax.reduction import (
     STATE_WORDS,
-    ClusterReduction,
-    cluster_states,
+    allocate_states,
     join_warps,
     warp_maximum,
     warp_sum,
@@ -131,10 +130,7 @@ class Rows(SoftmaxHost):
         smem = cutlass.memory.SmemAllocator()
         reduction, states = None, None
         if cutlass.const_expr(config.cluster > 1):
-            count = cluster_states(config.cluster, config.warps)
-            states = smem.allocate_tensor(Float32, cute.make_layout((STATE_WORDS, count)), byte_alignment=16)
-            full = smem.allocate_array(Int64, 1)
-            reduction = ClusterReduction(states, full, config.cluster, config.warps, accurate)
+            states, reduction = allocate_states(smem, config, accurate)
             reduction.open(thread)
         elif cutlass.const_expr(config.warps > 1):
             states = smem.allocate_tensor(
@@ -171,17 +167,13 @@ class Rows(SoftmaxHost):
         cute.arch.griddepcontrol_launch_dependents()
         target = row_span(out, row_index, dtype, False)
         destination = source + (target.address - row.address)
-        factor = inverse
-        if cutlass.const_expr(config.keeps_exponentials and config.warps * config.cluster > 1):
-            # Relative to the warp's own maximum, not its reference: a warp that has only -inf keeps zeros, times 0.
-            factor = inverse * exponential(of_warp - maximum, False)
+        factor = factor_of_kept(config, of_warp, maximum, inverse)
         if cutlass.const_expr(not config.keeps_exponentials):
             forget(words)
         for i in cutlass.range_constexpr(config.vectors):
             if cutlass.const_expr(config.keeps_exponentials):
-                cute.recast_tensor(words[None, i], TYPES[dtype]).store(
-                    (kept[None, i].load() * factor).to(TYPES[dtype])
-                )
+                results = (kept[None, i].load() * factor).to(TYPES[dtype])
+                cute.recast_tensor(words[None, i], TYPES[dtype]).store(results)
             else:
                 scale(words[None, i], maximum, inverse, dtype)
             offset, vector = i * config.lanes * VECTOR_BYTES, begin + i * config.lanes + lane
@@ -191,6 +183,17 @@ class Rows(SoftmaxHost):
             value = exponential(edge_value - maximum, accurate) * inverse
             if in_range:
                 store_edge(target, edge, value, dtype)
+
+
+@cute.jit
+def factor_of_kept(config: cutlass.Constexpr, of_warp, maximum, inverse):
+    """Factor of the exponentials that a warp's threads keep, if any. of_warp: the warp's maximum. maximum, inverse: the
+    row's, and 1 / its sum."""
+    factor = inverse
+    if cutlass.const_expr(config.keeps_exponentials and config.warps * config.cluster > 1):
+        # Relative to the warp's own maximum, not its reference: a warp that has only -inf keeps zeros, times 0.
+        factor = inverse * exponential(of_warp - maximum, False)
+    return factor
 
 
 @cute.jit

@@ -26,12 +26,7 @@ from warpspec.softmax.online import (
     scale,
     state_of,
 )
-from warpspec.softmax.reduction import (
-    STATE_WORDS,
-    ClusterReduction,
-    cluster_states,
-    join_row,
-)
+from warpspec.softmax.reduction import allocate_states, join_row
 from warpspec.softmax.vectors import (
     PLAIN,
     WORDS,
@@ -136,32 +131,14 @@ class Staged(SoftmaxHost):
         smem = cutlass.memory.SmemAllocator()
         staged = smem.allocate_tensor(Int32, cute.make_layout((WORDS, config.share)), byte_alignment=128)
         arrived = smem.allocate_array(Int64, config.copies)
-        count = cluster_states(config.cluster, config.warps)
-        states = smem.allocate_tensor(Float32, cute.make_layout((STATE_WORDS, count)), byte_alignment=16)
-        reduction = None
-        if cutlass.const_expr(config.cluster > 1):
-            full = smem.allocate_array(Int64, 1)
-            reduction = ClusterReduction(states, full, config.cluster, config.warps, accurate)
+        states, reduction = allocate_states(smem, config, accurate)
 
         # 2. One thread issues the copies of the share; the edges are loaded separately.
         row_index = block // config.cluster
         row = row_span(x, row_index, dtype, config.edges)
         begin, end = share_in_cluster(row, config.cluster, config.step)
         size = cutlass.max(end - begin, 0)
-        if thread == 0:
-            for copy in cutlass.range_constexpr(config.copies):
-                cute.arch.mbarrier_init(arrived + copy, 1)
-            cute.arch.mbarrier_init_fence()
-            for copy in cutlass.range_constexpr(config.copies):
-                bytes_ = copy_size(config, size, copy) * VECTOR_BYTES
-                cute.arch.mbarrier_arrive_and_expect_tx(arrived + copy, bytes_)
-        cute.arch.griddepcontrol_wait()  # the previous launch may have written x, or may still read out
-        for copy in cutlass.range_constexpr(config.copies):
-            copied = copy_size(config, size, copy)
-            if (thread == 0) & (copied > 0):
-                first = copy * config.copied * config.threads
-                source = row.first + Int64(begin + first) * VECTOR_BYTES
-                bulk_load(staged[None, first].iterator, source, copied * VECTOR_BYTES, arrived + copy)
+        copy_share(config, staged, arrived, row, begin, size, thread)
         if cutlass.const_expr(reduction is not None):
             reduction.open(thread)
         edge, edge_value = None, -Float32.inf
@@ -200,6 +177,26 @@ class Staged(SoftmaxHost):
         if cutlass.const_expr(config.edges):
             value = exponential(load_edge(row, edge, dtype) - maximum, accurate) * inverse
             store_edge(target, edge, value, dtype)
+
+
+@cute.jit
+def copy_share(config: cutlass.Constexpr, staged: cute.Tensor, arrived, row, begin, size, thread):
+    """Issue the bulk copies of a share to ``staged``, once the launch before has ended: ``size`` vectors of the row,
+    from its vector ``begin`` on. Called by all threads. Produces ``arrived``, an mbarrier for each copy."""
+    if thread == 0:
+        for copy in cutlass.range_constexpr(config.copies):
+            cute.arch.mbarrier_init(arrived + copy, 1)
+        cute.arch.mbarrier_init_fence()
+        for copy in cutlass.range_constexpr(config.copies):
+            bytes_ = copy_size(config, size, copy) * VECTOR_BYTES
+            cute.arch.mbarrier_arrive_and_expect_tx(arrived + copy, bytes_)
+    cute.arch.griddepcontrol_wait()  # the previous launch may have written x, or may still read out
+    for copy in cutlass.range_constexpr(config.copies):
+        copied = copy_size(config, size, copy)
+        if (thread == 0) & (copied > 0):
+            first = copy * config.copied * config.threads
+            source = row.first + Int64(begin + first) * VECTOR_BYTES
+            bulk_load(staged[None, first].iterator, source, copied * VECTOR_BYTES, arrived + copy)
 
 
 @cute.jit

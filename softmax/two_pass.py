@@ -15,7 +15,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS
 from warpspec.softmax.host import SoftmaxHost
 from warpspec.softmax.online import absorb, exponential, scale, state_of
-from warpspec.softmax.reduction import STATE_WORDS, ClusterReduction, cluster_states, join_row
+from warpspec.softmax.reduction import allocate_states, join_row
 from warpspec.softmax.vectors import (
     LAST,
     PLAIN,
@@ -65,12 +65,8 @@ class TwoPass(SoftmaxHost):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         smem = cutlass.memory.SmemAllocator()
-        count = cluster_states(config.cluster, config.warps)
-        states = smem.allocate_tensor(Float32, cute.make_layout((STATE_WORDS, count)), byte_alignment=16)
-        reduction = None
-        if cutlass.const_expr(config.cluster > 1):
-            full = smem.allocate_array(Int64, 1)
-            reduction = ClusterReduction(states, full, config.cluster, config.warps, accurate)
+        states, reduction = allocate_states(smem, config, accurate)
+        if cutlass.const_expr(reduction is not None):
             reduction.open(thread)
 
         # 1. This CTA's share of the row's vectors.
