@@ -144,7 +144,7 @@ def graph_times(
 ) -> dict[str, float]:
     """Median microseconds of a call of each candidate inside a CUDA graph of calls on all the inputs, in turn.
 
-    Those well behind the fastest are timed by themselves, in fewer rounds. Raises what capturing raises.
+    Candidates well behind the fastest are timed by themselves, in fewer rounds. Raises what capturing raises.
     """
     graphs, rough = {}, {}
     for name, call in candidates.items():

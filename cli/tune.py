@@ -16,7 +16,7 @@ from warpspec.common.speeds import MEASURED, keep_speeds, kept_speeds
 
 ABOUT = """\
 Attention chooses its kernels by a model of their time, which takes the number of SMs, the size of L2, and two speeds:
-of a large copy, and of a large matrix product. Of GPUs that warpspec was measured on they are built in; of others
+of a large copy, and of a large matrix product. They are built in for GPUs that warpspec was measured on; for others
 plans use the data sheet's until this command has measured them. It takes a few seconds on a GPU with nothing else to
 do, and keeps two numbers in the cache folder, for all GPUs of the same name. Processes that start later plan with them.
 The model is wrong by some percent; calls whose shapes repeat can have their plans timed once instead: see

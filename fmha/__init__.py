@@ -142,8 +142,8 @@ def attention(
         block_mask: lists of the blocks of keys that the queries of each block see (block sparsity): a ``BlockMask``,
             best made once by ``BlockMask.of``; FlexAttention's BlockMask, which is converted at its first call and must
             not change afterwards; or flash-attn-4's BlockSparseTensorsTorch, converted at each call. A query sees
-            all keys of a full block, whatever causal and window say. Of the keys of a partial block it sees those
-            that causal, window and ranges allow and, with FlexAttention's mask, that mask_mod does; mask_mod is
+            all keys of a full block, whatever causal and window say. In a partial block it sees the keys that
+            causal, window and ranges allow and, with FlexAttention's mask, mask_mod does; mask_mod is
             evaluated once, under torch.vmap, for the batch rows and heads that the lists have. Blocks on no list are
             hidden, and keys past L do not exist. With page_table the lists may be for any number of keys, and keys past
             them are hidden. Not with tree. Kernels take blocks of multiples of 128 queries and keys, and at some head

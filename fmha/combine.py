@@ -93,7 +93,7 @@ class CombineConfig:
 
 class Results(NamedTuple):
     """Results of rows, and the sink that contributes to them. sink: [Hq]. o: [B, Sq, Hq, D], D contiguous. lse,
-    row_max, row_sum: [B, Hq, Sq] fp32. Those that a configuration lacks are None. All but the sink are written."""
+    row_max, row_sum: [B, Hq, Sq] fp32. Results that a configuration lacks are None. All but the sink are written."""
 
     sink: Annotated[Any, Operand(lambda c: c.sink_dtype, 1, when="has_sink")]
     o: Annotated[Any, Operand(lambda c: c.dtype, 4, lambda c: c.columns, TMA_ALIGNMENT)]

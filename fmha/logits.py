@@ -40,8 +40,8 @@ NEWTON_EVERY = {64: 1, 128: 3, 256: 4}
 
 
 class LogitOptions(NamedTuple):
-    """Arguments of ``attention`` that say how products q.k become logits; its docstring defines them. Those of a
-    checked problem are what ``checked`` returned."""
+    """Arguments of ``attention`` that say how products q.k become logits; its docstring defines them. A
+    checked problem has what ``checked`` returned."""
 
     scale: float | None = None
     softcap: float | None = None

@@ -4,8 +4,8 @@
     python scripts/collect_plans.py --compile-ahead FILE ..., then the same with --compiled FILE
     python scripts/collect_plans.py --list        how many kernels, problems and plans there are; needs no GPU
 
-Problems come in templates: calls that differ in sizes alone, and so share their kernels. Of a template's kernels a
-random part is compiled, the present choice among them, and every problem of the template timed with each in turn, in
+Problems come in templates: calls that differ in sizes alone, and so share their kernels. A random
+sample of a template's kernels is compiled, the present choice among them; every problem is timed with each in turn, in
 CUDA graphs, on inputs that together exceed the L2. Results are compared with the present choice's.
 
 Processes without a GPU compile; one process times the templates whose kernels are there. A plan that hangs or takes the

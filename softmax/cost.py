@@ -7,7 +7,7 @@ adds up, in microseconds:
 - the traffic at the speed of memory. Data that is read a second time counts as far as it does not fit L2;
 - one CTA's work on its share, which nothing hides at the end of a launch.
 
-CTAs that do not all fit the GPU at once come in waves. Of clusters (``shares``), a wave adds a part of the life of a
+CTAs that do not all fit the GPU at once come in waves. With clusters (``shares``), a wave adds some of the life of a
 CTA: all of it with one or two CTAs on an SM, little with four and more, which load while others compute. Without
 clusters, and in two passes (``memory_us``), an SM needs as many bytes in flight as memory delivers during the life of
 a CTA (Little's law); SMs with more bytes in flight than needed lose a little, and so do SMs with few CTAs to alternate

@@ -31,8 +31,8 @@ BF16_FACTOR = 2.0**112  # power of two that scales include
 
 def fp16_of_codes(word: Uint32) -> list:
     """Convert a word of eight codes to four words of two fp16, in the order PAIRS."""
-    # Of each byte, the lower code's magnitude and sign at bits 0 and 6, the upper one's at 1 and 7: as far apart as in
-    # fp16. What is between them is masked after the shift.
+    # The lower code of each byte gets its magnitude and sign at bits 0 and 6, the upper one at 1 and 7: as far apart
+    # as in fp16. What is between them is masked after the shift.
     even = one_or_other(word, word << 3, EVEN_SIGNS)
     odd = one_or_other(word >> 3, word, ODD_SIGNS)
     shifted = (even << 9, even << 1, odd << 8, odd)

@@ -125,17 +125,17 @@ def _init(table: cutlass.Constexpr, channels: cutlass.Constexpr):
 
 
 @cute.jit
-def drain(rings: cutlass.Constexpr, fills, parts: cutlass.Constexpr = 1, part=0):
+def drain(rings: cutlass.Constexpr, fills, uses: cutlass.Constexpr = 1, own=0):
     """Wait until every buffer of some rings has been released, after ``fills`` fills of each.
 
     Needed before other data take the memory, here and in CTAs that this one loads for, and at the end, so that no
     arrival is still on its way to a barrier of a CTA that has ended.
 
-    rings: the channels on which buffers come back, all with equally many. parts: uses of a channel in a fill, of which
-    this role waits for number ``part``.
+    rings: the channels on which buffers come back, all with equally many. uses: number of uses of a channel in a fill;
+    this role waits for number ``own`` of them.
     """
-    # Of a ring with fewer stages it would wait for a phase before the last, for ever.
-    (stages,) = {ring.stages // parts for ring in rings}
+    # On a ring with fewer stages than the others this would wait for a phase before the last, for ever.
+    (stages,) = {ring.stages // uses for ring in rings}
     for fill in cutlass.range(cutlass.max(fills - stages, 0), fills, unroll=1):
         for ring in rings:
-            ring.wait(fill * parts + part)
+            ring.wait(fill * uses + own)

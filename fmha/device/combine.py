@@ -183,7 +183,7 @@ def row_maximum(maxima: cute.Tensor, lane, lanes: cutlass.Constexpr) -> Float32:
 @cute.jit
 def load_batch(maxima, sums, vectors, first, ways: cutlass.Constexpr) -> tuple:
     """Load splits first, first + ways, ... of a batch: (their o (VECTOR, BATCH), their maxima and sums (2, BATCH)).
-    Those past the last split are the last one again."""
+    Past the last split, the last one is loaded again."""
     loaded = cute.make_rmem_tensor((VECTOR, BATCH), Float32)
     stats = cute.make_rmem_tensor((2, BATCH), Float32)
     for i in cutlass.range_constexpr(BATCH):

@@ -1,5 +1,5 @@
 """The converter, four warps: it turns the loaded FP8 or NVFP4 tiles of K and V into the 16-bit tiles that the products
-read. The same on every architecture.
+read. Its code is the same on every architecture.
 
 Codes have no swizzle. A thread takes 16 at a time and stores two chunks of 16 bytes with the 128-byte swizzle. Eight
 neighbouring threads take codes of two rows, so that neither their loads nor their stores have bank conflicts: at D 64

@@ -221,7 +221,7 @@ class GemmConfig(memory.TensorMemoryWarps):
 
     @property
     def tmem_weight_scales(self) -> int:
-        """First column of the weights' scales. Those of a K step are adjacent, atom by atom."""
+        """First column of the weights' scales; a K step's are adjacent, atom by atom."""
         return self.tmem_token_scales + K_STEPS * SCALE_COLUMNS
 
     @property

@@ -40,7 +40,7 @@ def rates(case: Case, times: np.ndarray) -> dict[str, float]:
 def _place(source: str, nbytes: int) -> str:
     """Address %rd1 and row %r20 of load number %r1: its own bytes of DRAM, or again and again a window in L2.
 
-    Of "same", all CTAs load the same bytes at the same time; of "group2", two neighbours do, and so on.
+    In "same", all CTAs load the same bytes at the same time; in "group2", two neighbours do, and so on.
     """
     text = "mov.u32 %r2, %nctaid.x; mad.lo.s32 %r3, %r1, %r2, %cta;"
     if source.startswith("same"):

@@ -56,7 +56,7 @@ class Channel(pipeline.Channel):
 
 @contextmanager
 def every_lane_arrives() -> Iterator[None]:
-    """A context in which kernels are compiled so. Those whose tcgen05.commit arrives by itself hang."""
+    """A context in which kernels are compiled so. Kernels whose tcgen05.commit arrives by itself hang."""
     initialise = pipeline._init
 
     def init(table, channels) -> None:

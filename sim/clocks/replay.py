@@ -156,7 +156,7 @@ class Replay:
         return self._result()
 
     def _begin(self, time: float) -> None:
-        """Start the warps of the next cluster. Those of a CTA take the schedulers after those of the CTA before."""
+        """Start the warps of the next cluster. A CTA's take the schedulers that follow those of the CTA before."""
         cluster = len(self.live)
         self.live.append(0)
         for cta, sm in self.clusters[cluster]:

@@ -201,7 +201,7 @@ def _unpack_small(e: Emitter, ins: Instr, fmt: FloatFormat, modifiers: set[str])
     for position in (0, 1):
         code = e.op(f"lshr {t} {pair}, {e.imm(32, position * field)}")
         magnitude = e.op(f"and {t} {code}, {e.imm(32, (1 << fmt.sign_shift) - 1)}")
-        # The same fields in an f16 stand for a value that is 2**(bias - 15) times too large.
+        # In an f16 these fields stand for a value that is 2**(bias - 15) times too large.
         wide = e.resize(e.op(f"shl {t} {magnitude}, {e.imm(32, 10 - fmt.mantissa_bits)}"), 32, 16)
         half = e.op(f"bitcast {ivec(16)} {wide} to {fvec(16)}")
         scale = e.op(f"bitcast {t} {e.imm(32, 127 + 15 - fmt.bias << 23)} to {fvec(32)}")

@@ -55,7 +55,7 @@ def test_true_scales(simulate_as, monkeypatch, arch, heads, slots, splits):
     got = compare(case, monkeypatch)
     assert not got[2].any() and got.isfinite().all()
     if heads == 8:
-        # The same kernel: scales above 128, of few keys, whose weights' rounding shows; NaN that is seen.
+        # With this kernel also scales above 128, of few keys, whose weights' rounding shows; NaN that is seen.
         scales = scales_of(case.key_sets[0].pool)
         scales[0, :8] *= 3e4
         put_scales(case.key_sets[0].pool, scales)
