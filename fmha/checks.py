@@ -20,7 +20,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 BIAS_DTYPES = (torch.bfloat16, torch.float32)
 SIZE_LIMIT = 2**31 - 1  # int32 indices in kernels
-MOST_SPLITS = 1024  # parts of the keys, each with fp32 results of its own in memory
+MOST_SPLITS = 1024  # of the keys, each with fp32 results of its own in memory
 
 
 def check_kinds(operands: Operands, options: Options) -> None:

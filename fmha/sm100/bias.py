@@ -100,11 +100,11 @@ def add(
             base = cute.recast_ptr(base, dtype=dtype)
             for box in cutlass.range_constexpr(config.bias_boxes):
                 source = base + box * config.bias_box_room * 8 // dtype.width
-                part = cute.make_rmem_tensor(words, dtype)  # (KEY part)
-                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(words)), part)
+                keys = cute.make_rmem_tensor(words, dtype)  # (KEY)
+                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(words)), keys)
                 for i in cutlass.range_constexpr(0, words, 2):
                     key = (box * vectors + place) * words + i
-                    add_pair(config.logits, scores, key, (part[i], part[i + 1]), numbers)
+                    add_pair(config.logits, scores, key, (keys[i], keys[i + 1]), numbers)
         cute.arch.fence_view_async_shared()  # the reads come before what the copy engine writes there next
         channels["bias_empty"].arrive(step)
     else:

@@ -1,7 +1,7 @@
 """wgmma's register fragments: the rows and columns of S and O in a consumer thread.
 
-A warp of a consumer holds 16 rows: a thread has parts of rows g and g + 8 with g = lane / 4, and of every 8 columns
-those at 2 (lane % 4) and the next. Element i of a fragment (n) belongs to row i // 2 % 2 of the thread and to column
+A warp of a consumer holds 16 rows. A thread has columns of rows g and g + 8 with g = lane / 4: in every 8 columns the
+ones at 2 (lane % 4) and next to it. Element i of a fragment (n) belongs to row i // 2 % 2 of the thread and to column
 8 (i // 4) + 2 (lane % 4) + i % 2. PTX ISA: "Register Fragments" of wgmma.
 """
 

@@ -50,8 +50,8 @@ TRANSPOSED = Kernel("gathered.transposed", "warpspec.latent.gathered.transposed.
 class GatheredPlan(NamedTuple):
     """The host's decisions for a problem.
 
-    config: configuration of the attention kernel. splits: parts that each query's keys are cut into. combine:
-    configuration of the kernel that combines the parts; None without splits. ctas: the most CTAs of the launch.
+    config: configuration of the attention kernel. splits: number of splits of each query's keys. combine:
+    configuration of the kernel that combines them; None without splits. ctas: the most CTAs of the launch.
     """
 
     config: AttentionKernel
