@@ -48,6 +48,9 @@ class BlockMask:
 
     Make one by ``of``. A call checks the shapes of a ``BlockMask``, not its values: a kernel follows counts, blocks and
     rules made by hand wherever they point.
+
+    Raises TypeError or ValueError that names block_mask: for lists that are no tensors, a block size that is no pair of
+    positive integers, or patterns without q_patterns.
     """
 
     block_size: tuple[int, int]

@@ -221,7 +221,8 @@ class StateCache:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(slots int32 [T, window], lengths int32 [T]): the keys that tokens at ``positions`` see, oldest first.
 
-        requests, positions: int32 or int64 [T]. Slots and errors are those of ``window_slots``.
+        requests, positions: int32 or int64 [T]. Slots are those of ``window_slots``. Raises what it raises, and
+        ValueError for lengths that differ.
         """
         self._check_tokens(requests, positions, (ANY,))
         if len(requests) != len(positions):

@@ -94,12 +94,7 @@ def decode(
     selector = bits & 3 if sparse and not scaled else 0
     if selector >= SELECTORS.get(kind, 1):
         bad(f"sparsity selector {selector}")
-    formats = OPERAND_FORMATS[kind]
-    # bit 12 belongs to B's format, except in the 4-bit kinds, where it says how sparsity metadata looks
-    a_code, b_code = bits >> 7 & 7, bits >> 10 & (3 if kind in PACKED_KINDS else 7)
-    a_format, b_format = formats.get(a_code), formats.get(b_code)
-    if a_format is None or b_format is None:
-        bad(f"A format {a_code}, B format {b_code}")
+    a_format, b_format = _operand_formats(bits, kind, bad)
     if bits >> 6 & 1:
         bad("reserved bit 6 is set")
     if kind == "i8" and bits >> 13 & 3:
@@ -110,19 +105,7 @@ def decode(
         if transposed and fmt in ("e2m3", "e3m2", "e2m1"):
             bad(f"{name} is {fmt} and MN-major; 4- and 6-bit operands are K-major only")
 
-    fields = {}
-    if scaled:
-        fields = _scale_fields(bits, kind, bad)
-    else:
-        d_format = ACCUMULATOR_FORMATS[kind].get(bits >> 4 & 3)
-        if d_format is None:
-            bad(f"accumulator format {bits >> 4 & 3}")
-        if bits >> 3 & 1 and kind != "i8":
-            bad("saturation is for .kind::i8")
-        if bits >> 23 & 1 or bits >> 29 & 1:
-            bad("reserved bit 23 or 29 is set")
-        fields = {"d_format": d_format, "saturate": bool(bits >> 3 & 1)}
-
+    fields = (_scale_fields if scaled else _accumulator_fields)(bits, kind, bad)
     k = LONG_K if scaled and bits >> 31 & 1 else K_ELEMENTS[kind]
     if sparse and (k == LONG_K or (kind in PACKED_KINDS and bits >> 12 & 1)):
         bad("bit 31 or 12 is set with a sparse A")
@@ -147,6 +130,29 @@ def decode(
         selector=selector,
         **fields,
     )
+
+
+def _operand_formats(bits: int, kind: str, bad) -> tuple[str, str]:
+    """Formats of A and B."""
+    formats = OPERAND_FORMATS[kind]
+    # bit 12 belongs to B's format, except in the 4-bit kinds, where it says how sparsity metadata looks
+    a_code, b_code = bits >> 7 & 7, bits >> 10 & (3 if kind in PACKED_KINDS else 7)
+    a_format, b_format = formats.get(a_code), formats.get(b_code)
+    if a_format is None or b_format is None:
+        bad(f"A format {a_code}, B format {b_code}")
+    return a_format, b_format
+
+
+def _accumulator_fields(bits: int, kind: str, bad) -> dict:
+    """Fields of a descriptor without block scales: the accumulator's format, saturation."""
+    d_format = ACCUMULATOR_FORMATS[kind].get(bits >> 4 & 3)
+    if d_format is None:
+        bad(f"accumulator format {bits >> 4 & 3}")
+    if bits >> 3 & 1 and kind != "i8":
+        bad("saturation is for .kind::i8")
+    if bits >> 23 & 1 or bits >> 29 & 1:
+        bad("reserved bit 23 or 29 is set")
+    return {"d_format": d_format, "saturate": bool(bits >> 3 & 1)}
 
 
 def _scale_fields(bits: int, kind: str, bad) -> dict:
