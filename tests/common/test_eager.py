@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from helpers.recorder import Recorder
 
 from warpspec.common.forward_only import forward_only
 
@@ -86,19 +86,6 @@ class TestForwardOnly:
 
     def test_nothing_is_recorded_without_need(self):
         assert not forward_only("", torch.neg, torch.ones(3)).requires_grad
-
-
-class Recorder(TorchDispatchMode):
-    """Names of our operators that run under it."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        if function.name().startswith("warpspec::"):
-            self.names.append(function.name().removeprefix("warpspec::"))
-        return function(*arguments, **(options or {}))
 
 
 def test_modes_see_operators():

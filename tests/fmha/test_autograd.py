@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.gradient_cases import Case
-from torch.utils._python_dispatch import TorchDispatchMode
+from helpers.recorder import Recorder
 from torch.utils.checkpoint import checkpoint
 
 from warpspec.common import repeated
@@ -19,19 +19,6 @@ EVERYTHING = Case(
     "everything", seq_q=9, seq_k=12, causal=True, sink=True, bias=(False, True), through="o+lse"
 )
 PACKED = Case("packed", lengths_q=(5, 0, 4), lengths_k=(9, 3, 4), causal=True, sink=True, through="o+lse")
-
-
-class Recorder(TorchDispatchMode):
-    """Names of our operators that run under it."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        if function.name().startswith("warpspec::"):
-            self.names.append(function.name().removeprefix("warpspec::"))
-        return function(*arguments, **(options or {}))
 
 
 def same(found: dict, expected: dict) -> bool:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from helpers.recorder import Recorder
 
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.latent import mla_decode
@@ -14,19 +14,6 @@ TABLE = torch.tensor([[3, 1], [2, 0]], dtype=torch.int32)
 LENGTHS = torch.tensor([70, 9], dtype=torch.int32)
 SCALE = torch.tensor([0.5])
 OPTIONS = {"scale": 0.05, "kv_scale": SCALE}
-
-
-class Watch(TorchDispatchMode):
-    """Notes the operators of warpspec that are called, and runs them."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        if function.namespace == "warpspec":
-            self.seen.append(function.__name__)
-        return function(*arguments, **(options or {}))
 
 
 @pytest.mark.parametrize("results", ["o", "lse", "state", "out"])
@@ -47,9 +34,9 @@ def test_a_compiled_call_gives_what_an_eager_one_does(results):
 
 
 def test_a_watched_call_is_one_operator_and_simulated():
-    with Watch() as watch:
+    with Recorder() as seen:
         found = mla_decode(Q, KV, TABLE, LENGTHS, **OPTIONS, return_lse=True, backend="sim")
-    assert watch.seen == ["mla_decode_float8.default"]
+    assert seen.names == ["mla_decode_float8"]
     wanted = mla_decode(Q, KV, TABLE, LENGTHS, **OPTIONS, return_lse=True, backend="sim")
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert found[0].any()
