@@ -205,7 +205,7 @@ def test_codes(arch, queries, heads, splits, simulate_as, monkeypatch):
     simulate_as(arch, sm_count=2)
     monkeypatch.setattr(launch, "takes_line", lambda *_: splits is None)
     monkeypatch.setattr(launch, "make_plan", launch.make_plan.__wrapped__)  # remembers nothing
-    case = replace(DRAFTS, batch=4, seq_q=queries, heads_q=heads, seq_k=200, kv_lengths=(200, 1, 0, 65))
+    case = replace(DRAFTS, batch=4, seq_q=queries, heads_q=heads, seq_k=520, kv_lengths=(520, 1, 0, 65))
     inputs = arguments(case)
     (pages,), table = paged((inputs["k"],), case.kv_lengths, 64)
     inputs["q"][:, :, ::2] *= BEYOND_FP16
@@ -231,7 +231,9 @@ def test_codes(arch, queries, heads, splits, simulate_as, monkeypatch):
     assert relative_error(o.float(), expected) <= 4e-3
     seen = wanted.lse != -torch.inf
     assert (lse - wanted.lse)[seen].abs().max() <= 1e-3 and (lse[~seen] == -torch.inf).all()
-    assert not o[2].any() and all(one.local_bytes == 0 for one in sim.last_report().launches)
+    assert not o[2].any()
+    for one in sim.last_report().launches:  # rings are filled again: no fence is missing
+        assert one.local_bytes == 0 and not one.warnings
 
 
 @pytest.mark.long

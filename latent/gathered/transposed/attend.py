@@ -274,4 +274,3 @@ def clear_unseen(role, task, use, tile):
         bad = (marks >> 7) * Uint32(0xFF)
         seen = Boolean(key < unseen)
         place[0] = Uint32(cutlass.select_(seen, value & ~bad, Uint32(0)))
-    cute.arch.fence_view_async_shared()  # TMA fills the unit again

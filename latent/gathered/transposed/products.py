@@ -132,21 +132,20 @@ def load_keys(row, block: int) -> list:
 @cute.jit
 def add_values(role, use, blocks: cutlass.Constexpr):
     """Add V^T P^T to O^T, of the keys of P's first ``blocks`` blocks (one of each consumer). Their units are number
-    ``use`` and those after it; consumes their full, produces their empty. Waits for the products."""
-    config, mma, full = role.config, role.mma, role.channels["full"]
+    ``use`` and those after it; produces their empty. Waits for the products. ``score`` has waited for the units, some
+    warp for each, and a barrier of all consumers stands behind it."""
+    config, mma = role.config, role.mma
     product = make_mma(config)
     lane, warp = role.thread % WARP_THREADS, role.thread // WARP_THREADS
     g, member = lane // QUAD, lane % QUAD
     column = role.consumer * (config.heads.v // CONSUMERS) + warp * BLOCK + g * LANE_VALUES
     offset = key_of(member) * KEY_BYTES + column
-    full.wait(use)
     base = role.unit_at(use) + offset
     raw = load_values(base, 0)
     for step in cutlass.range_constexpr(blocks * STEPS):
         unit, after, ahead = step // UNIT_STEPS, step + 1, None
         if cutlass.const_expr(after < blocks * STEPS):
             if cutlass.const_expr(after % UNIT_STEPS == 0):
-                full.wait(use + after // UNIT_STEPS)
                 base = role.unit_at(use + after // UNIT_STEPS) + offset
             ahead = load_values(base, after % UNIT_STEPS)
         a = mma.a[step % BUFFERS]
@@ -166,6 +165,7 @@ def add_values(role, use, blocks: cutlass.Constexpr):
             issue(product, a[None, None, tile], b, mma.o[tile], True)
         warpgroup.commit_group()
         if cutlass.const_expr(after % UNIT_STEPS == 0):
+            cute.arch.fence_view_async_shared()  # orders these reads before TMA's writes
             role.channels["empty"].arrive_warp(use + unit)
         warpgroup.wait_group(1 if after < blocks * STEPS else 0)
         raw = ahead
