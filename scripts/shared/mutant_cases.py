@@ -147,6 +147,35 @@ def _gathered(arch: str, **options) -> Callable[[], None]:
     return run
 
 
+def _rows(lengths: tuple, queries: int, heads: int) -> tuple:
+    """(q, rows in pages, their table, lengths) of MLA. Keys grow along a request, so that O is rescaled."""
+    from helpers.page_layouts import paged
+
+    generator, most = torch.Generator().manual_seed(0), max(lengths)
+    q = torch.randn(len(lengths), queries, heads, 576, generator=generator).bfloat16()
+    keys = torch.randn(len(lengths), most, 1, 576, generator=generator)
+    keys *= torch.linspace(0.1, 3, most)[:, None, None]
+    (pages,), table = paged((keys.bfloat16(),), lengths, 64)
+    return q, pages[:, :, 0], table, torch.tensor(lengths, dtype=torch.int32)
+
+
+def _codes() -> None:
+    """Pieces of two tiles a CTA, three of one tile; then as many keys in fewer CTAs."""
+    from test_latent_sim import codes_of
+
+    from warpspec.latent import mla_decode
+    from warpspec.latent.gathered import launch
+
+    q, pages, *call = _rows((1500, 190, 0, 650, 330), queries=2, heads=8)
+    for sms in (5, 2):
+        with (
+            mock.patch.object(launch, "make_plan", launch.make_plan.__wrapped__),  # remembers nothing
+            mock.patch.object(launch, "takes_line", lambda *_: True),
+            simulating("sm_90a", sm_count=sms),
+        ):
+            mla_decode(q, codes_of(pages), *call, scale=0.06, kv_scale=torch.tensor(0.7), backend="sim")
+
+
 def _quantize_output() -> None:
     from warpspec.latent.projection import quantize_output
 
@@ -427,6 +456,7 @@ KERNELS: dict[str, Callable[[], None]] = {
     "gathered-splits": _gathered("sm_90a", num_splits=2),
     "gathered-sm100": _gathered("sm_100a"),
     "gathered-sm100-splits": _gathered("sm_100a", num_splits=2),
+    "mla-codes": _codes,
     "quantize-output": _quantize_output,
     "cache-insert": _insert("sm_90a"),
     "cache-csa": _compress("csa", "sm_90a"),

@@ -9,7 +9,7 @@ import copy
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -249,19 +249,19 @@ def recorded(visit: Callable[[Launch], None]):
 
 class Score:
     """The verdicts on mutants of the launches that `visit` sees. Of a kernel that is launched again, what was not found
-    before gets another chance: other inputs may need what the first do without."""
+    before gets another chance: other inputs may need what the first do without, or execute more."""
 
     def __init__(self, seeds: int = 1, only: str = "", most: int = ALIKE):
         self.seeds, self.only, self.most = seeds, only, most
         self._of_text: dict[str, dict[Mutant, Verdict]] = {}
+        self._executed: dict[str, set[int]] = {}
 
     def visit(self, launch: Launch) -> None:
         """Run mutants of a launch, at most this many alike."""
         before = self._of_text.setdefault(launch.text, {})
+        executed = self._executed.setdefault(launch.text, set())
         again = [mutant for mutant, verdict in before.items() if not verdict.found]
-        if before and not again:
-            return
-        for verdict in verdicts(launch, self.seeds, self.only, self.most, again if before else None):
+        for verdict in verdicts(launch, self.seeds, self.only, self.most, again, executed):
             old = before.get(verdict.mutant)
             if old is None or _weight(verdict) > _weight(old):
                 before[verdict.mutant] = verdict
@@ -276,19 +276,27 @@ def _weight(verdict: Verdict) -> int:
 
 
 def verdicts(
-    launch: Launch, seeds: int = 1, only: str = "", most: int = ALIKE, chosen: list[Mutant] | None = None
+    launch: Launch,
+    seeds: int = 1,
+    only: str = "",
+    most: int = ALIKE,
+    again: Sequence[Mutant] = (),
+    executed: set[int] | None = None,
 ) -> list[Verdict]:
     """Run mutants of a launch (at most this many alike) under a few seeds. The kernel itself must be clean under all of
-    them. only: pattern of their texts. chosen: the mutants, if not any of those that the launch executes."""
+    them. only: pattern of their texts. again: mutants of the same kernel's launches before, for those instructions that
+    they executed: executed, to which this one's are added."""
     with mock.patch.object(OrderChecker, "first_only", True):  # it must do without warnings, too
         right = [launch.run(launch.program, seed) for seed in range(seeds)]
     instrs = launch.program.kernel.instrs
-    executed, useful = _decisive(launch, seeds)
+    here, useful = _decisive(launch, seeds)
+    known = set() if executed is None else executed
     lines = launch.text.split("\n")
     found = []
-    sampled = sample(instrs, launch.text, executed, most) if chosen is None else chosen
+    sampled = [*again, *sample(instrs, launch.text, here - known, most)]
+    known |= here
     for mutant in sampled:
-        if mutant.index not in executed:
+        if mutant.index not in here:
             continue
         ins = instrs[mutant.index]
         before, after = context(lines, ins.line)

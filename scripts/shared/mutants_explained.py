@@ -202,4 +202,12 @@ EXPLAINED = (
         r"try_wait.*after device/blocks\.py:50, before sm100/keys\.py:136",
         "of the last step: where dQ is wanted, the warp has waited for it in the loop",
     ),
+    (
+        r"`bar\.warp.*from \S*transposed/load\.py",
+        "lane 0 has written the mask, and the elected lane, which hands the unit over, is the first: on GPUs, too",
+    ),
+    (
+        r"`wgmma\.(commit_group|wait_group\.sync\.aligned 1;).*from \S*transposed/products\.py",
+        "they keep A's registers, which in PTX are new ones for each product; the wait for all products does the rest",
+    ),
 )
