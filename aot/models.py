@@ -18,6 +18,7 @@ from warpspec.cache.device.insert import INSERT
 from warpspec.common.launch import Kernel, Target
 from warpspec.fmha.block_mask import BLOCK, OWN_PATTERNS, WORD_BITS
 from warpspec.fmha.combine import COMBINE
+from warpspec.fmha.cuts import kernels_with_cuts
 from warpspec.fmha.expand import EXPAND, expand_config, expanded
 from warpspec.fmha.launch import ATTENTION, second_kernel
 from warpspec.fmha.plan import likely_kernels
@@ -258,6 +259,7 @@ def latent_kernels(model: Model, page_sizes: Iterable[int], target: Target) -> l
             continue
         plan = make_plan(found, target)
         wanted[plan.kernel(target), plan.config] = None
+        wanted |= dict.fromkeys(kernels_with_cuts(plan.kernel(target), plan.config))
         if plan.combine is not None:
             wanted[COMBINE, plan.combine] = None
     return list(wanted)
@@ -301,6 +303,7 @@ def kernels(
             attended = expanded(problem) if first else problem
             for config, splits in likely_kernels(package.CHOICES, attended, target, margin):
                 wanted[package.ATTENTION, config] = None
+                wanted |= dict.fromkeys(kernels_with_cuts(package.ATTENTION, config))
                 second = second_kernel(attended, config, splits)
                 if second is not None:
                     wanted[second] = None

@@ -12,6 +12,7 @@ from warpspec.fmha import ops
 from warpspec.fmha.backward import function
 from warpspec.fmha.block_mask import BlockMask, block_mask_of, packed_mask_of
 from warpspec.fmha.checks import check_kinds, check_window
+from warpspec.fmha.cuts import DecodeSchedule
 from warpspec.fmha.logits import LogitOptions
 from warpspec.fmha.operands import Operands, Options
 from warpspec.fmha.quantized import FORMATS
@@ -21,6 +22,7 @@ from warpspec.fmha.tree import tree_words
 __all__ = [
     "AttentionState",
     "BlockMask",
+    "DecodeSchedule",
     "UnsupportedProblem",
     "attention",
     "attention_varlen",
@@ -58,6 +60,7 @@ def attention(
     tree: torch.Tensor | None = None,
     ranges: torch.Tensor | None = None,
     block_mask: BlockMask | None = None,
+    schedule: DecodeSchedule | None = None,
     backend: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | AttentionState:
     """Scaled dot-product attention, differentiable in q, k, v, sink and bias.
@@ -149,6 +152,7 @@ def attention(
             them are hidden. Not with tree. Kernels take blocks of multiples of 128 queries and keys, and at some head
             sizes smaller ones. No gradients with kv_lengths. In gradients, NaN or Inf stored in a visited block, at a
             key or a query that sees nothing there, may reach others of that block.
+        schedule: made by ``warpspec.latent.mla_schedule`` for calls of these sizes; others raise ValueError.
         backend: "auto", "sm100", "sm90" (native kernels, CUDA tensors), "sim" (the sm100 kernel executed on
             the CPU, CPU tensors) or "reference" (FP32 torch, any device). "auto": the device's kernel for
             CUDA tensors, "sim" for CPU tensors; the environment variable WARPSPEC_BACKEND overrides it.
@@ -198,6 +202,10 @@ def attention(
         v_dim=v_dim,
         swizzled=swizzled,
     )
+    if schedule is not None:
+        check_kind("schedule", schedule, DecodeSchedule)
+        cuts, cut_for = schedule.operand
+        operands, options = operands._replace(cuts=cuts), options._replace(cut_for=cut_for)
     return _call(operands, options, blocks, backend)
 
 

@@ -10,6 +10,7 @@ from warpspec.common.checks import check_bool, check_int, check_rows, check_tens
 from warpspec.common.outputs import check_apart, check_elements, refuse_negated
 from warpspec.fmha.block_mask import OWN_PATTERNS, WORD_BITS
 from warpspec.fmha.heads import CLASSES, LARGEST, LATENT, STEP, supported
+from warpspec.fmha.line import KEPT_WORDS
 from warpspec.fmha.operands import Operands, Options
 from warpspec.fmha.quantized import FORMATS, head_size
 from warpspec.fmha.tree import MOST_DRAFTS
@@ -234,6 +235,17 @@ def check_blocks(operands: Operands, options: Options, sizes: tuple[int, int, in
         numbers = len(operands.patterns), len(operands.q_patterns)
         raise ValueError(
             f"block_mask: patterns and q_patterns must be as many, got {numbers[0]} and {numbers[1]}"
+        )
+
+
+def check_cuts(operands: Operands, options: Options) -> None:
+    """Check the cuts of a schedule."""
+    if operands.cuts is None or options.cut_for is None:
+        raise ValueError("schedule: cuts and what they were made for must both be given, or neither")
+    check_tensor("schedule", operands.cuts, (torch.int32,), None, operands.q.device)
+    if operands.cuts.dim() != 3 or operands.cuts.shape[2] != KEPT_WORDS or not operands.cuts.is_contiguous():
+        raise ValueError(
+            f"schedule: cuts must be contiguous, [CTAs, rounds, {KEPT_WORDS}], got {shape_of(operands.cuts)}"
         )
 
 

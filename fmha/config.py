@@ -17,7 +17,7 @@ from warpspec.common.operands import FLOAT32
 from warpspec.fmha.conversion import CodeRings
 from warpspec.fmha.features import Format, Mask, RequestLayout
 from warpspec.fmha.heads import HeadSizes
-from warpspec.fmha.line import MOST_ROUNDS, TILE_OVERHEAD
+from warpspec.fmha.line import KEPT_WORDS, MOST_ROUNDS, TILE_OVERHEAD
 from warpspec.fmha.logits import PLAIN, LogitMap
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.schedule import SORTED_REQUESTS
@@ -113,7 +113,8 @@ class TileScheduler:
     (``device.longest``).
     in_step: work that is cut by length is cut alike for all heads, and neighbouring CTAs take one chunk of different
     heads (``device.line``). adds_up: CTAs add up the states of a tile that is cut; otherwise a second launch joins
-    them.
+    them. reads_cuts: CTAs do not cut the line themselves, but read their chunks from the operand ``cuts``
+    (``device.cuts``).
     """
 
     schedule: Schedule = Schedule.SINGLE
@@ -122,16 +123,23 @@ class TileScheduler:
     sorts: bool = False
     in_step: bool = False
     adds_up: bool = False
+    reads_cuts: bool = False
 
     def __post_init__(self):
         assert self.has_warp or self.schedule is not Schedule.QUEUE
         assert self.schedule is Schedule.QUEUE or not self.sorts
         assert self.schedule is Schedule.LINE or not (self.in_step or self.adds_up)
+        assert self.adds_up or not self.reads_cuts
 
     @property
     def cuts_tiles(self) -> bool:
         """Whether work is cut by length: CTAs leave states of pieces of tiles."""
         return self.schedule is Schedule.LINE
+
+    @property
+    def places_chunks(self) -> bool:
+        """Whether CTAs cut the line themselves (``device.line.place_chunks``)."""
+        return self.cuts_tiles and not self.reads_cuts
 
     @property
     def leaves_joins(self) -> bool:
@@ -161,8 +169,10 @@ class TileScheduler:
 
     @property
     def cursor_bytes(self) -> int:
-        """Bytes of shared memory for the ends of the CTA's chunks."""
-        return (2 * CURSOR_WORDS * MOST_ROUNDS + CUT_WORDS) * WORD_BYTES if self.cuts_tiles else 0
+        """Bytes of shared memory for the ends of the CTA's chunks, or for the words of the chunk that it reads."""
+        if self.reads_cuts:
+            return 0 if self.has_warp else KEPT_WORDS * WORD_BYTES
+        return (2 * CURSOR_WORDS * MOST_ROUNDS + CUT_WORDS) * WORD_BYTES if self.places_chunks else 0
 
     @property
     def record_bytes(self) -> int:

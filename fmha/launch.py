@@ -7,6 +7,7 @@ two if the keys are split.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from warpspec.common.simulator import joined, simulator
 from warpspec.common.workspace import EMPTY, new_workspace, prepare_reserve, workspace
 from warpspec.fmha.combine import COMBINE, CombineConfig
 from warpspec.fmha.config import AttentionKernel, Schedule
+from warpspec.fmha.cuts import LineSizes, reading
 from warpspec.fmha.expand import EXPAND, Expanded, expand_config, expanded, wide_rows
 from warpspec.fmha.features import dtype_name
 from warpspec.fmha.heads import class_of
@@ -37,9 +39,25 @@ ATTENTION = Family("attention", sm90="warpspec.fmha.sm90", sm100="warpspec.fmha.
 
 def plan(problem: AttentionProblem, target: Target) -> Plan:
     """Plan a problem for a target: the plan that was timed fastest, or the one with the least expected time.
-    UnsupportedProblem names what the kernel does not support."""
+    UnsupportedProblem names what the kernel does not support. ValueError: its schedule was made for other calls."""
+    if problem.cut_for is not None:
+        found = expected_plan(replace(problem, cut_for=None), target)
+        return found._replace(config=reading(found, line_sizes(problem), problem.cut_for))
     choices = ATTENTION.of(target.architecture).CHOICES
     return kept_plan(choices, problem, target) or make_plan(choices, problem, target)
+
+
+@lru_cache(maxsize=4096)
+def expected_plan(problem: AttentionProblem, target: Target) -> Plan:
+    """The plan with the least expected time, for calls with a schedule: the schedule, which is made before them, cannot
+    know which of them have been timed."""
+    return make_plan(ATTENTION.of(target.architecture).CHOICES, problem, target)
+
+
+def line_sizes(problem: AttentionProblem) -> LineSizes:
+    """The sizes by which a problem is cut, if its requests are rows of a batch."""
+    extent = problem.seq_k // (problem.requests.page_size or 1)
+    return LineSizes(problem.batch, problem.seq_q, problem.heads_q, problem.heads_kv, extent)
 
 
 def expands_on(problem: AttentionProblem, target: Target) -> bool:
@@ -158,7 +176,8 @@ def prepare(problem: AttentionProblem, target: Target, found: Plan | None = None
 def prepare_new(problem: AttentionProblem, target: Target) -> Prepared | Expanded | Timed:
     """``prepare`` for a call that was not seen before: its plans may have to be timed (``fmha.tuning``)."""
     found = prepare(problem, target)
-    plans = 0 if isinstance(found, Expanded) else plans_to_time(problem, target)
+    fixed = isinstance(found, Expanded) or problem.cut_for is not None
+    plans = 0 if fixed else plans_to_time(problem, target)
     return Timed(problem, target, plans) if plans else found
 
 

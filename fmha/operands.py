@@ -23,7 +23,7 @@ from warpspec.common.operands import (
     inputs_of,
     names_of,
 )
-from warpspec.fmha.line import JOIN_WORDS
+from warpspec.fmha.line import JOIN_WORDS, KEPT_WORDS
 from warpspec.fmha.logits import LogitOptions
 from warpspec.fmha.quantized import block_alignment
 
@@ -60,6 +60,7 @@ STATE = Operand(FLOAT32, lambda c: 3 + c.output.split_dims, when="output.writes_
 
 # Workspace of work that is cut by length (``line``).
 PIECES = Operand(FLOAT32, 3, lambda c: c.heads.piece_columns, TMA_ALIGNMENT, "scheduler.cuts_tiles")
+CUTS = Operand(INT32, 3, KEPT_WORDS, VECTOR_BYTES, "scheduler.reads_cuts")
 JOINS = Operand(INT32, 2, JOIN_WORDS, when="scheduler.leaves_joins")
 COUNTERS = Operand(INT64, 1, when="scheduler.counts")
 
@@ -91,7 +92,8 @@ class Operands(NamedTuple):
     NVFP4 k_block_scales, v_block_scales with a row of D/16 bytes for each row of k and v.
     If queries are drafts: tree [B, Sq] int64, packed [1, T] (``tree``). If they also see ranges: ranges [B, Sq, 2]
     int32, packed [1, T, 2]. If they visit blocks of keys: kv_visits, kv_counts, q_visits, q_counts,
-    patterns, q_patterns (``block_mask.BlockMask``).
+    patterns, q_patterns (``block_mask.BlockMask``). If another launch has cut their line: cuts [CTAs, rounds, 16] int32
+    (``cuts``).
 
     Kernels write o, lse, row_max and row_sum, and read the others. If keys are split, o, row_max and row_sum of the
     attention kernel have a leading dimension, the splits. If work is cut by length (``line``), pieces [2 CTAs, rows, D
@@ -134,6 +136,7 @@ class Operands(NamedTuple):
     q_counts: Annotated[Any, Q_COUNTS, CONTIGUOUS] = None
     patterns: Annotated[Any, PATTERNS, CONTIGUOUS] = None
     q_patterns: Annotated[Any, Q_PATTERNS, CONTIGUOUS] = None
+    cuts: Annotated[Any, CUTS] = None
     pieces: Annotated[Any, PIECES, WORKSPACE] = None
     joins: Annotated[Any, JOINS, WORKSPACE] = None
     counters: Annotated[Any, COUNTERS, WORKSPACE] = None
@@ -173,6 +176,7 @@ class Options(NamedTuple):
     swizzled: bool = False
     block_queries: int | None = None  # queries of a block of block_mask
     block_keys: int | None = None
+    cut_for: str | None = None  # what the operand cuts was made for (``cuts``)
 
     @classmethod
     def of(cls, **arguments) -> Options:

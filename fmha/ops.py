@@ -184,6 +184,10 @@ def check_call(operands: Operands, options: Options, backend: str, records: bool
         target = target_of(problem.device)
         # Both raise UnsupportedProblem for what the kernel does not support.
         prepared = check_supported(problem, target) if empty else prepare_new(problem, target)
+        if problem.cut_for is not None and not empty and len(operands.cuts) != prepared.plan.ctas:
+            raise ValueError(
+                f"schedule: must have the cuts of {prepared.plan.ctas} CTAs, got {len(operands.cuts)}"
+            )
     out = operands.o
     regular = (out is None or regular_strides(out) is out) and is_regular(operands)
     stat = block(caller_shape(problem, problem.stat_shape), torch.float32)

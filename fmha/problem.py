@@ -23,6 +23,7 @@ from warpspec.fmha.checks import (
     SIZE_LIMIT,
     check_bias,
     check_blocks,
+    check_cuts,
     check_heads,
     check_kinds,
     check_operand,
@@ -87,6 +88,7 @@ class AttentionProblem:
     # packed ones: most keys of all requests, T of k rounded up as least_q is rounded down
     num_splits: int | None = None  # 1 to MOST_SPLITS; None: the kernel chooses
     block_heads: bool = False  # query heads have each their own lists of blocks (``block_mask``)
+    cut_for: str | None = None  # as in ``Options``
 
     @property
     def heads(self) -> HeadSizes:
@@ -190,6 +192,7 @@ class AttentionProblem:
             **({} if bias is None else {"bias": BiasLayout.of(bias), "bias_rows": _bias_rows(bias, memory)}),
             num_splits=options.num_splits,
             block_heads=operands.kv_visits is not None and operands.kv_visits.shape[1] > 1,
+            cut_for=options.cut_for,
         )
         if out is not None:
             check_out(operands, problem.o_dtype, memory, v_dim)
@@ -231,6 +234,8 @@ def _check_optional(operands: Operands, options: Options, sizes: tuple, memory: 
         check_ranges(operands, options)
     if operands.kv_visits is not None:
         check_blocks(operands, options, sizes)
+    if operands.cuts is not None or options.cut_for is not None:
+        check_cuts(operands, options)
 
 
 def sink_dtype(sink: torch.Tensor | None) -> str:

@@ -36,7 +36,7 @@ from warpspec.latent.cache import (
 )
 from warpspec.latent.gathered import KeySet, gathered_attention
 from warpspec.latent.indexer import IndexQueries, index_queries, index_scores, index_topk, select_entries
-from warpspec.latent.mla import mla_decode
+from warpspec.latent.mla import mla_decode, mla_schedule
 from warpspec.latent.projection import Float8Tensor, output_projection, quantize_output
 
 __all__ = [
@@ -63,6 +63,7 @@ __all__ = [
     "index_topk",
     "insert_window",
     "mla_decode",
+    "mla_schedule",
     "output_projection",
     "quantize_output",
     "rope_table",

@@ -36,7 +36,7 @@ from warpspec.fmha.device.chunk_length import chunk_length
 from warpspec.fmha.device.grid import grid_of, requests_of
 from warpspec.fmha.device.request import request_at
 from warpspec.fmha.device.tile import INTEGERS, Piece, select_integer, tile_of
-from warpspec.fmha.line import MOST_ROUNDS, STATES, cut, round_count, stretch
+from warpspec.fmha.line import KEPT_WORDS, MOST_ROUNDS, STATES, cut, round_count, stretch
 
 SIDES = 2  # a chunk's begin and its end
 BEGIN, END = range(SIDES)
@@ -67,7 +67,8 @@ class Line(NamedTuple):
 class Chunks(NamedTuple):
     """The data by which a persistent CTA finds its chunks.
 
-    cursors: words in shared memory, (WORD, SIDE, ROUND). cut: likewise the words of ``Cut``.
+    cursors: words in shared memory, (WORD, SIDE, ROUND). cut: likewise the words of ``Cut``. If another launch has cut
+    the line, cursors are the words of the only chunk, (WORD) (``device.cuts``).
     """
 
     line: Line
@@ -83,6 +84,10 @@ class Chunks(NamedTuple):
         places = cute.make_layout((CURSOR_WORDS, SIDES, MOST_ROUNDS))
         cut_words = cute.make_tensor(cursors + cute.size(places), cute.make_layout(CUT_WORDS))
         return self._replace(cursors=cute.make_tensor(cursors, places), cut=cut_words)
+
+    def kept_at(self, words: cute.Pointer) -> Chunks:
+        """words: Int32, to the words of a chunk in shared memory."""
+        return self._replace(cursors=cute.make_tensor(words, cute.make_layout(KEPT_WORDS)))
 
 
 def chunks_of(config, operands, numbers) -> Chunks:
@@ -122,6 +127,11 @@ def place_of(config, line: Line) -> Place:
 def heads_along(config, line: Line):
     """Heads of a request that follow one another on the line."""
     return 1 if config.scheduler.in_step else line.heads
+
+
+def head_step(config, line: Line):
+    """From a head of the line to the next one of a chunk."""
+    return line.heads if config.scheduler.in_step else 1
 
 
 class Cursor(NamedTuple):
@@ -191,6 +201,12 @@ class Source(Protocol):
 
     def tile(self, config, operands, line: Line, query_tile, head):
         """The ``RowTile`` for a query tile of a head of the line, with what else is asked of a ``Tile`` here."""
+
+    def operands(self, config, kv_lengths, sizes):
+        """Operands of a call of these ``cuts.LineSizes``, of which the line asks for shapes and lengths. Host side."""
+
+    def chunks(self, config, operands) -> Chunks:
+        """``Chunks`` of a launch. Host side."""
 
 
 def query_tile_at(config, operands, line: Line, query_tile, head):
@@ -438,7 +454,11 @@ class Chunk:
     @property
     def step(self):
         """From a head of the line to the next one of the chunk."""
-        return self.line.heads if self.config.scheduler.in_step else 1
+        return head_step(self.config, self.line)
+
+    @property
+    def first_head(self) -> Int32:
+        return self.begin.head
 
     @property
     def last_head(self) -> Int32:

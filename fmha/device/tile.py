@@ -55,7 +55,7 @@ class Piece:
 
     If pieces are added up (``TileScheduler.adds_up``), whole says that the piece is the tile's last. ``earlier`` pieces
     of the tile come before this one and ``later`` ones after it; both are 0 for a tile's first piece, which need not
-    know of others. ``state_of`` tells where their states are."""
+    know of others. ``state_of`` tells where their states are. kept: ``some``, if another launch found out."""
 
     first: Int32
     count: Int32
@@ -63,6 +63,7 @@ class Piece:
     state: Int32
     earlier: Int32 | int = 0
     later: Int32 | int = 0
+    kept: Boolean | None = None
 
     @property
     def meeting(self) -> Int32:
@@ -76,6 +77,8 @@ class Piece:
     @property
     def some(self) -> Boolean:
         """Whether there is anything to do: a cut close to an end of a tile leaves a piece without KV tiles."""
+        if self.kept is not None:
+            return self.kept
         return Boolean(self.count > 0) | (self.whole & Boolean(self.first == 0))
 
 

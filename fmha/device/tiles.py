@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from warpspec.fmha.device.ahead import prefetch_small, wait_for_launch
+from warpspec.fmha.device.cuts import kept_chunk, prefetch_cuts
 from warpspec.fmha.device.grid import index_of, rounds
 from warpspec.fmha.device.line import chunk_at
 from warpspec.fmha.device.longest import order_of
@@ -64,7 +65,9 @@ def schedule(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands, w
     role = Scheduler(config, channels, records)
     if cutlass.const_expr(config.waits_late):
         prefetch_small(operands)
-    if cutlass.const_expr(config.scheduler.sorts):
+    if cutlass.const_expr(config.scheduler.reads_cuts):
+        prefetch_cuts(operands)
+    if cutlass.const_expr(config.scheduler.sorts or config.scheduler.reads_cuts):
         wait_for_launch(config)
     write_end(role, each_found(config, operands, where, write_busy_tile, role, Int32(0)))
 
@@ -74,10 +77,13 @@ def each_found(config: cutlass.Constexpr, operands, where, body: cutlass.Constex
     """``each_tile`` for a warp that finds the tiles itself."""
     if cutlass.const_expr(config.scheduler.cuts_tiles):
         for round_ in cutlass.range(where.line.rounds, unroll=1):
-            chunk = chunk_at(config, operands, where, round_)
+            if cutlass.const_expr(config.scheduler.reads_cuts):
+                chunk = kept_chunk(config, operands, where, round_)
+            else:
+                chunk = chunk_at(config, operands, where, round_)
             if cutlass.const_expr(config.scheduler.adds_up):
                 head = chunk.last_head
-                while head >= chunk.begin.head:
+                while head >= chunk.first_head:
                     tile = chunk.tile(head, Int32(0))
                     if tile.piece.some:
                         uses = body(role, tile, uses)

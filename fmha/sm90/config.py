@@ -241,7 +241,7 @@ class AttentionConfig(AttentionKernel):
     @property
     def waits_late(self) -> bool:
         """As in ``AttentionKernel``. Chunks of work that is cut by length are placed by all threads, at the start."""
-        return not self.scheduler.cuts_tiles
+        return not self.scheduler.places_chunks
 
     @property
     def tile_overhead(self) -> int:

@@ -107,7 +107,7 @@ class Attention(AttentionHost):
                 prefetch_small(operands)
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
-        if cutlass.const_expr(config.scheduler.cuts_tiles):
+        if cutlass.const_expr(config.scheduler.places_chunks):
             where = where.at(storage.cursors.data_ptr())
             place_chunks(config, operands, where)
         cute.arch.sync_threads()

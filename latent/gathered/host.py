@@ -16,6 +16,7 @@ from warpspec.latent.gathered.task import (
     Gathered,
     GatheredNumbers,
     KeySetOperands,
+    divisors_of,
     units_of,
 )
 
@@ -54,10 +55,7 @@ def device_sets(config, q: cute.Tensor, sets: tuple[KeySetOperands, ...]) -> tup
     """The key sets as kernels take them, the first with the queries of a request where its slots are a page table."""
     found = (None, None)
     if config.gathers.paged:
-        queries = Int32(q.shape[1] // sets[0].lengths.shape[0])
-        tiles = cute.ceil_div(queries, config.rows.queries)
-        prepared = cute.FastDivmodDivisorV2 if config.prepares_divisors else Int32
-        found = tuple(prepared(Int32(each)) for each in (queries, tiles))
+        found = divisors_of(config, Int32(q.shape[1] // sets[0].lengths.shape[0]))
     return tuple(
         DeviceKeySet(
             each.pool,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -14,12 +15,14 @@ from warpspec.common.strides import regular_strides
 from warpspec.common.workspace import EMPTY, new_workspace, prepare_reserve, workspace
 from warpspec.fmha.combine import COMBINE, CombineConfig
 from warpspec.fmha.config import AttentionKernel
+from warpspec.fmha.cuts import LineSizes, reading
 from warpspec.fmha.launch import partial_blocks, piece_blocks
 from warpspec.fmha.line import PAIR_WORDS
 from warpspec.fmha.logits import LogitNumbers, LogitOptions
 from warpspec.fmha.plan.splits import choose_splits
 from warpspec.latent.gathered import cost
 from warpspec.latent.gathered.config import (
+    PAGE_ROWS,
     GatheredConfig,
     Sm100GatheredConfig,
 )
@@ -67,7 +70,11 @@ class GatheredPlan(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def make_plan(problem: GatheredProblem, target: Target) -> GatheredPlan:
-    """Choose splits and configurations. Raises UnsupportedProblem, naming the constraint, if no kernel fits."""
+    """Choose splits and configurations. Raises UnsupportedProblem, naming the constraint, if no kernel fits, and
+    ValueError for a schedule that was made for other calls."""
+    if problem.cut_for is not None:
+        found = make_plan(replace(problem, cut_for=None), target)
+        return found._replace(config=reading(found, line_sizes(problem), problem.cut_for))
     kind = GATHERED.of(target.architecture).config
     make, tile_m, tile_n = kind.of, kind.of().tile_m, kind.of().tile_n
     if transposes(problem, target):
@@ -122,6 +129,12 @@ def make_plan(problem: GatheredProblem, target: Target) -> GatheredPlan:
     return GatheredPlan(config, splits, combine, ctas)
 
 
+def line_sizes(problem: GatheredProblem) -> LineSizes:
+    """The sizes by which a call over pages is cut."""
+    requests = problem.tokens // problem.queries
+    return LineSizes(requests, problem.queries, problem.heads, 1, problem.slots[0] // PAGE_ROWS)
+
+
 def transposes(problem: GatheredProblem, target: Target) -> bool:
     """Whether keys are rows of the products: where requests have few rows, for which 64 would be too many."""
     few = rows_of(problem.heads, problem.queries) > 0
@@ -156,9 +169,9 @@ def takes_line(
 def run(problem: GatheredProblem, target: Target, tensors: dict):
     """Launch on the tensors' device and its current stream, without synchronisation.
 
-    tensors: q [T, H, D], o (words, if in FP8), scales, sink, lse, row_max, row_sum, cos_sin, positions, kv_scale (None
-    where the problem has none) and key_sets, each as (words, slots, lengths, page_size). Returns the simulator's
-    report, or None on a GPU.
+    tensors: q [T, H, D], o (words, if in FP8), scales, sink, lse, row_max, row_sum, cos_sin, positions, kv_scale and
+    cuts (None where the problem has none) and key_sets, each as (words, slots, lengths, page_size). Returns the
+    simulator's report, or None on a GPU.
     """
     plan = make_plan(problem, target)
     q, o = (regular_strides(tensors[name]) for name in "qo")
@@ -175,7 +188,7 @@ def run(problem: GatheredProblem, target: Target, tensors: dict):
     with target.current():
         if plan.config.scheduler.adds_up:
             (pieces,) = allocate(piece_blocks(plan), q.device)
-            operands = (q[None], o[None], None, sink, *row_stats, *angles, pieces)
+            operands = (q[None], o[None], None, sink, *row_stats, *angles, tensors.get("cuts"), pieces)
             if target.native:
                 prepare_reserve(target.device)
                 return attention(*operands, workspace(PAIR_WORDS * plan.ctas, target.device), *flat, *numbers)
@@ -185,11 +198,13 @@ def run(problem: GatheredProblem, target: Target, tensors: dict):
             assert not whole or (counters == EMPTY).all(), "the counters were not left as they were found"
             return report
         if plan.combine is None:
-            return attention(q[None], o[None], scales, sink, *row_stats, *angles, None, None, *flat, *numbers)
+            return attention(
+                q[None], o[None], scales, sink, *row_stats, *angles, *[None] * 3, *flat, *numbers
+            )
         shape = (1, *q.shape[:2], VALUE_DIM)
         partial = allocate(partial_blocks(shape, plan.splits), q.device)
         results = (partial[0], None, None, None, *partial[1:])
-        first = attention(q[None], *results, *angles, None, None, *flat, *numbers)
+        first = attention(q[None], *results, *angles, *[None] * 3, *flat, *numbers)
         if problem.float8:
             from warpspec.latent.gathered.float8 import COMBINE_FLOAT8
 

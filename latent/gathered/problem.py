@@ -79,7 +79,7 @@ class GatheredProblem:
 
     tokens, heads: sizes of q. format: the rows' format. slots: K of each key set. lengths: for each set, whether it has
     lengths. paged, has_kv_scale: as in ``config.Gathers``. queries: of a request, which are neighbouring tokens, if
-    keys are paged. All other fields: as in ``gathered_attention``.
+    keys are paged. cut_for: as in ``fmha.operands.Options``. All other fields: as in ``gathered_attention``.
     """
 
     tokens: int
@@ -97,6 +97,7 @@ class GatheredProblem:
     paged: bool = False
     has_kv_scale: bool = False
     queries: int = 1
+    cut_for: str | None = None
 
     @classmethod
     def of(

@@ -14,13 +14,14 @@ from cutlass import Boolean, Int32, Int64, Uint32
 
 from warpspec.common.hardware import TMA_ALIGNMENT, WORD_BYTES
 from warpspec.common.operands import BFLOAT16, FLOAT32, INT32, UINT32, Number, Operand, Several
+from warpspec.fmha.device.cuts import Shaped, copy_cuts, prefetch_cuts
 from warpspec.fmha.device.line import Chunks, Line, Source, heads_of, place_chunks
 from warpspec.fmha.device.logits import with_factor
 from warpspec.fmha.device.tile import INTEGERS, Piece, Place, Row, RowTile
 from warpspec.fmha.device.tiles import each_found
 from warpspec.fmha.line import Stretch
 from warpspec.fmha.logits import LogitNumbers
-from warpspec.fmha.operands import COUNTERS, PIECES, RESULT, STATE
+from warpspec.fmha.operands import COUNTERS, CUTS, PIECES, RESULT, STATE
 from warpspec.fmha.schedule import SparseTiles, extent
 from warpspec.latent.gathered.config import MAX_KEY_SETS, PAGE_ROWS, ROPE_DIM
 
@@ -34,12 +35,17 @@ def start(config: cutlass.Constexpr, storage: cutlass.Constexpr, operands, units
     chunks."""
     if warp == config.load_warp:
         cute.nvgpu.cpasync.prefetch_descriptor(atom)
+    if cutlass.const_expr(config.scheduler.reads_cuts):
+        prefetch_cuts(operands)
     # The launch before has ended; the next one, which waits likewise, or the second kernel may start.
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
-    if cutlass.const_expr(config.scheduler.cuts_tiles):
+    if cutlass.const_expr(config.scheduler.places_chunks):
         units = units.at(storage.cursors.data_ptr())
         place_chunks(config, operands, units)
+    elif cutlass.const_expr(config.scheduler.reads_cuts):
+        units = units.kept_at(storage.cursors.data_ptr())
+        copy_cuts(operands, units)
     cute.arch.sync_threads()
     return units
 
@@ -129,7 +135,7 @@ class Gathered(NamedTuple):
 
     q: [1, T, H, D]. o: as q, with the splits in front if there are any; in FP8 words of four e4m3, with scales fp32
     [1, T, H, 4], else None. sink: [H]. lse, row_max, row_sum: [1, H, T]. cos_sin: fp32 [N, R] and positions: int32 [T],
-    or None. kv_scale: fp32 [1] or None. pieces, counters: as in ``fmha.operands.Operands``. sets:
+    or None. kv_scale: fp32 [1] or None. cuts, pieces, counters: as in ``fmha.operands.Operands``. sets:
     ``KeySetOperands``, in kernels the ``DeviceKeySet``s that there are.
     """
 
@@ -143,6 +149,7 @@ class Gathered(NamedTuple):
     cos_sin: Annotated[Any, Operand(FLOAT32, 2, ROPE_DIM, when="gathers.rotate_back")]
     positions: Annotated[Any, Operand(INT32, 1, when="gathers.rotate_back")]
     kv_scale: Annotated[Any, Operand(FLOAT32, 1, when="gathers.has_kv_scale")]
+    cuts: Annotated[Any, CUTS]
     pieces: Annotated[Any, PIECES]
     counters: Annotated[Any, COUNTERS]
     sets: Annotated[tuple, Several(KeySetOperands, MAX_KEY_SETS, key_set_of)]
@@ -307,8 +314,26 @@ class Queries(Source):
         head_group, _, number = heads_of(line, head)
         return whole_task(config, operands, head_group, number)
 
+    def operands(self, config, kv_lengths, sizes) -> Gathered:
+        """Operands of a call over pages."""
+        q = Shaped((1, sizes.requests * sizes.queries, sizes.heads, 0))
+        table = Shaped((sizes.requests, sizes.extent))
+        key_set = DeviceKeySet(None, table, kv_lengths, None, *divisors_of(config, sizes.queries))
+        absent = dict.fromkeys(Gathered._fields)
+        return Gathered(**absent | {"q": q, "sets": (key_set,)})
+
+    def chunks(self, config, operands: Gathered) -> Chunks:
+        return units_of(config, operands, 1)
+
 
 QUERIES = Queries()
+
+
+def divisors_of(config, queries) -> tuple:
+    """``queries`` and ``query_tiles`` of a ``DeviceKeySet`` with this many queries of a request. Host side."""
+    tiles = cute.ceil_div(queries, config.rows.queries)
+    prepared = cute.FastDivmodDivisorV2 if config.prepares_divisors else Int32
+    return tuple(prepared(Int32(each)) for each in (queries, tiles))
 
 
 def units_of(config, operands: Gathered, splits):

@@ -19,14 +19,15 @@ from warpspec.common.checks import (
 )
 from warpspec.fmha import attention
 from warpspec.fmha.checks import MOST_SPLITS
+from warpspec.fmha.cuts import DecodeSchedule
 from warpspec.fmha.heads import LATENT
 from warpspec.fmha.state import AttentionState
 from warpspec.latent.mla import float8
+from warpspec.latent.mla.schedule import HEAD_LIMIT, mla_schedule
 
-__all__ = ["mla_decode"]
+__all__ = ["mla_decode", "mla_schedule"]
 
 ROW, VALUES = LATENT
-HEAD_LIMIT = 128
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -42,6 +43,7 @@ def mla_decode(
     return_lse: bool = False,
     num_splits: int | None = None,
     out: torch.Tensor | None = None,
+    schedule: DecodeSchedule | None = None,
     backend: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | AttentionState:
     """MLA decode 576/512: each of a request's last queries over the rows of its pages, causally, in one launch.
@@ -69,6 +71,8 @@ def mla_decode(
         return_lse: also return lse.
         num_splits: number of splits of the keys, 1 to 1024; None lets the plan choose. A second launch combines them.
         out: memory for o that no other argument uses.
+        schedule: made by ``mla_schedule`` for calls of these sizes, once a step; the call then begins at once, without
+            a scan of the lengths.
         backend: as in ``warpspec.fmha.attention``.
 
     Returns:
@@ -95,13 +99,18 @@ def mla_decode(
     if num_splits is not None:
         check_int("num_splits", num_splits, 1, MOST_SPLITS)
     check_kind("backend", backend, str)
+    if schedule is not None:
+        check_kind("schedule", schedule, DecodeSchedule)
+        if num_splits is not None:
+            raise ValueError(f"num_splits: must be None with a schedule, got {num_splits}")
+        schedule.check(q, kv, page_table)
     codes = kv.dtype == torch.float8_e4m3fn
     if kv_scale is not None and not codes:
         raise ValueError(f"kv_scale: must be None with rows of {kv.dtype}")
     if codes:
         return float8.decode(
             q, kv, page_table, kv_lengths, checked_scale(kv_scale, q.device), scale=scale, normalize=normalize,
-            return_lse=return_lse, num_splits=num_splits, out=out, backend=backend,
+            return_lse=return_lse, num_splits=num_splits, out=out, schedule=schedule, backend=backend,
         )  # fmt: skip
     return attention(
         q,
@@ -115,6 +124,7 @@ def mla_decode(
         num_splits=num_splits,
         out=out,
         v_dim=VALUES,
+        schedule=schedule,
         backend=backend,
     )
 

@@ -21,7 +21,19 @@ INPUTS = ("q", "kv", "page_table", "kv_lengths", "kv_scale")
 
 
 def decode(
-    q, kv, page_table, kv_lengths, kv_scale, *, scale, normalize, return_lse, num_splits, out, backend
+    q,
+    kv,
+    page_table,
+    kv_lengths,
+    kv_scale,
+    *,
+    scale,
+    normalize,
+    return_lse,
+    num_splits,
+    out,
+    schedule,
+    backend,
 ):
     """Run ``mla_decode`` on e4m3 rows; through the operator where torch.compile, a mode or a subclass watches.
 
@@ -29,11 +41,12 @@ def decode(
     """
     inputs = (q, kv, page_table, kv_lengths, kv_scale)
     results = outputs(q, out, inputs, normalize=normalize, return_lse=return_lse)
+    cuts = (None, None) if schedule is None else schedule.operand
     if traced(*inputs):
-        decode_operator(*inputs, float(scale), num_splits or 0, *results, backend)
+        decode_operator(*inputs, float(scale), num_splits or 0, *cuts, *results, backend)
     else:
         note_written(out)
-        compute(inputs, float(scale), num_splits, results, backend)
+        compute(inputs, float(scale), num_splits, cuts, results, backend)
     o, *statistics = results
     lse, row_max, row_sum = (by_request(t, *q.shape[:2]) for t in statistics)
     if not normalize:
@@ -55,8 +68,11 @@ def outputs(q, out, inputs, *, normalize: bool, return_lse: bool) -> tuple:
     return o, *(torch.empty(**statistics) if each else None for each in wanted)
 
 
-def compute(inputs: tuple, scale: float, num_splits: int | None, results: tuple, backend: str) -> None:
-    """Compute a call into ``results``, which ``outputs`` has made. inputs: those of INPUTS."""
+def compute(
+    inputs: tuple, scale: float, num_splits: int | None, schedule: tuple, results: tuple, backend: str
+) -> None:
+    """Compute a call into ``results``, which ``outputs`` has made. inputs: those of INPUTS. schedule:
+    ``DecodeSchedule.operand``."""
     (q, kv, page_table, kv_lengths, kv_scale), (o, lse, row_max, row_sum) = inputs, results
     if resolve_backend(backend, q.device) == "reference":
         define(inputs, scale, results)
@@ -78,7 +94,7 @@ def compute(inputs: tuple, scale: float, num_splits: int | None, results: tuple,
 
     problem = problem_of(
         batch, queries, heads, rows, scale, normalize=row_max is None, return_lse=lse is not None,
-        num_splits=num_splits,
+        num_splits=num_splits, cut_for=schedule[1],
     )  # fmt: skip
     page_bytes = PAGE_ROWS * kv.shape[2]
     step = kv.stride(0) if len(kv) > 1 else page_bytes
@@ -86,7 +102,7 @@ def compute(inputs: tuple, scale: float, num_splits: int | None, results: tuple,
     tensors = {
         "q": q.reshape(tokens, heads, -1), "o": o.view(tokens, heads, VALUE_DIM), "scales": None, "sink": None,
         "lse": lse, "row_max": row_max, "row_sum": row_sum, "cos_sin": None, "positions": None,
-        "kv_scale": kv_scale.reshape(1),
+        "kv_scale": kv_scale.reshape(1), "cuts": schedule[0],
         "key_sets": [(words, page_table.contiguous(), kv_lengths.contiguous(), PAGE_ROWS)],
     }  # fmt: skip
     launch.run(problem, target, tensors)
@@ -126,12 +142,14 @@ def define(inputs: tuple, scale: float, results: tuple) -> None:
     "warpspec::mla_decode_float8",
     mutates_args=("o", "lse", "row_max", "row_sum"),
     schema="(Tensor q, Tensor kv, Tensor page_table, Tensor kv_lengths, Tensor kv_scale, float scale, "
-    "SymInt num_splits, Tensor(a!) o, Tensor(b!)? lse, Tensor(c!)? row_max, Tensor(d!)? row_sum, str backend) -> ()",
+    "SymInt num_splits, Tensor? cuts, str? cut_for, Tensor(a!) o, Tensor(b!)? lse, Tensor(c!)? row_max, "
+    "Tensor(d!)? row_sum, str backend) -> ()",
 )
 def decode_operator(*arguments) -> None:
     """Operator of ``mla_decode`` on e4m3 rows; num_splits 0: choose it."""
-    *inputs, scale, num_splits, o, lse, row_max, row_sum, backend = arguments
-    compute(tuple(inputs), scale, num_splits or None, (o, lse, row_max, row_sum), backend)
+    *inputs, scale, num_splits, cuts, cut_for, o, lse, row_max, row_sum, backend = arguments
+    results = o, lse, row_max, row_sum
+    compute(tuple(inputs), scale, num_splits or None, (cuts, cut_for), results, backend)
 
 
 @decode_operator.register_fake
@@ -143,7 +161,7 @@ def problem_of(batch: int, queries: int, heads: int, rows: int, scale: float, **
     """The problem of a call.
 
     batch, queries: requests, and queries of each. rows: rows of the longest request that the page table has room for.
-    results: fields of the problem that say which results are wanted, and in how many splits.
+    results: fields of the problem that say which results are wanted, and how the keys are shared out.
     """
     return GatheredProblem(
         batch * queries,

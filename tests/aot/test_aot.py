@@ -33,6 +33,7 @@ from warpspec.common.hardware import GPUS
 from warpspec.common.launch import SIMULATED
 from warpspec.fmha import BlockMask, launch
 from warpspec.fmha.combine import COMBINE, CombineConfig
+from warpspec.fmha.cuts import kernels_with_cuts
 from warpspec.fmha.expand import EXPAND, expand_config, expanded
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.latent import mla_decode
@@ -144,13 +145,18 @@ def test_latent_decoding_finds_its_kernels(arch, kv_cache, monkeypatch):
         if kv_cache == "16-bit":
             options = dict(scale=0.1, causal=queries > 1, kv_lengths=lengths, page_table=table, v_dim=512)
             found = AttentionProblem.of(q, kv[:, :, None], **options)
-            assert all(item in ahead for item in asked_for(found, target))
+            asked_now = list(asked_for(found, target))
+            assert all(item in ahead for item in asked_now)
+            scheduled = kernels_with_cuts(*asked_now[0])
         else:
             codes = kv.to(torch.float8_e4m3fn)
             mla_decode(q, codes, table, lengths, scale=0.1, backend="sim")
             plan = gathered.make_plan(asked.pop(), target)
             assert (plan.kernel(target), plan.config) in ahead
             assert plan.combine is None or (COMBINE, plan.combine) in ahead
+            scheduled = kernels_with_cuts(plan.kernel(target), plan.config)
+        assert all(item in ahead for item in scheduled)
+        assert scheduled or arch == "sm_100a" or kv_cache == "16-bit" or batch != 100
 
 
 @pytest.mark.parametrize("arch", GPUS)

@@ -7,7 +7,7 @@ import torch
 from helpers.recorder import Recorder
 
 import warpspec.fmha
-from warpspec.fmha import AttentionState, attention, attention_varlen, merge
+from warpspec.fmha import AttentionState, DecodeSchedule, attention, attention_varlen, merge
 from warpspec.fmha.operands import Operands, Options
 from warpspec.fmha.ops import flat, unobserved
 
@@ -32,7 +32,12 @@ def test_each_argument_reaches_the_field_of_its_name(call, monkeypatch):
     monkeypatch.setattr(warpspec.fmha, "_call", lambda *handed: seen.extend(handed))
     names = inspect.signature(call).parameters.keys() - {"block_mask"}
     given = {name: torch.zeros(1) for name in names}
+    if "schedule" in names:
+        given["schedule"] = DecodeSchedule.__new__(DecodeSchedule)
+        given["schedule"].cuts, given["schedule"].made_for = torch.zeros(1), "a call"
     call(**given)
+    if "schedule" in names:
+        given["cuts"], given["cut_for"] = given.pop("schedule").operand
     operands, options, _, backend = seen
     fields = {**operands._asdict(), **options._asdict(), **options.logits._asdict(), "backend": backend}
     fields["out"] = fields.pop("o")

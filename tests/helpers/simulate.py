@@ -52,10 +52,13 @@ def choosing(
         found = [candidate for candidate in found if wanted(candidate)] or found
         return found if shape is None else [found[0]._replace(shape=shape)]
 
-    launch.prepare.cache_clear()
+    forget = (launch.prepare.cache_clear, launch.expected_plan.cache_clear)
+    for each in forget:
+        each()
     with mock.patch.object(plan, "candidates", chosen):
         yield
-    launch.prepare.cache_clear()
+    for each in forget:
+        each()
 
 
 @contextlib.contextmanager

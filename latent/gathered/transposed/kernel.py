@@ -12,6 +12,7 @@ from cutlass import Float32, Int32
 from warpspec.common.device import tma
 from warpspec.common.device.pipeline import init_barriers
 from warpspec.common.device.storage import allocate
+from warpspec.common.device.wgmma import flat
 from warpspec.common.hardware import WARPGROUP_THREADS
 from warpspec.latent.gathered.host import GatheredHost, gathered_arguments
 from warpspec.latent.gathered.task import each_task, start
@@ -122,6 +123,9 @@ def consume_task(role, task, uses):
     if count > 0:
         prepare_queries(role, found)
         state = add_sums(role, attend(role, task, use, step_use))
+    elif cutlass.const_expr(role.config.scheduler.reads_cuts):  # a piece of a task that has become shorter
+        for tile in cutlass.range_constexpr(role.config.value_tiles):
+            flat(role.mma.o[tile]).fill(0.0)
     if cutlass.const_expr(role.config.scheduler.adds_up):
         end_piece(role, task, state)
     else:

@@ -1,0 +1,28 @@
+"""The schedule of a decoding step of latent attention: its first layer makes it, and all layers use it.
+
+In a CUDA graph of a step, the launch that computes the schedule is a part of the graph, so each replay computes it for
+the lengths that it finds.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from warpspec.fmha import DecodeSchedule
+from warpspec.latent import mla_schedule
+
+
+def schedule_of(
+    batch, q: torch.Tensor, pages: torch.Tensor, page_table: torch.Tensor, kv_lengths: torch.Tensor
+) -> DecodeSchedule:
+    """The schedule of a call of ``mla_decode``, which ``batch``, the engine's object for the step, keeps in its
+    attribute ``schedule``. A new one is made for a batch with other lengths or layers of other sizes."""
+    lengths, found = getattr(batch, "schedule", None) or (None, None)
+    if lengths is not kv_lengths or not found.fits(q, pages, page_table):
+        _, queries, heads, _ = q.shape
+        found = mla_schedule(
+            kv_lengths, heads=heads, queries=queries, max_pages=page_table.shape[1], page_size=pages.shape[1],
+            dtype=pages.dtype,
+        )  # fmt: skip
+        batch.schedule = kv_lengths, found
+    return found
