@@ -2,7 +2,7 @@
 
 Queries and keys are divided into blocks of a fixed size. For each block of queries a ``BlockMask`` lists the blocks of
 keys that it visits: first *partial* blocks, of which a query sees some keys, then *full* blocks, of which it sees all.
-The same lists from the side of the keys serve gradients.
+Gradients use these lists from the side of the keys.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sparse matrices A: half of each row is zero and not stored, and metadata say which half.
 
-Of four adjacent elements two are kept, and two 2-bit indices say where they belong; of two adjacent tf32 elements one
-is kept, and four bits say which; of the four pairs of eight adjacent 4-bit elements (.kind::mxf4) two pairs are kept.
+Two of four adjacent elements are kept, and two 2-bit indices say where they belong; one of two adjacent tf32 elements
+is kept, and four bits say which; two of the four pairs of eight adjacent 4-bit elements (.kind::mxf4) are kept.
 PTX ISA 9.7.14.6.1 and 9.7.15.6.1 ("Sparse matrix storage"), 9.7.16.10.8 ("Sparse Matrices").
 """
 

@@ -188,8 +188,8 @@ def write_piece(work, state, operands):
 
 
 def untaint_state(work, state: tuple, operands) -> None:
-    """``untaint`` for the state of a tile or of a piece. Of a row that sees no key of the piece, too: its O is added
-    times 0, so that it has to be finite."""
+    """``untaint`` for the state of a tile or of a piece. Rows that see no key of the piece are no exception: their O is
+    added times 0, so that it has to be finite."""
     references, _, sums = state
     places = [work.tile.place(row.index, work.row_group) for row in work.rows]
     totals = [over_quad(total, lambda a, b: a + b) for total in sums]

@@ -54,6 +54,9 @@ def mla_schedule(
         max_pages: columns of the page table.
         page_size, dtype: of the cache; dtype is bf16, fp16 or e4m3, as in ``mla_decode``.
         backend: as in ``mla_decode``.
+
+    Raises:
+        TypeError, ValueError: naming the argument. UnsupportedProblem: the backend does not run on the device.
     """
     check_tensor("kv_lengths", kv_lengths, (torch.int32,), (-1,))
     for name, number, most in (

@@ -1,6 +1,6 @@
 """What a sweep's attention calls lose by the choice of their plans, and what no plan of ours reaches.
 
-Of every call the plans that the model likes best beside the chosen one are timed in turn with it (``--regret`` of
+For every call the plans that the model likes best beside the chosen one are timed in turn with it (``--regret`` of
 bench_sweep.py). The choice loses what the best of them would save; what then is still missing to the best peer, no
 candidate reaches.
 """
