@@ -112,9 +112,9 @@ class TileScheduler:
     (``device.record``). sorts: packed query tiles, or partitions, are taken from the queue longest first
     (``device.longest``).
     in_step: work that is cut by length is cut alike for all heads, and neighbouring CTAs take one chunk of different
-    heads (``device.line``). adds_up: CTAs add up the states of a tile that is cut; otherwise a second launch joins
-    them. reads_cuts: CTAs do not cut the line themselves, but read their chunks from the operand ``cuts``
-    (``device.cuts``).
+    heads (``device.line``). queries_in_step: likewise for all query tiles of a head. adds_up: CTAs add up the states of
+    a tile that is cut; otherwise a second launch joins them. reads_cuts: CTAs do not cut the line themselves, but read
+    their chunks from the operand ``cuts`` (``device.cuts``).
     """
 
     schedule: Schedule = Schedule.SINGLE
@@ -122,6 +122,7 @@ class TileScheduler:
     record_count: int = 1
     sorts: bool = False
     in_step: bool = False
+    queries_in_step: bool = False
     adds_up: bool = False
     reads_cuts: bool = False
 
@@ -130,6 +131,7 @@ class TileScheduler:
         assert self.schedule is Schedule.QUEUE or not self.sorts
         assert self.schedule is Schedule.LINE or not (self.in_step or self.adds_up)
         assert self.adds_up or not self.reads_cuts
+        assert (self.in_step and self.adds_up) or not self.queries_in_step
 
     @property
     def cuts_tiles(self) -> bool:

@@ -47,8 +47,10 @@ LONGEST_STEP = (1 << 31) - 1  # from cut to cut; tiles are shorter
 class Line(NamedTuple):
     """The sizes by which a launch cuts its line.
 
-    heads: number of (KV head, head tile) pairs. head_tiles, group: head tiles and query heads of a KV head. requests:
-    number of requests. rounds: rounds of chunks. window_left, window_right: the window; unbounded sides are not read.
+    heads: number of (KV head, head tile) pairs; if query tiles are in step, too, of (query tile, KV head, head tile)
+    triples. head_tiles, group: head tiles and query heads of a KV head. requests: number of requests. rounds: rounds of
+    chunks. window_left, window_right: the window; unbounded sides are not read. query_tiles: query tiles of a request,
+    if they are in step.
     """
 
     heads: Int32
@@ -58,6 +60,7 @@ class Line(NamedTuple):
     rounds: Int32
     window_left: Int32
     window_right: Int32
+    query_tiles: Int32 | None = None
 
     @property
     def window(self) -> tuple:
@@ -98,7 +101,10 @@ def chunks_of(config, operands, numbers) -> Chunks:
     rounds = round_count(full, numbers.ctas, minimum=cutlass.min, maximum=cutlass.max)
     group = operands.q.shape[2] // operands.k.shape[2]
     requests = requests_of(config.requests, operands)
-    return Chunks(Line(heads, tiles.head_tiles, group, requests, rounds, *numbers.window))
+    line = Line(heads, tiles.head_tiles, group, requests, rounds, *numbers.window)
+    if config.scheduler.queries_in_step:
+        line = line._replace(heads=heads * tiles.query_tiles, query_tiles=tiles.query_tiles)
+    return Chunks(line)
 
 
 class Place(NamedTuple):
@@ -213,14 +219,21 @@ def query_tile_at(config, operands, line: Line, query_tile, head):
     """The ``Tile`` for a query tile of a head of the line."""
     if config.line_source is not None:
         return config.line_source.tile(config, operands, line, query_tile, head)
-    return tile_of(config, operands, line.group, line.window, query_tile, *heads_of(line, head))
+    heads = heads_of(line, head)
+    if config.scheduler.queries_in_step:
+        query_tile, heads = query_in_step(line, head)
+    return tile_of(config, operands, line.group, line.window, query_tile, *heads)
 
 
 def stretch_of(config, operands, line: Line, request):
-    """``Stretch`` of a request. One without queries has one tile, too, which is idle."""
+    """``Stretch`` of a request. One without queries has one tile, too, which is idle. If query tiles are in step, the
+    last one, which sees the last keys, stands for all."""
     if config.line_source is not None:
         return config.line_source.stretch(config, operands, line, request)
     found = request_at(config.requests, operands, request)
+    if config.scheduler.queries_in_step:
+        others = (line.query_tiles - 1) * config.rows.queries
+        found = found._replace(seq_q=found.seq_q - others, start=found.start + others)
     tiles = cutlass.max((found.seq_q + config.rows.queries - 1) // config.rows.queries, 1)
     bounds = config.mask.bounds(line.window)
     sizes = {"queries": config.rows.queries, "tile_n": config.tile_n, "overhead": config.tile_overhead}
@@ -402,6 +415,14 @@ def heads_of(line: Line, head) -> tuple:
     """(head tile, KV head, request) of a head of the line."""
     request, pair = head // line.heads, head % line.heads
     return pair % line.head_tiles, pair // line.head_tiles, request
+
+
+def query_in_step(line: Line, head) -> tuple:
+    """(query tile, ``heads_of``) of a head of the line, if query tiles are in step."""
+    request, number = head // line.heads, head % line.heads
+    pairs = line.heads // line.query_tiles
+    query_tile, pair = number // pairs, number % pairs
+    return query_tile, (pair % line.head_tiles, pair // line.head_tiles, request)
 
 
 def cursor_at(cursors: cute.Tensor, side: int, round_) -> Cursor:

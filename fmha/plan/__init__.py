@@ -54,7 +54,10 @@ def plan_of(choices: Choices, problem: AttentionProblem, target: Target, found: 
     resident = target.sm_count * config.shape.ctas_per_sm
     section = choose_section(problem, config, target, resident)
     if config.scheduler.in_step:
-        resident -= resident % (problem.heads_kv * -(-problem.group // config.rows.pack))
+        together = problem.heads_kv * -(-problem.group // config.rows.pack)
+        if config.scheduler.queries_in_step:
+            together *= -(-problem.seq_q // config.rows.queries)
+        resident -= resident % together
     return Plan(config, found.splits, ANY_CTAS if found.way is Way.SINGLE else resident, section)
 
 

@@ -70,8 +70,18 @@ def candidates(choices: Choices, problem: AttentionProblem, target: Target) -> I
                 )
                 for splits in counts:
                     yield Candidate(shape, tiling, way, splits)
+            elif way is Way.LINE and tiling.column_parts > 1:
+                if pairs_fit_line(problem, shape, tiling, target):
+                    yield Candidate(shape, tiling, way, 1)
             elif suits(way, ways, problem, tiling, tiles / resident):
                 yield Candidate(shape, tiling, way, 1)
+
+
+def pairs_fit_line(problem: AttentionProblem, shape, tiling: Tiling, target: Target) -> bool:
+    """Whether paired consumers' tiles of this shape can be cut by length: either a request has one query tile, or CTAs
+    take all of a request's tiles in step, so that the keys come from memory once."""
+    tiles = tile_count(problem, tiling) // problem.batch
+    return problem.seq_q <= tiling.queries or shape.steps_together(tiles, target.sm_count)
 
 
 def suits(way: Way, ways: tuple[Way, ...], problem: AttentionProblem, tiling: Tiling, rounds: float) -> bool:
@@ -85,8 +95,6 @@ def suits(way: Way, ways: tuple[Way, ...], problem: AttentionProblem, tiling: Ti
     """
     unordered = problem.requests.packed_q or problem.mask.has_blocks
     unknown = unordered or problem.requests.has_kv_lengths
-    if tiling.column_parts > 1 and way is Way.LINE:  # keys that query tiles share are read by CTAs in step
-        return problem.seq_q <= tiling.queries
     if Way.QUEUE not in ways:
         return way is ways[0] or (unknown if way is Way.LINE else rounds > 1)
     if way is Way.LINE:

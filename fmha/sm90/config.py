@@ -106,15 +106,16 @@ class AttentionConfig(AttentionKernel):
         sorts = schedule is Schedule.QUEUE and (splits or sortable(problem))
         adds_up = schedule is Schedule.LINE and shape.column_parts > 1
         records = 2 if shape.row_tiles or adds_up else 1  # ``rereads``
-        in_step = schedule is Schedule.LINE and shape.steps_together(
-            problem.heads_kv * -(-problem.group // pack), target.sm_count
-        )
+        heads = problem.heads_kv * -(-problem.group // pack)
+        query_tiles = -(-problem.seq_q // (tile_m // pack)) if adds_up else 1
+        in_step = schedule is Schedule.LINE and shape.steps_together(heads * query_tiles, target.sm_count)
         scheduler = TileScheduler(
             schedule,
             has_warp=has_warp,
             record_count=records,
             sorts=sorts,
             in_step=in_step,
+            queries_in_step=in_step and query_tiles > 1,
             adds_up=adds_up,
         )
         return cls(**fields, scheduler=scheduler, shape=shape)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.attention_cases import Case, arguments, check, poisoned_out, relative_error
 from helpers.page_layouts import paged
-from helpers.simulate import cutting_by_length
+from helpers.simulate import choosing, cutting_by_length
 from helpers.suites import long
 
 from warpspec import sim
@@ -16,6 +16,7 @@ from warpspec.common import kernel_cache
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.fmha import attention
 from warpspec.fmha import launch as attention_launch
+from warpspec.fmha.plan.cost import Way
 from warpspec.fmha.sm90 import add_up
 from warpspec.latent import mla_decode
 from warpspec.latent.gathered import launch
@@ -115,6 +116,24 @@ def test_work_is_cut_by_length(case, sms, simulate_as, check_order):
     simulate_as("sm_90a", sm_count=sms)
     with cutting_by_length():
         assert len(through_pages(case).launches) == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("normalize", [True, False])
+def test_query_tiles_in_step(normalize, simulate_as, check_order):
+    """Three drafts of 64 heads, a query tile each, by 12 CTAs in four chunks: the tiles of a request are cut alike,
+    although the last ones see a key of a KV tile more. Rows of the shortest request see nothing."""
+    case = replace(DRAFTS, seq_q=3, seq_k=642, heads_q=64, kv_lengths=(642, 2, 130), normalize=normalize)
+    simulate_as("sm_90a", sm_count=12)
+    taken = []
+
+    def wanted(candidate):
+        taken.append(candidate)
+        return candidate.way is Way.LINE and candidate.tiling.queries == 1
+
+    with choosing(Way.LINE, wanted):
+        assert len(through_pages(case).launches) == 1
+    assert any(map(wanted, taken))
 
 
 @pytest.mark.long

@@ -223,6 +223,20 @@ def test_one_long_row_fills_the_gpu():
         assert 0.6 * sms <= 8 * plan.splits <= 3 * sms
 
 
+@pytest.mark.parametrize(("queries", "heads"), [(1, 64), (2, 32), (3, 64), (4, 16)])
+def test_tiles_of_latent_keys_that_are_cut_have_no_idle_rows(queries, heads):
+    """Three queries of 128 heads are tiles of one query each, in step; other numbers of them share a tile."""
+    kv = torch.empty(8192, 64, 1, 576, dtype=torch.bfloat16, device="meta")
+    q = torch.empty(30, queries, 128, 576, dtype=torch.bfloat16, device="meta")
+    table = torch.empty(30, 140, dtype=torch.int32, device="meta")
+    lengths = torch.empty(30, dtype=torch.int32, device="meta")
+    call = dict(q=q, k=kv, v=None, v_dim=512, scale=0.04, causal=True, page_table=table, kv_lengths=lengths)
+    found = plan_for("sm_90a", **call)
+    assert found.config.scheduler.adds_up and found.config.rows.pack == heads
+    assert found.config.scheduler.queries_in_step is (queries == 3)
+    assert found.ctas % (queries * 128 // 64) == 0
+
+
 def test_latent_keys_stay_whole_where_requests_fill_the_gpu():
     """MLA's states of split keys, 512 columns a head, cost more than an idle SM: many long requests, which may be
     unequal, are cut by length, and few are split."""

@@ -9,7 +9,7 @@ from warpspec.fmha import launch, plan
 from warpspec.fmha.backward import call as backward_call
 from warpspec.fmha.operands import Operands
 from warpspec.fmha.plan import Plan
-from warpspec.fmha.plan.candidates import Candidate, candidates
+from warpspec.fmha.plan.candidates import Candidate, candidates, pairs_fit_line
 from warpspec.fmha.plan.cost import Way
 from warpspec.fmha.problem import AttentionProblem
 
@@ -40,8 +40,10 @@ def choosing(
     def chosen(choices, problem, target):
         def taken(shape, tiling):
             ways = choices.ways(problem, shape)
-            whole = way is Way.PARTITIONS or (way is Way.LINE and tiling.column_parts > 1)
-            if way in ways and (problem.seq_q <= tiling.queries or not whole):
+            fits = problem.seq_q <= tiling.queries or way is not Way.PARTITIONS
+            if way is Way.LINE and tiling.column_parts > 1:
+                fits = pairs_fit_line(problem, shape, tiling, target)
+            if way in ways and fits:
                 return Candidate(shape, tiling, way, splits)
             return Candidate(shape, tiling, ways[0], 1)
 

@@ -70,6 +70,7 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> float:
         (8, 2, torch.float8_e4m3fn, 3),
         long(16, 1, torch.bfloat16, 3),
         long(128, 1, torch.bfloat16, 12),  # CTAs share out the columns of a request's many pieces
+        long(64, 3, torch.bfloat16, 12),  # three query tiles of a request are in step
         long(32, 1, torch.float8_e4m3fn, 3),
         long(128, 1, torch.float8_e4m3fn, 6),
     ],
