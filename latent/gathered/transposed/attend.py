@@ -254,23 +254,39 @@ def exponentiate(role, place, references: cutlass.Constexpr, sums) -> tuple:
 
 @cute.jit
 def clear_unseen(role, task, use, tile):
-    """Zero codes of the consumer's keys, of a KV tile, that no row sees, and NaN among those that some row does not
-    see: there P is 0, but 0 times NaN is NaN. As K is V, a NaN makes all of O NaN in every row that sees it, by its
-    score. All QK of the tile is over. use: of its first unit."""
-    config = role.config
-    words = config.heads.v // WORD_BYTES
-    ends = ends_of(task)
-    begin = cutlass.max(ends[0] - tile * config.tile_n, 0)
-    unseen = ends[1] - tile * config.tile_n
-    for number in cutlass.range(
-        begin * words + role.thread, config.tile_n * words, WARPGROUP_THREADS, unroll=1
-    ):
+    """Clear what the consumer's V of a KV tile may not have where P is 0, as 0 times NaN is NaN: all codes of keys that
+    no row sees, and NaN in those that some row does not see. As K is V, a NaN makes all of O NaN in every row that sees
+    it, by its score. All QK of the tile is over. use: of its first unit."""
+    first, end = ends_of(task)
+    start = tile * role.config.tile_n
+    clear_nan(role, use, cutlass.max(first - start, 0), cutlass.min(end - start, role.config.tile_n))
+    clear_keys(role, use, end - start)
+
+
+@cute.jit
+def clear_nan(role, use, begin, end):
+    """Zero NaN among the codes of the consumer's keys ``begin`` to ``end``, of which there are few."""
+    words = role.config.heads.v // WORD_BYTES
+    for number in cutlass.range(begin * words + role.thread, end * words, WARPGROUP_THREADS, unroll=1):
         key, word = number // words, number % words
         unit = role.unit_at(use + key // UNIT_KEYS)
         place = shared_vector(unit + key % UNIT_KEYS * KEY_BYTES + word * WORD_BYTES, 1)
         value = place[0]
         # Bit 7 of each byte that is NaN, whose magnitude is the largest, spread over the byte.
         marks = ((value & Uint32(MAGNITUDES)) + Uint32(ALL_BYTES)) & Uint32(SIGNS)
-        bad = (marks >> 7) * Uint32(0xFF)
-        seen = Boolean(key < unseen)
-        place[0] = Uint32(cutlass.select_(seen, value & ~bad, Uint32(0)))
+        place[0] = value & ~((marks >> 7) * Uint32(0xFF))
+
+
+@cute.jit
+def clear_keys(role, use, end):
+    """Zero the codes of the consumer's keys from ``end`` on, a key by a warp at a time."""
+    zeros = cute.make_rmem_tensor(VECTOR_BYTES // WORD_BYTES, Uint32)
+    zeros.fill(0)
+    warp, lane = role.thread // WARP_THREADS, role.thread % WARP_THREADS
+    assert role.config.heads.v == WARP_THREADS * VECTOR_BYTES
+    for half in cutlass.range_constexpr(UNITS):
+        unit = role.unit_at(use + half) + lane * VECTOR_BYTES
+        for first in cutlass.range_constexpr(0, UNIT_KEYS, WARPS):
+            if half * UNIT_KEYS + first + warp >= end:
+                place = unit + (first + warp) * KEY_BYTES
+                cute.autovec_copy(zeros, shared_vector(place, VECTOR_BYTES // WORD_BYTES))
