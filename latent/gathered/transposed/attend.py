@@ -257,10 +257,10 @@ def clear_unseen(role, task, use, tile):
     """Clear what the consumer's V of a KV tile may not have where P is 0, as 0 times NaN is NaN: all codes of keys that
     no row sees, and NaN in those that some row does not see. As K is V, a NaN makes all of O NaN in every row that sees
     it, by its score. All QK of the tile is over. use: of its first unit."""
-    first, end = ends_of(task)
+    first, last = ends_of(task)
     start = tile * role.config.tile_n
-    clear_nan(role, use, cutlass.max(first - start, 0), cutlass.min(end - start, role.config.tile_n))
-    clear_keys(role, use, end - start)
+    clear_nan(role, use, cutlass.max(first - start, 0), cutlass.min(last - start, role.config.tile_n))
+    clear_keys(role, use, last - start)
 
 
 @cute.jit
