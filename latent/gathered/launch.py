@@ -86,16 +86,7 @@ def make_plan(problem: GatheredProblem, target: Target) -> GatheredPlan:
     tasks = problem.tokens // problem.queries * query_tiles * groups
     splits = problem.num_splits
     if splits is None:
-        splits = choose_splits(
-            m_tiles=tasks,
-            kv_tiles=tiles,
-            rows=problem.tokens * problem.heads,
-            head_dim=512,
-            tile_m=tile_m,
-            tile_n=tile_n,
-            shared_kv=True,
-            sm_count=target.sm_count,
-        )
+        splits = equal_splits(problem, target, tasks, tiles, (tile_m, tile_n))
     splits = max(1, min(splits, tiles))
     line = takes_line(problem, target, groups, tasks, tiles, splits)
     splits = 1 if line else splits
@@ -153,17 +144,42 @@ def tiles_of(problem: GatheredProblem, pack: int, rows: int) -> tuple[int, int]:
     return -(-problem.heads // pack), -(-problem.queries // (rows // pack))
 
 
+def costs_of(problem: GatheredProblem, target: Target) -> cost.Costs | None:
+    """The costs of the problem's kernel; None if it was not timed."""
+    if target.architecture.backend != "sm90":
+        return None
+    return cost.TRANSPOSED if transposes(problem, target) else cost.COSTS.get(problem.format)
+
+
+def equal_splits(
+    problem: GatheredProblem, target: Target, tasks: int, tiles: int, sizes: tuple[int, int]
+) -> int:
+    """The number of equal splits for tasks of so many KV tiles. sizes: rows and keys of a tile."""
+    costs, rows = costs_of(problem, target), problem.tokens * problem.heads
+    if costs is not None:
+        return cost.best_splits(costs, tasks, tiles, rows, target.sm_count)
+    return choose_splits(
+        m_tiles=tasks,
+        kv_tiles=tiles,
+        rows=rows,
+        head_dim=VALUE_DIM,
+        tile_m=sizes[0],
+        tile_n=sizes[1],
+        shared_kv=True,
+        sm_count=target.sm_count,
+    )
+
+
 def takes_line(
     problem: GatheredProblem, target: Target, groups: int, tasks: int, tiles: int, splits: int
 ) -> bool:
     """Whether CTAs share out the KV tiles of all queries, whatever their lengths. groups: of heads. tasks, tiles,
-    splits: as in ``cost.equal_clocks``."""
-    able = (
-        target.architecture.backend == "sm90" and problem.num_splits is None and problem.format in cost.TIMED
-    )
-    able = able and not problem.float8 and groups <= target.sm_count  # each head group has a CTA
-    costs = cost.TRANSPOSED if transposes(problem, target) else cost.GATHERED
-    return able and cost.shares_out(costs, tasks, tiles, splits, target.sm_count, not any(problem.lengths))
+    splits: as in ``cost.equal_time``."""
+    costs = costs_of(problem, target)
+    if costs is None or problem.num_splits is not None or problem.float8 or groups > target.sm_count:
+        return False  # a head group needs a CTA
+    work = (tasks, tiles, problem.tokens * problem.heads)
+    return cost.shares_out(costs, *work, splits, target.sm_count, not any(problem.lengths))
 
 
 def run(problem: GatheredProblem, target: Target, tensors: dict):
