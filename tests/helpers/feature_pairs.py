@@ -112,112 +112,7 @@ class Problem:
 
     def arguments(self) -> dict:
         """Keyword arguments of ``attention`` or ``attention_varlen``."""
-        has, draw = self.features.__contains__, random.Random(self.seed)
-        generator = torch.Generator().manual_seed(self.seed)
-        dim, dim_v = next((SIZES[one] for one in sorted(self.features) if one in SIZES), (64, 64))
-        if has("mla"):
-            dim, dim_v = 576, 512
-        batch, heads_kv = 2, 1 if has("mla") or (dim == 512 and has("shared")) else draw.choice((1, 2))
-        heads = heads_kv * (draw.choice((3, 5)) if has("odd group") else draw.choice((2, 4)))
-        most_q = draw.randint(65, 90) if has("many queries") else draw.randint(1, 12)
-        most_k = 160 if dim >= 512 else 300  # what the simulator does in a minute
-        keys = [draw.randint(most_q, most_k), draw.choice((most_q, draw.randint(most_q, most_k)))]
-        queries = [most_q, draw.randint(1, most_q) if self.packed else most_q]
-        if not (self.packed or has("lengths") or has("pages")):
-            keys = [keys[0]] * batch
-
-        def normal(*shape):
-            return torch.randn(shape, generator=generator)
-
-        q = [normal(n, heads, dim).to(self.dtype) for n in queries]
-        k = [normal(n, heads_kv, dim) for n in keys]
-        v = [normal(n, heads_kv, dim_v) for n in keys]
-        options = {"causal": has("causal"), "normalize": not has("state")}
-        options["window"] = draw.choice(((40, None), (15, 3), (90, 0))) if has("window") else None
-        options["sink"] = normal(heads) if has("sink") else None
-        options["num_splits"] = 3 if has("splits") else None
-        options["softcap"] = 4.0 if has("softcap") else None
-        if has("negative scale"):
-            options["scale"] = -(dim**-0.5)
-        if has("stride"):
-            options["key_stride"] = 4
-        starts = None
-        if has("q_start"):
-            starts = [draw.randint(-5, n * (4 if has("stride") else 1)) for n in keys]
-            options["q_start"] = torch.tensor(starts, dtype=torch.int32)
-        begins = starts or [n - m for n, m in zip(keys, queries, strict=True)]
-        by_query = {}
-        if has("tree"):
-            by_query["tree"] = [tree_words(random_tree(n, generator)) for n in queries]
-        if has("ranges"):
-            by_query["ranges"] = [_ranges(draw, n, begin) for n, begin in zip(queries, begins, strict=True)]
-        bias = None
-        if has("bias"):
-            bias = normal(batch, 1, most_q, max(keys)).masked_fill(
-                normal(batch, 1, most_q, max(keys)) > 1.5, -torch.inf
-            )
-        if has("blocks"):
-            most = max(keys)  # pages have room for more
-            lists = block_cases.Case(
-                "", most_q, most, (heads, heads_kv), batch=batch, flex=draw.random() < 0.5,
-                lists=(draw.choice((1, batch)), draw.choice((1, heads))),
-            )  # fmt: skip
-            options["block_mask"] = BlockMask.of(block_cases.mask_of(lists, generator)[0], most_q, most)
-        for b in range(batch):  # NaN and Inf where nobody looks
-            own = {name: each[b][None] for name, each in by_query.items()}
-            start = None if starts is None else options["q_start"][b : b + 1]
-            names = ("causal", "window", "key_stride")
-            problem = AttentionProblem.of(
-                q[b][None], k[b][None].to(self.dtype), q_start=start, **own,
-                **{name: options[name] for name in names if name in options},
-                **({"v_dim": dim_v} if has("mla") else {}),
-            )  # fmt: skip
-            seen = visible(problem, None, start, own.get("tree"), own.get("ranges"))
-            hidden = ~_by_lists(options.get("block_mask"), problem, seen, b)[0].any(dim=0).any(dim=0)
-            k[b][hidden], v[b][hidden] = torch.nan, torch.nan if has("e4m3") else torch.inf
-        stored = torch.float8_e4m3fn if has("e4m3") else torch.float8_e5m2 if has("e5m2") else self.dtype
-        k, v = ([_nvfp4(t) if has("nvfp4") else t.to(stored) for t in each] for each in (k, v))
-        if self.features.intersection(QUANTISED):
-            options["k_scale"], options["v_scale"] = torch.full((1,), 0.5), torch.rand(batch, heads_kv) + 0.5
-        if has("mla"):
-            options["v_dim"] = dim_v
-        if self.packed:
-            options["cu_seqlens_q"] = torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32)
-            options["max_seqlen_q"] = most_q
-            options |= {name: torch.cat(each) for name, each in by_query.items()}
-            q = torch.cat(q)
-        else:
-            options |= {name: torch.stack(each) for name, each in by_query.items()}
-            options["bias"], q = bias, torch.stack(q)
-        lengths = torch.tensor(keys, dtype=torch.int32)
-        if self.packed and not has("pages"):
-            options["cu_seqlens_k"] = torch.tensor([0, *itertools.accumulate(keys)], dtype=torch.int32)
-            k, v = torch.cat(k), torch.cat(v)
-        else:
-            page = draw.choice((16, 32, 64, 128)) if has("pages") else 1
-            room = -(-max(keys) // page) * page if bias is None else max(keys)
-            if bias is not None and has("pages"):
-                room = -(-max(keys) // page) * page
-                more = bias.new_zeros(batch, 1, most_q, room - max(keys))
-                options["bias"] = torch.cat([bias, more], dim=3)
-            k, v = (torch.stack([_padded(t, room) for t in each]) for each in (k, v))
-            if has("lengths") or has("pages"):
-                options["kv_lengths"] = lengths
-            if has("pages"):
-                count = batch * room // page
-                table = torch.randperm(count, generator=generator).view(batch, -1).int()
-                options["page_table"] = table
-                k, v = (_paged(t, table, page) for t in (k, v))
-        if has("nvfp4"):
-            (k, options["k_block_scales"]), (v, options["v_block_scales"]) = (_apart(t, dim) for t in (k, v))
-        if has("shared") or has("mla"):
-            v = options["v_block_scales"] = None
-        return {
-            "q": q,
-            "k": k,
-            "v": v,
-            **{name: value for name, value in options.items() if value is not None},
-        }
+        return _Call(self).arguments()
 
     def run(self, arguments: dict, **where):
         """(o, lse), o over a poisoned ``out``."""
@@ -247,6 +142,170 @@ class Problem:
         seen = expected_lse != -torch.inf
         assert torch.equal(seen, lse != -torch.inf)
         assert not seen.any() or (lse - expected_lse)[seen].abs().max() <= LSE_TOLERANCE
+
+
+class _Call:
+    """The arguments of a problem's call, while they are made. Methods draw in the order in which they stand here."""
+
+    def __init__(self, problem: Problem):
+        self.problem, self.has = problem, problem.features.__contains__
+        self.draw, self.generator = random.Random(problem.seed), torch.Generator().manual_seed(problem.seed)
+        self.options = {}
+
+    def arguments(self) -> dict:
+        """Keyword arguments; each is there if it is not None."""
+        self.make_rows()
+        self.make_options()
+        by_query = self.make_ranges_and_trees()
+        bias = self.make_bias()
+        self.make_blocks()
+        self.hide_unseen(by_query)
+        self.store()
+        self.lay_out_queries(by_query, bias)
+        self.lay_out_keys()
+        found = {"q": self.q, "k": self.k, "v": self.v, **self.options}
+        optional = {name: value for name, value in found.items() if value is not None}
+        return optional | {"v": self.v}
+
+    def normal(self, *shape) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator)
+
+    def make_rows(self) -> None:
+        """Sizes, and the rows of each request in fp32 (q: in its dtype)."""
+        has, draw = self.has, self.draw
+        self.dim, self.dim_v = next(
+            (SIZES[one] for one in sorted(self.problem.features) if one in SIZES), (64, 64)
+        )
+        if has("mla"):
+            self.dim, self.dim_v = 576, 512
+        one_head = has("mla") or (self.dim == 512 and has("shared"))
+        self.batch, self.heads_kv = 2, 1 if one_head else draw.choice((1, 2))
+        self.heads = self.heads_kv * (draw.choice((3, 5)) if has("odd group") else draw.choice((2, 4)))
+        most_q = draw.randint(65, 90) if has("many queries") else draw.randint(1, 12)
+        most_k = 160 if self.dim >= 512 else 300  # what the simulator does in a minute
+        keys = [draw.randint(most_q, most_k), draw.choice((most_q, draw.randint(most_q, most_k)))]
+        packed = self.problem.packed
+        self.queries = [most_q, draw.randint(1, most_q) if packed else most_q]
+        self.keys = keys if packed or has("lengths") or has("pages") else [keys[0]] * self.batch
+        self.q = [self.normal(n, self.heads, self.dim).to(self.problem.dtype) for n in self.queries]
+        self.k = [self.normal(n, self.heads_kv, self.dim) for n in self.keys]
+        self.v = [self.normal(n, self.heads_kv, self.dim_v) for n in self.keys]
+
+    def make_options(self) -> None:
+        """The options that are no tensors of rows, and where queries stand."""
+        has, draw, options = self.has, self.draw, self.options
+        options |= {"causal": has("causal"), "normalize": not has("state")}
+        options["window"] = draw.choice(((40, None), (15, 3), (90, 0))) if has("window") else None
+        options["sink"] = self.normal(self.heads) if has("sink") else None
+        options["num_splits"] = 3 if has("splits") else None
+        options["softcap"] = 4.0 if has("softcap") else None
+        if has("negative scale"):
+            options["scale"] = -(self.dim**-0.5)
+        if has("stride"):
+            options["key_stride"] = 4
+        self.starts = None
+        if has("q_start"):
+            self.starts = [draw.randint(-5, n * (4 if has("stride") else 1)) for n in self.keys]
+            options["q_start"] = torch.tensor(self.starts, dtype=torch.int32)
+
+    def make_ranges_and_trees(self) -> dict[str, list]:
+        """By name, a tensor for each request."""
+        begins = self.starts or [n - m for n, m in zip(self.keys, self.queries, strict=True)]
+        found = {}
+        if self.has("tree"):
+            found["tree"] = [tree_words(random_tree(n, self.generator)) for n in self.queries]
+        if self.has("ranges"):
+            found["ranges"] = [
+                _ranges(self.draw, n, begin) for n, begin in zip(self.queries, begins, strict=True)
+            ]
+        return found
+
+    def make_bias(self) -> torch.Tensor | None:
+        if not self.has("bias"):
+            return None
+        shape = (self.batch, 1, self.queries[0], max(self.keys))
+        return self.normal(*shape).masked_fill(self.normal(*shape) > 1.5, -torch.inf)
+
+    def make_blocks(self) -> None:
+        if self.has("blocks"):
+            most_q, most = self.queries[0], max(self.keys)  # pages have room for more
+            lists = block_cases.Case(
+                "", most_q, most, (self.heads, self.heads_kv), batch=self.batch, flex=self.draw.random() < 0.5,
+                lists=(self.draw.choice((1, self.batch)), self.draw.choice((1, self.heads))),
+            )  # fmt: skip
+            mask = block_cases.mask_of(lists, self.generator)[0]
+            self.options["block_mask"] = BlockMask.of(mask, most_q, most)
+
+    def hide_unseen(self, by_query: dict[str, list]) -> None:
+        """NaN and Inf in keys and values that no query sees."""
+        options, names = self.options, ("causal", "window", "key_stride")
+        for b in range(self.batch):
+            own = {name: each[b][None] for name, each in by_query.items()}
+            start = None if self.starts is None else options["q_start"][b : b + 1]
+            problem = AttentionProblem.of(
+                self.q[b][None], self.k[b][None].to(self.problem.dtype), q_start=start, **own,
+                **{name: options[name] for name in names if name in options},
+                **({"v_dim": self.dim_v} if self.has("mla") else {}),
+            )  # fmt: skip
+            seen = visible(problem, None, start, own.get("tree"), own.get("ranges"))
+            hidden = ~_by_lists(options.get("block_mask"), problem, seen, b)[0].any(dim=0).any(dim=0)
+            self.k[b][hidden], self.v[b][hidden] = torch.nan, torch.nan if self.has("e4m3") else torch.inf
+
+    def store(self) -> None:
+        """Keys and values in the dtype of the cache, with its scales."""
+        has, kinds = self.has, {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+        stored = next((kinds[one] for one in kinds if has(one)), self.problem.dtype)
+        self.k, self.v = (
+            [_nvfp4(t) if has("nvfp4") else t.to(stored) for t in each] for each in (self.k, self.v)
+        )
+        if self.problem.features.intersection(QUANTISED):
+            self.options["k_scale"] = torch.full((1,), 0.5)
+            self.options["v_scale"] = torch.rand(self.batch, self.heads_kv) + 0.5
+        if has("mla"):
+            self.options["v_dim"] = self.dim_v
+
+    def lay_out_queries(self, by_query: dict[str, list], bias: torch.Tensor | None) -> None:
+        """Queries, and what comes with each, packed or as batch rows."""
+        if self.problem.packed:
+            self.options["cu_seqlens_q"] = _ends(self.queries)
+            self.options["max_seqlen_q"] = self.queries[0]
+            join = torch.cat
+        else:
+            self.options["bias"] = bias
+            join = torch.stack
+        self.options |= {name: join(each) for name, each in by_query.items()}
+        self.q = join(self.q)
+
+    def lay_out_keys(self) -> None:
+        """Keys and values packed, as batch rows or in pages."""
+        has, options = self.has, self.options
+        if self.problem.packed and not has("pages"):
+            options["cu_seqlens_k"] = _ends(self.keys)
+            self.k, self.v = torch.cat(self.k), torch.cat(self.v)
+        else:
+            page = self.draw.choice((16, 32, 64, 128)) if has("pages") else 1
+            room, bias = -(-max(self.keys) // page) * page, options.get("bias")
+            if bias is not None:
+                more = bias.new_zeros(*bias.shape[:3], room - max(self.keys))
+                options["bias"] = torch.cat([bias, more], dim=3)
+            self.k, self.v = (torch.stack([_padded(t, room) for t in each]) for each in (self.k, self.v))
+            if has("lengths") or has("pages"):
+                options["kv_lengths"] = torch.tensor(self.keys, dtype=torch.int32)
+            if has("pages"):
+                count = self.batch * room // page
+                table = torch.randperm(count, generator=self.generator).view(self.batch, -1).int()
+                options["page_table"] = table
+                self.k, self.v = (_paged(t, table, page) for t in (self.k, self.v))
+        if has("nvfp4"):
+            self.k, options["k_block_scales"] = _apart(self.k, self.dim)
+            self.v, options["v_block_scales"] = _apart(self.v, self.dim)
+        if has("shared") or has("mla"):
+            self.v = options["v_block_scales"] = None
+
+
+def _ends(lengths: list[int]) -> torch.Tensor:
+    """cu_seqlens of requests."""
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
 
 
 def _by_lists(
