@@ -84,65 +84,80 @@ def _clipped_mean(first: float, last: float) -> float:
     return last * last / (2 * (last - first))
 
 
+class Spans(NamedTuple):
+    """Lengths, in KV tiles, of the spans of a request's query tiles.
+
+    mean, longest, shortest: of its tiles. masked: KV tiles of a span that need a mask, on average.
+    """
+
+    mean: float
+    longest: float
+    shortest: float
+    masked: float
+
+
+def spans_of(problem, tiling: Tiling, queries: float, keys: float) -> Spans:
+    """The ``Spans`` of a request with these queries and keys, both more than 0."""
+    queries_of, keys_of, stride = tiling.queries, tiling.tile_n, problem.mask.key_stride
+    left, right = bounds_of(problem)
+    number = -(-queries // queries_of)
+    last = queries - (number - 1) * queries_of  # queries of the last tile
+    if right is None:
+        mean_end, first_end = keys, keys
+    else:
+        first_end = min(max((keys * stride - queries + min(queries_of, queries) + right) // stride, 0), keys)
+        last_end = min(keys + right // stride, keys)
+        mean_end = (first_end + last_end) / 2
+    mean_start = first_start = last_start = 0.0
+    if left is not None:
+        first_start, last_start = keys - queries - left, keys - last - left
+        mean_start = _clipped_mean(first_start, last_start)
+        first_start, last_start = max(first_start, 0), max(last_start, 0)
+    if number == 1:
+        long = -(-mean_end // keys_of) + 0.5 * (mean_start > 0) - mean_start / keys_of
+        mean = short = max(long, 0.0)
+    else:
+        ragged = 0.5 * (right is not None and number > 1) + 0.5 * (mean_start > 0)
+        if left is not None and right is not None and mean_start > 0:
+            ragged = window_edges(keys - queries - left, left + right, queries_of, keys_of)
+        end = -(-keys // keys_of)
+        mean = (mean_end - mean_start) / keys_of + ragged if right is not None else end - mean_start / keys_of
+        ends = (first_end - first_start) / keys_of + 0.5, end - last_start / keys_of
+        long, short = max(ends), max(min(ends), 0.0)
+        if left is not None:  # between the first tile and the last one, tiles see a whole window
+            long = max(long, min((left + queries_of + (right or 0)) / keys_of + 0.5, end))
+    bands = (0 if right is None else (queries_of - 1) / keys_of / stride + 1) + (
+        (queries_of - 1) / keys_of + 1 if mean_start > 0 else 0
+    )
+    ends_within = (problem.requests.has_kv_lengths or keys % keys_of != 0) * (right is None)
+    return Spans(mean, long, short, min(mean, bands + ends_within))
+
+
+def bounds_of(problem) -> tuple[int | None, int | None]:
+    """(left, right) of the window that a causal mask or a window makes; None: unbounded."""
+    plain = problem.mask.key_stride == 1
+    return problem.window_left if plain else None, 0 if problem.mask.causal else problem.window_right
+
+
 def work_of(problem, tiling: Tiling, requests) -> Work:
     """Count the work of a problem that has these requests and is cut into tiles as ``tiling`` says."""
     queries_of, keys_of, group_queries = tiling.queries, tiling.tile_n, tiling.group_queries
-    stride = problem.mask.key_stride
-    plain = stride == 1
-    left = problem.window_left if plain else None
-    right = 0 if problem.mask.causal else problem.window_right
+    stride, (left, _) = problem.mask.key_stride, bounds_of(problem)
     heads = problem.heads_kv * -(-problem.group // tiling.pack)
     tiles = kv = masked = groups = rows = moved = squares = offsets = 0.0
     longest, shortest = 0.0, math.inf
     for count, queries, keys in requests:
         if queries <= 0 or keys <= 0:
             continue
-        number = -(-queries // queries_of)
-        last = queries - (number - 1) * queries_of  # queries of the last tile
-        visible = keys if left is None else min(keys, left + queries)
-        if right is None:
-            mean_end, first_end = keys, keys
-        else:
-            first_end = min(
-                max((keys * stride - queries + min(queries_of, queries) + right) // stride, 0), keys
-            )
-            last_end = min(keys + right // stride, keys)
-            mean_end = (first_end + last_end) / 2
-        mean_start = first_start = last_start = 0.0
-        if left is not None:
-            first_start, last_start = keys - queries - left, keys - last - left
-            mean_start = _clipped_mean(first_start, last_start)
-            first_start, last_start = max(first_start, 0), max(last_start, 0)
-        ragged = 0.5 * (right is not None and number > 1) + 0.5 * (mean_start > 0)
-        if number > 1 and left is not None and right is not None and mean_start > 0:
-            ragged = window_edges(keys - queries - left, left + right, queries_of, keys_of)
-        if number == 1:
-            long = -(-mean_end // keys_of) + 0.5 * (mean_start > 0) - mean_start / keys_of
-            mean = short = max(long, 0.0)
-        else:
-            end = -(-keys // keys_of)
-            mean = (
-                (mean_end - mean_start) / keys_of + ragged
-                if right is not None
-                else end - mean_start / keys_of
-            )
-            ends = (first_end - first_start) / keys_of + 0.5, end - last_start / keys_of
-            long, short = max(ends), max(min(ends), 0.0)
-            if left is not None:  # between the first tile and the last one, tiles see a whole window
-                long = max(long, min((left + queries_of + (right or 0)) / keys_of + 0.5, end))
-        of_all = count * number * heads
+        spans = spans_of(problem, tiling, queries, keys)
+        of_all = count * -(-queries // queries_of) * heads
         tiles += of_all
-        kv += of_all * mean
-        bands = (0 if right is None else (queries_of - 1) / keys_of / stride + 1) + (
-            (queries_of - 1) / keys_of + 1 if mean_start > 0 else 0
-        )
-        masked += of_all * min(
-            mean, bands + (problem.requests.has_kv_lengths or keys % keys_of != 0) * (right is None)
-        )
-        groups += count * heads * mean * -(-queries // group_queries)
+        kv += of_all * spans.mean
+        masked += of_all * spans.masked
+        groups += count * heads * spans.mean * -(-queries // group_queries)
         rows += count * queries * problem.heads_q
-        moved += count * visible
-        longest, shortest = max(longest, long), min(shortest, short)
+        moved += count * (keys if left is None else min(keys, left + queries))
+        longest, shortest = max(longest, spans.longest), min(shortest, spans.shortest)
         offset = min(max(keys * stride - queries, 0.0), FAR if left is None else left) / (keys_of * stride)
         offsets += of_all * offset
         squares += of_all * offset * offset
