@@ -3,14 +3,16 @@
     python scripts/bench_mla.py [--rows bf16|e4m3|v3.2] [--seed N] [--calls N]   calls drawn at random
     python scripts/bench_mla.py --ways whole split line                          the best plan of each way, too
     python scripts/bench_mla.py --ways all                                       every plan that may be chosen
+    python scripts/bench_mla.py --schedule                                       calls with a schedule of ours, too
     python scripts/bench_mla.py --shapes named                                   the calls of docs/measurements.md
     python scripts/bench_mla.py --shapes "B64 q2 k154..19416 128/1" ...          calls: requests, queries, keys, heads
     python scripts/bench_mla.py --compile-ahead H200 ...                         compiles what that needs; needs no GPU
     python scripts/bench_mla.py --list                                           the calls; needs no GPU
 
 FlashMLA's kernels for Hopper are those of the package sgl-flash-mla, called with ``use_legacy=True``
-(pip install --no-deps sgl-flash-mla==1.0.0); its schedule of a call is made once and not timed. Over rows of V3.2 it
-takes 64 and 128 heads, and no lengths of lists. Without the package ours is timed alone.
+(pip install --no-deps sgl-flash-mla==1.0.0); its schedule of a call is made once and not timed, as ours is with
+--schedule. Over rows of V3.2 it takes 64 and 128 heads, and no lengths of lists. Without the package ours is timed
+alone.
 
 Drawn calls have 1 to 160 requests, 8 to 128 heads, 1 to 4 queries (causal drafts) and up to 32768 keys, equal or drawn
 between bounds, in pages of 64 in random order; over rows of V3.2 every query has a list of up to 2048 of them. A ratio
@@ -49,22 +51,26 @@ from warpspec.common.kernel_cache import SOURCES
 from warpspec.common.launch import Target, target_of
 
 CALLS, SEED, SECONDS = 110, 20261127, 500.0
-CHOSEN = "auto"
+CHOSEN, SCHEDULED = "auto", "with a schedule"
 
 
-def timed(call: MlaCall, found: dict[str, mla_calls.OneWay], target: Target) -> dict:
-    """A result (``mla_report``) of a call. found: its ways, the chosen one first."""
+def timed(call: MlaCall, found: dict[str, mla_calls.OneWay], target: Target, schedule: bool) -> dict:
+    """A result (``mla_report``) of a call. found: its ways, the chosen one first. schedule: whether it is also timed
+    with one."""
     sets, chosen = mla_calls.input_sets(call), next(iter(found))
     calls: dict[str, Callable] = {chosen: mla_calls.ours(call)}
     calls |= {name: mla_calls.in_one_way(call, target, way) for name, way in found.items() if name != chosen}
     x = sets[0][0]
+    with_schedule = mla_calls.scheduled(call, x) if schedule else None
+    if with_schedule is not None:
+        calls[SCHEDULED] = with_schedule
     o = calls[chosen](x).clone()
     errors = {mla_report.REFERENCE: mla_calls.reference_error(call, x, o)}
     wrong = [name for name, error in errors.items() if not error < mla_calls.OFF[call.rows]]
     for name in calls:
         if name != chosen:
             errors[name] = mla_calls.difference(calls[name](x), o)
-    wrong += [name for name in errors if name in found and not errors[name] < mla_calls.OFF[call.rows]]
+    wrong += [name for name in calls if name != chosen and not errors[name] < mla_calls.OFF[call.rows]]
     peer = mla_calls.peer(call, x)
     if peer is not None:
         errors[mla_report.PEER] = mla_calls.difference(peer(x), o)
@@ -76,11 +82,20 @@ def timed(call: MlaCall, found: dict[str, mla_calls.OneWay], target: Target) -> 
         "call": to_json(call),
         "name": call.name,
         "chosen": chosen,
-        "times": {name: us for name, us in times.items() if name != FLASH_MLA},
+        "times": {name: times[name] for name in found},
+        "scheduled": times.get(SCHEDULED),
         "expected": {name: way.expected for name, way in found.items() if way.expected is not None},
         "peer": times.get(FLASH_MLA),
         "errors": errors,
         "wrong": wrong,
+    }
+
+
+def kernels_of(wanted: dict[MlaCall, dict], target: Target, options) -> dict[MlaCall, list]:
+    """The kernels of each call. wanted: its ways."""
+    return {
+        call: mla_calls.kernels(call, target, ways.values(), options.schedule)
+        for call, ways in wanted.items()
     }
 
 
@@ -98,7 +113,7 @@ def run(wanted: dict[MlaCall, dict], target: Target, options, on: str) -> list[d
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(options.workers, mp_context=context, initializer=quiet)
     try:
-        kernels = {call: mla_calls.kernels(call, target, ways.values()) for call, ways in wanted.items()}
+        kernels = kernels_of(wanted, target, options)
         waits, left = start_compiling(pool, kernels, target), list(wanted)
         while left and time.monotonic() - start < options.seconds:
             ready = next((call for call in left if all(future.done() for future in waits[call])), None)
@@ -111,7 +126,7 @@ def run(wanted: dict[MlaCall, dict], target: Target, options, on: str) -> list[d
                 print(f"{ready.name}: not compiled: {one_line(failed[0])}", flush=True)
                 continue
             try:
-                result = timed(ready, wanted[ready], target)
+                result = timed(ready, wanted[ready], target, options.schedule)
             except RuntimeError as error:
                 print(f"{ready.name}: failed: {one_line(error)}", flush=True)
                 continue
@@ -129,9 +144,7 @@ def compile_only(wanted: dict[MlaCall, dict], target: Target, options) -> int:
     """Fill the cache on disk; returns how many kernels failed."""
     from warpspec.aot.workers import compile_all
 
-    items = {}
-    for call, ways in wanted.items():
-        items |= dict.fromkeys(mla_calls.kernels(call, target, ways.values()))
+    items = dict.fromkeys(item for items in kernels_of(wanted, target, options).values() for item in items)
     with blind(target):
         return compile_all(list(items), target.arch, options.workers)
 

@@ -19,10 +19,11 @@ import torch
 from warpspec.common.launch import Kernel, Target
 from warpspec.fmha import launch as attention_launch
 from warpspec.fmha.combine import COMBINE
+from warpspec.fmha.cuts import kernels_with_cuts
 from warpspec.fmha.plan import candidates, expectation, plan_of
 from warpspec.fmha.plan.cost import Way
 from warpspec.fmha.problem import AttentionProblem
-from warpspec.latent import mla_decode
+from warpspec.latent import mla_decode, mla_schedule
 from warpspec.latent.cache import LatentPool
 from warpspec.latent.gathered import KeySet, gathered_attention
 from warpspec.latent.gathered import launch as gathered_launch
@@ -159,16 +160,21 @@ def gathered_ways(call: MlaCall, target: Target) -> list[OneWay]:
     return list(found.values())
 
 
-def kernels(call: MlaCall, target: Target, found: Iterable[OneWay]) -> list[tuple[Kernel, Hashable]]:
-    """The kernels, each with its configuration, of ways."""
+def kernels(
+    call: MlaCall, target: Target, found: Iterable[OneWay], schedule: bool = False
+) -> list[tuple[Kernel, Hashable]]:
+    """The kernels, each with its configuration, of ways, the chosen one first. schedule: also of the call with one."""
     wanted = {}
-    for way in found:
+    for number, way in enumerate(found):
         plan = way.plan
+        first = attention_launch.ATTENTION.of(target.architecture).ATTENTION
+        first = first if call.rows == BF16 else plan.kernel(target)
+        wanted[first, plan.config] = None
+        if schedule and number == 0 and call.rows != V32:
+            wanted |= dict.fromkeys(kernels_with_cuts(first, plan.config))
         if call.rows == BF16:
-            wanted[attention_launch.ATTENTION.of(target.architecture).ATTENTION, plan.config] = None
             second = attention_launch.second_kernel(attention_problem(call), plan.config, plan.splits)
         else:
-            wanted[plan.kernel(target), plan.config] = None
             second = None if plan.combine is None else (COMBINE, plan.combine)
         if second is not None:
             wanted[second] = None
@@ -246,6 +252,16 @@ def ours(call: MlaCall, **options) -> Callable:
     if call.rows == E4M3:
         options["kv_scale"] = torch.ones(1, device=DEVICE)
     return lambda x: mla_decode(x.q, x.kv, x.table, x.lengths, scale=SCALE, **options)
+
+
+def scheduled(call: MlaCall, x: SimpleNamespace) -> Callable | None:
+    """``ours`` with a schedule, which is made here; None for calls that are not cut by length. x: one of the sets, all
+    of which have the same lengths."""
+    if call.rows == V32:
+        return None
+    sizes = {"heads": call.heads, "queries": call.queries, "max_pages": x.table.shape[1]}
+    schedule = mla_schedule(x.lengths, **sizes, dtype=x.kv.dtype)
+    return None if schedule.cuts is None else ours(call, schedule=schedule)
 
 
 def in_one_way(call: MlaCall, target: Target, way: OneWay) -> Callable:

@@ -1,9 +1,9 @@
 """What a run of bench_mla.py says: a line a call, a summary. Plain Python.
 
 A result is a dictionary, as it is written to JSON: call (``mla_draws.to_json``), name, chosen (the way that the plan
-chose), times (microseconds by way), expected (by the model, where it has an expectation), peer (FlashMLA's
-microseconds, None without it), errors (relative differences: from the reference, and from the peer) and wrong (which of
-them no rounding explains).
+chose), times (microseconds by way), scheduled (those of the chosen way with a schedule, or None), expected (by the
+model, where it has an expectation), peer (FlashMLA's microseconds, None without it), errors (relative differences: from
+the reference, and from the peer) and wrong (which of them no rounding explains).
 """
 
 from __future__ import annotations
@@ -38,10 +38,21 @@ def kind(result: dict) -> str:
     return result["chosen"].split()[0].rstrip("0123456789")
 
 
+def with_schedule(result: dict) -> dict:
+    """The result as if the chosen way had the time that it takes with a schedule, where it has one."""
+    if result["scheduled"] is None:
+        return result
+    return result | {"times": result["times"] | {result["chosen"]: result["scheduled"]}}
+
+
 def line(result: dict) -> str:
     found = f"{result['name']:32} {result['chosen']:12} {ours(result):7.1f} us"
     if result["peer"] is not None:
         found += f", FlashMLA {result['peer']:7.1f} us, {result['peer'] / ours(result):.3f}"
+    if result["scheduled"] is not None:
+        found += f", with a schedule {result['scheduled']:.1f} us"
+        if result["peer"] is not None:
+            found += f", {result['peer'] / result['scheduled']:.3f}"
     if loss(result) is not None:
         others = sorted((us, name) for name, us in result["times"].items() if name != result["chosen"])
         found += f", loses {loss(result) - 1:.1%}; " + ", ".join(f"{name} {us:.1f}" for us, name in others)
@@ -66,6 +77,10 @@ def summary(results: Sequence[dict], markdown: bool = False) -> str:
     kinds = sorted({kind(result) for result in results})
     rows = [[one, *described([result for result in results if kind(result) == one])] for one in kinds]
     rows.append(["all", *described(results)])
+    cut = [result for result in results if result["scheduled"] is not None]
+    if cut:
+        rows.append(["line with a schedule", *described(list(map(with_schedule, cut)))])
+        rows.append(["all with schedules", *described(list(map(with_schedule, results)))])
     columns = ("way", "calls", "with a peer", "geometric mean", f"below {LEVEL}", "below 1", "least")
     parts = [table(columns, rows, markdown=markdown)]
     lost = {result["name"]: loss(result) for result in results if loss(result) is not None}

@@ -116,7 +116,7 @@ def result(name="B1 q1 k64 8/1", peer=9.0, wrong=(), chosen="split4 h8", **other
         "errors": errors,
         "wrong": list(wrong),
     }
-    return found | {"expected": {}}
+    return found | {"expected": {}, "scheduled": None}
 
 
 def test_what_is_said_of_times():
@@ -134,6 +134,12 @@ def test_what_is_said_of_times():
     rows = {row.split()[0]: row.split()[1:] for row in text.splitlines()[1:4]}
     assert rows["split"] == ["3", "1", "0.980", "0", "1", "0.980", "(B1", "q1", "k64", "8/1)"]
     assert rows["all"][:5] == ["4", "2", "1.400", "0", "1"]
+    assert "schedule" not in text
+    results[0] = few | {"scheduled": 7.0}
+    assert "with a schedule 7.0 us, 1.400" in mla_report.line(results[0])
+    text = mla_report.summary([*results, result("B4 q1 k64 8/1", 1.0, ["peer"])])
+    (scheduled,) = (row for row in text.splitlines() if row.strip().startswith("line with a schedule"))
+    assert scheduled.split()[4:8] == ["1", "1", "1.400", "0"]
     assert "1 calls differ" in text and "WRONG: differs from peer 2.0e-03" in text
 
 
