@@ -83,8 +83,8 @@ def scales_place(loader, target):
     return target - loader.lane * (VECTOR_BYTES - loader.config.gathers.scale_words * WORD_BYTES)
 
 
-def copy_tails(loader, base, addresses: list) -> None:
-    """Issue the copies of the tails of the warp's keys to the block after both parts.
+def copy_tails(loader, base, addresses: list, share) -> None:
+    """Issue the copies of the tails of a share of the keys to the block after both parts.
 
     A bf16 tail is copied to its final place, codes to where ``convert_tail`` finds them. Missing keys become zeros.
     base: address of the warp's part. addresses: address of the lane's key in every group.
@@ -97,7 +97,7 @@ def copy_tails(loader, base, addresses: list) -> None:
             offset = loader.config.heads.v
             copy_vector(target, 0, source, offset, bytes_of(address, VECTOR_BYTES))
         return
-    key = block + (loader.half * loader.config.gathers.keys_of_warp + loader.key) * tma.ROW_BYTES
+    key = block + (share * loader.config.gathers.keys_of_warp + loader.key) * tma.ROW_BYTES
     places = [key + (loader.key ^ loader.plain_chunk(i)) * VECTOR_BYTES for i in range(2)]
     for group, address in enumerate(addresses):
         wanted = bytes_of(address, VECTOR_BYTES)
@@ -192,13 +192,13 @@ def store_plain_codes(config, address, words: list) -> None:
 
 def chunk_place(loader, block, group):
     """Address of the lane's first converted chunk of one key in a block of columns."""
-    key = loader.half * loader.config.gathers.keys_of_warp + group * GROUP_KEYS + loader.key
+    key = loader.share * loader.config.gathers.keys_of_warp + group * GROUP_KEYS + loader.key
     return block + key * tma.ROW_BYTES + (loader.key ^ (2 * loader.member)) * VECTOR_BYTES
 
 
 def raw_group(loader, group):
     """Bytes from a block of columns to the warp's keys of a group."""
-    return (loader.half * loader.config.gathers.keys_of_warp + group * GROUP_KEYS) * tma.ROW_BYTES
+    return (loader.share * loader.config.gathers.keys_of_warp + group * GROUP_KEYS) * tma.ROW_BYTES
 
 
 def tail_place(loader, base):

@@ -36,6 +36,7 @@ ROPE_DIM = 64  # the last numbers of a row, which are rotated
 MASK_BYTES = 4
 SCALES_BYTES = 4  # bytes of the scales of a key's part, one byte a block
 TASK_STAGES = 2  # tasks whose rows' factors are in shared memory
+CLUSTER = 2  # CTAs that may share the work on a query's keys
 GATHERED = Shape(2, 64, 2, 1, 208, 88, column_parts=2)
 
 
@@ -47,7 +48,8 @@ class Gathers:
     rotate_back: rotate the result back. float8: store the result in FP8. paged: the slots of the only set are a page
     table of requests. Each request has the same number of neighbouring queries, which are the last of its tokens.
     has_kv_scale: all keys have one scale, which is an operand. keys: keys of a KV tile. pack: heads of a task; with
-    fewer than a task has rows, it has several queries of a request.
+    fewer than a task has rows, it has several queries of a request. cluster: CTAs that share the work on a query's
+    keys, each for another of its head groups (``cluster``).
     """
 
     row_format: str = "v4-fp8"
@@ -59,12 +61,14 @@ class Gathers:
     has_kv_scale: bool = False
     keys: int = PAGE_ROWS
     pack: int = WARPGROUP_ROWS
+    cluster: int = 1
 
     def __post_init__(self):
         assert WARPGROUP_ROWS % self.pack == 0 and (self.paged or self.pack == WARPGROUP_ROWS)
         assert 1 <= self.sets <= MAX_KEY_SETS == 3 and len(self.lengths) == self.sets
-        assert self.warps_of_part * self.keys_of_warp == self.keys
-        assert self.keys_of_warp == WARP_THREADS, "a lane looks up a key"
+        assert self.warps_of_part * self.keys_of_warp * self.cluster == self.keys
+        assert self.keys_of_warp * self.cluster == WARP_THREADS, "a lane looks up a key"
+        assert self.cluster == 1 or (self.cluster == CLUSTER and self.fmt.scale_bytes > 0 and not self.paged)
         assert self.copies or self.fmt.tail * BF16_BYTES in (0, ROW_BYTES), "the tail fills a block"
         assert not self.paged or (self.sets == 1 and self.lengths[0] and self.keys == PAGE_ROWS)
 
@@ -95,7 +99,7 @@ class Gathers:
 
     @property
     def keys_of_warp(self) -> int:
-        return self.keys // self.warps_of_part
+        return self.keys // self.warps_of_part // self.cluster
 
     @property
     def part_blocks(self) -> int:
@@ -131,10 +135,15 @@ class Gathers:
         return self.fmt.scale_bytes // self.parts // WORD_BYTES if self.tail_apart else 1
 
     @property
+    def scales_of_part(self) -> int:
+        """Bytes between the scales of a key's parts."""
+        return self.scale_words * WORD_BYTES if self.tail_apart else self.part_blocks
+
+    @property
     def raw_bytes(self) -> int:
         """Bytes in which a producer warp keeps eight FP8 keys before conversion: vectors and a word of scales a
         lane."""
-        if self.copies or self.tail_apart:
+        if self.copies or self.tail_apart or self.cluster > 1:
             return 0
         return WARP_THREADS * (self.raw_vectors * VECTOR_BYTES + SCALES_BYTES)
 
@@ -169,6 +178,15 @@ def gathered_barriers(table: tuple[Barrier, ...], parts: int) -> tuple[Barrier, 
         "k_empty": {"consumer": "the part's producer warps"},
     }
     return tuple(replace(row, **changed.get(row.name, {})) for row in table)
+
+
+def peers_barriers(table: tuple[Barrier, ...]) -> tuple[Barrier, ...]:
+    """The barriers of a gathering kernel whose CTAs share the work on the keys."""
+    (full,) = (row for row in table if row.name == "k_full")
+    (empty,) = (row for row in table if row.name == "k_empty")
+    mended = replace(full, producer=f"{full.producer}, expect_tx + bytes from the peer")
+    own = {"name": "peer_empty", "producer": "the part's consumer in the peer, one thread a warp"}
+    return (*(mended if row is full else row for row in table), replace(empty, **own))
 
 
 def gathered_parts(
@@ -274,7 +292,8 @@ class GatheredConfig(LineOfQueries, AttentionConfig):
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:
-        return gathered_barriers(super().barriers, self.barrier_parts)
+        found = gathered_barriers(super().barriers, self.barrier_parts)
+        return peers_barriers(found) if self.gathers.cluster > 1 else found
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ Two warps have the first half of the columns and two the second half, each for 3
 key's slot two tiles ahead and prefetches its row to L2 one tile ahead. Together with three other lanes it then copies
 every eighth key (``rows``). FP8 rows are copied to shared memory unchanged and converted from there, eight keys at a
 time; bf16 rows are copied straight to their place. A key that is not there (its slot belongs to no row, or lies past
-the length) becomes zeros in shared memory and a 0 in the tile's mask.
+the length) becomes zeros in shared memory and a 0 in the tile's mask. Two CTAs may share this work (``cluster``).
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from cutlass import Boolean, Int32, Int64, Uint32
 from warpspec.common.device import tma
 from warpspec.common.device.pipeline import drain
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS, WORD_BYTES
+from warpspec.latent.gathered.cluster import fetch_tile, peer_of, send_rows, write_masks
 from warpspec.latent.gathered.codes import convert_tail, copy_codes, copy_tails, load_codes, store_scaled
-from warpspec.latent.gathered.config import PAGE_ROWS
+from warpspec.latent.gathered.config import CLUSTER, PAGE_ROWS
 from warpspec.latent.gathered.rows import (
     GROUP_KEYS,
     RAW_PAIR,
+    VECTOR_WORDS,
     Loader,
     copy_raw,
     copy_rows,
@@ -49,10 +51,14 @@ def gather(
     thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
     warp = cute.arch.make_warp_uniform(thread // WARP_THREADS)
     part = warp // config.gathers.warps_of_part
-    loader = Loader(config, operands, part, warp % config.gathers.warps_of_part, thread % WARP_THREADS)
+    share, peer, rings = warp % config.gathers.warps_of_part, None, (channels["k_empty"],)
+    if cutlass.const_expr(config.gathers.cluster > 1):
+        peer, rings = peer_of(shared.k), (channels["k_empty"], channels["peer_empty"])
+        share += peer.rank * config.gathers.warps_of_part
+    loader = Loader(config, operands, part, share, thread % WARP_THREADS, peer)
     role = Producer(loader, channels, shared, (atom, coordinates))
     use, _ = each_task(config, operands, units, bring_task, role, (Int32(0), Int32(0)))
-    drain((channels["k_empty"],), use, config.barrier_parts, loader.ring_use(0))
+    drain(rings, use, config.barrier_parts, loader.ring_use(0))
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,8 @@ def bring_task(role, task, uses):
     bring = convert_tiles
     if cutlass.const_expr(config.gathers.copies):
         bring = copy_tiles
+    elif cutlass.const_expr(config.gathers.cluster > 1):
+        bring = convert_shared
     elif cutlass.const_expr(config.gathers.tail_apart):
         bring = convert_in_place
     if task.span.count > 0:
@@ -95,7 +103,7 @@ def convert_tiles(loader, channels: cutlass.Constexpr, shared, task, use, q_load
     behind = groups - 1  # groups whose copies may be in flight when the next group is converted
     block_bytes, group_bytes = config.tile_n * tma.ROW_BYTES, GROUP_KEYS * tma.ROW_BYTES
     words = loader.words()
-    own = loader.part * config.gathers.warps_of_part + loader.half
+    own = loader.part * config.gathers.warps_of_part + loader.share
     first = shared.raw.toint() + own * config.gathers.raw_bytes + loader.lane * VECTOR_BYTES
     slots = Slots.of(loader, task)
     row, scale_at = locate(loader, look_up(loader, task, slots, Int32(0)))
@@ -108,7 +116,7 @@ def convert_tiles(loader, channels: cutlass.Constexpr, shared, task, use, q_load
         slot = look_up(loader, task, slots, step + 2)
         rows = [row_of(loader, row, scale_at, group) for group in range(1, groups)]
         base = begin_tile(loader, channels, shared, use + step, row)
-        inside = base + loader.half * (groups * group_bytes) + loader.lane * VECTOR_BYTES
+        inside = base + loader.share * (groups * group_bytes) + loader.lane * VECTOR_BYTES
         for group in cutlass.range_constexpr(1, groups):
             copy_raw(loader, inside + group * group_bytes, block_bytes, *rows[group - 1])
             cute.arch.cp_async_commit_group()
@@ -146,12 +154,12 @@ def convert_in_place(loader, channels: cutlass.Constexpr, shared, task, use, q_l
         slot = look_up(loader, task, slots, step + 2)
         rows = [row_of(loader, row, scale_at, group) for group in range(groups)]
         base = begin_tile(loader, channels, shared, use + step, row)
-        inside = base + loader.half * (groups * group_bytes) + loader.lane * VECTOR_BYTES
+        inside = base + loader.share * (groups * group_bytes) + loader.lane * VECTOR_BYTES
         brings_tails = (
             use + step
         ) % config.gathers.parts != loader.part  # its consumer has read P in their place
         if brings_tails:
-            copy_tails(loader, base, [address for address, _ in rows])
+            copy_tails(loader, base, [address for address, _ in rows], loader.share)
         for group in cutlass.range_constexpr(groups):
             copy_codes(loader, inside + group * group_bytes, block_bytes, *rows[group])
             cute.arch.cp_async_commit_group()
@@ -167,6 +175,62 @@ def convert_in_place(loader, channels: cutlass.Constexpr, shared, task, use, q_l
             cute.arch.cp_async_commit_group()  # an empty group, so that the same number of groups follows each one
         end_tile(loader, channels, use + step)
         row, scale_at = next_row, next_scale_at
+
+
+@cute.jit
+def convert_shared(loader, channels: cutlass.Constexpr, shared, task, use, q_load):
+    """Bring a task's tiles of FP8 rows together with the peer (``cluster``), which converts the other half of each.
+
+    A tile's bytes are in registers before it may be filled: half of a tile is few enough. The bf16 tails behind both
+    parts are no work, so each CTA copies those of all keys.
+    """
+    config, groups = loader.config, loader.groups
+    words = cute.make_rmem_tensor((VECTOR_WORDS, loader.vectors, groups), Uint32)
+    scales = cute.make_rmem_tensor((config.gathers.scale_words, groups), Uint32)
+    words.fill(Uint32(0))
+    scales.fill(Uint32(0))
+    slots = Slots.of(loader, task)
+    row, scale_at = locate(loader, look_up(loader, task, slots, Int32(0)))
+    fetch_tile(loader, row, scale_at, words, scales)
+    slot = look_up(loader, task, slots, Int32(1))
+    for step in cutlass.range(task.span.count, unroll=1):
+        next_row, next_scale_at = locate(loader, slot)
+        prefetch_own(loader, next_row)
+        slot = look_up(loader, task, slots, step + 2)
+        brings_tails, tails = Boolean(False), []
+        if cutlass.const_expr(config.gathers.tail_apart):
+            tails = [row_of(loader, row, scale_at, group)[0] for group in range(CLUSTER * groups)]
+            brings_tails = (
+                use + step
+            ) % config.gathers.parts != loader.part  # its consumer has read P in their place
+        base = begin_tile(loader, channels, shared, use + step, row)
+        if brings_tails:
+            copy_tails(loader, base, tails[:groups], loader.share)
+            copy_tails(loader, base, tails[groups:], loader.peers_share)
+            cute.arch.cp_async_commit_group()
+        load_q_first(loader, channels, shared, task, step, q_load)
+        for group in cutlass.range_constexpr(groups):
+            if cutlass.const_expr(config.gathers.tail_apart):
+                found = [scales[i, group] for i in range(config.gathers.scale_words)]
+                store_scaled(loader, base, group, words[None, None, group], found)
+            else:
+                store_group(loader, base, group, words[None, None, group], scales[0, group])
+        ring_use = loader.ring_use(use + step)
+        send_rows(loader, base, channels["k_full"].barrier(ring_use))
+        if brings_tails:
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.fence_view_async_shared()
+            cute.arch.sync_warp()
+        sent = config.gathers.keys_of_warp * tma.ROW_BYTES * loader.blocks
+        channels["k_full"].expect_bytes(ring_use, sent)  # as many come from the peer
+        row, scale_at = next_row, next_scale_at
+        fetch_tile(loader, row, scale_at, words, scales)
+
+
+def prefetch_own(loader, row) -> None:
+    """``prefetch``, but for the keys whose rows the peer prefetches."""
+    own = Boolean(loader.lane < loader.config.gathers.keys_of_warp)
+    prefetch(loader, Int64(cutlass.select_(own, row, Int64(0))))
 
 
 @cute.jit
@@ -203,8 +267,11 @@ def begin_tile(loader, channels: cutlass.Constexpr, shared, number, row) -> Int3
     stage = number % config.kv_stages
     mask = cute.arch.vote_ballot_sync(Boolean(row != 0))
     channels["k_empty"].wait_previous(loader.ring_use(number))
-    if (loader.part == 0) & (loader.lane == 0):
-        shared.masks[stage * config.gathers.warps_of_part + loader.half] = Uint32(mask)
+    if cutlass.const_expr(config.gathers.cluster > 1):
+        channels["peer_empty"].wait_previous(loader.ring_use(number))
+        write_masks(loader, shared, stage, mask)
+    elif (loader.part == 0) & (loader.lane == 0):
+        shared.masks[stage * config.gathers.warps_of_part + loader.share] = Uint32(mask)
     base = shared.k.toint() + stage * config.kv.k_bytes
     return base + loader.part * config.gathers.part_bytes
 
@@ -219,7 +286,7 @@ def end_tile(loader, channels, number) -> None:
 def load_q_first(loader, channels: cutlass.Constexpr, shared, task, step, q_load):
     """Let the first producer warp load Q once its keys of the task's first tile are in flight, because Q's buffer is
     free only when the previous task is done. q_load: last argument of ``load_q``."""
-    if (loader.part == 0) & (loader.half == 0) & (step == 0):
+    if (loader.part == 0) & (loader.warp_of_part == 0) & (step == 0):
         load_q(loader.config, channels, shared, task, *q_load)
 
 
@@ -257,7 +324,7 @@ class Slots:
 
     @classmethod
     def of(cls, loader, task):
-        own = loader.half * loader.config.gathers.keys_of_warp + loader.lane
+        own = loader.lane_key
         addresses, limits = [], []
         for each in loader.operands.sets:
             row = Int64(each.request(task.token)) * Int64(each.slots.stride[0])
@@ -298,7 +365,7 @@ def look_up(loader, task, slots: Slots, step) -> tuple:
     )
     if loader.config.gathers.paged:
         known = Boolean(slot >= 0) & Boolean(slot < loader.operands.sets[0].pool.shape[0])
-        own = loader.half * loader.config.gathers.keys_of_warp + loader.lane
+        own = loader.lane_key
         slot = Int32(cutlass.select_(known, slot * PAGE_ROWS + own, Int32(NO_SLOT)))
     return slot, which
 

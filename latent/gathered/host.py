@@ -41,9 +41,11 @@ class GatheredHost:
         grid = numbers.ctas if config.scheduler.cuts_tiles else units.total
         if config.scheduler.persistent:
             grid = cutlass.min(grid, numbers.ctas)
+        shares = cutlass.const_expr(config.gathers.cluster > 1)
         self.kernel(operands, atom, coordinates, units, numbers.logits).launch(
             grid=(grid, 1, 1),
             block=(config.threads, 1, 1),
+            cluster=(config.gathers.cluster, 1, 1) if shares else None,
             min_blocks_per_mp=config.shape.ctas_per_sm,
             preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
             use_pdl=True,

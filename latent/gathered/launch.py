@@ -20,8 +20,10 @@ from warpspec.fmha.launch import partial_blocks, piece_blocks
 from warpspec.fmha.line import PAIR_WORDS
 from warpspec.fmha.logits import LogitNumbers, LogitOptions
 from warpspec.fmha.plan.splits import choose_splits
+from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
 from warpspec.latent.gathered import cost
 from warpspec.latent.gathered.config import (
+    CLUSTER,
     PAGE_ROWS,
     GatheredConfig,
     Sm100GatheredConfig,
@@ -46,6 +48,7 @@ GATHERED = Family(
         Sm100GatheredConfig, Kernel("gathered.sm100", "warpspec.latent.gathered.sm100:host_and_arguments")
     ),
 )
+SHARED_FORMATS = ("v3.2-fp8", "v4-fp8")  # of rows that CTAs convert together
 # On sm_90a, for pages of codes: keys are rows of the products.
 TRANSPOSED = Kernel("gathered.transposed", "warpspec.latent.gathered.transposed.kernel:host_and_arguments")
 
@@ -91,6 +94,7 @@ def make_plan(problem: GatheredProblem, target: Target) -> GatheredPlan:
     line = takes_line(problem, target, groups, tasks, tiles, splits)
     splits = 1 if line else splits
     of_kernel = problem.states if splits > 1 else problem
+    cluster = choose_cluster(problem, target)
     config = make(
         row_format=problem.format,
         sets=len(problem.slots),
@@ -104,6 +108,7 @@ def make_plan(problem: GatheredProblem, target: Target) -> GatheredPlan:
         paged=problem.paged,
         has_kv_scale=problem.has_kv_scale,
         pack=pack,
+        cluster=cluster,
         **({"line": True} if line else {}),
     )
     combine = None
@@ -116,7 +121,8 @@ def make_plan(problem: GatheredProblem, target: Target) -> GatheredPlan:
             has_sink=problem.has_sink,
             has_lse=problem.return_lse,
         )
-    ctas = target.sm_count // groups * groups if line else target.sm_count
+    together = groups if line else cluster  # neighbouring CTAs that are in step
+    ctas = target.sm_count // together * together
     return GatheredPlan(config, splits, combine, ctas)
 
 
@@ -144,11 +150,20 @@ def tiles_of(problem: GatheredProblem, pack: int, rows: int) -> tuple[int, int]:
     return -(-problem.heads // pack), -(-problem.queries // (rows // pack))
 
 
+def choose_cluster(problem: GatheredProblem, target: Target) -> int:
+    """CTAs that share the work on a query's keys, each for another of its head groups."""
+    groups = -(-problem.heads // WARPGROUP_ROWS)
+    converts = target.architecture.backend == "sm90" and problem.format in SHARED_FORMATS
+    return CLUSTER if converts and groups % CLUSTER == 0 and target.sm_count >= CLUSTER else 1
+
+
 def costs_of(problem: GatheredProblem, target: Target) -> cost.Costs | None:
     """The costs of the problem's kernel; None if it was not timed."""
     if target.architecture.backend != "sm90":
         return None
-    return cost.TRANSPOSED if transposes(problem, target) else cost.COSTS.get(problem.format)
+    if transposes(problem, target):
+        return cost.TRANSPOSED
+    return (cost.COSTS if choose_cluster(problem, target) == 1 else cost.OF_CLUSTERS).get(problem.format)
 
 
 def equal_splits(

@@ -28,25 +28,57 @@ RAW_PAIR = 2 * WARP_THREADS * VECTOR_BYTES  # bytes of two vectors for each of a
 
 
 @dataclass(frozen=True)
+class Peer:
+    """The other CTA of a cluster (``cluster``). rank: this CTA's. distance: from an address in this CTA's shared memory
+    to the same place in the peer's."""
+
+    rank: Int32
+    distance: Int32
+
+
+@dataclass(frozen=True)
 class Loader:
     """The keys and columns that a producer warp copies.
 
-    part: which part of the columns. half: which half of a tile's keys. lane: this lane's number in the warp. All warps
-    run one copy of the instructions, because the instruction cache is small. The two parts therefore differ only in
-    numbers, except for the last block of FP8 rows: it is e4m3 in the first part and bf16 in the second.
+    part: which part of the columns. share: which of a tile's keys, in shares of ``keys_of_warp``. lane: this lane's
+    number in the warp. peer: the CTA that shares the work on the keys, or None. All warps run one copy of the
+    instructions, because the instruction cache is small. The two parts therefore differ only in numbers, except for the
+    last block of FP8 rows: it is e4m3 in the first part and bf16 in the second.
     """
 
     config: object
     operands: Gathered
     part: Int32
-    half: Int32
+    share: Int32
     lane: Int32
+    peer: Peer | None = None
 
     def ring_use(self, number):
         """Ring use count of this warp's part of the number-th tile."""
         if self.config.barrier_parts > 1:
             return number * self.config.barrier_parts + self.part
         return number
+
+    @property
+    def warp_of_part(self):
+        """This warp's number among those of its part in this CTA."""
+        return self.share if self.peer is None else self.share % self.config.gathers.warps_of_part
+
+    @property
+    def peers_share(self):
+        """The share of the peer's warp with this warp's number."""
+        return self.share ^ self.config.gathers.warps_of_part
+
+    @property
+    def lane_key(self):
+        """The key of a tile that this lane looks up: one of the warp's, or, in the second half of the warp, of the
+        share of the peer's."""
+        keys = self.config.gathers.keys_of_warp
+        if self.peer is None:
+            return self.share * keys + self.lane
+        return (
+            self.share ^ (self.lane // keys * self.config.gathers.warps_of_part)
+        ) * keys + self.lane % keys
 
     @property
     def member(self) -> Int32:
@@ -137,7 +169,7 @@ def copy_rows(loader, base, rows: list) -> None:
     """
     row_bytes, group_bytes = BLOCK * BF16_BYTES, GROUP_KEYS * tma.ROW_BYTES
     block_bytes = loader.config.tile_n * tma.ROW_BYTES
-    target = base + loader.half * (loader.groups * group_bytes) + loader.key * tma.ROW_BYTES
+    target = base + loader.share * (loader.groups * group_bytes) + loader.key * tma.ROW_BYTES
     places = [target + (loader.key ^ loader.plain_chunk(i)) * VECTOR_BYTES for i in range(2)]
     for group, (address, wanted) in enumerate(rows):
         for i in range(2):
@@ -237,7 +269,7 @@ def store_group(loader, base, group, words: cute.Tensor, scales):
 @cute.jit
 def store_key(loader, base, group, words: cute.Tensor, scales, small: cutlass.Constexpr):
     """``store_group`` once it is known whether all scales of the warp's keys are ``small`` (``to_bf16``)."""
-    key = loader.half * loader.config.gathers.keys_of_warp + group * GROUP_KEYS + loader.key
+    key = loader.share * loader.config.gathers.keys_of_warp + group * GROUP_KEYS + loader.key
     row = base + key * tma.ROW_BYTES
     block_bytes = loader.config.tile_n * tma.ROW_BYTES
     # Addresses of the lane's first 16-byte chunk. The second chunk's differs in bit 0 (converted) or bit 2 (plain).

@@ -28,6 +28,7 @@ from warpspec.fmha.sm90.epilogue import ROW_RESULTS, epilogue
 from warpspec.fmha.sm90.narrow import NARROW_BARRIER, narrow_row
 from warpspec.fmha.sm90.pair import Pair, attend_paired, own_stage
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
+from warpspec.latent.gathered.cluster import share_keys
 from warpspec.latent.gathered.config import ROPE_DIM, TASK_STAGES, GatheredConfig
 from warpspec.latent.gathered.float8 import PAIR_FLOAT8
 from warpspec.latent.gathered.gather import gather
@@ -99,6 +100,8 @@ class GatheredAttention(GatheredHost):
 
         storage = allocate(config.smem_regions)
         channels = init_barriers(config.barriers, storage.barriers.data_ptr())
+        if cutlass.const_expr(config.gathers.cluster > 1):
+            channels = share_keys(channels)
         units = start(config, storage, operands, units, atom, warp)
         k_base = storage.k.data_ptr()
         shared = GatheredStorage(

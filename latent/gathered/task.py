@@ -31,8 +31,8 @@ MASK_BITS = 32
 @cute.jit
 def start(config: cutlass.Constexpr, storage: cutlass.Constexpr, operands, units, atom, warp):
     """What all of a CTA's threads do once mbarriers are initialised: wait for the launch before, and share out the
-    tasks if they are cut by length; a barrier of the CTA. atom: of the load warp. Returns the units with the CTA's
-    chunks."""
+    tasks if they are cut by length; a barrier of the CTA, or of its cluster. atom: of the load warp. Returns the units
+    with the CTA's chunks."""
     if warp == config.load_warp:
         cute.nvgpu.cpasync.prefetch_descriptor(atom)
     if cutlass.const_expr(config.scheduler.reads_cuts):
@@ -47,6 +47,9 @@ def start(config: cutlass.Constexpr, storage: cutlass.Constexpr, operands, units
         units = units.kept_at(storage.cursors.data_ptr())
         copy_cuts(operands, units)
     cute.arch.sync_threads()
+    if cutlass.const_expr(config.gathers.cluster > 1):
+        cute.arch.cluster_arrive_relaxed()  # the peer's mbarriers are initialised, too
+        cute.arch.cluster_wait()
     return units
 
 

@@ -97,6 +97,8 @@ def test_junk_lengths_and_pages(codes):
     [
         (5, 8, (200, 70), 1),
         (3, 128, (64, 65, 1), 1),
+        (5, 128, (900,), 4),
+        (150, 100, (700,), None),
         (9, 16, (600,), 3),
         (40, 64, (130, 512), 1),
         (1, 1, (3000,), None),
@@ -250,7 +252,7 @@ def stressed_calls() -> Iterator[Stressed]:
         run = functools.partial(mla_decode, q, kv, table, lengths, scale=0.04)
         contents = [lengths.clone(), lengths.roll(3), torch.full_like(lengths, most)]
         yield Stressed(run, lengths, contents, (len(q), queries, heads, VALUES), O_TOLERANCE)
-    case = random_case(40, 64, (2000,), format="v3.2-fp8", rotate=False, sink=False, lse=False).to("cuda")
+    case = random_case(40, 128, (2000,), format="v3.2-fp8", rotate=False, sink=False, lse=False).to("cuda")
     run = functools.partial(gathered_attention, case.q, case.key_sets)
     lengths = case.key_sets[0].lengths
     contents = [lengths // part for part in (1, 2, 7)]
