@@ -35,7 +35,7 @@ from warpspec.fmha.sm90 import shapes as hopper_shapes
 from warpspec.fmha.sm100 import config as fmha
 from warpspec.fmha.sm100 import shapes as blackwell_shapes
 from warpspec.fmha.tiles import ELEMENT_BYTES, KvTile
-from warpspec.latent.gathered.config import E4M3_ROWS, GatheredConfig, Sm100GatheredConfig
+from warpspec.latent.gathered.config import CLUSTER, E4M3_ROWS, GatheredConfig, Sm100GatheredConfig
 from warpspec.latent.gathered.transposed.config import TransposedConfig
 
 MARKERS = (  # begin and end: attention for sm_100a and sm_90a, the grouped GEMM, Swap-FFN, gradients
@@ -332,6 +332,10 @@ def hopper_kernels() -> list[tuple]:
             mla,
         ),
         (f"D = 512, rows gathered by slot ({of_gathered}: consumers, producers):", gathered),
+        (
+            f"D = 512, rows gathered by slot, clusters of {CLUSTER} CTAs that share the keys:",
+            GatheredConfig.of(cluster=CLUSTER),
+        ),
         (
             f"MLA over e4m3 rows, {transposed.count} rows a task, keys as rows of the products ({of_transposed}: "
             "consumers, load warp):",
