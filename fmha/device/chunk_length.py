@@ -8,9 +8,9 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from warpspec.fmha.line import LEAST_TILES
 
-WHOLE_SHARE = 8  # chunks may be longer by this part of their length if that leaves equal tiles whole
-WHOLE_TILES, PAIR_SHARE = 6, 16  # if pieces are added up: by so many KV tiles, or by this part
-BOUND_SHARE = 3  # or by this one, if memory is the bound, which fewer SMs keep as busy
+WHOLE_SHARE = 8  # chunks may be longer by 1 / this of their length if that leaves equal tiles whole
+WHOLE_TILES, PAIR_SHARE = 6, 16  # if pieces are added up: by so many KV tiles, or by 1 / this of it
+BOUND_SHARE = 3  # or by 1 / this, if memory is the bound, which fewer SMs keep as busy
 
 
 def chunk_length(config, line, total, chunks, tile) -> Int64:
@@ -18,7 +18,7 @@ def chunk_length(config, line, total, chunks, tile) -> Int64:
 
     line: ``line.Line``. chunks: their number. tile: the length that all tiles have, or 0. If a tile is a little longer
     than the quotient, a chunk is one tile, and none is cut. Where pieces are added up, a chunk may also be several
-    whole tiles, or an equal part of one: then no CTA has pieces of two.
+    whole tiles, or each tile several equal chunks: then no CTA has pieces of two.
     """
     most = Int64(Float32(total) * (cute.arch.rcp_approx(Float32(chunks)) * Float32(1.0 + 2.0**-20))) + 1
     room = most // WHOLE_SHARE
@@ -34,8 +34,8 @@ def chunk_length(config, line, total, chunks, tile) -> Int64:
 
 
 def even_length(most, tile) -> Int64:
-    """The least length from ``most`` on that is a multiple or an equal part of a tile. tile: its length, or 0."""
-    parts = cutlass.max(Int32(Float32(tile) * cute.arch.rcp_approx(Float32(most))), 1)
-    part = Int64(Float32(tile) * (cute.arch.rcp_approx(Float32(parts)) * Float32(1.0 + 2.0**-20))) + 1
+    """The least length from ``most`` on that divides a tile evenly or is several whole ones. tile: its length, or 0."""
+    chunks = cutlass.max(Int32(Float32(tile) * cute.arch.rcp_approx(Float32(most))), 1)
+    equal = Int64(Float32(tile) * (cute.arch.rcp_approx(Float32(chunks)) * Float32(1.0 + 2.0**-20))) + 1
     several = (most + tile - 1) // cutlass.max(tile, Int64(1)) * tile
-    return Int64(cutlass.select_(Boolean(parts > 1), part, several))
+    return Int64(cutlass.select_(Boolean(chunks > 1), equal, several))

@@ -1,8 +1,8 @@
 """Work cut by length, second launch: the states of the pieces of every tile that was cut become results.
 
-CTA (x, y) joins part x of the rows of the tile whose first cut is the begin of CTA y's chunk in the previous launch, if
-there is such a tile. The record that CTA y left (``device.line.Join``) tells. The first piece lies in a place of CTA
-y - 1, the others in the first places of CTAs y, y + 1 and so on. States are summed in that order.
+CTA (x, y) joins the x-th share of the rows of the tile whose first cut is the begin of CTA y's chunk in the previous
+launch, if there is such a tile. The record that CTA y left (``device.line.Join``) tells. The first piece lies in a
+place of CTA y - 1, the others in the first places of CTAs y, y + 1 and so on. States are summed in that order.
 """
 
 from __future__ import annotations
