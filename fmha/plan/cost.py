@@ -102,7 +102,8 @@ class Constants:
         scan, scan_requests: microseconds of cutting the line, and more for every 32 requests.
         join, join_bytes: microseconds of the launch that joins pieces, and bytes of states that it reads per
             microsecond.
-        add: microseconds in which paired consumers add the state of another piece.
+        add, add_more: microseconds in which paired consumers add the state of another piece, up to FEW_PIECES, and of
+            each further one, whose columns they share out.
         line: factor of the whole time of a launch by LINE.
         combine, combine_bytes: microseconds of the launch that combines split keys, and bytes of states that are
             written and read again per microsecond.
@@ -162,6 +163,7 @@ class Constants:
     idle: float = 3572.0
     line: float = 1.077
     add: float = 2.0
+    add_more: float = 0.15
     partition_scan: float = 2.0
     partition_rest: float = 0.15
     partition_last: float = 0.5
@@ -374,7 +376,8 @@ def joining(w: Work, t: Tiling, share: Shares, c: Constants, ops: Arithmetic):
     pieces = (w.longest + share.overhead) * share.chunks / maximum(share.length, 1) + 1  # of the longest tile
     joined = c.join + states / c.join_bytes
     joined = joined + c.combine_round * join_rounds(t, w, pieces, ops)
-    return where(t.column_parts > 1, c.add * minimum(pieces - 1, FEW_PIECES), joined)
+    added = c.add * minimum(pieces - 1, FEW_PIECES) + c.add_more * maximum(pieces - 1 - FEW_PIECES, 0)
+    return where(t.column_parts > 1, added, joined)
 
 
 def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=None):
