@@ -176,6 +176,11 @@ def parser() -> argparse.ArgumentParser:
         help="ours: as the plan chooses, always; the best plan of other ways; all plans",
     )
     parser.add_argument(
+        "--schedule",
+        action="store_true",
+        help="also time calls that are cut by length with a schedule (mla_schedule), made before",
+    )
+    parser.add_argument(
         "--write", type=Path, metavar="FILE", help="append results to FILE, a line of JSON each"
     )
     parser.add_argument("--list", action="store_true", help="print the calls")

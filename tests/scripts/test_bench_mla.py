@@ -1,7 +1,9 @@
 """bench_mla.py without a GPU: the calls it draws, their ways and tensors, what it says of times."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import bench_mla
 import pytest
@@ -141,6 +143,46 @@ def test_what_is_said_of_times():
     (scheduled,) = (row for row in text.splitlines() if row.strip().startswith("line with a schedule"))
     assert scheduled.split()[4:8] == ["1", "1", "1.400", "0"]
     assert "1 calls differ" in text and "WRONG: differs from peer 2.0e-03" in text
+
+
+def test_a_run(monkeypatch, on_cpu, capsys, tmp_path):
+    """Everything but kernels and clocks, whose place the reference and set times take."""
+    reference = partial(mla_calls.ours, backend="reference")
+    sets = [(mla_calls.paged(MlaCall("bf16", 4, 2, (130, 2, 65)), torch.randperm(12).int(), 0),)]
+
+    def times(calls, inputs):
+        assert all(call(*inputs[0]).shape == (3, 2, 4, 512) for call in calls.values())
+        return {name: 10.0 - place for place, name in enumerate(calls)}
+
+    for owner, name, value in (
+        (mla_calls, "in_one_way", lambda call, *_: reference(call)),
+        (mla_calls, "scheduled", lambda call, _: reference(call)),
+        (mla_calls, "peer", lambda call, _: lambda x: reference(call)(x) * 1.05),
+        (mla_calls, "input_sets", lambda _: sets),
+        (bench_mla, "target_of", lambda _: H200),
+        (bench_mla, "compile_ahead", lambda *_: 0),
+        (bench_mla, "ProcessPoolExecutor", lambda workers, **_: ThreadPoolExecutor(workers)),
+        (bench_mla.driver, "need_gpu", lambda _: None),
+        (bench_mla.driver, "begin", lambda *_: "this GPU"),
+        (bench_mla.gpu_bench, "graph_times", times),
+    ):
+        monkeypatch.setattr(owner, name, value)
+    ours = mla_calls.ours
+    monkeypatch.setattr(
+        mla_calls, "ours", lambda call, **more: ours(call, **({"backend": "reference"} | more))
+    )
+    file = tmp_path / "results.jsonl"
+    options = ["--shapes", "B3 q2 k2..130 4/1", "--ways", "line", "--schedule", "--write", str(file)]
+    monkeypatch.setattr("sys.argv", ["bench_mla.py", *options])
+    with pytest.raises(SystemExit, match="1"):  # the peer's result is not ours
+        bench_mla.main()
+    (kept,) = map(json.loads, file.read_text().splitlines())
+    (first, other), errors = kept["times"].items(), kept["errors"]
+    assert first[1] == 10 and other[0].startswith("line") and other[1] == 9
+    assert kept["scheduled"] == 8 and kept["peer"] == 7 and kept["on"].startswith("this GPU, tree ")
+    assert kept["wrong"] == ["peer"] and errors["reference"] < 1e-6 and 0.04 < errors["peer"] < 0.06
+    said_ = capsys.readouterr().out
+    assert "with a schedule 8.0 us, 0.875" in said_ and "loses 11.1%" in said_
 
 
 def test_commands(monkeypatch, capsys):
