@@ -126,7 +126,9 @@ def variants(shape: Shape, target: Target, orders=True) -> dict[str, tuple]:
         if item not in found.values():
             found[name] = item
     if orders and shape.heads_q > shape.heads_kv:
-        other = replace(launch.ordered(config, Order(1, 1)), heads_inside=not config.heads_inside)
+        other = replace(
+            launch.ordered(config, Order(1, 1)), heads_inside=not config.heads_inside, keeps_requests=False
+        )
         each = choose_order(problem, other, target)
         name = "heads inside" if other.heads_inside else "heads outside"
         found[name] = (False, each, launch.ordered(other, each))

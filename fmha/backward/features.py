@@ -13,8 +13,9 @@ wgmma's registers: 4 KiB for each of 4 warps, with element 4 i + j of lane l at 
 
 Where key tiles are cut (``schedule``), dK and dV of each piece have the same layout, [Hkv, key tiles, pieces, tile_n *
 D] fp32: blocks of 64 keys and 64 columns, columns first. Where tiles are cut by length, they are [Hkv, places, 1,
-tile_n * D], and a tile's pieces have neighbouring places. Where heads are sliced, they are [Hkv, key tiles, 1, tile_n *
-D], and all pieces of a tile add to its sums.
+tile_n * D], and a tile's pieces have neighbouring places; where packed requests come one after another, all heads share
+them, [1, places, 1, tile_n * D]. Where heads are sliced, they are [Hkv, key tiles, 1, tile_n * D], and all pieces of a
+tile add to its sums.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from warpspec.common import memory
 from warpspec.common.hardware import FP32_BYTES, WARPGROUP_THREADS
 from warpspec.common.operands import FLOAT32
 from warpspec.fmha.backward.problem import BackwardProblem
+from warpspec.fmha.backward.runs import MOST_REQUESTS
 from warpspec.fmha.features import Format, Mask, RequestLayout
 from warpspec.fmha.heads import BLOCK, HeadSizes
 from warpspec.fmha.logits import PLAIN, LogitMap
@@ -90,7 +92,9 @@ class BackwardKernel:
     group (``device.tile``). slices: heads are sliced (``schedule``), and pieces add to dK and dV in any order.
     inner_heads: with heads inside and a fixed order, this many heads (a power of two) are gone through at each query
     tile before the next heads begin; 0: all of the group. rows: the sizes of rows in memory, unless both are one tuned
-    size; past a row's end the tile, of ``heads``, has zeros."""
+    size; past a row's end the tile, of ``heads``, has zeros. keeps_requests:
+    CTAs take packed requests one after another (``runs``): all queries of a request see all of its keys, so that its
+    key tiles have the same steps, and one CTA can sort the requests."""
 
     mask: Mask = Mask()
     requests: RequestLayout = RequestLayout()
@@ -104,6 +108,7 @@ class BackwardKernel:
     slices: bool = False
     inner_heads: int = 0
     rows: HeadSizes | None = None
+    keeps_requests: bool = False
 
     def __post_init__(self):
         requests = self.requests
@@ -111,6 +116,7 @@ class BackwardKernel:
         assert not (self.mask.has_blocks and (self.heads_inside or self.cut))
         assert self.cuts_by_length or not self.slices
         assert (self.deterministic and self.heads_inside and not self.cut) or not self.inner_heads
+        assert not self.keeps_requests or not (self.heads_inside or self.deterministic or self.mask.band)
         assert requests.packed_q == requests.packed_k and not (requests.packed_k and requests.has_kv_lengths)
 
     @property
@@ -164,14 +170,6 @@ class BackwardKernel:
         """Whether heads may be sliced: the host or the device cuts by length, and no order of sums is wanted."""
         cuttable = self.can_cut and (self.alike or self.requests.packed_k)
         return cuttable and not (self.deterministic or self.heads_inside or self.mask.has_blocks)
-
-    @property
-    def keeps_requests(self) -> bool:
-        """Whether CTAs take packed requests one after another, the longest first, and within each its KV heads: where
-        all queries of a request see all of its keys, and so its key tiles have the same steps."""
-        mask = self.mask
-        masked = mask.band or mask.has_ranges or mask.has_blocks
-        return self.requests.packed_k and not (masked or self.deterministic)
 
     @property
     def alike(self) -> bool:
@@ -317,6 +315,9 @@ def common_fields(problem: BackwardProblem) -> dict:
     """The fields of ``BackwardKernel`` that follow from the problem. K and V are loaded separately even if they are one
     tensor."""
     forward, wanted = problem.forward, Wanted.of(problem)
+    mask, deterministic = forward.mask, problem.deterministic and wanted.q
+    masked = mask.band or mask.has_ranges or mask.has_blocks
+    few = forward.requests.packed_k and forward.batch <= MOST_REQUESTS
     return {
         "mask": forward.mask,
         "requests": forward.requests,
@@ -324,6 +325,7 @@ def common_fields(problem: BackwardProblem) -> dict:
         "heads": forward.heads,
         "format": Format(forward.format.dtype),
         "wanted": wanted,
-        "deterministic": problem.deterministic and wanted.q,
-        "heads_inside": problem.deterministic and wanted.q and forward.mask.block_size is None,
+        "deterministic": deterministic,
+        "heads_inside": deterministic and mask.block_size is None,
+        "keeps_requests": few and not (masked or deterministic),
     }

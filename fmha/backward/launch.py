@@ -24,6 +24,7 @@ from warpspec.fmha.backward.pieces import PieceLength
 from warpspec.fmha.backward.problem import BackwardProblem
 from warpspec.fmha.backward.ranges import seen_by
 from warpspec.fmha.backward.rows import RESULTS, ROWS, result_config, row_config
+from warpspec.fmha.backward.runs import most_runs
 from warpspec.fmha.backward.schedule import (
     CutTiles,
     Order,
@@ -32,6 +33,7 @@ from warpspec.fmha.backward.schedule import (
     inner_heads_of,
     piece_length,
     reads_beyond_l2,
+    side_by_side,
 )
 from warpspec.fmha.checks import SIZE_LIMIT
 from warpspec.fmha.logits import LogitNumbers
@@ -51,6 +53,7 @@ class Gradients(NamedTuple):
     bias: torch.Tensor | None = None
 
 
+NOT_CUT = PieceLength(0.0, 0.0, 0.0, 0.0, 0)  # where the device cuts nothing
 # Packages with ``BackwardConfig`` and ``MAIN``, its ``Kernel``.
 GRADIENTS = Family(
     "attention's gradients", sm90="warpspec.fmha.backward.sm90", sm100="warpspec.fmha.backward.sm100"
@@ -154,13 +157,24 @@ def prepare(
         *LogitNumbers.of(forward.logits, signed=True),
         forward.logits.scale,
         *window,
-        1 if length else cut.pieces if cut else order.pieces,  # each of the device's has a place of its own
+        launched_pieces(config, order, length, cut),
         order.section,
         cut.most if cut else 0,
         order.slices,
         order.whole,
     )
     return Prepared(target, config, order, length, cut, *launchers, numbers, window)
+
+
+def launched_pieces(
+    config: BackwardKernel, order: Order, length: PieceLength | None, cut: CutTiles | None
+) -> int:
+    """``BackwardNumbers.pieces``."""
+    if config.keeps_requests:
+        return length.further if length else 0
+    if length:
+        return 1  # each has a place of its own
+    return cut.pieces if cut else order.pieces
 
 
 class Workspace(NamedTuple):
@@ -187,20 +201,27 @@ def workspace_of(prepared: Prepared, problem: BackwardProblem, operands: Operand
         return block(shape, dtype) if wanted else None
 
     pieces = each(config.cuts_by_length, key_tiles, PIECE_NUMBERS, dtype=int32)
-    if length is not None:
-        key_tiles += length.further + (key_tiles if config.heads_inside and config.ends_early else 0)
-    places = (key_tiles, 1) if length else (key_tiles, prepared.order.pieces)
-    if prepared.cut is not None:
-        places = (operands.q.shape[0] * prepared.cut.pieces, 1)
+    sums, ordered_rows = (forward.heads_kv, key_tiles, prepared.order.pieces), key_tiles + 1
+    if config.keeps_requests:
+        further, all_rows = length.further if length else 0, forward.heads_kv * prepared.order.slices
+        ctas, sms = key_tiles * all_rows + further, side_by_side(config, prepared.target)
+        ordered_rows = most_runs(len(operands.cu_seqlens_q) - 1, ctas, sms) + 1
+        pieces = each(config.cut, len(operands.cu_seqlens_q) - 1, PIECE_NUMBERS, dtype=int32)
+        sums = (1, 2 * further, 1)  # a key tile of n pieces has n - 1 further ones
+    elif length is not None:
+        places = key_tiles + length.further + (key_tiles if config.heads_inside and config.ends_early else 0)
+        sums, ordered_rows = (forward.heads_kv, places, 1), places + 1
+    elif prepared.cut is not None:
+        sums = (forward.heads_kv, operands.q.shape[0] * prepared.cut.pieces, 1)
     if config.slices:
-        places = (key_tile_count(config, operands), 1)
-    sums = (forward.heads_kv, *places, config.tile_n * config.heads.qk)
+        sums = (forward.heads_kv, key_tiles, 1)
+    sums = (*sums, config.tile_n * config.heads.qk)
     return Workspace(
         each(True, heads, rows, config.tile_m // 2, 4),
         each(config.wanted.q, heads, rows, config.tile_m * config.heads.qk),
         each(config.deterministic, heads, rows, config.turn_counts, dtype=int32),
         each("sink" in problem.wanted, heads, rows),
-        each(config.requests.packed_k, key_tiles + 1, PLACE_NUMBERS, dtype=int32),
+        each(config.requests.packed_k, ordered_rows, PLACE_NUMBERS, dtype=int32),
         pieces,
         each(config.leaves_k, *sums),
         each(config.leaves_v, *sums),
@@ -253,7 +274,7 @@ def run_prepared(
         requests = (operands.k, operands.cu_seqlens_k, start, *ranges, tile_order, tile_pieces, dq, *targets)
     sink = None if operands.sink is None else operands.sink.to(fp32)
     rows = (operands.lse.contiguous(), dlse, sink, operands.cu_seqlens_q)
-    cuts = (0.0,) * 4 if length is None else length[:4]
+    cuts = NOT_CUT if length is None else length
     cleared = sums if config.slices else (None, None)
     written = (statistics, dq_sums, turns, dsink, *cleared)
     slices = prepared.order.slices
@@ -300,7 +321,8 @@ def run_prepared(
     if prepared.results is not None:
         keys = (*sums, gradients.q, *(targets if config.cut else (None, None)))
         some = (sums[0] is not None or sums[1] is not None) and not config.slices
-        lengths = (operands.cu_seqlens_q, operands.cu_seqlens_k, tile_pieces if some else None)
+        tables = (tile_order if some and config.keeps_requests else None, tile_pieces if some else None)
+        lengths = (operands.cu_seqlens_q, operands.cu_seqlens_k, *tables)
         prepared.results(dq_sums, *keys, *lengths, forward.logits.scale, prepared.order.whole)
     if gradients.bias is not None and dbias is not gradients.bias:
         gradients.bias.copy_(dbias)

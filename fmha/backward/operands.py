@@ -31,9 +31,9 @@ def key_elements(config) -> int:
 SUMS = Operand(FLOAT32, 4, key_elements, TMA_ALIGNMENT)  # sums of cut key tiles' pieces
 PIECE_NUMBERS = 2  # of a key tile, in tile_pieces
 # Numbers of a place in tile_order, and which is which: the key tile, its request and number there, the piece, pieces of
-# the tile, most steps of a piece; the first place whose piece has as many steps, and how many such places there are.
-PLACE_NUMBERS = 8
-TILE, REQUEST, NUMBER, PIECE, PIECES, MOST, FIRST_EQUAL, EQUAL = range(PLACE_NUMBERS)
+# the tile, most steps of a piece. Where packed requests come one after another, the rows are ``runs.Run``.
+PLACE_NUMBERS = 6
+TILE, REQUEST, NUMBER, PIECE, PIECES, MOST = range(PLACE_NUMBERS)
 
 
 class BackwardOperands(NamedTuple):
@@ -41,8 +41,10 @@ class BackwardOperands(NamedTuple):
     cu_seqlens_k: as in ``fmha.operands``. statistics, dq_sums: ``features``; turns [Hq, tiles, turn_counts]
     int32. dk, dv: like k. dk_sums, dv_sums [Hkv, key tiles, pieces, tile_n * D] fp32 (``features``): what pieces
     leave. dbias: like bias, fp32 where it is a sum. tile_order [places + 1, PLACE_NUMBERS] int32: for packed
-    requests, the key tile, or piece of one, of each place, and in the last row how many places are used. tile_pieces
-    [key tiles, PIECE_NUMBERS] int32: the place of a tile's first piece, and how many it has. ranges, q_visits,
+    requests, the key tile, or piece of one, of each place, and in the last row how many places are used; where requests
+    come one after another, all ``runs``, and in the last row how many CTAs they have and how many there are.
+    tile_pieces [key tiles, PIECE_NUMBERS] int32: the place of a tile's first piece, and how many it has; where requests
+    come one after another, each request's first run, and how many it has; 0 if its tiles are whole. ranges, q_visits,
     q_counts, q_patterns: as in ``fmha.operands``; seen_by: ``ranges.seen_by``.
     """
 
@@ -90,7 +92,7 @@ class RowOperands(NamedTuple):
 
     Packed requests also need k, cu_seqlens_k, q_start, ranges and seen_by; the kernel then also writes tile_order,
     tile_pieces, and zeros in rows of dq, dk and dv that belong to no request. window_left, window_right: not read where
-    unbounded. piece_start to piece_last: see ``pieces.PieceLength``. slices: of heads.
+    unbounded. piece_start to piece_further: see ``pieces.PieceLength``. slices: of heads.
     """
 
     o: Annotated[Any, V_ROWS]
@@ -121,14 +123,15 @@ class RowOperands(NamedTuple):
     piece_share: Annotated[Any, Number(FLOAT32)]
     piece_cost: Annotated[Any, Number(FLOAT32)]
     piece_last: Annotated[Any, Number(FLOAT32)]
+    piece_further: Annotated[Any, Number(INT32)]
     slices: Annotated[Any, Number(INT32)]
 
 
 class ResultOperands(NamedTuple):
     """Arguments of the kernel after the main one. dq_sums: ``features``; dk_sums, dv_sums: [Hkv, key tiles, pieces,
     tile_n * D] fp32 (``features``). dq [B, Sq, Hq, D], dk, dv [B, Sk, Hkv, D] are written; where V is K, dk alone, the
-    sum of both. tile_pieces: as in ``BackwardOperands``; tiles in one piece are not written. scale: the factor of dq
-    and dk. whole: as in ``BackwardNumbers``.
+    sum of both. tile_order, tile_pieces: as in ``BackwardOperands``; tiles in one piece are not written. scale: the
+    factor of dq and dk. whole: as in ``BackwardNumbers``.
     """
 
     dq_sums: Annotated[Any, Operand(FLOAT32, 3, tile_elements, TMA_ALIGNMENT, "q")]
@@ -139,6 +142,7 @@ class ResultOperands(NamedTuple):
     dv: Annotated[Any, replace(V_ROWS, when="v")]
     cu_seqlens_q: Annotated[Any, Operand(INT32, 1, when="packed")]
     cu_seqlens_k: Annotated[Any, Operand(INT32, 1, when="packed")]
+    tile_order: Annotated[Any, Operand(INT32, 2, PLACE_NUMBERS, when="by_request")]
     tile_pieces: Annotated[Any, Operand(INT32, 2, PIECE_NUMBERS, when="by_length")]
     scale: Annotated[Any, Number(FLOAT32)]
     whole: Annotated[Any, Number(INT32)]
@@ -149,8 +153,9 @@ class BackwardNumbers(NamedTuple):
 
     logits: their factor has the sign of the scale. scale: the factor of dK. window_left, window_right: not read where
     unbounded. pieces, section: see ``schedule.Order``; if the host cuts by length, pieces counts those of all key tiles
-    of a row. most_steps: the most steps of a piece, if the host cuts by length. slices: of a KV head's query heads.
-    whole: rows that come first and are not cut, if the host cuts by length.
+    of a row; where packed requests come one after another, the CTAs beside one for each key tile of each row.
+    most_steps: the most steps of a piece, if the host cuts by length. slices: of a KV head's query heads. whole: rows
+    that come first and are not cut, if the host cuts by length.
     """
 
     logits: LogitNumbers

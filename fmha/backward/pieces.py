@@ -86,14 +86,17 @@ def may_cut(length: PieceLength, tiles: Iterable[int]) -> bool:
     tried = range(0, LENGTHS, 4)
     limits = {min(max(int(limit_of(length, total, i)) + 1, i + 1), max(longest, 1)) for i in tried}
 
-    def time(limit: int) -> float:
-        parts = [(steps, max(-(-steps // limit), 1), count) for steps, count in tiles.items()]
-        pieces = sum(part * count for _, part, count in parts)
-        cut = sum(part * count for _, part, count in parts if part > 1)
-        those = [each for each in parts if each[0] >= LONG * limit * each[1]]
-        long = sum(part * count for _, part, count in those)
-        long_steps = sum(steps * count for steps, _, count in those)
-        most = max((steps / part for steps, part, _ in parts), default=0.0)
-        return expected_steps(length, total, Load(pieces, cut, long, long_steps, most))
+    return min(time_of(length, tiles, limit) for limit in limits) < time_of(length, tiles, max(longest, 1))
 
-    return min(map(time, limits)) < time(max(longest, 1))
+
+def time_of(length: PieceLength, tiles: Counter[int], limit: int) -> float:
+    """The formula above for L = ``limit``. tiles: how many key tiles of a KV head have as many steps."""
+    parts = [(steps, max(-(-steps // limit), 1), count) for steps, count in tiles.items()]
+    pieces = sum(part * count for _, part, count in parts)
+    cut = sum(part * count for _, part, count in parts if part > 1)
+    those = [each for each in parts if each[0] >= LONG * limit * each[1]]
+    long = sum(part * count for _, part, count in those)
+    long_steps = sum(steps * count for steps, _, count in those)
+    most = max((steps / part for steps, part, _ in parts), default=0.0)
+    total = sum(steps * count for steps, count in tiles.items())
+    return expected_steps(length, total, Load(pieces, cut, long, long_steps, most))

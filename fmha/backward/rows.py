@@ -48,7 +48,7 @@ class ResultConfig:
 
     tile_m, tile_n: rows of the tiles of queries and of keys. packed: requests are packed. q: dQ is wanted. k, v: there
     are pieces of dK, of dV to add up. joins: dV is added to dK. by_length: the device decides how many pieces a tile
-    has. added: pieces have been added up already. rows: as the main kernel's.
+    has; by_request: as ``runs`` say. added: pieces have been added up already. rows: as the main kernel's.
     """
 
     heads: HeadSizes
@@ -61,6 +61,7 @@ class ResultConfig:
     v: bool = False
     joins: bool = False
     by_length: bool = False
+    by_request: bool = False
     added: bool = False
     rows: HeadSizes | None = None
 
@@ -85,7 +86,8 @@ def result_config(config: BackwardKernel) -> ResultConfig | None:
         k and config.wanted.joins_keys,
         (k or v) and config.cuts_by_length and not config.slices,
     )
-    how = (joins, by_length, config.slices, config.rows)
+    by_request = by_length and config.keeps_requests
+    how = (joins, by_length, by_request, config.slices, config.rows)
     return ResultConfig(*sizes, config.format, config.requests.packed_q, config.wanted.q, k, v, *how)
 
 

@@ -22,8 +22,8 @@ Where CTAs make few rounds on the SMs, it may be best to cut the last rows' key 
 
 Packed requests are cut by the device (``pieces``): it knows their lengths, and cuts only long key tiles. If all
 queries see all keys of their request, there are no sections: CTAs go through the requests, the longest first, and
-within one through its KV heads. So the last CTAs are short, and what CTAs read together stays in L2. The host
-decides only whether cutting is possible.
+within one through its KV heads (``runs``). So the last CTAs are short, and what CTAs read together stays in L2. The
+host decides only whether cutting is possible.
 
 Worst case: the busiest SM has at most the mean plus the longest CTA. ``choose_order`` expects this if the lengths are
 as the problem says; with kv_lengths it does not know the longest CTA; with packed requests the longest CTA is at most
@@ -40,7 +40,7 @@ from typing import NamedTuple
 
 from warpspec.common.hardware import FP32_BYTES
 from warpspec.common.launch import Target
-from warpspec.fmha.backward import rounds
+from warpspec.fmha.backward import rounds, runs
 from warpspec.fmha.backward.features import BackwardKernel
 from warpspec.fmha.backward.pieces import PieceLength, may_cut, most_further
 from warpspec.fmha.backward.problem import BackwardProblem
@@ -368,7 +368,10 @@ def piece_length(
         min(forward.batch, 2 * forward.least_q / forward.seq_q), 1.0
     )
     ctas, total = ctas_of(problem, config, tile_steps(problem, config), 1), total / slices
-    last = 1.0 if config.keeps_requests else section_of(problem, config, target, ctas, slices) / rows
+    if config.keeps_requests:
+        further = math.ceil(min(runs.FURTHER * sms, max(total * rows, 1.0)))
+        return PieceLength(CTA_US / step, share, cost, 1.0, further)
+    last = section_of(problem, config, target, ctas, slices) / rows
     return PieceLength(CTA_US / step, share, cost, last, most_further(share, last, total))
 
 
@@ -382,7 +385,14 @@ def cuts_packed(
     shorter = [
         min(each, round(fraction * steps[0])) for each in sorted(steps)[: round(fraction * len(steps))]
     ]
-    return may_cut(piece_length(problem, config, target), [*steps, *shorter * (forward.batch - 1)])
+    length, tiles = piece_length(problem, config, target), [*steps, *shorter * (forward.batch - 1)]
+    if may_cut(length, tiles):
+        return True
+    if not config.keeps_requests:
+        return False
+    others = runs.Request(shorter[0] if shorter else 0, len(shorter))
+    requests = [runs.Request(steps[0], len(steps)), *[others] * (forward.batch - 1)]
+    return runs.gains(length, requests, forward.heads_kv)
 
 
 def expected_us(

@@ -120,13 +120,15 @@ SLICED = {
                causal=True), Order(2, 1, slices=3)),
     256: (Case("sliced-shared", seq_q=128, seq_k=200, heads_q=4, heads_kv=1, head_dim=256, causal=True,
                shared_kv=True), Order(2, 1, slices=4)),
+    "whole": (Case("sliced-whole", lengths_q=(140, 0, 70), lengths_k=(140, 5, 300), heads_q=6, heads_kv=2),
+              Order(2, 1, slices=3)),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dim", long_but([128], SLICED))
-def test_sliced_heads(dim, monkeypatch, simulate_gradients_as):
+@pytest.mark.parametrize("name", long_but([128], SLICED))
+def test_sliced_heads(name, monkeypatch, simulate_gradients_as):
     """Slices of heads come one after another, and pieces of all slices add to the same sums."""
-    case, order = SLICED[dim]
+    case, order = SLICED[name]
     prepared = cut_into(monkeypatch, order)
     simulate_gradients_as("sm_90a", seed=1)
     compare(case)
@@ -169,13 +171,14 @@ PACKED = (
     Case(
         "window", lengths_q=(140, 300, 70), lengths_k=(140, 300, 300), heads_q=6, heads_kv=2, window=(150, 0)
     ),
+    Case("whole", lengths_q=(130, 0, 5), lengths_k=(130, 5, 70), heads_q=4, heads_kv=2),
 )
 
 
 @pytest.mark.parametrize(
     ("case", "deterministic", "share", "further", "dim"),
     long_but(
-        [(PACKED[1], True, 0.1, 40, 64)],
+        [(PACKED[1], True, 0.1, 40, 64), (PACKED[2], False, 0.1, 40, 64)],
         (
             (*rest, dim)
             for *rest, dim in itertools.product(PACKED, (False, True), (0.1, 0.3), (40, 3), HEAD_DIMS)

@@ -12,7 +12,7 @@ import torch
 
 from warpspec.common.hardware import gpu_model
 from warpspec.common.launch import Target, simulating
-from warpspec.fmha.backward import call, launch, pieces, schedule
+from warpspec.fmha.backward import call, launch, pieces, runs, schedule
 from warpspec.fmha.backward.problem import BackwardProblem
 from warpspec.fmha.backward.schedule import Order
 from warpspec.fmha.operands import Operands, Options
@@ -194,6 +194,79 @@ def test_a_gpu_of_one_sm(packed):
     assert schedule.choose_order(problem, launch.plan(problem, target), target).pieces >= 1
 
 
+def requests_of(lengths: list[int], group: int) -> list[runs.Request]:
+    """Requests whose queries all see all of their keys, at D 128."""
+    return [runs.Request(-(-length // 64) * group, -(-length // 128)) for length in lengths]
+
+
+def equal_pieces(length: pieces.PieceLength, requests: list[runs.Request]) -> dict[int, float]:
+    """The values of L that the device tries, and the predicted time of each."""
+    steps = [steps for steps, tiles in requests for _ in range(tiles)]
+    return {limit: predicted(length, steps, limit) for limit in (*limits_of(length, steps), max(steps))}
+
+
+def sizes_of(requests: list[runs.Request], layout: runs.Layout, rows: int) -> list[int]:
+    """Steps of all CTAs in order. Every key tile of every row must be there once."""
+    sizes, seen = [], {number: 0 for number, request in enumerate(requests) if request.tiles}
+    ends = [run.first_cta for run in layout.runs[1:]] + [layout.ctas]
+    for run, end in zip(layout.runs, ends, strict=True):
+        assert run.first_cta == len(sizes) and run.first_tile == seen[run.request]
+        count, steps = (end - run.first_cta) // run.pieces, requests[run.request].steps
+        seen[run.request] += count
+        sizes += [-(-steps // run.pieces)] * (count * run.pieces)
+    assert all(seen[number] == requests[number].tiles * rows for number in seen)
+    return sizes
+
+
+def test_pieces_that_shrink_end_together():
+    """Simulated: drawn requests whose queries see all keys take less than with pieces of one length, where they are
+    chosen, and little more anywhere. All key tiles are dealt, and no more pieces than there is room for."""
+    draw, sms, ratios = random.Random(11), 132, []
+    for _ in range(60):
+        rows, group = draw.choice((1, 2, 4, 8)), draw.choice((2, 4, 8))
+        lengths = [draw.randint(1, draw.choice((600, 2000, 5000))) for _ in range(draw.randint(1, 8))]
+        requests = requests_of(lengths, group)
+        length = pieces.PieceLength(2.8, rows / sms, 0.05 * rows, 1.0, 3 * sms)
+        equal = equal_pieces(length, requests)
+        limit, least = min(equal, key=equal.__getitem__), runs.LEAST * length.start
+        layouts = [
+            runs.lay_out(requests, rows, sms, *limits, length.further)
+            for limits in ((limit, 0.0), (least, runs.KEPT * sms))
+        ]
+        times = []
+        for layout in layouts:
+            sizes = sizes_of(requests, layout, rows)
+            assert len(sizes) - sum(request.tiles * rows for request in requests) <= length.further
+            assert layout.cut <= 2 * length.further
+            assert len(layout.runs) <= runs.most_runs(len(requests), layout.ctas, sms)
+            times.append(busiest([size + length.start for size in sizes], sms) + 0.05 * layout.cut)
+        chosen = runs.shrinking_steps(length, requests, rows) < equal[limit]
+        ratios.append(times[chosen] / times[0])
+    assert statistics.geometric_mean(ratios) < 0.98 and max(ratios) < 1.06
+    assert sum(ratio < 0.95 for ratio in ratios) > 6
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 8))])
+def test_the_device_lays_runs_out_as_the_host(seed, monkeypatch):
+    """Random requests whose queries see all keys, on a simulated GPU of a few SMs; only the first kernel runs."""
+    draw = random.Random(seed)
+    lengths = [draw.randint(0, draw.choice((200, 2500))) for _ in range(draw.randint(2, 6))]
+    heads, sms = draw.choice((1, 2)), draw.choice((8, 20))
+    prepared, made = first_kernel(lengths, heads, sms, monkeypatch, causal=False)
+    table = next(t for t in made if t is not None and t.shape[1:] == (6,) and t.dtype == torch.int32)
+    ctas, count = table[-1, :2].tolist()
+    requests, length = requests_of(lengths, 4 // heads), prepared.length
+    equal = equal_pieces(length, requests)
+    layouts = {limit: runs.lay_out(requests, heads, sms, limit, 0.0, length.further) for limit in equal}
+    times = dict(equal) | {"shrinking": runs.shrinking_steps(length, requests, heads)}
+    layouts["shrinking"] = runs.lay_out(
+        requests, heads, sms, runs.LEAST * length.start, runs.KEPT * sms, length.further
+    )
+    near = [layouts[key] for key, time in times.items() if time <= min(times.values()) * 1.001]
+    found = ([runs.Run(*run) for run in table[:count].tolist()], ctas)
+    assert found in [(layout.runs, layout.ctas) for layout in near]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(6))
 def test_the_device_chooses_as_the_host(seed, monkeypatch):
@@ -201,10 +274,25 @@ def test_the_device_chooses_as_the_host(seed, monkeypatch):
     draw = random.Random(seed)
     lengths = [draw.randint(1, 900) for _ in range(draw.randint(1, 6))]
     heads, sms = draw.choice((1, 2)), draw.choice((20, 40))
+    prepared, made = first_kernel(lengths, heads, sms, monkeypatch, causal=True)
+    found = next(t for t in made if t is not None and t.shape[1:] == (2,) and t.dtype == torch.int32)[
+        :, 1
+    ].tolist()
+    steps = [n for length in lengths for n in steps_of(length, 4 // heads)]
+    steps += [0] * (len(found) - len(steps))
+    limits = [*limits_of(prepared.length, steps), max(steps)]
+    times = [predicted(prepared.length, steps, limit) for limit in limits]
+    near = [limit for limit, time in zip(limits, times, strict=True) if time <= min(times) * 1.001]
+    assert sorted(found) in [sorted(counts_of(steps, limit)) for limit in near]
+
+
+def first_kernel(lengths: list[int], heads: int, sms: int, monkeypatch, *, causal: bool) -> tuple:
+    """(what is prepared, the workspace) of packed requests of 4 query heads, D 128, of which the simulator has run the
+    first kernel alone."""
     starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     q, k, v = (torch.randn(sum(lengths), n, 128).bfloat16() for n in (4, heads, heads))
     operands = Operands(q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, o=q, lse=torch.zeros(4, len(q)))
-    options = Options(causal=True, return_lse=True, max_seqlen_q=max(lengths), max_seqlen_k=max(lengths))
+    options = Options(causal=causal, return_lse=True, max_seqlen_q=max(lengths), max_seqlen_k=max(lengths))
     with simulating("sm_90a", sm_count=sms, seed=1) as target:
         checked = call.check(operands, options, "sim", WANTED, q, None)
         config = replace(launch.plan(checked.problem, target), cut=True)
@@ -219,12 +307,4 @@ def test_the_device_chooses_as_the_host(seed, monkeypatch):
         later = {name: lambda *_: None for name in ("main", "results")}
         changed = checked._replace(prepared=prepared._replace(**later), workspace=None)
         call.run(changed, operands, q, None)
-    found = next(t for t in made if t is not None and t.shape[1:] == (2,) and t.dtype == torch.int32)[
-        :, 1
-    ].tolist()
-    steps = [n for length in lengths for n in steps_of(length, 4 // heads)]
-    steps += [0] * (len(found) - len(steps))
-    limits = [*limits_of(prepared.length, steps), max(steps)]
-    times = [predicted(prepared.length, steps, limit) for limit in limits]
-    near = [limit for limit, time in zip(limits, times, strict=True) if time <= min(times) * 1.001]
-    assert sorted(found) in [sorted(counts_of(steps, limit)) for limit in near]
+    return prepared, made

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import cutlass
+import cutlass  # noqa: F401  (as a whole first: tests/test_layers.py)
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 
 from warpspec.common.device import tma
 from warpspec.common.device.host import host_function
 from warpspec.common.operands import fakes
-from warpspec.fmha.backward.device.tile import key_tiles_of, places_of
+from warpspec.fmha.backward.device.place import ctas_of
 from warpspec.fmha.backward.features import BackwardKernel
 from warpspec.fmha.backward.operands import BackwardNumbers, BackwardOperands
-from warpspec.fmha.device.grid import requests_of
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, kv_view
 from warpspec.fmha.heads import BLOCK
 
@@ -34,12 +33,7 @@ class BackwardHost:
         boxes = ((operands.k, keys), (operands.v, keys), (operands.q, queries), (operands.do, queries))
         copies = [tma.make_load(row_view(config, tensor), box) for tensor, box in boxes]
         copies += self.further(operands)
-        rows = requests_of(config.requests, operands) if not config.requests.packed_k else 1
-        rows *= operands.k.shape[2] * (slices if config.slices else 1)
-        ctas = places_of(config, operands, pieces) * rows
-        if cutlass.const_expr(config.cuts_on_host):
-            ctas -= (places_of(config, operands, pieces) - key_tiles_of(config, operands)) * whole
-        ctas *= config.column_groups
+        ctas = ctas_of(config, operands, pieces, slices, whole) * config.column_groups
         atoms, views = (tuple(copy[i] for copy in copies) for i in range(2))
         self.kernel(operands, atoms, views, (logits, scale), tuple(window), order).launch(
             grid=(ctas, 1, 1),

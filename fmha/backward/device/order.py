@@ -45,21 +45,18 @@ def sort_key_tiles(
             limits = (most_steps(config, operands, window, length, slices), slices)
         for tile in cutlass.range(first, tiles, ctas * warps, unroll=1):
             own, _, own_pieces = load_of(config, operands, window, tile, limits)
-            before, longer, equal, all_pieces = (Int32(0),) * 4
+            before, all_pieces = (Int32(0),) * 2
             for other in cutlass.range(lane, tiles, WARP_THREADS, unroll=1):
                 its, _, its_pieces = load_of(config, operands, window, other, limits)
-                alike = Boolean(its == own)
-                longer += Int32(cutlass.select_(Boolean(its > own), its_pieces, Int32(0)))
-                equal += Int32(cutlass.select_(alike, its_pieces, Int32(0)))
-                before += Int32(cutlass.select_(alike & Boolean(other < tile), its_pieces, Int32(0)))
+                first_of_both = Boolean(its > own) | (Boolean(its == own) & Boolean(other < tile))
+                before += Int32(cutlass.select_(first_of_both, its_pieces, Int32(0)))
                 all_pieces += its_pieces
-            before, longer, equal, all_pieces = (
-                cute.arch.warp_reduction(each, operator.add) for each in (before, longer, equal, all_pieces)
+            before, all_pieces = (
+                cute.arch.warp_reduction(each, operator.add) for each in (before, all_pieces)
             )
-            before += longer
             request, number = find_request(operands.cu_seqlens_k, tile, config.tile_n, operands.k.shape[1])
             for piece in cutlass.range(lane, own_pieces, WARP_THREADS, unroll=1):
-                row = (tile, request, number, piece, own_pieces, limits[0], longer, equal)
+                row = (tile, request, number, piece, own_pieces, limits[0])
                 for i, value in enumerate(row):
                     operands.tile_order[before + piece, i] = value
             if lane == 0:

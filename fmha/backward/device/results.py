@@ -20,6 +20,7 @@ from warpspec.common.device.host import host_function
 from warpspec.common.device.wgmma import QUAD, ROW_DISTANCE, THREAD_ROWS, WARP_ROWS, store_row
 from warpspec.common.hardware import KIB, WARP_THREADS
 from warpspec.fmha.backward.device.rows import place_of
+from warpspec.fmha.backward.device.runs import pieces_of
 from warpspec.fmha.backward.features import (
     SUBTILE_ROWS,
     THREAD_ELEMENTS,
@@ -27,6 +28,7 @@ from warpspec.fmha.backward.features import (
 )
 from warpspec.fmha.backward.operands import ResultOperands
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT
+from warpspec.fmha.device.packed import query_tiles, request_of
 from warpspec.fmha.heads import BLOCK, STEP
 
 VECTOR = 4  # fp32 numbers of a 16-byte load
@@ -60,12 +62,13 @@ class GradientResults:
         )
         gradients = [rest for _, *rest in found if rest[2] is not None]
         sizes = [size for size, *rest in found if rest[2] is not None]
-        count = 0
-        for (rows, vectors), (sums, *_) in zip(sizes, gradients, strict=True):
-            tile_count = tiles_of(sums, operands.tile_pieces)
-            count += sums.shape[0] * tile_count * shares_of(config, rows, vectors)
+        tables, count = (operands.tile_order, operands.tile_pieces), 0
+        for size, gradient in zip(sizes, gradients, strict=True):
+            count += (
+                tiles_of(config, gradient, size, tables) * gradient[2].shape[2] * shares_of(config, *size)
+            )
         ctas = cutlass.min(count, MOST_CTAS) if config.by_length else count
-        self.kernel(gradients, sizes, operands.tile_pieces, operands.whole, count).launch(
+        self.kernel(gradients, sizes, tables, operands.whole, count).launch(
             grid=(ctas, 1, 1),
             block=(THREADS, 1, 1),
             smem=CTA_BYTES,
@@ -75,18 +78,18 @@ class GradientResults:
         )
 
     @cute.kernel
-    def kernel(self, gradients, sizes: cutlass.Constexpr, tile_pieces, whole, count):
+    def kernel(self, gradients, sizes: cutlass.Constexpr, tables, whole, count):
         first, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         cute.arch.griddepcontrol_wait()
         for index in cutlass.range(first, count, ctas, unroll=1):
             begin = 0
             for number in cutlass.range_constexpr(len(gradients)):
-                shares = shares_of(self.config, *sizes[number])
-                tiles = gradients[number][0].shape[0] * tiles_of(gradients[number][0], tile_pieces)
+                shares, heads = shares_of(self.config, *sizes[number]), gradients[number][2].shape[2]
+                tiles = heads * tiles_of(self.config, gradients[number], sizes[number], tables)
                 end = begin + tiles * shares
                 if (index >= begin) & (index < end):
-                    cut = (tile_pieces, whole)
+                    cut = (*tables, whole)
                     write_share(self.config, gradients[number], sizes[number], cut, index - begin)
                 begin = end
 
@@ -104,40 +107,61 @@ def write_share(
     cut: cutlass.Constexpr,
     index,
 ):
-    """Write the index-th share of a gradient. size: (rows of a tile, vectors of a thread). cut: (tile_pieces, rows that
-    are not cut)."""
+    """Write the index-th share of a gradient. size: (rows of a tile, vectors of a thread). cut: (tile_order,
+    tile_pieces, rows that are not cut)."""
     sums, more, target, cu_seqlens, factor = gradient
-    tile_pieces, whole = cut
+    tile_order, tile_pieces, whole = cut
     rows, vectors = size
-    shares, tile_count = shares_of(config, rows, vectors), tiles_of(sums, tile_pieces)
+    shares, tile_count = shares_of(config, rows, vectors), tiles_of(config, gradient, size, cut)
     head, tile_index = index // (tile_count * shares), index // shares % tile_count
     batch, tile, first, length = place_of(config.packed, rows, cu_seqlens, target, tile_index)
     place = (batch, tile * rows, first, length)
     if cutlass.const_expr(cute.rank(sums) == 3 or tile_pieces is None):
-        both = tuple(tile_of(each, tile_pieces, head, tile_index) for each in (sums, more))
+        both = tuple(tile_of(each, head, tile_index) for each in (sums, more))
         write_tile(config, both, place, target, head, index % shares, vectors, factor)
-    elif Boolean(batch * sums.shape[0] + head >= whole):  # noqa: SIM102
-        if tile_pieces[tile_index, 1] > 1:
-            both = tuple(tile_of(each, tile_pieces, head, tile_index) for each in (sums, more))
+    elif Boolean(batch * target.shape[2] + head >= whole) & Boolean(place[1] < length):
+        if cutlass.const_expr(config.by_request):
+            request, _ = request_of(cu_seqlens, tile_index, rows, target.shape[1])
+            first, pieces = pieces_of(
+                tile_order, tile_pieces, request, head * ((length + rows - 1) // rows) + tile
+            )
+        else:
+            first, pieces = tile_pieces[tile_index, 0], tile_pieces[tile_index, 1]
+        if pieces > 1:
+            own_head = 0 if cutlass.const_expr(config.by_request) else head
+            both = tuple(pieces_at(each, own_head, first, pieces) for each in (sums, more))
             write_tile(config, both, place, target, head, index % shares, vectors, factor)
 
 
-def tiles_of(sums: cute.Tensor, tile_pieces: cute.Tensor | None):
-    """Number of tiles of a head, in dQ's sums or in the pieces'."""
-    return sums.shape[1] if cute.rank(sums) == 3 or tile_pieces is None else tile_pieces.shape[0]
+def tiles_of(config, gradient: tuple, size: tuple, tables: tuple):
+    """Number of tiles of a head. tables: (tile_order, tile_pieces)."""
+    sums, _, target, cu_seqlens, _ = gradient
+    if cute.rank(sums) == 3 or tables[1] is None:
+        return sums.shape[1]
+    return (
+        query_tiles(size[0], target.shape[1], cute.size(cu_seqlens) - 1)
+        if config.by_request
+        else tables[1].shape[0]
+    )
 
 
-def tile_of(sums: cute.Tensor | None, tile_pieces: cute.Tensor | None, head, tile_index) -> tuple | None:
+def tile_of(sums: cute.Tensor | None, head, tile_index) -> tuple | None:
     """(sums, pieces) of a tile of one head; the sums are (ELEMENT), or (PIECE, ELEMENT) of this many pieces."""
     if sums is None:
         return None
     if cute.rank(sums) == 3:
         return sums[head, tile_index, None], 1
-    if tile_pieces is None:
-        return sums[head, tile_index, None, None], sums.shape[2]
-    return cute.domain_offset((tile_pieces[tile_index, 0], 0), sums[head, None, 0, None]), tile_pieces[
-        tile_index, 1
-    ]
+    return sums[head, tile_index, None, None], sums.shape[2]
+
+
+def pieces_at(sums: cute.Tensor | None, head, first, pieces) -> tuple | None:
+    """Like ``tile_of``, of pieces from a place on. With cu_seqlens that go down, places may not be there."""
+    if sums is None:
+        return None
+    first = cutlass.max(cutlass.min(first, sums.shape[1] - 1), 0)
+    return cute.domain_offset((first, 0), sums[head, None, 0, None]), cutlass.min(
+        pieces, sums.shape[1] - first
+    )
 
 
 @cute.jit

@@ -16,6 +16,7 @@ from warpspec.common.device.host import host_function
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.common.logarithms import LOG2_E
 from warpspec.fmha.backward.device.order import sort_key_tiles
+from warpspec.fmha.backward.device.runs import lay_out_requests
 from warpspec.fmha.backward.operands import BackwardOperands, RowOperands
 from warpspec.fmha.backward.pieces import PieceLength
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT
@@ -165,11 +166,12 @@ def sort_requests(config: cutlass.Constexpr, operands):
         seen_by=operands.seen_by,
     )
     window = (operands.window_left, operands.window_right)
-    length = PieceLength(
-        operands.piece_start, operands.piece_share, operands.piece_cost, operands.piece_last, 0
-    )
-    slices = operands.slices
-    sort_key_tiles(config.main, main, window, length, slices, cta, ctas, THREADS // WARP_THREADS)
+    numbers = ("start", "share", "cost", "last", "further")
+    length, slices = PieceLength(*(getattr(operands, f"piece_{name}") for name in numbers)), operands.slices
+    if cutlass.const_expr(not config.main.keeps_requests):
+        sort_key_tiles(config.main, main, window, length, slices, cta, ctas, THREADS // WARP_THREADS)
+    elif cta == 0:
+        lay_out_requests(config.main, main, length, slices, THREADS)
 
 
 @cute.jit

@@ -11,7 +11,8 @@ from warpspec.common.device.storage import allocate
 from warpspec.common.hardware import TMEM_COLUMNS
 from warpspec.fmha.backward.device.host import BackwardHost
 from warpspec.fmha.backward.device.load import GradientBuffers, TileLoads, load, wait_before, wait_first
-from warpspec.fmha.backward.device.tile import own_group, own_tile
+from warpspec.fmha.backward.device.place import own_tile
+from warpspec.fmha.backward.device.tile import own_group
 from warpspec.fmha.backward.sm100.keys import work_on_keys
 from warpspec.fmha.backward.sm100.mma import mma
 

@@ -41,7 +41,7 @@ from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.fmha.backward.device.arithmetic import derive, weigh
 from warpspec.fmha.backward.device.clear import clear_unseen_keys
 from warpspec.fmha.backward.device.load import TileLoads, wait_before
-from warpspec.fmha.backward.device.tile import own_tile
+from warpspec.fmha.backward.device.place import own_tile
 from warpspec.fmha.backward.sm90 import exchange, pair, results, visits
 from warpspec.fmha.backward.sm90.arithmetic import block_of, keep
 from warpspec.fmha.backward.sm90.config import CONSUMER_BARRIER, CONSUMER_KEYS

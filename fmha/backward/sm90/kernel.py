@@ -11,7 +11,7 @@ from warpspec.common.device.storage import allocate
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.fmha.backward.device.host import BackwardHost
 from warpspec.fmha.backward.device.load import GradientBuffers, TileLoads, load, wait_before, wait_first
-from warpspec.fmha.backward.device.tile import own_tile
+from warpspec.fmha.backward.device.place import own_tile
 from warpspec.fmha.backward.sm90.config import CONSUMERS
 from warpspec.fmha.backward.sm90.consumer import consume
 from warpspec.fmha.backward.sm90.turns import take_turns

@@ -139,7 +139,7 @@ def write_sums(work, sums: cute.Tensor, values: cute.Tensor):
     with sliced heads, add them there."""
     config, tile, thread = work.config, work.tile, work.thread
     row_block = 0 if cutlass.const_expr(config.paired) else work.consumer
-    own = sums[tile.kv_head, *tile.sums_place, None]
+    own = sums[*tile.sums_place, None]
     first = row_block * (config.heads.qk_blocks * WARPS) + thread // WARP_THREADS  # which 4 KiB
     first += own_group(config) * (config.width // BLOCK * WARPS)
     for number in cutlass.range_constexpr(-(-cute.size(values) // THREAD_ELEMENTS)):
