@@ -16,13 +16,15 @@ def schedule_of(
     batch, q: torch.Tensor, pages: torch.Tensor, page_table: torch.Tensor, kv_lengths: torch.Tensor
 ) -> DecodeSchedule:
     """The schedule of a call of ``mla_decode``, which ``batch``, the engine's object for the step, keeps in its
-    attribute ``schedule``. A new one is made for a batch with other lengths or layers of other sizes."""
-    lengths, found = getattr(batch, "schedule", None) or (None, None)
-    if lengths is not kv_lengths or not found.fits(q, pages, page_table):
+    attribute ``schedule``. A new one is made for a batch with other lengths, for layers of other sizes, and for a graph
+    if the kept one was made before the capture: replays would not compute it."""
+    captures = kv_lengths.is_cuda and torch.cuda.is_current_stream_capturing()
+    lengths, captured, found = getattr(batch, "schedule", None) or (None, None, None)
+    if lengths is not kv_lengths or captured != captures or not found.fits(q, pages, page_table):
         _, queries, heads, _ = q.shape
         found = mla_schedule(
             kv_lengths, heads=heads, queries=queries, max_pages=page_table.shape[1], page_size=pages.shape[1],
             dtype=pages.dtype,
         )  # fmt: skip
-        batch.schedule = kv_lengths, found
+        batch.schedule = kv_lengths, captures, found
     return found

@@ -36,6 +36,7 @@ class Batch:
     each: int | None = None  # queries of every request, if all have as many
     ranges: torch.Tensor | None = None  # [tokens, 2] int32, where tokens of an image see each other
     images: Images | None = None  # in which layers they do
+    schedule: tuple | None = None  # of latent attention's decode (``engines.step``)
 
     def ranges_of(self, layer) -> torch.Tensor | None:
         """The ranges of images that a layer sees."""

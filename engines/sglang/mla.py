@@ -18,6 +18,7 @@ from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods
 
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.engines import keys
+from warpspec.engines.step import schedule_of
 from warpspec.fmha import attention_varlen
 from warpspec.fmha.heads import LATENT
 from warpspec.latent import mla_decode
@@ -79,21 +80,21 @@ def latent(backend, q, k, v, layer, step, save: bool) -> torch.Tensor:
     rows = pool.get_key_buffer(layer.layer_id).view(-1, LATENT[0])
     pages = keys.pages_of(rows, backend.page_size)
     q = q.view(-1, layer.tp_q_head_num, LATENT[0])
-    if pages.dtype == torch.float8_e4m3fn:
-        if batch.each is None or batch.tree is not None:
-            raise UnsupportedProblem(
-                "--kv-cache-dtype: fp8_e4m3 in latent attention needs as many queries of each request, and no trees of "
-                "drafts; set it to auto"
-            )
+    in_codes = pages.dtype == torch.float8_e4m3fn
+    if batch.each is not None and batch.tree is None:
+        call = (q.unflatten(0, (-1, batch.each)), pages, batch.page_table, batch.kv_lengths)
         o = mla_decode(
-            q.unflatten(0, (-1, batch.each)),
-            pages,
-            batch.page_table,
-            batch.kv_lengths,
+            *call,
             scale=layer.scaling,
-            kv_scale=layer.k_scale,
+            kv_scale=layer.k_scale if in_codes else None,
+            schedule=schedule_of(batch, *call),
         )
         return o.flatten(0, 1).flatten(1)
+    if in_codes:
+        raise UnsupportedProblem(
+            "--kv-cache-dtype: fp8_e4m3 in latent attention needs as many queries of each request, and no trees of "
+            "drafts; set it to auto"
+        )
     o = attention_varlen(
         q,
         pages[:, :, None],

@@ -25,6 +25,7 @@ from warpspec.cache.quantize import quantize_float8
 from warpspec.common.architecture import architecture_of
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.engines import keys
+from warpspec.engines.step import schedule_of
 from warpspec.engines.vllm import MLA_NAME, NAME, warmup
 from warpspec.fmha import attention_varlen
 from warpspec.fmha.heads import LATENT
@@ -180,14 +181,13 @@ class WarpspecMLA(LatentLayer, MLACommonImpl[MLACommonMetadata]):
             q = torch.cat(q, dim=-1)
         q = q.unflatten(0, (attn_metadata.num_decodes, -1))  # every request has the same number of queries
         batch = attn_metadata.decode
+        call = (q, kv_c_and_k_pe_cache, batch.block_table, batch.seq_lens)
         results = mla_decode(
-            q,
-            kv_c_and_k_pe_cache,
-            batch.block_table,
-            batch.seq_lens,
+            *call,
             scale=self.scale,
             kv_scale=layer._k_scale if self.kv_cache_dtype in FORMATS else None,
             return_lse=self.need_to_return_lse_for_decode,
+            schedule=schedule_of(batch, *call),
         )
         if not self.need_to_return_lse_for_decode:
             return results.flatten(0, 1), None

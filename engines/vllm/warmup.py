@@ -6,10 +6,13 @@ load them.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 
 from warpspec.common.kv_formats import EIGHT_BITS
 from warpspec.engines import keys
+from warpspec.engines.step import schedule_of
 from warpspec.engines.vllm.pages import format_of, pages_of, slot_bytes
 from warpspec.fmha import attention_varlen
 from warpspec.fmha.heads import LATENT
@@ -153,13 +156,13 @@ def run_latent(kind, requests: int, tokens: int, most_queries: int, most_keys: i
     numbers = {"dtype": dtype, "device": device}
     if most_queries == 1:
         rows = torch.zeros(1, LATENT_BLOCK, LATENT[0], **numbers)
-        mla_decode(
+        call = (
             torch.zeros(requests, 1, heads, LATENT[0], **numbers),
             rows if fmt is None else rows.to(EIGHT_BITS[fmt]),
             torch.zeros(requests, -(-most_keys // LATENT_BLOCK), **integers),
             torch.zeros(requests, **integers),
-            scale=scale,
         )
+        mla_decode(*call, scale=scale, schedule=schedule_of(SimpleNamespace(), *call))
         return
     starts = torch.zeros(requests + 1, **integers)
     attention_varlen(

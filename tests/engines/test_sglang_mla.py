@@ -11,7 +11,10 @@ from helpers.engine_models import Judge, prompts, rename_kimi_k2, rounding  # no
 from helpers.sglang_batches import interpret_triton  # noqa: E402
 
 from warpspec.common.errors import UnsupportedProblem  # noqa: E402
+from warpspec.engines import step  # noqa: E402
 from warpspec.engines.sglang import mla  # noqa: E402
+from warpspec.engines.sglang.attention import Batch  # noqa: E402
+from warpspec.latent import mla_decode  # noqa: E402
 
 KIND = "deepseek_v3"
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -85,3 +88,26 @@ def test_models_that_are_refused(sizes, dtype, page, message):
     config = SimpleNamespace(kv_lora_rank=sizes[0], qk_rope_head_dim=sizes[1])
     with pytest.raises(UnsupportedProblem, match=message):
         mla.check_model(config, dtype, page)
+
+
+@pytest.mark.parametrize("codes", [False, True])
+def test_layers_share_a_schedule(codes, monkeypatch):
+    """Two drafts of each request: both layers decode with the schedule that the first one makes."""
+    made = []
+    make = step.mla_schedule
+    monkeypatch.setattr(step, "mla_schedule", lambda *of, **sizes: made.append(sizes) or make(*of, **sizes))
+    rows = torch.randn(4 * 64, 1, 576, generator=torch.Generator().manual_seed(0))
+    rows = rows.to(torch.float8_e4m3fn if codes else torch.bfloat16)
+    table, lengths = torch.tensor([[2, 0], [1, 3]]).int(), torch.tensor([70, 5]).int()
+    starts = torch.tensor([0, 2, 4]).int()
+    batch = Batch(starts, 2, lengths, 128, table, None, None, each=2)
+    pool = SimpleNamespace(get_key_buffer=lambda _: rows)
+    backend = SimpleNamespace(token_to_kv_pool=pool, forward_metadata=batch, page_size=64)
+    scale = torch.tensor(0.5) if codes else None
+    for number in range(2):
+        layer = SimpleNamespace(layer_id=number, tp_q_head_num=8, scaling=0.05, k_scale=scale)
+        q = torch.randn(4, 8, 576).bfloat16()
+        o = mla.latent(backend, q.flatten(1), None, None, layer, None, False)
+        call = (q.unflatten(0, (2, 2)), rows.view(4, 64, 576), table, lengths)
+        assert torch.equal(o.view(2, 2, 8, 512), mla_decode(*call, scale=0.05, kv_scale=scale))
+    assert len(made) == 1 and made[0]["queries"] == 2 and made[0]["dtype"] == rows.dtype

@@ -15,7 +15,9 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E4
 
 import warpspec.engines.vllm as engine  # noqa: E402
 from warpspec.common.errors import UnsupportedProblem  # noqa: E402
+from warpspec.engines import step  # noqa: E402
 from warpspec.engines.vllm import mla, sparse_mla, warmup  # noqa: E402
+from warpspec.latent import mla_decode  # noqa: E402
 from warpspec.latent.cache import LatentPool, store_rows  # noqa: E402
 
 KIND = "deepseek_v3"
@@ -215,3 +217,29 @@ def test_backends_are_found_by_name():
     sizes = dict(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
     assert mla.WarpspecPrefill.supports_mla_dimensions(MLADimensions(**sizes))
     assert not mla.WarpspecPrefill.supports_mla_dimensions(MLADimensions(**sizes | {"v_head_dim": 260}))
+
+
+def test_layers_share_a_schedule(monkeypatch):
+    """A step's first layer makes it, from the step's lengths; so does a layer with other heads, and the next step."""
+    made = []
+    make = step.mla_schedule
+    monkeypatch.setattr(step, "mla_schedule", lambda *of, **sizes: made.append(sizes) or make(*of, **sizes))
+    cache = torch.randn(3, 64, 576, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    def batch():
+        table, lengths = (torch.tensor(of, dtype=torch.int32) for of in ([[2, 0], [1, 0]], [70, 5]))
+        return SimpleNamespace(num_decodes=2, decode=SimpleNamespace(block_table=table, seq_lens=lengths))
+
+    layer = SimpleNamespace(
+        scale=0.05, kv_cache_dtype="auto", need_to_return_lse_for_decode=False, _k_scale=None
+    )
+    first, second = batch(), batch()
+    for one, heads in ((first, 8), (first, 8), (first, 4), (second, 8)):
+        q = torch.randn(4, heads, 576).bfloat16()
+        o, _ = mla.WarpspecMLA.forward_mqa(layer, q, cache, one, layer)
+        wanted = mla_decode(
+            q.unflatten(0, (2, 2)), cache, one.decode.block_table, one.decode.seq_lens, scale=0.05
+        )
+        assert torch.equal(o, wanted.flatten(0, 1))
+    assert [sizes["heads"] for sizes in made] == [8, 4, 8]
+    assert all(sizes["queries"] == 2 and sizes["max_pages"] == 2 for sizes in made)
