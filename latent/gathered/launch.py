@@ -94,7 +94,7 @@ def make_plan(problem: GatheredProblem, target: Target) -> GatheredPlan:
     line = takes_line(problem, target, groups, tasks, tiles, splits)
     splits = 1 if line else splits
     of_kernel = problem.states if splits > 1 else problem
-    cluster = choose_cluster(problem, target)
+    cluster = choose_cluster(problem, target, line)
     config = make(
         row_format=problem.format,
         sets=len(problem.slots),
@@ -150,10 +150,12 @@ def tiles_of(problem: GatheredProblem, pack: int, rows: int) -> tuple[int, int]:
     return -(-problem.heads // pack), -(-problem.queries // (rows // pack))
 
 
-def choose_cluster(problem: GatheredProblem, target: Target) -> int:
-    """CTAs that share the work on a query's keys, each for another of its head groups."""
+def choose_cluster(problem: GatheredProblem, target: Target, line: bool = False) -> int:
+    """CTAs that share the work on a query's keys, each for another of its head groups. line: they take chunks of a
+    line. Producers lack registers for that and several key sets."""
     groups = -(-problem.heads // WARPGROUP_ROWS)
     converts = target.architecture.backend == "sm90" and problem.format in SHARED_FORMATS
+    converts = converts and not (line and len(problem.slots) > 1)
     return CLUSTER if converts and groups % CLUSTER == 0 and target.sm_count >= CLUSTER else 1
 
 

@@ -10,6 +10,7 @@ from helpers.row_scales import random_scales
 from helpers.suites import long
 
 from warpspec import sim
+from warpspec.common.compile import resources
 from warpspec.common.launch import SIMULATED
 from warpspec.latent.gathered import gathered_attention, launch
 from warpspec.latent.gathered.problem import GatheredProblem
@@ -55,6 +56,26 @@ def test_shared_keys(simulate_as, monkeypatch, format, tokens, slots, way):
         monkeypatch.setattr(launch, "choose_cluster", lambda *_: 1)
         alone, _ = gathered_attention(case.q, case.key_sets, backend="sim", **case.options)
         assert sim.last_report().launches[0].cluster[0] == 1 and torch.equal(got, alone)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sets", [1, 2, 3])
+@pytest.mark.parametrize("format", ["v3.2-fp8", "v4-fp8"])
+@pytest.mark.usefixtures("planning")
+def test_no_kernel_spills(format, sets, monkeypatch):
+    """Kernels of all ways, with and without lengths, states."""
+    target, least = SIMULATED["sm_90a"], GatheredProblem(9, 128, format, (999,) * sets, (False,) * sets, 0.1)
+    most = replace(least, lengths=(True,) * sets, has_sink=True, return_lse=True)
+    for way in (1, 2) if format == "v4-fp8" else ("line", 1, 2):  # as there are
+        monkeypatch.setattr(launch, "takes_line", lambda problem, *_, way=way: way == "line")
+        for one in (least, most, replace(least, normalize=False)):
+            splits = None if way == "line" else way
+            config = launch.make_plan(replace(one, num_splits=splits), target).config
+            assert config.gathers.cluster == (1 if way == "line" and sets > 1 else 2)
+            (found,) = resources(
+                launch.GATHERED.of(target.architecture).kernel.compiled(config, target.arch)
+            ).values()
+            assert found.local_bytes == 0, config
 
 
 def test_which_calls_share():
