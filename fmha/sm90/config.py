@@ -219,6 +219,14 @@ class AttentionConfig(AttentionKernel):
         return self.column_parts == 2
 
     @property
+    def shares_end(self) -> bool:
+        """Whether paired consumers share the code of a tile's end, whichever consumer's KV tiles came before. With a
+        copy for each, MLA's kernels are much larger than the instruction cache. Sinks, and states that a caller gets,
+        would take registers that this needs."""
+        plain = self.output.normalize and not self.output.has_sink
+        return plain and self.p_in_keys and self.scheduler.adds_up and self.rereads
+
+    @property
     def in_parts(self) -> bool:
         """Whether paired consumers' K and V are one tensor, whose tiles are loaded and released in parts."""
         return self.paired and self.format.shared_kv

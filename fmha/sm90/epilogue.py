@@ -59,9 +59,12 @@ class RowResults(Results):
 
 
 def store_scaled(work, o, r: int, target, place, factor, empty) -> None:
-    """Store row r of the thread's columns in o (n) to ``target``: times ``factor``, zeros if ``empty``."""
+    """Store row r of the thread's columns in o (n) to ``target``: times ``factor``, zeros if ``empty``, which may
+    be None."""
     for i in elements(o, r):
-        o[i] = Float32(cutlass.select_(empty, Float32(0.0), o[i] * factor))
+        o[i] = o[i] * factor
+        if empty is not None:
+            o[i] = Float32(cutlass.select_(empty, Float32(0.0), o[i]))
     store = store_row if work.config.output.normalize else store_pairs
     store(o, r, work.rows[r].member, target, place.in_range)
 
@@ -119,7 +122,7 @@ def write_share(work, operands):
     """Wait for the other pieces of a tile, and write the results of this one's share of the columns."""
     begin, step = share_of(work, operands)
     write_units(work.again(), operands, begin, step)
-    finish_share(work, operands)
+    finish_share(work.again(), operands)
 
 
 @cute.jit
@@ -140,7 +143,8 @@ def write_units(work, operands, begin, step):
 
 def finish_rows(work, state, operands, tells=None) -> list:
     """Finish the rows of the thread: write their statistics, and sum O again where a hidden value reached it. Returns
-    (the row's place, the factor of O, whether the row saw no key) for each. tells: whether to write them; None: yes.
+    (the row's place, the factor of O, whether the row saw no key) for each; None for the latter if the factor says it.
+    tells: whether to write them; None: yes.
 
     In a short call nothing hides the way from the last product to the stores: so v_scale and sinks are read at its
     start, those of all rows, and one branch lies on it.
@@ -162,7 +166,10 @@ def finish_rows(work, state, operands, tells=None) -> list:
         factor = statistics(
             config, teller, place, work.tile, row_state, operands, score_unit, empty, sinks[r]
         )
-        finished.append((place, value_factor(config, factor, scale), empty))
+        factor = value_factor(config, factor, scale)
+        if config.shares_end:  # O is finite (``untaint_state``), and a selection for each number is much code
+            factor, empty = Float32(cutlass.select_(empty, Float32(0.0), factor)), None
+        finished.append((place, factor, empty))
     return finished
 
 

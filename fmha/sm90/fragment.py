@@ -27,6 +27,12 @@ def thread_rows(config, tile, row_group, thread) -> tuple[Row, ...]:
     return tuple(tile.row(first + r * ROW_DISTANCE, lane % QUAD, row_group) for r in range(count))
 
 
+def thread_of(row: Row):
+    """The thread whose first row this is, 0..127, by what registers hold of it during KV tiles."""
+    lane = row.index % WARP_ROWS * QUAD + row.member
+    return row.index // WARP_ROWS * WARP_THREADS + lane
+
+
 def row_columns(config, o: cute.Tensor, r: int, row: Row, part) -> RowColumns:
     """A thread's columns of row r in its fragment o (n). part: the consumer's part of O's columns."""
     own = elements(o, r)

@@ -5,7 +5,7 @@ ARCHITECTURE.md, "Attention kernel (sm_90a)", has the picture.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import cutlass
@@ -40,7 +40,7 @@ from warpspec.fmha.sm90.epilogue import epilogue
 from warpspec.fmha.sm90.fragment import thread_rows
 from warpspec.fmha.sm90.load import load
 from warpspec.fmha.sm90.narrow import ROW_THREADS, narrow_queries
-from warpspec.fmha.sm90.pair import Pair, attend_paired, own_stage
+from warpspec.fmha.sm90.pair import Pair, attend_either, attend_paired, own_stage, products_of_both
 from warpspec.fmha.sm90.rings import Source
 
 
@@ -180,7 +180,7 @@ def play(
     else:
         cute.arch.setmaxregister_increase(config.shape.consumer_registers)
         consumer = warp // (WARPGROUP_THREADS // WARP_THREADS)
-        if cutlass.const_expr(config.paired):  # each consumer has code of its own: ``pair`` says why
+        if cutlass.const_expr(config.paired and not config.shares_end):  # code of its own: ``pair`` says why
             for each in cutlass.range_constexpr(config.consumers):
                 if consumer == each:
                     consume(config, channels, shared, operands, tiles, numbers, dtype, thread, each)
@@ -216,7 +216,8 @@ class Consumer:
 
     number: the consumer's number, a compile-time constant if paired. row_group: the number of its 64 rows. part: its
     part of O's columns. thread: 0..127 within the consumer; if warps have their own KV tiles, the number among all
-    consumers' threads. numbers: the numbers of the map between S and P.
+    consumers' threads. numbers: the numbers of the map between S and P. If consumers share the code of a tile's end
+    (``config.shares_end``), mma has the products of both, and number, part and thread are carried from tile to tile.
     """
 
     config: object
@@ -225,7 +226,7 @@ class Consumer:
     operands: object
     where: object
     numbers: LogitNumbers
-    mma: Products
+    mma: Products | tuple
     number: Int32 | int
     row_group: Int32 | int
     part: Int32 | int
@@ -257,6 +258,8 @@ def consume(
     q_base = shared.q + row_group * config.q_bytes
     if cutlass.const_expr(config.by_warp):
         mma = Products.of_rows(config)
+    elif cutlass.const_expr(config.shares_end):
+        mma = products_of_both(config, q_base.align(tma.TILE_ALIGNMENT), shared.k, shared.v)
     else:
         mma = products(config, q_base.align(tma.TILE_ALIGNMENT), shared.k, shared.v, part)
     if consumer == config.consumers - 1:
@@ -264,17 +267,20 @@ def consume(
     role = Consumer(
         config, channels, shared, operands, where, numbers, mma, consumer, row_group, part, thread
     )
-    each_tile(
-        config, operands, where, consume_tile, role, (Int32(0), Int32(0), Int32(0)), keeps=config.rereads
-    )
+    uses = (Int32(0), Int32(0), Int32(0))
+    if cutlass.const_expr(config.shares_end):
+        uses = (*uses, Int32(part), Int32(thread))
+    each_tile(config, operands, where, consume_tile, role, uses, keeps=config.rereads)
 
 
 @cute.jit
 def consume_tile(role, tile, uses):
     """One tile of a consumer. uses: (tiles with keys, KV tiles, tiles) that the CTA has finished before; returns the
-    counts after."""
+    counts after. If consumers share the code of a tile's end, the part and the thread follow."""
     config, channels, operands = role.config, role.channels, role.operands
-    tile_use, use, number = uses
+    tile_use, use, number, *carried = uses
+    if cutlass.const_expr(config.shares_end):
+        role = replace(role, number=carried[0], part=carried[0], thread=carried[1])
     mine = thread_rows(config, tile, role.row_group, role.thread)
     numbers = score_numbers(config, operands, tile, role.numbers)  # k_scale arrives while Q does
     q_use = tile_use * config.rows.groups + role.row_group
@@ -310,6 +316,10 @@ def consume_tile(role, tile, uses):
             attend_idle(work)
         else:
             epilogue(work, attend(work), operands, None)
+    elif cutlass.const_expr(config.shares_end):
+        state, work = attend_either(work, role.mma, tile_use)
+        epilogue(work.again(), state, operands, None)
+        carried = (work.part, work.thread)
     elif cutlass.const_expr(config.paired):
         state = attend_paired(Pair(work, role.shared, tile_use))
         stage = None
@@ -326,7 +336,7 @@ def consume_tile(role, tile, uses):
         epilogue(work, attend(work), operands, None)
     if tile.span.count > 0:
         tile_use += 1
-    return tile_use, use + tile.span.count, number + 1
+    return tile_use, use + tile.span.count, number + 1, *carried
 
 
 @cute.jit

@@ -21,12 +21,13 @@ If consumers mostly wait for tiles (``config.pv_first``), PV of the other's tile
 the next tile is being filled, and its buffer is released before QK waits for that: whoever fills it can go on.
 
 Which half comes first is fixed when the kernel is compiled, once for either consumer: chosen at run time, the
-descriptors of every wgmma would have to be computed, and registers spill.
+descriptors of every wgmma would have to be computed, and registers spill. The end of a tile needs no such copies
+(``config.shares_end``).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
@@ -47,11 +48,12 @@ from warpspec.fmha.sm90.consumer import (
     keep_weights,
     make_qk,
     multiply,
+    products,
     rescale,
     unmasked_steps,
     weigh,
 )
-from warpspec.fmha.sm90.fragment import THREAD_ROWS
+from warpspec.fmha.sm90.fragment import THREAD_ROWS, thread_of
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
 from warpspec.fmha.sm90.staging import store_words
 from warpspec.fmha.tiles import ELEMENT_BYTES
@@ -92,18 +94,22 @@ class Pair:
         0, the columns that this consumer releases; 1, the other's."""
         config, mma = self.config, self.work.mma
         tiled_mma = make_qk(config, mma.p.element_type)
-        k = mma.k[None, None, None, self.use(step) % config.kv_stages]
+        use = self.use(step)
+        k = mma.k[None, None, None, use % config.kv_stages]
         half = config.heads.v_room // MMA_K // DEPTH_PARTS  # instructions over half of V's columns
         begin = (self.part if depth_part == 0 else 1 - self.part) * half
         blocks = list(range(begin, begin + half))
         if depth_part > 0:  # and over the columns that are not V's
             blocks += range(DEPTH_PARTS * half, config.heads.qk_steps)
+        # The first subtile's mbarrier, and the phase of all of them: computed once, not for each.
+        full = self.work.channels["k_full"].base + use % config.kv_stages * config.subtiles
+        phase = use // config.kv_stages % 2
         subtile = None
         warpgroup.fence()
         for block in blocks:
             if config.subtile_of(block, self.part) != subtile:
                 subtile = config.subtile_of(block, self.part)
-                self.work.channels["k_full"].wait(self.use(step) * config.subtiles + subtile)
+                cute.arch.mbarrier_wait(full + subtile, phase)
             tiled_mma.set(warpgroup.Field.ACCUMULATE, depth_part > 0 or block != begin)
             cute.gemm(tiled_mma, mma.s, mma.q[None, None, block, 0], k[None, None, block], mma.s)
         warpgroup.commit_group()
@@ -200,6 +206,33 @@ def attend_paired(pair):
     if span.count > 0:
         state = finish(pair, state)
     return state
+
+
+def products_of_both(config, q_base, k_base, v_base) -> tuple:
+    """``consumer.products`` of either consumer, in the same registers."""
+    first, other = (products(config, q_base, k_base, v_base, part) for part in range(config.column_parts))
+    return first, other._replace(s=first.s, p=first.p, o=first.o)
+
+
+@cute.jit
+def attend_either(work, both: cutlass.Constexpr, tile_use):
+    """``attend_paired`` where the consumer's number, ``work.part``, is known at run time: by code of its own. both:
+    ``products_of_both``. Returns the state and, for the end of the tile, ``work`` of the consumer.
+
+    The number and the thread that it has then are made anew, so that they take no registers during KV tiles.
+    """
+    config, part, thread = work.config, Int32(0), thread_of(work.rows[0])
+    told = cute.make_rmem_tensor((STATISTICS, THREAD_ROWS), Float32)
+    for each in cutlass.range_constexpr(config.consumers):
+        if work.part == each:
+            own = replace(work, mma=both[each], consumer=each, part=each, thread=thread)
+            state = attend_paired(Pair(own, work.shared, tile_use))
+            part = Int32(each)
+            for number in cutlass.range_constexpr(STATISTICS):
+                for r in cutlass.range_constexpr(THREAD_ROWS):
+                    told[number, r] = state[number][r]
+    state = tuple(tuple(told[number, r] for r in range(THREAD_ROWS)) for number in range(STATISTICS))
+    return state, replace(work, mma=both[0], consumer=part, part=part, thread=thread)
 
 
 @cute.jit
