@@ -18,13 +18,13 @@ LENGTHS = (64, 420, 0, 1)
 SCALE = 0.05
 
 
-def call_of(heads: int, queries: int, dtype: torch.dtype, batch: int = 4) -> tuple:
-    """(q, pages, table) with NaN in a page that no table names."""
+def call_of(heads: int, queries: int, dtype: torch.dtype, batch: int = 4, pages: int = PAGES) -> tuple:
+    """(q, rows, table) of requests of so many pages, with NaN in a page that no table names."""
     generator = torch.Generator().manual_seed(heads)
     q = torch.randn(batch, queries, heads, 576, generator=generator).bfloat16()
-    rows = torch.randn(batch * PAGES + 1, 64, 576, generator=generator)
+    rows = torch.randn(batch * pages + 1, 64, 576, generator=generator)
     rows[-1] = torch.nan
-    table = torch.randperm(batch * PAGES, generator=generator).int().view(batch, PAGES)
+    table = torch.randperm(batch * pages, generator=generator).int().view(batch, pages)
     return q, rows.to(dtype), table
 
 
@@ -102,10 +102,9 @@ def test_same_bits(heads, queries, dtype, sms, cut_by_length):
 @pytest.mark.long
 @pytest.mark.parametrize("lengths", [(1500,), (0,), (0, 0, 0)])
 @pytest.mark.usefixtures("check_order")
-def test_few_requests(lengths, cut_by_length, monkeypatch):
+def test_few_requests(lengths, cut_by_length):
     """One request in many pieces; none with keys."""
-    monkeypatch.setattr("test_mla_schedule_sim.PAGES", 24)
-    call, lengths = call_of(16, 1, torch.bfloat16, len(lengths)), lengths_of(*lengths)
+    call, lengths = call_of(16, 1, torch.bfloat16, len(lengths), pages=24), lengths_of(*lengths)
     with cut_by_length(5):
         schedule = mla_schedule(lengths, heads=16, max_pages=24, backend="sim")
         o = decode(call, lengths, schedule=schedule)
