@@ -142,7 +142,7 @@ def take_task(work, operands) -> Int32:
         waits = Boolean((seen & Int64(PRESENT)) != everyone)
         looks += 1
         if waits & Boolean(looks > PATIENCE) & Boolean((seen & Int64(FIRST)) != Int64(0)):
-            found = cute.arch.atomic_cas(word, cmp=told, val=told + Int64(LEFT), sem="acq_rel", scope="gpu")
+            found = cute.arch.atomic_cas(word, cmp=told, val=told + Int64(LEFT), sem="relaxed", scope="gpu")
             if found == told:
                 task, waits = Int32(NONE), Boolean(False)
     if Boolean(task == OWN) & Boolean((seen & Int64(DONE - LEFT)) != Int64(0)):
@@ -169,15 +169,14 @@ def share_of(work, operands) -> tuple:
 
 @cute.jit
 def finish_share(work, operands):
-    """Tell that this piece is done with the states; the last one sets the word back."""
+    """Tell that this piece needs the word no more; the last one sets it back. It orders nothing: states are not written
+    again before the next launch."""
     piece = work.tile.piece
-    wait_for_threads(work)
     if work.thread == 0:
-        number = piece.meeting * PAIR_WORDS + work.part
-        word = operands.counters.iterator + number
-        seen = cute.arch.atomic_add(word, Int64(DONE), sem="acq_rel", scope="gpu") - Int64(EMPTY - DONE)
+        word = operands.counters.iterator + (piece.meeting * PAIR_WORDS + work.part)
+        seen = cute.arch.atomic_add(word, Int64(DONE), sem="relaxed", scope="gpu") - Int64(EMPTY - DONE)
         if seen // Int64(DONE) == Int64(piece.earlier + piece.later):
-            operands.counters[number] = Int64(EMPTY)
+            cute.arch.store(word, Int64(EMPTY), sem="relaxed", scope="gpu")
 
 
 @cute.jit
