@@ -176,6 +176,27 @@ def _codes() -> None:
             mla_decode(q, codes_of(pages), *call, scale=0.06, kv_scale=torch.tensor(0.7), backend="sim")
 
 
+def _cut() -> None:
+    """Three pieces of a tile, and so many of another that CTAs share out the columns. A CTA's patience lasts for tiles
+    that four of them end at about the same time, and not for more. Then short tiles of either consumer, and ones that
+    fill all rings again and again."""
+    from helpers.simulate import cutting_by_length
+
+    from warpspec.common import kernel_cache
+    from warpspec.fmha.sm90 import add_up
+    from warpspec.latent import mla_decode
+
+    unequal = (700, 30, 60, 100, 70, 640, 190, 40, 20, 50, 0, 110, 260)
+    for lengths, sms in (((1700, 600), 10), ((1000,), 5), (unequal, 2)):
+        with (
+            mock.patch.object(add_up, "PATIENCE", 1500),
+            mock.patch.object(kernel_cache, "SOURCES", "little patience"),
+            cutting_by_length(),
+            simulating("sm_90a", sm_count=sms),
+        ):
+            mla_decode(*_rows(lengths, queries=4, heads=16), scale=0.06, backend="sim")
+
+
 def _quantize_output() -> None:
     from warpspec.latent.projection import quantize_output
 
@@ -457,6 +478,7 @@ KERNELS: dict[str, Callable[[], None]] = {
     "gathered-sm100": _gathered("sm_100a"),
     "gathered-sm100-splits": _gathered("sm_100a", num_splits=2),
     "mla-codes": _codes,
+    "mla-cut": _cut,
     "quantize-output": _quantize_output,
     "cache-insert": _insert("sm_90a"),
     "cache-csa": _compress("csa", "sm_90a"),

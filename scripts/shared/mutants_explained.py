@@ -33,7 +33,7 @@ EXPLAINED = (
     (r"`wgmma\.commit.*sm90/pair\.py", "the products join the next group, whose wait covers them"),
     (r"`fence\.proxy.*fmha/sm90/consumer\.py", "where P goes through shared memory, its own fence follows"),
     (
-        r"`bar\.warp.*after sm90/pair\.py:(184|227|229|230|242|245|247|266|315|318)",  # its waits for products
+        r"`bar\.warp.*after sm90/pair\.py:(190|241|260|262|263|275|278|280|299|348|351)",  # its waits for products
         "wgmma alone has read the tile, the whole warp at once; of P, the tile's barrier stands just before",
     ),
     (
@@ -209,5 +209,17 @@ EXPLAINED = (
     (
         r"`wgmma\.(commit_group|wait_group\.sync\.aligned 1;).*from \S*transposed/products\.py",
         "they keep A's registers, which in PTX are new ones for each product; the wait for all products does the rest",
+    ),
+    (
+        r"`bar\.warp.*after sm90/pair\.py:185",
+        "a consumer without QK has read nothing of the Q that it hands back",
+    ),
+    (
+        r"`bar\.sync \d+, 128.*from \S*fmha/sm90/pair\.py:316",
+        "a product is complete for its whole warpgroup: who has waited for QK knows that no warp reads the keys",
+    ),
+    (
+        r"`bar\.sync \d+, 128.*from \S*fmha/sm90/consumer\.py:464",
+        "where P lies among keys, the barrier ahead of its store stands before PV, too",
     ),
 )
