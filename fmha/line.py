@@ -110,18 +110,18 @@ def stretch(
 
 
 def cut(
-    part,
+    fraction,
     kv_tiles,
     integer=int,
     minimum=min,
     select=lambda condition, yes, no: yes if condition else no,
     overhead=0,
 ):
-    """How many of a query tile's KV tiles lie before a cut at this part of its length, a number from 0 to 1. overhead:
-    KV tiles that the length in front of all KV tiles stands for; 0: the tile's start and end count as spread over all,
-    and cuts close to its ends move there."""
+    """How many of a query tile's KV tiles lie before a cut at this fraction of its length, a number from 0 to 1.
+    overhead: KV tiles that the length in front of all KV tiles stands for; 0: the tile's start and end count as spread
+    over all, and cuts close to its ends move there."""
     edge = 0 if overhead else EDGE_TILES
-    before = integer(part * (kv_tiles + overhead) - overhead + 0.5)  # rounds to 0 from below
+    before = integer(fraction * (kv_tiles + overhead) - overhead + 0.5)  # rounds to 0 from below
     before = minimum(before, kv_tiles)
     before = select(before <= edge, 0, before)
     return select(before >= kv_tiles - edge, kv_tiles, before)

@@ -89,7 +89,7 @@ def tensor_memory(config: fmha.AttentionConfig) -> list[tuple]:
         _columns(config.tmem_p, config.tmem_p + config.p_columns),
         f"[{config.tile_m}, {config.tile_n}] 16 bits",
     )
-    halves = ", half in lanes 0-15, half in lanes 16-31 of each quarter" if config.column_parts > 1 else ""
+    halves = ", half in lanes 0-15, half in lanes 16-31 of each quarter" if config.column_groups > 1 else ""
     o = f"[{config.tile_m}, {config.heads.qk}] fp32{halves}"
     return [
         ("S", _columns(config.tmem_s, config.tmem_p), f"[{config.tile_m}, {config.tile_n}] fp32"),

@@ -143,13 +143,13 @@ def head_step(config, line: Line):
 class Cursor(NamedTuple):
     """A place on the line.
 
-    head: request * heads + its (KV head, head tile) pair. query_tile: number of the query tile in the request. part:
-    the part of the tile's length that lies before the place, 0 to 1; 0 is the tile's begin.
+    head: request * heads + its (KV head, head tile) pair. query_tile: number of the query tile in the request.
+    fraction: the fraction of the tile's length that lies before the place, 0 to 1; 0 is the tile's begin.
     """
 
     head: Int32
     query_tile: Int32
-    part: Float32
+    fraction: Float32
 
 
 class Cut(NamedTuple):
@@ -162,9 +162,9 @@ class Cut(NamedTuple):
     length: Int32
     step: Int32
 
-    def part(self, offset) -> Float32:
-        """``Cursor.part`` of a cut at this offset."""
-        return part_of(offset, self.length)
+    def fraction(self, offset) -> Float32:
+        """``Cursor.fraction`` of a cut at this offset."""
+        return fraction_of(offset, self.length)
 
 
 class Join(NamedTuple):
@@ -352,16 +352,16 @@ def place_chunks(config: cutlass.Constexpr, operands, chunks):
                 cursors[0, side, round_] = head + own.head
                 cursors[1, side, round_] = query_tile
                 floats = cute.make_tensor(cute.recast_ptr(cursors.iterator, dtype=Float32), cursors.layout)
-                floats[2, side, round_] = part_of(offset, length)
+                floats[2, side, round_] = fraction_of(offset, length)
                 if number == SIDES * (line.rounds - 1) + BEGIN:
                     step = cutlass.min(size, Int64(LONGEST_STEP))
                     for i, word in enumerate(Cut(Int32(offset), Int32(length), Int32(step))):
                         chunks.cut[i] = word
 
 
-def part_of(offset, length) -> Float32:
-    """The part of a tile's length that lies before an offset. It grows with the offset, and is the same for a number of
-    32 bits or 64."""
+def fraction_of(offset, length) -> Float32:
+    """The fraction of a tile's length that lies before an offset. It grows with the offset, and is the same for a
+    number of 32 bits or 64."""
     return Float32(offset) * cute.arch.rcp_approx(Float32(length))
 
 
@@ -377,10 +377,10 @@ def write_join(config: cutlass.Constexpr, operands, chunks):
     head = cutlass.min(begin.head, line.requests * line.heads - 1)
     tile = query_tile_at(config, operands, line, begin.query_tile, head)
     count = tile.span.count
-    before, earlier = tiles_before(config, begin.part, count), cut.offset - cut.step
-    cuts = Boolean(begin.part > Float32(0.0)) & Boolean(before > 0) & Boolean(before < count)
+    before, earlier = tiles_before(config, begin.fraction, count), cut.offset - cut.step
+    cuts = Boolean(begin.fraction > Float32(0.0)) & Boolean(before > 0) & Boolean(before < count)
     continues = Boolean(own.chunk > 1) & Boolean(earlier > 0)  # the CTA before begins in the tile, too
-    first = cuts & (Boolean(tiles_before(config, cut.part(earlier), count) == 0) | Boolean(not continues))
+    first = cuts & (Boolean(tiles_before(config, cut.fraction(earlier), count) == 0) | Boolean(not continues))
     further = cutlass.min((cut.length - 1 - cut.offset) // cut.step, own.chunks - 1 - own.chunk)
     words = Join(
         pieces=select_integer(first, 2 + further, 0),
@@ -398,11 +398,11 @@ def write_join(config: cutlass.Constexpr, operands, chunks):
             record[i] = word
 
 
-def tiles_before(config, part, kv_tiles) -> Int32:
+def tiles_before(config, fraction, kv_tiles) -> Int32:
     """``line.cut``. Where pieces are added up, a tile's overhead lies in front of its keys: a CTA pays for it that has
     the begin of the tile, and so a piece more."""
     overhead = config.tile_overhead if config.scheduler.adds_up else 0
-    return cut(part, kv_tiles, Int32, cutlass.min, select_integer, overhead)
+    return cut(fraction, kv_tiles, Int32, cutlass.min, select_integer, overhead)
 
 
 def state_of(number, begins) -> Int32:
@@ -443,7 +443,7 @@ class Chunk:
 
     def holds(self, head, query_tile) -> Boolean:
         """Whether a tile, no earlier than the chunk's begin, has a piece in the chunk."""
-        last = self.end.query_tile + Int32(self.end.part > Float32(0.0))
+        last = self.end.query_tile + Int32(self.end.fraction > Float32(0.0))
         return Boolean(head < self.end.head) | (Boolean(head == self.end.head) & Boolean(query_tile < last))
 
     def tile(self, head, query_tile):
@@ -454,10 +454,10 @@ class Chunk:
         def other_than(cursor):
             return Boolean(head != cursor.head) | Boolean(query_tile != cursor.query_tile)
 
-        begins = other_than(self.begin) | Boolean(self.begin.part == Float32(0.0))
+        begins = other_than(self.begin) | Boolean(self.begin.fraction == Float32(0.0))
         ends = other_than(self.end)
-        first = select_integer(begins, 0, tiles_before(self.config, self.begin.part, count))
-        last = select_integer(ends, count, tiles_before(self.config, self.end.part, count))
+        first = select_integer(begins, 0, tiles_before(self.config, self.begin.fraction, count))
+        last = select_integer(ends, count, tiles_before(self.config, self.end.fraction, count))
         own = place_of(self.config, self.line)
         whole = Boolean(last == count) & (begins | Boolean(count > 0))
         if self.config.scheduler.adds_up:
@@ -484,7 +484,7 @@ class Chunk:
     @property
     def last_head(self) -> Int32:
         """The last head of the line with a piece in the chunk, if each has one query tile."""
-        return self.end.head - select_integer(self.end.part > Float32(0.0), 0, self.step)
+        return self.end.head - select_integer(self.end.fraction > Float32(0.0), 0, self.step)
 
 
 @cute.jit
@@ -497,9 +497,9 @@ def other_pieces(config: cutlass.Constexpr, cut, own, first, count) -> tuple:
     while more:
         place = Int64(cut.offset) - Int64(cut.step) * (lane + earlier)
         inside = Boolean(place > 0) & Boolean(own.chunk > earlier + Int32(lane))  # chunk 0 begins with a tile
-        part = cut.part(cutlass.max(place, Int64(0)))
+        fraction = cut.fraction(cutlass.max(place, Int64(0)))
         cuts = cute.arch.popc(
-            cute.arch.vote_ballot_sync(inside & Boolean(tiles_before(config, part, count) > 0))
+            cute.arch.vote_ballot_sync(inside & Boolean(tiles_before(config, fraction, count) > 0))
         )
         earlier += cuts
         more = Boolean(cuts == WARP_THREADS)
@@ -507,9 +507,9 @@ def other_pieces(config: cutlass.Constexpr, cut, own, first, count) -> tuple:
     while more:
         place = Int64(cut.offset) + Int64(cut.step) * (lane + later + 1)
         inside = Boolean(place < Int64(cut.length))
-        part = cut.part(cutlass.min(place, Int64(cut.length)))
+        fraction = cut.fraction(cutlass.min(place, Int64(cut.length)))
         cuts = cute.arch.popc(
-            cute.arch.vote_ballot_sync(inside & Boolean(tiles_before(config, part, count) < count))
+            cute.arch.vote_ballot_sync(inside & Boolean(tiles_before(config, fraction, count) < count))
         )
         later += cuts
         more = Boolean(cuts == WARP_THREADS)

@@ -70,7 +70,7 @@ def candidates(choices: Choices, problem: AttentionProblem, target: Target) -> I
                 )
                 for splits in counts:
                     yield Candidate(shape, tiling, way, splits)
-            elif way is Way.LINE and tiling.column_parts > 1:
+            elif way is Way.LINE and tiling.column_groups > 1:
                 if pairs_fit_line(problem, shape, tiling, target):
                     yield Candidate(shape, tiling, way, 1)
             elif suits(way, ways, problem, tiling, tiles / resident):
@@ -118,7 +118,7 @@ def measured_splits(
         loads is None
         or not known
         or (tiling.ctas_per_sm == 1 and not loads.alone)
-        or tiling.column_parts > 1
+        or tiling.column_groups > 1
         or problem.seq_q > tiling.queries
     ):
         return None

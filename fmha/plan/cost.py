@@ -193,7 +193,7 @@ def tile_time(t: Tiling, depth, tensors, number, c: Constants, where) -> TileTim
 
     depth, tensors, number: as in ``Work``. where: ``numpy.where`` for arrays, ``either`` for numbers.
     """
-    columns = depth / t.column_parts
+    columns = depth / t.column_groups
     products = t.rows * t.tile_n * (depth + columns) * 2 / MMA_FLOPS  # clocks of QK and PV for a row group
     exponentials = t.rows * t.tile_n / EXPONENTIALS
     serial = c.serial_mma * products + c.serial_key * t.tile_n + c.serial_tile
@@ -259,7 +259,7 @@ def shares(w: Work, t: Tiling, way: Way, splits, sms: int, ops: Arithmetic) -> S
     maximum, minimum, ceil, _ = ops
     resident, items, items_of = sms * t.ctas_per_sm, w.tiles * splits, 1
     if way is Way.LINE:
-        overhead = TILE_OVERHEAD + (PAIR_OVERHEAD - TILE_OVERHEAD) * minimum(t.column_parts - 1, 1)
+        overhead = TILE_OVERHEAD + (PAIR_OVERHEAD - TILE_OVERHEAD) * minimum(t.column_groups - 1, 1)
         length = w.kv + overhead * w.tiles
         chunks = maximum(minimum(length / LEAST_TILES, resident), 1.0)
         ctas = maximum(minimum(t.ctas_per_sm, chunks / sms), 1.0)
@@ -277,7 +277,7 @@ def shares(w: Work, t: Tiling, way: Way, splits, sms: int, ops: Arithmetic) -> S
 
 def step_of(w: Work, t: Tiling, tile: TileTime, target, c: Constants, ops: Arithmetic) -> Callable:
     """A function that returns the clocks of a KV tile, by how many CTAs run beside its own."""
-    maximum, p, warpgroups = ops.maximum, c.power, t.row_groups * t.column_parts
+    maximum, p, warpgroups = ops.maximum, c.power, t.row_groups * t.column_groups
     fresh = ops.minimum(w.bytes / (w.kv * tile.bytes), 1.0)  # fraction of the loads that come from memory
     memory_rate = c.memory * target.speeds.copy * 1e6  # bytes a microsecond
     rest = tile.fixed + (w.boxes * w.tensors * c.box) ** p
@@ -377,7 +377,7 @@ def joining(w: Work, t: Tiling, share: Shares, c: Constants, ops: Arithmetic):
     joined = c.join + states / c.join_bytes
     joined = joined + c.combine_round * join_rounds(t, w, pieces, ops)
     added = c.add * minimum(pieces - 1, FEW_PIECES) + c.add_more * maximum(pieces - 1 - FEW_PIECES, 0)
-    return where(t.column_parts > 1, added, joined)
+    return where(t.column_groups > 1, added, joined)
 
 
 def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=None):
@@ -396,7 +396,7 @@ def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=
     step = step_of(w, t, tile, target, c, ops)
     full = busy_step(w, t, way, step, share, sms, ops)
     alone = step(1.0, 0.5 * ops.minimum(share.items, sms))
-    mask = tile.mask * ops.maximum(t.row_groups * t.column_parts * share.ctas / 2, 1.0)
+    mask = tile.mask * ops.maximum(t.row_groups * t.column_groups * share.ctas / 2, 1.0)
     ends = {Way.SINGLE: c.single_ends, Way.QUEUE: c.queue_ends, Way.PARTITIONS: c.partition_ends}.get(
         way, 1.0
     )

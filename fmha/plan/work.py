@@ -17,15 +17,15 @@ FAR = 1 << 30
 class Tiling(NamedTuple):
     """The properties of a kernel's configuration that decide its time.
 
-    row_groups: number of row groups in a CTA. rows: query rows of a row group. column_parts: warpgroups that share a
-    row group, each with a part of the output's columns. tile_n: keys of a KV tile. stages: KV tiles that the ring
+    row_groups: number of row groups in a CTA. rows: query rows of a row group. column_groups: warpgroups that share a
+    row group, each with a column group of the output. tile_n: keys of a KV tile. stages: KV tiles that the ring
     holds. ctas_per_sm: CTAs that are resident on an SM. pack: query heads that share a query tile. skips: whether a row
     group without a query takes no time.
     """
 
     row_groups: int
     rows: int
-    column_parts: int
+    column_groups: int
     tile_n: int
     stages: int
     ctas_per_sm: int

@@ -67,7 +67,7 @@ class AttentionConfig(memory.TensorMemoryWarps, AttentionKernel):
         assert self.register_pool >= self.role_registers
         assert barrier_count(self.barriers) <= self.barrier_slots
         assert (self.barrier_slots * MBARRIER_BYTES + self.word_bytes) <= self.control_room
-        assert not (self.scheduler.cuts_tiles and (self.logits.bias or self.column_parts > 1))
+        assert not (self.scheduler.cuts_tiles and (self.logits.bias or self.column_groups > 1))
 
     @classmethod
     def check(cls, problem: AttentionProblem, target: Target) -> None:
@@ -177,7 +177,7 @@ class AttentionConfig(memory.TensorMemoryWarps, AttentionKernel):
     # Tiles.
 
     @property
-    def column_parts(self) -> int:
+    def column_groups(self) -> int:
         """Number of threads that share a row, each with some of O's columns.
 
         An accumulator of 64 rows takes 16 lanes of each quarter of tensor memory; the other 16 hold the second half of
@@ -188,7 +188,7 @@ class AttentionConfig(memory.TensorMemoryWarps, AttentionKernel):
     @property
     def o_columns(self) -> int:
         """Columns of tensor memory, and of O, of one thread."""
-        return rounded(self.heads.v, MMA_K) // self.column_parts
+        return rounded(self.heads.v, MMA_K) // self.column_groups
 
     def o_segments(self, most: int) -> list[tuple[int, int]]:
         """(first column, columns) of the segments in which a thread takes its columns of O: ``most`` columns, and what
@@ -199,16 +199,16 @@ class AttentionConfig(memory.TensorMemoryWarps, AttentionKernel):
 
     def row_of(self, thread):
         """Row of the M tile that a softmax thread works on."""
-        if self.column_parts == 1:
+        if self.column_groups == 1:
             return thread
-        lanes = QUARTER_LANES // self.column_parts
+        lanes = QUARTER_LANES // self.column_groups
         return thread // QUARTER_LANES * lanes + thread % lanes
 
-    def column_part_of(self, thread):
+    def column_group_of(self, thread):
         """Number of a softmax thread's column group of O."""
-        if self.column_parts == 1:
+        if self.column_groups == 1:
             return 0
-        return thread % QUARTER_LANES // (QUARTER_LANES // self.column_parts)
+        return thread % QUARTER_LANES // (QUARTER_LANES // self.column_groups)
 
     @functools.cached_property
     def rows(self) -> TileRows:

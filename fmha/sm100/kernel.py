@@ -228,13 +228,13 @@ def finish_rows(role, tile, uses):
     config, channels, operands = role.config, role.channels, role.operands
     thread = role.columns.thread
     numbers = score_numbers(config, operands, tile, role.numbers)
-    row = tile.row(config.row_of(thread), config.column_part_of(thread))
+    row = tile.row(config.row_of(thread), config.column_group_of(thread))
     bias = biases.source(config, operands.bias, tile, row, role.bias)
     columns = replace(role.columns, bias=bias, use=uses[1])
     state = softmax(config, channels, row, tile.span, columns, numbers, role.dtype)
     if cutlass.const_expr(config.scheduler.has_warp):  # read again: there are no registers to keep it in
         tile = read_tile(config, role.found, uses[0])
-        row = tile.row(config.row_of(thread), config.column_part_of(thread))
+        row = tile.row(config.row_of(thread), config.column_group_of(thread))
     place = tile.place(row.index)
     epilogue(config, channels, row, place, tile, state, columns, operands, numbers)
     return uses[0] + 1, uses[1] + tile.span.count

@@ -92,7 +92,7 @@ def fragments(config, dtype, q_base, k_base, v_base, p_base, columns) -> Fragmen
         v=wide_tile.make_fragment_B(v),
         p=p,
         s=accumulator(qk_tile, config.qk_tiler, config.tmem_s),
-        o=accumulator(pv_tile, (config.tile_m, config.o_columns * config.column_parts), config.tmem_o),
+        o=accumulator(pv_tile, (config.tile_m, config.o_columns * config.column_groups), config.tmem_o),
     )
 
 

@@ -93,9 +93,9 @@ def softmax(
 
 def share(config, thread, value):
     """Broadcast the value of the thread with the row's first column group to the threads of all its groups."""
-    if config.column_parts == 1:
+    if config.column_groups == 1:
         return value
-    return cute.arch.shuffle_sync(value, thread % (QUARTER_LANES // config.column_parts))
+    return cute.arch.shuffle_sync(value, thread % (QUARTER_LANES // config.column_groups))
 
 
 @cute.jit

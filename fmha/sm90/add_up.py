@@ -50,21 +50,21 @@ assert PAIR_WORDS * VECTOR <= PIECE_STATISTICS, "the statistics of both consumer
 def columns_of(work, operands, state) -> cute.Tensor:
     """(NUMBER, VECTOR): O of the thread in a state of the workspace. state: its number."""
     sizes = (VECTOR, WARPGROUP_THREADS, work.config.o_columns * WARPGROUP_ROWS // WARPGROUP_THREADS // VECTOR)
-    whole = cute.make_layout((*sizes, work.config.column_parts))
+    whole = cute.make_layout((*sizes, work.config.column_groups))
     states = cute.make_tensor(operands.pieces[state, None, None].iterator, whole)
-    return states[None, work.thread, None, work.part]
+    return states[None, work.thread, None, work.column_group]
 
 
 def statistics_of(work, operands, state) -> cute.Tensor:
     """(NUMBER, ROW): reference, maximum and sum of the rows of a state, after its O; each consumer has its own."""
-    numbers = work.config.heads.v * WARPGROUP_ROWS + work.part * WARPGROUP_ROWS * VECTOR
+    numbers = work.config.heads.v * WARPGROUP_ROWS + work.column_group * WARPGROUP_ROWS * VECTOR
     layout = cute.make_layout((VECTOR, WARPGROUP_ROWS))
     return cute.make_tensor(operands.pieces[state, None, None].iterator + numbers, layout)
 
 
 def wait_for_threads(work) -> None:
     """A barrier of the consumer's threads."""
-    cute.arch.barrier(barrier_id=SCORED_BARRIER + work.part, number_of_threads=WARPGROUP_THREADS)
+    cute.arch.barrier(barrier_id=SCORED_BARRIER + work.column_group, number_of_threads=WARPGROUP_THREADS)
 
 
 @cute.jit
@@ -92,7 +92,7 @@ def announce(work, operands):
     """Tell the pieces of the tile that add up its states that this one's is there."""
     if work.thread == 0:
         came = Int64(cutlass.select_(Boolean(work.tile.piece.earlier == 0), Int64(FIRST), Int64(CAME)))
-        word = operands.counters.iterator + (work.tile.piece.meeting * PAIR_WORDS + work.part)
+        word = operands.counters.iterator + (work.tile.piece.meeting * PAIR_WORDS + work.column_group)
         cute.arch.atomic_add(word, came, sem="release", scope="gpu")
 
 
@@ -110,7 +110,7 @@ def add_earlier(work, state, operands, add: cutlass.Constexpr):
     piece = work.tile.piece
     if piece.earlier > 0:
         if work.thread == 0:
-            number = piece.meeting * PAIR_WORDS + work.part
+            number = piece.meeting * PAIR_WORDS + work.column_group
             everyone, seen = Int64(EMPTY) + Int64(FIRST) + Int64(piece.earlier - 1), Int64(EMPTY)
             while seen != everyone:
                 seen = cute.arch.load(operands.counters.iterator + number, Int64, sem="acquire", scope="gpu")
@@ -131,7 +131,7 @@ def take_task(work, operands) -> Int32:
     times, then tells so and leaves. The last one to come learns of it, and adds up all columns.
     """
     piece, task = work.tile.piece, Int32(OWN)
-    word = operands.counters.iterator + (piece.meeting * PAIR_WORDS + work.part)
+    word = operands.counters.iterator + (piece.meeting * PAIR_WORDS + work.column_group)
     everyone = Int64(FIRST) + Int64(piece.earlier + piece.later)
     seen = cute.arch.atomic_add(word, Int64(CAME), sem="acq_rel", scope="gpu") - Int64(EMPTY - CAME)
     waits = Boolean((seen & Int64(PRESENT)) != everyone)
@@ -156,7 +156,7 @@ def share_of(work, operands) -> tuple:
     are none. It has left its state."""
     piece = work.tile.piece
     words = cute.make_tensor(cute.recast_ptr(work.shared.sums, dtype=Int32), cute.make_layout(1 << 16))
-    place = work.config.task_place + work.part
+    place = work.config.task_place + work.column_group
     if work.thread == 0:
         words[place] = take_task(work, operands)
     wait_for_threads(work)
@@ -173,7 +173,7 @@ def finish_share(work, operands):
     again before the next launch."""
     piece = work.tile.piece
     if work.thread == 0:
-        word = operands.counters.iterator + (piece.meeting * PAIR_WORDS + work.part)
+        word = operands.counters.iterator + (piece.meeting * PAIR_WORDS + work.column_group)
         seen = cute.arch.atomic_add(word, Int64(DONE), sem="relaxed", scope="gpu") - Int64(EMPTY - DONE)
         if seen // Int64(DONE) == Int64(piece.earlier + piece.later):
             cute.arch.store(word, Int64(EMPTY), sem="relaxed", scope="gpu")

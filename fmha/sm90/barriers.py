@@ -17,7 +17,7 @@ def barriers_of(config) -> tuple[Barrier, ...]:
     found = query_barriers(config)
     if config.scheduler.has_warp:
         readers = (
-            config.consumer_warps + config.parts + config.loads_apart + config.converts * WARPGROUP_WARPS
+            config.consumer_warps + config.kv_groups + config.loads_apart + config.converts * WARPGROUP_WARPS
         )
         roles = "consumers, converter and load warp" if config.converts else "consumers and load warps"
         found += config.scheduler.barriers("scheduler", roles, readers)
@@ -37,7 +37,7 @@ def query_barriers(config) -> tuple[Barrier, ...]:
     groups, own = config.rows.groups, "the rows' consumers, one thread a warp"
     readers = config.consumer_warps // config.shape.groups
     return (
-        Barrier("q_full", groups, config.parts, FILLED, own, "the rows' Q is in shared memory"),
+        Barrier("q_full", groups, config.kv_groups, FILLED, own, "the rows' Q is in shared memory"),
         Barrier("q_empty", groups, readers, own, LOAD, "the consumers of these rows have read their Q"),
     )
 
@@ -59,8 +59,8 @@ def kv_barriers(config) -> tuple[Barrier, ...]:
 
 
 def pair_barriers(config) -> tuple[Barrier, ...]:
-    """The mbarriers of paired consumers: those of K and V, whose tiles belong to one consumer or, in parts, to both,
-    and those of P, which they exchange."""
+    """The mbarriers of paired consumers: those of K and V, whose tiles belong to one consumer or, by column group, to
+    both, and those of P, which they exchange."""
     stages, warps = config.kv_stages, WARPGROUP_WARPS
     mine, other = "the tile's consumer, one thread a warp", "the other consumer"
     held = "P and statistics are in shared memory"
@@ -69,13 +69,18 @@ def pair_barriers(config) -> tuple[Barrier, ...]:
         exchanged += (
             Barrier("p_empty", WEIGHT_STAGES, warps, other, "the tile's consumer", "PV has read P"),
         )
-    if config.in_parts:
-        subtiles, parts = stages * config.subtiles, stages * config.parts
+    if config.in_groups:
+        subtiles, groups = stages * config.subtiles, stages * config.kv_groups
         arrived = "the subtile of 64 columns is in shared memory"
         return (
             Barrier("k_full", subtiles, 1, FILLED, "consumers", arrived),
             Barrier(
-                "k_empty", parts, warps, "the part's consumer", "its load warp", "QK and PV have read it"
+                "k_empty",
+                groups,
+                warps,
+                "the column group's consumer",
+                "its load warp",
+                "QK and PV have read it",
             ),
             *exchanged,
         )

@@ -82,7 +82,7 @@ class HopperChoices(Choices):
     def constants(self, problem: AttentionProblem) -> Constants:
         """The constants for 16-bit keys and one consumer for a row, unless consumers share rows, keys are in codes, or
         keys are wider than values."""
-        if shapes_of(problem)[0].column_parts > 1:
+        if shapes_of(problem)[0].column_groups > 1:
             return LATENT_COSTS
         if problem.format.kv_format:
             if not self.converts(problem):
@@ -106,12 +106,12 @@ class HopperChoices(Choices):
         for shape in shapes_of(problem):
             groups, rows = shape.groups, shape.most_rows
             packs = choose_packs(problem, rows)
-            if shape.column_parts > 1 and self.pairs_cut(problem):  # a tile with all queries
+            if shape.column_groups > 1 and self.pairs_cut(problem):  # a tile with all queries
                 packs = dict.fromkeys((*packs, whole_requests(problem, rows)))
             for pack in packs:
                 several = groups == 1 or problem.seq_q > (groups - 1) * (rows // pack)
                 if several and fits_blocks(problem, groups * (rows // pack), shape.tile_n):
-                    sizes = (groups, rows, shape.column_parts, shape.tile_n, shape.kv_stages)
+                    sizes = (groups, rows, shape.column_groups, shape.tile_n, shape.kv_stages)
                     yield shape, Tiling(*sizes, shape.ctas_per_sm, pack, problem.requests.packed_q)
 
     @staticmethod
@@ -124,7 +124,7 @@ class HopperChoices(Choices):
 
     def ways(self, problem: AttentionProblem, shape: Shape) -> tuple[Way, ...]:
         """The ways in which CTAs of a shape may get their work; the first suits any number of tiles."""
-        if shape.column_parts > 1:
+        if shape.column_groups > 1:
             return Way.PERSISTENT, Way.SPLIT, *((Way.LINE,) if self.pairs_cut(problem) else ())
         if problem.bias:
             return Way.PERSISTENT, Way.SINGLE, Way.SPLIT

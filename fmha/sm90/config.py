@@ -62,7 +62,7 @@ class AttentionConfig(AttentionKernel):
     @functools.lru_cache(maxsize=1024)  # noqa: B019 (a planner makes the same few again and again)
     def _check_budgets(self) -> None:
         assert 1 <= self.rows.pack <= WARPGROUP_ROWS
-        assert self.consumers % self.column_parts == 0
+        assert self.consumers % self.column_groups == 0
         assert self.smem_bytes <= self.smem_limit
         if (
             self.by_warp
@@ -71,7 +71,7 @@ class AttentionConfig(AttentionKernel):
         if self.paired:
             assert self.consumers == 2 and self.kv_stages == 2 and self.tile_n <= BLOCK
             assert self.scheduler.adds_up == self.scheduler.cuts_tiles and not self.scheduler.from_queue
-            assert self.in_parts or not self.scheduler.has_warp, "K and V have a load warp each"
+            assert self.in_groups or not self.scheduler.has_warp, "K and V have a load warp each"
         assert self.role_registers <= self.register_pool, "setmaxnreg would wait for ever"
 
     @classmethod
@@ -97,14 +97,14 @@ class AttentionConfig(AttentionKernel):
         """
         cls.check(problem, target)
         shape = shape or shapes_of(problem)[0]
-        has_warp = shape.column_parts == 1 or schedule is Schedule.LINE
-        if shape.column_parts > 1 and has_warp:
+        has_warp = shape.column_groups == 1 or schedule is Schedule.LINE
+        if shape.column_groups > 1 and has_warp:
             shape = shape.scheduling
         pack = pack or choose_pack(problem.group, problem.seq_q, shape.most_rows)
         tile_m = shape.groups * shape.most_rows
         fields = common_fields(problem, rows_of_cta=tile_m, pack=pack, splits=splits)
         sorts = schedule is Schedule.QUEUE and (splits or sortable(problem))
-        adds_up = schedule is Schedule.LINE and shape.column_parts > 1
+        adds_up = schedule is Schedule.LINE and shape.column_groups > 1
         records = 2 if shape.row_tiles or adds_up else 1  # ``rereads``
         heads = problem.heads_kv * -(-problem.group // pack)
         query_tiles = -(-problem.seq_q // (tile_m // pack)) if adds_up else 1
@@ -125,9 +125,9 @@ class AttentionConfig(AttentionKernel):
         return self.shape.consumers
 
     @property
-    def column_parts(self) -> int:
-        """Number of neighbouring consumers that share 64 rows, each with a part of O's columns."""
-        return self.shape.column_parts
+    def column_groups(self) -> int:
+        """Number of neighbouring consumers that share 64 rows, each with a column group of O."""
+        return self.shape.column_groups
 
     @functools.cached_property
     def rows(self) -> TileRows:
@@ -191,7 +191,7 @@ class AttentionConfig(AttentionKernel):
 
     @property
     def recompute_passes(self) -> int:
-        """Number of parts in which a thread sums up its values, one after another: loaded codes take registers, too."""
+        """Number of passes in which a thread sums up its values: loaded codes take registers, too."""
         return 4 if self.format.kv_format and self.heads.qk > 128 else 1
 
     @property
@@ -202,7 +202,7 @@ class AttentionConfig(AttentionKernel):
     @property
     def o_columns(self) -> int:
         """Columns of O of one consumer."""
-        return self.heads.v // self.column_parts
+        return self.heads.v // self.column_groups
 
     @property
     def pv_columns(self) -> int:
@@ -216,7 +216,7 @@ class AttentionConfig(AttentionKernel):
     @property
     def paired(self) -> bool:
         """Whether two consumers share 64 rows and pass each other P through shared memory (``pair``)."""
-        return self.column_parts == 2
+        return self.column_groups == 2
 
     @property
     def shares_end(self) -> bool:
@@ -227,15 +227,15 @@ class AttentionConfig(AttentionKernel):
         return plain and self.p_in_keys and self.scheduler.adds_up and self.rereads
 
     @property
-    def in_parts(self) -> bool:
-        """Whether paired consumers' K and V are one tensor, whose tiles are loaded and released in parts."""
+    def in_groups(self) -> bool:
+        """Whether paired consumers' K and V are one tensor, whose tiles are loaded and released by column group."""
         return self.paired and self.format.shared_kv
 
     @property
     def p_in_keys(self) -> bool:
         """Whether P of a tile overwrites the columns of its keys that are not V's: QK has read them, and there is no
         other room."""
-        return self.in_parts and self.heads.qk_blocks > self.heads.v_blocks
+        return self.in_groups and self.heads.qk_blocks > self.heads.v_blocks
 
     @property
     def p_stage_bytes(self) -> int:
@@ -282,7 +282,7 @@ class AttentionConfig(AttentionKernel):
     def kv_stages(self) -> int:
         return self.shape.kv_stages
 
-    # Warp roles: consumer warpgroups, then the producer's, of which one warp works, or one for each of ``parts``.
+    # Warp roles: consumer warpgroups, then the producer's, of which one warp works, or one for each of ``kv_groups``.
 
     @property
     def threads(self) -> int:
@@ -300,7 +300,7 @@ class AttentionConfig(AttentionKernel):
     @property
     def scheduler_warp(self) -> int:
         """Warp of the producer's warpgroup that computes the tiles for the other roles, if one does."""
-        return self.load_warp + self.parts
+        return self.load_warp + self.kv_groups
 
     @property
     def join_warp(self) -> int:
@@ -350,33 +350,34 @@ class AttentionConfig(AttentionKernel):
         per_lane += self.shape.converter_registers
         return per_lane * WARPGROUP_THREADS
 
-    # KV tiles: a part of their columns is loaded and released together, a subtile completes together.
+    # KV tiles: a column group is loaded and released together, a subtile completes together.
 
     @property
-    def parts(self) -> int:
-        """Parts of a KV tile's columns, each loaded by a warp of its own and released by a consumer of its own."""
-        return self.column_parts if self.in_parts else 1
+    def kv_groups(self) -> int:
+        """Number of a KV tile's column groups, each loaded by a warp and released by a consumer of its own."""
+        return self.column_groups if self.in_groups else 1
 
     @property
     def subtiles(self) -> int:
         """Subtiles of a KV tile, each with an mbarrier: if tiles are few and large, QK begins with the first."""
-        return self.heads.qk_blocks if self.in_parts else 1
+        return self.heads.qk_blocks if self.in_groups else 1
 
     @property
-    def part_blocks(self) -> int:
+    def group_blocks(self) -> int:
         """Blocks of 64 columns that each load warp loads."""
-        return self.heads.qk_blocks // self.parts
+        return self.heads.qk_blocks // self.kv_groups
 
     @property
     def odd_blocks(self) -> int:
-        """Remaining blocks: the last load warp loads them; those of keys, either warp in turn (``part_subtiles``)."""
-        return self.heads.qk_blocks % self.parts
+        """Remaining blocks: the last load warp loads them; those of keys, either warp in turn (``group_subtiles``)."""
+        return self.heads.qk_blocks % self.kv_groups
 
     @property
-    def part_subtiles(self) -> int:
-        """Subtiles of V's columns in a part. If paired consumers' keys are wider than V, the last subtile belongs to no
-        part: it is loaded and released with the half of its tile that the tile's consumer does not release."""
-        return self.subtiles // self.parts
+    def group_subtiles(self) -> int:
+        """Subtiles of V's columns in a column group. If paired consumers' keys are wider than V, the last subtile
+        belongs to no column group: it is loaded and released with the half of its tile that the tile's consumer does
+        not release."""
+        return self.subtiles // self.kv_groups
 
     def subtile_of(self, block: int, consumer: int) -> int:
         """Subtile with a block of MMA_K columns of a paired consumer's tile. block: its number."""
@@ -386,13 +387,13 @@ class AttentionConfig(AttentionKernel):
     def prefetches(self) -> bool:
         """Whether load warps prefetch into L2 what does not fit shared memory yet. With few queries this takes more of
         L2's speed than it gives."""
-        return self.in_parts and not self.streams_keys
+        return self.in_groups and not self.streams_keys
 
     @property
     def streams_keys(self) -> bool:
         """Whether Q and keys are loaded so that they leave L2 first. Few queries read keys once, or in CTAs that are in
         step. So the kernel's code, which is read again by the next launch, stays there."""
-        return self.in_parts and self.output.exact_maximum
+        return self.in_groups and self.output.exact_maximum
 
     # Tiles.
 

@@ -76,10 +76,10 @@ def make_pv(config, dtype, columns: int | None = None) -> cute.TiledMma:
     )
 
 
-def products(config, q_base, k_base, v_base, part) -> Products:
-    """q_base: of this consumer's Q; v_base is k_base where V is K. part: of O's columns."""
+def products(config, q_base, k_base, v_base, column_group) -> Products:
+    """q_base: of this consumer's Q; v_base is k_base where V is K. column_group: of O."""
     rows, keys, depth, columns = WARPGROUP_ROWS, config.tile_n, config.heads.qk_room, config.o_columns
-    room = config.heads.v_room // config.column_parts  # columns of V in shared memory
+    room = config.heads.v_room // config.column_groups  # columns of V in shared memory
     dtype, p_dtype = DTYPES[config.qk_dtype], DTYPES[config.p_dtype]
     qk, pv = make_qk(config, dtype), make_pv(config, p_dtype, config.pv_columns)
 
@@ -89,12 +89,12 @@ def products(config, q_base, k_base, v_base, part) -> Products:
     row_major, column_major = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
     q = shared(q_base, hopper.make_smem_layout_a(row_major, (rows, keys, depth), dtype, 1))
     k = shared(k_base, hopper.make_smem_layout_b(row_major, (rows, keys, depth), dtype, config.kv_stages))
-    # V's blocks of columns lie one after another; a part begins at some block, a stage has all of them.
+    # V's blocks of columns lie one after another; a column group begins at some block, a stage has all.
     v_layout = hopper.make_smem_layout_b(column_major, (rows, room, keys), p_dtype, 1)
     stages = cute.make_layout(config.kv_stages, stride=config.kv.v_stage_bytes // ELEMENT_BYTES)
-    part_bytes = config.kv.v_bytes // config.column_parts
-    v_part = (v_base + part * part_bytes).align(tma.TILE_ALIGNMENT)
-    v_first = cute.make_tensor(cute.recast_ptr(v_part, v_layout.inner, dtype=p_dtype), v_layout.outer)
+    group_bytes = config.kv.v_bytes // config.column_groups
+    v_group = (v_base + column_group * group_bytes).align(tma.TILE_ALIGNMENT)
+    v_first = cute.make_tensor(cute.recast_ptr(v_group, v_layout.inner, dtype=p_dtype), v_layout.outer)
     v_first = v_first[None, None, 0]
     v = cute.make_tensor(v_first.iterator, cute.append(v_first.layout, stages))
     wide = pv if room == columns else make_pv(config, p_dtype, room)  # describes whole spans of V
@@ -111,8 +111,8 @@ def products(config, q_base, k_base, v_base, part) -> Products:
 
 @dataclass(frozen=True)
 class ConsumerTile:
-    """One consumer's part of a tile. rows: the thread's rows (``thread_rows``). biases: their biases (KEY), or None.
-    consumer: which consumer it is. row_group: which 64 rows are its own. part: which part of O's columns. (The last
+    """One consumer's work on a tile. rows: the thread's rows (``thread_rows``). biases: their biases (KEY), or None.
+    consumer: which consumer it is. row_group: which 64 rows are its own. column_group: which columns of O. (The last
     three are plain ints for paired consumers.) thread: 0..127 within the consumer. use: how many KV tiles this CTA did
     before. q_use: use count of this tile's Q. numbers: those of the map between S and P. shared: ``kernel.Buffers``.
     row_factors: factors of the scores of the thread's rows (``narrow``), or None. record: the tile's, if it is kept;
@@ -126,7 +126,7 @@ class ConsumerTile:
     biases: tuple | None
     consumer: Int32 | int
     row_group: Int32 | int
-    part: Int32 | int
+    column_group: Int32 | int
     thread: Int32
     use: Int32
     q_use: Int32
@@ -449,7 +449,7 @@ def clear_unseen(work, step, first_key):
         barrier, threads = CLEAR_BARRIER, config.consumer_threads
         if cutlass.const_expr(config.paired):
             barrier, threads = CLEAR_BARRIER + work.consumer, WARPGROUP_THREADS
-            if cutlass.const_expr(not config.in_parts):  # otherwise V is there since QK
+            if cutlass.const_expr(not config.in_groups):  # otherwise V is there since QK
                 work.v_full.wait(use)
         else:
             work.v_full.wait(use)

@@ -52,7 +52,7 @@ class Results(Protocol):
 
 @dataclass(frozen=True)
 class RowResults(Results):
-    """o, or a split's part of it."""
+    """o, or a split's share of it."""
 
     def store(self, work, r: int, row, place, factor, empty, operands) -> None:
         store_scaled(work, flat(work.mma.o), r, columns(work, operands.o, place), place, factor, empty)
@@ -159,7 +159,7 @@ def finish_rows(work, state, operands, tells=None) -> list:
     score_unit, finished = unit(config.logits, work.numbers), []
     for r, place in enumerate(places):
         # One of the threads that share the row writes its statistics.
-        teller = replace(work.rows[r], member=work.rows[r].member + work.part * QUAD)
+        teller = replace(work.rows[r], member=work.rows[r].member + work.column_group * QUAD)
         if tells is not None:
             teller = replace(teller, member=Int32(cutlass.select_(tells, Int32(teller.member), Int32(QUAD))))
         row_state, empty = (references[r], maxima[r], totals[r]), Boolean(totals[r] == Float32(0.0))
@@ -211,7 +211,7 @@ def untaint(
     """Sum rows of the thread again if a hidden value reached one (``device.unseen``)."""
     config, o = work.config, flat(work.mma.o)
     if cutlass.const_expr(config.mask.uneven or config.logits.bias is not None):
-        own = [row_columns(config, o, r, row, work.part) for r, row in enumerate(work.rows)]
+        own = [row_columns(config, o, r, row, work.column_group) for r, row in enumerate(work.rows)]
         reached = [place.in_range & tainted(o, own[r], totals[r]) for r, place in enumerate(places)]
         if reduce(operator.or_, reached):
             for r in cutlass.range_constexpr(len(reached)):
@@ -228,7 +228,7 @@ def columns(work, o: cute.Tensor, place) -> cute.Tensor:
     row = of_split(work.config, o, work.tile, place)
     if not work.config.heads.whole:
         return row
-    return cute.local_tile(row, (work.config.o_columns,), (work.part,))
+    return cute.local_tile(row, (work.config.o_columns,), (work.column_group,))
 
 
 @cute.jit
@@ -267,5 +267,5 @@ def store_pairs(o: cute.Tensor, r: cutlass.Constexpr, lane, target: cute.Tensor,
             pair = cute.make_rmem_tensor(PAIR, Float32)
             for place_ in cutlass.range_constexpr(PAIR):
                 pair[place_] = o[own[block * PAIR + place_]]
-            part = cute.local_tile(target, (PAIR,), (block * QUAD + lane,))
-            cute.autovec_copy(pair, part)
+            place = cute.local_tile(target, (PAIR,), (block * QUAD + lane,))
+            cute.autovec_copy(pair, place)

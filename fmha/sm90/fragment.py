@@ -33,11 +33,13 @@ def thread_of(row: Row):
     return row.index // WARP_ROWS * WARP_THREADS + lane
 
 
-def row_columns(config, o: cute.Tensor, r: int, row: Row, part) -> RowColumns:
-    """A thread's columns of row r in its fragment o (n). part: the consumer's part of O's columns."""
+def row_columns(config, o: cute.Tensor, r: int, row: Row, column_group) -> RowColumns:
+    """A thread's columns of row r in its fragment o (n). column_group: the consumer's, of O."""
     own = elements(o, r)
     pairs = [own[at : at + PAIR] for at in range(0, len(own), PAIR)]
     numbers = [block * QUAD + row.member for block in range(len(pairs))]
     if not config.heads.whole:
         return RowColumns(pairs, numbers, lambda whole: whole)
-    return RowColumns(pairs, numbers, lambda whole: cute.local_tile(whole, (config.o_columns,), (part,)))
+    return RowColumns(
+        pairs, numbers, lambda whole: cute.local_tile(whole, (config.o_columns,), (column_group,))
+    )

@@ -164,9 +164,9 @@ def play(
             if warp == config.join_warp:
                 write_join(config, operands, where)
         cute.arch.setmaxregister_decrease(config.shape.producer_registers)
-        if warp < config.load_warp + config.parts:
-            part = warp - config.load_warp if cutlass.const_expr(config.parts > 1) else 0
-            source = Source(config, operands, *maps, shared, dtype, part)
+        if warp < config.load_warp + config.kv_groups:
+            column_group = warp - config.load_warp if cutlass.const_expr(config.kv_groups > 1) else 0
+            source = Source(config, operands, *maps, shared, dtype, column_group)
             rings = tuple(range(1 if cutlass.const_expr(config.loads_apart) else len(config.format.rings)))
             load(config, channels, source, tiles, rings)
         else:
@@ -214,10 +214,11 @@ def where_of(config, operands, numbers):
 class Consumer:
     """A consumer's state for all of its tiles.
 
-    number: the consumer's number, a compile-time constant if paired. row_group: the number of its 64 rows. part: its
-    part of O's columns. thread: 0..127 within the consumer; if warps have their own KV tiles, the number among all
-    consumers' threads. numbers: the numbers of the map between S and P. If consumers share the code of a tile's end
-    (``config.shares_end``), mma has the products of both, and number, part and thread are carried from tile to tile.
+    number: the consumer's number, a compile-time constant if paired. row_group: the number of its 64 rows.
+    column_group: its columns of O. thread: 0..127 within the consumer; if warps have their own KV tiles, the number
+    among all consumers' threads. numbers: the numbers of the map between S and P. If consumers share the code of a
+    tile's end (``config.shares_end``), mma has the products of both, and number, column_group and thread are carried
+    from tile to tile.
     """
 
     config: object
@@ -229,7 +230,7 @@ class Consumer:
     mma: Products | tuple
     number: Int32 | int
     row_group: Int32 | int
-    part: Int32 | int
+    column_group: Int32 | int
     thread: Int32
 
 
@@ -250,7 +251,7 @@ def consume(
     Consumes: q_full, and what ``consumer.attend`` or ``pair.attend_paired`` does. Produces: what they do.
     """
     wait_for_launch(config)
-    row_group, part = consumer // config.column_parts, consumer % config.column_parts
+    row_group, column_group = consumer // config.column_groups, consumer % config.column_groups
     if cutlass.const_expr(config.by_warp):
         row_group = 0
     else:
@@ -261,26 +262,26 @@ def consume(
     elif cutlass.const_expr(config.shares_end):
         mma = products_of_both(config, q_base.align(tma.TILE_ALIGNMENT), shared.k, shared.v)
     else:
-        mma = products(config, q_base.align(tma.TILE_ALIGNMENT), shared.k, shared.v, part)
+        mma = products(config, q_base.align(tma.TILE_ALIGNMENT), shared.k, shared.v, column_group)
     if consumer == config.consumers - 1:
         pass_turn(config, consumer)  # the first consumer begins
     role = Consumer(
-        config, channels, shared, operands, where, numbers, mma, consumer, row_group, part, thread
+        config, channels, shared, operands, where, numbers, mma, consumer, row_group, column_group, thread
     )
     uses = (Int32(0), Int32(0), Int32(0))
     if cutlass.const_expr(config.shares_end):
-        uses = (*uses, Int32(part), Int32(thread))
+        uses = (*uses, Int32(column_group), Int32(thread))
     each_tile(config, operands, where, consume_tile, role, uses, keeps=config.rereads)
 
 
 @cute.jit
 def consume_tile(role, tile, uses):
     """One tile of a consumer. uses: (tiles with keys, KV tiles, tiles) that the CTA has finished before; returns the
-    counts after. If consumers share the code of a tile's end, the part and the thread follow."""
+    counts after. If consumers share the code of a tile's end, the column group and the thread follow."""
     config, channels, operands = role.config, role.channels, role.operands
     tile_use, use, number, *carried = uses
     if cutlass.const_expr(config.shares_end):
-        role = replace(role, number=carried[0], part=carried[0], thread=carried[1])
+        role = replace(role, number=carried[0], column_group=carried[0], thread=carried[1])
     mine = thread_rows(config, tile, role.row_group, role.thread)
     numbers = score_numbers(config, operands, tile, role.numbers)  # k_scale arrives while Q does
     q_use = tile_use * config.rows.groups + role.row_group
@@ -302,7 +303,7 @@ def consume_tile(role, tile, uses):
         biases,
         role.number,
         role.row_group,
-        role.part,
+        role.column_group,
         role.thread,
         use,
         q_use,
@@ -319,7 +320,7 @@ def consume_tile(role, tile, uses):
     elif cutlass.const_expr(config.shares_end):
         state, work = attend_either(work, role.mma, tile_use)
         epilogue(work.again(), state, operands, None)
-        carried = (work.part, work.thread)
+        carried = (work.column_group, work.thread)
     elif cutlass.const_expr(config.paired):
         state = attend_paired(Pair(work, role.shared, tile_use))
         stage = None

@@ -1,5 +1,5 @@
-"""The load warps: for every tile the Q of its rows, then K and V tiles through TMA. One warp, or one for each part of
-the columns (``AttentionConfig.parts``), or one for K and one for V (``AttentionConfig.loads_apart``). ``prefetch``
+"""The load warps: for every tile the Q of its rows, then K and V tiles through TMA. One warp, or one for each column
+group (``AttentionConfig.kv_groups``), or one for K and one for V (``AttentionConfig.loads_apart``). ``prefetch``
 loads into L2 ahead of them."""
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, source, where, 
     drain(
         tuple(channels[config.load_ring(config.format.rings[i]) + "_empty"] for i in rings),
         use,
-        config.parts,
-        source.part,
+        config.kv_groups,
+        source.column_group,
     )
 
 
@@ -61,7 +61,7 @@ def load_tile(role, tile, uses, record=None):
     """
     config, channels, source, where = role.config, role.channels, role.source, role.where
     tile_use, use = uses
-    part, subtiles = source.part, config.part_subtiles
+    column_group, subtiles = source.column_group, config.group_subtiles
     span = tile.span
     page = Int32(NO_PAGE) if cutlass.const_expr(config.pages_ahead) else None
     wait_for_launch(config)
@@ -80,7 +80,7 @@ def load_tile(role, tile, uses, record=None):
                 q_use = tile_use * config.rows.groups + row_group
                 ring = source.q(tile, row_group)
                 channels["q_empty"].wait_previous(q_use)
-                load_q(config, ring, channels["q_full"], q_use, part, row_group)
+                load_q(config, ring, channels["q_full"], q_use, column_group, row_group)
         tile_use += 1
     release = cutlass.max(span.count - LEAD, 0)
     for step in cutlass.range(span.count, unroll=1):
@@ -96,20 +96,22 @@ def load_tile(role, tile, uses, record=None):
             ring = source.kv(tile, i)
             loaded = config.load_ring(name)
             full, empty = channels[loaded + "_full"], channels[loaded + "_empty"]
-            empty.wait_previous((use + step) * config.parts + part)
+            empty.wait_previous((use + step) * config.kv_groups + column_group)
             if cutlass.const_expr(config.subtiles == 1):  # a loop of one would take registers all the same
                 load_subtile(config, name, ring, full, use + step, 0, places)
                 if cutlass.const_expr(config.format.kv_block > 0):
                     base = source.shared.scales
                     load_scales(config, source.operands, base, tile, i, full, use + step, places)
             else:
-                for subtile in cutlass.range(part * subtiles, (part + 1) * subtiles, unroll=1):
+                for subtile in cutlass.range(
+                    column_group * subtiles, (column_group + 1) * subtiles, unroll=1
+                ):
                     load_subtile(
                         config, name, ring, full, (use + step) * config.subtiles + subtile, subtile, places
                     )
                 if cutlass.const_expr(config.p_in_keys):
                     last = config.subtiles - 1
-                    if (use + step) % config.parts != part:
+                    if (use + step) % config.kv_groups != column_group:
                         load_subtile(
                             config, name, ring, full, (use + step) * config.subtiles + last, last, places
                         )
@@ -122,20 +124,22 @@ def load_tile(role, tile, uses, record=None):
 
 
 @cute.jit
-def load_q(config: cutlass.Constexpr, ring, full: cutlass.Constexpr, use, part, row_group: cutlass.Constexpr):
+def load_q(
+    config: cutlass.Constexpr, ring, full: cutlass.Constexpr, use, column_group, row_group: cutlass.Constexpr
+):
     """Load a load warp's blocks of Q."""
-    blocks, odd = config.part_blocks, config.odd_blocks
+    blocks, odd = config.group_blocks, config.odd_blocks
     expected = blocks * tma.tile_bytes(config.q_box)
     if cutlass.const_expr(odd > 0):
         more = odd * tma.tile_bytes(config.q_box)
-        expected += Int32(cutlass.select_(part == config.parts - 1, Int32(more), Int32(0)))
+        expected += Int32(cutlass.select_(column_group == config.kv_groups - 1, Int32(more), Int32(0)))
     full.expect_bytes(use, expected)
     for i in cutlass.range_constexpr(blocks):
-        block = part * blocks + i
+        block = column_group * blocks + i
         stage = row_group * config.heads.qk_blocks + block
         ring.load(block, stage, full.barrier(use), evicts_first=config.streams_keys)
     if cutlass.const_expr(odd > 0):  # noqa: SIM102
-        if part == config.parts - 1:
+        if column_group == config.kv_groups - 1:
             for block in cutlass.range_constexpr(config.heads.qk_blocks - odd, config.heads.qk_blocks):
                 stage = row_group * config.heads.qk_blocks + block
                 ring.load(block, stage, full.barrier(use), evicts_first=config.streams_keys)

@@ -10,7 +10,7 @@ which that tile's buffer waits for, goes into the middle of QK.
     tile j's consumer   QK(j) half   PV(j-1)   QK(j) half   softmax(j) -> P    PV(j)       QK(j+2) half
     the other           PV(j-1)                QK(j+1) half                    PV(j)       QK(j+1) half   softmax(j+1)
 
-Where K and V are two tensors (``config.in_parts`` is False), a K tile is its consumer's alone and released after QK, a
+Where K and V are two tensors (``config.in_groups`` is False), a K tile is its consumer's alone and released after QK, a
 V tile is released by both, and each has a load warp of its own. QK waits for no PV then, and is issued before that of
 the other's tile, which runs under the softmax:
 
@@ -58,7 +58,7 @@ from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
 from warpspec.fmha.sm90.staging import store_words
 from warpspec.fmha.tiles import ELEMENT_BYTES
 
-DEPTH_PARTS = 2  # parts of QK's depth D, with PV between them
+DEPTH_HALVES = 2  # of QK's depth D, with PV between them
 TURNS = 2  # tiles after which it is a consumer's turn again
 
 
@@ -76,41 +76,41 @@ class Pair:
         return self.work.config
 
     @property
-    def part(self) -> int:
-        """Which of the two this consumer is, and its part of O's columns."""
-        return self.work.part
+    def column_group(self) -> int:
+        """Which of the two this consumer is, and which columns of O it has."""
+        return self.work.column_group
 
     @property
     def own_p(self) -> Int32:
         """Where this consumer's P goes: the address of its stage."""
-        return own_stage(self.config, self.shared, self.part)
+        return own_stage(self.config, self.shared, self.column_group)
 
     def use(self, step):
         """Ring use count of the KV tile of this step."""
         return self.work.use + step
 
-    def issue_qk(self, step, depth_part: int) -> None:
-        """Issue S of the KV tile of visit ``step`` over one half of D, as its subtiles arrive; one group. depth_part:
+    def issue_qk(self, step, depth_half: int) -> None:
+        """Issue S of the KV tile of visit ``step`` over one half of D, as its subtiles arrive; one group. depth_half:
         0, the columns that this consumer releases; 1, the other's."""
         config, mma = self.config, self.work.mma
         tiled_mma = make_qk(config, mma.p.element_type)
         use = self.use(step)
         k = mma.k[None, None, None, use % config.kv_stages]
-        half = config.heads.v_room // MMA_K // DEPTH_PARTS  # instructions over half of V's columns
-        begin = (self.part if depth_part == 0 else 1 - self.part) * half
+        half = config.heads.v_room // MMA_K // DEPTH_HALVES  # instructions over half of V's columns
+        begin = (self.column_group if depth_half == 0 else 1 - self.column_group) * half
         blocks = list(range(begin, begin + half))
-        if depth_part > 0:  # and over the columns that are not V's
-            blocks += range(DEPTH_PARTS * half, config.heads.qk_steps)
+        if depth_half > 0:  # and over the columns that are not V's
+            blocks += range(DEPTH_HALVES * half, config.heads.qk_steps)
         # The first subtile's mbarrier, and the phase of all of them: computed once, not for each.
         full = self.work.channels["k_full"].base + use % config.kv_stages * config.subtiles
         phase = use // config.kv_stages % 2
         subtile = None
         warpgroup.fence()
         for block in blocks:
-            if config.subtile_of(block, self.part) != subtile:
-                subtile = config.subtile_of(block, self.part)
+            if config.subtile_of(block, self.column_group) != subtile:
+                subtile = config.subtile_of(block, self.column_group)
                 cute.arch.mbarrier_wait(full + subtile, phase)
-            tiled_mma.set(warpgroup.Field.ACCUMULATE, depth_part > 0 or block != begin)
+            tiled_mma.set(warpgroup.Field.ACCUMULATE, depth_half > 0 or block != begin)
             cute.gemm(tiled_mma, mma.s, mma.q[None, None, block, 0], k[None, None, block], mma.s)
         warpgroup.commit_group()
 
@@ -136,19 +136,21 @@ class Pair:
         multiply(tiled_mma, mma.o, p, v, True, count=keys // MMA_K)
 
     def await_values(self, step) -> None:
-        """Wait for V, if it is no part of the tile's keys."""
-        if not self.config.in_parts:
+        """Wait for V, if it is not in the tile's keys."""
+        if not self.config.in_groups:
             self.work.v_full.wait(self.use(step))
 
     def release_keys(self, step) -> None:
-        """QK of this consumer's tile is over: release its keys, if V is no part of them."""
-        if not self.config.in_parts:
+        """QK of this consumer's tile is over: release its keys, if V is not in them."""
+        if not self.config.in_groups:
             self.work.channels["k_empty"].arrive_warp(self.use(step))
 
     def release(self, step) -> None:
-        """Release this consumer's part of the tile's columns: its PV has read them, and QK before it."""
-        if self.config.in_parts:
-            self.work.channels["k_empty"].arrive_warp(self.use(step) * self.config.parts + self.part)
+        """Release this consumer's column group of the tile: its PV has read them, and QK before it."""
+        if self.config.in_groups:
+            self.work.channels["k_empty"].arrive_warp(
+                self.use(step) * self.config.kv_groups + self.column_group
+            )
         else:
             self.work.v_empty.arrive_warp(self.use(step))
 
@@ -164,15 +166,15 @@ class Pair:
         return cute.make_tensor(stage, cute.make_layout((STATISTICS, WARPGROUP_ROWS)))
 
 
-def own_stage(config, shared, part: int) -> Int32:
+def own_stage(config, shared, column_group: int) -> Int32:
     """The address of a consumer's stage of P: the other's P is in the other stage, for consumers and stages take turns
     alike."""
-    return (shared.p + part * config.p_stage_bytes).toint()
+    return (shared.p + column_group * config.p_stage_bytes).toint()
 
 
 @cute.jit
 def attend_paired(pair):
-    """Compute this consumer's part of O, in ``work.mma.o``, and the row statistics of one tile, like
+    """Compute this consumer's columns of O, in ``work.mma.o``, and the row statistics of one tile, like
     ``consumer.attend``.
 
     Consumes: k_full subtile by subtile, p_full. Produces: p_full, p_empty, k_empty, q_empty, one arrival per warp.
@@ -181,12 +183,12 @@ def attend_paired(pair):
     span = work.tile.span
     work.mma.o.fill(0.0)
     state = ((-Float32.inf,) * THREAD_ROWS, (-Float32.inf,) * THREAD_ROWS, (Float32(0.0),) * THREAD_ROWS)
-    first = (work.use + pair.part) % TURNS  # own tiles: first, first + TURNS, ...
+    first = (work.use + pair.column_group) % TURNS  # own tiles: first, first + TURNS, ...
     if (first == 1) & (span.count == 1):
         release_q(work, 0)  # without QK
     if (first == 0) & (span.count > 0):
-        for depth_part in cutlass.range_constexpr(DEPTH_PARTS):
-            pair.issue_qk(0, depth_part)
+        for depth_half in cutlass.range_constexpr(DEPTH_HALVES):
+            pair.issue_qk(0, depth_half)
         warpgroup.wait_group(0)
         pair.release_keys(0)
         release_q(work, 0)
@@ -194,7 +196,7 @@ def attend_paired(pair):
     whole, partial = unmasked_steps(config, span)
     start = TURNS - first  # own tiles with something before them: 2, 4, ... or 1, 3, ...
     masked, unmasked, total = (own_below(at, start) for at in (whole, partial, span.count))
-    own_turn = turn if cutlass.const_expr(config.in_parts) else turn_apart
+    own_turn = turn if cutlass.const_expr(config.in_groups) else turn_apart
     for i in cutlass.range(masked, unroll=1):
         state = own_turn(pair, start + TURNS * i, state, True)
     if cutlass.const_expr(not config.mask.sparse):
@@ -210,29 +212,31 @@ def attend_paired(pair):
 
 def products_of_both(config, q_base, k_base, v_base) -> tuple:
     """``consumer.products`` of either consumer, in the same registers."""
-    first, other = (products(config, q_base, k_base, v_base, part) for part in range(config.column_parts))
+    first, other = (
+        products(config, q_base, k_base, v_base, column_group) for column_group in range(config.column_groups)
+    )
     return first, other._replace(s=first.s, p=first.p, o=first.o)
 
 
 @cute.jit
 def attend_either(work, both: cutlass.Constexpr, tile_use):
-    """``attend_paired`` where the consumer's number, ``work.part``, is known at run time: by code of its own. both:
+    """``attend_paired`` where the consumer's number, ``work.column_group``, is known at run time: by own code. both:
     ``products_of_both``. Returns the state and, for the end of the tile, ``work`` of the consumer.
 
     The number and the thread that it has then are made anew, so that they take no registers during KV tiles.
     """
-    config, part, thread = work.config, Int32(0), thread_of(work.rows[0])
+    config, column_group, thread = work.config, Int32(0), thread_of(work.rows[0])
     told = cute.make_rmem_tensor((STATISTICS, THREAD_ROWS), Float32)
     for each in cutlass.range_constexpr(config.consumers):
-        if work.part == each:
-            own = replace(work, mma=both[each], consumer=each, part=each, thread=thread)
+        if work.column_group == each:
+            own = replace(work, mma=both[each], consumer=each, column_group=each, thread=thread)
             state = attend_paired(Pair(own, work.shared, tile_use))
-            part = Int32(each)
+            column_group = Int32(each)
             for number in cutlass.range_constexpr(STATISTICS):
                 for r in cutlass.range_constexpr(THREAD_ROWS):
                     told[number, r] = state[number][r]
     state = tuple(tuple(told[number, r] for r in range(THREAD_ROWS)) for number in range(STATISTICS))
-    return state, replace(work, mma=both[0], consumer=part, part=part, thread=thread)
+    return state, replace(work, mma=both[0], consumer=column_group, column_group=column_group, thread=thread)
 
 
 @cute.jit
@@ -254,8 +258,8 @@ def turn(pair, step, state, masked: cutlass.Constexpr):
         state = follow(pair, step - 1, state)
         warpgroup.wait_group(0)
         pair.release_other(step - 1)
-        for depth_part in cutlass.range_constexpr(DEPTH_PARTS):
-            pair.issue_qk(step, depth_part)
+        for depth_half in cutlass.range_constexpr(DEPTH_HALVES):
+            pair.issue_qk(step, depth_half)
     else:
         pair.issue_qk(step, 0)
         state = follow(pair, step - 1, state)
@@ -272,8 +276,8 @@ def turn(pair, step, state, masked: cutlass.Constexpr):
 def turn_apart(pair, step, state, masked: cutlass.Constexpr):
     """Like ``turn``, where K and V are two tensors: QK waits for K only, and PV of the other's tile runs under the
     softmax."""
-    for depth_part in cutlass.range_constexpr(DEPTH_PARTS):
-        pair.issue_qk(step, depth_part)
+    for depth_half in cutlass.range_constexpr(DEPTH_HALVES):
+        pair.issue_qk(step, depth_half)
     state = follow(pair, step - 1, state)
     warpgroup.wait_group(1)  # QK; PV goes on
     pair.release_keys(step)
@@ -313,7 +317,7 @@ def publish(pair, step, state, factors):
     words = cute.recast_tensor(flat(work.mma.p), Int32)
     settle(words)  # PV comes behind a branch
     if cutlass.const_expr(work.config.p_in_keys):  # other warps' QK reads it, too
-        cute.arch.barrier(barrier_id=SCORED_BARRIER + work.part, number_of_threads=WARPGROUP_THREADS)
+        cute.arch.barrier(barrier_id=SCORED_BARRIER + work.column_group, number_of_threads=WARPGROUP_THREADS)
     else:
         work.channels["p_empty"].wait_previous(use)
     store_words(pair.own_p, work.rows[0], [words[i] for i in range(cute.size(words))])
@@ -346,7 +350,7 @@ def finish(pair, state):
     """PV of a last tile that is the other's, and the sums of both consumers' tiles added up: the whole rows' state."""
     work = pair.work
     last = work.span.count - 1
-    if (pair.use(last) + pair.part) % TURNS != 0:
+    if (pair.use(last) + pair.column_group) % TURNS != 0:
         state = follow(pair, last, state)
         warpgroup.wait_group(0)
         pair.release_other(last)
@@ -355,7 +359,7 @@ def finish(pair, state):
     layout = cute.make_layout((THREAD_ROWS, WARPGROUP_THREADS, pair.config.consumers, TURNS))
     told = cute.make_tensor(pair.shared.sums, layout)[None, work.thread, None, pair.tile_use % TURNS]
     for r in cutlass.range_constexpr(THREAD_ROWS):
-        told[r, pair.part] = sums[r]
+        told[r, pair.column_group] = sums[r]
     cute.arch.barrier(barrier_id=SUMS_BARRIER, number_of_threads=pair.config.consumer_threads)
-    sums = tuple(sums[r] + told[r, 1 - pair.part] for r in range(THREAD_ROWS))
+    sums = tuple(sums[r] + told[r, 1 - pair.column_group] for r in range(THREAD_ROWS))
     return references, maxima, sums

@@ -13,21 +13,21 @@ from warpspec.fmha.schedule import extent
 
 @cute.jit
 def prefetch_q(source, tile):
-    """Prefetch a part of the columns of a tile's Q."""
+    """Prefetch a column group of a tile's Q."""
     if tile.span.count > 0:
         for row_group in cutlass.range_constexpr(source.config.rows.groups):
             ring = source.q(tile, row_group)
-            for block in cutlass.range_constexpr(source.config.part_blocks):
-                ring.prefetch(source.part * source.config.part_blocks + block)
+            for block in cutlass.range_constexpr(source.config.group_blocks):
+                ring.prefetch(source.column_group * source.config.group_blocks + block)
             if cutlass.const_expr(source.config.odd_blocks > 0):
                 first, end = source.blocks
-                for block in cutlass.range(first + source.config.part_blocks, end, unroll=1):
+                for block in cutlass.range(first + source.config.group_blocks, end, unroll=1):
                     ring.prefetch(block)
 
 
 @cute.jit
 def prefetch_kv(source, where, tile, step):
-    """Prefetch a part of the columns of the KV tile of visit ``step``, K and V in one tensor, if there is one and this
+    """Prefetch a column group of the KV tile of visit ``step``, K and V in one tensor, if there is one and this
     CTA leads."""
     if (step < tile.span.count) & leads(source.config, tile, where):
         config = source.config

@@ -14,8 +14,8 @@ from warpspec.fmha.device.rings import kv_ring
 
 @dataclass(frozen=True)
 class Source:
-    """atoms, coordinates: from ``tma.make_load``, for Q and ``format.rings``. shared: ``kernel.Buffers``. part: this
-    warp's part of the columns."""
+    """atoms, coordinates: from ``tma.make_load``, for Q and ``format.rings``. shared: ``kernel.Buffers``. column_group:
+    this warp's."""
 
     config: object
     operands: tuple
@@ -23,16 +23,18 @@ class Source:
     coordinates: tuple
     shared: tuple
     dtype: type
-    part: Int32 | int
+    column_group: Int32 | int
 
     @property
     def blocks(self) -> tuple:
         """(first, end) of the blocks of 64 columns that this warp prefetches."""
         config = self.config
-        first = self.part * config.part_blocks
-        end = first + config.part_blocks
+        first = self.column_group * config.group_blocks
+        end = first + config.group_blocks
         if config.odd_blocks:
-            end += Int32(cutlass.select_(self.part == config.parts - 1, Int32(config.odd_blocks), Int32(0)))
+            end += Int32(
+                cutlass.select_(self.column_group == config.kv_groups - 1, Int32(config.odd_blocks), Int32(0))
+            )
         return first, end
 
     def q(self, tile, row_group: int) -> tma.TileRing:

@@ -27,9 +27,9 @@ COLUMN_ROWS = 8  # query rows that are the columns of one mma.sync: N
 class Shape:
     """consumers: warpgroups of 64 query rows each. tile_n: keys of a KV tile. kv_stages: KV tiles in flight.
     ctas_per_sm: CTAs for which registers and shared memory are budgeted. consumer_registers, producer_registers:
-    registers of a thread, set by setmaxnreg. column_parts: consumers that share 64 rows, each with a part of O's
-    columns. raw_stages, converter_registers: if K and V are FP8, tiles that are loaded ahead of their conversion, and
-    registers of a converter thread. row_tiles: if each warp of the consumers has KV tiles of its own (``by_warp``),
+    registers of a thread, set by setmaxnreg. column_groups: consumers that share 64 rows, each with a column group of
+    O's columns. raw_stages, converter_registers: if K and V are FP8, tiles that are loaded ahead of their conversion,
+    and registers of a converter thread. row_tiles: if each warp of the consumers has KV tiles of its own (``by_warp``),
     query rows in units of 8; else 0. merge_stages: units of 8 rows for whose states there is room where they are
     merged; with two, warps go on while earlier states are still read."""
 
@@ -39,7 +39,7 @@ class Shape:
     ctas_per_sm: int
     consumer_registers: int
     producer_registers: int
-    column_parts: int = 1
+    column_groups: int = 1
     raw_stages: int = 0
     converter_registers: int = 0
     row_tiles: int = 0
@@ -48,7 +48,7 @@ class Shape:
     @property
     def groups(self) -> int:
         """Groups of query rows: one for each consumer, or for those that share rows."""
-        return 1 if self.row_tiles else self.consumers // self.column_parts
+        return 1 if self.row_tiles else self.consumers // self.column_groups
 
     @property
     def group_rows(self) -> int:
@@ -72,7 +72,7 @@ class Shape:
         KV head read the same keys, then all but the first from L2; one kernel serves any number of them. heads: tiles
         of heads of a request. sms: SMs; so few CTAs may be left over."""
         ctas = sms * self.ctas_per_sm
-        together = heads > 1 if self.row_tiles else self.column_parts > 1
+        together = heads > 1 if self.row_tiles else self.column_groups > 1
         return together and heads <= ctas and ctas % heads * LEFT_OVER <= ctas
 
 
@@ -97,8 +97,8 @@ MOST_STAGES = 4
 BESIDE_TILES = 1 * KIB  # shared memory of barriers and records
 TWO_CONSUMERS = Shape(2, 128, 2, 1, 240, 24)
 # Two consumers with half of O's columns each: K and V two tensors, or one, of whose tiles twice as many keys have room.
-HALVES = Shape(2, 32, 2, 1, 240, 24, column_parts=2)
-PAIR = Shape(2, 64, 2, 1, 240, 24, column_parts=2)
+HALVES = Shape(2, 32, 2, 1, 240, 24, column_groups=2)
+PAIR = Shape(2, 64, 2, 1, 240, 24, column_groups=2)
 # Fits any head size up to 256, with a bias too, and most blocks of keys.
 NARROW = Shape(1, 32, 4, 1, 240, 24)
 # K and V in codes. A warpgroup converts them, and needs registers; tiles are loaded ahead of it. Small tiles are

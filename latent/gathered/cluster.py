@@ -1,9 +1,9 @@
 """Two CTAs of a cluster, which do two blocks of 64 heads of the same query, share the work on its keys.
 
 Each converts half of a tile's keys, and copies the rows in bulk to the same place in its peer's shared memory. So both
-CTAs have the same tiles in the same stages. A part of a tile is there (k_full) once the CTA's own warps have arrived
-and the peer's bytes have. A stage may be filled when this CTA's consumers have read it (k_empty) and the peer's have
-(peer_empty). The latter also says that the peer has received what was copied from the stage before. So a producer
+CTAs have the same tiles in the same stages. A column group of a tile is there (k_full) once the CTA's own warps have
+arrived and the peer's bytes have. A stage may be filled when this CTA's consumers have read it (k_empty) and the peer's
+have (peer_empty). The latter also says that the peer has received what was copied from the stage before. So a producer
 warp that has waited for all of it (``pipeline.drain``) may exit. Device side, sm_90a.
 """
 
@@ -55,9 +55,9 @@ def share_keys(channels: dict) -> dict:
 
 @cute.jit
 def send_rows(loader, base, full: cute.Pointer):
-    """Copy the warp's rows of a tile's part to the peer, once all lanes have stored theirs.
+    """Copy the warp's rows of a tile's column group to the peer, once all lanes have stored theirs.
 
-    base: address of the part. full: the part's mbarrier of k_full, whose counterpart counts the bytes.
+    base: address of the column group. full: the column group's mbarrier of k_full, whose counterpart counts the bytes.
     """
     size = loader.config.gathers.keys_of_warp * tma.ROW_BYTES
     first = Int32(base + loader.share * size)
@@ -79,7 +79,7 @@ def write_masks(loader, shared, stage, mask):
     """Write a tile's mask of the warp's keys and of those of the peer's warp. mask: a bit for each lane's key
     (``Loader.lane_key``)."""
     masks = shared.masks.iterator.toint() + stage * (loader.config.tile_n // 8)
-    if (loader.part == 0) & (loader.lane == 0):
+    if (loader.column_group == 0) & (loader.lane == 0):
         for number in cutlass.range_constexpr(CLUSTER):
             share = loader.share if number == 0 else loader.peers_share
             place = Int32(masks + share * (HALF_WORD // 8))
@@ -103,30 +103,30 @@ def fetch_tile(loader, row, scale_at, words, scales):
         else:
             fetch_raw(loader, address, words[None, None, group])
         count = loader.config.gathers.scale_words
-        begin = address + Int64(at + loader.part * (loader.config.gathers.scales_of_part))
+        begin = address + Int64(at + loader.column_group * (loader.config.gathers.scales_of_group))
         fetch_words(begin, 0, Boolean(address != 0), scales[None, group], count)
 
 
 def fetch_codes(loader, address, words) -> None:
-    """Load a key's codes, which fill all blocks of a part. words: (WORD, VECTOR)."""
-    begin = address + Int64(loader.part * (loader.blocks * BLOCK) + loader.member * VECTOR_BYTES)
+    """Load a key's codes, which fill all blocks of a column group. words: (WORD, VECTOR)."""
+    begin = address + Int64(loader.column_group * (loader.blocks * BLOCK) + loader.member * VECTOR_BYTES)
     for block in range(loader.blocks):
         fetch_words(begin, block * BLOCK, Boolean(address != 0), words[None, block])
 
 
 def fetch_raw(loader, address, words) -> None:
-    """Load the vectors of a key that ``rows.copy_raw`` copies: the last block is bf16 in the second part. words:
-    (WORD, VECTOR)."""
+    """Load the vectors of a key that ``rows.copy_raw`` copies: the last block is bf16 in the second column group.
+    words: (WORD, VECTOR)."""
     fmt, last, here = loader.config.gathers.fmt, loader.converted, Boolean(address != 0)
-    begin = address + Int64(loader.part * (loader.blocks * BLOCK) + loader.member * VECTOR_BYTES)
+    begin = address + Int64(loader.column_group * (loader.blocks * BLOCK) + loader.member * VECTOR_BYTES)
     for block in range(last):
         fetch_words(begin, block * BLOCK, here, words[None, block])
     chunk = fmt.tail_offset + loader.plain_chunk(0) * VECTOR_BYTES
     value = last * BLOCK + loader.member * VECTOR_BYTES
-    offset = Int32(cutlass.select_(Boolean(loader.part == 1), chunk, value))
+    offset = Int32(cutlass.select_(Boolean(loader.column_group == 1), chunk, value))
     fetch_words(address + Int64(offset), 0, here, words[None, last])
     chunk = address + Int64(loader.plain_chunk(1) * VECTOR_BYTES)
-    fetch_words(chunk, fmt.tail_offset, here & Boolean(loader.part == 1), words[None, last + 1])
+    fetch_words(chunk, fmt.tail_offset, here & Boolean(loader.column_group == 1), words[None, last + 1])
 
 
 def fetch_words(

@@ -1,9 +1,9 @@
 """Converts rows of e4m3 codes in a producer warp: codes with fp32 scales and a bf16 tail ("v3.2-fp8"), or codes alone
 ("e4m3").
 
-A part of a key has four blocks of 64 codes under two scales. A lane has 16 codes of each block; the key's four lanes
-have the same scales. A lane copies codes to the place of the converted keys, reads them from there, and stores them
-there again in bf16.
+A column group of a key has four blocks of 64 codes under two scales. A lane has 16 codes of each block; the key's four
+lanes have the same scales. A lane copies codes to the place of the converted keys, reads them from there, and stores
+them there again in bf16.
 
 The product of code and scale is rounded to bf16 once. For that the scale is the sum of two bf16 numbers, high and low:
 code * low is rounded to bf16, which changes nothing near the product's last bit, and one fused operation adds
@@ -62,7 +62,7 @@ def copy_codes(loader, target, pair_bytes: int, address, scale_at) -> None:
     Arguments as in ``rows.copy_raw``."""
     config = loader.config
     wanted = bytes_of(address, VECTOR_BYTES)
-    begin = address + Int64(loader.part * (loader.blocks * BLOCK) + loader.member * VECTOR_BYTES)
+    begin = address + Int64(loader.column_group * (loader.blocks * BLOCK) + loader.member * VECTOR_BYTES)
     for block in range(loader.blocks):
         copy_vector(target, raw_place(block, pair_bytes), begin, block * BLOCK, wanted)
     count = config.gathers.scale_words * WORD_BYTES
@@ -72,7 +72,7 @@ def copy_codes(loader, target, pair_bytes: int, address, scale_at) -> None:
         f"cp.async.ca.shared.global [{{$r0}}+{raw_place(loader.blocks, pair_bytes)}], [{{$r1}}], {count}, {{$r2}};",
         read_only_args=[
             scales_place(loader, target),
-            address + Int64(scale_at + loader.part * count),
+            address + Int64(scale_at + loader.column_group * count),
             bytes_of(address, count),
         ],
     )
@@ -84,10 +84,10 @@ def scales_place(loader, target):
 
 
 def copy_tails(loader, base, addresses: list, share) -> None:
-    """Issue the copies of the tails of a share of the keys to the block after both parts.
+    """Issue the copies of the tails of a share of the keys to the block after both column groups.
 
     A bf16 tail is copied to its final place, codes to where ``convert_tail`` finds them. Missing keys become zeros.
-    base: address of the warp's part. addresses: address of the lane's key in every group.
+    base: address of the warp's column group. addresses: address of the lane's key in every group.
     """
     fmt, block = loader.config.gathers.fmt, tail_place(loader, base)
     if fmt.tail == 0:  # codes, to be converted
@@ -123,7 +123,7 @@ def load_codes(loader, target, pair_bytes: int, words: cute.Tensor) -> list:
 
 @cute.jit
 def store_scaled(loader, base, group, words: cute.Tensor, scales: cutlass.Constexpr):
-    """Store the lane's part of one key, converted to bf16, in the tile's part at ``base``, with the 128-byte
+    """Store the lane's numbers of one key, converted to bf16, in the tile's column group at ``base``, with the 128-byte
     swizzle."""
     if cutlass.const_expr(len(scales) == 0):
         store_codes(loader, base, group, words)
@@ -202,8 +202,8 @@ def raw_group(loader, group):
 
 
 def tail_place(loader, base):
-    """Address of the block of columns after both parts. base: address of the warp's part."""
-    return base + (loader.config.gathers.parts - loader.part) * loader.config.gathers.part_bytes
+    """Address of the block behind both column groups. base: address of the warp's."""
+    return base + (loader.config.gathers.kv_groups - loader.column_group) * loader.config.gathers.group_bytes
 
 
 def float_of(word: Uint32) -> Float32:

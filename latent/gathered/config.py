@@ -34,10 +34,10 @@ PAGE_ROWS = 64  # rows of a page, and of a KV tile, where a page table tells whe
 VALUE_DIM = LATENT[1]  # the first numbers of a row, of which O is made
 ROPE_DIM = 64  # the last numbers of a row, which are rotated
 MASK_BYTES = 4
-SCALES_BYTES = 4  # bytes of the scales of a key's part, one byte a block
+SCALES_BYTES = 4  # bytes of the scales of a key's column group, one byte a block
 TASK_STAGES = 2  # tasks whose rows' factors are in shared memory
 CLUSTER = 2  # CTAs that may share the work on a query's keys
-GATHERED = Shape(2, 64, 2, 1, 208, 88, column_parts=2)
+GATHERED = Shape(2, 64, 2, 1, 208, 88, column_groups=2)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Gathers:
     def __post_init__(self):
         assert WARPGROUP_ROWS % self.pack == 0 and (self.paged or self.pack == WARPGROUP_ROWS)
         assert 1 <= self.sets <= MAX_KEY_SETS == 3 and len(self.lengths) == self.sets
-        assert self.warps_of_part * self.keys_of_warp * self.cluster == self.keys
+        assert self.warps_of_group * self.keys_of_warp * self.cluster == self.keys
         assert self.keys_of_warp * self.cluster == WARP_THREADS, "a lane looks up a key"
         assert self.cluster == 1 or (self.cluster == CLUSTER and self.fmt.scale_bytes > 0 and not self.paged)
         assert self.copies or self.fmt.tail * BF16_BYTES in (0, ROW_BYTES), "the tail fills a block"
@@ -86,58 +86,59 @@ class Gathers:
         """Whether rows are stored as the products take them, so that they are copied without passing registers."""
         return self.row_format == "bf16"
 
-    # Half of the producer warps fill each part of the columns; each of them fills its own keys of the tile.
+    # Half of the producer warps fill each column group; each of them fills its own keys of the tile.
 
     @property
-    def parts(self) -> int:
-        """Number of parts that a row's columns are cut into; two producer warps fill each part."""
+    def kv_groups(self) -> int:
+        """Number of a row's column groups; two producer warps fill each."""
         return 2
 
     @property
-    def warps_of_part(self) -> int:
-        return WARPGROUP_THREADS // WARP_THREADS // self.parts
+    def warps_of_group(self) -> int:
+        return WARPGROUP_THREADS // WARP_THREADS // self.kv_groups
 
     @property
     def keys_of_warp(self) -> int:
-        return self.keys // self.warps_of_part // self.cluster
+        return self.keys // self.warps_of_group // self.cluster
 
     @property
-    def part_blocks(self) -> int:
-        """Blocks of 64 columns of a part."""
-        return self.heads.qk_blocks // self.parts
+    def group_blocks(self) -> int:
+        """Blocks of 64 columns of a column group."""
+        return self.heads.qk_blocks // self.kv_groups
 
     @property
-    def part_bytes(self) -> int:
-        """Bytes of a tile's part in shared memory."""
-        return self.part_blocks * self.keys * ROW_BYTES
+    def group_bytes(self) -> int:
+        """Bytes of a tile's column group in shared memory."""
+        return self.group_blocks * self.keys * ROW_BYTES
 
     @property
     def tail_apart(self) -> bool:
-        """Whether a row has a block behind both parts, which holds its bf16 tail, or codes like the other blocks.
+        """Whether a row has a block behind both column groups, which holds its bf16 tail, or codes like the other
+        blocks.
 
-        The warps of the two parts take turns at loading it, and there is no room for raw keys ahead of a tile. Without
-        such a block, the tail is the second part's last block.
+        The warps of the two groups take turns at loading it, and there is no room for raw keys ahead of a tile. Without
+        such a block, the tail is the second group's last block.
         """
-        return self.heads.qk_blocks > self.parts * self.part_blocks
+        return self.heads.qk_blocks > self.kv_groups * self.group_blocks
 
     @property
     def raw_vectors(self) -> int:
         """Number of 16-byte vectors that each of an FP8 key's four lanes copies before conversion.
 
-        A lane copies one vector of every e4m3 block. For the part's last block it copies two if that block is bf16 in
-        the second part.
+        A lane copies one vector of every e4m3 block. For the group's last block it copies two if that block is bf16 in
+        the second group.
         """
-        return self.part_blocks + (0 if self.tail_apart else 1)
+        return self.group_blocks + (0 if self.tail_apart else 1)
 
     @property
     def scale_words(self) -> int:
-        """32-bit words of scales of a key's part."""
-        return self.fmt.scale_bytes // self.parts // WORD_BYTES if self.tail_apart else 1
+        """32-bit words of scales of a key's column group."""
+        return self.fmt.scale_bytes // self.kv_groups // WORD_BYTES if self.tail_apart else 1
 
     @property
-    def scales_of_part(self) -> int:
-        """Bytes between the scales of a key's parts."""
-        return self.scale_words * WORD_BYTES if self.tail_apart else self.part_blocks
+    def scales_of_group(self) -> int:
+        """Bytes between the scales of a key's column groups."""
+        return self.scale_words * WORD_BYTES if self.tail_apart else self.group_blocks
 
     @property
     def raw_bytes(self) -> int:
@@ -163,19 +164,19 @@ class Gathers:
         )
 
 
-def gathered_barriers(table: tuple[Barrier, ...], parts: int) -> tuple[Barrier, ...]:
+def gathered_barriers(table: tuple[Barrier, ...], groups: int) -> tuple[Barrier, ...]:
     """An attention kernel's barriers, with the producers of K and V replaced by the gathering warps.
 
-    parts: number of a tile's parts that have their own mbarriers.
+    groups: number of a tile's column groups that have their own mbarriers.
     """
     changed = {
         "q_full": {"arrivals": 1, "producer": "first producer warp, expect_tx + TMA bytes"},
         "k_full": {
-            "arrivals": WARPGROUP_THREADS // WARP_THREADS // parts,
-            "producer": "the part's producer warps, one thread each",
-            "meaning": "the part of the gathered keys is in shared memory, in bf16",
+            "arrivals": WARPGROUP_THREADS // WARP_THREADS // groups,
+            "producer": "the column group's producer warps, one thread each",
+            "meaning": "the column group of the gathered keys is in shared memory, in bf16",
         },
-        "k_empty": {"consumer": "the part's producer warps"},
+        "k_empty": {"consumer": "the column group's producer warps"},
     }
     return tuple(replace(row, **changed.get(row.name, {})) for row in table)
 
@@ -185,11 +186,11 @@ def peers_barriers(table: tuple[Barrier, ...]) -> tuple[Barrier, ...]:
     (full,) = (row for row in table if row.name == "k_full")
     (empty,) = (row for row in table if row.name == "k_empty")
     mended = replace(full, producer=f"{full.producer}, expect_tx + bytes from the peer")
-    own = {"name": "peer_empty", "producer": "the part's consumer in the peer, one thread a warp"}
+    own = {"name": "peer_empty", "producer": "the column group's consumer in the peer, one thread a warp"}
     return (*(mended if row is full else row for row in table), replace(empty, **own))
 
 
-def gathered_parts(
+def gathered_records(
     *,
     has_sink: bool = False,
     has_lse: bool = False,
@@ -197,7 +198,7 @@ def gathered_parts(
     splits: bool = False,
     **options,
 ) -> dict:
-    """The parts of a gathered kernel's configuration. options: fields of ``Gathers``."""
+    """The records of a gathered kernel's configuration. options: fields of ``Gathers``."""
     gathers = Gathers(**options)
     assert normalize or not gathers.float8
     dtype, size = (UINT32, VALUE_DIM // WORD_BYTES) if gathers.float8 else (BFLOAT16, VALUE_DIM)
@@ -240,25 +241,26 @@ class GatheredConfig(LineOfQueries, AttentionConfig):
 
     @classmethod
     def of(cls, *, line: bool = False, **options) -> GatheredConfig:
-        """A configuration with the given options (``gathered_parts``); all else is fixed. line: CTAs take chunks of the
-        line of all queries' KV tiles (``device.line``), all head groups of a query in step."""
-        found = cls(**gathered_parts(**options))
+        """A configuration with the given options (``gathered_records``); all else is fixed. line: CTAs take chunks of
+        the line of all queries' KV tiles (``device.line``), all head groups of a query in step."""
+        found = cls(**gathered_records(**options))
         if line:
             found = replace(found, scheduler=TileScheduler(Schedule.LINE, in_step=True, adds_up=True))
         return found
 
     @property
     def subtiles(self) -> int:
-        """Pieces in which a tile arrives: one for each part, because a warp copies all columns of a part together."""
-        return self.parts
+        """Pieces in which a tile arrives: one for each column group, because a warp copies all columns of a group
+        together."""
+        return self.kv_groups
 
     def subtile_of(self, block: int, consumer: int) -> int:
         """The subtile that a block of columns arrives with, as in ``AttentionConfig``.
 
-        The columns behind both parts come with the part that the tile's consumer does not release.
+        The columns behind both groups come with the group that the tile's consumer does not release.
         """
-        part = block * MMA_K // (self.part_blocks * BLOCK)
-        return part if part < self.parts else 1 - consumer
+        column_group = block * MMA_K // (self.group_blocks * BLOCK)
+        return column_group if column_group < self.kv_groups else 1 - consumer
 
     prepares_divisors: ClassVar[bool] = False  # of tokens: they would take registers that are not there
 
@@ -268,9 +270,9 @@ class GatheredConfig(LineOfQueries, AttentionConfig):
         return self.rows.queries > 1
 
     @property
-    def barrier_parts(self) -> int:
+    def barrier_groups(self) -> int:
         """Parts of a tile that have mbarriers of their own."""
-        return self.parts
+        return self.kv_groups
 
     @property
     def pv_first(self) -> bool:
@@ -292,7 +294,7 @@ class GatheredConfig(LineOfQueries, AttentionConfig):
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:
-        found = gathered_barriers(super().barriers, self.barrier_parts)
+        found = gathered_barriers(super().barriers, self.barrier_groups)
         return peers_barriers(found) if self.gathers.cluster > 1 else found
 
 
@@ -316,8 +318,8 @@ class Sm100GatheredConfig(sm100.AttentionConfig):
 
     @classmethod
     def of(cls, **options) -> Sm100GatheredConfig:
-        """A configuration with the given options (``gathered_parts``); all else is fixed."""
-        return cls(**gathered_parts(**options))
+        """A configuration with the given options (``gathered_records``); all else is fixed."""
+        return cls(**gathered_records(**options))
 
     prepares_divisors: ClassVar[bool] = True
 
@@ -327,7 +329,7 @@ class Sm100GatheredConfig(sm100.AttentionConfig):
         return self.rows.queries > 1
 
     @property
-    def barrier_parts(self) -> int:
+    def barrier_groups(self) -> int:
         return 1
 
     @property
@@ -336,7 +338,7 @@ class Sm100GatheredConfig(sm100.AttentionConfig):
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:
-        return gathered_barriers(super().barriers, self.barrier_parts)
+        return gathered_barriers(super().barriers, self.barrier_groups)
 
     @property
     def load_warp(self) -> int:

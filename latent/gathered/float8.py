@@ -54,7 +54,7 @@ class PairFloat8(sm90.Results):
             codes, scale = quantize_block(to_bf16(values), QUAD)
             vectors = gather_columns(codes, row.member)
             if place.in_range:
-                number = work.part * blocks + block
+                number = work.column_group * blocks + block
                 for i in cutlass.range_constexpr(len(vectors)):
                     at = number * (FP8_BLOCK // CODES) + (i * QUAD + row.member) * QUAD
                     store_words(operands.o[index], at, vectors[i])

@@ -50,15 +50,15 @@ def gather(
     """
     thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
     warp = cute.arch.make_warp_uniform(thread // WARP_THREADS)
-    part = warp // config.gathers.warps_of_part
-    share, peer, rings = warp % config.gathers.warps_of_part, None, (channels["k_empty"],)
+    column_group = warp // config.gathers.warps_of_group
+    share, peer, rings = warp % config.gathers.warps_of_group, None, (channels["k_empty"],)
     if cutlass.const_expr(config.gathers.cluster > 1):
         peer, rings = peer_of(shared.k), (channels["k_empty"], channels["peer_empty"])
-        share += peer.rank * config.gathers.warps_of_part
-    loader = Loader(config, operands, part, share, thread % WARP_THREADS, peer)
+        share += peer.rank * config.gathers.warps_of_group
+    loader = Loader(config, operands, column_group, share, thread % WARP_THREADS, peer)
     role = Producer(loader, channels, shared, (atom, coordinates))
     use, _ = each_task(config, operands, units, bring_task, role, (Int32(0), Int32(0)))
-    drain(rings, use, config.barrier_parts, loader.ring_use(0))
+    drain(rings, use, config.barrier_groups, loader.ring_use(0))
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def convert_tiles(loader, channels: cutlass.Constexpr, shared, task, use, q_load
     behind = groups - 1  # groups whose copies may be in flight when the next group is converted
     block_bytes, group_bytes = config.tile_n * tma.ROW_BYTES, GROUP_KEYS * tma.ROW_BYTES
     words = loader.words()
-    own = loader.part * config.gathers.warps_of_part + loader.share
+    own = loader.column_group * config.gathers.warps_of_group + loader.share
     first = shared.raw.toint() + own * config.gathers.raw_bytes + loader.lane * VECTOR_BYTES
     slots = Slots.of(loader, task)
     row, scale_at = locate(loader, look_up(loader, task, slots, Int32(0)))
@@ -157,7 +157,7 @@ def convert_in_place(loader, channels: cutlass.Constexpr, shared, task, use, q_l
         inside = base + loader.share * (groups * group_bytes) + loader.lane * VECTOR_BYTES
         brings_tails = (
             use + step
-        ) % config.gathers.parts != loader.part  # its consumer has read P in their place
+        ) % config.gathers.kv_groups != loader.column_group  # its consumer has read P in their place
         if brings_tails:
             copy_tails(loader, base, [address for address, _ in rows], loader.share)
         for group in cutlass.range_constexpr(groups):
@@ -182,7 +182,7 @@ def convert_shared(loader, channels: cutlass.Constexpr, shared, task, use, q_loa
     """Bring a task's tiles of FP8 rows together with the peer (``cluster``), which converts the other half of each.
 
     A tile's bytes are in registers before it may be filled: half of a tile is few enough. The bf16 tails behind both
-    parts are no work, so each CTA copies those of all keys.
+    column groups are no work, so each CTA copies those of all keys.
     """
     config, groups = loader.config, loader.groups
     words = cute.make_rmem_tensor((VECTOR_WORDS, loader.vectors, groups), Uint32)
@@ -202,7 +202,7 @@ def convert_shared(loader, channels: cutlass.Constexpr, shared, task, use, q_loa
             tails = [row_of(loader, row, scale_at, group)[0] for group in range(CLUSTER * groups)]
             brings_tails = (
                 use + step
-            ) % config.gathers.parts != loader.part  # its consumer has read P in their place
+            ) % config.gathers.kv_groups != loader.column_group  # its consumer has read P in their place
         base = begin_tile(loader, channels, shared, use + step, row)
         if brings_tails:
             copy_tails(loader, base, tails[:groups], loader.share)
@@ -259,7 +259,7 @@ def copy_tiles(loader, channels: cutlass.Constexpr, shared, task, use, q_load):
 
 @cute.jit
 def begin_tile(loader, channels: cutlass.Constexpr, shared, number, row) -> Int32:
-    """Wait until the number-th tile may be filled and write its mask; returns where the warp's part of it goes.
+    """Wait until the number-th tile may be filled and write its mask; returns where the warp's column group of it goes.
 
     row: address of the lane's row of the tile.
     """
@@ -270,14 +270,14 @@ def begin_tile(loader, channels: cutlass.Constexpr, shared, number, row) -> Int3
     if cutlass.const_expr(config.gathers.cluster > 1):
         channels["peer_empty"].wait_previous(loader.ring_use(number))
         write_masks(loader, shared, stage, mask)
-    elif (loader.part == 0) & (loader.lane == 0):
-        shared.masks[stage * config.gathers.warps_of_part + loader.share] = Uint32(mask)
+    elif (loader.column_group == 0) & (loader.lane == 0):
+        shared.masks[stage * config.gathers.warps_of_group + loader.share] = Uint32(mask)
     base = shared.k.toint() + stage * config.kv.k_bytes
-    return base + loader.part * config.gathers.part_bytes
+    return base + loader.column_group * config.gathers.group_bytes
 
 
 def end_tile(loader, channels, number) -> None:
-    """Announce that the warp's part of the number-th tile is in shared memory."""
+    """Announce that the warp's column group of the number-th tile is in shared memory."""
     cute.arch.fence_view_async_shared()
     channels["k_full"].arrive_warp(loader.ring_use(number))
 
@@ -286,7 +286,7 @@ def end_tile(loader, channels, number) -> None:
 def load_q_first(loader, channels: cutlass.Constexpr, shared, task, step, q_load):
     """Let the first producer warp load Q once its keys of the task's first tile are in flight, because Q's buffer is
     free only when the previous task is done. q_load: last argument of ``load_q``."""
-    if (loader.part == 0) & (loader.warp_of_part == 0) & (step == 0):
+    if (loader.column_group == 0) & (loader.warp_of_group == 0) & (step == 0):
         load_q(loader.config, channels, shared, task, *q_load)
 
 
@@ -383,10 +383,10 @@ def locate(loader, found) -> tuple:
 
 @cute.jit
 def prefetch(loader, row):
-    """Prefetch the part of the lane's row to L2, about one tile before its copies begin."""
+    """Prefetch the column group of the lane's row to L2, about one tile before its copies begin."""
     fmt = loader.config.gathers.fmt
-    part_bytes = (fmt.data_bytes if fmt.apart else fmt.row_bytes) // loader.config.gathers.parts
+    group_bytes = (fmt.data_bytes if fmt.apart else fmt.row_bytes) // loader.config.gathers.kv_groups
     if row != 0:
-        at = row + Int64(loader.part * part_bytes)
-        for offset in cutlass.range_constexpr(0, part_bytes, LINE_BYTES):
+        at = row + Int64(loader.column_group * group_bytes)
+        for offset in cutlass.range_constexpr(0, group_bytes, LINE_BYTES):
             cute.arch.inline_ptx(f"prefetch.global.L2 [{{$r0}}+{offset}];", read_only_args=[at])

@@ -215,7 +215,7 @@ def run(problem: GatheredProblem, target: Target, tensors: dict):
     ]
     angles = (tensors["cos_sin"], tensors["positions"], tensors.get("kv_scale"))
     sets = list(tensors["key_sets"]) + [(None, None, None, 1)] * (MAX_KEY_SETS - len(problem.slots))
-    flat = [part for each in sets for part in each]
+    flat = [field for each in sets for field in each]
     numbers = (*LogitNumbers.of(LogitOptions(problem.scale)), plan.splits, plan.ctas)
     attention = plan.kernel(target).launcher(plan.config, target)
     with target.current():

@@ -105,8 +105,8 @@ def gathered_operator(*arguments) -> None:
     q, data, page_sizes, name, slots, lengths, scale, sink, *others = arguments
     cos_sin, positions, num_splits, *results, backend = others
     o, scales, lse, row_max, _ = results
-    parts = zip(data, page_sizes, slots, lengths, strict=True)
-    key_sets = [KeySet(LatentPool(pool, size, name), *rest) for pool, size, *rest in parts]
+    fields = zip(data, page_sizes, slots, lengths, strict=True)
+    key_sets = [KeySet(LatentPool(pool, size, name), *rest) for pool, size, *rest in fields]
     rotate_back = None if cos_sin is None else (cos_sin, positions)
     problem = GatheredProblem.of(
         q, key_sets, scale=scale, sink=sink, normalize=row_max is None, return_lse=lse is not None,

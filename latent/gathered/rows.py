@@ -23,7 +23,7 @@ VECTOR_WORDS = VECTOR_BYTES // WORD_BYTES
 MEMBERS = 4  # lanes that copy a key together: each has 16 bytes, which are 16 of a block's 64 e4m3 values
 GROUP_KEYS = WARP_THREADS // MEMBERS  # keys that a warp copies at a time
 BYTE_ALONE = 0x4440  # prmt selector: one byte, with three zero bytes above it
-ALL_SCALES = 0xFFFFFFFF  # mask of scale bytes: four in the first part, three in the second
+ALL_SCALES = 0xFFFFFFFF  # mask of scale bytes: four in the first column group, three in the second
 RAW_PAIR = 2 * WARP_THREADS * VECTOR_BYTES  # bytes of two vectors for each of a warp's lanes
 
 
@@ -40,34 +40,34 @@ class Peer:
 class Loader:
     """The keys and columns that a producer warp copies.
 
-    part: which part of the columns. share: which of a tile's keys, in shares of ``keys_of_warp``. lane: this lane's
+    column_group: which columns. share: which of a tile's keys, in shares of ``keys_of_warp``. lane: this lane's
     number in the warp. peer: the CTA that shares the work on the keys, or None. All warps run one copy of the
-    instructions, because the instruction cache is small. The two parts therefore differ only in numbers, except for the
-    last block of FP8 rows: it is e4m3 in the first part and bf16 in the second.
+    instructions, because the instruction cache is small. The two groups therefore differ only in numbers, except for
+    the last block of FP8 rows: it is e4m3 in the first column group and bf16 in the second.
     """
 
     config: object
     operands: Gathered
-    part: Int32
+    column_group: Int32
     share: Int32
     lane: Int32
     peer: Peer | None = None
 
     def ring_use(self, number):
-        """Ring use count of this warp's part of the number-th tile."""
-        if self.config.barrier_parts > 1:
-            return number * self.config.barrier_parts + self.part
+        """Ring use count of this warp's column group of the number-th tile."""
+        if self.config.barrier_groups > 1:
+            return number * self.config.barrier_groups + self.column_group
         return number
 
     @property
-    def warp_of_part(self):
-        """This warp's number among those of its part in this CTA."""
-        return self.share if self.peer is None else self.share % self.config.gathers.warps_of_part
+    def warp_of_group(self):
+        """This warp's number among those of its column group in this CTA."""
+        return self.share if self.peer is None else self.share % self.config.gathers.warps_of_group
 
     @property
     def peers_share(self):
         """The share of the peer's warp with this warp's number."""
-        return self.share ^ self.config.gathers.warps_of_part
+        return self.share ^ self.config.gathers.warps_of_group
 
     @property
     def lane_key(self):
@@ -77,7 +77,7 @@ class Loader:
         if self.peer is None:
             return self.share * keys + self.lane
         return (
-            self.share ^ (self.lane // keys * self.config.gathers.warps_of_part)
+            self.share ^ (self.lane // keys * self.config.gathers.warps_of_group)
         ) * keys + self.lane % keys
 
     @property
@@ -105,12 +105,12 @@ class Loader:
 
     @property
     def blocks(self) -> int:
-        """Blocks of 64 columns of a part."""
-        return self.config.gathers.part_blocks
+        """Blocks of 64 columns of a column group."""
+        return self.config.gathers.group_blocks
 
     @property
     def converted(self) -> int:
-        """Number of a part's first blocks that are e4m3 in both parts of an FP8 row."""
+        """Number of a column group's first blocks that are e4m3 in both groups of an FP8 row."""
         return self.blocks - 1
 
     @property
@@ -150,11 +150,11 @@ def copy_vector(target, at: int, source, offset: int, wanted) -> None:
 
 
 def rows_of_groups(loader, row) -> list:
-    """(address of the row's part, bytes that a copy reads) of the lane's key in every group of a tile.
+    """(address of the row's column group, bytes that a copy reads) of the lane's key in every group of a tile.
 
     row: address of the row that this lane looked up.
     """
-    begin = loader.part * (loader.blocks * BLOCK * BF16_BYTES)
+    begin = loader.column_group * (loader.blocks * BLOCK * BF16_BYTES)
     rows = []
     for group in range(loader.groups):
         address = shuffle_address(row, group * GROUP_KEYS + loader.key)
@@ -163,7 +163,7 @@ def rows_of_groups(loader, row) -> list:
 
 
 def copy_rows(loader, base, rows: list) -> None:
-    """Issue the copies of a warp's keys to the tile's part at ``base``; keys that are not there become zeros.
+    """Issue the copies of a warp's keys to the tile's column group at ``base``; keys that are not there become zeros.
 
     rows: what ``rows_of_groups`` returns.
     """
@@ -180,8 +180,8 @@ def copy_rows(loader, base, rows: list) -> None:
 
 
 # FP8 rows before conversion. A lane has, of a key, an e4m3 vector of each of the ``converted`` blocks, two vectors of
-# the last block and a word of scales. The last block needs only one vector, e4m3, in the first part, and both, bf16, in
-# the second.
+# the last block and a word of scales. The last block needs only one vector, e4m3, in the first column group, and both,
+# bf16, in the second.
 
 
 def copy_raw(loader, target, pair_bytes: int, address, scale_at) -> None:
@@ -192,24 +192,24 @@ def copy_raw(loader, target, pair_bytes: int, address, scale_at) -> None:
     """
     fmt = loader.config.gathers.fmt
     wanted = bytes_of(address, VECTOR_BYTES)
-    begin = address + Int64(loader.part * (loader.blocks * BLOCK) + loader.member * VECTOR_BYTES)
+    begin = address + Int64(loader.column_group * (loader.blocks * BLOCK) + loader.member * VECTOR_BYTES)
     for block in range(loader.converted):
         copy_vector(target, raw_place(block, pair_bytes), begin, block * BLOCK, wanted)
-    # The last block: e4m3 values in the first part, the bf16 tail in the second.
+    # The last block: e4m3 values in the first column group, the bf16 tail in the second.
     chunk = fmt.tail_offset + loader.plain_chunk(0) * VECTOR_BYTES
     value = loader.converted * BLOCK + loader.member * VECTOR_BYTES
-    offset = Int32(cutlass.select_(Boolean(loader.part == 1), chunk, value))
+    offset = Int32(cutlass.select_(Boolean(loader.column_group == 1), chunk, value))
     at = raw_place(loader.converted, pair_bytes)
     copy_vector(target, at, address + Int64(offset), 0, wanted)
     chunk = address + Int64(loader.plain_chunk(1) * VECTOR_BYTES)
     at = raw_place(loader.converted + 1, pair_bytes)
-    copy_vector(target, at, chunk, fmt.tail_offset, wanted * loader.part)
+    copy_vector(target, at, chunk, fmt.tail_offset, wanted * loader.column_group)
     cute.arch.inline_ptx(
         f"cp.async.ca.shared.global [{{$r0}}+{raw_place(loader.vectors, pair_bytes)}], [{{$r1}}], {WORD_BYTES}, "
         "{$r2};",
         read_only_args=[
             scales_place(loader, target),
-            address + Int64(scale_at + loader.part * loader.blocks),
+            address + Int64(scale_at + loader.column_group * loader.blocks),
             wanted // VECTOR_WORDS,
         ],
     )
@@ -257,9 +257,11 @@ def load_raw(loader, target, pair_bytes: int, words: cute.Tensor) -> Uint32:
 
 @cute.jit
 def store_group(loader, base, group, words: cute.Tensor, scales):
-    """Store the lane's part of one key, converted to bf16, in the tile's part at ``base``, with the 128-byte
+    """Store the lane's numbers of one key, converted to bf16, in the tile's column group at ``base``, with the 128-byte
     swizzle."""
-    used = Uint32(cutlass.select_(Boolean(loader.part == 0), Uint32(ALL_SCALES), Uint32(ALL_SCALES >> 8)))
+    used = Uint32(
+        cutlass.select_(Boolean(loader.column_group == 0), Uint32(ALL_SCALES), Uint32(ALL_SCALES >> 8))
+    )
     if cute.arch.vote_any_sync(some_large(scales & used)):
         store_key(loader, base, group, words, scales, False)
     else:
@@ -278,14 +280,14 @@ def store_key(loader, base, group, words: cute.Tensor, scales, small: cutlass.Co
     for block in cutlass.range_constexpr(loader.converted):
         store_converted(converted + block * block_bytes, words, block, scales, small)
     at = loader.converted * block_bytes
-    if loader.part == 0:
+    if loader.column_group == 0:
         store_converted(converted + at, words, loader.converted, scales, small)
     else:
         store_plain(plain + at, words, loader.converted)
 
 
 def store_converted(address, words: cute.Tensor, block: int, scales, small: bool) -> None:
-    """Convert and store 16 numbers of a block of the part. address: address of the first chunk."""
+    """Convert and store 16 numbers of a block of the column group. address: address of the first chunk."""
     scale = permute(scales, BYTE_ALONE | block)
     out = to_bf16([words[i, block] for i in range(VECTOR_WORDS)], scale, small)
     store_vector(address, out[:VECTOR_WORDS])

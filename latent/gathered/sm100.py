@@ -86,7 +86,7 @@ def hide_missing(scores: cute.Tensor, words: cutlass.Constexpr):
 @cute.jit
 def turn_back(config: cutlass.Constexpr, row, values: cute.Tensor, operands, token):
     """Rotate a row's last ROPE_DIM columns back by the query's position; NaN for a position beyond the table."""
-    if row.member == config.column_parts - 1:
+    if row.member == config.column_groups - 1:
         position = Int32(operands.positions[token])
         table = operands.cos_sin
         inside = Boolean(position >= 0) & Boolean(position < table.shape[0])
@@ -132,7 +132,7 @@ class GatheredAttention(GatheredHost):
                 operands=operands,
                 token=task.token,
             )
-            row = task.row(config.row_of(thread), config.column_part_of(thread))
+            row = task.row(config.row_of(thread), config.column_group_of(thread))
             scaled = score_numbers(config, operands, numbers)  # reads memory, so after the wait
             state = softmax(config, channels, row, task.span, places, scaled, BFloat16)
             results = ROW_FLOAT8 if cutlass.const_expr(config.gathers.float8) else ROW_RESULTS

@@ -58,7 +58,7 @@ class GatheredStorage(NamedTuple):
 
 @dataclass(frozen=True)
 class GatheredTile(ConsumerTile):
-    """A consumer's part of a task whose keys may be missing. masks: as in ``GatheredStorage``."""
+    """A consumer's work on a task whose keys may be missing. masks: as in ``GatheredStorage``."""
 
     masks: cute.Tensor = None
 
@@ -136,20 +136,20 @@ def consume(
     units,
     numbers,
     thread,
-    part: cutlass.Constexpr,
+    column_group: cutlass.Constexpr,
 ):
     """One consumer: half of O's columns for each of the CTA's tasks. Consumes q_full and what ``pair.attend_paired``
     consumes; produces what ``attend_paired`` produces."""
     thread = thread % WARPGROUP_THREADS
-    mma = products(config, shared.q.align(tma.TILE_ALIGNMENT), shared.k, shared.v, part)
+    mma = products(config, shared.q.align(tma.TILE_ALIGNMENT), shared.k, shared.v, column_group)
     numbers = score_numbers(config, operands, numbers)
-    role = Consumer(config, channels, shared, operands, numbers, mma, part, thread)
+    role = Consumer(config, channels, shared, operands, numbers, mma, column_group, thread)
     each_task(config, operands, units, consume_task, role, (Int32(0), Int32(0)))
 
 
 @dataclass(frozen=True)
 class Consumer:
-    """A consumer's state for all of its tasks. part: which of the two it is. thread: 0..127 within it."""
+    """A consumer's state for all of its tasks. column_group: which of the two it is. thread: 0..127 within it."""
 
     config: object
     channels: dict
@@ -157,14 +157,14 @@ class Consumer:
     operands: object
     numbers: object
     mma: Products
-    part: int
+    column_group: int
     thread: Int32
 
 
 @cute.jit
 def consume_task(role, task, uses):
     """One task of a consumer. uses: (KV tiles, tasks with keys) that came before; returns the counts after."""
-    config, channels, shared, part = role.config, role.channels, role.shared, role.part
+    config, channels, shared, column_group = role.config, role.channels, role.shared, role.column_group
     operands, mma, thread = role.operands, role.mma, role.thread
     use, task_use = uses
     lane = thread % WARP_THREADS
@@ -175,13 +175,13 @@ def consume_task(role, task, uses):
         channels["q_full"].wait(task_use)
     row_factors = None
     if cutlass.const_expr(config.narrows_q):
-        row_factors = narrow_rows(config, shared, task_use, count, part, thread)
+        row_factors = narrow_rows(config, shared, task_use, count, column_group, thread)
     work = GatheredTile(
-        config, channels, mma, task, rows, None, part, 0, part, thread, use, task_use, role.numbers, shared,
-        row_factors=row_factors, masks=shared.masks,
+        config, channels, mma, task, rows, None, column_group, 0, column_group, thread, use, task_use, role.numbers,
+        shared, row_factors=row_factors, masks=shared.masks,
     )  # fmt: skip
     state = work.in_units(attend_paired(Pair(work, shared, task_use)))
-    if cutlass.const_expr(config.gathers.rotate_back and part == config.column_parts - 1):
+    if cutlass.const_expr(config.gathers.rotate_back and column_group == config.column_groups - 1):
         turn_back(config, flat(mma.o), rows[0].member, operands, task.token)
     if cutlass.const_expr(config.gathers.has_kv_scale):
         scale_values(flat(mma.o), operands)
@@ -189,7 +189,7 @@ def consume_task(role, task, uses):
     if cutlass.const_expr(config.gathers.float8):
         results = PAIR_FLOAT8
     elif cutlass.const_expr(config.output.normalize and not (config.p_in_keys or config.scheduler.adds_up)):
-        stage = own_stage(config, shared, part)  # every P has been read by now
+        stage = own_stage(config, shared, column_group)  # every P has been read by now
     epilogue(work, state, operands, stage, results)
     if count > 0:
         task_use += 1
@@ -197,14 +197,16 @@ def consume_task(role, task, uses):
 
 
 @cute.jit
-def narrow_rows(config: cutlass.Constexpr, shared, task_use, count, part: cutlass.Constexpr, thread) -> tuple:
+def narrow_rows(
+    config: cutlass.Constexpr, shared, task_use, count, column_group: cutlass.Constexpr, thread
+) -> tuple:
     """Convert the task's Q to fp16, together with the other consumer; returns the factors of the scores of the
     thread's two rows. A quad has one of its own two rows, and gets the other's factor from the other consumer."""
     found = cute.make_rmem_tensor(THREAD_ROWS, Float32)
     found.fill(1.0)
     if count > 0:
         first = thread // WARP_THREADS * WARP_ROWS + thread % WARP_THREADS // QUAD
-        row, told = first + part * ROW_DISTANCE, shared.factors[None, task_use % TASK_STAGES]
+        row, told = first + column_group * ROW_DISTANCE, shared.factors[None, task_use % TASK_STAGES]
         factor = narrow_row(config, shared.q.toint(), row, thread % QUAD, QUAD)
         if thread % QUAD == 0:
             told[row] = factor

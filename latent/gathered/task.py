@@ -1,4 +1,4 @@
-"""Tasks of a CTA, each 64 heads of one query or a part of its keys, and how roles find them. Device side.
+"""Tasks of a CTA, each 64 heads of one query, with all keys or a split, and how roles find them. Device side.
 
 Every role computes its own task, as the roles of the attention kernels compute their tiles.
 """
@@ -54,7 +54,7 @@ def start(config: cutlass.Constexpr, storage: cutlass.Constexpr, operands, units
 
 
 class KeySetConfig(NamedTuple):
-    """The part of a configuration that concerns one key set.
+    """What of a configuration concerns one key set.
 
     there: whether there is such a set. has_lengths: whether it has lengths.
     """
@@ -161,7 +161,7 @@ class Gathered(NamedTuple):
 class GatheredNumbers(NamedTuple):
     """The numbers among the arguments.
 
-    logits: the numbers of the map from logits to weights. splits: parts that each query's keys are cut into. ctas: the
+    logits: the numbers of the map from logits to weights. splits: number of splits of each query's keys. ctas: the
     most CTAs of a persistent launch.
     """
 
@@ -192,7 +192,7 @@ class Units(NamedTuple):
 @dataclass(frozen=True)
 class Task(RowTile):
     """A task: heads of one query, or of several queries of a request if keys have a page table, and all of their keys
-    or a part of them.
+    or a split of them.
 
     token, head_group, split: numbers of the task's first token, head group and split. queries: number of its queries.
     heads: heads of q. ends: for each key set, the end of its tiles. span: all tiles. first_end:

@@ -41,7 +41,7 @@ def choosing(
         def taken(shape, tiling):
             ways = choices.ways(problem, shape)
             fits = problem.seq_q <= tiling.queries or way is not Way.PARTITIONS
-            if way is Way.LINE and tiling.column_parts > 1:
+            if way is Way.LINE and tiling.column_groups > 1:
                 fits = pairs_fit_line(problem, shape, tiling, target)
             if way in ways and fits:
                 return Candidate(shape, tiling, way, splits)

@@ -28,7 +28,7 @@ from warpspec.common.memory import ROW_BYTES
 from warpspec.fmha.config import AttentionKernel, Schedule, TileScheduler
 from warpspec.fmha.sm90.shapes import Shape
 from warpspec.fmha.tiles import ELEMENT_BYTES, TileRows
-from warpspec.latent.gathered.config import E4M3_ROWS, PAGE_ROWS, Gathers, LineOfQueries, gathered_parts
+from warpspec.latent.gathered.config import E4M3_ROWS, PAGE_ROWS, Gathers, LineOfQueries, gathered_records
 
 CONSUMERS = 2
 UNIT_KEYS = 32  # keys that are loaded together; each warp multiplies keys of one unit with Q
@@ -68,9 +68,9 @@ class TransposedConfig(LineOfQueries, AttentionKernel):
     def of(cls, count: int, *, line: bool = False, exact: bool = False, **options) -> TransposedConfig:
         """A configuration for tasks of ``count`` rows. line, options: as in ``GatheredConfig.of``. exact: row_max, if
         it is a result, is the row's maximum; otherwise some reference near it."""
-        parts = gathered_parts(**options)
-        parts["output"] = replace(parts["output"], exact_maximum=exact)
-        found = cls(count=count, **parts)
+        records = gathered_records(**options)
+        records["output"] = replace(records["output"], exact_maximum=exact)
+        found = cls(count=count, **records)
         if line:
             found = replace(found, scheduler=TileScheduler(Schedule.LINE, in_step=True, adds_up=True))
         else:

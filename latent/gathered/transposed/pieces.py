@@ -28,7 +28,7 @@ class PieceWork:
     role: object
     tile: object
     thread: Int32
-    part: Int32
+    column_group: Int32
 
 
 @cute.jit

@@ -29,7 +29,7 @@ RECORDED_SHAPES = {
     ("few", 64): Shape(1, 128, 2, 2, 208, 48),
     ("few", 128): Shape(1, 64, 2, 2, 208, 48),
     ("few", 256): Shape(1, 64, 3, 1, 240, 24),
-    ("few", 512): Shape(2, 64, 2, 1, 240, 24, column_parts=2),
+    ("few", 512): Shape(2, 64, 2, 1, 240, 24, column_groups=2),
     ("split", 64): Shape(1, 128, 3, 2, 208, 48),
     ("split", 128): Shape(1, 64, 3, 2, 208, 48),
     ("biased", 64): Shape(3, 80, 4, 1, 160, 32),
