@@ -20,7 +20,8 @@ from cutlass import Boolean, Int32
 
 from warpspec.common.hardware import VECTOR_BYTES, WORD_BYTES
 from warpspec.fmha.device.ahead import prefetch_line, prefetch_pages
-from warpspec.fmha.device.line import Chunks, Line, chunk_at, head_step, place_of, query_tile_at, state_of
+from warpspec.fmha.device.chunk import chunk_at
+from warpspec.fmha.device.line import Chunks, Line, head_step, place_of, query_tile_at, state_of
 from warpspec.fmha.device.tile import Piece, select_integer
 from warpspec.fmha.line import KEPT_WORDS
 
@@ -74,7 +75,7 @@ def write_cuts(config: cutlass.Constexpr, operands, chunks, cuts: cute.Tensor):
 
 @dataclass(frozen=True)
 class KeptChunk:
-    """A chunk whose words have been found, used as ``line.Chunk`` is where pieces are added up. words: (WORD). pieces:
+    """A chunk whose words have been found, used as ``chunk.Chunk`` is where pieces are added up. words: (WORD). pieces:
     those of the first and the last head's tiles, if they are in registers; None if words are read from shared memory
     for each tile, because consumers find their tiles themselves and have no room for more."""
 

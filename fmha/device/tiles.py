@@ -7,9 +7,9 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from warpspec.fmha.device.ahead import prefetch_small, wait_for_launch
+from warpspec.fmha.device.chunk import chunk_at
 from warpspec.fmha.device.cuts import kept_chunk, prefetch_cuts
 from warpspec.fmha.device.grid import index_of, rounds
-from warpspec.fmha.device.line import chunk_at
 from warpspec.fmha.device.longest import order_of
 from warpspec.fmha.device.partitions import partition_at, partitions_of
 from warpspec.fmha.device.queue import take
