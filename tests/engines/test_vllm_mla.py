@@ -9,6 +9,7 @@ vllm = pytest.importorskip("vllm", reason="needs vLLM: make test-engines")
 
 from helpers.engine_models import Judge, prompts, rename_kimi_k2, rounding  # noqa: E402
 from helpers.vllm_engine import LENGTHS, generate, same_tokens  # noqa: E402
+from vllm.model_executor.layers import utils  # noqa: E402
 from vllm.v1.attention.backends.mla.prefill.base import MLADimensions  # noqa: E402
 from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
@@ -26,8 +27,9 @@ KIND = "deepseek_v3"
 @pytest.fixture
 def in_parts(monkeypatch):
     """vLLM serves latent attention on a CPU in blocks of 16 and with whole prompts, unless the CPU has AMX, whose
-    backend is replaced by ours, too. With this it thinks so."""
+    backend is replaced by ours, too. With this it thinks so, but keeps the products that it has for any CPU."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(utils, "check_cpu_sgl_kernel", lambda *_: False)
     monkeypatch.setattr(mla.BatchBuilder, "reorder_batch_threshold", 4)  # longer prompts are no decoding
 
 
