@@ -33,19 +33,19 @@ EXPLAINED = (
     (r"`wgmma\.commit.*sm90/pair\.py", "the products join the next group, whose wait covers them"),
     (r"`fence\.proxy.*fmha/sm90/consumer\.py", "where P goes through shared memory, its own fence follows"),
     (
-        r"`bar\.warp.*after sm90/pair\.py:(190|241|260|262|263|275|278|280|299|348|351)",  # its waits for products
+        r"`bar\.warp.*after sm90/pair\.py:(192|245|264|266|267|279|282|284|303|352|355)",  # its waits for products
         "wgmma alone has read the tile, the whole warp at once; of P, the tile's barrier stands just before",
     ),
     (
-        r"`bar\.sync 1, .*after device/flow\.py:54, before device/flow\.py:(71|87)",
+        r"`bar\.sync 1, .*after device/flow\.py:57, before device/flow\.py:(74|92)",
         "after summed two barriers of the same threads stand together",
     ),
     (
-        r"`ld\.acquire.*after device/flow\.py:\d+, before device/load\.py:132",
+        r"`ld\.acquire.*after device/flow\.py:\d+, before device/load\.py:137",
         "wait_for acquires before the loads",
     ),
     (
-        r"arrives relaxed.*swap/sm90/kernel\.py.*before sm90/kernel\.py:63",
+        r"arrives relaxed.*swap/sm90/kernel\.py.*before sm90/kernel\.py:66",
         "fence.mbarrier_init stands before it",
     ),
     (
@@ -57,7 +57,7 @@ EXPLAINED = (
         "the registers that it hands back are written again only after a later one, which covers them",
     ),
     (
-        r"`wgmma\.commit.*before sm90/kernel\.py:41",
+        r"`wgmma\.commit.*before (sm90/kernel\.py:41|device/wgmma\.py:49)",
         "the products join the next group: of a turn, all are waited for together",
     ),
     (
@@ -65,7 +65,7 @@ EXPLAINED = (
         "of a bias in one stage: its own wait, a step before, stands after the QK that has read the tile",
     ),
     (
-        r"`fence\.proxy.*after sm90/products\.py:114, before sm90/kernel\.py:41",
+        r"`fence\.proxy.*after sm90/products\.py:99, before sm90/consumer\.py:75",
         "a consumer without rows has read nothing of the stage, and of tiles before only ahead of their own fence",
     ),
     (
@@ -114,11 +114,11 @@ EXPLAINED = (
         "of rows that several warps hold: a barrier of the CTA follows",
     ),
     (
-        r"`bar\.sync 1, .*after device/flow\.py:54, before device/flow\.py:54",
+        r"`bar\.sync 1, .*after device/flow\.py:57, before device/flow\.py:57",
         "of rows that wait for a count: that wait's barrier stands before the scratch is written again",
     ),
     (
-        r"`bar\.sync 1, .*after device/flow\.py:54, before nothing",
+        r"`bar\.sync 1, .*after device/flow\.py:57, before nothing",
         "of rows with a router: its barriers stand before the squares of the next rows are written",
     ),
     (
@@ -126,11 +126,11 @@ EXPLAINED = (
         "turns at the tensor core are for speed: they order no memory",
     ),
     (
-        r"`fence\.proxy\.async\.global.*swap/device/flow\.py.*before device/flow\.py:54",
+        r"`fence\.proxy\.async\.global.*swap/device/flow\.py.*before device/flow\.py:57",
         "ordinary loads alone read what this count says",
     ),
     (
-        r"`barrier\.cluster.*swap/sm90/kernel\.py:8[45]",
+        r"`barrier\.cluster.*swap/sm90/kernel\.py:8[78]",
         "load warps have drained their rings: no arrival is on its way to a CTA that ends",
     ),
     (
@@ -146,11 +146,11 @@ EXPLAINED = (
         "wgmma alone has read the tile, and all lanes have waited for it at once",
     ),
     (
-        r"try_wait.*after device/load\.py:194, before sm90/kernel\.py:80",
+        r"try_wait.*after device/load\.py:160, before sm90/kernel\.py:83",
         "at the end the cluster's barrier is behind every consumer's last release: either is enough",
     ),
     (
-        r"`griddepcontrol\.wait.*from \S*swap/sm90/kernel\.py:137",
+        r"`griddepcontrol\.wait.*from \S*swap/sm90/kernel\.py:140",
         "of a chain's consumers: the load warp has waited before it fetches what their products and stores are behind",
     ),
     (
@@ -166,7 +166,7 @@ EXPLAINED = (
         "the copies after a task's last tile: the three groups committed after them are of nothing",
     ),
     (
-        r"`bar\.warp.*after sm90/products\.py:114, before sm90/kernel\.py:41",
+        r"`bar\.warp.*after sm90/products\.py:99, before sm90/consumer\.py:75",
         "a consumer without rows has read nothing of the stage",
     ),
     (
@@ -211,11 +211,11 @@ EXPLAINED = (
         "they keep A's registers, which in PTX are new ones for each product; the wait for all products does the rest",
     ),
     (
-        r"`bar\.warp.*after sm90/pair\.py:185",
+        r"`bar\.warp.*after sm90/pair\.py:187",
         "a consumer without QK has read nothing of the Q that it hands back",
     ),
     (
-        r"`bar\.sync \d+, 128.*from \S*fmha/sm90/pair\.py:316",
+        r"`bar\.sync \d+, 128.*from \S*fmha/sm90/pair\.py:320",
         "a product is complete for its whole warpgroup: who has waited for QK knows that no warp reads the keys",
     ),
     (
