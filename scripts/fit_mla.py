@@ -72,7 +72,8 @@ def loaded(paths: list[Path]) -> list[Timed]:
 
 def number_of(way: str) -> int:
     """Number of splits of a way's name, 0 for a line."""
-    return {"line": 0, "whole": 1}.get(way) if way in ("line", "whole") else int(way.removeprefix("split"))
+    named = {"line": 0, "whole": 1}
+    return named[way] if way in named else int(way.removeprefix("split"))
 
 
 def expected(one: Timed, costs: cost.Costs, splits: int) -> float:

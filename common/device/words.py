@@ -58,6 +58,27 @@ def load_words(row: cute.Tensor, first, count: int) -> cute.Tensor:
     return words
 
 
+def load_present(
+    address: Int64, present, count: int, *, missing: int = 0, offset: int = 0, cached: str = ""
+) -> list:
+    """Load ``count`` words, 1, 2 or 4, of global memory at an address, a multiple of their size, and ``offset`` bytes.
+    They are ``missing`` if not present (a Boolean or Int32). cached: cache operators of the instruction.
+
+    What stands for missing words is there before the load: a selection behind the load would wait for it.
+    """
+    names = [f"{{$w{i}}}" for i in range(count)]
+    vector, target = (f".v{count}", "{" + ", ".join(names) + "}") if count > 1 else ("", names[0])
+    defaults = " ".join(f"mov.b32 {name}, {missing};" for name in names)
+    place = f"at+{offset}" if offset else "at"
+    found = cute.arch.inline_ptx(
+        "{ .reg .pred here; .reg .b64 at; mov.b64 at, {$r0}; setp.ne.b32 here, {$r1}, 0; "
+        f"{defaults} @here ld.global{cached}{vector}.b32 {target}, [{place}]; }}",
+        write_only_types=[Uint32] * count,
+        read_only_args=[address, Int32(present)],
+    )
+    return [found] if count == 1 else list(found)
+
+
 def store_words(row: cute.Tensor, first, words: list) -> None:
     """Store words to row (WORD). first: index of the first, a multiple of their number."""
     step = min(len(words), VECTOR_WORDS)

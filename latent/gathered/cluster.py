@@ -17,6 +17,7 @@ from cutlass import Boolean, Int32, Int64, Uint16, Uint32
 
 from warpspec.common.device import tma
 from warpspec.common.device.pipeline import Channel
+from warpspec.common.device.words import load_present
 from warpspec.common.hardware import VECTOR_BYTES, WORD_BYTES
 from warpspec.fmha.heads import BLOCK
 from warpspec.latent.gathered.config import CLUSTER
@@ -132,17 +133,6 @@ def fetch_raw(loader, address, words) -> None:
 def fetch_words(
     address, offset: int, here, words: cute.Tensor, count: int = VECTOR_BYTES // WORD_BYTES
 ) -> None:
-    """Load words (WORD) from global memory, zeros if they are not ``here``. The zeros come first, so that nothing waits
-    for the load."""
-    names = [f"{{$w{i}}}" for i in range(count)]
-    zeros = " ".join(f"mov.b32 {name}, 0;" for name in names)
-    kind, targets = ("b32", names[0]) if count == 1 else (f"v{count}.b32", "{" + ", ".join(names) + "}")
-    found = cute.arch.inline_ptx(
-        "{ .reg .pred here; .reg .b64 at; mov.b64 at, {$r0}; setp.ne.b32 here, {$r1}, 0; "
-        f"{zeros} @here ld.global.{kind} {targets}, [at+{offset}]; }}",
-        write_only_types=[Uint32] * count,
-        read_only_args=[address, Int32(here)],
-    )
-    found = [found] if count == 1 else found
-    for i in range(count):
-        words[i] = found[i]
+    """Load words (WORD) from global memory, zeros if they are not ``here``."""
+    for i, word in enumerate(load_present(address, here, count, offset=offset)):
+        words[i] = word

@@ -17,6 +17,7 @@ from cutlass import Boolean, Int32, Int64, Uint32
 
 from warpspec.common.device import tma
 from warpspec.common.device.pipeline import drain
+from warpspec.common.device.words import load_present
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS, WORD_BYTES
 from warpspec.latent.gathered.cluster import fetch_tile, peer_of, send_rows, write_masks
 from warpspec.latent.gathered.codes import convert_tail, copy_codes, copy_tails, load_codes, store_scaled
@@ -357,12 +358,7 @@ def look_up(loader, task, slots: Slots, step) -> tuple:
             which = Int32(cutlass.select_(inside, Int32(number), which))
         begin = task.ends[number]
     here = here & Boolean(step < task.span.count)
-    slot = cute.arch.inline_ptx(
-        "{ .reg .pred here; .reg .b64 at; mov.b64 at, {$r0}; setp.ne.b32 here, {$r1}, 0; "
-        f"mov.b32 {{$w0}}, {NO_SLOT}; @here ld.global.b32 {{$w0}}, [at]; }}",
-        write_only_types=[Int32],
-        read_only_args=[address, Int32(here)],
-    )
+    slot = Int32(load_present(address, here, 1, missing=NO_SLOT)[0])
     if loader.config.gathers.paged:
         known = Boolean(slot >= 0) & Boolean(slot < loader.operands.sets[0].pool.shape[0])
         own = loader.lane_key

@@ -209,8 +209,7 @@ def input_sets(call: MlaCall) -> list[tuple]:
     make = listed if call.rows == V32 else paged
     order = torch.randperm(MOST_PAGES, device=DEVICE, dtype=torch.int32)
     most = MOST_PAGES // call.pages
-    sets = gpu_bench.rotation(lambda number: (make(call, order, number % most),), call.bytes)
-    return sets
+    return gpu_bench.rotation(lambda number: (make(call, order, number % most),), call.bytes)
 
 
 def queries_of(call: MlaCall) -> torch.Tensor:

@@ -8,6 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
+from warpspec.common.device.words import load_present
 from warpspec.common.hardware import WORD_BYTES
 from warpspec.latent.cache.pools import NO_PAGE
 
@@ -70,15 +71,5 @@ def divided(index: Int32, size: int) -> tuple:
 
 
 def load_global(address: Int64, present: Int32, count: int) -> list:
-    """Load ``count`` words at address; zeros if not present."""
-    outputs = [f"{{$w{i}}}" for i in range(count)]
-    vector = f".v{count}" if count > 1 else ""
-    target = "{" + ", ".join(outputs) + "}" if count > 1 else outputs[0]
-    zeros = " ".join(f"mov.b32 {output}, 0;" for output in outputs)
-    loaded = cute.arch.inline_ptx(
-        "{ .reg .pred here; .reg .b64 at; mov.b64 at, {$r0}; setp.ne.b32 here, {$r1}, 0; "
-        f"{zeros} @here ld.global.nc.L1::no_allocate{vector}.b32 {target}, [at]; }}",
-        write_only_types=[Uint32] * count,
-        read_only_args=[address, present],
-    )
-    return [loaded] if count == 1 else list(loaded)
+    """Load ``count`` words at address, which are read once; zeros if not present."""
+    return load_present(address, present, count, cached=".nc.L1::no_allocate")
