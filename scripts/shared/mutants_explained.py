@@ -33,7 +33,7 @@ EXPLAINED = (
     (r"`wgmma\.commit.*sm90/pair\.py", "the products join the next group, whose wait covers them"),
     (r"`fence\.proxy.*fmha/sm90/consumer\.py", "where P goes through shared memory, its own fence follows"),
     (
-        r"`bar\.warp.*after sm90/pair\.py:(192|245|264|266|267|279|282|284|303|352|355)",  # its waits for products
+        r"`bar\.warp.*after sm90/pair\.py:(192|245|259|264|266|267|279|282|284|303|352|355)",  # its waits for products
         "wgmma alone has read the tile, the whole warp at once; of P, the tile's barrier stands just before",
     ),
     (
@@ -162,7 +162,7 @@ EXPLAINED = (
         "of pair.attend_paired: a consumer without QK has read nothing of the Q that it hands back",
     ),
     (
-        r"`cp\.async\.wait_group 0.*gathered/gather\.py:107",
+        r"`cp\.async\.wait_group 0.*gathered/gather\.py:138",
         "the copies after a task's last tile: the three groups committed after them are of nothing",
     ),
     (
