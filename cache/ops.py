@@ -57,10 +57,10 @@ def kernel_operands(config: InsertConfig, operands: Operands) -> Operands:
 def run_reference(operands: Operands, options: Options) -> None:
     """``reference`` on checked arguments."""
     name = config_of(operands, options).format
-    rest = (operands.cos_sin, operands.positions, options.interleaved)
+    rest = (float(options.eps), operands.cos_sin, operands.positions, options.interleaved)
     if operands.q is not None:
-        operands.out.copy_(reference.project(operands.q, operands.q_weight, options.eps, *rest))
-    k = reference.project(operands.k, operands.k_weight, options.eps, *rest)
+        operands.out.copy_(reference.project(operands.q, operands.q_weight, *rest))
+    k = reference.project(operands.k, operands.k_weight, *rest)
     count = len(operands.slots)
     for rows, cache, scale, blocks, swizzled in (
         (k, operands.k_cache, operands.k_scale, operands.k_block_scales, False),

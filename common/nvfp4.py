@@ -21,7 +21,14 @@ from dataclasses import dataclass
 
 import torch
 
-from warpspec.common.checks import check_device, check_floating, check_int, check_number, check_tensor
+from warpspec.common.checks import (
+    check_device,
+    check_floating,
+    check_int,
+    check_kind,
+    check_number,
+    check_tensor,
+)
 
 NVFP4_BLOCK = 16  # values along K that share one scale
 CHUNK = (1 << 15) - 1  # values quantised at a time on a CPU: as many as torch gives to one thread
@@ -185,7 +192,9 @@ def block_scale(block_amax: torch.Tensor, global_scale: torch.Tensor) -> torch.T
 
 
 def dequantize(t: NVFP4Tensor) -> torch.Tensor:
-    """x [..., K] fp32: fl(fl(value * block_scale) * global_scale); the first product is exact."""
+    """x [..., K] fp32: fl(fl(value * block_scale) * global_scale); the first product is exact. Raises TypeError for
+    anything but an ``NVFP4Tensor``."""
+    check_kind("t", t, NVFP4Tensor)
     values = packed_values(t.data).unflatten(-1, (-1, NVFP4_BLOCK))  # [..., K/16, 16]
     scaled = (values * t.scale.float()[..., None]).flatten(-2)
     return scaled * spread_over(t.global_scale, scaled.dim())
@@ -193,7 +202,7 @@ def dequantize(t: NVFP4Tensor) -> torch.Tensor:
 
 def spread_over(global_scale: torch.Tensor, dims: int) -> torch.Tensor:
     """Global scales with trailing dimensions of size 1, `dims` dimensions in all."""
-    return global_scale.reshape(*global_scale.shape, *(1,) * (dims - global_scale.dim()))
+    return global_scale.reshape((*global_scale.shape, *(1,) * (dims - global_scale.dim())))
 
 
 def e2m1_codes(x: torch.Tensor) -> torch.Tensor:

@@ -148,10 +148,12 @@ def attention(
             all keys of a full block, whatever causal and window say. In a partial block it sees the keys that
             causal, window and ranges allow and, with FlexAttention's mask, mask_mod does; mask_mod is
             evaluated once, under torch.vmap, for the batch rows and heads that the lists have. Blocks on no list are
-            hidden, and keys past L do not exist. With page_table the lists may be for any number of keys, and keys past
-            them are hidden. Not with tree. Kernels take blocks of multiples of 128 queries and keys, and at some head
-            sizes smaller ones. No gradients with kv_lengths. In gradients, NaN or Inf stored in a visited block, at a
-            key or a query that sees nothing there, may reach others of that block.
+            hidden, and keys past L do not exist. With page_table the lists may be for any number of keys, and keys in
+            blocks past theirs are hidden; a batch row may have more keys than they say only if they end with a whole
+            block: which keys beyond them are seen in their last block is undefined. Not with tree. Kernels take blocks
+            of multiples of 128 queries and keys, and at some head sizes smaller ones. No gradients with kv_lengths. In
+            gradients, NaN or Inf stored in a visited block, at a key or a query that sees nothing there, may reach
+            others of that block.
         schedule: made by ``warpspec.latent.mla_schedule`` for calls of these sizes; others raise ValueError.
         backend: "auto", "sm100", "sm90" (native kernels, CUDA tensors), "sim" (the sm100 kernel executed on
             the CPU, CPU tensors) or "reference" (FP32 torch, any device). "auto": the device's kernel for

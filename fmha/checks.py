@@ -200,7 +200,7 @@ def check_blocks(operands: Operands, options: Options, sizes: tuple[int, int, in
     rows, columns = -(-seq_q // size[0]), -(-seq_k // size[1])
     # Lists of packed requests are for the longest ones, which the host does not know, and those of pages for as many
     # keys as the caller likes: requests see nothing past them.
-    if operands.kv_visits.dim() == 5 and 0 not in operands.kv_visits.shape:
+    if operands.kv_visits.dim() == 5 and (rows == 0 or 0 not in operands.kv_visits.shape):
         if operands.cu_seqlens_q is not None:
             rows = operands.kv_visits.shape[2]
         if operands.cu_seqlens_q is not None or operands.page_table is not None:

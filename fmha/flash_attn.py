@@ -20,7 +20,15 @@ import numbers
 
 import torch
 
-from warpspec.common.checks import ANY, check_int, check_number, check_strided, check_tensor, kind_of
+from warpspec.common.checks import (
+    ANY,
+    check_bool,
+    check_int,
+    check_number,
+    check_strided,
+    check_tensor,
+    kind_of,
+)
 from warpspec.common.outputs import check_output, is_same
 from warpspec.fmha import attention, attention_varlen, check
 from warpspec.fmha.checks import DTYPES, SIZE_LIMIT
@@ -97,7 +105,7 @@ def flash_attn_func(
         others.pop("block_sparse_tensors_bwd", None)
     sink = _sink_of(dropout_p=dropout_p, alibi_slopes=alibi_slopes, **others)
     options = _options(softmax_scale, causal, window_size, num_splits, softcap, swizzled) | scales
-    wants = return_attn_probs or return_lse
+    wants = _wants(return_attn_probs=return_attn_probs, return_lse=return_lse)
     check_strided("v", v)  # attention() would take K for V
     result = attention(
         *_plain(q, k, v),
@@ -161,7 +169,9 @@ def flash_attn_varlen_func(
     sink = _sink_of(dropout_p=dropout_p, alibi_slopes=alibi_slopes, **others)
     options = _options(softmax_scale, causal, window_size, num_splits, softcap, swizzled) | scales
     table = _one_of(block_table=block_table, page_table=page_table)
-    wants = return_attn_probs or return_lse or return_softmax_lse
+    wants = _wants(
+        return_attn_probs=return_attn_probs, return_lse=return_lse, return_softmax_lse=return_softmax_lse
+    )
     check_strided("v", v)
     q, k, v = _plain(q, k, v)
     if seqused_k is not None and table is None and cu_seqlens_k is not None:
@@ -259,7 +269,7 @@ def flash_attn_with_kvcache(
         check_int("cache_seqlens", lengths, 0, SIZE_LIMIT)
         batch = len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1
         lengths = torch.full((batch,), lengths, dtype=torch.int32, device=q.device)
-    wants = return_softmax_lse or return_lse
+    wants = _wants(return_softmax_lse=return_softmax_lse, return_lse=return_lse)
     if (k is None) != (v is None):
         raise ValueError("k: must be given with v, and v with k")
     with torch.set_grad_enabled(torch.is_grad_enabled() and k is None):
@@ -354,7 +364,7 @@ def _sink_of(**others) -> torch.Tensor | None:
         if name not in UNSUPPORTED:
             raise TypeError(f"{name}: is not an argument of this function")
         nothing = UNSUPPORTED[name]
-        if value is not None and (len(nothing) == 1 or value not in nothing):
+        if value is not None and (isinstance(value, torch.Tensor) or value not in nothing):
             shown = list(value.shape) if isinstance(value, torch.Tensor) else value
             raise NotImplementedError(f"{name}: is not supported, must be {nothing[-1]}, got {shown}")
     return sink
@@ -404,6 +414,13 @@ def _options(softmax_scale, causal, window_size, num_splits, softcap, swizzled) 
         "num_splits": num_splits or None,  # 0 lets the kernel choose
         "softcap": softcap,
     }
+
+
+def _wants(**flags: bool) -> bool:
+    """Whether one of the arguments asks for lse. Raises TypeError naming one that is not a bool."""
+    for name, flag in flags.items():
+        check_bool(name, flag)
+    return any(flags.values())
 
 
 def _plain(*tensors: torch.Tensor) -> list:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from warpspec.common.backend import refuse_tangents
-from warpspec.common.checks import check_bool
-from warpspec.common.repeated import recorded
+from warpspec.common.checks import check_bool, refuse_gradients
 from warpspec.swap import ops
 from warpspec.swap.problem import SwapProblem
 from warpspec.swap.weights import SwapFFNWeights, SwapState
@@ -60,11 +58,11 @@ def swap_ffn_decode(
     SwapProblem.check(
         x, state, weights, events=events, k_ffn=k_ffn, residual=residual, values=False, memory=False
     )
-    refuse_tangents(x=x, ram=state.ram)
-    tensors = weights.flatten()
-    if recorded(x, state.ram, *tensors):
-        raise NotImplementedError("swap_ffn_decode: gradients are not implemented (forward only)")
+    given = {f"weights.{name}": tensor for name, tensor in weights.tensors.items()}
+    refuse_gradients(x=x, **{"state.ram": state.ram}, **given)
     if not in_place:
         state = state.clone()
-    delta = ops.call(x, state.ram, state.map, tensors, weights.eps, events, k_ffn, residual, backend)
+    delta = ops.call(
+        x, state.ram, state.map, weights.flatten(), weights.eps, events, k_ffn, residual, backend
+    )
     return delta, state

@@ -85,6 +85,10 @@ def test_outputs_may_not_overlap():
             insert(**pair, backend="reference")
 
 
+def test_eps_may_be_any_number():
+    insert(**arguments(), q_weight=one(DIM), eps=10**30, backend="reference")
+
+
 @pytest.mark.parametrize("name", ["k", "cos_sin"])
 def test_gradients_are_refused(name):
     given = arguments()

@@ -107,6 +107,11 @@ def test_error_is_that_of_the_format():
     assert 0.05 < error < 0.11
 
 
+def test_one_row_without_other_dimensions():
+    x = torch.randn(64)
+    assert torch.equal(nvfp4.dequantize(quantize(x)), nvfp4.dequantize(quantize(x[None]))[0])
+
+
 def test_global_scale_given():
     x = torch.randn(3, 4, 32, generator=torch.Generator().manual_seed(3))
     for scale in (torch.tensor(0.01), torch.tensor([0.01, 1.0, 1e-6]), torch.rand(3, 4) + 0.1):
@@ -206,6 +211,7 @@ class TestMXFP4:
         (ValueError, "^global_scale", lambda: quantize(torch.zeros(4, 16), torch.ones(3))),
         (ValueError, "^global_scale", lambda: quantize(torch.zeros(4, 16), torch.ones(4, 16))),
         (TypeError, "^data", lambda: NVFP4Tensor(torch.zeros(4, 8), None, None)),
+        (TypeError, "^t: must be an NVFP4Tensor", lambda: nvfp4.dequantize(torch.zeros(4, 8))),
         (
             TypeError,
             "^scale: must be a torch.Tensor, got None",

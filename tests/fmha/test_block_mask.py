@@ -191,6 +191,19 @@ def test_prepared_lists_that_are_refused(changes, error, match):
         attention(q, q, block_mask=replace(prepared, **changes), backend="reference")
 
 
+def test_lists_for_fewer_keys_than_pages_hold():
+    """With queries and without any."""
+    k, lengths = torch.randn(4, 128, 1, 64).half(), torch.tensor([300], dtype=torch.int32)
+    pages = torch.tensor([[2, 0, 1, 3]], dtype=torch.int32)
+    for queries in (0, 9):
+        counts = torch.ones(1, 1, -(-queries // 128), dtype=torch.int32)
+        mask = BlockMask.of(FlashLists(counts, counts[..., None] * 0, None, None), queries, 128)
+        q = torch.randn(1, queries, 1, 64).half()
+        o = attention(q, k, block_mask=mask, page_table=pages, kv_lengths=lengths, backend="reference")
+        expected = attention(q, k[2:3], backend="reference")
+        torch.testing.assert_close(o, expected)
+
+
 def test_what_is_refused():
     q, k = torch.zeros(2, 200, 2, 64).half(), torch.zeros(2, 300, 2, 64).half()
     counts, indices = torch.ones(1, 2, 2, dtype=torch.int32), torch.zeros(1, 2, 2, 3, dtype=torch.int32)

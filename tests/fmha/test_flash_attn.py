@@ -207,7 +207,7 @@ def test_soft_cap():
 
 
 REFUSED = {
-    "dropout_p": 0.1, "alibi_slopes": torch.zeros(4), "qv": torch.zeros(1), "attention_chunk": 128,
+    "dropout_p": torch.zeros(2), "alibi_slopes": torch.zeros(4), "qv": torch.zeros(1), "attention_chunk": 128,
     "q_descale": torch.ones(1), "score_mod": max,
     "mask_mod": max, "seqused_q": int32(1), "gather_kv_indices": int32(1),
 }  # fmt: skip
@@ -249,6 +249,15 @@ class TestBadInput:
             flash_attn_func(q, k, None)
         with pytest.raises(TypeError, match=r"^v: must be a torch.Tensor, got None"):
             flash_attn_varlen_func(q[0], k[0], None, int32(0, len(q[0])), int32(0, len(k[0])), 9, 20)
+
+    def test_what_is_returned(self):
+        cache = [t[:, :16] for t in rectangle()]
+        for call, name in (
+            (flash_attn_func, "return_attn_probs"), (flash_attn_varlen_func, "return_lse"),
+            (flash_attn_with_kvcache, "return_softmax_lse"),
+        ):  # fmt: skip
+            with pytest.raises(TypeError, match=rf"^{name}: must be a bool"):
+                call(*cache, **{name: torch.ones(2)})
 
     def test_windows(self):
         with pytest.raises(ValueError, match=r"window_size: .*got -2"):

@@ -69,10 +69,13 @@ def test_sizes_that_no_kernel_takes(sizes, name):
 
 def test_gradients_and_weights_of_another_kind():
     x, state, w = small(1, cores=4, d_model=32, d_ff=16)
-    with pytest.raises(NotImplementedError, match="gradients"):
-        swap_ffn_decode(x.requires_grad_(), state, w, **CALL)
+    with pytest.raises(NotImplementedError, match=r"^x: gradients"):
+        swap_ffn_decode(x.clone().requires_grad_(), state, w, **CALL)
+    trained = SwapFFNWeights({**w.tensors, "w2": w["w2"].clone().requires_grad_()}, w.eps)
+    with pytest.raises(NotImplementedError, match=r"^weights\.w2: gradients"):
+        swap_ffn_decode(x, state, trained, **CALL)
     with pytest.raises(TypeError, match=r"^weights: "):
-        swap_ffn_decode(x.detach(), state, dict(w.tensors), **CALL)
+        swap_ffn_decode(x, state, dict(w.tensors), **CALL)
 
 
 @pytest.mark.parametrize("backend", ["reference", "sim"])
