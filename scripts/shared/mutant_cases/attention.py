@@ -1,0 +1,173 @@
+"""Cases of attention and its gradients."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+
+from warpspec.common.launch import simulating
+from warpspec.fmha import attention
+
+
+@contextlib.contextmanager
+def few_sms(arch: str, sms: int | None = 1) -> Iterator[None]:
+    """Simulate a GPU of few SMs, so that a CTA has several tiles, each of one row group, as few tiles have on a whole
+    GPU."""
+    from helpers.simulate import choosing
+
+    with simulating(arch, sm_count=sms), choosing(wanted=lambda one: one.tiling.row_groups == 1):
+        yield
+
+
+def _attention(arch: str, sms: int | None = None, **shape) -> Callable[[], None]:
+    """sms: SMs that it is planned for; few of them, and a CTA has several tiles."""
+
+    def run() -> None:
+        torch.manual_seed(0)
+        batch, sq, sk, heads, dim = (shape[n] for n in ("batch", "sq", "sk", "heads", "dim"))
+        q = torch.randn(batch, sq, heads, dim).bfloat16()
+        k, v = (torch.randn(batch, sk, 1, dim).bfloat16() for _ in range(2))
+        k *= torch.linspace(4, 0.1, sk).bfloat16()[:, None, None]  # maxima rise: O is rescaled
+        options = {name: value for name, value in shape.items() if name in ("causal", "window", "num_splits")}
+        if "lengths" in shape:
+            options["kv_lengths"] = torch.tensor(shape["lengths"], dtype=torch.int32)
+        with few_sms(arch, sms):
+            attention(q, k, None if shape.get("latent") else v, **options, backend="sim")
+
+    return run
+
+
+def _latent() -> None:
+    """Batch rows of several KV tiles; ones of a single tile, of either consumer, with more after them."""
+    for lengths in ((300, 170), (40, 100, 40)):
+        shape = CAUSAL | dict(batch=len(lengths), sq=70, sk=300, lengths=lengths)
+        _attention("sm_90a", 1, **shape, dim=512, latent=True)()
+
+
+def _dim512() -> None:
+    """First KV tiles with keys that nobody sees, where clearing their values waits for V; then ones without such keys,
+    of either consumer."""
+    for shape in (CAUSAL, CAUSAL | dict(batch=1, sq=192, sk=224, lengths=(224,))):
+        _attention("sm_90a", 1, **shape, dim=512)()
+
+
+def _quantised(arch: str, name: str) -> Callable[[], None]:
+    """Keys in codes, so many that every ring is filled again. name: "e4m3" or "nvfp4"."""
+
+    def run() -> None:
+        from helpers.float8_cases import NVFP4, Case
+
+        float8 = NVFP4 if name == "nvfp4" else torch.float8_e4m3fn
+        case = Case(20, 480, (1, 1), 64, lengths=(470,), window=(460, None), float8=float8, splits=1)
+        with simulating(arch):
+            attention(**case.arguments(), backend="sim")
+
+    return run
+
+
+def _bias(arch: str) -> Callable[[], None]:
+    def run() -> None:
+        generator = torch.Generator().manual_seed(0)
+        q, k, v, bias = (
+            torch.randn(*shape, generator=generator).bfloat16()
+            for shape in ((1, 140, 2, 64), (1, 520, 1, 64), (1, 520, 1, 64), (1, 2, 140, 520))
+        )
+        with simulating(arch, sm_count=1):
+            attention(q, k, v, bias=bias, num_splits=1, backend="sim")
+
+    return run
+
+
+def _pages(arch: str) -> Callable[[], None]:
+    def run() -> None:
+        from test_paged_sim import inputs
+
+        options = dict(seq_q=70, heads_q=2, head_dim=128, causal=True)
+        _, arguments = inputs((300, 170), 16, **options)
+        with few_sms(arch):
+            attention(**arguments, backend="sim")
+
+    return run
+
+
+def _masked(arch: str, kind: str) -> Callable[[], None]:
+    """A tree of drafts, ranges or lists of blocks: several KV tiles with and without a mask, several M tiles a CTA."""
+
+    def run() -> None:
+        from helpers import block_cases, judged_calls, range_cases, tree_cases
+
+        if kind == "tree":
+            case = tree_cases.Case(
+                "", 20, (300, 90), (4, 1), 128, page_size=64, options=(("window", (200, 0)),)
+            )
+            inputs = tree_cases.inputs_of(case)
+        elif kind == "ranges":
+            images = ((20, 180), (330, 399))
+            case = range_cases.Case(
+                "", (200, 200), (400, 250), images, (1, 1), 128, options=(("num_splits", 1),)
+            )
+            inputs = range_cases.inputs_of(case)
+        else:
+            options, parts = (("causal", True), ("num_splits", 1)), (0.2, 0.3, 0.5)
+            lists = {"lists": (2, 1), "flex": kind == "patterns", "parts": parts}
+            case = block_cases.Case("", 200, 900, (1, 1), 128, 2, **lists, options=options)
+            inputs, _ = block_cases.inputs_of(case)
+        with few_sms(arch):
+            judged_calls.run(case, inputs, backend="sim")
+
+    return run
+
+
+def _gradients(arch: str, dim: int, *inputs: tuple, **options) -> Callable[[], None]:
+    """inputs: (queries, keys, causal) of each call. options: further ones of a case."""
+
+    def run() -> None:
+        from helpers.gradient_cases import Case
+        from helpers.simulate import simulating_gradients
+
+        with simulating_gradients(arch):
+            for rows, keys, causal in inputs:
+                case = Case("", seq_q=rows, seq_k=keys, head_dim=dim, causal=causal, **options)
+                case.gradients(case.tensors(), backend="reference")
+
+    return run
+
+
+CAUSAL = dict(batch=2, sq=200, sk=500, heads=1, lengths=(500, 40), causal=True, num_splits=1)
+FULL = dict(batch=2, sq=130, sk=700, heads=1, lengths=(700, 40), num_splits=1)
+DECODE = dict(batch=2, sq=1, sk=900, heads=8, lengths=(900, 330), num_splits=2)
+UNSEEN = ((330, 200, True), (256, 200, True))  # rows that see nothing; only keys that nobody sees
+LISTED = (False, (1, 1), (0.1, 0.4, 0.5))  # lists of ``gradient_cases.Case``
+KERNELS: dict[str, Callable[[], None]] = {
+    "fmha-sm100": _attention("sm_100a", **CAUSAL, window=(250, 0), dim=128),
+    "fmha-sm100-d64": _attention("sm_100a", **FULL, dim=64),
+    "fmha-sm100-d256": _attention("sm_100a", **CAUSAL, dim=256),
+    "fmha-sm100-d512": _attention("sm_100a", **CAUSAL, dim=512),
+    "fmha-sm100-latent": _attention("sm_100a", **CAUSAL, dim=512, latent=True),
+    "fmha-sm100-decode": _attention("sm_100a", **DECODE, dim=128),
+    "fmha-sm100-e4m3": _quantised("sm_100a", "e4m3"),
+    "fmha-sm100-nvfp4": _quantised("sm_100a", "nvfp4"),
+    "fmha-sm90": _attention("sm_90a", 1, **CAUSAL, window=(250, 0), dim=128),
+    "fmha-sm90-d64": _attention("sm_90a", 1, **FULL, dim=64),
+    "fmha-sm90-d256": _attention("sm_90a", 1, **CAUSAL, dim=256),
+    "fmha-sm90-d512": _dim512,
+    "fmha-sm90-latent": _latent,
+    "fmha-sm90-decode": _attention("sm_90a", 1, **DECODE, dim=128),
+    "fmha-sm100-bias": _bias("sm_100a"),
+    "fmha-sm90-bias": _bias("sm_90a"),
+    "fmha-sm100-pages": _pages("sm_100a"),
+    "fmha-sm90-pages": _pages("sm_90a"),
+    **{
+        f"fmha-{arch[:2]}{arch[3:-1]}-{kind}": _masked(arch, kind)
+        for arch in ("sm_100a", "sm_90a")
+        for kind in ("tree", "ranges", "lists", "patterns")
+    },
+    "gradients-sm90": _gradients("sm_90a", 128, *UNSEEN),
+    "gradients-sm100": _gradients("sm_100a", 128, *UNSEEN),
+    "gradients-sm90-whole": _gradients("sm_90a", 128, (256, 256, False)),
+    "gradients-sm100-whole": _gradients("sm_100a", 128, (256, 256, False)),
+    "gradients-sm90-lists": _gradients("sm_90a", 128, (520, 300, True), blocks=LISTED),
+    "gradients-sm100-lists": _gradients("sm_100a", 128, (520, 300, True), blocks=LISTED),
+}
