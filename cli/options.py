@@ -35,7 +35,7 @@ HELP = {
     "attention, gradients, mla, gathered": {
         "batch": "sequences",
         "queries": "queries a sequence",
-        "keys": "keys a sequence; of gathered: rows of a query",
+        "keys": "keys a sequence",
         "heads": "query heads",
         "kv_heads": "of attention and gradients",
         "head_dim": f"of attention and gradients: {HEAD_SIZES}",
@@ -62,6 +62,8 @@ def add_options(parser: argparse.ArgumentParser, operators: Sequence[str], shape
             continue
         group = parser.add_argument_group(", ".join(described))
         for name, about in names.items():
+            if name == "keys" and "gathered" in operators:
+                about += "; of gathered: rows of a query"
             about = f"{about}{' ' if about else ''}(default %(default)s)"
             group.add_argument(flag(name), type=positive, default=shapes[name], help=about)
         if title.startswith("attention"):
@@ -76,10 +78,11 @@ def add_options(parser: argparse.ArgumentParser, operators: Sequence[str], shape
                 help="of attention and gradients: keys that a query sees, its own included",
             )
             names = [name for name in KV_DTYPES if name]
+            kept = "; of mla, e4m3" if "mla" in operators else ""
             group.add_argument(
                 "--kv-dtype",
                 choices=names,
-                help="of attention's keys and values; of mla, e4m3 (default: --dtype)",
+                help=f"of attention's keys and values{kept} (default: --dtype)",
             )
             if "gathered" in operators:
                 about = "of gathered's rows (default %(default)s)"
