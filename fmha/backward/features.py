@@ -146,6 +146,13 @@ class BackwardKernel:
         return 1.0
 
     @property
+    def sink_limit(self) -> float:
+        """The most that a sink adds to lse', in log2 units. P times exp(lse' - lse) is the softmax without the sink,
+        which dlse multiplies: the one must stay above 0, the other finite. So small a P changes no other result.
+        """
+        return 64.0
+
+    @property
     def cuts_by_length(self) -> bool:
         """Whether long key tiles are cut into more pieces than short ones; else all into as many."""
         return self.cut and (self.alike or self.requests.packed_k)

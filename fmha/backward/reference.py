@@ -78,8 +78,8 @@ def rectangle(problem: BackwardProblem, operands: Operands, do, dlse, found: dic
             row_max = logits.amax(dim=1, keepdim=True)
             weights = torch.exp(logits - row_max)
             row_sum = weights.sum(dim=1, keepdim=True)
-            sink_weight = 0.0 if sink is None else torch.exp(sink[h].float() - row_max)
-            p = weights / (row_sum + sink_weight)
+            scaled_down, sink_share = shares_of(row_max, row_sum, None if sink is None else sink[h].float())
+            p = weights * scaled_down
             ds, row_dot = torch.zeros_like(p), 0.0
             if do is not None:
                 head_do = do[b, rows, h].float()
@@ -101,4 +101,16 @@ def rectangle(problem: BackwardProblem, operands: Operands, do, dlse, found: dic
             if "k" in found:
                 found["k"][b, keys, kv_head] += forward.logits.scale * weighted_sum(ds.T, head.T, head_q)
             if "sink" in found:
-                found["sink"][h] -= (sink_weight / (row_sum + sink_weight) * row_dot).sum()
+                found["sink"][h] -= (sink_share * row_dot).sum()
+
+
+def shares_of(row_max, row_sum, sink) -> tuple:
+    """(what a row's weights are multiplied by to become P, the sink's share of the row); weights are relative to
+    row_max. Finite for every sink, however far above the logits. sink: a number, or None."""
+    if sink is None:
+        return 1.0 / row_sum, 0.0
+    high = torch.maximum(row_max, sink)
+    of_keys = torch.exp(row_max - high)
+    of_sink = torch.where(sink == high, 1.0, torch.exp(sink - high))  # an infinite sink, too
+    total = row_sum * of_keys + of_sink
+    return of_keys / total, of_sink / total

@@ -15,8 +15,9 @@ from warpspec.fmha.heads import HeadSizes
 @dataclass(frozen=True)
 class RowConfig:
     """Configuration of the kernel before the main one, which computes row statistics. main: the main kernel's
-    configuration if requests are packed, because this kernel sorts their key tiles. tile_n: keys of a tile whose sums
-    are cleared. rows: as the main kernel's. The other fields say which operands exist.
+    configuration if requests are packed, because this kernel sorts their key tiles. delta_factor, sink_limit: as the
+    main kernel's. tile_n: keys of a tile whose sums are cleared. rows: as the main kernel's. The other fields say which
+    operands exist.
     """
 
     heads: HeadSizes
@@ -30,6 +31,7 @@ class RowConfig:
     wants_sink: bool = False
     deterministic: bool = False
     delta_factor: float = 1.0
+    sink_limit: float = 0.0
     main: BackwardKernel | None = None
     rows: HeadSizes | None = None
     tile_n: int = 0
@@ -105,6 +107,7 @@ def row_config(config: BackwardKernel, problem) -> RowConfig:
         "sink" in problem.wanted,
         config.deterministic,
         config.delta_factor,
+        config.sink_limit if problem.forward.has_sink else 0.0,
         (config if config.cuts_by_length else replace(config, cut=False))
         if config.requests.packed_k
         else None,

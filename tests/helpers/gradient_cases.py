@@ -15,6 +15,7 @@ NAMES = ("q", "k", "v", "sink", "bias")
 REFERENCE_TOLERANCE = {torch.bfloat16: 3e-3, torch.float16: 5e-4}
 # torch's own (SDPA on a CPU) is 3.1e-3 to 3.6e-3 off in dK and dV, bf16, at the sizes of these cases.
 KERNEL_TOLERANCE = {torch.bfloat16: 4.2e-3, torch.float16: 6e-4}
+FARTHEST_SINK = 1e6
 SINK_FACTOR = 4  # of dsink: a sum over rows of numbers of both signs
 # Of dQ and dK where a batch row has one to three keys: dS is a difference of few terms. With two keys, O in bf16 and
 # all else in float64 puts either off by 4.3e-3, and with dS in bf16, too, dQ by 5.1e-3 and dK by 5.0e-3.
@@ -27,8 +28,9 @@ class Case:
     a rectangle. v_dim: V's head size, if it is not head_dim. bias: (batch rows, heads) that have each their own.
     through: results that have gradients. sliced: q, k and v are some heads of tensors with more, of NaN, and gradients
     of results every other element of memory. images: (first, last) key of each, in every request, as far as there are
-    such keys; an image's queries see all of it. blocks: (FlexAttention's mask rather than flash-attn-4's lists, (batch
-    rows, heads) with lists of their own, parts of blocks as in ``block_cases.Case``)."""
+    such keys; an image's queries see all of it. sink: whether there are sinks; or those of the heads.
+    blocks: (FlexAttention's mask rather than flash-attn-4's lists, (batch rows, heads) with lists of their own, parts
+    of blocks as in ``block_cases.Case``)."""
 
     id: str
     batch: int = 1
@@ -44,7 +46,7 @@ class Case:
     causal: bool = False
     window: tuple[int | None, int | None] | None = None
     key_stride: int = 1
-    sink: bool = False
+    sink: bool | tuple[float, ...] = False
     bias: tuple[bool, bool] | None = None
     bias_dtype: torch.dtype = torch.float32
     kv_lengths: tuple[int, ...] | None = None
@@ -98,6 +100,8 @@ class Case:
             found["v"] = normal(*keys, self.heads_kv, self.v_dim or self.head_dim)
         if self.sink:
             found["sink"] = normal(self.heads_q, dtype=torch.float32)
+            if self.sink is not True:
+                found["sink"] = torch.tensor(self.sink)
         if self.bias is not None:
             batches, heads = self.bias
             shape = (self.batch if batches else 1, self.heads_q if heads else 1, self.seq_q, self.seq_k)
@@ -303,6 +307,7 @@ def definition(case: Case, q, k, v, sink, bias, start, listed=None):
     lse = torch.where(some, safe.logsumexp(-1), -torch.inf)
     total = safe.logsumexp(-1)
     if sink is not None:
+        sink = sink.clamp(max=FARTHEST_SINK)  # beyond, autograd divides Inf by Inf
         total = torch.logaddexp(total, sink[:, None].expand_as(total))
     p = torch.where(some[..., None], torch.exp(safe - total[..., None]), 0.0)
     return torch.einsum("hqk,khd->qhd", p, v), lse
@@ -314,6 +319,7 @@ CASES = [
     Case("one-token-one-key", seq_q=1, seq_k=1),
     Case("causal-gqa", heads_q=4, heads_kv=2, causal=True),
     Case("causal-empty-rows-sink-lse", seq_q=30, seq_k=11, causal=True, sink=True, through="o+lse"),
+    Case("far-sinks", heads_q=5, sink=(0.3, 110.0, 1e4, torch.inf, -torch.inf), causal=True, through="o+lse"),
     Case("mqa-window-sink", batch=2, heads_q=3, window=(5, 2), sink=True, dtype=torch.float16),
     Case("bias-by-head", batch=2, bias=(False, True), causal=True, through="o+lse"),
     Case("bias-by-batch-sink", batch=2, bias=(True, False), bias_dtype=torch.bfloat16, sink=True),

@@ -107,7 +107,7 @@ def prepare_rows(config: cutlass.Constexpr, operands, tile_index, head):
                 sink = None
                 if cutlass.const_expr(operands.sink is not None):
                     sink = operands.sink[head]
-                total, delta, of_sink = row_statistics(lse, dlse, sink, Boolean(query < rows), dot)
+                total, delta, of_sink = row_statistics(config, lse, dlse, sink, Boolean(query < rows), dot)
                 statistics[index // 2, index % 2] = total
                 statistics[index // 2, 2 + index % 2] = delta * -config.delta_factor
                 sink_sum += of_sink
@@ -198,9 +198,10 @@ def clear(target: cute.Tensor, thread):
 
 
 @cute.jit
-def row_statistics(lse, dlse, sink, in_range, dot) -> tuple:
+def row_statistics(config: cutlass.Constexpr, lse, dlse, sink, in_range, dot) -> tuple:
     """(lse' in log2 units, delta, the row's part of dsink) of a row. dlse, sink: None if there is none. dot: rowsum(dO
-    * O)."""
+    * O). A sink adds at most ``sink_limit`` to lse': then delta is finite, and so is all that follows, also of an
+    infinite sink."""
     own = lse * LOG2_E
     empty = Boolean(own == -Float32.inf) | ~in_range
     total, of_sink = own, Float32(0.0)
@@ -209,7 +210,8 @@ def row_statistics(lse, dlse, sink, in_range, dot) -> tuple:
         power = sink * LOG2_E
         high = cute.arch.fmax(own, power)
         total = high + cute.math.log2(cute.math.exp2(own - high) + cute.math.exp2(power - high))
-        of_sink = -cute.math.exp2(power - total) * dot
+        of_sink = -cute.arch.fmin(cute.math.exp2(power - total), Float32(1.0)) * dot  # of NaN and 1 it is 1
+        total = cute.arch.fmin(total, own + config.sink_limit)
     if cutlass.const_expr(dlse is not None):
         delta = dot - dlse * cute.math.exp2(total - own)
     total = Float32(cutlass.select_(empty, Float32.inf, total))

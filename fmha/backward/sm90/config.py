@@ -177,6 +177,11 @@ class BackwardConfig(BackwardKernel):
         return 1 / P_FACTOR if self.paired else 1.0
 
     @property
+    def sink_limit(self) -> float:
+        """Less where a pair exchanges P in fp16, whose least normal number is 2**-14 / P_FACTOR = 2**-28."""
+        return 20.0 if self.paired else super().sink_limit
+
+    @property
     def tile_n(self) -> int:
         """Keys of a tile."""
         return CONSUMER_KEYS if self.paired else CONSUMERS * CONSUMER_KEYS
