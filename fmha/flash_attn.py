@@ -29,7 +29,7 @@ from warpspec.common.checks import (
     check_tensor,
     kind_of,
 )
-from warpspec.common.outputs import check_output, is_same
+from warpspec.common.outputs import check_output, has_memory, is_same
 from warpspec.fmha import attention, attention_varlen, check
 from warpspec.fmha.checks import DTYPES, SIZE_LIMIT
 from warpspec.fmha.operands import Operands, Options
@@ -313,7 +313,7 @@ def _add_keys(q, k, v, k_cache, v_cache, lengths, arguments: dict, options: Opti
         _check_new(name, new, cache, lengths, table)
     read = {"q": q, "k": k, "v": v, "cache_seqlens": lengths, "block_table": table}
     check_output("k_cache", k_cache, read)
-    if not (is_same(k, v) and is_same(k_cache, v_cache)):
+    if torch.compiler.is_compiling() or not (is_same(k, v) and is_same(k_cache, v_cache)):
         check_output("v_cache", v_cache, {**read, "k_cache": k_cache})
     after = lengths + k.shape[1]
     check(Operands(*_plain(q, k_cache, v_cache), kv_lengths=after, **arguments), options)
@@ -332,7 +332,7 @@ def _check_new(name, new, cache, lengths, table) -> None:
         raise ValueError(
             f"{name}: shape must be [B={batch}, n, Hkv={cache.shape[2]}, D={cache.shape[3]}], got {list(new.shape)}"
         )
-    if are_checked(cache.device) and batch:
+    if are_checked(cache.device) and has_memory(lengths) and batch:
         room = cache.shape[1] * (1 if table is None else table.shape[1]) - new.shape[1]
         shortest, longest = map(int, lengths.aminmax())
         if shortest < 0 or longest > room:

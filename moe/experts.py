@@ -177,7 +177,7 @@ def _intermediate_scale(scale, experts: int, device) -> torch.Tensor:
             raise ValueError("intermediate_scale: must have values, got a tensor on meta")
     else:
         check_number("intermediate_scale", scale, positive=True)
-    scale = torch.as_tensor(scale, dtype=torch.float32, device=device)
+    scale = torch.as_tensor(scale, dtype=torch.float32)
     if not bool((scale > 0).all() & scale.isfinite().all()):
         raise ValueError(f"intermediate_scale: must be positive and finite, got {scale.tolist()}")
-    return scale.expand(experts).contiguous()
+    return scale.to(device).expand(experts).contiguous()

@@ -162,7 +162,8 @@ class SwapFFNWeights:
         return torch.cat([rows, rows.new_zeros(self.d_ff_padded - self.d_ff, rows.shape[1])])
 
     def prepare(self) -> SwapFFNWeights:
-        """Derive everything now instead of in the first call. Returns the weights themselves."""
+        """Derive everything now instead of in the first call, which torch.compile cannot trace. Returns the weights
+        themselves."""
         for name in PREPARED:
             getattr(self, name)
         return self

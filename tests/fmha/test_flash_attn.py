@@ -136,8 +136,12 @@ def test_a_cache(lengths):
     assert len(got) == 2 and torch.equal(got[1], lse)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("paged", [False, True])
-def test_new_keys_are_appended_to_the_cache(paged):
+def test_new_keys_are_appended_to_the_cache(paged, compiled):
+    call = flash_attn_with_kvcache
+    if compiled:
+        call = torch.compile(call, fullgraph=True, backend="aot_eager")
     lengths, new, page_size = [5, 31], 4, 16
     q, k, v = rectangle(seq_q=4, seq_k=48)
     table = None
@@ -154,9 +158,7 @@ def test_new_keys_are_appended_to_the_cache(paged):
     added = [
         torch.stack([t[row, length : length + new] for row, length in enumerate(lengths)]) for t in (k, v)
     ]
-    got = flash_attn_with_kvcache(
-        q, *caches, *added, cache_seqlens=int32(*lengths), block_table=table, causal=True
-    )
+    got = call(q, *caches, *added, cache_seqlens=int32(*lengths), block_table=table, causal=True)
     total = int32(*(length + new for length in lengths))
     assert torch.equal(got, attention(q, k, v, kv_lengths=total, causal=True))
     assert sum(int(cache.isfinite().all(-1).all(-1).sum()) for cache in caches) == 2 * int(total.sum())

@@ -141,6 +141,15 @@ def test_experts(error, match, changes):
         NVFP4Experts.quantize(**arguments)
 
 
+def test_experts_without_storage():
+    weights = {"gate": randn(2, 8, 16), "up": randn(2, 8, 16), "down": randn(2, 16, 8)}
+    experts = NVFP4Experts.quantize(**{name: t.to("meta") for name, t in weights.items()})
+    assert (
+        experts.device.type == "meta"
+        and experts.w2.data.shape == NVFP4Experts.quantize(**weights).w2.data.shape
+    )
+
+
 def test_arguments_as_they_stand_are_fine():
     assert moe_ffn(**layer_arguments()).shape == (3, 32)
     assert grouped_swiglu(**rows_arguments()).shape == (6, 24)
