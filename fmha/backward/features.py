@@ -165,7 +165,7 @@ class BackwardKernel:
     @property
     def cuts_on_host(self) -> bool:
         """Whether the host cuts by length, all rows or the last ones."""
-        return self.cut and self.alike and not self.slices
+        return self.cut and self.alike
 
     @property
     def ends_early(self) -> bool:

@@ -120,6 +120,8 @@ SLICED = {
                causal=True), Order(2, 1, slices=3)),
     256: (Case("sliced-shared", seq_q=128, seq_k=200, heads_q=4, heads_kv=1, head_dim=256, causal=True,
                shared_kv=True), Order(2, 1, slices=4)),
+    "last-rows": (Case("sliced-last", batch=2, seq_q=200, seq_k=280, heads_q=4, heads_kv=1, causal=True),
+                  Order(3, 1, slices=2, whole=3)),
     "whole": (Case("sliced-whole", lengths_q=(140, 0, 70), lengths_k=(140, 5, 300), heads_q=6, heads_kv=2),
               Order(2, 1, slices=3)),
 }  # fmt: skip
