@@ -5,7 +5,9 @@ as many as SMs, the last 0.3 take as long as a whole round; under a causal mask 
 begins late. Cutting every tile into pieces costs a write and a read of dK and dV in fp32 for each. So it may be best to
 cut only those of the last rows: the first rows fill the SMs, and pieces fill up what is left. A formula of means
 (``schedule.expected_us``) does not know which CTAs run when, and took up to 1.18 times as long as the choice made here.
-All candidates take some tens of milliseconds for a new problem.
+A step takes longer where the rows that CTAs work on together read more than L2 holds (``Rows.step_of``), so sections of
+more rows are tried only if they fill the SMs better. All candidates take some tens of milliseconds for a new problem:
+most are not dealt, because their mean load is already more than the best time.
 """
 
 from __future__ import annotations
@@ -22,10 +24,9 @@ LEAST_GAIN = 0.02  # fraction of the time that cutting tiles must save
 
 
 class Costs(NamedTuple):
-    """Microseconds: of a step; of a CTA, beside its steps; of what a piece leaves for the last kernel; of that kernel's
-    having pieces to add up at all."""
+    """Microseconds: of a CTA, beside its steps; of what a piece leaves for the last kernel; of that kernel's having
+    pieces to add up at all."""
 
-    step: float
     cta: float
     piece: float
     join: float
@@ -33,11 +34,14 @@ class Costs(NamedTuple):
 
 class Rows(NamedTuple):
     """Rows that are dealt. tiles: steps of a row's key tiles, in order. count: how many rows there are. section_of: the
-    rows of a section, if a row has this many CTAs."""
+    rows of a section, if a row has this many CTAs. step_of: microseconds of a step, if a row has this many CTAs and a
+    section this many rows. wider: factors of a section's rows that are tried."""
 
     tiles: Sequence[int]
     count: int
     section_of: Callable[[int], int]
+    step_of: Callable[[int, int], float]
+    wider: Sequence[int] = (1, 2)
 
 
 class Dealt(NamedTuple):
@@ -49,16 +53,18 @@ class Dealt(NamedTuple):
     whole: int = 0
 
 
-def cut(tiles: Sequence[int], pieces: int, costs: Costs) -> tuple[list[float], int]:
-    """(time of each CTA of a row, pieces of cut tiles). pieces: of the longest tile."""
+def cut(tiles: Sequence[int], pieces: int) -> tuple[list[int], int]:
+    """(steps of each CTA of a row, pieces of cut tiles). pieces: of the longest tile."""
     most = max(-(-max(tiles) // pieces), 1)
     counts = [max(-(-steps // most), 1) for steps in tiles]
-    times = [
-        -(-steps // count) * costs.step + costs.cta
-        for steps, count in zip(tiles, counts, strict=True)
-        for _ in range(count)
-    ]
-    return times, sum(count for count in counts if count > 1)
+    ctas = [-(-steps // count) for steps, count in zip(tiles, counts, strict=True) for _ in range(count)]
+    return ctas, sum(count for count in counts if count > 1)
+
+
+def times_of(rows: Rows, ctas: Sequence[int], section: int, costs: Costs) -> list[float]:
+    """Microseconds of the CTAs of a row, which have this many steps."""
+    step = rows.step_of(len(ctas), section)
+    return [steps * step + costs.cta for steps in ctas]
 
 
 def deal(free: list[float], times: Sequence[float], rows: int, section: int) -> None:
@@ -70,40 +76,55 @@ def deal(free: list[float], times: Sequence[float], rows: int, section: int) -> 
                 heapq.heapreplace(free, free[0] + time)
 
 
-def all_rows(rows: Rows, sms: int, costs: Costs, pieces: int) -> Dealt:
-    """The order in which the key tiles of all rows are cut into this many pieces."""
-    times, left = cut(rows.tiles, pieces, costs)
-    section, free = rows.section_of(len(times)), [0.0] * sms
-    deal(free, times, rows.count, section)
+def all_rows(
+    rows: Rows, sms: int, costs: Costs, pieces: int, wider: int = 1, limit: float = float("inf")
+) -> Dealt:
+    """The order in which the key tiles of all rows are cut into this many pieces. wider: factor of a section's rows.
+    Beyond ``limit`` the time is the mean load's."""
+    ctas, left = cut(rows.tiles, pieces)
+    section = min(rows.section_of(len(ctas)) * wider, rows.count)
+    times = times_of(rows, ctas, section, costs)
     join = costs.join + left * rows.count * costs.piece if left else 0.0
-    return Dealt(max(free) + join, pieces, section)
+    time = sum(times) * rows.count / sms + join
+    if time < limit:
+        free = [0.0] * sms
+        deal(free, times, rows.count, section)
+        time = max(free) + join
+    return Dealt(time, pieces, section)
 
 
-def last_rows(rows: Rows, sms: int, costs: Costs) -> list[Dealt]:
+def last_rows(rows: Rows, sms: int, costs: Costs, limit: float = float("inf")) -> list[Dealt]:
     """Orders in which only the key tiles of the last rows are cut."""
-    uncut, _ = cut(rows.tiles, 1, costs)
-    section, free, states = rows.section_of(len(uncut)), [0.0] * sms, []
+    uncut, _ = cut(rows.tiles, 1)
+    section = rows.section_of(len(uncut))
+    whole_times = times_of(rows, uncut, section, costs)
+    free, states = [0.0] * sms, []
+    if sum(whole_times) * rows.count / sms > limit:
+        return []
     for first in range(0, rows.count, section):
         states.append(list(free))
-        deal(free, uncut, min(section, rows.count - first), section)
+        deal(free, whole_times, min(section, rows.count - first), section)
     found = []
     for sections in SECTIONS:
         if sections >= len(states):
             break
         whole = (len(states) - sections) * section
         for pieces in LAST_PIECES:
-            times, left = cut(rows.tiles, pieces, costs)
+            ctas, left = cut(rows.tiles, pieces)
             free = list(states[-sections])
-            deal(free, times, rows.count - whole, section)
+            deal(free, times_of(rows, ctas, section, costs), rows.count - whole, section)
             join = costs.join + left * (rows.count - whole) * costs.piece
             found.append(Dealt(max(free) + join, pieces, section, whole))
     return found
 
 
-def best(rows: Rows, sms: int, costs: Costs, *, last: bool) -> Dealt:
-    """The order with the least time. last: whether the last rows may be cut alone."""
-    uncut = all_rows(rows, sms, costs, 1)
+def best(rows: Rows, sms: int, costs: Costs, limit: float = float("inf")) -> Dealt:
+    """The order with the least time. limit: the time of another order; one that takes longer need not be exact."""
+    uncut = min(all_rows(rows, sms, costs, 1, wider, limit) for wider in rows.wider)
     most = min(MOST_PIECES * sms / (len(rows.tiles) * rows.count), max(rows.tiles))
-    found = [all_rows(rows, sms, costs, pieces) for pieces in PIECES if pieces <= most]
-    least = min(found + (last_rows(rows, sms, costs) if last else []), default=uncut)
+    least = uncut
+    for pieces in (pieces for pieces in PIECES if pieces <= most):
+        for wider in rows.wider:
+            least = min(least, all_rows(rows, sms, costs, pieces, wider, min(least.time, limit)))
+    least = min([least, *last_rows(rows, sms, costs, min(least.time, limit))])
     return least if least.time < (1 - LEAST_GAIN) * uncut.time else uncut

@@ -54,7 +54,9 @@ CTA_US = 6.3  # start and end of a CTA, beside its steps
 JOIN_US = 3.0  # a further launch
 JOIN_BYTES_US = 2.5e6  # bytes of pieces' sums written or read in a microsecond
 ORDERED_COST = 2.0  # what a piece of packed requests costs with a fixed order, over what it costs in any
-DEALT_BYTES_US = 5e6  # the same in a simulation, which does not count waiting for the last CTAs twice
+SLICED_US = 1.5  # what a CTA with a slice of heads takes beside CTA_US, for it adds dK and dV to sums
+BEYOND_US = 0.45  # what a step takes longer if nothing that it reads and adds to, STEP_BYTES, is in L2
+STEP_BYTES = 64 << 10
 
 MOST_PIECES = 32
 LAST_WAIT = 0.15  # fraction of the longest CTA's time that an SM waits in the end, where CTAs are more
@@ -65,7 +67,8 @@ BEYOND_L2 = 1.9  # reads of concurrent key tiles, in L2 sizes, from which heads_
 SLICES_BEYOND_L2 = 2.05  # the same of slices
 EVEN = 0.85  # mean over maximum of key tiles' steps, from which they count as equal
 INNER_HEADS = 2
-WHOLE_HEADS = 6  # query heads of a KV head up to which slices lost, at eight shapes
+WHOLE_HEADS = 6  # query heads of a KV head up to which slices of packed requests lost, at eight shapes
+DEALT_HEADS = 4  # the same of equal rows, whose order is simulated
 SLICE_HEADS = 4  # of a slice, at most
 SLICE_BYTES = 1.25  # reads of concurrent key tiles of a slice, in L2 sizes, at most
 SLICE_STEPS = 14  # of a key tile's slice of packed requests, on average, from which slices gain
@@ -146,21 +149,61 @@ def side_by_side(config: BackwardKernel, target: Target) -> int:
 def deal(problem: BackwardProblem, config: BackwardKernel, steps: Sequence[int], target: Target) -> Order:
     """Choose the order by simulation. steps: of the key tiles, sorted."""
     forward, sms, found = problem.forward, side_by_side(config, target), {}
-    gradients = config.wanted.k + config.wanted.v
-    left = 2 * gradients * config.tile_n * forward.head_dim * FP32_BYTES / DEALT_BYTES_US
-    for slices in slice_numbers(problem, config, steps, target):
-        # Slices' pieces add to sums that stay in L2.
-        costs = rounds.Costs(STEP_US[config.heads.qk], CTA_US, left if slices == 1 else 0.0, JOIN_US)
+    gradients, tiles = config.wanted.k + config.wanted.v, tile_steps(problem, config)
+    left = 2 * gradients * config.tile_n * forward.head_dim * FP32_BYTES / JOIN_BYTES_US
+    for slices in dealt_slices(problem, config, steps, target):
+        costs = rounds.Costs(CTA_US, left, JOIN_US)
+        count, all_left = forward.heads_kv * forward.batch, 0.0
+        if slices > 1:  # pieces add to sums that stay in L2, one for each key tile
+            costs, all_left = rounds.Costs(CTA_US + SLICED_US, 0.0, 0.0), JOIN_US + left * len(tiles) * count
         rows = rounds.Rows(
-            [each // slices for each in tile_steps(problem, config)],
-            forward.heads_kv * forward.batch * slices,
+            [each // slices for each in tiles],
+            count * slices,
             lambda ctas, slices=slices: (
                 1 if in_rows(config, steps) else section_of(problem, config, target, ctas, slices)
             ),
+            lambda ctas, section, slices=slices: step_us(
+                problem, config, steps, target, (ctas, section, slices)
+            ),
+            (1,) if config.heads_inside or in_rows(config, steps) else (1, 2),
         )
-        found[slices] = rounds.best(rows, sms, costs, last=slices == 1)
+        limit = min(found.values()).time - all_left if found else math.inf
+        dealt = rounds.best(rows, sms, costs, limit)
+        found[slices] = dealt._replace(time=dealt.time + all_left)
     slices = min(found, key=found.__getitem__)
     return Order(found[slices].pieces, found[slices].section, slices, found[slices].whole)
+
+
+def step_us(
+    problem: BackwardProblem,
+    config: BackwardKernel,
+    steps: Sequence[int],
+    target: Target,
+    rows: tuple[int, int, int],
+) -> float:
+    """Predict the microseconds of a step. What the rows that CTAs work on together read and add to is partly not in L2
+    if it is more than L2 holds. steps: of the key tiles, sorted. rows: (CTAs of a row, rows of a section, slices)."""
+    forward, (ctas, section, slices) = problem.forward, rows
+    together = max(section, -(-side_by_side(config, target) // max(ctas, 1)))
+    read = min(together, forward.heads_kv * forward.batch * slices) * row_bytes(problem) / slices
+    if in_rows(config, steps):  # key tiles of a row go through the heads in step
+        read /= max(forward.group // slices, 1)
+    beyond = 0.0 if config.heads_inside else max(1 - L2_SHARE * target.l2_bytes / max(read, 1), 0.0)
+    size = config.tile_m * forward.head_dim * (2 * ELEMENT_BYTES + FP32_BYTES)
+    return STEP_US[config.heads.qk] + BEYOND_US * beyond * size / STEP_BYTES
+
+
+def dealt_slices(
+    problem: BackwardProblem, config: BackwardKernel, steps: Sequence[int], target: Target
+) -> list[int]:
+    """Into how many slices a KV head's query heads may be cut, where the order is simulated."""
+    forward, group = problem.forward, problem.forward.group
+    most = rounds.MOST_CTAS * target.sm_count // (len(steps) * forward.heads_kv * forward.batch)
+    if group <= DEALT_HEADS or not config.can_slice:
+        return [1]
+    if forward.window_left is not None and even(steps):
+        return [1]  # key tiles go through the heads in step
+    return [n for n in range(1, min(group, max(most, 1)) + 1) if group % n == 0]
 
 
 def slice_numbers(
