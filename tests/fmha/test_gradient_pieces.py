@@ -150,7 +150,7 @@ def test_the_last_rows_alone_are_cut_where_rounds_are_few():
     [
         ((16, 1), (5101, 2300, 1900, 1500, 1400, 3300, 234), True, None, 4),
         ((7, 1), (3825,) * 5, False, None, 7),
-        ((32, 2), (1716,) * 13, False, None, 8),
+        ((32, 2), (1716,) * 13, False, None, 4),
         ((64, 8), (600,), False, None, 1),  # fits L2
         ((6, 2), (6297, 5000, 4000, 4000, 4000, 721), True, None, 1),  # few heads
         ((64, 8), (10314, 8000, 1218), True, (127, 0), 1),
