@@ -408,11 +408,13 @@ def merge(
     """Combine attention over disjoint key sets into attention over their union.
 
     Exact up to fp32 rounding, in any order and any split: KV splits, two caches (compressed and sliding
-    window) and context parallelism compose through it.
+    window) and context parallelism compose through it. Differentiable in the states and the sink; since
+    normalize=False has no gradients, a state to train with is AttentionState(o.float(), lse, torch.ones_like(lse)) of
+    (o, lse).
 
     Args:
         states: at least one AttentionState (``attention(..., normalize=False)``), all of the same shapes and
-            device. Rows that saw no key (row_max -inf, row_sum 0) add nothing.
+            device. Rows that saw no key (row_max -inf) add nothing.
         sink: [Hq] floating or None: one more logit per row, counted once, natural units.
 
     Returns:

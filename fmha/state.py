@@ -10,6 +10,9 @@ import torch
 from warpspec.common.checks import check_floating, check_kind, check_tensor
 
 
+FARTHEST = torch.finfo(torch.float32).max / 2  # of sinks; infinite ones count as this
+
+
 class AttentionState(NamedTuple):
     """Attention over some set of keys before normalisation; all fp32.
 
@@ -32,7 +35,8 @@ class AttentionState(NamedTuple):
     @property
     def lse(self) -> torch.Tensor:
         """[B, Hq, Sq] (packed: [Hq, T]) fp32: ln(sum of exp(logit)), -inf for a row that sees no key."""
-        return torch.where(self.row_sum == 0, -torch.inf, self.row_sum.log() + self.row_max)
+        empty = self.row_sum == 0
+        return torch.where(empty, -torch.inf, torch.where(empty, 1.0, self.row_sum).log() + self.row_max)
 
 
 def normalized_output(state: AttentionState, sink: torch.Tensor | None = None) -> torch.Tensor:
@@ -40,12 +44,16 @@ def normalized_output(state: AttentionState, sink: torch.Tensor | None = None) -
 
     sink: [Hq] floating or None. A row that sees no key gives 0, with or without a sink.
     """
-    row_sum = state.row_sum
-    if sink is not None:
-        # Overflow to inf is right: a sink that far above every logit leaves the keys no weight.
-        row_sum = row_sum + torch.exp(sink.float()[:, None] - state.row_max)
-    o = state.o / by_row(row_sum)
-    return torch.where(by_row(state.row_sum == 0), 0.0, o)
+    empty = state.row_sum == 0
+    row_sum = torch.where(empty, 1.0, state.row_sum)
+    if sink is None:
+        return torch.where(by_row(empty), 0.0, state.o / by_row(row_sum))
+    sink = sink.float().clamp(max=FARTHEST)[:, None]
+    row_max = torch.where(empty, 0.0, state.row_max)
+    high = torch.maximum(row_max, sink)  # nothing overflows against it, in derivatives neither
+    keys = torch.exp(row_max - high)
+    row_sum = row_sum * keys + torch.exp(sink - high)
+    return torch.where(by_row(empty), 0.0, state.o * by_row(keys) / by_row(row_sum))
 
 
 def by_row(statistic: torch.Tensor) -> torch.Tensor:

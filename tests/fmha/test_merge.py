@@ -131,6 +131,36 @@ def test_any_row_max_a_kernel_chooses_is_right():
     close(merge([state, other], sink), merge([state, state], sink))
 
 
+@pytest.mark.parametrize("sinks", [None, (0.5, 100.0, 1e4, math.inf), (-math.inf, -200.0, 3.0, 0.0)])
+def test_gradients_flow_through_states_of_results(sinks):
+    """As in context parallelism: the gradients of attention over all keys, also of rows that see none of some."""
+    leaves = [t.requires_grad_() for t in inputs()]
+    sink = None if sinks is None else torch.tensor(sinks, requires_grad=True)
+    wanted = [*leaves, *([] if sink is None else [sink])]
+    q, k, v = leaves
+    states = []
+    for first, end in ((0, 3), (3, 3), (3, 9), (9, SEQ_K)):
+        start = torch.full((2,), SEQ_K - SEQ_Q - 8 - first, dtype=torch.int32)  # some rows see nothing at all
+        part = k[:, first:end], v[:, first:end]
+        o, lse = reference(q, *part, causal=True, window=(2, None), q_start=start, return_lse=True)
+        states.append(AttentionState(o.float(), lse, torch.ones_like(lse)))
+    o, lse = merge(states, sink)
+    start = torch.full((2,), SEQ_K - SEQ_Q - 8, dtype=torch.int32)
+    expected, expected_lse = reference(
+        q, k, v, causal=True, window=(2, None), q_start=start, sink=sink, return_lse=True
+    )
+    some = expected_lse != -math.inf
+    assert torch.equal(some, lse != -math.inf) and not some.all()
+    weights = randn(*o.shape, seed=7).float()
+
+    def gradients(o, lse):
+        loss = (o.float() * weights).sum() + lse[some].sum()
+        return torch.autograd.grad(loss, wanted, retain_graph=True)
+
+    for got, exact in zip(gradients(o, lse), gradients(expected, expected_lse), strict=True):
+        assert (got - exact).float().norm() <= 0.05 * exact.float().norm() + 1e-6  # o is rounded to bf16
+
+
 def test_sink_far_above_and_below():
     q, k, v = inputs()
     state = reference(q, k, v, normalize=False)
