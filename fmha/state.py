@@ -9,7 +9,6 @@ import torch
 
 from warpspec.common.checks import check_floating, check_kind, check_tensor
 
-
 FARTHEST = torch.finfo(torch.float32).max / 2  # of sinks; infinite ones count as this
 
 
