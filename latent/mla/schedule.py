@@ -13,6 +13,7 @@ from warpspec.common.launch import target_of
 from warpspec.fmha.cuts import DecodeSchedule, LineSizes, can_read
 from warpspec.fmha.heads import LATENT
 from warpspec.fmha.problem import AttentionProblem
+from warpspec.fmha.values import POSITION_LIMIT
 from warpspec.latent.gathered.config import PAGE_ROWS
 from warpspec.latent.gathered.problem import GatheredProblem
 from warpspec.latent.mla import float8
@@ -59,16 +60,15 @@ def mla_schedule(
         TypeError, ValueError: naming the argument. UnsupportedProblem: the backend does not run on the device.
     """
     check_tensor("kv_lengths", kv_lengths, (torch.int32,), (-1,))
-    for name, number, most in (
-        ("heads", heads, HEAD_LIMIT), ("queries", queries, None), ("max_pages", max_pages, None),
-        ("page_size", page_size, None),
-    ):  # fmt: skip
-        check_int(name, number, 1 if name in ("heads", "page_size") else 0, most)
+    check_int("heads", heads, 1, HEAD_LIMIT)
+    check_int("queries", queries, 0, POSITION_LIMIT)
+    check_int("page_size", page_size, 1, POSITION_LIMIT)
+    check_int("max_pages", max_pages, 0, POSITION_LIMIT // page_size)
     check_kind("dtype", dtype, torch.dtype)
     check_choice("dtype", str(dtype), tuple(map(str, ROW_DTYPES)))
     check_kind("backend", backend, str)
     sizes, about = LineSizes(len(kv_lengths), queries, heads, 1, max_pages), (dtype, page_size)
-    if 0 in sizes or resolve_backend(backend, kv_lengths.device) == "reference":
+    if resolve_backend(backend, kv_lengths.device) == "reference" or 0 in sizes:
         return DecodeSchedule(sizes, about, kv_lengths)
     target = target_of(kv_lengths.device)
     if dtype == torch.float8_e4m3fn:

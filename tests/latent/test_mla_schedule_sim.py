@@ -167,8 +167,10 @@ def test_calls_that_are_not_cut(backend, simulate_as):
         (dict(heads=0), ValueError, "heads: must be"),
         (dict(heads=129), ValueError, "heads: must be"),
         (dict(max_pages=-1), ValueError, "max_pages: must be"),
+        (dict(max_pages=2**29), ValueError, r"max_pages: must be within 0\.\.8388608"),
+        (dict(queries=2**30), ValueError, "queries: must be"),
         (dict(dtype=torch.float32), ValueError, "dtype: must be one of"),
-        (dict(backend="sm80"), ValueError, "backend"),
+        (dict(backend="sm80", max_pages=0), ValueError, "backend"),
         (dict(kv_lengths=torch.zeros(2)), TypeError, "kv_lengths: dtype"),
     ],
 )
