@@ -259,16 +259,9 @@ def flash_attn_with_kvcache(
     )
     options = _options(softmax_scale, causal, window_size, num_splits, softcap, swizzled)
     table = _one_of(block_table=block_table, page_table=page_table)
-    lengths = _one_of(cache_seqlens=cache_seqlens, seqused_k=seqused_k)
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         check_strided(name, tensor)
-    if q.dim() == 0:
-        raise ValueError("q: must have dimensions, got shape []")
-    lengths = _plain_int(lengths)
-    if isinstance(lengths, int):
-        check_int("cache_seqlens", lengths, 0, SIZE_LIMIT)
-        batch = len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1
-        lengths = torch.full((batch,), lengths, dtype=torch.int32, device=q.device)
+    lengths = _lengths(_one_of(cache_seqlens=cache_seqlens, seqused_k=seqused_k), q, cu_seqlens_q)
     wants = _wants(return_softmax_lse=return_softmax_lse, return_lse=return_lse)
     if (k is None) != (v is None):
         raise ValueError("k: must be given with v, and v with k")
@@ -295,6 +288,18 @@ def flash_attn_with_kvcache(
             most = len(q) if max_seqlen_q is None else _hint("max_seqlen_q", max_seqlen_q)
             result = attention_varlen(q, k_cache, v_cache, cu_seqlens_q, max_seqlen_q=most, **options)
         return _returned(result, wants, False, sink)
+
+
+def _lengths(lengths, q: torch.Tensor, cu_seqlens_q: torch.Tensor | None) -> torch.Tensor | None:
+    """The lengths of requests as a tensor, also where one int stands for all."""
+    if q.dim() == 0:
+        raise ValueError("q: must have dimensions, got shape []")
+    lengths = _plain_int(lengths)
+    if not isinstance(lengths, int):
+        return lengths
+    check_int("cache_seqlens", lengths, 0, SIZE_LIMIT)
+    batch = len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+    return torch.full((batch,), lengths, dtype=torch.int32, device=q.device)
 
 
 def _add_keys(q, k, v, k_cache, v_cache, lengths, arguments: dict, options: Options) -> torch.Tensor:

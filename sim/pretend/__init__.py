@@ -95,32 +95,14 @@ def intercept(
             patches.item(os.environ, name, value)
         dsl.patch(patches, device, arch, folder, call)
         stack.callback(offer, offer(OwnKernels(arch, call)))
-        patches.update(torch.Tensor, tensors.ATTRIBUTES)
-        patches.set(torch.storage._StorageBase, "clone", tensors._clone_storage)
-        patches.update(torch.cuda, torch_cuda.attributes(device, propagation))
-        patches.update(
-            torch._C, {"_cuda_getDevice": lambda: NO_DEVICE, "_cuda_getCurrentRawStream": lambda _: 0}
-        )
-        patches.update(torch, {"compile": _undecorated(), "Generator": _Generator})
-        patches.set(torch, "_scaled_mm", scaled_mm(torch._scaled_mm))
-        patches.set(torch.compiler, "disable", _undecorated())
-        patches.set(torch.profiler, "profile", _profile(torch.profiler.profile))
-        patches.set(torch.version, "cuda", "13.0")
+        _patch_torch(patches, device, propagation)
         patches.update(driver, cuda_bindings.driver_functions(device))
         patches.update(runtime, cuda_bindings.runtime_functions(device))
         stack.callback(triton_stub.remove, triton_stub.install())
         stack.enter_context(triton_testing.replaced())
         stack.enter_context(out_dtype.products())
         placement = tensors.Placement()
-        run_backward = tensors.backward_in(placement, torch.autograd.graph._engine_run_backward)
-        patches.set(torch.autograd, "_engine_run_backward", run_backward)
-        patches.set(torch.autograd.graph, "_engine_run_backward", run_backward)
-        inside = _inside(placement, propagation)
-        for operator in OPDEFS.values():  # of what was imported before
-            for kind, function in operator._backend_fns.items():
-                patches.item(operator._backend_fns, kind, inside(function))
-        patches.set(torch.library, "custom_op", _custom_op(torch.library.custom_op, inside))
-        patches.set(threading.Thread, "_bootstrap_inner", inside(threading.Thread._bootstrap_inner))
+        _patch_callers(patches, placement, propagation)
         stack.enter_context(placement)
         stack.enter_context(propagation)
         _active = session
@@ -128,6 +110,32 @@ def intercept(
             yield session
         finally:
             _active = None
+
+
+def _patch_torch(patches: Patches, device: object, propagation: tensors.Propagation) -> None:
+    """Give torch's tensors, devices, streams and compiler the answers of a machine with a GPU."""
+    patches.update(torch.Tensor, tensors.ATTRIBUTES)
+    patches.set(torch.storage._StorageBase, "clone", tensors._clone_storage)
+    patches.update(torch.cuda, torch_cuda.attributes(device, propagation))
+    patches.update(torch._C, {"_cuda_getDevice": lambda: NO_DEVICE, "_cuda_getCurrentRawStream": lambda _: 0})
+    patches.update(torch, {"compile": _undecorated(), "Generator": _Generator})
+    patches.set(torch, "_scaled_mm", scaled_mm(torch._scaled_mm))
+    patches.set(torch.compiler, "disable", _undecorated())
+    patches.set(torch.profiler, "profile", _profile(torch.profiler.profile))
+    patches.set(torch.version, "cuda", "13.0")
+
+
+def _patch_callers(patches: Patches, placement: tensors.Placement, propagation: tensors.Propagation) -> None:
+    """Make the modes hold in what torch calls outside of them: backward(), operators' functions, other threads."""
+    run_backward = tensors.backward_in(placement, torch.autograd.graph._engine_run_backward)
+    patches.set(torch.autograd, "_engine_run_backward", run_backward)
+    patches.set(torch.autograd.graph, "_engine_run_backward", run_backward)
+    inside = _inside(placement, propagation)
+    for operator in OPDEFS.values():  # of what was imported before
+        for kind, function in operator._backend_fns.items():
+            patches.item(operator._backend_fns, kind, inside(function))
+    patches.set(torch.library, "custom_op", _custom_op(torch.library.custom_op, inside))
+    patches.set(threading.Thread, "_bootstrap_inner", inside(threading.Thread._bootstrap_inner))
 
 
 def active() -> Session | None:
