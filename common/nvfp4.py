@@ -39,7 +39,7 @@ E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 AMAX_TO_GLOBAL = E2M1_MAX * E4M3_MAX
 MIN_GLOBAL_SCALE = 2.0**-90
-# Of the codes 0 to 7; codes 8 to 15 are the negative ones.
+# Values of the codes 0 to 7; codes 8 to 15 are their negatives.
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 SIGN = 8  # bit of an e2m1 code
 E4M3_NAN = 0x7F
