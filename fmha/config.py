@@ -94,11 +94,6 @@ class Output:
         return not self.normalize
 
     @property
-    def split_dims(self) -> int:
-        """Number of leading dimensions of o, row_max and row_sum for splits."""
-        return int(self.splits)
-
-    @property
     def rescale_threshold(self) -> float:
         """Powers of two that the reference may lag behind the maximum."""
         return 0.0 if self.exact_maximum else RESCALE_THRESHOLD

@@ -117,7 +117,9 @@ class Prepared(NamedTuple):
         if self.combine is None:
             return self.attend(operands)
         o, sink, starts = operands[PLACES.o], operands[PLACES.sink], operands[PLACES.cu_seqlens_q]
-        results = (sink, o if starts is None else o[None], *operands[STATISTICS])
+        results = (sink, o, *operands[STATISTICS])
+        if starts is not None:
+            results = (sink, *[None if each is None else each[None] for each in results[1:]])
         blocks = self.workspace or partial_blocks(results[1].shape, self.plan.splits)
         allocated, arguments = allocate(blocks, o.device), list(operands)
         if self.schedule is LINE:

@@ -56,7 +56,9 @@ RESULT = Operand(
     lambda c: c.output.size,
     TMA_ALIGNMENT,
 )
-STATE = Operand(FLOAT32, lambda c: 3 + c.output.split_dims, when="output.writes_state")
+STATE = Operand(
+    FLOAT32, lambda c: 4 if c.output.splits else 3 - c.requests.packed_q, when="output.writes_state"
+)
 
 # Workspace of work that is cut by length (``line``).
 PIECES = Operand(FLOAT32, 3, lambda c: c.heads.piece_columns, TMA_ALIGNMENT, "scheduler.cuts_tiles")
@@ -86,8 +88,8 @@ class Operands(NamedTuple):
     kv_lengths, q_start [B] int32; lse, row_max, row_sum [B, Hq, Sq] fp32; page_table [B, max_pages] int32; bias
     [B or 1, Hq or 1, Sq, Sk]. Packed queries, T in all: q, o [1, T, Hq, D]; lse, row_max, row_sum [1, Hq, T];
     cu_seqlens_q [B + 1] int32, where each request's begin. Packed keys: k, v [1, Tk, Hkv, D]; cu_seqlens_k [B + 1].
-    The host function of forward attention takes packed q, k, v and o without the 1, as callers have them: a view of
-    each would take it a microsecond (``device.host.batched``).
+    Host functions of attention and of its gradients take packed q, k, v, o and statistics without the 1, as callers
+    have them: a view of each would take a microsecond (``device.host.with_batch``).
     k, v in FP8 or NVFP4 (bytes in kernels; NVFP4's rows have D/2): k_scale, v_scale fp32, in kernels [B, Hkv, 1]; of
     NVFP4 k_block_scales, v_block_scales with a row of D/16 bytes for each row of k and v.
     If queries are drafts: tree [B, Sq] int64, packed [1, T] (``tree``). If they also see ranges: ranges [B, Sq, 2]
@@ -114,7 +116,9 @@ class Operands(NamedTuple):
     sink: Annotated[Any, Operand(lambda c: c.output.sink_dtype, 1, when="output.has_sink"), CONTIGUOUS] = None
     kv_lengths: Annotated[Any, Operand(INT32, 1, when="requests.has_kv_lengths"), CONTIGUOUS] = None
     q_start: Annotated[Any, Operand(INT32, 1, when="requests.has_q_start"), CONTIGUOUS] = None
-    lse: Annotated[Any, Operand(FLOAT32, 3, when="output.has_lse"), OUTPUT] = None
+    lse: Annotated[
+        Any, Operand(FLOAT32, lambda c: 3 - c.requests.packed_q, when="output.has_lse"), OUTPUT
+    ] = None
     row_max: Annotated[Any, STATE, OUTPUT] = None
     row_sum: Annotated[Any, STATE, OUTPUT] = None
     page_table: Annotated[Any, Operand(INT32, 2, when="requests.page_size"), CONTIGUOUS] = None

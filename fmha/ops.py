@@ -252,8 +252,7 @@ def takes_views(problem: AttentionProblem, operands: Operands) -> bool:
     ones."""
     if problem.format.kv_format is not None or problem.v_dim:
         return True
-    by_row = problem.stat_count > 0 or operands.tree is not None or operands.ranges is not None
-    return problem.requests.packed_q and by_row
+    return problem.requests.packed_q and (operands.tree is not None or operands.ranges is not None)
 
 
 def kernel_operands(
@@ -264,18 +263,17 @@ def kernel_operands(
     batched: bool = True,
 ) -> Operands:
     """A checked call's tensors in the form kernels take. outputs: replace the operands' own. regular: see ``Call``.
-    batched: packed q, k, v and o have a batch dimension of 1; False: as ``launch.Prepared.run`` takes them."""
+    batched: packed q, k, v and results have a batch dimension of 1; False: as native kernels take them."""
     if not regular:
         operands, outputs = regular_operands(operands), (regular_strides(outputs[0]), *outputs[1:])
     q, k, v = operands.q, operands.k, operands.v
     o, *statistics = outputs
     if v is None:
         v = k[..., : problem.v_dim * k.shape[-1] // problem.head_dim] if problem.v_dim else k
-    if problem.requests.packed_q:
-        if batched:
-            q, o = q[None], o[None]
-            if problem.requests.packed_k:
-                k, v = k[None], v[None]
+    if problem.requests.packed_q and batched:
+        q, o = q[None], o[None]
+        if problem.requests.packed_k:
+            k, v = k[None], v[None]
         statistics = [None if each is None else each[None] for each in statistics]
     found = list(operands)
     found[ROWS], found[STATISTICS] = (q, k, v, o), statistics

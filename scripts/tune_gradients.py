@@ -163,7 +163,7 @@ def calls(shape: Shape, target: Target, peer: bool, orders: bool) -> dict:
         own = options._replace(deterministic=deterministic)
         checked = backward_call.check(full, own, "auto", wanted, do, None)
         prepared = launch.prepare(checked.problem, target, order, config)
-        checked = checked._replace(prepared=prepared, workspace=None)
+        checked = checked._replace(prepared=prepared, workspace=None, direct=None)
         found[name] = lambda checked=checked: backward_call.run(checked, full, do, None)
     flash = attention_peers.flash_attention() if peer else None
     if flash is not None:

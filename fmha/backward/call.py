@@ -15,6 +15,7 @@ from warpspec.common.backend import resolve_backend
 from warpspec.common.launch import target_of
 from warpspec.common.strides import regular_strides
 from warpspec.fmha.backward import launch, reference
+from warpspec.fmha.backward.direct import HELD, Direct, direct, is_direct
 from warpspec.fmha.backward.launch import Gradients
 from warpspec.fmha.backward.problem import DIFFERENTIABLE, BackwardProblem
 from warpspec.fmha.backward.ranges import check_ascending
@@ -31,7 +32,7 @@ class BackwardCall(NamedTuple):
     empty: nothing is launched, gradients are zeros. regular: kernels take the inputs and o as they are
     (``regular_operands``). aligned: kernels can read do as it is (``launch.aligned``). pads: kernels compute it on
     padded copies. results: the wanted gradients, in the order of DIFFERENTIABLE; workspace: what kernels need beside
-    them, None where it is not known in advance.
+    them, None where it is not known in advance. direct: the launches, if nothing else has to be done.
     """
 
     problem: BackwardProblem
@@ -43,6 +44,7 @@ class BackwardCall(NamedTuple):
     pads: bool
     results: tuple[Block, ...]
     workspace: launch.Workspace | None
+    direct: Direct | None = None
 
 
 def backward_problem(
@@ -77,13 +79,13 @@ def check(operands: Operands, options: Options, backend: str, wanted, do, dlse) 
     forward = problem.forward
     backend = resolve_backend(backend, forward.device)
     empty = forward.is_empty or operands.k.numel() == 0
-    prepared = workspace = None
+    prepared = workspace = known = None
     computed, pads = problem.padded, False
     if backend != "reference":
         target = target_of(forward.device)
         # Both raise UnsupportedProblem for what the kernels do not do.
         prepared = (launch.supported if empty else launch.prepare)(computed, target)
-        record = kernel_operands(forward, operands, (operands.o, operands.lse, None, None))
+        record = kernel_operands(forward, operands, (operands.o, operands.lse, None, None), batched=False)
         if operands.ranges is not None and not empty and are_checked(forward.device):
             check_ascending(forward, record)
         if not empty:
@@ -93,20 +95,26 @@ def check(operands: Operands, options: Options, backend: str, wanted, do, dlse) 
     regular = regular_strides(operands.o) is operands.o and is_regular(operands)
     aligned = prepared is None or do is None or launch.aligned(do) is do
     results = tuple(block(t.shape, t.dtype) for t in (getattr(operands, name) for name in problem.wanted))
-    return BackwardCall(problem, computed, prepared, empty, regular, aligned, pads, results, workspace)
+    if workspace is not None and regular and aligned and is_direct(problem, operands, do, dlse):
+        known = direct(prepared, problem, operands, results, workspace)
+    return BackwardCall(problem, computed, prepared, empty, regular, aligned, pads, results, workspace, known)
 
 
 def run(call: BackwardCall, operands: Operands, do, dlse) -> list[torch.Tensor]:
     """Compute the wanted gradients, in the order of DIFFERENTIABLE, contiguous, each with its tensor's shape."""
+    if call.direct is not None:
+        held = [t for t in (getattr(operands, name) for name in HELD) if t is not None]
+        return call.direct.run((do, dlse, *held))
     problem, forward = call.problem, call.problem.forward
     results = allocate(call.results, operands.q.device)
     if call.empty:
         for result in results:
             result.zero_()
         return results
-    record = kernel_operands(forward, operands, (operands.o, operands.lse, None, None), call.regular)
+    native, outputs = call.prepared is not None, (operands.o, operands.lse, None, None)
+    record = kernel_operands(forward, operands, outputs, call.regular, not native)
     written = dict(zip(problem.wanted, results, strict=True))
-    if call.prepared is None:
+    if not native:
         if forward.requests.packed_q:
             do, dlse = (None if t is None else t[None] for t in (do, dlse))
         found = reference.backward(problem, record, do, dlse)
@@ -115,9 +123,6 @@ def run(call: BackwardCall, operands: Operands, do, dlse) -> list[torch.Tensor]:
         return results
     if not call.aligned:
         do = launch.aligned(do)
-    if forward.requests.packed_q:
-        do, dlse = (None if t is None else t[None] for t in (do, dlse))
-        written = {name: t[None] if name in "qkv" else t for name, t in written.items()}
     gradients = Gradients(do, dlse, **written)
     if call.pads:
         run_padded(call.prepared, call.computed, record, gradients)

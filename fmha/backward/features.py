@@ -120,6 +120,11 @@ class BackwardKernel:
         assert requests.packed_q == requests.packed_k and not (requests.packed_k and requests.has_kv_lengths)
 
     @property
+    def packed(self) -> bool:
+        """Whether requests are packed."""
+        return self.requests.packed_q
+
+    @property
     def kv(self) -> KvTile:
         """A tile of K or V."""
         return KvTile(self.tile_n, self.heads)

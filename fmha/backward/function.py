@@ -6,6 +6,10 @@ If the forward call is remembered, a backward call like an earlier one is neithe
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Callable
+
 import torch
 from torch._C import _has_storage
 
@@ -36,22 +40,23 @@ class Attention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         saved = (o, stats[0], *[operands[place] for place in call.present])
         ctx.save_for_backward(*saved)
-        ctx.recorded = (call, options, backend)
-        ctx.addresses = addresses_of(saved)
+        ctx.recorded = (call, options, backend, addresses_of(saved))
         return (o, *stats) if options.return_lse or not options.normalize else o
 
     @staticmethod
     def backward(ctx, do, *dstats):
         saved, wanted = ctx.saved_tensors, ctx.needs_input_grad[LEADING:]
-        call, options, backend = ctx.recorded
+        call, options, backend, addresses = ctx.recorded
         dlse = dstats[0] if dstats else None
         if (do is None and all(t is None for t in dstats)) or not any(wanted):
             return (None,) * len(ctx.needs_input_grad)
         if not observed() and not torch.is_grad_enabled():
-            known = remembered(call, options, wanted, do, dlse, saved, ctx.addresses)
+            known = remembered(call, options, wanted, do, dlse, saved, addresses)
+            if known is not None and known.direct is not None:
+                return spread(wanted, known.direct.run((do, dlse, *saved)))
             if known is not None:
                 return spread(wanted, backward_call.run(known, restored(call, saved), do, dlse))
-        arguments = (call, options, backend, wanted, do, dlse, saved, ctx.addresses)
+        arguments = (call, options, backend, wanted, do, dlse, saved, addresses)
         tensors = [t for t in (do, dlse, *saved) if t is not None]
         if watched(*tensors):
             operands = restored(call, saved)
@@ -67,15 +72,21 @@ class Attention(torch.autograd.Function):
 _apply = direct_apply(Attention)
 
 
-def spread(wanted, gradients) -> tuple:
+def spread(wanted: tuple[bool, ...], gradients) -> tuple:
     """Spread the wanted gradients over the arguments of ``Attention``."""
-    found = iter(gradients)
-    return (None,) * LEADING + tuple([next(found) if wants else None for wants in wanted])
+    return spreader(wanted)((*gradients, None))
+
+
+@functools.cache
+def spreader(wanted: tuple[bool, ...]) -> Callable:
+    """A function that picks the gradients of the arguments of ``Attention`` from the wanted ones and a last None."""
+    places = [sum(wanted[:i]) if wants else -1 for i, wants in enumerate(wanted)]
+    return operator.itemgetter(*[-1] * LEADING, *places)
 
 
 def addresses_of(tensors) -> list[int]:
     """The addresses of plain tensors."""
-    return [tensor.data_ptr() for tensor in tensors]
+    return list(map(torch.Tensor.data_ptr, tensors))
 
 
 def key_of(options: Options, wanted, do, dlse, saved, addresses) -> tuple | None:

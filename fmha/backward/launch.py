@@ -103,7 +103,7 @@ class Prepared(NamedTuple):
     """A problem ready to run. order: order of the main kernel's CTAs. length, cut: how the device, or the host, cuts
     key tiles by length, or None.
     rows, main, results: functions of the kernels' arguments, results None as in ``Kernels``. numbers: the main
-    kernel's. window: (left, right), 0 where unbounded."""
+    kernel's. window: (left, right), 0 where unbounded. scale: the logits'."""
 
     target: Target
     config: BackwardKernel
@@ -115,6 +115,7 @@ class Prepared(NamedTuple):
     results: Callable | None
     numbers: tuple
     window: tuple[int, int]
+    scale: float
 
 
 class Kernels(NamedTuple):
@@ -163,7 +164,7 @@ def prepare(
         order.slices,
         order.whole,
     )
-    return Prepared(target, config, order, length, cut, *launchers, numbers, window)
+    return Prepared(target, config, order, length, cut, *launchers, numbers, window, forward.logits.scale)
 
 
 def launched_pieces(
@@ -237,17 +238,16 @@ def run_kernels(
 ) -> None:
     """Launch on the tensors' device and its current stream; no synchronisation. Writes the gradients that are not None.
 
-    problem: what was prepared. operands: as ``fmha.ops.kernel_operands`` makes them, with o and lse. workspace: of
-    blocks, where it is known (``workspace_of``).
+    problem: what was prepared. operands: as ``fmha.ops.kernel_operands`` makes them for native kernels, with o and lse.
+    workspace: of blocks, where it is known (``workspace_of``).
     """
-    device = prepared.target.device
     if workspace is None:
         workspace = workspace_of(prepared, problem, operands)
-    if device is not None and device == torch._C._cuda_getDevice():  # a context would take longer
-        run_prepared(prepared, problem, operands, gradients, workspace)
-    else:
-        with prepared.target.current():
-            run_prepared(prepared, problem, operands, gradients, workspace)
+    sink, dlse = operands.sink, gradients.dlse
+    with prepared.target.current():
+        small = {"lse": operands.lse.contiguous(), "sink": None if sink is None else sink.to(torch.float32)}
+        gradients = gradients._replace(dlse=None if dlse is None else dlse.contiguous())
+        run_prepared(prepared, problem, operands._replace(**small), gradients, workspace)
 
 
 def run_prepared(
@@ -257,57 +257,74 @@ def run_prepared(
     gradients: Gradients,
     workspace: Workspace,
 ) -> None:
-    """Like ``run_kernels``, for a prepared problem on the current device."""
-    config, forward, q = prepared.config, problem.forward, operands.q
-    fp32, do, dlse = torch.float32, gradients.do, gradients.dlse
-    if dlse is not None:
-        dlse = dlse.contiguous()
-    statistics, dq_sums, turns, dsink, tile_order, tile_pieces, *sums = allocate(workspace, q.device)
-    dk, dv, dbias = gradients.k, gradients.v, gradients.bias
-    targets = (dk if config.wanted.k else None, dv if config.wanted.dv else None)
-    requests, length, ranges = (None,) * 10, prepared.length, (None, None)
-    if config.mask.has_ranges:
-        ranges = (operands.ranges, seen_by(forward, operands))
-    if config.requests.packed_k:
-        dq = gradients.q if config.wanted.q else None
-        start = operands.q_start if config.requests.has_q_start else None
-        requests = (operands.k, operands.cu_seqlens_k, start, *ranges, tile_order, tile_pieces, dq, *targets)
-    sink = None if operands.sink is None else operands.sink.to(fp32)
-    rows = (operands.lse.contiguous(), dlse, sink, operands.cu_seqlens_q)
-    cuts = NOT_CUT if length is None else length
-    cleared = sums if config.slices else (None, None)
-    written = (statistics, dq_sums, turns, dsink, *cleared)
-    slices = prepared.order.slices
-    prepared.rows(operands.o, do, *rows, *written, *requests, *prepared.window, *cuts, slices)
-    if dsink is not None:
-        gradients.sink.copy_(dsink.sum(dim=1))
+    """Like ``run_kernels``, for a prepared problem on the current device; kernels can read all tensors as they are."""
+    config, dbias = prepared.config, gradients.bias
+    made = Workspace._make(allocate(workspace, operands.q.device))
+    seen = seen_by(problem.forward, operands) if config.mask.has_ranges else None
+    rows, main, results = arguments_of(prepared, operands, gradients, made, seen)
+    prepared.rows(*rows)
+    if made.dsink is not None:
+        gradients.sink.copy_(made.dsink.sum(dim=1))
         if problem.wanted == ("sink",):
             return
-
+    if main.do is None:
+        main = main._replace(do=torch.zeros_like(operands.o))
     if dbias is not None:
         if config.wanted.bias == "sum" and dbias.dtype != torch.float32:
-            dbias = torch.zeros(dbias.shape, dtype=fp32, device=q.device)
+            dbias = torch.zeros(dbias.shape, dtype=torch.float32, device=dbias.device)
         elif config.wanted.bias == "sum" or not config.whole:
             dbias.zero_()  # of tiles that nobody sees
-    if do is None:
-        do = torch.zeros_like(operands.o)
+        main = main._replace(dbias=dbias)
+    parts = parts_of(prepared, problem, main) if config.wanted.bias == "sum" else (main,)
+    for part in parts:
+        prepared.main(*part, *prepared.numbers)
+    if results is not None:
+        prepared.results(*results)
+    if dbias is not gradients.bias:
+        gradients.bias.copy_(dbias)
+
+
+class Arguments(NamedTuple):
+    """The arguments of a call's kernels, those of the main one without its numbers; results: None if there is none."""
+
+    rows: tuple
+    main: BackwardOperands
+    results: tuple | None
+
+
+def arguments_of(
+    prepared: Prepared, operands: Operands, gradients: Gradients, workspace: Workspace, seen_by=None
+) -> Arguments:
+    """The arguments of a call's kernels. None of what is given is looked at, so that anything may stand for it.
+    seen_by: see ``BackwardOperands``."""
+    config, order = prepared.config, prepared.order
+    statistics, dq_sums, turns, dsink, tile_order, tile_pieces, *sums = workspace
+    dk, dv = gradients.k if config.wanted.k else None, gradients.v if config.wanted.dv else None
+    ranges, lengths = (operands.ranges, seen_by), (operands.cu_seqlens_q, operands.cu_seqlens_k)
+    requests = (None,) * 10
+    if config.packed:
+        dq = gradients.q if config.wanted.q else None
+        tables = (tile_order, tile_pieces)
+        requests = (operands.k, lengths[1], operands.q_start, *ranges, *tables, dq, dk, dv)
+    read = (operands.o, gradients.do, operands.lse, gradients.dlse, operands.sink, lengths[0])
+    written = (statistics, dq_sums, turns, dsink, *(sums if config.slices else (None, None)))
+    cuts = NOT_CUT if prepared.length is None else prepared.length
     main = BackwardOperands(
-        q,
+        operands.q,
         operands.k,
         operands.v,
-        do,
+        gradients.do,
         statistics,
         dq_sums,
         turns,
-        dk if config.writes_k else None,
-        dv if config.writes_v else None,
+        gradients.k if config.writes_k else None,
+        gradients.v if config.writes_v else None,
         *sums,
         operands.kv_lengths,
         operands.q_start,
         operands.bias,
-        dbias,
-        operands.cu_seqlens_q,
-        operands.cu_seqlens_k,
+        gradients.bias,
+        *lengths,
         tile_order,
         tile_pieces,
         *ranges,
@@ -315,32 +332,28 @@ def run_prepared(
         operands.q_counts,
         operands.q_patterns,
     )
-    parts = parts_of(prepared, problem, main) if config.wanted.bias == "sum" else (main,)
-    for part in parts:
-        prepared.main(*part, *prepared.numbers)
+    results = None
     if prepared.results is not None:
-        keys = (*sums, gradients.q, *(targets if config.cut else (None, None)))
-        some = (sums[0] is not None or sums[1] is not None) and not config.slices
+        some = any(each is not None for each in sums) and not config.slices
         tables = (tile_order if some and config.keeps_requests else None, tile_pieces if some else None)
-        lengths = (operands.cu_seqlens_q, operands.cu_seqlens_k, *tables)
-        prepared.results(dq_sums, *keys, *lengths, forward.logits.scale, prepared.order.whole)
-    if gradients.bias is not None and dbias is not gradients.bias:
-        gradients.bias.copy_(dbias)
+        keys = (*sums, gradients.q, *((dk, dv) if config.cut else (None, None)))
+        results = (dq_sums, *keys, *lengths, *tables, prepared.scale, order.whole)
+    return Arguments((*read, *written, *requests, *prepared.window, *cuts, order.slices), main, results)
 
 
 def query_tile_count(config: BackwardKernel, operands: Operands) -> int:
     """Number of query tiles of all batch rows or requests (``device.tile.KeyTile.index_of``)."""
+    if config.packed:
+        return len(operands.q) // config.tile_m + len(operands.cu_seqlens_q) - 1
     batch, rows = operands.q.shape[:2]
-    if config.requests.packed_q:
-        return rows // config.tile_m + len(operands.cu_seqlens_q) - 1
     return batch * -(-rows // config.tile_m)
 
 
 def key_tile_count(config: BackwardKernel, operands: Operands) -> int:
     """Number of key tiles of a KV head, over all batch rows or requests."""
+    if config.packed:
+        return len(operands.k) // config.tile_n + len(operands.cu_seqlens_k) - 1
     batch, keys = operands.k.shape[:2]
-    if config.requests.packed_k:
-        return keys // config.tile_n + len(operands.cu_seqlens_k) - 1
     return batch * -(-keys // config.tile_n)
 
 

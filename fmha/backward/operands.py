@@ -11,11 +11,15 @@ from warpspec.common.operands import FLOAT32, INT32, Number, Operand
 from warpspec.fmha.logits import LogitNumbers
 from warpspec.fmha.operands import Q_COUNTS, Q_PATTERNS, Q_VISITS
 
-# Rows [B, S, H, D]: with the head size of Q and K, or that of V and O.
+# Rows [B, S, H, D], packed [T, H, D]: with the head size of Q and K, or that of V and O.
 QK_ROWS, V_ROWS = (
-    Operand(lambda c: c.format.dtype, 4, operator.attrgetter(f"sizes.{size}"), TMA_ALIGNMENT)
+    Operand(
+        lambda c: c.format.dtype, lambda c: 4 - c.packed, operator.attrgetter(f"sizes.{size}"), TMA_ALIGNMENT
+    )
     for size in ("qk", "v")
 )
+LSE = Operand(FLOAT32, lambda c: 3 - c.packed)  # [B, Hq, Sq], packed [Hq, T]
+PACKED = ("q", "k", "v", "o", "do", "lse", "dlse", "dq", "dk", "dv")  # operands that callers pack
 
 
 def tile_elements(config) -> int:
@@ -97,8 +101,8 @@ class RowOperands(NamedTuple):
 
     o: Annotated[Any, V_ROWS]
     do: Annotated[Any, replace(V_ROWS, when="has_do")]
-    lse: Annotated[Any, Operand(FLOAT32, 3)]
-    dlse: Annotated[Any, Operand(FLOAT32, 3, when="has_dlse")]
+    lse: Annotated[Any, LSE]
+    dlse: Annotated[Any, replace(LSE, when="has_dlse")]
     sink: Annotated[Any, Operand(FLOAT32, 1, when="has_sink")]
     cu_seqlens_q: Annotated[Any, Operand(INT32, 1, when="packed")]
     statistics: Annotated[Any, Operand(FLOAT32, 4, 4, TMA_ALIGNMENT)]

@@ -32,7 +32,7 @@ class Bounds(NamedTuple):
 def bounds_of(problem: AttentionProblem, operands: Operands) -> Bounds:
     """The bounds of a call's queries. operands: as kernels get them. The host does not wait for the device."""
     ranges, device = operands.ranges, operands.q.device
-    row, key = (torch.arange(n, device=device) for n in (ranges.shape[1], operands.k.shape[1]))
+    row, key = (torch.arange(n, device=device) for n in (ranges.shape[1], operands.k.shape[-3]))
     if not problem.requests.packed_q:
         length = operands.kv_lengths
         length = (

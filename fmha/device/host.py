@@ -27,7 +27,7 @@ class AttentionHost:
 
     @host_function(Operands, LaunchNumbers)
     def __call__(self, operands: Operands, numbers: LaunchNumbers, stream: CUstream):
-        self.launch(batched(self.config, operands), numbers, stream)
+        self.launch(with_batch(operands, packed_fields(self.config)), numbers, stream)
 
     def loads(self, operands: Operands) -> list:
         """``tma.make_load`` of Q, and of K and V or the one tensor that is both."""
@@ -40,18 +40,24 @@ class AttentionHost:
         return found
 
 
-def batched(config: AttentionKernel, operands: Operands) -> Operands:
-    """The operands with a batch dimension of 1 in front of packed tensors."""
+def packed_fields(config: AttentionKernel) -> list[str]:
+    """Names of the operands that callers pack, without a batch dimension."""
     packed = []
     if config.requests.packed_q:
-        packed += ["q"] if config.output.splits else ["q", "o"]
+        packed += ["q"] if config.output.splits else ["q", "o", "lse", "row_max", "row_sum"]
     if config.requests.packed_k:
         packed += ["k", "v"]
+    return packed
+
+
+def with_batch(operands, names):
+    """The record of operands with a batch dimension of 1 in front of those of these names that are there."""
     changed = {}
-    for name in packed:
+    for name in names:
         t = getattr(operands, name)
-        layout = cute.make_layout((Int32(1), *t.shape), stride=(t.stride[0], *t.stride))
-        changed[name] = cute.make_tensor(t.iterator, layout)
+        if t is not None:
+            layout = cute.make_layout((Int32(1), *t.shape), stride=(t.stride[0], *t.stride))
+            changed[name] = cute.make_tensor(t.iterator, layout)
     return operands._replace(**changed)
 
 

@@ -91,8 +91,4 @@ def run_unchecked(arguments: dict, *, o, arch: str = "sm_100a", **outputs) -> No
     if tensors["v"] is None:
         tensors["v"] = tensors["k"]
     record = Operands(**tensors, o=o)
-    if problem.requests.packed_q:
-        names = ("lse", "row_max", "row_sum")
-        rows = {name: getattr(record, name) for name in names}
-        record = record._replace(**{name: t if t is None else t[None] for name, t in rows.items()})
     launch.prepare(problem, SIMULATED[arch]).run(record)

@@ -11,8 +11,8 @@ from warpspec.common.device.host import host_function
 from warpspec.common.operands import fakes
 from warpspec.fmha.backward.device.place import ctas_of
 from warpspec.fmha.backward.features import BackwardKernel
-from warpspec.fmha.backward.operands import BackwardNumbers, BackwardOperands
-from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, kv_view
+from warpspec.fmha.backward.operands import PACKED, BackwardNumbers, BackwardOperands
+from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, kv_view, with_batch
 from warpspec.fmha.heads import BLOCK
 
 
@@ -28,6 +28,7 @@ class BackwardHost:
     def __call__(self, operands: BackwardOperands, numbers: BackwardNumbers, stream: CUstream):
         logits, scale, *window, pieces, section, most_steps, slices, whole = numbers
         config, order = self.config, (pieces, section, most_steps, slices, whole)
+        operands = batched(config, operands)
         blocks = config.room // BLOCK if config.rows is None else 1
         keys, queries = (BLOCK, config.tile_n, blocks), (BLOCK, config.tile_m, blocks)
         boxes = ((operands.k, keys), (operands.v, keys), (operands.q, queries), (operands.do, queries))
@@ -48,6 +49,13 @@ class BackwardHost:
     def further(self, operands: BackwardOperands) -> list:
         """Further results of ``tma.make_load`` and ``make_store``."""
         return []
+
+
+def batched(config, operands):
+    """A kernel's operands with a batch dimension of 1 in front of those that callers pack."""
+    return with_batch(
+        operands, [name for name in PACKED if name in operands._fields] if config.packed else ()
+    )
 
 
 def row_view(config: BackwardKernel, tensor: cute.Tensor) -> cute.Tensor:

@@ -19,6 +19,7 @@ from cutlass import Boolean, Float32
 from warpspec.common.device.host import host_function
 from warpspec.common.device.wgmma import QUAD, ROW_DISTANCE, THREAD_ROWS, WARP_ROWS, store_row
 from warpspec.common.hardware import KIB, WARP_THREADS
+from warpspec.fmha.backward.device.host import batched
 from warpspec.fmha.backward.device.rows import place_of
 from warpspec.fmha.backward.device.runs import pieces_of
 from warpspec.fmha.backward.features import (
@@ -48,7 +49,7 @@ class GradientResults:
 
     @host_function(ResultOperands)
     def __call__(self, operands: ResultOperands, stream: CUstream):
-        config = self.config
+        config, operands = self.config, batched(self.config, operands)
         whole = config.tile_m * config.heads.qk % (THREADS * THREAD_ELEMENTS) == 0
         dq, keys = (config.tile_m, VECTORS if whole else VECTORS // 2), (config.tile_n, KEY_VECTORS)
         dk_sums, dv_sums = operands.dk_sums, operands.dv_sums

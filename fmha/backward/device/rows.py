@@ -15,6 +15,7 @@ from cutlass import Boolean, Float32, Int32
 from warpspec.common.device.host import host_function
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.common.logarithms import LOG2_E
+from warpspec.fmha.backward.device.host import batched
 from warpspec.fmha.backward.device.order import sort_key_tiles
 from warpspec.fmha.backward.device.runs import lay_out_requests
 from warpspec.fmha.backward.operands import BackwardOperands, RowOperands
@@ -36,7 +37,7 @@ class RowStatistics:
 
     @host_function(RowOperands)
     def __call__(self, operands: RowOperands, stream: CUstream):
-        sorting = int(self.config.main is not None)
+        sorting, operands = int(self.config.main is not None), batched(self.config, operands)
         grid = (operands.statistics.shape[1], sorting + operands.o.shape[2], 1)
         self.kernel(operands).launch(
             grid=grid, block=(THREADS, 1, 1), preferred_smem_carveout=SMEM_CARVEOUT_PERCENT, stream=stream
