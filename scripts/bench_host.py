@@ -42,6 +42,7 @@ from shared.sweep_shapes import FLOAT8, AttentionShape
 from torch.nn.functional import scaled_dot_product_attention
 
 from warpspec.fmha import attention
+from warpspec.fmha.flash_attn import flash_attn_func, flash_attn_varlen_func
 from warpspec.latent.cache import LatentPool
 from warpspec.latent.gathered import KeySet, gathered_attention
 from warpspec.moe import moe_ffn
@@ -167,7 +168,16 @@ def operators(device: str, timing: dict) -> list[list]:
     pool = LatentPool.empty(4 * SLOTS // 64, 64, "v4-fp8", device=device)
     sets = [KeySet(pool, torch.randint(0, SLOTS, (TOKENS, SLOTS), dtype=torch.int32, device=device))]
     q = torch.randn(TOKENS, HEADS, 512, device=device).bfloat16()
+    packed = [torch.randn(128, 8, 128, device=device).bfloat16().requires_grad_() for _ in "qkv"]
+    dense = [t.detach()[None].requires_grad_() for t in packed]
+    starts = torch.tensor([0, 17, 81, 121, 128], dtype=torch.int32, device=device)
+    flash = functools.partial(flash_attn_func, *dense, causal=True)
+    varlen = functools.partial(flash_attn_varlen_func, *packed, starts, starts, 64, 64, causal=True)
     timed = {
+        "flash_attn_func, recorded": (flash, None),
+        "flash_attn_func, gradients": (gradients_of(dense, flash), None),
+        "flash_attn_varlen_func, recorded": (varlen, None),
+        "flash_attn_varlen_func, gradients": (gradients_of(packed, varlen), None),
         "softmax": (lambda: softmax(x), lambda: torch.softmax(x, -1)),
         "softmax, recorded": (lambda: softmax(leaf), lambda: torch.softmax(leaf, -1)),
         "softmax, gradients": (
@@ -178,11 +188,11 @@ def operators(device: str, timing: dict) -> list[list]:
         "moe_ffn": (lambda: moe_ffn(tokens[0], *chosen, **options), None),
         "gathered_attention": (lambda: gathered_attention(q, sets), None),
     }  # fmt: skip
-    rows = []
+    found = []
     for name, (mine, theirs) in timed.items():
         peer = None if theirs is None or device == "cpu" else host_time(theirs, **timing)
-        rows.append([name, host_time(mine, **timing), peer])
-    return rows
+        found.append([name, host_time(mine, **timing), peer])
+    return found
 
 
 def host_time(call: Callable, **timing) -> float:

@@ -43,7 +43,7 @@ class Direct(NamedTuple):
     launches: tuple[tuple[Callable, Callable], ...]
 
     def run(self, tensors: tuple) -> list[torch.Tensor]:
-        """Compute the wanted gradients (``launch.run_kernels``). tensors: do, dlse, and those of HELD that are given."""
+        """Compute the wanted gradients like ``launch.run_kernels``. tensors: do, dlse, the given ones of HELD."""
         device = self.target.device
         if device is not None and device == torch._C._cuda_getDevice():  # a context would take longer
             return self.launch(tensors)
