@@ -11,7 +11,6 @@ import operator
 from collections.abc import Callable
 
 import torch
-from torch._C import _has_storage
 
 from warpspec.common.forward_only import forward_only
 from warpspec.common.repeated import backend_variable, observed, signatures, watched
@@ -51,7 +50,8 @@ class Attention(torch.autograd.Function):
         if (do is None and all(t is None for t in dstats)) or not any(wanted):
             return (None,) * len(ctx.needs_input_grad)
         if not observed() and not torch.is_grad_enabled():
-            known = remembered(call, options, wanted, do, dlse, saved, addresses)
+            key = key_of(options, wanted, do, dlse, saved, addresses)
+            known = None if key is None else call.gradients.recall(key)
             if known is not None and known.direct is not None:
                 return spread(wanted, known.direct.run((do, dlse, *saved)))
             if known is not None:
@@ -97,9 +97,9 @@ def key_of(options: Options, wanted, do, dlse, saved, addresses) -> tuple | None
     """
     try:
         replaced = () if addresses_of(saved) == addresses else saved
-    except RuntimeError:  # a tensor without an address
+        found = signatures((do, dlse, *replaced))
+    except RuntimeError:  # a tensor without an address: sparse, or a batch
         return None
-    found = signatures((do, dlse, *replaced))
     if found is None:
         return None
     return (wanted, backward_call.is_deterministic(options), backend_variable(), *found)
@@ -112,18 +112,6 @@ def restored(call: ops.Call, saved: tuple[torch.Tensor, ...]) -> Operands:
     for place, tensor in zip(call.present, inputs, strict=True):
         found[place] = tensor
     return Operands._make(found)
-
-
-def remembered(
-    call: ops.Call, options: Options, wanted, do, dlse, saved, addresses
-) -> backward_call.BackwardCall | None:
-    """What ``check`` returned for an earlier backward call like this one, on plain tensors that nobody watches; else
-    None."""
-    for tensor in (do, dlse):
-        if tensor is not None and not _has_storage(tensor):  # sparse, or a batch
-            return None
-    key = key_of(options, wanted, do, dlse, saved, addresses)
-    return None if key is None else call.gradients.recall(key)
 
 
 def compute(call: ops.Call, options: Options, backend: str, wanted, do, dlse, saved, addresses):
