@@ -329,6 +329,6 @@ def first_kernel(lengths: list[int], heads: int, sms: int, monkeypatch, *, causa
 
         monkeypatch.setattr(launch, "allocate", zeros)
         later = {name: lambda *_: None for name in ("main", "results")}
-        changed = checked._replace(prepared=prepared._replace(**later), workspace=None)
+        changed = checked._replace(prepared=prepared._replace(**later), workspace=None, direct=None)
         call.run(changed, operands, q, None)
     return prepared, made
