@@ -16,6 +16,7 @@ result is out alone (flash-attn 4 returns out and None).
 
 from __future__ import annotations
 
+import contextlib
 import numbers
 
 import torch
@@ -265,7 +266,7 @@ def flash_attn_with_kvcache(
     wants = _wants(return_softmax_lse=return_softmax_lse, return_lse=return_lse)
     if (k is None) != (v is None):
         raise ValueError("k: must be given with v, and v with k")
-    with torch.set_grad_enabled(torch.is_grad_enabled() and k is None):
+    with torch.no_grad() if k is not None else contextlib.nullcontext():
         if k is not None:
             if cu_seqlens_q is not None:
                 raise NotImplementedError("k: must be None with cu_seqlens_q")
@@ -362,7 +363,8 @@ def _append(
 def _sink_of(**others) -> torch.Tensor | None:
     """The sink among the other arguments of a call. Raises TypeError or NotImplementedError naming one that is unknown
     or unsupported."""
-    sink = _one_of(**{name: others.pop(name, None) for name in SINKS})
+    sinks = {name: others.pop(name) for name in SINKS if name in others}
+    sink = _one_of(**sinks) if sinks else None
     for name, value in others.items():
         if name in NO_EFFECT:
             continue
@@ -387,6 +389,8 @@ def _one_of(**given):
 
 def _descales(others: dict) -> dict:
     """The scales of FP8 and NVFP4 keys and values, taken from the other arguments, as ``attention`` names them."""
+    if not others:  # as in nearly every call
+        return {}
     scales = {f"{side}_scale": others.pop(f"{side}_descale", None) for side in ("k", "v")}
     blocks = {name: others.pop(name, None) for name in BLOCK_SCALES}
     return scales | blocks
