@@ -98,10 +98,10 @@ class Call(NamedTuple):
 
     prepared: the kernels, None for the reference. empty: there is nothing to launch. regular: kernels take inputs and
     out as they are (``regular_operands``). as_given: they do, and need no view of one (``takes_views``). spans: bytes
-    that each of INPUTS spans (``span_bytes``), 0 for an absent one; out_span: those of out. o, stats: what is allocated
-    unless it is given, in the caller's shape. recorded: autograd records the call, and lse is a result even if nobody
-    asked for it. gradients: the checked calls of its backward pass. present: the places of the input tensors that are
-    given, without out.
+    that each of INPUTS spans (``span_bytes``), 0 for an absent one; out_span: those of out. results: o and statistics,
+    allocated unless they are given, in the caller's shape. recorded: autograd records the call, and lse is a result
+    even if nobody asked for it. gradients: the checked calls of its backward pass. present: the places of the input
+    tensors that are given, without out.
     """
 
     problem: AttentionProblem
@@ -111,8 +111,7 @@ class Call(NamedTuple):
     as_given: bool
     spans: tuple[int, ...]
     out_span: int
-    o: tuple[Block]
-    stats: tuple[Block, ...]
+    results: tuple[Block, ...]
     recorded: bool
     gradients: Remembered
     present: tuple[int, ...]
@@ -199,8 +198,10 @@ def check_call(operands: Operands, options: Options, backend: str, records: bool
         as_given=regular and prepared is not None and not takes_views(problem, operands),
         spans=tuple(0 if t is None else span_bytes(t) for t in operands.inputs.values()),
         out_span=0 if out is None else span_bytes(out),
-        o=(block(caller_shape(problem, problem.o_shape), problem.o_dtype),),
-        stats=(stat,) * problem.stat_count,
+        results=(
+            block(caller_shape(problem, problem.o_shape), problem.o_dtype),
+            *[stat] * problem.stat_count,
+        ),
         recorded=records,
         gradients=Remembered(),
         present=tuple(getattr(PLACES, name) for name, t in operands.inputs.items() if t is not None),
@@ -208,13 +209,15 @@ def check_call(operands: Operands, options: Options, backend: str, records: bool
 
 
 def run(call: Call, operands: Operands, stats: tuple[torch.Tensor, ...] | None = None):
-    """Compute a checked call: (o, stats), with stats a tuple of tensors: none, (lse,) or (row_max, row_sum). o is the
-    operands' if given, and so are stats."""
-    o = operands.o
-    if o is None:
-        (o,) = allocate(call.o, call.problem.device)
-    if stats is None:
-        stats = tuple(allocate(call.stats, call.problem.device)) if call.stats else ()
+    """Compute a checked call: (o, stats), with stats tensors: none, lse, or row_max and row_sum. o is the operands' if
+    given, and so are stats."""
+    o, device = operands.o, call.problem.device
+    if o is None and stats is None:
+        o, *stats = allocate(call.results, device)
+    elif o is None:
+        (o,) = allocate(call.results[:1], device)
+    elif stats is None:
+        stats = allocate(call.results[1:], device)
     lse = row_max = row_sum = None
     if len(stats) == 2:
         row_max, row_sum = stats
