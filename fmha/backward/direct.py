@@ -15,7 +15,14 @@ import torch
 
 from warpspec.common.allocation import Block, allocate
 from warpspec.common.launch import Target
-from warpspec.fmha.backward.launch import Gradients, Prepared, Workspace, arguments_of
+from warpspec.fmha.backward.launch import (
+    SINK_ALONE,
+    Gradients,
+    Prepared,
+    Workspace,
+    add_up_sink,
+    arguments_of,
+)
 from warpspec.fmha.backward.problem import BackwardProblem
 from warpspec.fmha.operands import INPUTS, Operands
 
@@ -32,7 +39,8 @@ class Direct(NamedTuple):
     """A call ready to run: each launch picks its arguments from one tuple of all tensors and constants.
 
     blocks: what is allocated, first ``count`` gradients, the wanted ones. constants: arguments that are no tensors.
-    launches: functions of the kernels' arguments, each after the function that picks them.
+    launches: functions of the kernels' arguments, each after the function that picks them. sink: the places of the
+    parts of the sink's gradient, and of that gradient, among what is allocated.
     """
 
     target: Target
@@ -41,6 +49,7 @@ class Direct(NamedTuple):
     count: int
     constants: tuple
     launches: tuple[tuple[Callable, Callable], ...]
+    sink: tuple[int, int] | None
 
     def run(self, tensors: tuple) -> list[torch.Tensor]:
         """Compute the wanted gradients like ``launch.run_kernels``. tensors: do, dlse, the given ones of HELD."""
@@ -56,15 +65,17 @@ class Direct(NamedTuple):
         everything = (*tensors, *made, *self.constants)
         for pick, launch in self.launches:
             launch(*pick(everything))
+        if self.sink is not None:
+            parts, gradient = self.sink
+            add_up_sink(made[parts], made[gradient])
         return made[: self.count]
 
 
 def is_direct(problem: BackwardProblem, operands: Operands, do, dlse) -> bool:
     """Whether a call can be ``Direct`` if kernels take its rows as they are."""
     small = [t for t in (operands.lse, dlse) if t is not None]
-    converts = operands.sink is not None and operands.sink.dtype is not torch.float32
-    further = operands.ranges is not None or not {"sink", "bias"}.isdisjoint(problem.wanted)
-    return do is not None and not converts and not further and all(t.is_contiguous() for t in small)
+    further = operands.ranges is not None or "bias" in problem.wanted
+    return do is not None and not further and all(t.is_contiguous() for t in small)
 
 
 def direct(
@@ -87,11 +98,8 @@ def direct(
     gradients = Gradients(do, dlse, **dict(zip(problem.wanted, made, strict=True)))
     rows, main, last = arguments_of(prepared, Operands(**held), gradients, others)
     first, constants, launches = next(numbers), [], []
-    for launch, arguments in (
-        (prepared.rows, rows),
-        (prepared.main, (*main, *prepared.numbers)),
-        (prepared.results, last),
-    ):
+    kernels = [(prepared.rows, rows), (prepared.main, (*main, *prepared.numbers)), (prepared.results, last)]
+    for launch, arguments in kernels[:1] if problem.wanted == SINK_ALONE else kernels:
         if launch is None:
             continue
         picked = []
@@ -102,7 +110,15 @@ def direct(
                 picked.append(first + len(constants))
                 constants.append(argument)
         launches.append((operator.itemgetter(*picked), launch))
-    blocks = (*results, *[block for block in workspace if block is not None])
+    blocks, sink = (*results, *[block for block in workspace if block is not None]), None
+    if gradients.sink is not None:
+        sink = tuple(place.index - made[0].index for place in (others.dsink, gradients.sink))
     return Direct(
-        prepared.target, problem.forward.device, blocks, len(results), tuple(constants), tuple(launches)
+        prepared.target,
+        problem.forward.device,
+        blocks,
+        len(results),
+        tuple(constants),
+        tuple(launches),
+        sink,
     )

@@ -53,6 +53,7 @@ class Gradients(NamedTuple):
     bias: torch.Tensor | None = None
 
 
+SINK_ALONE = ("sink",)  # what is wanted of a call that only has a first kernel
 NOT_CUT = PieceLength(0.0, 0.0, 0.0, 0.0, 0)  # where the device cuts nothing
 # Packages with ``BackwardConfig`` and ``MAIN``, its ``Kernel``.
 GRADIENTS = Family(
@@ -243,11 +244,11 @@ def run_kernels(
     """
     if workspace is None:
         workspace = workspace_of(prepared, problem, operands)
-    sink, dlse = operands.sink, gradients.dlse
+    dlse = gradients.dlse
     with prepared.target.current():
-        small = {"lse": operands.lse.contiguous(), "sink": None if sink is None else sink.to(torch.float32)}
+        operands = operands._replace(lse=operands.lse.contiguous())
         gradients = gradients._replace(dlse=None if dlse is None else dlse.contiguous())
-        run_prepared(prepared, problem, operands._replace(**small), gradients, workspace)
+        run_prepared(prepared, problem, operands, gradients, workspace)
 
 
 def run_prepared(
@@ -264,8 +265,8 @@ def run_prepared(
     rows, main, results = arguments_of(prepared, operands, gradients, made, seen)
     prepared.rows(*rows)
     if made.dsink is not None:
-        gradients.sink.copy_(made.dsink.sum(dim=1))
-        if problem.wanted == ("sink",):
+        add_up_sink(made.dsink, gradients.sink)
+        if problem.wanted == SINK_ALONE:
             return
     if main.do is None:
         main = main._replace(do=torch.zeros_like(operands.o))
@@ -282,6 +283,11 @@ def run_prepared(
         prepared.results(*results)
     if dbias is not gradients.bias:
         gradients.bias.copy_(dbias)
+
+
+def add_up_sink(parts: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Write the gradient [Hq] of the sink, whose parts are the tiles'."""
+    gradient.copy_(parts.sum(dim=1))
 
 
 class Arguments(NamedTuple):

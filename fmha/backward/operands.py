@@ -103,7 +103,7 @@ class RowOperands(NamedTuple):
     do: Annotated[Any, replace(V_ROWS, when="has_do")]
     lse: Annotated[Any, LSE]
     dlse: Annotated[Any, replace(LSE, when="has_dlse")]
-    sink: Annotated[Any, Operand(FLOAT32, 1, when="has_sink")]
+    sink: Annotated[Any, Operand(lambda c: c.sink, 1, when="sink")]
     cu_seqlens_q: Annotated[Any, Operand(INT32, 1, when="packed")]
     statistics: Annotated[Any, Operand(FLOAT32, 4, 4, TMA_ALIGNMENT)]
     dq_sums: Annotated[Any, Operand(FLOAT32, 3, tile_elements, TMA_ALIGNMENT, "wants_q")]

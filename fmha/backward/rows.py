@@ -16,7 +16,8 @@ from warpspec.fmha.heads import HeadSizes
 class RowConfig:
     """Configuration of the kernel before the main one, which computes row statistics. main: the main kernel's
     configuration if requests are packed, because this kernel sorts their key tiles. delta_factor, sink_limit: as the
-    main kernel's. tile_n: keys of a tile whose sums are cleared. rows: as the main kernel's. The other fields say which
+    main kernel's. tile_n: keys of a tile whose sums are cleared. rows: as the main kernel's. sink: the sink's dtype,
+    None if there is none. The other fields say which
     operands exist.
     """
 
@@ -26,7 +27,7 @@ class RowConfig:
     packed: bool = False
     has_do: bool = True
     has_dlse: bool = False
-    has_sink: bool = False
+    sink: str | None = None
     wants_q: bool = True
     wants_sink: bool = False
     deterministic: bool = False
@@ -102,7 +103,7 @@ def row_config(config: BackwardKernel, problem) -> RowConfig:
         config.requests.packed_q,
         problem.has_do,
         problem.has_dlse,
-        problem.forward.has_sink,
+        problem.forward.sink_dtype if problem.forward.has_sink else None,
         config.wanted.q,
         "sink" in problem.wanted,
         config.deterministic,

@@ -23,7 +23,7 @@ HEAD_DIMS = (64, 128, 256, 512)
 # A tile or two of queries and of keys, some not whole.
 SMALL = {
     128: Case("sliced-sink-lse", seq_q=70, seq_k=140, heads_q=2, head_dim=128, causal=True, sink=(0.3, torch.inf),
-              through="o+lse", sliced=True),
+              sink_dtype=torch.bfloat16, through="o+lse", sliced=True),
     64: Case("packed-window", lengths_q=(20, 0, 3), lengths_k=(20, 5, 9), heads_q=1, window=(7, 0), causal=True),
     256: Case("bias", seq_q=20, seq_k=65, heads_q=1, head_dim=256, bias=(False, True), dtype=torch.float16),
     512: Case("one-tensor", seq_q=66, seq_k=64, heads_q=1, head_dim=512, causal=True, shared_kv=True),

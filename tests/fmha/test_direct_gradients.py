@@ -20,14 +20,14 @@ DIRECT = [
     Case("some", wanted=("q", "v"), kv_lengths=(20,), q_start=(3,), through="o+lse"),
     Case("keys-alone", **LONG, wanted=("k",), v_dim=128, head_dim=192),
     Case("one-tensor", seq_q=66, head_dim=512, shared_kv=True),
-    Case("sink-without-gradient", sink=True, wanted=("q", "k", "v"), softcap=5.0),
+    Case("sink", sink=True, softcap=5.0),
+    Case("sink-alone", sink=True, wanted=("sink",)),
     Case("bias-without-gradient", bias=(False, True), wanted=("q", "k", "v")),
     Case("packed", **PACKED, causal=True, through="o+lse"),
     Case("packed-runs", **PACKED, head_dim=128),
-    Case("packed-sink", **PACKED, sink=True, wanted=("q", "v"), window=(7, 0)),
+    Case("packed-sink", **PACKED, sink=True, wanted=("q", "v", "sink"), window=(7, 0)),
 ]
 OTHERS = [
-    Case("sink", sink=True),
     Case("lse", through="lse"),
     Case("bias", bias=(False, True)),
     Case("sliced", sliced=True),

@@ -47,6 +47,7 @@ class Case:
     window: tuple[int | None, int | None] | None = None
     key_stride: int = 1
     sink: bool | tuple[float, ...] = False
+    sink_dtype: torch.dtype = torch.float32
     bias: tuple[bool, bool] | None = None
     bias_dtype: torch.dtype = torch.float32
     kv_lengths: tuple[int, ...] | None = None
@@ -99,9 +100,9 @@ class Case:
         if not self.shared_kv:
             found["v"] = normal(*keys, self.heads_kv, self.v_dim or self.head_dim)
         if self.sink:
-            found["sink"] = normal(self.heads_q, dtype=torch.float32)
+            found["sink"] = normal(self.heads_q, dtype=self.sink_dtype)
             if self.sink is not True:
-                found["sink"] = torch.tensor(self.sink)
+                found["sink"] = torch.tensor(self.sink, dtype=self.sink_dtype)
         if self.bias is not None:
             batches, heads = self.bias
             shape = (self.batch if batches else 1, self.heads_q if heads else 1, self.seq_q, self.seq_k)
@@ -320,7 +321,8 @@ CASES = [
     Case("causal-gqa", heads_q=4, heads_kv=2, causal=True),
     Case("causal-empty-rows-sink-lse", seq_q=30, seq_k=11, causal=True, sink=True, through="o+lse"),
     Case("far-sinks", heads_q=5, sink=(0.3, 110.0, 1e4, torch.inf, -torch.inf), causal=True, through="o+lse"),
-    Case("mqa-window-sink", batch=2, heads_q=3, window=(5, 2), sink=True, dtype=torch.float16),
+    Case("mqa-window-sink", batch=2, heads_q=3, window=(5, 2), sink=True, sink_dtype=torch.float16,
+         dtype=torch.float16),
     Case("bias-by-head", batch=2, bias=(False, True), causal=True, through="o+lse"),
     Case("bias-by-batch-sink", batch=2, bias=(True, False), bias_dtype=torch.bfloat16, sink=True),
     Case("bias-of-all-window", batch=2, bias=(False, False), window=(4, None)),
@@ -331,7 +333,8 @@ CASES = [
     Case("softcap-bias-sink", scale=1.0, softcap=4.0, bias=(False, True), causal=True, sink=True, through="o+lse"),
     Case("softcap-packed-window", lengths_q=(20, 3), lengths_k=(20, 30), window=(6, 0), scale=-0.5, softcap=2.0),
     Case("negative-scale-shared", scale=-0.2, shared_kv=True, causal=True, wanted=("k",)),
-    Case("packed", lengths_q=(5, 0, 17, 1), lengths_k=(9, 3, 17, 0), causal=True, sink=True, through="o+lse"),
+    Case("packed", lengths_q=(5, 0, 17, 1), lengths_k=(9, 3, 17, 0), causal=True, sink=True, sink_dtype=torch.bfloat16,
+         through="o+lse"),
     Case("packed-window-gqa", heads_q=4, heads_kv=2, lengths_q=(20, 3), lengths_k=(20, 30), window=(6, 0), causal=True),
 ]  # fmt: skip
 # Lists of blocks, by name.

@@ -107,7 +107,7 @@ def prepare_rows(config: cutlass.Constexpr, operands, tile_index, head):
                 index = (start + i) * groups + group
                 sink = None
                 if cutlass.const_expr(operands.sink is not None):
-                    sink = operands.sink[head]
+                    sink = operands.sink[head].to(Float32)
                 total, delta, of_sink = row_statistics(config, lse, dlse, sink, Boolean(query < rows), dot)
                 statistics[index // 2, index % 2] = total
                 statistics[index // 2, 2 + index % 2] = delta * -config.delta_factor
