@@ -65,6 +65,7 @@ CALLS = {  # name: shape, what is timed, microseconds wanted of ours
     "dense": (shape("plain", 8, 8, 128, (128,) * 2, (128,) * 2), TRAINING, {FORWARD: 18, GRADIENTS: 150}),
     "dense, grouped heads": (shape("plain", 32, 8, 64, (128,), (128,)), TRAINING, {FORWARD: 18, GRADIENTS: 150}),
     "packed": (shape("packed", 8, 2, 128, (17, 64, 40, 7), (17, 64, 40, 7)), TRAINING, {FORWARD: 22}),
+    "packed, sink": (shape("packed", 16, 2, 64, (17, 64, 40, 7), (17, 64, 40, 7), sink=True), (GRADIENTS,), {}),
     "paged decode": (shape("paged", 32, 8, 128, (1,) * 4, (200, 64, 130, 256), page_size=128), (FORWARD,), {}),
     "split decode": (shape("plain", 32, 8, 128, (1,), (4096,)), (FORWARD,), {FORWARD: 30}),
     "D 512": (shape("plain", 8, 1, 512, (128,), (128,), shared_kv=True), (FORWARD, GRADIENTS), {FORWARD: 18}),
@@ -84,7 +85,8 @@ def sdpa(x, causal: bool) -> tuple:
 def candidates(one: AttentionShape, device: str, recorded: bool) -> dict[str, tuple]:
     """Name -> (tensors, function of nothing to their attention): ours, and the peers that are installed."""
     x, mine = attention_inputs(one, device), ours(one)
-    tensors = [t.requires_grad_(recorded) for t in (x.q, x.k, x.v) if t is not None]
+    tensors = (x.q, x.k, x.v, x.options.get("sink"))
+    tensors = [t.requires_grad_(recorded) for t in tensors if t is not None]
     found = {OURS: (tensors, lambda: mine(x))}
     flash = flash_attention()
     if device == "cuda" and flash is not None and one.head_dim <= 256 and one.kind != FLOAT8:
