@@ -17,8 +17,7 @@ class RowConfig:
     """Configuration of the kernel before the main one, which computes row statistics. main: the main kernel's
     configuration if requests are packed, because this kernel sorts their key tiles. delta_factor, sink_limit: as the
     main kernel's. tile_n: keys of a tile whose sums are cleared. rows: as the main kernel's. sink: the sink's dtype,
-    None if there is none. The other fields say which
-    operands exist.
+    None if there is none. The other fields say which operands exist.
     """
 
     heads: HeadSizes
