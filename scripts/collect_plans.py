@@ -30,7 +30,7 @@ from shared import driver, gpu_bench, sweep_calls, sweep_timing
 from shared.attention_peers import flash_attention
 from shared.plan_calls import describe, planned_call
 from shared.plan_kernels import compiled_before, compiled_now, kernels_of, plans
-from shared.plan_templates import GUESS_BYTES_US, GUESS_FLOPS_US, Template, templates
+from shared.plan_templates import GUESS_BYTES_US, GUESS_FLOPS_US, HEADS, WIDE_HEADS, Template, templates
 from shared.sweep_compile import keep_kernels, one_line
 from shared.sweep_regret import problem_of
 from shared.sweep_shapes import AttentionShape, to_json
@@ -111,7 +111,7 @@ def input_sets(shape: AttentionShape, pool: Pool) -> list[SimpleNamespace]:
         else:
             queries = (shape.batch, shape.queries[0])
         q = pool.take(*queries, shape.heads_q, dim)
-        k, v = (pool.take(*rows, heads_kv, dim) for _ in range(2))
+        k, v = (pool.take(*rows, heads_kv, one) for one in shape.dims)
         sets.append(SimpleNamespace(q=q, k=k, v=v, options=options))
     return sets
 
@@ -167,7 +167,7 @@ def measure(
         sets = input_sets(shape, pool)
         guess = max(3.0, shape.bytes / GUESS_BYTES_US, shape.flops / GUESS_FLOPS_US)
         x = sets[0]
-        o = torch.empty_like(x.q)
+        o = x.q.new_empty(*x.q.shape[:-1], shape.dims[1])
         calls, wrong, expected = {}, {}, None
         for plan in found:
             name = json.dumps(describe(plan))
@@ -319,6 +319,9 @@ def main() -> None:
         "--kernels", type=int, default=KERNELS, help="of a template, beside the present choices'"
     )
     parser.add_argument(
+        "--wide", action="store_true", help="head sizes above 128 of which few are drawn otherwise"
+    )
+    parser.add_argument(
         "--peers", type=float, default=0.5, help="share of the templates whose peers are timed"
     )
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1))
@@ -331,7 +334,13 @@ def main() -> None:
         "--compiled", type=Path, metavar="FILE", help="time what FILE says, and compile nothing"
     )
     options = parser.parse_args()
-    found = templates(options.templates, options.seed, tuple(options.only), options.peers)
+    found = templates(
+        options.templates,
+        options.seed,
+        tuple(options.only),
+        options.peers,
+        WIDE_HEADS if options.wide else HEADS,
+    )
     if options.list:
         draw, kernels, count = random.Random(f"kernels {options.seed}"), 0, 0
         for one in found:

@@ -29,6 +29,7 @@ HEADS = (  # query heads of a KV head, D
     *((group, 256) for group in (1, 2, 2, 4, 8)),
     *((1, dim) for dim in (96, 192)),
 )
+WIDE_HEADS = ((1, 192), (16, 192), (1, 192, 128), (16, 192, 128), (8, 512), (8, 512))  # a third number: V's D
 FORMS = {
     "prefill": ("packed", "packed-paged", "packed-paged", "plain"),
     "chunked": ("plain", "packed", "packed-paged", "packed-paged", "paged"),
@@ -47,8 +48,8 @@ def lengths(draw: random.Random, count: int, most: int, equal: bool) -> tuple[in
     return (most,) * count if equal else tuple(draw.randint(1, most) for _ in range(count))
 
 
-def template(draw: random.Random, kind: str, head: tuple[int, int], peers: bool) -> Template:
-    group, dim = head
+def template(draw: random.Random, kind: str, head: tuple[int, ...], peers: bool) -> Template:
+    group, dim, *v_dim = head
     form = draw.choice(FORMS[kind])
     window = draw.choice((None, None, 128, 512, 1024, 4096))
     fields = {
@@ -56,7 +57,7 @@ def template(draw: random.Random, kind: str, head: tuple[int, int], peers: bool)
         "page_size": draw.choice((16, 16, 64, 128, 256)) if "paged" in form else 0,
         "head_dim": dim,
         "sink": dim == 64 and draw.random() < 0.5,
-    }
+    } | ({"v_dim": v_dim[0]} if v_dim else {})
     found = {}
     for _ in range(2000):
         if len(found) == PROBLEMS:
@@ -96,9 +97,9 @@ def draw_shape(draw: random.Random, kind: str, form: str) -> tuple:
     return (queries,) * batch, keys
 
 
-def templates(count: int, seed: int, only, peer_share: float) -> list[Template]:
+def templates(count: int, seed: int, only, peer_share: float, heads=HEADS) -> list[Template]:
     draw, found = random.Random(f"plans {seed}"), []
     for i in range(count):
         kind = only[i % len(only)]
-        found.append(template(draw, kind, draw.choice(HEADS), draw.random() < peer_share))
+        found.append(template(draw, kind, draw.choice(heads), draw.random() < peer_share))
     return [one for one in found if one.shapes]
