@@ -335,6 +335,21 @@ def busy_in_partitions(share: Shares, k: Clocks, c: Constants, ops: Arithmetic):
     )
 
 
+def crowded(w: Work, share: Shares, k: Clocks, ops: Arithmetic):
+    """Clocks that a CTA takes at least if there are more query tiles than CTAs: with more than n for each, some CTA has
+    n + 1 of the longest n for each and one. Lengths are taken to follow a power law from the longest to the shortest
+    tile, which has their mean. The last of the CTA's tiles runs beside as few others as are left then."""
+    maximum, _, ceil, _ = ops
+    rounds = maximum(share.items, 1) / share.resident
+    before = ceil(rounds) - 1
+    place = before / rounds
+    power = maximum(k.average - w.shortest, 0) / maximum(w.longest - k.average, 1e-6)
+    length = w.longest - (w.longest - w.shortest) * place**power
+    left = before + 1 - rounds
+    last = k.full + left * (ops.minimum(k.alone, k.full) - k.full)
+    return before * (length * k.full + k.ends) + length * last + k.ends
+
+
 def busy_in_rounds(w: Work, way: Way, splits, share: Shares, k: Clocks, c: Constants, ops: Arithmetic):
     """Clocks of the busiest CTA if CTAs take whole query tiles or splits, one of every round or as they come free."""
     maximum, minimum, ceil, where = ops
@@ -356,7 +371,10 @@ def busy_in_rounds(w: Work, way: Way, splits, share: Shares, k: Clocks, c: Const
     else:
         unsorted = c.queue_spread * (1 - w.sorts)
         more = left * c.queue_rest * short + unsorted * spread * k.alone + c.queue_last * k.ends
-    return mean + where(launched <= share.resident, one, maximum(more, one - mean + k.each))
+    busy = mean + where(launched <= share.resident, one, maximum(more, one - mean + k.each))
+    if way in (Way.SINGLE, Way.QUEUE):
+        busy = maximum(busy, where(share.items > share.resident, crowded(w, share, k, ops), 0.0))
+    return busy
 
 
 def combining(w: Work, splits, share: Shares, c: Constants, ops: Arithmetic):
