@@ -4,12 +4,16 @@ If many query rows read a KV head's keys, each tile of rows would convert every 
 expect that to be faster (``plan.expanding``), a first kernel gathers keys and values from their pages into dense 16-bit
 tensors, and a kernel for 16-bit keys attends to these. The numbers are exactly the same, because bf16 and fp16
 represent a code times its block's scale. k_scale and v_scale are applied as usual.
+
+Keys in front of all windows of a request are left out. If K and V in 16 bits would take more than MOST_BYTES, that is
+done in passes, each of which has its share of the heads and takes the same memory again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -17,7 +21,7 @@ import torch
 from warpspec.common.allocation import empty
 from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.common.launch import Kernel
-from warpspec.common.operands import INT32, Operand, fakes
+from warpspec.common.operands import INT32, Number, Operand, fakes, flat_fields, is_there
 from warpspec.common.simulator import joined
 from warpspec.fmha.features import Format, RequestLayout
 from warpspec.fmha.heads import HeadSizes
@@ -25,17 +29,19 @@ from warpspec.fmha.operands import Operands, block_scales
 from warpspec.fmha.problem import AttentionProblem
 
 MOST_BYTES = 1 << 30  # most bytes of K and V in 16 bits
-VECTOR = 16  # numbers that a thread converts: a block of NVFP4
+VECTOR = 8  # numbers that a thread converts at a time: 16 bytes of results
 BYTES = 2  # bytes of a number
 
 
 @dataclass(frozen=True)
 class ExpandConfig:
-    """Compile-time shape of one kernel (``device.expand``)."""
+    """Compile-time shape of one kernel (``device.expand``). window: whether keys in front of a request's windows are
+    left out."""
 
     format: Format
     heads: HeadSizes
     requests: RequestLayout
+    window: bool = False
 
     @property
     def vectors(self) -> int:
@@ -45,7 +51,7 @@ class ExpandConfig:
 
 class ExpandOperands(NamedTuple):
     """Tensors of the kernel, as in ``Operands``. It writes wide_k, wide_v [B, Sk, Hkv, D] in q's dtype, except rows
-    past a batch row's KV length."""
+    past a batch row's KV length and in front of its windows."""
 
     k: Annotated[
         Any, Operand(lambda c: c.format.kv_dtype, 4, lambda c: c.format.kv_row(c.heads.qk), TMA_ALIGNMENT)
@@ -57,15 +63,24 @@ class ExpandOperands(NamedTuple):
     v_block_scales: Annotated[Any, block_scales(lambda c: c.heads.qk)]
     page_table: Annotated[Any, Operand(INT32, 2, when="requests.page_size")]
     kv_lengths: Annotated[Any, Operand(INT32, 1, when="requests.has_kv_lengths")]
+    q_start: Annotated[Any, Operand(INT32, 1, when=lambda c: c.window and c.requests.has_q_start)]
+    cu_seqlens_q: Annotated[Any, Operand(INT32, 1, when=lambda c: c.window and c.requests.packed_q)]
     wide_k: Annotated[Any, Operand(lambda c: c.format.dtype, 4, lambda c: c.heads.qk, TMA_ALIGNMENT)]
     wide_v: Annotated[Any, Operand(lambda c: c.format.dtype, 4, lambda c: c.heads.qk, TMA_ALIGNMENT)]
+
+
+class ExpandNumbers(NamedTuple):
+    """Numbers of the kernel. total_q: queries of a batch row, or all packed queries. window_left: of the mask."""
+
+    total_q: Annotated[Any, Number(INT32, "window")]
+    window_left: Annotated[Any, Number(INT32, "window")]
 
 
 def expand_arguments(config: ExpandConfig) -> tuple:
     """The host function of a configuration and its arguments except the stream."""
     from warpspec.fmha.device.expand import Expand
 
-    return (Expand(config), *fakes(ExpandOperands, config))
+    return (Expand(config), *fakes(ExpandOperands, config), *fakes(ExpandNumbers, config))
 
 
 EXPAND = Kernel("fmha.expand", expand_arguments)
@@ -75,8 +90,26 @@ def may_expand(problem: AttentionProblem) -> bool:
     """Whether keys and values are in codes that can be dequantised first, in the memory that may be taken for that."""
     if problem.format.kv_format is None or problem.format.shared_kv:
         return False
+    return passes(problem) is not None
+
+
+def passes(problem: AttentionProblem) -> int | None:
+    """The number of passes, each with as many heads, in which K and V are dequantised: the least whose memory is within
+    MOST_BYTES. None: there is none."""
     batch, keys = wide_rows(problem)
-    return 2 * batch * keys * problem.heads_kv * problem.head_dim * BYTES <= MOST_BYTES
+    head_bytes, heads = 2 * batch * keys * problem.head_dim * BYTES, problem.heads_kv
+    most = (
+        1 if problem.bias is not None or problem.mask.has_blocks else heads
+    )  # these may have heads of their own
+    found = (n for n in range(1, most + 1) if heads % n == 0 and heads // n * head_bytes <= MOST_BYTES)
+    return next(found, None)
+
+
+def leaves_out(problem: AttentionProblem) -> bool:
+    """Whether keys in front of a request's windows are left out: where the kernel knows whose keys it reads."""
+    mask = problem.mask
+    others = mask.has_tree or mask.has_ranges or mask.has_blocks
+    return mask.has_left and not others and not problem.requests.packed_k
 
 
 def expanding_bytes(problem: AttentionProblem, keys: float) -> float:
@@ -93,9 +126,12 @@ def wide_rows(problem: AttentionProblem) -> tuple[int, int]:
 
 
 def expanded(problem: AttentionProblem) -> AttentionProblem:
-    """Return the problem that attention has after its keys and values are dequantised."""
+    """Return the problem that attention has after its keys and values are dequantised, in each pass."""
+    count = passes(problem)
     return replace(
         problem,
+        heads_q=problem.heads_q // count,
+        heads_kv=problem.heads_kv // count,
         format=replace(problem.format, kv_format=None, swizzled=False),
         requests=replace(problem.requests, page_size=0),
         most_k=None,
@@ -105,30 +141,69 @@ def expanded(problem: AttentionProblem) -> AttentionProblem:
 def expand_config(problem: AttentionProblem) -> ExpandConfig:
     """The kernel that dequantises a problem's keys and values. Packed ones are one batch row."""
     requests = RequestLayout() if problem.requests.packed_k else problem.requests
-    return ExpandConfig(problem.format, problem.heads, requests)
+    return ExpandConfig(problem.format, problem.heads, requests, leaves_out(problem))
 
 
 class Expanded(NamedTuple):
-    """A problem ready to run in two steps. expand: function of ``ExpandOperands``. attention: ``launch.Prepared`` of
-    ``expanded(problem)``. shape, dtype: of K and V between. packed: they have as many rows as the operands'."""
+    """A problem ready to run in two steps, ``passes`` times.
 
+    config: of the first step. expand: its function of ``ExpandOperands`` and ``ExpandNumbers``. window_left: of the
+    mask. attention: ``launch.Prepared`` of ``expanded(problem)``. shape, dtype: of K and V between. packed: they have
+    as many rows as the operands'.
+    """
+
+    config: ExpandConfig
     expand: Callable
+    window_left: int | None
     attention: Any
+    passes: int
     shape: tuple[int, ...]
     dtype: torch.dtype
     packed: bool
 
     def run(self, operands: Operands):
         """Like ``launch.Prepared.run``."""
-        codes, shape = (operands.k, operands.v), self.shape
+        shape = (1, len(operands.k), *self.shape[2:]) if self.packed else self.shape
+        wide = [empty(shape, self.dtype, operands.q.device) for _ in range(2)]
+        found = None
+        for number in range(self.passes):
+            some = heads_of(operands, number, self.passes) if self.passes > 1 else operands
+            found = joined(found, self.run_pass(some, wide)) if number else self.run_pass(some, wide)
+        return found
+
+    def run_pass(self, operands: Operands, wide: list):
+        """``run`` for a pass's heads. wide: memory for K and V."""
+        codes, own = (operands.k, operands.v), wide
         if self.packed:
-            shape = (1, len(operands.k), *shape[2:])
-            codes = tuple(each[None] for each in codes)
-        wide = [empty(shape, self.dtype, operands.q.device) for _ in codes]
-        others = (getattr(operands, name) for name in ExpandOperands._fields[len(codes) : -len(wide)])
+            codes, own = [each[None] for each in codes], [each[0] for each in wide]
+        names = ExpandOperands._fields[len(codes) : -len(wide)]
+        read = read_by(self.config)
+        others = [getattr(operands, name) if name in read else None for name in names]
+        numbers = (operands.q.shape[-3], self.window_left) if self.config.window else (None, None)
         with self.attention.target.current():
-            first = self.expand(*codes, *others, *wide)
-        if self.packed:
-            wide = [each[0] for each in wide]
+            first = self.expand(*codes, *others, *wide, *numbers)
         nothing = dict.fromkeys(("page_table", "k_block_scales", "v_block_scales"))
-        return joined(first, self.attention.run(operands._replace(k=wide[0], v=wide[1], **nothing)))
+        return joined(first, self.attention.run(operands._replace(k=own[0], v=own[1], **nothing)))
+
+
+@lru_cache(maxsize=256)
+def read_by(config: ExpandConfig) -> tuple[str, ...]:
+    """The names of ``ExpandOperands`` that a kernel has."""
+    kinds = flat_fields(ExpandOperands).items()
+    return tuple(name for name, kind in kinds if is_there(kind.when, config))
+
+
+# By how many dimensions a field's heads are before its end.
+HEADS = {"sink": 1} | dict.fromkeys(("q", "k", "v", "o", "k_block_scales", "v_block_scales"), 2)
+HEADS |= dict.fromkeys(("lse", "row_max", "row_sum", "k_scale", "v_scale"), 2)
+
+
+def heads_of(operands: Operands, number: int, count: int) -> Operands:
+    """The operands of the ``number``-th of ``count`` equal shares of the heads."""
+    found = {}
+    for name, place in HEADS.items():
+        tensor = getattr(operands, name)
+        if tensor is not None:
+            size = tensor.shape[-place] // count
+            found[name] = tensor.narrow(-place, number * size, size)
+    return operands._replace(**found)

@@ -21,7 +21,7 @@ from warpspec.common.workspace import EMPTY, new_workspace, prepare_reserve, wor
 from warpspec.fmha.combine import COMBINE, CombineConfig
 from warpspec.fmha.config import AttentionKernel, Schedule
 from warpspec.fmha.cuts import LineSizes, reading
-from warpspec.fmha.expand import EXPAND, Expanded, expand_config, expanded, wide_rows
+from warpspec.fmha.expand import EXPAND, Expanded, expand_config, expanded, passes, wide_rows
 from warpspec.fmha.features import dtype_name
 from warpspec.fmha.heads import class_of
 from warpspec.fmha.join import JOIN, JoinConfig
@@ -155,12 +155,7 @@ def prepare(problem: AttentionProblem, target: Target, found: Plan | None = None
     Raises UnsupportedProblem naming what the kernel does not do.
     """
     if found is None and expands_on(problem, target):
-        shape = (*wide_rows(problem), problem.heads_kv, problem.head_dim)
-        expand, attention = (
-            EXPAND.launcher(expand_config(problem), target),
-            prepare(expanded(problem), target),
-        )
-        return Expanded(expand, attention, shape, problem.dtype, problem.requests.packed_k)
+        return prepare_expanded(problem, target)
     found = found or plan(problem, target)
     attention = ATTENTION.of(target.architecture).ATTENTION.launcher(found.config, target)
     if found.config.scheduler.counts and target.native:
@@ -173,6 +168,21 @@ def prepare(problem: AttentionProblem, target: Target, found: Plan | None = None
     if found.splits > 1 and not problem.requests.packed_q:
         blocks = partial_blocks(problem.o_shape, found.splits)
     return Prepared(target, found, schedule, numbers, attention, combine, blocks, counters)
+
+
+def prepare_expanded(problem: AttentionProblem, target: Target) -> Expanded:
+    """``prepare`` for a problem whose keys and values are dequantised first."""
+    config, each = expand_config(problem), expanded(problem)
+    return Expanded(
+        config,
+        EXPAND.launcher(config, target),
+        problem.window_left,
+        prepare(each, target),
+        passes(problem),
+        (*wide_rows(problem), each.heads_kv, problem.head_dim),
+        problem.dtype,
+        problem.requests.packed_k,
+    )
 
 
 def prepare_new(problem: AttentionProblem, target: Target) -> Prepared | Expanded | Timed:

@@ -54,7 +54,7 @@ def timings(path: Path) -> tuple[dict, list[dict]]:
             continue
         present = json.dumps(result["chosen"])
         times = {present: result["times"][OURS]}
-        times |= {name[name.index("[") :]: us for name, us in result["plans"].items()}
+        times |= {name[name.index("[") :]: us for name, us in result["plans"].items() if "[" in name}
         peer = best_peer(result)
         if peer is not None:
             times["flash"] = result["times"][peer]

@@ -1,8 +1,8 @@
 """Dequantises keys and values into dense 16-bit tensors (``fmha.expand``), without k_scale and v_scale.
 
-A thread takes VECTOR numbers of a row. Neighbouring threads take neighbouring vectors, through a key's heads one after
-another, so that their writes are contiguous. In CTA (x, y), y chooses between K and V, and x chooses the batch row and
-the vectors, because only a grid's first dimension holds any number of batch rows.
+A thread takes vectors of VECTOR numbers. Neighbouring threads take neighbouring vectors, through a key's heads one
+after another, so that a warp's write is contiguous. In CTA (x, y), y chooses between K and V, and x chooses the batch
+row and the vectors, because only a grid's first dimension holds any number of batch rows.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from cutlass import Int32, Uint8, Uint32
 from warpspec.common.device.host import host_function
 from warpspec.common.device.words import scaled_pair
 from warpspec.fmha.device.codes import codes_of
+from warpspec.fmha.device.packed import extent_of
 from warpspec.fmha.device.pages import address_of
+from warpspec.fmha.device.request import first_position
 from warpspec.fmha.device.scales import is_nvfp4, kv_row
-from warpspec.fmha.expand import VECTOR, ExpandConfig, ExpandOperands
+from warpspec.fmha.expand import VECTOR, ExpandConfig, ExpandNumbers, ExpandOperands
 
 THREADS = 256
-VECTORS = 2  # vectors of a thread
+VECTORS = 4  # vectors of a thread
 # By dtype: float4.UNIT in 16 bits, and the kind of a pair.
 UNITS = {"bfloat16": ((127 + 14) << 7, "bf16x2"), "float16": ((15 + 14) << 10, "f16x2")}
 
@@ -31,61 +33,76 @@ class Expand:
     def __init__(self, config: ExpandConfig):
         self.config = config
 
-    @host_function(ExpandOperands)
-    def __call__(self, operands: ExpandOperands, stream: CUstream):
+    @host_function(ExpandOperands, ExpandNumbers)
+    def __call__(self, operands: ExpandOperands, numbers: ExpandNumbers, stream: CUstream):
         """Host side."""
         batch, keys, heads, _ = operands.wide_k.shape
         ctas = cute.ceil_div(keys * heads * self.config.vectors, THREADS * VECTORS)  # of a batch row
-        self.kernel(operands, ctas).launch(
+        self.kernel(operands, numbers, ctas).launch(
             grid=(ctas * batch, 2, 1), block=(THREADS, 1, 1), use_pdl=True, stream=stream
         )
 
     @cute.kernel
-    def kernel(self, operands, ctas):
-        cute.arch.griddepcontrol_wait()  # the launch before may read the memory that this one writes
-        cute.arch.griddepcontrol_launch_dependents()  # attention's start, until its own wait, takes no time then
+    def kernel(self, operands, numbers, ctas):
         thread, _, _ = cute.arch.thread_idx()
         cta, side, _ = cute.arch.block_idx()
-        batch, first = cta // ctas, cta % ctas * VECTORS * THREADS + thread
-        if side == 0:
-            expand_vectors(self.config, operands, "k", batch, first)
-        else:
-            expand_vectors(self.config, operands, "v", batch, first)
+        batch, first = cta // ctas, cta % ctas * VECTORS * THREADS
+        key_vectors = operands.wide_k.shape[2] * self.config.vectors
+        cute.arch.griddepcontrol_wait()  # the launch before may read the memory that this one writes
+        cute.arch.griddepcontrol_launch_dependents()  # attention's start, until its own wait, takes no time then
+        begin, end = wanted_keys(self.config, operands, numbers, batch)
+        if (first < end * key_vectors) & (first + VECTORS * THREADS > begin * key_vectors):
+            if side == 0:
+                expand_vectors(self.config, operands, "k", batch, first + thread, begin, end)
+            else:
+                expand_vectors(self.config, operands, "v", batch, first + thread, begin, end)
 
 
 @cute.jit
-def expand_vectors(config: cutlass.Constexpr, operands, ring: cutlass.Constexpr, batch, first):
-    """Dequantise VECTORS vectors of a batch row's K or V, THREADS apart. All are read before any is written, so that
-    their latencies pass together. first: number of the first one."""
-    wide = operands.wide_k if ring == "k" else operands.wide_v
-    _, keys, heads, _ = wide.shape
-    end = Int32(keys)
+def wanted_keys(config: cutlass.Constexpr, operands, numbers, batch) -> tuple:
+    """(first, end) of the keys of a batch row that are dequantised: those within its KV length, with a window only from
+    the first that some query sees."""
+    begin, end = Int32(0), Int32(operands.wide_k.shape[1])
     if cutlass.const_expr(config.requests.has_kv_lengths):
-        end = cutlass.min(end, operands.kv_lengths[batch])
-    size = config.format.kv_row(VECTOR)
+        end = cutlass.max(cutlass.min(end, operands.kv_lengths[batch]), 0)
+    if cutlass.const_expr(config.window):
+        queries = numbers.total_q
+        if cutlass.const_expr(config.requests.packed_q):
+            _, queries = extent_of(operands.cu_seqlens_q, batch, queries)
+        position = first_position(operands, batch, end, queries)
+        begin = cutlass.max(position - numbers.window_left, 0)
+    return begin, end
+
+
+@cute.jit
+def expand_vectors(config: cutlass.Constexpr, operands, ring: cutlass.Constexpr, batch, first, begin, end):
+    """Dequantise VECTORS vectors of a batch row's K or V, THREADS apart. All addresses are found before any vector is
+    read, and all are read before any is written, so that their latencies pass together. first: number of the first one.
+    begin, end: of the batch row's wanted keys, of which there is one at least."""
+    wide = operands.wide_k if ring == "k" else operands.wide_v
+    key_vectors, size = wide.shape[2] * config.vectors, config.format.kv_row(VECTOR)
+    vectors = [first + i * THREADS for i in range(VECTORS)]
+    keys = [vector // key_vectors for vector in vectors]
+    rests = [vector - key * key_vectors for vector, key in zip(vectors, keys, strict=True)]
+    near = [cutlass.max(cutlass.min(key, end - 1), begin) for key in keys]  # others are read, and not used
+    places = [address_of(config, operands, batch, key) for key in near]
     codes = [cute.make_rmem_tensor(size, Uint8) for _ in range(VECTORS)]
-    scales = [cute.make_rmem_tensor(1, Uint8) for _ in range(VECTORS)]
+    scales = [Uint8(0)] * VECTORS
     for i in cutlass.range_constexpr(VECTORS):
-        codes[i].fill(0)
-        scales[i].fill(0)
-        row, number = (first + i * THREADS) // config.vectors, (first + i * THREADS) % config.vectors
-        if row // heads < end:
-            where, exists = address_of(config, operands, batch, row // heads)
-            source = kv_row(config, operands, ring, where, row % heads)
-            if exists:
-                cute.autovec_copy(cute.local_tile(source.codes, (size,), (number,)), codes[i])
-                if cutlass.const_expr(is_nvfp4(config)):
-                    scales[i][0] = source.scale(number)
+        head, number = rests[i] // config.vectors, rests[i] % config.vectors
+        source = kv_row(config, operands, ring, places[i][0], head)
+        cute.autovec_copy(cute.local_tile(source.codes, (size,), (number,)), codes[i])
+        if cutlass.const_expr(is_nvfp4(config)):
+            scales[i] = source.scale(number * VECTOR // config.format.kv_block)
     for i in cutlass.range_constexpr(VECTORS):
-        row, number = (first + i * THREADS) // config.vectors, (first + i * THREADS) % config.vectors
-        if row // heads < end:
+        if keys[i] == near[i]:
             out = cute.make_rmem_tensor(VECTOR, wide.element_type)
-            halves = cute.recast_tensor(out, Uint32)
-            words = wide_vector(config, cute.recast_tensor(codes[i], Uint32), scales[i][0])
+            halves, exists = cute.recast_tensor(out, Uint32), places[i][1]
+            words = wide_vector(config, cute.recast_tensor(codes[i], Uint32), scales[i])
             for n in cutlass.range_constexpr(VECTOR // 2):
-                halves[n] = words[n]
-            target = wide[batch, row // heads, row % heads, None]
-            cute.autovec_copy(out, cute.local_tile(target, (VECTOR,), (number,)))
+                halves[n] = Uint32(cutlass.select_(exists, words[n], Uint32(0)))
+            target = wide[batch, keys[i], rests[i] // config.vectors, None]
+            cute.autovec_copy(out, cute.local_tile(target, (VECTOR,), (rests[i] % config.vectors,)))
 
 
 def wide_vector(config, codes, scale) -> list:

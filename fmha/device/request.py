@@ -38,9 +38,15 @@ def request_at(requests: RequestLayout, operands, request) -> Request:
         first_key, length = extent_of(operands.cu_seqlens_k, request, length)
     if operands.kv_lengths is not None:
         length = cutlass.max(cutlass.min(operands.kv_lengths[request], length), 0)
+    start = first_position(operands, request, length, seq_q)
+    return Request(first_row, seq_q, first_key, length, start)
+
+
+def first_position(operands, request, length, seq_q) -> Int32:
+    """Position of a request's query 0. length: its KV length."""
     start = (
         length - seq_q
     )  # the last query stands at the last position; a key may stand for several positions
     if operands.q_start is not None:  # unchecked: positions add up within int32 whatever it holds
         start = cutlass.max(cutlass.min(operands.q_start[request], POSITION_LIMIT), -POSITION_LIMIT)
-    return Request(first_row, seq_q, first_key, length, start)
+    return start

@@ -4,7 +4,7 @@ converter in the attention kernel."""
 from __future__ import annotations
 
 from warpspec.common.launch import Target
-from warpspec.fmha.expand import expanded, expanding_bytes, may_expand
+from warpspec.fmha.expand import expanded, expanding_bytes, leaves_out, may_expand, passes
 from warpspec.fmha.plan import least_time
 from warpspec.fmha.plan.choices import Choices
 from warpspec.fmha.plan.scenarios import scenarios
@@ -43,7 +43,12 @@ def expected_times(choices: Choices, problem: AttentionProblem, target: Target) 
     choices.config.check(problem, target)
     if not choices.converts(problem):
         return None
-    cases = scenarios(problem)
-    keys = sum(requests.count * requests.keys for case in cases for requests in case) / len(cases)
-    first = choices.expanding + SLOWER * expanding_bytes(problem, keys) / (target.speeds.copy * 1e6)
-    return first + least_time(choices, expanded(problem), target), least_time(choices, problem, target)
+    cases, left = scenarios(problem), problem.window_left if leaves_out(problem) else None
+    wanted = (
+        requests.count * (requests.keys if left is None else min(requests.keys, left + requests.queries))
+        for case in cases
+        for requests in case
+    )
+    bytes_us = expanding_bytes(problem, sum(wanted) / len(cases)) / (target.speeds.copy * 1e6)
+    each = choices.expanding + least_time(choices, expanded(problem), target)
+    return passes(problem) * each + SLOWER * bytes_us, least_time(choices, problem, target)

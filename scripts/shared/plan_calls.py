@@ -9,11 +9,14 @@ import torch
 
 from warpspec.common.launch import Target
 from warpspec.fmha import launch, ops
+from warpspec.fmha.expand import Expanded
 from warpspec.fmha.operands import Operands
 from warpspec.fmha.plan import ANY_CTAS, Plan
 from warpspec.fmha.problem import AttentionProblem
+from warpspec.fmha.quantized import BLOCK_SCALES, as_bytes
 
-OPERANDS = ("sink", "kv_lengths", "page_table", "cu_seqlens_q", "cu_seqlens_k")
+OPERANDS = ("sink", "kv_lengths", "page_table", "cu_seqlens_q", "cu_seqlens_k", *BLOCK_SCALES)
+FIRST = "dequantised first"  # the name of a call that does that
 
 
 def planned_call(
@@ -21,14 +24,20 @@ def planned_call(
 ) -> Callable:
     """A function of ``sweep_calls.attention_inputs`` to o, which is always the same tensor. o: that tensor, as the
     caller has it; None: a new one."""
-    prepared = launch.prepare.__wrapped__(problem, target, plan)
+    return prepared_call(problem, launch.prepare.__wrapped__(problem, target, plan), o)
+
+
+def prepared_call(
+    problem: AttentionProblem, prepared: launch.Prepared | Expanded, o: torch.Tensor | None = None
+) -> Callable:
+    """Like ``planned_call``, of what runs the problem."""
     if o is None:
         o = torch.empty(problem.o_shape, dtype=problem.o_dtype, device=problem.device)
         o = o[0] if problem.requests.packed_q else o
 
     def call(x: SimpleNamespace) -> torch.Tensor:
         tensors = {name: x.options[name] for name in OPERANDS if name in x.options}
-        operands = Operands(x.q, x.k, x.v, **tensors)
+        operands = Operands(x.q, as_bytes(x.k), as_bytes(x.v), **tensors)
         prepared.run(ops.kernel_operands(problem, operands, (o, None, None, None), batched=False))
         return o
 

@@ -12,14 +12,17 @@ from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
+from warpspec.aot.models import kernels
 from warpspec.common.launch import Kernel, Target, target_of
-from warpspec.fmha.launch import ATTENTION, second_kernel
+from warpspec.fmha.expand import EXPAND, expand_config, expanded
+from warpspec.fmha.launch import ATTENTION, prepare_expanded, second_kernel
 from warpspec.fmha.plan import Plan, candidates, expectation, make_plan, plan_of
+from warpspec.fmha.plan.expanding import expected_times
 from warpspec.fmha.problem import AttentionProblem
 
 from . import sweep_calls
 from .gpu_bench import table
-from .plan_calls import describe, planned_call
+from .plan_calls import FIRST, describe, planned_call, prepared_call
 from .sweep_calls import OURS, attention_inputs
 from .sweep_report import LEVEL, best_peer, geometric_mean, text
 from .sweep_shapes import GRADIENTS, KINDS, AttentionShape, Shape
@@ -58,6 +61,9 @@ def other_kernels(shape: Shape, target: Target, most: int) -> list[tuple[Kernel,
     if not planned(shape):
         return []
     problem, found = problem_of(shape), {}
+    if may_be_first(problem, target):
+        found = dict.fromkeys(kernels([expanded(problem)], target))
+        found[EXPAND, expand_config(problem)] = None
     for plan in other_plans(problem, target, most):
         found[ATTENTION.of(target.architecture).ATTENTION, plan.config] = None
         second = second_kernel(problem, plan.config, plan.splits)
@@ -71,7 +77,14 @@ def other_calls(shape: AttentionShape, most: int) -> tuple[dict[str, Callable], 
     problem, target = problem_of(shape, "cuda"), target_of(torch.device("cuda", 0))
     plans = other_plans(problem, target, most)
     calls = {PLAN + json.dumps(describe(plan)): planned_call(problem, target, plan) for plan in plans}
+    if may_be_first(problem, target):
+        calls[PLAN + FIRST] = prepared_call(problem, prepare_expanded(problem, target))
     return calls, describe(make_plan(ATTENTION.of(target.architecture).CHOICES, problem, target))
+
+
+def may_be_first(problem: AttentionProblem, target: Target) -> bool:
+    """Whether a call's keys and values could be dequantised first."""
+    return expected_times(ATTENTION.of(target.architecture).CHOICES, problem, target) is not None
 
 
 def losses(result: dict) -> tuple[float, float | None] | None:

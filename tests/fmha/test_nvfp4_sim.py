@@ -9,8 +9,7 @@ from helpers.suites import long
 
 from warpspec import sim
 from warpspec.common.launch import simulating
-from warpspec.fmha import attention, attention_varlen, launch
-from warpspec.fmha.expand import may_expand
+from warpspec.fmha import attention
 
 FP16 = torch.float16
 PAGED = Case(
@@ -38,11 +37,6 @@ BLACKWELL = [
 ]
 
 
-def always(choices, problem, target) -> bool:
-    """Stands in for ``plan.expanding.expands``."""
-    return may_expand(problem)
-
-
 def run(arguments, arch="sm_90a"):
     with simulating(arch, seed=1):
         results = attention(**arguments, return_lse=arguments["normalize"], backend="sim")
@@ -58,63 +52,6 @@ def test_against_reference(case):
 @pytest.mark.parametrize("case", BLACKWELL)
 def test_against_reference_on_blackwell(case):
     check(replace(case, float8=NVFP4), lambda arguments: run(arguments, "sm_100a"))
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(5, 20, (2, 1), 64, batch=2, page=16, lengths=(20, 3), swizzled=True, by_head=True),
-        long(Case(70, 140, (2, 1), 64, dtype=FP16, causal=True, float8=torch.float8_e5m2, nan=True)),
-        long(Case(70, 140, (2, 1), 128, dtype=FP16, causal=True, nan=True)),
-        long(Case(70, 140, (2, 1), 256, normalize=False, window=(30, 0))),
-    ],
-)
-def test_dequantised_before(case, monkeypatch):
-    """Keys and values that many query rows meet become 16-bit tensors first."""
-    monkeypatch.setattr(launch, "expands", always)
-    launch.prepare.cache_clear()
-    check(case if case.float8 == torch.float8_e5m2 else replace(case, float8=NVFP4), run)
-    first = sim.last_report().launches[0]
-    assert "Expand" in first.kernel and first.grid[1:] == (2, 1)  # only x takes more than 65535 batch rows
-    launch.prepare.cache_clear()
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(1, 150, (4, 2), 64, batch=3, page=16, lengths=(143, 0, 20), swizzled=True),
-        long(Case(1, 163, (4, 2), 64, batch=3, dtype=FP16, lengths=(143, 0, 20))),
-    ],
-)
-def test_packed_queries_dequantised_before(case, monkeypatch):
-    """The pages of packed requests become a tensor with a row for each request, packed keys a tensor of packed rows;
-    one request has no key, one few queries."""
-    monkeypatch.setattr(launch, "expands", always)
-    launch.prepare.cache_clear()
-    counts = (40, 3, 9)
-    arguments = replace(case, float8=NVFP4).arguments() | {
-        "causal": True,
-        "max_seqlen_k": 1,
-    }  # a hint: too small
-    arguments["q"] = q = torch.randn(sum(counts), 4, 64, generator=torch.Generator().manual_seed(5)).to(
-        case.dtype
-    )
-    starts = torch.tensor([0, 40, 43, 52], dtype=torch.int32)
-    if not case.page:  # five more rows are of nobody, and NaN
-        for name in ("k", "v", "k_block_scales", "v_block_scales"):
-            rows = arguments[name]
-            arguments[name] = torch.cat([rows[0, :143], rows[2, :20], rows[1, :5]])
-        arguments["cu_seqlens_k"] = torch.tensor([0, 143, 143, 163], dtype=torch.int32)
-        del arguments["kv_lengths"]
-    del arguments["normalize"], arguments["window"], arguments["num_splits"]
-    call = dict(cu_seqlens_q=starts, max_seqlen_q=40, **arguments)
-    with simulating("sm_90a", seed=1):
-        got = attention_varlen(**call, backend="sim")
-    assert "Expand" in sim.last_report().launches[0].kernel
-    wanted = attention_varlen(**call, backend="reference").float()
-    assert got[40:43].eq(0).all() and not q.isnan().any()
-    assert (got.float() - wanted).norm() < 4e-3 * wanted.norm()
-    launch.prepare.cache_clear()
 
 
 @pytest.mark.long
