@@ -82,6 +82,7 @@ class Constants:
     One query tile:
         tile, tile_row, pack_ends: start and end take ``tile`` clocks, plus tile_row for each element of the tile's
             rows; both times pack_ends if several heads share a query tile.
+        first_tile: share of its first KV tile's bytes whose arrival nothing hides.
         hidden: each further CTA on the SM lengthens start and end by this share.
         single_ends, queue_ends, partition_ends: factor of start and end if each CTA has one tile (SINGLE), or takes
             tiles (QUEUE) or partitions (PARTITIONS) from a queue, which overlaps them with those before and after.
@@ -117,21 +118,22 @@ class Constants:
 
     serial_mma: float = 0.187
     serial_key: float = 7.513
-    serial_tile: float = 106.8
+    serial_tile: float = 60.7
     mma: float = 0.7445
     exponentials: float = 1.42
     power: float = 2.709
     sm_bytes: float = 47.02
     l2_bytes: float = 45.53
-    latency: float = 697.9
+    latency: float = 236.0
     box: float = 46.7
     mask: float = 3.633
-    tile: float = 1868.0
-    tile_row: float = 0.1238
-    hidden: float = 0.1635
-    alone: float = 103.6
-    round_: float = 0.5864
-    greedy: float = 0.2752
+    tile: float = 1484.0
+    tile_row: float = 0.109
+    first_tile: float = 0.273
+    hidden: float = 0.0684
+    alone: float = 640.0
+    round_: float = 0.693
+    greedy: float = 0.188
     spread: float = 0.6272
     greedy_spread: float = 0.7734
     launch: float = 3.41
@@ -201,11 +203,12 @@ def tile_time(t: Tiling, depth, tensors, number, c: Constants, where) -> TileTim
     one_each = where(t.ctas_per_sm == 2, c.team_12, where(t.ctas_per_sm == 3, c.team_13, c.team_11))
     team = where(t.row_groups == 1, one_each, where(t.row_groups == 3, c.team_31, 1.0))
     several = t.pack > 1
-    ends = c.tile + c.tile_row * t.row_groups * t.rows * depth
+    tile_bytes = tensors * t.tile_n * depth * number
+    ends = c.tile + c.tile_row * t.row_groups * t.rows * depth + c.first_tile * tile_bytes / c.sm_bytes
     return TileTime(
         unit=(c.mma * products + c.turn) ** p + (c.exponentials * exponentials) ** p,
         fixed=serial**p + (c.latency / t.stages) ** p,
-        bytes=tensors * t.tile_n * depth * number,
+        bytes=tile_bytes,
         mask=c.mask * t.tile_n * where(several, c.pack_mask, 1.0),
         ends=ends * where(several, c.pack_ends, 1.0),
         team=team,

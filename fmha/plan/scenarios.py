@@ -79,12 +79,18 @@ def spread(batch: int, mean: float, keys: int, longest: int) -> list[Requests]:
 def mixed(
     batch: int, total: float, longest: int, keys: int, decoding_keys: float | None = None
 ) -> list[Requests]:
-    """Requests that decode, and some in prefill, the longest among them. decoding_keys: keys of the longest request
-    that decodes; None: as many as any has."""
+    """Requests that decode, of which one has the most keys, and some in prefill, the longest among them.
+
+    decoding_keys: keys of the longest request that decodes; None: as many as any has.
+    """
     chunks = min(max(round((total - batch) / (CHUNK * longest)), 1), batch)
     decoding = batch - chunks
     found = [Requests(1, longest, max(CHUNK * keys, longest))]
     if chunks > 1:
         each = max((total - decoding - longest) / (chunks - 1), 1)
         found += [Requests((chunks - 1) / 2, each, max(fraction * keys, each)) for fraction in (FIRST, LAST)]
-    return [*found, *even(decoding, 1, decoding_keys or keys)] if decoding else found
+    if decoding:
+        most = decoding_keys or keys
+        found.append(Requests(1, 1, most))
+        found += even(decoding - 1, 1, most) if decoding > 1 else []
+    return found
