@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -147,13 +146,14 @@ def expand_config(problem: AttentionProblem) -> ExpandConfig:
 class Expanded(NamedTuple):
     """A problem ready to run in two steps, ``passes`` times.
 
-    config: of the first step. expand: its function of ``ExpandOperands`` and ``ExpandNumbers``. window_left: of the
-    mask. attention: ``launch.Prepared`` of ``expanded(problem)``. shape, dtype: of K and V between. packed: they have
-    as many rows as the operands'.
+    expand: function of ``ExpandOperands`` and ``ExpandNumbers``. others: names of its operands between the codes and
+    what it writes, None for absent ones. window_left: of the mask if keys in front of windows are left out, else None.
+    attention: ``launch.Prepared`` of ``expanded(problem)``. shape, dtype: of K and V between. packed: they have as many
+    rows as the operands'.
     """
 
-    config: ExpandConfig
     expand: Callable
+    others: tuple[str | None, ...]
     window_left: int | None
     attention: Any
     passes: int
@@ -165,32 +165,28 @@ class Expanded(NamedTuple):
         """Like ``launch.Prepared.run``."""
         shape = (1, len(operands.k), *self.shape[2:]) if self.packed else self.shape
         wide = [empty(shape, self.dtype, operands.q.device) for _ in range(2)]
-        found = None
-        for number in range(self.passes):
-            some = heads_of(operands, number, self.passes) if self.passes > 1 else operands
-            found = joined(found, self.run_pass(some, wide)) if number else self.run_pass(some, wide)
-        return found
+        if self.passes == 1:
+            return self.run_pass(operands, wide)
+        shares = (heads_of(operands, number, self.passes) for number in range(self.passes))
+        return joined(*[self.run_pass(share, wide) for share in shares])
 
     def run_pass(self, operands: Operands, wide: list):
-        """``run`` for a pass's heads. wide: memory for K and V."""
+        """``run`` for some heads. wide: memory for their K and V."""
         codes, own = (operands.k, operands.v), wide
         if self.packed:
             codes, own = [each[None] for each in codes], [each[0] for each in wide]
-        names = ExpandOperands._fields[len(codes) : -len(wide)]
-        read = read_by(self.config)
-        others = [getattr(operands, name) if name in read else None for name in names]
-        numbers = (operands.q.shape[-3], self.window_left) if self.config.window else (None, None)
+        others = [None if name is None else getattr(operands, name) for name in self.others]
+        numbers = (None, None) if self.window_left is None else (operands.q.shape[-3], self.window_left)
         with self.attention.target.current():
             first = self.expand(*codes, *others, *wide, *numbers)
         nothing = dict.fromkeys(("page_table", "k_block_scales", "v_block_scales"))
         return joined(first, self.attention.run(operands._replace(k=own[0], v=own[1], **nothing)))
 
 
-@lru_cache(maxsize=256)
-def read_by(config: ExpandConfig) -> tuple[str, ...]:
-    """The names of ``ExpandOperands`` that a kernel has."""
+def other_operands(config: ExpandConfig) -> tuple[str | None, ...]:
+    """``Expanded.others`` of a kernel."""
     kinds = flat_fields(ExpandOperands).items()
-    return tuple(name for name, kind in kinds if is_there(kind.when, config))
+    return tuple(name if is_there(kind.when, config) else None for name, kind in kinds)[2:-2]
 
 
 # By how many dimensions a field's heads are before its end.

@@ -21,7 +21,7 @@ from warpspec.common.workspace import EMPTY, new_workspace, prepare_reserve, wor
 from warpspec.fmha.combine import COMBINE, CombineConfig
 from warpspec.fmha.config import AttentionKernel, Schedule
 from warpspec.fmha.cuts import LineSizes, reading
-from warpspec.fmha.expand import EXPAND, Expanded, expand_config, expanded, passes, wide_rows
+from warpspec.fmha.expand import EXPAND, Expanded, expand_config, expanded, other_operands, passes, wide_rows
 from warpspec.fmha.features import dtype_name
 from warpspec.fmha.heads import class_of
 from warpspec.fmha.join import JOIN, JoinConfig
@@ -174,9 +174,9 @@ def prepare_expanded(problem: AttentionProblem, target: Target) -> Expanded:
     """``prepare`` for a problem whose keys and values are dequantised first."""
     config, each = expand_config(problem), expanded(problem)
     return Expanded(
-        config,
         EXPAND.launcher(config, target),
-        problem.window_left,
+        other_operands(config),
+        problem.window_left if config.window else None,
         prepare(each, target),
         passes(problem),
         (*wide_rows(problem), each.heads_kv, problem.head_dim),

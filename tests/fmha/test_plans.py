@@ -16,10 +16,12 @@ from warpspec.common.hardware import MODELS, WARP_THREADS, Speeds
 from warpspec.common.launch import SIMULATED, Target, simulated
 from warpspec.fmha import launch, sm90
 from warpspec.fmha.config import Schedule
+from warpspec.fmha.expand import MOST_BYTES, expanded, may_expand, passes
 from warpspec.fmha.features import RequestLayout
 from warpspec.fmha.logits import BiasLayout, LogitOptions
 from warpspec.fmha.plan import candidates, expectation, make_plan
 from warpspec.fmha.plan.cost import Way, microseconds
+from warpspec.fmha.plan.expanding import expected_times
 from warpspec.fmha.plan.scenarios import Requests, scenarios
 from warpspec.fmha.plan.work import Tiling, window_edges, work_of
 from warpspec.fmha.problem import AttentionProblem
@@ -324,3 +326,50 @@ def test_kv_tiles_at_the_edges_of_windows_are_counted(queries, keys, width, firs
     assert visited / 240 - (width + queries) / keys == pytest.approx(
         window_edges(first, width, queries, keys)
     )
+
+
+def test_few_tiles_for_each_cta_leave_some_cta_two_long_ones():
+    """One equal tile more than there are CTAs takes a round more, unless half of the tiles are short."""
+    tiling, costs = Tiling(2, 64, 1, 128, 2, 1, 1), sm90.CHOICES.costs
+    problem = made_problem(1, 128, 8192, 1, 1, 128)
+
+    def time(way, requests):
+        return microseconds(work_of(problem, tiling, requests), tiling, way, 1, H200, costs)
+
+    for way in (Way.SINGLE, Way.QUEUE):
+        round_ = time(way, [Requests(132, 128, 8192)])
+        assert time(way, [Requests(133, 128, 8192)]) > 1.7 * round_
+        mixed = [Requests(66, 128, 8192), Requests(66, 128, 128), Requests(1, 128, 256)]
+        assert time(way, mixed) < 1.3 * round_
+
+
+def test_some_request_that_decodes_has_the_most_keys():
+    problem = replace(
+        made_problem(96, 113, 2019, 8, 1, 128, causal=True, packed_q=True, total_q=208, least_q=208),
+        requests=RequestLayout(packed_q=True, has_kv_lengths=True, page_size=16),
+    )
+    for case in scenarios(problem):
+        assert max(each.keys for each in case if each.queries == 1) == 2019
+        assert sum(each.count for each in case) == pytest.approx(96)
+
+
+def test_keys_in_front_of_windows_are_not_counted_as_dequantised():
+    """A chunk of 2048 queries sees 2175 of 65536 keys: their bytes alone are those of the first launch."""
+    problem = made_problem(2, 2048, 65536, 64, 8, 64, causal=True)
+    problem = replace(problem, format=replace(problem.format, kv_format="e4m3"))
+    windowed = replace(problem, window_left=127, mask=replace(problem.mask, has_left=True))
+    short = replace(windowed, seq_k=2175)
+    first = [expected_times(sm90.CHOICES, each, H200)[0] for each in (problem, windowed, short)]
+    assert first[1] == pytest.approx(first[2], rel=0.05) and first[0] > 2 * first[1]
+
+
+def test_passes_of_what_is_dequantised_first_stay_within_the_memory():
+    """8 KV heads of D 128: 2 GiB for each 524288 keys."""
+    for keys, count in ((262144, 1), (262145, 2), (1 << 20, 4), (1 << 21, 8), ((1 << 21) + 1, None)):
+        problem = made_problem(1, 8192, keys, 32, 8, 128, causal=True)
+        problem = replace(problem, format=replace(problem.format, kv_format="e4m3"))
+        assert passes(problem) == count and may_expand(problem) is (count is not None)
+        if count:
+            each = expanded(problem)
+            assert (each.heads_q, each.heads_kv, each.group) == (32 // count, 8 // count, 4)
+            assert 2 * keys * each.heads_kv * 128 * 2 <= MOST_BYTES
