@@ -37,6 +37,8 @@ class Expand:
     def __call__(self, operands: ExpandOperands, numbers: ExpandNumbers, stream: CUstream):
         """Host side."""
         batch, keys, heads, _ = operands.wide_k.shape
+        if cutlass.const_expr(self.config.window and operands.q_start is None):  # the last key is some query's own
+            keys = cutlass.min(keys, numbers.total_q + numbers.window_left)
         ctas = cute.ceil_div(keys * heads * self.config.vectors, THREADS * VECTORS)  # of a batch row
         self.kernel(operands, numbers, ctas).launch(
             grid=(ctas * batch, 2, 1), block=(THREADS, 1, 1), use_pdl=True, stream=stream
@@ -51,11 +53,12 @@ class Expand:
         cute.arch.griddepcontrol_wait()  # the launch before may read the memory that this one writes
         cute.arch.griddepcontrol_launch_dependents()  # attention's start, until its own wait, takes no time then
         begin, end = wanted_keys(self.config, operands, numbers, batch)
-        if (first < end * key_vectors) & (first + VECTORS * THREADS > begin * key_vectors):
+        first += begin * key_vectors
+        if first < end * key_vectors:
             if side == 0:
-                expand_vectors(self.config, operands, "k", batch, first + thread, begin, end)
+                expand_vectors(self.config, operands, "k", batch, first + thread, end)
             else:
-                expand_vectors(self.config, operands, "v", batch, first + thread, begin, end)
+                expand_vectors(self.config, operands, "v", batch, first + thread, end)
 
 
 @cute.jit
@@ -75,16 +78,16 @@ def wanted_keys(config: cutlass.Constexpr, operands, numbers, batch) -> tuple:
 
 
 @cute.jit
-def expand_vectors(config: cutlass.Constexpr, operands, ring: cutlass.Constexpr, batch, first, begin, end):
+def expand_vectors(config: cutlass.Constexpr, operands, ring: cutlass.Constexpr, batch, first, end):
     """Dequantise VECTORS vectors of a batch row's K or V, THREADS apart. All addresses are found before any vector is
     read, and all are read before any is written, so that their latencies pass together. first: number of the first one.
-    begin, end: of the batch row's wanted keys, of which there is one at least."""
+    end: of the batch row's keys, of which the first vector is one's."""
     wide = operands.wide_k if ring == "k" else operands.wide_v
     key_vectors, size = wide.shape[2] * config.vectors, config.format.kv_row(VECTOR)
     vectors = [first + i * THREADS for i in range(VECTORS)]
     keys = [vector // key_vectors for vector in vectors]
     rests = [vector - key * key_vectors for vector, key in zip(vectors, keys, strict=True)]
-    near = [cutlass.max(cutlass.min(key, end - 1), begin) for key in keys]  # others are read, and not used
+    near = [cutlass.min(key, end - 1) for key in keys]  # read in place of keys that there are not, and not used
     places = [address_of(config, operands, batch, key) for key in near]
     codes = [cute.make_rmem_tensor(size, Uint8) for _ in range(VECTORS)]
     scales = [Uint8(0)] * VECTORS

@@ -58,7 +58,14 @@ def plan_of(choices: Choices, problem: AttentionProblem, target: Target, found: 
         if config.scheduler.queries_in_step:
             together *= -(-problem.seq_q // config.rows.queries)
         resident -= resident % together
-    return Plan(config, found.splits, ANY_CTAS if found.way is Way.SINGLE else resident, section)
+    return Plan(config, found.splits, ANY_CTAS if has_cta_each(problem, found) else resident, section)
+
+
+def has_cta_each(problem: AttentionProblem, found: Candidate) -> bool:
+    """Whether each query tile, or each of its splits, has a CTA of its own: with idle tiles between the others, splits
+    take the SMs that idle ones leave at once."""
+    between = problem.requests.packed_q and problem.seq_q > found.tiling.queries
+    return found.way is Way.SINGLE or (found.way is Way.SPLIT and between)
 
 
 def config_of(

@@ -361,7 +361,7 @@ def busy_in_rounds(w: Work, way: Way, splits, share: Shares, k: Clocks, c: Const
     longest, spread = ceil(w.longest / splits) if way is Way.SPLIT else w.longest, w.spread / share.items_of
     one = maximum(longest - k.average, 0) * k.alone  # by which the longest tile exceeds the mean one
     short = minimum(w.shortest / share.items_of * k.full + k.ends, k.each)
-    launched = share.items + w.idle * splits if way in (Way.PERSISTENT, Way.SPLIT) else share.items
+    launched = share.items + (w.idle if way is Way.PERSISTENT else 0)  # idle splits give way at once
     rounds = ceil(launched / share.resident)
     left = rounds - share.items / share.resident  # share of the last round that is idle
     if way in (Way.PERSISTENT, Way.SPLIT):

@@ -4,13 +4,13 @@ converter in the attention kernel."""
 from __future__ import annotations
 
 from warpspec.common.launch import Target
-from warpspec.fmha.expand import expanded, expanding_bytes, leaves_out, may_expand, passes
+from warpspec.fmha.expand import expanded, expanding_bytes, leaves_out, may_expand, passes, wide_rows
 from warpspec.fmha.plan import least_time
 from warpspec.fmha.plan.choices import Choices
 from warpspec.fmha.plan.scenarios import scenarios
 from warpspec.fmha.problem import AttentionProblem
 
-SLOWER = 1.43  # bytes of the first launch take so many times as long as those of a copy
+EMPTY = 0.17  # a key for which the first launch has room, and nothing to do, takes so much of another's time
 
 
 def expands(choices: Choices, problem: AttentionProblem, target: Target) -> bool:
@@ -44,11 +44,16 @@ def expected_times(choices: Choices, problem: AttentionProblem, target: Target) 
     if not choices.converts(problem):
         return None
     cases, left = scenarios(problem), problem.window_left if leaves_out(problem) else None
-    wanted = (
+    each = (
         requests.count * (requests.keys if left is None else min(requests.keys, left + requests.queries))
         for case in cases
         for requests in case
     )
-    bytes_us = expanding_bytes(problem, sum(wanted) / len(cases)) / (target.speeds.copy * 1e6)
-    each = choices.expanding + least_time(choices, expanded(problem), target)
-    return passes(problem) * each + SLOWER * bytes_us, least_time(choices, problem, target)
+    batch, room = wide_rows(problem)
+    if left is not None:
+        room = min(room, left + (problem.least_q if problem.requests.packed_q else problem.seq_q))
+    keys = sum(each) / len(cases)
+    keys += EMPTY * max(batch * room - keys, 0)
+    first = expanding_bytes(problem, keys) / (target.speeds.copy * 1e6)
+    attention = least_time(choices, expanded(problem), target)
+    return first + passes(problem) * (choices.expanding + attention), least_time(choices, problem, target)
