@@ -70,9 +70,17 @@ def rows_phase(
                 count(flow.tile("rows", row_tile), thread, done)
                 done = Int32(0)
             else:
-                synchronize()
+                free_scratch(routes)
         else:
-            synchronize()  # before the next group overwrites the scratch
+            free_scratch(routes)
+
+
+@cute.jit
+def free_scratch(routes: cutlass.Constexpr):
+    """Barrier before the next group's squares overwrite this group's. With a router, ``exchange`` has barriers before
+    them."""
+    if cutlass.const_expr(not routes):
+        synchronize()
 
 
 @cute.jit
