@@ -1,4 +1,4 @@
-"""The grouped GEMM as compiled, in every configuration: spills, registers, budgets; and the choice among them."""
+"""The grouped GEMM as compiled, with every two of its options: spills, registers, budgets; and how plans choose."""
 
 import itertools
 import re
@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from helpers.gemm_cases import GemmCase, inputs_of, poisoned_out
+from helpers.pairwise import pairwise
 
 from warpspec.common.compile import resources
 from warpspec.common.hardware import GPUS, MAX_REGISTERS_PER_THREAD, MAX_SMEM_PER_CTA, TMEM_COLUMNS
@@ -37,7 +38,7 @@ OPERANDS = [
 ]
 CONFIGS = [
     GemmConfig(shape, **kind, **operands)
-    for shape, kind, operands in itertools.product(SHAPES, KINDS, OPERANDS)
+    for shape, kind, operands in pairwise(list(SHAPES), KINDS, OPERANDS)  # a quarter of the product
 ]
 
 
@@ -58,14 +59,14 @@ def check_resources(config):
     )
 
 
-@pytest.mark.parametrize("config", CONFIGS[5::93], ids=label)
+@pytest.mark.parametrize("config", CONFIGS[5::23], ids=label)
 def test_compiles_without_spills(config):
     check_resources(config)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("config", CONFIGS, ids=label)
-def test_every_configuration_compiles_without_spills(config):
+def test_every_two_options_compile_without_spills(config):
     check_resources(config)
 
 

@@ -184,7 +184,7 @@ def test_adversarial_rows_every_way(arch, way, dtype):
         config = config_of(dtype, k, **WAYS[way], edges=edges)
         if not config.held or k <= HELD_MOST_K[config.lanes]:
             length = min(2600, longest(config))
-            judge_adversarial(config, length if not edges else length - 1, k, dtype)
+            judge_adversarial(config, length if not edges else length - 1, k, dtype, arch)
 
 
 @pytest.mark.long
