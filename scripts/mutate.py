@@ -44,15 +44,35 @@ def table(results: dict[str, list[mutants.Verdict]]) -> dict[str, dict[str, list
     return counts
 
 
-def record(file: Path, counts: dict[str, dict[str, list[int]]], names: list[str]) -> None:
-    """Put the scores of these cases into a file, beside those of others that it has."""
-    before = json.loads(file.read_text()) if file.exists() else {}
-    merged = {}
-    for group in sorted(before.keys() | counts.keys()):
-        cells = {name: cell for name, cell in before.get(group, {}).items() if name not in names}
-        cells |= counts.get(group, {})
-        if cells:
-            merged[group] = dict(sorted(cells.items()))
+def reasons(results: dict[str, list[mutants.Verdict]]) -> dict[str, list[str]]:
+    """Reason -> the kernels of which it explains mutants."""
+    found: dict[str, set[str]] = {}
+    for name, verdicts in results.items():
+        for verdict in verdicts:
+            if verdict.outcome == "explained":
+                found.setdefault(str(verdict.reason), set()).add(name)
+    return {reason: sorted(names) for reason, names in found.items()}
+
+
+def record(file: Path, results: dict[str, list[mutants.Verdict]]) -> None:
+    """Put the scores of these cases, and the reasons for what was not found, into a file, in place of what it has of
+    them."""
+    before = json.loads(file.read_text()) if file.exists() else {"scores": {}, "reasons": {}}
+    counts, needed = table(results), reasons(results)
+    scores = {
+        group: {name: cell for name, cell in before["scores"].get(group, {}).items() if name not in results}
+        | counts.get(group, {})
+        for group in before["scores"].keys() | counts.keys()
+    }
+    names = {
+        reason: {name for name in before["reasons"].get(reason, ()) if name not in results}
+        | set(needed.get(reason, ()))
+        for reason in before["reasons"].keys() | needed.keys()
+    }
+    merged = {
+        "scores": {group: dict(sorted(cells.items())) for group, cells in sorted(scores.items()) if cells},
+        "reasons": {reason: sorted(of_reason) for reason, of_reason in sorted(names.items()) if of_reason},
+    }
     file.write_text(json.dumps(merged, indent=1) + "\n")
 
 
@@ -87,14 +107,14 @@ def main() -> None:
             if verdict.outcome in ("wrong", "unnoticed"):
                 print(f"    {verdict.outcome}: {verdict.mutant.group}, {verdict.text}")
             elif verdict.outcome == "explained":
-                print(f"    {verdict.mutant.group}, {verdict.text}: {verdict.reason}")
+                print(f"    {verdict.mutant.group}, {verdict.text}: {verdict.reason.why}")
     counts = table(results)
     print("\nclass                 found, explained, of all; idle")
     for group, cells in counts.items():
         found, explained, every, idle = (sum(cell[i] for cell in cells.values()) for i in range(4))
         print(f"{group:22}{found}, {explained}, of {every}; {idle}")
     if arguments.write:
-        record(arguments.write, counts, names)
+        record(arguments.write, results)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ from unittest import mock
 
 import numpy as np
 
-from shared.mutants_explained import EXPLAINED
+from shared.mutants_explained import EXPLAINED, Reason, Site
+from shared.source_places import Place, place_of
 from warpspec import sim
 from warpspec.sim import runtime, simulation
 from warpspec.sim.codegen.program import Program
@@ -55,8 +56,7 @@ class Mutant:
     operands: tuple
 
     def describe(self, ins: Instr) -> str:
-        source = f" from {ins.source}" if ins.source else ""
-        return f"{self.change}: PTX line {ins.line} `{ins.text}`{source}"
+        return f"{self.change}: `{ins.text}`"
 
 
 # (class, opcode pattern): what deleting an instruction belongs to.
@@ -196,16 +196,17 @@ def apply(program: Program, mutant: Mutant) -> Program:
 class Verdict:
     """What became of a mutant.
 
-    outcome: "order" (the order checker found it), the name of another diagnosis, "wrong" (a wrong result without a
-    word) or "unnoticed"; "explained": unnoticed, for a known reason; "idle": in the kernel's runs the instruction does
-    nothing that an earlier one has not done (wgmma.fence on no path; wgmma.wait_group nothing that a later one does not
-    do before the warp writes or signals anything): without it the kernel is as right as before.
+    text: what is changed, and where. outcome: "order" (the order checker found it), the name of another diagnosis,
+    "wrong" (a wrong result without a word) or "unnoticed"; "explained": unnoticed, for a known reason; "idle": in the
+    kernel's runs the instruction does nothing that an earlier one has not done (wgmma.fence on no path;
+    wgmma.wait_group nothing that a later one does not do before the warp writes or signals anything): without it the
+    kernel is as right as before. reason: the known one, if there is any.
     """
 
     mutant: Mutant
     text: str
     outcome: str
-    reason: str = ""
+    reason: Reason | None = None
 
     @property
     def found(self) -> bool:
@@ -299,8 +300,8 @@ def verdicts(
         if mutant.index not in here:
             continue
         ins = instrs[mutant.index]
-        before, after = context(lines, ins.line)
-        text = f"{mutant.describe(ins)} (after {before}, before {after})"
+        site = site_of(mutant, ins, lines)
+        text = f"{site} (PTX line {ins.line})"
         if not re.search(only, text):
             continue
         outcome = "idle"
@@ -308,29 +309,40 @@ def verdicts(
             outcome = _outcome(launch, mutant, right)
             if outcome == "unnoticed" and mutant.index not in useful:
                 outcome = "idle"
-        reason = next((reason for pattern, reason in EXPLAINED if re.search(pattern, text)), "")
-        if outcome == "unnoticed" and reason:
+        reason = next((reason for reason in EXPLAINED if reason.explains(site)), None)
+        if outcome == "unnoticed" and reason is not None:
             outcome = "explained"
         found.append(Verdict(mutant, text, outcome, reason))
     return found
 
 
+def site_of(mutant: Mutant, ins: Instr, lines: list[str]) -> Site:
+    """Where a mutant stands. lines: the PTX."""
+    at = ins.source.rpartition(":")[::2] if ins.source else None
+    return Site(mutant.describe(ins), *(_place(where) for where in (at, *context(lines, ins.line))))
+
+
+def _place(where: tuple[str, str] | None) -> Place | None:
+    return where and place_of(where[0], int(where[1]))
+
+
 @cache
 def _files(text: str) -> dict[str, str]:
-    """Number -> folder and file name, of a PTX text's .file lines (which stand at its end)."""
-    return dict(re.findall(r'^\s*\.file\s+(\d+)\s+"[^"]*?([^"/]+/[^"/]+)"', text, flags=re.M))
+    """Number -> file name, of a PTX text's .file lines (which stand at its end)."""
+    return dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', text, flags=re.M))
 
 
-def context(lines: list[str], line: int) -> tuple[str, str]:
-    """The nearest source lines before and after a line of PTX, but those of helpers that every role calls."""
+def context(lines: list[str], line: int) -> tuple[tuple[str, str] | None, tuple[str, str] | None]:
+    """The nearest source lines (file, number) before and after a line of PTX, but those of helpers that every role
+    calls."""
     files = _files("\n".join(lines[-200:]))
 
-    def nearest(numbers: range) -> str:
+    def nearest(numbers: range) -> tuple[str, str] | None:
         for number in numbers:
             loc = re.match(r"\s*\.loc\s+(\d+)\s+(\d+)", lines[number])
             if loc and not files.get(loc[1], "").endswith(("device/pipeline.py", "device/host.py")):
-                return f"{files.get(loc[1])}:{loc[2]}"
-        return "nothing"
+                return files.get(loc[1], ""), loc[2]
+        return None
 
     return nearest(range(line - 1, -1, -1)), nearest(range(line, len(lines)))
 

@@ -2,224 +2,403 @@
 
 from __future__ import annotations
 
-# (pattern of a verdict's text, the reason)
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shared.source_places import Pattern, Place
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a mutant stands. change: what becomes of which instruction. at: where the instruction stems from, which may
+    be a helper that many roles call; after, before: the nearest lines of a role on both sides; None: no line of ours.
+    """
+
+    change: str
+    at: Place | None
+    after: Place | None
+    before: Place | None
+
+    def __str__(self) -> str:
+        return f"{self.change} at {self.at}; after {self.after}; before {self.before}"
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why some mutants need not be found.
+
+    change: regular expression found in `Site.change`. at, after, before: places as ``Pattern.parse`` reads them, of
+    which one must match the site's; none: any place will do.
+    """
+
+    why: str
+    change: str
+    at: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        places = (("at", self.at), ("after", self.after), ("before", self.before))
+        return "; ".join([self.change, *(f"{side} {' or '.join(texts)}" for side, texts in places if texts)])
+
+    def explains(self, site: Site) -> bool:
+        """Whether it is said of this mutant."""
+        sides = ((self.at, site.at), (self.after, site.after), (self.before, site.before))
+        return re.search(self.change, site.change) is not None and all(
+            not texts or any(Pattern.parse(text).matches(place) for text in texts) for texts, place in sides
+        )
+
+    def patterns(self) -> Iterator[Pattern]:
+        """All places that it names."""
+        return map(Pattern.parse, (*self.at, *self.after, *self.before))
+
+
 EXPLAINED = (
-    (
-        r"`bar\.sync %r.*fmha/sm90/consumer\.py",
+    # Attention
+    Reason(
         "turns at the tensor core are for speed: they order no memory",
+        r"bar\.sync",
+        at=("fmha/sm90/consumer.py:wait_turn",),
     ),
-    (
-        r"`bar\.sync 5, 256.*fmha/sm90/consumer\.py:349",
-        "turns order the same here: the consumer that clears has the first turn, ahead of the other's PV",
-    ),
-    (r"`bar\.warp.*from \S*topk/stream\.py", "samples are atomics, and a threshold may be an old one"),
-    (
-        r"`bar\.warp.*from \S*topk/select\.py",
-        "lists stand between barriers; a pass writes below what the next reads",
-    ),
-    (
-        r"`bar\.sync.*reduction\.py.*before softmax/resident\.py",
-        "the next row's barrier stands before the next write",
-    ),
-    (
-        r"`fence\.mbarrier_init.*before softmax/reduction\.py",
-        "reduction.open has such a fence, before anyone uses them",
-    ),
-    (r"`bar\.sync 0.*softmax/resident\.py", "reduction.open ends with a barrier of the cluster"),
-    (
-        r"try_wait.*before sm90/staging\.py",
+    Reason(
         "p_full of the other's next tile, waited for, comes after its PV",
+        r"try_wait",
+        after=("fmha/sm90/consumer.py:keep_weights, pair.store",),
+        before=("fmha/sm90/staging.py:store_words",),
     ),
-    (r"`wgmma\.commit.*sm90/pair\.py", "the products join the next group, whose wait covers them"),
-    (r"`fence\.proxy.*fmha/sm90/consumer\.py", "where P goes through shared memory, its own fence follows"),
-    (
-        r"`bar\.warp.*after sm90/pair\.py:(192|245|259|264|266|267|279|282|284|303|352|355)",  # its waits for products
+    Reason(
+        "the products join the next group, whose wait covers them",
+        r"wgmma\.commit",
+        at=("fmha/sm90/pair.py:Pair.issue_qk",),
+    ),
+    Reason(
+        "where P goes through shared memory, its own fence follows",
+        r"fence\.proxy",
+        at=("fmha/sm90/consumer.py:clear_unseen, cute.arch.fence_view_async_shared 1",),
+    ),
+    Reason(
         "wgmma alone has read the tile, the whole warp at once; of P, the tile's barrier stands just before",
+        r"bar\.warp",
+        after=(
+            "fmha/sm90/pair.py:attend_paired, warpgroup.wait_group",
+            "fmha/sm90/pair.py:turn, warpgroup.wait_group",
+            "fmha/sm90/pair.py:turn_apart, warpgroup.wait_group",
+            "fmha/sm90/pair.py:finish, warpgroup.wait_group",
+            "fmha/sm90/pair.py:release_q",
+            "fmha/sm90/pair.py:add",
+        ),
     ),
-    (
-        r"`bar\.sync 1, .*after device/flow\.py:57, before device/flow\.py:(74|92)",
-        "after summed two barriers of the same threads stand together",
+    Reason(
+        "a consumer without QK has read nothing of the Q that it hands back",
+        r"bar\.warp",
+        after=("fmha/sm90/pair.py:attend_paired, if 1",),
     ),
-    (
-        r"`ld\.acquire.*after device/flow\.py:\d+, before device/load\.py:137",
-        "wait_for acquires before the loads",
+    Reason(
+        "a product is complete for its whole warpgroup: who has waited for QK knows that no warp reads the keys",
+        r"bar\.sync",
+        at=("fmha/sm90/pair.py:publish",),
     ),
-    (
-        r"arrives relaxed.*swap/sm90/kernel\.py.*before sm90/kernel\.py:66",
-        "fence.mbarrier_init stands before it",
+    Reason(
+        "where P lies among keys, the barrier ahead of its store stands before PV, too",
+        r"bar\.sync",
+        at=("fmha/sm90/consumer.py:clear_unseen",),
     ),
-    (
-        r"`fence\.proxy\.async\.global.*swap/device/load\.py",
-        "flow.count has one before its release: one on the way is enough",
-    ),
-    (
-        r"`wgmma\.wait_group.*moe/sm90/products\.py.*before device/words",
-        "the registers that it hands back are written again only after a later one, which covers them",
-    ),
-    (
-        r"`wgmma\.commit.*before (sm90/kernel\.py:41|device/wgmma\.py:49)",
-        "the products join the next group: of a turn, all are waited for together",
-    ),
-    (
-        r"try_wait.*after device/tma\.py:111, before fmha/schedule\.py:90",
-        "of a bias in one stage: its own wait, a step before, stands after the QK that has read the tile",
-    ),
-    (
-        r"`fence\.proxy.*after sm90/products\.py:99, before sm90/consumer\.py:75",
-        "a consumer without rows has read nothing of the stage, and of tiles before only ahead of their own fence",
-    ),
-    (
-        r"`wgmma\.commit.*before sm90/products\.py",
-        "the products join the next group, which is waited for before the stage is handed back",
-    ),
-    (
-        r"`wgmma\.wait_group.*backward/sm90/consumer\.py:206",
-        "dK of the step before: the wait for dP covers it, and nothing that dK has is written between",
-    ),
-    (
-        r"`bar\.sync 3, 256.*backward/sm90/exchange\.py",
-        "consumers are half a step apart for speed: it orders no memory",
-    ),
-    (
-        r"`wgmma\.(commit|wait)_group.*sm90/exchange\.py:57",
-        "dV: exchanged of the step comes after it, too, and whoever fetches over dO has waited for that",
-    ),
-    (
-        r"`wgmma\.commit.*before sm90/arithmetic\.py:5[23]",
-        "of the next S: it joins the group of dQ, which is waited for before P is made",
-    ),
-    (
-        r"`griddepcontrol\.wait.*backward/device/load\.py.*before sm100/keys\.py",
-        "what the launch before wrote, key warps touch only after loads, whose warp has waited for it",
-    ),
-    (r"`bar\.warp.*backward/sm90/results\.py", "stmatrix gathers the warp itself"),
-    (
-        r"`bar\.sync.*moe/counting\.py.*before moe/counting\.py",
-        "list_work ends with a barrier, another stands after it: either is enough",
-    ),
-    (
-        r"`bar\.sync.*cache/device/compress\.py:320",
-        "each place that finishes an entry has a buffer of its own",
-    ),
-    (
-        r"`bar\.sync.*indexer/device/choose\.py:78.*before device/choose\.py:184",
-        "of a stream: it has a barrier just before, and until the next nobody touches what is cleared between",
-    ),
-    (
-        r"`fence\.(mbarrier_init|proxy).*before sm100/scores\.py:1",
-        "the load warps' fence, after the barrier, stands on every way to a product and its commit",
-    ),
-    (
-        r"`bar\.warp.*topk/held\.py:130",
-        "of rows that several warps hold: a barrier of the CTA follows",
-    ),
-    (
-        r"`bar\.sync 1, .*after device/flow\.py:57, before device/flow\.py:57",
-        "of rows that wait for a count: that wait's barrier stands before the scratch is written again",
-    ),
-    (
-        r"`bar\.sync 1, .*after device/flow\.py:57, before nothing",
-        "of rows with a router: its barriers stand before the squares of the next rows are written",
-    ),
-    (
-        r"`bar\.sync 2, .*swap/sm90/consumer\.py",
-        "turns at the tensor core are for speed: they order no memory",
-    ),
-    (
-        r"`fence\.proxy\.async\.global.*swap/device/flow\.py.*before device/flow\.py:57",
-        "ordinary loads alone read what this count says",
-    ),
-    (
-        r"`barrier\.cluster.*swap/sm90/kernel\.py:8[78]",
-        "load warps have drained their rings: no arrival is on its way to a CTA that ends",
-    ),
-    (
-        r"`bar\.warp.*swap/sm90/consumer\.py",
-        "wgmma alone has read the stage, all lanes at once; the piece's last release has one, too",
-    ),
-    (
-        r"`bar\.warp.*after device/record\.py:\d+",
-        "lane 0 has written the record, and the elected lane, which hands it over, is the first: on GPUs, too",
-    ),
-    (
-        r"`bar\.warp.*after sm90/consumer\.py:\d+",
+    Reason(
         "wgmma alone has read the tile, and all lanes have waited for it at once",
+        r"bar\.warp",
+        after=(
+            "fmha/sm90/consumer.py:advance, warpgroup.wait_group",
+            "fmha/sm90/consumer.py:attend, warpgroup.wait_group",
+        ),
     ),
-    (
-        r"try_wait.*after device/load\.py:160, before sm90/kernel\.py:83",
-        "at the end the cluster's barrier is behind every consumer's last release: either is enough",
+    Reason(
+        "lane 0 has written the record, and the elected lane, which hands it over, is the first: on GPUs, too",
+        r"bar\.warp",
+        after=("fmha/device/record.py:write_tile", "fmha/device/record.py:write_end"),
     ),
-    (
-        r"`griddepcontrol\.wait.*from \S*swap/sm90/kernel\.py:140",
-        "of a chain's consumers: the load warp has waited before it fetches what their products and stores are behind",
-    ),
-    (
-        r"try_wait.*after device/tile\.py:\d+, before sm100/keys\.py:11[46]",
-        "S, waited for next, is behind the MMA warp's wait for the same Q",
-    ),
-    (
-        r"`bar\.warp.*after gathered/host\.py:24, before gathered/host\.py:24",
-        "of pair.attend_paired: a consumer without QK has read nothing of the Q that it hands back",
-    ),
-    (
-        r"`cp\.async\.wait_group 0.*gathered/gather\.py:138",
-        "the copies after a task's last tile: the three groups committed after them are of nothing",
-    ),
-    (
-        r"`bar\.warp.*after sm90/products\.py:99, before sm90/consumer\.py:75",
-        "a consumer without rows has read nothing of the stage",
-    ),
-    (
-        r"`bar\.warp.*after projection/sm90\.py:177",
-        "wgmma alone has read the stage, and all lanes have waited for it at once",
-    ),
-    (
-        r"`griddepcontrol\.wait.*from \S*fmha/device/ahead\.py.*before device/(tile|request|grid|record)\.py",
+    Reason(
         "a role finds its tiles in operands, or in records made of them, which the same call, the launch that is "
         "beside it here, does not write",
+        r"griddepcontrol\.wait",
+        at=("fmha/device/ahead.py:wait_for_launch",),
+        before=(
+            "fmha/device/grid.py:rounds",
+            "fmha/device/record.py:wait_tile",
+            "fmha/device/request.py:request_at",
+            "fmha/device/tile.py:tile_of",
+        ),
     ),
-    (
-        r"`griddepcontrol\.wait.*from \S*fmha/device/ahead\.py.*before device/storage\.py",
+    Reason(
         "what a consumer stores is behind what it was sent, which the load warp loads after its own wait",
+        r"griddepcontrol\.wait",
+        at=("fmha/device/ahead.py:wait_for_launch",),
+        before=("common/device/storage.py:allocate", "fmha/sm90/kernel.py:consume, q_base ="),
     ),
-    (
-        r"try_wait.*after sm90/pair\.py:109, before sm90/(pair\.py:108|consumer\.py:103)",
-        "QK over the second half of D: where V is no part of K's rows, the first half has waited for that barrier",
-    ),
-    (
-        r"try_wait.*after sm100/mma\.py:161, before sm100/mma\.py:128",
+    Reason(
         "where V is K: QK has waited for the same tile",
+        r"try_wait",
+        after=("fmha/sm100/mma.py:multiply",),
+        before=("fmha/sm100/mma.py:mma, tmem.fence_after_wait",),
     ),
-    (
-        r"try_wait.*after fmha/schedule\.py:\d+, before sm100/softmax_warps\.py:158",
+    Reason(
+        "of a bias in one stage: its own wait, a step before, stands after the QK that has read the tile",
+        r"try_wait",
+        at=("common/device/pipeline.py:Channel.wait_previous",),
+        after=("common/device/tma.py:TileRing.load",),
+        before=("fmha/schedule.py:KeySpan.tile",),
+    ),
+    Reason(
         "where V is K: S, waited for, is behind the MMA warp's wait for the same tile",
+        r"try_wait",
+        after=("fmha/schedule.py:KeySpan.has_unseen",),
+        before=("fmha/sm100/softmax_warps.py:tile_step",),
     ),
-    (
-        r"try_wait.*after sm100/mma\.py:161, before sm100/mma\.py:148",
-        "dq_empty, waited for just before, comes after the key warps' own wait for the step",
+    Reason(
+        "of 64 causal rows, whose diagonal crosses two KV tiles at most: the first holds keys that nobody sees, and "
+        "clearing them has waited for the same phase",
+        r"try_wait",
+        after=("fmha/sm90/consumer.py:advance, work.v_full.wait",),
+        before=("fmha/sm90/consumer.py:ConsumerTile.issue_pv",),
     ),
-    (
-        r"try_wait.*after device/blocks\.py:50, before sm100/keys\.py:136",
+    Reason(
+        "of gathered keys: S, waited for before, is behind the MMA warp's wait for the same tile",
+        r"try_wait",
+        after=("fmha/sm100/softmax_warps.py:tile_step, tmem.fence_before_arrive 1",),
+        before=("latent/gathered/sm100.py:GatheredColumns.hide",),
+    ),
+    # Gradients
+    Reason(
+        "dK of the step before: the wait for dP covers it, and nothing that dK has is written between",
+        r"wgmma\.wait_group",
+        at=("fmha/backward/sm90/consumer.py:go_through, warpgroup.wait_group 1",),
+    ),
+    Reason(
+        "dV: exchanged of the step comes after it, too, and whoever fetches over dO has waited for that",
+        r"wgmma\.wait_group",
+        at=("fmha/backward/sm90/exchange.py:issue_dq, warpgroup.wait_group",),
+    ),
+    Reason(
+        "of the next S: it joins the group of dQ, which is waited for before P is made",
+        r"wgmma\.commit",
+        before=("fmha/backward/sm90/arithmetic.py:keep",),
+    ),
+    Reason(
+        "consumers are half a step apart for speed: it orders no memory",
+        r"bar\.sync",
+        at=("fmha/backward/sm90/exchange.py:stand_apart",),
+    ),
+    Reason(
+        "stmatrix gathers the warp itself",
+        r"bar\.warp",
+        at=("fmha/backward/sm90/results.py:write_rows",),
+    ),
+    Reason(
+        "lane 0 has written the step, and the elected lane, which arrives, is the first: on GPUs, too",
+        r"bar\.warp",
+        at=("fmha/backward/sm90/visits.py:leave",),
+    ),
+    Reason(
+        "what the launch before wrote, key warps touch only after loads, whose warp has waited for it",
+        r"griddepcontrol\.wait",
+        at=("fmha/backward/device/load.py:wait_before",),
+        before=("fmha/backward/sm100/keys.py:work_on_keys",),
+    ),
+    Reason(
+        "S, waited for next, is behind the MMA warp's wait for the same Q",
+        r"try_wait",
+        before=("fmha/backward/sm100/keys.py:work_on_keys, tmem.fence_after_wait 1",),
+    ),
+    Reason(
         "of the last step: where dQ is wanted, the warp has waited for it in the loop",
+        r"try_wait",
+        before=("fmha/backward/sm100/keys.py:work_on_keys, tmem.fence_after_wait 3",),
     ),
-    (
-        r"`bar\.warp.*from \S*transposed/load\.py",
+    Reason(
+        "dq_empty or clean, waited for just before, comes after the key warps' own wait for the step",
+        r"try_wait",
+        at=("common/device/pipeline.py:Channel.wait_previous",),
+        before=("fmha/backward/sm100/mma.py:mma, tmem.fence_after_wait 1",),
+    ),
+    Reason(
+        "key warps on sm_100a, which clear rows, have waited for the same phase before they look which",
+        r"try_wait",
+        after=("fmha/backward/device/tile.py:KeyTile.has_unseen_rows",),
+        before=("fmha/backward/device/clear.py:clear_queries",),
+    ),
+    # Latent kernels
+    Reason(
+        "the copies after a task's last tile: the three groups committed after them are of nothing",
+        r"cp\.async\.wait_group 0",
+        at=("latent/gathered/gather.py:convert_tiles, cute.arch.cp_async_wait_group 3",),
+    ),
+    Reason(
         "lane 0 has written the mask, and the elected lane, which hands the unit over, is the first: on GPUs, too",
+        r"bar\.warp",
+        at=("latent/gathered/transposed/load.py:load_task",),
     ),
-    (
-        r"`wgmma\.(commit_group|wait_group\.sync\.aligned 1;).*from \S*transposed/products\.py",
+    Reason(
         "they keep A's registers, which in PTX are new ones for each product; the wait for all products does the rest",
+        r"wgmma\.(commit_group|wait_group\.sync\.aligned 1;)",
+        at=(
+            "latent/gathered/transposed/products.py:multiply_queries",
+            "latent/gathered/transposed/products.py:add_values",
+        ),
     ),
-    (
-        r"`bar\.warp.*after sm90/pair\.py:187",
-        "a consumer without QK has read nothing of the Q that it hands back",
+    Reason(
+        "wgmma alone has read the stage, and all lanes have waited for it at once",
+        r"bar\.warp",
+        after=("latent/projection/sm90.py:add_scaled, warpgroup.wait_group",),
     ),
-    (
-        r"`bar\.sync \d+, 128.*from \S*fmha/sm90/pair\.py:320",
-        "a product is complete for its whole warpgroup: who has waited for QK knows that no warp reads the keys",
+    Reason(
+        "each place that finishes an entry has a buffer of its own",
+        r"bar\.sync",
+        at=("latent/cache/device/compress.py:finish, cute.arch.sync_threads 1",),
     ),
-    (
-        r"`bar\.sync \d+, 128.*from \S*fmha/sm90/consumer\.py:464",
-        "where P lies among keys, the barrier ahead of its store stands before PV, too",
+    Reason(
+        "of a stream: it has a barrier just before, and until the next nobody touches what is cleared between",
+        r"bar\.sync",
+        at=("latent/indexer/device/choose.py:meet",),
+        before=("latent/indexer/device/choose.py:search",),
+    ),
+    Reason(
+        "the load warps' fence, after the barrier, stands on every way to a product and its commit",
+        r"fence\.proxy",
+        at=("latent/indexer/sm100/scores.py:prepare",),
+    ),
+    Reason(
+        "the load warps' fence, after the barrier, stands on every way to a product and its commit",
+        r"fence\.mbarrier_init",
+        after=("latent/indexer/operands.py:ScoreInputs.of_query",),
+    ),
+    # Softmax and top-k
+    Reason(
+        "the next row's barrier stands before the next write",
+        r"bar\.sync",
+        at=("softmax/reduction.py:GridRounds._synchronize",),
+        before=("softmax/resident.py:consume",),
+    ),
+    Reason(
+        "reduction.open has such a fence, before anyone uses them",
+        r"fence\.mbarrier_init",
+        before=("softmax/reduction.py:ClusterRounds.open",),
+    ),
+    Reason(
+        "reduction.open ends with a barrier of the cluster",
+        r"bar\.sync 0",
+        at=("softmax/resident.py:Resident.kernel",),
+    ),
+    Reason(
+        "a resident chunk is read twice: the same warp has waited for the same phase before its first read",
+        r"try_wait",
+        after=("softmax/resident.py:consume, read 4",),
+        before=("softmax/resident.py:read",),
+    ),
+    Reason(
+        "samples are atomics, and a threshold may be an old one",
+        r"bar\.warp",
+        at=("softmax/topk/stream.py:renewed",),
+    ),
+    Reason(
+        "lists stand between barriers; a pass writes below what the next reads",
+        r"bar\.warp",
+        at=("softmax/topk/select.py:keep_from",),
+    ),
+    Reason(
+        "of rows that several warps hold: a barrier of the CTA follows",
+        r"bar\.warp",
+        at=("softmax/topk/held.py:hold",),
+    ),
+    # Experts
+    Reason(
+        "list_work ends with a barrier, another stands after it: either is enough",
+        r"bar\.sync",
+        at=("moe/counting.py:list_work", "moe/counting.py:sort, cute.arch.sync_threads 3"),
+    ),
+    Reason(
+        "the products join the next group: of a turn, all are waited for together",
+        r"wgmma\.commit",
+        at=("common/device/wgmma.py:multiply, warpgroup.commit_group",),
+        before=("common/device/wgmma.py:multiply",),
+    ),
+    Reason(
+        "the products join the next group, which is waited for before the stage is handed back",
+        r"wgmma\.commit",
+        at=("common/device/wgmma.py:multiply, warpgroup.commit_group",),
+        before=("moe/sm90/products.py:add_products",),
+    ),
+    Reason(
+        "a consumer without rows has read nothing of the stage, and of tiles before only ahead of their own fence",
+        r"fence\.proxy",
+        at=("moe/sm90/products.py:await_stage, cute.arch.fence_view_async_shared",),
+    ),
+    Reason(
+        "a consumer without rows has read nothing of the stage",
+        r"bar\.warp",
+        after=("moe/sm90/products.py:await_stage, cute.arch.fence_view_async_shared",),
+    ),
+    # Swap-FFN
+    Reason(
+        "fence.mbarrier_init stands before it",
+        r"arrives relaxed",
+        at=("swap/sm90/kernel.py:ProductPhase.kernel, cute.arch.cluster_arrive 1",),
+    ),
+    Reason(
+        "load warps have drained their rings: no arrival is on its way to a CTA that ends",
+        r"barrier\.cluster",
+        at=(
+            "swap/sm90/kernel.py:ProductPhase.kernel, cute.arch.cluster_arrive 2",
+            "swap/sm90/kernel.py:ProductPhase.kernel, cute.arch.cluster_wait 2",
+        ),
+    ),
+    Reason(
+        "at the end the cluster's barrier is behind every consumer's last release: either is enough",
+        r"try_wait",
+        after=("swap/device/load.py:load_phase, use =",),
+        before=("swap/sm90/kernel.py:ProductPhase.kernel",),
+    ),
+    Reason(
+        "of a chain's consumers: the load warp has waited before it fetches what their products and stores are behind",
+        r"griddepcontrol\.wait",
+        at=("swap/sm90/kernel.py:consume",),
+    ),
+    Reason(
+        "turns at the tensor core are for speed: they order no memory",
+        r"bar\.sync",
+        at=("swap/sm90/consumer.py:after_the_first",),
+    ),
+    Reason(
+        "wgmma alone has read the stage, all lanes at once; the piece's last release has one, too",
+        r"bar\.warp",
+        at=("swap/sm90/consumer.py:release",),
+    ),
+    Reason(
+        "wait_for acquires before the loads",
+        r"ld\.acquire",
+        at=("swap/device/flow.py:reached",),
+        before=("swap/device/load.py:load_phase",),
+    ),
+    Reason(
+        "flow.count has one before its release: one on the way is enough",
+        r"fence\.proxy\.async\.global",
+        at=("swap/device/load.py:load_phase",),
+    ),
+    Reason(
+        "after summed two barriers of the same threads stand together",
+        r"bar\.sync",
+        at=("swap/device/flow.py:synchronize",),
+        before=("swap/device/flow.py:count", "swap/device/flow.py:wait_for"),
+    ),
+    Reason(
+        "ordinary loads alone read what this count says",
+        r"fence\.proxy\.async\.global",
+        at=("swap/device/flow.py:count",),
+        before=("swap/device/flow.py:synchronize",),
+    ),
+    Reason(
+        "a phase's first tile finds its ring drained; no case has a later tile that is loaded ahead of its counts",
+        r"try_wait",
+        after=("swap/device/load.py:load_phase, empty.wait_previous 1",),
+        before=("common/device/tma.py:TileRing.load",),
     ),
 )

@@ -63,7 +63,7 @@ def plan(folder: Path, cases: dict[str, Case]) -> None:
 
 def changes(text: str) -> tuple[str, list[dict]]:
     """A kernel's PTX without line information, and its mutants."""
-    from shared.mutants import sample
+    from shared.mutants import sample, site_of
     from warpspec.sim import ptx
 
     (kernel,) = ptx.parse(text).kernels.values()
@@ -72,7 +72,8 @@ def changes(text: str) -> tuple[str, list[dict]]:
     for mutant in sample(kernel.instrs, text):
         ins = kernel.instrs[mutant.index]
         after = _changed(lines[ins.line - 1], ins, mutant)
-        rows.append(dict(group=mutant.group, change=mutant.describe(ins), line=ins.line, after=after))
+        change = str(site_of(mutant, ins, lines))
+        rows.append(dict(group=mutant.group, change=change, line=ins.line, after=after))
     kept = ["" if re.match(r"\s*\.(loc|file)\b", line) else line for line in lines]  # as many lines
     text = "\n".join(kept)
     return re.sub(r"^\s*\.section[^{]*\{[^}]*\}", lambda m: "\n" * m[0].count("\n"), text, flags=re.M), rows

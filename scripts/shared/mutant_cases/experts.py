@@ -28,10 +28,11 @@ def _swap() -> None:
     from helpers.swap_cases import make_plan, run, small
 
     # Two clusters: phases wait for other clusters' counts. One, with more weights: rings are filled again and again.
-    for ctas, d_ff in ((4, 8), (2, 300)):
+    # Two steps an event: products read the 1 / RMS of rows without a router.
+    for ctas, d_ff, k_ffn in ((4, 8, 1), (2, 300, 1), (4, 8, 2)):
         x, state, weights = small(1, cores=9, d_ff=d_ff)
         plan = make_plan("sm_90a", fused=True, ctas=ctas)
-        run(x, state, weights, dict(events=2, k_ffn=1, residual=False), plan, SIMULATED["sm_90a"])
+        run(x, state, weights, dict(events=2, k_ffn=k_ffn, residual=False), plan, SIMULATED["sm_90a"])
 
 
 def _moe(shape: str, groups: int = 2, **epilogue) -> Callable[[], None]:
