@@ -101,7 +101,12 @@ EXPLAINED = (
     ),
     Reason(
         "where P lies among keys, the barrier ahead of its store stands before PV, too",
-        r"bar\.sync",
+        r"bar\.sync \d+, 128",
+        at=("fmha/sm90/consumer.py:clear_unseen",),
+    ),
+    Reason(
+        "turns order the same here: the consumer that clears has the first turn, ahead of the other's PV",
+        r"bar\.sync \d+, 256",
         at=("fmha/sm90/consumer.py:clear_unseen",),
     ),
     Reason(
@@ -133,7 +138,7 @@ EXPLAINED = (
         "what a consumer stores is behind what it was sent, which the load warp loads after its own wait",
         r"griddepcontrol\.wait",
         at=("fmha/device/ahead.py:wait_for_launch",),
-        before=("common/device/storage.py:allocate", "fmha/sm90/kernel.py:consume, q_base ="),
+        before=("common/device/storage.py:allocate", "fmha/sm90/kernel.py:consume"),
     ),
     Reason(
         "where V is K: QK has waited for the same tile",

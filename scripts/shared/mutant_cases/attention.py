@@ -12,17 +12,17 @@ from warpspec.fmha import attention
 
 
 @contextlib.contextmanager
-def few_sms(arch: str, sms: int | None = 1) -> Iterator[None]:
+def few_sms(arch: str, sms: int | None = 1, row_groups: int = 1) -> Iterator[None]:
     """Simulate a GPU of few SMs, so that a CTA has several tiles, each of one row group, as few tiles have on a whole
-    GPU."""
+    GPU, or of more, each of which is a consumer's."""
     from helpers.simulate import choosing
 
-    with simulating(arch, sm_count=sms), choosing(wanted=lambda one: one.tiling.row_groups == 1):
+    with simulating(arch, sm_count=sms), choosing(wanted=lambda one: one.tiling.row_groups == row_groups):
         yield
 
 
-def _attention(arch: str, sms: int | None = None, **shape) -> Callable[[], None]:
-    """sms: SMs that it is planned for; few of them, and a CTA has several tiles."""
+def _attention(arch: str, sms: int | None = None, row_groups: int = 1, **shape) -> Callable[[], None]:
+    """sms: SMs that it is planned for; few of them, and a CTA has several tiles. row_groups: of a tile."""
 
     def run() -> None:
         torch.manual_seed(0)
@@ -33,7 +33,7 @@ def _attention(arch: str, sms: int | None = None, **shape) -> Callable[[], None]
         options = {name: value for name, value in shape.items() if name in ("causal", "window", "num_splits")}
         if "lengths" in shape:
             options["kv_lengths"] = torch.tensor(shape["lengths"], dtype=torch.int32)
-        with few_sms(arch, sms):
+        with few_sms(arch, sms, row_groups):
             attention(q, k, None if shape.get("latent") else v, **options, backend="sim")
 
     return run
@@ -136,6 +136,7 @@ def _gradients(arch: str, dim: int, *inputs: tuple, **options) -> Callable[[], N
 
 
 CAUSAL = dict(batch=2, sq=200, sk=500, heads=1, lengths=(500, 40), causal=True, num_splits=1)
+TURNS = dict(sq=300, lengths=(500, 300))  # tiles of two consumers, the last with rows for one
 FULL = dict(batch=2, sq=130, sk=700, heads=1, lengths=(700, 40), num_splits=1)
 DECODE = dict(batch=2, sq=1, sk=900, heads=8, lengths=(900, 330), num_splits=2)
 UNSEEN = ((330, 200, True), (256, 200, True))  # rows that see nothing; only keys that nobody sees
@@ -152,6 +153,7 @@ KERNELS: dict[str, Callable[[], None]] = {
     "fmha-sm90": _attention("sm_90a", 1, **CAUSAL, window=(400, 0), dim=128),
     "fmha-sm90-d64": _attention("sm_90a", 1, **FULL, dim=64),
     "fmha-sm90-d256": _attention("sm_90a", 1, **CAUSAL, dim=256),
+    "fmha-sm90-turns": _attention("sm_90a", 1, 2, **CAUSAL | TURNS, window=(400, 0), dim=128),
     "fmha-sm90-d512": _dim512,
     "fmha-sm90-latent": _latent,
     "fmha-sm90-decode": _attention("sm_90a", 1, **DECODE, dim=128),
