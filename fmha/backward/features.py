@@ -38,6 +38,7 @@ SUBTILE_ELEMENTS = SUBTILE_ROWS * BLOCK
 WARP_ELEMENTS = SUBTILE_ELEMENTS // 4  # elements of a warp's share of a subtile
 THREAD_ELEMENTS = SUBTILE_ELEMENTS // WARPGROUP_THREADS
 WARPS = 4  # warps of a warpgroup, one for each share of a subtile
+UNITS = 4  # query tiles whose dQ a warp makes from their sums at a time (``device.finish``)
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,8 @@ class BackwardKernel:
     tile before the next heads begin; 0: all of the group. rows: the sizes of rows in memory, unless both are one tuned
     size; past a row's end the tile, of ``heads``, has zeros. keeps_requests:
     CTAs take packed requests one after another (``runs``): all queries of a request see all of its keys, so that its
-    key tiles have the same steps, and one CTA can sort the requests."""
+    key tiles have the same steps, and one CTA can sort the requests. finishes: the launch's last CTAs make dQ, and dK
+    and dV of cut key tiles, from their sums (``device.finish``), instead of a kernel of their own."""
 
     mask: Mask = Mask()
     requests: RequestLayout = RequestLayout()
@@ -109,6 +111,7 @@ class BackwardKernel:
     inner_heads: int = 0
     rows: HeadSizes | None = None
     keeps_requests: bool = False
+    finishes: bool = False
 
     def __post_init__(self):
         requests = self.requests
@@ -117,6 +120,7 @@ class BackwardKernel:
         assert self.cuts_by_length or not self.slices
         assert (self.deterministic and self.heads_inside and not self.cut) or not self.inner_heads
         assert not self.keeps_requests or not (self.heads_inside or self.deterministic or self.mask.band)
+        assert (self.can_finish and not self.slices) or not self.finishes
         assert requests.packed_q == requests.packed_k and not (requests.packed_k and requests.has_kv_lengths)
 
     @property
@@ -143,6 +147,11 @@ class BackwardKernel:
     @property
     def can_cut(self) -> bool:
         """Whether there is a kernel with ``cut`` set."""
+        return False
+
+    @property
+    def can_finish(self) -> bool:
+        """Whether there is a kernel with ``finishes`` set."""
         return False
 
     @property
@@ -203,7 +212,7 @@ class BackwardKernel:
     @property
     def leaves_some_whole(self) -> bool:
         """Whether some key tile may be in one piece."""
-        return not self.cut or (self.cuts_by_length and not self.slices)
+        return not self.cut or self.finishes or (self.cuts_by_length and not self.slices)
 
     @property
     def leaves_k(self) -> bool:

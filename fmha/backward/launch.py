@@ -18,7 +18,7 @@ from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.common.launch import Kernel, Target
 from warpspec.common.strides import regular_strides
-from warpspec.fmha.backward.features import BackwardKernel
+from warpspec.fmha.backward.features import UNITS, BackwardKernel
 from warpspec.fmha.backward.operands import PIECE_NUMBERS, PLACE_NUMBERS, BackwardOperands
 from warpspec.fmha.backward.pieces import PieceLength
 from warpspec.fmha.backward.problem import BackwardProblem
@@ -38,6 +38,7 @@ from warpspec.fmha.backward.schedule import (
 from warpspec.fmha.checks import SIZE_LIMIT
 from warpspec.fmha.logits import LogitNumbers
 from warpspec.fmha.operands import Operands
+from warpspec.fmha.problem import AttentionProblem
 
 
 class Gradients(NamedTuple):
@@ -96,8 +97,13 @@ def plan(problem: BackwardProblem, target: Target) -> BackwardKernel:
 
 
 def ordered(config: BackwardKernel, order: Order) -> BackwardKernel:
-    """The kernel for an order of its CTAs."""
-    return replace(config, cut=order.pieces > 1 or order.slices > 1, slices=order.slices > 1)
+    """The kernel for an order of its CTAs. It makes dQ itself if it can, unless heads are sliced (each CTA then ends in
+    additions to dK and dV, for which it would have to wait), or all queries see all keys and key tiles are cut, which
+    lost in the one long call that was timed."""
+    slices = order.slices > 1
+    cut = order.pieces > 1 or slices
+    finishes = config.can_finish and not slices and (config.mask.band or not cut)
+    return replace(config, cut=cut, slices=slices, finishes=finishes)
 
 
 class Prepared(NamedTuple):
@@ -121,7 +127,8 @@ class Prepared(NamedTuple):
 
 class Kernels(NamedTuple):
     """The kernels of a problem, each a (kernel, configuration): row statistics, the main kernel, then results (dQ, and
-    the sums of cut key tiles). results: None if no key tile is cut and dQ is not wanted."""
+    the sums of cut key tiles). results: None if the main kernel makes them, or if no key tile is cut and dQ is not
+    wanted."""
 
     rows: tuple[Kernel, Hashable]
     main: tuple[Kernel, Hashable]
@@ -133,7 +140,7 @@ def kernels(problem: BackwardProblem, target: Target, config: BackwardKernel | N
     config = config or plan(problem, target)
     last = result_config(config)
     main = GRADIENTS.of(target.architecture).MAIN
-    results = None if last is None else (RESULTS, last)
+    results = None if last is None or config.finishes else (RESULTS, last)
     return Kernels((ROWS, row_config(config, problem)), (main, config), results)
 
 
@@ -164,8 +171,15 @@ def prepare(
         cut.most if cut else 0,
         order.slices,
         order.whole,
+        finisher_count(config, forward, target),
     )
     return Prepared(target, config, order, length, cut, *launchers, numbers, window, forward.logits.scale)
+
+
+def finisher_count(config: BackwardKernel, forward: AttentionProblem, target: Target) -> int:
+    """CTAs of the main kernel that make gradients from sums: one for each SM, or fewer if there are few tiles."""
+    queries = forward.batch * forward.heads_q * -(-forward.seq_q // config.tile_m)
+    return min(-(-queries // UNITS), target.sm_count) if config.finishes else 0
 
 
 def launched_pieces(
@@ -186,6 +200,7 @@ class Workspace(NamedTuple):
     statistics: Block | torch.Tensor
     dq_sums: Block | torch.Tensor | None
     turns: Block | torch.Tensor | None
+    done: Block | torch.Tensor | None
     dsink: Block | torch.Tensor | None
     tile_order: Block | torch.Tensor | None
     tile_pieces: Block | torch.Tensor | None
@@ -222,6 +237,7 @@ def workspace_of(prepared: Prepared, problem: BackwardProblem, operands: Operand
         each(True, heads, rows, config.tile_m // 2, 4),
         each(config.wanted.q, heads, rows, config.tile_m * config.heads.qk),
         each(config.deterministic, heads, rows, config.turn_counts, dtype=int32),
+        each(config.finishes, forward.batch * forward.heads_kv + 1, dtype=int32),
         each("sink" in problem.wanted, heads, rows),
         each(config.requests.packed_k, ordered_rows, PLACE_NUMBERS, dtype=int32),
         pieces,
@@ -304,7 +320,7 @@ def arguments_of(
     """The arguments of a call's kernels. None of what is given is looked at, so that anything may stand for it.
     seen_by: see ``BackwardOperands``."""
     config, order = prepared.config, prepared.order
-    statistics, dq_sums, turns, dsink, tile_order, tile_pieces, *sums = workspace
+    statistics, dq_sums, turns, done, dsink, tile_order, tile_pieces, *sums = workspace
     dk, dv = gradients.k if config.wanted.k else None, gradients.v if config.wanted.dv else None
     ranges, lengths = (operands.ranges, seen_by), (operands.cu_seqlens_q, operands.cu_seqlens_k)
     requests = (None,) * 10
@@ -313,7 +329,7 @@ def arguments_of(
         tables = (tile_order, tile_pieces)
         requests = (operands.k, lengths[1], operands.q_start, *ranges, *tables, dq, dk, dv)
     read = (operands.o, gradients.do, operands.lse, gradients.dlse, operands.sink, lengths[0])
-    written = (statistics, dq_sums, turns, dsink, *(sums if config.slices else (None, None)))
+    written = (statistics, dq_sums, turns, done, dsink, *(sums if config.slices else (None, None)))
     cuts = NOT_CUT if prepared.length is None else prepared.length
     main = BackwardOperands(
         operands.q,
@@ -323,6 +339,8 @@ def arguments_of(
         statistics,
         dq_sums,
         turns,
+        done,
+        gradients.q if config.finishes else None,
         gradients.k if config.writes_k else None,
         gradients.v if config.writes_v else None,
         *sums,

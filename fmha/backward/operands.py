@@ -43,7 +43,8 @@ TILE, REQUEST, NUMBER, PIECE, PIECES, MOST = range(PLACE_NUMBERS)
 class BackwardOperands(NamedTuple):
     """Operands of the main kernel; absent ones are None. q, k, v, do, kv_lengths, q_start, bias, cu_seqlens_q,
     cu_seqlens_k: as in ``fmha.operands``. statistics, dq_sums: ``features``; turns [Hq, tiles, turn_counts]
-    int32. dk, dv: like k. dk_sums, dv_sums [Hkv, key tiles, pieces, tile_n * D] fp32 (``features``): what pieces
+    int32. done [batch rows * Hkv + 1] int32, dq: where this kernel makes dQ (``device.finish``). dk, dv: like k.
+    dk_sums, dv_sums [Hkv, key tiles, pieces, tile_n * D] fp32 (``features``): what pieces
     leave. dbias: like bias, fp32 where it is a sum. tile_order [places + 1, PLACE_NUMBERS] int32: for packed
     requests, the key tile, or piece of one, of each place, and in the last row how many places are used; where requests
     come one after another, all ``runs``, and in the last row how many CTAs they have and how many there are.
@@ -59,6 +60,8 @@ class BackwardOperands(NamedTuple):
     statistics: Annotated[Any, Operand(FLOAT32, 4, 4, TMA_ALIGNMENT)]
     dq_sums: Annotated[Any, Operand(FLOAT32, 3, tile_elements, TMA_ALIGNMENT, "wanted.q")] = None
     turns: Annotated[Any, Operand(INT32, 3, when="deterministic")] = None
+    done: Annotated[Any, Operand(INT32, 1, when="finishes")] = None
+    dq: Annotated[Any, replace(QK_ROWS, when="finishes")] = None
     dk: Annotated[Any, replace(QK_ROWS, when="writes_k")] = None
     dv: Annotated[Any, replace(V_ROWS, when="writes_v")] = None
     dk_sums: Annotated[Any, replace(SUMS, when="leaves_k")] = None
@@ -91,8 +94,8 @@ def of_main(name: str):
 
 class RowOperands(NamedTuple):
     """Arguments of the kernel before the main one: o, do [B, Sq, Hq, D], lse, dlse [B, Hq, Sq], sink [Hq],
-    cu_seqlens_q; written are statistics, dq_sums and turns (zeros), dsink [Hq, tiles] fp32, a tile's part; where heads
-    are sliced, dk_sums and dv_sums (zeros).
+    cu_seqlens_q; written are statistics, dq_sums, turns and done (zeros), dsink [Hq, tiles] fp32, a tile's part; where
+    heads are sliced, dk_sums and dv_sums (zeros).
 
     Packed requests also need k, cu_seqlens_k, q_start, ranges and seen_by; the kernel then also writes tile_order,
     tile_pieces, and zeros in rows of dq, dk and dv that belong to no request. window_left, window_right: not read where
@@ -108,6 +111,7 @@ class RowOperands(NamedTuple):
     statistics: Annotated[Any, Operand(FLOAT32, 4, 4, TMA_ALIGNMENT)]
     dq_sums: Annotated[Any, Operand(FLOAT32, 3, tile_elements, TMA_ALIGNMENT, "wants_q")]
     turns: Annotated[Any, Operand(INT32, 3, when="deterministic")]
+    done: Annotated[Any, Operand(INT32, 1, when="clears_done")]
     dsink: Annotated[Any, Operand(FLOAT32, 2, when="wants_sink")]
     dk_sums: Annotated[Any, replace(SUMS, when="clears_k")]
     dv_sums: Annotated[Any, replace(SUMS, when="clears_v")]
@@ -159,7 +163,7 @@ class BackwardNumbers(NamedTuple):
     unbounded. pieces, section: see ``schedule.Order``; if the host cuts by length, pieces counts those of all key tiles
     of a row; where packed requests come one after another, the CTAs beside one for each key tile of each row.
     most_steps: the most steps of a piece, if the host cuts by length. slices: of a KV head's query heads. whole: rows
-    that come first and are not cut, if the host cuts by length.
+    that come first and are not cut, if the host cuts by length. finishers: CTAs that make dQ from its sums.
     """
 
     logits: LogitNumbers
@@ -171,3 +175,4 @@ class BackwardNumbers(NamedTuple):
     most_steps: Annotated[Any, Number(INT32)]
     slices: Annotated[Any, Number(INT32)]
     whole: Annotated[Any, Number(INT32)]
+    finishers: Annotated[Any, Number(INT32)]

@@ -37,6 +37,7 @@ class RowConfig:
     tile_n: int = 0
     clears_k: bool = False
     clears_v: bool = False
+    clears_done: bool = False
 
     @property
     def sizes(self) -> HeadSizes:
@@ -79,7 +80,8 @@ class ResultConfig:
 
 
 def result_config(config: BackwardKernel) -> ResultConfig | None:
-    """The kernel after the main kernel of ``config``; None if nothing is left to do."""
+    """The kernel after the main kernel of ``config``, or what that does at its end (``BackwardKernel.finishes``); None
+    if nothing is left to do."""
     k, v = config.leaves_k, config.leaves_v and config.wanted.dv
     if not (config.wanted.q or k or v):
         return None
@@ -115,6 +117,7 @@ def row_config(config: BackwardKernel, problem) -> RowConfig:
         config.tile_n if config.slices else 0,
         config.slices and config.leaves_k,
         config.slices and config.leaves_v,
+        config.finishes,
     )
 
 

@@ -135,7 +135,7 @@ def test_sliced_heads(name, monkeypatch, simulate_gradients_as):
     simulate_gradients_as("sm_90a", seed=1)
     compare(case)
     config = prepared[-1].config
-    assert config.slices and not config.writes_k
+    assert config.slices and (config.finishes or not config.writes_k)
     compiled = launch.GRADIENTS.of(architecture("sm_90a")).MAIN.compiled(config, "sm_90a")
     assert not any(kernel.local_bytes for kernel in resources(compiled).values())
 
@@ -207,6 +207,26 @@ def test_memory_order_of_pieces(dim, deterministic, monkeypatch, simulate_gradie
     cut_into(monkeypatch, Order(pieces=3, section=2))
     simulate_gradients_as("sm_90a", seed=1)
     compare(replace(CUT[dim], deterministic=deterministic))
+
+
+FINISHED = {
+    "last-rows": (replace(CUT_BY_LENGTH["last-rows"][0], causal=True), CUT_BY_LENGTH["last-rows"][1]),
+    "lengths": (Case("", batch=2, seq_q=150, seq_k=140, heads_q=2, kv_lengths=(140, 3)), Order(1, 1)),
+    "window": CUT_BY_LENGTH["window"],
+    "uncut": (Case("", batch=2, seq_q=150, seq_k=280, heads_q=4, heads_kv=2), Order(1, 1)),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", FINISHED)
+def test_memory_order_of_results(name, dim, monkeypatch, simulate_gradients_as, check_order):
+    """The main kernel's last CTAs make gradients of rows whose key tiles are done, while others are at work."""
+    case, order = FINISHED[name]
+    prepared = cut_into(monkeypatch, order)
+    simulate_gradients_as("sm_90a", seed=3)
+    compare(replace(case, head_dim=dim))
+    assert prepared[-1].config.finishes and prepared[-1].results is None
 
 
 @pytest.mark.long

@@ -26,7 +26,7 @@ class BackwardHost:
 
     @host_function(BackwardOperands, BackwardNumbers)
     def __call__(self, operands: BackwardOperands, numbers: BackwardNumbers, stream: CUstream):
-        logits, scale, *window, pieces, section, most_steps, slices, whole = numbers
+        logits, scale, *window, pieces, section, most_steps, slices, whole, finishers = numbers
         config, order = self.config, (pieces, section, most_steps, slices, whole)
         operands = batched(config, operands)
         blocks = config.room // BLOCK if config.rows is None else 1
@@ -35,6 +35,8 @@ class BackwardHost:
         copies = [tma.make_load(row_view(config, tensor), box) for tensor, box in boxes]
         copies += self.further(operands)
         ctas = ctas_of(config, operands, pieces, slices, whole) * config.column_groups
+        if config.finishes:
+            ctas += finishers
         atoms, views = (tuple(copy[i] for copy in copies) for i in range(2))
         self.kernel(operands, atoms, views, (logits, scale), tuple(window), order).launch(
             grid=(ctas, 1, 1),

@@ -117,9 +117,11 @@ def write_share(
     head, tile_index = index // (tile_count * shares), index // shares % tile_count
     batch, tile, first, length = place_of(config.packed, rows, cu_seqlens, target, tile_index)
     place = (batch, tile * rows, first, length)
+    thread, _, _ = cute.arch.thread_idx()
+    own = index % shares * (THREADS // WARP_THREADS) + thread // WARP_THREADS
     if cutlass.const_expr(cute.rank(sums) == 3 or tile_pieces is None):
         both = tuple(tile_of(each, head, tile_index) for each in (sums, more))
-        write_tile(config, both, place, target, head, index % shares, vectors, factor)
+        write_tile(config, both, place, target, head, own, vectors, factor)
     elif Boolean(batch * target.shape[2] + head >= whole) & Boolean(place[1] < length):
         if cutlass.const_expr(config.by_request):
             request, _ = request_of(cu_seqlens, tile_index, rows, target.shape[1])
@@ -131,7 +133,7 @@ def write_share(
         if pieces > 1:
             own_head = 0 if cutlass.const_expr(config.by_request) else head
             both = tuple(pieces_at(each, own_head, first, pieces) for each in (sums, more))
-            write_tile(config, both, place, target, head, index % shares, vectors, factor)
+            write_tile(config, both, place, target, head, own, vectors, factor)
 
 
 def tiles_of(config, gradient: tuple, size: tuple, tables: tuple):
@@ -172,7 +174,7 @@ def write_tile(
     place: cutlass.Constexpr,
     target: cute.Tensor,
     head,
-    share,
+    own,
     vectors: cutlass.Constexpr,
     scale,
 ):
@@ -181,15 +183,17 @@ def write_tile(
 
     both: sums (see ``tile_of``) to add up in order, and sums to add without the scale, or None.
     place: (batch row, first row of the tile, first row of the request, rows of the request), from ``rows.place_of``.
-    share: which of the tile's shares this CTA writes. vectors: vectors of a thread.
+    own: which of the tile's warp shares this warp writes. vectors: vectors of a thread.
     """
-    batch, tile_first, first, rows = place
-    thread, _, _ = cute.arch.thread_idx()
-    lane, slices = thread % WARP_THREADS, VECTORS // vectors  # slices of 64 columns
-    own = share * (THREADS // WARP_THREADS) + thread // WARP_THREADS
-    warp, column = own // slices, own % slices
-    subtile, own_warp = warp // WARPS, warp % WARPS
     values = cute.make_rmem_tensor(vectors * VECTOR, Float32)
+    add_shares(both, own, scale, values)
+    store_share(config, place, target, head, own, vectors, values)
+
+
+@cute.jit
+def add_shares(both: cutlass.Constexpr, own, scale, values: cute.Tensor):
+    """Add up a warp's share of a tile. The arguments are those of ``write_tile``."""
+    lane = cute.arch.lane_idx()
     add_up(*both[0], own, lane, values)
     for i in cutlass.range_constexpr(cute.size(values)):
         values[i] = values[i] * scale
@@ -198,6 +202,23 @@ def write_tile(
         add_up(*both[1], own, lane, unscaled)
         for i in cutlass.range_constexpr(cute.size(values)):
             values[i] = values[i] + unscaled[i]
+
+
+@cute.jit
+def store_share(
+    config: cutlass.Constexpr,
+    place: cutlass.Constexpr,
+    target: cute.Tensor,
+    head,
+    own,
+    vectors: cutlass.Constexpr,
+    values: cute.Tensor,
+):
+    """Write a warp's share of a tile. The arguments are those of ``write_tile``."""
+    batch, tile_first, first, rows = place
+    lane, slices = cute.arch.lane_idx(), VECTORS // vectors  # slices of 64 columns
+    warp, column = own // slices, own % slices
+    subtile, own_warp = warp // WARPS, warp % WARPS
     columns = config.heads.qk // BLOCK
     row_block, column_block = subtile // columns, subtile % columns
     end = None  # of the row, in blocks of 8 columns from the line's begin on

@@ -116,6 +116,9 @@ def prepare_rows(config: cutlass.Constexpr, operands, tile_index, head):
         add_up(operands.dsink, (head, tile_index), thread, sink_sum)
     tile_count, _, _ = cute.arch.grid_dim()
     cta, ctas = head * tile_count + tile_index, o.shape[2] * tile_count
+    if cutlass.const_expr(operands.done is not None):
+        for i in cutlass.range(cta * THREADS + thread, cute.size(operands.done), ctas * THREADS, unroll=1):
+            operands.done[i] = 0
     for sums in (operands.dk_sums, operands.dv_sums):
         if cutlass.const_expr(sums is not None):
             for place in cutlass.range(cta, sums.shape[0] * sums.shape[1], ctas, unroll=1):

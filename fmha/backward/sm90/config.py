@@ -109,6 +109,10 @@ class BackwardConfig(BackwardKernel):
         return True
 
     @property
+    def can_finish(self) -> bool:
+        return self.wanted.q and not (self.paired or self.deterministic or self.requests.packed_q)
+
+    @property
     def paired(self) -> bool:
         """Whether both consumers have the tile's keys: one makes P and dV, the other dS and dK (``pair``)."""
         return self.heads.qk >= PAIRED_DIM

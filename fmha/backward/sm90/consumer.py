@@ -40,6 +40,7 @@ from warpspec.common.device.wgmma import (
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.fmha.backward.device.arithmetic import derive, weigh
 from warpspec.fmha.backward.device.clear import clear_unseen_keys
+from warpspec.fmha.backward.device.finish import report
 from warpspec.fmha.backward.device.load import TileLoads, wait_before
 from warpspec.fmha.backward.device.place import own_tile
 from warpspec.fmha.backward.sm90 import exchange, pair, results, visits
@@ -199,6 +200,8 @@ def consume(
     results.write_keys(work)
     if cutlass.const_expr(not config.deterministic):
         finish_queries(work)
+    if cutlass.const_expr(config.finishes):
+        report(work)
 
 
 @cute.jit

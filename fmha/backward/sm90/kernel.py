@@ -9,9 +9,10 @@ from warpspec.common.device import handover, tma
 from warpspec.common.device.pipeline import init_barriers
 from warpspec.common.device.storage import allocate
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
+from warpspec.fmha.backward.device.finish import finish
 from warpspec.fmha.backward.device.host import BackwardHost
 from warpspec.fmha.backward.device.load import GradientBuffers, TileLoads, load, wait_before, wait_first
-from warpspec.fmha.backward.device.place import own_tile
+from warpspec.fmha.backward.device.place import ctas_of, own_tile
 from warpspec.fmha.backward.sm90.config import CONSUMERS
 from warpspec.fmha.backward.sm90.consumer import consume
 from warpspec.fmha.backward.sm90.turns import take_turns
@@ -62,7 +63,13 @@ class Backward(BackwardHost):
         consumer = warp // (WARPGROUP_THREADS // WARP_THREADS)
         arguments = (config, channels, shared, operands, scales, window, order)
         tensors = (atoms, coordinates)
-        if cutlass.const_expr(config.threads == config.consumer_threads):
+        if cutlass.const_expr(config.finishes):
+            pieces, _, _, slices, whole = order
+            if cute.arch.block_idx()[0] < ctas_of(config, operands, pieces, slices, whole):
+                become_consumer(arguments, consumer, tensors)
+            else:
+                finish(config, operands, scales[1], order)
+        elif cutlass.const_expr(config.threads == config.consumer_threads):
             become_consumer(arguments, consumer, tensors)  # one of the consumers' warps loads
         elif warp >= config.consumer_threads // WARP_THREADS:
             cute.arch.setmaxregister_decrease(config.registers[-1])

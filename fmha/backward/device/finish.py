@@ -1,0 +1,190 @@
+"""The last CTAs of a main kernel make dQ from its sums, and dK and dV from the sums of cut key tiles.
+
+While the last key tiles are at work, most SMs have none left. A kernel of its own would have to wait for all of them;
+these CTAs come after all others in the same launch, begin on the SMs that are free, and make the gradients of each
+*row*, a KV head of a batch row, as soon as it is done: each CTA with a key tile, or a piece of one, counts itself
+(``report``) when all that it adds is there. CTAs begin in order, so that whoever is waited for has begun.
+
+Each warp takes the next *item* from a counter: its share of UNITS query tiles of a row, whose loads are in flight
+together, or of a key tile.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+
+from warpspec.common.hardware import WARP_THREADS
+from warpspec.fmha.backward.device.load import wait_before
+from warpspec.fmha.backward.device.place import places_of
+from warpspec.fmha.backward.device.results import VECTOR, VECTORS, add_shares, pieces_at, store_share, tile_of
+from warpspec.fmha.backward.device.tile import key_tiles_of
+from warpspec.fmha.backward.device.turns import end_turn
+from warpspec.fmha.backward.features import UNITS, WARP_ELEMENTS
+from warpspec.fmha.device.grid import requests_of
+
+KEY_VECTORS = 4  # vectors of a thread of dK and dV
+POLL_NS = 300  # between two looks at a row that is not done
+
+
+@cute.jit
+def report(work):
+    """Count this CTA among those of its row that are done. Every thread of it has added what it adds."""
+    cute.arch.sync_threads()
+    if work.index == 0:
+        row = work.tile.request * work.operands.k.shape[2] + work.tile.kv_head
+        end_turn(work.operands.done.iterator + row)
+
+
+class Items(NamedTuple):
+    """How the items are numbered. rows: of all. first: rows that come first, whose key tiles are whole. queries, keys:
+    items of a row's dQ, and of its dK, or dV. query_tiles: of a head. query_shares, key_shares: of a tile, a warp each.
+    """
+
+    rows: Int32
+    first: Int32
+    queries: Int32
+    keys: Int32
+    query_tiles: Int32
+    query_shares: int
+    key_shares: int
+
+    @classmethod
+    def of(cls, config, operands, whole) -> Items:
+        heads = operands.k.shape[2]
+        group, query_tiles = operands.q.shape[2] // heads, cute.ceil_div(operands.q.shape[1], config.tile_m)
+        query_shares = config.tile_m * config.heads.qk // WARP_ELEMENTS
+        key_shares = config.tile_n * config.heads.qk // (WARP_THREADS * KEY_VECTORS * VECTOR)
+        keys = (
+            key_tiles_of(config, operands) * key_shares * len(key_gradients(config, operands, Float32(1.0)))
+        )
+        return cls(
+            heads * requests_of(config.requests, operands),
+            whole if config.cuts_on_host else Int32(0),
+            cute.ceil_div(group * query_tiles, UNITS) * query_shares,
+            keys,
+            query_tiles,
+            query_shares,
+            key_shares,
+        )
+
+    @property
+    def count(self):
+        return self.rows * self.queries + (self.rows - self.first) * self.keys
+
+    def place_of(self, item) -> tuple:
+        """(row, number in the row) of an item."""
+        ahead = self.first * self.queries
+        early, each = Boolean(item < ahead), self.queries + self.keys
+        row = cutlass.select_(early, item // self.queries, self.first + (item - ahead) // each)
+        return Int32(row), Int32(cutlass.select_(early, item % self.queries, (item - ahead) % each))
+
+
+def key_gradients(config, operands, scale) -> list[tuple]:
+    """(sums, sums that are added to them without the factor or None, gradient, factor) of dK and dV, where cut key
+    tiles leave sums."""
+    dk_sums, dv_sums = operands.dk_sums, operands.dv_sums
+    joins, found = config.wanted.joins_keys, []
+    if config.leaves_k:
+        found.append((dk_sums, dv_sums if joins else None, operands.dk, scale))
+    if config.leaves_v and not joins:
+        found.append((dv_sums, None, operands.dv, Float32(1.0)))
+    return found
+
+
+@cute.jit
+def finish(config: cutlass.Constexpr, operands, scale, order):
+    """Run a CTA that makes gradients from sums. order: the launch's (``place.key_tile_at``)."""
+    wait_before(config)
+    items, lane = Items.of(config, operands, order[4]), cute.arch.lane_idx()
+    item = next_item(operands, items.rows, lane)
+    while item < items.count:
+        row, number = items.place_of(item)
+        wait_row(config, operands, order, row, lane)
+        if number < items.queries:
+            finish_queries(config, operands, scale, items, row, number)
+        else:
+            if cutlass.const_expr(config.cuts_on_host):
+                heads = operands.k.shape[2]
+                wait_row(config, operands, order, row // heads * heads + heads - 1, lane)  # notes of pieces
+            finish_keys(config, operands, scale, items, row, number - items.queries)
+        item = next_item(operands, items.rows, lane)
+
+
+@cute.jit
+def next_item(operands, rows, lane) -> Int32:
+    """Take the next item for this warp."""
+    item = Int32(0)
+    if lane == 0:
+        item = cute.arch.atomic_add(operands.done.iterator + rows, Int32(1), sem="relaxed", scope="gpu")
+    return cute.arch.shuffle_sync(item, 0)
+
+
+@cute.jit
+def wait_row(config: cutlass.Constexpr, operands, order: cutlass.Constexpr, row, lane):
+    """Wait until all CTAs of a row have reported."""
+    pieces, *_, whole = order
+    expected = places_of(config, operands, pieces)
+    if cutlass.const_expr(config.cuts_on_host):
+        tiles = key_tiles_of(config, operands)
+        expected = Int32(cutlass.select_(Boolean(row < whole), tiles, expected))
+    if lane == 0:
+        seen = cute.arch.load(operands.done.iterator + row, Int32, sem="acquire", scope="gpu")
+        while seen < expected:
+            cute.arch.inline_ptx(f"nanosleep.u32 {POLL_NS};")
+            seen = cute.arch.load(operands.done.iterator + row, Int32, sem="acquire", scope="gpu")
+    cute.arch.sync_warp()
+
+
+@cute.jit
+def finish_queries(config: cutlass.Constexpr, operands, scale, items: cutlass.Constexpr, row, number):
+    """Write an item of dQ."""
+    heads = operands.k.shape[2]
+    group, request, kv_head = operands.q.shape[2] // heads, row // heads, row % heads
+    share, first = number % items.query_shares, number // items.query_shares * UNITS
+    found = []
+    for i in cutlass.range_constexpr(UNITS):
+        unit = cutlass.min(first + i, group * items.query_tiles - 1)
+        head, tile = kv_head * group + unit // items.query_tiles, unit % items.query_tiles
+        values = cute.make_rmem_tensor(VECTORS * VECTOR, Float32)
+        sums = operands.dq_sums[head, request * items.query_tiles + tile, None]
+        add_shares(((sums, 1), None), share, scale, values)
+        found.append((head, tile, values))
+    for head, tile, values in found:  # a tile that was clamped to the last is written more than once
+        place = (request, tile * config.tile_m, Int32(0), operands.q.shape[1])
+        store_share(config, place, operands.dq, head, share, VECTORS, values)
+
+
+@cute.jit
+def finish_keys(config: cutlass.Constexpr, operands, scale, items: cutlass.Constexpr, row, number):
+    """Write an item of dK or dV."""
+    heads, tiles = operands.k.shape[2], key_tiles_of(config, operands)
+    request, kv_head = row // heads, row % heads
+    each, gradients = tiles * items.key_shares, key_gradients(config, operands, scale)
+    tile, share = number % each // items.key_shares, number % items.key_shares
+    index = request * tiles + tile
+    place = (request, tile * config.tile_n, Int32(0), operands.k.shape[1])
+    for i in cutlass.range_constexpr(len(gradients)):
+        sums, more, target, factor = gradients[i]
+        if number // each == i:
+            if cutlass.const_expr(config.cuts_on_host):
+                first, pieces = operands.tile_pieces[index, 0], operands.tile_pieces[index, 1]
+                if pieces > 1:
+                    both = tuple(pieces_at(t, kv_head, first, pieces) for t in (sums, more))
+                    write_keys(config, both, place, target, kv_head, share, factor)
+            else:
+                both = tuple(tile_of(t, kv_head, index) for t in (sums, more))
+                write_keys(config, both, place, target, kv_head, share, factor)
+
+
+@cute.jit
+def write_keys(
+    config: cutlass.Constexpr, both: cutlass.Constexpr, place, target: cute.Tensor, head, share, factor
+):
+    """Add up and write a share of a key tile."""
+    values = cute.make_rmem_tensor(KEY_VECTORS * VECTOR, Float32)
+    add_shares(both, share, factor, values)
+    store_share(config, place, target, head, share, KEY_VECTORS, values)
