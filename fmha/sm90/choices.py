@@ -51,9 +51,9 @@ WARP_COSTS = {
 
 
 # Constants for a converter, whose chain of instructions is what a step waits for, by bits of a number. Fitted to 31
-# calls of 10 to 2330 queries a request, in every shape and dequantised first, on H200s: by them plans lose 1.6% on these
-# calls (docs/measurements.md). EXPANDING: what dequantising first takes beside its bytes, in microseconds, by 36 calls
-# on H200s (docs/notebook/codes.md).
+# calls of 10 to 2330 queries a request, in every shape and dequantised first, on H200s: by them plans lose 1.6% on
+# these calls (docs/measurements.md). EXPANDING: what dequantising first takes beside its bytes, in microseconds, by 36
+# calls on H200s (docs/notebook/codes.md).
 CONVERTER_COSTS = {
     bits: replace(
         EARLIER, serial_mma=mma, serial_key=8.0, serial_tile=50.0, tile=1400.0, hidden=0.3, team_12=1.28,
