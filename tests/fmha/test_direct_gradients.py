@@ -91,7 +91,7 @@ def test_one_tensor_for_all_is_told_from_three(launched, monkeypatch):
     checked = call.check(one, Options(), "auto", wanted, do, None)
     launched.clear()
     call.run(checked, operands, do, None)
-    rows, main, _ = (arguments for _, arguments in launched)
+    rows, main, *_ = (arguments for _, arguments in launched)
     assert rows[0] is operands.o and all(map(operator.is_, main[:3], operands[:3]))
 
 
