@@ -6,7 +6,7 @@
 
 FILE: of ``collect_plans.py``, or of ``bench_sweep.py --regret --json``; packed by xz or not. Files whose plans do not
 say whether idle consumers leave the SM are older than queues whose tiles are taken late and longest first: their QUEUE
-timings are left out.
+timings are left out. So are splits in persistent CTAs where plans give each a CTA (``plan.has_cta_each``).
 """
 
 from __future__ import annotations
@@ -107,6 +107,10 @@ class Data:
                         way = Way.PARTITIONS if schedule == "QUEUE" else Way.SPLIT
                     if schedule == "PERSISTENT" and splits == 1 and ctas in (1, MANY_CTAS):
                         way = Way.SINGLE
+                    persistent = ctas not in (1, MANY_CTAS)
+                    between = problem.requests.packed_q and problem.seq_q > t.queries
+                    if way is Way.SPLIT and between and persistent:
+                        continue
                     self.row.append(index)
                     self.us.append(us)
                     self.names.append(name)
