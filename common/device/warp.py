@@ -1,14 +1,25 @@
-"""Sums that the lanes of one warp compute together."""
+"""Sums that the lanes of one warp compute together, and a warp's number, read anew."""
 
 from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean
+from cutlass import Boolean, Int32
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
 
 from warpspec.common.hardware import WARP_THREADS
 
 GROUP_BITS = 8  # where shfl's mask of groups begins, above its clamp
+
+
+@dsl_user_op
+def warp_anew(*, loc=None, ip=None) -> Int32:
+    """The warp's number in its CTA, read here; the compiler knows that it is the same in a warp. It would keep one that
+    was read before, and where registers are full that is one too many."""
+    asm = {"has_side_effects": True, "is_align_stack": False, "asm_dialect": llvm.AsmDialect.AD_ATT}
+    thread = Int32(llvm.inline_asm(T.i32(), [], "mov.u32 $0, %tid.x;", "=r", loc=loc, ip=ip, **asm))
+    return cute.arch.make_warp_uniform(thread // WARP_THREADS, loc=loc, ip=ip)
 
 
 def running_sum(value, lane, lanes: int = WARP_THREADS):

@@ -7,7 +7,9 @@ before may still be writing them: a prefetch is no read, and L2 holds whatever i
 
 from __future__ import annotations
 
-from cutlass import cute
+from cutlass import Int64, cute
+
+from warpspec.common.hardware import WARP_THREADS
 
 LINE_BYTES = 128  # of L2
 # Operands with one dimension, without gaps.
@@ -38,6 +40,18 @@ def prefetch_pages(config, operands, request) -> None:
     """Prefetch the first lines of the numbers of a request's pages, one by each lane. Called by a whole warp."""
     if config.requests.page_size:
         prefetch_lines(operands.page_table[request, None])
+
+
+@cute.jit
+def prefetch_table(table: cute.Tensor):
+    """Prefetch this CTA's share of a page table's first lines, one by each lane: all CTAs together have half a
+    megabyte. For launches whose CTAs learn late of the requests that they read. Called by a whole warp."""
+    cta, _, _ = cute.arch.block_idx()
+    requests, pages = table.shape
+    size = (Int64(requests - 1) * table.stride[0] + pages) * (table.element_type.width // 8)
+    offset = Int64(cta * WARP_THREADS + cute.arch.lane_idx()) * LINE_BYTES
+    if offset < size:
+        prefetch_line(table.iterator.toint() + offset)
 
 
 @cute.jit

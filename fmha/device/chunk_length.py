@@ -9,7 +9,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from warpspec.fmha.line import LEAST_TILES
 
 WHOLE_SHARE = 8  # chunks may be longer by 1 / this of their length if that leaves equal tiles whole
-WHOLE_TILES, PAIR_SHARE = 6, 16  # if pieces are added up: by so many KV tiles, or by 1 / this of it
+WHOLE_TILES, PAIR_SHARE = 3, 16  # if pieces are added up: by so many KV tiles, or by 1 / this of it
 BOUND_SHARE = 3  # or by 1 / this, if memory is the bound, which fewer SMs keep as busy
 
 
@@ -33,9 +33,14 @@ def chunk_length(config, line, total, chunks, tile) -> Int64:
     return cutlass.max(most, Int64(LEAST_TILES * config.tile_n * config.mask.key_stride))
 
 
+@cute.jit
 def even_length(most, tile) -> Int64:
-    """The least length from ``most`` on that divides a tile evenly or is several whole ones. tile: its length, or 0."""
-    chunks = cutlass.max(Int32(Float32(tile) * cute.arch.rcp_approx(Float32(most))), 1)
-    equal = Int64(Float32(tile) * (cute.arch.rcp_approx(Float32(chunks)) * Float32(1.0 + 2.0**-20))) + 1
-    several = (most + tile - 1) // cutlass.max(tile, Int64(1)) * tile
-    return Int64(cutlass.select_(Boolean(chunks > 1), equal, several))
+    """The least length from ``most`` on that divides a tile evenly or is several whole ones. tile: its length; if it is
+    0, so is this."""
+    found = Int64(0)
+    if tile > 0:  # a division of 64 bits takes long, with requests of all lengths for nothing
+        chunks = cutlass.max(Int32(Float32(tile) * cute.arch.rcp_approx(Float32(most))), 1)
+        equal = Int64(Float32(tile) * (cute.arch.rcp_approx(Float32(chunks)) * Float32(1.0 + 2.0**-20))) + 1
+        several = (most + tile - 1) // tile * tile
+        found = Int64(cutlass.select_(Boolean(chunks > 1), equal, several))
+    return found

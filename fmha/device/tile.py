@@ -115,6 +115,10 @@ class RowTile(Protocol):
     def place(self, index, row_group=0) -> Place:
         """The place of a row's results."""
 
+    @property
+    def row_count(self) -> Int32:
+        """Rows of its first row group from this number on belong to no query; it may exceed the group's rows."""
+
 
 @dataclass(frozen=True)
 class Tile(RowTile):
@@ -152,6 +156,11 @@ class Tile(RowTile):
         """The piece of this tile."""
         span = replace(self.span, begin=self.span.begin + piece.first, count=piece.count)
         return replace(self, span=span, piece=piece)
+
+    @property
+    def row_count(self) -> Int32:
+        """As in ``RowTile``."""
+        return (self.seq_q - self.first_query) * self.config.rows.pack
 
     @property
     def first_head(self):

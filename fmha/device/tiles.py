@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from warpspec.fmha.device.ahead import prefetch_small, wait_for_launch
+from warpspec.fmha.device.ahead import prefetch_small, prefetch_table, wait_for_launch
 from warpspec.fmha.device.chunk import chunk_at
 from warpspec.fmha.device.cuts import kept_chunk, prefetch_cuts
 from warpspec.fmha.device.grid import index_of, rounds
@@ -67,6 +67,8 @@ def schedule(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands, w
         prefetch_small(operands)
     if cutlass.const_expr(config.scheduler.reads_cuts):
         prefetch_cuts(operands)
+        if cutlass.const_expr(operands.page_table is not None):
+            prefetch_table(operands.page_table)
     if cutlass.const_expr(config.scheduler.sorts or config.scheduler.reads_cuts):
         wait_for_launch(config)
     write_end(role, each_found(config, operands, where, write_busy_tile, role, Int32(0)))

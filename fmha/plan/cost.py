@@ -105,6 +105,7 @@ class Constants:
             microsecond.
         add, add_more: microseconds in which paired consumers add the state of another piece, up to FEW_PIECES, and of
             each further one, whose columns they share out.
+        add_rows: microseconds in which they leave and add a row of a query tile.
         line: factor of the whole time of a launch by LINE.
         combine, combine_bytes: microseconds of the launch that combines split keys, and bytes of states that are
             written and read again per microsecond.
@@ -166,6 +167,7 @@ class Constants:
     line: float = 1.077
     add: float = 2.0
     add_more: float = 0.15
+    add_rows: float = 0.0
     partition_scan: float = 2.0
     partition_rest: float = 0.15
     partition_last: float = 0.5
@@ -398,6 +400,7 @@ def joining(w: Work, t: Tiling, share: Shares, c: Constants, ops: Arithmetic):
     joined = c.join + states / c.join_bytes
     joined = joined + c.combine_round * join_rounds(t, w, pieces, ops)
     added = c.add * minimum(pieces - 1, FEW_PIECES) + c.add_more * maximum(pieces - 1 - FEW_PIECES, 0)
+    added = added + c.add_rows * w.rows / tiles
     return where(t.column_groups > 1, added, joined)
 
 

@@ -17,25 +17,28 @@ waits.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from warpspec.common.device.wgmma import flat
-from warpspec.common.hardware import WARPGROUP_THREADS
+from warpspec.common.device.warp import warp_anew
+from warpspec.common.device.wgmma import WARP_ROWS, flat
+from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.common.workspace import EMPTY
 from warpspec.fmha.device.combine import common_reference, finite
 from warpspec.fmha.heads import PIECE_STATISTICS
 from warpspec.fmha.line import FEW_PIECES, PAIR_WORDS
 from warpspec.fmha.sm90.config import SCORED_BARRIER
-from warpspec.fmha.sm90.fragment import PAIR, THREAD_ROWS
+from warpspec.fmha.sm90.fragment import PAIR, THREAD_ROWS, elements
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
 from warpspec.fmha.sm90.softmax import over_quad
 
 VECTOR = 4  # fp32 numbers that a thread stores at a time; also those of a row's statistics
-AHEAD = 8  # vectors in flight: O takes most registers
+AHEAD = 16  # vectors in flight: O takes most registers
 STATE_NUMBERS = 3
-BATCH = 4  # pieces whose states are in flight
+BATCH = 6  # pieces whose states are in flight
 UNIT = 4  # vectors of a thread that are added up at a time: 32 columns
 UNITS = 8  # of a consumer's columns
 # The word where a tile's pieces meet counts, from EMPTY: those that came, but the first; the first; those that left
@@ -71,18 +74,19 @@ def wait_for_threads(work) -> None:
 def leave_state(work, state, operands):
     """Leave the state of the thread's rows in the piece's place of the workspace."""
     o, number = flat(work.mma.o), work.tile.piece.state
-    target = columns_of(work, operands, number)
-    for vector in cutlass.range_constexpr(cute.size(o) // VECTOR):
-        cute.autovec_copy(cute.local_tile(o, (VECTOR,), (vector,)), target[None, vector])
-    references, maxima, sums = state
-    told = statistics_of(work, operands, number)
-    for r in cutlass.range_constexpr(THREAD_ROWS):
-        row, total = work.rows[r], over_quad(sums[r], lambda a, b: a + b)
-        if row.member == 0:
-            values = cute.make_rmem_tensor(VECTOR, Float32)
-            values.fill(0.0)
-            values[0], values[1], values[2] = references[r], maxima[r], total
-            cute.autovec_copy(values, told[None, row.index])
+    if work.has_rows:
+        target = columns_of(work, operands, number)
+        for vector in cutlass.range_constexpr(cute.size(o) // VECTOR):
+            cute.autovec_copy(cute.local_tile(o, (VECTOR,), (vector,)), target[None, vector])
+        references, maxima, sums = state
+        told = statistics_of(work, operands, number)
+        for r in cutlass.range_constexpr(THREAD_ROWS):
+            row, total = work.rows[r], over_quad(sums[r], lambda a, b: a + b)
+            if row.member == 0:
+                values = cute.make_rmem_tensor(VECTOR, Float32)
+                values.fill(0.0)
+                values[0], values[1], values[2] = references[r], maxima[r], total
+                cute.autovec_copy(values, told[None, row.index])
     # A release is cumulative: one thread's covers what the others wrote before the barrier.
     wait_for_threads(work)
 
@@ -116,7 +120,8 @@ def add_earlier(work, state, operands, add: cutlass.Constexpr):
                 seen = cute.arch.load(operands.counters.iterator + number, Int64, sem="acquire", scope="gpu")
             operands.counters[number] = Int64(EMPTY)
         wait_for_threads(work)
-    for i in cutlass.range(piece.earlier, unroll=1):
+    states = Int32(cutlass.select_(Boolean(work.has_rows), Int32(piece.earlier), Int32(0)))
+    for i in cutlass.range(states, unroll=1):
         state = add(work, state, operands, piece.state_of(piece.earlier - 1 - i))
     return state
 
@@ -152,8 +157,11 @@ def take_task(work, operands) -> Int32:
 
 @cute.jit
 def share_of(work, operands) -> tuple:
-    """(begin, step): the units of columns that this piece adds up, of a tile with many pieces; begin is UNITS if there
-    are none. It has left its state."""
+    """(begin, step, thread): the units of columns that this warp adds up, of a tile with many pieces, and as which
+    thread; begin is UNITS if there are none. The piece has left its state.
+
+    If one or two warps have all rows of the tile, the others stand in for them, and take units of their own.
+    """
     piece = work.tile.piece
     words = cute.make_tensor(cute.recast_ptr(work.shared.sums, dtype=Int32), cute.make_layout(1 << 16))
     place = work.config.task_place + work.column_group
@@ -163,8 +171,15 @@ def share_of(work, operands) -> tuple:
     task, begin, step = words[place], piece.earlier - 1, piece.earlier + piece.later
     begin = Int32(cutlass.select_(Boolean(task == ALL), Int32(0), begin))
     step = Int32(cutlass.select_(Boolean(task == ALL), Int32(1), step))
-    begin = Int32(cutlass.select_(Boolean(task == NONE), Int32(UNITS), begin))
-    return begin, step
+    rows, warps = work.tile.row_count, WARPGROUP_ROWS // WARP_ROWS
+    shift = Int32(rows > WARP_ROWS) + Int32(rows > 2 * WARP_ROWS)  # 2^shift warps have rows
+    warp = warp_anew() % warps
+    group = warp >> shift
+    begin, step = begin + step * group, step * (warps >> shift)
+    own = warp - (group << shift)
+    idle = Boolean(task == NONE) | Boolean(own * WARP_ROWS >= rows)
+    begin = Int32(cutlass.select_(idle, Int32(UNITS), begin))
+    return begin, step, own * WARP_THREADS + work.thread % WARP_THREADS
 
 
 @cute.jit
@@ -180,20 +195,46 @@ def finish_share(work, operands):
 
 
 @cute.jit
-def whole_state(work, operands):
-    """The state of the thread's rows over all pieces of a tile."""
+def add_unit(work, operands, unit, o):
+    """Add up a unit of the thread's columns over all pieces of a tile, into o (n). Returns the rows' state over all
+    pieces. States and their statistics are loaded together, so that a batch of pieces takes one latency."""
     piece = work.tile.piece
     numbers = cute.make_rmem_tensor((STATE_NUMBERS, THREAD_ROWS), Float32)
     for r in cutlass.range_constexpr(THREAD_ROWS):
         numbers[0, r], numbers[1, r], numbers[2, r] = -Float32.inf, -Float32.inf, Float32(0.0)
-    for i in cutlass.range(piece.earlier + piece.later + 1, unroll=BATCH):
-        told = statistics_of(work, operands, piece.state_of(i))
+    count = piece.earlier + piece.later + 1
+    o.fill(0.0)
+    for begin in cutlass.range(0, count, BATCH, unroll=1):
+        loaded = cute.make_rmem_tensor((VECTOR, UNIT, BATCH), Float32)
+        told = cute.make_rmem_tensor((VECTOR, THREAD_ROWS, BATCH), Float32)
+        for i in cutlass.range_constexpr(BATCH):
+            number = piece.state_of(cutlass.min(begin + i, count - 1))
+            # Behind the last piece, all threads load the same vectors, which costs little.
+            thread = Int32(cutlass.select_(Boolean(begin + i < count), Int32(work.thread), Int32(0)))
+            found = columns_of(replace(work, thread=thread), operands, number)
+            statistics = statistics_of(work, operands, number)
+            for vector in cutlass.range_constexpr(UNIT):
+                cute.autovec_copy(found[None, unit * UNIT + vector], loaded[None, vector, i])
+            for r in cutlass.range_constexpr(THREAD_ROWS):
+                cute.autovec_copy(statistics[None, work.rows[r].index], told[None, r, i])
         for r in cutlass.range_constexpr(THREAD_ROWS):
-            other = cute.make_rmem_tensor(VECTOR, Float32)
-            cute.autovec_copy(told[None, work.rows[r].index], other)
-            highest, own, factor = common_reference(numbers[0, r], other[0])
-            numbers[2, r] = numbers[2, r] * own + other[2] * factor
-            numbers[0, r], numbers[1, r] = highest, cute.arch.fmax(numbers[1, r], other[1])
+            highest = numbers[0, r]
+            for i in cutlass.range_constexpr(BATCH):
+                inside = Boolean(begin + i < count)
+                told[0, r, i] = Float32(cutlass.select_(inside, told[0, r, i], -Float32.inf))
+                highest = cute.arch.fmax(highest, told[0, r, i])
+                numbers[1, r] = cute.arch.fmax(numbers[1, r], told[1, r, i])
+            own = cute.math.exp2(numbers[0, r] - finite(highest), fastmath=True)
+            numbers[0, r], total = highest, numbers[2, r] * own
+            for at in elements(o, r):
+                o[at] = o[at] * own
+            for i in cutlass.range_constexpr(BATCH):
+                factor = cute.math.exp2(told[0, r, i] - finite(highest), fastmath=True)
+                total += told[2, r, i] * factor
+                values = flat(loaded[None, None, i])
+                for at in elements(o, r):
+                    o[at] += values[at] * factor
+            numbers[2, r] = total
     once = tuple(  # one of the threads that share a row has its sum
         Float32(cutlass.select_(Boolean(work.rows[r].member == 0), numbers[2, r], Float32(0.0)))
         for r in range(THREAD_ROWS)
@@ -203,31 +244,6 @@ def whole_state(work, operands):
         tuple(numbers[1, r] for r in range(THREAD_ROWS)),
         once,
     )
-
-
-@cute.jit
-def add_unit(work, state, operands, unit, o):
-    """Add up a unit of the thread's columns over all pieces of a tile, into o (n). state: ``whole_state``."""
-    piece, references = work.tile.piece, state[0]
-    count = piece.earlier + piece.later + 1
-    o.fill(0.0)
-    for begin in cutlass.range(0, count, BATCH, unroll=1):
-        loaded, factors = cute.make_rmem_tensor((VECTOR, UNIT, BATCH), Float32), []
-        for i in cutlass.range_constexpr(BATCH):
-            number = piece.state_of(cutlass.min(begin + i, count - 1))
-            found, told = columns_of(work, operands, number), statistics_of(work, operands, number)
-            for vector in cutlass.range_constexpr(UNIT):
-                cute.autovec_copy(found[None, unit * UNIT + vector], loaded[None, vector, i])
-            factors.append([told[0, work.rows[r].index] for r in range(THREAD_ROWS)])
-        for i in cutlass.range_constexpr(BATCH):
-            if begin + i < count:
-                values = flat(loaded[None, None, i])
-                own = [
-                    cute.math.exp2(factors[i][r] - finite(references[r]), fastmath=True)
-                    for r in range(THREAD_ROWS)
-                ]
-                for at in cutlass.range_constexpr(cute.size(values)):
-                    o[at] += values[at] * own[at // PAIR % THREAD_ROWS]
 
 
 @cute.jit
@@ -249,8 +265,8 @@ def add_state(work, state, operands, number):
         loaded = cute.make_rmem_tensor((VECTOR, AHEAD), Float32)
         for i in cutlass.range_constexpr(AHEAD):
             cute.autovec_copy(found[None, first + i], loaded[None, i])
-        values = flat(loaded)
-        for i in cutlass.range_constexpr(cute.size(values)):
-            at, r = first * VECTOR + i, i // PAIR % THREAD_ROWS
-            o[at] = o[at] * kept[r] + values[i] * added[r]
+        for vector in cutlass.range_constexpr(AHEAD):
+            for i in cutlass.range_constexpr(VECTOR):
+                at, r = (first + vector) * VECTOR + i, i // PAIR % THREAD_ROWS
+                o[at] = o[at] * kept[r] + loaded[i, vector] * added[r]
     return tuple(zip(*new, strict=True))

@@ -24,7 +24,7 @@ from warpspec.common.launch import Target
 from warpspec.fmha.config import AttentionKernel, Schedule, TileScheduler, check_call, common_fields
 from warpspec.fmha.conversion import CodeRings
 from warpspec.fmha.heads import BLOCK, MMA_K
-from warpspec.fmha.line import PAIR_OVERHEAD, TILE_OVERHEAD
+from warpspec.fmha.line import FEW_HEADS, FEW_ROWS_OVERHEAD, PAIR_OVERHEAD, TILE_OVERHEAD
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.schedule import sortable
 from warpspec.fmha.sm90.barriers import WEIGHT_STAGES, barriers_of
@@ -254,8 +254,11 @@ class AttentionConfig(AttentionKernel):
 
     @property
     def tile_overhead(self) -> int:
-        """As in ``AttentionKernel``. With paired consumers little of it lies under other tiles."""
-        return PAIR_OVERHEAD if self.scheduler.adds_up else TILE_OVERHEAD
+        """As in ``AttentionKernel``. With paired consumers little of it lies under other tiles, but few rows have small
+        states."""
+        if self.scheduler.adds_up:
+            return FEW_ROWS_OVERHEAD if self.rows.pack <= FEW_HEADS else PAIR_OVERHEAD
+        return TILE_OVERHEAD
 
     @property
     def takes_turns(self) -> bool:

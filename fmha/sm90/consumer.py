@@ -17,8 +17,9 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from warpspec.common.device import tma
-from warpspec.common.device.wgmma import COLUMNS, PAIR, THREAD_ROWS, elements, flat, multiply
-from warpspec.common.hardware import WARPGROUP_THREADS
+from warpspec.common.device.warp import warp_anew
+from warpspec.common.device.wgmma import COLUMNS, PAIR, THREAD_ROWS, WARP_ROWS, elements, flat, multiply
+from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.fmha.device import unseen
 from warpspec.fmha.device.blocks import Visit
 from warpspec.fmha.device.logits import LogitNumbers, map_scores, negate_scores, unit
@@ -155,6 +156,12 @@ class ConsumerTile:
             return state
         references, maxima, sums = state
         return references, tuple(m * f for m, f in zip(maxima, self.row_factors, strict=True)), sums
+
+    @property
+    def has_rows(self) -> Boolean:
+        """Whether some row of the thread's warp may belong to a query."""
+        warp = warp_anew() % (WARPGROUP_THREADS // WARP_THREADS)
+        return Boolean(warp * WARP_ROWS < self.tile.row_count)
 
     @property
     def v_base(self) -> cute.Pointer:

@@ -29,7 +29,6 @@ from warpspec.fmha.sm90.add_up import (
     finish_share,
     leave_state,
     share_of,
-    whole_state,
 )
 from warpspec.fmha.sm90.fragment import PAIR, QUAD, THREAD_ROWS, elements, row_columns
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
@@ -120,8 +119,8 @@ def write_results(work, state, operands, stage, results: cutlass.Constexpr):
 @cute.jit
 def write_share(work, operands):
     """Wait for the other pieces of a tile, and write the results of this one's share of the columns."""
-    begin, step = share_of(work, operands)
-    write_units(work.again(), operands, begin, step)
+    begin, step, thread = share_of(work, operands)
+    write_units(replace(work, thread=thread).again(), operands, begin, step)
     finish_share(work.again(), operands)
 
 
@@ -129,16 +128,14 @@ def write_share(work, operands):
 def write_units(work, operands, begin, step):
     """Write the results of units ``begin``, ``begin + step``, ... of the columns, added up over all pieces of a
     tile."""
-    if begin < UNITS:
-        state = whole_state(work, operands)
-        rows = finish_rows(work, state, operands, tells=Boolean(begin == 0))
-        targets = [columns(work, operands.o, place) for place, _, _ in rows]
-        o = cute.make_rmem_tensor(UNIT * VECTOR, Float32)
-        for unit in cutlass.range(begin, UNITS, step, unroll=1):
-            add_unit(work, state, operands, unit, o)
-            for r, (place, factor, empty) in enumerate(rows):
-                target = cute.local_tile(targets[r], (work.config.o_columns // UNITS,), (unit,))
-                store_scaled(work, o, r, target, place, factor, empty)
+    o = cute.make_rmem_tensor(UNIT * VECTOR, Float32)
+    for number in cutlass.range(begin, UNITS, step, unroll=1):
+        state = add_unit(work, operands, number, o)
+        rows = finish_rows(work, state, operands, tells=Boolean(number == 0))
+        for r, (place, factor, empty) in enumerate(rows):
+            target = columns(work, operands.o, place)
+            target = cute.local_tile(target, (work.config.o_columns // UNITS,), (number,))
+            store_scaled(work, o, r, target, place, factor, empty)
 
 
 def finish_rows(work, state, operands, tells=None) -> list:

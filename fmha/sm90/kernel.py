@@ -17,7 +17,7 @@ from warpspec.common.device.pipeline import init_barriers
 from warpspec.common.device.storage import allocate
 from warpspec.common.device.wgmma import QUAD, ROW_DISTANCE, THREAD_ROWS
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
-from warpspec.fmha.device.ahead import prefetch_small, wait_for_launch
+from warpspec.fmha.device.ahead import prefetch_small, prefetch_table, wait_for_launch
 from warpspec.fmha.device.bias import row_of
 from warpspec.fmha.device.convert import convert
 from warpspec.fmha.device.grid import DivisorGrid, Grid, Where, grid_of, heads_of_kv
@@ -105,6 +105,8 @@ class Attention(AttentionHost):
         if cutlass.const_expr(not config.waits_late):
             if warp == config.join_warp:
                 prefetch_small(operands)
+                if cutlass.const_expr(operands.page_table is not None):
+                    prefetch_table(operands.page_table)
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
         if cutlass.const_expr(config.scheduler.places_chunks):

@@ -227,6 +227,9 @@ def attend_either(work, both: cutlass.Constexpr, tile_use):
     """
     config, column_group, thread = work.config, Int32(0), thread_of(work.rows[0])
     told = cute.make_rmem_tensor((STATISTICS, THREAD_ROWS), Float32)
+    # Behind two branches, the compiler would keep what the tile before left in these registers.
+    both[0].o.fill(0.0)
+    told.fill(0.0)
     for each in cutlass.range_constexpr(config.consumers):
         if work.column_group == each:
             own = replace(work, mma=both[each], consumer=each, column_group=each, thread=thread)

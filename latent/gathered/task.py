@@ -248,6 +248,10 @@ class Task(RowTile):
         """Queries of a line's request, as which a query tile counts."""
         return self.queries
 
+    @property
+    def row_count(self):
+        return self.queries * self.config.rows.pack
+
     def first_row_of(self, row_group):
         return self.token
 

@@ -90,6 +90,8 @@ def test_split_keys_of_any_pages(arch, page_size, simulate_as):
 
 UNEQUAL = replace(LENGTHS, id="unequal", seq_k=900, kv_lengths=(64, 900, 0, 1, 129, 63))
 FEW = replace(UNEQUAL, id="few", batch=4, heads_q=16, seq_k=420, kv_lengths=(64, 420, 0, 1), sink=False)
+# By 8 CTAs: seven add up shares of one request's columns, of which one warp of each consumer has all rows.
+SHARED = replace(FEW, id="shared", batch=1, seq_k=1500, kv_lengths=(1500,))
 # By 16 CTAs, which take two tiles of heads: six pieces, whose columns CTAs share out.
 ONE = replace(STATE, id="one", normalize=True, batch=1, heads_q=64, seq_k=1500, kv_lengths=(1500,))
 # By 12 CTAs, one of which leaves a state of a piece of either request.
@@ -103,6 +105,7 @@ EMPTY = replace(FEW, id="empty", kv_lengths=(0, 0, 0, 0))
     ("case", "sms"),
     [
         (FEW, 3),
+        (SHARED, 8),
         long(UNEQUAL, 5),
         *(long(case, 5) for case in (DRAFTS, STATE, POISONED, EMPTY)),
         long(ONE, 16),

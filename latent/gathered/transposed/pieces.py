@@ -23,12 +23,14 @@ from warpspec.latent.gathered.transposed.results import write_results
 
 @dataclass(frozen=True)
 class PieceWork:
-    """A consumer's task, as ``add_up`` asks for it. role: the ``Consumer``."""
+    """A consumer's task, as ``add_up`` asks for it. role: the ``Consumer``. has_rows: whether the thread's warp has
+    something of some row."""
 
     role: object
     tile: object
     thread: Int32
     column_group: Int32
+    has_rows: bool = True
 
 
 @cute.jit
