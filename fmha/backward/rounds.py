@@ -20,7 +20,7 @@ PIECES = (2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 20, 24, 32)  # of the longest 
 LAST_PIECES, SECTIONS = (2, 3, 4, 6, 8, 12), (1, 2, 3, 4, 6)  # if only the last sections are cut
 MOST_CTAS = 32  # for each SM: with more, little is left to gain
 MOST_PIECES = 16  # CTAs for each SM, if all rows are cut
-LEAST_GAIN = 0.02  # fraction of the time that cutting tiles must save
+LEAST_GAIN = 0.02  # fraction of the time that cutting tiles, or sections of more rows, must save
 
 
 class Costs(NamedTuple):
@@ -35,13 +35,13 @@ class Costs(NamedTuple):
 class Rows(NamedTuple):
     """Rows that are dealt. tiles: steps of a row's key tiles, in order. count: how many rows there are. section_of: the
     rows of a section, if a row has this many CTAs. step_of: microseconds of a step, if a row has this many CTAs and a
-    section this many rows. wider: factors of a section's rows that are tried."""
+    section this many rows. wider: factors by which sections may have more rows."""
 
     tiles: Sequence[int]
     count: int
     section_of: Callable[[int], int]
     step_of: Callable[[int, int], float]
-    wider: Sequence[int] = (1, 2)
+    wider: Sequence[int] = (2,)
 
 
 class Dealt(NamedTuple):
@@ -118,13 +118,24 @@ def last_rows(rows: Rows, sms: int, costs: Costs, limit: float = float("inf")) -
     return found
 
 
+def with_wider(rows: Rows, sms: int, costs: Costs, pieces: int, limit: float) -> Dealt:
+    """``all_rows``, with sections of more rows only where that is expected to save LEAST_GAIN: they read more together
+    than the step's time accounts for (docs/notebook/gradients.md)."""
+    found = all_rows(rows, sms, costs, pieces, limit=limit)
+    for wider in rows.wider:
+        least = (1 - LEAST_GAIN) * found.time
+        other = all_rows(rows, sms, costs, pieces, wider, min(least, limit))
+        if other.time < least:
+            found = other
+    return found
+
+
 def best(rows: Rows, sms: int, costs: Costs, limit: float = float("inf")) -> Dealt:
     """The order with the least time. limit: the time of another order; one that takes longer need not be exact."""
-    uncut = min(all_rows(rows, sms, costs, 1, wider, limit) for wider in rows.wider)
+    uncut = with_wider(rows, sms, costs, 1, limit)
     most = min(MOST_PIECES * sms / (len(rows.tiles) * rows.count), max(rows.tiles))
     least = uncut
     for pieces in (pieces for pieces in PIECES if pieces <= most):
-        for wider in rows.wider:
-            least = min(least, all_rows(rows, sms, costs, pieces, wider, min(least.time, limit)))
+        least = min(least, with_wider(rows, sms, costs, pieces, min(least.time, limit)))
     least = min([least, *last_rows(rows, sms, costs, min(least.time, limit))])
     return least if least.time < (1 - LEAST_GAIN) * uncut.time else uncut

@@ -165,7 +165,7 @@ def deal(problem: BackwardProblem, config: BackwardKernel, steps: Sequence[int],
             lambda ctas, section, slices=slices: step_us(
                 problem, config, steps, target, (ctas, section, slices)
             ),
-            (1,) if config.heads_inside or in_rows(config, steps) else (1, 2),
+            () if config.heads_inside or in_rows(config, steps) else (2,),
         )
         limit = min(found.values()).time - all_left if found else math.inf
         dealt = rounds.best(rows, sms, costs, limit)
