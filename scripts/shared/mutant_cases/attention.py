@@ -121,15 +121,16 @@ def _masked(arch: str, kind: str) -> Callable[[], None]:
 
 
 def _gradients(arch: str, dim: int, *inputs: tuple, **options) -> Callable[[], None]:
-    """inputs: (queries, keys, causal) of each call. options: further ones of a case."""
+    """inputs: (batch rows, queries, keys, causal) of each call. options: further ones of a case. What makes dQ waits
+    for a single row; of several, it finds some done at its first look."""
 
     def run() -> None:
         from helpers.gradient_cases import Case
         from helpers.simulate import simulating_gradients
 
         with simulating_gradients(arch, sm_count=1):
-            for rows, keys, causal in inputs:
-                case = Case("", seq_q=rows, seq_k=keys, head_dim=dim, causal=causal, **options)
+            for batch, rows, keys, causal in inputs:
+                case = Case("", batch, rows, keys, head_dim=dim, causal=causal, **options)
                 case.gradients(case.tensors(), backend="reference")
 
     return run
@@ -139,7 +140,7 @@ CAUSAL = dict(batch=2, sq=200, sk=500, heads=1, lengths=(500, 40), causal=True, 
 TURNS = dict(sq=300, lengths=(500, 300))  # tiles of two consumers, the last with rows for one
 FULL = dict(batch=2, sq=130, sk=700, heads=1, lengths=(700, 40), num_splits=1)
 DECODE = dict(batch=2, sq=1, sk=900, heads=8, lengths=(900, 330), num_splits=2)
-UNSEEN = ((330, 200, True), (256, 200, True))  # rows that see nothing; only keys that nobody sees
+UNSEEN = ((1, 330, 200, True), (1, 256, 200, True))  # rows that see nothing; only keys that nobody sees
 LISTED = (False, (1, 1), (0.1, 0.4, 0.5))  # lists of ``gradient_cases.Case``
 KERNELS: dict[str, Callable[[], None]] = {
     "fmha-sm100": _attention("sm_100a", **CAUSAL, window=(250, 0), dim=128),
@@ -166,10 +167,10 @@ KERNELS: dict[str, Callable[[], None]] = {
         for arch in ("sm_100a", "sm_90a")
         for kind in ("tree", "ranges", "lists", "patterns")
     },
-    "gradients-sm90": _gradients("sm_90a", 128, *UNSEEN),
+    "gradients-sm90": _gradients("sm_90a", 128, *UNSEEN, (2, 330, 200, True)),
     "gradients-sm100": _gradients("sm_100a", 128, *UNSEEN),
-    "gradients-sm90-whole": _gradients("sm_90a", 128, (256, 256, False)),
-    "gradients-sm100-whole": _gradients("sm_100a", 128, (256, 256, False)),
-    "gradients-sm90-lists": _gradients("sm_90a", 128, (520, 300, True), blocks=LISTED),
-    "gradients-sm100-lists": _gradients("sm_100a", 128, (520, 300, True), blocks=LISTED),
+    "gradients-sm90-whole": _gradients("sm_90a", 128, (2, 256, 256, False)),
+    "gradients-sm100-whole": _gradients("sm_100a", 128, (1, 256, 256, False)),
+    "gradients-sm90-lists": _gradients("sm_90a", 128, *((n, 520, 300, True) for n in (1, 2)), blocks=LISTED),
+    "gradients-sm100-lists": _gradients("sm_100a", 128, (1, 520, 300, True), blocks=LISTED),
 }
