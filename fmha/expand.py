@@ -97,9 +97,8 @@ def passes(problem: AttentionProblem) -> int | None:
     MOST_BYTES. None: there is none."""
     batch, keys = wide_rows(problem)
     head_bytes, heads = 2 * batch * keys * problem.head_dim * BYTES, problem.heads_kv
-    most = (
-        1 if problem.bias is not None or problem.mask.has_blocks else heads
-    )  # these may have heads of their own
+    # A bias and lists of blocks may have heads of their own.
+    most = 1 if problem.bias is not None or problem.mask.has_blocks else heads
     found = (n for n in range(1, most + 1) if heads % n == 0 and heads // n * head_bytes <= MOST_BYTES)
     return next(found, None)
 

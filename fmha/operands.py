@@ -153,14 +153,11 @@ class Operands(NamedTuple):
 
 INPUTS = inputs_of(Operands)
 PLACES = Operands(*range(len(Operands._fields)))  # index of each field in the record
-ROWS, STATISTICS = (
-    slice(PLACES.q, PLACES.o + 1),
-    slice(PLACES.lse, PLACES.row_sum + 1),
-)  # q, k, v, o; lse to row_sum
+# The fields q, k, v and o, and those from lse to row_sum.
+ROWS, STATISTICS = slice(PLACES.q, PLACES.o + 1), slice(PLACES.lse, PLACES.row_sum + 1)
 GAPLESS = names_of(Operands, CONTIGUOUS)
-ARGUMENTS = len(Operands._fields) - len(
-    names_of(Operands, WORKSPACE)
-)  # fields in front, which are not workspace
+# The number of fields in front, which are not workspace.
+ARGUMENTS = len(Operands._fields) - len(names_of(Operands, WORKSPACE))
 
 
 class Options(NamedTuple):

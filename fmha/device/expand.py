@@ -37,9 +37,8 @@ class Expand:
     def __call__(self, operands: ExpandOperands, numbers: ExpandNumbers, stream: CUstream):
         """Host side."""
         batch, keys, heads, _ = operands.wide_k.shape
-        if cutlass.const_expr(
-            self.config.window and operands.q_start is None
-        ):  # the last key is some query's own
+        # Without q_start, the last key is some query's own.
+        if cutlass.const_expr(self.config.window and operands.q_start is None):
             keys = cutlass.min(keys, numbers.total_q + numbers.window_left)
         ctas = cute.ceil_div(keys * heads * self.config.vectors, THREADS * VECTORS)  # of a batch row
         self.kernel(operands, numbers, ctas).launch(
@@ -89,9 +88,8 @@ def expand_vectors(config: cutlass.Constexpr, operands, ring: cutlass.Constexpr,
     vectors = [first + i * THREADS for i in range(VECTORS)]
     keys = [vector // key_vectors for vector in vectors]
     rests = [vector - key * key_vectors for vector, key in zip(vectors, keys, strict=True)]
-    near = [
-        cutlass.min(key, end - 1) for key in keys
-    ]  # read in place of keys that there are not, and not used
+    # In place of keys that do not exist, the last one is read and not used.
+    near = [cutlass.min(key, end - 1) for key in keys]
     places = [address_of(config, operands, batch, key) for key in near]
     codes = [cute.make_rmem_tensor(size, Uint8) for _ in range(VECTORS)]
     scales = [Uint8(0)] * VECTORS

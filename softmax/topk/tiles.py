@@ -26,9 +26,8 @@ class TopkStorage:
     chunks: cute.Tensor | None  # (CHUNKS * WARP_THREADS, W * R) maxima of what the lanes read
     samples: cute.Tensor  # (SAMPLES) keys of lanes' maxima, SAMPLES / W from every warp
     bound: cute.Tensor | None  # (1) key: a lower bound of the row's top k
-    cluster_samples: (
-        cute.Tensor | None
-    )  # (SAMPLES) SAMPLES / C from every CTA of the cluster, which writes them
+    # (SAMPLES) SAMPLES / C from every CTA of the cluster, which writes them
+    cluster_samples: cute.Tensor | None
     counts: cute.Tensor  # (W) candidates
     maxima: cute.Tensor  # (W) maximum of a warp's elements
     sums: cute.Tensor  # (W) their sum of exp(x - maximum)
