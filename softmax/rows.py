@@ -127,25 +127,16 @@ class Rows(SoftmaxHost):
         row_index = cutlass.min(row_index, x.shape[0] - 1)
 
         # 1. Shared memory: states of the warps.
-        smem = cutlass.memory.SmemAllocator()
-        reduction, states = None, None
+        states, reduction = states_of_warps(config, accurate)
         if cutlass.const_expr(config.cluster > 1):
-            states, reduction = allocate_states(smem, config, accurate)
             reduction.open(thread)
-        elif cutlass.const_expr(config.warps > 1):
-            states = smem.allocate_tensor(
-                Float32, cute.make_layout((STATE_WORDS, config.warps, config.rows)), byte_alignment=16
-            )
 
         # 2. Load: this CTA's vectors of the row, interleaved over its threads.
         row = row_span(x, row_index, dtype, config.edges)
         begin, end = share_in_cluster(row, config.cluster)
-        words = cute.make_rmem_tensor((WORDS, config.vectors), Int32)
         source = row.first + Int64(begin + lane) * VECTOR_BYTES  # address of this thread's first vector
         cute.arch.griddepcontrol_wait()  # the previous launch may have written x, or may still read out
-        for i in cutlass.range_constexpr(config.vectors):
-            offset, vector = i * config.lanes * VECTOR_BYTES, begin + i * config.lanes + lane
-            load_vector(words[None, i], source, offset, Boolean(vector < end), dtype, PLAIN)
+        words = load_share(config, source, begin + lane, end)
         edge, edge_value = None, None
         if cutlass.const_expr(config.edges):
             edge = edge_in_group(row, lane, config.lanes, block % config.cluster, dtype)
@@ -183,6 +174,29 @@ class Rows(SoftmaxHost):
             value = exponential(edge_value - maximum, accurate) * inverse
             if in_range:
                 store_edge(target, edge, value, dtype)
+
+
+def states_of_warps(config, accurate: bool) -> tuple:
+    """Shared memory (STATE_WORDS, WARP, ROW) for the states of the warps that share rows, and the reduction over a
+    cluster. Each is None if there is no need for it."""
+    smem = cutlass.memory.SmemAllocator()
+    if config.cluster > 1:
+        return allocate_states(smem, config, accurate)
+    if config.warps == 1:
+        return None, None
+    layout = cute.make_layout((STATE_WORDS, config.warps, config.rows))
+    return smem.allocate_tensor(Float32, layout, byte_alignment=16), None
+
+
+@cute.jit
+def load_share(config: cutlass.Constexpr, source, first, end) -> cute.Tensor:
+    """Load a thread's vectors of a row: packed words (WORDS, VECTOR). source: address of the first one. first: its
+    number in the row. end: of the CTA's vectors."""
+    words = cute.make_rmem_tensor((WORDS, config.vectors), Int32)
+    for i in cutlass.range_constexpr(config.vectors):
+        offset, vector = i * config.lanes * VECTOR_BYTES, first + i * config.lanes
+        load_vector(words[None, i], source, offset, Boolean(vector < end), config.dtype, PLAIN)
+    return words
 
 
 @cute.jit

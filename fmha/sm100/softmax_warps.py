@@ -115,8 +115,6 @@ def tile_step(
 
     masked: some row does not see some key.
     """
-    reference, row_maximum, row_sum = state
-    score_unit = unit(config.logits, numbers)
     use = columns.use + step
     first_key = span.tile(step) * config.tile_n
     scores = cute.make_rmem_tensor(config.tile_n, Float32)  # (KEY)
@@ -133,16 +131,7 @@ def tile_step(
         map_scores(config.logits, scores, range(config.tile_n), numbers)
     if cutlass.const_expr(masked):
         columns.hide(config, channels, row, step, first_key, scores)
-    row_maximum = cute.arch.fmax(row_maximum, maximum(scores))
-    reference, factor, moved = move_reference(
-        reference, row_maximum, score_unit, config.output.rescale_threshold
-    )
-    reference = share(config, columns.thread, reference)
-    factor = share(config, columns.thread, factor)
-    polynomial_every = 0 if masked else config.shape.polynomial_every
-    row_sum = row_sum * factor + exponentiate(
-        scores, reference, score_unit, polynomial_every, degree=3 if config.p_dtype == "bfloat16" else 4
-    )
+    state, factor, moved = weigh(config, columns.thread, scores, unit(config.logits, numbers), state, masked)
     weights = cute.make_rmem_tensor(config.tile_n, dtype)  # (KEY)
     weights.store(scores.load().to(dtype))
 
@@ -168,7 +157,22 @@ def tile_step(
         cute.arch.fence_view_async_shared()
     tmem.fence_before_arrive()
     channels["p_full"].arrive(use)
-    return reference, row_maximum, row_sum
+    return state
+
+
+def weigh(config, thread, scores: cute.Tensor, score_unit, state: tuple, masked: bool) -> tuple:
+    """Replace scores (KEY) by their exponentials, and return the row's state with them, what the row of O is to be
+    multiplied by, and whether the reference has moved."""
+    reference, row_maximum, row_sum = state
+    row_maximum = cute.arch.fmax(row_maximum, maximum(scores))
+    reference, factor, moved = move_reference(
+        reference, row_maximum, score_unit, config.output.rescale_threshold
+    )
+    reference, factor = share(config, thread, reference), share(config, thread, factor)
+    polynomial_every = 0 if masked else config.shape.polynomial_every
+    degree = 3 if config.p_dtype == "bfloat16" else 4
+    row_sum = row_sum * factor + exponentiate(scores, reference, score_unit, polynomial_every, degree=degree)
+    return (reference, row_maximum, row_sum), factor, moved
 
 
 @cute.jit

@@ -61,7 +61,7 @@ def load_tile(role, tile, uses, record=None):
     """
     config, channels, source, where = role.config, role.channels, role.source, role.where
     tile_use, use = uses
-    column_group, subtiles = source.column_group, config.group_subtiles
+    column_group = source.column_group
     span = tile.span
     page = Int32(NO_PAGE) if cutlass.const_expr(config.pages_ahead) else None
     wait_for_launch(config)
@@ -92,29 +92,11 @@ def load_tile(role, tile, uses, record=None):
             after = cutlass.min(step + 1, span.count - 1)
             page = kv_page(config, source.operands, tile, span.tile(after))
         for i in role.rings:
-            name = config.format.rings[i]
             ring = source.kv(tile, i)
-            loaded = config.load_ring(name)
+            loaded = config.load_ring(config.format.rings[i])
             full, empty = channels[loaded + "_full"], channels[loaded + "_empty"]
             empty.wait_previous((use + step) * config.kv_groups + column_group)
-            if cutlass.const_expr(config.subtiles == 1):  # a loop of one would take registers all the same
-                load_subtile(config, name, ring, full, use + step, 0, places)
-                if cutlass.const_expr(config.format.kv_block > 0):
-                    base = source.shared.scales
-                    load_scales(config, source.operands, base, tile, i, full, use + step, places)
-            else:
-                for subtile in cutlass.range(
-                    column_group * subtiles, (column_group + 1) * subtiles, unroll=1
-                ):
-                    load_subtile(
-                        config, name, ring, full, (use + step) * config.subtiles + subtile, subtile, places
-                    )
-                if cutlass.const_expr(config.p_in_keys):
-                    last = config.subtiles - 1
-                    if (use + step) % config.kv_groups != column_group:
-                        load_subtile(
-                            config, name, ring, full, (use + step) * config.subtiles + last, last, places
-                        )
+            load_kv(config, source, tile, i, (ring, full), use + step, places)
         if cutlass.const_expr(config.prefetches):
             prefetch_kv(source, where, tile, step + config.kv_stages)
     if cutlass.const_expr(record is not None):  # noqa: SIM102
@@ -143,6 +125,34 @@ def load_q(
             for block in cutlass.range_constexpr(config.heads.qk_blocks - odd, config.heads.qk_blocks):
                 stage = row_group * config.heads.qk_blocks + block
                 ring.load(block, stage, full.barrier(use), evicts_first=config.streams_keys)
+
+
+@cute.jit
+def load_kv(
+    config: cutlass.Constexpr,
+    source,
+    tile,
+    number: cutlass.Constexpr,
+    target: cutlass.Constexpr,
+    use,
+    places,
+):
+    """Load a load warp's subtiles of a KV tile to a ring. number: the ring's in ``format.rings``. target: (the ring's
+    ``TileRing``, its full channel). use: KV tiles loaded before. places: of ``kv_places``."""
+    (ring, full), name = target, config.format.rings[number]
+    column_group, subtiles = source.column_group, config.group_subtiles
+    if cutlass.const_expr(config.subtiles == 1):  # a loop of one would take registers all the same
+        load_subtile(config, name, ring, full, use, 0, places)
+        if cutlass.const_expr(config.format.kv_block > 0):
+            base = source.shared.scales
+            load_scales(config, source.operands, base, tile, number, full, use, places)
+    else:
+        for subtile in cutlass.range(column_group * subtiles, (column_group + 1) * subtiles, unroll=1):
+            load_subtile(config, name, ring, full, use * config.subtiles + subtile, subtile, places)
+        if cutlass.const_expr(config.p_in_keys):
+            last = config.subtiles - 1
+            if use % config.kv_groups != column_group:
+                load_subtile(config, name, ring, full, use * config.subtiles + last, last, places)
 
 
 @cute.jit

@@ -14,7 +14,7 @@ from warpspec.common.hardware import WARP_THREADS
 from warpspec.softmax.topk.again import WarpRow, collect, stream
 from warpspec.softmax.topk.config import LEADER, RANK_BATCH
 from warpspec.softmax.topk.select import close_list, keep_largest, rank_among, rank_in
-from warpspec.softmax.topk.states import joint_state, state_of_lanes, write
+from warpspec.softmax.topk.states import joint_state, send_state, state_of_lanes, write
 from warpspec.softmax.topk.threshold import threshold_of
 from warpspec.softmax.topk.tiles import TopkStorage, allocate
 from warpspec.softmax.vectors import row_span
@@ -80,32 +80,7 @@ def row_of_cta(
 
     # 2. Send the candidates to the cluster's leader, ranked only if a CTA has too many.
     if cutlass.const_expr(config.cluster > 1):
-        others = Int32(0)
-        if mine.lane < config.warps:
-            others = shared.counts[mine.lane]
-        total_ = cute.arch.warp_redux_sync(others, "add")
-        first = cute.arch.warp_redux_sync(Int32(cutlass.select_(mine.lane < warp, others, Int32(0))), "add")
-        target = shared.lists.iterator + rank * config.cluster_list_size
-        for i in cutlass.range(mine.lane, count, WARP_THREADS, unroll=1):
-            word, position = mine.candidates[i], first + i
-            if total_ > config.k_capacity:
-                position = Int32(0)
-                for other in cutlass.range(config.warps, unroll=1):
-                    position += rank_in(shared.candidates[None, other], shared.counts[other], word)
-            if position < config.k_capacity:
-                cute.arch.map_dsmem_ptr(target + position, LEADER).store(word)
-        if warp == 0:
-            total_ = cutlass.min(total_, config.k_capacity)
-            if mine.lane < RANK_BATCH:
-                cute.arch.map_dsmem_ptr(target + (total_ + mine.lane), LEADER).store(Uint64(0))
-            maximum, sum_ = joint_state(shared.maxima, shared.sums, config.warps, config.accurate)
-            if mine.lane == 0:
-                for tensor, value in (
-                    (shared.list_counts, total_),
-                    (shared.list_maxima, maximum),
-                    (shared.list_sums, sum_),
-                ):
-                    cute.arch.map_dsmem_ptr(tensor.iterator + rank, LEADER).store(value)
+        send_list(config, mine, shared, warp, rank, count)
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 
@@ -125,6 +100,33 @@ def row_of_cta(
                 maxima, sums, count = shared.maxima, shared.sums, config.warps
             maximum, sum_ = joint_state(maxima, sums, count, config.accurate)
             write(config, shared.ranked[None, 0], mine, maximum, sum_, probs, indices, row)
+
+
+@cute.jit
+def send_list(config: cutlass.Constexpr, mine: WarpRow, shared: TopkStorage, warp, rank, count):
+    """Give the cluster's leader the warp's candidates, and the first warp also the CTA's state. They are in order only
+    if the CTA has more than fit. count: of the warp's candidates."""
+    others = Int32(0)
+    if mine.lane < config.warps:
+        others = shared.counts[mine.lane]
+    total = cute.arch.warp_redux_sync(others, "add")
+    first = cute.arch.warp_redux_sync(Int32(cutlass.select_(mine.lane < warp, others, Int32(0))), "add")
+    target = shared.lists.iterator + rank * config.cluster_list_size
+    for i in cutlass.range(mine.lane, count, WARP_THREADS, unroll=1):
+        word, position = mine.candidates[i], first + i
+        if total > config.k_capacity:
+            position = Int32(0)
+            for other in cutlass.range(config.warps, unroll=1):
+                position += rank_in(shared.candidates[None, other], shared.counts[other], word)
+        if position < config.k_capacity:
+            cute.arch.map_dsmem_ptr(target + position, LEADER).store(word)
+    if warp == 0:
+        total = cutlass.min(total, config.k_capacity)
+        if mine.lane < RANK_BATCH:
+            cute.arch.map_dsmem_ptr(target + (total + mine.lane), LEADER).store(Uint64(0))
+        maximum, sum_ = joint_state(shared.maxima, shared.sums, config.warps, config.accurate)
+        if mine.lane == 0:
+            send_state(shared, rank, total, maximum, sum_)
 
 
 @cute.jit

@@ -8,6 +8,7 @@ from cutlass import Float32, Int32
 
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.softmax.online import exponential, reference_of
+from warpspec.softmax.topk.config import LEADER
 from warpspec.softmax.topk.keys import candidate_column, candidate_key, key_of, logit_of
 
 
@@ -32,6 +33,13 @@ def joint_state(
     if lane < count:
         maximum, sum_ = maxima[lane], sums[lane]
     return state_of_lanes(maximum, sum_, accurate)
+
+
+def send_state(shared, rank, count, maximum: Float32, sum_: Float32) -> None:
+    """Give the cluster's leader the number of candidates of the CTA ``rank``, and its state. Called by a thread."""
+    given = ((shared.list_counts, count), (shared.list_maxima, maximum), (shared.list_sums, sum_))
+    for tensor, value in given:
+        cute.arch.map_dsmem_ptr(tensor.iterator + rank, LEADER).store(value)
 
 
 @cute.jit

@@ -22,7 +22,7 @@ from warpspec.softmax.topk.select import (
     rank_in_sorted,
     sort_lanes,
 )
-from warpspec.softmax.topk.states import joint_state, state_of_lanes, write
+from warpspec.softmax.topk.states import joint_state, send_state, state_of_lanes, write
 from warpspec.softmax.topk.stream import WarpRow, give_samples, joint_threshold, renewed, stream
 from warpspec.softmax.topk.tiles import TopkStorage, allocate
 from warpspec.softmax.vectors import row_span
@@ -91,15 +91,7 @@ def row_of_cta(config: cutlass.Constexpr, mine: WarpRow, shared: TopkStorage, ra
         shared.sums[mine.warp_in_cta] = sum_
         cute.arch.atomic_max(mine.bound.iterator, threshold, sem="relaxed", scope="cta")
     cute.arch.sync_threads()
-    bound = shared.bound[0]
-    if cutlass.const_expr(config.needs_others):
-        bound = cutlass.max(bound, joint_threshold(mine))
-    floor = lowest_candidate(bound)
-    count = keep_from(mine.candidates, count, floor, mine.lane)
-    if count > config.k_capacity:
-        keep_largest(mine.candidates, count, mine.k, mine.lane)
-        count = mine.k
-    close_list(mine.candidates, count, mine.lane)
+    count = keep_above_bound(config, mine, count)
     if mine.lane == 0:
         shared.counts[mine.warp_in_cta] = count
     cute.arch.sync_threads()
@@ -107,6 +99,45 @@ def row_of_cta(config: cutlass.Constexpr, mine: WarpRow, shared: TopkStorage, ra
     # 2. Ranks among the CTA's candidates.
     if cutlass.const_expr(config.cluster > 1):
         cute.arch.cluster_wait()
+    rank_candidates(config, mine, shared, rank, count)
+    maximum, sum_ = joint_state(shared.maxima, shared.sums, config.warps, config.accurate)
+
+    # 3. Ranks among the cluster's.
+    if cutlass.const_expr(config.cluster > 1):
+        if (mine.warp_in_cta == 0) & (mine.lane == 0):
+            candidates = Int32(0)
+            for w in cutlass.range_constexpr(config.warps):
+                candidates += shared.counts[w]
+            send_state(shared, rank, cutlass.min(candidates, mine.k), maximum, sum_)
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        if rank == LEADER:
+            merge_lists(config, mine, shared)
+            maximum, sum_ = joint_state(shared.list_maxima, shared.list_sums, config.cluster, config.accurate)
+    cute.arch.sync_threads()
+    if (rank == LEADER) & (mine.warp_in_cta == 0):
+        write(config, shared.ranked[None, 0], mine, maximum, sum_, probs, indices, row)
+
+
+@cute.jit
+def keep_above_bound(config: cutlass.Constexpr, mine: WarpRow, count):
+    """Drop the warp's candidates that the row's bound rules out, and all but the first k if there are more than fit.
+    count: candidates. Returns the number of those that are left."""
+    bound = mine.bound[0]
+    if cutlass.const_expr(config.needs_others):
+        bound = cutlass.max(bound, joint_threshold(mine))
+    count = keep_from(mine.candidates, count, lowest_candidate(bound), mine.lane)
+    if count > config.k_capacity:
+        keep_largest(mine.candidates, count, mine.k, mine.lane)
+        count = mine.k
+    close_list(mine.candidates, count, mine.lane)
+    return count
+
+
+@cute.jit
+def rank_candidates(config: cutlass.Constexpr, mine: WarpRow, shared: TopkStorage, rank, count):
+    """Write the warp's candidates that are among the CTA's first k to their places: in shared.ranked, or in a cluster
+    in the CTA's list, which the leader has."""
     for i in cutlass.range(mine.lane, count, WARP_THREADS, unroll=1):
         word = mine.candidates[i]
         position = Int32(0)
@@ -118,28 +149,6 @@ def row_of_cta(config: cutlass.Constexpr, mine: WarpRow, shared: TopkStorage, ra
                 cute.arch.map_dsmem_ptr(place, LEADER).store(word)
             else:
                 shared.ranked[position, 0] = word
-    maximum, sum_ = joint_state(shared.maxima, shared.sums, config.warps, config.accurate)
-
-    # 3. Ranks among the cluster's.
-    if cutlass.const_expr(config.cluster > 1):
-        if (mine.warp_in_cta == 0) & (mine.lane == 0):
-            candidates = Int32(0)
-            for w in cutlass.range_constexpr(config.warps):
-                candidates += shared.counts[w]
-            for tensor, value in (
-                (shared.list_counts, cutlass.min(candidates, mine.k)),
-                (shared.list_maxima, maximum),
-                (shared.list_sums, sum_),
-            ):
-                cute.arch.map_dsmem_ptr(tensor.iterator + rank, LEADER).store(value)
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-        if rank == LEADER:
-            merge_lists(config, mine, shared)
-            maximum, sum_ = joint_state(shared.list_maxima, shared.list_sums, config.cluster, config.accurate)
-    cute.arch.sync_threads()
-    if (rank == LEADER) & (mine.warp_in_cta == 0):
-        write(config, shared.ranked[None, 0], mine, maximum, sum_, probs, indices, row)
 
 
 @cute.jit

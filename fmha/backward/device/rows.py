@@ -67,7 +67,7 @@ def prepare_rows(config: cutlass.Constexpr, operands, tile_index, head):
     if cutlass.const_expr(operands.turns is not None):  # noqa: SIM102
         if thread < operands.turns.shape[2]:
             operands.turns[head, tile_index, thread] = 0
-    lanes, row_vectors = min(class_of(config.heads.qk) // VECTOR, WARP_THREADS), config.sizes.v // VECTOR
+    lanes = min(class_of(config.heads.qk) // VECTOR, WARP_THREADS)
     lane, group, groups = thread % lanes, thread // lanes, THREADS // lanes
     passes = config.tile_m // groups
     statistics = operands.statistics[head, tile_index, None, None]  # (ROW PAIR, 4)
@@ -83,22 +83,8 @@ def prepare_rows(config: cutlass.Constexpr, operands, tile_index, head):
                 dlse = operands.dlse[batch, head, row]
             dot = Float32(0.0)
             if cutlass.const_expr(operands.do is not None):
-                for place in range(0, config.heads.qk // VECTOR, lanes):
-                    vectors = []
-                    for tensor in (o, operands.do):
-                        line = tensor[batch, row, head, None]
-                        own = cutlass.min(place + lane, row_vectors - 1)
-                        part = cute.local_tile(line, (VECTOR,), (own,))
-                        vector = cute.make_rmem_tensor(VECTOR, tensor.element_type)
-                        cute.autovec_copy(part, vector)
-                        vectors.append(vector)
-                    more = Float32(0.0)
-                    for j in cutlass.range_constexpr(VECTOR):
-                        more += vectors[0][j].to(Float32) * vectors[1][j].to(Float32)
-                    if cutlass.const_expr(config.rows is not None):
-                        exists = Boolean(place + lane < row_vectors)
-                        more = Float32(cutlass.select_(exists, more, Float32(0.0)))
-                    dot += more
+                lines = (o[batch, row, head, None], operands.do[batch, row, head, None])
+                dot = part_of_dot(config, lines, lane, lanes)
             dots.append((query, lse, dlse, dot))
         for i in cutlass.range_constexpr(LOADS):
             query, lse, dlse, dot = dots[i]
@@ -114,8 +100,36 @@ def prepare_rows(config: cutlass.Constexpr, operands, tile_index, head):
                 sink_sum += of_sink
     if cutlass.const_expr(operands.dsink is not None):
         add_up(operands.dsink, (head, tile_index), thread, sink_sum)
+    clear_share(config, operands, tile_index, head, thread)
+
+
+@cute.jit
+def part_of_dot(config: cutlass.Constexpr, lines: tuple, lane, lanes: cutlass.Constexpr):
+    """One lane's part of rowsum(dO * O) of a row that ``lanes`` lanes share. lines: the row of O and of dO (D)."""
+    row_vectors, dot = config.sizes.v // VECTOR, Float32(0.0)
+    for place in range(0, config.heads.qk // VECTOR, lanes):
+        vectors = []
+        for line in lines:
+            own = cutlass.min(place + lane, row_vectors - 1)
+            vector = cute.make_rmem_tensor(VECTOR, line.element_type)
+            cute.autovec_copy(cute.local_tile(line, (VECTOR,), (own,)), vector)
+            vectors.append(vector)
+        more = Float32(0.0)
+        for j in cutlass.range_constexpr(VECTOR):
+            more += vectors[0][j].to(Float32) * vectors[1][j].to(Float32)
+        if cutlass.const_expr(config.rows is not None):
+            exists = Boolean(place + lane < row_vectors)
+            more = Float32(cutlass.select_(exists, more, Float32(0.0)))
+        dot += more
+    return dot
+
+
+@cute.jit
+def clear_share(config: cutlass.Constexpr, operands, tile_index, head, thread):
+    """Clear a CTA's share of what belongs to no query tile: ``done``, the sums of dK and dV, and gradients of rows past
+    the last request."""
     tile_count, _, _ = cute.arch.grid_dim()
-    cta, ctas = head * tile_count + tile_index, o.shape[2] * tile_count
+    cta, ctas = head * tile_count + tile_index, operands.o.shape[2] * tile_count
     if cutlass.const_expr(operands.done is not None):
         for i in cutlass.range(cta * THREADS + thread, cute.size(operands.done), ctas * THREADS, unroll=1):
             operands.done[i] = 0

@@ -267,10 +267,9 @@ def key_tile(
     bounds, ranges = config.mask.bounds(window), (None, None)
     if config.mask.has_ranges:
         ranges = (operands.ranges, operands.seen_by)
-    _, seq_q, _, length, _ = place
     first_key = number * config.tile_n
-    last_key = cutlass.min(first_key + config.tile_n, length) - 1
-    zero, group = Int32(0), operands.q.shape[2] // heads
+    last_key = cutlass.min(first_key + config.tile_n, place.length) - 1
+    group = operands.q.shape[2] // heads
     first_head = kv_head * group
     if cutlass.const_expr(config.slices):
         group = group // part[1]
@@ -287,10 +286,19 @@ def key_tile(
         pieces,
         sums_place,
         further_tiles(config, operands, request),
-        *(zero,) * 10,  # which steps it has, and who sees what, follow below
+        *(Int32(0),) * 10,  # of ``with_steps``
         bounds,
         *ranges,
+        patterns=operands.q_patterns,
     )
+    return with_steps(config, operands, tile, last_key, cut)
+
+
+def with_steps(config: BackwardKernel, operands, tile: KeyTile, last_key, cut) -> KeyTile:
+    """The same tile with its piece's steps, and with who sees what. last_key: the tile's, in the request. cut: as in
+    ``key_tile``."""
+    _, seq_q, _, length, _ = tile.place
+    first_key, zero, group = tile.first_key, Int32(0), tile.group
     low, inner_end = tile.queries_of(first_key)
     inner_first, high = tile.queries_of(last_key)
     some = Boolean(last_key >= first_key) & Boolean(high > low)
@@ -303,7 +311,8 @@ def key_tile(
         first_step, steps = steps_of_piece(config, cut, steps, (tiles_q, begin, count, group), some)
     blocks = None
     if cutlass.const_expr(config.mask.has_blocks):
-        blocks = key_block_of(config, operands, request, first_key, tiles_q, (first_head, first_head + group))
+        heads = (tile.first_head, tile.first_head + group)
+        blocks = key_block_of(config, operands, tile.request, first_key, tiles_q, heads)
         steps = steps_of(blocks)
     # Rows past the last query need no mask: their statistics make P zero.
     inner_end = Int32(cutlass.select_(Boolean(inner_end >= seq_q), Int32(FAR), inner_end))
@@ -325,7 +334,6 @@ def key_tile(
         rows_first=rows_first,
         rows_end=rows_end,
         blocks=blocks,
-        patterns=operands.q_patterns,
     )
 
 

@@ -91,12 +91,39 @@ def first_of(values: cute.Tensor, mma, columns: int) -> cute.Tensor:
     return cute.make_tensor(values.iterator, cute.make_layout(shape))
 
 
+def registers(config, dtype, consumer, mmas: tuple, queries: list) -> dict:
+    """The sums of a consumer and the operands that it has in registers, by field of ``GradientProducts``.
+
+    mmas: those of scores, rows, rows_v and a span of dQ. queries: (MMA, columns) of each of its blocks of dQ, with 0
+    columns of a block that rows do not have.
+    """
+    scores, rows, rows_v, span = mmas
+    makes_p, makes_ds = (not config.paired or consumer == each for each in range(2))
+    scores_shape = (CONSUMER_KEYS, config.block_m)
+    operand = rows.partition_shape_A(scores_shape)
+    s = accumulator(scores, scores_shape) if makes_p else None
+    dp = accumulator(scores, scores_shape) if makes_ds else None
+    # dQ reuses dP's registers once dS is in shared memory. A pair's next S or dP is in flight then, so its dQ has
+    # registers of its own.
+    dq = accumulator(span, (BLOCK, BLOCK)) if config.paired else dp
+    return {
+        "s": s,
+        "dp": dp,
+        "p": cute.make_rmem_tensor(operand, dtype) if makes_p else None,
+        "ds_rows": cute.make_rmem_tensor(operand, dtype) if makes_ds else None,
+        "dq": [first_of(dq, mma, columns) if columns else None for mma, columns in queries],
+        "dk": accumulator(rows, (CONSUMER_KEYS, config.sum_columns("k"))) if makes_ds else None,
+        "dv": accumulator(rows_v, (CONSUMER_KEYS, config.sum_columns("v"))) if makes_p else None,
+    }
+
+
 def products(config, dtype, shared, consumer) -> GradientProducts:
     """The products of a consumer. consumer: its number, which selects its 64 keys and its blocks of dQ."""
-    m, n, block = config.tile_m, config.tile_n, config.block_m
-    scores = make_mma(dtype, K_MAJOR, K_MAJOR, block, registers=config.keys_in_registers)
-    sums_k, sums_v = (config.sum_columns(name) for name in "kv")
-    rows, rows_v = (make_mma(dtype, K_MAJOR, MN_MAJOR, each, registers=True) for each in (sums_k, sums_v))
+    m, n = config.tile_m, config.tile_n
+    scores = make_mma(dtype, K_MAJOR, K_MAJOR, config.block_m, registers=config.keys_in_registers)
+    rows, rows_v = (
+        make_mma(dtype, K_MAJOR, MN_MAJOR, config.sum_columns(name), registers=True) for name in "kv"
+    )
     # Descriptors are those of whole spans, of which the products may read some columns.
     depth_k, depth_v = (BLOCK * config.spans_of(name) for name in "kv")
     spans_k, spans_v = (
@@ -125,9 +152,8 @@ def products(config, dtype, shared, consumer) -> GradientProducts:
     k_layout = hopper.make_smem_layout_b(column_major, (BLOCK, BLOCK, n), dtype, 1)
     own_blocks = [consumer * config.dq_blocks + i for i in range(config.dq_blocks)]
     ds_base, k_bases = places_of_dq(config, dtype, shared, own_blocks)
-    queries = [
-        make_mma(dtype, ds_mode, MN_MAJOR, config.dq_size(dq_block) or BLOCK) for dq_block in own_blocks
-    ]
+    dq_columns = [config.dq_size(dq_block) for dq_block in own_blocks]
+    queries = [make_mma(dtype, ds_mode, MN_MAJOR, columns or BLOCK) for columns in dq_columns]
     queries_of = {"stages": config.q_stages, "stage_bytes": config.tile_bytes("q")}
     dos_of = {"stages": config.do_stages, "stage_bytes": config.tile_bytes("do")}
 
@@ -136,14 +162,7 @@ def products(config, dtype, shared, consumer) -> GradientProducts:
             return cute.make_rmem_tensor(scores.partition_shape_A((CONSUMER_KEYS, config.room)), dtype)
         return batched(a(scores, base, layout)[None, 0 if config.paired else consumer, None, 0])
 
-    operand = rows.partition_shape_A((CONSUMER_KEYS, block))
-    scores_shape = (CONSUMER_KEYS, block)
-    makes_p, makes_ds = (not config.paired or consumer == each for each in range(2))
-    s = accumulator(scores, scores_shape) if makes_p else None
-    dp = accumulator(scores, scores_shape) if makes_ds else None
-    # dQ reuses dP's registers once dS is in shared memory. A pair's next S or dP is in flight then, so its dQ has
-    # registers of its own.
-    dq = accumulator(span, (BLOCK, BLOCK)) if config.paired else dp
+    own_queries = list(zip(queries, dq_columns, strict=True))
     return GradientProducts(
         scores,
         rows,
@@ -157,16 +176,7 @@ def products(config, dtype, shared, consumer) -> GradientProducts:
         do_columns=b(spans_v, shared.do, do_columns, **dos_of),
         ds=a(span, ds_base, ds_layout, max(config.ds_stages, 1), config.ds_bytes),
         k_columns=[b(span, base, k_layout, 1, 0) for base in k_bases],
-        s=s,
-        dp=dp,
-        p=cute.make_rmem_tensor(operand, dtype) if makes_p else None,
-        ds_rows=cute.make_rmem_tensor(operand, dtype) if makes_ds else None,
-        dq=[
-            first_of(dq, mma, config.dq_size(dq_block)) if config.dq_size(dq_block) else None
-            for mma, dq_block in zip(queries, own_blocks, strict=True)
-        ],
-        dk=accumulator(rows, (CONSUMER_KEYS, sums_k)) if makes_ds else None,
-        dv=accumulator(rows_v, (CONSUMER_KEYS, sums_v)) if makes_p else None,
+        **registers(config, dtype, consumer, (scores, rows, rows_v, span), own_queries),
     )
 
 
