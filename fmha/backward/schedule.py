@@ -117,7 +117,7 @@ def choose_order(problem: BackwardProblem, config: BackwardKernel, target: Targe
     pieces = choose_pieces(problem, config, steps, target)
     if in_rows(config, steps):
         return Order(pieces, 1)
-    slices = slice_numbers(problem, config, steps, target)[0]
+    slices = slices_of(problem, config, steps, target)
     if slices > 1:
         steps = [each // slices for each in steps]
         pieces = choose_pieces(problem, config, steps, target, slices)
@@ -206,21 +206,20 @@ def dealt_slices(
     return [n for n in range(1, min(group, max(most, 1)) + 1) if group % n == 0]
 
 
-def slice_numbers(
-    problem: BackwardProblem, config: BackwardKernel, steps: Sequence[int], target: Target
-) -> list[int]:
-    """Into how many slices a KV head's query heads may be cut. 1, but where there are many heads, and either too few
-    key tiles for the SMs, which as many pieces cost more than slices of FEW_HEADS heads, or key tiles that run together
-    read SLICES_BEYOND_L2 times as much as L2 holds: then all numbers that leave a slice at most SLICE_HEADS heads and
-    little more to read than L2 holds. With a window, key tiles go through the heads in step, and read one at a time.
+def slices_of(problem: BackwardProblem, config: BackwardKernel, steps: Sequence[int], target: Target) -> int:
+    """Into how many slices a KV head's query heads are cut, where the order is not simulated. 1, but where there are
+    many heads, and either too few key tiles of packed requests for the SMs, which as many pieces cost more than slices
+    of FEW_HEADS heads, or key tiles that run together read SLICES_BEYOND_L2 times as much as L2 holds: then the least
+    number that leaves a slice at most SLICE_HEADS heads and little more to read than L2 holds. With a window, key tiles
+    go through the heads in step, and read one at a time.
 
     steps: of each key tile. Slices of packed requests have at least SLICE_STEPS on average, and FEW_HEADS heads."""
     forward, packed = problem.forward, config.requests.packed_k
     group = forward.group
     if forward.window_left is not None and even(steps):
-        return [1]
+        return 1
     if group <= WHOLE_HEADS or not config.can_slice or not (config.wanted.k or config.wanted.v):
-        return [1]
+        return 1
     most, rows = group, forward.heads_kv * (1 if packed else forward.batch)
     if packed:
         fraction = min(forward.least_q / (forward.batch * max(forward.seq_q, 1)), 1.0)
@@ -228,13 +227,13 @@ def slice_numbers(
     few = group // FEW_HEADS
     fewer = rows * ctas_of(problem, config, steps, 1) <= FEW_CTAS * target.sm_count
     if fewer and group % FEW_HEADS == 0 and few <= most:
-        return [few] if packed else [1, few]
+        return few if packed else 1
     together = read_together(problem, config, steps, target)
     if together < SLICES_BEYOND_L2 * target.l2_bytes:
-        return [1]
+        return 1
     numbers = [n for n in range(2, group + 1) if group % n == 0 and group // n <= SLICE_HEADS]
     numbers = [n for n in numbers if together <= n * SLICE_BYTES * target.l2_bytes] or [group]
-    return [n for n in numbers if n <= most and (not packed or group // n >= FEW_HEADS)] or [1]
+    return next((n for n in numbers if n <= most and (not packed or group // n >= FEW_HEADS)), 1)
 
 
 def read_together(

@@ -20,7 +20,15 @@ from cutlass import Boolean, Float32, Int32
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.fmha.backward.device.load import wait_before
 from warpspec.fmha.backward.device.place import places_of
-from warpspec.fmha.backward.device.results import VECTOR, VECTORS, add_shares, pieces_at, store_share, tile_of
+from warpspec.fmha.backward.device.results import (
+    VECTOR,
+    VECTORS,
+    add_shares,
+    pieces_at,
+    store_share,
+    tile_of,
+    write_tile,
+)
 from warpspec.fmha.backward.device.tile import key_tiles_of
 from warpspec.fmha.backward.device.turns import end_turn
 from warpspec.fmha.backward.features import UNITS, WARP_ELEMENTS
@@ -174,17 +182,7 @@ def finish_keys(config: cutlass.Constexpr, operands, scale, items: cutlass.Const
                 first, pieces = operands.tile_pieces[index, 0], operands.tile_pieces[index, 1]
                 if pieces > 1:
                     both = tuple(pieces_at(t, kv_head, first, pieces) for t in (sums, more))
-                    write_keys(config, both, place, target, kv_head, share, factor)
+                    write_tile(config, both, place, target, kv_head, share, KEY_VECTORS, factor)
             else:
                 both = tuple(tile_of(t, kv_head, index) for t in (sums, more))
-                write_keys(config, both, place, target, kv_head, share, factor)
-
-
-@cute.jit
-def write_keys(
-    config: cutlass.Constexpr, both: cutlass.Constexpr, place, target: cute.Tensor, head, share, factor
-):
-    """Add up and write a share of a key tile."""
-    values = cute.make_rmem_tensor(KEY_VECTORS * VECTOR, Float32)
-    add_shares(both, share, factor, values)
-    store_share(config, place, target, head, share, KEY_VECTORS, values)
+                write_tile(config, both, place, target, kv_head, share, KEY_VECTORS, factor)

@@ -295,8 +295,8 @@ def key_tile(
 
 
 def with_steps(config: BackwardKernel, operands, tile: KeyTile, last_key, cut) -> KeyTile:
-    """The same tile with its piece's steps, and with who sees what. last_key: the tile's, in the request. cut: as in
-    ``key_tile``."""
+    """Return the tile with the steps of its piece, and with who sees what. last_key: the tile's, in the request. cut:
+    as in ``key_tile``."""
     _, seq_q, _, length, _ = tile.place
     first_key, zero, group = tile.first_key, Int32(0), tile.group
     low, inner_end = tile.queries_of(first_key)
