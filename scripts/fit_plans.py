@@ -26,7 +26,7 @@ from shared.sweep_regret import problem_of
 from shared.sweep_report import best_peer
 from shared.sweep_shapes import from_json
 
-from warpspec.fmha.plan import cost
+from warpspec.fmha.plan import cost, has_cta_each
 from warpspec.fmha.plan.cost import Constants, Way
 from warpspec.fmha.plan.scenarios import Requests
 from warpspec.fmha.plan.work import Tiling, Work, work_of
@@ -108,8 +108,7 @@ class Data:
                     if schedule == "PERSISTENT" and splits == 1 and ctas in (1, MANY_CTAS):
                         way = Way.SINGLE
                     persistent = ctas not in (1, MANY_CTAS)
-                    between = problem.requests.packed_q and problem.seq_q > t.queries
-                    if way is Way.SPLIT and between and persistent:
+                    if way is Way.SPLIT and persistent and has_cta_each(problem, way, t):
                         continue
                     self.row.append(index)
                     self.us.append(us)

@@ -20,7 +20,7 @@ from warpspec.fmha.plan.choices import Choices
 from warpspec.fmha.plan.cost import Way, microseconds
 from warpspec.fmha.plan.scenarios import scenarios
 from warpspec.fmha.plan.sections import choose_section
-from warpspec.fmha.plan.work import work_of
+from warpspec.fmha.plan.work import Tiling, work_of
 from warpspec.fmha.problem import AttentionProblem
 
 ANY_CTAS = 1 << 30  # as many CTAs as there are tiles
@@ -58,14 +58,15 @@ def plan_of(choices: Choices, problem: AttentionProblem, target: Target, found: 
         if config.scheduler.queries_in_step:
             together *= -(-problem.seq_q // config.rows.queries)
         resident -= resident % together
-    return Plan(config, found.splits, ANY_CTAS if has_cta_each(problem, found) else resident, section)
+    each = has_cta_each(problem, found.way, found.tiling)
+    return Plan(config, found.splits, ANY_CTAS if each else resident, section)
 
 
-def has_cta_each(problem: AttentionProblem, found: Candidate) -> bool:
+def has_cta_each(problem: AttentionProblem, way: Way, tiling: Tiling) -> bool:
     """Whether each query tile, or each of its splits, has a CTA of its own: with idle tiles between the others, splits
     take the SMs that idle ones leave at once."""
-    between = problem.requests.packed_q and problem.seq_q > found.tiling.queries
-    return found.way is Way.SINGLE or (found.way is Way.SPLIT and between)
+    between = problem.requests.packed_q and problem.seq_q > tiling.queries
+    return way is Way.SINGLE or (way is Way.SPLIT and between)
 
 
 def config_of(
