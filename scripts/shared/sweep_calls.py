@@ -152,13 +152,13 @@ def made_lists(mask: tuple, length: int, device: str) -> tuple[BlockMask, FlexMa
     return BlockMask.of(found, length, length), found
 
 
-def problem_of(x: SimpleNamespace) -> AttentionProblem:
-    """The problem of our call on inputs that need no values."""
+def problem_of(x: SimpleNamespace, **more) -> AttentionProblem:
+    """The problem of our call on inputs that need no values. more: further options."""
     options = dict(x.options)
     lists = options.pop("block_mask", None)
     if lists is not None:
         options |= lists.operands | dict(zip(("block_queries", "block_keys"), lists.block_size, strict=True))
-    return AttentionProblem.of(x.q, x.k, x.v, memory=False, **options)
+    return AttentionProblem.of(x.q, x.k, x.v, memory=False, **options, **more)
 
 
 def quantized(kind: str, tensors: tuple, values: bool) -> tuple[list, dict]:
@@ -256,9 +256,10 @@ def peers(shape: Shape) -> dict[str, Callable]:
     return found
 
 
-def flash_call(flash: SimpleNamespace, shape: AttentionShape, x: SimpleNamespace) -> torch.Tensor:
+def flash_call(flash: SimpleNamespace, shape: AttentionShape, x: SimpleNamespace, **more) -> torch.Tensor:
+    """flash-attn-4's result. more: further options of its call."""
     options = x.options
-    common = {"causal": shape.causal, "learnable_sink": options.get("sink")}
+    common = {"causal": shape.causal, "learnable_sink": options.get("sink"), **more}
     common["window_size"] = options.get("window", (None, None))
     if shape.softcap:
         common["softcap"] = shape.softcap

@@ -22,14 +22,14 @@ from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import Target
 
 from . import sweep_calls, sweep_gradients, sweep_regret
-from .sweep_shapes import GRADIENTS, Shape
+from .sweep_shapes import BACKWARD, Shape
 
 CACHES = {"FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash-attn-4", "QUACK_CACHE_DIR": "quack"}
 
 
 def calls_of(shape: Shape):
     """The module with the shape's calls: ``sweep_calls``, or ``sweep_gradients``, whose functions are named alike."""
-    return sweep_gradients if shape.kind == GRADIENTS else sweep_calls
+    return sweep_gradients if shape.kind in BACKWARD else sweep_calls
 
 
 def keep_kernels(temporary: str) -> None:

@@ -13,11 +13,13 @@ from .sweep_shapes import (
     FLOAT8,
     GRADIENTS,
     KINDS,
+    LIST_GRADIENTS,
     LISTS,
     MLA,
     MOST_BYTES,
     NVFP4,
     SHARES,
+    SIZE_GRADIENTS,
     SIZES,
     AttentionShape,
     RowShape,
@@ -58,7 +60,7 @@ PAGE_SIZES = (16, 32, 64, 128, 256)
 MOST_FLOPS = 1.6e12  # so that a call takes a few milliseconds at most
 VOCABULARIES = (32000, 32064, 50257, 128256, 129280, 131072, 151936, 152064, 201088, 256000, 262144)
 EXPERTS = (8, 16, 32, 60, 64, 72, 128, 160, 256)
-GRADIENT_DIMS = (64, 128, 256)  # head sizes that have gradients
+GRADIENT_DIMS = (64, 128, 256)  # head sizes of GRADIENTS, which are tuned for
 CODE_DIMS = LIST_DIMS = (64, 128, 256)  # head sizes that have such keys, and lists that are drawn
 
 
@@ -207,16 +209,31 @@ def top_k(draw: random.Random) -> RowShape:
 
 
 def gradients(draw: random.Random) -> AttentionShape:
-    """A layer of a training step: equal sequences, or packed documents; a fifth without a causal mask. Without sinks,
-    which most peers have no gradients for."""
+    """A training step's ``trained`` layer."""
     while (fields := layer(draw))["head_dim"] not in GRADIENT_DIMS:
         pass
+    return trained(draw, GRADIENTS, fields)
+
+
+def trained(draw: random.Random, kind: str, fields: dict) -> AttentionShape:
+    """A layer of a training step: equal sequences, or packed documents; a fifth without a causal mask. Without sinks,
+    which most peers have no gradients for. fields: what its model decides."""
     batch, most, equal = size(draw, 1, 16), size(draw, 192, 16384), draw.random() < 0.6
     queries = lengths(draw, batch, most, equal)
     causal = fields["window"] is not None or draw.random() < 0.8
     form = "plain" if len(set(queries)) == 1 else "packed"
     fields |= {"sink": False, "causal": causal, "form": form}
-    return AttentionShape(GRADIENTS, queries=queries, keys=queries, **fields)
+    return AttentionShape(kind, queries=queries, keys=queries, **fields)
+
+
+def size_gradients(draw: random.Random) -> AttentionShape:
+    """``trained``, of a model with a head size of its own, or a tower of images."""
+    shape = sizes(draw)
+    while shape.head_dim in GRADIENT_DIMS or shape.softcap or shape.head_dim > GRADIENT_DIMS[-1]:
+        shape = sizes(draw)
+    names = ("model", "heads_q", "heads_kv", "head_dim", "v_dim", "window")
+    found = trained(draw, SIZE_GRADIENTS, {name: getattr(shape, name) for name in names})
+    return replace(found, causal=False) if shape.model in TOWERS else found
 
 
 def quantized(draw: random.Random, kind: str) -> AttentionShape:
@@ -261,7 +278,7 @@ def mla(draw: random.Random) -> AttentionShape:
     )
 
 
-def listed(draw: random.Random) -> AttentionShape:
+def listed(draw: random.Random, kind: str = LISTS) -> AttentionShape:
     """Equal sequences under a mask that is given as lists of blocks."""
     while (fields := layer(draw))["head_dim"] not in LIST_DIMS:
         pass
@@ -275,7 +292,7 @@ def listed(draw: random.Random) -> AttentionShape:
         "blocks": draw.randint(0, 9999),
     }[name]
     fields |= {"window": None, "sink": False, "form": "plain", "causal": False, "mask": (name, number)}
-    return AttentionShape(LISTS, queries=(length,) * batch, keys=(length,) * batch, **fields)
+    return AttentionShape(kind, queries=(length,) * batch, keys=(length,) * batch, **fields)
 
 
 DRAWS = {
@@ -293,6 +310,8 @@ DRAWS = {
     SIZES: sizes,
     MLA: mla,
     LISTS: listed,
+    SIZE_GRADIENTS: size_gradients,
+    LIST_GRADIENTS: partial(listed, kind=LIST_GRADIENTS),
 }
 
 

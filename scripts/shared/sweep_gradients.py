@@ -1,4 +1,4 @@
-"""Gradients of a shape of kind "gradients" (``sweep_shapes``): ours and the peers', and what these compile.
+"""Gradients of a shape of a kind of ``sweep_shapes.BACKWARD``: ours and the peers', and what these compile.
 
 What is timed is the backward pass alone, as ``torch.autograd.grad`` runs it, to dQ, dK and dV. A candidate's forward
 pass is recorded once for every set of inputs, at its first call, on a stream of its own: autograd runs a backward pass
@@ -18,10 +18,9 @@ from warpspec.aot.models import kernels
 from warpspec.common.launch import Kernel, Target
 from warpspec.fmha.backward import launch
 from warpspec.fmha.backward.problem import BackwardProblem
-from warpspec.fmha.problem import AttentionProblem
 
 from . import sweep_calls
-from .attention_peers import flash_attention
+from .attention_peers import FLASH, flash_attention, flash_lists
 from .sweep_shapes import AttentionShape
 
 WANTED = ("q", "k", "v")
@@ -36,7 +35,8 @@ def recording_stream() -> torch.cuda.Stream:
 def inputs(shape: AttentionShape, device: str, seed: int = 0, *, values: bool = True) -> SimpleNamespace:
     """As ``sweep_calls.attention_inputs``, and do, the gradient of the result."""
     x = sweep_calls.attention_inputs(shape, device, seed, values=values)
-    x.do = torch.randn_like(x.q) if values else torch.empty_like(x.q)
+    make = torch.randn if values else torch.empty
+    x.do = make((*x.q.shape[:-1], shape.dims[1]), dtype=x.q.dtype, device=x.q.device)
     for tensor in (x.q, x.k, x.v):
         tensor.requires_grad_(values)
     return x
@@ -79,14 +79,20 @@ def ours(shape: AttentionShape) -> Callable:
 
 
 def peers(shape: AttentionShape) -> dict[str, Callable]:
-    return {name: Gradients(call) for name, call in sweep_calls.peers(shape).items()}
+    found = sweep_calls.peers(shape)
+    flash = flash_attention()
+    if shape.mask is not None and FLASH in found:
+        found[FLASH] = lambda x: sweep_calls.flash_call(
+            flash, shape, x, block_sparse_tensors_bwd=flash_lists(x.lists)[1]
+        )
+    return {name: Gradients(call) for name, call in found.items()}
 
 
 def our_kernels(shape: AttentionShape, target: Target) -> list[tuple[Kernel, Hashable]]:
     """The kernels of the forward and of the backward pass. Raises UnsupportedProblem as ``sweep_calls.our_kernels``."""
     x = sweep_calls.attention_inputs(shape, "meta", values=False)
-    forward = AttentionProblem.of(x.q, x.k, x.v, memory=False, return_lse=True, **x.options)
-    backward = launch.kernels(BackwardProblem.check(forward, WANTED), target)
+    forward = sweep_calls.problem_of(x, return_lse=True)
+    backward = launch.kernels(BackwardProblem.check(forward, WANTED).padded, target)
     return [*kernels([forward], target), *(item for item in backward if item is not None)]
 
 
@@ -112,5 +118,9 @@ def compile_peer(shape: AttentionShape) -> None:
         options["window_size_left"], options["window_size_right"] = x.options.get("window", (None, None))
         names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
         options |= {name: x.options[name] for name in names if name in x.options}
-        result, lse, *_ = _flash_attn_fwd(x.q, x.k, x.v, return_lse=True, **options)
-        _flash_attn_bwd(x.q, x.k, x.v, result, x.do, lse, **options)
+        ways = ({}, {})  # options of the forward pass, and of the backward pass
+        if shape.mask is not None:
+            options["mask_mod"] = sweep_calls.in_cute(shape.mask)
+            ways = tuple({"block_sparse_tensors": lists} for lists in flash_lists(x.lists))
+        result, lse, *_ = _flash_attn_fwd(x.q, x.k, x.v, return_lse=True, **options, **ways[0])
+        _flash_attn_bwd(x.q, x.k, x.v, result, x.do, lse, **options, **ways[1])

@@ -25,14 +25,14 @@ from .gpu_bench import table
 from .plan_calls import FIRST, describe, planned_call, prepared_call
 from .sweep_calls import OURS, attention_inputs
 from .sweep_report import LEVEL, best_peer, geometric_mean, text
-from .sweep_shapes import GRADIENTS, KINDS, AttentionShape, Shape
+from .sweep_shapes import BACKWARD, KINDS, AttentionShape, Shape
 
 PLAN = "plan "  # in front of a plan's name among a result's times
 
 
 def planned(shape: Shape) -> bool:
     """Whether the shape's plans are ``fmha.plan``'s."""
-    return isinstance(shape, AttentionShape) and shape.kind != GRADIENTS and shape.mask is None
+    return isinstance(shape, AttentionShape) and shape.kind not in BACKWARD and shape.mask is None
 
 
 def problem_of(shape: AttentionShape, device: str = "meta") -> AttentionProblem:

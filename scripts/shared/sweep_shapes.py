@@ -16,8 +16,10 @@ ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 PROBABILITY_BYTES = 4 + 4  # of a result of top-k: fp32, int32
 
 MOST_BYTES = 8e9  # of the tensors of a call
-GRADIENTS = "gradients"  # kind of a shape whose backward pass is timed, not its forward pass
-GRADIENT_WORK = 2.5  # a backward pass has five products for the forward pass's two
+# Kinds of shapes whose backward pass is timed, not their forward pass: of the tuned head sizes; of further ones; of
+# masks given as lists of blocks.
+GRADIENTS, SIZE_GRADIENTS, LIST_GRADIENTS = "gradients", "size-gradients", "list-gradients"
+BACKWARD = (GRADIENTS, SIZE_GRADIENTS, LIST_GRADIENTS)
 FLOAT8, NVFP4 = "fp8", "nvfp4"  # kinds of shapes whose keys and values are e4m3, or NVFP4
 CODE_BITS = {FLOAT8: 8, NVFP4: 4.5}  # of a number of K and V, with its share of block scales
 # Kinds of further models' shapes: head sizes and soft caps; MLA's decode; masks given as lists of blocks.
@@ -33,6 +35,8 @@ SHARES = {
     "softmax": 15,
     "top-k": 15,
     GRADIENTS: 20,
+    SIZE_GRADIENTS: 8,
+    LIST_GRADIENTS: 6,
     FLOAT8: 20,
     NVFP4: 20,
     SIZES: 20,
@@ -130,7 +134,7 @@ class AttentionShape:
     @property
     def copies(self) -> int:
         """How often each tensor counts: with its gradient where that is computed."""
-        return 2 if self.kind == GRADIENTS else 1
+        return 2 if self.kind in BACKWARD else 1
 
     @property
     def bytes(self) -> int:
@@ -147,8 +151,10 @@ class AttentionShape:
     @property
     def flops(self) -> int:
         pairs = sum(self._pairs(q, k) for q, k in zip(self.queries, self.keys, strict=True))
-        forward = 2 * pairs * self.heads_q * sum(self.dims)
-        return round(GRADIENT_WORK * forward) if self.kind == GRADIENTS else forward
+        qk, v = self.dims
+        # Backward, S is made again, and dP, dV, dQ and dK beside it.
+        columns = 3 * qk + 2 * v if self.kind in BACKWARD else qk + v
+        return 2 * pairs * self.heads_q * columns
 
     def _pairs(self, queries: int, keys: int) -> int:
         """Count the pairs of a query and a key that it sees. The last query stands at the last key."""

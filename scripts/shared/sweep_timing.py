@@ -13,7 +13,7 @@ from . import gpu_bench, sweep_regret, sweep_report
 from .attention_peers import flash_attention
 from .sweep_calls import OURS
 from .sweep_compile import calls_of, one_line
-from .sweep_shapes import GRADIENTS, Shape, from_json, to_json
+from .sweep_shapes import BACKWARD, Shape, from_json, to_json
 
 SHAPE_SECONDS = 20.0  # of a candidate at a shape, or of reading its kernels
 START_SECONDS = 90.0  # of a process
@@ -64,7 +64,7 @@ def measure(shape: Shape, result: dict, at: Callable[[str], None], plans: int = 
             check_device()
             continue
         result["errors"][name] = error
-        if error <= (DIFFERENT_GRADIENTS if shape.kind == GRADIENTS else DIFFERENT):
+        if error <= (DIFFERENT_GRADIENTS if shape.kind in BACKWARD else DIFFERENT):
             calls[name] = call
         else:
             result["missing"][name] = f"computes something else: relative difference {error:.1e}"

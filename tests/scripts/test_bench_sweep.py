@@ -101,7 +101,7 @@ def test_every_shape_is_a_call_that_our_kernels_run():
         assert sweep_compile.calls_of(shape).our_kernels(shape, H200), shape.name
 
 
-@pytest.mark.parametrize("more", [{}, {"causal": False}, {"form": "packed", "window": 3}])
+@pytest.mark.parametrize("more", [{}, {"causal": False}, {"form": "packed", "window": 3}, {"v_dim": 32}])
 def test_gradients_are_those_of_the_call(more):
     """Ours by the reference, and a peer's where torch has one on a CPU, against float64 autograd of each request."""
     form = more.get("form", "plain")
