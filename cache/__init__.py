@@ -55,12 +55,13 @@ def insert(
     an RMS norm of each head before the rotation; eps is added to its mean square. None: no norm. Without cos_sin and
     positions nothing is rotated.
 
-    k_scale, v_scale: fp32 [], [1] or [H] on k's device, where the kernel reads them; None: 1. k_block_scales,
-    v_block_scales: for "nvfp4", uint8 or float8_e4m3fn [slots, H, D/16] or [pages, page_size, H, D/16], any strides but
-    1 in the last dimension. swizzled: the block scales of values are laid out for sm_100
-    (``warpspec.common.kv_formats.swizzled_place``). Nothing in the bytes tells the two layouts apart: read as linear, a
-    swizzled cache gives scales of other tokens, and results are off by more than half. vLLM and SGLang swizzle on
-    sm_100 and not on sm_90.
+    k_scale, v_scale: fp32 [], [1] or [H], finite and above 0, on k's device, where the kernel reads them; None: 1. The
+    CPU raises ValueError for other values; a GPU, on which the host would have to wait for them, stores the codes that
+    x / scale gives. k_block_scales, v_block_scales: for "nvfp4", uint8 or float8_e4m3fn [slots, H, D/16] or [pages,
+    page_size, H, D/16], any strides but 1 in the last dimension. swizzled: the block scales of values are laid out for
+    sm_100 (``warpspec.common.kv_formats.swizzled_place``). Nothing in the bytes tells the two layouts apart: read as
+    linear, a swizzled cache gives scales of other tokens, and results are off by more than half. vLLM and SGLang
+    swizzle on sm_100 and not on sm_90.
 
     The norm is computed in fp32 and rounded to k's dtype, then the rotation is, each product rounded before the two are
     added. What is stored is quantised from that (``quantize``): the code of x is x / scale in fp32, rounded to nearest,

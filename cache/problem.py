@@ -217,10 +217,15 @@ def check_outputs(operands: Operands) -> None:
 
 
 def check_values(operands: Operands) -> None:
-    """Check on the CPU that the table has all positions and that no slot is given twice."""
+    """Check on the CPU that scales are finite and above 0, that the table has all positions, and that no slot is given
+    twice."""
     slots = operands.slots
     if slots.device.type != "cpu" or torch.compiler.is_compiling():
         return
+    for name in ("k_scale", "v_scale"):
+        scale = getattr(operands, name)
+        if scale is not None and not ((scale > 0) & (scale != torch.inf)).all():
+            raise ValueError(f"{name}: values must be finite and above 0, got {scale.tolist()}")
     if operands.positions is not None:
         last = len(operands.cos_sin) - 1
         check_range("positions", operands.positions, 0, last, "rows of cos_sin")

@@ -40,6 +40,11 @@ WRONG = [
     (TypeError, "k_scale", dict(k_scale=0.5)),
     (ValueError, "v_scale", dict(v_scale=one(3))),
     (ValueError, "v_scale", dict(v_scale=one(1, torch.float32).to("meta"))),
+    *(
+        (ValueError, "k_scale", dict(k_scale=one(HEADS) * value))
+        for value in (0.0, -1.0, torch.nan, torch.inf)
+    ),
+    (ValueError, "v_scale", dict(v_scale=-one(1))),
     (ValueError, "k_block_scales", dict(k_block_scales=one((3, 8, HEADS, 4), torch.uint8))),
     (ValueError, "k_block_scales", NVFP4 | dict(k_block_scales=None)),
     (ValueError, "v_block_scales", NVFP4 | dict(v_block_scales=one((3, 8, HEADS, 8), torch.uint8))),
