@@ -105,7 +105,8 @@ def attention(
             it).
         return_lse: also return lse. (A state carries it as ``.lse`` in any case.)
         num_splits: number of splits, ranges of keys that kernels compute side by side and then combine, 1 to 1024, each
-            with fp32 results of its own in memory; None lets the plan choose. The result is the same up to rounding.
+            with fp32 results of its own in memory, 16 GiB in all at most; None lets the plan choose. The result is the
+            same up to rounding.
         out: o is written here and returned: [B, Sq, Hq, D] in q's dtype (fp32 with normalize=False), rows
             aligned like q's, without an address twice or one of an input's.
         deterministic: gradients are the same bits every time, which costs time; torch.use_deterministic_algorithms

@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 
 from warpspec.common.checks import check_bool, check_int, check_rows, check_tensor, kind_of, shape_of
+from warpspec.common.hardware import FP32_BYTES
 from warpspec.common.outputs import check_apart, check_elements, refuse_negated
 from warpspec.fmha.block_mask import OWN_PATTERNS, WORD_BITS
 from warpspec.fmha.heads import CLASSES, LARGEST, LATENT, STEP, supported
@@ -22,6 +23,7 @@ SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 BIAS_DTYPES = (torch.bfloat16, torch.float32)
 SIZE_LIMIT = 2**31 - 1  # int32 indices in kernels
 MOST_SPLITS = 1024  # of the keys, each with fp32 results of its own in memory
+SPLIT_BYTES = 16 << 30  # most memory of these results
 
 
 def check_kinds(operands: Operands, options: Options) -> None:
@@ -235,6 +237,18 @@ def check_blocks(operands: Operands, options: Options, sizes: tuple[int, int, in
         numbers = len(operands.patterns), len(operands.q_patterns)
         raise ValueError(
             f"block_mask: patterns and q_patterns must be as many, got {numbers[0]} and {numbers[1]}"
+        )
+
+
+def check_splits(problem) -> None:
+    """Raise ValueError if the results of num_splits splits take more memory than SPLIT_BYTES. problem:
+    ``AttentionProblem``, with its num_splits in range."""
+    batch, rows = problem.rows
+    each = batch * rows * problem.heads_q * problem.heads.v_state * FP32_BYTES
+    if problem.num_splits > 1 and problem.num_splits * each > SPLIT_BYTES:
+        raise ValueError(
+            f"num_splits: {problem.num_splits} splits of this call need {problem.num_splits * each / 1e9:.1f} GB for "
+            f"their results, allowed are {SPLIT_BYTES / 1e9:.1f} GB: at most {max(SPLIT_BYTES // each, 1)} splits"
         )
 
 

@@ -32,6 +32,7 @@ from warpspec.fmha.checks import (
     check_ranges,
     check_shared_size,
     check_sink,
+    check_splits,
     check_starts,
     check_table,
     check_tree,
@@ -194,6 +195,8 @@ class AttentionProblem:
             block_heads=operands.kv_visits is not None and operands.kv_visits.shape[1] > 1,
             cut_for=options.cut_for,
         )
+        if problem.num_splits is not None:
+            check_splits(problem)
         if out is not None:
             check_out(operands, problem.o_dtype, memory, v_dim)
         return problem

@@ -201,6 +201,14 @@ def test_raises_and_names_the_argument(changes, error, name, words, monkeypatch)
             attention(**{**call, "backend": "sim", "out": changes.get("out")})
 
 
+def test_memory_of_splits():
+    """Splits whose results take more memory than any use of them needs are refused; as many as fit are not."""
+    q = torch.empty(2, 2**14, 32, 128, dtype=torch.float16, device="meta")
+    with pytest.raises(ValueError, match=r"^num_splits: 1024 splits .* need 549.8 GB .* at most 32 splits"):
+        AttentionProblem.of(q, q, q, num_splits=1024, memory=False)
+    assert AttentionProblem.of(q, q, q, num_splits=32, memory=False).num_splits == 32
+
+
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])
 def test_scales_of_codes(name, value):
