@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -22,6 +24,81 @@ from warpspec.cli.latent_cases import gathered_case, mla_case
 from warpspec.cli.options import KV_DTYPES
 
 
+@dataclass(frozen=True)
+class AttentionCall:
+    """A call of ``attention`` on random inputs, and torch's of the same result.
+
+    q, k, v: the inputs; v is k if V is K. sink: [heads] or None. do: the gradient of o; None: no gradients are asked
+    for. mask: SDPA's (``mask_for_torch``).
+    """
+
+    options: argparse.Namespace
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    sink: torch.Tensor | None
+    do: torch.Tensor | None
+    mask: torch.Tensor | None
+
+    @classmethod
+    def of(
+        cls, options: argparse.Namespace, device: str, sink: bool, shared: bool, gradients: bool
+    ) -> AttentionCall:
+        """Draw the inputs."""
+        randn, codes = random_numbers(options, device), KV_DTYPES[options.kv_dtype]
+        q = randn(options.batch, options.queries, options.heads, options.head_dim)
+        k, v = (randn(options.batch, options.keys, options.kv_heads, options.head_dim) for _ in "kv")
+        k, v = (tensor if codes is None else tensor.to(codes) for tensor in (k, v))
+        sinks = randn(options.heads, dtype=torch.float32) if sink else None
+        do = randn(*q.shape) if gradients else None
+        return cls(options, q, k, k if shared else v, sinks, do, mask_for_torch(options, device))
+
+    def attend(self, q, k, v, **more):
+        """Call ``attention`` with the options' mask."""
+        from warpspec.fmha import attention
+
+        window = self.options.window
+        kinds = {"causal": self.options.causal, "window": window and (window - 1, 0)}
+        return attention(q, k, None if self.v is self.k else v, **kinds, **more)
+
+    def results(self, compute: Callable, dtype: torch.dtype) -> list[torch.Tensor]:
+        """o, and the gradients of q, k and v where asked for. compute: a function of q, k and v. dtype: in which these
+        are, unless keys are codes."""
+        if KV_DTYPES[self.options.kv_dtype] is not None:
+            return [compute(self.q, self.k, self.v)]
+        gradients = self.do is not None
+        leaves = [t.detach().to(dtype).requires_grad_(gradients) for t in (self.q, self.k, self.v)]
+        o = compute(*leaves)
+        return [o.detach(), *torch.autograd.grad(o, leaves, self.do.to(dtype))] if gradients else [o]
+
+    def ours(self, backend: str) -> list[torch.Tensor]:
+        return self.results(partial(self.attend, sink=self.sink, backend=backend), self.q.dtype)
+
+    def expected(self) -> list[torch.Tensor]:
+        from warpspec.fmha import merge
+
+        if self.do is not None:
+            return self.results(self.attend_by_torch, torch.float32)
+        state = self.attend(self.q, self.k, self.v, normalize=False, backend="reference")
+        return [merge([state], sink=self.sink)[0]]
+
+    def attend_by_torch(self, *heads_last: torch.Tensor) -> torch.Tensor:
+        """Call SDPA."""
+        options = self.options
+        is_causal = options.causal and self.mask is None and options.queries > 1
+        kinds = {"attn_mask": self.mask, "is_causal": is_causal}
+        kinds["enable_gqa"] = options.kv_heads != options.heads
+        heads_first = (tensor.transpose(1, 2) for tensor in heads_last)
+        return scaled_dot_product_attention(*heads_first, **kinds).transpose(1, 2)
+
+    def torchs(self) -> list[torch.Tensor]:
+        return self.results(self.attend_by_torch, self.q.dtype)
+
+    def cudnn(self) -> list[torch.Tensor]:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return self.torchs()
+
+
 def attention_case(
     options: argparse.Namespace,
     device: str,
@@ -31,64 +108,24 @@ def attention_case(
     gradients: bool = False,
 ) -> Case:
     """One call of ``attention``, with its gradients where asked for. sink: a sink for each head. shared: V is K."""
-    from warpspec.fmha import attention, merge
-
-    randn = random_numbers(options, device)
-    heads, groups, d = options.heads, options.kv_heads, options.head_dim
-    q = randn(options.batch, options.queries, heads, d)
-    k, v = (randn(options.batch, options.keys, groups, d) for _ in "kv")
-    codes = KV_DTYPES[options.kv_dtype]
-    k, v = (tensor if codes is None else tensor.to(codes) for tensor in (k, v))
-    v = k if shared else v
-    sinks = randn(heads, dtype=torch.float32) if sink else None
-    do = randn(*q.shape) if gradients else None
-
-    kwargs = {"causal": options.causal, "window": options.window and (options.window - 1, 0)}
-
-    def results(compute, dtype=q.dtype):
-        if codes is not None:
-            return [compute(q, k, v)]
-        leaves = [tensor.detach().to(dtype).requires_grad_(gradients) for tensor in (q, k, v)]
-        o = compute(*leaves)
-        return [o.detach(), *torch.autograd.grad(o, leaves, do.to(dtype))] if gradients else [o]
-
-    def ours(backend):
-        return results(
-            lambda q, k, v: attention(q, k, None if shared else v, **kwargs, sink=sinks, backend=backend)
-        )
-
-    def expected():
-        if gradients:
-            return torchs(torch.float32)
-        state = attention(q, k, v, **kwargs, normalize=False, backend="reference")
-        return [merge([state], sink=sinks)[0]]
-
-    mask = mask_for_torch(options, device)
-    is_causal = options.causal and mask is None and options.queries > 1
-
-    def torchs(dtype=q.dtype):
-        def compute(q, k, v):
-            heads_first = (tensor.transpose(1, 2) for tensor in (q, k, v))
-            kinds = {"attn_mask": mask, "is_causal": is_causal, "enable_gqa": groups != heads}
-            return scaled_dot_product_attention(*heads_first, **kinds).transpose(1, 2)
-
-        return results(compute, dtype)
-
-    def cudnn():
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return torchs()
-
+    call = AttentionCall.of(options, device, sink, shared, gradients)
+    q, k, v = call.q, call.k, call.v
     masked = " (a mask in memory)" if options.window else ""
-    alone = sink or codes is not None  # torch has nothing like it
+    alone = sink or KV_DTYPES[options.kv_dtype] is not None  # torch has nothing like it
+    peers = {f"SDPA, as torch chooses{masked}": call.torchs, f"SDPA on cuDNN{masked}": call.cudnn}
     return Case(
         title_of(options, sink, gradients),
-        ours,
-        expected,
-        None if alone else torchs,
+        call.ours,
+        call.expected,
+        None if alone else call.torchs,
         (GRADIENT_TOLERANCE if gradients else ATTENTION_TOLERANCE)[options.dtype],
         by_head=True,
-        peers={} if alone else {f"SDPA, as torch chooses{masked}": torchs, f"SDPA on cuDNN{masked}": cudnn},
-        flops=(14 if gradients else 4) * options.batch * heads * seen_pairs(options) * d,
+        peers={} if alone else peers,
+        flops=(14 if gradients else 4)
+        * options.batch
+        * seen_pairs(options)
+        * options.heads
+        * options.head_dim,
         bytes=0 if gradients else sum(tensor.nbytes for tensor in ((q, q, k) if shared else (q, q, k, v))),
     )
 

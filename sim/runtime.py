@@ -7,6 +7,7 @@ import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -151,26 +152,12 @@ def execute(
 
     fields = StorageNames(storage, program.tables.dynamic_shared)
     with _constants(program, params, gmem) as (parameters, variables), _collector_paused():
-
-        def run(shares: int, keeps_back: bool) -> LaunchStats:
-            launches = [
-                Launch(
-                    grid, block, cluster, dynamic_smem, parameters, device, variables, registers, fields,
-                    (share, shares), starved(seed), fuse, keeps_back, recorder,
-                )
-                for share in range(shares)
-            ]  # fmt: skip
-            whole = Run(program, gmem, seed, overlap or Overlap(), check)
-            return run_shares(whole, launches, clusters, translated - start)
-
-        before = gmem.snapshot() if keeps_back else []
-        try:
-            stats = run(shares, keeps_back)
-        except SeenReductions:
-            _seeing.add(key)
-            gmem.restore(before)
-            program = load_program(text, kernel, logging)
-            stats = run(1, False)
+        launch = Launch(
+            grid, block, cluster, dynamic_smem, parameters, device, variables, registers, fields,
+            (0, 1), starved(seed), fuse, keeps_back, recorder,
+        )  # fmt: skip
+        run = Run(program, gmem, seed, overlap or Overlap(), check)
+        program, stats = _run(run, launch, shares, clusters, translated - start, key, logging)
         errors = _judge(stats, of_text(program), check)
     if recorder is not None:
         recorder.trace.tmem_columns = stats.peak_tmem_columns
@@ -208,6 +195,30 @@ def _constants(program: Program, params: bytes, gmem: GlobalMemory) -> Iterator[
     finally:
         for allocation in (buffer, *tables):
             gmem.free(allocation.address)
+
+
+def _run(
+    run: Run,
+    launch: Launch,
+    shares: int,
+    clusters: int,
+    seconds: float,
+    key: tuple[_Text, str],
+    logging: bool,
+) -> tuple[Program, LaunchStats]:
+    """Run a launch's clusters in so many shares, or again in one if its kernel turns out to use what it reduces into
+    global memory. Returns the program that ran to its end, too.
+
+    seconds: that translating took. key: the kernel's text and name. logging: as for ``load_program``."""
+    before = run.gmem.snapshot() if launch.keeps_back else []
+    try:
+        launches = [replace(launch, share=(share, shares)) for share in range(shares)]
+        return run.program, run_shares(run, launches, clusters, seconds)
+    except SeenReductions:
+        _seeing.add(key)
+        run.gmem.restore(before)
+        again = replace(run, program=load_program(key[0].value, key[1], logging))
+        return again.program, run_shares(again, [replace(launch, keeps_back=False)], clusters, seconds)
 
 
 def _recorder_of(

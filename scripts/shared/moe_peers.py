@@ -227,22 +227,8 @@ def marlin(model) -> Callable | None:
         )
         return out
 
-    def sort(ids):
-        """(choices by expert, padded to whole blocks; the blocks' experts; (rows, blocks of none)), rows of a block."""
-        mean = ids.numel() / model.experts
-        block = next((block for block in MARLIN_BLOCKS if mean / block < 0.9), MARLIN_BLOCKS[-1])
-        flat = ids.flatten().long()
-        counts = torch.bincount(flat, minlength=model.experts)
-        padded = -(-counts // block) * block
-        order = torch.full((int(padded.sum()),), flat.numel(), dtype=torch.int32, device=DEVICE)
-        choices = torch.argsort(flat, stable=True)
-        first = (padded.cumsum(0) - padded)[flat[choices]] - (counts.cumsum(0) - counts)[flat[choices]]
-        order[first + torch.arange(flat.numel(), device=DEVICE)] = choices.int()
-        experts = torch.arange(model.experts, device=DEVICE).repeat_interleave(padded // block).int()
-        return (order, experts, torch.tensor([len(order), 0], dtype=torch.int32, device=DEVICE)), block
-
     def bind(sets):
-        kept = {id(ids): sort(ids) for _, ids, _ in sets}
+        kept = {id(ids): marlin_order(ids, model.experts) for _, ids, _ in sets}
         rows = sets[0][1].numel()
         h = torch.randn(rows, width, device=DEVICE).bfloat16()
         outs = [torch.empty(rows, n, dtype=torch.bfloat16, device=DEVICE) for n in (2 * width, model.hidden)]
@@ -261,6 +247,21 @@ def marlin(model) -> Callable | None:
         return call
 
     return bind
+
+
+def marlin_order(ids: torch.Tensor, experts: int) -> tuple[tuple, int]:
+    """(choices by expert, padded to whole blocks; the blocks' experts; (rows, blocks of none)), rows of a block."""
+    mean = ids.numel() / experts
+    block = next((block for block in MARLIN_BLOCKS if mean / block < 0.9), MARLIN_BLOCKS[-1])
+    flat = ids.flatten().long()
+    counts = torch.bincount(flat, minlength=experts)
+    padded = -(-counts // block) * block
+    order = torch.full((int(padded.sum()),), flat.numel(), dtype=torch.int32, device=ids.device)
+    choices = torch.argsort(flat, stable=True)
+    first = (padded.cumsum(0) - padded)[flat[choices]] - (counts.cumsum(0) - counts)[flat[choices]]
+    order[first + torch.arange(flat.numel(), device=ids.device)] = choices.int()
+    of_blocks = torch.arange(experts, device=ids.device).repeat_interleave(padded // block).int()
+    return (order, of_blocks, torch.tensor([len(order), 0], dtype=torch.int32, device=ids.device)), block
 
 
 def of_bf16(model, product: Callable) -> Callable | None:
