@@ -15,7 +15,7 @@ import torch
 from warpspec.common.allocation import Block, allocate, block
 from warpspec.common.architecture import Family
 from warpspec.common.errors import UnsupportedProblem
-from warpspec.common.hardware import TMA_ALIGNMENT
+from warpspec.common.hardware import TMA_ALIGNMENT, WARP_THREADS
 from warpspec.common.launch import Kernel, Target
 from warpspec.common.strides import regular_strides
 from warpspec.fmha.backward.features import UNITS, BackwardKernel
@@ -171,15 +171,22 @@ def prepare(
         cut.most if cut else 0,
         order.slices,
         order.whole,
-        finisher_count(config, forward, target),
+        finisher_count(config, forward, order, target),
     )
     return Prepared(target, config, order, length, cut, *launchers, numbers, window, forward.logits.scale)
 
 
-def finisher_count(config: BackwardKernel, forward: AttentionProblem, target: Target) -> int:
-    """CTAs of the main kernel that make gradients from sums: one for each SM, or fewer if there are few tiles."""
-    queries = forward.batch * forward.heads_q * -(-forward.seq_q // config.tile_m)
-    return min(-(-queries // UNITS), target.sm_count) if config.finishes else 0
+def finisher_count(config: BackwardKernel, forward: AttentionProblem, order: Order, target: Target) -> int:
+    """CTAs of the main kernel that make gradients from sums: one for each SM, or fewer if their warps have an item each
+    (``device.finish``)."""
+    if not config.finishes:
+        return 0
+    rows, queries = forward.batch * forward.heads_kv, forward.group * -(-forward.seq_q // config.tile_m)
+    items = rows * -(-queries // UNITS) * config.query_shares
+    if config.cut:
+        tiles = (rows - order.whole) * -(-forward.seq_k // config.tile_n)
+        items += tiles * config.key_shares * (config.wanted.k + config.wanted.dv)
+    return min(-(-items // (config.threads // WARP_THREADS)), target.sm_count)
 
 
 def launched_pieces(

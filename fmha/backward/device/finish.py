@@ -31,10 +31,10 @@ from warpspec.fmha.backward.device.results import (
 )
 from warpspec.fmha.backward.device.tile import key_tiles_of
 from warpspec.fmha.backward.device.turns import end_turn
-from warpspec.fmha.backward.features import UNITS, WARP_ELEMENTS
+from warpspec.fmha.backward.features import KEY_ELEMENTS, UNITS
 from warpspec.fmha.device.grid import requests_of
 
-KEY_VECTORS = 4  # vectors of a thread of dK and dV
+KEY_VECTORS = KEY_ELEMENTS // (WARP_THREADS * VECTOR)  # of a thread of dK and dV
 POLL_NS = 300  # between two looks at a row that is not done
 
 
@@ -49,34 +49,25 @@ def report(work):
 
 class Items(NamedTuple):
     """How the items are numbered. rows: of all. first: rows that come first, whose key tiles are whole. queries, keys:
-    items of a row's dQ, and of its dK, or dV. query_tiles: of a head. query_shares, key_shares: of a tile, a warp each.
-    """
+    items of a row's dQ, and of its dK and dV. query_tiles: of a head."""
 
     rows: Int32
     first: Int32
     queries: Int32
     keys: Int32
     query_tiles: Int32
-    query_shares: int
-    key_shares: int
 
     @classmethod
     def of(cls, config, operands, whole) -> Items:
         heads = operands.k.shape[2]
         group, query_tiles = operands.q.shape[2] // heads, cute.ceil_div(operands.q.shape[1], config.tile_m)
-        query_shares = config.tile_m * config.heads.qk // WARP_ELEMENTS
-        key_shares = config.tile_n * config.heads.qk // (WARP_THREADS * KEY_VECTORS * VECTOR)
-        keys = (
-            key_tiles_of(config, operands) * key_shares * len(key_gradients(config, operands, Float32(1.0)))
-        )
+        gradients = key_gradients(config, operands, Float32(1.0))
         return cls(
             heads * requests_of(config.requests, operands),
             whole if config.cuts_on_host else Int32(0),
-            cute.ceil_div(group * query_tiles, UNITS) * query_shares,
-            keys,
+            cute.ceil_div(group * query_tiles, UNITS) * config.query_shares,
+            key_tiles_of(config, operands) * config.key_shares * len(gradients),
             query_tiles,
-            query_shares,
-            key_shares,
         )
 
     @property
@@ -152,7 +143,7 @@ def finish_queries(config: cutlass.Constexpr, operands, scale, items: cutlass.Co
     """Write an item of dQ."""
     heads = operands.k.shape[2]
     group, request, kv_head = operands.q.shape[2] // heads, row // heads, row % heads
-    share, first = number % items.query_shares, number // items.query_shares * UNITS
+    share, first = number % config.query_shares, number // config.query_shares * UNITS
     found = []
     for i in cutlass.range_constexpr(UNITS):
         unit = cutlass.min(first + i, group * items.query_tiles - 1)
@@ -171,8 +162,8 @@ def finish_keys(config: cutlass.Constexpr, operands, scale, items: cutlass.Const
     """Write an item of dK or dV."""
     heads, tiles = operands.k.shape[2], key_tiles_of(config, operands)
     request, kv_head = row // heads, row % heads
-    each, gradients = tiles * items.key_shares, key_gradients(config, operands, scale)
-    tile, share = number % each // items.key_shares, number % items.key_shares
+    each, gradients = tiles * config.key_shares, key_gradients(config, operands, scale)
+    tile, share = number % each // config.key_shares, number % config.key_shares
     index = request * tiles + tile
     place = (request, tile * config.tile_n, Int32(0), operands.k.shape[1])
     for i in cutlass.range_constexpr(len(gradients)):
