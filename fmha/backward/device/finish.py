@@ -5,8 +5,8 @@ these CTAs come after all others in the same launch, begin on the SMs that are f
 *row*, a KV head of a batch row, as soon as it is done: each CTA with a key tile, or a piece of one, counts itself
 (``report``) when all that it adds is there. CTAs begin in order, so that whoever is waited for has begun.
 
-Each warp takes the next *item* from a counter: its share of UNITS query tiles of a row, whose loads are in flight
-together, or of a key tile.
+Each warp takes *items* from a counter, the next one while it makes one: its share of UNITS query tiles of a row, whose
+loads are in flight together, or of a key tile.
 """
 
 from __future__ import annotations
@@ -98,39 +98,43 @@ def key_gradients(config, operands, scale) -> list[tuple]:
 def finish(config: cutlass.Constexpr, operands, scale, order):
     """Run a CTA that makes gradients from sums. order: the launch's (``place.key_tile_at``)."""
     wait_before(config)
-    items, lane = Items.of(config, operands, order[4]), cute.arch.lane_idx()
-    item = next_item(operands, items.rows, lane)
+    items, lane, heads = Items.of(config, operands, order[4]), cute.arch.lane_idx(), operands.k.shape[2]
+    item = cute.arch.shuffle_sync(take_item(operands, items.rows, lane), 0)
     while item < items.count:
+        following = take_item(operands, items.rows, lane)  # arrives while this one is made
         row, number = items.place_of(item)
-        wait_row(config, operands, order, row, lane)
+        noted = row
+        if cutlass.const_expr(config.cuts_on_host):  # the last head's CTAs leave notes of pieces
+            noted = Int32(
+                cutlass.select_(Boolean(number < items.queries), row, row // heads * heads + heads - 1)
+            )
+        wait_rows(config, operands, order, (row, noted), lane)
         if number < items.queries:
             finish_queries(config, operands, scale, items, row, number)
         else:
-            if cutlass.const_expr(config.cuts_on_host):
-                heads = operands.k.shape[2]
-                wait_row(config, operands, order, row // heads * heads + heads - 1, lane)  # notes of pieces
             finish_keys(config, operands, scale, items, row, number - items.queries)
-        item = next_item(operands, items.rows, lane)
+        item = cute.arch.shuffle_sync(following, 0)
 
 
 @cute.jit
-def next_item(operands, rows, lane) -> Int32:
-    """Take the next item for this warp."""
+def take_item(operands, rows, lane) -> Int32:
+    """Take an item for this warp; its number is lane 0's."""
     item = Int32(0)
     if lane == 0:
         item = cute.arch.atomic_add(operands.done.iterator + rows, Int32(1), sem="relaxed", scope="gpu")
-    return cute.arch.shuffle_sync(item, 0)
+    return item
 
 
 @cute.jit
-def wait_row(config: cutlass.Constexpr, operands, order: cutlass.Constexpr, row, lane):
-    """Wait until all CTAs of a row have reported."""
+def wait_rows(config: cutlass.Constexpr, operands, order: cutlass.Constexpr, both: cutlass.Constexpr, lane):
+    """Wait until all CTAs of two rows have reported: a lane looks at each."""
     pieces, *_, whole = order
+    row = Int32(cutlass.select_(Boolean(lane == 0), *both))
     expected = places_of(config, operands, pieces)
     if cutlass.const_expr(config.cuts_on_host):
         tiles = key_tiles_of(config, operands)
         expected = Int32(cutlass.select_(Boolean(row < whole), tiles, expected))
-    if lane == 0:
+    if lane < len(both):
         seen = cute.arch.load(operands.done.iterator + row, Int32, sem="acquire", scope="gpu")
         while seen < expected:
             cute.arch.inline_ptx(f"nanosleep.u32 {POLL_NS};")
