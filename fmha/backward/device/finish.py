@@ -5,8 +5,8 @@ these CTAs come after all others in the same launch, begin on the SMs that are f
 *row*, a KV head of a batch row, as soon as it is done: each CTA with a key tile, or a piece of one, counts itself
 (``report``) when all that it adds is there. CTAs begin in order, so that whoever is waited for has begun.
 
-Each warp takes *items* from a counter, the next one while it makes one: its share of UNITS query tiles of a row, whose
-loads are in flight together, or of a key tile.
+Each warp takes *items* from a counter: its share of UNITS query tiles of a row, whose loads are in flight together, or
+of a key tile. Where key tiles are cut, it takes the next one while it makes one.
 """
 
 from __future__ import annotations
@@ -101,18 +101,21 @@ def finish(config: cutlass.Constexpr, operands, scale, order):
     items, lane, heads = Items.of(config, operands, order[4]), cute.arch.lane_idx(), operands.k.shape[2]
     item = cute.arch.shuffle_sync(take_item(operands, items.rows, lane), 0)
     while item < items.count:
-        following = take_item(operands, items.rows, lane)  # arrives while this one is made
+        following = Int32(0)
+        if cutlass.const_expr(config.cut):
+            following = take_item(operands, items.rows, lane)  # arrives while this one is made
         row, number = items.place_of(item)
-        noted = row
+        rows = (row,)
         if cutlass.const_expr(config.cuts_on_host):  # the last head's CTAs leave notes of pieces
-            noted = Int32(
-                cutlass.select_(Boolean(number < items.queries), row, row // heads * heads + heads - 1)
-            )
-        wait_rows(config, operands, order, (row, noted), lane)
+            noted = row // heads * heads + heads - 1
+            rows = (row, Int32(cutlass.select_(Boolean(number < items.queries), row, noted)))
+        wait_rows(config, operands, order, rows, lane)
         if number < items.queries:
             finish_queries(config, operands, scale, items, row, number)
         else:
             finish_keys(config, operands, scale, items, row, number - items.queries)
+        if cutlass.const_expr(not config.cut):
+            following = take_item(operands, items.rows, lane)
         item = cute.arch.shuffle_sync(following, 0)
 
 
@@ -126,15 +129,15 @@ def take_item(operands, rows, lane) -> Int32:
 
 
 @cute.jit
-def wait_rows(config: cutlass.Constexpr, operands, order: cutlass.Constexpr, both: cutlass.Constexpr, lane):
-    """Wait until all CTAs of two rows have reported: a lane looks at each."""
+def wait_rows(config: cutlass.Constexpr, operands, order: cutlass.Constexpr, rows: cutlass.Constexpr, lane):
+    """Wait until all CTAs of one or two rows have reported: a lane looks at each."""
     pieces, *_, whole = order
-    row = Int32(cutlass.select_(Boolean(lane == 0), *both))
+    row = rows[0] if len(rows) == 1 else Int32(cutlass.select_(Boolean(lane == 0), *rows))
     expected = places_of(config, operands, pieces)
     if cutlass.const_expr(config.cuts_on_host):
         tiles = key_tiles_of(config, operands)
         expected = Int32(cutlass.select_(Boolean(row < whole), tiles, expected))
-    if lane < len(both):
+    if lane < len(rows):
         seen = cute.arch.load(operands.done.iterator + row, Int32, sem="acquire", scope="gpu")
         while seen < expected:
             cute.arch.inline_ptx(f"nanosleep.u32 {POLL_NS};")
