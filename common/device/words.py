@@ -79,6 +79,24 @@ def load_present(
     return [found] if count == 1 else list(found)
 
 
+def load_present_byte(address: Int64, present) -> Uint32:
+    """Load a byte of global memory; 0 if not present (a Boolean or Int32)."""
+    return cute.arch.inline_ptx(
+        "{ .reg .pred here; setp.ne.b32 here, {$r1}, 0; mov.b32 {$w0}, 0; @here ld.global.u8 {$w0}, [{$r0}]; }",
+        write_only_types=[Uint32],
+        read_only_args=[address, Int32(present)],
+    )
+
+
+def store_present(address: Int64, present, words: list) -> None:
+    """Store four words to global memory at an address, a multiple of their size, if present (a Boolean or Int32)."""
+    names = ", ".join(f"{{$r{2 + i}}}" for i in range(VECTOR_WORDS))
+    cute.arch.inline_ptx(
+        "{ .reg .pred here; setp.ne.b32 here, {$r1}, 0; @here st.global.v4.b32 [{$r0}], {" + names + "}; }",
+        read_only_args=[address, Int32(present), *words],
+    )
+
+
 def store_words(row: cute.Tensor, first, words: list) -> None:
     """Store words to row (WORD). first: index of the first, a multiple of their number."""
     step = min(len(words), VECTOR_WORDS)
