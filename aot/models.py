@@ -16,7 +16,7 @@ import torch
 from warpspec.cache.config import InsertConfig, heads_per_item
 from warpspec.cache.device.insert import INSERT
 from warpspec.common.launch import Kernel, Target
-from warpspec.fmha.block_mask import BLOCK, OWN_PATTERNS, WORD_BITS
+from warpspec.fmha.block_mask import BLOCK, ORDER_WORDS, OWN_PATTERNS, WORD_BITS, Visits
 from warpspec.fmha.combine import COMBINE
 from warpspec.fmha.cuts import kernels_with_cuts
 from warpspec.fmha.expand import EXPAND, expand_config, expanded
@@ -118,6 +118,7 @@ DECODE_QUERIES = (1, 2, 4, 8)  # more than one query: speculative decoding
 PREFILL_QUERIES = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 4096, 16384)
 KEYS = (128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 MOST_QUERIES = 65536  # most queries of a batch
+LIST_SHARES = (1 / 16, 1 / 2)  # shares of all blocks that lists have
 NEAR = 0.08  # more than a plan's expected time that kernels take which calls of sizes in between may ask for
 # Codes: margin of dequantising first against converting in the kernel, as a multiple of the one among plans. Tiles of
 # the two ways end at different numbers of queries, so their times change places within few sizes.
@@ -165,15 +166,26 @@ def problems(
     for call, page_size in forms:
         for layer in model.layers:
             for size in sizes():
-                yield problem(model, layer, size, call, page_size)
+                if call != BLOCKS:
+                    yield problem(model, layer, size, call, page_size)
                 if call == "paged" and size.seq_q == 1:  # some callers do without a mask
                     yield problem(model, layer | {"causal": False}, size, call, page_size)
                 if call == BLOCKS:  # lists with patterns say all of a mask, a layer's window included
-                    yield problem(model, layer | {"causal": False, "window": None}, size, call, page_size)
+                    yield from listed(model, layer, size)
+                    yield from listed(model, layer | {"causal": False, "window": None}, size)
         for stride in model.strides:  # keys of both kinds, each of which gives a part of the result
             for size in sizes():
                 for part in (*model.layers, {"key_stride": stride}):
                     yield problem(model, part | {"normalize": False}, size, call, page_size)
+
+
+def listed(model: Model, layer: dict, size: Sizes) -> Iterator[AttentionProblem]:
+    """The problems of a call with lists of blocks: of unknown lengths, and with some of all blocks."""
+    found = problem(model, layer, size, BLOCKS, 0)
+    yield found
+    for share in LIST_SHARES:
+        mean = max(share * size.seq_k / BLOCK, 1.0)
+        yield replace(found, visited=Visits(mean, mean / 2 if found.mask.has_patterns else 1.0, 2 * mean))
 
 
 def problem(model: Model, layer: dict, size: Sizes, call: str, page_size: int) -> AttentionProblem:
@@ -223,6 +235,7 @@ def lists_of_blocks(batch: int, seq_q: int, seq_k: int, patterns: bool) -> dict:
     shapes = {
         "kv_visits": (batch, 1, rows, columns, 2), "kv_counts": (batch, 1, rows, 2),
         "q_visits": (batch, 1, columns, rows, 3), "q_counts": (batch, 1, columns, 3),
+        "kv_order": (batch, 1, rows, ORDER_WORDS),
     }  # fmt: skip
     if patterns:
         shapes |= dict.fromkeys(("patterns", "q_patterns"), (OWN_PATTERNS, BLOCK, BLOCK // WORD_BITS))

@@ -7,6 +7,7 @@ Gradients use these lists from the side of the keys.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,27 +22,59 @@ BLOCK = 128  # queries and keys of a block where lists do not say
 WORD_BITS = 32
 ALL, TO_END = 0, 1  # patterns of full blocks: every key, every key before the last one's end
 OWN_PATTERNS = 2  # patterns before those of partial blocks
+VISIT_BITS = 4  # binary digits of ``Visits``
 AT_A_TIME = 256  # blocks of which mask_mod is evaluated together
 # Fields of flash-attn-4's and FlexAttention's lists: counts and indices of partial blocks, then of full ones.
 FLASH_ATTN = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
-# Tensors of a ``BlockMask``: lists of batch rows and heads, and patterns.
+# Tensors of a ``BlockMask``: lists of batch rows and heads, their order, and patterns.
 LISTS = ("kv_visits", "kv_counts", "q_visits", "q_counts")
-TENSORS = (*LISTS, "patterns", "q_patterns")
+TENSORS = (*LISTS, "kv_order", "patterns", "q_patterns")
+ORDER_WORDS = 5  # of an entry of kv_order
 FLEX = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+
+
+class Visits(NamedTuple):
+    """Blocks of keys that a block of queries visits: the mean, how many of these need a mask, and the most.
+
+    Plans look at them (``fmha.plan``). Numbers are ``coarse``, so that masks with about equal lists share a plan.
+    """
+
+    mean: float
+    masked: float
+    most: float
+
+    @classmethod
+    def of(cls, counts: torch.Tensor) -> Visits | None:
+        """The visits of kv_counts (``BlockMask``); None without batch rows. Waits for the device."""
+        if counts.numel() == 0:
+            return None
+        masked, every = counts.double().flatten(0, -2).unbind(-1)
+        return cls(*map(coarse, torch.stack([every.mean(), masked.mean(), every.max()]).tolist()))
+
+
+def coarse(number: float) -> float:
+    """A number of at least 0 rounded to VISIT_BITS binary digits."""
+    mantissa, exponent = math.frexp(number)
+    return math.ldexp(round(math.ldexp(mantissa, VISIT_BITS)), exponent - VISIT_BITS)
 
 
 @dataclass(frozen=True, eq=False)
 class BlockMask:
     """Lists of blocks in the form that kernels read. ``BlockMask.of`` converts other libraries' lists.
 
-    block_size: (queries, keys) of a block. lengths: (Sq, Sk). kv_visits [B or 1, Hq or 1, M, N, 2] int32: the blocks
-    of keys that each of the M blocks of queries visits, as (block, rule), partial ones first. kv_counts [.., M, 2]
-    int32: partial blocks, and all. q_visits [.., N, M, 3]: where block m of queries visits block n of keys, (the next
-    block of queries that visits it, after the last the first, rule, how many blocks of keys before n are visited by m).
-    q_counts [.., N, 3]: the first and the last block of queries that visits a block of keys, and how many do. patterns
-    [n, block queries, words] int32: patterns of bits, bit i % 32 of word i // 32 for a block's key i; q_patterns [n,
-    block keys, words]: the same with a row for each key. None: partial blocks are cut by the call's causal, window and
-    ranges alone.
+    block_size: (queries, keys) of a block. lengths: (Sq, Sk). kv_visits [B or 1, Hq or 1, M, N, 2] int32, with M and N
+    at least 1: the blocks of keys that each of the M blocks of queries visits, as (block, rule), partial ones first.
+    kv_counts [.., M, 2] int32: partial blocks, and all. q_visits [.., N, M, 3]: where block m of queries visits block n
+    of keys, (the next block of queries that visits it, after the last the first, rule, how many blocks of keys before n
+    are visited by m). q_counts [.., N, 3]: the first and the last block of queries that visits a block of keys, and how
+    many do. patterns [n, block queries, words] int32: patterns of bits, bit i % 32 of word i // 32 for a block's key i;
+    q_patterns [n, block keys, words]: the same with a row for each key. None: partial blocks are cut by the call's
+    causal, window and ranges alone.
+
+    kv_order [.., M, 5] int32: the order in which tiles of queries begin, those with the longest lists first: (block of
+    queries, its two counts, the two numbers of its list's first visit), as in kv_counts and kv_visits. A last block
+    that is not whole is always the first. None: tiles begin with those of the last block. visited: what the host knows
+    of lists' lengths; None: nothing.
 
     A rule is the number of a partial block's pattern (0 without patterns). That of a full block, of which rows see
     every key that exists, is negative: ~rule is the number of its pattern.
@@ -61,6 +94,8 @@ class BlockMask:
     q_counts: torch.Tensor
     patterns: torch.Tensor | None = None
     q_patterns: torch.Tensor | None = None
+    kv_order: torch.Tensor | None = None
+    visited: Visits | None = None
 
     def __post_init__(self):
         check_size(self.block_size)
@@ -76,6 +111,19 @@ class BlockMask:
     def operands(self) -> dict[str, torch.Tensor | None]:
         """The tensors, by name."""
         return {name: getattr(self, name) for name in TENSORS}
+
+    @property
+    def options(self) -> dict[str, int | float | None]:
+        """The numbers, by the names of a call's options."""
+        queries, keys = self.block_size
+        mean, masked, most = self.visited or (None, None, None)
+        return {
+            "block_queries": queries,
+            "block_keys": keys,
+            "block_visits": mean,
+            "block_masked": masked,
+            "block_most": most,
+        }
 
     def to(self, device: torch.device | str) -> BlockMask:
         """Copy the lists to another device. Raises what ``torch.Tensor.to`` raises."""
@@ -97,11 +145,11 @@ class BlockMask:
         """
         found = read_lists(lists)
         check_lists(found, seq_q, seq_k)
-        blocks = tuple(-(-n // size) for n, size in zip((seq_q, seq_k), found.block_size, strict=True))
-        partial = listed(found.counts, found.indices, blocks[1])
+        columns = -(-seq_k // found.block_size[1])
+        partial = listed(found.counts, found.indices, columns)
         full = torch.zeros_like(partial)
         if found.full_counts is not None:
-            full = listed(found.full_counts, found.full_indices, blocks[1])
+            full = listed(found.full_counts, found.full_indices, columns)
             partial, full = torch.broadcast_tensors(partial & ~full, full)
         rule = torch.where(full, ~ALL, 0)
         patterns, q_patterns, cut = None, None, torch.zeros_like(full)
@@ -115,7 +163,10 @@ class BlockMask:
         masked = partial | cut
         kv = visits(masked, full & ~cut, rule)
         q = visitors(partial | full, rule)
-        return cls(found.block_size, (seq_q, seq_k), *kv, *q, patterns, q_patterns)
+        order = order_of(*kv, whole=seq_q % found.block_size[0] == 0)
+        waits = found.mask_mod is not None or are_checked(found.counts.device)
+        visited = Visits.of(kv[1]) if waits else None
+        return cls(found.block_size, (seq_q, seq_k), *kv, *q, patterns, q_patterns, order, visited)
 
 
 class Lists(NamedTuple):
@@ -220,11 +271,13 @@ def check_entries(
 
 
 def listed(counts: torch.Tensor, indices: torch.Tensor, blocks: int) -> torch.Tensor:
-    """bool [B or 1, H or 1, M, blocks]: which blocks a list has."""
+    """bool [B or 1, H or 1, M, blocks]: which blocks a list has. M and blocks are at least 1, so that kernels that look
+    at a list past the last one find one."""
     valid = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
     valid = valid & (indices >= 0) & (indices < blocks)
     found = torch.zeros(*valid.shape[:-1], blocks + 1, dtype=torch.bool, device=indices.device)
-    return found.scatter_(-1, torch.where(valid, indices, blocks).long(), True)[..., :blocks]
+    found = found.scatter_(-1, torch.where(valid, indices, blocks).long(), True)[..., :blocks]
+    return torch.nn.functional.pad(found, (0, int(blocks == 0), 0, int(found.shape[-2] == 0)))
 
 
 def visits(masked: torch.Tensor, full: torch.Tensor, rule: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -235,14 +288,23 @@ def visits(masked: torch.Tensor, full: torch.Tensor, rule: torch.Tensor) -> tupl
     return torch.stack([order, rule.gather(-1, order)], dim=-1).int(), counts.int()
 
 
+def order_of(visits: torch.Tensor, counts: torch.Tensor, whole: bool) -> torch.Tensor:
+    """kv_order of ``BlockMask``. visits, counts: kv_visits, kv_counts. whole: whether the last block of queries is."""
+    lengths = counts[..., 1].clone()
+    if not whole:
+        lengths[..., -1:] = visits.shape[-2] + 1
+    block = lengths.argsort(dim=-1, descending=True, stable=True)[..., None]
+    found = (t.gather(-2, block.expand(*block.shape[:-1], 2)) for t in (counts, visits[..., 0, :]))
+    return torch.cat([block, *found], dim=-1).int()
+
+
 def visitors(visited: torch.Tensor, rule: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(q_visits, q_counts) of ``BlockMask`` from [.., M, N]."""
     rank = visited.int().cumsum(dim=-1) - visited.int()
     by_key, rows = visited.transpose(-2, -1), visited.shape[-2]
     row = torch.arange(rows, device=visited.device)
     places = torch.where(by_key, row, rows)
-    first = places.amin(dim=-1) if rows else places.sum(dim=-1)
-    last = torch.where(by_key, row, -1).amax(dim=-1) if rows else first
+    first, last = places.amin(dim=-1), torch.where(by_key, row, -1).amax(dim=-1)
     after = places.roll(-1, dims=-1)
     after[..., -1:] = rows
     after = after.flip(-1).cummin(dim=-1).values.flip(-1)  # the smallest of the later ones

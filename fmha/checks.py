@@ -9,7 +9,7 @@ import torch
 from warpspec.common.checks import check_bool, check_int, check_rows, check_tensor, kind_of, shape_of
 from warpspec.common.hardware import FP32_BYTES
 from warpspec.common.outputs import check_apart, check_elements, refuse_negated
-from warpspec.fmha.block_mask import OWN_PATTERNS, WORD_BITS
+from warpspec.fmha.block_mask import ORDER_WORDS, OWN_PATTERNS, WORD_BITS
 from warpspec.fmha.heads import CLASSES, LARGEST, LATENT, STEP, supported
 from warpspec.fmha.line import KEPT_WORDS
 from warpspec.fmha.operands import Operands, Options
@@ -199,17 +199,18 @@ def check_blocks(operands: Operands, options: Options, sizes: tuple[int, int, in
         raise ValueError("block_mask: must be None with tree")
     batch, heads, seq_q, seq_k = sizes
     size = (options.block_queries, options.block_keys)
-    rows, columns = -(-seq_q // size[0]), -(-seq_k // size[1])
+    rows, columns = (max(-(-n // each), 1) for n, each in zip((seq_q, seq_k), size, strict=True))
     # Lists of packed requests are for the longest ones, which the host does not know, and those of pages for as many
     # keys as the caller likes: requests see nothing past them.
-    if operands.kv_visits.dim() == 5 and (rows == 0 or 0 not in operands.kv_visits.shape):
+    if operands.kv_visits.dim() == 5:
         if operands.cu_seqlens_q is not None:
-            rows = operands.kv_visits.shape[2]
+            rows = max(operands.kv_visits.shape[2], 1)
         if operands.cu_seqlens_q is not None or operands.page_table is not None:
-            columns = operands.kv_visits.shape[3]
+            columns = max(operands.kv_visits.shape[3], 1)
     wanted = {
         "kv_visits": (rows, columns, 2),
         "kv_counts": (rows, 2),
+        **({} if operands.kv_order is None else {"kv_order": (rows, ORDER_WORDS)}),
         "q_visits": (columns, rows, 3),
         "q_counts": (columns, 3),
     }

@@ -30,7 +30,7 @@ class Mask:
     that a key stands for. has_tree, has_ranges: an operand gives further visible keys, those of drafts (``tree``) or of
     an image. sparse: any key of a tile may be missing; the source of the keys knows which. block_size: (queries, keys)
     of the blocks that operands list (``block_mask``); None: no lists. has_patterns: patterns of bits hide keys of
-    partial blocks.
+    partial blocks. has_order: an operand says in which order blocks of queries begin.
     """
 
     causal: bool = False
@@ -42,6 +42,7 @@ class Mask:
     sparse: bool = False
     block_size: tuple[int, int] | None = None
     has_patterns: bool = False
+    has_order: bool = False
 
     def __post_init__(self):
         assert not (self.has_tree or self.has_ranges) or (self.causal and self.key_stride == 1)
@@ -59,6 +60,7 @@ class Mask:
             has_ranges=operands.ranges is not None,
             block_size=None if operands.kv_visits is None else (options.block_queries, options.block_keys),
             has_patterns=operands.patterns is not None,
+            has_order=operands.kv_order is not None and operands.cu_seqlens_q is None,
         )
 
     @property

@@ -23,6 +23,7 @@ from warpspec.common.operands import (
     inputs_of,
     names_of,
 )
+from warpspec.fmha.block_mask import ORDER_WORDS
 from warpspec.fmha.line import JOIN_WORDS, KEPT_WORDS
 from warpspec.fmha.logits import LogitOptions
 from warpspec.fmha.quantized import block_alignment
@@ -69,6 +70,7 @@ COUNTERS = Operand(INT64, 1, when="scheduler.counts")
 # Lists of blocks (``block_mask.BlockMask``).
 KV_VISITS, Q_VISITS = (Operand(INT32, 5, numbers, when="mask.has_blocks") for numbers in (2, 3))
 KV_COUNTS, Q_COUNTS = (Operand(INT32, 4, numbers, when="mask.has_blocks") for numbers in (2, 3))
+KV_ORDER = Operand(INT32, 4, ORDER_WORDS, when="mask.has_order")
 PATTERNS, Q_PATTERNS = (
     Operand(
         INT32,
@@ -93,7 +95,7 @@ class Operands(NamedTuple):
     k, v in FP8 or NVFP4 (bytes in kernels; NVFP4's rows have D/2): k_scale, v_scale fp32, in kernels [B, Hkv, 1]; of
     NVFP4 k_block_scales, v_block_scales with a row of D/16 bytes for each row of k and v.
     If queries are drafts: tree [B, Sq] int64, packed [1, T] (``tree``). If they also see ranges: ranges [B, Sq, 2]
-    int32, packed [1, T, 2]. If they visit blocks of keys: kv_visits, kv_counts, q_visits, q_counts,
+    int32, packed [1, T, 2]. If they visit blocks of keys: kv_visits, kv_counts, kv_order, q_visits, q_counts,
     patterns, q_patterns (``block_mask.BlockMask``). If another launch has cut their line: cuts [CTAs, rounds, 16] int32
     (``cuts``).
 
@@ -136,6 +138,7 @@ class Operands(NamedTuple):
     ranges: Annotated[Any, Operand(INT32, 3, 2, when="mask.has_ranges"), CONTIGUOUS] = None
     kv_visits: Annotated[Any, KV_VISITS, CONTIGUOUS] = None
     kv_counts: Annotated[Any, KV_COUNTS, CONTIGUOUS] = None
+    kv_order: Annotated[Any, KV_ORDER, CONTIGUOUS] = None
     q_visits: Annotated[Any, Q_VISITS, CONTIGUOUS] = None
     q_counts: Annotated[Any, Q_COUNTS, CONTIGUOUS] = None
     patterns: Annotated[Any, PATTERNS, CONTIGUOUS] = None
@@ -177,6 +180,10 @@ class Options(NamedTuple):
     swizzled: bool = False
     block_queries: int | None = None  # queries of a block of block_mask
     block_keys: int | None = None
+    # What is known of its lists' lengths (``block_mask.Visits``).
+    block_visits: float | None = None
+    block_masked: float | None = None
+    block_most: float | None = None
     cut_for: str | None = None  # what the operand cuts was made for (``cuts``)
 
     @classmethod

@@ -18,6 +18,7 @@ from warpspec.common.checks import check_int, check_rows, shape_of
 from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.common.operands import FLOAT32
 from warpspec.fmha import values
+from warpspec.fmha.block_mask import Visits
 from warpspec.fmha.checks import (
     MOST_SPLITS,
     SIZE_LIMIT,
@@ -46,6 +47,7 @@ from warpspec.fmha.operands import INPUTS, Operands, Options
 from warpspec.fmha.quantized import SCALES, check_block_scales, check_scales
 from warpspec.fmha.values import POSITION_LIMIT, are_checked, check_values
 
+VISITED = slice(Options._fields.index("block_visits"), Options._fields.index("block_most") + 1)
 DIGITS_Q = 4  # binary ones of the number of packed queries that plans look at
 
 
@@ -89,6 +91,7 @@ class AttentionProblem:
     # packed ones: most keys of all requests, T of k rounded up as least_q is rounded down
     num_splits: int | None = None  # 1 to MOST_SPLITS; None: the kernel chooses
     block_heads: bool = False  # query heads have each their own lists of blocks (``block_mask``)
+    visited: Visits | None = None  # what is known of these lists' lengths
     cut_for: str | None = None  # as in ``Options``
 
     @property
@@ -193,6 +196,7 @@ class AttentionProblem:
             **({} if bias is None else {"bias": BiasLayout.of(bias), "bias_rows": _bias_rows(bias, memory)}),
             num_splits=options.num_splits,
             block_heads=operands.kv_visits is not None and operands.kv_visits.shape[1] > 1,
+            visited=None if options.block_visits is None else Visits(*options[VISITED]),
             cut_for=options.cut_for,
         )
         if problem.num_splits is not None:

@@ -62,9 +62,14 @@ class TileGrid:
     batch: int
 
     @property
+    def rows(self):
+        """Tiles of one number among the query tiles."""
+        return self.head_tiles * self.heads_kv * self.batch
+
+    @property
     def size(self):
         """CTAs in all."""
-        return self.query_tiles * self.head_tiles * self.heads_kv * self.batch
+        return self.query_tiles * self.rows
 
     def decode(self, index, *, longest_first: bool, section=None, minimum=min):
         """Tile number -> (query tile, head tile, KV head, batch row).

@@ -39,7 +39,6 @@ WARP_ELEMENTS = SUBTILE_ELEMENTS // 4  # elements of a warp's share of a subtile
 THREAD_ELEMENTS = SUBTILE_ELEMENTS // WARPGROUP_THREADS
 WARPS = 4  # warps of a warpgroup, one for each share of a subtile
 UNITS = 4  # query tiles whose dQ a warp makes from their sums at a time (``device.finish``)
-KEY_ELEMENTS = 512  # elements of a key tile's dK or dV that a warp makes from its sums at a time
 
 
 @dataclass(frozen=True)
@@ -239,16 +238,6 @@ class BackwardKernel:
     def dq_subtiles(self) -> int:
         """Subtiles of dQ in a query tile."""
         return self.tile_m * self.heads.qk // SUBTILE_ELEMENTS
-
-    @property
-    def query_shares(self) -> int:
-        """Warps' shares of a query tile's dQ, where the main kernel makes it from its sums."""
-        return self.tile_m * self.heads.qk // WARP_ELEMENTS
-
-    @property
-    def key_shares(self) -> int:
-        """Like ``query_shares``, of a key tile's dK, or dV."""
-        return self.tile_n * self.heads.qk // KEY_ELEMENTS
 
     @property
     def width(self) -> int:

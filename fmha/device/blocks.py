@@ -26,6 +26,7 @@ class Blocks(NamedTuple):
     visits: cute.Tensor
     counts: cute.Tensor
     patterns: cute.Tensor | None
+    order: cute.Tensor | None = None
 
     def place(self, batch, head, block) -> tuple:
         """First indices of a block's list. Lists may be the same for all batch rows or heads. A block past the last one
@@ -40,7 +41,29 @@ def kv_blocks(config, operands) -> Blocks | None:
     """Lists of the blocks of keys that queries visit, or None."""
     if not config.mask.has_blocks:
         return None
-    return Blocks(operands.kv_visits, operands.kv_counts, operands.patterns)
+    return Blocks(operands.kv_visits, operands.kv_counts, operands.patterns, operands.kv_order)
+
+
+class Listed(NamedTuple):
+    """An entry of ``BlockMask.kv_order``: a block of queries, its list's counts, and the list's first entry."""
+
+    block: Int32
+    partial: Int32
+    count: Int32
+    first: Visit
+
+
+def nth_listed(config, blocks: Blocks, query_tiles, number, batch, head) -> tuple:
+    """(``Listed``, query tile) of the number-th query tile of a head, the ones with the longest lists first.
+
+    Only the first block may have fewer tiles than the others (``BlockMask``).
+    """
+    of_block = -(-config.mask.block_size[0] // config.rows.queries)
+    place = number + blocks.counts.shape[2] * of_block - query_tiles
+    rank, tile = place // of_block, of_block - 1 - place % of_block
+    words = blocks.order[(*blocks.place(batch, head, rank), None)]
+    found = Listed(words[0], words[1], words[2], Visit(words[3], words[4]))
+    return found, found.block * of_block + tile
 
 
 @dataclass(frozen=True)
@@ -110,12 +133,18 @@ def list_of(config, blocks: Blocks, batch, head, first_query, length) -> BlockSp
     return BlockSpan(visits, keys // config.tile_n, *(Int32(0),) * 3, end=end)
 
 
-def block_span(config, blocks: Blocks, batch, head, first_query, length) -> BlockSpan:
-    """The KV tiles of an M tile."""
+def block_span(
+    config, blocks: Blocks, batch, head, first_query, length, listed: Listed | None = None
+) -> BlockSpan:
+    """The KV tiles of an M tile. listed: its block's, if it has been read."""
     block = first_query // config.mask.block_size[0]
-    place = blocks.place(batch, head, block)
-    partial, count = (blocks.counts[(*place, number)] for number in range(2))
     span = list_of(config, blocks, batch, head, first_query, length)
+    if listed is None:
+        place = blocks.place(batch, head, block)
+        partial, count = (blocks.counts[(*place, number)] for number in range(2))
+    else:
+        partial, count = listed.partial, listed.count
+        span = replace(span, entry=None if config.output.splits else listed.first)
     if not config.requests.ends_in_tile:
         return replace(span, count=count * span.tiles, masked=partial * span.tiles)
     if config.scheduler.has_warp:  # other roles that find their tiles lack the registers

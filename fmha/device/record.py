@@ -134,7 +134,8 @@ def word_of(tile: Tile, name: str) -> Int32:
     if name in (*SPAN, *BLOCK_SPAN):
         return Int32(getattr(tile.span, name))
     if name in ENTRY:
-        return Int32(getattr(tile.span.visit(0), name))
+        entry = tile.span.visit(0) if tile.span.entry is None else tile.span.entry
+        return Int32(getattr(entry, name))
     if name in ("whole", "earlier", "later"):
         return Int32(getattr(tile.piece, name))
     return Int32(tile.piece.state if name == "piece_state" else getattr(tile, name))

@@ -16,7 +16,7 @@ from cutlass import Boolean, Int32, Uint64
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.fmha.config import AttentionKernel
 from warpspec.fmha.device.ahead import prefetch_pages, wait_for_launch
-from warpspec.fmha.device.blocks import RowBlocks, block_span, kv_blocks
+from warpspec.fmha.device.blocks import RowBlocks, block_span, kv_blocks, nth_listed
 from warpspec.fmha.device.longest import nth_longest
 from warpspec.fmha.device.packed import in_order, request_of
 from warpspec.fmha.device.request import request_at
@@ -165,7 +165,7 @@ class Tile(RowTile):
     @property
     def first_head(self):
         """First query head of the tile."""
-        return self.kv_head * self.group + self.head_tile * self.config.rows.pack
+        return first_head_of(self.config, self.group, self.kv_head, self.head_tile)
 
     @property
     def keys_batch(self):
@@ -278,8 +278,8 @@ def hull(
 
 def last_first(config: AttentionKernel) -> bool:
     """Whether query tiles run from the last to the first, one query tile of all heads at a time: work grows with a
-    row's position, as it often does with lists of blocks, or tiles of packed queries have their own order
-    (``packed``)."""
+    row's position, as it often does with lists of blocks, or tiles of packed queries or of listed blocks have their own
+    order (``packed``, ``blocks.nth_listed``)."""
     return config.mask.causal or config.requests.packed_q or config.mask.has_blocks
 
 
@@ -303,7 +303,14 @@ def tile_at(config: AttentionKernel, operands, grid, window, index, section=None
         wait_for_launch(config)
     if cutlass.const_expr(config.requests.packed_q):
         request, query_tile = packed_tile(config, operands, query_tile, extent(grid.query_tiles), order)
-    tile = tile_of(config, operands, grid.group, window, query_tile, head_tile, kv_head, request)
+    listed = None
+    if cutlass.const_expr(config.mask.has_order):
+        query_tiles = extent(grid.query_tiles)
+        head = first_head_of(config, grid.group, kv_head, head_tile)
+        listed, query_tile = nth_listed(
+            config, kv_blocks(config, operands), query_tiles, query_tiles - 1 - query_tile, request, head
+        )
+    tile = tile_of(config, operands, grid.group, window, query_tile, head_tile, kv_head, request, listed)
     if cutlass.const_expr(config.output.splits):
         tile = replace(tile, split=split, span=tile.span.split(split, extent(grid.splits)))
     return tile
@@ -332,10 +339,16 @@ def positions_of(config: AttentionKernel, start, first_query, last_query) -> tup
     return start + first_query, start + last_query
 
 
+def first_head_of(config: AttentionKernel, group, kv_head, head_tile):
+    """First query head of a tile. group: query heads of a KV head."""
+    return kv_head * group + head_tile * config.rows.pack
+
+
 def tile_of(
-    config: AttentionKernel, operands, group, window, query_tile, head_tile, kv_head, request
+    config: AttentionKernel, operands, group, window, query_tile, head_tile, kv_head, request, listed=None
 ) -> Tile:
-    """The tile at a place of the grid, with all of its keys. group: query heads of a KV head."""
+    """The tile at a place of the grid, with all of its keys. group: query heads of a KV head. listed: ``blocks.Listed``
+    of its block of queries, if that has been read."""
     first_row, seq_q, first_key, length, start = request_at(config.requests, operands, request)
     bounds = config.mask.bounds(window)
     first_query = query_tile * config.rows.queries
@@ -350,8 +363,8 @@ def tile_of(
             first, end = hull(config, operands.ranges, batch, *rows, length, span)
         span = span.over(first, end, config.tile_n, **INTEGERS)
     if cutlass.const_expr(config.mask.has_blocks):
-        first_head = kv_head * group + head_tile * config.rows.pack
-        span = block_span(config, kv_blocks(config, operands), request, first_head, first_query, length)
+        blocks, head = kv_blocks(config, operands), first_head_of(config, group, kv_head, head_tile)
+        span = block_span(config, blocks, request, head, first_query, length, listed)
     if cutlass.const_expr(config.requests.packed_q):  # a tile past its request's queries
         some = Boolean(first_query < seq_q)
         span = replace(span, count=Int32(cutlass.select_(some, span.count, Int32(0))))

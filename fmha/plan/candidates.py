@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from warpspec.fmha.config import Schedule
 from warpspec.fmha.plan.choices import Choices
 from warpspec.fmha.plan.cost import Way
 from warpspec.fmha.plan.splits import Loads, choose_splits, visited_tiles
-from warpspec.fmha.plan.work import Tiling
+from warpspec.fmha.plan.work import Tiling, listed_spans
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.schedule import SORTED_TILES, sorts_tiles
 from warpspec.fmha.tree import MOST_DRAFTS
@@ -89,21 +90,23 @@ def suits(way: Way, ways: tuple[Way, ...], problem: AttentionProblem, tiling: Ti
     does.
 
     The rules were measured (docs/records/2026-11-24-plan-model.md). With many rounds, CTAs that take tiles from a queue
-    hide their starts and balance any order. With few rounds, tiles of packed queries or of listed blocks go to SMs as
-    these become free, because no order is known to be balanced. If the host knows the lengths, handing out the longest
-    tiles first is as good as either. A line is worth its second launch only where whole tiles would leave CTAs idle.
+    hide their starts and balance any order. With few rounds, tiles of packed queries or of listed blocks without an
+    order go to SMs as these become free, because no order is known to be balanced. If the host knows the lengths,
+    handing out the longest tiles first is as good as either; listed blocks with an order come from a queue always. A
+    line is worth its second launch only where whole tiles would leave CTAs idle.
     """
-    unordered = problem.requests.packed_q or problem.mask.has_blocks
-    unknown = unordered or problem.requests.has_kv_lengths
+    ordered = sorts_tiles(problem) or problem.mask.has_order
+    unordered = problem.requests.packed_q or (problem.mask.has_blocks and not ordered)
+    unknown = unordered or (problem.requests.has_kv_lengths and not problem.mask.has_order)
     if Way.QUEUE not in ways:
         return way is ways[0] or (unknown if way is Way.LINE else rounds > 1)
     if way is Way.LINE:
         return rounds <= (FEW_ROUNDS if unknown else 1)
     if way is Way.QUEUE:
-        return rounds > (1 if sorts_tiles(problem) else QUEUE_ROUNDS if unordered else FEW_ROUNDS)
+        return rounds > (1 if ordered else QUEUE_ROUNDS if unordered else FEW_ROUNDS)
     if way is Way.SINGLE:
         return unknown and 1 < rounds <= FEW_ROUNDS
-    return rounds <= 1 or not unordered
+    return rounds <= 1 or not (unordered or problem.mask.has_blocks)
 
 
 def measured_splits(
@@ -159,7 +162,9 @@ def split_counts(tiles: int, kv_tiles: int, resident: int, rounds=SPLIT_ROUNDS) 
 
 
 def most_tiles(problem: AttentionProblem, tiling: Tiling) -> int:
-    """KV tiles that one M tile visits at most, from shapes alone."""
+    """KV tiles that one M tile visits at most, from shapes and from what is known of lists alone."""
+    if problem.mask.has_blocks:
+        return math.ceil(listed_spans(problem, tiling, problem.seq_k).longest)
     plain = problem.mask.key_stride == 1  # only then do positions count keys
     return visited_tiles(
         seq_k=problem.seq_k,

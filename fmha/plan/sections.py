@@ -38,7 +38,7 @@ def choose_section(problem: AttentionProblem, config: AttentionKernel, target: T
     The choice balances the CTAs, and lets K and V come from L2 or be read by many CTAs at a time. With packed queries
     the lengths are not known: a section has as many heads as fit the longest request's K and V into L2, and all
     sections are equal. If tiles of all requests are sorted by length, all requests' K and V must fit, unless the
-    section has few tiles for each CTA.
+    section has few tiles for each CTA. With lists of blocks, sections have as few tiles as balance.
     """
     head_tiles = -(-problem.group // config.rows.pack)
     if config.requests.packed_q:
@@ -52,6 +52,10 @@ def choose_section(problem: AttentionProblem, config: AttentionKernel, target: T
         return max(section for section in range(1, heads + 1) if heads % section == 0 and section <= fit)
     query_tiles = -(-problem.seq_q // config.rows.queries)
     grid = TileGrid(query_tiles, head_tiles, problem.heads_kv, problem.batch)
+    if config.mask.has_blocks:
+        fit = int(target.l2_room / (key_bytes(problem, config) * problem.seq_k)) * head_tiles
+        section = max(min(fit, -(-SORTED_TILES * ctas // query_tiles)), 1)
+        return -(-grid.rows // max(round(grid.rows / section), 1))  # sections are about equal
     if not config.mask.causal:
         return 1  # not read
     bounds = {
@@ -134,7 +138,7 @@ def balanced_section(
     and the H200 takes 63 percent longer than with all 16. From a queue, a short last section ends with long tiles, of
     which some CTAs get none: B2 H32 S8192 D96 takes 2.5 percent longer in sections of 20 heads than of 8.
     """
-    rows = grid.head_tiles * grid.heads_kv * grid.batch
+    rows = grid.rows
     if grid.size <= ctas or grid.query_tiles == 1:  # nothing to balance, or sections do not change the order
         return max(rows, 1)
     work = np.asarray(tile_counts) + TILE_OVERHEAD

@@ -8,10 +8,16 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from warpspec.common.hardware import LINE_BYTES
+from warpspec.fmha.block_mask import Visits
 from warpspec.fmha.schedule import sorts_tiles
 from warpspec.fmha.tiles import ELEMENT_BYTES
 
 FAR = 1 << 30
+# Lists of blocks of which the host knows nothing are taken to have this share of all blocks, and twice as many at most.
+UNKNOWN_SHARE = 0.25
+FEWEST_VISITS = 1 / 16  # blocks of a mean list that the model of the time still tells from none
+# Half of an interval, over the standard deviation of numbers spread evenly in it.
+EVEN_DEVIATION = math.sqrt(3)
 
 
 class Tiling(NamedTuple):
@@ -98,6 +104,8 @@ class Spans(NamedTuple):
 
 def spans_of(problem, tiling: Tiling, queries: float, keys: float) -> Spans:
     """The ``Spans`` of a request with these queries and keys, both more than 0."""
+    if problem.mask.has_blocks:
+        return listed_spans(problem, tiling, keys)
     queries_of, keys_of, stride = tiling.queries, tiling.tile_n, problem.mask.key_stride
     left, right = bounds_of(problem)
     number = -(-queries // queries_of)
@@ -133,6 +141,24 @@ def spans_of(problem, tiling: Tiling, queries: float, keys: float) -> Spans:
     return Spans(mean, long, short, min(mean, bands + ends_within))
 
 
+def listed_spans(problem, tiling: Tiling, keys: float) -> Spans:
+    """``spans_of`` query tiles that visit listed blocks. The shortest list is taken to be as far from the mean as the
+    longest one."""
+    visited, of_block = visits_of(problem, keys), problem.mask.block_size[1] / tiling.tile_n
+    mean, most = max(visited.mean, FEWEST_VISITS), max(visited.most, FEWEST_VISITS)
+    shortest = max(2 * mean - most, 0.0)
+    return Spans(*(number * of_block for number in (mean, most, shortest, visited.masked)))
+
+
+def visits_of(problem, keys: float) -> Visits:
+    """The ``Visits`` of a request with so many keys."""
+    blocks, found = max(-(-keys // problem.mask.block_size[1]), 1), problem.visited
+    if found is None:
+        mean = max(UNKNOWN_SHARE * blocks, 1.0)
+        found = Visits(mean, mean / 2 if problem.mask.has_patterns or problem.mask.band else 0.0, 2 * mean)
+    return Visits(*(min(number, blocks) for number in found))
+
+
 def bounds_of(problem) -> tuple[int | None, int | None]:
     """(left, right) of the window that a causal mask or a window makes; None: unbounded."""
     plain = problem.mask.key_stride == 1
@@ -158,6 +184,10 @@ def work_of(problem, tiling: Tiling, requests) -> Work:
         rows += count * queries * problem.heads_q
         moved += count * (keys if left is None else min(keys, left + queries))
         longest, shortest = max(longest, spans.longest), min(shortest, spans.shortest)
+        if problem.mask.has_blocks:  # lists without an order: as if their lengths were spread evenly
+            offset = 0.0 if problem.mask.has_order else (spans.longest - spans.mean) / EVEN_DEVIATION
+            squares += of_all * offset * offset
+            continue
         offset = min(max(keys * stride - queries, 0.0), FAR if left is None else left) / (keys_of * stride)
         offsets += of_all * offset
         squares += of_all * offset * offset
@@ -172,7 +202,7 @@ def work_of(problem, tiling: Tiling, requests) -> Work:
         tiles, idle, kv, longest, 0.0 if shortest == math.inf else shortest, spread, masked, groups, rows,
         (moved * problem.heads_kv * tensors * number + 2 * rows * ELEMENT_BYTES) * depth,
         boxes_of(problem, tiling.tile_n), depth, tensors, problem.batch, number,
-        touched_lines(problem.heads.qk, number), float(sorts_tiles(problem)),
+        touched_lines(problem.heads.qk, number), float(sorts_tiles(problem) or problem.mask.has_order),
     )  # fmt: skip
 
 

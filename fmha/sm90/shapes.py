@@ -88,6 +88,7 @@ TILES = {
     192: ((1, 1, 80), (1, 1, 128), (2, 1, 96)),
     256: ((1, 1, 64), (1, 1, 80), (2, 1, 64), (2, 1, 80)),
 }
+BLOCK_TILES = {64: ((2, 1, 128),)}  # more, for lists of blocks, which three consumers do not fit
 TILE_KEYS = (128, 96, 80, 64, 48)
 # Registers of a consumer's thread that are neither S, P nor O: addresses, row statistics, temporaries of the softmax.
 # A bias takes more, for its elements and their addresses.
@@ -203,7 +204,9 @@ def tiles(
     """
     if columns > max(TILES):
         return (PAIR if one_tensor else HALVES,)
-    for wanted in (TILES[most] for most in TILES if columns <= most):
+    for wanted in (
+        TILES[most] + BLOCK_TILES.get(most, ()) * bool(block_keys) for most in TILES if columns <= most
+    ):
         found = (fitting(*tile, columns, row_bytes, key_bytes, bias) for tile in wanted)
         found = tuple(dict.fromkeys(shape for shape in found if shape is not None))
         if not block_keys or any(one.groups == 1 and divides(one.tile_n, block_keys) for one in found):

@@ -185,7 +185,7 @@ def test_lists_of_blocks_find_their_kernels():
     )
     lists = BlockMask.of(mask, 300, 300)
     q, k = (torch.zeros(2, 300, heads, 128, dtype=torch.bfloat16) for heads in (32, 8))
-    found = AttentionProblem.of(q, k, k, block_queries=128, block_keys=128, **lists.operands)
+    found = AttentionProblem.of(q, k, k, **lists.options, **lists.operands)
     target = native("sm_90a")
     assert all(
         item in kernels(problems(MODELS["llama-3-8b"], [BLOCKS], []), target)

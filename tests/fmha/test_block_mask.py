@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from warpspec import sim
 from warpspec.common.launch import simulating
 from warpspec.fmha import BlockMask, UnsupportedProblem, attention, attention_varlen
-from warpspec.fmha.block_mask import OWN_PATTERNS, block_mask_of
+from warpspec.fmha.block_mask import OWN_PATTERNS, Visits, block_mask_of
 
 SPILLED = 16  # bytes that ptxas keeps on the stack, once a tile: 8 at D 256 without lists, too
 EVERY = [(case, arch) for case in CASES for arch in ("sm_90a", "sm_100a")]
@@ -149,6 +149,34 @@ def test_patterns_are_shared():
     assert found.q_visits[0, 0, 2, 2:, 0].tolist() == [3, 2]
 
 
+@pytest.mark.parametrize("queries", [640, 513])
+def test_longest_lists_come_first(queries):
+    """After a last block that is not whole. Each entry has its block's counts and first visit."""
+    counts = torch.tensor([2, 1, 3, 0, 1], dtype=torch.int32).view(1, 1, 5)
+    indices = torch.tensor([2, 0, 1], dtype=torch.int32).expand(1, 1, 5, 3)
+    found = BlockMask.of(FlashLists(counts, indices, None, None), queries, 384)
+    order = found.kv_order[0, 0]
+    wanted = [2, 0, 1, 4, 3] if queries == 640 else [4, 2, 0, 1, 3]
+    assert order[:, 0].tolist() == wanted
+    assert torch.equal(order[:, 1:3], found.kv_counts[0, 0, wanted])
+    assert torch.equal(order[:, 3:], found.kv_visits[0, 0, wanted, 0])
+
+
+def test_what_plans_know_of_lists():
+    """Means and the maximum, in few digits; nothing of lists on a GPU, for which the host would wait."""
+    counts = torch.tensor([2, 1, 37, 0], dtype=torch.int32).view(1, 1, 4)
+    indices = torch.arange(40, dtype=torch.int32).expand(1, 1, 4, 40)
+    lists = FlashLists(counts, indices, counts, indices + 1)
+    found = BlockMask.of(lists._replace(full_block_idx=indices), 512, 5120)
+    assert found.visited == Visits(10.0, 0.0, 36.0)
+    assert found.options["block_most"] == 36.0
+    assert (
+        BlockMask.of(lists._replace(full_block_cnt=None, full_block_idx=None), 512, 5120).visited[1] == 10.0
+    )
+    on_gpu = FlashLists(*(t.to("meta") for t in lists[:4]))
+    assert BlockMask.of(on_gpu, 512, 5120).visited is None
+
+
 COUNTS, ENTRIES = torch.ones(2, 2, 2).int(), torch.zeros(2, 2, 2, 3).int()
 WRONG_LISTS = [
     ({"block_size": 128}, "block size must be two ints above 0, got 128"),
@@ -189,6 +217,22 @@ def test_prepared_lists_that_are_refused(changes, error, match):
     prepared = BlockMask.of(lists, 256, 256)
     with pytest.raises(error, match=f"block_mask: .*{match}"):
         attention(q, q, block_mask=replace(prepared, **changes), backend="reference")
+
+
+@pytest.mark.parametrize("backend", ["reference", "sim"])
+def test_lists_for_no_queries_or_keys(backend):
+    """Requests that have some see nothing."""
+    rows = torch.full((2, 70, 1, 64), torch.nan).half()
+    ends = torch.tensor([0, 70], dtype=torch.int32)
+    packed = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 70, "max_seqlen_k": 70}
+    for queries, keys in ((70, 0), (0, 70), (0, 0)):
+        counts = torch.zeros(1, 1, -(-queries // 128), dtype=torch.int32)
+        indices = torch.zeros(*counts.shape, -(-keys // 128), dtype=torch.int32)
+        mask = BlockMask.of(FlashLists(counts, indices, None, None), queries, keys)
+        o, lse = attention_varlen(
+            rows[0], rows[1], block_mask=mask, **packed, return_lse=True, backend=backend
+        )
+        assert not o.any() and (lse == -torch.inf).all()
 
 
 def test_lists_for_fewer_keys_than_pages_hold():

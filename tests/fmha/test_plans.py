@@ -15,6 +15,7 @@ from helpers.suites import long
 from warpspec.common.hardware import MODELS, WARP_THREADS, Speeds
 from warpspec.common.launch import SIMULATED, Target, simulated
 from warpspec.fmha import launch, sm90
+from warpspec.fmha.block_mask import Visits
 from warpspec.fmha.config import Schedule
 from warpspec.fmha.expand import MOST_BYTES, expanded, may_expand, passes
 from warpspec.fmha.features import RequestLayout
@@ -346,6 +347,21 @@ def test_few_tiles_for_each_cta_leave_some_cta_two_long_ones():
         assert time(way, [Requests(133, 128, 8192)]) > 1.7 * round_
         mixed = [Requests(66, 128, 8192), Requests(66, 128, 128), Requests(1, 128, 256)]
         assert time(way, mixed) < 1.3 * round_
+
+
+def test_plans_follow_the_lengths_of_lists():
+    """Short lists stay whole, long ones of few query tiles are split; many query tiles go through few heads at a time,
+    few ones through all."""
+
+    def plan(visited, batch=1, queries=2560, heads=8):
+        lists = {"block_size": (128, 128), "has_order": True, "visited": visited}
+        problem = made_problem(batch, queries, queries, heads, heads // 2, 128, **lists)
+        return make_plan(sm90.CHOICES, problem, H200)
+
+    short, long_ = Visits(3.0, 2.0, 5.0), Visits(14.0, 0.0, 16.0)
+    assert plan(short).splits == plan(Visits(0.0, 0.0, 0.0)).splits == plan(long_, heads=64).splits == 1
+    assert plan(long_, queries=2048, heads=2).splits > 1
+    assert [plan(short, batch, heads=16).section for batch in (1, 2, 8)] == [8, 8, 11]
 
 
 def test_some_request_that_decodes_has_the_most_keys():
