@@ -37,6 +37,10 @@ def prepared_call(
 
     def call(x: SimpleNamespace) -> torch.Tensor:
         tensors = {name: x.options[name] for name in OPERANDS if name in x.options}
+        if problem.mask.has_blocks:
+            tensors |= x.options["block_mask"].operands
+            if not problem.mask.has_order:
+                del tensors["kv_order"]
         operands = Operands(x.q, as_bytes(x.k), as_bytes(x.v), **tensors)
         prepared.run(ops.kernel_operands(problem, operands, (o, None, None, None), batched=False))
         return o

@@ -24,7 +24,7 @@ from warpspec.cache.quantize import quantize_nvfp4
 from warpspec.common.hardware import VECTOR_BYTES
 from warpspec.common.launch import Kernel, Target
 from warpspec.fmha import BlockMask, attention, attention_varlen
-from warpspec.fmha.block_mask import WORD_BITS
+from warpspec.fmha.block_mask import ORDER_WORDS, WORD_BITS
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.quantized import BLOCK_SCALES, dequantized
 from warpspec.softmax import softmax, softmax_topk
@@ -43,7 +43,7 @@ from .attention_peers import (
     sdpa_shared,
 )
 from .row_peers import QUACK, quack_softmax, quack_topk, softmax_peers, topk_peers
-from .sweep_masks import BLOCK, compiles, in_cute, in_torch
+from .sweep_masks import BLOCK, WHOLE, compiles, in_cute, in_torch, visits_of
 from .sweep_shapes import CODE_BITS, FLOAT8, MOST_BYTES, AttentionShape, RowShape, Shape
 
 OURS = "warpspec"
@@ -133,14 +133,16 @@ def lists_of(
 
     lists, counts = (1, 1, count, count), (1, 1, count)
     own = [empty(*lists, 2), empty(*counts, 2), empty(*lists, 3), empty(*counts, 3)]
-    patterns = [empty(3, BLOCK, BLOCK // WORD_BITS) for _ in range(2)]
+    visited = visits_of(shape.mask, length)
+    patterns = [empty(3, BLOCK, BLOCK // WORD_BITS) if visited.masked else None for _ in range(2)]
+    more = {"kv_order": empty(*counts, ORDER_WORDS), "visited": visited}
     of_side = {"num_blocks": counts, "indices": lists}
     theirs = {
         f"{side}_{name}": empty(*sizes)
         for side in ("kv", "full_kv", "q", "full_q")
         for name, sizes in of_side.items()
     }
-    return BlockMask((BLOCK, BLOCK), (length, length), *own, *patterns), SimpleNamespace(
+    return BlockMask((BLOCK, BLOCK), (length, length), *own, *patterns, **more), SimpleNamespace(
         BLOCK_SIZE=(BLOCK, BLOCK), **theirs
     )
 
@@ -157,7 +159,7 @@ def problem_of(x: SimpleNamespace, **more) -> AttentionProblem:
     options = dict(x.options)
     lists = options.pop("block_mask", None)
     if lists is not None:
-        options |= lists.operands | dict(zip(("block_queries", "block_keys"), lists.block_size, strict=True))
+        options |= lists.operands | lists.options
     return AttentionProblem.of(x.q, x.k, x.v, memory=False, **options, **more)
 
 
@@ -329,7 +331,8 @@ def peer_kernel(shape: Shape) -> Hashable | None:
     if shape.head_dim > FLASH_MOST_DIM or find_spec("flash_attn") is None:
         return None
     if shape.mask is not None:
-        return (FLASH, shape.head_dim, shape.group, shape.mask) if compiles(shape.mask) else None
+        compiled = None if shape.mask[0] == WHOLE else shape.mask  # as a function
+        return (FLASH, shape.head_dim, shape.group, compiled) if compiles(shape.mask) else None
     pages = "whole tiles" if shape.page_size % 128 == 0 else "any"
     form = (shape.form, pages if shape.page_size else None)
     more = (shape.window is None, shape.sink, shape.causal, shape.softcap)

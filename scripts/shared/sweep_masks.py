@@ -7,6 +7,9 @@ from collections.abc import Callable
 from functools import lru_cache
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from warpspec.fmha.block_mask import Visits
 
 BLOCK = 128  # queries and keys of a block
 ROWS = 32
@@ -48,6 +51,7 @@ def blocks(number: int, length: int, device) -> Callable:
     return lambda b, h, q, k: table[q // BLOCK, k // BLOCK]
 
 
+WHOLE = blocks.__name__  # the mask all of whose blocks are full
 MASKS = {function.__name__: function for function in (documents, equal, sliding, dilated, blocks)}
 
 
@@ -62,6 +66,25 @@ def pairs_of(mask: tuple[str, int], length: int) -> int:
     seen, q = in_torch(mask, length, "cpu"), torch.arange(ROWS // 2, max(length, ROWS), ROWS)
     q = q.clamp(max=length - 1)[:, None]
     return int(seen(0, 0, q, torch.arange(length)[None]).sum()) * length // len(q)
+
+
+@lru_cache(maxsize=256)
+def visits_of(mask: tuple[str, int], length: int) -> Visits:
+    """What lists of a mask of as many queries and keys tell plans, without making them, which takes seconds. Of each
+    block the corners and the first key behind SINKS are looked at: by these, MASKS see some of a block, or all."""
+    with unset_fake_temporarily():
+        last = torch.arange(BLOCK - 1, length - 1 + BLOCK, BLOCK)
+        ends = last.clamp(max=length - 1)
+        q, k = (
+            torch.stack([last - BLOCK + 1, ends]),
+            torch.stack([last - BLOCK + 1, last - BLOCK + 1 + SINKS, ends]),
+        )
+        seen = in_torch(mask, length, "cpu")(
+            0, 0, q[:, None, :, None], k.clamp(max=length - 1)[None, :, None]
+        )
+        some, whole = seen.flatten(0, 1).any(0), seen.flatten(0, 1).all(0)
+        whole &= (last < length)[:, None] & (last < length)  # what is missing counts as hidden
+        return Visits.of(torch.stack([(some & ~whole).sum(1), some.sum(1)], 1))
 
 
 def compiles(mask: tuple[str, int]) -> bool:

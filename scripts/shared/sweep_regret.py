@@ -32,7 +32,7 @@ PLAN = "plan "  # in front of a plan's name among a result's times
 
 def planned(shape: Shape) -> bool:
     """Whether the shape's plans are ``fmha.plan``'s."""
-    return isinstance(shape, AttentionShape) and shape.kind not in BACKWARD and shape.mask is None
+    return isinstance(shape, AttentionShape) and shape.kind not in BACKWARD
 
 
 def problem_of(shape: AttentionShape, device: str = "meta") -> AttentionProblem:

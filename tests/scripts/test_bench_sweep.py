@@ -9,7 +9,15 @@ from dataclasses import replace
 import bench_sweep as sweep
 import pytest
 import torch
-from shared import gpu_bench, sweep_calls, sweep_compile, sweep_gradients, sweep_report, sweep_timing
+from shared import (
+    gpu_bench,
+    sweep_calls,
+    sweep_compile,
+    sweep_gradients,
+    sweep_masks,
+    sweep_report,
+    sweep_timing,
+)
 from shared.sweep_draws import MOST_FLOPS, cliffs, counts, draw_shapes
 from shared.sweep_report import OURS
 from shared.sweep_shapes import GRADIENTS, KINDS, MOST_BYTES, AttentionShape, RowShape, from_json, to_json
@@ -52,6 +60,15 @@ def test_shapes_of_a_kind_do_not_depend_on_the_others():
 def test_counts_sum_up(total):
     found = counts(total)
     assert sum(found.values()) == total and (total < len(KINDS) or min(found.values()) > 0)
+
+
+@pytest.mark.parametrize("length", [512, 700])
+@pytest.mark.parametrize(
+    "mask", [("documents", 200), ("equal", 300), ("sliding", 260), ("dilated", 2), ("blocks", 5)]
+)
+def test_visits_of_masks_are_those_of_their_lists(mask, length):
+    """So that kernels compiled ahead are those that are timed."""
+    assert sweep_masks.visits_of(mask, length) == sweep_calls.made_lists(mask, length, "cpu")[0].visited
 
 
 def test_shapes_have_what_engines_send():
