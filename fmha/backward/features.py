@@ -240,6 +240,11 @@ class BackwardKernel:
         return self.tile_m * self.heads.qk // SUBTILE_ELEMENTS
 
     @property
+    def dq_width(self) -> int:
+        """Columns of dQ's sums, from the first on, that something is added to. The others are not cleared, nor read."""
+        return self.heads.qk
+
+    @property
     def width(self) -> int:
         """Columns of dK, dV and dQ that a CTA makes."""
         return self.heads.qk

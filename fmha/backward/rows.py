@@ -16,12 +16,13 @@ from warpspec.fmha.heads import HeadSizes
 class RowConfig:
     """Configuration of the kernel before the main one, which computes row statistics. main: the main kernel's
     configuration if requests are packed, because this kernel sorts their key tiles. delta_factor, sink_limit: as the
-    main kernel's. tile_n: keys of a tile whose sums are cleared. rows: as the main kernel's. sink: the sink's dtype,
-    None if there is none. The other fields say which operands exist.
+    main kernel's. tile_n: keys of a tile whose sums are cleared. rows, dq_width: as the main kernel's. sink: the sink's
+    dtype, None if there is none. The other fields say which operands exist.
     """
 
     heads: HeadSizes
     tile_m: int
+    dq_width: int
     format: Format = Format()
     packed: bool = False
     has_do: bool = True
@@ -100,6 +101,7 @@ def row_config(config: BackwardKernel, problem) -> RowConfig:
     return RowConfig(
         config.heads,
         config.tile_m,
+        config.dq_width,
         config.format,
         config.requests.packed_q,
         problem.has_do,

@@ -24,6 +24,7 @@ from warpspec.fmha.backward.device.results import (
     VECTOR,
     VECTORS,
     add_shares,
+    end_of,
     pieces_at,
     store_share,
     tile_of,
@@ -159,7 +160,7 @@ def finish_queries(config: cutlass.Constexpr, operands, scale, items: cutlass.Co
         head, tile = kv_head * group + unit // items.query_tiles, unit % items.query_tiles
         values = cute.make_rmem_tensor(VECTORS * VECTOR, Float32)
         sums = operands.dq_sums[head, request * items.query_tiles + tile, None]
-        add_shares(((sums, 1), None), share, scale, values)
+        add_shares(((sums, 1), None), share, scale, values, end_of(config, operands.dq, share, VECTORS))
         found.append((head, tile, values))
     for head, tile, values in found:  # a tile that was clamped to the last is written more than once
         place = (request, tile * config.tile_m, Int32(0), operands.q.shape[1])

@@ -14,7 +14,7 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Boolean, Float32
+from cutlass import Boolean, Float32, Int32
 
 from warpspec.common.device.host import host_function
 from warpspec.common.device.wgmma import QUAD, ROW_DISTANCE, THREAD_ROWS, WARP_ROWS, store_row
@@ -186,20 +186,30 @@ def write_tile(
     own: which of the tile's warp shares this warp writes. vectors: vectors of a thread.
     """
     values = cute.make_rmem_tensor(vectors * VECTOR, Float32)
-    add_shares(both, own, scale, values)
+    add_shares(both, own, scale, values, end_of(config, target, own, vectors))
     store_share(config, place, target, head, own, vectors, values)
 
 
+def end_of(config, target: cute.Tensor, own, vectors: int) -> Int32 | None:
+    """End of the rows of ``target`` in blocks of 8 columns, counted from the first column of a warp's share; None: past
+    it. A thread's n-th vector is of the n-th block."""
+    if config.rows is None:
+        return None
+    slices = VECTORS // vectors
+    first = own // slices // WARPS % (config.heads.qk // BLOCK) * slices + own % slices
+    return target.shape[3] // STEP - first * (BLOCK // slices // STEP)
+
+
 @cute.jit
-def add_shares(both: cutlass.Constexpr, own, scale, values: cute.Tensor):
-    """Add up a warp's share of a tile. The arguments are those of ``write_tile``."""
+def add_shares(both: cutlass.Constexpr, own, scale, values: cute.Tensor, end: cutlass.Constexpr):
+    """Add up a warp's share of a tile. The arguments are those of ``write_tile``, and what ``end_of`` returned."""
     lane = cute.arch.lane_idx()
-    add_up(*both[0], own, lane, values)
+    add_up(*both[0], own, lane, values, end)
     for i in cutlass.range_constexpr(cute.size(values)):
         values[i] = values[i] * scale
     if cutlass.const_expr(both[1] is not None):
         unscaled = cute.make_rmem_tensor(cute.size(values), Float32)
-        add_up(*both[1], own, lane, unscaled)
+        add_up(*both[1], own, lane, unscaled, end)
         for i in cutlass.range_constexpr(cute.size(values)):
             values[i] = values[i] + unscaled[i]
 
@@ -221,9 +231,7 @@ def store_share(
     subtile, own_warp = warp // WARPS, warp % WARPS
     columns = config.heads.qk // BLOCK
     row_block, column_block = subtile // columns, subtile % columns
-    end = None  # of the row, in blocks of 8 columns from the line's begin on
-    if cutlass.const_expr(config.rows is not None):
-        end = target.shape[3] // STEP - (column_block * slices + column) * (BLOCK // slices // STEP)
+    end = end_of(config, target, own, vectors)
     own_first = tile_first + row_block * SUBTILE_ROWS + own_warp * WARP_ROWS + lane // QUAD
     for r in cutlass.range_constexpr(THREAD_ROWS):
         own = own_first + r * ROW_DISTANCE
@@ -237,25 +245,32 @@ def store_share(
 
 
 @cute.jit
-def add_up(sums: cute.Tensor, pieces, own, lane, values: cute.Tensor):
+def add_up(sums: cute.Tensor, pieces, own, lane, values: cute.Tensor, end: cutlass.Constexpr):
     """Add a thread's elements of all pieces."""
     if cutlass.const_expr(cute.rank(sums) == 1):
-        read(sums, own, lane, values)
+        read(sums, own, lane, values, end)
     else:
         values.fill(0.0)
         for first in cutlass.range(0, pieces, LOADS, unroll=1):
             found = [cute.make_rmem_tensor(cute.size(values), Float32) for _ in range(LOADS)]
             for i in cutlass.range_constexpr(LOADS):
-                read(sums[cutlass.min(first + i, pieces - 1), None], own, lane, found[i])
+                read(sums[cutlass.min(first + i, pieces - 1), None], own, lane, found[i], end)
             for i in cutlass.range_constexpr(LOADS):
                 if first + i < pieces:
                     for j in cutlass.range_constexpr(cute.size(values)):
                         values[j] = values[j] + found[i][j]
 
 
-def read(sums: cute.Tensor, own, lane, values: cute.Tensor) -> None:
-    """Read a thread's elements of a tile's sums. own: the warp's number, of as many elements each."""
+@cute.jit
+def read(sums: cute.Tensor, own, lane, values: cute.Tensor, end: cutlass.Constexpr):
+    """Read a thread's elements of a tile's sums. own: the warp's number, of as many elements each. Vectors past the
+    rows' end (``end_of``) are not read: nobody has cleared them."""
     elements = cute.local_tile(sums, (cute.size(values) * WARP_THREADS,), (own,))
-    for i in range(cute.size(values) // VECTOR):
+    if cutlass.const_expr(end is not None):
+        values.fill(0.0)
+    for i in cutlass.range_constexpr(cute.size(values) // VECTOR):
         source = cute.local_tile(elements, (VECTOR,), (i * WARP_THREADS + lane,))
-        cute.autovec_copy(source, cute.local_tile(values, (VECTOR,), (i,)))
+        if cutlass.const_expr(end is None):  # noqa: SIM114
+            cute.autovec_copy(source, cute.local_tile(values, (VECTOR,), (i,)))
+        elif i < end:
+            cute.autovec_copy(source, cute.local_tile(values, (VECTOR,), (i,)))

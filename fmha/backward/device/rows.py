@@ -18,11 +18,12 @@ from warpspec.common.logarithms import LOG2_E
 from warpspec.fmha.backward.device.host import batched
 from warpspec.fmha.backward.device.order import sort_key_tiles
 from warpspec.fmha.backward.device.runs import lay_out_requests
+from warpspec.fmha.backward.features import SUBTILE_ELEMENTS, WARP_ELEMENTS, WARPS
 from warpspec.fmha.backward.operands import BackwardOperands, RowOperands
 from warpspec.fmha.backward.pieces import PieceLength
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT
 from warpspec.fmha.device.packed import entry, extent_of, request_of
-from warpspec.fmha.heads import class_of
+from warpspec.fmha.heads import BLOCK, class_of
 
 THREADS = 128
 VECTOR = 8  # elements of o and do that a thread loads at a time: 16 bytes
@@ -63,7 +64,7 @@ def prepare_rows(config: cutlass.Constexpr, operands, tile_index, head):
     thread, _, _ = cute.arch.thread_idx()
     batch, number, first, rows = place_of(config.packed, config.tile_m, operands.cu_seqlens_q, o, tile_index)
     if cutlass.const_expr(operands.dq_sums is not None):
-        clear(operands.dq_sums[head, tile_index, None], thread)
+        clear_queries(config, operands.dq_sums[head, tile_index, None], thread)
     if cutlass.const_expr(operands.turns is not None):  # noqa: SIM102
         if thread < operands.turns.shape[2]:
             operands.turns[head, tile_index, thread] = 0
@@ -204,6 +205,23 @@ def clear_rest(tensor: cute.Tensor, cu_seqlens: cute.Tensor, cta, ctas, thread):
         for i in cutlass.range(thread, heads * vectors, THREADS, unroll=1):
             line = tensor[0, row, i // vectors, None]
             cute.autovec_copy(zeros, cute.local_tile(line, (VECTOR,), (i % vectors,)))
+
+
+def clear_queries(config, sums: cute.Tensor, thread) -> None:
+    """Clear the sums of a query tile's dQ: of each subtile (``features``) the columns that are added to."""
+    if config.dq_width == config.heads.qk:
+        clear(sums, thread)
+        return
+    zeros = cute.make_rmem_tensor(4, Float32)
+    zeros.fill(0.0)
+    columns, share = config.heads.qk // BLOCK, WARP_ELEMENTS // 4  # vectors of a warp's share
+    for number in range(config.tile_m * config.heads.qk // SUBTILE_ELEMENTS):
+        subtile = cute.local_tile(sums, (SUBTILE_ELEMENTS,), (number,))
+        cleared = min(max(config.dq_width - number % columns * BLOCK, 0), BLOCK) * share // BLOCK
+        for i in range(cleared * WARPS // THREADS):
+            vector = i * THREADS + thread
+            place = vector // cleared * share + vector % cleared
+            cute.autovec_copy(zeros, cute.local_tile(subtile, (4,), (place,)))
 
 
 @cute.jit

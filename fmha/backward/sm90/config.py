@@ -149,6 +149,10 @@ class BackwardConfig(BackwardKernel):
         size = min(max(self.rows.qk - number * self.dq_columns % self.heads.qk, 0), self.dq_columns)
         return rounded(size, BLOCK) if self.paired else size
 
+    @property
+    def dq_width(self) -> int:
+        return self.rows.qk if self.trims and not self.paired else self.heads.qk
+
     def sum_columns(self, name: str) -> int:
         """Columns of the sums of dK or dV ("k" or "v") in a CTA: as many as rows have, up to whole instructions. Pairs
         have whole spans: with fewer columns ptxas serialises their products."""
