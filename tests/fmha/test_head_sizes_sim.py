@@ -156,6 +156,7 @@ def test_gradient_tiles():
         wanted = BackwardProblem(problem, ("q", "k", "v"), deterministic=order).padded
         config = backward_launch.plan(wanted, SIMULATED["sm_90a"])
         assert config.wide == (128 < qk <= 192 and v <= 128 and not order)
+        assert config.makes_dq_alone == (64 < qk <= 96 and v <= 128 and not order)
         parts = [config.dq_size(number) for number in range(config.heads.qk // config.dq_columns)]
         assert 0 <= sum(parts) - qk < (64 if config.paired or config.heads.qk == 64 else 16)
         assert config.dq_columns * len(parts) == config.heads.qk and (

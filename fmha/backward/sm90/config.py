@@ -27,6 +27,7 @@ BIAS_DIM, BIAS_STAGES, BIAS_VECTOR = 128, 2, 8  # if TMA loads the bias
 WIDE = HeadSizes(192, 128)  # largest sizes of the tile for Q and K that are wider than V
 WIDE_BLOCK = 32  # its queries of a block, and columns of dQ at a time: 64 would take too many registers
 SUM_STEP = 16  # columns of dK and dV are made and stored in multiples of this
+ALONE = 96  # most columns of dQ that one consumer makes alone: with more, it would have too few registers
 PAIRED_DIM = 256  # from this D on, both consumers have the same keys: one makes P and dV, the other dS and dK
 WIDTH = 256  # most columns of a head in a CTA: at D 512, two CTAs of a cluster have half each (``partial``)
 TURN_STAGES = 2  # steps by which a consumer's granted turns may run ahead of its additions
@@ -133,9 +134,18 @@ class BackwardConfig(BackwardKernel):
 
     def dq_place(self, number) -> tuple:
         """(subtile of dQ's sums, first column in it) of a block of dQ that some consumer makes."""
+        if self.makes_dq_alone:
+            return 0, 0
         if self.dq_columns == BLOCK:
             return number, 0
         return number * self.dq_columns // BLOCK, number * self.dq_columns % BLOCK
+
+    @property
+    def makes_dq_alone(self) -> bool:
+        """Whether the second consumer makes all of dQ, which then reads dS once, and the other none. The second, for
+        the first also loads."""
+        plain = self.logits.bias is None and not self.logits.curved and not self.deterministic
+        return self.late and self.trims and plain and BLOCK < self.rows.qk <= ALONE
 
     @property
     def trims(self) -> bool:
@@ -146,6 +156,8 @@ class BackwardConfig(BackwardKernel):
         """Columns of this block that are made: of a pair's blocks whole ones, or none."""
         if not self.trims:
             return self.dq_columns
+        if self.makes_dq_alone:
+            return self.rows.qk if number == CONSUMERS - 1 else 0
         size = min(max(self.rows.qk - number * self.dq_columns % self.heads.qk, 0), self.dq_columns)
         return rounded(size, BLOCK) if self.paired else size
 

@@ -106,6 +106,9 @@ def registers(config, dtype, consumer, mmas: tuple, queries: list) -> dict:
     # dQ reuses dP's registers once dS is in shared memory. A pair's next S or dP is in flight then, so its dQ has
     # registers of its own.
     dq = accumulator(span, (BLOCK, BLOCK)) if config.paired else dp
+    if config.makes_dq_alone and queries[0][1]:
+        dq = accumulator(queries[0][0], (BLOCK, queries[0][1]))
+        dp = first_of(dq, scores, config.block_m)
     return {
         "s": s,
         "dp": dp,
@@ -130,7 +133,8 @@ def products(config, dtype, shared, consumer) -> GradientProducts:
         make_mma(dtype, K_MAJOR, MN_MAJOR, each, registers=True) for each in (depth_k, depth_v)
     )
     ds_mode = K_MAJOR if config.stores_bias else MN_MAJOR
-    span = make_mma(dtype, ds_mode, MN_MAJOR, BLOCK)
+    depth_dq = depth_k if config.makes_dq_alone else BLOCK
+    span = make_mma(dtype, ds_mode, MN_MAJOR, depth_dq)
     row_major, column_major = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
 
     def a(mma, base, layout, stages=1, stage_bytes=0):
@@ -149,7 +153,7 @@ def products(config, dtype, shared, consumer) -> GradientProducts:
     )
     ds_major = row_major if config.stores_bias else column_major
     ds_layout = hopper.make_smem_layout_a(ds_major, (BLOCK, BLOCK, n), dtype, 1)
-    k_layout = hopper.make_smem_layout_b(column_major, (BLOCK, BLOCK, n), dtype, 1)
+    k_layout = hopper.make_smem_layout_b(column_major, (BLOCK, depth_dq, n), dtype, 1)
     own_blocks = [consumer * config.dq_blocks + i for i in range(config.dq_blocks)]
     ds_base, k_bases = places_of_dq(config, dtype, shared, own_blocks)
     dq_columns = [config.dq_size(dq_block) for dq_block in own_blocks]

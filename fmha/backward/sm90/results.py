@@ -55,8 +55,10 @@ def add_queries(work, dq_block: cutlass.Constexpr, place):
     number, column = config.dq_place(first * config.dq_blocks + dq_block)
     start = sums_of(work, place, number * WARPS + warp)
     start += (column // COLUMNS * WARP_THREADS + lane) * VECTOR * FP32_BYTES
+    each = THREAD_ELEMENTS // VECTOR  # vectors of a subtile
     for i in cutlass.range_constexpr(cute.size(dq) // VECTOR):
-        add_vector(start + i * WARP_THREADS * VECTOR * FP32_BYTES, dq, VECTOR * i)
+        place = i // each * WARPS * WARP_ELEMENTS + i % each * WARP_THREADS * VECTOR
+        add_vector(start + place * FP32_BYTES, dq, VECTOR * i)
 
 
 def add_vector(address, values: cute.Tensor, first: int) -> None:
