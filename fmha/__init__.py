@@ -337,8 +337,7 @@ def _call(operands: Operands, options: Options, blocks: BlockMask | None, backen
         operands, options = operands._replace(**blocks.operands), options._replace(**blocks.options)
         if operands.cu_seqlens_q is not None:  # requests' tiles have an order of their own
             operands = operands._replace(kv_order=None)
-    key = ops.key_of(operands, options, backend)
-    call = None if key is None else ops.recall(key, operands)
+    key, call = ops.find(operands, options, backend)
     if call is None:
         o, stats = _check_and_run(operands, options, backend, key)
     elif call.recorded:
@@ -353,8 +352,8 @@ def _call(operands: Operands, options: Options, blocks: BlockMask | None, backen
 def check(operands: Operands, options: Options, backend: str = "auto") -> None:
     """Raise what ``attention`` would raise for a call, without launching it. While a call is recorded or traced, only
     the kinds of its arguments are checked."""
-    key = ops.key_of(operands, options, backend)
-    if key is not None and ops.recall(key, operands) is not None:
+    key, call = ops.find(operands, options, backend)
+    if call is not None:
         return
     options, records = _check_kinds(operands, options, backend)
     if ops.unobserved(operands):

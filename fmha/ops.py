@@ -24,6 +24,7 @@ from warpspec.common.launch import target_of
 from warpspec.common.operands import option_schema, tensor_schema
 from warpspec.common.outputs import check_apart, note_written, overlap, span_bytes
 from warpspec.common.repeated import (
+    Likeness,
     Remembered,
     backend_variable,
     observed,
@@ -117,6 +118,14 @@ class Call(NamedTuple):
     present: tuple[int, ...]
 
 
+class Latest(NamedTuple):
+    """A call, and what tells that the next one is like it: its tensors, and ``kinds_of`` all else."""
+
+    call: Call
+    tensors: Likeness
+    kinds: tuple
+
+
 OPERATOR = "operator"  # in front of the keys of calls that came through torch's dispatcher
 _checked = Remembered()  # calls on CUDA tensors (``key_of``): the next identical call needs no checks
 
@@ -135,6 +144,12 @@ def key_of(operands: Operands, options: Options, backend) -> tuple | None:
             return None
     except (AttributeError, RuntimeError):  # q is None; a sparse tensor, which has no address
         return None
+    kinds = kinds_of(options, backend)
+    return None if kinds is None else (*kinds, *seen)
+
+
+def kinds_of(options: Options, backend) -> tuple | None:
+    """All of a call's key but its tensors."""
     # 1, 1.0 and True are equal keys, but not all of them are allowed everywhere.
     window, sides = options.window, None
     if window is not None:
@@ -143,7 +158,32 @@ def key_of(operands: Operands, options: Options, backend) -> tuple | None:
         sides = tuple(map(type, window))
     # Kinds stand before values: an array in place of a number differs by its kind, and is not compared with one.
     kinds, of_logits = map(type, options), map(type, options.logits)
-    return (backend_variable(), type(backend), *kinds, *of_logits, sides, backend, options, *seen)
+    return (backend_variable(), type(backend), *kinds, *of_logits, sides, backend, options)
+
+
+def find(operands: Operands, options: Options, backend) -> tuple[tuple | None, Call | None]:
+    """(``key_of`` a call, what was remembered under it). A call like the one before needs no key, and has None."""
+    latest = _checked.latest
+    if latest is not None and is_like(latest, operands, options, backend):
+        return None, latest.call
+    key = key_of(operands, options, backend)
+    call = None if key is None else recall(key, operands)
+    if call is not None and operands.o is None:  # with out, its address matters
+        _checked.latest = _checked.recalled.get(id(call))
+        if _checked.latest is None:
+            latest = Latest(call, Likeness(operands[:ARGUMENTS]), kinds_of(options, backend))
+            _checked.latest = _checked.recalled[id(call)] = latest
+    return key, call
+
+
+def is_like(latest: Latest, operands: Operands, options: Options, backend) -> bool:
+    """Whether a call has the key of the latest one."""
+    if observed() or debugging():
+        return False
+    try:
+        return kinds_of(options, backend) == latest.kinds and latest.tensors.fits(operands[:ARGUMENTS])
+    except (RuntimeError, TypeError, ValueError):  # something odd, which the checks refuse
+        return False
 
 
 def remember(key, call: Call) -> None:

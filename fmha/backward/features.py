@@ -39,6 +39,7 @@ WARP_ELEMENTS = SUBTILE_ELEMENTS // 4  # elements of a warp's share of a subtile
 THREAD_ELEMENTS = SUBTILE_ELEMENTS // WARPGROUP_THREADS
 WARPS = 4  # warps of a warpgroup, one for each share of a subtile
 UNITS = 4  # query tiles whose dQ a warp makes from their sums at a time (``device.finish``)
+KEY_ELEMENTS = 512  # elements of a key tile's dK or dV that a warp makes from its sums at a time
 
 
 @dataclass(frozen=True)
@@ -243,6 +244,16 @@ class BackwardKernel:
     def dq_width(self) -> int:
         """Columns of dQ's sums, from the first on, that something is added to. The others are not cleared, nor read."""
         return self.heads.qk
+
+    @property
+    def query_shares(self) -> int:
+        """Warps' shares of a query tile's dQ, where the main kernel makes it from its sums."""
+        return self.tile_m * self.heads.qk // WARP_ELEMENTS
+
+    @property
+    def key_shares(self) -> int:
+        """Like ``query_shares``, of a key tile's dK, or dV."""
+        return self.tile_n * self.heads.qk // KEY_ELEMENTS
 
     @property
     def width(self) -> int:

@@ -15,7 +15,7 @@ import torch
 from warpspec.common.allocation import Block, allocate, block
 from warpspec.common.architecture import Family
 from warpspec.common.errors import UnsupportedProblem
-from warpspec.common.hardware import TMA_ALIGNMENT
+from warpspec.common.hardware import TMA_ALIGNMENT, WARP_THREADS
 from warpspec.common.launch import Kernel, Target
 from warpspec.common.strides import regular_strides
 from warpspec.fmha.backward.features import UNITS, BackwardKernel
@@ -55,6 +55,9 @@ class Gradients(NamedTuple):
 
 
 SINK_ALONE = ("sink",)  # what is wanted of a call that only has a first kernel
+FINISHED_HEADS = (
+    3  # of a KV head, at least, where all key tiles are cut and the main kernel makes all gradients
+)
 NOT_CUT = PieceLength(0.0, 0.0, 0.0, 0.0, 0)  # where the device cuts nothing
 # Packages with ``BackwardConfig`` and ``MAIN``, its ``Kernel``.
 GRADIENTS = Family(
@@ -93,16 +96,18 @@ def plan(problem: BackwardProblem, target: Target) -> BackwardKernel:
     if inner_heads:
         config = replace(config, inner_heads=inner_heads)
         order = choose_order(problem, config, target)
-    return ordered(config, order)
+    return ordered(config, order, problem.forward.group)
 
 
-def ordered(config: BackwardKernel, order: Order) -> BackwardKernel:
+def ordered(config: BackwardKernel, order: Order, group: int) -> BackwardKernel:
     """The kernel for an order of its CTAs. It makes dQ itself if it can, unless heads are sliced (each CTA then ends in
     additions to dK and dV, for which it would have to wait), or all queries see all keys and key tiles are cut, which
-    lost in the one long call that was timed."""
+    lost in the one long call that was timed; or all are cut and have so few heads that there is far more of dK and dV
+    to make than of dQ. group: query heads of a KV head."""
     slices = order.slices > 1
     cut = order.pieces > 1 or slices
-    finishes = config.can_finish and not slices and (config.mask.band or not cut)
+    keys = cut and order.whole == 0 and group < FINISHED_HEADS
+    finishes = config.can_finish and not (slices or keys) and (config.mask.band or not cut)
     return replace(config, cut=cut, slices=slices, finishes=finishes)
 
 
@@ -154,7 +159,7 @@ def prepare(
     """Plan and compile; results are cached. order, config: override those that are chosen."""
     config, forward = config or plan(problem, target), problem.forward
     order = order or choose_order(problem, config, target)
-    config = ordered(config, order)
+    config = ordered(config, order, forward.group)
     launchers = [
         None if item is None else item[0].launcher(item[1], target)
         for item in kernels(problem, target, config)
@@ -171,15 +176,22 @@ def prepare(
         cut.most if cut else 0,
         order.slices,
         order.whole,
-        finisher_count(config, forward, target),
+        finisher_count(config, forward, order, target),
     )
     return Prepared(target, config, order, length, cut, *launchers, numbers, window, forward.logits.scale)
 
 
-def finisher_count(config: BackwardKernel, forward: AttentionProblem, target: Target) -> int:
-    """CTAs of the main kernel that make gradients from sums: one for each SM, or fewer if there are few tiles."""
-    queries = forward.batch * forward.heads_q * -(-forward.seq_q // config.tile_m)
-    return min(-(-queries // UNITS), target.sm_count) if config.finishes else 0
+def finisher_count(config: BackwardKernel, forward: AttentionProblem, order: Order, target: Target) -> int:
+    """CTAs of the main kernel that make gradients from sums: one for each SM, or fewer if their warps have an item each
+    (``device.finish``)."""
+    if not config.finishes:
+        return 0
+    rows, queries = forward.batch * forward.heads_kv, forward.group * -(-forward.seq_q // config.tile_m)
+    items = rows * -(-queries // UNITS) * config.query_shares
+    if config.cut:
+        tiles = (rows - order.whole) * -(-forward.seq_k // config.tile_n)
+        items += tiles * config.key_shares * (config.wanted.k + config.wanted.dv)
+    return min(-(-items // (config.threads // WARP_THREADS)), target.sm_count)
 
 
 def launched_pieces(

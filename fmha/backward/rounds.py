@@ -6,14 +6,17 @@ begins late. Cutting every tile into pieces costs a write and a read of dK and d
 cut only those of the last rows: the first rows fill the SMs, and pieces fill up what is left. A formula of means
 (``schedule.expected_us``) does not know which CTAs run when, and took up to 1.18 times as long as the choice made here.
 A step takes longer where the rows that CTAs work on together read more than L2 holds (``Rows.step_of``), so sections of
-more rows are tried only if they fill the SMs better. All candidates take some tens of milliseconds for a new problem:
-most are not dealt, because their mean load is already more than the best time.
+more rows are tried only if they fill the SMs better. All candidates take a few milliseconds for a new problem, seldom
+tens: most are not dealt, because their mean load is already more than the best time, and SMs that are free at one time
+are dealt equal CTAs together.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from itertools import groupby
 from typing import NamedTuple
 
 PIECES = (2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 20, 24, 32)  # of the longest key tile
@@ -37,7 +40,7 @@ class Rows(NamedTuple):
     rows of a section, if a row has this many CTAs. step_of: microseconds of a step, if a row has this many CTAs and a
     section this many rows. wider: factors by which sections may have more rows."""
 
-    tiles: Sequence[int]
+    tiles: tuple[int, ...]
     count: int
     section_of: Callable[[int], int]
     step_of: Callable[[int, int], float]
@@ -53,7 +56,8 @@ class Dealt(NamedTuple):
     whole: int = 0
 
 
-def cut(tiles: Sequence[int], pieces: int) -> tuple[list[int], int]:
+@lru_cache(maxsize=256)
+def cut(tiles: tuple[int, ...], pieces: int) -> tuple[list[int], int]:
     """(steps of each CTA of a row, pieces of cut tiles). pieces: of the longest tile."""
     most = max(-(-max(tiles) // pieces), 1)
     counts = [max(-(-steps // most), 1) for steps in tiles]
@@ -67,13 +71,29 @@ def times_of(rows: Rows, ctas: Sequence[int], section: int, costs: Costs) -> lis
     return [steps * step + costs.cta for steps in ctas]
 
 
-def deal(free: list[float], times: Sequence[float], rows: int, section: int) -> None:
-    """Deal the CTAs of this many equal rows to the SMs. free: a heap of when each is."""
+def idle(sms: int) -> list[tuple[float, int]]:
+    """The state from which CTAs are dealt: a heap of (when SMs are free, how many), here all of them at once."""
+    return [(0.0, sms)]
+
+
+def deal(free: list[tuple[float, int]], times: Sequence[float], rows: int, section: int) -> None:
+    """Deal the CTAs of this many equal rows to the SMs. free: as ``idle`` makes it."""
+    runs = [(time, len(list(equal))) for time, equal in groupby(times)]
+    if len(runs) == 1:  # all CTAs are equal
+        section = rows
     for first in range(0, rows, section):
-        together = range(min(section, rows - first))
-        for time in times:
-            for _ in together:
-                heapq.heapreplace(free, free[0] + time)
+        together = min(section, rows - first)
+        for time, equal in runs:
+            count = equal * together
+            while count:
+                begin, sms = free[0]
+                if sms <= count:
+                    heapq.heapreplace(free, (begin + time, sms))
+                    count -= sms
+                else:
+                    free[0] = begin, sms - count  # at its place: as early, and the least number comes first
+                    heapq.heappush(free, (begin + time, count))
+                    count = 0
 
 
 def all_rows(
@@ -87,34 +107,43 @@ def all_rows(
     join = costs.join + left * rows.count * costs.piece if left else 0.0
     time = sum(times) * rows.count / sms + join
     if time < limit:
-        free = [0.0] * sms
+        free = idle(sms)
         deal(free, times, rows.count, section)
-        time = max(free) + join
+        time = max(free)[0] + join
     return Dealt(time, pieces, section)
 
 
-def last_rows(rows: Rows, sms: int, costs: Costs, limit: float = float("inf")) -> list[Dealt]:
-    """Orders in which only the key tiles of the last rows are cut."""
+def last_rows(rows: Rows, sms: int, costs: Costs, limit: float = float("inf")) -> Iterator[Dealt]:
+    """Orders in which only the key tiles of the last rows are cut, each better than those before and than ``limit``."""
     uncut, _ = cut(rows.tiles, 1)
     section = rows.section_of(len(uncut))
     whole_times = times_of(rows, uncut, section, costs)
-    free, states = [0.0] * sms, []
-    if sum(whole_times) * rows.count / sms > limit:
-        return []
-    for first in range(0, rows.count, section):
-        states.append(list(free))
-        deal(free, whole_times, min(section, rows.count - first), section)
-    found = []
+    states = []  # when each section begins
     for sections in SECTIONS:
-        if sections >= len(states):
+        whole = (-(-rows.count // section) - sections) * section
+        if whole <= 0:
             break
-        whole = (len(states) - sections) * section
         for pieces in LAST_PIECES:
             ctas, left = cut(rows.tiles, pieces)
+            last, times = rows.count - whole, times_of(rows, ctas, section, costs)
+            join = costs.join + left * last * costs.piece
+            if (sum(whole_times) * whole + sum(times) * last) / sms + join >= limit:
+                continue
+            states = states or starts(whole_times, rows.count, section, sms)
             free = list(states[-sections])
-            deal(free, times_of(rows, ctas, section, costs), rows.count - whole, section)
-            join = costs.join + left * (rows.count - whole) * costs.piece
-            found.append(Dealt(max(free) + join, pieces, section, whole))
+            deal(free, times, last, section)
+            time = max(free)[0] + join
+            if time < limit:
+                limit = time
+                yield Dealt(time, pieces, section, whole)
+
+
+def starts(times: Sequence[float], rows: int, section: int, sms: int) -> list[list[tuple[float, int]]]:
+    """When SMs are free as each section of these rows begins (``deal``)."""
+    free, found = idle(sms), []
+    for first in range(0, rows, section):
+        found.append(list(free))
+        deal(free, times, min(section, rows - first), section)
     return found
 
 
@@ -131,11 +160,15 @@ def with_wider(rows: Rows, sms: int, costs: Costs, pieces: int, limit: float) ->
 
 
 def best(rows: Rows, sms: int, costs: Costs, limit: float = float("inf")) -> Dealt:
-    """The order with the least time. limit: the time of another order; one that takes longer need not be exact."""
-    uncut = with_wider(rows, sms, costs, 1, limit)
+    """The order with the least time; tiles are only cut if that saves LEAST_GAIN. limit: the time of another order; one
+    that takes longer need not be exact."""
+    found = with_wider(rows, sms, costs, 1, limit)
+    limit = min(limit, (1 - LEAST_GAIN) * found.time)
     most = min(MOST_PIECES * sms / (len(rows.tiles) * rows.count), max(rows.tiles))
-    least = uncut
     for pieces in (pieces for pieces in PIECES if pieces <= most):
-        least = min(least, with_wider(rows, sms, costs, pieces, min(least.time, limit)))
-    least = min([least, *last_rows(rows, sms, costs, min(least.time, limit))])
-    return least if least.time < (1 - LEAST_GAIN) * uncut.time else uncut
+        other = with_wider(rows, sms, costs, pieces, limit)
+        if other.time < limit:
+            found, limit = other, other.time
+    for found in last_rows(rows, sms, costs, limit):  # noqa: B007
+        pass
+    return found

@@ -157,7 +157,7 @@ def deal(problem: BackwardProblem, config: BackwardKernel, steps: Sequence[int],
         if slices > 1:  # pieces add to sums that stay in L2, one for each key tile
             costs, all_left = rounds.Costs(CTA_US + SLICED_US, 0.0, 0.0), JOIN_US + left * len(tiles) * count
         rows = rounds.Rows(
-            [each // slices for each in tiles],
+            tuple(each // slices for each in tiles),
             count * slices,
             lambda ctas, slices=slices: (
                 1 if in_rows(config, steps) else section_of(problem, config, target, ctas, slices)
@@ -167,7 +167,7 @@ def deal(problem: BackwardProblem, config: BackwardKernel, steps: Sequence[int],
             ),
             () if config.heads_inside or in_rows(config, steps) else (2,),
         )
-        limit = min(found.values()).time - all_left if found else math.inf
+        limit = math.nextafter(min(found.values()).time - all_left, math.inf) if found else math.inf
         dealt = rounds.best(rows, sms, costs, limit)
         found[slices] = dealt._replace(time=dealt.time + all_left)
     slices = min(found, key=found.__getitem__)

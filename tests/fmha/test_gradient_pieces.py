@@ -12,7 +12,7 @@ import torch
 
 from warpspec.common.hardware import gpu_model
 from warpspec.common.launch import Target, simulating
-from warpspec.fmha.backward import call, launch, pieces, runs, schedule
+from warpspec.fmha.backward import call, launch, pieces, rounds, runs, schedule
 from warpspec.fmha.backward.problem import BackwardProblem
 from warpspec.fmha.backward.schedule import Order
 from warpspec.fmha.operands import Operands, Options
@@ -122,6 +122,20 @@ def equal_tiles(tiles: int, steps: int, rows: int, pieces: int, whole: int) -> f
     ctas = [steps] * (tiles * whole) + [-(-steps // pieces)] * part
     join = 4 * 128 * 128 * 4 / schedule.JOIN_BYTES_US * part + schedule.JOIN_US
     return busiest([n * step + schedule.CTA_US for n in ctas], 132) + (join if pieces > 1 else 0.0)
+
+
+def test_sms_that_are_free_together_are_dealt_what_each_would_take():
+    draw = random.Random(1)
+    for _ in range(100):
+        times = draw.choices((3, 5, 8), k=draw.randint(1, 9))
+        rows, section, sms = draw.randint(1, 12), draw.randint(1, 5), draw.randint(1, 20)
+        grouped, alone = rounds.idle(sms), [0.0] * sms
+        rounds.deal(grouped, times, rows, section)
+        for first in range(0, rows, section):
+            for time in times:
+                for _ in range(min(section, rows - first)):
+                    heapq.heapreplace(alone, alone[0] + time)
+        assert sorted(time for time, count in grouped for _ in range(count)) == sorted(alone)
 
 
 def test_the_last_rows_alone_are_cut_where_rounds_are_few():

@@ -94,15 +94,28 @@ def test_no_call_gets_what_was_found_for_another(checks, monkeypatch):
     ran, run = [], ops.run
     monkeypatch.setattr(ops, "run", lambda call, *arguments: ran.append(call) or run(call, *arguments))
     draw = random.Random(0)
+    before = random_call(draw)
     for _ in range(300):
         tensors, options = random_call(draw)
+        for _ in range(3):  # the call before is the one that the next is compared with
+            attention(*before[0], **before[1])
+        before = tensors, options
         got = attention(*tensors, **options)
         with monkeypatch.context() as patch:
-            patch.setattr(ops, "key_of", lambda *_: None)
+            patch.setattr(ops, "find", lambda *_: (None, None))
             expected = attention(*tensors, **options)
         assert all(map(torch.equal, got, expected)), options
         assert ran[-2] == ran[-1], options  # what a kernel would be told
     assert 100 < len(ops._checked) == len(checks) - 300 < 250  # some were new, some remembered
+
+
+def test_a_call_like_the_one_before_needs_no_key(checks, monkeypatch):
+    for _ in range(2):
+        attention(*operands())
+    monkeypatch.setattr(ops, "key_of", None)
+    attention(*operands())
+    with pytest.raises(TypeError, match="not callable"):
+        attention(*operands(seq_q=4))
 
 
 def test_kinds_of_options_are_told_apart(checks):

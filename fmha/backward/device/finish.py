@@ -5,8 +5,8 @@ these CTAs come after all others in the same launch, begin on the SMs that are f
 *row*, a KV head of a batch row, as soon as it is done: each CTA with a key tile, or a piece of one, counts itself
 (``report``) when all that it adds is there. CTAs begin in order, so that whoever is waited for has begun.
 
-Each warp takes the next *item* from a counter: its share of UNITS query tiles of a row, whose loads are in flight
-together, or of a key tile.
+Each warp takes *items* from a counter: its share of UNITS query tiles of a row, whose loads are in flight together, or
+of a key tile. Where key tiles are cut, it takes the next one while it makes one.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from warpspec.fmha.backward.device.results import (
 )
 from warpspec.fmha.backward.device.tile import key_tiles_of
 from warpspec.fmha.backward.device.turns import end_turn
-from warpspec.fmha.backward.features import UNITS, WARP_ELEMENTS
+from warpspec.fmha.backward.features import KEY_ELEMENTS, UNITS
 from warpspec.fmha.device.grid import requests_of
 
-KEY_VECTORS = 4  # vectors of a thread of dK and dV
+KEY_VECTORS = KEY_ELEMENTS // (WARP_THREADS * VECTOR)  # of a thread of dK and dV
 POLL_NS = 300  # between two looks at a row that is not done
 
 
@@ -50,34 +50,25 @@ def report(work):
 
 class Items(NamedTuple):
     """How the items are numbered. rows: of all. first: rows that come first, whose key tiles are whole. queries, keys:
-    items of a row's dQ, and of its dK, or dV. query_tiles: of a head. query_shares, key_shares: of a tile, a warp each.
-    """
+    items of a row's dQ, and of its dK and dV. query_tiles: of a head."""
 
     rows: Int32
     first: Int32
     queries: Int32
     keys: Int32
     query_tiles: Int32
-    query_shares: int
-    key_shares: int
 
     @classmethod
     def of(cls, config, operands, whole) -> Items:
         heads = operands.k.shape[2]
         group, query_tiles = operands.q.shape[2] // heads, cute.ceil_div(operands.q.shape[1], config.tile_m)
-        query_shares = config.tile_m * config.heads.qk // WARP_ELEMENTS
-        key_shares = config.tile_n * config.heads.qk // (WARP_THREADS * KEY_VECTORS * VECTOR)
-        keys = (
-            key_tiles_of(config, operands) * key_shares * len(key_gradients(config, operands, Float32(1.0)))
-        )
+        gradients = key_gradients(config, operands, Float32(1.0))
         return cls(
             heads * requests_of(config.requests, operands),
             whole if config.cuts_on_host else Int32(0),
-            cute.ceil_div(group * query_tiles, UNITS) * query_shares,
-            keys,
+            cute.ceil_div(group * query_tiles, UNITS) * config.query_shares,
+            key_tiles_of(config, operands) * config.key_shares * len(gradients),
             query_tiles,
-            query_shares,
-            key_shares,
         )
 
     @property
@@ -108,39 +99,46 @@ def key_gradients(config, operands, scale) -> list[tuple]:
 def finish(config: cutlass.Constexpr, operands, scale, order):
     """Run a CTA that makes gradients from sums. order: the launch's (``place.key_tile_at``)."""
     wait_before(config)
-    items, lane = Items.of(config, operands, order[4]), cute.arch.lane_idx()
-    item = next_item(operands, items.rows, lane)
+    items, lane, heads = Items.of(config, operands, order[4]), cute.arch.lane_idx(), operands.k.shape[2]
+    item = cute.arch.shuffle_sync(take_item(operands, items.rows, lane), 0)
     while item < items.count:
+        following = Int32(0)
+        if cutlass.const_expr(config.cut):
+            following = take_item(operands, items.rows, lane)  # arrives while this one is made
         row, number = items.place_of(item)
-        wait_row(config, operands, order, row, lane)
+        rows = (row,)
+        if cutlass.const_expr(config.cuts_on_host):  # the last head's CTAs leave notes of pieces
+            noted = row // heads * heads + heads - 1
+            rows = (row, Int32(cutlass.select_(Boolean(number < items.queries), row, noted)))
+        wait_rows(config, operands, order, rows, lane)
         if number < items.queries:
             finish_queries(config, operands, scale, items, row, number)
         else:
-            if cutlass.const_expr(config.cuts_on_host):
-                heads = operands.k.shape[2]
-                wait_row(config, operands, order, row // heads * heads + heads - 1, lane)  # notes of pieces
             finish_keys(config, operands, scale, items, row, number - items.queries)
-        item = next_item(operands, items.rows, lane)
+        if cutlass.const_expr(not config.cut):
+            following = take_item(operands, items.rows, lane)
+        item = cute.arch.shuffle_sync(following, 0)
 
 
 @cute.jit
-def next_item(operands, rows, lane) -> Int32:
-    """Take the next item for this warp."""
+def take_item(operands, rows, lane) -> Int32:
+    """Take an item for this warp; its number is lane 0's."""
     item = Int32(0)
     if lane == 0:
         item = cute.arch.atomic_add(operands.done.iterator + rows, Int32(1), sem="relaxed", scope="gpu")
-    return cute.arch.shuffle_sync(item, 0)
+    return item
 
 
 @cute.jit
-def wait_row(config: cutlass.Constexpr, operands, order: cutlass.Constexpr, row, lane):
-    """Wait until all CTAs of a row have reported."""
+def wait_rows(config: cutlass.Constexpr, operands, order: cutlass.Constexpr, rows: cutlass.Constexpr, lane):
+    """Wait until all CTAs of one or two rows have reported: a lane looks at each."""
     pieces, *_, whole = order
+    row = rows[0] if len(rows) == 1 else Int32(cutlass.select_(Boolean(lane == 0), *rows))
     expected = places_of(config, operands, pieces)
     if cutlass.const_expr(config.cuts_on_host):
         tiles = key_tiles_of(config, operands)
         expected = Int32(cutlass.select_(Boolean(row < whole), tiles, expected))
-    if lane == 0:
+    if lane < len(rows):
         seen = cute.arch.load(operands.done.iterator + row, Int32, sem="acquire", scope="gpu")
         while seen < expected:
             cute.arch.inline_ptx(f"nanosleep.u32 {POLL_NS};")
@@ -153,7 +151,7 @@ def finish_queries(config: cutlass.Constexpr, operands, scale, items: cutlass.Co
     """Write an item of dQ."""
     heads = operands.k.shape[2]
     group, request, kv_head = operands.q.shape[2] // heads, row // heads, row % heads
-    share, first = number % items.query_shares, number // items.query_shares * UNITS
+    share, first = number % config.query_shares, number // config.query_shares * UNITS
     found = []
     for i in cutlass.range_constexpr(UNITS):
         unit = cutlass.min(first + i, group * items.query_tiles - 1)
@@ -172,8 +170,8 @@ def finish_keys(config: cutlass.Constexpr, operands, scale, items: cutlass.Const
     """Write an item of dK or dV."""
     heads, tiles = operands.k.shape[2], key_tiles_of(config, operands)
     request, kv_head = row // heads, row % heads
-    each, gradients = tiles * items.key_shares, key_gradients(config, operands, scale)
-    tile, share = number % each // items.key_shares, number % items.key_shares
+    each, gradients = tiles * config.key_shares, key_gradients(config, operands, scale)
+    tile, share = number % each // config.key_shares, number % config.key_shares
     index = request * tiles + tile
     place = (request, tile * config.tile_n, Int32(0), operands.k.shape[1])
     for i in cutlass.range_constexpr(len(gradients)):
