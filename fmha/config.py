@@ -17,7 +17,7 @@ from warpspec.common.operands import FLOAT32
 from warpspec.fmha.conversion import CodeRings
 from warpspec.fmha.features import Format, Mask, RequestLayout
 from warpspec.fmha.heads import HeadSizes
-from warpspec.fmha.line import KEPT_WORDS, MOST_ROUNDS, TILE_OVERHEAD
+from warpspec.fmha.line import AHEAD_REQUESTS, KEPT_WORDS, MOST_ROUNDS, TILE_OVERHEAD
 from warpspec.fmha.logits import PLAIN, LogitMap
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.schedule import SORTED_REQUESTS
@@ -109,7 +109,8 @@ class TileScheduler:
     in_step: work that is cut by length is cut alike for all heads, and neighbouring CTAs take one chunk of different
     heads (``device.line``). queries_in_step: likewise for all query tiles of a head. adds_up: CTAs add up the states of
     a tile that is cut; otherwise a second launch joins them. reads_cuts: CTAs do not cut the line themselves, but read
-    their chunks from the operand ``cuts`` (``device.cuts``).
+    their chunks from the operand ``cuts`` (``device.cuts``). cuts_ahead: the scheduler warp cuts the line, before the
+    launch before has ended (``device.cut_ahead``).
     """
 
     schedule: Schedule = Schedule.SINGLE
@@ -120,12 +121,14 @@ class TileScheduler:
     queries_in_step: bool = False
     adds_up: bool = False
     reads_cuts: bool = False
+    cuts_ahead: bool = False
 
     def __post_init__(self):
         assert self.has_warp or self.schedule is not Schedule.QUEUE
         assert self.schedule is Schedule.QUEUE or not self.sorts
         assert self.schedule is Schedule.LINE or not (self.in_step or self.adds_up)
         assert self.adds_up or not self.reads_cuts
+        assert (self.adds_up and self.has_warp and not self.reads_cuts) or not self.cuts_ahead
         assert (self.in_step and self.adds_up) or not self.queries_in_step
 
     @property
@@ -135,8 +138,8 @@ class TileScheduler:
 
     @property
     def places_chunks(self) -> bool:
-        """Whether CTAs cut the line themselves (``device.line.place_chunks``)."""
-        return self.cuts_tiles and not self.reads_cuts
+        """Whether all warps of a CTA cut the line (``device.line.place_chunks``)."""
+        return self.cuts_tiles and not self.reads_cuts and not self.cuts_ahead
 
     @property
     def leaves_joins(self) -> bool:
@@ -166,10 +169,12 @@ class TileScheduler:
 
     @property
     def cursor_bytes(self) -> int:
-        """Bytes of shared memory for the ends of the CTA's chunks, or for the words of the chunk that it reads."""
+        """Bytes of shared memory for the ends of the CTA's chunks, and what is kept of them ahead, or for the words of
+        the chunk that it reads."""
         if self.reads_cuts:
             return 0 if self.has_warp else KEPT_WORDS * WORD_BYTES
-        return (2 * CURSOR_WORDS * MOST_ROUNDS + CUT_WORDS) * WORD_BYTES if self.places_chunks else 0
+        words = 2 * CURSOR_WORDS * MOST_ROUNDS + CUT_WORDS + self.cuts_ahead * (AHEAD_REQUESTS + 1)
+        return words * WORD_BYTES if self.cuts_tiles else 0
 
     @property
     def record_bytes(self) -> int:

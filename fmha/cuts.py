@@ -75,7 +75,7 @@ def can_read(config: AttentionKernel) -> bool:
 
 def reader(config: AttentionKernel) -> AttentionKernel:
     """The kernel that differs from ``config`` only in reading its cuts."""
-    return replace(config, scheduler=replace(config.scheduler, reads_cuts=True))
+    return replace(config, scheduler=replace(config.scheduler, reads_cuts=True, cuts_ahead=False))
 
 
 def kernels_with_cuts(kernel: Kernel, config: AttentionKernel) -> list[tuple[Kernel, Hashable]]:

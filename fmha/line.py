@@ -25,6 +25,7 @@ ROUND_TILES = 20  # query tiles of a chunk where there are several rounds
 MOST_ROUNDS = 23  # the ends of so many chunks fit shared memory
 EDGE_TILES = 1  # KV tiles: a cut this close to an end of a query tile moves there, since a piece costs more
 FAR = 1 << 30  # positions that count as no end
+AHEAD_REQUESTS = 512  # most whose lengths are read before the launch before has ended (``device.cut_ahead``)
 KEPT_WORDS = 16  # words in global memory of a chunk that is found once for many launches (``device.cuts``)
 JOIN_WORDS = 8  # words of a join record, in global memory (``device.line.Join``)
 

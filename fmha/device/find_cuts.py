@@ -54,7 +54,7 @@ class FindCuts:
         storage = allocate((Region("cursors", words, "int32", 0, "ends of chunks"),))
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        chunks = chunks.at(storage.cursors.data_ptr())
+        chunks = chunks.at(config, storage.cursors.data_ptr())
         place_chunks(config, operands, chunks)
         cute.arch.sync_threads()
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:

@@ -35,7 +35,7 @@ from warpspec.fmha.device.chunk_length import chunk_length
 from warpspec.fmha.device.grid import grid_of, requests_of
 from warpspec.fmha.device.request import request_at
 from warpspec.fmha.device.tile import INTEGERS, select_integer, tile_of
-from warpspec.fmha.line import KEPT_WORDS, MOST_ROUNDS, STATES, cut, round_count, stretch
+from warpspec.fmha.line import AHEAD_REQUESTS, KEPT_WORDS, MOST_ROUNDS, STATES, cut, round_count, stretch
 
 SIDES = 2  # a chunk's begin and its end
 BEGIN, END = range(SIDES)
@@ -70,22 +70,30 @@ class Chunks(NamedTuple):
     """The data by which a persistent CTA finds its chunks.
 
     cursors: words in shared memory, (WORD, SIDE, ROUND). cut: likewise the words of ``Cut``. If another launch has cut
-    the line, cursors are the words of the only chunk, (WORD) (``device.cuts``).
+    the line, cursors are the words of the only chunk, (WORD) (``device.cuts``). lengths, found: if the line is cut
+    ahead (``device.cut_ahead``), the requests' lengths, likewise, and a word.
     """
 
     line: Line
     cursors: cute.Tensor | None = None
     cut: cute.Tensor | None = None
+    lengths: cute.Tensor | None = None
+    found: cute.Tensor | None = None
 
     @property
     def window(self) -> tuple:
         return self.line.window
 
-    def at(self, cursors: cute.Pointer) -> Chunks:
+    def at(self, config, cursors: cute.Pointer) -> Chunks:
         """cursors: Int32, to ``config.scheduler.cursor_bytes`` of shared memory."""
         places = cute.make_layout((CURSOR_WORDS, SIDES, MOST_ROUNDS))
-        cut_words = cute.make_tensor(cursors + cute.size(places), cute.make_layout(CUT_WORDS))
-        return self._replace(cursors=cute.make_tensor(cursors, places), cut=cut_words)
+        cut = cute.make_tensor(cursors + cute.size(places), cute.make_layout(CUT_WORDS))
+        placed = self._replace(cursors=cute.make_tensor(cursors, places), cut=cut)
+        if not config.scheduler.cuts_ahead:
+            return placed
+        lengths = cute.make_tensor(cut.iterator + CUT_WORDS, cute.make_layout(AHEAD_REQUESTS))
+        found = cute.make_tensor(lengths.iterator + AHEAD_REQUESTS, cute.make_layout(1))
+        return placed._replace(lengths=lengths, found=found)
 
     def kept_at(self, words: cute.Pointer) -> Chunks:
         """words: Int32, to the words of a chunk in shared memory."""
@@ -330,15 +338,21 @@ def locate(config: cutlass.Constexpr, operands, line, found, of_lane, place) -> 
 @cute.jit
 def place_chunks(config: cutlass.Constexpr, operands, chunks):
     """Write the words of ``chunks`` to shared memory. By the whole CTA; a barrier has to follow."""
-    line, cursors = chunks.line, chunks.cursors
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    place_ends(config, operands, chunks, warp, config.threads // WARP_THREADS)
+
+
+@cute.jit
+def place_ends(config: cutlass.Constexpr, operands, chunks, warp, warps: cutlass.Constexpr):
+    """Warp number ``warp`` of so many that write the words of ``chunks``: each finds some ends."""
+    line, cursors = chunks.line, chunks.cursors
     own = place_of(config, line)
     if warp < SIDES * line.rounds:
         of_lane = (line.requests + WARP_THREADS - 1) // WARP_THREADS
         found = shares(config, operands, line, of_lane)
         tile = common_length(config, operands, line, found, of_lane)
         size = chunk_length(config, line, found.total, Int32(line.rounds * own.chunks), tile)
-        for number in cutlass.range(warp, SIDES * line.rounds, config.threads // WARP_THREADS, unroll=1):
+        for number in cutlass.range(warp, SIDES * line.rounds, warps, unroll=1):
             round_, side = number // SIDES, number % SIDES
             chunk = round_ * own.chunks + own.chunk + side
             place = size * Int64(chunk)

@@ -118,14 +118,20 @@ def write_tile(role, tile, use):
 
     Consumes: tile_empty. Produces: tile_full.
     """
-    config, channels = role.config, role.channels
+    channels = role.channels
     channels["tile_empty"].wait_previous(use)
-    if cute.arch.lane_idx() == 0:
-        words = role.records.words(config, use)
-        for i, name in enumerate(words_of(config)):
-            words[i] = word_of(tile, name)
+    fill_record(role, tile, use)
     channels["tile_full"].arrive_warp(use)
     return use + 1
+
+
+@cute.jit
+def fill_record(role, tile, use):
+    """Write the words of record number ``use``, which nobody reads yet. By a whole warp."""
+    if cute.arch.lane_idx() == 0:
+        words = role.records.words(role.config, use)
+        for i, name in enumerate(words_of(role.config)):
+            words[i] = word_of(tile, name)
 
 
 def word_of(tile: Tile, name: str) -> Int32:

@@ -8,6 +8,7 @@ from cutlass import Int32
 
 from warpspec.fmha.device.ahead import prefetch_small, prefetch_table, wait_for_launch
 from warpspec.fmha.device.chunk import chunk_at
+from warpspec.fmha.device.cut_ahead import each_further
 from warpspec.fmha.device.cuts import kept_chunk, prefetch_cuts
 from warpspec.fmha.device.grid import index_of, rounds
 from warpspec.fmha.device.longest import order_of
@@ -63,6 +64,15 @@ def schedule(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands, w
     Consumes: tile_empty. Produces: tile_full.
     """
     role = Scheduler(config, channels, records)
+    if cutlass.const_expr(config.scheduler.cuts_ahead):
+        write_end(role, each_further(config, operands, where, role))
+    else:
+        schedule_all(config, operands, where, role)
+
+
+@cute.jit
+def schedule_all(config: cutlass.Constexpr, operands, where, role):
+    """``schedule`` of tiles of which none has been found ahead."""
     if cutlass.const_expr(config.waits_late):
         prefetch_small(operands)
     if cutlass.const_expr(config.scheduler.reads_cuts):

@@ -84,7 +84,7 @@ class Attention(AttentionHost):
             for atom in atoms:
                 cute.nvgpu.cpasync.prefetch_descriptor(atom)
         if cutlass.const_expr(config.scheduler.cuts_tiles):
-            where = where.at(storage.cursors.data_ptr())
+            where = where.at(config, storage.cursors.data_ptr())
             place_chunks(config, operands, where)
         cute.arch.sync_threads()
         columns = tmem.base(storage.tmem_address.data_ptr())

@@ -24,7 +24,7 @@ from warpspec.common.launch import Target
 from warpspec.fmha.config import AttentionKernel, Schedule, TileScheduler, check_call, common_fields
 from warpspec.fmha.conversion import CodeRings
 from warpspec.fmha.heads import BLOCK, MMA_K
-from warpspec.fmha.line import FEW_HEADS, FEW_ROWS_OVERHEAD, PAIR_OVERHEAD, TILE_OVERHEAD
+from warpspec.fmha.line import AHEAD_REQUESTS, FEW_HEADS, FEW_ROWS_OVERHEAD, PAIR_OVERHEAD, TILE_OVERHEAD
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.schedule import sortable
 from warpspec.fmha.sm90.barriers import WEIGHT_STAGES, barriers_of
@@ -46,6 +46,13 @@ CLEAR_BARRIER = 5  # named barrier of all consumers, or two of one each, after r
 SUMS_BARRIER = 7  # named barrier of paired consumers that add up their row sums
 SCORED_BARRIER = 8  # named barriers of one paired consumer each: all its warps have read the tile's K
 INSTRUCTION_REGISTERS = 30  # registers that ptxas needs for a wgmma besides those of its result
+
+
+def lengths_decide(problem: AttentionProblem) -> bool:
+    """Whether a line of this problem's requests follows from their lengths alone, and these are few enough to be
+    kept."""
+    requests = problem.requests
+    return requests.has_kv_lengths and not requests.has_q_start and problem.batch <= AHEAD_REQUESTS
 
 
 @dataclass(frozen=True)
@@ -117,6 +124,7 @@ class AttentionConfig(AttentionKernel):
             in_step=in_step,
             queries_in_step=in_step and query_tiles > 1,
             adds_up=adds_up,
+            cuts_ahead=adds_up and lengths_decide(problem),
         )
         return cls(**fields, scheduler=scheduler, shape=shape)
 

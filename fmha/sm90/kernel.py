@@ -20,6 +20,7 @@ from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.fmha.device.ahead import prefetch_small, prefetch_table, wait_for_launch
 from warpspec.fmha.device.bias import row_of
 from warpspec.fmha.device.convert import convert
+from warpspec.fmha.device.cut_ahead import cut_ahead
 from warpspec.fmha.device.grid import DivisorGrid, Grid, Where, grid_of, heads_of_kv
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT, AttentionHost
 from warpspec.fmha.device.line import chunks_of, place_chunks, write_join
@@ -109,8 +110,9 @@ class Attention(AttentionHost):
                     prefetch_table(operands.page_table)
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
+        if cutlass.const_expr(config.scheduler.places_chunks or config.scheduler.cuts_ahead):
+            where = where.at(config, storage.cursors.data_ptr())
         if cutlass.const_expr(config.scheduler.places_chunks):
-            where = where.at(storage.cursors.data_ptr())
             place_chunks(config, operands, where)
         cute.arch.sync_threads()
 
@@ -165,6 +167,9 @@ def play(
         if cutlass.const_expr(config.scheduler.leaves_joins):  # noqa: SIM102
             if warp == config.join_warp:
                 write_join(config, operands, where)
+        if cutlass.const_expr(config.scheduler.cuts_ahead):  # noqa: SIM102  (while it has registers)
+            if warp == config.scheduler_warp:
+                cut_ahead(config, channels, operands, where, tiles)
         cute.arch.setmaxregister_decrease(config.shape.producer_registers)
         if warp < config.load_warp + config.kv_groups:
             column_group = warp - config.load_warp if cutlass.const_expr(config.kv_groups > 1) else 0

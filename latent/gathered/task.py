@@ -41,7 +41,7 @@ def start(config: cutlass.Constexpr, storage: cutlass.Constexpr, operands, units
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
     if cutlass.const_expr(config.scheduler.places_chunks):
-        units = units.at(storage.cursors.data_ptr())
+        units = units.at(config, storage.cursors.data_ptr())
         place_chunks(config, operands, units)
     elif cutlass.const_expr(config.scheduler.reads_cuts):
         units = units.kept_at(storage.cursors.data_ptr())

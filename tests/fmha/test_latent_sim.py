@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cutlass import cute
 from helpers.attention_cases import Case, arguments, check, poisoned_out, relative_error
 from helpers.page_layouts import paged
 from helpers.simulate import choosing, cutting_by_length
@@ -16,6 +17,7 @@ from warpspec.common import kernel_cache
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.fmha import attention
 from warpspec.fmha import launch as attention_launch
+from warpspec.fmha.device import cut_ahead
 from warpspec.fmha.plan.cost import Way
 from warpspec.fmha.sm90 import add_up
 from warpspec.latent import mla_decode
@@ -165,6 +167,32 @@ def test_pieces_that_nobody_waits_for(simulate_as, check_order, monkeypatch):
     with cutting_by_length():
         through_pages(ONE)
     attention_launch.prepare.cache_clear()
+
+
+@pytest.mark.long
+def test_lengths_that_change_meanwhile(simulate_as, check_order, monkeypatch):
+    """CTAs find their chunks by lengths that the launch before goes on to change: all of them, or only one. Chunks by
+    the lengths read first would leave keys out, and state pieces that no CTA has."""
+    copy, reads = cut_ahead.copy_lengths, []
+
+    def copy_at_first(operands, chunks):
+        """The function, and other lengths in the place of those read first, which the loop's are compared with."""
+        changed = copy(operands, chunks)
+        if not reads:
+            lane = cute.arch.lane_idx()
+            chunks.lengths[lane] = 100 * lane
+            cute.arch.sync_warp()
+        reads.append(changed)
+        return changed
+
+    monkeypatch.setattr(cut_ahead, "copy_lengths", copy_at_first)
+    monkeypatch.setattr(kernel_cache, "SOURCES", "other lengths")
+    attention_launch.prepare.cache_clear()
+    simulate_as("sm_90a", sm_count=5)
+    with cutting_by_length():
+        through_pages(UNEQUAL)
+    attention_launch.prepare.cache_clear()
+    assert len(reads) == 2
 
 
 @pytest.mark.long
