@@ -314,7 +314,8 @@ def hopper_kernels() -> list[tuple]:
         kind, 128, hopper_shapes.TWO_CONSUMERS, scheduler=TileScheduler(Schedule.PERSISTENT, has_warp=True)
     )
     shared = of_shape(kind, 512, hopper_shapes.PAIR, shared_kv=True)
-    line = TileScheduler(Schedule.LINE, has_warp=True, record_count=2, in_step=True, adds_up=True)
+    ways = {"in_step": True, "adds_up": True, "cuts_ahead": True}
+    line = TileScheduler(Schedule.LINE, has_warp=True, record_count=2, **ways)
     mla = of_shape(kind, 576, hopper_shapes.PAIR.scheduling, v_dim=512, shared_kv=True, scheduler=line)
     gathered = GatheredConfig.of()
     codes = {"row_format": E4M3_ROWS.name, "paged": True, "has_kv_scale": True}

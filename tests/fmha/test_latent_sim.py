@@ -13,7 +13,7 @@ from helpers.simulate import choosing, cutting_by_length
 from helpers.suites import long
 
 from warpspec import sim
-from warpspec.common import kernel_cache
+from warpspec.common import compile, kernel_cache
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.fmha import attention
 from warpspec.fmha import launch as attention_launch
@@ -157,20 +157,27 @@ def test_a_piece_that_a_row_does_not_see(simulate_as):
     assert (o - wanted)[:, :3].float().norm() < 4e-3 * wanted[:, :3].float().norm()
 
 
+@pytest.fixture
+def compiled_anew(monkeypatch, request):
+    """Kernels are compiled as the test changes them, and forgotten behind it."""
+    monkeypatch.setattr(kernel_cache, "SOURCES", f"{kernel_cache.SOURCES} {request.node.name}")
+    monkeypatch.setattr(compile, "_compiled", {})
+    attention_launch.prepare.cache_clear()
+    yield
+    attention_launch.prepare.cache_clear()
+
+
 @pytest.mark.long
-def test_pieces_that_nobody_waits_for(simulate_as, check_order, monkeypatch):
+def test_pieces_that_nobody_waits_for(simulate_as, check_order, monkeypatch, compiled_anew):
     """CTAs that never wait for later ones, the last of which then adds up all pieces: as where CTAs outnumber SMs."""
     monkeypatch.setattr(add_up, "PATIENCE", 0)
-    monkeypatch.setattr(kernel_cache, "SOURCES", "no patience")
-    attention_launch.prepare.cache_clear()
     simulate_as("sm_90a", sm_count=16)
     with cutting_by_length():
         through_pages(ONE)
-    attention_launch.prepare.cache_clear()
 
 
 @pytest.mark.long
-def test_lengths_that_change_meanwhile(simulate_as, check_order, monkeypatch):
+def test_lengths_that_change_meanwhile(simulate_as, check_order, monkeypatch, compiled_anew):
     """CTAs find their chunks by lengths that the launch before goes on to change: all of them, or only one. Chunks by
     the lengths read first would leave keys out, and state pieces that no CTA has."""
     copy, reads = cut_ahead.copy_lengths, []
@@ -186,12 +193,9 @@ def test_lengths_that_change_meanwhile(simulate_as, check_order, monkeypatch):
         return changed
 
     monkeypatch.setattr(cut_ahead, "copy_lengths", copy_at_first)
-    monkeypatch.setattr(kernel_cache, "SOURCES", "other lengths")
-    attention_launch.prepare.cache_clear()
     simulate_as("sm_90a", sm_count=5)
     with cutting_by_length():
         through_pages(UNEQUAL)
-    attention_launch.prepare.cache_clear()
     assert len(reads) == 2
 
 
