@@ -26,6 +26,8 @@ from shared.sweep_regret import problem_of
 from shared.sweep_report import best_peer
 from shared.sweep_shapes import from_json
 
+from warpspec.common.hardware import MODELS
+from warpspec.common.launch import Target
 from warpspec.fmha.plan import cost, has_cta_each
 from warpspec.fmha.plan.cost import Constants, Way
 from warpspec.fmha.plan.scenarios import Requests
@@ -34,6 +36,7 @@ from warpspec.fmha.plan.work import Tiling, Work, work_of
 WAYS = list(Way)
 MANY_CTAS = 99999
 OLD_JOIN = "2026-11-24, NVIDIA H200"  # timings before pieces were joined by as many CTAs as now
+L2_ROOM = Target.of_model(MODELS[0]).l2_room  # of an H200, and of an H100
 COMMON = 0.7  # part of a problem's mean error that does not count: it is no candidate's
 
 
@@ -135,7 +138,9 @@ class Data:
                 work = Work(*(column[some] for column in self.work))
                 tiling = Tiling(*(column[some] for column in self.tiling))
                 target = SimpleNamespace(
-                    sm_count=self.sms[some], speeds=SimpleNamespace(copy=self.bytes_us[some])
+                    sm_count=self.sms[some],
+                    l2_room=L2_ROOM,
+                    speeds=SimpleNamespace(copy=self.bytes_us[some]),
                 )
                 found[some] = cost.microseconds(work, tiling, way, self.splits[some], target, constants, np)
         return found

@@ -280,10 +280,22 @@ def shares(w: Work, t: Tiling, way: Way, splits, sms: int, ops: Arithmetic) -> S
     return Shares(resident, items, items_of, ctas, size)
 
 
-def step_of(w: Work, t: Tiling, tile: TileTime, target, c: Constants, ops: Arithmetic) -> Callable:
-    """A function that returns the clocks of a KV tile, by how many CTAs run beside its own."""
+def bytes_of_line(w: Work, t: Tiling, target, ops: Arithmetic):
+    """Bytes that a line reads from memory and writes.
+
+    The query tiles of a head follow each other on the line, so n of them read the same keys at n times that are spread
+    evenly. Between two of these, CTAs read 1/n of all keys from memory; what is more than L2 holds is read again.
+    Paired consumers' CTAs read a request's keys in step.
+    """
+    again = w.again - target.l2_room / ops.maximum(w.bytes, 1) * w.again_often
+    return w.bytes + ops.where(t.column_groups > 1, 0.0, ops.maximum(again, 0.0))
+
+
+def step_of(w: Work, t: Tiling, tile: TileTime, moved, target, c: Constants, ops: Arithmetic) -> Callable:
+    """A function that returns the clocks of a KV tile, by how many CTAs run beside its own. moved: bytes that are read
+    from memory and written."""
     maximum, p, warpgroups = ops.maximum, c.power, t.row_groups * t.column_groups
-    fresh = ops.minimum(w.bytes / (w.kv * tile.bytes), 1.0)  # fraction of the loads that come from memory
+    fresh = ops.minimum(moved / (w.kv * tile.bytes), 1.0)  # fraction of the loads that come from memory
     memory_rate = c.memory * target.speeds.copy * 1e6  # bytes a microsecond
     rest = tile.fixed + (w.boxes * w.tensors * c.box) ** p
     load = fresh * tile.bytes
@@ -407,9 +419,9 @@ def joining(w: Work, t: Tiling, share: Shares, c: Constants, ops: Arithmetic):
 def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=None):
     """Microseconds of a launch, including the second launch that joins or combines its results.
 
-    w, t: the launch's work and tiling. way: how CTAs get their query tiles. splits: splits of the keys (1:
-    not split). target: the ``Target``, of which the number of SMs and the copy speed count. c: the constants. xp: numpy
-    if ``w`` and ``t`` hold arrays, None for numbers.
+    w, t: the launch's work and tiling. way: how CTAs get their query tiles. splits: splits of the keys (1: not split).
+    target: the ``Target``, of which the number of SMs, L2 and the copy speed count. c: the constants. xp: numpy if
+    ``w`` and ``t`` hold arrays, None for numbers.
     """
     if xp is None:
         ops, tile = NUMBERS, known_tile(t, w.depth, w.tensors, w.number, c)
@@ -417,7 +429,8 @@ def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=
         ops = Arithmetic(xp.maximum, xp.minimum, xp.ceil, xp.where)
         tile = tile_time(t, w.depth, w.tensors, w.number, c, xp.where)
     sms, share = target.sm_count, shares(w, t, way, splits, target.sm_count, ops)
-    step = step_of(w, t, tile, target, c, ops)
+    moved = bytes_of_line(w, t, target, ops) if way is Way.LINE else w.bytes
+    step = step_of(w, t, tile, moved, target, c, ops)
     full = busy_step(w, t, way, step, share, sms, ops)
     alone = step(1.0, 0.5 * ops.minimum(share.items, sms))
     mask = tile.mask * ops.maximum(t.row_groups * t.column_groups * share.ctas / 2, 1.0)
@@ -436,7 +449,7 @@ def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=
         busy = busy_in_partitions(share, clocks, c, ops)
     else:
         busy = busy_in_rounds(w, way, splits, share, clocks, c, ops)
-    reading = w.bytes / (c.reading * target.speeds.copy * 1e6)
+    reading = moved / (c.reading * target.speeds.copy * 1e6)
     found = c.launch + ops.maximum((busy + c.alone) / CLOCKS_PER_US, reading)
     if way is Way.PARTITIONS:
         found = found + c.partition_scan

@@ -52,12 +52,14 @@ def choose_section(problem: AttentionProblem, config: AttentionKernel, target: T
         return max(section for section in range(1, heads + 1) if heads % section == 0 and section <= fit)
     query_tiles = -(-problem.seq_q // config.rows.queries)
     grid = TileGrid(query_tiles, head_tiles, problem.heads_kv, problem.batch)
+    heads_fit = target.l2_room / (key_bytes(problem, config) * problem.seq_k)
     if config.mask.has_blocks:
-        fit = int(target.l2_room / (key_bytes(problem, config) * problem.seq_k)) * head_tiles
-        section = max(min(fit, -(-SORTED_TILES * ctas // query_tiles)), 1)
+        section = max(min(int(heads_fit) * head_tiles, -(-SORTED_TILES * ctas // query_tiles)), 1)
         return -(-grid.rows // max(round(grid.rows / section), 1))  # sections are about equal
     if not config.mask.causal:
         return 1  # not read
+    if config.output.splits and config.column_groups == 1 and problem.batch * problem.heads_kv > heads_fit:
+        return head_tiles  # else the next round of splits reads the keys again
     bounds = {
         "causal": True,
         "left": problem.window_left,

@@ -59,7 +59,8 @@ class Work(NamedTuple):
     tile or one V tile. depth: elements of a row, the mean of Q and K's and V's. tensors: 2, or 1 if K and V are one
     tensor. requests: number of requests. number: bytes of an element of K and V. lines: bytes of the L2 lines that a
     load touches, divided by the bytes that it needs. sorts: 1 if a queue hands out the query tiles in order of length
-    and without idle ones, otherwise 0.
+    and without idle ones, otherwise 0. again: bytes of K and V that query tiles of the same keys read after the first
+    one. again_often: the same, each request's bytes times the number of its tiles that read them.
     """
 
     tiles: float
@@ -79,6 +80,8 @@ class Work(NamedTuple):
     number: float
     lines: float
     sorts: float
+    again: float
+    again_often: float
 
 
 def _clipped_mean(first: float, last: float) -> float:
@@ -170,7 +173,7 @@ def work_of(problem, tiling: Tiling, requests) -> Work:
     queries_of, keys_of, group_queries = tiling.queries, tiling.tile_n, tiling.group_queries
     stride, (left, _) = problem.mask.key_stride, bounds_of(problem)
     heads = problem.heads_kv * -(-problem.group // tiling.pack)
-    tiles = kv = masked = groups = rows = moved = squares = offsets = 0.0
+    tiles = kv = masked = groups = rows = moved = squares = offsets = again = often = 0.0
     longest, shortest = 0.0, math.inf
     for count, queries, keys in requests:
         if queries <= 0 or keys <= 0:
@@ -182,7 +185,11 @@ def work_of(problem, tiling: Tiling, requests) -> Work:
         masked += of_all * spans.masked
         groups += count * heads * spans.mean * -(-queries // group_queries)
         rows += count * queries * problem.heads_q
-        moved += count * (keys if left is None else min(keys, left + queries))
+        seen = keys if left is None else min(keys, left + queries)
+        moved += count * seen
+        readers = of_all / count / problem.heads_kv * spans.mean * keys_of / seen
+        again += count * seen * max(readers - 1, 0.0)
+        often += count * seen * max(readers - 1, 0.0) * readers
         longest, shortest = max(longest, spans.longest), min(shortest, spans.shortest)
         if problem.mask.has_blocks:  # lists without an order: as if their lengths were spread evenly
             offset = 0.0 if problem.mask.has_order else (spans.longest - spans.mean) / EVEN_DEVIATION
@@ -198,11 +205,13 @@ def work_of(problem, tiling: Tiling, requests) -> Work:
     if problem.requests.packed_q and problem.seq_q > queries_of:  # else idle tiles come last
         idle = max((total // queries_of + problem.batch) * heads - tiles, 0.0)
     number = problem.format.kv_bits / 8
+    key_bytes = problem.heads_kv * tensors * number * depth
     return Work(
         tiles, idle, kv, longest, 0.0 if shortest == math.inf else shortest, spread, masked, groups, rows,
-        (moved * problem.heads_kv * tensors * number + 2 * rows * ELEMENT_BYTES) * depth,
+        moved * key_bytes + 2 * rows * ELEMENT_BYTES * depth,
         boxes_of(problem, tiling.tile_n), depth, tensors, problem.batch, number,
         touched_lines(problem.heads.qk, number), float(sorts_tiles(problem) or problem.mask.has_order),
+        again * key_bytes, often * key_bytes,
     )  # fmt: skip
 
 

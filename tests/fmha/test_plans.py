@@ -349,6 +349,21 @@ def test_few_tiles_for_each_cta_leave_some_cta_two_long_ones():
         assert time(way, mixed) < 1.3 * round_
 
 
+def test_keys_beyond_l2_are_read_once():
+    """Two query tiles of a head read its keys at different times on a line, and at one time as splits in order."""
+
+    def problem(queries, batch=5):
+        pages = {"has_kv_lengths": True, "page_size": 256}
+        return made_problem(batch, queries, 10240, 128, 8, 128, causal=True, **pages)
+
+    tiling = Tiling(2, 64, 1, 128, 3, 1, 16)
+    once, twice = (work_of(problem(n), tiling, [Requests(5, n, 10240)]) for n in (8, 16))
+    assert once.again == 0 and twice.again == pytest.approx(once.bytes, rel=0.02)
+    plan = make_plan(sm90.CHOICES, problem(16), H200)
+    assert plan.splits > 1 and plan.section == 1
+    assert make_plan(sm90.CHOICES, problem(16, batch=1), H200).section == 8  # all fit
+
+
 def test_plans_follow_the_lengths_of_lists():
     """Short lists stay whole, long ones of few query tiles are split; many query tiles go through few heads at a time,
     few ones through all."""
