@@ -9,6 +9,7 @@ import torch
 from cutlass import cute
 from helpers.attention_cases import Case, arguments, check, poisoned_out, relative_error
 from helpers.page_layouts import paged
+from helpers.peaks import check_as_exact_as_torch, every_peak
 from helpers.simulate import choosing, cutting_by_length
 from helpers.suites import long
 
@@ -155,6 +156,14 @@ def test_a_piece_that_a_row_does_not_see(simulate_as):
         o = mla_decode(q, kv, **call, backend="sim")
     assert torch.equal(o.isnan(), wanted.isnan()) and not wanted[:, :3].isnan().any()
     assert (o - wanted)[:, :3].float().norm() < 4e-3 * wanted[:, :3].float().norm()
+
+
+@pytest.mark.long
+@every_peak
+def test_as_exact_as_torch(simulate_as, steps):
+    """With few queries references follow the maximum at every step."""
+    simulate_as("sm_90a", sm_count=2)
+    check_as_exact_as_torch(steps, 576, shared_kv=True, v_dim=512, return_lse=True)
 
 
 @pytest.fixture

@@ -46,15 +46,20 @@ every_peak = pytest.mark.parametrize("steps", [
 ])  # fmt: skip
 
 
-def check_as_exact_as_torch(steps, dim: int, shared_kv: bool, **options) -> None:
-    """Backend "sim" on rows of these steps, one split. Tiles are taken from the newest key to the oldest. options:
-    further arguments of ``attention``, which leave o as it is."""
+def check_as_exact_as_torch(steps, dim: int, shared_kv: bool, *, v_dim: int | None = None, **options) -> None:
+    """Backend "sim" on rows of these steps, one split. Tiles are taken from the newest key to the oldest. v_dim: of V,
+    the first columns of K, if it is narrower. options: further arguments of ``attention``, which leave o as it is."""
     q, kv = rows(steps, dim)
+    if v_dim is not None:
+        options["v_dim"] = v_dim
     o = attention(q, kv, None if shared_kv else kv.clone(), scale=1.0, num_splits=1, backend="sim", **options)
     got = (o[0] if options.get("return_lse") else o)[0, 0]
-    exact = (q[0, 0].double() @ kv[0, :, 0].double().T).softmax(-1) @ kv[0, :, 0].double()
-    heads_first = (q.transpose(1, 2), *(kv.transpose(1, 2).expand(1, HEADS, KEYS, dim),) * 2)
-    torchs = torch.nn.functional.scaled_dot_product_attention(*heads_first, scale=1.0)[0, :, 0]
+    v = kv[..., :v_dim]
+    exact = (q[0, 0].double() @ kv[0, :, 0].double().T).softmax(-1) @ v[0, :, 0].double()
+    keys, values = (x.transpose(1, 2).expand(1, HEADS, KEYS, x.shape[-1]) for x in (kv, v))
+    torchs = torch.nn.functional.scaled_dot_product_attention(q.transpose(1, 2), keys, values, scale=1.0)[
+        0, :, 0
+    ]
     error, own = ((t.double() - exact).norm(dim=-1) / exact.norm(dim=-1) for t in (got, torchs))
     worst = (error / own).argmax().item()
     assert (error <= WORST * own).all(), f"head {worst}: {error[worst]:.1e}, torch's {own[worst]:.1e}"
