@@ -19,14 +19,14 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from shared import mutants
+from shared import mutant_launches, mutants
 from shared.mutant_cases import KERNELS
 
 
 def score(name: str, seeds: int, only: str = "") -> list[mutants.Verdict]:
     """The verdicts on the mutants of a kernel's launches. only: pattern of their descriptions."""
     found = mutants.Score(seeds, only)
-    with mutants.recorded(found.visit):
+    with mutant_launches.recorded(found.visit):
         KERNELS[name]()
     return found.verdicts
 

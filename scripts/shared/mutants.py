@@ -9,7 +9,7 @@ import copy
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -17,10 +17,11 @@ from unittest import mock
 
 import numpy as np
 
+from shared.mutant_launches import Launch
 from shared.mutants_explained import EXPLAINED, Reason, Site
 from shared.source_places import Place, place_of
 from warpspec import sim
-from warpspec.sim import runtime, simulation
+from warpspec.sim import runtime
 from warpspec.sim.codegen.program import Program
 from warpspec.sim.instruction import Imm, Instr
 from warpspec.sim.order import of_text
@@ -211,41 +212,6 @@ class Verdict:
     @property
     def found(self) -> bool:
         return self.outcome not in ("wrong", "unnoticed", "explained", "idle")
-
-
-class Launch:
-    """One launch as the simulator was asked for it, to be run again on the same memory."""
-
-    def __init__(self, text: str, kernel: str, options: dict):
-        self.text, self.kernel, self.options = text, kernel, options
-        self.options.pop("check", None)
-        self.memory = [(a, a.array.copy()) for a in options["gmem"].allocations if a.writable]
-        self.program = runtime.load_program(text, kernel, True)
-
-    def run(self, program: Program, seed: int, check: str | None = "order") -> list[np.ndarray]:
-        """What it leaves in memory; raises what the simulator raises."""
-        for allocation, before in self.memory:
-            allocation.array[:] = before
-        options = self.options | dict(seed=seed, check=check)
-        with mock.patch.object(runtime, "load_program", lambda *_: program):
-            runtime.execute(self.text, self.kernel, **options)
-        return [allocation.array.copy() for allocation, _ in self.memory]
-
-
-@contextmanager
-def recorded(visit: Callable[[Launch], None]):
-    """While this lasts, `visit` sees every launch before it runs."""
-    original = simulation.execute
-
-    def execute(text: str, kernel: str, **options):
-        launch = Launch(text, kernel, dict(options))
-        visit(launch)
-        for allocation, before in launch.memory:
-            allocation.array[:] = before
-        return original(text, kernel, **options | dict(check="order"))  # later launches may overlap this one
-
-    with mock.patch.object(simulation, "execute", execute):
-        yield
 
 
 class Score:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from helpers.gemm_cases import GemmCase, inputs_of, poisoned_out
 from helpers.ptx_launch import launch
-from shared import mutants
+from shared import mutant_launches, mutants
 
 from warpspec import sim
 from warpspec.moe.sm100 import grouped_gemm
@@ -109,10 +109,10 @@ END:
         launch(spin, {"count": np.zeros(1, np.uint32)}, grid=(6, 1, 1), block=(64, 1, 1), seed=seed)
 
 
-class Recorded(mutants.Launch):
+class Recorded(mutant_launches.Launch):
     """A launch whose program does not log: the order checker has no part in what is found."""
 
-    def __init__(self, other: mutants.Launch):
+    def __init__(self, other: mutant_launches.Launch):
         super().__init__(other.text, other.kernel, dict(other.options))
         self.program = runtime.load_program(self.text, self.kernel, False)
 
@@ -124,7 +124,7 @@ def test_deleted_waits_of_the_grouped_gemm():
     case = GemmCase("", counts=(5, 0, 130, 70, 40, 33, 150), k=600, width=200, dropped=1, epilogue="linear")
     inputs, found = inputs_of(case, 0), []
     torch.manual_seed(0)
-    with mutants.recorded(found.append):
+    with mutant_launches.recorded(found.append):
         options = dict(epilogue="linear", limit=None, out_scale=inputs.out_scale, shape=SINGLE, groups=1)
         grouped_gemm(inputs.a, inputs.w, inputs.offsets, poisoned_out(case), **options)
     decisive, _ = mutants._decisive(found[0], seeds=1)
