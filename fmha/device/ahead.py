@@ -23,6 +23,13 @@ def wait_for_launch(config) -> None:
         cute.arch.griddepcontrol_wait()
 
 
+def wait_unless_found(config) -> None:
+    """``wait_for_launch`` for a role that is sent what it reads; where tiles are found by what memory holds, whoever
+    finds them has waited."""
+    if not config.finds_in_memory:
+        wait_for_launch(config)
+
+
 def prefetch_small(operands) -> None:
     """Prefetch the first lines of each small operand, one by each lane, and the first one of scales. Called by a whole
     warp."""

@@ -120,8 +120,9 @@ def write_tile(role, tile, use):
     """
     channels = role.channels
     channels["tile_empty"].wait_previous(use)
-    fill_record(role, tile, use)
-    channels["tile_full"].arrive_warp(use)
+    if cute.arch.lane_idx() == 0:
+        put_words(role, tile, use)
+        channels["tile_full"].arrive(use)
     return use + 1
 
 
@@ -129,9 +130,14 @@ def write_tile(role, tile, use):
 def fill_record(role, tile, use):
     """Write the words of record number ``use``, which nobody reads yet. By a whole warp."""
     if cute.arch.lane_idx() == 0:
-        words = role.records.words(role.config, use)
-        for i, name in enumerate(words_of(role.config)):
-            words[i] = word_of(tile, name)
+        put_words(role, tile, use)
+
+
+def put_words(role, tile, use) -> None:
+    """Write the words of a record. By one lane."""
+    words = role.records.words(role.config, use)
+    for i, name in enumerate(words_of(role.config)):
+        words[i] = word_of(tile, name)
 
 
 def word_of(tile: Tile, name: str) -> Int32:
@@ -154,7 +160,7 @@ def write_end(role, use):
     if cute.arch.lane_idx() == 0:
         words = role.records.words(role.config, use)
         words[0] = Int32(0)
-    role.channels["tile_full"].arrive_warp(use)
+        role.channels["tile_full"].arrive(use)
 
 
 def wait_tile(config: AttentionKernel, channels: dict, records: Records, use) -> Boolean:

@@ -17,7 +17,7 @@ from warpspec.common.device.pipeline import init_barriers
 from warpspec.common.device.storage import allocate
 from warpspec.common.device.wgmma import QUAD, ROW_DISTANCE, THREAD_ROWS
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
-from warpspec.fmha.device.ahead import prefetch_small, prefetch_table, wait_for_launch
+from warpspec.fmha.device.ahead import prefetch_small, prefetch_table, wait_unless_found
 from warpspec.fmha.device.bias import row_of
 from warpspec.fmha.device.convert import convert
 from warpspec.fmha.device.cut_ahead import cut_ahead
@@ -137,7 +137,7 @@ class Attention(AttentionHost):
         if cutlass.const_expr(config.converts):
             if warp >= config.convert_warp:
                 set_registers(config, config.shape.converter_registers)
-                wait_for_launch(config)
+                wait_unless_found(config)
                 rings = tuple(
                     shared.raw + i * config.codes.ring_bytes for i in range(len(config.format.rings))
                 )
@@ -257,7 +257,7 @@ def consume(
 
     Consumes: q_full, and what ``consumer.attend`` or ``pair.attend_paired`` does. Produces: what they do.
     """
-    wait_for_launch(config)
+    wait_unless_found(config)
     row_group, column_group = consumer // config.column_groups, consumer % config.column_groups
     if cutlass.const_expr(config.by_warp):
         row_group = 0
