@@ -113,9 +113,9 @@ PAGED, PACKED = ("paged", "packed-paged"), ("packed", "packed-paged")
 KV_CACHES = ("16-bit", "e4m3", "e5m2", "nvfp4")  # what a cache holds
 PAGE_SIZES = (16, 64)
 
-BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256)
+BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 136, 256)  # 136: a few tiles more than SMs
 DECODE_QUERIES = (1, 2, 4, 8)  # more than one query: speculative decoding
-PREFILL_QUERIES = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 4096, 16384)
+PREFILL_QUERIES = (12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 4096, 16384)
 KEYS = (128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 MOST_QUERIES = 65536  # most queries of a batch
 LIST_SHARES = (1 / 16, 1 / 2)  # shares of all blocks that lists have
