@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.gradient_cases import CASES, KERNEL_TOLERANCE, Case
+from helpers.pairwise import pairwise
 from helpers.simulate import simulating_gradients
 from helpers.suites import long, long_but
 
@@ -177,15 +178,13 @@ PACKED = (
 )
 
 
+BY_LENGTH = [(PACKED[1], True, 0.1, 40, 64), (PACKED[2], False, 0.1, 40, 64)]
+MORE_BY_LENGTH = pairwise(PACKED, [False, True], [0.1, 0.3], [40, 3], HEAD_DIMS)
+
+
 @pytest.mark.parametrize(
     ("case", "deterministic", "share", "further", "dim"),
-    long_but(
-        [(PACKED[1], True, 0.1, 40, 64), (PACKED[2], False, 0.1, 40, 64)],
-        (
-            (*rest, dim)
-            for *rest, dim in itertools.product(PACKED, (False, True), (0.1, 0.3), (40, 3), HEAD_DIMS)
-        ),
-    ),
+    [*BY_LENGTH, *(long(*row) for row in MORE_BY_LENGTH if row not in BY_LENGTH)],
 )
 def test_pieces_by_length(case, deterministic, share, further, dim, monkeypatch, simulate_gradients_as):
     """The device cuts the long key tiles of packed requests, leaves places without a piece, and cuts no more than there
@@ -293,18 +292,18 @@ def test_inner_heads(arch, inner, monkeypatch, simulate_gradients_as):
     launch.prepare.cache_clear()
 
 
-# At D 512 the simulator takes five minutes for a larger case; tests/gpu has all of them.
+# Every case at every head size, each on one of the two, so that each case meets both. At D 512 the simulator takes five
+# minutes for a larger case; tests/gpu has all of them.
 FEATURES = [
-    (case, dim)
-    for case in (*CASES, *SMALL.values())
-    for dim in HEAD_DIMS
+    (case, dim, ARCHS[(number + place) % 2])
+    for number, case in enumerate((*CASES, *SMALL.values()))
+    for place, dim in enumerate(HEAD_DIMS)
     if dim < 512 or case in SMALL.values()
 ]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(("case", "dim"), FEATURES, ids=lambda value: getattr(value, "id", value))
+@pytest.mark.parametrize(("case", "dim", "arch"), FEATURES, ids=lambda value: getattr(value, "id", value))
 def test_all_features(case, dim, arch, simulate_gradients_as):
     simulate_gradients_as(arch, seed=2)
     compare(case.with_dim(dim))

@@ -1,13 +1,12 @@
 """Paged K and V in the sm100 kernel: the same result as of the same keys without pages."""
 
-import itertools
-
 import pytest
 import torch
 from helpers import simulate
 from helpers.attention_cases import LSE_TOLERANCE, O_TOLERANCE, relative_error
 from helpers.attention_configs import configured
 from helpers.page_layouts import FAR, PAGE_SIZES, paged
+from helpers.pairwise import pairwise
 from helpers.suites import long, long_but
 
 from warpspec.common.compile import resources
@@ -170,9 +169,10 @@ def test_pages_of_split_keys(page_size):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("page_size, head_dim", list(itertools.product(PAGE_SIZES, SHAPES)))
-@pytest.mark.parametrize("shared_kv", [False, True])
-@pytest.mark.parametrize("band", [False, True])
+@pytest.mark.parametrize(
+    ("page_size", "head_dim", "shared_kv", "band"),
+    pairwise(list(PAGE_SIZES), list(SHAPES), [False, True], [False, True]),
+)
 def test_compiles_without_spills(page_size, head_dim, shared_kv, band):
     for shape in (SHARED_SHAPES if shared_kv else SHAPES)[head_dim]:
         assert_no_spills(
@@ -190,21 +190,25 @@ def test_compiles_without_spills(page_size, head_dim, shared_kv, band):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("head_dim", SHAPES)
-@pytest.mark.parametrize("shared_kv", [False, True])
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_compiles_with_a_bias_without_spills(head_dim, shared_kv, page_size):
+@pytest.mark.parametrize(
+    ("head_dim", "shared_kv", "page_size", "dtype", "way"),
+    pairwise(
+        list(SHAPES),
+        [False, True],
+        list(PAGE_SIZES),
+        [torch.bfloat16, torch.float32],
+        ["whole", "causal", "splits"],
+    ),
+)
+def test_compiles_with_a_bias_without_spills(head_dim, shared_kv, page_size, dtype, way):
     """Pages cost the load warp registers, a bias the softmax warps, and both share the kernel's allocation."""
     k = torch.empty(20, page_size, 1, head_dim, dtype=torch.bfloat16)
     q = torch.empty(2, 20, 4, head_dim, dtype=torch.bfloat16)
     table, lengths = torch.zeros(2, 9, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
-    for dtype, (causal, splits) in itertools.product(
-        (torch.bfloat16, torch.float32), ((False, False), (True, False), (False, True))
-    ):
-        bias = torch.empty(2, 4, 20, 9 * page_size, dtype=dtype)
-        problem = AttentionProblem.of(
-            q, k, None if shared_kv else k, bias=bias, page_table=table, kv_lengths=lengths, causal=causal,
-            window=(50, None) if causal else None, return_lse=True,
-        )  # fmt: skip
-        assert_no_spills(AttentionConfig.of(problem, SIMULATED["sm_100a"], splits=splits))
+    causal = way == "causal"
+    bias = torch.empty(2, 4, 20, 9 * page_size, dtype=dtype)
+    problem = AttentionProblem.of(
+        q, k, None if shared_kv else k, bias=bias, page_table=table, kv_lengths=lengths, causal=causal,
+        window=(50, None) if causal else None, return_lse=True,
+    )  # fmt: skip
+    assert_no_spills(AttentionConfig.of(problem, SIMULATED["sm_100a"], splits=way == "splits"))
