@@ -29,8 +29,9 @@ def test_the_devices_backend():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("arch", ["sm_100a", "sm_90a"])
-def test_attention_and_its_gradients(arch):
+@pytest.mark.parametrize(("arch", "calls"), [("sm_100a", 4), ("sm_90a", 3)])
+def test_attention_and_its_gradients(arch, calls):
+    """Attention, and two or three calls for its gradients: on sm_90a the main kernel's last CTAs make dQ."""
     with sim.intercept(arch) as session:
         q, k, v = (torch.randn(1, 40, n, 64, dtype=torch.bfloat16, device="cuda") for n in (2, 1, 1))
         found = []
@@ -40,6 +41,6 @@ def test_attention_and_its_gradients(arch):
             o.float().square().sum().backward()
             assert leaf.grad.is_cuda
             found.append((o.detach().float().cpu(), leaf.grad.float().cpu()))
-    assert session.calls == 4  # attention, and three for its gradients
+    assert session.calls == calls
     for got, wanted in zip(*found, strict=True):
         assert (got - wanted).norm() < 6e-3 * wanted.norm()
