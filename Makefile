@@ -21,8 +21,8 @@ demo: venv ## run compiled Blackwell kernels on layers of gpt-oss-20b in the sim
 test: venv ## all tests that need no GPU and no patience (9 minutes on 2 cores the first time, less later)
 	@$(PYTEST) -n $(WORKERS) --dist worksteal
 
-test-long: venv ## the tests marked long
-	@$(PYTEST) -n $(WORKERS) --dist worksteal -m "long and not gpu"
+test-long: venv ## the tests marked long (about 2 hours on 2 cores); PART=2/4: a quarter of them
+	@$(PYTEST) -n $(WORKERS) --dist worksteal -m "long and not gpu" $(if $(PART),--part $(PART))
 
 test-gpu: venv ## tests on the GPU of this machine (10 minutes on an H100 with 16 cores, the first time)
 	@$(PYTEST) -n auto --maxprocesses 14 --dist worksteal -m gpu tests/gpu

@@ -26,6 +26,22 @@ hypothesis.settings.load_profile("warpspec")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--progress", action="store_true", help="one line that says how far the run is, no dots")
+    parser.addoption("--part", type=part_of, help="K/N: of the chosen tests every N-th, from the K-th on")
+
+
+def part_of(text: str) -> tuple[int, int]:
+    """(K, N) of "K/N". ValueError, which the command line reports, unless 1 <= K <= N."""
+    part, parts = map(int, text.split("/"))
+    if not 1 <= part <= parts:
+        raise ValueError
+    return part, parts
+
+
+@pytest.hookimpl(trylast=True)  # what marks and names leave out is gone by then
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("part"):
+        part, parts = config.getoption("part")
+        items[:] = items[part - 1 :: parts]
 
 
 @pytest.hookimpl(trylast=True)  # the terminal reporter is there by then
