@@ -36,15 +36,30 @@ class Launch:
         return [allocation.array.copy() for allocation, _ in self.memory]
 
 
+_unwritten: frozenset[str] = frozenset()
+
+
+@contextmanager
+def unwritten(*arguments: str):
+    """While this lasts, `written_before` has not written these arguments: weights, or what a launch before it wrote."""
+    global _unwritten
+    before, _unwritten = _unwritten, frozenset(f"argument `{name}`" for name in arguments)
+    try:
+        yield
+    finally:
+        _unwritten = before
+
+
 def written_before(gmem: GlobalMemory) -> Past:
-    """A launch that has written all memory that the next one is given."""
+    """A launch that has written all memory that the next one is given, but for what is ``unwritten``."""
 
     def whole(allocation: Allocation) -> Touched:
         units, nothing = np.arange(allocation.nbytes // WORD), (np.zeros(0, np.intp), np.zeros(0, np.int32))
         writes = (units, np.ones(units.size, np.int32))
         return Touched("", WORD, allocation.nbytes, writes, *[nothing] * 3, {1: ("a store", 0, False)})
 
-    return Past("of any kind", [(one, gmem.host_address(one), whole(one)) for one in gmem.allocations])
+    written = (one for one in gmem.allocations if one.name not in _unwritten)
+    return Past("of any kind", [(one, gmem.host_address(one), whole(one)) for one in written])
 
 
 @contextmanager
