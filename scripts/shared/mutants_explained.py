@@ -118,24 +118,6 @@ EXPLAINED = (
         ),
     ),
     Reason(
-        "a role finds its tiles in operands, or in records made of them, which the same call, the launch that is "
-        "beside it here, does not write",
-        r"griddepcontrol\.wait",
-        at=("fmha/device/ahead.py:wait_for_launch",),
-        before=(
-            "fmha/device/grid.py:rounds",
-            "fmha/device/record.py:wait_tile",
-            "fmha/device/request.py:request_at",
-            "fmha/device/tile.py:tile_of",
-        ),
-    ),
-    Reason(
-        "what a consumer stores is behind what it was sent, which the load warp loads after its own wait",
-        r"griddepcontrol\.wait",
-        at=("fmha/device/ahead.py:wait_for_launch",),
-        before=("common/device/storage.py:allocate", "fmha/sm90/kernel.py:consume"),
-    ),
-    Reason(
         "where V is K: QK has waited for the same tile",
         r"try_wait",
         after=("fmha/sm100/mma.py:multiply",),
