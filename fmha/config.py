@@ -104,8 +104,8 @@ class TileScheduler:
     """The assignment of tiles to CTAs, and the way in which a CTA's roles learn of their tiles.
 
     has_warp: a warp computes the CTA's tiles for all roles and writes them to ``record_count`` records
-    (``device.record``). sorts: packed query tiles, or partitions, are taken from the queue longest first
-    (``device.longest``).
+    (``device.record``). by_producer: that warp is one of the producers, and looks for a tile when it needs one. sorts:
+    packed query tiles, or partitions, are taken from the queue longest first (``device.longest``).
     in_step: work that is cut by length is cut alike for all heads, and neighbouring CTAs take one chunk of different
     heads (``device.line``). queries_in_step: likewise for all query tiles of a head. adds_up: CTAs add up the states of
     a tile that is cut; otherwise a second launch joins them. reads_cuts: CTAs do not cut the line themselves, but read
@@ -115,6 +115,7 @@ class TileScheduler:
 
     schedule: Schedule = Schedule.SINGLE
     has_warp: bool = False
+    by_producer: bool = False
     record_count: int = 1
     sorts: bool = False
     in_step: bool = False
@@ -124,7 +125,7 @@ class TileScheduler:
     cuts_ahead: bool = False
 
     def __post_init__(self):
-        assert self.has_warp or self.schedule is not Schedule.QUEUE
+        assert self.has_warp or not (self.by_producer or self.schedule is Schedule.QUEUE)
         assert self.schedule is Schedule.QUEUE or not self.sorts
         assert self.schedule is Schedule.LINE or not (self.in_step or self.adds_up)
         assert self.adds_up or not self.reads_cuts
@@ -140,6 +141,12 @@ class TileScheduler:
     def places_chunks(self) -> bool:
         """Whether all warps of a CTA cut the line (``device.line.place_chunks``)."""
         return self.cuts_tiles and not self.reads_cuts and not self.cuts_ahead
+
+    @property
+    def copies_cuts(self) -> bool:
+        """Whether a CTA copies the words of its chunk, if it reads them, to shared memory: roles that find their tiles
+        themselves have no registers to keep them in."""
+        return self.reads_cuts and (self.by_producer or not self.has_warp)
 
     @property
     def leaves_joins(self) -> bool:
@@ -172,7 +179,7 @@ class TileScheduler:
         """Bytes of shared memory for the ends of the CTA's chunks, and what is kept of them ahead, or for the words of
         the chunk that it reads."""
         if self.reads_cuts:
-            return 0 if self.has_warp else KEPT_WORDS * WORD_BYTES
+            return KEPT_WORDS * WORD_BYTES if self.copies_cuts else 0
         words = 2 * CURSOR_WORDS * MOST_ROUNDS + CUT_WORDS + self.cuts_ahead * (AHEAD_REQUESTS + 1)
         return words * WORD_BYTES if self.cuts_tiles else 0
 

@@ -114,7 +114,7 @@ class KeptChunk:
 def kept_chunk(config, operands, chunks: Chunks, round_) -> KeptChunk:
     """Read this CTA's chunk of a round. A scheduler warp reads the operand, once the launch before has ended, and also
     prefetches the numbers of the pages that the CTA reads first; other warps read what ``copy_cuts`` has copied."""
-    if not config.scheduler.has_warp:
+    if config.scheduler.copies_cuts:
         first_head, last_head, *_ = read_vector(chunks.cursors, HEADS)
         return KeptChunk(config, operands, chunks.line, chunks.cursors, first_head, last_head, None)
     cta, _, _ = cute.arch.block_idx()

@@ -215,6 +215,15 @@ class Source(Protocol):
     def tile(self, config, operands, line: Line, query_tile, head):
         """The ``RowTile`` for a query tile of a head of the line, with what else is asked of a ``Tile`` here."""
 
+    def words(self, config) -> tuple[str, ...]:
+        """Names of a tile's words in a record (``device.record``)."""
+
+    def word(self, tile, name: str) -> Int32:
+        """The word of a tile, if it is none of its span."""
+
+    def read(self, config, operands, word: dict, piece):
+        """The tile of a record. word: its words by name."""
+
     def operands(self, config, kv_lengths, sizes):
         """Operands of a call of these ``cuts.LineSizes``, of which the line asks for shapes and lengths. Host side."""
 

@@ -26,7 +26,8 @@ ENTRY = ("block", "rule")  # of a list's first step
 
 class Records(NamedTuple):
     """ring: of records, (WORD, STAGE) Int32 in shared memory. The other fields are common to all tiles. tree, ranges,
-    blocks: the operands. order: words of sorted requests (``device.longest``), (REQUEST) Int32 in shared memory."""
+    blocks: the operands. order: words of sorted requests (``device.longest``), (REQUEST) Int32 in shared memory.
+    operands: all of them, for a source of its own (``AttentionKernel.line_source``)."""
 
     ring: cute.Tensor
     window_left: Int32
@@ -35,6 +36,7 @@ class Records(NamedTuple):
     ranges: cute.Tensor | None = None
     blocks: Blocks | None = None
     order: cute.Tensor | None = None
+    operands: object | None = None
 
     def words(self, config, use) -> cute.Tensor:
         """Words of record number ``use``."""
@@ -57,6 +59,8 @@ def records_of(config: AttentionKernel, base: cute.Pointer, where, operands, ord
     """base: Int32 pointer to ``config.scheduler.record_bytes`` of shared memory. where: how the scheduler finds
     tiles. order: Int32 pointer to ``config.scheduler.order_bytes`` of shared memory, used if tiles are sorted."""
     ring = cute.make_tensor(base, cute.make_layout((RECORD_WORDS, config.scheduler.record_count)))
+    if config.line_source is not None:
+        return Records(ring, *where.window, operands=operands)
     words = cute.make_tensor(order, cute.make_layout(SORTED_REQUESTS)) if config.scheduler.sorts else None
     return Records(ring, *where.window, operands.tree, operands.ranges, kv_blocks(config, operands), words)
 
@@ -70,8 +74,17 @@ def span_words(config: AttentionKernel) -> tuple[str, ...]:
 
 def words_of(config: AttentionKernel) -> tuple[str, ...]:
     """The words of a record, in order; the first says whether there is a tile."""
+    words = tile_words(config) if config.line_source is None else config.line_source.words(config)
+    words = ("some", *words)
+    words += ("whole", "piece_state") if config.scheduler.cuts_tiles else ()
+    words += ("earlier", "later") if config.scheduler.adds_up else ()
+    assert len(words) <= RECORD_WORDS
+    return words
+
+
+def tile_words(config: AttentionKernel) -> tuple[str, ...]:
+    """The words of a ``Tile``."""
     words = (
-        "some",
         *span_words(config),
         "head_tile",
         "kv_head",
@@ -85,11 +98,7 @@ def words_of(config: AttentionKernel) -> tuple[str, ...]:
     words += ("first_row",) if config.requests.packed_q else ()
     words += ("first_key",) if config.requests.packed_k else ()
     words += ("split",) if config.output.splits else ()
-    words += ENTRY if config.mask.has_blocks else ()
-    words += ("whole", "piece_state") if config.scheduler.cuts_tiles else ()
-    words += ("earlier", "later") if config.scheduler.adds_up else ()
-    assert len(words) <= RECORD_WORDS
-    return words
+    return words + (ENTRY if config.mask.has_blocks else ())
 
 
 @dataclass(frozen=True)
@@ -137,10 +146,10 @@ def put_words(role, tile, use) -> None:
     """Write the words of a record. By one lane."""
     words = role.records.words(role.config, use)
     for i, name in enumerate(words_of(role.config)):
-        words[i] = word_of(tile, name)
+        words[i] = word_of(role.config, tile, name)
 
 
-def word_of(tile: Tile, name: str) -> Int32:
+def word_of(config: AttentionKernel, tile: Tile, name: str) -> Int32:
     if name == "some":
         return Int32(1)
     if name in (*SPAN, *BLOCK_SPAN):
@@ -150,7 +159,9 @@ def word_of(tile: Tile, name: str) -> Int32:
         return Int32(getattr(entry, name))
     if name in ("whole", "earlier", "later"):
         return Int32(getattr(tile.piece, name))
-    return Int32(tile.piece.state if name == "piece_state" else getattr(tile, name))
+    if name == "piece_state":
+        return Int32(tile.piece.state)
+    return Int32(getattr(tile, name) if config.line_source is None else config.line_source.word(tile, name))
 
 
 @cute.jit
@@ -181,6 +192,8 @@ def read_tile(config: AttentionKernel, records: Records, use) -> Tile:
     if config.scheduler.cuts_tiles:
         numbers = (word.get(name, 0) for name in ("earlier", "later"))
         piece = Piece(0, word["count"], Boolean(word["whole"] != 0), word["piece_state"], *numbers)
+    if config.line_source is not None:
+        return config.line_source.read(config, records.operands, word, piece)
     tile = Tile(
         config,
         query_tile=0,  # nobody asks for it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Boolean, Int32
 
 from warpspec.fmha.device.ahead import prefetch_small, prefetch_table, wait_for_launch
 from warpspec.fmha.device.chunk import chunk_at
@@ -14,7 +14,14 @@ from warpspec.fmha.device.grid import index_of, rounds
 from warpspec.fmha.device.longest import order_of
 from warpspec.fmha.device.partitions import partition_at, partitions_of
 from warpspec.fmha.device.queue import take
-from warpspec.fmha.device.record import Scheduler, read_tile, wait_tile, write_busy_tile, write_end
+from warpspec.fmha.device.record import (
+    Scheduler,
+    read_tile,
+    wait_tile,
+    write_busy_tile,
+    write_end,
+    write_tile,
+)
 from warpspec.fmha.device.tile import tile_at
 
 
@@ -54,6 +61,48 @@ def each_tile(
     else:
         uses = each_found(config, operands, where, body, role, uses)
     return uses
+
+
+@cute.jit
+def each_scheduled(
+    config: cutlass.Constexpr, operands, chunks, records, body: cutlass.Constexpr, role, uses, schedules
+):
+    """``each_tile`` for producer warps, one of which, that ``schedules``, also finds the tiles of the CTA's only chunk
+    and writes their records (``TileScheduler.by_producer``)."""
+    number, some = Int32(0), Boolean(True)
+    head = only_chunk(config, operands, chunks).last_head
+    while some:
+        if schedules:
+            head = write_next(role, operands, chunks, records, head, number)
+        some = wait_tile(config, role.channels, records, number)
+        if some:
+            tile = read_tile(config, records, number)
+            role.channels["tile_empty"].arrive_warp(number)
+            uses = body(role, tile, uses)
+        number += 1
+    return uses
+
+
+@cute.jit
+def write_next(role, operands, chunks, records, head, number):
+    """Write, as record number ``number``, the chunk's first tile from a head of the line on, backwards, or that there
+    is none. Returns the head to go on with."""
+    config, found = role.config, Boolean(False)
+    chunk, scheduler = only_chunk(config, operands, chunks), Scheduler(config, role.channels, records)
+    while Boolean(head >= chunk.first_head) & (not found):
+        tile = chunk.tile(head, Int32(0))
+        found = tile.piece.some
+        if found:
+            write_tile(scheduler, tile, number)
+        head -= chunk.step
+    if not found:
+        write_end(scheduler, number)
+    return head
+
+
+def only_chunk(config, operands, chunks):
+    """The CTA's chunk of the only round."""
+    return (kept_chunk if config.scheduler.reads_cuts else chunk_at)(config, operands, chunks, 0)
 
 
 @cute.jit

@@ -25,6 +25,7 @@ from warpspec.fmha.device.blocks import Visit
 from warpspec.fmha.device.logits import LogitNumbers, map_scores, negate_scores, unit
 from warpspec.fmha.device.mask import hide, keys_of, shifted
 from warpspec.fmha.device.record import Record
+from warpspec.fmha.device.scales import value_scale
 from warpspec.fmha.device.softmax import move_reference
 from warpspec.fmha.sm90 import bias, softmax
 from warpspec.fmha.sm90.config import CLEAR_BARRIER, FIRST_ORDER_BARRIER
@@ -157,6 +158,10 @@ class ConsumerTile:
         references, maxima, sums = state
         return references, tuple(m * f for m, f in zip(maxima, self.row_factors, strict=True)), sums
 
+    def value_scale(self, operands) -> Float32 | None:
+        """``scales.value_scale`` of the tile."""
+        return value_scale(self.config, operands, self.tile)
+
     @property
     def has_rows(self) -> Boolean:
         """Whether some row of the thread's warp may belong to a query."""
@@ -211,6 +216,16 @@ class ConsumerTile:
     def origin(self, r: int, tile):
         """Key of the first element of row r in a KV tile."""
         return tile * self.config.tile_n + PAIR * self.rows[r].member
+
+    def read_missing(self, step) -> tuple | None:
+        """Read which keys of a KV tile that has arrived are there, if a source of keys of its own says so
+        (``config.mask.sparse``)."""
+        return None
+
+    def hide_both(self, step, seen: tuple) -> None:
+        """``hide`` for both rows at once, and clear what has to be of V, where ``read_missing`` says which keys are
+        there. seen: what it returned."""
+        raise NotImplementedError
 
     def visit(self, step) -> Visit | None:
         """The entry of a visit, if there are lists of blocks. It is read one step ahead of its pattern."""
@@ -410,7 +425,7 @@ def keep_weights(mma: Products) -> None:
 def weigh(work, step, state, masked: cutlass.Constexpr, seen: cutlass.Constexpr = None):
     """Turn S into the weights of its tile, in place. Returns the state, the factors of O, and whether either is not 1.
 
-    masked: some row may not see some key of the tile. seen: ``ConsumerTile.read_mask``.
+    masked: some row may not see some key of the tile. seen: ``ConsumerTile.read_mask``, or ``read_missing``.
     """
     config, span = work.config, work.tile.span
     references, maxima, sums = state
@@ -418,6 +433,8 @@ def weigh(work, step, state, masked: cutlass.Constexpr, seen: cutlass.Constexpr 
     first_key = span.tile(step) * config.tile_n
     negate_scores(config.logits, scores)
     new = []
+    if cutlass.const_expr(config.mask.sparse):
+        work.hide_both(step, seen)
     for r in cutlass.range_constexpr(THREAD_ROWS):
         row, numbers = work.rows[r], work.numbers_of(r)
         score_unit = unit(config.logits, numbers)
@@ -426,11 +443,8 @@ def weigh(work, step, state, masked: cutlass.Constexpr, seen: cutlass.Constexpr 
             bias.add(config, scores, r, work.biases[r], origin, numbers, masked)
         elif cutlass.const_expr(config.logits.in_powers):
             map_scores(config.logits, scores, elements(scores, r), numbers)
-        if cutlass.const_expr(masked):
-            if cutlass.const_expr(seen is None):  # a source of keys of its own may hide without
-                work.hide(scores, r, step)
-            else:
-                work.hide(scores, r, step, seen)
+        if cutlass.const_expr(masked and not config.mask.sparse):
+            work.hide(scores, r, step, seen)
         highest = softmax.over_quad(softmax.maximum(scores, r), cute.arch.fmax)
         highest = cute.arch.fmax(maxima[r], highest)
         reference, factor, moved = move_reference(
@@ -440,7 +454,7 @@ def weigh(work, step, state, masked: cutlass.Constexpr, seen: cutlass.Constexpr 
         total = sums[r] * factor + total
         new.append((reference, highest, total, factor, moved))
     references, maxima, sums, factors, moved = zip(*new, strict=True)
-    if cutlass.const_expr(masked and config.clears_unseen):
+    if cutlass.const_expr(masked and config.clears_unseen and not config.mask.sparse):
         clear_unseen(work, step, first_key)
     return (references, maxima, sums), factors, moved[0] | moved[1]
 

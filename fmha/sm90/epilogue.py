@@ -14,7 +14,7 @@ from cutlass import Boolean, Float32, Int32
 from warpspec.common.device.wgmma import flat, store_row
 from warpspec.fmha.device.logits import unit
 from warpspec.fmha.device.results import of_split, piece_statistics, sink_of, statistics
-from warpspec.fmha.device.scales import value_factor, value_scale
+from warpspec.fmha.device.scales import value_factor
 from warpspec.fmha.device.unseen import RowSum, recompute, tainted
 from warpspec.fmha.heads import BLOCK
 from warpspec.fmha.sm90.add_up import (
@@ -146,7 +146,7 @@ def finish_rows(work, state, operands, tells=None) -> list:
     In a short call nothing hides the way from the last product to the stores: so v_scale and sinks are read at its
     start, those of all rows, and one branch lies on it.
     """
-    config, scale = work.config, value_scale(work.config, operands, work.tile)
+    config, scale = work.config, work.value_scale(operands)
     references, maxima, sums = state
     places = [work.tile.place(row.index, work.row_group) for row in work.rows]
     sinks = [sink_of(operands.sink, place.head) for place in places]
@@ -174,7 +174,7 @@ def finish_rows(work, state, operands, tells=None) -> list:
 def write_piece(work, state, operands):
     """Write the states of the rows of a thread to the piece's place in the workspace. One consumer has all columns."""
     config, tile, o = work.config, work.tile, flat(work.mma.o)
-    scale, (references, maxima, sums) = value_scale(config, operands, tile), state
+    scale, (references, maxima, sums) = work.value_scale(operands), state
     places = [tile.place(row.index, work.row_group) for row in work.rows]
     totals = [over_quad(total, lambda a, b: a + b) for total in sums]
     untaint(work, places, references, totals, operands)

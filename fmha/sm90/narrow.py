@@ -24,6 +24,8 @@ LARGEST_EXPONENT = 0xFE  # field of finite fp32 numbers
 NARROW_BARRIER = 10  # named barriers of a consumer each, from here on
 ROW_THREADS = 2  # threads of a consumer that share a row
 SWIZZLE_ROWS = 8
+KEPT_BLOCKS = 4  # most of a row that threads keep in registers
+UNROLLED = 3  # blocks of a longer row
 
 
 def largest(words: list) -> Uint32:
@@ -75,22 +77,42 @@ def narrow_row(config: cutlass.Constexpr, base, row, member, members: cutlass.Co
     """Convert a row of Q to fp16 in place, together with the neighbouring lanes that share it. Returns the factor of
     the row's scores.
 
-    base: address of the row group. member: the thread's number among ``members``, a power of two.
+    base: address of the row group. member: the thread's number among ``members``, a power of two. Rows of many blocks
+    are read twice, in loops: unrolled, they would be a large part of the kernel's code.
     """
-    block_bytes = config.q_bytes // config.heads.qk_blocks
-    chunks = config.heads.qk_blocks * tma.ROW_BYTES // VECTOR_BYTES // members
-    places, vectors = [], []
-    for i in cutlass.range_constexpr(chunks):
-        chunk = member * chunks + i
-        block, place = chunk // SWIZZLE_ROWS, (chunk % SWIZZLE_ROWS) ^ (row % SWIZZLE_ROWS)
-        places.append(base + block * block_bytes + row * tma.ROW_BYTES + place * VECTOR_BYTES)
-        vectors.append(load_shared(places[i]))
-    pair = largest([words[i] for words in vectors for i in range(VECTOR_WORDS)])
+    block_bytes, blocks = config.q_bytes // config.heads.qk_blocks, config.heads.qk_blocks
+    count = SWIZZLE_ROWS // members  # vectors of a block that are this thread's
+    chunks = [(member * count + i) ^ (row % SWIZZLE_ROWS) for i in range(count)]
+    places = [base + row * tma.ROW_BYTES + chunk * VECTOR_BYTES for chunk in chunks]
+    pair, kept = Uint32(0), []
+    if cutlass.const_expr(blocks <= KEPT_BLOCKS):
+        kept = [words_at(places, block * block_bytes) for block in range(blocks)]
+        pair = largest([word for words in kept for word in words])
+    else:
+        for block in cutlass.range(blocks, unroll=UNROLLED):
+            pair = maximum_of_halves(pair, largest(words_at(places, block * block_bytes)))
     distance = 1
     while distance < members:
         pair = maximum_of_halves(pair, Uint32(cute.arch.shuffle_sync_bfly(pair, distance)))
         distance *= 2
     up, down = factors(pair)
-    for place, words in zip(places, vectors, strict=True):
-        store_shared(place, [narrowed(words[i], up) for i in range(VECTOR_WORDS)])
+    if cutlass.const_expr(blocks <= KEPT_BLOCKS):
+        for block, words in enumerate(kept):
+            store_narrowed(places, block * block_bytes, words, up)
+    else:
+        for block in cutlass.range(blocks, unroll=UNROLLED):
+            store_narrowed(places, block * block_bytes, words_at(places, block * block_bytes), up)
     return down
+
+
+def store_narrowed(places: list, offset, words: list, factor: Float32) -> None:
+    """Store the vectors that these words are, ``narrowed``, at addresses in shared memory."""
+    found = [narrowed(word, factor) for word in words]
+    for i, place in enumerate(places):
+        store_shared(place + offset, found[i * VECTOR_WORDS : (i + 1) * VECTOR_WORDS])
+
+
+def words_at(places: list, offset) -> list:
+    """The words of vectors at addresses in shared memory."""
+    vectors = [load_shared(place + offset) for place in places]
+    return [words[i] for words in vectors for i in range(VECTOR_WORDS)]

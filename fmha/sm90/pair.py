@@ -189,10 +189,11 @@ def attend_paired(pair):
     if (first == 0) & (span.count > 0):
         for depth_half in cutlass.range_constexpr(DEPTH_HALVES):
             pair.issue_qk(0, depth_half)
+        seen = work.read_missing(0)
         warpgroup.wait_group(0)
         pair.release_keys(0)
         release_q(work, 0)
-        state = weigh_and_add(pair, 0, state, True)
+        state = weigh_and_add(pair, 0, state, True, seen)
     whole, partial = unmasked_steps(config, span)
     start = TURNS - first  # own tiles with something before them: 2, 4, ... or 1, 3, ...
     masked, unmasked, total = (own_below(at, start) for at in (whole, partial, span.count))
@@ -269,10 +270,11 @@ def turn(pair, step, state, masked: cutlass.Constexpr):
         pair.issue_qk(step, 1)
         warpgroup.wait_group(1)  # PV; QK goes on
         pair.release_other(step - 1)
+    seen = pair.work.read_missing(step)
     warpgroup.wait_group(0)
     pair.release_keys(step)
     release_q(pair.work, step)
-    return weigh_and_add(pair, step, state, masked)
+    return weigh_and_add(pair, step, state, masked, seen)
 
 
 @cute.jit
@@ -293,9 +295,10 @@ def turn_apart(pair, step, state, masked: cutlass.Constexpr):
 
 
 @cute.jit
-def weigh_and_add(pair, step, state, masked: cutlass.Constexpr):
-    """Softmax of S of the KV tile of visit ``step``; P to the other consumer; O += P V, P from registers."""
-    state, factors, moved = weigh(pair.work, step, state, masked)
+def weigh_and_add(pair, step, state, masked: cutlass.Constexpr, seen: cutlass.Constexpr = None):
+    """Softmax of S of the KV tile of visit ``step``; P to the other consumer; O += P V, P from registers. seen: as in
+    ``weigh``."""
+    state, factors, moved = weigh(pair.work, step, state, masked, seen)
     publish(pair, step, state, factors)
     return add(pair, step, state, factors, moved)
 

@@ -38,6 +38,11 @@ SCALES_BYTES = 4  # bytes of the scales of a key's column group, one byte a bloc
 TASK_STAGES = 2  # tasks whose rows' factors are in shared memory
 CLUSTER = 2  # CTAs that may share the work on a query's keys
 GATHERED = Shape(2, 64, 2, 1, 208, 88, column_groups=2)
+RECORDS = 2  # tasks that are in shared memory
+TASK_OVERHEAD = 3  # length of a task's start and end on the line, in KV tiles
+LINE = TileScheduler(
+    Schedule.LINE, has_warp=True, by_producer=True, record_count=RECORDS, in_step=True, adds_up=True
+)
 
 
 @dataclass(frozen=True)
@@ -169,10 +174,17 @@ def gathered_barriers(table: tuple[Barrier, ...], groups: int) -> tuple[Barrier,
 
     groups: number of a tile's column groups that have their own mbarriers.
     """
+    producers = WARPGROUP_THREADS // WARP_THREADS
     changed = {
+        "tile_full": {"producer": "first producer warp", "consumer": "consumers and producer warps"},
+        "tile_empty": {
+            "arrivals": GATHERED.consumers * producers + producers,
+            "producer": "consumers and producer warps, one thread a warp",
+            "consumer": "first producer warp",
+        },
         "q_full": {"arrivals": 1, "producer": "first producer warp, expect_tx + TMA bytes"},
         "k_full": {
-            "arrivals": WARPGROUP_THREADS // WARP_THREADS // groups,
+            "arrivals": producers // groups,
             "producer": "the column group's producer warps, one thread each",
             "meaning": "the column group of the gathered keys is in shared memory, in bf16",
         },
@@ -245,8 +257,13 @@ class GatheredConfig(LineOfQueries, AttentionConfig):
         the line of all queries' KV tiles (``device.line``), all head groups of a query in step."""
         found = cls(**gathered_records(**options))
         if line:
-            found = replace(found, scheduler=TileScheduler(Schedule.LINE, in_step=True, adds_up=True))
+            found = replace(found, scheduler=LINE)
         return found
+
+    @property
+    def tile_overhead(self) -> int:
+        """As in ``AttentionKernel``; of lists and e4m3 rows alike (docs/notebook/latent.md)."""
+        return TASK_OVERHEAD if self.scheduler.adds_up else super().tile_overhead
 
     @property
     def subtiles(self) -> int:

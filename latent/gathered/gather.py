@@ -19,6 +19,7 @@ from warpspec.common.device import tma
 from warpspec.common.device.pipeline import drain
 from warpspec.common.device.words import load_present
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS, WORD_BYTES
+from warpspec.fmha.device.tiles import each_scheduled
 from warpspec.latent.gathered.cluster import fetch_tile, peer_of, send_rows, write_masks
 from warpspec.latent.gathered.codes import convert_tail, copy_codes, copy_tails, load_codes, store_scaled
 from warpspec.latent.gathered.config import CLUSTER, PAGE_ROWS
@@ -42,9 +43,17 @@ LINE_BYTES = 128  # bytes that one prefetch brings
 
 @cute.jit
 def gather(
-    config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, operands, units, atom, coordinates
+    config: cutlass.Constexpr,
+    channels: cutlass.Constexpr,
+    shared,
+    operands,
+    units,
+    atom,
+    coordinates,
+    tasks=None,
 ):
-    """One producer warp: copies its keys of every KV tile; the first warp also loads Q.
+    """One producer warp: copies its keys of every KV tile; the first warp also loads Q, and finds the tasks if work is
+    cut by length. tasks: the records of these, asked for if it writes them.
 
     Produces q_full (TMA) and k_full, one arrival a warp. Consumes q_empty and k_empty, each before the buffer that it
     guards is filled again. Returns only when all buffers have been released.
@@ -58,7 +67,12 @@ def gather(
         share += peer.rank * config.gathers.warps_of_group
     loader = Loader(config, operands, column_group, share, thread % WARP_THREADS, peer)
     role = Producer(loader, channels, shared, (atom, coordinates))
-    use, _ = each_task(config, operands, units, bring_task, role, (Int32(0), Int32(0)))
+    uses = (Int32(0), Int32(0))
+    if cutlass.const_expr(config.scheduler.by_producer):
+        uses = each_scheduled(config, operands, units, tasks, bring_task, role, uses, Boolean(warp == 0))
+    else:
+        uses = each_task(config, operands, units, bring_task, role, uses)
+    use, _ = uses
     drain(rings, use, config.barrier_groups, loader.ring_use(0))
 
 
@@ -70,6 +84,10 @@ class Producer:
     channels: dict
     shared: tuple
     q_map: tuple
+
+    @property
+    def config(self):
+        return self.loader.config
 
 
 @cute.jit
@@ -327,13 +345,13 @@ class Slots:
     def of(cls, loader, task):
         own = loader.lane_key
         addresses, limits = [], []
-        for each in loader.operands.sets:
+        for each, length in zip(loader.operands.sets, task.lengths, strict=True):
             row = Int64(each.request(task.token)) * Int64(each.slots.stride[0])
             row = (
                 row if loader.config.gathers.paged else row + Int64(own)
             )  # one entry of a page table serves a tile
             addresses.append(each.slots.iterator.toint() + row * Int64(WORD_BYTES))
-            limits.append(each.length(task.last_token) - own)
+            limits.append(length - own)
         return cls(tuple(addresses), tuple(limits))
 
 

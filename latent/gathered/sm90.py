@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import operator
+from dataclasses import dataclass, replace
+from functools import reduce
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Boolean, Float32, Int32, Uint32
 
 from warpspec.common.device import tma
 from warpspec.common.device.pipeline import init_barriers
@@ -23,10 +25,13 @@ from warpspec.common.device.wgmma import (
     flat,
 )
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
-from warpspec.fmha.sm90.consumer import ConsumerTile, Products, products
+from warpspec.fmha.device.record import Record, records_of
+from warpspec.fmha.sm90.config import SCORED_BARRIER
+from warpspec.fmha.sm90.consumer import ConsumerTile, Products, clear_unseen, products
 from warpspec.fmha.sm90.epilogue import ROW_RESULTS, epilogue
+from warpspec.fmha.sm90.fragment import thread_rows
 from warpspec.fmha.sm90.narrow import NARROW_BARRIER, narrow_row
-from warpspec.fmha.sm90.pair import Pair, attend_paired, own_stage
+from warpspec.fmha.sm90.pair import Pair, attend_either, attend_paired, own_stage, products_of_both
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
 from warpspec.latent.gathered.cluster import share_keys
 from warpspec.latent.gathered.config import ROPE_DIM, TASK_STAGES, GatheredConfig
@@ -35,6 +40,8 @@ from warpspec.latent.gathered.gather import gather
 from warpspec.latent.gathered.host import GatheredHost, gathered_arguments
 from warpspec.latent.gathered.task import MASK_BITS, each_task, score_numbers, seen_words, start
 from warpspec.latent.gathered.unseen import clear_nan
+
+ALL_KEYS = 0xFFFFFFFF  # a word of a mask without missing keys
 
 
 class GatheredStorage(NamedTuple):
@@ -62,31 +69,49 @@ class GatheredTile(ConsumerTile):
 
     masks: cute.Tensor = None
 
-    def hide(self, scores: cute.Tensor, r: int, step) -> None:
-        """Hide missing keys, as ``ConsumerTile.hide`` does, and those that the row's query does not see."""
-        words = self.config.tile_n // MASK_BITS
-        stage = (self.use + step) % self.config.kv_stages
-        row = self.rows[r]
-        mask = [self.masks[stage * words + i] for i in range(words)]
-        hide_missing(
-            scores, r, row.member, seen_words(mask, row, self.tile.span.tile(step) * self.config.tile_n)
-        )
+    def read_missing(self, step) -> tuple:
+        """The words of the tile's mask, and whether any key is missing or some row does not see it."""
+        tile, count = self.span.tile(step), self.config.tile_n // MASK_BITS
+        first = (self.use + step) % self.config.kv_stages * count
+        mask = tuple(self.masks[first + i] for i in range(count))
+        some = Boolean(reduce(operator.and_, mask) != Uint32(ALL_KEYS))
+        if self.config.clears_unseen:
+            some = some | self.span.has_unseen(tile, self.config.tile_n)
+        return mask, some
+
+    def hide_both(self, step, seen: tuple) -> None:
+        hide_missing(self, step, *seen)
+
+    def value_scale(self, operands) -> Float32 | None:
+        """The scale of all keys, if they have one: O is computed from codes."""
+        return operands.kv_scale[0] if self.config.gathers.has_kv_scale else None
 
     def clear(self, first_key, stage) -> None:
         clear_nan(self.config, self.span, first_key, self.thread, stage)
 
 
 @cute.jit
-def hide_missing(scores: cute.Tensor, r: cutlass.Constexpr, member, words: cutlass.Constexpr):
-    """Set scores (n) of row r of keys whose mask bit is 0 to -inf. words: (key / 32), the tile's mask."""
-    every = words[0]
-    for word in words[1:]:
-        every = every & word
-    if every != Uint32(0xFFFFFFFF):
-        own = [word >> Uint32(PAIR * member) for word in words]  # bit 0 is the key of the thread's element 0
-        for i in elements(scores, r):
-            bit = (own[column(i) // MASK_BITS] >> (column(i) % MASK_BITS)) & Uint32(1)
-            scores[i] = Float32(cutlass.select_(cutlass.Boolean(bit == 0), -Float32.inf, scores[i]))
+def hide_missing(work, step, mask: cutlass.Constexpr, some):
+    """Set the scores of the thread's rows to -inf at keys of the KV tile of visit ``step`` that a row does not see:
+    those whose bit in the tile's mask is 0, and, if rows differ in that, those past a row's end. NaN in the latter is
+    cleared in V, too. One branch leaves nearly all tiles out, and stands in front of all else, so that nothing parts
+    the exponentials from each other or from the stores of P."""
+    config, scores = work.config, flat(work.mma.s)
+    first_key = work.span.tile(step) * config.tile_n
+    if some:
+        for r, row in enumerate(work.rows):
+            words = seen_words(mask, row, first_key)
+            own = [
+                word >> Uint32(PAIR * row.member) for word in words
+            ]  # bit 0 is the key of the thread's element 0
+            for i in elements(scores, r):
+                bit = (own[column(i) // MASK_BITS] >> (column(i) % MASK_BITS)) & Uint32(1)
+                scores[i] = Float32(cutlass.select_(Boolean(bit == 0), -Float32.inf, scores[i]))
+        if cutlass.const_expr(config.clears_unseen):
+            cute.arch.barrier(  # QK of all warps has read the keys
+                barrier_id=SCORED_BARRIER + work.column_group, number_of_threads=WARPGROUP_THREADS
+            )
+            clear_unseen(work, step, first_key)
 
 
 class GatheredAttention(GatheredHost):
@@ -117,14 +142,21 @@ class GatheredAttention(GatheredHost):
             if cutlass.const_expr(config.narrows_q)
             else None,
         )
+        tasks = units
+        if cutlass.const_expr(config.scheduler.has_warp):
+            tasks = records_of(config, storage.records.data_ptr(), units, operands)
         if warp >= config.load_warp:
             cute.arch.setmaxregister_decrease(config.shape.producer_registers)
-            gather(config, channels, shared, operands, units, atom, coordinates)
+            gather(config, channels, shared, operands, units, atom, coordinates, tasks)
         else:
             cute.arch.setmaxregister_increase(config.shape.consumer_registers)
-            for each in cutlass.range_constexpr(config.consumers):
-                if warp // (WARPGROUP_THREADS // WARP_THREADS) == each:
-                    consume(config, channels, shared, operands, units, numbers, thread, each)
+            consumer = warp // (WARPGROUP_THREADS // WARP_THREADS)
+            if cutlass.const_expr(config.shares_end):
+                consume(config, channels, shared, operands, tasks, numbers, thread, consumer)
+            else:
+                for each in cutlass.range_constexpr(config.consumers):
+                    if consumer == each:
+                        consume(config, channels, shared, operands, tasks, numbers, thread, each)
 
 
 @cute.jit
@@ -133,58 +165,74 @@ def consume(
     channels: cutlass.Constexpr,
     shared,
     operands,
-    units,
+    tasks,
     numbers,
     thread,
-    column_group: cutlass.Constexpr,
+    column_group,
 ):
-    """One consumer: half of O's columns for each of the CTA's tasks. Consumes q_full and what ``pair.attend_paired``
-    consumes; produces what ``attend_paired`` produces."""
+    """One consumer: half of O's columns for each of the CTA's tasks. column_group: which half, a compile-time constant
+    unless ``config.shares_end``. Consumes q_full and what ``pair.attend_paired`` consumes; produces what
+    ``attend_paired`` produces."""
     thread = thread % WARPGROUP_THREADS
-    mma = products(config, shared.q.align(tma.TILE_ALIGNMENT), shared.k, shared.v, column_group)
+    operand_bases = (shared.q.align(tma.TILE_ALIGNMENT), shared.k, shared.v)
+    if cutlass.const_expr(config.shares_end):
+        mma = products_of_both(config, *operand_bases)
+    else:
+        mma = products(config, *operand_bases, column_group)
     numbers = score_numbers(config, operands, numbers)
-    role = Consumer(config, channels, shared, operands, numbers, mma, column_group, thread)
-    each_task(config, operands, units, consume_task, role, (Int32(0), Int32(0)))
+    role = Consumer(config, channels, shared, operands, tasks, numbers, mma, column_group, thread)
+    uses = (Int32(0), Int32(0), Int32(0))
+    if cutlass.const_expr(config.shares_end):
+        uses = (*uses, Int32(column_group), Int32(thread))
+    each_task(config, operands, tasks, consume_task, role, uses, config.rereads)
 
 
 @dataclass(frozen=True)
 class Consumer:
-    """A consumer's state for all of its tasks. column_group: which of the two it is. thread: 0..127 within it."""
+    """A consumer's state for all of its tasks. tasks: how they are found. column_group: which of the two it is. thread:
+    0..127 within it. mma, column_group and thread are what they are in ``fmha.sm90.kernel.Consumer`` if consumers share
+    the code of a task's end."""
 
     config: object
     channels: dict
     shared: GatheredStorage
     operands: object
+    tasks: object
     numbers: object
-    mma: Products
-    column_group: int
+    mma: Products | tuple
+    column_group: Int32 | int
     thread: Int32
 
 
 @cute.jit
 def consume_task(role, task, uses):
-    """One task of a consumer. uses: (KV tiles, tasks with keys) that came before; returns the counts after."""
-    config, channels, shared, column_group = role.config, role.channels, role.shared, role.column_group
-    operands, mma, thread = role.operands, role.mma, role.thread
-    use, task_use = uses
-    lane = thread % WARP_THREADS
-    first = thread // WARP_THREADS * WARP_ROWS + lane // QUAD
-    rows = tuple(task.row(first + r * ROW_DISTANCE, lane % QUAD) for r in range(THREAD_ROWS))
+    """One task of a consumer. uses: (KV tiles, tasks with keys, tasks) that came before; returns the counts after. If
+    consumers share the code of a task's end, the column group and the thread follow."""
+    config, channels, shared, operands = role.config, role.channels, role.shared, role.operands
+    use, task_use, number, *carried = uses
+    if cutlass.const_expr(config.shares_end):
+        role = replace(role, column_group=carried[0], thread=carried[1])
+    column_group, thread = role.column_group, role.thread
+    rows = thread_rows(config, task, 0, thread)
     count = task.span.count
     if count > 0:
         channels["q_full"].wait(task_use)
     row_factors = None
     if cutlass.const_expr(config.narrows_q):
         row_factors = narrow_rows(config, shared, task_use, count, column_group, thread)
+    record = Record(role.tasks, number) if cutlass.const_expr(config.rereads) else None
     work = GatheredTile(
-        config, channels, mma, task, rows, None, column_group, 0, column_group, thread, use, task_use, role.numbers,
-        shared, row_factors=row_factors, masks=shared.masks,
+        config, channels, role.mma, task, rows, None, column_group, 0, column_group, thread, use, task_use,
+        role.numbers, shared, row_factors, record, shared.masks,
     )  # fmt: skip
-    state = work.in_units(attend_paired(Pair(work, shared, task_use)))
+    if cutlass.const_expr(config.shares_end):
+        state, work = attend_either(work, role.mma, task_use)
+        carried = (work.column_group, work.thread)
+    else:
+        state = attend_paired(Pair(work, shared, task_use))
+    state, work, o = work.in_units(state), work.again(), flat(work.mma.o)
     if cutlass.const_expr(config.gathers.rotate_back and column_group == config.column_groups - 1):
-        turn_back(config, flat(mma.o), rows[0].member, operands, task.token)
-    if cutlass.const_expr(config.gathers.has_kv_scale):
-        scale_values(flat(mma.o), operands)
+        turn_back(config, o, work.rows[0].member, operands, work.tile.token)
     stage, results = None, ROW_RESULTS
     if cutlass.const_expr(config.gathers.float8):
         results = PAIR_FLOAT8
@@ -193,13 +241,11 @@ def consume_task(role, task, uses):
     epilogue(work, state, operands, stage, results)
     if count > 0:
         task_use += 1
-    return use + count, task_use
+    return use + count, task_use, number + 1, *carried
 
 
 @cute.jit
-def narrow_rows(
-    config: cutlass.Constexpr, shared, task_use, count, column_group: cutlass.Constexpr, thread
-) -> tuple:
+def narrow_rows(config: cutlass.Constexpr, shared, task_use, count, column_group, thread) -> tuple:
     """Convert the task's Q to fp16, together with the other consumer; returns the factors of the scores of the
     thread's two rows. A quad has one of its own two rows, and gets the other's factor from the other consumer."""
     found = cute.make_rmem_tensor(THREAD_ROWS, Float32)
@@ -235,13 +281,6 @@ def turn_back(config: cutlass.Constexpr, o: cute.Tensor, member, operands, token
             low, high = o[i], o[i + 1]
             o[i] = low * cos + high * sin
             o[i + 1] = high * cos - low * sin
-
-
-def scale_values(o: cute.Tensor, operands) -> None:
-    """Multiply O (n), which was computed from codes, by the keys' scale, in place."""
-    scale = operands.kv_scale[0]
-    for i in range(cute.size(o)):
-        o[i] = o[i] * scale
 
 
 def host_and_arguments(config: GatheredConfig) -> tuple:

@@ -14,11 +14,12 @@ from cutlass import Boolean, Int32, Int64, Uint32
 
 from warpspec.common.hardware import TMA_ALIGNMENT, WORD_BYTES
 from warpspec.common.operands import BFLOAT16, FLOAT32, INT32, UINT32, Number, Operand, Several
+from warpspec.fmha.device.ahead import prefetch_line, prefetch_lines, prefetch_table
 from warpspec.fmha.device.cuts import Shaped, copy_cuts, prefetch_cuts
 from warpspec.fmha.device.line import Chunks, Line, Source, heads_of, place_chunks
 from warpspec.fmha.device.logits import with_factor
 from warpspec.fmha.device.tile import INTEGERS, Piece, Place, Row, RowTile
-from warpspec.fmha.device.tiles import each_found
+from warpspec.fmha.device.tiles import each_tile
 from warpspec.fmha.line import Stretch
 from warpspec.fmha.logits import LogitNumbers
 from warpspec.fmha.operands import COUNTERS, CUTS, PIECES, RESULT, STATE
@@ -26,6 +27,7 @@ from warpspec.fmha.schedule import SparseTiles, extent
 from warpspec.latent.gathered.config import MAX_KEY_SETS, PAGE_ROWS, ROPE_DIM
 
 MASK_BITS = 32
+LENGTHS = tuple(f"length_{number}" for number in range(MAX_KEY_SETS))  # words of a task's record
 
 
 @cute.jit
@@ -35,6 +37,8 @@ def start(config: cutlass.Constexpr, storage: cutlass.Constexpr, operands, units
     with the CTA's chunks."""
     if warp == config.load_warp:
         cute.nvgpu.cpasync.prefetch_descriptor(atom)
+    if warp == config.load_warp + 1:
+        prefetch_sets(operands)
     if cutlass.const_expr(config.scheduler.reads_cuts):
         prefetch_cuts(operands)
     # The launch before has ended; the next one, which waits likewise, or the second kernel may start.
@@ -43,7 +47,7 @@ def start(config: cutlass.Constexpr, storage: cutlass.Constexpr, operands, units
     if cutlass.const_expr(config.scheduler.places_chunks):
         units = units.at(config, storage.cursors.data_ptr())
         place_chunks(config, operands, units)
-    elif cutlass.const_expr(config.scheduler.reads_cuts):
+    elif cutlass.const_expr(config.scheduler.copies_cuts):
         units = units.kept_at(storage.cursors.data_ptr())
         copy_cuts(operands, units)
     cute.arch.sync_threads()
@@ -51,6 +55,17 @@ def start(config: cutlass.Constexpr, storage: cutlass.Constexpr, operands, units
         cute.arch.cluster_arrive_relaxed()  # the peer's mbarriers are initialised, too
         cute.arch.cluster_wait()
     return units
+
+
+def prefetch_sets(operands) -> None:
+    """Prefetch what tells where keys are, and their scale: first lines of lengths and of slots. By a whole warp, before
+    the launch before has ended (``device.ahead``)."""
+    for each in operands.sets:
+        if each.lengths is not None:
+            prefetch_lines(each.lengths)
+        prefetch_table(each.slots)
+    if operands.kv_scale is not None:
+        prefetch_line(operands.kv_scale.iterator.toint())
 
 
 class KeySetConfig(NamedTuple):
@@ -195,9 +210,9 @@ class Task(RowTile):
     or a split of them.
 
     token, head_group, split: numbers of the task's first token, head group and split. queries: number of its queries.
-    heads: heads of q. ends: for each key set, the end of its tiles. span: all tiles. first_end:
-    ``DeviceKeySet.end_of`` the first token, if there may be several. piece: the task's ``Piece``, if work is cut by
-    length.
+    heads: heads of q. lengths: for each key set, how many of its keys the last token sees. ends: the end of the set's
+    tiles. span: all tiles. first_end: one past the last key that the first token sees, if there may be several tokens.
+    piece: the task's ``Piece``, if work is cut by length.
     """
 
     config: object
@@ -206,6 +221,7 @@ class Task(RowTile):
     head_group: Int32
     split: Int32
     heads: Int32
+    lengths: tuple
     ends: tuple
     span: SparseTiles
     first_end: Int32 | None = None
@@ -286,7 +302,7 @@ def task_at(config, operands: Gathered, units: Units, index) -> Task:
 
 def whole_task(config, operands: Gathered, head_group, number) -> Task:
     """All KV tiles of a head group of the number-th query, or of the queries of a tile, for a page table."""
-    token, queries, first_end, most = number, 1, None, config.rows.queries
+    token, queries, most = number, 1, config.rows.queries
     if most > 1:
         own, tiles = extent(operands.sets[0].queries), operands.sets[0].query_tiles
         if not config.prepares_divisors:
@@ -294,17 +310,24 @@ def whole_task(config, operands: Gathered, head_group, number) -> Task:
         first = number % tiles * most
         token = number // tiles * own + first
         queries = cutlass.min(own - first, most)
-        first_end = operands.sets[0].end_of(token)
-    task = Task(config, token, queries, head_group, Int32(0), operands.q.shape[2], (), None, first_end)
-    ends, tiles, lengths = [], Int32(0), [each.length(task.last_token) for each in operands.sets]
+    lengths = tuple(each.length(token + queries - 1) for each in operands.sets)
+    return task_of(config, operands, token, queries, head_group, lengths)
+
+
+def task_of(config, operands: Gathered, token, queries, head_group, lengths: tuple) -> Task:
+    """All KV tiles of a task. lengths: as in ``Task``."""
+    ends, tiles, first_end = [], Int32(0), None
     for length in lengths:
         tiles = tiles + (length + config.tile_n - 1) // config.tile_n
         ends.append(tiles)
     span = SparseTiles(Int32(0), tiles)
+    if config.rows.queries > 1:
+        first_end = lengths[0] - (queries - 1)
     if config.clears_unseen:
         all_end = lengths[0] if first_end is None else cutlass.max(first_end, 0)
         span = replace(span, all_end=all_end, some_end=lengths[0])
-    return replace(task, ends=tuple(ends), span=span)
+    heads = operands.q.shape[2]
+    return Task(config, token, queries, head_group, Int32(0), heads, lengths, tuple(ends), span, first_end)
 
 
 class Queries(Source):
@@ -320,6 +343,18 @@ class Queries(Source):
         """All of a query's tiles for a head group."""
         head_group, _, number = heads_of(line, head)
         return whole_task(config, operands, head_group, number)
+
+    def words(self, config) -> tuple[str, ...]:
+        return ("token", "queries", "head_group", "first", "count", *LENGTHS[: config.gathers.sets])
+
+    def word(self, tile: Task, name: str):
+        return tile.lengths[LENGTHS.index(name)] if name in LENGTHS else getattr(tile, name)
+
+    def read(self, config, operands: Gathered, word: dict, piece: Piece) -> Task:
+        queries = word["queries"] if config.rows.queries > 1 else 1
+        lengths = tuple(word[name] for name in LENGTHS[: config.gathers.sets])
+        task = task_of(config, operands, word["token"], queries, word["head_group"], lengths)
+        return replace(task, span=replace(task.span, first=word["first"], count=word["count"]), piece=piece)
 
     def operands(self, config, kv_lengths, sizes) -> Gathered:
         """Operands of a call over pages."""
@@ -357,13 +392,22 @@ def units_of(config, operands: Gathered, splits):
 
 
 @cute.jit
-def each_task(config: cutlass.Constexpr, operands, units, body: cutlass.Constexpr, role, uses):
+def each_task(
+    config: cutlass.Constexpr,
+    operands,
+    units,
+    body: cutlass.Constexpr,
+    role,
+    uses,
+    keeps: cutlass.Constexpr = False,
+):
     """Call ``uses = body(role, task, uses)`` for each of the CTA's tasks, in order; return the last ``uses``.
 
-    units: ``Units``, or ``Chunks`` if work is cut by length. role: what body needs. uses: use counts of rings.
+    units: ``Units``, or if work is cut by length what ``tiles.each_tile`` asks for. role: what body needs. uses: use
+    counts of rings. keeps: as in ``each_tile``.
     """
     if cutlass.const_expr(config.scheduler.cuts_tiles):
-        uses = each_found(config, operands, units, body, role, uses)
+        uses = each_tile(config, operands, units, body, role, uses, keeps)
     else:
         cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         for index in cutlass.range(cta, units.total, ctas, unroll=1):
