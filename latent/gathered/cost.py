@@ -3,7 +3,7 @@
 
 The choice compares the expected time of both on sm_90a (``Costs``). Equal splits take as many rounds as there are tasks
 to a CTA, each as long as the longest query's split, and a launch that combines them. If tiles are shared out, every CTA
-has the same number of tiles; cutting the line takes time before anything starts, and one CTA adds up the pieces of a
+has the same number of tiles; cutting the line takes time before anything starts, and so does adding up the pieces of a
 task. If only the device knows the lengths, they are expected to be full in half of the calls and half as long in the
 others. docs/notebook/latent.md says to which calls the constants were fitted, and what the choice loses on others.
 """
@@ -24,7 +24,8 @@ class Costs(NamedTuple):
     Of equal splits: start: of the launch. tile: of a KV tile. ends: of a task's start and end. second: of the launch
     that combines splits. state: more for each MB of states that it reads.
     If tiles are shared out: scan: of the launch, which cuts the line first. shared_tile: of a KV tile. add: of adding a
-    piece.
+    piece. cut: more where tasks are cut and CTAs share out columns: of leaving a state, waiting for the others and
+    adding up a share, however many pieces there are.
     """
 
     start: float
@@ -35,11 +36,12 @@ class Costs(NamedTuple):
     scan: float
     shared_tile: float
     add: float
+    cut: float = 0.0
 
 
 CODES, LISTS = "e4m3", "v3.2-fp8"
 COSTS = {  # by row format
-    CODES: Costs(2.86, 1.95, 4.87, 0.92, 0.494, 14.2, 2.41, 1.51),
+    CODES: Costs(3.83, 1.91, 4.67, 0.26, 0.454, 5.93, 2.07, 0.0, 15.0),
     LISTS: Costs(4.23, 2.96, 1.36, 0.46, 0.581, 10.7, 2.83, 1.49),
 }
 # Where two CTAs share the keys, KV tiles take less time: by 8 calls that were timed on an H200 (2026-11-27).
@@ -69,7 +71,8 @@ def best_splits(costs: Costs, tasks: int, tiles: int, rows: int, ctas: int) -> i
 def shared_time(costs: Costs, tasks: int, tiles: float, longest: int, ctas: int) -> float:
     """Microseconds of tasks that are shared out. tiles: KV tiles of a task on average; longest: of the longest."""
     each = max(tasks * (tiles + TILE_OVERHEAD) / ctas, LEAST_TILES)
-    return costs.scan + each * costs.shared_tile + costs.add * max(longest / each, 1)
+    pieces = max(longest / each, 1)
+    return costs.scan + each * costs.shared_tile + costs.add * pieces + costs.cut * min(2 * (pieces - 1), 1)
 
 
 def shares_out(costs: Costs, tasks: int, tiles: int, rows: int, splits: int, ctas: int, known: bool) -> bool:
