@@ -300,6 +300,40 @@ def test_codes(arch, queries, heads, splits, simulate_as, monkeypatch):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("heads", "queries", "lengths", "sms", "states"),
+    [
+        (64, 1, (1500, 7), 6, False),
+        (128, 1, (900, 0, 64, 1), 12, False),
+        (32, 3, (1100, 5, 130, 0, 64, 400), 8, False),  # the second query tile has 32 rows
+        (16, 4, (1500, 3, 64, 65, 700), 5, False),
+        (64, 1, (1500, 7), 6, True),
+    ],
+)
+@pytest.mark.usefixtures("check_order")
+def test_many_pieces_of_codes(heads, queries, lengths, sms, states, simulate_as, monkeypatch):
+    """Tasks of 64 rows, cut by length: CTAs share out the columns of tasks with many pieces, and add up few alone."""
+    simulate_as("sm_90a", sm_count=sms)
+    monkeypatch.setattr(launch, "takes_line", lambda *_: True)
+    monkeypatch.setattr(launch, "make_plan", launch.make_plan.__wrapped__)
+    case = replace(
+        DRAFTS, batch=len(lengths), seq_q=queries, heads_q=heads, seq_k=max(lengths), kv_lengths=lengths
+    )
+    inputs = arguments(case)
+    (pages,), table = paged((inputs["k"],), lengths, 64)
+    call = (inputs["q"], codes_of(pages[:, :, 0]), table, inputs["kv_lengths"])
+    options = dict(scale=0.3, kv_scale=torch.tensor(0.37), normalize=not states, return_lse=not states)
+    found = mla_decode(*call, **options, backend="sim")
+    (launched,) = sim.last_report().launches
+    assert launched.local_bytes == 0 and not launched.warnings
+    wanted = mla_decode(*call, **options, backend="reference")
+    (o, lse), (wanted_o, wanted_lse) = (((one.o, one.lse) if states else one) for one in (found, wanted))
+    seen = wanted_lse != -torch.inf
+    assert relative_error(o.float(), wanted_o.float()) <= 4e-3
+    assert (lse - wanted_lse)[seen].abs().max() <= 1e-3 and (lse[~seen] == -torch.inf).all()
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("splits", [None, 1, 2])
 def test_states_of_codes(splits, simulate_as, monkeypatch):
     """Keys as rows of the products: row_max is the rows' maximum although references lag behind it elsewhere."""

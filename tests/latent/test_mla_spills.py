@@ -76,7 +76,7 @@ def test_no_kernel_spills(dtype, page_size, result, rows):
     ("result", "rows"),
     long_but(
         [(("line", "state"), (8, 2))],
-        pairwise(RESULTS, [(8, 1), (8, 2), (32, 1), (64, 3)]),  # the last: keys are columns of the products
+        pairwise(RESULTS, [(8, 1), (8, 2), (32, 1), (64, 3), (16, 4)]),  # the last two: 64 rows a task
     ),
     ids=str,
 )
