@@ -1,8 +1,9 @@
 """Prepare every query row for the main kernel: lse', delta, and zeros where it sums dQ. For every architecture.
 
-A CTA has one query tile of one head. ``features`` gives the layout of statistics and sums. With packed requests, CTAs
-also clear gradients of rows that belong to no request, and further CTAs, which come first, sort the key tiles. Where
-heads are sliced, CTAs clear the sums of dK and dV.
+A CTA has one query tile of one head; the heads of a tile, whose rows are neighbours in memory, come one after another.
+``features`` gives the layout of statistics and sums. With packed requests, CTAs also clear gradients of rows that
+belong to no request, and further CTAs, which come first, sort the key tiles. Where heads are sliced, CTAs clear the
+sums of dK and dV.
 """
 
 from __future__ import annotations
@@ -39,22 +40,26 @@ class RowStatistics:
     @host_function(RowOperands)
     def __call__(self, operands: RowOperands, stream: CUstream):
         sorting, operands = int(self.config.main is not None), batched(self.config, operands)
-        grid = (operands.statistics.shape[1], sorting + operands.o.shape[2], 1)
+        ctas = operands.statistics.shape[1] * (sorting + operands.o.shape[2])
         self.kernel(operands).launch(
-            grid=grid, block=(THREADS, 1, 1), preferred_smem_carveout=SMEM_CARVEOUT_PERCENT, stream=stream
+            grid=(ctas, 1, 1),
+            block=(THREADS, 1, 1),
+            preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
+            stream=stream,
         )
 
     @cute.kernel
     def kernel(self, operands):
         config = self.config
-        tile_index, head, _ = cute.arch.block_idx()
+        cta, _, _ = cute.arch.block_idx()
+        tiles, heads = operands.statistics.shape[1], operands.o.shape[2]
         cute.arch.griddepcontrol_launch_dependents()
         if cutlass.const_expr(config.main is None):
-            prepare_rows(config, operands, tile_index, head)
-        elif head == 0:
+            prepare_rows(config, operands, cta // heads, cta % heads)
+        elif cta < tiles:
             sort_requests(config, operands)
         else:
-            prepare_rows(config, operands, tile_index, head - 1)
+            prepare_rows(config, operands, (cta - tiles) // heads, (cta - tiles) % heads)
 
 
 @cute.jit
@@ -63,74 +68,119 @@ def prepare_rows(config: cutlass.Constexpr, operands, tile_index, head):
     o = operands.o
     thread, _, _ = cute.arch.thread_idx()
     batch, number, first, rows = place_of(config.packed, config.tile_m, operands.cu_seqlens_q, o, tile_index)
-    if cutlass.const_expr(operands.dq_sums is not None):
-        clear_queries(config, operands.dq_sums[head, tile_index, None], thread)
     if cutlass.const_expr(operands.turns is not None):  # noqa: SIM102
         if thread < operands.turns.shape[2]:
             operands.turns[head, tile_index, thread] = 0
     lanes = min(class_of(config.heads.qk) // VECTOR, WARP_THREADS)
     lane, group, groups = thread % lanes, thread // lanes, THREADS // lanes
-    passes = config.tile_m // groups
     statistics = operands.statistics[head, tile_index, None, None]  # (ROW PAIR, 4)
     sink_sum = Float32(0.0)
-    for start in cutlass.range(0, passes, LOADS, unroll=1):
-        dots = []
-        for i in cutlass.range_constexpr(LOADS):
-            query = number * config.tile_m + (start + i) * groups + group
-            row = first + cutlass.max(cutlass.min(query, rows - 1), 0)
-            row = cutlass.min(row, o.shape[1] - 1)
-            lse, dlse = operands.lse[batch, head, row], None
-            if cutlass.const_expr(operands.dlse is not None):
-                dlse = operands.dlse[batch, head, row]
-            dot = Float32(0.0)
-            if cutlass.const_expr(operands.do is not None):
+    for start in cutlass.range_constexpr(0, config.tile_m // groups, LOADS):
+        held = []
+        if cutlass.const_expr(operands.do is not None):
+            for i in cutlass.range_constexpr(start, start + LOADS):
+                row = row_of(number * config.tile_m + i * groups + group, first, rows, o)
                 lines = (o[batch, row, head, None], operands.do[batch, row, head, None])
-                dot = part_of_dot(config, lines, lane, lanes)
-            dots.append((query, lse, dlse, dot))
-        for i in cutlass.range_constexpr(LOADS):
-            query, lse, dlse, dot = dots[i]
-            dot = cute.arch.warp_reduction_sum(dot, threads_in_group=lanes)
-            if lane == 0:
-                index = (start + i) * groups + group
-                sink = None
-                if cutlass.const_expr(operands.sink is not None):
-                    sink = operands.sink[head].to(Float32)
-                total, delta, of_sink = row_statistics(config, lse, dlse, sink, Boolean(query < rows), dot)
-                statistics[index // 2, index % 2] = total
-                statistics[index // 2, 2 + index % 2] = delta * -config.delta_factor
-                sink_sum += of_sink
+                held.append(load_vectors(config, lines, lane, lanes))
+        index = (start + row_of_lane(lane)) * groups + group  # of the lane's row in the tile
+        query = number * config.tile_m + index
+        row = row_of(query, first, rows, o)
+        lse, dlse, sink, dot = operands.lse[batch, head, row], None, None, Float32(0.0)
+        if cutlass.const_expr(operands.dlse is not None):
+            dlse = operands.dlse[batch, head, row]
+        if cutlass.const_expr(operands.sink is not None):
+            sink = operands.sink[head].to(Float32)
+        zero = zero_after_loads(thread)
+        if cutlass.const_expr(start == 0 and operands.dq_sums is not None):
+            clear_queries(config, operands.dq_sums[head, tile_index, None], thread)
+        if cutlass.const_expr(operands.do is not None):
+            dot = sum_of_lanes([part_of_dot(config, each, lane, lanes, zero) for each in held], lane, lanes)
+        if lane < LOADS:
+            total, delta, of_sink = row_statistics(config, lse, dlse, sink, Boolean(query < rows), dot)
+            statistics[index // 2, index % 2] = total
+            statistics[index // 2, 2 + index % 2] = delta * -config.delta_factor
+            sink_sum += of_sink
     if cutlass.const_expr(operands.dsink is not None):
         add_up(operands.dsink, (head, tile_index), thread, sink_sum)
     clear_share(config, operands, tile_index, head, thread)
 
 
-@cute.jit
-def part_of_dot(config: cutlass.Constexpr, lines: tuple, lane, lanes: cutlass.Constexpr):
-    """One lane's part of rowsum(dO * O) of a row that ``lanes`` lanes share. lines: the row of O and of dO (D)."""
-    row_vectors, dot = config.sizes.v // VECTOR, Float32(0.0)
-    for place in range(0, config.heads.qk // VECTOR, lanes):
+def row_of(query, first, rows, o: cute.Tensor) -> Int32:
+    """Row of ``o`` of a query of a request, one that exists. first, rows: the request's."""
+    return cutlass.min(first + cutlass.max(cutlass.min(query, rows - 1), 0), o.shape[1] - 1)
+
+
+def load_vectors(config, lines: tuple, lane, lanes: int) -> list[tuple]:
+    """Load one lane's part of a row that ``lanes`` lanes share. lines: the row of O and of dO (D). Returns pairs of
+    vectors of the two."""
+    row_vectors, found = config.sizes.v // VECTOR, []
+    for place in range(0, row_vectors, lanes):
         vectors = []
         for line in lines:
-            own = cutlass.min(place + lane, row_vectors - 1)
+            own = place + lane
+            if config.rows is not None:
+                own = cutlass.min(own, row_vectors - 1)
             vector = cute.make_rmem_tensor(VECTOR, line.element_type)
             cute.autovec_copy(cute.local_tile(line, (VECTOR,), (own,)), vector)
             vectors.append(vector)
-        more = Float32(0.0)
-        for j in cutlass.range_constexpr(VECTOR):
+        found.append(tuple(vectors))
+    return found
+
+
+def part_of_dot(config, held: list[tuple], lane, lanes: int, zero) -> Float32:
+    """One lane's part of rowsum(dO * O) of a row, from ``zero`` on. held: what ``load_vectors`` returned."""
+    row_vectors, dot = config.sizes.v // VECTOR, Float32(0.0)
+    for i, vectors in enumerate(held):
+        more = zero
+        for j in range(VECTOR):
             more += vectors[0][j].to(Float32) * vectors[1][j].to(Float32)
-        if cutlass.const_expr(config.rows is not None):
-            exists = Boolean(place + lane < row_vectors)
-            more = Float32(cutlass.select_(exists, more, Float32(0.0)))
+        if config.rows is not None:
+            more = Float32(cutlass.select_(Boolean(i * lanes + lane < row_vectors), more, Float32(0.0)))
         dot += more
     return dot
+
+
+def zero_after_loads(thread) -> Float32:
+    """0, of which the compiler only knows that a shuffle gives it. It would otherwise multiply as soon as a row is
+    there, and have few rows' loads in flight, for the sake of fewer registers."""
+    cute.arch.sync_warp()
+    lane = cute.arch.inline_ptx(
+        "and.b32 {$w0}, {$r0}, 31;", write_only_types=[Int32], read_only_args=[thread]
+    )
+    bits = cute.make_rmem_tensor(1, Int32)
+    bits[0] = cute.arch.shuffle_sync_bfly(lane, 1) >> 5
+    return cute.recast_tensor(bits, Float32)[0]
+
+
+def row_of_lane(lane) -> Int32:
+    """Which of LOADS rows ``sum_of_lanes`` gives a lane: three bits of its number, the lowest first."""
+    return (lane & 1) * 4 + (lane & 2) + (lane >> 2 & 1)
+
+
+def sum_of_lanes(values: list, lane, lanes: int) -> Float32:
+    """Sum each of LOADS values over as many neighbouring lanes. A lane gets the sum of ``row_of_lane``: in each of the
+    first steps it sends half of its values to a neighbour and gets those of the other half."""
+    distance = 1
+    while len(values) > 1:
+        half, upper = len(values) // 2, Boolean((lane & distance) != 0)
+        sums = []
+        for low, high in zip(values[:half], values[half:], strict=True):
+            kept, sent = cutlass.select_(upper, high, low), cutlass.select_(upper, low, high)
+            sums.append(Float32(kept) + Float32(cute.arch.shuffle_sync_bfly(Float32(sent), distance)))
+        values, distance = sums, 2 * distance
+    total = values[0]
+    while distance < lanes:
+        total += Float32(cute.arch.shuffle_sync_bfly(total, distance))
+        distance *= 2
+    return total
 
 
 @cute.jit
 def clear_share(config: cutlass.Constexpr, operands, tile_index, head, thread):
     """Clear a CTA's share of what belongs to no query tile: ``done``, the sums of dK and dV, and gradients of rows past
     the last request."""
-    tile_count, _, _ = cute.arch.grid_dim()
-    cta, ctas = head * tile_count + tile_index, operands.o.shape[2] * tile_count
+    heads = operands.o.shape[2]
+    cta, ctas = tile_index * heads + head, operands.statistics.shape[1] * heads
     if cutlass.const_expr(operands.done is not None):
         for i in cutlass.range(cta * THREADS + thread, cute.size(operands.done), ctas * THREADS, unroll=1):
             operands.done[i] = 0
@@ -171,7 +221,6 @@ def place_of(
 def sort_requests(config: cutlass.Constexpr, operands):
     """Sort the key tiles of packed requests."""
     cta, _, _ = cute.arch.block_idx()
-    ctas, _, _ = cute.arch.grid_dim()
     main = BackwardOperands(
         operands.o,
         operands.k,
@@ -188,7 +237,16 @@ def sort_requests(config: cutlass.Constexpr, operands):
     numbers = ("start", "share", "cost", "last", "further")
     length, slices = PieceLength(*(getattr(operands, f"piece_{name}") for name in numbers)), operands.slices
     if cutlass.const_expr(not config.main.keeps_requests):
-        sort_key_tiles(config.main, main, window, length, slices, cta, ctas, THREADS // WARP_THREADS)
+        sort_key_tiles(
+            config.main,
+            main,
+            window,
+            length,
+            slices,
+            cta,
+            operands.statistics.shape[1],
+            THREADS // WARP_THREADS,
+        )
     elif cta == 0:
         lay_out_requests(config.main, main, length, slices, THREADS)
 
