@@ -150,7 +150,7 @@ def any_case(draw):
 
 
 @pytest.mark.long
-@settings(max_examples=30)
+@settings(max_examples=60)
 @given(case=any_case(), seed=st.integers(0, 2**20))
 def test_any_case(case, seed):
     run(case, seed)
