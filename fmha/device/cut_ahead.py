@@ -1,4 +1,4 @@
-"""Cuts a line (``device.line``) before the launch before has ended, by lengths that this launch may still write.
+"""Cuts a line (``device.line``) while the launch before still runs, by lengths that the latter may still write.
 
 The scheduler warp copies the lengths to shared memory, finds its chunk by the copy, and writes the record of its first
 tile, which nobody reads yet. When the launch before has ended, it reads the lengths again. Mostly they are what they
