@@ -73,9 +73,9 @@ class BlockMask:
 
     kv_order [.., M, 5] int32: the order in which tiles of queries begin, those with the longest lists first: (block of
     queries, its two counts, the two numbers of its list's first visit), as in kv_counts and kv_visits. A last block
-    that is not whole is always the first. None: tiles begin with those of the last block. Kernels take counts from here,
-    so a change of kv_visits or kv_counts in place needs one of kv_order. visited: what the host knows of lists' lengths;
-    None: nothing. It decides plans alone.
+    that is not whole is always the first. None: tiles begin with those of the last block. Kernels take counts from
+    here, so a change of kv_visits or kv_counts in place needs one of kv_order. visited: what the host knows of lists'
+    lengths, by which it plans; None: nothing.
 
     A rule is the number of a partial block's pattern (0 without patterns). That of a full block, of which rows see
     every key that exists, is negative: ~rule is the number of its pattern.
@@ -115,9 +115,11 @@ class BlockMask:
 
     @property
     def options(self) -> dict[str, int | float | None]:
-        """The numbers, by the names of a call's options."""
+        """The numbers, by the names of a call's options; without ``visited`` while torch.compile traces, which would
+        compile anew for each mask's."""
         queries, keys = self.block_size
-        mean, masked, most = self.visited or (None, None, None)
+        known = None if torch.compiler.is_compiling() else self.visited
+        mean, masked, most = known or (None, None, None)
         return {
             "block_queries": queries,
             "block_keys": keys,

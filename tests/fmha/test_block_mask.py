@@ -334,3 +334,23 @@ def test_what_is_refused():
             )
         else:
             attention(q, k, block_mask=odd, backend=backend)
+
+
+def test_compiled_calls_serve_all_masks():
+    """What plans know of a mask's lengths is no reason to compile a call anew."""
+    graphs, tensors = [], [torch.randn(1, 256, 1, 64).half() for _ in "qkv"]
+    torch._dynamo.reset()
+
+    def count(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    call = torch.compile(
+        lambda mask: attention(*tensors, block_mask=mask, backend="reference"), fullgraph=True, backend=count
+    )
+    indices = torch.tensor([0, 1], dtype=torch.int32).expand(1, 1, 2, 2)
+    for counts in ((1, 2), (0, 1), (2, 2)):
+        counts = torch.tensor(counts, dtype=torch.int32).view(1, 1, 2)
+        mask = BlockMask.of(FlashLists(counts, indices, None, None), 256, 256)
+        assert torch.equal(call(mask), attention(*tensors, block_mask=mask, backend="reference"))
+    assert len(graphs) == 1
