@@ -55,9 +55,8 @@ class Gradients(NamedTuple):
 
 
 SINK_ALONE = ("sink",)  # what is wanted of a call that only has a first kernel
-FINISHED_HEADS = (
-    3  # of a KV head, at least, where all key tiles are cut and the main kernel makes all gradients
-)
+# Least query heads of a KV head with which the main kernel makes all gradients although all key tiles are cut.
+FINISHED_HEADS = 3
 NOT_CUT = PieceLength(0.0, 0.0, 0.0, 0.0, 0)  # where the device cuts nothing
 # Packages with ``BackwardConfig`` and ``MAIN``, its ``Kernel``.
 GRADIENTS = Family(

@@ -101,9 +101,8 @@ def hide_missing(work, step, mask: cutlass.Constexpr, some):
     if some:
         for r, row in enumerate(work.rows):
             words = seen_words(mask, row, first_key)
-            own = [
-                word >> Uint32(PAIR * row.member) for word in words
-            ]  # bit 0 is the key of the thread's element 0
+            # Bit 0 is the key of the thread's element 0.
+            own = [word >> Uint32(PAIR * row.member) for word in words]
             for i in elements(scores, r):
                 bit = (own[column(i) // MASK_BITS] >> (column(i) % MASK_BITS)) & Uint32(1)
                 scores[i] = Float32(cutlass.select_(Boolean(bit == 0), -Float32.inf, scores[i]))
