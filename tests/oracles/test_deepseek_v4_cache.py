@@ -138,12 +138,15 @@ def test_greedy_generation(models):
 
 @pytest.mark.long
 def test_kernels_simulated():
-    """Every kernel of the path, for sm_100a: prompts divided into calls, one of them speculative; wo_a in FP8. Where
-    attention's outputs differ in their last bits, they may be rounded to neighbouring codes: with wo_a as the model has
-    it the error is a third."""
-    model = make_model(heads=8, kinds=KINDS, index_topk=512, index_n_heads=8, o_lora_rank=128)
+    """Every kernel of the path, for sm_100a: prompts divided into calls, one of them speculative; wo_a in FP8. Outputs
+    of attention that differ in their last bits may be rounded to neighbouring codes, so the kernels need not be close
+    to the references, but as close to eager's logits."""
+    shape = dict(heads=8, kinds=KINDS, index_topk=512, index_n_heads=8, o_lora_rank=128)
+    eager, model = make_model(**shape), make_model(**shape)
+    eager.set_attn_implementation("eager")
     attach(model, "fp8")
-    ids, results = tokens(1, 11), []
+    ids, errors = tokens(1, 11), {}
+    wanted = eager_logits(eager, ids)
     for backend in ("sim", "reference"):
         cache, parts = cache_for(model, batch=1, **QUANTISED, backend=backend), []
         with torch.no_grad():
@@ -152,8 +155,8 @@ def test_kernels_simulated():
             cache.crop(7)
             parts.append(model(ids[:, 7:10], past_key_values=cache).logits)
             parts.append(model(ids[:, 10:], past_key_values=cache).logits)
-        results.append(torch.cat(parts, dim=1))
-    assert relative_error(*results) < 0.015
+        errors[backend] = relative_error(torch.cat(parts, dim=1), wanted)
+    assert errors["sim"] < 1.1 * errors["reference"] and errors["reference"] < 0.04
 
 
 def test_bad_use(models):
