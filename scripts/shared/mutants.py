@@ -337,7 +337,7 @@ def _outcome(launch: Launch, mutant: Mutant, right: list[list[np.ndarray]]) -> s
 
 
 def _wrong(result: np.ndarray, expected: np.ndarray, memory: tuple) -> bool:
-    """Whether more differs than the last bits of numbers, which depend on how MMAs follow each other."""
+    """Whether more differs than the last bits of numbers, which depend on the order of additions in memory."""
     other = result != expected
     if not other.any():
         return False

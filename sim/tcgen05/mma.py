@@ -1,7 +1,8 @@
 """tcgen05.mma: D = A * B + D, on one CTA or a pair. PTX ISA: "tcgen05.mma", "Data Path Layout Organization".
 
-Operands are decoded exactly; products accumulate in float32 (BLAS, order unspecified as on hardware).
-Consecutive instructions on one accumulator run as one matrix product along a longer K.
+Operands are decoded exactly; products accumulate in float32 (BLAS, order unspecified as on hardware). The operands of
+consecutive instructions on one accumulator are read at once, and the product of each is added by itself: how many of
+them the schedule lets take effect together changes no bit.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Mma:
         return 2 * self.descriptor.m * self.descriptor.n * self.descriptor.k
 
     def continues(self, before: Mma) -> bool:
-        """Whether this MMA continues the accumulation of `before`, so that both may run as one product."""
+        """Whether this MMA continues the accumulation of `before`, so that both may run as one operation."""
         one, two = before.descriptor, self.descriptor
         return (
             self.enable_input_d
@@ -81,8 +82,6 @@ class Mma:
             and self.scales_per_row == before.scales_per_row
             and self.weight_stationary == before.weight_stationary
             and self.cta_group == before.cta_group
-            and one.d_format != "f16"  # rounds after every instruction
-            and not one.saturate
             and (one is two or _arithmetic(one) == _arithmetic(two))
         )
 
@@ -97,14 +96,12 @@ class MmaBatch:
     """A run of MMAs on one accumulator, in issue order; `append` refuses what does not continue it."""
 
     MAX_LENGTH = 16
-    MAX_INTEGERS = 8  # so that sums of products of u8 are exact in float32: 8 x 32 x 255**2 < 2**24
 
     def __init__(self, first: Mma):
         self.mmas = [first]
 
     def append(self, mma: Mma) -> bool:
-        most = self.MAX_INTEGERS if mma.descriptor.kind == "i8" else self.MAX_LENGTH
-        if len(self.mmas) >= most or not mma.continues(self.mmas[-1]):
+        if len(self.mmas) >= self.MAX_LENGTH or not mma.continues(self.mmas[-1]):
             return False
         self.mmas.append(mma)
         return True
@@ -213,29 +210,36 @@ def _columns(lanes: slice | np.ndarray, column: int, width: int) -> slice | np.n
 
 def _run_cta(mmas: Sequence[Mma], cta, rank: int, b: np.ndarray) -> None:
     first = mmas[0]
-    d = first.descriptor
     layout = Accumulator(cta.tmem, first)
-    several = first.a_in_tmem or d.sparse  # what is in tensor memory stands in each group's lanes
+    # What is in tensor memory stands in each group's lanes.
+    several = first.a_in_tmem or first.descriptor.sparse
     copies = [_read_a(mmas, cta, copy) for copy in range(layout.a_copies if several else 1)]
+    k = first.descriptor.k
+    for at, mma in enumerate(mmas):
+        part = slice(at * k, (at + 1) * k)
+        _add_product(mma, cta.tmem, layout, [a[:, part] for a in copies], b[:, part], rank)
+
+
+def _add_product(
+    mma: Mma, tmem: Tmem, layout: Accumulator, copies: list[np.ndarray], b: np.ndarray, rank: int
+) -> None:
+    """D = A * B + D of one instruction. copies: of A, one for all groups of lanes or one for each."""
+    d = mma.descriptor
     negate = d.negate_a != d.negate_b
-    if first.scales_per_row:
-        product = _scaled_product(mmas, cta.tmem, layout, copies, b)
-    elif len(copies) == 1:
-        if layout.replaces(first) and not negate:
-            np.matmul(copies[0], b.T, out=layout.words.view(np.float32))
-            if first.shift_a:
-                _shift_a(first, cta.tmem)
-            return
-        product = copies[0] @ b.T
-    else:  # each group of lanes reads its own copy of A and makes its own columns
-        product = np.concatenate(
-            [a @ part.T for a, part in zip(copies, np.split(b, len(copies)), strict=True)], axis=1
-        )
-    if negate:
-        product = -product
-    layout.accumulate(product, first, first.disabled_lanes >> rank * LANES & ((1 << LANES) - 1))
-    if first.shift_a:
-        _shift_a(first, cta.tmem)
+    if not mma.scales_per_row and len(copies) == 1 and not negate and layout.replaces(mma):
+        np.matmul(copies[0], b.T, out=layout.words.view(np.float32))
+    else:
+        if mma.scales_per_row:
+            product = _scaled_product(mma, tmem, layout, copies, b)
+        else:  # each group of lanes reads its own copy of A and makes its own columns
+            columns = np.split(b, len(copies))
+            products = [a @ part.T for a, part in zip(copies, columns, strict=True)]
+            product = products[0] if len(products) == 1 else np.concatenate(products, axis=1)
+        if negate:
+            product = -product
+        layout.accumulate(product, mma, mma.disabled_lanes >> rank * LANES & ((1 << LANES) - 1))
+    if mma.shift_a:
+        _shift_a(mma, tmem)
 
 
 class Accumulator:
@@ -387,13 +391,11 @@ def shift_rows_down(tmem: Tmem, lane: int, lanes: int, column: int) -> None:
     tmem.data[lane : lane + lanes, span] = block.reshape(lanes, -1)
 
 
-def _scaled_product(
-    mmas: Sequence[Mma], tmem: Tmem, layout: Accumulator, copies: list, b: np.ndarray
-) -> np.ndarray:
+def _scaled_product(mma: Mma, tmem: Tmem, layout: Accumulator, copies: list, b: np.ndarray) -> np.ndarray:
     """(A * scale_A) (B * scale_B): float32 [rows, N]."""
-    scale_a = np.concatenate([_scales(mma, tmem, mma.scale_a, layout.rows, "A") for mma in mmas], axis=2)
+    scale_a = _scales(mma, tmem, mma.scale_a, layout.rows, "A")
     n = layout.columns  # columns made by one lane group; its scales stand in that group's own partitions
-    scale_b = np.concatenate([_scales(mma, tmem, mma.scale_b, n, "B") for mma in mmas], axis=2)
+    scale_b = _scales(mma, tmem, mma.scale_b, n, "B")
     per_group = PARTITIONS // layout.groups
     product = np.empty((layout.rows, b.shape[0]), np.float32)
     for group in range(layout.groups):

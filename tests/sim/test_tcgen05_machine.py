@@ -137,6 +137,16 @@ def outcomes(middle, data, shape, seeds=range(12), **options):
     return results
 
 
+def test_last_bits_do_not_depend_on_the_seed():
+    """Instructions that are pending together run as one operation, but each product is added by itself."""
+    values = np.random.default_rng(0).standard_normal(2 * OPERAND // 2).astype(np.float32)
+    data = (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+    middle = ISSUER + mma_lines(32) + COMMIT.format(1, "", "") + "ISSUED:\n" + WAIT + store_accumulator(32)
+    first, *others = outcomes(middle, data, (128, 32), seeds=range(8))
+    for out in others:
+        np.testing.assert_array_equal(out, first)
+
+
 def test_reading_the_accumulator_without_waiting_shows():
     data = operand_bytes(np.random.default_rng(0), 2)
     middle = (

@@ -206,14 +206,10 @@ def test_sums_of_integers_stay_exact_in_a_batch():
     cta.smem[:] = 255
     bits = descriptor_bits(layout_for(np.random.default_rng(6), 1024, 2, False))
     d = instruction("i8", 128, 32, "u8", "u8", d=2)
-    batches = [MmaBatch(Mma(d, 1, 0, bits, bits, enable_input_d=False))]
-    for _ in range(15):
-        if not batches[-1].append(one := Mma(d, 1, 0, bits, bits)):
-            batches.append(MmaBatch(one))
-    assert len(batches) < 16
-    for batch in batches:
-        batch.execute([cta])
-    assert (cta.tmem.data[:, :32] == 16 * 32 * 255**2).all()
+    batch = MmaBatch(Mma(d, 1, 0, bits, bits, enable_input_d=False))
+    assert all(batch.append(Mma(d, 1, 0, bits, bits)) for _ in range(15))
+    batch.execute([cta])
+    assert (cta.tmem.data[:, :32] == 16 * 32 * 255**2).all(), "beyond 2**24, where float32 has no odd numbers"
 
 
 def test_f16_accumulator_rounds_after_each_instruction():
@@ -232,7 +228,10 @@ def test_f16_accumulator_rounds_after_each_instruction():
     second = cta.tmem.data[:, :32].astype(np.uint16).view(np.float16)
     expected = (first.astype(np.float32) + product).astype(np.float16)
     np.testing.assert_allclose(second, expected, rtol=1e-3, atol=1e-6)
-    assert not Mma(d, 1, 0, bits, bits).continues(Mma(d, 1, 0, bits, bits))
+    batch = MmaBatch(Mma(d, 1, 0, bits, bits, enable_input_d=False))
+    assert batch.append(Mma(d, 1, 0, bits, bits))
+    batch.execute([cta])
+    np.testing.assert_array_equal(cta.tmem.data[:, :32].astype(np.uint16).view(np.float16), second)
 
 
 @pytest.mark.parametrize("a_in_tmem", [False, True])
@@ -262,7 +261,7 @@ def test_a_batch_equals_its_instructions_one_by_one(a_in_tmem, b_mn):
     for one in mmas:
         mma.run([one], [other])
     got, expected = (t.tmem.data[:, D_COLUMN : D_COLUMN + 64].view(np.float32) for t in (cta, other))
-    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-4)
+    np.testing.assert_array_equal(got, expected)
 
 
 def test_nan_poison_reaches_the_accumulator():
