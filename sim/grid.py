@@ -36,7 +36,6 @@ class Launch:
     names: StorageNames = field(default_factory=StorageNames)  # names of fields in shared memory
     share: tuple[int, int] = (0, 1)  # this process runs clusters number i with i % share[1] == share[0]
     starved: Starved | None = None  # what the schedule starves; None: the schedule is uniformly random
-    fuse: bool = True  # whether MMAs that are pending together may run as one operation
     keeps_back: bool = False  # reductions into global memory are kept back until all shares have ended
     recorder: object = None  # recorder of a trace to be timed (clocks/record.py); None: nothing is recorded
 

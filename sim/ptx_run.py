@@ -67,7 +67,7 @@ def launch(
         raise HostError(f"args is a {type(args).__name__}; a sequence with a value for each .param is needed")
     arguments = KernelArguments(entry, parameters_of(text, entry), list(args))
 
-    def once(seed: int, check: str | None, fuse: bool) -> SimReport:
+    def once(seed: int, check: str | None) -> SimReport:
         start = time.monotonic()
         memory = GlobalMemory()
         params = arguments.stage(memory)
@@ -75,7 +75,7 @@ def launch(
         try:
             launched = execute(
                 text, entry, grid=shape, block=block, cluster=cluster, dynamic_smem=smem, params=params, gmem=memory,
-                seed=seed, resources=resources, check=check, fuse=fuse, overlap=stream_of_run().next(False),
+                seed=seed, resources=resources, check=check, overlap=stream_of_run().next(False),
             )  # fmt: skip
         except OrderError as error:
             if error.launch is None:

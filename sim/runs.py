@@ -21,7 +21,7 @@ _stream: Stream | None = None
 
 
 def run_with_options(
-    once: Callable[[int, str | None, bool], SimReport],
+    once: Callable[[int, str | None], SimReport],
     arguments: Callable[[], Mapping[str, object]],
     *,
     seed: int,
@@ -29,14 +29,14 @@ def run_with_options(
     check: str | None,
     timeline: str | os.PathLike | None,
 ) -> SimReport:
-    """Run `once(seed, check, fuse)` with the options of `sim.run`; remembers and returns the (last) report.
+    """Run `once(seed, check)` with the options of `sim.run`; remembers and returns the (last) report.
 
     arguments: gives the tensors that runs write, by name; they are compared where there are several `seeds`.
     Raises ValueError for an option that is out of range, ScheduleDependence, and what `once` raises.
     """
     check = checked_options(seed, seeds, check)
     if seeds is None:
-        report = once(seed, check, True)
+        report = once(seed, check)
     else:
         report = _run_seeds(once, Outcomes(dict(arguments())), range(seed, seed + seeds), check)
     if timeline is not None:
@@ -65,10 +65,10 @@ def _run_seeds(once, outcomes: Outcomes, seeds: range, check: str | None) -> Sim
         outcomes.restore()
         try:
             if outcomes.originals or len(seeds) == 1:
-                report = once(seed, check, False)
+                report = once(seed, check)
             else:
                 with keeping_originals() as outcomes.originals:
-                    report = once(seed, check, False)
+                    report = once(seed, check)
         except SimError as error:
             if len(seeds) > 1:
                 error.add_note(f"under seed {seed}, the number {seed - seeds.start + 1} of {len(seeds)}")
@@ -90,7 +90,7 @@ def _say_what_races(error: ScheduleDependence, once, outcomes: Outcomes, seed: i
     results = outcomes.now()
     outcomes.restore()
     try:
-        once(seed, "order", False)
+        once(seed, "order")
         error.add_note(
             'check="order" finds nothing: not a missing barrier, perhaps a wrong phase or byte count'
         )
@@ -109,7 +109,7 @@ def _say_which_store(error: ScheduleDependence, once, outcomes: Outcomes, seed: 
     outcomes.restore()
     try:
         with recording_stores() as stores:
-            once(seed, None, False)
+            once(seed, None)
         outcomes.against_first(stores)
     except WrongResult as wrong:
         error.add_note(f"the first store that differs, under seed {seed}: {wrong}")

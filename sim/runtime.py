@@ -120,7 +120,6 @@ def execute(
     resources: KernelResources | None = None,
     check: str | None = None,
     storage: Sequence[Field] = (),
-    fuse: bool = True,
     overlap: Overlap | None = None,
 ) -> LaunchReport:
     """Run one launch of a kernel to its end. `params`: the parameter buffer, laid out as the PTX declares it. Launches
@@ -128,8 +127,7 @@ def execute(
 
     check: "order" raises OrderError if the memory model does not order accesses to one place; the error has the report
     if the launch ran to its end. storage: fields of dynamic shared memory, (name, bytes, offset), which messages name.
-    fuse: MMAs may be summed together as they happen to be pending; not: last bits do not depend on the seed. overlap:
-    what else of its stream may run beside it.
+    overlap: what else of its stream may run beside it.
     """
     start = time.monotonic()
     key = _Text(text), kernel
@@ -154,7 +152,7 @@ def execute(
     with _constants(program, params, gmem) as (parameters, variables), _collector_paused():
         launch = Launch(
             grid, block, cluster, dynamic_smem, parameters, device, variables, registers, fields,
-            (0, 1), starved(seed), fuse, keeps_back, recorder,
+            (0, 1), starved(seed), keeps_back, recorder,
         )  # fmt: skip
         run = Run(program, gmem, seed, overlap or Overlap(), check)
         program, stats = _run(run, launch, shares, clusters, translated - start, key, logging)

@@ -46,7 +46,7 @@ def run(
     """
     module = HostModule.of(compiled)
     return run_with_options(
-        lambda seed, check, fuse: _run_once(module, args, kwargs, seed, check, fuse),
+        lambda seed, check: _run_once(module, args, kwargs, seed, check),
         lambda: module.names(args, kwargs),
         seed=seed,
         seeds=seeds,
@@ -55,9 +55,7 @@ def run(
     )
 
 
-def _run_once(
-    module: HostModule, args: tuple, kwargs: dict, seed: int, check: str | None, fuse: bool
-) -> SimReport:
+def _run_once(module: HostModule, args: tuple, kwargs: dict, seed: int, check: str | None) -> SimReport:
     start = time.monotonic()
     report = SimReport(seed=seed)
 
@@ -81,7 +79,6 @@ def _run_once(
                 resources=launch.resources,
                 check=check,
                 storage=module.host.storage.get(launch.kernel_name, ()),
-                fuse=fuse,
                 overlap=overlap,
             )
         except OrderError as error:

@@ -354,7 +354,7 @@ def mma_issue(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
         mask ^= lane
         one = read_mma(w, plan, lane)
         waiting = m.queues.get(queue)
-        op = waiting[-1] if waiting and m.launch.fuse else None
+        op = waiting[-1] if waiting else None
         if type(op) is not MmaOp or not op.batch.append(one):
             op = MmaOp(queue, ctas, one, plan.text)
             m.defer(op)

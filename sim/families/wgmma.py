@@ -216,7 +216,12 @@ class Product(Op):
                         for part, rows in zip(parts, np.split(a, len(parts)), strict=True)
                     ]
                 )
-            product = a @ b.T
+            if len(parts) < WARPS:  # of all rows nevertheless: BLAS sums fewer in another order
+                whole = np.zeros((WARPS, ROWS, a.shape[1]), np.float32)
+                whole[parts] = a.reshape(len(parts), ROWS, -1)
+                product = (whole.reshape(M, -1) @ b.T).reshape(WARPS, ROWS, -1)[parts].reshape(a.shape[0], -1)
+            else:
+                product = a @ b.T
             if first.negate:
                 product = -product
             for i, part in enumerate(parts):
@@ -300,14 +305,14 @@ class Warpgroup:
         part = w.index % WARPS
         mine = self.issues[part]
         joins = mine.open is not None and continues(mine.open, len(mine.open.fragments[part]), step)
-        if not (joins and m.launch.fuse):
+        if not joins:
             self.close(m, part)
         if mine.open is None:
             number, mine.next_number = mine.next_number, mine.next_number + 1
             mine.open = self.products.setdefault(number, Product(self, number))
             mine.open.warps[part] = w
             mine.uncommitted.append(mine.open)
-            w.in_flight(step.d, forced(mine.open, part), owner=mine.open, moved_only=MOVED_ONLY)
+            w.in_flight(step.d, forced(m, mine.open, part), owner=mine.open, moved_only=MOVED_ONLY)
         product = mine.open
         at = len(product.fragments[part])
         if at == len(product.steps):
@@ -351,10 +356,12 @@ def continues(product: Product, issued: int, step: Step) -> bool:
     )
 
 
-def forced(product: Product, part: int) -> Callable[[], None]:
+def forced(m: Machine, product: Product, part: int) -> Callable[[], None]:
     """Completes a product for one warp early, those before it first (its registers are about to be touched)."""
 
     def force() -> None:
+        if product.group.issues[part].open is product:
+            product.group.close(m, part)
         if part not in product.done:
             product.compute([part])
 

@@ -210,7 +210,7 @@ def test_accumulator_not_read_and_negated():
 
 # ---- several instructions, groups, hazards ------------------------------------------------------------------
 
-N = 16
+N = 32
 WORDS = N // 2
 
 
@@ -230,10 +230,10 @@ def wait(newest):
     return f"wgmma.wait_group.sync.aligned {newest};"
 
 
-def run_body(body, seed=0, block=THREADS, outputs=1):
+def run_body(body, seed=0, block=THREADS, outputs=1, draw=lambda rng, shape: rng.integers(-3, 4, shape)):
     """([outputs, 64, N], A [64, 64], B [N, 64]) of a body that stores with memory_registers('st', 'd', ...)."""
     rng = np.random.default_rng(7)
-    a, b = rng.integers(-3, 4, (M, 64)), rng.integers(-3, 4, (N, 64))
+    a, b = draw(rng, (M, 64)), draw(rng, (N, 64))
     arrays = {
         "smem": np.zeros(SMEM_BYTES + SPARE, np.uint8),
         "d": np.full((outputs * WORDS, THREADS), 0x7FC00000, np.uint32),
@@ -285,6 +285,24 @@ def test_an_accumulator_in_flight_may_be_moved():
     moves = "".join(f"mov.b32 %f{32 + i}, %f{i};" for i in range(WORDS))
     body = multiply(0, 0, 0) + moves + multiply(32, 32) + COMMIT + wait(0)
     body += "".join(f"mov.b32 %f{i}, %f{32 + i};" for i in range(WORDS)) + STORE
+    out, a, b = run_body(body)
+    np.testing.assert_array_equal(out[0], a[:, :32] @ b[:, :32].T)
+
+
+def test_last_bits_do_not_depend_on_when_a_warp_moves_its_accumulator():
+    """A warp that gets there before the product has taken effect has its own rows computed at once."""
+    moves = "".join(f"mov.b32 %f{64 + i}, %f{i};" for i in range(WORDS))
+    body = "".join(multiply(0, at, use_d=int(at > 0)) for at in STEPS) + COMMIT
+    body += "bar.sync 0;" + moves + wait(0) + STORE
+    first, *others = (
+        run_body(body, seed, draw=lambda rng, shape: rng.standard_normal(shape))[0] for seed in range(8)
+    )
+    for out in others:
+        np.testing.assert_array_equal(out, first)
+
+
+def test_a_chain_goes_on_after_its_accumulator_was_moved():
+    body = multiply(0, 0, 0) + "mov.b32 %f64, %f0;" + multiply(0, 32) + COMMIT + wait(0) + STORE
     out, a, b = run_body(body)
     np.testing.assert_array_equal(out[0], a[:, :32] @ b[:, :32].T)
 
