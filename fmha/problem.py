@@ -73,8 +73,9 @@ class AttentionProblem:
     requests: RequestLayout = RequestLayout()
     format: Format = Format()
     v_dim: int = 0  # head size of v and o, 0 for head_dim
-    window_left: int | None = None  # p - left <= j; None: unbounded, otherwise 0..POSITION_LIMIT
-    window_right: int | None = None  # j <= p + right; likewise
+    # p - left <= j <= p + right, as far as the sides hide keys (``hiding_window``); None: unbounded, otherwise
+    window_left: int | None = None  # 0..POSITION_LIMIT
+    window_right: int | None = None
     normalize: bool = True  # False: o in fp32 un-normalised, row_max and row_sum
     return_lse: bool = False  # never where normalize is False
     has_sink: bool = False  # never where normalize is False
@@ -171,10 +172,11 @@ class AttentionProblem:
         batch, seq_q, seq_k = sizes["batch"], sizes["seq_q"], sizes["seq_k"]
 
         logits = options.logits.checked(head_dim)
-        window_left, window_right = _check_numbers(options)
+        window = _check_numbers(options)
         _check_optional(operands, options, (batch, heads_q, seq_q, seq_k), memory)
         if memory and are_checked(q.device):
             _check_values(operands)
+        window_left, window_right = window = hiding_window(*window, operands, options.causal)
 
         problem = cls(
             **sizes,
@@ -184,7 +186,7 @@ class AttentionProblem:
             v_dim=0 if v_dim == head_dim else v_dim,
             device=q.device,
             logits=logits,
-            mask=Mask.of(operands, options),
+            mask=Mask.of(operands, options._replace(window=window)),
             requests=RequestLayout.of(operands),
             format=Format.of(operands, options),
             window_left=window_left,
@@ -216,6 +218,25 @@ def _check_numbers(options: Options) -> tuple[int | None, int | None]:
     if key_stride != 1 and (left is not None or right is not None):
         raise ValueError(f"window: needs key_stride 1, got key_stride={key_stride} with window={window}")
     return left, right
+
+
+def hiding_window(
+    left: int | None, right: int | None, operands: Operands, causal: bool
+) -> tuple[int | None, int | None]:
+    """A window's sides, None for one that hides no key, so that kernels spare what it costs them.
+
+    A causal mask hides all that a right side would. Otherwise the shapes decide, which hold for every call that a CUDA
+    graph repeats; max_seqlen_q and max_seqlen_k are hints and do not. n queries stand at the positions L - n to L - 1
+    of their L keys, unless q_start says where; drafts of a tree stand there, too.
+    """
+    if causal:
+        right = None
+    q, k, table = operands.q, operands.k, operands.page_table
+    queries, keys = q.shape[-3], k.shape[-3] if table is None else k.shape[-3] * table.shape[1]
+    if operands.q_start is not None or not (isinstance(queries, int) and isinstance(keys, int)):
+        return left, right  # (a symbol, of a call that is traced, is compared with nothing)
+    left = None if left is None or left >= keys - 1 else left
+    return left, None if right is None or right >= queries - 1 else right
 
 
 def _check_optional(operands: Operands, options: Options, sizes: tuple, memory: bool) -> None:

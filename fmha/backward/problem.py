@@ -14,10 +14,9 @@ DIFFERENTIABLE = ("q", "k", "v", "sink", "bias")  # in the order in which gradie
 class BackwardProblem:
     """A problem of gradients, on which a backward kernel may rely.
 
-    forward: the problem whose gradients these are, with ``return_lse`` set, ``without_idle_window``. wanted: names of
-    DIFFERENTIABLE, in their order; never v where V is K. has_do, has_dlse: which results have gradients, at least one.
-    deterministic: the same call gives the same bits every time. rows: the sizes of rows in memory; None: those of the
-    forward problem.
+    forward: the problem whose gradients these are, with ``return_lse`` set. wanted: names of DIFFERENTIABLE, in their
+    order; never v where V is K. has_do, has_dlse: which results have gradients, at least one. deterministic: the same
+    call gives the same bits every time. rows: the sizes of rows in memory; None: those of the forward problem.
     """
 
     forward: AttentionProblem
@@ -65,17 +64,4 @@ class BackwardProblem:
             )
         if forward.mask.has_blocks:  # what the forward pass alone looks at
             forward = replace(forward, visited=None, mask=replace(forward.mask, has_order=False))
-        return cls(without_idle_window(forward), wanted, **options)
-
-
-def without_idle_window(forward: AttentionProblem) -> AttentionProblem:
-    """The problem without the sides of its window that hide no key, as the host knows: a batch row of L keys has its Sq
-    queries at positions L - Sq to L - 1, unless they are given. So kernels spare what a window costs them."""
-    mask, requests = forward.mask, forward.requests
-    if requests.packed_q or requests.packed_k or requests.has_q_start:
-        return forward
-    left, right = forward.window_left, forward.window_right
-    left = None if left is None or left >= forward.seq_k - 1 else left
-    right = None if right is None or right >= forward.seq_q - 1 else right
-    mask = replace(mask, has_left=left is not None, has_right=right is not None)
-    return replace(forward, mask=mask, window_left=left, window_right=right)
+        return cls(forward, wanted, **options)

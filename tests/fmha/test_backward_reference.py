@@ -1,6 +1,5 @@
 """Attention's gradients: the definition against float64 autograd and finite differences; autograd's rules."""
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -9,11 +8,8 @@ from helpers.gradient_cases import CASES, NAMES, REFERENCE_TOLERANCE, Case, defi
 
 from warpspec.fmha import attention, attention_varlen, merge
 from warpspec.fmha.backward import call as backward_call
-from warpspec.fmha.backward.problem import BackwardProblem
-from warpspec.fmha.mask import visible
 from warpspec.fmha.operands import Operands, Options
 from warpspec.fmha.ops import flat
-from warpspec.fmha.problem import AttentionProblem
 
 EVERYTHING = Case(
     "everything", seq_q=9, seq_k=12, causal=True, sink=True, bias=(False, True), through="o+lse"
@@ -64,31 +60,6 @@ def test_only_what_is_asked_for_is_computed(wanted, monkeypatch):
     assert [problem.wanted for problem in asked] == [wanted]
     whole = replace(case, wanted=NAMES).gradients(replace(case, wanted=NAMES).tensors(), backend="reference")
     assert all(torch.equal(found[name], whole[name]) for name in wanted)
-
-
-def test_a_window_is_kept_where_it_hides_a_key():
-    draw = random.Random(3)
-    for _ in range(200):
-        seq_q, seq_k = draw.randint(1, 6), draw.randint(1, 6)
-        q, k = (
-            torch.empty(2, seq_q, 2, 64, dtype=torch.bfloat16),
-            torch.empty(2, seq_k, 1, 64, dtype=torch.bfloat16),
-        )
-        window = tuple(draw.choice((None, *range(8))) for _ in range(2))
-        lengths = torch.tensor([seq_k, draw.randint(0, seq_k)], dtype=torch.int32)
-        options = {"causal": draw.random() < 0.5, "return_lse": True, "kv_lengths": lengths}
-        starts = torch.tensor([5, 0], dtype=torch.int32)
-        windowed, without = (
-            AttentionProblem.of(q, k, k.clone(), window=each, **options) for each in (window, None)
-        )
-        found = BackwardProblem.check(windowed, ("q",)).forward
-        seen = visible(windowed, lengths)
-        assert torch.equal(visible(found, lengths), seen)
-        if torch.equal(seen, visible(without, lengths)):
-            assert found.window_left is None
-            assert options["causal"] or found.window_right is None
-        placed = AttentionProblem.of(q, k, k.clone(), window=window, q_start=starts, **options)
-        assert BackwardProblem.check(placed, ("q",)).forward == placed
 
 
 def test_compiled_training_step_and_checkpointing():

@@ -1,9 +1,13 @@
 """The visibility rule against the contract's sentences, key by key."""
 
+import itertools
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from warpspec.fmha import attention, attention_varlen
 from warpspec.fmha.mask import key_range, position_range, visible
 from warpspec.fmha.problem import POSITION_LIMIT, AttentionProblem
 
@@ -80,6 +84,41 @@ def test_visible_with_default_and_given_positions(seq_q, seq_k, causal, window, 
         for i in range(seq_q):
             for j in range(seq_k):
                 assert seen[b, i, j] == sees(j, start + i, length, causal, left, right, 1)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_sides_of_windows_are_dropped_where_they_hide_no_key(causal):
+    """Just there, so that kernels without windows serve such calls."""
+    sides = (None, *range(7))
+    for seq_q, seq_k, left, right in itertools.product((1, 3, 6), (1, 4, 6), sides, sides):
+        q, k = torch.zeros(1, seq_q, 2, 64).half(), torch.zeros(1, seq_k, 1, 64).half()
+        options = {"causal": causal, "window": (left, right)}
+        found = AttentionProblem.of(q, k, **options)
+        positions = range(seq_k - seq_q, seq_k)
+        pairs = [(p, j) for p in positions for j in range(seq_k) if sees(j, p, seq_k, causal, None, None, 1)]
+        for side, own in (("left", (left, None)), ("right", (None, right))):
+            hides = not all(sees(j, p, seq_k, causal, *own, 1) for p, j in pairs)
+            reach = {"left": left, "right": right}[side]
+            assert getattr(found, f"window_{side}") == (reach if hides else None), (seq_q, seq_k, options)
+            assert getattr(found.mask, f"has_{side}") == hides
+        placed = AttentionProblem.of(q, k, q_start=torch.zeros(1, dtype=torch.int32), **options)
+        assert (placed.window_left, placed.window_right) == (left, None if causal else right)
+
+
+def test_windows_hide_keys_of_packed_requests_whatever_the_hints_say():
+    """max_seqlen_q and max_seqlen_k may be too small: the tensors' sizes decide."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(11, 2, 64).half() for _ in range(3))
+    starts = torch.tensor([0, 2, 11], dtype=torch.int32)
+    options = {"window": (4, 3), "backend": "reference"}
+    hints = {"max_seqlen_q": 1, "max_seqlen_k": 1}
+    found = attention_varlen(q, k, v, starts, cu_seqlens_k=starts, **hints, **options)
+    alone = attention(*(t[None, 2:] for t in (q, k, v)), **options)[0]
+    assert torch.equal(found[2:], alone)
+    wide = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, **hints, "memory": False}
+    kept, dropped = (AttentionProblem.of(q, k, v, window=(each, each), **wide) for each in (9, 10))
+    assert (kept.window_left, kept.window_right) == (9, 9)
+    assert (dropped.window_left, dropped.window_right, dropped.mask.band) == (None, None, False)
 
 
 def test_lengths_out_of_range_are_clamped():
