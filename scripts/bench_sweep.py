@@ -12,11 +12,11 @@ A ratio is the best peer's time over ours: above 1 we are faster. The bytes' tim
 what some query sees) at the bandwidth of a copy on this GPU, measured first; the products' time is at the speed of a
 large matrix product here. The greater of the two over our time is our share, printed for calls over 100 MB. Times are
 of calls in CUDA graphs (``gpu_bench.graph_times``) on inputs that together exceed the L2. A peer whose result is not
-ours is not counted.
+ours is not counted. FlexAttention is timed where flash-attn-4 is not.
 
 Processes without a GPU compile what the shapes need, ours and the peers', into disk caches. One process times the
-shapes whose kernels are there. A call that hangs or takes the process down costs its time: the process is started
-again, and the shape timed without that candidate.
+shapes whose kernels are there; while there are none, it compiles FlexAttention. A call that hangs or takes the process
+down costs its time: the process is started again, and the shape timed without that candidate.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from shared import driver, gpu_bench, sweep_regret, sweep_report
-from shared.attention_peers import flash_attention
-from shared.sweep_calls import OURS
+from shared.sweep_calls import OURS, is_prepared
 from shared.sweep_compile import Waits, compile_only, keep_kernels, one_line, quiet, start_compiling
 from shared.sweep_draws import cliffs, draw_shapes
-from shared.sweep_shapes import KINDS, Shape, from_json, to_json
+from shared.sweep_shapes import BACKWARD, KINDS, Shape, from_json, to_json
 from shared.sweep_timing import Timer
 
 from warpspec.aot.workers import Progress
@@ -64,6 +64,7 @@ def sweep(
     keep: called with the results so far after each, for runs that are cut off.
     """
     start, target = time.monotonic(), target_of(torch.device("cuda", 0))
+    idle = [shape for shape in shapes if is_prepared(shape) and shape.kind not in BACKWARD]
     progress, results, timer, pool = Progress(len(shapes)), {}, Timer(speeds), None
     waits = {shape: Waits([], []) for shape in shapes}
     try:
@@ -74,8 +75,13 @@ def sweep(
         left = list(shapes)
         while left and time.monotonic() - start < seconds:
             ready = [shape for shape in left if waits[shape].done()]
-            if not ready:
-                time.sleep(0.05)
+            while idle and idle[0] not in left:
+                del idle[0]
+            if not ready:  # the GPU waits for compilers
+                if idle:
+                    timer.prepare(idle.pop(0))
+                else:
+                    time.sleep(0.05)
                 continue
             shape = ready[0]
             left.remove(shape)
@@ -218,7 +224,7 @@ def main() -> None:
                 sys.exit(1)
             return
         header = driver.begin("flash-attn-4")
-        if flash_attention() is None:
+        if find_spec("flash_attn") is None:
             print("flash-attn-4 is not installed: ratios are against the other peers")
         speeds = gpu_bench.measured_speeds()
         print(f"{speeds}, measured here", flush=True)

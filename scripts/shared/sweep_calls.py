@@ -50,6 +50,9 @@ OURS = "warpspec"
 BF16 = "warpspec, bf16"  # a peer of FP8 and NVFP4 keys
 DTYPE = torch.bfloat16
 FLASH_MOST_DIM = 256  # of a head, on sm_90
+FLASH_LISTS_DIM = (
+    128  # of a head, on sm_90, with lists: wider ones get KV tiles of 80 keys, which blocks do not fit
+)
 SETS_BYTES, MOST_SETS = 2 * MOST_BYTES, 64  # of all inputs that calls of a shape go round
 
 
@@ -147,7 +150,7 @@ def lists_of(
     )
 
 
-@functools.lru_cache(maxsize=1)  # one for all sets of a shape's inputs: making it takes as long as many calls
+@functools.cache  # one for all sets of a shape's inputs, and what ``prepare`` compiles: making it takes long
 def made_lists(mask: tuple, length: int, device: str) -> tuple[BlockMask, FlexMask]:
     """(Our lists of a mask of this many queries and keys, FlexAttention's)."""
     found = create_block_mask(in_torch(mask, length, device), None, None, length, length, device=device)
@@ -247,7 +250,7 @@ def peers(shape: Shape) -> dict[str, Callable]:
     if flash is not None and shape.head_dim <= FLASH_MOST_DIM:
         found[FLASH] = lambda x: flash_call(flash, shape, x)
     if shape.mask is not None:
-        if not compiles(shape.mask):
+        if not flash_takes_lists(shape):
             found.pop(FLASH, None)
         return found | {FLEX: lambda x: flex(x.q, x.k, x.v, x.lists)}
     if shape.form == "plain" and shape.window is None and not shape.sink and not shape.softcap:
@@ -256,6 +259,11 @@ def peers(shape: Shape) -> dict[str, Callable]:
         backend = SDPBackend.FLASH_ATTENTION if shape.head_dim <= FLASH_MOST_DIM else None
         found[SDPA] = lambda x: sdpa_call(shape, x, backend)
     return found
+
+
+def flash_takes_lists(shape: AttentionShape) -> bool:
+    """Whether flash-attn-4 is timed at a shape with lists of blocks."""
+    return compiles(shape.mask) and shape.head_dim <= FLASH_LISTS_DIM
 
 
 def flash_call(flash: SimpleNamespace, shape: AttentionShape, x: SimpleNamespace, **more) -> torch.Tensor:
@@ -332,11 +340,22 @@ def peer_kernel(shape: Shape) -> Hashable | None:
         return None
     if shape.mask is not None:
         compiled = None if shape.mask[0] == WHOLE else shape.mask  # as a function
-        return (FLASH, shape.head_dim, shape.group, compiled) if compiles(shape.mask) else None
+        return (FLASH, shape.head_dim, shape.group, compiled) if flash_takes_lists(shape) else None
     pages = "whole tiles" if shape.page_size % 128 == 0 else "any"
     form = (shape.form, pages if shape.page_size else None)
     more = (shape.window is None, shape.sink, shape.causal, shape.softcap)
     return (FLASH, *shape.dims, shape.group, *form, *more)
+
+
+def is_prepared(shape: Shape) -> bool:
+    """Whether ``prepare`` has something to do for a shape."""
+    return isinstance(shape, AttentionShape) and shape.mask is not None and not flash_takes_lists(shape)
+
+
+def prepare(shape: AttentionShape) -> None:
+    """Compile what only the process that times can compile: FlexAttention, where no other peer is timed."""
+    x = inputs(shape)
+    peers(shape)[FLEX](x)
 
 
 def compile_peer(shape: Shape) -> None:

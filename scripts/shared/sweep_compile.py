@@ -33,10 +33,12 @@ def calls_of(shape: Shape):
 
 
 def keep_kernels(temporary: str) -> None:
-    """Keep peers' kernels on disk beside ours; where our caching is off, all of them in a temporary folder."""
+    """Keep peers' kernels on disk beside ours; where our caching is off, all of them in a temporary folder. torch
+    compiles one kernel at a time here, and starts no processes for that."""
     folder = cache_folder() or Path(temporary)
     os.environ[CACHE_VARIABLE] = str(folder)
     os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] = "1"
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     for variable, name in CACHES.items():
         os.environ.setdefault(variable, str(folder / name))
 
@@ -56,6 +58,7 @@ def blind(target: Target) -> Iterator[None]:
         "FLASH_ATTENTION_ARCH": number,
         "FLASH_ATTENTION_NUM_SMS": str(target.sm_count),
         "QUACK_ARCH": number,
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # peers look at addresses of fake tensors
     }
     before = {name: os.environ.get(name) for name in variables}
     os.environ |= variables

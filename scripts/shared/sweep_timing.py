@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import warnings
@@ -9,20 +10,21 @@ from collections.abc import Callable
 
 import torch
 
-from . import gpu_bench, sweep_regret, sweep_report
-from .attention_peers import flash_attention
+from . import gpu_bench, sweep_calls, sweep_regret, sweep_report
+from .attention_peers import FLASH, FLEX, flash_attention
 from .sweep_calls import OURS
 from .sweep_compile import calls_of, one_line
 from .sweep_shapes import BACKWARD, Shape, from_json, to_json
 
 SHAPE_SECONDS = 20.0  # of a candidate at a shape, or of reading its kernels
-START_SECONDS = 90.0  # of a process
+START_SECONDS = 90.0  # of a process, or of what it prepares
 DIFFERENT = 1e-2  # relative difference that no rounding to bf16 explains
 DIFFERENT_GRADIENTS = 3e-2  # dS is rounded, too, and is a difference of two numbers
 
 
 def serve(connection) -> None:
-    """Times shapes as they arrive. Says which candidate it is at, then the result."""
+    """Times shapes as they arrive, or prepares one where ``without`` is None. Says which candidate it is at, then the
+    result."""
     warnings.simplefilter("ignore")
     torch.cuda.init()
     torch.empty(1, device="cuda")
@@ -31,6 +33,11 @@ def serve(connection) -> None:
     while True:
         fields, without, speeds, plans = connection.recv()
         shape = from_json(fields)
+        if without is None:
+            with torch.no_grad(), contextlib.suppress(Exception):  # timing it will say what is wrong
+                sweep_calls.prepare(shape)
+            connection.send(("result", None))
+            continue
         result = sweep_report.result_of(shape, speeds) | {"missing": dict(without)}
         try:
             with torch.no_grad():
@@ -53,7 +60,7 @@ def measure(shape: Shape, result: dict, at: Callable[[str], None], plans: int = 
     if plans and sweep_regret.planned(shape):
         others, result["chosen"] = sweep_regret.other_calls(shape, plans)
     for name, call in (others | calls_of(shape).peers(shape)).items():
-        if name in result["missing"]:
+        if name in result["missing"] or (name == FLEX and FLASH in calls):
             continue
         at(name)
         try:
@@ -119,6 +126,20 @@ class Timer:
             raise TimeoutError
         return self.connection.recv()
 
+    def _ask(self, shape: Shape, missing: dict | None, plans: int) -> None:
+        """Send a request to the process, which is started where there is none."""
+        if self.process is None:
+            self.start()
+        self.connection.send((to_json(shape), missing, self.speeds, plans))
+
+    def prepare(self, shape: Shape) -> None:
+        """Have the process compile what only it can (``sweep_calls.prepare``), before the shape is timed."""
+        try:
+            self._ask(shape, None, 0)
+            self._message(START_SECONDS)
+        except (EOFError, OSError):  # as above
+            self.stop()
+
     def time(self, shape: Shape, plans: int = 0) -> dict:
         """The result. A candidate that takes the process down is left out, and the rest timed again. plans: how many
         besides the chosen one are timed."""
@@ -126,9 +147,7 @@ class Timer:
         while True:
             at = OURS
             try:
-                if self.process is None:
-                    self.start()
-                self.connection.send((to_json(shape), missing, self.speeds, plans))
+                self._ask(shape, missing, plans)
                 while True:
                     what, value = self._message(SHAPE_SECONDS)
                     if what == "result":

@@ -5,6 +5,7 @@ import os
 import time
 from concurrent.futures import Future
 from dataclasses import replace
+from types import SimpleNamespace
 
 import bench_sweep as sweep
 import pytest
@@ -348,6 +349,8 @@ def dies_at_a_peer(connection):
     while True:
         fields, missing, speeds, _ = connection.recv()
         assert speeds == SPEEDS
+        if missing is None:
+            os._exit(3)
         for name in (OURS, "ends", "hangs", "works"):
             connection.send(("at", name))
             if name == "ends" and name not in missing:
@@ -365,6 +368,7 @@ def test_a_candidate_that_dies_or_hangs_is_left_out(monkeypatch):
     monkeypatch.setattr(sweep_timing, "SHAPE_SECONDS", 0.5)
     timer, shape = sweep_timing.Timer(SPEEDS, dies_at_a_peer, "fork"), cliffs()[0]
     try:
+        timer.prepare(shape)
         found = timer.time(shape)
     finally:
         timer.stop()
@@ -398,6 +402,48 @@ def test_results_are_kept_one_by_one(monkeypatch):
     found = sweep.sweep(wanted, SPEEDS, workers=0, seconds=60, keep=kept.append)
     assert dict(asked) == wanted and [from_json(one["shape"]) for one in found] == shapes
     assert [len(one) for one in kept] == [1, 2, 3] and kept[-1] == found
+
+
+def test_flex_attention_is_compiled_while_kernels_are(monkeypatch):
+    """In the process that times, for shapes that flash-attn-4 does not take, and never instead of timing."""
+    masks = [(64, ("equal", 9)), (64, ("documents", 9)), (256, ("equal", 9))]
+    own = {"queries": (200,) * 2, "keys": (200,) * 2, "causal": False}
+    shapes = [replace(small("plain", **own), kind="lists", head_dim=d, mask=mask) for d, mask in masks]
+    assert [sweep_calls.is_prepared(shape) for shape in shapes] == [False, True, True]
+    monkeypatch.setattr(sweep_calls, "find_spec", lambda name: name)
+    assert [sweep_calls.peer_kernel(shape) is None for shape in shapes] == [False, True, True]
+    assert not sweep_calls.is_prepared(small("plain")) and not sweep_calls.is_prepared(draw_shapes(30, 5)[-1])
+    done, asked = Future(), []
+    waits = {shape: sweep_compile.Waits([done] if at else [], []) for at, shape in enumerate(shapes)}
+
+    class Told:
+        def __init__(self, speeds):
+            pass
+
+        def prepare(self, shape):
+            asked.append(("prepared", shape))
+            done.set_result(None)
+
+        def time(self, shape, plans):
+            asked.append(("timed", shape))
+            return sweep_report.result_of(shape, SPEEDS)
+
+        def stop(self):
+            pass
+
+    monkeypatch.setattr(sweep, "Timer", Told)
+    monkeypatch.setattr(sweep, "target_of", lambda device: H200)
+    monkeypatch.setattr(
+        sweep, "ProcessPoolExecutor", lambda *_, **__: SimpleNamespace(shutdown=lambda **_: 0)
+    )
+    monkeypatch.setattr(sweep, "start_compiling", lambda *_: waits)
+    sweep.sweep(dict.fromkeys(shapes, 0), SPEEDS, workers=1, seconds=60, keep=lambda found: None)
+    assert asked == [
+        ("timed", shapes[0]),
+        ("prepared", shapes[1]),
+        ("timed", shapes[1]),
+        ("timed", shapes[2]),
+    ]
 
 
 def test_shapes_of_the_options(tmp_path):
