@@ -353,7 +353,7 @@ def box_keys_of(problem: AttentionProblem) -> int:
     """``AttentionKernel.box_keys`` of a problem: small where a window hides a large part of the first and the last KV
     tile of few queries, which then need not be loaded. Keys of equal, known number often begin with a tile."""
     mask, requests = problem.mask, problem.requests
-    right = 0 if mask.causal else problem.window_right
+    right = problem.right
     bounded = mask.has_left and right is not None and mask.key_stride == 1
     more = mask.has_blocks or mask.has_tree or mask.has_ranges
     few = problem.seq_q <= EXACT_QUERIES and (requests.has_kv_lengths or requests.packed_k)

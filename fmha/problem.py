@@ -121,6 +121,14 @@ class AttentionProblem:
         return (1, self.total_q) if self.requests.packed_q else (self.batch, self.seq_q)
 
     @property
+    def right(self) -> int | None:
+        """The most keys after its own position that a query sees, as far as the host knows; None: any number."""
+        if self.mask.causal:
+            return 0
+        placed = self.window_right is not None or self.requests.has_q_start
+        return self.window_right if placed else self.seq_q - 1
+
+    @property
     def o_dtype(self) -> torch.dtype:
         """dtype of o: q's, or fp32 un-normalised."""
         return self.dtype if self.normalize else torch.float32

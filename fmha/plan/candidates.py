@@ -171,7 +171,7 @@ def most_tiles(problem: AttentionProblem, tiling: Tiling) -> int:
         queries=MOST_DRAFTS + 1 if problem.mask.has_tree else tiling.queries,
         tile_n=tiling.tile_n,
         left=problem.window_left if plain else None,
-        right=problem.window_right if plain else None,
+        right=problem.right if plain else None,
         causal=problem.mask.causal and plain,
     )
 

@@ -14,6 +14,7 @@ from warpspec.fmha.config import BOX_KEYS, box_keys_of
 from warpspec.fmha.problem import AttentionProblem
 
 LENGTHS, HEADS, TOLERANCE = (333, 129, 77, 5), 8, 1.6e-2
+START = torch.tensor((3, 8), dtype=torch.int32)
 FORMS = ("pages of 16", "pages of 128", "packed", "lengths")
 
 
@@ -65,8 +66,9 @@ def test_keys_outside_a_window_are_not_read(monkeypatch, arch, head_dim, form):
 
 
 @pytest.mark.parametrize("changes, keys", [
-    ({}, BOX_KEYS), ({"window": (255, 0)}, BOX_KEYS), ({"window": (256, 0)}, 0), ({"causal": False}, 0),
-    ({"causal": False, "window": (99, 3)}, BOX_KEYS), ({"kv_lengths": None}, 0), ({"window": None}, 0),
+    ({}, BOX_KEYS), ({"window": (255, 0)}, BOX_KEYS), ({"window": (256, 0)}, 0), ({"causal": False}, BOX_KEYS),
+    ({"causal": False, "window": (99, 3)}, BOX_KEYS), ({"causal": False, "q_start": START}, 0),
+    ({"kv_lengths": None}, 0), ({"window": None}, 0),
 ])  # fmt: skip
 def test_boxes_are_small_where_few_keys_are_seen(changes, keys):
     lengths = torch.tensor((300, 200), dtype=torch.int32)
