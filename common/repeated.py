@@ -20,11 +20,15 @@ from torch._C import (
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
 )
-from torch._C._dynamo.guards import TensorGuards
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from warpspec.common.hardware import VECTOR_BYTES
+
+try:
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:  # a private class: a torch without it compares signatures
+    TensorGuards = None
 
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 MOST_REMEMBERED = 4096
@@ -111,7 +115,8 @@ def signatures(tensors: Iterable[torch.Tensor | None]) -> list | None:
 
 class Likeness:
     """Tells whether tensors are like those that it was made of, by all that ``signatures`` looks at: by the guards of
-    compiled code, which compare them in a fifth of the time that signatures take."""
+    compiled code, which compare them in a fifth of the time that signatures take, or by signatures where torch has no
+    such guards."""
 
     __slots__ = ("absences", "absent", "addresses", "given", "guards", "recorded", "requires_grad")
 
@@ -121,7 +126,10 @@ class Likeness:
         self.given = _picker([place for place, none in enumerate(missing) if not none])
         self.absent, self.absences = _picker([i for i, none in enumerate(missing) if none]), sum(missing)
         given = self.given(tensors)
-        self.guards = TensorGuards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        if TensorGuards is None:
+            self.guards = _SignatureGuards(given)
+        else:
+            self.guards = TensorGuards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         self.addresses = [tensor.data_ptr() % VECTOR_BYTES for tensor in given]
         self.requires_grad = any(tensor.requires_grad for tensor in given)
         self.recorded = self.requires_grad and torch.is_grad_enabled()
@@ -134,6 +142,21 @@ class Likeness:
         if self.requires_grad and torch.is_grad_enabled() != self.recorded:
             return False
         return self.addresses == [tensor.data_ptr() % VECTOR_BYTES for tensor in given]
+
+
+class _SignatureGuards:
+    """Stands for TensorGuards where torch has none."""
+
+    __slots__ = ("signatures",)
+
+    def __init__(self, tensors: Sequence[torch.Tensor]):
+        self.signatures = signatures(tensors)
+
+    def check(self, *tensors) -> bool:
+        """Whether these objects are tensors with equal signatures."""
+        return (
+            all(isinstance(one, torch.Tensor) for one in tensors) and signatures(tensors) == self.signatures
+        )
 
 
 def _picker(places: list[int]) -> Callable[[Sequence], tuple]:

@@ -241,15 +241,14 @@ def check_blocks(operands: Operands, options: Options, sizes: tuple[int, int, in
         )
 
 
-def check_splits(problem) -> None:
-    """Raise ValueError if the results of num_splits splits take more memory than SPLIT_BYTES. problem:
-    ``AttentionProblem``, with its num_splits in range."""
-    batch, rows = problem.rows
-    each = batch * rows * problem.heads_q * problem.heads.v_state * FP32_BYTES
-    if problem.num_splits > 1 and problem.num_splits * each > SPLIT_BYTES:
+def check_splits(num_splits: int, rows: int | torch.SymInt, columns: int) -> None:
+    """Raise ValueError if the results of num_splits splits take more memory than SPLIT_BYTES. num_splits: in range.
+    rows: rows of o in one split, those of all heads. columns: fp32 numbers of a row."""
+    each = rows * columns * FP32_BYTES
+    if num_splits > 1 and num_splits * each > SPLIT_BYTES:
         raise ValueError(
-            f"num_splits: {problem.num_splits} splits of this call need {problem.num_splits * each / 1e9:.1f} GB for "
-            f"their results, allowed are {SPLIT_BYTES / 1e9:.1f} GB: at most {max(SPLIT_BYTES // each, 1)} splits"
+            f"num_splits: {num_splits} splits of this call need {num_splits * each / 1e9:.1f} GB for their results, "
+            f"allowed are {SPLIT_BYTES / 1e9:.1f} GB: at most {max(SPLIT_BYTES // each, 1)} splits"
         )
 
 

@@ -10,6 +10,7 @@ Checks of single arguments: see checks.py; of values held by tensors (lengths, p
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -210,7 +211,7 @@ class AttentionProblem:
             cut_for=options.cut_for,
         )
         if problem.num_splits is not None:
-            check_splits(problem)
+            check_splits(problem.num_splits, math.prod(problem.stat_shape), problem.heads.v_state)
         if out is not None:
             check_out(operands, problem.o_dtype, memory, v_dim)
         return problem

@@ -36,7 +36,7 @@ def gathered_attention(
     counts twice. scale: multiplies the logits, 512**-0.5 by default. sink: floating [H], one more logit per head, which
     has no value, in natural units. rotate_back: (cos_sin, positions), the table and int32 [T]: rotate the last 64
     numbers of o by minus the query's angles. A position beyond the table makes them NaN on a GPU and raises ValueError
-    on the CPU. num_splits: number of splits of each query's keys, 1 to 1024; None lets the plan choose.
+    on the CPU. num_splits: number of splits of each query's keys, as in ``warpspec.fmha.attention``.
     out_format: "bf16" or "fp8"; in FP8, o is a ``projection.Float8Tensor`` with the bits that ``quantize_output`` makes
     of the bf16 result. out: memory for o that no other argument uses.
 

@@ -17,7 +17,7 @@ from warpspec.common.checks import (
     check_range,
 )
 from warpspec.common.outputs import check_output
-from warpspec.fmha.checks import MOST_SPLITS, SINK_DTYPES
+from warpspec.fmha.checks import MOST_SPLITS, SINK_DTYPES, check_splits
 from warpspec.fmha.logits import LogitOptions
 from warpspec.latent.cache.pools import LatentPool, table_slots
 from warpspec.latent.cache.problem import ROPE_DIM, check_pool
@@ -143,6 +143,7 @@ class GatheredProblem:
             check_out(out, out_format, (tokens, heads, VALUE_DIM), device)
         if num_splits is not None:
             check_int("num_splits", num_splits, 1, MOST_SPLITS)
+            check_splits(num_splits, tokens * heads, VALUE_DIM)
         if rotate_back is not None:
             check_rotation(rotate_back, tokens, fmt, device)
         if out is not None:

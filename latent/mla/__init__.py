@@ -6,6 +6,8 @@ the output, and 64 rotated ones. All heads share it: it is the key as a whole, a
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from warpspec.common.checks import (
@@ -18,7 +20,7 @@ from warpspec.common.checks import (
     refuse_gradients,
 )
 from warpspec.fmha import attention
-from warpspec.fmha.checks import MOST_SPLITS
+from warpspec.fmha.checks import MOST_SPLITS, check_splits
 from warpspec.fmha.cuts import DecodeSchedule
 from warpspec.fmha.heads import LATENT
 from warpspec.fmha.state import AttentionState
@@ -69,7 +71,7 @@ def mla_decode(
             The kernel reads it, and converts codes exactly; q must be bf16.
         normalize: False returns an ``AttentionState``, which ``warpspec.fmha.merge`` combines with others.
         return_lse: also return lse.
-        num_splits: number of splits of the keys, 1 to 1024; None lets the plan choose. A second launch combines them.
+        num_splits: number of splits of the keys, as in ``attention``. A second launch combines them.
         out: memory for o that no other argument uses.
         schedule: made by ``mla_schedule`` for calls of these sizes, once a step; the call then begins at once, without
             a scan of the lengths.
@@ -98,6 +100,7 @@ def mla_decode(
         check_bool(name, flag)
     if num_splits is not None:
         check_int("num_splits", num_splits, 1, MOST_SPLITS)
+        check_splits(num_splits, math.prod(q.shape[:3]), VALUES)
     check_kind("backend", backend, str)
     if schedule is not None:
         check_kind("schedule", schedule, DecodeSchedule)

@@ -17,9 +17,12 @@ from warpspec.fmha.values import DEBUG_VARIABLE
 HEADS, HEADS_KV, DIM = 4, 2, 64
 
 
-@pytest.fixture
-def checks(monkeypatch):
-    """A list that grows by one with every call that is checked."""
+@pytest.fixture(params=[True, False], ids=["guards", "signatures"])
+def checks(monkeypatch, request):
+    """A list that grows by one with every call that is checked; with torch's guards, and as if torch had none."""
+    assert repeated.TensorGuards is not None  # else the first way is not tested
+    if not request.param:
+        monkeypatch.setattr(repeated, "TensorGuards", None)
     made, check = [], ops.check_call
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
     monkeypatch.setattr(ops, "_checked", repeated.Remembered())

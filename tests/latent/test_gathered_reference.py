@@ -148,6 +148,14 @@ def test_bad_arguments(change, error, message):
         gathered_attention(**(good() | change))
 
 
+def test_memory_of_splits():
+    """Splits are as many as 16 GiB hold, as in ``attention``."""
+    pool, slots = LatentPool.empty(1, 4, "v4-fp8"), torch.zeros(1, 2, dtype=torch.int32).expand(2**15, 2)
+    q = torch.zeros(1, 1, 512, dtype=torch.bfloat16).expand(2**15, 128, 512)
+    with pytest.raises(ValueError, match=r"^num_splits: 1024 splits .* at most 2 splits"):
+        gathered_attention(q, [KeySet(pool, slots)], num_splits=1024, backend="reference")
+
+
 def test_bad_key_sets():
     pool, slots = LatentPool.empty(1, 4, "v4-fp8"), torch.zeros(3, 2, dtype=torch.int32)
     for arguments, error, message in [
