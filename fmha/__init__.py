@@ -90,7 +90,7 @@ def attention(
         sink: [Hq] floating: one more logit per row, in natural units (not multiplied by scale), without a
             value.
         bias: [B or 1, Hq or 1, Sq, Sk], bf16 or fp32, natural units, not multiplied by scale; -inf hides a
-            key.
+            key. Kernels take any strides with the last dimension contiguous.
         kv_lengths: [B] int32 in 0..Sk: keys at or past it do not exist. Values of a CPU tensor are checked; a
             CUDA tensor's are looked at only if the environment variable WARPSPEC_DEBUG is 1, because the host
             then waits for the device at every call. Without it kernels clamp them.

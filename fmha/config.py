@@ -376,11 +376,13 @@ def check_call(kernel: str, problem: AttentionProblem, code_sizes: tuple[int, ..
     check_page_size(kernel, problem.requests.page_size)
     check_requests(kernel, problem)
     if problem.bias_rows == "strided":
-        raise UnsupportedProblem(f"{kernel} attention: bias=of strided rows is not supported")
+        raise UnsupportedProblem(
+            f'{kernel} attention: bias: its last dimension must be contiguous ("reference" takes any strides)'
+        )
     if problem.format.kv_format and (
         problem.head_dim not in code_sizes or problem.heads.v != problem.head_dim
     ):
         raise UnsupportedProblem(
-            f"{kernel} attention: k in {problem.format.kv_format} is supported for head sizes {code_sizes}, "
-            f"got {problem.head_dim}"
+            f"{kernel} attention: k and v in {problem.format.kv_format} must have one head size of {code_sizes}, got "
+            f"{problem.head_dim} and {problem.heads.v}"
         )

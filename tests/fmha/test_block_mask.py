@@ -177,19 +177,43 @@ def test_what_plans_know_of_lists():
     assert BlockMask.of(on_gpu, 512, 5120).visited is None
 
 
-COUNTS, ENTRIES = torch.ones(2, 2, 2).int(), torch.zeros(2, 2, 2, 3).int()
+COUNTS, ENTRIES, FIVE = (
+    torch.ones(2, 2, 2).int(),
+    torch.zeros(2, 2, 2, 3).int(),
+    torch.zeros(2, 2, 2, 5).int(),
+)
 WRONG_LISTS = [
-    ({"block_size": 128}, "block size must be two ints above 0, got 128"),
-    ({"block_size": (True, 128)}, r"block size must be two ints above 0, got \(True, 128\)"),
-    ({"mask_block_cnt": COUNTS[:1].repeat(3, 1, 1)}, "the same batch rows, or 1, got {'mask_block_cnt': 3"),
-    ({"full_block_cnt": COUNTS.repeat(1, 2, 1)}, "lists must all have the same heads, or 1, got"),
+    ({"block_size": 128}, ValueError, "block size must be two ints above 0, got 128"),
+    ({"block_size": (True, 128)}, ValueError, r"block size must be two ints above 0, got \(True, 128\)"),
+    ({"block_size": (0, 128)}, ValueError, r"block size must be two ints above 0, got \(0, 128\)"),
+    ({"mask_block_cnt": COUNTS.long()}, TypeError, "mask_block_cnt: dtype must be torch.int32"),
+    ({"mask_block_idx": None}, TypeError, "mask_block_idx must be a torch.Tensor, got"),
+    ({"mask_block_idx": COUNTS}, ValueError, r"mask_block_idx: shape must be \[B or 1, Hq or 1, 2, N\]"),
+    (
+        {"mask_block_cnt": COUNTS[..., :1]},
+        ValueError,
+        r"mask_block_cnt: shape must be \[B or 1, Hq or 1, 2\]",
+    ),
+    ({"full_block_idx": None}, ValueError, "full_block_cnt and full_block_idx must both be given"),
+    ({"mask_block_idx": FIVE}, ValueError, "300 keys have 3 blocks of 128, got a list of 5"),
+    (
+        {"mask_block_cnt": COUNTS[:1].repeat(3, 1, 1)},
+        ValueError,
+        "the same batch rows, or 1, got {'mask_block_cnt': 3",
+    ),
+    ({"full_block_cnt": COUNTS.repeat(1, 2, 1)}, ValueError, "lists must all have the same heads, or 1, got"),
     (
         {"full_block_idx": ENTRIES.to("meta")},
+        ValueError,
         "full_block_idx: must be on mask_block_cnt's device, cpu, got meta",
     ),
-    ({"mask_block_cnt": COUNTS + 3}, r"mask_block_cnt: values must be 0..3, got 4 at \[0, 0, 0\]"),
-    ({"full_block_cnt": COUNTS - 2}, "full_block_cnt: values must be 0..3, got -1"),
-    ({"mask_block_idx": ENTRIES + 3}, "mask_block_idx: values must be 0..2, got 3"),
+    (
+        {"mask_block_cnt": COUNTS + 3},
+        ValueError,
+        r"mask_block_cnt: values must be 0..3, got 4 at \[0, 0, 0\]",
+    ),
+    ({"full_block_cnt": COUNTS - 2}, ValueError, "full_block_cnt: values must be 0..3, got -1"),
+    ({"mask_block_idx": ENTRIES + 3}, ValueError, "mask_block_idx: values must be 0..2, got 3"),
 ]
 WRONG_MASKS = [
     ({"block_size": None}, ValueError, "block size must be two ints above 0, got None"),
@@ -200,12 +224,12 @@ WRONG_MASKS = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "match"), WRONG_LISTS)
-def test_lists_that_are_refused(changes, match):
+@pytest.mark.parametrize(("changes", "error", "match"), WRONG_LISTS)
+def test_lists_that_are_refused(changes, error, match):
     """Lists that do not fit each other, and entries that name no block."""
     lists = FlashLists(COUNTS, ENTRIES, COUNTS, ENTRIES)
     BlockMask.of(lists, 200, 300)
-    with pytest.raises(ValueError, match=f"block_mask: .*{match}"):
+    with pytest.raises(error, match=f"block_mask: .*{match}"):
         BlockMask.of(lists._replace(**changes), 200, 300)
 
 
@@ -248,92 +272,59 @@ def test_lists_for_fewer_keys_than_pages_hold():
         torch.testing.assert_close(o, expected)
 
 
-def test_what_is_refused():
-    q, k = torch.zeros(2, 200, 2, 64).half(), torch.zeros(2, 300, 2, 64).half()
-    counts, indices = torch.ones(1, 2, 2, dtype=torch.int32), torch.zeros(1, 2, 2, 3, dtype=torch.int32)
-    lists = FlashLists(counts, indices, None, None)
+LISTS = FlashLists(COUNTS[:1], ENTRIES[:1], None, None)  # of 200 queries and 300 keys
 
-    def refuse(error, match, block_mask=lists, q=q, k=k, backend="reference", **options):
-        with pytest.raises(error, match=match):
-            attention(q, k, block_mask=block_mask, backend=backend, **options)
 
-    refuse(TypeError, "block_mask: must be a warpspec BlockMask, FlexAttention's .*, got", block_mask=counts)
-    refuse(
-        TypeError,
-        "block_mask: mask_block_cnt: dtype must be torch.int32",
-        lists._replace(mask_block_cnt=counts.long()),
-    )
-    refuse(
-        TypeError,
-        "block_mask: mask_block_idx must be a torch.Tensor, got",
-        lists._replace(mask_block_idx=None),
-    )
-    refuse(
-        ValueError,
-        r"mask_block_idx: shape must be \[B or 1, Hq or 1, 2, N\]",
-        lists._replace(mask_block_idx=counts),
-    )
-    refuse(
-        ValueError, r"shape must be \[B or 1, Hq or 1, 2\]", lists._replace(mask_block_cnt=counts[..., :1])
-    )
-    refuse(
-        ValueError,
-        "full_block_cnt and full_block_idx must both be given",
-        lists._replace(full_block_cnt=counts),
-    )
-    refuse(
-        ValueError,
-        "300 keys have 3 blocks of 128, got a list of 5",
-        lists._replace(mask_block_idx=indices.repeat(1, 1, 1, 2)[..., :5]),
-    )
-    refuse(
-        ValueError,
-        r"block size must be two ints above 0, got \(0, 128\)",
-        lists._replace(block_size=(0, 128)),
-    )
+def refused(error, match, lists, seq_q=200, seq_k=300, **options) -> None:
+    """Assert that a call with these lists raises an error about them."""
+    q, k = torch.zeros(2, seq_q, 2, 64).half(), torch.zeros(2, seq_k, 2, 64).half()
+    with pytest.raises(error, match="block_mask: " + match):
+        attention(q, k, block_mask=lists, **{"backend": "reference", **options})
+
+
+def test_lists_of_another_kind_or_for_other_sizes():
+    refused(TypeError, "must be a warpspec BlockMask, FlexAttention's .*, got", COUNTS)
     flex = create_block_mask(lambda b, h, q, k: q >= k, None, None, 128, 300, device="cpu")
-    refuse(ValueError, r"must be for \(200, 300\) queries and keys, got \(128, 300\)", flex)
-    prepared = BlockMask.of(lists, 200, 300)
-    refuse(ValueError, r"must be for \(200, 200\) queries and keys, got \(200, 300\)", prepared, k=k[:, :200])
+    refused(ValueError, r"must be for \(200, 300\) queries and keys, got \(128, 300\)", flex)
+    prepared = BlockMask.of(LISTS, 200, 300)
+    refused(ValueError, r"must be for \(200, 200\) queries and keys, got \(200, 300\)", prepared, seq_k=200)
+    few = FlashLists(COUNTS[..., :1], ENTRIES[:, :, :1], None, None)
+    tree = torch.ones(2, 60, dtype=torch.int64)
+    refused(ValueError, "must be None with tree", few, seq_q=60, causal=True, tree=tree)
+
+
+def test_prepared_lists_of_wrong_shapes():
+    prepared = BlockMask.of(LISTS, 200, 300)
     cut = replace(prepared, kv_visits=prepared.kv_visits[..., :1])
-    refuse(
+    refused(
         ValueError, r"kv_visits: shape must be \[B=2 or 1, Hq=2 or 1, 2, 3, 2\], got \[1, 2, 2, 3, 1\]", cut
     )
-    three = torch.zeros(3, 128, 4, dtype=torch.int32)
-    words = replace(prepared, patterns=three.repeat(1, 1, 2)[..., :5], q_patterns=three)
-    refuse(ValueError, r"patterns: shape must be \[n >= 2, 128, 4\], got \[3, 128, 5\]", words)
+    words = torch.zeros(3, 128, 4, dtype=torch.int32)
+    wide = replace(prepared, patterns=words.repeat(1, 1, 2)[..., :5], q_patterns=words)
+    refused(ValueError, r"patterns: shape must be \[n >= 2, 128, 4\], got \[3, 128, 5\]", wide)
     two = replace(prepared, q_counts=prepared.q_counts.expand(2, 2, -1, -1))
-    refuse(ValueError, "lists must all have the same batch rows and heads", two)
-    few = FlashLists(counts[..., :1], indices[:, :, :1], None, None)
-    tree = torch.ones(2, 60, dtype=torch.int64)
-    refuse(ValueError, "block_mask: must be None with tree", few, q[:, :60], causal=True, tree=tree)
+    refused(ValueError, "lists must all have the same batch rows and heads", two)
+
+
+def test_packed_lists_without_sizes_or_with_gradients():
     ends = torch.tensor([0, 200], dtype=torch.int32)
     packed = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 200, "backend": "reference"}
+    q = torch.zeros(200, 2, 64).half().requires_grad_()
     with pytest.raises(ValueError, match="need max_seqlen_q and max_seqlen_k, ints >= 0, got 200 and None"):
-        attention_varlen(q[0], q[0], q[0], block_mask=lists, **packed)
-    leaf = q[0].requires_grad_()
-    o = attention_varlen(leaf, leaf, leaf, block_mask=lists, max_seqlen_k=300, **packed)
+        attention_varlen(q, q, q, block_mask=LISTS, **packed)
+    o = attention_varlen(q, q, q, block_mask=LISTS, max_seqlen_k=300, **packed)
     with pytest.raises(
         NotImplementedError, match="block_mask: gradients are not implemented with cu_seqlens_k"
     ):
         o.sum().backward()
-    odd = FlashLists(
-        torch.ones(1, 1, 2, dtype=torch.int32),
-        torch.zeros(1, 1, 2, 4, dtype=torch.int32),
-        None,
-        None,
-        (100, 80),
-    )
-    for backend in ("sim", "reference"):
-        if backend == "sim":
-            refuse(
-                UnsupportedProblem,
-                "block_mask: no tile fits blocks of 100 queries and 80 keys",
-                odd,
-                backend=backend,
-            )
-        else:
-            attention(q, k, block_mask=odd, backend=backend)
+
+
+def test_blocks_of_which_no_tile_is_part():
+    counts, indices = torch.ones(1, 1, 2, dtype=torch.int32), torch.zeros(1, 1, 2, 4, dtype=torch.int32)
+    odd = FlashLists(counts, indices, None, None, (100, 80))
+    refused(UnsupportedProblem, "no tile fits blocks of 100 queries and 80 keys", odd, backend="sim")
+    q, k = torch.zeros(2, 200, 2, 64).half(), torch.zeros(2, 300, 2, 64).half()
+    attention(q, k, block_mask=odd, backend="reference")
 
 
 def test_compiled_calls_serve_all_masks():

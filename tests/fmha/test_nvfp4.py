@@ -136,5 +136,5 @@ def test_gradients_are_refused():
 
 
 def test_what_kernels_do_not_do():
-    with simulating("sm_100a"), pytest.raises(UnsupportedProblem, match=r"sm100.*k in nvfp4.*got 512"):
+    with simulating("sm_100a"), pytest.raises(UnsupportedProblem, match=r"sm100.*k and v in nvfp4.*got 512"):
         attention(**replace(CASE, dim=512).arguments(), backend="sim")
