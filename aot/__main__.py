@@ -23,7 +23,7 @@ Exit status 1: a kernel failed to compile.
 
 examples:
   python -m warpspec compile --list                                    the models
-  python -m warpspec compile --arch sm_90a --model gpt-oss-120b --jobs 8    498 kernels, some 10 seconds of a core each
+  python -m warpspec compile --arch sm_90a --model gpt-oss-120b --jobs 8    some 500 kernels, 10 seconds of a core each
   python -m warpspec compile --model llama-3-8b --kv-cache nvfp4       with the kernels that store keys and values
   python -m warpspec compile --model deepseek-v3-decode --ranks 8 --calls paged --page-sizes 64
   python -m warpspec compile --model deepseek-v3.2-decode --ranks 8 --kv-cache e4m3
@@ -86,7 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     if not options.model:
         for name, model in MODELS.items():
-            print(f"{name:26}{model.heads_q} query heads, {model.heads_kv} KV, D {model.head_dim}")
+            sizes = f"D {model.head_dim}" + (f", V {model.v_dim}" if model.v_dim else "")
+            print(f"{name:26}{model.heads_q} query heads, {model.heads_kv} KV, {sizes}")
         return 0 if options.list else parser().error("--model: name one, or several, of these")
     if options.cache is not None:
         os.environ[CACHE_VARIABLE] = os.path.abspath(options.cache)
