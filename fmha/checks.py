@@ -95,7 +95,10 @@ def check_heads(q, k, v_dim: int | None = None):
     """Check that head sizes and head counts match. v_dim: the option."""
     heads_q, head_dim = q.shape[-2:]
     if not supported(head_dim) and (head_dim, v_dim) != LATENT:
-        raise ValueError(f"q: head size must be {HEAD_SIZES}, got {head_dim} (shape {shape_of(q)})")
+        raise ValueError(
+            f"q: head size must be {HEAD_SIZES} (or {LATENT[0]} with v_dim={LATENT[1]}), got {head_dim} (shape "
+            f"{shape_of(q)})"
+        )
     if heads_q == 0:
         raise ValueError(f"q: needs at least one head, got shape {shape_of(q)}")
     heads_kv = k.shape[-2]
