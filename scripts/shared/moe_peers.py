@@ -64,59 +64,21 @@ def triton_kernels(model, num_warps: int) -> Callable | None:
     if not has("triton_kernels"):
         return None
     from triton_kernels import matmul_ogs as ogs
-    from triton_kernels import routing, swiglu
+    from triton_kernels import swiglu
     from triton_kernels.matmul_ogs_details import opt_flags
-    from triton_kernels.tensor import FP4, Storage, convert_layout, wrap_torch_tensor
-    from triton_kernels.tensor_details.layout import HopperMXScaleLayout, HopperMXValueLayout
 
     opt_flags.reset_opt_flags_constraints()
     opt_flags.update_opt_flags_constraints({"split_k": 1})
-
-    def repeated(one):
-        """The tensor of one expert, for all of them."""
-        shape = [model.experts, *one.shape[1:]]
-        own = one.storage.layout
-        data = one.storage.data.mT.contiguous().repeat(model.experts, 1, 1).mT
-        options = {"num_warps": own.num_warps} if hasattr(own, "num_warps") else {}
-        layout = type(own)((model.experts, *own_shape(one)), mx_axis=1, **options)
-        return replace(one, storage=Storage(data, layout), shape=shape, shape_max=None)
-
-    def own_shape(one):
-        return tuple(one.shape[1:])
-
-    def weights(n, k):
-        codes, values = random_codes(n, k)
-        scales = torch.full(
-            (1, n, k // MXFP4_BLOCK), E8M0_ONE + SCALE_POWER, dtype=torch.uint8, device=DEVICE
-        )
-        w = convert_layout(wrap_torch_tensor(codes[None].mT, dtype=FP4), HopperMXValueLayout, mx_axis=1)
-        s = convert_layout(wrap_torch_tensor(scales.mT), HopperMXScaleLayout, mx_axis=1, num_warps=num_warps)
-        bias = torch.zeros(model.experts, n, device=DEVICE) if model.biases else None
-        return repeated(w), bias, ogs.PrecisionConfig(weight_scale=repeated(s)), values
-
-    w13, b13, precision13, values13 = weights(2 * model.width, model.hidden)
-    w2, b2, precision2, values2 = weights(model.hidden, model.width)
+    w13, b13, precision13, values13 = triton_weights(model, 2 * model.width, model.hidden, num_warps)
+    w2, b2, precision2, values2 = triton_weights(model, model.hidden, model.width, num_warps)
     act = ogs.FusedActivation(
         ogs.FnSpecs("swiglu", swiglu.swiglu_fn, ("alpha", "limit")), (ALPHA[model.activation], model.limit), 2
     )
 
-    def sort(ids, topk_weights):
-        flat = ids.flatten()
-        order = torch.argsort(flat, stable=True)
-        back = torch.argsort(order, stable=True)
-        hist = torch.bincount(flat, minlength=model.experts).int()
-        data = routing.compute_expt_data(hist, model.experts, flat.numel())
-        gammas = topk_weights.flatten()[order].bfloat16()
-        return (
-            routing.RoutingData(gammas, hist, model.experts, model.choices, data),
-            routing.GatherIndx(src_indx=order.int(), dst_indx=back.int()),
-            routing.ScatterIndx(src_indx=back.int(), dst_indx=order.int()),
-        )
-
     def bind(sets):
         if num_warps == MANY_WARPS and len(sets[0][0]) < MANY_WARPS_TOKENS:
             return None  # after fewer warps
-        kept = {id(ids): sort(ids, weights) for _, ids, weights in sets}
+        kept = {id(ids): triton_order(model, ids, weights) for _, ids, weights in sets}
 
         def call(x, ids, weights):
             data, gather, scatter = kept[id(ids)]
@@ -133,6 +95,46 @@ def triton_kernels(model, num_warps: int) -> Callable | None:
         return call
 
     return bind
+
+
+def triton_weights(model, n: int, k: int, num_warps: int) -> tuple:
+    """(weights, bias, precision, the values of one expert's weights): a GEMM's in triton_kernels' layouts."""
+    from triton_kernels import matmul_ogs as ogs
+    from triton_kernels.tensor import FP4, Storage, convert_layout, wrap_torch_tensor
+    from triton_kernels.tensor_details.layout import HopperMXScaleLayout, HopperMXValueLayout
+
+    def repeated(one):
+        """The tensor of one expert, for all of them."""
+        size = tuple(one.shape[1:])
+        own = one.storage.layout
+        data = one.storage.data.mT.contiguous().repeat(model.experts, 1, 1).mT
+        options = {"num_warps": own.num_warps} if hasattr(own, "num_warps") else {}
+        layout = type(own)((model.experts, *size), mx_axis=1, **options)
+        return replace(one, storage=Storage(data, layout), shape=[model.experts, *size], shape_max=None)
+
+    codes, values = random_codes(n, k)
+    scales = torch.full((1, n, k // MXFP4_BLOCK), E8M0_ONE + SCALE_POWER, dtype=torch.uint8, device=DEVICE)
+    w = convert_layout(wrap_torch_tensor(codes[None].mT, dtype=FP4), HopperMXValueLayout, mx_axis=1)
+    s = convert_layout(wrap_torch_tensor(scales.mT), HopperMXScaleLayout, mx_axis=1, num_warps=num_warps)
+    bias = torch.zeros(model.experts, n, device=DEVICE) if model.biases else None
+    return repeated(w), bias, ogs.PrecisionConfig(weight_scale=repeated(s)), values
+
+
+def triton_order(model, ids: torch.Tensor, topk_weights: torch.Tensor) -> tuple:
+    """Tokens' choices sorted by expert, as triton_kernels wants them: (routing, gather, scatter)."""
+    from triton_kernels import routing
+
+    flat = ids.flatten()
+    order = torch.argsort(flat, stable=True)
+    back = torch.argsort(order, stable=True)
+    hist = torch.bincount(flat, minlength=model.experts).int()
+    data = routing.compute_expt_data(hist, model.experts, flat.numel())
+    gammas = topk_weights.flatten()[order].bfloat16()
+    return (
+        routing.RoutingData(gammas, hist, model.experts, model.choices, data),
+        routing.GatherIndx(src_indx=order.int(), dst_indx=back.int()),
+        routing.ScatterIndx(src_indx=back.int(), dst_indx=order.int()),
+    )
 
 
 def humming(model) -> Callable | None:
@@ -195,24 +197,9 @@ def marlin(model) -> Callable | None:
     none = {dtype: torch.empty(0, dtype=dtype, device=DEVICE) for dtype in (torch.bfloat16, torch.int32)}
     workspace = torch.zeros(4 * sms, dtype=torch.int32, device=DEVICE)
 
-    def layer(n, k):
-        """(codes as Marlin has them, scales, global scales, n, k, the values of the weights)."""
-        codes, values = random_codes(n, k)
-        packed = torch.empty(k // MARLIN_K_TILE, 2 * n, dtype=torch.int32, device=DEVICE)
-        module.repack(codes.view(torch.int32).T.contiguous(), none[torch.int32], packed, k, n, 4)
-        shape = model.experts, k // model.block, n
-        if nvfp4_blocks:  # e4m3 as the upper byte of a half's bits, shifted by its sign
-            scale = (torch.tensor([2.0**7]).half().view(torch.int16) << 1).view(torch.uint8)[1].item()
-            global_scale = torch.full(
-                (model.experts,), 2.0 ** (SCALE_POWER + 126 - 7), device=DEVICE
-            ).bfloat16()
-        else:
-            scale, global_scale = E8M0_ONE + SCALE_POWER, none[torch.bfloat16]
-        scales = torch.full(shape, scale, dtype=torch.uint8, device=DEVICE)
-        scales = scales.view(torch.float8_e4m3fn if nvfp4_blocks else torch.float8_e8m0fnu)
-        return packed.expand(model.experts, -1, -1).contiguous(), scales, global_scale, n, k, values
-
-    w13, w2 = layer(2 * width, model.hidden), layer(model.hidden, width)
+    w13, w2 = (
+        marlin_weights(module, model, *size) for size in ((2 * width, model.hidden), (model.hidden, width))
+    )
 
     def product(rows, out, weights, blocks, block, top, weigh, by):
         packed, scales, global_scale, n, k, _ = weights
@@ -247,6 +234,24 @@ def marlin(model) -> Callable | None:
         return call
 
     return bind
+
+
+def marlin_weights(module, model, n: int, k: int) -> tuple:
+    """(codes as Marlin has them, scales, global scales, n, k, the values of the weights). module: Marlin's."""
+    codes, values = random_codes(n, k)
+    packed = torch.empty(k // MARLIN_K_TILE, 2 * n, dtype=torch.int32, device=DEVICE)
+    no_order = torch.empty(0, dtype=torch.int32, device=DEVICE)
+    module.repack(codes.view(torch.int32).T.contiguous(), no_order, packed, k, n, 4)
+    if model.block == nvfp4.NVFP4_BLOCK:  # e4m3 as the upper byte of a half's bits, shifted by its sign
+        dtype = torch.float8_e4m3fn
+        scale = (torch.tensor([2.0**7]).half().view(torch.int16) << 1).view(torch.uint8)[1].item()
+        global_scale = torch.full((model.experts,), 2.0 ** (SCALE_POWER + 126 - 7), device=DEVICE).bfloat16()
+    else:
+        dtype, scale = torch.float8_e8m0fnu, E8M0_ONE + SCALE_POWER
+        global_scale = torch.empty(0, dtype=torch.bfloat16, device=DEVICE)
+    shape = model.experts, k // model.block, n
+    scales = torch.full(shape, scale, dtype=torch.uint8, device=DEVICE).view(dtype)
+    return packed.expand(model.experts, -1, -1).contiguous(), scales, global_scale, n, k, values
 
 
 def marlin_order(ids: torch.Tensor, experts: int) -> tuple[tuple, int]:
