@@ -14,6 +14,7 @@ process down is named and left out.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import os
@@ -309,7 +310,7 @@ def collect(found: list[Template], target: Target, options) -> list:
     return rows
 
 
-def main() -> None:
+def parser_of_options() -> argparse.ArgumentParser:
     parser = driver.parser(__doc__, only=KINDS)
     parser.add_argument("--json", type=Path, metavar="FILE", help="the timings, a problem a line")
     parser.add_argument("--seed", type=int, default=1)
@@ -333,7 +334,31 @@ def main() -> None:
     ahead.add_argument(
         "--compiled", type=Path, metavar="FILE", help="time what FILE says, and compile nothing"
     )
-    options = parser.parse_args()
+    return parser
+
+
+def print_list(found: list, options: argparse.Namespace) -> None:
+    """Print how many problems, kernels and timings each template has."""
+    draw, kernels, count = random.Random(f"kernels {options.seed}"), 0, 0
+    for one in found:
+        taken, items = kernels_of(one, SIMULATED["sm_90a"], draw, options.kernels)
+        number = sum(min(PLANS, len(plans(problem_of(s), SIMULATED["sm_90a"], taken))) for s in one.shapes)
+        kernels, count = kernels + len(items), count + number
+        print(
+            one.kind,
+            dict(one.fields),
+            len(one.shapes),
+            "problems",
+            len(items),
+            "kernels",
+            number,
+            "timings",
+        )
+    print(kernels, "kernels", count, "timings")
+
+
+def main() -> None:
+    options = parser_of_options().parse_args()
     found = templates(
         options.templates,
         options.seed,
@@ -342,25 +367,7 @@ def main() -> None:
         WIDE_HEADS if options.wide else HEADS,
     )
     if options.list:
-        draw, kernels, count = random.Random(f"kernels {options.seed}"), 0, 0
-        for one in found:
-            taken, items = kernels_of(one, SIMULATED["sm_90a"], draw, options.kernels)
-            number = sum(
-                min(PLANS, len(plans(problem_of(s), SIMULATED["sm_90a"], taken))) for s in one.shapes
-            )
-            kernels, count = kernels + len(items), count + number
-            print(
-                one.kind,
-                dict(one.fields),
-                len(one.shapes),
-                "problems",
-                len(items),
-                "kernels",
-                number,
-                "timings",
-            )
-        print(kernels, "kernels", count, "timings")
-        return
+        return print_list(found, options)
     driver.need_gpu("--list needs none")
     with tempfile.TemporaryDirectory() as temporary:
         keep_kernels(temporary)
