@@ -45,8 +45,8 @@ def decode(
     if traced(*inputs):
         decode_operator(*inputs, float(scale), num_splits or 0, *cuts, *results, backend)
     else:
-        note_written(out)
         compute(inputs, float(scale), num_splits, cuts, results, backend)
+        note_written(out)
     o, *statistics = results
     lse, row_max, row_sum = (by_request(t, *q.shape[:2]) for t in statistics)
     if not normalize:
