@@ -185,7 +185,8 @@ def listed(model: Model, layer: dict, size: Sizes) -> Iterator[AttentionProblem]
     yield found
     for share in LIST_SHARES:
         mean = max(share * size.seq_k / BLOCK, 1.0)
-        yield replace(found, visited=Visits(mean, mean / 2 if found.mask.has_patterns else 1.0, 2 * mean))
+        masked = mean / 2 if found.mask.has_patterns else 1.0
+        yield replace(found, visited=Visits(mean, masked, 2 * mean, 2 * mean))
 
 
 def problem(model: Model, layer: dict, size: Sizes, call: str, page_size: int) -> AttentionProblem:
@@ -234,7 +235,7 @@ def lists_of_blocks(batch: int, seq_q: int, seq_k: int, patterns: bool) -> dict:
     rows, columns = (-(-length // BLOCK) for length in (seq_q, seq_k))
     shapes = {
         "kv_visits": (batch, 1, rows, columns, 2), "kv_counts": (batch, 1, rows, 2),
-        "q_visits": (batch, 1, columns, rows, 3), "q_counts": (batch, 1, columns, 3),
+        "q_visits": (batch, 1, columns, rows, 3), "q_counts": (batch, 1, columns, 4),
         "kv_order": (batch, 1, rows, ORDER_WORDS),
     }  # fmt: skip
     if patterns:

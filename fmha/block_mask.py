@@ -34,7 +34,8 @@ FLEX = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 
 
 class Visits(NamedTuple):
-    """Blocks of keys that a block of queries visits: the mean, how many of these need a mask, and the most.
+    """Blocks of keys that a block of queries visits: the mean, how many of these need a mask, and the most; and the
+    most blocks of queries that visit a block of keys.
 
     Plans look at them (``fmha.plan``). Numbers are ``coarse``, so that masks with about equal lists share a plan.
     """
@@ -42,14 +43,17 @@ class Visits(NamedTuple):
     mean: float
     masked: float
     most: float
+    visitors: float
 
     @classmethod
-    def of(cls, counts: torch.Tensor) -> Visits | None:
-        """The visits of kv_counts (``BlockMask``); None without batch rows. Waits for the device."""
-        if counts.numel() == 0:
+    def of(cls, kv_counts: torch.Tensor, visitors: torch.Tensor) -> Visits | None:
+        """The visits of kv_counts (``BlockMask``); None without batch rows. visitors: how many blocks of queries visit
+        each block of keys. Waits for the device."""
+        if kv_counts.numel() == 0:
             return None
-        masked, every = counts.double().flatten(0, -2).unbind(-1)
-        return cls(*map(coarse, torch.stack([every.mean(), masked.mean(), every.max()]).tolist()))
+        masked, every = kv_counts.double().flatten(0, -2).unbind(-1)
+        numbers = (every.mean(), masked.mean(), every.max(), visitors.double().max())
+        return cls(*map(coarse, torch.stack(numbers).tolist()))
 
 
 def coarse(number: float) -> float:
@@ -66,8 +70,9 @@ class BlockMask:
     at least 1: the blocks of keys that each of the M blocks of queries visits, as (block, rule), partial ones first.
     kv_counts [.., M, 2] int32: partial blocks, and all. q_visits [.., N, M, 3]: where block m of queries visits block n
     of keys, (the next block of queries that visits it, after the last the first, rule, how many blocks of keys before n
-    are visited by m). q_counts [.., N, 3]: the first and the last block of queries that visits a block of keys, and how
-    many do. patterns [n, block queries, words] int32: patterns of bits, bit i % 32 of word i // 32 for a block's key i;
+    are visited by m). q_counts [.., N, 4]: the first and the last block of queries that visits a block of keys, how many
+    do; and the order in which key tiles begin in gradients: the n-th block of keys, those with the most visitors first.
+    A last block that is not whole is always the first. patterns [n, block queries, words] int32: patterns of bits, bit i % 32 of word i // 32 for a block's key i;
     q_patterns [n, block keys, words]: the same with a row for each key. None: partial blocks are cut by the call's
     causal, window and ranges alone.
 
@@ -119,13 +124,14 @@ class BlockMask:
         compile anew for each mask's."""
         queries, keys = self.block_size
         known = None if torch.compiler.is_compiling() else self.visited
-        mean, masked, most = known or (None, None, None)
+        mean, masked, most, visitors = known or (None,) * 4
         return {
             "block_queries": queries,
             "block_keys": keys,
             "block_visits": mean,
             "block_masked": masked,
             "block_most": most,
+            "block_visitors": visitors,
         }
 
     def to(self, device: torch.device | str) -> BlockMask:
@@ -165,10 +171,10 @@ class BlockMask:
             rule[cut] = ~TO_END
         masked = partial | cut
         kv = visits(masked, full & ~cut, rule)
-        q = visitors(partial | full, rule)
+        q = visitors(partial | full, rule, whole=seq_k % found.block_size[1] == 0)
         order = order_of(*kv, whole=seq_q % found.block_size[0] == 0)
         waits = found.mask_mod is not None or are_checked(found.counts.device)
-        visited = Visits.of(kv[1]) if waits else None
+        visited = Visits.of(kv[1], q[1][..., 2]) if waits else None
         return cls(found.block_size, (seq_q, seq_k), *kv, *q, patterns, q_patterns, order, visited)
 
 
@@ -293,16 +299,15 @@ def visits(masked: torch.Tensor, full: torch.Tensor, rule: torch.Tensor) -> tupl
 
 def order_of(visits: torch.Tensor, counts: torch.Tensor, whole: bool) -> torch.Tensor:
     """kv_order of ``BlockMask``. visits, counts: kv_visits, kv_counts. whole: whether the last block of queries is."""
-    lengths = counts[..., 1].clone()
-    if not whole:
-        lengths[..., -1:] = visits.shape[-2] + 1
-    block = lengths.argsort(dim=-1, descending=True, stable=True)[..., None]
+    block = longest_first(counts[..., 1], whole)[..., None]
     found = (t.gather(-2, block.expand(*block.shape[:-1], 2)) for t in (counts, visits[..., 0, :]))
     return torch.cat([block, *found], dim=-1).int()
 
 
-def visitors(visited: torch.Tensor, rule: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(q_visits, q_counts) of ``BlockMask`` from [.., M, N]."""
+def visitors(
+    visited: torch.Tensor, rule: torch.Tensor, whole: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(q_visits, q_counts) of ``BlockMask`` from [.., M, N]. whole: whether the last block of keys is."""
     rank = visited.int().cumsum(dim=-1) - visited.int()
     by_key, rows = visited.transpose(-2, -1), visited.shape[-2]
     row = torch.arange(rows, device=visited.device)
@@ -313,7 +318,17 @@ def visitors(visited: torch.Tensor, rule: torch.Tensor) -> tuple[torch.Tensor, t
     after = after.flip(-1).cummin(dim=-1).values.flip(-1)  # the smallest of the later ones
     after = torch.where(after == rows, first[..., None], after)
     visits = torch.stack([after, rule.transpose(-2, -1), rank.transpose(-2, -1)], dim=-1)
-    return visits.int(), torch.stack([first, last, by_key.sum(dim=-1)], dim=-1).int()
+    counts = by_key.sum(dim=-1)
+    order = longest_first(counts, whole)
+    return visits.int(), torch.stack([first, last, counts, order], dim=-1).int()
+
+
+def longest_first(lengths: torch.Tensor, whole: bool) -> torch.Tensor:
+    """Indices that sort lengths [.., n], the most first; the last one before all others if it is not whole."""
+    if not whole:
+        lengths = lengths.clone()
+        lengths[..., -1:] = torch.iinfo(lengths.dtype).max
+    return lengths.argsort(dim=-1, descending=True, stable=True)
 
 
 def patterns_of(

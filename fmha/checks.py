@@ -215,7 +215,7 @@ def check_blocks(operands: Operands, options: Options, sizes: tuple[int, int, in
         "kv_counts": (rows, 2),
         **({} if operands.kv_order is None else {"kv_order": (rows, ORDER_WORDS)}),
         "q_visits": (columns, rows, 3),
-        "q_counts": (columns, 3),
+        "q_counts": (columns, 4),
     }
     if operands.patterns is not None:
         words = [-(-n // WORD_BITS) for n in size]

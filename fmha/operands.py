@@ -69,7 +69,7 @@ COUNTERS = Operand(INT64, 1, when="scheduler.counts")
 
 # Lists of blocks (``block_mask.BlockMask``).
 KV_VISITS, Q_VISITS = (Operand(INT32, 5, numbers, when="mask.has_blocks") for numbers in (2, 3))
-KV_COUNTS, Q_COUNTS = (Operand(INT32, 4, numbers, when="mask.has_blocks") for numbers in (2, 3))
+KV_COUNTS, Q_COUNTS = (Operand(INT32, 4, numbers, when="mask.has_blocks") for numbers in (2, 4))
 KV_ORDER = Operand(INT32, 4, ORDER_WORDS, when="mask.has_order")
 PATTERNS, Q_PATTERNS = (
     Operand(
@@ -184,6 +184,7 @@ class Options(NamedTuple):
     block_visits: float | None = None
     block_masked: float | None = None
     block_most: float | None = None
+    block_visitors: float | None = None
     cut_for: str | None = None  # what the operand cuts was made for (``cuts``)
 
     @classmethod

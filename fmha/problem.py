@@ -48,7 +48,7 @@ from warpspec.fmha.operands import INPUTS, Operands, Options
 from warpspec.fmha.quantized import SCALES, check_block_scales, check_scales
 from warpspec.fmha.values import POSITION_LIMIT, are_checked, check_values
 
-VISITED = slice(Options._fields.index("block_visits"), Options._fields.index("block_most") + 1)
+VISITED = slice(Options._fields.index("block_visits"), Options._fields.index("block_visitors") + 1)
 DIGITS_Q = 4  # binary ones of the number of packed queries that plans look at
 
 

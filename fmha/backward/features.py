@@ -117,8 +117,8 @@ class BackwardKernel:
     def __post_init__(self):
         requests = self.requests
         assert self.heads_inside or self.mask.has_blocks or not self.deterministic
-        assert not (self.mask.has_blocks and (self.heads_inside or self.cut))
-        assert self.cuts_by_length or not self.slices
+        assert not (self.mask.has_blocks and (self.heads_inside or self.cut != self.slices))
+        assert self.cuts_by_length or self.mask.has_blocks or not self.slices
         assert (self.deterministic and self.heads_inside and not self.cut) or not self.inner_heads
         assert not self.keeps_requests or not (self.heads_inside or self.deterministic or self.mask.band)
         assert (self.can_finish and not self.slices) or not self.finishes
@@ -189,9 +189,10 @@ class BackwardKernel:
 
     @property
     def can_slice(self) -> bool:
-        """Whether heads may be sliced: the host or the device cuts by length, and no order of sums is wanted."""
-        cuttable = self.can_cut and (self.alike or self.requests.packed_k)
-        return cuttable and not (self.deterministic or self.heads_inside or self.mask.has_blocks)
+        """Whether heads may be sliced: the host or the device cuts by length, or steps are those of lists of blocks,
+        which are not cut otherwise, and no order of sums is wanted."""
+        cuttable = self.can_cut and (self.alike or self.requests.packed_k or self.mask.has_blocks)
+        return cuttable and not (self.deterministic or self.heads_inside)
 
     @property
     def alike(self) -> bool:

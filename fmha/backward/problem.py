@@ -62,6 +62,6 @@ class BackwardProblem:
                 f"block_mask: gradients are not implemented with {name}; packed documents can be one batch row of "
                 "attention() whose lists keep them apart"
             )
-        if forward.mask.has_blocks:  # what the forward pass alone looks at
-            forward = replace(forward, visited=None, mask=replace(forward.mask, has_order=False))
+        if forward.mask.has_blocks:  # the forward pass alone looks at the order
+            forward = replace(forward, mask=replace(forward.mask, has_order=False))
         return cls(forward, wanted, **options)

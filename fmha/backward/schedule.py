@@ -40,7 +40,7 @@ from typing import NamedTuple
 
 from warpspec.common.hardware import FP32_BYTES
 from warpspec.common.launch import Target
-from warpspec.fmha.backward import rounds, runs
+from warpspec.fmha.backward import lists, rounds, runs
 from warpspec.fmha.backward.features import BackwardKernel
 from warpspec.fmha.backward.pieces import PieceLength, may_cut, most_further
 from warpspec.fmha.backward.problem import BackwardProblem
@@ -216,6 +216,8 @@ def slices_of(problem: BackwardProblem, config: BackwardKernel, steps: Sequence[
     steps: of each key tile. Slices of packed requests have at least SLICE_STEPS on average, and FEW_HEADS heads."""
     forward, packed = problem.forward, config.requests.packed_k
     group = forward.group
+    if config.mask.has_blocks:
+        return listed_slices(problem, config, len(steps), target)
     if forward.window_left is not None and even(steps):
         return 1
     if group <= WHOLE_HEADS or not config.can_slice or not (config.wanted.k or config.wanted.v):
@@ -234,6 +236,25 @@ def slices_of(problem: BackwardProblem, config: BackwardKernel, steps: Sequence[
     numbers = [n for n in range(2, group + 1) if group % n == 0 and group // n <= SLICE_HEADS]
     numbers = [n for n in numbers if together <= n * SLICE_BYTES * target.l2_bytes] or [group]
     return next((n for n in numbers if n <= most and (not packed or group // n >= FEW_HEADS)), 1)
+
+
+def listed_slices(problem: BackwardProblem, config: BackwardKernel, tiles: int, target: Target) -> int:
+    """``slices_of`` heads with lists of blocks. tiles: key tiles of a row."""
+    forward, gradients = problem.forward, config.wanted.k + config.wanted.v
+    if not config.can_slice or not gradients:
+        return 1
+    rows = forward.heads_kv * forward.batch
+    sums = 2 * gradients * tiles * rows * config.tile_n * forward.head_dim * FP32_BYTES
+    return lists.choose_slices(
+        lists.steps_of(forward, config.tile_m, config.tile_n)[:tiles],
+        rows,
+        forward.group,
+        side_by_side(config, target),
+        STEP_US[config.heads.qk],
+        (CTA_US, CTA_US + SLICED_US),
+        JOIN_US + sums / JOIN_BYTES_US,
+        lambda slices: section_of(problem, config, target, tiles, slices),
+    )
 
 
 def read_together(

@@ -158,7 +158,8 @@ def visits_of(problem, keys: float) -> Visits:
     blocks, found = max(-(-keys // problem.mask.block_size[1]), 1), problem.visited
     if found is None:
         mean = max(UNKNOWN_SHARE * blocks, 1.0)
-        found = Visits(mean, mean / 2 if problem.mask.has_patterns or problem.mask.band else 0.0, 2 * mean)
+        masked = mean / 2 if problem.mask.has_patterns or problem.mask.band else 0.0
+        found = Visits(mean, masked, 2 * mean, 2 * mean)
     return Visits(*(min(number, blocks) for number in found))
 
 

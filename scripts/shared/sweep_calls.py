@@ -135,7 +135,7 @@ def lists_of(
         return torch.empty(sizes, dtype=torch.int32, device=device)
 
     lists, counts = (1, 1, count, count), (1, 1, count)
-    own = [empty(*lists, 2), empty(*counts, 2), empty(*lists, 3), empty(*counts, 3)]
+    own = [empty(*lists, 2), empty(*counts, 2), empty(*lists, 3), empty(*counts, 4)]
     visited = visits_of(shape.mask, length)
     patterns = [empty(3, BLOCK, BLOCK // WORD_BITS) if visited.masked else None for _ in range(2)]
     more = {"kv_order": empty(*counts, ORDER_WORDS), "visited": visited}

@@ -84,7 +84,7 @@ def visits_of(mask: tuple[str, int], length: int) -> Visits:
         )
         some, whole = seen.flatten(0, 1).any(0), seen.flatten(0, 1).all(0)
         whole &= (last < length)[:, None] & (last < length)  # what is missing counts as hidden
-        return Visits.of(torch.stack([(some & ~whole).sum(1), some.sum(1)], 1))
+        return Visits.of(torch.stack([(some & ~whole).sum(1), some.sum(1)], 1), some.sum(0))
 
 
 def compiles(mask: tuple[str, int]) -> bool:

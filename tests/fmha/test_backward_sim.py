@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers import block_cases
 from helpers.gradient_cases import CASES, KERNEL_TOLERANCE, Case
 from helpers.pairwise import pairwise
 from helpers.simulate import simulating_gradients
@@ -125,11 +126,17 @@ SLICED = {
                   Order(3, 1, slices=2, whole=3)),
     "whole": (Case("sliced-whole", lengths_q=(140, 0, 70), lengths_k=(140, 5, 300), heads_q=6, heads_kv=2),
               Order(2, 1, slices=3)),
+    "lists": (Case("sliced-lists", batch=2, seq_q=300, seq_k=400, heads_q=4, heads_kv=2, head_dim=128, through="o+lse",
+                   blocks=(True, (2, 4), block_cases.EVEN)), Order(1, 3, slices=2)),
+    "lists-64": (Case("sliced-lists-64", seq_q=300, seq_k=333, heads_q=4, causal=True,
+                      blocks=(False, (1, 1), block_cases.EVEN)), Order(1, 2, slices=4)),
+    "lists-256": (Case("sliced-lists-256", seq_q=140, seq_k=310, head_dim=256,
+                       blocks=(True, (1, 1), block_cases.SPARSE)), Order(1, 1, slices=2)),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", long_but([128], SLICED))
-def test_sliced_heads(name, monkeypatch, simulate_gradients_as):
+@pytest.mark.parametrize("name", long_but([128, "lists"], SLICED))
+def test_sliced_heads(name, monkeypatch, simulate_gradients_as, check_order):
     """Slices of heads come one after another, and pieces of all slices add to the same sums."""
     case, order = SLICED[name]
     prepared = cut_into(monkeypatch, order)
@@ -138,7 +145,8 @@ def test_sliced_heads(name, monkeypatch, simulate_gradients_as):
     config = prepared[-1].config
     assert config.slices and (config.finishes or not config.writes_k)
     compiled = launch.GRADIENTS.of(architecture("sm_90a")).MAIN.compiled(config, "sm_90a")
-    assert not any(kernel.local_bytes for kernel in resources(compiled).values())
+    spilled = 8 if config.mask.has_patterns else 0  # once a tile, at D 128
+    assert all(kernel.local_bytes <= spilled for kernel in resources(compiled).values())
 
 
 CUT_BY_LENGTH = {

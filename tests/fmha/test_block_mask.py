@@ -145,7 +145,7 @@ def test_patterns_are_shared():
     found = BlockMask.of(lists, 512, 512)
     assert found.patterns.shape == (OWN_PATTERNS + 1, 128, 4)
     assert found.kv_counts[0, 0].tolist() == [[1, 1], [1, 2], [1, 3], [1, 4]]
-    assert found.q_counts[0, 0].tolist() == [[0, 3, 4], [1, 3, 3], [2, 3, 2], [3, 3, 1]]
+    assert found.q_counts[0, 0].tolist() == [[0, 3, 4, 0], [1, 3, 3, 1], [2, 3, 2, 2], [3, 3, 1, 3]]
     assert found.q_visits[0, 0, 2, 2:, 0].tolist() == [3, 2]
 
 
@@ -168,7 +168,7 @@ def test_what_plans_know_of_lists():
     indices = torch.arange(40, dtype=torch.int32).expand(1, 1, 4, 40)
     lists = FlashLists(counts, indices, counts, indices + 1)
     found = BlockMask.of(lists._replace(full_block_idx=indices), 512, 5120)
-    assert found.visited == Visits(10.0, 0.0, 36.0)
+    assert found.visited == Visits(10.0, 0.0, 36.0, 3.0)
     assert found.options["block_most"] == 36.0
     assert (
         BlockMask.of(lists._replace(full_block_cnt=None, full_block_idx=None), 512, 5120).visited[1] == 10.0

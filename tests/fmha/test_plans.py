@@ -373,8 +373,8 @@ def test_plans_follow_the_lengths_of_lists():
         problem = made_problem(batch, queries, queries, heads, heads // 2, 128, **lists)
         return make_plan(sm90.CHOICES, problem, H200)
 
-    short, long_ = Visits(3.0, 2.0, 5.0), Visits(14.0, 0.0, 16.0)
-    assert plan(short).splits == plan(Visits(0.0, 0.0, 0.0)).splits == plan(long_, heads=64).splits == 1
+    short, long_ = Visits(3.0, 2.0, 5.0, 5.0), Visits(14.0, 0.0, 16.0, 16.0)
+    assert plan(short).splits == plan(Visits(0.0, 0.0, 0.0, 0.0)).splits == plan(long_, heads=64).splits == 1
     assert plan(long_, queries=2048, heads=2).splits > 1
     assert [plan(short, batch, heads=16).section for batch in (1, 2, 8)] == [8, 8, 11]
 

@@ -16,7 +16,7 @@ from cutlass import Boolean, Int32
 from warpspec.fmha.block_mask import WORD_BITS
 
 NEXT, RULE, RANK = range(3)  # columns of q_visits
-FIRST, LAST, COUNT = range(3)  # columns of q_counts
+FIRST, LAST, COUNT, ORDER = range(4)  # columns of q_counts
 FAR = 2**30  # past the queries of every request
 NO_MASK = -1  # rule of a full block
 
@@ -80,6 +80,20 @@ def key_block_of(config: cutlass.Constexpr, operands, request, first_key, tiles_
     return KeyBlock(
         operands.q_visits, operands.q_counts, request, first_key // keys, row_tiles, tiles_q, heads
     )
+
+
+def ordered_tile(config: cutlass.Constexpr, operands, request, head, tiles, number) -> Int32:
+    """The key tile of a row that begins as the ``number``-th: those whose blocks the most blocks of queries visit come
+    first. request, head: the row's batch row and first query head. tiles: of the row. Where dQ has a fixed order, tiles
+    begin in theirs."""
+    if cutlass.const_expr(config.deterministic):
+        return number
+    batches, heads, _, _ = operands.q_counts.shape
+    per_block = config.mask.block_size[1] // config.tile_n
+    missing = (per_block - tiles % per_block) % per_block  # tiles of the last block, which then comes first
+    slot = number + Int32(cutlass.select_(Boolean(number < per_block - missing), Int32(0), missing))
+    place = (cutlass.min(request, batches - 1), cutlass.min(head, heads - 1), slot // per_block)
+    return operands.q_counts[(*place, ORDER)] * per_block + slot % per_block
 
 
 @cute.jit

@@ -8,7 +8,7 @@ from cutlass import Boolean, Int32
 
 from warpspec.common.device.warp import running_sum
 from warpspec.common.hardware import WARP_THREADS
-from warpspec.fmha.backward.device.blocks import FAR
+from warpspec.fmha.backward.device.blocks import FAR, ordered_tile
 from warpspec.fmha.backward.device.runs import find_run, slot_of
 from warpspec.fmha.backward.device.tile import KeyTile, key_tile, key_tiles_of, load_of, own_group
 from warpspec.fmha.backward.features import BackwardKernel
@@ -80,6 +80,9 @@ def key_tile_at(config: BackwardKernel, operands, window, order, index) -> KeyTi
     if cutlass.const_expr(config.slices):
         rest, part = rest // slices, rest % slices
     kv_head, request = rest % heads, rest // heads
+    if cutlass.const_expr(config.mask.has_blocks):
+        group = operands.q.shape[2] // heads
+        number = ordered_tile(config, operands, request, kv_head * group, tiles, number)
     tile_index = request * tiles + number
     sums_place = (kv_head, tile_index, piece)
     if cutlass.const_expr(config.cuts_by_length):

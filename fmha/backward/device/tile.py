@@ -307,7 +307,7 @@ def with_steps(config: BackwardKernel, operands, tile: KeyTile, last_key, cut) -
     count = Int32(cutlass.select_(some, count, zero))
     tiles_q = (seq_q + config.tile_m - 1) // config.tile_m
     first_step, steps = zero, count * group
-    if cutlass.const_expr(config.cut):
+    if cutlass.const_expr(config.cut and not config.mask.has_blocks):
         first_step, steps = steps_of_piece(config, cut, steps, (tiles_q, begin, count, group), some)
     blocks = None
     if cutlass.const_expr(config.mask.has_blocks):
