@@ -70,11 +70,11 @@ class BlockMask:
     at least 1: the blocks of keys that each of the M blocks of queries visits, as (block, rule), partial ones first.
     kv_counts [.., M, 2] int32: partial blocks, and all. q_visits [.., N, M, 3]: where block m of queries visits block n
     of keys, (the next block of queries that visits it, after the last the first, rule, how many blocks of keys before n
-    are visited by m). q_counts [.., N, 4]: the first and the last block of queries that visits a block of keys, how many
-    do; and the order in which key tiles begin in gradients: the n-th block of keys, those with the most visitors first.
-    A last block that is not whole is always the first. patterns [n, block queries, words] int32: patterns of bits, bit i % 32 of word i // 32 for a block's key i;
-    q_patterns [n, block keys, words]: the same with a row for each key. None: partial blocks are cut by the call's
-    causal, window and ranges alone.
+    are visited by m). q_counts [.., N, 4]: the first and the last block of queries that visits a block of keys, and how
+    many do; and in row n the block of keys that is the n-th to begin in gradients, where those with the most visitors
+    come first; a last block that is not whole is always the first. patterns [n, block queries, words] int32: patterns
+    of bits, bit i % 32 of word i // 32 for a block's key i; q_patterns [n, block keys, words]: the same with a row for
+    each key. None: partial blocks are cut by the call's causal, window and ranges alone.
 
     kv_order [.., M, 5] int32: the order in which tiles of queries begin, those with the longest lists first: (block of
     queries, its two counts, the two numbers of its list's first visit), as in kv_counts and kv_visits. A last block
@@ -304,9 +304,7 @@ def order_of(visits: torch.Tensor, counts: torch.Tensor, whole: bool) -> torch.T
     return torch.cat([block, *found], dim=-1).int()
 
 
-def visitors(
-    visited: torch.Tensor, rule: torch.Tensor, whole: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def visitors(visited: torch.Tensor, rule: torch.Tensor, whole: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """(q_visits, q_counts) of ``BlockMask`` from [.., M, N]. whole: whether the last block of keys is."""
     rank = visited.int().cumsum(dim=-1) - visited.int()
     by_key, rows = visited.transpose(-2, -1), visited.shape[-2]

@@ -45,15 +45,18 @@ def choose_slices(
 ) -> int:
     """Choose the number of slices with the least time; 1 if others gain little.
 
-    steps: as ``steps_of`` returns them. rows: KV heads of all batch rows. group: query heads of a KV head. step, starts,
-    join: microseconds of a step, of a CTA beside its steps without slices and with them, and of what slices take beside
-    CTAs. section_of: rows of a section for a number of slices.
+    steps: as ``steps_of`` returns them. rows: KV heads of all batch rows. group: query heads of a KV head. step,
+    starts, join: microseconds of a step, of a CTA beside its steps without slices and with them, and of what slices
+    take beside CTAs. section_of: rows of a section for a number of slices.
     """
     times = {}
     for slices in (n for n in range(1, group + 1) if group % n == 0):
         if slices > 1 and len(steps) * rows * slices > MOST_CTAS * sms:
             break
-        ctas, free = [each * (group // slices) * step + starts[slices > 1] for each in steps], rounds.idle(sms)
+        ctas, free = (
+            [each * (group // slices) * step + starts[slices > 1] for each in steps],
+            rounds.idle(sms),
+        )
         rounds.deal(free, ctas, rows * slices, section_of(slices))
         times[slices] = max(free)[0] + (join if slices > 1 else 0.0)
     best = min(times, key=times.__getitem__)

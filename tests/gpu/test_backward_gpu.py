@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers import block_cases
 from helpers.gradient_cases import CASES, KERNEL_TOLERANCE, Case
 
 from warpspec.common.repeated import Remembered
@@ -100,6 +101,18 @@ def test_sliced_heads(case, slices, dim, monkeypatch, prepared):
     tensors = case.tensors("cuda")
     case.check(case.gradients(tensors), tensors, KERNEL_TOLERANCE[case.dtype])
     assert prepared[-1].config.slices and prepared[-1].order.slices == slices
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+@pytest.mark.parametrize("flex", [False, True])
+def test_sliced_heads_of_lists(flex, dim, monkeypatch, prepared):
+    """Batch rows and heads with lists of their own; a last block of keys that is not whole."""
+    case = Case("lists", batch=2, seq_q=700, seq_k=900, heads_q=8, heads_kv=2, head_dim=dim, through="o+lse")
+    case = replace(case, causal=not flex, blocks=(flex, (2, 8), block_cases.EVEN))
+    monkeypatch.setattr(launch, "choose_order", lambda *_: Order(1, 3, 2))
+    tensors = case.tensors("cuda")
+    case.check(case.gradients(tensors), tensors, KERNEL_TOLERANCE[case.dtype])
+    assert prepared[-1].config.slices and prepared[-1].order.slices == 2
 
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
