@@ -162,6 +162,15 @@ def test_longest_lists_come_first(queries):
     assert torch.equal(order[:, 3:], found.kv_visits[0, 0, wanted, 0])
 
 
+@pytest.mark.parametrize(("keys", "wanted"), [(512, [2, 0, 1, 3]), (500, [3, 2, 0, 1])])
+def test_most_visited_keys_come_first_in_gradients(keys, wanted):
+    """After a last block that is not whole."""
+    counts = torch.tensor([2, 1, 3, 1], dtype=torch.int32).view(1, 1, 4)
+    indices = torch.tensor([2, 0, 1], dtype=torch.int32).expand(1, 1, 4, 3)
+    found = BlockMask.of(FlashLists(counts, indices, None, None), 512, keys).q_counts[0, 0]
+    assert found[:, 2].tolist() == [2, 1, 4, 0] and found[:, 3].tolist() == wanted
+
+
 def test_what_plans_know_of_lists():
     """Means and the maximum, in few digits; nothing of lists on a GPU, for which the host would wait."""
     counts = torch.tensor([2, 1, 37, 0], dtype=torch.int32).view(1, 1, 4)
