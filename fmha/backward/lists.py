@@ -1,4 +1,4 @@
-"""Into how many slices the query heads of a KV head are cut where steps are those of lists of blocks.
+"""Into how many slices the query heads of a KV head are cut, and in which sections, with lists of blocks.
 
 Only the device knows which blocks of queries visit a key tile, so the host cuts no tile by length. But a key tile of
 many heads whose block many visit is the longest CTA by far: with a window and some keys that all queries see, the first
@@ -12,6 +12,7 @@ deals CTAs to SMs (``rounds``).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from warpspec.fmha.backward import rounds
 from warpspec.fmha.plan.work import UNKNOWN_SHARE
@@ -19,6 +20,7 @@ from warpspec.fmha.problem import AttentionProblem
 
 MOST_CTAS = 128  # for each SM: with more, nothing is left to gain
 LEAST_GAIN = 0.03  # fraction of the time that slices must save
+SECTION_GAIN = 0.06  # the same of sections of all rows, which may read more together than L2 holds
 
 
 def steps_of(forward: AttentionProblem, tile_m: int, tile_n: int) -> list[float]:
@@ -33,31 +35,39 @@ def steps_of(forward: AttentionProblem, tile_m: int, tile_n: int) -> list[float]
     return [steps for steps in lengths for _ in range(keys // tile_n)]
 
 
-def choose_slices(
+class Starts(NamedTuple):
+    """Microseconds: of a CTA beside its steps, without slices and with them; of what slices take beside CTAs."""
+
+    whole: float
+    sliced: float
+    join: float
+
+
+def choose(
     steps: Sequence[float],
     rows: int,
     group: int,
     sms: int,
     step: float,
-    starts: tuple[float, float],
-    join: float,
+    starts: Starts,
     section_of: Callable[[int], int],
-) -> int:
-    """Choose the number of slices with the least time; 1 if others gain little.
+) -> tuple[int, int]:
+    """Choose (slices, rows of a section) with the least time; one slice, or the section of ``section_of``, if others
+    gain little.
 
-    steps: as ``steps_of`` returns them. rows: KV heads of all batch rows. group: query heads of a KV head. step,
-    starts, join: microseconds of a step, of a CTA beside its steps without slices and with them, and of what slices
-    take beside CTAs. section_of: rows of a section for a number of slices.
+    steps: as ``steps_of`` returns them. rows: KV heads of all batch rows. group: query heads of a KV head. step:
+    microseconds of one. section_of: rows of a section for a number of slices, so that what they read stays in L2. All
+    rows make one section if that is faster: then no long tile begins late.
     """
-    times = {}
+    found = {}
     for slices in (n for n in range(1, group + 1) if group % n == 0):
         if slices > 1 and len(steps) * rows * slices > MOST_CTAS * sms:
             break
-        ctas, free = (
-            [each * (group // slices) * step + starts[slices > 1] for each in steps],
-            rounds.idle(sms),
-        )
-        rounds.deal(free, ctas, rows * slices, section_of(slices))
-        times[slices] = max(free)[0] + (join if slices > 1 else 0.0)
-    best = min(times, key=times.__getitem__)
-    return best if times[best] < (1 - LEAST_GAIN) * times[1] else 1
+        start, join = (starts.sliced, starts.join) if slices > 1 else (starts.whole, 0.0)
+        ctas = [each * (group // slices) * step + start for each in steps]
+        for section, cost in ((section_of(slices), 1.0), (rows * slices, 1 + SECTION_GAIN)):
+            free = rounds.idle(sms)
+            rounds.deal(free, ctas, rows * slices, section)
+            time = (max(free)[0] + join) * cost * (1 + LEAST_GAIN * (slices > 1))
+            found[slices, section] = min(time, found.get((slices, section), time))
+    return min(found, key=found.__getitem__)

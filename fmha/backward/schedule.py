@@ -112,6 +112,8 @@ def decode(tiles, rows, pieces, section, index, minimum=min) -> tuple:
 def choose_order(problem: BackwardProblem, config: BackwardKernel, target: Target) -> Order:
     """Choose the order with the least time by the model above. config: the main kernel's, cut or not."""
     steps = sorted(tile_steps(problem, config), reverse=True)
+    if config.mask.has_blocks and not problem.deterministic:
+        return listed_order(problem, config, len(steps), target)
     if is_dealt(problem, config, target):
         return deal(problem, config, steps, target)
     pieces = choose_pieces(problem, config, steps, target)
@@ -216,8 +218,6 @@ def slices_of(problem: BackwardProblem, config: BackwardKernel, steps: Sequence[
     steps: of each key tile. Slices of packed requests have at least SLICE_STEPS on average, and FEW_HEADS heads."""
     forward, packed = problem.forward, config.requests.packed_k
     group = forward.group
-    if config.mask.has_blocks:
-        return listed_slices(problem, config, len(steps), target)
     if forward.window_left is not None and even(steps):
         return 1
     if group <= WHOLE_HEADS or not config.can_slice or not (config.wanted.k or config.wanted.v):
@@ -238,23 +238,21 @@ def slices_of(problem: BackwardProblem, config: BackwardKernel, steps: Sequence[
     return next((n for n in numbers if n <= most and (not packed or group // n >= FEW_HEADS)), 1)
 
 
-def listed_slices(problem: BackwardProblem, config: BackwardKernel, tiles: int, target: Target) -> int:
-    """``slices_of`` heads with lists of blocks. tiles: key tiles of a row."""
+def listed_order(problem: BackwardProblem, config: BackwardKernel, tiles: int, target: Target) -> Order:
+    """The order with lists of blocks (``lists``). tiles: key tiles of a row."""
     forward, gradients = problem.forward, config.wanted.k + config.wanted.v
-    if not config.can_slice or not gradients:
-        return 1
-    rows = forward.heads_kv * forward.batch
+    rows, sliced = forward.heads_kv * forward.batch, config.can_slice and gradients
     sums = 2 * gradients * tiles * rows * config.tile_n * forward.head_dim * FP32_BYTES
-    return lists.choose_slices(
+    slices, section = lists.choose(
         lists.steps_of(forward, config.tile_m, config.tile_n)[:tiles],
         rows,
-        forward.group,
+        forward.group if sliced else 1,
         side_by_side(config, target),
-        STEP_US[config.heads.qk],
-        (CTA_US, CTA_US + SLICED_US),
-        JOIN_US + sums / JOIN_BYTES_US,
+        STEP_US[config.heads.qk] * (1 if sliced else forward.group),
+        lists.Starts(CTA_US, CTA_US + SLICED_US, JOIN_US + sums / JOIN_BYTES_US),
         lambda slices: section_of(problem, config, target, tiles, slices),
     )
+    return Order(1, section, slices)
 
 
 def read_together(
