@@ -47,8 +47,8 @@ def choose(
     steps: Sequence[float],
     rows: int,
     group: int,
-    sms: int,
     step: float,
+    sms: int,
     starts: Starts,
     section_of: Callable[[int], int],
 ) -> tuple[int, int]:

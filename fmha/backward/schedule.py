@@ -112,7 +112,7 @@ def decode(tiles, rows, pieces, section, index, minimum=min) -> tuple:
 def choose_order(problem: BackwardProblem, config: BackwardKernel, target: Target) -> Order:
     """Choose the order with the least time by the model above. config: the main kernel's, cut or not."""
     steps = sorted(tile_steps(problem, config), reverse=True)
-    if config.mask.has_blocks and not problem.deterministic:
+    if config.mask.has_blocks and not config.deterministic:
         return listed_order(problem, config, len(steps), target)
     if is_dealt(problem, config, target):
         return deal(problem, config, steps, target)
@@ -141,6 +141,11 @@ def is_uncut(problem: BackwardProblem, config: BackwardKernel) -> bool:
     launch by launch."""
     ordered_bias = problem.deterministic and config.wanted.bias == "sum"
     return bool(not config.can_cut or config.mask.has_blocks or config.inner_heads or ordered_bias)
+
+
+def may_slice(problem: BackwardProblem, config: BackwardKernel) -> bool:
+    """Whether heads may be sliced: pieces then add to dK and dV in any order."""
+    return config.can_slice and not problem.deterministic and (config.wanted.k or config.wanted.v)
 
 
 def side_by_side(config: BackwardKernel, target: Target) -> int:
@@ -201,7 +206,7 @@ def dealt_slices(
     """Into how many slices a KV head's query heads may be cut, where the order is simulated."""
     forward, group = problem.forward, problem.forward.group
     most = rounds.MOST_CTAS * target.sm_count // (len(steps) * forward.heads_kv * forward.batch)
-    if group <= DEALT_HEADS or not config.can_slice:
+    if group <= DEALT_HEADS or not may_slice(problem, config):
         return [1]
     if forward.window_left is not None and even(steps):
         return [1]  # key tiles go through the heads in step
@@ -220,7 +225,7 @@ def slices_of(problem: BackwardProblem, config: BackwardKernel, steps: Sequence[
     group = forward.group
     if forward.window_left is not None and even(steps):
         return 1
-    if group <= WHOLE_HEADS or not config.can_slice or not (config.wanted.k or config.wanted.v):
+    if group <= WHOLE_HEADS or not may_slice(problem, config):
         return 1
     most, rows = group, forward.heads_kv * (1 if packed else forward.batch)
     if packed:
@@ -240,15 +245,14 @@ def slices_of(problem: BackwardProblem, config: BackwardKernel, steps: Sequence[
 
 def listed_order(problem: BackwardProblem, config: BackwardKernel, tiles: int, target: Target) -> Order:
     """The order with lists of blocks (``lists``). tiles: key tiles of a row."""
-    forward, gradients = problem.forward, config.wanted.k + config.wanted.v
-    rows, sliced = forward.heads_kv * forward.batch, config.can_slice and gradients
+    forward, gradients, step = problem.forward, config.wanted.k + config.wanted.v, STEP_US[config.heads.qk]
+    rows, group = forward.heads_kv * forward.batch, forward.group
     sums = 2 * gradients * tiles * rows * config.tile_n * forward.head_dim * FP32_BYTES
     slices, section = lists.choose(
         lists.steps_of(forward, config.tile_m, config.tile_n)[:tiles],
         rows,
-        forward.group if sliced else 1,
+        *((group, step) if may_slice(problem, config) else (1, step * group)),
         side_by_side(config, target),
-        STEP_US[config.heads.qk] * (1 if sliced else forward.group),
         lists.Starts(CTA_US, CTA_US + SLICED_US, JOIN_US + sums / JOIN_BYTES_US),
         lambda slices: section_of(problem, config, target, tiles, slices),
     )
@@ -313,7 +317,7 @@ def reads_beyond_l2(problem: BackwardProblem, config: BackwardKernel, target: Ta
     steps = sorted(tile_steps(problem, config), reverse=True)
     if forward.group == 1 or in_rows(config, steps) or forward.requests.packed_q or config.mask.has_blocks:
         return False
-    if forward.group > WHOLE_HEADS and config.can_slice:
+    if forward.group > WHOLE_HEADS and may_slice(problem, config):
         return False
     if read_together(problem, config, steps, target) < BEYOND_L2 * target.l2_bytes:
         return False

@@ -210,6 +210,15 @@ def test_many_heads_beyond_l2_are_sliced(heads, lengths, packed, window, slices)
     assert schedule.choose_order(problem, config, H200).slices == slices and config.slices == (slices > 1)
 
 
+@pytest.mark.parametrize("wanted", [("q", "k", "v"), ("k", "v")])
+def test_a_fixed_order_has_no_slices(wanted):
+    """Not even where no dQ is wanted, whose order is all that the main kernel knows of."""
+    q, k = (torch.empty(5, 3825, n, 128, dtype=torch.bfloat16, device="meta") for n in (7, 1))
+    forward = AttentionProblem.of(q, k, k, causal=True, return_lse=True, memory=False)
+    problem = BackwardProblem.check(forward, wanted, deterministic=True)
+    assert not launch.plan(problem, H200).slices
+
+
 def test_sections_are_equal():
     """Eight KV heads come in two or four sections, although three sections would fill the SMs best."""
     q, k = (torch.empty(3000, n, 64, dtype=torch.bfloat16, device="meta") for n in (64, 8))
