@@ -77,9 +77,9 @@ def gpu_times(
     """Median microseconds of one call of each candidate, called as candidate(*inputs[i]) with i going round.
 
     Candidates take turns, ``rounds`` times and every other time in reverse order, so that a drift of the clocks meets
-    all of them. A GPU at its power limit runs faster for a while after a candidate that draws less, by 5 percent and
-    more: for matrix products take many short rounds (``SHORT_ROUNDS``). The first calls, which may compile, are made
-    here and not timed.
+    all of them; the median of an odd number is one in the first order. A GPU at its power limit runs faster for a while
+    after a candidate that draws less, by 5 percent and more: for matrix products take many short rounds
+    (``SHORT_ROUNDS``). The first calls, which may compile, are made here and not timed.
     """
     counts, times = {}, {name: [] for name in candidates}
     for name, call in candidates.items():
@@ -140,7 +140,7 @@ def captured(call: Callable, inputs: Sequence[tuple], calls: int) -> torch.cuda.
 
 
 def graph_times(
-    candidates: dict[str, Callable], inputs: Sequence[tuple], *, rounds: int = 9, round_ms: float = 4.0
+    candidates: dict[str, Callable], inputs: Sequence[tuple], *, rounds: int = 10, round_ms: float = 4.0
 ) -> dict[str, float]:
     """Median microseconds of a call of each candidate inside a CUDA graph of calls on all the inputs, in turn.
 

@@ -5,8 +5,7 @@ reads them in the order of wgmma's registers (``features``): a warp takes 16 row
 subtiles of a tile of one head. The first CTAs make dQ, the next dK, the last dV. A warp takes fewer columns of dK and
 dV: few CTAs then have many pieces to read, and each thread has loads of more pieces in flight.
 
-It is a programmatic dependent launch after the main kernel. Its CTAs wait on the SMs that are free first. If as many
-fit as could, most SMs would have nothing to do in a short call, so only two fit.
+It is a programmatic dependent launch after the main kernel.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from cutlass import Boolean, Float32, Int32
 
 from warpspec.common.device.host import host_function
 from warpspec.common.device.wgmma import QUAD, ROW_DISTANCE, THREAD_ROWS, WARP_ROWS, store_row
-from warpspec.common.hardware import KIB, WARP_THREADS
+from warpspec.common.hardware import WARP_THREADS
 from warpspec.fmha.backward.device.host import batched
 from warpspec.fmha.backward.device.rows import place_of
 from warpspec.fmha.backward.device.runs import pieces_of
@@ -38,7 +37,6 @@ KEY_VECTORS = 2  # vectors of a thread of dK and dV
 LOADS = 6  # pieces whose loads are in flight together
 THREADS = 2 * WARPS * WARP_THREADS
 MOST_CTAS = 2048  # where most shares of dK and dV have nothing to do
-CTA_BYTES = 100 * KIB  # shared memory that nobody uses: two CTAs fit an SM
 
 
 class GradientResults:
@@ -72,7 +70,6 @@ class GradientResults:
         self.kernel(gradients, sizes, tables, operands.whole, count).launch(
             grid=(ctas, 1, 1),
             block=(THREADS, 1, 1),
-            smem=CTA_BYTES,
             preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
             use_pdl=True,
             stream=stream,
