@@ -18,7 +18,7 @@ venv: ## set up .venv (done by the others when needed)
 demo: venv ## run compiled Blackwell kernels on layers of gpt-oss-20b in the simulator (half a minute)
 	@$(PY) scripts/demo.py
 
-test: venv ## all tests that need no GPU and no patience (9 minutes on 2 cores the first time, less later)
+test: venv ## all tests that need no GPU and no patience (7 to 10 minutes on 2 cores the first time, less later)
 	@$(PYTEST) -n $(WORKERS) --dist worksteal
 
 test-long: venv ## the tests marked long (about 2 hours on 2 cores); PART=2/4: a quarter of them
