@@ -239,6 +239,12 @@ class AttentionKernel:
         return KvTile(self.tile_n, heads, self.format.shared_kv, requests.page_size, box_keys=self.box_keys)
 
     @property
+    def lags_if_light(self) -> bool:
+        """Whether references of few queries lag behind maxima that weigh little (``device.softmax.lag_of_light``), and
+        row sums are of weights as PV multiplies them: rounded."""
+        return False
+
+    @property
     def waits_late(self) -> bool:
         """Whether each role waits for the end of the launch before where it first needs its results, instead of all at
         the start."""

@@ -23,6 +23,8 @@ from warpspec.common.logarithms import LN_2, LOG2_E
 FP32_MANTISSA_BITS = 23
 FP32_EXPONENT_BIAS = 127
 EXP2_LOWEST = -127.0  # 2 to this has exponent field 0: the result becomes 0
+HEAVY = 16.0  # what weighs less than a part of this of the weights before is light
+MOST_LAG = 8.0  # powers of two that a reference lags behind a light maximum at most
 EXPONENT_SHIFTER = 1.5 * 2.0**FP32_MANTISSA_BITS + FP32_EXPONENT_BIAS
 # By degree, lowest power first: least largest relative error on [-0.5, 0.5], by Remez exchange
 # (tests/fmha/test_exp2.py derives them). 7.5e-5 for degree 3, 26 times below bf16's rounding of 2**-9 but
@@ -53,6 +55,13 @@ def move_reference(reference, row_maximum, unit, threshold):
     moved = Boolean(lag > threshold)  # -inf - -inf is NaN: not moved
     factor = Float32(cutlass.select_(moved, cute.math.exp2(-lag, fastmath=True), Float32(1.0)))
     return Float32(cutlass.select_(moved, highest, reference)), factor, moved
+
+
+def lag_of_light(total) -> Float32:
+    """Powers of two that a reference may lag behind a maximum that weighs little: a part of HEAVY of ``total``, the
+    weights before, at most."""
+    lag = cute.math.log2(total * (1 / HEAVY), fastmath=True)  # -inf without weights
+    return cute.arch.fmin(cute.arch.fmax(lag, Float32(0.0)), Float32(MOST_LAG))
 
 
 def rounded_product(a, b) -> Float32:

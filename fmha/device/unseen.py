@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import BFloat16, Boolean, Float32, Int32
 
 from warpspec.common.device import tma
 from warpspec.common.hardware import VECTOR_BYTES, WARPGROUP_THREADS, WORD_BYTES
@@ -131,7 +131,10 @@ class RowSum:
         elif config.logits.in_powers:
             score = map_score(config.logits, score, numbers)
         logit = score * unit(config.logits, numbers)
-        return cute.math.exp2(logit - self.reference, fastmath=True), seen
+        weight = cute.math.exp2(logit - self.reference, fastmath=True)
+        if config.lags_if_light:
+            weight = weight.to(BFloat16).to(Float32)
+        return weight, seen
 
 
 @cute.jit

@@ -235,6 +235,14 @@ class AttentionConfig(AttentionKernel):
         return plain and self.p_in_keys and self.scheduler.adds_up and self.rereads
 
     @property
+    def lags_if_light(self) -> bool:
+        """As in ``AttentionKernel``; an lse would be off by what weights are rounded. Whole calls are short, and few
+        rows wait for memory: there such sums cost more than O's factors."""
+        plain = self.shares_end and self.output.exact_maximum and not self.output.has_lse
+        many = self.rows.pack > FEW_HEADS and not self.mask.sparse
+        return plain and many and self.p_dtype == "bfloat16"
+
+    @property
     def in_groups(self) -> bool:
         """Whether paired consumers' K and V are one tensor, whose tiles are loaded and released by column group."""
         return self.paired and self.format.shared_kv

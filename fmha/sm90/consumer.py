@@ -446,13 +446,16 @@ def weigh(work, step, state, masked: cutlass.Constexpr, seen: cutlass.Constexpr 
         if cutlass.const_expr(masked and not config.mask.sparse):
             work.hide(scores, r, step, seen)
         highest = softmax.over_quad(softmax.maximum(scores, r), cute.arch.fmax)
-        highest = cute.arch.fmax(maxima[r], highest)
-        reference, factor, moved = move_reference(
-            references[r], highest, score_unit, config.output.rescale_threshold
-        )
+        if cutlass.const_expr(config.lags_if_light):  # state: see ``pair``
+            threshold, second = maxima[r], maxima[r]
+        else:
+            highest = cute.arch.fmax(maxima[r], highest)
+            threshold, second = config.output.rescale_threshold, highest
+        reference, factor, moved = move_reference(references[r], highest, score_unit, threshold)
         total = softmax.exponentiate(scores, r, reference, score_unit)
-        total = sums[r] * factor + total
-        new.append((reference, highest, total, factor, moved))
+        before = sums[r] * factor
+        total = before if cutlass.const_expr(config.lags_if_light) else before + total
+        new.append((reference, second, total, factor, moved))
     references, maxima, sums, factors, moved = zip(*new, strict=True)
     if cutlass.const_expr(masked and config.clears_unseen and not config.mask.sparse):
         clear_unseen(work, step, first_key)

@@ -20,6 +20,9 @@ the other's tile, which runs under the softmax:
 If consumers mostly wait for tiles (``config.pv_first``), PV of the other's tile goes before QK instead. It runs while
 the next tile is being filled, and its buffer is released before QK waits for that: whoever fills it can go on.
 
+Where ``config.lags_if_light``, each consumer tells its sums of the tiles before with P, and works out from both how far
+references may lag. A state then has that lag in the place of maxima, and sums of whole rows, of P in bf16.
+
 Which half comes first is fixed when the kernel is compiled, once for either consumer: chosen at run time, the
 descriptors of every wgmma would have to be computed, and registers spill. The end of a tile needs no such copies
 (``config.shares_end``).
@@ -39,7 +42,9 @@ from cutlass.tensor_utils import LayoutEnum
 from warpspec.common.device import tma
 from warpspec.common.device.wgmma import settle
 from warpspec.common.hardware import WARPGROUP_THREADS
+from warpspec.fmha.device.softmax import lag_of_light
 from warpspec.fmha.heads import BLOCK, MMA_K
+from warpspec.fmha.sm90 import softmax
 from warpspec.fmha.sm90.config import SCORED_BARRIER, STATISTICS, SUMS_BARRIER, WEIGHT_STAGES
 from warpspec.fmha.sm90.consumer import (
     ONE_WARPGROUP,
@@ -161,7 +166,8 @@ class Pair:
             self.work.channels["p_empty"].arrive_warp(self.use(step))
 
     def statistics(self, step) -> cute.Tensor:
-        """(NUMBER, ROW): the numbers stored with P of a tile: reference, maximum, factor."""
+        """(NUMBER, ROW): the numbers stored with P of a tile: reference, maximum, factor. If ``config.lags_if_light``,
+        the sum of the consumer's tiles before takes the place of the maximum."""
         stage = self.shared.statistics + self.use(step) % WEIGHT_STAGES * (STATISTICS * WARPGROUP_ROWS)
         return cute.make_tensor(stage, cute.make_layout((STATISTICS, WARPGROUP_ROWS)))
 
@@ -309,9 +315,25 @@ def add(pair, step, state, factors, moved):
     rescale(pair.work, factors, moved)
     pair.await_values(step)
     pair.work.issue_pv(step)
+    if cutlass.const_expr(pair.config.lags_if_light):
+        state = (*state[:2], add_weights(pair.work, state[2]))
     warpgroup.wait_group(0)
     pair.release(step)
     return state
+
+
+@cute.jit
+def add_weights(work, sums) -> tuple:
+    """Add the weights in P to sums of whole rows, while PV runs. Additions are in a block of their own, behind a branch
+    that is always taken: ptxas would put them between PV's instructions."""
+    totals = cute.make_rmem_tensor(THREAD_ROWS, Float32)
+    for r in cutlass.range_constexpr(THREAD_ROWS):
+        totals[r] = sums[r]
+    if work.use >= 0:
+        added = softmax.rounded_totals(cute.recast_tensor(flat(work.mma.p), Int32))
+        for r in cutlass.range_constexpr(THREAD_ROWS):
+            totals[r] = totals[r] + added[r]
+    return tuple(totals[r] for r in range(THREAD_ROWS))
 
 
 @cute.jit
@@ -327,10 +349,10 @@ def publish(pair, step, state, factors):
     else:
         work.channels["p_empty"].wait_previous(use)
     store_words(pair.own_p, work.rows[0], [words[i] for i in range(cute.size(words))])
-    told = pair.statistics(step)
+    told, second = pair.statistics(step), state[2 if cutlass.const_expr(work.config.lags_if_light) else 1]
     if work.rows[0].member == 0:
         for r in cutlass.range_constexpr(THREAD_ROWS):
-            for number, value in enumerate((state[0][r], state[1][r], factors[r])):
+            for number, value in enumerate((state[0][r], second[r], factors[r])):
                 told[number, work.rows[r].index] = value
     cute.arch.fence_view_async_shared()
     work.channels["p_full"].arrive_warp(use)
@@ -342,13 +364,15 @@ def follow(pair, step, state):
     work = pair.work
     work.channels["p_full"].wait(pair.use(step))
     told = pair.statistics(step)
-    references, maxima, factors = (
+    references, second, factors = (
         tuple(told[number, row.index] for row in work.rows) for number in range(STATISTICS)
     )
     sums = tuple(total * factor for total, factor in zip(state[2], factors, strict=True))
     rescale(work, factors, Boolean(factors[0] != 1.0) | Boolean(factors[1] != 1.0))
     pair.issue_others_pv(step)
-    return references, maxima, sums
+    if cutlass.const_expr(pair.config.lags_if_light):
+        second = tuple(lag_of_light(own + others) for own, others in zip(sums, second, strict=True))
+    return references, second, sums
 
 
 @cute.jit
@@ -360,7 +384,7 @@ def finish(pair, state):
         state = follow(pair, last, state)
         warpgroup.wait_group(0)
         pair.release_other(last)
-    references, maxima, sums = state
+    references, second, sums = state
     # (THREAD ROW, THREAD, CONSUMER, TILE): a buffer comes back only after the barrier of the tile between.
     layout = cute.make_layout((THREAD_ROWS, WARPGROUP_THREADS, pair.config.consumers, TURNS))
     told = cute.make_tensor(pair.shared.sums, layout)[None, work.thread, None, pair.tile_use % TURNS]
@@ -368,4 +392,10 @@ def finish(pair, state):
         told[r, pair.column_group] = sums[r]
     cute.arch.barrier(barrier_id=SUMS_BARRIER, number_of_threads=pair.config.consumer_threads)
     sums = tuple(sums[r] + told[r, 1 - pair.column_group] for r in range(THREAD_ROWS))
-    return references, maxima, sums
+    if cutlass.const_expr(pair.config.lags_if_light):  # each thread that shares a row has its sum: one counts
+        sums = tuple(
+            Float32(cutlass.select_(Boolean(row.member == 0), total, Float32(0.0)))
+            for row, total in zip(work.rows, sums, strict=True)
+        )
+        second = references  # any number: results have no use for maxima
+    return references, second, sums

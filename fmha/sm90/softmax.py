@@ -5,10 +5,10 @@ r: which of the thread's rows (``fragment``).
 
 from __future__ import annotations
 
-from cutlass import Float32, cute
+from cutlass import Float32, Int32, cute
 
 from warpspec.fmha.device.softmax import offset_of
-from warpspec.fmha.sm90.fragment import elements
+from warpspec.fmha.sm90.fragment import THREAD_ROWS, elements
 
 
 def over_quad(value, combine):
@@ -36,6 +36,20 @@ def exponentiate(scores: cute.Tensor, r: int, reference, unit) -> Float32:
         scores[i] = power
         sums[n % 2] = sums[n % 2] + power
     return sums[0] + sums[1]
+
+
+def rounded_totals(words: cute.Tensor) -> tuple:
+    """Sums of both rows' weights in words of two bf16, over the threads that share the rows."""
+    totals = []
+    for r in range(THREAD_ROWS):
+        chains = [Float32(0.0)] * 4
+        for n, word in enumerate(words[i] for i in range(r, cute.size(words), THREAD_ROWS)):
+            low, high = (word << 16).bitcast(Float32), (word & Int32(-1 << 16)).bitcast(Float32)
+            at = n % 2 * 2
+            chains[at], chains[at + 1] = chains[at] + low, chains[at + 1] + high
+        total = (chains[0] + chains[1]) + (chains[2] + chains[3])
+        totals.append(over_quad(total, lambda a, b: a + b))
+    return tuple(totals)
 
 
 def scale_by(values: cute.Tensor, r: int, factor) -> None:

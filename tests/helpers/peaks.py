@@ -47,12 +47,14 @@ every_peak = pytest.mark.parametrize("steps", [
 
 
 def check_as_exact_as_torch(steps, dim: int, shared_kv: bool, *, v_dim: int | None = None, **options) -> None:
-    """Backend "sim" on rows of these steps, one split. Tiles are taken from the newest key to the oldest. v_dim: of V,
-    the first columns of K, if it is narrower. options: further arguments of ``attention``, which leave o as it is."""
+    """Backend "sim" on rows of these steps. Tiles are taken from the newest key to the oldest. v_dim: of V, the first
+    columns of K, if it is narrower. options: further arguments of ``attention``, which leave o as it is; one split, if
+    they do not say otherwise."""
     q, kv = rows(steps, dim)
+    options.setdefault("num_splits", 1)
     if v_dim is not None:
         options["v_dim"] = v_dim
-    o = attention(q, kv, None if shared_kv else kv.clone(), scale=1.0, num_splits=1, backend="sim", **options)
+    o = attention(q, kv, None if shared_kv else kv.clone(), scale=1.0, backend="sim", **options)
     got = (o[0] if options.get("return_lse") else o)[0, 0]
     v = kv[..., :v_dim]
     exact = (q[0, 0].double() @ kv[0, :, 0].double().T).softmax(-1) @ v[0, :, 0].double()
