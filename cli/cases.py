@@ -23,35 +23,58 @@ from warpspec.cli.case import (
 from warpspec.cli.latent_cases import gathered_case, mla_case
 from warpspec.cli.options import KV_DTYPES
 
+IMAGE, IMAGE_STEP = 16, 40  # tokens of an image, and from one to the next
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a layer's attention has besides the command line's options.
+
+    sink: a sink for each head. shared: V is K. softcap: of the logits. v_dim: V's head size, 0 for K's. images: tokens
+    of an image see each other.
+    """
+
+    sink: bool = False
+    shared: bool = False
+    softcap: float | None = None
+    v_dim: int = 0
+    images: bool = False
+
+
+PLAIN = Layer()
+
 
 @dataclass(frozen=True)
 class AttentionCall:
     """A call of ``attention`` on random inputs, and torch's of the same result.
 
-    q, k, v: the inputs; v is k if V is K. sink: [heads] or None. do: the gradient of o; None: no gradients are asked
-    for. mask: SDPA's (``mask_for_torch``).
+    q, k, v: the inputs; v is k if V is K. sink: [heads] or None. ranges: those of images, or None. do: the gradient of
+    o; None: no gradients are asked for. mask: SDPA's (``mask_for_torch``).
     """
 
     options: argparse.Namespace
+    layer: Layer
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     sink: torch.Tensor | None
+    ranges: torch.Tensor | None
     do: torch.Tensor | None
     mask: torch.Tensor | None
 
     @classmethod
-    def of(
-        cls, options: argparse.Namespace, device: str, sink: bool, shared: bool, gradients: bool
-    ) -> AttentionCall:
+    def of(cls, options: argparse.Namespace, layer: Layer, device: str, gradients: bool) -> AttentionCall:
         """Draw the inputs."""
         randn, codes = random_numbers(options, device), KV_DTYPES[options.kv_dtype]
         q = randn(options.batch, options.queries, options.heads, options.head_dim)
-        k, v = (randn(options.batch, options.keys, options.kv_heads, options.head_dim) for _ in "kv")
+        sizes = (options.head_dim, layer.v_dim or options.head_dim)
+        k, v = (randn(options.batch, options.keys, options.kv_heads, size) for size in sizes)
         k, v = (tensor if codes is None else tensor.to(codes) for tensor in (k, v))
-        sinks = randn(options.heads, dtype=torch.float32) if sink else None
-        do = randn(*q.shape) if gradients else None
-        return cls(options, q, k, k if shared else v, sinks, do, mask_for_torch(options, device))
+        sinks = randn(options.heads, dtype=torch.float32) if layer.sink else None
+        ranges = image_ranges(options, device) if layer.images else None
+        do = randn(*q.shape[:-1], sizes[1]) if gradients else None
+        mask = mask_for_torch(options, device)
+        return cls(options, layer, q, k, k if layer.shared else v, sinks, ranges, do, mask)
 
     def attend(self, q, k, v, **more):
         """Call ``attention`` with the options' mask."""
@@ -59,6 +82,7 @@ class AttentionCall:
 
         window = self.options.window
         kinds = {"causal": self.options.causal, "window": window and (window - 1, 0)}
+        kinds |= {"softcap": self.layer.softcap, "ranges": self.ranges}
         return attention(q, k, None if self.v is self.k else v, **kinds, **more)
 
     def results(self, compute: Callable, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -100,43 +124,53 @@ class AttentionCall:
 
 
 def attention_case(
-    options: argparse.Namespace,
-    device: str,
-    *,
-    sink: bool = False,
-    shared: bool = False,
-    gradients: bool = False,
+    options: argparse.Namespace, device: str, layer: Layer = PLAIN, *, gradients: bool = False
 ) -> Case:
-    """One call of ``attention``, with its gradients where asked for. sink: a sink for each head. shared: V is K."""
-    call = AttentionCall.of(options, device, sink, shared, gradients)
+    """One call of ``attention``, with its gradients where asked for."""
+    call = AttentionCall.of(options, layer, device, gradients)
     q, k, v = call.q, call.k, call.v
     masked = " (a mask in memory)" if options.window else ""
-    alone = sink or KV_DTYPES[options.kv_dtype] is not None  # torch has nothing like it
+    # What torch has nothing like.
+    alone = layer.sink or layer.softcap or layer.images or KV_DTYPES[options.kv_dtype] is not None
     peers = {f"SDPA, as torch chooses{masked}": call.torchs, f"SDPA on cuDNN{masked}": call.cudnn}
     return Case(
-        title_of(options, sink, gradients),
+        title_of(options, layer, gradients),
         call.ours,
         call.expected,
         None if alone else call.torchs,
         (GRADIENT_TOLERANCE if gradients else ATTENTION_TOLERANCE)[options.dtype],
         by_head=True,
         peers={} if alone else peers,
-        flops=(14 if gradients else 4)
+        flops=(7 if gradients else 2)
         * options.batch
         * seen_pairs(options)
         * options.heads
-        * options.head_dim,
-        bytes=0 if gradients else sum(tensor.nbytes for tensor in ((q, q, k) if shared else (q, q, k, v))),
+        * (q.shape[-1] + v.shape[-1]),
+        bytes=0
+        if gradients
+        else sum(tensor.nbytes for tensor in ((q, q, k) if layer.shared else (q, q, k, v))),
     )
 
 
-def title_of(options: argparse.Namespace, sink: bool, gradients: bool) -> str:
+def title_of(options: argparse.Namespace, layer: Layer, gradients: bool) -> str:
     """What a case of attention prints as its name."""
-    kind = f"{' causal' if options.causal else ''}{f' window {options.window}' if options.window else ''}"
     title = f"attention{' + gradients' if gradients else ''} B{options.batch} Sq{options.queries} Sk{options.keys} "
-    title += f"{options.heads}/{options.kv_heads} heads D{options.head_dim}{kind}{' sink' if sink else ''} "
+    title += f"{heads_of(options, layer)}{' causal' if options.causal else ''}{features_of(options, layer)} "
     codes = KV_DTYPES[options.kv_dtype]
     return title + options.dtype + ("" if codes is None else f" over {options.kv_dtype} keys")
+
+
+def heads_of(options: argparse.Namespace, layer: Layer) -> str:
+    """Numbers and sizes of heads, for titles."""
+    size = f"{options.head_dim}{f'/{layer.v_dim}' if layer.v_dim else ''}"
+    return f"{options.heads}/{options.kv_heads} heads D{size}"
+
+
+def features_of(options: argparse.Namespace, layer: Layer) -> str:
+    """What a call has besides, for titles."""
+    window = f" window {options.window}" if options.window else ""
+    cap = f" cap {layer.softcap:g}" if layer.softcap else ""
+    return f"{window}{cap}{' images' if layer.images else ''}{' sink' if layer.sink else ''}"
 
 
 def mask_for_torch(options: argparse.Namespace, device: str) -> torch.Tensor | None:
@@ -166,25 +200,29 @@ def seen_pairs(options: argparse.Namespace) -> int:
     return int(own.clamp(min=0, max=options.window or options.keys).sum())
 
 
-def paged_case(
-    options: argparse.Namespace,
-    device: str,
-    *,
-    sink: bool = False,
-    shared: bool = False,
-    page_size: int = 64,
-) -> Case:
-    """Decoding: one query for each sequence, keys in pages of a table in random order, lengths that differ.
+def image_ranges(options: argparse.Namespace, device: str) -> torch.Tensor:
+    """``attention``'s ranges [batch, queries, 2]: an image every IMAGE_STEP tokens, which are text otherwise."""
+    own = torch.arange(options.queries, device=device) + options.keys - options.queries
+    begin = own - own % IMAGE_STEP
+    ranges = torch.stack([begin, begin + IMAGE - 1], dim=-1)
+    ranges = torch.where((own - begin < IMAGE)[:, None], ranges, -1)
+    return ranges.int().expand(options.batch, -1, -1)
 
-    sink, shared: as in ``attention_case``.
-    """
+
+def paged_case(
+    options: argparse.Namespace, device: str, layer: Layer = PLAIN, *, page_size: int = 64
+) -> Case:
+    """Decoding: one query for each sequence, keys in pages of a table in random order, lengths that differ. With
+    images: new tokens are text."""
     from warpspec.fmha import attention, merge
 
     randn = random_numbers(options, device)
     pages = -(-options.keys // page_size)
     q = randn(options.batch, 1, options.heads, options.head_dim)
-    k, v = (randn(options.batch * pages, page_size, options.kv_heads, options.head_dim) for _ in "kv")
-    v = None if shared else v
+    sizes = (options.head_dim, layer.v_dim or options.head_dim)
+    k, v = (randn(options.batch * pages, page_size, options.kv_heads, size) for size in sizes)
+    v = None if layer.shared else v
+    none = torch.full((options.batch, 1, 2), -1, dtype=torch.int32, device=device)
     order = torch.randperm(options.batch * pages, generator=torch.Generator().manual_seed(options.seed))
     table = order.view(options.batch, pages).to(device, torch.int32)
     lengths = torch.arange(options.keys, options.keys - options.batch, -1, device=device)
@@ -193,17 +231,16 @@ def paged_case(
         "kv_lengths": lengths.clamp(min=1).int(),
         "causal": True,
         "window": options.window and (options.window - 1, 0),
+        "softcap": layer.softcap,
+        "ranges": none if layer.images else None,
     }
-    sinks = randn(options.heads, dtype=torch.float32) if sink else None
+    sinks = randn(options.heads, dtype=torch.float32) if layer.sink else None
 
     def expected():
         return [merge([attention(q, k, v, **kwargs, normalize=False, backend="reference")], sink=sinks)[0]]
 
     title = f"attention decode B{options.batch} up to {options.keys} keys in pages of {page_size} "
-    title += f"{options.heads}/{options.kv_heads} heads D{options.head_dim}"
-    title += (
-        f"{f' window {options.window}' if options.window else ''}{' sink' if sink else ''} {options.dtype}"
-    )
+    title += f"{heads_of(options, layer)}{features_of(options, layer)} {options.dtype}"
     return Case(
         title,
         lambda backend: [attention(q, k, v, **kwargs, sink=sinks, backend=backend)],

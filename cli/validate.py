@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from warpspec.aot.models import MODELS
+from warpspec.aot.models import MODELS, SELECTED_ROWS, Model
 from warpspec.cli import cases
 from warpspec.cli.case import Case
 from warpspec.cli.options import DTYPES, LARGE, SMALL, add_options, check_options, refuse_given
@@ -26,7 +26,7 @@ Exit status 1: an error is above what is allowed, or a kernel failed.
 examples:
   python -m warpspec validate                                   all operators
   python -m warpspec validate attention --batch 4 --queries 4096 --keys 4096 --causal
-  python -m warpspec validate --model gpt-oss-120b              attention with a model's heads, windows and sinks
+  python -m warpspec validate --model gpt-oss-120b              a model's attention, layer by layer
   python -m warpspec validate softmax --arch sm_90a             simulated, though this machine may have a GPU"""
 OF_MODELS = ("heads", "kv_heads", "head_dim", "causal", "window", "kv_dtype")  # options that a model decides
 WINDOW = 48  # window of the small problems, in which some rows see a whole window and others do not
@@ -50,7 +50,8 @@ def parser(shapes: dict[str, int]) -> argparse.ArgumentParser:
         "--model",
         choices=sorted(MODELS),
         metavar="NAME",
-        help="attention with a model's heads, windows and sinks: " + ", ".join(sorted(MODELS)),
+        help="a model's attention, with its windows, sinks, soft caps and images: "
+        + ", ".join(sorted(MODELS)),
     )
     add_options(parser, cases.OPERATORS, shapes)
     return parser
@@ -65,19 +66,13 @@ def with_(options: argparse.Namespace, **changes) -> argparse.Namespace:
 def problems(options: argparse.Namespace, device: str) -> Iterator[Callable[[], Case]]:
     """The cases to compare, as functions that make them when they are called: inputs may be large."""
     if options.model is not None:
-        model = MODELS[options.model]
-        sizes = {"heads": model.heads_q, "kv_heads": model.heads_kv, "head_dim": model.head_dim}
-        for layer in model.layers:
-            window = layer["window"][0] + 1 if "window" in layer else None
-            own = with_(options, **sizes, causal=True, window=window)
-            yield partial(cases.attention_case, own, device, sink=model.sink, shared=model.shared_kv)
-            yield partial(cases.paged_case, own, device, sink=model.sink, shared=model.shared_kv)
+        yield from problems_of(MODELS[options.model], options, device)
     elif options.operator is not None:
         yield partial(cases.OPERATORS[options.operator], options, device)
     else:
         causal = with_(options, causal=True)
         yield partial(cases.attention_case, causal, device)
-        yield partial(cases.attention_case, with_(causal, window=WINDOW), device, sink=True)
+        yield partial(cases.attention_case, with_(causal, window=WINDOW), device, cases.Layer(sink=True))
         yield partial(cases.paged_case, causal, device)
         yield partial(cases.attention_case, causal, device, gradients=True)
         decode = with_(options, queries=1)
@@ -86,6 +81,24 @@ def problems(options: argparse.Namespace, device: str) -> Iterator[Callable[[], 
         yield partial(cases.softmax_case, options, device)
         yield partial(cases.topk_case, options, device)
         yield partial(cases.experts_case, options, device)
+
+
+def problems_of(model: Model, options: argparse.Namespace, device: str) -> Iterator[Callable[[], Case]]:
+    """The cases of a model's layers: a prompt, and decoding from pages. Latent rows (MLA) are decoded alone."""
+    sizes = {"heads": model.heads_q, "kv_heads": model.heads_kv, "head_dim": model.head_dim}
+    if model.selected:
+        keys = min(options.keys, model.selected)
+        own = with_(options, **sizes, queries=1, keys=keys, row_format=SELECTED_ROWS)
+        yield partial(cases.OPERATORS["gathered"], own, device)
+    elif model.shared_kv and model.v_dim:
+        yield partial(cases.OPERATORS["mla"], with_(options, **sizes, queries=1), device)
+    else:
+        for kind in model.layers:
+            window = kind["window"][0] + 1 if "window" in kind else None
+            own = with_(options, **sizes, causal=True, window=window)
+            layer = cases.Layer(model.sink, model.shared_kv, kind.get("softcap"), model.v_dim, model.images)
+            yield partial(cases.attention_case, own, device, layer)
+            yield partial(cases.paged_case, own, device, layer)
 
 
 def compare(make: Callable[[], Case], backend: str, dtype: torch.dtype) -> bool:

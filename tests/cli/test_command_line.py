@@ -10,7 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
-from warpspec import sim
+from warpspec import fmha, sim
+from warpspec.aot.models import MODELS
 from warpspec.cli import bench, cases, simulate, validate
 from warpspec.cli.case import Case
 from warpspec.cli.main import COMMANDS, main
@@ -118,6 +119,37 @@ def test_torch_computes_the_same(queries, keys, window):
     assert case.error(case.torchs(), case.expected()) < case.tolerance
     pairs = int(cases.seen_keys(options, "cpu").sum())
     assert case.flops == 4 * options.heads * options.head_dim * pairs
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_models_cases_have_what_its_layers_have(name, monkeypatch):
+    """The reference computes them all, with the windows, caps, sinks, images and head sizes of the model."""
+    model, calls, attention = MODELS[name], [], fmha.attention
+
+    def recorded(q, k, v, **options):
+        calls.append((q, k, v, options))
+        return attention(q, k, v, **options)
+
+    monkeypatch.setattr(fmha, "attention", recorded)
+    sizes = DEFAULTS | {"queries": 9, "keys": 60}
+    options = argparse.Namespace(**sizes, dtype="bf16", seed=0, kv_dtype=None, row_format="v4-fp8")
+    made = [make() for make in validate.problems_of(model, options, "cpu")]
+    for case in made:
+        assert case.error(case.run("reference"), case.expected()) < case.tolerance
+    if model.shared_kv and model.v_dim:  # latent rows
+        (case,) = made
+        assert case.title.startswith("gathered" if model.selected else "MLA") and not calls
+        return
+    assert len(made) == 2 * len(model.layers) and len(calls) == 2 * len(made)
+    for number, (q, k, v, options) in enumerate(calls):
+        layer = model.layers[number // 4]
+        assert (q.shape[2:], k.shape[2]) == ((model.heads_q, model.head_dim), model.heads_kv)
+        assert (v is None) == model.shared_kv and (v is None or v.shape[3] == (model.v_dim or model.head_dim))
+        assert all((options.get(key) or None) == layer.get(key) for key in ("window", "softcap"))
+        assert (options["ranges"] is not None) == model.images
+    images = [options["ranges"] for *_, options in calls if model.images]
+    assert not images or any((ranges >= 0).any() for ranges in images)
+    assert any(options.get("sink") is not None for *_, options in calls) == model.sink
 
 
 def test_errors():
