@@ -116,24 +116,24 @@ def variants(shape: Shape, target: Target, orders=True) -> dict[str, tuple]:
     """Name -> (deterministic, order, configuration), equal ones once. orders: others than the chosen one, too."""
     problem, ordered = (problem_of(shape, deterministic) for deterministic in (False, True))
     config = launch.plan(problem, target)
-    order, group = choose_order(problem, config, target), problem.forward.group
+    order = choose_order(problem, config, target)
     rows = order.slices * shape.heads_kv * (1 if shape.packed else len(shape.lengths))
     tried = {CHOSEN: order, "by rows": order._replace(section=1), "all rows": order._replace(section=rows)}
     tried |= {f"{n} pieces": Order(n, order.section) for n in {1, 2, 4, shape.heads_q // shape.heads_kv}}
     found = {}
     for name, each in tried.items() if orders else [(CHOSEN, order)]:
-        item = (False, each, launch.ordered(config, each, group))
+        item = (False, each, launch.ordered(config, each, problem.forward, target))
         if item not in found.values():
             found[name] = item
     if orders and shape.heads_q > shape.heads_kv:
         other = replace(
-            launch.ordered(config, Order(1, 1), group),
+            launch.ordered(config, Order(1, 1), problem.forward, target),
             heads_inside=not config.heads_inside,
             keeps_requests=False,
         )
         each = choose_order(problem, other, target)
         name = "heads inside" if other.heads_inside else "heads outside"
-        found[name] = (False, each, launch.ordered(other, each, group))
+        found[name] = (False, each, launch.ordered(other, each, problem.forward, target))
     fixed = launch.plan(ordered, target)
     each = choose_order(ordered, fixed, target)
     found[FIXED] = (True, each, fixed)

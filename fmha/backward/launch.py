@@ -57,6 +57,7 @@ class Gradients(NamedTuple):
 SINK_ALONE = ("sink",)  # what is wanted of a call that only has a first kernel
 # Least query heads of a KV head with which the main kernel makes all gradients although all key tiles are cut.
 FINISHED_HEADS = 3
+SHORT_TILES, SHORT_CTAS = 8, 6  # most key tiles of a short row; CTAs for each SM from which there are many
 NOT_CUT = PieceLength(0.0, 0.0, 0.0, 0.0, 0)  # where the device cuts nothing
 # Packages with ``BackwardConfig`` and ``MAIN``, its ``Kernel``.
 GRADIENTS = Family(
@@ -95,18 +96,23 @@ def plan(problem: BackwardProblem, target: Target) -> BackwardKernel:
     if inner_heads:
         config = replace(config, inner_heads=inner_heads)
         order = choose_order(problem, config, target)
-    return ordered(config, order, problem.forward.group)
+    return ordered(config, order, problem.forward, target)
 
 
-def ordered(config: BackwardKernel, order: Order, group: int) -> BackwardKernel:
+def ordered(
+    config: BackwardKernel, order: Order, forward: AttentionProblem, target: Target
+) -> BackwardKernel:
     """The kernel for an order of its CTAs. It makes dQ itself if it can, unless heads are sliced (each CTA then ends in
     additions to dK and dV, for which it would have to wait), or all queries see all keys and key tiles are cut, which
     lost in the one long call that was timed; or all are cut and have so few heads that there is far more of dK and dV
-    to make than of dQ. group: query heads of a KV head."""
-    slices = order.slices > 1
+    to make than of dQ; or many rows of one head have few key tiles, so that most of dQ is made in the end, and a kernel
+    of its own has more warps for it."""
+    slices, group = order.slices > 1, forward.group
     cut = order.pieces > 1 or slices
     keys = cut and order.whole == 0 and group < FINISHED_HEADS
-    finishes = config.can_finish and not (slices or keys) and (config.mask.band or not cut)
+    tiles, rows = -(-forward.seq_k // config.tile_n), forward.heads_kv * forward.batch
+    short = group == 1 and tiles <= SHORT_TILES and tiles * rows >= SHORT_CTAS * target.sm_count
+    finishes = config.can_finish and not (slices or keys or short) and (config.mask.band or not cut)
     return replace(config, cut=cut, slices=slices, finishes=finishes)
 
 
@@ -158,7 +164,7 @@ def prepare(
     """Plan and compile; results are cached. order, config: override those that are chosen."""
     config, forward = config or plan(problem, target), problem.forward
     order = order or choose_order(problem, config, target)
-    config = ordered(config, order, forward.group)
+    config = ordered(config, order, forward, target)
     launchers = [
         None if item is None else item[0].launcher(item[1], target)
         for item in kernels(problem, target, config)

@@ -210,6 +210,17 @@ def test_many_heads_beyond_l2_are_sliced(heads, lengths, packed, window, slices)
     assert schedule.choose_order(problem, config, H200).slices == slices and config.slices == (slices > 1)
 
 
+@pytest.mark.parametrize(
+    ("batch", "length", "heads", "finishes"),
+    [(16, 512, (32, 32), False), (2, 512, (8, 8), True), (16, 512, (32, 8), True), (4, 2048, (64, 64), True)],
+)
+def test_who_makes_dq(batch, length, heads, finishes):
+    """A kernel of its own where many rows of one head have few key tiles, else the main kernel's last CTAs."""
+    q, k = (torch.empty(batch, length, n, 128, dtype=torch.bfloat16, device="meta") for n in heads)
+    forward = AttentionProblem.of(q, k, k, causal=True, return_lse=True, memory=False)
+    assert launch.plan(BackwardProblem.check(forward, ("q", "k", "v")), H200).finishes == finishes
+
+
 @pytest.mark.parametrize("wanted", [("q", "k", "v"), ("k", "v")])
 def test_a_fixed_order_has_no_slices(wanted):
     """Not even where no dQ is wanted, whose order is all that the main kernel knows of."""
