@@ -230,17 +230,18 @@ class AttentionConfig(AttentionKernel):
     def shares_end(self) -> bool:
         """Whether paired consumers share the code of a tile's end, whichever consumer's KV tiles came before. With a
         copy for each, MLA's kernels are much larger than the instruction cache. Sinks, and states that a caller gets,
-        would take registers that this needs."""
-        plain = self.output.normalize and not self.output.has_sink
-        return plain and self.p_in_keys and self.scheduler.adds_up and self.rereads
+        would take registers that this needs; whole tiles of many queries and of lists were not timed."""
+        plain = self.output.normalize and not self.output.has_sink and self.p_in_keys
+        short = self.output.exact_maximum and not self.mask.sparse
+        return plain and (self.rereads if self.scheduler.adds_up else short)
 
     @property
     def lags_if_light(self) -> bool:
         """As in ``AttentionKernel``; an lse would be off by what weights are rounded. Whole calls are short, and few
         rows wait for memory: there such sums cost more than O's factors."""
         plain = self.shares_end and self.output.exact_maximum and not self.output.has_lse
-        many = self.rows.pack > FEW_HEADS and not self.mask.sparse
-        return plain and many and self.p_dtype == "bfloat16"
+        timed = self.scheduler.adds_up and self.rows.pack > FEW_HEADS and not self.mask.sparse
+        return plain and timed and self.p_dtype == "bfloat16"
 
     @property
     def in_groups(self) -> bool:

@@ -164,7 +164,8 @@ def finish_rows(work, state, operands, tells=None) -> list:
             config, teller, place, work.tile, row_state, operands, score_unit, empty, sinks[r]
         )
         factor = value_factor(config, factor, scale)
-        if config.shares_end:  # O is finite (``untaint_state``), and a selection for each number is much code
+        if config.shares_end and config.scheduler.adds_up:
+            # O is finite (``untaint_state``), and a selection for each number is much code.
             factor, empty = Float32(cutlass.select_(empty, Float32(0.0), factor)), None
         finished.append((place, factor, empty))
     return finished
