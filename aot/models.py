@@ -17,7 +17,6 @@ from warpspec.cache.config import InsertConfig, heads_per_item
 from warpspec.cache.device.insert import INSERT
 from warpspec.common.launch import Kernel, Target
 from warpspec.fmha.block_mask import BLOCK, ORDER_WORDS, OWN_PATTERNS, WORD_BITS, Visits
-from warpspec.fmha.combine import COMBINE
 from warpspec.fmha.cuts import kernels_with_cuts
 from warpspec.fmha.expand import EXPAND, expand_config, expanded
 from warpspec.fmha.launch import ATTENTION, second_kernel
@@ -275,7 +274,7 @@ def latent_kernels(model: Model, page_sizes: Iterable[int], target: Target) -> l
         wanted[plan.kernel(target), plan.config] = None
         wanted |= dict.fromkeys(kernels_with_cuts(plan.kernel(target), plan.config))
         if plan.combine is not None:
-            wanted[COMBINE, plan.combine] = None
+            wanted[plan.combine_kernel, plan.combine] = None
     return list(wanted)
 
 

@@ -28,7 +28,8 @@ from typing import Any
 
 from warpspec.common.compile import fake_rows
 
-BFLOAT16, FLOAT32, INT32, INT64, UINT8, UINT32 = "bfloat16", "float32", "int32", "int64", "uint8", "uint32"
+BFLOAT16, FLOAT16, FLOAT32 = "bfloat16", "float16", "float32"
+INT32, INT64, UINT8, UINT32 = "int32", "int64", "uint8", "uint32"
 DSL_NAMES = {  # dtype -> the DSL's class of it
     "bfloat16": "BFloat16",
     "float16": "Float16",

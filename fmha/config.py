@@ -57,7 +57,8 @@ class Output:
     """The results that a kernel writes for a row.
 
     dtype, size: dtype and elements of a row of o. normalize: O is divided by the row's sum; otherwise the kernel writes
-    its un-normalised state, row_max and row_sum beside o. splits: it writes a state for each split of the keys.
+    its un-normalised state, row_max and row_sum beside o. splits: it writes a state for each split of the keys. means:
+    and O of a split is divided by the row's sum, in 16 bits, without the one scale of all values.
     exact_maximum: O is rescaled whenever the maximum moves. sink_dtype: dtype of the sink, if there is one.
     """
 
@@ -67,11 +68,13 @@ class Output:
     has_lse: bool = False
     normalize: bool = True
     splits: bool = False
+    means: bool = False
     exact_maximum: bool = False
     sink_dtype: str = FLOAT32
 
     def __post_init__(self):
         assert not (self.splits and (self.normalize or self.has_lse)), "splits write un-normalised states"
+        assert self.splits or not self.means
 
     @classmethod
     def of(cls, problem: AttentionProblem, splits: bool) -> Output:

@@ -276,8 +276,11 @@ def piece_blocks(plan: Plan) -> tuple[Block, ...]:
 
 
 @lru_cache(maxsize=4096)
-def partial_blocks(shape: tuple[int, ...], splits: int) -> tuple[Block, Block, Block]:
-    """Workspace of split keys, fp32: o [S, B, Sq, Hq, v_state], row_max and row_sum [S, B, Hq, Sq]. shape: o's."""
+def partial_blocks(
+    shape: tuple[int, ...], splits: int, dtype: torch.dtype = torch.float32
+) -> tuple[Block, Block, Block]:
+    """Workspace of split keys: o [S, B, Sq, Hq, v_state], row_max and row_sum [S, B, Hq, Sq] fp32. shape, dtype:
+    o's."""
     batch, seq_q, heads, size = shape
     statistics = block((splits, batch, heads, seq_q), torch.float32)
-    return block((splits, batch, seq_q, heads, class_of(size)), torch.float32), statistics, statistics
+    return block((splits, batch, seq_q, heads, class_of(size)), dtype), statistics, statistics

@@ -2,7 +2,8 @@
 
 Arch-neutral (sm_90a and sm_100a). Split s of a row left o_s = sum of exp(logit - m_s) v, m_s and
 l_s = sum of exp(logit - m_s) over its keys, natural units, all fp32 (``AttentionState``). The row's result is
-o = sum of w_s o_s and l = sum of w_s l_s with w_s = exp(m_s - max of m), divided or not.
+o = sum of w_s o_s and l = sum of w_s l_s with w_s = exp(m_s - max of m), divided or not. If o_s is in 16 bits, it was
+divided by l_s (``Output.means``), and o = sum of w_s l_s o_s.
 
 A split without keys has m_s = -inf and l_s = 0; its o_s is ignored. A row with only such splits gives o = 0, lse =
 -inf. A NaN in any other split reaches the result.
@@ -184,7 +185,7 @@ def row_maximum(maxima: cute.Tensor, lane, lanes: cutlass.Constexpr) -> Float32:
 def load_batch(maxima, sums, vectors, first, ways: cutlass.Constexpr) -> tuple:
     """Load splits first, first + ways, ... of a batch: (their o (VECTOR, BATCH), their maxima and sums (2, BATCH)).
     Past the last split, the last one is loaded again."""
-    loaded = cute.make_rmem_tensor((VECTOR, BATCH), Float32)
+    loaded = cute.make_rmem_tensor((VECTOR, BATCH), vectors.element_type)
     stats = cute.make_rmem_tensor((2, BATCH), Float32)
     for i in cutlass.range_constexpr(BATCH):
         split = cutlass.min(first + i * ways, cute.size(maxima) - 1)
@@ -206,8 +207,11 @@ def add_batch(
         weight = cute.math.exp2((stats[0, i] - base) * LOG2_E, fastmath=True)
         weight = Float32(cutlass.select_(skipped, Float32(0.0), weight))
         total += row_sum * weight
+        if cutlass.const_expr(loaded.element_type is not Float32):
+            weight = row_sum * weight
         for j in cutlass.range_constexpr(VECTOR):
-            values[j] += Float32(cutlass.select_(skipped, Float32(0.0), loaded[j, i])) * weight
+            value = loaded[j, i].to(Float32)
+            values[j] += Float32(cutlass.select_(skipped, Float32(0.0), value)) * weight
     return total
 
 

@@ -40,6 +40,8 @@ def statistics(
         factor = Float32(1.0) / total
     else:
         factor, maximum, total = unnormalised(state, unit, empty)
+        if cutlass.const_expr(config.output.means):
+            factor = Float32(1.0) / row_sum
         if writes:
             operands.row_max[index] = maximum
             operands.row_sum[index] = total

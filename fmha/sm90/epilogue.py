@@ -64,7 +64,8 @@ def store_scaled(work, o, r: int, target, place, factor, empty) -> None:
         o[i] = o[i] * factor
         if empty is not None:
             o[i] = Float32(cutlass.select_(empty, Float32(0.0), o[i]))
-    store = store_row if work.config.output.normalize else store_pairs
+    output = work.config.output
+    store = store_row if output.normalize or output.means else store_pairs
     store(o, r, work.rows[r].member, target, place.in_range)
 
 

@@ -15,7 +15,7 @@ from warpspec.common import memory
 from warpspec.common.barriers import Barrier
 from warpspec.common.hardware import BF16_BYTES, VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS, WORD_BYTES
 from warpspec.common.memory import ROW_BYTES
-from warpspec.common.operands import BFLOAT16, FLOAT32, UINT32
+from warpspec.common.operands import BFLOAT16, FLOAT16, FLOAT32, UINT32
 from warpspec.fmha.config import Output, Schedule, TileScheduler
 from warpspec.fmha.features import Format, Mask
 from warpspec.fmha.heads import BLOCK, LATENT, MMA_K, HeadSizes
@@ -208,17 +208,20 @@ def gathered_records(
     has_lse: bool = False,
     normalize: bool = True,
     splits: bool = False,
+    means: bool = False,
     **options,
 ) -> dict:
     """The records of a gathered kernel's configuration. options: fields of ``Gathers``."""
     gathers = Gathers(**options)
     assert normalize or not gathers.float8
     dtype, size = (UINT32, VALUE_DIM // WORD_BYTES) if gathers.float8 else (BFLOAT16, VALUE_DIM)
+    if not normalize:
+        dtype = FLOAT16 if means else FLOAT32
     return {
         "mask": Mask(sparse=True),
         "heads": gathers.heads,
         "format": Format(BFLOAT16, shared_kv=True),
-        "output": Output(dtype if normalize else FLOAT32, size, has_sink, has_lse, normalize, splits),
+        "output": Output(dtype, size, has_sink, has_lse, normalize, splits, means),
         "pack": gathers.pack,
         "gathers": gathers,
     }

@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 
+import torch
+
 from warpspec.common.allocation import allocate
 from warpspec.common.architecture import Family
 from warpspec.common.launch import Kernel, Target
@@ -51,6 +53,8 @@ GATHERED = Family(
 SHARED_FORMATS = ("v3.2-fp8", "v4-fp8")  # of rows that CTAs convert together
 # On sm_90a, for pages of codes: keys are rows of the products.
 TRANSPOSED = Kernel("gathered.transposed", "warpspec.latent.gathered.transposed.kernel:host_and_arguments")
+# On sm_90a, for pages of codes.
+COMBINE_MEANS = Kernel("fmha.gathered.means", "warpspec.latent.gathered.means:combine_arguments")
 
 
 class GatheredPlan(NamedTuple):
@@ -69,6 +73,11 @@ class GatheredPlan(NamedTuple):
         """The attention kernel."""
         is_transposed = isinstance(self.config, TransposedConfig)
         return TRANSPOSED if is_transposed else GATHERED.of(target.architecture).kernel
+
+    @property
+    def combine_kernel(self) -> Kernel:
+        """The kernel that combines splits, whose results are not in FP8."""
+        return COMBINE_MEANS if self.config.output.means else COMBINE
 
 
 @lru_cache(maxsize=4096)
@@ -104,6 +113,7 @@ def make_plan(problem: GatheredProblem, target: Target) -> GatheredPlan:
         normalize=of_kernel.normalize,
         rotate_back=problem.rotate_back,
         splits=splits > 1,
+        means=splits > 1 and leaves_means(problem, target),
         float8=of_kernel.float8,
         paged=problem.paged,
         has_kv_scale=problem.has_kv_scale,
@@ -136,6 +146,11 @@ def transposes(problem: GatheredProblem, target: Target) -> bool:
     """Whether keys are rows of the products: where requests have few rows, for which 64 would be too many."""
     few = rows_of(problem.heads, problem.queries) > 0
     return target.architecture.backend == "sm90" and problem.paged and few
+
+
+def leaves_means(problem: GatheredProblem, target: Target) -> bool:
+    """Whether splits leave means of their values (``means``). States that a caller gets are sums in fp32."""
+    return target.architecture.backend == "sm90" and problem.paged and problem.normalize
 
 
 def choose_pack(problem: GatheredProblem, rows: int) -> int:
@@ -235,7 +250,9 @@ def run(problem: GatheredProblem, target: Target, tensors: dict):
                 q[None], o[None], scales, sink, *row_stats, *angles, *[None] * 3, *flat, *numbers
             )
         shape = (1, *q.shape[:2], VALUE_DIM)
-        partial = allocate(partial_blocks(shape, plan.splits), q.device)
+        means = plan.config.output.means
+        dtype = torch.float16 if means else torch.float32
+        partial = allocate(partial_blocks(shape, plan.splits, dtype), q.device)
         results = (partial[0], None, None, None, *partial[1:])
         first = attention(q[None], *results, *angles, *[None] * 3, *flat, *numbers)
         if problem.float8:
@@ -243,6 +260,9 @@ def run(problem: GatheredProblem, target: Target, tensors: dict):
 
             combine = COMBINE_FLOAT8.launcher(plan.combine, target)
             second = combine(*partial, sink, o[None], scales, row_stats[0])
+        elif means:
+            combine = COMBINE_MEANS.launcher(plan.combine, target)
+            second = combine(*partial, tensors["kv_scale"], o[None], row_stats[0])
         else:
             combine = COMBINE.launcher(plan.combine, target)
             second = combine(*partial, sink, o[None], *row_stats, None)

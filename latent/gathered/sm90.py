@@ -83,8 +83,9 @@ class GatheredTile(ConsumerTile):
         hide_missing(self, step, *seen)
 
     def value_scale(self, operands) -> Float32 | None:
-        """The scale of all keys, if they have one: O is computed from codes."""
-        return operands.kv_scale[0] if self.config.gathers.has_kv_scale else None
+        """The scale of all keys, if they have one, except in means: O is computed from codes."""
+        scales = self.config.gathers.has_kv_scale and not self.config.output.means
+        return operands.kv_scale[0] if scales else None
 
     def clear(self, first_key, stage) -> None:
         clear_nan(self.config, self.span, first_key, self.thread, stage)

@@ -18,7 +18,6 @@ import torch
 
 from warpspec.common.launch import Kernel, Target
 from warpspec.fmha import launch as attention_launch
-from warpspec.fmha.combine import COMBINE
 from warpspec.fmha.cuts import kernels_with_cuts
 from warpspec.fmha.plan import candidates, expectation, plan_of
 from warpspec.fmha.plan.cost import Way
@@ -175,7 +174,7 @@ def kernels(
         if call.rows == BF16:
             second = attention_launch.second_kernel(attention_problem(call), plan.config, plan.splits)
         else:
-            second = None if plan.combine is None else (COMBINE, plan.combine)
+            second = None if plan.combine is None else (plan.combine_kernel, plan.combine)
         if second is not None:
             wanted[second] = None
     return list(wanted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32
+from cutlass import Boolean, Float32, Int32
 
 from warpspec.common.device.wgmma import QUAD, THREAD_ROWS
 from warpspec.common.hardware import WARP_THREADS
@@ -55,7 +55,8 @@ def write_results(role, task, state):
         reference = Float32(cutlass.select_(empty, -Float32.inf, references[v]))
         row, row_state = Row(column, member), (reference, reference, totals[v])
         factor = statistics(config, row, place, task, row_state, operands, Float32(1.0), empty, None)
-        factor = factor * role.key_scale
+        if cutlass.const_expr(not config.output.means):
+            factor = factor * role.key_scale
         if place.in_range:
             target = of_split(config, operands.o, task, place)
             own = [
@@ -72,7 +73,7 @@ def write_results(role, task, state):
 def store_values(row: cute.Tensor, first, values: list) -> None:
     """Store neighbouring numbers of a row (D), in its dtype, 16 bytes at a time."""
     dtype = row.element_type
-    step = 8 if dtype is BFloat16 else 4
+    step = 4 if dtype is Float32 else 8
     for begin in range(0, len(values), step):
         vector = cute.make_rmem_tensor(step, dtype)
         for i in range(step):
