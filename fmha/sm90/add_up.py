@@ -1,8 +1,9 @@
 """States of pieces of a tile, which paired consumers leave in the workspace and add up.
 
 A state lies in memory as in registers: each thread stores and loads 16 bytes at a time, beside those of its neighbours.
-A thread of another piece finds its own rows and columns where the thread with its number left them. A CTA leaves at
-most two states, of the first piece of one tile and of a further one of another.
+A thread of another piece finds its own rows and columns where the thread with its number left them. O is in fp32, or
+as means (``config.leaves_means``): divided by the rows' sums, in fp16. A CTA leaves at most two states, of the first
+piece of one tile and of a further one of another.
 
 Where a tile has few pieces (``adds_alone``), the last one's consumers add the other states to their registers. Where it
 has more, all leave their states; then all but the first, whose CTA has further tiles, share out the columns: each adds
@@ -21,7 +22,7 @@ from dataclasses import replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float16, Float32, Int32, Int64
 
 from warpspec.common.device.warp import warp_anew
 from warpspec.common.device.wgmma import WARP_ROWS, flat
@@ -36,10 +37,11 @@ from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
 from warpspec.fmha.sm90.softmax import over_quad
 
 VECTOR = 4  # fp32 numbers that a thread stores at a time; also those of a row's statistics
+MEANS = 8  # fp16 numbers that a thread stores at a time
 AHEAD = 16  # vectors in flight: O takes most registers
 STATE_NUMBERS = 3
 BATCH = 6  # pieces whose states are in flight
-UNIT = 4  # vectors of a thread that are added up at a time: 32 columns
+UNIT = 16  # numbers of a thread that are added up at a time: 32 columns
 UNITS = 8  # of a consumer's columns
 # The word where a tile's pieces meet counts, from EMPTY: those that came, but the first; the first; those that left
 # before all had come; those that are done with the states.
@@ -50,12 +52,24 @@ OWN, NONE, ALL = range(3)
 assert PAIR_WORDS * VECTOR <= PIECE_STATISTICS, "the statistics of both consumers lie after O"
 
 
+def vector_of(config) -> int:
+    """Numbers of O that a thread stores at a time: 16 bytes."""
+    return MEANS if config.leaves_means else VECTOR
+
+
+def number_of(config) -> type:
+    """Their type."""
+    return Float16 if config.leaves_means else Float32
+
+
 def columns_of(work, operands, state) -> cute.Tensor:
     """(NUMBER, VECTOR): O of the thread in a state of the workspace. state: its number."""
-    sizes = (VECTOR, WARPGROUP_THREADS, work.config.o_columns * WARPGROUP_ROWS // WARPGROUP_THREADS // VECTOR)
-    whole = cute.make_layout((*sizes, work.config.column_groups))
-    states = cute.make_tensor(operands.pieces[state, None, None].iterator, whole)
-    return states[None, work.thread, None, work.column_group]
+    numbers, size = work.config.o_columns * WARPGROUP_ROWS // WARPGROUP_THREADS, vector_of(work.config)
+    whole = cute.make_layout((size, WARPGROUP_THREADS, numbers // size, work.config.column_groups))
+    begin = operands.pieces[state, None, None].iterator
+    if work.config.leaves_means:
+        begin = cute.recast_ptr(begin, dtype=Float16)
+    return cute.make_tensor(begin, whole)[None, work.thread, None, work.column_group]
 
 
 def statistics_of(work, operands, state) -> cute.Tensor:
@@ -75,20 +89,39 @@ def leave_state(work, state, operands):
     """Leave the state of the thread's rows in the piece's place of the workspace."""
     o, number = flat(work.mma.o), work.tile.piece.state
     if work.has_rows:
-        target = columns_of(work, operands, number)
-        for vector in cutlass.range_constexpr(cute.size(o) // VECTOR):
-            cute.autovec_copy(cute.local_tile(o, (VECTOR,), (vector,)), target[None, vector])
         references, maxima, sums = state
+        totals = tuple(over_quad(total, lambda a, b: a + b) for total in sums)
+        target = columns_of(work, operands, number)
+        if cutlass.const_expr(work.config.leaves_means):
+            leave_means(o, totals, target)
+        else:
+            for vector in cutlass.range_constexpr(cute.size(o) // VECTOR):
+                cute.autovec_copy(cute.local_tile(o, (VECTOR,), (vector,)), target[None, vector])
         told = statistics_of(work, operands, number)
         for r in cutlass.range_constexpr(THREAD_ROWS):
-            row, total = work.rows[r], over_quad(sums[r], lambda a, b: a + b)
+            row = work.rows[r]
             if row.member == 0:
                 values = cute.make_rmem_tensor(VECTOR, Float32)
                 values.fill(0.0)
-                values[0], values[1], values[2] = references[r], maxima[r], total
+                values[0], values[1], values[2] = references[r], maxima[r], totals[r]
                 cute.autovec_copy(values, told[None, row.index])
     # A release is cumulative: one thread's covers what the others wrote before the barrier.
     wait_for_threads(work)
+
+
+@cute.jit
+def leave_means(o: cute.Tensor, totals: cutlass.Constexpr, target: cute.Tensor):
+    """Leave O (n) of the thread's rows, divided by their sums, in ``target`` (NUMBER, VECTOR). O of a row without keys
+    is 0, and stays so."""
+    factors = tuple(
+        Float32(cutlass.select_(Boolean(total == Float32(0.0)), Float32(0.0), Float32(1.0) / total))
+        for total in totals
+    )
+    for vector in cutlass.range_constexpr(cute.size(o) // MEANS):
+        means = cute.make_rmem_tensor(MEANS, Float16)
+        for i in cutlass.range_constexpr(MEANS):
+            means[i] = (o[vector * MEANS + i] * factors[i // PAIR % THREAD_ROWS]).to(Float16)
+        cute.autovec_copy(means, target[None, vector])
 
 
 @cute.jit
@@ -205,7 +238,8 @@ def add_unit(work, operands, unit, o):
     count = piece.earlier + piece.later + 1
     o.fill(0.0)
     for begin in cutlass.range(0, count, BATCH, unroll=1):
-        loaded = cute.make_rmem_tensor((VECTOR, UNIT, BATCH), Float32)
+        size, number_type = vector_of(work.config), number_of(work.config)
+        loaded = cute.make_rmem_tensor((size, UNIT // size, BATCH), number_type)
         told = cute.make_rmem_tensor((VECTOR, THREAD_ROWS, BATCH), Float32)
         for i in cutlass.range_constexpr(BATCH):
             number = piece.state_of(cutlass.min(begin + i, count - 1))
@@ -213,8 +247,8 @@ def add_unit(work, operands, unit, o):
             thread = Int32(cutlass.select_(Boolean(begin + i < count), Int32(work.thread), Int32(0)))
             found = columns_of(replace(work, thread=thread), operands, number)
             statistics = statistics_of(work, operands, number)
-            for vector in cutlass.range_constexpr(UNIT):
-                cute.autovec_copy(found[None, unit * UNIT + vector], loaded[None, vector, i])
+            for vector in cutlass.range_constexpr(UNIT // size):
+                cute.autovec_copy(found[None, unit * (UNIT // size) + vector], loaded[None, vector, i])
             for r in cutlass.range_constexpr(THREAD_ROWS):
                 cute.autovec_copy(statistics[None, work.rows[r].index], told[None, r, i])
         for r in cutlass.range_constexpr(THREAD_ROWS):
@@ -231,9 +265,11 @@ def add_unit(work, operands, unit, o):
             for i in cutlass.range_constexpr(BATCH):
                 factor = cute.math.exp2(told[0, r, i] - finite(highest), fastmath=True)
                 total += told[2, r, i] * factor
+                if cutlass.const_expr(work.config.leaves_means):
+                    factor = told[2, r, i] * factor
                 values = flat(loaded[None, None, i])
                 for at in elements(o, r):
-                    o[at] += values[at] * factor
+                    o[at] += values[at].to(Float32) * factor
             numbers[2, r] = total
     once = tuple(  # one of the threads that share a row has its sum
         Float32(cutlass.select_(Boolean(work.rows[r].member == 0), numbers[2, r], Float32(0.0)))
@@ -260,13 +296,14 @@ def add_state(work, state, operands, number):
         once = Float32(cutlass.select_(Boolean(row.member == 0), other[2] * factor, Float32(0.0)))
         new.append((highest, cute.arch.fmax(maximum, other[1]), total * own + once))
         kept.append(own)
-        added.append(factor)
-    for first in cutlass.range_constexpr(0, cute.size(o) // VECTOR, AHEAD):
-        loaded = cute.make_rmem_tensor((VECTOR, AHEAD), Float32)
+        added.append(other[2] * factor if work.config.leaves_means else factor)
+    size = vector_of(work.config)
+    for first in cutlass.range_constexpr(0, cute.size(o) // size, AHEAD):
+        loaded = cute.make_rmem_tensor((size, AHEAD), number_of(work.config))
         for i in cutlass.range_constexpr(AHEAD):
             cute.autovec_copy(found[None, first + i], loaded[None, i])
         for vector in cutlass.range_constexpr(AHEAD):
-            for i in cutlass.range_constexpr(VECTOR):
-                at, r = (first + vector) * VECTOR + i, i // PAIR % THREAD_ROWS
-                o[at] = o[at] * kept[r] + loaded[i, vector] * added[r]
+            for i in cutlass.range_constexpr(size):
+                at, r = (first + vector) * size + i, i // PAIR % THREAD_ROWS
+                o[at] = o[at] * kept[r] + loaded[i, vector].to(Float32) * added[r]
     return tuple(zip(*new, strict=True))

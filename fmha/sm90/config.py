@@ -244,6 +244,11 @@ class AttentionConfig(AttentionKernel):
         return plain and timed and self.p_dtype == "bfloat16"
 
     @property
+    def leaves_means(self) -> bool:
+        """Whether pieces of a tile leave means of their values in fp16 (``add_up``), which then have to fit."""
+        return False
+
+    @property
     def in_groups(self) -> bool:
         """Whether paired consumers' K and V are one tensor, whose tiles are loaded and released by column group."""
         return self.paired and self.format.shared_kv

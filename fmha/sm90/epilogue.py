@@ -20,7 +20,6 @@ from warpspec.fmha.heads import BLOCK
 from warpspec.fmha.sm90.add_up import (
     UNIT,
     UNITS,
-    VECTOR,
     add_earlier,
     add_state,
     add_unit,
@@ -129,7 +128,7 @@ def write_share(work, operands):
 def write_units(work, operands, begin, step):
     """Write the results of units ``begin``, ``begin + step``, ... of the columns, added up over all pieces of a
     tile."""
-    o = cute.make_rmem_tensor(UNIT * VECTOR, Float32)
+    o = cute.make_rmem_tensor(UNIT, Float32)
     for number in cutlass.range(begin, UNITS, step, unroll=1):
         state = add_unit(work, operands, number, o)
         rows = finish_rows(work, state, operands, tells=Boolean(number == 0))

@@ -307,6 +307,12 @@ class GatheredConfig(LineOfQueries, AttentionConfig):
         return "float16" if self.gathers.fmt is E4M3_ROWS else super().p_dtype
 
     @property
+    def leaves_means(self) -> bool:
+        """Whether pieces of a task leave means of codes, which fit fp16. States that a caller gets are sums in
+        fp32."""
+        return self.gathers.fmt is E4M3_ROWS and self.output.normalize
+
+    @property
     def smem_regions(self) -> tuple[memory.Region, ...]:
         factors = TASK_STAGES * WARPGROUP_ROWS if self.narrows_q else 0
         rows = memory.Region("factors", factors, "float32", 0, "", "of the scores of rows, of two tasks")
