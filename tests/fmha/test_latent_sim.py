@@ -384,3 +384,19 @@ def test_states_of_codes(splits, simulate_as, monkeypatch):
     assert (found.row_sum / wanted.row_sum - 1)[some].abs().max() < 1e-3
     assert not found.row_sum[~some].any() and (found.row_max[~some] == -torch.inf).all()
     assert relative_error(found.o, wanted.o) <= 4e-3
+
+
+@pytest.mark.parametrize(("heads", "kv_scale"), [(5, 1e-15), (5, 1e15), long(64, 1e15)])
+@pytest.mark.usefixtures("check_order")
+def test_splits_of_codes_under_any_scale(heads, kv_scale, simulate_as):
+    """Splits leave means in fp16: these have to fit whatever the scale, also where all codes are the largest."""
+    simulate_as("sm_90a", sm_count=3)
+    case = replace(DRAFTS, batch=3, seq_q=1, heads_q=heads, seq_k=330, kv_lengths=(330, 0, 65))
+    inputs = arguments(case)
+    (pages,), table = paged((inputs["k"],), case.kv_lengths, 64)
+    pages[table[2, :2]] = 448.0
+    call = (inputs["q"], codes_of(pages[:, :, 0]), table, inputs["kv_lengths"])
+    options = dict(scale=0.2 / kv_scale, kv_scale=torch.tensor(kv_scale), num_splits=3)
+    found, wanted = (mla_decode(*call, **options, backend=backend) for backend in ("sim", "reference"))
+    assert relative_error(found.double() / kv_scale, wanted.double() / kv_scale) <= 4e-3
+    assert ((found[2].double() / kv_scale / 448 - 1).abs() < 2**-8).all() and not found[1].any()
