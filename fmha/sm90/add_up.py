@@ -109,14 +109,16 @@ def leave_state(work, state, operands):
     wait_for_threads(work)
 
 
+def inverse(total) -> Float32:
+    """1 / total, or 0 for the sum of a row without keys."""
+    return Float32(cutlass.select_(Boolean(total == Float32(0.0)), Float32(0.0), Float32(1.0) / total))
+
+
 @cute.jit
 def leave_means(o: cute.Tensor, totals: cutlass.Constexpr, target: cute.Tensor):
     """Leave O (n) of the thread's rows, divided by their sums, in ``target`` (NUMBER, VECTOR). O of a row without keys
     is 0, and stays so."""
-    factors = tuple(
-        Float32(cutlass.select_(Boolean(total == Float32(0.0)), Float32(0.0), Float32(1.0) / total))
-        for total in totals
-    )
+    factors = tuple(inverse(total) for total in totals)
     for vector in cutlass.range_constexpr(cute.size(o) // MEANS):
         means = cute.make_rmem_tensor(MEANS, Float16)
         for i in cutlass.range_constexpr(MEANS):

@@ -236,6 +236,12 @@ class LineOfQueries:
         return TILE_OVERHEAD
 
     @property
+    def leaves_means(self) -> bool:
+        """Whether pieces of a task leave means of codes, which fit fp16. States that a caller gets are sums in
+        fp32."""
+        return self.gathers.fmt is E4M3_ROWS and self.output.normalize
+
+    @property
     def line_source(self):
         """As in ``AttentionKernel``."""
         from warpspec.latent.gathered.task import QUERIES
@@ -305,12 +311,6 @@ class GatheredConfig(LineOfQueries, AttentionConfig):
         """dtype of products: codes without scales of their own are converted to fp16, which takes a quarter of the
         instructions; queries are scaled to fit (``fmha.sm90.narrow``)."""
         return "float16" if self.gathers.fmt is E4M3_ROWS else super().p_dtype
-
-    @property
-    def leaves_means(self) -> bool:
-        """Whether pieces of a task leave means of codes, which fit fp16. States that a caller gets are sums in
-        fp32."""
-        return self.gathers.fmt is E4M3_ROWS and self.output.normalize
 
     @property
     def smem_regions(self) -> tuple[memory.Region, ...]:
