@@ -29,31 +29,48 @@ def cut_ahead(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands, 
     Produces: tile_full.
     """
     role = Scheduler(config, channels, records)
-    known = operands._replace(kv_lengths=chunks.lengths)
+    known = known_operands(config, operands, chunks)
     # Made anew: what follows from it is not kept for the tiles behind, when registers are few.
     chunks = chunks._replace(line=chunks.line._replace(heads=anew(chunks.line.heads)))
-    copy_lengths(operands, chunks)
-    prefetch_small(operands)
-    if cutlass.const_expr(operands.page_table is not None):
-        prefetch_table(operands.page_table)
+    lengths = operands.kv_lengths if config.line_source is None else config.line_source.lengths(operands)
+    copy_lengths(lengths, chunks)
+    if cutlass.const_expr(config.line_source is None):
+        prefetch_small(operands)
+        if cutlass.const_expr(operands.page_table is not None):
+            prefetch_table(operands.page_table)
     again, count = Boolean(True), Int32(0)
     while again:
         place_ends(config, known, chunks, Int32(0), 1)
         cute.arch.sync_warp()
-        chunk = chunk_at(config, known, chunks, 0)
-        count = Int32(0)
-        if chunk.last_head >= chunk.first_head:
-            tile = chunk.tile(chunk.last_head, Int32(0))
-            if tile.piece.some:
-                fill_record(role, tile, 0)
-                count = Int32(1)
+        if cutlass.const_expr(not config.scheduler.by_producer):
+            count = fill_first(role, known, chunks)
         cute.arch.griddepcontrol_wait()  # at once, if it has been waited for
-        again = copy_lengths(operands, chunks)
-    if cute.arch.lane_idx() == 0:
-        chunks.found[0] = count
-    cute.arch.sync_warp()
-    if count > 0:
-        channels["tile_full"].arrive_warp(0)
+        again = copy_lengths(lengths, chunks)
+    if cutlass.const_expr(not config.scheduler.by_producer):
+        if cute.arch.lane_idx() == 0:
+            chunks.found[0] = count
+        cute.arch.sync_warp()
+        if count > 0:
+            channels["tile_full"].arrive_warp(0)
+
+
+@cute.jit
+def fill_first(role, known, chunks) -> Int32:
+    """Write the first tile's record; returns the number of records, 0 or 1."""
+    chunk, count = chunk_at(role.config, known, chunks, 0), Int32(0)
+    if chunk.last_head >= chunk.first_head:
+        tile = chunk.tile(chunk.last_head, Int32(0))
+        if tile.piece.some:
+            fill_record(role, tile, 0)
+            count = Int32(1)
+    return count
+
+
+def known_operands(config, operands, chunks):
+    """The operands, with the copy of the lengths in place of these."""
+    if config.line_source is None:
+        return operands._replace(kv_lengths=chunks.lengths)
+    return config.line_source.with_lengths(operands, chunks.lengths)
 
 
 def anew(number) -> Int32:
@@ -64,17 +81,17 @@ def anew(number) -> Int32:
 
 
 @cute.jit
-def copy_lengths(operands, chunks) -> Boolean:
+def copy_lengths(lengths: cute.Tensor, chunks) -> Boolean:
     """Copy the lengths from memory, where they may change at any time; returns whether the copy has changed. By a whole
     warp, which may have read the copy and then may read it again."""
-    count, changed = chunks.line.requests, Boolean(False)
+    count, changed = Int32(cute.size(lengths)), Boolean(False)
     cute.arch.sync_warp()
     for first in cutlass.range(cute.arch.lane_idx(), count, WARP_THREADS * BATCH, unroll=1):
         loaded = cute.make_rmem_tensor(BATCH, Int32)
         for i in cutlass.range_constexpr(BATCH):
             request = cutlass.min(first + i * WARP_THREADS, count - 1)
             # Not through L1, which may have what the launch before has overwritten since.
-            address = operands.kv_lengths.iterator + request
+            address = lengths.iterator + request
             loaded[i] = cute.arch.load(address, Int32, sem="relaxed", scope="gpu")
         for i in cutlass.range_constexpr(BATCH):
             request = first + i * WARP_THREADS
@@ -90,7 +107,7 @@ def each_further(config: cutlass.Constexpr, operands, chunks, role) -> Int32:
     """Write a record for each of the CTA's tiles but the one that ``cut_ahead`` looked at. Returns the number of all
     records."""
     use = chunks.found[0]
-    known = operands._replace(kv_lengths=chunks.lengths)
+    known = known_operands(config, operands, chunks)
     for round_ in cutlass.range(chunks.line.rounds, unroll=1):
         chunk = chunk_at(config, known, chunks, round_)
         head = chunk.last_head

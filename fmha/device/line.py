@@ -215,6 +215,12 @@ class Source(Protocol):
     def tile(self, config, operands, line: Line, query_tile, head):
         """The ``RowTile`` for a query tile of a head of the line, with what else is asked of a ``Tile`` here."""
 
+    def lengths(self, operands) -> cute.Tensor:
+        """The only lengths that the line follows from, if it is cut ahead (``device.cut_ahead``)."""
+
+    def with_lengths(self, operands, lengths: cute.Tensor):
+        """The operands with others in their place."""
+
     def words(self, config) -> tuple[str, ...]:
         """Names of a tile's words in a record (``device.record``)."""
 

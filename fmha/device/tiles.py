@@ -8,7 +8,7 @@ from cutlass import Boolean, Int32
 
 from warpspec.fmha.device.ahead import prefetch_small, prefetch_table, wait_for_launch
 from warpspec.fmha.device.chunk import chunk_at
-from warpspec.fmha.device.cut_ahead import each_further
+from warpspec.fmha.device.cut_ahead import each_further, known_operands
 from warpspec.fmha.device.cuts import kept_chunk, prefetch_cuts
 from warpspec.fmha.device.grid import index_of, rounds
 from warpspec.fmha.device.longest import order_of
@@ -70,7 +70,11 @@ def each_scheduled(
     """``each_tile`` for producer warps, one of which, that ``schedules``, also finds the tiles of the CTA's only chunk
     and writes their records (``TileScheduler.by_producer``)."""
     number, some = Int32(0), Boolean(True)
-    head = only_chunk(config, operands, chunks).last_head
+    if cutlass.const_expr(config.scheduler.cuts_ahead):
+        operands = known_operands(config, operands, chunks)
+    head = Int32(0)
+    if schedules:  # other warps do not wait for the chunk that is found ahead
+        head = only_chunk(config, operands, chunks).last_head
     while some:
         if schedules:
             head = write_next(role, operands, chunks, records, head, number)

@@ -270,6 +270,11 @@ class AttentionConfig(AttentionKernel):
         return False
 
     @property
+    def qk_at_once(self) -> bool:
+        """Whether that PV is followed by QK at once, and awaited in the middle of it."""
+        return False
+
+    @property
     def waits_late(self) -> bool:
         """As in ``AttentionKernel``. Chunks of work that is cut by length are placed by all threads, at the start."""
         return not self.scheduler.places_chunks

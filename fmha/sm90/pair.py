@@ -266,10 +266,16 @@ def turn(pair, step, state, masked: cutlass.Constexpr):
     """The KV tile of visit ``step``, which is this consumer's, with PV of the other's tile before it."""
     if cutlass.const_expr(pair.config.pv_first):
         state = follow(pair, step - 1, state)
-        warpgroup.wait_group(0)
-        pair.release_other(step - 1)
-        for depth_half in cutlass.range_constexpr(DEPTH_HALVES):
-            pair.issue_qk(step, depth_half)
+        if cutlass.const_expr(pair.config.qk_at_once):
+            pair.issue_qk(step, 0)
+            warpgroup.wait_group(1)  # PV; QK goes on
+            pair.release_other(step - 1)
+            pair.issue_qk(step, 1)
+        else:
+            warpgroup.wait_group(0)
+            pair.release_other(step - 1)
+            for depth_half in cutlass.range_constexpr(DEPTH_HALVES):
+                pair.issue_qk(step, depth_half)
     else:
         pair.issue_qk(step, 0)
         state = follow(pair, step - 1, state)

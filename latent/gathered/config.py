@@ -261,12 +261,13 @@ class GatheredConfig(LineOfQueries, AttentionConfig):
         assert self.paired and self.tile_n == self.gathers.keys
 
     @classmethod
-    def of(cls, *, line: bool = False, **options) -> GatheredConfig:
+    def of(cls, *, line: bool = False, ahead: bool = False, **options) -> GatheredConfig:
         """A configuration with the given options (``gathered_records``); all else is fixed. line: CTAs take chunks of
-        the line of all queries' KV tiles (``device.line``), all head groups of a query in step."""
+        the line of all queries' KV tiles (``device.line``), all head groups of a query in step. ahead: it is cut before
+        the launch before has ended (``device.cut_ahead``)."""
         found = cls(**gathered_records(**options))
         if line:
-            found = replace(found, scheduler=LINE)
+            found = replace(found, scheduler=replace(LINE, cuts_ahead=ahead))
         return found
 
     @property
@@ -305,6 +306,12 @@ class GatheredConfig(LineOfQueries, AttentionConfig):
         """Whether rows are FP8: consumers wait for their tiles, and can do the PV product of the previous one
         meanwhile."""
         return not self.gathers.copies
+
+    @property
+    def qk_at_once(self) -> bool:
+        """Whether rows are codes alone, and of one query: with several the kernel is slower that way
+        (docs/notebook/latent.md)."""
+        return self.gathers.fmt is E4M3_ROWS and not self.clears_unseen
 
     @property
     def p_dtype(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from warpspec.fmha.combine import COMBINE, CombineConfig
 from warpspec.fmha.config import AttentionKernel
 from warpspec.fmha.cuts import LineSizes, reading
 from warpspec.fmha.launch import partial_blocks, piece_blocks
-from warpspec.fmha.line import PAIR_WORDS
+from warpspec.fmha.line import AHEAD_REQUESTS, PAIR_WORDS
 from warpspec.fmha.logits import LogitNumbers, LogitOptions
 from warpspec.fmha.plan.splits import choose_splits
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
@@ -119,7 +120,7 @@ def make_plan(problem: GatheredProblem, target: Target) -> GatheredPlan:
         has_kv_scale=problem.has_kv_scale,
         pack=pack,
         cluster=cluster,
-        **({"line": True} if line else {}),
+        **line_options(problem, make) if line else {},
     )
     combine = None
     if splits > 1:
@@ -134,6 +135,15 @@ def make_plan(problem: GatheredProblem, target: Target) -> GatheredPlan:
     together = groups if line else cluster  # neighbouring CTAs that are in step
     ctas = target.sm_count // together * together
     return GatheredPlan(config, splits, combine, ctas)
+
+
+def line_options(problem: GatheredProblem, make: Callable) -> dict:
+    """The options of a configuration by ``make`` whose CTAs take chunks of the line."""
+    found = {"line": True}
+    if make == GatheredConfig.of:
+        lengths = problem.tokens // problem.queries
+        found["ahead"] = problem.lengths == (True,) and lengths <= AHEAD_REQUESTS
+    return found
 
 
 def line_sizes(problem: GatheredProblem) -> LineSizes:

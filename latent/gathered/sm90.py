@@ -127,7 +127,10 @@ class GatheredAttention(GatheredHost):
         channels = init_barriers(config.barriers, storage.barriers.data_ptr())
         if cutlass.const_expr(config.gathers.cluster > 1):
             channels = share_keys(channels)
-        units = start(config, storage, operands, units, atom, warp)
+        tasks = None
+        if cutlass.const_expr(config.scheduler.has_warp):
+            tasks = records_of(config, storage.records.data_ptr(), units, operands)
+        units = start(config, storage, operands, units, atom, warp, channels, tasks)
         k_base = storage.k.data_ptr()
         shared = GatheredStorage(
             storage.q.data_ptr(),
@@ -142,9 +145,7 @@ class GatheredAttention(GatheredHost):
             if cutlass.const_expr(config.narrows_q)
             else None,
         )
-        tasks = units
-        if cutlass.const_expr(config.scheduler.has_warp):
-            tasks = records_of(config, storage.records.data_ptr(), units, operands)
+        tasks = units if tasks is None else tasks
         if warp >= config.load_warp:
             cute.arch.setmaxregister_decrease(config.shape.producer_registers)
             gather(config, channels, shared, operands, units, atom, coordinates, tasks)

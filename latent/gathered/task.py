@@ -15,6 +15,7 @@ from cutlass import Boolean, Int32, Int64, Uint32
 from warpspec.common.hardware import TMA_ALIGNMENT, WORD_BYTES
 from warpspec.common.operands import BFLOAT16, FLOAT32, INT32, UINT32, Number, Operand, Several
 from warpspec.fmha.device.ahead import prefetch_line, prefetch_lines, prefetch_table
+from warpspec.fmha.device.cut_ahead import cut_ahead
 from warpspec.fmha.device.cuts import Shaped, copy_cuts, prefetch_cuts
 from warpspec.fmha.device.line import Chunks, Line, Source, heads_of, place_chunks
 from warpspec.fmha.device.logits import with_factor
@@ -31,16 +32,30 @@ LENGTHS = tuple(f"length_{number}" for number in range(MAX_KEY_SETS))  # words o
 
 
 @cute.jit
-def start(config: cutlass.Constexpr, storage: cutlass.Constexpr, operands, units, atom, warp):
+def start(
+    config: cutlass.Constexpr,
+    storage: cutlass.Constexpr,
+    operands,
+    units,
+    atom,
+    warp,
+    channels: cutlass.Constexpr = None,
+    records=None,
+):
     """What all of a CTA's threads do once mbarriers are initialised: wait for the launch before, and share out the
-    tasks if they are cut by length; a barrier of the CTA, or of its cluster. atom: of the load warp. Returns the units
-    with the CTA's chunks."""
+    tasks if they are cut by length; a barrier of the CTA, or of its cluster. atom: of the load warp. channels, records:
+    asked for if the line is cut ahead. Returns the units with the CTA's chunks."""
     if warp == config.load_warp:
         cute.nvgpu.cpasync.prefetch_descriptor(atom)
     if warp == config.load_warp + 1:
         prefetch_sets(operands)
     if cutlass.const_expr(config.scheduler.reads_cuts):
         prefetch_cuts(operands)
+    if cutlass.const_expr(config.scheduler.cuts_ahead):
+        units = units.at(config, storage.cursors.data_ptr())
+        cute.arch.sync_threads()
+        if warp == config.load_warp:
+            cut_ahead(config, channels, operands, units, records)
     # The launch before has ended; the next one, which waits likewise, or the second kernel may start.
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
@@ -50,7 +65,8 @@ def start(config: cutlass.Constexpr, storage: cutlass.Constexpr, operands, units
     elif cutlass.const_expr(config.scheduler.copies_cuts):
         units = units.kept_at(storage.cursors.data_ptr())
         copy_cuts(operands, units)
-    cute.arch.sync_threads()
+    if cutlass.const_expr(not config.scheduler.cuts_ahead):
+        cute.arch.sync_threads()
     if cutlass.const_expr(config.gathers.cluster > 1):
         cute.arch.cluster_arrive_relaxed()  # the peer's mbarriers are initialised, too
         cute.arch.cluster_wait()
@@ -343,6 +359,12 @@ class Queries(Source):
         """All of a query's tiles for a head group."""
         head_group, _, number = heads_of(line, head)
         return whole_task(config, operands, head_group, number)
+
+    def lengths(self, operands: Gathered) -> cute.Tensor:
+        return operands.sets[0].lengths
+
+    def with_lengths(self, operands: Gathered, lengths: cute.Tensor) -> Gathered:
+        return operands._replace(sets=(operands.sets[0]._replace(lengths=lengths),))
 
     def words(self, config) -> tuple[str, ...]:
         return ("token", "queries", "head_group", "first", "count", *LENGTHS[: config.gathers.sets])

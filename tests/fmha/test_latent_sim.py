@@ -215,15 +215,15 @@ def test_pieces_that_nobody_waits_for(simulate_as, check_order, monkeypatch, com
         through_pages(ONE)
 
 
-@pytest.mark.long
-def test_lengths_that_change_meanwhile(simulate_as, check_order, monkeypatch, compiled_anew):
-    """CTAs find their chunks by lengths that the launch before goes on to change: all of them, or only one. Chunks by
-    the lengths read first would leave keys out, and state pieces that no CTA has."""
+def misread_lengths(monkeypatch) -> list:
+    """Let kernels that find their cuts ahead read lengths that the launch before goes on to change: all of them, or
+    only one. Chunks by the lengths read first would leave keys out, and state pieces that no CTA has. Returns what each
+    reading has found once a kernel is compiled."""
     copy, reads = cut_ahead.copy_lengths, []
 
-    def copy_at_first(operands, chunks):
+    def copy_at_first(lengths, chunks):
         """The function, and other lengths in the place of those read first, which the loop's are compared with."""
-        changed = copy(operands, chunks)
+        changed = copy(lengths, chunks)
         if not reads:
             lane = cute.arch.lane_idx()
             chunks.lengths[lane] = 100 * lane
@@ -232,6 +232,12 @@ def test_lengths_that_change_meanwhile(simulate_as, check_order, monkeypatch, co
         return changed
 
     monkeypatch.setattr(cut_ahead, "copy_lengths", copy_at_first)
+    return reads
+
+
+@pytest.mark.long
+def test_lengths_that_change_meanwhile(simulate_as, check_order, monkeypatch, compiled_anew):
+    reads = misread_lengths(monkeypatch)
     simulate_as("sm_90a", sm_count=5)
     with cutting_by_length():
         through_pages(UNEQUAL)
@@ -362,6 +368,14 @@ def test_many_pieces_of_codes(heads, queries, lengths, sms, states, simulate_as,
     seen = wanted_lse != -torch.inf
     assert relative_error(o.float(), wanted_o.float()) <= 4e-3
     assert (lse - wanted_lse)[seen].abs().max() <= 1e-3 and (lse[~seen] == -torch.inf).all()
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("check_order", "compiled_anew")
+def test_lengths_of_codes_that_change_meanwhile(simulate_as, monkeypatch):
+    reads = misread_lengths(monkeypatch)
+    test_many_pieces_of_codes(64, 1, (400, 5, 0, 130), 5, False, simulate_as, monkeypatch)
+    assert len(reads) == 2
 
 
 @pytest.mark.long
