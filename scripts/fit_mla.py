@@ -22,7 +22,6 @@ from unittest import mock
 from fit_plans import text_of
 from shared import mla_calls
 from shared.mla_draws import E4M3, from_json
-from shared.sweep_report import geometric_mean
 
 from warpspec.common.hardware import MODELS
 from warpspec.common.launch import Target
@@ -33,6 +32,7 @@ KERNELS = {
     **{f"{rows}, clusters": found for rows, found in cost.OF_CLUSTERS.items()},
     "e4m3, few rows": cost.TRANSPOSED,
 }
+MOVED = tuple(name for name in cost.Costs._fields if name != "overhead")  # which is the kernel's
 LARGE, WEIGHT, FAR, CLOSENESS = 0.05, 0.5, 0.3, 0.3  # of losses; of errors of times
 
 
@@ -78,17 +78,20 @@ def number_of(way: str) -> int:
 
 def expected(one: Timed, costs: cost.Costs, splits: int) -> float:
     """The model's microseconds, as far as the host knows the lengths."""
-    if splits:
-        return cost.equal_time(costs, *one.work, splits, one.ctas)
-    if one.work[0] > cost.MOST_TASKS * one.ctas:
-        return math.inf
-    shares = cost.MEAN_LENGTHS[:1] if one.known else cost.MEAN_LENGTHS
-    return geometric_mean([shared(one, costs, one.work[1] * share) for share in shares])
-
-
-def shared(one: Timed, costs: cost.Costs, mean: float) -> float:
     tasks, tiles, _ = one.work
-    return cost.shared_time(costs, tasks, mean, tiles, one.ctas)
+    if splits:
+        return cost.expected_equal(costs, *one.work, splits, one.ctas, one.known)
+    if tasks > cost.MOST_TASKS * one.ctas:
+        return math.inf
+    return cost.expected_shared(costs, tasks, tiles, one.ctas, one.known)
+
+
+def by_lengths(one: Timed, costs: cost.Costs, splits: int) -> float:
+    """The model's microseconds, by true lengths."""
+    tasks, tiles, _ = one.work
+    if splits:
+        return cost.equal_time(costs, *one.work, splits, one.ctas, one.mean)
+    return cost.shared_time(costs, tasks, one.mean, tiles, one.ctas)
 
 
 def loss(one: Timed, costs: cost.Costs) -> float:
@@ -101,7 +104,7 @@ def error(one: Timed, costs: cost.Costs) -> float:
     """Mean square of the logarithm of the model's time, by true lengths, over the measured one, slow ways less."""
     best, total, weights = min(one.times.values()), 0.0, 0.0
     for splits, us in one.times.items():
-        found = expected(one, costs, splits) if splits else shared(one, costs, one.mean)
+        found = by_lengths(one, costs, splits)
         weight = (best / us) ** 2
         total += weight * min(abs(math.log(found / us)), FAR) ** 2
         weights += weight
@@ -118,11 +121,12 @@ def fit(calls: list[Timed], start: cost.Costs, seconds: float) -> cost.Costs:
     draw, best, until = random.Random(0), start, time.monotonic() + seconds
     least = badness(calls, best)
     while time.monotonic() < until:
-        names = draw.sample(cost.Costs._fields, draw.choice((1, 1, 2, 3)))
+        names = draw.sample(MOVED, draw.choice((1, 1, 2, 3)))
         width = draw.choice((0.05, 0.2, 0.5))
         moved = best._replace(
             **{name: getattr(best, name) * math.exp(draw.gauss(0, width)) for name in names}
         )
+        moved = moved._replace(evens=min(moved.evens, 1.0))
         found = badness(calls, moved)
         if found < least:
             best, least = moved, found

@@ -199,7 +199,7 @@ def equal_splits(
     """The number of equal splits for tasks of so many KV tiles. sizes: rows and keys of a tile."""
     costs, rows = costs_of(problem, target), problem.tokens * problem.heads
     if costs is not None:
-        return cost.best_splits(costs, tasks, tiles, rows, target.sm_count)
+        return cost.best_splits(costs, tasks, tiles, rows, target.sm_count, not any(problem.lengths))
     return choose_splits(
         m_tiles=tasks,
         kv_tiles=tiles,

@@ -12,14 +12,16 @@ H200 = SIMULATED["sm_90a"]
 KERNELS = {**cost.COSTS, "clusters": cost.OF_CLUSTERS[cost.LISTS], "transposed": cost.TRANSPOSED}
 
 
+@pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_the_number_of_splits_is_best_by_the_model_and_leaves_none_without_a_tile(kernel):
+def test_the_number_of_splits_is_best_by_the_model_and_leaves_none_without_a_tile(kernel, known):
     for tasks in (1, 7, 40, 131, 133, 900):
         for tiles in (1, 2, 5, 33, 512):
             sizes = (KERNELS[kernel], tasks, tiles, 64 * tasks)
-            splits = cost.best_splits(*sizes, 132)
-            times = [cost.equal_time(*sizes, count, 132) for count in range(1, min(tiles, 264) + 1)]
-            assert cost.equal_time(*sizes, splits, 132) == min(times)
+            splits = cost.best_splits(*sizes, 132, known)
+            counts = range(1, min(tiles, 264) + 1)
+            times = [cost.expected_equal(*sizes, count, 132, known) for count in counts]
+            assert times[splits - 1] == min(times)
             assert all(split_range(split, splits, tiles)[1] > 0 for split in range(splits))
 
 
@@ -29,6 +31,15 @@ def test_unequal_work_is_shared_out_where_splits_would_wait_for_the_longest(kern
     assert cost.shares_out(costs, 70, 304, 70 * 64, 1, 132, known=False)
     assert not cost.shares_out(costs, 4, 2, 4 * 64, 1, 132, known=False)
     assert not cost.shares_out(costs, 9 * 132, 300, 9 * 132 * 64, 1, 132, known=False)
+
+
+def test_short_lines_are_cut_and_long_first_rounds_hide_shorter_ones():
+    """Codes: a task's end costs more where it is cut, and what shorter tasks leave undone is not waited for."""
+    costs = cost.COSTS[cost.CODES]
+    short = cost.shared_time(costs, 40, 3.5, 4, 132)  # in chunks of less than a task with its start and end
+    assert short > cost.shared_time(costs, 40, 1, 1, 132) + costs.cut
+    times = [cost.equal_time(costs, 77, 112, 77 * 64, 3, 132, mean) for mean in (112, 56, None)]
+    assert times[1] < times[0] == times[2]
 
 
 def lists(tokens, heads, slots, **fields):
