@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from warpspec.common import memory
 from warpspec.common.barriers import MBARRIER_BYTES, Barrier, barrier_count
@@ -244,11 +245,6 @@ class AttentionConfig(AttentionKernel):
         return plain and timed and self.p_dtype == "bfloat16"
 
     @property
-    def leaves_means(self) -> bool:
-        """Whether pieces of a tile leave means of their values in fp16 (``add_up``), which then have to fit."""
-        return False
-
-    @property
     def in_groups(self) -> bool:
         """Whether paired consumers' K and V are one tensor, whose tiles are loaded and released by column group."""
         return self.paired and self.format.shared_kv
@@ -264,14 +260,12 @@ class AttentionConfig(AttentionKernel):
         """Shared memory from one P to the next."""
         return self.kv.k_bytes if self.p_in_keys else self.p_bytes
 
+    leaves_means: ClassVar[bool] = False  # pieces leave means of values in fp16 (``add_up``)
+    qk_at_once: ClassVar[bool] = False  # QK does not wait for PV of ``pv_first``
+
     @property
     def pv_first(self) -> bool:
         """Whether paired consumers issue PV of the other's tile before QK, not in the middle of it."""
-        return False
-
-    @property
-    def qk_at_once(self) -> bool:
-        """Whether that PV is followed by QK at once, and awaited in the middle of it."""
         return False
 
     @property
