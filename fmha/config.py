@@ -34,7 +34,8 @@ RECORD_WORDS = 24  # words of a tile's record (``device.record``), with spare on
 # The running maximum may fall this far behind the true one, in powers of two, before O is rescaled: P then
 # stays below 2**8, well within fp16 and bf16, and sums of it within fp32. When few queries decode, the reference
 # follows every step, so that the largest P of a row is exactly 1 and has no rounding error. This is necessary: keys
-# with the same weight other than 1 all have the same rounding error, however small each weight is.
+# with the same weight other than 1 all have the same rounding error, however small each weight is, unless the row's sum
+# has it, too (``lags_if_light``).
 RESCALE_THRESHOLD = 8.0
 EXACT_QUERIES = 8
 # Keys of a box where queries are few and see at most SMALL_WINDOW keys, at both ends of which some of a KV tile is
