@@ -16,10 +16,11 @@ import torch
 from warpspec.cache.config import InsertConfig, heads_per_item
 from warpspec.cache.device.insert import INSERT
 from warpspec.common.launch import Kernel, Target
-from warpspec.fmha.block_mask import BLOCK, ORDER_WORDS, OWN_PATTERNS, WORD_BITS, Visits
+from warpspec.fmha.block_mask import BLOCK, OWN_PATTERNS, WORD_BITS, Visits
 from warpspec.fmha.cuts import kernels_with_cuts
 from warpspec.fmha.expand import EXPAND, expand_config, expanded
 from warpspec.fmha.launch import ATTENTION, second_kernel
+from warpspec.fmha.lists import LINKS, ORDER_WORDS, ROWS, ListsConfig
 from warpspec.fmha.plan import likely_kernels
 from warpspec.fmha.plan.expanding import likely_ways
 from warpspec.fmha.problem import AttentionProblem
@@ -294,7 +295,10 @@ def needed(
         if kv_cache != "e4m3":
             raise ValueError(f"--kv-cache: latent rows are e4m3 or 16-bit, got {kv_cache}")
         return latent_kernels(model, page_sizes, target)
+    calls = tuple(calls)
     found = kernels(problems(model, calls, page_sizes, kv_cache), target, margin)
+    if BLOCKS in calls:  # what converts flash-attn-4's lists
+        found += [(kernel, ListsConfig(has_full)) for kernel in (ROWS, LINKS) for has_full in (False, True)]
     return found if kv_cache == "16-bit" else found + inserts(model, kv_cache)
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from warpspec.common.checks import kind_of, shape_of
+from warpspec.fmha.lists import convert, target_for
 from warpspec.fmha.values import are_checked
 
 BLOCK = 128  # queries and keys of a block where lists do not say
@@ -29,7 +30,6 @@ FLASH_ATTN = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_
 # Tensors of a ``BlockMask``: lists of batch rows and heads, their order, and patterns.
 LISTS = ("kv_visits", "kv_counts", "q_visits", "q_counts")
 TENSORS = (*LISTS, "kv_order", "patterns", "q_patterns")
-ORDER_WORDS = 5  # of an entry of kv_order
 FLEX = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 
 
@@ -154,6 +154,13 @@ class BlockMask:
         """
         found = read_lists(lists)
         check_lists(found, seq_q, seq_k)
+        target = None if found.mask_mod else target_for(found[:4], seq_k, found.block_size[1])
+        if target is not None:
+            kv_visits, kv_counts, *q, order = convert(found[:4], (seq_q, seq_k), found.block_size, target)
+            visited = Visits.of(kv_counts) if are_checked(kv_counts.device) else None
+            return cls(
+                found.block_size, (seq_q, seq_k), kv_visits, kv_counts, *q, kv_order=order, visited=visited
+            )
         columns = -(-seq_k // found.block_size[1])
         partial = listed(found.counts, found.indices, columns)
         full = torch.zeros_like(partial)

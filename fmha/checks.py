@@ -9,9 +9,10 @@ import torch
 from warpspec.common.checks import check_bool, check_int, check_rows, check_tensor, kind_of, shape_of
 from warpspec.common.hardware import FP32_BYTES
 from warpspec.common.outputs import check_apart, check_elements, refuse_negated
-from warpspec.fmha.block_mask import ORDER_WORDS, OWN_PATTERNS, WORD_BITS
+from warpspec.fmha.block_mask import OWN_PATTERNS, WORD_BITS
 from warpspec.fmha.heads import CLASSES, LARGEST, LATENT, STEP, supported
 from warpspec.fmha.line import KEPT_WORDS
+from warpspec.fmha.lists import ORDER_WORDS
 from warpspec.fmha.operands import Operands, Options
 from warpspec.fmha.quantized import FORMATS, head_size
 from warpspec.fmha.tree import MOST_DRAFTS

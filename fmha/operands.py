@@ -23,8 +23,8 @@ from warpspec.common.operands import (
     inputs_of,
     names_of,
 )
-from warpspec.fmha.block_mask import ORDER_WORDS
 from warpspec.fmha.line import JOIN_WORDS, KEPT_WORDS
+from warpspec.fmha.lists import ORDER_WORDS
 from warpspec.fmha.logits import LogitOptions
 from warpspec.fmha.quantized import block_alignment
 

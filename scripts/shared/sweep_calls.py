@@ -24,7 +24,8 @@ from warpspec.cache.quantize import quantize_nvfp4
 from warpspec.common.hardware import VECTOR_BYTES
 from warpspec.common.launch import Kernel, Target
 from warpspec.fmha import BlockMask, attention, attention_varlen
-from warpspec.fmha.block_mask import ORDER_WORDS, WORD_BITS
+from warpspec.fmha.block_mask import WORD_BITS
+from warpspec.fmha.lists import ORDER_WORDS
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.quantized import BLOCK_SCALES, dequantized
 from warpspec.softmax import softmax, softmax_topk

@@ -15,9 +15,10 @@ from helpers.suites import long_but
 from torch.nn.attention.flex_attention import create_block_mask
 
 from warpspec import sim
-from warpspec.common.launch import simulating
+from warpspec.common.launch import simulated, simulating
 from warpspec.fmha import BlockMask, UnsupportedProblem, attention, attention_varlen
-from warpspec.fmha.block_mask import OWN_PATTERNS, Visits, block_mask_of
+from warpspec.fmha.block_mask import OWN_PATTERNS, Visits, block_mask_of, read_lists
+from warpspec.fmha.lists import convert
 
 SPILLED = 16  # bytes that ptxas keeps on the stack, once a tile: 8 at D 256 without lists, too
 EVERY = [(case, arch) for case in CASES for arch in ("sm_90a", "sm_100a")]
@@ -40,6 +41,29 @@ def test_case(case, arch, simulate_as, check_order):
     inputs, _ = inputs_of(case)
     check(case, run(case, inputs, backend="sim"), inputs)
     assert all(found.local_bytes <= SPILLED for found in sim.last_report().launches)
+
+
+@pytest.mark.parametrize("arch", long_but(("sm_90a",), ("sm_90a", "sm_100a")))
+@pytest.mark.parametrize(
+    ("sizes", "width", "full"),
+    [((640, 600), 4, True), ((4200, 300), 3, False), *long_but([], [((100, 9000), 71, True)])],
+)
+def test_kernels_convert_lists_as_torch_does(sizes, width, full, arch, check_order):
+    """Blocks that are in both lists, entries past counts that are no blocks, lists with other batch rows and heads."""
+    blocks, draw = [-(-size // 128) for size in sizes], torch.Generator().manual_seed(3)
+
+    def drawn(batch, heads):
+        place = torch.rand(batch, heads, blocks[0], blocks[1], generator=draw).argsort(-1)[..., :width]
+        counts = torch.randint(0, width + 1, place.shape[:-1], generator=draw)
+        past = torch.arange(width) >= counts[..., None]
+        return counts.int(), torch.where(past, (-1) ** place * 10**9, place).int()
+
+    lists = FlashLists(*drawn(1, 2), *(drawn(3, 1) if full else (None, None)))
+    wanted = BlockMask.of(lists, *sizes)
+    found = convert(read_lists(lists)[:4], sizes, (128, 128), simulated(arch))
+    names = ("kv_visits", "kv_counts", "q_visits", "q_counts", "kv_order")
+    for name, tensor in zip(names, found, strict=True):
+        assert torch.equal(tensor, getattr(wanted, name)), name
 
 
 @pytest.mark.parametrize("name", GRADIENTS)

@@ -4,7 +4,17 @@ import random as python_random
 
 import pytest
 import torch
-from helpers.block_cases import CASES, EVEN, LONGEST, SPARSE, Case, inputs_of, moved_inputs, requests_of
+from helpers.block_cases import (
+    CASES,
+    EVEN,
+    LONGEST,
+    SPARSE,
+    Case,
+    FlashLists,
+    inputs_of,
+    moved_inputs,
+    requests_of,
+)
 from helpers.gpu_tensors import moved
 from helpers.gradient_cases import BLOCKS, KERNEL_TOLERANCE
 from helpers.gradient_cases import Case as Gradients
@@ -122,3 +132,32 @@ def test_a_graph_serves_other_lists():
     graph.replay()
     expected = attention(**inputs, backend="reference")
     torch.testing.assert_close(out.cpu().float(), expected.float(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("sizes", [(640, 600), (100, 9000), (16384, 16384)])
+@pytest.mark.parametrize("shared", [False, True])
+def test_lists_are_converted_on_the_gpu(sizes, shared):
+    """By kernels as by torch on a CPU, whether or not partial and full blocks have the same batch rows and heads; and
+    again in a graph, for other lists."""
+    rows, blocks = (-(-size // 128) for size in sizes)
+
+    def drawn(batch, heads):
+        counts = torch.randint(0, blocks + 1, (batch, heads, rows)).int()
+        return counts, torch.rand(batch, heads, rows, blocks).argsort(-1).int()
+
+    first, second = (FlashLists(*drawn(1, 2), *drawn(*((1, 2) if shared else (3, 1)))) for _ in range(2))
+    given = FlashLists(*[t.cuda() for t in first[:4]])
+    graph = torch.cuda.CUDAGraph()
+    compare(BlockMask.of(given, *sizes), BlockMask.of(first, *sizes))
+    with torch.cuda.graph(graph):
+        found = BlockMask.of(given, *sizes)
+    for tensor, other in zip(given[:4], second[:4], strict=True):
+        tensor.copy_(other)
+    graph.replay()
+    compare(found, BlockMask.of(second, *sizes))
+
+
+def compare(found: BlockMask, wanted: BlockMask) -> None:
+    for name, tensor in wanted.operands.items():
+        assert (tensor is None) == (getattr(found, name) is None), name
+        assert tensor is None or torch.equal(getattr(found, name).cpu(), tensor), name

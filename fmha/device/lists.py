@@ -1,0 +1,238 @@
+"""Converts flash-attn-4's lists of blocks (``fmha.lists``): two kernels, in which a warp does one thing after another.
+
+``Rows``: a warp takes the list of one block of queries. It flags the listed blocks of keys in shared memory, counts
+them, and writes them in the order of kernels. ``Links``: a warp finds the place of one block of queries among all, by
+the lengths of their lists, or goes through the blocks of queries that visit one block of keys.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Boolean, Int32
+
+from warpspec.common.device.host import host_function
+from warpspec.common.hardware import WARP_THREADS, WORD_BYTES
+from warpspec.fmha.lists import MOST_BLOCKS, WARPS, ListsConfig, ListsNumbers, ListsOperands
+
+PARTIAL, FULL = 1, 2  # flags
+ALL_KEYS = ~0  # the rule of a full block without patterns; that of a partial one is 0
+
+
+class Rows:
+    """``Rows(config)(...)`` launches the first kernel."""
+
+    def __init__(self, config: ListsConfig):
+        self.config = config
+
+    @host_function(ListsOperands, ListsNumbers)
+    def __call__(self, operands: ListsOperands, numbers: ListsNumbers, stream: CUstream):
+        """Host side."""
+        lists, rows, _, _ = operands.kv_visits.shape
+        self.kernel(operands, numbers).launch(
+            grid=(cute.ceil_div(lists * rows, WARPS), 1, 1),
+            block=(WARPS * WARP_THREADS, 1, 1),
+            smem=self.config.smem_bytes,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, operands, numbers):
+        cta, _, _ = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        smem = cutlass.memory.SmemAllocator()
+        layout = cute.make_layout((WARPS, MOST_BLOCKS), stride=(MOST_BLOCKS, 1))
+        flags = smem.allocate_tensor(Int32, layout, byte_alignment=WORD_BYTES)  # (WARP, BLOCK)
+        lists, rows, _, _ = operands.kv_visits.shape
+        number = cta * WARPS + warp
+        if number < lists * rows:
+            convert_row(self.config, operands, numbers, flags[warp, None], number // rows, number % rows)
+
+
+class Links:
+    """``Links(config)(...)`` launches the second kernel."""
+
+    def __init__(self, config: ListsConfig):
+        self.config = config
+
+    @host_function(ListsOperands, ListsNumbers)
+    def __call__(self, operands: ListsOperands, numbers: ListsNumbers, stream: CUstream):
+        """Host side."""
+        lists, rows, blocks, _ = operands.kv_visits.shape
+        self.kernel(operands, numbers).launch(
+            grid=(cute.ceil_div(lists * (rows + blocks), WARPS), 1, 1),
+            block=(WARPS * WARP_THREADS, 1, 1),
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, operands, numbers):
+        cta, _, _ = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lists, rows, blocks, _ = operands.kv_visits.shape
+        number = cta * WARPS + warp
+        if number < lists * (rows + blocks):
+            of_lists, place = number // (rows + blocks), number % (rows + blocks)
+            if place < rows:
+                write_order(operands, numbers, of_lists, place)
+            else:
+                link_visitors(operands, of_lists, place - rows)
+
+
+@cute.jit
+def convert_row(config: cutlass.Constexpr, operands, numbers, flags, of_lists, row):
+    """Write the list of one block of queries. flags: (BLOCK), the warp's own. of_lists: its batch row and head."""
+    blocks, heads = operands.kv_visits.shape[2], operands.counts.shape[1]
+    place = (of_lists // heads, of_lists % heads, row)
+    lane = cute.arch.lane_idx()
+    chunks = cute.ceil_div(blocks, WARP_THREADS)
+    for chunk in cutlass.range(chunks, unroll=1):
+        flags[chunk * WARP_THREADS + lane] = 0
+    cute.arch.sync_warp()
+    set_flags(operands.counts, operands.indices, flags, place, blocks, PARTIAL)
+    if cutlass.const_expr(config.has_full):
+        cute.arch.sync_warp()  # what is in both lists is full
+        set_flags(operands.full_counts, operands.full_indices, flags, place, blocks, FULL)
+    cute.arch.sync_warp()
+    masked, visited = Int32(0), Int32(0)
+    for chunk in cutlass.range(chunks, unroll=1):
+        some, every, _ = kinds(flags, chunk * WARP_THREADS + lane, blocks, numbers.cut_k)
+        masked += cute.arch.popc(cute.arch.vote_ballot_sync(some))
+        visited += cute.arch.popc(cute.arch.vote_ballot_sync(every))
+    if lane == 0:
+        operands.kv_counts[of_lists, row, 0] = masked
+        operands.kv_counts[of_lists, row, 1] = visited
+    write_row(operands, numbers, flags, of_lists, row, (masked, visited))
+
+
+@cute.jit
+def set_flags(counts, indices, flags, place, blocks, flag: cutlass.Constexpr):
+    """Flag the blocks that the list at ``place`` has. What is past its count or no block's number counts for
+    nothing."""
+    lists, head, row = place
+    count = cutlass.min(counts[lists, head, row], indices.shape[3])
+    for entry in cutlass.range(cute.arch.lane_idx(), count, WARP_THREADS, unroll=1):
+        block = indices[lists, head, row, entry]
+        if Boolean(block >= 0) & Boolean(block < blocks):
+            flags[block] = flag
+
+
+def kinds(flags, block, blocks, cut_k) -> tuple:
+    """(whether a block is visited and needs a mask, is visited, is listed as full). block: below the flags' room."""
+    flag = flags[block]
+    full = Boolean(flag == FULL)
+    ends = Boolean(block == blocks - 1) & Boolean(cut_k != 0)  # its last keys do not exist
+    return Boolean(flag == PARTIAL) | (full & ends), Boolean(flag != 0), full
+
+
+@cute.jit
+def write_row(operands, numbers, flags, of_lists, row, totals):
+    """Write the blocks of keys of a row: first those that need a mask, then other visited ones, then the rest. totals:
+    (blocks that need a mask, visited ones)."""
+    blocks = operands.kv_visits.shape[2]
+    lane = cute.arch.lane_idx()
+    masked, whole, rest = Int32(0), totals[0], totals[1]  # places of the next ones
+    for chunk in cutlass.range(cute.ceil_div(blocks, WARP_THREADS), unroll=1):
+        block = chunk * WARP_THREADS + lane
+        exists = Boolean(block < blocks)
+        some, every, full = kinds(flags, block, blocks, numbers.cut_k)
+        votes = cute.arch.vote_ballot_sync(some), cute.arch.vote_ballot_sync(every & ~some)
+        hidden = cute.arch.vote_ballot_sync(exists & ~every)
+        earlier = masked + whole - totals[0]  # visited ones of the chunks before
+        place = rest + before(hidden, lane)
+        if some:
+            place = masked + before(votes[0], lane)
+        elif every:
+            place = whole + before(votes[1], lane)
+        if exists:
+            rule = Int32(cutlass.select_(full, Int32(ALL_KEYS), Int32(0)))
+            operands.kv_visits[of_lists, row, place, 0] = block
+            operands.kv_visits[of_lists, row, place, 1] = rule
+            operands.q_visits[of_lists, block, row, 0] = Int32(every)  # until its own warp links them
+            operands.q_visits[of_lists, block, row, 1] = rule
+            operands.q_visits[of_lists, block, row, 2] = earlier + before(votes[0] | votes[1], lane)
+        masked += cute.arch.popc(votes[0])
+        whole += cute.arch.popc(votes[1])
+        rest += cute.arch.popc(hidden)
+
+
+def before(votes, lane) -> Int32:
+    """Votes of the lanes before this one."""
+    return Int32(cute.arch.popc(Int32(votes) & ((Int32(1) << lane) - 1)))
+
+
+def first_of(votes) -> Int32:
+    """The first lane that voted; there is one."""
+    votes = Int32(votes)
+    return Int32(cute.arch.popc((votes & -votes) - 1))
+
+
+@cute.jit
+def write_order(operands, numbers, of_lists, row):
+    """Write the entry of kv_order of one block of queries: after those with longer lists, and with lists as long whose
+    blocks come before."""
+    rows = operands.kv_visits.shape[1]
+    lane = cute.arch.lane_idx()
+    mine, place = length_of(operands, numbers, of_lists, row), Int32(0)
+    for chunk in cutlass.range(cute.ceil_div(rows, WARP_THREADS), unroll=1):
+        other = chunk * WARP_THREADS + lane
+        theirs = Int32(-1)
+        if other < rows:
+            theirs = length_of(operands, numbers, of_lists, other)
+        comes = Boolean(theirs > mine) | (Boolean(theirs == mine) & Boolean(other < row))
+        place += cute.arch.popc(cute.arch.vote_ballot_sync(comes))
+    if lane == 0:
+        operands.kv_order[of_lists, place, 0] = row
+        for i in cutlass.range_constexpr(2):
+            operands.kv_order[of_lists, place, 1 + i] = operands.kv_counts[of_lists, row, i]
+            operands.kv_order[of_lists, place, 3 + i] = operands.kv_visits[of_lists, row, 0, i]
+
+
+def length_of(operands, numbers, of_lists, row) -> Int32:
+    """Visited blocks of a row; of a last block of queries that is not whole more than any has."""
+    rows, blocks = operands.kv_visits.shape[1], operands.kv_visits.shape[2]
+    first = Boolean(row == rows - 1) & Boolean(numbers.cut_q != 0)
+    return Int32(cutlass.select_(first, Int32(blocks + 1), operands.kv_counts[of_lists, row, 1]))
+
+
+@cute.jit
+def link_visitors(operands, of_lists, block):
+    """Write q_counts of one block of keys, and in q_visits, where ``Rows`` left whether a block of queries visits it,
+    the next one that does."""
+    rows = operands.kv_visits.shape[1]
+    lane, chunks = cute.arch.lane_idx(), cute.ceil_div(rows, WARP_THREADS)
+    first, last, count = Int32(rows), Int32(-1), Int32(0)
+    for chunk in cutlass.range(chunks, unroll=1):
+        votes = visitors(operands, of_lists, block, chunk, lane)
+        if votes != 0:
+            first = cutlass.min(first, chunk * WARP_THREADS + first_of(votes))
+            last = chunk * WARP_THREADS + WARP_THREADS - 1 - Int32(cute.arch.clz(votes))
+        count += Int32(cute.arch.popc(votes))
+    after = first  # of the last visitor
+    for step in cutlass.range(chunks, unroll=1):
+        chunk = chunks - 1 - step
+        row = chunk * WARP_THREADS + lane
+        votes = visitors(operands, of_lists, block, chunk, lane)
+        later = votes & ~((Int32(2) << lane) - 1)
+        found = after
+        if later != 0:
+            found = chunk * WARP_THREADS + first_of(later)
+        if row < rows:
+            operands.q_visits[of_lists, block, row, 0] = found
+        if votes != 0:
+            after = chunk * WARP_THREADS + first_of(votes)
+    if lane == 0:
+        operands.q_counts[of_lists, block, 0] = first
+        operands.q_counts[of_lists, block, 1] = last
+        operands.q_counts[of_lists, block, 2] = count
+
+
+@cute.jit
+def visitors(operands, of_lists, block, chunk, lane) -> Int32:
+    """Votes of the blocks of queries of a chunk that visit a block of keys."""
+    row = chunk * WARP_THREADS + lane
+    visits = Boolean(False)
+    if row < operands.kv_visits.shape[1]:
+        visits = Boolean(operands.q_visits[of_lists, block, row, 0] != 0)
+    return Int32(cute.arch.vote_ballot_sync(visits))
