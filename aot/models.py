@@ -20,7 +20,7 @@ from warpspec.fmha.block_mask import BLOCK, OWN_PATTERNS, WORD_BITS, Visits
 from warpspec.fmha.cuts import kernels_with_cuts
 from warpspec.fmha.expand import EXPAND, expand_config, expanded
 from warpspec.fmha.launch import ATTENTION, second_kernel
-from warpspec.fmha.lists import LINKS, ORDER_WORDS, ROWS, ListsConfig
+from warpspec.fmha.lists import KERNELS, ORDER_WORDS, ListsConfig
 from warpspec.fmha.plan import likely_kernels
 from warpspec.fmha.plan.expanding import likely_ways
 from warpspec.fmha.problem import AttentionProblem
@@ -298,7 +298,7 @@ def needed(
     calls = tuple(calls)
     found = kernels(problems(model, calls, page_sizes, kv_cache), target, margin)
     if BLOCKS in calls:  # what converts flash-attn-4's lists
-        found += [(kernel, ListsConfig(has_full)) for kernel in (ROWS, LINKS) for has_full in (False, True)]
+        found += [(kernel, ListsConfig(has_full)) for kernel in KERNELS for has_full in (False, True)]
     return found if kv_cache == "16-bit" else found + inserts(model, kv_cache)
 
 

@@ -157,7 +157,7 @@ class BlockMask:
         target = None if found.mask_mod else target_for(found[:4], seq_k, found.block_size[1])
         if target is not None:
             kv_visits, kv_counts, *q, order = convert(found[:4], (seq_q, seq_k), found.block_size, target)
-            visited = Visits.of(kv_counts) if are_checked(kv_counts.device) else None
+            visited = Visits.of(kv_counts, q[1][..., 2]) if are_checked(kv_counts.device) else None
             return cls(
                 found.block_size, (seq_q, seq_k), kv_visits, kv_counts, *q, kv_order=order, visited=visited
             )

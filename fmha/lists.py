@@ -1,4 +1,4 @@
-"""Conversion of flash-attn-4's lists of blocks to the form of kernels (``block_mask.BlockMask``) by two kernels. Host
+"""Conversion of flash-attn-4's lists of blocks to the form of kernels (``block_mask.BlockMask``) by three kernels. Host
 side.
 
 Such lists come with every call, and as torch operations their conversion is 80 launches, which take longer than most
@@ -28,7 +28,7 @@ ORDER_WORDS = 5  # of an entry of kv_order
 
 @dataclass(frozen=True)
 class ListsConfig:
-    """Compile-time shape of both kernels. has_full: full blocks are listed."""
+    """Compile-time shape of the kernels. has_full: full blocks are listed."""
 
     has_full: bool
 
@@ -39,9 +39,9 @@ class ListsConfig:
 
 
 class ListsOperands(NamedTuple):
-    """Tensors of both kernels. counts, full_counts [B, H, M], indices, full_indices [B, H, M, any]: the lists. The
+    """Tensors of the kernels. counts, full_counts [B, H, M], indices, full_indices [B, H, M, any]: the lists. The
     others are written, with L = B * H: kv_visits [L, M, N, 2], kv_counts [L, M, 2], q_visits [L, N, M, 3], q_counts [L,
-    N, 3], kv_order [L, M, 5], of ``BlockMask``."""
+    N, 4], kv_order [L, M, 5], of ``BlockMask``."""
 
     counts: Annotated[Any, Operand(INT32, 3)]
     indices: Annotated[Any, Operand(INT32, 4)]
@@ -50,38 +50,54 @@ class ListsOperands(NamedTuple):
     kv_visits: Annotated[Any, Operand(INT32, 4, 2)]
     kv_counts: Annotated[Any, Operand(INT32, 3, 2)]
     q_visits: Annotated[Any, Operand(INT32, 4, 3)]
-    q_counts: Annotated[Any, Operand(INT32, 3, 3)]
+    q_counts: Annotated[Any, Operand(INT32, 3, 4)]
     kv_order: Annotated[Any, Operand(INT32, 3, ORDER_WORDS)]
 
 
 class ListsNumbers(NamedTuple):
-    """Numbers of both kernels. cut_q, cut_k: 1 if the last block of queries, of keys, is not whole, otherwise 0."""
+    """Numbers of the kernels. cut_q, cut_k: 1 if the last block of queries, of keys, is not whole, otherwise 0."""
 
     cut_q: Annotated[Any, Number(INT32)]
     cut_k: Annotated[Any, Number(INT32)]
 
 
+def arguments_of(kernel) -> tuple:
+    """A kernel's host function, and its arguments except the stream."""
+    return (kernel, *fakes(ListsOperands, kernel.config), *fakes(ListsNumbers, kernel.config))
+
+
 def rows_arguments(config: ListsConfig) -> tuple:
-    """The host function of the first kernel and its arguments except the stream."""
+    """Return the host function and the arguments of the first kernel."""
     from warpspec.fmha.device.lists import Rows
 
-    return (Rows(config), *fakes(ListsOperands, config), *fakes(ListsNumbers, config))
+    return arguments_of(Rows(config))
 
 
 def links_arguments(config: ListsConfig) -> tuple:
-    """The host function of the second kernel and its arguments except the stream."""
+    """Return the host function and the arguments of the second kernel."""
     from warpspec.fmha.device.lists import Links
 
-    return (Links(config), *fakes(ListsOperands, config), *fakes(ListsNumbers, config))
+    return arguments_of(Links(config))
 
 
-ROWS, LINKS = Kernel("fmha.lists.rows", rows_arguments), Kernel("fmha.lists.links", links_arguments)
+def orders_arguments(config: ListsConfig) -> tuple:
+    """Return the host function and the arguments of the third kernel."""
+    from warpspec.fmha.device.lists import Orders
+
+    return arguments_of(Orders(config))
+
+
+KERNELS = (
+    Kernel("fmha.lists.rows", rows_arguments),
+    Kernel("fmha.lists.links", links_arguments),
+    Kernel("fmha.lists.orders", orders_arguments),
+)
 
 
 @lru_cache(maxsize=64)
-def launchers(config: ListsConfig, target: Target) -> tuple[Callable, Callable]:
+def launchers(config: ListsConfig, target: Target) -> tuple[Callable, ...]:
     """Functions of the operands and numbers that launch the kernels, compiled."""
-    return ROWS.launcher(config, target), LINKS.launcher(config, target)
+    return tuple(kernel.launcher(config, target) for kernel in KERNELS)
 
 
 def target_for(lists: Sequence[torch.Tensor | None], keys: int, block_keys: int) -> Target | None:
@@ -111,7 +127,7 @@ def convert(
     def new(*sizes: int) -> torch.Tensor:
         return torch.empty((batch * heads, *sizes), dtype=torch.int32, device=lists[0].device)
 
-    made = new(rows, blocks, 2), new(rows, 2), new(blocks, rows, 3), new(blocks, 3), new(rows, ORDER_WORDS)
+    made = new(rows, blocks, 2), new(rows, 2), new(blocks, rows, 3), new(blocks, 4), new(rows, ORDER_WORDS)
     cut = [int(length % each != 0) for length, each in zip(lengths, size, strict=True)]
     with target.current():
         for launch in launchers(ListsConfig(lists[2] is not None), target):

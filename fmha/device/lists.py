@@ -1,8 +1,9 @@
-"""Converts flash-attn-4's lists of blocks (``fmha.lists``): two kernels, in which a warp does one thing after another.
+"""Converts flash-attn-4's lists of blocks (``fmha.lists``): three kernels.
 
 ``Rows``: a warp takes the list of one block of queries. It flags the listed blocks of keys in shared memory, counts
-them, and writes them in the order of kernels. ``Links``: a warp finds the place of one block of queries among all, by
-the lengths of their lists, or goes through the blocks of queries that visit one block of keys.
+them, and writes them in the order of kernels. ``Links``: a warp goes through the blocks of queries that visit one block
+of keys. ``Orders``: a warp finds the place of one block of queries, or of keys, among all, by how many it visits, or
+visit it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from warpspec.common.hardware import WARP_THREADS, WORD_BYTES
 from warpspec.fmha.lists import MOST_BLOCKS, WARPS, ListsConfig, ListsNumbers, ListsOperands
 
 PARTIAL, FULL = 1, 2  # flags
+MOST = 2**31 - 1  # visits of a block that comes first
 ALL_KEYS = ~0  # the rule of a full block without patterns; that of a partial one is 0
 
 
@@ -59,6 +61,32 @@ class Links:
     @host_function(ListsOperands, ListsNumbers)
     def __call__(self, operands: ListsOperands, numbers: ListsNumbers, stream: CUstream):
         """Host side."""
+        lists, _, blocks, _ = operands.kv_visits.shape
+        self.kernel(operands).launch(
+            grid=(cute.ceil_div(lists * blocks, WARPS), 1, 1),
+            block=(WARPS * WARP_THREADS, 1, 1),
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, operands):
+        cta, _, _ = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lists, _, blocks, _ = operands.kv_visits.shape
+        number = cta * WARPS + warp
+        if number < lists * blocks:
+            link_visitors(operands, number // blocks, number % blocks)
+
+
+class Orders:
+    """``Orders(config)(...)`` launches the third kernel."""
+
+    def __init__(self, config: ListsConfig):
+        self.config = config
+
+    @host_function(ListsOperands, ListsNumbers)
+    def __call__(self, operands: ListsOperands, numbers: ListsNumbers, stream: CUstream):
+        """Host side."""
         lists, rows, blocks, _ = operands.kv_visits.shape
         self.kernel(operands, numbers).launch(
             grid=(cute.ceil_div(lists * (rows + blocks), WARPS), 1, 1),
@@ -75,9 +103,12 @@ class Links:
         if number < lists * (rows + blocks):
             of_lists, place = number // (rows + blocks), number % (rows + blocks)
             if place < rows:
-                write_order(operands, numbers, of_lists, place)
+                write_order(operands, of_lists, place, numbers.cut_q)
             else:
-                link_visitors(operands, of_lists, place - rows)
+                column = place - rows
+                first = place_of(operands.q_counts[of_lists, None, 2], column, numbers.cut_k)
+                if cute.arch.lane_idx() == 0:
+                    operands.q_counts[of_lists, first, 3] = column
 
 
 @cute.jit
@@ -169,31 +200,36 @@ def first_of(votes) -> Int32:
 
 
 @cute.jit
-def write_order(operands, numbers, of_lists, row):
-    """Write the entry of kv_order of one block of queries: after those with longer lists, and with lists as long whose
-    blocks come before."""
-    rows = operands.kv_visits.shape[1]
-    lane = cute.arch.lane_idx()
-    mine, place = length_of(operands, numbers, of_lists, row), Int32(0)
-    for chunk in cutlass.range(cute.ceil_div(rows, WARP_THREADS), unroll=1):
-        other = chunk * WARP_THREADS + lane
-        theirs = Int32(-1)
-        if other < rows:
-            theirs = length_of(operands, numbers, of_lists, other)
-        comes = Boolean(theirs > mine) | (Boolean(theirs == mine) & Boolean(other < row))
-        place += cute.arch.popc(cute.arch.vote_ballot_sync(comes))
-    if lane == 0:
+def write_order(operands, of_lists, row, cut_q):
+    """Write the entry of kv_order of one block of queries."""
+    place = place_of(operands.kv_counts[of_lists, None, 1], row, cut_q)
+    if cute.arch.lane_idx() == 0:
         operands.kv_order[of_lists, place, 0] = row
         for i in cutlass.range_constexpr(2):
             operands.kv_order[of_lists, place, 1 + i] = operands.kv_counts[of_lists, row, i]
             operands.kv_order[of_lists, place, 3 + i] = operands.kv_visits[of_lists, row, 0, i]
 
 
-def length_of(operands, numbers, of_lists, row) -> Int32:
-    """Visited blocks of a row; of a last block of queries that is not whole more than any has."""
-    rows, blocks = operands.kv_visits.shape[1], operands.kv_visits.shape[2]
-    first = Boolean(row == rows - 1) & Boolean(numbers.cut_q != 0)
-    return Int32(cutlass.select_(first, Int32(blocks + 1), operands.kv_counts[of_lists, row, 1]))
+@cute.jit
+def place_of(lengths, number, cut) -> Int32:
+    """The place of a block, by its number, among all: after those with more visits, and with as many whose numbers are
+    less. lengths: visits of all. cut: whether the last one is not whole, and first therefore."""
+    count = cute.size(lengths)
+    lane, mine, place = cute.arch.lane_idx(), length_of(lengths, number, cut), Int32(0)
+    for chunk in cutlass.range(cute.ceil_div(count, WARP_THREADS), unroll=1):
+        other = chunk * WARP_THREADS + lane
+        theirs = Int32(-1)
+        if other < count:
+            theirs = length_of(lengths, other, cut)
+        comes = Boolean(theirs > mine) | (Boolean(theirs == mine) & Boolean(other < number))
+        place += cute.arch.popc(cute.arch.vote_ballot_sync(comes))
+    return place
+
+
+def length_of(lengths, number, cut) -> Int32:
+    """Visits of a block; of a last one that is not whole more than any has."""
+    first = Boolean(number == cute.size(lengths) - 1) & Boolean(cut != 0)
+    return Int32(cutlass.select_(first, Int32(MOST), lengths[number]))
 
 
 @cute.jit
