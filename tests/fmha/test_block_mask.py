@@ -15,10 +15,11 @@ from helpers.suites import long_but
 from torch.nn.attention.flex_attention import create_block_mask
 
 from warpspec import sim
+from warpspec.common.compile import resources
 from warpspec.common.launch import simulated, simulating
 from warpspec.fmha import BlockMask, UnsupportedProblem, attention, attention_varlen
 from warpspec.fmha.block_mask import OWN_PATTERNS, Visits, block_mask_of, read_lists
-from warpspec.fmha.lists import convert
+from warpspec.fmha.lists import KERNELS, ListsConfig, convert
 
 SPILLED = 16  # bytes that ptxas keeps on the stack, once a tile: 8 at D 256 without lists, too
 EVERY = [(case, arch) for case in CASES for arch in ("sm_90a", "sm_100a")]
@@ -64,6 +65,9 @@ def test_kernels_convert_lists_as_torch_does(sizes, width, full, arch, check_ord
     names = ("kv_visits", "kv_counts", "q_visits", "q_counts", "kv_order")
     for name, tensor in zip(names, found, strict=True):
         assert torch.equal(tensor, getattr(wanted, name)), name
+    for kernel in KERNELS:
+        (one,) = resources(kernel.compiled(ListsConfig(full), simulated(arch).arch)).values()
+        assert one.local_bytes == 0
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
