@@ -144,15 +144,14 @@ def execute(
     registers = resources.registers if resources else None
     recorder = None
     if active() is not None:
-        shape = (grid, block, cluster)
-        recorder = _recorder_of(program, text, shape, clusters, shared_bytes, registers, gmem)
+        recorder = _recorder_of(program, text, tuple(sizes.values()), clusters, shared_bytes, registers, gmem)
         shares, clusters = 1, len(recorder.clusters)
 
     fields = StorageNames(storage, program.tables.dynamic_shared)
     with _constants(program, params, gmem) as (parameters, variables), _collector_paused():
         launch = Launch(
-            grid, block, cluster, dynamic_smem, parameters, device, variables, registers, fields,
-            (0, 1), starved(seed), keeps_back, recorder,
+            **sizes, dynamic_smem=dynamic_smem, params=parameters, device=device, symbol_addresses=variables,
+            registers=registers, names=fields, starved=starved(seed), keeps_back=keeps_back, recorder=recorder,
         )  # fmt: skip
         run = Run(program, gmem, seed, overlap or Overlap(), check)
         program, stats = _run(run, launch, shares, clusters, translated - start, key, logging)
@@ -161,17 +160,10 @@ def execute(
         recorder.trace.tmem_columns = stats.peak_tmem_columns
         recorder.restore()
     report = _report_of(
-        program,
-        stats,
-        resources,
-        **sizes,
-        kernel=kernel,
-        dynamic_smem=dynamic_smem,
-        seconds=time.monotonic() - start,
-        findings=errors,
-        storage=tuple(storage),
+        program, stats, resources, **sizes, kernel=kernel, dynamic_smem=dynamic_smem,
+        seconds=time.monotonic() - start, findings=errors, storage=tuple(storage),
         trace=None if recorder is None else recorder.trace,
-    )
+    )  # fmt: skip
     if errors:
         raise OrderError(errors, program.name, report)
     return report

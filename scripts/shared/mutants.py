@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import re
 import signal
 from collections.abc import Iterator, Sequence
@@ -17,11 +16,12 @@ from unittest import mock
 
 import numpy as np
 
+from shared.mutant_classes import TELLING, group_of
 from shared.mutant_launches import Launch
+from shared.mutant_matters import decisive
 from shared.mutants_explained import EXPLAINED, Reason, Site
 from shared.source_places import Place, place_of
 from warpspec import sim
-from warpspec.sim import runtime
 from warpspec.sim.codegen.program import Program
 from warpspec.sim.instruction import Imm, Instr
 from warpspec.sim.order import of_text
@@ -60,43 +60,7 @@ class Mutant:
         return f"{self.change}: `{ins.text}`"
 
 
-# (class, opcode pattern): what deleting an instruction belongs to.
-DELETED = (
-    ("grid dependency", r"griddepcontrol\.wait"),
-    ("proxy fence", r"fence\.proxy"),
-    ("mbarrier init fence", r"fence\.mbarrier_init"),
-    ("memory fence", r"(fence|membar)\."),
-    ("tcgen05.wait::ld", r"tcgen05\.wait::ld"),
-    ("tcgen05.wait::st", r"tcgen05\.wait::st"),
-    ("tcgen05.fence", r"tcgen05\.fence"),
-    ("tcgen05.commit", r"tcgen05\.commit"),
-    ("wgmma.fence", r"wgmma\.fence"),
-    ("wgmma group", r"wgmma\.(commit|wait)_group"),
-    ("bulk group", r"cp\.async\.bulk\.(commit|wait)_group"),
-    ("cp.async group", r"cp\.async\.(commit_group|wait_group|wait_all|mbarrier)"),
-    ("mbarrier arrive", r"mbarrier\.arrive"),
-    ("mbarrier wait", r"mbarrier\.(try|test)_wait"),
-    ("warp barrier", r"bar\.warp\.sync"),
-    ("cluster barrier", r"barrier\.cluster"),
-    ("thread barrier", r"(bar|barrier)\.(cta\.)?(sync|arrive|red)"),
-)
-TELLING = (
-    "grid dependency",
-    "proxy fence",
-    "mbarrier init fence",
-    "memory fence",
-    "tcgen05.fence",
-    "warp barrier",
-)
 SCOPES = {"sys": "cta", "gpu": "cta", "cluster": "cta"}
-
-
-def group_of(ins: Instr) -> str | None:
-    """The class of an instruction whose deletion is a mutant."""
-    for group, pattern in DELETED:
-        if re.match(pattern, ins.opcode):
-            return group
-    return None
 
 
 def mutants(instrs: list[Instr]) -> Iterator[Mutant]:
@@ -149,13 +113,6 @@ def _weakenings(ins: Instr) -> Iterator[Mutant]:
         yield Mutant("scope", ins.index, f".{scope} becomes .cta", instead(**{scope: "cta"}), ins.operands)
 
 
-ACTS = (
-    "generic",
-    "issue",
-    "arrive",
-    "join_barrier",
-    "tensor_transfer",
-)  # of a warp, of the checker's methods
 ALIKE = 3  # of one change to one instruction of the source, which unrolling may have put in many places
 
 
@@ -256,7 +213,7 @@ def verdicts(
     with mock.patch.object(OrderChecker, "first_only", True):  # it must do without warnings, too
         right = [launch.run(launch.program, seed) for seed in range(seeds)]
     instrs = launch.program.kernel.instrs
-    here, useful = _decisive(launch, seeds)
+    here, useful = decisive(launch, seeds)
     known = set() if executed is None else executed
     lines = launch.text.split("\n")
     found = []
@@ -363,100 +320,3 @@ def _time_limit(seconds: int):
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, before)
-
-
-def _decisive(launch: Launch, seeds: int) -> tuple[set[int], set[int]]:
-    """(the instructions that are executed, those that matter).
-
-    Executed: without waits on mbarriers that never wait for a phase (a producer's first passes on a fresh barrier).
-    What matters: fences, warp barriers and waits that ever tell a thread what it did not know; of waits, those that the
-    warp does something after (a load warp's last ones keep its CTA alive, and the checker sees what comes too late).
-    Of wgmma.wait_group, those after which the warp writes or signals something before the next one that tells it
-    something: products read shared memory only, and its registers are checked along all paths (`wgmma_registers`).
-    """
-    totals = np.zeros(len(launch.program.blocks) + 1, np.uint64)
-    waits: set[int] = set()
-    useful: set[int] = set()
-    pending: dict[object, set[int]] = {}  # warp -> waits that it has done nothing after
-    products: dict[
-        object, int
-    ] = {}  # warp -> its last wgmma.wait_group, if it has written and signalled nothing since
-    original, waited = runtime.count_instructions, OrderChecker.waited
-    passed_queue = OrderChecker.passed_queue
-    fence, tensor_fence, meet = OrderChecker.fence, OrderChecker.tensor_fence, OrderChecker.warp_barrier
-
-    def count(program, stats):
-        for counts in stats.block_counts.values():
-            totals[:] += counts
-        return original(program, stats)
-
-    def note(self, w, ins, barrier, complete):
-        before, foreign = w.order.rows.copy(), w.order.foreign
-        waited(self, w, ins, barrier, complete)
-        if barrier.order.done is not None and complete:
-            waits.add(ins.index)
-            if _differs(w.order, before, foreign):
-                pending.setdefault(w, set()).add(ins.index)
-
-    def products_passed(w, ins, *arguments):
-        products[w] = ins.index
-        return passed_queue(w, ins, *arguments)
-
-    def uses(method):
-        def call(self, w, *arguments, **options):
-            useful.update(pending.pop(w, ()))
-            if w in products and _tells(method.__name__, *arguments):
-                useful.add(products.pop(w))
-            return method(self, w, *arguments, **options)
-
-        return call
-
-    def observed(method):
-        def call(self, w, ins, *arguments):
-            before, foreign = w.order.rows.copy(), w.order.foreign
-            method(self, w, ins, *arguments)
-            if _differs(w.order, before, foreign):
-                useful.add(ins.index)
-
-        return call
-
-    def met(self, w, ins):
-        if w.order.loose:
-            useful.add(ins.index)
-        meet(self, w, ins)
-
-    with (
-        mock.patch.object(runtime, "count_instructions", count),
-        mock.patch.object(OrderChecker, "waited", note),
-        mock.patch.object(OrderChecker, "passed_queue", staticmethod(products_passed)),
-        mock.patch.object(OrderChecker, "fence", observed(fence)),
-        mock.patch.object(OrderChecker, "grid_dependency", observed(OrderChecker.grid_dependency)),
-        mock.patch.object(OrderChecker, "tensor_fence", observed(tensor_fence)),
-        mock.patch.object(OrderChecker, "warp_barrier", met),
-        mock.patch.multiple(OrderChecker, **{name: uses(getattr(OrderChecker, name)) for name in ACTS}),
-        mock.patch.dict(os.environ, {"WARPSPEC_SIM_PROCESSES": "1"}),
-    ):
-        for seed in range(seeds):
-            launch.run(launch.program, seed)
-            useful.update(products.values())
-            products.clear()
-    program = launch.program
-    executed = {b.start for b in program.blocks if totals[b.index] and program.system[b.index]}
-    groups = {i: group_of(program.kernel.instrs[i]) for i in executed}
-    executed = {i for i in executed if groups[i] != "mbarrier wait" or i in waits}
-    products_waits = {i for i in executed if program.kernel.instrs[i].opcode.startswith("wgmma.wait_group")}
-    telling = {i for i in executed if groups[i] in (*TELLING, "mbarrier wait")} | products_waits
-    return executed, executed - telling | useful & executed
-
-
-def _tells(name: str, what, *arguments) -> bool:
-    """Whether what a warp does (a method in `ACTS`) may conflict with products' reads, or signals others. what: the
-    instruction, or a barrier."""
-    if name == "generic":
-        return arguments[0]
-    return name == "join_barrier" or not what.opcode.startswith("wgmma.")
-
-
-def _differs(clock, rows: np.ndarray, foreign: dict) -> bool:
-    """Whether a clock says more than these rows and other clusters' clocks."""
-    return clock.rows.shape != rows.shape or bool((clock.rows != rows).any()) or clock.foreign is not foreign

@@ -6,6 +6,7 @@ import torch
 from helpers.gemm_cases import GemmCase, inputs_of, poisoned_out
 from helpers.ptx_launch import launch
 from shared import mutant_launches, mutants
+from shared.mutant_matters import decisive
 
 from warpspec import sim
 from warpspec.moe.sm100 import grouped_gemm
@@ -128,7 +129,7 @@ def test_deleted_waits_of_the_grouped_gemm():
     with mutant_launches.recorded(found.append):
         options = dict(epilogue="linear", limit=None, out_scale=inputs.out_scale, shape=SINGLE, groups=1)
         grouped_gemm(inputs.a, inputs.w, inputs.offsets, poisoned_out(case), **options)
-    decisive, _ = mutants._decisive(found[0], seeds=1)
+    executed, _ = decisive(found[0], seeds=1)
     run = Recorded(found[0])
     right = run.run(run.program, 0, None)
 
@@ -143,7 +144,7 @@ def test_deleted_waits_of_the_grouped_gemm():
     waits = [
         m
         for m in mutants.mutants(run.program.kernel.instrs)
-        if m.opcode == mutants.TRUE and m.index in decisive
+        if m.opcode == mutants.TRUE and m.index in executed
     ]
     missed = [m for m in waits if not any(shows(m, seed) for seed in ORDINARY)]
     assert any(shows(m, seed) for m in missed for seed in range(8))
