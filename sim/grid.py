@@ -15,7 +15,7 @@ from warpspec.sim.memory import LOCAL_WINDOW, SHARED_BASE_OFFSET, GlobalMemory
 from warpspec.sim.names import StorageNames
 from warpspec.sim.register_memory import POISON, RegisterMemory, aligned_bytes
 from warpspec.sim.report import LaunchStats
-from warpspec.sim.starving import Starved
+from warpspec.sim.starving import Schedule
 from warpspec.sim.warp import LANE_NUMBERS, Cluster, Cta, Warp
 
 Dim3 = tuple[int, int, int]
@@ -35,7 +35,7 @@ class Launch:
     registers: int | None = None  # registers of a thread, as compiled; None: not known
     names: StorageNames = field(default_factory=StorageNames)  # names of fields in shared memory
     share: tuple[int, int] = (0, 1)  # this process runs clusters number i with i % share[1] == share[0]
-    starved: Starved | None = None  # what the schedule starves; None: the schedule is uniformly random
+    starved: Schedule | None = None  # what the schedule starves; None: the schedule is uniformly random
     keeps_back: bool = False  # reductions into global memory are kept back until all shares have ended
     recorder: object = None  # recorder of a trace to be timed (clocks/record.py); None: nothing is recorded
 

@@ -20,7 +20,7 @@ from warpspec.sim.reductions import Reductions, SeenReductions
 from warpspec.sim.registry import Opcode, find, unsupported
 from warpspec.sim.report import LaunchStats
 from warpspec.sim.spinning import SpinWatch
-from warpspec.sim.starving import GIVES_UP, Starving
+from warpspec.sim.starving import Starving
 from warpspec.sim.tma import reduction
 from warpspec.sim.warp import Cluster, Cta, Group, Warp
 
@@ -51,8 +51,8 @@ class Machine:
         self.stats = stats
         self.rng = random.Random(seed)
         self.eagerness = self.rng.choice(ASYNC_EAGERNESS)
-        self.starving = Starving(self.rng, launch.starved) if launch.starved else None
-        self.timeout_chance = GIVES_UP if launch.starved else TIMEOUT_CHANCE
+        self.starving = Starving(self.rng, launch.starved.what) if launch.starved else None
+        self.timeout_chance = launch.starved.gives_up if launch.starved else TIMEOUT_CHANCE
         self.clock = 0
         self.executing: tuple[Warp, Instr] | None = (
             None  # who executes, or issued the operation that is taking effect

@@ -17,6 +17,7 @@ import random
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from enum import Enum
+from typing import NamedTuple
 
 from warpspec.sim.operation import Op
 from warpspec.sim.warp import Warp
@@ -28,8 +29,9 @@ CHANGE_RATES = (
 WARPS = 2 / 3  # chance that it is warps, not the operations of an instruction, where warps are starved
 # Chance that an instruction's operations are below all others at once, where operations are starved.
 LATE = 1 / 2
-# Chance that a bounded wait gives up at once in these schedules: a retry that is missing shows.
-GIVES_UP = 7 / 8
+# Chances that a bounded wait gives up at once. Often, and a retry that is missing shows. Half the time, and more warps
+# wait instead of spinning: those that are starved stay behind, and so a wait that is missing elsewhere shows.
+OFTEN, HALF = 7 / 8, 1 / 2
 IDLE_TURNS = 16  # turns in a row without any event after which a warp, which spins, goes behind all others
 
 
@@ -42,21 +44,28 @@ class Starved(Enum):
     OPERATIONS = "asynchronous operations"
 
 
+class Schedule(NamedTuple):
+    """What a schedule starves, and the chance that a bounded wait gives up at once."""
+
+    what: Starved
+    gives_up: float
+
+
 # By seed modulo their number.
 SCHEDULES = (
     None,
-    Starved.WARPS,
-    Starved.LOADS,
-    Starved.WARPS,
-    Starved.OPERATIONS,
-    Starved.WARPS,
-    Starved.STORES,
-    Starved.WARPS,
+    Schedule(Starved.WARPS, HALF),
+    Schedule(Starved.LOADS, OFTEN),
+    Schedule(Starved.WARPS, OFTEN),
+    Schedule(Starved.OPERATIONS, HALF),
+    Schedule(Starved.WARPS, HALF),
+    Schedule(Starved.STORES, OFTEN),
+    Schedule(Starved.WARPS, OFTEN),
 )
 
 
-def starved(seed: int) -> Starved | None:
-    """The kind of work that a seed's schedule starves; None: the schedule is uniformly random."""
+def starved(seed: int) -> Schedule | None:
+    """A seed's starving schedule; None: it is uniformly random."""
     return SCHEDULES[seed % len(SCHEDULES)]
 
 
@@ -71,7 +80,7 @@ def _direction(opcode: str) -> Starved | None:
 class Starving:
     """The priorities of one run. what: is starved."""
 
-    def __init__(self, rng: random.Random, what: Starved = Starved.WARPS):
+    def __init__(self, rng: random.Random, what: Starved):
         self._rng = rng
         self._what = what
         self._by_index = rng.random() < 0.5  # warps of one index share a priority in all CTAs

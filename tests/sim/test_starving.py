@@ -120,9 +120,8 @@ class Recorded(mutant_launches.Launch):
 
 @pytest.mark.long
 def test_deleted_waits_of_the_grouped_gemm():
-    """Random schedules miss four of its waits; the first eight seeds of both kinds find one of them, the load warp's
-    for its next tile's record. They found three while a bounded wait gave up half the time, but fewer retries that
-    are missing (starving.GIVES_UP)."""
+    """Random schedules miss four of its waits. The first eight seeds of both kinds find three of them; if bounded waits
+    gave up seven times of eight under all seeds, they would find one."""
     case = GemmCase("", counts=(5, 0, 130, 70, 40, 33, 150), k=600, width=200, dropped=1, epilogue="linear")
     inputs, found = inputs_of(case, 0), []
     torch.manual_seed(0)
@@ -147,4 +146,4 @@ def test_deleted_waits_of_the_grouped_gemm():
         if m.opcode == mutants.TRUE and m.index in executed
     ]
     missed = [m for m in waits if not any(shows(m, seed) for seed in ORDINARY)]
-    assert any(shows(m, seed) for m in missed for seed in range(8))
+    assert sum(any(shows(m, seed) for seed in range(8)) for m in missed) >= 3
