@@ -149,12 +149,6 @@ EXPLAINED = (
         after=("fmha/sm100/softmax_warps.py:tile_step, tmem.fence_before_arrive 1",),
         before=("latent/gathered/sm100.py:GatheredColumns.hide",),
     ),
-    Reason(
-        "needed, but not to be found: lengths are read ahead of it and behind it, and launches, simulated one "
-        "after another, write none between",
-        r"griddepcontrol\.wait",
-        at=("fmha/device/cut_ahead.py:cut_ahead",),
-    ),
     # Gradients
     Reason(
         "dK of the step before: the wait for dP covers it, and nothing that dK has is written between",

@@ -235,8 +235,9 @@ class Accesses:
             return True
         if known and self.known(first, clock, WRITES):
             return True
-        if findings.morally_strong(first, second):
-            return False
+        looks = second.strong and not second.write and EARLIER.number not in clock.foreign
+        if findings.morally_strong(first, second) or (first.domain is EARLIER and looks):
+            return False  # of what it looks at too early, the end of its CTA decides (`looks`)
         missing = row if row != BASE and self.known(first, clock) else BASE
         if known:
             missing = WRITES

@@ -29,6 +29,7 @@ class OrderChecker(TensorAccesses, ExitChecks):
     def cta_exits(self, cta) -> None:
         """The last warp of a CTA leaves the kernel: all accesses to its shared memory must be over by then."""
         self.padding_touched(cta)
+        self.looked_once(cta)
         for barrier in cta.named_barriers.values():
             if barrier.arrived:
                 self.barrier_left(cta, barrier)

@@ -21,8 +21,9 @@ from warpspec.sim.order.clocks import (
     Clock,
     Snapshot,
 )
-from warpspec.sim.order.findings import Access
+from warpspec.sim.order.findings import Access, morally_strong
 from warpspec.sim.order.launches import EARLIER
+from warpspec.sim.order.looks import Looks
 from warpspec.sim.order.places import (
     GLOBAL,
     SHARED,
@@ -138,8 +139,17 @@ class MemoryAccesses(Accesses):
         self, memory: GlobalShadow, where, access: Access, clock, address: int, views=None
     ) -> None:
         """where: an index of the flat shadow; views: makes the part of a flat array that a strided access touches."""
-        if self._behind_wait is not None and EARLIER.number not in clock.foreign:
-            self._note_early(memory, where, access, views)
+        if self._behind_wait is not None:
+            reads = views is None and not access.write
+            if EARLIER.number in clock.foreign:
+                if reads and memory.looks is not None:
+                    memory.looks.again(where, access)
+            elif reads and access.strong:
+                if memory.looks is None:
+                    memory.looks = Looks()
+                memory.looks.look(where, access)
+            else:
+                self._note_early(memory, where, access, views)
         if not access.write and memory.shadow is None:
             if isinstance(clock, Snapshot):
                 memory.pending.append((where, views, access, clock))
@@ -151,6 +161,23 @@ class MemoryAccesses(Accesses):
         self._note_pending(memory)
         shadow = memory.shadow if views is None else part(memory.shadow, views)
         self.touch(shadow, where, access, (clock,), GLOBAL, lambda: global_place(memory, address))
+
+    def looked_once(self, cta) -> None:
+        """A CTA ends. Its early looks (`looks`) at places that it has not read again count as reads."""
+        for memory in self._globals.values():
+            for unit, access in (memory.looks.left(cta.coords) if memory.looks else {}).items():
+                self._note_early(memory, unit, access, None)
+                first = self.ledger.accesses[0 if memory.shadow is None else int(memory.shadow.writes[unit])]
+                if first is None or first.domain is not EARLIER or morally_strong(first, access):
+                    continue
+                self.report(
+                    launches.OVERLAP,
+                    f"{GLOBAL}, {global_place(memory, memory.base + unit * memory.unit)}",
+                    first.describe(),
+                    access.describe(),
+                    f"a read of the same place again, behind the wait, or {launches.REMEDY}",
+                    (first.ins.line, access.ins.line),
+                )
 
     def _note_pending(self, memory: GlobalShadow) -> None:
         """Give an allocation shadow memory and note the reads so far in it."""

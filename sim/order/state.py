@@ -17,6 +17,7 @@ from warpspec.sim.order.clocks import (
     Snapshot,
 )
 from warpspec.sim.order.findings import Access
+from warpspec.sim.order.looks import Looks
 from warpspec.sim.order.shadow import Shadow, TensorShadow
 
 
@@ -107,7 +108,7 @@ class BarrierOrder:
 class GlobalShadow:
     """Shadow of an allocation. While nothing writes it, its reads are only listed."""
 
-    __slots__ = ("allocation", "base", "early", "end", "listed", "pending", "shadow", "unit")
+    __slots__ = ("allocation", "base", "early", "end", "listed", "looks", "pending", "shadow", "unit")
 
     def __init__(self, allocation: Allocation, unit: int):
         self.allocation = allocation
@@ -116,6 +117,7 @@ class GlobalShadow:
         self.end = allocation.end
         self.shadow: Shadow | None = None
         self.early: Shadow | None = None  # accesses that may overlap the previous launch
+        self.looks: Looks | None = None  # strong reads of that kind, until their CTA reads the place again
         self.pending: list[tuple] = []
         self.listed: set[tuple] = (
             set()

@@ -56,6 +56,20 @@ def test_what_a_launch_touches_before_it_waits(apart):
     assert chain(BEGIN + READ_A, READ_A, apart=apart) == []
 
 
+def test_a_look_ahead_of_the_wait_is_taken_again_behind_it():
+    """What a strong read finds too early does not count, if its CTA reads the place again behind the wait."""
+    look, writer = "ld.relaxed.gpu.global.u32 %r5, [%rd1];\n", BEGIN + WRITE_A
+    for again in (look, READ_A):
+        assert chain(writer, look + WAIT + again) == []
+        assert set(chain(writer, look + again)) == {OVERLAP}
+    assert chain(writer, look + WAIT) == [OVERLAP]
+    assert chain(writer, look + WAIT + "setp.gt.u32 %p1, %r1, 9;\n@%p1 " + look) == [OVERLAP]
+    assert chain(writer, READ_A + WAIT + READ_A) == [OVERLAP]
+    assert chain(BEGIN + look + WAIT + WRITE_A, dependent_first=True) == [OVERLAP]
+    assert chain(BEGIN + look + WAIT + look + WRITE_A, dependent_first=True) == []
+    assert chain(BEGIN + WRITE_A.replace("st.", "st.relaxed.gpu."), look + WAIT) == []
+
+
 def test_without_launch_dependents_nothing_overlaps():
     assert chain(WRITE_A, READ_A) == []
 

@@ -7,7 +7,6 @@ from unittest import mock
 
 import torch
 
-from shared.mutant_launches import unwritten
 from warpspec.common.launch import simulating
 
 
@@ -73,7 +72,6 @@ def _cut() -> None:
             mock.patch.object(kernel_cache, "SOURCES", "little patience"),
             cutting_by_length(),
             simulating("sm_90a", sm_count=sms),
-            unwritten("kv_lengths"),  # which are read while they may be written, and again behind the wait
         ):
             mla_decode(*_rows(lengths, queries=4, heads=16), scale=0.06, backend="sim")
 
