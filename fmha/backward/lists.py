@@ -46,28 +46,27 @@ class Starts(NamedTuple):
 def choose(
     steps: Sequence[float],
     rows: int,
-    group: int,
-    step: float,
+    numbers: Sequence[int],
     sms: int,
     starts: Starts,
     section_of: Callable[[int], int],
+    step_of: Callable[[int, int], float],
 ) -> tuple[int, int]:
     """Choose (slices, rows of a section) with the least time; one slice, or the section of ``section_of``, if others
     gain little.
 
-    steps: as ``steps_of`` returns them. rows: KV heads of all batch rows. group: query heads of a KV head. step:
-    microseconds of one. section_of: rows of a section for a number of slices, so that what they read stays in L2. All
-    rows make one section if that is faster: then no long tile begins late.
+    steps: of the key tiles of a row. rows: KV heads of all batch rows. numbers: of slices, 1 the first. section_of:
+    rows of a section for a number of slices, so that what they read stays in L2. All rows make one section if that is
+    faster: then no long tile begins late. step_of: microseconds of a step of (slices, rows of a section).
     """
     found = {}
-    for slices in (n for n in range(1, group + 1) if group % n == 0):
+    for slices in numbers:
         if slices > 1 and len(steps) * rows * slices > MOST_CTAS * sms:
             break
         start, join = (starts.sliced, starts.join) if slices > 1 else (starts.whole, 0.0)
-        ctas = [each * (group // slices) * step + start for each in steps]
         for section, cost in ((section_of(slices), 1.0), (rows * slices, 1 + SECTION_GAIN)):
-            free = rounds.idle(sms)
-            rounds.deal(free, ctas, rows * slices, section)
+            step, free = step_of(slices, section), rounds.idle(sms)
+            rounds.deal(free, [each / slices * step + start for each in steps], rows * slices, section)
             time = (max(free)[0] + join) * cost * (1 + LEAST_GAIN * (slices > 1))
             found[slices, section] = min(time, found.get((slices, section), time))
     return min(found, key=found.__getitem__)

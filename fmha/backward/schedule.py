@@ -45,7 +45,6 @@ from warpspec.fmha.backward.features import BackwardKernel
 from warpspec.fmha.backward.pieces import PieceLength, may_cut, most_further
 from warpspec.fmha.backward.problem import BackwardProblem
 from warpspec.fmha.mask import position_range
-from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.tiles import ELEMENT_BYTES
 
 # Microseconds on an H200.
@@ -187,12 +186,14 @@ def step_us(
     steps: Sequence[int],
     target: Target,
     rows: tuple[int, int, int],
+    part: float = 1.0,
 ) -> float:
     """Predict the microseconds of a step. What the rows that CTAs work on together read and add to is partly not in L2
-    if it is more than L2 holds. steps: of the key tiles, sorted. rows: (CTAs of a row, rows of a section, slices)."""
+    if it is more than L2 holds. steps: of the key tiles, sorted. rows: (CTAs of a row, rows of a section, slices).
+    part: of a row that is read and added to."""
     forward, (ctas, section, slices) = problem.forward, rows
     together = max(section, -(-side_by_side(config, target) // max(ctas, 1)))
-    read = min(together, forward.heads_kv * forward.batch * slices) * row_bytes(problem) / slices
+    read = min(together, forward.heads_kv * forward.batch * slices) * row_bytes(problem) * part / slices
     if in_rows(config, steps):  # key tiles of a row go through the heads in step
         read /= max(forward.group // slices, 1)
     beyond = 0.0 if config.heads_inside else max(1 - L2_SHARE * target.l2_bytes / max(read, 1), 0.0)
@@ -245,16 +246,24 @@ def slices_of(problem: BackwardProblem, config: BackwardKernel, steps: Sequence[
 
 def listed_order(problem: BackwardProblem, config: BackwardKernel, tiles: int, target: Target) -> Order:
     """The order with lists of blocks (``lists``). tiles: key tiles of a row."""
-    forward, gradients, step = problem.forward, config.wanted.k + config.wanted.v, STEP_US[config.heads.qk]
+    forward, gradients, sms = problem.forward, config.wanted.k + config.wanted.v, side_by_side(config, target)
     rows, group = forward.heads_kv * forward.batch, forward.group
     sums = 2 * gradients * tiles * rows * config.tile_n * forward.head_dim * FP32_BYTES
+    steps = lists.steps_of(forward, config.tile_m, config.tile_n)[:tiles]
+    mean, query_tiles = sum(steps) / len(steps), -(-forward.seq_q // config.tile_m)
+
+    def step_of(slices: int, section: int) -> float:
+        part = min(max(sms / section, 1.0) * mean / query_tiles, 1.0)  # of a row, read together
+        return step_us(problem, config, steps, target, (tiles, section, slices), part)
+
     slices, section = lists.choose(
-        lists.steps_of(forward, config.tile_m, config.tile_n)[:tiles],
+        [each * group for each in steps],
         rows,
-        *((group, step) if may_slice(problem, config) else (1, step * group)),
-        side_by_side(config, target),
+        [n for n in range(1, group + 1) if group % n == 0] if may_slice(problem, config) else [1],
+        sms,
         lists.Starts(CTA_US, CTA_US + SLICED_US, JOIN_US + sums / JOIN_BYTES_US),
         lambda slices: section_of(problem, config, target, tiles, slices),
+        step_of,
     )
     return Order(1, section, slices)
 
@@ -347,7 +356,7 @@ def row_bytes(problem: BackwardProblem) -> int:
     """Bytes that the key tiles of a row read and add to: Q, dO, dQ's sums."""
     forward = problem.forward
     queries = forward.least_q if forward.requests.packed_q else forward.seq_q
-    return bytes_of(forward, queries)
+    return forward.group * queries * forward.head_dim * (2 * ELEMENT_BYTES + FP32_BYTES)
 
 
 def key_bytes(problem: BackwardProblem) -> int:
@@ -355,11 +364,6 @@ def key_bytes(problem: BackwardProblem) -> int:
     forward = problem.forward
     keys = forward.least_q if forward.requests.packed_k else forward.seq_k
     return 4 * keys * forward.head_dim * ELEMENT_BYTES
-
-
-def bytes_of(forward: AttentionProblem, queries: int) -> int:
-    """Bytes of Q, dO and dQ's sums of this many queries of one KV head."""
-    return forward.group * queries * forward.head_dim * (2 * ELEMENT_BYTES + FP32_BYTES)
 
 
 @lru_cache(maxsize=64)
@@ -403,10 +407,8 @@ def choose_pieces(
         return 1
     if config.requests.packed_k:
         return 2 if slices > 1 else 1 + cuts_packed(problem, config, steps, target)
-    times = {
-        pieces: expected_us(problem, config, steps, target, pieces, slices)
-        for pieces in range(1, MOST_PIECES + 1)
-    }
+    numbers = range(1, MOST_PIECES + 1)
+    times = {n: expected_us(problem, config, steps, target, n, slices) for n in numbers}
     best = min(times, key=times.__getitem__)
     return best if times[best] < (1 - LEAST_GAIN) * times[1] else 1
 
@@ -429,9 +431,8 @@ def piece_length(
     left = 2 * gradients * config.tile_n * forward.head_dim * FP32_BYTES  # there and back
     step, share = STEP_US[config.heads.qk], rows / sms
     cost = left / JOIN_BYTES_US * rows / step * (ORDERED_COST if config.deterministic else 1.0)
-    total = sum(tile_steps(problem, config)) * max(
-        min(forward.batch, 2 * forward.least_q / forward.seq_q), 1.0
-    )
+    requests = max(min(forward.batch, 2 * forward.least_q / forward.seq_q), 1.0)
+    total = sum(tile_steps(problem, config)) * requests
     ctas, total = ctas_of(problem, config, tile_steps(problem, config), 1), total / slices
     if config.keeps_requests:
         further = math.ceil(min(runs.FURTHER * sms, max(total * rows, 1.0)))
@@ -447,9 +448,8 @@ def cuts_packed(
     forward = problem.forward
     others = max(forward.batch - 1, 1)
     fraction = min(max(forward.least_q / forward.seq_q - 1, 0.0) / others, 1.0)  # of the longest one's
-    shorter = [
-        min(each, round(fraction * steps[0])) for each in sorted(steps)[: round(fraction * len(steps))]
-    ]
+    most, count = round(fraction * steps[0]), round(fraction * len(steps))
+    shorter = [min(each, most) for each in sorted(steps)[:count]]
     length, tiles = piece_length(problem, config, target), [*steps, *shorter * (forward.batch - 1)]
     if may_cut(length, tiles):
         return True
@@ -495,6 +495,5 @@ def expected_us(
     elements = gradients * rows * config.tile_n * forward.head_dim
     if slices > 1:  # a row's pieces add to sums that stay in L2
         return busiest + JOIN_US + 2 * len(counts) / slices * elements * FP32_BYTES / JOIN_BYTES_US
-    return (
-        busiest + JOIN_US + 2 * sum(cut for cut in counts if cut > 1) * elements * FP32_BYTES / JOIN_BYTES_US
-    )
+    parts = sum(cut for cut in counts if cut > 1)
+    return busiest + JOIN_US + 2 * parts * elements * FP32_BYTES / JOIN_BYTES_US

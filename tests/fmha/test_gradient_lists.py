@@ -53,10 +53,12 @@ def test_orders_take_little_more_than_the_best():
             start, join = schedule.CTA_US, 0.0
             if slices > 1:
                 start, join = start + schedule.SLICED_US, schedule.JOIN_US + sums
-            ctas = [n * group // slices * schedule.STEP_US[dim] + start for n in tiles]
             own = schedule.section_of(problem, config, H200, len(tiles), slices)
             for section in (heads * batch * slices, own):
-                free = rounds.idle(H200.sm_count)
+                part = min(max(132 / section, 1.0) * statistics.mean(visitors) / blocks, 1.0)
+                rows = (len(tiles), section, slices)
+                step = schedule.step_us(problem, config, tiles, H200, rows, part)
+                ctas, free = [n * group // slices * step + start for n in tiles], rounds.idle(132)
                 rounds.deal(free, ctas, heads * batch * slices, section)
                 times[slices, section] = max(free)[0] + join
             if slices == 1:
