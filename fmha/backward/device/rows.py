@@ -55,7 +55,8 @@ class RowStatistics:
         tiles, heads = operands.statistics.shape[1], operands.o.shape[2]
         cute.arch.griddepcontrol_launch_dependents()
         if cutlass.const_expr(config.main is None):
-            prepare_rows(config, operands, cta // heads, cta % heads)
+            index = tiles * heads - 1 - cta  # what the main kernel reads first comes last, and is still in L2
+            prepare_rows(config, operands, index // heads, index % heads)
         elif cta < tiles:
             sort_requests(config, operands)
         else:
