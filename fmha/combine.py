@@ -16,7 +16,7 @@ from warpspec.fmha.heads import CLASSES
 
 THREADS = 256
 VECTOR = 4  # fp32 columns of a thread: one 16-byte load per split
-SEGMENT = WARP_THREADS * VECTOR  # most columns of D for one group of threads
+SEGMENT = WARP_THREADS * VECTOR  # most columns of D for one group of threads with so many each
 BATCH = 4  # splits a thread loads at a time: enough loads in flight, few repeated if there are few splits
 
 
@@ -24,7 +24,7 @@ BATCH = 4  # splits a thread loads at a time: enough loads in flight, few repeat
 class CombineConfig:
     """Compile-time shape of one combine kernel (``device.combine``).
 
-    A group of ``lanes`` threads has a segment of one row, VECTOR columns to a thread. ``ways`` groups share
+    A group of ``lanes`` threads has a segment of one row, ``vector`` columns to a thread. ``ways`` groups share
     the row's splits (way w takes w, w + ways, ...) and add up through shared memory. head_dim: columns of a partial
     result; o_dim: columns of o if fewer, else 0. dtype: dtype of o. normalize: o is divided and the sink applied;
     otherwise o, row_max and row_sum are an un-normalised state. packed: queries past the last request are left alone.
@@ -40,9 +40,10 @@ class CombineConfig:
     has_lse: bool = False
     packed: bool = False
     sink_dtype: str = FLOAT32
+    vector: int = VECTOR
 
     def __post_init__(self):
-        assert self.head_dim in CLASSES and self.columns % VECTOR == 0
+        assert self.head_dim in CLASSES and self.columns % self.vector == 0
         assert self.ways in (1, 2, 4, 8, 16) and self.ways <= self.groups
         assert self.normalize or not (self.has_sink or self.has_lse)
 
@@ -63,7 +64,7 @@ class CombineConfig:
     @property
     def segment(self) -> int:
         """Columns of D of a segment, which one group has."""
-        return min(self.head_dim, SEGMENT)
+        return min(self.head_dim, WARP_THREADS * self.vector)
 
     @property
     def segments(self) -> int:
@@ -73,7 +74,7 @@ class CombineConfig:
     @property
     def lanes(self) -> int:
         """Threads of a group, part of one warp."""
-        return self.segment // VECTOR
+        return self.segment // self.vector
 
     @property
     def groups(self) -> int:
@@ -88,7 +89,7 @@ class CombineConfig:
     @property
     def smem_bytes(self) -> int:
         """Shared memory: partial sums of o and of the row sum, where groups share a row."""
-        return THREADS * (VECTOR + 1) * FP32_BYTES if self.ways > 1 else 0
+        return THREADS * (self.vector + 1) * FP32_BYTES if self.ways > 1 else 0
 
 
 class Results(NamedTuple):

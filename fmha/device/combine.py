@@ -19,7 +19,7 @@ from cutlass import Boolean, Float32, Int32
 from warpspec.common.device.host import host_function
 from warpspec.common.hardware import FP32_BYTES
 from warpspec.common.logarithms import LN_2, LOG2_E
-from warpspec.fmha.combine import BATCH, THREADS, VECTOR, CombineConfig, CombineOperands
+from warpspec.fmha.combine import BATCH, THREADS, CombineConfig, CombineOperands
 from warpspec.fmha.device.results import sink_of
 
 SMEM_CARVEOUT_PERCENT = 25  # percent of an SM's L1 used as shared memory: the sums of eight CTAs
@@ -69,8 +69,8 @@ def launch_options(config: CombineConfig, row_segments) -> dict:
 def combine_row(
     config: cutlass.Constexpr, partial_o, partial_max, partial_sum, sink, cu_seqlens_q, row_segments
 ) -> tuple:
-    """Combine a row's splits: (whether this thread writes, (batch, query, head), column in units of VECTOR, maximum,
-    sum, O (VECTOR), the sink of the row's head or None).
+    """Combine a row's splits: (whether this thread writes, (batch, query, head), column in units of ``config.vector``,
+    maximum, sum, O (vector), the sink of the row's head or None).
 
     Waits for the previous launch.
     """
@@ -84,7 +84,7 @@ def combine_row(
     segment, row = row_segment % config.segments, row_segment // config.segments
     _, _, seq_q, heads, _ = partial_o.shape
     head, query, batch = row % heads, row // heads % seq_q, row // heads // seq_q
-    column = segment * config.lanes + lane  # in units of VECTOR
+    column = segment * config.lanes + lane  # in units of ``vector``
     if cutlass.const_expr(config.packed):
         in_range = in_range & Boolean(query < cu_seqlens_q[cute.size(cu_seqlens_q) - 1])
 
@@ -94,8 +94,8 @@ def combine_row(
     maxima = partial_max[None, batch, head, query]  # (SPLIT)
     sums = partial_sum[None, batch, head, query]  # (SPLIT)
     vectors = cute.local_tile(
-        partial_o[None, batch, query, head, None], (1, VECTOR), (None, column)
-    )  # (1, VECTOR, SPLIT)
+        partial_o[None, batch, query, head, None], (1, config.vector), (None, column)
+    )  # (1, vector, SPLIT)
     loads = load_batch(maxima, sums, vectors, way, config.ways)  # first: nothing of the row is known yet
     maximum = row_maximum(maxima, lane, config.lanes)
     total, values = weighted_sums(maxima, sums, vectors, maximum, way, config.ways, loads)
@@ -117,19 +117,20 @@ def write_row(
     sink: cutlass.Constexpr,
     results,
 ):
-    """Write VECTOR columns of a row, and once per row its statistics.
+    """Write a thread's columns of a row, and once per row its statistics.
 
-    config: ``CombineConfig`` or ``JoinConfig``. place: (batch, query, head). column: in units of VECTOR. maximum,
-    total, values (VECTOR): the row's state. results: ``Results``.
+    config: ``CombineConfig`` or ``JoinConfig``. place: (batch, query, head). column: in units of as many as
+    there are. maximum, total, values (n): the row's state. results: ``Results``.
     """
     (batch, query, head), (_, o, lse, row_max, row_sum) = place, results
     if cutlass.const_expr(config.columns < config.head_dim):
-        writes = writes & Boolean(column < config.columns // VECTOR)
+        writes = writes & Boolean(column < config.columns // cute.size(values))
     if writes:
         scaled = divided(config, sink, maximum, total, values)
-        target = cute.local_tile(o[batch, query, head, None], (VECTOR,), (column,))  # (VECTOR)
-        converted = cute.make_rmem_tensor(VECTOR, o.element_type)
-        for i in cutlass.range_constexpr(VECTOR):
+        count = cute.size(values)
+        target = cute.local_tile(o[batch, query, head, None], (count,), (column,))  # (n)
+        converted = cute.make_rmem_tensor(count, o.element_type)
+        for i in cutlass.range_constexpr(count):
             converted[i] = scaled[i].to(o.element_type)
         cute.autovec_copy(converted, target)
         if column == 0:
@@ -142,7 +143,7 @@ def write_row(
 
 @cute.jit
 def divided(config: cutlass.Constexpr, sink: cutlass.Constexpr, maximum, total, values: cute.Tensor) -> list:
-    """A row's columns (VECTOR), divided by its sum and the sink if results are normalised; zeros for a row without
+    """A row's columns (n), divided by its sum and the sink if results are normalised; zeros for a row without
     keys."""
     factor = Float32(1.0)
     if cutlass.const_expr(config.normalize):
@@ -152,7 +153,9 @@ def divided(config: cutlass.Constexpr, sink: cutlass.Constexpr, maximum, total, 
             divisor = total + cute.math.exp2(exponent, fastmath=True)
         factor = Float32(1.0) / divisor
     empty = Boolean(total == Float32(0.0))
-    return [Float32(cutlass.select_(empty, Float32(0.0), values[i] * factor)) for i in range(VECTOR)]
+    return [
+        Float32(cutlass.select_(empty, Float32(0.0), values[i] * factor)) for i in range(cute.size(values))
+    ]
 
 
 def log_sum(maximum, total) -> Float32:
@@ -183,9 +186,9 @@ def row_maximum(maxima: cute.Tensor, lane, lanes: cutlass.Constexpr) -> Float32:
 
 @cute.jit
 def load_batch(maxima, sums, vectors, first, ways: cutlass.Constexpr) -> tuple:
-    """Load splits first, first + ways, ... of a batch: (their o (VECTOR, BATCH), their maxima and sums (2, BATCH)).
+    """Load splits first, first + ways, ... of a batch: (their o (n, BATCH), their maxima and sums (2, BATCH)).
     Past the last split, the last one is loaded again."""
-    loaded = cute.make_rmem_tensor((VECTOR, BATCH), vectors.element_type)
+    loaded = cute.make_rmem_tensor((vectors.shape[1], BATCH), vectors.element_type)
     stats = cute.make_rmem_tensor((2, BATCH), Float32)
     for i in cutlass.range_constexpr(BATCH):
         split = cutlass.min(first + i * ways, cute.size(maxima) - 1)
@@ -198,7 +201,7 @@ def load_batch(maxima, sums, vectors, first, ways: cutlass.Constexpr) -> tuple:
 def add_batch(
     batch: cutlass.Constexpr, base, first, splits, ways: cutlass.Constexpr, total, values: cute.Tensor
 ):
-    """Add a loaded batch to values (VECTOR); returns total plus its weighted sums."""
+    """Add a loaded batch to values (n); returns total plus its weighted sums."""
     loaded, stats = batch
     for i in cutlass.range_constexpr(BATCH):
         row_sum = stats[1, i]
@@ -209,7 +212,7 @@ def add_batch(
         total += row_sum * weight
         if cutlass.const_expr(loaded.element_type is not Float32):
             weight = row_sum * weight
-        for j in cutlass.range_constexpr(VECTOR):
+        for j in cutlass.range_constexpr(cute.size(values)):
             value = loaded[j, i].to(Float32)
             values[j] += Float32(cutlass.select_(skipped, Float32(0.0), value)) * weight
     return total
@@ -217,12 +220,12 @@ def add_batch(
 
 @cute.jit
 def weighted_sums(maxima, sums, vectors, maximum, way, ways: cutlass.Constexpr, batch: cutlass.Constexpr):
-    """Over splits way, way + ways, ...: (sum of weights times row sums, sum of weights times o (VECTOR)).
+    """Over splits way, way + ways, ...: (sum of weights times row sums, sum of weights times o (n)).
 
-    maxima, sums: (SPLIT). vectors: (1, VECTOR, SPLIT), this thread's columns. batch: the first ones, loaded.
+    maxima, sums: (SPLIT). vectors: (1, n, SPLIT), this thread's columns. batch: the first ones, loaded.
     """
     splits, base = cute.size(maxima), finite(maximum)
-    values = cute.make_rmem_tensor(VECTOR, Float32)
+    values = cute.make_rmem_tensor(vectors.shape[1], Float32)
     values.fill(0.0)
     total = add_batch(batch, base, way, splits, ways, Float32(0.0), values)
     for first in cutlass.range(way + ways * BATCH, splits, ways * BATCH, unroll=1):
@@ -233,11 +236,11 @@ def weighted_sums(maxima, sums, vectors, maximum, way, ways: cutlass.Constexpr, 
 
 @cute.jit
 def add_ways(config: cutlass.Constexpr, thread, total, values: cute.Tensor) -> Float32:
-    """In way 0: values (VECTOR) and the returned total become the sums over all ways, in their order."""
-    smem = cutlass.memory.SmemAllocator()
+    """In way 0: values (n) and the returned total become the sums over all ways, in their order."""
+    smem, count = cutlass.memory.SmemAllocator(), cute.size(values)
     shared = smem.allocate_tensor(
-        Float32, cute.make_layout((VECTOR, THREADS)), byte_alignment=VECTOR * FP32_BYTES
-    )  # (VECTOR, THREAD)
+        Float32, cute.make_layout((count, THREADS)), byte_alignment=count * FP32_BYTES
+    )  # (n, THREAD)
     totals = smem.allocate_tensor(Float32, cute.make_layout(THREADS), byte_alignment=FP32_BYTES)  # (THREAD)
     cute.autovec_copy(values, shared[None, thread])
     totals[thread] = total
@@ -248,6 +251,6 @@ def add_ways(config: cutlass.Constexpr, thread, total, values: cute.Tensor) -> F
     for way in cutlass.range(config.ways, unroll=BATCH):
         other = first + way * config.lanes
         total += totals[other]
-        for j in cutlass.range_constexpr(VECTOR):
+        for j in cutlass.range_constexpr(count):
             values[j] += shared[j, other]
     return total

@@ -54,7 +54,8 @@ GATHERED = Family(
 SHARED_FORMATS = ("v3.2-fp8", "v4-fp8")  # of rows that CTAs convert together
 # On sm_90a, for pages of codes: keys are rows of the products.
 TRANSPOSED = Kernel("gathered.transposed", "warpspec.latent.gathered.transposed.kernel:host_and_arguments")
-# On sm_90a, for pages of codes.
+# On sm_90a, for pages of codes. With at most so many splits a thread that combines them loads 16 bytes of each.
+MEANS_VECTOR, FEW_SPLITS = 8, 16
 COMBINE_MEANS = Kernel("fmha.gathered.means", "warpspec.latent.gathered.means:combine_arguments")
 
 
@@ -131,6 +132,7 @@ def make_plan(problem: GatheredProblem, target: Target) -> GatheredPlan:
             normalize=problem.normalize,
             has_sink=problem.has_sink,
             has_lse=problem.return_lse,
+            **({"vector": MEANS_VECTOR} if config.output.means and splits <= FEW_SPLITS else {}),
         )
     together = groups if line else cluster  # neighbouring CTAs that are in step
     ctas = target.sm_count // together * together

@@ -17,7 +17,7 @@ from cutlass import Int32
 from warpspec.common.device.host import host_function
 from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.common.operands import BFLOAT16, FLOAT16, FLOAT32, Operand, fakes
-from warpspec.fmha.combine import VECTOR, CombineConfig, Results
+from warpspec.fmha.combine import CombineConfig, Results
 from warpspec.fmha.device.combine import combine_row, launch_options, write_row
 
 
@@ -52,7 +52,7 @@ class CombineMeans:
         found = combine_row(self.config, *partial, None, None, row_segments)
         writes, place, column, maximum, total, values, _ = found
         scale = operands.kv_scale[0]
-        for i in cutlass.range_constexpr(VECTOR):
+        for i in cutlass.range_constexpr(cute.size(values)):
             values[i] = values[i] * scale
         results = Results(None, operands.o, operands.lse, None, None)
         write_row(self.config, writes, place, column, maximum, total, values, None, results)

@@ -403,17 +403,21 @@ def test_states_of_codes(splits, simulate_as, monkeypatch):
     assert relative_error(found.o, wanted.o) <= 4e-3
 
 
-@pytest.mark.parametrize(("heads", "kv_scale"), [(5, 1e-15), (5, 1e15), long(64, 1e15)])
+@pytest.mark.parametrize(
+    ("heads", "kv_scale", "splits"), [(5, 1e-15, 3), (5, 1e15, 17), long(64, 1e15, 3), long(64, 1.0, 17)]
+)
 @pytest.mark.usefixtures("check_order")
-def test_splits_of_codes_under_any_scale(heads, kv_scale, simulate_as):
-    """Splits leave means in fp16: these have to fit whatever the scale, also where all codes are the largest."""
+def test_splits_of_codes_under_any_scale(heads, kv_scale, splits, simulate_as):
+    """Splits leave means in fp16: these have to fit whatever the scale, also where all codes are the largest. Of few
+    and of many splits, which are combined by other numbers of columns a thread."""
     simulate_as("sm_90a", sm_count=3)
-    case = replace(DRAFTS, batch=3, seq_q=1, heads_q=heads, seq_k=330, kv_lengths=(330, 0, 65))
+    keys = 64 * 2 * splits - 50
+    case = replace(DRAFTS, batch=3, seq_q=1, heads_q=heads, seq_k=keys, kv_lengths=(keys, 0, 65))
     inputs = arguments(case)
     (pages,), table = paged((inputs["k"],), case.kv_lengths, 64)
     pages[table[2, :2]] = 448.0
     call = (inputs["q"], codes_of(pages[:, :, 0]), table, inputs["kv_lengths"])
-    options = dict(scale=0.2 / kv_scale, kv_scale=torch.tensor(kv_scale), num_splits=3)
+    options = dict(scale=0.2 / kv_scale, kv_scale=torch.tensor(kv_scale), num_splits=splits)
     found, wanted = (mla_decode(*call, **options, backend=backend) for backend in ("sim", "reference"))
     assert relative_error(found.double() / kv_scale, wanted.double() / kv_scale) <= 4e-3
     assert ((found[2].double() / kv_scale / 448 - 1).abs() < 2**-8).all() and not found[1].any()
