@@ -344,24 +344,25 @@ class Clocks(NamedTuple):
 
 
 def busy_in_partitions(share: Shares, k: Clocks, c: Constants, ops: Arithmetic):
-    """Clocks of the busiest CTA if partitions come from a queue."""
+    """Clocks of the busiest CTA if partitions come from a queue. Most are as long as the longest."""
     busy = (k.total + share.items * c.queue) / ops.minimum(share.resident, share.items)
     few = ops.maximum(share.size - k.average, 0) * k.alone
-    return busy + ops.where(
-        share.items <= share.resident, few, c.partition_rest * k.each + c.partition_last * k.ends
-    )
+    shortest = ops.maximum(2 * k.average - share.size, 0)
+    rounds = crowded(share.size, shortest, share, k, ops)
+    many = ops.maximum(busy + c.partition_rest * k.each + c.partition_last * k.ends, rounds)
+    return ops.where(share.items <= share.resident, busy + few, many)
 
 
-def crowded(w: Work, share: Shares, k: Clocks, ops: Arithmetic):
-    """Clocks that a CTA takes at least if there are more query tiles than CTAs: with more than n for each, some CTA has
-    n + 1 of the longest n for each and one. Lengths are taken to follow a power law from the longest to the shortest
-    tile, which has their mean. The last of the CTA's tiles runs beside as few others as are left then."""
+def crowded(longest, shortest, share: Shares, k: Clocks, ops: Arithmetic):
+    """Clocks that a CTA takes at least if there are more items than CTAs: with more than n for each, some CTA has n + 1
+    of the longest n for each and one. Lengths are taken to follow a power law from the longest to the shortest item, of
+    so many KV tiles, which has their mean. The last of the CTA's items runs beside as few others as are left then."""
     maximum, _, ceil, _ = ops
     rounds = maximum(share.items, 1) / share.resident
     before = ceil(rounds) - 1
     place = before / rounds
-    power = maximum(k.average - w.shortest, 0) / maximum(w.longest - k.average, 1e-6)
-    length = w.longest - (w.longest - w.shortest) * place**power
+    power = maximum(k.average - shortest, 0) / maximum(longest - k.average, 1e-6)
+    length = longest - (longest - shortest) * place**power
     left = before + 1 - rounds
     last = k.full + left * (ops.minimum(k.alone, k.full) - k.full)
     return before * (length * k.full + k.ends) + length * last + k.ends
@@ -390,7 +391,8 @@ def busy_in_rounds(w: Work, way: Way, splits, share: Shares, k: Clocks, c: Const
         more = left * c.queue_rest * short + unsorted * spread * k.alone + c.queue_last * k.ends
     busy = mean + where(launched <= share.resident, one, maximum(more, one - mean + k.each))
     if way in (Way.SINGLE, Way.QUEUE):
-        busy = maximum(busy, where(share.items > share.resident, crowded(w, share, k, ops), 0.0))
+        least = crowded(w.longest, w.shortest, share, k, ops)
+        busy = maximum(busy, where(share.items > share.resident, least, 0.0))
     return busy
 
 
