@@ -38,6 +38,7 @@ from warpspec.common.hardware import MODELS
 from warpspec.common.launch import Target, simulating
 from warpspec.fmha.launch import ATTENTION
 from warpspec.fmha.plan import Candidate, Plan, plan_of
+from warpspec.fmha.plan.candidates import partitions_fit
 from warpspec.fmha.plan.cost import Way
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.sim.clocks.chips import chip, table_digest
@@ -148,7 +149,8 @@ def plan_named(name: str, problem: AttentionProblem, target: Target) -> Plan | N
         way = Way.PARTITIONS if schedule == "QUEUE" else Way.SPLIT
     choices = ATTENTION.of(target.architecture).CHOICES
     for shape, tiling in choices.tilings(problem):
-        if way not in choices.ways(problem, shape):
+        fits = way is not Way.PARTITIONS or partitions_fit(problem, tiling)
+        if not fits or way not in choices.ways(problem, shape):
             continue
         plan = plan_of(choices, problem, target, Candidate(shape, tiling, way, splits))
         if _alike(describe(plan), wanted):
