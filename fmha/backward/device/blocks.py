@@ -157,8 +157,10 @@ def listed(block) -> tuple:
         return Boolean(rule < 0), None
     place = block.first_query % rows
     first, shift, found = place // WORD_BITS, place % WORD_BITS, []
-    for key in block.keys:
-        row = tile.patterns[cutlass.max(rule, ~rule), key % keys, None]  # (WORD)
+    first_key = block.keys[0] % keys
+    for key in block.keys:  # one address for all, which are in one block: registers are scarce
+        number = first_key + (key - block.keys[0])
+        row = tile.patterns[cutlass.max(rule, ~rule), number, None]  # (WORD)
         found.append([row[first + i] >> shift for i in range(max(block.columns) // WORD_BITS + 1)])
     return Boolean(rule < 0), found
 
