@@ -116,7 +116,7 @@ def target_for(lists: Sequence[torch.Tensor | None], keys: int, block_keys: int)
 def convert(
     lists: Sequence[torch.Tensor | None], lengths: tuple[int, int], size: tuple[int, int], target: Target
 ) -> tuple[torch.Tensor, ...]:
-    """kv_visits, kv_counts, q_visits, q_counts and kv_order of ``BlockMask``, of lists that are checked.
+    """Return kv_visits, kv_counts, q_visits, q_counts and kv_order of ``BlockMask`` for lists that are checked.
 
     lists: counts, indices, and those of full blocks or None. lengths: (Sq, Sk). size: (queries, keys) of a block.
     """

@@ -146,7 +146,8 @@ def set_flags(counts, indices, flags, place, blocks, flag: cutlass.Constexpr):
     for entry in cutlass.range(cute.arch.lane_idx(), count, WARP_THREADS, unroll=1):
         block = indices[lists, head, row, entry]
         if Boolean(block >= 0) & Boolean(block < blocks):
-            flags[block] = flag
+            # (relaxed, for a list may have a block twice)
+            cute.arch.store(flags.iterator + block, Int32(flag), ss="cta", sem="relaxed", scope="cta")
 
 
 def kinds(flags, block, blocks, cut_k) -> tuple:

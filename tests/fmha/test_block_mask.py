@@ -50,11 +50,13 @@ def test_case(case, arch, simulate_as, check_order):
     [((640, 600), 4, True), ((4200, 300), 3, False), *long_but([], [((100, 9000), 71, True)])],
 )
 def test_kernels_convert_lists_as_torch_does(sizes, width, full, arch, check_order):
-    """Blocks that are in both lists, entries past counts that are no blocks, lists with other batch rows and heads."""
+    """Blocks that are in both lists, or twice in one, entries past counts that are no blocks, lists with other batch
+    rows and heads."""
     blocks, draw = [-(-size // 128) for size in sizes], torch.Generator().manual_seed(3)
 
     def drawn(batch, heads):
         place = torch.rand(batch, heads, blocks[0], blocks[1], generator=draw).argsort(-1)[..., :width]
+        place[..., 1] = place[..., 0]
         counts = torch.randint(0, width + 1, place.shape[:-1], generator=draw)
         past = torch.arange(width) >= counts[..., None]
         return counts.int(), torch.where(past, (-1) ** place * 10**9, place).int()
