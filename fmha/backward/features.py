@@ -118,6 +118,7 @@ class BackwardKernel:
         requests = self.requests
         assert self.heads_inside or self.mask.has_blocks or not self.deterministic
         assert not (self.mask.has_blocks and (self.heads_inside or self.cut != self.slices))
+        assert self.can_cut or not self.cut
         assert self.cuts_by_length or self.mask.has_blocks or not self.slices
         assert (self.deterministic and self.heads_inside and not self.cut) or not self.inner_heads
         assert not self.keeps_requests or not (self.heads_inside or self.deterministic or self.mask.band)

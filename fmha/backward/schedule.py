@@ -18,7 +18,8 @@ helps. Then tiles are cut into pieces of at most this many steps, and the last k
 order of the pieces. Each piece costs a write and a read of dK and dV in fp32, and the start and end of a CTA. Where
 batch rows have different steps, all tiles are cut into the same number of pieces instead.
 
-Where CTAs make few rounds on the SMs, it may be best to cut the last rows' key tiles alone (``rounds``).
+Where CTAs make few rounds on the SMs, it may be best to cut the last rows' key tiles alone (``rounds``). With lists of
+blocks, of which the host knows no key tile's length, only heads are sliced (``lists``).
 
 Packed requests are cut by the device (``pieces``): it knows their lengths, and cuts only long key tiles. If all
 queries see all keys of their request, there are no sections: CTAs go through the requests, the longest first, and
@@ -469,8 +470,7 @@ def expected_us(
     slices: int = 1,
 ) -> float:
     """Predict the microseconds of the busiest SM and of adding up pieces. steps: of the key tiles of a row, the most
-    first.
-    """
+    first."""
     forward, sms = problem.forward, side_by_side(config, target)
     requests = forward.batch
     if forward.requests.packed_q:  # of least_q to twice as many queries
