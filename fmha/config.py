@@ -59,7 +59,7 @@ class Output:
 
     dtype, size: dtype and elements of a row of o. normalize: O is divided by the row's sum; otherwise the kernel writes
     its un-normalised state, row_max and row_sum beside o. splits: it writes a state for each split of the keys. means:
-    and O of a split is divided by the row's sum, in 16 bits, without the one scale of all values.
+    O of a split is divided by the row's sum all the same, in 16 bits, and lacks the one scale of all values.
     exact_maximum: O is rescaled whenever the maximum moves. sink_dtype: dtype of the sink, if there is one.
     """
 

@@ -4,6 +4,9 @@ The scheduler warp copies the lengths to shared memory, finds its chunk by the c
 tile, which nobody reads yet. When the launch before has ended, it reads the lengths again. Mostly they are what they
 were, as lengths change once a step and not with each layer: then the record is announced at once. Otherwise the warp
 starts again. So what is read too early only costs time: the copy alone decides, and it is right in the end.
+
+Where a producer warp writes the records (``TileScheduler.by_producer``), it cuts the line, too, and writes the first
+record behind all that.
 """
 
 from __future__ import annotations
@@ -23,8 +26,8 @@ BATCH = 8  # lengths that a lane loads at a time
 
 @cute.jit
 def cut_ahead(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands, chunks, records):
-    """Write the ends of the CTA's chunks and announce the first tile's record. By the scheduler warp, from the start
-    of the kernel; it waits for the end of the launch before.
+    """Write the ends of the CTA's chunks and announce the first tile's record, unless a producer writes it later. By
+    the warp that schedules, from the start of the kernel; it waits for the end of the launch before.
 
     Produces: tile_full.
     """

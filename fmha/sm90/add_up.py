@@ -37,7 +37,7 @@ from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
 from warpspec.fmha.sm90.softmax import over_quad
 
 VECTOR = 4  # fp32 numbers that a thread stores at a time; also those of a row's statistics
-MEANS = 8  # fp16 numbers that a thread stores at a time
+MEANS_VECTOR = 8  # fp16 numbers that a thread stores at a time
 AHEAD = 16  # vectors in flight: O takes most registers
 STATE_NUMBERS = 3
 BATCH = 6  # pieces whose states are in flight
@@ -54,11 +54,11 @@ assert PAIR_WORDS * VECTOR <= PIECE_STATISTICS, "the statistics of both consumer
 
 def vector_of(config) -> int:
     """Numbers of O that a thread stores at a time: 16 bytes."""
-    return MEANS if config.leaves_means else VECTOR
+    return MEANS_VECTOR if config.leaves_means else VECTOR
 
 
 def number_of(config) -> type:
-    """Their type."""
+    """Type of the numbers of O in a state."""
     return Float16 if config.leaves_means else Float32
 
 
@@ -119,10 +119,10 @@ def leave_means(o: cute.Tensor, totals: cutlass.Constexpr, target: cute.Tensor):
     """Leave O (n) of the thread's rows, divided by their sums, in ``target`` (NUMBER, VECTOR). O of a row without keys
     is 0, and stays so."""
     factors = tuple(inverse(total) for total in totals)
-    for vector in cutlass.range_constexpr(cute.size(o) // MEANS):
-        means = cute.make_rmem_tensor(MEANS, Float16)
-        for i in cutlass.range_constexpr(MEANS):
-            means[i] = (o[vector * MEANS + i] * factors[i // PAIR % THREAD_ROWS]).to(Float16)
+    for vector in cutlass.range_constexpr(cute.size(o) // MEANS_VECTOR):
+        means = cute.make_rmem_tensor(MEANS_VECTOR, Float16)
+        for i in cutlass.range_constexpr(MEANS_VECTOR):
+            means[i] = (o[vector * MEANS_VECTOR + i] * factors[i // PAIR % THREAD_ROWS]).to(Float16)
         cute.autovec_copy(means, target[None, vector])
 
 

@@ -79,7 +79,7 @@ def shared_time(costs: Costs, tasks: int, mean: float, longest: int, ctas: int) 
     return costs.scan + each * costs.shared_tile + costs.add * pieces + cut * min(2 * (pieces - 1), 1)
 
 
-def means(tiles: int, known: bool) -> list[float]:
+def mean_tiles(tiles: int, known: bool) -> list[float]:
     """KV tiles of a task on average, as they may be where the longest has so many. known: lengths are full."""
     return [tiles * share for share in (MEAN_LENGTHS[:1] if known else MEAN_LENGTHS)]
 
@@ -88,13 +88,13 @@ def expected_equal(
     costs: Costs, tasks: int, tiles: int, rows: int, splits: int, ctas: int, known: bool
 ) -> float:
     """``equal_time`` as far as the host knows the lengths."""
-    times = [equal_time(costs, tasks, tiles, rows, splits, ctas, mean) for mean in means(tiles, known)]
+    times = [equal_time(costs, tasks, tiles, rows, splits, ctas, mean) for mean in mean_tiles(tiles, known)]
     return math.prod(times) ** (1 / len(times))
 
 
 def expected_shared(costs: Costs, tasks: int, tiles: int, ctas: int, known: bool) -> float:
     """``shared_time`` as far as the host knows the lengths. tiles: KV tiles of the longest."""
-    times = [shared_time(costs, tasks, mean, tiles, ctas) for mean in means(tiles, known)]
+    times = [shared_time(costs, tasks, mean, tiles, ctas) for mean in mean_tiles(tiles, known)]
     return math.prod(times) ** (1 / len(times))
 
 
