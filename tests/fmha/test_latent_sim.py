@@ -404,7 +404,7 @@ def test_states_of_codes(splits, simulate_as, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_scale", "splits"), [(5, 1e-15, 3), (5, 1e15, 17), long(64, 1e15, 3), long(64, 1.0, 17)]
+    ("heads", "kv_scale", "splits"), [(5, 1e-15, 3), (5, 1e33, 17), long(64, 1e33, 3), long(64, 1.0, 17)]
 )
 @pytest.mark.usefixtures("check_order")
 def test_splits_of_codes_under_any_scale(heads, kv_scale, splits, simulate_as):
