@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from warpspec.common.checks import kind_of, shape_of
-from warpspec.fmha.lists import convert, target_for
+from warpspec.fmha.lists import COUNT, convert, target_for
 from warpspec.fmha.values import are_checked
 
 BLOCK = 128  # queries and keys of a block where lists do not say
@@ -157,7 +157,7 @@ class BlockMask:
         target = None if found.mask_mod else target_for(found[:4], seq_k, found.block_size[1])
         if target is not None:
             kv_visits, kv_counts, *q, order = convert(found[:4], (seq_q, seq_k), found.block_size, target)
-            visited = Visits.of(kv_counts, q[1][..., 2]) if are_checked(kv_counts.device) else None
+            visited = Visits.of(kv_counts, q[1][..., COUNT]) if are_checked(kv_counts.device) else None
             return cls(
                 found.block_size, (seq_q, seq_k), kv_visits, kv_counts, *q, kv_order=order, visited=visited
             )
@@ -181,7 +181,7 @@ class BlockMask:
         q = visitors(partial | full, rule, whole=seq_k % found.block_size[1] == 0)
         order = order_of(*kv, whole=seq_q % found.block_size[0] == 0)
         waits = found.mask_mod is not None or are_checked(found.counts.device)
-        visited = Visits.of(kv[1], q[1][..., 2]) if waits else None
+        visited = Visits.of(kv[1], q[1][..., COUNT]) if waits else None
         return cls(found.block_size, (seq_q, seq_k), *kv, *q, patterns, q_patterns, order, visited)
 
 

@@ -24,6 +24,8 @@ from warpspec.common.strides import regular_strides
 WARPS = 4  # of a CTA; each has a row of lists, or a column
 MOST_BLOCKS = 2048  # blocks of keys for whose flags a CTA has shared memory
 ORDER_WORDS = 5  # of an entry of kv_order
+FIRST, LAST, COUNT, ORDER = range(4)  # columns of q_counts
+NEXT, RULE, RANK = range(3)  # columns of q_visits
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,40 @@ from cutlass import Boolean, Int32
 
 from warpspec.common.device.host import host_function
 from warpspec.common.hardware import WARP_THREADS, WORD_BYTES
-from warpspec.fmha.lists import MOST_BLOCKS, WARPS, ListsConfig, ListsNumbers, ListsOperands
+from warpspec.fmha.lists import (
+    COUNT,
+    FIRST,
+    LAST,
+    MOST_BLOCKS,
+    NEXT,
+    ORDER,
+    RANK,
+    RULE,
+    WARPS,
+    ListsConfig,
+    ListsNumbers,
+    ListsOperands,
+)
 
 PARTIAL, FULL = 1, 2  # flags
 MOST = 2**31 - 1  # visits of a block that comes first
 ALL_KEYS = ~0  # the rule of a full block without patterns; that of a partial one is 0
+
+
+def options_of(warps) -> dict:
+    """Grid and block of a launch of so many warps."""
+    return {"grid": (cute.ceil_div(warps, WARPS), 1, 1), "block": (WARPS * WARP_THREADS, 1, 1)}
+
+
+def own_warp() -> Int32:
+    """The warp's number in its CTA."""
+    return cute.arch.make_warp_uniform(cute.arch.warp_idx())
+
+
+def own_number(warp) -> Int32:
+    """The number of a CTA's warp in the grid."""
+    cta, _, _ = cute.arch.block_idx()
+    return cta * WARPS + warp
 
 
 class Rows:
@@ -33,21 +62,19 @@ class Rows:
         """Host side."""
         lists, rows, _, _ = operands.kv_visits.shape
         self.kernel(operands, numbers).launch(
-            grid=(cute.ceil_div(lists * rows, WARPS), 1, 1),
-            block=(WARPS * WARP_THREADS, 1, 1),
+            **options_of(lists * rows),
             smem=self.config.smem_bytes,
             stream=stream,
         )
 
     @cute.kernel
     def kernel(self, operands, numbers):
-        cta, _, _ = cute.arch.block_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        warp = own_warp()
         smem = cutlass.memory.SmemAllocator()
         layout = cute.make_layout((WARPS, MOST_BLOCKS), stride=(MOST_BLOCKS, 1))
         flags = smem.allocate_tensor(Int32, layout, byte_alignment=WORD_BYTES)  # (WARP, BLOCK)
         lists, rows, _, _ = operands.kv_visits.shape
-        number = cta * WARPS + warp
+        number = own_number(warp)
         if number < lists * rows:
             convert_row(self.config, operands, numbers, flags[warp, None], number // rows, number % rows)
 
@@ -63,17 +90,14 @@ class Links:
         """Host side."""
         lists, _, blocks, _ = operands.kv_visits.shape
         self.kernel(operands).launch(
-            grid=(cute.ceil_div(lists * blocks, WARPS), 1, 1),
-            block=(WARPS * WARP_THREADS, 1, 1),
+            **options_of(lists * blocks),
             stream=stream,
         )
 
     @cute.kernel
     def kernel(self, operands):
-        cta, _, _ = cute.arch.block_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lists, _, blocks, _ = operands.kv_visits.shape
-        number = cta * WARPS + warp
+        number = own_number(own_warp())
         if number < lists * blocks:
             link_visitors(operands, number // blocks, number % blocks)
 
@@ -89,26 +113,23 @@ class Orders:
         """Host side."""
         lists, rows, blocks, _ = operands.kv_visits.shape
         self.kernel(operands, numbers).launch(
-            grid=(cute.ceil_div(lists * (rows + blocks), WARPS), 1, 1),
-            block=(WARPS * WARP_THREADS, 1, 1),
+            **options_of(lists * (rows + blocks)),
             stream=stream,
         )
 
     @cute.kernel
     def kernel(self, operands, numbers):
-        cta, _, _ = cute.arch.block_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lists, rows, blocks, _ = operands.kv_visits.shape
-        number = cta * WARPS + warp
+        number = own_number(own_warp())
         if number < lists * (rows + blocks):
             of_lists, place = number // (rows + blocks), number % (rows + blocks)
             if place < rows:
                 write_order(operands, of_lists, place, numbers.cut_q)
             else:
                 column = place - rows
-                first = place_of(operands.q_counts[of_lists, None, 2], column, numbers.cut_k)
+                first = place_of(operands.q_counts[of_lists, None, COUNT], column, numbers.cut_k)
                 if cute.arch.lane_idx() == 0:
-                    operands.q_counts[of_lists, first, 3] = column
+                    operands.q_counts[of_lists, first, ORDER] = column
 
 
 @cute.jit
@@ -181,9 +202,9 @@ def write_row(operands, numbers, flags, of_lists, row, totals):
             rule = Int32(cutlass.select_(full, Int32(ALL_KEYS), Int32(0)))
             operands.kv_visits[of_lists, row, place, 0] = block
             operands.kv_visits[of_lists, row, place, 1] = rule
-            operands.q_visits[of_lists, block, row, 0] = Int32(every)  # until its own warp links them
-            operands.q_visits[of_lists, block, row, 1] = rule
-            operands.q_visits[of_lists, block, row, 2] = earlier + before(votes[0] | votes[1], lane)
+            operands.q_visits[of_lists, block, row, NEXT] = Int32(every)  # until its own warp links them
+            operands.q_visits[of_lists, block, row, RULE] = rule
+            operands.q_visits[of_lists, block, row, RANK] = earlier + before(votes[0] | votes[1], lane)
         masked += cute.arch.popc(votes[0])
         whole += cute.arch.popc(votes[1])
         rest += cute.arch.popc(hidden)
@@ -256,13 +277,13 @@ def link_visitors(operands, of_lists, block):
         if later != 0:
             found = chunk * WARP_THREADS + first_of(later)
         if row < rows:
-            operands.q_visits[of_lists, block, row, 0] = found
+            operands.q_visits[of_lists, block, row, NEXT] = found
         if votes != 0:
             after = chunk * WARP_THREADS + first_of(votes)
     if lane == 0:
-        operands.q_counts[of_lists, block, 0] = first
-        operands.q_counts[of_lists, block, 1] = last
-        operands.q_counts[of_lists, block, 2] = count
+        operands.q_counts[of_lists, block, FIRST] = first
+        operands.q_counts[of_lists, block, LAST] = last
+        operands.q_counts[of_lists, block, COUNT] = count
 
 
 @cute.jit
@@ -271,5 +292,5 @@ def visitors(operands, of_lists, block, chunk, lane) -> Int32:
     row = chunk * WARP_THREADS + lane
     visits = Boolean(False)
     if row < operands.kv_visits.shape[1]:
-        visits = Boolean(operands.q_visits[of_lists, block, row, 0] != 0)
+        visits = Boolean(operands.q_visits[of_lists, block, row, NEXT] != 0)
     return Int32(cute.arch.vote_ballot_sync(visits))

@@ -14,9 +14,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from warpspec.fmha.block_mask import WORD_BITS
+from warpspec.fmha.lists import COUNT, FIRST, LAST, NEXT, ORDER, RULE
 
-NEXT, RULE, RANK = range(3)  # columns of q_visits
-FIRST, LAST, COUNT, ORDER = range(4)  # columns of q_counts
 FAR = 2**30  # past the queries of every request
 NO_MASK = -1  # rule of a full block
 

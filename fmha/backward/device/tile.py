@@ -31,7 +31,6 @@ from cutlass import Boolean, Int32
 from warpspec.fmha.backward.device.blocks import (
     FAR,
     NO_MASK,
-    RANK,
     KeyBlock,
     first_step,
     key_block_of,
@@ -44,6 +43,7 @@ from warpspec.fmha.backward.features import BackwardKernel
 from warpspec.fmha.device.packed import entry, find_request, query_tiles
 from warpspec.fmha.device.request import Request, request_at
 from warpspec.fmha.device.tile import INTEGERS, widened_by
+from warpspec.fmha.lists import RANK
 from warpspec.fmha.mask import key_range, position_range
 from warpspec.fmha.schedule import key_span
 

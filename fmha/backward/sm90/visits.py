@@ -13,8 +13,9 @@ from typing import NamedTuple
 from cutlass import Boolean, Int32, cute
 
 from warpspec.common.hardware import VECTOR_BYTES
-from warpspec.fmha.backward.device.blocks import NEXT, RULE, step_after
+from warpspec.fmha.backward.device.blocks import step_after
 from warpspec.fmha.backward.sm90.config import VISIT_WORDS
+from warpspec.fmha.lists import NEXT, RULE
 
 
 class Visit(NamedTuple):
