@@ -25,11 +25,10 @@ if TYPE_CHECKING:
 
 # Kernels compute a capped logit with an error relative to its cap: under a larger cap the error would show.
 SMALLEST_CAP, LARGEST_CAP = 1e-3, 1e4
-# A factor of 0 would turn a hidden score, -inf, into NaN. This one keeps it and weighs all visible keys alike.
-SMALLEST_SCALE, LARGEST_SCALE = (
-    2.0**-100,
-    2.0**100,
-)  # their products with log2(e), and over a cap, are numbers in fp32
+LARGEST_SCALE = 2.0**100  # its product with log2(e), and that over a cap, are numbers in fp32
+# A factor of 0 would turn a hidden score, -inf, into NaN. This one keeps it and weighs all visible keys alike; times
+# ln(2) it is still a normal number in fp32. Where only the device knows the keys' scale, it bounds their product.
+SMALLEST_SCALE = 2.0**-120
 # A scale up to this is folded into the exponential's multiply-add, which is right for logits below 2**29
 # (``device.softmax``). No model has a larger one, which takes a multiplication for each score.
 LARGEST_FOLDED_SCALE = 16.0
@@ -150,12 +149,15 @@ class LogitNumbers(NamedTuple):
     cap: Annotated[Any, Number(FLOAT32, when=lambda config: config.logits.softcap)] = None
 
     @classmethod
-    def of(cls, options: LogitOptions, signed: bool = False) -> LogitNumbers:
-        """The numbers of a problem's options. signed: as in ``LogitMap.of``."""
+    def of(cls, options: LogitOptions, signed: bool = False, scaled: bool = False) -> LogitNumbers:
+        """The numbers of a problem's options. signed: as in ``LogitMap.of``. scaled: whether the device multiplies the
+        factor by a scale of keys (``device.logits.with_factor``)."""
         scale, softcap = options
         if softcap is not None:
             return cls(2 * LOG2_E * scale / softcap, softcap * LOG2_E)
-        return cls((scale if signed else max(abs(scale), SMALLEST_SCALE)) * LOG2_E)
+        if not signed:
+            scale = abs(scale) if scaled else max(abs(scale), SMALLEST_SCALE)
+        return cls(scale * LOG2_E)
 
 
 PLAIN = LogitMap()  # nothing but the scale

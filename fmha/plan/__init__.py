@@ -137,4 +137,5 @@ def expectation(choices: Choices, problem: AttentionProblem, target: Target):
 def launch_numbers(problem: AttentionProblem, plan: Plan) -> tuple:
     """The fields of ``numbers.LaunchNumbers``, one by one; an unbounded window side is not read."""
     window = (problem.window_left or 0, problem.window_right or 0)
-    return (*LogitNumbers.of(problem.logits), *window, plan.ctas, plan.section)
+    logits = LogitNumbers.of(problem.logits, scaled=problem.format.has_k_scale)
+    return (*logits, *window, plan.ctas, plan.section)

@@ -22,7 +22,7 @@ from warpspec.common.device.wgmma import COLUMNS, PAIR, THREAD_ROWS, WARP_ROWS, 
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.fmha.device import unseen
 from warpspec.fmha.device.blocks import Visit
-from warpspec.fmha.device.logits import LogitNumbers, map_scores, negate_scores, unit
+from warpspec.fmha.device.logits import LogitNumbers, map_scores, negate_scores, unit, with_factor
 from warpspec.fmha.device.mask import hide, keys_of, shifted
 from warpspec.fmha.device.record import Record
 from warpspec.fmha.device.scales import value_scale
@@ -149,7 +149,7 @@ class ConsumerTile:
         """The map's numbers for the scores of row r of the thread."""
         if self.row_factors is None:
             return self.numbers
-        return self.numbers._replace(factor=self.numbers.factor * self.row_factors[r])
+        return with_factor(self.config.logits, self.numbers, self.numbers.factor * self.row_factors[r])
 
     def in_units(self, state: tuple) -> tuple:
         """A state (references, maxima, sums) whose maxima are in units of true scores."""

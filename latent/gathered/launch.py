@@ -243,8 +243,7 @@ def run(problem: GatheredProblem, target: Target, tensors: dict):
     angles = (tensors["cos_sin"], tensors["positions"], tensors.get("kv_scale"))
     sets = list(tensors["key_sets"]) + [(None, None, None, 1)] * (MAX_KEY_SETS - len(problem.slots))
     flat = [field for each in sets for field in each]
-    # A scale of keys may make up for one of logits that is too small alone: the kernel looks at their product.
-    logits = LogitNumbers.of(LogitOptions(problem.scale), signed=problem.has_kv_scale)
+    logits = LogitNumbers.of(LogitOptions(problem.scale), scaled=problem.has_kv_scale)
     numbers = (*logits, plan.splits, plan.ctas)
     attention = plan.kernel(target).launcher(plan.config, target)
     with target.current():

@@ -81,14 +81,35 @@ def test_extreme_scales_and_codes(format):
         chosen = torch.randint(4, arguments[name].shape, generator=torch.Generator().manual_seed(3))
         arguments[name] = bounds[chosen].view(format)
     for k_scale, v_scale in ((0.0, 0.5), (2.0**-14, 0.0), (2.0**-14, 2.0**-60), (2.0**-60, 2.0**60)):
-        arguments |= {"k_scale": torch.tensor(k_scale), "v_scale": torch.tensor(v_scale)}
-        (o, lse), (wanted, wanted_lse) = (
-            run(arguments),
-            attention(**arguments, return_lse=True, backend="reference"),
-        )
-        torch.testing.assert_close(lse, wanted_lse, rtol=1e-6, atol=1e-3)
-        assert o.isfinite().all() and (o.float() - wanted.float()).norm() <= 4e-3 * wanted.float().norm()
-        assert bool(wanted.any()) == (v_scale != 0)
+        check_scales(arguments, k_scale, v_scale)
+
+
+@pytest.mark.parametrize(
+    "queries, arch", [(1, "sm_90a"), long(70, "sm_90a"), long(1, "sm_100a"), long(70, "sm_100a")]
+)
+@pytest.mark.parametrize("format", [torch.float8_e4m3fn, long(NVFP4)])
+def test_scales_that_make_up_for_each_other(format, queries, arch):
+    """A factor of the queries, the scale of logits and k_scale are bounded by their product alone; where it is too
+    small for a number, all weights are equal, and hidden keys stay hidden."""
+    arguments = Case(queries, 40, (8, 1), 64, float8=format, scale="tensor").arguments()
+    q = arguments["q"]
+    for factor, scale, k_scale in (
+        (1.0, 2.0**-112, 2.0**108), (1.0, -(2.0**-112), 2.0**108), (1.0, 2.0**99, 2.0**-104),
+        (2.0**-100, 0.1, 2.0**98), (2.0**-100, 0.1, 2.0**-60), (2.0**-100, 0.1, 0.0), (2.0**-100, 0.0, 1.0),
+    ):  # fmt: skip
+        check_scales(arguments | {"q": q * factor, "scale": scale}, k_scale, 0.5, arch)
+
+
+def check_scales(arguments, k_scale, v_scale, arch="sm_90a"):
+    """Compare o and lse of a call under other scales with the definition's."""
+    arguments = arguments | {"k_scale": torch.tensor(k_scale), "v_scale": torch.tensor(v_scale)}
+    (o, lse), (wanted, wanted_lse) = (
+        run(arguments, arch),
+        attention(**arguments, return_lse=True, backend="reference"),
+    )
+    torch.testing.assert_close(lse, wanted_lse, rtol=1e-6, atol=1e-3)
+    assert o.isfinite().all() and (o.float() - wanted.float()).norm() <= 4e-3 * wanted.float().norm()
+    assert bool(wanted.any()) == (v_scale != 0)
 
 
 def test_more_queries_than_expected():

@@ -421,3 +421,28 @@ def test_splits_of_codes_under_any_scale(heads, kv_scale, splits, simulate_as):
     found, wanted = (mla_decode(*call, **options, backend=backend) for backend in ("sim", "reference"))
     assert relative_error(found.double() / kv_scale, wanted.double() / kv_scale) <= 4e-3
     assert ((found[2].double() / kv_scale / 448 - 1).abs() < 2**-8).all() and not found[1].any()
+
+
+@pytest.mark.parametrize("heads", [5, long(64)])
+def test_scales_of_codes_that_make_up_for_each_other(heads, simulate_as):
+    """A factor of the queries, the scale of logits and kv_scale are bounded by their product alone; where it is too
+    small for a number, all weights are equal, and hidden keys stay hidden."""
+    simulate_as("sm_90a")
+    case = replace(DRAFTS, batch=2, seq_q=1, heads_q=heads, seq_k=100, kv_lengths=(100, 33))
+    inputs = arguments(case)
+    (pages,), table = paged((inputs["k"],), case.kv_lengths, 64)
+    call = (codes_of(pages[:, :, 0]), table, inputs["kv_lengths"])
+    for factor, scale, kv_scale in (
+        (1.0, 2.0**-112, 2.0**108), (1.0, 2.0**96, 2.0**-100), (2.0**-100, 0.1, 2.0**96),
+        (2.0**-100, 0.1, 2.0**-60), (2.0**-100, 0.0, 1.0), (2.0**-100, 0.1, 0.0),
+    ):  # fmt: skip
+        options = dict(scale=scale, kv_scale=torch.tensor(kv_scale), return_lse=True)
+        (o, lse), (wanted, wanted_lse) = (
+            mla_decode(inputs["q"] * factor, *call, **options, backend=backend)
+            for backend in ("sim", "reference")
+        )
+        torch.testing.assert_close(lse, wanted_lse, rtol=1e-6, atol=1e-3)
+        if kv_scale:
+            assert relative_error(o.double() / kv_scale, wanted.double() / kv_scale) <= 4e-3
+        else:
+            assert not o.any()

@@ -56,7 +56,7 @@ def prepare_queries(role, found: cutlass.Constexpr):
     m, s, half = lane // STEP_WORDS, lane % STEP_WORDS // 2, lane % 2
     chunk = 2 * s + half
     rows = rows_of_warp(role)
-    numbers = with_factor(config.logits, role.numbers, role.numbers.factor * role.key_scale)
+    factor = role.numbers.factor * role.key_scale
     pairs = [largest([words[block] for block in range(config.heads.qk_blocks)]) for words in found]
     distance = 1
     while distance < WARP_THREADS:  # of all rows in step, to hide how long a shuffle takes
@@ -71,7 +71,7 @@ def prepare_queries(role, found: cutlass.Constexpr):
             target = shared_vector(base + m * WORD_BYTES + block * (config.count * ROW_BYTES), 1)
             target[0] = narrowed(words[block], up)
         if lane == 0:
-            row_factors[row] = numbers.factor * down
+            row_factors[row] = with_factor(config.logits, role.numbers, factor * down).factor
             maxima[row] = Int32(NO_SCORE)
             references[row, 0] = Float32(NO_REFERENCE)
     if role.number < FLAGS:
