@@ -9,7 +9,15 @@ from dataclasses import dataclass
 
 import torch
 
-from warpspec.common.checks import ANY, INTEGER_DTYPES, check_device, check_int, check_tensor, shape_of
+from warpspec.common.checks import (
+    ANY,
+    INTEGER_DTYPES,
+    check_device,
+    check_int,
+    check_strided,
+    check_tensor,
+    shape_of,
+)
 from warpspec.common.outputs import has_memory
 from warpspec.latent.cache.formats import (
     INDEX_FORMATS,
@@ -45,12 +53,18 @@ class Pool:
         fmt = format_named(self.formats, self.format)
         check_page_size(self.page_size)
         data = self.data
-        check_tensor("data", data, (torch.uint8,))
+        check_strided("data", data)
+        if data.dtype != torch.uint8 or data.dim() > 2:
+            reinterpreted = "" if data.dtype == torch.uint8 else ".view(torch.uint8)"
+            raise (ValueError if data.dtype == torch.uint8 else TypeError)(
+                f"data: must be the pages' bytes, torch.uint8 [pages, bytes], got {data.dtype} of shape "
+                f"{shape_of(data)}; of a cache [pages, ...], pass data{reinterpreted}.view(len(data), -1)"
+            )
         needed = fmt.page_bytes(self.page_size)
         if data.dim() != 2 or data.shape[1] < needed:
             raise ValueError(
                 f"data: must be [pages, bytes] with at least {needed} bytes for pages of {self.page_size} rows of "
-                f"{self.format!r}, got shape {list(data.shape)}"
+                f"{self.format!r}, got shape {shape_of(data)}"
             )
         if data.stride(1) != 1:
             raise ValueError(f"data: a page's bytes must be contiguous, got strides {list(data.stride())}")

@@ -88,8 +88,8 @@ def mla_decode(
     """
     check_operand("q", q, DTYPES, (-1, -1, -1, ROW), None, aligned=True)
     check_operand("kv", kv, (q.dtype, torch.float8_e4m3fn), (-1, -1, ROW), q.device, aligned=True)
-    check_operand("page_table", page_table, (torch.int32,), (len(q), -1), q.device)
-    check_operand("kv_lengths", kv_lengths, (torch.int32,), (len(q),), q.device)
+    check_tensor("page_table", page_table, (torch.int32,), (len(q), -1), q.device)
+    check_tensor("kv_lengths", kv_lengths, (torch.int32,), (len(q),), q.device)
     refuse_gradients(q=q, kv=kv, kv_scale=kv_scale, out=out)
     if kv.shape[1] == 0:
         raise ValueError(f"kv: pages must hold at least one row, got shape {list(kv.shape)}")

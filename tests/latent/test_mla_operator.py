@@ -3,9 +3,10 @@
 import pytest
 import torch
 from helpers.recorder import Recorder
+from helpers.suites import long
 
 from warpspec.common.errors import UnsupportedProblem
-from warpspec.latent import mla_decode
+from warpspec.latent import mla_decode, mla_schedule
 
 generator = torch.Generator().manual_seed(0)
 Q = torch.randn(2, 2, 8, 576, generator=generator).bfloat16()
@@ -40,6 +41,17 @@ def test_a_watched_call_is_one_operator_and_simulated():
     wanted = mla_decode(Q, KV, TABLE, LENGTHS, **OPTIONS, return_lse=True, backend="sim")
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert found[0].any()
+
+
+@pytest.mark.parametrize("kv", [KV, long(KV.bfloat16())], ids=["e4m3", "bf16"])
+def test_lengths_and_tables_of_any_strides(kv):
+    """The lengths are a column of a tensor, the table is transposed."""
+    apart = (TABLE.T.contiguous().T, torch.stack([LENGTHS, LENGTHS + 1], dim=1)[:, 0])
+    assert apart[0].stride() == (1, 2) and apart[1].stride() == (2,)
+    schedule = mla_schedule(apart[1], heads=8, queries=2, max_pages=2, dtype=kv.dtype, backend="sim")
+    options = {"scale": 0.05, "return_lse": True, "schedule": schedule, "backend": "sim"}
+    found, wanted = (mla_decode(Q, kv, *tensors, **options) for tensors in (apart, (TABLE, LENGTHS)))
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 def test_a_compiled_call_that_kernels_cannot_run_says_so():

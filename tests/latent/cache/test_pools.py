@@ -49,7 +49,20 @@ def test_bad_pools():
         (good, 0, "v4-fp8", ValueError, "page_size: must be within 1"),
         (good, 64.0, "v4-fp8", TypeError, "page_size: must be an int"),
         (good, 65, "v4-fp8", ValueError, "at least 37960 bytes"),
-        (good.int(), 64, "v4-fp8", TypeError, "data: dtype must be one of torch.uint8"),
+        (
+            good.view(2, 64, 1, 584).view(torch.float8_e4m3fn),
+            64,
+            "v4-fp8",
+            TypeError,
+            r"float8_e4m3fn of shape .*; of a cache .*, pass data.view\(torch.uint8\).view\(len\(data\), -1\)",
+        ),
+        (
+            good.view(2, 64, 584),
+            64,
+            "v4-fp8",
+            ValueError,
+            r"\[2, 64, 584\]; .*pass data.view\(len\(data\), -1\)",
+        ),
         (good[0], 64, "v4-fp8", ValueError, r"data: must be \[pages, bytes\]"),
         (torch.zeros(64 * 584, 2, dtype=torch.uint8).T, 64, "v4-fp8", ValueError, "contiguous"),
         (
