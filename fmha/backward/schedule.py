@@ -45,7 +45,7 @@ from warpspec.fmha.backward import lists, rounds, runs
 from warpspec.fmha.backward.features import BackwardKernel
 from warpspec.fmha.backward.pieces import PieceLength, may_cut, most_further
 from warpspec.fmha.backward.problem import BackwardProblem
-from warpspec.fmha.mask import position_range
+from warpspec.fmha.backward.work import even, key_bytes, row_bytes, tile_spans, tile_steps
 from warpspec.fmha.tiles import ELEMENT_BYTES
 
 # Microseconds on an H200.
@@ -65,7 +65,6 @@ ROUNDS = 0.6  # CTAs of a section for each SM, about, at least
 L2_SHARE = 0.8  # fraction of the L2 for what a section reads and adds to
 BEYOND_L2 = 1.9  # reads of concurrent key tiles, in L2 sizes, from which heads_inside gains
 SLICES_BEYOND_L2 = 2.05  # the same of slices
-EVEN = 0.85  # mean over maximum of key tiles' steps, from which they count as equal
 INNER_HEADS = 2
 WHOLE_HEADS = 6  # query heads of a KV head up to which slices of packed requests lost, at eight shapes
 DEALT_HEADS = 4  # the same of equal rows, whose order is simulated
@@ -346,57 +345,6 @@ def inner_heads_of(problem: BackwardProblem, config: BackwardKernel, section: in
     if not even(tile_steps(problem, config)):
         return 0
     return INNER_HEADS if section * row_bytes(problem) > L2_SHARE * target.l2_bytes else 0
-
-
-def even(steps: Sequence[int]) -> bool:
-    """Whether key tiles count as equal."""
-    return sum(steps) >= EVEN * len(steps) * max(steps, default=0)
-
-
-def row_bytes(problem: BackwardProblem) -> int:
-    """Bytes that the key tiles of a row read and add to: Q, dO, dQ's sums."""
-    forward = problem.forward
-    queries = forward.least_q if forward.requests.packed_q else forward.seq_q
-    return forward.group * queries * forward.head_dim * (2 * ELEMENT_BYTES + FP32_BYTES)
-
-
-def key_bytes(problem: BackwardProblem) -> int:
-    """Bytes of a row's K, V, dK and dV."""
-    forward = problem.forward
-    keys = forward.least_q if forward.requests.packed_k else forward.seq_k
-    return 4 * keys * forward.head_dim * ELEMENT_BYTES
-
-
-@lru_cache(maxsize=64)
-def tile_spans(problem: BackwardProblem, config: BackwardKernel) -> tuple[tuple[int, int], ...]:
-    """(steps of queries after those that see it, its steps) of each key tile of a row; with packed requests, of one as
-    long as any may be."""
-    forward = problem.forward
-    bounds = {
-        "causal": forward.mask.causal,
-        "left": forward.window_left,
-        "right": forward.window_right,
-        "key_stride": forward.mask.key_stride,
-    }
-    found, start = [], forward.seq_k - forward.seq_q  # as if no row's length or position were given
-    tiles = -(-forward.seq_q // config.tile_m)
-    for first_key in range(0, max(forward.seq_k, 1), config.tile_n):
-        last_key = min(first_key + config.tile_n, forward.seq_k) - 1
-        first, _ = position_range(first_key, **bounds, maximum=max)
-        _, end = position_range(last_key, **bounds, maximum=max)
-        low = 0 if first is None else max(first - start, 0)
-        high = forward.seq_q if end is None else min(end - start, forward.seq_q)
-        after, count = 0, 0
-        if high > low:
-            after = tiles - -(-high // config.tile_m)
-            count = tiles - after - low // config.tile_m
-        found.append((after * forward.group, count * forward.group))
-    return tuple(found)
-
-
-def tile_steps(problem: BackwardProblem, config: BackwardKernel) -> tuple[int, ...]:
-    """Steps of each key tile of a row, as in ``tile_spans``."""
-    return tuple(steps for _, steps in tile_spans(problem, config))
 
 
 def choose_pieces(

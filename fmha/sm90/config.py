@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from warpspec.common import memory
-from warpspec.common.barriers import MBARRIER_BYTES, Barrier, barrier_count
+from warpspec.common.barriers import Barrier
 from warpspec.common.hardware import (
     FP32_BYTES,
     MAX_SMEM_PER_CTA,
@@ -18,7 +18,6 @@ from warpspec.common.hardware import (
     SMEM_RESERVED_PER_CTA,
     WARP_THREADS,
     WARPGROUP_THREADS,
-    WORD_BYTES,
     registers_at_launch,
 )
 from warpspec.common.launch import Target
@@ -30,6 +29,7 @@ from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.schedule import sortable
 from warpspec.fmha.sm90.barriers import WEIGHT_STAGES, barriers_of
 from warpspec.fmha.sm90.float8 import STATISTICS, WarpMerge
+from warpspec.fmha.sm90.regions import regions_of
 from warpspec.fmha.sm90.shapes import (
     FLOAT8,
     TWO_CONSUMERS,
@@ -39,7 +39,6 @@ from warpspec.fmha.sm90.shapes import (
 )
 from warpspec.fmha.tiles import ELEMENT_BYTES, KvTile, TileRows, choose_pack
 
-BARRIER_BYTES = 1024  # room for mbarriers and records, or a multiple of it: what follows is aligned to it
 FIRST_ORDER_BARRIER = (
     1  # named barriers in which consumers take turns at the tensor core: one each from here on
 )
@@ -101,7 +100,8 @@ class AttentionConfig(AttentionKernel):
         """The kernel for a problem. UnsupportedProblem names what this kernel does not support.
 
         shape: tiles; None: the first of ``shapes``. splits: the keys are split, and another kernel combines results.
-        pack: heads of a KV group that share a tile; None: the best for the longest request.
+        schedule: which CTA has which tiles, in which order. pack: heads of a KV group that share a tile; None: the best
+        for the longest request.
         """
         cls.check(problem, target)
         shape = shape or shapes_of(problem)[0]
@@ -435,35 +435,7 @@ class AttentionConfig(AttentionKernel):
 
     @property
     def smem_regions(self) -> tuple[memory.Region, ...]:
-        """Shared memory, in order."""
-        stages, rows = self.kv_stages, f"{self.kv_stages} x [{self.tile_n}"
-        name = "K and V" if self.format.shared_kv else "K"
-        p = f"{WEIGHT_STAGES} x [{WARPGROUP_ROWS}, {BLOCK}]; O leaves through it"
-        words = self.scheduler.word_bytes
-        taken = barrier_count(self.barriers) * MBARRIER_BYTES + words
-        room = (-(-taken // BARRIER_BYTES) * BARRIER_BYTES - words) // MBARRIER_BYTES
-        return (
-            memory.barrier_region(self.barriers, room),
-            memory.Region("cursors", self.scheduler.cursor_bytes // WORD_BYTES, "int32", 0, "ends of chunks"),
-            memory.Region("records", self.scheduler.record_bytes // WORD_BYTES, "int32", 0, "records", "of tiles"),
-            memory.Region("order", self.scheduler.order_bytes // WORD_BYTES, "int32", 0, "sorted requests"),
-            memory.tile_region(
-                "q", self.rows.groups * self.q_bytes, "Q",
-                f"{self.rows.groups} x [{self.rows.group_size}, {self.heads.qk_room}]",
-            ),
-            memory.tile_region("k", stages * self.kv.k_bytes, name, f"{rows}, {self.heads.qk_room}]"),
-            memory.tile_region("v", stages * self.kv.own_v_bytes, "V", f"{rows}, {self.heads.v_room}]"),
-            memory.tile_region("p", WEIGHT_STAGES * self.p_bytes, "P", p),
-            memory.Region(
-                "statistics", self.statistics_bytes // FP32_BYTES, "float32", 0, "", "of the rows of each P"
-            ),
-            memory.Region(
-                "sums", self.sums_bytes // FP32_BYTES, "float32", 0, "",
-                "row sums that paired consumers add up, of two tiles",
-            ),
-            *self.codes.regions,
-            *self.merge.regions,
-        )  # fmt: skip
+        return regions_of(self)
 
     @property
     def p_bytes(self) -> int:

@@ -1,0 +1,68 @@
+"""Work of key tiles on the host: the steps of each, and the bytes that a row's key tiles read and add to.
+
+A row is a KV head of a batch row, or of all packed requests together (``schedule``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from warpspec.common.hardware import FP32_BYTES
+from warpspec.fmha.backward.features import BackwardKernel
+from warpspec.fmha.backward.problem import BackwardProblem
+from warpspec.fmha.mask import position_range
+from warpspec.fmha.tiles import ELEMENT_BYTES
+
+EVEN = 0.85  # mean over maximum of key tiles' steps, from which they count as equal
+
+
+def even(steps: Sequence[int]) -> bool:
+    """Whether key tiles count as equal."""
+    return sum(steps) >= EVEN * len(steps) * max(steps, default=0)
+
+
+def row_bytes(problem: BackwardProblem) -> int:
+    """Bytes that the key tiles of a row read and add to: Q, dO, dQ's sums."""
+    forward = problem.forward
+    queries = forward.least_q if forward.requests.packed_q else forward.seq_q
+    return forward.group * queries * forward.head_dim * (2 * ELEMENT_BYTES + FP32_BYTES)
+
+
+def key_bytes(problem: BackwardProblem) -> int:
+    """Bytes of a row's K, V, dK and dV."""
+    forward = problem.forward
+    keys = forward.least_q if forward.requests.packed_k else forward.seq_k
+    return 4 * keys * forward.head_dim * ELEMENT_BYTES
+
+
+@lru_cache(maxsize=64)
+def tile_spans(problem: BackwardProblem, config: BackwardKernel) -> tuple[tuple[int, int], ...]:
+    """(steps of queries after those that see it, its steps) of each key tile of a row; with packed requests, of one as
+    long as any may be."""
+    forward = problem.forward
+    bounds = {
+        "causal": forward.mask.causal,
+        "left": forward.window_left,
+        "right": forward.window_right,
+        "key_stride": forward.mask.key_stride,
+    }
+    found, start = [], forward.seq_k - forward.seq_q  # as if no row's length or position were given
+    tiles = -(-forward.seq_q // config.tile_m)
+    for first_key in range(0, max(forward.seq_k, 1), config.tile_n):
+        last_key = min(first_key + config.tile_n, forward.seq_k) - 1
+        first, _ = position_range(first_key, **bounds, maximum=max)
+        _, end = position_range(last_key, **bounds, maximum=max)
+        low = 0 if first is None else max(first - start, 0)
+        high = forward.seq_q if end is None else min(end - start, forward.seq_q)
+        after, count = 0, 0
+        if high > low:
+            after = tiles - -(-high // config.tile_m)
+            count = tiles - after - low // config.tile_m
+        found.append((after * forward.group, count * forward.group))
+    return tuple(found)
+
+
+def tile_steps(problem: BackwardProblem, config: BackwardKernel) -> tuple[int, ...]:
+    """Steps of each key tile of a row, as in ``tile_spans``."""
+    return tuple(steps for _, steps in tile_spans(problem, config))
