@@ -158,8 +158,10 @@ def follow_map(block, weights: cutlass.Constexpr, ds: cute.Tensor, factor: cutla
         add_bias_words(block, biases)
     elif cutlass.const_expr(block.config.logits.bias is not None):
         add_bias(block, biases)
+    if cutlass.const_expr(block.lse is None):
+        cute.arch.sync_warp()  # the compiler reads nothing before it, into registers that there are not
     for column, registers in block.pairs:
-        lse = block.lse_of(column)
+        lse = block.statistic(0, column)  # again: threads cannot hold it until now
         for i, j in registers:
             offset = lse[j] - biases[i] - Float32(math.log2(factor))
             slopes = slope(weights[i], offset, numbers)
