@@ -19,8 +19,9 @@ from warpspec.sim.order.checker import OrderChecker
 ACTS = ("generic", "issue", "arrive", "join_barrier", "tensor_transfer")
 
 
-def decisive(launch: Launch, seeds: int) -> tuple[set[int], set[int]]:
-    """(the instructions that are executed, those that matter) in runs under seeds 0, 1 and so on.
+def decisive(launch: Launch, seeds: int) -> tuple[dict[int, int], dict[int, int]]:
+    """(the instructions that are executed, those that matter) in runs under seeds 0, 1 and so on, each with the first
+    of these seeds under which it is, or does.
 
     Executed: without waits on mbarriers that never wait for a phase (a producer's first passes on a fresh barrier).
     What matters: fences, warp barriers and waits that ever tell a thread what it did not know; of waits, those that the
@@ -28,12 +29,14 @@ def decisive(launch: Launch, seeds: int) -> tuple[set[int], set[int]]:
     Of wgmma.wait_group, those after which the warp writes or signals something before the next one that tells it
     something: products read shared memory only, and its registers are checked along all paths (`wgmma_registers`).
     """
-    watch = Watch(launch.program)
+    watch, executed, useful = Watch(launch.program), {}, {}
     with watch.watching(), mock.patch.dict(os.environ, {"WARPSPEC_SIM_PROCESSES": "1"}):
         for seed in range(seeds):
             launch.run(launch.program, seed)
             watch.ended()
-    return watch.result()
+            for found, first in zip(watch.result(), (executed, useful), strict=True):
+                first.update(dict.fromkeys(found - first.keys(), seed))
+    return executed, useful
 
 
 class Watch:

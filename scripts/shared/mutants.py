@@ -29,6 +29,7 @@ from warpspec.sim.order.checker import OrderChecker
 from warpspec.sim.registry import Family, find, handler
 
 SECONDS = 10  # of processor time; a mutant that runs longer hangs
+WATCHED_SEEDS = 4  # schedules in which an instruction has to do nothing to count as idle
 NOTHING, TRUE = "mutant.nothing", "mutant.true"  # opcodes that stand for what is deleted
 
 if find(NOTHING) is None:
@@ -207,13 +208,16 @@ def verdicts(
     again: Sequence[Mutant] = (),
     executed: set[int] | None = None,
 ) -> list[Verdict]:
-    """Run mutants of a launch (at most this many alike) under a few seeds. The kernel itself must be clean under all of
-    them. only: pattern of their texts. again: mutants of the same kernel's launches before, for those instructions that
-    they executed: executed, to which this one's are added."""
-    with mock.patch.object(OrderChecker, "first_only", True):  # it must do without warnings, too
-        right = [launch.run(launch.program, seed) for seed in range(seeds)]
+    """Run mutants of a launch (at most this many alike) under a few seeds, and the first of WATCHED_SEEDS under which
+    the instruction matters, or is executed. The kernel itself must be clean under all of them. only: pattern of
+    their texts. again: mutants of the same kernel's launches before, for those instructions that they executed:
+    executed, to which this one's are added."""
+    right = Right(launch)
+    for seed in range(seeds):
+        right[seed]
     instrs = launch.program.kernel.instrs
-    here, useful = decisive(launch, seeds)
+    executing, useful = decisive(launch, max(seeds, WATCHED_SEEDS))
+    here = executing.keys()
     known = set() if executed is None else executed
     lines = launch.text.split("\n")
     found = []
@@ -229,7 +233,8 @@ def verdicts(
             continue
         outcome = "idle"
         if mutant.index in useful or group_of(ins) not in TELLING:
-            outcome = _outcome(launch, mutant, right)
+            deciding = useful.get(mutant.index, executing[mutant.index])
+            outcome = _outcome(launch, mutant, right, sorted({*range(seeds), deciding}))
             if outcome == "unnoticed" and mutant.index not in useful:
                 outcome = "idle"
         reason = next((reason for reason in EXPLAINED if reason.explains(site)), None)
@@ -270,15 +275,29 @@ def context(lines: list[str], line: int) -> tuple[tuple[str, str] | None, tuple[
     return nearest(range(line - 1, -1, -1)), nearest(range(line, len(lines)))
 
 
-def _outcome(launch: Launch, mutant: Mutant, right: list[list[np.ndarray]]) -> str:
-    """What becomes of a mutant under as many schedules as there are right results."""
+class Right(dict[int, list[np.ndarray]]):
+    """The results of the launch itself by seed, each computed when it is first asked for. The kernel must be clean."""
+
+    def __init__(self, launch: Launch):
+        super().__init__()
+        self.launch = launch
+
+    def __missing__(self, seed: int) -> list[np.ndarray]:
+        with mock.patch.object(OrderChecker, "first_only", True):  # it must do without warnings, too
+            self[seed] = self.launch.run(self.launch.program, seed)
+        return self[seed]
+
+
+def _outcome(launch: Launch, mutant: Mutant, right: Right, seeds: Sequence[int]) -> str:
+    """What becomes of a mutant under the schedules of these seeds."""
     program = apply(launch.program, mutant)
     if of_text(program):
         return "order"
     if mutant.group == "wgmma.fence":
         return "idle"
     outcome = "unnoticed"
-    for seed, expected in enumerate(right):
+    for seed in seeds:
+        expected = right[seed]
         try:
             with mock.patch.object(OrderChecker, "first_only", True), _time_limit(SECONDS):
                 result = launch.run(program, seed)
