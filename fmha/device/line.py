@@ -248,18 +248,28 @@ def query_tile_at(config, operands, line: Line, query_tile, head):
 
 
 def stretch_of(config, operands, line: Line, request):
-    """``Stretch`` of a request. One without queries has one tile, too, which is idle. If query tiles are in step, the
-    last one, which sees the last keys, stands for all."""
+    """``Stretch`` of a request. One without queries has one tile, too, which is idle."""
     if config.line_source is not None:
         return config.line_source.stretch(config, operands, line, request)
-    found = request_at(config.requests, operands, request)
+    found, bounds = request_at(config.requests, operands, request), config.mask.bounds(line.window)
+    if config.scheduler.adds_up:
+        found, tiles, bounds = only_tile(config, found, line, bounds)
+    else:
+        tiles = cutlass.max((found.seq_q + config.rows.queries - 1) // config.rows.queries, 1)
+    sizes = {"queries": config.rows.queries, "tile_n": config.tile_n, "overhead": config.tile_overhead}
+    return stretch(found.start, found.length, tiles, **sizes, bounds=bounds, wide=Int64, **INTEGERS)
+
+
+def only_tile(config, found, line: Line, bounds: dict) -> tuple:
+    """(request, number of tiles, bounds) for ``stretch`` of a request that is one tile of the line: the only one, or
+    the last of several in step, which sees the last keys. With its last query at the last key, a causal tile is as long
+    as any: nothing has to be found out for it."""
     if config.scheduler.queries_in_step:
         others = (line.query_tiles - 1) * config.rows.queries
         found = found._replace(seq_q=found.seq_q - others, start=found.start + others)
-    tiles = cutlass.max((found.seq_q + config.rows.queries - 1) // config.rows.queries, 1)
-    bounds = config.mask.bounds(line.window)
-    sizes = {"queries": config.rows.queries, "tile_n": config.tile_n, "overhead": config.tile_overhead}
-    return stretch(found.start, found.length, tiles, **sizes, bounds=bounds, wide=Int64, **INTEGERS)
+    if config.mask.causal and not config.requests.has_q_start and bounds["right"] is None:
+        bounds = bounds | {"causal": False}
+    return found, Int32(1), bounds
 
 
 @cute.jit
