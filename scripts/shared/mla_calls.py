@@ -20,6 +20,7 @@ from warpspec.common.launch import Kernel, Target
 from warpspec.fmha import launch as attention_launch
 from warpspec.fmha.cuts import kernels_with_cuts
 from warpspec.fmha.plan import candidates, expectation, plan_of
+from warpspec.fmha.plan.candidates import Candidate
 from warpspec.fmha.plan.cost import Way
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.latent import mla_decode, mla_schedule
@@ -101,10 +102,14 @@ def attention_ways(call: MlaCall, target: Target) -> list[OneWay]:
     problem, found = attention_problem(call), []
     time = expectation(choices, problem, target)
     for one in candidates(choices, problem, target):
-        splits = one.splits if one.way is Way.SPLIT else ""
-        name = f"{NAMES[one.way]}{splits} h{one.tiling.pack}"
-        found.append(OneWay(name, plan_of(choices, problem, target, one), time(one)))
+        found.append(OneWay(way_name(one), plan_of(choices, problem, target, one), time(one)))
     return sorted(found, key=lambda way: way.expected)
+
+
+def way_name(one: Candidate) -> str:
+    """``OneWay.name`` over bf16 rows."""
+    splits = one.splits if one.way is Way.SPLIT else ""
+    return f"{NAMES[one.way]}{splits} h{one.tiling.pack}"
 
 
 def attention_problem(call: MlaCall) -> AttentionProblem:

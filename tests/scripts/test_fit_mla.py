@@ -2,11 +2,16 @@
 
 import json
 import math
+from dataclasses import replace
 
 import fit_mla
 import pytest
+from shared import mla_calls, mla_plans
 from shared.mla_draws import draw_calls, to_json
 
+from warpspec.common.hardware import MODELS
+from warpspec.common.launch import Target
+from warpspec.fmha.sm90.choices import LATENT_COSTS
 from warpspec.latent.gathered import cost
 
 
@@ -41,6 +46,21 @@ def test_a_fit_finds_costs_that_choose_what_was_fast(results):
     fitted = fit_mla.fit(calls, start, 1.5)
     assert lost > 0.3 and sum(fit_mla.loss(one, fitted) for one in calls) < lost / 2
     assert " calls lose 0.00%, at most 0.0%" in fit_mla.judged(calls, truth)
+
+
+def test_plans_of_bf16_rows():
+    """A fit finds constants by which plans are chosen that were fast, and names them by the ways that are chosen."""
+    truth, calls = replace(LATENT_COSTS, line=0.8, combine_bytes=2.0e6), []
+    target = Target.of_model(next(gpu for gpu in MODELS if gpu.name == "H200"))
+    for call in draw_calls(30, 6, "bf16"):
+        found = mla_calls.attention_ways(call, target)
+        one = mla_plans.planned(call, dict.fromkeys((way.name for way in found), 1.0), target)
+        assert min(one.times, key=lambda way: fit_mla.expected(one, LATENT_COSTS, way)) == found[0].name
+        calls.append(one._replace(times={way: fit_mla.expected(one, truth, way) for way in one.times}))
+    lost = sum(fit_mla.loss(one, LATENT_COSTS) for one in calls)
+    fitted = fit_mla.fit(calls, LATENT_COSTS, 3.0)
+    assert lost > 0.1 and sum(fit_mla.loss(one, fitted) for one in calls) < lost / 2
+    assert all(fit_mla.error(one, truth) < 1e-9 for one in calls)
 
 
 def test_command(results, monkeypatch, capsys):
