@@ -68,14 +68,13 @@ WIDE_NVFP4_COSTS = replace(CONVERTER_COSTS[4], serial_mma=2.25)
 
 # Constants for consumers that share rows, at head sizes above 256. Fitted to 298 calls of MLA on H200s, drawn with
 # equal, nearly equal, evenly drawn, log-normal and few long lengths, each with several of its ways
-# (docs/measurements.md). Then combine, launch, alone, uneven and those of a line were fitted to 250 calls (docs/data,
-# seeds 40417 and 52771), with lines' times less 13% up to 16 rows of a request, 7% up to 32 and 1% else, as 15 calls
-# gained when states became smaller (docs/records/2026-11-27-mla-line-stamps.md).
+# (docs/measurements.md). Then most of them were fitted to 196 calls of an H100 and an H200, from which lines had become
+# cheaper since (docs/records/2026-11-28-mla-line.md).
 LATENT_COSTS = replace(
-    EARLIER, combine=0.129, combine_bytes=4.25e6, combine_round=1.17, tile=2860.0, tile_row=0.0198, sm_bytes=964.0,
-    l2_bytes=1074.0, latency=528.0, alone=27.4, round_=1.75, mma=0.791, serial_mma=0.0319, launch=2.15, reading=1.13,
-    memory=1.05, spread=1.83, chunk=3490.0, scan=4.95, scan_requests=0.725, add=0.541, add_more=0.176,
-    add_rows=0.0216, line=1.11, uneven=2.67,
+    EARLIER, combine=0.129, combine_bytes=4.74e6, combine_round=0.989, tile=3160.0, tile_row=0.0198, sm_bytes=964.0,
+    l2_bytes=1074.0, latency=528.0, alone=29.1, round_=2.67, mma=0.791, serial_mma=0.0324, launch=2.56, reading=1.12,
+    memory=0.95, spread=1.7, chunk=3220.0, scan=3.18, scan_requests=0.641, add=0.577, add_more=0.169,
+    add_rows=0.0209, line=1.02, uneven=2.51,
 )  # fmt: skip
 
 
