@@ -74,6 +74,8 @@ def compute(
     """Compute a call into ``results``, which ``outputs`` has made. inputs: those of INPUTS. schedule:
     ``DecodeSchedule.operand``."""
     (q, kv, page_table, kv_lengths, kv_scale), (o, lse, row_max, row_sum) = inputs, results
+    if are_checked(q.device):
+        check_scale("kv_scale", kv_scale)
     if resolve_backend(backend, q.device) == "reference":
         define(inputs, scale, results)
         return
@@ -82,7 +84,6 @@ def compute(
     rows = page_table.shape[1] * PAGE_ROWS
     if are_checked(q.device):
         check_values(kv_lengths, None, page_table, seq_k=rows, pages=len(kv), page_size=PAGE_ROWS)
-        check_scale("kv_scale", kv_scale)
     batch, queries, heads, _ = q.shape
     tokens = batch * queries
     if tokens == 0 or rows == 0 or len(kv) == 0:
@@ -114,9 +115,11 @@ def check_for_kernels(q, kv, o, scale: float) -> None:
         raise UnsupportedProblem(f"kv: kernels read pages of {PAGE_ROWS} e4m3 rows, got {kv.shape[1]}")
     if q.dtype != torch.bfloat16:
         raise UnsupportedProblem(f"q: must be torch.bfloat16 with e4m3 rows, got {q.dtype}")
-    apart = len(kv) > 1 and kv.stride(0) < PAGE_ROWS * kv.shape[2]
-    if len(kv) and (kv.stride(1) != kv.shape[2] or apart):
-        raise ValueError(f"kv: rows of a page must be contiguous, got strides {tuple(kv.stride())}")
+    overlap = len(kv) > 1 and kv.stride(0) < PAGE_ROWS * kv.shape[2]
+    if len(kv) and (kv.stride(1) != kv.shape[2] or overlap):
+        raise ValueError(
+            f"kv: e4m3 rows of a page must be contiguous, and pages apart, got strides {tuple(kv.stride())}"
+        )
     if scale < 0:
         raise UnsupportedProblem(f"scale: kernels take one of at least 0 with e4m3 rows, got {scale}")
     if not o.is_contiguous():

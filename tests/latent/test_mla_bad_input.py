@@ -90,7 +90,7 @@ def test_what_kernels_do_not_do_with_codes():
         with pytest.raises(UnsupportedProblem, match="^" + message):
             mla_decode(**decode_call(**changes, backend="sim"))
     apart = torch.zeros(3, 64, 592).to(torch.float8_e4m3fn)[..., :576]
-    with pytest.raises(ValueError, match=r"^kv: rows of a page must be contiguous"):
+    with pytest.raises(ValueError, match=r"^kv: e4m3 rows of a page must be contiguous"):
         mla_decode(**decode_call(kv=apart, backend="sim"))
     with pytest.raises(ValueError, match=r"^kv_scale: must be one number"):
         mla_decode(**decode_call(kv=codes, kv_scale=torch.ones(1, 1)))
@@ -121,8 +121,9 @@ def test_bad_values_with_codes():
             "out: must not overlap .* with kv_scale",
         ),
     ):
-        with pytest.raises(ValueError, match="^" + message):
-            mla_decode(**decode_call(kv=codes, backend="sim", **changes))
+        for backend in ("sim", "reference"):
+            with pytest.raises(ValueError, match="^" + message):
+                mla_decode(**decode_call(kv=codes, **changes) | {"backend": backend})
     with pytest.raises(
         UnsupportedProblem, match=r"^scale: kernels take one of at least 0 with e4m3 rows, got -0\.1"
     ):
