@@ -41,7 +41,7 @@ import torch
 from shared import driver, gpu_bench, sweep_regret, sweep_report
 from shared.sweep_calls import OURS, is_prepared
 from shared.sweep_compile import Waits, compile_only, keep_kernels, one_line, quiet, start_compiling
-from shared.sweep_draws import cliffs, draw_shapes
+from shared.sweep_draws import DECODING, MOST_DECODED, cliffs, draw_shapes
 from shared.sweep_shapes import BACKWARD, KINDS, Shape, from_json, to_json
 from shared.sweep_timing import Timer
 
@@ -124,7 +124,8 @@ def shapes_of(options) -> dict[Shape, int]:
         shapes = dict.fromkeys(cliffs(), options.regret)
     else:
         number = QUICK if options.quick else options.shapes
-        drawn = [shape for seed in options.seeds for shape in draw_shapes(number, seed, tuple(options.only))]
+        kinds, few = tuple(options.only), options.few_queries
+        drawn = [shape for seed in options.seeds for shape in draw_shapes(number, seed, kinds, few)]
         return dict.fromkeys(drawn, options.regret)
     return {shape: others for shape, others in shapes.items() if shape.kind in options.only}
 
@@ -154,6 +155,11 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--shapes", type=positive, default=SHAPES, help="how many of a seed (default %(default)s)"
+    )
+    parser.add_argument(
+        "--few-queries",
+        action="store_true",
+        help=f"draw calls of at most {MOST_DECODED} queries a request; --only some of: {', '.join(DECODING)}",
     )
     parser.add_argument("--quick", action="store_true", help=f"{QUICK} shapes")
     parser.add_argument("--cliffs", action="store_true", help="the fixed table")
@@ -204,6 +210,8 @@ def main() -> None:
     if options.new_seeds:
         options.seeds = [random.SystemRandom().randrange(10**8) for _ in range(options.new_seeds)]
         print(f"seeds {' '.join(map(str, options.seeds))}", flush=True)
+    if options.few_queries and not set(options.only) <= {*DECODING}:
+        sys.exit(f"--few-queries: --only must name none but {', '.join(DECODING)}")
     shapes = shapes_of(options)
     if options.list:
         for shape in shapes:

@@ -54,6 +54,9 @@ ODD_MODELS = {
 TOWERS = {"qwen3-vl": (16, 72), "siglip-so400m": (16, 72), "minimax-m3": (16, 80)}  # heads, head size
 LATENT = {name: model for name, model in MODELS.items() if model.shared_kv and model.v_dim}
 MLA_PAGE = 64
+# Kinds that have calls of few queries.
+DECODING = ("speculative", "decode", "shared", FLOAT8, NVFP4, SIZES, MLA)
+MOST_DECODED = 8  # queries of a request in such a call
 TENSOR_PARALLEL = (1, 1, 1, 1, 2, 4, 8)  # GPUs that share a layer's heads
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
@@ -78,14 +81,19 @@ def counts(total: int, kinds: Sequence[str] = KINDS) -> dict[str, int]:
     return found
 
 
-def draw_shapes(total: int, seed: int, kinds: Sequence[str] = KINDS) -> list[Shape]:
-    """Different random shapes; the same for the same numbers. Kinds are drawn independently of each other."""
+def draw_shapes(
+    total: int, seed: int, kinds: Sequence[str] = KINDS, few_queries: bool = False
+) -> list[Shape]:
+    """Different random shapes; the same for the same numbers. Kinds are drawn independently of each other.
+
+    few_queries: only calls of at most MOST_DECODED queries a request; kinds: of DECODING."""
     shapes = []
     for kind, count in counts(total, kinds).items():
         draw, found = random.Random(f"{kind} {seed}"), {}
         while len(found) < count:
             shape = DRAWS[kind](draw)
-            if shape.held_bytes <= MOST_BYTES and shape.flops <= MOST_FLOPS:
+            wanted = not few_queries or max(shape.queries) <= MOST_DECODED
+            if wanted and shape.held_bytes <= MOST_BYTES and shape.flops <= MOST_FLOPS:
                 found[shape] = None
         shapes += found
     return shapes
@@ -145,7 +153,7 @@ def chunked(draw: random.Random) -> AttentionShape:
     return AttentionShape("chunked", queries=queries, keys=keys, **layer(draw), **taken)
 
 
-def few_queries(draw: random.Random, kind: str, queries: int) -> AttentionShape:
+def of_few_queries(draw: random.Random, kind: str, queries: int) -> AttentionShape:
     batch, most, equal = size(draw, 1, 256), size(draw, 256, 65536), draw.random() < 0.4
     keys = lengths(draw, batch, most, equal, least=queries)
     taken = form(draw, "paged", "packed-paged", "packed-paged", "plain" if equal else "ranges")
@@ -153,11 +161,11 @@ def few_queries(draw: random.Random, kind: str, queries: int) -> AttentionShape:
 
 
 def speculative(draw: random.Random) -> AttentionShape:
-    return few_queries(draw, "speculative", draw.randint(2, 8))
+    return of_few_queries(draw, "speculative", draw.randint(2, MOST_DECODED))
 
 
 def decode(draw: random.Random) -> AttentionShape:
-    return few_queries(draw, "decode", 1)
+    return of_few_queries(draw, "decode", 1)
 
 
 def mixed(draw: random.Random) -> AttentionShape:

@@ -19,7 +19,7 @@ from shared import (
     sweep_report,
     sweep_timing,
 )
-from shared.sweep_draws import MOST_FLOPS, cliffs, counts, draw_shapes
+from shared.sweep_draws import DECODING, MOST_DECODED, MOST_FLOPS, cliffs, counts, draw_shapes
 from shared.sweep_report import OURS
 from shared.sweep_shapes import GRADIENTS, KINDS, MOST_BYTES, AttentionShape, RowShape, from_json, to_json
 
@@ -55,6 +55,13 @@ def test_shapes_are_as_many_as_asked_for_different_and_repeatable():
 def test_shapes_of_a_kind_do_not_depend_on_the_others():
     decoding = [shape for shape in draw_shapes(128, 7) if shape.kind == "decode"]
     assert draw_shapes(len(decoding), 7, ("decode",)) == decoding
+
+
+def test_calls_of_few_queries_are_drawn_of_every_kind_that_has_them():
+    shapes = draw_shapes(40, 3, DECODING, few_queries=True)
+    assert {shape.kind for shape in shapes} == set(DECODING)
+    assert max(max(shape.queries) for shape in shapes) == MOST_DECODED
+    assert max(max(shape.queries) for shape in draw_shapes(40, 3, DECODING)) > MOST_DECODED
 
 
 @pytest.mark.parametrize("total", [1, 8, 20, 119, 1000])
