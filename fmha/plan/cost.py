@@ -73,6 +73,8 @@ class Constants:
         turn: clocks that the tensor cores lose in each step of each consumer.
         power: exponent of the power mean that smooths the maximum over units.
         sm_bytes, l2_bytes: bytes per clock that an SM receives from memory, and in all.
+        load_power: exponent of the power mean of what an SM receives and what memory delivers to all of them: few SMs
+            do not receive all that memory delivers.
         latency: clocks from the request of a KV tile to its arrival.
         box: clocks that issuing one load takes.
         mask, pack_mask: a KV tile with a mask takes ``mask`` more clocks for each key, times pack_mask if several heads
@@ -123,7 +125,8 @@ class Constants:
     mma: float = 0.7445
     exponentials: float = 1.42
     power: float = 2.709
-    sm_bytes: float = 47.02
+    sm_bytes: float = 80.0
+    load_power: float = 2.0
     l2_bytes: float = 45.53
     latency: float = 236.0
     box: float = 46.7
@@ -139,7 +142,7 @@ class Constants:
     greedy_spread: float = 0.7734
     launch: float = 3.41
     memory: float = 1.183
-    reading: float = 1.1
+    reading: float = 1.2
     turn: float = 194.3
     chunk: float = 97.25
     scan: float = 1.186
@@ -294,7 +297,7 @@ def bytes_of_line(w: Work, t: Tiling, target, ops: Arithmetic):
 def step_of(w: Work, t: Tiling, tile: TileTime, moved, target, c: Constants, ops: Arithmetic) -> Callable:
     """A function that returns the clocks of a KV tile, by how many CTAs run beside its own. moved: bytes that are read
     from memory and written."""
-    maximum, p, warpgroups = ops.maximum, c.power, t.row_groups * t.column_groups
+    maximum, p, of_both, warpgroups = ops.maximum, c.power, c.load_power, t.row_groups * t.column_groups
     fresh = ops.minimum(moved / (w.kv * tile.bytes), 1.0)  # fraction of the loads that come from memory
     memory_rate = c.memory * target.speeds.copy * 1e6  # bytes a microsecond
     rest = tile.fixed + (w.boxes * w.tensors * c.box) ** p
@@ -303,7 +306,8 @@ def step_of(w: Work, t: Tiling, tile: TileTime, moved, target, c: Constants, ops
     def step(ctas, ctas_here, groups=1.0):
         """Clocks while ``ctas`` CTAs run on its SM and ``ctas_here`` on all SMs together. groups: share of the
         warpgroups that have a query."""
-        loads = load * maximum(ctas / c.sm_bytes, ctas_here * CLOCKS_PER_US / memory_rate)
+        of_sm, of_memory = ctas / c.sm_bytes, ctas_here * CLOCKS_PER_US / memory_rate  # clocks a byte
+        loads = load * (of_sm**of_both + of_memory**of_both) ** (1 / of_both)
         loads = maximum(loads, w.lines * tile.bytes * ctas / c.l2_bytes)
         return ((warpgroups * ctas * groups) ** p * tile.unit + loads**p + rest) ** (1 / p) * tile.team
 
