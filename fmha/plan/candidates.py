@@ -114,8 +114,10 @@ def measured_splits(
 ) -> int | None:
     """Number of splits of the keys, from a model that was fitted to decoding with few queries (``splits``).
 
-    None unless queries are few, the host knows the number of keys, and an SM holds several CTAs.
+    None unless queries are few, the host knows the number of keys, and an SM holds several CTAs; and None if whole
+    tiles are one round and part of another, of which that model knows nothing.
     """
+    tiles, resident = tile_count(problem, tiling), target.sm_count * tiling.ctas_per_sm
     known = not (problem.requests.packed_q or problem.requests.has_kv_lengths or problem.mask.has_blocks)
     if (
         loads is None
@@ -123,10 +125,11 @@ def measured_splits(
         or (tiling.ctas_per_sm == 1 and not loads.alone)
         or tiling.column_groups > 1
         or problem.seq_q > tiling.queries
+        or resident < tiles < MOST_ROUNDS * resident
     ):
         return None
     return choose_splits(
-        m_tiles=tile_count(problem, tiling),
+        m_tiles=tiles,
         kv_tiles=most_tiles(problem, tiling),
         rows=problem.batch * problem.seq_q * problem.heads_q,
         head_dim=problem.heads.v,
