@@ -94,6 +94,8 @@ class Constants:
         alone: clocks of a launch's first tile that nothing hides.
         round_, greedy, queue_rest: the share of a last round's idle time that is lost by the ways PERSISTENT and SPLIT,
             SINGLE, and QUEUE.
+        relief: 1 if of PERSISTENT's and SPLIT's share only that part is lost which a KV tile takes while few CTAs are
+            at work, as a fraction of what it takes while all are; 0 if all of it.
         spread, greedy_spread, queue_spread: for the same three, the number of standard deviations of a tile's length by
             which the busiest CTA exceeds the mean.
         single, queue_last: how many starts and ends remain exposed at the end of a launch of SINGLE and QUEUE.
@@ -137,6 +139,7 @@ class Constants:
     hidden: float = 0.0684
     alone: float = 640.0
     round_: float = 0.693
+    relief: float = 1.0
     greedy: float = 0.188
     spread: float = 0.6272
     greedy_spread: float = 0.7734
@@ -386,7 +389,8 @@ def busy_in_rounds(w: Work, way: Way, splits, share: Shares, k: Clocks, c: Const
     if way in (Way.PERSISTENT, Way.SPLIT):
         # 1 if the tiles' order says nothing about their lengths, 0 if it sorts them.
         mixed = minimum(UNSORTED * spread / maximum(k.average, 0.1), 1.0)
-        more = left * (c.round_ * short * (1 - mixed) + k.each * mixed)
+        lost = c.round_ * (1 - c.relief * (1 - minimum(k.alone / k.full, 1.0)))
+        more = left * (lost * short * (1 - mixed) + k.each * mixed)
         more = more + c.spread * spread * k.alone * rounds**0.5
     elif way is Way.SINGLE:
         more = left * c.greedy * short + c.greedy_spread * spread * k.alone + c.single * k.ends

@@ -26,11 +26,11 @@ SCHEDULES = {
 }
 
 
-# What the constants below were fitted beside: those of 16-bit keys before the first KV tile counted, and few SMs; so
-# great a power makes the greater of two rates count.
+# What the constants below were fitted beside: those of 16-bit keys before the first KV tile, few SMs, and relief in a
+# last round counted. So great a power makes the greater of two rates count.
 EARLIER = replace(
-    HOPPER, sm_bytes=47.02, load_power=32.0, reading=1.1, first_tile=0.0, tile_row=0.1238, hidden=0.1635, alone=103.6,
-    latency=697.9, serial_tile=106.8, round_=0.5864, greedy=0.2752,
+    HOPPER, sm_bytes=47.02, load_power=32.0, reading=1.1, relief=0.0, first_tile=0.0, tile_row=0.1238, hidden=0.1635,
+    alone=103.6, latency=697.9, serial_tile=106.8, round_=0.5864, greedy=0.2752,
 )  # fmt: skip
 # Constants for warps that convert codes in registers, by bits of a number, with bytes counted as if numbers had 16
 # bits. Fitted to lengths drawn at random and to full ones, in pages, on an H100; those of starts, ends and joins to 13
