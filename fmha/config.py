@@ -217,7 +217,8 @@ class TileScheduler:
 class AttentionKernel:
     """Configuration of an attention kernel, shared by all architectures. Each adds its tiles.
 
-    pack: query heads that share an M tile. box_keys: as in ``KvTile``.
+    pack: query heads that share an M tile. box_keys: as in ``KvTile``. shares_lines: whether rows of keys are no whole
+    lines of L2, whose rest other CTAs read much later, and are loaded so that memory sends little of it.
     """
 
     mask: Mask = Mask()
@@ -229,6 +230,7 @@ class AttentionKernel:
     scheduler: TileScheduler = TileScheduler()
     pack: int = 1
     box_keys: int = 0
+    shares_lines: bool = False
 
     def __post_init__(self):
         assert not (self.requests.packed_q and self.logits.bias)

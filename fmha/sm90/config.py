@@ -32,10 +32,12 @@ from warpspec.fmha.sm90.float8 import STATISTICS, WarpMerge
 from warpspec.fmha.sm90.regions import regions_of
 from warpspec.fmha.sm90.shapes import (
     FLOAT8,
+    ROW_BOX_KEYS,
     TWO_CONSUMERS,
     WARPGROUP_ROWS,
     Shape,
     shapes_of,
+    shares_lines,
 )
 from warpspec.fmha.tiles import ELEMENT_BYTES, KvTile, TileRows, choose_pack
 
@@ -116,6 +118,8 @@ class AttentionConfig(AttentionKernel):
         records = 2 if shape.row_tiles or adds_up else 1  # ``rereads``
         heads = problem.heads_kv * -(-problem.group // pack)
         query_tiles = -(-problem.seq_q // (tile_m // pack)) if adds_up else 1
+        if shares_lines(problem, problem.batch * heads, target.sm_count * shape.ctas_per_sm):
+            fields |= {"box_keys": ROW_BOX_KEYS, "shares_lines": True}
         in_step = schedule is Schedule.LINE and shape.steps_together(heads * query_tiles, target.sm_count)
         scheduler = TileScheduler(
             schedule,

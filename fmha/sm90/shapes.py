@@ -13,11 +13,14 @@ from warpspec.common.hardware import (
     SMEM_PER_SM,
     SMEM_RESERVED_PER_CTA,
 )
+from warpspec.fmha.config import EXACT_QUERIES
 from warpspec.fmha.heads import MMA_K, rounded
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.tiles import ELEMENT_BYTES, choose_pack, divides
 
 WARPGROUP_ROWS = 64  # query rows of a consumer warpgroup: M of wgmma
+# Of ``shares_lines``: keys of a box, the fewest that a swizzle allows, and keys from which on CTAs get far apart.
+ROW_BOX_KEYS, APART_KEYS = 8, 2048
 LEFT_OVER = 16  # one CTA of so many may be without work if heads are in step
 WARP_ROWS = 16  # query rows of a tile whose KV tiles are shared among warps
 COLUMN_ROWS = 8  # query rows that are the columns of one mma.sync: N
@@ -190,6 +193,16 @@ def for_many_rows(dim: int, bits: float) -> tuple[Shape, ...]:
     """The tile shapes for codes of this many bits and more rows of a KV head than a consumer has."""
     three = (FLOAT8_THREE[dim],) if bits == 8 and dim in FLOAT8_THREE else ()
     return (*FLOAT8[dim], *three, FLOAT8_DECODE[dim])
+
+
+def shares_lines(problem: AttentionProblem, tiles: int, ctas: int) -> bool:
+    """``AttentionKernel.shares_lines`` of a problem of so many query tiles of few queries: those of a request's heads
+    are not in step if they are more than a round of ``ctas`` CTAs, and many keys bring them far apart. Timed on an H100
+    (docs/notebook/attention_sm90.md)."""
+    few = problem.seq_q <= EXACT_QUERIES and problem.heads_kv > 1 and not problem.heads.whole
+    mask, plain = problem.mask, not (problem.format.kv_format or problem.format.shared_kv)
+    all_keys = not (mask.has_blocks or mask.has_left) and problem.seq_k >= APART_KEYS
+    return few and plain and all_keys and tiles > ctas
 
 
 @lru_cache(maxsize=64)
