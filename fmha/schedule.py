@@ -52,6 +52,12 @@ def cuts_partitions(problem) -> bool:
     return unknown and problem.batch <= SORTED_REQUESTS and not (mask.has_blocks or mask.has_ranges)
 
 
+def stay_whole(tiles, splits, ctas):
+    """Whether query tiles of equal length should not be cut into ``splits`` partitions each: all are one round of
+    ``ctas`` CTAs, and their partitions would be as many rounds as splits, or more. Numbers, Int32 or numpy arrays."""
+    return (tiles <= ctas) & ((splits - 1) * ctas < splits * tiles)
+
+
 @dataclass(frozen=True)
 class TileGrid:
     """Extents of the grid of M tiles."""

@@ -6,7 +6,8 @@
 
 FILE: of ``collect_plans.py``, or of ``bench_sweep.py --regret --json``; packed by xz or not. Files whose plans do not
 say whether idle consumers leave the SM are older than queues whose tiles are taken late and longest first: their QUEUE
-timings are left out. So are splits in persistent CTAs where plans give each a CTA (``plan.has_cta_each``).
+timings are left out. So are splits in persistent CTAs where plans give each a CTA (``plan.has_cta_each``), and
+partitions of requests of equal lengths, whose size the device chooses since.
 """
 
 from __future__ import annotations
@@ -112,6 +113,8 @@ class Data:
                         way = Way.SINGLE
                     persistent = ctas not in (1, MANY_CTAS)
                     if way is Way.SPLIT and persistent and has_cta_each(problem, way, t):
+                        continue
+                    if way is Way.PARTITIONS and len(set(shape.keys)) == 1:
                         continue
                     self.row.append(index)
                     self.us.append(us)

@@ -5,6 +5,10 @@ for others. Here all partitions have the same length, in KV tiles: the longest r
 or fewer if they would be shorter than LEAST_PARTITION, and others have fewer. Partition number s of a request is its
 split s in the workspace; the CTA with the last partition says of the splits after it that they saw no key.
 
+If all requests have equally many KV tiles, each is one partition where whole ones fill most of one round of CTAs
+(``schedule.stay_whole``): the host's number of splits suits unequal lengths. So the bits of such calls depend on the
+number of CTAs.
+
 A request has one query tile. Its partition 0 may be shorter than the others. CTAs take the partitions with the highest
 numbers first, so that all short partitions come last (``device.longest``, where a partition is a query tile). Which CTA
 computes a partition does not change it. If a packed request has more queries than the host was told, its query tiles
@@ -24,7 +28,7 @@ from warpspec.fmha.device.grid import requests_of
 from warpspec.fmha.device.longest import HALF_BITS, Order, level_of, nth_longest
 from warpspec.fmha.device.request import request_at
 from warpspec.fmha.device.tile import INTEGERS, positions_of, tile_of
-from warpspec.fmha.schedule import LEAST_PARTITION, SORTED_REQUESTS, key_span
+from warpspec.fmha.schedule import LEAST_PARTITION, SORTED_REQUESTS, key_span, stay_whole
 
 
 @dataclass(frozen=True)
@@ -44,14 +48,14 @@ class Partitions:
 
 def partitions_of(config, operands, where, words: cute.Tensor) -> Partitions:
     """The partitions of a call; writes the words of their order. Called by a whole warp. where: ``grid.Where``."""
-    size, highest, partitions = write_words(config, operands, where.window, where.grid.splits, words)
+    size, highest, partitions = write_words(config, operands, where, words)
     requests = Int32(requests_of(config.requests, operands))
     order = Order(words, requests, highest, partitions, Boolean(True))
     return Partitions(order, size, where.grid.head_tiles * operands.k.shape[2])
 
 
 @cute.jit
-def write_words(config: cutlass.Constexpr, operands, window, splits, words: cute.Tensor) -> tuple:
+def write_words(config: cutlass.Constexpr, operands, where, words: cute.Tensor) -> tuple:
     """(KV tiles of a partition, the highest number of a partition, partitions of all requests). Called by a whole
     warp."""
     requests, lane = Int32(requests_of(config.requests, operands)), cute.arch.lane_idx()
@@ -59,15 +63,19 @@ def write_words(config: cutlass.Constexpr, operands, window, splits, words: cute
     for first in cutlass.range(0, cutlass.min(requests, SORTED_REQUESTS), WARP_THREADS, unroll=1):
         found = request_at(config.requests, operands, cutlass.min(first + lane, requests - 1))
         positions = positions_of(config, found.start, 0, cutlass.min(config.rows.queries, found.seq_q) - 1)
-        span = key_span(*positions, found.length, config.tile_n, config.mask.bounds(window), **INTEGERS)
+        span = key_span(*positions, found.length, config.tile_n, config.mask.bounds(where.window), **INTEGERS)
         tiles = (found.seq_q + config.rows.queries - 1) // config.rows.queries
         some = Boolean(first + lane < requests) & Boolean(tiles > 0)
         count = Int32(cutlass.select_(Boolean(tiles > 1), -tiles, span.count))
         count = Int32(cutlass.select_(some, count, Int32(-1)))  # without queries there is no partition
         words[first + lane] = count
         longest = cutlass.max(longest, count)
-    size = (Int32(cute.arch.warp_redux_sync(longest, "max")) + splits - 1) // splits
-    size = cutlass.max(size, LEAST_PARTITION)
+    longest = Int32(cute.arch.warp_redux_sync(longest, "max"))
+    size = cutlass.max((longest + where.grid.splits - 1) // where.grid.splits, LEAST_PARTITION)
+    ctas, _, _ = cute.arch.grid_dim()
+    tiles = requests * where.grid.head_tiles * operands.k.shape[2]
+    if stay_whole(tiles, where.grid.splits, ctas) & are_equal(words, requests, longest):
+        size = longest
     for first in cutlass.range(0, cutlass.min(requests, SORTED_REQUESTS), WARP_THREADS, unroll=1):
         count = words[first + lane]
         own = cutlass.max((count + size - 1) // size, 1)
@@ -79,6 +87,17 @@ def write_words(config: cutlass.Constexpr, operands, window, splits, words: cute
     cute.arch.sync_warp()
     highest = Int32(cute.arch.warp_redux_sync(highest, "max"))
     return size, highest, Int32(cute.arch.warp_redux_sync(partitions, "add"))
+
+
+@cute.jit
+def are_equal(words: cute.Tensor, requests, longest) -> Boolean:
+    """Whether all requests with queries have ``longest`` KV tiles. Called by a whole warp, each lane of which has
+    written its own words."""
+    lane, others = cute.arch.lane_idx(), Int32(0)
+    for first in cutlass.range(0, cutlass.min(requests, SORTED_REQUESTS), WARP_THREADS, unroll=1):
+        count = words[first + lane]
+        others += Int32(Boolean(count != longest) & Boolean(count != -1))
+    return Int32(cute.arch.warp_redux_sync(others, "max")) == 0
 
 
 def partition_at(config, operands, where, partitions: Partitions, number):

@@ -27,7 +27,7 @@ from warpspec.fmha.combine import SEGMENT, VECTOR
 from warpspec.fmha.join import BATCH, THREADS, TILE_CTAS
 from warpspec.fmha.line import FEW_PIECES, LEAST_TILES, PAIR_OVERHEAD, TILE_OVERHEAD
 from warpspec.fmha.plan.work import Tiling, Work
-from warpspec.fmha.schedule import LEAST_PARTITION
+from warpspec.fmha.schedule import LEAST_PARTITION, stay_whole
 
 CLOCKS_PER_US = 1755.0  # SM clock, in MHz, that constants in clocks assume
 MMA_FLOPS = 4096  # bf16 FLOPs per clock and SM
@@ -280,7 +280,9 @@ def shares(w: Work, t: Tiling, way: Way, splits, sms: int, ops: Arithmetic) -> S
         items_of = splits
     elif way is Way.PARTITIONS:
         size = maximum(ceil(w.longest / splits), LEAST_PARTITION)
-        items = minimum(w.kv / size + 0.5 * w.tiles, items)
+        whole = (w.shortest == w.longest) & stay_whole(w.tiles, splits, resident)  # as the device decides
+        size = ops.where(whole, maximum(w.longest, 1), size)
+        items = minimum(w.kv / size + ops.where(whole, 0, 0.5 * w.tiles), items)
         items_of = items / maximum(w.tiles, 1)
     ctas = maximum(minimum(t.ctas_per_sm, items / sms), 1.0)
     return Shares(resident, items, items_of, ctas, size)

@@ -23,6 +23,9 @@ DECODE = Packed(
     poisoned=(3,),
 )  # fmt: skip
 DRAFTS = Packed("drafts", seq_q=(3, 0, 1, 4, 5), seq_k=(700, 20, 0, 1100, 2), causal=True)
+EQUAL = Packed(
+    "equal", seq_q=(2, 2, 0, 2), seq_k=(484, 500, 0, 490), heads_q=2, head_dim=64, page_size=16, causal=True
+)
 MORE = [
     replace(DECODE, id="window", window=(300, 0), page_size=128),
     replace(DRAFTS, id="state", normalize=False),
@@ -59,12 +62,26 @@ def run(batch: Packed):
 
 @pytest.mark.parametrize(
     ("batch", "splits", "sms"),
-    [(DECODE, 5, 1), *(pytest.param(batch, 4, 2, marks=pytest.mark.long) for batch in (DRAFTS, *MORE))],
+    [
+        (DECODE, 5, 1),
+        *(pytest.param(batch, 4, 2, marks=pytest.mark.long) for batch in (DRAFTS, *MORE)),
+    ],
     ids=lambda x: getattr(x, "id", x),
 )
 def test_cases(cut, batch, splits, sms):
     cut(splits, sms)
     run(batch)
+
+
+def test_equal_requests_are_not_cut(cut):
+    """Requests with equally many KV tiles are a partition each where these fill a round of CTAs, so that Q is loaded
+    once; with fewer keys in one of them, all are cut, and Q is loaded for each partition."""
+    loaded = []
+    for last in (484, 400):
+        cut(6, 3)
+        run(replace(EQUAL, seq_k=(490, 500, 0, last)))
+        loaded.append(sim.last_report().launches[0].tma_bytes_loaded)
+    assert loaded[0] < loaded[1]
 
 
 @pytest.mark.long
