@@ -28,7 +28,7 @@ SMALLEST_CAP, LARGEST_CAP = 1e-3, 1e4
 LARGEST_SCALE = 2.0**100  # its product with log2(e), and that over a cap, are numbers in fp32
 # A factor of 0 would turn a hidden score, -inf, into NaN. This one keeps it and weighs all visible keys alike; times
 # ln(2) it is still a normal number in fp32. Where only the device knows the keys' scale, it bounds their product.
-SMALLEST_SCALE = 2.0**-120
+SMALLEST_SCALE = 2.0**-125
 # A scale up to this is folded into the exponential's multiply-add, which is right for logits below 2**29
 # (``device.softmax``). No model has a larger one, which takes a multiplication for each score.
 LARGEST_FOLDED_SCALE = 16.0

@@ -69,3 +69,13 @@ def test_large_scales(arch, scale):
     q, k = (torch.randint(-2, 3, (1, n, 1, 64), generator=draw).bfloat16() for n in (6, 100))
     v = torch.randn(1, 100, 1, 64, generator=draw).bfloat16()
     compare({"q": q, "k": k, "v": v, "scale": scale}, arch)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", long("sm_100a")])
+@pytest.mark.parametrize("exponent", [-124, long(96)])
+def test_scales_that_make_up_for_keys(arch, exponent):
+    """A scale at the end of its range beside keys at the other end of theirs; some keys are hidden."""
+    draw = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(1, n, 1, 64, generator=draw) for n in (6, 100, 100))
+    call = {"q": q.bfloat16(), "k": (k * 2.0 ** -(exponent + 4)).bfloat16(), "v": v.bfloat16()}
+    compare(call | {"scale": 2.0**exponent, "causal": True}, arch)
