@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64
+from cutlass import Boolean, Int32
 
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.fmha.device.ahead import prefetch_small, prefetch_table
 from warpspec.fmha.device.chunk import chunk_at
-from warpspec.fmha.device.line import BEGIN, SIDES, divided, length_of, place_of, write_cut, write_end
+from warpspec.fmha.device.line import place_ends
 from warpspec.fmha.device.record import Scheduler, fill_record, write_busy_tile
 
 BATCH = 8  # lengths that a lane loads at a time
@@ -43,7 +43,7 @@ def cut_ahead(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands, 
             prefetch_table(operands.page_table)
     again, count = Boolean(True), Int32(0)
     while again:
-        place_ends(config, known, chunks)
+        place_ends(config, known, chunks, Int32(0), 1)
         cute.arch.sync_warp()
         if cutlass.const_expr(not config.scheduler.by_producer):
             count = fill_first(role, known, chunks)
@@ -55,50 +55,6 @@ def cut_ahead(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands, 
         cute.arch.sync_warp()
         if count > 0:
             channels["tile_full"].arrive_warp(0)
-
-
-@cute.jit
-def place_ends(config: cutlass.Constexpr, operands, chunks):
-    """Write the words of ``chunks``, like ``line.place_chunks``. By a warp."""
-    line, own = chunks.line, place_of(config, chunks.line)
-    of_lane, found, size = divided(config, operands, line, own)
-    for round_ in cutlass.range(line.rounds, unroll=1):
-        chunk = round_ * own.chunks + own.chunk
-        places = (size * Int64(chunk), size * Int64(chunk + 1))
-        ends = locate_both(config, operands, line, found, of_lane, places)
-        if cute.arch.lane_idx() == 0:
-            for side, (request, rest, length) in enumerate(ends):
-                inside = Boolean(places[side] < found.total)
-                cuts = inside & Boolean(chunk + side > (line.rounds - 1) * own.chunks)
-                head = Int32(cutlass.select_(inside, request, line.requests)) * line.heads + own.head
-                offset = Int64(cutlass.select_(cuts, rest, Int64(0)))
-                length = Int64(cutlass.select_(inside, length, Int64(1)))
-                write_end(chunks, round_, side, head, Int32(0), offset, length)
-                if cutlass.const_expr(side == BEGIN):  # that of the last round stays
-                    write_cut(chunks, offset, length, size)
-
-
-@cute.jit
-def locate_both(config: cutlass.Constexpr, operands, line, found, of_lane, places) -> tuple:
-    """(request, offset in its only tile, the tile's length) of the begin and the end of a chunk. By a warp, whose lanes
-    have ``of_lane`` requests each and look for both among these; so nothing depends on a place but the last sums."""
-    first, ends = cute.arch.lane_idx() * of_lane, []
-    requests = cute.make_rmem_tensor(SIDES, Int32)
-    rests, lengths = (cute.make_rmem_tensor(SIDES, Int64) for _ in range(2))
-    for side in cutlass.range_constexpr(SIDES):
-        requests[side], rests[side], lengths[side] = first, places[side] - found.before, Int64(1)
-    for request in cutlass.range(first, first + of_lane, unroll=4):
-        length = length_of(config, operands, line, request, line.requests)
-        for side in cutlass.range_constexpr(SIDES):
-            here = Boolean(requests[side] == request)
-            passed = here & Boolean(rests[side] >= length)
-            lengths[side] = Int64(cutlass.select_(here, length, lengths[side]))
-            rests[side] -= Int64(cutlass.select_(passed, length, Int64(0)))
-            requests[side] += Int32(passed)
-    for side in cutlass.range_constexpr(SIDES):
-        lane = found.lane_of(places[side])
-        ends.append(tuple(cute.arch.shuffle_sync(each[side], lane) for each in (requests, rests, lengths)))
-    return tuple(ends)
 
 
 @cute.jit

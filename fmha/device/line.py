@@ -362,13 +362,22 @@ def locate(config: cutlass.Constexpr, operands, line, found, of_lane, place) -> 
 
 @cute.jit
 def place_chunks(config: cutlass.Constexpr, operands, chunks):
-    """Write the words of ``chunks`` to shared memory. By the whole CTA, whose warps find some ends each; a barrier has
-    to follow."""
-    line, own = chunks.line, place_of(config, chunks.line)
+    """Write the words of ``chunks`` to shared memory. By the whole CTA; a barrier has to follow."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    place_ends(config, operands, chunks, warp, config.threads // WARP_THREADS)
+
+
+@cute.jit
+def place_ends(config: cutlass.Constexpr, operands, chunks, warp, warps: cutlass.Constexpr):
+    """Warp number ``warp`` of so many that write the words of ``chunks``: each finds some ends."""
+    line, cursors = chunks.line, chunks.cursors
+    own = place_of(config, line)
     if warp < SIDES * line.rounds:
-        of_lane, found, size = divided(config, operands, line, own)
-        for number in cutlass.range(warp, SIDES * line.rounds, config.threads // WARP_THREADS, unroll=1):
+        of_lane = (line.requests + WARP_THREADS - 1) // WARP_THREADS
+        found = shares(config, operands, line, of_lane)
+        tile = common_length(config, operands, line, found, of_lane)
+        size = chunk_length(config, line, found.total, Int32(line.rounds * own.chunks), tile)
+        for number in cutlass.range(warp, SIDES * line.rounds, warps, unroll=1):
             round_, side = number // SIDES, number % SIDES
             chunk = round_ * own.chunks + own.chunk + side
             place = size * Int64(chunk)
@@ -378,33 +387,14 @@ def place_chunks(config: cutlass.Constexpr, operands, chunks):
                 if chunk <= (line.rounds - 1) * own.chunks:  # moves to the begin of the tile
                     offset = Int64(0)
             if cute.arch.lane_idx() == 0:
-                write_end(chunks, round_, side, head + own.head, query_tile, offset, length)
+                cursors[0, side, round_] = head + own.head
+                cursors[1, side, round_] = query_tile
+                floats = cute.make_tensor(cute.recast_ptr(cursors.iterator, dtype=Float32), cursors.layout)
+                floats[2, side, round_] = fraction_of(offset, length)
                 if number == SIDES * (line.rounds - 1) + BEGIN:
-                    write_cut(chunks, offset, length, size)
-
-
-@cute.jit
-def divided(config: cutlass.Constexpr, operands, line, own) -> tuple:
-    """(requests of a lane, ``shares``, length of a chunk) of a line. By a whole warp."""
-    of_lane = (line.requests + WARP_THREADS - 1) // WARP_THREADS
-    found = shares(config, operands, line, of_lane)
-    tile = common_length(config, operands, line, found, of_lane)
-    return of_lane, found, chunk_length(config, line, found.total, Int32(line.rounds * own.chunks), tile)
-
-
-def write_end(chunks, round_, side, head, query_tile, offset, length) -> None:
-    """Write the words of a chunk's begin or end, at this offset in a query tile. By one lane."""
-    cursors = chunks.cursors
-    floats = cute.make_tensor(cute.recast_ptr(cursors.iterator, dtype=Float32), cursors.layout)
-    cursors[0, side, round_], cursors[1, side, round_] = head, query_tile
-    floats[2, side, round_] = fraction_of(offset, length)
-
-
-def write_cut(chunks, offset, length, size) -> None:
-    """Write the words of ``Cut``. size: of a chunk. By one lane."""
-    step = cutlass.min(size, Int64(LONGEST_STEP))
-    for i, word in enumerate(Cut(Int32(offset), Int32(length), Int32(step))):
-        chunks.cut[i] = word
+                    step = cutlass.min(size, Int64(LONGEST_STEP))
+                    for i, word in enumerate(Cut(Int32(offset), Int32(length), Int32(step))):
+                        chunks.cut[i] = word
 
 
 def fraction_of(offset, length) -> Float32:

@@ -1,10 +1,7 @@
 """Schedules of MLA's decode in the simulator: the cuts of a step, found once for all of its calls."""
 
-import random
-
 import pytest
 import torch
-from helpers.cuts import find_ahead
 from helpers.simulate import choosing
 from helpers.suites import long
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -112,20 +109,6 @@ def test_few_requests(lengths, cut_by_length):
         schedule = mla_schedule(lengths, heads=16, max_pages=24, backend="sim")
         o = decode(call, lengths, schedule=schedule)
         assert torch.equal(o, decode(call, lengths)) and (lengths.any() or not o.any())
-
-
-@pytest.mark.parametrize(("heads", "queries", "requests"), [(8, 2, 40), (64, 3, 512), (128, 1, 5)])
-def test_cuts_found_ahead(heads, queries, requests, cut_by_length):
-    """A call's scheduler warp finds the cuts that the warps of a schedule's kernel find, word by word: of short
-    requests among long ones, of equal ones, of none with keys."""
-    draw, sms = random.Random(requests), 24
-    drawn = [draw.choice((0, 1, 64, draw.randint(2, PAGES * 64))) for _ in range(requests)]
-    with cut_by_length(sms):
-        for lengths in map(torch.IntTensor, (drawn, [400] * requests, [0] * requests)):
-            schedule = mla_schedule(lengths, heads=heads, queries=queries, max_pages=PAGES, backend="sim")
-            found = torch.zeros_like(schedule.cuts)
-            find_ahead(schedule, lengths, found)
-            assert torch.equal(found, schedule.cuts) and found.any()
 
 
 def test_refusals(cut_by_length):
