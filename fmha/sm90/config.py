@@ -279,10 +279,11 @@ class AttentionConfig(AttentionKernel):
 
     @property
     def tile_overhead(self) -> int:
-        """As in ``AttentionKernel``. With paired consumers little of it lies under other tiles, but few rows have small
-        states."""
+        """As in ``AttentionKernel``. With paired consumers little of it lies under other tiles, but few heads of one
+        query have small states."""
         if self.scheduler.adds_up:
-            return FEW_ROWS_OVERHEAD if self.rows.pack <= FEW_HEADS else PAIR_OVERHEAD
+            few = self.rows.pack <= FEW_HEADS and not self.mask.causal
+            return FEW_ROWS_OVERHEAD if few else PAIR_OVERHEAD
         return TILE_OVERHEAD
 
     @property
