@@ -35,6 +35,7 @@ from warpspec.fmha.backward.schedule import (
     reads_beyond_l2,
     side_by_side,
 )
+from warpspec.fmha.backward.sm90.queries import QUERIES, QueryConfig
 from warpspec.fmha.checks import SIZE_LIMIT
 from warpspec.fmha.logits import LogitNumbers
 from warpspec.fmha.operands import Operands
@@ -87,6 +88,25 @@ def supported(problem: BackwardProblem, target: Target) -> BackwardKernel:
 
 def plan(problem: BackwardProblem, target: Target) -> BackwardKernel:
     """Choose the main kernel's configuration. UnsupportedProblem names what the kernel does not support."""
+    if makes_queries_apart(problem, target):
+        keys = plan_main(replace(problem, wanted=tuple(n for n in problem.wanted if n != "q")), target)
+        if not keys.cut and QueryConfig.of(problem, keys):
+            return keys
+    return plan_main(problem, target)
+
+
+def makes_queries_apart(problem: BackwardProblem, target: Target) -> bool:
+    """Whether a kernel of its own is to make dQ by query tiles, if there is one and no key tile is cut."""
+    return False
+
+
+def queries_of(problem: BackwardProblem, config: BackwardKernel) -> QueryConfig | None:
+    """The kernel that makes dQ by query tiles, if the main kernel does not add it up."""
+    return None if config.wanted.q else QueryConfig.of(problem, config)
+
+
+def plan_main(problem: BackwardProblem, target: Target) -> BackwardKernel:
+    """``plan`` with a main kernel that makes all that is wanted."""
     config = supported(problem, target)
     order = choose_order(problem, config, target)
     if order.slices == 1 and reads_beyond_l2(problem, config, target):
@@ -120,7 +140,8 @@ class Prepared(NamedTuple):
     """A problem ready to run. order: order of the main kernel's CTAs. length, cut: how the device, or the host, cuts
     key tiles by length, or None.
     rows, main, results: functions of the kernels' arguments, results None as in ``Kernels``. numbers: the main
-    kernel's. window: (left, right), 0 where unbounded. scale: the logits'."""
+    kernel's. window: (left, right), 0 where unbounded. scale: the logits'. queries: numbers of the kernel that makes
+    dQ by query tiles, which then stands for ``results``; None if there is none."""
 
     target: Target
     config: BackwardKernel
@@ -133,6 +154,7 @@ class Prepared(NamedTuple):
     numbers: tuple
     window: tuple[int, int]
     scale: float
+    queries: tuple | None = None
 
 
 class Kernels(NamedTuple):
@@ -148,9 +170,11 @@ class Kernels(NamedTuple):
 def kernels(problem: BackwardProblem, target: Target, config: BackwardKernel | None = None) -> Kernels:
     """Choose the kernels of a problem. config: overrides the planned configuration of the main kernel."""
     config = config or plan(problem, target)
-    last = result_config(config)
+    last, queries = result_config(config), queries_of(problem, config)
     main = GRADIENTS.of(target.architecture).MAIN
     results = None if last is None or config.finishes else (RESULTS, last)
+    if queries is not None:
+        results = (QUERIES, queries)
     return Kernels((ROWS, row_config(config, problem)), (main, config), results)
 
 
@@ -183,7 +207,19 @@ def prepare(
         order.whole,
         finisher_count(config, forward, order, target),
     )
-    return Prepared(target, config, order, length, cut, *launchers, numbers, window, forward.logits.scale)
+    queries = queries_of(problem, config)
+    if queries is not None:
+        section = max(target.sm_count // max(-(-forward.seq_q // queries.tile_m), 1), 1)
+        queries = (
+            *LogitNumbers.of(forward.logits, signed=True),
+            forward.logits.scale,
+            *window,
+            section,
+            target.sm_count,
+        )
+    return Prepared(
+        target, config, order, length, cut, *launchers, numbers, window, forward.logits.scale, queries
+    )
 
 
 def finisher_count(config: BackwardKernel, forward: AttentionProblem, order: Order, target: Target) -> int:
@@ -374,7 +410,10 @@ def arguments_of(
         operands.q_patterns,
     )
     results = None
-    if prepared.results is not None:
+    if prepared.queries is not None:
+        places = (operands.kv_lengths, operands.q_start, *lengths)
+        results = (*main[:5], gradients.q, *places, *prepared.queries)
+    elif prepared.results is not None:
         some = any(each is not None for each in sums) and not config.slices
         tables = (tile_order if some and config.keeps_requests else None, tile_pieces if some else None)
         keys = (*sums, gradients.q, *((dk, dv) if config.cut else (None, None)))

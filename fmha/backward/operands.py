@@ -156,6 +156,31 @@ class ResultOperands(NamedTuple):
     whole: Annotated[Any, Number(INT32)]
 
 
+class QueryOperands(NamedTuple):
+    """Arguments of the kernel that makes dQ by query tiles. Tensors: as in ``BackwardOperands``. scale: the factor of
+    dQ. window_left, window_right: not read where unbounded. section: rows, heads of batch rows, of a section. ctas: the
+    most CTAs."""
+
+    q: Annotated[Any, QK_ROWS]
+    k: Annotated[Any, QK_ROWS]
+    v: Annotated[Any, V_ROWS]
+    do: Annotated[Any, V_ROWS]
+    statistics: Annotated[Any, Operand(FLOAT32, 4, 4, TMA_ALIGNMENT)]
+    dq: Annotated[Any, QK_ROWS]
+    kv_lengths: Annotated[Any, Operand(INT32, 1, when="requests.has_kv_lengths")]
+    q_start: Annotated[Any, Operand(INT32, 1, when="requests.has_q_start")]
+    cu_seqlens_q: Annotated[Any, Operand(INT32, 1, when="requests.packed_q")]
+    cu_seqlens_k: Annotated[Any, Operand(INT32, 1, when="requests.packed_k")]
+    logits: LogitNumbers
+    scale: Annotated[Any, Number(FLOAT32)]
+    window_left: Annotated[Any, Number(INT32)]
+    window_right: Annotated[Any, Number(INT32)]
+    section: Annotated[Any, Number(INT32)]
+    ctas: Annotated[Any, Number(INT32)]
+
+    page_table = None  # not a field, as in ``BackwardOperands``
+
+
 class BackwardNumbers(NamedTuple):
     """The numbers among the main kernel's arguments.
 

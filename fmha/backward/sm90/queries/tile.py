@@ -1,0 +1,132 @@
+"""The query tile a CTA works on, and the key tiles whose keys its rows see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+
+from warpspec.common.hardware import WARPGROUP_ROWS
+from warpspec.fmha.backward.schedule import decode
+from warpspec.fmha.device.packed import query_tiles, request_of
+from warpspec.fmha.device.request import Request, request_at
+from warpspec.fmha.device.tile import INTEGERS
+from warpspec.fmha.mask import key_range
+from warpspec.fmha.schedule import KeySpan, key_span, place_in_round
+
+
+class Launch(NamedTuple):
+    """What CTAs need to find their tiles. tiles: query tiles of a head, of all requests if they are packed. rows:
+    heads of all batch rows. section: rows of a section (``schedule``). window: (left, right)."""
+
+    tiles: Int32
+    rows: Int32
+    section: Int32
+    window: tuple
+
+
+@dataclass(frozen=True)
+class QueryTile:
+    """A query tile of one head. number: the tile's, in the request. bounds: arguments of ``key_range``. span: the key
+    tiles that some row sees."""
+
+    config: object
+    request: Int32
+    number: Int32
+    head: Int32
+    kv_head: Int32
+    place: Request
+    bounds: dict
+    span: KeySpan
+
+    @property
+    def first_query(self):
+        """The tile's first query, in the request."""
+        return self.number * self.config.tile_m
+
+    @property
+    def batch(self):
+        """Batch row of q, k and the like."""
+        return 0 if self.config.requests.packed_q else self.request
+
+    def keys_of(self, query) -> tuple:
+        """[first, end) of the keys that a query of the request sees."""
+        place = self.place
+        return key_range(place.start + query, place.length, **self.bounds, **INTEGERS)
+
+    def span_of(self, first, count: int) -> KeySpan:
+        """The key tiles that some of ``count`` queries from ``first`` on see."""
+        place = self.place
+        last = cutlass.min(first + count, place.seq_q) - 1
+        rows = (place.start + first, place.start + last)
+        span = key_span(*rows, place.length, self.config.tile_n, self.bounds, **INTEGERS)
+        some = Boolean(first < place.seq_q)
+        return replace(span, count=Int32(cutlass.select_(some, span.count, Int32(0))))
+
+    def steps_of(self, consumer) -> tuple:
+        """([first, end) of the tile's steps in which a consumer's rows see keys, their ``KeySpan``)."""
+        own = self.span_of(self.first_query + consumer * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        first = Int32(cutlass.select_(Boolean(own.count > 0), own.begin - self.span.begin, Int32(0)))
+        return first, first + own.count, own
+
+    def statistics_of(self, operands, query) -> tuple:
+        """(lse', -delta) of a query of the request; of one past the last, as of a row that sees no key."""
+        size = self.config.row_tile
+        inside = Boolean(query < self.place.seq_q)
+        query = cutlass.max(cutlass.min(query, self.place.seq_q - 1), 0)
+        number = query // size
+        if cutlass.const_expr(self.config.requests.packed_q):
+            requests = cute.size(operands.cu_seqlens_q) - 1
+            further = requests + self.place.first_row // size - 1 + number
+            index = Int32(cutlass.select_(Boolean(number == 0), self.request, further))
+        else:
+            index = self.request * cute.ceil_div(operands.q.shape[1], size) + number
+        row = query % size
+        numbers = operands.statistics[self.head, index, row // 2, None]
+        lse, less = numbers[row % 2], numbers[2 + row % 2]
+        return (
+            cutlass.Float32(cutlass.select_(inside, lse, cutlass.Float32.inf)),
+            cutlass.Float32(cutlass.select_(inside, less, cutlass.Float32(0.0))),
+        )
+
+
+def launch_of(config, operands, numbers) -> Launch:
+    """Find how tiles are numbered."""
+    heads, queries = operands.q.shape[2], operands.q.shape[1]
+    if config.requests.packed_q:
+        requests = cute.size(operands.cu_seqlens_q) - 1
+        tiles, rows = query_tiles(config.tile_m, queries, requests), heads
+    else:
+        tiles, rows = cute.ceil_div(queries, config.tile_m), heads * operands.q.shape[0]
+    return Launch(Int32(tiles), Int32(rows), numbers.section, (numbers.window_left, numbers.window_right))
+
+
+def index_of(launch, round_) -> Int32:
+    """Number of this CTA's tile in a round; past the last tile, there is none."""
+    cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+    return round_ * ctas + place_in_round(round_, cta, ctas)
+
+
+def rounds_of(launch) -> Int32:
+    """Rounds of the CTAs."""
+    ctas = cute.arch.grid_dim()[0]
+    return (launch.tiles * launch.rows + ctas - 1) // ctas
+
+
+def tile_at(config, operands, launch, index) -> QueryTile:
+    """The index-th tile of the launch. Called by a whole warp."""
+    number, row, _ = decode(launch.tiles, launch.rows, 1, launch.section, index, minimum=cutlass.min)
+    heads = operands.q.shape[2]
+    head, request = row % heads, row // heads
+    if cutlass.const_expr(config.requests.packed_q):
+        request, number = request_of(operands.cu_seqlens_q, number, config.tile_m, operands.q.shape[1])
+    elif cutlass.const_expr(config.mask.causal):
+        number = launch.tiles - 1 - number  # the longest first
+    place = request_at(config.requests, operands, request)
+    bounds = config.mask.bounds(launch.window)
+    group = heads // operands.k.shape[2]
+    tile = QueryTile(config, request, Int32(number), head, head // group, place, bounds, None)
+    return replace(tile, span=tile.span_of(tile.first_query, config.tile_m))
