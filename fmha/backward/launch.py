@@ -35,7 +35,7 @@ from warpspec.fmha.backward.schedule import (
     reads_beyond_l2,
     side_by_side,
 )
-from warpspec.fmha.backward.sm90.queries import QUERIES, QueryConfig
+from warpspec.fmha.backward.sm90.apart import KEYS, QUERIES, KeyConfig, QueryConfig
 from warpspec.fmha.checks import SIZE_LIMIT
 from warpspec.fmha.logits import LogitNumbers
 from warpspec.fmha.operands import Operands
@@ -88,21 +88,15 @@ def supported(problem: BackwardProblem, target: Target) -> BackwardKernel:
 
 def plan(problem: BackwardProblem, target: Target) -> BackwardKernel:
     """Choose the main kernel's configuration. UnsupportedProblem names what the kernel does not support."""
-    if makes_queries_apart(problem, target):
-        keys = plan_main(replace(problem, wanted=tuple(n for n in problem.wanted if n != "q")), target)
-        if not keys.cut and QueryConfig.of(problem, keys):
-            return keys
+    keys = KeyConfig.of(problem) if makes_queries_apart(problem, target) else None
+    if keys is not None:
+        return keys
     return plan_main(problem, target)
 
 
 def makes_queries_apart(problem: BackwardProblem, target: Target) -> bool:
-    """Whether a kernel of its own is to make dQ by query tiles, if there is one and no key tile is cut."""
+    """Whether dQ is to be made by query tiles, and dK and dV by key tiles, if there are kernels for it."""
     return False
-
-
-def queries_of(problem: BackwardProblem, config: BackwardKernel) -> QueryConfig | None:
-    """The kernel that makes dQ by query tiles, if the main kernel does not add it up."""
-    return None if config.wanted.q else QueryConfig.of(problem, config)
 
 
 def plan_main(problem: BackwardProblem, target: Target) -> BackwardKernel:
@@ -170,11 +164,13 @@ class Kernels(NamedTuple):
 def kernels(problem: BackwardProblem, target: Target, config: BackwardKernel | None = None) -> Kernels:
     """Choose the kernels of a problem. config: overrides the planned configuration of the main kernel."""
     config = config or plan(problem, target)
-    last, queries = result_config(config), queries_of(problem, config)
+    if isinstance(config, KeyConfig):
+        return Kernels(
+            (ROWS, row_config(config, problem)), (KEYS, config), (QUERIES, QueryConfig.beside(config))
+        )
+    last = result_config(config)
     main = GRADIENTS.of(target.architecture).MAIN
     results = None if last is None or config.finishes else (RESULTS, last)
-    if queries is not None:
-        results = (QUERIES, queries)
     return Kernels((ROWS, row_config(config, problem)), (main, config), results)
 
 
@@ -206,10 +202,12 @@ def prepare(
         order.slices,
         order.whole,
         finisher_count(config, forward, order, target),
+        target.sm_count,
     )
-    queries = queries_of(problem, config)
-    if queries is not None:
-        section = max(target.sm_count // max(-(-forward.seq_q // queries.tile_m), 1), 1)
+    queries = None
+    if isinstance(config, KeyConfig):
+        tile = QueryConfig.beside(config).tile_m
+        section = max(target.sm_count // max(-(-forward.seq_q // tile), 1), 1)
         queries = (
             *LogitNumbers.of(forward.logits, signed=True),
             forward.logits.scale,

@@ -188,7 +188,8 @@ class BackwardNumbers(NamedTuple):
     unbounded. pieces, section: see ``schedule.Order``; if the host cuts by length, pieces counts those of all key tiles
     of a row; where packed requests come one after another, the CTAs beside one for each key tile of each row.
     most_steps: the most steps of a piece, if the host cuts by length. slices: of a KV head's query heads. whole: rows
-    that come first and are not cut, if the host cuts by length. finishers: CTAs that make dQ from its sums.
+    that come first and are not cut, if the host cuts by length. finishers: CTAs that make dQ from its sums. most_ctas:
+    CTAs of a launch of persistent ones, at most.
     """
 
     logits: LogitNumbers
@@ -201,3 +202,4 @@ class BackwardNumbers(NamedTuple):
     slices: Annotated[Any, Number(INT32)]
     whole: Annotated[Any, Number(INT32)]
     finishers: Annotated[Any, Number(INT32)]
+    most_ctas: Annotated[Any, Number(INT32)]

@@ -26,7 +26,7 @@ class BackwardHost:
 
     @host_function(BackwardOperands, BackwardNumbers)
     def __call__(self, operands: BackwardOperands, numbers: BackwardNumbers, stream: CUstream):
-        logits, scale, *window, pieces, section, most_steps, slices, whole, finishers = numbers
+        logits, scale, *window, pieces, section, most_steps, slices, whole, finishers, _ = numbers
         config, order = self.config, (pieces, section, most_steps, slices, whole)
         operands = batched(config, operands)
         blocks = config.room // BLOCK if config.rows is None else 1

@@ -1,4 +1,4 @@
-"""The query tile a CTA works on, and the key tiles whose keys its rows see."""
+"""The tiles that a CTA works on, and the steps in which a consumer's rows see something."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from warpspec.common.hardware import WARPGROUP_ROWS
+from warpspec.fmha.backward.device.blocks import FAR
 from warpspec.fmha.backward.schedule import decode
 from warpspec.fmha.device.packed import query_tiles, request_of
 from warpspec.fmha.device.request import Request, request_at
@@ -26,6 +27,11 @@ class Launch(NamedTuple):
     rows: Int32
     section: Int32
     window: tuple
+
+    @property
+    def count(self):
+        """Tiles of the launch."""
+        return self.tiles * self.rows
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,41 @@ class QueryTile:
         )
 
 
+@dataclass(frozen=True)
+class OwnKeys:
+    """A consumer's 64 keys of a key tile. steps: [first, end) of the tile's steps in which some of these keys may be
+    seen. inner_first, inner_end: the queries that see all of them, as of ``KeyTile``."""
+
+    steps: tuple
+    inner_first: Int32
+    inner_end: Int32
+
+    @classmethod
+    def of(cls, config, tile, consumer) -> OwnKeys:
+        """tile: ``KeyTile``."""
+        length, seq_q, zero = tile.place.length, tile.place.seq_q, Int32(0)
+        first_key = tile.first_key + consumer * WARPGROUP_ROWS
+        some = Boolean(first_key < length)
+        low, inner_end = tile.queries_of(first_key)
+        inner_first, high = tile.queries_of(cutlass.min(first_key + WARPGROUP_ROWS, length) - 1)
+        inner_end = Int32(cutlass.select_(Boolean(inner_end >= seq_q), Int32(FAR), inner_end))
+        inner_end = Int32(cutlass.select_(Boolean(first_key + WARPGROUP_ROWS > length), zero, inner_end))
+        first, end = zero, tile.steps
+        if cutlass.const_expr(config.mask.band):  # otherwise a tile's steps begin anywhere
+            one = Boolean(tile.group == 1) & Boolean(high > low)
+            own_first = low // config.tile_m - tile.begin
+            own_end = (high + config.tile_m - 1) // config.tile_m - tile.begin
+            first = Int32(cutlass.select_(one, cutlass.max(own_first, 0), zero))
+            end = Int32(cutlass.select_(one, cutlass.min(own_end, tile.steps), end))
+        end = Int32(cutlass.select_(some, end, first))
+        return cls((first, end), inner_first, inner_end)
+
+    def need_mask(self, config, query_tile):
+        """Whether some query of a step does not see some of the keys."""
+        first = query_tile * config.tile_m
+        return Boolean(first < self.inner_first) | Boolean(first + config.tile_m > self.inner_end)
+
+
 def launch_of(config, operands, numbers) -> Launch:
     """Find how tiles are numbered."""
     heads, queries = operands.q.shape[2], operands.q.shape[1]
@@ -104,16 +145,16 @@ def launch_of(config, operands, numbers) -> Launch:
     return Launch(Int32(tiles), Int32(rows), numbers.section, (numbers.window_left, numbers.window_right))
 
 
-def index_of(launch, round_) -> Int32:
+def index_of(round_) -> Int32:
     """Number of this CTA's tile in a round; past the last tile, there is none."""
     cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     return round_ * ctas + place_in_round(round_, cta, ctas)
 
 
-def rounds_of(launch) -> Int32:
-    """Rounds of the CTAs."""
+def rounds_of(tiles) -> Int32:
+    """Rounds of the CTAs over this many tiles."""
     ctas = cute.arch.grid_dim()[0]
-    return (launch.tiles * launch.rows + ctas - 1) // ctas
+    return (tiles + ctas - 1) // ctas
 
 
 def tile_at(config, operands, launch, index) -> QueryTile:

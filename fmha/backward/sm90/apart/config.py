@@ -1,0 +1,176 @@
+"""The kernels for sm_90a that make dQ by query tiles, and dK and dV by key tiles: tiles, warp roles, memory budgets,
+barrier tables. Plain Python.
+
+Each makes S and dP again. Its CTAs are persistent: while consumers end a tile, the load warp fetches what the next one
+reads first. A *tile* is of those rows whose gradients a CTA makes, 64 for each consumer; the rows that they meet come
+in *steps* through rings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from warpspec.common import memory
+from warpspec.common.barriers import MBARRIER_BYTES, Barrier, barrier_count
+from warpspec.common.hardware import (
+    FP32_BYTES,
+    MAX_SMEM_PER_CTA,
+    REGISTERS_PER_SM,
+    WARP_THREADS,
+    WARPGROUP_ROWS,
+    WARPGROUP_THREADS,
+)
+from warpspec.fmha.backward.features import BackwardKernel, Wanted, common_fields
+from warpspec.fmha.backward.problem import BackwardProblem
+from warpspec.fmha.heads import BLOCK, rounded
+
+CONSUMERS = 2  # warpgroups, each with 64 rows of a tile
+QUERY_STEP = {64: 128, 128: 64}  # keys of a step of dQ, by D of the tile
+KEY_STEP = 64  # queries of a step of dK and dV
+STAGES = 4  # of the rings
+SUM_STEP = 16  # columns are made in multiples of this
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
+BARRIER_BYTES = 1024  # room for the mbarriers: what follows is aligned to it
+CLEARED_BARRIER = 1  # named barrier of the consumers: they have cleared rows that nobody sees
+TITLES = {"q": "Q", "do": "dO", "k": "K", "v": "V"}
+
+
+@dataclass(frozen=True)
+class ApartKernel(BackwardKernel):
+    """What both kernels have in common. kept: names of a tile's two operands; streamed: of a step's."""
+
+    kept, streamed = ("", ""), ("", "")
+
+    def __post_init__(self):
+        super().__post_init__()
+        assert self.smem_bytes <= MAX_SMEM_PER_CTA
+        assert sum(self.registers) * WARPGROUP_THREADS <= REGISTERS_PER_SM
+        assert barrier_count(self.barriers) * MBARRIER_BYTES <= BARRIER_BYTES
+
+    @property
+    def threads(self) -> int:
+        return self.consumer_threads + WARPGROUP_THREADS
+
+    @property
+    def consumer_threads(self) -> int:
+        return CONSUMERS * WARPGROUP_THREADS
+
+    @property
+    def load_warp(self) -> int:
+        return self.consumer_threads // WARP_THREADS
+
+    @property
+    def registers(self) -> tuple[int, ...]:
+        """Registers of a thread, by warpgroup."""
+        return (CONSUMER_REGISTERS,) * CONSUMERS + (PRODUCER_REGISTERS,)
+
+    def columns(self, name: str) -> int:
+        """Columns of the sums of dQ or dK ("k"), or of dV ("v"): as many as rows have, up to whole instructions."""
+        size = self.sizes.v if name == "v" else self.sizes.qk
+        return rounded(size, SUM_STEP)
+
+    def stages_of(self, name: str) -> int:
+        return 1 if name in self.kept else STAGES
+
+    def rows_of(self, name: str) -> int:
+        """Rows of a tile of "q", "k", "v" or "do"."""
+        return self.tile_n if name in ("k", "v") else self.tile_m
+
+    @property
+    def regions_further(self) -> tuple[memory.Region, ...]:
+        """What shared memory holds beside operands and results."""
+        return ()
+
+    @property
+    def smem_regions(self) -> tuple[memory.Region, ...]:
+        """Shared memory, in order."""
+        rows = CONSUMERS * WARPGROUP_ROWS
+        return (
+            memory.barrier_region(self.barriers, BARRIER_BYTES // MBARRIER_BYTES),
+            *(
+                self.operand_region(name, self.stages_of(name), TITLES[name])
+                for name in ("q", "do", "k", "v")
+            ),
+            memory.tile_region("results", rows * memory.ROW_BYTES, "results", f"[{rows}, {BLOCK}]"),
+            *self.regions_further,
+        )
+
+    @property
+    def barriers(self) -> tuple[Barrier, ...]:
+        """Every mbarrier: who arrives, how often, who waits, and what then holds."""
+        filled, warps = "load warp, expect_tx + TMA bytes", self.consumer_threads // WARP_THREADS
+        found = []
+        for name in (*self.kept, *self.streamed):
+            stages, title = self.stages_of(name), TITLES[name]
+            found += [
+                Barrier(name + "_full", stages, 1, filled, "consumers", f"{title} is in shared memory"),
+                Barrier(
+                    name + "_empty",
+                    stages,
+                    warps,
+                    "consumers, one thread a warp",
+                    "load warp",
+                    f"products have read {title}",
+                ),
+            ]
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class QueryConfig(ApartKernel):
+    """The kernel that makes dQ. row_tile: rows of a tile of the statistics, the other kernel's ``tile_m``."""
+
+    row_tile: int = KEY_STEP
+    kept, streamed = ("q", "do"), ("k", "v")
+
+    @classmethod
+    def beside(cls, keys: KeyConfig) -> QueryConfig:
+        """The kernel beside the one that makes dK and dV."""
+        fields = (keys.mask, keys.requests, keys.logits, keys.heads, keys.format, Wanted(True, False, False))
+        return cls(*fields, rows=keys.rows, row_tile=keys.tile_m)
+
+    @property
+    def tile_m(self) -> int:
+        """Queries of a tile."""
+        return CONSUMERS * WARPGROUP_ROWS
+
+    @property
+    def tile_n(self) -> int:
+        """Keys of a step."""
+        return QUERY_STEP[self.heads.qk]
+
+
+@dataclass(frozen=True)
+class KeyConfig(ApartKernel):
+    """The kernel that makes dK and dV; it stands for the main kernel."""
+
+    kept, streamed = ("k", "v"), ("q", "do")
+
+    @classmethod
+    def of(cls, problem: BackwardProblem) -> KeyConfig | None:
+        """The kernel of a problem, or None where these kernels are not made for it: with lists of blocks, ranges, a
+        bias, a soft cap, or a D for which a thread's registers do not suffice."""
+        forward, wanted = problem.forward, problem.wanted
+        mask, plain = forward.mask, forward.bias is None and forward.logits.softcap is None
+        further = mask.has_blocks or mask.has_ranges or forward.requests.packed_q
+        if further or not plain or forward.heads.qk not in QUERY_STEP or not {"q", "k", "v"} <= set(wanted):
+            return None
+        fields = common_fields(problem) | {"wanted": Wanted(False, True, True)}
+        fields |= {"deterministic": False, "heads_inside": False}  # as sums are made, they have an order
+        return cls(**fields, rows=problem.rows)
+
+    @property
+    def tile_m(self) -> int:
+        """Queries of a step."""
+        return KEY_STEP
+
+    @property
+    def tile_n(self) -> int:
+        """Keys of a tile."""
+        return CONSUMERS * WARPGROUP_ROWS
+
+    @property
+    def regions_further(self) -> tuple[memory.Region, ...]:
+        numbers = STAGES * self.statistics_bytes // FP32_BYTES
+        rows = f"{STAGES} x lse' and -delta of rows"
+        return (memory.Region("statistics", numbers, "float32", memory.TILE_ALIGNMENT, "", rows),)

@@ -1,0 +1,166 @@
+"""What the consumers of both kernels share: a consumer warpgroup has 64 rows of a tile, whose gradients it adds up in
+registers, on wgmma."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers as hopper
+
+from warpspec.common.device import tma
+from warpspec.common.device.wgmma import QUAD, WARP_ROWS, WARPGROUP_ROWS
+from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
+from warpspec.fmha.backward.device.clear import clear_rows
+from warpspec.fmha.backward.sm90.apart.config import CLEARED_BARRIER
+from warpspec.fmha.backward.sm90.products import K_MAJOR, MMA_K, MN_MAJOR, batched, make_mma, ring
+from warpspec.fmha.backward.sm90.results import block_of
+from warpspec.fmha.heads import BLOCK, STEP
+from warpspec.fmha.sm90.staging import (
+    CHUNKS,
+    LOADS,
+    TILE_WORDS,
+    chunk_read,
+    row_read,
+    store_chunk,
+    store_rows,
+)
+
+
+def streamed_rows(config) -> int:
+    """Rows of a step."""
+    return config.rows_of(config.streamed[0])
+
+
+def make_scores(config, dtype) -> cute.TiledMma:
+    """S or dP [64, rows of a step], one of the consumer's rows per row: both operands from shared memory. Each place in
+    the program that issues a product makes it anew."""
+    return make_mma(dtype, K_MAJOR, K_MAJOR, streamed_rows(config))
+
+
+def make_sums(config, dtype, name: str) -> cute.TiledMma:
+    """A gradient [64, columns] from P or dS in registers. name: see ``ApartKernel.columns``."""
+    return make_mma(dtype, K_MAJOR, MN_MAJOR, config.columns(name), registers=True)
+
+
+def kept_operand(config, dtype, shared: dict, name: str, consumer) -> cute.Tensor:
+    """(MMA, MMA_M, MMA_K): the consumer's rows of a tile's operand."""
+    scores = make_scores(config, dtype)
+    rows, columns = config.rows_of(name), config.room_of(name)
+    layout = hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (rows, streamed_rows(config), columns), dtype, 1)
+    tiles = ring(dtype, shared[name], layout, 1, 0)
+    fragment = scores.make_fragment_A(scores.get_slice(0).partition_A(tiles))
+    return batched(fragment[None, consumer, None, 0])
+
+
+def streamed_operand(config, dtype, shared: dict, name: str, columns: bool) -> cute.Tensor:
+    """(MMA, MMA_N, MMA_K, STAGE): a step's operand, of S and dP, or of the products that sum over a step's rows
+    (``columns``)."""
+    rows, size = streamed_rows(config), config.room_of(name)
+    mma, major, shape = make_scores(config, dtype), LayoutEnum.ROW_MAJOR, (WARPGROUP_ROWS, rows, size)
+    if columns:  # describes whole spans, of which products may read some columns
+        size = BLOCK * config.spans_of(name)
+        mma = make_mma(dtype, K_MAJOR, MN_MAJOR, size, registers=True)
+        major, shape = LayoutEnum.COL_MAJOR, (WARPGROUP_ROWS, size, rows)
+    layout = hopper.make_smem_layout_b(major, shape, dtype, 1)
+    tiles = ring(dtype, shared[name], layout, config.stages_of(name), config.tile_bytes(name))
+    return mma.make_fragment_B(mma.get_slice(0).partition_B(tiles))
+
+
+def depth_of(config, name: str) -> int:
+    """Instructions that sum over a row of this operand."""
+    return -(-(config.sizes.v if name in ("v", "do") else config.sizes.qk) // MMA_K)
+
+
+@dataclass(frozen=True)
+class OwnRows:
+    """A consumer's share of a tile. thread: 0..127 within the consumer. use: steps that the CTA did before."""
+
+    config: object
+    channels: dict
+    shared: dict
+    operands: object
+    mma: object
+    tile: object
+    consumer: Int32
+    thread: Int32
+    use: Int32
+
+    @property
+    def row(self):
+        """The first of the thread's rows among the consumer's 64."""
+        return self.thread // WARP_THREADS * WARP_ROWS + self.thread % WARP_THREADS // QUAD
+
+    @property
+    def member(self):
+        """The thread's number in its quad."""
+        return self.thread % QUAD
+
+    @property
+    def index(self):
+        """Number of this thread among those that clear together."""
+        return self.consumer * WARPGROUP_THREADS + self.thread
+
+    @property
+    def threads(self) -> int:
+        return self.config.consumer_threads
+
+    @property
+    def dtype(self):
+        return self.operands.q.element_type
+
+    def stage(self, step):
+        """Buffer of a step in the rings."""
+        return (self.use + step) % self.config.stages_of(self.config.streamed[0])
+
+    def wait(self, name: str, step) -> None:
+        """Wait until a step's operand has arrived."""
+        self.channels[name + "_full"].wait(self.use + step)
+
+    def release(self, name: str, step) -> None:
+        self.channels[name + "_empty"].arrive_warp(self.use + step)
+
+    def release_tile(self, tile_use) -> None:
+        """The tile's own operands have been read."""
+        for name in self.config.kept:
+            self.channels[name + "_empty"].arrive_warp(tile_use)
+
+    def clear(self, name: str, step, first, end) -> None:
+        """Clear a step's rows outside [first, end)."""
+        base = self.shared[name] + self.stage(step) * self.config.tile_bytes(name)
+        clear_rows(self, name, base, first, end)
+
+    def meet(self) -> None:
+        """Wait for all consumers, and make what they have cleared visible to products."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=CLEARED_BARRIER, number_of_threads=self.config.consumer_threads)
+
+
+@cute.jit
+def write_rows(
+    work,
+    tensor: cute.Tensor,
+    values: cute.Tensor,
+    place: cutlass.Constexpr,
+):
+    """Write values, in 16 bits, to the consumer's rows of a gradient, in lines of 128 bytes: each warp stages its 16
+    rows, 64 columns at a time. place: (batch row, the request's first row, the tile's first row in the request, rows of
+    the request, head)."""
+    config, thread, (batch, first, own, rows, head) = work.config, work.thread, place
+    base = work.shared["results"].toint() + work.consumer * (WARPGROUP_ROWS * tma.ROW_BYTES)
+    narrow = cute.make_rmem_tensor(cute.size(values), tensor.element_type)
+    narrow.store(values.load().to(tensor.element_type))
+    words = cute.recast_tensor(narrow, Int32)
+    for block in cutlass.range_constexpr(-(-cute.size(words) // TILE_WORDS)):
+        cute.arch.sync_warp()
+        store_rows(base, thread, block_of(words, block, TILE_WORDS))
+        cute.arch.sync_warp()
+        for load in cutlass.range_constexpr(LOADS):
+            row = own + work.consumer * WARPGROUP_ROWS + row_read(thread, load)
+            inside = Boolean(row < rows)
+            if cutlass.const_expr(config.rows is not None):
+                inside &= Boolean(block * CHUNKS + chunk_read(thread) < tensor.shape[3] // STEP)
+            store_chunk(base, thread, load, tensor[batch, first + row, head, None], block, inside)

@@ -1,0 +1,118 @@
+"""The kernels for sm_90a that make dQ by query tiles, and dK and dV by key tiles: host side, storage, role dispatch.
+CTAs are persistent."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+
+from warpspec.common.device import tma
+from warpspec.common.device.host import host_function
+from warpspec.common.device.pipeline import init_barriers
+from warpspec.common.device.storage import allocate
+from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
+from warpspec.fmha.backward.device.host import batched, row_view
+from warpspec.fmha.backward.device.place import ctas_of
+from warpspec.fmha.backward.operands import BackwardNumbers, BackwardOperands, QueryOperands
+from warpspec.fmha.backward.sm90.apart import keys, queries
+from warpspec.fmha.backward.sm90.apart.load import NAMES, Loads, load_keys, load_queries
+from warpspec.fmha.backward.sm90.apart.tile import launch_of
+from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT
+from warpspec.fmha.heads import BLOCK
+
+
+class Apart:
+    """What both kernels have in common."""
+
+    def __init__(self, config):
+        self.config = config
+
+    def copies(self, operands) -> tuple:
+        """(TMA descriptors, their coordinate tensors) of K, V, Q and dO."""
+        config = self.config
+        blocks = config.room // BLOCK if config.rows is None else 1
+        tensors = {"k": operands.k, "v": operands.v, "q": operands.q, "do": operands.do}
+        boxes = {name: (BLOCK, config.rows_of(name), blocks) for name in NAMES}
+        copies = [tma.make_load(row_view(config, tensors[name]), boxes[name]) for name in NAMES]
+        return tuple(tuple(copy[i] for copy in copies) for i in range(2))
+
+    def launch(self, ctas, stream) -> dict:
+        """The arguments of a launch."""
+        return {
+            "grid": (ctas, 1, 1),
+            "block": (self.config.threads, 1, 1),
+            "min_blocks_per_mp": 1,
+            "preferred_smem_carveout": SMEM_CARVEOUT_PERCENT,
+            "use_pdl": True,
+            "stream": stream,
+        }
+
+    def begin(self, atoms, warp) -> tuple:
+        """(channels, regions of shared memory by name). Called by all threads."""
+        storage = allocate(self.config.smem_regions)
+        channels = init_barriers(self.config.barriers, storage.barriers.data_ptr())
+        prefetch(self.config, atoms, warp)
+        cute.arch.sync_threads()
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
+        names = [region.name for region in self.config.smem_regions]
+        return channels, {name: getattr(storage, name).data_ptr() for name in names}
+
+
+@cute.jit
+def prefetch(config: cutlass.Constexpr, atoms: cutlass.Constexpr, warp):
+    """Prefetch TMA descriptors."""
+    if warp == config.load_warp:
+        for atom in atoms:
+            cute.nvgpu.cpasync.prefetch_descriptor(atom)
+
+
+class Queries(Apart):
+    """The kernel of one ``QueryConfig``."""
+
+    @host_function(QueryOperands)
+    def __call__(self, operands: QueryOperands, stream: CUstream):
+        operands = batched(self.config, operands)
+        launch = launch_of(self.config, operands, operands)
+        ctas = cutlass.min(launch.count, operands.ctas)
+        self.kernel(operands, *self.copies(operands), launch).launch(**self.launch(ctas, stream))
+
+    @cute.kernel
+    def kernel(self, operands, atoms, coordinates, launch):
+        config, warp = self.config, cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        channels, shared = self.begin(atoms, warp)
+        if warp >= config.load_warp:
+            cute.arch.setmaxregister_decrease(config.registers[-1])
+            if warp == config.load_warp:
+                load_queries(Loads(config, channels, shared, operands, atoms, coordinates), launch)
+        else:
+            cute.arch.setmaxregister_increase(config.registers[0])
+            consumer = warp // (WARPGROUP_THREADS // WARP_THREADS)
+            queries.consume(config, channels, shared, operands, launch, consumer)
+
+
+class Keys(Apart):
+    """The kernel of one ``KeyConfig``."""
+
+    @host_function(BackwardOperands, BackwardNumbers)
+    def __call__(self, operands: BackwardOperands, numbers: BackwardNumbers, stream: CUstream):
+        config, operands = self.config, batched(self.config, operands)
+        logits, scale, *window, pieces, section, most, slices, whole, _, most_ctas = numbers
+        order = (pieces, section, most, slices, whole)
+        ctas = cutlass.min(ctas_of(config, operands, pieces, slices, whole), most_ctas)
+        arguments = (operands, *self.copies(operands), (logits, scale), tuple(window), order)
+        self.kernel(*arguments).launch(**self.launch(ctas, stream))
+
+    @cute.kernel
+    def kernel(self, operands, atoms, coordinates, scales, window, order):
+        config, warp = self.config, cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        channels, shared = self.begin(atoms, warp)
+        if warp >= config.load_warp:
+            cute.arch.setmaxregister_decrease(config.registers[-1])
+            if warp == config.load_warp:
+                load_keys(Loads(config, channels, shared, operands, atoms, coordinates), window, order)
+        else:
+            cute.arch.setmaxregister_increase(config.registers[0])
+            consumer = warp // (WARPGROUP_THREADS // WARP_THREADS)
+            keys.consume(config, channels, shared, operands, scales, window, order, consumer)

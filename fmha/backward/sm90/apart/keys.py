@@ -1,0 +1,290 @@
+"""A consumer of the kernel that makes dK and dV, 64 keys.
+
+Scores are transposed, S^T = K Q^T, one key per row, so that P^T and dS^T are register operands of dV += P^T dO and dK
++= dS^T Q. The next step's S is issued in front of this one's dK:
+
+    issue the next S, dK, the next dP | wait S and dK | P = exp(S - lse') | issue dV | wait dP | dS = P (dP - delta) |
+    wait dV | dS to 16 bits
+
+P and dS take the same registers one after another, for of those there are few: 128 are dK and dV at D 128. A consumer
+skips the steps in which none of its keys is seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+from cutlass.cute.nvgpu import warpgroup
+
+from warpspec.common.device.wgmma import (
+    COLUMNS,
+    PAIR,
+    QUAD,
+    ROW_DISTANCE,
+    THREAD_ROWS,
+    WARPGROUP_ROWS,
+    elements,
+    flat,
+    multiply,
+)
+from warpspec.common.hardware import WARPGROUP_THREADS
+from warpspec.fmha.backward.device.place import ctas_of, key_tile_at
+from warpspec.fmha.backward.sm90.apart.consumer import (
+    OwnRows,
+    depth_of,
+    kept_operand,
+    make_scores,
+    make_sums,
+    streamed_operand,
+    write_rows,
+)
+from warpspec.fmha.backward.sm90.apart.tile import OwnKeys, index_of, rounds_of
+from warpspec.fmha.backward.sm90.arithmetic import keep
+from warpspec.fmha.backward.sm90.products import accumulator
+from warpspec.fmha.device.logits import map_score
+from warpspec.fmha.device.mask import hide
+
+
+class KeyProducts(NamedTuple):
+    """The products of a consumer. k, v (MMA, MMA_M, MMA_K), q, do, q_columns, do_columns (MMA, MMA_N, MMA_K, STAGE):
+    descriptors of shared memory. s, dp, dk, dv: fp32 registers. p, ds: operands in registers, 16 bits."""
+
+    k: cute.Tensor
+    v: cute.Tensor
+    q: cute.Tensor
+    do: cute.Tensor
+    q_columns: cute.Tensor
+    do_columns: cute.Tensor
+    s: cute.Tensor
+    dp: cute.Tensor
+    p: cute.Tensor
+    ds: cute.Tensor
+    dk: cute.Tensor
+    dv: cute.Tensor
+
+    @classmethod
+    def of(cls, config, dtype, shared: dict, consumer) -> KeyProducts:
+        scores, shape, own = (
+            make_scores(config, dtype),
+            (WARPGROUP_ROWS, config.tile_m),
+            (config, dtype, shared),
+        )
+        sums = {name: make_sums(config, dtype, name) for name in "kv"}
+        return cls(
+            *(kept_operand(*own, name, consumer) for name in ("k", "v")),
+            *(streamed_operand(*own, name, False) for name in ("q", "do")),
+            *(streamed_operand(*own, name, True) for name in ("q", "do")),
+            s=accumulator(scores, shape),
+            dp=accumulator(scores, shape),
+            p=cute.make_rmem_tensor(sums["v"].partition_shape_A(shape), dtype),
+            ds=cute.make_rmem_tensor(sums["k"].partition_shape_A(shape), dtype),
+            dk=accumulator(sums["k"], (WARPGROUP_ROWS, config.columns("k"))),
+            dv=accumulator(sums["v"], (WARPGROUP_ROWS, config.columns("v"))),
+        )
+
+
+@dataclass(frozen=True)
+class OwnKeyRows(OwnRows):
+    """A consumer's keys. scales: (numbers of logits, factor of dK). keys: ``OwnKeys``. bounds: for each of the thread's
+    keys, [first, end) of the queries that see it."""
+
+    scales: tuple
+    keys: OwnKeys
+    bounds: tuple
+
+    def issue_s(self, step) -> None:
+        """Issue S^T of a step. The methods below issue its other products."""
+        q = self.mma.q[None, None, None, self.stage(step)]
+        mma, count = make_scores(self.config, self.dtype), depth_of(self.config, "q")
+        multiply(mma, self.mma.s, self.mma.k, q, False, count=count)
+
+    def issue_dp(self, step) -> None:
+        do = self.mma.do[None, None, None, self.stage(step)]
+        mma, count = make_scores(self.config, self.dtype), depth_of(self.config, "do")
+        multiply(mma, self.mma.dp, self.mma.v, do, False, count=count)
+
+    def issue_dv(self, step) -> None:
+        do = self.mma.do_columns[None, None, None, self.stage(step)]
+        multiply(make_sums(self.config, self.dtype, "v"), self.mma.dv, self.mma.p, do, True)
+
+    def issue_dk(self, step) -> None:
+        q = self.mma.q_columns[None, None, None, self.stage(step)]
+        multiply(make_sums(self.config, self.dtype, "k"), self.mma.dk, self.mma.ds, q, True)
+
+    def statistics(self, step) -> cute.Tensor:
+        """(PAIR, 2, COLUMN): lse' (0) and -delta (1) of the thread's pairs of queries of a step, in shared memory."""
+        rows = self.config.tile_m
+        start = (self.stage(step) * rows + PAIR * self.member) * 2
+        layout = cute.make_layout((PAIR, 2, rows // COLUMNS), stride=(1, PAIR, 2 * COLUMNS))
+        return cute.make_tensor((self.shared["statistics"] + start).align(8), layout)
+
+    def statistic(self, step, number: int, i: int):
+        """(PAIR): one of both for the queries of element i of a fragment."""
+        pair = cute.make_rmem_tensor(PAIR, Float32)
+        cute.autovec_copy(self.statistics(step)[None, number, i // (PAIR * THREAD_ROWS)], pair)
+        return pair
+
+
+@cute.jit
+def consume(
+    config: cutlass.Constexpr,
+    channels: cutlass.Constexpr,
+    shared: cutlass.Constexpr,
+    operands,
+    scales,
+    window,
+    order,
+    consumer,
+):
+    """The role of a consumer: it loops over the CTA's tiles. Consumes k_full, v_full, q_full and do_full; produces
+    their empties."""
+    thread, _, _ = cute.arch.thread_idx()
+    thread = thread % WARPGROUP_THREADS
+    mma = KeyProducts.of(config, operands.q.element_type, shared, consumer)
+    tiles, steps = Int32(0), Int32(0)
+    count = ctas_of(config, operands, order[0], *order[3:])
+    for round_ in cutlass.range(rounds_of(count), unroll=1):
+        index = index_of(round_)
+        if index < count:
+            tile = key_tile_at(config, operands, window, order, index)
+            own = OwnRows(config, channels, shared, operands, mma, tile, consumer, thread, steps)
+            consume_tile(own, scales, tiles)
+            steps += tile.steps
+            tiles += Int32(Boolean(tile.steps > 0))
+
+
+@cute.jit
+def consume_tile(own: cutlass.Constexpr, scales, tile_use):
+    """Make dK and dV of a consumer's keys of a tile. tile_use: tiles with steps that the CTA did before."""
+    tile, config = own.tile, own.config
+    keys = OwnKeys.of(config, tile, own.consumer)
+    first_key = tile.first_key + own.consumer * WARPGROUP_ROWS + own.row
+    bounds = tuple(tile.queries_of(first_key + r * ROW_DISTANCE) for r in range(THREAD_ROWS))
+    work = OwnKeyRows(**vars(own), scales=scales, keys=keys, bounds=bounds)
+    work.mma.dk.fill(0.0)
+    work.mma.dv.fill(0.0)
+    first, end = keys.steps
+    head, query_tile = tile.first
+    for step in cutlass.range(first, unroll=1):
+        skip(work, step, query_tile)
+        head, query_tile = tile.following(head, query_tile)
+    if tile.steps > 0:
+        work.channels["k_full"].wait(tile_use)
+        work.channels["v_full"].wait(tile_use)
+    if first < end:
+        head, query_tile = go_through(work, (first, end), (head, query_tile), tile_use)
+    elif tile.steps > 0:
+        work.release_tile(tile_use)
+    for step in cutlass.range(end, tile.steps, unroll=1):
+        skip(work, step, query_tile)
+        head, query_tile = tile.following(head, query_tile)
+    dk = flat(work.mma.dk)
+    dk.store(dk.load() * scales[1])
+    batch = 0 if cutlass.const_expr(config.requests.packed_k) else tile.request
+    rows = tile.place.length if cutlass.const_expr(config.requests.packed_k) else work.operands.k.shape[1]
+    place = (batch, tile.place.first_key, tile.first_key, rows, tile.kv_head)
+    write_rows(work, work.operands.dk, dk, place)
+    write_rows(work, work.operands.dv, flat(work.mma.dv), place)
+
+
+@cute.jit
+def skip(work, step, query_tile):
+    """A step in which the consumer's keys are seen by nobody: its waits and arrivals."""
+    work.wait("q", step)
+    work.wait("do", step)
+    clear_queries(work, step, query_tile)
+    work.release("q", step)
+    work.release("do", step)
+
+
+@cute.jit
+def go_through(work, steps: cutlass.Constexpr, place: cutlass.Constexpr, tile_use):
+    """Add up dK and dV over steps [first, end). place: (query head, query tile) of the first; returns that of the one
+    after the last."""
+    (first, end), (head, query_tile) = steps, place
+    work.wait("q", first)
+    clear_queries(work, first, query_tile)
+    work.issue_s(first)
+    work.wait("do", first)
+    work.issue_dp(first)
+    warpgroup.wait_group(1)
+    weigh(work, first, query_tile)
+    keep(work.mma.s, work.mma.p)
+    work.issue_dv(first)
+    warpgroup.wait_group(1)
+    derive(work, first, query_tile)
+    warpgroup.wait_group(0)
+    work.release("do", first)
+    keep(work.mma.dp, work.mma.ds)
+    head, query_tile = work.tile.following(head, query_tile)
+    for step in cutlass.range(first + 1, end, unroll=1):
+        work.wait("q", step)
+        clear_queries(work, step, query_tile)
+        work.issue_s(step)
+        work.issue_dk(step - 1)
+        work.wait("do", step)
+        work.issue_dp(step)
+        warpgroup.wait_group(1)  # S, dK
+        work.release("q", step - 1)
+        weigh(work, step, query_tile)
+        keep(work.mma.s, work.mma.p)
+        work.issue_dv(step)
+        warpgroup.wait_group(1)  # dP
+        derive(work, step, query_tile)
+        warpgroup.wait_group(0)  # dV
+        work.release("do", step)
+        keep(work.mma.dp, work.mma.ds)
+        head, query_tile = work.tile.following(head, query_tile)
+    work.release_tile(tile_use)
+    work.issue_dk(end - 1)
+    warpgroup.wait_group(0)
+    work.release("q", end - 1)
+    return head, query_tile
+
+
+@cute.jit
+def clear_queries(work, step, query_tile):
+    """Clear rows of Q and dO that see no key, or belong to another request: in dK and dV, 0 times a NaN stored there
+    would reach the others. All consumers come here, in every step."""
+    config, tile = work.config, work.tile
+    if cutlass.const_expr(config.scatters):  # noqa: SIM102
+        if tile.has_unseen_rows(query_tile):
+            first = query_tile * config.tile_m
+            work.wait("do", step)
+            for name in config.streamed:
+                work.clear(name, step, tile.rows_first - first, tile.rows_end - first)
+            work.meet()
+
+
+@cute.jit
+def weigh(work, step, query_tile):
+    """Turn S^T into P^T = 2 ** (logit - lse') in place; 0 where a query does not see a key."""
+    scores, config = flat(work.mma.s), work.config
+    for first in cutlass.range_constexpr(0, cute.size(scores), PAIR * THREAD_ROWS):
+        lse = work.statistic(step, 0, first)
+        for i in cutlass.range_constexpr(first, first + PAIR * THREAD_ROWS):
+            scores[i] = map_score(config.logits, scores[i], work.scales[0], i) - lse[i % PAIR]
+    if work.keys.need_mask(config, query_tile):
+        origin = query_tile * config.tile_m + PAIR * work.member
+        for r in cutlass.range_constexpr(THREAD_ROWS):
+            first, end = (bound - origin for bound in work.bounds[r])
+            hide(scores, elements(scores, r), PAIR, PAIR * QUAD, first, end)
+    for i in cutlass.range_constexpr(cute.size(scores)):
+        scores[i] = cute.math.exp2(scores[i], fastmath=True)
+
+
+@cute.jit
+def derive(work, step, query_tile):
+    """Turn dP^T into dS^T = P^T (dP^T - delta) in place."""
+    weights, ds = flat(work.mma.s), flat(work.mma.dp)
+    for first in cutlass.range_constexpr(0, cute.size(ds), PAIR * THREAD_ROWS):
+        less = work.statistic(step, 1, first)
+        for i in cutlass.range_constexpr(first, first + PAIR * THREAD_ROWS):
+            ds[i] = weights[i] * (ds[i] + less[i % PAIR])
+    if work.keys.need_mask(work.config, query_tile):
+        for i in cutlass.range_constexpr(cute.size(ds)):  # dP of a hidden pair may be NaN
+            ds[i] = Float32(cutlass.select_(Boolean(weights[i] == Float32(0.0)), Float32(0.0), ds[i]))

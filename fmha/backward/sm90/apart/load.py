@@ -1,0 +1,105 @@
+"""The load warp: for each tile the two operands that stay, and those of its steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+
+from warpspec.common.device import tma
+from warpspec.common.device.pipeline import drain
+from warpspec.common.hardware import FP32_BYTES
+from warpspec.fmha.backward.device.load import load_tile, loaded_bytes, ring_of
+from warpspec.fmha.backward.device.place import ctas_of, key_tile_at
+from warpspec.fmha.backward.sm90.apart.tile import index_of, rounds_of, tile_at
+
+NAMES = ("k", "v", "q", "do")  # in the order of the TMA descriptors
+
+
+@dataclass(frozen=True)
+class Loads:
+    """Issues loads. shared: addresses of the regions, by name. atoms, coordinates: TMA descriptors and their coordinate
+    tensors, of K, V, Q and dO."""
+
+    config: object
+    channels: dict
+    shared: dict
+    operands: object
+    atoms: tuple
+    coordinates: tuple
+
+    def issue(self, name: str, use, place, further: int = 0) -> None:
+        """Issue the load of rows of "q", "do", "k" or "v" when their buffer is free. use: the buffer's use count.
+        place: (head, batch row, first row). further: bytes of other loads that the barrier waits for. Produces
+        {name}_full."""
+        config, channels, i = self.config, self.channels, NAMES.index(name)
+        full, (head, batch, first), rows = channels[name + "_full"], place, config.rows_of(name)
+        view = self.coordinates[i][None, None, None, head, batch]
+        dtype, stages = self.operands.q.element_type, config.stages_of(name)
+        ring = ring_of(config, name, self.atoms[i], view, self.shared[name], dtype, stages, first)
+        channels[name + "_empty"].wait_previous(use)
+        full.expect_bytes(use, loaded_bytes(config, name, rows) + further)
+        load_tile(config, name, ring, full.stage(use), full.barrier(use))
+
+    def issue_statistics(self, use, head, index) -> None:
+        """Issue the load of a step's statistics, behind that of its Q. index: the query tile's, among all."""
+        full, size = self.channels["q_full"], self.config.statistics_bytes
+        source = self.operands.statistics[head, index, None, None].iterator
+        target = self.shared["statistics"] + full.stage(use) * (size // FP32_BYTES)
+        with cute.arch.elect_one():
+            tma.bulk_load(target, source.toint(), Int32(size), full.barrier(use))
+
+
+@cute.jit
+def load_queries(loads: cutlass.Constexpr, launch):
+    """The load warp of the kernel that makes dQ. Produces q_full, do_full, k_full and v_full; consumes their empties.
+    Leaves only when every buffer has been released."""
+    config, tiles, steps = loads.config, Int32(0), Int32(0)
+    for round_ in cutlass.range(rounds_of(launch.count), unroll=1):
+        index = index_of(round_)
+        if index < launch.count:
+            tile = tile_at(config, loads.operands, launch, index)
+            own = (tile.head, tile.batch, tile.place.first_row + tile.first_query)
+            batch = 0 if cutlass.const_expr(config.requests.packed_k) else tile.request
+            for step in cutlass.range(tile.span.count, unroll=1):
+                first = tile.place.first_key + (tile.span.begin + step) * config.tile_n
+                if step == 0:
+                    loads.issue("q", tiles, own)
+                loads.issue("k", steps, (tile.kv_head, batch, first))
+                if step == 0:
+                    loads.issue("do", tiles, own)
+                loads.issue("v", steps, (tile.kv_head, batch, first))
+                steps += 1
+            tiles += Int32(Boolean(tile.span.count > 0))
+    drain((loads.channels["q_empty"], loads.channels["do_empty"]), tiles)
+    drain((loads.channels["k_empty"], loads.channels["v_empty"]), steps)
+
+
+@cute.jit
+def load_keys(loads: cutlass.Constexpr, window, order):
+    """The load warp of the kernel that makes dK and dV; see ``load_queries``."""
+    config, tiles, steps = loads.config, Int32(0), Int32(0)
+    count = ctas_of(config, loads.operands, order[0], *order[3:])
+    for round_ in cutlass.range(rounds_of(count), unroll=1):
+        index = index_of(round_)
+        if index < count:
+            tile = key_tile_at(config, loads.operands, window, order, index)
+            batch = 0 if cutlass.const_expr(config.requests.packed_k) else tile.request
+            own = (tile.kv_head, batch, tile.place.first_key + tile.first_key)
+            head, query_tile = tile.first
+            for step in cutlass.range(tile.steps, unroll=1):
+                rows = (head, tile.batch, tile.place.first_row + query_tile * config.tile_m)
+                if step == 0:
+                    loads.issue("k", tiles, own)
+                loads.issue("q", steps, rows, config.statistics_bytes)
+                loads.issue_statistics(steps, head, tile.index_of(query_tile))
+                if step == 0:
+                    loads.issue("v", tiles, own)
+                loads.issue("do", steps, rows)
+                steps += 1
+                head, query_tile = tile.following(head, query_tile)
+            tiles += Int32(Boolean(tile.steps > 0))
+    drain((loads.channels["k_empty"], loads.channels["v_empty"]), tiles)
+    drain((loads.channels["q_empty"], loads.channels["do_empty"]), steps)

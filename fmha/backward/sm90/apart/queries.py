@@ -1,0 +1,255 @@
+"""A consumer of the kernel that makes dQ, 64 queries.
+
+S = Q K^T and dP = dO V^T have one query per row, so that dS is a register operand of dQ += dS K. The next key tile's S
+and dP are issued in front of this one's dQ, so that the tensor core has work during all of the arithmetic:
+
+    issue the next S, the next dP, dQ | wait S | P = exp(S - lse') | wait dP | dS = P (dP - delta) | wait dQ | dS to 16
+    bits
+
+A consumer skips the steps in which none of its rows sees a key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+from cutlass.cute.nvgpu import warpgroup
+
+from warpspec.common.device.wgmma import (
+    PAIR,
+    QUAD,
+    ROW_DISTANCE,
+    THREAD_ROWS,
+    WARPGROUP_ROWS,
+    elements,
+    flat,
+    multiply,
+)
+from warpspec.common.hardware import WARPGROUP_THREADS
+from warpspec.fmha.backward.sm90.apart.consumer import (
+    OwnRows,
+    depth_of,
+    kept_operand,
+    make_scores,
+    make_sums,
+    streamed_operand,
+    write_rows,
+)
+from warpspec.fmha.backward.sm90.apart.tile import index_of, rounds_of, tile_at
+from warpspec.fmha.backward.sm90.arithmetic import keep
+from warpspec.fmha.backward.sm90.products import accumulator
+from warpspec.fmha.device.logits import map_score
+from warpspec.fmha.device.mask import hide
+
+
+class QueryProducts(NamedTuple):
+    """The products of a consumer. q, do (MMA, MMA_M, MMA_K), k, v, k_columns (MMA, MMA_N, MMA_K, STAGE): descriptors
+    of shared memory. s, dp, dq: fp32 registers. ds: operand in registers, 16 bits."""
+
+    q: cute.Tensor
+    do: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    k_columns: cute.Tensor
+    s: cute.Tensor
+    dp: cute.Tensor
+    ds: cute.Tensor
+    dq: cute.Tensor
+
+    @classmethod
+    def of(cls, config, dtype, shared: dict, consumer) -> QueryProducts:
+        scores, sums = make_scores(config, dtype), make_sums(config, dtype, "k")
+        shape = (WARPGROUP_ROWS, config.tile_n)
+        own = (config, dtype, shared)
+        return cls(
+            *(kept_operand(*own, name, consumer) for name in ("q", "do")),
+            *(streamed_operand(*own, name, False) for name in ("k", "v")),
+            streamed_operand(*own, "k", True),
+            s=accumulator(scores, shape),
+            dp=accumulator(scores, shape),
+            ds=cute.make_rmem_tensor(sums.partition_shape_A(shape), dtype),
+            dq=accumulator(sums, (WARPGROUP_ROWS, config.columns("k"))),
+        )
+
+
+class QueryRow(NamedTuple):
+    """A query of a thread. lse, less: lse', -delta. first, end: it sees the keys [first, end)."""
+
+    lse: Float32
+    less: Float32
+    first: Int32
+    end: Int32
+
+
+@dataclass(frozen=True)
+class OwnQueries(OwnRows):
+    """A consumer's queries. rows: the thread's. span: the key tiles that the consumer's rows see."""
+
+    rows: tuple
+    span: object
+
+    def issue_s(self, step) -> None:
+        """Issue S of a step. The methods below issue its other products."""
+        k = self.mma.k[None, None, None, self.stage(step)]
+        mma, count = make_scores(self.config, self.dtype), depth_of(self.config, "k")
+        multiply(mma, self.mma.s, self.mma.q, k, False, count=count)
+
+    def issue_dp(self, step) -> None:
+        v = self.mma.v[None, None, None, self.stage(step)]
+        mma, count = make_scores(self.config, self.dtype), depth_of(self.config, "v")
+        multiply(mma, self.mma.dp, self.mma.do, v, False, count=count)
+
+    def issue_dq(self, step) -> None:
+        k = self.mma.k_columns[None, None, None, self.stage(step)]
+        multiply(make_sums(self.config, self.dtype, "k"), self.mma.dq, self.mma.ds, k, True)
+
+    def row_of(self, i: int) -> QueryRow:
+        """The row that element i of a fragment belongs to."""
+        return self.rows[i // PAIR % THREAD_ROWS]
+
+    def needs_mask(self, step):
+        """Whether one of the consumer's rows does not see some key of a step."""
+        first, size = (self.tile.span.begin + step) * self.config.tile_n, self.config.tile_n
+        return Boolean(first < self.span.inner_first) | Boolean(first + size > self.span.inner_end)
+
+
+@cute.jit
+def consume(
+    config: cutlass.Constexpr,
+    channels: cutlass.Constexpr,
+    shared: cutlass.Constexpr,
+    operands,
+    launch,
+    consumer,
+):
+    """The role of a consumer: it loops over the CTA's tiles. Consumes q_full, do_full, k_full and v_full; produces
+    their empties."""
+    thread, _, _ = cute.arch.thread_idx()
+    thread = thread % WARPGROUP_THREADS
+    mma = QueryProducts.of(config, operands.q.element_type, shared, consumer)
+    tiles, steps = Int32(0), Int32(0)
+    for round_ in cutlass.range(rounds_of(launch.count), unroll=1):
+        index = index_of(round_)
+        if index < launch.count:
+            tile = tile_at(config, operands, launch, index)
+            own = OwnRows(config, channels, shared, operands, mma, tile, consumer, thread, steps)
+            consume_tile(own, tiles)
+            steps += tile.span.count
+            tiles += Int32(Boolean(tile.span.count > 0))
+
+
+@cute.jit
+def consume_tile(own: cutlass.Constexpr, tile_use):
+    """Make dQ of a consumer's rows of a tile. tile_use: tiles with steps that the CTA did before."""
+    tile = own.tile
+    first, end, span = tile.steps_of(own.consumer)
+    first_query = tile.first_query + own.consumer * WARPGROUP_ROWS + own.row
+    rows = tuple(
+        QueryRow(*tile.statistics_of(own.operands, query), *tile.keys_of(query))
+        for query in (first_query + r * ROW_DISTANCE for r in range(THREAD_ROWS))
+    )
+    work = OwnQueries(**vars(own), rows=rows, span=span)
+    work.mma.dq.fill(0.0)
+    for step in cutlass.range(first, unroll=1):
+        skip(work, step)
+    if tile.span.count > 0:
+        work.channels["q_full"].wait(tile_use)
+        work.channels["do_full"].wait(tile_use)
+    if first < end:
+        go_through(work, first, end, tile_use)
+    elif tile.span.count > 0:
+        work.release_tile(tile_use)
+    for step in cutlass.range(end, tile.span.count, unroll=1):
+        skip(work, step)
+    dq = flat(work.mma.dq)
+    dq.store(dq.load() * work.operands.scale)
+    place = (tile.batch, tile.place.first_row, tile.first_query, tile.place.seq_q, tile.head)
+    write_rows(work, work.operands.dq, dq, place)
+
+
+@cute.jit
+def skip(work, step):
+    """A step in which the consumer's rows see no key: its waits and arrivals."""
+    work.wait("k", step)
+    clear_keys(work, step)
+    work.release("k", step)
+    work.wait("v", step)
+    work.release("v", step)
+
+
+@cute.jit
+def go_through(work, first, end, tile_use):
+    """Add up dQ over the steps [first, end)."""
+    work.wait("k", first)
+    clear_keys(work, first)
+    work.issue_s(first)
+    work.wait("v", first)
+    work.issue_dp(first)
+    warpgroup.wait_group(1)
+    weigh(work, first)
+    warpgroup.wait_group(0)
+    work.release("v", first)
+    derive(work, first)
+    keep(work.mma.dp, work.mma.ds)
+    for step in cutlass.range(first + 1, end, unroll=1):
+        work.wait("k", step)
+        clear_keys(work, step)
+        work.issue_s(step)
+        work.wait("v", step)
+        work.issue_dp(step)
+        work.issue_dq(step - 1)
+        warpgroup.wait_group(2)  # S
+        weigh(work, step)
+        warpgroup.wait_group(1)  # dP
+        work.release("v", step)
+        derive(work, step)
+        warpgroup.wait_group(0)  # dQ
+        work.release("k", step - 1)
+        keep(work.mma.dp, work.mma.ds)
+    work.release_tile(tile_use)
+    work.issue_dq(end - 1)
+    warpgroup.wait_group(0)
+    work.release("k", end - 1)
+
+
+@cute.jit
+def clear_keys(work, step):
+    """Clear rows of K whose keys no row of the tile sees: in dQ, 0 times a NaN stored there would reach the others. All
+    consumers come here, in every step."""
+    config, span = work.config, work.tile.span
+    if cutlass.const_expr(config.scatters):
+        number = span.begin + step
+        if span.has_unseen(number, config.tile_n):
+            origin = number * config.tile_n
+            work.clear("k", step, span.first - origin, span.end - origin)
+            work.meet()
+
+
+@cute.jit
+def weigh(work, step):
+    """Turn S into P = 2 ** (logit - lse') in place; 0 where a query does not see a key."""
+    scores, config = flat(work.mma.s), work.config
+    for i in cutlass.range_constexpr(cute.size(scores)):
+        scores[i] = map_score(config.logits, scores[i], work.operands.logits, i) - work.row_of(i).lse
+    if work.needs_mask(step):
+        origin = (work.tile.span.begin + step) * config.tile_n + PAIR * work.member
+        for r in cutlass.range_constexpr(THREAD_ROWS):
+            first = work.rows[r].first - origin if cutlass.const_expr(config.mask.has_left) else None
+            hide(scores, elements(scores, r), PAIR, PAIR * QUAD, first, work.rows[r].end - origin)
+    for i in cutlass.range_constexpr(cute.size(scores)):
+        scores[i] = cute.math.exp2(scores[i], fastmath=True)
+
+
+@cute.jit
+def derive(work, step):
+    """Turn dP into dS = P (dP - delta) in place."""
+    weights, ds = flat(work.mma.s), flat(work.mma.dp)
+    for i in cutlass.range_constexpr(cute.size(ds)):
+        ds[i] = weights[i] * (ds[i] + work.row_of(i).less)
+    if work.needs_mask(step):
+        for i in cutlass.range_constexpr(cute.size(ds)):  # dP of a hidden pair may be NaN
+            ds[i] = Float32(cutlass.select_(Boolean(weights[i] == Float32(0.0)), Float32(0.0), ds[i]))
