@@ -88,15 +88,22 @@ def supported(problem: BackwardProblem, target: Target) -> BackwardKernel:
 
 def plan(problem: BackwardProblem, target: Target) -> BackwardKernel:
     """Choose the main kernel's configuration. UnsupportedProblem names what the kernel does not support."""
-    keys = KeyConfig.of(problem) if makes_queries_apart(problem, target) else None
-    if keys is not None:
-        return keys
+    if makes_queries_apart(problem, target):
+        keys = replace(problem, wanted=tuple(name for name in problem.wanted if name != "q"))
+        config = KeyConfig.of(keys) or plan_main(keys, target)
+        if not config.cut and QueryConfig.beside(config):
+            return config
     return plan_main(problem, target)
 
 
 def makes_queries_apart(problem: BackwardProblem, target: Target) -> bool:
     """Whether dQ is to be made by query tiles, and dK and dV by key tiles, if there are kernels for it."""
     return False
+
+
+def is_apart(problem: BackwardProblem, config: BackwardKernel) -> bool:
+    """Whether a kernel of its own makes dQ. config: the main kernel's."""
+    return "q" in problem.wanted and not config.wanted.q
 
 
 def plan_main(problem: BackwardProblem, target: Target) -> BackwardKernel:
@@ -164,14 +171,13 @@ class Kernels(NamedTuple):
 def kernels(problem: BackwardProblem, target: Target, config: BackwardKernel | None = None) -> Kernels:
     """Choose the kernels of a problem. config: overrides the planned configuration of the main kernel."""
     config = config or plan(problem, target)
-    if isinstance(config, KeyConfig):
-        return Kernels(
-            (ROWS, row_config(config, problem)), (KEYS, config), (QUERIES, QueryConfig.beside(config))
-        )
+    rows, main = row_config(config, problem), GRADIENTS.of(target.architecture).MAIN
+    if is_apart(problem, config):
+        main = KEYS if isinstance(config, KeyConfig) else main
+        return Kernels((ROWS, rows), (main, config), (QUERIES, QueryConfig.beside(config)))
     last = result_config(config)
-    main = GRADIENTS.of(target.architecture).MAIN
     results = None if last is None or config.finishes else (RESULTS, last)
-    return Kernels((ROWS, row_config(config, problem)), (main, config), results)
+    return Kernels((ROWS, rows), (main, config), results)
 
 
 @lru_cache(maxsize=4096)
@@ -205,7 +211,7 @@ def prepare(
         target.sm_count,
     )
     queries = None
-    if isinstance(config, KeyConfig):
+    if is_apart(problem, config):
         tile = QueryConfig.beside(config).tile_m
         section = max(target.sm_count // max(-(-forward.seq_q // tile), 1), 1)
         queries = (

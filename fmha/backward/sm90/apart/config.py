@@ -25,9 +25,9 @@ from warpspec.fmha.backward.problem import BackwardProblem
 from warpspec.fmha.heads import BLOCK, rounded
 
 CONSUMERS = 2  # warpgroups, each with 64 rows of a tile
-QUERY_STEP = {64: 128, 128: 64}  # keys of a step of dQ, by D of the tile
-KEY_STEP = 64  # queries of a step of dK and dV
-STAGES = 4  # of the rings
+QUERY_STEP = {64: 128, 128: 64, 192: 64}  # keys of a step of dQ, by D of the tile
+KEY_STEP = {64: 128, 128: 64}  # queries of a step of dK and dV
+STAGES = {64: 4, 128: 4, 192: 3}  # of the rings, by D
 SUM_STEP = 16  # columns are made in multiples of this
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 BARRIER_BYTES = 1024  # room for the mbarriers: what follows is aligned to it
@@ -37,9 +37,11 @@ TITLES = {"q": "Q", "do": "dO", "k": "K", "v": "V"}
 
 @dataclass(frozen=True)
 class ApartKernel(BackwardKernel):
-    """What both kernels have in common. kept: names of a tile's two operands; streamed: of a step's."""
+    """What both kernels have in common. kept: names of a tile's two operands; streamed: of a step's. step_blocks:
+    blocks of a step."""
 
     kept, streamed = ("", ""), ("", "")
+    step_blocks = 1
 
     def __post_init__(self):
         super().__post_init__()
@@ -69,8 +71,13 @@ class ApartKernel(BackwardKernel):
         size = self.sizes.v if name == "v" else self.sizes.qk
         return rounded(size, SUM_STEP)
 
+    @property
+    def block_rows(self) -> int:
+        """Rows of a step of which S and dP are made at a time."""
+        return self.rows_of(self.streamed[0]) // self.step_blocks
+
     def stages_of(self, name: str) -> int:
-        return 1 if name in self.kept else STAGES
+        return 1 if name in self.kept else STAGES[self.heads.qk]
 
     def rows_of(self, name: str) -> int:
         """Rows of a tile of "q", "k", "v" or "do"."""
@@ -120,12 +127,16 @@ class ApartKernel(BackwardKernel):
 class QueryConfig(ApartKernel):
     """The kernel that makes dQ. row_tile: rows of a tile of the statistics, the other kernel's ``tile_m``."""
 
-    row_tile: int = KEY_STEP
+    row_tile: int = 64
     kept, streamed = ("q", "do"), ("k", "v")
 
     @classmethod
-    def beside(cls, keys: KeyConfig) -> QueryConfig:
-        """The kernel beside the one that makes dK and dV."""
+    def beside(cls, keys: BackwardKernel) -> QueryConfig | None:
+        """The kernel beside one that makes dK and dV, or None where it is not made for that."""
+        mask, logits = keys.mask, keys.logits
+        further = mask.has_blocks or mask.has_ranges or logits.bias is not None or logits.curved
+        if further or keys.packed or keys.heads.qk not in QUERY_STEP:
+            return None
         fields = (keys.mask, keys.requests, keys.logits, keys.heads, keys.format, Wanted(True, False, False))
         return cls(*fields, rows=keys.rows, row_tile=keys.tile_m)
 
@@ -153,16 +164,20 @@ class KeyConfig(ApartKernel):
         forward, wanted = problem.forward, problem.wanted
         mask, plain = forward.mask, forward.bias is None and forward.logits.softcap is None
         further = mask.has_blocks or mask.has_ranges or forward.requests.packed_q
-        if further or not plain or forward.heads.qk not in QUERY_STEP or not {"q", "k", "v"} <= set(wanted):
+        if further or not plain or forward.heads.qk not in KEY_STEP or set(wanted) - {"sink"} != {"k", "v"}:
             return None
         fields = common_fields(problem) | {"wanted": Wanted(False, True, True)}
         fields |= {"deterministic": False, "heads_inside": False}  # as sums are made, they have an order
         return cls(**fields, rows=problem.rows)
 
     @property
+    def step_blocks(self) -> int:
+        return self.query_blocks
+
+    @property
     def tile_m(self) -> int:
-        """Queries of a step."""
-        return KEY_STEP
+        """Queries of a step, of which S and dP are made BLOCK at a time."""
+        return KEY_STEP[self.heads.qk]
 
     @property
     def tile_n(self) -> int:
@@ -171,6 +186,7 @@ class KeyConfig(ApartKernel):
 
     @property
     def regions_further(self) -> tuple[memory.Region, ...]:
-        numbers = STAGES * self.statistics_bytes // FP32_BYTES
-        rows = f"{STAGES} x lse' and -delta of rows"
+        stages = self.stages_of("q")
+        numbers = stages * self.statistics_bytes // FP32_BYTES
+        rows = f"{stages} x lse' and -delta of rows"
         return (memory.Region("statistics", numbers, "float32", memory.TILE_ALIGNMENT, "", rows),)

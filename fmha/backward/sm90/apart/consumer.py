@@ -30,15 +30,10 @@ from warpspec.fmha.sm90.staging import (
 )
 
 
-def streamed_rows(config) -> int:
-    """Rows of a step."""
-    return config.rows_of(config.streamed[0])
-
-
 def make_scores(config, dtype) -> cute.TiledMma:
-    """S or dP [64, rows of a step], one of the consumer's rows per row: both operands from shared memory. Each place in
-    the program that issues a product makes it anew."""
-    return make_mma(dtype, K_MAJOR, K_MAJOR, streamed_rows(config))
+    """S or dP [64, rows of a block], one of the consumer's rows per row: both operands from shared memory. Each place
+    in the program that issues a product makes it anew."""
+    return make_mma(dtype, K_MAJOR, K_MAJOR, config.block_rows)
 
 
 def make_sums(config, dtype, name: str) -> cute.TiledMma:
@@ -50,7 +45,7 @@ def kept_operand(config, dtype, shared: dict, name: str, consumer) -> cute.Tenso
     """(MMA, MMA_M, MMA_K): the consumer's rows of a tile's operand."""
     scores = make_scores(config, dtype)
     rows, columns = config.rows_of(name), config.room_of(name)
-    layout = hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (rows, streamed_rows(config), columns), dtype, 1)
+    layout = hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (rows, config.block_rows, columns), dtype, 1)
     tiles = ring(dtype, shared[name], layout, 1, 0)
     fragment = scores.make_fragment_A(scores.get_slice(0).partition_A(tiles))
     return batched(fragment[None, consumer, None, 0])
@@ -59,7 +54,7 @@ def kept_operand(config, dtype, shared: dict, name: str, consumer) -> cute.Tenso
 def streamed_operand(config, dtype, shared: dict, name: str, columns: bool) -> cute.Tensor:
     """(MMA, MMA_N, MMA_K, STAGE): a step's operand, of S and dP, or of the products that sum over a step's rows
     (``columns``)."""
-    rows, size = streamed_rows(config), config.room_of(name)
+    rows, size = config.rows_of(name), config.room_of(name)
     mma, major, shape = make_scores(config, dtype), LayoutEnum.ROW_MAJOR, (WARPGROUP_ROWS, rows, size)
     if columns:  # describes whole spans, of which products may read some columns
         size = BLOCK * config.spans_of(name)

@@ -44,9 +44,10 @@ from warpspec.fmha.backward.sm90.apart.consumer import (
 )
 from warpspec.fmha.backward.sm90.apart.tile import OwnKeys, index_of, rounds_of
 from warpspec.fmha.backward.sm90.arithmetic import keep
-from warpspec.fmha.backward.sm90.products import accumulator
+from warpspec.fmha.backward.sm90.products import MMA_K, accumulator, rows_of
 from warpspec.fmha.device.logits import map_score
 from warpspec.fmha.device.mask import hide
+from warpspec.fmha.heads import BLOCK
 
 
 class KeyProducts(NamedTuple):
@@ -70,7 +71,7 @@ class KeyProducts(NamedTuple):
     def of(cls, config, dtype, shared: dict, consumer) -> KeyProducts:
         scores, shape, own = (
             make_scores(config, dtype),
-            (WARPGROUP_ROWS, config.tile_m),
+            (WARPGROUP_ROWS, BLOCK),
             (config, dtype, shared),
         )
         sums = {name: make_sums(config, dtype, name) for name in "kv"}
@@ -96,37 +97,35 @@ class OwnKeyRows(OwnRows):
     keys: OwnKeys
     bounds: tuple
 
-    def issue_s(self, step) -> None:
-        """Issue S^T of a step. The methods below issue its other products."""
-        q = self.mma.q[None, None, None, self.stage(step)]
+    def issue_s(self, step, block: int) -> None:
+        """Issue S^T of a block of a step. The methods below issue its other products."""
         mma, count = make_scores(self.config, self.dtype), depth_of(self.config, "q")
+        q = rows_of(self.mma.q, block, self.stage(step))
         multiply(mma, self.mma.s, self.mma.k, q, False, count=count)
 
-    def issue_dp(self, step) -> None:
-        do = self.mma.do[None, None, None, self.stage(step)]
+    def issue_dp(self, step, block: int) -> None:
         mma, count = make_scores(self.config, self.dtype), depth_of(self.config, "do")
+        do = rows_of(self.mma.do, block, self.stage(step))
         multiply(mma, self.mma.dp, self.mma.v, do, False, count=count)
 
-    def issue_dv(self, step) -> None:
-        do = self.mma.do_columns[None, None, None, self.stage(step)]
-        multiply(make_sums(self.config, self.dtype, "v"), self.mma.dv, self.mma.p, do, True)
+    def issue_dv(self, step, block: int) -> None:
+        do, first = self.mma.do_columns[None, None, None, self.stage(step)], block * BLOCK // MMA_K
+        multiply(make_sums(self.config, self.dtype, "v"), self.mma.dv, self.mma.p, do, True, first)
 
-    def issue_dk(self, step) -> None:
-        q = self.mma.q_columns[None, None, None, self.stage(step)]
-        multiply(make_sums(self.config, self.dtype, "k"), self.mma.dk, self.mma.ds, q, True)
+    def issue_dk(self, step, block: int) -> None:
+        q, first = self.mma.q_columns[None, None, None, self.stage(step)], block * BLOCK // MMA_K
+        multiply(make_sums(self.config, self.dtype, "k"), self.mma.dk, self.mma.ds, q, True, first)
 
-    def statistics(self, step) -> cute.Tensor:
-        """(PAIR, 2, COLUMN): lse' (0) and -delta (1) of the thread's pairs of queries of a step, in shared memory."""
-        rows = self.config.tile_m
-        start = (self.stage(step) * rows + PAIR * self.member) * 2
-        layout = cute.make_layout((PAIR, 2, rows // COLUMNS), stride=(1, PAIR, 2 * COLUMNS))
-        return cute.make_tensor((self.shared["statistics"] + start).align(8), layout)
+    def statistics(self, step, block: int) -> cute.Tensor:
+        """(PAIR, 2, COLUMN): lse' (0) and -delta (1) of the thread's pairs of queries of a block, in shared memory."""
+        rows = self.stage(step) * self.config.tile_m + block * BLOCK + PAIR * self.member
+        layout = cute.make_layout((PAIR, 2, BLOCK // COLUMNS), stride=(1, PAIR, 2 * COLUMNS))
+        return cute.make_tensor((self.shared["statistics"] + rows * 2).align(8), layout)
 
-    def statistic(self, step, number: int, i: int):
-        """(PAIR): one of both for the queries of element i of a fragment."""
-        pair = cute.make_rmem_tensor(PAIR, Float32)
-        cute.autovec_copy(self.statistics(step)[None, number, i // (PAIR * THREAD_ROWS)], pair)
-        return pair
+    def needs_mask(self, query_tile, block: int):
+        """Whether some query of a block does not see some of the keys."""
+        first = query_tile * self.config.tile_m + block * BLOCK
+        return Boolean(first < self.keys.inner_first) | Boolean(first + BLOCK > self.keys.inner_end)
 
 
 @cute.jit
@@ -206,44 +205,58 @@ def go_through(work, steps: cutlass.Constexpr, place: cutlass.Constexpr, tile_us
     """Add up dK and dV over steps [first, end). place: (query head, query tile) of the first; returns that of the one
     after the last."""
     (first, end), (head, query_tile) = steps, place
+    blocks = work.config.step_blocks
     work.wait("q", first)
     clear_queries(work, first, query_tile)
-    work.issue_s(first)
+    work.issue_s(first, 0)
     work.wait("do", first)
-    work.issue_dp(first)
+    work.issue_dp(first, 0)
     warpgroup.wait_group(1)
-    weigh(work, first, query_tile)
-    keep(work.mma.s, work.mma.p)
-    work.issue_dv(first)
-    warpgroup.wait_group(1)
-    derive(work, first, query_tile)
-    warpgroup.wait_group(0)
+    add_dv(work, first, 0, query_tile)
+    for block in cutlass.range_constexpr(1, blocks):
+        advance(work, (first, block), (first, block - 1), query_tile)
     work.release("do", first)
-    keep(work.mma.dp, work.mma.ds)
     head, query_tile = work.tile.following(head, query_tile)
     for step in cutlass.range(first + 1, end, unroll=1):
         work.wait("q", step)
         clear_queries(work, step, query_tile)
-        work.issue_s(step)
-        work.issue_dk(step - 1)
-        work.wait("do", step)
-        work.issue_dp(step)
-        warpgroup.wait_group(1)  # S, dK
-        work.release("q", step - 1)
-        weigh(work, step, query_tile)
-        keep(work.mma.s, work.mma.p)
-        work.issue_dv(step)
-        warpgroup.wait_group(1)  # dP
-        derive(work, step, query_tile)
-        warpgroup.wait_group(0)  # dV
+        for block in cutlass.range_constexpr(blocks):
+            before = (step, block - 1) if cutlass.const_expr(block > 0) else (step - 1, blocks - 1)
+            advance(work, (step, block), before, query_tile)
         work.release("do", step)
-        keep(work.mma.dp, work.mma.ds)
         head, query_tile = work.tile.following(head, query_tile)
     work.release_tile(tile_use)
-    work.issue_dk(end - 1)
+    work.issue_dk(end - 1, blocks - 1)
     warpgroup.wait_group(0)
     work.release("q", end - 1)
     return head, query_tile
+
+
+@cute.jit
+def advance(work, place: cutlass.Constexpr, before: cutlass.Constexpr, query_tile):
+    """S and dP of a block, (step, block of it), and dK of the one before."""
+    step, block = place
+    work.issue_s(*place)
+    work.issue_dk(*before)
+    if cutlass.const_expr(block == 0):
+        work.wait("do", step)
+    work.issue_dp(*place)
+    warpgroup.wait_group(1)  # S, dK
+    if cutlass.const_expr(block == 0):
+        work.release("q", step - 1)
+    add_dv(work, *place, query_tile)
+
+
+@cute.jit
+def add_dv(work, step, block: cutlass.Constexpr, query_tile):
+    """Make P of a block whose S is there, dV with it, and dS. dP has been issued."""
+    weigh(work, step, block, query_tile)
+    keep(work.mma.s, work.mma.p)
+    work.issue_dv(step, block)
+    warpgroup.wait_group(1)  # dP
+    derive(work, step, block, query_tile)
+    warpgroup.wait_group(0)  # dV
+    keep(work.mma.dp, work.mma.ds)
 
 
 @cute.jit
@@ -260,16 +273,23 @@ def clear_queries(work, step, query_tile):
             work.meet()
 
 
+def pair_of(statistics: cute.Tensor, number: int, i: int) -> cute.Tensor:
+    """(PAIR): lse' (0) or -delta (1) for the queries of element i of a fragment."""
+    pair = cute.make_rmem_tensor(PAIR, Float32)
+    cute.autovec_copy(statistics[None, number, i // (PAIR * THREAD_ROWS)], pair)
+    return pair
+
+
 @cute.jit
-def weigh(work, step, query_tile):
+def weigh(work, step, block: cutlass.Constexpr, query_tile):
     """Turn S^T into P^T = 2 ** (logit - lse') in place; 0 where a query does not see a key."""
-    scores, config = flat(work.mma.s), work.config
+    scores, config, statistics = flat(work.mma.s), work.config, work.statistics(step, block)
     for first in cutlass.range_constexpr(0, cute.size(scores), PAIR * THREAD_ROWS):
-        lse = work.statistic(step, 0, first)
+        lse = pair_of(statistics, 0, first)
         for i in cutlass.range_constexpr(first, first + PAIR * THREAD_ROWS):
             scores[i] = map_score(config.logits, scores[i], work.scales[0], i) - lse[i % PAIR]
-    if work.keys.need_mask(config, query_tile):
-        origin = query_tile * config.tile_m + PAIR * work.member
+    if work.needs_mask(query_tile, block):
+        origin = query_tile * config.tile_m + block * BLOCK + PAIR * work.member
         for r in cutlass.range_constexpr(THREAD_ROWS):
             first, end = (bound - origin for bound in work.bounds[r])
             hide(scores, elements(scores, r), PAIR, PAIR * QUAD, first, end)
@@ -278,13 +298,13 @@ def weigh(work, step, query_tile):
 
 
 @cute.jit
-def derive(work, step, query_tile):
+def derive(work, step, block: cutlass.Constexpr, query_tile):
     """Turn dP^T into dS^T = P^T (dP^T - delta) in place."""
-    weights, ds = flat(work.mma.s), flat(work.mma.dp)
+    weights, ds, statistics = flat(work.mma.s), flat(work.mma.dp), work.statistics(step, block)
     for first in cutlass.range_constexpr(0, cute.size(ds), PAIR * THREAD_ROWS):
-        less = work.statistic(step, 1, first)
+        less = pair_of(statistics, 1, first)
         for i in cutlass.range_constexpr(first, first + PAIR * THREAD_ROWS):
             ds[i] = weights[i] * (ds[i] + less[i % PAIR])
-    if work.keys.need_mask(work.config, query_tile):
+    if work.needs_mask(query_tile, block):
         for i in cutlass.range_constexpr(cute.size(ds)):  # dP of a hidden pair may be NaN
             ds[i] = Float32(cutlass.select_(Boolean(weights[i] == Float32(0.0)), Float32(0.0), ds[i]))

@@ -128,11 +128,6 @@ class OwnKeys:
         end = Int32(cutlass.select_(some, end, first))
         return cls((first, end), inner_first, inner_end)
 
-    def need_mask(self, config, query_tile):
-        """Whether some query of a step does not see some of the keys."""
-        first = query_tile * config.tile_m
-        return Boolean(first < self.inner_first) | Boolean(first + config.tile_m > self.inner_end)
-
 
 def launch_of(config, operands, numbers) -> Launch:
     """Find how tiles are numbered."""
