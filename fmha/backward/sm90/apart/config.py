@@ -25,12 +25,14 @@ from warpspec.fmha.backward.problem import BackwardProblem
 from warpspec.fmha.heads import BLOCK, rounded
 
 CONSUMERS = 2  # warpgroups, each with 64 rows of a tile
+QUERY_CONSUMERS = {64: 2, 128: 2, 192: 2}
 QUERY_STEP = {64: 128, 128: 64, 192: 64}  # keys of a step of dQ, by D of the tile
 KEY_STEP = {64: 128, 128: 64}  # queries of a step of dK and dV
-STAGES = {64: 4, 128: 4, 192: 3}  # of the rings, by D
+STAGES = {64: 4, 128: 4, 192: 2}  # of the rings, by D
 SUM_STEP = 16  # columns are made in multiples of this
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = {2: 240, 3: 160}, 24
 BARRIER_BYTES = 1024  # room for the mbarriers: what follows is aligned to it
+RESULT_BUFFERS = 2  # of 16 rows and 64 columns of a warp, which TMA stores
 CLEARED_BARRIER = 1  # named barrier of the consumers: they have cleared rows that nobody sees
 TITLES = {"q": "Q", "do": "dO", "k": "K", "v": "V"}
 
@@ -42,6 +44,7 @@ class ApartKernel(BackwardKernel):
 
     kept, streamed = ("", ""), ("", "")
     step_blocks = 1
+    consumers = CONSUMERS
 
     def __post_init__(self):
         super().__post_init__()
@@ -55,7 +58,7 @@ class ApartKernel(BackwardKernel):
 
     @property
     def consumer_threads(self) -> int:
-        return CONSUMERS * WARPGROUP_THREADS
+        return self.consumers * WARPGROUP_THREADS
 
     @property
     def load_warp(self) -> int:
@@ -64,7 +67,7 @@ class ApartKernel(BackwardKernel):
     @property
     def registers(self) -> tuple[int, ...]:
         """Registers of a thread, by warpgroup."""
-        return (CONSUMER_REGISTERS,) * CONSUMERS + (PRODUCER_REGISTERS,)
+        return (CONSUMER_REGISTERS[self.consumers],) * self.consumers + (PRODUCER_REGISTERS,)
 
     def columns(self, name: str) -> int:
         """Columns of the sums of dQ or dK ("k"), or of dV ("v"): as many as rows have, up to whole instructions."""
@@ -84,22 +87,24 @@ class ApartKernel(BackwardKernel):
         return self.tile_n if name in ("k", "v") else self.tile_m
 
     @property
-    def regions_further(self) -> tuple[memory.Region, ...]:
-        """What shared memory holds beside operands and results."""
-        return ()
-
-    @property
     def smem_regions(self) -> tuple[memory.Region, ...]:
         """Shared memory, in order."""
-        rows = CONSUMERS * WARPGROUP_ROWS
+        rows, stages = self.consumers * WARPGROUP_ROWS, self.stages_of("q")
+        numbers = stages * self.statistics_bytes // FP32_BYTES
+        statistics = f"{stages} x lse' and -delta of rows"
         return (
             memory.barrier_region(self.barriers, BARRIER_BYTES // MBARRIER_BYTES),
             *(
                 self.operand_region(name, self.stages_of(name), TITLES[name])
                 for name in ("q", "do", "k", "v")
             ),
-            memory.tile_region("results", rows * memory.ROW_BYTES, "results", f"[{rows}, {BLOCK}]"),
-            *self.regions_further,
+            memory.tile_region(
+                "results",
+                RESULT_BUFFERS * rows * memory.ROW_BYTES,
+                "results",
+                f"{RESULT_BUFFERS} x [{rows}, {BLOCK}]",
+            ),
+            memory.Region("statistics", numbers, "float32", memory.TILE_ALIGNMENT, "", statistics),
         )
 
     @property
@@ -141,9 +146,18 @@ class QueryConfig(ApartKernel):
         return cls(*fields, rows=keys.rows, row_tile=keys.tile_m)
 
     @property
+    def consumers(self) -> int:
+        return QUERY_CONSUMERS[self.heads.qk]
+
+    @property
     def tile_m(self) -> int:
         """Queries of a tile."""
-        return CONSUMERS * WARPGROUP_ROWS
+        return self.consumers * WARPGROUP_ROWS
+
+    @property
+    def row_tiles(self) -> int:
+        """Row tiles of the statistics in a tile."""
+        return self.tile_m // self.row_tile
 
     @property
     def tile_n(self) -> int:
@@ -156,6 +170,7 @@ class KeyConfig(ApartKernel):
     """The kernel that makes dK and dV; it stands for the main kernel."""
 
     kept, streamed = ("k", "v"), ("q", "do")
+    row_tiles = 1
 
     @classmethod
     def of(cls, problem: BackwardProblem) -> KeyConfig | None:
@@ -182,11 +197,4 @@ class KeyConfig(ApartKernel):
     @property
     def tile_n(self) -> int:
         """Keys of a tile."""
-        return CONSUMERS * WARPGROUP_ROWS
-
-    @property
-    def regions_further(self) -> tuple[memory.Region, ...]:
-        stages = self.stages_of("q")
-        numbers = stages * self.statistics_bytes // FP32_BYTES
-        rows = f"{stages} x lse' and -delta of rows"
-        return (memory.Region("statistics", numbers, "float32", memory.TILE_ALIGNMENT, "", rows),)
+        return self.consumers * WARPGROUP_ROWS

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Int32
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
@@ -15,19 +15,11 @@ from warpspec.common.device import tma
 from warpspec.common.device.wgmma import QUAD, WARP_ROWS, WARPGROUP_ROWS
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.fmha.backward.device.clear import clear_rows
-from warpspec.fmha.backward.sm90.apart.config import CLEARED_BARRIER
+from warpspec.fmha.backward.sm90.apart.config import CLEARED_BARRIER, RESULT_BUFFERS
 from warpspec.fmha.backward.sm90.products import K_MAJOR, MMA_K, MN_MAJOR, batched, make_mma, ring
 from warpspec.fmha.backward.sm90.results import block_of
-from warpspec.fmha.heads import BLOCK, STEP
-from warpspec.fmha.sm90.staging import (
-    CHUNKS,
-    LOADS,
-    TILE_WORDS,
-    chunk_read,
-    row_read,
-    store_chunk,
-    store_rows,
-)
+from warpspec.fmha.heads import BLOCK
+from warpspec.fmha.sm90.staging import TILE_WORDS, store_rows
 
 
 def make_scores(config, dtype) -> cute.TiledMma:
@@ -72,12 +64,14 @@ def depth_of(config, name: str) -> int:
 
 @dataclass(frozen=True)
 class OwnRows:
-    """A consumer's share of a tile. thread: 0..127 within the consumer. use: steps that the CTA did before."""
+    """A consumer's share of a tile. thread: 0..127 within the consumer. use: steps that the CTA did before.
+    stores: TMA descriptors and coordinate tensors of the gradients."""
 
     config: object
     channels: dict
     shared: dict
     operands: object
+    stores: tuple
     mma: object
     tile: object
     consumer: Int32
@@ -135,27 +129,34 @@ class OwnRows:
 
 
 @cute.jit
-def write_rows(
-    work,
-    tensor: cute.Tensor,
-    values: cute.Tensor,
-    place: cutlass.Constexpr,
-):
-    """Write values, in 16 bits, to the consumer's rows of a gradient, in lines of 128 bytes: each warp stages its 16
-    rows, 64 columns at a time. place: (batch row, the request's first row, the tile's first row in the request, rows of
-    the request, head)."""
-    config, thread, (batch, first, own, rows, head) = work.config, work.thread, place
+def write_rows(work, number: cutlass.Constexpr, values: cute.Tensor, place: cutlass.Constexpr):
+    """Write values, in 16 bits, to the consumer's rows of a gradient: each warp stages its 16 rows, 64 columns at a
+    time, and TMA stores them; it leaves out rows past the last. number: which of ``work.stores``. place: (head, batch
+    row, the tile's first row)."""
+    config, thread, (head, batch, first) = work.config, work.thread, place
+    atom, coordinates = work.stores[number]
+    first += work.consumer * WARPGROUP_ROWS + thread // WARP_THREADS * WARP_ROWS
+    view = cute.domain_offset((0, first, 0), coordinates[None, None, None, head, batch])
+    box, buffer_bytes = (BLOCK, WARP_ROWS, 1), config.consumers * WARPGROUP_ROWS * tma.ROW_BYTES
+    tiles = cute.local_tile(view, box, (0, 0, None) if config.rows is None else (None, 0, 0))
+    own = work.shared["results"] + work.index // WARP_THREADS * (WARP_ROWS * tma.ROW_BYTES)
+    shared = tma.shared_tiles(own.align(tma.TILE_ALIGNMENT), work.dtype, box, RESULT_BUFFERS, buffer_bytes)
+    ring = tma.TileRing.make(atom, tiles, shared)
     base = work.shared["results"].toint() + work.consumer * (WARPGROUP_ROWS * tma.ROW_BYTES)
-    narrow = cute.make_rmem_tensor(cute.size(values), tensor.element_type)
-    narrow.store(values.load().to(tensor.element_type))
+    narrow = cute.make_rmem_tensor(cute.size(values), work.dtype)
+    narrow.store(values.load().to(work.dtype))
     words = cute.recast_tensor(narrow, Int32)
     for block in cutlass.range_constexpr(-(-cute.size(words) // TILE_WORDS)):
+        buffer = block % RESULT_BUFFERS
+        cute.arch.cp_async_bulk_wait_group(RESULT_BUFFERS - 1, read=True)
         cute.arch.sync_warp()
-        store_rows(base, thread, block_of(words, block, TILE_WORDS))
+        store_rows(base + buffer * buffer_bytes, thread, block_of(words, block, TILE_WORDS))
+        cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
-        for load in cutlass.range_constexpr(LOADS):
-            row = own + work.consumer * WARPGROUP_ROWS + row_read(thread, load)
-            inside = Boolean(row < rows)
-            if cutlass.const_expr(config.rows is not None):
-                inside &= Boolean(block * CHUNKS + chunk_read(thread) < tensor.shape[3] // STEP)
-            store_chunk(base, thread, load, tensor[batch, first + row, head, None], block, inside)
+        ring.store(block, buffer)
+        cute.arch.cp_async_bulk_commit_group()
+
+
+def end_stores() -> None:
+    """Wait until stores have read shared memory, before the CTA ends."""
+    cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -11,7 +11,7 @@ from warpspec.common.device import tma
 from warpspec.common.device.host import host_function
 from warpspec.common.device.pipeline import init_barriers
 from warpspec.common.device.storage import allocate
-from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
+from warpspec.common.hardware import WARP_ROWS, WARP_THREADS, WARPGROUP_THREADS
 from warpspec.fmha.backward.device.host import batched, row_view
 from warpspec.fmha.backward.device.place import ctas_of
 from warpspec.fmha.backward.operands import BackwardNumbers, BackwardOperands, QueryOperands
@@ -23,18 +23,22 @@ from warpspec.fmha.heads import BLOCK
 
 
 class Apart:
-    """What both kernels have in common."""
+    """What both kernels have in common. gradients: names of those that a kernel makes."""
+
+    gradients = ()
 
     def __init__(self, config):
         self.config = config
 
     def copies(self, operands) -> tuple:
-        """(TMA descriptors, their coordinate tensors) of K, V, Q and dO."""
+        """(TMA descriptors, their coordinate tensors) of K, V, Q and dO, and of the gradients."""
         config = self.config
         blocks = config.room // BLOCK if config.rows is None else 1
         tensors = {"k": operands.k, "v": operands.v, "q": operands.q, "do": operands.do}
         boxes = {name: (BLOCK, config.rows_of(name), blocks) for name in NAMES}
         copies = [tma.make_load(row_view(config, tensors[name]), boxes[name]) for name in NAMES]
+        made = [getattr(operands, name) for name in self.gradients]
+        copies += [tma.make_store(row_view(config, tensor), (BLOCK, WARP_ROWS, 1)) for tensor in made]
         return tuple(tuple(copy[i] for copy in copies) for i in range(2))
 
     def launch(self, ctas, stream) -> dict:
@@ -60,6 +64,12 @@ class Apart:
         return channels, {name: getattr(storage, name).data_ptr() for name in names}
 
 
+def stores_of(atoms, coordinates) -> tuple:
+    """(TMA descriptor, coordinate tensor) of each gradient."""
+    first = len(NAMES)
+    return tuple(zip(atoms[first:], coordinates[first:], strict=True))
+
+
 @cute.jit
 def prefetch(config: cutlass.Constexpr, atoms: cutlass.Constexpr, warp):
     """Prefetch TMA descriptors."""
@@ -70,6 +80,8 @@ def prefetch(config: cutlass.Constexpr, atoms: cutlass.Constexpr, warp):
 
 class Queries(Apart):
     """The kernel of one ``QueryConfig``."""
+
+    gradients = ("dq",)
 
     @host_function(QueryOperands)
     def __call__(self, operands: QueryOperands, stream: CUstream):
@@ -89,11 +101,15 @@ class Queries(Apart):
         else:
             cute.arch.setmaxregister_increase(config.registers[0])
             consumer = warp // (WARPGROUP_THREADS // WARP_THREADS)
-            queries.consume(config, channels, shared, operands, launch, consumer)
+            queries.consume(
+                config, channels, shared, operands, stores_of(atoms, coordinates), launch, consumer
+            )
 
 
 class Keys(Apart):
     """The kernel of one ``KeyConfig``."""
+
+    gradients = ("dk", "dv")
 
     @host_function(BackwardOperands, BackwardNumbers)
     def __call__(self, operands: BackwardOperands, numbers: BackwardNumbers, stream: CUstream):
@@ -115,4 +131,5 @@ class Keys(Apart):
         else:
             cute.arch.setmaxregister_increase(config.registers[0])
             consumer = warp // (WARPGROUP_THREADS // WARP_THREADS)
-            keys.consume(config, channels, shared, operands, scales, window, order, consumer)
+            stores = stores_of(atoms, coordinates)
+            keys.consume(config, channels, shared, operands, stores, scales, window, order, consumer)

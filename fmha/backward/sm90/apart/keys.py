@@ -36,6 +36,7 @@ from warpspec.fmha.backward.device.place import ctas_of, key_tile_at
 from warpspec.fmha.backward.sm90.apart.consumer import (
     OwnRows,
     depth_of,
+    end_stores,
     kept_operand,
     make_scores,
     make_sums,
@@ -134,6 +135,7 @@ def consume(
     channels: cutlass.Constexpr,
     shared: cutlass.Constexpr,
     operands,
+    stores: cutlass.Constexpr,
     scales,
     window,
     order,
@@ -150,10 +152,11 @@ def consume(
         index = index_of(round_)
         if index < count:
             tile = key_tile_at(config, operands, window, order, index)
-            own = OwnRows(config, channels, shared, operands, mma, tile, consumer, thread, steps)
+            own = OwnRows(config, channels, shared, operands, stores, mma, tile, consumer, thread, steps)
             consume_tile(own, scales, tiles)
             steps += tile.steps
             tiles += Int32(Boolean(tile.steps > 0))
+    end_stores()
 
 
 @cute.jit
@@ -184,10 +187,9 @@ def consume_tile(own: cutlass.Constexpr, scales, tile_use):
     dk = flat(work.mma.dk)
     dk.store(dk.load() * scales[1])
     batch = 0 if cutlass.const_expr(config.requests.packed_k) else tile.request
-    rows = tile.place.length if cutlass.const_expr(config.requests.packed_k) else work.operands.k.shape[1]
-    place = (batch, tile.place.first_key, tile.first_key, rows, tile.kv_head)
-    write_rows(work, work.operands.dk, dk, place)
-    write_rows(work, work.operands.dv, flat(work.mma.dv), place)
+    place = (tile.kv_head, batch, tile.place.first_key + tile.first_key)
+    write_rows(work, 0, dk, place)
+    write_rows(work, 1, flat(work.mma.dv), place)
 
 
 @cute.jit

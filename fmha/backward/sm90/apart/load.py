@@ -43,13 +43,31 @@ class Loads:
         full.expect_bytes(use, loaded_bytes(config, name, rows) + further)
         load_tile(config, name, ring, full.stage(use), full.barrier(use))
 
-    def issue_statistics(self, use, head, index) -> None:
-        """Issue the load of a step's statistics, behind that of its Q. index: the query tile's, among all."""
-        full, size = self.channels["q_full"], self.config.statistics_bytes
+    def issue_statistics(self, use, head, index, further: int = 0) -> None:
+        """Issue the load of a row tile's statistics, behind that of its Q. index: the tile's, among all. further: row
+        tiles of the same Q before it."""
+        config, full = self.config, self.channels["q_full"]
+        size, stage = row_bytes(config), config.statistics_bytes
         source = self.operands.statistics[head, index, None, None].iterator
-        target = self.shared["statistics"] + full.stage(use) * (size // FP32_BYTES)
+        place = full.stage(use) * (stage // FP32_BYTES) + further * (size // FP32_BYTES)
         with cute.arch.elect_one():
-            tma.bulk_load(target, source.toint(), Int32(size), full.barrier(use))
+            tma.bulk_load(self.shared["statistics"] + place, source.toint(), Int32(size), full.barrier(use))
+
+
+def row_bytes(config) -> int:
+    """Bytes of the statistics of a row tile."""
+    return config.statistics_bytes // config.row_tiles
+
+
+@cute.jit
+def load_own(loads: cutlass.Constexpr, tile: cutlass.Constexpr, use, place: cutlass.Constexpr):
+    """Issue the loads of a query tile's Q and statistics. The last row tiles may not be there."""
+    config, size = loads.config, row_bytes(loads.config)
+    there = tile.row_tiles_there()
+    loads.issue("q", use, place, there * size)
+    for i in cutlass.range_constexpr(config.row_tiles):
+        if i < there:
+            loads.issue_statistics(use, tile.head, tile.row_tile(loads.operands, i), i)
 
 
 @cute.jit
@@ -66,7 +84,7 @@ def load_queries(loads: cutlass.Constexpr, launch):
             for step in cutlass.range(tile.span.count, unroll=1):
                 first = tile.place.first_key + (tile.span.begin + step) * config.tile_n
                 if step == 0:
-                    loads.issue("q", tiles, own)
+                    load_own(loads, tile, tiles, own)
                 loads.issue("k", steps, (tile.kv_head, batch, first))
                 if step == 0:
                     loads.issue("do", tiles, own)

@@ -33,6 +33,7 @@ from warpspec.common.hardware import WARPGROUP_THREADS
 from warpspec.fmha.backward.sm90.apart.consumer import (
     OwnRows,
     depth_of,
+    end_stores,
     kept_operand,
     make_scores,
     make_sums,
@@ -85,8 +86,23 @@ class QueryRow(NamedTuple):
     end: Int32
 
 
+class StatedRows(OwnRows):
+    """``OwnRows`` of queries, whose statistics are in shared memory."""
+
+    def statistics(self, r: int, inside) -> tuple:
+        """(lse', -delta) of the thread's row r; of one past the last query, as of a row that sees no key."""
+        row = self.consumer * WARPGROUP_ROWS + self.row + r * ROW_DISTANCE
+        start = self.shared["statistics"] + (row // 2 * 4 + row % 2)
+        lse, less = (cute.make_tensor(start + place, cute.make_layout(1))[0] for place in (0, 2))
+        inside = Boolean(inside)
+        return (
+            Float32(cutlass.select_(inside, lse, Float32.inf)),
+            Float32(cutlass.select_(inside, less, Float32(0.0))),
+        )
+
+
 @dataclass(frozen=True)
-class OwnQueries(OwnRows):
+class OwnQueries(StatedRows):
     """A consumer's queries. rows: the thread's. span: the key tiles that the consumer's rows see."""
 
     rows: tuple
@@ -123,6 +139,7 @@ def consume(
     channels: cutlass.Constexpr,
     shared: cutlass.Constexpr,
     operands,
+    stores: cutlass.Constexpr,
     launch,
     consumer,
 ):
@@ -136,10 +153,11 @@ def consume(
         index = index_of(round_)
         if index < launch.count:
             tile = tile_at(config, operands, launch, index)
-            own = OwnRows(config, channels, shared, operands, mma, tile, consumer, thread, steps)
+            own = StatedRows(config, channels, shared, operands, stores, mma, tile, consumer, thread, steps)
             consume_tile(own, tiles)
             steps += tile.span.count
             tiles += Int32(Boolean(tile.span.count > 0))
+    end_stores()
 
 
 @cute.jit
@@ -148,17 +166,17 @@ def consume_tile(own: cutlass.Constexpr, tile_use):
     tile = own.tile
     first, end, span = tile.steps_of(own.consumer)
     first_query = tile.first_query + own.consumer * WARPGROUP_ROWS + own.row
+    own.mma.dq.fill(0.0)
+    for step in cutlass.range(first, unroll=1):
+        skip(own, step)
+    if tile.span.count > 0:
+        own.channels["q_full"].wait(tile_use)
+        own.channels["do_full"].wait(tile_use)
     rows = tuple(
-        QueryRow(*tile.statistics_of(own.operands, query), *tile.keys_of(query))
-        for query in (first_query + r * ROW_DISTANCE for r in range(THREAD_ROWS))
+        QueryRow(*own.statistics(r, query < tile.place.seq_q), *tile.keys_of(query))
+        for r, query in enumerate(first_query + r * ROW_DISTANCE for r in range(THREAD_ROWS))
     )
     work = OwnQueries(**vars(own), rows=rows, span=span)
-    work.mma.dq.fill(0.0)
-    for step in cutlass.range(first, unroll=1):
-        skip(work, step)
-    if tile.span.count > 0:
-        work.channels["q_full"].wait(tile_use)
-        work.channels["do_full"].wait(tile_use)
     if first < end:
         go_through(work, first, end, tile_use)
     elif tile.span.count > 0:
@@ -167,8 +185,7 @@ def consume_tile(own: cutlass.Constexpr, tile_use):
         skip(work, step)
     dq = flat(work.mma.dq)
     dq.store(dq.load() * work.operands.scale)
-    place = (tile.batch, tile.place.first_row, tile.first_query, tile.place.seq_q, tile.head)
-    write_rows(work, work.operands.dq, dq, place)
+    write_rows(work, 0, dq, (tile.head, tile.batch, tile.place.first_row + tile.first_query))
 
 
 @cute.jit

@@ -78,25 +78,20 @@ class QueryTile:
         first = Int32(cutlass.select_(Boolean(own.count > 0), own.begin - self.span.begin, Int32(0)))
         return first, first + own.count, own
 
-    def statistics_of(self, operands, query) -> tuple:
-        """(lse', -delta) of a query of the request; of one past the last, as of a row that sees no key."""
+    def row_tiles_there(self) -> Int32:
+        """How many of the tile's row tiles have queries."""
         size = self.config.row_tile
-        inside = Boolean(query < self.place.seq_q)
-        query = cutlass.max(cutlass.min(query, self.place.seq_q - 1), 0)
-        number = query // size
+        there = (self.place.seq_q - self.first_query + size - 1) // size
+        return cutlass.min(there, self.config.row_tiles)
+
+    def row_tile(self, operands, i: int) -> Int32:
+        """Number of the i-th of the tile's row tiles among all (``KeyTile.index_of``)."""
+        size, number = self.config.row_tile, self.number * self.config.row_tiles + i
         if cutlass.const_expr(self.config.requests.packed_q):
             requests = cute.size(operands.cu_seqlens_q) - 1
             further = requests + self.place.first_row // size - 1 + number
-            index = Int32(cutlass.select_(Boolean(number == 0), self.request, further))
-        else:
-            index = self.request * cute.ceil_div(operands.q.shape[1], size) + number
-        row = query % size
-        numbers = operands.statistics[self.head, index, row // 2, None]
-        lse, less = numbers[row % 2], numbers[2 + row % 2]
-        return (
-            cutlass.Float32(cutlass.select_(inside, lse, cutlass.Float32.inf)),
-            cutlass.Float32(cutlass.select_(inside, less, cutlass.Float32(0.0))),
-        )
+            return Int32(cutlass.select_(Boolean(number == 0), self.request, further))
+        return self.request * cute.ceil_div(operands.q.shape[1], size) + number
 
 
 @dataclass(frozen=True)
