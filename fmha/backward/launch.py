@@ -382,7 +382,7 @@ def arguments_of(
     ranges, lengths = (operands.ranges, seen_by), (operands.cu_seqlens_q, operands.cu_seqlens_k)
     requests = (None,) * 10
     if config.packed:
-        dq = gradients.q if config.wanted.q else None
+        dq = gradients.q
         tables = (tile_order, tile_pieces)
         requests = (operands.k, lengths[1], operands.q_start, *ranges, *tables, dq, dk, dv)
     read = (operands.o, gradients.do, operands.lse, gradients.dlse, operands.sink, lengths[0])

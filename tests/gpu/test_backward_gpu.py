@@ -115,6 +115,33 @@ def test_sliced_heads_of_lists(flex, dim, monkeypatch, prepared):
     assert prepared[-1].config.slices and prepared[-1].order.slices == 2
 
 
+APART = [
+    Case(
+        "plain", batch=2, seq_q=500, seq_k=700, heads_q=4, heads_kv=2, causal=True, sink=True, through="o+lse"
+    ),
+    Case("full", batch=3, seq_q=300, seq_k=300, heads_q=3, heads_kv=3),
+    Case("window", batch=2, seq_q=500, seq_k=600, heads_q=4, heads_kv=2, window=(200, 30), sliced=True),
+    Case("long-q", seq_q=700, seq_k=300, heads_q=4, heads_kv=2, causal=True),
+    Case("lengths", batch=3, seq_q=300, seq_k=500, heads_q=2, kv_lengths=(500, 130, 0), causal=True),
+    Case("packed", **LENGTHS, heads_q=4, heads_kv=2, causal=True),
+    Case("packed-full", **LENGTHS, heads_q=4, heads_kv=4, dtype=torch.float16),
+    Case("order", batch=2, seq_q=500, seq_k=500, heads_q=4, heads_kv=2, causal=True, deterministic=True),
+]
+
+
+@pytest.mark.parametrize(("qk", "v"), [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128)])
+@pytest.mark.parametrize("case", APART, ids=lambda case: case.id)
+def test_queries_apart(case, qk, v, monkeypatch, prepared):
+    """dQ by query tiles, dK and dV by key tiles: against float64, and the same bits again."""
+    monkeypatch.setattr(launch, "makes_queries_apart", lambda *_: True)
+    case = replace(case, head_dim=qk, v_dim=v)
+    tensors = case.tensors("cuda")
+    found, again = case.gradients(tensors), case.gradients(tensors)
+    case.check(found, tensors, KERNEL_TOLERANCE[case.dtype])
+    assert prepared[-1].queries is not None or (qk == 192 and case.deterministic)
+    assert all(torch.equal(again[name], found[name]) for name in "qkv")
+
+
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_last_rows(deterministic, dim, monkeypatch, prepared):

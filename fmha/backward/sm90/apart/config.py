@@ -69,6 +69,11 @@ class ApartKernel(BackwardKernel):
         """Registers of a thread, by warpgroup."""
         return (CONSUMER_REGISTERS[self.consumers],) * self.consumers + (PRODUCER_REGISTERS,)
 
+    @property
+    def stores_tiles(self) -> bool:
+        """Whether TMA stores results. Rows past a packed request's last are another's, which it would overwrite."""
+        return not self.packed
+
     def columns(self, name: str) -> int:
         """Columns of the sums of dQ or dK ("k"), or of dV ("v"): as many as rows have, up to whole instructions."""
         size = self.sizes.v if name == "v" else self.sizes.qk
@@ -140,7 +145,7 @@ class QueryConfig(ApartKernel):
         """The kernel beside one that makes dK and dV, or None where it is not made for that."""
         mask, logits = keys.mask, keys.logits
         further = mask.has_blocks or mask.has_ranges or logits.bias is not None or logits.curved
-        if further or keys.packed or keys.heads.qk not in QUERY_STEP:
+        if further or keys.heads.qk not in QUERY_STEP:
             return None
         fields = (keys.mask, keys.requests, keys.logits, keys.heads, keys.format, Wanted(True, False, False))
         return cls(*fields, rows=keys.rows, row_tile=keys.tile_m)
@@ -178,7 +183,7 @@ class KeyConfig(ApartKernel):
         bias, a soft cap, or a D for which a thread's registers do not suffice."""
         forward, wanted = problem.forward, problem.wanted
         mask, plain = forward.mask, forward.bias is None and forward.logits.softcap is None
-        further = mask.has_blocks or mask.has_ranges or forward.requests.packed_q
+        further = mask.has_blocks or mask.has_ranges
         if further or not plain or forward.heads.qk not in KEY_STEP or set(wanted) - {"sink"} != {"k", "v"}:
             return None
         fields = common_fields(problem) | {"wanted": Wanted(False, True, True)}

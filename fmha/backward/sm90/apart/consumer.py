@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Boolean, Int32
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
@@ -18,8 +18,16 @@ from warpspec.fmha.backward.device.clear import clear_rows
 from warpspec.fmha.backward.sm90.apart.config import CLEARED_BARRIER, RESULT_BUFFERS
 from warpspec.fmha.backward.sm90.products import K_MAJOR, MMA_K, MN_MAJOR, batched, make_mma, ring
 from warpspec.fmha.backward.sm90.results import block_of
-from warpspec.fmha.heads import BLOCK
-from warpspec.fmha.sm90.staging import TILE_WORDS, store_rows
+from warpspec.fmha.heads import BLOCK, STEP
+from warpspec.fmha.sm90.staging import (
+    CHUNKS,
+    LOADS,
+    TILE_WORDS,
+    chunk_read,
+    row_read,
+    store_chunk,
+    store_rows,
+)
 
 
 def make_scores(config, dtype) -> cute.TiledMma:
@@ -65,12 +73,14 @@ def depth_of(config, name: str) -> int:
 @dataclass(frozen=True)
 class OwnRows:
     """A consumer's share of a tile. thread: 0..127 within the consumer. use: steps that the CTA did before.
-    stores: TMA descriptors and coordinate tensors of the gradients."""
+    results: the gradients that the kernel makes. stores: their TMA descriptors and coordinate tensors, if TMA stores
+    them."""
 
     config: object
     channels: dict
     shared: dict
     operands: object
+    results: tuple
     stores: tuple
     mma: object
     tile: object
@@ -128,12 +138,25 @@ class OwnRows:
         cute.arch.barrier(barrier_id=CLEARED_BARRIER, number_of_threads=self.config.consumer_threads)
 
 
-@cute.jit
-def write_rows(work, number: cutlass.Constexpr, values: cute.Tensor, place: cutlass.Constexpr):
+def write_rows(work, number: int, values: cute.Tensor, place: tuple) -> None:
     """Write values, in 16 bits, to the consumer's rows of a gradient: each warp stages its 16 rows, 64 columns at a
-    time, and TMA stores them; it leaves out rows past the last. number: which of ``work.stores``. place: (head, batch
-    row, the tile's first row)."""
-    config, thread, (head, batch, first) = work.config, work.thread, place
+    time. number: which of ``work.results``. place: (head, batch row, the tile's first row there, rows of the batch row
+    or request from that one on)."""
+    narrow = cute.make_rmem_tensor(cute.size(values), work.dtype)
+    narrow.store(values.load().to(work.dtype))
+    words = cute.recast_tensor(narrow, Int32)
+    (store_tiles if work.config.stores_tiles else store_chunks)(work, number, words, place)
+
+
+def result_base(work):
+    """Where the consumer's results are staged."""
+    return work.shared["results"].toint() + work.consumer * (WARPGROUP_ROWS * tma.ROW_BYTES)
+
+
+@cute.jit
+def store_tiles(work, number: cutlass.Constexpr, words: cute.Tensor, place: cutlass.Constexpr):
+    """``write_rows`` by TMA, which leaves out rows past the batch row's last."""
+    config, thread, (head, batch, first, _) = work.config, work.thread, place
     atom, coordinates = work.stores[number]
     first += work.consumer * WARPGROUP_ROWS + thread // WARP_THREADS * WARP_ROWS
     view = cute.domain_offset((0, first, 0), coordinates[None, None, None, head, batch])
@@ -142,19 +165,32 @@ def write_rows(work, number: cutlass.Constexpr, values: cute.Tensor, place: cutl
     own = work.shared["results"] + work.index // WARP_THREADS * (WARP_ROWS * tma.ROW_BYTES)
     shared = tma.shared_tiles(own.align(tma.TILE_ALIGNMENT), work.dtype, box, RESULT_BUFFERS, buffer_bytes)
     ring = tma.TileRing.make(atom, tiles, shared)
-    base = work.shared["results"].toint() + work.consumer * (WARPGROUP_ROWS * tma.ROW_BYTES)
-    narrow = cute.make_rmem_tensor(cute.size(values), work.dtype)
-    narrow.store(values.load().to(work.dtype))
-    words = cute.recast_tensor(narrow, Int32)
     for block in cutlass.range_constexpr(-(-cute.size(words) // TILE_WORDS)):
         buffer = block % RESULT_BUFFERS
         cute.arch.cp_async_bulk_wait_group(RESULT_BUFFERS - 1, read=True)
         cute.arch.sync_warp()
-        store_rows(base + buffer * buffer_bytes, thread, block_of(words, block, TILE_WORDS))
+        store_rows(result_base(work) + buffer * buffer_bytes, thread, block_of(words, block, TILE_WORDS))
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         ring.store(block, buffer)
         cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def store_chunks(work, number: cutlass.Constexpr, words: cute.Tensor, place: cutlass.Constexpr):
+    """``write_rows`` by threads, for rows after which those of another request come."""
+    config, thread, (head, batch, first, rows) = work.config, work.thread, place
+    tensor, base = work.results[number], result_base(work)
+    for block in cutlass.range_constexpr(-(-cute.size(words) // TILE_WORDS)):
+        cute.arch.sync_warp()
+        store_rows(base, thread, block_of(words, block, TILE_WORDS))
+        cute.arch.sync_warp()
+        for load in cutlass.range_constexpr(LOADS):
+            row = work.consumer * WARPGROUP_ROWS + row_read(thread, load)
+            inside = Boolean(row < rows)
+            if cutlass.const_expr(config.rows is not None):
+                inside &= Boolean(block * CHUNKS + chunk_read(thread) < tensor.shape[3] // STEP)
+            store_chunk(base, thread, load, tensor[batch, first + row, head, None], block, inside)
 
 
 def end_stores() -> None:

@@ -37,7 +37,7 @@ class Apart:
         tensors = {"k": operands.k, "v": operands.v, "q": operands.q, "do": operands.do}
         boxes = {name: (BLOCK, config.rows_of(name), blocks) for name in NAMES}
         copies = [tma.make_load(row_view(config, tensors[name]), boxes[name]) for name in NAMES]
-        made = [getattr(operands, name) for name in self.gradients]
+        made = [getattr(operands, name) for name in self.gradients if config.stores_tiles]
         copies += [tma.make_store(row_view(config, tensor), (BLOCK, WARP_ROWS, 1)) for tensor in made]
         return tuple(tuple(copy[i] for copy in copies) for i in range(2))
 

@@ -152,7 +152,10 @@ def consume(
         index = index_of(round_)
         if index < count:
             tile = key_tile_at(config, operands, window, order, index)
-            own = OwnRows(config, channels, shared, operands, stores, mma, tile, consumer, thread, steps)
+            results = (operands.dk, operands.dv)
+            own = OwnRows(
+                config, channels, shared, operands, results, stores, mma, tile, consumer, thread, steps
+            )
             consume_tile(own, scales, tiles)
             steps += tile.steps
             tiles += Int32(Boolean(tile.steps > 0))
@@ -187,7 +190,8 @@ def consume_tile(own: cutlass.Constexpr, scales, tile_use):
     dk = flat(work.mma.dk)
     dk.store(dk.load() * scales[1])
     batch = 0 if cutlass.const_expr(config.requests.packed_k) else tile.request
-    place = (tile.kv_head, batch, tile.place.first_key + tile.first_key)
+    rows = tile.place.length - tile.first_key  # of packed requests; otherwise TMA knows them
+    place = (tile.kv_head, batch, tile.place.first_key + tile.first_key, rows)
     write_rows(work, 0, dk, place)
     write_rows(work, 1, flat(work.mma.dv), place)
 

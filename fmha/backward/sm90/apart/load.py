@@ -34,14 +34,25 @@ class Loads:
         """Issue the load of rows of "q", "do", "k" or "v" when their buffer is free. use: the buffer's use count.
         place: (head, batch row, first row). further: bytes of other loads that the barrier waits for. Produces
         {name}_full."""
-        config, channels, i = self.config, self.channels, NAMES.index(name)
-        full, (head, batch, first), rows = channels[name + "_full"], place, config.rows_of(name)
+        config, channels = self.config, self.channels
+        full, ring = channels[name + "_full"], self.ring(name, place)
+        channels[name + "_empty"].wait_previous(use)
+        full.expect_bytes(use, loaded_bytes(config, name, config.rows_of(name)) + further)
+        load_tile(config, name, ring, full.stage(use), full.barrier(use))
+
+    def ring(self, name: str, place) -> tma.TileRing:
+        """The tiles of an operand from a place on."""
+        config, i, (head, batch, first) = self.config, NAMES.index(name), place
         view = self.coordinates[i][None, None, None, head, batch]
         dtype, stages = self.operands.q.element_type, config.stages_of(name)
-        ring = ring_of(config, name, self.atoms[i], view, self.shared[name], dtype, stages, first)
-        channels[name + "_empty"].wait_previous(use)
-        full.expect_bytes(use, loaded_bytes(config, name, rows) + further)
-        load_tile(config, name, ring, full.stage(use), full.barrier(use))
+        return ring_of(config, name, self.atoms[i], view, self.shared[name], dtype, stages, first)
+
+    def prefetch(self, place) -> None:
+        """Prefetch a tile's operands into L2."""
+        for name in self.config.kept:
+            ring = self.ring(name, place)
+            for span in range(1 if self.config.rows is None else self.config.spans_of(name)):
+                ring.prefetch(span)
 
     def issue_statistics(self, use, head, index, further: int = 0) -> None:
         """Issue the load of a row tile's statistics, behind that of its Q. index: the tile's, among all. further: row
@@ -91,6 +102,10 @@ def load_queries(loads: cutlass.Constexpr, launch):
                 loads.issue("v", steps, (tile.kv_head, batch, first))
                 steps += 1
             tiles += Int32(Boolean(tile.span.count > 0))
+        following = index_of(round_ + 1)
+        if following < launch.count:
+            tile = tile_at(config, loads.operands, launch, following)
+            loads.prefetch((tile.head, tile.batch, tile.place.first_row + tile.first_query))
     drain((loads.channels["q_empty"], loads.channels["do_empty"]), tiles)
     drain((loads.channels["k_empty"], loads.channels["v_empty"]), steps)
 
@@ -119,5 +134,10 @@ def load_keys(loads: cutlass.Constexpr, window, order):
                 steps += 1
                 head, query_tile = tile.following(head, query_tile)
             tiles += Int32(Boolean(tile.steps > 0))
+        following = index_of(round_ + 1)
+        if following < count:
+            tile = key_tile_at(config, loads.operands, window, order, following)
+            batch = 0 if cutlass.const_expr(config.requests.packed_k) else tile.request
+            loads.prefetch((tile.kv_head, batch, tile.place.first_key + tile.first_key))
     drain((loads.channels["k_empty"], loads.channels["v_empty"]), tiles)
     drain((loads.channels["q_empty"], loads.channels["do_empty"]), steps)

@@ -153,7 +153,9 @@ def consume(
         index = index_of(round_)
         if index < launch.count:
             tile = tile_at(config, operands, launch, index)
-            own = StatedRows(config, channels, shared, operands, stores, mma, tile, consumer, thread, steps)
+            own = StatedRows(
+                config, channels, shared, operands, (operands.dq,), stores, mma, tile, consumer, thread, steps
+            )
             consume_tile(own, tiles)
             steps += tile.span.count
             tiles += Int32(Boolean(tile.span.count > 0))
@@ -185,7 +187,8 @@ def consume_tile(own: cutlass.Constexpr, tile_use):
         skip(work, step)
     dq = flat(work.mma.dq)
     dq.store(dq.load() * work.operands.scale)
-    write_rows(work, 0, dq, (tile.head, tile.batch, tile.place.first_row + tile.first_query))
+    rows = tile.place.seq_q - tile.first_query
+    write_rows(work, 0, dq, (tile.head, tile.batch, tile.place.first_row + tile.first_query, rows))
 
 
 @cute.jit
