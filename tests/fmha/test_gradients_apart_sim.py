@@ -26,7 +26,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", long_but(["plain"], CASES))
+@pytest.mark.parametrize("name", long_but([], CASES))
 def test_gradients(name, monkeypatch, simulate_gradients_as, check_order):
     """Gradients, memory order, and that no register spills; with more tiles than CTAs."""
     found, prepare = [], launch.prepare.__wrapped__

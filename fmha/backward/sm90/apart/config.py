@@ -135,9 +135,11 @@ class ApartKernel(BackwardKernel):
 
 @dataclass(frozen=True)
 class QueryConfig(ApartKernel):
-    """The kernel that makes dQ. row_tile: rows of a tile of the statistics, the other kernel's ``tile_m``."""
+    """The kernel that makes dQ. row_tile: rows of a tile of the statistics, the other kernel's ``tile_m``.
+    begins_early: the other kernel lets this one begin behind its own wait for the first kernel."""
 
     row_tile: int = 64
+    begins_early: bool = False
     kept, streamed = ("q", "do"), ("k", "v")
 
     @classmethod
@@ -148,7 +150,8 @@ class QueryConfig(ApartKernel):
         if further or keys.heads.qk not in QUERY_STEP:
             return None
         fields = (keys.mask, keys.requests, keys.logits, keys.heads, keys.format, Wanted(True, False, False))
-        return cls(*fields, rows=keys.rows, row_tile=keys.tile_m)
+        early = isinstance(keys, KeyConfig)
+        return cls(*fields, rows=keys.rows, row_tile=keys.tile_m, begins_early=early)
 
     @property
     def consumers(self) -> int:

@@ -165,9 +165,11 @@ def store_tiles(work, number: cutlass.Constexpr, words: cute.Tensor, place: cutl
     own = work.shared["results"] + work.index // WARP_THREADS * (WARP_ROWS * tma.ROW_BYTES)
     shared = tma.shared_tiles(own.align(tma.TILE_ALIGNMENT), work.dtype, box, RESULT_BUFFERS, buffer_bytes)
     ring = tma.TileRing.make(atom, tiles, shared)
-    for block in cutlass.range_constexpr(-(-cute.size(words) // TILE_WORDS)):
-        buffer = block % RESULT_BUFFERS
-        cute.arch.cp_async_bulk_wait_group(RESULT_BUFFERS - 1, read=True)
+    blocks = -(-cute.size(words) // TILE_WORDS)
+    for block in cutlass.range_constexpr(blocks):
+        place = number * blocks + block  # among the tile's stores
+        buffer = place % RESULT_BUFFERS
+        cute.arch.cp_async_bulk_wait_group(RESULT_BUFFERS - 1 if place > 0 else 0, read=True)
         cute.arch.sync_warp()
         store_rows(result_base(work) + buffer * buffer_bytes, thread, block_of(words, block, TILE_WORDS))
         cute.arch.fence_proxy("async.shared", space="cta")

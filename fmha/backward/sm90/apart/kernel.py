@@ -58,8 +58,6 @@ class Apart:
         channels = init_barriers(self.config.barriers, storage.barriers.data_ptr())
         prefetch(self.config, atoms, warp)
         cute.arch.sync_threads()
-        cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.griddepcontrol_wait()
         names = [region.name for region in self.config.smem_regions]
         return channels, {name: getattr(storage, name).data_ptr() for name in names}
 
@@ -124,6 +122,8 @@ class Keys(Apart):
     def kernel(self, operands, atoms, coordinates, scales, window, order):
         config, warp = self.config, cute.arch.make_warp_uniform(cute.arch.warp_idx())
         channels, shared = self.begin(atoms, warp)
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()  # behind the wait: see ``Queries``
         if warp >= config.load_warp:
             cute.arch.setmaxregister_decrease(config.registers[-1])
             if warp == config.load_warp:

@@ -109,13 +109,13 @@ class OwnKeyRows(OwnRows):
         do = rows_of(self.mma.do, block, self.stage(step))
         multiply(mma, self.mma.dp, self.mma.v, do, False, count=count)
 
-    def issue_dv(self, step, block: int) -> None:
+    def issue_dv(self, step, block: int, accumulate=True) -> None:
         do, first = self.mma.do_columns[None, None, None, self.stage(step)], block * BLOCK // MMA_K
-        multiply(make_sums(self.config, self.dtype, "v"), self.mma.dv, self.mma.p, do, True, first)
+        multiply(make_sums(self.config, self.dtype, "v"), self.mma.dv, self.mma.p, do, accumulate, first)
 
-    def issue_dk(self, step, block: int) -> None:
+    def issue_dk(self, step, block: int, accumulate=True) -> None:
         q, first = self.mma.q_columns[None, None, None, self.stage(step)], block * BLOCK // MMA_K
-        multiply(make_sums(self.config, self.dtype, "k"), self.mma.dk, self.mma.ds, q, True, first)
+        multiply(make_sums(self.config, self.dtype, "k"), self.mma.dk, self.mma.ds, q, accumulate, first)
 
     def statistics(self, step, block: int) -> cute.Tensor:
         """(PAIR, 2, COLUMN): lse' (0) and -delta (1) of the thread's pairs of queries of a block, in shared memory."""
@@ -170,8 +170,6 @@ def consume_tile(own: cutlass.Constexpr, scales, tile_use):
     first_key = tile.first_key + own.consumer * WARPGROUP_ROWS + own.row
     bounds = tuple(tile.queries_of(first_key + r * ROW_DISTANCE) for r in range(THREAD_ROWS))
     work = OwnKeyRows(**vars(own), scales=scales, keys=keys, bounds=bounds)
-    work.mma.dk.fill(0.0)
-    work.mma.dv.fill(0.0)
     first, end = keys.steps
     head, query_tile = tile.first
     for step in cutlass.range(first, unroll=1):
@@ -182,8 +180,11 @@ def consume_tile(own: cutlass.Constexpr, scales, tile_use):
         work.channels["v_full"].wait(tile_use)
     if first < end:
         head, query_tile = go_through(work, (first, end), (head, query_tile), tile_use)
-    elif tile.steps > 0:
-        work.release_tile(tile_use)
+    else:
+        work.mma.dk.fill(0.0)
+        work.mma.dv.fill(0.0)
+        if tile.steps > 0:
+            work.release_tile(tile_use)
     for step in cutlass.range(end, tile.steps, unroll=1):
         skip(work, step, query_tile)
         head, query_tile = tile.following(head, query_tile)
@@ -212,15 +213,18 @@ def go_through(work, steps: cutlass.Constexpr, place: cutlass.Constexpr, tile_us
     after the last."""
     (first, end), (head, query_tile) = steps, place
     blocks = work.config.step_blocks
+    if cutlass.const_expr(blocks == 1):
+        work.mma.dk.fill(0.0)
     work.wait("q", first)
     clear_queries(work, first, query_tile)
     work.issue_s(first, 0)
     work.wait("do", first)
     work.issue_dp(first, 0)
     warpgroup.wait_group(1)
-    add_dv(work, first, 0, query_tile)
+    # The first products do not add to zeros, which the compiler would write behind wgmma.fence.
+    add_dv(work, first, 0, query_tile, False)
     for block in cutlass.range_constexpr(1, blocks):
-        advance(work, (first, block), (first, block - 1), query_tile)
+        advance(work, (first, block), (first, block - 1), query_tile, block > 1)
     work.release("do", first)
     head, query_tile = work.tile.following(head, query_tile)
     for step in cutlass.range(first + 1, end, unroll=1):
@@ -239,11 +243,17 @@ def go_through(work, steps: cutlass.Constexpr, place: cutlass.Constexpr, tile_us
 
 
 @cute.jit
-def advance(work, place: cutlass.Constexpr, before: cutlass.Constexpr, query_tile):
+def advance(
+    work,
+    place: cutlass.Constexpr,
+    before: cutlass.Constexpr,
+    query_tile,
+    accumulate: cutlass.Constexpr = True,
+):
     """S and dP of a block, (step, block of it), and dK of the one before."""
     step, block = place
     work.issue_s(*place)
-    work.issue_dk(*before)
+    work.issue_dk(*before, accumulate)
     if cutlass.const_expr(block == 0):
         work.wait("do", step)
     work.issue_dp(*place)
@@ -254,11 +264,11 @@ def advance(work, place: cutlass.Constexpr, before: cutlass.Constexpr, query_til
 
 
 @cute.jit
-def add_dv(work, step, block: cutlass.Constexpr, query_tile):
+def add_dv(work, step, block: cutlass.Constexpr, query_tile, accumulate: cutlass.Constexpr = True):
     """Make P of a block whose S is there, dV with it, and dS. dP has been issued."""
     weigh(work, step, block, query_tile)
     keep(work.mma.s, work.mma.p)
-    work.issue_dv(step, block)
+    work.issue_dv(step, block, accumulate)
     warpgroup.wait_group(1)  # dP
     derive(work, step, block, query_tile)
     warpgroup.wait_group(0)  # dV
