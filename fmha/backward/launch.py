@@ -18,6 +18,7 @@ from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import TMA_ALIGNMENT, WARP_THREADS
 from warpspec.common.launch import Kernel, Target
 from warpspec.common.strides import regular_strides
+from warpspec.fmha.backward.apart import balanced_section, query_steps
 from warpspec.fmha.backward.features import UNITS, BackwardKernel
 from warpspec.fmha.backward.operands import PIECE_NUMBERS, PLACE_NUMBERS, BackwardOperands
 from warpspec.fmha.backward.pieces import PieceLength
@@ -34,6 +35,7 @@ from warpspec.fmha.backward.schedule import (
     piece_length,
     reads_beyond_l2,
     side_by_side,
+    tile_steps,
 )
 from warpspec.fmha.backward.sm90.apart import KEYS, QUERIES, KeyConfig, QueryConfig
 from warpspec.fmha.checks import SIZE_LIMIT
@@ -190,6 +192,10 @@ def prepare(
     """Plan and compile; results are cached. order, config: override those that are chosen."""
     config, forward = config or plan(problem, target), problem.forward
     order = order or choose_order(problem, config, target)
+    if isinstance(config, KeyConfig) and not config.packed:
+        rows = forward.heads_kv * forward.batch
+        section = balanced_section(tile_steps(problem, config), rows, target.sm_count)
+        order = order._replace(section=section)
     config = ordered(config, order, forward, target)
     launchers = [
         None if item is None else item[0].launcher(item[1], target)
@@ -212,18 +218,25 @@ def prepare(
     )
     queries = None
     if is_apart(problem, config):
-        tile = QueryConfig.beside(config).tile_m
-        section = max(target.sm_count // max(-(-forward.seq_q // tile), 1), 1)
         queries = (
             *LogitNumbers.of(forward.logits, signed=True),
             forward.logits.scale,
             *window,
-            section,
+            query_section(problem, QueryConfig.beside(config), target),
             target.sm_count,
         )
     return Prepared(
         target, config, order, length, cut, *launchers, numbers, window, forward.logits.scale, queries
     )
+
+
+def query_section(problem: BackwardProblem, config: QueryConfig, target: Target) -> int:
+    """Heads, of all batch rows, of a section of the kernel that makes dQ."""
+    forward = problem.forward
+    if config.packed:
+        return forward.heads_q
+    steps = query_steps(forward, config.tile_m, config.tile_n)
+    return balanced_section(steps, forward.heads_q * forward.batch, target.sm_count)
 
 
 def finisher_count(config: BackwardKernel, forward: AttentionProblem, order: Order, target: Target) -> int:

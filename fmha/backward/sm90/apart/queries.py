@@ -94,7 +94,6 @@ class StatedRows(OwnRows):
         row = self.consumer * WARPGROUP_ROWS + self.row + r * ROW_DISTANCE
         start = self.shared["statistics"] + (row // 2 * 4 + row % 2)
         lse, less = (cute.make_tensor(start + place, cute.make_layout(1))[0] for place in (0, 2))
-        inside = Boolean(inside)
         return (
             Float32(cutlass.select_(inside, lse, Float32.inf)),
             Float32(cutlass.select_(inside, less, Float32(0.0))),
@@ -171,12 +170,17 @@ def consume_tile(own: cutlass.Constexpr, tile_use):
     own.mma.dq.fill(0.0)
     for step in cutlass.range(first, unroll=1):
         skip(own, step)
+    statistics = cute.make_rmem_tensor((THREAD_ROWS, 2), Float32)
+    statistics.fill(0.0)
     if tile.span.count > 0:
         own.channels["q_full"].wait(tile_use)
         own.channels["do_full"].wait(tile_use)
+        for r in cutlass.range_constexpr(THREAD_ROWS):
+            inside = Boolean(first_query + r * ROW_DISTANCE < tile.place.seq_q)
+            statistics[r, 0], statistics[r, 1] = own.statistics(r, inside)
     rows = tuple(
-        QueryRow(*own.statistics(r, query < tile.place.seq_q), *tile.keys_of(query))
-        for r, query in enumerate(first_query + r * ROW_DISTANCE for r in range(THREAD_ROWS))
+        QueryRow(statistics[r, 0], statistics[r, 1], *tile.keys_of(first_query + r * ROW_DISTANCE))
+        for r in range(THREAD_ROWS)
     )
     work = OwnQueries(**vars(own), rows=rows, span=span)
     if first < end:
