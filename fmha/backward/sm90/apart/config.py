@@ -28,11 +28,11 @@ CONSUMERS = 2  # warpgroups, each with 64 rows of a tile
 QUERY_CONSUMERS = {64: 2, 128: 2, 192: 2}
 QUERY_STEP = {64: 128, 128: 64, 192: 64}  # keys of a step of dQ, by D of the tile
 KEY_STEP = {64: 128, 128: 64}  # queries of a step of dK and dV
-STAGES = {64: 4, 128: 4, 192: 2}  # of the rings, by D
+STAGES = {64: 4, 128: 4, 192: 3}  # of the rings, by D
 SUM_STEP = 16  # columns are made in multiples of this
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = {2: 240, 3: 160}, 24
 BARRIER_BYTES = 1024  # room for the mbarriers: what follows is aligned to it
-RESULT_BUFFERS = 2  # of 16 rows and 64 columns of a warp, which TMA stores
+RESULT_BUFFERS = {64: 2, 128: 2, 192: 1}  # of 16 rows and 64 columns of a warp, which TMA stores
 CLEARED_BARRIER = 1  # named barrier of the consumers: they have cleared rows that nobody sees
 TITLES = {"q": "Q", "do": "dO", "k": "K", "v": "V"}
 
@@ -80,6 +80,10 @@ class ApartKernel(BackwardKernel):
         return rounded(size, SUM_STEP)
 
     @property
+    def result_buffers(self) -> int:
+        return RESULT_BUFFERS[self.heads.qk]
+
+    @property
     def block_rows(self) -> int:
         """Rows of a step of which S and dP are made at a time."""
         return self.rows_of(self.streamed[0]) // self.step_blocks
@@ -95,6 +99,7 @@ class ApartKernel(BackwardKernel):
     def smem_regions(self) -> tuple[memory.Region, ...]:
         """Shared memory, in order."""
         rows, stages = self.consumers * WARPGROUP_ROWS, self.stages_of("q")
+        buffers = self.result_buffers
         numbers = stages * self.statistics_bytes // FP32_BYTES
         statistics = f"{stages} x lse' and -delta of rows"
         return (
@@ -104,10 +109,7 @@ class ApartKernel(BackwardKernel):
                 for name in ("q", "do", "k", "v")
             ),
             memory.tile_region(
-                "results",
-                RESULT_BUFFERS * rows * memory.ROW_BYTES,
-                "results",
-                f"{RESULT_BUFFERS} x [{rows}, {BLOCK}]",
+                "results", buffers * rows * memory.ROW_BYTES, "results", f"{buffers} x [{rows}, {BLOCK}]"
             ),
             memory.Region("statistics", numbers, "float32", memory.TILE_ALIGNMENT, "", statistics),
         )
