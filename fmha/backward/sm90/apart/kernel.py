@@ -92,6 +92,10 @@ class Queries(Apart):
     def kernel(self, operands, atoms, coordinates, launch):
         config, warp = self.config, cute.arch.make_warp_uniform(cute.arch.warp_idx())
         channels, shared = self.begin(atoms, warp)
+        # The launch before began this one behind its own wait for the first kernel, whose statistics are all that is
+        # read. It is waited for in the end, so that what comes next begins behind both.
+        if cutlass.const_expr(not config.begins_early):
+            cute.arch.griddepcontrol_wait()
         if warp >= config.load_warp:
             cute.arch.setmaxregister_decrease(config.registers[-1])
             if warp == config.load_warp:
@@ -102,6 +106,8 @@ class Queries(Apart):
             queries.consume(
                 config, channels, shared, operands, stores_of(atoms, coordinates), launch, consumer
             )
+        if cutlass.const_expr(config.begins_early):
+            cute.arch.griddepcontrol_wait()
 
 
 class Keys(Apart):
