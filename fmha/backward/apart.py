@@ -10,13 +10,49 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 
-from warpspec.fmha.backward.schedule import decode
+from warpspec.common.launch import Target
+from warpspec.fmha.backward.features import BackwardKernel
+from warpspec.fmha.backward.problem import BackwardProblem
+from warpspec.fmha.backward.schedule import Order, decode, tile_steps
+from warpspec.fmha.backward.sm90.apart import QueryConfig
+from warpspec.fmha.logits import LogitNumbers
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.schedule import key_span, place_in_round
 
 TILE_STEPS = 1.0  # what a tile costs beside its steps, in steps
 MOST_ROUNDS = 60  # from which any order is balanced
 LEAST_GAIN = 0.01  # of the time, for which a section is larger than another
+
+
+def gains(problem: BackwardProblem, target: Target) -> bool:
+    """Whether these kernels, if there are some for the problem, are expected to take less time."""
+    return False
+
+
+def is_apart(problem: BackwardProblem, config: BackwardKernel) -> bool:
+    """Whether a kernel of its own makes dQ. config: the main kernel's."""
+    return "q" in problem.wanted and not config.wanted.q
+
+
+def balanced(problem: BackwardProblem, config: BackwardKernel, order: Order, target: Target) -> Order:
+    """The order of the kernel that makes dK and dV, with balanced sections. Packed key tiles are sorted."""
+    if config.packed:
+        return order
+    rows = problem.forward.heads_kv * problem.forward.batch
+    return order._replace(section=balanced_section(tile_steps(problem, config), rows, target.sm_count))
+
+
+def query_numbers(
+    problem: BackwardProblem, config: BackwardKernel, target: Target, window: tuple[int, int]
+) -> tuple:
+    """The numbers of the kernel that makes dQ (``operands.QueryOperands``). config: the main kernel's."""
+    forward, own = problem.forward, QueryConfig.beside(config)
+    section = forward.heads_q
+    if not own.packed:
+        steps = query_steps(forward, own.tile_m, own.tile_n)
+        section = balanced_section(steps, forward.heads_q * forward.batch, target.sm_count)
+    logits = LogitNumbers.of(forward.logits, signed=True)
+    return (*logits, forward.logits.scale, *window, section, target.sm_count)
 
 
 @lru_cache(maxsize=256)

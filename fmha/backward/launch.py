@@ -18,7 +18,8 @@ from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import TMA_ALIGNMENT, WARP_THREADS
 from warpspec.common.launch import Kernel, Target
 from warpspec.common.strides import regular_strides
-from warpspec.fmha.backward.apart import balanced_section, query_steps
+from warpspec.fmha.backward import apart
+from warpspec.fmha.backward.apart import is_apart
 from warpspec.fmha.backward.features import UNITS, BackwardKernel
 from warpspec.fmha.backward.operands import PIECE_NUMBERS, PLACE_NUMBERS, BackwardOperands
 from warpspec.fmha.backward.pieces import PieceLength
@@ -35,7 +36,6 @@ from warpspec.fmha.backward.schedule import (
     piece_length,
     reads_beyond_l2,
     side_by_side,
-    tile_steps,
 )
 from warpspec.fmha.backward.sm90.apart import KEYS, QUERIES, KeyConfig, QueryConfig
 from warpspec.fmha.checks import SIZE_LIMIT
@@ -90,22 +90,12 @@ def supported(problem: BackwardProblem, target: Target) -> BackwardKernel:
 
 def plan(problem: BackwardProblem, target: Target) -> BackwardKernel:
     """Choose the main kernel's configuration. UnsupportedProblem names what the kernel does not support."""
-    if makes_queries_apart(problem, target):
+    if apart.gains(problem, target):
         keys = replace(problem, wanted=tuple(name for name in problem.wanted if name != "q"))
         config = KeyConfig.of(keys) or plan_main(keys, target)
         if not config.cut and QueryConfig.beside(config):
             return config
     return plan_main(problem, target)
-
-
-def makes_queries_apart(problem: BackwardProblem, target: Target) -> bool:
-    """Whether dQ is to be made by query tiles, and dK and dV by key tiles, if there are kernels for it."""
-    return False
-
-
-def is_apart(problem: BackwardProblem, config: BackwardKernel) -> bool:
-    """Whether a kernel of its own makes dQ. config: the main kernel's."""
-    return "q" in problem.wanted and not config.wanted.q
 
 
 def plan_main(problem: BackwardProblem, target: Target) -> BackwardKernel:
@@ -192,10 +182,8 @@ def prepare(
     """Plan and compile; results are cached. order, config: override those that are chosen."""
     config, forward = config or plan(problem, target), problem.forward
     order = order or choose_order(problem, config, target)
-    if isinstance(config, KeyConfig) and not config.packed:
-        rows = forward.heads_kv * forward.batch
-        section = balanced_section(tile_steps(problem, config), rows, target.sm_count)
-        order = order._replace(section=section)
+    if isinstance(config, KeyConfig):
+        order = apart.balanced(problem, config, order, target)
     config = ordered(config, order, forward, target)
     launchers = [
         None if item is None else item[0].launcher(item[1], target)
@@ -216,27 +204,10 @@ def prepare(
         finisher_count(config, forward, order, target),
         target.sm_count,
     )
-    queries = None
-    if is_apart(problem, config):
-        queries = (
-            *LogitNumbers.of(forward.logits, signed=True),
-            forward.logits.scale,
-            *window,
-            query_section(problem, QueryConfig.beside(config), target),
-            target.sm_count,
-        )
+    queries = apart.query_numbers(problem, config, target, window) if is_apart(problem, config) else None
     return Prepared(
         target, config, order, length, cut, *launchers, numbers, window, forward.logits.scale, queries
     )
-
-
-def query_section(problem: BackwardProblem, config: QueryConfig, target: Target) -> int:
-    """Heads, of all batch rows, of a section of the kernel that makes dQ."""
-    forward = problem.forward
-    if config.packed:
-        return forward.heads_q
-    steps = query_steps(forward, config.tile_m, config.tile_n)
-    return balanced_section(steps, forward.heads_q * forward.batch, target.sm_count)
 
 
 def finisher_count(config: BackwardKernel, forward: AttentionProblem, order: Order, target: Target) -> int:

@@ -6,7 +6,7 @@ from helpers.gradient_cases import KERNEL_TOLERANCE, Case
 from helpers.suites import long_but
 
 from warpspec.common.compile import resources
-from warpspec.fmha.backward import launch
+from warpspec.fmha.backward import apart, launch
 
 LENGTHS = {"lengths_q": (1, 150, 0, 200, 64), "lengths_k": (1, 150, 20, 230, 64)}
 CASES = {
@@ -30,7 +30,7 @@ CASES = {
 def test_gradients(name, monkeypatch, simulate_gradients_as, check_order):
     """Gradients, memory order, and that no register spills; with more tiles than CTAs."""
     found, prepare = [], launch.prepare.__wrapped__
-    monkeypatch.setattr(launch, "makes_queries_apart", lambda *_: True)
+    monkeypatch.setattr(apart, "gains", lambda *_: True)
     monkeypatch.setattr(launch, "prepare", lambda *args: found.append((args, prepare(*args))) or found[-1][1])
     simulate_gradients_as("sm_90a", sm_count=2, seed=1)
     case = CASES[name]
