@@ -90,12 +90,13 @@ def supported(problem: BackwardProblem, target: Target) -> BackwardKernel:
 
 def plan(problem: BackwardProblem, target: Target) -> BackwardKernel:
     """Choose the main kernel's configuration. UnsupportedProblem names what the kernel does not support."""
-    if apart.gains(problem, target):
+    main = plan_main(problem, target)
+    if apart.gains(problem, main, target):
         keys = replace(problem, wanted=tuple(name for name in problem.wanted if name != "q"))
         config = KeyConfig.of(keys) or plan_main(keys, target)
         if not config.cut and QueryConfig.beside(config):
             return config
-    return plan_main(problem, target)
+    return main
 
 
 def plan_main(problem: BackwardProblem, target: Target) -> BackwardKernel:
@@ -202,7 +203,7 @@ def prepare(
         order.slices,
         order.whole,
         finisher_count(config, forward, order, target),
-        target.sm_count,
+        apart.most_ctas(problem, config, forward.heads_kv, target),
     )
     queries = apart.query_numbers(problem, config, target, window) if is_apart(problem, config) else None
     return Prepared(
