@@ -60,6 +60,7 @@ TIMES = {
     192: Times(0.73, 7.7, 2.09, 0.84, 1.0, 5.2, 10.5),
 }
 BYTES_US = 3.03e6  # bytes moved in a microsecond, an H100's; an H200 moves more, but was not measured
+LONGEST_ROW = 2048  # of the calls that the times were fitted to
 LEAST_RATIO = 1.05  # of the expected times, from which the kernels apart are taken
 # Packed requests, whose lengths the host does not know: the longest, and the mean of that and of the mean length, that
 # gained; with all keys seen these count FULL times. Such a call has CTAS key tiles for each SM.
@@ -69,7 +70,8 @@ FEW_ROUNDS = 6  # rounds of packed requests' tiles, up to which CTAs are not per
 
 def gains(problem: BackwardProblem, config: BackwardKernel, target: Target) -> bool:
     """Whether kernels apart are expected to take less time. config: that of a main kernel that makes all gradients."""
-    if config.heads.qk not in TIMES or target.arch != "sm_90a" or not {"q", "k", "v"} <= set(problem.wanted):
+    wanted = problem.has_do and {"q", "k", "v"} <= set(problem.wanted)
+    if config.heads.qk not in TIMES or target.arch != "sm_90a" or not wanted:
         return False
     return gains_packed(problem, config, target) if config.packed else gains_alike(problem, config, target)
 
@@ -93,8 +95,10 @@ def packed_share(problem: BackwardProblem) -> float:
 def gains_alike(problem: BackwardProblem, config: BackwardKernel, target: Target) -> bool:
     """``gains`` for batch rows."""
     forward, times = problem.forward, TIMES[config.heads.qk]
+    if max(forward.seq_q, forward.seq_k) > LONGEST_ROW:
+        return False
     order = choose_order(problem, config, target)
-    steps = sorted(tile_steps(problem, config), reverse=True)
+    steps = sorted((each // order.slices for each in tile_steps(problem, config)), reverse=True)
     size = forward.batch * forward.seq_q * forward.heads_q * config.sizes.qk * ELEMENT_BYTES
     main = expected_us(problem, config, steps, target, order.pieces, order.slices)
     together = times.main * main + times.sums * size / BYTES_US

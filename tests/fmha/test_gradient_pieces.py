@@ -97,7 +97,7 @@ def test_equal_requests_take_little_more_than_the_best_pieces():
         problem = BackwardProblem.check(
             AttentionProblem.of(q, k, v, causal=True, return_lse=True, memory=False), ("q", "k", "v")
         )
-        config = replace(launch.plan(problem, H200), heads_inside=False)
+        config = replace(launch.plan_main(problem, H200), heads_inside=False)
         steps = sorted(schedule.tile_steps(problem, config), reverse=True)
         step, rows = schedule.STEP_US[128], heads * batch
         cost = 4 * 128 * 128 * 4 * rows / schedule.JOIN_BYTES_US / step
@@ -151,7 +151,7 @@ def test_the_last_rows_alone_are_cut_where_rounds_are_few():
             AttentionProblem.of(q, k, v, return_lse=True, memory=False), ("q", "k", "v")
         )
         shape = (-(-length // 128), 2 * -(-length // 64), heads * batch)
-        order = schedule.choose_order(problem, launch.plan(problem, H200), H200)
+        order = schedule.choose_order(problem, launch.plan_main(problem, H200), H200)
         assert order.section == 1
         cut += order.whole > 0
         best = min(equal_tiles(*shape, n, whole) for n in range(1, 13) for whole in range(shape[2]))
@@ -180,7 +180,7 @@ def test_the_best_of_timed_orders_is_chosen(call):
     q, k, v = (torch.empty(batch, length, n, dim, device="meta").bfloat16() for n in (*heads, heads[1]))
     forward = AttentionProblem.of(q, k, v, causal=True, return_lse=True, memory=False)
     problem = BackwardProblem.check(forward, ("q", "k", "v"))
-    order, times = schedule.choose_order(problem, launch.plan(problem, H200), H200), TIMED[call]
+    order, times = schedule.choose_order(problem, launch.plan_main(problem, H200), H200), TIMED[call]
     assert times[tuple(order)] < 1.01 * min(times.values())
 
 
@@ -206,7 +206,7 @@ def test_many_heads_beyond_l2_are_sliced(heads, lengths, packed, window, slices)
         options |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
         options |= {"max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
     problem = BackwardProblem.check(AttentionProblem.of(q, k, v, **options), ("q", "k", "v"))
-    config = launch.plan(problem, H200)
+    config = launch.plan_main(problem, H200)
     assert schedule.choose_order(problem, config, H200).slices == slices and config.slices == (slices > 1)
 
 
@@ -218,7 +218,7 @@ def test_who_makes_dq(batch, length, heads, finishes):
     """A kernel of its own where many rows of one head have few key tiles, else the main kernel's last CTAs."""
     q, k = (torch.empty(batch, length, n, 128, dtype=torch.bfloat16, device="meta") for n in heads)
     forward = AttentionProblem.of(q, k, k, causal=True, return_lse=True, memory=False)
-    assert launch.plan(BackwardProblem.check(forward, ("q", "k", "v")), H200).finishes == finishes
+    assert launch.plan_main(BackwardProblem.check(forward, ("q", "k", "v")), H200).finishes == finishes
 
 
 @pytest.mark.parametrize("wanted", [("q", "k", "v"), ("k", "v")])
@@ -227,7 +227,7 @@ def test_a_fixed_order_has_no_slices(wanted):
     q, k = (torch.empty(5, 3825, n, 128, dtype=torch.bfloat16, device="meta") for n in (7, 1))
     forward = AttentionProblem.of(q, k, k, causal=True, return_lse=True, memory=False)
     problem = BackwardProblem.check(forward, wanted, deterministic=True)
-    assert not launch.plan(problem, H200).slices
+    assert not launch.plan_main(problem, H200).slices
 
 
 def test_sections_are_equal():
@@ -237,7 +237,7 @@ def test_sections_are_equal():
     options = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 1135, "max_seqlen_k": 1135}
     forward = AttentionProblem.of(q, k, k, causal=True, return_lse=True, memory=False, **options)
     problem = BackwardProblem.check(forward, ("q", "k", "v"))
-    assert schedule.choose_order(problem, launch.plan(problem, H200), H200).section in (2, 4)
+    assert schedule.choose_order(problem, launch.plan_main(problem, H200), H200).section in (2, 4)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -250,7 +250,7 @@ def test_a_gpu_of_one_sm(packed):
         options |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 200, "max_seqlen_k": 200}
     problem = BackwardProblem.check(AttentionProblem.of(q, k, k, **options), ("q", "k"))
     target = replace(H200, sm_count=1)
-    assert schedule.choose_order(problem, launch.plan(problem, target), target).pieces >= 1
+    assert schedule.choose_order(problem, launch.plan_main(problem, target), target).pieces >= 1
 
 
 def requests_of(lengths: list[int], group: int) -> list[runs.Request]:
@@ -354,7 +354,7 @@ def first_kernel(lengths: list[int], heads: int, sms: int, monkeypatch, *, causa
     options = Options(causal=causal, return_lse=True, max_seqlen_q=max(lengths), max_seqlen_k=max(lengths))
     with simulating("sm_90a", sm_count=sms, seed=1) as target:
         checked = call.check(operands, options, "sim", WANTED, q, None)
-        config = replace(launch.plan(checked.problem, target), cut=True)
+        config = replace(launch.plan_main(checked.problem, target), cut=True)
         prepared = launch.prepare.__wrapped__(checked.problem, target, Order(2, heads), config)
         made = []
 
