@@ -341,7 +341,7 @@ class BackwardKernel:
     def operand_region(self, name: str, stages: int, title: str) -> memory.Region:
         rows = self.tile_n if name in ("k", "v") else self.tile_m
         contents = f"[{rows}, {self.room_of(name)}]"
-        if name in ("q", "do"):
+        if name in ("q", "do") or stages > 1:
             contents = f"{stages} x {contents}"
         return memory.tile_region(name, stages * self.tile_bytes(name), title, contents)
 

@@ -13,6 +13,7 @@ import torch
 from warpspec.common.hardware import gpu_model
 from warpspec.common.launch import Target, simulating
 from warpspec.fmha.backward import call, launch, pieces, rounds, runs, schedule
+from warpspec.fmha.backward.apart import is_apart
 from warpspec.fmha.backward.problem import BackwardProblem
 from warpspec.fmha.backward.schedule import Order
 from warpspec.fmha.operands import Operands, Options
@@ -219,6 +220,41 @@ def test_who_makes_dq(batch, length, heads, finishes):
     q, k = (torch.empty(batch, length, n, 128, dtype=torch.bfloat16, device="meta") for n in heads)
     forward = AttentionProblem.of(q, k, k, causal=True, return_lse=True, memory=False)
     assert launch.plan_main(BackwardProblem.check(forward, ("q", "k", "v")), H200).finishes == finishes
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "dims", "causal", "apart"),
+    [
+        ((512,) * 16, (32, 32), (128, 128), True, True),
+        ((256,) * 20, (32, 8), (128, 128), True, True),
+        ((300,) * 40, (12, 12), (64, 64), True, True),
+        ((2048,) * 2, (64, 64), (192, 128), True, True),
+        ((1536,) * 6, (16, 16), (128, 128), True, False),  # 0.91 of the speed
+        ((1024,) * 8, (16, 16), (64, 64), False, False),  # 0.92
+        ((1024,) * 2, (32, 8), (128, 128), True, False),  # 0.95: 128 key tiles, one for each SM
+        ((128,) * 2, (8, 8), (128, 128), True, False),
+        ((8192,) * 2, (32, 32), (128, 128), True, False),
+        ((436, 995, 700, 800, 600, 900, 512, 711) * 2, (32, 8), (128, 128), True, True),
+        ((4000, 300, 200), (32, 8), (128, 128), True, False),
+        ((512,) * 16, (16, 16), (256, 256), True, False),
+    ],
+)
+def test_when_dq_is_made_apart(lengths, heads, dims, causal, apart):
+    """Where that took less time on an H100. Lengths that differ are packed."""
+    packed = len(set(lengths)) > 1
+    total = (sum(lengths),) if packed else (len(lengths), lengths[0])
+    q, k, v = (
+        torch.empty(*total, n, d, dtype=torch.bfloat16, device="meta")
+        for n, d in ((heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1]))
+    )
+    options = {"causal": causal, "return_lse": True, "memory": False}
+    if packed:
+        starts = torch.empty(len(lengths) + 1, dtype=torch.int32, device="meta")
+        options |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+        options |= {"max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
+    problem = BackwardProblem.check(AttentionProblem.of(q, k, v, **options), ("q", "k", "v")).padded
+    config = launch.plan(problem, Target.of_model(gpu_model("H100")))
+    assert is_apart(problem, config) == apart
 
 
 @pytest.mark.parametrize("wanted", [("q", "k", "v"), ("k", "v")])
