@@ -12,6 +12,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
+
 from warpspec.common.launch import Target
 from warpspec.fmha.backward.features import BackwardKernel
 from warpspec.fmha.backward.problem import BackwardProblem
@@ -33,7 +35,7 @@ from warpspec.fmha.tiles import ELEMENT_BYTES
 
 TILE_STEPS = 1.5  # what a tile costs beside its steps, in steps
 ANY_CTAS = (1 << 31) - 1
-MOST_ROUNDS = 60  # from which any order is balanced
+MOST_ROUNDS = 60  # that are dealt out
 LEAST_GAIN = 0.01  # of the time, for which a section is larger than another
 
 
@@ -174,8 +176,13 @@ def balanced_section(steps: tuple[int, ...], rows: int, ctas: int, most: int) ->
     """Rows of a section, ``most`` at most, with which the CTA with the most work has least. steps: of each tile of a
     row, in their order."""
     tiles = len(steps)
-    if max(steps, default=0) == min(steps, default=0) or tiles * rows > MOST_ROUNDS * ctas:
+    if max(steps, default=0) == min(steps, default=0):
         return max(min(ctas // max(tiles, 1), rows, most), 1)
+    if (
+        tiles * rows > MOST_ROUNDS * ctas
+    ):  # a few sections are whole rounds, the same for each CTA again and again
+        whole = ctas // math.gcd(ctas, tiles)
+        return max(min(whole, rows, most), 1)
     near = {ctas * k // tiles for k in (1, 2, 3)} | {
         1,
         4,
@@ -221,10 +228,8 @@ def most_work(steps: Sequence[int], rows: int, section: int, ctas: int, tile: fl
     """Steps of the CTA with the most of them, that of its tiles' starts included."""
     count = len(steps) * rows
     ctas = min(ctas, count)
-    work = [0.0] * ctas
-    for round_ in range(-(-count // ctas)):
-        for cta in range(ctas):
-            index = round_ * ctas + place_in_round(round_, cta, ctas)
-            if index < count:
-                work[cta] += tile + steps[decode(len(steps), rows, 1, section, index)[0]]
-    return max(work)
+    round_, cta = np.divmod(np.arange(-(-count // ctas) * ctas), ctas)
+    index = round_ * ctas + place_in_round(round_, cta, ctas)
+    there = index < count
+    number, _, _ = decode(len(steps), rows, 1, section, index[there], minimum=np.minimum)
+    return float(np.bincount(cta[there], tile + np.asarray(steps)[number]).max())
