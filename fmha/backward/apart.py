@@ -40,7 +40,7 @@ LEAST_GAIN = 0.01  # of the time, for which a section is larger than another
 
 
 class Times(NamedTuple):
-    """The time of a call, fitted to 29 calls on an H100 (docs/records/2026-11-28-gradients-apart.md).
+    """The time of a call, fitted to 28 calls on an H100 (docs/records/2026-11-28-gradients-apart.md).
 
     main: of one main kernel, as a multiple of what ``schedule`` expects. sums: bytes that it and the kernels around it
     move, for each byte of Q. key_us, query_us: microseconds of a step of the kernels apart; tile: what a tile costs

@@ -25,12 +25,11 @@ from warpspec.fmha.backward.problem import BackwardProblem
 from warpspec.fmha.heads import BLOCK, rounded
 
 CONSUMERS = 2  # warpgroups, each with 64 rows of a tile
-QUERY_CONSUMERS = {64: 2, 128: 2, 192: 2}
 QUERY_STEP = {64: 128, 128: 64, 192: 64}  # keys of a step of dQ, by D of the tile
 KEY_STEP = {64: 128, 128: 64}  # queries of a step of dK and dV
 STAGES = {64: 4, 128: 4, 192: 3}  # of the rings, by D
 SUM_STEP = 16  # columns are made in multiples of this
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = {2: 240, 3: 160}, 24
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 BARRIER_BYTES = 1024  # room for the mbarriers: what follows is aligned to it
 RESULT_BUFFERS = {64: 2, 128: 2, 192: 1}  # of 16 rows and 64 columns of a warp, which TMA stores
 CLEARED_BARRIER = 1  # named barrier of the consumers: they have cleared rows that nobody sees
@@ -44,7 +43,6 @@ class ApartKernel(BackwardKernel):
 
     kept, streamed = ("", ""), ("", "")
     step_blocks = 1
-    consumers = CONSUMERS
 
     def __post_init__(self):
         super().__post_init__()
@@ -58,7 +56,7 @@ class ApartKernel(BackwardKernel):
 
     @property
     def consumer_threads(self) -> int:
-        return self.consumers * WARPGROUP_THREADS
+        return CONSUMERS * WARPGROUP_THREADS
 
     @property
     def load_warp(self) -> int:
@@ -67,7 +65,7 @@ class ApartKernel(BackwardKernel):
     @property
     def registers(self) -> tuple[int, ...]:
         """Registers of a thread, by warpgroup."""
-        return (CONSUMER_REGISTERS[self.consumers],) * self.consumers + (PRODUCER_REGISTERS,)
+        return (CONSUMER_REGISTERS,) * CONSUMERS + (PRODUCER_REGISTERS,)
 
     @property
     def stores_tiles(self) -> bool:
@@ -98,7 +96,7 @@ class ApartKernel(BackwardKernel):
     @property
     def smem_regions(self) -> tuple[memory.Region, ...]:
         """Shared memory, in order."""
-        rows, stages = self.consumers * WARPGROUP_ROWS, self.stages_of("q")
+        rows, stages = CONSUMERS * WARPGROUP_ROWS, self.stages_of("q")
         buffers = self.result_buffers
         numbers = stages * self.statistics_bytes // FP32_BYTES
         statistics = f"{stages} x lse' and -delta of rows"
@@ -156,13 +154,9 @@ class QueryConfig(ApartKernel):
         return cls(*fields, rows=keys.rows, row_tile=keys.tile_m, begins_early=early)
 
     @property
-    def consumers(self) -> int:
-        return QUERY_CONSUMERS[self.heads.qk]
-
-    @property
     def tile_m(self) -> int:
         """Queries of a tile."""
-        return self.consumers * WARPGROUP_ROWS
+        return CONSUMERS * WARPGROUP_ROWS
 
     @property
     def row_tiles(self) -> int:
@@ -207,4 +201,4 @@ class KeyConfig(ApartKernel):
     @property
     def tile_n(self) -> int:
         """Keys of a tile."""
-        return self.consumers * WARPGROUP_ROWS
+        return CONSUMERS * WARPGROUP_ROWS

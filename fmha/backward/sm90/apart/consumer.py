@@ -15,7 +15,7 @@ from warpspec.common.device import tma
 from warpspec.common.device.wgmma import QUAD, WARP_ROWS, WARPGROUP_ROWS
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.fmha.backward.device.clear import clear_rows
-from warpspec.fmha.backward.sm90.apart.config import CLEARED_BARRIER
+from warpspec.fmha.backward.sm90.apart.config import CLEARED_BARRIER, CONSUMERS
 from warpspec.fmha.backward.sm90.products import K_MAJOR, MMA_K, MN_MAJOR, batched, make_mma, ring
 from warpspec.fmha.backward.sm90.results import block_of
 from warpspec.fmha.heads import BLOCK, STEP
@@ -160,7 +160,7 @@ def store_tiles(work, number: cutlass.Constexpr, words: cute.Tensor, place: cutl
     (atom, coordinates), buffers = work.stores[number], config.result_buffers
     first += work.consumer * WARPGROUP_ROWS + thread // WARP_THREADS * WARP_ROWS
     view = cute.domain_offset((0, first, 0), coordinates[None, None, None, head, batch])
-    box, buffer_bytes = (BLOCK, WARP_ROWS, 1), config.consumers * WARPGROUP_ROWS * tma.ROW_BYTES
+    box, buffer_bytes = (BLOCK, WARP_ROWS, 1), CONSUMERS * WARPGROUP_ROWS * tma.ROW_BYTES
     tiles = cute.local_tile(view, box, (0, 0, None) if config.rows is None else (None, 0, 0))
     own = work.shared["results"] + work.index // WARP_THREADS * (WARP_ROWS * tma.ROW_BYTES)
     shared = tma.shared_tiles(own.align(tma.TILE_ALIGNMENT), work.dtype, box, buffers, buffer_bytes)
