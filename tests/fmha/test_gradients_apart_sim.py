@@ -6,8 +6,12 @@ from helpers.gradient_cases import KERNEL_TOLERANCE, Case
 from helpers.suites import long_but
 
 from warpspec.common.compile import resources
+from warpspec.common.launch import SIMULATED
 from warpspec.fmha.backward import apart, launch
+from warpspec.fmha.backward.problem import BackwardProblem
 from warpspec.fmha.backward.schedule import Order
+from warpspec.fmha.backward.sm90.apart import KEYS, QUERIES, KeyConfig, QueryConfig
+from warpspec.fmha.problem import AttentionProblem
 
 LENGTHS = {"lengths_q": (1, 150, 0, 200, 64), "lengths_k": (1, 150, 20, 230, 64)}
 CASES = {
@@ -28,9 +32,35 @@ CASES = {
 }  # fmt: skip
 
 
+MASKS = {"full": {}, "causal": {"causal": True}, "window": {"causal": True, "window": (300, 0)}}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("requests", ["rows", "lengths", "packed"])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("sizes", [(64, 64), (96, 96), (128, 128), (192, 128)])
+def test_no_kernel_spills(sizes, mask, requests):
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    options, rows = MASKS[mask] | {"return_lse": True, "memory": False}, (2, 512)
+    if requests == "lengths":
+        options["kv_lengths"] = empty(2, dtype=torch.int32)
+    if requests == "packed":
+        starts, rows = empty(3, dtype=torch.int32), (1024,)
+        options |= dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=512, max_seqlen_k=512)
+    tensors = (empty(*rows, n, size) for n, size in ((8, sizes[0]), (2, sizes[0]), (2, sizes[1])))
+    problem = BackwardProblem.check(AttentionProblem.of(*tensors, **options), ("k", "v")).padded
+    keys, target = KeyConfig.of(problem), SIMULATED["sm_90a"]
+    kernels = [(QUERIES, QueryConfig.beside(keys or launch.supported(problem, target)))]
+    kernels += [(KEYS, keys)] if keys else []
+    for kernel, config in kernels:
+        assert not any(each.local_bytes for each in resources(kernel.compiled(config, "sm_90a")).values())
+
+
 @pytest.mark.parametrize("name", long_but([], CASES))
 def test_gradients(name, monkeypatch, simulate_gradients_as, check_order):
-    """Gradients, memory order, and that no register spills; with more tiles than CTAs."""
+    """Gradients and memory order, with more tiles than CTAs."""
     found, prepare = [], launch.prepare.__wrapped__
     monkeypatch.setattr(apart, "gains", lambda *_: True)
     monkeypatch.setattr(launch, "choose_order", lambda *_: Order(1, 1))  # no key tile is cut
@@ -39,7 +69,5 @@ def test_gradients(name, monkeypatch, simulate_gradients_as, check_order):
     case = CASES[name]
     tensors = case.tensors()
     case.check(case.gradients(tensors, backend="reference"), tensors, KERNEL_TOLERANCE[case.dtype])
-    (((problem, target), prepared),) = found
+    ((_, prepared),) = found
     assert prepared.queries is not None
-    for kernel, config in launch.kernels(problem, target, prepared.config)[1:]:
-        assert not any(each.local_bytes for each in resources(kernel.compiled(config, "sm_90a")).values())
