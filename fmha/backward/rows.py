@@ -98,8 +98,10 @@ def result_config(config: BackwardKernel) -> ResultConfig | None:
 
 def row_config(config: BackwardKernel, problem) -> RowConfig:
     """The first kernel of a problem whose main kernel is that of ``config``."""
-    main = config if config.cuts_by_length else replace(config, cut=False)
-    main = replace(main, wanted=replace(config.wanted, q="q" in problem.wanted))  # whoever makes it
+    main = None
+    if config.requests.packed_k:
+        main = config if config.cuts_by_length else replace(config, cut=False)
+        main = replace(main, wanted=replace(config.wanted, q="q" in problem.wanted))  # whoever makes it
     return RowConfig(
         config.heads,
         config.tile_m,
@@ -114,7 +116,7 @@ def row_config(config: BackwardKernel, problem) -> RowConfig:
         config.deterministic,
         config.delta_factor,
         config.sink_limit if problem.forward.has_sink else 0.0,
-        main if config.requests.packed_k else None,
+        main,
         config.rows,
         config.tile_n if config.slices else 0,
         config.slices and config.leaves_k,
