@@ -183,6 +183,8 @@ class KeyConfig(ApartKernel):
         forward, wanted = problem.forward, problem.wanted
         mask, plain = forward.mask, forward.bias is None and forward.logits.softcap is None
         further = mask.has_blocks or mask.has_ranges
+        # Keys past the KV length that a mask does not hide anyway take four registers that D 128 has not.
+        further |= forward.requests.has_kv_lengths and not mask.band and forward.heads.qk > BLOCK
         if further or not plain or forward.heads.qk not in KEY_STEP or set(wanted) - {"sink"} != {"k", "v"}:
             return None
         fields = common_fields(problem) | {"wanted": Wanted(False, True, True)}
