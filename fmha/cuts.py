@@ -95,10 +95,12 @@ def reading(plan, sizes: LineSizes, cut_for: str) -> AttentionKernel:
 
 
 def call_of(q: torch.Tensor, kv: torch.Tensor, page_table: torch.Tensor) -> tuple:
-    """What a schedule remembers of a call over pages kv [pages, page size, row]: sizes, (dtype, page size), device."""
+    """What a schedule remembers of a call over pages kv [pages, page size, row]: sizes, (dtype, page size) and q's dtype
+    if that is e4m3, device."""
     requests, queries, heads, _ = q.shape
     sizes = LineSizes(requests, queries, heads, 1, page_table.shape[1])
-    return sizes, (kv.dtype, kv.shape[1]), q.device
+    codes = (q.dtype,) if q.dtype == torch.float8_e4m3fn else ()
+    return sizes, (kv.dtype, kv.shape[1], *codes), q.device
 
 
 class DecodeSchedule:

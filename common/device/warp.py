@@ -14,12 +14,17 @@ GROUP_BITS = 8  # where shfl's mask of groups begins, above its clamp
 
 
 @dsl_user_op
-def warp_anew(*, loc=None, ip=None) -> Int32:
-    """The warp's number in its CTA, read here; the compiler knows that it is the same in a warp. It would keep one that
-    was read before, and where registers are full that is one too many."""
+def thread_anew(*, loc=None, ip=None) -> Int32:
+    """The thread's number in its CTA, read here. The compiler would keep one that was read before, and what follows
+    from it, and where registers are full that is too much."""
     asm = {"has_side_effects": True, "is_align_stack": False, "asm_dialect": llvm.AsmDialect.AD_ATT}
-    thread = Int32(llvm.inline_asm(T.i32(), [], "mov.u32 $0, %tid.x;", "=r", loc=loc, ip=ip, **asm))
-    return cute.arch.make_warp_uniform(thread // WARP_THREADS, loc=loc, ip=ip)
+    return Int32(llvm.inline_asm(T.i32(), [], "mov.u32 $0, %tid.x;", "=r", loc=loc, ip=ip, **asm))
+
+
+@dsl_user_op
+def warp_anew(*, loc=None, ip=None) -> Int32:
+    """The warp's number in its CTA, read here; the compiler knows that it is the same in a warp."""
+    return cute.arch.make_warp_uniform(thread_anew(loc=loc, ip=ip) // WARP_THREADS, loc=loc, ip=ip)
 
 
 def running_sum(value, lane, lanes: int = WARP_THREADS):

@@ -32,6 +32,7 @@ from warpspec.latent.gathered.config import (
     Sm100GatheredConfig,
 )
 from warpspec.latent.gathered.problem import MAX_KEY_SETS, VALUE_DIM, GatheredProblem
+from warpspec.latent.gathered.raw.config import RawConfig
 from warpspec.latent.gathered.transposed.config import TransposedConfig, rows_of
 
 
@@ -54,6 +55,8 @@ GATHERED = Family(
 SHARED_FORMATS = ("v3.2-fp8", "v4-fp8")  # of rows that CTAs convert together
 # On sm_90a, for pages of codes: keys are rows of the products.
 TRANSPOSED = Kernel("gathered.transposed", "warpspec.latent.gathered.transposed.kernel:host_and_arguments")
+# On sm_90a, for pages of codes and Q in e4m3: products of codes.
+RAW = Kernel("gathered.raw", "warpspec.latent.gathered.raw.kernel:host_and_arguments")
 # On sm_90a, for pages of codes. With at most so many splits a thread that combines them loads 16 bytes of each.
 MEANS_VECTOR, FEW_SPLITS = 8, 16
 COMBINE_MEANS = Kernel("fmha.gathered.means", "warpspec.latent.gathered.means:combine_arguments")
@@ -73,6 +76,8 @@ class GatheredPlan(NamedTuple):
 
     def kernel(self, target: Target) -> Kernel:
         """The attention kernel."""
+        if isinstance(self.config, RawConfig):
+            return RAW
         is_transposed = isinstance(self.config, TransposedConfig)
         return TRANSPOSED if is_transposed else GATHERED.of(target.architecture).kernel
 
@@ -91,7 +96,10 @@ def make_plan(problem: GatheredProblem, target: Target) -> GatheredPlan:
         return found._replace(config=reading(found, line_sizes(problem), problem.cut_for))
     kind = GATHERED.of(target.architecture).config
     make, tile_m, tile_n = kind.of, kind.of().tile_m, kind.of().tile_n
-    if transposes(problem, target):
+    if problem.has_q_scale:
+        tile_m = rows_of(problem.heads, problem.queries) or WARPGROUP_ROWS
+        make = partial(RawConfig.of, tile_m, exact=not problem.normalize)
+    elif transposes(problem, target):
         tile_m = rows_of(problem.heads, problem.queries)
         make = partial(TransposedConfig.of, tile_m, exact=not problem.normalize)
     tiles = sum(-(-k // tile_n) for k in problem.slots)
@@ -119,6 +127,7 @@ def make_plan(problem: GatheredProblem, target: Target) -> GatheredPlan:
         float8=of_kernel.float8,
         paged=problem.paged,
         has_kv_scale=problem.has_kv_scale,
+        has_q_scale=problem.has_q_scale,
         pack=pack,
         cluster=cluster,
         **line_options(problem, make) if line else {},
@@ -190,6 +199,8 @@ def costs_of(problem: GatheredProblem, target: Target) -> cost.Costs | None:
     """The costs of the problem's kernel; None if it was not timed."""
     if target.architecture.backend != "sm90":
         return None
+    if problem.has_q_scale:
+        return cost.RAW
     if transposes(problem, target):
         return cost.TRANSPOSED
     return (cost.COSTS if choose_cluster(problem, target) == 1 else cost.OF_CLUSTERS).get(problem.format)
@@ -229,8 +240,8 @@ def takes_line(
 def run(problem: GatheredProblem, target: Target, tensors: dict):
     """Launch on the tensors' device and its current stream, without synchronisation.
 
-    tensors: q [T, H, D], o (words, if in FP8), scales, sink, lse, row_max, row_sum, cos_sin, positions, kv_scale and
-    cuts (None where the problem has none) and key_sets, each as (words, slots, lengths, page_size). Returns the
+    tensors: q [T, H, D], o (words, if in FP8), scales, sink, lse, row_max, row_sum, cos_sin, positions, kv_scale,
+    q_scale and cuts (None where the problem has none) and key_sets, each as (words, slots, lengths, page_size). Returns the
     simulator's report, or None on a GPU.
     """
     plan = make_plan(problem, target)
@@ -240,7 +251,7 @@ def run(problem: GatheredProblem, target: Target, tensors: dict):
     row_stats = [
         None if t is None else t[None] for t in (tensors["lse"], tensors["row_max"], tensors["row_sum"])
     ]
-    angles = (tensors["cos_sin"], tensors["positions"], tensors.get("kv_scale"))
+    angles = (tensors["cos_sin"], tensors["positions"], tensors.get("kv_scale"), tensors.get("q_scale"))
     sets = list(tensors["key_sets"]) + [(None, None, None, 1)] * (MAX_KEY_SETS - len(problem.slots))
     flat = [field for each in sets for field in each]
     logits = LogitNumbers.of(LogitOptions(problem.scale), scaled=problem.has_kv_scale)

@@ -78,7 +78,7 @@ class GatheredProblem:
     """Sizes and switches of a call, without tensors. Hashable.
 
     tokens, heads: sizes of q. format: the rows' format. slots: K of each key set. lengths: for each set, whether it has
-    lengths. paged, has_kv_scale: as in ``config.Gathers``. queries: of a request, which are neighbouring tokens, if
+    lengths. paged, has_kv_scale, has_q_scale: as in ``config.Gathers``. queries: of a request, which are neighbouring tokens, if
     keys are paged. cut_for: as in ``fmha.operands.Options``. All other fields: as in ``gathered_attention``.
     """
 
@@ -96,6 +96,7 @@ class GatheredProblem:
     float8: bool = False
     paged: bool = False
     has_kv_scale: bool = False
+    has_q_scale: bool = False
     queries: int = 1
     cut_for: str | None = None
 

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
 from warpspec.common.hardware import TMA_ALIGNMENT, WORD_BYTES
-from warpspec.common.operands import BFLOAT16, FLOAT32, INT32, UINT32, Number, Operand, Several
+from warpspec.common.operands import BFLOAT16, FLOAT32, INT32, UINT8, UINT32, Number, Operand, Several
 from warpspec.fmha.device.ahead import prefetch_line, prefetch_lines, prefetch_table
 from warpspec.fmha.device.cut_ahead import cut_ahead
 from warpspec.fmha.device.cuts import Shaped, copy_cuts, prefetch_cuts
@@ -164,16 +164,21 @@ def place_of(fmt: cutlass.Constexpr, key_set: DeviceKeySet, slot) -> tuple:
     return address, scale_at
 
 
+def q_dtype(config) -> str:
+    """dtype of q; bytes stand for codes."""
+    return UINT8 if config.gathers.has_q_scale else BFLOAT16
+
+
 class Gathered(NamedTuple):
     """Tensors of a launch.
 
     q: [1, T, H, D]. o: as q, with the splits in front if there are any; in FP8 words of four e4m3, with scales fp32
     [1, T, H, 4], else None. sink: [H]. lse, row_max, row_sum: [1, H, T]. cos_sin: fp32 [N, R] and positions: int32 [T],
-    or None. kv_scale: fp32 [1] or None. cuts, pieces, counters: as in ``fmha.operands.Operands``. sets:
+    or None. kv_scale, q_scale: fp32 [1] or None. cuts, pieces, counters: as in ``fmha.operands.Operands``. sets:
     ``KeySetOperands``, in kernels the ``DeviceKeySet``s that there are.
     """
 
-    q: Annotated[Any, Operand(BFLOAT16, 4, lambda c: c.heads.qk, TMA_ALIGNMENT)]
+    q: Annotated[Any, Operand(q_dtype, 4, lambda c: c.heads.qk, TMA_ALIGNMENT)]
     o: Annotated[Any, RESULT]
     scales: Annotated[Any, Operand(FLOAT32, 4, when="gathers.float8")]
     sink: Annotated[Any, Operand(FLOAT32, 1, when="output.has_sink")]
@@ -183,6 +188,7 @@ class Gathered(NamedTuple):
     cos_sin: Annotated[Any, Operand(FLOAT32, 2, ROPE_DIM, when="gathers.rotate_back")]
     positions: Annotated[Any, Operand(INT32, 1, when="gathers.rotate_back")]
     kv_scale: Annotated[Any, Operand(FLOAT32, 1, when="gathers.has_kv_scale")]
+    q_scale: Annotated[Any, Operand(FLOAT32, 1, when="gathers.has_q_scale")]
     cuts: Annotated[Any, CUTS]
     pieces: Annotated[Any, PIECES]
     counters: Annotated[Any, COUNTERS]

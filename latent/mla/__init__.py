@@ -31,6 +31,7 @@ __all__ = ["mla_decode", "mla_schedule"]
 
 ROW, VALUES = LATENT
 DTYPES = (torch.bfloat16, torch.float16)
+CODES = torch.float8_e4m3fn
 
 
 def mla_decode(
@@ -41,6 +42,7 @@ def mla_decode(
     *,
     scale: float,
     kv_scale: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
     normalize: bool = True,
     return_lse: bool = False,
     num_splits: int | None = None,
@@ -57,8 +59,9 @@ def mla_decode(
     call can be captured in a CUDA graph and replayed with others. Forward only.
 
     Args:
-        q: bf16 or fp16 [B, Sq, H, 576], 1 to 128 heads. A head has 512 numbers (q_nope W_UK), then 64 rotated ones.
-            Query i of request b stands at position kv_lengths[b] - Sq + i. Rows aligned to 16 bytes.
+        q: bf16 or fp16 [B, Sq, H, 576], 1 to 128 heads; over e4m3 rows also e4m3, with ``q_scale``. A head has 512
+            numbers (q_nope W_UK), then 64 rotated ones. Query i of request b stands at position
+            kv_lengths[b] - Sq + i. Rows aligned to 16 bytes.
         kv: the cache, [pages, page_size, 576], in q's dtype or e4m3 (torch.float8_e4m3fn). Pages have 64 rows; in q's
             dtype they may have any other size that ``attention`` takes. The distance between pages is a multiple of 16
             bytes, and so is the distance between rows in q's dtype.
@@ -68,7 +71,10 @@ def mla_decode(
             DeepSeek V3), times the square of its RoPE scaling's factor. There is no default, because the absorbed sizes
             do not tell these head sizes. Kernels take none below 0 with e4m3 rows.
         kv_scale: fp32 [] or [1] on q's device, only with e4m3 rows, whose numbers are codes times this scale; None: 1.
-            The kernel reads it, and converts codes exactly; q must be bf16.
+            The kernel reads it, and converts codes exactly; q must be bf16 or e4m3.
+        q_scale: fp32 [] or [1] on q's device, asked for with e4m3 q and only then: numbers of q are codes times this
+            scale. The kernel multiplies codes of q and rows as they are, and adds the products of 64 columns at a time
+            to 14 bits; with logits up to 20 lse is then off by 1e-3 at most.
         normalize: False returns an ``AttentionState``, which ``warpspec.fmha.merge`` combines with others.
         return_lse: also return lse.
         num_splits: number of splits of the keys, as in ``attention``. A second launch combines them.
@@ -78,7 +84,7 @@ def mla_decode(
         backend: as in ``warpspec.fmha.attention``.
 
     Returns:
-        o [B, Sq, H, 512] in q's dtype; with return_lse (o, lse), lse fp32 [B, H, Sq] = ln(sum of exp(logit)); with
+        o [B, Sq, H, 512] in q's dtype, bf16 if that is e4m3; with return_lse (o, lse), lse fp32 [B, H, Sq] = ln(sum of exp(logit)); with
         normalize=False an AttentionState, fp32. A query that sees no row gives 0 and lse -inf (FlashMLA: +inf). NaN in
         rows that a query does not see never reaches it.
 
@@ -86,11 +92,11 @@ def mla_decode(
         TypeError, ValueError: naming the argument. UnsupportedProblem: the backend cannot run it.
         NotImplementedError: a gradient is asked for.
     """
-    check_operand("q", q, DTYPES, (-1, -1, -1, ROW), None, aligned=True)
-    check_operand("kv", kv, (q.dtype, torch.float8_e4m3fn), (-1, -1, ROW), q.device, aligned=True)
+    check_operand("q", q, (*DTYPES, CODES), (-1, -1, -1, ROW), None, aligned=True)
+    check_operand("kv", kv, (q.dtype, CODES), (-1, -1, ROW), q.device, aligned=True)
     check_tensor("page_table", page_table, (torch.int32,), (len(q), -1), q.device)
     check_tensor("kv_lengths", kv_lengths, (torch.int32,), (len(q),), q.device)
-    refuse_gradients(q=q, kv=kv, kv_scale=kv_scale, out=out)
+    refuse_gradients(q=q, kv=kv, kv_scale=kv_scale, q_scale=q_scale, out=out)
     if kv.shape[1] == 0:
         raise ValueError(f"kv: pages must hold at least one row, got shape {list(kv.shape)}")
     if not 1 <= q.shape[2] <= HEAD_LIMIT:
@@ -107,13 +113,15 @@ def mla_decode(
         if num_splits is not None:
             raise ValueError(f"num_splits: must be None with a schedule, got {num_splits}")
         schedule.check(q, kv, page_table)
-    codes = kv.dtype == torch.float8_e4m3fn
-    if kv_scale is not None and not codes:
-        raise ValueError(f"kv_scale: must be None with rows of {kv.dtype}")
+    codes = kv.dtype == CODES
+    for name, scale_of in (("kv_scale", kv_scale), ("q_scale", q_scale)):
+        if scale_of is not None and not codes:
+            raise ValueError(f"{name}: must be None with rows of {kv.dtype}")
     if codes:
         return float8.decode(
-            q, kv, page_table, kv_lengths, checked_scale(kv_scale, q.device), scale=scale, normalize=normalize,
-            return_lse=return_lse, num_splits=num_splits, out=out, schedule=schedule, backend=backend,
+            q, kv, page_table, kv_lengths, checked_scale("kv_scale", kv_scale, q.device),
+            checked_q_scale(q_scale, q), scale=scale, normalize=normalize, return_lse=return_lse,
+            num_splits=num_splits, out=out, schedule=schedule, backend=backend,
         )  # fmt: skip
     return attention(
         q,
@@ -132,11 +140,19 @@ def mla_decode(
     )
 
 
-def checked_scale(kv_scale: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """fp32 [] or [1]: the scale of a call with e4m3 rows."""
-    if kv_scale is None:
+def checked_scale(name: str, scale: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """fp32 [] or [1]: the scale of all codes of a call's rows, or of its queries; 1 if there is none."""
+    if scale is None:
         return torch.ones(1, dtype=torch.float32, device=device)
-    check_tensor("kv_scale", kv_scale, (torch.float32,), None, device)
-    if kv_scale.shape not in ((), (1,)):
-        raise ValueError(f"kv_scale: must be one number, [] or [1], got shape {list(kv_scale.shape)}")
-    return kv_scale
+    check_tensor(name, scale, (torch.float32,), None, device)
+    if scale.shape not in ((), (1,)):
+        raise ValueError(f"{name}: must be one number, [] or [1], got shape {list(scale.shape)}")
+    return scale
+
+
+def checked_q_scale(q_scale: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
+    """The scale of q's codes, or None with q in 16 bits."""
+    if (q_scale is None) == (q.dtype == CODES):
+        wanted = "a scale with q in e4m3" if q_scale is None else f"None with q of {q.dtype}"
+        raise ValueError(f"q_scale: must be {wanted}")
+    return None if q_scale is None else checked_scale("q_scale", q_scale, q.device)

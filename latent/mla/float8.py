@@ -17,7 +17,7 @@ from warpspec.fmha.values import are_checked, check_scale, check_values
 from warpspec.latent.gathered.config import E4M3_ROWS, PAGE_ROWS
 from warpspec.latent.gathered.problem import VALUE_DIM, GatheredProblem
 
-INPUTS = ("q", "kv", "page_table", "kv_lengths", "kv_scale")
+INPUTS = ("q", "kv", "page_table", "kv_lengths", "kv_scale", "q_scale")
 
 
 def decode(
@@ -26,6 +26,7 @@ def decode(
     page_table,
     kv_lengths,
     kv_scale,
+    q_scale,
     *,
     scale,
     normalize,
@@ -39,10 +40,10 @@ def decode(
 
     The caller has made the checks that bf16 rows share.
     """
-    inputs = (q, kv, page_table, kv_lengths, kv_scale)
+    inputs = (q, kv, page_table, kv_lengths, kv_scale, q_scale)
     results = outputs(q, out, inputs, normalize=normalize, return_lse=return_lse)
     cuts = (None, None) if schedule is None else schedule.operand
-    if traced(*inputs):
+    if traced(*(t for t in inputs if t is not None)):
         decode_operator(*inputs, float(scale), num_splits or 0, *cuts, *results, backend)
     else:
         compute(inputs, float(scale), num_splits, cuts, results, backend)
@@ -58,7 +59,8 @@ def outputs(q, out, inputs, *, normalize: bool, return_lse: bool) -> tuple:
     """(o [B, Sq, H, 512], lse, row_max, row_sum [H, B * Sq]): out, checked, and uninitialised memory; None for results
     that are not wanted."""
     batch, queries, heads, _ = q.shape
-    shape, dtype = (batch, queries, heads, VALUE_DIM), q.dtype if normalize else torch.float32
+    of_results = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
+    shape, dtype = (batch, queries, heads, VALUE_DIM), of_results if normalize else torch.float32
     if out is not None:
         check_operand("out", out, (dtype,), shape, q.device, aligned=True)
         check_output("out", out, dict(zip(INPUTS, inputs, strict=True)))
@@ -73,14 +75,18 @@ def compute(
 ) -> None:
     """Compute a call into ``results``, which ``outputs`` has made. inputs: those of INPUTS. schedule:
     ``DecodeSchedule.operand``."""
-    (q, kv, page_table, kv_lengths, kv_scale), (o, lse, row_max, row_sum) = inputs, results
+    (q, kv, page_table, kv_lengths, kv_scale, q_scale), (o, lse, row_max, row_sum) = inputs, results
     if are_checked(q.device):
         check_scale("kv_scale", kv_scale)
+        if q_scale is not None:
+            check_scale("q_scale", q_scale)
     if resolve_backend(backend, q.device) == "reference":
         define(inputs, scale, results)
         return
     target, scale = target_of(q.device), LogitOptions(scale).checked(q.shape[3]).scale
     check_for_kernels(q, kv, o, scale)
+    if q_scale is not None and target.architecture.backend != "sm90":
+        raise UnsupportedProblem(f"q: must be torch.bfloat16 on {target.arch}, got {q.dtype}")
     rows = page_table.shape[1] * PAGE_ROWS
     if are_checked(q.device):
         check_values(kv_lengths, None, page_table, seq_k=rows, pages=len(kv), page_size=PAGE_ROWS)
@@ -95,15 +101,16 @@ def compute(
 
     problem = problem_of(
         batch, queries, heads, rows, scale, normalize=row_max is None, return_lse=lse is not None,
-        num_splits=num_splits, cut_for=schedule[1],
+        num_splits=num_splits, cut_for=schedule[1], has_q_scale=q_scale is not None,
     )  # fmt: skip
     page_bytes = PAGE_ROWS * kv.shape[2]
     step = kv.stride(0) if len(kv) > 1 else page_bytes
     words = kv.as_strided((len(kv), page_bytes), (step, 1)).view(torch.uint8).view(torch.uint32)
+    queries_of = q if q_scale is None else q.view(torch.uint8)
     tensors = {
-        "q": q.reshape(tokens, heads, -1), "o": o.view(tokens, heads, VALUE_DIM), "scales": None, "sink": None,
+        "q": queries_of.reshape(tokens, heads, -1), "o": o.view(tokens, heads, VALUE_DIM), "scales": None, "sink": None,
         "lse": lse, "row_max": row_max, "row_sum": row_sum, "cos_sin": None, "positions": None,
-        "kv_scale": kv_scale.reshape(1), "cuts": schedule[0],
+        "kv_scale": kv_scale.reshape(1), "q_scale": None if q_scale is None else q_scale.reshape(1), "cuts": schedule[0],
         "key_sets": [(words, page_table.contiguous(), kv_lengths.contiguous(), PAGE_ROWS)],
     }  # fmt: skip
     launch.run(problem, target, tensors)
@@ -113,8 +120,8 @@ def check_for_kernels(q, kv, o, scale: float) -> None:
     """Raise UnsupportedProblem or ValueError for what the definition takes and kernels do not."""
     if kv.shape[1] != PAGE_ROWS:
         raise UnsupportedProblem(f"kv: kernels read pages of {PAGE_ROWS} e4m3 rows, got {kv.shape[1]}")
-    if q.dtype != torch.bfloat16:
-        raise UnsupportedProblem(f"q: must be torch.bfloat16 with e4m3 rows, got {q.dtype}")
+    if q.dtype == torch.float16:
+        raise UnsupportedProblem(f"q: must be torch.bfloat16 or e4m3 with e4m3 rows, got {q.dtype}")
     overlap = len(kv) > 1 and kv.stride(0) < PAGE_ROWS * kv.shape[2]
     if len(kv) and (kv.stride(1) != kv.shape[2] or overlap):
         raise ValueError(
@@ -128,10 +135,12 @@ def check_for_kernels(q, kv, o, scale: float) -> None:
 
 def define(inputs: tuple, scale: float, results: tuple) -> None:
     """Write what ``attention``'s definition gives into ``results``."""
-    (q, kv, page_table, kv_lengths, kv_scale), (o, lse, row_max, row_sum) = inputs, results
-    normalize = row_max is None
+    (q, kv, page_table, kv_lengths, kv_scale, q_scale), (o, lse, row_max, row_sum) = inputs, results
+    normalize, k_scale = row_max is None, kv_scale
+    if q_scale is not None:  # codes are exact in bf16
+        q, k_scale = q.to(torch.bfloat16), kv_scale * q_scale
     found = attention(
-        q, kv[:, :, None], k_scale=kv_scale, v_scale=kv_scale, scale=scale, causal=q.shape[1] > 1,
+        q, kv[:, :, None], k_scale=k_scale, v_scale=kv_scale, scale=scale, causal=q.shape[1] > 1,
         kv_lengths=kv_lengths, page_table=page_table, normalize=normalize, return_lse=lse is not None,
         v_dim=VALUE_DIM, out=o, backend="reference",
     )  # fmt: skip
@@ -144,7 +153,7 @@ def define(inputs: tuple, scale: float, results: tuple) -> None:
 @torch.library.custom_op(
     "warpspec::mla_decode_float8",
     mutates_args=("o", "lse", "row_max", "row_sum"),
-    schema="(Tensor q, Tensor kv, Tensor page_table, Tensor kv_lengths, Tensor kv_scale, float scale, "
+    schema="(Tensor q, Tensor kv, Tensor page_table, Tensor kv_lengths, Tensor kv_scale, Tensor? q_scale, float scale, "
     "SymInt num_splits, Tensor? cuts, str? cut_for, Tensor(a!) o, Tensor(b!)? lse, Tensor(c!)? row_max, "
     "Tensor(d!)? row_sum, str backend) -> ()",
 )

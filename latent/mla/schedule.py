@@ -30,6 +30,7 @@ def mla_schedule(
     max_pages: int,
     page_size: int = 64,
     dtype: torch.dtype = torch.bfloat16,
+    q_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> DecodeSchedule:
     """Schedule the calls of ``mla_decode`` of one decoding step, which all layers make with the same lengths.
@@ -54,6 +55,7 @@ def mla_schedule(
         heads, queries: of q; 1 to 128 heads.
         max_pages: columns of the page table.
         page_size, dtype: of the cache; dtype is bf16, fp16 or e4m3, as in ``mla_decode``.
+        q_dtype: e4m3 for queries in e4m3, over e4m3 rows; None: they are in 16 bits.
         backend: as in ``mla_decode``.
 
     Raises:
@@ -66,15 +68,18 @@ def mla_schedule(
     check_int("max_pages", max_pages, 0, POSITION_LIMIT // page_size)
     check_kind("dtype", dtype, torch.dtype)
     check_choice("dtype", str(dtype), tuple(map(str, ROW_DTYPES)))
+    if q_dtype is not None and not q_dtype == dtype == torch.float8_e4m3fn:
+        raise ValueError(f"q_dtype: must be None, or torch.float8_e4m3fn as dtype is, got {q_dtype}")
     check_kind("backend", backend, str)
-    sizes, about = LineSizes(len(kv_lengths), queries, heads, 1, max_pages), (dtype, page_size)
+    sizes = LineSizes(len(kv_lengths), queries, heads, 1, max_pages)
+    about = (dtype, page_size) if q_dtype is None else (dtype, page_size, q_dtype)
     if resolve_backend(backend, kv_lengths.device) == "reference" or 0 in sizes:
         return DecodeSchedule(sizes, about, kv_lengths)
     target = target_of(kv_lengths.device)
     if dtype == torch.float8_e4m3fn:
         from warpspec.latent.gathered import launch
 
-        found = launch.make_plan(codes_problem(sizes), target)
+        found = launch.make_plan(codes_problem(sizes, q_dtype is not None), target)
     else:
         from warpspec.fmha import launch
 
@@ -82,11 +87,11 @@ def mla_schedule(
     return DecodeSchedule(sizes, about, kv_lengths, found if can_read(found.config) else None, target)
 
 
-def codes_problem(sizes: LineSizes) -> GatheredProblem:
-    """Calls over e4m3 rows."""
+def codes_problem(sizes: LineSizes, q_codes: bool) -> GatheredProblem:
+    """Calls over e4m3 rows. q_codes: whether queries are in e4m3, too."""
     requests, queries, heads, _, pages = sizes
     call = (requests, queries, heads, pages * PAGE_ROWS, 1.0)
-    return float8.problem_of(*call, normalize=True, return_lse=False, num_splits=None)
+    return float8.problem_of(*call, normalize=True, return_lse=False, num_splits=None, has_q_scale=q_codes)
 
 
 @lru_cache(maxsize=4096)

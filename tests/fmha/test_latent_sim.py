@@ -1,5 +1,6 @@
 """MLA's absorbed form, rows of 576 whose first 512 numbers are V: kernels of both architectures in the simulator."""
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -286,10 +287,26 @@ def codes_of(pages: torch.Tensor) -> torch.Tensor:
     return codes
 
 
+def in_codes(call: tuple, options: dict) -> tuple[tuple, dict]:
+    """A call with its queries in e4m3, under a scale."""
+    q, *rest = call
+    codes = (q.float() / q.float().abs().amax() * 448).to(torch.float8_e4m3fn)
+    return (codes, *rest), options | {
+        "q_scale": torch.tensor([0.125]), "scale": options["scale"] * float(q.float().abs().amax()) / 56
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("arch", "queries", "heads", "splits"),
     [
         ("sm_90a", 2, 8, None),
+        ("q in e4m3", 2, 32, None),
+        long("q in e4m3", 2, 8, None),
+        long("q in e4m3", 3, 10, 1),
+        long("q in e4m3", 1, 5, 3),
+        long("q in e4m3", 3, 24, 1),
+        long("q in e4m3", 1, 128, None),
+        long("q in e4m3", 1, 64, 3),
         long("sm_90a", 3, 10, 1),
         long("sm_90a", 1, 32, None),
         long("sm_90a", 1, 5, 3),
@@ -305,17 +322,20 @@ def test_codes(arch, queries, heads, splits, simulate_as, monkeypatch):
     """e4m3 rows, causal: lengths off every boundary, requests that see one row or none, NaN behind lengths and in a row
     that only the last query sees; heads whose queries are numbers of fp16, and others beyond its range. splits: None:
     CTAs share out the KV tiles of all requests."""
-    simulate_as(arch, sm_count=2)
+    simulate_as("sm_90a" if arch == "q in e4m3" else arch, sm_count=2)
     monkeypatch.setattr(launch, "takes_line", lambda *_: splits is None)
     monkeypatch.setattr(launch, "make_plan", launch.make_plan.__wrapped__)  # remembers nothing
     case = replace(DRAFTS, batch=4, seq_q=queries, heads_q=heads, seq_k=520, kv_lengths=(520, 1, 0, 65))
     inputs = arguments(case)
     (pages,), table = paged((inputs["k"],), case.kv_lengths, 64)
-    inputs["q"][:, :, ::2] *= BEYOND_FP16
+    factor = 1.0 if arch == "q in e4m3" else BEYOND_FP16
+    inputs["q"][:, :, ::2] *= factor
     call = (inputs["q"], codes_of(pages[:, :, 0]), table, inputs["kv_lengths"])
     if queries > 1:
         call[1].view(torch.uint8)[table[3, 1], 0, 300] = 0x7F  # of row 64
-    options = dict(scale=0.3 / BEYOND_FP16, kv_scale=torch.tensor(0.37))
+    options = dict(scale=0.3 / factor, kv_scale=torch.tensor(0.37))
+    if arch == "q in e4m3":
+        call, options = in_codes(call, options)
     out = poisoned_out(case)
     o, lse = mla_decode(*call, **options, return_lse=True, num_splits=splits, out=out, backend="sim")
     assert o is out
@@ -340,6 +360,7 @@ def test_codes(arch, queries, heads, splits, simulate_as, monkeypatch):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("q_codes", [False, True])
 @pytest.mark.parametrize(
     ("heads", "queries", "lengths", "sms", "states"),
     [
@@ -351,7 +372,7 @@ def test_codes(arch, queries, heads, splits, simulate_as, monkeypatch):
     ],
 )
 @pytest.mark.usefixtures("check_order")
-def test_many_pieces_of_codes(heads, queries, lengths, sms, states, simulate_as, monkeypatch):
+def test_many_pieces_of_codes(heads, queries, lengths, sms, states, q_codes, simulate_as, monkeypatch):
     """Tasks of 64 rows, cut by length: CTAs share out the columns of tasks with many pieces, and add up few alone."""
     simulate_as("sm_90a", sm_count=sms)
     monkeypatch.setattr(launch, "takes_line", lambda *_: True)
@@ -363,6 +384,8 @@ def test_many_pieces_of_codes(heads, queries, lengths, sms, states, simulate_as,
     (pages,), table = paged((inputs["k"],), lengths, 64)
     call = (inputs["q"], codes_of(pages[:, :, 0]), table, inputs["kv_lengths"])
     options = dict(scale=0.3, kv_scale=torch.tensor(0.37), normalize=not states, return_lse=not states)
+    if q_codes:
+        call, options = in_codes(call, options)
     found = mla_decode(*call, **options, backend="sim")
     (launched,) = sim.last_report().launches
     assert launched.local_bytes == 0 and not launched.warnings
@@ -377,13 +400,14 @@ def test_many_pieces_of_codes(heads, queries, lengths, sms, states, simulate_as,
 @pytest.mark.usefixtures("check_order", "compiled_anew")
 def test_lengths_of_codes_that_change_meanwhile(simulate_as, monkeypatch):
     reads = misread_lengths(monkeypatch)
-    test_many_pieces_of_codes(64, 1, (400, 5, 0, 130), 5, False, simulate_as, monkeypatch)
-    assert len(reads) == 2
+    for number, q_codes in enumerate((False, True), 1):
+        test_many_pieces_of_codes(64, 1, (400, 5, 0, 130), 5, False, q_codes, simulate_as, monkeypatch)
+        assert len(reads) == 2 * number
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("splits", [None, 1, 2])
-def test_states_of_codes(splits, simulate_as, monkeypatch):
+@pytest.mark.parametrize(("splits", "q_codes"), [*itertools.product((None, 1, 2), (False, True))])
+def test_states_of_codes(splits, q_codes, simulate_as, monkeypatch):
     """Keys as rows of the products: row_max is the rows' maximum although references lag behind it elsewhere."""
     simulate_as("sm_90a", sm_count=3)
     monkeypatch.setattr(launch, "takes_line", lambda *_: splits is None)
@@ -391,9 +415,11 @@ def test_states_of_codes(splits, simulate_as, monkeypatch):
     case = replace(DRAFTS, batch=3, seq_q=1, heads_q=12, seq_k=330, kv_lengths=(330, 0, 65))
     inputs = arguments(case)
     (pages,), table = paged((inputs["k"],), case.kv_lengths, 64)
-    call = (inputs["q"] * 4, codes_of(pages[:, :, 0]), table, inputs["kv_lengths"])
+    call, options = (inputs["q"] * 4, codes_of(pages[:, :, 0]), table, inputs["kv_lengths"]), {"scale": 0.2}
+    if q_codes:
+        call, options = in_codes(call, options)
     found, wanted = (
-        mla_decode(*call, scale=0.2, normalize=False, num_splits=splits, backend=backend)
+        mla_decode(*call, **options, normalize=False, num_splits=splits, backend=backend)
         for backend in ("sim", "reference")
     )
     some = wanted.row_sum > 0
@@ -404,10 +430,18 @@ def test_states_of_codes(splits, simulate_as, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_scale", "splits"), [(5, 1e-15, 3), (5, 1e33, 17), long(64, 1e33, 3), long(64, 1.0, 17)]
+    ("heads", "kv_scale", "splits", "q_codes"),
+    [
+        (5, 1e-15, 3, False),
+        (5, 1e33, 17, False),
+        long(64, 1e33, 3, False),
+        long(64, 1.0, 17, False),
+        long(64, 1e33, 17, True),
+        long(5, 1e-15, 3, True),
+    ],
 )
 @pytest.mark.usefixtures("check_order")
-def test_splits_of_codes_under_any_scale(heads, kv_scale, splits, simulate_as):
+def test_splits_of_codes_under_any_scale(heads, kv_scale, splits, q_codes, simulate_as):
     """Splits leave means in fp16: these have to fit whatever the scale, also where all codes are the largest. Of few
     and of many splits, which are combined by other numbers of columns a thread."""
     simulate_as("sm_90a", sm_count=3)
@@ -418,6 +452,8 @@ def test_splits_of_codes_under_any_scale(heads, kv_scale, splits, simulate_as):
     pages[table[2, :2]] = 448.0
     call = (inputs["q"], codes_of(pages[:, :, 0]), table, inputs["kv_lengths"])
     options = dict(scale=0.2 / kv_scale, kv_scale=torch.tensor(kv_scale), num_splits=splits)
+    if q_codes:
+        call, options = in_codes(call, options)
     found, wanted = (mla_decode(*call, **options, backend=backend) for backend in ("sim", "reference"))
     assert relative_error(found.double() / kv_scale, wanted.double() / kv_scale) <= 4e-3
     assert ((found[2].double() / kv_scale / 448 - 1).abs() < 2**-8).all() and not found[1].any()
