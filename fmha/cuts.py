@@ -95,8 +95,8 @@ def reading(plan, sizes: LineSizes, cut_for: str) -> AttentionKernel:
 
 
 def call_of(q: torch.Tensor, kv: torch.Tensor, page_table: torch.Tensor) -> tuple:
-    """What a schedule remembers of a call over pages kv [pages, page size, row]: sizes, (dtype, page size) and q's dtype
-    if that is e4m3, device."""
+    """What a schedule remembers of a call over pages kv [pages, page size, row]: sizes, (dtype, page size) and
+    q's dtype if that is e4m3, device."""
     requests, queries, heads, _ = q.shape
     sizes = LineSizes(requests, queries, heads, 1, page_table.shape[1])
     codes = (q.dtype,) if q.dtype == torch.float8_e4m3fn else ()

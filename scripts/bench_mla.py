@@ -1,6 +1,7 @@
 """MLA's decode on drawn calls, in turn with FlashMLA, on this GPU.
 
     python scripts/bench_mla.py [--rows bf16|e4m3|v3.2] [--seed N] [--calls N]   calls drawn at random
+    python scripts/bench_mla.py --rows e4m3 --q e4m3                             our queries in e4m3, as the peer's are
     python scripts/bench_mla.py --ways whole split line                          the best plan of each way, too
     python scripts/bench_mla.py --ways all                                       every plan that may be chosen
     python scripts/bench_mla.py --schedule                                       calls with a schedule of ours, too
@@ -35,12 +36,13 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from shared import driver, gpu_bench, mla_calls, mla_report
 from shared.kept_rows import KeptRows
-from shared.mla_draws import ROWS, MlaCall, draw_calls, said, to_json
+from shared.mla_draws import E4M3, ROWS, MlaCall, draw_calls, said, to_json
 from shared.mla_peers import FLASH_MLA, INSTALL, PACKAGE, flash_mla
 from shared.sweep_compile import blind, keep_kernels, one_line, quiet
 
@@ -163,6 +165,12 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rows", choices=ROWS, default="bf16", help="format of the rows (default %(default)s)"
     )
+    parser.add_argument(
+        "--q",
+        choices=("bf16", "e4m3"),
+        default="bf16",
+        help="our queries over rows of e4m3 (default %(default)s)",
+    )
     parser.add_argument("--seed", type=int, default=SEED, help="of the calls (default %(default)s)")
     parser.add_argument("--calls", type=positive, default=CALLS, help="how many (default %(default)s)")
     parser.add_argument(
@@ -207,6 +215,10 @@ def main() -> None:
         )
     except ValueError as error:
         sys.exit(f"--shapes: {error}")
+    if options.q == E4M3:
+        if options.rows != E4M3:
+            sys.exit(f"--q: must be bf16 with --rows {options.rows}")
+        calls = [replace(call, q_codes=True) for call in calls]
     if options.list:
         for call in calls:
             print(f"{call.name}  {call.bytes / 1e6:.1f} MB")
@@ -226,7 +238,8 @@ def main() -> None:
         wanted = {call: mla_calls.ways(call, target, options.ways) for call in calls}
         with torch.no_grad():
             results = run(wanted, target, options, on)
-    about = f"{options.rows}, {'named calls' if options.shapes else f'seed {options.seed}'}"
+    rows = options.rows + (", q in e4m3" if options.q == E4M3 else "")
+    about = f"{rows}, {'named calls' if options.shapes else f'seed {options.seed}'}"
     print(f"\n{about}\n{mla_report.summary(results, options.markdown)}\n{on}", flush=True)
     if any(result["wrong"] for result in results):
         sys.exit(1)

@@ -52,9 +52,9 @@ class Gathers:
     row_format: row format of all key sets. sets: number of key sets. lengths: for each set, whether it has lengths.
     rotate_back: rotate the result back. float8: store the result in FP8. paged: the slots of the only set are a page
     table of requests. Each request has the same number of neighbouring queries, which are the last of its tokens.
-    has_kv_scale: all keys have one scale, which is an operand. has_q_scale: likewise Q, which is in e4m3. keys: keys of a KV tile. pack: heads of a task; with
-    fewer than a task has rows, it has several queries of a request. cluster: CTAs that share the work on a query's
-    keys, each for another of its head groups (``cluster``).
+    has_kv_scale: all keys have one scale, which is an operand. has_q_scale: likewise Q, which is in e4m3. keys: keys of
+    a KV tile. pack: heads of a task; with fewer than a task has rows, it has several queries of a request. cluster:
+    CTAs that share the work on a query's keys, each for another of its head groups (``cluster``).
     """
 
     row_format: str = "v4-fp8"

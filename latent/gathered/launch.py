@@ -241,8 +241,8 @@ def run(problem: GatheredProblem, target: Target, tensors: dict):
     """Launch on the tensors' device and its current stream, without synchronisation.
 
     tensors: q [T, H, D], o (words, if in FP8), scales, sink, lse, row_max, row_sum, cos_sin, positions, kv_scale,
-    q_scale and cuts (None where the problem has none) and key_sets, each as (words, slots, lengths, page_size). Returns the
-    simulator's report, or None on a GPU.
+    q_scale and cuts (None where the problem has none) and key_sets, each as (words, slots, lengths, page_size). Returns
+    the simulator's report, or None on a GPU.
     """
     plan = make_plan(problem, target)
     q, o = (regular_strides(tensors[name]) for name in "qo")

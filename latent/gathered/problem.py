@@ -78,8 +78,8 @@ class GatheredProblem:
     """Sizes and switches of a call, without tensors. Hashable.
 
     tokens, heads: sizes of q. format: the rows' format. slots: K of each key set. lengths: for each set, whether it has
-    lengths. paged, has_kv_scale, has_q_scale: as in ``config.Gathers``. queries: of a request, which are neighbouring tokens, if
-    keys are paged. cut_for: as in ``fmha.operands.Options``. All other fields: as in ``gathered_attention``.
+    lengths. paged, has_kv_scale, has_q_scale: as in ``config.Gathers``. queries: of a request, which are neighbouring
+    tokens, if keys are paged. cut_for: as in ``fmha.operands.Options``. All other fields: as in ``gathered_attention``.
     """
 
     tokens: int

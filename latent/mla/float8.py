@@ -107,10 +107,12 @@ def compute(
     step = kv.stride(0) if len(kv) > 1 else page_bytes
     words = kv.as_strided((len(kv), page_bytes), (step, 1)).view(torch.uint8).view(torch.uint32)
     queries_of = q if q_scale is None else q.view(torch.uint8)
+    if q_scale is not None:
+        q_scale = q_scale.reshape(1)
     tensors = {
         "q": queries_of.reshape(tokens, heads, -1), "o": o.view(tokens, heads, VALUE_DIM), "scales": None, "sink": None,
         "lse": lse, "row_max": row_max, "row_sum": row_sum, "cos_sin": None, "positions": None,
-        "kv_scale": kv_scale.reshape(1), "q_scale": None if q_scale is None else q_scale.reshape(1), "cuts": schedule[0],
+        "kv_scale": kv_scale.reshape(1), "q_scale": q_scale, "cuts": schedule[0],
         "key_sets": [(words, page_table.contiguous(), kv_lengths.contiguous(), PAGE_ROWS)],
     }  # fmt: skip
     launch.run(problem, target, tensors)

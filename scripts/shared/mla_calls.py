@@ -128,6 +128,7 @@ def gathered_problem(call: MlaCall) -> GatheredProblem:
             normalize=True,
             return_lse=False,
             num_splits=None,
+            has_q_scale=call.q_codes,
         )
     tokens = call.batch * call.queries
     return GatheredProblem(
@@ -253,7 +254,10 @@ def ours(call: MlaCall, **options) -> Callable:
     if call.rows == V32:
         return lambda x: gathered_attention(x.q, [x.key_set], scale=V32_SCALE, **options)
     if call.rows == E4M3:
-        options["kv_scale"] = torch.ones(1, device=DEVICE)
+        options["kv_scale"] = one = torch.ones(1, device=DEVICE)
+        if call.q_codes:
+            options["q_scale"] = one
+            return lambda x: mla_decode(x.codes, x.kv, x.table, x.lengths, scale=SCALE, **options)
     return lambda x: mla_decode(x.q, x.kv, x.table, x.lengths, scale=SCALE, **options)
 
 
@@ -263,7 +267,8 @@ def scheduled(call: MlaCall, x: SimpleNamespace) -> Callable | None:
     if call.rows == V32:
         return None
     sizes = {"heads": call.heads, "queries": call.queries, "max_pages": x.table.shape[1]}
-    schedule = mla_schedule(x.lengths, **sizes, dtype=x.kv.dtype)
+    q_dtype = x.kv.dtype if call.q_codes else None
+    schedule = mla_schedule(x.lengths, **sizes, dtype=x.kv.dtype, q_dtype=q_dtype)
     return None if schedule.cuts is None else ours(call, schedule=schedule)
 
 
@@ -309,6 +314,8 @@ def reference_error(call: MlaCall, x: SimpleNamespace, o: torch.Tensor) -> float
     one = slice(longest, longest + 1)
     few = SimpleNamespace(**vars(x))
     few.q = x.q[one, ..., -CHECKED_HEADS:, :].contiguous()
+    if call.q_codes:
+        few.codes = x.codes[one, ..., -CHECKED_HEADS:, :].contiguous()
     if call.rows == V32:
         key_set = x.key_set
         few.key_set = KeySet(

@@ -43,17 +43,20 @@ LINE = re.compile(r"B(\d+) q(\d+) k(\d+)(?:\.\.(\d+))? (\d+)/1")
 class MlaCall:
     """A call of ``mla_decode``, or of ``gathered_attention`` over rows of V3.2.
 
-    rows: of ROWS. heads: of a query. queries: of each request, its last ones. keys: of each request.
+    rows: of ROWS. heads: of a query. queries: of each request, its last ones. keys: of each request. q_codes: whether
+    our queries over rows of e4m3 are in e4m3, as the peer's always are.
     """
 
     rows: str
     heads: int
     queries: int
     keys: tuple[int, ...]
+    q_codes: bool = False
 
     def __post_init__(self):
         object.__setattr__(self, "keys", tuple(self.keys))
         assert self.rows in ROWS and self.queries <= min(self.keys)
+        assert self.rows == E4M3 or not self.q_codes
 
     @property
     def batch(self) -> int:

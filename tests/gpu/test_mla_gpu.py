@@ -75,6 +75,68 @@ def test_mla(heads, queries, most, splits, codes):
     assert (lse[~seen] == -torch.inf).all() and not o[0].any()
 
 
+def in_codes(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries in e4m3 with their scale."""
+    scale = q.float().abs().amax() / 448
+    return (q.float() / scale).to(torch.float8_e4m3fn), scale
+
+
+@pytest.mark.parametrize("deviation", [1.0, 3.0])  # of logits, which are then up to 5 and 14
+@pytest.mark.parametrize(
+    ("heads", "queries", "most", "splits"),
+    [
+        (128, 1, 3000, None),
+        (64, 1, 4000, 1),
+        (64, 1, 1500, 4),
+        (16, 4, 5000, None),
+        (24, 3, 2000, None),
+        (16, 1, 4000, None),
+        (8, 4, 300, 1),
+        (1, 1, 65, None),
+        (100, 2, 700, 2),
+    ],
+)
+def test_queries_in_codes(heads, queries, most, splits, deviation):
+    """Products of codes, of which the tensor core keeps 14 bits: against attention of the numbers that they are."""
+    q, kv, table, lengths = paged_call(heads, queries, most, heads + most, True)
+    codes, q_scale = in_codes(q)
+    call = (codes, kv, table, lengths)
+    options = {"scale": deviation / ROW**0.5, "q_scale": q_scale, "return_lse": True}
+    out = torch.full((len(q), queries, heads, VALUES), torch.nan, device="cuda", dtype=torch.bfloat16)
+    o, lse = mla_decode(*call, **options, num_splits=splits, out=out)
+    wanted, wanted_lse = mla_decode(*call, **options, backend="reference")
+    assert (o.float() - wanted.float()).norm() / wanted.float().norm() < O_TOLERANCE
+    seen = wanted_lse != -torch.inf
+    off = (lse - wanted_lse)[seen].abs().max()
+    print(f"lse is off by {off:.1e} at logits up to {wanted_lse.max():.0f}")
+    assert off < LSE_TOLERANCE
+    assert (lse[~seen] == -torch.inf).all() and not o[0].any()
+
+
+@pytest.mark.parametrize(
+    ("heads", "queries", "most"), [(128, 1, 3000), (16, 4, 5000), (24, 3, 2000), (1, 1, 20000), (64, 1, 9000)]
+)
+def test_queries_in_codes_cut_by_length(heads, queries, most, monkeypatch):
+    """In a graph, replayed with other lengths: the same bits twice; and states."""
+    monkeypatch.setattr(launch, "takes_line", lambda problem, *_: problem.num_splits is None)
+    monkeypatch.setattr(launch, "make_plan", launch.make_plan.__wrapped__)  # remembers nothing
+    q, kv, table, lengths = paged_call(heads, queries, most, heads + queries, True)
+    codes, q_scale = in_codes(q)
+    options = {"scale": 0.04, "q_scale": q_scale}
+    found, wanted = (
+        mla_decode(codes, kv, table, lengths, **options, normalize=False, backend=backend)
+        for backend in ("auto", "reference")
+    )
+    some = wanted.row_sum > 0
+    assert (found.row_max - wanted.row_max)[some].abs().max() < LSE_TOLERANCE
+    o, wanted_o = (one.o / one.row_sum.transpose(1, 2)[..., None].clamp(min=1e-30) for one in (found, wanted))
+    assert (o - wanted_o).norm() / wanted_o.norm() < O_TOLERANCE
+    kv.copy_(torch.randn(kv.shape, device="cuda"))
+    out = torch.full((len(q), queries, heads, VALUES), torch.nan, device="cuda", dtype=torch.bfloat16)
+    call = functools.partial(mla_decode, codes, kv, table, lengths, **options, return_lse=True)
+    check_replays(call, lengths, out, most)
+
+
 @pytest.mark.parametrize("codes", [False, True])
 def test_junk_lengths_and_pages(codes):
     """Lengths are cut to what there is, and a page number out of range is that of a page of zeros."""
@@ -190,8 +252,9 @@ def test_codes_shared_out_by_length(heads, queries, most, factor, monkeypatch):
     )
 
 
+@pytest.mark.parametrize("q_codes", [False, True])
 @pytest.mark.parametrize("heads", [8, 48])
-def test_nan_of_later_drafts(heads):
+def test_nan_of_later_drafts(heads, q_codes):
     """A NaN in the rows of later drafts, which share a tile with earlier ones, reaches those that see it alone."""
     q, kv, table, lengths = paged_call(heads, 4, 500, heads, True)
     kv.copy_(torch.randn(kv.shape, device="cuda"))
@@ -200,9 +263,12 @@ def test_nan_of_later_drafts(heads):
     at -= 1
     kv.view(torch.uint8)[table[2, at // PAGE], at % PAGE, 570] = 0xFF
     q[2, 1, 3] = torch.nan
-    wanted = mla_decode(q, kv, table, lengths, scale=0.04, backend="reference").float()
+    options = {"scale": 0.04}
+    if q_codes:
+        q, options["q_scale"] = q.to(torch.float8_e4m3fn), torch.ones(1, device="cuda")
+    wanted = mla_decode(q, kv, table, lengths, **options, backend="reference").float()
     for splits in (None, 1, 3):
-        o = mla_decode(q, kv, table, lengths, scale=0.04, num_splits=splits).float()
+        o = mla_decode(q, kv, table, lengths, **options, num_splits=splits).float()
         assert torch.equal(o.isnan(), wanted.isnan()) and o[2, 2:].isnan().all() and not o[2, 0].isnan().any()
         assert (o - wanted).nan_to_num().norm() / wanted.nan_to_num().norm() < O_TOLERANCE
 

@@ -26,6 +26,7 @@ def test_a_default_device_is_no_trace_of_e4m3_rows():
         assert not mla_decode(**call).any()
 
 
+CODES = torch.zeros(3, 64, 576).to(torch.float8_e4m3fn)
 BAD = {
     "q-size": ({"q": torch.zeros(2, 1, 4, 512).bfloat16()}, ValueError, "q: shape must be"),
     "heads": (
@@ -47,6 +48,27 @@ BAD = {
         {"kv_scale": torch.ones(1)},
         ValueError,
         "kv_scale: must be None with rows of torch.bfloat16",
+    ),
+    "q-codes": (
+        {"q": torch.zeros(2, 1, 4, 576).to(torch.float8_e4m3fn), "q_scale": torch.ones(1)},
+        TypeError,
+        "kv: dtype must be one of torch.float8_e4m3fn, got torch.bfloat16",
+    ),
+    "no-q-scale": (
+        {"q": torch.zeros(2, 1, 4, 576).to(torch.float8_e4m3fn), "kv": CODES},
+        ValueError,
+        "q_scale: must be a scale with q in e4m3",
+    ),
+    "q-scale": ({"q_scale": torch.ones(1)}, ValueError, "q_scale: must be None with rows of torch.bfloat16"),
+    "q-scale-16-bits": (
+        {"q_scale": torch.ones(1), "kv": CODES},
+        ValueError,
+        "q_scale: must be None with q of torch.bfloat16",
+    ),
+    "q-scales": (
+        {"q": torch.zeros(2, 1, 4, 576).to(torch.float8_e4m3fn), "kv": CODES, "q_scale": torch.ones(2)},
+        ValueError,
+        "q_scale: must be one number",
     ),
     "scale": ({"scale": None}, TypeError, "scale: must be a float"),
     "out": ({"out": torch.zeros(2, 1, 4, 576).bfloat16()}, ValueError, "out: shape must be"),
@@ -85,7 +107,7 @@ def test_what_kernels_do_not_do_with_codes():
     half = torch.zeros(2, 1, 4, 576).half()
     for changes, message in (
         ({"kv": codes[:, :32]}, "kv: kernels read pages of 64 e4m3 rows, got 32"),
-        ({"kv": codes, "q": half}, "q: must be torch.bfloat16 with e4m3 rows"),
+        ({"kv": codes, "q": half}, "q: must be torch.bfloat16 or e4m3 with e4m3 rows"),
     ):
         with pytest.raises(UnsupportedProblem, match="^" + message):
             mla_decode(**decode_call(**changes, backend="sim"))

@@ -73,19 +73,23 @@ def test_no_kernel_spills(dtype, page_size, result, rows):
 
 
 @pytest.mark.parametrize(
-    ("result", "rows"),
+    ("result", "rows", "q_codes"),
     long_but(
-        [(("line", "state"), (8, 2))],
+        [(("line", "state"), (8, 2), False)],
         # Splits of o are means. The last two: 64 rows a task.
-        pairwise([*RESULTS, ("split", "o")], [(8, 1), (8, 2), (32, 1), (64, 3), (16, 4)]),
+        pairwise(
+            [*RESULTS, ("split", "o")], [(8, 1), (8, 2), (32, 1), (64, 3), (16, 4), (64, 1)], [False, True]
+        ),
     ),
     ids=str,
 )
-def test_no_kernel_over_codes_spills(result, rows, monkeypatch):
+def test_no_kernel_over_codes_spills(result, rows, q_codes, monkeypatch):
+    """Of 64 rows with queries in e4m3, ptxas also runs all products alone if it lacks registers."""
     (way, output), (heads, queries) = result, rows
     splits = {"split": 2, "whole": 1}.get(way)
     monkeypatch.setattr(gathered, "takes_line", lambda *_: splits is None)
-    problem = problem_of(BATCH, queries, heads, KEYS, 0.07, num_splits=splits, **wanted(output))
+    results = wanted(output)
+    problem = problem_of(BATCH, queries, heads, KEYS, 0.07, num_splits=splits, has_q_scale=q_codes, **results)
     plan = gathered.make_plan.__wrapped__(problem, TARGET)
     config = reader(plan.config) if way == "scheduled" else plan.config
     assert spilled_bytes(plan.kernel(TARGET), config) == 0

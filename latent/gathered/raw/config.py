@@ -39,7 +39,10 @@ from warpspec.latent.gathered.config import (
 VALUE_GROUPS = 2  # value warpgroups
 MOST_UNITS = 8
 ROWS = (8, 16, 32, 64)  # rows that a task may have: N of the products
-REGISTERS = (136, 176, 24)  # of a thread of the score warpgroup, of the value warpgroups, of the load warp
+# Registers of a thread of the score warpgroup, of the value warpgroups, of the load warp. Of fewer rows O takes fewer.
+REGISTERS, OF_FEWER_ROWS = (136, 176, 24), (160, 152, 40)
+# Columns whose products the tensor core adds up before their sum is added in fp32, and buffers of such sums.
+SUM_COLUMNS, SUM_BUFFERS = 64, 2
 FLAGS = 2  # steps take turns at them
 P_TURNS = 2  # and at places of P
 VECTOR = 4 * FP32_BYTES
@@ -51,34 +54,26 @@ RECORD_WORDS = 11
 FACTOR, REFERENCE, TOTAL, TOKEN, HEAD = range(5)  # numbers of a task's row
 ROW_NUMBERS = 5
 CODES_ALIGNMENT = 512  # bytes of the pattern by which TMA swizzles rows of 64 bytes
-# Named barriers of the score warpgroup. Those from ``fmha.sm90.config.SCORED_BARRIER`` on are of a value warpgroup each.
+# Named barriers of the score warpgroup; value warpgroups have those from ``fmha.sm90.config.SCORED_BARRIER`` on.
 MAXIMA_BARRIER, WEIGHTS_BARRIER, QUERIES_BARRIER, SUMS_BARRIER = range(1, 5)
 PAGED_CODES = Gathers(E4M3_ROWS.name, paged=True, has_kv_scale=True, has_q_scale=True)
 
 
 @dataclass(frozen=True)
 class RawConfig(LineOfQueries, AttentionKernel):
-    """The kernel for tasks of ``count`` rows. group: columns whose products the tensor core adds up before their sum is added
-    in fp32."""
+    """The kernel for tasks of ``count`` rows."""
 
     count: int = ROWS[-1]
     gathers: Gathers = PAGED_CODES
-    group: int = 96
-    batch_of: int = 4
-    buffers: int = 2
-    a_buffers: int = 2
-    registers: tuple[int, int, int] = REGISTERS
     prepares_divisors: ClassVar[bool] = True  # as in ``GatheredConfig``
 
     def __post_init__(self):
         super().__post_init__()
         assert self.count in ROWS and self.count % self.pack == 0
-        assert self.heads.qk_room % self.group == 0
+        assert self.heads.qk_room % SUM_COLUMNS == 0
         assert self.gathers.paged and self.gathers.has_kv_scale and self.gathers.fmt.tail == 0
         assert self.smem_bytes <= self.smem_limit and self.units > 1
-        assert self.role_registers <= self.register_pool or __import__("os").environ.get("TRIAL"), (
-            "setmaxnreg would wait for ever"
-        )
+        assert self.role_registers <= self.register_pool, "setmaxnreg would wait for ever"
 
     @classmethod
     def of(cls, count: int, *, line: bool = False, exact: bool = False, **options) -> RawConfig:
@@ -107,9 +102,20 @@ class RawConfig(LineOfQueries, AttentionKernel):
         return self.count // QUAD
 
     @property
-    def batch(self) -> int:
-        """Columns whose weights are computed together, with a step of the next tile's products behind each batch."""
-        return min(self.columns, self.batch_of)
+    def sums_vector(self) -> int:
+        """Row sums that a thread of the score warpgroup loads at a time."""
+        return min(self.columns, VECTOR // FP32_BYTES)
+
+    @property
+    def a_buffers(self) -> int:
+        """Buffers of A in a value warpgroup. With two, codes become fp16 while products read the other; where work is
+        cut by length, ptxas has no registers for that and runs every product alone."""
+        return 1 if self.scheduler.cuts_tiles else 2
+
+    @property
+    def registers(self) -> tuple[int, int, int]:
+        """Registers of a thread of the score warpgroup, of the value warpgroups, of the load warp."""
+        return REGISTERS if self.count == ROWS[-1] else OF_FEWER_ROWS
 
     @property
     def value_tiles(self) -> int:

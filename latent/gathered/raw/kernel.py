@@ -35,7 +35,7 @@ from warpspec.latent.gathered.task import start
 class RawStorage(NamedTuple):
     """Shared-memory regions, as ``RawConfig.regions_of`` lists them. q, p, codes: pointers. masks (UNIT), maxima (ROW),
     references (ROW, PLACE), flags (1, FLAG), moved (1, TURN), factors (ROW, TURN), weights (COLUMN, THREAD,
-    BATCH, TURN), sums (ROW, WARP), record (WORD, SLOT), rows (ROW, NUMBER,
+    VECTOR, TURN), sums (ROW, WARP), record (WORD, SLOT), rows (ROW, NUMBER,
     SLOT), share (1, VALUE GROUP)."""
 
     q: cute.Pointer
@@ -55,12 +55,12 @@ class RawStorage(NamedTuple):
 
     @classmethod
     def of(cls, config, storage) -> RawStorage:
-        rows, batch = config.count, config.batch
+        rows, vector = config.count, config.sums_vector
         layouts = {
             "masks": config.units, "maxima": rows, "references": (rows, 2), "flags": (1, FLAGS),
             "moved": (1, P_TURNS), "factors": (rows, P_TURNS), "sums": (rows, WARPGROUP_THREADS // WARP_THREADS),
             "record": (RECORD_WORDS, SLOTS), "rows": (rows, ROW_NUMBERS, SLOTS), "share": (1, VALUE_GROUPS),
-            "weights": (batch, WARPGROUP_THREADS, config.columns // batch, P_TURNS),
+            "weights": (vector, WARPGROUP_THREADS, config.columns // vector, P_TURNS),
         }  # fmt: skip
         pointers = {name: getattr(storage, name).data_ptr() for name in ("q", "p", "codes")}
         tensors = {

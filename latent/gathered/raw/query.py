@@ -36,11 +36,11 @@ def copy_queries(role, task):
     if thread < config.count:
         shared.maxima[thread] = Int32(NO_SCORE)
         shared.references[thread, 0] = Float32(NO_REFERENCE)
-    sums = cute.make_rmem_tensor(config.batch, Float32)
+    sums = cute.make_rmem_tensor(config.sums_vector, Float32)
     sums.fill(0.0)
-    for batch in cutlass.range_constexpr(config.columns // config.batch):
+    for vector in cutlass.range_constexpr(config.columns // config.sums_vector):
         for turn in cutlass.range_constexpr(P_TURNS):
-            cute.autovec_copy(sums, shared.weights[None, thread, batch, turn])
+            cute.autovec_copy(sums, shared.weights[None, thread, vector, turn])
     if thread < FLAGS:
         shared.flags[0, thread] = Int32(-1)
     cute.arch.cp_async_wait_group(0)

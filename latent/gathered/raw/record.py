@@ -55,9 +55,8 @@ class TaskRecord(NamedTuple):
 
 @cute.jit
 def write_record(role, number, use, task, head):
-    """Write the record of task ``number`` and the places of its rows, once there is room. use: number of KV tiles before
-    it. head: of the line, where the task is found. Consumes task_empty; produces
-    task_full."""
+    """Write the record of task ``number`` and the places of its rows, once there is room. use: number of KV tiles
+    before it. head: of the line, where the task is found. Consumes task_empty; produces task_full."""
     words, slot, piece, thread = role.shared.record, number % SLOTS, task.piece, role.thread
     role.channels["task_empty"].wait_previous(number)
     if thread == 0:

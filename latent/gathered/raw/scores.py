@@ -18,11 +18,11 @@ from cutlass.tensor_utils import LayoutEnum
 from warpspec.common.device import tma
 from warpspec.common.device.warp import thread_anew
 from warpspec.common.device.wgmma import THREAD_ROWS, WARPGROUP_ROWS, flat
-from warpspec.latent.gathered.raw.config import FULL, LINE_HEAD, SLOTS
+from warpspec.fmha.device.tiles import only_chunk
+from warpspec.latent.gathered.raw.config import FULL, LINE_HEAD, SLOTS, SUM_BUFFERS, SUM_COLUMNS
 from warpspec.latent.gathered.raw.query import copy_queries
 from warpspec.latent.gathered.raw.record import write_end, write_record
 from warpspec.latent.gathered.raw.weights import clear_unseen, hide, leave_sums, weigh
-from warpspec.fmha.device.tiles import only_chunk
 from warpspec.latent.gathered.task import each_task
 
 CODE_K = 32  # numbers along K of one product of codes
@@ -30,8 +30,8 @@ CODE_K = 32  # numbers along K of one product of codes
 
 @dataclass(frozen=True)
 class Scorer:
-    """The score warpgroup's state for all tasks. k (MMA, MMA_M, MMA_K, UNIT), q (MMA, MMA_N, MMA_K): descriptors. s: S^T. sums:
-    of two groups of columns, which take turns. unit: factor of scores."""
+    """The score warpgroup's state for all tasks. k (MMA, MMA_M, MMA_K, UNIT), q (MMA, MMA_N, MMA_K): descriptors. s:
+    S^T. sums: of groups of columns, which take turns. unit: factor of scores."""
 
     config: object
     channels: dict
@@ -73,7 +73,7 @@ def code_operands(config, shared) -> tuple:
     keys = mma.make_fragment_A(thread.partition_A(tensor_at(shared.codes, a)))
     queries = mma.make_fragment_B(thread.partition_B(tensor_at(shared.q, b)))
     count = cute.size(mma.partition_shape_C(shape[:2]))
-    found = [cute.make_rmem_tensor(mma.partition_shape_C(shape[:2]), Float32) for _ in range(1 + config.buffers)]
+    found = [cute.make_rmem_tensor(mma.partition_shape_C(shape[:2]), Float32) for _ in range(1 + SUM_BUFFERS)]
     assert count == config.columns * THREAD_ROWS
     return keys, queries[None, None, None, 0], found[0], tuple(found[1:])
 
@@ -83,7 +83,7 @@ def multiply_codes(role, stage):
     """Compute S^T of a KV tile, which is in the ring's unit ``stage``: one group of columns is added to S^T while the
     tensor core computes the next one. Waits for the products."""
     config, product = role.config, make_code_mma(role.config)
-    groups, steps = config.heads.qk_room // config.group, config.group // CODE_K
+    groups, steps = config.heads.qk_room // SUM_COLUMNS, SUM_COLUMNS // CODE_K
     buffers = len(role.sums)
     for group in cutlass.range_constexpr(groups + buffers):
         if cutlass.const_expr(group > buffers):  # the one that has the next group's buffer

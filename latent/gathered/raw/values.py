@@ -6,7 +6,7 @@ swizzled blocks of 64 columns here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
@@ -17,13 +17,13 @@ from cutlass.tensor_utils import LayoutEnum
 
 from warpspec.common.device import tma
 from warpspec.common.device.float8 import to_fp16
-from warpspec.common.device.warp import thread_anew
 from warpspec.common.device.wgmma import QUAD, THREAD_ROWS, WARP_ROWS, WARPGROUP_ROWS, flat, settle
 from warpspec.common.device.words import interleave, load_shared
-from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS, WORD_BYTES
+from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WORD_BYTES
 from warpspec.fmha.heads import BLOCK, MMA_K
 from warpspec.latent.gathered.config import PAGE_ROWS
 from warpspec.latent.gathered.raw.config import P_TURNS, VALUE_GROUPS
+from warpspec.latent.gathered.transposed.attend import element, own_columns
 from warpspec.latent.gathered.transposed.products import (
     HIGH_BYTES,
     LANE_VALUES,
@@ -36,7 +36,6 @@ from warpspec.latent.gathered.transposed.products import (
     make_mma,
     words_of,
 )
-from warpspec.latent.gathered.transposed.attend import element, own_columns
 
 CHUNKS = BLOCK // VECTOR_BYTES  # 16-byte chunks of a swizzled row of 64 codes
 GROUP = 2  # products that are issued together: those of a word of a lane's codes
@@ -45,7 +44,7 @@ COLUMN_BLOCKS = 4  # blocks of 64 value columns of a value warpgroup, one a warp
 
 @dataclass(frozen=True)
 class ValueProducts:
-    """p (.., KEY BLOCK): descriptors. a: registers of A, BUFFERS times (MMA, MMA_M, STEP). o: fp32 registers of each
+    """p (.., TURN): descriptors. a: registers of A, several times (MMA, MMA_M, PRODUCT). o: fp32 registers of each
     product of 64 value columns."""
 
     p: cute.Tensor
@@ -65,11 +64,6 @@ class Valuer:
     consumer: Int32
     thread: Int32
 
-    def afresh(self) -> Valuer:
-        """This warpgroup with a thread's number that the compiler takes for a new one: nothing that follows from it
-        takes registers before that."""
-        return replace(self, thread=thread_anew() % WARPGROUP_THREADS)
-
     def unit_at(self, use):
         """Address of a KV tile's codes."""
         return self.shared.codes.toint() + self.channels["full"].stage(use) * self.config.unit_bytes
@@ -77,12 +71,13 @@ class Valuer:
 
 def value_products(config, shared) -> ValueProducts:
     mma, shape = make_mma(config), (WARPGROUP_ROWS, config.count)
+    of_a = mma.partition_shape_A((WARPGROUP_ROWS, GROUP * MMA_K))
     layout = hopper.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (*shape, PAGE_ROWS), Float16, P_TURNS)
     base = shared.p.align(tma.TILE_ALIGNMENT)
     p = cute.make_tensor(cute.recast_ptr(base, layout.inner, dtype=Float16), layout.outer)
     return ValueProducts(
         mma.make_fragment_B(mma.get_slice(0).partition_B(p)),
-        tuple(cute.make_rmem_tensor(mma.partition_shape_A((WARPGROUP_ROWS, GROUP * MMA_K)), Float16) for _ in range(config.a_buffers)),
+        tuple(cute.make_rmem_tensor(of_a, Float16) for _ in range(config.a_buffers)),
         tuple(cute.make_rmem_tensor(mma.partition_shape_C(shape), Float32) for _ in range(config.value_tiles)),
     )  # fmt: skip
 

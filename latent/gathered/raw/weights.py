@@ -154,9 +154,14 @@ def places_of_weights(config, shared, thread, turn) -> list:
     return [base + one * ROW_BYTES + (chunk ^ one) * VECTOR_BYTES for one in columns]
 
 
-def references_of(config, shared, thread, place):
-    """``pairs_at`` of the references at a place."""
-    return pairs_at(shared.references, thread, place * config.count)
+def load_sums(role, thread, turn) -> cute.Tensor:
+    """(COLUMN): a thread's sums, of a step's turn."""
+    config = role.config
+    found, size = cute.make_rmem_tensor(config.columns, Float32), config.sums_vector
+    for vector in range(config.columns // size):
+        target = cute.local_tile(found, (size,), (vector,))
+        cute.autovec_copy(role.shared.weights[None, thread, vector, turn], target)
+    return found
 
 
 def pairs_at(numbers: cute.Tensor, thread, first):
@@ -179,39 +184,32 @@ def exponentiate(role, number, place, moved: cutlass.Constexpr) -> Float32:
     weights. Returns the thread's largest weight. number: of the step. moved: whether references have moved in it.
     """
     config, shared, s = role.config, role.shared, flat(role.s)
-    thread, size, turn = role.thread, config.batch, number % P_TURNS
-    unit = role.unit
+    thread, turn, columns = role.thread, number % P_TURNS, range(config.columns)
+    unit, largest = role.unit, [Float32(0.0)] * 2
     if cutlass.const_expr(moved):  # no product is kept for this
         unit = anew(unit.bitcast(Int32)).bitcast(Float32)
-    places, own_references = (
-        places_of_weights(config, shared, thread, turn),
-        references_of(config, shared, thread, place),
-    )
-    factors, largest = pairs_at(shared.factors, thread, turn * config.count), [Float32(0.0)] * 2
-    for batch in cutlass.range_constexpr(config.columns // size):
-        own, words = range(batch * size, batch * size + size), []
-        # All loads of a batch come before its stores: ptxas keeps them in order.
-        offsets = load_pairs(own_references, own)
-        sums = cute.make_rmem_tensor(size, Float32)
-        cute.autovec_copy(shared.weights[None, thread, batch, 1 - turn], sums)
-        if cutlass.const_expr(moved):
-            found = load_pairs(factors, own)
-            for i in cutlass.range_constexpr(size):
-                sums[i] = sums[i] * found[i]
-        for v in own:
-            weights = [
-                cute.math.exp2(s[element(v, r)] * unit - offsets[v % size], fastmath=True)
-                for r in range(THREAD_ROWS)
-            ]
-            sums[v % size] = sums[v % size] + (weights[0] + weights[1])
-            pair = cute.make_rmem_tensor(THREAD_ROWS, Float16)
-            for r in cutlass.range_constexpr(THREAD_ROWS):
-                pair[r] = weights[r].to(Float16)
-                largest[r] = cute.arch.fmax(largest[r], weights[r])
-            words.append(cute.recast_tensor(pair, Uint32)[0])
-        for v in own:
-            shared_vector(places[v % PAIR] + v // PAIR * (COLUMN_STEP * ROW_BYTES), 1)[0] = words[v % size]
-        cute.autovec_copy(sums, shared.weights[None, thread, batch, turn])
+    places = places_of_weights(config, shared, thread, turn)
+    # All loads come before stores: ptxas keeps them in order.
+    offsets = load_pairs(pairs_at(shared.references, thread, place * config.count), columns)
+    sums = load_sums(role, thread, 1 - turn)
+    if cutlass.const_expr(moved):
+        factors = load_pairs(pairs_at(shared.factors, thread, turn * config.count), columns)
+        for v in cutlass.range_constexpr(config.columns):
+            sums[v] = sums[v] * factors[v]
+    for v in cutlass.range_constexpr(config.columns):
+        weights = [
+            cute.math.exp2(s[element(v, r)] * unit - offsets[v], fastmath=True) for r in range(THREAD_ROWS)
+        ]
+        sums[v] = sums[v] + (weights[0] + weights[1])
+        pair = cute.make_rmem_tensor(THREAD_ROWS, Float16)
+        for r in cutlass.range_constexpr(THREAD_ROWS):
+            pair[r] = weights[r].to(Float16)
+            largest[r] = cute.arch.fmax(largest[r], weights[r])
+        address = places[v % PAIR] + v // PAIR * (COLUMN_STEP * ROW_BYTES)
+        shared_vector(address, 1)[0] = cute.recast_tensor(pair, Uint32)[0]
+    for vector in cutlass.range_constexpr(config.columns // config.sums_vector):
+        own = cute.local_tile(sums, (config.sums_vector,), (vector,))
+        cute.autovec_copy(own, shared.weights[None, thread, vector, turn])
     return cute.arch.fmax(*largest)
 
 
@@ -241,14 +239,12 @@ def clear_unseen(role, number, use):
 
 @cute.jit
 def leave_sums(role, number, steps, place):
-    """Leave what the value warpgroups need of a task's rows. number: of the task. steps: number of steps so far. Produces
+    """Leave what the value warpgroups need of a task's rows. number: of the task. steps: number of all so far. Produces
     rows_full."""
     config, shared, thread = role.config, role.shared, role.thread
-    lane, warp, sums = thread % WARP_THREADS, thread // WARP_THREADS, []
-    for batch in cutlass.range_constexpr(config.columns // config.batch):
-        own = cute.make_rmem_tensor(config.batch, Float32)
-        cute.autovec_copy(shared.weights[None, thread, batch, (steps + 1) % P_TURNS], own)
-        sums += [own[i] for i in range(config.batch)]
+    lane, warp = thread % WARP_THREADS, thread // WARP_THREADS
+    own = load_sums(role, thread, (steps + 1) % P_TURNS)
+    sums = [own[v] for v in range(config.columns)]
     found, first = over_lanes(sums, lane, lambda a, b: a + b)
     for i in cutlass.range_constexpr(len(found)):
         shared.sums[column_of_any(first + i, lane % QUAD), warp] = found[i]
