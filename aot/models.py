@@ -264,18 +264,20 @@ def latent_kernels(model: Model, page_sizes: Iterable[int], target: Target) -> l
         raise ValueError(f"--page-sizes: rows in e4m3 need pages of {PAGE_ROWS}")
     wanted: dict[tuple[Kernel, Hashable], None] = {}
     for batch, seq_q, seq_k in sizes():
+        found = []
         if model.selected:  # prompts, too
             slots, lengths = (model.selected,), (False,)
-            found = GatheredProblem(batch * seq_q, model.heads_q, SELECTED_ROWS, slots, lengths, 1.0)
+            found.append(GatheredProblem(batch * seq_q, model.heads_q, SELECTED_ROWS, slots, lengths, 1.0))
         elif seq_q <= max(DECODE_QUERIES):
-            found = problem_of(batch, seq_q, model.heads_q, -(-seq_k // PAGE_ROWS) * PAGE_ROWS, 1.0)
-        else:
-            continue
-        plan = make_plan(found, target)
-        wanted[plan.kernel(target), plan.config] = None
-        wanted |= dict.fromkeys(kernels_with_cuts(plan.kernel(target), plan.config))
-        if plan.combine is not None:
-            wanted[plan.combine_kernel, plan.combine] = None
+            call = (batch, seq_q, model.heads_q, -(-seq_k // PAGE_ROWS) * PAGE_ROWS, 1.0)
+            takes_codes = target.architecture.backend == "sm90"  # queries, too
+            found += [problem_of(*call, has_q_scale=codes) for codes in (False, True)[: 1 + takes_codes]]
+        for problem in found:
+            plan = make_plan(problem, target)
+            wanted[plan.kernel(target), plan.config] = None
+            wanted |= dict.fromkeys(kernels_with_cuts(plan.kernel(target), plan.config))
+            if plan.combine is not None:
+                wanted[plan.combine_kernel, plan.combine] = None
     return list(wanted)
 
 

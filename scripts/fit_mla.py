@@ -35,6 +35,7 @@ KERNELS = {
     **cost.COSTS,
     **{f"{rows}, clusters": found for rows, found in cost.OF_CLUSTERS.items()},
     "e4m3, few rows": cost.TRANSPOSED,
+    "e4m3, q in e4m3": cost.RAW,
     mla_plans.KERNEL: LATENT_COSTS,
 }
 Costs = cost.Costs | Constants

@@ -36,6 +36,7 @@ from warpspec.fmha.sm100 import config as fmha
 from warpspec.fmha.sm100 import shapes as blackwell_shapes
 from warpspec.fmha.tiles import ELEMENT_BYTES, KvTile
 from warpspec.latent.gathered.config import CLUSTER, E4M3_ROWS, GatheredConfig, Sm100GatheredConfig
+from warpspec.latent.gathered.raw.config import RawConfig
 from warpspec.latent.gathered.transposed.config import TransposedConfig
 
 MARKERS = (  # begin and end: attention for sm_100a and sm_90a, the grouped GEMM, Swap-FFN, gradients
@@ -320,6 +321,7 @@ def hopper_kernels() -> list[tuple]:
     gathered = GatheredConfig.of()
     codes = {"row_format": E4M3_ROWS.name, "paged": True, "has_kv_scale": True}
     transposed = TransposedConfig.of(16, pack=16, **codes)
+    raw = RawConfig.of(64, has_q_scale=True, **codes)
     of_gathered, of_mla, of_transposed = (
         f"{config.shape.consumer_registers}, {config.shape.producer_registers} registers a thread"
         for config in (gathered, mla, transposed)
@@ -341,6 +343,11 @@ def hopper_kernels() -> list[tuple]:
             f"MLA over e4m3 rows, {transposed.count} rows a task, keys as rows of the products ({of_transposed}: "
             "consumers, load warp):",
             transposed,
+        ),
+        (
+            f"MLA over e4m3 rows with Q in e4m3, {raw.count} rows a task ({', '.join(map(str, raw.registers))} "
+            "registers a thread: score warpgroup, value warpgroups, load warp):",
+            raw,
         ),
     ]
 

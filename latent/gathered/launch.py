@@ -199,7 +199,7 @@ def costs_of(problem: GatheredProblem, target: Target) -> cost.Costs | None:
     """The costs of the problem's kernel; None if it was not timed."""
     if target.architecture.backend != "sm90":
         return None
-    if problem.has_q_scale:
+    if problem.has_q_scale and not rows_of(problem.heads, problem.queries):
         return cost.RAW
     if transposes(problem, target):
         return cost.TRANSPOSED

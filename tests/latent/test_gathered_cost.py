@@ -9,7 +9,12 @@ from warpspec.latent.gathered.problem import GatheredProblem
 from warpspec.latent.mla import float8
 
 H200 = SIMULATED["sm_90a"]
-KERNELS = {**cost.COSTS, "clusters": cost.OF_CLUSTERS[cost.LISTS], "transposed": cost.TRANSPOSED}
+KERNELS = {
+    **cost.COSTS,
+    "clusters": cost.OF_CLUSTERS[cost.LISTS],
+    "transposed": cost.TRANSPOSED,
+    "raw": cost.RAW,
+}
 
 
 @pytest.mark.parametrize("known", [False, True])

@@ -65,38 +65,45 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("heads", "queries", "dtype", "sms"),
+    ("heads", "queries", "dtype", "sms", "q_codes"),
     [
-        (8, 2, torch.float8_e4m3fn, 3),
-        long(16, 1, torch.bfloat16, 3),
-        long(128, 1, torch.bfloat16, 12),  # CTAs share out the columns of a request's many pieces
-        long(64, 3, torch.bfloat16, 12),  # three query tiles of a request are in step
-        long(32, 1, torch.float8_e4m3fn, 3),
-        long(128, 1, torch.float8_e4m3fn, 6),
+        (8, 2, torch.float8_e4m3fn, 3, False),
+        long(16, 1, torch.bfloat16, 3, False),
+        long(128, 1, torch.bfloat16, 12, False),  # CTAs share out the columns of a request's many pieces
+        long(64, 3, torch.bfloat16, 12, False),  # three query tiles of a request are in step
+        long(32, 1, torch.float8_e4m3fn, 3, False),
+        long(128, 1, torch.float8_e4m3fn, 6, False),
+        long(64, 2, torch.float8_e4m3fn, 6, True),
     ],
 )
 @pytest.mark.usefixtures("check_order")
-def test_same_bits(heads, queries, dtype, sms, cut_by_length):
+def test_same_bits(heads, queries, dtype, sms, q_codes, cut_by_length):
     """With the cuts of its lengths a call has the bits that it has without a schedule, and so it has after an update.
     With the cuts of other lengths it is right: requests grow, shrink to nothing, lose the keys of all but one piece."""
-    call = call_of(heads, queries, dtype)
+    (q, *rest), options, made = call_of(heads, queries, dtype), {}, {}
+    if q_codes:
+        q, options["q_scale"], made["q_dtype"] = q.to(dtype), torch.tensor([0.7]), dtype
+    call = (q, *rest)
     lengths, others = lengths_of(*LENGTHS), [lengths_of(448, 0, 300, 70), lengths_of(0, 3, 0, 0)]
     with cut_by_length(sms):
         schedule = mla_schedule(
-            lengths, heads=heads, queries=queries, max_pages=PAGES, dtype=dtype, backend="sim"
+            lengths, heads=heads, queries=queries, max_pages=PAGES, dtype=dtype, backend="sim", **made
         )
-        whole = {one: mla_decode(*call, one, scale=SCALE, backend="reference") for one in (lengths, *others)}
-        o = decode(call, lengths)
-        assert torch.equal(decode(call, lengths, schedule=schedule), o)
+        whole = {
+            one: mla_decode(*call, one, scale=SCALE, backend="reference", **options)
+            for one in (lengths, *others)
+        }
+        o = decode(call, lengths, **options)
+        assert torch.equal(decode(call, lengths, schedule=schedule, **options), o)
         with Watch():
-            assert torch.equal(decode(call, lengths, schedule=schedule), o)
+            assert torch.equal(decode(call, lengths, schedule=schedule, **options), o)
         for one in others:
-            assert difference(decode(call, one, schedule=schedule), whole[one]) < 4e-3
+            assert difference(decode(call, one, schedule=schedule, **options), whole[one]) < 4e-3
         with sim.one_stream():  # launches may overlap
             schedule.update(others[0])
-            o = decode(call, others[0], schedule=schedule)
-        assert torch.equal(o, decode(call, others[0]))
-        assert difference(decode(call, lengths, schedule=schedule), whole[lengths]) < 4e-3
+            o = decode(call, others[0], schedule=schedule, **options)
+        assert torch.equal(o, decode(call, others[0], **options))
+        assert difference(decode(call, lengths, schedule=schedule, **options), whole[lengths]) < 4e-3
 
 
 @pytest.mark.long
