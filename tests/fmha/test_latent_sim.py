@@ -400,9 +400,8 @@ def test_many_pieces_of_codes(heads, queries, lengths, sms, states, q_codes, sim
 @pytest.mark.usefixtures("check_order", "compiled_anew")
 def test_lengths_of_codes_that_change_meanwhile(simulate_as, monkeypatch):
     reads = misread_lengths(monkeypatch)
-    for number, q_codes in enumerate((False, True), 1):
-        test_many_pieces_of_codes(64, 1, (400, 5, 0, 130), 5, False, q_codes, simulate_as, monkeypatch)
-        assert len(reads) == 2 * number
+    test_many_pieces_of_codes(64, 1, (400, 5, 0, 130), 5, False, False, simulate_as, monkeypatch)
+    assert len(reads) == 2
 
 
 @pytest.mark.long
@@ -436,7 +435,7 @@ def test_states_of_codes(splits, q_codes, simulate_as, monkeypatch):
         (5, 1e33, 17, False),
         long(64, 1e33, 3, False),
         long(64, 1.0, 17, False),
-        long(64, 1e33, 17, True),
+        long(64, 1e30, 17, True),
         long(5, 1e-15, 3, True),
     ],
 )
