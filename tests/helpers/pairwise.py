@@ -14,9 +14,10 @@ def pairwise(*axes: list, possible: Callable[[tuple], bool] = lambda row: True) 
         numbered = [(i, axes[i].index(value)) for i, value in enumerate(row)]
         return sum(1 << bits.setdefault(pair, len(bits)) for pair in itertools.combinations(numbered, 2))
 
-    rows = {row: pairs(row) for row in itertools.product(*axes) if possible(row)}
+    rows = [(row, pairs(row)) for row in itertools.product(*axes) if possible(row)]
     left, found = (1 << len(bits)) - 1, []
     while left:
-        found.append(max(rows, key=lambda row: (rows[row] & left).bit_count()))
-        left &= ~rows[found[-1]]
+        row, own = max(rows, key=lambda each: (each[1] & left).bit_count())
+        found.append(row)
+        left &= ~own
     return found
