@@ -31,13 +31,15 @@ def pages_view(config, pool: cute.Tensor) -> cute.Tensor:
 
 @dataclass(frozen=True)
 class Loader:
-    """The load warp's state for all tasks. ring: ``tma.TileRing``."""
+    """The load warp's state for all tasks. ring: ``tma.TileRing`` of tiles (UNIT of the page, PAGE). page_units: units
+    of a page."""
 
     config: object
     channels: dict
     operands: object
     masks: cute.Tensor
     ring: tma.TileRing
+    page_units: int
 
 
 @cute.jit
@@ -48,7 +50,7 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, shared, operand
     tiles = cute.local_tile(coordinates, box, (0, None, None))  # (WORD, KEY, PAGE, UNIT of the page, PAGE)
     stages = tma.plain_tiles(shared.codes, cutlass.Uint32, box, config.units)
     ring = tma.TileRing.make(atom, cute.group_modes(tiles, 3, 5), stages)
-    role = Loader(config, channels, operands, shared.masks, ring)
+    role = Loader(config, channels, operands, shared.masks, ring, UNITS)
     use, _ = each_task(config, operands, units, load_task, role, (Int32(0), Int32(0)))
     drain((channels["empty"],), use)
 
@@ -72,13 +74,13 @@ def load_task(role, task, uses):
         page = Int32(cute.arch.shuffle_sync(pages, step % WARP_THREADS))
         here = Boolean(page >= 0) & Boolean(page < pool)
         page = Int32(cutlass.select_(here, page, pool))  # past the end, so that zeros arrive
-        for half in cutlass.range_constexpr(UNITS):
-            number = use + step * UNITS + half
+        for unit in cutlass.range_constexpr(role.page_units):
+            number = use + step * role.page_units + unit
             channels["empty"].wait_previous(number)
             stage = channels["full"].stage(number)
             if lane == 0:
                 masks[stage] = Uint32(cutlass.select_(here, Uint32(WHOLE), Uint32(0)))
             cute.arch.sync_warp()
             channels["full"].expect_bytes(number, config.unit_bytes)
-            ring.load((half, page), stage, channels["full"].barrier(number))
-    return use + span.count * UNITS, unused
+            ring.load((unit, page), stage, channels["full"].barrier(number))
+    return use + span.count * role.page_units, unused
