@@ -84,7 +84,7 @@ def test_no_kernel_spills(dtype, page_size, result, rows):
     ids=str,
 )
 def test_no_kernel_over_codes_spills(result, rows, q_codes, monkeypatch):
-    """Of 64 rows with queries in e4m3, ptxas also runs all products alone if it lacks registers."""
+    """No kernel over codes spills. With queries in e4m3 and 64 rows, ptxas would also run all products alone."""
     (way, output), (heads, queries) = result, rows
     splits = {"split": 2, "whole": 1}.get(way)
     monkeypatch.setattr(gathered, "takes_line", lambda *_: splits is None)

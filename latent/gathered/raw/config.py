@@ -7,21 +7,15 @@ tile's V^T P^T to O^T, half of the value columns each. One warp loads codes, a p
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from warpspec.common import memory
 from warpspec.common.barriers import Barrier
 from warpspec.common.hardware import (
     FP32_BYTES,
-    MAX_SMEM_PER_CTA,
-    QUAD,
-    SMEM_PER_SM,
-    SMEM_RESERVED_PER_CTA,
     WARP_THREADS,
     WARPGROUP_ROWS,
     WARPGROUP_THREADS,
     WORD_BYTES,
-    registers_at_launch,
 )
 from warpspec.common.memory import ROW_BYTES
 from warpspec.fmha.config import AttentionKernel, Schedule, TileScheduler
@@ -32,12 +26,11 @@ from warpspec.latent.gathered.config import (
     PAGE_ROWS,
     VALUE_DIM,
     Gathers,
-    LineOfQueries,
     gathered_records,
 )
+from warpspec.latent.gathered.ring import RingOfCodes
 
 VALUE_GROUPS = 2  # value warpgroups
-MOST_UNITS = 8
 ROWS = (8, 16, 32, 64)  # rows that a task may have: N of the products
 # Registers of a thread of the score warpgroup, of the value warpgroups, of the load warp. Of fewer rows O takes fewer.
 REGISTERS, OF_FEWER_ROWS = (136, 176, 24), (160, 152, 40)
@@ -60,12 +53,11 @@ PAGED_CODES = Gathers(E4M3_ROWS.name, paged=True, has_kv_scale=True, has_q_scale
 
 
 @dataclass(frozen=True)
-class RawConfig(LineOfQueries, AttentionKernel):
+class RawConfig(RingOfCodes, AttentionKernel):
     """The kernel for tasks of ``count`` rows."""
 
     count: int = ROWS[-1]
     gathers: Gathers = PAGED_CODES
-    prepares_divisors: ClassVar[bool] = True  # as in ``GatheredConfig``
 
     def __post_init__(self):
         super().__post_init__()
@@ -90,16 +82,6 @@ class RawConfig(LineOfQueries, AttentionKernel):
     @property
     def rows(self) -> TileRows:
         return TileRows(self.pack, 1, self.count)
-
-    @property
-    def tile_n(self) -> int:
-        """Keys of a KV tile, which is a page."""
-        return PAGE_ROWS
-
-    @property
-    def columns(self) -> int:
-        """Number of columns of S^T, and of O^T, that a thread has; each is a row of the task."""
-        return self.count // QUAD
 
     @property
     def sums_vector(self) -> int:
@@ -157,11 +139,6 @@ class RawConfig(LineOfQueries, AttentionKernel):
         return Shape(VALUE_GROUPS, self.tile_n, self.units, 1, *self.registers[1:])
 
     @property
-    def register_pool(self) -> int:
-        """Registers of a CTA."""
-        return registers_at_launch(self.threads, 1) * self.threads
-
-    @property
     def role_registers(self) -> int:
         """Registers of a CTA once the roles have set theirs."""
         score, value, load = self.registers
@@ -182,17 +159,6 @@ class RawConfig(LineOfQueries, AttentionKernel):
     def p_bytes(self) -> int:
         """P of a KV tile."""
         return self.count * ROW_BYTES
-
-    @property
-    def units(self) -> int:
-        """KV tiles of the ring: as many as there is room for."""
-        taken = memory.smem_bytes(self.regions_of(MOST_UNITS)) - MOST_UNITS * self.unit_bytes
-        return min((self.smem_limit - taken) // self.unit_bytes, MOST_UNITS)
-
-    @property
-    def smem_regions(self) -> tuple[memory.Region, ...]:
-        """Shared memory, in order."""
-        return self.regions_of(self.units)
 
     def regions_of(self, units: int) -> tuple[memory.Region, ...]:
         """The regions, with so many units of the ring."""
@@ -216,15 +182,6 @@ class RawConfig(LineOfQueries, AttentionKernel):
             memory.tile_region("p", P_TURNS * self.p_bytes, "P", f"{P_TURNS} x [{self.count}, {PAGE_ROWS}]"),
             memory.Region("codes", units * self.unit_bytes, "uint8", CODES_ALIGNMENT, "codes", f"{units} KV tiles"),
         )  # fmt: skip
-
-    @property
-    def smem_bytes(self) -> int:
-        return memory.smem_bytes(self.smem_regions)
-
-    @property
-    def smem_limit(self) -> int:
-        """Bytes that a CTA may have."""
-        return min(SMEM_PER_SM - SMEM_RESERVED_PER_CTA, MAX_SMEM_PER_CTA)
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:

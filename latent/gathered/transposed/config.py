@@ -8,27 +8,22 @@ memory. One warp loads codes, 32 keys at a time, to a ring.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from warpspec.common import memory
 from warpspec.common.barriers import Barrier
 from warpspec.common.hardware import (
     FP32_BYTES,
-    MAX_SMEM_PER_CTA,
-    QUAD,
-    SMEM_PER_SM,
-    SMEM_RESERVED_PER_CTA,
     WARP_THREADS,
     WARPGROUP_ROWS,
     WARPGROUP_THREADS,
     WORD_BYTES,
-    registers_at_launch,
 )
 from warpspec.common.memory import ROW_BYTES
 from warpspec.fmha.config import AttentionKernel, Schedule, TileScheduler
 from warpspec.fmha.sm90.shapes import Shape
 from warpspec.fmha.tiles import ELEMENT_BYTES, TileRows
-from warpspec.latent.gathered.config import E4M3_ROWS, PAGE_ROWS, Gathers, LineOfQueries, gathered_records
+from warpspec.latent.gathered.config import E4M3_ROWS, PAGE_ROWS, Gathers, gathered_records
+from warpspec.latent.gathered.ring import RingOfCodes
 
 CONSUMERS = 2
 UNIT_KEYS = 32  # keys that are loaded together; each warp multiplies keys of one unit with Q
@@ -36,7 +31,6 @@ UNITS = PAGE_ROWS // UNIT_KEYS  # units of a KV tile
 # Bytes from one key to the next in shared memory. Four neighbouring keys must begin in different quarters of the 128
 # bytes that shared memory reads at a time; TMA fills what lies behind a row with zeros.
 KEY_BYTES = 608
-MOST_UNITS = 8  # a power of two, by which it is easy to divide
 ROWS = (8, 16, 32)  # rows that a task may have: N of the products
 REGISTERS = (232, 40)  # of a consumer's thread, and of the load warp's
 FLAGS = 2  # steps take turns at them
@@ -47,12 +41,11 @@ PAGED_CODES = Gathers(E4M3_ROWS.name, paged=True, has_kv_scale=True)
 
 
 @dataclass(frozen=True)
-class TransposedConfig(LineOfQueries, AttentionKernel):
+class TransposedConfig(RingOfCodes, AttentionKernel):
     """The kernel for tasks of ``count`` rows."""
 
     count: int = ROWS[-1]
     gathers: Gathers = PAGED_CODES
-    prepares_divisors: ClassVar[bool] = True  # as in ``GatheredConfig``
 
     def __post_init__(self):
         super().__post_init__()
@@ -80,16 +73,6 @@ class TransposedConfig(LineOfQueries, AttentionKernel):
     @property
     def rows(self) -> TileRows:
         return TileRows(self.pack, 1, self.count)
-
-    @property
-    def tile_n(self) -> int:
-        """Keys of a KV tile, which is a page."""
-        return PAGE_ROWS
-
-    @property
-    def columns(self) -> int:
-        """Number of columns of S^T, and of O^T, that a thread has; each is a row of the task."""
-        return self.count // QUAD
 
     @property
     def value_tiles(self) -> int:
@@ -125,11 +108,6 @@ class TransposedConfig(LineOfQueries, AttentionKernel):
         return Shape(CONSUMERS, self.tile_n, self.units, 1, *REGISTERS)
 
     @property
-    def register_pool(self) -> int:
-        """Registers of a CTA."""
-        return registers_at_launch(self.threads, 1) * self.threads
-
-    @property
     def role_registers(self) -> int:
         """Registers of a CTA once the roles have set theirs."""
         consumer, load = REGISTERS
@@ -150,17 +128,6 @@ class TransposedConfig(LineOfQueries, AttentionKernel):
         """P of one consumer's keys."""
         return self.count * ROW_BYTES
 
-    @property
-    def units(self) -> int:
-        """Units of the ring: as many as there is room for."""
-        taken = memory.smem_bytes(self.regions_of(MOST_UNITS)) - MOST_UNITS * self.unit_bytes
-        return min((self.smem_limit - taken) // self.unit_bytes, MOST_UNITS)
-
-    @property
-    def smem_regions(self) -> tuple[memory.Region, ...]:
-        """Shared memory, in order."""
-        return self.regions_of(self.units)
-
     def regions_of(self, units: int) -> tuple[memory.Region, ...]:
         """The regions, with so many units of the ring."""
         cursors = self.scheduler.cursor_bytes // WORD_BYTES
@@ -178,15 +145,6 @@ class TransposedConfig(LineOfQueries, AttentionKernel):
             memory.tile_region("p", CONSUMERS * self.p_bytes, "P", f"{CONSUMERS} x [{self.count}, {PAGE_ROWS}]"),
             memory.Region("codes", units * self.unit_bytes, "uint8", 128, "codes", f"{units} x {UNIT_KEYS} keys"),
         )  # fmt: skip
-
-    @property
-    def smem_bytes(self) -> int:
-        return memory.smem_bytes(self.smem_regions)
-
-    @property
-    def smem_limit(self) -> int:
-        """Bytes that a CTA may have."""
-        return min(SMEM_PER_SM - SMEM_RESERVED_PER_CTA, MAX_SMEM_PER_CTA)
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:
