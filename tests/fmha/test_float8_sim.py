@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.float8_cases import NVFP4, Case, check, converting_in, many_rows, shapes_for_many_rows
+from helpers.float8_cases import (
+    FACTORS,
+    NVFP4,
+    Case,
+    check,
+    converting_in,
+    many_rows,
+    shapes_for_many_rows,
+)
 from helpers.suites import long
 
 from warpspec import sim
@@ -93,10 +101,7 @@ def test_scales_that_make_up_for_each_other(format, queries, arch):
     small for a number, all weights are equal, and hidden keys stay hidden."""
     arguments = Case(queries, 40, (8, 1), 64, float8=format, scale="tensor").arguments()
     q = arguments["q"]
-    for factor, scale, k_scale in (
-        (1.0, 2.0**-112, 2.0**108), (1.0, -(2.0**-112), 2.0**108), (1.0, 2.0**99, 2.0**-104),
-        (2.0**-100, 0.1, 2.0**98), (2.0**-100, 0.1, 2.0**-60), (2.0**-100, 0.1, 0.0), (2.0**-100, 0.0, 1.0),
-    ):  # fmt: skip
+    for factor, scale, k_scale in FACTORS:
         check_scales(arguments | {"q": q * factor, "scale": scale}, k_scale, 0.5, arch)
 
 

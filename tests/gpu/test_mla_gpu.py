@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from helpers.float8_cases import FACTORS
 from helpers.gathered_cases import judge, judge_lse, random_case
 from helpers.row_scales import random_scales
 from helpers.simulate import cutting_by_length
@@ -79,6 +80,21 @@ def in_codes(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries in e4m3 with their scale."""
     scale = q.float().abs().amax() / 448
     return (q.float() / scale).to(torch.float8_e4m3fn), scale
+
+
+@pytest.mark.parametrize("heads", [8, 64])
+def test_scales_of_codes_that_make_up_for_each_other(heads):
+    """As in the simulator, at the ends of fp32's range, where the hardware may round subnormal numbers to 0."""
+    q, kv, table, lengths = paged_call(heads, 1, 300, 5, True)
+    for factor, scale, kv_scale in (each for each in FACTORS if each[1] >= 0):
+        options = {"scale": scale, "kv_scale": torch.tensor(kv_scale, device="cuda"), "return_lse": True}
+        (o, lse), (wanted, wanted_lse) = (
+            mla_decode(q * factor, kv, table, lengths, **options, backend=backend)
+            for backend in ("auto", "reference")
+        )
+        torch.testing.assert_close(lse, wanted_lse, rtol=1e-6, atol=LSE_TOLERANCE)
+        o, wanted = (t.double() / (kv_scale or 1.0) for t in (o, wanted))
+        assert (o - wanted).norm() <= O_TOLERANCE * wanted.norm()
 
 
 @pytest.mark.parametrize("deviation", [1.0, 2.0])  # of logits, which are then up to 5 and 10

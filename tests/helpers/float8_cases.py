@@ -24,6 +24,13 @@ LARGEST = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7B, NVFP4: 0x77}
 SUBNORMAL, LARGE = 1e-40, 2.0**100
 # k_scale, v_scale: 0 makes weights equal, or o 0; so does a subnormal k_scale, for codes are below 2**16.
 SCALES = [(0.0, 1.0), (1.0, 0.0), (SUBNORMAL, 1.0), (1.0, SUBNORMAL), (2.0**-20, LARGE), (0.5, 2.0**-60)]
+# A factor of the queries, the scale of logits and the keys' scale: far from 1, but their product is not, or it is too
+# small for a number, and then all weights are equal.
+FACTORS = [
+    (1.0, 2.0**-112, 2.0**108), (1.0, -(2.0**-112), 2.0**108), (1.0, 2.0**96, 2.0**-100),
+    (2.0**-100, 0.1, 2.0**96), (2.0**-100, 0.1, 2.0**-60), (2.0**-100, 0.1, 0.0), (2.0**-100, 0.0, 1.0),
+    (1.0, 2.0**-125, 1.0), (1.0, -(2.0**-126), 2.0), (2.0**56, 2.0**-118, 2.0**60), (1.0, 2.0**-127, 2.0**118),
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
