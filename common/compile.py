@@ -6,6 +6,7 @@ and ``artifacts.CUBIN`` (bytes) filled in and line information kept, as the simu
 
 from __future__ import annotations
 
+import re
 import tempfile
 import threading
 from collections.abc import Callable, Hashable
@@ -13,7 +14,7 @@ from collections.abc import Callable, Hashable
 import torch
 
 from warpspec.common import kernel_cache
-from warpspec.common.cubin import KernelResources, parse_cubin
+from warpspec.common.cubin import KernelResources, count_wgmma, parse_cubin
 
 # Option of ``cute.compile``: the result is called with CUDA torch tensors, on their current stream, in about a
 # microsecond. The host function has ``make_fake_stream(use_tvm_ffi_env_stream=True)``, which calls leave out.
@@ -128,3 +129,24 @@ def resources(compiled) -> dict[str, KernelResources]:
     and not part of the cubin; the simulator's report has it.
     """
     return parse_cubin(compiled.artifacts.CUBIN)
+
+
+def serialized(compiled) -> list[str]:
+    """Names of the kernels in which ptxas runs the warpgroup products (wgmma) of a group one after the other.
+
+    ptxas does so, with results as before, where a thread's registers do not suffice or something else stands between
+    the products of a group; it says "wgmma.mma_async instructions are serialized", which the DSL drops
+    (``--gpu-arch sm_90a remarks{ptx}`` shows it). In the machine code, a wait then follows every product.
+    """
+    ptx = compiled.artifacts.PTX
+    if "wgmma.mma_async" not in ptx:
+        return []
+    counts, found = count_wgmma(compiled.artifacts.CUBIN), []
+    for kernel in re.split(r"\.entry\s+", ptx)[1:]:
+        name = kernel[: kernel.index("(")].strip()
+        written, groups = kernel.count("wgmma.mma_async"), kernel.count("wgmma.commit_group")
+        products, waits = counts[name]
+        # ptxas may copy products, and removes those whose results nobody reads.
+        if groups < written <= products <= waits:
+            found.append(name)
+    return found

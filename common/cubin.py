@@ -30,6 +30,13 @@ EIATTR_REGCOUNT = 0x2F
 
 KPARAM_SIZE_SHIFT = 18  # position of the size in the last word of KPARAM_INFO
 
+# Instructions of sm_90 have 16 bytes. The low 12 bits of the first 8 bytes are the opcode.
+INSTRUCTION_WORDS, OPCODE = 2, 0xFFF
+WGMMA = frozenset(
+    (0x9F0, 0xDF0, 0x9F1, 0xDF1, 0x9F3, 0xDF3)
+)  # HGMMA, IGMMA, QGMMA; A in shared memory, in registers
+WARPGROUP, WARPGROUP_WAITS = 0x9C5, 1 << 47  # WARPGROUP.DEPBAR has this bit, WARPGROUP.ARRIVE does not
+
 SYSTEM_SHARED_BYTES = 1024  # reserved by the system at the start of every CTA's shared memory, from sm_90 on
 FIRST_SM_WITH_SYSTEM_SHARED = 90
 MAX_THREADS_PER_CTA = 1024
@@ -173,6 +180,18 @@ def parse_cubin(cubin: bytes) -> dict[str, KernelResources]:
             parameters=tuple(parameters[i] for i in sorted(parameters)),
         )
     return kernels
+
+
+def count_wgmma(cubin: bytes) -> dict[str, tuple[int, int]]:
+    """The numbers of warpgroup products and of waits for them in every kernel's sm_90 code, by kernel name."""
+    counts = {}
+    for name, section in _Elf(bytes(cubin)).sections.items():
+        if name.startswith(".text."):
+            words = memoryview(section.data).cast("Q")[::INSTRUCTION_WORDS].tolist()
+            products = sum(word & OPCODE in WGMMA for word in words)
+            waits = sum(word & OPCODE == WARPGROUP and word & WARPGROUP_WAITS != 0 for word in words)
+            counts[name.removeprefix(".text.")] = products, waits
+    return counts
 
 
 def cubin_from_fatbin(fatbin: bytes) -> bytes:

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import sys
 from pathlib import Path
 
 # Before torch is imported: workers and the simulator's own threads share the machine's few cores.
@@ -62,6 +63,17 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 10, 100)
+
+
+@pytest.fixture(autouse=True)
+def products_in_flight_together():
+    """In no kernel that a test compiles, or finds on disk, does ptxas run products of a warpgroup one by one."""
+    compile = sys.modules.get("warpspec.common.compile")  # which the test may be the first to import
+    before = set(compile._compiled) if compile else set()
+    yield
+    compile = sys.modules.get("warpspec.common.compile")
+    for key in compile._compiled.keys() - before if compile else ():
+        assert not compile.serialized(compile._compiled[key]), key
 
 
 @pytest.fixture

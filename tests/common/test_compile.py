@@ -12,13 +12,21 @@ import pytest
 import torch
 from cuda.bindings import driver
 from cuda.bindings.driver import CUstream
+from cutlass._mlir.dialects import llvm
 from cutlass._mlir_helpers import op
 from cutlass.base_dsl.dsl import DSLSingletonMeta
 from cutlass.cute.runtime import make_fake_compact_tensor
 
 from warpspec import sim
 from warpspec.common import locations
-from warpspec.common.compile import compile_cached, compile_host, compile_kernel, fake_rows, resources
+from warpspec.common.compile import (
+    compile_cached,
+    compile_host,
+    compile_kernel,
+    fake_rows,
+    resources,
+    serialized,
+)
 
 THREADS = 128
 REGISTERS = 65536  # of an SM
@@ -95,6 +103,36 @@ def test_spills_show():
     roomy = only(compile_host(crowded, fake(), fake(), THREADS, arch="sm_100a"))
     assert roomy.local_bytes == 0
     assert REGISTERS // MAX_THREADS_THAT_SPILLS < roomy.registers <= REGISTERS // THREADS
+
+
+@cute.kernel
+def group_kernel(target: cute.Tensor):
+    """A group of three products, whose sums take 192 registers of a thread."""
+    sums = [[f"%sum{64 * n + i}" for i in range(64)] for n in range(3)]
+    product = "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {%s}, %%a, %%b%d, 1, 1, 1, 0, 0; "
+    text = (
+        "{ .reg .f32 %sum<192>; .reg .b64 %a, %b<3>; mov.b64 %a, 0; "
+        + "".join(f"mov.b64 %b{n}, {64 + n}; " for n in range(3))
+        + "".join(f"mov.f32 %sum{i}, 0f00000000; " for i in range(192))
+        + f"wgmma.fence.sync.aligned; {''.join(product % (', '.join(one), n) for n, one in enumerate(sums))}"
+        + "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; "
+        + "".join(f"add.f32 %sum0, %sum0, %sum{i}; " for i in range(1, 192))
+        + "mov.b32 $0, %sum0; }"
+    )
+    thread, _, _ = cute.arch.thread_idx()
+    target[thread] = llvm.inline_asm(cutlass.Float32.mlir_type, [], text, "=f", has_side_effects=True)
+
+
+@cute.jit
+def group(target: cute.Tensor, max_threads: cutlass.Constexpr):
+    group_kernel(target).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], max_number_threads=[max_threads, 1, 1])
+
+
+def test_products_that_ptxas_runs_one_by_one():
+    """ptxas says so of the first ("insufficient register resources"), not of the second. No kernel of any test is like
+    the first: conftest.py looks."""
+    crowded, roomy = (compile_host(group, fake(), most, arch="sm_90a") for most in (4 * THREADS, THREADS))
+    assert len(serialized(crowded)) == 1 and not serialized(roomy)
 
 
 def test_locations_are_worked_out_once_a_call_site(monkeypatch):
