@@ -17,6 +17,7 @@ from warpspec.common.checks import (
     check_number,
     check_operand,
     check_tensor,
+    kind_of,
     refuse_gradients,
 )
 from warpspec.fmha import attention
@@ -156,5 +157,5 @@ def checked_q_scale(q_scale: torch.Tensor | None, q: torch.Tensor) -> torch.Tens
     """The scale of q's codes, or None with q in 16 bits."""
     if (q_scale is None) == (q.dtype == CODES):
         wanted = "a scale with q in e4m3" if q_scale is None else f"None with q of {q.dtype}"
-        raise ValueError(f"q_scale: must be {wanted}")
+        raise ValueError(f"q_scale: must be {wanted}, got {kind_of(q_scale)}")
     return None if q_scale is None else checked_scale("q_scale", q_scale, q.device)

@@ -57,7 +57,7 @@ BAD = {
     "no-q-scale": (
         {"q": torch.zeros(2, 1, 4, 576).to(torch.float8_e4m3fn), "kv": CODES},
         ValueError,
-        "q_scale: must be a scale with q in e4m3",
+        "q_scale: must be a scale with q in e4m3, got None",
     ),
     "q-scale": ({"q_scale": torch.ones(1)}, ValueError, "q_scale: must be None with rows of torch.bfloat16"),
     "q-scale-16-bits": (
