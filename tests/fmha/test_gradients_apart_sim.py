@@ -58,7 +58,7 @@ def test_no_kernel_spills(sizes, mask, requests):
         assert not any(each.local_bytes for each in resources(kernel.compiled(config, "sm_90a")).values())
 
 
-@pytest.mark.parametrize("name", long_but([], CASES))
+@pytest.mark.parametrize("name", long_but(["plain"], CASES))
 def test_gradients(name, monkeypatch, simulate_gradients_as, check_order):
     """Gradients and memory order, with more tiles than CTAs."""
     found, prepare = [], launch.prepare.__wrapped__
