@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from warpspec.aot.models import BLOCKS, CALLS, KV_CACHES, MODELS, NEAR, PAGE_SIZES, needed, rank_of
-from warpspec.aot.workers import compile_all
+from warpspec.aot.workers import compile_all, shown
 from warpspec.common.command_line import positive
 from warpspec.common.disk_cache import CACHE_VARIABLE
 from warpspec.common.errors import UnsupportedProblem
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser().error(str(problem))
     if options.list:
         for kernel, config in wanted:
-            print(kernel.name, config)
+            print(kernel.name, shown(config))
         return 0
     print(f"{len(wanted)} kernels for {options.arch} into {CACHE.folder}")
     failed = compile_all(list(wanted), options.arch, options.jobs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import shutil
 import sys
 import time
@@ -22,6 +24,20 @@ def compile_ahead(kernel: Kernel, config: Hashable, arch: str) -> float:
     start = time.monotonic()
     kernel.compiled(config, arch, native=True)
     return time.monotonic() - start
+
+
+def shown(value) -> str:
+    """A configuration as text for people: the fields that differ from their defaults, in records within it, too."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    if not dataclasses.is_dataclass(value):
+        return repr(value)
+    texts = (
+        (each.name, shown(own))
+        for each in dataclasses.fields(value)
+        if (own := getattr(value, each.name)) != each.default
+    )
+    return f"{type(value).__name__}({', '.join(f'{name}={text}' for name, text in texts)})"
 
 
 class Progress:
@@ -56,5 +72,5 @@ def compile_all(wanted: Sequence[tuple[Kernel, Hashable]], arch: str, jobs: int)
             progress.step(f"{kernel.name} {'failed' if error else f'{future.result():.1f} s'}")
             if error is not None:
                 failed += 1
-                print(f"\n{kernel.name} {config}: {type(error).__name__}: {error}", file=sys.stderr)
+                print(f"\n{kernel.name} {shown(config)}: {type(error).__name__}: {error}", file=sys.stderr)
     return failed

@@ -245,7 +245,8 @@ def test_the_command_says_what_it_wants(monkeypatch, capsys):
     assert {"gpt-oss-120b", "qwen3-8b"} <= set(capsys.readouterr().out.split())
     assert aot.main(["--model", "llama-3-8b", "--calls", "paged", "--page-sizes", "32", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines and all("page_size=32" in line for line in lines if line.startswith("fmha.sm90"))
+    lines = [line for line in lines if line.startswith("fmha.sm90")]
+    assert lines and all("page_size=32" in line and "has_tree" not in line for line in lines)
     monkeypatch.setenv(CACHE_VARIABLE, "")
     with pytest.raises(SystemExit):
         aot.main(["--model", "llama-3-8b"])
