@@ -66,14 +66,14 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def products_in_flight_together():
-    """In no kernel that a test compiles, or finds on disk, does ptxas run products of a warpgroup one by one."""
+def no_added_waits():
+    """In no kernel that a test compiles, or finds on disk, does ptxas add waits for products of a warpgroup."""
     compile = sys.modules.get("warpspec.common.compile")  # which the test may be the first to import
     before = set(compile._compiled) if compile else set()
     yield
     compile = sys.modules.get("warpspec.common.compile")
     for key in compile._compiled.keys() - before if compile else ():
-        assert not compile.serialized(compile._compiled[key]), key
+        assert not compile.kernels_with_added_waits(compile._compiled[key]), key
 
 
 @pytest.fixture

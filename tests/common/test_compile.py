@@ -24,8 +24,8 @@ from warpspec.common.compile import (
     compile_host,
     compile_kernel,
     fake_rows,
+    kernels_with_added_waits,
     resources,
-    serialized,
 )
 
 THREADS = 128
@@ -106,7 +106,7 @@ def test_spills_show():
 
 
 @cute.kernel
-def group_kernel(target: cute.Tensor):
+def group_kernel(target: cute.Tensor, waits: cutlass.Constexpr):
     """A group of three products, whose sums take 192 registers of a thread."""
     sums = [[f"%sum{64 * n + i}" for i in range(64)] for n in range(3)]
     product = "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {%s}, %%a, %%b%d, 1, 1, 1, 0, 0; "
@@ -115,7 +115,8 @@ def group_kernel(target: cute.Tensor):
         + "".join(f"mov.b64 %b{n}, {64 + n}; " for n in range(3))
         + "".join(f"mov.f32 %sum{i}, 0f00000000; " for i in range(192))
         + f"wgmma.fence.sync.aligned; {''.join(product % (', '.join(one), n) for n, one in enumerate(sums))}"
-        + "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; "
+        + "wgmma.commit_group.sync.aligned; "
+        + ("wgmma.wait_group.sync.aligned 0; " if waits else "")
         + "".join(f"add.f32 %sum0, %sum0, %sum{i}; " for i in range(1, 192))
         + "mov.b32 $0, %sum0; }"
     )
@@ -124,15 +125,21 @@ def group_kernel(target: cute.Tensor):
 
 
 @cute.jit
-def group(target: cute.Tensor, max_threads: cutlass.Constexpr):
-    group_kernel(target).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], max_number_threads=[max_threads, 1, 1])
+def group(target: cute.Tensor, max_threads: cutlass.Constexpr, waits: cutlass.Constexpr):
+    group_kernel(target, waits).launch(
+        grid=[1, 1, 1], block=[THREADS, 1, 1], max_number_threads=[max_threads, 1, 1]
+    )
 
 
-def test_products_that_ptxas_runs_one_by_one():
-    """ptxas says so of the first ("insufficient register resources"), not of the second. No kernel of any test is like
-    the first: conftest.py looks."""
-    crowded, roomy = (compile_host(group, fake(), most, arch="sm_90a") for most in (4 * THREADS, THREADS))
-    assert len(serialized(crowded)) == 1 and not serialized(roomy)
+@pytest.mark.parametrize(
+    ("max_threads", "waits", "kernels"), [(THREADS, True, 0), (4 * THREADS, True, 1), (THREADS, False, 1)]
+)
+def test_waits_that_ptxas_adds(max_threads, waits, kernels):
+    """ptxas says nothing of the first kernel; "wgmma.mma_async instructions are serialized due to insufficient register
+    resources" (C7511) of the second, which spills nothing; "wgmma.wait_group is injected" (C7517) of the third. No
+    kernel of any other test is like these: conftest.py looks."""
+    compiled = compile_host(group, fake(), max_threads, waits, arch="sm_90a")
+    assert len(kernels_with_added_waits(compiled)) == kernels and only(compiled).local_bytes == 0
 
 
 def test_locations_are_worked_out_once_a_call_site(monkeypatch):
