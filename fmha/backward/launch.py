@@ -199,7 +199,7 @@ def prepare(
         *window,
         launched_pieces(config, order, length, cut),
         order.section,
-        cut.most if cut else 0,
+        cut.most if cut else order.most,
         order.slices,
         order.whole,
         finisher_count(config, forward, order, target),

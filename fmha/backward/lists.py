@@ -2,8 +2,10 @@
 
 Only the device knows which blocks of queries visit a key tile, so the host cuts no tile by length. But a key tile of
 many heads whose block many visit is the longest CTA by far: with a window and some keys that all queries see, the first
-key tile has all query tiles. Slices of heads shorten all CTAs alike, for the price of their starts and ends, and of
-additions of dK and dV to one sum. In each section the longest tiles begin first (``block_mask.BlockMask.q_counts``).
+key tile has all query tiles. Slices of heads shorten it, for the price of more CTAs' starts and ends, and of additions
+of dK and dV to one sum. So a CTA takes as many heads of a tile as have some number of steps (``heads_of``): with such a
+window all heads of all tiles but the first. CTAs that are left over end at once. In each section the longest tiles
+begin first (``block_mask.BlockMask.q_counts``).
 
 The host knows the mean steps of a key tile and the most. It takes the lengths in between for powers of their rank, and
 deals CTAs to SMs (``rounds``).
@@ -11,7 +13,7 @@ deals CTAs to SMs (``rounds``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from warpspec.fmha.backward import rounds
@@ -20,19 +22,38 @@ from warpspec.fmha.problem import AttentionProblem
 
 MOST_CTAS = 128  # for each SM: with more, nothing is left to gain
 LEAST_GAIN = 0.03  # fraction of the time that slices must save
-SECTION_GAIN = 0.06  # the same of sections of all rows, which may read more together than L2 holds
+SECTION_GAIN = 0.03  # the same of sections of all rows, which may read more together than L2 holds
+IDLE_US = 1.5  # of a CTA that is left over
 
 
 def steps_of(forward: AttentionProblem, tile_m: int, tile_n: int) -> list[float]:
-    """Expected steps of the key tiles of one query head, the most first. tile_m, tile_n: queries and keys of a tile."""
+    """Expected steps of the key tiles of one query head, the most first. tile_m, tile_n: queries and keys of a tile.
+
+    Where more visit some block of keys than any block of queries visits, that is taken for one block that nearly all
+    queries see, and others for as long as those of queries at most."""
     rows, keys = forward.mask.block_size
     visiting, visited = max(-(-forward.seq_q // rows), 1), max(-(-forward.seq_k // keys), 1)
     known = forward.visited
     mean = known.mean * visiting / visited if known else max(UNKNOWN_SHARE * visiting, 1.0)
     most = min(max(mean, known.visitors if known else 2 * mean), visiting)
+    lengths = []
+    if known and known.most < most and visited > 1:
+        lengths, visited = [most], visited - 1
+        mean = max(mean + (mean - most) / visited, 0.0)
+        most = max(known.most, mean)
     power = most / min(max(mean, 0.5), most) - 1 if most else 0.0
-    lengths = (most * (1 - (block + 0.5) / visited) ** power * rows / tile_m for block in range(visited))
-    return [steps for steps in lengths for _ in range(keys // tile_n)]
+    lengths += (most * (1 - (block + 0.5) / visited) ** power for block in range(visited))
+    return [steps * rows / tile_m for steps in lengths for _ in range(keys // tile_n)]
+
+
+def heads_of(steps, group, slices, most, minimum=min, maximum=max):
+    """Query heads that a CTA takes of a key tile with so many steps of a head; the last CTA may have fewer.
+
+    slices: CTAs of the tile, at most. most: steps of a CTA up to which it takes more heads. Ints or Int32.
+    """
+    heads = minimum(maximum(most // maximum(steps, 1), (group + slices - 1) // slices), group)
+    ctas = (group + heads - 1) // heads
+    return (group + ctas - 1) // ctas
 
 
 class Starts(NamedTuple):
@@ -43,30 +64,62 @@ class Starts(NamedTuple):
     join: float
 
 
+class Choice(NamedTuple):
+    """slices: of a KV head's query heads. section: rows of a section, one for each slice. most: as in ``heads_of``."""
+
+    slices: int
+    section: int
+    most: int
+
+
 def choose(
     steps: Sequence[float],
-    rows: int,
+    heads: tuple[int, int],
     numbers: Sequence[int],
     sms: int,
     starts: Starts,
     section_of: Callable[[int], int],
     step_of: Callable[[int, int], float],
-) -> tuple[int, int]:
-    """Choose (slices, rows of a section) with the least time; one slice, or the section of ``section_of``, if others
-    gain little.
+) -> Choice:
+    """Choose what takes the least time; one slice, or the section of ``section_of``, if others gain little.
 
-    steps: of the key tiles of a row. rows: KV heads of all batch rows. numbers: of slices, 1 the first. section_of:
-    rows of a section for a number of slices, so that what they read stays in L2. All rows make one section if that is
-    faster: then no long tile begins late. step_of: microseconds of a step of (slices, rows of a section).
+    steps: of the key tiles of a row and head, the most first. heads: (KV heads of all batch rows, query heads of each).
+    numbers: of slices, 1 the first. section_of: rows of a section for a number of slices, so that what they read stays
+    in L2. All rows make one section if that is faster: then no long tile begins late. step_of: microseconds of a step
+    of (slices, rows of a section).
     """
-    found = {}
+    found, (rows, group) = {}, heads
     for slices in numbers:
         if slices > 1 and len(steps) * rows * slices > MOST_CTAS * sms:
             break
-        start, join = (starts.sliced, starts.join) if slices > 1 else (starts.whole, 0.0)
-        for section, cost in ((section_of(slices), 1.0), (rows * slices, 1 + SECTION_GAIN)):
-            step, free = step_of(slices, section), rounds.idle(sms)
-            rounds.deal(free, [each / slices * step + start for each in steps], rows * slices, section)
-            time = (max(free)[0] + join) * cost * (1 + LEAST_GAIN * (slices > 1))
-            found[slices, section] = min(time, found.get((slices, section), time))
+        join = starts.join if slices > 1 else 0.0
+        gain = 1 + LEAST_GAIN * (slices > 1)
+        for section, cost in ((section_of(slices), gain), (rows * slices, gain * (1 + SECTION_GAIN))):
+            for most in {0, round(steps[0]) * -(-group // slices)} if slices > 1 else {0}:
+                # CTAs of a key tile stand together where they do not have as many heads.
+                uneven = most or group % slices
+                own = -(-section // slices) * slices if uneven else section
+                step, free = step_of(slices, own), rounds.idle(sms)
+                if uneven:
+                    times = list(times_of(steps, (group, slices, most), step, starts))
+                    rounds.deal(free, times, rows, own // slices)
+                else:
+                    start = starts.sliced if slices > 1 else starts.whole
+                    times = [each * group / slices * step + start for each in steps]
+                    rounds.deal(free, times, rows * slices, own)
+                choice, time = Choice(slices, own, most), (max(free)[0] + join) * cost
+                found[choice] = min(time, found.get(choice, time))
     return min(found, key=found.__getitem__)
+
+
+def times_of(
+    steps: Sequence[float], heads: tuple[int, int, int], step: float, starts: Starts
+) -> Iterator[float]:
+    """Microseconds of the CTAs of a KV head, tile by tile. heads: the last arguments of ``heads_of``. step: of a
+    step."""
+    group, slices, most = heads
+    for each in steps:
+        own = heads_of(round(each), group, slices, most)
+        for first in range(0, slices * own, own):  # some past the last head
+            count = min(own, group - first)
+            yield each * count * step + starts.sliced if count > 0 else IDLE_US

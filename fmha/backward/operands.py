@@ -187,9 +187,9 @@ class BackwardNumbers(NamedTuple):
     logits: their factor has the sign of the scale. scale: the factor of dK. window_left, window_right: not read where
     unbounded. pieces, section: see ``schedule.Order``; if the host cuts by length, pieces counts those of all key tiles
     of a row; where packed requests come one after another, the CTAs beside one for each key tile of each row.
-    most_steps: the most steps of a piece, if the host cuts by length. slices: of a KV head's query heads. whole: rows
-    that come first and are not cut, if the host cuts by length. finishers: CTAs that make dQ from its sums. most_ctas:
-    CTAs of a launch of persistent ones, at most.
+    most_steps: the most steps of a piece, if the host cuts by length; ``Order.most``, with lists of blocks. slices: of
+    a KV head's query heads. whole: rows that come first and are not cut, if the host cuts by length. finishers: CTAs
+    that make dQ from its sums. most_ctas: CTAs of a launch of persistent ones, at most.
     """
 
     logits: LogitNumbers

@@ -57,6 +57,9 @@ ORDERED_COST = 2.0  # what a piece of packed requests costs with a fixed order, 
 SLICED_US = 1.5  # what a CTA with a slice of heads takes beside CTA_US, for it adds dK and dV to sums
 BEYOND_US = 0.45  # what a step takes longer if nothing that it reads and adds to, STEP_BYTES, is in L2
 STEP_BYTES = 64 << 10
+# With lists of blocks: how fast reads miss L2 as these pass its size; how much longer a step takes, as a part of the
+# time in which memory moves what all SMs miss.
+LISTED_MISSES, LISTED_BEYOND = 4.0, 0.5
 
 MOST_PIECES = 32
 LAST_WAIT = 0.15  # fraction of the longest CTA's time that an SM waits in the end, where CTAs are more
@@ -82,13 +85,14 @@ class Order(NamedTuple):
 
     pieces: pieces of a key tile, or of the longest key tile if tiles are cut by length. section: rows of a section.
     slices: slices of a KV head's query heads; each of them is a row. whole: rows, of the first sections, that are not
-    cut.
+    cut. most: steps up to which a CTA has more heads than a slice, with lists of blocks.
     """
 
     pieces: int
     section: int
     slices: int = 1
     whole: int = 0
+    most: int = 0
 
 
 class CutTiles(NamedTuple):
@@ -186,14 +190,12 @@ def step_us(
     steps: Sequence[int],
     target: Target,
     rows: tuple[int, int, int],
-    part: float = 1.0,
 ) -> float:
     """Predict the microseconds of a step. What the rows that CTAs work on together read and add to is partly not in L2
-    if it is more than L2 holds. steps: of the key tiles, sorted. rows: (CTAs of a row, rows of a section, slices).
-    part: of a row that is read and added to."""
+    if it is more than L2 holds. steps: of the key tiles, sorted. rows: (CTAs of a row, rows of a section, slices)."""
     forward, (ctas, section, slices) = problem.forward, rows
     together = max(section, -(-side_by_side(config, target) // max(ctas, 1)))
-    read = min(together, forward.heads_kv * forward.batch * slices) * row_bytes(problem) * part / slices
+    read = min(together, forward.heads_kv * forward.batch * slices) * row_bytes(problem) / slices
     if in_rows(config, steps):  # key tiles of a row go through the heads in step
         read /= max(forward.group // slices, 1)
     beyond = 0.0 if config.heads_inside else max(1 - L2_SHARE * target.l2_bytes / max(read, 1), 0.0)
@@ -250,22 +252,37 @@ def listed_order(problem: BackwardProblem, config: BackwardKernel, tiles: int, t
     rows, group = forward.heads_kv * forward.batch, forward.group
     sums = 2 * gradients * tiles * rows * config.tile_n * forward.head_dim * FP32_BYTES
     steps = lists.steps_of(forward, config.tile_m, config.tile_n)[:tiles]
-    mean, query_tiles = sum(steps) / len(steps), -(-forward.seq_q // config.tile_m)
-
-    def step_of(slices: int, section: int) -> float:
-        part = min(max(sms / section, 1.0) * mean / query_tiles, 1.0)  # of a row, read together
-        return step_us(problem, config, steps, target, (tiles, section, slices), part)
-
-    slices, section = lists.choose(
-        [each * group for each in steps],
-        rows,
-        [n for n in range(1, group + 1) if group % n == 0] if may_slice(problem, config) else [1],
+    mean = sum(steps) / len(steps)
+    found = lists.choose(
+        steps,
+        (rows, group),
+        sorted({-(-group // n) for n in range(1, group + 1)}) if may_slice(problem, config) else [1],
         sms,
         lists.Starts(CTA_US, CTA_US + SLICED_US, JOIN_US + sums / JOIN_BYTES_US),
         lambda slices: section_of(problem, config, target, tiles, slices),
-        step_of,
+        lambda slices, section: listed_step_us(problem, config, mean, target, (tiles, section, slices)),
     )
-    return Order(1, section, slices)
+    return Order(1, found.section, found.slices, most=found.most)
+
+
+def listed_step_us(
+    problem: BackwardProblem, config: BackwardKernel, mean: float, target: Target, rows: tuple[int, int, int]
+) -> float:
+    """Predict the microseconds of a step with lists of blocks, as ``step_us``. What is not in L2 any more is read, and
+    sums are read and written, once for the key tiles of a row that work on it together. How many these are depends on
+    the lists: of tiles with drawn blocks as many as their density says, of neighbouring ones in a window nearly all, up
+    to those that visit a block of queries. So it is taken to lie between these. mean: steps of a key tile and head."""
+    forward, (tiles, section, slices) = problem.forward, rows
+    sms, query_tiles = side_by_side(config, target), -(-forward.seq_q // config.tile_m)
+    together = min(max(section, -(-sms // tiles)), forward.heads_kv * forward.batch * slices)
+    each = max(sms / together, 1.0)  # key tiles of a row
+    density = mean / query_tiles
+    size = together * row_bytes(problem) * min(each * density, 1.0) / slices
+    missing = min(max(size / (L2_SHARE * target.l2_bytes) - 1, 0.0) * LISTED_MISSES, 1.0)
+    visits = mean * config.tile_m / forward.mask.block_size[0]
+    shared = math.sqrt(max(each * density, 1.0) * max(min(each, visits), 1.0))
+    moved = sms * config.tile_m * forward.head_dim * 2 * (ELEMENT_BYTES + FP32_BYTES)
+    return STEP_US[config.heads.qk] + LISTED_BEYOND * missing * moved / (target.speeds.copy * 1e6) / shared
 
 
 def read_together(

@@ -129,7 +129,7 @@ SLICED = {
     "lists": (Case("sliced-lists", batch=2, seq_q=300, seq_k=400, heads_q=4, heads_kv=2, head_dim=128, through="o+lse",
                    blocks=(True, (2, 4), block_cases.EVEN)), Order(1, 3, slices=2)),
     "lists-64": (Case("sliced-lists-64", seq_q=140, seq_k=270, heads_q=4, causal=True,
-                      blocks=(False, (1, 1), block_cases.EVEN)), Order(1, 2, slices=4)),
+                      blocks=(False, (1, 1), block_cases.EVEN)), Order(1, 2, slices=4, most=6)),
     "lists-256": (Case("sliced-lists-256", seq_q=140, seq_k=310, head_dim=256,
                        blocks=(True, (1, 1), block_cases.SPARSE)), Order(1, 1, slices=2)),
 }  # fmt: skip

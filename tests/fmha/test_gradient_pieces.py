@@ -182,7 +182,7 @@ def test_the_best_of_timed_orders_is_chosen(call):
     forward = AttentionProblem.of(q, k, v, causal=True, return_lse=True, memory=False)
     problem = BackwardProblem.check(forward, ("q", "k", "v"))
     order, times = schedule.choose_order(problem, launch.plan_main(problem, H200), H200), TIMED[call]
-    assert times[tuple(order)] < 1.01 * min(times.values())
+    assert times[order[:4]] < 1.01 * min(times.values())
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,11 @@ from cutlass import Boolean, Int32
 
 from warpspec.common.device.warp import running_sum
 from warpspec.common.hardware import WARP_THREADS
-from warpspec.fmha.backward.device.blocks import FAR, ordered_tile
+from warpspec.fmha.backward.device.blocks import FAR, key_block_of, ordered_tile
 from warpspec.fmha.backward.device.runs import find_run, slot_of
 from warpspec.fmha.backward.device.tile import KeyTile, key_tile, key_tiles_of, load_of, own_group
 from warpspec.fmha.backward.features import BackwardKernel
+from warpspec.fmha.backward.lists import heads_of
 from warpspec.fmha.backward.operands import (
     MOST,
     NUMBER,
@@ -80,9 +81,15 @@ def key_tile_at(config: BackwardKernel, operands, window, order, index) -> KeyTi
     if cutlass.const_expr(config.slices):
         rest, part = rest // slices, rest % slices
     kv_head, request = rest % heads, rest // heads
+    query_heads = heads_of_slice(config, operands, part, slices)
     if cutlass.const_expr(config.mask.has_blocks):
         group = operands.q.shape[2] // heads
         number = ordered_tile(config, operands, request, kv_head * group, tiles, number)
+        if cutlass.const_expr(config.slices):
+            query_heads = listed_heads(
+                config, operands, (request, number), kv_head * group, (part, slices, most)
+            )
+            pieces = Int32(Boolean(query_heads[1] > 0))
     tile_index = request * tiles + number
     sums_place = (kv_head, tile_index, piece)
     if cutlass.const_expr(config.cuts_by_length):
@@ -95,7 +102,34 @@ def key_tile_at(config: BackwardKernel, operands, window, order, index) -> KeyTi
     if cutlass.const_expr(config.slices):
         sums_place = (kv_head, tile_index, 0)
     own, cut = (request, number), (piece, pieces, most)
-    return key_tile(config, operands, window, own, kv_head, cut, sums_place, (part, slices))
+    return key_tile(config, operands, window, own, kv_head, cut, sums_place, query_heads)
+
+
+def heads_of_slice(config: BackwardKernel, operands, part, slices) -> tuple | None:
+    """(first, how many) of a KV head's query heads that a slice of them has; None: all, without slices."""
+    if not config.slices:
+        return None
+    group = operands.q.shape[2] // operands.k.shape[2] // slices
+    return part * group, group
+
+
+def listed_heads(config: BackwardKernel, operands, own, first_head, cut) -> tuple:
+    """(first, how many) of a KV head's query heads that a CTA has with lists of blocks: as few as a slice's in the
+    longest tiles, more in others. So some CTAs have none.
+
+    own: (batch row, key tile). first_head: the KV head's first query head, whose list stands for all of its heads'.
+    cut: (number of the CTA among the tile's, slices, steps up to which a CTA has more heads).
+    """
+    request, number = own
+    part, slices, most = cut
+    group = operands.q.shape[2] // operands.k.shape[2]
+    tiles_q = cute.ceil_div(operands.q.shape[1], config.tile_m)
+    block = key_block_of(
+        config, operands, request, number * config.tile_n, tiles_q, (first_head, first_head + group)
+    )
+    each = heads_of(block.tiles_of(first_head), group, slices, most, minimum=cutlass.min, maximum=cutlass.max)
+    first = cutlass.min(part * each, group)
+    return first, cutlass.min(each, group - first)
 
 
 def packed_tile_at(config: BackwardKernel, operands, window, order, index) -> KeyTile:
@@ -113,7 +147,8 @@ def packed_tile_at(config: BackwardKernel, operands, window, order, index) -> Ke
     part, kv_head = (rest % slices, rest // slices) if config.slices else (Int32(0), rest)
     sums_place = (kv_head, place if config.cuts_on_device and not config.slices else tile_index, 0)
     own, cut = (request, number), (piece, pieces, most)
-    return key_tile(config, operands, window, own, kv_head, cut, sums_place, (part, slices))
+    query_heads = heads_of_slice(config, operands, part, slices)
+    return key_tile(config, operands, window, own, kv_head, cut, sums_place, query_heads)
 
 
 def run_tile_at(config: BackwardKernel, operands, window, order, index) -> KeyTile:
@@ -133,8 +168,8 @@ def run_tile_at(config: BackwardKernel, operands, window, order, index) -> KeyTi
     sums_place = (zero, place + within, zero)
     if cutlass.const_expr(config.slices):
         sums_place = (kv_head, slot_of(config, operands, request, number), zero)
-    cut = (piece, pieces, Int32(1))
-    return key_tile(config, operands, window, (request, number), kv_head, cut, sums_place, (part, slices))
+    cut, query_heads = (piece, pieces, Int32(1)), heads_of_slice(config, operands, part, slices)
+    return key_tile(config, operands, window, (request, number), kv_head, cut, sums_place, query_heads)
 
 
 @cute.jit

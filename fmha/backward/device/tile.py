@@ -257,10 +257,11 @@ def own_group(config: BackwardKernel):
 
 
 def key_tile(
-    config: BackwardKernel, operands, window, own, kv_head, cut, sums_place=(0, 0, 0), part=(0, 1)
+    config: BackwardKernel, operands, window, own, kv_head, cut, sums_place=(0, 0, 0), query_heads=None
 ) -> KeyTile:
     """A piece of a key tile of one KV head. own: (request, the tile's number there). cut: (piece, pieces of the
-    tile, most steps of a piece if tiles are cut by length). part: (slice, slices) of the heads."""
+    tile, most steps of a piece if tiles are cut by length). query_heads: (first, how many) of the KV head's query
+    heads; None: all."""
     request, number = own
     pieces, heads = cut[1], operands.k.shape[2]
     place = request_at(config.requests, operands, request)
@@ -271,9 +272,9 @@ def key_tile(
     last_key = cutlass.min(first_key + config.tile_n, place.length) - 1
     group = operands.q.shape[2] // heads
     first_head = kv_head * group
-    if cutlass.const_expr(config.slices):
-        group = group // part[1]
-        first_head += part[0] * group
+    if cutlass.const_expr(query_heads is not None):
+        first_head += query_heads[0]
+        group = query_heads[1]
     tile = KeyTile(
         config,
         request,
