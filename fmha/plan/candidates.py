@@ -19,9 +19,10 @@ from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.schedule import SORTED_TILES, sorts_tiles
 from warpspec.fmha.tree import MOST_DRAFTS
 
-# Rounds of all CTAs that the splits of a candidate fill; and the most rounds of whole tiles for which
-# keys are split at all.
+# Rounds of all CTAs that the splits of a candidate fill, where whole tiles fill less than MOST_ROUNDS; for more rounds,
+# up to MANY_ROUNDS, numbers of splits, which may leave less of the last one idle.
 SPLIT_ROUNDS, MOST_ROUNDS = (0.5, 0.75, 1.0, 1.5, 2.0, 3.0), 2
+MANY_ROUNDS, FEW_SPLITS = 8, (2, 3, 4, 5)
 PARTITION_ROUNDS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0)  # of partitions: short requests have fewer
 QUEUE_ROUNDS = 2  # rounds of tiles above which a queue balances packed tiles that are not sorted by length
 FEW_ROUNDS = 4  # rounds of tiles up to which ways without a queue may be best
@@ -64,8 +65,10 @@ def candidates(choices: Choices, problem: AttentionProblem, target: Target) -> I
                 continue
             if way in (Way.SPLIT, Way.PARTITIONS):
                 rounds = SPLIT_ROUNDS if way is Way.SPLIT else PARTITION_ROUNDS
+                many = way is Way.SPLIT and tiling.column_groups == 1 and not problem.format.kv_format
+                most = MANY_ROUNDS if many and knows_lengths(problem) else MOST_ROUNDS
                 counts = (
-                    split_counts(tiles, most_tiles(problem, tiling), resident, rounds)
+                    split_counts(tiles, most_tiles(problem, tiling), resident, rounds, most)
                     if tuned is None
                     else (tuned,)
                 )
@@ -93,7 +96,8 @@ def suits(way: Way, ways: tuple[Way, ...], problem: AttentionProblem, tiling: Ti
     hide their starts and balance any order. With few rounds, tiles of packed queries or of listed blocks without an
     order go to SMs as these become free, because no order is known to be balanced. If the host knows the lengths,
     handing out the longest tiles first is as good as either; listed blocks with an order come from a queue always. A
-    line is worth its second launch only where whole tiles would leave CTAs idle.
+    line is worth its second launch only where whole tiles would leave CTAs idle: not if their lengths are known and
+    grow with the position, so that short ones come last.
     """
     ordered = sorts_tiles(problem) or problem.mask.has_order
     unordered = problem.requests.packed_q or (problem.mask.has_blocks and not ordered)
@@ -101,12 +105,18 @@ def suits(way: Way, ways: tuple[Way, ...], problem: AttentionProblem, tiling: Ti
     if Way.QUEUE not in ways:
         return way is ways[0] or (unknown if way is Way.LINE else rounds > 1)
     if way is Way.LINE:
-        return rounds <= (FEW_ROUNDS if unknown else 1)
+        grows = problem.mask.causal and problem.window_left is None
+        return rounds <= (1 if grows and not unknown else FEW_ROUNDS)
     if way is Way.QUEUE:
         return rounds > (1 if ordered else QUEUE_ROUNDS if unordered else FEW_ROUNDS)
     if way is Way.SINGLE:
         return unknown and 1 < rounds <= FEW_ROUNDS
     return rounds <= 1 or not (unordered or problem.mask.has_blocks)
+
+
+def knows_lengths(problem: AttentionProblem) -> bool:
+    """Whether the host knows how many keys each query tile has."""
+    return not (problem.requests.packed_q or problem.requests.has_kv_lengths or problem.mask.has_blocks)
 
 
 def measured_splits(
@@ -115,20 +125,20 @@ def measured_splits(
     """Number of splits of the keys, from a model that was fitted to decoding with few queries (``splits``).
 
     None unless queries are few, the host knows the number of keys, and an SM holds several CTAs; and None if whole
-    tiles are one round and part of another, of which that model knows nothing.
+    tiles are one round and part of another, of which that model knows nothing, or if it takes them whole although some
+    SMs have more of them than others.
     """
     tiles, resident = tile_count(problem, tiling), target.sm_count * tiling.ctas_per_sm
-    known = not (problem.requests.packed_q or problem.requests.has_kv_lengths or problem.mask.has_blocks)
     if (
         loads is None
-        or not known
+        or not knows_lengths(problem)
         or (tiling.ctas_per_sm == 1 and not loads.alone)
         or tiling.column_groups > 1
         or problem.seq_q > tiling.queries
         or resident < tiles < MOST_ROUNDS * resident
     ):
         return None
-    return choose_splits(
+    splits = choose_splits(
         m_tiles=tiles,
         kv_tiles=most_tiles(problem, tiling),
         rows=problem.batch * problem.seq_q * problem.heads_q,
@@ -141,6 +151,7 @@ def measured_splits(
         persistent=True,
         loads=loads,
     )
+    return None if splits == 1 and target.sm_count < tiles < resident else splits
 
 
 def partitions_fit(problem: AttentionProblem, tiling: Tiling) -> bool:
@@ -150,16 +161,19 @@ def partitions_fit(problem: AttentionProblem, tiling: Tiling) -> bool:
     return problem.seq_q <= tiling.queries and most < SORTED_TILES
 
 
-def split_counts(tiles: int, kv_tiles: int, resident: int, rounds=SPLIT_ROUNDS) -> list[int]:
-    """Numbers of splits that are worth trying.
+def split_counts(
+    tiles: int, kv_tiles: int, resident: int, rounds=SPLIT_ROUNDS, most: int = MOST_ROUNDS
+) -> list[int]:
+    """Numbers of splits that are worth trying if whole tiles fill less than ``most`` rounds.
 
     The splits fill about so many rounds, and the longest one is shorter than with one split fewer.
     """
-    if tiles >= MOST_ROUNDS * resident or kv_tiles < 2:
+    if tiles >= most * resident or kv_tiles < 2:
         return []
     found = set()
-    for one in rounds:
-        splits = min(max(int(resident * one) // tiles, 2), kv_tiles)
+    filling = [max(int(resident * one) // tiles, 2) for one in rounds]
+    for wanted in filling if tiles < MOST_ROUNDS * resident else FEW_SPLITS:
+        splits = min(wanted, kv_tiles)
         found.add(-(-kv_tiles // -(-kv_tiles // splits)))
     return sorted(found)
 

@@ -364,6 +364,19 @@ def test_keys_beyond_l2_are_read_once():
     assert make_plan(sm90.CHOICES, problem(16, batch=1), H200).section == 8  # all fit
 
 
+def test_a_few_rounds_of_long_tiles_are_cut():
+    """Where whole tiles would leave much of their last round idle, their keys are split, or their line is cut, if that
+    is worth the second launch: not for tiles of few keys, nor for consumers that share rows."""
+
+    def plan(queries, keys, dim=256, batch=4, heads=(16, 8), causal=True):
+        return make_plan(sm90.CHOICES, made_problem(batch, queries, keys, *heads, dim, causal=causal), H200)
+
+    assert plan(799, 30677).splits > 1
+    assert plan(799, 900).splits == plan(799, 30677, dim=512).splits == 1
+    assert plan(4680, 4680, 72, 1, (16, 16), causal=False).config.scheduler.cuts_tiles
+    assert plan(1, 3000, 64, 37, (8, 8), causal=False).splits > 1  # 296 tiles: two or three CTAs an SM
+
+
 def test_plans_follow_the_lengths_of_lists():
     """Short lists stay whole, long ones of few query tiles are split; many query tiles go through few heads at a time,
     few ones through all."""
