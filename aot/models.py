@@ -270,8 +270,7 @@ def latent_kernels(model: Model, page_sizes: Iterable[int], target: Target) -> l
             found.append(GatheredProblem(batch * seq_q, model.heads_q, SELECTED_ROWS, slots, lengths, 1.0))
         elif seq_q <= max(DECODE_QUERIES):
             call = (batch, seq_q, model.heads_q, -(-seq_k // PAGE_ROWS) * PAGE_ROWS, 1.0)
-            takes_codes = target.architecture.backend == "sm90"  # queries, too
-            found += [problem_of(*call, has_q_scale=codes) for codes in (False, True)[: 1 + takes_codes]]
+            found += [problem_of(*call, has_q_scale=codes) for codes in (False, True)]
         for problem in found:
             plan = make_plan(problem, target)
             wanted[plan.kernel(target), plan.config] = None

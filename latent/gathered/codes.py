@@ -1,5 +1,5 @@
 """Converts rows of e4m3 codes in a producer warp: codes with fp32 scales and a bf16 tail ("v3.2-fp8"), or codes alone
-("e4m3").
+("e4m3"), as Q may have, too.
 
 A column group of a key has four blocks of 64 codes under two scales. A lane has 16 codes of each block; the key's four
 lanes have the same scales. A lane copies codes to the place of the converted keys, reads them from there, and stores
@@ -19,13 +19,14 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
 from warpspec.common.device import tma
 from warpspec.common.device.float8 import to_fp16
 from warpspec.common.device.words import (
+    load_present,
     load_shared,
     multiply_add_bf16x2,
     multiply_bf16x2,
     permute,
     scaled_pair,
 )
-from warpspec.common.hardware import VECTOR_BYTES, WORD_BYTES
+from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS, WORD_BYTES
 from warpspec.fmha.heads import BLOCK
 from warpspec.latent.gathered.convert import (
     BF16_EXPONENT_BIT,
@@ -55,6 +56,7 @@ GAP_FACTOR = 2.0**EXPONENT_GAP  # corrects a code's bits after they moved to bf1
 GAP_BITS = EXPONENT_GAP + FIELD_BIAS << BF16_EXPONENT_BIT  # GAP_FACTOR's bits in bf16
 SMALL_SCALE = 128.0  # bf16 can represent a scale below this times GAP_FACTOR
 SCALE_BLOCKS = 2  # blocks of 64 codes that share a scale
+PRODUCERS = WARPGROUP_THREADS // WARP_THREADS
 
 
 def copy_codes(loader, target, pair_bytes: int, address, scale_at) -> None:
@@ -177,6 +179,30 @@ def convert_tail(loader, base, group):
     cute.arch.sync_warp()  # lanes write where other lanes have read
     place = chunk_place(loader, block, group)
     store_plain_codes(loader.config, place, [codes[j] for j in range(VECTOR_WORDS)])
+
+
+@cute.jit
+def convert_queries(loader, channels: cutlass.Constexpr, shared, task, task_use):
+    """Bring the warp's rows of a task's Q, whose codes it converts, to where TMA would put them; rows without a query
+    become zeros. task_use: number of the task. Consumes q_empty; produces q_full, one arrival a warp."""
+    config, blocks = loader.config, loader.config.heads.qk_blocks
+    warp = loader.column_group * config.gathers.warps_of_group + loader.warp_of_group
+    if cutlass.const_expr(not config.scheduler.single):
+        channels["q_empty"].wait_previous(task_use)
+    for turn in cutlass.range_constexpr(config.tile_m // (PRODUCERS * GROUP_KEYS)):
+        row = (turn * PRODUCERS + warp) * GROUP_KEYS + loader.key
+        place = task.place(row)
+        source = loader.operands.q[0, place.query, place.head, None].iterator.toint()
+        source = source + Int64(loader.member * VECTOR_BYTES)
+        codes = [
+            load_present(source, place.in_range, VECTOR_WORDS, offset=block * BLOCK)
+            for block in range(blocks)
+        ]
+        target = shared.q.toint() + row * tma.ROW_BYTES + (loader.key ^ (2 * loader.member)) * VECTOR_BYTES
+        for block in cutlass.range_constexpr(blocks):
+            store_plain_codes(config, target + block * (config.q_bytes // blocks), codes[block])
+    cute.arch.fence_view_async_shared()
+    channels["q_full"].arrive_warp(task_use)
 
 
 def store_plain_codes(config, address, words: list) -> None:

@@ -170,12 +170,17 @@ class Gathers:
         )
 
 
-def gathered_barriers(table: tuple[Barrier, ...], groups: int) -> tuple[Barrier, ...]:
+def gathered_barriers(
+    table: tuple[Barrier, ...], groups: int, converts_q: bool = False
+) -> tuple[Barrier, ...]:
     """An attention kernel's barriers, with the producers of K and V replaced by the gathering warps.
 
-    groups: number of a tile's column groups that have their own mbarriers.
+    groups: number of a tile's column groups that have their own mbarriers. converts_q: whether they convert Q, too.
     """
     producers = WARPGROUP_THREADS // WARP_THREADS
+    queries = {"arrivals": 1, "producer": "first producer warp, expect_tx + TMA bytes"}
+    if converts_q:
+        queries = {"arrivals": producers, "producer": "producer warps, one thread each"}
     changed = {
         "tile_full": {"producer": "first producer warp", "consumer": "consumers and producer warps"},
         "tile_empty": {
@@ -183,7 +188,7 @@ def gathered_barriers(table: tuple[Barrier, ...], groups: int) -> tuple[Barrier,
             "producer": "consumers and producer warps, one thread a warp",
             "consumer": "first producer warp",
         },
-        "q_full": {"arrivals": 1, "producer": "first producer warp, expect_tx + TMA bytes"},
+        "q_full": queries,
         "k_full": {
             "arrivals": producers // groups,
             "producer": "the column group's producer warps, one thread each",
@@ -372,7 +377,7 @@ class Sm100GatheredConfig(sm100.AttentionConfig):
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:
-        return gathered_barriers(super().barriers, self.barrier_groups)
+        return gathered_barriers(super().barriers, self.barrier_groups, self.gathers.has_q_scale)
 
     @property
     def load_warp(self) -> int:

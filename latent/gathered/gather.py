@@ -1,4 +1,5 @@
-"""The producer: four warps that bring rows from pools into KV tiles, in bf16, by slot; the first also loads Q by TMA.
+"""The producer: four warps that bring rows from pools into KV tiles, in bf16, by slot; the first also loads Q by TMA,
+or all convert its codes.
 
 Two warps have the first half of the columns and two the second half, each for 32 keys of a tile. A lane looks up one
 key's slot two tiles ahead and prefetches its row to L2 one tile ahead. Together with three other lanes it then copies
@@ -21,7 +22,14 @@ from warpspec.common.device.words import load_present
 from warpspec.common.hardware import VECTOR_BYTES, WARP_THREADS, WARPGROUP_THREADS, WORD_BYTES
 from warpspec.fmha.device.tiles import each_scheduled
 from warpspec.latent.gathered.cluster import fetch_tile, peer_of, send_rows, write_masks
-from warpspec.latent.gathered.codes import convert_tail, copy_codes, copy_tails, load_codes, store_scaled
+from warpspec.latent.gathered.codes import (
+    convert_queries,
+    convert_tail,
+    copy_codes,
+    copy_tails,
+    load_codes,
+    store_scaled,
+)
 from warpspec.latent.gathered.config import CLUSTER, PAGE_ROWS
 from warpspec.latent.gathered.rows import (
     GROUP_KEYS,
@@ -55,8 +63,8 @@ def gather(
     """One producer warp: copies its keys of every KV tile; the first warp also loads Q, and finds the tasks if work is
     cut by length. tasks: the records of these, asked for if it writes them.
 
-    Produces q_full (TMA) and k_full, one arrival a warp. Consumes q_empty and k_empty, each before the buffer that it
-    guards is filled again. Returns only when all buffers have been released.
+    Produces q_full (TMA, or one arrival a warp) and k_full, one arrival a warp. Consumes q_empty and k_empty, each
+    before the buffer that it guards is filled again. Returns only when all buffers have been released.
     """
     thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
     warp = cute.arch.make_warp_uniform(thread // WARP_THREADS)
@@ -303,9 +311,13 @@ def end_tile(loader, channels, number) -> None:
 
 @cute.jit
 def load_q_first(loader, channels: cutlass.Constexpr, shared, task, step, q_load):
-    """Let the first producer warp load Q once its keys of the task's first tile are in flight, because Q's buffer is
-    free only when the previous task is done. q_load: last argument of ``load_q``."""
-    if (loader.column_group == 0) & (loader.warp_of_group == 0) & (step == 0):
+    """Let the first producer warp load Q, or all of them convert its codes, once their keys of the task's first tile
+    are in flight, because Q's buffer is free only when the previous task is done. q_load: last arguments of
+    ``load_q``."""
+    if cutlass.const_expr(loader.config.gathers.has_q_scale):
+        if step == 0:
+            convert_queries(loader, channels, shared, task, q_load[1])
+    elif (loader.column_group == 0) & (loader.warp_of_group == 0) & (step == 0):
         load_q(loader.config, channels, shared, task, *q_load)
 
 

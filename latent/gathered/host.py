@@ -28,7 +28,9 @@ class GatheredHost:
         self.config = config
 
     def load_of(self, operands: Gathered) -> tuple:
-        """``tma.make_load`` of what a kernel loads by TMA: Q."""
+        """``tma.make_load`` of what a kernel loads by TMA: Q, unless its codes are converted."""
+        if self.config.gathers.has_q_scale:
+            return None, None
         return tma.make_load(q_view(self.config.heads, operands.q), self.config.q_box)
 
     @host_function(Gathered, GatheredNumbers)

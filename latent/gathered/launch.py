@@ -96,7 +96,7 @@ def make_plan(problem: GatheredProblem, target: Target) -> GatheredPlan:
         return found._replace(config=reading(found, line_sizes(problem), problem.cut_for))
     kind = GATHERED.of(target.architecture).config
     make, tile_m, tile_n = kind.of, kind.of().tile_m, kind.of().tile_n
-    if problem.has_q_scale:
+    if problem.has_q_scale and target.architecture.backend == "sm90":
         tile_m = rows_of(problem.heads, problem.queries) or WARPGROUP_ROWS
         make = partial(RawConfig.of, tile_m, exact=not problem.normalize)
     elif transposes(problem, target):

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, Uint32
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from warpspec.common.hardware import TMA_ALIGNMENT, WORD_BYTES
 from warpspec.common.operands import BFLOAT16, FLOAT32, INT32, UINT8, UINT32, Number, Operand, Several
@@ -43,10 +43,11 @@ def start(
     records=None,
 ):
     """What all of a CTA's threads do once mbarriers are initialised: wait for the launch before, and share out the
-    tasks if they are cut by length; a barrier of the CTA, or of its cluster. atom: of the load warp. channels, records:
-    asked for if the line is cut ahead. Returns the units with the CTA's chunks."""
-    if warp == config.load_warp:
-        cute.nvgpu.cpasync.prefetch_descriptor(atom)
+    tasks if they are cut by length; a barrier of the CTA, or of its cluster. atom: of the load warp, if any. channels,
+    records: asked for if the line is cut ahead. Returns the units with the CTA's chunks."""
+    if cutlass.const_expr(atom is not None):  # noqa: SIM102
+        if warp == config.load_warp:
+            cute.nvgpu.cpasync.prefetch_descriptor(atom)
     if warp == config.load_warp + 1:
         prefetch_sets(operands)
     if cutlass.const_expr(config.scheduler.reads_cuts):
@@ -208,13 +209,20 @@ class GatheredNumbers(NamedTuple):
 
 
 def score_numbers(config, operands: Gathered, numbers: LogitNumbers) -> LogitNumbers:
-    """The map's numbers for products of Q with keys' codes, if all keys have one scale.
+    """The map's numbers for products of codes, if all keys have one scale, and Q may have one.
 
     numbers: the map's numbers for products of Q with the keys themselves.
     """
     if not config.gathers.has_kv_scale:
         return numbers
-    return with_factor(config.logits, numbers, numbers.factor * operands.kv_scale[0])
+    factor, scale = numbers.factor, Float32(operands.kv_scale[0])
+    if config.gathers.has_q_scale:  # no product is beyond fp32 unless that of all three is
+        other = Float32(operands.q_scale[0])
+        larger, smaller = cute.arch.fmax(scale, other, nan=True), cute.arch.fmin(scale, other, nan=True)
+        is_small = Boolean(factor < Float32(1.0))
+        factor = factor * Float32(cutlass.select_(is_small, larger, smaller))
+        scale = Float32(cutlass.select_(is_small, smaller, larger))
+    return with_factor(config.logits, numbers, factor * scale)
 
 
 class Units(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from warpspec.common.backend import resolve_backend
@@ -85,8 +87,6 @@ def compute(
         return
     target, scale = target_of(q.device), LogitOptions(scale).checked(q.shape[3]).scale
     check_for_kernels(q, kv, o, scale)
-    if q_scale is not None and target.architecture.backend != "sm90":
-        raise UnsupportedProblem(f"q: must be torch.bfloat16 on {target.arch}, got {q.dtype}")
     rows = page_table.shape[1] * PAGE_ROWS
     if are_checked(q.device):
         check_values(kv_lengths, None, page_table, seq_k=rows, pages=len(kv), page_size=PAGE_ROWS)
@@ -139,8 +139,9 @@ def define(inputs: tuple, scale: float, results: tuple) -> None:
     """Write what ``attention``'s definition gives into ``results``."""
     (q, kv, page_table, kv_lengths, kv_scale, q_scale), (o, lse, row_max, row_sum) = inputs, results
     normalize, k_scale = row_max is None, kv_scale
-    if q_scale is not None:  # codes are exact in bf16
-        q, k_scale = q.to(torch.bfloat16), kv_scale * q_scale
+    if q_scale is not None:  # codes are exact in bf16; a product of two scales may be beyond fp32
+        q, k_scale = q.to(torch.bfloat16), (kv_scale.double() * q_scale.double() * abs(scale)).float()
+        scale = math.copysign(1.0, scale)
     found = attention(
         q, kv[:, :, None], k_scale=k_scale, v_scale=kv_scale, scale=scale, causal=q.shape[1] > 1,
         kv_lengths=kv_lengths, page_table=page_table, normalize=normalize, return_lse=lse is not None,

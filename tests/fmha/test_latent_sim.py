@@ -298,44 +298,47 @@ def in_codes(call: tuple, options: dict) -> tuple[tuple, dict]:
 
 
 @pytest.mark.parametrize(
-    ("arch", "queries", "heads", "splits"),
+    ("arch", "q_codes", "queries", "heads", "splits"),
     [
-        ("sm_90a", 2, 8, None),
-        ("q in e4m3", 2, 32, None),
-        long("q in e4m3", 2, 8, None),
-        long("q in e4m3", 3, 10, 1),
-        long("q in e4m3", 1, 5, 3),
-        long("q in e4m3", 3, 24, 1),
-        long("q in e4m3", 1, 128, None),
-        long("q in e4m3", 1, 64, 3),
-        long("sm_90a", 3, 10, 1),
-        long("sm_90a", 1, 32, None),
-        long("sm_90a", 1, 5, 3),
-        long("sm_90a", 3, 24, 1),
-        long("sm_90a", 1, 128, None),
-        long("sm_90a", 1, 128, 3),
-        long("sm_100a", 2, 8, 1),
-        long("sm_100a", 1, 16, 3),
+        ("sm_90a", False, 2, 8, None),
+        ("sm_90a", True, 2, 32, None),
+        long("sm_90a", True, 2, 8, None),
+        long("sm_90a", True, 3, 10, 1),
+        long("sm_90a", True, 1, 5, 3),
+        long("sm_90a", True, 3, 24, 1),
+        long("sm_90a", True, 1, 128, None),
+        long("sm_90a", True, 1, 64, 3),
+        long("sm_90a", False, 3, 10, 1),
+        long("sm_90a", False, 1, 32, None),
+        long("sm_90a", False, 1, 5, 3),
+        long("sm_90a", False, 3, 24, 1),
+        long("sm_90a", False, 1, 128, None),
+        long("sm_90a", False, 1, 128, 3),
+        long("sm_100a", False, 2, 8, 1),
+        long("sm_100a", False, 1, 16, 3),
+        ("sm_100a", True, 3, 10, 1),
+        long("sm_100a", True, 2, 8, None),
+        long("sm_100a", True, 1, 128, 3),
     ],
 )
 @pytest.mark.usefixtures("check_order")
-def test_codes(arch, queries, heads, splits, simulate_as, monkeypatch):
+def test_codes(arch, q_codes, queries, heads, splits, simulate_as, monkeypatch):
     """e4m3 rows, causal: lengths off every boundary, requests that see one row or none, NaN behind lengths and in a row
     that only the last query sees; heads whose queries are numbers of fp16, and others beyond its range. splits: None:
     CTAs share out the KV tiles of all requests."""
-    simulate_as("sm_90a" if arch == "q in e4m3" else arch, sm_count=2)
-    monkeypatch.setattr(launch, "takes_line", lambda *_: splits is None)
+    simulate_as(arch, sm_count=2)
+    monkeypatch.setattr(launch, "takes_line", lambda *_: splits is None and arch == "sm_90a")
     monkeypatch.setattr(launch, "make_plan", launch.make_plan.__wrapped__)  # remembers nothing
     case = replace(DRAFTS, batch=4, seq_q=queries, heads_q=heads, seq_k=520, kv_lengths=(520, 1, 0, 65))
     inputs = arguments(case)
     (pages,), table = paged((inputs["k"],), case.kv_lengths, 64)
-    factor = 1.0 if arch == "q in e4m3" else BEYOND_FP16
+    factor = 1.0 if q_codes else BEYOND_FP16
     inputs["q"][:, :, ::2] *= factor
     call = (inputs["q"], codes_of(pages[:, :, 0]), table, inputs["kv_lengths"])
     if queries > 1:
         call[1].view(torch.uint8)[table[3, 1], 0, 300] = 0x7F  # of row 64
     options = dict(scale=0.3 / factor, kv_scale=torch.tensor(0.37))
-    if arch == "q in e4m3":
+    if q_codes:
         call, options = in_codes(call, options)
     out = poisoned_out(case)
     o, lse = mla_decode(*call, **options, return_lse=True, num_splits=splits, out=out, backend="sim")
@@ -459,20 +462,32 @@ def test_splits_of_codes_under_any_scale(heads, kv_scale, splits, q_codes, simul
     assert ((found[2].double() / kv_scale / 448 - 1).abs() < 2**-8).all() and not found[1].any()
 
 
-@pytest.mark.parametrize("heads", [5, long(64)])
-def test_scales_of_codes_that_make_up_for_each_other(heads, simulate_as):
+@pytest.mark.parametrize(
+    ("arch", "heads", "q_codes"),
+    [
+        ("sm_90a", 5, False),
+        long("sm_90a", 64, False),
+        *(long(arch, heads, True) for arch in ARCHS for heads in (5, 64)),
+    ],
+)
+def test_scales_of_codes_that_make_up_for_each_other(arch, heads, q_codes, simulate_as):
     """A factor of the queries, the scale of logits and kv_scale are bounded by their product alone; where it is too
     small for a number, all weights are equal, and hidden keys stay hidden."""
-    simulate_as("sm_90a")
+    simulate_as(arch)
     case = replace(DRAFTS, batch=2, seq_q=1, heads_q=heads, seq_k=100, kv_lengths=(100, 33))
     inputs = arguments(case)
     (pages,), table = paged((inputs["k"],), case.kv_lengths, 64)
     call = (codes_of(pages[:, :, 0]), table, inputs["kv_lengths"])
-    for factor, scale, kv_scale in (each for each in FACTORS if each[1] >= 0):
+    cases = [each for each in FACTORS if each[1] >= 0]
+    if q_codes:  # the product of both scales of codes is beyond fp32
+        cases += [(2.0**70, 2.0**-125, 2.0**60), (2.0**-70, 2.0**99, 2.0**-60)]
+    for factor, scale, kv_scale in cases:
         options = dict(scale=scale, kv_scale=torch.tensor(kv_scale), return_lse=True)
+        q = inputs["q"] * factor
+        if q_codes:
+            q, options["q_scale"] = inputs["q"].to(torch.float8_e4m3fn), torch.tensor([factor])
         (o, lse), (wanted, wanted_lse) = (
-            mla_decode(inputs["q"] * factor, *call, **options, backend=backend)
-            for backend in ("sim", "reference")
+            mla_decode(q, *call, **options, backend=backend) for backend in ("sim", "reference")
         )
         torch.testing.assert_close(lse, wanted_lse, rtol=1e-6, atol=1e-3)
         if kv_scale:

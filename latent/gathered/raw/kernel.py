@@ -6,13 +6,12 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Int32
 
 from warpspec.common.device import tma
 from warpspec.common.device.pipeline import init_barriers
 from warpspec.common.device.storage import allocate
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
-from warpspec.fmha.device.logits import with_factor
 from warpspec.latent.gathered.host import GatheredHost, gathered_arguments
 from warpspec.latent.gathered.raw.config import (
     COUNT,
@@ -29,7 +28,7 @@ from warpspec.latent.gathered.raw.record import TaskRecord
 from warpspec.latent.gathered.raw.results import end_task
 from warpspec.latent.gathered.raw.scores import score
 from warpspec.latent.gathered.raw.values import Valuer, add_tiles, value_products
-from warpspec.latent.gathered.task import start
+from warpspec.latent.gathered.task import score_numbers, start
 
 
 class RawStorage(NamedTuple):
@@ -97,8 +96,7 @@ class RawAttention(GatheredHost):
                 cute.arch.setmaxregister_increase(score_registers)
             else:
                 cute.arch.setmaxregister_decrease(score_registers)
-            scale = Float32(operands.kv_scale[0]) * Float32(operands.q_scale[0])
-            unit = with_factor(config.logits, numbers, numbers.factor * scale).factor
+            unit = score_numbers(config, operands, numbers).factor
             score(config, channels, shared, operands, units, unit)
         else:
             cute.arch.setmaxregister_increase(value_registers)
