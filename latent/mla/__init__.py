@@ -76,7 +76,7 @@ def mla_decode(
         q_scale: fp32 [] or [1] on q's device, asked for with e4m3 q and only then: numbers of q are codes times this
             scale. On sm_90a the kernel multiplies codes of q and rows as they are, and the tensor core adds the
             products of 64 columns to 14 bits. A logit is then off by up to 3e-4 of the logits' deviation, so that lse
-            keeps 1e-3 with logits up to 10 or so. On sm_100a q becomes bf16, exactly.
+            keeps 1e-3 with a deviation up to 2, and nearly always 3. On sm_100a q becomes bf16, exactly.
         normalize: False returns an ``AttentionState``, which ``warpspec.fmha.merge`` combines with others.
         return_lse: also return lse.
         num_splits: number of splits of the keys, as in ``attention``. A second launch combines them.

@@ -23,6 +23,7 @@ from warpspec.fmha.plan.cost import Way
 from warpspec.fmha.sm90 import add_up
 from warpspec.latent import mla_decode
 from warpspec.latent.gathered import launch
+from warpspec.latent.gathered.raw.config import SHORTFALL
 
 ARCHS = ("sm_90a", "sm_100a")
 BEYOND_FP16 = 2.0**17
@@ -489,7 +490,8 @@ def test_scales_of_codes_that_make_up_for_each_other(arch, heads, q_codes, simul
         (o, lse), (wanted, wanted_lse) = (
             mla_decode(q, *call, **options, backend=backend) for backend in ("sim", "reference")
         )
-        torch.testing.assert_close(lse, wanted_lse, rtol=1e-6, atol=1e-3)
+        rtol = 2 * SHORTFALL if q_codes else 1e-6  # the simulator's sums of codes are exact
+        torch.testing.assert_close(lse, wanted_lse, rtol=rtol, atol=1e-3)
         if kv_scale:
             assert relative_error(o.double() / kv_scale, wanted.double() / kv_scale) <= 4e-3
         else:

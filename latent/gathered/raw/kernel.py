@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Float32, Int32
 
 from warpspec.common.device import tma
 from warpspec.common.device.pipeline import init_barriers
@@ -19,6 +19,7 @@ from warpspec.latent.gathered.raw.config import (
     P_TURNS,
     RECORD_WORDS,
     ROW_NUMBERS,
+    SHORTFALL,
     SLOTS,
     VALUE_GROUPS,
     RawConfig,
@@ -96,7 +97,7 @@ class RawAttention(GatheredHost):
                 cute.arch.setmaxregister_increase(score_registers)
             else:
                 cute.arch.setmaxregister_decrease(score_registers)
-            unit = score_numbers(config, operands, numbers).factor
+            unit = score_numbers(config, operands, numbers).factor * Float32(1 + SHORTFALL)
             score(config, channels, shared, operands, units, unit)
         else:
             cute.arch.setmaxregister_increase(value_registers)
