@@ -36,7 +36,7 @@ ROWS = (8, 16, 32, 64)  # rows that a task may have: N of the products
 REGISTERS, OF_FEWER_ROWS = (136, 176, 24), (160, 152, 40)
 # Columns whose products the tensor core adds up before their sum is added in fp32, and buffers of such sums.
 SUM_COLUMNS, SUM_BUFFERS = 64, 2
-# By what share such sums come out too small on average, because the tensor core cuts bits off (docs/notebook/latent.md).
+# By what share such sums are too small on average, because the tensor core cuts bits off (docs/notebook/latent.md).
 SHORTFALL = 4e-5
 FLAGS = 2  # steps take turns at them
 P_TURNS = 2  # and at places of P
