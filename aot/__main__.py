@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from warpspec.aot.models import BLOCKS, CALLS, KV_CACHES, MODELS, NEAR, PAGE_SIZES, needed, rank_of
+from warpspec.aot.models import BLOCKS, CALLS, KV_CACHES, MODELS, NEAR, PAGE_SIZES, TREES, needed, rank_of
 from warpspec.aot.workers import compile_all, shown
 from warpspec.common.command_line import positive
 from warpspec.common.disk_cache import CACHE_VARIABLE
@@ -54,9 +54,9 @@ def parser() -> argparse.ArgumentParser:
         "--calls",
         nargs="+",
         default=CALLS,
-        choices=(*CALLS, BLOCKS),
+        choices=(*CALLS, BLOCKS, TREES),
         help="how requests are told apart: rows of a batch; lengths and positions; pages; packed (default: all but "
-        f"{BLOCKS}, rows of a batch with lists of blocks)",
+        f"{BLOCKS}, rows of a batch with lists of blocks, and {TREES}, drafts over pages)",
     )
     parser.add_argument(
         "--page-sizes",

@@ -24,6 +24,7 @@ from warpspec.fmha.lists import KERNELS, ORDER_WORDS, ListsConfig
 from warpspec.fmha.plan import likely_kernels
 from warpspec.fmha.plan.expanding import likely_ways
 from warpspec.fmha.problem import AttentionProblem
+from warpspec.fmha.tree import MOST_DRAFTS
 from warpspec.fmha.values import POSITION_LIMIT
 from warpspec.latent.gathered.config import PAGE_ROWS
 from warpspec.latent.gathered.launch import make_plan
@@ -47,7 +48,8 @@ class Model:
     strides: for each kind of layer with compressed keys besides its own, the positions that one of them stands for.
     v_dim: head size of V, 0 for head_dim; with shared_kv, V is that part of K's rows (latent rows). images: whether
     tokens of an image see all of it, so that calls have ``ranges``: all of vLLM's, in transformers those of a prompt
-    with images. selected: the most rows that an indexer selects for a query, 0 without an indexer.
+    with images. selected: the most rows that an indexer selects for a query, 0 without an indexer. merged: whether vLLM
+    and SGLang compute a prompt's long context in parts, by calls of their own, and merge the results by their lse.
     """
 
     heads_q: int
@@ -60,6 +62,7 @@ class Model:
     v_dim: int = 0
     images: bool = False
     selected: int = 0
+    merged: bool = False
 
 
 GPT_OSS = Model(64, 8, 64, layers=(FULL, sliding(128)), sink=True)
@@ -81,13 +84,13 @@ MODELS = {
     "qwen3-30b-a3b": Model(32, 4, 128),
     "qwen3-235b-a22b": Model(64, 4, 128),
     "phi-3-mini": Model(32, 32, 96),
-    "deepseek-v3": Model(128, 128, 192, v_dim=128),  # its prefill
+    "deepseek-v3": Model(128, 128, 192, v_dim=128, merged=True),  # its prefill
     "deepseek-v3-decode": Model(128, 1, 576, shared_kv=True, v_dim=512),
-    "kimi-k2": Model(64, 64, 192, v_dim=128),  # its prefill
+    "kimi-k2": Model(64, 64, 192, v_dim=128, merged=True),  # its prefill
     "kimi-k2-decode": Model(64, 1, 576, shared_kv=True, v_dim=512),
     # Its prefill is that of deepseek-v3.
     "deepseek-v3.2-decode": Model(128, 1, 576, shared_kv=True, v_dim=512, selected=2048),
-    "glm-5": Model(64, 64, 256),  # its prefill
+    "glm-5": Model(64, 64, 256, merged=True),  # its prefill
     "glm-5-decode": Model(64, 1, 576, shared_kv=True, v_dim=512, selected=2048),
     "mimo-v2-flash-full": Model(64, 4, 192, v_dim=128),
     "mimo-v2-flash-window": Model(64, 8, 192, v_dim=128, layers=(sliding(129),), sink=True),
@@ -109,7 +112,8 @@ MODELS = {
 # cache of fixed size; with keys in pages; with queries and keys packed; with queries packed and keys in pages.
 CALLS = ("plain", "ranges", "paged", "packed", "packed-paged")
 BLOCKS = "blocks"  # rows of a batch with lists of blocks: packed sequences, chunks and masks of a model's own
-PAGED, PACKED = ("paged", "packed-paged"), ("packed", "packed-paged")
+TREES = "trees"  # drafts of trees, as many of each request, packed, with keys in pages: SGLang's speculative decoding
+PAGED, PACKED = ("paged", "packed-paged", TREES), ("packed", "packed-paged", TREES)
 KV_CACHES = ("16-bit", "e4m3", "e5m2", "nvfp4")  # what a cache holds
 PAGE_SIZES = (16, 64)
 
@@ -153,8 +157,8 @@ def problems(
 ) -> Iterator[AttentionProblem]:
     """The problems of a model's calls.
 
-    calls: some of ``CALLS``. page_sizes: keys of a page, for paged calls. kv_cache: one of ``KV_CACHES``; a cache of
-    codes gives problems with a scale and without.
+    calls: some of ``CALLS``, ``BLOCKS`` and ``TREES``. page_sizes: keys of a page, for paged calls. kv_cache: one of
+    ``KV_CACHES``; a cache of codes gives problems with a scale and without.
     """
     if kv_cache != "16-bit":
         for scaled in (True, False):
@@ -166,8 +170,14 @@ def problems(
     for call, page_size in forms:
         for layer in model.layers:
             for size in sizes():
+                if call == TREES and not 1 < size.seq_q <= MOST_DRAFTS:
+                    continue
                 if call != BLOCKS:
                     yield problem(model, layer, size, call, page_size)
+                if call == "packed" and model.merged:
+                    for causal in (True, False):  # new tokens; a part of their context, all of which they see
+                        part = {"causal": causal, "return_lse": True}
+                        yield problem(model, layer | part, size, call, page_size)
                 if call == "paged" and size.seq_q == 1:  # some callers do without a mask
                     yield problem(model, layer | {"causal": False}, size, call, page_size)
                 if call == BLOCKS:  # lists with patterns say all of a mask, a layer's window included
@@ -206,6 +216,8 @@ def problem(model: Model, layer: dict, size: Sizes, call: str, page_size: int) -
     if call == BLOCKS:
         options |= lists_of_blocks(batch, seq_q, seq_k, patterns=not options["causal"])
     packed = call in PACKED
+    if call == TREES:
+        options |= {"q_start": per_batch, "tree": tensor(batch * seq_q, dtype=torch.int64)}
     if call in PAGED:
         pages = -(-seq_k // page_size)
         options |= {"kv_lengths": per_batch, "page_table": tensor(batch, pages, dtype=torch.int32)}
@@ -219,7 +231,7 @@ def problem(model: Model, layer: dict, size: Sizes, call: str, page_size: int) -
     if model.sink and options.get("normalize", True):
         options["sink"] = tensor(model.heads_q)
     rows = (batch * seq_q,) if packed else (batch, seq_q)
-    if model.images and options["causal"] and call != BLOCKS:  # (lists say what images see)
+    if model.images and options["causal"] and call not in (BLOCKS, TREES):  # (lists say what images see)
         options["ranges"] = tensor(*rows, 2, dtype=torch.int32)
     q = tensor(*rows, model.heads_q, model.head_dim)
     k = tensor(*key_rows, model.heads_kv, model.head_dim)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from warpspec.engines import queries
 from warpspec.fmha import DecodeSchedule
 from warpspec.latent import mla_schedule
 
@@ -21,10 +22,10 @@ def schedule_of(
     captures = kv_lengths.is_cuda and torch.cuda.is_current_stream_capturing()
     lengths, captured, found = getattr(batch, "schedule", None) or (None, None, None)
     if lengths is not kv_lengths or captured != captures or not found.fits(q, pages, page_table):
-        _, queries, heads, _ = q.shape
+        _, each, heads, _ = q.shape
         found = mla_schedule(
-            kv_lengths, heads=heads, queries=queries, max_pages=page_table.shape[1], page_size=pages.shape[1],
-            dtype=pages.dtype,
+            kv_lengths, heads=heads, queries=each, max_pages=page_table.shape[1], page_size=pages.shape[1],
+            dtype=pages.dtype, q_dtype=q.dtype if q.dtype == queries.CODES else None,
         )  # fmt: skip
         batch.schedule = kv_lengths, captures, found
     return found

@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from warpspec.cache import insert
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.kv_formats import EIGHT_BITS
-from warpspec.engines import keys
+from warpspec.engines import keys, queries
 from warpspec.engines.sglang import mla, speculative
 from warpspec.engines.sglang.images import Images
 from warpspec.engines.sglang.speculative import Branches
@@ -83,6 +83,12 @@ class WarpspecBackend(AttentionBackend):
             keys.check_quantized_head(head_dim, "--kv-cache-dtype")
         else:
             keys.check_cache_dtype(runner.kv_cache_dtype, head_dim, "--kv-cache-dtype")
+        self.rounds_queries = False
+        if self.latent and runner.kv_cache_dtype == queries.CODES:
+            self.unit = torch.ones(
+                1, dtype=torch.float32, device=runner.device
+            )  # the scale of codes without one
+            self.rounds_queries = queries.are_codes(self.unit.device)
         self.quantised = self.nvfp4 or runner.kv_cache_dtype in EIGHT_BITS.values()
         self.most_keys = runner.model_config.context_len
         self.req_to_token_pool = runner.req_to_token_pool  # SGLang expects both under these names

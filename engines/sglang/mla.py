@@ -16,8 +16,9 @@ from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph impo
 )
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
+from warpspec.cache.quantize import quantize_float8
 from warpspec.common.errors import UnsupportedProblem
-from warpspec.engines import keys
+from warpspec.engines import keys, queries
 from warpspec.engines.step import schedule_of
 from warpspec.fmha import attention_varlen
 from warpspec.fmha.heads import LATENT
@@ -82,13 +83,13 @@ def latent(backend, q, k, v, layer, step, save: bool) -> torch.Tensor:
     q = q.view(-1, layer.tp_q_head_num, LATENT[0])
     in_codes = pages.dtype == torch.float8_e4m3fn
     if batch.each is not None and batch.tree is None:
+        scales = {}
+        if in_codes:
+            scales["kv_scale"] = backend.unit if layer.k_scale is None else layer.k_scale
+        if in_codes and backend.rounds_queries:
+            q, scales["q_scale"] = rounded(q, backend.unit), backend.unit
         call = (q.unflatten(0, (-1, batch.each)), pages, batch.page_table, batch.kv_lengths)
-        o = mla_decode(
-            *call,
-            scale=layer.scaling,
-            kv_scale=layer.k_scale if in_codes else None,
-            schedule=schedule_of(batch, *call),
-        )
+        o = mla_decode(*call, scale=layer.scaling, **scales, schedule=schedule_of(batch, *call))
         return o.flatten(0, 1).flatten(1)
     if in_codes:
         raise UnsupportedProblem(
@@ -110,6 +111,16 @@ def latent(backend, q, k, v, layer, step, save: bool) -> torch.Tensor:
         v_dim=LATENT[1],
     )
     return o.flatten(1)
+
+
+def rounded(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Queries [rows, H, 576] divided by a scale and rounded to e4m3; beyond its largest number, they become that."""
+    if not q.is_cuda:
+        return quantize_float8(q, scale, "e4m3").view(queries.CODES)
+    from sglang.kernels.ops.quantization.fp8_kernel import scaled_fp8_quant
+
+    codes, _ = scaled_fp8_quant(q.reshape(-1, q.shape[-1]), scale)
+    return codes.view(q.shape)
 
 
 def expanded(batch, q, k, v, layer, step):

@@ -18,13 +18,14 @@ from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonMetadataBuilder,
     QueryLenSupport,
 )
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
 from warpspec.cache.quantize import quantize_float8
 from warpspec.common.architecture import architecture_of
 from warpspec.common.errors import UnsupportedProblem
-from warpspec.engines import keys
+from warpspec.engines import keys, queries
 from warpspec.engines.step import schedule_of
 from warpspec.engines.vllm import MLA_NAME, NAME, warmup
 from warpspec.fmha import attention_varlen
@@ -154,13 +155,19 @@ class LatentLayer:
             kv_sharing_target_layer_name,
             **of_mla,
         )
-        self.supports_quant_query_input = False  # queries stay in 16 bits
+        self.supports_quant_query_input = False  # queries stay in 16 bits, unless a class says more
 
 
 class WarpspecMLA(LatentLayer, MLACommonImpl[MLACommonMetadata]):
     """Latent attention of one layer. Raises UnsupportedProblem for options that are not supported."""
 
     cache_dtypes = WarpspecMLABackend.supported_kv_cache_dtypes
+
+    def __init__(self, *arguments, **named) -> None:
+        super().__init__(*arguments, **named)
+        # If so, vLLM divides the queries of a layer over FP8 rows by ``layer._q_scale`` and rounds them to e4m3.
+        device = torch.empty(0, device=current_platform.device_type).device
+        self.supports_quant_query_input = self.kv_cache_dtype in FORMATS and queries.are_codes(device)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         keys.check_dtype(act_dtype, "--dtype")
@@ -175,7 +182,8 @@ class WarpspecMLA(LatentLayer, MLACommonImpl[MLACommonMetadata]):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention of absorbed queries [tokens, H, 576] (or its parts of 512 and 64) to the cache [blocks, 64, 576].
 
-        Returns o [tokens, H, 512], and lse [tokens, H] if vLLM combines it with other ranks'.
+        Queries in e4m3 are codes times ``layer._q_scale``. Returns o [tokens, H, 512], and lse [tokens, H] if vLLM
+        combines it with other ranks'.
         """
         if isinstance(q, tuple):
             q = torch.cat(q, dim=-1)
@@ -186,6 +194,7 @@ class WarpspecMLA(LatentLayer, MLACommonImpl[MLACommonMetadata]):
             *call,
             scale=self.scale,
             kv_scale=layer._k_scale if self.kv_cache_dtype in FORMATS else None,
+            q_scale=layer._q_scale if q.dtype == queries.CODES else None,
             return_lse=self.need_to_return_lse_for_decode,
             schedule=schedule_of(batch, *call),
         )
@@ -195,11 +204,16 @@ class WarpspecMLA(LatentLayer, MLACommonImpl[MLACommonMetadata]):
         return o.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
 
     def do_kv_cache_update(
-        self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype: str, k_scale
+        self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype: str, k_scale, *skip_scale: bool
     ) -> None:
-        """Write latent rows [rows, 512] and rotated ones [rows, 1, 64] to the slots; -1 means none."""
+        """Write latent rows [rows, 512] and rotated ones [rows, 1, 64] to the slots; -1 means none.
+
+        skip_scale, from vLLM 0.33 on: whether k_scale is 1.
+        """
         if kv_cache.is_cuda or kv_cache.numel() == 0:
-            super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)
+            super().do_kv_cache_update(
+                kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, *skip_scale
+            )
             return
         new = torch.cat([kv_c_normed, k_pe.squeeze(1)], dim=-1)
         slots = slot_mapping.flatten().long()

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import torch
 
 from warpspec.common.kv_formats import EIGHT_BITS
-from warpspec.engines import keys
+from warpspec.engines import keys, queries
 from warpspec.engines.step import schedule_of
 from warpspec.engines.vllm.pages import format_of, pages_of, slot_bytes
 from warpspec.fmha import attention_varlen
@@ -81,8 +81,9 @@ def of_latent_layer(layer, dtype: torch.dtype) -> None:
     config = get_current_vllm_config_or_none()
     if config is not None:
         sizes = (layer.qk_head_dim, layer.v_head_dim)
-        fmt = format_of(layer.kv_cache_dtype)
-        add(run_latent, (layer.num_heads, sizes, layer.scale, dtype, fmt), config)
+        queries_in_codes = layer.supports_quant_query_input
+        kind = (layer.num_heads, sizes, layer.scale, dtype, format_of(layer.kv_cache_dtype), queries_in_codes)
+        add(run_latent, kind, config)
 
 
 def add(run, kind, config) -> None:
@@ -146,33 +147,37 @@ def run(kind, requests: int, tokens: int, most_queries: int, most_keys: int, blo
 
 
 def run_latent(kind, requests: int, tokens: int, most_queries: int, most_keys: int, block: int) -> None:
-    """``run`` for latent attention: decoding on rows, prompts with keys and values of every head. (Contexts of prompts,
-    which are computed without a mask and with lse, compile with the first of them.)"""
-    heads, (qk, v_dim), scale, dtype, fmt = kind
+    """``run`` for latent attention: decoding on rows; prompts with keys and values of every head, alone, and in two
+    parts that vLLM merges by lse, the new tokens and their context."""
+    heads, (qk, v_dim), scale, dtype, fmt, queries_in_codes = kind
     from vllm.platforms import current_platform
 
     device = torch.device(current_platform.device_type)
     integers = {"dtype": torch.int32, "device": device}
     numbers = {"dtype": dtype, "device": device}
     if most_queries == 1:
+        q = torch.zeros(requests, 1, heads, LATENT[0], **numbers)
         rows = torch.zeros(1, LATENT_BLOCK, LATENT[0], **numbers)
         call = (
-            torch.zeros(requests, 1, heads, LATENT[0], **numbers),
+            q.to(queries.CODES) if queries_in_codes else q,
             rows if fmt is None else rows.to(EIGHT_BITS[fmt]),
             torch.zeros(requests, -(-most_keys // LATENT_BLOCK), **integers),
             torch.zeros(requests, **integers),
         )
-        mla_decode(*call, scale=scale, schedule=schedule_of(SimpleNamespace(), *call))
+        q_scale = torch.ones((), dtype=torch.float32, device=device) if queries_in_codes else None
+        mla_decode(*call, scale=scale, q_scale=q_scale, schedule=schedule_of(SimpleNamespace(), *call))
         return
     starts = torch.zeros(requests + 1, **integers)
-    attention_varlen(
-        torch.zeros(tokens, heads, qk, **numbers),
-        torch.zeros(tokens, heads, qk, **numbers),
-        torch.zeros(tokens, heads, v_dim, **numbers),
-        starts,
-        max_seqlen_q=most_queries,
-        cu_seqlens_k=starts,
-        max_seqlen_k=most_queries,
-        causal=True,
-        scale=scale,
-    )
+    for causal, lse in ((True, False), (True, True), (False, True)):
+        attention_varlen(
+            torch.zeros(tokens, heads, qk, **numbers),
+            torch.zeros(tokens, heads, qk, **numbers),
+            torch.zeros(tokens, heads, v_dim, **numbers),
+            starts,
+            max_seqlen_q=most_queries,
+            cu_seqlens_k=starts,
+            max_seqlen_k=most_queries if causal else most_keys,
+            causal=causal,
+            scale=scale,
+            return_lse=lse,
+        )

@@ -9,6 +9,7 @@ from helpers.suites import long, long_but
 from torch.nn.attention.flex_attention import create_block_mask
 
 from warpspec.aot import __main__ as aot
+from warpspec.aot import models
 from warpspec.aot.models import (
     BLOCKS,
     CALLS,
@@ -177,6 +178,44 @@ def test_attention_to_selected_rows_finds_its_kernels(arch, monkeypatch):
         plan = gathered.make_plan(asked.pop(), target)
         assert (plan.kernel(target), plan.config) in ahead
         assert plan.combine is None or (plan.combine_kernel, plan.combine) in ahead
+
+
+@pytest.mark.parametrize("arch", long_but(["sm_90a"], GPUS))
+@pytest.mark.parametrize(
+    ("name", "heads_kv", "sizes"), [("llama-3-8b", 8, (128, 128)), ("kimi-k2-decode", 1, (576, 512))]
+)
+def test_trees_of_drafts_find_their_kernels(name, heads_kv, sizes, arch, monkeypatch):
+    """A verification as SGLang's backend calls it, of ordinary and of latent attention: more requests than planned."""
+    monkeypatch.setattr(models, "sizes", lambda: [Sizes(batch, 8, 512) for batch in (1, 4, 16)])
+    model, drafts = MODELS[name], 8
+    q = torch.zeros(3 * drafts, model.heads_q, sizes[0], dtype=torch.bfloat16)
+    k = torch.zeros(24, 64, heads_kv, sizes[0], dtype=torch.bfloat16)
+    per_request = torch.full((3,), 500, dtype=torch.int32)
+    found = AttentionProblem.of(
+        q, k, None if model.shared_kv else k.clone(), v_dim=sizes[1] if model.shared_kv else None, causal=True,
+        cu_seqlens_q=torch.arange(4, dtype=torch.int32) * drafts, max_seqlen_q=drafts, max_seqlen_k=512,
+        page_table=torch.zeros(3, 8, dtype=torch.int32), kv_lengths=per_request, q_start=per_request - drafts,
+        tree=torch.ones(3 * drafts, dtype=torch.int64),
+    )  # fmt: skip
+    ahead = needed(model, [models.TREES], [64], "16-bit", native(arch), NEAR)
+    assert all(item in ahead for item in asked_for(found, native(arch)))
+
+
+@pytest.mark.parametrize("arch", long_but(["sm_90a"], GPUS))
+@pytest.mark.parametrize("causal", [False, True])
+def test_parts_of_a_long_context_find_their_kernels(causal, arch, monkeypatch):
+    """New tokens, and a part of their context, as vLLM's and SGLang's latent attention merges them by lse."""
+    monkeypatch.setattr(models, "sizes", lambda: [Sizes(2, 256, 256), Sizes(2, 256, 1024)])
+    q, k, v = (torch.zeros(512, 64, size, dtype=torch.bfloat16) for size in (192, 192, 128))
+    keys = 256 if causal else 1024
+    k, v = (t.repeat(keys // 256, 1, 1) for t in (k, v))
+    starts = torch.arange(3, dtype=torch.int32)
+    found = AttentionProblem.of(
+        q, k, v, causal=causal, cu_seqlens_q=256 * starts, max_seqlen_q=256, cu_seqlens_k=keys * starts,
+        max_seqlen_k=keys, return_lse=True,
+    )  # fmt: skip
+    ahead = needed(MODELS["kimi-k2"], ["packed"], [], "16-bit", native(arch), NEAR)
+    assert all(item in ahead for item in asked_for(found, native(arch)))
 
 
 @pytest.mark.long

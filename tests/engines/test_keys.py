@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from warpspec.common.errors import UnsupportedProblem
-from warpspec.engines import keys
+from warpspec.engines import keys, queries
 
 
 @pytest.mark.parametrize("lengths", [(40, 0, 16, 1), (1,), (0, 0, 33)])
@@ -58,3 +58,20 @@ def test_importing_the_package_imports_no_engine():
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed.strip() == "[]"
+
+
+def test_queries_of_latent_attention(monkeypatch):
+    """Rounded on Hopper unless the variable says otherwise."""
+    cpu = torch.device("cpu")
+    monkeypatch.setenv(queries.VARIABLE, "")
+    assert not queries.are_codes(cpu)
+    monkeypatch.setattr(queries, "resolve_backend", lambda *_: "sm90")
+    assert queries.are_codes(cpu)
+    monkeypatch.setenv(queries.VARIABLE, "16-bit")
+    assert not queries.are_codes(cpu)
+    monkeypatch.setattr(queries, "resolve_backend", lambda *_: "sm100")
+    monkeypatch.setenv(queries.VARIABLE, "e4m3")
+    assert queries.are_codes(cpu)
+    monkeypatch.setenv(queries.VARIABLE, "bf16")
+    with pytest.raises(ValueError, match=r"WARPSPEC_MLA_QUERIES: must be one of e4m3, 16-bit, got 'bf16'"):
+        queries.are_codes(cpu)

@@ -11,7 +11,7 @@ from helpers.engine_models import Judge, prompts, rename_kimi_k2, rounding  # no
 from helpers.sglang_batches import interpret_triton  # noqa: E402
 
 from warpspec.common.errors import UnsupportedProblem  # noqa: E402
-from warpspec.engines import step  # noqa: E402
+from warpspec.engines import queries, step  # noqa: E402
 from warpspec.engines.sglang import mla  # noqa: E402
 from warpspec.engines.sglang.attention import Batch  # noqa: E402
 from warpspec.latent import mla_decode  # noqa: E402
@@ -59,8 +59,10 @@ def test_kimi_k2(checkpoints, start_sglang, monkeypatch, tmp_path):
     check(model, start_sglang(tmp_path, page_size=64, trust_remote_code=True))
 
 
-def test_float8_cache(checkpoints, start_sglang, monkeypatch):
+@pytest.mark.parametrize("chosen", ["16-bit", "e4m3"])
+def test_float8_cache(chosen, checkpoints, start_sglang, monkeypatch):
     interpret_triton(monkeypatch)
+    monkeypatch.setenv(queries.VARIABLE, chosen)
     model, folder = checkpoints(KIND)
     check(model, start_sglang(folder, page_size=64, kv_cache_dtype="fp8_e4m3"), rounding("e4m3"))
 
@@ -90,9 +92,11 @@ def test_models_that_are_refused(sizes, dtype, page, message):
         mla.check_model(config, dtype, page)
 
 
-@pytest.mark.parametrize("codes", [False, True])
-def test_layers_share_a_schedule(codes, monkeypatch):
-    """Two drafts of each request: both layers decode with the schedule that the first one makes."""
+@pytest.mark.parametrize(("codes", "rounds"), [(False, False), (True, False), (True, True)])
+def test_layers_share_a_schedule(codes, rounds, monkeypatch):
+    """Two drafts of each request: both layers decode with the schedule that the first one makes. rounds: whether
+    queries are rounded to e4m3, with a scale of 1."""
+    monkeypatch.setenv("WARPSPEC_BACKEND", "reference")
     made = []
     make = step.mla_schedule
     monkeypatch.setattr(step, "mla_schedule", lambda *of, **sizes: made.append(sizes) or make(*of, **sizes))
@@ -102,12 +106,19 @@ def test_layers_share_a_schedule(codes, monkeypatch):
     starts = torch.tensor([0, 2, 4]).int()
     batch = Batch(starts, 2, lengths, 128, table, None, None, each=2)
     pool = SimpleNamespace(get_key_buffer=lambda _: rows)
-    backend = SimpleNamespace(token_to_kv_pool=pool, forward_metadata=batch, page_size=64)
+    one = torch.ones(1)
+    backend = SimpleNamespace(
+        token_to_kv_pool=pool, forward_metadata=batch, page_size=64, rounds_queries=rounds, unit=one
+    )
     scale = torch.tensor(0.5) if codes else None
     for number in range(2):
         layer = SimpleNamespace(layer_id=number, tp_q_head_num=8, scaling=0.05, k_scale=scale)
         q = torch.randn(4, 8, 576).bfloat16()
+        q[0, 0, 0] = 1000.0
         o = mla.latent(backend, q.flatten(1), None, None, layer, None, False)
+        q = q.clamp(-448, 448).to(queries.CODES) if rounds else q
         call = (q.unflatten(0, (2, 2)), rows.view(4, 64, 576), table, lengths)
-        assert torch.equal(o.view(2, 2, 8, 512), mla_decode(*call, scale=0.05, kv_scale=scale))
+        wanted = mla_decode(*call, scale=0.05, kv_scale=scale, q_scale=one if rounds else None)
+        assert torch.equal(o.view(2, 2, 8, 512), wanted)
     assert len(made) == 1 and made[0]["queries"] == 2 and made[0]["dtype"] == rows.dtype
+    assert made[0]["q_dtype"] == (queries.CODES if rounds else None)

@@ -1,5 +1,6 @@
 """vLLM's multi-head latent attention computed by ours, on a tiny DeepSeek V3: `make test-engines`."""
 
+from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
@@ -7,16 +8,24 @@ import torch
 
 vllm = pytest.importorskip("vllm", reason="needs vLLM: make test-engines")
 
-from helpers.engine_models import Judge, prompts, rename_kimi_k2, rounding  # noqa: E402
+from helpers.engine_models import (  # noqa: E402
+    Judge,
+    log_probabilities,
+    prompts,
+    rename_kimi_k2,
+    rounding,
+)
 from helpers.vllm_engine import LENGTHS, generate, same_tokens  # noqa: E402
 from vllm.model_executor.layers import utils  # noqa: E402
+from vllm.model_executor.layers.attention import MLAAttention  # noqa: E402
+from vllm.platforms.cpu import CpuPlatform  # noqa: E402
 from vllm.v1.attention.backends.mla.prefill.base import MLADimensions  # noqa: E402
 from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
 
 import warpspec.engines.vllm as engine  # noqa: E402
 from warpspec.common.errors import UnsupportedProblem  # noqa: E402
-from warpspec.engines import step  # noqa: E402
+from warpspec.engines import queries, step  # noqa: E402
 from warpspec.engines.vllm import mla, sparse_mla, warmup  # noqa: E402
 from warpspec.latent import mla_decode  # noqa: E402
 from warpspec.latent.cache import LatentPool, store_rows  # noqa: E402
@@ -30,6 +39,8 @@ def in_parts(monkeypatch):
     backend is replaced by ours, too. With this it thinks so, but keeps the products that it has for any CPU."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     monkeypatch.setattr(utils, "check_cpu_sgl_kernel", lambda *_: False)
+    ours = classmethod(lambda *_, **__: AttentionBackendEnum.AMX_MLA.get_path())  # 0.33 refuses FP8 here
+    monkeypatch.setattr(CpuPlatform, "get_attn_backend_cls", ours)
     monkeypatch.setattr(mla.BatchBuilder, "reorder_batch_threshold", 4)  # longer prompts are no decoding
 
 
@@ -93,12 +104,51 @@ def test_contexts_in_several_chunks(checkpoints, start_vllm, in_parts, calls, mo
     assert sum(name == "run_prefill_context_chunk" for name, _ in calls) > 2 * 6
 
 
+SHORT = (20, 5, 1, 30)  # vLLM gathers no FP8 context on a CPU: prompts of one part
+FLOAT8 = OPTIONS | {"kv_cache_dtype": "fp8", "enable_prefix_caching": False}
+
+
 def test_float8_cache(checkpoints, start_vllm, in_parts, calls):
-    """Codes of a scale of 1. (vLLM gathers no FP8 context on a CPU: prompts are short.)"""
+    """Codes of a scale of 1; queries in 16 bits."""
     model, folder = checkpoints(KIND)
-    llm = start_vllm(folder, kv_cache_dtype="fp8", enable_prefix_caching=False, **OPTIONS)
-    Judge(model, rounding("e4m3")).check(generate(llm, prompts((20, 5, 1, 30))))
+    Judge(model, rounding("e4m3")).check(generate(start_vllm(folder, **FLOAT8), prompts(SHORT)))
     assert any(name == "decode" for name, _ in calls)
+
+
+def error_of(model, results) -> float:
+    """Root mean square of what results' log-probabilities differ from those of the model, which is in FP32."""
+    differences = []
+    for ids, tokens, said in results:
+        exact = log_probabilities(model, ids, tokens).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        differences.append(torch.tensor(said) - exact)
+    return torch.cat(differences).square().mean().sqrt().item()
+
+
+def test_queries_in_codes(checkpoints, start_vllm, in_parts, monkeypatch):
+    """vLLM rounds absorbed queries, with a scale of the layer; for logits that is as if the keys were rounded twice."""
+    model, folder = checkpoints(KIND)
+    exact, errors, seen = deepcopy(model).float(), {}, []
+    decode = mla.mla_decode
+    monkeypatch.setattr(
+        mla,
+        "mla_decode",
+        lambda q, *of, **named: seen.append((q.dtype, named["q_scale"])) or decode(q, *of, **named),
+    )
+
+    def set_scales(model) -> None:
+        for layer in model.modules():
+            if isinstance(layer, MLAAttention):
+                layer._q_scale.fill_(0.25)
+
+    for chosen in ("16-bit", "e4m3"):
+        monkeypatch.setenv(queries.VARIABLE, chosen)
+        llm = start_vllm(folder, **FLOAT8)
+        llm.apply_model(set_scales)
+        seen.clear()
+        errors[chosen] = error_of(exact, generate(llm, prompts(SHORT), tokens=12))
+        wanted = (queries.CODES, 0.25) if chosen == "e4m3" else (torch.bfloat16, None)
+        assert {(dtype, scale and scale.item()) for dtype, scale in seen} == {wanted}
+    assert errors["e4m3"] <= 1.6 * errors["16-bit"], errors
 
 
 def test_speculative_decoding(checkpoints, start_vllm, in_parts, calls):
@@ -116,20 +166,29 @@ def test_simulated_kernel(checkpoints, start_vllm, in_parts):
     Judge(model).check(generate(start_vllm(folder, backend="sim", **OPTIONS), prompts((70, 7)), tokens=2))
 
 
-def test_kernels_before_the_first_request(checkpoints, start_vllm, in_parts, monkeypatch):
-    """vLLM's warm-up calls decoding and prompts once for each kind of batch."""
+@pytest.mark.parametrize("chosen", queries.CHOICES)
+def test_kernels_before_the_first_request(chosen, checkpoints, start_vllm, in_parts, monkeypatch):
+    """vLLM's warm-up calls decoding once for each kind of batch, and prompts with and without a context."""
     _, folder = checkpoints(KIND)
+    monkeypatch.setenv(queries.VARIABLE, chosen)
     monkeypatch.setattr(warmup, "provider", warmup.Provider())
-    start_vllm(folder, kv_cache_dtype="fp8", enable_prefix_caching=False, **OPTIONS)
+    start_vllm(folder, **FLOAT8)
     units = warmup.provider.get_cutedsl_warmup_compile_units()
     assert len({unit.key for unit in units}) == len(units) == 4
     called = []
     for name in ("mla_decode", "attention_varlen"):
         function = getattr(warmup, name)
-        monkeypatch.setattr(warmup, name, lambda *a, f=function, **named: called.append(f(*a, **named).shape))
+
+        def noted(q, *rest, f=function, **named):
+            f(q, *rest, **named)
+            called.append((q.dtype, tuple(q.shape[-2:]), named.get("causal"), named.get("return_lse")))
+
+        monkeypatch.setattr(warmup, name, noted)
     for unit in units:
         unit.compile()
-    assert [tuple(shape[-2:]) for shape in called] == [(4, 512), (4, 512), (4, 128), (4, 128)]
+    dtype = queries.CODES if chosen == "e4m3" else torch.bfloat16
+    prompt = [(torch.bfloat16, (4, 192), *of) for of in ((True, False), (True, True), (False, True))]
+    assert called == 2 * [(dtype, (4, 576), None, None)] + 2 * prompt
 
 
 def test_empty_requests_and_lse():
