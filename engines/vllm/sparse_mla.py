@@ -17,14 +17,12 @@ from vllm.model_executor.layers.attention.sparse_mla_attention import (
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport
 
 from warpspec.engines import keys
-from warpspec.engines.vllm import SPARSE_MLA_NAME
+from warpspec.engines.vllm import SPARSE_MLA_NAME, warmup
 from warpspec.engines.vllm.mla import BLOCK, LatentLayer, WarpspecMLABackend
 from warpspec.latent.cache import LatentPool
 from warpspec.latent.gathered import KeySet, gathered_attention
 
 CACHE = "fp8_ds_mla"
-ROWS = "v3.2-fp8"  # our name of that format
-ROW_BYTES = 656
 
 
 class WarpspecSparseBackend(AttentionBackend):
@@ -76,6 +74,7 @@ class WarpspecSparseMLA(LatentLayer, SparseMLACommonImpl[SparseMLACommonMetadata
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         keys.check_dtype(act_dtype, "--dtype")
+        warmup.of_latent_layer(self, act_dtype, selected=self.topk_indices_buffer.shape[1])
 
     def forward_mqa(
         self,
@@ -88,18 +87,22 @@ class WarpspecSparseMLA(LatentLayer, SparseMLACommonImpl[SparseMLACommonMetadata
         cache, uint8 [blocks, 64, 656]. Returns o [tokens, H, 512], and lse [tokens, H] if vLLM combines it."""
         if isinstance(q, tuple):
             q = torch.cat(q, dim=-1)
-        pages = kv_c_and_k_pe_cache.view(torch.uint8).flatten(1)
         selected = self.topk_indices_buffer[: len(q)]
         slots = slots_of(selected, attn_metadata.req_id_per_token[: len(q)], attn_metadata.block_table)
         results = gathered_attention(
             q,
-            [KeySet(LatentPool(pages, BLOCK, ROWS), slots)],
+            [KeySet(pool_of(kv_c_and_k_pe_cache), slots)],
             scale=self.scale,
             return_lse=self.need_to_return_lse_for_decode,
         )
         if not self.need_to_return_lse_for_decode:
             return results, None
         return results[0], results[1].T
+
+
+def pool_of(kv_cache: torch.Tensor) -> LatentPool:
+    """A layer's cache [blocks, 64, 656] as a pool."""
+    return LatentPool(kv_cache.view(torch.uint8).flatten(1), BLOCK, warmup.SELECTED_ROWS)
 
 
 def slots_of(selected: torch.Tensor, request: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:

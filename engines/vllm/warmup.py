@@ -18,8 +18,11 @@ from warpspec.fmha import attention_varlen
 from warpspec.fmha.heads import LATENT
 from warpspec.fmha.logits import LogitOptions
 from warpspec.latent import mla_decode
+from warpspec.latent.cache import LatentPool
+from warpspec.latent.gathered import KeySet, gathered_attention
 
 LATENT_BLOCK = 64  # rows of a block of latent rows
+SELECTED_ROWS = "v3.2-fp8"  # our name of the format of rows that an indexer selects
 
 
 class Provider:
@@ -74,16 +77,19 @@ def sees_images(model_config, window: tuple[int, int] | None) -> bool:
     return model_config.is_mm_prefix_lm and not (only_windows and window is None)
 
 
-def of_latent_layer(layer, dtype: torch.dtype) -> None:
-    """``of_layer`` for latent attention."""
+def of_latent_layer(layer, dtype: torch.dtype, selected: int = 0) -> None:
+    """``of_layer`` for latent attention. selected: the most rows that an indexer selects, 0 without an indexer."""
     from vllm.config import get_current_vllm_config_or_none
 
     config = get_current_vllm_config_or_none()
-    if config is not None:
-        sizes = (layer.qk_head_dim, layer.v_head_dim)
-        queries_in_codes = layer.supports_quant_query_input
-        kind = (layer.num_heads, sizes, layer.scale, dtype, format_of(layer.kv_cache_dtype), queries_in_codes)
-        add(run_latent, kind, config)
+    if config is None:
+        return
+    kind = (layer.num_heads, (layer.qk_head_dim, layer.v_head_dim), layer.scale, dtype)
+    if selected:
+        add(run_selected, (*kind, selected), config)
+    else:
+        fmt, in_codes = format_of(layer.kv_cache_dtype), layer.supports_quant_query_input
+        add(run_latent, (*kind, fmt, in_codes), config)
 
 
 def add(run, kind, config) -> None:
@@ -112,10 +118,8 @@ def batches(most_requests: int, most_tokens: int, most_keys: int, block: int) ->
 def run(kind, requests: int, tokens: int, most_queries: int, most_keys: int, block: int) -> None:
     """Compute attention of requests without keys, which compiles the kernel and launches it on an empty problem."""
     heads, heads_kv, (head_dim, v_dim), window, logits, has_sinks, has_images, dtype, fmt = kind
-    from vllm.platforms import current_platform
-
     keys.check_page_size(block, "--block-size")
-    device = torch.device(current_platform.device_type)
+    device = device_of_layers()
     shape = (
         (1, 2 * heads_kv, block, slot_bytes(head_dim))
         if fmt == "nvfp4"
@@ -147,37 +151,60 @@ def run(kind, requests: int, tokens: int, most_queries: int, most_keys: int, blo
 
 
 def run_latent(kind, requests: int, tokens: int, most_queries: int, most_keys: int, block: int) -> None:
-    """``run`` for latent attention: decoding on rows; prompts with keys and values of every head, alone, and in two
-    parts that vLLM merges by lse, the new tokens and their context."""
-    heads, (qk, v_dim), scale, dtype, fmt, queries_in_codes = kind
-    from vllm.platforms import current_platform
-
-    device = torch.device(current_platform.device_type)
-    integers = {"dtype": torch.int32, "device": device}
-    numbers = {"dtype": dtype, "device": device}
-    if most_queries == 1:
-        q = torch.zeros(requests, 1, heads, LATENT[0], **numbers)
-        rows = torch.zeros(1, LATENT_BLOCK, LATENT[0], **numbers)
-        call = (
-            q.to(queries.CODES) if queries_in_codes else q,
-            rows if fmt is None else rows.to(EIGHT_BITS[fmt]),
-            torch.zeros(requests, -(-most_keys // LATENT_BLOCK), **integers),
-            torch.zeros(requests, **integers),
-        )
-        q_scale = torch.ones((), dtype=torch.float32, device=device) if queries_in_codes else None
-        mla_decode(*call, scale=scale, q_scale=q_scale, schedule=schedule_of(SimpleNamespace(), *call))
+    """``run`` for latent attention: decoding on rows, or prompts."""
+    heads, sizes, scale, dtype, fmt, queries_in_codes = kind
+    if most_queries > 1:
+        run_prompts(heads, sizes, scale, dtype, requests, tokens, most_keys)
         return
-    starts = torch.zeros(requests + 1, **integers)
+    device = device_of_layers()
+    integers = {"dtype": torch.int32, "device": device}
+    q = torch.zeros(requests, 1, heads, LATENT[0], dtype=dtype, device=device)
+    rows = torch.zeros(1, LATENT_BLOCK, LATENT[0], dtype=dtype, device=device)
+    call = (
+        q.to(queries.CODES) if queries_in_codes else q,
+        rows if fmt is None else rows.to(EIGHT_BITS[fmt]),
+        torch.zeros(requests, -(-most_keys // LATENT_BLOCK), **integers),
+        torch.zeros(requests, **integers),
+    )
+    q_scale = torch.ones((), dtype=torch.float32, device=device) if queries_in_codes else None
+    mla_decode(*call, scale=scale, q_scale=q_scale, schedule=schedule_of(SimpleNamespace(), *call))
+
+
+def run_selected(kind, requests: int, tokens: int, most_queries: int, most_keys: int, block: int) -> None:
+    """``run`` for latent attention to selected rows: any batch, and prompts that are computed with all keys."""
+    heads, sizes, scale, dtype, selected = kind
+    device = device_of_layers()
+    slots = torch.full((tokens, selected), -1, dtype=torch.int32, device=device)
+    pool = LatentPool.empty(1, LATENT_BLOCK, SELECTED_ROWS, device=device)
+    q = torch.zeros(tokens, heads, LATENT[0], dtype=dtype, device=device)
+    gathered_attention(q, [KeySet(pool, slots)], scale=scale)
+    if most_queries > 1:
+        run_prompts(heads, sizes, scale, dtype, requests, tokens, most_keys)
+
+
+def run_prompts(heads: int, sizes, scale: float, dtype, requests: int, tokens: int, most_keys: int) -> None:
+    """Prompts of latent attention, whose keys and values have heads of their own: alone, and in two parts that vLLM
+    merges by lse, the new tokens and their context. sizes: head sizes of keys and of values."""
+    device = device_of_layers()
+    q, k, v = (torch.zeros(tokens, heads, size, dtype=dtype, device=device) for size in (sizes[0], *sizes))
+    starts = torch.zeros(requests + 1, dtype=torch.int32, device=device)
     for causal, lse in ((True, False), (True, True), (False, True)):
         attention_varlen(
-            torch.zeros(tokens, heads, qk, **numbers),
-            torch.zeros(tokens, heads, qk, **numbers),
-            torch.zeros(tokens, heads, v_dim, **numbers),
+            q,
+            k,
+            v,
             starts,
-            max_seqlen_q=most_queries,
+            max_seqlen_q=tokens,
             cu_seqlens_k=starts,
-            max_seqlen_k=most_queries if causal else most_keys,
+            max_seqlen_k=tokens if causal else most_keys,
             causal=causal,
             scale=scale,
             return_lse=lse,
         )
+
+
+def device_of_layers() -> torch.device:
+    """The kind of device that vLLM computes on."""
+    from vllm.platforms import current_platform
+
+    return torch.device(current_platform.device_type)

@@ -15,22 +15,13 @@ sglang = pytest.importorskip("sglang", reason="needs SGLang: make test-engines")
 
 from helpers.eagle_head import add_drafting_layer  # noqa: E402
 from helpers.engine_models import Judge, prompts  # noqa: E402
+from helpers.selected_rows import select_by_position, stored  # noqa: E402
 from helpers.sglang_batches import interpret_triton  # noqa: E402
-from transformers.models.deepseek_v32 import modeling_deepseek_v32  # noqa: E402
 
 from warpspec.common.errors import UnsupportedProblem  # noqa: E402
 from warpspec.engines.sglang import sparse_mla  # noqa: E402
 
 KIND = "deepseek_v32"
-
-
-def stored(t: torch.Tensor) -> torch.Tensor:
-    """What SGLang's cache of 656 bytes a row makes of its latent parts [..., 512]; rotated parts stay."""
-    if t.shape[-1] != 512:
-        return t
-    from sglang_on_cpu import dequantise, quantise
-
-    return dequantise(quantise(t.bfloat16())).to(t.dtype)
 
 
 @pytest.fixture
@@ -39,13 +30,7 @@ def start(checkpoints, start_sglang, monkeypatch, tmp_path):
     SGLang's options for drafts, which a layer of the model's own then makes."""
     interpret_triton(monkeypatch)
     monkeypatch.setenv("SGLANG_DSA_FUSE_TOPK", "0")
-    from sglang_on_cpu import select
-
-    def selected(self, hidden_states, q_resid, position_embeddings, attention_mask, position_ids, *_, **__):
-        found = select(position_ids.flatten(), self.index_topk).view(*position_ids.shape, -1)
-        return torch.where(found < 0, position_ids[..., None], found)
-
-    monkeypatch.setattr(modeling_deepseek_v32.DeepseekV32Indexer, "forward", selected)
+    select_by_position(monkeypatch)
 
     def of(dense: int, **drafting):
         monkeypatch.setenv("SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD", str(dense))

@@ -15,10 +15,8 @@ from helpers.engine_models import (  # noqa: E402
     rename_kimi_k2,
     rounding,
 )
-from helpers.vllm_engine import LENGTHS, generate, same_tokens  # noqa: E402
-from vllm.model_executor.layers import utils  # noqa: E402
+from helpers.vllm_engine import LENGTHS, generate, offer_latent_attention, same_tokens  # noqa: E402
 from vllm.model_executor.layers.attention import MLAAttention  # noqa: E402
-from vllm.platforms.cpu import CpuPlatform  # noqa: E402
 from vllm.v1.attention.backends.mla.prefill.base import MLADimensions  # noqa: E402
 from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
@@ -35,12 +33,8 @@ KIND = "deepseek_v3"
 
 @pytest.fixture
 def in_parts(monkeypatch):
-    """vLLM serves latent attention on a CPU in blocks of 16 and with whole prompts, unless the CPU has AMX, whose
-    backend is replaced by ours, too. With this it thinks so, but keeps the products that it has for any CPU."""
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    monkeypatch.setattr(utils, "check_cpu_sgl_kernel", lambda *_: False)
-    ours = classmethod(lambda *_, **__: AttentionBackendEnum.AMX_MLA.get_path())  # 0.33 refuses FP8 here
-    monkeypatch.setattr(CpuPlatform, "get_attn_backend_cls", ours)
+    """Our backend, in blocks of 64 and with prompts in parts: the own one has blocks of 16 and whole prompts."""
+    offer_latent_attention(monkeypatch, engine.MLA_NAME)
     monkeypatch.setattr(mla.BatchBuilder, "reorder_batch_threshold", 4)  # longer prompts are no decoding
 
 

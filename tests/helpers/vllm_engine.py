@@ -38,6 +38,21 @@ def look_through_llvmlite(monkeypatch) -> None:
     monkeypatch.setattr(type(ffi.lib), "__getattr__", plain)
 
 
+def offer_latent_attention(monkeypatch, name: str) -> None:
+    """Let vLLM serve latent attention on a CPU by our backend of this name, in blocks of 64 and with prompts in parts.
+
+    Otherwise it does so only if the CPU has AMX, not over FP8 (0.33), and never with an indexer. With this it thinks
+    that the CPU has AMX, but keeps the products that it has for any CPU.
+    """
+    import torch
+    from vllm.model_executor.layers import utils
+    from vllm.platforms.cpu import CpuPlatform
+
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(utils, "check_cpu_sgl_kernel", lambda *_: False)
+    monkeypatch.setattr(CpuPlatform, "get_attn_backend_cls", lambda *_, **__: engine.PATHS[name])
+
+
 @contextmanager
 def starter(monkeypatch):
     """A function that starts an engine on a folder, with our attention unless own is set."""
