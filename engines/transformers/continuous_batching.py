@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from transformers import AttentionInterface, modeling_flash_attention_utils
+from transformers.generation.continuous_batching import PagedAttentionCache
 
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.engines import keys
@@ -53,6 +54,7 @@ def prepare_continuous_batching(model: torch.nn.Module, backend: str = "auto", n
         AttentionInterface.register(full_name, forward)
         OUR_NAMES.add(full_name)
     _offer_flash_functions()
+    _hand_over_new_keys()
     for part in model.modules():
         allowed = getattr(part, "_compatible_flash_implementations", None)
         if allowed is not None and name not in allowed:
@@ -96,6 +98,27 @@ def _offer_flash_functions() -> None:
 
     lazy_imports.of_warpspec = True
     modeling_flash_attention_utils._lazy_imports = lazy_imports
+
+
+def _hand_over_new_keys() -> None:
+    """Let models of transformers 5.24 and later hand the new keys and the cache to our attention.
+
+    Their layers update the cache before they call attention, which gathers all keys of a step. Earlier versions leave
+    the cache to the attention function.
+    """
+    theirs = PagedAttentionCache.update
+    if getattr(theirs, "of_warpspec", False):
+        return
+
+    def update(self, key_states, value_states, *rest, **named):
+        passed_on = named.get("kwargs")  # what the layer passes to its attention function
+        if passed_on is None or self.config._attn_implementation not in OUR_NAMES:
+            return theirs(self, key_states, value_states, *rest, **named)
+        passed_on["cache"] = self
+        return key_states, value_states
+
+    update.of_warpspec = True
+    PagedAttentionCache.update = update
 
 
 @torch.compiler.disable  # it takes views of the cache and keeps state from layer to layer
@@ -268,8 +291,8 @@ def _layer_of(cache, index: int) -> _Layer:
 
 
 def _layer_of_allocator(cache, index: int, shared: dict) -> _Layer:
-    """A layer's cache in transformers 5.23, which has an allocator for each kind of layers, with pages of keys and
-    values alternating."""
+    """A layer's cache in transformers 5.23 and 5.24: an allocator for each kind of layers, with pages of keys and of
+    values in turn."""
     allocator = cache.layer_to_allocator[index]
     is_full = allocator.layer_type == "full_attention"
     slots = allocator._kv_token_views[index]

@@ -187,10 +187,19 @@ def attach(model, projection: str = "model") -> None:
 
 
 def forward(
-    self, hidden_states, position_embeddings, position_ids, attention_mask, past_key_values=None, **keywords
+    self,
+    hidden_states,
+    position_embeddings,
+    position_ids,
+    attention_mask,
+    cache=None,
+    past_key_values=None,
+    **keywords,
 ):
-    """``DeepseekV4Attention.forward``; on a ``DeepseekV4Cache`` returns (result, None)."""
-    if not isinstance(past_key_values, DeepseekV4Cache):
+    """``DeepseekV4Attention.forward``; on a ``DeepseekV4Cache`` returns (result, None). Before transformers 5.24, the
+    argument ``cache`` is ``past_key_values``."""
+    cache = past_key_values if cache is None else cache
+    if not isinstance(cache, DeepseekV4Cache):
         original = modeling.DeepseekV4Attention.forward
         return original(
             self,
@@ -198,10 +207,9 @@ def forward(
             position_embeddings,
             position_ids,
             attention_mask,
-            past_key_values,
+            cache,
             **keywords,
         )
-    cache = past_key_values
     batch, count, _ = hidden_states.shape
     if batch != cache.batch:
         raise ValueError(f"past_key_values: made for {cache.batch} sequences, got {batch}")

@@ -96,14 +96,13 @@ def test_masks_of_gemma4():
     )  # fmt: skip
     ids = prompt()
     images = torch.where(ids == IMAGE, (torch.arange(60) > 25).long(), -1)
-    arguments = dict(
-        inputs_embeds=torch.zeros(*ids.shape, 4), attention_mask=None, past_key_values=None, position_ids=None,
-        block_sequence_ids=images,
-    )  # fmt: skip
+    # (the fourth argument is past_key_values, from transformers 5.24 on cache)
+    arguments = (torch.zeros(*ids.shape, 4), None, None)
+    others = dict(position_ids=None, block_sequence_ids=images)
 
     def masks(implementation):
         config._attn_implementation = implementation
-        return create_masks_for_vision_model(config, **arguments)
+        return create_masks_for_vision_model(config, *arguments, **others)
 
     expected, got = masks("eager"), masks("warpspec_images")
     assert got["full_attention"] is None
