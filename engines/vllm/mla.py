@@ -76,6 +76,10 @@ class WarpspecMLABackend(MLACommonBackend):
         return [LATENT[0]]
 
     @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return False  # all requests of a decoding batch must have as many queries
+
+    @classmethod
     def supports_compute_capability(cls, capability) -> bool:
         return architecture_of((capability.major, capability.minor)) is not None
 

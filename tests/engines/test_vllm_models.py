@@ -1,12 +1,16 @@
 """Models of further families in vLLM with our attention, compared with its own: `make test-engines`."""
 
 import pytest
+import torch
 
 vllm = pytest.importorskip("vllm", reason="needs vLLM: make test-engines")
 
 from helpers.engine_models import Judge, prompts  # noqa: E402
 from helpers.vllm_engine import LENGTHS, generate, same_tokens  # noqa: E402
+from vllm.platforms.interface import DeviceCapability  # noqa: E402
+from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
 
+import warpspec.engines.vllm as engine  # noqa: E402
 from warpspec.engines.vllm.attention import WarpspecAttention  # noqa: E402
 
 
@@ -40,3 +44,40 @@ def test_values_of_another_head_size(checkpoints, start_vllm, calls):
     llm = start_vllm(folder, attention_config={"backend": "WARPSPEC_DIFFKV"})
     Judge(model).check(generate(llm, prompts(LENGTHS)))
     assert set(calls) == {(192, 128)}
+
+
+# What docs/engines.md says that each backend supports. On a CPU vLLM does not ask.
+OF_HEADS = dict(use_mla=False, has_sink=True, use_sparse=False, use_mm_prefix=True, has_sliding_window=True)
+LATENT = dict(use_mla=True, has_sink=False, use_mm_prefix=False, head_size=576)
+SUPPORTED = [
+    ("WARPSPEC", OF_HEADS | dict(head_size=96, kv_cache_dtype="auto", use_per_head_quant_scales=False)),
+    ("WARPSPEC", OF_HEADS | dict(head_size=128, kv_cache_dtype="fp8", use_per_head_quant_scales=True)),
+    (
+        "WARPSPEC_DIFFKV",
+        OF_HEADS | dict(head_size=192, kv_cache_dtype="auto", use_per_head_quant_scales=False),
+    ),
+    ("WARPSPEC_MLA", LATENT | dict(kv_cache_dtype="fp8", use_sparse=False, use_per_head_quant_scales=False)),
+    (
+        "WARPSPEC_MLA_SPARSE",
+        LATENT | dict(kv_cache_dtype="fp8_ds_mla", use_sparse=True, use_per_head_quant_scales=False),
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), SUPPORTED)
+def test_what_vllm_asks_on_a_gpu(name, settings):
+    """Hopper and Blackwell get no reason against it; an A100 and other attention do."""
+    engine.register()
+    backend = AttentionBackendEnum[name].get_class()
+    settings = settings | dict(dtype=torch.bfloat16, block_size=64, attn_type="decoder")
+
+    def reasons(capability=(9, 0), **others):
+        return backend.validate_configuration(
+            device_capability=DeviceCapability(*capability), **settings | others
+        )
+
+    assert reasons() == reasons((10, 0)) == []
+    assert reasons((8, 0)) == ["compute capability not supported"]
+    assert reasons(use_mla=not settings["use_mla"]) in (["MLA not supported"], ["non-MLA not supported"])
+    trimmed = reasons(use_adaptive_verification=True)
+    assert len(trimmed) == (name == "WARPSPEC_MLA")
