@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import torch
 
 from warpspec.common.backend import resolve_backend
+from warpspec.latent.gathered.transposed.config import ROWS
 
 VARIABLE = "WARPSPEC_MLA_QUERIES"
 CHOICES = ("e4m3", "16-bit")
 CODES = torch.float8_e4m3fn
 
 
-def are_codes(device: torch.device) -> bool:
-    """Whether queries are rounded to e4m3 on this device: as VARIABLE says, or if it is unset or empty, where that is
-    faster, on sm_90a. Raises ValueError for another value than one of CHOICES."""
+def least_rows(device: torch.device) -> float:
+    """The least number of rows, heads times queries of a request, for which queries are rounded to e4m3.
+
+    0 or infinity if VARIABLE is one of CHOICES. If it is unset or empty, queries are rounded where that is faster: on
+    sm_90a, for more rows than are columns of a tile (docs/notebook/latent.md). Raises ValueError for another value.
+    """
     chosen = os.environ.get(VARIABLE, "")
     if chosen not in ("", *CHOICES):
         raise ValueError(f"{VARIABLE}: must be one of {', '.join(CHOICES)}, got {chosen!r}")
-    return chosen == "e4m3" if chosen else resolve_backend("auto", device) == "sm90"
+    faster = resolve_backend("auto", device) == "sm90"
+    return {"e4m3": 0, "16-bit": math.inf, "": max(ROWS) + 1 if faster else math.inf}[chosen]

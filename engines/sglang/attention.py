@@ -83,12 +83,9 @@ class WarpspecBackend(AttentionBackend):
             keys.check_quantized_head(head_dim, "--kv-cache-dtype")
         else:
             keys.check_cache_dtype(runner.kv_cache_dtype, head_dim, "--kv-cache-dtype")
-        self.rounds_queries = False
         if self.latent and runner.kv_cache_dtype == queries.CODES:
-            self.unit = torch.ones(
-                1, dtype=torch.float32, device=runner.device
-            )  # the scale of codes without one
-            self.rounds_queries = queries.are_codes(self.unit.device)
+            self.unit = torch.ones(1, dtype=torch.float32, device=runner.device)  # a scale of codes
+            self.rows_rounded = queries.least_rows(self.unit.device)
         self.quantised = self.nvfp4 or runner.kv_cache_dtype in EIGHT_BITS.values()
         self.most_keys = runner.model_config.context_len
         self.req_to_token_pool = runner.req_to_token_pool  # SGLang expects both under these names

@@ -86,7 +86,7 @@ def latent(backend, q, k, v, layer, step, save: bool) -> torch.Tensor:
         scales = {}
         if in_codes:
             scales["kv_scale"] = backend.unit if layer.k_scale is None else layer.k_scale
-        if in_codes and backend.rounds_queries:
+        if in_codes and q.shape[1] * batch.each >= backend.rows_rounded:
             q, scales["q_scale"] = rounded(q, backend.unit), backend.unit
         call = (q.unflatten(0, (-1, batch.each)), pages, batch.page_table, batch.kv_lengths)
         o = mla_decode(*call, scale=layer.scaling, **scales, schedule=schedule_of(batch, *call))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonBackend,
     MLACommonImpl,
@@ -171,7 +172,10 @@ class WarpspecMLA(LatentLayer, MLACommonImpl[MLACommonMetadata]):
         super().__init__(*arguments, **named)
         # If so, vLLM divides the queries of a layer over FP8 rows by ``layer._q_scale`` and rounds them to e4m3.
         device = torch.empty(0, device=current_platform.device_type).device
-        self.supports_quant_query_input = self.kv_cache_dtype in FORMATS and queries.are_codes(device)
+        rows = self.num_heads * (1 + drafts_of(get_current_vllm_config()))
+        self.supports_quant_query_input = self.kv_cache_dtype in FORMATS and rows >= queries.least_rows(
+            device
+        )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         keys.check_dtype(act_dtype, "--dtype")
@@ -229,6 +233,11 @@ class WarpspecMLA(LatentLayer, MLACommonImpl[MLACommonMetadata]):
                 kv_cache.view(torch.uint8),
             )
         kv_cache.flatten(0, 1)[slots[rows]] = new
+
+
+def drafts_of(config) -> int:
+    """The drafts that each request of a decoding step brings, besides its last token."""
+    return config.speculative_config.num_speculative_tokens if config.speculative_config else 0
 
 
 class WarpspecPrefill(MLAPrefillBackend):

@@ -1,5 +1,7 @@
 """What engines share: page tables from slots, and settings that are refused."""
 
+import math
+
 import pytest
 import torch
 
@@ -61,17 +63,17 @@ def test_importing_the_package_imports_no_engine():
 
 
 def test_queries_of_latent_attention(monkeypatch):
-    """Rounded on Hopper unless the variable says otherwise."""
+    """Rounded on Hopper if there are more than 32 rows, unless the variable says otherwise."""
     cpu = torch.device("cpu")
     monkeypatch.setenv(queries.VARIABLE, "")
-    assert not queries.are_codes(cpu)
+    assert queries.least_rows(cpu) == math.inf
     monkeypatch.setattr(queries, "resolve_backend", lambda *_: "sm90")
-    assert queries.are_codes(cpu)
+    assert queries.least_rows(cpu) == 33
     monkeypatch.setenv(queries.VARIABLE, "16-bit")
-    assert not queries.are_codes(cpu)
+    assert queries.least_rows(cpu) == math.inf
     monkeypatch.setattr(queries, "resolve_backend", lambda *_: "sm100")
     monkeypatch.setenv(queries.VARIABLE, "e4m3")
-    assert queries.are_codes(cpu)
+    assert queries.least_rows(cpu) == 0
     monkeypatch.setenv(queries.VARIABLE, "bf16")
     with pytest.raises(ValueError, match=r"WARPSPEC_MLA_QUERIES: must be one of e4m3, 16-bit, got 'bf16'"):
-        queries.are_codes(cpu)
+        queries.least_rows(cpu)

@@ -94,8 +94,8 @@ def test_models_that_are_refused(sizes, dtype, page, message):
 
 @pytest.mark.parametrize(("codes", "rounds"), [(False, False), (True, False), (True, True)])
 def test_layers_share_a_schedule(codes, rounds, monkeypatch):
-    """Two drafts of each request: both layers decode with the schedule that the first one makes. rounds: whether
-    queries are rounded to e4m3, with a scale of 1."""
+    """Two drafts of each request, 16 rows: both layers decode with the schedule that the first one makes. rounds:
+    whether queries are rounded to e4m3, with a scale of 1."""
     monkeypatch.setenv("WARPSPEC_BACKEND", "reference")
     made = []
     make = step.mla_schedule
@@ -108,7 +108,11 @@ def test_layers_share_a_schedule(codes, rounds, monkeypatch):
     pool = SimpleNamespace(get_key_buffer=lambda _: rows)
     one = torch.ones(1)
     backend = SimpleNamespace(
-        token_to_kv_pool=pool, forward_metadata=batch, page_size=64, rounds_queries=rounds, unit=one
+        token_to_kv_pool=pool,
+        forward_metadata=batch,
+        page_size=64,
+        rows_rounded=16 if rounds else 17,
+        unit=one,
     )
     scale = torch.tensor(0.5) if codes else None
     for number in range(2):

@@ -40,7 +40,7 @@ def in_parts(monkeypatch):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What was called: "decode" with the queries of a request, "prompt", "context"."""
+    """What was called: "decode" with the queries of a request; the functions of prompts."""
     seen = []
 
     def counted(name, forward, number):
@@ -145,14 +145,31 @@ def test_queries_in_codes(checkpoints, start_vllm, in_parts, monkeypatch):
     assert errors["e4m3"] <= 1.6 * errors["16-bit"], errors
 
 
+GUESS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+
+
 def test_speculative_decoding(checkpoints, start_vllm, in_parts, calls):
     """Drafts from the prompt: several queries of each request in one decoding call."""
     model, folder = checkpoints(KIND)
-    guess = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
-    llm = start_vllm(folder, speculative_config=guess, **OPTIONS)
+    llm = start_vllm(folder, speculative_config=GUESS, **OPTIONS)
     results = generate(llm, [ids * 4 for ids in prompts((9, 5))], tokens=24)
     Judge(model).check([(ids, tokens, None) for ids, tokens, _ in results])
     assert any(name == "decode" and number > 1 for name, number in calls)
+
+
+@pytest.mark.parametrize("least", [16, 17])
+def test_queries_in_codes_by_rows(least, checkpoints, start_vllm, in_parts, monkeypatch):
+    """4 heads of 1 + 3 queries. (vLLM gathers no FP8 context on a CPU, which requests with fewer drafts need.)"""
+    monkeypatch.setattr(queries, "least_rows", lambda *_: least)
+    llm = start_vllm(checkpoints(KIND)[1], speculative_config=GUESS, **FLOAT8)
+    found = []
+
+    def look(model) -> None:
+        layers = (layer for layer in model.modules() if isinstance(layer, MLAAttention))
+        found.extend(layer.impl.supports_quant_query_input for layer in layers)
+
+    llm.apply_model(look)
+    assert found == [least == 16] * 2
 
 
 def test_simulated_kernel(checkpoints, start_vllm, in_parts):
