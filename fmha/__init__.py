@@ -113,7 +113,7 @@ def attention(
             asks for it, too. (Results always are.)
         softcap: the logits' soft cap, a float of 1e-3 to 1e4: softcap * tanh(scale * q.k / softcap) takes the place of
             scale * q.k, before bias, masks and sink. None or 0: there is none. Kernels' capped logits are right to
-            softcap * 2e-6.
+            softcap * 2e-6. Gradients on sm90 at head sizes above 128 take caps of 1 and more.
         v_dim: head size of V and o where v=None: V is the first v_dim elements of each of K's rows. 512 with a D of
             576; None or D: all of them.
         k_scale, v_scale: scales of k and v in FP8 (torch.float8_e4m3fn or torch.float8_e5m2, the same for both) or

@@ -3,6 +3,7 @@
 Judged by the reference, which ``test_backward_reference`` and ``test_the_definition`` compare with float64.
 """
 
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from helpers.suites import long_but
 from helpers.varlen_cases import Packed
 
 from warpspec import sim
-from warpspec.fmha import attention, attention_varlen, merge
+from warpspec.fmha import UnsupportedProblem, attention, attention_varlen, merge
 
 # q.k of normal rows has a deviation of 8 at D 64: logits here have one of 1.6 to 2 times the cap.
 STEEP = dict(scale=1.0, softcap=5.0)
@@ -92,6 +93,7 @@ def test_the_definition():
     assert (union[1] - whole[1]).abs().max() <= 1e-5
 
 
+REFUSED = r"^sm90 attention's gradients: softcap: must be at least 1 at head sizes above 128, got 0\.9$"
 GRADIENTS = {
     128: Gradients("window-sink-lse", seq_q=70, seq_k=140, heads_q=1, head_dim=128, causal=True, window=(50, 0),
                    sink=True, through="o+lse", scale=0.5, softcap=3.0),
@@ -109,3 +111,18 @@ def test_gradients(dim, arch, simulate_gradients_as):
     simulate_gradients_as(arch)
     case = GRADIENTS[dim]
     case.judge(KERNEL_TOLERANCE, backend="reference")
+
+
+@pytest.mark.parametrize(("dim", "v_dim"), [(256, 256), (192, 128)])
+def test_caps_that_gradients_do_not_take(dim, v_dim, simulate_gradients_as):
+    """At large heads P, of which the cap's derivative is made, is exchanged in fp16."""
+    simulate_gradients_as("sm_90a")
+    q, k = (torch.zeros(1, 0, 1, dim).bfloat16().requires_grad_() for _ in "qk")  # no kernel is needed
+    v = torch.zeros(1, 0, 1, v_dim).bfloat16()
+    for cap, refusal in (
+        (1.0, contextlib.nullcontext()),
+        (0.9, pytest.raises(UnsupportedProblem, match=REFUSED)),
+    ):
+        o = attention(q, k, v, softcap=cap, backend="reference")
+        with refusal:
+            o.sum().backward()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from warpspec.common import memory
 from warpspec.common.barriers import MBARRIER_BYTES, Barrier, barrier_count
+from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import (
     FP32_BYTES,
     MAX_SMEM_PER_CTA,
@@ -35,6 +36,9 @@ CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 BARRIER_BYTES = 1024  # room for the mbarriers: what follows is aligned to it
 CONSUMER_BARRIER = 1  # named barrier of both consumers: dS is in shared memory, or rows have been cleared
 P_FACTOR = 2.0**14  # factor of P (P is at most 1) when paired consumers exchange it in fp16
+# Least soft cap there: its derivative is made of log2(P), which is off by up to 2**-11. With this cap and logits of ten
+# caps dQ and dK are off by 0.0034 (bf16 rounding alone: 0.0029), with a tenth of it by 0.014, a hundredth 0.12.
+LEAST_CAP = 1.0
 P_BARRIER = 2  # named barrier of paired consumers: P is in shared memory
 APART_BARRIER = 3  # named barrier that the second consumer waits at until the first is half a step ahead
 CLEARING_BARRIER = 4  # named barrier of the first consumer: its threads have cleared rows of a step
@@ -92,7 +96,12 @@ class BackwardConfig(BackwardKernel):
         check_requests("sm90", forward)
         fields = common_fields(problem)
         fields["heads"] = tile_heads(fields, problem.rows)
-        dim = fields["heads"].qk
+        dim, cap = fields["heads"].qk, forward.logits.softcap
+        if dim >= PAIRED_DIM and cap is not None and cap < LEAST_CAP:
+            raise UnsupportedProblem(
+                f"sm90 attention's gradients: softcap: must be at least {LEAST_CAP:g} at head sizes above {2 * BLOCK}, "
+                f"got {cap}"
+            )
         tiles = has_bias_tiles(fields, forward)
         tight = dim >= WIDE.qk or tiles
         return cls(
