@@ -91,7 +91,8 @@ def spilled_bytes(drawn: Drawn) -> int:
 
 
 def drawn_pairs() -> list[Drawn]:
-    """Combinations in which every two features that can meet do, and soft caps with lists at every head size."""
+    """Combinations in which every two features that can meet do, and at every head size soft caps with lists, and on
+    sm_90a with a bias."""
     dims = [(64, 64), (96, 96), (128, 128), (256, 256), (512, 512), (192, 128)]
     masks, switch = ["full", "causal", "window", "ranges", *LISTS], [False, True]
     axes = [
@@ -106,7 +107,10 @@ def drawn_pairs() -> list[Drawn]:
     ]
     found = [Drawn(*row) for row in pairwise(*axes, possible=lambda row: Drawn(*row).possible)]
     capped = itertools.product(axes[0], dims, LISTS, [True], [False], [False], ["rows"], ["whole"])
-    return list(dict.fromkeys([*found, *(Drawn(*row) for row in capped)]))
+    biased = itertools.product(
+        ["sm_90a"], dims, ["full", "causal"], [True], [True], [False], ["rows"], ["whole"]
+    )
+    return list(dict.fromkeys([*found, *(Drawn(*row) for row in (*capped, *biased))]))
 
 
 @pytest.mark.long

@@ -6,7 +6,7 @@ Each architecture says in a ``Block`` which elements a thread has.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import cutlass
@@ -56,9 +56,13 @@ class Block:
     @property
     def elements(self) -> list[tuple[int, int, int]]:
         """(register, row, column) of each element."""
+        return self.elements_of(self.columns)
+
+    def elements_of(self, columns: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Those of some of the ``columns``."""
         return [
             (self.element(column, r) + j, r, column + j)
-            for column in self.columns
+            for column in columns
             for r in range(len(self.keys))
             for j in range(PAIR)
         ]
@@ -103,7 +107,7 @@ def weigh(block, scores: cute.Tensor, masked):
     if cutlass.const_expr(block.bias_words is not None):
         add_bias_words(block, scores)
     elif cutlass.const_expr(block.config.logits.bias is not None):
-        add_bias(block, scores)
+        add_bias(block, scores, block.columns)
     if masked:
         hide(block, scores)
     for i, _, _ in block.elements:
@@ -144,28 +148,36 @@ def derive(block, weights: cute.Tensor, ds: cute.Tensor, masked):
     if cutlass.const_expr(block.config.wanted.bias is not None and not block.stores_bias):
         write_bias(block, ds)
     if cutlass.const_expr(block.config.logits.curved):
-        follow_map(block, [weights[i] for i in range(cute.size(weights))], ds)
+        follow_map(block, lambda: with_weights(block, weights), ds)
+
+
+def with_weights(block, weights: cute.Tensor) -> Iterator[tuple]:
+    """(column, its registers, P of these) of each pair of columns."""
+    for column, registers in block.pairs:
+        yield column, registers, [weights[i] for i, _ in registers]
 
 
 @cute.jit
 def follow_map(block, weights: cutlass.Constexpr, ds: cute.Tensor, factor: cutlass.Constexpr = 1.0):
     """Turn dS, the gradients of logits, into those of scaled scores, in place, where the map between them is curved.
-    weights: P, times ``factor``, of each element of dS."""
-    numbers = block.numbers
+    weights(): as ``with_weights``, P times ``factor``."""
+    numbers, bias = block.numbers, block.config.logits.bias
     biases = cute.make_rmem_tensor(cute.size(ds), Float32)
     biases.fill(0.0)
     if cutlass.const_expr(block.bias_words is not None):
         add_bias_words(block, biases)
-    elif cutlass.const_expr(block.config.logits.bias is not None):
-        add_bias(block, biases)
-    if cutlass.const_expr(block.lse is None):
-        cute.arch.sync_warp()  # the compiler reads nothing before it, into registers that there are not
-    for column, registers in block.pairs:
+    for column, registers, held in weights():
+        # The compiler reads nothing before this, into registers that there are not.
+        first = column == block.columns[0]
+        if cutlass.const_expr((block.lse is None and first) or bias is not None):
+            cute.arch.sync_warp()
         lse = block.statistic(0, column)  # again: threads cannot hold it until now
-        for i, j in registers:
+        if cutlass.const_expr(bias is not None and block.bias_words is None):
+            add_bias(block, biases, (column,))
+        for weight, (i, j) in zip(held, registers, strict=True):
             offset = lse[j] - biases[i] - Float32(math.log2(factor))
-            slopes = slope(weights[i], offset, numbers)
-            hidden = Boolean(weights[i] == Float32(0.0))
+            slopes = slope(weight, offset, numbers)
+            hidden = Boolean(weight == Float32(0.0))
             ds[i] = Float32(cutlass.select_(hidden, Float32(0.0), ds[i] * slopes))
 
 
@@ -177,11 +189,12 @@ def bias_rows(block, tensor: cute.Tensor) -> cute.Tensor:
 
 
 @cute.jit
-def add_bias(block, scores: cute.Tensor):
-    """Add log2(e) times the bias to the exponents. The mask or the statistics hide pairs outside of the bias."""
+def add_bias(block, scores: cute.Tensor, columns: cutlass.Constexpr):
+    """Add log2(e) times the bias to the exponents. The mask or the statistics hide pairs outside of the bias. columns:
+    the pairs of columns that are added to."""
     bias = bias_rows(block, block.operands.bias)
     queries, keys = bias.shape
-    for i, r, column in block.elements:
+    for i, r, column in block.elements_of(columns):
         query = cutlass.min(block.first_query + column, queries - 1)
         value = bias[query, cutlass.min(block.keys[r], keys - 1)].to(Float32)
         total = scores[i] + value * LOG2_E
@@ -212,10 +225,13 @@ def write_bias(block, ds: cute.Tensor):
     """Write dS of the pairs that exist to dbias."""
     target = bias_rows(block, block.operands.dbias)
     queries, keys = target.shape
-    for i, r, column in block.elements:
-        query, key = block.first_query + column, block.keys[r]
-        if (query < queries) & (key < keys) & block.writes_bias:
-            store_bias(block.config.wanted.bias, target, query, key, ds[i])
+    for pair in block.columns:
+        if cutlass.const_expr(block.config.logits.curved):
+            cute.arch.sync_warp()
+        for i, r, column in block.elements_of((pair,)):
+            query, key = block.first_query + column, block.keys[r]
+            if (query < queries) & (key < keys) & block.writes_bias:
+                store_bias(block.config.wanted.bias, target, query, key, ds[i])
 
 
 def store_bias(kind: str, target: cute.Tensor, query, key, value) -> None:

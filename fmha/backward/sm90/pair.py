@@ -11,6 +11,8 @@ memory straight from registers, because it has no staging buffer.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float16, Float32, Int32
@@ -180,12 +182,13 @@ def derive_from_shared(work, step, place, masked):
     if cutlass.const_expr(config.wanted.bias is not None):
         write_bias(block, ds)
     if cutlass.const_expr(config.logits.curved):
-        weights = {
-            i: held.to(Float32)
-            for _, pair, both in weights_of(work, block)
-            for held, (i, _) in zip(both, pair, strict=True)
-        }
-        follow_map(block, weights, ds, P_FACTOR)
+        follow_map(block, lambda: in_fp32(weights_of(work, block)), ds, P_FACTOR)
+
+
+def in_fp32(weights: Iterable[tuple]) -> Iterator[tuple]:
+    """``weights_of`` with P in fp32."""
+    for column, registers, held in weights:
+        yield column, registers, [weight.to(Float32) for weight in held]
 
 
 def weights_of(work, block):
