@@ -39,7 +39,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from warpspec.common.hardware import FP32_BYTES
+from warpspec.common.hardware import FP32_BYTES, H200_SPEEDS
 from warpspec.common.launch import Target
 from warpspec.fmha.backward import lists, rounds, runs
 from warpspec.fmha.backward.features import BackwardKernel
@@ -55,7 +55,7 @@ JOIN_US = 3.0  # a further launch
 JOIN_BYTES_US = 2.5e6  # bytes of pieces' sums written or read in a microsecond
 ORDERED_COST = 2.0  # what a piece of packed requests costs with a fixed order, over what it costs in any
 SLICED_US = 1.5  # what a CTA with a slice of heads takes beside CTA_US, for it adds dK and dV to sums
-BEYOND_US = 0.45  # what a step takes longer if nothing that it reads and adds to, STEP_BYTES, is in L2
+BEYOND_US = 0.45  # what a step takes longer if nothing that it reads and adds to, STEP_BYTES, is in an H200's L2
 STEP_BYTES = 64 << 10
 # With lists of blocks: how fast reads miss L2 as these pass its size; how much longer a step takes, as a part of the
 # time in which memory moves what all SMs miss.
@@ -199,8 +199,8 @@ def step_us(
     if in_rows(config, steps):  # key tiles of a row go through the heads in step
         read /= max(forward.group // slices, 1)
     beyond = 0.0 if config.heads_inside else max(1 - L2_SHARE * target.l2_bytes / max(read, 1), 0.0)
-    size = config.tile_m * forward.head_dim * (2 * ELEMENT_BYTES + FP32_BYTES)
-    return STEP_US[config.heads.qk] + BEYOND_US * beyond * size / STEP_BYTES
+    size = config.tile_m * forward.head_dim * (2 * ELEMENT_BYTES + FP32_BYTES) / target.speeds.copy
+    return STEP_US[config.heads.qk] + BEYOND_US * H200_SPEEDS.copy * beyond * size / STEP_BYTES
 
 
 def dealt_slices(
