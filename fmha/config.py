@@ -42,6 +42,7 @@ EXACT_QUERIES = 8
 # hidden. On an H200, 128 requests with windows of 128 keys in pages of 64, 32/8 heads of 128, take 0.90 of the time;
 # boxes of 16 are as good.
 BOX_KEYS, SMALL_WINDOW = 32, 256
+APART_KEYS = 512  # of a request, from which on CTAs that read them for different heads get apart
 
 
 class Schedule(enum.Enum):
@@ -217,8 +218,7 @@ class TileScheduler:
 class AttentionKernel:
     """Configuration of an attention kernel, shared by all architectures. Each adds its tiles.
 
-    pack: query heads that share an M tile. box_keys: as in ``KvTile``. shares_lines: whether rows of keys are no whole
-    lines of L2, whose rest other CTAs read much later, and are loaded so that memory sends little of it.
+    pack: query heads that share an M tile. box_keys: as in ``KvTile``.
     """
 
     mask: Mask = Mask()
@@ -230,7 +230,6 @@ class AttentionKernel:
     scheduler: TileScheduler = TileScheduler()
     pack: int = 1
     box_keys: int = 0
-    shares_lines: bool = False
 
     def __post_init__(self):
         assert not (self.requests.packed_q and self.logits.bias)
@@ -372,6 +371,16 @@ def box_keys_of(problem: AttentionProblem) -> int:
     if more or not (bounded and few) or problem.format.kv_format or problem.format.shared_kv:
         return 0
     return BOX_KEYS if problem.window_left + right + problem.seq_q <= SMALL_WINDOW else 0
+
+
+def shares_lines(problem) -> bool:
+    """Whether few queries read rows of keys that begin and end amid a line of L2, the rest of which is another KV
+    head's. Memory sends such lines again if heads of a request are not read at the same time, and they are not if they
+    have many keys."""
+    few = problem.seq_q <= EXACT_QUERIES and problem.seq_k >= APART_KEYS and problem.heads_kv > 1
+    plain = not (problem.format.kv_format or problem.format.shared_kv or problem.bias is not None)
+    listed = problem.mask.has_blocks or problem.mask.has_ranges
+    return few and plain and not listed and not problem.heads.whole
 
 
 def check_requests(kernel: str, problem: AttentionProblem) -> None:

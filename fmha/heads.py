@@ -59,10 +59,6 @@ class HeadSizes:
         """Spans of a row of V."""
         return -(-self.v // BLOCK)
 
-    def size(self, ring: str) -> int:
-        """Elements of a row of a ring's, "k" or "v"."""
-        return self.v if ring == "v" else self.qk
-
     def blocks(self, ring: str) -> int:
         """Spans of a row of a ring's, "k" or "v"."""
         return self.v_blocks if ring == "v" else self.qk_blocks

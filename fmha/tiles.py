@@ -22,13 +22,20 @@ class TileRows:
     """Query rows of an M tile: ``groups`` row groups of ``group_size`` rows each.
 
     pack: query heads of one KV group that share a tile; row r of a group is head r % pack of query r // pack.
-    most: rows of a group that may be a query's; None: all.
+    most: rows of a group that may be a query's; None: all. heads_apart: whether each row group has a KV head of its
+    own, and all have the same queries; otherwise row groups have one KV head and queries of their own.
     """
 
     pack: int
     groups: int
     group_size: int
     most: int | None = None
+    heads_apart: bool = False
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads of an M tile."""
+        return self.groups if self.heads_apart else 1
 
     @property
     def group_queries(self) -> int:
@@ -43,7 +50,7 @@ class TileRows:
     @property
     def queries(self) -> int:
         """Queries of an M tile."""
-        return self.groups * self.group_queries
+        return self.groups // self.kv_heads * self.group_queries
 
     @property
     def count(self) -> int:

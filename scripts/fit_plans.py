@@ -103,9 +103,10 @@ class Data:
                     )
                     if not later and stale(schedule, about["header"]):
                         continue
-                    skips = bool(later and later[0])
-                    parts = 2 if problem.head_dim > 256 else 1
-                    t = Tiling(consumers // parts, 64, parts, tile_n, stages, per_sm, pack, skips)
+                    skips, apart = bool(later and later[0]), len(later) > 1 and later[1]
+                    parts, heads = 2 if problem.head_dim > 256 else 1, consumers if apart else 1
+                    sizes = (consumers // parts // heads, 64, parts, tile_n, stages // heads)
+                    t = Tiling(*sizes, per_sm * heads, pack, skips, heads)
                     way = Way[schedule]
                     if splits > 1:
                         way = Way.PARTITIONS if schedule == "QUEUE" else Way.SPLIT

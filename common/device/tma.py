@@ -13,11 +13,7 @@ import math
 from dataclasses import dataclass
 
 from cutlass import Int16, Int64, cute
-from cutlass._mlir import ir
-from cutlass._mlir.dialects import arith, builtin, llvm
 from cutlass.cute.nvgpu import cpasync, tcgen05
-
-from warpspec.common.hardware import LINE_BYTES
 
 # Sizes of tiles are in a module that configurations can import without the DSL; kernels find them here, too.
 from warpspec.common.memory import ROW_BYTES
@@ -26,12 +22,6 @@ from warpspec.common.memory import tile_bytes as tile_bytes
 
 # Bits, base and shift of the swizzle of rows of this many bytes: as many rows as its bits count fill 1024 bytes.
 SWIZZLES = {128: (3, 4, 3), 64: (2, 4, 3), 32: (1, 4, 3)}
-
-# L2 promotion: bytes that L2 fetches from memory at a time for a load, and a descriptor's number for them. CuTe DSL
-# makes descriptors with DSL_PROMOTION. The number's place is that of ``sim.tma.descriptor``, in 64-bit words.
-PROMOTIONS, DSL_PROMOTION = {32: 0, 64: 1, 128: 2, 256: 3}, 128
-DESCRIPTOR_WORDS = "!llvm.struct<(struct<(array<16 x i64>)>)>"
-PROMOTION_WORD, PROMOTION_BIT, PROMOTION_MASK = 1, 17, 3
 
 EVICT_FIRST = 0x12F0000000000000  # the L2 policy of PTX's createpolicy with evict_first and a fraction of 1
 
@@ -75,7 +65,6 @@ def make_load(
     swizzled: bool = True,
     pair: bool = False,
     multicast: bool = False,
-    promotion: int = LINE_BYTES,
 ) -> tuple[cute.CopyAtom, cute.Tensor]:
     """Make a descriptor that loads boxes of ``tensor`` (D, rows..., rest...). Host side.
 
@@ -83,7 +72,6 @@ def make_load(
     outside the extents of ``tensor`` arrives as zeros. swizzled: the box's rows have ROW_BYTES and are swizzled;
     otherwise they are not. pair: bytes complete on the mbarrier of the pair's even CTA (cta_group::2). multicast: loads
     name the CTAs of the cluster that receive the box, at the same place, and on whose mbarriers its bytes complete.
-    promotion: bytes that L2 fetches from memory at a time, of PROMOTIONS.
     """
     row_bytes = box[0] * tensor.element_type.width // 8
     if swizzled and row_bytes not in SWIZZLES:
@@ -92,34 +80,7 @@ def make_load(
     kind = cpasync.CopyBulkTensorTileG2SMulticastOp if multicast else cpasync.CopyBulkTensorTileG2SOp
     op = kind(tcgen05.CtaGroup.TWO if pair else tcgen05.CtaGroup.ONE)
     layout = swizzled_layout(padded, row_bytes=row_bytes) if swizzled else cute.make_layout(padded)
-    atom, coordinates = cpasync.make_tiled_tma_atom(op, tensor, layout, padded)
-    return (atom if promotion == DSL_PROMOTION else with_promotion(atom, promotion)), coordinates
-
-
-def promotion_of(row_bytes: int) -> int:
-    """The L2 promotion for rows of so many bytes whose neighbours in memory other CTAs read. Half a line, if rows begin
-    and end with one; else a line: for other rows less was not faster (docs/notebook/attention_sm90.md)."""
-    return LINE_BYTES // 2 if row_bytes % LINE_BYTES == LINE_BYTES // 2 else LINE_BYTES
-
-
-def with_promotion(atom: cute.CopyAtom, promotion: int) -> cute.CopyAtom:
-    """The copy atom with another L2 promotion in its descriptor. Host side.
-
-    CuTe DSL has no option for it. Its compiler turns the atom into the words of the descriptor, of which this changes
-    one.
-    """
-    words, word = ir.Type.parse(DESCRIPTOR_WORDS), ir.IntegerType.get_signless(64)
-    trait, at = atom._trait, [0, 0, PROMOTION_WORD]
-
-    def number(value: int):
-        return arith.constant(word, value)
-
-    found = builtin.unrealized_conversion_cast([words], [trait.value])
-    flags = arith.andi(llvm.extractvalue(word, found, at), number(~(PROMOTION_MASK << PROMOTION_BIT)))
-    flags = arith.ori(flags, number(PROMOTIONS[promotion] << PROMOTION_BIT))
-    found = llvm.insertvalue(found, flags, at)
-    changed = builtin.unrealized_conversion_cast([trait.value.type], [found])
-    return type(atom)(atom.op, type(trait)(changed))
+    return cpasync.make_tiled_tma_atom(op, tensor, layout, padded)
 
 
 def make_store(tensor: cute.Tensor, box: tuple[int, ...]) -> tuple[cute.CopyAtom, cute.Tensor]:

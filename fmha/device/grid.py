@@ -18,7 +18,7 @@ from warpspec.fmha.schedule import TileGrid, extent, place_in_round
 def grid_of(config: AttentionKernel, operands) -> tuple:
     """(``TileGrid`` of the M tiles, splits of each one's keys). Host side."""
     batch, seq_q, _, _ = operands.q.shape
-    heads_kv = operands.k.shape[2]
+    heads_kv = heads_of_tiles(config, operands)
     if config.requests.packed_q:
         query_tiles = packed.query_tiles(config.rows.queries, seq_q, requests_of(config.requests, operands))
     else:
@@ -27,6 +27,13 @@ def grid_of(config: AttentionKernel, operands) -> tuple:
     return TileGrid(query_tiles, head_tiles, heads_kv, batch), operands.o.shape[
         0
     ] if config.output.splits else 1
+
+
+def heads_of_tiles(config: AttentionKernel, operands):
+    """KV heads that have M tiles of their own: every ``rows.kv_heads``-th, whose tiles have those up to the next, too.
+    Such kernels are for numbers of heads without a rest."""
+    heads = operands.k.shape[2]
+    return heads // config.rows.kv_heads if config.rows.kv_heads > 1 else heads
 
 
 def heads_of_kv(operands):
@@ -52,9 +59,10 @@ class Grid(NamedTuple):
         """(rounds in which each of ``ctas`` persistent CTAs has a tile, tiles of the last round)."""
         return tiles // ctas, tiles % ctas
 
-    def tiles(self, operands) -> TileGrid:
+    def tiles(self, config: AttentionKernel, operands) -> TileGrid:
         """The grid of M tiles."""
-        return TileGrid(self.query_tiles, self.head_tiles, operands.k.shape[2], operands.q.shape[0])
+        heads = heads_of_tiles(config, operands)
+        return TileGrid(self.query_tiles, self.head_tiles, heads, operands.q.shape[0])
 
 
 class DivisorGrid(NamedTuple):
@@ -85,7 +93,7 @@ class DivisorGrid(NamedTuple):
         """Like ``Grid.rounds``."""
         return self.whole_rounds, self.last_tiles
 
-    def tiles(self, operands) -> TileGrid:
+    def tiles(self, config: AttentionKernel, operands) -> TileGrid:
         """The grid of M tiles."""
         return DivisorTileGrid(self.query_tiles, self.head_tiles, self.heads_kv, self.batch)
 

@@ -12,7 +12,7 @@ from warpspec.fmha.config import AttentionKernel
 from warpspec.fmha.heads import BLOCK, HeadSizes
 from warpspec.fmha.numbers import LaunchNumbers
 from warpspec.fmha.operands import Operands
-from warpspec.fmha.tiles import ELEMENT_BYTES, KvTile
+from warpspec.fmha.tiles import KvTile
 
 # All of an SM's L1 that can be shared memory: tiles fill it.
 SMEM_CARVEOUT_PERCENT = 100
@@ -36,10 +36,7 @@ class AttentionHost:
         for ring in config.format.rings:
             tensor = operands.v if ring == "v" else operands.k
             view, box = kv_view(config.kv, tensor, ring), config.kv.box(ring)
-            options = {"swizzled": config.kv.swizzled}
-            if config.shares_lines:
-                options["promotion"] = tma.promotion_of(config.heads.size(ring) * ELEMENT_BYTES)
-            found.append(tma.make_load(view, box, **options))
+            found.append(tma.make_load(view, box, swizzled=config.kv.swizzled))
         return found
 
 

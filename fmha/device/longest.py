@@ -20,6 +20,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from warpspec.common.hardware import WARP_THREADS
+from warpspec.fmha.device.grid import heads_of_tiles
 from warpspec.fmha.device.request import request_at
 from warpspec.fmha.schedule import SORTED_REQUESTS, SORTED_TILES
 
@@ -37,10 +38,10 @@ class Order:
     tiles: Int32
     sorts: Boolean
 
-    def grid(self, grid, tiles, operands) -> tuple:
+    def grid(self, config, grid, tiles, operands) -> tuple:
         """(``grid`` without query tiles that have no query, tiles in it); both as given if tiles are not sorted."""
         query_tiles = Int32(cutlass.select_(self.sorts, self.tiles, grid.query_tiles))
-        found = query_tiles * grid.head_tiles * operands.k.shape[2]
+        found = query_tiles * grid.head_tiles * heads_of_tiles(config, operands)
         return grid._replace(query_tiles=query_tiles), Int32(cutlass.select_(self.sorts, found, tiles))
 
 

@@ -24,7 +24,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from warpspec.common.hardware import WARP_THREADS
-from warpspec.fmha.device.grid import requests_of
+from warpspec.fmha.device.grid import heads_of_tiles, requests_of
 from warpspec.fmha.device.longest import HALF_BITS, Order, level_of, nth_longest
 from warpspec.fmha.device.request import request_at
 from warpspec.fmha.device.tile import INTEGERS, positions_of, tile_of
@@ -51,7 +51,7 @@ def partitions_of(config, operands, where, words: cute.Tensor) -> Partitions:
     size, highest, partitions = write_words(config, operands, where, words)
     requests = Int32(requests_of(config.requests, operands))
     order = Order(words, requests, highest, partitions, Boolean(True))
-    return Partitions(order, size, where.grid.head_tiles * operands.k.shape[2])
+    return Partitions(order, size, where.grid.head_tiles * heads_of_tiles(config, operands))
 
 
 @cute.jit
@@ -73,7 +73,7 @@ def write_words(config: cutlass.Constexpr, operands, where, words: cute.Tensor) 
     longest = Int32(cute.arch.warp_redux_sync(longest, "max"))
     size = cutlass.max((longest + where.grid.splits - 1) // where.grid.splits, LEAST_PARTITION)
     ctas, _, _ = cute.arch.grid_dim()
-    tiles = requests * where.grid.head_tiles * operands.k.shape[2]
+    tiles = requests * where.grid.head_tiles * heads_of_tiles(config, operands)
     if stay_whole(tiles, where.grid.splits, ctas) & are_equal(words, requests, longest):
         size = longest
     for first in cutlass.range(0, cutlass.min(requests, SORTED_REQUESTS), WARP_THREADS, unroll=1):

@@ -8,14 +8,16 @@ import cutlass.cute as cute
 from warpspec.common.device import tma
 
 
-def kv_ring(config, atom, coordinates, base: cute.Pointer, ring: str, tile, dtype) -> tma.TileRing:
-    """A ring of ``config.format.rings`` for a tile's KV head and request.
+def kv_ring(
+    config, atom, coordinates, base: cute.Pointer, ring: str, tile, dtype, row_group: int = 0
+) -> tma.TileRing:
+    """A ring of ``config.format.rings`` for the KV head of a tile's row group, and its request.
 
     atom, coordinates: from ``tma.make_load``. base: Uint8 pointer to shared memory that TMA fills. dtype: dtype of K
     and V if they are not in FP8.
     """
     # (D, KEY, BLOCK, (TILE, BLOCK TILE, BATCH or PAGE))
-    tiles = coordinates[None, None, None, tile.kv_head, None]
+    tiles = coordinates[None, None, None, tile.kv_head_of(row_group), None]
     if config.requests.packed_k:  # from the request's first key on
         tiles = cute.domain_offset((0, tile.first_key, 0, 0), tiles)
     box, boxes = config.kv.box(ring), cute.size(config.kv.boxes(ring))

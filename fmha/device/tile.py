@@ -124,11 +124,12 @@ class RowTile(Protocol):
 class Tile(RowTile):
     """An M tile and the KV tiles of its rows.
 
-    query_tile, head_tile, kv_head, split: its place in the grid. batch: its batch row in q and o; request: the owner of
-    its keys. They differ for packed queries, all of which are in batch row 0. first_query: the tile's first query in
-    its request. first_row: where the request's queries begin in their row of q. first_key: where its keys begin in k,
-    with packed keys. start: position of query 0. length: KV length. group: query heads of a KV head. seq_q: queries of
-    the request. bounds: arguments of ``key_range``. span: the KV tiles. tree, ranges, patterns: the operands.
+    query_tile, head_tile, kv_head, split: its place in the grid; kv_head is that of its first row group. batch: its
+    batch row in q and o; request: the owner of its keys. They differ for packed queries, all of which are in batch row
+    0. first_query: the tile's first query in its request. first_row: where the request's queries begin in their row of
+    q. first_key: where its keys begin in k, with packed keys. start: position of query 0. length: KV length. group:
+    query heads of a KV head. seq_q: queries of the request. bounds: arguments of ``key_range``. span: the KV tiles.
+    tree, ranges, patterns: the operands.
     """
 
     config: AttentionKernel
@@ -165,7 +166,15 @@ class Tile(RowTile):
     @property
     def first_head(self):
         """First query head of the tile."""
-        return first_head_of(self.config, self.group, self.kv_head, self.head_tile)
+        return self.first_head_of(0)
+
+    def first_head_of(self, row_group):
+        """First query head of a row group."""
+        return first_head_of(self.config, self.group, self.kv_head_of(row_group), self.head_tile)
+
+    def kv_head_of(self, row_group):
+        """KV head of a row group."""
+        return self.kv_head + row_group if self.config.rows.heads_apart else self.kv_head
 
     @property
     def keys_batch(self):
@@ -174,6 +183,8 @@ class Tile(RowTile):
 
     def first_query_of(self, row_group):
         """First query of a row group, in its request."""
+        if self.config.rows.heads_apart:
+            return self.first_query
         return self.first_query + row_group * self.config.rows.group_queries
 
     def first_row_of(self, row_group):
@@ -217,8 +228,9 @@ class Tile(RowTile):
         busy = Boolean(index < config.rows.pack * config.rows.group_queries)
         if config.requests.packed_q:
             query = query + self.first_row
-        head = self.kv_head * self.group + head
-        return Place(self.batch, self.request, self.kv_head, head, query, inside & busy)
+        kv_head = self.kv_head_of(row_group)
+        head = kv_head * self.group + head
+        return Place(self.batch, self.request, kv_head, head, query, inside & busy)
 
 
 @dataclass(frozen=True)
@@ -294,7 +306,7 @@ def tile_at(config: AttentionKernel, operands, grid, window, index, section=None
         index, split = index // grid.splits, index % grid.splits
     if cutlass.const_expr(config.requests.packed_q and not config.requests.many_queries):
         section = None
-    query_tile, head_tile, kv_head, request = grid.tiles(operands).decode(
+    query_tile, head_tile, kv_head, request = grid.tiles(config, operands).decode(
         index, longest_first=last_first(config), section=section, minimum=cutlass.min
     )
     if cutlass.const_expr(config.waits_late and config.finds_in_memory):
@@ -352,6 +364,8 @@ def tile_of(
     first_row, seq_q, first_key, length, start = request_at(config.requests, operands, request)
     bounds = config.mask.bounds(window)
     first_query = query_tile * config.rows.queries
+    if cutlass.const_expr(config.rows.heads_apart):
+        kv_head = kv_head * config.rows.kv_heads
     last_query = cutlass.min(first_query + config.rows.queries, seq_q) - 1
     positions = positions_of(config, start, first_query, last_query)
     span = key_span(*positions, length, config.tile_n, bounds, **INTEGERS)

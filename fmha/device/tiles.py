@@ -166,7 +166,7 @@ def each_found(config: cutlass.Constexpr, operands, where, body: cutlass.Constex
             tiles = partitions.count
         elif cutlass.const_expr(config.scheduler.sorts):
             order = order_of(config, operands, role.records.order)
-            grid, tiles = order.grid(grid, tiles, operands)
+            grid, tiles = order.grid(config, grid, tiles, operands)
         number, _, _ = cute.arch.block_idx()
         while number < tiles:
             if cutlass.const_expr(config.queues_partitions):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from warpspec.common.launch import Target
-from warpspec.fmha.config import Schedule
+from warpspec.fmha.config import Schedule, shares_lines
 from warpspec.fmha.plan.choices import Choices
 from warpspec.fmha.plan.cost import Way
 from warpspec.fmha.plan.splits import Loads, choose_splits, visited_tiles
@@ -65,8 +65,9 @@ def candidates(choices: Choices, problem: AttentionProblem, target: Target) -> I
                 continue
             if way in (Way.SPLIT, Way.PARTITIONS):
                 rounds = SPLIT_ROUNDS if way is Way.SPLIT else PARTITION_ROUNDS
-                many = way is Way.SPLIT and tiling.column_groups == 1 and not problem.format.kv_format
-                most = MANY_ROUNDS if many and knows_lengths(problem) else MOST_ROUNDS
+                suited = knows_lengths(problem) if way is Way.SPLIT else shares_lines(problem)
+                plain = tiling.column_groups == 1 and not problem.format.kv_format
+                most = MANY_ROUNDS if plain and suited else MOST_ROUNDS
                 counts = (
                     split_counts(tiles, most_tiles(problem, tiling), resident, rounds, most)
                     if tuned is None
@@ -125,13 +126,14 @@ def measured_splits(
     """Number of splits of the keys, from a model that was fitted to decoding with few queries (``splits``).
 
     None unless queries are few, the host knows the number of keys, and an SM holds several CTAs; and None if whole
-    tiles are one round and part of another, of which that model knows nothing, or if it takes them whole although some
-    SMs have more of them than others.
+    tiles are one round and part of another, or rows share lines of L2, of which that model knows nothing, or if it
+    takes tiles whole although some SMs have more of them than others.
     """
     tiles, resident = tile_count(problem, tiling), target.sm_count * tiling.ctas_per_sm
     if (
         loads is None
         or not knows_lengths(problem)
+        or shares_lines(problem)
         or (tiling.ctas_per_sm == 1 and not loads.alone)
         or tiling.column_groups > 1
         or problem.seq_q > tiling.queries

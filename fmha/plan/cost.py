@@ -36,6 +36,11 @@ UNSORTED = 2.0
 # Splits get an SM each up to this share of the SMs. Further ones share SMs, apparently because the previous call's
 # combine launch still occupies the others.
 SPREAD = 0.75
+GET_APART = 60.0  # microseconds in which CTAs get so far apart that they share nothing in L2
+AT_ONCE = 0.3  # part of ``Work.waste`` that is lost before
+# By how much more time starts and ends take, and rounds of tiles or splits, if a CTA has two KV heads: no other CTA of
+# its SM fills the gaps (docs/records/2026-11-28-head-size-rows.md).
+APART_ENDS, APART_ROUNDS = 0.5, 0.05
 CROWDED = 0.02  # share of the SMs that may have one more CTA than the others without delaying the launch
 
 
@@ -284,7 +289,7 @@ def shares(w: Work, t: Tiling, way: Way, splits, sms: int, ops: Arithmetic) -> S
         size = ops.where(whole, maximum(w.longest, 1), size)
         items = minimum(w.kv / size + ops.where(whole, 0, 0.5 * w.tiles), items)
         items_of = items / maximum(w.tiles, 1)
-    ctas = maximum(minimum(t.ctas_per_sm, items / sms), 1.0)
+    ctas = maximum(minimum(t.ctas_per_sm, items / sms), t.apart)
     return Shares(resident, items, items_of, ctas, size)
 
 
@@ -299,14 +304,26 @@ def bytes_of_line(w: Work, t: Tiling, target, ops: Arithmetic):
     return w.bytes + ops.where(t.column_groups > 1, 0.0, ops.maximum(again, 0.0))
 
 
-def step_of(w: Work, t: Tiling, tile: TileTime, moved, target, c: Constants, ops: Arithmetic) -> Callable:
+def sent_again(w: Work, way: Way, share: Shares, tile: TileTime, rate, ops: Arithmetic):
+    """Bytes that memory sends for rows of keys, divided by the rows' bytes: ``Work.waste`` in full once CTAs that began
+    with neighbouring heads at the same time have been under way for so long that L2 does not hold what they share any
+    more. Without a queue they begin together only once. rate: of memory, bytes a microsecond."""
+    ctas = ops.minimum(share.items, share.resident)
+    begun = share.items if way in (Way.QUEUE, Way.PARTITIONS, Way.SINGLE) else ctas
+    apart = w.kv * tile.bytes * ctas / (begun * rate)  # microseconds
+    return 1 + (w.waste - 1) * (AT_ONCE + (1 - AT_ONCE) * ops.minimum(apart / GET_APART, 1.0))
+
+
+def step_of(
+    w: Work, t: Tiling, tile: TileTime, moved, waste, target, c: Constants, ops: Arithmetic
+) -> Callable:
     """A function that returns the clocks of a KV tile, by how many CTAs run beside its own. moved: bytes that are read
-    from memory and written."""
+    from memory and written. waste: ``sent_again``."""
     maximum, p, of_both, warpgroups = ops.maximum, c.power, c.load_power, t.row_groups * t.column_groups
     fresh = ops.minimum(moved / (w.kv * tile.bytes), 1.0)  # fraction of the loads that come from memory
     memory_rate = c.memory * target.speeds.copy * 1e6  # bytes a microsecond
     rest = tile.fixed + (w.boxes * w.tensors * c.box) ** p
-    load = fresh * tile.bytes
+    load = fresh * tile.bytes * waste
 
     def step(ctas, ctas_here, groups=1.0):
         """Clocks while ``ctas`` CTAs run on its SM and ``ctas_here`` on all SMs together. groups: share of the
@@ -442,14 +459,15 @@ def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=
         tile = tile_time(t, w.depth, w.tensors, w.number, c, xp.where)
     sms, share = target.sm_count, shares(w, t, way, splits, target.sm_count, ops)
     moved = bytes_of_line(w, t, target, ops) if way is Way.LINE else w.bytes
-    step = step_of(w, t, tile, moved, target, c, ops)
+    waste = sent_again(w, way, share, tile, target.speeds.copy * 1e6, ops)
+    step = step_of(w, t, tile, moved, waste, target, c, ops)
     full = busy_step(w, t, way, step, share, sms, ops)
     alone = step(1.0, 0.5 * ops.minimum(share.items, sms))
     mask = tile.mask * ops.maximum(t.row_groups * t.column_groups * share.ctas / 2, 1.0)
     ends = {Way.SINGLE: c.single_ends, Way.QUEUE: c.queue_ends, Way.PARTITIONS: c.partition_ends}.get(
         way, 1.0
     )
-    ends = tile.ends * (1 + c.hidden * (share.ctas - 1)) * ends
+    ends = tile.ends * (1 + c.hidden * (share.ctas - 1)) * ends * (1 + APART_ENDS * (t.apart - 1))
     tiles = ops.maximum(w.tiles, 1)
     average = w.kv / tiles / share.items_of
     each = average * full + ends + w.masked / tiles / share.items_of * mask
@@ -461,7 +479,9 @@ def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=
         busy = busy_in_partitions(share, clocks, c, ops)
     else:
         busy = busy_in_rounds(w, way, splits, share, clocks, c, ops)
-    reading = moved / (c.reading * target.speeds.copy * 1e6)
+    if way in (Way.PERSISTENT, Way.SPLIT):
+        busy = busy * (1 + APART_ROUNDS * (t.apart - 1))
+    reading = moved * waste / (c.reading * target.speeds.copy * 1e6)
     found = c.launch + ops.maximum((busy + c.alone) / CLOCKS_PER_US, reading)
     if way is Way.PARTITIONS:
         found = found + c.partition_scan

@@ -40,9 +40,9 @@ def choose_section(problem: AttentionProblem, config: AttentionKernel, target: T
     sections are equal. If tiles of all requests are sorted by length, all requests' K and V must fit, unless the
     section has few tiles for each CTA. With lists of blocks, sections have as few tiles as balance.
     """
-    head_tiles = -(-problem.group // config.rows.pack)
+    head_tiles, heads_kv = -(-problem.group // config.rows.pack), problem.heads_kv // config.rows.kv_heads
     if config.requests.packed_q:
-        heads, room = problem.heads_kv * head_tiles, target.l2_room / key_bytes(problem, config)
+        heads, room = heads_kv * head_tiles, target.l2_room / key_bytes(problem, config)
         fit = int(room / problem.seq_k) * head_tiles
         if config.scheduler.sorts:
             all_fit = int(room / likely_keys(problem)) * head_tiles
@@ -51,7 +51,7 @@ def choose_section(problem: AttentionProblem, config: AttentionKernel, target: T
         fit = max(fit, 1)
         return max(section for section in range(1, heads + 1) if heads % section == 0 and section <= fit)
     query_tiles = -(-problem.seq_q // config.rows.queries)
-    grid = TileGrid(query_tiles, head_tiles, problem.heads_kv, problem.batch)
+    grid = TileGrid(query_tiles, head_tiles, heads_kv, problem.batch)
     heads_fit = target.l2_room / (key_bytes(problem, config) * problem.seq_k)
     if config.mask.has_blocks:
         section = max(min(int(heads_fit) * head_tiles, -(-SORTED_TILES * ctas // query_tiles)), 1)

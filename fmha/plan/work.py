@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from warpspec.common.hardware import LINE_BYTES
 from warpspec.fmha.block_mask import Visits
+from warpspec.fmha.config import shares_lines
 from warpspec.fmha.schedule import sorts_tiles
 from warpspec.fmha.tiles import ELEMENT_BYTES
 
@@ -26,7 +27,8 @@ class Tiling(NamedTuple):
     row_groups: number of row groups in a CTA. rows: query rows of a row group. column_groups: warpgroups that share a
     row group, each with a column group of the output. tile_n: keys of a KV tile. stages: KV tiles that the ring
     holds. ctas_per_sm: CTAs that are resident on an SM. pack: query heads that share a query tile. skips: whether a row
-    group without a query takes no time.
+    group without a query takes no time. apart: KV heads that a CTA works on, each of which counts as a CTA with a share
+    of the SM.
     """
 
     row_groups: int
@@ -37,6 +39,7 @@ class Tiling(NamedTuple):
     ctas_per_sm: int
     pack: int
     skips: bool = False
+    apart: int = 1
 
     @property
     def group_queries(self) -> int:
@@ -60,7 +63,8 @@ class Work(NamedTuple):
     tensor. requests: number of requests. number: bytes of an element of K and V. lines: bytes of the L2 lines that a
     load touches, divided by the bytes that it needs. sorts: 1 if a queue hands out the query tiles in order of length
     and without idle ones, otherwise 0. again: bytes of K and V that query tiles of the same keys read after the first
-    one. again_often: the same, each request's bytes times the number of its tiles that read them.
+    one. again_often: the same, each request's bytes times the number of its tiles that read them. waste: bytes of K
+    and V that memory sends if it sends each line of L2 to each CTA that reads part of it, divided by those needed.
     """
 
     tiles: float
@@ -82,6 +86,7 @@ class Work(NamedTuple):
     sorts: float
     again: float
     again_often: float
+    waste: float = 1.0
 
 
 def _clipped_mean(first: float, last: float) -> float:
@@ -212,7 +217,7 @@ def work_of(problem, tiling: Tiling, requests) -> Work:
         moved * key_bytes + 2 * rows * ELEMENT_BYTES * depth,
         boxes_of(problem, tiling.tile_n), depth, tensors, problem.batch, number,
         touched_lines(problem.heads.qk, number), float(sorts_tiles(problem) or problem.mask.has_order),
-        again * key_bytes, often * key_bytes,
+        again * key_bytes, often * key_bytes, sent_lines(problem, tiling.apart),
     )  # fmt: skip
 
 
@@ -246,6 +251,23 @@ def touched_lines(columns: int, number: float) -> float:
             length = min(LINE_BYTES, row - span)
             found += -(-((begin + span) % LINE_BYTES + length) // LINE_BYTES)
     return found * step / row
+
+
+def sent_lines(problem, together: int) -> float:
+    """``Work.waste``. together: neighbouring KV heads whose keys are loaded at the same time."""
+    if not shares_lines(problem) or problem.heads_kv <= together:
+        return 1.0
+    sizes = problem.heads.qk, problem.heads.v
+    return sum(size * sent_of_row(together * size * ELEMENT_BYTES) for size in sizes) / sum(sizes)
+
+
+@lru_cache(maxsize=256)
+def sent_of_row(row: int) -> float:
+    """Bytes of the whole L2 lines that hold a row of so many bytes, divided by it; the mean over the places where rows
+    begin."""
+    begins = range(0, LINE_BYTES, math.gcd(row, LINE_BYTES))
+    lines = sum(-(-(begin + row) // LINE_BYTES) for begin in begins) / len(begins)
+    return lines * LINE_BYTES / row
 
 
 def boxes_of(problem, tile_n: int) -> int:

@@ -43,8 +43,8 @@ def query_barriers(config) -> tuple[Barrier, ...]:
 
 
 def kv_barriers(config) -> tuple[Barrier, ...]:
-    """The mbarriers of K and V that all consumers read."""
-    stages, warps = config.kv_stages, config.consumer_warps
+    """The mbarriers of K and V that all consumers read, or each its own."""
+    stages, warps = config.kv_stages, config.consumer_warps // config.rows.kv_heads
     if config.format.shared_kv:
         return (
             Barrier("k_full", stages, 1, FILLED, "consumers", "KV tile is in shared memory"),

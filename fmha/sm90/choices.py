@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from warpspec.fmha.config import Schedule
+from warpspec.fmha.config import Schedule, shares_lines
 from warpspec.fmha.plan.choices import Choices
 from warpspec.fmha.plan.cost import HOPPER, Constants, Way
 from warpspec.fmha.plan.splits import DECODE_LOADS, FLOAT8_LOADS, WARP_LOADS, Loads
 from warpspec.fmha.plan.work import Tiling
 from warpspec.fmha.problem import AttentionProblem
-from warpspec.fmha.schedule import cuts_partitions
+from warpspec.fmha.schedule import SORTED_REQUESTS, cuts_partitions
 from warpspec.fmha.sm90.config import AttentionConfig
-from warpspec.fmha.sm90.shapes import Shape, shapes_of
+from warpspec.fmha.sm90.shapes import Shape, shapes_apart, shapes_of
 from warpspec.fmha.tiles import choose_packs, fits_blocks
 
 SCHEDULES = {
@@ -111,16 +111,19 @@ class HopperChoices(Choices):
     def tilings(self, problem: AttentionProblem) -> Iterator[tuple[Shape, Tiling]]:
         """Shapes and their tilings, for each number of heads that may share a tile, except shapes in which some
         consumer would have no rows."""
-        for shape in shapes_of(problem):
-            groups, rows = shape.groups, shape.most_rows
+        for shape in (*shapes_of(problem), *shapes_apart(problem)):
+            groups, rows, apart = shape.groups // shape.kv_heads, shape.most_rows, shape.kv_heads
             packs = choose_packs(problem, rows)
             if shape.column_groups > 1 and self.pairs_cut(problem):  # a tile with all queries
                 packs = dict.fromkeys((*packs, whole_requests(problem, rows)))
             for pack in packs:
                 several = groups == 1 or problem.seq_q > (groups - 1) * (rows // pack)
                 if several and fits_blocks(problem, groups * (rows // pack), shape.tile_n):
-                    sizes = (groups, rows, shape.column_groups, shape.tile_n, shape.kv_stages)
-                    yield shape, Tiling(*sizes, shape.ctas_per_sm, pack, problem.requests.packed_q)
+                    sizes = (groups, rows, shape.column_groups, shape.tile_n, shape.kv_stages // apart)
+                    yield (
+                        shape,
+                        Tiling(*sizes, shape.ctas_per_sm * apart, pack, problem.requests.packed_q, apart),
+                    )
 
     @staticmethod
     def pairs_cut(problem: AttentionProblem) -> bool:
@@ -140,9 +143,16 @@ class HopperChoices(Choices):
             return tuple(way for way in self.schedules if way not in (Way.LINE, Way.PARTITIONS))
         if shape.row_tiles:  # a queue was slower than whole tiles in order, by up to 12%
             return tuple(way for way in self.schedules if way not in (Way.QUEUE, Way.PARTITIONS))
-        if not cuts_partitions(problem):
-            return tuple(way for way in self.schedules if way is not Way.PARTITIONS)
-        return tuple(self.schedules)
+        left_out = {Way.LINE} if shape.heads_apart else set()
+        if not (cuts_partitions(problem) or short_partitions(problem)):
+            left_out.add(Way.PARTITIONS)
+        return tuple(way for way in self.schedules if way not in left_out)
+
+
+def short_partitions(problem: AttentionProblem) -> bool:
+    """Whether partitions of the keys may be worth their second launch although the host knows the lengths: neighbouring
+    heads' begin together, so what they share of L2's lines is sent once."""
+    return shares_lines(problem) and problem.batch <= SORTED_REQUESTS
 
 
 def whole_requests(problem: AttentionProblem, rows: int) -> int:

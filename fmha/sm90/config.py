@@ -32,12 +32,10 @@ from warpspec.fmha.sm90.float8 import STATISTICS, WarpMerge
 from warpspec.fmha.sm90.regions import regions_of
 from warpspec.fmha.sm90.shapes import (
     FLOAT8,
-    ROW_BOX_KEYS,
     TWO_CONSUMERS,
     WARPGROUP_ROWS,
     Shape,
     shapes_of,
-    shares_lines,
 )
 from warpspec.fmha.tiles import ELEMENT_BYTES, KvTile, TileRows, choose_pack
 
@@ -77,6 +75,7 @@ class AttentionConfig(AttentionKernel):
             self.by_warp
         ):  # so that a warp sees every use of a stage: it would mistake a phase for that of two uses before
             assert self.kv_stages % self.consumer_warps == 0
+        assert self.kv_stages % self.rows.kv_heads == 0, "a stage is of one consumer"
         if self.paired:
             assert self.consumers == 2 and self.kv_stages == 2 and self.tile_n <= BLOCK
             assert self.scheduler.adds_up == self.scheduler.cuts_tiles and not self.scheduler.from_queue
@@ -111,15 +110,13 @@ class AttentionConfig(AttentionKernel):
         if shape.column_groups > 1 and has_warp:
             shape = shape.scheduling
         pack = pack or choose_pack(problem.group, problem.seq_q, shape.most_rows)
-        tile_m = shape.groups * shape.most_rows
+        tile_m = shape.groups // shape.kv_heads * shape.most_rows
         fields = common_fields(problem, rows_of_cta=tile_m, pack=pack, splits=splits)
         sorts = schedule is Schedule.QUEUE and (splits or sortable(problem))
         adds_up = schedule is Schedule.LINE and shape.column_groups > 1
         records = 2 if shape.row_tiles or adds_up else 1  # ``rereads``
         heads = problem.heads_kv * -(-problem.group // pack)
         query_tiles = -(-problem.seq_q // (tile_m // pack)) if adds_up else 1
-        if shares_lines(problem, problem.batch * heads, target.sm_count * shape.ctas_per_sm):
-            fields |= {"box_keys": ROW_BOX_KEYS, "shares_lines": True}
         in_step = schedule is Schedule.LINE and shape.steps_together(heads * query_tiles, target.sm_count)
         scheduler = TileScheduler(
             schedule,
@@ -145,7 +142,8 @@ class AttentionConfig(AttentionKernel):
     @functools.cached_property
     def rows(self) -> TileRows:
         """Rows of an M tile; a row group belongs to one consumer, or to those that share it."""
-        return TileRows(self.pack, self.shape.groups, self.shape.group_rows, self.shape.most_rows)
+        shape = self.shape
+        return TileRows(self.pack, shape.groups, shape.group_rows, shape.most_rows, shape.heads_apart)
 
     @functools.cached_property
     def kv(self) -> KvTile:
@@ -295,7 +293,8 @@ class AttentionConfig(AttentionKernel):
     def skips_idle(self) -> bool:
         """Whether consumers without rows in a tile leave the SM to the others, as for decode tiles among prefill
         tiles."""
-        return self.rows.groups > 1 and (self.scheduler.cuts_tiles or self.requests.packed_q)
+        apart = self.rows.heads_apart  # all have the tile's queries
+        return self.rows.groups > 1 and not apart and (self.scheduler.cuts_tiles or self.requests.packed_q)
 
     @property
     def tile_m(self) -> int:

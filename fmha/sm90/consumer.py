@@ -189,9 +189,14 @@ class ConsumerTile:
     def v_empty(self):
         return self.channels[self.config.format.v_ring + "_empty"]
 
+    def kv_use(self, step):
+        """Number, among all that a ring of K or V had, of the consumer's KV tile of visit ``step``."""
+        use = self.use + step
+        return use * self.config.rows.kv_heads + self.row_group if self.config.rows.heads_apart else use
+
     def issue_qk(self, step) -> None:
         """Issue S of the KV tile of visit ``step``."""
-        k = self.mma.k[None, None, None, (self.use + step) % self.config.kv_stages]
+        k = self.mma.k[None, None, None, self.kv_use(step) % self.config.kv_stages]
         q = self.mma.q[None, None, None, 0]
         multiply(
             make_qk(self.config, DTYPES[self.config.qk_dtype]),
@@ -204,14 +209,14 @@ class ConsumerTile:
 
     def issue_pv(self, step) -> None:
         """Issue O += P V of the KV tile of visit ``step``."""
-        v = self.mma.v[None, None, None, (self.use + step) % self.config.kv_stages]
+        v = self.mma.v[None, None, None, self.kv_use(step) % self.config.kv_stages]
         pv = make_pv(self.config, self.mma.p.element_type, self.config.pv_columns)
         multiply(pv, self.mma.o, self.mma.p, v, True)
 
     def release_k(self, step) -> None:
         """Release the K tile after QK, unless it is V, too, and PV is still to come."""
         if not self.config.format.shared_kv:
-            self.channels["k_empty"].arrive_warp(self.use + step)
+            self.channels["k_empty"].arrive_warp(self.kv_use(step))
 
     def origin(self, r: int, tile):
         """Key of the first element of row r in a KV tile."""
@@ -313,7 +318,7 @@ def attend(work):
     if span.count > 0:
         seen = work.read_mask(0, entry)
         entry = work.visit(1)
-        work.channels["k_full"].wait(work.use)
+        work.channels["k_full"].wait(work.kv_use(0))
         work.issue_qk(0)
         warpgroup.wait_group(0)
         work.release_k(0)
@@ -331,10 +336,10 @@ def attend(work):
     if span.count > 0:
         last = span.count - 1
         work.channels["q_empty"].arrive_warp(work.q_use)  # earlier, by a branch in the loop: slower
-        work.v_full.wait(work.use + last)
+        work.v_full.wait(work.kv_use(last))
         work.issue_pv(last)
         warpgroup.wait_group(0)
-        work.v_empty.arrive_warp(work.use + last)
+        work.v_empty.arrive_warp(work.kv_use(last))
     return work.in_units(state)
 
 
@@ -385,17 +390,17 @@ def advance(work, step, state, masked: cutlass.Constexpr, entry=None):
     if cutlass.const_expr(masked):
         seen = work.read_mask(step, entry)
         entry = work.visit(step + 1)
-    work.channels["k_full"].wait(work.use + step)
+    work.channels["k_full"].wait(work.kv_use(step))
     take_turn(work)
     work.issue_qk(step)
-    work.v_full.wait(work.use + step - 1)
+    work.v_full.wait(work.kv_use(step - 1))
     work.issue_pv(step - 1)
     end_turn(work)
     warpgroup.wait_group(1)  # S; PV goes on
     work.release_k(step)
     state, factors, moved = weigh(work, step, state, masked, seen)
     warpgroup.wait_group(0)
-    work.v_empty.arrive_warp(work.use + step - 1)
+    work.v_empty.arrive_warp(work.kv_use(step - 1))
     rescale(work, factors, moved)
     keep_weights(work.mma)
     return state, entry
@@ -466,11 +471,13 @@ def weigh(work, step, state, masked: cutlass.Constexpr, seen: cutlass.Constexpr 
 def clear_unseen(work, step, first_key):
     """Zero the V rows of keys that no row of the tile sees, if the KV tile of visit ``step`` has some, before PV reads
     them. One consumer writes, because two writers of one place are a race, even of zeros. Paired consumers have KV
-    tiles of their own until they hand over P, so each clears its own."""
+    tiles of their own until they hand over P, and those with a KV head each all the time, so each clears its own."""
     config, span = work.config, work.tile.span
     if span.has_unseen(span.tile(step), config.tile_n):
-        use = work.use + step
+        use = work.kv_use(step)
         barrier, threads = CLEAR_BARRIER, config.consumer_threads
+        if cutlass.const_expr(config.rows.heads_apart):
+            barrier, threads = CLEAR_BARRIER + work.consumer, WARPGROUP_THREADS
         if cutlass.const_expr(config.paired):
             barrier, threads = CLEAR_BARRIER + work.consumer, WARPGROUP_THREADS
             if cutlass.const_expr(not config.in_groups):  # otherwise V is there since QK
@@ -479,7 +486,7 @@ def clear_unseen(work, step, first_key):
             work.v_full.wait(use)
             await_scores(config)
         stage = work.v_base + use % config.kv_stages * config.kv.v_stage_bytes
-        if cutlass.const_expr(config.paired):  # noqa: SIM114
+        if cutlass.const_expr(config.paired or config.rows.heads_apart):  # noqa: SIM114
             work.clear(first_key, stage)
             cute.arch.fence_view_async_shared()
         elif work.consumer == 0:

@@ -47,7 +47,7 @@ def load(config: cutlass.Constexpr, channels: cutlass.Constexpr, source, where, 
     _, use = each_tile(config, source.operands, where, load_tile, role, uses, hands_back=hands_back)
     drain(
         tuple(channels[config.load_ring(config.format.rings[i]) + "_empty"] for i in rings),
-        use,
+        use * config.rows.kv_heads,
         config.kv_groups,
         source.column_group,
     )
@@ -60,6 +60,7 @@ def load_tile(role, tile, uses, record=None):
     does the CTA take its next tile, and finding that tile takes about as long as these loads.
     """
     config, channels, source, where = role.config, role.channels, role.source, role.where
+    heads = config.rows.kv_heads
     tile_use, use = uses
     column_group = source.column_group
     span = tile.span
@@ -92,11 +93,12 @@ def load_tile(role, tile, uses, record=None):
             after = cutlass.min(step + 1, span.count - 1)
             page = kv_page(config, source.operands, tile, span.tile(after))
         for i in role.rings:
-            ring = source.kv(tile, i)
             loaded = config.load_ring(config.format.rings[i])
             full, empty = channels[loaded + "_full"], channels[loaded + "_empty"]
-            empty.wait_previous((use + step) * config.kv_groups + column_group)
-            load_kv(config, source, tile, i, (ring, full), use + step, places)
+            for head in range(heads):
+                ring, at = source.kv(tile, i, head), (use + step) * heads + head
+                empty.wait_previous(at * config.kv_groups + column_group)
+                load_kv(config, source, tile, i, (ring, full), at, places)
         if cutlass.const_expr(config.prefetches):
             prefetch_kv(source, where, tile, step + config.kv_stages)
     if cutlass.const_expr(record is not None):  # noqa: SIM102

@@ -42,7 +42,7 @@ class Source:
         config, coordinates = self.config, self.coordinates[0]
         # (D, HEAD, QUERY, BLOCK): from the row group's first head and query on
         q = coordinates[None, None, None, None, tile.batch]
-        q = cute.domain_offset((0, tile.first_head, tile.first_row_of(row_group), 0), q)
+        q = cute.domain_offset((0, tile.first_head_of(row_group), tile.first_row_of(row_group), 0), q)
         tiles = cute.local_tile(q, config.q_box, (0, 0, 0, None) if config.heads.whole else (None, 0, 0, 0))
         stages, block_bytes = (
             config.rows.groups * config.heads.qk_blocks,
@@ -51,10 +51,10 @@ class Source:
         shared = tma.shared_tiles(self.shared.q, self.dtype, config.q_box, stages, block_bytes)
         return tma.TileRing.make(self.atoms[0], tiles, shared)
 
-    def kv(self, tile, number: int = 0) -> tma.TileRing:
-        """The ring of K or V. number: its number in ``config.format.rings``."""
+    def kv(self, tile, number: int = 0, row_group: int = 0) -> tma.TileRing:
+        """The ring of K or V of a row group. number: its number in ``config.format.rings``."""
         config = self.config
         raw = self.shared.raw + number * config.codes.ring_bytes
         base = raw if config.converts else self.shared[1 + number]
         arguments = self.atoms[1 + number], self.coordinates[1 + number], base, config.format.rings[number]
-        return kv_ring(config, *arguments, tile, self.dtype)
+        return kv_ring(config, *arguments, tile, self.dtype, row_group)

@@ -13,14 +13,12 @@ from warpspec.common.hardware import (
     SMEM_PER_SM,
     SMEM_RESERVED_PER_CTA,
 )
-from warpspec.fmha.config import EXACT_QUERIES
+from warpspec.fmha.config import shares_lines
 from warpspec.fmha.heads import MMA_K, rounded
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.tiles import ELEMENT_BYTES, choose_pack, divides
 
 WARPGROUP_ROWS = 64  # query rows of a consumer warpgroup: M of wgmma
-# Of ``shares_lines``: keys of a box, the fewest that a swizzle allows, and keys from which on CTAs get far apart.
-ROW_BOX_KEYS, APART_KEYS = 8, 2048
 LEFT_OVER = 16  # one CTA of so many may be without work if heads are in step
 WARP_ROWS = 16  # query rows of a tile whose KV tiles are shared among warps
 COLUMN_ROWS = 8  # query rows that are the columns of one mma.sync: N
@@ -34,7 +32,8 @@ class Shape:
     O's columns. raw_stages, converter_registers: if K and V are FP8, tiles that are loaded ahead of their conversion,
     and registers of a converter thread. row_tiles: if each warp of the consumers has KV tiles of its own (``by_warp``),
     query rows in units of 8; else 0. merge_stages: units of 8 rows for whose states there is room where they are
-    merged; with two, warps go on while earlier states are still read."""
+    merged; with two, warps go on while earlier states are still read. heads_apart: whether each consumer has a KV head
+    of its own and KV tiles of it (``TileRows``): stages belong to the consumers in turn."""
 
     consumers: int
     tile_n: int
@@ -47,6 +46,12 @@ class Shape:
     converter_registers: int = 0
     row_tiles: int = 0
     merge_stages: int = 1
+    heads_apart: bool = False
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads of a tile."""
+        return self.consumers if self.heads_apart else 1
 
     @property
     def groups(self) -> int:
@@ -99,6 +104,8 @@ OTHER_REGISTERS, BIAS_REGISTERS = 30, 68
 MIN_STAGES = 2  # KV tiles in flight: one is loaded while the other is read
 MOST_STAGES = 4
 BESIDE_TILES = 1 * KIB  # shared memory of barriers and records
+# Keys of a tile of consumers with a KV head each, and the fewest stages of a consumer that they are worth.
+APART_TILES = ((64, 3), (32, 2))
 TWO_CONSUMERS = Shape(2, 128, 2, 1, 240, 24)
 # Two consumers with half of O's columns each: K and V two tensors, or one, of whose tiles twice as many keys have room.
 HALVES = Shape(2, 32, 2, 1, 240, 24, column_groups=2)
@@ -165,6 +172,29 @@ def shapes_of(problem: AttentionProblem) -> tuple[Shape, ...]:
     )
 
 
+@lru_cache(maxsize=64)
+def apart_tiles(row_bytes: int, key_bytes: int) -> tuple[Shape, ...]:
+    """Tile shapes whose consumers have a KV head each: the one with the most keys of which each has enough stages.
+    row_bytes, key_bytes: as for ``tiles``."""
+    consumers, ctas = 2, 1
+    room = SMEM_PER_SM // ctas - SMEM_RESERVED_PER_CTA - BESIDE_TILES - consumers * WARPGROUP_ROWS * row_bytes
+    for keys, least in APART_TILES:
+        stages = room // (keys * key_bytes) // consumers
+        if stages >= least:
+            stages = min(stages, MOST_STAGES) * consumers
+            return (Shape(consumers, keys, stages, ctas, *REGISTERS[consumers, ctas], heads_apart=True),)
+    return ()
+
+
+def shapes_apart(problem: AttentionProblem) -> tuple[Shape, ...]:
+    """Further tile shapes, for few queries whose rows of keys are no whole lines of L2: the rows of neighbouring heads
+    share lines, so a CTA that loads both heads' tiles reads them from memory once."""
+    if not shares_lines(problem) or problem.heads_kv % 2 or problem.mask.has_tree:
+        return ()
+    heads = problem.heads
+    return apart_tiles(heads.qk_room * ELEMENT_BYTES, (heads.qk_room + heads.v_room) * ELEMENT_BYTES)
+
+
 def float8_tiles(problem: AttentionProblem) -> tuple[Shape, ...]:
     """The tile shapes for FP8 or NVFP4 keys: one for few rows of a KV head, by their number, and for more rows those
     that were timed (docs/measurements.md)."""
@@ -193,16 +223,6 @@ def for_many_rows(dim: int, bits: float) -> tuple[Shape, ...]:
     """The tile shapes for codes of this many bits and more rows of a KV head than a consumer has."""
     three = (FLOAT8_THREE[dim],) if bits == 8 and dim in FLOAT8_THREE else ()
     return (*FLOAT8[dim], *three, FLOAT8_DECODE[dim])
-
-
-def shares_lines(problem: AttentionProblem, tiles: int, ctas: int) -> bool:
-    """``AttentionKernel.shares_lines`` of a problem of so many query tiles of few queries: those of a request's heads
-    are not in step if they are more than a round of ``ctas`` CTAs, and many keys bring them far apart. Timed on an H100
-    (docs/notebook/attention_sm90.md)."""
-    few = problem.seq_q <= EXACT_QUERIES and problem.heads_kv > 1 and not problem.heads.whole
-    mask, plain = problem.mask, not (problem.format.kv_format or problem.format.shared_kv)
-    all_keys = not (mask.has_blocks or mask.has_left) and problem.seq_k >= APART_KEYS
-    return few and plain and all_keys and tiles > ctas
 
 
 @lru_cache(maxsize=64)

@@ -50,8 +50,17 @@ def prepared_call(
 
 def describe(plan: Plan) -> list:
     """A plan in JSON: consumers, keys of a tile, stages, CTAs an SM, heads to a tile, schedule, splits, whether as many
-    CTAs are launched as there are tiles, section, whether consumers without rows leave the SM."""
+    CTAs are launched as there are tiles, section, whether consumers without rows leave the SM, whether they have a KV
+    head each."""
     config, shape = plan.config, plan.config.shape
     tile = (shape.consumers, shape.tile_n, shape.kv_stages, shape.ctas_per_sm, config.rows.pack)
     ctas, skips = int(plan.ctas == ANY_CTAS), int(config.skips_idle)
-    return [*tile, config.scheduler.schedule.name, plan.splits, ctas, plan.section, skips]
+    return [
+        *tile,
+        config.scheduler.schedule.name,
+        plan.splits,
+        ctas,
+        plan.section,
+        skips,
+        int(shape.heads_apart),
+    ]

@@ -168,5 +168,5 @@ def compiled_of(index: int, one: Template, kernels: set, items: list, refused: d
         kernels = kernels - {config}
         if isinstance(config, AttentionKernel):
             name = f"{config.shape} D{config.heads.qk} {config.scheduler.schedule.name}"
-            print(f"refused {name}: {why}"[:230], flush=True)
+            print(f"refused {name}: {why}"[:260], flush=True)
     return Compiled(index, one, kernels, refused)

@@ -22,8 +22,6 @@ from warpspec.fmha.features import Mask
 from warpspec.fmha.heads import HeadSizes, class_of, supported
 from warpspec.fmha.logits import BiasLayout, LogitOptions
 from warpspec.fmha.problem import AttentionProblem
-from warpspec.sim import tma
-from warpspec.sim.tma import descriptor
 
 ARCHS = ("sm_90a", "sm_100a")
 # MiMo's: sinks, a window that counts the own key; DeepSeek V3's prefill in chunks.
@@ -58,32 +56,6 @@ def test_against_torch(size, simulate_as):
     case = Case("sizes", seq_q=40, seq_k=150, heads_q=2, head_dim=size, causal=True, layout="padded")
     inputs = arguments(case)
     check(case, attention(**inputs, return_lse=True, backend="sim"), inputs)
-
-
-def test_ctas_out_of_step_do_not_fetch_the_next_heads_beginning(simulate_as):
-    """Where few queries' CTAs are out of step, descriptors of rows that end amid a line of L2 ask for half a line at a
-    time, in boxes of 8 keys; with fewer keys they are as CuTe DSL makes them."""
-    simulate_as("sm_90a", small=True, sm_count=2)
-    found = {}
-
-    def decode(raw):
-        tensor_map = descriptor.decode(raw)
-        found[tensor_map.dims[:2]] = tensor_map.l2_promotion, tensor_map.box[1]
-        return tensor_map
-
-    generator = torch.Generator().manual_seed(0)
-    for keys in (2048, 200):
-        q, k, v = (
-            torch.randn(1, n, 5, size, generator=generator).bfloat16()
-            for n, size in ((1, 96), (keys, 96), (keys, 40))
-        )
-        with mock.patch.object(tma, "decode", decode):
-            o = attention(q, k, v, backend="sim")
-        right = attention(q, k, v, backend="reference")
-        assert (o.float() - right.float()).norm() <= 4e-3 * right.float().norm()
-    assert found[96, 2048] == (1, 8) and found[40, 2048] == (2, 8)  # 64 and 128 bytes
-    promotion, keys = found[96, 200]
-    assert promotion == 2 and keys > 8
 
 
 def test_the_definition():

@@ -364,6 +364,21 @@ def test_keys_beyond_l2_are_read_once():
     assert make_plan(sm90.CHOICES, problem(16, batch=1), H200).section == 8  # all fit
 
 
+def test_rows_that_share_lines_of_l2_are_read_together():
+    """Few queries of many keys whose rows end amid a line of L2 get tiles of two KV heads, or, of an odd number, short
+    partitions of the keys."""
+
+    def plan(heads, dim, queries=1, keys=7168):
+        pages = {"has_kv_lengths": True, "page_size": 256}
+        return make_plan(sm90.CHOICES, made_problem(41, queries, keys, heads, heads, dim, **pages), H200)
+
+    assert [plan(16, dim).config.rows.kv_heads for dim in (72, 80, 96, 104, 128)] == [2, 2, 2, 2, 1]
+    odd = plan(15, 96)
+    assert odd.config.rows.kv_heads == 1 and odd.config.queues_partitions and odd.splits > 3
+    others = plan(16, 96, queries=64), plan(16, 96, keys=256), plan(1, 96)
+    assert all(other.config.rows.kv_heads == 1 for other in others)
+
+
 def test_a_few_rounds_of_long_tiles_are_cut():
     """Where whole tiles would leave much of their last round idle, their keys are split, or their line is cut, if that
     is worth the second launch: not for tiles of few keys, nor for consumers that share rows."""
