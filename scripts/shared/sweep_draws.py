@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from warpspec.aot.models import FULL, MODELS, PACKED, PAGED, Model, sliding
+from warpspec.aot.models import CALLS, FULL, MODELS, PACKED, PAGED, Model, sliding
 
 from .sweep_shapes import (
     FLOAT8,
@@ -149,7 +149,8 @@ def chunked(draw: random.Random) -> AttentionShape:
     before, equal = size(draw, 256, 65536), draw.random() < 0.5
     queries = lengths(draw, batch, most, equal)
     keys = tuple(q + k for q, k in zip(queries, lengths(draw, batch, before, equal), strict=True))
-    taken = form(draw, *(("plain", "paged", "packed-paged") if len(set(queries)) == 1 and equal else PACKED))
+    packed = (call for call in CALLS if call in PACKED)
+    taken = form(draw, *(("plain", "paged", "packed-paged") if len(set(queries)) == 1 and equal else packed))
     return AttentionShape("chunked", queries=queries, keys=keys, **layer(draw), **taken)
 
 
