@@ -114,8 +114,8 @@ class TileScheduler:
     in_step: work that is cut by length is cut alike for all heads, and neighbouring CTAs take one chunk of different
     heads (``device.line``). queries_in_step: likewise for all query tiles of a head. adds_up: CTAs add up the states of
     a tile that is cut; otherwise a second launch joins them. reads_cuts: CTAs do not cut the line themselves, but read
-    their chunks from the operand ``cuts`` (``device.cuts``). cuts_ahead: the scheduler warp cuts the line, before the
-    launch before has ended (``device.cut_ahead``).
+    their chunks from the operand ``cuts`` (``device.cuts``). cuts_ahead: the scheduler warp, or without it the load
+    warp, cuts the line before the launch before has ended (``device.cut_ahead``).
     """
 
     schedule: Schedule = Schedule.SINGLE
@@ -134,7 +134,7 @@ class TileScheduler:
         assert self.schedule is Schedule.QUEUE or not self.sorts
         assert self.schedule is Schedule.LINE or not (self.in_step or self.adds_up)
         assert self.adds_up or not self.reads_cuts
-        assert (self.adds_up and self.has_warp and not self.reads_cuts) or not self.cuts_ahead
+        assert (self.adds_up and not self.reads_cuts) or not self.cuts_ahead
         assert (self.in_step and self.adds_up) or not self.queries_in_step
 
     @property
@@ -146,6 +146,11 @@ class TileScheduler:
     def places_chunks(self) -> bool:
         """Whether all warps of a CTA cut the line (``device.line.place_chunks``)."""
         return self.cuts_tiles and not self.reads_cuts and not self.cuts_ahead
+
+    @property
+    def fills_first(self) -> bool:
+        """Whether the warp that cuts the line ahead also writes the record of the first tile."""
+        return self.cuts_ahead and self.has_warp and not self.by_producer
 
     @property
     def copies_cuts(self) -> bool:

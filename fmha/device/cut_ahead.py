@@ -6,7 +6,7 @@ were, as lengths change once a step and not with each layer: then the record is 
 starts again. So what is read too early only costs time: the copy alone decides, and it is right in the end.
 
 Where a producer warp writes the records (``TileScheduler.by_producer``), it cuts the line, too, and writes the first
-record behind all that.
+record behind all that. Where roles find their tiles themselves, the load warp cuts the line, and all wait for it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ BATCH = 8  # lengths that a lane loads at a time
 
 @cute.jit
 def cut_ahead(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands, chunks, records):
-    """Write the ends of the CTA's chunks and announce the first tile's record, unless a producer writes it later. By
-    the warp that schedules, from the start of the kernel; it waits for the end of the launch before.
+    """Write the ends of the CTA's chunks and announce the first tile's record, unless a producer writes it later or
+    there are no records. By the warp that schedules, from the start of the kernel; it waits for the end of the launch
+    before.
 
     Produces: tile_full.
     """
@@ -45,11 +46,11 @@ def cut_ahead(config: cutlass.Constexpr, channels: cutlass.Constexpr, operands, 
     while again:
         place_ends(config, known, chunks, Int32(0), 1)
         cute.arch.sync_warp()
-        if cutlass.const_expr(not config.scheduler.by_producer):
+        if cutlass.const_expr(config.scheduler.fills_first):
             count = fill_first(role, known, chunks)
         cute.arch.griddepcontrol_wait()  # at once, if it has been waited for
         again = copy_lengths(lengths, chunks)
-    if cutlass.const_expr(not config.scheduler.by_producer):
+    if cutlass.const_expr(config.scheduler.fills_first):
         if cute.arch.lane_idx() == 0:
             chunks.found[0] = count
         cute.arch.sync_warp()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -130,7 +129,7 @@ def make_plan(problem: GatheredProblem, target: Target) -> GatheredPlan:
         has_q_scale=problem.has_q_scale,
         pack=pack,
         cluster=cluster,
-        **line_options(problem, make) if line else {},
+        **line_options(problem) if line else {},
     )
     combine = None
     if splits > 1:
@@ -148,13 +147,10 @@ def make_plan(problem: GatheredProblem, target: Target) -> GatheredPlan:
     return GatheredPlan(config, splits, combine, ctas)
 
 
-def line_options(problem: GatheredProblem, make: Callable) -> dict:
-    """The options of a configuration by ``make`` whose CTAs take chunks of the line."""
-    found = {"line": True}
-    if make == GatheredConfig.of:
-        lengths = problem.tokens // problem.queries
-        found["ahead"] = problem.lengths == (True,) and lengths <= AHEAD_REQUESTS
-    return found
+def line_options(problem: GatheredProblem) -> dict:
+    """The options of a configuration whose CTAs take chunks of the line."""
+    lengths = problem.tokens // problem.queries
+    return {"line": True, "ahead": problem.lengths == (True,) and lengths <= AHEAD_REQUESTS}
 
 
 def line_sizes(problem: GatheredProblem) -> LineSizes:

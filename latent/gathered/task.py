@@ -66,7 +66,7 @@ def start(
     elif cutlass.const_expr(config.scheduler.copies_cuts):
         units = units.kept_at(storage.cursors.data_ptr())
         copy_cuts(operands, units)
-    if cutlass.const_expr(not config.scheduler.cuts_ahead):
+    if cutlass.const_expr(not (config.scheduler.cuts_ahead and config.scheduler.has_warp)):
         cute.arch.sync_threads()
     if cutlass.const_expr(config.gathers.cluster > 1):
         cute.arch.cluster_arrive_relaxed()  # the peer's mbarriers are initialised, too

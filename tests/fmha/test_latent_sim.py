@@ -403,9 +403,10 @@ def test_many_pieces_of_codes(heads, queries, lengths, sms, states, q_codes, sim
 
 @pytest.mark.long
 @pytest.mark.usefixtures("check_order", "compiled_anew")
-def test_lengths_of_codes_that_change_meanwhile(simulate_as, monkeypatch):
+@pytest.mark.parametrize(("heads", "q_codes"), [(64, False), (16, False), (64, True)])
+def test_lengths_of_codes_that_change_meanwhile(heads, q_codes, simulate_as, monkeypatch):
     reads = misread_lengths(monkeypatch)
-    test_many_pieces_of_codes(64, 1, (400, 5, 0, 130), 5, False, False, simulate_as, monkeypatch)
+    test_many_pieces_of_codes(heads, 1, (400, 5, 0, 130), 5, False, q_codes, simulate_as, monkeypatch)
     assert len(reads) == 2
 
 

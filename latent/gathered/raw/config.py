@@ -70,13 +70,15 @@ class RawConfig(RingOfCodes, AttentionKernel):
         assert self.role_registers <= self.register_pool, "setmaxnreg would wait for ever"
 
     @classmethod
-    def of(cls, count: int, *, line: bool = False, exact: bool = False, **options) -> RawConfig:
-        """A configuration for tasks of ``count`` rows. line, options: as in ``GatheredConfig.of``. exact: as in
+    def of(
+        cls, count: int, *, line: bool = False, ahead: bool = False, exact: bool = False, **options
+    ) -> RawConfig:
+        """A configuration for tasks of ``count`` rows. line, ahead, options: as in ``GatheredConfig.of``. exact: as in
         ``TransposedConfig.of``."""
         records = gathered_records(**options)
         records["output"] = replace(records["output"], exact_maximum=exact)
         if line:
-            scheduler = TileScheduler(Schedule.LINE, in_step=True, adds_up=True)
+            scheduler = TileScheduler(Schedule.LINE, in_step=True, adds_up=True, cuts_ahead=ahead)
         else:
             scheduler = TileScheduler(Schedule.PERSISTENT)
         return cls(count=count, scheduler=scheduler, **records)

@@ -58,17 +58,18 @@ class TransposedConfig(RingOfCodes, AttentionKernel):
         assert self.role_registers <= self.register_pool, "setmaxnreg would wait for ever"
 
     @classmethod
-    def of(cls, count: int, *, line: bool = False, exact: bool = False, **options) -> TransposedConfig:
-        """A configuration for tasks of ``count`` rows. line, options: as in ``GatheredConfig.of``. exact: row_max, if
-        it is a result, is the row's maximum; otherwise some reference near it."""
+    def of(
+        cls, count: int, *, line: bool = False, ahead: bool = False, exact: bool = False, **options
+    ) -> TransposedConfig:
+        """A configuration for tasks of ``count`` rows. line, ahead, options: as in ``GatheredConfig.of``. exact:
+        row_max, if it is a result, is the row's maximum; otherwise some reference near it."""
         records = gathered_records(**options)
         records["output"] = replace(records["output"], exact_maximum=exact)
-        found = cls(count=count, **records)
         if line:
-            found = replace(found, scheduler=TileScheduler(Schedule.LINE, in_step=True, adds_up=True))
+            scheduler = TileScheduler(Schedule.LINE, in_step=True, adds_up=True, cuts_ahead=ahead)
         else:
-            found = replace(found, scheduler=TileScheduler(Schedule.PERSISTENT))
-        return found
+            scheduler = TileScheduler(Schedule.PERSISTENT)
+        return cls(count=count, scheduler=scheduler, **records)
 
     @property
     def rows(self) -> TileRows:
