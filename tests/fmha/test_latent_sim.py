@@ -374,6 +374,7 @@ def test_codes(arch, q_codes, queries, heads, splits, simulate_as, monkeypatch):
         (32, 3, (1100, 5, 130, 0, 64, 400), 8, False),  # the second query tile has 32 rows
         (16, 4, (1500, 3, 64, 65, 700), 5, False),
         (64, 1, (1500, 7), 6, True),
+        (64, 1, (3300,), 16, False),  # 13 pieces
     ],
 )
 @pytest.mark.usefixtures("check_order")

@@ -33,7 +33,10 @@ from warpspec.latent.gathered.raw.record import place_at
 from warpspec.latent.gathered.transposed.results import store_values
 
 NUMBERS = HALF // WARP_THREADS  # of a row that a lane adds up
-ROWS_AHEAD, PIECES_AHEAD = 2, 4  # rows and pieces whose states are in flight
+TOLD = 2  # numbers of a row and value warpgroup behind O
+# (Parts of a warp's rows, one of which is in flight; pieces of which it is) of a task with two pieces, with more, with
+# many, of which a share is a row or two of each warp.
+OF_TWO, OF_MORE, OF_MANY, MANY = (2, 2), (8, 4), (16, 8), 10
 WARPS = WARPGROUP_THREADS // WARP_THREADS
 
 
@@ -55,7 +58,7 @@ def row_of_state(config, operands, state, row) -> cute.Tensor:
 def told_of(config, operands, state, row, consumer) -> cute.Tensor:
     """(NUMBER): reference and sum of a row of a state, which are the value warpgroup's own."""
     begin = operands.pieces[state, row, None].iterator + (config.heads.v + consumer * VECTOR)
-    return cute.make_tensor(begin, cute.make_layout(VECTOR))
+    return cute.make_tensor(begin, cute.make_layout(TOLD))
 
 
 @cute.jit
@@ -64,8 +67,7 @@ def end_piece(role, record, slot):
     config, shared, operands, piece = role.config, role.shared, role.operands, record.piece
     work = PieceWork(record, role.thread, role.consumer)
     if role.thread < config.count:
-        values = cute.make_rmem_tensor(VECTOR, Float32)
-        values.fill(0.0)
+        values = cute.make_rmem_tensor(TOLD, Float32)
         values[0], values[1] = (
             shared.rows[role.thread, REFERENCE, slot],
             shared.rows[role.thread, TOTAL, slot],
@@ -82,18 +84,33 @@ def end_piece(role, record, slot):
         begin = Int32(cutlass.select_(Boolean(task == ALL), Int32(0), begin))
         step = Int32(cutlass.select_(Boolean(task == ALL), Int32(1), step))
         groups = Int32(cutlass.select_(Boolean(task == NONE), Int32(0), Int32(config.count // WARPS)))
-        for group in cutlass.range(begin, groups, step * ROWS_AHEAD, unroll=1):
-            add_rows(role, record, slot, group, step)
+        others = piece.earlier + piece.later
+        if others == 1:
+            add_share(role, record, slot, (begin, groups, step), OF_TWO)
+        elif others < MANY:
+            add_share(role, record, slot, (begin, groups, step), OF_MORE)
+        else:
+            add_share(role, record, slot, (begin, groups, step), OF_MANY)
         finish_share(work, operands)
 
 
 @cute.jit
-def add_rows(role, record, slot, group, step):
-    """Add up the warp's rows of ROWS_AHEAD groups, of four rows each, over all pieces, and write their results. group:
-    number of the first; step: from one to the next."""
+def add_share(role, record, slot, share, ahead: cutlass.Constexpr):
+    """Add up a share of the rows over all pieces. share: groups of four rows, one a warp: number of the first, end of
+    all, from one to the next. ahead: what is in flight."""
+    begin, end, step = share
+    rows = max(role.config.count // WARPS // ahead[0], 1)
+    for group in cutlass.range(begin, end, step * rows, unroll=1):
+        add_rows(role, record, slot, group, step, (rows, ahead[1]))
+
+
+@cute.jit
+def add_rows(role, record, slot, group, step, most: cutlass.Constexpr):
+    """Add up the warp's rows of some groups over all pieces, and write their results. group, step: as in ``add_share``.
+    most: rows and pieces whose states are in flight."""
     config, operands, piece = role.config, role.operands, record.piece
     lane, warp = role.thread % WARP_THREADS, role.thread // WARP_THREADS
-    count, ahead = piece.earlier + piece.later + 1, min(ROWS_AHEAD, config.count // WARPS)
+    count, (ahead, pieces) = piece.earlier + piece.later + 1, most
     numbers = [group + i * step for i in range(ahead)]
     rows = [cutlass.min(number, config.count // WARPS - 1) * WARPS + warp for number in numbers]
     sums = cute.make_rmem_tensor((NUMBERS, ahead), Float32)
@@ -101,11 +118,11 @@ def add_rows(role, record, slot, group, step):
     told = cute.make_rmem_tensor((2, ahead), Float32)
     for i in cutlass.range_constexpr(ahead):
         told[0, i], told[1, i] = -Float32.inf, Float32(0.0)
-    for first in cutlass.range(0, count, PIECES_AHEAD, unroll=1):
-        loaded = cute.make_rmem_tensor((NUMBERS, PIECES_AHEAD, ahead), number_of(config))
-        others = cute.make_rmem_tensor((VECTOR, PIECES_AHEAD, ahead), Float32)
+    for first in cutlass.range(0, count, pieces, unroll=1):
+        loaded = cute.make_rmem_tensor((NUMBERS, pieces, ahead), number_of(config))
+        others = cute.make_rmem_tensor((TOLD, pieces, ahead), Float32)
         for i in cutlass.range_constexpr(ahead):
-            for j in cutlass.range_constexpr(PIECES_AHEAD):
+            for j in cutlass.range_constexpr(pieces):
                 state = piece.state_of(cutlass.min(first + j, count - 1))
                 source = cute.local_tile(
                     row_of_state(config, operands, state, rows[i]),
@@ -117,7 +134,7 @@ def add_rows(role, record, slot, group, step):
                     told_of(config, operands, state, rows[i], role.consumer), others[None, j, i]
                 )
         for i in cutlass.range_constexpr(ahead):
-            add_batch(config, flat(sums[None, i]), told, loaded, others, i, count - first)
+            add_batch(config, flat(sums[None, i]), told, loaded, others, i, count - first, pieces)
     for i in cutlass.range_constexpr(ahead):
         place, total, reference = place_at(role.shared, rows[i], slot), told[1, i], told[0, i]
         empty = Boolean(total == Float32(0.0))
@@ -137,11 +154,11 @@ def add_rows(role, record, slot, group, step):
             store_values(target, role.consumer * HALF + lane * NUMBERS, values)
 
 
-def add_batch(config, sums, told, loaded, others, i: int, left) -> None:
+def add_batch(config, sums, told, loaded, others, i: int, left, pieces: int) -> None:
     """Add a batch of pieces to the i-th row's sums (n) and told (reference and sum, ROW). left: pieces that there
     are."""
     references = []
-    for j in range(PIECES_AHEAD):
+    for j in range(pieces):
         inside = Boolean(left > j)
         references.append(Float32(cutlass.select_(inside, others[0, j, i], -Float32.inf)))
     highest = told[0, i]
@@ -151,7 +168,7 @@ def add_batch(config, sums, told, loaded, others, i: int, left) -> None:
     total = told[1, i] * own
     for n in range(NUMBERS):
         sums[n] = sums[n] * own
-    for j in range(PIECES_AHEAD):
+    for j in range(pieces):
         factor = cute.math.exp2(references[j] - finite(highest), fastmath=True)
         weight = others[1, j, i] * factor
         total = total + weight
