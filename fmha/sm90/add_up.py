@@ -2,8 +2,9 @@
 
 A state lies in memory as in registers: each thread stores and loads 16 bytes at a time, beside those of its neighbours.
 A thread of another piece finds its own rows and columns where the thread with its number left them. O is in fp32, or
-as means (``config.leaves_means``): divided by the rows' sums, in fp16. A CTA leaves at most two states, of the first
-piece of one tile and of a further one of another.
+as means (``config.leaves_means``): divided by the rows' sums, in fp16; where values may be of any size
+(``scales_means``), a row's numbers are multiplied by a power of two that brings the largest to the top of fp16's range.
+A CTA leaves at most two states, of the first piece of one tile and of a further one of another.
 
 Where a tile has few pieces (``adds_alone``), the last one's consumers add the other states to their registers. Where it
 has more, all leave their states; then all but the first, whose CTA has further tiles, share out the columns: each adds
@@ -22,7 +23,7 @@ from dataclasses import replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float16, Float32, Int32, Int64
+from cutlass import Boolean, Float16, Float32, Int32, Int64, Uint32
 
 from warpspec.common.device.warp import warp_anew
 from warpspec.common.device.wgmma import WARP_ROWS, flat
@@ -33,6 +34,7 @@ from warpspec.fmha.heads import PIECE_STATISTICS
 from warpspec.fmha.line import FEW_PIECES, PAIR_WORDS
 from warpspec.fmha.sm90.config import SCORED_BARRIER
 from warpspec.fmha.sm90.fragment import PAIR, THREAD_ROWS, elements
+from warpspec.fmha.sm90.narrow import factors as powers_of
 from warpspec.fmha.sm90.shapes import WARPGROUP_ROWS
 from warpspec.fmha.sm90.softmax import over_quad
 
@@ -73,7 +75,8 @@ def columns_of(work, operands, state) -> cute.Tensor:
 
 
 def statistics_of(work, operands, state) -> cute.Tensor:
-    """(NUMBER, ROW): reference, maximum and sum of the rows of a state, after its O; each consumer has its own."""
+    """(NUMBER, ROW): reference, maximum and sum of the rows of a state, and what means have to be multiplied by, after
+    its O; each consumer has its own."""
     numbers = work.config.heads.v * WARPGROUP_ROWS + work.column_group * WARPGROUP_ROWS * VECTOR
     layout = cute.make_layout((VECTOR, WARPGROUP_ROWS))
     return cute.make_tensor(operands.pieces[state, None, None].iterator + numbers, layout)
@@ -92,8 +95,9 @@ def leave_state(work, state, operands):
         references, maxima, sums = state
         totals = tuple(over_quad(total, lambda a, b: a + b) for total in sums)
         target = columns_of(work, operands, number)
+        powers = (Float32(1.0),) * THREAD_ROWS
         if cutlass.const_expr(work.config.leaves_means):
-            leave_means(o, totals, target)
+            powers = leave_means(work.config, o, totals, target)
         else:
             for vector in cutlass.range_constexpr(cute.size(o) // VECTOR):
                 cute.autovec_copy(cute.local_tile(o, (VECTOR,), (vector,)), target[None, vector])
@@ -102,8 +106,8 @@ def leave_state(work, state, operands):
             row = work.rows[r]
             if row.member == 0:
                 values = cute.make_rmem_tensor(VECTOR, Float32)
-                values.fill(0.0)
-                values[0], values[1], values[2] = references[r], maxima[r], totals[r]
+                for i, value in enumerate((references[r], maxima[r], totals[r], powers[r])):
+                    values[i] = value
                 cute.autovec_copy(values, told[None, row.index])
     # A release is cumulative: one thread's covers what the others wrote before the barrier.
     wait_for_threads(work)
@@ -115,15 +119,35 @@ def inverse(total) -> Float32:
 
 
 @cute.jit
-def leave_means(o: cute.Tensor, totals: cutlass.Constexpr, target: cute.Tensor):
+def leave_means(
+    config: cutlass.Constexpr, o: cute.Tensor, totals: cutlass.Constexpr, target: cute.Tensor
+) -> tuple:
     """Leave O (n) of the thread's rows, divided by their sums, in ``target`` (NUMBER, VECTOR). O of a row without keys
-    is 0, and stays so."""
-    factors = tuple(inverse(total) for total in totals)
+    is 0, and stays so. Returns the powers of two that they have to be multiplied by."""
+    factors, powers = tuple(inverse(total) for total in totals), (Float32(1.0),) * THREAD_ROWS
+    if cutlass.const_expr(config.scales_means):
+        found = [powers_of((largest(o, r) * factors[r]).bitcast(Uint32) >> 16) for r in range(THREAD_ROWS)]
+        factors = tuple(factor * up for factor, (up, _) in zip(factors, found, strict=True))
+        powers = tuple(down for _, down in found)
     for vector in cutlass.range_constexpr(cute.size(o) // MEANS_VECTOR):
         means = cute.make_rmem_tensor(MEANS_VECTOR, Float16)
         for i in cutlass.range_constexpr(MEANS_VECTOR):
             means[i] = (o[vector * MEANS_VECTOR + i] * factors[i // PAIR % THREAD_ROWS]).to(Float16)
         cute.autovec_copy(means, target[None, vector])
+    return powers
+
+
+def largest(o: cute.Tensor, r: int) -> Float32:
+    """The largest magnitude in row r of the threads that share it. NaN is ignored."""
+    chains = [Float32(0.0)] * 2
+    for n, i in enumerate(elements(o, r)):
+        chains[n % 2] = cute.arch.fmax(chains[n % 2], cute.math.absf(o[i]))
+    return over_quad(cute.arch.fmax(*chains), cute.arch.fmax)
+
+
+def weight_of_means(config, weight, power) -> Float32:
+    """What a row of means is multiplied by. weight: of the row. power: from ``leave_means``."""
+    return weight * power if config.scales_means else weight
 
 
 @cute.jit
@@ -268,7 +292,7 @@ def add_unit(work, operands, unit, o):
                 factor = cute.math.exp2(told[0, r, i] - finite(highest), fastmath=True)
                 total += told[2, r, i] * factor
                 if cutlass.const_expr(work.config.leaves_means):
-                    factor = told[2, r, i] * factor
+                    factor = weight_of_means(work.config, told[2, r, i] * factor, told[3, r, i])
                 values = flat(loaded[None, None, i])
                 for at in elements(o, r):
                     o[at] += values[at].to(Float32) * factor
@@ -298,7 +322,9 @@ def add_state(work, state, operands, number):
         once = Float32(cutlass.select_(Boolean(row.member == 0), other[2] * factor, Float32(0.0)))
         new.append((highest, cute.arch.fmax(maximum, other[1]), total * own + once))
         kept.append(own)
-        added.append(other[2] * factor if work.config.leaves_means else factor)
+        if work.config.leaves_means:
+            factor = weight_of_means(work.config, other[2] * factor, other[3])
+        added.append(factor)
     size = vector_of(work.config)
     for first in cutlass.range_constexpr(0, cute.size(o) // size, AHEAD):
         loaded = cute.make_rmem_tensor((size, AHEAD), number_of(work.config))

@@ -21,10 +21,18 @@ from warpspec.common.hardware import (
     registers_at_launch,
 )
 from warpspec.common.launch import Target
+from warpspec.common.operands import BFLOAT16
 from warpspec.fmha.config import AttentionKernel, Schedule, TileScheduler, check_call, common_fields
 from warpspec.fmha.conversion import CodeRings
 from warpspec.fmha.heads import BLOCK, MMA_K
-from warpspec.fmha.line import AHEAD_REQUESTS, FEW_HEADS, FEW_ROWS_OVERHEAD, PAIR_OVERHEAD, TILE_OVERHEAD
+from warpspec.fmha.line import (
+    AHEAD_REQUESTS,
+    FEW_HEADS,
+    FEW_MEANS,
+    FEW_ROWS_OVERHEAD,
+    PAIR_OVERHEAD,
+    TILE_OVERHEAD,
+)
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.schedule import sortable
 from warpspec.fmha.sm90.barriers import WEIGHT_STAGES, barriers_of
@@ -262,7 +270,16 @@ class AttentionConfig(AttentionKernel):
         """Shared memory from one P to the next."""
         return self.kv.k_bytes if self.p_in_keys else self.p_bytes
 
-    leaves_means: ClassVar[bool] = False  # pieces leave means of values in fp16 (``add_up``)
+    @property
+    def leaves_means(self) -> bool:
+        """Whether pieces leave means of values in fp16 (``add_up``): half the bytes, and an eighth of what rounding to
+        bf16 adds to o. States that a caller gets are sums in fp32; those of few rows are small, and take longer as
+        means (docs/notebook/latent.md)."""
+        few = self.rows.pack <= FEW_MEANS and not self.mask.causal
+        bf16 = self.output.normalize and self.format.dtype == BFLOAT16
+        return self.scheduler.adds_up and bf16 and not few
+
+    scales_means: ClassVar[bool] = True  # by a power of two for each row
     qk_at_once: ClassVar[bool] = False  # QK does not wait for PV of ``pv_first``
 
     @property

@@ -247,6 +247,8 @@ class LineOfQueries:
         fp32."""
         return self.gathers.fmt is E4M3_ROWS and self.output.normalize
 
+    scales_means: ClassVar[bool] = False  # as in ``sm90.AttentionConfig``
+
     @property
     def line_source(self):
         """As in ``AttentionKernel``."""

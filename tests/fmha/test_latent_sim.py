@@ -167,6 +167,24 @@ def test_a_piece_that_a_row_does_not_see(simulate_as, heads):
     assert (o - wanted)[:, :3].float().norm() < 4e-3 * wanted[:, :3].float().norm()
 
 
+@pytest.mark.long
+def test_pieces_of_values_of_any_size(simulate_as):
+    """Pieces leave means in fp16, which values of bf16 do not fit; where a request is cut, rows differ in size."""
+    generator = torch.Generator().manual_seed(0)
+    q, kv = (torch.randn(*shape, generator=generator) for shape in ((1, 1, 64, 576), (10, 64, 576)))
+    kv[3:] *= 2.0**-20  # keys that hardly differ
+    call = dict(
+        page_table=torch.arange(10)[None].int(), kv_lengths=torch.tensor([640], dtype=torch.int32), scale=0.05
+    )
+    simulate_as("sm_90a", sm_count=3)
+    for size in (2.0**100, 2.0**-80):
+        inputs = ((q / size).bfloat16(), (kv * size).bfloat16())
+        wanted = mla_decode(*inputs, **call, backend="reference")
+        with cutting_by_length():
+            o = mla_decode(*inputs, **call, backend="sim")
+        assert relative_error(o.double() / size, wanted.double() / size) < 4e-3
+
+
 def check_peaks(steps, **options) -> None:
     check_as_exact_as_torch(steps, 576, shared_kv=True, v_dim=512, **options)
 
