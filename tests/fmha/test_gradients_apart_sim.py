@@ -7,6 +7,7 @@ from helpers.suites import long_but
 
 from warpspec.common.compile import resources
 from warpspec.common.launch import SIMULATED
+from warpspec.fmha import attention
 from warpspec.fmha.backward import apart, launch
 from warpspec.fmha.backward.problem import BackwardProblem
 from warpspec.fmha.backward.schedule import Order
@@ -71,3 +72,24 @@ def test_gradients(name, monkeypatch, simulate_gradients_as, check_order):
     case.check(case.gradients(tensors, backend="reference"), tensors, KERNEL_TOLERANCE[case.dtype])
     ((_, prepared),) = found
     assert prepared.queries is not None
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("size", [64, 128])
+def test_nan_at_keys_that_nobody_sees(size, monkeypatch, simulate_gradients_as):
+    """Steps have two blocks of queries at D 64: in the last step the second one has no queries, whose weights are 0
+    without a mask, unless a key has NaN."""
+    monkeypatch.setattr(apart, "gains", lambda *_: True)
+    monkeypatch.setattr(launch, "choose_order", lambda *_: Order(1, 1))
+    monkeypatch.setattr(launch, "prepare", launch.prepare.__wrapped__)
+    simulate_gradients_as("sm_90a", sm_count=2, seed=1)
+    generator = torch.Generator().manual_seed(1)
+    queries, keys = 130, 260  # the queries are the first ones
+    q, k, v = (torch.randn(1, n, 1, size, generator=generator).bfloat16() for n in (queries, keys, keys))
+    k[:, queries:], v[:, queries:] = torch.nan, torch.nan
+    call = [t.requires_grad_() for t in (q, k, v)]
+    start = torch.zeros(1, dtype=torch.int32)
+    attention(*call, causal=True, q_start=start, backend="reference").sum().backward()
+    assert all(t.grad.isfinite().all() for t in call)
+    assert not k.grad[:, queries:].any() and not v.grad[:, queries:].any()
+    assert k.grad[:, :queries].any(-1).all()

@@ -111,6 +111,8 @@ class OwnKeys:
         some = Boolean(first_key < length)
         low, inner_end = tile.queries_of(first_key)
         inner_first, high = tile.queries_of(cutlass.min(first_key + WARPGROUP_ROWS, length) - 1)
+        # Rows past the last query have weights of 0 unless a key has NaN, as one that nobody sees may.
+        inner_first = Int32(cutlass.select_(Boolean(inner_first >= seq_q), Int32(FAR), inner_first))
         inner_end = Int32(cutlass.select_(Boolean(inner_end >= seq_q), Int32(FAR), inner_end))
         inner_end = Int32(cutlass.select_(Boolean(first_key + WARPGROUP_ROWS > length), zero, inner_end))
         first, end = zero, tile.steps
