@@ -13,6 +13,7 @@ import torch
 
 sglang = pytest.importorskip("sglang", reason="needs SGLang: make test-engines")
 
+from helpers.engine_flags import flags_of  # noqa: E402
 from helpers.engine_models import (  # noqa: E402
     Judge,
     log_probabilities,
@@ -245,6 +246,21 @@ def test_sglang_takes_our_backend_for_nvfp4():
     ):
         engine._pass_nvfp4(checked.append, SimpleNamespace(kv_cache_dtype=dtype, **named | others))
         assert len(checked) == calls
+
+
+def test_flags_that_users_are_told(checkpoints):
+    """SGLang's command takes those of docs/engines.md."""
+    from sglang.srt.server_args import prepare_server_args
+
+    import warpspec.engines.sglang as engine
+
+    engine.register()
+    _, folder = checkpoints("llama")
+    all_flags = flags_of("python -m sglang.launch_server")
+    assert len(all_flags) >= 5
+    for flags in all_flags:
+        settings = prepare_server_args(["--model-path", str(folder), "--device", "cpu", *flags])
+        assert (settings.attention_backend, settings.page_size) == ("warpspec", 64)
 
 
 def runner(**others):

@@ -5,9 +5,12 @@ import torch
 
 vllm = pytest.importorskip("vllm", reason="needs vLLM: make test-engines")
 
+from helpers.engine_flags import flags_of  # noqa: E402
 from helpers.engine_models import Judge, prompts  # noqa: E402
 from helpers.vllm_engine import LENGTHS, generate, same_tokens  # noqa: E402
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.platforms.interface import DeviceCapability  # noqa: E402
+from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
 
 import warpspec.engines.vllm as engine  # noqa: E402
@@ -81,3 +84,17 @@ def test_what_vllm_asks_on_a_gpu(name, settings):
     assert reasons(use_mla=not settings["use_mla"]) in (["MLA not supported"], ["non-MLA not supported"])
     trimmed = reasons(use_adaptive_verification=True)
     assert len(trimmed) == (name == "WARPSPEC_MLA")
+
+
+def test_flags_that_users_are_told(checkpoints):
+    """vLLM's command takes those of docs/engines.md."""
+    engine.register()
+    _, folder = checkpoints("phi3")
+    named = []
+    for flags in flags_of("vllm serve"):
+        parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+        config = EngineArgs.from_cli_args(
+            parser.parse_args(["--model", str(folder), *flags])
+        ).create_engine_config()
+        named.append(config.attention_config.backend.name)
+    assert set(named) == set(engine.PATHS)
