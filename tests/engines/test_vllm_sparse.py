@@ -1,4 +1,4 @@
-"""vLLM's attention to rows that an indexer selects, on a tiny DeepSeek V3.2: `make test-engines`.
+"""vLLM's attention to rows that an indexer selects, on a tiny DeepSeek V3.2 and GLM-5: `make test-engines`.
 
 vLLM's indexer has kernels for GPUs alone, and it offers no such attention on a CPU. A selection by position stands
 for the indexer, here and in the model that judges, and torch stands for two other kernels. Batches, caches and layers
@@ -19,7 +19,7 @@ from vllm.v1.attention.ops import metadata  # noqa: E402
 
 from warpspec.engines.vllm import SPARSE_MLA_NAME, sparse_mla, warmup  # noqa: E402
 
-KIND = "deepseek_v32"
+KINDS = ["deepseek_v32", "glm_moe_dsa"]
 OPTIONS = {
     "block_size": 64,
     "kv_cache_dtype": "fp8_ds_mla",
@@ -60,9 +60,10 @@ def calls(monkeypatch):
     return seen
 
 
-def test_selected_rows(checkpoints, start_vllm, calls):
+@pytest.mark.parametrize("kind", KINDS)
+def test_selected_rows(kind, checkpoints, start_vllm, calls):
     """Prompts below and above the number of selected keys, alone, in parts beside decoding, and after a prefix."""
-    model, folder = checkpoints(KIND)
+    model, folder = checkpoints(kind)
     llm = start_vllm(folder, attention_config={"sparse_mla_force_mqa": True}, **OPTIONS)
     judge = Judge(model, stored)
     for lengths, common in (((40, 5), 0), ((70, 1, 150, 30), 20), ((200, 170), 66), ((200, 170), 66)):
@@ -70,9 +71,10 @@ def test_selected_rows(checkpoints, start_vllm, calls):
     assert {1, 64} <= set(calls)
 
 
-def test_short_prompts(checkpoints, start_vllm, calls):
+@pytest.mark.parametrize("kind", KINDS)
+def test_short_prompts(kind, checkpoints, start_vllm, calls):
     """All keys of a prompt, as they are before they are stored."""
-    model, folder = checkpoints(KIND)
+    model, folder = checkpoints(kind)
     llm = start_vllm(folder, **OPTIONS)
     Judge(model).check(generate(llm, prompts((48, 5, 1)), tokens=1))
     assert not calls
@@ -80,7 +82,7 @@ def test_short_prompts(checkpoints, start_vllm, calls):
 
 def test_kernels_before_the_first_request(checkpoints, start_vllm, calls, monkeypatch):
     """vLLM's warm-up: one token and a full batch, then prompts of one request and of many."""
-    _, folder = checkpoints(KIND)
+    _, folder = checkpoints(KINDS[0])
     monkeypatch.setattr(warmup, "provider", warmup.Provider())
     start_vllm(folder, **OPTIONS)
     called = []

@@ -12,6 +12,7 @@ from transformers import (
     DeepseekV32Config,
     DynamicCache,
     Gemma4TextConfig,
+    GlmMoeDsaConfig,
     GptOssConfig,
     LlamaConfig,
     MiMoV2FlashConfig,
@@ -98,13 +99,19 @@ LATENT_SIZES = dict(
                      "original_max_position_embeddings": 128, "beta_fast": 32, "beta_slow": 1},
     moe_layer_freq=1, topk_method="noaux_tc",  # (SGLang reads them)
 )  # fmt: skip
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
 LATENT_CONFIGS = {
     "deepseek_v3": lambda: DeepseekV3Config(**LATENT_SIZES),
     # an indexer selects at most 48 keys of a query
     "deepseek_v32": lambda: DeepseekV32Config(
         **LATENT_SIZES, mlp_layer_types=["dense"] * 2, index_topk=48, index_n_heads=4, index_head_dim=128
     ),
-}
+    # keys and values of 256 numbers; the second layer has no indexer and takes what the first one's selects
+    "glm_moe_dsa": lambda: GlmMoeDsaConfig(
+        **LATENT_SIZES | {"qk_nope_head_dim": 192, "v_head_dim": 256, "rope_parameters": ROPE}, index_topk=48,
+        mlp_layer_types=["dense"] * 2, index_n_heads=4, index_head_dim=128, indexer_types=["full", "shared"],
+    ),
+}  # fmt: skip
 
 
 def make_model(kind: str, dtype: torch.dtype = torch.bfloat16):
@@ -137,6 +144,10 @@ def save_model(model, folder) -> None:
         # (SGLang asks for a head size of all layers, which transformers refuses to name otherwise)
         "gemma4_text": lambda _: {"allow_global_per_layer_attribute_access": True},
         "mimo_v2_flash": mimo_fields,
+        # (vLLM's name of which layers have an indexer)
+        "glm_moe_dsa": lambda m: {
+            "index_topk_pattern": "".join(t[0].upper() for t in m.config.indexer_types)
+        },
     }
     if kind in others:
         file.write_text(json.dumps(json.loads(file.read_text()) | others[kind](model)))

@@ -1,4 +1,4 @@
-"""Models with an indexer (DeepSeek V3.2), whose selection by position stands for the engines' and transformers' own."""
+"""Models with an indexer (DeepSeek V3.2, GLM-5): a selection by position in place of the engines' and transformers'."""
 
 import torch
 
@@ -15,8 +15,9 @@ def stored(t: torch.Tensor) -> torch.Tensor:
 
 
 def select_by_position(monkeypatch) -> None:
-    """Let transformers' DeepSeek V3.2 select as ``sglang_on_cpu.select`` does, which can be imported from now on."""
-    from transformers.models.deepseek_v32 import modeling_deepseek_v32
+    """Let transformers' models select as ``sglang_on_cpu.select`` does, which can be imported from now on."""
+    from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Indexer
+    from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaIndexer
 
     monkeypatch.syspath_prepend(str(STUBS))
     from sglang_on_cpu import select
@@ -25,4 +26,5 @@ def select_by_position(monkeypatch) -> None:
         found = select(position_ids.flatten(), self.index_topk).view(*position_ids.shape, -1)
         return torch.where(found < 0, position_ids[..., None], found)
 
-    monkeypatch.setattr(modeling_deepseek_v32.DeepseekV32Indexer, "forward", selected)
+    for indexer in (DeepseekV32Indexer, GlmMoeDsaIndexer):
+        monkeypatch.setattr(indexer, "forward", selected)
