@@ -21,8 +21,6 @@ from helpers.sglang_batches import interpret_triton  # noqa: E402
 from warpspec.common.errors import UnsupportedProblem  # noqa: E402
 from warpspec.engines.sglang import sparse_mla  # noqa: E402
 
-KIND = "deepseek_v32"
-
 
 @pytest.fixture
 def start(checkpoints, start_sglang, monkeypatch, tmp_path):
@@ -32,9 +30,9 @@ def start(checkpoints, start_sglang, monkeypatch, tmp_path):
     monkeypatch.setenv("SGLANG_DSA_FUSE_TOPK", "0")
     select_by_position(monkeypatch)
 
-    def of(dense: int, **drafting):
+    def of(dense: int, kind: str = "deepseek_v32", **drafting):
         monkeypatch.setenv("SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD", str(dense))
-        model, folder = checkpoints(KIND)
+        model, folder = checkpoints(kind)
         if drafting:
             folder = shutil.copytree(folder, tmp_path / "drafts")
             add_drafting_layer(model, folder)
@@ -58,6 +56,13 @@ def test_selected_rows(start):
     model, engine = start(dense=0)
     for lengths, common in (((40, 5), 0), ((70, 1, 150, 30), 20), ((200, 170), 66), ((200, 170), 66)):
         check(model, engine, prompts(lengths, common), 12, stored)
+
+
+def test_glm_5(start):
+    """Its second layer takes what the first one's indexer selects; prompts with all keys have heads of 256 numbers."""
+    model, engine = start(dense=48, kind="glm_moe_dsa")
+    check(model, engine, prompts((70, 1, 150, 30)), 12, stored)
+    check(model, engine, prompts((48, 5, 1)), 1)
 
 
 def test_short_prompts(start):

@@ -99,7 +99,8 @@ LATENT_SIZES = dict(
                      "original_max_position_embeddings": 128, "beta_fast": 32, "beta_slow": 1},
     moe_layer_freq=1, topk_method="noaux_tc",  # (SGLang reads them)
 )  # fmt: skip
-ROPE = {"rope_type": "default", "rope_theta": 1e4}
+# (SGLang has no RoPE without a scaling on a CPU)
+ROPE = LATENT_SIZES["rope_parameters"] | {"factor": 1.0, "original_max_position_embeddings": 512}
 LATENT_CONFIGS = {
     "deepseek_v3": lambda: DeepseekV3Config(**LATENT_SIZES),
     # an indexer selects at most 48 keys of a query
