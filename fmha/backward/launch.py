@@ -135,7 +135,7 @@ class Prepared(NamedTuple):
     key tiles by length, or None.
     rows, main, results: functions of the kernels' arguments, results None as in ``Kernels``. numbers: the main
     kernel's. window: (left, right), 0 where unbounded. scale: the logits'. queries: numbers of the kernel that makes
-    dQ by query tiles, which then stands for ``results``; None if there is none."""
+    dQ by query tiles, which then stands for ``results``, or, where there are none, for ``rows``; None if there is none."""
 
     target: Target
     config: BackwardKernel
@@ -153,8 +153,8 @@ class Prepared(NamedTuple):
 
 class Kernels(NamedTuple):
     """The kernels of a problem, each a (kernel, configuration): row statistics, the main kernel, then results (dQ, and
-    the sums of cut key tiles). results: None if the main kernel makes them, or if no key tile is cut and dQ is not
-    wanted."""
+    the sums of cut key tiles). results: None if another kernel makes them, or if no key tile is cut and dQ is not
+    wanted. A kernel that makes dQ by query tiles is the first, or the last."""
 
     rows: tuple[Kernel, Hashable]
     main: tuple[Kernel, Hashable]
@@ -167,7 +167,10 @@ def kernels(problem: BackwardProblem, target: Target, config: BackwardKernel | N
     rows, main = row_config(config, problem), GRADIENTS.of(target.architecture).MAIN
     if is_apart(problem, config):
         main = KEYS if isinstance(config, KeyConfig) else main
-        return Kernels((ROWS, rows), (main, config), (QUERIES, QueryConfig.beside(config)))
+        queries = apart.query_config(problem, config, target)
+        if queries.makes_statistics:
+            return Kernels((QUERIES, queries), (main, config), None)
+        return Kernels((ROWS, rows), (main, config), (QUERIES, queries))
     last = result_config(config)
     results = None if last is None or config.finishes else (RESULTS, last)
     return Kernels((ROWS, rows), (main, config), results)
@@ -398,16 +401,20 @@ def arguments_of(
         operands.q_counts,
         operands.q_patterns,
     )
+    rows = (*read, *written, *requests, *prepared.window, *cuts, order.slices)
     results = None
     if prepared.queries is not None:
+        first = prepared.results is None
+        stated = (operands.o, operands.lse) if first else (None, None)
         places = (operands.kv_lengths, operands.q_start, *lengths)
-        results = (*main[:5], gradients.q, *places, *prepared.queries)
+        queries = (*main[:5], gradients.q, *stated, *places, *prepared.queries)
+        rows, results = (queries, None) if first else (rows, queries)
     elif prepared.results is not None:
         some = any(each is not None for each in sums) and not config.slices
         tables = (tile_order if some and config.keeps_requests else None, tile_pieces if some else None)
         keys = (*sums, gradients.q, *((dk, dv) if config.cut else (None, None)))
         results = (dq_sums, *keys, *lengths, *tables, prepared.scale, order.whole)
-    return Arguments((*read, *written, *requests, *prepared.window, *cuts, order.slices), main, results)
+    return Arguments(rows, main, results)
 
 
 def query_tile_count(config: BackwardKernel, operands: Operands) -> int:

@@ -157,9 +157,9 @@ class ResultOperands(NamedTuple):
 
 
 class QueryOperands(NamedTuple):
-    """Arguments of the kernel that makes dQ by query tiles. Tensors: as in ``BackwardOperands``. scale: the factor of
-    dQ. window_left, window_right: not read where unbounded. section: rows, heads of batch rows, of a section. ctas: the
-    most CTAs."""
+    """Arguments of the kernel that makes dQ by query tiles. Tensors: as in ``BackwardOperands``; o and lse, as in
+    ``RowOperands``, where it makes the statistics. scale: the factor of dQ. window_left, window_right: not read where
+    unbounded. section: rows, heads of batch rows, of a section. ctas: the most CTAs."""
 
     q: Annotated[Any, QK_ROWS]
     k: Annotated[Any, QK_ROWS]
@@ -167,6 +167,8 @@ class QueryOperands(NamedTuple):
     do: Annotated[Any, V_ROWS]
     statistics: Annotated[Any, Operand(FLOAT32, 4, 4, TMA_ALIGNMENT)]
     dq: Annotated[Any, QK_ROWS]
+    o: Annotated[Any, replace(V_ROWS, when="makes_statistics")]
+    lse: Annotated[Any, replace(LSE, when="makes_statistics")]
     kv_lengths: Annotated[Any, Operand(INT32, 1, when="requests.has_kv_lengths")]
     q_start: Annotated[Any, Operand(INT32, 1, when="requests.has_q_start")]
     cu_seqlens_q: Annotated[Any, Operand(INT32, 1, when="requests.packed_q")]

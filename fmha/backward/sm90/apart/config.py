@@ -43,6 +43,7 @@ class ApartKernel(BackwardKernel):
 
     kept, streamed = ("", ""), ("", "")
     step_blocks = 1
+    makes_statistics = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -136,22 +137,25 @@ class ApartKernel(BackwardKernel):
 @dataclass(frozen=True)
 class QueryConfig(ApartKernel):
     """The kernel that makes dQ. row_tile: rows of a tile of the statistics, the other kernel's ``tile_m``.
-    begins_early: the other kernel lets this one begin behind its own wait for the first kernel."""
+    begins_early: the other kernel lets this one begin behind its own wait for the first kernel. makes_statistics: this
+    is the first kernel, and makes the rows' statistics, too."""
 
     row_tile: int = 64
     begins_early: bool = False
+    makes_statistics: bool = False
     kept, streamed = ("q", "do"), ("k", "v")
 
     @classmethod
-    def beside(cls, keys: BackwardKernel) -> QueryConfig | None:
+    def beside(cls, keys: BackwardKernel, makes_statistics: bool = False) -> QueryConfig | None:
         """The kernel beside one that makes dK and dV, or None where it is not made for that."""
         mask, logits = keys.mask, keys.logits
         further = mask.has_blocks or mask.has_ranges or logits.bias is not None or logits.curved
         if further or keys.heads.qk not in QUERY_STEP:
             return None
         fields = (keys.mask, keys.requests, keys.logits, keys.heads, keys.format, Wanted(True, False, False))
-        early = isinstance(keys, KeyConfig)
-        return cls(*fields, rows=keys.rows, row_tile=keys.tile_m, begins_early=early)
+        early = isinstance(keys, KeyConfig) and not makes_statistics
+        more = {"row_tile": keys.tile_m, "begins_early": early, "makes_statistics": makes_statistics}
+        return cls(*fields, rows=keys.rows, **more)
 
     @property
     def tile_m(self) -> int:

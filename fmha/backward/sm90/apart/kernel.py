@@ -31,7 +31,8 @@ class Apart:
         self.config = config
 
     def copies(self, operands) -> tuple:
-        """(TMA descriptors, their coordinate tensors) of K, V, Q and dO, and of the gradients."""
+        """(TMA descriptors, their coordinate tensors) of K, V, Q and dO, of the gradients, and of what else a kernel
+        reads."""
         config = self.config
         blocks = config.room // BLOCK if config.rows is None else 1
         tensors = {"k": operands.k, "v": operands.v, "q": operands.q, "do": operands.do}
@@ -39,16 +40,23 @@ class Apart:
         copies = [tma.make_load(row_view(config, tensors[name]), boxes[name]) for name in NAMES]
         made = [getattr(operands, name) for name in self.gradients if config.stores_tiles]
         copies += [tma.make_store(row_view(config, tensor), (BLOCK, WARP_ROWS, 1)) for tensor in made]
+        copies += [
+            tma.make_load(row_view(config, tensor), boxes["do"]) for tensor in self.further(operands)
+        ]
         return tuple(tuple(copy[i] for copy in copies) for i in range(2))
 
-    def launch(self, ctas, stream) -> dict:
-        """The arguments of a launch."""
+    def further(self, operands) -> tuple:
+        """Further tensors that are read in tiles like dO's."""
+        return ()
+
+    def launch(self, ctas, stream, follows: bool = True) -> dict:
+        """The arguments of a launch. follows: it may begin before the one before it has ended."""
         return {
             "grid": (ctas, 1, 1),
             "block": (self.config.threads, 1, 1),
             "min_blocks_per_mp": 1,
             "preferred_smem_carveout": SMEM_CARVEOUT_PERCENT,
-            "use_pdl": True,
+            "use_pdl": follows,
             "stream": stream,
         }
 
@@ -86,7 +94,11 @@ class Queries(Apart):
         operands = batched(self.config, operands)
         launch = launch_of(self.config, operands, operands)
         ctas = cutlass.min(launch.count, operands.ctas)
-        self.kernel(operands, *self.copies(operands), launch).launch(**self.launch(ctas, stream))
+        arguments = self.launch(ctas, stream, not self.config.makes_statistics)
+        self.kernel(operands, *self.copies(operands), launch).launch(**arguments)
+
+    def further(self, operands) -> tuple:
+        return (operands.o,) if self.config.makes_statistics else ()
 
     @cute.kernel
     def kernel(self, operands, atoms, coordinates, launch):
@@ -94,7 +106,9 @@ class Queries(Apart):
         channels, shared = self.begin(atoms, warp)
         # The launch before began this one behind its own wait for the first kernel, whose statistics are all that is
         # read. It is waited for in the end, so that what comes next begins behind both.
-        if cutlass.const_expr(not config.begins_early):
+        if cutlass.const_expr(config.makes_statistics):
+            cute.arch.griddepcontrol_launch_dependents()
+        elif cutlass.const_expr(not config.begins_early):
             cute.arch.griddepcontrol_wait()
         if warp >= config.load_warp:
             cute.arch.setmaxregister_decrease(config.registers[-1])

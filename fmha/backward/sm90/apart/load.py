@@ -21,7 +21,7 @@ NAMES = ("k", "v", "q", "do")  # in the order of the TMA descriptors
 @dataclass(frozen=True)
 class Loads:
     """Issues loads. shared: addresses of the regions, by name. atoms, coordinates: TMA descriptors and their coordinate
-    tensors, of K, V, Q and dO."""
+    tensors, of K, V, Q and dO, of gradients, and of O where it is prefetched."""
 
     config: object
     channels: dict
@@ -40,17 +40,20 @@ class Loads:
         full.expect_bytes(use, loaded_bytes(config, name, config.rows_of(name)) + further)
         load_tile(config, name, ring, full.stage(use), full.barrier(use))
 
-    def ring(self, name: str, place) -> tma.TileRing:
-        """The tiles of an operand from a place on."""
-        config, i, (head, batch, first) = self.config, NAMES.index(name), place
+    def ring(self, name: str, place, copy: int | None = None) -> tma.TileRing:
+        """The tiles of an operand from a place on. copy: which of the TMA descriptors, if not the operand's."""
+        config, (head, batch, first) = self.config, place
+        i = NAMES.index(name) if copy is None else copy
         view = self.coordinates[i][None, None, None, head, batch]
         dtype, stages = self.operands.q.element_type, config.stages_of(name)
         return ring_of(config, name, self.atoms[i], view, self.shared[name], dtype, stages, first)
 
     def prefetch(self, place) -> None:
-        """Prefetch a tile's operands into L2."""
-        for name in self.config.kept:
-            ring = self.ring(name, place)
+        """Prefetch a tile's operands into L2, and O, which consumers read where they make the statistics."""
+        rings = [(name, self.ring(name, place)) for name in self.config.kept]
+        if self.config.makes_statistics:
+            rings.append(("do", self.ring("do", place, -1)))
+        for name, ring in rings:
             for span in range(1 if self.config.rows is None else self.config.spans_of(name)):
                 ring.prefetch(span)
 
@@ -74,11 +77,14 @@ def row_bytes(config) -> int:
 def load_own(loads: cutlass.Constexpr, tile: cutlass.Constexpr, use, place: cutlass.Constexpr):
     """Issue the loads of a query tile's Q and statistics. The last row tiles may not be there."""
     config, size = loads.config, row_bytes(loads.config)
-    there = tile.row_tiles_there()
-    loads.issue("q", use, place, there * size)
-    for i in cutlass.range_constexpr(config.row_tiles):
-        if i < there:
-            loads.issue_statistics(use, tile.head, tile.row_tile(loads.operands, i), i)
+    if cutlass.const_expr(config.makes_statistics):
+        loads.issue("q", use, place)
+    else:
+        there = tile.row_tiles_there()
+        loads.issue("q", use, place, there * size)
+        for i in cutlass.range_constexpr(config.row_tiles):
+            if i < there:
+                loads.issue_statistics(use, tile.head, tile.row_tile(loads.operands, i), i)
 
 
 @cute.jit

@@ -40,6 +40,7 @@ from warpspec.fmha.backward.sm90.apart.consumer import (
     streamed_operand,
     write_rows,
 )
+from warpspec.fmha.backward.sm90.apart.statistics import make_statistics
 from warpspec.fmha.backward.sm90.apart.tile import index_of, rounds_of, tile_at
 from warpspec.fmha.backward.sm90.arithmetic import keep
 from warpspec.fmha.backward.sm90.products import accumulator
@@ -172,12 +173,15 @@ def consume_tile(own: cutlass.Constexpr, tile_use):
         skip(own, step)
     statistics = cute.make_rmem_tensor((THREAD_ROWS, 2), Float32)
     statistics.fill(0.0)
+    if cutlass.const_expr(own.config.makes_statistics):
+        make_statistics(own, statistics)
     if tile.span.count > 0:
         own.channels["q_full"].wait(tile_use)
         own.channels["do_full"].wait(tile_use)
-        for r in cutlass.range_constexpr(THREAD_ROWS):
-            inside = Boolean(first_query + r * ROW_DISTANCE < tile.place.seq_q)
-            statistics[r, 0], statistics[r, 1] = own.statistics(r, inside)
+        if cutlass.const_expr(not own.config.makes_statistics):
+            for r in cutlass.range_constexpr(THREAD_ROWS):
+                inside = Boolean(first_query + r * ROW_DISTANCE < tile.place.seq_q)
+                statistics[r, 0], statistics[r, 1] = own.statistics(r, inside)
     rows = tuple(
         QueryRow(statistics[r, 0], statistics[r, 1], *tile.keys_of(first_query + r * ROW_DISTANCE))
         for r in range(THREAD_ROWS)
