@@ -40,9 +40,7 @@ class Apart:
         copies = [tma.make_load(row_view(config, tensors[name]), boxes[name]) for name in NAMES]
         made = [getattr(operands, name) for name in self.gradients if config.stores_tiles]
         copies += [tma.make_store(row_view(config, tensor), (BLOCK, WARP_ROWS, 1)) for tensor in made]
-        copies += [
-            tma.make_load(row_view(config, tensor), boxes["do"]) for tensor in self.further(operands)
-        ]
+        copies += [tma.make_load(row_view(config, tensor), boxes["do"]) for tensor in self.further(operands)]
         return tuple(tuple(copy[i] for copy in copies) for i in range(2))
 
     def further(self, operands) -> tuple:
