@@ -67,7 +67,6 @@ LEAST_RATIO = 1.055  # of the expected times, from which the kernels apart are t
 # Packed requests, whose lengths the host does not know: the longest, and the mean of that and of the mean length, that
 # gained; with all keys seen these count FULL times. Such a call has CTAS key tiles for each SM.
 LONGEST, TYPICAL, FULL, CTAS = 1408, 1024, 1.6, 1.5
-STATED_ROUNDS = 1.0  # rounds of query tiles from which the kernel that makes dQ also makes the statistics
 FEW_ROUNDS = 6  # rounds of packed requests' tiles, up to which CTAs are not persistent: the GPU balances them
 
 
@@ -144,16 +143,11 @@ def is_apart(problem: BackwardProblem, config: BackwardKernel) -> bool:
     return "q" in problem.wanted and not config.wanted.q
 
 
-def query_config(problem: BackwardProblem, keys: BackwardKernel, target: Target) -> QueryConfig | None:
-    """The kernel that makes dQ beside one that makes dK and dV (``keys``). It makes the statistics if these are plain,
-    and its CTAs have enough to do for dK and dV to wait for."""
-    queries = QueryConfig.beside(keys)
-    if queries is None or problem.has_dlse or problem.forward.has_sink or queries.packed:
-        return queries
-    steps, rows, _ = query_work(problem, queries, target)
-    if len(steps) * rows < STATED_ROUNDS * target.sm_count:
-        return queries
-    return QueryConfig.beside(keys, makes_statistics=True)
+def query_config(problem: BackwardProblem, keys: BackwardKernel) -> QueryConfig | None:
+    """The kernel that makes dQ beside one that makes dK and dV (``keys``). It makes the statistics where these are
+    plain, unless ``keys`` lets it begin early: to wait for it would take longer than a first kernel."""
+    plain = not (problem.has_dlse or problem.forward.has_sink or keys.packed)
+    return QueryConfig.beside(keys, makes_statistics=plain and not isinstance(keys, KeyConfig))
 
 
 def balanced(problem: BackwardProblem, config: BackwardKernel, order: Order, target: Target) -> Order:

@@ -167,7 +167,7 @@ def kernels(problem: BackwardProblem, target: Target, config: BackwardKernel | N
     rows, main = row_config(config, problem), GRADIENTS.of(target.architecture).MAIN
     if is_apart(problem, config):
         main = KEYS if isinstance(config, KeyConfig) else main
-        queries = apart.query_config(problem, config, target)
+        queries = apart.query_config(problem, config)
         if queries.makes_statistics:
             return Kernels((QUERIES, queries), (main, config), None)
         return Kernels((ROWS, rows), (main, config), (QUERIES, queries))

@@ -25,8 +25,9 @@ def hide(
     end,
     drafts: Drafts | None = None,
     pattern: cute.Tensor | None = None,
+    hidden: float = -Float32.inf,
 ) -> None:
-    """Set a row's scores to -inf outside the keys [first, end) and the drafts it sees.
+    """Set a row's scores to ``hidden`` outside the keys [first, end) and the drafts it sees.
 
     scores: (n) fp32 registers. elements: the row's registers, in the order of their keys: the first ``run`` of every
     ``period`` keys. first, end: Int32, counted from the first element's key; first is None if rows are unbounded on
@@ -57,7 +58,7 @@ def hide(
                     drafts_key = key // WORD_BITS
                     drafts_word = drafts.word(drafts_key * WORD_BITS)
                 seen = seen | Boolean(drafts_word & Int32(bit_value(key % WORD_BITS)) != 0)
-            scores[i] = Float32(cutlass.select_(seen, scores[i], -Float32.inf))
+            scores[i] = Float32(cutlass.select_(seen, scores[i], Float32(hidden)))
 
 
 def keys_of(config, row, step, origin, rule=None) -> tuple:

@@ -143,21 +143,6 @@ def test_queries_apart(case, qk, v, monkeypatch, prepared):
     assert all(torch.equal(again[name], found[name]) for name in "qkv")
 
 
-@pytest.mark.parametrize(("qk", "v"), [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128)])
-@pytest.mark.parametrize("case", APART[1:5], ids=lambda case: case.id)
-def test_statistics_beside_dq(case, qk, v, monkeypatch, prepared):
-    """The kernel that makes dQ makes the statistics, too: against float64, and the same bits again."""
-    monkeypatch.setattr(apart, "gains", lambda *_: True)
-    monkeypatch.setattr(apart, "STATED_ROUNDS", 0.0)
-    monkeypatch.setattr(launch, "choose_order", lambda *_: Order(1, 1))  # no key tile is cut
-    case = replace(case, head_dim=qk, v_dim=v)
-    tensors = case.tensors("cuda")
-    found, again = case.gradients(tensors), case.gradients(tensors)
-    case.check(found, tensors, KERNEL_TOLERANCE[case.dtype])
-    assert prepared[-1].queries is not None and prepared[-1].results is None
-    assert all(torch.equal(again[name], found[name]) for name in "qkv")
-
-
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_last_rows(deterministic, dim, monkeypatch, prepared):

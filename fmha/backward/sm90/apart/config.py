@@ -25,9 +25,10 @@ from warpspec.fmha.backward.problem import BackwardProblem
 from warpspec.fmha.heads import BLOCK, rounded
 
 CONSUMERS = 2  # warpgroups, each with 64 rows of a tile
-QUERY_STEP = {64: 128, 128: 64, 192: 64}  # keys of a step of dQ, by D of the tile
-KEY_STEP = {64: 128, 128: 64}  # queries of a step of dK and dV
-STAGES = {64: 4, 128: 4, 192: 3}  # of the rings, by D
+QUERY_STEP = {64: 128, 128: 128, 192: 64}  # keys of a step of dQ, by D of the tile
+KEY_DIM = 128  # most D of the kernel that makes dK and dV
+PAIRED_COLUMNS = 96  # most columns of dK and dV with which registers suffice for steps of two blocks
+RING_ROWS = {64: 512, 128: 256, 192: 192}  # of the rings, by D
 SUM_STEP = 16  # columns are made in multiples of this
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 BARRIER_BYTES = 1024  # room for the mbarriers: what follows is aligned to it
@@ -88,7 +89,7 @@ class ApartKernel(BackwardKernel):
         return self.rows_of(self.streamed[0]) // self.step_blocks
 
     def stages_of(self, name: str) -> int:
-        return 1 if name in self.kept else STAGES[self.heads.qk]
+        return 1 if name in self.kept else RING_ROWS[self.heads.qk] // self.rows_of(name)
 
     def rows_of(self, name: str) -> int:
         """Rows of a tile of "q", "k", "v" or "do"."""
@@ -172,6 +173,10 @@ class QueryConfig(ApartKernel):
         """Keys of a step."""
         return QUERY_STEP[self.heads.qk]
 
+    @property
+    def step_blocks(self) -> int:
+        return self.tile_n // BLOCK
+
 
 @dataclass(frozen=True)
 class KeyConfig(ApartKernel):
@@ -189,7 +194,7 @@ class KeyConfig(ApartKernel):
         further = mask.has_blocks or mask.has_ranges
         # Keys past the KV length that a mask does not hide anyway take four registers that D 128 has not.
         further |= forward.requests.has_kv_lengths and not mask.band and forward.heads.qk > BLOCK
-        if further or not plain or forward.heads.qk not in KEY_STEP or set(wanted) - {"sink"} != {"k", "v"}:
+        if further or not plain or forward.heads.qk > KEY_DIM or set(wanted) - {"sink"} != {"k", "v"}:
             return None
         fields = common_fields(problem) | {"wanted": Wanted(False, True, True)}
         fields |= {"deterministic": False, "heads_inside": False}  # as sums are made, they have an order
@@ -202,7 +207,8 @@ class KeyConfig(ApartKernel):
     @property
     def tile_m(self) -> int:
         """Queries of a step, of which S and dP are made BLOCK at a time."""
-        return KEY_STEP[self.heads.qk]
+        few = max(self.columns("k"), self.columns("v")) <= PAIRED_COLUMNS
+        return 2 * BLOCK if few else BLOCK
 
     @property
     def tile_n(self) -> int:

@@ -61,7 +61,7 @@ class KeyProducts(NamedTuple):
     do: cute.Tensor
     q_columns: cute.Tensor
     do_columns: cute.Tensor
-    s: cute.Tensor
+    s: tuple
     dp: cute.Tensor
     p: cute.Tensor
     ds: cute.Tensor
@@ -80,7 +80,7 @@ class KeyProducts(NamedTuple):
             *(kept_operand(*own, name, consumer) for name in ("k", "v")),
             *(streamed_operand(*own, name, False) for name in ("q", "do")),
             *(streamed_operand(*own, name, True) for name in ("q", "do")),
-            s=accumulator(scores, shape),
+            s=tuple(accumulator(scores, shape) for _ in range(config.step_blocks)),
             dp=accumulator(scores, shape),
             p=cute.make_rmem_tensor(sums["v"].partition_shape_A(shape), dtype),
             ds=cute.make_rmem_tensor(sums["k"].partition_shape_A(shape), dtype),
@@ -102,7 +102,7 @@ class OwnKeyRows(OwnRows):
         """Issue S^T of a block of a step. The methods below issue its other products."""
         mma, count = make_scores(self.config, self.dtype), depth_of(self.config, "q")
         q = rows_of(self.mma.q, block, self.stage(step))
-        multiply(mma, self.mma.s, self.mma.k, q, False, count=count)
+        multiply(mma, self.mma.s[block], self.mma.k, q, False, count=count)
 
     def issue_dp(self, step, block: int) -> None:
         mma, count = make_scores(self.config, self.dtype), depth_of(self.config, "do")
@@ -179,7 +179,8 @@ def consume_tile(own: cutlass.Constexpr, scales, tile_use):
         work.channels["k_full"].wait(tile_use)
         work.channels["v_full"].wait(tile_use)
     if first < end:
-        head, query_tile = go_through(work, (first, end), (head, query_tile), tile_use)
+        go = go_through if cutlass.const_expr(config.step_blocks == 1) else go_in_pairs
+        head, query_tile = go(work, (first, end), (head, query_tile), tile_use)
     else:
         work.mma.dk.fill(0.0)
         work.mma.dv.fill(0.0)
@@ -209,12 +210,10 @@ def skip(work, step, query_tile):
 
 @cute.jit
 def go_through(work, steps: cutlass.Constexpr, place: cutlass.Constexpr, tile_use):
-    """Add up dK and dV over steps [first, end). place: (query head, query tile) of the first; returns that of the one
-    after the last."""
+    """Add up dK and dV over steps [first, end) of one block. place: (query head, query tile) of the first; returns that
+    of the one after the last."""
     (first, end), (head, query_tile) = steps, place
-    blocks = work.config.step_blocks
-    if cutlass.const_expr(blocks == 1):
-        work.mma.dk.fill(0.0)
+    work.mma.dk.fill(0.0)
     work.wait("q", first)
     clear_queries(work, first, query_tile)
     work.issue_s(first, 0)
@@ -222,57 +221,94 @@ def go_through(work, steps: cutlass.Constexpr, place: cutlass.Constexpr, tile_us
     work.issue_dp(first, 0)
     warpgroup.wait_group(1)
     # The first products do not add to zeros, which the compiler would write behind wgmma.fence.
-    add_dv(work, first, 0, query_tile, False)
-    for block in cutlass.range_constexpr(1, blocks):
-        advance(work, (first, block), (first, block - 1), query_tile, block > 1)
+    add_dv(work, first, query_tile, False)
     work.release("do", first)
     head, query_tile = work.tile.following(head, query_tile)
     for step in cutlass.range(first + 1, end, unroll=1):
         work.wait("q", step)
         clear_queries(work, step, query_tile)
-        for block in cutlass.range_constexpr(blocks):
-            before = (step, block - 1) if cutlass.const_expr(block > 0) else (step - 1, blocks - 1)
-            advance(work, (step, block), before, query_tile)
+        work.issue_s(step, 0)
+        work.issue_dk(step - 1, 0)
+        work.wait("do", step)
+        work.issue_dp(step, 0)
+        warpgroup.wait_group(1)  # S, dK
+        work.release("q", step - 1)
+        add_dv(work, step, query_tile)
         work.release("do", step)
         head, query_tile = work.tile.following(head, query_tile)
     work.release_tile(tile_use)
-    work.issue_dk(end - 1, blocks - 1)
+    work.issue_dk(end - 1, 0)
     warpgroup.wait_group(0)
     work.release("q", end - 1)
     return head, query_tile
 
 
 @cute.jit
-def advance(
-    work,
-    place: cutlass.Constexpr,
-    before: cutlass.Constexpr,
-    query_tile,
-    accumulate: cutlass.Constexpr = True,
-):
-    """S and dP of a block, (step, block of it), and dK of the one before."""
-    step, block = place
-    work.issue_s(*place)
-    work.issue_dk(*before, accumulate)
-    if cutlass.const_expr(block == 0):
-        work.wait("do", step)
-    work.issue_dp(*place)
-    warpgroup.wait_group(1)  # S, dK
-    if cutlass.const_expr(block == 0):
-        work.release("q", step - 1)
-    add_dv(work, *place, query_tile)
+def add_dv(work, step, query_tile, accumulate: cutlass.Constexpr = True):
+    """Make P of a step whose S is there, dV with it, and dS. dP has been issued."""
+    weigh(work, step, 0, query_tile)
+    keep(work.mma.s[0], work.mma.p)
+    work.issue_dv(step, 0, accumulate)
+    warpgroup.wait_group(1)  # dP
+    derive(work, step, 0, query_tile)
+    warpgroup.wait_group(0)  # dV
+    keep(work.mma.dp, work.mma.ds)
 
 
 @cute.jit
-def add_dv(work, step, block: cutlass.Constexpr, query_tile, accumulate: cutlass.Constexpr = True):
-    """Make P of a block whose S is there, dV with it, and dS. dP has been issued."""
-    weigh(work, step, block, query_tile)
-    keep(work.mma.s, work.mma.p)
-    work.issue_dv(step, block, accumulate)
-    warpgroup.wait_group(1)  # dP
-    derive(work, step, block, query_tile)
-    warpgroup.wait_group(0)  # dV
+def go_in_pairs(work, steps: cutlass.Constexpr, place: cutlass.Constexpr, tile_use):
+    """``go_through`` where a step has two blocks of queries."""
+    first, end = steps
+    head, query_tile = place
+    work.mma.dk.fill(0.0)
+    work.mma.dv.fill(0.0)
+    work.wait("q", first)
+    clear_queries(work, first, query_tile)
+    work.issue_s(first, 0)
+    warpgroup.wait_group(0)
+    for step in cutlass.range(first, end - 1, unroll=1):
+        before = query_tile
+        head, query_tile = work.tile.following(head, query_tile)
+        add_pair(work, step, before, query_tile)
+    add_pair(work, end - 1, query_tile, None, tile_use)
+    return work.tile.following(head, query_tile)
+
+
+@cute.jit
+def add_pair(work, step, query_tile, following, tile_use=None):
+    """Add a step, whose first block's S is there. following: query tile of the step whose first S is then made; None:
+    the step is the tile's last."""
+    follows = following is not None
+    work.wait("do", step)
+    work.issue_dp(step, 0)
+    work.issue_s(step, 1)
+    weigh(work, step, 0, query_tile)
+    keep(work.mma.s[0], work.mma.p)
+    work.issue_dv(step, 0)
+    warpgroup.wait_group(2)  # the first dP
+    derive(work, step, 0, query_tile)
+    warpgroup.wait_group(0)  # the first dV, the second S
     keep(work.mma.dp, work.mma.ds)
+    work.issue_dk(step, 0)
+    work.issue_dp(step, 1)
+    weigh(work, step, 1, query_tile)
+    warpgroup.wait_group(1)  # the first dK
+    keep(work.mma.s[1], work.mma.p)
+    work.issue_dv(step, 1)
+    if cutlass.const_expr(follows):
+        work.wait("q", step + 1)
+        clear_queries(work, step + 1, following)
+        work.issue_s(step + 1, 0)
+    warpgroup.wait_group(1 + int(follows))  # the second dP
+    if cutlass.const_expr(not follows):
+        work.release_tile(tile_use)
+    derive(work, step, 1, query_tile)
+    warpgroup.wait_group(int(follows))  # the second dV
+    work.release("do", step)
+    keep(work.mma.dp, work.mma.ds)
+    work.issue_dk(step, 1)
+    warpgroup.wait_group(0)
+    work.release("q", step)
 
 
 @cute.jit
@@ -299,7 +335,7 @@ def pair_of(statistics: cute.Tensor, number: int, i: int) -> cute.Tensor:
 @cute.jit
 def weigh(work, step, block: cutlass.Constexpr, query_tile):
     """Turn S^T into P^T = 2 ** (logit - lse') in place; 0 where a query does not see a key."""
-    scores, config, statistics = flat(work.mma.s), work.config, work.statistics(step, block)
+    scores, config, statistics = flat(work.mma.s[block]), work.config, work.statistics(step, block)
     for first in cutlass.range_constexpr(0, cute.size(scores), PAIR * THREAD_ROWS):
         lse = pair_of(statistics, 0, first)
         for i in cutlass.range_constexpr(first, first + PAIR * THREAD_ROWS):
@@ -316,7 +352,7 @@ def weigh(work, step, block: cutlass.Constexpr, query_tile):
 @cute.jit
 def derive(work, step, block: cutlass.Constexpr, query_tile):
     """Turn dP^T into dS^T = P^T (dP^T - delta) in place."""
-    weights, ds, statistics = flat(work.mma.s), flat(work.mma.dp), work.statistics(step, block)
+    weights, ds, statistics = flat(work.mma.s[block]), flat(work.mma.dp), work.statistics(step, block)
     for first in cutlass.range_constexpr(0, cute.size(ds), PAIR * THREAD_ROWS):
         less = pair_of(statistics, 1, first)
         for i in cutlass.range_constexpr(first, first + PAIR * THREAD_ROWS):

@@ -43,9 +43,10 @@ from warpspec.fmha.backward.sm90.apart.consumer import (
 from warpspec.fmha.backward.sm90.apart.statistics import make_statistics
 from warpspec.fmha.backward.sm90.apart.tile import index_of, rounds_of, tile_at
 from warpspec.fmha.backward.sm90.arithmetic import keep
-from warpspec.fmha.backward.sm90.products import accumulator
+from warpspec.fmha.backward.sm90.products import MMA_K, accumulator, rows_of
 from warpspec.fmha.device.logits import map_score
 from warpspec.fmha.device.mask import hide
+from warpspec.fmha.heads import BLOCK
 
 
 class QueryProducts(NamedTuple):
@@ -57,7 +58,7 @@ class QueryProducts(NamedTuple):
     k: cute.Tensor
     v: cute.Tensor
     k_columns: cute.Tensor
-    s: cute.Tensor
+    s: tuple
     dp: cute.Tensor
     ds: cute.Tensor
     dq: cute.Tensor
@@ -65,13 +66,13 @@ class QueryProducts(NamedTuple):
     @classmethod
     def of(cls, config, dtype, shared: dict, consumer) -> QueryProducts:
         scores, sums = make_scores(config, dtype), make_sums(config, dtype, "k")
-        shape = (WARPGROUP_ROWS, config.tile_n)
+        shape = (WARPGROUP_ROWS, config.block_rows)
         own = (config, dtype, shared)
         return cls(
             *(kept_operand(*own, name, consumer) for name in ("q", "do")),
             *(streamed_operand(*own, name, False) for name in ("k", "v")),
             streamed_operand(*own, "k", True),
-            s=accumulator(scores, shape),
+            s=tuple(accumulator(scores, shape) for _ in range(config.step_blocks)),
             dp=accumulator(scores, shape),
             ds=cute.make_rmem_tensor(sums.partition_shape_A(shape), dtype),
             dq=accumulator(sums, (WARPGROUP_ROWS, config.columns("k"))),
@@ -108,28 +109,32 @@ class OwnQueries(StatedRows):
     rows: tuple
     span: object
 
-    def issue_s(self, step) -> None:
-        """Issue S of a step. The methods below issue its other products."""
-        k = self.mma.k[None, None, None, self.stage(step)]
+    def issue_s(self, step, block: int = 0) -> None:
+        """Issue S of a block of a step. The methods below issue its other products."""
+        k = rows_of(self.mma.k, block, self.stage(step))
         mma, count = make_scores(self.config, self.dtype), depth_of(self.config, "k")
-        multiply(mma, self.mma.s, self.mma.q, k, False, count=count)
+        multiply(mma, self.mma.s[block], self.mma.q, k, False, count=count)
 
-    def issue_dp(self, step) -> None:
-        v = self.mma.v[None, None, None, self.stage(step)]
+    def issue_dp(self, step, block: int = 0) -> None:
+        v = rows_of(self.mma.v, block, self.stage(step))
         mma, count = make_scores(self.config, self.dtype), depth_of(self.config, "v")
         multiply(mma, self.mma.dp, self.mma.do, v, False, count=count)
 
-    def issue_dq(self, step) -> None:
-        k = self.mma.k_columns[None, None, None, self.stage(step)]
-        multiply(make_sums(self.config, self.dtype, "k"), self.mma.dq, self.mma.ds, k, True)
+    def issue_dq(self, step, block: int = 0) -> None:
+        k, first = self.mma.k_columns[None, None, None, self.stage(step)], block * BLOCK // MMA_K
+        multiply(make_sums(self.config, self.dtype, "k"), self.mma.dq, self.mma.ds, k, True, first)
 
     def row_of(self, i: int) -> QueryRow:
         """The row that element i of a fragment belongs to."""
         return self.rows[i // PAIR % THREAD_ROWS]
 
-    def needs_mask(self, step):
-        """Whether one of the consumer's rows does not see some key of a step."""
-        first, size = (self.tile.span.begin + step) * self.config.tile_n, self.config.tile_n
+    def first_key(self, step, block: int):
+        """The first key of a block of a step."""
+        return (self.tile.span.begin + step) * self.config.tile_n + block * BLOCK
+
+    def needs_mask(self, step, block: int):
+        """Whether one of the consumer's rows does not see some key of a block."""
+        first, size = self.first_key(step, block), self.config.block_rows
         return Boolean(first < self.span.inner_first) | Boolean(first + size > self.span.inner_end)
 
 
@@ -188,7 +193,7 @@ def consume_tile(own: cutlass.Constexpr, tile_use):
     )
     work = OwnQueries(**vars(own), rows=rows, span=span)
     if first < end:
-        go_through(work, first, end, tile_use)
+        (go_through if own.config.step_blocks == 1 else go_in_pairs)(work, first, end, tile_use)
     elif tile.span.count > 0:
         work.release_tile(tile_use)
     for step in cutlass.range(end, tile.span.count, unroll=1):
@@ -218,10 +223,10 @@ def go_through(work, first, end, tile_use):
     work.wait("v", first)
     work.issue_dp(first)
     warpgroup.wait_group(1)
-    weigh(work, first)
+    weigh(work, first, 0)
     warpgroup.wait_group(0)
     work.release("v", first)
-    derive(work, first)
+    derive(work, first, 0)
     keep(work.mma.dp, work.mma.ds)
     for step in cutlass.range(first + 1, end, unroll=1):
         work.wait("k", step)
@@ -231,10 +236,10 @@ def go_through(work, first, end, tile_use):
         work.issue_dp(step)
         work.issue_dq(step - 1)
         warpgroup.wait_group(2)  # S
-        weigh(work, step)
+        weigh(work, step, 0)
         warpgroup.wait_group(1)  # dP
         work.release("v", step)
-        derive(work, step)
+        derive(work, step, 0)
         warpgroup.wait_group(0)  # dQ
         work.release("k", step - 1)
         keep(work.mma.dp, work.mma.ds)
@@ -242,6 +247,49 @@ def go_through(work, first, end, tile_use):
     work.issue_dq(end - 1)
     warpgroup.wait_group(0)
     work.release("k", end - 1)
+
+
+@cute.jit
+def go_in_pairs(work, first, end, tile_use):
+    """``go_through`` where a step has two blocks of keys."""
+    work.wait("k", first)
+    clear_keys(work, first)
+    work.issue_s(first, 0)
+    warpgroup.wait_group(0)
+    for step in cutlass.range(first, end - 1, unroll=1):
+        add_pair(work, step)
+    add_pair(work, end - 1, tile_use)
+
+
+@cute.jit
+def add_pair(work, step, tile_use=None):
+    """Add a step to dQ, whose first block's S is there, and make that of the step that follows. tile_use: the step is
+    the tile's last."""
+    follows = tile_use is None
+    work.wait("v", step)
+    work.issue_dp(step, 0)
+    work.issue_s(step, 1)
+    weigh(work, step, 0)
+    warpgroup.wait_group(1)  # the first dP
+    derive(work, step, 0)
+    keep(work.mma.dp, work.mma.ds)
+    work.issue_dq(step, 0)
+    work.issue_dp(step, 1)
+    warpgroup.wait_group(2)  # the second S
+    weigh(work, step, 1)
+    if cutlass.const_expr(follows):
+        work.wait("k", step + 1)
+        clear_keys(work, step + 1)
+        work.issue_s(step + 1, 0)
+    warpgroup.wait_group(int(follows))  # the first dQ, the second dP
+    work.release("v", step)
+    if cutlass.const_expr(not follows):
+        work.release_tile(tile_use)
+    derive(work, step, 1)
+    keep(work.mma.dp, work.mma.ds)
+    work.issue_dq(step, 1)
+    warpgroup.wait_group(0)
+    work.release("k", step)
 
 
 @cute.jit
@@ -258,26 +306,27 @@ def clear_keys(work, step):
 
 
 @cute.jit
-def weigh(work, step):
-    """Turn S into P = 2 ** (logit - lse') in place; 0 where a query does not see a key."""
-    scores, config = flat(work.mma.s), work.config
+def weigh(work, step, block: cutlass.Constexpr):
+    """Turn S into P = 2 ** (logit - lse') in place; 0 where a query does not see a key. The mask comes behind the
+    powers: ptxas would otherwise move these behind the wait for dP."""
+    scores, config = flat(work.mma.s[block]), work.config
     for i in cutlass.range_constexpr(cute.size(scores)):
-        scores[i] = map_score(config.logits, scores[i], work.operands.logits, i) - work.row_of(i).lse
-    if work.needs_mask(step):
-        origin = (work.tile.span.begin + step) * config.tile_n + PAIR * work.member
+        logit = map_score(config.logits, scores[i], work.operands.logits, i)
+        scores[i] = cute.math.exp2(logit - work.row_of(i).lse, fastmath=True)
+    if work.needs_mask(step, block):
+        origin = work.first_key(step, block) + PAIR * work.member
         for r in cutlass.range_constexpr(THREAD_ROWS):
             first = work.rows[r].first - origin if cutlass.const_expr(config.mask.has_left) else None
-            hide(scores, elements(scores, r), PAIR, PAIR * QUAD, first, work.rows[r].end - origin)
-    for i in cutlass.range_constexpr(cute.size(scores)):
-        scores[i] = cute.math.exp2(scores[i], fastmath=True)
+            end = work.rows[r].end - origin
+            hide(scores, elements(scores, r), PAIR, PAIR * QUAD, first, end, hidden=0.0)
 
 
 @cute.jit
-def derive(work, step):
+def derive(work, step, block: cutlass.Constexpr):
     """Turn dP into dS = P (dP - delta) in place."""
-    weights, ds = flat(work.mma.s), flat(work.mma.dp)
+    weights, ds = flat(work.mma.s[block]), flat(work.mma.dp)
     for i in cutlass.range_constexpr(cute.size(ds)):
         ds[i] = weights[i] * (ds[i] + work.row_of(i).less)
-    if work.needs_mask(step):
+    if work.needs_mask(step, block):
         for i in cutlass.range_constexpr(cute.size(ds)):  # dP of a hidden pair may be NaN
             ds[i] = Float32(cutlass.select_(Boolean(weights[i] == Float32(0.0)), Float32(0.0), ds[i]))
