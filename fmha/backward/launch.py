@@ -135,7 +135,8 @@ class Prepared(NamedTuple):
     key tiles by length, or None.
     rows, main, results: functions of the kernels' arguments, results None as in ``Kernels``. numbers: the main
     kernel's. window: (left, right), 0 where unbounded. scale: the logits'. queries: numbers of the kernel that makes
-    dQ by query tiles, which then stands for ``results``, or, where there are none, for ``rows``; None if there is none."""
+    dQ by query tiles, which then stands for ``results``, or for ``rows`` if there are no ``results``; None if there is
+    none."""
 
     target: Target
     config: BackwardKernel

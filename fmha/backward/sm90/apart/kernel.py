@@ -16,7 +16,7 @@ from warpspec.fmha.backward.device.host import batched, row_view
 from warpspec.fmha.backward.device.place import ctas_of
 from warpspec.fmha.backward.operands import BackwardNumbers, BackwardOperands, QueryOperands
 from warpspec.fmha.backward.sm90.apart import keys, queries
-from warpspec.fmha.backward.sm90.apart.load import NAMES, Loads, load_keys, load_queries
+from warpspec.fmha.backward.sm90.apart.load import NAMES, Loads, load_keys, load_queries, wait_and_launch
 from warpspec.fmha.backward.sm90.apart.tile import launch_of
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT
 from warpspec.fmha.heads import BLOCK
@@ -140,8 +140,8 @@ class Keys(Apart):
     def kernel(self, operands, atoms, coordinates, scales, window, order):
         config, warp = self.config, cute.arch.make_warp_uniform(cute.arch.warp_idx())
         channels, shared = self.begin(atoms, warp)
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()  # behind the wait: see ``Queries``
+        if cutlass.const_expr(config.packed):  # the first kernel sorts the tiles
+            wait_and_launch()
         if warp >= config.load_warp:
             cute.arch.setmaxregister_decrease(config.registers[-1])
             if warp == config.load_warp:

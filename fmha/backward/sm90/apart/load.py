@@ -68,6 +68,12 @@ class Loads:
             tma.bulk_load(self.shared["statistics"] + place, source.toint(), Int32(size), full.barrier(use))
 
 
+def wait_and_launch() -> None:
+    """Wait for the first kernel, then let the launch that follows begin, which relies on that (``kernel.Queries``)."""
+    cute.arch.griddepcontrol_wait()
+    cute.arch.griddepcontrol_launch_dependents()
+
+
 def row_bytes(config) -> int:
     """Bytes of the statistics of a row tile."""
     return config.statistics_bytes // config.row_tiles
@@ -133,10 +139,14 @@ def load_keys(loads: cutlass.Constexpr, window, order):
                 if step == 0:
                     loads.issue("k", tiles, own)
                 loads.issue("q", steps, rows, config.statistics_bytes)
-                loads.issue_statistics(steps, head, tile.index_of(query_tile))
+                if steps > 0:
+                    loads.issue_statistics(steps, head, tile.index_of(query_tile))
                 if step == 0:
                     loads.issue("v", tiles, own)
                 loads.issue("do", steps, rows)
+                if steps == 0:  # all but statistics were there before the first kernel
+                    wait_and_launch()
+                    loads.issue_statistics(steps, head, tile.index_of(query_tile))
                 steps += 1
                 head, query_tile = tile.following(head, query_tile)
             tiles += Int32(Boolean(tile.steps > 0))
@@ -145,5 +155,6 @@ def load_keys(loads: cutlass.Constexpr, window, order):
             tile = key_tile_at(config, loads.operands, window, order, following)
             batch = 0 if cutlass.const_expr(config.requests.packed_k) else tile.request
             loads.prefetch((tile.kv_head, batch, tile.place.first_key + tile.first_key))
+    wait_and_launch()  # of a CTA without steps
     drain((loads.channels["k_empty"], loads.channels["v_empty"]), tiles)
     drain((loads.channels["q_empty"], loads.channels["do_empty"]), steps)
