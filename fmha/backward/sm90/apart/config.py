@@ -25,6 +25,7 @@ from warpspec.fmha.backward.problem import BackwardProblem
 from warpspec.fmha.heads import BLOCK, rounded
 
 CONSUMERS = 2  # warpgroups, each with 64 rows of a tile
+LOAD_WARPS = 2  # one for each of a tile's two operands, and of a step's
 QUERY_STEP = {64: 128, 128: 128, 192: 64}  # keys of a step of dQ, by D of the tile
 KEY_DIM = 128  # most D of the kernel that makes dK and dV
 PAIRED_COLUMNS = 96  # most columns of dK and dV with which registers suffice for steps of two blocks
@@ -62,6 +63,7 @@ class ApartKernel(BackwardKernel):
 
     @property
     def load_warp(self) -> int:
+        """The first of LOAD_WARPS."""
         return self.consumer_threads // WARP_THREADS
 
     @property

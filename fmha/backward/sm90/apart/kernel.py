@@ -16,6 +16,7 @@ from warpspec.fmha.backward.device.host import batched, row_view
 from warpspec.fmha.backward.device.place import ctas_of
 from warpspec.fmha.backward.operands import BackwardNumbers, BackwardOperands, QueryOperands
 from warpspec.fmha.backward.sm90.apart import keys, queries
+from warpspec.fmha.backward.sm90.apart.config import LOAD_WARPS
 from warpspec.fmha.backward.sm90.apart.load import NAMES, Loads, load_keys, load_queries, wait_and_launch
 from warpspec.fmha.backward.sm90.apart.tile import launch_of
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT
@@ -110,8 +111,10 @@ class Queries(Apart):
             cute.arch.griddepcontrol_wait()
         if warp >= config.load_warp:
             cute.arch.setmaxregister_decrease(config.registers[-1])
-            if warp == config.load_warp:
-                load_queries(Loads(config, channels, shared, operands, atoms, coordinates), launch)
+            loads = Loads(config, channels, shared, operands, atoms, coordinates)
+            for number in cutlass.range_constexpr(LOAD_WARPS):
+                if warp == config.load_warp + number:
+                    load_queries(loads, number, launch)
         else:
             cute.arch.setmaxregister_increase(config.registers[0])
             consumer = warp // (WARPGROUP_THREADS // WARP_THREADS)
@@ -144,8 +147,10 @@ class Keys(Apart):
             wait_and_launch()
         if warp >= config.load_warp:
             cute.arch.setmaxregister_decrease(config.registers[-1])
-            if warp == config.load_warp:
-                load_keys(Loads(config, channels, shared, operands, atoms, coordinates), window, order)
+            loads = Loads(config, channels, shared, operands, atoms, coordinates)
+            for number in cutlass.range_constexpr(LOAD_WARPS):
+                if warp == config.load_warp + number:
+                    load_keys(loads, number, window, order)
         else:
             cute.arch.setmaxregister_increase(config.registers[0])
             consumer = warp // (WARPGROUP_THREADS // WARP_THREADS)

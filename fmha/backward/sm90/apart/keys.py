@@ -177,7 +177,6 @@ def consume_tile(own: cutlass.Constexpr, scales, tile_use):
         head, query_tile = tile.following(head, query_tile)
     if tile.steps > 0:
         work.channels["k_full"].wait(tile_use)
-        work.channels["v_full"].wait(tile_use)
     if first < end:
         go = go_through if cutlass.const_expr(config.step_blocks == 1) else go_in_pairs
         head, query_tile = go(work, (first, end), (head, query_tile), tile_use)
@@ -185,6 +184,7 @@ def consume_tile(own: cutlass.Constexpr, scales, tile_use):
         work.mma.dk.fill(0.0)
         work.mma.dv.fill(0.0)
         if tile.steps > 0:
+            work.channels["v_full"].wait(tile_use)
             work.release_tile(tile_use)
     for step in cutlass.range(end, tile.steps, unroll=1):
         skip(work, step, query_tile)
@@ -217,6 +217,7 @@ def go_through(work, steps: cutlass.Constexpr, place: cutlass.Constexpr, tile_us
     work.wait("q", first)
     clear_queries(work, first, query_tile)
     work.issue_s(first, 0)
+    work.channels["v_full"].wait(tile_use)
     work.wait("do", first)
     work.issue_dp(first, 0)
     warpgroup.wait_group(1)
@@ -265,6 +266,7 @@ def go_in_pairs(work, steps: cutlass.Constexpr, place: cutlass.Constexpr, tile_u
     work.wait("q", first)
     clear_queries(work, first, query_tile)
     work.issue_s(first, 0)
+    work.channels["v_full"].wait(tile_use)
     warpgroup.wait_group(0)
     for step in cutlass.range(first, end - 1, unroll=1):
         before = query_tile

@@ -1,4 +1,5 @@
-"""The load warp: for each tile the two operands that stay, and those of its steps."""
+"""Two load warps: each fetches one of the two operands of a tile that stay, and one of those of its steps, so that
+neither waits until the other's loads have been issued."""
 
 from __future__ import annotations
 
@@ -48,12 +49,16 @@ class Loads:
         dtype, stages = self.operands.q.element_type, config.stages_of(name)
         return ring_of(config, name, self.atoms[i], view, self.shared[name], dtype, stages, first)
 
-    def prefetch(self, place) -> None:
-        """Prefetch a tile's operands into L2, and O, which consumers read where they make the statistics."""
-        rings = [(name, self.ring(name, place)) for name in self.config.kept]
-        if self.config.makes_statistics:
-            rings.append(("do", self.ring("do", place, -1)))
-        for name, ring in rings:
+    def names(self, number: int) -> tuple[str, str]:
+        """The operands that one of the load warps loads: one that stays, one of a step."""
+        return self.config.kept[number], self.config.streamed[number]
+
+    def prefetch(self, name: str, place) -> None:
+        """Prefetch an operand of a tile into L2, and with dO also O, if consumers make the statistics."""
+        rings = [self.ring(name, place)]
+        if name == "do" and self.config.makes_statistics:
+            rings.append(self.ring(name, place, -1))
+        for ring in rings:
             for span in range(1 if self.config.rows is None else self.config.spans_of(name)):
                 ring.prefetch(span)
 
@@ -94,10 +99,11 @@ def load_own(loads: cutlass.Constexpr, tile: cutlass.Constexpr, use, place: cutl
 
 
 @cute.jit
-def load_queries(loads: cutlass.Constexpr, launch):
-    """The load warp of the kernel that makes dQ. Produces q_full, do_full, k_full and v_full; consumes their empties.
-    Leaves only when every buffer has been released."""
+def load_queries(loads: cutlass.Constexpr, number: cutlass.Constexpr, launch):
+    """A load warp of the kernel that makes dQ. number: 0 loads Q and K, 1 dO and V. Produces their full barriers;
+    consumes their empties. Leaves only when every buffer has been released."""
     config, tiles, steps = loads.config, Int32(0), Int32(0)
+    kept, streamed = loads.names(number)
     for round_ in cutlass.range(rounds_of(launch.count), unroll=1):
         index = index_of(round_)
         if index < launch.count:
@@ -105,48 +111,48 @@ def load_queries(loads: cutlass.Constexpr, launch):
             own = (tile.head, tile.batch, tile.place.first_row + tile.first_query)
             batch = 0 if cutlass.const_expr(config.requests.packed_k) else tile.request
             for step in cutlass.range(tile.span.count, unroll=1):
+                if step == 0:
+                    if cutlass.const_expr(kept == "q"):
+                        load_own(loads, tile, tiles, own)
+                    else:
+                        loads.issue(kept, tiles, own)
                 first = tile.place.first_key + (tile.span.begin + step) * config.tile_n
-                if step == 0:
-                    load_own(loads, tile, tiles, own)
-                loads.issue("k", steps, (tile.kv_head, batch, first))
-                if step == 0:
-                    loads.issue("do", tiles, own)
-                loads.issue("v", steps, (tile.kv_head, batch, first))
+                loads.issue(streamed, steps, (tile.kv_head, batch, first))
                 steps += 1
             tiles += Int32(Boolean(tile.span.count > 0))
         following = index_of(round_ + 1)
         if following < launch.count:
             tile = tile_at(config, loads.operands, launch, following)
-            loads.prefetch((tile.head, tile.batch, tile.place.first_row + tile.first_query))
-    drain((loads.channels["q_empty"], loads.channels["do_empty"]), tiles)
-    drain((loads.channels["k_empty"], loads.channels["v_empty"]), steps)
+            loads.prefetch(kept, (tile.head, tile.batch, tile.place.first_row + tile.first_query))
+    drain((loads.channels[kept + "_empty"],), tiles)
+    drain((loads.channels[streamed + "_empty"],), steps)
 
 
 @cute.jit
-def load_keys(loads: cutlass.Constexpr, window, order):
-    """The load warp of the kernel that makes dK and dV; see ``load_queries``."""
+def load_keys(loads: cutlass.Constexpr, number: cutlass.Constexpr, window, order):
+    """A load warp of the kernel that makes dK and dV: 0 loads K, Q and the statistics, 1 V and dO; see
+    ``load_queries``."""
     config, tiles, steps = loads.config, Int32(0), Int32(0)
+    kept, streamed = loads.names(number)
     count = ctas_of(config, loads.operands, order[0], *order[3:])
     for round_ in cutlass.range(rounds_of(count), unroll=1):
         index = index_of(round_)
         if index < count:
             tile = key_tile_at(config, loads.operands, window, order, index)
             batch = 0 if cutlass.const_expr(config.requests.packed_k) else tile.request
-            own = (tile.kv_head, batch, tile.place.first_key + tile.first_key)
             head, query_tile = tile.first
             for step in cutlass.range(tile.steps, unroll=1):
+                if step == 0:
+                    own = (tile.kv_head, batch, tile.place.first_key + tile.first_key)
+                    loads.issue(kept, tiles, own)
                 rows = (head, tile.batch, tile.place.first_row + query_tile * config.tile_m)
-                if step == 0:
-                    loads.issue("k", tiles, own)
-                loads.issue("q", steps, rows, config.statistics_bytes)
-                if steps > 0:
+                if cutlass.const_expr(streamed == "q"):
+                    loads.issue("q", steps, rows, config.statistics_bytes)
+                    if steps == 0:  # all else was there before the first kernel
+                        wait_and_launch()
                     loads.issue_statistics(steps, head, tile.index_of(query_tile))
-                if step == 0:
-                    loads.issue("v", tiles, own)
-                loads.issue("do", steps, rows)
-                if steps == 0:  # all but statistics were there before the first kernel
-                    wait_and_launch()
-                    loads.issue_statistics(steps, head, tile.index_of(query_tile))
+                else:
+                    loads.issue("do", steps, rows)
                 steps += 1
                 head, query_tile = tile.following(head, query_tile)
             tiles += Int32(Boolean(tile.steps > 0))
@@ -154,7 +160,8 @@ def load_keys(loads: cutlass.Constexpr, window, order):
         if following < count:
             tile = key_tile_at(config, loads.operands, window, order, following)
             batch = 0 if cutlass.const_expr(config.requests.packed_k) else tile.request
-            loads.prefetch((tile.kv_head, batch, tile.place.first_key + tile.first_key))
-    wait_and_launch()  # of a CTA without steps
-    drain((loads.channels["k_empty"], loads.channels["v_empty"]), tiles)
-    drain((loads.channels["q_empty"], loads.channels["do_empty"]), steps)
+            loads.prefetch(kept, (tile.kv_head, batch, tile.place.first_key + tile.first_key))
+    if cutlass.const_expr(streamed == "q"):
+        wait_and_launch()  # of a CTA without steps
+    drain((loads.channels[kept + "_empty"],), tiles)
+    drain((loads.channels[streamed + "_empty"],), steps)

@@ -182,7 +182,6 @@ def consume_tile(own: cutlass.Constexpr, tile_use):
         make_statistics(own, statistics)
     if tile.span.count > 0:
         own.channels["q_full"].wait(tile_use)
-        own.channels["do_full"].wait(tile_use)
         if cutlass.const_expr(not own.config.makes_statistics):
             for r in cutlass.range_constexpr(THREAD_ROWS):
                 inside = Boolean(first_query + r * ROW_DISTANCE < tile.place.seq_q)
@@ -195,6 +194,7 @@ def consume_tile(own: cutlass.Constexpr, tile_use):
     if first < end:
         (go_through if own.config.step_blocks == 1 else go_in_pairs)(work, first, end, tile_use)
     elif tile.span.count > 0:
+        work.channels["do_full"].wait(tile_use)
         work.release_tile(tile_use)
     for step in cutlass.range(end, tile.span.count, unroll=1):
         skip(work, step)
@@ -220,6 +220,7 @@ def go_through(work, first, end, tile_use):
     work.wait("k", first)
     clear_keys(work, first)
     work.issue_s(first)
+    work.channels["do_full"].wait(tile_use)
     work.wait("v", first)
     work.issue_dp(first)
     warpgroup.wait_group(1)
@@ -255,6 +256,7 @@ def go_in_pairs(work, first, end, tile_use):
     work.wait("k", first)
     clear_keys(work, first)
     work.issue_s(first, 0)
+    work.channels["do_full"].wait(tile_use)
     warpgroup.wait_group(0)
     for step in cutlass.range(first, end - 1, unroll=1):
         add_pair(work, step)
