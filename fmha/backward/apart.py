@@ -20,102 +20,124 @@ from warpspec.fmha.backward.problem import BackwardProblem
 from warpspec.fmha.backward.schedule import (
     L2_SHARE,
     Order,
-    choose_order,
     ctas_of,
     decode,
-    expected_us,
+    main_us,
     tile_steps,
 )
 from warpspec.fmha.backward.sm90.apart import KeyConfig, QueryConfig
-from warpspec.fmha.heads import BLOCK
+from warpspec.fmha.features import RequestLayout
 from warpspec.fmha.logits import LogitNumbers
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.schedule import key_span, place_in_round
 from warpspec.fmha.tiles import ELEMENT_BYTES
 
-TILE_STEPS = 1.5  # what a tile costs beside its steps, in steps
+TILE_STEPS = 1.5  # what a tile costs beside its steps, in steps, where only the order is chosen
 ANY_CTAS = (1 << 31) - 1
 MOST_ROUNDS = 60  # that are dealt out
 LEAST_GAIN = 0.01  # of the time, for which a section is larger than another
 
 
 class Times(NamedTuple):
-    """The time of a call, fitted to 28 calls on an H100 (docs/records/2026-11-28-gradients-apart.md).
+    """The time of a call, fitted to calls on both GPUs (docs/records/2026-11-28-gradients-apart.md).
 
     main: of one main kernel, as a multiple of what ``schedule`` expects. sums: bytes that it and the kernels around it
-    move, for each byte of Q. key_us, query_us: microseconds of a step of the kernels apart; tile: what a tile costs
-    beside its steps, in steps. bytes: that they move for each byte of Q, where nothing hides it. start_us: of a call.
+    move, for each byte of Q. main_start: microseconds of a call. key_us, query_us: microseconds of a step of the
+    kernels apart; key_tile, query_tile: what a tile costs beside its steps, in steps. bytes: that they move for each
+    byte of Q, where nothing hides it. start: of a call.
     """
 
     main: float
     sums: float
+    main_start: float
     key_us: float
     query_us: float
-    tile: float
+    key_tile: float
+    query_tile: float
     bytes: float
-    start_us: float
+    start: float
 
 
+# By columns of Q and K, up to so many.
 TIMES = {
-    64: Times(0.97, 6.8, 0.98, 2.28, 1.5, 0.0, 21.0),
-    128: Times(0.655, 12.5, 1.42, 0.84, 3.0, 2.5, 12.0),
-    192: Times(0.73, 7.7, 2.09, 0.84, 1.0, 5.2, 10.5),
+    64: Times(0.97, 6.8, 0.0, 0.98, 2.28, 1.5, 1.5, 0.0, 21.0),
+    96: Times(0.655, 12.5, 0.0, 1.42, 0.84, 3.0, 3.0, 2.5, 12.0),
+    128: Times(0.655, 12.5, 0.0, 1.42, 0.84, 3.0, 3.0, 2.5, 12.0),
+    192: Times(0.73, 7.7, 0.0, 2.09, 0.84, 1.0, 1.0, 5.2, 10.5),
 }
-BYTES_US = 3.03e6  # bytes moved in a microsecond, an H100's; an H200 moves more, but was not measured
+LEAST_TOKENS = 1.5  # tokens of packed requests for each of ``least_q``, about
 LONGEST_ROW = 2048  # of the calls that the times were fitted to
-LEAST_RATIO = 1.055  # of the expected times, from which the kernels apart are taken
-# Packed requests, whose lengths the host does not know: the longest, and the mean of that and of the mean length, that
-# gained; with all keys seen these count FULL times. Such a call has CTAS key tiles for each SM.
-LONGEST, TYPICAL, FULL, CTAS = 1408, 1024, 1.6, 1.5
+LEAST_RATIO = 1.03  # of the expected times, from which the kernels apart are taken
 FEW_ROUNDS = 6  # rounds of packed requests' tiles, up to which CTAs are not persistent: the GPU balances them
 
 
 def gains(problem: BackwardProblem, config: BackwardKernel, target: Target) -> bool:
     """Whether kernels apart are expected to take less time. config: that of a main kernel that makes all gradients."""
     wanted = problem.has_do and {"q", "k", "v"} <= set(problem.wanted)
-    if config.heads.qk not in TIMES or target.arch != "sm_90a" or not wanted:
+    if config.sizes.qk > max(TIMES) or target.arch != "sm_90a" or not wanted:
         return False
-    return gains_packed(problem, config, target) if config.packed else gains_alike(problem, config, target)
-
-
-def gains_packed(problem: BackwardProblem, config: BackwardKernel, target: Target) -> bool:
-    """``gains`` for packed requests."""
-    forward = problem.forward
-    longest = max(forward.seq_q, forward.seq_k) * (1.0 if forward.mask.causal else FULL)
-    typical = (longest + longest * packed_share(problem)) / 2
-    tiles = forward.heads_kv * ctas_of(problem, config, tile_steps(problem, config), 1)
-    fits = longest <= LONGEST and typical <= TYPICAL and tiles >= CTAS * target.sm_count
-    return fits and config.heads.qk > BLOCK and forward.window_left is None
-
-
-def packed_share(problem: BackwardProblem) -> float:
-    """Mean length of packed requests over the longest one's."""
-    forward = problem.forward
-    return min(1.5 * forward.least_q / (forward.batch * max(forward.seq_q, 1)), 1.0)
-
-
-def gains_alike(problem: BackwardProblem, config: BackwardKernel, target: Target) -> bool:
-    """``gains`` for batch rows."""
-    forward, times = problem.forward, TIMES[config.heads.qk]
-    if max(forward.seq_q, forward.seq_k) > LONGEST_ROW:
+    if max(problem.forward.seq_q, problem.forward.seq_k) > LONGEST_ROW:
         return False
-    order = choose_order(problem, config, target)
-    steps = sorted((each // order.slices for each in tile_steps(problem, config)), reverse=True)
+    if config.packed:
+        if problem.forward.window_left is not None:
+            return False
+        problem = as_alike(problem)
+        config = plan_alike(problem, config)
+    found = expected_times(problem, config, target)
+    return found is not None and found[0] > LEAST_RATIO * found[1]
+
+
+def as_alike(problem: BackwardProblem) -> BackwardProblem:
+    """As many batch rows in place of packed requests, whose lengths the host does not know: each as long as the mean
+    one, about."""
+    forward = problem.forward
+    part = min(LEAST_TOKENS * forward.least_q / (forward.batch * max(forward.seq_q, 1)), 1.0)
+    queries, keys = (max(math.ceil(part * longest), 1) for longest in (forward.seq_q, forward.seq_k))
+    forward = replace(forward, seq_q=queries, seq_k=keys, requests=RequestLayout(), least_q=None)
+    return replace(problem, forward=forward)
+
+
+def plan_alike(problem: BackwardProblem, config: BackwardKernel) -> BackwardKernel:
+    """A main kernel for batch rows instead of packed requests (``as_alike``)."""
+    return replace(config, requests=problem.forward.requests, keeps_requests=False, cut=False, slices=False)
+
+
+def expected_times(
+    problem: BackwardProblem, config: BackwardKernel, target: Target
+) -> tuple[float, float] | None:
+    """Microseconds of batch rows by one main kernel, and by kernels apart; None where these are not made for them.
+    config: as for ``gains``."""
+    forward, times = problem.forward, next(TIMES[size] for size in TIMES if config.sizes.qk <= size)
     size = forward.batch * forward.seq_q * forward.heads_q * config.sizes.qk * ELEMENT_BYTES
-    main = expected_us(problem, config, steps, target, order.pieces, order.slices)
-    together = times.main * main + times.sums * size / BYTES_US
+    bytes_us = size / (target.speeds.copy * 1e6)
     keys = KeyConfig.of(replace(problem, wanted=("k", "v"))) or config
-    queries = QueryConfig.beside(keys)
+    queries = query_config(problem, keys)
     if queries is None:
-        return False
-    work = [
-        most_work(
-            each, rows, balanced_section(each, rows, target.sm_count, most), target.sm_count, times.tile
-        )
-        for each, rows, most in (key_work(problem, keys, target), query_work(problem, queries, target))
+        return None
+    work = (
+        (key_work(problem, keys, target), times.key_tile),
+        (query_work(problem, queries, target), times.query_tile),
+    )
+    loads = [
+        loads_of(each, rows, balanced_section(each, rows, target.sm_count, most), target.sm_count, tile)
+        for (each, rows, most), tile in work
     ]
-    apart = times.key_us * work[0] + times.query_us * work[1] + times.bytes * size / BYTES_US + times.start_us
-    return together > LEAST_RATIO * apart
+    apart = last_end(times.key_us * loads[0], times.query_us * loads[1], target, not queries.makes_statistics)
+    return (
+        times.main * main_us(problem, config, target) + times.sums * bytes_us + times.main_start,
+        apart + times.bytes * bytes_us + times.start,
+    )
+
+
+def last_end(keys: np.ndarray, queries: np.ndarray, target: Target, together: bool) -> float:
+    """When two kernels are done, whose CTAs take as long as given. together: those of the second begin where the first
+    one's have ended, on the SMs that are free first."""
+    if not together:
+        return float(keys.max() + queries.max())
+    ends = np.zeros(target.sm_count)
+    ends[: len(keys)] = keys
+    ends.sort()
+    return float(max(ends[-1], (ends[: len(queries)] + queries).max()))
 
 
 def key_work(problem: BackwardProblem, config: BackwardKernel, target: Target) -> tuple:
@@ -231,12 +253,17 @@ def query_steps(forward: AttentionProblem, tile_m: int, tile_n: int) -> tuple[in
     return tuple(reversed(found)) if forward.mask.causal else tuple(found)
 
 
-def most_work(steps: Sequence[int], rows: int, section: int, ctas: int, tile: float = TILE_STEPS) -> float:
+def most_work(steps: Sequence[int], rows: int, section: int, ctas: int) -> float:
     """Steps of the CTA with the most of them, that of its tiles' starts included."""
+    return float(loads_of(steps, rows, section, ctas, TILE_STEPS).max())
+
+
+def loads_of(steps: Sequence[int], rows: int, section: int, ctas: int, tile: float) -> np.ndarray:
+    """Steps of each CTA, ``tile`` for each of its tiles included."""
     count = len(steps) * rows
     ctas = min(ctas, count)
     round_, cta = np.divmod(np.arange(-(-count // ctas) * ctas), ctas)
     index = round_ * ctas + place_in_round(round_, cta, ctas)
     there = index < count
     number, _, _ = decode(len(steps), rows, 1, section, index[there], minimum=np.minimum)
-    return float(np.bincount(cta[there], tile + np.asarray(steps)[number]).max())
+    return np.bincount(cta[there], tile + np.asarray(steps)[number], minlength=ctas)

@@ -120,7 +120,8 @@ def choose_order(problem: BackwardProblem, config: BackwardKernel, target: Targe
     if config.mask.has_blocks and not config.deterministic:
         return listed_order(problem, config, len(steps), target)
     if is_dealt(problem, config, target):
-        return deal(problem, config, steps, target)
+        slices, found = dealt(problem, config, target)
+        return Order(found.pieces, found.section, slices, found.whole)
     pieces = choose_pieces(problem, config, steps, target)
     if in_rows(config, steps):
         return Order(pieces, 1)
@@ -158,9 +159,11 @@ def side_by_side(config: BackwardKernel, target: Target) -> int:
     return max(target.sm_count // config.column_groups, 1)
 
 
-def deal(problem: BackwardProblem, config: BackwardKernel, steps: Sequence[int], target: Target) -> Order:
-    """Choose the order by simulation. steps: of the key tiles, sorted."""
+@lru_cache(maxsize=4096)
+def dealt(problem: BackwardProblem, config: BackwardKernel, target: Target) -> tuple[int, rounds.Dealt]:
+    """Choose the order by simulation: (slices, the order and its time)."""
     forward, sms, found = problem.forward, side_by_side(config, target), {}
+    steps = sorted(tile_steps(problem, config), reverse=True)
     gradients, tiles = config.wanted.k + config.wanted.v, tile_steps(problem, config)
     left = 2 * gradients * config.tile_n * forward.head_dim * FP32_BYTES / JOIN_BYTES_US
     for slices in dealt_slices(problem, config, steps, target):
@@ -183,7 +186,16 @@ def deal(problem: BackwardProblem, config: BackwardKernel, steps: Sequence[int],
         dealt = rounds.best(rows, sms, costs, limit)
         found[slices] = dealt._replace(time=dealt.time + all_left)
     slices = min(found, key=found.__getitem__)
-    return Order(found[slices].pieces, found[slices].section, slices, found[slices].whole)
+    return slices, found[slices]
+
+
+def main_us(problem: BackwardProblem, config: BackwardKernel, target: Target) -> float:
+    """Predict the microseconds of a main kernel in the chosen order."""
+    if is_dealt(problem, config, target):
+        return dealt(problem, config, target)[1].time
+    order = choose_order(problem, config, target)
+    steps = [each // order.slices for each in sorted(tile_steps(problem, config), reverse=True)]
+    return expected_us(problem, config, steps, target, order.pieces, order.slices)
 
 
 def step_us(
