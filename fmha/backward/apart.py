@@ -60,14 +60,14 @@ class Times(NamedTuple):
 
 # By columns of Q and K, up to so many.
 TIMES = {
-    64: Times(0.97, 6.8, 0.0, 0.98, 2.28, 1.5, 1.5, 0.0, 21.0),
-    96: Times(0.655, 12.5, 0.0, 1.42, 0.84, 3.0, 3.0, 2.5, 12.0),
-    128: Times(0.655, 12.5, 0.0, 1.42, 0.84, 3.0, 3.0, 2.5, 12.0),
-    192: Times(0.73, 7.7, 0.0, 2.09, 0.84, 1.0, 1.0, 5.2, 10.5),
+    64: Times(0.896, 8.83, 4.45, 1.66, 1.4, 0.562, 1.03, 6.99, 8.73),
+    96: Times(0.748, 9.83, 4.5, 0.713, 1.49, 1.25, 0.374, 7.26, 7.07),
+    128: Times(0.808, 10.0, 4.06, 1.3, 1.05, 1.77, 0.564, 4.95, 11.4),
+    192: Times(0.909, 7.56, 4.16, 2.09, 1.02, 3.67, 0.222, 4.5, 4.24),
 }
 LEAST_TOKENS = 1.5  # tokens of packed requests for each of ``least_q``, about
 LONGEST_ROW = 2048  # of the calls that the times were fitted to
-LEAST_RATIO = 1.03  # of the expected times, from which the kernels apart are taken
+LEAST_RATIO = 1.02  # of the expected times, from which the kernels apart are taken
 FEW_ROUNDS = 6  # rounds of packed requests' tiles, up to which CTAs are not persistent: the GPU balances them
 
 

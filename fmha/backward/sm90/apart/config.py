@@ -26,9 +26,8 @@ from warpspec.fmha.heads import BLOCK, rounded
 
 CONSUMERS = 2  # warpgroups, each with 64 rows of a tile
 LOAD_WARPS = 2  # one for each of a tile's two operands, and of a step's
-QUERY_STEP = {64: 128, 128: 128, 192: 64}  # keys of a step of dQ, by D of the tile
-KEY_DIM = 128  # most D of the kernel that makes dK and dV
-PAIRED_COLUMNS = 96  # most columns of dK and dV with which registers suffice for steps of two blocks
+QUERY_STEP = {64: 128, 128: 64, 192: 64}  # keys of a step of dQ, by D of the tile
+KEY_STEP = {64: 128, 128: 64}  # queries of a step of dK and dV
 RING_ROWS = {64: 512, 128: 256, 192: 192}  # of the rings, by D
 SUM_STEP = 16  # columns are made in multiples of this
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
@@ -196,7 +195,7 @@ class KeyConfig(ApartKernel):
         further = mask.has_blocks or mask.has_ranges
         # Keys past the KV length that a mask does not hide anyway take four registers that D 128 has not.
         further |= forward.requests.has_kv_lengths and not mask.band and forward.heads.qk > BLOCK
-        if further or not plain or forward.heads.qk > KEY_DIM or set(wanted) - {"sink"} != {"k", "v"}:
+        if further or not plain or forward.heads.qk not in KEY_STEP or set(wanted) - {"sink"} != {"k", "v"}:
             return None
         fields = common_fields(problem) | {"wanted": Wanted(False, True, True)}
         fields |= {"deterministic": False, "heads_inside": False}  # as sums are made, they have an order
@@ -209,8 +208,7 @@ class KeyConfig(ApartKernel):
     @property
     def tile_m(self) -> int:
         """Queries of a step, of which S and dP are made BLOCK at a time."""
-        few = max(self.columns("k"), self.columns("v")) <= PAIRED_COLUMNS
-        return 2 * BLOCK if few else BLOCK
+        return KEY_STEP[self.heads.qk]
 
     @property
     def tile_n(self) -> int:

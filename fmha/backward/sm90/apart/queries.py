@@ -309,18 +309,29 @@ def clear_keys(work, step):
 
 @cute.jit
 def weigh(work, step, block: cutlass.Constexpr):
-    """Turn S into P = 2 ** (logit - lse') in place; 0 where a query does not see a key. The mask comes behind the
-    powers: ptxas would otherwise move these behind the wait for dP."""
+    """Turn S into P = 2 ** (logit - lse') in place; 0 where a query does not see a key. Where dP has long been issued,
+    the mask comes behind the powers: ptxas would otherwise move these behind the wait for dP."""
     scores, config = flat(work.mma.s[block]), work.config
+    first_powers = config.step_blocks > 1
     for i in cutlass.range_constexpr(cute.size(scores)):
-        logit = map_score(config.logits, scores[i], work.operands.logits, i)
-        scores[i] = cute.math.exp2(logit - work.row_of(i).lse, fastmath=True)
+        scores[i] = map_score(config.logits, scores[i], work.operands.logits, i) - work.row_of(i).lse
+    if cutlass.const_expr(first_powers):
+        raise_two(scores)
     if work.needs_mask(step, block):
         origin = work.first_key(step, block) + PAIR * work.member
         for r in cutlass.range_constexpr(THREAD_ROWS):
             first = work.rows[r].first - origin if cutlass.const_expr(config.mask.has_left) else None
             end = work.rows[r].end - origin
-            hide(scores, elements(scores, r), PAIR, PAIR * QUAD, first, end, hidden=0.0)
+            hidden = 0.0 if first_powers else -Float32.inf
+            hide(scores, elements(scores, r), PAIR, PAIR * QUAD, first, end, hidden=hidden)
+    if cutlass.const_expr(not first_powers):
+        raise_two(scores)
+
+
+def raise_two(values: cute.Tensor) -> None:
+    """Turn values into powers of two in place."""
+    for i in range(cute.size(values)):
+        values[i] = cute.math.exp2(values[i], fastmath=True)
 
 
 @cute.jit
