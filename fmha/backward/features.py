@@ -114,6 +114,10 @@ class BackwardKernel:
     keeps_requests: bool = False
     finishes: bool = False
 
+    rotates = (
+        True  # key tiles of a head begin at different query tiles, so that they do not add to the same dQ
+    )
+
     def __post_init__(self):
         requests = self.requests
         assert self.heads_inside or self.mask.has_blocks or not self.deterministic

@@ -102,7 +102,7 @@ class KeyTile:
         config = self.config
         if config.heads_inside:
             return self.begin + cutlass.max(self.count, 1) - 1
-        if config.mask.band:
+        if config.mask.band or not config.rotates:
             return self.begin
         return self.begin + self.number * START_STEP % cutlass.max(self.count, 1)
 

@@ -44,7 +44,7 @@ class ApartKernel(BackwardKernel):
 
     kept, streamed = ("", ""), ("", "")
     step_blocks = 1
-    makes_statistics = False
+    makes_statistics, rotates = False, False
 
     def __post_init__(self):
         super().__post_init__()

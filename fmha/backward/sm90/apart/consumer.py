@@ -122,6 +122,10 @@ class OwnRows:
     def release(self, name: str, step) -> None:
         self.channels[name + "_empty"].arrive_warp(self.use + step)
 
+    def release_own(self, number: int, tile_use) -> None:
+        """One of the tile's own operands has been read: that of S (0), of dP (1)."""
+        self.channels[self.config.kept[number] + "_empty"].arrive_warp(tile_use)
+
     def release_tile(self, tile_use) -> None:
         """The tile's own operands have been read."""
         for name in self.config.kept:

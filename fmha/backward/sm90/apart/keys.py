@@ -258,28 +258,38 @@ def add_dv(work, step, query_tile, accumulate: cutlass.Constexpr = True):
 
 @cute.jit
 def go_in_pairs(work, steps: cutlass.Constexpr, place: cutlass.Constexpr, tile_use):
-    """``go_through`` where a step has two blocks of queries."""
+    """``go_through`` where a step has two blocks of queries. Of the first and last steps one may be left out."""
     first, end = steps
     head, query_tile = place
+    later, earlier = work.keys.alone
     work.mma.dk.fill(0.0)
     work.mma.dv.fill(0.0)
-    work.wait("q", first)
-    clear_queries(work, first, query_tile)
-    work.issue_s(first, 0)
-    work.channels["v_full"].wait(tile_use)
-    warpgroup.wait_group(0)
-    for step in cutlass.range(first, end - 1, unroll=1):
-        before = query_tile
+    if later:
+        add_alone(work, first, query_tile, 1, first + 1 == end, tile_use)
         head, query_tile = work.tile.following(head, query_tile)
-        add_pair(work, step, before, query_tile)
-    add_pair(work, end - 1, query_tile, None, tile_use)
-    return work.tile.following(head, query_tile)
+        first += 1
+    if first < end - Int32(earlier):
+        work.wait("q", first)
+        clear_queries(work, first, query_tile)
+        work.issue_s(first, 0)
+        work.channels["v_full"].wait(tile_use)
+        warpgroup.wait_group(0)
+        for step in cutlass.range(first, end - 1 - Int32(earlier), unroll=1):
+            before = query_tile
+            head, query_tile = work.tile.following(head, query_tile)
+            add_pair(work, step, before, query_tile)
+        add_pair(work, end - 1 - Int32(earlier), query_tile, None, ~earlier, tile_use)
+        head, query_tile = work.tile.following(head, query_tile)
+    if earlier:
+        add_alone(work, end - 1, query_tile, 0, True, tile_use)
+        head, query_tile = work.tile.following(head, query_tile)
+    return head, query_tile
 
 
 @cute.jit
-def add_pair(work, step, query_tile, following, tile_use=None):
+def add_pair(work, step, query_tile, following, last=False, tile_use=None):
     """Add a step, whose first block's S is there. following: query tile of the step whose first S is then made; None:
-    the step is the tile's last."""
+    there is none. last: it is the tile's last."""
     follows = following is not None
     work.wait("do", step)
     work.issue_dp(step, 0)
@@ -290,25 +300,53 @@ def add_pair(work, step, query_tile, following, tile_use=None):
     warpgroup.wait_group(2)  # the first dP
     derive(work, step, 0, query_tile)
     warpgroup.wait_group(0)  # the first dV, the second S
+    if cutlass.const_expr(not follows):  # noqa: SIM102
+        if last:
+            work.release_own(0, tile_use)
     keep(work.mma.dp, work.mma.ds)
     work.issue_dk(step, 0)
     work.issue_dp(step, 1)
     weigh(work, step, 1, query_tile)
-    warpgroup.wait_group(1)  # the first dK
+    warpgroup.wait_group(0)  # the first dK, the second dP
+    if cutlass.const_expr(not follows):  # noqa: SIM102
+        if last:
+            work.release_own(1, tile_use)
     keep(work.mma.s[1], work.mma.p)
     work.issue_dv(step, 1)
     if cutlass.const_expr(follows):
         work.wait("q", step + 1)
         clear_queries(work, step + 1, following)
         work.issue_s(step + 1, 0)
-    warpgroup.wait_group(1 + int(follows))  # the second dP
-    if cutlass.const_expr(not follows):
-        work.release_tile(tile_use)
     derive(work, step, 1, query_tile)
     warpgroup.wait_group(int(follows))  # the second dV
     work.release("do", step)
     keep(work.mma.dp, work.mma.ds)
     work.issue_dk(step, 1)
+    warpgroup.wait_group(0)
+    work.release("q", step)
+
+
+@cute.jit
+def add_alone(work, step, query_tile, block: cutlass.Constexpr, last, tile_use):
+    """Add one block of a step, whose other one nobody sees. last: it is the tile's last."""
+    work.wait("q", step)
+    clear_queries(work, step, query_tile)
+    work.issue_s(step, block)
+    work.channels["v_full"].wait(tile_use)
+    work.wait("do", step)
+    work.issue_dp(step, block)
+    warpgroup.wait_group(1)
+    weigh(work, step, block, query_tile)
+    keep(work.mma.s[block], work.mma.p)
+    work.issue_dv(step, block)
+    warpgroup.wait_group(1)  # dP
+    if last:
+        work.release_tile(tile_use)
+    derive(work, step, block, query_tile)
+    warpgroup.wait_group(0)
+    work.release("do", step)
+    keep(work.mma.dp, work.mma.ds)
+    work.issue_dk(step, block)
     warpgroup.wait_group(0)
     work.release("q", step)
 

@@ -41,7 +41,7 @@ from warpspec.fmha.backward.sm90.apart.consumer import (
     write_rows,
 )
 from warpspec.fmha.backward.sm90.apart.statistics import make_statistics
-from warpspec.fmha.backward.sm90.apart.tile import index_of, rounds_of, tile_at
+from warpspec.fmha.backward.sm90.apart.tile import alone_at, index_of, rounds_of, tile_at
 from warpspec.fmha.backward.sm90.arithmetic import keep
 from warpspec.fmha.backward.sm90.products import MMA_K, accumulator, rows_of
 from warpspec.fmha.device.logits import map_score
@@ -252,22 +252,29 @@ def go_through(work, first, end, tile_use):
 
 @cute.jit
 def go_in_pairs(work, first, end, tile_use):
-    """``go_through`` where a step has two blocks of keys."""
-    work.wait("k", first)
-    clear_keys(work, first)
-    work.issue_s(first, 0)
-    work.channels["do_full"].wait(tile_use)
-    warpgroup.wait_group(0)
-    for step in cutlass.range(first, end - 1, unroll=1):
-        add_pair(work, step)
-    add_pair(work, end - 1, tile_use)
+    """``go_through`` where a step has two blocks of keys. Of the first and last steps one may be left out."""
+    config, place = work.config, work.tile.span.begin * work.config.tile_n
+    later, earlier = alone_at((first, end), (work.span.first - place, work.span.end - place), config.tile_n)
+    if later:
+        add_alone(work, first, 1, first + 1 == end, tile_use)
+        first += 1
+    if first < end - Int32(earlier):
+        work.wait("k", first)
+        clear_keys(work, first)
+        work.issue_s(first, 0)
+        work.channels["do_full"].wait(tile_use)
+        warpgroup.wait_group(0)
+        for step in cutlass.range(first, end - 1 - Int32(earlier), unroll=1):
+            add_pair(work, step, True)
+        add_pair(work, end - 1 - Int32(earlier), False, ~earlier, tile_use)
+    if earlier:
+        add_alone(work, end - 1, 0, True, tile_use)
 
 
 @cute.jit
-def add_pair(work, step, tile_use=None):
-    """Add a step to dQ, whose first block's S is there, and make that of the step that follows. tile_use: the step is
+def add_pair(work, step, follows: cutlass.Constexpr, last=False, tile_use=None):
+    """Add a step to dQ, whose first block's S is there. follows: then make that of the step that follows. last: it is
     the tile's last."""
-    follows = tile_use is None
     work.wait("v", step)
     work.issue_dp(step, 0)
     work.issue_s(step, 1)
@@ -278,6 +285,9 @@ def add_pair(work, step, tile_use=None):
     work.issue_dq(step, 0)
     work.issue_dp(step, 1)
     warpgroup.wait_group(2)  # the second S
+    if cutlass.const_expr(not follows):  # noqa: SIM102
+        if last:
+            work.release_own(0, tile_use)
     weigh(work, step, 1)
     if cutlass.const_expr(follows):
         work.wait("k", step + 1)
@@ -285,11 +295,34 @@ def add_pair(work, step, tile_use=None):
         work.issue_s(step + 1, 0)
     warpgroup.wait_group(int(follows))  # the first dQ, the second dP
     work.release("v", step)
-    if cutlass.const_expr(not follows):
-        work.release_tile(tile_use)
+    if cutlass.const_expr(not follows):  # noqa: SIM102
+        if last:
+            work.release_own(1, tile_use)
     derive(work, step, 1)
     keep(work.mma.dp, work.mma.ds)
     work.issue_dq(step, 1)
+    warpgroup.wait_group(0)
+    work.release("k", step)
+
+
+@cute.jit
+def add_alone(work, step, block: cutlass.Constexpr, last, tile_use):
+    """Add one block of a step, whose other one the consumer's rows do not see. last: it is the tile's last."""
+    work.wait("k", step)
+    clear_keys(work, step)
+    work.issue_s(step, block)
+    work.channels["do_full"].wait(tile_use)
+    work.wait("v", step)
+    work.issue_dp(step, block)
+    warpgroup.wait_group(1)
+    weigh(work, step, block)
+    warpgroup.wait_group(0)
+    work.release("v", step)
+    if last:
+        work.release_tile(tile_use)
+    derive(work, step, block)
+    keep(work.mma.dp, work.mma.ds)
+    work.issue_dq(step, block)
     warpgroup.wait_group(0)
     work.release("k", step)
 

@@ -97,9 +97,11 @@ class QueryTile:
 @dataclass(frozen=True)
 class OwnKeys:
     """A consumer's 64 keys of a key tile. steps: [first, end) of the tile's steps in which some of these keys may be
-    seen. inner_first, inner_end: the queries that see all of them, as of ``KeyTile``."""
+    seen. alone: whether nobody sees the first block of the first step, or the second one of the last. inner_first,
+    inner_end: the queries that see all of them, as of ``KeyTile``."""
 
     steps: tuple
+    alone: tuple
     inner_first: Int32
     inner_end: Int32
 
@@ -123,7 +125,17 @@ class OwnKeys:
             first = Int32(cutlass.select_(one, cutlass.max(own_first, 0), zero))
             end = Int32(cutlass.select_(one, cutlass.min(own_end, tile.steps), end))
         end = Int32(cutlass.select_(some, end, first))
-        return cls((first, end), inner_first, inner_end)
+        # Other heads' steps come in between; queries past the last begin no block of a step.
+        own, place = Boolean(tile.group == 1) & some, tile.begin * config.tile_m
+        alone = alone_at((first, end), (low - place, high - place), config.tile_m)
+        return cls((first, end), tuple(own & each for each in alone), inner_first, inner_end)
+
+
+def alone_at(steps: tuple, seen: tuple, size: int) -> tuple:
+    """Whether the first step has nothing to be seen in its first block, and whether the last has nothing in its second.
+    steps: [first, end). seen: [first, end) of the rows, from the 0th step's first on. size: rows of a step."""
+    (first, end), half = steps, size // 2
+    return Boolean(seen[0] >= first * size + half), Boolean(seen[1] <= end * size - half)
 
 
 def launch_of(config, operands, numbers) -> Launch:
