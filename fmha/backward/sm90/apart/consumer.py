@@ -12,7 +12,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
 from warpspec.common.device import tma
-from warpspec.common.device.wgmma import QUAD, WARP_ROWS, WARPGROUP_ROWS
+from warpspec.common.device.wgmma import QUAD, WARP_ROWS, WARPGROUP_ROWS, flat, settle
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.fmha.backward.device.clear import clear_rows
 from warpspec.fmha.backward.sm90.apart.config import CLEARED_BARRIER, CONSUMERS
@@ -140,6 +140,13 @@ class OwnRows:
         """Wait for all consumers, and make what they have cleared visible to products."""
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=CLEARED_BARRIER, number_of_threads=self.config.consumer_threads)
+
+
+def clear_sums(*sums: cute.Tensor) -> None:
+    """Set sums to 0, in front of the fence of their first product, which may stand in a branch."""
+    for each in sums:
+        each.fill(0.0)
+        settle(cute.recast_tensor(flat(each), Int32))
 
 
 def write_rows(work, number: int, values: cute.Tensor, place: tuple) -> None:

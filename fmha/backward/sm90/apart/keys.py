@@ -36,6 +36,7 @@ from warpspec.fmha.backward.device.place import ctas_of, key_tile_at
 from warpspec.fmha.backward.sm90.apart.consumer import (
     OwnRows,
     depth_of,
+    clear_sums,
     end_stores,
     kept_operand,
     make_scores,
@@ -262,8 +263,7 @@ def go_in_pairs(work, steps: cutlass.Constexpr, place: cutlass.Constexpr, tile_u
     first, end = steps
     head, query_tile = place
     later, earlier = work.keys.alone
-    work.mma.dk.fill(0.0)
-    work.mma.dv.fill(0.0)
+    clear_sums(work.mma.dk, work.mma.dv)
     if later:
         add_alone(work, first, query_tile, 1, first + 1 == end, tile_use)
         head, query_tile = work.tile.following(head, query_tile)

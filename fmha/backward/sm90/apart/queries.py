@@ -33,6 +33,7 @@ from warpspec.common.hardware import WARPGROUP_THREADS
 from warpspec.fmha.backward.sm90.apart.consumer import (
     OwnRows,
     depth_of,
+    clear_sums,
     end_stores,
     kept_operand,
     make_scores,
@@ -173,7 +174,7 @@ def consume_tile(own: cutlass.Constexpr, tile_use):
     tile = own.tile
     first, end, span = tile.steps_of(own.consumer)
     first_query = tile.first_query + own.consumer * WARPGROUP_ROWS + own.row
-    own.mma.dq.fill(0.0)
+    clear_sums(own.mma.dq)
     for step in cutlass.range(first, unroll=1):
         skip(own, step)
     statistics = cute.make_rmem_tensor((THREAD_ROWS, 2), Float32)
