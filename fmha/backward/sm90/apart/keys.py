@@ -35,8 +35,8 @@ from warpspec.common.hardware import WARPGROUP_THREADS
 from warpspec.fmha.backward.device.place import ctas_of, key_tile_at
 from warpspec.fmha.backward.sm90.apart.consumer import (
     OwnRows,
-    depth_of,
     clear_sums,
+    depth_of,
     end_stores,
     kept_operand,
     make_scores,

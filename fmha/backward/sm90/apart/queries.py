@@ -32,8 +32,8 @@ from warpspec.common.device.wgmma import (
 from warpspec.common.hardware import WARPGROUP_THREADS
 from warpspec.fmha.backward.sm90.apart.consumer import (
     OwnRows,
-    depth_of,
     clear_sums,
+    depth_of,
     end_stores,
     kept_operand,
     make_scores,
