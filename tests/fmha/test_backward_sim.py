@@ -72,8 +72,10 @@ CUT = {
 
 
 def cut_into(monkeypatch, order: Order) -> list:
-    """Give every launch from now on this order. The returned list will hold what is prepared for them."""
+    """Give every launch from now on this order, and a main kernel that makes all gradients. The returned list will hold
+    what is prepared for them."""
     prepared, prepare = [], launch.prepare.__wrapped__
+    monkeypatch.setattr(launch.apart, "gains", lambda *_: False)
     monkeypatch.setattr(launch, "choose_order", lambda *_: order)
     monkeypatch.setattr(launch, "prepare", lambda *args: prepared.append(prepare(*args)) or prepared[-1])
     return prepared
@@ -297,6 +299,7 @@ WINDOWED = Case(
 def test_inner_heads(arch, inner, monkeypatch, simulate_gradients_as):
     """With a fixed order, steps go through some heads after others; of the three, the last may be alone."""
     monkeypatch.setattr(launch, "inner_heads_of", lambda *_: inner)
+    monkeypatch.setattr(launch.apart, "gains", lambda *_: False)
     plans, plan = [], launch.plan
     monkeypatch.setattr(launch, "plan", lambda *arguments: plans.append(plan(*arguments)) or plans[-1])
     launch.prepare.cache_clear()

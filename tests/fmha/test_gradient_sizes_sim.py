@@ -38,6 +38,7 @@ def test_steps(name, qk, v, monkeypatch, simulate_gradients_as, check_order):
     (case, order), prepared, prepare = CASES[name], [], launch.prepare.__wrapped__
     monkeypatch.setattr(launch, "prepare", lambda *args: prepared.append(prepare(*args)) or prepared[-1])
     monkeypatch.setattr(launch, "choose_order", lambda *_: order)
+    monkeypatch.setattr(launch.apart, "gains", lambda *_: False)
     simulate_gradients_as("sm_90a", seed=5)
     case = replace(case, head_dim=qk, v_dim=v)
     tensors = case.tensors()

@@ -85,8 +85,9 @@ def test_head_sizes(case, qk, v):
 @pytest.fixture
 def prepared(monkeypatch):
     """What gradients prepare in this test, without the caches of plans and of calls, so that a patched choice is taken
-    and forgotten."""
+    and forgotten. One main kernel makes all gradients, unless the test says otherwise."""
     found, prepare = [], launch.prepare.__wrapped__
+    monkeypatch.setattr(apart, "gains", lambda *_: False)
     monkeypatch.setattr(launch, "prepare", lambda *args: found.append(prepare(*args)) or found[-1])
     monkeypatch.setattr(ops, "_checked", Remembered())
     return found
