@@ -126,7 +126,9 @@ class OwnKeys:
             end = Int32(cutlass.select_(one, cutlass.min(own_end, tile.steps), end))
         end = Int32(cutlass.select_(some, end, first))
         # Other heads' steps come in between; queries past the last begin no block of a step.
-        own, place = Boolean(tile.group == 1) & some, tile.begin * config.tile_m
+        # Where nobody sees any of the keys, the two blocks would be of one step.
+        own = Boolean(tile.group == 1) & some & Boolean(high > low)
+        place = tile.begin * config.tile_m
         alone = alone_at((first, end), (low - place, high - place), config.tile_m)
         return cls((first, end), tuple(own & each for each in alone), inner_first, inner_end)
 
