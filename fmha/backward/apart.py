@@ -58,7 +58,7 @@ class Times(NamedTuple):
     start: float
 
 
-# By columns of Q and K, up to so many.
+# By columns of the widest operand, up to so many.
 TIMES = {
     64: Times(0.896, 8.83, 4.45, 1.66, 1.4, 0.562, 1.03, 6.99, 8.73),
     96: Times(0.748, 9.83, 4.5, 0.713, 1.49, 1.25, 0.374, 7.26, 7.07),
@@ -74,7 +74,7 @@ FEW_ROUNDS = 6  # rounds of packed requests' tiles, up to which CTAs are not per
 def gains(problem: BackwardProblem, config: BackwardKernel, target: Target) -> bool:
     """Whether kernels apart are expected to take less time. config: that of a main kernel that makes all gradients."""
     wanted = problem.has_do and {"q", "k", "v"} <= set(problem.wanted)
-    if config.sizes.qk > max(TIMES) or target.arch != "sm_90a" or not wanted:
+    if max(config.sizes.qk, config.sizes.v) > max(TIMES) or target.arch != "sm_90a" or not wanted:
         return False
     if max(problem.forward.seq_q, problem.forward.seq_k) > LONGEST_ROW:
         return False
@@ -107,7 +107,8 @@ def expected_times(
 ) -> tuple[float, float] | None:
     """Microseconds of batch rows by one main kernel, and by kernels apart; None where these are not made for them.
     config: as for ``gains``."""
-    forward, times = problem.forward, next(TIMES[size] for size in TIMES if config.sizes.qk <= size)
+    forward, columns = problem.forward, max(config.sizes.qk, config.sizes.v)
+    times = next(TIMES[size] for size in TIMES if columns <= size)
     size = forward.batch * forward.seq_q * forward.heads_q * config.sizes.qk * ELEMENT_BYTES
     bytes_us = size / (target.speeds.copy * 1e6)
     keys = KeyConfig.of(replace(problem, wanted=("k", "v"))) or config

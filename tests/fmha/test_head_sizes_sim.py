@@ -154,7 +154,7 @@ def test_gradient_tiles():
         )
         problem = AttentionProblem(**made, device=torch.device("meta"), logits=LogitOptions(1.0))
         wanted = BackwardProblem(problem, ("q", "k", "v"), deterministic=order).padded
-        config = backward_launch.plan(wanted, SIMULATED["sm_90a"])
+        config = backward_launch.plan_main(wanted, SIMULATED["sm_90a"])
         assert config.wide == (128 < qk <= 192 and v <= 128 and not order)
         assert config.makes_dq_alone == (64 < qk <= 96 and v <= 128 and not order)
         parts = [config.dq_size(number) for number in range(config.heads.qk // config.dq_columns)]
