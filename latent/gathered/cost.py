@@ -53,7 +53,7 @@ COSTS = {  # by row format
 OF_CLUSTERS = {LISTS: COSTS[LISTS]._replace(tile=2.5, shared_tile=2.6)}
 TRANSPOSED = Costs(2.85, 1.24, 2.08, 1.21, 0.475, 6.11, 1.37, 0.598)  # codes as rows of the products
 # Codes of Q and keys multiplied as they are, 64 rows a task.
-RAW = Costs(2.39, 1.38, 4.49, 0.824, 0.262, 5.29, 1.73, 0.111, 3.75, 0.328, 0.737)
+RAW = Costs(2.25, 1.6, 4.14, 0.928, 0.298, 5.37, 1.65, 0.143, 3.83, 0.259, 0.782)
 MOST_TASKS = 8  # tasks of a CTA up to which they are shared out: more of them balance
 MEAN_LENGTHS = (1.0, 0.5)  # of lengths that only the device knows, on average, as a share of the longest
 ROW_MB = LATENT[1] * FP32_BYTES * 1e-6  # of a row of a state
