@@ -248,9 +248,8 @@ class Judge:
     """
 
     FACTOR = 1.6  # ours over the model's own in bf16; some dozens of tokens scatter
-    NEAR_TIE = (
-        4.0  # own errors, or the largest one if that is more: a token may be taken so far behind the best one
-    )
+    # A token may be taken so many own errors behind the best one, or the largest of them, if that is more.
+    NEAR_TIE = 4.0
 
     def __init__(self, model, cached=None):
         self.cached = cached
