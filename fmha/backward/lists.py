@@ -13,6 +13,7 @@ deals CTAs to SMs (``rounds``).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -88,7 +89,7 @@ def choose(
     in L2. All rows make one section if that is faster: then no long tile begins late. step_of: microseconds of a step
     of (slices, rows of a section).
     """
-    found, (rows, group) = {}, heads
+    found, least, (rows, group) = Choice(1, section_of(1), 0), math.inf, heads
     for slices in numbers:
         if slices > 1 and len(steps) * rows * slices > MOST_CTAS * sms:
             break
@@ -99,17 +100,21 @@ def choose(
                 # CTAs of a key tile stand together where they do not have as many heads.
                 uneven = most or group % slices
                 own = -(-section // slices) * slices if uneven else section
-                step, free = step_of(slices, own), rounds.idle(sms)
+                step = step_of(slices, own)
                 if uneven:
-                    times = list(times_of(steps, (group, slices, most), step, starts))
-                    rounds.deal(free, times, rows, own // slices)
+                    ctas, times = slices, list(times_of(steps, (group, slices, most), step, starts))
                 else:
                     start = starts.sliced if slices > 1 else starts.whole
-                    times = [each * group / slices * step + start for each in steps]
-                    rounds.deal(free, times, rows * slices, own)
-                choice, time = Choice(slices, own, most), (max(free)[0] + join) * cost
-                found[choice] = min(time, found.get(choice, time))
-    return min(found, key=found.__getitem__)
+                    ctas, times = 1, [each * group / slices * step + start for each in steps]
+                count = rows * slices // ctas
+                if (max(sum(times) * count / sms, times[0]) + join) * cost >= least:
+                    continue  # not dealt: no order takes less than the mean load or the longest CTA
+                free = rounds.idle(sms)
+                rounds.deal(free, times, count, own // ctas)
+                time = (max(free)[0] + join) * cost
+                if time < least:
+                    found, least = Choice(slices, own, most), time
+    return found
 
 
 def times_of(
