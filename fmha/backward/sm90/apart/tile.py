@@ -130,6 +130,8 @@ class OwnKeys:
         own = Boolean(tile.group == 1) & some & Boolean(high > low)
         place = tile.begin * config.tile_m
         alone = alone_at((first, end), (low - place, high - place), config.tile_m)
+        if cutlass.const_expr(config.mask.band):
+            alone = alone[0], Boolean(False)  # both spill 8 bytes
         return cls((first, end), tuple(own & each for each in alone), inner_first, inner_end)
 
 
