@@ -59,7 +59,7 @@ class Block:
         return self.elements_of(self.columns)
 
     def elements_of(self, columns: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Those of some of the ``columns``."""
+        """The elements of some of the ``columns``."""
         return [
             (self.element(column, r) + j, r, column + j)
             for column in columns

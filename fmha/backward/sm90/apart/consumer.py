@@ -12,11 +12,11 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
 from warpspec.common.device import tma
-from warpspec.common.device.wgmma import QUAD, WARP_ROWS, WARPGROUP_ROWS, flat, settle
+from warpspec.common.device.wgmma import QUAD, WARP_ROWS, WARPGROUP_ROWS, flat, multiply, settle
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.fmha.backward.device.clear import clear_rows
 from warpspec.fmha.backward.sm90.apart.config import CLEARED_BARRIER, CONSUMERS
-from warpspec.fmha.backward.sm90.products import K_MAJOR, MMA_K, MN_MAJOR, batched, make_mma, ring
+from warpspec.fmha.backward.sm90.products import K_MAJOR, MMA_K, MN_MAJOR, batched, make_mma, ring, rows_of
 from warpspec.fmha.backward.sm90.results import block_of
 from warpspec.fmha.heads import BLOCK, STEP
 from warpspec.fmha.sm90.staging import (
@@ -114,6 +114,28 @@ class OwnRows:
     def stage(self, step):
         """Buffer of a step in the rings."""
         return (self.use + step) % self.config.stages_of(self.config.streamed[0])
+
+    def issue_s(self, step, block: int = 0) -> None:
+        """Issue S of a block of a step, one of the consumer's rows per row."""
+        self.issue_scores(0, self.mma.s[block], step, block)
+
+    def issue_dp(self, step, block: int = 0) -> None:
+        """Issue dP of a block of a step."""
+        self.issue_scores(1, self.mma.dp, step, block)
+
+    def issue_scores(self, number: int, scores: cute.Tensor, step, block: int) -> None:
+        """Issue S (0) or dP (1)."""
+        kept, streamed = self.config.kept[number], self.config.streamed[number]
+        mma, count = make_scores(self.config, self.dtype), depth_of(self.config, streamed)
+        rows = rows_of(getattr(self.mma, streamed), block, self.stage(step))
+        multiply(mma, scores, getattr(self.mma, kept), rows, False, count=count)
+
+    def issue_sums(self, name: str, products: tuple, step, block: int, accumulate=True) -> None:
+        """Issue a gradient's product of a block of a step. name: as of ``make_sums``. products: (the gradient, P or dS,
+        columns of the streamed operand)."""
+        sums, weights, columns = products
+        columns, first = columns[None, None, None, self.stage(step)], block * BLOCK // MMA_K
+        multiply(make_sums(self.config, self.dtype, name), sums, weights, columns, accumulate, first)
 
     def wait(self, name: str, step) -> None:
         """Wait until a step's operand has arrived."""

@@ -29,14 +29,12 @@ from warpspec.common.device.wgmma import (
     WARPGROUP_ROWS,
     elements,
     flat,
-    multiply,
 )
 from warpspec.common.hardware import WARPGROUP_THREADS
 from warpspec.fmha.backward.device.place import ctas_of, key_tile_at
 from warpspec.fmha.backward.sm90.apart.consumer import (
     OwnRows,
     clear_sums,
-    depth_of,
     end_stores,
     kept_operand,
     make_scores,
@@ -46,7 +44,7 @@ from warpspec.fmha.backward.sm90.apart.consumer import (
 )
 from warpspec.fmha.backward.sm90.apart.tile import OwnKeys, index_of, rounds_of
 from warpspec.fmha.backward.sm90.arithmetic import keep
-from warpspec.fmha.backward.sm90.products import MMA_K, accumulator, rows_of
+from warpspec.fmha.backward.sm90.products import accumulator
 from warpspec.fmha.device.logits import map_score
 from warpspec.fmha.device.mask import hide
 from warpspec.fmha.heads import BLOCK
@@ -99,24 +97,13 @@ class OwnKeyRows(OwnRows):
     keys: OwnKeys
     bounds: tuple
 
-    def issue_s(self, step, block: int) -> None:
-        """Issue S^T of a block of a step. The methods below issue its other products."""
-        mma, count = make_scores(self.config, self.dtype), depth_of(self.config, "q")
-        q = rows_of(self.mma.q, block, self.stage(step))
-        multiply(mma, self.mma.s[block], self.mma.k, q, False, count=count)
-
-    def issue_dp(self, step, block: int) -> None:
-        mma, count = make_scores(self.config, self.dtype), depth_of(self.config, "do")
-        do = rows_of(self.mma.do, block, self.stage(step))
-        multiply(mma, self.mma.dp, self.mma.v, do, False, count=count)
-
     def issue_dv(self, step, block: int, accumulate=True) -> None:
-        do, first = self.mma.do_columns[None, None, None, self.stage(step)], block * BLOCK // MMA_K
-        multiply(make_sums(self.config, self.dtype, "v"), self.mma.dv, self.mma.p, do, accumulate, first)
+        """Issue dV of a block of a step."""
+        self.issue_sums("v", (self.mma.dv, self.mma.p, self.mma.do_columns), step, block, accumulate)
 
     def issue_dk(self, step, block: int, accumulate=True) -> None:
-        q, first = self.mma.q_columns[None, None, None, self.stage(step)], block * BLOCK // MMA_K
-        multiply(make_sums(self.config, self.dtype, "k"), self.mma.dk, self.mma.ds, q, accumulate, first)
+        """Issue dK of a block of a step."""
+        self.issue_sums("k", (self.mma.dk, self.mma.ds, self.mma.q_columns), step, block, accumulate)
 
     def statistics(self, step, block: int) -> cute.Tensor:
         """(PAIR, 2, COLUMN): lse' (0) and -delta (1) of the thread's pairs of queries of a block, in shared memory."""

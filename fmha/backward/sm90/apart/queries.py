@@ -27,13 +27,11 @@ from warpspec.common.device.wgmma import (
     WARPGROUP_ROWS,
     elements,
     flat,
-    multiply,
 )
 from warpspec.common.hardware import WARPGROUP_THREADS
 from warpspec.fmha.backward.sm90.apart.consumer import (
     OwnRows,
     clear_sums,
-    depth_of,
     end_stores,
     kept_operand,
     make_scores,
@@ -44,7 +42,7 @@ from warpspec.fmha.backward.sm90.apart.consumer import (
 from warpspec.fmha.backward.sm90.apart.statistics import make_statistics
 from warpspec.fmha.backward.sm90.apart.tile import alone_at, index_of, rounds_of, tile_at
 from warpspec.fmha.backward.sm90.arithmetic import keep
-from warpspec.fmha.backward.sm90.products import MMA_K, accumulator, rows_of
+from warpspec.fmha.backward.sm90.products import accumulator
 from warpspec.fmha.device.logits import map_score
 from warpspec.fmha.device.mask import hide
 from warpspec.fmha.heads import BLOCK
@@ -110,20 +108,9 @@ class OwnQueries(StatedRows):
     rows: tuple
     span: object
 
-    def issue_s(self, step, block: int = 0) -> None:
-        """Issue S of a block of a step. The methods below issue its other products."""
-        k = rows_of(self.mma.k, block, self.stage(step))
-        mma, count = make_scores(self.config, self.dtype), depth_of(self.config, "k")
-        multiply(mma, self.mma.s[block], self.mma.q, k, False, count=count)
-
-    def issue_dp(self, step, block: int = 0) -> None:
-        v = rows_of(self.mma.v, block, self.stage(step))
-        mma, count = make_scores(self.config, self.dtype), depth_of(self.config, "v")
-        multiply(mma, self.mma.dp, self.mma.do, v, False, count=count)
-
     def issue_dq(self, step, block: int = 0) -> None:
-        k, first = self.mma.k_columns[None, None, None, self.stage(step)], block * BLOCK // MMA_K
-        multiply(make_sums(self.config, self.dtype, "k"), self.mma.dq, self.mma.ds, k, True, first)
+        """Issue dQ of a block of a step."""
+        self.issue_sums("k", (self.mma.dq, self.mma.ds, self.mma.k_columns), step, block)
 
     def row_of(self, i: int) -> QueryRow:
         """The row that element i of a fragment belongs to."""
