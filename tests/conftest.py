@@ -116,3 +116,16 @@ def check_order(monkeypatch):
     from warpspec import sim
 
     monkeypatch.setenv(sim.CHECK_VARIABLE, "order")
+
+
+@pytest.fixture
+def compiled_anew(monkeypatch, request):
+    """Kernels are compiled as the test changes them, and forgotten after it."""
+    from warpspec.common import compile, kernel_cache
+    from warpspec.fmha import launch
+
+    monkeypatch.setattr(kernel_cache, "SOURCES", f"{kernel_cache.SOURCES} {request.node.name}")
+    monkeypatch.setattr(compile, "_compiled", {})
+    launch.prepare.cache_clear()
+    yield
+    launch.prepare.cache_clear()

@@ -40,7 +40,7 @@ def _rows(lengths: tuple, queries: int, heads: int) -> tuple:
 
 def _codes() -> None:
     """Pieces of two tiles a CTA, three of one tile; then as many keys in fewer CTAs."""
-    from test_latent_sim import codes_of
+    from helpers.latent_calls import codes_of
 
     from warpspec.latent import mla_decode
     from warpspec.latent.gathered import launch
