@@ -85,7 +85,9 @@ def store_rows(
     """Quantise rows and store them in a pool.
 
     rows: bf16 [T, dim], with the pool's dim. slots: as in ``insert_window``. The stored bits are those of
-    ``quantize.quantize_rows``. Raises what ``insert_window`` raises.
+    ``quantize.quantize_rows``: scales are powers of two, also in "v3.2-fp8", whose rows vLLM and SGLang store with amax
+    / 448. Readers take either; ``pool.write(slots, rows, powers=False)`` stores rows as vLLM does. Raises what
+    ``insert_window`` raises.
     """
     refuse_gradients(rows=rows)
     check_store(rows, pool, slots)

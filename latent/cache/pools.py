@@ -129,14 +129,15 @@ class Pool:
         rows = dequantize_rows(self.data[page, data_at], self.data[page, scale_at], fmt)
         return torch.where(seen.reshape(-1, 1), rows, 0.0).reshape(*slots.shape, fmt.dim)
 
-    def write(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
+    def write(self, slots: torch.Tensor, rows: torch.Tensor, powers: bool = True) -> None:
         """Store rows [T, dim], bf16 or fp32, at ``slots`` [T], int32 or int64, skipping slots of no row. If a slot is
-        given twice, one row stays."""
+        given twice, one row stays. powers: scales are powers of two; False, in "v3.2-fp8" and "fp8": what vLLM's are
+        (``quantize``)."""
         check_tensor("slots", slots, INTEGER_DTYPES, (ANY,), self.device)
         check_tensor("rows", rows, ROW_DTYPES, (len(slots), self.row_format.dim), self.device)
         seen = (slots >= 0) & (slots < self.capacity)
         page, data_at, scale_at = self._bytes_of(slots[seen].long())
-        data, scales = quantize_rows(rows[seen], self.row_format)
+        data, scales = quantize_rows(rows[seen], self.row_format, powers)
         self.data[page, data_at] = data
         self.data[page, scale_at] = scales
 

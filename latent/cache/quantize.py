@@ -4,6 +4,10 @@ Let amax be a block's largest magnitude, or the format's min_amax if that is lar
 least integer k for which amax <= largest value * 2**k. Values are x * 2**-k, rounded to nearest, ties to even; signs
 are kept, also those of zeros. A block that holds NaN or Inf gets the scale NaN (ue8m0 255), and all its values become
 e4m3 NaN or e2m1 +6, so that it reads as NaN throughout.
+
+Formats with fp32 scales hold any scales, which readers take as they are. With ``powers=False`` rows are stored as vLLM
+stores them: the scale is amax / largest value, at least FLT_MIN, and values are x / scale. Powers of two lose no bit of
+a key that is converted to bf16; other scales do.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ FP32_BIAS = 127
 E2M1_NAN_CODE = 7  # e2m1 has no NaN: its largest value stands in, as in NVFP4
 # The largest value of each type is 1.m * 2**e: (e, the bits of m in fp32).
 LARGEST = {"e4m3": (8, 0x600000), "e2m1": (2, 0x400000)}
+E4M3_LARGEST = 448.0
 
 
 def scale_exponents(amax: torch.Tensor, value: str) -> torch.Tensor:
@@ -36,11 +41,16 @@ def scale_exponents(amax: torch.Tensor, value: str) -> torch.Tensor:
     return rounded - FP32_BIAS - exponent
 
 
-def quantize_rows(rows: torch.Tensor, fmt: RowFormat) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows(
+    rows: torch.Tensor, fmt: RowFormat, powers: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(data uint8 [..., data_bytes], scales uint8 [..., scale_bytes]) of rows [..., dim], bf16 or fp32.
 
     data: values, then the tail. fp32 rows are quantised without rounding to bf16 first; their tail is rounded to bf16.
+    powers: scales are powers of two. Others need a format of e4m3 with fp32 scales: ValueError.
     """
+    if not (powers or (fmt.value == "e4m3" and fmt.scale == "fp32")):
+        raise ValueError(f"powers: scales of rows in {fmt.name!r} are powers of two, got {powers}")
     shape = rows.shape[:-1]
     tail = _bytes_of(rows[..., fmt.values :].bfloat16(), fmt.tail * BF16_BYTES)
     if fmt.value == "bf16":
@@ -49,8 +59,13 @@ def quantize_rows(rows: torch.Tensor, fmt: RowFormat) -> tuple[torch.Tensor, tor
     blocks = rows[..., : fmt.values].float().unflatten(-1, (fmt.blocks, fmt.block))
     amax = blocks.abs().amax(-1)  # NaN if any value is NaN
     finite = amax.isfinite()
-    k = scale_exponents(torch.where(finite, amax, 1.0).clamp(min=fmt.min_amax), fmt.value)
-    scaled = torch.where(finite[..., None], torch.ldexp(blocks, -k[..., None]), 0.0)
+    amax = torch.where(finite, amax, 1.0)
+    k = scale_exponents(amax.clamp(min=fmt.min_amax), fmt.value)
+    factors, scaled = torch.ldexp(torch.ones_like(amax), k), torch.ldexp(blocks, -k[..., None])
+    if not powers:
+        factors = (amax / E4M3_LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
+        scaled = blocks / factors[..., None]
+    scaled = torch.where(finite[..., None], scaled, 0.0)
     if fmt.value == "e4m3":
         codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
         codes = torch.where(finite[..., None], codes, E4M3_NAN).flatten(-2)
@@ -60,8 +75,7 @@ def quantize_rows(rows: torch.Tensor, fmt: RowFormat) -> tuple[torch.Tensor, tor
     if fmt.scale == "ue8m0":
         scales = torch.where(finite, k + UE8M0_BIAS, UE8M0_NAN).to(torch.uint8)
     else:
-        powers = torch.where(finite, torch.ldexp(torch.ones_like(amax), k), torch.nan)
-        scales = _bytes_of(powers, 4 * fmt.blocks)
+        scales = _bytes_of(torch.where(finite, factors, torch.nan), 4 * fmt.blocks)
     padding = scales.new_zeros((*shape, fmt.padding))
     return torch.cat((codes, tail), dim=-1), torch.cat((scales, padding), dim=-1)
 

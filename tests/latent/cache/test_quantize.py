@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from warpspec.latent.cache import INDEX_FORMATS, LATENT_FORMATS, MODELS, bytes_per_token
+from warpspec.latent.cache import INDEX_FORMATS, LATENT_FORMATS, MODELS, LatentPool, bytes_per_token
 from warpspec.latent.cache.quantize import dequantize_rows, quantize_rows, round_trip
 
 FORMATS = {
@@ -114,6 +114,31 @@ def test_reads_what_was_stored(name):
     assert ((read - blocks).abs() <= step * amax)[~bad].all()
     again = round_trip(once.nan_to_num(0.0), fmt)
     assert torch.equal(again[:8], once.nan_to_num(0.0)[:8])
+
+
+def test_scales_that_are_no_powers_of_two():
+    """vLLM's rows: amax / 448, at least FLT_MIN, where blocks are zeros too."""
+    fmt, tiny = LATENT_FORMATS["v3.2-fp8"], torch.finfo(torch.float32).tiny
+    rows = adversarial_rows(fmt)
+    pool = LatentPool.empty(1, len(rows), fmt.name)
+    slots = torch.arange(len(rows))
+    pool.write(slots, rows, powers=False)
+    stored = pool.data[0, : len(rows) * fmt.row_bytes].view(len(rows), fmt.row_bytes)
+    scales = stored[:, fmt.value_bytes : fmt.tail_offset].contiguous().view(torch.float32)
+    blocks = rows[:, : fmt.values].float().unflatten(1, (fmt.blocks, fmt.block))
+    finite = blocks.isfinite().all(-1)
+    wanted = (blocks.abs().amax(-1) / 448).clamp(min=tiny)
+    assert torch.equal(scales[finite], wanted[finite]) and scales[~finite].isnan().all()
+    assert (scales[6] == tiny).all() and scales[finite].log2().frac().any()
+    for row, b in finite.nonzero().tolist():
+        codes = stored[row, b * fmt.block : (b + 1) * fmt.block].tolist()
+        assert codes == [nearest_code(x, "e4m3") for x in (blocks[row, b] / wanted[row, b]).tolist()]
+    read = pool.read(slots)[:, : fmt.values].unflatten(1, (fmt.blocks, fmt.block))
+    assert ((read - blocks).abs() <= 2.0**-4 * blocks.abs() + 2.0**-10 * wanted[..., None])[finite].all()
+    stored[:, fmt.value_bytes : fmt.tail_offset] = 0  # as SGLang's scales of zeros are
+    assert not pool.read(slots)[finite.all(1), : fmt.values].any()
+    with pytest.raises(ValueError, match=r"powers: .*'v4-fp8' are powers of two"):
+        LatentPool.empty(1, 1, "v4-fp8").write(slots[:1], rows[:1, :512], powers=False)
 
 
 @pytest.mark.parametrize("name", [n for n in FORMATS if n.endswith("bf16")])
