@@ -15,6 +15,7 @@ import torch
 
 from warpspec.common.allocation import Block, allocate, block
 from warpspec.common.architecture import Family
+from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import Kernel, Target
 from warpspec.common.simulator import joined, simulator
 from warpspec.common.workspace import EMPTY, new_workspace, prepare_reserve, workspace
@@ -31,6 +32,7 @@ from warpspec.fmha.plan import Plan, launch_numbers, make_plan
 from warpspec.fmha.plan.expanding import expands
 from warpspec.fmha.plan.kept import keep_fastest, kept_plan, plans_to_time
 from warpspec.fmha.problem import AttentionProblem
+from warpspec.fmha.schedule import SORTED_REQUESTS
 
 QUEUE, LINE = Schedule.QUEUE, Schedule.LINE  # compared in every call; an Enum's attributes take 70 ns
 # Packages with ``AttentionConfig``, ``ATTENTION``, its ``Kernel``, and ``CHOICES``, what plans choose among.
@@ -157,6 +159,11 @@ def prepare(problem: AttentionProblem, target: Target, found: Plan | None = None
     if found is None and expands_on(problem, target):
         return prepare_expanded(problem, target)
     found = found or plan(problem, target)
+    if found.config.queues_partitions and problem.batch > SORTED_REQUESTS:
+        name, most = target.architecture.backend, SORTED_REQUESTS
+        raise UnsupportedProblem(
+            f"{name} attention: plan: partitions are of at most {most} requests, got {problem.batch}"
+        )
     attention = ATTENTION.of(target.architecture).ATTENTION.launcher(found.config, target)
     if found.config.scheduler.counts and target.native:
         prepare_reserve(target.device)

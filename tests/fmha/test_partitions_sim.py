@@ -14,8 +14,12 @@ from helpers.tree_cases import CASES, inputs_of
 from helpers.varlen_cases import Packed
 
 from warpspec import sim
-from warpspec.fmha import attention, attention_varlen
+from warpspec.common.errors import UnsupportedProblem
+from warpspec.common.launch import SIMULATED
+from warpspec.fmha import attention, attention_varlen, launch
 from warpspec.fmha.plan.cost import Way
+from warpspec.fmha.problem import AttentionProblem
+from warpspec.fmha.schedule import SORTED_REQUESTS
 
 # Requests without keys and without queries, of fewer keys than queries, of one KV tile and of many.
 DECODE = Packed(
@@ -137,6 +141,23 @@ def test_batch_rows(cut, dim):
     result = attention(q, *pages, **inputs, page_table=table, out=out, return_lse=True, backend="sim")
     assert len(sim.last_report().launches) == 2
     check(Case("lengths"), result, {"q": q, "k": k, "v": v, **inputs}, against_torch=False)
+
+
+def test_too_many_requests_are_refused():
+    """Plans offer no partitions of more requests than the device counts; one that somebody forces is not launched."""
+
+    def problem(requests: int) -> AttentionProblem:
+        q, k = (torch.empty(requests, n, 8, 64, dtype=torch.bfloat16, device="meta") for n in (1, 4000))
+        lengths = torch.empty(requests, dtype=torch.int32, device="meta")
+        return AttentionProblem.of(q, k, k, kv_lengths=lengths, memory=False)
+
+    most, target = SORTED_REQUESTS, SIMULATED["sm_90a"]
+    with choosing(Way.PARTITIONS, in_partitions, splits=4):
+        forced = launch.plan(problem(most), target)
+        assert forced.config.queues_partitions
+        assert not launch.plan(problem(most + 1), target).config.queues_partitions
+    with pytest.raises(UnsupportedProblem, match=f"at most {most} requests, got {most + 1}"):
+        launch.prepare(problem(most + 1), target, forced)
 
 
 @pytest.mark.long
