@@ -38,12 +38,9 @@ def sort_key_tiles(
     come first: ``load_of`` then gives no tile more weight than an earlier one of its request.
     """
     tiles, place = key_tiles_of(config, operands), (cta, ctas, warps)
+    can_find = not (config.deterministic or config.heads_inside)
     if cta * warps < tiles:
-        if cutlass.const_expr(config.deterministic or config.heads_inside):
-            sort_pieces(
-                config, operands, window, slices, most_steps(config, operands, window, length, slices), place
-            )
-        elif tiles <= MOST_TILES:
+        if can_find and tiles <= MOST_TILES:
             smem = cutlass.memory.SmemAllocator()
             steps = smem.allocate_tensor(Int32, cute.make_layout(MOST_TILES), byte_alignment=16)
             sums = find_steps(config, operands, window, slices, steps, smem, warps)
@@ -58,9 +55,8 @@ def sort_key_tiles(
                     most = most_steps(config, operands, window, length, slices, steps)
             sort_pieces(config, operands, window, slices, most, place, steps)
         else:
-            sort_pieces(
-                config, operands, window, slices, most_steps(config, operands, window, length, slices), place
-            )
+            most = most_steps(config, operands, window, length, slices)
+            sort_pieces(config, operands, window, slices, most, place)
 
 
 @cute.jit
