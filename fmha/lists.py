@@ -63,37 +63,22 @@ class ListsNumbers(NamedTuple):
     cut_k: Annotated[Any, Number(INT32)]
 
 
-def arguments_of(kernel) -> tuple:
-    """A kernel's host function, and its arguments except the stream."""
-    return (kernel, *fakes(ListsOperands, kernel.config), *fakes(ListsNumbers, kernel.config))
+def kernel_of(name: str) -> Kernel:
+    """The kernel of a class of ``device.lists``."""
+
+    def arguments(config: ListsConfig) -> tuple:
+        from warpspec.fmha.device import lists
+
+        return (
+            getattr(lists, name)(config),
+            *fakes(ListsOperands, config),
+            *fakes(ListsNumbers, config),
+        )
+
+    return Kernel(f"fmha.lists.{name.lower()}", arguments)
 
 
-def rows_arguments(config: ListsConfig) -> tuple:
-    """Return the host function and the arguments of the first kernel."""
-    from warpspec.fmha.device.lists import Rows
-
-    return arguments_of(Rows(config))
-
-
-def links_arguments(config: ListsConfig) -> tuple:
-    """Return the host function and the arguments of the second kernel."""
-    from warpspec.fmha.device.lists import Links
-
-    return arguments_of(Links(config))
-
-
-def orders_arguments(config: ListsConfig) -> tuple:
-    """Return the host function and the arguments of the third kernel."""
-    from warpspec.fmha.device.lists import Orders
-
-    return arguments_of(Orders(config))
-
-
-KERNELS = (
-    Kernel("fmha.lists.rows", rows_arguments),
-    Kernel("fmha.lists.links", links_arguments),
-    Kernel("fmha.lists.orders", orders_arguments),
-)
+KERNELS = tuple(map(kernel_of, ("Rows", "Links", "Orders")))
 
 
 @lru_cache(maxsize=64)

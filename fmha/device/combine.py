@@ -39,9 +39,7 @@ class Combine:
         or has run ``griddepcontrol.launch_dependents``, which attention kernels run at their start; it then waits for
         the end of that launch.
         """
-        batch, seq_q, heads, _ = operands.results.o.shape
-        row_segments = batch * seq_q * heads * self.config.segments
-        self.kernel(operands, row_segments).launch(stream=stream, **launch_options(self.config, row_segments))
+        launch_on_rows(self, operands, stream)
 
     @cute.kernel
     def kernel(self, operands, row_segments: Int32):
@@ -53,12 +51,16 @@ class Combine:
         write_row(self.config, writes, place, column, maximum, total, values, sink, results)
 
 
-def launch_options(config: CombineConfig, row_segments) -> dict:
-    """Launch options, except the stream, of a kernel that combines so many segments of rows."""
-    return dict(
+def launch_on_rows(combine, operands, stream: CUstream) -> None:
+    """Launch the kernel of ``combine``, a class like ``Combine``, on all segments of rows."""
+    _, batch, seq_q, heads, _ = operands.partial_o.shape
+    config = combine.config
+    row_segments = batch * seq_q * heads * config.segments
+    combine.kernel(operands, row_segments).launch(
         grid=(cute.ceil_div(row_segments, config.row_segments), 1, 1),
         block=(THREADS, 1, 1),
         smem=config.smem_bytes,
+        stream=stream,
         min_blocks_per_mp=CTAS_PER_SM,
         preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
         use_pdl=True,

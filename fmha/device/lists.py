@@ -35,11 +35,6 @@ MOST = 2**31 - 1  # visits of a block that comes first
 ALL_KEYS = ~0  # the rule of a full block without patterns; that of a partial one is 0
 
 
-def options_of(warps) -> dict:
-    """Grid and block of a launch of so many warps."""
-    return {"grid": (cute.ceil_div(warps, WARPS), 1, 1), "block": (WARPS * WARP_THREADS, 1, 1)}
-
-
 def own_warp() -> Int32:
     """The warp's number in its CTA."""
     return cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -51,21 +46,39 @@ def own_number(warp) -> Int32:
     return cta * WARPS + warp
 
 
-class Rows:
-    """``Rows(config)(...)`` launches the first kernel."""
+class ListsKernel:
+    """A kernel in which each warp has a row of lists, or a column; ``Rows(config)(...)`` launches it."""
+
+    smem_bytes = 0
 
     def __init__(self, config: ListsConfig):
         self.config = config
 
+    def warps(self, operands: ListsOperands):
+        """Warps with something to do."""
+        raise NotImplementedError
+
     @host_function(ListsOperands, ListsNumbers)
     def __call__(self, operands: ListsOperands, numbers: ListsNumbers, stream: CUstream):
         """Host side."""
-        lists, rows, _, _ = operands.kv_visits.shape
         self.kernel(operands, numbers).launch(
-            **options_of(lists * rows),
-            smem=self.config.smem_bytes,
+            grid=(cute.ceil_div(self.warps(operands), WARPS), 1, 1),
+            block=(WARPS * WARP_THREADS, 1, 1),
+            smem=self.smem_bytes,
             stream=stream,
         )
+
+
+class Rows(ListsKernel):
+    """The first kernel."""
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.config.smem_bytes
+
+    def warps(self, operands: ListsOperands):
+        lists, rows, _, _ = operands.kv_visits.shape
+        return lists * rows
 
     @cute.kernel
     def kernel(self, operands, numbers):
@@ -73,55 +86,39 @@ class Rows:
         smem = cutlass.memory.SmemAllocator()
         layout = cute.make_layout((WARPS, MOST_BLOCKS), stride=(MOST_BLOCKS, 1))
         flags = smem.allocate_tensor(Int32, layout, byte_alignment=WORD_BYTES)  # (WARP, BLOCK)
-        lists, rows, _, _ = operands.kv_visits.shape
+        _, rows, _, _ = operands.kv_visits.shape
         number = own_number(warp)
-        if number < lists * rows:
+        if number < self.warps(operands):
             convert_row(self.config, operands, numbers, flags[warp, None], number // rows, number % rows)
 
 
-class Links:
-    """``Links(config)(...)`` launches the second kernel."""
+class Links(ListsKernel):
+    """The second kernel."""
 
-    def __init__(self, config: ListsConfig):
-        self.config = config
-
-    @host_function(ListsOperands, ListsNumbers)
-    def __call__(self, operands: ListsOperands, numbers: ListsNumbers, stream: CUstream):
-        """Host side."""
+    def warps(self, operands: ListsOperands):
         lists, _, blocks, _ = operands.kv_visits.shape
-        self.kernel(operands).launch(
-            **options_of(lists * blocks),
-            stream=stream,
-        )
-
-    @cute.kernel
-    def kernel(self, operands):
-        lists, _, blocks, _ = operands.kv_visits.shape
-        number = own_number(own_warp())
-        if number < lists * blocks:
-            link_visitors(operands, number // blocks, number % blocks)
-
-
-class Orders:
-    """``Orders(config)(...)`` launches the third kernel."""
-
-    def __init__(self, config: ListsConfig):
-        self.config = config
-
-    @host_function(ListsOperands, ListsNumbers)
-    def __call__(self, operands: ListsOperands, numbers: ListsNumbers, stream: CUstream):
-        """Host side."""
-        lists, rows, blocks, _ = operands.kv_visits.shape
-        self.kernel(operands, numbers).launch(
-            **options_of(lists * (rows + blocks)),
-            stream=stream,
-        )
+        return lists * blocks
 
     @cute.kernel
     def kernel(self, operands, numbers):
-        lists, rows, blocks, _ = operands.kv_visits.shape
+        _, _, blocks, _ = operands.kv_visits.shape
         number = own_number(own_warp())
-        if number < lists * (rows + blocks):
+        if number < self.warps(operands):
+            link_visitors(operands, number // blocks, number % blocks)
+
+
+class Orders(ListsKernel):
+    """The third kernel."""
+
+    def warps(self, operands: ListsOperands):
+        lists, rows, blocks, _ = operands.kv_visits.shape
+        return lists * (rows + blocks)
+
+    @cute.kernel
+    def kernel(self, operands, numbers):
+        _, rows, blocks, _ = operands.kv_visits.shape
+        number = own_number(own_warp())
+        if number < self.warps(operands):
             of_lists, place = number // (rows + blocks), number % (rows + blocks)
             if place < rows:
                 write_order(operands, of_lists, place, numbers.cut_q)

@@ -21,7 +21,7 @@ from warpspec.common.hardware import QUAD, TMA_ALIGNMENT, WARP_THREADS
 from warpspec.common.launch import Kernel
 from warpspec.common.operands import FLOAT32, UINT32, Operand, fakes
 from warpspec.fmha.combine import CombineConfig
-from warpspec.fmha.device.combine import combine_row, divided, launch_options, log_sum
+from warpspec.fmha.device.combine import combine_row, divided, launch_on_rows, log_sum
 from warpspec.fmha.sm90 import epilogue as sm90
 from warpspec.fmha.sm100 import epilogue as sm100
 from warpspec.latent.cache.device.rows import to_bf16
@@ -127,9 +127,7 @@ class CombineFloat8:
     @host_function(CombineFloat8Operands)
     def __call__(self, operands: CombineFloat8Operands, stream: CUstream):
         """Launch the kernel."""
-        _, batch, seq_q, heads, _ = operands.partial_o.shape
-        row_segments = batch * seq_q * heads * self.config.segments
-        self.kernel(operands, row_segments).launch(stream=stream, **launch_options(self.config, row_segments))
+        launch_on_rows(self, operands, stream)
 
     @cute.kernel
     def kernel(self, operands, row_segments: Int32):

@@ -20,7 +20,7 @@ from warpspec.common.device.host import host_function
 from warpspec.common.hardware import TMA_ALIGNMENT
 from warpspec.common.operands import BFLOAT16, FLOAT16, FLOAT32, Operand, fakes
 from warpspec.fmha.combine import CombineConfig, Results
-from warpspec.fmha.device.combine import combine_row, launch_options, write_row
+from warpspec.fmha.device.combine import combine_row, launch_on_rows, write_row
 
 
 class CombineMeansOperands(NamedTuple):
@@ -44,9 +44,7 @@ class CombineMeans:
     @host_function(CombineMeansOperands)
     def __call__(self, operands: CombineMeansOperands, stream: CUstream):
         """Launch the kernel."""
-        _, batch, seq_q, heads, _ = operands.partial_o.shape
-        row_segments = batch * seq_q * heads * self.config.segments
-        self.kernel(operands, row_segments).launch(stream=stream, **launch_options(self.config, row_segments))
+        launch_on_rows(self, operands, stream)
 
     @cute.kernel
     def kernel(self, operands, row_segments: Int32):
