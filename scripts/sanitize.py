@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import torch
 from shared.driver import need_gpu
@@ -104,13 +105,34 @@ def packed() -> None:
     )
 
 
-def gradients(dim: int) -> Callable[[], None]:
+def gradients(dim: int, v_dim: int | None = None, *, apart: bool = False) -> Callable[[], None]:
+    """apart: dQ by query tiles, dK and dV by key tiles, however few rows there are."""
+
     def run() -> None:
         from warpspec.fmha import attention
+        from warpspec.fmha.backward import apart as choice
 
-        q, k, v = rows(1, 150, 4, dim), rows(1, 200, 2, dim, seed=1), rows(1, 200, 2, dim, seed=2)
+        size = v_dim or dim
+        q, k, v = rows(1, 150, 4, dim), rows(1, 200, 2, dim, seed=1), rows(1, 200, 2, size, seed=2)
         leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
-        torch.autograd.grad(attention(*leaves, causal=True), leaves, rows(1, 150, 4, dim, seed=3))
+        with mock.patch.object(choice, "gains", lambda *_: apart):
+            torch.autograd.grad(attention(*leaves, causal=True), leaves, rows(1, 150, 4, size, seed=3))
+
+    return run
+
+
+def mla(q_codes: bool) -> Callable[[], None]:
+    """Unequal requests of two queries over pages of bf16 rows, or of e4m3 ones with Q in e4m3, too."""
+
+    def run() -> None:
+        from warpspec.latent import mla_decode
+
+        table, lengths = integers([[3, 1, 4], [0, 2, 5], [6, 7, 8]]), integers([190, 0, 70])
+        q, pages, options = rows(3, 2, 16, 576), rows(9, 64, 576, seed=1), {"scale": 0.06}
+        if q_codes:
+            q, pages = (tensor.to(torch.float8_e4m3fn) for tensor in (q, pages))
+            options |= {name: torch.ones((), device=DEVICE) for name in ("q_scale", "kv_scale")}
+        mla_decode(q, pages, table, lengths, **options)
 
     return run
 
@@ -160,11 +182,16 @@ CASES: dict[str, Callable[[], None]] = {
     "gradients D64": gradients(64),
     "gradients D128": gradients(128),
     "gradients D256": gradients(256),
+    "gradients apart D64": gradients(64, apart=True),
+    "gradients apart D128": gradients(128, apart=True),
+    "gradients apart D192/128": gradients(192, 128, apart=True),
     "softmax, short rows": softmax_rows(4, 1000),
     "softmax, long rows": softmax_rows(2, 70000),
     "softmax and top-k": topk_rows,
     "experts": experts,
     "gathered attention": gathered,
+    "MLA": mla(False),
+    "MLA, Q in e4m3": mla(True),
 }
 
 
