@@ -14,8 +14,10 @@ deals CTAs to SMs (``rounds``).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from warpspec.fmha.backward import rounds
 from warpspec.fmha.plan.work import UNKNOWN_SHARE
@@ -102,7 +104,7 @@ def choose(
                 own = -(-section // slices) * slices if uneven else section
                 step = step_of(slices, own)
                 if uneven:
-                    ctas, times = slices, list(times_of(steps, (group, slices, most), step, starts))
+                    ctas, times = slices, times_of(steps, (group, slices, most), step, starts)
                 else:
                     start = starts.sliced if slices > 1 else starts.whole
                     ctas, times = 1, [each * group / slices * step + start for each in steps]
@@ -117,14 +119,11 @@ def choose(
     return found
 
 
-def times_of(
-    steps: Sequence[float], heads: tuple[int, int, int], step: float, starts: Starts
-) -> Iterator[float]:
+def times_of(steps: Sequence[float], heads: tuple[int, int, int], step: float, starts: Starts) -> list[float]:
     """Microseconds of the CTAs of a KV head, tile by tile. heads: the last arguments of ``heads_of``. step: of a
     step."""
     group, slices, most = heads
-    for each in steps:
-        own = heads_of(round(each), group, slices, most)
-        for first in range(0, slices * own, own):  # some past the last head
-            count = min(own, group - first)
-            yield each * count * step + starts.sliced if count > 0 else IDLE_US
+    each = np.asarray(steps)[:, None]
+    own = heads_of(np.rint(each).astype(int), group, slices, most, minimum=np.minimum, maximum=np.maximum)
+    count = np.minimum(own, group - np.arange(slices) * own)  # of some CTAs past the last head
+    return np.where(count > 0, each * count * step + starts.sliced, IDLE_US).ravel().tolist()
