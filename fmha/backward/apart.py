@@ -27,6 +27,7 @@ from warpspec.fmha.backward.schedule import (
 )
 from warpspec.fmha.backward.sm90.apart import KeyConfig, QueryConfig
 from warpspec.fmha.features import RequestLayout
+from warpspec.fmha.heads import BLOCK
 from warpspec.fmha.logits import LogitNumbers
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.schedule import key_span, place_in_round
@@ -65,9 +66,12 @@ TIMES = {
     128: Times(0.808, 10.0, 4.06, 1.3, 1.05, 1.77, 0.564, 4.95, 11.4),
     192: Times(0.909, 7.56, 4.16, 2.09, 1.02, 3.67, 0.222, 4.5, 4.24),
 }
-LEAST_TOKENS = 1.5  # tokens of packed requests for each of ``least_q``, about
-LONGEST_ROW = 2048  # of the calls that the times were fitted to
-LEAST_RATIO = 1.02  # of the expected times, from which the kernels apart are taken
+LEAST_TOKENS = (
+    1.5  # that packed requests count as, for each of ``least_q``: long ones have more steps than the mean
+)
+LONGEST_ROW, LONGEST_REQUEST = 2048, 6144  # of the calls that were timed; of packed ones at D 192
+# Of the expected times, from which the kernels apart are taken: up to D 128; at D 192 and of packed requests.
+LEAST_RATIO, LEAST_OTHER_RATIO = 1.02, 0.97
 FEW_ROUNDS = 6  # rounds of packed requests' tiles, up to which CTAs are not persistent: the GPU balances them
 
 
@@ -76,15 +80,18 @@ def gains(problem: BackwardProblem, config: BackwardKernel, target: Target) -> b
     wanted = problem.has_do and {"q", "k", "v"} <= set(problem.wanted)
     if max(config.sizes.qk, config.sizes.v) > max(TIMES) or target.arch != "sm_90a" or not wanted:
         return False
-    if max(problem.forward.seq_q, problem.forward.seq_k) > LONGEST_ROW:
+    wide = max(config.sizes.qk, config.sizes.v) > 2 * BLOCK
+    longest = LONGEST_REQUEST if config.packed and wide else LONGEST_ROW
+    if max(problem.forward.seq_q, problem.forward.seq_k) > longest:
         return False
+    least = LEAST_OTHER_RATIO if config.packed or wide else LEAST_RATIO
     if config.packed:
         if problem.forward.window_left is not None:
             return False
         problem = as_alike(problem)
         config = plan_alike(problem, config)
     found = expected_times(problem, config, target)
-    return found is not None and found[0] > LEAST_RATIO * found[1]
+    return found is not None and found[0] > least * found[1]
 
 
 def as_alike(problem: BackwardProblem) -> BackwardProblem:
@@ -182,10 +189,13 @@ def balanced(problem: BackwardProblem, config: BackwardKernel, order: Order, tar
 
 
 def most_ctas(problem: BackwardProblem, config: BackwardKernel, heads: int, target: Target) -> int:
-    """CTAs of a launch, at most. heads: of the rows whose tiles they take."""
-    tiles = heads * ctas_of(problem, config, tile_steps(problem, config), 1)
-    few = config.packed and tiles < FEW_ROUNDS * target.sm_count
-    return ANY_CTAS if few else target.sm_count
+    """CTAs of a launch, at most. heads: of the rows whose tiles they take. Where the tiles of one head fill the SMs,
+    those of packed requests differ most from round to round, which persistent CTAs balance less well than the GPU does;
+    up to D 128 it does not pay for their starts."""
+    tiles = ctas_of(problem, config, tile_steps(problem, config), 1)
+    few = heads * tiles < FEW_ROUNDS * target.sm_count
+    uneven = tiles >= target.sm_count and not isinstance(config, KeyConfig)
+    return ANY_CTAS if config.packed and (few or uneven) else target.sm_count
 
 
 def query_numbers(

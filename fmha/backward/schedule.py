@@ -312,7 +312,7 @@ def ctas_of(problem: BackwardProblem, config: BackwardKernel, steps: Sequence[in
     """Number of CTAs of a row; for packed requests, the number before the device cuts tiles."""
     forward = problem.forward
     if config.requests.packed_k:
-        keys = 1.5 * forward.least_q  # of least_q to twice as many, if there are as many keys as queries
+        keys = 1.5 * forward.least_q  # more than there are: larger sections lost
         tiles = round(min(keys / config.tile_n + forward.batch / 2, forward.batch * len(steps)))
         return max(tiles, 1)
     return sum(piece_counts(config, steps, pieces))
@@ -452,7 +452,7 @@ def expected_us(
     first."""
     forward, sms = problem.forward, side_by_side(config, target)
     requests = forward.batch
-    if forward.requests.packed_q:  # of least_q to twice as many queries
+    if forward.requests.packed_q:  # more than there are, as in ``ctas_of``
         requests = min(requests, max(1.5 * forward.least_q / forward.seq_q, 1.0))
     rows, step = slices * max(1, round(forward.heads_kv * requests)), STEP_US[config.heads.qk]
     counts = piece_counts(config, steps, pieces)
