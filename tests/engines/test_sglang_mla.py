@@ -9,6 +9,7 @@ sglang = pytest.importorskip("sglang", reason="needs SGLang: make test-engines")
 
 from helpers.engine_models import Judge, prompts, rename_kimi_k2, rounding  # noqa: E402
 from helpers.sglang_batches import interpret_triton  # noqa: E402
+from helpers.sglang_engine import generate  # noqa: E402
 
 from warpspec.common.errors import UnsupportedProblem  # noqa: E402
 from warpspec.engines import queries, step  # noqa: E402
@@ -17,13 +18,10 @@ from warpspec.engines.sglang.attention import Batch  # noqa: E402
 from warpspec.latent import mla_decode  # noqa: E402
 
 KIND = "deepseek_v3"
-GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
-def check(model, engine, cached=None, lengths=(70, 5, 1, 40), common=0, tokens=8):
-    inputs = prompts(lengths, common)
-    outputs = engine.generate(input_ids=inputs, sampling_params={"max_new_tokens": tokens, **GREEDY})
-    results = [(ids, out["output_ids"], None) for ids, out in zip(inputs, outputs, strict=True)]
+def check(model, engine, cached=None, lengths=(70, 5, 1, 40), common=0, tokens=8, drafts=False):
+    results, _ = generate(engine, prompts(lengths, common), tokens, drafts)
     Judge(model, cached).check(results)
 
 
@@ -75,7 +73,7 @@ def test_trees_of_drafts(checkpoints, start_sglang, monkeypatch):
         speculative_algorithm="STANDALONE", speculative_draft_model_path=str(llama), speculative_num_steps=3,
         speculative_eagle_topk=4, speculative_num_draft_tokens=8, max_total_tokens=8192,
     )  # fmt: skip
-    check(model, start_sglang(folder, page_size=64, **drafting), lengths=(70, 5, 40), tokens=16)
+    check(model, start_sglang(folder, page_size=64, **drafting), lengths=(70, 5, 40), tokens=16, drafts=True)
 
 
 @pytest.mark.parametrize(

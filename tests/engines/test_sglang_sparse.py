@@ -17,6 +17,7 @@ from helpers.eagle_head import add_drafting_layer  # noqa: E402
 from helpers.engine_models import Judge, prompts  # noqa: E402
 from helpers.selected_rows import select_by_position, stored  # noqa: E402
 from helpers.sglang_batches import interpret_triton  # noqa: E402
+from helpers.sglang_engine import generate  # noqa: E402
 
 from warpspec.common.errors import UnsupportedProblem  # noqa: E402
 from warpspec.engines.sglang import sparse_mla  # noqa: E402
@@ -42,10 +43,8 @@ def start(checkpoints, start_sglang, monkeypatch, tmp_path):
     return of
 
 
-def check(model, engine, inputs, tokens: int, cached=None):
-    sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    outputs = engine.generate(input_ids=inputs, sampling_params=sampling)
-    results = [(ids, out["output_ids"], None) for ids, out in zip(inputs, outputs, strict=True)]
+def check(model, engine, inputs, tokens: int, cached=None, drafts=False):
+    results, outputs = generate(engine, inputs, tokens, drafts)
     Judge(model, cached).check(results)
     return outputs
 
@@ -97,5 +96,5 @@ def test_drafts(start):
         speculative_num_draft_tokens=4, speculative_dsa_topk_backend="torch",
     )  # fmt: skip
     model, engine = start(dense=0, **drafting)
-    outputs = check(model, engine, prompts((70, 5, 40)), 12, stored)
+    outputs = check(model, engine, prompts((70, 5, 40)), 12, stored, drafts=True)
     assert all(out["meta_info"]["spec_verify_ct"] > 0 for out in outputs)

@@ -17,12 +17,11 @@ from helpers.sglang_batches import (  # noqa: E402
     interpret_triton,
     random_tree,
 )
+from helpers.sglang_engine import generate  # noqa: E402
 
 from warpspec.common.errors import UnsupportedProblem  # noqa: E402
 from warpspec.engines.sglang import speculative  # noqa: E402
 from warpspec.engines.sglang.attention import WarpspecBackend  # noqa: E402
-
-GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture(autouse=True)
@@ -45,10 +44,8 @@ def test_engine(kind, topk, checkpoints, start_sglang, monkeypatch):
         speculative_eagle_topk=topk, speculative_num_draft_tokens=8, max_total_tokens=8192,
     )  # fmt: skip
     inputs = prompts((70, 5, 40))
-    outputs = start_sglang(folder, **drafting).generate(
-        input_ids=inputs, sampling_params={"max_new_tokens": 16, **GREEDY}
-    )
-    Judge(model).check([(ids, out["output_ids"], None) for ids, out in zip(inputs, outputs, strict=True)])
+    results, outputs = generate(start_sglang(folder, **drafting), inputs, tokens=16, drafts=True)
+    Judge(model).check(results)
     longest = [len(out["meta_info"]["spec_correct_drafts_histogram"]) - 1 for out in outputs]
     assert max(longest) >= 2  # a path of two drafts was accepted at once
 
@@ -67,10 +64,8 @@ def test_eagle_head(topk, checkpoints, start_sglang, monkeypatch, tmp_path):
         speculative_eagle_topk=topk, speculative_num_draft_tokens=steps + 1 if topk == 1 else 16,
         max_total_tokens=8192,
     )  # fmt: skip
-    outputs = start_sglang(folder, **drafting).generate(
-        input_ids=inputs, sampling_params={"max_new_tokens": 16, **GREEDY}
-    )
-    Judge(model).check([(ids, out["output_ids"], None) for ids, out in zip(inputs, outputs, strict=True)])
+    results, outputs = generate(start_sglang(folder, **drafting), inputs, tokens=16, drafts=True)
+    Judge(model).check(results)
     accepted = sum(out["meta_info"]["spec_num_correct_drafts"] for out in outputs)
     calculated = sum(
         sum(accepted_drafts(model, head, ids, out["output_ids"], steps))

@@ -14,13 +14,14 @@ vllm = pytest.importorskip("vllm", reason="needs vLLM: make test-engines")
 from helpers.engine_models import (  # noqa: E402
     CONFIGS,
     Judge,
-    log_probabilities,
+    check_as_own,
+    error_of,
     prompts,
     rounding,
     write_nvfp4_experts,
     write_scaled_llama,
 )
-from helpers.vllm_engine import GREEDY, LENGTHS, generate, results_of, same_tokens  # noqa: E402
+from helpers.vllm_engine import GREEDY, LENGTHS, generate, results_of  # noqa: E402
 from vllm.v1.attention.backend import CommonAttentionMetadata  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
 
@@ -75,26 +76,22 @@ def test_prompts_in_parts_beside_decode_and_prefix_hits(kind, checkpoints, start
     [("llama", "auto"), ("gpt_oss", "auto"), ("gemma2", "auto"), ("gemma2", "fp8_e5m2")],
 )
 def test_same_tokens_as_the_own_attention(kind, cache, checkpoints, start_vllm, calls):
-    _, folder = checkpoints(kind)
+    model, folder = checkpoints(kind)
     inputs = prompts(LENGTHS)
     own = generate(start_vllm(folder, own=True, kv_cache_dtype=cache), inputs)
     assert not calls
     ours = generate(start_vllm(folder, kv_cache_dtype=cache), inputs)
     assert calls
-    assert same_tokens(own, ours) >= 0.75
+    check_as_own(model, own, ours, None if cache == "auto" else rounding("e5m2"))
 
 
 def test_no_further_off_than_the_own_attention(checkpoints, start_vllm, calls):
     """Half of the tokens differ over e4m3: those of vLLM's attention are further from the model in FP32."""
     model, folder = checkpoints("llama")
-    judge, errors = Judge(model, rounding("e4m3")), []
+    errors = []
     for own in (True, False):
-        differences = []
         llm = start_vllm(folder, own=own, kv_cache_dtype="fp8")
-        for prompt, generated, said in generate(llm, prompts(LENGTHS)):
-            exact = log_probabilities(judge.exact, prompt, generated, judge.cached)
-            differences.append(torch.tensor(said) - exact.gather(1, torch.tensor(generated)[:, None])[:, 0])
-        errors.append(torch.cat(differences).square().mean().sqrt())
+        errors.append(error_of(model, generate(llm, prompts(LENGTHS)), rounding("e4m3")))
         assert bool(calls) is not own
     assert errors[1] <= errors[0], errors
 
@@ -244,16 +241,6 @@ def test_experts_in_nvfp4(tmp_path, start_vllm):
         for layer in model.model.layers:
             layer.mlp.experts.down_proj.zero_()
     assert error < 0.25 and error_of(model, results) > 4 * error
-
-
-def error_of(model, results) -> float:
-    """Root mean square of what results' log-probabilities differ from the model's in FP32."""
-    exact = deepcopy(model).float()
-    differences = []
-    for ids, tokens, said in results:
-        chosen = torch.tensor(tokens)[:, None]
-        differences.append(torch.tensor(said) - log_probabilities(exact, ids, tokens).gather(1, chosen)[:, 0])
-    return torch.cat(differences).square().mean().sqrt().item()
 
 
 def test_kernels_before_the_first_request(checkpoints, start_vllm, monkeypatch):

@@ -1,6 +1,5 @@
 """vLLM's multi-head latent attention computed by ours, on a tiny DeepSeek V3: `make test-engines`."""
 
-from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
@@ -10,12 +9,13 @@ vllm = pytest.importorskip("vllm", reason="needs vLLM: make test-engines")
 
 from helpers.engine_models import (  # noqa: E402
     Judge,
-    log_probabilities,
+    check_as_own,
+    error_of,
     prompts,
     rename_kimi_k2,
     rounding,
 )
-from helpers.vllm_engine import LENGTHS, generate, offer_latent_attention, same_tokens  # noqa: E402
+from helpers.vllm_engine import LENGTHS, generate, offer_latent_attention  # noqa: E402
 from vllm.model_executor.layers.attention import MLAAttention  # noqa: E402
 from vllm.v1.attention.backends.mla.prefill.base import MLADimensions  # noqa: E402
 from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum  # noqa: E402
@@ -75,7 +75,7 @@ def test_prompts_in_parts_beside_decode_and_prefix_hits(checkpoints, start_vllm,
 @pytest.mark.parametrize("name", [KIND, "kimi_k2"])
 def test_same_tokens_as_the_own_attention(name, checkpoints, start_vllm, calls, request, tmp_path):
     """vLLM's reference of latent attention for CPUs, in blocks of 16 and with whole prompts."""
-    _, folder = checkpoints(KIND)
+    model, folder = checkpoints(KIND)
     if name == "kimi_k2":
         rename_kimi_k2(folder, tmp_path)
         folder = tmp_path
@@ -84,7 +84,7 @@ def test_same_tokens_as_the_own_attention(name, checkpoints, start_vllm, calls, 
     request.getfixturevalue("in_parts")
     ours = generate(start_vllm(folder, **OPTIONS), prompts(LENGTHS))
     assert {name for name, _ in calls} >= {"decode", "run_prefill_new_tokens"}
-    assert same_tokens(own, ours) >= 0.75
+    check_as_own(model, own, ours)
 
 
 def test_contexts_in_several_chunks(checkpoints, start_vllm, in_parts, calls, monkeypatch):
@@ -109,19 +109,10 @@ def test_float8_cache(checkpoints, start_vllm, in_parts, calls):
     assert any(name == "decode" for name, _ in calls)
 
 
-def error_of(model, results) -> float:
-    """Root mean square of what results' log-probabilities differ from those of the model, which is in FP32."""
-    differences = []
-    for ids, tokens, said in results:
-        exact = log_probabilities(model, ids, tokens).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        differences.append(torch.tensor(said) - exact)
-    return torch.cat(differences).square().mean().sqrt().item()
-
-
 def test_queries_in_codes(checkpoints, start_vllm, in_parts, monkeypatch):
     """vLLM rounds absorbed queries, with a scale of the layer; for logits that is as if the keys were rounded twice."""
     model, folder = checkpoints(KIND)
-    exact, errors, seen = deepcopy(model).float(), {}, []
+    errors, seen = {}, []
     decode = mla.mla_decode
     monkeypatch.setattr(
         mla,
@@ -139,7 +130,7 @@ def test_queries_in_codes(checkpoints, start_vllm, in_parts, monkeypatch):
         llm = start_vllm(folder, **FLOAT8)
         llm.apply_model(set_scales)
         seen.clear()
-        errors[chosen] = error_of(exact, generate(llm, prompts(SHORT), tokens=12))
+        errors[chosen] = error_of(model, generate(llm, prompts(SHORT), tokens=12))
         wanted = (queries.CODES, 0.25) if chosen == "e4m3" else (torch.bfloat16, None)
         assert {(dtype, scale and scale.item()) for dtype, scale in seen} == {wanted}
     assert errors["e4m3"] <= 1.6 * errors["16-bit"], errors

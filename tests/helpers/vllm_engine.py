@@ -97,13 +97,3 @@ def results_of(ids, output):
     tokens = list(completion.token_ids)
     said = [step[token].logprob for step, token in zip(completion.logprobs, tokens, strict=True)]
     return ids, tokens, said
-
-
-def same_tokens(results, others) -> float:
-    """The share of generated tokens that are the same. (A near tie flips a token and those after it.)"""
-    pairs = [
-        pair
-        for (_, ours, _), (_, theirs, _) in zip(results, others, strict=True)
-        for pair in zip(ours, theirs, strict=True)
-    ]
-    return sum(a == b for a, b in pairs) / len(pairs)
