@@ -70,7 +70,7 @@ class WarpspecBackend(AttentionBackend):
         """branches: the step of drafting that this backend computes, if it is one of ``speculative.Drafting``."""
         super().__init__()
         self.branches = branches
-        self.page_size = runner.server_args.page_size
+        self.page_size = runner.server_args.page_size or 1  # None where nobody named one
         keys.check_page_size(self.page_size, "--page-size (page_size)")
         self.latent = getattr(runner, "use_mla_backend", False)
         head_dim = runner.model_config.head_dim

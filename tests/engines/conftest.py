@@ -31,7 +31,8 @@ def start_vllm(monkeypatch):
 @pytest.fixture
 def start_sglang(monkeypatch, tmp_path):
     """A function that starts SGLang on a folder, with our attention unless another is named. In the end, each engine's
-    layers must have been computed by the attention that was named, and by no other."""
+    layers must have been computed by the attention that was named, and by no other, with backend "sim" by simulated
+    kernels."""
     import sglang
     from helpers.sglang_batches import calls_of, note_calls
 
@@ -40,6 +41,8 @@ def start_sglang(monkeypatch, tmp_path):
     def start(folder, attention="warpspec", backend="reference", **options):
         monkeypatch.setenv("WARPSPEC_BACKEND", backend)
         noted = note_calls(monkeypatch, tmp_path / f"calls-{len(engines)}")
+        from sglang_calls import SIMULATED
+
         defaults = {
             "device": "cpu",
             "page_size": 32,
@@ -54,13 +57,15 @@ def start_sglang(monkeypatch, tmp_path):
             "random_seed": 0,
         }
         named = {"model_path": str(folder), "attention_backend": attention}
-        engines.append((sglang.Engine(**defaults | named | options), attention, noted))
+        simulated = SIMULATED if backend == "sim" else ""
+        engines.append((sglang.Engine(**defaults | named | options), attention, simulated, noted))
         return engines[-1][0]
 
     yield start
-    for engine, _, _ in engines:
+    for engine, *_ in engines:
         engine.shutdown()
-    for _, attention, noted in engines:
+    for _, attention, simulated, noted in engines:
         calls = calls_of(noted)
+        assert all(name.endswith(simulated) for name in calls), calls
         ours = {name: name.startswith("warpspec.") for name in calls}
         assert calls and set(ours.values()) == {attention == "warpspec"}, (attention, calls)

@@ -266,6 +266,7 @@ def runner(**others):
     ("setting", "value", "message"),
     [
         ("page_size", 1, r"--page-size.*got 1; set it to 16, 32, 64 or 128"),
+        ("page_size", None, r"--page-size.*got 1; set it to 16, 32, 64 or 128"),
         ("kv_cache_dtype", torch.float32, r"--kv-cache-dtype.*fp8_e4m3.*float32; set it to auto"),
         ("head_dim", 100, r"head size.*100.*--attention-backend"),
     ],

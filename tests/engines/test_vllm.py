@@ -21,13 +21,13 @@ from helpers.engine_models import (  # noqa: E402
     write_nvfp4_experts,
     write_scaled_llama,
 )
-from helpers.vllm_engine import GREEDY, LENGTHS, generate, results_of  # noqa: E402
+from helpers.vllm_engine import GREEDY, LENGTHS, generate, note_launches, results_of  # noqa: E402
 from vllm.v1.attention.backend import CommonAttentionMetadata  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
 
 import warpspec.engines.vllm as engine  # noqa: E402
 from warpspec.common.errors import UnsupportedProblem  # noqa: E402
-from warpspec.engines.vllm import warmup  # noqa: E402
+from warpspec.engines.vllm import attention, warmup  # noqa: E402
 from warpspec.engines.vllm.attention import (  # noqa: E402
     Batch,
     BatchBuilder,
@@ -408,6 +408,8 @@ def test_a_dtype_that_is_refused():
         layer.process_weights_after_loading(torch.float32)
 
 
-def test_simulated_kernel(checkpoints, start_vllm):
+def test_simulated_kernel(checkpoints, start_vllm, monkeypatch):
+    launched = note_launches(monkeypatch, attention, "attention_varlen")
     model, folder = checkpoints("gpt_oss")
     Judge(model).check(generate(start_vllm(folder, backend="sim"), prompts((40, 7)), tokens=2))
+    assert launched and all(launched)

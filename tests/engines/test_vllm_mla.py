@@ -15,7 +15,7 @@ from helpers.engine_models import (  # noqa: E402
     rename_kimi_k2,
     rounding,
 )
-from helpers.vllm_engine import LENGTHS, generate, offer_latent_attention  # noqa: E402
+from helpers.vllm_engine import LENGTHS, generate, note_launches, offer_latent_attention  # noqa: E402
 from vllm.model_executor.layers.attention import MLAAttention  # noqa: E402
 from vllm.v1.attention.backends.mla.prefill.base import MLADimensions  # noqa: E402
 from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum  # noqa: E402
@@ -163,9 +163,11 @@ def test_queries_in_codes_by_rows(least, checkpoints, start_vllm, in_parts, monk
     assert found == [least == 16] * 2
 
 
-def test_simulated_kernel(checkpoints, start_vllm, in_parts):
+def test_simulated_kernel(checkpoints, start_vllm, in_parts, monkeypatch):
+    launched = note_launches(monkeypatch, mla, "mla_decode", "attention_varlen")
     model, folder = checkpoints(KIND)
     Judge(model).check(generate(start_vllm(folder, backend="sim", **OPTIONS), prompts((70, 7)), tokens=2))
+    assert launched and all(launched)
 
 
 @pytest.mark.parametrize("chosen", queries.CHOICES)

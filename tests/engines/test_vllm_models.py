@@ -6,14 +6,16 @@ import torch
 vllm = pytest.importorskip("vllm", reason="needs vLLM: make test-engines")
 
 from helpers.engine_flags import flags_of  # noqa: E402
-from helpers.engine_models import Judge, check_as_own, prompts  # noqa: E402
-from helpers.vllm_engine import LENGTHS, generate  # noqa: E402
+from helpers.engine_models import CONFIGS, SIZES_CONFIGS, Judge, check_as_own, prompts  # noqa: E402
+from helpers.vllm_engine import LENGTHS, generate, note_launches  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.platforms.interface import DeviceCapability  # noqa: E402
 from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
 
 import warpspec.engines.vllm as engine  # noqa: E402
+from warpspec.common.launch import simulating  # noqa: E402
+from warpspec.engines.vllm import attention  # noqa: E402
 from warpspec.engines.vllm.attention import WarpspecAttention  # noqa: E402
 
 
@@ -47,6 +49,22 @@ def test_values_of_another_head_size(checkpoints, start_vllm, calls):
     llm = start_vllm(folder, attention_config={"backend": "WARPSPEC_DIFFKV"})
     Judge(model).check(generate(llm, prompts(LENGTHS)))
     assert set(calls) == {(192, 128)}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", CONFIGS | SIZES_CONFIGS)
+def test_simulated_kernels(kind, checkpoints, start_vllm, monkeypatch):
+    """Kernels of sm_90a: each call of our attention launches some."""
+    launched = note_launches(monkeypatch, attention, "attention_varlen")
+    model, folder = checkpoints(kind)
+    own = {"attention_config": {"backend": "WARPSPEC_DIFFKV"}} if kind == "mimo_v2_flash" else {}
+    with simulating("sm_90a", sm_count=2):
+        results = generate(start_vllm(folder, backend="sim", **own), prompts((40, 7)), tokens=2)
+    assert launched and all(launched)
+    if kind == "gemma2":  # whose error vLLM doubles
+        check_as_own(model, generate(start_vllm(folder, own=True), prompts((40, 7)), tokens=2), results)
+    else:
+        Judge(model).check(results)
 
 
 # What docs/engines.md says that each backend supports. On a CPU vLLM does not ask.

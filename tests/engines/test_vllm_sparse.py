@@ -12,11 +12,12 @@ vllm = pytest.importorskip("vllm", reason="needs vLLM: make test-engines")
 
 from helpers.engine_models import Judge, prompts  # noqa: E402
 from helpers.selected_rows import select_by_position, stored  # noqa: E402
-from helpers.vllm_engine import generate, offer_latent_attention  # noqa: E402
+from helpers.vllm_engine import generate, note_launches, offer_latent_attention  # noqa: E402
 from vllm import _custom_ops  # noqa: E402
 from vllm.model_executor.models import deepseek_v2  # noqa: E402
 from vllm.v1.attention.ops import metadata  # noqa: E402
 
+from warpspec.common.launch import simulating  # noqa: E402
 from warpspec.engines.vllm import SPARSE_MLA_NAME, sparse_mla, warmup  # noqa: E402
 
 KINDS = ["deepseek_v32", "glm_moe_dsa"]
@@ -69,6 +70,17 @@ def test_selected_rows(kind, checkpoints, start_vllm, calls):
     for lengths, common in (((40, 5), 0), ((70, 1, 150, 30), 20), ((200, 170), 66), ((200, 170), 66)):
         judge.check(generate(llm, prompts(lengths, common)))
     assert {1, 64} <= set(calls)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_simulated_kernel(kind, checkpoints, start_vllm, calls, monkeypatch):
+    launched = note_launches(monkeypatch, sparse_mla, "gathered_attention")
+    model, folder = checkpoints(kind)
+    with simulating("sm_90a", sm_count=2):
+        llm = start_vllm(folder, backend="sim", attention_config={"sparse_mla_force_mqa": True}, **OPTIONS)
+        Judge(model, stored).check(generate(llm, prompts((60, 7)), tokens=2))
+    assert launched and all(launched)
 
 
 @pytest.mark.parametrize("kind", KINDS)

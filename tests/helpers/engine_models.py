@@ -273,15 +273,15 @@ class Judge:
     cache rounds to (``RoundingCache``), and both models' keys and values, too.
 
     An engine may take another token than the best one where two are nearly as likely. How far all tokens are behind the
-    best ones, squared and added, is at most as if each was an own error behind, and one NEAR_TIE of them. One token
-    alone may be further behind only where the model in bf16 is as much less exact.
+    best ones, squared and added, is at most as if each was ``factor`` own errors behind, and one NEAR_TIE times that.
+    One token alone may be further behind only where the model in bf16 is as much less exact.
     """
 
     FACTOR = 1.6  # ours over the model's own in bf16; some dozens of tokens scatter
     NEAR_TIE = 4.0
 
-    def __init__(self, model, cached=None):
-        self.cached = cached
+    def __init__(self, model, cached=None, factor: float = FACTOR):
+        self.cached, self.factor = cached, factor
         self.exact = deepcopy(model).float()
         self.exact.set_attn_implementation("eager")
         self.rounded = deepcopy(model)
@@ -303,13 +303,15 @@ class Judge:
                 ours.append(torch.tensor(said) - of_chosen)
         own_error, behind = root_mean_square(own), torch.cat(behind)
         all_behind = (behind.square().sum() / (len(behind) + self.NEAR_TIE**2)).sqrt()
-        assert all_behind <= own_error, f"tokens are {all_behind:.4f} behind, the model's own {own_error:.4f}"
+        assert all_behind <= self.factor * own_error, (
+            f"tokens are {all_behind:.4f} behind, the model's own {own_error:.4f}"
+        )
         place_error = (own_error.square() + torch.cat(around)).sqrt()
         worst = (behind / place_error).amax()
         assert worst <= 2**0.5 * self.NEAR_TIE, f"a token is {worst:.1f} times its place's error behind"
         if ours:
             error = root_mean_square(ours)
-            assert error <= self.FACTOR * own_error, f"{error:.4f}, the model's own {own_error:.4f}"
+            assert error <= self.factor * own_error, f"{error:.4f}, the model's own {own_error:.4f}"
 
 
 def write_nvfp4_experts(folder) -> object:

@@ -17,6 +17,7 @@ import pytest
 vllm = pytest.importorskip("vllm", reason="needs vLLM: make test-engines")
 
 import warpspec.engines.vllm as engine  # noqa: E402
+from warpspec import sim  # noqa: E402
 
 # Longer and shorter than the windows, one token, several blocks; two begin alike for longer than a block.
 LENGTHS = (70, 5, 1, 40)
@@ -97,3 +98,21 @@ def results_of(ids, output):
     tokens = list(completion.token_ids)
     said = [step[token].logprob for step, token in zip(completion.logprobs, tokens, strict=True)]
     return ids, tokens, said
+
+
+def note_launches(monkeypatch, module, *names: str) -> list[bool]:
+    """Whether each call of a module's functions launched kernels in the simulator."""
+    launched = []
+
+    def noted(function):
+        def call(*arguments, **named):
+            before = sim.last_report()
+            result = function(*arguments, **named)
+            launched.append(sim.last_report() is not before)
+            return result
+
+        return call
+
+    for name in names:
+        monkeypatch.setattr(module, name, noted(getattr(module, name)))
+    return launched

@@ -1,24 +1,32 @@
 """A plug-in of SGLang for tests: it writes down which attention computes each layer, in SGLang's own processes.
 
 With this folder in the path, each call of an attention backend appends the name of its class to the file that the
-environment variable FILE names.
+environment variable FILE names, and after it SIMULATED if the call launched kernels in warpspec's simulator.
 """
 
 FILE = "WARPSPEC_TEST_SGLANG_CALLS"
+SIMULATED = ":simulated"
 
 
 def register() -> None:
     """Entry point of SGLang's plug-ins."""
     import os
+    import sys
 
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
     forward = AttentionBackend.forward
 
     def noted(self, *arguments, **named):
-        kind = type(self)
+        kind, before = type(self), report()
+        result = forward(self, *arguments, **named)
+        launched = "" if report() is before else SIMULATED
         with open(os.environ[FILE], "a") as file:
-            file.write(f"{kind.__module__}.{kind.__qualname__}\n")
-        return forward(self, *arguments, **named)
+            file.write(f"{kind.__module__}.{kind.__qualname__}{launched}\n")
+        return result
+
+    def report():
+        sim = sys.modules.get("warpspec.sim")
+        return sim and sim.last_report()
 
     AttentionBackend.forward = noted
