@@ -6,7 +6,7 @@ WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 export MPLBACKEND ?= Agg
 
-.PHONY: help venv demo test test-long test-gpu test-pins test-engines bench lint format clean
+.PHONY: help venv demo test test-long test-gpu test-pins test-engines test-engines-long bench lint format clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -44,6 +44,10 @@ test-engines: ## vLLM, SGLang and transformers with our attention, in .venv-engi
 	@.venv-engines/bin/python -m pytest -q $(wildcard tests/engines/test_vllm*.py) tests/engines/test_transformers.py
 	@.venv-engines/bin/python -m pytest -q $(filter-out $(ALONE),$(wildcard tests/engines/test_sglang*.py))
 	@for test in $(ALONE); do .venv-engines/bin/python -m pytest -q $$test || exit 1; done
+
+test-engines-long: ## the simulator's kernels in vLLM, for each family of models (20 minutes on 2 cores)
+	@sh scripts/bootstrap.sh --engines
+	@.venv-engines/bin/python -m pytest -q -m long $(wildcard tests/engines/test_vllm*.py)
 
 bench: venv ## speed of the simulator on this machine
 	@$(PY) scripts/bench_sim.py

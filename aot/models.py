@@ -103,6 +103,7 @@ MODELS = {
     "gemma-3-4b-images": Model(8, 4, 256, layers=(FULL, sliding(1024)), images=True),
     "gemma-3-12b-images": Model(16, 8, 256, layers=(FULL, sliding(1024)), images=True),
     "gemma-3-27b-images": Model(32, 16, 128, layers=(FULL, sliding(1024)), images=True),
+    "gemma-4-26b-global": Model(16, 2, 512),
     "gemma-4-31b-global": Model(32, 4, 512),
     "gemma-4-31b-local": Model(32, 16, 256, layers=(sliding(1024),)),
     "gemma-4-31b-local-images": Model(32, 16, 256, layers=(sliding(1024),), images=True),
