@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 from helpers.engine_models import CONFIGS, SIZES_CONFIGS, Judge, make_model, prompts
+from helpers.family_models import counting_calls
 from helpers.suites import long
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
@@ -15,6 +16,14 @@ PAGE = 32
 # Longer and shorter than the windows, one token, several pages; two begin alike for longer than a page.
 LENGTHS = (70, 5, 1, 40)
 KINDS = [*CONFIGS, *map(long, SIZES_CONFIGS)]
+
+
+@pytest.fixture
+def calls():
+    """Some layers are computed by our attention."""
+    with counting_calls() as made:
+        yield made
+    assert made
 
 
 def settings(**others) -> ContinuousBatchingConfig:
@@ -35,7 +44,7 @@ def generate(model, inputs, tokens=6, **others):
 
 
 @pytest.mark.parametrize("kind", [*CONFIGS, long("phi3")])
-def test_continuous_batching(kind):
+def test_continuous_batching(kind, calls):
     model = make_model(kind)
     judge = Judge(model)
     engine.prepare_continuous_batching(model, backend="reference")
@@ -43,7 +52,7 @@ def test_continuous_batching(kind):
 
 
 @pytest.mark.long
-def test_simulated_kernel():
+def test_simulated_kernel(calls):
     """One step of a prompt in parts, one of decode, on the compiled kernel."""
     model = make_model("gpt_oss")
     judge = Judge(model)
@@ -51,7 +60,7 @@ def test_simulated_kernel():
     judge.check(generate(model, prompts((50, 7)), tokens=2))
 
 
-def test_page_tables_of_the_engine(monkeypatch):
+def test_page_tables_of_the_engine(monkeypatch, calls):
     """Steps that only decode: the engine fills page tables, which it does on a GPU alone unless told otherwise."""
     initialization = transformers.generation.continuous_batching.initialization
     monkeypatch.setattr(initialization, "ensure_decode_fast_path_is_available", lambda *_: None)
@@ -67,7 +76,7 @@ def test_page_tables_of_the_engine(monkeypatch):
     assert seen
 
 
-def test_preemption_and_prefix_hits():
+def test_preemption_and_prefix_hits(calls):
     """A cache too small for all requests at once; the second round finds prompts' pages in the cache."""
     model = make_model("llama")
     judge = Judge(model)
@@ -93,7 +102,7 @@ def test_preemption_and_prefix_hits():
             )
 
 
-def test_cancelled_requests_leave_the_others_alone():
+def test_cancelled_requests_leave_the_others_alone(calls):
     model = make_model("gpt_oss")
     judge = Judge(model)
     engine.prepare_continuous_batching(model, backend="reference")
@@ -115,7 +124,7 @@ def test_cancelled_requests_leave_the_others_alone():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_generate(kind, cache):
+def test_generate(kind, cache, calls):
     """Prompts padded on the left, decoded past the window."""
     model = make_model(kind)
     judge = Judge(model)

@@ -1,7 +1,10 @@
 """Models of the families that transformers serves with our attention, tiny and seeded, and what is compared of them."""
 
+import contextlib
 import functools
+import sys
 from functools import partial
+from unittest import mock
 
 import torch
 import transformers
@@ -192,6 +195,27 @@ def seeded(kind: str):
     return model
 
 
+@contextlib.contextmanager
+def counting_calls():
+    """A list that gets an entry for each call of ``warpspec.fmha.attention`` or ``attention_varlen`` by transformers'
+    layers: were another attention used, what is compared would be that one with itself."""
+    modules = [
+        sys.modules[f"warpspec.engines.transformers.{n}"] for n in ("attention", "continuous_batching")
+    ]
+    calls = []
+    with contextlib.ExitStack() as patches:
+        for module in modules:
+            for name in {"attention", "attention_varlen"} & vars(module).keys():
+                function = getattr(module, name)
+
+                def counted(*arguments, function=function, **named):
+                    calls.append(function.__name__)
+                    return function(*arguments, **named)
+
+                patches.enter_context(mock.patch.object(module, name, counted))
+        yield calls
+
+
 def check_logits_and_gradients(kind: str, implementation: str, device="cpu") -> None:
     """Ours in bf16 is at most 1.25 times as far from fp32 as transformers' own attention."""
     model, inputs = seeded(kind).to(device), {name: t.to(device) for name, t in inputs_of(kind).items()}
@@ -201,7 +225,10 @@ def check_logits_and_gradients(kind: str, implementation: str, device="cpu") -> 
     selections.repeat()
     own_logits, own_gradients = results(model, inputs, "eager")
     selections.repeat()
-    our_logits, our_gradients = results(model, inputs, implementation)
+    with counting_calls() as calls:
+        our_logits, our_gradients = results(model, inputs, implementation)
+    layers = 1 if kind == "kimi_linear" else SMALL["num_hidden_layers"]
+    assert len(calls) == 3 * layers, calls  # a prompt, tokens after it, a prompt with gradients
     bar = relative_error(own_logits, logits)
     assert 0 < bar < 0.1
     assert relative_error(our_logits, logits) <= EAGER_FACTOR * bar
