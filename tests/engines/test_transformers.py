@@ -170,11 +170,17 @@ def test_caches_of_several_head_sizes_are_refused(kind, sizes):
         engine.prepare_continuous_batching(make_model(kind))
 
 
-def test_judge_sees_a_missing_window(monkeypatch):
-    """Were windows ignored, the tests above would fail."""
+@pytest.mark.parametrize("wrong", [lambda window: None, lambda window: window and (window[0] + 1, window[1])])
+@pytest.mark.parametrize("says", [True, False])
+def test_judge_sees_a_wrong_window(wrong, says, monkeypatch):
+    """Were windows ignored, or a key longer, the tests above would fail, by the tokens alone, too."""
     model = make_model("gpt_oss")
     judge = Judge(model)
     engine.prepare_continuous_batching(model, backend="reference")
-    monkeypatch.setattr(engine.continuous_batching.keys, "window_of", lambda *_, **__: None)
-    with pytest.raises(AssertionError, match=r"behind|own"):
-        judge.check(generate(model, prompts(LENGTHS, common=36)))
+    window_of = engine.continuous_batching.keys.window_of
+    monkeypatch.setattr(
+        engine.continuous_batching.keys, "window_of", lambda *of, **named: wrong(window_of(*of, **named))
+    )
+    results = generate(model, prompts(LENGTHS, common=36), tokens=16)
+    with pytest.raises(AssertionError, match="the model's own"):
+        judge.check([(ids, tokens, said if says else None) for ids, tokens, said in results])
