@@ -9,15 +9,21 @@ import torch
 
 from warpspec.common.hardware import FP32_BYTES, TMA_ALIGNMENT, WARP_THREADS
 from warpspec.common.launch import Kernel, Target, target_of
-from warpspec.common.operands import FLOAT32, INT32, Operand, fakes
+from warpspec.common.operands import FLOAT16, FLOAT32, INT32, Operand, fakes
 from warpspec.fmha.checks import DTYPES
 from warpspec.fmha.features import dtype_name
 from warpspec.fmha.heads import CLASSES
 
 THREADS = 256
 VECTOR = 4  # fp32 columns of a thread: one 16-byte load per split
+MEANS_VECTOR, FEW_SPLITS = 8, 16  # fp16 columns of a thread, likewise, of so many splits at most
 SEGMENT = WARP_THREADS * VECTOR  # most columns of D for one group of threads with so many each
 BATCH = 4  # splits a thread loads at a time: enough loads in flight, few repeated if there are few splits
+
+
+def vector_of(splits: int, means: bool) -> int:
+    """Columns of a thread that combines so many splits. means: in fp16."""
+    return MEANS_VECTOR if means and splits <= FEW_SPLITS else VECTOR
 
 
 @dataclass(frozen=True)
@@ -28,7 +34,8 @@ class CombineConfig:
     the row's splits (way w takes w, w + ways, ...) and add up through shared memory. head_dim: columns of a partial
     result; o_dim: columns of o if fewer, else 0. dtype: dtype of o. normalize: o is divided and the sink applied;
     otherwise o, row_max and row_sum are an un-normalised state. packed: queries past the last request are left alone.
-    sink_dtype: dtype of the sink, if there is one.
+    sink_dtype: dtype of the sink, if there is one. mean_groups: number of groups of columns with a power of two each,
+    if o of a split is in fp16 (``Output.means``); else 0.
     """
 
     head_dim: int
@@ -41,8 +48,10 @@ class CombineConfig:
     packed: bool = False
     sink_dtype: str = FLOAT32
     vector: int = VECTOR
+    mean_groups: int = 0
 
     def __post_init__(self):
+        assert not self.mean_groups or self.segment <= self.head_dim // self.mean_groups
         assert self.head_dim in CLASSES and self.columns % self.vector == 0
         assert self.ways in (1, 2, 4, 8, 16) and self.ways <= self.groups
         assert self.normalize or not (self.has_sink or self.has_lse)
@@ -105,9 +114,13 @@ class Results(NamedTuple):
 
 class CombineOperands(NamedTuple):
     """Tensors of the combine kernel. partial_o: [S, B, Sq, Hq, D] fp32, partial_max, partial_sum: [S, B, Hq, Sq] fp32.
-    cu_seqlens_q: [requests + 1] int32, or None."""
+    cu_seqlens_q: [requests + 1] int32, or None. If there are ``mean_groups``, partial_o is in fp16, and partial_sum has
+    S more rows for each group behind its own: what the split's columns in it have to be multiplied by."""
 
-    partial_o: Annotated[Any, Operand(FLOAT32, 5, lambda c: c.head_dim, TMA_ALIGNMENT)]
+    partial_o: Annotated[
+        Any,
+        Operand(lambda c: FLOAT16 if c.mean_groups else FLOAT32, 5, lambda c: c.head_dim, TMA_ALIGNMENT),
+    ]
     partial_max: Annotated[Any, Operand(FLOAT32, 4)]
     partial_sum: Annotated[Any, Operand(FLOAT32, 4)]
     results: Results

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from warpspec.common.barriers import Barrier
 from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.hardware import WARP_THREADS, WORD_BYTES
-from warpspec.common.operands import FLOAT32
+from warpspec.common.operands import FLOAT16, FLOAT32
 from warpspec.fmha.conversion import CodeRings
 from warpspec.fmha.features import Format, Mask, RequestLayout
 from warpspec.fmha.heads import HeadSizes
@@ -60,7 +60,7 @@ class Output:
 
     dtype, size: dtype and elements of a row of o. normalize: O is divided by the row's sum; otherwise the kernel writes
     its un-normalised state, row_max and row_sum beside o. splits: it writes a state for each split of the keys. means:
-    O of a split is divided by the row's sum all the same, in 16 bits, and lacks the one scale of all values.
+    O of a split is divided by the row's sum all the same, in fp16 (``leaves_means``).
     exact_maximum: O is rescaled whenever the maximum moves. sink_dtype: dtype of the sink, if there is one.
     """
 
@@ -92,6 +92,10 @@ class Output:
             splits=splits,
             exact_maximum=problem.seq_q <= EXACT_QUERIES,
         )
+
+    def as_means(self) -> Output:
+        """These results, of splits, as means."""
+        return replace(self, dtype=FLOAT16, means=True)
 
     @property
     def writes_state(self) -> bool:
@@ -253,6 +257,11 @@ class AttentionKernel:
         """Whether references of few queries lag behind maxima that weigh little (``device.softmax.lag_of_light``), and
         row sums are of weights as PV multiplies them: rounded."""
         return False
+
+    @property
+    def mean_groups(self) -> int:
+        """As in ``CombineConfig``, of means that splits leave."""
+        return 0
 
     @property
     def waits_late(self) -> bool:

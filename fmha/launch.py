@@ -19,7 +19,7 @@ from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import Kernel, Target
 from warpspec.common.simulator import joined, simulator
 from warpspec.common.workspace import EMPTY, new_workspace, prepare_reserve, workspace
-from warpspec.fmha.combine import COMBINE, CombineConfig
+from warpspec.fmha.combine import COMBINE, CombineConfig, vector_of
 from warpspec.fmha.config import AttentionKernel, Schedule
 from warpspec.fmha.cuts import LineSizes, reading
 from warpspec.fmha.expand import EXPAND, Expanded, expand_config, expanded, other_operands, passes, wide_rows
@@ -122,7 +122,9 @@ class Prepared(NamedTuple):
         results = (sink, o, *operands[STATISTICS])
         if starts is not None:
             results = (sink, *[None if each is None else each[None] for each in results[1:]])
-        blocks = self.workspace or partial_blocks(results[1].shape, self.plan.splits)
+        blocks = self.workspace or partial_blocks(
+            results[1].shape, self.plan.splits, **means_of(self.plan.config)
+        )
         allocated, arguments = allocate(blocks, o.device), list(operands)
         if self.schedule is LINE:
             arguments[PLACES.pieces], arguments[PLACES.joins] = allocated
@@ -173,7 +175,7 @@ def prepare(problem: AttentionProblem, target: Target, found: Plan | None = None
     blocks = piece_blocks(found) if schedule is LINE else None
     counters = 1 if schedule is QUEUE else PAIR_WORDS * found.ctas if found.config.scheduler.adds_up else 0
     if found.splits > 1 and not problem.requests.packed_q:
-        blocks = partial_blocks(problem.o_shape, found.splits)
+        blocks = partial_blocks(problem.o_shape, found.splits, **means_of(found.config))
     return Prepared(target, found, schedule, numbers, attention, combine, blocks, counters)
 
 
@@ -227,12 +229,12 @@ def second_kernel(problem: AttentionProblem, config, splits: int) -> tuple[Kerne
     """The kernel, with its configuration, that combines splits or joins pieces after an attention kernel of ``config``;
     None if there are neither."""
     if splits > 1:
-        return COMBINE, combine_config(problem, splits)
+        return COMBINE, combine_config(problem, splits, config.mean_groups)
     return (JOIN, join_config(problem, config)) if config.scheduler.leaves_joins else None
 
 
-def combine_config(problem: AttentionProblem, splits: int) -> CombineConfig:
-    """The combine kernel of a problem whose keys are split this many times."""
+def combine_config(problem: AttentionProblem, splits: int, mean_groups: int = 0) -> CombineConfig:
+    """The combine kernel of a problem whose keys are split this many times. mean_groups: as in ``CombineConfig``."""
     sizes = problem.heads
     return CombineConfig.of(
         sizes.v_state,
@@ -244,6 +246,8 @@ def combine_config(problem: AttentionProblem, splits: int) -> CombineConfig:
         normalize=problem.normalize,
         packed=problem.requests.packed_q,
         o_dim=0 if sizes.v == sizes.v_state else sizes.v,
+        mean_groups=mean_groups,
+        vector=vector_of(splits, mean_groups > 0),
     )
 
 
@@ -284,10 +288,15 @@ def piece_blocks(plan: Plan) -> tuple[Block, ...]:
 
 @lru_cache(maxsize=4096)
 def partial_blocks(
-    shape: tuple[int, ...], splits: int, dtype: torch.dtype = torch.float32
+    shape: tuple[int, ...], splits: int, dtype: torch.dtype = torch.float32, groups: int = 0
 ) -> tuple[Block, Block, Block]:
     """Workspace of split keys: o [S, B, Sq, Hq, v_state], row_max and row_sum [S, B, Hq, Sq] fp32. shape, dtype:
-    o's."""
+    o's. groups: of columns of means that have powers of two, which stand behind row_sum."""
     batch, seq_q, heads, size = shape
-    statistics = block((splits, batch, heads, seq_q), torch.float32)
-    return block((splits, batch, seq_q, heads, class_of(size)), dtype), statistics, statistics
+    maxima, sums = (block((n * splits, batch, heads, seq_q), torch.float32) for n in (1, 1 + groups))
+    return block((splits, batch, seq_q, heads, class_of(size)), dtype), maxima, sums
+
+
+def means_of(config: AttentionKernel) -> dict:
+    """The options of ``partial_blocks`` for what splits of a kernel leave."""
+    return {"dtype": torch.float16, "groups": config.mean_groups} if config.output.means else {}

@@ -18,6 +18,7 @@ TILE_OVERHEAD = 2  # length of a query tile's start and end, in KV tiles
 PAIR_OVERHEAD = 4  # the same with paired consumers (``sm90.pair``)
 FEW_ROWS_OVERHEAD, FEW_HEADS = 2, 8  # the same of tiles of one query with at most so many heads
 FEW_MEANS = 16  # heads of tiles of one query up to which bf16 pieces leave sums, not means (``sm90.add_up``)
+FEW_MEAN_ROWS = 32  # rows of a tile up to which splits leave sums (``sm90.config.splits_as_means``)
 STATES = 2  # most that a CTA leaves: of the first piece of one tile, and of a further one of another
 FEW_PIECES = 3  # most of a tile that the CTA with the last one adds up alone (``sm90.add_up.adds_alone``)
 PAIR_WORDS = 2  # of a CTA whose consumers are paired, at which the pieces of a tile meet

@@ -3,13 +3,16 @@
 Arch-neutral (sm_90a and sm_100a). Split s of a row left o_s = sum of exp(logit - m_s) v, m_s and
 l_s = sum of exp(logit - m_s) over its keys, natural units, all fp32 (``AttentionState``). The row's result is
 o = sum of w_s o_s and l = sum of w_s l_s with w_s = exp(m_s - max of m), divided or not. If o_s is in 16 bits, it was
-divided by l_s (``Output.means``), and o = sum of w_s l_s o_s.
+divided by l_s (``Output.means``), and o = sum of w_s l_s o_s; groups of its columns may have been multiplied by powers
+of two besides (``CombineConfig.mean_groups``).
 
 A split without keys has m_s = -inf and l_s = 0; its o_s is ignored. A row with only such splits gives o = 0, lse =
 -inf. A NaN in any other split reaches the result.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
@@ -19,11 +22,12 @@ from cutlass import Boolean, Float32, Int32
 from warpspec.common.device.host import host_function
 from warpspec.common.hardware import FP32_BYTES
 from warpspec.common.logarithms import LN_2, LOG2_E
-from warpspec.fmha.combine import BATCH, THREADS, CombineConfig, CombineOperands
+from warpspec.fmha.combine import BATCH, THREADS, VECTOR, CombineConfig, CombineOperands
 from warpspec.fmha.device.results import sink_of
 
 SMEM_CARVEOUT_PERCENT = 25  # percent of an SM's L1 used as shared memory: the sums of eight CTAs
 CTAS_PER_SM = 4  # at least: only further threads hide the latency of loads
+WIDE_CTAS_PER_SM = 3  # if threads also have powers of two, and more columns
 
 
 class Combine:
@@ -61,7 +65,7 @@ def launch_on_rows(combine, operands, stream: CUstream) -> None:
         block=(THREADS, 1, 1),
         smem=config.smem_bytes,
         stream=stream,
-        min_blocks_per_mp=CTAS_PER_SM,
+        min_blocks_per_mp=WIDE_CTAS_PER_SM if config.mean_groups and config.vector > VECTOR else CTAS_PER_SM,
         preferred_smem_carveout=SMEM_CARVEOUT_PERCENT,
         use_pdl=True,
     )
@@ -98,9 +102,10 @@ def combine_row(
     vectors = cute.local_tile(
         partial_o[None, batch, query, head, None], (1, config.vector), (None, column)
     )  # (1, vector, SPLIT)
-    loads = load_batch(maxima, sums, vectors, way, config.ways)  # first: nothing of the row is known yet
+    source = Splits(config, maxima, sums, vectors, segment * config.segment)
+    loads = load_batch(source, way)  # first: nothing of the row is known yet
     maximum = row_maximum(maxima, lane, config.lanes)
-    total, values = weighted_sums(maxima, sums, vectors, maximum, way, config.ways, loads)
+    total, values = weighted_sums(source, maximum, way, loads)
     if cutlass.const_expr(config.ways > 1):
         total = add_ways(config, thread, total, values)
 
@@ -186,34 +191,59 @@ def row_maximum(maxima: cute.Tensor, lane, lanes: cutlass.Constexpr) -> Float32:
     return cute.arch.warp_reduction_max(maximum, threads_in_group=lanes)
 
 
+@dataclass(frozen=True)
+class Splits:
+    """A row's splits. maxima (SPLIT), sums (SPLIT, or with the powers of two of means behind them). vectors: (1, n,
+    SPLIT), this thread's columns; column: the first one of its segment."""
+
+    config: CombineConfig
+    maxima: cute.Tensor
+    sums: cute.Tensor
+    vectors: cute.Tensor
+    column: Int32
+
+    @property
+    def count(self):
+        """Number of splits."""
+        return cute.size(self.maxima)
+
+    @property
+    def powers(self):
+        """Number of the power of two of the first split."""
+        return self.count * (1 + self.column // (self.config.head_dim // self.config.mean_groups))
+
+
 @cute.jit
-def load_batch(maxima, sums, vectors, first, ways: cutlass.Constexpr) -> tuple:
-    """Load splits first, first + ways, ... of a batch: (their o (n, BATCH), their maxima and sums (2, BATCH)).
-    Past the last split, the last one is loaded again."""
+def load_batch(source, first) -> tuple:
+    """Load splits first, first + ways, ... of a batch: (their o (n, BATCH), their maxima, sums and powers of two
+    (3, BATCH)). Past the last split, the last one is loaded again."""
+    config, vectors = source.config, source.vectors
     loaded = cute.make_rmem_tensor((vectors.shape[1], BATCH), vectors.element_type)
-    stats = cute.make_rmem_tensor((2, BATCH), Float32)
+    stats = cute.make_rmem_tensor((3, BATCH), Float32)
     for i in cutlass.range_constexpr(BATCH):
-        split = cutlass.min(first + i * ways, cute.size(maxima) - 1)
+        split = cutlass.min(first + i * config.ways, source.count - 1)
         cute.autovec_copy(vectors[0, None, split], loaded[None, i])
-        stats[0, i], stats[1, i] = maxima[split], sums[split]
+        stats[0, i], stats[1, i] = source.maxima[split], source.sums[split]
+        if cutlass.const_expr(config.mean_groups > 0):
+            stats[2, i] = source.sums[source.powers + split]
     return loaded, stats
 
 
 @cute.jit
-def add_batch(
-    batch: cutlass.Constexpr, base, first, splits, ways: cutlass.Constexpr, total, values: cute.Tensor
-):
+def add_batch(source, batch: cutlass.Constexpr, base, first, total, values: cute.Tensor):
     """Add a loaded batch to values (n); returns total plus its weighted sums."""
-    loaded, stats = batch
+    (loaded, stats), config = batch, source.config
     for i in cutlass.range_constexpr(BATCH):
         row_sum = stats[1, i]
         # Select instead of multiplying by 0: o of a split that saw no key may never have been written.
-        skipped = Boolean(row_sum == Float32(0.0)) | Boolean(first + i * ways >= splits)
+        skipped = Boolean(row_sum == Float32(0.0)) | Boolean(first + i * config.ways >= source.count)
         weight = cute.math.exp2((stats[0, i] - base) * LOG2_E, fastmath=True)
         weight = Float32(cutlass.select_(skipped, Float32(0.0), weight))
         total += row_sum * weight
         if cutlass.const_expr(loaded.element_type is not Float32):
             weight = row_sum * weight
+        if cutlass.const_expr(config.mean_groups > 0):
+            weight = weight * Float32(cutlass.select_(skipped, Float32(0.0), stats[2, i]))
         for j in cutlass.range_constexpr(cute.size(values)):
             value = loaded[j, i].to(Float32)
             values[j] += Float32(cutlass.select_(skipped, Float32(0.0), value)) * weight
@@ -221,18 +251,16 @@ def add_batch(
 
 
 @cute.jit
-def weighted_sums(maxima, sums, vectors, maximum, way, ways: cutlass.Constexpr, batch: cutlass.Constexpr):
-    """Over splits way, way + ways, ...: (sum of weights times row sums, sum of weights times o (n)).
-
-    maxima, sums: (SPLIT). vectors: (1, n, SPLIT), this thread's columns. batch: the first ones, loaded.
-    """
-    splits, base = cute.size(maxima), finite(maximum)
-    values = cute.make_rmem_tensor(vectors.shape[1], Float32)
+def weighted_sums(source, maximum, way, batch: cutlass.Constexpr):
+    """Over splits way, way + ways, ...: (sum of weights times row sums, sum of weights times o (n)). batch: the first
+    ones, loaded."""
+    base, step = finite(maximum), source.config.ways * BATCH
+    values = cute.make_rmem_tensor(source.vectors.shape[1], Float32)
     values.fill(0.0)
-    total = add_batch(batch, base, way, splits, ways, Float32(0.0), values)
-    for first in cutlass.range(way + ways * BATCH, splits, ways * BATCH, unroll=1):
-        batch = load_batch(maxima, sums, vectors, first, ways)
-        total = add_batch(batch, base, first, splits, ways, total, values)
+    total = add_batch(source, batch, base, way, Float32(0.0), values)
+    for first in cutlass.range(way + step, source.count, step, unroll=1):
+        batch = load_batch(source, first)
+        total = add_batch(source, batch, base, first, total, values)
     return total, values
 
 

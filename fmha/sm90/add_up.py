@@ -126,7 +126,7 @@ def leave_means(
     is 0, and stays so. Returns the powers of two that they have to be multiplied by."""
     factors, powers = tuple(inverse(total) for total in totals), (Float32(1.0),) * THREAD_ROWS
     if cutlass.const_expr(config.scales_means):
-        found = [powers_of((largest(o, r) * factors[r]).bitcast(Uint32) >> 16) for r in range(THREAD_ROWS)]
+        found = [powers_of_means(o, r, factors[r]) for r in range(THREAD_ROWS)]
         factors = tuple(factor * up for factor, (up, _) in zip(factors, found, strict=True))
         powers = tuple(down for _, down in found)
     for vector in cutlass.range_constexpr(cute.size(o) // MEANS_VECTOR):
@@ -135,6 +135,11 @@ def leave_means(
             means[i] = (o[vector * MEANS_VECTOR + i] * factors[i // PAIR % THREAD_ROWS]).to(Float16)
         cute.autovec_copy(means, target[None, vector])
     return powers
+
+
+def powers_of_means(o: cute.Tensor, r: int, factor) -> tuple[Float32, Float32]:
+    """Powers of two by which row r, times ``factor``, is multiplied for fp16, and by which it then has to be."""
+    return powers_of((largest(o, r) * factor).bitcast(Uint32) >> 16)
 
 
 def largest(o: cute.Tensor, r: int) -> Float32:

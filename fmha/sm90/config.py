@@ -28,6 +28,7 @@ from warpspec.fmha.heads import BLOCK, MMA_K
 from warpspec.fmha.line import (
     AHEAD_REQUESTS,
     FEW_HEADS,
+    FEW_MEAN_ROWS,
     FEW_MEANS,
     FEW_ROWS_OVERHEAD,
     PAIR_OVERHEAD,
@@ -61,6 +62,14 @@ def lengths_decide(problem: AttentionProblem) -> bool:
     kept."""
     requests = problem.requests
     return requests.has_kv_lengths and not requests.has_q_start and problem.batch <= AHEAD_REQUESTS
+
+
+def splits_as_means(problem: AttentionProblem, pack: int) -> bool:
+    """Whether splits over rows of which V is a part leave means of values in fp16, as pieces do
+    (``AttentionConfig.leaves_means``): with so few rows they take longer. pack: heads that share a tile."""
+    rows = pack * min(problem.seq_q, WARPGROUP_ROWS // pack)
+    bf16 = problem.normalize and problem.format.dtype == BFLOAT16
+    return bf16 and problem.format.shared_kv and problem.heads.qk > problem.heads.v and rows > FEW_MEAN_ROWS
 
 
 @dataclass(frozen=True)
@@ -136,6 +145,8 @@ class AttentionConfig(AttentionKernel):
             adds_up=adds_up,
             cuts_ahead=adds_up and lengths_decide(problem),
         )
+        if splits and shape.column_groups > 1 and splits_as_means(problem, pack):
+            fields["output"] = fields["output"].as_means()
         return cls(**fields, scheduler=scheduler, shape=shape)
 
     @property
@@ -242,7 +253,8 @@ class AttentionConfig(AttentionKernel):
         """Whether paired consumers share the code of a tile's end, whichever consumer's KV tiles came before. With a
         copy for each, MLA's kernels are much larger than the instruction cache. Sinks, and states that a caller gets,
         would take registers that this needs; whole tiles of many queries and of lists were not timed."""
-        plain = self.output.normalize and not self.output.has_sink and self.p_in_keys
+        divided = self.output.normalize or self.output.means
+        plain = divided and not self.output.has_sink and self.p_in_keys
         short = self.output.exact_maximum and not self.mask.sparse
         return plain and (self.rereads if self.scheduler.adds_up else short)
 
@@ -280,6 +292,12 @@ class AttentionConfig(AttentionKernel):
         return self.scheduler.adds_up and bf16 and not few
 
     scales_means: ClassVar[bool] = True  # by a power of two for each row
+
+    @property
+    def mean_groups(self) -> int:
+        """As in ``AttentionKernel``: one for each consumer of a row."""
+        return self.column_groups if self.output.means and self.scales_means else 0
+
     qk_at_once: ClassVar[bool] = False  # QK does not wait for PV of ``pv_first``
 
     @property

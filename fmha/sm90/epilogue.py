@@ -27,6 +27,7 @@ from warpspec.fmha.sm90.add_up import (
     announce,
     finish_share,
     leave_state,
+    powers_of_means,
     share_of,
 )
 from warpspec.fmha.sm90.fragment import PAIR, QUAD, THREAD_ROWS, elements, row_columns
@@ -108,12 +109,29 @@ def epilogue(work, state, operands, stage, results: cutlass.Constexpr = ROW_RESU
 def write_results(work, state, operands, stage, results: cutlass.Constexpr):
     """Like ``epilogue``, for a whole tile or a split."""
     rows = finish_rows(work, state, operands)
+    if cutlass.const_expr(work.config.output.means and work.config.scales_means):
+        rows = [
+            (place, scale_mean(work, r, place, factor, operands), empty)
+            for r, (place, factor, empty) in enumerate(rows)
+        ]
     if cutlass.const_expr(stage is not None):
         _, factors, empties = zip(*rows, strict=True)
         store_tiles(work, factors, empties, operands, stage)
     else:
         for r, row in enumerate(rows):
             results.store(work, r, work.rows[r], *row, operands)
+
+
+@cute.jit
+def scale_mean(work, r: cutlass.Constexpr, place, factor, operands) -> Float32:
+    """Multiply the factor of a split's row r by a power of two that brings its largest mean to the top of fp16's range.
+    What the means then have to be multiplied by, for each consumer, stands behind the row sums of all splits."""
+    up, down = powers_of_means(flat(work.mma.o), r, factor)
+    splits = cute.size(operands.row_max, mode=[0])
+    if place.in_range & Boolean(work.rows[r].member == 0):
+        number = splits * (1 + work.column_group) + work.tile.split
+        operands.row_sum[number, place.batch, place.head, place.query] = down
+    return factor * up
 
 
 @cute.jit

@@ -247,7 +247,10 @@ class LineOfQueries:
         fp32."""
         return self.gathers.fmt is E4M3_ROWS and self.output.normalize
 
-    scales_means: ClassVar[bool] = False  # as in ``sm90.AttentionConfig``
+    @property
+    def scales_means(self) -> bool:
+        """As in ``sm90.AttentionConfig``."""
+        return self.gathers.fmt is not E4M3_ROWS
 
     @property
     def line_source(self):

@@ -7,18 +7,16 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 
-import torch
-
 from warpspec.common.allocation import allocate
 from warpspec.common.architecture import Family
 from warpspec.common.launch import Kernel, Target
 from warpspec.common.simulator import joined, simulator
 from warpspec.common.strides import regular_strides
 from warpspec.common.workspace import EMPTY, new_workspace, prepare_reserve, workspace
-from warpspec.fmha.combine import COMBINE, CombineConfig
+from warpspec.fmha.combine import COMBINE, CombineConfig, vector_of
 from warpspec.fmha.config import AttentionKernel
 from warpspec.fmha.cuts import LineSizes, reading
-from warpspec.fmha.launch import partial_blocks, piece_blocks
+from warpspec.fmha.launch import means_of, partial_blocks, piece_blocks
 from warpspec.fmha.line import AHEAD_REQUESTS, PAIR_WORDS
 from warpspec.fmha.logits import LogitNumbers, LogitOptions
 from warpspec.fmha.plan.splits import choose_splits
@@ -56,8 +54,7 @@ SHARED_FORMATS = ("v3.2-fp8", "v4-fp8")  # of rows that CTAs convert together
 TRANSPOSED = Kernel("gathered.transposed", "warpspec.latent.gathered.transposed.kernel:host_and_arguments")
 # On sm_90a, for pages of codes and Q in e4m3: products of codes.
 RAW = Kernel("gathered.raw", "warpspec.latent.gathered.raw.kernel:host_and_arguments")
-# On sm_90a, for pages of codes. With at most so many splits a thread that combines them loads 16 bytes of each.
-MEANS_VECTOR, FEW_SPLITS = 8, 16
+# On sm_90a, for pages of codes.
 COMBINE_MEANS = Kernel("fmha.gathered.means", "warpspec.latent.gathered.means:combine_arguments")
 
 
@@ -83,7 +80,7 @@ class GatheredPlan(NamedTuple):
     @property
     def combine_kernel(self) -> Kernel:
         """The kernel that combines splits, whose results are not in FP8."""
-        return COMBINE_MEANS if self.config.output.means else COMBINE
+        return COMBINE_MEANS if self.config.output.means and not self.config.mean_groups else COMBINE
 
 
 @lru_cache(maxsize=4096)
@@ -113,6 +110,8 @@ def make_plan(problem: GatheredProblem, target: Target) -> GatheredPlan:
     splits = 1 if line else splits
     of_kernel = problem.states if splits > 1 else problem
     cluster = choose_cluster(problem, target, line)
+    if not line and splits >= tiles and tasks * splits <= target.sm_count:
+        cluster = 1  # for one KV tile each, CTAs wait for each other longer than they spare (docs/notebook/latent.md)
     config = make(
         row_format=problem.format,
         sets=len(problem.slots),
@@ -140,7 +139,8 @@ def make_plan(problem: GatheredProblem, target: Target) -> GatheredPlan:
             normalize=problem.normalize,
             has_sink=problem.has_sink,
             has_lse=problem.return_lse,
-            **({"vector": MEANS_VECTOR} if config.output.means and splits <= FEW_SPLITS else {}),
+            mean_groups=config.mean_groups,
+            vector=vector_of(splits, config.output.means),
         )
     together = groups if line else cluster  # neighbouring CTAs that are in step
     ctas = target.sm_count // together * together
@@ -166,8 +166,9 @@ def transposes(problem: GatheredProblem, target: Target) -> bool:
 
 
 def leaves_means(problem: GatheredProblem, target: Target) -> bool:
-    """Whether splits leave means of their values (``means``). States that a caller gets are sums in fp32."""
-    return target.architecture.backend == "sm90" and problem.paged and problem.normalize
+    """Whether splits leave means of their values (``means``). States that a caller gets are sums in fp32, and so are
+    those of results in FP8."""
+    return target.architecture.backend == "sm90" and problem.normalize and not problem.float8
 
 
 def choose_pack(problem: GatheredProblem, rows: int) -> int:
@@ -270,9 +271,7 @@ def run(problem: GatheredProblem, target: Target, tensors: dict):
                 q[None], o[None], scales, sink, *row_stats, *angles, *[None] * 3, *flat, *numbers
             )
         shape = (1, *q.shape[:2], VALUE_DIM)
-        means = plan.config.output.means
-        dtype = torch.float16 if means else torch.float32
-        partial = allocate(partial_blocks(shape, plan.splits, dtype), q.device)
+        partial = allocate(partial_blocks(shape, plan.splits, **means_of(plan.config)), q.device)
         results = (partial[0], None, None, None, *partial[1:])
         first = attention(q[None], *results, *angles, *[None] * 3, *flat, *numbers)
         if problem.float8:
@@ -280,7 +279,7 @@ def run(problem: GatheredProblem, target: Target, tensors: dict):
 
             combine = COMBINE_FLOAT8.launcher(plan.combine, target)
             second = combine(*partial, sink, o[None], scales, row_stats[0])
-        elif means:
+        elif plan.combine_kernel is COMBINE_MEANS:
             combine = COMBINE_MEANS.launcher(plan.combine, target)
             second = combine(*partial, tensors["kv_scale"], o[None], row_stats[0])
         else:

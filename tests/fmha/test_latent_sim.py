@@ -1,6 +1,7 @@
 """MLA's absorbed form, rows of 576 whose first 512 numbers are V: kernels of both architectures in the simulator."""
 
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -147,8 +148,10 @@ def test_a_piece_that_a_row_does_not_see(simulate_as, heads):
 
 
 @pytest.mark.long
-def test_pieces_of_values_of_any_size(simulate_as):
-    """Pieces leave means in fp16, which values of bf16 do not fit; where a request is cut, rows differ in size."""
+@pytest.mark.parametrize("splits", [None, 3, 17])
+def test_pieces_of_values_of_any_size(simulate_as, splits):
+    """Pieces and splits leave means in fp16, which values of bf16 do not fit; where a request is cut, rows differ in
+    size. splits: None: by length; more than keys have KV tiles, so that the last ones are empty."""
     generator = torch.Generator().manual_seed(0)
     q, kv = (torch.randn(*shape, generator=generator) for shape in ((1, 1, 64, 576), (10, 64, 576)))
     kv[3:] *= 2.0**-20  # keys that hardly differ
@@ -159,8 +162,8 @@ def test_pieces_of_values_of_any_size(simulate_as):
     for size in (2.0**100, 2.0**-80):
         inputs = ((q / size).bfloat16(), (kv * size).bfloat16())
         wanted = mla_decode(*inputs, **call, backend="reference")
-        with cutting_by_length():
-            o = mla_decode(*inputs, **call, backend="sim")
+        with cutting_by_length() if splits is None else nullcontext():
+            o = mla_decode(*inputs, **call, num_splits=splits, backend="sim")
         assert relative_error(o.double() / size, wanted.double() / size) < 4e-3
 
 

@@ -65,3 +65,13 @@ def test_plans():
     assert plan(float8.problem_of(37, 1, 128, 8064, 0.1, **paged)) == "shared"
     assert plan(float8.problem_of(2, 1, 16, 16384, 0.1, **paged)) > 16
     assert plan(lists(5, 32, 128), SIMULATED["sm_100a"]) == 1  # not timed there
+
+
+def test_ctas_share_keys_unless_each_has_one_tile():
+    """Two CTAs with the halves of 128 heads convert keys together, but not a round of single KV tiles."""
+
+    def cluster(*sizes, **fields):
+        return launch.make_plan(lists(*sizes, **fields), H200).config.gathers.cluster
+
+    assert cluster(5, 128, 64) == cluster(2, 128, 192, num_splits=3) == 1
+    assert cluster(5, 128, 65, num_splits=1) == cluster(67, 128, 64) == 2

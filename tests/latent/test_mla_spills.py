@@ -21,10 +21,11 @@ from warpspec.latent.mla.float8 import problem_of
 TARGET = SIMULATED["sm_90a"]
 BATCH, KEYS = 8, 8192
 WAYS = {"whole": Way.PERSISTENT, "split": Way.SPLIT, "line": Way.LINE, "scheduled": Way.LINE}
-# (how CTAs share the keys, what they write). Splits write states, whatever is wanted. A kernel that reads its cuts from
-# a schedule differs from the one that finds them only in its beginning.
+# (how CTAs share the keys, what they write). Splits write states, for o as means where these fit. A kernel that reads
+# its cuts from a schedule differs from the one that finds them only in its beginning.
 RESULTS = [
     ("split", "state"),
+    ("split", "o"),
     ("scheduled", "state"),
     *itertools.product(("whole", "line"), ("o", "lse", "state")),
 ]
@@ -76,10 +77,8 @@ def test_no_kernel_spills(dtype, page_size, result, rows):
     ("result", "rows", "q_codes"),
     long_but(
         [(("line", "state"), (8, 2), False)],
-        # Splits of o are means. The last two: 64 rows a task.
-        pairwise(
-            [*RESULTS, ("split", "o")], [(8, 1), (8, 2), (32, 1), (64, 3), (16, 4), (64, 1)], [False, True]
-        ),
+        # The last two: 64 rows a task.
+        pairwise(RESULTS, [(8, 1), (8, 2), (32, 1), (64, 3), (16, 4), (64, 1)], [False, True]),
     ),
     ids=str,
 )
