@@ -164,6 +164,11 @@ class OwnRows:
         cute.arch.barrier(barrier_id=CLEARED_BARRIER, number_of_threads=self.config.consumer_threads)
 
 
+def fence_reads() -> None:
+    """Let the thread's loads of statistics be over before TMA, told by an arrival, writes others in their place."""
+    cute.arch.fence_proxy("async.shared", space="cta")
+
+
 def clear_sums(*sums: cute.Tensor) -> None:
     """Set sums to 0, in front of the fence of their first product, which may stand in a branch."""
     for each in sums:

@@ -36,6 +36,7 @@ from warpspec.fmha.backward.sm90.apart.consumer import (
     OwnRows,
     clear_sums,
     end_stores,
+    fence_reads,
     kept_operand,
     make_scores,
     make_sums,
@@ -220,6 +221,7 @@ def go_through(work, steps: cutlass.Constexpr, place: cutlass.Constexpr, tile_us
         work.issue_dk(step - 1, 0)
         work.wait("do", step)
         work.issue_dp(step, 0)
+        fence_reads()
         warpgroup.wait_group(1)  # S, dK
         work.release("q", step - 1)
         add_dv(work, step, query_tile)
@@ -227,6 +229,7 @@ def go_through(work, steps: cutlass.Constexpr, place: cutlass.Constexpr, tile_us
         head, query_tile = work.tile.following(head, query_tile)
     work.release_tile(tile_use)
     work.issue_dk(end - 1, 0)
+    fence_reads()
     warpgroup.wait_group(0)
     work.release("q", end - 1)
     return head, query_tile
@@ -309,6 +312,7 @@ def add_pair(work, step, query_tile, following, last=False, tile_use=None):
     work.release("do", step)
     keep(work.mma.dp, work.mma.ds)
     work.issue_dk(step, 1)
+    fence_reads()
     warpgroup.wait_group(0)
     work.release("q", step)
 
@@ -334,6 +338,7 @@ def add_alone(work, step, query_tile, block: cutlass.Constexpr, last, tile_use):
     work.release("do", step)
     keep(work.mma.dp, work.mma.ds)
     work.issue_dk(step, block)
+    fence_reads()
     warpgroup.wait_group(0)
     work.release("q", step)
 

@@ -33,6 +33,7 @@ from warpspec.fmha.backward.sm90.apart.consumer import (
     OwnRows,
     clear_sums,
     end_stores,
+    fence_reads,
     kept_operand,
     make_scores,
     make_sums,
@@ -174,6 +175,7 @@ def consume_tile(own: cutlass.Constexpr, tile_use):
             for r in cutlass.range_constexpr(THREAD_ROWS):
                 inside = Boolean(first_query + r * ROW_DISTANCE < tile.place.seq_q)
                 statistics[r, 0], statistics[r, 1] = own.statistics(r, inside)
+            fence_reads()
     rows = tuple(
         QueryRow(statistics[r, 0], statistics[r, 1], *tile.keys_of(first_query + r * ROW_DISTANCE))
         for r in range(THREAD_ROWS)
