@@ -123,6 +123,45 @@ def _masked(arch: str, kind: str) -> Callable[[], None]:
     return run
 
 
+def _heads_apart() -> None:
+    """Consumers with a KV head each: whole tiles, splits, partitions from a queue; a request without keys, keys that
+    nobody sees."""
+    from helpers.simulate import choosing
+    from helpers.varlen_cases import Packed
+
+    from warpspec.fmha import attention_varlen
+    from warpspec.fmha.plan.cost import Way
+
+    shape = dict(seq_q=(1,) * 4, seq_k=(540, 0, 90, 300), heads_q=2, heads_kv=2, head_dim=72)
+    case = Packed("", **shape, page_size=16, poisoned=(2,))
+    for way, splits in ((Way.PARTITIONS, 3), (Way.PERSISTENT, 1)):
+        with (
+            simulating("sm_90a", sm_count=1),
+            choosing(way, lambda one: one.shape.heads_apart, splits=splits),
+        ):
+            attention_varlen(**case.arguments(), backend="sim")
+
+
+def _gradients_apart(dim: int, *inputs: tuple, **options) -> Callable[[], None]:
+    """dQ by query tiles, dK and dV by key tiles; arguments as of ``_gradients``. Rings are refilled within a tile, for
+    a tile's own operands are handed back later than what its steps have read."""
+
+    def run() -> None:
+        from unittest import mock
+
+        from warpspec.fmha.backward import apart, launch
+        from warpspec.fmha.backward.schedule import Order
+
+        with (
+            mock.patch.object(apart, "gains", lambda *_: True),
+            mock.patch.object(launch, "choose_order", lambda *_: Order(1, 1)),
+            mock.patch.object(launch, "prepare", launch.prepare.__wrapped__),
+        ):
+            _gradients("sm_90a", dim, *inputs, **options)()
+
+    return run
+
+
 def _gradients(arch: str, dim: int, *inputs: tuple, **options) -> Callable[[], None]:
     """inputs: (batch rows, queries, keys, causal) of each call. options: further ones of a case. What makes dQ waits
     for a single row; of several, it finds some done at its first look."""
@@ -180,6 +219,12 @@ KERNELS: dict[str, Callable[[], None]] = {
     "gradients-sm100": _gradients("sm_100a", 128, *UNSEEN),
     "gradients-sm90-whole": _gradients("sm_90a", 128, (2, 256, 256, False)),
     "gradients-sm100-whole": _gradients("sm_100a", 128, (1, 256, 256, False)),
+    "fmha-sm90-heads": _heads_apart,
+    "gradients-sm90-apart": _gradients_apart(128, UNSEEN[0], (1, 70, 450, True), (1, 450, 128, False)),
+    "gradients-sm90-apart-d64": _gradients_apart(
+        64, (1, 330, 300, True), (1, 128, 900, True), (1, 896, 128, False)
+    ),
+    "gradients-sm90-apart-wide": _gradients_apart(192, UNSEEN[0], (1, 70, 450, True), v_dim=128),
     "gradients-sm90-lists": _gradients("sm_90a", 128, *((n, 520, 300, True) for n in (1, 2)), blocks=LISTED),
     "gradients-sm100-lists": _gradients("sm_100a", 128, (1, 520, 300, True), blocks=LISTED),
 }

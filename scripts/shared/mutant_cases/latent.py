@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from unittest import mock
 
 import torch
@@ -38,21 +39,25 @@ def _rows(lengths: tuple, queries: int, heads: int) -> tuple:
     return q, pages[:, :, 0], table, torch.tensor(lengths, dtype=torch.int32)
 
 
-def _codes() -> None:
-    """Pieces of two tiles a CTA, three of one tile; then as many keys in fewer CTAs."""
+def _codes(q_codes: bool = False) -> None:
+    """Pieces of two tiles a CTA, three of one tile; then as many keys in fewer CTAs. q_codes: Q is e4m3, too."""
     from helpers.latent_calls import codes_of
 
     from warpspec.latent import mla_decode
     from warpspec.latent.gathered import launch
 
-    q, pages, *call = _rows((1500, 190, 0, 650, 330), queries=2, heads=8)
+    lengths = (900, 190, 0, 330) if q_codes else (1500, 190, 0, 650, 330)
+    q, pages, *call = _rows(lengths, queries=2, heads=8)
+    options = {"scale": 0.06}
+    if q_codes:
+        q, options["q_scale"] = q.to(torch.float8_e4m3fn), torch.tensor(1.0)
     for sms in (5, 2):
         with (
             mock.patch.object(launch, "make_plan", launch.make_plan.__wrapped__),  # remembers nothing
             mock.patch.object(launch, "takes_line", lambda *_: True),
             simulating("sm_90a", sm_count=sms),
         ):
-            mla_decode(q, codes_of(pages), *call, scale=0.06, kv_scale=torch.tensor(0.7), backend="sim")
+            mla_decode(q, codes_of(pages), *call, **options, kv_scale=torch.tensor(0.7), backend="sim")
 
 
 def _cut() -> None:
@@ -177,6 +182,7 @@ KERNELS: dict[str, Callable[[], None]] = {
     "gathered-sm100": _gathered("sm_100a"),
     "gathered-sm100-splits": _gathered("sm_100a", num_splits=2),
     "mla-codes": _codes,
+    "mla-q-codes": partial(_codes, q_codes=True),
     "mla-cut": _cut,
     "quantize-output": _quantize_output,
     "cache-insert": _insert("sm_90a"),
