@@ -289,7 +289,7 @@ def add_pair(work, step, query_tile, following, last=False, tile_use=None):
     work.issue_dv(step, 0)
     warpgroup.wait_group(2)  # the first dP
     derive(work, step, 0, query_tile)
-    warpgroup.wait_group(0)  # the first dV, the second S
+    warpgroup.wait_group(1)  # the second S; nothing waits for the first dV
     if cutlass.const_expr(not follows):  # noqa: SIM102
         if last:
             work.release_own(0, tile_use)
