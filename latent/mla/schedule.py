@@ -68,6 +68,8 @@ def mla_schedule(
     check_int("max_pages", max_pages, 0, POSITION_LIMIT // page_size)
     check_kind("dtype", dtype, torch.dtype)
     check_choice("dtype", str(dtype), tuple(map(str, ROW_DTYPES)))
+    if q_dtype is not None:
+        check_kind("q_dtype", q_dtype, torch.dtype)
     if q_dtype is not None and not q_dtype == dtype == torch.float8_e4m3fn:
         raise ValueError(f"q_dtype: must be None, or torch.float8_e4m3fn as dtype is, got {q_dtype}")
     check_kind("backend", backend, str)

@@ -177,6 +177,8 @@ def test_calls_that_are_not_cut(backend, simulate_as):
         (dict(max_pages=2**29), ValueError, r"max_pages: must be within 0\.\.8388608"),
         (dict(queries=2**30), ValueError, "queries: must be"),
         (dict(dtype=torch.float32), ValueError, "dtype: must be one of"),
+        (dict(q_dtype=torch.zeros(2)), TypeError, "q_dtype: must be a dtype"),
+        (dict(q_dtype=torch.bfloat16), ValueError, "q_dtype: must be None, or"),
         (dict(backend="sm80", max_pages=0), ValueError, "backend"),
         (dict(kv_lengths=torch.zeros(2)), TypeError, "kv_lengths: dtype"),
     ],
