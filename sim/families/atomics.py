@@ -86,7 +86,8 @@ def keep_back(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     operation = next(part for part in ins.parts[1:] if part in reduction.OPERATIONS)
     type_ = next(part for part in reversed(ins.parts) if part in KEPT_TYPES)
     element, bits = KEPT_TYPES[type_]
-    address, source = ins.operands[-2:]
+    first = int(ins.parts[0] == "atom")
+    address, source = ins.operands[first : first + 2]  # a cache policy may follow
     active = np.flatnonzero(mask >> LANE_NUMBERS & 1)
     places = w.address(address)[active]
     if any(in_shared_window(place) or in_local_window(place) for place in places.tolist()):

@@ -95,7 +95,8 @@ def test_the_first_share_that_fails_is_told(monkeypatch):
 
 REDUCE = """
   ld.param.u64 %rd1, [out]; ld.param.u64 %rd2, [sums]; mov.u32 %r1, %ctaid.x; mov.u32 %r2, %tid.x;
-  and.b32 %r3, %r2, 7; mul.wide.u32 %rd3, %r3, 4; add.s64 %rd4, %rd1, %rd3; red.global.add.u32 [%rd4], %r1;
+  and.b32 %r3, %r2, 7; mul.wide.u32 %rd3, %r3, 4; add.s64 %rd4, %rd1, %rd3;
+  mov.b64 %rd3, 0x14F0000000000000; red.global.add.L2::cache_hint.u32 [%rd4], %r1, %rd3;
   mad.lo.u32 %r4, %r1, 77, %r2; cvt.rn.f32.u32 %f1, %r4; div.rn.f32 %f1, %f1, 0f40400000; mul.wide.u32 %rd3, %r2, 4;
   add.s64 %rd5, %rd2, %rd3; atom.global.add.f32 %f2, [%rd5], %f1;
   mov.b32 %r5, sm; mad.lo.u32 %r6, %r2, 4, %r5; st.shared.b32 [%r6], %f1; fence.proxy.async; bar.sync 0;
