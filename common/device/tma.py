@@ -23,7 +23,8 @@ from warpspec.common.memory import tile_bytes as tile_bytes
 # Bits, base and shift of the swizzle of rows of this many bytes: as many rows as its bits count fill 1024 bytes.
 SWIZZLES = {128: (3, 4, 3), 64: (2, 4, 3), 32: (1, 4, 3)}
 
-EVICT_FIRST = 0x12F0000000000000  # the L2 policy of PTX's createpolicy with evict_first and a fraction of 1
+# L2 policies of PTX's createpolicy with a fraction of 1.
+EVICT_FIRST, EVICT_LAST = 0x12F0000000000000, 0x14F0000000000000
 
 
 def swizzled_layout(

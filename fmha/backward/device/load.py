@@ -81,7 +81,8 @@ class TileLoads:
         full.expect_bytes(0, loaded_bytes(config, name, config.tile_n))
         dtype = self.operands.q.element_type
         ring = ring_of(config, name, self.atoms[i], keys, self.shared[i + 1], dtype, 1, first)
-        load_tile(config, name, ring, 0, full.barrier(0))
+        # Nobody else reads the keys of a tile that one CTA has.
+        load_tile(config, name, ring, 0, full.barrier(0), evicts_first=not config.cut)
 
     def load_step(self, step, head, query_tile, waits: bool = True) -> None:
         """Load a step's Q, statistics and dO. Produces q_full and do_full. waits: wait until the buffers are
@@ -151,10 +152,11 @@ def loaded_bytes(config, name: str, rows: int) -> int:
     return config.spans_of(name) * rows * BLOCK * ELEMENT_BYTES
 
 
-def load_tile(config, name: str, ring: tma.TileRing, stage, mbarrier) -> None:
-    """Load a tile of "q", "k", "v" or "do"."""
+def load_tile(config, name: str, ring: tma.TileRing, stage, mbarrier, *, evicts_first: bool = False) -> None:
+    """Load a tile of "q", "k", "v" or "do". evicts_first: as of ``TileRing.load``."""
     if config.rows is None:
-        ring.load(loaded_group(config), stage, mbarrier)
+        ring.load(loaded_group(config), stage, mbarrier, evicts_first=evicts_first)
         return
     for span in range(config.spans_of(name)):
-        ring.load(span, stage * (config.room_of(name) // BLOCK) + span, mbarrier)
+        place = stage * (config.room_of(name) // BLOCK) + span
+        ring.load(span, place, mbarrier, evicts_first=evicts_first)
