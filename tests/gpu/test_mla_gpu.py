@@ -53,6 +53,7 @@ def paged_call(heads: int, queries: int, most: int, seed: int, codes: bool):
     [
         (128, 1, 1000, None, False),
         (8, 3, 700, 3, False),
+        (64, 2, 700, 3, False),
         (1, 1, 129, None, False),
         (128, 2, 500, None, True),
         (64, 1, 1500, 4, True),
