@@ -123,17 +123,16 @@ def knows_lengths(problem: AttentionProblem) -> bool:
 def measured_splits(
     loads: Loads | None, problem: AttentionProblem, tiling: Tiling, target: Target
 ) -> int | None:
-    """Number of splits of the keys, from a model that was fitted to decoding with few queries (``splits``).
+    """Number of splits of the keys, from a model that was fitted to decoding over codes (``splits``).
 
-    None unless queries are few, the host knows the number of keys, and an SM holds several CTAs; and None if whole
-    tiles are one round and part of another, or rows share lines of L2, of which that model knows nothing, or if it
-    takes tiles whole although some SMs have more of them than others.
+    None unless keys are in codes, queries are few, the host knows the number of keys, and an SM holds several CTAs; and
+    None if whole tiles are one round and part of another, or if that model takes tiles whole although some SMs have
+    more of them than others.
     """
     tiles, resident = tile_count(problem, tiling), target.sm_count * tiling.ctas_per_sm
     if (
         loads is None
         or not knows_lengths(problem)
-        or shares_lines(problem)
         or (tiling.ctas_per_sm == 1 and not loads.alone)
         or tiling.column_groups > 1
         or problem.seq_q > tiling.queries

@@ -33,9 +33,6 @@ CLOCKS_PER_US = 1755.0  # SM clock, in MHz, that constants in clocks assume
 MMA_FLOPS = 4096  # bf16 FLOPs per clock and SM
 EXPONENTIALS = 16  # exponentials per clock and SM
 UNSORTED = 2.0
-# Splits get an SM each up to this share of the SMs. Further ones share SMs, apparently because the previous call's
-# combine launch still occupies the others.
-SPREAD = 0.75
 GET_APART = 60.0  # microseconds in which CTAs get so far apart that they share nothing in L2
 AT_ONCE = 0.3  # part of ``Work.waste`` that is lost before
 # By how much more time starts and ends take, and rounds of tiles or splits, if a CTA has two KV heads: no other CTA of
@@ -118,6 +115,7 @@ class Constants:
         line: factor of the whole time of a launch by LINE.
         combine, combine_bytes: microseconds of the launch that combines split keys, and bytes of states that are
             written and read again per microsecond.
+        own_sm: share of the SMs up to which splits get one each; further ones share SMs.
         partition_scan: microseconds of cutting partitions.
         partition_rest, partition_last: the shares of a partition's time, and of its start and end, by which the busiest
             CTA exceeds the mean.
@@ -159,6 +157,7 @@ class Constants:
     join_bytes: float = 2706000.0
     combine: float = 0.8111
     combine_bytes: float = 4229000.0
+    own_sm: float = 1.0
     queue: float = 2.25
     pack_mask: float = 2.217
     pack_ends: float = 0.9805
@@ -336,7 +335,9 @@ def step_of(
     return step
 
 
-def busy_step(w: Work, t: Tiling, way: Way, step: Callable, share: Shares, sms: int, ops: Arithmetic):
+def busy_step(
+    w: Work, t: Tiling, way: Way, step: Callable, share: Shares, sms: int, c: Constants, ops: Arithmetic
+):
     """Clocks of a KV tile while all CTAs are at work. Tiles whose row groups all have a query are mixed with tiles
     where only one has, so that the mean is right."""
     maximum, minimum, ceil, _ = ops
@@ -347,7 +348,7 @@ def busy_step(w: Work, t: Tiling, way: Way, step: Callable, share: Shares, sms: 
         return whole * step(*beside) + (1 - whole) * step(*beside, least)
     most = share.ctas
     if way is Way.SPLIT:
-        most = maximum(minimum(t.ctas_per_sm, share.items / (sms * SPREAD)), 1.0)
+        most = maximum(minimum(t.ctas_per_sm, share.items / (sms * c.own_sm)), 1.0)
     beside = ceil(most - CROWDED), minimum(share.items, share.resident)
     full = step(*beside)
     if ops is not NUMBERS or (t.skips and t.row_groups > 1):
@@ -461,7 +462,7 @@ def microseconds(w: Work, t: Tiling, way: Way, splits, target, c: Constants, xp=
     moved = bytes_of_line(w, t, target, ops) if way is Way.LINE else w.bytes
     waste = sent_again(w, way, share, tile, target.speeds.copy * 1e6, ops)
     step = step_of(w, t, tile, moved, waste, target, c, ops)
-    full = busy_step(w, t, way, step, share, sms, ops)
+    full = busy_step(w, t, way, step, share, sms, c, ops)
     alone = step(1.0, 0.5 * ops.minimum(share.items, sms))
     mask = tile.mask * ops.maximum(t.row_groups * t.column_groups * share.ctas / 2, 1.0)
     ends = {Way.SINGLE: c.single_ends, Way.QUEUE: c.queue_ends, Way.PARTITIONS: c.partition_ends}.get(

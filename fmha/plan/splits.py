@@ -54,9 +54,6 @@ class Loads:
 
 
 COUNTED = Loads(FILL_BYTES, FILL_BYTES, all=math.inf, spread=1)
-# Decoding at D 64 and 128 in CTAs of one consumer on sm_90a: fitted to 22 shapes on an H200
-# (docs/records/2026-11-23-packed-batches.md).
-DECODE_LOADS = Loads(one=28, two=22.5, all=18, spread=0.75)
 # FP8 keys, counted in the bytes the same numbers would have in bf16: conversion is the bottleneck, and one CTA on an SM
 # is nearly as fast as two. Measured on an H200 at three shapes.
 FLOAT8_LOADS = Loads(one=20, two=25, all=25, spread=1)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from warpspec.fmha.config import Schedule, shares_lines
 from warpspec.fmha.plan.choices import Choices
 from warpspec.fmha.plan.cost import HOPPER, Constants, Way
-from warpspec.fmha.plan.splits import DECODE_LOADS, FLOAT8_LOADS, WARP_LOADS, Loads
+from warpspec.fmha.plan.splits import FLOAT8_LOADS, WARP_LOADS, Loads
 from warpspec.fmha.plan.work import Tiling
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.schedule import SORTED_REQUESTS, cuts_partitions
@@ -30,7 +30,7 @@ SCHEDULES = {
 # last round counted. So great a power makes the greater of two rates count.
 EARLIER = replace(
     HOPPER, sm_bytes=47.02, load_power=32.0, reading=1.1, relief=0.0, first_tile=0.0, tile_row=0.1238, hidden=0.1635,
-    alone=103.6, latency=697.9, serial_tile=106.8, round_=0.5864, greedy=0.2752,
+    alone=103.6, latency=697.9, serial_tile=106.8, round_=0.5864, greedy=0.2752, own_sm=0.75,
 )  # fmt: skip
 # Constants for warps that convert codes in registers, by bits of a number, with bytes counted as if numbers had 16
 # bits. Fitted to lengths drawn at random and to full ones, in pages, on an H100; those of starts, ends and joins to 13
@@ -102,10 +102,10 @@ class HopperChoices(Choices):
     def converts(self, problem: AttentionProblem) -> bool:
         return not shapes_of(problem)[0].row_tiles
 
-    def decode_loads(self, problem: AttentionProblem) -> Loads:
-        """The rates at which an SM loads keys for few queries (``plan.splits``)."""
+    def decode_loads(self, problem: AttentionProblem) -> Loads | None:
+        """The rates at which an SM loads keys in codes for few queries (``plan.splits``)."""
         if not problem.format.kv_format:
-            return DECODE_LOADS
+            return None
         return FLOAT8_LOADS if self.converts(problem) else WARP_LOADS[problem.format.kv_bits]
 
     def tilings(self, problem: AttentionProblem) -> Iterator[tuple[Shape, Tiling]]:
