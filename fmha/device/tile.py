@@ -372,7 +372,7 @@ def tile_of(
     batch = 0 if config.requests.packed_q else request
     if cutlass.const_expr(config.mask.has_ranges and not config.mask.has_blocks):
         first, end = Int32(0), length  # roles that find their own tiles lack the registers for more
-        if cutlass.const_expr(config.column_groups == 1):
+        if cutlass.const_expr(config.column_groups == 1 or config.scheduler.has_warp):
             rows = (first_row + first_query, first_row + last_query)
             first, end = hull(config, operands.ranges, batch, *rows, length, span)
         span = span.over(first, end, config.tile_n, **INTEGERS)

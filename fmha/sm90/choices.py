@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from warpspec.fmha.config import Schedule, shares_lines
+from warpspec.fmha.config import EXACT_QUERIES, Schedule, shares_lines
 from warpspec.fmha.plan.choices import Choices
 from warpspec.fmha.plan.cost import HOPPER, Constants, Way
 from warpspec.fmha.plan.splits import FLOAT8_LOADS, WARP_LOADS, Loads
@@ -79,6 +79,14 @@ LATENT_COSTS = replace(
 )  # fmt: skip
 
 
+# Constants for consumers that share rows of K and V as two tensors, at D 512. Fitted to 617 timings of 124 problems on
+# H200s, of which the choice loses 1.6% (2.9% by the constants above; docs/records/2026-11-28-attention-ways.md).
+HALVES_COSTS = replace(
+    HOPPER, mma=0.2596, mask=5.93, launch=2.462, round_=0.9968, sm_bytes=88.87, combine=0.7282, combine_bytes=2.818e6,
+    partition_last=0.9293, spread=0.4443, uneven=2.5,
+)  # fmt: skip
+
+
 # Constants for keys wider than values (192 and 128), whose products take more of a step: three consumers lose
 # nothing to two. By 3 problems of prefill on an H200, where three took 0.94 to 0.98 of the time of two.
 WIDE_KEY_COSTS = replace(HOPPER, team_31=1.005)
@@ -91,7 +99,7 @@ class HopperChoices(Choices):
         """The constants for 16-bit keys and one consumer for a row, unless consumers share rows, keys are in codes, or
         keys are wider than values."""
         if shapes_of(problem)[0].column_groups > 1:
-            return LATENT_COSTS
+            return LATENT_COSTS if problem.format.shared_kv else HALVES_COSTS
         if problem.format.kv_format:
             if not self.converts(problem):
                 return WARP_COSTS[problem.format.kv_bits]
@@ -135,7 +143,7 @@ class HopperChoices(Choices):
 
     def ways(self, problem: AttentionProblem, shape: Shape) -> tuple[Way, ...]:
         """The ways in which CTAs of a shape may get their work; the first suits any number of tiles."""
-        if shape.column_groups > 1:
+        if shape.column_groups > 1 and not pairs_queue(problem):
             return Way.PERSISTENT, Way.SPLIT, *((Way.LINE,) if self.pairs_cut(problem) else ())
         if problem.bias:
             return Way.PERSISTENT, Way.SINGLE, Way.SPLIT
@@ -143,7 +151,7 @@ class HopperChoices(Choices):
             return tuple(way for way in self.schedules if way not in (Way.LINE, Way.PARTITIONS))
         if shape.row_tiles:  # a queue was slower than whole tiles in order, by up to 12%
             return tuple(way for way in self.schedules if way not in (Way.QUEUE, Way.PARTITIONS))
-        left_out = {Way.LINE} if shape.heads_apart else set()
+        left_out = {Way.LINE} if shape.heads_apart or shape.column_groups > 1 else set()
         if not (cuts_partitions(problem) or short_partitions(problem)):
             left_out.add(Way.PARTITIONS)
         return tuple(way for way in self.schedules if way not in left_out)
@@ -153,6 +161,14 @@ def short_partitions(problem: AttentionProblem) -> bool:
     """Whether partitions of the keys may be worth their second launch although the host knows the lengths: neighbouring
     heads' begin together, so what they share of L2's lines is sent once."""
     return shares_lines(problem) and problem.batch <= SORTED_REQUESTS
+
+
+def pairs_queue(problem: AttentionProblem) -> bool:
+    """Whether paired consumers may take tiles, or partitions of the keys, from a queue: K and V are two tensors, and
+    only the device knows the lengths. Other calls, and requests alike of many queries, were not timed so."""
+    requests, others = problem.requests, problem.mask.has_blocks or problem.bias is not None
+    few = requests.has_kv_lengths and problem.seq_q <= EXACT_QUERIES
+    return (requests.packed_q or few) and not (others or problem.format.shared_kv)
 
 
 def whole_requests(problem: AttentionProblem, rows: int) -> int:

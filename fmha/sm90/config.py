@@ -95,8 +95,7 @@ class AttentionConfig(AttentionKernel):
         assert self.kv_stages % self.rows.kv_heads == 0, "a stage is of one consumer"
         if self.paired:
             assert self.consumers == 2 and self.kv_stages == 2 and self.tile_n <= BLOCK
-            assert self.scheduler.adds_up == self.scheduler.cuts_tiles and not self.scheduler.from_queue
-            assert self.in_groups or not self.scheduler.has_warp, "K and V have a load warp each"
+            assert self.scheduler.adds_up == self.scheduler.cuts_tiles
         assert self.role_registers <= self.register_pool, "setmaxnreg would wait for ever"
 
     @classmethod
@@ -123,7 +122,7 @@ class AttentionConfig(AttentionKernel):
         """
         cls.check(problem, target)
         shape = shape or shapes_of(problem)[0]
-        has_warp = shape.column_groups == 1 or schedule is Schedule.LINE
+        has_warp = shape.column_groups == 1 or schedule is not Schedule.PERSISTENT or reads_ranges(problem)
         if shape.column_groups > 1 and has_warp:
             shape = shape.scheduling
         pack = pack or choose_pack(problem.group, problem.seq_q, shape.most_rows)
@@ -508,3 +507,10 @@ class AttentionConfig(AttentionKernel):
     @property
     def barriers(self) -> tuple[Barrier, ...]:
         return barriers_of(self)
+
+
+def reads_ranges(problem: AttentionProblem) -> bool:
+    """Whether paired consumers have a scheduler warp for the sake of ranges: roles that find their own tiles have no
+    registers to read these, and visit all keys."""
+    others = problem.format.shared_kv or problem.mask.has_blocks or problem.bias is not None
+    return problem.mask.has_ranges and not others

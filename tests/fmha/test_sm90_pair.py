@@ -10,12 +10,15 @@ from helpers.attention_configs import configured
 from helpers.boxes import count_boxes
 from helpers.page_layouts import paged
 from helpers.peaks import HEADS, KEYS, check_as_exact_as_torch, every_peak
+from helpers.simulate import choosing
 from helpers.suites import long_but
+from helpers.varlen_cases import Packed
 
 from warpspec import sim
 from warpspec.common.compile import resources
-from warpspec.fmha import attention, sm90
+from warpspec.fmha import attention, attention_varlen, sm90
 from warpspec.fmha.logits import BiasLayout
+from warpspec.fmha.plan.cost import Way
 from warpspec.fmha.sm90.shapes import PAIR
 
 LATENT = dict(head_dim=512, heads_kv=1, shared_kv=True)
@@ -191,3 +194,34 @@ def test_nothing_spills(variant):
     config = configured(sm90.AttentionConfig, head_dim=512, shared_kv=True, shape=PAIR, **VARIANTS[variant])
     (kernel,) = resources(sm90.ATTENTION.compiled(config, "sm_90a")).values()
     assert kernel.local_bytes == 0
+
+
+# K and V two tensors: tiles and partitions of the keys from a queue, by a scheduler warp. Requests without queries or
+# without keys; several query tiles; pages.
+WIDE = dict(heads_q=8, heads_kv=1, head_dim=512)
+TILES = Packed("tiles", seq_q=(40, 1, 0, 9), seq_k=(250, 170, 5, 64), causal=True, page_size=16, **WIDE)
+DRAFTS = Packed("drafts", seq_q=(3, 0, 1, 4), seq_k=(500, 20, 0, 300), causal=True, sink=True, **WIDE)
+WAYS = [
+    (TILES, Way.QUEUE, 1),
+    (replace(TILES, id="window", window=(100, 0), sink=True, page_size=None), Way.QUEUE, 1),
+    (replace(TILES, id="two heads", heads_q=4, heads_kv=2, softcap=3.0), Way.QUEUE, 1),
+    (replace(TILES, id="one each"), Way.SINGLE, 1),
+    (DRAFTS, Way.PARTITIONS, 4),
+    (replace(DRAFTS, id="state", normalize=False, sink=False, page_size=64), Way.PARTITIONS, 3),
+    (replace(DRAFTS, id="told", seq_q=(3, 0, 20, 4), seq_k=(500, 20, 90, 300), hint_q=4), Way.PARTITIONS, 4),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("batch", "way", "splits"), WAYS, ids=lambda value: getattr(value, "id", value))
+def test_ways_of_two_tensors(simulate_as, check_order, batch, way, splits):
+    simulate_as("sm_90a", sm_count=3)
+    chosen = []
+    with choosing(way, lambda found: not chosen.append(found), splits=splits):
+        batch.check(
+            attention_varlen(
+                **batch.arguments(), out=batch.poisoned_out(), return_lse=batch.normalize, backend="sim"
+            )
+        )
+    assert {one.way for one in chosen} == {way}
+    assert all(launch.local_bytes == 0 for launch in sim.last_report().launches)

@@ -14,7 +14,7 @@ import torch
 class Case:
     """queries, keys: of each request, the last queries of whose keys are asked for. images: (first, last) key of each
     image in every request, as far as it has such keys. cut: images are cut by the window on the left. poisoned: the
-    first image's last value is NaN. options: further arguments of the call."""
+    first image's last value is NaN. shared: V is K. options: further arguments of the call."""
 
     id: str
     queries: tuple[int, ...]
@@ -27,6 +27,7 @@ class Case:
     packed: bool = False
     cut: bool = False
     poisoned: bool = False
+    shared: bool = False
     options: tuple = ()
 
 
@@ -37,7 +38,8 @@ CASES = [
     Case("pages-cut", (40, 40), (300, 150), ((110, 149), (262, 290)), (8, 1), page_size=32, cut=True,
          options=(("window", (60, 0)), ("softcap", 5.0))),
     Case("long-image", (130,), (300,), ((10, 295),), dtype=torch.float16, options=(("window", (16, 0)),)),
-    Case("shared-512", (70,), (150,), ((90, 130),), (2, 1), 512),
+    Case("shared-512", (70,), (150,), ((90, 130),), (2, 1), 512, shared=True),
+    Case("packed-512", (60, 3, 0), (190, 90, 5), ((140, 170), (88, 89)), (4, 2), 512, packed=True, poisoned=True),
     Case("256-splits", (9,), (500,), ((480, 499),), (4, 1), 256, options=(("num_splits", 3), ("window", (300, 0)))),
 ]  # fmt: skip
 
@@ -77,7 +79,7 @@ def inputs_of(case: Case, seed: int = 0) -> dict:
         own[0, hidden], own[1, hidden] = torch.inf, torch.nan
     if case.poisoned:
         kv[0][1, case.images[0][1]] = torch.nan
-    if case.head_dim == 512:
+    if case.shared:
         kv = [own[:1] for own in kv]
     options = {"causal": True, **dict(case.options)}
     lengths = torch.tensor(case.keys, dtype=torch.int32)
