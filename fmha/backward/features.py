@@ -6,6 +6,9 @@ turns.
 
 Statistics [Hq, tiles, tile_m / 2, 4] fp32: for two neighbouring rows, both lse' in log2 units, then both -delta times
 ``delta_factor``. A row that sees no key or belongs to no request has lse' = +inf, which makes its P 0, and delta = 0.
+Where products subtract the statistics (``subtracts``), [Hq, tiles, 2 tile_m, 4]: for each row -lse' over the factor of
+scores, then for each row -delta, in 16 bytes: three bf16 numbers, whose sum it is, and five zeros. Hidden rows have
+-2**63 there, times the factor's sign.
 
 dQ's sums [Hq, tiles, tile_m * D] fp32: 64 rows and 64 columns of the tile form a *subtile*, stored in the order of
 wgmma's registers: 4 KiB for each of 4 warps, with element 4 i + j of lane l at 128 i + 4 l + j
@@ -33,6 +36,7 @@ from warpspec.fmha.logits import PLAIN, LogitMap
 from warpspec.fmha.tiles import ELEMENT_BYTES, KvTile
 
 STATISTICS = 2  # numbers of a row: lse', -delta
+COLUMN_BYTES = 16  # of a row's statistic where products subtract it
 SUBTILE_ROWS = 64  # rows of a subtile of dQ; it has as many columns
 SUBTILE_ELEMENTS = SUBTILE_ROWS * BLOCK
 WARP_ELEMENTS = SUBTILE_ELEMENTS // 4  # elements of a warp's share of a subtile
@@ -114,6 +118,7 @@ class BackwardKernel:
     keeps_requests: bool = False
     finishes: bool = False
 
+    subtracts = False  # whether the products that make S and dP also subtract the statistics
     rotates = (
         True  # key tiles of a head begin at different query tiles, so that they do not add to the same dQ
     )
@@ -316,7 +321,7 @@ class BackwardKernel:
     @property
     def statistics_bytes(self) -> int:
         """Bytes of the statistics of one query tile of one head."""
-        return self.tile_m * STATISTICS * 4
+        return self.tile_m * STATISTICS * (COLUMN_BYTES if self.subtracts else FP32_BYTES)
 
     @property
     def block_m(self) -> int:

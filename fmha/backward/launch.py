@@ -15,7 +15,7 @@ import torch
 from warpspec.common.allocation import Block, allocate, block
 from warpspec.common.architecture import Family
 from warpspec.common.errors import UnsupportedProblem
-from warpspec.common.hardware import TMA_ALIGNMENT, WARP_THREADS
+from warpspec.common.hardware import FP32_BYTES, TMA_ALIGNMENT, WARP_THREADS
 from warpspec.common.launch import Kernel, Target
 from warpspec.common.strides import regular_strides
 from warpspec.fmha.backward import apart
@@ -60,6 +60,7 @@ class Gradients(NamedTuple):
 SINK_ALONE = ("sink",)  # what is wanted of a call that only has a first kernel
 # Least query heads of a KV head with which the main kernel makes all gradients although all key tiles are cut.
 FINISHED_HEADS = 3
+VECTOR_BYTES = 16  # of a row of the statistics
 SHORT_TILES, SHORT_CTAS = 8, 6  # most key tiles of a short row; CTAs for each SM from which there are many
 NOT_CUT = PieceLength(0.0, 0.0, 0.0, 0.0, 0)  # where the device cuts nothing
 # Packages with ``BackwardConfig`` and ``MAIN``, its ``Kernel``.
@@ -280,7 +281,7 @@ def workspace_of(prepared: Prepared, problem: BackwardProblem, operands: Operand
         sums = (forward.heads_kv, key_tiles, 1)
     sums = (*sums, config.tile_n * config.heads.qk)
     return Workspace(
-        each(True, heads, rows, config.tile_m // 2, 4),
+        each(True, heads, rows, config.statistics_bytes // VECTOR_BYTES, VECTOR_BYTES // FP32_BYTES),
         each(config.wanted.q, heads, rows, config.tile_m * config.heads.qk),
         each(config.deterministic, heads, rows, config.turn_counts, dtype=int32),
         each(config.finishes, forward.batch * forward.heads_kv + 1, dtype=int32),
@@ -402,7 +403,8 @@ def arguments_of(
         operands.q_counts,
         operands.q_patterns,
     )
-    rows = (*read, *written, *requests, *prepared.window, *cuts, order.slices)
+    inverse = 1.0 / prepared.numbers[0] if config.subtracts else 1.0
+    rows = (*read, *written, *requests, *prepared.window, *cuts, order.slices, inverse)
     results = None
     if prepared.queries is not None:
         first = prepared.results is None

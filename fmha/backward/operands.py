@@ -100,6 +100,7 @@ class RowOperands(NamedTuple):
     Packed requests also need k, cu_seqlens_k, q_start, ranges and seen_by; the kernel then also writes tile_order,
     tile_pieces, and zeros in rows of dq, dk and dv that belong to no request. window_left, window_right: not read where
     unbounded. piece_start to piece_further: see ``pieces.PieceLength``. slices: of heads.
+    inverse_factor: 1 over the factor of scores, where products subtract the statistics.
     """
 
     o: Annotated[Any, V_ROWS]
@@ -133,6 +134,7 @@ class RowOperands(NamedTuple):
     piece_last: Annotated[Any, Number(FLOAT32)]
     piece_further: Annotated[Any, Number(INT32)]
     slices: Annotated[Any, Number(INT32)]
+    inverse_factor: Annotated[Any, Number(FLOAT32)]
 
 
 class ResultOperands(NamedTuple):

@@ -39,6 +39,7 @@ class RowConfig:
     clears_k: bool = False
     clears_v: bool = False
     clears_done: bool = False
+    subtracts: bool = False
 
     @property
     def sizes(self) -> HeadSizes:
@@ -122,6 +123,7 @@ def row_config(config: BackwardKernel, problem) -> RowConfig:
         config.slices and config.leaves_k,
         config.slices and config.leaves_v,
         config.finishes,
+        config.subtracts,
     )
 
 

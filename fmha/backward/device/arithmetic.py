@@ -42,7 +42,7 @@ class Block:
     numbers: LogitNumbers
     head: Int32
     first_query: Int32
-    statistics: cute.Tensor
+    statistics: cute.Tensor | None
     columns: tuple
     keys: tuple
     bounds: tuple
@@ -80,8 +80,8 @@ class Block:
         return pair
 
     def read_lse(self) -> None:
-        """Read lse' of the thread's columns into its registers."""
-        for number, column in enumerate(self.columns):
+        """Read lse' of the thread's columns into its registers, if it has them."""
+        for number, column in enumerate(self.columns if self.lse is not None else ()):
             pair = self.statistic(0, column)
             for j in range(PAIR):
                 self.lse[number * PAIR + j] = pair[j]
@@ -101,9 +101,10 @@ def weigh(block, scores: cute.Tensor, masked):
     masked: some query may not see some key.
     """
     for column, registers in block.pairs:
-        lse = block.lse_of(column)
+        lse = None if block.config.subtracts else block.lse_of(column)
         for i, j in registers:
-            scores[i] = map_score(block.config.logits, scores[i], block.numbers, i) - lse[j]
+            logit = map_score(block.config.logits, scores[i], block.numbers, i)
+            scores[i] = logit if cutlass.const_expr(lse is None) else logit - lse[j]
     if cutlass.const_expr(block.bias_words is not None):
         add_bias_words(block, scores)
     elif cutlass.const_expr(block.config.logits.bias is not None):
@@ -136,7 +137,7 @@ def hide(block, scores: cute.Tensor) -> None:
 def derive(block, weights: cute.Tensor, ds: cute.Tensor, masked):
     """Turn dP^T into dS^T = P^T (dP^T - delta) in place; store dbias, or add to it."""
     for column, registers in block.pairs:
-        less = block.statistic(1, column)
+        less = None if block.started else block.statistic(1, column)
         for i, j in registers:
             if cutlass.const_expr(block.started):
                 ds[i] = weights[i] * ds[i]

@@ -14,12 +14,12 @@ from cuda.bindings.driver import CUstream
 from cutlass import Boolean, Float32, Int32
 
 from warpspec.common.device.host import host_function
-from warpspec.common.hardware import WARP_THREADS
+from warpspec.common.hardware import FP32_BYTES, WARP_THREADS
 from warpspec.common.logarithms import LOG2_E
 from warpspec.fmha.backward.device.host import batched
 from warpspec.fmha.backward.device.order import sort_key_tiles
 from warpspec.fmha.backward.device.runs import lay_out_requests
-from warpspec.fmha.backward.features import SUBTILE_ELEMENTS, WARP_ELEMENTS, WARPS
+from warpspec.fmha.backward.features import COLUMN_BYTES, SUBTILE_ELEMENTS, WARP_ELEMENTS, WARPS
 from warpspec.fmha.backward.operands import BackwardOperands, RowOperands
 from warpspec.fmha.backward.pieces import PieceLength
 from warpspec.fmha.device.host import SMEM_CARVEOUT_PERCENT
@@ -29,6 +29,9 @@ from warpspec.fmha.heads import BLOCK, class_of
 THREADS = 128
 VECTOR = 8  # elements of o and do that a thread loads at a time: 16 bytes
 LOADS = 8  # rows of a thread in flight together
+PIECES = 3  # bf16 numbers whose sum is an fp32 number: 3 x 8 bits
+UPPER_HALF, LOWER_HALF = -65536, 65535  # of a word's bits
+HIDDEN = 2.0**63  # S - lse' / factor of hidden rows is at most minus this where products subtract lse'
 
 
 class RowStatistics:
@@ -98,12 +101,34 @@ def prepare_rows(config: cutlass.Constexpr, operands, tile_index, head):
             dot = sum_of_lanes([part_of_dot(config, each, lane, lanes, zero) for each in held], lane, lanes)
         if lane < LOADS:
             total, delta, of_sink = row_statistics(config, lse, dlse, sink, Boolean(query < rows), dot)
-            statistics[index // 2, index % 2] = total
-            statistics[index // 2, 2 + index % 2] = delta * -config.delta_factor
+            if cutlass.const_expr(config.subtracts):
+                factor = operands.inverse_factor
+                write_columns(config, statistics, 0, index, hide_finitely(total * -factor, factor))
+                write_columns(config, statistics, 1, index, -delta)
+            else:
+                statistics[index // 2, index % 2] = total
+                statistics[index // 2, 2 + index % 2] = delta * -config.delta_factor
             sink_sum += of_sink
     if cutlass.const_expr(operands.dsink is not None):
         add_up(operands.dsink, (head, tile_index), thread, sink_sum)
     clear_share(config, operands, tile_index, head, thread)
+
+
+def hide_finitely(value, factor) -> Float32:
+    """-lse' / factor, where it is infinite a finite number: products multiply it by 0, too. factor: has the sign."""
+    limit = Float32(cutlass.select_(Boolean(factor > 0.0), Float32(-HIDDEN), Float32(HIDDEN)))
+    return Float32(cutlass.select_(Boolean(value * limit >= HIDDEN * HIDDEN), limit, value))
+
+
+def write_columns(config, statistics: cute.Tensor, number: cutlass.Constexpr, index, value) -> None:
+    """Write a row's statistic as columns of a product. number: lse' (0), delta (1). index: of the row in the tile."""
+    words = cute.make_rmem_tensor(COLUMN_BYTES // FP32_BYTES, Int32)
+    words.fill(0)
+    for piece in range(PIECES):
+        bits = value.bitcast(Int32) & UPPER_HALF
+        value -= bits.bitcast(Float32)
+        words[piece // 2] |= bits if piece % 2 else Int32(bits >> 16) & LOWER_HALF
+    cute.autovec_copy(words, cute.recast_tensor(statistics, Int32)[number * config.tile_m + index, None])
 
 
 def row_of(query, first, rows, o: cute.Tensor) -> Int32:

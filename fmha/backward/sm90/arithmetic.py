@@ -18,8 +18,10 @@ def block_of(work, step, number: int, place) -> Block:
     head, query_tile = place
     offset = number * config.block_m + PAIR * work.member  # query of the thread's column 0, in the tile
     stage = work.channels["q_full"].stage(step) * config.tile_m
-    layout = cute.make_layout((PAIR, 2, config.block_m // PAIR), stride=(1, PAIR, 2 * PAIR))
-    statistics = cute.make_tensor((work.shared.statistics + (stage + offset) * 2).align(8), layout)
+    statistics = None
+    if not config.subtracts:
+        layout = cute.make_layout((PAIR, 2, config.block_m // PAIR), stride=(1, PAIR, 2 * PAIR))
+        statistics = cute.make_tensor((work.shared.statistics + (stage + offset) * 2).align(8), layout)
     return Block(
         config,
         work.operands,

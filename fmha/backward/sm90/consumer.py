@@ -10,10 +10,10 @@ that the tensor core has work during all of the arithmetic:
     memory
 
 lse' is read into registers before the additions, because a thread's reads of shared memory queue after them. At D 64 P
-is made as soon as S is there, before dQ is waited for, and a late dS is stored before the next S is issued.
-dP starts from -delta. The first warp also loads. Without a separate load warp, threads may have 255 registers each:
-with fewer, ptxas serialises the products. For the same reason, all code that reads a product's registers stands in the
-iteration that issues it (docs/notebook/gradients.md).
+is made as soon as S is there, before dQ is waited for, and a late dS is stored before the next S is issued. dP starts
+from -delta. At D 64 products may subtract both statistics instead (``subtraction``). The first warp also loads. Without
+a separate load warp, threads may have 255 registers each: with fewer, ptxas serialises the products. For the same
+reason, all code that reads a product's registers stands in the iteration that issues it (docs/notebook/gradients.md).
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from warpspec.common.device.wgmma import (
     WARP_ROWS,
     flat,
     multiply,
+    settle,
 )
 from warpspec.common.hardware import WARP_THREADS, WARPGROUP_THREADS
 from warpspec.fmha.backward.device.arithmetic import derive, weigh
@@ -47,6 +48,7 @@ from warpspec.fmha.backward.sm90 import exchange, pair, results, visits
 from warpspec.fmha.backward.sm90.arithmetic import block_of, keep
 from warpspec.fmha.backward.sm90.config import CONSUMER_BARRIER, CONSUMER_KEYS
 from warpspec.fmha.backward.sm90.products import MMA_K, GradientProducts, products, rows_of
+from warpspec.fmha.backward.sm90.subtraction import ones, subtraction
 from warpspec.fmha.sm90.staging import load_words
 
 
@@ -55,7 +57,8 @@ class ConsumerKeys:
     """A consumer's share of a key tile. first_row: the consumer's first row in the tile. thread: 0..127 within the
     consumer. row: the first of the thread's rows among the consumer's 64. member: the thread's number in its quad.
     bounds: for each key of the thread, [first, end) of the queries that see it. loads: those of its tile. lse:
-    registers for lse' of the next block's queries; a pair reads lse' where it needs it."""
+    registers for lse' of the next block's queries; a pair reads lse' where it needs it. ones: ``subtraction.ones``, if
+    products subtract the statistics."""
 
     config: object
     channels: dict
@@ -72,6 +75,7 @@ class ConsumerKeys:
     bounds: tuple
     loads: TileLoads
     lse: cute.Tensor | None
+    ones: cute.Tensor | None
 
     def key(self, r: int):
         """Key of the thread's row r, in the tile."""
@@ -82,7 +86,13 @@ class ConsumerKeys:
         stage = step % self.config.q_stages
         count = self.steps_of(self.config.sizes.qk)
         multiply(
-            self.mma.scores, self.mma.s, self.mma.k, rows_of(self.mma.q, block, stage), False, count=count
+            self.mma.scores,
+            self.mma.s,
+            self.mma.k,
+            rows_of(self.mma.q, block, stage),
+            False,
+            count=count,
+            more=self.subtracted(0, block, step),
         )
 
     def issue_dp(self, step, block: int) -> None:
@@ -92,9 +102,14 @@ class ConsumerKeys:
             self.mma.dp,
             self.mma.v,
             rows_of(self.mma.do, block, stage),
-            not self.config.paired,
+            not (self.config.paired or self.config.subtracts),
             count=self.steps_of(self.config.sizes.v),
+            more=self.subtracted(1, block, step),
         )
+
+    def subtracted(self, number: int, block: int, step) -> tuple:
+        """What ``multiply`` adds to S (0) or dP (1) of a block of queries, if it subtracts the statistics."""
+        return subtraction(self, number, block, step % self.config.q_stages) if self.config.subtracts else ()
 
     def steps_of(self, size: int) -> int | None:
         """Instructions of S or dP where rows have this many elements in memory; None: all of a CTA's."""
@@ -181,7 +196,8 @@ def consume(
         lane % QUAD,
         bounds,
         TileLoads(config, channels, shared, operands, *tensors, tile),
-        None if config.paired else cute.make_rmem_tensor(config.block_m // COLUMNS * PAIR, Float32),
+        None if config.paired or config.subtracts else lse_registers(config),
+        ones(config, lane % QUAD) if config.subtracts else None,
     )
     if cutlass.const_expr(mma.dk is not None):
         mma.dk.fill(0.0)
@@ -229,7 +245,8 @@ def go_through(work):
             ends = block + 1 == config.query_blocks
             own = block_of(work, step, block, place)
             if cutlass.const_expr(config.wanted.ds):
-                start_dp(own, flat(mma.dp))
+                if cutlass.const_expr(not config.subtracts):
+                    start_dp(own, flat(mma.dp))
                 work.issue_dp(step, block)
             if cutlass.const_expr(not config.weighs_early):
                 make_p(work, step, block, place)
@@ -259,7 +276,8 @@ def go_through(work):
             if cutlass.const_expr(config.wanted.k):
                 work.issue_dk(step, block)
             if cutlass.const_expr(ends):
-                fetched = exchange.fetch_ahead(work, step, fetched)
+                if cutlass.const_expr(not config.keeps_order):
+                    fetched = exchange.fetch_ahead(work, step, fetched)
                 if cutlass.const_expr(config.leaves_visits):
                     visits.take_rule(work, following)
             block_of(work, following, next_block, next_place).read_lse()
@@ -269,6 +287,11 @@ def go_through(work):
             if cutlass.const_expr(config.weighs_early):
                 make_p(work, following, next_block, next_place)
             if cutlass.const_expr(ends):
+                if cutlass.const_expr(
+                    config.keeps_order
+                ):  # the fetch's branch keeps ptxas from moving P behind it
+                    settle(cute.recast_tensor(flat(mma.s), Int32))
+                    fetched = exchange.fetch_ahead(work, step, fetched)
                 exchange.take_dq(work, step, place, before)
         before, place = place, next_place
     warpgroup.wait_group(0)
@@ -325,6 +348,11 @@ def wait_queries(work, step):
     work.channels["q_full"].wait(step)
     if cutlass.const_expr(work.config.bias_tiles):
         work.channels["bias_full"].wait(step)
+
+
+def lse_registers(config) -> cute.Tensor:
+    """Registers for lse' of a block's columns of a thread."""
+    return cute.make_rmem_tensor(config.block_m // COLUMNS * PAIR, Float32)
 
 
 def start_dp(block, dp: cute.Tensor) -> None:
