@@ -144,6 +144,27 @@ def test_queries_apart(case, qk, v, monkeypatch, prepared):
     assert all(torch.equal(again[name], found[name]) for name in "qkv")
 
 
+SUBTRACTED = [
+    Case(
+        "plain", batch=2, seq_q=700, seq_k=700, heads_q=4, heads_kv=2, causal=True, sink=True, through="o+lse"
+    ),
+    Case("unseen", seq_q=700, seq_k=300, heads_q=4, causal=True, scale=-0.3, dtype=torch.float16),
+    Case("window", batch=2, seq_q=500, seq_k=600, heads_q=4, heads_kv=2, window=(200, 30), sliced=True),
+    Case("short", batch=3, seq_q=300, seq_k=300, heads_q=3, heads_kv=3),
+    Case("packed", **LENGTHS, heads_q=4, causal=True),
+]
+
+
+@pytest.mark.parametrize("case", SUBTRACTED, ids=lambda case: case.id)
+def test_products_subtract_the_statistics(case, monkeypatch, prepared):
+    """D 64: lse' and delta as columns of products, against float64."""
+    monkeypatch.setattr(launch, "choose_order", lambda *_: Order(1, 1))  # no key tile is cut
+    monkeypatch.setattr(launch, "SHORT_CTAS", 0)  # rows of one head are short enough for a last kernel
+    tensors = case.tensors("cuda")
+    case.check(case.gradients(tensors), tensors, KERNEL_TOLERANCE[case.dtype])
+    assert prepared[-1].config.subtracts
+
+
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_last_rows(deterministic, dim, monkeypatch, prepared):
