@@ -156,6 +156,7 @@ def boxes(monkeypatch):
     return count_boxes(monkeypatch)
 
 
+@pytest.mark.long  # a kernel of its own, which takes twelve seconds to compile
 def test_one_of_the_ctas_that_share_keys_prefetches_them(simulate, boxes):
     """With many queries, all KV tiles but the first two, which are loaded at once: their boxes are asked for three
     times, for two M tiles and once before. A Q box is asked for once."""
