@@ -111,11 +111,14 @@ def simulate_gradients_as():
 
 @pytest.fixture
 def check_order(monkeypatch):
-    """Every run in the simulator checks memory order, too. It costs up to three times the run: one test of each kernel
-    has it; WARPSPEC_SIM_CHECK=order checks all."""
+    """Every run in the simulator checks memory order, too, and raises at its first finding, warnings included: they
+    say, for example, that a proxy fence is missing. It costs up to three times the run: one test of each kernel has it;
+    WARPSPEC_SIM_CHECK=order checks all, where warnings are reported."""
     from warpspec import sim
+    from warpspec.sim.order.checker import OrderChecker
 
     monkeypatch.setenv(sim.CHECK_VARIABLE, "order")
+    monkeypatch.setattr(OrderChecker, "first_only", True)
 
 
 @pytest.fixture
