@@ -379,7 +379,7 @@ def test_rows_that_share_lines_of_l2_are_read_together():
     assert all(other.config.rows.kv_heads == 1 for other in others)
 
 
-def test_paired_consumers_take_tiles_from_a_queue_where_that_was_timed():
+def test_paired_consumers_have_a_scheduler_warp_where_that_was_timed():
     """K and V two tensors, lengths that the device knows: packed queries, or few."""
 
     def ways(seq_q: int, **options) -> set[Way]:
@@ -387,8 +387,9 @@ def test_paired_consumers_take_tiles_from_a_queue_where_that_was_timed():
         return {found.way for found in candidates(sm90.CHOICES, problem, H200)}
 
     assert ways(1, has_kv_lengths=True) >= {Way.SPLIT, Way.PARTITIONS}
-    assert Way.QUEUE in ways(900, packed_q=True, packed_k=True, least_q=9000)
-    new = (Way.QUEUE, Way.SINGLE, Way.PARTITIONS)
+    packed = ways(900, packed_q=True, packed_k=True, least_q=9000)
+    assert Way.SINGLE in packed and Way.QUEUE not in packed
+    new = (Way.SINGLE, Way.PARTITIONS)
     for others in ({"has_kv_lengths": True, "shared_kv": True}, {}, {"bias": BiasLayout("float32")}):
         assert ways(1, **others).isdisjoint(new)
     assert ways(900, has_kv_lengths=True).isdisjoint(new)

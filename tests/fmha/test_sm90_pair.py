@@ -197,16 +197,15 @@ def test_nothing_spills(variant):
     assert kernel.local_bytes == 0
 
 
-# K and V two tensors: tiles and partitions of the keys from a queue, by a scheduler warp. Requests without queries or
-# without keys; several query tiles; pages.
+# K and V two tensors: one tile a CTA, and partitions of the keys from a queue, by a scheduler warp. Requests without
+# queries or without keys; several query tiles; pages.
 WIDE = dict(heads_q=8, heads_kv=1, head_dim=512)
 TILES = Packed("tiles", seq_q=(40, 1, 0, 9), seq_k=(250, 170, 5, 64), causal=True, page_size=16, **WIDE)
 DRAFTS = Packed("drafts", seq_q=(3, 0, 1, 4), seq_k=(500, 20, 0, 300), causal=True, sink=True, **WIDE)
 WAYS = [
-    (TILES, Way.QUEUE, 1),
-    (replace(TILES, id="window", window=(100, 0), sink=True, page_size=None), Way.QUEUE, 1),
-    (replace(TILES, id="two heads", heads_q=4, heads_kv=2, softcap=3.0), Way.QUEUE, 1),
-    (replace(TILES, id="one each"), Way.SINGLE, 1),
+    (TILES, Way.SINGLE, 1),
+    (replace(TILES, id="window", window=(100, 0), sink=True, page_size=None), Way.SINGLE, 1),
+    (replace(TILES, id="two heads", heads_q=4, heads_kv=2, softcap=3.0), Way.SINGLE, 1),
     (DRAFTS, Way.PARTITIONS, 4),
     (replace(DRAFTS, id="state", normalize=False, sink=False, page_size=64), Way.PARTITIONS, 3),
     (replace(DRAFTS, id="told", seq_q=(3, 0, 20, 4), seq_k=(500, 20, 90, 300), hint_q=4), Way.PARTITIONS, 4),

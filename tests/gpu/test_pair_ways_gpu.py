@@ -11,7 +11,7 @@ from warpspec.fmha import attention_varlen
 from warpspec.fmha.plan.cost import Way
 
 pytestmark = pytest.mark.gpu
-WAYS = {Way.QUEUE: 1, Way.PARTITIONS: 5, Way.SINGLE: 1, Way.SPLIT: 3, Way.PERSISTENT: 1}
+WAYS = {Way.PARTITIONS: 5, Way.SINGLE: 1, Way.SPLIT: 3, Way.PERSISTENT: 1}
 
 
 def drawn(seed: int, way: Way) -> Packed:
