@@ -93,8 +93,8 @@ EMPTY = replace(FEW, id="empty", kv_lengths=(0, 0, 0, 0))
 @pytest.mark.parametrize(
     ("case", "sms"),
     [
-        (FEW, 3),
         (SHARED, 8),
+        long(FEW, 3),
         long(UNEQUAL, 5),
         *(long(case, 5) for case in (DRAFTS, STATE, POISONED, EMPTY)),
         long(ONE, 16),
