@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from warpspec.fmha.config import EXACT_QUERIES, Schedule, shares_lines
+from warpspec.fmha.config import Schedule, shares_lines
 from warpspec.fmha.plan.choices import Choices
 from warpspec.fmha.plan.cost import HOPPER, Constants, Way
 from warpspec.fmha.plan.splits import FLOAT8_LOADS, WARP_LOADS, Loads
 from warpspec.fmha.plan.work import Tiling
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.schedule import SORTED_REQUESTS, cuts_partitions
+from warpspec.fmha.sm90.calls import has_unknown_lengths
 from warpspec.fmha.sm90.config import AttentionConfig
 from warpspec.fmha.sm90.shapes import Shape, shapes_apart, shapes_of
 from warpspec.fmha.tiles import choose_packs, fits_blocks
@@ -143,7 +144,7 @@ class HopperChoices(Choices):
 
     def ways(self, problem: AttentionProblem, shape: Shape) -> tuple[Way, ...]:
         """The ways in which CTAs of a shape may get their work; the first suits any number of tiles."""
-        if shape.column_groups > 1 and not pairs_scheduled(problem):
+        if shape.column_groups > 1 and not has_unknown_lengths(problem):
             return Way.PERSISTENT, Way.SPLIT, *((Way.LINE,) if self.pairs_cut(problem) else ())
         if problem.bias:
             return Way.PERSISTENT, Way.SINGLE, Way.SPLIT
@@ -165,14 +166,6 @@ def short_partitions(problem: AttentionProblem) -> bool:
     """Whether partitions of the keys may be worth their second launch although the host knows the lengths: neighbouring
     heads' begin together, so what they share of L2's lines is sent once."""
     return shares_lines(problem) and problem.batch <= SORTED_REQUESTS
-
-
-def pairs_scheduled(problem: AttentionProblem) -> bool:
-    """Whether paired consumers may take one tile each, or partitions of the keys from a queue: K and V are two tensors,
-    and only the device knows the lengths. Other calls, and requests alike of many queries, were not timed so."""
-    requests, others = problem.requests, problem.mask.has_blocks or problem.bias is not None
-    few = requests.has_kv_lengths and problem.seq_q <= EXACT_QUERIES
-    return (requests.packed_q or few) and not (others or problem.format.shared_kv)
 
 
 def whole_requests(problem: AttentionProblem, rows: int) -> int:

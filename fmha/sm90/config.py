@@ -26,9 +26,7 @@ from warpspec.fmha.config import AttentionKernel, Schedule, TileScheduler, check
 from warpspec.fmha.conversion import CodeRings
 from warpspec.fmha.heads import BLOCK, MMA_K
 from warpspec.fmha.line import (
-    AHEAD_REQUESTS,
     FEW_HEADS,
-    FEW_MEAN_ROWS,
     FEW_MEANS,
     FEW_ROWS_OVERHEAD,
     PAIR_OVERHEAD,
@@ -37,6 +35,7 @@ from warpspec.fmha.line import (
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.schedule import sortable
 from warpspec.fmha.sm90.barriers import WEIGHT_STAGES, barriers_of
+from warpspec.fmha.sm90.calls import lengths_decide, reads_ranges, splits_as_means
 from warpspec.fmha.sm90.float8 import STATISTICS, WarpMerge
 from warpspec.fmha.sm90.regions import regions_of
 from warpspec.fmha.sm90.shapes import (
@@ -55,21 +54,6 @@ CLEAR_BARRIER = 5  # named barrier of all consumers, or two of one each, after r
 SUMS_BARRIER = 7  # named barrier of paired consumers that add up their row sums
 SCORED_BARRIER = 8  # named barriers of one paired consumer each: all its warps have read the tile's K
 INSTRUCTION_REGISTERS = 30  # registers that ptxas needs for a wgmma besides those of its result
-
-
-def lengths_decide(problem: AttentionProblem) -> bool:
-    """Whether a line of this problem's requests follows from their lengths alone, and these are few enough to be
-    kept."""
-    requests = problem.requests
-    return requests.has_kv_lengths and not requests.has_q_start and problem.batch <= AHEAD_REQUESTS
-
-
-def splits_as_means(problem: AttentionProblem, pack: int) -> bool:
-    """Whether splits over rows of which V is a part leave means of values in fp16, as pieces do
-    (``AttentionConfig.leaves_means``): with so few rows they take longer. pack: heads that share a tile."""
-    rows = pack * min(problem.seq_q, WARPGROUP_ROWS // pack)
-    bf16 = problem.normalize and problem.format.dtype == BFLOAT16
-    return bf16 and problem.format.shared_kv and problem.heads.qk > problem.heads.v and rows > FEW_MEAN_ROWS
 
 
 @dataclass(frozen=True)
@@ -507,10 +491,3 @@ class AttentionConfig(AttentionKernel):
     @property
     def barriers(self) -> tuple[Barrier, ...]:
         return barriers_of(self)
-
-
-def reads_ranges(problem: AttentionProblem) -> bool:
-    """Whether paired consumers have a scheduler warp for the sake of ranges: roles that find their own tiles have no
-    registers to read these, and visit all keys."""
-    others = problem.format.shared_kv or problem.mask.has_blocks or problem.bias is not None
-    return problem.mask.has_ranges and not others

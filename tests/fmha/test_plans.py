@@ -379,7 +379,7 @@ def test_rows_that_share_lines_of_l2_are_read_together():
     assert all(other.config.rows.kv_heads == 1 for other in others)
 
 
-def test_paired_consumers_have_a_scheduler_warp_where_that_was_timed():
+def test_paired_consumers_have_further_ways_where_these_were_timed():
     """K and V two tensors, lengths that the device knows: packed queries, or few."""
 
     def ways(seq_q: int, **options) -> set[Way]:

@@ -197,7 +197,7 @@ def test_nothing_spills(variant):
     assert kernel.local_bytes == 0
 
 
-# K and V two tensors: one tile a CTA, and partitions of the keys from a queue, by a scheduler warp. Requests without
+# K and V two tensors: one tile a CTA; partitions of the keys from a queue, by a scheduler warp. Requests without
 # queries or without keys; several query tiles; pages.
 WIDE = dict(heads_q=8, heads_kv=1, head_dim=512)
 TILES = Packed("tiles", seq_q=(40, 1, 0, 9), seq_k=(250, 170, 5, 64), causal=True, page_size=16, **WIDE)

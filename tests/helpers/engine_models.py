@@ -241,7 +241,7 @@ def log_probabilities(model, prompt: list[int], generated: list[int], cached=Non
 
 
 def root_mean_square(differences: list[torch.Tensor]) -> torch.Tensor:
-    """Of all elements of tensors."""
+    """The root mean square of all elements of tensors."""
     return torch.cat(differences).square().mean().sqrt()
 
 
