@@ -100,10 +100,10 @@ def sort_pieces(
     cta, ctas, warps = place
     tiles, lane, limits = key_tiles_of(config, operands), thread % WARP_THREADS, (most, slices)
     for tile in cutlass.range(cta * warps + thread // WARP_THREADS, tiles, ctas * warps, unroll=1):
-        own, own_pieces = weight_of(config, operands, window, tile, limits, steps)
+        own, _, own_pieces = load_at(config, operands, window, tile, limits, steps)
         before, all_pieces = (Int32(0),) * 2
         for other in cutlass.range(lane, tiles, WARP_THREADS, unroll=1):
-            its, its_pieces = weight_of(config, operands, window, other, limits, steps)
+            its, _, its_pieces = load_at(config, operands, window, other, limits, steps)
             first_of_both = Boolean(its > own) | (Boolean(its == own) & Boolean(other < tile))
             before += Int32(cutlass.select_(first_of_both, its_pieces, Int32(0)))
             all_pieces += its_pieces
@@ -122,18 +122,19 @@ def sort_pieces(
 
 
 @cute.jit
-def weight_of(
+def load_at(
     config: cutlass.Constexpr, operands, window, tile, limits: cutlass.Constexpr, steps: cutlass.Constexpr
 ) -> tuple:
-    """(what a key tile is sorted by, its pieces). limits: as of ``load_of``. steps: of all tiles, or None."""
+    """``load_of`` of a key tile. steps: of all tiles, or None."""
     if cutlass.const_expr(steps is None):
-        weight, _, parts = load_of(config, operands, window, tile, limits)
+        weight, its, parts = load_of(config, operands, window, tile, limits)
     else:
-        weight, parts = steps[tile], Int32(1)
+        its = steps[tile]
+        weight, parts = its, Int32(1)
         if cutlass.const_expr(config.cuts_on_device):
-            parts = cutlass.max((weight + limits[0] - 1) // limits[0], 1)
-            weight = (weight + parts - 1) // parts
-    return weight, parts
+            parts = cutlass.max((its + limits[0] - 1) // limits[0], 1)
+            weight = (its + parts - 1) // parts
+    return weight, its, parts
 
 
 @cute.jit
@@ -152,7 +153,7 @@ def most_steps(
     total, most, whole = Int32(0), Int32(0), (Int32(FAR), slices)
     if cutlass.const_expr(config.cuts_on_device):
         for tile in cutlass.range(lane, tiles, WARP_THREADS, unroll=1):
-            its = steps_at(config, operands, window, tile, whole, steps)
+            _, its, _ = load_at(config, operands, window, tile, whole, steps)
             total += its
             most = cutlass.max(most, its)
         total = cute.arch.warp_reduction(total, operator.add)
@@ -161,7 +162,8 @@ def most_steps(
         limit, count, cut, long, long_steps, longest = own.to(Float32), *(Float32(0.0),) * 5
         inverse = cute.arch.rcp_approx(limit)
         for first in cutlass.range(0, tiles, WARP_THREADS, unroll=1):
-            held = steps_at(config, operands, window, cutlass.min(first + lane, tiles - 1), whole, steps)
+            last = cutlass.min(first + lane, tiles - 1)
+            _, held, _ = load_at(config, operands, window, last, whole, steps)
             for i in cutlass.range(cutlass.min(tiles - first, WARP_THREADS), unroll=4):
                 its = cute.arch.shuffle_sync(held, i).to(Float32)
                 own_pieces = cute.arch.fmax(cute.math.ceil(its * inverse - pieces.NEARLY), 1.0)
@@ -184,18 +186,6 @@ def most_steps(
     else:
         most = Int32(FAR)
     return most
-
-
-@cute.jit
-def steps_at(
-    config: cutlass.Constexpr, operands, window, tile, whole: cutlass.Constexpr, steps: cutlass.Constexpr
-) -> Int32:
-    """Steps of a key tile. steps: of all tiles, or None."""
-    if cutlass.const_expr(steps is None):
-        _, found, _ = load_of(config, operands, window, tile, whole)
-    else:
-        found = steps[tile]
-    return found
 
 
 def least_length(config, operands, total) -> Int32:
