@@ -26,6 +26,7 @@ from warpspec.fmha.problem import AttentionProblem
 MOST_CTAS = 128  # for each SM: with more, nothing is left to gain
 LEAST_GAIN = 0.03  # fraction of the time that slices must save
 SECTION_GAIN = 0.03  # the same of sections of all rows, which may read more together than L2 holds
+ROUNDS = 8  # CTAs for each SM, the last ones, that are dealt, at least
 IDLE_US = 1.5  # of a CTA that is left over
 
 
@@ -91,7 +92,8 @@ def choose(
     in L2. All rows make one section if that is faster: then no long tile begins late. step_of: microseconds of a step
     of (slices, rows of a section).
     """
-    found, least, (rows, group) = Choice(1, section_of(1), 0), math.inf, heads
+    rows, group = heads
+    orders = []  # (the least that it may take, number, choice, CTAs' times, rows, section, join, cost)
     for slices in numbers:
         if slices > 1 and len(steps) * rows * slices > MOST_CTAS * sms:
             break
@@ -109,14 +111,26 @@ def choose(
                     start = starts.sliced if slices > 1 else starts.whole
                     ctas, times = 1, [each * group / slices * step + start for each in steps]
                 count = rows * slices // ctas
-                if (max(sum(times) * count / sms, times[0]) + join) * cost >= least:
-                    continue  # not dealt: no order takes less than the mean load or the longest CTA
-                free = rounds.idle(sms)
-                rounds.deal(free, times, count, own // ctas)
-                time = (max(free)[0] + join) * cost
-                if time < least:
-                    found, least = Choice(slices, own, most), time
-    return found
+                bound = (max(sum(times) * count / sms, times[0]) + join) * cost
+                choice = Choice(slices, own, most)
+                orders.append((bound, len(orders), choice, times, count, own // ctas, join, cost))
+    found, least = (math.inf, 0), orders[0][2]
+    for bound, number, choice, times, count, section, join, cost in sorted(orders):
+        if (bound, number) >= found:
+            break  # no order takes less than the mean load or the longest CTA
+        time = time_of(times, count, section, sms, found[0] / cost - join)
+        if ((time + join) * cost, number) < found:
+            found, least = ((time + join) * cost, number), choice
+    return least
+
+
+def time_of(times: Sequence[float], rows: int, section: int, sms: int, limit: float) -> float:
+    """What the CTAs of this many equal rows take. Only sections that begin in the last ROUNDS are dealt: those before
+    keep all SMs equally busy. Infinity if it is found to be more than ``limit``."""
+    sections = max(math.ceil(ROUNDS * sms / (len(times) * section)), 1)
+    first = max(-(-rows // section) - sections, 0) * section
+    free = [(first * sum(times) / sms, sms)]
+    return rounds.deal(free, times, rows - first, section, limit)
 
 
 def times_of(steps: Sequence[float], heads: tuple[int, int, int], step: float, starts: Starts) -> list[float]:

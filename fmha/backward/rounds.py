@@ -14,6 +14,7 @@ are dealt equal CTAs together.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby
@@ -76,8 +77,11 @@ def idle(sms: int) -> list[tuple[float, int]]:
     return [(0.0, sms)]
 
 
-def deal(free: list[tuple[float, int]], times: Sequence[float], rows: int, section: int) -> None:
-    """Deal the CTAs of this many equal rows to the SMs. free: as ``idle`` makes it."""
+def deal(
+    free: list[tuple[float, int]], times: Sequence[float], rows: int, section: int, limit: float = math.inf
+) -> float:
+    """Deal the CTAs of this many equal rows to the SMs. free: as ``idle`` makes it. Returns when the last one ends;
+    infinity, and ``free`` means nothing, as soon as one ends after ``limit``."""
     runs = [(time, len(list(equal))) for time, equal in groupby(times)]
     if len(runs) == 1:  # all CTAs are equal
         section = rows
@@ -87,29 +91,31 @@ def deal(free: list[tuple[float, int]], times: Sequence[float], rows: int, secti
             count = equal * together
             while count:
                 begin, sms = free[0]
+                end = begin + time
+                if end > limit:
+                    return math.inf
                 if sms <= count:
-                    heapq.heapreplace(free, (begin + time, sms))
+                    heapq.heapreplace(free, (end, sms))
                     count -= sms
                 else:
                     free[0] = begin, sms - count  # at its place: as early, and the least number comes first
-                    heapq.heappush(free, (begin + time, count))
+                    heapq.heappush(free, (end, count))
                     count = 0
+    return max(free)[0]
 
 
 def all_rows(
     rows: Rows, sms: int, costs: Costs, pieces: int, wider: int = 1, limit: float = float("inf")
 ) -> Dealt:
     """The order in which the key tiles of all rows are cut into this many pieces. wider: factor of a section's rows.
-    Beyond ``limit`` the time is the mean load's."""
+    Beyond ``limit`` the time is not exact."""
     ctas, left = cut(rows.tiles, pieces)
     section = min(rows.section_of(len(ctas)) * wider, rows.count)
     times = times_of(rows, ctas, section, costs)
     join = costs.join + left * rows.count * costs.piece if left else 0.0
     time = sum(times) * rows.count / sms + join
     if time < limit:
-        free = idle(sms)
-        deal(free, times, rows.count, section)
-        time = max(free)[0] + join
+        time = deal(idle(sms), times, rows.count, section, limit - join) + join
     return Dealt(time, pieces, section)
 
 
@@ -130,9 +136,7 @@ def last_rows(rows: Rows, sms: int, costs: Costs, limit: float = float("inf")) -
             if (sum(whole_times) * whole + sum(times) * last) / sms + join >= limit:
                 continue
             states = states or starts(whole_times, rows.count, section, sms)
-            free = list(states[-sections])
-            deal(free, times, last, section)
-            time = max(free)[0] + join
+            time = deal(list(states[-sections]), times, last, section, limit - join) + join
             if time < limit:
                 limit = time
                 yield Dealt(time, pieces, section, whole)

@@ -116,9 +116,9 @@ def decode(tiles, rows, pieces, section, index, minimum=min) -> tuple:
 @lru_cache(maxsize=4096)
 def choose_order(problem: BackwardProblem, config: BackwardKernel, target: Target) -> Order:
     """Choose the order with the least time by the model above. config: the main kernel's, cut or not."""
-    steps = sorted(tile_steps(problem, config), reverse=True)
     if config.mask.has_blocks and not config.deterministic:
-        return listed_order(problem, config, len(steps), target)
+        return listed_order(problem, config, -(-max(problem.forward.seq_k, 1) // config.tile_n), target)
+    steps = sorted(tile_steps(problem, config), reverse=True)
     if is_dealt(problem, config, target):
         slices, found = dealt(problem, config, target)
         return Order(found.pieces, found.section, slices, found.whole)
@@ -354,8 +354,10 @@ def reads_beyond_l2(problem: BackwardProblem, config: BackwardKernel, target: Ta
     """Whether key tiles that run together, taking one head of a group after another, read so much more than L2 holds
     that ``heads_inside`` is better, although it allows fewer numbers of pieces."""
     forward = problem.forward
+    if forward.group == 1 or forward.requests.packed_q or config.mask.has_blocks:
+        return False
     steps = sorted(tile_steps(problem, config), reverse=True)
-    if forward.group == 1 or in_rows(config, steps) or forward.requests.packed_q or config.mask.has_blocks:
+    if in_rows(config, steps):
         return False
     if forward.group > WHOLE_HEADS and may_slice(problem, config):
         return False
