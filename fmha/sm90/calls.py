@@ -37,8 +37,8 @@ def reads_ranges(problem: AttentionProblem) -> bool:
 
 
 def has_unknown_lengths(problem: AttentionProblem) -> bool:
-    """Whether only the device knows the lengths of paired consumers' work: a CTA may then have one tile, or partitions
-    of the keys come from a queue. Other calls, and requests alike of many queries, were not timed so."""
+    """Whether only the device knows the lengths of paired consumers' work: a CTA may then have one tile, or take tiles
+    or partitions of the keys from a queue. Other calls, and requests alike of many queries, were not timed so."""
     requests = problem.requests
     few = requests.has_kv_lengths and problem.seq_q <= EXACT_QUERIES
     return (requests.packed_q or few) and has_two_tensors(problem)

@@ -152,11 +152,7 @@ class HopperChoices(Choices):
             return tuple(way for way in self.schedules if way not in (Way.LINE, Way.PARTITIONS))
         if shape.row_tiles:  # a queue was slower than whole tiles in order, by up to 12%
             return tuple(way for way in self.schedules if way not in (Way.QUEUE, Way.PARTITIONS))
-        left_out = {Way.LINE} if shape.heads_apart else set()
-        if (
-            shape.column_groups > 1
-        ):  # a batch of 1900 whole tiles from a queue failed on an H200, not in the simulator
-            left_out = {Way.LINE, Way.QUEUE}
+        left_out = {Way.LINE} if shape.heads_apart or shape.column_groups > 1 else set()
         if not (cuts_partitions(problem) or short_partitions(problem)):
             left_out.add(Way.PARTITIONS)
         return tuple(way for way in self.schedules if way not in left_out)

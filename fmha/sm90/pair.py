@@ -12,7 +12,8 @@ which that tile's buffer waits for, goes into the middle of QK.
 
 Where K and V are two tensors (``config.in_groups`` is False), a K tile is its consumer's alone and released after QK, a
 V tile is released by both, and each has a load warp of its own. QK waits for no PV then, and is issued before that of
-the other's tile, which runs under the softmax:
+the other's tile, which runs under the softmax. Both consumers sum up S in one order: which of them begins a tile
+depends on the KV tiles that the CTA had before, and a tile from a queue must not depend on its CTA:
 
     tile j's consumer   QK(j)    PV(j-1), softmax(j) -> P    PV(j)     QK(j+2)
     the other           PV(j-1)  QK(j+1)                     PV(j), softmax(j+1) -> P    PV(j+1)
@@ -96,13 +97,14 @@ class Pair:
 
     def issue_qk(self, step, depth_half: int) -> None:
         """Issue S of the KV tile of visit ``step`` over one half of D, as its subtiles arrive; one group. depth_half:
-        0, the columns that this consumer releases; 1, the other's."""
+        0, the columns that this consumer releases, if it releases a half; 1, the others."""
         config, mma = self.config, self.work.mma
         tiled_mma = make_qk(config, mma.p.element_type)
         use = self.use(step)
         k = mma.k[None, None, None, use % config.kv_stages]
         half = config.heads.v_room // MMA_K // DEPTH_HALVES  # instructions over half of V's columns
-        begin = (self.column_group if depth_half == 0 else 1 - self.column_group) * half
+        first = self.column_group if config.in_groups else 0
+        begin = (first if depth_half == 0 else 1 - first) * half
         blocks = list(range(begin, begin + half))
         if depth_half > 0:  # and over the columns that are not V's
             blocks += range(DEPTH_HALVES * half, config.heads.qk_steps)

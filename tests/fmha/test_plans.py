@@ -387,9 +387,8 @@ def test_paired_consumers_have_further_ways_where_these_were_timed():
         return {found.way for found in candidates(sm90.CHOICES, problem, H200)}
 
     assert ways(1, has_kv_lengths=True) >= {Way.SPLIT, Way.PARTITIONS}
-    packed = ways(900, packed_q=True, packed_k=True, least_q=9000)
-    assert Way.SINGLE in packed and Way.QUEUE not in packed
-    new = (Way.SINGLE, Way.PARTITIONS)
+    assert Way.QUEUE in ways(900, packed_q=True, packed_k=True, least_q=9000)
+    new = (Way.QUEUE, Way.SINGLE, Way.PARTITIONS)
     for others in ({"has_kv_lengths": True, "shared_kv": True}, {}, {"bias": BiasLayout("float32")}):
         assert ways(1, **others).isdisjoint(new)
     assert ways(900, has_kv_lengths=True).isdisjoint(new)

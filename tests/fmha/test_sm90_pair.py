@@ -20,6 +20,7 @@ from warpspec.fmha import attention, attention_varlen, sm90
 from warpspec.fmha.logits import BiasLayout
 from warpspec.fmha.plan.cost import Way
 from warpspec.fmha.sm90.shapes import PAIR
+from warpspec.sim.families import wgmma
 
 LATENT = dict(head_dim=512, heads_kv=1, shared_kv=True)
 
@@ -197,15 +198,16 @@ def test_nothing_spills(variant):
     assert kernel.local_bytes == 0
 
 
-# K and V two tensors: one tile a CTA; partitions of the keys from a queue, by a scheduler warp. Requests without
-# queries or without keys; several query tiles; pages.
+# K and V two tensors: tiles and partitions of the keys from a queue, by a scheduler warp; one tile a CTA. Requests
+# without queries or without keys; several query tiles; pages.
 WIDE = dict(heads_q=8, heads_kv=1, head_dim=512)
 TILES = Packed("tiles", seq_q=(40, 1, 0, 9), seq_k=(250, 170, 5, 64), causal=True, page_size=16, **WIDE)
 DRAFTS = Packed("drafts", seq_q=(3, 0, 1, 4), seq_k=(500, 20, 0, 300), causal=True, sink=True, **WIDE)
 WAYS = [
-    (TILES, Way.SINGLE, 1),
-    (replace(TILES, id="window", window=(100, 0), sink=True, page_size=None), Way.SINGLE, 1),
-    (replace(TILES, id="two heads", heads_q=4, heads_kv=2, softcap=3.0), Way.SINGLE, 1),
+    (TILES, Way.QUEUE, 1),
+    (replace(TILES, id="window", window=(100, 0), sink=True, page_size=None), Way.QUEUE, 1),
+    (replace(TILES, id="two heads", heads_q=4, heads_kv=2, softcap=3.0), Way.QUEUE, 1),
+    (replace(TILES, id="one each"), Way.SINGLE, 1),
     (DRAFTS, Way.PARTITIONS, 4),
     (replace(DRAFTS, id="state", normalize=False, sink=False, page_size=64), Way.PARTITIONS, 3),
     (replace(DRAFTS, id="told", seq_q=(3, 0, 20, 4), seq_k=(500, 20, 90, 300), hint_q=4), Way.PARTITIONS, 4),
@@ -225,3 +227,18 @@ def test_ways_of_two_tensors(simulate_as, check_order, batch, way, splits):
         )
     assert {one.way for one in chosen} == {way}
     assert all(launch.local_bytes == 0 for launch in sim.last_report().launches)
+
+
+@pytest.mark.long
+def test_which_cta_computes_a_tile_does_not_change_it(simulate_as, monkeypatch):
+    """Either consumer may begin a tile, which its CTA's tiles before decide. Two sums of many instructions commute, so
+    each instruction is added by itself, as on a GPU."""
+    monkeypatch.setattr(wgmma, "LONGEST_PRODUCT", 1)
+    results, used = [], sum(TILES.seq_q)
+    for sm_count in (1, 2, 3):
+        simulate_as("sm_90a", sm_count=sm_count)
+        with choosing(Way.QUEUE):
+            o, lse = attention_varlen(**TILES.arguments(), return_lse=True, backend="sim")
+        results.append((o[:used], lse[:, :used]))
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))

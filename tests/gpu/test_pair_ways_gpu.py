@@ -11,7 +11,7 @@ from warpspec.fmha import attention_varlen
 from warpspec.fmha.plan.cost import Way
 
 pytestmark = pytest.mark.gpu
-WAYS = {Way.PARTITIONS: 5, Way.SINGLE: 1, Way.SPLIT: 3, Way.PERSISTENT: 1}
+WAYS = {Way.QUEUE: 1, Way.PARTITIONS: 5, Way.SINGLE: 1, Way.SPLIT: 3, Way.PERSISTENT: 1}
 
 
 def drawn(seed: int, way: Way) -> Packed:
@@ -30,7 +30,7 @@ def drawn(seed: int, way: Way) -> Packed:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_random_batches(seed):
-    """In each way by turns, twice the same, to the bit."""
+    """In each way by turns, twice the same, to the bit, whichever CTA takes a tile from a queue."""
     way, splits = list(WAYS.items())[seed % len(WAYS)]
     batch, results, chosen = drawn(seed, way), [], []
     used = sum(batch.seq_q)
