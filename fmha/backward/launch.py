@@ -38,6 +38,7 @@ from warpspec.fmha.backward.schedule import (
     side_by_side,
 )
 from warpspec.fmha.backward.sm90.apart import KEYS, QUERIES, KeyConfig, QueryConfig
+from warpspec.fmha.backward.work import has_short_rows
 from warpspec.fmha.checks import SIZE_LIMIT
 from warpspec.fmha.logits import LogitNumbers
 from warpspec.fmha.operands import Operands
@@ -61,7 +62,6 @@ SINK_ALONE = ("sink",)  # what is wanted of a call that only has a first kernel
 # Least query heads of a KV head with which the main kernel makes all gradients although all key tiles are cut.
 FINISHED_HEADS = 3
 VECTOR_BYTES = 16  # of a row of the statistics
-SHORT_TILES, SHORT_CTAS = 8, 6  # most key tiles of a short row; CTAs for each SM from which there are many
 NOT_CUT = PieceLength(0.0, 0.0, 0.0, 0.0, 0)  # where the device cuts nothing
 # Packages with ``BackwardConfig`` and ``MAIN``, its ``Kernel``.
 GRADIENTS = Family(
@@ -125,9 +125,8 @@ def ordered(
     slices, group = order.slices > 1, forward.group
     cut = order.pieces > 1 or slices
     keys = cut and order.whole == 0 and group < FINISHED_HEADS
-    tiles, rows = -(-forward.seq_k // config.tile_n), forward.heads_kv * forward.batch
-    short = group == 1 and tiles <= SHORT_TILES and tiles * rows >= SHORT_CTAS * target.sm_count
-    finishes = config.can_finish and not (slices or keys or short) and (config.mask.band or not cut)
+    finishes = config.can_finish and not (slices or keys or has_short_rows(config, forward, target))
+    finishes = finishes and (config.mask.band or not cut)
     if (cut, slices, finishes) == (config.cut, config.slices, config.finishes):
         return config  # to make another takes a tenth of a plan's time
     return replace(config, cut=cut, slices=slices, finishes=finishes)

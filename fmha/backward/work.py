@@ -9,12 +9,25 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from warpspec.common.hardware import FP32_BYTES
+from warpspec.common.launch import Target
 from warpspec.fmha.backward.features import BackwardKernel
 from warpspec.fmha.backward.problem import BackwardProblem
+from warpspec.fmha.heads import BLOCK
 from warpspec.fmha.mask import position_range
+from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.tiles import ELEMENT_BYTES
 
 EVEN = 0.85  # mean over maximum of key tiles' steps, from which they count as equal
+# Most key tiles of a short row; the same at D 64 under a causal mask or a window; CTAs an SM from which there are many.
+SHORT_TILES, SHORT_MASKED_TILES, SHORT_CTAS = 8, 16, 6
+
+
+def has_short_rows(config: BackwardKernel, forward: AttentionProblem, target: Target) -> bool:
+    """Whether there are many rows of one head that have few key tiles."""
+    masked = config.heads.qk == BLOCK and config.mask.band
+    tiles, rows = -(-forward.seq_k // config.tile_n), forward.heads_kv * forward.batch
+    few = tiles <= (SHORT_MASKED_TILES if masked else SHORT_TILES)
+    return forward.group == 1 and few and tiles * rows >= SHORT_CTAS * target.sm_count
 
 
 def even(steps: Sequence[int]) -> bool:

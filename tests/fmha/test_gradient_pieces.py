@@ -219,13 +219,20 @@ def test_many_heads_beyond_l2_are_sliced(heads, lengths, packed, window, slices)
 
 
 @pytest.mark.parametrize(
-    ("batch", "length", "heads", "finishes"),
-    [(16, 512, (32, 32), False), (2, 512, (8, 8), True), (16, 512, (32, 8), True), (4, 2048, (64, 64), True)],
+    ("batch", "length", "heads", "dim", "causal", "finishes"),
+    [
+        (16, 512, (32, 32), 128, True, False),
+        (2, 512, (8, 8), 128, True, True),
+        (16, 512, (32, 8), 128, True, True),
+        (4, 2048, (64, 64), 128, True, True),
+        (8, 2048, (32, 32), 64, True, False),
+        (8, 2048, (32, 32), 64, False, True),
+    ],
 )
-def test_who_makes_dq(batch, length, heads, finishes):
+def test_who_makes_dq(batch, length, heads, dim, causal, finishes):
     """A kernel of its own where many rows of one head have few key tiles, else the main kernel's last CTAs."""
-    q, k = (torch.empty(batch, length, n, 128, dtype=torch.bfloat16, device="meta") for n in heads)
-    forward = AttentionProblem.of(q, k, k, causal=True, return_lse=True, memory=False)
+    q, k = (torch.empty(batch, length, n, dim, dtype=torch.bfloat16, device="meta") for n in heads)
+    forward = AttentionProblem.of(q, k, k, causal=causal, return_lse=True, memory=False)
     assert launch.plan_main(BackwardProblem.check(forward, ("q", "k", "v")), H200).finishes == finishes
 
 

@@ -8,7 +8,7 @@ from helpers.gradient_cases import KERNEL_TOLERANCE, Case
 from warpspec.common.compile import resources
 from warpspec.common.launch import SIMULATED
 from warpspec.common.logarithms import LOG2_E
-from warpspec.fmha.backward import launch
+from warpspec.fmha.backward import launch, work
 from warpspec.fmha.backward.operands import RowOperands
 from warpspec.fmha.backward.problem import BackwardProblem
 from warpspec.fmha.backward.rows import ROWS, row_config
@@ -93,7 +93,7 @@ def test_gradients(name, monkeypatch, simulate_gradients_as, check_order):
     monkeypatch.setattr(launch, "choose_order", lambda *_: Order(1, 1))  # no key tile is cut
     monkeypatch.setattr(launch, "prepare", lambda *args: found.append(prepare(*args)) or found[-1])
     if name == "short":
-        monkeypatch.setattr(launch, "SHORT_CTAS", 0)
+        monkeypatch.setattr(work, "SHORT_CTAS", 0)
     simulate_gradients_as("sm_90a", sm_count=2, seed=1)
     case = CASES[name]
     tensors = case.tensors()

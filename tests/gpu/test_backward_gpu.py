@@ -9,7 +9,7 @@ from helpers.gradient_cases import CASES, KERNEL_TOLERANCE, Case
 
 from warpspec.common.repeated import Remembered
 from warpspec.fmha import attention, ops
-from warpspec.fmha.backward import apart, launch
+from warpspec.fmha.backward import apart, launch, work
 from warpspec.fmha.backward.schedule import Order
 
 pytestmark = pytest.mark.gpu
@@ -159,7 +159,7 @@ SUBTRACTED = [
 def test_products_subtract_the_statistics(case, monkeypatch, prepared):
     """D 64: lse' and delta as columns of products, against float64."""
     monkeypatch.setattr(launch, "choose_order", lambda *_: Order(1, 1))  # no key tile is cut
-    monkeypatch.setattr(launch, "SHORT_CTAS", 0)  # rows of one head are short enough for a last kernel
+    monkeypatch.setattr(work, "SHORT_CTAS", 0)  # rows of one head are short enough for a last kernel
     tensors = case.tensors("cuda")
     case.check(case.gradients(tensors), tensors, KERNEL_TOLERANCE[case.dtype])
     assert prepared[-1].config.subtracts
