@@ -11,25 +11,29 @@ of a CTA. So the first key tiles are whole, and pieces that begin late end with 
 
     (all steps + start P) / SMs + LEAST start + cost C
 
-for P pieces, C of them of tiles that are cut, or what the longest piece takes if that is more. The device takes the
-shorter of the two by these formulas.
+for P pieces, C of them of tiles that are cut, or what the longest piece takes if that is more. In short calls the
+device takes the shorter of the two by these formulas. In others it lays out CANDIDATES, each with a KEPT and a LEAST of
+its own, deals their pieces to the SMs, and takes the one that is done first: a thread for each counts how many SMs are
+free at which of TIMES.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from warpspec.fmha.backward.pieces import NEARLY, PieceLength, time_of
+from warpspec.fmha.backward.pieces import NEARLY, PieceLength
 
 MOST_REQUESTS = 512  # that one CTA sorts
 KEPT = 0.8  # SMs for which a piece leaves work, as a part of all
 LEAST = 6.0  # steps of the shortest piece, in starts of a CTA
+# Candidates have LEASTS values of LEAST, each twice the one before, with each KEPT, which doubles in OCTAVE values.
+CANDIDATES, LEASTS, OCTAVE, FIRST_KEPT, FIRST_LEAST = 32, 4, 7, 0.65, 4.0
+TIMES, HORIZON = 64, 1.35  # times, and what they cover: of the mean load if all tiles are whole
+DEALT_STEPS = 120.0  # steps of an SM on average from which candidates are dealt: else it takes too long
 SHRINKS = 2.5  # steps of an SM, in shortest pieces, from which pieces may shrink
 FURTHER = 3  # pieces beside one of each key tile, for each SM, at most
-LEAST_GAIN = 0.03  # fraction of the time that cutting tiles must save
 # Numbers of a run in tile_order, and which is which: its first CTA, its request, its first key tile among those of the
 # request's rows, pieces of each tile, the place of the first piece's sums, key tiles of a row.
 FIRST_CTA, RUN_REQUEST, FIRST_TILE, RUN_PIECES, FIRST_PLACE, RUN_TILES = range(6)
@@ -54,11 +58,13 @@ class Run(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """runs: in order. ctas: of all. cut: pieces of key tiles that are cut."""
+    """runs: in order. ctas: of all. cut: pieces of key tiles that are cut. parts: (CTAs, steps of each) of each part of
+    a run that was laid out at a time."""
 
     runs: list[Run]
     ctas: int
     cut: int
+    parts: list[tuple[int, float]]
 
 
 def most_runs(requests: int, ctas: int, sms: int) -> int:
@@ -73,7 +79,7 @@ def lay_out(
     ``least`` steps at most. further: how many pieces there may be beside one of each key tile."""
     keys = [-(-steps // parts_of(steps, least)) if not kept else steps for steps, _ in requests]
     left = sum(steps * tiles for steps, tiles in requests) * rows
-    runs, cta, place, round_end, limit = [], 0, 0, 0, least
+    runs, dealt, cta, place, round_end, limit = [], [], 0, 0, 0, least
     for number in sorted(range(len(requests)), key=lambda number: -keys[number]):
         steps, tiles = requests[number]
         first = 0
@@ -93,10 +99,40 @@ def lay_out(
                 count = min(count, fit)
             if not first or parts != runs[-1].pieces:
                 runs.append(Run(cta, number, first, parts, place, tiles))
+            dealt.append((count * parts, steps / parts))
             first, cta, left = first + count, cta + count * parts, left - count * steps
             further -= count * (parts - 1)
             place += count * parts if parts > 1 else 0
-    return Layout(runs, cta, place)
+    return Layout(runs, cta, place, dealt)
+
+
+def candidate(number, exp2=math.exp2) -> tuple:
+    """(KEPT, LEAST) of a candidate. number: an int or Int32."""
+    octaves, doublings = number // LEASTS * (1.0 / OCTAVE), number % LEASTS * 1.0
+    return FIRST_KEPT * exp2(octaves), FIRST_LEAST * exp2(doublings)
+
+
+def quantum_of(length: PieceLength, total, tiles):
+    """The distance of two times, in steps. total, tiles: steps and key tiles of a KV head. Floats or Float32."""
+    return length.share * (total + length.start * tiles) * (HORIZON / TIMES)
+
+
+def dealt_steps(length: PieceLength, requests: Sequence[Request], rows: int, number: int) -> float:
+    """What a candidate takes, by dealing its pieces."""
+    sms, (kept, least) = round(rows / length.share), candidate(number)
+    layout = lay_out(requests, rows, sms, least * length.start, kept * sms, length.further)
+    total, tiles = sum(steps * tiles for steps, tiles in requests), sum(tiles for _, tiles in requests)
+    quantum, free, time, last = quantum_of(length, total, tiles), [sms] + [0] * TIMES, 0, 0
+    for count, steps in layout.parts:
+        taken = max(int((steps + length.start) / quantum + 0.5), 1)
+        while count and time < TIMES:
+            moved, end = min(free[time], count), min(time + taken, TIMES)
+            free[time] -= moved
+            free[end] += moved
+            count -= moved
+            last = max(last, end if moved else 0)
+            time += count > 0
+    return last * quantum + length.cost / rows * layout.cut
 
 
 def parts_of(steps: int, limit: float) -> int:
@@ -113,15 +149,6 @@ def expected_steps(length: PieceLength, rows, total, layout, first, least, maxim
         maximum(share * (total + length.start * ctas) + least, first + length.start)
         + length.cost / rows * cut
     )
-
-
-def gains(length: PieceLength, requests: Sequence[Request], rows: int) -> bool:
-    """Whether pieces that shrink are better than no cut."""
-    tiles = Counter()
-    for steps, count in requests:
-        tiles[steps] += count
-    uncut = time_of(length, tiles, max(*tiles, 1))
-    return shrinking_steps(length, requests, rows) < (1 - LEAST_GAIN) * uncut
 
 
 def shrinking_steps(length: PieceLength, requests: Sequence[Request], rows: int) -> float:

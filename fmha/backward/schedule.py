@@ -41,7 +41,7 @@ from typing import NamedTuple
 
 from warpspec.common.hardware import FP32_BYTES, H200_SPEEDS
 from warpspec.common.launch import Target
-from warpspec.fmha.backward import lists, rounds, runs
+from warpspec.fmha.backward import guesses, lists, rounds, runs
 from warpspec.fmha.backward.features import BackwardKernel
 from warpspec.fmha.backward.pieces import PieceLength, may_cut, most_further
 from warpspec.fmha.backward.problem import BackwardProblem
@@ -51,6 +51,8 @@ from warpspec.fmha.tiles import ELEMENT_BYTES
 # Microseconds on an H200.
 STEP_US = {64: 2.4, 128: 2.25, 192: 3.6, 256: 3.1, 512: 4.2}  # a step, by D of the tile
 CTA_US = 6.3  # start and end of a CTA, beside its steps
+# The same of packed requests whose queries see all of their keys; the part of STEP_US that a step of theirs takes.
+RUN_CTA_US, RUN_STEP = 2.8, 0.93
 JOIN_US = 3.0  # a further launch
 JOIN_BYTES_US = 2.5e6  # bytes of pieces' sums written or read in a microsecond
 ORDERED_COST = 2.0  # what a piece of packed requests costs with a fixed order, over what it costs in any
@@ -118,6 +120,8 @@ def choose_order(problem: BackwardProblem, config: BackwardKernel, target: Targe
     """Choose the order with the least time by the model above. config: the main kernel's, cut or not."""
     if config.mask.has_blocks and not config.deterministic:
         return listed_order(problem, config, -(-max(problem.forward.seq_k, 1) // config.tile_n), target)
+    if config.keeps_requests and config.can_cut and (config.wanted.k or config.wanted.v):
+        return run_order(problem, config, target)
     steps = sorted(tile_steps(problem, config), reverse=True)
     if is_dealt(problem, config, target):
         slices, found = dealt(problem, config, target)
@@ -258,6 +262,35 @@ def slices_of(problem: BackwardProblem, config: BackwardKernel, steps: Sequence[
     numbers = [n for n in range(2, group + 1) if group % n == 0 and group // n <= SLICE_HEADS]
     numbers = [n for n in numbers if together <= n * SLICE_BYTES * target.l2_bytes] or [group]
     return next((n for n in numbers if n <= most and (not packed or group // n >= FEW_HEADS)), 1)
+
+
+def run_order(problem: BackwardProblem, config: BackwardKernel, target: Target) -> Order:
+    """The order of packed requests whose queries see all of their keys (``guesses``)."""
+    forward, sms = problem.forward, side_by_side(config, target)
+    guessed = [
+        [
+            runs.Request(
+                -(-length // config.tile_m) * forward.group,
+                -(-max(length * forward.seq_k // forward.seq_q, 1) // config.tile_n),
+            )
+            for length in lengths
+        ]
+        for lengths in guesses.guessed_lengths(forward.batch, forward.seq_q, forward.least_q)
+    ]
+    numbers = [1]
+    if may_slice(problem, config):
+        numbers = [n for n in range(1, forward.group + 1) if forward.group % n == 0]
+    found = guesses.choose(guessed, forward.heads_kv, numbers, sms, run_costs(problem, config))
+    steps = [each // found.slices for each in tile_steps(problem, config)]
+    ctas = ctas_of(problem, config, steps, 1)
+    section = section_of(problem, config, target, ctas, found.slices)
+    return Order(1 + found.cut, section, found.slices)
+
+
+def run_costs(problem: BackwardProblem, config: BackwardKernel) -> guesses.Costs:
+    """Microseconds of packed requests whose queries see all of their keys."""
+    sums = 2 * (config.wanted.k + config.wanted.v) * config.tile_n * problem.forward.head_dim * FP32_BYTES
+    return guesses.Costs(STEP_US[config.heads.qk] * RUN_STEP, RUN_CTA_US, JOIN_US, sums / JOIN_BYTES_US)
 
 
 def listed_order(problem: BackwardProblem, config: BackwardKernel, tiles: int, target: Target) -> Order:
@@ -411,16 +444,18 @@ def piece_length(
     forward, sms = problem.forward, side_by_side(config, target)
     gradients, rows = config.wanted.k + config.wanted.v, forward.heads_kv * slices
     left = 2 * gradients * config.tile_n * forward.head_dim * FP32_BYTES  # there and back
-    step, share = STEP_US[config.heads.qk], rows / sms
+    step, share, cta = STEP_US[config.heads.qk], rows / sms, CTA_US
+    if config.keeps_requests:
+        step, cta = step * RUN_STEP, RUN_CTA_US
     cost = left / JOIN_BYTES_US * rows / step * (ORDERED_COST if config.deterministic else 1.0)
     requests = max(min(forward.batch, 2 * forward.least_q / forward.seq_q), 1.0)
     total = sum(tile_steps(problem, config)) * requests
     ctas, total = ctas_of(problem, config, tile_steps(problem, config), 1), total / slices
     if config.keeps_requests:
         further = math.ceil(min(runs.FURTHER * sms, max(total * rows, 1.0)))
-        return PieceLength(CTA_US / step, share, cost, 1.0, further)
+        return PieceLength(cta / step, share, cost, 1.0, further)
     last = section_of(problem, config, target, ctas, slices) / rows
-    return PieceLength(CTA_US / step, share, cost, last, most_further(share, last, total))
+    return PieceLength(cta / step, share, cost, last, most_further(share, last, total))
 
 
 def cuts_packed(
@@ -433,13 +468,7 @@ def cuts_packed(
     most, count = round(fraction * steps[0]), round(fraction * len(steps))
     shorter = [min(each, most) for each in sorted(steps)[:count]]
     length, tiles = piece_length(problem, config, target), [*steps, *shorter * (forward.batch - 1)]
-    if may_cut(length, tiles):
-        return True
-    if not config.keeps_requests:
-        return False
-    others = runs.Request(shorter[0] if shorter else 0, len(shorter))
-    requests = [runs.Request(steps[0], len(steps)), *[others] * (forward.batch - 1)]
-    return runs.gains(length, requests, forward.heads_kv)
+    return may_cut(length, tiles)
 
 
 def expected_us(

@@ -36,6 +36,16 @@ class Limits(NamedTuple):
     further: Int32
 
 
+class Deal(NamedTuple):
+    """What candidates are dealt by. free: how many SMs are free at each time, of each candidate, in shared memory. own:
+    number of this thread's candidate. scale: times in a step. start: steps that a CTA takes beside its own."""
+
+    free: cute.Tensor
+    own: Int32
+    scale: Float32
+    start: Float32
+
+
 @cute.jit
 def lay_out_requests(
     config: cutlass.Constexpr, operands, length: cutlass.Constexpr, slices, threads: cutlass.Constexpr
@@ -59,7 +69,7 @@ def lay_out_requests(
     sort(found, count, thread, threads)
     limits = Limits(Float32(FAR), Float32(0.0), Int32(1), Int32(0))
     if cutlass.const_expr(config.cuts_on_device):
-        limits = limits_of(found, length, rows, count)
+        limits = limits_of(found, length, rows, count, smem, threads)
         for request in cutlass.range(thread, count, threads, unroll=1):
             steps = found.steps[request]
             parts = parts_of(steps.to(Float32), limits.least)
@@ -85,17 +95,85 @@ def sort(found: cutlass.Constexpr, count, thread, threads: cutlass.Constexpr):
 
 
 @cute.jit
-def limits_of(found: cutlass.Constexpr, length: cutlass.Constexpr, rows, count) -> Limits:
-    """Choose the limits of all pieces: the best of those that ``pieces`` considers, or pieces that shrink. Called by
-    whole warps, a lane for each length."""
+def limits_of(
+    found: cutlass.Constexpr, length: cutlass.Constexpr, rows, count, smem, threads: cutlass.Constexpr
+) -> Limits:
+    """Choose the limits of all pieces. Called by a whole CTA."""
     lane = cute.arch.lane_idx()
-    total, most = Int32(0), Int32(0)
+    total, tiles, most = Int32(0), Int32(0), Int32(0)
     for request in cutlass.range(lane, count, WARP_THREADS, unroll=1):
         steps = found.steps[request]
         total += steps * found.tiles[request]
+        tiles += found.tiles[request]
         most = cutlass.max(most, steps)
-    total = cute.arch.warp_reduction_sum(total)
+    total, tiles = cute.arch.warp_reduction_sum(total), cute.arch.warp_reduction_sum(tiles)
     most = cutlass.max(cute.arch.warp_reduction(most, cutlass.max), 1)
+    sms = Int32(rows.to(Float32) / length.share + 0.5)
+    least, kept = Float32(0.0), Float32(0.0)
+    if total.to(Float32) * length.share >= runs.DEALT_STEPS:
+        least, kept = dealt_limits(found, length, rows, count, (total, tiles, sms), smem, threads)
+    else:
+        least, kept = expected_limits(found, length, rows, count, (total, most, sms))
+    return Limits(least, kept, sms, Int32(length.further))
+
+
+@cute.jit
+def dealt_limits(
+    found: cutlass.Constexpr,
+    length: cutlass.Constexpr,
+    rows,
+    count,
+    sums: cutlass.Constexpr,
+    smem,
+    threads: cutlass.Constexpr,
+) -> tuple:
+    """(least, kept) of the candidate that is done first. sums: (steps of all tiles of a row, tiles, SMs). Each warp
+    deals some candidates, a lane for each. Called by a whole CTA."""
+    thread, _, _ = cute.arch.thread_idx()
+    total, tiles, sms = sums
+    lane, each = thread % WARP_THREADS, runs.CANDIDATES * WARP_THREADS // threads
+    free = smem.allocate_tensor(Int32, cute.make_layout((runs.TIMES + 1) * runs.CANDIDATES), byte_alignment=4)
+    times = smem.allocate_tensor(Float32, cute.make_layout(runs.CANDIDATES), byte_alignment=4)
+    for i in cutlass.range(thread, cute.size(free), threads, unroll=1):
+        free[i] = Int32(cutlass.select_(Boolean(i < runs.CANDIDATES), sms, Int32(0)))
+    cute.arch.sync_threads()
+    quantum = runs.quantum_of(length, total.to(Float32), tiles.to(Float32))
+    if lane < each:
+        deal = Deal(
+            free, thread // WARP_THREADS * each + lane, cute.arch.rcp_approx(quantum), Float32(length.start)
+        )
+        times[deal.own] = candidate_steps(found, length, rows, count, sms, deal, quantum)
+    cute.arch.sync_threads()
+    time = times[lane]
+    best = cute.arch.warp_reduction(time, cute.arch.fmin)
+    chosen = Int32(cutlass.select_(Boolean(time == best), lane, Int32(0)))
+    return limits_of_candidate(length, sms, cute.arch.warp_reduction(chosen, cutlass.max))
+
+
+@cute.jit
+def candidate_steps(
+    found: cutlass.Constexpr, length: cutlass.Constexpr, rows, count, sms, deal: cutlass.Constexpr, quantum
+) -> Float32:
+    """``runs.dealt_steps`` of this thread's candidate."""
+    limits = Limits(*limits_of_candidate(length, sms, deal.own), sms, Int32(length.further))
+    _, cut, _, last = lay_out(found, rows, count, limits, None, deal)
+    return last.to(Float32) * quantum + length.cost / rows.to(Float32) * cut.to(Float32)
+
+
+def limits_of_candidate(length, sms, number) -> tuple:
+    """(least, kept) as in ``Limits``."""
+    kept, least = runs.candidate(number, exp2=cute.math.exp2)
+    return length.start * least, sms.to(Float32) * kept
+
+
+@cute.jit
+def expected_limits(
+    found: cutlass.Constexpr, length: cutlass.Constexpr, rows, count, sums: cutlass.Constexpr
+) -> tuple:
+    """(least, kept) by formulas: the best of the lengths that ``pieces`` considers, or pieces that shrink. sums: (steps
+    of all tiles of a row, of the longest tile, SMs). Called by whole warps, a lane for each length."""
+    lane = cute.arch.lane_idx()
+    total, most, sms = sums
     own = Int32(pieces.limit_of(length, total.to(Float32), lane.to(Float32), exp2=cute.math.exp2)) + 1
     own = cutlass.max(own, lane + 1)
     own = Int32(cutlass.select_(Boolean(lane == pieces.LENGTHS - 1), most, cutlass.min(own, most)))
@@ -109,18 +187,16 @@ def limits_of(found: cutlass.Constexpr, length: cutlass.Constexpr, rows, count) 
     )  # with all pieces that there is room for
     chosen = cutlass.max(chosen, Int32(cute.math.ceil(fewest)))
 
-    sms = Int32(rows.to(Float32) / length.share + 0.5)
     least = length.start * runs.LEAST
     shrinking = Limits(least, sms.to(Float32) * runs.KEPT, sms, Int32(length.further))
     number, time = rows.to(Float32), best
     if total.to(Float32) * length.share > least * runs.SHRINKS:
-        ctas, cut, first = lay_out(found, rows, count, shrinking, None)
+        ctas, cut, first, _ = lay_out(found, rows, count, shrinking, None)
         layout, all_steps = (ctas.to(Float32), cut.to(Float32)), total.to(Float32) * number
         time = runs.expected_steps(length, number, all_steps, layout, first, least, maximum=cute.arch.fmax)
     shrinks = Boolean(time < best)
     least = Float32(cutlass.select_(shrinks, least, chosen.to(Float32)))
-    kept = Float32(cutlass.select_(shrinks, shrinking.kept, Float32(0.0)))
-    return Limits(least, kept, sms, shrinking.further)
+    return least, Float32(cutlass.select_(shrinks, shrinking.kept, Float32(0.0)))
 
 
 @cute.jit
@@ -151,11 +227,17 @@ def parts_of(steps: Float32, limit: Float32) -> Int32:
 
 @cute.jit
 def lay_out(
-    found: cutlass.Constexpr, rows, count, limits: cutlass.Constexpr, tables: cutlass.Constexpr
+    found: cutlass.Constexpr,
+    rows,
+    count,
+    limits: cutlass.Constexpr,
+    tables: cutlass.Constexpr,
+    deal: cutlass.Constexpr = None,
 ) -> tuple:
-    """``runs.lay_out``. Returns (CTAs, pieces of key tiles that are cut, steps of the longest piece). tables:
-    (``tile_order``, ``tile_pieces`` or None), where runs are written; None: they are only counted. Called by a whole
-    warp, each lane of which does the same."""
+    """``runs.lay_out``. Returns (CTAs, pieces of key tiles that are cut, steps of the longest piece, the time at which
+    the last is done). tables: (``tile_order``, ``tile_pieces`` or None), where runs are written by a whole warp, each
+    lane of which does the same; None: they are only counted. deal: None if pieces are not dealt, and the last result
+    means nothing."""
     least, kept, sms, further = limits
     left, longest, limit = Float32(0.0), Float32(0.0), least
     for request in cutlass.range(count, unroll=1):
@@ -163,6 +245,7 @@ def lay_out(
     left *= rows.to(Float32)
     inverse = Float32(cutlass.select_(Boolean(kept > 0.0), cute.arch.rcp_approx(kept), Float32(0.0)))
     number, cta, place, round_end = Int32(-1), Int32(0), Int32(0), Int32(0)
+    time, free, last = Int32(0), sms, Int32(0)
     for i in cutlass.range(count, unroll=1):
         request = found.order[i]
         tiles, steps = found.tiles[request], found.steps[request].to(Float32)
@@ -188,6 +271,9 @@ def lay_out(
                 longest = cute.arch.fmax(longest, steps * cute.arch.rcp_approx(parts.to(Float32)))
                 if cutlass.const_expr(tables is not None):
                     write_run(tables[0], number, (cta, request, first, parts, place, tiles))
+            if cutlass.const_expr(deal is not None):
+                size = steps * cute.arch.rcp_approx(parts.to(Float32))
+                time, free, last = deal_pieces(deal, (time, free, last), rest * parts, size)
             before = parts
             cuts = cuts | Boolean(parts > 1)
             first += rest
@@ -200,11 +286,31 @@ def lay_out(
                 tables[1][request, 0] = own
                 tables[1][request, 1] = Int32(cutlass.select_(cuts, number + 1 - own, Int32(0)))
     if cutlass.const_expr(tables is not None):
-        last = tables[0].shape[0] - 1
+        end = tables[0].shape[0] - 1
         if cute.arch.lane_idx() == 0:
-            tables[0][last, 0] = cta
-            tables[0][last, 1] = cutlass.min(number + 1, last)
-    return cta, place, longest
+            tables[0][end, 0] = cta
+            tables[0][end, 1] = cutlass.min(number + 1, end)
+    return cta, place, longest, last
+
+
+@cute.jit
+def deal_pieces(deal: cutlass.Constexpr, state: cutlass.Constexpr, count, steps) -> tuple:
+    """Deal pieces of so many steps to the SMs. state: (time that has been reached, SMs free at it, time at which the
+    last piece so far is done). Returns the next state."""
+    time, free, last = state
+    taken = cutlass.max(Int32((steps + deal.start) * deal.scale + 0.5), 1)
+    while count > 0:
+        moved, end = cutlass.min(free, count), cutlass.min(time + taken, runs.TIMES)
+        place = end * runs.CANDIDATES + deal.own
+        deal.free[place] = deal.free[place] + moved
+        last = cutlass.max(last, Int32(cutlass.select_(Boolean(moved > 0), end, Int32(0))))
+        count -= moved
+        passes = Boolean(count > 0)
+        time = cutlass.min(time + Int32(passes), runs.TIMES)
+        following = deal.free[time * runs.CANDIDATES + deal.own]
+        free = Int32(cutlass.select_(passes, following, free - moved))
+        count = Int32(cutlass.select_(Boolean(time < runs.TIMES), count, Int32(0)))
+    return time, free, last
 
 
 @cute.jit
