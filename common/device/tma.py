@@ -159,3 +159,13 @@ def bulk_load(target: cute.Pointer, address, size, mbarrier: cute.Pointer, polic
         create = f"createpolicy.fractional.L2::evict_{policy}.b64 policy, 1.0;"
         code = f"{{ .reg .b64 policy; {create} {copy}.L2::cache_hint {operands}, policy; }}"
     cute.arch.inline_ptx(code, read_only_args=[target.toint(), address, size, mbarrier.toint()])
+
+
+def bulk_add(address, source: cute.Pointer, size) -> None:
+    """Add ``size`` bytes of fp32 numbers in shared memory to those at a global ``address``, in the bulk group of the
+    issuing thread. Both addresses and size are multiples of 16. The sums' lines are the last to leave L2.
+    """
+    add = "cp.reduce.async.bulk.global.shared::cta.bulk_group.L2::cache_hint.add.f32"
+    policy = f".reg .b64 policy; mov.b64 policy, {EVICT_LAST:#x};"
+    code = f"{{ {policy} {add} [{{$r0}}], [{{$r1}}], {{$r2}}, policy; }}"
+    cute.arch.inline_ptx(code, read_only_args=[address, source.toint(), size])

@@ -44,14 +44,13 @@ def multiply(
     tiled_mma: cute.TiledMma, d, a, b, accumulate, first: int = 0, count: int | None = None, more: tuple = ()
 ) -> None:
     """Issue D = A B, plus D where ``accumulate`` (a bool, or a Boolean of the device): one wgmma for every 16 of K, as
-    one group. first: where to begin in B's K, counted in wgmmas. count: how many of these; None: all of A's. more: a
-    further product (tiled MMA, A, B) of one wgmma that is added to D."""
+    one group. first: where to begin in B's K, counted in wgmmas. count: how many of these; None: all of A's. more:
+    further products (tiled MMA, A, B), each of one wgmma, that are added to D."""
     warpgroup.fence()
     for k_block in range(cute.size(a, mode=[2]) if count is None else count):
         tiled_mma.set(warpgroup.Field.ACCUMULATE, accumulate if k_block == 0 else True)
         cute.gemm(tiled_mma, d, a[None, None, k_block], b[None, None, first + k_block], d)
-    if more:
-        further_mma, further_a, further_b = more
+    for further_mma, further_a, further_b in more:
         further_mma.set(warpgroup.Field.ACCUMULATE, True)
         cute.gemm(further_mma, d, further_a, further_b, d)
     warpgroup.commit_group()

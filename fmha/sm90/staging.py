@@ -35,12 +35,12 @@ def store_words(base: Int32, row, words: list) -> None:
             vector_at(start + r * ROW_DISTANCE * tma.ROW_BYTES, 1)[0] = words[chunk * THREAD_ROWS + r]
 
 
-def load_words(base: Int32, row) -> list:
-    """Load what ``store_words`` stores."""
+def load_words(base: Int32, row, chunks: int = CHUNKS) -> list:
+    """Load what ``store_words`` stores of the first chunks of a row."""
     base += row.index * tma.ROW_BYTES + row.member * WORD_BYTES
     swizzle = row.index % SWIZZLE_ROWS
     words = []
-    for chunk in range(CHUNKS):
+    for chunk in range(chunks):
         start = base + (swizzle ^ chunk) * CHUNK_BYTES
         words += [vector_at(start + r * ROW_DISTANCE * tma.ROW_BYTES, 1)[0] for r in range(THREAD_ROWS)]
     return words

@@ -34,6 +34,7 @@ class GradientBuffers(NamedTuple):
     sums: cute.Pointer | None
     results: cute.Pointer | None
     visits: cute.Pointer | None
+    dq: cute.Pointer | None
 
     @classmethod
     def of(cls, config, storage) -> GradientBuffers:

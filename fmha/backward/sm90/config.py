@@ -167,6 +167,22 @@ class BackwardConfig(BackwardKernel):
         return self.late and self.trims and plain and BLOCK < self.rows.qk <= ALONE
 
     @property
+    def sent_spans(self) -> int:
+        """Spans of dQ that go through shared memory and are added by the copy engine (``results.send_queries``), where
+        one consumer makes all of dQ: it would wait for its own additions, which are as slow as L2 is busy. Under a mask
+        both gain; where all queries see all keys, one."""
+        if not self.makes_dq_alone:
+            return 0
+        if self.mask.band or self.mask.has_blocks:
+            return 2 if self.rows.v > BLOCK else 0
+        return 1
+
+    @property
+    def holds_v(self) -> bool:
+        """Whether consumers hold V's second span in registers, so that its room is free for dQ."""
+        return self.sent_spans > 1
+
+    @property
     def trims(self) -> bool:
         """Whether dQ has only the columns that rows have: where these are fewer, up to whole instructions."""
         return self.sum_columns("k") < self.room
@@ -336,6 +352,12 @@ class BackwardConfig(BackwardKernel):
         return self.do_stages - self.late
 
     @property
+    def sent_bytes(self) -> int:
+        """Bytes of dQ on the way to the copy engine, beside what lies where V's second span was."""
+        columns = (0, BLOCK, self.dq_width - BLOCK)[self.sent_spans]
+        return self.tile_m * columns * FP32_BYTES
+
+    @property
     def p_bytes(self) -> int:
         """Bytes of a step's P, if one consumer hands it to the other."""
         return self.tile_m * self.tile_n * ELEMENT_BYTES if self.paired else 0
@@ -364,6 +386,7 @@ class BackwardConfig(BackwardKernel):
                 "partial", 2 * self.partial_bytes, "uint8", memory.TILE_ALIGNMENT, "S, dP",
                 "the other CTA's partial sums",
             ),
+            memory.Region("dq", self.sent_bytes, "uint8", 16, "dQ", "a span of it, fp32, in the sums' order"),
             memory.Region(
                 "visits", self.q_stages * VISIT_WORDS * self.leaves_visits, "int32", 16, "steps",
                 f"{self.q_stages} x query head, query tile, rule",

@@ -49,6 +49,7 @@ from warpspec.fmha.backward.sm90.arithmetic import block_of, keep
 from warpspec.fmha.backward.sm90.config import CONSUMER_BARRIER, CONSUMER_KEYS
 from warpspec.fmha.backward.sm90.products import MMA_K, GradientProducts, products, rows_of
 from warpspec.fmha.backward.sm90.subtraction import ones, subtraction
+from warpspec.fmha.heads import BLOCK
 from warpspec.fmha.sm90.staging import load_words
 
 
@@ -96,20 +97,20 @@ class ConsumerKeys:
         )
 
     def issue_dp(self, step, block: int) -> None:
-        stage = step % self.config.do_stages
-        multiply(
-            self.mma.scores,
-            self.mma.dp,
-            self.mma.v,
-            rows_of(self.mma.do, block, stage),
-            not (self.config.paired or self.config.subtracts),
-            count=self.steps_of(self.config.sizes.v),
-            more=self.subtracted(1, block, step),
-        )
+        config, mma = self.config, self.mma
+        queries = rows_of(mma.do, block, step % config.do_stages)
+        count, more = self.steps_of(config.sizes.v), self.subtracted(1, block, step)
+        if config.holds_v:
+            count = BLOCK // MMA_K
+            held = range(cute.size(mma.held_v, mode=[2]))
+            more = [(mma.held, mma.held_v[None, None, k], queries[None, None, count + k]) for k in held]
+        started = not (config.paired or config.subtracts)
+        multiply(mma.scores, mma.dp, mma.v, queries, started, count=count, more=more)
 
     def subtracted(self, number: int, block: int, step) -> tuple:
         """What ``multiply`` adds to S (0) or dP (1) of a block of queries, if it subtracts the statistics."""
-        return subtraction(self, number, block, step % self.config.q_stages) if self.config.subtracts else ()
+        stage = step % self.config.q_stages
+        return (subtraction(self, number, block, stage),) if self.config.subtracts else ()
 
     def steps_of(self, size: int) -> int | None:
         """Instructions of S or dP where rows have this many elements in memory; None: all of a CTA's."""
@@ -322,6 +323,8 @@ def begin(work):
     channels["v_full"].wait(0)
     if cutlass.const_expr(config.keys_in_registers):
         read_keys(work, work.shared.v, work.mma.v)
+    if cutlass.const_expr(config.holds_v):
+        read_keys(work, work.shared.v + config.tile_n * tma.ROW_BYTES, work.mma.held_v)
     warpgroup.wait_group(0)
     return place, fetched
 
@@ -365,10 +368,11 @@ def start_dp(block, dp: cute.Tensor) -> None:
 
 @cute.jit
 def read_keys(work, base, operand: cute.Tensor):
-    """Read the consumer's rows of K or V (64 columns) into the registers of an operand."""
+    """Read the consumer's rows of a span of K or V into the registers of an operand, which has its first columns."""
     words = cute.recast_tensor(flat(operand), Int32)
     start = base.toint() + work.first_row * tma.ROW_BYTES
-    for i, word in enumerate(load_words(start, PlaceInRows(work.row, work.member))):
+    chunks = cute.size(words) // THREAD_ROWS
+    for i, word in enumerate(load_words(start, PlaceInRows(work.row, work.member), chunks)):
         words[i] = word
 
 

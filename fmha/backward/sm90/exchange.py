@@ -134,6 +134,10 @@ def take_dq(work, step, place, before):
     if cutlass.const_expr(work.config.wanted.q):
         warpgroup.wait_group(int(work.config.wanted.k))
     if cutlass.const_expr(work.config.late):
+        if cutlass.const_expr(not work.config.holds_v):  # noqa: SIM114
+            results.stage_queries(work)
+        elif step > 0:  # now the other consumer has read its V
+            results.stage_queries(work)
         cute.arch.fence_proxy("async.shared", space="cta")
         work.channels["exchanged"].arrive_warp(step)
         if step > 0:
@@ -155,7 +159,11 @@ def add_last(work):
         work.channels["exchanged"].wait(last)
         work.issue_dq(last, mma=other_products(work))
         warpgroup.wait_group(0)
+        if cutlass.const_expr(work.config.sent_spans > 0):
+            results.stage_queries(work)
+            cute.arch.fence_proxy("async.shared", space="cta")
         turns.add(work, last, place)
+        results.wait_sent(work)
 
 
 @cute.jit

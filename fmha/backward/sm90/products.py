@@ -11,7 +11,7 @@ from cutlass.utils import hopper_helpers as hopper
 
 from warpspec.common.device import tma
 from warpspec.fmha.backward.sm90.config import CONSUMER_KEYS
-from warpspec.fmha.heads import BLOCK
+from warpspec.fmha.heads import BLOCK, rounded
 
 ONE_WARPGROUP = (1, 1, 1)
 MMA_K = 16  # rows that one wgmma sums over
@@ -31,7 +31,8 @@ class GradientProducts(NamedTuple):
     k, v, ds (MMA, MMA_M, MMA_K[, STAGE]), q, do, q_columns, do_columns (MMA, MMA_N, MMA_K, STAGE): descriptors of
     shared memory, k and v at D 64 registers. queries, k_columns, dq: a product, its descriptors and its registers for
     each of the consumer's blocks of dQ; dq is None of a block that rows do not have. s, dp, dk, dv: fp32 registers; p,
-    ds_rows: operands in registers, 16 bits.
+    ds_rows: operands in registers, 16 bits. held, held_v: a product whose A is in registers, and V's second span as its
+    A; None unless consumers hold that.
     """
 
     scores: cute.TiledMma
@@ -53,6 +54,8 @@ class GradientProducts(NamedTuple):
     dq: list
     dk: cute.Tensor | None
     dv: cute.Tensor | None
+    held: cute.TiledMma | None
+    held_v: cute.Tensor | None
 
 
 def ring(dtype, base, layout, stages: int, stage_bytes: int) -> cute.Tensor:
@@ -166,6 +169,11 @@ def products(config, dtype, shared, consumer) -> GradientProducts:
             return cute.make_rmem_tensor(scores.partition_shape_A((CONSUMER_KEYS, config.room)), dtype)
         return batched(a(scores, base, layout)[None, 0 if config.paired else consumer, None, 0])
 
+    held, held_v = None, None
+    if config.holds_v:
+        held = make_mma(dtype, K_MAJOR, K_MAJOR, config.block_m, registers=True)
+        columns = rounded(config.rows.v - BLOCK, MMA_K)
+        held_v = cute.make_rmem_tensor(held.partition_shape_A((CONSUMER_KEYS, columns)), dtype)
     own_queries = list(zip(queries, dq_columns, strict=True))
     return GradientProducts(
         scores,
@@ -180,6 +188,8 @@ def products(config, dtype, shared, consumer) -> GradientProducts:
         do_columns=b(spans_v, shared.do, do_columns, **dos_of),
         ds=a(span, ds_base, ds_layout, max(config.ds_stages, 1), config.ds_bytes),
         k_columns=[b(span, base, k_layout, 1, 0) for base in k_bases],
+        held=held,
+        held_v=held_v,
         **registers(config, dtype, consumer, (scores, rows, rows_v, span), own_queries),
     )
 

@@ -50,6 +50,8 @@ def add_queries(work, dq_block: cutlass.Constexpr, place):
     config = work.config
     if cutlass.const_expr(work.mma.dq[dq_block] is None):
         return
+    if cutlass.const_expr(config.sent_spans > 0):
+        send_queries(work, place)
     dq = flat(work.mma.dq[dq_block])
     warp, lane = work.thread // WARP_THREADS, work.thread % WARP_THREADS
     first = own_group(config) * CONSUMERS + work.consumer  # among the consumers of a tile's dQ
@@ -57,9 +59,57 @@ def add_queries(work, dq_block: cutlass.Constexpr, place):
     start = sums_of(work, place, number * WARPS + warp)
     start += (column // COLUMNS * WARP_THREADS + lane) * VECTOR * FP32_BYTES
     each = THREAD_ELEMENTS // VECTOR  # vectors of a subtile
-    for i in cutlass.range_constexpr(cute.size(dq) // VECTOR):
+    for i in cutlass.range_constexpr(config.sent_spans * each, cute.size(dq) // VECTOR):
         place = i // each * WARPS * WARP_ELEMENTS + i % each * WARP_THREADS * VECTOR
         add_vector(start + place * FP32_BYTES, dq, VECTOR * i, keeps=True)
+
+
+@cute.jit
+def stage_queries(work):
+    """Put spans of dQ where the copy engine reads them, each warp its share in the order of the sums. The caller makes
+    them visible to the copy engine."""
+    dq = work.mma.dq[0]
+    if cutlass.const_expr(work.config.sent_spans > 0 and dq is not None):
+        dq, lane = flat(dq), work.thread % WARP_THREADS
+        cute.arch.cp_async_bulk_wait_group(0, read=True)  # its lane has issued the warp's previous additions
+        cute.arch.sync_warp()
+        for first, count, target in spans_sent(work):
+            strides = (1, VECTOR, VECTOR * WARP_THREADS)
+            share = cute.make_tensor(target, cute.make_layout((VECTOR, WARP_THREADS, count), stride=strides))
+            for i in cutlass.range_constexpr(count):
+                cute.autovec_copy(block_of(dq, first + i, VECTOR), share[None, lane, i])
+
+
+@cute.jit
+def send_queries(work, place):
+    """Have the copy engine add what ``stage_queries`` left of a query tile's dQ."""
+    warp = work.thread // WARP_THREADS
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        for number, (_, count, source) in enumerate(spans_sent(work)):
+            size = Int32(count * WARP_THREADS * VECTOR * FP32_BYTES)
+            tma.bulk_add(sums_of(work, place, number * WARPS + warp), source, size)
+        cute.arch.cp_async_bulk_commit_group()
+
+
+def spans_sent(work) -> list:
+    """(first vector, vectors of a thread, the warp's share in shared memory) of each span of dQ that is sent."""
+    config, warp, each = work.config, work.thread // WARP_THREADS, THREAD_ELEMENTS // VECTOR
+    bases, found = [work.shared.dq], []
+    if config.holds_v:
+        bases.insert(0, work.shared.v + config.tile_n * tma.ROW_BYTES)
+    for span, base in enumerate(bases):
+        count = min(cute.size(work.mma.dq[0]) // VECTOR - span * each, each)
+        share = cute.recast_ptr(base, dtype=Float32) + warp * (count * WARP_THREADS * VECTOR)
+        found.append((span * each, count, share.align(VECTOR * FP32_BYTES)))
+    return found
+
+
+@cute.jit
+def wait_sent(work):
+    """Wait until what the copy engine adds has been read, or, if other CTAs are told so, is there."""
+    if cutlass.const_expr(work.config.sent_spans > 0):
+        cute.arch.cp_async_bulk_wait_group(0, read=not work.config.finishes)
 
 
 def add_vector(address, values: cute.Tensor, first: int, *, keeps: bool = False) -> None:
