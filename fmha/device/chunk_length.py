@@ -9,8 +9,9 @@ from cutlass import Boolean, Float32, Int32, Int64
 from warpspec.fmha.line import LEAST_TILES
 
 WHOLE_SHARE = 8  # chunks may be longer by 1 / this of their length if that leaves equal tiles whole
-WHOLE_TILES, PAIR_SHARE = 3, 16  # if pieces are added up: by so many KV tiles, or by 1 / this of it
-BOUND_SHARE = 3  # or by 1 / this, if memory is the bound, which fewer SMs keep as busy
+EVEN_TILES, PAIR_SHARE = 3, 16  # if pieces are added up: by so many KV tiles, or by 1 / this of it
+UNCUT_TILES = 6  # or by so many, if chunks are whole tiles, of which nothing is added up
+BOUND_SHARE = 7  # or by 1 / this, if memory is the bound, which a few SMs less keep as busy
 
 
 def chunk_length(config, line, total, chunks, tile) -> Int64:
@@ -23,11 +24,12 @@ def chunk_length(config, line, total, chunks, tile) -> Int64:
     most = Int64(Float32(total) * (cute.arch.rcp_approx(Float32(chunks)) * Float32(1.0 + 2.0**-20))) + 1
     room = most // WHOLE_SHARE
     if config.scheduler.adds_up:
-        tile = even_length(most, tile)
-        room = most // PAIR_SHARE
-        if config.line_source is None:  # one tile of heads reads a request's keys
+        even, room, tiles = even_length(most, tile), most // PAIR_SHARE, Int64(EVEN_TILES)
+        if config.line_source is None:
+            # One tile of heads reads a request's keys.
             room = Int64(cutlass.select_(Boolean(line.heads == 1), most // BOUND_SHARE, room))
-        room = cutlass.max(Int64(WHOLE_TILES * config.tile_n * config.mask.key_stride), room)
+            tiles = Int64(cutlass.select_(Boolean(even >= tile), Int64(UNCUT_TILES), tiles))
+        tile, room = even, cutlass.max(tiles * Int64(config.tile_n * config.mask.key_stride), room)
     whole = Boolean(tile >= most) & Boolean(tile <= most + room)
     most = Int64(cutlass.select_(whole, tile, most))
     return cutlass.max(most, Int64(LEAST_TILES * config.tile_n * config.mask.key_stride))
