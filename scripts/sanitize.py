@@ -1,13 +1,13 @@
 """compute-sanitizer on the native kernels: small calls, one process each, several at a time.
 
-    python scripts/sanitize.py [--tool racecheck] [--seconds N] [--jobs N] [CASE ...]
+    python scripts/sanitize.py [--tool racecheck ...] [--seconds N] [--jobs N] [CASE ...]
 
 Needs an NVIDIA GPU and compute-sanitizer. Every case is first run without the tool, which compiles its kernels into
-the cache folder, then under the tool with a limit of time. Only warpspec's kernels are instrumented
+the cache folder, then under each tool with a limit of time. Only warpspec's kernels are instrumented
 (``--kernel-name``): torch's would take most of the time. Sizes are a few tiles, because racecheck keeps the history of
-every word of shared memory and slows a kernel down by some thousand times. Prints a line a case: what the tool found,
-or that it did not end. With ``--every-lane`` kernels arrive at mbarriers in the one way that racecheck follows
-(``shared/lane_arrivals.py``).
+every word of shared memory and slows a kernel down by some thousand times. Prints, as they end, a line a case and
+tool: what the tool found, or that it did not end. With ``--every-lane`` kernels arrive at mbarriers in the one way that
+racecheck follows (``shared/lane_arrivals.py``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from unittest import mock
 
@@ -163,24 +163,58 @@ def experts() -> None:
     moe_ffn(rows(4, 256, seed=5), layer, ids, torch.rand(4, 2, device=DEVICE))
 
 
-def gathered() -> None:
-    from warpspec.latent import KeySet, LatentPool, gathered_attention
+def gathered(row_format: str, heads: int) -> Callable[[], None]:
+    """Three queries over chosen rows of a pool."""
 
-    pool = LatentPool.empty(8, 64, "v4-fp8", device=DEVICE)
-    pool.write(torch.arange(512, device=DEVICE), rows(512, 512, seed=1))
-    slots = torch.randint(0, 512, (3, 130), generator=torch.Generator().manual_seed(0)).int().to(DEVICE)
-    gathered_attention(rows(3, 64, 512), [KeySet(pool, slots)])
+    def run() -> None:
+        from warpspec.latent import KeySet, LatentPool, gathered_attention
+
+        pool = LatentPool.empty(8, 64, row_format, device=DEVICE)
+        dim = pool.row_format.dim
+        pool.write(torch.arange(512, device=DEVICE), rows(512, dim, seed=1))
+        slots = torch.randint(0, 512, (3, 130), generator=torch.Generator().manual_seed(0)).int().to(DEVICE)
+        gathered_attention(rows(3, heads, dim), [KeySet(pool, slots)])
+
+    return run
+
+
+def wide(way: str, queries: tuple[int, ...], splits: int = 1) -> Callable[[], None]:
+    """Packed requests at D 512, K and V two tensors. way: name of the ``Way`` to hand out work. splits: parts of the
+    keys, for a way that has parts."""
+
+    def run() -> None:
+        import shared.mutant_cases  # noqa: F401  puts the tests' helpers on the path
+        from helpers.simulate import choosing
+        from helpers.varlen_cases import Packed
+
+        from warpspec.fmha import attention_varlen
+        from warpspec.fmha.plan.cost import Way
+
+        keys = (260, 0, 90)
+        batch = Packed("", seq_q=queries, seq_k=keys, heads_q=4, heads_kv=2, head_dim=512, page_size=16)
+        ways = []
+        with choosing(Way[way], lambda found: not ways.append(found.way), splits=splits):
+            attention_varlen(**batch.arguments(DEVICE))
+        if set(ways) != {Way[way]}:
+            raise RuntimeError(f"its plans hand work out in other ways: {ways}")
+
+    return run
 
 
 CASES: dict[str, Callable[[], None]] = {
     "attention D128 causal": attention_call(150, 300, 4, 2, 128, causal=True),
     "attention D64 window, sink": attention_call(150, 300, 4, 2, 64, window=(60, 0), causal=True, sink=True),
     "attention D256": attention_call(70, 150, 2, 1, 256),
+    "attention D512, a tile a CTA": wide("SINGLE", (70, 0, 5)),
+    "attention D512, in rounds": wide("PERSISTENT", (70, 0, 5)),
+    "attention D512, splits": wide("SPLIT", (3, 0, 5), 3),
+    "attention D512, partitions": wide("PARTITIONS", (2, 0, 1), 3),
     "attention D512, K and V one": attention_call(3, 100, 32, 1, 512, shared=True),
     "attention, split keys": attention_call(1, 700, 8, 2, 128, num_splits=3),
     "attention, packed, pages": packed,
     "gradients D64": gradients(64),
     "gradients D128": gradients(128),
+    "gradients D192/128": gradients(192, 128),
     "gradients D256": gradients(256),
     "gradients apart D64": gradients(64, apart=True),
     "gradients apart D128": gradients(128, apart=True),
@@ -189,7 +223,8 @@ CASES: dict[str, Callable[[], None]] = {
     "softmax, long rows": softmax_rows(2, 70000),
     "softmax and top-k": topk_rows,
     "experts": experts,
-    "gathered attention": gathered,
+    "gathered attention": gathered("v4-fp8", 64),
+    "gathered attention, V3.2": gathered("v3.2-fp8", 128),
     "MLA": mla(False),
     "MLA, Q in e4m3": mla(True),
 }
@@ -206,9 +241,11 @@ def run_case(name: str, every_lane: bool) -> None:
     print(DONE)
 
 
-def sanitized(command: list[str], environment: dict, options: argparse.Namespace) -> tuple[bool, float, str]:
-    """Run a command under the tool: whether it ended, after how many seconds, and all that was printed."""
-    words = ["--tool", options.tool, *options.option]
+def sanitized(
+    tool: str, command: list[str], environment: dict, options: argparse.Namespace
+) -> tuple[bool, float, str]:
+    """Run a command under a tool: whether it ended, after how many seconds, and all that was printed."""
+    words = ["--tool", tool, *options.option]
     began = time.monotonic()
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
@@ -231,24 +268,38 @@ def control(options: argparse.Namespace) -> None:
         binary = f"{folder}/control"
         subprocess.run(["nvcc", "-arch=sm_90a", "-lineinfo", "-o", binary, str(CONTROL)], check=True)
         for i, (way, truth) in enumerate(WAYS.items()):
-            _, _, text = sanitized([binary, str(i)], dict(os.environ), options)
+            _, _, text = sanitized(options.tool[0], [binary, str(i)], dict(os.environ), options)
             said = SUMMARY.findall(text)
             print(f"control, {way} ({truth}): {said[-1] if said else text.strip()[-160:]}", flush=True)
 
 
-def check(name: str, options: argparse.Namespace) -> str:
-    """What the tool says of a case, in a line or a few."""
-    command = [sys.executable, __file__, "--case", name]
-    environment = dict(os.environ)
-    if options.every_lane:  # what is compiled so must not be kept
-        command.append("--every-lane")
-        environment[CACHE_VARIABLE] = ""
-    plain = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if DONE not in plain.stdout:
-        return f"failed without the tool: {(plain.stderr.strip().splitlines() or ['no output'])[-1]}"
-    ended, took, text = sanitized([*OUR_KERNELS, *command], environment, options)
+def compile_case(name: str, options: argparse.Namespace) -> str:
+    """Run a case without the tool. Returns what went wrong, if anything did."""
+    plain = subprocess.run(
+        command_of(name, options), capture_output=True, text=True, env=environment_of(options)
+    )
+    if DONE in plain.stdout:
+        return ""
+    return f"failed without the tool: {(plain.stderr.strip().splitlines() or ['no output'])[-1]}"
+
+
+def command_of(name: str, options: argparse.Namespace) -> list[str]:
+    return [sys.executable, __file__, "--case", name, *(["--every-lane"] if options.every_lane else [])]
+
+
+def environment_of(options: argparse.Namespace) -> dict[str, str]:
+    """With ``--every-lane`` nothing that is compiled may be kept."""
+    return dict(os.environ) | ({CACHE_VARIABLE: ""} if options.every_lane else {})
+
+
+def check(name: str, tool: str, compiled: Future[str], options: argparse.Namespace) -> str:
+    """What a tool says of a case, in a line or a few. compiled: as ``compile_case`` returns it."""
+    if wrong := compiled.result():
+        return wrong
+    command = [*OUR_KERNELS, *command_of(name, options)]
+    ended, took, text = sanitized(tool, command, environment_of(options), options)
     if options.log is not None:
-        (options.log / f"{UNUSUAL.sub('_', name)}.{options.tool}.txt").write_text(text)
+        (options.log / f"{UNUSUAL.sub('_', name)}.{tool}.txt").write_text(text)
     found = [NAME.sub(r"\1", LEADER.sub(" ", each)) for each in dict.fromkeys(FINDING.findall(text))]
     last = SUMMARY.findall(text)
     said = last[-1] if last else f"no summary; last line: {(text.strip().splitlines() or [''])[-1][:160]}"
@@ -261,7 +312,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="CASE", help="part of a case's name")
-    parser.add_argument("--tool", choices=TOOLS, default=TOOLS[0])
+    parser.add_argument("--tool", choices=TOOLS, action="append", help="repeat it for more (racecheck)")
     parser.add_argument(
         "--seconds", type=float, default=SECONDS, help="limit of a case (default %(default)s)"
     )
@@ -280,6 +331,7 @@ def main() -> None:
     )
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    options.tool = options.tool or TOOLS[:1]
     if options.case:
         run_case(options.case, options.every_lane)
         return
@@ -295,9 +347,16 @@ def main() -> None:
         return
     names = [name for name in CASES if not options.names or any(part in name for part in options.names)]
     with ThreadPoolExecutor(options.jobs) as pool:
-        futures = {name: pool.submit(check, name, options) for name in names}
-        for name, future in futures.items():
-            print(f"{name}: {future.result()}", flush=True)
+        compiled = {
+            name: pool.submit(compile_case, name, options) for name in names
+        }  # before any that waits for it
+        found = {
+            pool.submit(check, name, tool, compiled[name], options): f"{name}, {tool}"
+            for tool in options.tool
+            for name in names
+        }
+        for future in as_completed(found):
+            print(f"{found[future]}: {future.result()}", flush=True)
 
 
 if __name__ == "__main__":
