@@ -18,8 +18,12 @@ venv: ## set up .venv (done by the others when needed)
 demo: venv ## run compiled Blackwell kernels on layers of gpt-oss-20b in the simulator (half a minute)
 	@$(PY) scripts/demo.py
 
+# Rewriting asserts, for messages with values, takes each worker 8 s. So only what failed is run again with it. Bytecode
+# is kept, whatever the environment says, for the processes that tests start.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: venv ## all tests that need no GPU and no patience (7 to 10 minutes on 2 cores the first time, less later)
-	@$(PYTEST) -n $(WORKERS) --dist worksteal
+	@$(PYTEST) -n $(WORKERS) --dist worksteal --assert=plain || \
+		{ $(PYTEST) --last-failed --last-failed-no-failures none; exit 1; }
 
 test-long: venv ## the tests marked long (about 2 hours on 2 cores); PART=2/4: a quarter of them
 	@$(PYTEST) -n $(WORKERS) --dist worksteal -m "long and not gpu" $(if $(PART),--part $(PART))

@@ -86,25 +86,42 @@ def test_calls_of_other_sizes_find_their_kernels(name, arch, calls):
     assert not missing
 
 
+FEW_QUERIES, MANY_QUERIES = range(1, 9), range(256, 1025)
+SHORT = 4096  # keys
+
+
 @pytest.mark.parametrize(
-    ("name", "arch", "kv_cache"),
+    ("name", "arch", "kv_cache", "short"),
     [
-        ("llama-3-8b", "sm_90a", "e4m3"),
-        *(long(n, a, c) for n in ("llama-3-8b", "gemma-3-4b") for a in GPUS for c in ("e4m3", "nvfp4")),
+        ("llama-3-8b", "sm_90a", "e4m3", True),
+        *(
+            long(n, a, c, False)
+            for n in ("llama-3-8b", "gemma-3-4b")
+            for a in GPUS
+            for c in ("e4m3", "nvfp4")
+        ),
     ],
 )
-def test_calls_over_codes_find_their_kernels(name, arch, kv_cache):
-    """Sizes in between, with the layer's scales or without."""
+def test_calls_over_codes_find_their_kernels(name, arch, kv_cache, short, monkeypatch):
+    """Sizes in between, with the layer's scales or without. short: a fifth of all sizes."""
     model, target, draw = MODELS[name], native(arch), random.Random(6)
-    calls = ["packed-paged"]
-    ahead = set(needed(model, calls, [64], kv_cache, target, NEAR))
-    missing = set()
+    if short:
+        some = [
+            size
+            for size in models.sizes()
+            if (size.seq_q in FEW_QUERIES or size.seq_q in MANY_QUERIES) and size.seq_k <= SHORT
+        ]
+        monkeypatch.setattr(models, "sizes", lambda: some)
+    ahead, missing = set(needed(model, ["packed-paged"], [64], kv_cache, target, NEAR)), set()
     for _ in range(100):
-        seq_q = draw.choice([draw.randint(1, 8), round(2 ** draw.uniform(3, 12))])
-        size = Sizes(
-            draw.randint(1, min(256, max(32768 // seq_q, 1))), seq_q, seq_q + round(2 ** draw.uniform(0, 16))
-        )
-        found = problem(model, draw.choice(model.layers), size, calls[0], page_size=64)
+        if short:
+            seq_q = draw.choice([draw.choice(FEW_QUERIES), draw.choice(MANY_QUERIES)])
+            seq_k = draw.randint(seq_q, SHORT)
+        else:
+            seq_q = draw.choice([draw.choice(FEW_QUERIES), round(2 ** draw.uniform(3, 12))])
+            seq_k = seq_q + round(2 ** draw.uniform(0, 16))
+        size = Sizes(draw.randint(1, min(256, max(32768 // seq_q, 1))), seq_q, seq_k)
+        found = problem(model, draw.choice(model.layers), size, "packed-paged", page_size=64)
         scaled = draw.random() < 0.5
         found = replace(
             found, format=replace(found.format, kv_format=kv_cache, has_k_scale=scaled, has_v_scale=scaled)
@@ -247,8 +264,9 @@ def test_heads_that_do_not_go_into_ranks(capsys):
     assert "--kv-cache: rows that an indexer selects must be e4m3, got 16-bit" in capsys.readouterr().err
 
 
-def test_a_call_with_tensors_finds_its_kernel():
+def test_a_call_with_tensors_finds_its_kernel(monkeypatch):
     """A decoding step of gpt-oss over pages, as an engine makes it."""
+    monkeypatch.setattr(models, "sizes", lambda: [Sizes(batch, 1, 512) for batch in (2, 4)])
     batch, pages = 3, 40
     q = torch.zeros(batch, 1, 64, 64, dtype=torch.bfloat16)
     k = torch.zeros(batch * pages, 16, 8, 64, dtype=torch.bfloat16)
@@ -279,6 +297,7 @@ def test_what_is_compiled_ahead_is_not_compiled_again(monkeypatch, tmp_path, cap
 
 
 def test_the_command_says_what_it_wants(monkeypatch, capsys):
+    monkeypatch.setattr(models, "sizes", lambda: [Sizes(4, 1, 512), Sizes(1, 4096, 4096)])
     assert aot.main(["--list"]) == 0
     assert {"gpt-oss-120b", "qwen3-8b"} <= set(capsys.readouterr().out.split())
     assert aot.main(["--model", "llama-3-8b", "--calls", "paged", "--page-sizes", "32", "--list"]) == 0

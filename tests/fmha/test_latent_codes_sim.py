@@ -162,7 +162,7 @@ def test_states_of_codes(splits, q_codes, simulate_as, monkeypatch):
     ("heads", "kv_scale", "splits", "q_codes"),
     [
         (5, 1e-15, 3, False),
-        (5, 1e33, 17, False),
+        long(5, 1e33, 17, False),
         long(64, 1e33, 3, False),
         long(64, 1.0, 17, False),
         long(64, 1e30, 17, True),

@@ -105,14 +105,19 @@ def test_equal_tiles_stay_whole(cut):
     assert not torch.equal(results[2], results[1])  # these were cut
 
 
+def shape_of_few(arch: str):
+    """The shape of FEW's tiles, whose kernel other batches take, too, which saves the time to compile another."""
+    few = AttentionProblem.of(**FEW.arguments(), memory=False)
+    with choosing(Way.LINE):
+        return launch.plan(few, replace(SIMULATED[arch], sm_count=5)).config.shape
+
+
 def test_rounds_of_chunks(cut):
     """Whole tiles in all rounds but the last, by the kernel of FEW."""
     batch = Packed(
         "rounds", seq_q=(60, 1, 64, 3), seq_k=(60, 200, 64, 130), heads_q=96, heads_kv=48, causal=True
     )
-    few = AttentionProblem.of(**FEW.arguments(), memory=False)
-    with choosing(Way.LINE):
-        shape = launch.plan(few, replace(SIMULATED["sm_90a"], sm_count=5)).config.shape
+    shape = shape_of_few("sm_90a")
     cut("sm_90a", sm_count=1)
     with choosing(Way.LINE, shape=shape):
         config = launch.plan(
@@ -164,9 +169,10 @@ def test_lengths_that_nobody_checked_touch_nothing_else(cut, arch):
     lse = torch.full((q.shape[1], q.shape[0]), torch.nan)
     cu_seqlens = torch.tensor([5, 2**31 - 1, -7, 0, 1000, 3], dtype=torch.int32)
     arguments |= dict(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, return_lse=True)
-    planned = launch.plan(AttentionProblem.of(**arguments, memory=False), SIMULATED[arch])
-    assert planned.config.scheduler.schedule is Schedule.LINE
-    run_unchecked(arguments, o=o, arch=arch, lse=lse)
+    with choosing(Way.LINE, shape=shape_of_few(arch)):
+        planned = launch.plan(AttentionProblem.of(**arguments, memory=False), SIMULATED[arch])
+        assert planned.config.scheduler.schedule is Schedule.LINE
+        run_unchecked(arguments, o=o, arch=arch, lse=lse)
     assert o[5].isfinite().all()  # the first request begins here
     assert o.nan_to_num(0.0).abs().max() <= v.abs().max()
 

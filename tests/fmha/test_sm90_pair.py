@@ -87,13 +87,18 @@ def test_every_case(simulate, case):
     simulate(replace(case, head_dim=512, shared_kv=True))
 
 
+# Of K and V as one tensor the default suite has MLA's kernel (test_latent_sim): one of D 512 takes 13 s to compile.
+BOTH = pytest.mark.parametrize("shared", long_but([False], [True, False]))
+
+
+@BOTH
 @every_peak
-def test_as_exact_as_torch(simulate_as, steps):
+def test_as_exact_as_torch(simulate_as, steps, shared):
     """Lengths and a sink that change nothing make it the kernel of LENGTHS."""
     simulate_as("sm_90a")
     sink = torch.full((HEADS,), -torch.inf, dtype=torch.bfloat16)  # a case's sinks have its dtype
     lengths = torch.tensor([KEYS], dtype=torch.int32)
-    check_as_exact_as_torch(steps, 512, shared_kv=True, sink=sink, kv_lengths=lengths, return_lse=True)
+    check_as_exact_as_torch(steps, 512, shared_kv=shared, sink=sink, kv_lengths=lengths, return_lse=True)
 
 
 PAGED = Case("pages", batch=2, seq_k=300, heads_q=64, kv_lengths=(300, 70), sink=True, **LATENT)
@@ -141,12 +146,13 @@ def counted(keys: int, heads: int) -> Case:
     return Case("count", seq_k=keys, heads_q=heads, kv_lengths=(keys,), sink=True, **LATENT)
 
 
-def test_every_product_is_computed_once(simulate):
+@BOTH
+def test_every_product_is_computed_once(simulate, shared):
     keys, heads = 256, 128
-    report = simulate(counted(keys, heads), num_splits=1)
+    report = simulate(replace(counted(keys, heads), shared_kv=shared), num_splits=1)
     assert report.launches[0].mma_flops == 2 * 2 * heads * keys * 512
-    m_tiles, row = heads // 64, 2 * 512
-    assert report.launches[0].tma_bytes_loaded == (heads + m_tiles * keys) * row
+    m_tiles, tensors, row = heads // 64, 1 if shared else 2, 2 * 512
+    assert report.launches[0].tma_bytes_loaded == (heads + m_tiles * tensors * keys) * row
 
 
 TILE_BYTES = 64 * 512 * 2  # of 64 keys, and of Q of 64 rows
@@ -167,6 +173,7 @@ def test_one_of_the_ctas_that_share_keys_prefetches_them(simulate, boxes):
     assert Counter(boxes.values()) == {1: 2 * 8, 2: 2 * 8, 3: 3 * 8}
 
 
+@pytest.mark.long
 def test_nothing_is_prefetched_for_few_queries(simulate, boxes):
     """Seven M tiles on two CTAs, one without keys: every box is asked for once."""
     report = simulate(LENGTHS, ctas=2, num_splits=1)

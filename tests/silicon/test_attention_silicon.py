@@ -23,6 +23,7 @@ LONG = (
     "causal-64",
     "causal-128",
     "causal-256",
+    "negative-scale-64",
     "window-sink-64",
     "splits-128",
     "bias-bf16-64",
