@@ -188,6 +188,11 @@ class BackwardKernel:
         return self.cut and self.requests.packed_k
 
     @property
+    def cuts_last_rows(self) -> bool:
+        """Whether the device may leave the key tiles of the first rows whole (``lengths``)."""
+        return self.cuts_on_device and not (self.keeps_requests or self.heads_inside or self.deterministic)
+
+    @property
     def cuts_on_host(self) -> bool:
         """Whether the host cuts by length, all rows or the last ones."""
         return self.cut and self.alike

@@ -197,13 +197,15 @@ def prepare(
         for item in kernels(problem, target, config)
     ]
     window = (forward.window_left or 0, forward.window_right or 0)
-    length = piece_length(problem, config, target, order.slices) if config.cuts_on_device else None
+    length = None
+    if config.cuts_on_device:
+        length = piece_length(problem, config, target, order.slices, order.section)
     cut = cut_tiles(problem, config, order) if config.cuts_by_length and length is None else None
     numbers = (
         *LogitNumbers.of(forward.logits, signed=True),
         forward.logits.scale,
         *window,
-        launched_pieces(config, order, length, cut),
+        launched_pieces(config, forward, order, length, cut),
         order.section,
         cut.most if cut else order.most,
         order.slices,
@@ -231,11 +233,17 @@ def finisher_count(config: BackwardKernel, forward: AttentionProblem, order: Ord
 
 
 def launched_pieces(
-    config: BackwardKernel, order: Order, length: PieceLength | None, cut: CutTiles | None
+    config: BackwardKernel,
+    forward: AttentionProblem,
+    order: Order,
+    length: PieceLength | None,
+    cut: CutTiles | None,
 ) -> int:
     """``BackwardNumbers.pieces``."""
     if config.keeps_requests:
         return length.further if length else 0
+    if config.cuts_last_rows:
+        return length.further * forward.heads_kv * order.slices
     if length:
         return 1  # each has a place of its own
     return cut.pieces if cut else order.pieces
@@ -276,6 +284,10 @@ def workspace_of(prepared: Prepared, problem: BackwardProblem, operands: Operand
     elif length is not None:
         places = key_tiles + length.further + (key_tiles if config.heads_inside and config.ends_early else 0)
         sums, ordered_rows = (forward.heads_kv, places, 1), places + 1
+        if config.cuts_last_rows:
+            further = length.further * forward.heads_kv
+            sums = (1, forward.heads_kv * key_tiles + further, 1)
+            ordered_rows = 2 * key_tiles + further * prepared.order.slices + 1
     elif prepared.cut is not None:
         sums = (forward.heads_kv, operands.q.shape[0] * prepared.cut.pieces, 1)
     if config.slices:
@@ -415,7 +427,8 @@ def arguments_of(
         rows, results = (queries, None) if first else (rows, queries)
     elif prepared.results is not None:
         some = any(each is not None for each in sums) and not config.slices
-        tables = (tile_order if some and config.keeps_requests else None, tile_pieces if some else None)
+        read = some and (config.keeps_requests or config.cuts_last_rows)
+        tables = (tile_order if read else None, tile_pieces if some else None)
         keys = (*sums, gradients.q, *((dk, dv) if config.cut else (None, None)))
         results = (dq_sums, *keys, *lengths, *tables, prepared.scale, order.whole)
     return Arguments(rows, main, results)

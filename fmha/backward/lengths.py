@@ -1,10 +1,11 @@
-"""How long the pieces of packed key tiles are, by simulated list scheduling on the device.
+"""How long the pieces of packed key tiles are, and in which sections, by simulated list scheduling on the device.
 
-A formula of a few sums (``pieces``) does not see how pieces fit the SMs' last rounds. So one CTA's first warp deals the
-pieces to the SMs, a lane for each of the lengths that ``pieces`` considers. Pieces count by their length, in BUCKETS,
-each as long as those in it are on average; SMs by when they are free, in TIMES. As pieces come longest first, the next
-SM is never free earlier than the one before, so that a lane goes through its times once. Of the sections the last
-SECTIONS are dealt; those before them keep all SMs equally busy.
+A formula of a few sums (``pieces``) does not see how pieces fit the SMs' last rounds. So one CTA's first warps deal the
+pieces to the SMs, a lane for each of the lengths that ``pieces`` considers, a warp for each of WAYS: the key tiles of
+all rows are cut, or those of the last section, or of the last two, and all others are whole, which costs no sums.
+Pieces count by their length, in BUCKETS, each as long as those in it are on average; SMs by when they are free, in
+TIMES. The next SM is never free earlier than the one before, so that a lane goes through its times once. Of the
+sections the last SECTIONS are dealt; those before them keep all SMs equally busy.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import NamedTuple
 
 from warpspec.fmha.backward.pieces import NEARLY, PieceLength
 
-BUCKETS, TIMES, SECTIONS = 16, 32, 2
+BUCKETS, TIMES, SECTIONS = 16, 64, 4
+WAYS = 3  # 0: all rows are cut, n: those of the last n sections
 HORIZON = 1.3  # that TIMES cover: of the mean load, or of the longest piece's time if that is more
 # Steps of an SM on average from which pieces are dealt, and key tiles up to which they are: else it takes too long.
 LEAST_STEPS, MOST_TILES = 80.0, 512
@@ -42,20 +44,52 @@ def pieces_of(tiles: Iterable[int], limit: int) -> Pieces:
     return Pieces(counts, steps, cut)
 
 
-def dealt_steps(length: PieceLength, heads: int, found: Pieces, limit: int) -> float:
-    """The time that the pieces of all KV heads take, in steps."""
-    sms, section = round(heads / length.share), round(length.last * heads)
-    load = sum(found.steps) + length.start * sum(found.counts)
-    first = max(-(-heads // section) - SECTIONS, 0) * section
-    base = first * load / sms
-    quantum = (max(heads * load / sms, base + limit + length.start) * HORIZON - base) / TIMES
+class Sections(NamedTuple):
+    """Sections of rows (``schedule``) if a way is taken. whole: rows whose tiles are whole. first: the first row that
+    is dealt. count: sections from there on. section: rows of each, but the last may be short."""
+
+    whole: int
+    first: int
+    count: int
+    section: int
+
+    @classmethod
+    def of(cls, rows: int, section: int, way: int) -> Sections | None:
+        """None if there is no such way."""
+        sections = -(-rows // section)
+        if way >= sections and way:
+            return None
+        dealt = min(sections, SECTIONS)
+        return cls((sections - (way or sections)) * section, (sections - dealt) * section, dealt, section)
+
+
+def dealt_steps(length: PieceLength, heads: int, tiles: Iterable[int], limit: int, way: int) -> float:
+    """The time that all KV heads' key tiles of so many steps take, in steps, if pieces have at most ``limit``. Infinity
+    if there is no such way, or no room for so many pieces."""
+    tiles = list(tiles)
+    sms, most = round(heads / length.share), max(*tiles, 1)
+    sections = Sections.of(heads, round(length.last * heads), way)
+    if sections is None:
+        return math.inf
+    found, uncut = pieces_of(tiles, limit), pieces_of(tiles, most)
+    whole, first = sections.whole, sections.first
+    further = sum(found.counts) - sum(uncut.counts)
+    if further and (further + 1) * (heads - whole) > length.further * heads:
+        return math.inf
+    load, whole_load = (sum(each.steps) + length.start * sum(each.counts) for each in (found, uncut))
+    base = (min(first, whole) * whole_load + max(first - whole, 0) * load) / sms
+    total = (whole * whole_load + (heads - whole) * load) / sms
+    longest = most if whole > first else limit
+    quantum = (max(total, base + longest + length.start) * HORIZON - base) / TIMES
     free = [sms] + [0] * TIMES
     time = last = 0
-    for begin in range(first, heads, section):
+    for number in range(sections.count):
+        begin = first + number * sections.section
+        own = uncut if begin < whole else found
         for bucket in reversed(range(BUCKETS)):
-            count, steps = found.counts[bucket], found.steps[bucket]
+            count, steps = own.counts[bucket], own.steps[bucket]
             taken = max(int((steps / max(count, 1) + length.start) / quantum + 0.5), 1)
-            count *= min(section, heads - begin)
+            count *= min(sections.section, heads - begin)
             while count and time < TIMES:
                 moved, end = min(free[time], count), min(time + taken, TIMES)
                 free[time] -= moved
@@ -63,4 +97,5 @@ def dealt_steps(length: PieceLength, heads: int, found: Pieces, limit: int) -> f
                 count -= moved
                 last = max(last, end if moved else 0)
                 time += count > 0
-    return base + last * quantum + length.cost * found.cut
+    time = max(base + last * quantum, most + length.start if whole else 0.0)
+    return time + length.cost / heads * found.cut * (heads - whole)

@@ -44,10 +44,11 @@ class BackwardOperands(NamedTuple):
     """Operands of the main kernel; absent ones are None. q, k, v, do, kv_lengths, q_start, bias, cu_seqlens_q,
     cu_seqlens_k: as in ``fmha.operands``. statistics, dq_sums: ``features``; turns [Hq, tiles, turn_counts]
     int32. done [batch rows * Hkv + 1] int32, dq: where this kernel makes dQ (``device.finish``). dk, dv: like k.
-    dk_sums, dv_sums [Hkv, key tiles, pieces, tile_n * D] fp32 (``features``): what pieces
-    leave. dbias: like bias, fp32 where it is a sum. tile_order [places + 1, PLACE_NUMBERS] int32: for packed
-    requests, the key tile, or piece of one, of each place, and in the last row how many places are used; where requests
-    come one after another, all ``runs``, and in the last row how many CTAs they have and how many there are.
+    dk_sums, dv_sums [Hkv, key tiles, pieces, tile_n * D] fp32 (``features``): what pieces leave. dbias: like bias, fp32
+    where it is a sum. tile_order [places + 1, PLACE_NUMBERS] int32: for packed requests, the key tile, or piece of one,
+    of each place, and in the last row how many places are used. Where the first rows' tiles may be whole, their order
+    comes before that of pieces, [key tiles + places + 1], and the last row also says how many rows they are. Where
+    requests come one after another, all ``runs``, and in the last row how many CTAs they have and how many there are.
     tile_pieces [key tiles, PIECE_NUMBERS] int32: the place of a tile's first piece, and how many it has; where requests
     come one after another, each request's first run, and how many it has; 0 if its tiles are whole. ranges, q_visits,
     q_counts, q_patterns: as in ``fmha.operands``; seen_by: ``ranges.seen_by``.
@@ -141,7 +142,7 @@ class ResultOperands(NamedTuple):
     """Arguments of the kernel after the main one. dq_sums: ``features``; dk_sums, dv_sums: [Hkv, key tiles, pieces,
     tile_n * D] fp32 (``features``). dq [B, Sq, Hq, D], dk, dv [B, Sk, Hkv, D] are written; where V is K, dk alone, the
     sum of both. tile_order, tile_pieces: as in ``BackwardOperands``; tiles in one piece are not written. scale: the
-    factor of dq and dk. whole: as in ``BackwardNumbers``.
+    factor of dq and dk. whole: as in ``BackwardNumbers``; not read if the device leaves rows whole.
     """
 
     dq_sums: Annotated[Any, Operand(FLOAT32, 3, tile_elements, TMA_ALIGNMENT, "q")]
@@ -152,7 +153,7 @@ class ResultOperands(NamedTuple):
     dv: Annotated[Any, replace(V_ROWS, when="v")]
     cu_seqlens_q: Annotated[Any, Operand(INT32, 1, when="packed")]
     cu_seqlens_k: Annotated[Any, Operand(INT32, 1, when="packed")]
-    tile_order: Annotated[Any, Operand(INT32, 2, PLACE_NUMBERS, when="by_request")]
+    tile_order: Annotated[Any, Operand(INT32, 2, PLACE_NUMBERS, when="reads_order")]
     tile_pieces: Annotated[Any, Operand(INT32, 2, PIECE_NUMBERS, when="by_length")]
     scale: Annotated[Any, Number(FLOAT32)]
     whole: Annotated[Any, Number(INT32)]

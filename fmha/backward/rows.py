@@ -53,7 +53,8 @@ class ResultConfig:
 
     tile_m, tile_n: rows of the tiles of queries and of keys. packed: requests are packed. q: dQ is wanted. k, v: there
     are pieces of dK, of dV to add up. joins: dV is added to dK. by_length: the device decides how many pieces a tile
-    has; by_request: as ``runs`` say. added: pieces have been added up already. rows: as the main kernel's.
+    has; by_request: as ``runs`` say; last_rows: those of the first rows may be whole. added: pieces have been added up
+    already. rows: as the main kernel's.
     """
 
     heads: HeadSizes
@@ -67,6 +68,7 @@ class ResultConfig:
     joins: bool = False
     by_length: bool = False
     by_request: bool = False
+    last_rows: bool = False
     added: bool = False
     rows: HeadSizes | None = None
 
@@ -74,6 +76,11 @@ class ResultConfig:
     def sizes(self) -> HeadSizes:
         """Sizes of rows in memory."""
         return self.rows or self.heads
+
+    @property
+    def reads_order(self) -> bool:
+        """Whether the order of key tiles, or its last row, is read."""
+        return self.by_request or self.last_rows
 
     @property
     def has_v(self) -> bool:
@@ -93,7 +100,8 @@ def result_config(config: BackwardKernel) -> ResultConfig | None:
         (k or v) and config.cuts_by_length and not config.slices,
     )
     by_request = by_length and config.keeps_requests
-    how = (joins, by_length, by_request, config.slices, config.rows)
+    last_rows = by_length and config.cuts_last_rows
+    how = (joins, by_length, by_request, last_rows, config.slices, config.rows)
     return ResultConfig(*sizes, config.format, config.requests.packed_q, config.wanted.q, k, v, *how)
 
 

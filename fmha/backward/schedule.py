@@ -21,10 +21,11 @@ batch rows have different steps, all tiles are cut into the same number of piece
 Where CTAs make few rounds on the SMs, it may be best to cut the last rows' key tiles alone (``rounds``). With lists of
 blocks, of which the host knows no key tile's length, only heads are sliced (``lists``).
 
-Packed requests are cut by the device (``pieces``): it knows their lengths, and cuts only long key tiles. If all
-queries see all keys of their request, there are no sections: CTAs go through the requests, the longest first, and
-within one through its KV heads (``runs``). So the last CTAs are short, and what CTAs read together stays in L2. The
-host decides only whether cutting is possible.
+Packed requests are cut by the device (``pieces``): it knows their lengths, and cuts only long key tiles, those of all
+rows or of the last sections alone (``lengths``). If all queries see all keys of their request, there are no sections:
+CTAs go through the requests, the longest first, and within one through its KV heads (``runs``). So the last CTAs are
+short, and what CTAs read together stays in L2. The host decides only whether cutting is possible, there by guessed
+lengths (``guesses``), as it does how heads are sliced.
 
 Worst case: the busiest SM has at most the mean plus the longest CTA. ``choose_order`` expects this if the lengths are
 as the problem says; with kv_lengths it does not know the longest CTA; with packed requests the longest CTA is at most
@@ -438,9 +439,14 @@ def cut_tiles(problem: BackwardProblem, config: BackwardKernel, order: Order) ->
 
 
 def piece_length(
-    problem: BackwardProblem, config: BackwardKernel, target: Target, slices: int = 1
+    problem: BackwardProblem,
+    config: BackwardKernel,
+    target: Target,
+    slices: int = 1,
+    section: int | None = None,
 ) -> PieceLength:
-    """The numbers by which the device cuts the key tiles of packed requests, where each slice of heads is a row."""
+    """The numbers by which the device cuts the key tiles of packed requests, where each slice of heads is a row.
+    section: rows of a section; None: as they would be chosen."""
     forward, sms = problem.forward, side_by_side(config, target)
     gradients, rows = config.wanted.k + config.wanted.v, forward.heads_kv * slices
     left = 2 * gradients * config.tile_n * forward.head_dim * FP32_BYTES  # there and back
@@ -454,7 +460,7 @@ def piece_length(
     if config.keeps_requests:
         further = math.ceil(min(runs.FURTHER * sms, max(total * rows, 1.0)))
         return PieceLength(cta / step, share, cost, 1.0, further)
-    last = section_of(problem, config, target, ctas, slices) / rows
+    last = min((section or section_of(problem, config, target, ctas, slices)) / rows, 1.0)
     return PieceLength(cta / step, share, cost, last, most_further(share, last, total))
 
 

@@ -14,7 +14,7 @@ from helpers.suites import long, long_but
 from warpspec.common.architecture import architecture
 from warpspec.common.compile import resources
 from warpspec.common.launch import Kernel
-from warpspec.fmha.backward import call, launch
+from warpspec.fmha.backward import call, direct, launch
 from warpspec.fmha.backward.pieces import PieceLength
 from warpspec.fmha.backward.problem import DIFFERENTIABLE
 from warpspec.fmha.backward.schedule import Order
@@ -222,6 +222,26 @@ def test_pieces_by_length(case, deterministic, share, further, dim, monkeypatch,
     assert config.cuts_by_length and config.deterministic == deterministic
     compiled = launch.GRADIENTS.of(architecture("sm_90a")).MAIN.compiled(config, "sm_90a")
     assert all(kernel.local_bytes <= 8 * deterministic for kernel in resources(compiled).values())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("lengths", "heads_q", "heads_kv", "slices"), [((70, 407), 9, 3, 1), ((122, 93, 446), 8, 4, 2)]
+)
+def test_first_rows_are_whole(
+    lengths, heads_q, heads_kv, slices, monkeypatch, simulate_gradients_as, check_order
+):
+    """The device leaves the key tiles of the first KV heads, or slices, whole, and cuts those of the last ones."""
+    cut_into(monkeypatch, Order(pieces=2, section=1, slices=slices))
+    rows, made, allocate = heads_kv * slices, [], direct.allocate
+    length = PieceLength(0.5, rows / 2, 0.4 * rows, 1 / rows, 12)
+    monkeypatch.setattr(launch, "piece_length", lambda *_: length)
+    monkeypatch.setattr(direct, "allocate", lambda *given: made.append(allocate(*given)) or made[-1])
+    simulate_gradients_as("sm_90a", seed=1)
+    sizes = {"lengths_q": lengths, "lengths_k": lengths, "heads_q": heads_q, "heads_kv": heads_kv}
+    compare(Case("", **sizes, head_dim=128, causal=True))
+    order = next(t for t in made[-1] if t.shape[1:] == (6,) and t.dtype == torch.int32)
+    assert 0 < order[-1, 1] < rows
 
 
 @pytest.mark.long

@@ -44,19 +44,18 @@ def sort_key_tiles(
             smem = cutlass.memory.SmemAllocator()
             steps = smem.allocate_tensor(Int32, cute.make_layout(MOST_TILES), byte_alignment=16)
             sums = find_steps(config, operands, window, slices, steps, smem, warps)
-            most = Int32(FAR)
+            most, whole = Int32(FAR), Int32(0)
             if cutlass.const_expr(config.cuts_on_device):
                 deal = Deal.allocate(smem)
                 if sums[0].to(Float32) * length.share >= LEAST_STEPS:
                     rows = operands.k.shape[2] * slices if config.slices else operands.k.shape[2]
-                    most = dealt_length(deal, steps, tiles, length, rows, sums)
-                    most = cutlass.max(most, least_length(config, operands, sums[0]))
+                    most, whole = dealt_length(deal, steps, tiles, length, rows, sums)
                 else:
                     most = most_steps(config, operands, window, length, slices, steps)
-            sort_pieces(config, operands, window, slices, most, place, steps)
+            sort_pieces(config, operands, window, (most, slices), whole, place, steps)
         else:
             most = most_steps(config, operands, window, length, slices)
-            sort_pieces(config, operands, window, slices, most, place)
+            sort_pieces(config, operands, window, (most, slices), Int32(0), place)
 
 
 @cute.jit
@@ -89,36 +88,47 @@ def sort_pieces(
     config: cutlass.Constexpr,
     operands,
     window,
-    slices,
-    most,
+    limits: cutlass.Constexpr,
+    whole,
     place: cutlass.Constexpr,
     steps: cutlass.Constexpr = None,
 ):
-    """Sort pieces of at most ``most`` steps. place: (this CTA, CTAs, their warps). steps: of all tiles, if they have
-    been found."""
+    """Sort pieces, and whole tiles if some rows' may be whole. limits: (most steps of a piece, slices). whole: rows
+    whose tiles are whole. place: (this CTA, CTAs, their warps). steps: of all tiles, if they have been found."""
     thread, _, _ = cute.arch.thread_idx()
     cta, ctas, warps = place
-    tiles, lane, limits = key_tiles_of(config, operands), thread % WARP_THREADS, (most, slices)
+    tiles, lane, most = key_tiles_of(config, operands), thread % WARP_THREADS, limits[0]
+    first_piece = tiles if config.cuts_last_rows else 0  # whole tiles come before
     for tile in cutlass.range(cta * warps + thread // WARP_THREADS, tiles, ctas * warps, unroll=1):
-        own, _, own_pieces = load_at(config, operands, window, tile, limits, steps)
-        before, all_pieces = (Int32(0),) * 2
+        own, own_steps, own_pieces = load_at(config, operands, window, tile, limits, steps)
+        before, before_whole, all_pieces = (Int32(0),) * 3
         for other in cutlass.range(lane, tiles, WARP_THREADS, unroll=1):
-            its, _, its_pieces = load_at(config, operands, window, other, limits, steps)
+            its, its_steps, its_pieces = load_at(config, operands, window, other, limits, steps)
             first_of_both = Boolean(its > own) | (Boolean(its == own) & Boolean(other < tile))
             before += Int32(cutlass.select_(first_of_both, its_pieces, Int32(0)))
+            longer = Boolean(its_steps > own_steps) | (
+                Boolean(its_steps == own_steps) & Boolean(other < tile)
+            )
+            before_whole += Int32(longer)
             all_pieces += its_pieces
-        before, all_pieces = (cute.arch.warp_reduction(each, operator.add) for each in (before, all_pieces))
+        before, before_whole, all_pieces = (
+            cute.arch.warp_reduction(each, operator.add) for each in (before, before_whole, all_pieces)
+        )
         request, number = find_request(operands.cu_seqlens_k, tile, config.tile_n, operands.k.shape[1])
         for piece in cutlass.range(lane, own_pieces, WARP_THREADS, unroll=1):
             row = (tile, request, number, piece, own_pieces, most)
             for i, value in enumerate(row):
-                operands.tile_order[before + piece, i] = value
+                operands.tile_order[first_piece + before + piece, i] = value
         if lane == 0:
+            if cutlass.const_expr(config.cuts_last_rows):
+                for i, value in enumerate((tile, request, number, 0, 1, FAR)):
+                    operands.tile_order[before_whole, i] = value
             if cutlass.const_expr(config.cuts_on_device):
                 operands.tile_pieces[tile, 0] = before
                 operands.tile_pieces[tile, 1] = own_pieces
             if tile == 0:
                 operands.tile_order[operands.tile_order.shape[0] - 1, 0] = all_pieces
+                operands.tile_order[operands.tile_order.shape[0] - 1, 1] = whole
 
 
 @cute.jit
@@ -132,7 +142,9 @@ def load_at(
         its = steps[tile]
         weight, parts = its, Int32(1)
         if cutlass.const_expr(config.cuts_on_device):
-            parts = cutlass.max((its + limits[0] - 1) // limits[0], 1)
+            # as ``lengths.count_pieces`` counts them, so that there is room for all
+            its_parts = its.to(Float32) * cute.arch.rcp_approx(limits[0].to(Float32)) - pieces.NEARLY
+            parts = cutlass.max(Int32(cute.math.ceil(its_parts)), 1)
             weight = (its + parts - 1) // parts
     return weight, its, parts
 
@@ -182,15 +194,18 @@ def most_steps(
         best = cute.arch.warp_reduction(expected, cute.arch.fmin)
         chosen = Int32(cutlass.select_(Boolean(expected == best), own, Int32(0)))
         chosen = cute.arch.warp_reduction(chosen, cutlass.max)
-        most = cutlass.max(chosen, least_length(config, operands, total))
+        most = cutlass.max(chosen, least_length(config, operands, length, total))
     else:
         most = Int32(FAR)
     return most
 
 
-def least_length(config, operands, total) -> Int32:
+def least_length(config, operands, length, total) -> Int32:
     """Steps of the longest piece with which pieces do not outnumber the places."""
     tiles = key_tiles_of(config, operands)
     least = 2 * tiles if config.heads_inside and config.ends_early else tiles
-    further = cutlass.max(operands.tile_order.shape[0] - 1 - least, 1)
+    further = operands.tile_order.shape[0] - 1 - least
+    if cutlass.const_expr(config.cuts_last_rows):
+        further = Int32(length.further)
+    further = cutlass.max(further, 1)
     return (total + further - 1) // further

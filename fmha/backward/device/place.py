@@ -45,7 +45,7 @@ def places_of(config: BackwardKernel, operands, pieces):
 def ctas_of(config: BackwardKernel, operands, pieces, slices, whole):
     """CTAs of a launch, if those that share a key tile count as one. pieces, slices, whole: the launch's numbers."""
     rows = operands.k.shape[2] * (slices if config.slices else 1)
-    if cutlass.const_expr(config.keeps_requests):
+    if cutlass.const_expr(config.keeps_requests or config.cuts_last_rows):
         return key_tiles_of(config, operands) * rows + pieces
     rows *= requests_of(config.requests, operands) if not config.requests.packed_k else 1
     ctas = places_of(config, operands, pieces) * rows
@@ -135,17 +135,31 @@ def listed_heads(config: BackwardKernel, operands, own, first_head, cut) -> tupl
 def packed_tile_at(config: BackwardKernel, operands, window, order, index) -> KeyTile:
     """``key_tile_at`` for packed requests, whose order the first kernel has made. CTAs without a piece come last."""
     _, section, _, slices, _ = order
-    heads, places = operands.k.shape[2], operands.tile_order[operands.tile_order.shape[0] - 1, 0]
+    end = operands.tile_order.shape[0] - 1
+    heads, places = operands.k.shape[2], operands.tile_order[end, 0]
     rows = heads * slices if config.slices else heads
+    first_row, first_place = Int32(0), Int32(0)
+    if cutlass.const_expr(config.cuts_last_rows):
+        tiles, whole = key_tiles_of(config, operands), operands.tile_order[end, 1]
+        cut = Boolean(index >= whole * tiles)
+        index -= Int32(cutlass.select_(cut, whole * tiles, Int32(0)))
+        rows = Int32(cutlass.select_(cut, rows - whole, whole))
+        places = Int32(cutlass.select_(cut, places, tiles))
+        first_row = Int32(cutlass.select_(cut, whole, Int32(0)))
+        first_place = Int32(cutlass.select_(cut, tiles, Int32(0)))
     used = Boolean(index < places * rows)
     index = cutlass.min(index, places * rows - 1)
     place, rest, _ = decode(places, rows, 1, section, index, minimum=cutlass.min)
+    rest += first_row
     tile_index, request, number, piece, pieces, most = (
-        operands.tile_order[place, which] for which in (TILE, REQUEST, NUMBER, PIECE, PIECES, MOST)
+        operands.tile_order[first_place + place, which]
+        for which in (TILE, REQUEST, NUMBER, PIECE, PIECES, MOST)
     )
     pieces = Int32(cutlass.select_(used, pieces, Int32(0)))
     part, kv_head = (rest % slices, rest // slices) if config.slices else (Int32(0), rest)
     sums_place = (kv_head, place if config.cuts_on_device and not config.slices else tile_index, 0)
+    if cutlass.const_expr(config.cuts_last_rows and not config.slices):
+        sums_place = (Int32(0), (kv_head - first_row) * places + place, 0)
     own, cut = (request, number), (piece, pieces, most)
     query_heads = heads_of_slice(config, operands, part, slices)
     return key_tile(config, operands, window, own, kv_head, cut, sums_place, query_heads)

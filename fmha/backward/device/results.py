@@ -109,6 +109,9 @@ def write_share(
     tile_pieces, rows that are not cut)."""
     sums, more, target, cu_seqlens, factor = gradient
     tile_order, tile_pieces, whole = cut
+    places = Int32(0)  # of each head that is cut
+    if cutlass.const_expr(config.last_rows and tile_pieces is not None):
+        places, whole = (tile_order[tile_order.shape[0] - 1, i] for i in range(2))
     rows, vectors = size
     shares, tile_count = shares_of(config, rows, vectors), tiles_of(config, gradient, size, cut)
     head, tile_index = index // (tile_count * shares), index // shares % tile_count
@@ -127,8 +130,10 @@ def write_share(
             )
         else:
             first, pieces = tile_pieces[tile_index, 0], tile_pieces[tile_index, 1]
+            if cutlass.const_expr(config.last_rows):
+                first += (head - whole) * places
         if pieces > 1:
-            own_head = 0 if cutlass.const_expr(config.by_request) else head
+            own_head = 0 if cutlass.const_expr(config.by_request or config.last_rows) else head
             both = tuple(pieces_at(each, own_head, first, pieces) for each in (sums, more))
             write_tile(config, both, place, target, head, own, vectors, factor)
 
