@@ -165,6 +165,36 @@ def test_products_subtract_the_statistics(case, monkeypatch, prepared):
     assert prepared[-1].config.subtracts
 
 
+SENT = [
+    Case(
+        "causal",
+        batch=2,
+        seq_q=700,
+        seq_k=700,
+        heads_q=4,
+        heads_kv=2,
+        causal=True,
+        sink=True,
+        through="o+lse",
+    ),
+    Case("full", batch=2, seq_q=500, seq_k=700, heads_q=3, heads_kv=3, dtype=torch.float16),
+    Case("window", batch=2, seq_q=500, seq_k=600, heads_q=4, heads_kv=2, window=(200, 30), sliced=True),
+    Case("packed-full", **LENGTHS, heads_q=4, heads_kv=4),
+    Case("lists", seq_q=700, seq_k=900, heads_q=4, heads_kv=2, blocks=(False, (1, 4), block_cases.EVEN)),
+]
+
+
+@pytest.mark.parametrize("dim", [72, 80, 96])
+@pytest.mark.parametrize("case", SENT, ids=lambda case: case.id)
+def test_the_copy_engine_adds_dq(case, dim, monkeypatch, prepared):
+    """One or two spans of dQ on their way through shared memory, against float64."""
+    monkeypatch.setattr(launch, "choose_order", lambda *_: Order(1, 1))  # no key tile is cut
+    case = case.with_dim(dim)
+    tensors = case.tensors("cuda")
+    case.check(case.gradients(tensors), tensors, KERNEL_TOLERANCE[case.dtype])
+    assert prepared[-1].config.sent_spans == (1 if case.id in ("full", "packed-full") else 2)
+
+
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_last_rows(deterministic, dim, monkeypatch, prepared):
