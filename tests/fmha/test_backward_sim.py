@@ -14,6 +14,7 @@ from helpers.suites import long, long_but
 from warpspec.common.architecture import architecture
 from warpspec.common.compile import resources
 from warpspec.common.launch import Kernel
+from warpspec.fmha import attention
 from warpspec.fmha.backward import call, direct, launch
 from warpspec.fmha.backward.pieces import PieceLength
 from warpspec.fmha.backward.problem import DIFFERENTIABLE
@@ -119,6 +120,22 @@ def test_pieces(dim, deterministic, monkeypatch, simulate_gradients_as):
     compiled = launch.GRADIENTS.of(architecture("sm_90a")).MAIN.compiled(config, "sm_90a")
     # Two registers of ptxas's choice, where turns are taken as well.
     assert all(kernel.local_bytes <= 8 * deterministic for kernel in resources(compiled).values())
+
+
+@pytest.mark.parametrize(("arch", "apart"), [("sm_90a", False), long("sm_90a", True), long("sm_100a", False)])
+def test_nan_of_the_next_batch_row(arch, apart, monkeypatch, simulate_gradients_as):
+    """A batch row's last tiles have zeros of TMA's past its end, not rows of the next one."""
+    monkeypatch.setattr(launch.apart, "gains", lambda *_: apart)
+    monkeypatch.setattr(launch, "prepare", launch.prepare.__wrapped__)
+    simulate_gradients_as(arch, sm_count=2, seed=1)
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(2, 70, 1, 64, generator=generator).bfloat16() for _ in range(3))
+    for tensor in (q, k, v):
+        tensor[1] = torch.nan
+    call = [tensor.requires_grad_() for tensor in (q, k, v)]
+    attention(*call, causal=True, backend="reference").sum().backward()
+    for tensor in call:
+        assert tensor.grad[0].isfinite().all() and tensor.grad[0, 1:].any(-1).all()
 
 
 SLICED = {

@@ -322,6 +322,11 @@ def with_steps(config: BackwardKernel, operands, tile: KeyTile, last_key, cut) -
     _, seen_end = tile.keys_of(seq_q - 1)
     rows_first, _ = tile.queries_of(0)
     _, rows_end = tile.queries_of(length - 1)
+    # Past the last row of a tensor TMA fills zeros: nothing has to be cleared there.
+    if cutlass.const_expr(not config.requests.packed_q):
+        rows_end = Int32(cutlass.select_(Boolean(rows_end >= seq_q), Int32(FAR), rows_end))
+    if cutlass.const_expr(not (config.requests.packed_k or config.requests.has_kv_lengths)):
+        seen_end = Int32(cutlass.select_(Boolean(seen_end >= length), Int32(FAR), seen_end))
     return replace(
         tile,
         first_step=first_step,
