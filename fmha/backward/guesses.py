@@ -17,6 +17,8 @@ from warpspec.fmha.backward import rounds, runs
 GUESSES = 3
 TOKENS = 0.125  # tokens that there may be beyond those that are known, as a part of these
 LEAST_SHARE = 0.02  # mean length over the longest, at least
+MOST_LENGTHS = 16  # different ones beside the longest
+ENOUGH = 1.02  # time of whole tiles over the mean load, up to which nothing else is tried
 CANDIDATES = (3, 12, 18, 25)  # of ``runs.candidate``, that stand for all
 LEAST_GAIN = 0.01  # fraction of the time that cutting tiles or heads must save
 
@@ -37,22 +39,33 @@ class Choice(NamedTuple):
     cut: bool
 
 
-def guessed_lengths(requests: int, longest: int, tokens: int) -> list[list[int]]:
+class Lengths(NamedTuple):
+    """Requests of one length."""
+
+    length: int
+    count: int
+
+
+def guessed_lengths(requests: int, longest: int, tokens: int) -> list[list[Lengths]]:
     """Lengths of requests in each guess: the longest, and the others as powers of their rank, so that all of them have
-    so many tokens. tokens: as many as are known, fewer than an eighth too few."""
+    so many tokens; neighbours are equal where there are many. tokens: as many as are known, fewer than an eighth too
+    few."""
     found = []
     for guess in range(GUESSES):
         total = tokens * (1 + TOKENS * (guess + 0.5) / GUESSES)
         first, others = min(longest, round(total)), requests - 1
         rest = max(total - first, others)
-        lengths = []
+        lengths = [Lengths(first, 1)]
         if others:
             power = 1 / min(max(rest / others / first, LEAST_SHARE), 1.0) - 1
             place = ((2 * guess + 1) % GUESSES + 0.5) / GUESSES  # of each between two ranks
-            lengths = [first * ((rank + place) / others) ** power for rank in range(others)]
-            scale = rest / sum(lengths)
-            lengths = [min(max(round(length * scale), 1), first) for length in lengths]
-        found.append([first, *lengths])
+            ranks = min(others, MOST_LENGTHS)
+            counts = [(others * (rank + 1)) // ranks - others * rank // ranks for rank in range(ranks)]
+            sizes = [first * ((rank + place) / ranks) ** power for rank in range(ranks)]
+            scale = rest / sum(size * count for size, count in zip(sizes, counts, strict=True))
+            sizes = [min(max(round(size * scale), 1), first) for size in sizes]
+            lengths += map(Lengths, sizes, counts)
+        found.append(lengths)
     return found
 
 
@@ -63,14 +76,14 @@ def choose(
 
     guesses: requests with the steps of all query heads of a KV head. heads: KV heads. numbers: of slices, 1 the first.
     """
-    times = {}
-    for slices in numbers:
+    whole, load = 0.0, 0.0
+    for requests in guesses:
+        layout = runs.lay_out(requests, heads, sms, math.inf, 0.0, 0)
+        whole += dealt_us(layout, sms, costs)
+        load += sum(count * (steps * costs.step + costs.cta) for count, steps in layout.parts) / sms
+    times = {Choice(1, False): whole}
+    for slices in numbers if whole > ENOUGH * load else ():
         sliced = [[runs.Request(steps // slices, tiles) for steps, tiles in requests] for requests in guesses]
-        if slices == 1:
-            whole = [
-                dealt_us(runs.lay_out(each, heads, sms, math.inf, 0.0, 0), sms, costs) for each in sliced
-            ]
-            times[Choice(1, False)] = sum(whole)
         found = [expected_us(requests, heads * slices, slices, sms, costs) for requests in sliced]
         times[Choice(slices, True)] = sum(found) * (1 + LEAST_GAIN)
     return min(times, key=times.__getitem__)

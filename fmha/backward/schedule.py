@@ -272,9 +272,9 @@ def run_order(problem: BackwardProblem, config: BackwardKernel, target: Target) 
         [
             runs.Request(
                 -(-length // config.tile_m) * forward.group,
-                -(-max(length * forward.seq_k // forward.seq_q, 1) // config.tile_n),
+                -(-max(length * forward.seq_k // forward.seq_q, 1) // config.tile_n) * count,
             )
-            for length in lengths
+            for length, count in lengths
         ]
         for lengths in guesses.guessed_lengths(forward.batch, forward.seq_q, forward.least_q)
     ]

@@ -504,11 +504,14 @@ def test_guessed_lengths():
     """The longest request and, within an eighth, the tokens that are known, at any lengths."""
     draw = random.Random(3)
     for _ in range(200):
-        lengths = [draw.randint(1, draw.choice((10, 900, 6000))) for _ in range(draw.randint(1, 20))]
+        lengths = [draw.randint(1, draw.choice((10, 900, 6000))) for _ in range(draw.randint(1, 90))]
         for guess in guesses.guessed_lengths(len(lengths), max(lengths), sum(lengths)):
-            assert len(guess) == len(lengths) and max(guess) <= max(lengths) and min(guess) >= 1
-            assert sum(guess) <= 1.15 * sum(lengths) + len(lengths)
-            assert sum(guess) >= 0.85 * sum(lengths) or len(lengths) == 1
+            assert sum(count for _, count in guess) == len(lengths)
+            assert len(guess) <= guesses.MOST_LENGTHS + 1
+            assert guess[0] == (max(lengths), 1) and all(1 <= length <= max(lengths) for length, _ in guess)
+            tokens = sum(length * count for length, count in guess)
+            assert tokens <= 1.15 * sum(lengths) + len(lengths)
+            assert tokens >= 0.85 * sum(lengths) or len(lengths) == 1
 
 
 def test_slices_are_chosen_without_the_lengths():
@@ -521,7 +524,7 @@ def test_slices_are_chosen_without_the_lengths():
         numbers = [n for n in range(1, group + 1) if group % n == 0]
         requests = requests_of(lengths, group)
         guessed = [
-            requests_of(each, group)
+            requests_of([length for length, count in each for _ in range(count)], group)
             for each in guesses.guessed_lengths(len(lengths), max(lengths), int(0.95 * sum(lengths)))
         ]
         times = {
