@@ -178,10 +178,10 @@ class Constants:
     add: float = 2.0
     add_more: float = 0.15
     add_rows: float = 0.0
-    partition_scan: float = 2.0
+    partition_scan: float = 3.0
     partition_rest: float = 0.15
     partition_last: float = 0.5
-    partition_ends: float = 0.6
+    partition_ends: float = 0.75
     uneven: float = 1.0
 
 

@@ -31,7 +31,8 @@ SCHEDULES = {
 # last round counted. So great a power makes the greater of two rates count.
 EARLIER = replace(
     HOPPER, sm_bytes=47.02, load_power=32.0, reading=1.1, relief=0.0, first_tile=0.0, tile_row=0.1238, hidden=0.1635,
-    alone=103.6, latency=697.9, serial_tile=106.8, round_=0.5864, greedy=0.2752, own_sm=0.75,
+    alone=103.6, latency=697.9, serial_tile=106.8, round_=0.5864, greedy=0.2752, own_sm=0.75, partition_scan=2.0,
+    partition_ends=0.6,
 )  # fmt: skip
 # Constants for warps that convert codes in registers, by bits of a number, with bytes counted as if numbers had 16
 # bits. Fitted to lengths drawn at random and to full ones, in pages, on an H100; those of starts, ends and joins to 13
@@ -84,13 +85,14 @@ LATENT_COSTS = replace(
 # H200s, of which the choice loses 1.6% (2.9% by the constants above; docs/records/2026-11-28-attention-ways.md).
 HALVES_COSTS = replace(
     HOPPER, mma=0.2596, mask=5.93, launch=2.462, round_=0.9968, sm_bytes=88.87, combine=0.7282, combine_bytes=2.818e6,
-    partition_last=0.9293, spread=0.4443, uneven=2.5,
+    partition_last=0.9293, spread=0.4443, uneven=2.5, partition_scan=2.0, partition_ends=0.6,
 )  # fmt: skip
 
 
 # Constants for keys wider than values (192 and 128), whose products take more of a step: three consumers lose
-# nothing to two. By 3 problems of prefill on an H200, where three took 0.94 to 0.98 of the time of two.
-WIDE_KEY_COSTS = replace(HOPPER, team_31=1.005)
+# nothing to two. By 3 problems of prefill on an H200, where three took 0.94 to 0.98 of the time of two. Those of
+# partitions are by one call of few queries (docs/records/2026-11-28-attention-ways.md).
+WIDE_KEY_COSTS = replace(HOPPER, team_31=1.005, partition_scan=4.0, partition_ends=1.0)
 
 
 class HopperChoices(Choices):
