@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, NamedTuple
 
@@ -16,14 +17,16 @@ from warpspec.fmha.heads import CLASSES
 
 THREADS = 256
 VECTOR = 4  # fp32 columns of a thread: one 16-byte load per split
-MEANS_VECTOR, FEW_SPLITS = 8, 16  # fp16 columns of a thread, likewise, of so many splits at most
+MEANS_VECTORS = (VECTOR, 8)  # fp16 columns of a thread, of which eight are one such load
 SEGMENT = WARP_THREADS * VECTOR  # most columns of D for one group of threads with so many each
 BATCH = 4  # splits a thread loads at a time: enough loads in flight, few repeated if there are few splits
-
-
-def vector_of(splits: int, means: bool) -> int:
-    """Columns of a thread that combines so many splits. means: in fp16."""
-    return MEANS_VECTOR if means and splits <= FEW_SPLITS else VECTOR
+# Microseconds by which ``expected`` compares configurations: of a round of loads; of a CTA, of a round in it and of its
+# sum where many groups add up, each times the CTAs of an SM; more where threads have eight columns. Fitted to 318
+# numbers of rows and splits at D 512 on an H200 (docs/notebook/latent.md).
+SMS = 132
+ROUND, CTA, CTA_ROUND, CTA_SUM, WIDE = 0.3, 0.32, 0.127, 0.38, 0.075
+MANY_WAYS = 8
+MOST_ROUNDS = 4  # that were timed; more only where all groups of a CTA take them
 
 
 @dataclass(frozen=True)
@@ -57,13 +60,31 @@ class CombineConfig:
         assert self.normalize or not (self.has_sink or self.has_lse)
 
     @classmethod
-    def of(cls, head_dim: int, num_splits: int, **options) -> CombineConfig:
-        """Choose the configuration for so many splits; options: the other fields."""
-        config, ways = cls(head_dim, **options), 1
-        # One split more than a batch is a second round of loads: better to give it to another group's first round.
-        while ways * BATCH < num_splits and ways < config.groups:
-            ways *= 2
-        return replace(config, ways=ways)
+    def of(
+        cls, head_dim: int, num_splits: int, *, rows: int = 1, vectors: tuple[int, ...] = (VECTOR,), **options
+    ) -> CombineConfig:
+        """Choose the fastest configuration for so many splits of so many rows. vectors: columns that a thread may have;
+        options: the other fields."""
+        found = []
+        for vector in vectors:
+            config, ways = cls(head_dim, vector=vector, **options), 1
+            found.append(config)
+            # One split more than a batch is a second round of loads, or for another group's first round.
+            while ways * BATCH < num_splits and ways < config.groups:
+                ways *= 2
+                found.append(replace(config, ways=ways))
+        timed = [config for config in found if config.rounds(num_splits) <= MOST_ROUNDS]
+        return min(timed or found, key=lambda config: config.expected(num_splits, rows))
+
+    def rounds(self, splits: int) -> int:
+        """Rounds of loads of a thread."""
+        return -(-splits // (self.ways * BATCH))
+
+    def expected(self, splits: int, rows: int) -> float:
+        """Microseconds of combining so many splits of so many rows, with which other configurations are compared."""
+        rounds, ctas = self.rounds(splits), -(-rows * self.segments // self.row_segments)
+        each = CTA + CTA_ROUND * rounds + (CTA_SUM if self.ways >= MANY_WAYS else 0.0)
+        return ROUND * rounds + max(ctas / SMS, 1.0) * each + (WIDE if self.vector > VECTOR else 0.0)
 
     @property
     def columns(self) -> int:
@@ -166,6 +187,7 @@ def combine_splits(
     config = CombineConfig.of(
         o.shape[-1],
         partial_o.shape[0],
+        rows=math.prod(o.shape[:-1]),
         dtype=dtype_name(o.dtype),
         normalize=row_max is None,
         has_sink=sink is not None,

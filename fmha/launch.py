@@ -6,6 +6,7 @@ two if the keys are split.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -19,7 +20,7 @@ from warpspec.common.errors import UnsupportedProblem
 from warpspec.common.launch import Kernel, Target
 from warpspec.common.simulator import joined, simulator
 from warpspec.common.workspace import EMPTY, new_workspace, prepare_reserve, workspace
-from warpspec.fmha.combine import COMBINE, CombineConfig, vector_of
+from warpspec.fmha.combine import COMBINE, MEANS_VECTORS, VECTOR, CombineConfig
 from warpspec.fmha.config import AttentionKernel, Schedule
 from warpspec.fmha.cuts import LineSizes, reading
 from warpspec.fmha.expand import EXPAND, Expanded, expand_config, expanded, other_operands, passes, wide_rows
@@ -239,6 +240,8 @@ def combine_config(problem: AttentionProblem, splits: int, mean_groups: int = 0)
     return CombineConfig.of(
         sizes.v_state,
         splits,
+        rows=math.prod(problem.o_shape[:-1]),
+        vectors=MEANS_VECTORS if mean_groups else (VECTOR,),
         dtype=dtype_name(problem.o_dtype),
         has_sink=problem.has_sink,
         sink_dtype=problem.sink_dtype,
@@ -247,7 +250,6 @@ def combine_config(problem: AttentionProblem, splits: int, mean_groups: int = 0)
         packed=problem.requests.packed_q,
         o_dim=0 if sizes.v == sizes.v_state else sizes.v,
         mean_groups=mean_groups,
-        vector=vector_of(splits, mean_groups > 0),
     )
 
 

@@ -13,7 +13,7 @@ from warpspec.common.launch import Kernel, Target
 from warpspec.common.simulator import joined, simulator
 from warpspec.common.strides import regular_strides
 from warpspec.common.workspace import EMPTY, new_workspace, prepare_reserve, workspace
-from warpspec.fmha.combine import COMBINE, CombineConfig, vector_of
+from warpspec.fmha.combine import COMBINE, MEANS_VECTORS, VECTOR, CombineConfig
 from warpspec.fmha.config import AttentionKernel
 from warpspec.fmha.cuts import LineSizes, reading
 from warpspec.fmha.launch import means_of, partial_blocks, piece_blocks
@@ -135,12 +135,13 @@ def make_plan(problem: GatheredProblem, target: Target) -> GatheredPlan:
         combine = CombineConfig.of(
             VALUE_DIM,
             splits,
+            rows=problem.tokens * problem.heads,
+            vectors=MEANS_VECTORS if config.output.means else (VECTOR,),
             dtype="bfloat16" if problem.normalize else "float32",
             normalize=problem.normalize,
             has_sink=problem.has_sink,
             has_lse=problem.return_lse,
             mean_groups=config.mean_groups,
-            vector=vector_of(splits, config.output.means),
         )
     together = groups if line else cluster  # neighbouring CTAs that are in step
     ctas = target.sm_count // together * together
