@@ -152,7 +152,8 @@ def test_states_of_codes(splits, q_codes, simulate_as, monkeypatch):
         for backend in ("sim", "reference")
     )
     some = wanted.row_sum > 0
-    assert (found.row_max - wanted.row_max)[some].abs().max() < 1e-3
+    rtol = 2 * SHORTFALL if q_codes else 0.0  # the simulator's sums of codes are exact
+    torch.testing.assert_close(found.row_max[some], wanted.row_max[some], rtol=rtol, atol=1e-3)
     assert (found.row_sum / wanted.row_sum - 1)[some].abs().max() < 1e-3
     assert not found.row_sum[~some].any() and (found.row_max[~some] == -torch.inf).all()
     assert relative_error(found.o, wanted.o) <= 4e-3
