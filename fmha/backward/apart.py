@@ -72,6 +72,8 @@ LEAST_TOKENS = (
 LONGEST_ROW, LONGEST_REQUEST = 2048, 6144  # of the calls that were timed; of packed ones at D 192
 # Of the expected times, from which the kernels apart are taken: up to D 128; at D 192 and of packed requests.
 LEAST_RATIO, LEAST_OTHER_RATIO = 1.02, 0.97
+# The same of packed requests with grouped heads of D 128: one main kernel cuts key tiles, which ``as_alike`` does not.
+GROUPED_RATIO = 1.05
 FEW_ROUNDS = 6  # rounds of packed requests' tiles, up to which CTAs are not persistent: the GPU balances them
 
 
@@ -85,6 +87,8 @@ def gains(problem: BackwardProblem, config: BackwardKernel, target: Target) -> b
     if max(problem.forward.seq_q, problem.forward.seq_k) > longest:
         return False
     least = LEAST_OTHER_RATIO if config.packed or wide else LEAST_RATIO
+    if config.packed and problem.forward.group > 1 and config.heads.qk == 2 * BLOCK:
+        least = GROUPED_RATIO
     if config.packed:
         if problem.forward.window_left is not None:
             return False

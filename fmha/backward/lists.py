@@ -99,7 +99,9 @@ def choose(
             break
         join = starts.join if slices > 1 else 0.0
         gain = 1 + LEAST_GAIN * (slices > 1)
-        for section, cost in ((section_of(slices), gain), (rows * slices, gain * (1 + SECTION_GAIN))):
+        few = section_of(slices)
+        sections = {few: gain, -(-few // slices) * slices: gain}  # also of all slices of some KV heads
+        for section, cost in {rows * slices: gain * (1 + SECTION_GAIN), **sections}.items():
             for most in {0, round(steps[0]) * -(-group // slices)} if slices > 1 else {0}:
                 # CTAs of a key tile stand together where they do not have as many heads.
                 uneven = most or group % slices

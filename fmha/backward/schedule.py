@@ -71,6 +71,8 @@ LAST_WAIT = 0.15  # fraction of the longest CTA's time that an SM waits in the e
 LEAST_GAIN = 0.03  # fraction of the time that cutting tiles must save
 ROUNDS = 0.6  # CTAs of a section for each SM, about, at least
 L2_SHARE = 0.8  # fraction of the L2 for what a section reads and adds to
+# The same of packed requests with a query head a KV head, without K, V, dK and dV, and up to which D of the tile.
+HEADS_L2_SHARE, HEADS_L2_DIM = 1.25, 192
 BEYOND_L2 = 1.9  # reads of concurrent key tiles, in L2 sizes, from which heads_inside gains
 SLICES_BEYOND_L2 = 2.05  # the same of slices
 INNER_HEADS = 2
@@ -81,6 +83,7 @@ SLICE_BYTES = 1.25  # reads of concurrent key tiles of a slice, in L2 sizes, at 
 SLICE_STEPS = 14  # of a key tile's slice of packed requests, on average, from which slices gain
 FEW_CTAS = 1.05  # key tiles, in SMs, up to which slices gain although all heads would fit L2
 FEW_HEADS = 2  # of such a slice; of one of packed requests, at least
+ONE_HEAD_BEYOND_L2 = 3.6  # L2 sizes read together, from which a slice has one head if there is no other
 EVEN_SECTIONS = 1.5  # factor by which the number of sections may change so that all are equal
 COUNTED_ROUNDS = 16  # CTAs per SM from which the mean predicts the busiest SM's load
 
@@ -242,7 +245,8 @@ def slices_of(problem: BackwardProblem, config: BackwardKernel, steps: Sequence[
     number that leaves a slice at most SLICE_HEADS heads and little more to read than L2 holds. With a window, key tiles
     go through the heads in step, and read one at a time.
 
-    steps: of each key tile. Slices of packed requests have at least SLICE_STEPS on average, and FEW_HEADS heads."""
+    steps: of each key tile. Slices of packed requests have at least SLICE_STEPS on average, and FEW_HEADS heads, unless
+    these do not divide the group and key tiles read ONE_HEAD_BEYOND_L2 times as much as L2 holds."""
     forward, packed = problem.forward, config.requests.packed_k
     group = forward.group
     if forward.window_left is not None and even(steps):
@@ -261,8 +265,14 @@ def slices_of(problem: BackwardProblem, config: BackwardKernel, steps: Sequence[
     if together < SLICES_BEYOND_L2 * target.l2_bytes:
         return 1
     numbers = [n for n in range(2, group + 1) if group % n == 0 and group // n <= SLICE_HEADS]
-    numbers = [n for n in numbers if together <= n * SLICE_BYTES * target.l2_bytes] or [group]
-    return next((n for n in numbers if n <= most and (not packed or group // n >= FEW_HEADS)), 1)
+    fitting = [n for n in numbers if together <= n * SLICE_BYTES * target.l2_bytes]
+    if not packed:
+        return next((n for n in fitting or [group] if n <= most), 1)
+    several = [n for n in numbers if group // n >= FEW_HEADS]
+    found = [n for n in fitting if n in several] or several[-1:]
+    if not several and together >= ONE_HEAD_BEYOND_L2 * target.l2_bytes:
+        found = [group]
+    return next((n for n in found if n <= most), 1)
 
 
 def run_order(problem: BackwardProblem, config: BackwardKernel, target: Target) -> Order:
@@ -369,6 +379,11 @@ def section_of(
     rows = problem.forward.heads_kv * slices * (1 if config.requests.packed_k else problem.forward.batch)
     least = math.ceil(ROUNDS * target.sm_count / max(ctas, 1))
     fit = int(L2_SHARE * target.l2_bytes // (row_bytes(problem) / slices + key_bytes(problem)))
+    one_head = problem.forward.group == 1 and problem.forward.window_left is None
+    small = one_head and config.heads.qk <= HEADS_L2_DIM
+    if small and config.requests.packed_k and not config.deterministic:
+        read = row_bytes(problem) * config.heads.qk / problem.forward.head_dim  # without padding
+        fit = int(HEADS_L2_SHARE * target.l2_bytes // read)
     sections = -(-rows // fit) if fit > least else max(1, round(rows / least))
     near = range(math.ceil(sections / EVEN_SECTIONS), min(int(sections * EVEN_SECTIONS), rows) + 1)
     sections = min(
