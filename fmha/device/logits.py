@@ -3,10 +3,12 @@
 A soft cap is cap * tanh(x / cap) with tanh(y) = 1 - 2 / (exp(2 y) + 1): good to 1e-5, where the tanh instruction's
 2**-11 would show in the weights. The special-function unit would then compute three results per score: two exponentials
 and a reciprocal. Where this is the bottleneck, the idle multiply-add units compute the reciprocal: an estimate from the
-number's bits, and two Newton steps.
+number's bits, and two Newton steps. Small scores need none of these results: there tanh is a polynomial.
 """
 
 from __future__ import annotations
+
+import math
 
 import cutlass
 import cutlass.cute as cute
@@ -21,6 +23,11 @@ RECIPROCAL_BITS = 0x7EF33770
 RECIPROCAL_STEPS = (2.00149958, 2.00000104)
 # From this exponent (log2) of its exponential on, tanh rounds to 1 in fp32; the exponential stays finite.
 LARGEST_EXPONENT = 60.0
+# Up to SMALL_ARGUMENT tanh(x) is x times a polynomial in x**2, with a relative error of 2.4e-7: its coefficients. Those
+# of a polynomial of scores are normal numbers if the factor's magnitude is between the FACTORS.
+SMALL_ARGUMENT = 0.45
+TANH = (0.9999997567465688, -0.33329467206686664, 0.13236369131250664, -0.04602819371981982)
+FACTORS = 2.0**-14, 2.0**14
 SMALLEST_NORMAL = 2.0**-126
 
 
@@ -58,6 +65,36 @@ def cap_score(logits, score: Float32, numbers: LogitNumbers, place: int) -> Floa
     denominator = cute.math.exp2(exponent, fastmath=True) + Float32(1.0)
     inverse = reciprocal(denominator) if newton else cute.arch.rcp_approx(denominator)
     return inverse * (numbers.cap * Float32(-2.0)) + numbers.cap
+
+
+def are_small(scores: cute.Tensor, numbers: LogitNumbers) -> Boolean:
+    """Whether ``cap_small`` may cap scores (n); NaN is ignored."""
+    chains = [cute.math.absf(scores[i]) for i in range(2)]
+    for i in range(2, cute.size(scores)):
+        chains[i % 2] = cute.arch.fmax(chains[i % 2], cute.math.absf(scores[i]))
+    factor, (least, most) = cute.math.absf(numbers.factor), FACTORS
+    exponent = cute.arch.fmax(chains[0], chains[1]) * factor
+    suited = Boolean(factor >= least) & Boolean(factor <= most)
+    return suited & Boolean(exponent <= 2 * LOG2_E * SMALL_ARGUMENT)
+
+
+def was_large(reference: Float32, numbers: LogitNumbers) -> Boolean:
+    """Whether a reference, in log2 units, says that a score was not small."""
+    return Boolean(reference > numbers.cap * Float32(math.tanh(SMALL_ARGUMENT)))
+
+
+def cap_small(scores: cute.Tensor, numbers: LogitNumbers) -> None:
+    """Soft-cap small scores (n) in place, as ``cap_score`` does, without the special-function unit."""
+    argument = numbers.factor * Float32(0.5 / LOG2_E)  # of a score of 1
+    term, terms = numbers.cap * argument, []
+    for coefficient in TANH:
+        terms.append(term * Float32(coefficient))
+        term = term * argument * argument
+    for i in range(cute.size(scores)):
+        square, total = scores[i] * scores[i], terms[-1]
+        for term in reversed(terms[:-1]):
+            total = total * square + term
+        scores[i] = scores[i] * total
 
 
 def reciprocal(x: Float32) -> Float32:

@@ -266,6 +266,12 @@ class AttentionConfig(AttentionKernel):
         return self.kv.k_bytes if self.p_in_keys else self.p_bytes
 
     @property
+    def caps_small(self) -> bool:
+        """Whether small scores are capped by a polynomial (``softmax.cap_scores``). At D 256 it does not pay."""
+        plain = self.logits.softcap and self.logits.bias is None and not self.narrows_q
+        return plain and self.heads.v <= 128
+
+    @property
     def leaves_means(self) -> bool:
         """Whether pieces leave means of values in fp16 (``add_up``): half the bytes, and an eighth of what rounding to
         bf16 adds to o. States that a caller gets are sums in fp32; those of few rows are small, and take longer as

@@ -440,13 +440,16 @@ def weigh(work, step, state, masked: cutlass.Constexpr, seen: cutlass.Constexpr 
     new = []
     if cutlass.const_expr(config.mask.sparse):
         work.hide_both(step, seen)
+    caps = config.caps_small and not masked
+    if cutlass.const_expr(caps):
+        softmax.cap_scores(config.logits, scores, work.numbers, references)
     for r in cutlass.range_constexpr(THREAD_ROWS):
         row, numbers = work.rows[r], work.numbers_of(r)
         score_unit = unit(config.logits, numbers)
         origin = first_key + PAIR * row.member  # key of element 0
         if cutlass.const_expr(config.logits.bias is not None):
             bias.add(config, scores, r, work.biases[r], origin, numbers, masked)
-        elif cutlass.const_expr(config.logits.in_powers):
+        elif cutlass.const_expr(config.logits.in_powers and not caps):
             map_scores(config.logits, scores, elements(scores, r), numbers)
         if cutlass.const_expr(masked and not config.mask.sparse):
             work.hide(scores, r, step, seen)

@@ -5,8 +5,11 @@ r: which of the thread's rows (``fragment``).
 
 from __future__ import annotations
 
-from cutlass import Float32, Int32, cute
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
 
+from warpspec.fmha.device.logits import LogitNumbers, are_small, cap_small, map_scores, was_large
 from warpspec.fmha.device.softmax import offset_of
 from warpspec.fmha.sm90.fragment import THREAD_ROWS, elements
 
@@ -25,6 +28,23 @@ def maximum(scores: cute.Tensor, r: int) -> Float32:
     for n, i in enumerate(own[2:]):
         chains[n % 2] = cute.arch.fmax(chains[n % 2], scores[i])
     return cute.arch.fmax(chains[0], chains[1])
+
+
+@cute.jit
+def cap_scores(
+    logits: cutlass.Constexpr, scores: cute.Tensor, numbers: LogitNumbers, references: cutlass.Constexpr
+):
+    """Soft-cap all scores of a KV tile that every row sees: by a polynomial if those of the warp are small. A score
+    then takes one result of the special-function unit, not three. references: the rows'; once they say that some score
+    was large, the warp does not look any more."""
+    small = not cute.arch.vote_any_sync(was_large(cute.arch.fmax(*references), numbers))
+    if small:
+        small = cute.arch.vote_all_sync(are_small(scores, numbers))
+    if small:
+        cap_small(scores, numbers)
+    else:
+        for r in cutlass.range_constexpr(THREAD_ROWS):
+            map_scores(logits, scores, elements(scores, r), numbers)
 
 
 def exponentiate(scores: cute.Tensor, r: int, reference, unit) -> Float32:

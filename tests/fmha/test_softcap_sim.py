@@ -70,6 +70,18 @@ def test_bias_is_not_capped(arch, simulate_as):
     )
 
 
+@pytest.mark.parametrize("scale", [0.125, -0.125, 2.0**-60])
+def test_small_and_large_scores(scale, simulate_as):
+    """Warps cap small scores by a polynomial: those of every second warp are, just within its range and beyond."""
+    simulate_as("sm_90a", small=True)
+    case = Case("small", seq_q=64, seq_k=320, scale=scale, softcap=16.0)
+    inputs = arguments(case)
+    inputs["q"] *= 0.125 / abs(scale) if abs(scale) < 0.1 else 1.0
+    inputs["q"][:, 16:32] *= 20
+    inputs["q"][:, 48:64] *= torch.linspace(1, 2, 16).bfloat16()[:, None, None]
+    check(case, attention(**inputs, out=poisoned_out(case), return_lse=True, backend="sim"), inputs)
+
+
 def test_the_definition():
     """The reference against float64; a cap of 0 is none, a large one hardly any; the union of two states."""
     case = Gradients("definition", seq_q=30, seq_k=50, causal=True, sink=True, scale=1.5, softcap=4.0)
