@@ -308,6 +308,11 @@ class BackwardKernel:
         return (self.mask.band and not self.mask.has_blocks) or self.requests.ends_in_tile
 
     @property
+    def clears_in_two_loops(self) -> bool:
+        """Which loops clear rows in shared memory (``device.clear``)."""
+        return False
+
+    @property
     def whole(self) -> bool:
         """Whether every query sees every key."""
         masked = self.mask.uneven or self.requests.has_kv_lengths

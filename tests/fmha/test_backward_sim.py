@@ -14,7 +14,7 @@ from helpers.suites import long, long_but
 from warpspec.common.architecture import architecture
 from warpspec.common.compile import resources
 from warpspec.common.launch import Kernel
-from warpspec.fmha import attention
+from warpspec.fmha import attention, attention_varlen
 from warpspec.fmha.backward import call, direct, launch
 from warpspec.fmha.backward.pieces import PieceLength
 from warpspec.fmha.backward.problem import DIFFERENTIABLE
@@ -136,6 +136,25 @@ def test_nan_of_the_next_batch_row(arch, apart, monkeypatch, simulate_gradients_
     attention(*call, causal=True, backend="reference").sum().backward()
     for tensor in call:
         assert tensor.grad[0].isfinite().all() and tensor.grad[0, 1:].any(-1).all()
+
+
+@pytest.mark.parametrize("dim", [96, long(64)])
+def test_nan_of_the_next_request(dim, monkeypatch, simulate_gradients_as):
+    """A request's last tiles have rows of the next one, which are cleared; without a mask, too."""
+    monkeypatch.setattr(launch.apart, "gains", lambda *_: False)
+    monkeypatch.setattr(launch, "prepare", launch.prepare.__wrapped__)
+    simulate_gradients_as("sm_90a", sm_count=2, seed=1)
+    generator = torch.Generator().manual_seed(1)
+    call = [torch.randn(140, 1, dim, generator=generator).bfloat16() for _ in range(3)]
+    for tensor in call:
+        tensor[70:] = torch.nan
+        tensor.requires_grad_()
+    starts = torch.tensor([0, 70, 140], dtype=torch.int32)
+    attention_varlen(
+        *call, starts, cu_seqlens_k=starts, max_seqlen_q=70, backend="reference"
+    ).sum().backward()
+    for tensor in call:
+        assert tensor.grad[:70].isfinite().all() and tensor.grad[:70].any(-1).all()
 
 
 SLICED = {

@@ -22,6 +22,7 @@ CASES = {
         Case("packed", lengths_q=(150, 0, 90), lengths_k=(150, 5, 200), heads_q=1, window=(70, 20)),
         WHOLE,
     ),
+    "packed-full": (Case("packed-full", lengths_q=(150, 0, 90), lengths_k=(150, 5, 200), heads_q=1), WHOLE),
     "pieces": (Case("pieces", seq_q=250, seq_k=150, heads_q=2, causal=True), Order(pieces=2, section=1)),
     "slices": (
         Case("slices", seq_q=130, seq_k=140, heads_q=4, causal=True),

@@ -11,7 +11,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from warpspec.common.device import tma
-from warpspec.common.hardware import VECTOR_BYTES
+from warpspec.common.hardware import VECTOR_BYTES, WORD_BYTES
+
+ROW_VECTORS = tma.ROW_BYTES // VECTOR_BYTES
 
 
 @cute.jit
@@ -53,6 +55,9 @@ def clear_rows(work, name: cutlass.Constexpr, base, first, end):
     """Clear rows of a tile of "q", "k", "v" or "do" outside [first, end). Blocks of 64 columns lie one after another,
     128 bytes a row."""
     rows = work.config.tile_n if cutlass.const_expr(name in ("k", "v")) else work.config.tile_m
+    if cutlass.const_expr(work.config.clears_in_two_loops):
+        clear_in_two_loops(work, name, base, first, end, rows)
+        return
     vectors = work.config.tile_bytes(name) // VECTOR_BYTES
     zeros = cute.make_rmem_tensor(4, Int32)
     zeros.fill(0)
@@ -62,3 +67,28 @@ def clear_rows(work, name: cutlass.Constexpr, base, first, end):
             at = base.toint() + i * VECTOR_BYTES
             pointer = cute.make_ptr(Int32, at, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
             cute.autovec_copy(zeros, cute.make_tensor(pointer, cute.make_layout(4)))
+
+
+@cute.jit
+def clear_in_two_loops(work, name: cutlass.Constexpr, base, first, end, rows: cutlass.Constexpr):
+    """``clear_rows`` by a loop over the rows before ``first``, and one over those from ``end`` on."""
+    own, each = (
+        work.index // ROW_VECTORS,
+        work.threads // ROW_VECTORS,
+    )  # rows that all threads clear at a time
+    before = cutlass.min(cutlass.max(first, 0), rows)
+    column = base.toint() + work.index % ROW_VECTORS * VECTOR_BYTES
+    spans = work.config.tile_bytes(name) // (rows * tma.ROW_BYTES)
+    for begin, stop in ((Int32(0), before), (cutlass.max(end, before), Int32(rows))):
+        for row in cutlass.range(begin + own, stop, each, unroll=1):
+            clear_row(column + row * tma.ROW_BYTES, rows * tma.ROW_BYTES, spans)
+
+
+def clear_row(address, span_bytes: int, spans: int) -> None:
+    """Clear 16 bytes of a row of each span."""
+    zeros = cute.make_rmem_tensor(VECTOR_BYTES // WORD_BYTES, Int32)
+    zeros.fill(0)
+    for span in range(spans):
+        at = address + span * span_bytes
+        pointer = cute.make_ptr(Int32, at, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
+        cute.autovec_copy(zeros, cute.make_tensor(pointer, zeros.layout))
