@@ -29,11 +29,14 @@ class Taken:
 
 
 def taken_of(trace: LaunchTrace) -> Taken | None:
-    """What the recorded CTAs took from a queue; None unless there is one."""
+    """What the recorded CTAs took from a queue; None unless there is one, from which all of them take. Where some do
+    other work (main kernels of attention's gradients), no CTA stands for all others."""
     if not trace.stride:
         return None
     counters = takers(trace.program)
     counts = [max(sum(_block(e) in counters for e in warp) for warp in cta.warps) for cta in trace.ctas]
+    if not all(count or cta.more_steps for count, cta in zip(counts, trace.ctas, strict=True)):
+        return None
     most = int(np.argmax(counts))
     cta = trace.ctas[most]
     return Taken(cta.cluster, counts[most] * cta.longer, _sizes(cta, 1 + counts[most]))

@@ -16,6 +16,7 @@ STEADY = H100.with_constants(hbm_start_mb=0.0)  # HBM has its full rate from the
 QUEUE = (
     """
   ld.param.u64 %rd1, [out]; mov.u32 %r1, %ctaid.x; mov.b32 %f0, 0f3F800000; mov.b32 %f1, 0f3F000000;
+  setp.lt.u32 %p3, %r1, {others}; @%p3 bra OUT;
 NEXT:
   setp.ge.s32 %p1, %r1, {pieces}; @%p1 bra OUT; mov.b32 %r3, {steps};
 WORK:
@@ -30,12 +31,13 @@ OUT: st.global.b32 [%rd1+64], %f0;
 )
 
 
-def queued(pieces: int, grid: int, sample: int | None, counter=None, steps: int = 32):
-    """The trace of CTAs of one thread that take pieces of ``steps`` barriers each. counter: uint32 [64], its first."""
+def queued(pieces: int, grid: int, sample: int | None, counter=None, steps: int = 32, others: int = 0):
+    """The trace of CTAs of one thread that take pieces of ``steps`` barriers each. counter: uint32 [64], its first.
+    others: so many CTAs, the first ones, take none."""
     counter = np.zeros(64, np.uint32) if counter is None else counter
     shared = ".shared .align 128 .b8 sm[204800];"
     with sim.recording(sample):
-        body = QUEUE.format(pieces=pieces, steps=steps)
+        body = QUEUE.format(pieces=pieces, steps=steps, others=others)
         options = {"target": "sm_90a", "grid": (grid, 1, 1), "block": (1, 1, 1), "variables": shared}
         return launch(body, {"out": counter}, **options).trace
 
@@ -50,6 +52,13 @@ def test_a_sampled_cta_takes_its_share_of_a_queue():
     found = Grid(sampled, H100, cold=False, use_sass=False).predict(H100)
     assert found.clocks - found.overhead == pytest.approx(6 * piece, rel=0.08)
     assert taken_of(queued(12, 12, None)) is None  # the whole grid ran
+
+
+def test_a_cta_that_takes_pieces_stands_for_none_that_does_not():
+    """As the last CTAs of a main kernel of attention's gradients, which make dQ of key tiles that others do."""
+    sampled = queued(62, 12, 2, others=11)
+    assert sampled.stride == 12 and taken_of(sampled) is None
+    assert Grid(sampled, H100, cold=False, use_sass=False).predict(H100).clocks > 0
 
 
 def test_a_queue_s_counter_is_as_before_the_launch():
