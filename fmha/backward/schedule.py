@@ -171,8 +171,8 @@ def side_by_side(config: BackwardKernel, target: Target) -> int:
 def dealt(problem: BackwardProblem, config: BackwardKernel, target: Target) -> tuple[int, rounds.Dealt]:
     """Choose the order by simulation: (slices, the order and its time)."""
     forward, sms, found = problem.forward, side_by_side(config, target), {}
-    steps = sorted(tile_steps(problem, config), reverse=True)
     gradients, tiles = config.wanted.k + config.wanted.v, tile_steps(problem, config)
+    steps = sorted(tiles, reverse=True)
     left = 2 * gradients * config.tile_n * forward.head_dim * FP32_BYTES / JOIN_BYTES_US
     for slices in dealt_slices(problem, config, steps, target):
         costs = rounds.Costs(CTA_US, left, JOIN_US)
