@@ -44,7 +44,8 @@ class Deal(NamedTuple):
 class Load(NamedTuple):
     """What a lane's pieces are dealt by. base: time of the rows before those that are dealt, in steps. quantum: the
     distance of two times. least: time that the way takes at least. first: rows before those that are dealt. section:
-    rows of a section. sections: that are dealt. whole: rows whose tiles are whole."""
+    rows of a section. sections: that are dealt. whole: rows whose tiles are whole. further: pieces of a row beyond one
+    for each of its tiles."""
 
     base: Float32
     quantum: Float32
