@@ -118,6 +118,12 @@ EXPLAINED = (
         ),
     ),
     Reason(
+        "a record's release is waited for ahead of the number from the queue and again ahead of its words",
+        r"try_wait",
+        at=("common/device/pipeline.py:Channel.wait_previous",),
+        after=("fmha/device/queue.py:take",),
+    ),
+    Reason(
         "where V is K: QK has waited for the same tile",
         r"try_wait",
         after=("fmha/sm100/mma.py:multiply",),

@@ -132,8 +132,10 @@ def _heads_apart() -> None:
     from warpspec.fmha import attention_varlen
     from warpspec.fmha.plan.cost import Way
 
-    shape = dict(seq_q=(1,) * 4, seq_k=(540, 0, 90, 300), heads_q=2, heads_kv=2, head_dim=72)
-    case = Packed("", **shape, page_size=16, poisoned=(2,))
+    keys = (900, 0, 90, 300, 64, 700, 5, 130)
+    case = Packed(
+        "", seq_q=(1,) * 8, seq_k=keys, heads_q=2, heads_kv=2, head_dim=72, page_size=16, poisoned=(2,)
+    )
     for way, splits in ((Way.PARTITIONS, 3), (Way.PERSISTENT, 1)):
         with (
             simulating("sm_90a", sm_count=1),
@@ -220,9 +222,11 @@ KERNELS: dict[str, Callable[[], None]] = {
     "gradients-sm90-whole": _gradients("sm_90a", 128, (2, 256, 256, False)),
     "gradients-sm100-whole": _gradients("sm_100a", 128, (1, 256, 256, False)),
     "fmha-sm90-heads": _heads_apart,
-    "gradients-sm90-apart": _gradients_apart(128, UNSEEN[0], (1, 70, 450, True), (1, 450, 128, False)),
+    "gradients-sm90-apart": _gradients_apart(
+        128, UNSEEN[0], (1, 70, 450, True), (1, 450, 128, False), (1, 256, 256, True)
+    ),
     "gradients-sm90-apart-d64": _gradients_apart(
-        64, (1, 330, 300, True), (1, 128, 900, True), (1, 896, 128, False)
+        64, (1, 330, 300, True), (1, 128, 900, True), (2, 896, 128, False), (1, 384, 384, True)
     ),
     "gradients-sm90-apart-wide": _gradients_apart(192, UNSEEN[0], (1, 70, 450, True), v_dim=128),
     "gradients-sm90-lists": _gradients("sm_90a", 128, *((n, 520, 300, True) for n in (1, 2)), blocks=LISTED),

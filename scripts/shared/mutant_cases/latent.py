@@ -46,7 +46,7 @@ def _codes(q_codes: bool = False) -> None:
     from warpspec.latent import mla_decode
     from warpspec.latent.gathered import launch
 
-    lengths = (900, 190, 0, 330) if q_codes else (1500, 190, 0, 650, 330)
+    lengths = (900, 190, 0, 330, 70, 20, 130) if q_codes else (1500, 190, 0, 650, 330)
     q, pages, *call = _rows(lengths, queries=2, heads=8)
     options = {"scale": 0.06}
     if q_codes:
