@@ -17,15 +17,10 @@ import numpy as np
 from warpspec.common.launch import Target
 from warpspec.fmha.backward.features import BackwardKernel
 from warpspec.fmha.backward.problem import BackwardProblem
-from warpspec.fmha.backward.schedule import (
-    L2_SHARE,
-    Order,
-    ctas_of,
-    decode,
-    main_us,
-    tile_steps,
-)
+from warpspec.fmha.backward.schedule import Order, decode, main_us
+from warpspec.fmha.backward.sections import L2_SHARE, ctas_of
 from warpspec.fmha.backward.sm90.apart import KeyConfig, QueryConfig
+from warpspec.fmha.backward.work import tile_steps
 from warpspec.fmha.features import RequestLayout
 from warpspec.fmha.heads import BLOCK
 from warpspec.fmha.logits import LogitNumbers

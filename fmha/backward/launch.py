@@ -38,7 +38,7 @@ from warpspec.fmha.backward.schedule import (
     side_by_side,
 )
 from warpspec.fmha.backward.sm90.apart import KEYS, QUERIES, KeyConfig, QueryConfig
-from warpspec.fmha.backward.work import has_short_rows
+from warpspec.fmha.backward.work import has_short_rows, key_tile_count, query_tile_count
 from warpspec.fmha.checks import SIZE_LIMIT
 from warpspec.fmha.logits import LogitNumbers
 from warpspec.fmha.operands import Operands
@@ -432,22 +432,6 @@ def arguments_of(
         keys = (*sums, gradients.q, *((dk, dv) if config.cut else (None, None)))
         results = (dq_sums, *keys, *lengths, *tables, prepared.scale, order.whole)
     return Arguments(rows, main, results)
-
-
-def query_tile_count(config: BackwardKernel, operands: Operands) -> int:
-    """Number of query tiles of all batch rows or requests (``device.tile.KeyTile.index_of``)."""
-    if config.packed:
-        return len(operands.q) // config.tile_m + len(operands.cu_seqlens_q) - 1
-    batch, rows = operands.q.shape[:2]
-    return batch * -(-rows // config.tile_m)
-
-
-def key_tile_count(config: BackwardKernel, operands: Operands) -> int:
-    """Number of key tiles of a KV head, over all batch rows or requests."""
-    if config.packed:
-        return len(operands.k) // config.tile_n + len(operands.cu_seqlens_k) - 1
-    batch, keys = operands.k.shape[:2]
-    return batch * -(-keys // config.tile_n)
 
 
 def parts_of(prepared: Prepared, problem: BackwardProblem, main: BackwardOperands):

@@ -46,7 +46,8 @@ from warpspec.fmha.backward import guesses, lists, rounds, runs
 from warpspec.fmha.backward.features import BackwardKernel
 from warpspec.fmha.backward.pieces import PieceLength, may_cut, most_further
 from warpspec.fmha.backward.problem import BackwardProblem
-from warpspec.fmha.backward.work import even, key_bytes, row_bytes, tile_spans, tile_steps
+from warpspec.fmha.backward.sections import L2_SHARE, ctas_of, piece_counts, read_together, section_of
+from warpspec.fmha.backward.work import even, row_bytes, tile_spans, tile_steps
 from warpspec.fmha.tiles import ELEMENT_BYTES
 
 # Microseconds on an H200.
@@ -69,10 +70,6 @@ LISTED_MISSES, LISTED_BEYOND = 4.0, 0.5
 MOST_PIECES = 32
 LAST_WAIT = 0.15  # fraction of the longest CTA's time that an SM waits in the end, where CTAs are more
 LEAST_GAIN = 0.03  # fraction of the time that cutting tiles must save
-ROUNDS = 0.6  # CTAs of a section for each SM, about, at least
-L2_SHARE = 0.8  # fraction of the L2 for what a section reads and adds to
-# The same of packed requests with a query head a KV head, without K, V, dK and dV, and up to which D of the tile.
-HEADS_L2_SHARE, HEADS_L2_DIM = 1.25, 192
 BEYOND_L2 = 1.9  # reads of concurrent key tiles, in L2 sizes, from which heads_inside gains
 SLICES_BEYOND_L2 = 2.05  # the same of slices
 INNER_HEADS = 2
@@ -84,7 +81,6 @@ SLICE_STEPS = 14  # of a key tile's slice of packed requests, on average, from w
 FEW_CTAS = 1.05  # key tiles, in SMs, up to which slices gain although all heads would fit L2
 FEW_HEADS = 2  # of such a slice; of one of packed requests, at least
 ONE_HEAD_BEYOND_L2 = 3.6  # L2 sizes read together, from which a slice has one head if there is no other
-EVEN_SECTIONS = 1.5  # factor by which the number of sections may change so that all are equal
 COUNTED_ROUNDS = 16  # CTAs per SM from which the mean predicts the busiest SM's load
 
 
@@ -341,55 +337,6 @@ def listed_step_us(
     shared = math.sqrt(max(each * density, 1.0) * max(min(each, visits), 1.0))
     moved = sms * config.tile_m * forward.head_dim * 2 * (ELEMENT_BYTES + FP32_BYTES)
     return STEP_US[config.heads.qk] + LISTED_BEYOND * missing * moved / (target.speeds.copy * 1e6) / shared
-
-
-def read_together(
-    problem: BackwardProblem, config: BackwardKernel, steps: Sequence[int], target: Target
-) -> int:
-    """Bytes that the key tiles which run together read and add to, if they are of whole rows. steps: of each tile."""
-    rows = problem.forward.heads_kv * (1 if config.requests.packed_k else problem.forward.batch)
-    tiles = ctas_of(problem, config, steps, 1)
-    return min(-(-target.sm_count // max(tiles, 1)), rows) * row_bytes(problem)
-
-
-def ctas_of(problem: BackwardProblem, config: BackwardKernel, steps: Sequence[int], pieces: int) -> int:
-    """Number of CTAs of a row; for packed requests, the number before the device cuts tiles."""
-    forward = problem.forward
-    if config.requests.packed_k:
-        keys = 1.5 * forward.least_q  # more than there are: larger sections lost
-        tiles = round(min(keys / config.tile_n + forward.batch / 2, forward.batch * len(steps)))
-        return max(tiles, 1)
-    return sum(piece_counts(config, steps, pieces))
-
-
-def piece_counts(config: BackwardKernel, steps: Sequence[int], pieces: int) -> list[int]:
-    """Pieces of each key tile if the longest, the first, has this many."""
-    if not config.alike or not steps:
-        return [pieces] * len(steps)
-    most = max(-(-steps[0] // pieces), 1)
-    return [max(-(-count // most), 1) for count in steps]
-
-
-def section_of(
-    problem: BackwardProblem, config: BackwardKernel, target: Target, ctas: int, slices: int = 1
-) -> int:
-    """Rows of a section, if a row has this many CTAs."""
-    if config.heads_inside and not config.deterministic:
-        return 1  # chosen because of L2
-    rows = problem.forward.heads_kv * slices * (1 if config.requests.packed_k else problem.forward.batch)
-    least = math.ceil(ROUNDS * target.sm_count / max(ctas, 1))
-    fit = int(L2_SHARE * target.l2_bytes // (row_bytes(problem) / slices + key_bytes(problem)))
-    one_head = problem.forward.group == 1 and problem.forward.window_left is None
-    small = one_head and config.heads.qk <= HEADS_L2_DIM
-    if small and config.requests.packed_k and not config.deterministic:
-        read = row_bytes(problem) * config.heads.qk / problem.forward.head_dim  # without padding
-        fit = int(HEADS_L2_SHARE * target.l2_bytes // read)
-    sections = -(-rows // fit) if fit > least else max(1, round(rows / least))
-    near = range(math.ceil(sections / EVEN_SECTIONS), min(int(sections * EVEN_SECTIONS), rows) + 1)
-    sections = min(
-        (n for n in near if rows % n == 0), key=lambda n: abs(math.log(n / sections)), default=sections
-    )
-    return -(-rows // sections)
 
 
 def in_rows(config: BackwardKernel, steps: Sequence[int]) -> bool:

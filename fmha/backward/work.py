@@ -1,4 +1,4 @@
-"""Work of key tiles on the host: the steps of each, and the bytes that a row's key tiles read and add to.
+"""Work of key tiles on the host: how many there are, the steps of each, and the bytes that a row's read and add to.
 
 A row is a KV head of a batch row, or of all packed requests together (``schedule``).
 """
@@ -14,6 +14,7 @@ from warpspec.fmha.backward.features import BackwardKernel
 from warpspec.fmha.backward.problem import BackwardProblem
 from warpspec.fmha.heads import BLOCK
 from warpspec.fmha.mask import position_range
+from warpspec.fmha.operands import Operands
 from warpspec.fmha.problem import AttentionProblem
 from warpspec.fmha.tiles import ELEMENT_BYTES
 
@@ -47,6 +48,22 @@ def key_bytes(problem: BackwardProblem) -> int:
     forward = problem.forward
     keys = forward.least_q if forward.requests.packed_k else forward.seq_k
     return 4 * keys * forward.head_dim * ELEMENT_BYTES
+
+
+def query_tile_count(config: BackwardKernel, operands: Operands) -> int:
+    """Number of query tiles of all batch rows or requests (``device.tile.KeyTile.index_of``)."""
+    if config.packed:
+        return len(operands.q) // config.tile_m + len(operands.cu_seqlens_q) - 1
+    batch, rows = operands.q.shape[:2]
+    return batch * -(-rows // config.tile_m)
+
+
+def key_tile_count(config: BackwardKernel, operands: Operands) -> int:
+    """Number of key tiles of a KV head, over all batch rows or requests."""
+    if config.packed:
+        return len(operands.k) // config.tile_n + len(operands.cu_seqlens_k) - 1
+    batch, keys = operands.k.shape[:2]
+    return batch * -(-keys // config.tile_n)
 
 
 @lru_cache(maxsize=64)

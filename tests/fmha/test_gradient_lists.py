@@ -7,7 +7,7 @@ from helpers.attention_configs import made_problem
 
 from warpspec.common.hardware import gpu_model
 from warpspec.common.launch import Target
-from warpspec.fmha.backward import launch, lists, rounds, schedule
+from warpspec.fmha.backward import launch, lists, rounds, schedule, sections
 from warpspec.fmha.backward.features import BackwardKernel
 from warpspec.fmha.backward.problem import BackwardProblem
 from warpspec.fmha.backward.schedule import Order
@@ -73,7 +73,7 @@ def test_orders_take_little_more_than_the_best():
         tiles.sort(reverse=True)
         tried, rows = [order], heads * batch
         for slices in {-(-group // n) for n in range(1, group + 1)}:
-            own = schedule.section_of(problem, config, H200, len(tiles), slices)
+            own = sections.section_of(problem, config, H200, len(tiles), slices)
             for section in (own, rows * slices):
                 whole_tiles = -(-section // slices) * slices
                 tried.append(Order(1, whole_tiles if group % slices else section, slices))
@@ -81,7 +81,7 @@ def test_orders_take_little_more_than_the_best():
                     tried.append(Order(1, whole_tiles, slices, most=tiles[0] * -(-group // slices)))
         times = {each: time_of(problem, config, tiles, each) for each in tried}
         ratios.append(times[order] / min(times.values()))
-        own = schedule.section_of(problem, config, H200, len(tiles), 1)
+        own = sections.section_of(problem, config, H200, len(tiles), 1)
         whole.append(times[Order(1, own)] / min(times.values()))
     assert statistics.geometric_mean(ratios) < 1.03 and max(ratios) < 1.25
     assert statistics.geometric_mean(whole) > 1.3  # or the draws say nothing

@@ -13,7 +13,7 @@ import torch
 
 from warpspec.common.hardware import gpu_model
 from warpspec.common.launch import Target, simulating
-from warpspec.fmha.backward import call, guesses, launch, lengths, pieces, rounds, runs, schedule
+from warpspec.fmha.backward import call, guesses, launch, lengths, pieces, rounds, runs, schedule, sections
 from warpspec.fmha.backward.problem import BackwardProblem
 from warpspec.fmha.backward.schedule import Order
 from warpspec.fmha.operands import Operands, Options
@@ -147,9 +147,9 @@ def test_equal_requests_take_little_more_than_the_best_pieces():
 
         times = {}
         for n in range(1, 33):
-            section = schedule.section_of(problem, config, H200, schedule.ctas_of(problem, config, steps, n))
-            sections = [min(section, rows - first) for first in range(0, rows, section)]
-            times[n] = simulated(length, steps, -(-steps[0] // n), sections, 132)
+            section = sections.section_of(problem, config, H200, sections.ctas_of(problem, config, steps, n))
+            together = [min(section, rows - first) for first in range(0, rows, section)]
+            times[n] = simulated(length, steps, -(-steps[0] // n), together, 132)
         chosen = schedule.choose_pieces(problem, config, steps, H200)
         ratios.append(times[chosen] / min(times.values()))
         uncut.append(times[1] / min(times.values()))

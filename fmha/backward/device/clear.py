@@ -72,10 +72,8 @@ def clear_rows(work, name: cutlass.Constexpr, base, first, end):
 @cute.jit
 def clear_in_two_loops(work, name: cutlass.Constexpr, base, first, end, rows: cutlass.Constexpr):
     """``clear_rows`` by a loop over the rows before ``first``, and one over those from ``end`` on."""
-    own, each = (
-        work.index // ROW_VECTORS,
-        work.threads // ROW_VECTORS,
-    )  # rows that all threads clear at a time
+    own = work.index // ROW_VECTORS
+    each = work.threads // ROW_VECTORS  # rows that all threads clear at a time
     before = cutlass.min(cutlass.max(first, 0), rows)
     column = base.toint() + work.index % ROW_VECTORS * VECTOR_BYTES
     spans = work.config.tile_bytes(name) // (rows * tma.ROW_BYTES)
