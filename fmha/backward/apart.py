@@ -61,14 +61,13 @@ TIMES = {
     128: Times(0.808, 10.0, 4.06, 1.3, 1.05, 1.77, 0.564, 4.95, 11.4),
     192: Times(0.909, 7.56, 4.16, 2.09, 1.02, 3.67, 0.222, 4.5, 4.24),
 }
-LEAST_TOKENS = (
-    1.5  # that packed requests count as, for each of ``least_q``: long ones have more steps than the mean
-)
+LEAST_TOKENS = 1.5  # that packed requests count as, for each of ``least_q``: long ones have more steps
 LONGEST_ROW, LONGEST_REQUEST = 2048, 6144  # of the calls that were timed; of packed ones at D 192
 # Of the expected times, from which the kernels apart are taken: up to D 128; at D 192 and of packed requests.
 LEAST_RATIO, LEAST_OTHER_RATIO = 1.02, 0.97
 # The same of packed requests with grouped heads of D 128: one main kernel cuts key tiles, which ``as_alike`` does not.
 GROUPED_RATIO = 1.05
+SECTIONS = (1, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128)  # rows of a section that are tried
 FEW_ROUNDS = 6  # rounds of packed requests' tiles, up to which CTAs are not persistent: the GPU balances them
 
 
@@ -217,28 +216,11 @@ def balanced_section(steps: tuple[int, ...], rows: int, ctas: int, most: int) ->
     tiles = len(steps)
     if max(steps, default=0) == min(steps, default=0):
         return max(min(ctas // max(tiles, 1), rows, most), 1)
-    if (
-        tiles * rows > MOST_ROUNDS * ctas
-    ):  # a few sections are whole rounds, the same for each CTA again and again
+    # A few sections are whole rounds, the same for each CTA again and again.
+    if tiles * rows > MOST_ROUNDS * ctas:
         whole = ctas // math.gcd(ctas, tiles)
         return max(min(whole, rows, most), 1)
-    near = {ctas * k // tiles for k in (1, 2, 3)} | {
-        1,
-        4,
-        6,
-        8,
-        12,
-        16,
-        20,
-        24,
-        32,
-        40,
-        48,
-        64,
-        96,
-        128,
-        rows,
-    }
+    near = {ctas * k // tiles for k in (1, 2, 3)} | {*SECTIONS, rows}
     best, least = 1, math.inf
     for section in sorted(each for each in near if 0 < each <= min(rows, most)):
         work = most_work(steps, rows, section, ctas)
