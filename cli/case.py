@@ -62,9 +62,8 @@ class Case:
         if torch_error is None:
             return self.tolerance
         eps = torch.finfo(dtype).eps
-        rounding = (
-            eps if dtype == torch.float32 else eps / 4
-        )  # what rounding alone may cost: of sums, of a result
+        # What rounding alone may cost: of sums, of a result.
+        rounding = eps if dtype == torch.float32 else eps / 4
         return min(self.tolerance, max(TORCH_FACTOR * torch_error, rounding))
 
 

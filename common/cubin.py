@@ -32,9 +32,8 @@ KPARAM_SIZE_SHIFT = 18  # position of the size in the last word of KPARAM_INFO
 
 # Instructions of sm_90 have 16 bytes. The low 12 bits of the first 8 bytes are the opcode.
 INSTRUCTION_WORDS, OPCODE = 2, 0xFFF
-WGMMA = frozenset(
-    (0x9F0, 0xDF0, 0x9F1, 0xDF1, 0x9F3, 0xDF3)
-)  # HGMMA, IGMMA, QGMMA; A in shared memory, in registers
+# HGMMA, IGMMA, QGMMA; A in shared memory, in registers.
+WGMMA = frozenset((0x9F0, 0xDF0, 0x9F1, 0xDF1, 0x9F3, 0xDF3))
 WARPGROUP, WARPGROUP_WAITS = 0x9C5, 1 << 47  # WARPGROUP.DEPBAR has this bit, WARPGROUP.ARRIVE does not
 
 SYSTEM_SHARED_BYTES = 1024  # reserved by the system at the start of every CTA's shared memory, from sm_90 on

@@ -63,9 +63,8 @@ class HostFunction:
     artifacts: Artifacts
     has_kernels: bool
     code: bytes = field(repr=False)
-    storage: Storage = field(
-        default_factory=dict, repr=False
-    )  # fields of its kernels' shared memory, by kernel name
+    # Fields of its kernels' shared memory, by kernel name.
+    storage: Storage = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, compiled) -> HostFunction:

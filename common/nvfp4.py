@@ -32,9 +32,8 @@ from warpspec.common.checks import (
 
 NVFP4_BLOCK = 16  # values along K that share one scale
 CHUNK = (1 << 15) - 1  # values quantised at a time on a CPU: as many as torch gives to one thread
-TO_INTEGER = (
-    1.5 * 2.0**23
-)  # adding and subtracting it rounds fp32 below 2**22 to an integer, to nearest, ties to even
+# Adding and subtracting it rounds fp32 below 2**22 to an integer, to nearest, ties to even.
+TO_INTEGER = 1.5 * 2.0**23
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 AMAX_TO_GLOBAL = E2M1_MAX * E4M3_MAX
@@ -186,9 +185,8 @@ def block_scale(block_amax: torch.Tensor, global_scale: torch.Tensor) -> torch.T
     """The e4m3 scale of blocks with largest magnitudes `block_amax`, fp32, NaN and Inf included."""
     scale = divided(block_amax, E2M1_MAX) / global_scale
     scale = scale.clamp(max=E4M3_MAX) + block_amax * 0.0  # Inf * 0: NaN
-    return torch.where(scale.isnan(), torch.nan, scale).to(
-        torch.float8_e4m3fn
-    )  # the sign of a NaN depends on the machine
+    # The sign of a NaN depends on the machine.
+    return torch.where(scale.isnan(), torch.nan, scale).to(torch.float8_e4m3fn)
 
 
 def dequantize(t: NVFP4Tensor) -> torch.Tensor:

@@ -336,9 +336,8 @@ def kernel_operands(
 def regular_operands(operands: Operands) -> Operands:
     """The inputs in the form kernels take; the same tensors if none has to change."""
     sink = operands.sink
-    if (
-        sink is not None and sink.dtype is torch.float64
-    ):  # others are taken as they are: a conversion is a launch
+    # Others are taken as they are: a conversion is a launch.
+    if sink is not None and sink.dtype is torch.float64:
         sink = sink.detach().to(torch.float32)
     changed = {name: getattr(operands, name) for name in ("q", "k", "v", "bias", *BLOCK_SCALES)}
     changed = {name: None if each is None else regular_strides(each) for name, each in changed.items()}

@@ -87,10 +87,9 @@ class AttentionProblem:
     # least_q is T's first binary digits, no larger than T.
     total_q: int | None = field(default=None, compare=False)
     least_q: int | None = None
-    most_k: int | None = (
-        None  # with packed queries over codes in pages: most keys of a request, by the table; over
-    )
-    # packed ones: most keys of all requests, T of k rounded up as least_q is rounded down
+    # With packed queries over codes in pages: most keys of a request, by the table; over packed ones: most keys of all
+    # requests, T of k rounded up as least_q is rounded down.
+    most_k: int | None = None
     num_splits: int | None = None  # 1 to MOST_SPLITS; None: the kernel chooses
     block_heads: bool = False  # query heads have each their own lists of blocks (``block_mask``)
     visited: Visits | None = None  # what is known of these lists' lengths

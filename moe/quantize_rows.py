@@ -30,9 +30,8 @@ TARGET_ALIGNMENT = 16  # bytes: targets of two choices
 VALUE_WORDS = NVFP4_BLOCK // 2  # words of a block in bf16
 DATA_WORDS = NVFP4_BLOCK // 8  # words of a block in NVFP4
 VECTOR_WORDS = VECTOR_BYTES // WORD_BYTES  # words of one load
-LINE_WORDS = (
-    ATOM_BYTES // ATOM_LANES // WORD_BYTES
-)  # words of an atom's line, which holds the scales of rows r, r + 32, r + 64, r + 96
+# Words of an atom's line, which holds the scales of rows r, r + 32, r + 64, r + 96.
+LINE_WORDS = ATOM_BYTES // ATOM_LANES // WORD_BYTES
 MAGNITUDES = 0x7FFF7FFF  # mask of the magnitudes of two bf16
 HIGH_HALF = 0xFFFF0000
 HALF_BITS = 16

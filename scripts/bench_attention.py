@@ -58,9 +58,8 @@ def prefill() -> list[list]:
     for batch, heads, length, d, causal, window in bench_shapes.PREFILL:
         q, k, v = (random(batch, length, heads, d) for _ in range(3))
         sink = torch.randn(heads, device="cuda") if window else None
-        peers_sink = (
-            sink if sink is None else sink.to(BF16)
-        )  # the dtype it takes; converted before it is timed
+        # The dtype it takes; converted before it is timed.
+        peers_sink = sink if sink is None else sink.to(BF16)
         sides = (window - 1, 0) if window else None
         out = torch.empty_like(q)
         calls = {"warpspec": lambda q=q, k=k, v=v, causal=causal, sides=sides, sink=sink, out=out: attention(

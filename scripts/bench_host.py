@@ -206,9 +206,8 @@ def first_calls(device: str) -> None:
     backend = "auto" if device == "cuda" else "reference"
     q, k, v = (torch.randn(1, 128, 4, 64, device=device).bfloat16().requires_grad_() for _ in range(3))
     seed = torch.randn_like(q)
-    torch.autograd.grad(
-        (q * q).sum(), q, seed.sum()
-    )  # the device is up, and what torch imports for a gradient
+    # The device is up, and what torch imports for a gradient.
+    torch.autograd.grad((q * q).sum(), q, seed.sum())
     torch.ones(1, device=device).item()
     found = {}
 

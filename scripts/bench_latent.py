@@ -65,9 +65,8 @@ def bench_compress() -> str:
     """New tokens' projections to entries."""
     cos_sin, weight, rows = angles(), torch.ones(512, device="cuda"), []
     for kind, requests, count in bench_shapes.COMPRESSED:
-        state = StateCache(
-            DEEPSEEK_V4_FLASH, kind, requests, max_draft=1, device="cuda"
-        )  # calls repeat a token
+        # Calls repeat a token.
+        state = StateCache(DEEPSEEK_V4_FLASH, kind, requests, max_draft=1, device="cuda")
         width, tokens = state.tail.series * 512, requests * count
         ape = torch.randn(state.tail.stride, width, device="cuda")
         pool = LatentPool.empty(-(-tokens // 64), 64, "v4-fp8", device="cuda")

@@ -140,9 +140,8 @@ def main() -> int:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--length", type=int, default=1024)
     options = parser.parse_args()
-    with (
-        tempfile.TemporaryDirectory() as cache
-    ):  # so that translation is measured, not read from the user's cache
+    # So that translation is measured, not read from the user's cache.
+    with tempfile.TemporaryDirectory() as cache:
         os.environ[CACHE_VARIABLE] = cache
         rows = {name: micro(*kind) for name, kind in KINDS.items()}
         rows[f"attention D 64, {options.heads} heads x {options.length}, causal"] = attention(

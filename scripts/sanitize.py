@@ -36,9 +36,8 @@ TOOLS = ("racecheck", "memcheck", "initcheck", "synccheck")
 SANITIZER = "compute-sanitizer"
 OUR_KERNELS = ("--kernel-name", "kernel_substring=warpspec")  # CuTe DSL puts a kernel's module into its name
 SECONDS, JOBS = 60, 8
-DEVICE = (
-    "cuda" if torch.cuda.is_available() else "cpu"
-)  # on a CPU the cases run in the simulator, without the tool
+# On a CPU the cases run in the simulator, without the tool.
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DONE = "case ran"  # printed by a case's process when its results are there
 SUMMARY = re.compile(r"^=+ ((?:RACECHECK|ERROR) SUMMARY: .*)$", re.MULTILINE)
 FINDING = re.compile(

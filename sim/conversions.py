@@ -168,9 +168,8 @@ def stochastic(bits: np.ndarray, fmt: FloatFormat, random: np.ndarray, random_bi
     significand = np.where(normal, significand | np.uint64(1 << F32_MANTISSA_BITS), significand)
     below = np.maximum(1 - fmt.bias - (exponent - 127), 0)
     cut = np.minimum(F32_MANTISSA_BITS - fmt.mantissa_bits + below, 40).astype(np.uint64)
-    aligned = (
-        significand << np.uint64(16) >> cut
-    )  # the last bit kept is bit 16: up to 16 random bits below it
+    # The last bit kept is bit 16: up to 16 random bits below it.
+    aligned = significand << np.uint64(16) >> cut
     carry = (aligned & np.uint64(0xFFFF)) + (
         random.astype(np.uint64) << np.uint64(16 - random_bits)
     ) >> np.uint64(16)

@@ -73,9 +73,8 @@ class ClusterFactory:
         )
         self.capacity = max(1, launch.device.sms * max(per_sm, 1) // launch.cluster_size)
         self.following = launch.share[0]
-        self.only = (
-            None if launch.recorder is None else launch.recorder.following()
-        )  # clusters that run; None: all
+        # Clusters that run; None: all.
+        self.only = None if launch.recorder is None else launch.recorder.following()
         self._free_smem: list[np.ndarray] = []
         self._free_registers: list[RegisterMemory] = []
         self._free_tmem: list[np.ndarray] = []

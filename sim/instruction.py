@@ -86,9 +86,8 @@ class Instr:
     line: int = 0
     source: str | None = None
     text: str = ""
-    used_bytes: int | None = (
-        None  # for a load: bit i is set if byte i is used (.pragma "used_bytes_mask"); None: all
-    )
+    # For a load: bit i is set if byte i is used (.pragma "used_bytes_mask"); None: all.
+    used_bytes: int | None = None
     plan: object = field(default=None, init=False, repr=False, compare=False)  # its handler's cache
 
     def has(self, part: str) -> bool:

@@ -113,9 +113,8 @@ def _low24(bits: np.ndarray, is_signed: bool) -> np.ndarray:
 def multiply24(part: str, is_signed: bool) -> Callable:
     """mul24: .lo is bits 31..0 and .hi bits 47..16 of the 48-bit product."""
     shift = 16 if part == "hi" else 0
-    return lambda a, b: wrap(
-        (_low24(a, is_signed) * _low24(b, is_signed) >> shift).astype(object), 32
-    )  # the product fits int64
+    # The product fits int64.
+    return lambda a, b: wrap((_low24(a, is_signed) * _low24(b, is_signed) >> shift).astype(object), 32)
 
 
 def multiply24_add(part: str, is_signed: bool, sat: bool) -> Callable:

@@ -54,9 +54,8 @@ class Machine:
         self.starving = Starving(self.rng, launch.starved.what) if launch.starved else None
         self.timeout_chance = launch.starved.gives_up if launch.starved else TIMEOUT_CHANCE
         self.clock = 0
-        self.executing: tuple[Warp, Instr] | None = (
-            None  # who executes, or issued the operation that is taking effect
-        )
+        # Who executes, or issued the operation that is taking effect.
+        self.executing: tuple[Warp, Instr] | None = None
         self.progress = 0  # counts events that can unblock somebody
         self.ready: list[Warp] = []
         self.waiters: dict[Hashable, list[tuple[Warp, Group]]] = {}

@@ -31,9 +31,8 @@ CTA_RANK_SHIFT = 24  # shared address: (CTA rank in the cluster << CTA_RANK_SHIF
 SHARED_BASE_OFFSET = 1024  # the first bytes of a CTA's shared memory are reserved for the system
 
 DEVICE_ALIGNMENT = 256  # bytes, of every allocation the CUDA runtime makes
-HOST_ALIGNMENT = (
-    64  # bytes, of torch's CPU allocations: up to here a host address reveals the offset in its storage
-)
+# Bytes, of torch's CPU allocations: up to here a host address reveals the offset in its storage.
+HOST_ALIGNMENT = 64
 GUARD_BYTES = 4096
 GUARD_BYTE = 0xA5
 POISON_BYTE = 0xFF  # device allocations start as NaN in every floating-point format
@@ -134,9 +133,8 @@ class GlobalMemory:
         self._freed: list[tuple[int, int, str]] = []
         self._staged: list[_Staged] = []
         self._ranges: np.ndarray | None = None
-        self.watch = (
-            None  # called with (address, shape, strides) of boxes that TMA copies, to check their order
-        )
+        # Called with (address, shape, strides) of boxes that TMA copies, to check their order.
+        self.watch = None
         self.on_view = None  # called with each allocation of which a view is given, but for reductions
         self.version = 0  # incremented with every change of the set of allocations
 

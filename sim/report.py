@@ -77,9 +77,8 @@ class LaunchStats:
     mma_flops: int = 0
     peak_tmem_columns: int = 0
     barrier_waits: dict[int, int] = field(default_factory=dict)  # warp index -> times blocked
-    block_counts: dict[int, np.ndarray] = field(
-        default_factory=dict
-    )  # warp index -> executions of each block
+    # Warp index -> executions of each block.
+    block_counts: dict[int, np.ndarray] = field(default_factory=dict)
     events: list[Span | Wait] = field(default_factory=list)
     warnings: dict[str, str] = field(default_factory=dict)  # first words -> warning
 
@@ -170,9 +169,8 @@ class LaunchReport:
     function: str = ""  # the kernel's name in messages: its function in the DSL
     findings: list = field(repr=False, default_factory=list)  # the order checker's, except tolerated ones
     storage: tuple = field(repr=False, default=())  # fields of dynamic shared memory: name, bytes, offset
-    trace: object = field(
-        repr=False, default=None
-    )  # recorded traces (clocks/record.py); None: nothing was recorded
+    # Recorded traces (clocks/record.py); None: nothing was recorded.
+    trace: object = field(repr=False, default=None)
 
     @cached_property
     def events(self) -> list[Span]:
@@ -299,9 +297,8 @@ class SimReport:
                 if span.source:
                     event["args"] = {"line": span.source}
                 events.append(event)
-                if (
-                    span.by is not None and span.by[0] < TIMELINE_CTAS
-                ):  # an arrow from the arrival to the wait
+                # An arrow from the arrival to the wait.
+                if span.by is not None and span.by[0] < TIMELINE_CTAS:
                     cta, warp, _ = span.by
                     flow = {"name": "ends the wait", "cat": "wait", "id": len(events), "ts": span.end}
                     events.append(flow | {"ph": "s", "pid": number * TIMELINE_CTAS + cta, "tid": warp})

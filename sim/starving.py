@@ -22,10 +22,8 @@ from typing import NamedTuple
 from warpspec.sim.operation import Op
 from warpspec.sim.warp import Warp
 
-CHANGE_RATES = (
-    1 / 2048,
-    1 / 256,
-)  # chance at each step that another one is starved; one is drawn for each run
+# Chance at each step that another one is starved; one is drawn for each run.
+CHANGE_RATES = (1 / 2048, 1 / 256)
 WARPS = 2 / 3  # chance that it is warps, not the operations of an instruction, where warps are starved
 # Chance that an instruction's operations are below all others at once, where operations are starved.
 LATE = 1 / 2

@@ -38,9 +38,8 @@ BESIDE_US = 0.58
 CLUSTER_US = 0.25  # a reduction over the CTAs of a cluster
 CLUSTER_CTAS_PER_US = 370.0  # CTAs of clusters that the GPU starts
 CLUSTER_SMS = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.91, 16: 0.91}  # fraction of the SMs on which clusters find room
-SMALL_BYTES_PER_SM = (
-    128e3  # read and written a SM: up to here, launches without clusters count as dependent launches
-)
+# Read and written a SM: up to here, launches without clusters count as dependent launches.
+SMALL_BYTES_PER_SM = 128e3
 # Clusters of this size gain from dependent launches even if not all of them fit at once.
 DEPENDENT_CLUSTER = 16
 CLUSTER_LOSS_BYTES = 165.0  # the memory time grows by this times (CTAs of the cluster / bytes of a share)
@@ -150,9 +149,8 @@ def one_row_a_cta(
         memory = max(memory, (waves - 1) * (rates.life_us + share_bytes / rates.bytes_per_us))
     alone = -(-ctas // target.sm_count) if occupancy == 1 else 1
     reduction = CLUSTER_US if cluster > 1 else WARPS_US
-    small = (
-        problem.bytes <= SMALL_BYTES_PER_SM * target.sm_count
-    )  # some candidates fit at once, others nearly
+    # Some candidates fit at once, others nearly.
+    small = problem.bytes <= SMALL_BYTES_PER_SM * target.sm_count
     launch = DEPENDENT_US if small and cluster == 1 else LAUNCH_US
     work = alone * passes * share_bytes / rates.bytes_per_us
     return launch + extra + reduction + memory + work

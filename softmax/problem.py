@@ -18,9 +18,8 @@ from warpspec.common.outputs import check_apart
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes of an element
 MOST_ELEMENTS = 2**25  # longest row
-MOST_ROWS = (
-    2**31 - 2**10
-)  # a kernel counts rows in 32 bits, up to those of the last CTA, which may lie past the last row
+# A kernel counts rows in 32 bits, up to those of the last CTA, which may lie past the last row.
+MOST_ROWS = 2**31 - 2**10
 
 
 @dataclass(frozen=True)

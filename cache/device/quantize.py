@@ -41,10 +41,8 @@ E2M1_BORDERS = tuple((t, half * 2.0**-24) for t, half in ((0.25, 0.25), (0.75, -
 BF16_DOUBLE = 0x00800080  # added to a pair of ordinary bf16, doubles both
 MAGNITUDES = 0x7FFF7FFF  # mask of the magnitudes of two 16-bit numbers
 PAIRS = {"bfloat16": "bf16x2", "float16": "f16x2"}  # types of instructions
-BF16_128, BF16_8 = (
-    0x43004300,
-    0x41004100,
-)  # pairs; a whole number below 128, added to 128, stands in the low bits
+# Pairs; a whole number below 128, added to 128, stands in the low bits.
+BF16_128, BF16_8 = (0x43004300, 0x41004100)
 UPPER_HALF_TWICE, LOWER_BYTES_OF_HALVES = 0x3232, 0x6420  # prmt selectors
 
 

@@ -119,9 +119,8 @@ class BackwardKernel:
     finishes: bool = False
 
     subtracts = False  # whether the products that make S and dP also subtract the statistics
-    rotates = (
-        True  # key tiles of a head begin at different query tiles, so that they do not add to the same dQ
-    )
+    # Key tiles of a head begin at different query tiles, so that they do not add to the same dQ.
+    rotates = True
 
     def __post_init__(self):
         requests = self.requests

@@ -69,9 +69,8 @@ def expected_steps(
 ):
     """The formula above, for S = ``total``, TAIL = ``tail`` and the load of one L. Floats or Float32."""
     mean = length.share * (total + length.start * load.pieces)
-    waits = minimum(
-        ceil(length.share * load.pieces - NEARLY) - 1.0, 1.0
-    )  # 1 if there are more pieces than SMs
+    # 1 if there are more pieces than SMs.
+    waits = minimum(ceil(length.share * load.pieces - NEARLY) - 1.0, 1.0)
     mean += waits * maximum(tail * load.longest, load.longest - length.last * mean)
     long = load.long_steps / maximum(load.long, 1.0)
     crowded = ceil(length.share * load.long - NEARLY) * (long + length.start)

@@ -59,9 +59,8 @@ JOIN_US = 3.0  # a further launch
 JOIN_BYTES_US = 2.5e6  # bytes of pieces' sums written or read in a microsecond
 ORDERED_COST = 2.0  # what a piece of packed requests costs with a fixed order, over what it costs in any
 SLICED_US = 1.5  # what a CTA with a slice of heads takes beside CTA_US, for it adds dK and dV to sums
-BEYOND_US = (
-    0.45  # what a step takes longer if nothing that it reads and adds to, STEP_BYTES, is in an H200's L2
-)
+# What a step takes longer if nothing that it reads and adds to, STEP_BYTES, is in an H200's L2.
+BEYOND_US = 0.45
 STEP_BYTES = 64 << 10
 # With lists of blocks: how fast reads miss L2 as these pass its size; how much longer a step takes, as a part of the
 # time in which memory moves what all SMs miss.

@@ -23,10 +23,8 @@ from warpspec.common.device.float8 import widened
 from warpspec.common.device.words import interleave
 
 NUMBERS = 8  # 16-bit numbers in a chunk of 16 bytes
-BYTES_OF_PAIRS = (
-    0x5140,
-    0x7362,
-)  # prmt selectors: bytes of two words in turn, of their lower and upper halves
+# Selectors of prmt: bytes of two words in turn, of their lower and upper halves.
+BYTES_OF_PAIRS = (0x5140, 0x7362)
 LOW_HALVES, HIGH_HALVES = 0x5410, 0x7632  # prmt selectors: halves of two words
 
 

@@ -44,9 +44,8 @@ def request_at(requests: RequestLayout, operands, request) -> Request:
 
 def first_position(operands, request, length, seq_q) -> Int32:
     """Position of a request's query 0. length: its KV length."""
-    start = (
-        length - seq_q
-    )  # the last query stands at the last position; a key may stand for several positions
+    # The last query stands at the last position; a key may stand for several positions.
+    start = length - seq_q
     if operands.q_start is not None:  # unchecked: positions add up within int32 whatever it holds
         start = cutlass.max(cutlass.min(operands.q_start[request], POSITION_LIMIT), -POSITION_LIMIT)
     return start

@@ -26,9 +26,8 @@ from warpspec.fmha.problem import AttentionProblem
 
 ROUNDS = 9  # rounds in which each plan is launched, in turn
 KEPT = DiskCache("plans", limit=16 * MIB)
-plans_wanted: ContextVar[int] = ContextVar(
-    "plans_wanted", default=0
-)  # that new calls time; 0: they time none
+# That new calls time; 0: they time none.
+plans_wanted: ContextVar[int] = ContextVar("plans_wanted", default=0)
 
 
 def name_of(problem: AttentionProblem, target: Target) -> str:

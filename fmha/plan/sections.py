@@ -100,9 +100,8 @@ def reading_cost(
     read = key_bytes(problem, config)
     if heads * problem.seq_k * read <= target.l2_room:
         return 1.0
-    clocks = config.tile_m * (
-        4 * problem.head_dim / MMA_FLOPS + 1 / EXPONENTIALS
-    )  # clocks of a key if nothing overlaps
+    # Clocks of a key if nothing overlaps.
+    clocks = config.tile_m * (4 * problem.head_dim / MMA_FLOPS + 1 / EXPONENTIALS)
     asked = read / MEMORY_BYTES / clocks * min(heads / ctas, 1.0)  # as a fraction of the memory bandwidth
     return 1.0 + MISS_COST * asked
 

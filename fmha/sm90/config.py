@@ -47,9 +47,8 @@ from warpspec.fmha.sm90.shapes import (
 )
 from warpspec.fmha.tiles import ELEMENT_BYTES, KvTile, TileRows, choose_pack
 
-FIRST_ORDER_BARRIER = (
-    1  # named barriers in which consumers take turns at the tensor core: one each from here on
-)
+# Named barriers in which consumers take turns at the tensor core: one each from here on.
+FIRST_ORDER_BARRIER = 1
 CLEAR_BARRIER = 5  # named barrier of all consumers, or two of one each, after rows of V have been cleared
 SUMS_BARRIER = 7  # named barrier of paired consumers that add up their row sums
 SCORED_BARRIER = 8  # named barriers of one paired consumer each: all its warps have read the tile's K
@@ -72,9 +71,8 @@ class AttentionConfig(AttentionKernel):
         assert 1 <= self.rows.pack <= WARPGROUP_ROWS
         assert self.consumers % self.column_groups == 0
         assert self.smem_bytes <= self.smem_limit
-        if (
-            self.by_warp
-        ):  # so that a warp sees every use of a stage: it would mistake a phase for that of two uses before
+        # So that a warp sees every use of a stage: it would mistake a phase for that of two uses before.
+        if self.by_warp:
             assert self.kv_stages % self.consumer_warps == 0
         assert self.kv_stages % self.rows.kv_heads == 0, "a stage is of one consumer"
         if self.paired:

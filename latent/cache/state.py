@@ -238,9 +238,8 @@ class StateCache:
     def _slots(self, requests: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """``window_slots`` of checked arguments."""
         size = self.window.page_size
-        pages = requests.clamp(-1, self.requests).to(
-            torch.int32
-        )  # out of range: a page before or after the pool
+        # Out of range: a page before or after the pool.
+        pages = requests.clamp(-1, self.requests).to(torch.int32)
         return torch.where(positions >= 0, pages * size + positions.to(torch.int32) % size, NO_SLOT)
 
     def _check_requests(self, requests) -> None:

@@ -359,9 +359,8 @@ class Slots:
         addresses, limits = [], []
         for each, length in zip(loader.operands.sets, task.lengths, strict=True):
             row = Int64(each.request(task.token)) * Int64(each.slots.stride[0])
-            row = (
-                row if loader.config.gathers.paged else row + Int64(own)
-            )  # one entry of a page table serves a tile
+            # One entry of a page table serves a tile.
+            row = row if loader.config.gathers.paged else row + Int64(own)
             addresses.append(each.slots.iterator.toint() + row * Int64(WORD_BYTES))
             limits.append(length - own)
         return cls(tuple(addresses), tuple(limits))

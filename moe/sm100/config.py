@@ -19,9 +19,8 @@ MMA_ROWS = 128  # M of one CTA, the lanes of tensor memory
 MMA_K = 64  # K of one tcgen05.mma of kind mxf4nvf4
 MMA_N_UNIT = 8  # N is a multiple of it in each CTA
 K_TILE = CODES_PER_BYTE * memory.ROW_BYTES  # values along K of a stage: one span of the 128-byte swizzle
-K_STEPS = (
-    K_TILE // MMA_K
-)  # MMAs of a stage; each takes one scale atom along K: ATOM_COLUMNS * NVFP4_BLOCK = MMA_K
+# MMAs of a stage; each takes one scale atom along K: ATOM_COLUMNS * NVFP4_BLOCK = MMA_K.
+K_STEPS = K_TILE // MMA_K
 SCALE_COLUMNS = ATOM_BYTES // WARP_THREADS // memory.TMEM_COLUMN_BYTES  # columns of TMEM that an atom takes
 ACCUMULATORS = 2
 RECORDS = 4  # tiles that the scheduler may be ahead

@@ -91,9 +91,8 @@ def schedule(config: cutlass.Constexpr, records, offsets: cute.Tensor, features,
         here = cute.arch.shuffle_sync(tile_ends, LAST_LANE)
         if number < tiles_before + here:
             later = cute.arch.vote_ballot_sync(number < tiles_before + tile_ends)
-            owner = (
-                cute.arch.popc(later ^ (later - 1)) - 1
-            )  # the lowest lane whose tiles end after this number
+            # The lowest lane whose tiles end after this number.
+            owner = cute.arch.popc(later ^ (later - 1)) - 1
             own = number - tiles_before - cute.arch.shuffle_sync(tile_ends - tiles, owner)
             expert_rows = cute.arch.shuffle_sync(count, owner)
             token_tiles = cute.ceil_div(expert_rows, tokens)
@@ -116,9 +115,8 @@ def schedule(config: cutlass.Constexpr, records, offsets: cute.Tensor, features,
             begin, count, tiles, atoms = load_chunk(config, offsets, chunk, lane, feature_tiles, rows)
             tile_ends, atom_ends = running_sum(tiles, lane), running_sum(atoms, lane)
     zero = Int32(0)
-    records.write(
-        use, zero, zero, zero, zero, zero, zero
-    )  # all readers are in this CTA, so no arrival can come after its end
+    # All readers are in this CTA, so no arrival can come after its end.
+    records.write(use, zero, zero, zero, zero, zero, zero)
 
 
 @cute.jit

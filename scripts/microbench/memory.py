@@ -182,9 +182,8 @@ def _bulk_store(operation: str, wait_for: str, nbytes: int, in_flight: int, grid
 def first_and_second(case: Case, times: np.ndarray) -> dict[str, float]:
     """Clocks of the first load of each CTA and of its second."""
     first = (times[..., END] - times[..., START]).astype(np.int64)
-    second = (times[..., END_NS] - times[..., END]).astype(
-        np.int64
-    )  # END_NS holds a third reading of the clock
+    # END_NS holds a third reading of the clock.
+    second = (times[..., END_NS] - times[..., END]).astype(np.int64)
     return {
         "first": float(np.median(first)),
         "first_worst": float(first.max()),

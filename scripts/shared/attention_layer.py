@@ -111,10 +111,8 @@ def attention_inputs(
     else:
         load_weights(layer, checkpoint)
     attention, norm = layer.attention.eval(), layer.norm
-    for parameter in (
-        *attention.parameters(),
-        *norm.parameters(),
-    ):  # not buffers: rotary frequencies stay FP32
+    # Not buffers: rotary frequencies stay FP32.
+    for parameter in (*attention.parameters(), *norm.parameters()):
         parameter.data = parameter.data.to(DTYPE)
     hidden = torch.randn(batch, seq + decode, config.hidden_size, generator=generator).to(DTYPE)
 

@@ -39,11 +39,8 @@ from .sweep_shapes import MLA, AttentionShape
 DEVICE = "cuda"  # tests without a GPU change it
 ROW, VALUES = 576, 512
 SCALE = ROW**-0.5
-V32_FORMAT, V32_SCALE, V32_PAGES = (
-    "v3.2-fp8",
-    VALUES**-0.5,
-    1 << 13,
-)  # 344 MB of rows, from which queries select
+# 344 MB of rows, from which queries select.
+V32_FORMAT, V32_SCALE, V32_PAGES = ("v3.2-fp8", VALUES**-0.5, 1 << 13)
 TOPK_STEP = 64  # FlashMLA's lists have a multiple of so many slots
 WAYS = ("whole", "split", "line")
 NAMES = {Way.PERSISTENT: "whole", Way.SPLIT: "split", Way.LINE: "line"}

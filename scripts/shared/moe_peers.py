@@ -30,11 +30,8 @@ BF16_BYTES = 40 << 30  # of weights, at most
 FEW_WARPS, MANY_WARPS, MANY_WARPS_TOKENS = 4, 8, 2048  # of triton_kernels
 ALPHA = {"swiglu_oai": 1.702, "swiglu": 1.0}
 E2M1 = 2 | 1 << 8 | 1 << 16 | 1 << 49  # Marlin's number of the type: exponent, mantissa, signed, finite
-MARLIN_K_TILE, MARLIN_N_PER_WORKSPACE, MARLIN_BLOCKS = (
-    16,
-    64,
-    (8, 16, 32, 48, 64),
-)  # rows of K; features; rows
+# Rows of K; features; rows.
+MARLIN_K_TILE, MARLIN_N_PER_WORKSPACE, MARLIN_BLOCKS = (16, 64, (8, 16, 32, 48, 64))
 
 
 def has(package: str) -> bool:

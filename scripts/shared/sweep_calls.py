@@ -51,9 +51,8 @@ OURS = "warpspec"
 BF16 = "warpspec, bf16"  # a peer of FP8 and NVFP4 keys
 DTYPE = torch.bfloat16
 FLASH_MOST_DIM = 256  # of a head, on sm_90
-FLASH_LISTS_DIM = (
-    128  # of a head, on sm_90, with lists: wider ones get KV tiles of 80 keys, which blocks do not fit
-)
+# Of a head, on sm_90, with lists: wider ones get KV tiles of 80 keys, which blocks do not fit.
+FLASH_LISTS_DIM = 128
 SETS_BYTES, MOST_SETS = 2 * MOST_BYTES, 64  # of all inputs that calls of a shape go round
 
 

@@ -168,9 +168,8 @@ def encode(e: Emitter, raw: str, fmt: FloatFormat, modifiers: set[str]) -> str:
     exponent, fraction = op("lshr", magnitude, 23), op("and", magnitude, 0x7FFFFF)
     implicit = e.select(op("icmp ne", exponent, 0), e.imm(32, 1 << 23), e.imm(32, 0), t)
     significand = op("or", fraction, implicit)
-    above = op(
-        "sub", at_least(exponent, 1), 127 + 1 - fmt.bias
-    )  # exponent over that of the smallest normal number
+    # Exponent over that of the smallest normal number.
+    above = op("sub", at_least(exponent, 1), 127 + 1 - fmt.bias)
     below = at_least(e.op(f"sub {t} zeroinitializer, {above}"), 0)
     shift = op("add", below, 23 - fmt.mantissa_bits)
     shift = e.call(t, "llvm.umin.v32i32", f"{t} {shift}", f"{t} {e.imm(32, 31)}")

@@ -111,9 +111,8 @@ def atomic(m: Machine, w: Warp, ins: Instr, mask: int) -> None:
     addresses = w.address(operands[0])
     sources = [operand_lanes(w, operand, bits) for operand in operands[1 : 3 if operation == "cas" else 2]]
     old = np.zeros_like(sources[0])
-    flush = (
-        ".ftz" if type_ == "f32" and space_of(ins) != "shared" else ""
-    )  # like the scalar form in global memory
+    # Like the scalar form in global memory.
+    flush = ".ftz" if type_ == "f32" and space_of(ins) != "shared" else ""
     combine = None if operation in ("exch", "cas") else form_of(f"{operation}{flush}.{type_}", 2).function
     nbytes = count * bits // 8
     if combine is None or not all_at_once(m, w, ins, mask, addresses, nbytes, combine, sources[0], old):

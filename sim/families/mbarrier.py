@@ -26,9 +26,8 @@ MAX_TX = (1 << 20) - 1
 SIZE = 8  # bytes, and the alignment
 OFFSET_MASK = (1 << CTA_RANK_SHIFT) - 1
 STATE_PENDING = 32  # bit of a state at which the pending count begins; the phase lies below
-ARRIVED_BEFORE = np.arange(WARP_SIZE, dtype=np.uint64) << np.uint64(
-    STATE_PENDING
-)  # what the arrivals of earlier lanes add to a state
+# What the arrivals of earlier lanes add to a state.
+ARRIVED_BEFORE = np.arange(WARP_SIZE, dtype=np.uint64) << np.uint64(STATE_PENDING)
 
 
 @dataclass(eq=False)
@@ -44,9 +43,8 @@ class Mbarrier:
     phase: int = 0
     arrivals: int = 0  # number in all phases, for reports
     last: tuple | None = field(default=None, repr=False)  # (warp, instruction) of the last arrival
-    early: tuple | None = field(
-        default=None, repr=False
-    )  # its like, of a wait that passed before any phase ended
+    # Its like, of a wait that passed before any phase ended.
+    early: tuple | None = field(default=None, repr=False)
     seen: dict[int, int] = field(default_factory=dict, repr=False)  # by warp: the phase whose end it last saw
     marker: int = field(default=0, repr=False)
     order: object = field(default=None, repr=False)  # what the order checker keeps of it

@@ -19,9 +19,8 @@ from warpspec.sim.registry import Collective, Family, handler
 from warpspec.sim.warp import Warp
 
 STEP = 8  # registers a thread is given at once
-MOST_FREE = (
-    512  # threads of a CTA up to which their number alone does not tell ptxas the register count at entry
-)
+# Threads of a CTA up to which their number alone does not tell ptxas the register count at entry.
+MOST_FREE = 512
 
 
 def is_compiled(kernel: Kernel) -> bool:

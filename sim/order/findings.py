@@ -21,10 +21,8 @@ from warpspec.sim.order.clocks import (
 NOTHING_ORDERS = "accesses that nothing orders"
 NO_FENCE_AFTER = "no tcgen05.fence::after_thread_sync"
 NO_FENCE_BEFORE = "no tcgen05.fence::before_thread_sync"
-BY_TEXT_ALONE = (
-    NO_FENCE_AFTER,
-    NO_FENCE_BEFORE,
-)  # the ISA asks for these fences; kernels that work leave them out
+# The ISA asks for these fences; kernels that work leave them out.
+BY_TEXT_ALONE = (NO_FENCE_AFTER, NO_FENCE_BEFORE)
 SOURCE = re.compile(r" from (\S+:\d+)(?: in \S+)?$")  # how an access's text ends if its source line is known
 
 

@@ -150,9 +150,8 @@ def mismatch(operand: SharedOperand, tensor_map: TensorMap) -> tuple[str, str] |
     if first < depth or along <= depth or tensor_map.rows <= depth:
         return None
     wanted = [depth * tensor_map.row_pitch]
-    if (
-        first == depth
-    ):  # the box is cut into such groups: they may follow each other along any of its dimensions
+    # The box is cut into such groups: they may follow each other along any of its dimensions.
+    if first == depth:
         for size in tensor_map.box_elements[2:]:
             wanted.append(wanted[-1] * size)
     if d.stride_offset in wanted:

@@ -51,12 +51,10 @@ class CtaOrder:
         self.tiles: dict[int, object] = {}  # what tensor copies wrote (operand_layouts.py); key: offset
         if self._tensor is not None:
             self._tensor.clear()
-        self.start = (
-            domain.component()
-        )  # its warps know it from the start, in row BARRIERS, and so does everyone that they meet
-        self.suspects: np.ndarray | None = (
-            None  # for tensor memory: number of the findings that a read would have, or 0
-        )
+        # Its warps know it from the start, in row BARRIERS, and so does everyone that they meet.
+        self.start = domain.component()
+        # For tensor memory: number of the findings that a read would have, or 0.
+        self.suspects: np.ndarray | None = None
 
     @cached_property
     def lanes(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:

@@ -39,9 +39,8 @@ from warpspec.sim.report import SimReport
 from warpspec.sim.runs import checked_options
 
 REAL_GENERATOR = torch.Generator
-NO_DEVICE = (
-    -1
-)  # so that warpspec allocates by torch.empty, which the modes see, not by torch's allocator for the device
+# So that warpspec allocates by torch.empty, which the modes see, not by torch's allocator for the device.
+NO_DEVICE = -1
 _active: Session | None = None
 
 

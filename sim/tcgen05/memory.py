@@ -44,9 +44,8 @@ class Tmem:
         self._freed: dict[int, tuple[int, Who]] = {}  # free again: first column -> columns, by whom
         self.allocated = np.zeros(COLUMNS, bool)
         self.cta_group: int | None = None  # the one value every tcgen05 instruction of a kernel uses
-        self.pair_request: int | None = (
-            None  # columns a .cta_group::2 allocation asks for, until both CTAs ask
-        )
+        # Columns a .cta_group::2 allocation asks for, until both CTAs ask.
+        self.pair_request: int | None = None
         self.pair_grant: int | None = None  # its address, until this CTA's warp takes it
         self.peak_columns = 0
         self.relinquished = False

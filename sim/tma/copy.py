@@ -29,9 +29,8 @@ F32_INFINITY = np.uint32(0x7F800000)
 TF32_NAN = np.uint32(0x7FFFE000)
 TF32_DROPPED_BITS = 13
 SHARED_ALIGN = 128  # bytes
-INNER_ALIGN = (
-    16  # bytes: where a box may begin in dimension 0 (an H200 raises "illegal instruction" elsewhere)
-)
+# Bytes: where a box may begin in dimension 0 (an H200 raises "illegal instruction" elsewhere).
+INNER_ALIGN = 16
 
 
 class GlobalMemory(Protocol):

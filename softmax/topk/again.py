@@ -61,9 +61,8 @@ class Turns:
 @cute.jit
 def turns_of(config: cutlass.Constexpr, mine: WarpRow) -> Turns:
     count = cute.ceil_div(mine.row.vectors, config.tile_vectors)
-    shift = cutlass.max(
-        Int32(cute.arch.bfind(cutlass.max(count - 1, 0))) + 1 - CHUNK_BITS, 0
-    )  # 0: no bit set
+    # 0: no bit set.
+    shift = cutlass.max(Int32(cute.arch.bfind(cutlass.max(count - 1, 0))) + 1 - CHUNK_BITS, 0)
     return Turns(count, shift, (count + (Int32(1) << shift) - 1) >> shift)
 
 

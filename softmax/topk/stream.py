@@ -193,9 +193,8 @@ def stream(config: cutlass.Constexpr, mine: WarpRow):
         sum_ = sum_ * exponential(previous - reference, config.accurate)
         vectors = [floats(words[None, u], config.dtype) for u in range(config.unroll)]
         sum_ += exponentials([x for vector in vectors for x in vector], tile_maximum, maximum, config.dtype)
-        forget(
-            words
-        )  # unpacked again for candidates: keeping unpacked 16-bit elements would take twice the registers
+        # Unpacked again for candidates: keeping unpacked 16-bit elements would take twice the registers.
+        forget(words)
 
         if cutlass.const_expr(config.needs_others):  # noqa: SIM102, one is for the compiler, the other for the GPU
             if turn == 0:  # all warps have the same number of turns

@@ -59,9 +59,8 @@ class ProductPhase(SwapHost):
 
         # 3. Roles.
         work = SwapWork.of(config, ops, config.phase)
-        if (
-            warp < EPILOGUE_WARPS
-        ):  # after products of what the load warp has waited for the kernel before with
+        # After products of what the load warp has waited for the kernel before with.
+        if warp < EPILOGUE_WARPS:
             epilogue(config, channels, columns, work, ops, thread)
         if warp == config.mma_warp:
             mma(config, channels, fragments(config, base, columns), work)

@@ -77,9 +77,8 @@ def test_sinks_by_any_name_count_in_lse(name):
     sink = normal(4, seed=3)
     o, lse = flash_attn_func(q, k, v, return_lse=True, **{name: sink})
     assert torch.equal(o, attention(q, k, v, sink=sink))
-    keys = torch.cat(
-        [k, torch.zeros_like(k[:, :1])], dim=1
-    )  # one more key, whose logit the mask makes the sink's
+    # One more key, whose logit the mask makes the sink's.
+    keys = torch.cat([k, torch.zeros_like(k[:, :1])], dim=1)
     values = torch.cat([v, torch.zeros_like(k[:, :1])], dim=1)
     mask = torch.zeros(4, 9, 21)
     mask[..., 20] = sink.float()[:, None]

@@ -289,10 +289,8 @@ def test_idle_tiles_between_others_take_ctas():
         tensors = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": most, "max_seqlen_k": 868}
         return AttentionProblem.of(q=q, k=k, v=k, causal=True, memory=False, **tensors)
 
-    for most, ctas in (
-        (39, ANY_CTAS),
-        (4, 132),
-    ):  # splits give way to others where idle tiles may be between them
+    # Splits give way to others where idle tiles may be between them.
+    for most, ctas in ((39, ANY_CTAS), (4, 132)):
         assert make_plan(sm90.CHOICES, replace(problem(most), num_splits=3), H200).ctas == ctas
     assert work_of(problem(39), tiling, requests).idle == 8 * (3 * 39 // 16 + 3 - 3 * 3) > 0
     assert work_of(problem(16), tiling, requests).idle == 0

@@ -26,9 +26,8 @@ pytestmark = pytest.mark.gpu
 PAGE, ROW, VALUES = 64, 576, 512
 BEYOND_FP16 = 2.0**17
 O_TOLERANCE, LSE_TOLERANCE = 4e-3, 1e-3
-V32_TOLERANCE = (
-    6e-3  # of o and lse on true keys: a code times a scale that is no power of two is rounded to bf16
-)
+# Of o and lse on true keys: a code times a scale that is no power of two is rounded to bf16.
+V32_TOLERANCE = 6e-3
 
 
 def paged_call(heads: int, queries: int, most: int, seed: int, codes: bool):
@@ -308,11 +307,8 @@ def test_nan_of_later_drafts(heads, q_codes):
 
 
 STRESS_SECONDS = float(os.environ.get("WARPSPEC_STRESS_SECONDS", "2"))
-STREAMS, LAUNCHES, REPLAYS = (
-    2,
-    3,
-    8,
-)  # streams of a call, launches of a graph, replays of each graph before a check
+# Streams of a call, launches of a graph, replays of each graph before a check.
+STREAMS, LAUNCHES, REPLAYS = (2, 3, 8)
 
 
 @dataclass

@@ -154,9 +154,8 @@ def grow(run: Run, tokens: int, way: str, *, backend: str, hadamard: bool = Fals
             for i, (count, right) in enumerate(zip(counts, accepted, strict=True)):
                 start = int(run.lengths[i])
                 own = run.compressor.content_gate[i, start : start + count].clone()
-                own[right:] = torch.randn(
-                    own[right:].shape, generator=generator
-                )  # drafts that turn out wrong
+                # Drafts that turn out wrong.
+                own[right:] = torch.randn(own[right:].shape, generator=generator)
                 given[i] = own
             run.call(counts, accepted, backend=backend, hadamard=hadamard, given=given)
     return run

@@ -124,9 +124,8 @@ def inputs_of(kind: str) -> dict:
     if kind == "gemma3":
         pixels = torch.randn(4, 3, 32, 32, generator=generator)
         return {"input_ids": ids, "pixel_values": pixels, "token_type_ids": types}
-    places = torch.cartesian_prod(torch.arange(8), torch.arange(8)).expand(
-        4, -1, -1
-    )  # patches, of which 2 x 2 are one
+    # Patches, of which 2 x 2 are one.
+    places = torch.cartesian_prod(torch.arange(8), torch.arange(8)).expand(4, -1, -1)
     pixels = torch.rand(4, len(places[0]), 3 * 8 * 8, generator=generator)
     return {
         "input_ids": ids,
@@ -176,9 +175,8 @@ class Selections:
         self.next += 1
         recorded = self.recorded[self.next - 1]
         rows, count = recorded.shape[1:]
-        late = slice(
-            count if rows > count else 0, None
-        )  # of a prompt, rows that see more keys than are selected
+        # Of a prompt, rows that see more keys than are selected.
+        late = slice(count if rows > count else 0, None)
         same = (found[:, late, :, None] == recorded[:, late, None, :]).any(dim=-1)
         assert same.float().mean() > 0.8
         return recorded.view(given.shape)

@@ -7,9 +7,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 import warpspec.engines.transformers
 
-ATTENTION_TOLERANCE = (
-    4e-3  # on logits, relative, when nothing but attention is bf16: that of attention itself
-)
+# On logits, relative, when nothing but attention is bf16: that of attention itself.
+ATTENTION_TOLERANCE = 4e-3
 EAGER_FACTOR = 1.25  # with the whole model in bf16: ours is not worse than this times eager's own error
 SENSITIVITY = 10  # what a part under test does to the logits, at least, as a multiple of the tolerance
 VOCABULARY = 512

@@ -7,9 +7,8 @@ import torch
 MARGIN = 48  # elements of NaN before and after a matrix, more than a 16-byte vector holds
 
 TOLERANCE_FP32 = 1e-6  # ||got - exact|| / ||exact||, after DESIGN.md section 7
-OF_TORCH = (
-    1.25  # times torch's own error in the same dtype, likewise; what rounding to 16 bits leaves is in there
-)
+# Times torch's own error in the same dtype, likewise; what rounding to 16 bits leaves is in there.
+OF_TORCH = 1.25
 
 
 def matrix(

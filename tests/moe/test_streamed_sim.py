@@ -19,11 +19,8 @@ from warpspec.moe.sm90.config import Shape, StreamConfig
 from warpspec.moe.sm90.layer import Layer
 
 STAGES = ("SortChoices", "StreamedGemm", "StreamedGemm", "Unpermute")
-EXPERTS, HIDDEN, WIDTH = (
-    5,
-    208,
-    56,
-)  # tails everywhere: K of 208 (4 chunks, padded) and 56 (1), N of 112 and 208
+# Tails everywhere: K of 208 (4 chunks, padded) and 56 (1), N of 112 and 208.
+EXPERTS, HIDDEN, WIDTH = (5, 208, 56)
 
 
 @pytest.fixture(scope="module")

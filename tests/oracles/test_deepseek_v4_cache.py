@@ -85,9 +85,8 @@ def test_selection():
     errors = (got - wanted).norm(dim=-1) / wanted.norm(dim=-1)
     assert errors.median() < ATTENTION_TOLERANCE and (errors < 2 * ATTENTION_TOLERANCE).float().mean() > 0.9
     everything = eager_logits(make_pair(512)[0], ids)
-    assert relative_error(everything, wanted) > 2 * relative_error(
-        got, wanted
-    )  # selecting makes a difference
+    # Selecting makes a difference.
+    assert relative_error(everything, wanted) > 2 * relative_error(got, wanted)
 
 
 @pytest.mark.parametrize("way", [long("chunked"), "speculative"])

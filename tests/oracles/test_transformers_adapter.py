@@ -104,9 +104,8 @@ MASKS = {
     ),
     "custom": lambda batch, head, q, k: k <= q,
 }
-if hasattr(
-    masking_utils, "packed_sequence_compatibility_function"
-):  # transformers 5.17 has the first way only
+# transformers 5.17 has the first way only.
+if hasattr(masking_utils, "packed_sequence_compatibility_function"):
     MASKS["packed, positions start over"] = masking_utils.packed_sequence_compatibility_function(
         masking_utils.causal_mask_function, POSITIONS, NUMBERS
     )

@@ -63,9 +63,8 @@ def test_warps_of_a_scheduler_share_its_pipes():
 def test_shared_memory_is_one_for_all_schedulers():
     line = "st.shared.v4.b32 [sm], {%f0, %f1, %f0, %f1};"
     assert per_instruction(line) == pytest.approx(10, abs=0.2)  # one warp does not reach the SM's rate
-    assert per_instruction(line, block=(256, 1, 1)) == pytest.approx(
-        8 * 4, abs=0.5
-    )  # 512 bytes of 128 a clock, each
+    # 512 bytes of 128 a clock, each.
+    assert per_instruction(line, block=(256, 1, 1)) == pytest.approx(8 * 4, abs=0.5)
 
 
 def test_a_wait_lasts_until_the_slowest_arrival():

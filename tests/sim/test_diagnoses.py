@@ -447,9 +447,8 @@ def test_two_arrivals_at_a_cluster_barrier_are_a_warning():
     expected = "barrier.cluster.arrive twice without barrier.cluster.wait between"
     quoted = "Each thread must arrive at the barrier only once before the barrier completes."
     assert {text.split(",")[0] for text in texts} == {expected} and all(quoted in text for text in texts)
-    assert (
-        warnings_of(2 * f"{CLUSTER_ARRIVE}\n" + 2 * f"{CLUSTER_WAIT}\n", **options) == texts
-    )  # flash-attn-4's MLA
+    # flash-attn-4's MLA.
+    assert warnings_of(2 * f"{CLUSTER_ARRIVE}\n" + 2 * f"{CLUSTER_WAIT}\n", **options) == texts
     assert not warnings_of(2 * f"{CLUSTER_ARRIVE}\n{CLUSTER_WAIT}", **options)
     with pytest.raises(SimError, match="wait without barrier"):
         launch(2 * f"{CLUSTER_ARRIVE}\n" + 3 * f"{CLUSTER_WAIT}\n", {}, **options)

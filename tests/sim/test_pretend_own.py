@@ -40,9 +40,7 @@ def test_attention_and_its_gradients(arch):
             o.float().square().sum().backward()
             assert leaf.grad.is_cuda
             found.append((o.detach().float().cpu(), leaf.grad.float().cpu()))
-    assert session.calls in (
-        3,
-        4,
-    )  # attention; two for its gradients, or three if dQ is made by a kernel of its own
+    # Attention; two for its gradients, or three if dQ is made by a kernel of its own.
+    assert session.calls in (3, 4)
     for got, wanted in zip(*found, strict=True):
         assert (got - wanted).norm() < 6e-3 * wanted.norm()

@@ -260,9 +260,8 @@ def test_sparse_product_with_metadata_from_threads():
     two of each four elements, odd rows the last two."""
     data = operand_bytes(np.random.default_rng(4), 2)
     lanes = "mov.u32 %r12, %laneid; and.b32 %r12, %r12, 1; setp.eq.u32 %p5, %r12, 0;\n"
-    fill = (
-        lanes + "selp.b32 %r15, 0x44444444, 0xEEEEEEEE, %p5;\n"
-    )  # 01 00 or 11 10; a lane holds rows r, r + 8
+    # 01 00 or 11 10; a lane holds rows r, r + 8.
+    fill = lanes + "selp.b32 %r15, 0x44444444, 0xEEEEEEEE, %p5;\n"
     for column in (40, 41):
         fill += f"add.u32 %r14, %r6, {column}; tcgen05.st.sync.aligned.32x32b.x1.b32 [%r14], {{%r15}};\n"
     fill += "tcgen05.wait::st.sync.aligned;\ntcgen05.fence::before_thread_sync;\nbar.sync 0;\n"

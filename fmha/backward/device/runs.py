@@ -182,9 +182,8 @@ def expected_limits(
     chosen = Int32(cutlass.select_(Boolean(expected == best), own, Int32(0)))
     chosen = cute.arch.warp_reduction(chosen, cutlass.max)
     further = cutlass.max(Int32(length.further), 1)
-    fewest = (
-        total.to(Float32) * rows.to(Float32) / further.to(Float32)
-    )  # with all pieces that there is room for
+    # With all pieces that there is room for.
+    fewest = total.to(Float32) * rows.to(Float32) / further.to(Float32)
     chosen = cutlass.max(chosen, Int32(cute.math.ceil(fewest)))
 
     least = length.start * runs.LEAST

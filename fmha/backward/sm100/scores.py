@@ -31,9 +31,8 @@ def make_block(work, step, number, head, query_tile):
     weigh(block, scores, masked)
     if cutlass.const_expr(config.wanted.v):
         store_p(work, number * BLOCK_WORDS, as_words(scores, work.operands.q.element_type))
-    if cutlass.const_expr(
-        config.wanted.ds
-    ):  # not earlier: S, dP and the statistics do not fit a thread's registers
+    # Not earlier: S, dP and the statistics do not fit a thread's registers.
+    if cutlass.const_expr(config.wanted.ds):
         tmem.load_row(columns + config.tmem_dp + number * BLOCK, ds, thread)
         tmem.wait_loads()
         derive(block, scores, ds, masked)

@@ -288,9 +288,8 @@ def go_through(work):
             if cutlass.const_expr(config.weighs_early):
                 make_p(work, following, next_block, next_place)
             if cutlass.const_expr(ends):
-                if cutlass.const_expr(
-                    config.keeps_order
-                ):  # the fetch's branch keeps ptxas from moving P behind it
+                # The fetch's branch keeps ptxas from moving P behind it.
+                if cutlass.const_expr(config.keeps_order):
                     settle(cute.recast_tensor(flat(mma.s), Int32))
                     fetched = exchange.fetch_ahead(work, step, fetched)
                 exchange.take_dq(work, step, place, before)

@@ -35,9 +35,8 @@ def ones(config, member) -> cute.Tensor:
     words = cute.recast_tensor(flat(operand), Int32)
     first = Int32(cutlass.select_(Boolean(member == 1), Int32(ONE), Int32(0)))
     first = Int32(cutlass.select_(Boolean(member == 0), Int32(ONE << 16 | ONE), first))
-    for i, word in enumerate(
-        (first, first, Int32(0), Int32(0))
-    ):  # columns 0 to 7 of both rows, then the others
+    # Columns 0 to 7 of both rows, then the others.
+    for i, word in enumerate((first, first, Int32(0), Int32(0))):
         words[i] = word
     settle(words)
     return operand

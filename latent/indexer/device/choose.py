@@ -24,10 +24,8 @@ SIGN = 0x80000000
 KEY_BITS, DIGIT_BITS = 32, 8
 SLACK_SHIFT = 3  # the threshold may let through an eighth more group maxima than are wanted
 LANE_BINS = BINS // WARP_THREADS
-HALF_BITS, HALF_MASK = (
-    16,
-    0xFFFF,
-)  # halves of a word with two counts: keys above the k-th; below it, keys equal to it
+# Halves of a word with two counts: keys above the k-th; below it, keys equal to it.
+HALF_BITS, HALF_MASK = (16, 0xFFFF)
 
 
 class SelectStorage(NamedTuple):

@@ -191,9 +191,8 @@ def block_of(config: cutlass.Constexpr, words: cute.Tensor, table, ones, block) 
         masked = words[word] & Uint32(CODES)
         for half in cutlass.range_constexpr(2):
             codes = words[word] >> (16 * half) if half else words[word]
-            negative = permute(
-                low, high, masked >> (16 * half) if half else masked
-            )  # magnitudes, with the sign bits set
+            # Magnitudes, with the sign bits set.
+            negative = permute(low, high, masked >> (16 * half) if half else masked)
             positive = permute(ones, ones, codes)  # 1, or 0 where the code's sign is set
             out.append(negative - positive * Uint32(SIGN))
     # 2**(largest - 127 - 6), as fp32: exponents from -126 on, 0 below.

@@ -186,11 +186,8 @@ FULL = dict(batch=2, sq=130, sk=700, heads=1, lengths=(700, 40), num_splits=1)
 DECODE = dict(batch=2, sq=1, sk=900, heads=8, lengths=(900, 330), num_splits=2)
 UNSEEN = ((1, 330, 200, True), (1, 256, 200, True))  # rows that see nothing; only keys that nobody sees
 BIASED = (140, 520, 1)
-IDLE = (
-    330,
-    70,
-    8,
-)  # tiles that see nothing, each a CTA's only one: who writes zeros has waited for the launch before
+# Tiles that see nothing, each a CTA's only one: who writes zeros has waited for the launch before.
+IDLE = (330, 70, 8)
 LISTED = (False, (1, 1), (0.1, 0.4, 0.5))  # lists of ``gradient_cases.Case``
 KERNELS: dict[str, Callable[[], None]] = {
     "fmha-sm100": _attention("sm_100a", **CAUSAL, window=(250, 0), dim=128),

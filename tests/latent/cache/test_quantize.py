@@ -61,17 +61,15 @@ def adversarial_rows(fmt) -> torch.Tensor:
     middle = [(a + b) / 2 for a, b in zip(NUMBERS[fmt.value], NUMBERS[fmt.value][1:], strict=False)]
     rows[3] = torch.tensor(middle)[torch.randint(0, len(middle), (fmt.dim,), generator=generator)]
     rows[3, :: fmt.block] = max(NUMBERS[fmt.value])
-    rows[4, :: fmt.block] = (
-        7 * 2.0**20 if fmt.value == "e4m3" else 3 * 2.0**20
-    )  # a power of two times the largest
+    # A power of two times the largest.
+    rows[4, :: fmt.block] = 7 * 2.0**20 if fmt.value == "e4m3" else 3 * 2.0**20
     rows[5] = rows[4] * (1 + 2.0**-7)
     rows[6] = 0
     rows[6, 1] = -0.0
     rows[7] *= 1e-38
     rows[8, 0], rows[8, fmt.values - 1] = torch.nan, -torch.inf
-    rows[9] = (
-        torch.finfo(torch.bfloat16).max / 2 * torch.sign(rows[9])
-    )  # the largest itself would read as Inf
+    # The largest itself would read as Inf.
+    rows[9] = torch.finfo(torch.bfloat16).max / 2 * torch.sign(rows[9])
     return rows.bfloat16()
 
 
