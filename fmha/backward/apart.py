@@ -68,6 +68,7 @@ LEAST_RATIO, LEAST_OTHER_RATIO = 1.02, 0.97
 # The same of packed requests with grouped heads of D 128: one main kernel cuts key tiles, which ``as_alike`` does not.
 GROUPED_RATIO = 1.05
 SECTIONS = (1, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128)  # rows of a section that are tried
+COUNTED_ROUNDS = 64  # from which CTAs have the mean load, about
 FEW_ROUNDS = 6  # rounds of packed requests' tiles, up to which CTAs are not persistent: the GPU balances them
 
 
@@ -251,7 +252,11 @@ def most_work(steps: Sequence[int], rows: int, section: int, ctas: int) -> float
 
 
 def loads_of(steps: Sequence[int], rows: int, section: int, ctas: int, tile: float) -> np.ndarray:
-    """Steps of each CTA, ``tile`` for each of its tiles included."""
+    """Steps of each CTA, ``tile`` for each of its tiles included. Where there are many rounds, whole sections of the
+    first COUNTED_ROUNDS, about, stand for all."""
+    counted = max(round(COUNTED_ROUNDS * ctas / max(len(steps) * section, 1)), 1) * section
+    if counted < rows:
+        return loads_of(steps, counted, section, ctas, tile) * (rows / counted)
     count = len(steps) * rows
     ctas = min(ctas, count)
     round_, cta = np.divmod(np.arange(-(-count // ctas) * ctas), ctas)
