@@ -49,9 +49,10 @@ test-engines: ## vLLM, SGLang and transformers with our attention, in .venv-engi
 	@.venv-engines/bin/python -m pytest -q $(filter-out $(ALONE),$(wildcard tests/engines/test_sglang*.py))
 	@for test in $(ALONE); do .venv-engines/bin/python -m pytest -q $$test || exit 1; done
 
-test-engines-long: ## the simulator's kernels in vLLM, for each family of models (20 minutes on 2 cores)
+test-engines-long: ## the simulator's kernels in vLLM and SGLang, for families of models (20 minutes on 2 cores)
 	@sh scripts/bootstrap.sh --engines
 	@.venv-engines/bin/python -m pytest -q -m long $(wildcard tests/engines/test_vllm*.py)
+	@.venv-engines/bin/python -m pytest -q -m long tests/engines/test_sglang.py tests/engines/test_sglang_mla.py
 
 bench: venv ## speed of the simulator on this machine
 	@$(PY) scripts/bench_sim.py

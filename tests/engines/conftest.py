@@ -31,18 +31,19 @@ def start_vllm(monkeypatch):
 @pytest.fixture
 def start_sglang(monkeypatch, tmp_path):
     """A function that starts SGLang on a folder, with our attention unless another is named. In the end, each engine's
-    layers must have been computed by the attention that was named, and by no other, with backend "sim" by simulated
-    kernels."""
+    layers must have been computed by the attention that was named, and by no other, with an architecture by its
+    simulated kernels."""
     import sglang
     from helpers.sglang_batches import calls_of, note_calls
 
     engines = []
 
-    def start(folder, attention="warpspec", backend="reference", **options):
-        monkeypatch.setenv("WARPSPEC_BACKEND", backend)
+    def start(folder, attention="warpspec", arch="", **options):
+        monkeypatch.setenv("WARPSPEC_BACKEND", "sim" if arch else "reference")
         noted = note_calls(monkeypatch, tmp_path / f"calls-{len(engines)}")
-        from sglang_calls import SIMULATED
+        from sglang_calls import ARCH
 
+        monkeypatch.setenv(ARCH, arch)
         defaults = {
             "device": "cpu",
             "page_size": 32,
@@ -57,15 +58,14 @@ def start_sglang(monkeypatch, tmp_path):
             "random_seed": 0,
         }
         named = {"model_path": str(folder), "attention_backend": attention}
-        simulated = SIMULATED if backend == "sim" else ""
-        engines.append((sglang.Engine(**defaults | named | options), attention, simulated, noted))
+        engines.append((sglang.Engine(**defaults | named | options), attention, arch, noted))
         return engines[-1][0]
 
     yield start
     for engine, *_ in engines:
         engine.shutdown()
-    for _, attention, simulated, noted in engines:
+    for _, attention, arch, noted in engines:
         calls = calls_of(noted)
-        assert all(name.endswith(simulated) for name in calls), calls
+        assert {name.partition(":")[2] for name in calls} == {arch}, calls
         ours = {name: name.startswith("warpspec.") for name in calls}
         assert calls and set(ours.values()) == {attention == "warpspec"}, (attention, calls)

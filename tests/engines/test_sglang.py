@@ -123,8 +123,19 @@ def as_sglang_has_it(model):
 
 def test_simulated_kernel(checkpoints, start_sglang):
     model, folder = checkpoints("llama")
-    results, _ = generate(start_sglang(folder, backend="sim"), prompts((40, 7)), tokens=2)
+    results, _ = generate(start_sglang(folder, arch="sm_100a"), prompts((40, 7)), tokens=2)
     Judge(model).check(results)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["gemma2", "mimo_v2_flash"])
+def test_simulated_kernels(kind, checkpoints, start_sglang, monkeypatch):
+    """A part of a prompt, and decoding, that see whole tiles of keys: they have no mask."""
+    interpret_triton(monkeypatch)
+    model, folder = checkpoints(kind)
+    engine = start_sglang(folder, arch="sm_90a", chunked_prefill_size=128)
+    results, _ = generate(engine, prompts((140, 7)), tokens=2)
+    Judge(as_sglang_has_it(model)).check(results)
 
 
 def test_too_many_requests_for_the_cache_and_a_cancelled_one(checkpoints, start_sglang):

@@ -43,6 +43,14 @@ def test_prompts_in_parts_beside_decode_and_prefix_hits(settings, checkpoints, s
         check(model, engine, lengths=(70, 5, 1, 150), common=66)
 
 
+@pytest.mark.long
+def test_simulated_kernels(checkpoints, start_sglang, monkeypatch):
+    """Prompts for every head, one behind a prefix in latent form, then decoding."""
+    interpret_triton(monkeypatch)
+    model, folder = checkpoints(KIND)
+    check(model, start_sglang(folder, page_size=64, arch="sm_90a"), lengths=(70, 7), tokens=2)
+
+
 def test_the_own_attention(checkpoints, start_sglang, monkeypatch):
     """SGLang's Triton attention, interpreted, in FP32, says what the model says, with which ours is compared."""
     interpret_triton(monkeypatch)

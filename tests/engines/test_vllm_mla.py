@@ -15,6 +15,7 @@ from helpers.engine_models import (  # noqa: E402
     rename_kimi_k2,
     rounding,
 )
+from helpers.suites import long  # noqa: E402
 from helpers.vllm_engine import LENGTHS, generate, note_launches, offer_latent_attention  # noqa: E402
 from vllm.model_executor.layers.attention import MLAAttention  # noqa: E402
 from vllm.v1.attention.backends.mla.prefill.base import MLADimensions  # noqa: E402
@@ -23,6 +24,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E4
 
 import warpspec.engines.vllm as engine  # noqa: E402
 from warpspec.common.errors import UnsupportedProblem  # noqa: E402
+from warpspec.common.launch import simulating  # noqa: E402
 from warpspec.engines import queries, step  # noqa: E402
 from warpspec.engines.vllm import mla, sparse_mla, warmup  # noqa: E402
 from warpspec.latent import mla_decode  # noqa: E402
@@ -163,10 +165,12 @@ def test_queries_in_codes_by_rows(least, checkpoints, start_vllm, in_parts, monk
     assert found == [least == 16] * 2
 
 
-def test_simulated_kernel(checkpoints, start_vllm, in_parts, monkeypatch):
+@pytest.mark.parametrize("arch", ["sm_100a", long("sm_90a")])
+def test_simulated_kernel(arch, checkpoints, start_vllm, in_parts, monkeypatch):
     launched = note_launches(monkeypatch, mla, "mla_decode", "attention_varlen")
     model, folder = checkpoints(KIND)
-    Judge(model).check(generate(start_vllm(folder, backend="sim", **OPTIONS), prompts((70, 7)), tokens=2))
+    with simulating(arch):
+        Judge(model).check(generate(start_vllm(folder, backend="sim", **OPTIONS), prompts((70, 7)), tokens=2))
     assert launched and all(launched)
 
 
