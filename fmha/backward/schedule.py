@@ -277,7 +277,7 @@ def run_order(problem: BackwardProblem, config: BackwardKernel, target: Target) 
         [
             runs.Request(
                 -(-length // config.tile_m) * forward.group,
-                -(-max(length * forward.seq_k // max(forward.seq_q, 1), 1) // config.tile_n) * count,
+                -(-max(length * forward.seq_k // forward.seq_q, 1) // config.tile_n) * count,
             )
             for length, count in lengths
         ]

@@ -39,15 +39,6 @@ def test_many_rounds_are_counted_by_the_first(monkeypatch):
         assert each.max() == pytest.approx(whole.max(), rel=0.04) and not (each == whole).all()
 
 
-def test_packed_requests_without_a_longest_query():
-    """An order for packed requests of which the longest is said to have no query is still found."""
-    rows = torch.empty(3, 4, 128, dtype=torch.bfloat16, device="meta")
-    starts = torch.empty(3, dtype=torch.int32, device="meta")
-    lengths = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 0, "max_seqlen_k": 0}
-    forward = AttentionProblem.of(rows, rows, rows, return_lse=True, memory=False, **lengths)
-    assert launch.plan(BackwardProblem.check(forward, ("q", "k", "v")), H200)
-
-
 @pytest.mark.parametrize("call", TIMED, ids=str)
 def test_the_best_of_timed_orders_is_chosen(call):
     heads, batch, length, dim = call
