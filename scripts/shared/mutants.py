@@ -222,7 +222,7 @@ def verdicts(
     lines = launch.text.split("\n")
     found = []
     sampled = [*again, *sample(instrs, launch.text, here - known, most)]
-    known |= here
+    known.update(here)
     for mutant in sampled:
         if mutant.index not in here:
             continue

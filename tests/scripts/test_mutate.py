@@ -6,8 +6,9 @@ from pathlib import Path
 
 import mutate
 import pytest
+from shared import mutant_launches
 from shared.mutant_cases import KERNELS
-from shared.mutants import Mutant, Verdict
+from shared.mutants import Mutant, Score, Verdict
 from shared.mutants_explained import EXPLAINED
 from shared.source_places import Pattern, operations_of, place_of
 
@@ -22,6 +23,14 @@ def test_the_score_of_a_sample_is_as_recorded():
     recorded = {group: {SAMPLE: cells[SAMPLE]} for group, cells in SCORES.items() if SAMPLE in cells}
     assert mutate.table(results) == recorded
     assert mutate.reasons(results).keys() == {reason for reason, names in REASONS.items() if SAMPLE in names}
+
+
+def test_a_kernel_launched_again_counts_each_mutant_once():
+    found = Score(seeds=1, only="barrier.cluster")
+    with mutant_launches.recorded(lambda launch: [found.visit(launch) for _ in range(2)]):
+        KERNELS[SAMPLE]()
+    texts = [verdict.text for verdict in found.verdicts]
+    assert texts and len(set(texts)) == len(texts)
 
 
 def test_most_mutants_of_all_kernels_are_found():
