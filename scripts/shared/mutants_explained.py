@@ -214,6 +214,79 @@ EXPLAINED = (
         after=("fmha/backward/device/tile.py:KeyTile.has_unseen_rows",),
         before=("fmha/backward/device/clear.py:clear_queries",),
     ),
+    Reason(
+        "it keeps the compiler from computing with rows before all loads are under way, and orders no memory",
+        r"bar\.warp",
+        at=("fmha/backward/device/rows.py:zero_after_loads",),
+    ),
+    Reason(
+        "wgmma alone has read the operand, and all lanes have waited for it at once",
+        r"bar\.warp",
+        at=("common/device/pipeline.py:Channel.arrive_warp",),
+        after=(
+            "fmha/backward/sm90/arithmetic.py:keep",
+            "fmha/backward/sm90/apart/keys.py:add_pair, warpgroup.wait_group 2",
+            "fmha/backward/sm90/apart/keys.py:add_pair, warpgroup.wait_group 3",
+            "fmha/backward/sm90/apart/keys.py:add_pair, warpgroup.wait_group 4",
+            "fmha/backward/sm90/apart/queries.py:add_pair, warpgroup.wait_group 3",
+            "fmha/backward/sm90/apart/queries.py:add_alone, warpgroup.wait_group 2",
+            "fmha/backward/sm90/apart/queries.py:go_through, warpgroup.wait_group",
+        ),
+    ),
+    Reason(
+        "of S: it joins the group of dK, which is waited for with it",
+        r"wgmma\.commit",
+        before=(
+            "fmha/backward/sm90/apart/consumer.py:OwnRows.stage",
+            "fmha/backward/sm90/apart/consumer.py:OwnRows.wait",
+        ),
+    ),
+    Reason(
+        "stmatrix gathers the warp itself",
+        r"bar\.warp",
+        at=("fmha/backward/sm90/apart/consumer.py:store_tiles, cute.arch.sync_warp 2",),
+    ),
+    Reason(
+        "where a tile has an even number of stores, its first buffer was not the last one's",
+        r"wait_group\.read 0",
+        at=("fmha/backward/sm90/apart/consumer.py:store_tiles",),
+    ),
+    Reason(
+        "where a tile has no more stores than buffers, the wait in front of its first store covers them",
+        r"bulk\.(commit_group|wait_group\.read 1)",
+        at=("fmha/backward/sm90/apart/consumer.py:store_tiles",),
+    ),
+    Reason(
+        "a launch that follows, which no case has, begins behind both kernels by it",
+        r"griddepcontrol\.wait",
+        at=("fmha/backward/sm90/apart/kernel.py:Queries.kernel, cute.arch.griddepcontrol_wait 2",),
+    ),
+    Reason(
+        "of V or dO that a consumer skips: who reads it hands back the step's K or Q later, which all wait for next",
+        r"try_wait",
+        after=(
+            "fmha/backward/sm90/apart/consumer.py:OwnRows.meet",
+            "fmha/backward/sm90/apart/consumer.py:OwnRows.wait",
+        ),
+        before=(
+            "fmha/backward/sm90/apart/tile.py:tile_at",
+            "fmha/backward/sm90/apart/queries.py:consume_tile, if 1",
+            "fmha/backward/device/tile.py:KeyTile.has_unseen_rows",
+        ),
+    ),
+    Reason(
+        "of V or dO where a consumer has no steps: the other hands K or Q back later, which both wait for next",
+        r"try_wait",
+        after=(
+            "fmha/backward/sm90/apart/keys.py:consume_tile, if 1",
+            "fmha/backward/sm90/apart/queries.py:consume_tile, if 1",
+        ),
+    ),
+    Reason(
+        "a consumer without steps uses nothing of the statistics that it reads",
+        r"bar\.warp",
+        after=("fmha/backward/sm90/apart/queries.py:consume_tile, if 1",),
+    ),
     # Latent kernels
     Reason(
         "the copies after a task's last tile: the three groups committed after them are of nothing",
@@ -232,6 +305,38 @@ EXPLAINED = (
             "latent/gathered/transposed/products.py:multiply_queries",
             "latent/gathered/transposed/products.py:add_values",
         ),
+    ),
+    Reason(
+        "they join the next group: in PTX each product has new registers of A; S's first columns are read later",
+        r"wgmma\.commit",
+        at=(
+            "latent/gathered/raw/values.py:add_values",
+            "latent/gathered/raw/scores.py:multiply_codes",
+        ),
+    ),
+    Reason(
+        "thread 0, the elected one, writes what is read first; rows' places are read behind P's barriers",
+        r"bar\.warp",
+        after=("latent/gathered/raw/record.py:write_record", "latent/gathered/raw/record.py:write_end"),
+    ),
+    Reason(
+        "each warp hands its P over, and the next step's barrier stands before references move again",
+        r"bar\.sync",
+        at=("latent/gathered/raw/weights.py:barrier",),
+        before=("latent/gathered/raw/scores.py:take_step",),
+    ),
+    Reason(
+        "where no record is written ahead, the barriers of what follows come before the first reader",
+        r"bar\.(warp|sync 0)",
+        at=(
+            "latent/gathered/task.py:start, cute.arch.sync_threads 1",
+            "fmha/device/cut_ahead.py:cut_ahead, cute.arch.sync_warp 1",
+        ),
+    ),
+    Reason(
+        "the load warp has waited ahead of the CTA's barrier, which all pass before they read",
+        r"griddepcontrol\.wait",
+        at=("latent/gathered/task.py:start",),
     ),
     Reason(
         "wgmma alone has read the stage, and all lanes have waited for it at once",

@@ -220,10 +220,14 @@ KERNELS: dict[str, Callable[[], None]] = {
     "gradients-sm100-whole": _gradients("sm_100a", 128, (1, 256, 256, False)),
     "fmha-sm90-heads": _heads_apart,
     "gradients-sm90-apart": _gradients_apart(
-        128, UNSEEN[0], (1, 70, 450, True), (1, 450, 128, False), (1, 256, 256, True)
+        128,
+        *(UNSEEN[0], (1, 70, 450, True), (1, 450, 128, False)),
+        *((1, 256, 256, True), (2, 192, 384, False)),
     ),
     "gradients-sm90-apart-d64": _gradients_apart(
-        64, (1, 330, 300, True), (1, 128, 900, True), (2, 896, 128, False), (1, 384, 384, True)
+        64,
+        *((1, 330, 300, True), (1, 128, 900, True), (2, 896, 128, False)),
+        *((1, 384, 384, True), (1, 128, 768, False)),
     ),
     "gradients-sm90-apart-wide": _gradients_apart(192, UNSEEN[0], (1, 70, 450, True), v_dim=128),
     "gradients-sm90-lists": _gradients("sm_90a", 128, *((n, 520, 300, True) for n in (1, 2)), blocks=LISTED),
