@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from warpspec.fmha.backward.dealing import Dealing
 from warpspec.fmha.backward.pieces import NEARLY, PieceLength
 
 BUCKETS, TIMES, SECTIONS = 16, 64, 4
@@ -81,21 +82,13 @@ def dealt_steps(length: PieceLength, heads: int, tiles: Iterable[int], limit: in
     total = (whole * whole_load + (heads - whole) * load) / sms
     longest = most if whole > first else limit
     quantum = (max(total, base + longest + length.start) * HORIZON - base) / TIMES
-    free = [sms] + [0] * TIMES
-    time = last = 0
+    dealing = Dealing(sms, TIMES)
     for number in range(sections.count):
         begin = first + number * sections.section
         own = uncut if begin < whole else found
         for bucket in reversed(range(BUCKETS)):
             count, steps = own.counts[bucket], own.steps[bucket]
-            taken = max(int((steps / max(count, 1) + length.start) / quantum + 0.5), 1)
-            count *= min(sections.section, heads - begin)
-            while count and time < TIMES:
-                moved, end = min(free[time], count), min(time + taken, TIMES)
-                free[time] -= moved
-                free[end] += moved
-                count -= moved
-                last = max(last, end if moved else 0)
-                time += count > 0
-    time = max(base + last * quantum, most + length.start if whole else 0.0)
+            rows = min(sections.section, heads - begin)
+            dealing.deal(count * rows, (steps / max(count, 1) + length.start) / quantum)
+    time = max(base + dealing.last * quantum, most + length.start if whole else 0.0)
     return time + length.cost / heads * found.cut * (heads - whole)

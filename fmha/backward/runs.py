@@ -23,6 +23,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from warpspec.fmha.backward.dealing import Dealing
 from warpspec.fmha.backward.pieces import NEARLY, PieceLength
 
 MOST_REQUESTS = 512  # that one CTA sorts
@@ -122,17 +123,10 @@ def dealt_steps(length: PieceLength, requests: Sequence[Request], rows: int, num
     sms, (kept, least) = round(rows / length.share), candidate(number)
     layout = lay_out(requests, rows, sms, least * length.start, kept * sms, length.further)
     total, tiles = sum(steps * tiles for steps, tiles in requests), sum(tiles for _, tiles in requests)
-    quantum, free, time, last = quantum_of(length, total, tiles), [sms] + [0] * TIMES, 0, 0
+    quantum, dealing = quantum_of(length, total, tiles), Dealing(sms, TIMES)
     for count, steps in layout.parts:
-        taken = max(int((steps + length.start) / quantum + 0.5), 1)
-        while count and time < TIMES:
-            moved, end = min(free[time], count), min(time + taken, TIMES)
-            free[time] -= moved
-            free[end] += moved
-            count -= moved
-            last = max(last, end if moved else 0)
-            time += count > 0
-    return last * quantum + length.cost / rows * layout.cut
+        dealing.deal(count, (steps + length.start) / quantum)
+    return dealing.last * quantum + length.cost / rows * layout.cut
 
 
 def parts_of(steps: int, limit: float) -> int:
