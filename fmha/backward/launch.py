@@ -15,7 +15,7 @@ import torch
 from warpspec.common.allocation import Block, allocate, block
 from warpspec.common.architecture import Family
 from warpspec.common.errors import UnsupportedProblem
-from warpspec.common.hardware import FP32_BYTES, TMA_ALIGNMENT, WARP_THREADS
+from warpspec.common.hardware import FP32_BYTES, TMA_ALIGNMENT, VECTOR_BYTES, WARP_THREADS
 from warpspec.common.launch import Kernel, Target
 from warpspec.common.strides import regular_strides
 from warpspec.fmha.backward import apart
@@ -61,7 +61,6 @@ class Gradients(NamedTuple):
 SINK_ALONE = ("sink",)  # what is wanted of a call that only has a first kernel
 # Least query heads of a KV head with which the main kernel makes all gradients although all key tiles are cut.
 FINISHED_HEADS = 3
-VECTOR_BYTES = 16  # of a row of the statistics
 NOT_CUT = PieceLength(0.0, 0.0, 0.0, 0.0, 0)  # where the device cuts nothing
 # Packages with ``BackwardConfig`` and ``MAIN``, its ``Kernel``.
 GRADIENTS = Family(

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from warpspec.fmha.backward.dealing import Dealing
-from warpspec.fmha.backward.pieces import NEARLY, PieceLength
+from warpspec.fmha.backward.pieces import PieceLength, parts_of
 
 BUCKETS, TIMES, SECTIONS = 16, 64, 4
 WAYS = 3  # 0: all rows are cut, n: those of the last n sections
@@ -36,7 +36,7 @@ def pieces_of(tiles: Iterable[int], limit: int) -> Pieces:
     """The pieces of key tiles of so many steps, none longer than ``limit``."""
     counts, steps, cut = [0] * BUCKETS, [0] * BUCKETS, 0
     for each in tiles:
-        parts = max(math.ceil(each / limit - NEARLY), 1)
+        parts = parts_of(each, limit)
         bucket = min(int(each / parts / limit * BUCKETS), BUCKETS - 1)
         if each:
             counts[bucket] += parts

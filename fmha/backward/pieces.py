@@ -31,6 +31,11 @@ TAIL, ORDERED_TAIL, LONG = 0.25, 0.1, 0.5
 NEARLY = 1e-3  # of a rounded product that should be a whole number
 
 
+def parts_of(steps: int, limit: float) -> int:
+    """Pieces of a key tile of so many steps, none longer than ``limit``."""
+    return max(math.ceil(steps / limit - NEARLY), 1)
+
+
 class PieceLength(NamedTuple):
     """start, share, cost, last: see above. further: how many pieces fit beside one of each key tile."""
 

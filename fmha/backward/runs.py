@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from warpspec.fmha.backward.dealing import Dealing
-from warpspec.fmha.backward.pieces import NEARLY, PieceLength
+from warpspec.fmha.backward.pieces import PieceLength, parts_of
 
 MOST_REQUESTS = 512  # that one CTA sorts
 KEPT = 0.8  # SMs for which a piece leaves work, as a part of all
@@ -127,11 +127,6 @@ def dealt_steps(length: PieceLength, requests: Sequence[Request], rows: int, num
     for count, steps in layout.parts:
         dealing.deal(count, (steps + length.start) / quantum)
     return dealing.last * quantum + length.cost / rows * layout.cut
-
-
-def parts_of(steps: int, limit: float) -> int:
-    """Pieces of a key tile."""
-    return max(math.ceil(steps / limit - NEARLY), 1)
 
 
 def expected_steps(length: PieceLength, rows, total, layout, first, least, maximum=max):

@@ -212,7 +212,8 @@ def test_every_part_of_every_row_has_its_threads(head_dim, splits):
     ],
 )
 def test_the_configuration_is_about_the_fastest(rows, splits, times):
-    """Of those that were timed at D 512 on an H200: microseconds of (columns of a thread, groups that add up)."""
+    """The configuration takes at most 1.1 of the least time at D 512 on an H200. times: microseconds, by (columns of a
+    thread, groups that add up)."""
     config = CombineConfig.of(512, splits, rows=rows, vectors=tuple({vector: None for vector, _ in times}))
     assert times[config.vector, config.ways] <= 1.1 * min(times.values())
 

@@ -59,14 +59,10 @@ def clear_rows(work, name: cutlass.Constexpr, base, first, end):
         clear_in_two_loops(work, name, base, first, end, rows)
         return
     vectors = work.config.tile_bytes(name) // VECTOR_BYTES
-    zeros = cute.make_rmem_tensor(4, Int32)
-    zeros.fill(0)
     for i in cutlass.range(work.index, vectors, work.threads, unroll=1):
         row = i // (tma.ROW_BYTES // VECTOR_BYTES) % rows
         if Boolean(row < first) | Boolean(row >= end):
-            at = base.toint() + i * VECTOR_BYTES
-            pointer = cute.make_ptr(Int32, at, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
-            cute.autovec_copy(zeros, cute.make_tensor(pointer, cute.make_layout(4)))
+            clear_vector(base.toint() + i * VECTOR_BYTES)
 
 
 @cute.jit
@@ -79,14 +75,13 @@ def clear_in_two_loops(work, name: cutlass.Constexpr, base, first, end, rows: cu
     spans = work.config.tile_bytes(name) // (rows * tma.ROW_BYTES)
     for begin, stop in ((Int32(0), before), (cutlass.max(end, before), Int32(rows))):
         for row in cutlass.range(begin + own, stop, each, unroll=1):
-            clear_row(column + row * tma.ROW_BYTES, rows * tma.ROW_BYTES, spans)
+            for span in range(spans):
+                clear_vector(column + row * tma.ROW_BYTES + span * rows * tma.ROW_BYTES)
 
 
-def clear_row(address, span_bytes: int, spans: int) -> None:
-    """Clear 16 bytes of a row of each span."""
+def clear_vector(address) -> None:
+    """Clear 16 bytes."""
     zeros = cute.make_rmem_tensor(VECTOR_BYTES // WORD_BYTES, Int32)
     zeros.fill(0)
-    for span in range(spans):
-        at = address + span * span_bytes
-        pointer = cute.make_ptr(Int32, at, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
-        cute.autovec_copy(zeros, cute.make_tensor(pointer, zeros.layout))
+    pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
+    cute.autovec_copy(zeros, cute.make_tensor(pointer, zeros.layout))

@@ -121,6 +121,12 @@ def length_of_lane(length, total, most, lane) -> Int32:
     return Int32(cutlass.select_(Boolean(lane == pieces.LENGTHS - 1), most, cutlass.min(own, most)))
 
 
+def parts_of(steps: Float32, limit: Float32) -> Int32:
+    """``pieces.parts_of`` on the device."""
+    parts = cute.math.ceil(steps * cute.arch.rcp_approx(limit) - pieces.NEARLY)
+    return cutlass.max(Int32(parts), 1)
+
+
 @cute.jit
 def count_pieces(deal: cutlass.Constexpr, steps, inverse, lane):
     """Count the pieces of the lane's tile with every length. Each lane begins with its own, so that no two add to the

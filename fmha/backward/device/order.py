@@ -11,7 +11,7 @@ from cutlass import Boolean, Float32, Int32
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.fmha.backward import pieces
 from warpspec.fmha.backward.device.blocks import FAR
-from warpspec.fmha.backward.device.lengths import Deal, dealt_length, length_of_lane
+from warpspec.fmha.backward.device.lengths import Deal, dealt_length, length_of_lane, parts_of
 from warpspec.fmha.backward.device.tile import key_tiles_of, load_of
 from warpspec.fmha.backward.lengths import LEAST_STEPS, MOST_TILES
 from warpspec.fmha.device.packed import find_request
@@ -142,9 +142,8 @@ def load_at(
         its = steps[tile]
         weight, parts = its, Int32(1)
         if cutlass.const_expr(config.cuts_on_device):
-            # as ``lengths.count_pieces`` counts them, so that there is room for all
-            its_parts = its.to(Float32) * cute.arch.rcp_approx(limits[0].to(Float32)) - pieces.NEARLY
-            parts = cutlass.max(Int32(cute.math.ceil(its_parts)), 1)
+            # As ``lengths.count_pieces`` counts them, so that there is room for all.
+            parts = parts_of(its.to(Float32), limits[0].to(Float32))
             weight = (its + parts - 1) // parts
     return weight, its, parts
 

@@ -12,6 +12,7 @@ from cutlass import Boolean, Float32, Int32
 from warpspec.common.hardware import WARP_THREADS
 from warpspec.fmha.backward import pieces, runs
 from warpspec.fmha.backward.device.blocks import FAR
+from warpspec.fmha.backward.device.lengths import parts_of
 from warpspec.fmha.device.packed import entry
 from warpspec.fmha.device.request import request_at
 
@@ -216,12 +217,6 @@ def expected_of(found: cutlass.Constexpr, length: cutlass.Constexpr, total, coun
     load = pieces.Load(number, cut, long, long_steps, longest)
     extremes = {"maximum": cute.arch.fmax, "minimum": cute.arch.fmin, "ceil": cute.math.ceil}
     return pieces.expected_steps(length, total.to(Float32), load, **extremes)
-
-
-def parts_of(steps: Float32, limit: Float32) -> Int32:
-    """Pieces of a key tile."""
-    parts = cute.math.ceil(steps * cute.arch.rcp_approx(limit) - pieces.NEARLY)
-    return cutlass.max(Int32(parts), 1)
 
 
 @cute.jit
